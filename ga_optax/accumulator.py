@@ -119,7 +119,7 @@ def add(
         weight = check_weight(weight).astype(acc.weight.dtype)
 
         def accumulate(t: jax.Array, g: jax.Array) -> jax.Array:
-            term = _scaled(jnp.multiply, g, weight, t.dtype)
+            term = _by_part(jnp.multiply, g, weight, t.dtype)
             kept = jnp.where(empty, jnp.zeros_like(t), t)
             new = jnp.where(empty, term.astype(t.dtype), _plus(t, term))
             # Selected, not multiplied by the weight alone: NaN · 0 is NaN.
@@ -130,7 +130,7 @@ def add(
     return Accumulator(
         total,
         jnp.where(empty, weight, acc.weight + weight),
-        optax.safe_increment(acc.count),
+        increment(acc.count),
     )
 
 
@@ -166,9 +166,10 @@ def merge(a: Accumulator, b: Accumulator) -> Accumulator:
 def mean(acc: Accumulator) -> optax.Updates:
     """Divides `total` by `weight`: the weighted mean of the gradients.
 
-    **Exactness.** One rounding, that of the division. A weight of 1 changes no bit
-    (division would flush subnormal numbers on some backends). An accumulator of
-    weight 0, an empty one too, has the mean 0, not NaN.
+    **Exactness.** One rounding, that of a true division, under `jit` too: the mean of
+    equal integers is that integer. A weight of 1 changes no bit (division would flush
+    subnormal numbers on some backends). An accumulator of weight 0, an empty one too,
+    has the mean 0, not NaN.
 
     Args:
       acc: the accumulator.
@@ -176,14 +177,24 @@ def mean(acc: Accumulator) -> optax.Updates:
     Returns:
       A tree with the shapes and dtypes of `acc.total`.
     """
-    divisor = jnp.where(acc.weight == 0, jnp.ones_like(acc.weight), acc.weight)
+    return jax.tree.map(lambda t: divide(t, acc.weight), acc.total)
 
-    def divide(t: jax.Array) -> jax.Array:
-        quotient = _scaled(jnp.divide, t, divisor, t.dtype).astype(t.dtype)
-        exact = jnp.where(acc.weight == 1, t, quotient)
-        return jnp.where(acc.weight == 0, jnp.zeros_like(t), exact)
 
-    return jax.tree.map(divide, acc.total)
+def divide(total: jax.Array, weight: jax.Array) -> jax.Array:
+    """`total / weight`, correctly rounded; 0 where the weight is 0.
+
+    XLA rewrites a division by a broadcast scalar into a product with its reciprocal,
+    which rounds twice: 49 · fl(1 / 49) is not 1 in float32. A divisor that depends on
+    the element keeps the division a division.
+    """
+
+    def quotient(t: jax.Array, w: jax.Array) -> jax.Array:
+        return t / jnp.where(t == 0, jnp.ones_like(w), w)
+
+    some = jnp.where(weight == 0, jnp.ones_like(weight), weight)
+    mean = _by_part(quotient, total, some, total.dtype).astype(total.dtype)
+    mean = jnp.where(weight == 1, total, mean)
+    return jnp.where(weight == 0, jnp.zeros_like(total), mean)
 
 
 # -- Dtypes ----------------------------------------------------------------------------
@@ -211,13 +222,13 @@ def _plus(total: jax.Array, term: jax.Array) -> jax.Array:
     return (total.astype(wide) + term.astype(wide)).astype(total.dtype)
 
 
-def _scaled(
+def _by_part(
     operation: Callable[[jax.Array, jax.Array], jax.Array],
     x: jax.Array,
     weight: jax.Array,
     dtype: np.dtype,
 ) -> jax.Array:
-    """`x · weight` or `x / weight`, rounded no coarser than `dtype` or float32."""
+    """`operation(x, weight)`, rounded no coarser than `dtype` or float32."""
     wide = _computation_dtype(dtype)
     weight = weight.astype(jnp.finfo(wide).dtype)
     x = x.astype(wide)
@@ -225,6 +236,11 @@ def _scaled(
         return operation(x, weight)
     # By parts: as a complex number the weight would be w + 0i, and 0 · inf is NaN.
     return jax.lax.complex(operation(x.real, weight), operation(x.imag, weight))
+
+
+def increment(counter: jax.Array) -> jax.Array:
+    """`counter + 1`, or the largest number where that overflows."""
+    return jnp.asarray(optax.safe_increment(counter))
 
 
 # -- Checks, all of them before anything is traced -------------------------------------
@@ -286,7 +302,15 @@ def check_gradients(
             )
 
 
-def check_structure(reference: Any, tree: Any, *, name: str, expected: str) -> None:
+def check_structure(
+    reference: Any,
+    tree: Any,
+    *,
+    name: str,
+    expected: str,
+    todo: str = "Pass the gradient with respect to the parameters that the state was "
+    "made for.",
+) -> None:
     """Raises a `ValueError` unless both trees have one structure; names the leaf."""
     structure = jax.tree.structure(reference)
     if jax.tree.structure(tree) == structure:
@@ -308,8 +332,7 @@ def check_structure(reference: Any, tree: Any, *, name: str, expected: str) -> N
     raise ValueError(
         f"{name} must have the tree structure of {expected}, but {what}"
         + (f", and {more} more differ" if more > 0 else "")
-        + ". Pass the gradient with respect to the parameters that the state was made "
-        "for."
+        + f". {todo}"
     )
 
 
