@@ -21,6 +21,7 @@ weights; 6. it is a gradient transformation, so extra arguments reach it in a ch
 import dataclasses
 import functools
 import numbers
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -112,7 +113,7 @@ def drop_window_if_not_finite(
 
     The window closes without a step: parameters, the inner optimizer's state and its
     schedules stay as they were, and `stats` counts a skipped window. The check reads
-    the accumulator once, when the window closes, and costs the micro-steps nothing.
+    the accumulator when the window closes, and costs the other micro-steps nothing.
     To leave out the one bad micro-batch instead, pass `optax.skip_not_finite`, which
     reads every gradient.
 
@@ -131,9 +132,24 @@ def drop_window_if_not_finite(
       params: the parameters, if known.
 
     Returns:
-      Whether any element is not finite, and Optax's dictionary that says how many.
+      Whether any element is not finite, and the same in a dictionary, as `skip_state`.
     """
-    return optax.skip_not_finite(updates, gradient_step, params)
+    del gradient_step, params
+    # NaN is the maximum of whatever holds one. Extrema are reductions of the buffer as
+    # it is; to count what is not finite, XLA would write the comparison out first.
+    finite = [
+        jnp.isfinite(extremum)
+        for leaf in jax.tree.leaves(updates)
+        if leaf.size
+        for part in _parts(leaf)
+        for extremum in (jnp.max(part), jnp.min(part))
+    ]
+    should_skip = ~jnp.all(jnp.array(finite, bool))
+    return should_skip, {"should_skip": should_skip}
+
+
+def _parts(x: jax.Array) -> tuple[jax.Array, ...]:
+    return (x.real, x.imag) if jnp.iscomplexobj(x) else (x,)
 
 
 class MultiSteps(optax.GradientTransformationExtraArgs):
@@ -160,9 +176,11 @@ class MultiSteps(optax.GradientTransformationExtraArgs):
     static k of 1 keeps no buffer and adds nothing to `opt`.
 
     **Exactness.** `opt` sees Σ w·g / Σ w, rounded as `accumulator` says, in the
-    accumulator's dtype. Updates come out in the dtypes that `opt` alone gives for
-    these gradients, and the state keeps its dtypes. Inside a window updates are
-    exactly zero, whatever the gradients hold. A window of weight 0 is no step.
+    accumulator's dtype. (A few optimizers cannot take a dtype wider than that of the
+    parameters, and see it rounded to the gradients' dtype.) Updates come out in the
+    dtypes that `opt` alone gives for these gradients, and the state keeps its dtypes.
+    Inside a window updates are exactly zero, whatever the gradients hold. A window of
+    weight 0 is no step.
 
     Args:
       opt: the inner optimizer, any `optax.GradientTransformation`.
@@ -281,7 +299,9 @@ def apply_gradients(
     Donate `state` and `params`, as here, so that they are updated in place. In the
     window it reads `grads`, reads and writes the accumulator, and touches nothing else.
 
-    **Exactness.** The same bits as `tx.update` and `optax.apply_updates`.
+    **Exactness.** The same state, bit for bit, as `tx.update`. The parameters too, but
+    for the last product and sum, `p + (-rate · u)`, which XLA may contract into one
+    operation with one rounding.
 
     Args:
       tx: a `MultiSteps`. Any other transformation is taken too, at the price of the two
@@ -617,9 +637,9 @@ class _Window:
             state = state._replace(skip_state=_cast_like(skip_state, state.skip_state))
 
         acc = Accumulator(state.acc_grads, state.weight, state.mini_step)
-        keeps_nothing = bool(
-            jax.tree.leaves(call.grads) and not jax.tree.leaves(state.acc_grads)
-        )
+        structures = map(jax.tree.structure, ((), state.acc_grads, call.grads))
+        empty, held, needed = structures
+        keeps_nothing = held == empty != needed
         if keeps_nothing:
             if not emit:
                 raise ValueError(_NO_ACCUMULATOR)
@@ -636,6 +656,11 @@ class _Window:
         # Without a weight this micro-batch counts 1, so that the window's is not 0.
         runs = closes if weight is None else _and(closes, acc.weight > 0)
         acc = self.finished(acc, closes)
+        if emit:
+            # Without the barrier XLA would fold the last addition into the optimizer,
+            # which then reads the old sum after the new one has overwritten it, and
+            # so copies it first.
+            acc = jax.lax.optimization_barrier(acc)
         outcome = self.close(call, state, acc, runs, static=emit is not None)
 
         state = self.next_state(state, acc, closes, outcome)
@@ -673,7 +698,10 @@ class _Window:
         def step(skip_state: Any) -> _Outcome:
             with jax.named_scope("ga_optax.update"):
                 updates, inner = self.inner.update(
-                    acc.total, state.inner_opt_state, call.params, **call.extra_args
+                    self.gradients_for_inner(call, state, acc.total),
+                    state.inner_opt_state,
+                    call.params,
+                    **call.extra_args,
                 )
                 inner = _cast_like(inner, state.inner_opt_state)
                 yes = jnp.ones_like(state.emitted)
@@ -694,6 +722,29 @@ class _Window:
             lambda: leave(state.skip_state),
             static,
         )
+
+    def gradients_for_inner(
+        self, call: _Call, state: MultiStepsState, grads: optax.Updates
+    ) -> optax.Updates:
+        """What the inner optimizer sees: the accumulator's dtype, where it can take it.
+
+        Some optimizers have branches or scatters of their own, whose dtypes agree only
+        where gradients, parameters and state have one dtype (`galore`, `novograd`,
+        `apply_if_finite` for bfloat16). Tracing them with the wide gradients says so.
+        They get what they would be given alone: the gradients' dtypes.
+        """
+        narrow = _cast_like(grads, call.grads)
+        if jax.tree.map(jnp.result_type, narrow) == jax.tree.map(
+            jnp.result_type, grads
+        ):
+            return grads
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", FutureWarning)
+                self.bare_updates(grads, state, call.params, call.extra_args)
+        except (TypeError, ValueError, FutureWarning):
+            return narrow
+        return grads
 
     def next_state(
         self,
@@ -822,22 +873,33 @@ def _cast_like(tree: Any, like: Any) -> Any:
 # -- Finding and checking --------------------------------------------------------------
 
 
+def find_states(state: optax.OptState) -> dict[str, MultiStepsState]:
+    """Every `MultiStepsState` in a tree, by its path."""
+    nodes = jax.tree_util.tree_flatten_with_path(
+        state, is_leaf=lambda x: isinstance(x, MultiStepsState)
+    )[0]
+    return {
+        jax.tree_util.keystr(path): node
+        for path, node in nodes
+        if isinstance(node, MultiStepsState)
+    }
+
+
 def _find(state: optax.OptState) -> MultiStepsState:
     """The one `MultiStepsState` in a tree."""
-    nodes = jax.tree_util.tree_flatten_with_path(
-        state, is_leaf=lambda x: isinstance(x, (MultiStepsState, optax.MultiStepsState))
-    )[0]
-    found = [(path, n) for path, n in nodes if isinstance(n, MultiStepsState)]
+    found = find_states(state)
     if len(found) == 1:
-        return found[0][1]
+        return next(iter(found.values()))
     if found:
-        places = ", ".join(jax.tree_util.keystr(path) for path, _ in found)
         raise ValueError(
             f"There must be one MultiStepsState in the state, but there are "
-            f"{len(found)}: {places}. Pass the one that you mean."
+            f"{len(found)}: {', '.join(found)}. Pass the one that you mean."
         )
+    theirs = jax.tree.leaves(
+        state, is_leaf=lambda x: isinstance(x, optax.MultiStepsState)
+    )
     hint = "Wrap the optimizer in ga_optax.MultiSteps."
-    if any(isinstance(n, optax.MultiStepsState) for _, n in nodes):
+    if any(isinstance(leaf, optax.MultiStepsState) for leaf in theirs):
         hint = "There is one of Optax's: convert it with ga_optax.from_optax."
     raise ValueError(
         "There must be a MultiStepsState of ga_optax in the state, but there is none "

@@ -184,7 +184,7 @@ def divide(total: jax.Array, weight: jax.Array) -> jax.Array:
     """`total / weight`, correctly rounded; 0 where the weight is 0.
 
     XLA rewrites a division by a broadcast scalar into a product with its reciprocal,
-    which rounds twice: 49 · fl(1 / 49) is not 1 in float32. A divisor that depends on
+    which rounds twice: 41 · fl(1 / 41) is not 1 in float32. A divisor that depends on
     the element keeps the division a division.
     """
 

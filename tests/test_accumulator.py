@@ -1,0 +1,366 @@
+"""The laws of the accumulator, each with what would break it."""
+
+import functools
+
+import hypothesis
+import hypothesis.extra.numpy as hnp
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+
+from ga_optax import accumulator
+
+FLOATS = st.floats(-1e4, 1e4, width=32, allow_subnormal=False)
+WEIGHTS = st.lists(st.integers(0, 512), min_size=1, max_size=6)
+
+
+def bits(x):
+    return np.asarray(x).tobytes()
+
+
+def accumulate(grads, weights=None, *, dtype=jnp.float32, jit=True):
+    """The accumulator of a list of gradients."""
+    add = jax.jit(accumulator.add) if jit else accumulator.add
+    acc = accumulator.init(grads[0], dtype)
+    for i, g in enumerate(grads):
+        acc = add(acc, g) if weights is None else add(acc, g, weights[i])
+    return acc
+
+
+# -- mean(add(init(p), g)) == g --------------------------------------------------------
+
+
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+@hypothesis.given(hnp.arrays(np.uint32, hnp.array_shapes(min_side=0, max_dims=2)))
+def test_the_mean_of_one_gradient_is_that_gradient_bit_for_bit(jit, pattern):
+    # Every bit pattern: subnormals, infinities, NaN payloads and -0 among them.
+    g = jnp.asarray(pattern.view(np.float32))
+    mean = jax.jit(accumulator.mean) if jit else accumulator.mean
+    assert bits(mean(accumulate([g], jit=jit))) == bits(g)
+
+
+def test_the_first_add_overwrites_whatever_an_empty_accumulator_holds():
+    stale = accumulator.init(jnp.zeros(3))._replace(total=jnp.full(3, jnp.nan))
+    g = jnp.array([1.0, -0.0, 3.0])
+    assert bits(accumulator.add(stale, g).total) == bits(g)
+    # The twin: an accumulator that is not empty keeps what it holds.
+    held = stale._replace(count=jnp.ones([], jnp.int32))
+    assert np.isnan(accumulator.add(held, g).total).all()
+
+
+# -- Sum first, divide once ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("k", [2, 3, 7, 10, 41])
+def test_integer_gradients_accumulate_without_rounding(k):
+    rng = np.random.default_rng(k)
+    grads = rng.integers(-1000, 1000, (k, 257)).astype(np.float32)
+    acc = accumulate(list(jnp.asarray(grads)))
+    np.testing.assert_array_equal(acc.total, grads.astype(np.int64).sum(0))
+    # Correctly rounded: what NumPy's division gives. XLA's x / scalar does not.
+    mean = jax.jit(accumulator.mean)(acc)
+    np.testing.assert_array_equal(mean, grads.sum(0) / np.float32(k))
+
+
+@pytest.mark.parametrize("k", [3, 7, 41])
+def test_the_mean_of_equal_integers_is_that_integer(k):
+    g = jnp.arange(1.0, 500.0)
+    mean = jax.jit(accumulator.mean)(accumulate([g] * k))
+    np.testing.assert_array_equal(mean, g)
+
+
+def test_a_division_by_the_reciprocal_would_be_seen():
+    g = jnp.arange(1.0, 500.0)
+    total = g * 41
+    assert (np.asarray(jax.jit(lambda t, w: t * (1 / w))(total, 41.0)) != g).any()
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_narrow_gradients_accumulate_in_float32(dtype):
+    ones = [jnp.ones(2, dtype)] * 64
+    acc = accumulate(ones)
+    for _ in range(6):  # 4096 ones
+        acc = accumulator.merge(acc, acc)
+    np.testing.assert_array_equal(acc.total, 4096.0)
+    assert acc.total.dtype == jnp.float32
+
+
+def test_a_narrow_accumulator_is_taken_at_its_word():
+    one = jnp.ones(2, jnp.bfloat16)
+    add = jax.jit(accumulator.add)
+    acc = accumulator.init(one, jnp.bfloat16)
+    for _ in range(300):
+        acc = add(acc, one)
+    # bfloat16 has 8 significant bits: 256 + 1 rounds to 256.
+    np.testing.assert_array_equal(np.asarray(acc.total, np.float32), 256.0)
+
+
+# -- Weights ---------------------------------------------------------------------------
+
+
+@hypothesis.given(WEIGHTS, st.integers(0, 2**32 - 1))
+def test_the_mean_is_the_weighted_mean_of_the_oracle(weights, seed):
+    rng = np.random.default_rng(seed)
+    grads = rng.normal(size=(len(weights), 5)).astype(np.float32)
+    mean = accumulator.mean(accumulate(list(jnp.asarray(grads)), weights))
+    error = np.abs(mean - oracle.weighted_mean(grads, weights))
+    bound = oracle.sum_error_bound(grads, weights, np.finfo(np.float32).eps / 2)
+    assert (error <= bound).all()
+
+
+@pytest.mark.parametrize("weights", [[3, 17, 0, 256], [0.25, 0.1, 3.5, 1e-3]])
+def test_in_float64_it_agrees_with_the_oracle_to_twelve_digits(weights):
+    grads = np.random.default_rng(0).normal(size=(4, 99))
+    with jax.enable_x64(True):
+        mean = accumulator.mean(accumulate(list(map(jnp.asarray, grads)), weights))
+        assert mean.dtype == jnp.float64
+        np.testing.assert_allclose(
+            mean, oracle.weighted_mean(grads, weights), rtol=1e-12
+        )
+        # The twin: the mean of means is far off.
+        assert np.abs(mean - grads.mean(0)).max() > 1e-2
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("first", [False, True])
+def test_weight_zero_changes_no_bit_whatever_the_gradient_holds(bad, first):
+    grads = [jnp.array([1.5, -0.0]), jnp.array([bad, bad])]
+    weights = [2.0, 0.0]
+    if first:
+        grads, weights = grads[::-1], weights[::-1]
+    acc = accumulate(grads, weights)
+    np.testing.assert_array_equal(acc.total, [3.0, 0.0])
+    assert int(acc.count) == 2
+    # The twin: with a weight it is seen.
+    assert not np.isfinite(accumulate(grads, [1.0, 1.0]).total).any()
+
+
+def test_a_window_of_weight_zero_has_mean_zero():
+    acc = accumulate([jnp.array([jnp.nan, 1.0])] * 3, [0.0, 0.0, 0.0])
+    np.testing.assert_array_equal(accumulator.mean(acc), 0.0)
+    np.testing.assert_array_equal(accumulator.mean(accumulator.init(jnp.ones(2))), 0.0)
+
+
+def test_without_a_weight_nothing_is_multiplied():
+    acc = accumulator.init(jnp.zeros(4))
+    jaxpr = str(jax.make_jaxpr(accumulator.add)(acc, jnp.zeros(4)))
+    assert " mul " not in jaxpr
+    assert " mul " in str(jax.make_jaxpr(accumulator.add)(acc, jnp.zeros(4), 2.0))
+
+
+def test_weights_mix_with_micro_batches_that_have_none():
+    acc = accumulate([jnp.array([4.0])])
+    acc = accumulator.add(acc, jnp.array([1.0]), 3)
+    np.testing.assert_array_equal(accumulator.mean(acc), [7.0 / 4.0])
+
+
+# -- merge -----------------------------------------------------------------------------
+
+
+@hypothesis.given(
+    hnp.arrays(np.float32, st.tuples(st.integers(2, 6), st.just(3)), elements=FLOATS),
+    st.data(),
+)
+def test_merging_two_halves_is_the_whole_up_to_rounding(grads, data):
+    cut = data.draw(st.integers(0, len(grads)))
+    parts = [accumulator.init(jnp.zeros(3)), accumulator.init(jnp.zeros(3))]
+    for i, g in enumerate(jnp.asarray(grads)):
+        parts[i >= cut] = accumulator.add(parts[i >= cut], g)
+    merged = accumulator.merge(*parts)
+    ones = [1] * len(grads)
+    eps = np.finfo(np.float32).eps / 2
+    error = np.abs(accumulator.mean(merged) - oracle.weighted_mean(grads, ones))
+    assert (error <= oracle.sum_error_bound(grads, ones, eps)).all()
+    assert int(merged.count) == len(grads)
+
+
+def test_merging_is_commutative_and_an_empty_one_changes_no_bit():
+    rng = np.random.default_rng(0)
+    a, b = (
+        accumulate(list(jnp.asarray(rng.normal(size=(3, 5)).astype(np.float32))))
+        for _ in range(2)
+    )
+    stale = accumulator.init(jnp.zeros(5))._replace(total=jnp.full(5, jnp.nan))
+    for left, right in [
+        (accumulator.merge(a, b), accumulator.merge(b, a)),
+        (accumulator.merge(a, stale), a),
+        (accumulator.merge(stale, a), a),
+    ]:
+        assert list(map(bits, left)) == list(map(bits, right))
+    assert bits(accumulator.merge(a, b).total) != bits(a.total)
+
+
+# -- Trees, dtypes, transformations ----------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {},
+        (),
+        None,
+        {"a": None, "b": jnp.ones(2)},
+        jnp.float32(3.0),
+        {"empty": jnp.zeros((0, 4)), "scalar": jnp.float32(1.0)},
+        [jnp.ones((2, 2), jnp.bfloat16), (jnp.ones(3),)],
+    ],
+    ids=["dict", "tuple", "None", "None leaf", "scalar", "0-sized", "nested"],
+)
+def test_any_tree_works(tree):
+    mean = accumulator.mean(accumulate([tree, tree]))
+    assert jax.tree.structure(mean) == jax.tree.structure(tree)
+    for got, want in zip(jax.tree.leaves(mean), jax.tree.leaves(tree), strict=True):
+        np.testing.assert_array_equal(got, np.asarray(want, np.float32))
+
+
+@pytest.mark.parametrize("weights", [None, [2.0, 6.0]])
+def test_complex_gradients_accumulate_by_parts(weights):
+    grads = np.array([[1 + 2j, np.inf + 1j], [3 - 2j, 1 + 1j]], np.complex64)
+    acc = accumulate(list(jnp.asarray(grads)), weights)
+    assert acc.total.dtype == jnp.complex64
+    mean = np.asarray(accumulator.mean(acc))
+    # (2 (1 + 2j) + 6 (3 - 2j)) / 8, and inf + 1j keeps its finite part.
+    assert mean[0] == (2 + 0j if weights is None else 2.5 - 1j)
+    assert mean[1].real == np.inf
+    assert mean[1].imag == 1
+
+
+@pytest.mark.parametrize(
+    ("leaf", "dtype", "expected"),
+    [
+        (jnp.float32, jnp.float32, jnp.float32),
+        (jnp.bfloat16, jnp.float32, jnp.float32),
+        (jnp.float32, jnp.bfloat16, jnp.bfloat16),
+        (jnp.bfloat16, None, jnp.bfloat16),
+        (jnp.float64, jnp.float32, jnp.float64),
+        (jnp.float32, jnp.float64, jnp.float64),
+        (jnp.complex64, jnp.float32, jnp.complex64),
+        (jnp.complex64, jnp.bfloat16, jnp.complex64),
+        (jnp.complex128, jnp.float32, jnp.complex128),
+        (jnp.complex64, jnp.float64, jnp.complex128),
+    ],
+)
+def test_float32_is_a_floor_and_other_dtypes_are_taken_as_they_are(
+    leaf, dtype, expected
+):
+    with jax.enable_x64(True):
+        assert accumulator.init(jnp.zeros(2, leaf), dtype).total.dtype == expected
+
+
+def test_it_works_under_vmap_scan_and_reverse_mode():
+    grads = jnp.asarray(np.random.default_rng(0).normal(size=(4, 3)), jnp.float32)
+
+    def total(scale, grads):
+        def body(acc, g):
+            return accumulator.add(acc, scale * g), None
+
+        acc, _ = jax.lax.scan(body, accumulator.init(grads[0]), grads)
+        return jnp.sum(accumulator.mean(acc))
+
+    expected = float(jnp.sum(jnp.mean(grads, 0)))
+    value, slope = jax.value_and_grad(total)(jnp.float32(2.0), grads)
+    np.testing.assert_allclose(value, 2 * expected, rtol=1e-5)
+    np.testing.assert_allclose(slope, expected, rtol=1e-5)
+    batched = jax.vmap(total, in_axes=(0, None))(jnp.array([1.0, 2.0]), grads)
+    np.testing.assert_allclose(batched, [expected, 2 * expected], rtol=1e-5)
+
+
+def test_a_donated_add_works_in_place():
+    acc = accumulator.init({"w": jnp.zeros((512, 512))})
+    grads = {"w": jnp.ones((512, 512))}
+    compiled = jax.jit(accumulator.add, donate_argnums=0).lower(acc, grads).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 0.01 * grads["w"].nbytes
+    # The twin: a sum with a zero tree, as a reset pass would make it, is two passes.
+    pointer = acc.total["w"].unsafe_buffer_pointer()
+    assert compiled(acc, grads).total["w"].unsafe_buffer_pointer() == pointer
+
+
+# -- Bad input -------------------------------------------------------------------------
+
+PARAMS = {"dense": {"kernel": jnp.ones((2, 3)), "bias": jnp.ones(3)}}
+
+
+def spoil(**leaves):
+    """The tree of PARAMS with some leaves of `dense` replaced or removed."""
+    dense = {**PARAMS["dense"], **leaves}
+    return {"dense": {name: leaf for name, leaf in dense.items() if leaf is not None}}
+
+
+@pytest.mark.parametrize(
+    ("grads", "error", "words"),
+    [
+        (spoil(bias=None), ValueError, ["['dense']['bias']", "missing"]),
+        (spoil(extra=jnp.ones(1)), ValueError, ["['dense']['extra']", "not in"]),
+        (spoil(bias=jnp.ones(4)), ValueError, ["['dense']['bias']", "(3,)", "(4,)"]),
+        (
+            spoil(kernel=jnp.ones((2, 3), jnp.int32)),
+            TypeError,
+            ["['dense']['kernel']", "int32"],
+        ),
+        (
+            spoil(bias=jnp.ones(3, jnp.complex64)),
+            TypeError,
+            ["['dense']['bias']", "complex64"],
+        ),
+        ([PARAMS], ValueError, ["['dense']['bias']"]),
+        (None, ValueError, ["['dense']['bias']", "missing"]),
+    ],
+)
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+def test_a_gradient_that_does_not_fit_raises_and_names_the_leaf(
+    grads, error, words, jit
+):
+    acc = accumulator.init(PARAMS)
+    add = jax.jit(accumulator.add) if jit else accumulator.add
+    with pytest.raises(error) as caught:
+        add(acc, grads)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_trees_with_the_same_leaves_in_other_containers_do_not_fit():
+    with pytest.raises(ValueError, match="containers differ"):
+        accumulator.add(accumulator.init((jnp.ones(1),)), [jnp.ones(1)])
+
+
+@pytest.mark.parametrize(
+    ("weight", "error", "words"),
+    [
+        (-1, ValueError, "not negative.*-1"),
+        (float("nan"), ValueError, "finite.*nan"),
+        (np.inf, ValueError, "finite.*inf"),
+        (jnp.float32(-2.0), ValueError, "not negative.*-2"),
+        (np.ones(2), ValueError, r"scalar.*\(2,\)"),
+        (jnp.ones((1, 1)), ValueError, r"scalar.*\(1, 1\)"),
+        (True, TypeError, "bool"),
+        ("3", TypeError, "str"),
+        (1j, TypeError, "complex"),
+        (jnp.array(True), TypeError, "bool"),
+        ([1.0], TypeError, "list"),
+    ],
+)
+def test_a_weight_that_is_none_raises(weight, error, words):
+    with pytest.raises(error, match=words):
+        accumulator.add(accumulator.init(jnp.ones(2)), jnp.ones(2), weight)
+
+
+def test_a_vector_raises_under_jit_too():
+    with pytest.raises(ValueError, match=r"scalar.*\(2,\)"):
+        jax.jit(accumulator.add)(
+            accumulator.init(jnp.ones(2)), jnp.ones(2), jnp.ones(2)
+        )
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, bool, jnp.complex64])
+def test_an_accumulator_dtype_that_is_not_floating_raises(dtype):
+    with pytest.raises(TypeError, match="floating dtype"):
+        accumulator.init(jnp.ones(2), dtype)
+
+
+def test_accumulators_of_different_parameters_do_not_merge():
+    make = functools.partial(accumulator.init, dtype=jnp.float32)
+    with pytest.raises(ValueError, match=r"\['a'\].*\(2,\).*\(3,\)"):
+        accumulator.merge(make({"a": jnp.ones(2)}), make({"a": jnp.ones(3)}))

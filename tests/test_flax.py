@@ -1,0 +1,207 @@
+"""Train state and NNX optimizer: Flax's own, with steps counted as steps."""
+
+import subprocess
+import sys
+
+import flax.linen as nn
+import flax.struct
+import flax.training.train_state
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import ga_optax as ga
+from ga_optax.flax import Optimizer, TrainState
+
+pytestmark = pytest.mark.usefixtures("optax_promotion")
+
+PARAMS = {"w": jnp.array([1.0, -2.0])}
+GRADS = [{"w": jnp.array([1.0, 2.0])}, {"w": jnp.array([3.0, -4.0])}]
+MEAN = {"w": jnp.array([2.0, -1.0])}
+ADAM = optax.adam(0.1)
+
+
+def create(tx, cls=TrainState, **kwargs):
+    return cls.create(apply_fn=None, params=PARAMS, tx=tx, **kwargs)
+
+
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+def test_step_counts_steps_and_micro_step_the_position_in_the_window(jit):
+    def apply(state, grads):
+        return state.apply_gradients(grads=grads)
+
+    apply = jax.jit(apply) if jit else apply
+    state = create(ga.MultiSteps(ADAM, 2))
+    plain = create(ADAM).apply_gradients(grads=MEAN)
+    seen = []
+    for grads in GRADS * 2:
+        state = apply(state, grads)
+        seen.append((int(state.step), int(state.micro_step)))
+        if seen[-1] == (1, 0):
+            np.testing.assert_allclose(state.params["w"], plain.params["w"], rtol=1e-6)
+    assert seen == [(0, 1), (1, 0), (1, 1), (2, 0)]
+    # The twin: Flax's own train state counts micro-steps.
+    flax_state = create(ga.MultiSteps(ADAM, 2), flax.training.train_state.TrainState)
+    assert int(flax_state.apply_gradients(grads=GRADS[0]).step) == 1
+
+
+def test_without_an_accumulator_it_is_flax_own():
+    ours, theirs = create(ADAM), create(ADAM, flax.training.train_state.TrainState)
+    for grads in GRADS:
+        ours = ours.apply_gradients(grads=grads)
+        theirs = theirs.apply_gradients(grads=grads)
+    assert int(ours.step) == int(theirs.step) == 2
+    assert ours.micro_step == 0
+    np.testing.assert_array_equal(ours.params["w"], theirs.params["w"])
+
+
+def test_weights_emit_fields_and_extra_arguments_pass_through():
+    class WithStats(TrainState):
+        batch_stats: dict = flax.struct.field(pytree_node=True)
+
+    seen = []
+
+    def update(updates, state, params=None, *, value=None, **extra):
+        del params, extra
+        seen.append(value)
+        return jax.tree.map(jnp.negative, updates), state
+
+    inner = optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
+    state = create(ga.MultiSteps(inner, 2), WithStats, batch_stats={"mean": 0})
+    state = state.apply_gradients(
+        grads=GRADS[0], weight=3, emit=False, batch_stats={"mean": 1}
+    )
+    assert state.batch_stats == {"mean": 1}
+    state = state.apply_gradients(grads=GRADS[1], weight=1, emit=True, value=7.0)
+    assert seen[-1] == 7.0
+    assert (int(state.step), int(state.micro_step)) == (1, 0)
+    expected = PARAMS["w"] - (3 * GRADS[0]["w"] + GRADS[1]["w"]) / 4
+    np.testing.assert_array_equal(state.params["w"], expected)
+
+
+def test_a_leaf_that_does_not_fit_is_named():
+    with pytest.raises(ValueError, match=r"\['w'\].*\(2,\).*\(3,\)"):
+        create(ga.MultiSteps(ADAM, 2)).apply_gradients(grads={"w": jnp.ones(3)})
+
+
+def test_fp8_scaling_factors_are_overwritten_with_their_gradient():
+    overwritten = nn.fp8_ops.OVERWRITE_WITH_GRADIENT
+    params = {"params": PARAMS, overwritten: {"scale": jnp.float32(1.0)}}
+    state = TrainState.create(
+        apply_fn=None, params=params, tx=ga.MultiSteps(optax.sgd(1.0), 2)
+    )
+    for i, grads in enumerate(GRADS):
+        factor = {"scale": jnp.float32(2.0 + i)}
+        state = state.apply_gradients(grads={"params": grads, overwritten: factor})
+        assert float(state.params[overwritten]["scale"]) == 2.0 + i
+    np.testing.assert_array_equal(state.params["params"]["w"], PARAMS["w"] - MEAN["w"])
+
+
+def test_a_jitted_donated_train_step_needs_no_temporaries_in_the_window():
+    params = {f"layer_{i}": jnp.ones((400, 400)) for i in range(4)}
+    total = sum(p.nbytes for p in jax.tree.leaves(params))
+    state = TrainState.create(apply_fn=None, params=params, tx=ga.MultiSteps(ADAM, 8))
+
+    def step(state, grads):
+        return state.apply_gradients(grads=grads)
+
+    program = jax.jit(step, donate_argnums=0).lower(state, params).compile()
+    assert program.memory_analysis().temp_size_in_bytes < 0.01 * total
+
+
+# -- NNX -------------------------------------------------------------------------------
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs):
+        self.hidden = nnx.Linear(3, 4, rngs=rngs)
+        self.norm = nnx.BatchNorm(4, rngs=rngs)
+        self.out = nnx.Linear(4, 1, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(nnx.relu(self.hidden(x)))
+
+
+def loss(model, x, y):
+    return jnp.mean(jnp.square(model(x)[:, 0] - y))
+
+
+def batch():
+    rng = np.random.default_rng(0)
+    return (
+        jnp.asarray(rng.normal(size=(8, 3)), jnp.float32),
+        jnp.asarray(rng.normal(size=8), jnp.float32),
+    )
+
+
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+def test_the_nnx_optimizer_accumulates_like_the_undivided_batch(jit):
+    x, y = batch()
+    big = Model(nnx.Rngs(0))
+    nnx.Optimizer(big, ADAM, wrt=nnx.Param).update(big, nnx.grad(loss)(big, x, y))
+
+    model = Model(nnx.Rngs(0))
+    optimizer = Optimizer(model, ga.MultiSteps(ADAM, 4), wrt=nnx.Param)
+
+    def train(model, optimizer, x, y):
+        optimizer.update(model, nnx.grad(loss)(model, x, y))
+
+    train = nnx.jit(train) if jit else train
+    seen = []
+    for i in range(4):
+        train(model, optimizer, x[2 * i :][:2], y[2 * i :][:2])
+        seen.append((int(optimizer.step[...]), int(optimizer.micro_step)))
+    assert seen == [(0, 1), (0, 2), (0, 3), (1, 0)]
+    ours, theirs = nnx.state(model, nnx.Param), nnx.state(big, nnx.Param)
+    for a, b in zip(*map(jax.tree.leaves, (ours, theirs)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    start = jax.tree.leaves(nnx.state(Model(nnx.Rngs(0)), nnx.Param))
+    assert any(
+        (a != b).any() for a, b in zip(jax.tree.leaves(ours), start, strict=True)
+    )
+
+
+def test_the_nnx_optimizer_takes_weights_and_emit():
+    model = nnx.Linear(2, 1, use_bias=False, rngs=nnx.Rngs(0))
+    before = jnp.copy(model.kernel[...])
+    optimizer = Optimizer(model, ga.MultiSteps(optax.sgd(1.0), 8), wrt=nnx.Param)
+    _, state = nnx.split(model)
+    ones = jax.tree.map(jnp.ones_like, state)
+    optimizer.update(model, ones, weight=3.0, emit=False)
+    np.testing.assert_array_equal(model.kernel[...], before)
+    zeros = jax.tree.map(jnp.zeros_like, state)
+    optimizer.update(model, zeros, weight=1.0, emit=True)
+    np.testing.assert_allclose(model.kernel[...], before - 0.75, rtol=1e-6)
+    assert int(optimizer.step[...]) == 1
+
+
+def test_the_unmodified_nnx_optimizer_takes_it_as_tx():
+    x, y = batch()
+    model = Model(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, ga.MultiSteps(ADAM, 2), wrt=nnx.Param)
+    before = jnp.copy(model.out.kernel[...])
+    optimizer.update(model, nnx.grad(loss)(model, x, y))
+    np.testing.assert_array_equal(model.out.kernel[...], before)
+    optimizer.update(model, nnx.grad(loss)(model, x, y))
+    assert (model.out.kernel[...] != before).any()
+
+
+def test_the_nnx_optimizer_without_an_accumulator_counts_every_call():
+    x, y = batch()
+    model = Model(nnx.Rngs(0))
+    optimizer = Optimizer(model, ADAM, wrt=nnx.Param)
+    for _ in range(2):
+        optimizer.update(model, nnx.grad(loss)(model, x, y))
+    assert int(optimizer.step[...]) == 2
+    assert optimizer.micro_step == 0
+
+
+def test_importing_the_package_imports_neither_flax_nor_chex():
+    program = "import sys, ga_optax; print({'flax', 'chex'} & sys.modules.keys())"
+    printed = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    ).stdout
+    assert printed.strip() == "set()"

@@ -1,0 +1,201 @@
+"""Bad input raises before anything runs, says what came, and loses nothing."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import ga_optax as ga
+
+pytestmark = pytest.mark.usefixtures("optax_promotion")
+
+PARAMS = {"dense": {"kernel": jnp.ones((2, 3)), "bias": jnp.ones(3)}}
+GRADS = jax.tree.map(jnp.ones_like, PARAMS)
+SGD = optax.sgd(0.1)
+
+
+def spoil(**leaves):
+    dense = {**GRADS["dense"], **leaves}
+    return {"dense": {name: leaf for name, leaf in dense.items() if leaf is not None}}
+
+
+@pytest.mark.parametrize(
+    ("k", "error", "words"),
+    [
+        (0, ValueError, "at least 1, but it is 0"),
+        (-3, ValueError, "at least 1, but it is -3"),
+        (np.int32(0), ValueError, "at least 1"),
+        (2.0, TypeError, "int or a function, but it is 2.0 of type float"),
+        (True, TypeError, "True of type bool"),
+        ("4", TypeError, "'4' of type str"),
+        (None, TypeError, "None"),
+        (jnp.array(2), TypeError, "int or a function"),
+    ],
+)
+def test_a_k_that_is_no_window_length_raises(k, error, words):
+    with pytest.raises(error, match=words):
+        ga.MultiSteps(SGD, k)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "words"),
+    [
+        (lambda step: 0, "at least 1, but it is 0"),
+        (lambda step: jnp.ones(2), r"integer scalar, but it returned float32\[2\]"),
+        (lambda step: True, "integer scalar, but it returned bool"),
+        (lambda step: 1j, "integer scalar, but it returned complex"),
+    ],
+)
+def test_a_schedule_that_returns_no_window_length_raises(schedule, words):
+    tx = ga.MultiSteps(SGD, schedule)
+    with pytest.raises(ValueError, match=words):
+        tx.update(GRADS, tx.init(PARAMS), PARAMS)
+
+
+@pytest.mark.parametrize("opt", [optax.adam, None, "adam", 3])
+def test_an_optimizer_that_is_none_raises(opt):
+    with pytest.raises(TypeError, match="must be an optax"):
+        ga.MultiSteps(opt, 2)
+
+
+@pytest.mark.parametrize(
+    ("grads", "error", "words"),
+    [
+        (spoil(bias=None), ValueError, ["['dense']['bias']", "missing"]),
+        (spoil(extra=jnp.ones(1)), ValueError, ["['dense']['extra']", "not in"]),
+        (spoil(bias=jnp.ones(4)), ValueError, ["['dense']['bias']", "(3,)", "(4,)"]),
+        (spoil(bias=jnp.ones(3, int)), TypeError, ["['dense']['bias']", "int32"]),
+        (spoil(bias=1), ValueError, ["['dense']['bias']", "()"]),
+    ],
+)
+@pytest.mark.parametrize("k", [1, 4])
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+def test_gradients_that_do_not_fit_raise_name_the_leaf_and_lose_nothing(
+    grads, error, words, k, jit
+):
+    tx = ga.MultiSteps(optax.adam(0.1), k)
+    step = functools.partial(ga.apply_gradients, tx)
+    step = jax.jit(step, donate_argnums=(1, 2)) if jit else step
+    params, state = jax.tree.map(jnp.copy, PARAMS), tx.init(PARAMS)
+    copies = jax.tree.map(np.asarray, (params, state))
+    with pytest.raises(error) as caught:
+        step(grads, state, params)
+    for word in words:
+        assert word in str(caught.value)
+    # Not donated, not changed.
+    for a, b in zip(*map(jax.tree.leaves, ((params, state), copies)), strict=True):
+        np.testing.assert_array_equal(a, b)
+    step(GRADS, state, params)
+
+
+def test_parameters_that_are_needed_and_not_given_raise_what_optax_raises():
+    tx = ga.MultiSteps(optax.adamw(0.1), 2)
+    with pytest.raises(ValueError, match="not passing `params`"):
+        tx.update(GRADS, tx.init(PARAMS))
+    # The twin: an optimizer that needs none does not get any.
+    tx = ga.MultiSteps(SGD, 2)
+    tx.update(GRADS, tx.init(PARAMS))
+
+
+def test_parameters_of_another_model_raise():
+    tx = ga.MultiSteps(SGD, 2)
+    other = {"dense": {"kernel": jnp.ones((3, 3)), "bias": jnp.ones(3)}}
+    with pytest.raises(ValueError, match=r"\['dense'\]\['kernel'\].*params"):
+        ga.apply_gradients(tx, GRADS, tx.init(PARAMS), other)
+    with pytest.raises(ValueError, match=r"\['dense'\]\['kernel'\].*params"):
+        ga.flush(tx, tx.init(PARAMS), other)
+
+
+@pytest.mark.parametrize(
+    ("weight", "error", "words"),
+    [
+        (-1.0, ValueError, "not negative, but it is -1.0"),
+        (float("nan"), ValueError, "finite.*nan"),
+        (jnp.ones(3), ValueError, r"scalar, but it has shape \(3,\)"),
+        (True, TypeError, "bool"),
+        ("3", TypeError, "str"),
+    ],
+)
+@pytest.mark.parametrize("k", [1, 2])
+def test_a_weight_that_is_none_raises(weight, error, words, k):
+    tx = ga.MultiSteps(SGD, k)
+    with pytest.raises(error, match=words):
+        tx.update(GRADS, tx.init(PARAMS), PARAMS, weight=weight)
+    with pytest.raises(error, match=words):
+        ga.apply_gradients(tx, GRADS, tx.init(PARAMS), PARAMS, weight=weight)
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        ((jnp.ones(2, bool), ()), r"boolean scalar.*dtype bool and shape \(2,\)"),
+        ((jnp.float32(1.0), ()), r"boolean scalar.*dtype float32 and shape \(\)"),
+        ((1, ()), "boolean scalar.*int32"),
+        (jnp.array(True), "the pair"),
+        (None, "the pair"),
+    ],
+)
+def test_a_skip_function_that_returns_no_boolean_scalar_raises(answer, words):
+    tx = ga.MultiSteps(SGD, 2, should_skip_update_fn=lambda *_: answer)
+    with pytest.raises(ValueError, match=words):
+        tx.init(PARAMS)
+
+
+def test_a_skip_function_may_return_a_python_bool():
+    tx = ga.MultiSteps(SGD, 2, should_skip_update_fn=lambda *_: (True, ()))
+    _, state = tx.update(GRADS, tx.init(PARAMS), PARAMS)
+    assert int(ga.stats(state).skipped_micro_steps) == 1
+
+
+def test_a_skip_function_that_is_none_raises():
+    with pytest.raises(TypeError, match="should_skip_update_fn must be a function"):
+        ga.MultiSteps(SGD, 2, should_skip_update_fn=True)
+
+
+@pytest.mark.parametrize("emit", [1, "yes", jnp.array(True), np.bool_(True)])
+def test_an_emit_that_is_no_python_bool_raises(emit):
+    tx = ga.MultiSteps(SGD, 2)
+    with pytest.raises(TypeError, match="Python bool or None"):
+        ga.apply_gradients(tx, GRADS, tx.init(PARAMS), PARAMS, emit=emit)
+
+
+def test_what_only_a_multi_steps_can_do_is_refused_elsewhere():
+    chain = optax.chain(optax.clip(1.0), ga.MultiSteps(SGD, 2))
+    state = chain.init(PARAMS)
+    with pytest.raises(TypeError, match=r"emit needs tx .*MultiSteps\(optax.chain"):
+        ga.apply_gradients(chain, GRADS, state, PARAMS, emit=True)
+    with pytest.raises(TypeError, match="flush needs tx"):
+        ga.flush(chain, state, PARAMS)
+    with pytest.raises(ValueError, match="there is none"):
+        ga.apply_gradients(SGD, GRADS, SGD.init(PARAMS), PARAMS, weight=2.0)
+    # And what it can do works there.
+    params, state = ga.apply_gradients(chain, GRADS, state, PARAMS, weight=2.0)
+    params, _ = ga.apply_gradients(SGD, GRADS, SGD.init(PARAMS), params)
+    np.testing.assert_allclose(params["dense"]["bias"], 0.9)
+
+
+def test_a_state_without_an_accumulator_cannot_hold_a_window():
+    one, four = ga.MultiSteps(SGD, 1), ga.MultiSteps(SGD, 4)
+    with pytest.raises(ValueError, match=r"every_k_schedule=1.*_replace"):
+        four.update(GRADS, one.init(PARAMS), PARAMS)
+    with pytest.raises(ValueError, match="every_k_schedule=1"):
+        ga.apply_gradients(one, GRADS, one.init(PARAMS), PARAMS, emit=False)
+    # What the message advises works.
+    old = one.init(PARAMS)
+    new = four.init(PARAMS)._replace(inner_opt_state=old.inner_opt_state)
+    four.update(GRADS, new, PARAMS)
+
+
+def test_a_state_that_is_none_raises():
+    tx = ga.MultiSteps(SGD, 2)
+    with pytest.raises(TypeError, match="must be a MultiStepsState"):
+        tx.update(GRADS, SGD.init(PARAMS), PARAMS)
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, bool, jnp.complex64])
+def test_an_accumulator_dtype_that_is_not_floating_raises(dtype):
+    with pytest.raises(TypeError, match="floating dtype"):
+        ga.MultiSteps(SGD, 2, accumulator_dtype=dtype)

@@ -1,0 +1,186 @@
+"""Inside every combinator of Optax, and inside a Flax train state."""
+
+import flax.training.train_state
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import ga_optax as ga
+
+pytestmark = pytest.mark.usefixtures("optax_promotion")
+
+PARAMS = {"w": jnp.array([1.0, -2.0, 3.0]), "b": jnp.array([0.5])}
+GRADS = [
+    {"w": jnp.array([1.0, 2.0, -1.0]), "b": jnp.array([4.0])},
+    {"w": jnp.array([3.0, 0.0, 1.0]), "b": jnp.array([-2.0])},
+]
+MEAN = {"w": jnp.array([2.0, 1.0, 0.0]), "b": jnp.array([1.0])}
+
+
+def recorder():
+    """An optimizer that returns minus the gradient times the extra argument `rate`."""
+
+    def update(updates, state, params=None, *, rate, **extra_args):
+        del params, extra_args
+        return jax.tree.map(lambda g: -g * rate, updates), state
+
+    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
+
+
+ALL = {"w": True, "b": True}
+COMBINATORS = {
+    "chain": lambda tx: optax.chain(optax.clip(100.0), tx, optax.scale(1.0)),
+    "named_chain": lambda tx: optax.named_chain(
+        ("clip", optax.clip(100.0)), ("accumulate", tx)
+    ),
+    "partition": lambda tx: optax.partition({"all": tx}, {"w": "all", "b": "all"}),
+    "multi_transform": lambda tx: optax.multi_transform(
+        {"all": tx, "none": optax.set_to_zero()}, {"w": "all", "b": "all"}
+    ),
+    "masked": lambda tx: optax.masked(tx, ALL),
+    "inject_hyperparams": lambda tx: optax.inject_hyperparams(
+        lambda scale: optax.chain(tx, optax.scale(scale))
+    )(scale=1.0),
+    "chain of chains": lambda tx: optax.chain(optax.chain(optax.chain(tx))),
+    "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 3),
+}
+
+
+@pytest.mark.parametrize("name", COMBINATORS)
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+def test_extra_arguments_and_weights_arrive_and_the_state_is_found(name, jit):
+    tx = COMBINATORS[name](ga.MultiSteps(recorder(), 2))
+    tx = optax.with_extra_args_support(tx)
+    update = jax.jit(tx.update) if jit else tx.update
+    state = tx.init(PARAMS)
+    assert not ga.has_updated(state)
+    first, state = update(GRADS[0], state, PARAMS, rate=0.5, weight=3)
+    assert not ga.has_updated(state)
+    assert float(ga.stats(state).weight) == 3
+    jax.tree.map(lambda u: np.testing.assert_array_equal(u, 0), first)
+    second, state = update(GRADS[1], state, PARAMS, rate=0.5, weight=1)
+    assert ga.has_updated(state)
+    assert int(ga.stats(state).steps) == 1
+    for name_, g, h in (("w", GRADS[0]["w"], GRADS[1]["w"]),):
+        expected = -0.5 * (3 * g + h) / 4
+        np.testing.assert_array_equal(second[name_], expected)
+
+
+def test_in_a_chain_optax_loses_the_extra_arguments():
+    # The twin: what this library mends is there to be seen.
+    accumulate = optax.MultiSteps(recorder(), 2)
+    tx = optax.chain(accumulate.gradient_transformation())
+    with pytest.raises(TypeError, match="rate"):
+        tx.update(GRADS[0], tx.init(PARAMS), PARAMS, rate=0.5)
+
+
+def test_partition_and_masked_leave_the_other_leaves_alone():
+    tx = optax.partition(
+        {"accumulate": ga.MultiSteps(optax.sgd(1.0), 2), "plain": optax.sgd(1.0)},
+        {"w": "accumulate", "b": "plain"},
+    )
+    state = tx.init(PARAMS)
+    first, state = tx.update(GRADS[0], state, PARAMS)
+    np.testing.assert_array_equal(first["w"], 0)
+    np.testing.assert_array_equal(first["b"], -GRADS[0]["b"])
+    second, state = tx.update(GRADS[1], state, PARAMS)
+    np.testing.assert_array_equal(second["w"], -MEAN["w"])
+    assert ga.has_updated(state)
+
+
+def test_masked_inside_keeps_masked_nodes():
+    tx = ga.MultiSteps(optax.masked(optax.sgd(1.0), {"w": True, "b": False}), 2)
+    state = tx.init(PARAMS)
+    for grads in GRADS:
+        updates, state = jax.jit(tx.update)(grads, state, PARAMS)
+    np.testing.assert_array_equal(updates["w"], -MEAN["w"])
+    np.testing.assert_array_equal(updates["b"], MEAN["b"])  # not transformed
+
+
+def test_a_tree_with_masked_nodes_is_a_tree():
+    masked = {"w": PARAMS["w"], "b": optax.MaskedNode()}
+    tx = ga.MultiSteps(optax.sgd(1.0), 1)
+    updates, _ = tx.update({**masked}, tx.init(masked), masked)
+    assert isinstance(updates["b"], optax.MaskedNode)
+
+
+def test_two_accumulators_in_one_state_are_named_and_none_is_guessed():
+    tx = optax.partition(
+        {"fast": ga.MultiSteps(optax.sgd(1.0), 1), "slow": ga.MultiSteps(ADAM, 4)},
+        {"w": "fast", "b": "slow"},
+    )
+    state = tx.init(PARAMS)
+    with pytest.raises(ValueError, match=r"there are 2: .*'fast'.*'slow'"):
+        ga.has_updated(state)
+    _, state = tx.update(GRADS[0], state, PARAMS)
+    one = state.inner_states["fast"]
+    assert ga.has_updated(one)
+
+
+ADAM = optax.adam(1e-2)
+
+
+def test_a_state_without_an_accumulator_raises():
+    with pytest.raises(ValueError, match="there is none"):
+        ga.stats(ADAM.init(PARAMS))
+
+
+def test_it_is_the_tx_of_an_unmodified_flax_train_state():
+    def train(tx, batches):
+        state = flax.training.train_state.TrainState.create(
+            apply_fn=None, params=PARAMS, tx=tx
+        )
+        step = jax.jit(lambda state, grads: state.apply_gradients(grads=grads))
+        for grads in batches:
+            state = step(state, grads)
+        return state
+
+    ours = train(ga.MultiSteps(ADAM, 2), GRADS * 2)
+    plain = train(ADAM, [MEAN] * 2)
+    for a, b in zip(*map(jax.tree.leaves, (ours.params, plain.params)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
+    assert ga.has_updated(ours.opt_state)
+    assert int(ga.stats(ours.opt_state).micro_steps) == 4
+    # The twin: one of the two micro-batches, twice.
+    half = train(ga.MultiSteps(ADAM, 2), GRADS[1:] * 4)
+    assert np.abs(half.params["b"] - plain.params["b"]).max() > 1e-3
+
+
+# -- Schedules count steps -------------------------------------------------------------
+
+SCHEDULES = {
+    "piecewise": optax.piecewise_constant_schedule(0.1, {2: 0.5, 4: 0.1, 9: 0.0}),
+    "warm-up cosine": optax.warmup_cosine_decay_schedule(0.0, 0.3, 3, 8),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("wrap", ["plain", "inject_hyperparams"])
+def test_schedules_advance_on_steps_alone(name, wrap):
+    schedule, k = SCHEDULES[name], 3
+
+    def optimizer():
+        if wrap == "plain":
+            return optax.sgd(schedule)
+        return optax.inject_hyperparams(optax.sgd)(learning_rate=schedule)
+
+    tx = ga.MultiSteps(optimizer(), k)
+    update = jax.jit(tx.update)
+    undivided = optimizer()
+    params, state = PARAMS, tx.init(PARAMS)
+    big_params, big_state = PARAMS, undivided.init(PARAMS)
+    for step in range(8):
+        for _ in range(k):
+            updates, state = update(MEAN, state, params)
+            params = optax.apply_updates(params, updates)
+        updates, big_state = undivided.update(MEAN, big_state, big_params)
+        big_params = optax.apply_updates(big_params, updates)
+        # The mean of k equal gradients is exact, so only the optimizer rounds.
+        np.testing.assert_allclose(params["w"], big_params["w"], rtol=1e-6)
+        if wrap == "inject_hyperparams":
+            rate = state.inner_opt_state.hyperparams["learning_rate"]
+            np.testing.assert_allclose(rate, schedule(step), rtol=1e-6)
+    # The twin: a schedule that counts micro-steps is elsewhere by now.
+    assert abs(schedule(8 * k - 1) - schedule(7)) > 1e-3

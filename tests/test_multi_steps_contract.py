@@ -1,0 +1,192 @@
+"""The contract table: every optimizer of Optax x every transformation of JAX.
+
+The reference is always the bare optimizer, given the mean of the window once. The
+gradients are dyadic numbers, so that their mean is exact and nothing but the
+optimizer itself rounds: float64 compares to 1e-14, float32 and bfloat16 to what their
+precision leaves.
+"""
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optimizers
+import pytest
+
+import ga_optax as ga
+
+NAMES = sorted(optimizers.factories())
+
+pytestmark = [
+    pytest.mark.usefixtures("optax_promotion"),
+    pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning"),
+]
+
+
+class Case:
+    """One optimizer in one dtype, and what it does on its own."""
+
+    def __init__(self, name, dtype):
+        self.opt = optax.with_extra_args_support(optimizers.factories()[name]())
+        self.params, self.grads, self.mean, loss = optimizers.problem(dtype)
+        self.extra = optimizers.extra_arguments(name, self.params, self.mean, loss)
+        bare, state = self.step(self.mean)
+        self.dtypes = jax.tree.map(lambda u: u.dtype, bare)
+        self.state_dtypes = jax.tree.map(lambda s: jnp.asarray(s).dtype, state)
+        # Inside, it sees the accumulator's dtype, where it can take it.
+        self.precision = max(jnp.finfo(dtype), jnp.finfo(jnp.float32), key=_bits)
+        seen = jax.tree.map(lambda g: g.astype(self.precision.dtype), self.mean)
+        try:
+            expected, _ = self.step(seen)
+        except (TypeError, ValueError, FutureWarning):
+            self.precision, expected = jnp.finfo(dtype), bare
+        self.expected = jax.tree.map(lambda u, d: u.astype(d), expected, self.dtypes)
+
+    def step(self, grads):
+        state = self.opt.init(self.params)
+        return self.opt.update(grads, state, self.params, **self.extra)[0], state
+
+    def window(self, tx, grads):
+        """Two micro-steps through `update`; returns the updates of both."""
+        state, seen = tx.init(self.params), []
+        for g in grads:
+            updates, state = tx.update(g, state, self.params, **self.extra)
+            seen.append(updates)
+        return seen
+
+    def check(self, updates):
+        """Compares up to 32 roundings of quantities as large as the parameters.
+
+        Some updates are differences of parameters, and the longest ones (Muon's
+        polynomials) round about as often; what is stored is rounded once more.
+        """
+        eps, size = float(self.precision.eps), _size(self.expected) + _size(self.params)
+        assert jax.tree.structure(updates) == jax.tree.structure(self.expected)
+        for u, e in zip(*map(jax.tree.leaves, (updates, self.expected)), strict=True):
+            assert u.dtype == e.dtype
+            np.testing.assert_allclose(
+                np.asarray(u, np.float64),
+                np.asarray(e, np.float64),
+                rtol=float(jnp.finfo(e.dtype).eps),
+                atol=32 * eps * size,
+            )
+
+
+def _bits(info):
+    return info.bits
+
+
+def _size(tree):
+    leaves = [np.abs(np.asarray(x, np.float64)) for x in jax.tree.leaves(tree)]
+    return max(x[np.isfinite(x)].max(initial=0.0) for x in leaves)
+
+
+def precision(dtype):
+    return jax.enable_x64(True) if dtype == "float64" else contextlib.nullcontext()
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+@pytest.mark.parametrize("name", NAMES)
+def test_under_jit_and_scan_it_gives_what_the_bare_optimizer_gives(name, dtype):
+    with precision(dtype):
+        case = Case(name, dtype)
+        tx = ga.MultiSteps(case.opt, 2)
+        stacked = jax.tree.map(lambda *g: jnp.stack(g * 2), *case.grads)
+
+        @jax.jit
+        def four_micro_steps(state):
+            def body(state, g):
+                updates, state = tx.update(g, state, case.params, **case.extra)
+                return state, updates
+
+            return jax.lax.scan(body, state, stacked)
+
+        # The scan itself proves that the state keeps its structure and dtypes.
+        state, updates = four_micro_steps(tx.init(case.params))
+        assert int(state.gradient_step) == 2
+        inner = jax.tree.map(lambda s: s.dtype, state.inner_opt_state)
+        assert inner == case.state_dtypes
+        for i in (0, 2):
+            assert all(np.all(np.asarray(u[i]) == 0) for u in jax.tree.leaves(updates))
+        if name not in optimizers.RANDOM or dtype != "bfloat16":
+            case.check(jax.tree.map(lambda u: u[1], updates))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", NAMES)
+def test_under_vmap_each_replica_gets_its_own_step(name, dtype):
+    with precision(dtype):
+        case = Case(name, dtype)
+        tx = ga.MultiSteps(case.opt, 2)
+        pair = jax.tree.map(lambda g: jnp.stack([g, 3 * g]), case.grads)
+        ours = jax.jit(jax.vmap(lambda grads: case.window(tx, grads)[1]))(pair)
+        if name not in optimizers.RANDOM:
+            case.check(jax.tree.map(lambda u: u[0], ours))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", NAMES)
+def test_reverse_mode_through_a_window_is_that_through_the_bare_optimizer(name, dtype):
+    with precision(dtype):
+        case = Case(name, dtype)
+        tx = ga.MultiSteps(case.opt, 2)
+
+        def squared(updates):
+            leaves = jax.tree.leaves(updates)
+            return sum(jnp.sum(jnp.square(u.astype(float))) for u in leaves)
+
+        def of_bare(scale):
+            seen = case.precision.dtype
+            grads = jax.tree.map(lambda g: (scale * g).astype(seen), case.mean)
+            return squared(case.step(grads)[0])
+
+        def of_window(scale):
+            grads = jax.tree.map(lambda g: (scale * g).astype(g.dtype), case.grads)
+            return squared(case.window(tx, grads)[1])
+
+        one = jnp.ones([], float)
+        if "lbfgs" in name or "linesearch" in name:  # nor can they on their own
+            for function in (of_bare, of_window):
+                with pytest.raises(ValueError, match="while_loop"):
+                    jax.jit(jax.grad(function))(one)
+            return
+        value, slope = jax.jit(jax.value_and_grad(of_bare))(one)
+        ours, our_slope = jax.jit(jax.value_and_grad(of_window))(one)
+        # bfloat16 rounds gradients and updates on the way, forwards and backwards.
+        eps = float(jnp.finfo(dtype).eps)
+        tolerance = 64 * eps * float(np.nan_to_num(abs(slope) + abs(value)))
+        np.testing.assert_allclose(our_slope, slope, rtol=0, atol=tolerance)
+        if name not in optimizers.RANDOM:
+            np.testing.assert_allclose(ours, value, rtol=0, atol=tolerance)
+
+
+def test_the_table_can_fail():
+    case = Case("sgd", "float32")
+    case.check(case.window(ga.MultiSteps(case.opt, 2), case.grads)[1])
+    dropped = case.window(ga.MultiSteps(case.opt, 2), [case.grads[0]] * 2)[1]
+    summed = ga.MultiSteps(case.opt, 2, use_grad_mean=False)
+    for wrong in (dropped, case.window(summed, case.grads)[1]):
+        with pytest.raises(AssertionError):
+            case.check(wrong)
+
+
+def test_the_table_covers_what_optax_has():
+    assert len(NAMES) > 90
+    assert {"adam", "muon", "lbfgs", "galore", "schedule_free", "mechanize"} <= {*NAMES}
+
+
+def test_gradients_per_example_are_refused_inside_and_work_outside():
+    params, grads, _, _ = optimizers.problem(jnp.float32)
+    per_example = jax.tree.map(lambda g: jnp.stack([g, g]), grads[0])
+    private = optax.contrib.differentially_private_aggregate(1.0, 0.0, key=0)
+    inside = ga.MultiSteps(optax.chain(private, optax.sgd(0.1)), 2)
+    with pytest.raises(ValueError, match=r"\['b'\].*\(3,\).*\(2, 3\)"):
+        inside.update(per_example, inside.init(params), params)
+    outside = optax.chain(private, ga.MultiSteps(optax.sgd(0.1), 2))
+    state = outside.init(params)
+    for _ in range(2):
+        updates, state = outside.update(per_example, state, params)
+    assert ga.has_updated(state)
+    assert np.abs(updates["w"]).max() > 0

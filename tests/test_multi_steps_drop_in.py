@@ -1,0 +1,236 @@
+"""Code written for `optax.MultiSteps` runs with the import swapped, and agrees."""
+
+import copy
+import functools
+import itertools
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import ga_optax as ga
+
+pytestmark = pytest.mark.usefixtures("optax_promotion")
+
+PARAMS = {"w": jnp.array([[1.0, -2.0], [0.5, 4.0]]), "b": jnp.array([0.25, -1.0])}
+
+
+def gradients(n, dtype=jnp.float32, bad=()):
+    rng = np.random.default_rng(0)
+    for i in range(n):
+        g = jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape), dtype), PARAMS)
+        if i in bad:
+            g["b"] = g["b"].at[0].set(jnp.inf)
+        yield g
+
+
+def run(multi_steps, *args, steps=9, bad=(), skip_at=None, **kwargs):
+    """A training run as people write it, with whichever class; its whole history."""
+    tx = multi_steps(*args, **kwargs)
+    init, update = tx.gradient_transformation()
+    params, state, history = PARAMS, init(PARAMS), []
+    for grads in gradients(steps, bad=bad):
+        updates, state = jax.jit(update)(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        history.append(
+            {
+                "params": params,
+                "mini_step": state.mini_step,
+                "gradient_step": state.gradient_step,
+                "inner": state.inner_opt_state,
+                "has_updated": tx.has_updated(state),
+                "skip_state": state.skip_state,
+            }
+        )
+    return history
+
+
+def assert_same_run(ours, theirs, *, keys=None):
+    """Within the rounding of Optax's running mean: a few float32 roundings a step."""
+    for a, b in zip(ours, theirs, strict=True):
+        for key in keys or a:
+            jax.tree.map(
+                functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-6),
+                a[key],
+                b[key],
+            )
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [
+        ((optax.adam(1e-2), 3), {}),
+        ((optax.adam(1e-2),), {"every_k_schedule": 3}),
+        ((), {"opt": optax.sgd(0.1), "every_k_schedule": lambda step: 1 + step}),
+        ((optax.sgd(0.1), 2, False), {}),
+        ((optax.sgd(0.1), 2), {"use_grad_mean": False}),
+        ((optax.adamw(1e-2), 1), {}),
+        ((optax.adam(1e-2), 2, True, None, jnp.float32), {}),
+        ((optax.adam(1e-2), 2), {"accumulator_dtype": None}),
+        ((optax.adam(1e-2), 4, True, optax.skip_not_finite), {}),
+        (
+            (optax.sgd(0.1), 2),
+            {
+                "should_skip_update_fn": functools.partial(
+                    optax.skip_large_updates, max_squared_norm=9.0
+                )
+            },
+        ),
+    ],
+)
+def test_a_run_gives_what_optax_gives(args, kwargs):
+    assert_same_run(
+        run(ga.MultiSteps, *args, **kwargs), run(optax.MultiSteps, *args, **kwargs)
+    )
+
+
+def test_a_run_that_skips_bad_gradients_gives_what_optax_gives():
+    kwargs = {"should_skip_update_fn": optax.skip_not_finite, "bad": (1, 5)}
+    ours = run(ga.MultiSteps, optax.adam(1e-2), 3, **kwargs)
+    theirs = run(optax.MultiSteps, optax.adam(1e-2), 3, **kwargs)
+    keys = ["params", "mini_step", "gradient_step", "inner", "skip_state"]
+    assert_same_run(ours, theirs, keys=keys)
+    assert bool(ours[1]["skip_state"]["should_skip"])
+
+
+def test_has_updated_is_false_after_a_skip_where_optax_says_true():
+    kwargs = {"should_skip_update_fn": optax.skip_not_finite, "bad": (2,), "steps": 3}
+    ours = run(ga.MultiSteps, optax.sgd(0.1), 2, **kwargs)
+    theirs = run(optax.MultiSteps, optax.sgd(0.1), 2, **kwargs)
+    assert [bool(h["has_updated"]) for h in ours] == [False, True, False]
+    assert [bool(h["has_updated"]) for h in theirs] == [False, True, True]
+
+
+def test_the_comparison_of_runs_can_fail():
+    good = run(ga.MultiSteps, optax.sgd(0.1), 3)
+    for wrong in (
+        run(optax.MultiSteps, optax.sgd(0.1), 3, use_grad_mean=False),
+        run(optax.MultiSteps, optax.sgd(0.1), 4),
+    ):
+        with pytest.raises(AssertionError):
+            assert_same_run(good, wrong)
+
+
+def test_it_is_a_gradient_transformation_with_extra_arguments():
+    tx = ga.MultiSteps(optax.sgd(0.1), 2)
+    assert isinstance(tx, optax.GradientTransformationExtraArgs)
+    init, update = tx
+    assert (init, update) == (tx.init, tx.update)
+    assert isinstance(tx.inner_opt, optax.GradientTransformationExtraArgs)
+    assert tx.gradient_transformation() is tx
+    assert "every_k_schedule=2" in repr(tx)
+
+
+def test_the_keyword_names_of_optax_work_in_update():
+    tx = ga.MultiSteps(optax.sgd(1.0), 1)
+    grads, state = jax.tree.map(jnp.ones_like, PARAMS), tx.init(PARAMS)
+    theirs, _ = tx.update(updates=grads, state=state, params=PARAMS)
+    ours, _ = tx.update(grads=grads, state=state, params=PARAMS)
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+
+
+def test_the_first_fields_of_the_state_are_those_of_optax():
+    ours = ga.MultiSteps(optax.adam(1e-3), 2).init(PARAMS)
+    theirs = optax.MultiSteps(optax.adam(1e-3), 2).init(PARAMS)
+    assert ours._fields[:5] == theirs._fields
+    for a, b in zip(ours[:5], theirs, strict=True):
+        jax.tree.map(np.testing.assert_array_equal, a, b)
+        assert jax.tree.structure(a) == jax.tree.structure(b)
+
+
+def test_a_numpy_integer_is_an_int():
+    # Optax calls it, and raises.
+    assert len(run(ga.MultiSteps, optax.sgd(0.1), np.int64(3))) == 9
+
+
+def test_a_schedule_may_return_a_float_as_optax_schedules_do():
+    schedule = optax.piecewise_constant_schedule(2.0, {2: 2.0})
+    ours = run(ga.MultiSteps, optax.sgd(0.1), schedule, steps=12)
+    steps = [int(h["gradient_step"]) for h in ours]
+    assert steps == [0, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 4]
+
+
+def test_it_survives_copying_and_is_a_static_argument():
+    tx = ga.MultiSteps(optax.sgd(1.0), 2, use_grad_mean=False)
+    clone = copy.deepcopy(tx)
+    assert isinstance(clone, ga.MultiSteps)
+    assert clone._window.use_grad_mean is False
+    assert jax.tree.leaves(tx) == []
+    assert jax.tree.map(lambda x: x, tx) is tx
+
+    @jax.jit
+    def init(tx, params):  # passed as an argument: static, since it has no leaves
+        return tx.init(params)
+
+    assert int(init(tx, PARAMS).mini_step) == 0
+
+
+def skip_nothing(updates, step, params):
+    del updates, step, params
+    return jnp.zeros([], bool), ()
+
+
+def test_a_transformation_of_module_level_functions_pickles():
+    inner = optax.GradientTransformation(optax.init_empty_state, _identity)
+    tx = ga.MultiSteps(inner, 3, True, skip_nothing)
+    clone = pickle.loads(pickle.dumps(copy.copy(tx).__reduce__()[1][1:]))
+    assert clone == (3, True, skip_nothing, np.dtype(np.float32))
+
+
+def _identity(updates, state, params=None):
+    del params
+    return updates, state
+
+
+# -- from_optax ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at", range(7))
+@pytest.mark.parametrize("mean", [True, False], ids=["mean", "sum"])
+def test_from_optax_continues_the_run_from_any_micro_step(at, mean):
+    args = (optax.adam(1e-2), 3, mean)
+    theirs, ours = optax.MultiSteps(*args), ga.MultiSteps(*args)
+    finished = run(optax.MultiSteps, *args)[-1]
+
+    params, state = PARAMS, theirs.init(PARAMS)
+    tx = theirs
+    for i, grads in enumerate(gradients(9)):
+        if i == at:
+            state, tx = ga.from_optax(state, use_grad_mean=mean), ours
+            emitted = bool(ga.has_updated(state))
+            assert emitted == (at > 0 and at % 3 == 0)
+        updates, state = tx.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    assert int(state.gradient_step) == 3
+    assert_same_run([{"params": params}], [{"params": finished["params"]}])
+
+
+def test_from_optax_finds_the_state_inside_a_chain():
+    def chain(multi_steps):
+        accumulate = multi_steps(optax.sgd(1.0), 2)
+        return optax.chain(
+            optax.clip(10.0),
+            optax.GradientTransformation(accumulate.init, accumulate.update),
+        )
+
+    theirs, ours = chain(optax.MultiSteps), chain(ga.MultiSteps)
+    first, second = itertools.islice(gradients(2), 2)
+    _, state = theirs.update(first, theirs.init(PARAMS), PARAMS)
+    expected, _ = theirs.update(second, state, PARAMS)
+    actual, _ = ours.update(second, ga.from_optax(state), PARAMS)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-6), actual, expected
+    )
+
+
+def test_from_optax_of_something_else_raises():
+    with pytest.raises(ValueError, match="found none"):
+        ga.from_optax(optax.sgd(0.1).init(PARAMS))
+    theirs = optax.MultiSteps(optax.sgd(0.1), 2).init(PARAMS)
+    with pytest.raises(TypeError, match="from_optax"):
+        ga.MultiSteps(optax.sgd(0.1), 2).update(PARAMS, theirs, PARAMS)
+    with pytest.raises(ValueError, match="from_optax"):
+        ga.has_updated(theirs)
