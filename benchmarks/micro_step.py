@@ -9,6 +9,7 @@ mean something on a machine that others use.
 """
 
 import argparse
+import collections
 import datetime
 import functools
 import json
@@ -41,7 +42,9 @@ class Side:
         self.compiled = (
             jax.jit(micro_step, donate_argnums=0).lower(self.carry, grads).compile()
         )
-        self.temporaries = self.compiled.memory_analysis().temp_size_in_bytes
+        memory = self.compiled.memory_analysis()
+        assert memory is not None
+        self.temporaries = memory.temp_size_in_bytes
 
     def window(self, grads: Any, micro_steps: int) -> float:
         """Runs so many micro-steps; returns seconds."""
@@ -92,11 +95,11 @@ def measure(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     grads = jax.tree.map(lambda p: 1e-3 * p, params)
     sides = make_sides(OPTIMIZERS[name](1e-4), params, grads, args.k)
 
-    calls = {side: args.k for side in sides} | {"plain step": 1}
-    seconds: dict[str, list[float]] = {side: [] for side in sides}
+    seconds = collections.defaultdict(list)
     for _ in range(args.rounds + 1):
         for side, runner in sides.items():
-            seconds[side].append(runner.window(grads, calls[side]) / calls[side])
+            calls = 1 if side == "plain step" else args.k
+            seconds[side].append(runner.window(grads, calls) / calls)
     # The first round warms caches and pages.
     time_of = {side: statistics.median(times[1:]) for side, times in seconds.items()}
 

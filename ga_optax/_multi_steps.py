@@ -562,13 +562,17 @@ class _Window:
     ) -> tuple[optax.Updates, MultiStepsState]:
         """Adds a gradient; the updates are zero until the window closes."""
         state = _check_state(state)
-        shapes = self.bare_updates(grads, state, params, extra_args)
+
+        @functools.cache
+        def bare() -> Any:
+            return self.bare_updates(grads, state, params, extra_args)
+
         call = _Call(
             grads,
             params,
             extra_args,
-            idle=lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes),
-            finish=lambda updates: _cast_like(updates, shapes),
+            idle=lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), bare()),
+            finish=lambda updates: _cast_like(updates, bare()),
         )
         return self.micro_step(call, state, weight, emit=None)
 
@@ -629,6 +633,17 @@ class _Window:
         if emit is None and isinstance(k, int) and k == 1:
             emit = True
 
+        structures = map(jax.tree.structure, ((), state.acc_grads, call.grads))
+        empty, held, needed = structures
+        keeps_nothing = held == empty != needed
+        if keeps_nothing and not emit:
+            raise ValueError(_NO_ACCUMULATOR)
+        required = call.params if keeps_nothing else state.acc_grads
+        if required is not None:
+            accumulator.check_gradients(required, call.grads)
+        if weight is not None:
+            weight = accumulator.check_weight(weight)
+
         skip: bool | jax.Array = False
         if self.should_skip is not None and not self.drops_windows:
             skip, skip_state = self.ask_to_skip(
@@ -637,12 +652,7 @@ class _Window:
             state = state._replace(skip_state=_cast_like(skip_state, state.skip_state))
 
         acc = Accumulator(state.acc_grads, state.weight, state.mini_step)
-        structures = map(jax.tree.structure, ((), state.acc_grads, call.grads))
-        empty, held, needed = structures
-        keeps_nothing = held == empty != needed
         if keeps_nothing:
-            if not emit:
-                raise ValueError(_NO_ACCUMULATOR)
             acc = accumulator.init(call.grads, self.dtype)
         with jax.named_scope("ga_optax.accumulate"):
             acc = _select(skip, acc, accumulator.add(acc, call.grads, weight))

@@ -90,7 +90,8 @@ class TrainState(train_state.TrainState):
         if overwrites:
             params = {"params": params, overwritten: grads[overwritten]}
         return self.replace(
-            step=jnp.asarray(self.step) + _steps_taken(opt_state),
+            # As weakly typed as Flax's 0, or the second call would be traced again.
+            step=jnp.where(_was_step(opt_state), self.step + 1, self.step),
             params=params,
             opt_state=opt_state,
             **replaced,
@@ -160,11 +161,13 @@ class Optimizer(nnx.Optimizer[M]):
         )
         nnx.update(model, params)
         nnx.update(self.opt_state, nnx.state(opt_state, graph=self.graph))
-        self.step[...] += _steps_taken(opt_state).astype(self.step.dtype)
+        self.step[...] = jnp.where(
+            _was_step(opt_state), self.step[...] + 1, self.step[...]
+        )
 
 
-def _steps_taken(opt_state: Any) -> jax.Array:
-    """Whether the call that returned this state was a step, as 0 or 1."""
+def _was_step(opt_state: Any) -> jax.Array | bool:
+    """Whether the call that returned this state ran the inner optimizer."""
     if not _multi_steps.find_states(opt_state):
-        return jnp.ones([], jnp.int32)
-    return _multi_steps.has_updated(opt_state).astype(jnp.int32)
+        return True
+    return _multi_steps.has_updated(opt_state)

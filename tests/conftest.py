@@ -24,3 +24,10 @@ def optax_promotion():
     """Optax itself promotes (`1 - decay**count`), so its optimizers need the usual."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
+
+
+def pytest_collection_modifyitems(items):
+    """Marks the property tests, so that `make fuzz` finds them."""
+    for item in items:
+        if getattr(item.obj, "is_hypothesis_test", False):
+            item.add_marker(pytest.mark.fuzz)

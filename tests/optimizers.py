@@ -66,6 +66,12 @@ LEFT_OUT = {
 # Their result depends on the dtype or the moment in which they draw.
 RANDOM = {"add_noise", "noisy_sgd"}
 
+# Their updates are differences of parameters, which are stored in the dtype.
+DIFFERENCES = {"schedule_free", "schedule_free_adamw", "schedule_free_sgd"}
+
+# They loop until a condition holds, which has no reverse mode, on their own either.
+NOT_DIFFERENTIABLE = {"lbfgs", "scale_by_zoom_linesearch"}
+
 
 def factories():
     """Pairs (name, function that makes the transformation)."""

@@ -48,6 +48,21 @@ def test_step_counts_steps_and_micro_step_the_position_in_the_window(jit):
     assert int(flax_state.apply_gradients(grads=GRADS[0]).step) == 1
 
 
+def test_a_train_step_is_traced_once():
+    traces = 0
+
+    @jax.jit
+    def step(state, grads):
+        nonlocal traces
+        traces += 1
+        return state.apply_gradients(grads=grads)
+
+    state = create(ga.MultiSteps(ADAM, 2))
+    for grads in GRADS * 2:
+        state = step(state, grads)
+    assert traces == 1
+
+
 def test_without_an_accumulator_it_is_flax_own():
     ours, theirs = create(ADAM), create(ADAM, flax.training.train_state.TrainState)
     for grads in GRADS:

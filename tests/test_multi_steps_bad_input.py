@@ -91,6 +91,35 @@ def test_gradients_that_do_not_fit_raise_name_the_leaf_and_lose_nothing(
     step(GRADS, state, params)
 
 
+@pytest.mark.parametrize("k", [1, 4])
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        ({"grads": spoil(bias=jnp.ones(4))}, r"\['dense'\]\['bias'\].*\(3,\).*\(4,\)"),
+        ({"grads": spoil(bias=None)}, r"\['dense'\]\['bias'\] is missing"),
+        ({"weight": -1.0}, "not negative"),
+    ],
+)
+def test_bad_input_raises_before_anything_of_the_user_is_traced(bad, words, k):
+    def never(*args, **kwargs):
+        raise AssertionError("this was traced")
+
+    inner = optax.GradientTransformation(optax.init_empty_state, never)
+    skip = lambda updates, step, params: (jnp.zeros([], bool), ())  # noqa: E731
+    calls = []
+
+    def counted(*args):
+        calls.append(args)
+        return skip(*args)
+
+    tx = ga.MultiSteps(inner, k, should_skip_update_fn=counted)
+    state = tx.init(PARAMS)
+    calls.clear()
+    with pytest.raises(ValueError, match=words):
+        tx.update(**{"grads": GRADS, "state": state, "params": PARAMS, **bad})
+    assert calls == []
+
+
 def test_parameters_that_are_needed_and_not_given_raise_what_optax_raises():
     tx = ga.MultiSteps(optax.adamw(0.1), 2)
     with pytest.raises(ValueError, match="not passing `params`"):
