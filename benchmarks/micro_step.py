@@ -72,16 +72,18 @@ def make_sides(opt: Any, params: Any, grads: Any, k: int) -> dict[str, Side]:
 
     ours = ga.MultiSteps(opt, k)
 
-    def applied(carry: Any, grads: Any) -> Any:
-        params, state = carry
-        return ga.apply_gradients(ours, grads, state, params)
+    def applied(tx: Any) -> Side:
+        def micro_step(carry: Any, grads: Any) -> Any:
+            params, state = carry
+            return ga.apply_gradients(tx, grads, state, params)
+
+        return Side(lambda: (fresh(), tx.init(params)), micro_step, grads)
 
     return {
         "add": Side(fresh, functools.partial(jax.tree.map, jnp.add), grads),
         "plain step": contract(opt),
-        "ga apply_gradients": Side(
-            lambda: (fresh(), ours.init(params)), applied, grads
-        ),
+        "ga apply_gradients": applied(ours),
+        "ga apply_grads, track_noise": applied(ga.MultiSteps(opt, k, track_noise=True)),
         "ga update + apply_updates": contract(ours),
         "optax.MultiSteps": contract(optax.MultiSteps(opt, k)),
     }

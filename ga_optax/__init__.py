@@ -1,13 +1,20 @@
 """Gradient accumulation for JAX and Optax: exact, fast, one gradient buffer.
 
+Accumulate inside one call, the whole window in one jitted step:
+    `value_and_grad`, `accumulate`.
 Accumulate across calls, in a host loop or inside `optax.chain`:
     `MultiSteps`, `apply_gradients`, `flush`, `has_updated`, `stats`, `from_optax`,
     `drop_window_if_not_finite`.
-The arithmetic of all of them: `accumulator`.
+Look at a tree block by block, and add to it one block at a time: `blocks`.
+What fits: `plan`. How large a batch still pays: `noise_scale`. How the batch grows
+over a run: `schedules`.
+Is it the same gradient as the big batch's, and if not, why: `verify`.
+The arithmetic of all of them: `accumulator`. Which examples are in a window: `data`.
 Flax: `ga_optax.flax` (imported by name; it needs the extra `flax`).
 """
 
-from ga_optax import accumulator
+from ga_optax import accumulator, blocks, data, schedules
+from ga_optax._microbatch import accumulate, value_and_grad
 from ga_optax._multi_steps import (
     MultiSteps,
     MultiStepsState,
@@ -19,16 +26,31 @@ from ga_optax._multi_steps import (
     has_updated,
     stats,
 )
+from ga_optax._noise import NoiseScale, noise_scale
+from ga_optax._plan import Plan, plan
+from ga_optax._verify import Cause, Report, verify
 
 __all__ = [
+    "Cause",
     "MultiSteps",
     "MultiStepsState",
+    "NoiseScale",
+    "Plan",
+    "Report",
     "Stats",
+    "accumulate",
     "accumulator",
     "apply_gradients",
+    "blocks",
+    "data",
     "drop_window_if_not_finite",
     "flush",
     "from_optax",
     "has_updated",
+    "noise_scale",
+    "plan",
+    "schedules",
     "stats",
+    "value_and_grad",
+    "verify",
 ]

@@ -31,7 +31,7 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike, DTypeLike
 
-from ga_optax import accumulator
+from ga_optax import _noise, accumulator
 from ga_optax.accumulator import Accumulator
 
 __all__ = [
@@ -65,6 +65,7 @@ class MultiStepsState(NamedTuple):
         `[]`.
       skipped_windows: windows that closed without a step, int32 `[]`: dropped, or of
         weight 0.
+      noise: what `noise_scale` reads, a `NoiseState`; `()` without `track_noise`.
     """
 
     mini_step: jax.Array
@@ -77,6 +78,7 @@ class MultiStepsState(NamedTuple):
     micro_steps: jax.Array
     skipped_micro_steps: jax.Array
     skipped_windows: jax.Array
+    noise: Any = ()
 
 
 class Stats(NamedTuple):
@@ -192,6 +194,8 @@ class MultiSteps(optax.GradientTransformationExtraArgs):
         Optax: where `skip` is true that micro-step never happened. With
         `drop_window_if_not_finite` the whole window never happened.
       accumulator_dtype: see `accumulator.init`.
+      track_noise: whether to keep what `noise_scale` needs. A micro-step then reads the
+        gradient once more, and a step the mean. A static k of 1 has nothing to keep.
 
     Attributes:
       init: `params -> MultiStepsState`.
@@ -212,6 +216,7 @@ class MultiSteps(optax.GradientTransformationExtraArgs):
         use_grad_mean: bool = True,
         should_skip_update_fn: optax.ShouldSkipUpdateFunction | None = None,
         accumulator_dtype: DTypeLike | None = jnp.float32,
+        track_noise: bool = False,
     ) -> "MultiSteps":
         """Builds the pair of pure functions; see the class for the arguments."""
         if not (hasattr(opt, "init") and hasattr(opt, "update")):
@@ -225,12 +230,19 @@ class MultiSteps(optax.GradientTransformationExtraArgs):
                 f"(skip, skip_state), but it is {should_skip_update_fn!r}. Pass "
                 "optax.skip_not_finite, for example, or None."
             )
+        if not isinstance(track_noise, bool):
+            raise TypeError(
+                f"track_noise must be a Python bool, but it is {track_noise!r} of type "
+                f"{type(track_noise).__name__}. It decides what the state holds: pass "
+                "True or False."
+            )
         window = _Window(
             inner=optax.with_extra_args_support(opt),
             every_k=_check_every_k(every_k_schedule),
             use_grad_mean=bool(use_grad_mean),
             should_skip=should_skip_update_fn,
             dtype=accumulator.check_dtype(accumulator_dtype),
+            track_noise=track_noise,
         )
 
         @functools.wraps(window.update)
@@ -258,14 +270,21 @@ class MultiSteps(optax.GradientTransformationExtraArgs):
 
     def __reduce__(self) -> tuple[Any, ...]:
         w = self._window
-        return type(self), (w.inner, w.every_k, w.use_grad_mean, w.should_skip, w.dtype)
+        return type(self), (
+            w.inner,
+            w.every_k,
+            w.use_grad_mean,
+            w.should_skip,
+            w.dtype,
+            w.track_noise,
+        )
 
     def __repr__(self) -> str:
         w = self._window
         return (
             f"MultiSteps({w.inner!r}, every_k_schedule={w.every_k!r}, "
             f"use_grad_mean={w.use_grad_mean}, should_skip_update_fn={w.should_skip}, "
-            f"accumulator_dtype={w.dtype})"
+            f"accumulator_dtype={w.dtype}, track_noise={w.track_noise})"
         )
 
 
@@ -425,7 +444,9 @@ def stats(state: optax.OptState) -> Stats:
     )
 
 
-def from_optax(state: optax.OptState, *, use_grad_mean: bool = True) -> optax.OptState:
+def from_optax(
+    state: optax.OptState, *, use_grad_mean: bool = True, track_noise: bool = False
+) -> optax.OptState:
     """Turns the state of `optax.MultiSteps` into ours, in the middle of a window too.
 
     >>> import jax.numpy as jnp, optax, ga_optax as ga
@@ -438,11 +459,13 @@ def from_optax(state: optax.OptState, *, use_grad_mean: bool = True) -> optax.Op
 
     **Exactness.** Optax keeps the running mean of the window; ours is the sum, hence
     one rounding: `mini_step` times that mean. Optax did not count micro-steps, so that
-    counter starts with those of the open window.
+    counter starts with those of the open window. Nor did it square their gradients, so
+    that `noise_scale` leaves the open window out.
 
     Args:
       state: an `optax.MultiStepsState`, or any state that holds some.
       use_grad_mean: what the `optax.MultiSteps` was made with.
+      track_noise: what our `MultiSteps` is made with.
 
     Returns:
       The same state with each of them replaced by a `MultiStepsState`.
@@ -463,17 +486,19 @@ def from_optax(state: optax.OptState, *, use_grad_mean: bool = True) -> optax.Op
             a = jnp.asarray(a)
             return a * count.astype(a.dtype) if use_grad_mean else a
 
+        weight = count.astype(jnp.result_type(float))
         return MultiStepsState(
             mini_step=count,
             gradient_step=jnp.asarray(leaf.gradient_step, jnp.int32),
             inner_opt_state=leaf.inner_opt_state,
             acc_grads=jax.tree.map(total, leaf.acc_grads),
             skip_state=leaf.skip_state,
-            weight=count.astype(jnp.result_type(float)),
+            weight=weight,
             emitted=(count == 0) & (jnp.asarray(leaf.gradient_step) > 0),
             micro_steps=jnp.copy(count),
             skipped_micro_steps=jnp.zeros([], jnp.int32),
             skipped_windows=jnp.zeros([], jnp.int32),
+            noise=_noise.spoiled(_noise.init(weight), count > 0) if track_noise else (),
         )
 
     converted = jax.tree.map(
@@ -516,6 +541,7 @@ class _Outcome(NamedTuple):
     inner_opt_state: optax.OptState
     skip_state: Any
     emitted: jax.Array
+    noise: Any
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -527,6 +553,7 @@ class _Window:
     use_grad_mean: bool
     should_skip: optax.ShouldSkipUpdateFunction | None
     dtype: np.dtype | None
+    track_noise: bool
 
     @property
     def drops_windows(self) -> bool:
@@ -549,6 +576,7 @@ class _Window:
             micro_steps=jnp.zeros([], jnp.int32),
             skipped_micro_steps=jnp.zeros([], jnp.int32),
             skipped_windows=jnp.zeros([], jnp.int32),
+            noise=_noise.init(acc.weight) if self.track_noise else (),
         )
 
     def update(
@@ -591,6 +619,7 @@ class _Window:
     def flush(
         self, state: MultiStepsState, params: optax.Params, extra_args: dict[str, Any]
     ) -> tuple[optax.Params, MultiStepsState]:
+        self.check_noise(state)
         if not jax.tree.leaves(state.acc_grads):
             return params, state
         accumulator.check_gradients(
@@ -629,6 +658,7 @@ class _Window:
         emit: bool | None,
     ) -> tuple[Any, MultiStepsState]:
         """One micro-step, and the step that may close the window."""
+        self.check_noise(state)
         k = self.window_length(state.gradient_step)
         if emit is None and isinstance(k, int) and k == 1:
             emit = True
@@ -656,6 +686,11 @@ class _Window:
             acc = accumulator.init(call.grads, self.dtype)
         with jax.named_scope("ga_optax.accumulate"):
             acc = _select(skip, acc, accumulator.add(acc, call.grads, weight))
+        if self.track_noise and not keeps_nothing:
+            with jax.named_scope("ga_optax.noise"):
+                empty = state.mini_step == 0
+                noise = _noise.add(state.noise, call.grads, weight, empty)
+                state = state._replace(noise=_select(skip, state.noise, noise))
 
         if emit is None:
             k = jnp.asarray(k)
@@ -665,7 +700,8 @@ class _Window:
         closes = _and(emits, _not(skip))
         # Without a weight this micro-batch counts 1, so that the window's is not 0.
         runs = closes if weight is None else _and(closes, acc.weight > 0)
-        acc = self.finished(acc, closes)
+        if not (keeps_nothing and weight is None):  # the mean of one is that one
+            acc = self.finished(acc, closes)
         if emit:
             # Without the barrier XLA would fold the last addition into the optimizer,
             # which then reads the old sum after the new one has overwritten it, and
@@ -684,12 +720,14 @@ class _Window:
         """Puts the mean into the place of the sum where the window closes.
 
         Here the division is part of the pass that adds the gradient. In the branch of
-        the cond it would be a pass of its own, over a second buffer.
+        the cond it would be a pass of its own, over a second buffer. And it is the last
+        thing that happens: XLA computes a division once, and anything cheaper that
+        follows it again for each reader, out of a sum that it has to copy for that.
         """
-        if not self.use_grad_mean:
+        if not self.use_grad_mean or closes is False:
             return acc
-        mean = acc if closes is False else acc._replace(total=accumulator.mean(acc))
-        return _select(closes, mean, acc)
+        divide = functools.partial(accumulator.divide, weight=acc.weight)
+        return _select(closes, acc._replace(total=jax.tree.map(divide, acc.total)), acc)
 
     def close(
         self,
@@ -703,7 +741,8 @@ class _Window:
 
         def leave(skip_state: Any) -> _Outcome:
             no = jnp.zeros_like(state.emitted)
-            return _Outcome(call.idle(), state.inner_opt_state, skip_state, no)
+            idle = call.idle()
+            return _Outcome(idle, state.inner_opt_state, skip_state, no, state.noise)
 
         def step(skip_state: Any) -> _Outcome:
             with jax.named_scope("ga_optax.update"):
@@ -715,7 +754,8 @@ class _Window:
                 )
                 inner = _cast_like(inner, state.inner_opt_state)
                 yes = jnp.ones_like(state.emitted)
-                return _Outcome(call.finish(updates), inner, skip_state, yes)
+                out = call.finish(updates)
+                return _Outcome(out, inner, skip_state, yes, self.noise(state, acc))
 
         def step_if_finite() -> _Outcome:
             drop, skip_state = self.ask_to_skip(
@@ -732,6 +772,17 @@ class _Window:
             lambda: leave(state.skip_state),
             static,
         )
+
+    def check_noise(self, state: MultiStepsState) -> None:
+        if self.track_noise and not isinstance(state.noise, _noise.NoiseState):
+            raise ValueError(_NO_NOISE)
+
+    def noise(self, state: MultiStepsState, acc: Accumulator) -> Any:
+        """What `noise_scale` reads, after a window that ran the inner optimizer."""
+        if not self.track_noise or not jax.tree.leaves(state.acc_grads):
+            return state.noise
+        with jax.named_scope("ga_optax.noise"):
+            return _noise.close(state.noise, acc.total, acc.weight, self.use_grad_mean)
 
     def gradients_for_inner(
         self, call: _Call, state: MultiStepsState, grads: optax.Updates
@@ -773,6 +824,7 @@ class _Window:
             weight=jnp.where(closes, jnp.zeros_like(acc.weight), acc.weight),
             emitted=outcome.emitted,
             skipped_windows=_count(state.skipped_windows, closes & ~outcome.emitted),
+            noise=outcome.noise,
         )
 
     def bare_updates(
@@ -929,6 +981,13 @@ _NO_ACCUMULATOR = (
     "The state must hold an accumulator where a window has more than one micro-step, "
     "but its acc_grads is empty: it was made with every_k_schedule=1. Make a new state "
     "with init, and give it the inner_opt_state and counters of this one (_replace)."
+)
+
+
+_NO_NOISE = (
+    "The state must hold a NoiseState where track_noise=True, but its field noise is "
+    "empty: it was made without. Put the noise of a new state into this one while no "
+    "window is open: state._replace(noise=tx.init(params).noise)."
 )
 
 

@@ -177,11 +177,17 @@ def mean(acc: Accumulator) -> optax.Updates:
     Returns:
       A tree with the shapes and dtypes of `acc.total`.
     """
-    return jax.tree.map(lambda t: divide(t, acc.weight), acc.total)
+    return jax.tree.map(lambda t: average(t, acc.weight), acc.total)
+
+
+def average(total: jax.Array, weight: jax.Array) -> jax.Array:
+    """The `mean` of one leaf: `total / weight`, exact where the weight is 0 or 1."""
+    some = jnp.where(weight == 1, total, divide(total, weight))
+    return jnp.where(weight == 0, jnp.zeros_like(total), some)
 
 
 def divide(total: jax.Array, weight: jax.Array) -> jax.Array:
-    """`total / weight`, correctly rounded; 0 where the weight is 0.
+    """`total / weight`, correctly rounded; `total / 1` where the weight is 0.
 
     XLA rewrites a division by a broadcast scalar into a product with its reciprocal,
     which rounds twice: 41 · fl(1 / 41) is not 1 in float32. A divisor that depends on
@@ -192,9 +198,7 @@ def divide(total: jax.Array, weight: jax.Array) -> jax.Array:
         return t / jnp.where(t == 0, jnp.ones_like(w), w)
 
     some = jnp.where(weight == 0, jnp.ones_like(weight), weight)
-    mean = _by_part(quotient, total, some, total.dtype).astype(total.dtype)
-    mean = jnp.where(weight == 1, total, mean)
-    return jnp.where(weight == 0, jnp.zeros_like(total), mean)
+    return _by_part(quotient, total, some, total.dtype).astype(total.dtype)
 
 
 # -- Dtypes ----------------------------------------------------------------------------

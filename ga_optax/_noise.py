@@ -1,0 +1,363 @@
+"""How large a batch still pays: the simple gradient noise scale.
+
+Let G be the true gradient and Σ the covariance of the gradient of one example. The
+gradient g_i of a micro-batch of w_i examples, and the mean g of a window of k of them,
+W = Σ w_i examples, then have
+
+    E |g_i|²  =  |G|² + tr Σ / w_i             E |g|²  =  |G|² + tr Σ / W,
+
+and what the accumulation meets anyway gives unbiased estimates of both unknowns:
+
+    tr Σ  ≈  (Σ w_i·|g_i|² - W·|g|²) / (k - 1)         |G|²  ≈  |g|² - tr Σ / W
+
+For equal w_i these are equations A.2 and A.3 of McCandlish et al., with B_big = W and
+B_small = W / k. Their ratio tr Σ / |G|² is the simple noise scale: the batch size at
+which noise and gradient are of one size. The ratio of two estimates is biased, so each
+is averaged over windows on its own and the ratio is taken last.
+
+References:
+  McCandlish, Kaplan, Amodei et al., "An Empirical Model of Large-Batch Training", 2018,
+  https://arxiv.org/abs/1812.06162, section 2.2 and appendix A.1.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.typing import ArrayLike
+
+__all__ = ["NoiseScale", "NoiseState", "noise_scale"]
+
+# Of the exponential moving averages. Their weights count for (1 + 0.98) / (1 - 0.98) =
+# 99 windows: one window's estimates are often off by their own size, so the average is
+# off by a tenth. And they are 49 windows old on average, in which a scale that grows
+# over thousands of steps hardly moves.
+DECAY = 0.98
+
+# The two-sided 95 % quantile of the normal distribution.
+_QUANTILE = 1.959964
+
+# With fewer windows nothing is said about the error: the quantile would not be right.
+_ENOUGH = 4
+
+
+class NoiseState(NamedTuple):
+    """What a `MultiSteps` with `track_noise=True` keeps; floats are those of `weight`.
+
+    Attributes:
+      squares: Σ w·|g|² over the open window, a float `[]`. As with the accumulator,
+        the first micro-step of a window overwrites it.
+      count: micro-steps of the open window whose weight is not 0, int32 `[]`.
+      windows: windows that gave an estimate, int32 `[]`.
+      mean: smoothed |G|², tr Σ and W, a float `[3]`.
+      deviation: the smoothed squares of the deviations of |G|² and tr Σ from their
+        means, and their product, a float `[3]`.
+    """
+
+    squares: jax.Array
+    count: jax.Array
+    windows: jax.Array
+    mean: jax.Array
+    deviation: jax.Array
+
+
+class NoiseScale(NamedTuple):
+    """The gradient noise scale, see `noise_scale`; `str` of it is a line to read.
+
+    All sizes are in examples where the weights count examples, in tokens where they
+    count tokens, and in micro-batches where there are none. No field is ever NaN.
+
+    Attributes:
+      value: tr Σ / |G|², a float `[]`; 0 where it is unknown.
+      known: whether there is an answer, bool `[]`. There is none before a window of at
+        least two micro-steps has closed, for gradients of zero, and where the noise
+        hides the gradient, so that the estimate of |G|² is not positive.
+      squared_norm: the estimate of |G|², without bias: it may be negative.
+      trace: the estimate of tr Σ, the variance of the gradient of one example.
+      low: the lower end of the 95 % confidence interval of `value`; 0 where nothing is
+        known.
+      high: its upper end; inf where the data do not bound it.
+      window: the weight of a window, smoothed as the others are.
+      windows: windows that gave an estimate, int32 `[]`.
+    """
+
+    value: jax.Array
+    known: jax.Array
+    squared_norm: jax.Array
+    trace: jax.Array
+    low: jax.Array
+    high: jax.Array
+    window: jax.Array
+    windows: jax.Array
+
+    def __str__(self) -> str:
+        if jnp.ndim(self.value) or isinstance(self.value, jax.core.Tracer):
+            return repr(self)
+        if not self.windows:
+            return (
+                "The noise scale is unknown: no window of two or more micro-steps has "
+                "closed yet."
+            )
+        of = f"{int(self.windows)} window{'s' if self.windows > 1 else ''}"
+        if not self.known:
+            bound = f"; it is at least {self.low:.3g}" if self.low > 0 else ""
+            return (
+                f"The noise scale is unknown after {of}: the estimate of |G|² is "
+                f"{self.squared_norm:.3g}, not positive{bound}."
+            )
+        ratio = f"{self.window / self.value:.2g}" if self.value > 0 else "infinitely"
+        return (
+            f"The noise scale is {self.value:.3g} (95 %: {self.low:.3g} to "
+            f"{self.high:.3g}), after {of} of {self.window:.3g}: a window is {ratio} "
+            "times as large."
+        )
+
+
+def noise_scale(state: optax.OptState) -> NoiseScale:
+    """The batch size beyond which more accumulation stops paying.
+
+    >>> import functools, jax, jax.numpy as jnp, optax, ga_optax as ga
+    >>> tx = ga.MultiSteps(optax.sgd(0.0), 8, track_noise=True)
+    >>> params, state = jnp.zeros(100), tx.init(jnp.zeros(100))
+    >>> step = jax.jit(functools.partial(ga.apply_gradients, tx))
+    >>> for key in jax.random.split(jax.random.key(0), 400):
+    ...     noise = jax.random.normal(key, 100)  # tr Σ = 100, |G|² = 25
+    ...     params, state = step(0.5 + noise, state, params)
+    >>> scale = ga.noise_scale(state)
+    >>> print(scale)  # doctest: +ELLIPSIS
+    The noise scale is ... (95 %: ... to ...), after 50 windows of 8: a window is ...
+    >>> bool(scale.low < 4 < scale.high)
+    True
+
+    A window much smaller than the noise scale wastes little: twice the window does
+    nearly the work of two steps. In one much larger, most micro-batches repeat what the
+    others said. Training moves the scale, usually up, so look at it again.
+
+    It needs windows of two or more micro-steps, whose gradients are independent and
+    whose weights are proportional to their sizes; without weights they are of one size.
+
+    **Exactness.** |G|² and tr Σ are estimated without bias in every window that ran the
+    inner optimizer, and averaged on their own over windows: exponential moving averages
+    with a decay of 0.98, corrected for their start, as long as a plain mean of 99
+    windows. Windows with one micro-step, dropped ones, and those with inf or NaN are
+    left out. In each, tr Σ is a difference: where it is smaller than W·|G|² times the
+    rounding of the accumulator, it is rounding. The interval is Fieller's for a ratio,
+    with the t quantile of the windows in effect. It takes windows for independent and
+    alike; where training changes fast it is too wide rather than too narrow. It needs
+    four windows, and float32 squares gradient norms from 1e-9 to 1e9.
+
+    **Cost.** A few scalar operations, on the device. `track_noise` costs one read of
+    the gradient a micro-step, one read of the mean a window, and ten scalars.
+
+    Args:
+      state: the state of a `MultiSteps` with `track_noise=True`, or any state that
+        holds one.
+
+    Returns:
+      A `NoiseScale` of scalars.
+
+    Raises:
+      ValueError: where there is none in it, or more than one.
+
+    References:
+      McCandlish, Kaplan, Amodei et al., "An Empirical Model of Large-Batch Training",
+      2018, https://arxiv.org/abs/1812.06162, appendix A.1.
+      Fieller, "Some Problems in Interval Estimation", JRSS B 16, 1954.
+    """
+    noise = _find(state)
+    squared_norm, trace, window = (noise.mean[..., i] for i in range(3))
+    known = (noise.windows > 0) & (squared_norm > 0)
+    some = jnp.where(known, squared_norm, jnp.ones_like(squared_norm))
+    low, high = _interval(noise, squared_norm, trace)
+    return NoiseScale(
+        value=jnp.where(known, jnp.maximum(trace, 0) / some, jnp.zeros_like(trace)),
+        known=known,
+        squared_norm=squared_norm,
+        trace=trace,
+        low=low,
+        high=high,
+        window=window,
+        windows=noise.windows,
+    )
+
+
+# -- What MultiSteps does --------------------------------------------------------------
+
+
+def init(like: jax.Array) -> NoiseState:
+    """No estimate yet; floats of the dtype of `like`."""
+    return NoiseState(
+        squares=jnp.zeros([], like.dtype),
+        count=jnp.zeros([], jnp.int32),
+        windows=jnp.zeros([], jnp.int32),
+        mean=jnp.zeros(3, like.dtype),
+        deviation=jnp.zeros(3, like.dtype),
+    )
+
+
+def add(
+    noise: NoiseState, grads: optax.Updates, weight: ArrayLike | None, empty: jax.Array
+) -> NoiseState:
+    """One micro-step, the first of its window where `empty`."""
+    squares = jnp.where(empty, jnp.zeros_like(noise.squares), noise.squares)
+    count = jnp.where(empty, jnp.zeros_like(noise.count), noise.count)
+    term = _squared_norm(grads).astype(squares.dtype)
+    if weight is None:
+        return noise._replace(squares=squares + term, count=count + 1)
+    weight = jnp.asarray(weight).astype(squares.dtype)
+    none = weight == 0
+    return noise._replace(
+        # Selected: a NaN of weight 0 was never there.
+        squares=jnp.where(none, squares, squares + weight * term),
+        count=jnp.where(none, count, count + 1),
+    )
+
+
+def close(
+    noise: NoiseState, total: optax.Updates, weight: jax.Array, is_mean: bool
+) -> NoiseState:
+    """A window that ran the inner optimizer.
+
+    Args:
+      noise: the state with all micro-steps of the window in it.
+      total: the mean or the sum of the window.
+      weight: Σ w of the window.
+      is_mean: which of them `total` is.
+    """
+    square = _squared_norm(total).astype(weight.dtype)
+    # 0 where there is no step after all: computed, then not selected.
+    weight = jnp.where(weight == 0, jnp.ones_like(weight), weight)
+    if not is_mean:
+        square = square / weight / weight
+    several = noise.count > 1
+    others = jnp.where(several, noise.count - 1, jnp.ones_like(noise.count))
+    trace = (noise.squares - weight * square) / others.astype(weight.dtype)
+    new = jnp.stack([square - trace / weight, trace, weight])
+
+    # A moving average with its start corrected is a mean whose last term has the share
+    # (1 - decay) / (1 - decay^n). Squares of deviations are averaged like the rest, by
+    # the update of West (1979), which subtracts no two large numbers.
+    windows = noise.windows + 1
+    n = windows.astype(weight.dtype)
+    one, all_ = jnp.expm1(math.log(DECAY) * jnp.stack([jnp.ones_like(n), n]))
+    share = one / all_  # exactly 1 for the first
+    off = new - noise.mean
+    products = jnp.stack([off[0] * off[0], off[1] * off[1], off[0] * off[1]])
+    mean = noise.mean + share * off
+    deviation = (1 - share) * (noise.deviation + share * products)
+
+    counts = several & jnp.all(jnp.isfinite(mean)) & jnp.all(jnp.isfinite(deviation))
+    return noise._replace(
+        windows=jnp.where(counts, windows, noise.windows),
+        mean=jnp.where(counts, mean, noise.mean),
+        deviation=jnp.where(counts, deviation, noise.deviation),
+    )
+
+
+def spoiled(noise: NoiseState, open_: jax.Array) -> NoiseState:
+    """As `noise`, but the open window, where there is one, will not be counted."""
+    missing = jnp.where(open_, jnp.full_like(noise.squares, jnp.inf), noise.squares)
+    return noise._replace(squares=missing)
+
+
+def _squared_norm(tree: optax.Updates) -> jax.Array:
+    """Σ |x|² over all leaves; one read of them and nothing written."""
+    # Without the barrier XLA would share the squares, or the wider dtype, with what the
+    # accumulator or the optimizer computes of the same leaf, and write them out for it.
+    tree = jax.lax.optimization_barrier(tree)
+    terms = [
+        jnp.sum(jnp.square(part.astype(jnp.promote_types(part.dtype, jnp.float32))))
+        for leaf in map(jnp.asarray, jax.tree.leaves(tree))
+        for part in ((leaf.real, leaf.imag) if jnp.iscomplexobj(leaf) else (leaf,))
+    ]
+    dtype = jnp.result_type(float)
+    return sum((term.astype(dtype) for term in terms), jnp.zeros([], dtype))
+
+
+# -- The ratio and its error -----------------------------------------------------------
+
+
+def _interval(
+    noise: NoiseState, s: jax.Array, t: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Fieller's 95 % confidence interval for E t / E s, as far as it is positive.
+
+    The ratios r that cannot be excluded are those for which t - r·s is no further from
+    0 than q standard errors:
+
+        (t - r·s)²  <=  q²·(v_tt - 2·r·v_st + r²·v_ss)
+
+    Divided by s², a quadratic inequality a·r² - 2·b·r + c <= 0 in r. Where a <= 0, s
+    itself may be 0, and nothing bounds r from above.
+    """
+    enough = noise.windows >= _ENOUGH
+    enough = enough & (jnp.square(s) >= jnp.finfo(s.dtype).tiny)
+    # 1 / Σ share²: so many windows of equal share would say as much. By geometric sums
+    # it is (1 + d)/(1 - d) · (1 - d^windows)/(1 + d^windows) for the decay d.
+    half = -math.log(DECAY) / 2
+    windows = jnp.where(enough, noise.windows, jnp.full_like(noise.windows, _ENOUGH))
+    n = jnp.tanh(half * windows.astype(s.dtype)) / math.tanh(half)
+    s = jnp.where(enough, s, jnp.ones_like(s))
+    # The variance of a mean: Σ (x - mean)² / n / (n - 1).
+    v_ss, v_tt, v_st = (
+        jnp.square(_t_quantile(n - 1))
+        * noise.deviation[..., i]
+        / jnp.square(s)
+        / (n - 1)
+        for i in range(3)
+    )
+    r = t / s
+    a, b, c = 1 - v_ss, r - v_st, jnp.square(r) - v_tt
+    root = jnp.sqrt(jnp.maximum(jnp.square(b) - a * c, 0))
+    bounded = a > 0
+    a = jnp.where(a == 0, jnp.ones_like(a), a)
+    ends = jnp.stack([(b - root) / a, (b + root) / a])
+    first, second = jnp.min(ends, axis=0), jnp.max(ends, axis=0)
+    # Where it is not bounded, what lies between the ends is excluded.
+    excluded = ~bounded & (root > 0) & (first <= 0)
+    zero, inf = jnp.zeros_like(r), jnp.full_like(r, jnp.inf)
+    low = jnp.where(bounded, first, jnp.where(excluded, second, zero))
+    high = jnp.where(bounded & (s > 0), second, inf)
+    # Rounding alone can make t negative.
+    return (
+        jnp.where(enough, jnp.maximum(low, 0), zero),
+        jnp.where(enough, jnp.maximum(high, 0), inf),
+    )
+
+
+def _t_quantile(freedom: jax.Array) -> jax.Array:
+    """Student's 97.5 % quantile, to 1 % for 3 degrees of freedom and more.
+
+    Abramowitz and Stegun, "Handbook of Mathematical Functions", 1964, eq. 26.7.5.
+    """
+    z = _QUANTILE
+    first = (z**3 + z) / 4
+    second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
+    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
+    return z + (first + (second + third / freedom) / freedom) / freedom
+
+
+def _find(state: optax.OptState) -> NoiseState:
+    """The one `NoiseState` in a tree."""
+    nodes = jax.tree_util.tree_flatten_with_path(
+        state, is_leaf=lambda x: isinstance(x, NoiseState)
+    )[0]
+    found = {
+        jax.tree_util.keystr(path): node
+        for path, node in nodes
+        if isinstance(node, NoiseState)
+    }
+    if len(found) == 1:
+        return next(iter(found.values()))
+    if found:
+        raise ValueError(
+            "noise_scale needs a state with one MultiSteps that tracks noise, but "
+            f"there are {len(found)}: {', '.join(found)}. Pass the one that you mean."
+        )
+    raise ValueError(
+        "noise_scale needs the state of a ga_optax.MultiSteps with track_noise=True, "
+        f"but there is none in a {type(state).__name__}. Make the optimizer with "
+        "track_noise=True, and its state with init."
+    )

@@ -1,0 +1,337 @@
+"""Batch-size ramps, as an `every_k_schedule` of `MultiSteps`.
+
+Large models begin with a small batch and end with a large one. With the micro-batch
+held fast that is a ramp of k, the number of micro-steps in a window:
+
+    k(step)  =  batch size of the step / size of a micro-batch
+
+Reports give ramps over what was seen so far, and an optimizer counts steps. A step that
+begins with `seen` examples behind it belongs to the last stage whose threshold is at
+most `seen`; so stage j + 1 begins
+
+    first[j+1]  =  first[j] + ceil((threshold[j+1] - seen[j]) / batch[j])
+    seen[j+1]   =  seen[j] + (first[j+1] - first[j]) · batch[j]
+
+and nothing was seen before step 0. This is computed in integers when the ramp is made,
+so no boundary is off by one; a step only looks it up.
+
+Sizes are in one unit of your choice, examples or tokens, the same for all arguments.
+
+How reports describe ramps:
+
+* GPT-3 (Brown et al., "Language Models are Few-Shot Learners", 2020, appendix B):
+  linearly from 32k tokens to the full batch over the first 4 to 12 billion tokens.
+* Megatron-LM (`--rampup-batch-size start increment samples`; Narayanan et al.,
+  "Efficient Large-Scale Language Model Training on GPU Clusters", 2021): by increments
+  that are spread evenly over the first samples. `linear` follows its rule.
+* PaLM (Chowdhery et al., "PaLM: Scaling Language Modeling with Pathways", 2022, section
+  5): 512 sequences until step 50k, 1024 until step 115k, 2048 from there.
+* Llama 3 (Grattafiori et al., "The Llama 3 Herd of Models", 2024, section 3.4.1): 4M
+  tokens, 8M after 252M tokens, 16M after 2.87T tokens.
+* DeepSeek-V3 (DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 4.2): from
+  3072 to 15360 sequences over the first 469B tokens.
+"""
+
+import bisect
+import dataclasses
+import numbers
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+__all__ = ["Ramp", "linear", "stepwise"]
+
+_LAST_STEP = np.iinfo(np.int32).max  # steps are int32 in the states of optimizers
+
+
+@dataclasses.dataclass(frozen=True)
+class Ramp:
+    """A batch-size ramp: call it with the step to get k. `str` of it is a table.
+
+    `linear` and `stepwise` make it. It is hashable, and can be pickled.
+
+    Attributes:
+      microbatch_size: the size of a micro-batch.
+      first_steps: the step at which each stage begins; the first is 0.
+      num_microbatches: k of each stage.
+    """
+
+    microbatch_size: int
+    first_steps: tuple[int, ...]
+    num_microbatches: tuple[int, ...]
+
+    def __call__(self, step: ArrayLike) -> jax.Array:
+        """The k of the window that the step belongs to.
+
+        Args:
+          step: the step, an integer scalar, static or traced; steps count from 0.
+
+        Returns:
+          k, int32 `[]`.
+
+        Raises:
+          TypeError: where `step` is no integer.
+          ValueError: where `step` is no scalar.
+        """
+        shape, dtype = jnp.shape(step), jnp.result_type(step)
+        if not jnp.issubdtype(dtype, jnp.integer):
+            raise TypeError(
+                f"step must be an integer, but it has dtype {dtype.name}. Pass the "
+                "number of updates of the inner optimizer so far."
+            )
+        if shape != ():
+            raise ValueError(
+                f"step must be a scalar, but it has shape {shape}. Use jax.vmap for "
+                "several steps."
+            )
+        stage = jnp.searchsorted(
+            jnp.asarray(self.first_steps, jnp.int32),
+            jnp.asarray(step, jnp.int32),
+            side="right",
+            method="compare_all",  # the default is a loop
+        )
+        ks = jnp.asarray(self.num_microbatches, jnp.int32)
+        return ks[jnp.maximum(stage - 1, 0)]
+
+    @property
+    def batch_sizes(self) -> tuple[int, ...]:
+        """The batch size of each stage."""
+        return tuple(k * self.microbatch_size for k in self.num_microbatches)
+
+    def seen(self, step: int) -> int:
+        """Examples (or tokens) in all batches before a step, exactly.
+
+        Args:
+          step: the step, a Python integer.
+
+        Returns:
+          Their number.
+
+        Raises:
+          TypeError: where `step` is no integer.
+          ValueError: where it is negative.
+        """
+        step = _whole("step", step, 0, "Pass the number of steps so far.")
+        stage = bisect.bisect_right(self.first_steps, step)
+        ends = (*self.first_steps[1:stage], step)
+        starts = self.first_steps[:stage]
+        return sum(
+            (end - start) * batch
+            for start, end, batch in zip(starts, ends, self.batch_sizes, strict=False)
+        )
+
+    def __str__(self) -> str:
+        table = [("from step", "seen", "k", "batch size")]
+        for first, k, batch in zip(
+            self.first_steps, self.num_microbatches, self.batch_sizes, strict=True
+        ):
+            table.append(
+                (f"{first:,}", f"{self.seen(first):,}", f"{k:,}", f"{batch:,}")
+            )
+        widths = [max(len(line[i]) for line in table) for i in range(4)]
+        return "\n".join(
+            "  ".join(cell.rjust(w) for cell, w in zip(line, widths, strict=True))
+            for line in table
+        )
+
+
+def linear(
+    start: int,
+    end: int,
+    duration: int,
+    *,
+    microbatch_size: int,
+    increment: int | None = None,
+) -> Ramp:
+    """A batch size that grows linearly over the first examples or tokens.
+
+    A step that begins with `seen` examples behind it has the batch size
+
+        start + floor(seen · n / duration) · increment,   n = (end - start) / increment
+
+    and `end` from `duration` on. That is the rule of Megatron-LM, in integers.
+
+    >>> import optax, ga_optax as ga
+    >>> ramp = ga.schedules.linear(64, 256, 1000, microbatch_size=64)
+    >>> print(ramp)
+    from step   seen  k  batch size
+            0      0  1          64
+            6    384  2         128
+            9    768  3         192
+           11  1,152  4         256
+    >>> tx = ga.MultiSteps(optax.adam(1e-3), ramp)
+
+    As GPT-3, 32k to 3.2M tokens over the first 12 billion, in micro-batches of 32k:
+    `linear(32_000, 3_200_000, 12 * 10**9, microbatch_size=32_000)`.
+
+    Args:
+      start: the batch size at step 0.
+      end: the batch size after the ramp.
+      duration: how many examples (or tokens) the ramp takes, in the same unit.
+      microbatch_size: the size of a micro-batch, in the same unit. On several devices
+        that is the size over all of them.
+      increment: by how much the batch size grows at a time, a multiple of
+        `microbatch_size`. `None` takes `microbatch_size`, the finest.
+
+    Returns:
+      The `Ramp`, a function of the step.
+
+    Raises:
+      ValueError: where a size is below 1 or not a multiple of what it must be, or
+        where `end` is below `start`.
+      TypeError: where an argument is no int.
+
+    References:
+      See the module.
+    """
+    size = _whole("microbatch_size", microbatch_size, 1, _SIZES)
+    start = _multiple("start", start, "microbatch_size", size)
+    end = _multiple("end", end, "microbatch_size", size)
+    duration = _whole("duration", duration, 1, _SIZES)
+    by = size if increment is None else increment
+    by = _multiple("increment", by, "microbatch_size", size)
+    if end < start:
+        raise ValueError(
+            f"end must not be below start={start}, but it is {end}. Use stepwise for a "
+            "batch size that falls."
+        )
+    n, rest = divmod(end - start, by)
+    if rest:
+        raise ValueError(
+            f"increment must divide end - start = {end - start}, but it is {by}. Use "
+            f"microbatch_size={size}, or another multiple of it that does."
+        )
+    # floor(seen · n / duration) reaches j where seen reaches ceil(j · duration / n).
+    thresholds = [-(-j * duration // n) for j in range(1, n + 1)]
+    return _ramp([start + j * by for j in range(n + 1)], thresholds, size)
+
+
+def stepwise(
+    batch_sizes: Sequence[int],
+    boundaries: Sequence[int],
+    *,
+    microbatch_size: int,
+    boundaries_in_steps: bool = False,
+) -> Ramp:
+    """A batch size that changes at given boundaries.
+
+    `batch_sizes[j + 1]` holds from the first step that begins with at least
+    `boundaries[j]` examples (or tokens) behind it. The batch that crosses a boundary is
+    not cut.
+
+    >>> from ga_optax import schedules
+    >>> palm = schedules.stepwise(
+    ...     [512, 1024, 2048], [50_000, 115_000], microbatch_size=256,
+    ...     boundaries_in_steps=True)
+    >>> [int(palm(step)) for step in (49_999, 50_000, 114_999, 115_000)]
+    [2, 4, 4, 8]
+    >>> M = 10**6
+    >>> llama3 = schedules.stepwise(
+    ...     [4 * M, 8 * M, 16 * M], [252 * M, 2_870_000 * M], microbatch_size=M)
+    >>> llama3.first_steps
+    (0, 63, 358782)
+
+    Args:
+      batch_sizes: the batch size of each stage; it may fall, too.
+      boundaries: where each stage but the first begins, strictly increasing: how much
+        was seen so far, in the unit of the batch sizes.
+      microbatch_size: the size of a micro-batch, in the same unit. On several devices
+        that is the size over all of them.
+      boundaries_in_steps: whether `boundaries` are steps instead.
+
+    Returns:
+      The `Ramp`, a function of the step.
+
+    Raises:
+      ValueError: where a batch size is not a multiple of `microbatch_size`, or there
+        is not one boundary between each two, or the boundaries do not increase.
+      TypeError: where a size or a boundary is no int.
+
+    References:
+      See the module.
+    """
+    size = _whole("microbatch_size", microbatch_size, 1, _SIZES)
+    batches = [
+        _multiple(f"batch_sizes[{j}]", batch, "microbatch_size", size)
+        for j, batch in enumerate(batch_sizes)
+    ]
+    starts = [
+        _whole(f"boundaries[{j}]", boundary, 1, "Pass where the next stage begins.")
+        for j, boundary in enumerate(boundaries)
+    ]
+    if not batches or len(starts) != len(batches) - 1:
+        raise ValueError(
+            "There must be one boundary between each two batch sizes, but there are "
+            f"{len(batches)} batch sizes and {len(starts)} boundaries. Leave out the "
+            "first stage's, which begins at 0."
+        )
+    for j in range(1, len(starts)):
+        if starts[j] <= starts[j - 1]:
+            raise ValueError(
+                f"boundaries must increase, but boundaries[{j}] is {starts[j]}, after "
+                f"{starts[j - 1]}. Sort them, and the batch sizes with them."
+            )
+    if boundaries_in_steps:
+        _check_steps(starts)
+        return Ramp(size, (0, *starts), tuple(batch // size for batch in batches))
+    return _ramp(batches, starts, size)
+
+
+def _ramp(batches: list[int], thresholds: list[int], size: int) -> Ramp:
+    """The ramp whose stage j + 1 begins when `thresholds[j]` have been seen."""
+    firsts, kept = [0], [batches[0]]
+    seen = 0
+    for threshold, batch in zip(thresholds, batches[1:], strict=True):
+        steps = max(0, -(-(threshold - seen) // kept[-1]))
+        if steps == 0:  # one batch crossed two thresholds: the stage has no step
+            kept[-1] = batch
+            continue
+        seen += steps * kept[-1]
+        firsts.append(firsts[-1] + steps)
+        kept.append(batch)
+    _check_steps(firsts)
+    return Ramp(size, tuple(firsts), tuple(batch // size for batch in kept))
+
+
+# -- Checks ----------------------------------------------------------------------------
+
+_SIZES = "Pass a number of examples, or of tokens, the same unit for all."
+
+
+def _whole(name: str, value: Any, least: int, todo: str) -> int:
+    if not isinstance(value, numbers.Integral) or isinstance(value, (bool, np.bool_)):
+        raise TypeError(
+            f"{name} must be an int, but it is {value!r} of type "
+            f"{type(value).__name__}. {todo}"
+        )
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, but it is {value}. {todo}")
+    return int(value)
+
+
+def _multiple(name: str, value: Any, of: str, size: int) -> int:
+    whole = _whole(name, value, 1, _SIZES)
+    if whole % size:
+        below = whole // size * size
+        near = f"{below} or {below + size}" if below else f"{size}"
+        raise ValueError(
+            f"{name} must be a multiple of {of}={size}, but it is {whole}. Use {near}."
+        )
+    if whole // size > np.iinfo(np.int32).max:
+        raise ValueError(
+            f"{name} must be at most 2^31 - 1 micro-batches of {size}, but it is "
+            f"{whole}. Use a larger {of}."
+        )
+    return whole
+
+
+def _check_steps(firsts: Sequence[int]) -> None:
+    if firsts and firsts[-1] > _LAST_STEP:
+        raise ValueError(
+            f"Every stage must begin at a step below 2^31, but the last begins at step "
+            f"{firsts[-1]}. Leave it out, as it is never reached, or check the units."
+        )

@@ -1,0 +1,182 @@
+"""Assertions for tests of training code, on chex: the same gradient, the same bits.
+
+    assert_accumulation_equivalent    accumulated = undivided, but for rounding
+    assert_trees_bitwise_equal        every bit of every leaf
+
+Both refuse to compare nothing: an empty tree fails. The only module of the package that
+imports chex (the extra `testing`); import it by name.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.typing import ArrayLike
+
+from ga_optax._verify import ulps, verify
+
+__all__ = ["assert_accumulation_equivalent", "assert_trees_bitwise_equal"]
+
+
+def assert_accumulation_equivalent(
+    fun: Callable[..., Any],
+    params: optax.Params,
+    batch: Any,
+    num_microbatches: int,
+    *,
+    weight_fn: Callable[..., ArrayLike] | None = None,
+    has_aux: bool = False,
+    rng: Any = None,
+) -> None:
+    """Asserts that accumulating over micro-batches gives the undivided gradient.
+
+    >>> import jax.numpy as jnp
+    >>> from ga_optax import testing
+    >>> def loss(w, x):
+    ...     return jnp.sum((x @ w) ** 2)  # a sum: not what accumulation averages
+    >>> w, x = jnp.ones(2), jnp.arange(8.0).reshape(4, 2)
+    >>> testing.assert_accumulation_equivalent(
+    ...     lambda w, x: loss(w, x) / len(x), w, x, num_microbatches=2)
+    >>> testing.assert_accumulation_equivalent(
+    ...     loss, w, x, num_microbatches=2)  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ...
+    AssertionError: [SCALE] The accumulated gradient is too small or too large ...
+
+    **Exactness.** It passes where `ga_optax.verify` finds `EQUAL` or `ROUNDING`: in
+    float64 the two agree to half of its digits, on every leaf. **Cost** as there.
+
+    Args:
+      fun: the loss, as for `ga_optax.verify`.
+      params: the parameters.
+      batch: the undivided batch.
+      num_microbatches: into how many micro-batches to split it.
+      weight_fn: as for `ga_optax.verify`.
+      has_aux: as for `ga_optax.verify`.
+      rng: as for `ga_optax.verify`.
+
+    Raises:
+      AssertionError: where the gradients differ, with the message of the report: what
+        is wrong, by how much, on which leaf, and what to do. Also where `params` or
+        `batch` holds no array.
+      TypeError, ValueError: where another argument does not fit.
+    """
+    _refuse_empty(params=params, batch=batch)
+    report = verify(
+        fun,
+        params,
+        batch,
+        num_microbatches,
+        weight_fn=weight_fn,
+        has_aux=has_aux,
+        rng=rng,
+    )
+    if not report.ok:
+        raise AssertionError(f"[{report.cause.name}] {report.message}")
+
+
+def assert_trees_bitwise_equal(actual: Any, expected: Any) -> None:
+    """Asserts that two trees have the same structure, shapes, dtypes and bits.
+
+    >>> import numpy as np, jax.numpy as jnp
+    >>> from ga_optax import testing
+    >>> a = {"w": jnp.array([1.0, 2.0])}
+    >>> testing.assert_trees_bitwise_equal(a, {"w": jnp.array([1.0, 2.0])})
+    >>> b = {"w": jnp.array([1.0, np.nextafter(np.float32(2), np.float32(3))])}
+    >>> testing.assert_trees_bitwise_equal(a, b)  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ...
+    AssertionError: [Chex] Assertion assert_trees_all_equal_comparator failed: ...
+
+    **Exactness.** Bits, not numbers: 0 and -0 differ, a NaN equals a NaN of the same
+    bits alone. Every leaf comes to the host once.
+
+    Args:
+      actual: a tree of arrays, numbers or PRNG keys; tree 0 in chex's message.
+      expected: what it is to be; tree 1 in chex's message.
+
+    Raises:
+      AssertionError: at the first leaf that differs, with its path, the first index,
+        both values in hexadecimal and in decimal, and the distance in ULPs
+        (representable numbers). Also where a tree is empty, or structures, shapes or
+        dtypes differ.
+    """
+    chex.assert_trees_all_equal_structs(actual, expected)
+    _refuse_empty(actual=actual, expected=expected)
+    chex.assert_trees_all_equal_comparator(
+        lambda a, b: _difference(a, b) is None,
+        lambda a, b: _difference(a, b) or "",
+        actual,
+        expected,
+    )
+
+
+def _refuse_empty(**trees: Any) -> None:
+    for name, tree in trees.items():
+        if not jax.tree.leaves(tree):
+            raise AssertionError(
+                f"{name} must hold at least one array, but it is a "
+                f"{type(tree).__name__} without any. Two empty trees are always equal: "
+                "check what was passed."
+            )
+
+
+def _difference(actual: Any, expected: Any) -> str | None:
+    """How two leaves differ, in words, or None where all bits are the same."""
+    a, b = _array(actual), _array(expected)
+    for what, x, y in (("dtypes", a.dtype, b.dtype), ("shapes", a.shape, b.shape)):
+        if x != y:
+            return f"the {what} differ, {x} and {y}"
+    a_kind, b_kind = _kind(actual), _kind(expected)
+    if a_kind != b_kind:
+        return f"the dtypes differ, {a_kind} and {b_kind}"
+    parts = ("",)
+    if np.iscomplexobj(a):
+        parts = (", real part", ", imaginary part")
+        a, b = (np.stack([x.real, x.imag], axis=-1) for x in (a, b))
+    a_bits, b_bits = _bits(a), _bits(b)
+    differ = a_bits != b_bits
+    if not differ.any():
+        return None
+    at = tuple(int(i) for i in np.argwhere(differ)[0])
+    digits = 2 * a.dtype.itemsize
+    x, y = (f"0x{int(bits[at]):0{digits}x}" for bits in (a_bits, b_bits))
+    index, part = (at[:-1], parts[at[-1]]) if len(parts) > 1 else (at, "")
+    text = (
+        f"{int(differ.sum())} of {differ.size} elements differ in their bits, the "
+        f"first at index {index}{part}: actual {x} ({a[at]!s}), "
+        f"expected {y} ({b[at]!s})"
+    )
+    if jnp.issubdtype(a.dtype, jnp.floating):
+        apart = ulps(a, b)
+        text += (
+            f", {int(apart[at])} ULPs apart; at most {int(apart.max())} ULPs apart "
+            "anywhere in this leaf"
+        )
+    return text
+
+
+def _array(leaf: Any) -> np.ndarray:
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    array = np.asarray(leaf)
+    if array.dtype.kind in "OSUM":
+        raise AssertionError(
+            f"Leaves must be arrays, numbers or PRNG keys, but one is {leaf!r} of type "
+            f"{type(leaf).__name__}. Compare that by itself."
+        )
+    return array
+
+
+def _kind(leaf: Any) -> str:
+    """The dtype as JAX has it: keys of two generators can have the same data."""
+    return str(leaf.dtype) if hasattr(leaf, "dtype") else type(leaf).__name__
+
+
+def _bits(x: np.ndarray) -> np.ndarray:
+    x = np.ascontiguousarray(x)
+    return x.view(f"u{x.dtype.itemsize}").reshape(x.shape)
