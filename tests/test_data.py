@@ -1,0 +1,121 @@
+"""The same examples in every process, for any number of micro-batches."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ga_optax as ga
+from ga_optax.data import epoch_indices, window_indices
+
+KEY = jax.random.key(0)
+BOTH = [window_indices, epoch_indices]
+
+
+@pytest.mark.parametrize("draw", BOTH)
+def test_the_window_is_drawn_first_and_split_afterwards(draw):
+    whole = np.asarray(draw(KEY, 3, 100, 24, 1))
+    assert whole.shape == (1, 24)
+    assert whole.dtype == np.int32
+    assert whole.min() >= 0
+    assert whole.max() < 100
+    for k in (2, 3, 4, 24):
+        window = np.asarray(draw(KEY, 3, 100, 24, k))
+        assert window.shape == (k, 24 // k)
+        np.testing.assert_array_equal(window.ravel(), whole.ravel())
+
+
+@pytest.mark.parametrize("draw", BOTH)
+def test_steps_and_keys_draw_differently_and_repeatably(draw):
+    first = np.asarray(draw(KEY, 0, 1000, 32, 4))
+    np.testing.assert_array_equal(first, draw(KEY, 0, 1000, 32, 4))
+    assert np.any(first != np.asarray(draw(KEY, 1, 1000, 32, 4)))
+    assert np.any(first != np.asarray(draw(jax.random.key(1), 0, 1000, 32, 4)))
+
+
+@pytest.mark.parametrize("draw", BOTH)
+def test_the_step_may_be_traced_and_is_compiled_once(draw):
+    traces = []
+
+    @jax.jit
+    def traced(key, step):
+        traces.append(0)
+        return draw(key, step, 100, 20, 2)
+
+    for step in (0, 4, 5, 17):
+        np.testing.assert_array_equal(
+            traced(KEY, jnp.int32(step)), draw(KEY, step, 100, 20, 2)
+        )
+    assert len(traces) == 1
+    old_style = draw(jax.random.PRNGKey(0), np.uint32(2), 100, 20, 2)
+    assert old_style.shape == (2, 10)
+
+
+def test_an_epoch_sees_every_example_once_and_the_next_in_another_order():
+    epochs = [
+        np.concatenate(
+            [
+                np.ravel(epoch_indices(KEY, step, 24, 6, 3))
+                for step in range(4 * e, 4 * e + 4)
+            ]
+        )
+        for e in range(2)
+    ]
+    for epoch in epochs:
+        np.testing.assert_array_equal(np.sort(epoch), np.arange(24))
+    assert np.any(epochs[0] != epochs[1])
+    # The twin: with replacement some come twice.
+    drawn = [np.ravel(window_indices(KEY, step, 24, 6, 3)) for step in range(4)]
+    assert len(set(np.concatenate(drawn).tolist())) < 24
+
+
+def test_what_is_left_over_at_the_end_of_an_epoch_is_not_seen_in_it():
+    seen = [
+        {
+            i
+            for s in (2 * e, 2 * e + 1)
+            for i in np.ravel(epoch_indices(KEY, s, 7, 3, 1)).tolist()
+        }
+        for e in range(8)
+    ]
+    assert all(len(epoch) == 6 for epoch in seen)
+    assert len(set.union(*seen)) == 7
+
+
+def test_row_i_of_the_indices_is_micro_batch_i_of_the_flat_batch():
+    x = np.random.default_rng(0).normal(size=(50, 3)).astype(np.float32)
+    window = window_indices(KEY, 0, 50, 8, 4)
+
+    def fun(w, batch):
+        return jnp.mean(batch @ w), batch
+
+    step = ga.value_and_grad(fun, 4, has_aux=True, aux="stack")
+    (_, batches), _ = step(jnp.ones(3), x[np.ravel(window)])
+    np.testing.assert_array_equal(batches, x[np.asarray(window)])
+
+
+@pytest.mark.parametrize("draw", BOTH)
+@pytest.mark.parametrize(
+    ("args", "error", "message"),
+    [
+        ((0, 100, 10, 3), ValueError, "num_microbatches=3 must divide batch_size"),
+        ((0, 100, 0, 1), ValueError, "batch_size must be at least 1"),
+        ((0, 0, 10, 1), ValueError, "num_examples must be at least 1"),
+        ((0, 2**31, 10, 1), ValueError, "fit in an int32"),
+        ((0, 100, 10, -1), ValueError, "num_microbatches must be at least 1"),
+        ((0, 100, 10.0, 1), TypeError, r"batch_size must be an int, but it is 10\.0"),
+        ((0, True, 10, 1), TypeError, "num_examples must be an int"),
+        ((-1, 100, 10, 1), ValueError, "step must not be negative"),
+        ((0.5, 100, 10, 1), TypeError, "step must be an integer scalar"),
+        ((np.arange(2), 100, 10, 1), TypeError, r"has shape \(2,\)"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(draw, args, error, message):
+    with pytest.raises(error, match=message):
+        draw(KEY, *args)
+
+
+def test_an_epoch_cannot_be_smaller_than_a_window():
+    assert window_indices(KEY, 0, 5, 10, 1).shape == (1, 10)
+    with pytest.raises(ValueError, match="batch_size=10 and num_examples=5"):
+        epoch_indices(KEY, 0, 5, 10, 1)

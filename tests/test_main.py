@@ -1,0 +1,164 @@
+"""`python -m ga_optax verify`: the page, the exit status, and what it says to typos."""
+
+import os
+import pathlib
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+import ga_optax as ga
+from ga_optax.__main__ import main
+
+MODULE = """
+import jax
+import jax.numpy as jnp
+
+def make_inputs():
+    mask = jnp.array([1.0] * 5 + [0] * 3)
+    batch = {"x": jnp.arange(16.0).reshape(8, 2) / 8, "mask": mask}
+    return {"w": jnp.array([1.0, -2.0])}, batch
+
+def errors(params, batch):
+    return (batch["x"] @ params["w"]) ** 2
+
+def mean(params, batch):
+    return jnp.mean(errors(params, batch))
+
+def total(params, batch):
+    return jnp.sum(errors(params, batch))
+
+def masked(params, batch):
+    return jnp.sum(errors(params, batch) * batch["mask"]) / jnp.sum(batch["mask"])
+
+def with_aux(params, batch):
+    return mean(params, batch), batch
+
+def count(batch):
+    return batch["mask"].sum()
+
+def with_key():
+    return (*make_inputs(), jax.random.key(0))
+
+def keyed(params, batch, key):
+    return mean(params, batch) * jax.random.uniform(key)
+
+def one_thing():
+    return 1
+
+def broken(*args):
+    raise RuntimeError("a bug of the user's")
+
+class Losses:
+    mean = staticmethod(mean)
+
+number = 3
+"""
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    (tmp_path / "users_code.py").write_text(textwrap.dedent(MODULE))
+    (tmp_path / "users_bug.py").write_text("import not_installed_anywhere")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p])
+    yield tmp_path
+    for name in ("users_code", "users_bug"):
+        sys.modules.pop(name, None)
+
+
+def verify(loss, *options, make_inputs="make_inputs", k="4"):
+    names = [f"users_code:{name}" for name in (loss, make_inputs)]
+    return main(["verify", *names, "--num-microbatches", k, *options])
+
+
+@pytest.mark.parametrize(
+    ("loss", "options", "status", "word"),
+    [
+        ("mean", (), 0, "The same gradient"),
+        ("Losses.mean", (), 0, "The same gradient"),
+        ("with_aux", ("--has-aux",), 0, "The same gradient"),
+        ("total", (), 1, "(SCALE)"),
+        ("masked", (), 1, "(NOT_FINITE)"),
+        ("masked", ("--weight-fn", "users_code:count"), 0, "The same gradient"),
+    ],
+)
+def test_it_prints_the_page_and_the_status_says_whether_it_is_equal(
+    module, capsys, loss, options, status, word
+):
+    assert verify(loss, *options) == status
+    out, err = capsys.readouterr()
+    assert word in out
+    assert err == ""
+
+
+def test_a_key_that_make_inputs_returns_reaches_the_loss(module, capsys):
+    assert verify("keyed", make_inputs="with_key") == 1
+    assert "(RANDOMNESS)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["users_code", "users_code:make_inputs"], "MODULE:FUNCTION"),
+        (["no_such_module:f", "users_code:make_inputs"], "no 'no_such_module'"),
+        (["users_code:nothing", "users_code:make_inputs"], "has no 'nothing'"),
+        (["users_code:number", "users_code:make_inputs"], "must be a function"),
+        (["users_code:mean", "users_code:one_thing"], "it returned a int"),
+        (["users_bug:f", "users_code:make_inputs"], "not_installed_anywhere"),
+    ],
+)
+def test_a_wrong_name_is_status_2_and_says_what_to_do(module, capsys, arguments, words):
+    with pytest.raises(SystemExit) as error:
+        main(["verify", *arguments, "-k", "2"])
+    assert error.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("loss", "make_inputs", "k", "words"),
+    [
+        ("broken", "make_inputs", "2", "a bug of the user's"),
+        ("mean", "broken", "2", "a bug of the user's"),
+        ("mean", "make_inputs", "3", "must divide the batch axis"),
+    ],
+)
+def test_code_that_raises_is_status_2_and_not_1(
+    module, capsys, loss, make_inputs, k, words
+):
+    assert verify(loss, make_inputs=make_inputs, k=k) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["verify", "--help"]])
+def test_the_help_is_a_page_to_read(capsys, arguments):
+    with pytest.raises(SystemExit) as error:
+        main(arguments)
+    assert error.value.code == 0
+    out = capsys.readouterr().out
+    assert "python -m ga_optax" in out
+    assert "verify" in out
+    assert max(map(len, out.split("\n"))) <= 100
+
+
+def test_no_command_is_status_2(capsys):
+    with pytest.raises(SystemExit) as error:
+        main([])
+    assert error.value.code == 2
+
+
+def test_it_runs_as_a_module_in_a_directory_with_the_users_code(module):
+    run = subprocess.run(
+        [
+            *(sys.executable, "-m", "ga_optax", "verify"),
+            *("users_code:total", "users_code:make_inputs", "--num-microbatches", "2"),
+        ],
+        capture_output=True,
+        text=True,
+        cwd=module,
+        env={**os.environ, "PYTHONPATH": str(pathlib.Path(ga.__file__).parents[1])},
+    )
+    assert run.returncode == 1, run.stderr
+    assert "2 times too small" in run.stdout
+    assert run.stderr == ""

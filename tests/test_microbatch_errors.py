@@ -1,0 +1,220 @@
+"""What does not fit is refused, with what was required, what came and what to do."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ga_optax as ga
+
+
+def untraced(*args, **kwargs):
+    raise AssertionError("fun must not be traced")
+
+
+def loss(w, x):
+    return jnp.mean(x * w)
+
+
+W = np.float32(2.0)
+X = np.ones(8, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("k", "error", "message"),
+    [
+        (0, ValueError, "must be at least 1, but it is 0"),
+        (-2, ValueError, "must be at least 1, but it is -2"),
+        (2.0, TypeError, r"must be an int .* it is 2\.0 of type float"),
+        (True, TypeError, "it is True of type bool"),
+        ("4", TypeError, "it is '4' of type str"),
+    ],
+)
+def test_the_number_of_micro_batches_must_be_a_positive_int(k, error, message):
+    for make in (ga.value_and_grad, ga.accumulate):
+        with pytest.raises(error, match=message):
+            make(untraced, k)
+
+
+def test_a_numpy_integer_is_an_int():
+    assert float(jax.jit(ga.value_and_grad(loss, np.int64(4)))(W, X)[0]) == 2
+
+
+def test_a_batch_that_does_not_divide_says_what_would():
+    batch = {"image": np.ones((10, 28, 28), np.float32)}
+    with pytest.raises(ValueError, match=r"num_microbatches=4 must divide") as error:
+        ga.value_and_grad(untraced, 4)(W, batch)
+    assert "leaf ['image'] has shape (10, 28, 28). Use 1, 2, 5 or 10." in str(
+        error.value
+    )
+    with pytest.raises(ValueError, match=r"Use 1 or 7\."):
+        ga.accumulate(untraced, 4)(ga.accumulator.init(W), W, X[:7])
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ({"a": X, "b": X[:4]}, r"leaf \['a'\] has shape \(8,\) and leaf \['b'\] has"),
+        ({"a": X, "b": 3.0}, r"leaf \['b'\] is a scalar"),
+        ([1.0, 2.0], r"leaf \[0\] is a scalar"),
+        ({}, "argument 1 holds none"),
+        (None, "argument 1 holds none"),
+        (X[:0], r"at least one example, but the only leaf of argument 1 has shape"),
+    ],
+)
+def test_a_batch_must_be_arrays_with_one_batch_axis(batch, message):
+    with pytest.raises(ValueError, match=message):
+        ga.value_and_grad(untraced, 2)(W, batch)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rng_argnums": 1}, "rng_argnums must not overlap batch_argnums.* argument 1"),
+        ({"rng_argnums": 0}, "rng_argnums must not overlap argnums"),
+        ({"argnums": 1}, "batch_argnums must not overlap argnums"),
+        ({"carry_argnums": (2, 1)}, "carry_argnums must not overlap batch_argnums"),
+        ({"batch_argnums": ()}, "batch_argnums must name at least one"),
+        ({"argnums": ()}, "argnums must name at least one"),
+        ({"aux": "median"}, "it holds 'median'"),
+        ({"aux": {"loss": "mean", "other": None}}, "it holds None"),
+    ],
+)
+def test_options_that_contradict_are_refused_when_the_function_is_made(
+    options, message
+):
+    for make in (ga.value_and_grad, ga.accumulate):
+        with pytest.raises(ValueError, match=message):
+            make(untraced, 2, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"argnums": "0"}, "argnums must be an int or a sequence of ints"),
+        ({"batch_argnums": 1.5}, r"it is 1\.5"),
+        ({"weight_fn": 3}, "weight_fn must be a function"),
+        ({"accumulator_dtype": jnp.int32}, "must be a floating dtype"),
+    ],
+)
+def test_options_of_the_wrong_type_are_refused(options, message):
+    with pytest.raises(TypeError, match=message):
+        ga.value_and_grad(untraced, 2, **options)
+    with pytest.raises(TypeError, match="fun must be a function"):
+        ga.value_and_grad(3, 2)
+
+
+def test_an_overlap_through_a_negative_position_is_found_at_the_call():
+    step = ga.value_and_grad(untraced, 2, rng_argnums=-1)
+    with pytest.raises(ValueError, match="must not overlap"):
+        step(W, X)
+
+
+def test_an_argument_that_did_not_come_by_position_is_missed():
+    with pytest.raises(ValueError, match="names number 1, and 1 came"):
+        ga.value_and_grad(untraced, 2)(W, batch=X)
+
+
+def test_keys_must_be_keys():
+    for bad in (X, np.float32(1), jax.random.split(jax.random.key(0), 8)):
+        with pytest.raises(ValueError, match="must name PRNG keys"):
+            ga.value_and_grad(untraced, 2, rng_argnums=2)(W, X, {"dropout": bad})
+
+
+def test_parameters_must_be_floating():
+    with pytest.raises(TypeError, match=r"leaf \['n'\] of argument 0 must be floating"):
+        ga.value_and_grad(untraced, 2)({"n": np.int32(1), "w": W}, X)
+
+
+@pytest.mark.skipif(jax.__version_info__ >= (0, 11, 1), reason="the path is there")
+def test_the_in_place_path_cannot_be_had_from_an_older_jax():
+    with pytest.raises(ValueError, match=r"needs jax >= 0\.11\.1"):
+        ga.value_and_grad(untraced, 2, in_place=True)
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11, 1), reason="the path is not there")
+def test_the_in_place_path_can_be_asked_for():
+    assert float(ga.value_and_grad(loss, 2, in_place=True)(W, X)[0]) == 2
+
+
+@pytest.mark.parametrize(
+    ("fun", "error", "message"),
+    [
+        (lambda w, x: x * w, ValueError, r"must be a scalar, but it has shape \(4,\)"),
+        (lambda w, x: jnp.int32(1), TypeError, "floating, but it has dtype int32"),
+        (
+            lambda w, x: jax.lax.complex(jnp.mean(x * w), w),
+            TypeError,
+            "it has dtype complex64",
+        ),
+        (lambda w, x: (jnp.mean(x * w), x), TypeError, "its loss is of type tuple"),
+        (lambda w, x: None, TypeError, "its loss is of type NoneType"),
+    ],
+)
+def test_a_loss_must_be_a_real_floating_scalar(fun, error, message):
+    with pytest.raises(error, match=message):
+        ga.value_and_grad(fun, 2)(W, X)
+
+
+def test_a_pair_is_due_with_aux_and_with_a_carry():
+    with pytest.raises(TypeError, match=r"fun must return \(loss, aux\)"):
+        ga.value_and_grad(loss, 2, has_aux=True)(W, X)
+    with pytest.raises(TypeError, match=r"fun must return \(loss, carry\)"):
+        ga.value_and_grad(lambda w, x, c: loss(w, x), 2, carry_argnums=2)(W, X, X)
+    step = ga.value_and_grad(
+        lambda w, x, c: (loss(w, x), c), 2, carry_argnums=2, has_aux=True
+    )
+    with pytest.raises(TypeError, match=r"\(loss, \(carry, aux\)\)"):
+        step(W, X, W)
+
+
+@pytest.mark.parametrize(
+    ("new", "message"),
+    [
+        ({"a": jnp.zeros(3)}, r"keep the shape \(2,\)"),
+        ({"a": jnp.zeros(2, jnp.bfloat16)}, "dtype float32"),
+        ({"b": jnp.zeros(2)}, r"leaf \[0\]\['a'\] is missing"),
+    ],
+)
+def test_a_carry_must_come_back_as_it_went(new, message):
+    step = ga.value_and_grad(lambda w, x, c: (loss(w, x), new), 2, carry_argnums=2)
+    with pytest.raises(ValueError, match=message):
+        step(W, X, {"a": jnp.zeros(2)})
+
+
+@pytest.mark.parametrize(
+    ("weight_fn", "error", "message"),
+    [
+        (lambda x: x, ValueError, r"must be a scalar, but it has shape \(4,\)"),
+        (lambda x: -1.0, ValueError, "not negative"),
+        (lambda x: "4", TypeError, "must be a real number"),
+        (lambda x: x[0] > 0, TypeError, "dtype bool"),
+    ],
+)
+def test_a_weight_must_be_one_number_and_is_seen_before_fun(weight_fn, error, message):
+    with pytest.raises(error, match=message):
+        ga.value_and_grad(untraced, 2, weight_fn=weight_fn)(W, X)
+
+
+def test_aux_modes_must_match_the_aux_tree():
+    def fun(w, x):
+        return loss(w, x), {"a": w, "key": jax.random.key(0)}
+
+    with pytest.raises(ValueError, match="a prefix of the aux tree"):
+        ga.value_and_grad(fun, 2, has_aux=True, aux={"b": "mean"})(W, X)
+    with pytest.raises(TypeError, match=r"leaf \['key'\] of the aux has dtype key"):
+        ga.value_and_grad(fun, 2, has_aux=True)(W, X)
+    for mode in ("last", "stack"):
+        modes = {"a": "mean", "key": mode}
+        ga.value_and_grad(fun, 2, has_aux=True, aux=modes)(W, X)
+
+
+def test_an_accumulator_must_be_one_and_match_the_parameters():
+    call = ga.accumulate(untraced, 2)
+    with pytest.raises(TypeError, match="must be the accumulator to continue"):
+        call(W, W, X)
+    acc = ga.accumulator.init({"w": np.zeros(3, np.float32)})
+    with pytest.raises(ValueError, match=r"leaf \['w'\] of the parameters"):
+        call(acc, {"w": np.zeros(4, np.float32)}, X)
+    with pytest.raises(ValueError, match=r"leaf \['w'\] is missing"):
+        call(acc, {"v": np.zeros(3, np.float32)}, X)

@@ -1,0 +1,112 @@
+"""Accumulating costs one gradient tree, and the batch costs nothing."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from optax import microbatching
+
+import ga_optax as ga
+
+LAYERS, WIDTH, HIDDEN, LENGTH = 12, 512, 2048, 64  # 8.4 MB a layer
+K, BATCH = 8, 32
+
+pytestmark = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11, 1), reason="the plain sum holds two gradient trees"
+)
+
+
+def loss(params, x):
+    def layer(h, p):
+        return h + jnp.tanh(h @ p["up"]) @ p["down"], None
+
+    h, _ = jax.lax.scan(jax.checkpoint(layer), x, params["layers"])
+    return jnp.mean(jnp.square(h @ params["out"]))
+
+
+def array(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+PARAMS = {
+    "layers": {
+        "up": array(LAYERS, WIDTH, HIDDEN),
+        "down": array(LAYERS, HIDDEN, WIDTH),
+    },
+    "out": array(WIDTH, 64),
+}
+OPT = optax.adam(1e-3)
+
+
+def batch(rows):
+    return array(rows, LENGTH, WIDTH)
+
+
+def megabytes(fun, *args, donate=()):
+    compiled = jax.jit(fun, donate_argnums=donate).lower(*args).compile()
+    analysis = compiled.memory_analysis()
+    assert analysis.temp_size_in_bytes > 1e6  # tiny programs report 0
+    return analysis.temp_size_in_bytes / 1e6
+
+
+@functools.cache
+def alone(k, rows, in_place=None):
+    gradient = jax.value_and_grad(loss)
+    if k:
+        gradient = ga.value_and_grad(loss, k, in_place=in_place)
+    return megabytes(gradient, PARAMS, batch(rows))
+
+
+def with_adam(gradient, rows):
+    def step(params, state, x):
+        value, grads = gradient(params, x)
+        with jax.numpy_dtype_promotion("standard"):  # optax promotes its count
+            updates, state = OPT.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    state = jax.eval_shape(OPT.init, PARAMS)
+    return megabytes(step, PARAMS, state, batch(rows), donate=(0, 1))
+
+
+def rows(x):
+    return jnp.sum(x[:, 0, 0] > 0)
+
+
+@pytest.mark.parametrize(
+    ("k", "weight_fn"), [(K, None), (K, rows), (6, None), (7, rows)]
+)
+def test_with_adam_a_window_takes_little_more_than_a_single_micro_batch(k, weight_fn):
+    size = BATCH // K
+    single = with_adam(jax.value_and_grad(loss), size)
+    window = ga.value_and_grad(loss, k, weight_fn=weight_fn)
+    assert with_adam(window, k * size) <= 1.10 * single
+    # The twin: a sum by hand takes another gradient tree.
+    by_hand = ga.value_and_grad(loss, k, weight_fn=weight_fn, in_place=False)
+    assert with_adam(by_hand, k * size) > 1.5 * single
+
+
+def test_alone_it_takes_at_most_a_third_of_the_peer():
+    peer = microbatching.microbatch(
+        jax.value_and_grad(loss),
+        argnums=1,
+        microbatch_size=BATCH // K,
+        accumulator=microbatching.AccumulationType.MEAN,
+    )
+    peer = megabytes(peer, PARAMS, batch(BATCH))
+    assert alone(K, BATCH) <= 0.33 * peer
+    assert alone(K, BATCH, in_place=False) > 0.65 * peer
+
+
+def test_it_does_not_grow_with_the_batch_and_the_undivided_one_does():
+    assert abs(alone(2 * K, 2 * BATCH) - alone(K, BATCH)) < 0.1
+    assert alone(0, 2 * BATCH) > 1.5 * alone(0, BATCH)
+
+
+def test_a_donated_accumulator_is_updated_where_it_lies():
+    acc = jax.eval_shape(ga.accumulator.init, PARAMS)
+    call = ga.accumulate(loss, 2)
+    taken = megabytes(call, acc, PARAMS, batch(2 * BATCH // K), donate=0)
+    tree = sum(4e-6 * x.size for x in jax.tree.leaves(PARAMS))
+    assert taken < 0.5 * tree

@@ -1,0 +1,268 @@
+"""Batch-size ramps: every boundary, against counting step by step."""
+
+import math
+import pickle
+from fractions import Fraction
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import ga_optax as ga
+from ga_optax import schedules
+
+
+def counted(batch_of, steps):
+    """(batch size, seen) of every step, by counting: `batch_of(seen)` is the rule."""
+    seen, rows = 0, []
+    for _ in range(steps):
+        rows.append((batch_of(seen), seen))
+        seen += rows[-1][0]
+    return rows
+
+
+def megatron(start, end, increment, duration):
+    """Megatron-LM's rule for --rampup-batch-size, with exact fractions for its floats.
+
+    Written from its description: increments evenly spread over the first samples.
+    """
+
+    def batch_of(seen):
+        if seen > duration or start == end:
+            return end
+        per_increment = Fraction(duration, (end - start) // increment)
+        return start + math.floor(seen / per_increment) * increment
+
+    return batch_of
+
+
+def stages(batch_sizes, boundaries):
+    def batch_of(seen):
+        return batch_sizes[sum(seen >= boundary for boundary in boundaries)]
+
+    return batch_of
+
+
+def assert_same(ramp, batch_of, size, steps):
+    rows = counted(batch_of, steps)
+    ks = jax.vmap(ramp)(jnp.arange(steps, dtype=jnp.int32))
+    assert ks.dtype == jnp.int32
+    np.testing.assert_array_equal(ks * size, [batch for batch, _ in rows])
+    assert [ramp.seen(step) for step in range(steps)] == [seen for _, seen in rows]
+
+
+@hypothesis.given(
+    st.integers(1, 5),
+    st.integers(1, 6),
+    st.integers(0, 8),
+    st.integers(1, 3),
+    st.integers(1, 2000),
+)
+def test_linear_is_megatrons_rule_at_every_step(size, start, n, increment, duration):
+    start, increment = start * size, increment * size
+    end = start + n * increment
+    ramp = schedules.linear(
+        start, end, duration, microbatch_size=size, increment=increment
+    )
+    batch_of = megatron(start, end, increment, duration)
+    assert_same(ramp, batch_of, size, 100)
+    if n and duration > start and len(ramp.first_steps) > 1:
+        # The twin: a ramp that is one step late differs.
+        late = schedules.Ramp(
+            size,
+            (0, *(first + 1 for first in ramp.first_steps[1:])),
+            ramp.num_microbatches,
+        )
+        if ramp.first_steps[1] < 100:
+            with pytest.raises(AssertionError):
+                assert_same(late, batch_of, size, 100)
+
+
+@hypothesis.given(
+    st.integers(1, 5),
+    st.lists(st.integers(1, 9), min_size=1, max_size=6),
+    st.data(),
+)
+def test_stepwise_follows_what_was_seen_at_every_step(size, ks, data):
+    boundaries = data.draw(
+        st.lists(
+            st.integers(1, 500),
+            min_size=len(ks) - 1,
+            max_size=len(ks) - 1,
+            unique=True,
+        ).map(sorted)
+    )
+    batches = [k * size for k in ks]
+    ramp = schedules.stepwise(batches, boundaries, microbatch_size=size)
+    assert_same(ramp, stages(batches, boundaries), size, 120)
+
+
+def test_stepwise_in_steps_changes_exactly_there():
+    ramp = schedules.stepwise(
+        [512, 1024, 2048],
+        [50_000, 115_000],
+        microbatch_size=256,
+        boundaries_in_steps=True,
+    )
+    k = jax.jit(ramp)
+    steps = [0, 1, 49_999, 50_000, 50_001, 114_999, 115_000, 115_001, 255_000]
+    assert [int(k(step)) for step in steps] == [2, 2, 2, 4, 4, 4, 8, 8, 8]
+    assert ramp.seen(115_000) == 50_000 * 512 + 65_000 * 1024
+    assert ramp.batch_sizes == (512, 1024, 2048)
+
+
+def test_a_batch_that_crosses_two_boundaries_skips_the_stage_between():
+    ramp = schedules.stepwise([10, 20, 30], [11, 15], microbatch_size=10)
+    assert ramp == schedules.Ramp(10, (0, 2), (1, 3))
+
+
+def test_a_boundary_that_is_met_exactly_begins_its_stage():
+    ramp = schedules.stepwise([10, 20], [30], microbatch_size=10)
+    assert ramp.first_steps == (0, 3)
+    assert schedules.stepwise([10, 20], [31], microbatch_size=10).first_steps == (0, 4)
+    assert schedules.stepwise([10, 20], [29], microbatch_size=10).first_steps == (0, 3)
+
+
+def test_the_ramps_of_reports_come_out_as_reported():
+    # Llama 3, 16M after 2.87T tokens; sizes far beyond what float32 or int32 can hold.
+    million = 10**6
+    llama = schedules.stepwise(
+        [4 * million, 8 * million, 16 * million],
+        [252 * million, 2_870_000 * million],
+        microbatch_size=million // 2,
+    )
+    assert llama.seen(63) == 252 * million
+    last = llama.first_steps[-1]
+    assert llama.seen(last - 1) < 2_870_000 * million <= llama.seen(last)
+    assert int(llama(last - 1)) == 16
+    assert int(llama(last)) == 32
+    # GPT-3, 32k to 3.2M tokens over 12 billion.
+    gpt = schedules.linear(32_000, 3_200_000, 12 * 10**9, microbatch_size=32_000)
+    assert gpt.num_microbatches == tuple(range(1, 101))
+    full = gpt.first_steps[-1]
+    assert gpt.seen(full - 1) < 12 * 10**9 <= gpt.seen(full)
+    assert gpt.seen(full) - gpt.seen(full - 1) == 99 * 32_000
+    # DeepSeek-V3, 3072 to 15360 sequences over 469 billion tokens of 4096 each.
+    deepseek = schedules.linear(
+        3072 * 4096, 15360 * 4096, 469 * 10**9, microbatch_size=3072 * 4096
+    )
+    assert deepseek.batch_sizes[-1] == 15360 * 4096
+
+
+def test_k_is_traced_and_clipped_at_both_ends():
+    ramp = schedules.stepwise([1, 2], [3], microbatch_size=1)
+    assert int(ramp(0)) == 1
+    assert int(jax.jit(ramp)(2**31 - 1)) == 2
+    assert int(ramp(np.int64(3))) == 2
+    assert ramp(jnp.uint8(2)).dtype == jnp.int32
+    constant = schedules.linear(4, 4, 10, microbatch_size=2)
+    assert constant.first_steps == (0,)
+    assert [int(constant(step)) for step in range(3)] == [2, 2, 2]
+
+
+def test_a_ramp_is_hashable_picklable_and_prints_its_stages():
+    ramp = schedules.linear(64, 256, 1000, microbatch_size=64)
+    assert pickle.loads(pickle.dumps(ramp)) == ramp
+    assert hash(ramp) == hash(schedules.linear(64, 256, 1000, microbatch_size=64))
+    assert str(ramp).splitlines()[-1].split() == ["11", "1,152", "4", "256"]
+
+
+@pytest.mark.parametrize(
+    "ramp",
+    [
+        schedules.linear(2, 8, 17, microbatch_size=2),
+        schedules.stepwise([2, 6, 4], [5, 30], microbatch_size=2),
+    ],
+    ids=["linear", "stepwise"],
+)
+def test_multi_steps_closes_its_windows_as_the_ramp_says(ramp):
+    tx = ga.MultiSteps(optax.sgd(1.0), ramp)
+    params = jnp.zeros(1)
+    state = tx.init(params)
+    micro_step = jax.jit(lambda g, s, p: ga.apply_gradients(tx, g, s, p))
+    windows, length = [], 0
+    for _ in range(30):
+        params, state = micro_step(jnp.ones(1), state, params)
+        length += 1
+        if ga.has_updated(state):
+            windows.append(length)
+            length = 0
+    assert windows == [int(ramp(step)) for step in range(len(windows))]
+    assert len(set(windows)) > 2
+    assert int(ga.stats(state).steps) == len(windows)
+
+
+# -- Bad input -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        (
+            (10, 20, 5, 4),
+            ValueError,
+            r"start must be a multiple of .*=4, .* Use 8 or 12",
+        ),
+        ((2, 20, 5, 4), ValueError, r"it is 2\. Use 4"),
+        ((4, 22, 5, 4), ValueError, r"end must be a multiple"),
+        ((8, 4, 5, 4), ValueError, r"end must not be below start=8, but it is 4"),
+        ((4, 8, 0, 4), ValueError, r"duration must be at least 1, but it is 0"),
+        ((4, 8, 1.5, 4), TypeError, r"duration must be an int, but it is 1\.5"),
+        ((4, 8, 5, 0), ValueError, r"microbatch_size must be at least 1"),
+        ((4, 8, 5, True), TypeError, r"microbatch_size must be an int, .* True"),
+        ((0, 8, 5, 4), ValueError, r"start must be at least 1"),
+        ((4, 8, 5, 4, 3), ValueError, r"increment must be a multiple of .*=4"),
+        ((4, 12, 5, 4, 12), ValueError, r"must divide end - start = 8, but it is 12"),
+        ((1, 1 << 32, 5, 1), ValueError, r"at most 2\^31 - 1 micro-batches"),
+        ((1, 2, 1 << 40, 1), ValueError, r"must begin at a step below 2\^31"),
+    ],
+)
+def test_a_linear_ramp_that_cannot_be_raises(arguments, error, words):
+    start, end, duration, size, *increment = arguments
+    with pytest.raises(error, match=words):
+        schedules.linear(
+            start,
+            end,
+            duration,
+            microbatch_size=size,
+            increment=increment[0] if increment else None,
+        )
+
+
+@pytest.mark.parametrize(
+    ("batches", "boundaries", "error", "words"),
+    [
+        ([], [], ValueError, r"there are 0 batch sizes and 0 boundaries"),
+        ([2, 4], [], ValueError, r"2 batch sizes and 0 boundaries"),
+        ([2, 4], [0], ValueError, r"boundaries\[0\] must be at least 1"),
+        ([2, 4, 6], [5, 5], ValueError, r"boundaries\[1\] is 5, after 5"),
+        ([2, 3], [5], ValueError, r"batch_sizes\[1\] must be a multiple"),
+        ([2, 4.0], [5], TypeError, r"batch_sizes\[1\] must be an int, but it is 4\.0"),
+        ([2, 4], ["5"], TypeError, r"boundaries\[0\] must be an int"),
+        ([2, 4], [1 << 33], ValueError, r"begins at step 4294967296"),
+    ],
+)
+def test_a_stepwise_ramp_that_cannot_be_raises(batches, boundaries, error, words):
+    with pytest.raises(error, match=words):
+        schedules.stepwise(batches, boundaries, microbatch_size=2)
+
+
+def test_a_boundary_beyond_the_last_step_raises():
+    with pytest.raises(ValueError, match=r"begins at step 2147483648"):
+        schedules.stepwise([2, 4], [2**31], microbatch_size=2, boundaries_in_steps=True)
+
+
+def test_a_step_that_is_none_raises():
+    ramp = schedules.linear(1, 4, 9, microbatch_size=1)
+    with pytest.raises(TypeError, match=r"dtype float32"):
+        ramp(jnp.float32(1))
+    with pytest.raises(ValueError, match=r"shape \(2,\). Use jax.vmap"):
+        ramp(jnp.arange(2))
+    with pytest.raises(TypeError, match=r"step must be an int, but it is 1.0"):
+        ramp.seen(1.0)
+    with pytest.raises(ValueError, match=r"step must be at least 0, but it is -1"):
+        ramp.seen(-1)

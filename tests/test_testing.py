@@ -1,0 +1,210 @@
+"""The chex assertions: what they refuse, and what they say."""
+
+import ast
+import pathlib
+import subprocess
+import sys
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ga_optax as ga
+from ga_optax import testing
+from ga_optax._verify import ulps
+
+SAME_BITS = testing.assert_trees_bitwise_equal
+DTYPES = ["float16", "bfloat16", "float32", "float64", "int8", "uint32", "bool"]
+
+
+def from_bits(bits, dtype):
+    return np.asarray(bits, f"u{np.dtype(dtype).itemsize}").view(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_equal_bits_pass_and_one_flipped_bit_fails(dtype):
+    kind = np.dtype(jnp.dtype(dtype))
+    a = np.arange(6).reshape(2, 3).astype(kind)
+    SAME_BITS({"w": a}, {"w": a.copy()})
+    b = a.copy()
+    b.view(f"u{kind.itemsize}")[1, 2] ^= 1
+    with pytest.raises(AssertionError, match=r"1 of 6 elements .* index \(1, 2\)"):
+        SAME_BITS({"w": a}, {"w": b})
+
+
+def test_the_message_names_leaf_index_both_values_in_hex_and_ulps():
+    one = np.float32(1)
+    a = {"layer": [jnp.zeros(2), jnp.array([[1.0, 1.0]])]}
+    b = {"layer": [jnp.zeros(2), jnp.array([[1.0, np.nextafter(one, one * 2)]])]}
+    with pytest.raises(AssertionError) as error:
+        SAME_BITS(a, b)
+    text = str(error.value)
+    assert "layer/1" in text
+    assert "index (0, 1)" in text
+    assert "actual 0x3f800000 (1.0), expected 0x3f800001 (1.0000001)" in text
+    assert "1 ULPs apart" in text
+
+
+def test_bits_count_and_not_numbers():
+    nan, other = (from_bits([b], np.float32) for b in (0x7FC00000, 0x7FC00001))
+    SAME_BITS(nan, nan.copy())
+    with pytest.raises(AssertionError, match=r"0x7fc00000.*0x7fc00001"):
+        SAME_BITS(nan, other)
+    with pytest.raises(AssertionError, match=r"0x00000000.*0x80000000.* 0 ULPs"):
+        SAME_BITS(jnp.zeros(1), -jnp.zeros(1))
+
+
+def test_complex_leaves_name_the_part():
+    a = np.array([1 + 2j, 3 + 4j], np.complex64)
+    SAME_BITS(a, a.copy())
+    with pytest.raises(AssertionError, match=r"index \(1,\), imaginary part: .*0x4080"):
+        SAME_BITS(a, a + np.array([0, 1j], np.complex64))
+
+
+def test_keys_compare_by_their_data_and_their_generator():
+    SAME_BITS(jax.random.key(1), jax.random.key(1))
+    with pytest.raises(AssertionError, match="elements differ"):
+        SAME_BITS(jax.random.key(1), jax.random.key(2))
+    with pytest.raises(AssertionError, match="dtypes differ"):
+        SAME_BITS(jax.random.key(1), jax.random.key_data(jax.random.key(1)))
+
+
+@pytest.mark.parametrize("empty", [{}, (), [None], None])
+def test_empty_trees_are_refused(empty):
+    with pytest.raises(AssertionError, match="at least one array"):
+        SAME_BITS(empty, empty)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "words"),
+    [
+        (jnp.zeros(2), jnp.zeros(2, jnp.bfloat16), "dtypes differ"),
+        (jnp.zeros(2), jnp.zeros(3), "shapes differ"),
+        (jnp.zeros(2), jnp.zeros((2, 1)), "shapes differ"),
+        (jnp.zeros(()), 0.0, "dtypes differ"),
+        ({"a": jnp.zeros(2)}, {"b": jnp.zeros(2)}, "structs"),
+        ([jnp.zeros(2)], (jnp.zeros(2),), "structs"),
+        ({"a": jnp.zeros(2)}, {}, "structs"),
+        ("text", "text", "must be arrays"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(a, b, words):
+    with pytest.raises(AssertionError, match=words):
+        SAME_BITS(a, b)
+
+
+def test_an_array_without_elements_has_the_bits_of_another():
+    SAME_BITS([jnp.zeros((0, 3)), jnp.ones(1)], [jnp.zeros((0, 3)), jnp.ones(1)])
+
+
+@hypothesis.given(
+    bits=st.lists(st.integers(0, 2**16 - 1), min_size=1, max_size=20),
+    others=st.data(),
+    dtype=st.sampled_from(["float16", "bfloat16"]),
+)
+def test_law_it_passes_just_where_the_bits_are_the_same(bits, others, dtype):
+    dtype = np.dtype(jnp.dtype(dtype))
+    other = others.draw(
+        st.lists(st.integers(0, 2**16 - 1), min_size=len(bits), max_size=len(bits))
+        | st.just(bits)
+    )
+    a, b = from_bits(bits, dtype), from_bits(other, dtype)
+    if bits == other:
+        SAME_BITS(a, b)
+        return
+    with pytest.raises(AssertionError) as error:
+        SAME_BITS(a, b)
+    first = next(i for i, (x, y) in enumerate(zip(bits, other, strict=True)) if x != y)
+    assert f"index ({first},)" in str(error.value)
+    assert f"actual 0x{bits[first]:04x}" in str(error.value)
+    assert f"expected 0x{other[first]:04x}" in str(error.value)
+
+
+@hypothesis.given(st.integers(0, 2**16 - 1), st.integers(0, 2**16 - 1))
+def test_law_ulps_count_the_numbers_between_in_order(x, y):
+    """The finite float16 numbers, sorted, are the oracle."""
+    a, b = (from_bits([bits], np.float16) for bits in (x, y))
+    hypothesis.assume(np.isfinite(a[0]) and np.isfinite(b[0]))
+    every = from_bits(np.arange(2**16), np.float16)
+    order = np.unique(every[np.isfinite(every)].astype(np.float64))
+    apart = np.searchsorted(order, float(a[0])) - np.searchsorted(order, float(b[0]))
+    assert int(ulps(a, b)[0]) == abs(apart)
+
+
+# -- assert_accumulation_equivalent ----------------------------------------------------
+
+
+def mean_loss(w, x):
+    return jnp.mean((x @ w) ** 2)
+
+
+W, X = jnp.array([1.0, -0.5]), jnp.arange(16.0).reshape(8, 2)
+
+
+def test_a_mean_loss_passes_and_a_sum_fails_with_the_message_of_verify():
+    testing.assert_accumulation_equivalent(mean_loss, W, X, 4)
+    with pytest.raises(AssertionError, match=r"\[SCALE\].*4 times too small.*jnp.mean"):
+        testing.assert_accumulation_equivalent(
+            lambda w, x: len(x) * mean_loss(w, x), W, X, 4
+        )
+
+
+def test_the_options_of_verify_are_passed_on():
+    def loss(w, x, key):
+        keep = jnp.abs(x[:, 0]) > 5
+        errors = jnp.where(keep, (x @ w) ** 2, 0)
+        count = jnp.maximum(keep.sum(), 1).astype(x.dtype)
+        return errors.sum() / count, key
+
+    def kept(x):
+        return (jnp.abs(x[:, 0]) > 5).sum()
+
+    options = {"has_aux": True, "rng": jax.random.key(0)}
+    with pytest.raises(AssertionError, match=r"\[WEIGHTS\]"):
+        testing.assert_accumulation_equivalent(loss, W, X, 4, **options)
+    testing.assert_accumulation_equivalent(loss, W, X, 4, weight_fn=kept, **options)
+
+
+@pytest.mark.parametrize(("params", "batch"), [({}, X), (W, {})])
+def test_empty_parameters_or_batches_are_refused(params, batch):
+    with pytest.raises(AssertionError, match="at least one array"):
+        testing.assert_accumulation_equivalent(mean_loss, params, batch, 2)
+
+
+def test_integer_parameters_are_refused():
+    with pytest.raises(TypeError, match="floating or complex"):
+        testing.assert_accumulation_equivalent(mean_loss, jnp.arange(2), X, 2)
+
+
+def test_importing_the_package_imports_neither_chex_nor_flax():
+    # Optax may import chex itself, so ask what ga_optax adds to it.
+    code = "import sys, {}; print([m for m in ('chex', 'flax') if m in sys.modules])"
+    outs = [
+        subprocess.run(
+            [sys.executable, "-c", code.format(name)],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for name in ("ga_optax", "optax")
+    ]
+    assert outs[0] == outs[1]
+    assert "flax" not in outs[0]
+
+
+def test_only_this_module_imports_chex():
+    package = pathlib.Path(ga.__file__).parent
+    importers = {
+        path.name
+        for path in package.glob("**/*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if (
+            isinstance(node, ast.Import)
+            and any(alias.name.split(".")[0] == "chex" for alias in node.names)
+        )
+        or (isinstance(node, ast.ImportFrom) and (node.module or "").startswith("chex"))
+    }
+    assert importers == {"testing.py"}

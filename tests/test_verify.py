@@ -1,0 +1,941 @@
+"""`verify` against losses whose right answer is known, one small model each."""
+
+import gc
+import re
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ga_optax as ga
+from ga_optax import _verify
+from ga_optax._verify import Cause
+
+K = 4
+
+
+def draw(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+def linear_params(seed=1):
+    return {"w": draw(5, seed=seed), "b": draw(seed=seed + 1)}
+
+
+def linear_batch(rows=16):
+    return {"x": draw(rows, 5, seed=3), "y": draw(rows, seed=4)}
+
+
+def errors(params, batch):
+    return jnp.tanh(batch["x"] @ params["w"] + params["b"]) - batch["y"]
+
+
+def mean_loss(params, batch):
+    return jnp.mean(errors(params, batch) ** 2)
+
+
+def sum_loss(params, batch):
+    return jnp.sum(errors(params, batch) ** 2)
+
+
+def penalty(params):
+    return 0.1 * jnp.sum(params["w"] ** 2)
+
+
+def token_batch(counts, length=8, seed=5):
+    """One row a micro-batch or more, so that micro-batch i keeps counts[i] tokens."""
+    rows = 4 * len(counts)
+    mask = np.zeros((len(counts), 4 * length), np.float32)
+    for row, count in zip(mask, counts, strict=True):
+        row[np.random.default_rng(count).permutation(4 * length)[:count]] = 1
+    return {
+        "x": draw(rows, length, 5, seed=seed),
+        "y": draw(rows, length, seed=seed + 1),
+        "mask": jnp.asarray(mask.reshape(rows, length)),
+    }
+
+
+def token_loss(params, batch):
+    """A mean over the tokens that the mask keeps; 0 where it keeps none."""
+    squares = errors(params, batch) ** 2
+    return jnp.sum(squares * batch["mask"]) / jnp.maximum(jnp.sum(batch["mask"]), 1.0)
+
+
+def count_tokens(batch):
+    return batch["mask"].sum()
+
+
+def assert_cause(report, cause):
+    assert report.cause is cause, f"\n{report}"
+    assert report.ok == (cause in (Cause.EQUAL, Cause.ROUNDING))
+    page = str(report)
+    assert cause.name in page
+    assert max(map(len, page.split("\n"))) <= 100
+    # The page says everything that the message says.
+    flat = " ".join(page.split())
+    assert report.mend in flat
+    assert cause.value in flat
+    assert cause.value in report.message
+    assert report.mend in report.message
+
+
+def assert_weights(report, counts, rtol=1e-3):
+    expected = np.asarray(counts) / np.sum(counts)
+    assert report.weights is not None
+    np.testing.assert_allclose(
+        np.asarray(report.weights) / np.sum(report.weights),
+        expected,
+        rtol=rtol,
+        atol=1e-9,
+    )
+
+
+def code_of(report):
+    """The function that the page says to pass, as it stands there."""
+    code = re.search(r"weight_fn=(lambda batch: .*) to ga_optax", report.mend)
+    assert code, report.mend
+    return code.group(1)
+
+
+def mended(report):
+    return eval(code_of(report))
+
+
+# -- Right as it is --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("k", [1, 2, 4, 16])
+def test_a_mean_loss_is_equal_up_to_rounding(k):
+    report = ga.verify(mean_loss, linear_params(), linear_batch(), k)
+    assert report.ok
+    assert report.relative < 1e-14
+    assert report.weights is None
+    assert report.dtype == "float64"
+    assert report.max_ulp is not None
+    assert report.max_ulp < 64
+    assert report.cause is (Cause.ROUNDING if report.max_ulp else Cause.EQUAL)
+    assert [leaf.name for leaf in report.leaves] == ["leaf ['b']", "leaf ['w']"]
+    assert_cause(report, report.cause)
+
+
+def test_one_micro_batch_is_equal_to_the_bit():
+    report = ga.verify(mean_loss, linear_params(), linear_batch(), 1)
+    assert_cause(report, Cause.EQUAL)
+    assert report.max_ulp == 0
+
+
+def test_one_micro_batch_with_a_key_is_the_undivided_batch():
+    assert ga.verify(dropout_loss, {"w": draw(5)}, linear_batch(), 1, rng=KEY).ok
+
+
+def test_integer_terms_are_equal_to_the_bit():
+    batch = {"x": jnp.arange(32.0).reshape(16, 2)}
+    report = ga.verify(
+        lambda p, b: jnp.mean(b["x"] @ p), jnp.ones(2, jnp.float32), batch, 8
+    )
+    assert_cause(report, Cause.EQUAL)
+
+
+def test_a_constant_factor_in_both_is_not_seen():
+    report = ga.verify(
+        lambda p, b: mean_loss(p, b) / K, linear_params(), linear_batch(), K
+    )
+    assert report.ok
+
+
+def test_a_penalty_on_the_parameters_beside_a_mean_is_right():
+    def loss(params, batch):
+        return mean_loss(params, batch) + penalty(params)
+
+    assert ga.verify(loss, linear_params(), linear_batch(), K).ok
+
+
+def test_an_embedding_with_repeated_ids_is_right():
+    def loss(params, batch):
+        return jnp.mean((params["table"][batch["ids"]] @ params["w"]) ** 2)
+
+    ids = jnp.asarray([0, 0, 1, 1, 1, 2, 0, 3], jnp.int32)
+    params = {"table": draw(6, 3), "w": draw(3, seed=1)}
+    report = ga.verify(loss, params, {"ids": ids}, K)
+    assert report.ok, report
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_bfloat16_is_rounding(inside):
+    """Parameters in bfloat16, and a loss that casts to bfloat16 inside as well."""
+
+    def loss(params, batch):
+        dtype = jnp.bfloat16 if inside else params["w"].dtype
+        h = jnp.tanh(batch["x"].astype(dtype) @ params["w"].astype(dtype))
+        return jnp.mean((h @ params["v"].astype(dtype)).astype(jnp.float32) ** 2)
+
+    params = {"w": draw(5, 8).astype(jnp.bfloat16), "v": draw(8).astype(jnp.bfloat16)}
+    report = ga.verify(loss, params, {"x": draw(32, 5)}, K)
+    assert_cause(report, Cause.ROUNDING)
+    assert {leaf.dtype for leaf in report.leaves} == {"bfloat16"}
+    assert report.dtype == ("bfloat16" if inside else "float64")
+    assert ("casts to bfloat16" in str(report)) == inside
+
+
+def test_a_sum_is_still_a_sum_where_the_loss_casts_to_bfloat16():
+    def loss(params, batch):
+        h = batch["x"].astype(jnp.bfloat16) @ params["w"].astype(jnp.bfloat16)
+        return jnp.sum(jnp.tanh(h.astype(jnp.float32)) ** 2)
+
+    report = ga.verify(loss, {"w": draw(5, 8)}, {"x": draw(32, 5)}, K)
+    assert_cause(report, Cause.SCALE)
+    assert "casts to bfloat16" in str(report)
+
+
+def test_token_counts_are_found_where_the_loss_casts_to_float32():
+    def loss(params, batch):
+        return token_loss(
+            jax.tree.map(lambda x: x.astype(jnp.float32), params),
+            jax.tree.map(lambda x: x.astype(jnp.float32), batch),
+        )
+
+    counts = [10, 21, 0, 29]
+    report = ga.verify(loss, linear_params(), token_batch(counts), K)
+    assert_cause(report, Cause.WEIGHTS)
+    assert_weights(report, counts)
+    assert report.dtype == "float32"
+
+
+def test_a_loss_that_does_not_run_in_float64_is_checked_in_its_own_dtype():
+    def loss(params, batch):
+        if params["w"].dtype != jnp.float32:
+            raise TypeError("a kernel for float32 alone")
+        return sum_loss(params, batch)
+
+    report = ga.verify(loss, linear_params(), linear_batch(), K)
+    assert_cause(report, Cause.SCALE)
+    assert "a kernel for float32 alone" in str(report)
+
+    def mean(params, batch):
+        return loss(params, batch) / len(batch["y"])
+
+    assert ga.verify(mean, linear_params(), linear_batch(), K).ok
+
+
+def test_complex_parameters_compare_by_their_parts():
+    def loss(params, batch):
+        return jnp.mean(jnp.abs(batch["x"].astype(params.dtype) @ params) ** 2)
+
+    params = jax.lax.complex(draw(5), draw(5, seed=1))
+    assert ga.verify(loss, params, {"x": draw(16, 5)}, K).ok
+
+    def total(params, batch):
+        return loss(params, batch) * len(batch["x"])
+
+    report = ga.verify(total, params, {"x": draw(16, 5)}, K)
+    assert_cause(report, Cause.SCALE)
+
+
+def test_a_gradient_of_zero_is_equal_and_says_that_this_shows_nothing():
+    def loss(params, batch):
+        return jnp.mean(jnp.maximum(batch["x"] @ params["w"] - 1e3, 0.0))
+
+    report = ga.verify(loss, {"w": draw(5)}, linear_batch(), K)
+    assert_cause(report, Cause.EQUAL)
+    assert "exactly zero" in report.message
+
+
+def test_a_leaf_that_gets_no_gradient_is_no_difference():
+    params = {**linear_params(), "unused": draw(3)}
+    report = ga.verify(mean_loss, params, linear_batch(), K)
+    assert report.ok
+    assert {leaf.name: leaf.relative for leaf in report.leaves}["leaf ['unused']"] == 0
+
+
+def test_a_bias_before_a_softmax_whose_gradient_is_rounding_is_no_difference():
+    """The gradient of a logit that is added to all classes is 0 but for rounding."""
+
+    def loss(params, batch):
+        logits = batch["x"] @ params["w"] + params["all"]
+        return -jnp.mean(jax.nn.log_softmax(logits)[:, 0])
+
+    params = {"w": draw(5, 3), "all": jnp.ones(())}
+    assert ga.verify(loss, params, linear_batch(), K).ok
+
+
+# -- Scale -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("k", [2, 4, 16])
+def test_a_sum_loss_is_too_small_by_the_number_of_micro_batches(k):
+    report = ga.verify(sum_loss, linear_params(), linear_batch(), k)
+    assert_cause(report, Cause.SCALE)
+    assert f"{k} times too small" in report.message
+    assert "jnp.mean" in report.mend
+    np.testing.assert_allclose(report.weights, np.ones(k), rtol=1e-9)
+
+
+def test_a_mean_that_is_divided_by_k_once_too_often_is_a_scale():
+    """The loss of a part is divided by the number of parts, that of the whole by 1."""
+
+    def loss(params, batch):
+        return mean_loss(params, batch) / (16 // len(batch["y"]))
+
+    report = ga.verify(loss, linear_params(), linear_batch(), K)
+    assert_cause(report, Cause.SCALE)
+    assert "divided by the number of micro-batches" in report.mend
+    assert report.relative == pytest.approx(0.75)
+
+
+def test_a_mean_that_is_divided_by_the_batch_size_again_is_a_scale():
+    def loss(params, batch):
+        return mean_loss(params, batch) / len(batch["y"])
+
+    report = ga.verify(loss, linear_params(), linear_batch(), K)
+    assert_cause(report, Cause.SCALE)
+    assert "4 times too large" in report.message
+    assert "divide by the batch size no more" in report.mend
+
+
+def test_another_factor_of_the_batch_size_is_a_scale():
+    def loss(params, batch):
+        return mean_loss(params, batch) * len(batch["y"]) ** 0.5
+
+    report = ga.verify(loss, linear_params(), linear_batch(), K)
+    assert_cause(report, Cause.SCALE)
+    assert "2 times the accumulated" in report.message
+
+
+def test_a_sum_over_identical_micro_batches_is_a_scale():
+    one = linear_batch(4)
+    batch = jax.tree.map(lambda x: jnp.concatenate([x, x]), one)
+    assert_cause(ga.verify(sum_loss, linear_params(), batch, 2), Cause.SCALE)
+
+
+@pytest.mark.parametrize("k", [2, 4])
+def test_a_penalty_beside_a_sum_is_a_scale_that_no_factor_mends(k):
+    def loss(params, batch):
+        return sum_loss(params, batch) + penalty(params)
+
+    report = ga.verify(loss, linear_params(), linear_batch(), k)
+    assert_cause(report, Cause.SCALE)
+    assert "penalty" in report.message
+    assert "plus the penalty as it is" in report.mend
+    assert report.weights is None
+
+
+# -- Weights ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [
+        [10, 21, 20, 29],
+        [10, 0, 20, 29],
+        [0, 0, 0, 3],
+        [32, 1],
+        [5, 0],
+        [7, 7, 7, 8, 0, 1, 32, 2],
+    ],
+)
+def test_a_mean_over_tokens_shows_its_counts_and_the_weight_fn_to_pass(counts):
+    batch = token_batch(counts)
+    report = ga.verify(token_loss, linear_params(), batch, len(counts))
+    assert_cause(report, Cause.WEIGHTS)
+    assert_weights(report, counts, rtol=1e-8)
+    assert sum(report.weights) == pytest.approx(1)
+    divisor = np.gcd.reduce(counts)
+    shown = " : ".join(str(c // divisor) for c in counts)
+    assert shown in " ".join(str(report).split())
+    assert code_of(report) == "lambda batch: batch['mask'].sum()"
+    again = ga.verify(
+        token_loss, linear_params(), batch, len(counts), weight_fn=mended(report)
+    )
+    assert again.ok, again
+
+
+def test_the_mend_is_found_in_labels_and_shifted_masks_too():
+    counts = [10, 21, 20, 29]
+    batch = token_batch(counts)
+    keep = batch.pop("mask") > 0
+    labels = {**batch, "labels": jnp.where(keep, 7, -100)}
+
+    def ignoring(params, batch):
+        mask = (batch["labels"] != -100).astype(batch["x"].dtype)
+        return token_loss(params, {**batch, "mask": mask})
+
+    report = ga.verify(ignoring, linear_params(), labels, K)
+    assert_cause(report, Cause.WEIGHTS)
+    assert mended(report)(labels) == 80
+
+    def shifted(params, batch):
+        part = {"x": batch["x"][:, 1:], "y": batch["y"][:, 1:]}
+        mask = batch["mask"][:, 1:].astype(batch["x"].dtype)
+        return token_loss(params, {**part, "mask": mask})
+
+    report = ga.verify(shifted, linear_params(), {**batch, "mask": keep}, K)
+    assert code_of(report) == "lambda batch: batch['mask'][:, 1:].sum()"
+
+
+def test_a_count_that_is_not_in_the_batch_is_still_shown():
+    def loss(params, batch):
+        weight = jnp.exp(batch["y"])
+        return jnp.sum(weight * errors(params, batch) ** 2) / jnp.sum(weight)
+
+    batch = linear_batch()
+    report = ga.verify(loss, linear_params(), batch, K)
+    assert_cause(report, Cause.WEIGHTS)
+    assert_weights(report, np.exp(batch["y"]).reshape(K, -1).sum(1), rtol=1e-6)
+    assert "returns the number your loss divides by" in report.mend
+
+
+def test_the_right_weight_fn_of_a_mean_over_tokens_is_right():
+    batch = token_batch([10, 0, 20, 29])
+    report = ga.verify(token_loss, linear_params(), batch, K, weight_fn=count_tokens)
+    assert_cause(report, report.cause)
+    assert report.ok
+
+
+def test_a_weight_fn_that_counts_the_wrong_thing_is_shown_the_right_counts():
+    counts = [10, 21, 20, 29]
+    report = ga.verify(
+        token_loss,
+        linear_params(),
+        token_batch(counts),
+        K,
+        weight_fn=lambda batch: (1 - batch["mask"]).sum(),
+    )
+    assert_cause(report, Cause.WEIGHTS)
+    assert_weights(report, counts, rtol=1e-8)
+    assert "10 : 21 : 20 : 29" in report.message
+
+
+def test_a_weight_fn_beside_a_plain_mean_is_to_be_left_out():
+    report = ga.verify(
+        mean_loss,
+        linear_params(),
+        linear_batch(),
+        K,
+        weight_fn=lambda batch: jnp.exp(batch["y"]).sum(),
+    )
+    assert_cause(report, Cause.WEIGHTS)
+    assert report.mend == "Leave weight_fn out."
+    np.testing.assert_allclose(report.weights, np.full(K, 1 / K), rtol=1e-9)
+
+
+def test_a_penalty_beside_a_mean_over_tokens_needs_the_same_weights():
+    def loss(params, batch):
+        return token_loss(params, batch) + penalty(params)
+
+    counts = [10, 0, 20, 29]
+    batch = token_batch(counts)
+    report = ga.verify(loss, linear_params(), batch, K)
+    assert_cause(report, Cause.WEIGHTS)
+    assert_weights(report, counts)
+    assert ga.verify(loss, linear_params(), batch, K, weight_fn=mended(report)).ok
+
+
+def test_a_mean_over_tokens_that_is_divided_by_k_as_well_says_both():
+    def loss(params, batch):
+        return token_loss(params, batch) / (16 // len(batch["y"]))
+
+    counts = [10, 21, 20, 29]
+    report = ga.verify(loss, linear_params(), token_batch(counts), K)
+    assert_cause(report, Cause.WEIGHTS)
+    assert_weights(report, counts, rtol=1e-6)
+    assert sum(report.weights) == pytest.approx(K)
+    assert "factor 4" in report.message
+
+
+def test_two_identical_micro_batches_do_not_confuse_the_fit():
+    batch = token_batch([10, 21, 20, 29])
+    same = jax.tree.map(lambda x: jnp.concatenate([x[:4], x[:4], x[8:]]), batch)
+    report = ga.verify(token_loss, linear_params(), same, K)
+    assert_cause(report, Cause.WEIGHTS)
+    assert_weights(report, [10, 10, 20, 29])
+
+
+def test_weights_that_the_gradients_leave_open_are_shared_evenly_and_named():
+    """Tokens whose loss is flat count in the mean, and show in no gradient."""
+    counts = [10, 21, 5, 4, 8]
+    batch = token_batch(counts)
+    batch["live"] = jnp.zeros(20).at[:8].set(1)
+
+    def loss(params, batch):
+        squares = errors(params, batch) ** 2 * batch["live"][:, None]
+        total = jnp.sum(squares * batch["mask"])
+        return total / jnp.maximum(jnp.sum(batch["mask"]), 1.0)
+
+    report = ga.verify(loss, linear_params(), batch, 5)
+    assert_cause(report, Cause.WEIGHTS)
+    assert_weights(report, [10, 21, 5, 6, 6])
+    assert "micro-batches 3, 4" in report.message
+    assert ga.verify(loss, linear_params(), batch, 5, weight_fn=count_tokens).ok
+
+
+def test_identical_micro_batches_are_no_cause_to_complain():
+    batch = jax.tree.map(lambda x: jnp.concatenate([x, x]), token_batch([9]))
+    assert ga.verify(token_loss, linear_params(), batch, 2).ok
+
+
+@pytest.mark.parametrize("k", [4, 8])
+def test_fewer_parameters_than_micro_batches_still_show_the_counts(k):
+    """One equation at the parameters, and k unknown weights."""
+    counts = [3, 9, 0, 14, 2, 7, 1, 11][:k]
+    batch = token_batch(counts)
+
+    def loss(w, batch):
+        return token_loss({"w": w * jnp.ones(5, w.dtype), "b": 0 * w}, batch)
+
+    report = ga.verify(loss, jnp.float32(0.3), batch, k)
+    assert_cause(report, Cause.WEIGHTS)
+    assert_weights(report, counts)
+
+
+def test_one_linear_parameter_and_two_micro_batches_leave_the_cause_open():
+    """Weights, a factor and normalised statistics all explain one number."""
+
+    def loss(w, batch):
+        return jnp.sum(w * batch["y"] * batch["mask"]) / jnp.sum(batch["mask"])
+
+    report = ga.verify(loss, jnp.float32(1.0), token_batch([3, 20]), 2)
+    assert_cause(report, Cause.UNDETERMINED)
+    assert report.weights is None
+
+
+# -- Examples that see each other ------------------------------------------------------
+
+
+def normalised_loss(params, batch):
+    """Batch normalisation in training mode, with its new statistics as aux."""
+    h = batch["x"] @ params["w"]
+    mean, var = jnp.mean(h, axis=0), jnp.var(h, axis=0)
+    h = (h - mean[None]) / jnp.sqrt(var + 1e-5)[None] * params["scale"][None]
+    loss = jnp.mean((jnp.tanh(h) @ params["v"] - batch["y"]) ** 2)
+    return loss, {"mean": mean, "var": var}
+
+
+NORMALISED = {"w": draw(5, 6), "scale": draw(6, seed=1), "v": draw(6, seed=2)}
+
+
+@pytest.mark.parametrize("k", [2, 4])
+def test_batch_normalisation_is_a_cross_example_term(k):
+    report = ga.verify(normalised_loss, NORMALISED, linear_batch(), k, has_aux=True)
+    assert_cause(report, Cause.CROSS_EXAMPLE)
+    assert "batch normalisation" in report.message
+    assert "No weight_fn can mend it" in report.mend
+    assert report.weights is None
+    assert report.relative > 1e-2
+
+
+def test_a_contrastive_loss_is_a_cross_example_term():
+    def info_nce(params, batch):
+        a, b = batch["a"] @ params["w"], batch["b"] @ params["w"]
+        return -jnp.mean(jnp.diagonal(jax.nn.log_softmax(a @ b.T)))
+
+    batch = {"a": draw(16, 5), "b": draw(16, 5, seed=1)}
+    report = ga.verify(info_nce, {"w": draw(5, 3)}, batch, K)
+    assert_cause(report, Cause.CROSS_EXAMPLE)
+
+
+def test_a_contrastive_loss_of_neighbouring_rows_is_a_cross_example_term():
+    """Rows 2i and 2i + 1 are a pair: an order that parts them is another loss."""
+
+    def loss(params, batch):
+        h = batch["x"] @ params["w"]
+        return -jnp.mean(jnp.diagonal(jax.nn.log_softmax(h[::2] @ h[1::2].T)))
+
+    report = ga.verify(loss, {"w": draw(5, 3)}, linear_batch(), K)
+    assert_cause(report, Cause.CROSS_EXAMPLE)
+
+
+def test_the_load_balancing_of_experts_is_a_cross_example_term():
+    def loss(params, batch):
+        gates = jax.nn.softmax(batch["x"] @ params["router"])
+        chosen = jax.nn.one_hot(jnp.argmax(gates, axis=1), 3, dtype=gates.dtype)
+        out = jnp.einsum("bi,eio,be->bo", batch["x"], params["experts"], gates * chosen)
+        balance = 3 * jnp.sum(jnp.mean(gates, axis=0) * jnp.mean(chosen, axis=0))
+        return jnp.mean(out**2) + 0.01 * balance
+
+    params = {"router": draw(5, 3), "experts": draw(3, 5, 2, seed=1)}
+    report = ga.verify(loss, params, linear_batch(32), K)
+    assert_cause(report, Cause.CROSS_EXAMPLE)
+    assert "mixture of experts" in report.message
+
+
+def test_a_small_cross_example_term_is_not_taken_for_rounding():
+    def loss(params, batch):
+        return mean_loss(params, batch) + 1e-5 * jnp.std(errors(params, batch))
+
+    report = ga.verify(loss, linear_params(), linear_batch(), K)
+    assert_cause(report, Cause.CROSS_EXAMPLE)
+    assert report.relative < 1e-4
+
+
+@pytest.mark.parametrize("k", [4, 8])
+def test_a_cross_example_term_of_one_parameter_is_not_taken_for_weights(k):
+    """With k weights for one equation, some weights always fit at the parameters."""
+
+    def loss(w, batch):
+        h = w * batch["y"]
+        return jnp.mean(h**2) / (1 + jnp.var(batch["y"])) + jnp.std(jnp.sin(h))
+
+    report = ga.verify(loss, jnp.float32(0.7), linear_batch(), k)
+    assert_cause(report, Cause.CROSS_EXAMPLE)
+
+
+def test_a_term_on_a_leaf_with_a_tiny_gradient_is_not_hidden_by_the_others():
+    def loss(params, batch):
+        h = batch["x"] @ params["w"]
+        return mean_loss(params, batch) + 1e-9 * jnp.std(h * params["tiny"])
+
+    params = {**linear_params(), "tiny": jnp.ones(())}
+    report = ga.verify(loss, params, linear_batch(), K)
+    assert_cause(report, Cause.CROSS_EXAMPLE)
+
+
+# -- Randomness ------------------------------------------------------------------------
+
+KEY = jax.random.key(0)
+
+
+def dropout_loss(params, batch, key):
+    keep = jax.random.bernoulli(key, 0.5, batch["x"].shape)
+    return jnp.mean((jnp.where(keep, batch["x"], 0) @ params["w"] - batch["y"]) ** 2)
+
+
+def test_dropout_with_one_key_for_the_batch_is_randomness():
+    report = ga.verify(dropout_loss, {"w": draw(5)}, linear_batch(), K, rng=KEY)
+    assert_cause(report, Cause.RANDOMNESS)
+    assert "dropout" in report.message
+    assert "jax.random.split(key, batch_size)" in report.mend
+
+
+def test_dropout_with_a_key_that_is_closed_over_is_randomness():
+    def loss(params, batch):
+        return dropout_loss(params, batch, KEY)
+
+    report = ga.verify(loss, {"w": draw(5)}, linear_batch(), K)
+    assert_cause(report, Cause.RANDOMNESS)
+    assert "another order" in report.message
+
+
+def test_dropout_with_a_key_for_each_example_is_right():
+    def loss(params, batch):
+        def of_one(x, y, key):
+            keep = jax.random.bernoulli(key, 0.5, x.shape)
+            return (jnp.where(keep, x, 0) @ params["w"] - y) ** 2
+
+        return jnp.mean(jax.vmap(of_one)(batch["x"], batch["y"], batch["key"]))
+
+    batch = {**linear_batch(), "key": jax.random.split(KEY, 16)}
+    report = ga.verify(loss, {"w": draw(5)}, batch, K)
+    assert report.ok, report
+
+
+def test_one_random_number_for_the_whole_batch_is_randomness():
+    """The order of the examples does not show it; another key does."""
+
+    def loss(params, batch, key):
+        return mean_loss(params, batch) * jax.random.uniform(key)
+
+    report = ga.verify(loss, linear_params(), linear_batch(), K, rng=KEY)
+    assert_cause(report, Cause.RANDOMNESS)
+
+
+def test_random_numbers_that_are_not_jaxs_are_randomness():
+    random = np.random.default_rng(0)
+
+    def loss(params, batch):
+        return mean_loss(params, batch) * float(random.uniform(0.5, 1.0))
+
+    report = ga.verify(loss, linear_params(), linear_batch(), K)
+    assert_cause(report, Cause.RANDOMNESS)
+    assert "Traced a second time" in report.message
+
+
+def test_weights_by_position_are_randomness():
+    def loss(params, batch):
+        rows = jnp.arange(len(batch["y"]), dtype=batch["y"].dtype)
+        return jnp.mean(rows * errors(params, batch) ** 2)
+
+    report = ga.verify(loss, linear_params(), linear_batch(), K)
+    assert_cause(report, Cause.RANDOMNESS)
+
+
+# -- Not finite ------------------------------------------------------------------------
+
+
+def test_a_nan_in_one_micro_batch_is_named_with_its_rows_and_leaf():
+    batch = linear_batch()
+    batch["x"] = batch["x"].at[9, 2].set(jnp.nan)
+    report = ga.verify(mean_loss, linear_params(), batch, K)
+    assert_cause(report, Cause.NOT_FINITE)
+    assert "micro-batch 2 (rows 8 to 11), leaf ['b']" in report.message
+    assert "nan" in report.message
+    assert report.max_ulp is None
+    assert "debug_nans" in report.mend
+
+
+def test_a_mean_over_no_token_names_the_empty_micro_batch():
+    def loss(params, batch):
+        squares = errors(params, batch) ** 2
+        return jnp.sum(squares * batch["mask"]) / jnp.sum(batch["mask"])
+
+    batch = token_batch([5, 0, 3, 9])
+    report = ga.verify(loss, linear_params(), batch, K)
+    assert_cause(report, Cause.NOT_FINITE)
+    assert "micro-batch 1 (rows 4 to 7)" in report.message
+    assert "0 / 0" in report.message
+    assert "jnp.maximum(count, 1)" in report.mend
+    # A micro-batch of weight 0 is left out, whatever it holds.
+    assert ga.verify(loss, linear_params(), batch, K, weight_fn=count_tokens).ok
+
+
+def test_an_overflow_of_float16_alone_is_named_as_such():
+    def loss(params, batch):
+        return jnp.mean((batch["x"].astype(params.dtype) @ params) ** 2) * 1000
+
+    params = draw(5).astype(jnp.float16) * 100
+    report = ga.verify(loss, params, linear_batch(), K)
+    assert_cause(report, Cause.NOT_FINITE)
+    assert "too large for the dtype" in report.message
+
+
+# -- The report ------------------------------------------------------------------------
+
+
+def test_the_native_gradients_are_those_of_value_and_grad():
+    """`max_ulp` is a distance between what training computes, twice counted here."""
+    params, batch = linear_params(), linear_batch()
+    report = ga.verify(mean_loss, params, batch, K)
+    whole = jax.jit(jax.grad(mean_loss))(params, batch)
+    parts = jax.jit(ga.value_and_grad(mean_loss, K))(params, batch)[1]
+    for leaf, a, b in zip(
+        report.leaves, jax.tree.leaves(whole), jax.tree.leaves(parts), strict=True
+    ):
+        steps = np.asarray(a), np.asarray(b)
+        between = np.max(np.abs(steps[0] - steps[1]) / np.spacing(np.abs(steps[0])))
+        assert leaf.max_ulp == pytest.approx(between, rel=0.5)
+        assert leaf.max_abs == np.max(np.abs(steps[0] - steps[1]))
+
+
+def test_the_report_is_frozen_and_compares_the_losses():
+    report = ga.verify(sum_loss, linear_params(), linear_batch(), K)
+    with pytest.raises(AttributeError):
+        report.ok = True
+    undivided, accumulated = report.losses
+    assert undivided == pytest.approx(float(sum_loss(linear_params(), linear_batch())))
+    assert accumulated == pytest.approx(undivided / K)
+
+
+def test_a_loss_value_that_differs_without_a_gradient_is_noted():
+    def loss(params, batch):
+        return mean_loss(params, batch) + jax.lax.stop_gradient(jnp.var(batch["y"]))
+
+    report = ga.verify(loss, linear_params(), linear_batch(), K)
+    assert report.ok
+    assert "The gradients agree, but the loss does not" in str(report)
+
+
+def test_ulps_count_the_numbers_in_between():
+    one = np.float32(1.0)
+    a = np.array([1.0, 1.0, 0.0, -0.0, 1e-45, np.inf, -1.0], np.float32)
+    b = np.array(
+        [1.0, np.nextafter(one, 2), -0.0, 0.0, -1e-45, np.finfo(np.float32).max, 1.0],
+        np.float32,
+    )
+    expected = [0, 1, 0, 0, 2, 1, 2 * 0x3F800000]
+    assert _verify.ulps(a, b).tolist() == expected
+    half = jnp.asarray([1.0, 256.0], jnp.bfloat16)
+    assert _verify.ulps(np.asarray(half), np.asarray(half * 2)).tolist() == [128, 128]
+
+
+def test_ulps_of_two_dtypes_are_refused():
+    with pytest.raises(ValueError, match="one dtype"):
+        _verify.ulps(np.zeros(2, np.float32), np.zeros(2, np.float64))
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_memory_does_not_grow_with_the_number_of_micro_batches(monkeypatch, dtype):
+    """At most three float64 gradient trees, and two copies of the parameters."""
+    size = 40_000
+    peak = {}
+
+    def live():
+        return sum(x.nbytes for x in jax.live_arrays() if x.size >= size // 2)
+
+    def tick(self):
+        peak[k] = max(peak.get(k, 0), live() - base)
+
+    def loss(params, batch):
+        w = params["w"].reshape(5, -1)
+        if dtype == "float32":
+            w, batch = jax.tree.map(lambda x: x.astype(jnp.float32), (w, batch))
+        return jnp.sum(jnp.tanh(batch["x"] @ w) * w[:1])
+
+    monkeypatch.setattr(_verify._Progress, "tick", tick)
+    params, batch = {"w": draw(size)}, {"x": draw(16, 5)}
+    for k in (2, 16):
+        gc.collect()
+        base = live()
+        report = ga.verify(loss, params, batch, k)
+        assert report.cause is Cause.SCALE
+        assert report.dtype == dtype
+    assert peak[2] == peak[16]
+    assert 8 * size < peak[16] <= (3 + 2) * 8 * size
+
+
+def test_a_large_model_is_fitted_through_a_sketch():
+    """More parameters than a sketch has places, most of them without gradient."""
+    counts = [10, 0, 20, 29]
+    params = {**linear_params(), "table": draw(20_000, 5)}
+
+    def loss(params, batch):
+        x = batch["x"] + params["table"][batch["ids"]]
+        return token_loss(params, {**batch, "x": x})
+
+    batch = token_batch(counts)
+    rng = np.random.default_rng(0)
+    batch["ids"] = jnp.asarray(rng.integers(0, 20_000, (16, 8)), jnp.int32)
+    report = ga.verify(loss, params, batch, K)
+    assert_cause(report, Cause.WEIGHTS)
+    assert_weights(report, counts, rtol=1e-6)
+
+
+def test_progress_is_shown_to_a_terminal_alone(monkeypatch, capsys):
+    progress = _verify._Progress()
+    progress.start -= 10
+    with progress:
+        progress.tick()
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    with progress:
+        progress.tick()
+        assert "2 gradients" in capsys.readouterr().err
+    assert capsys.readouterr().err.strip(" \r") == ""
+
+
+# -- Bad input -------------------------------------------------------------------------
+
+
+def never(params, batch):
+    raise AssertionError("fun must not be traced")
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"num_microbatches": 3}, ValueError, "must divide the batch axis"),
+        ({"num_microbatches": 0}, ValueError, "at least 1"),
+        ({"num_microbatches": 2.0}, TypeError, "must be an int"),
+        ({"params": {}}, ValueError, "params must hold at least one array"),
+        ({"params": {"n": jnp.arange(3)}}, TypeError, r"leaf \['n'\] of params"),
+        ({"batch": ()}, ValueError, "batch must hold at least one array"),
+        ({"batch": {"x": 1.0}}, ValueError, r"\['x'\] is a scalar. Close over"),
+        (
+            {"batch": {"x": jnp.ones(4), "y": jnp.ones(6)}},
+            ValueError,
+            r"\['y'\] has shape \(6,\)",
+        ),
+        ({"batch": jnp.ones((0, 2))}, ValueError, "at least one example"),
+        ({"weight_fn": 3}, TypeError, "weight_fn must be a function"),
+        ({"rng": ()}, ValueError, "rng must be a PRNG key"),
+        ({"rng": jnp.ones(3)}, ValueError, "PRNG key"),
+        ({"fun": 3}, TypeError, "fun must be a function"),
+    ],
+)
+def test_bad_input_raises_before_fun_is_traced(change, error, words):
+    arguments = {
+        "fun": never,
+        "params": linear_params(),
+        "batch": linear_batch(),
+        "num_microbatches": 4,
+        **change,
+    }
+    with pytest.raises(error, match=words):
+        ga.verify(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("fun", "words"),
+    [
+        (errors, "must be a scalar"),
+        (lambda p, b: (mean_loss(p, b), 1), "has_aux=True"),
+        (lambda p, b: jnp.int32(1), "real and floating"),
+    ],
+)
+def test_what_fun_returns_is_checked(fun, words):
+    with pytest.raises((TypeError, ValueError), match=words):
+        ga.verify(fun, linear_params(), linear_batch(), K)
+
+
+def test_a_loss_without_the_aux_that_was_promised_is_named():
+    with pytest.raises(TypeError, match=r"pair \(loss, aux\) with has_aux=True"):
+        ga.verify(mean_loss, linear_params(), linear_batch(), K, has_aux=True)
+
+
+def test_aux_may_be_anything():
+    def loss(params, batch):
+        return mean_loss(params, batch), {"name": "no array", "key": KEY}
+
+    assert ga.verify(loss, linear_params(), linear_batch(), K, has_aux=True).ok
+
+
+@pytest.mark.parametrize(
+    "weight_fn", [lambda batch: batch["y"], lambda batch: -1.0, lambda batch: "two"]
+)
+def test_what_weight_fn_returns_is_checked(weight_fn):
+    with pytest.raises((TypeError, ValueError), match="weight must be"):
+        ga.verify(mean_loss, linear_params(), linear_batch(), K, weight_fn=weight_fn)
+
+
+# -- Laws ------------------------------------------------------------------------------
+
+
+# A case compiles half a dozen programs, which takes about a second.
+CASES = max(1, hypothesis.settings.default.max_examples // 10)
+
+counts_of_tokens = st.lists(st.integers(0, 32), min_size=2, max_size=6).filter(any)
+
+
+@hypothesis.given(counts=counts_of_tokens, seed=st.integers(0, 1000))
+@hypothesis.settings(max_examples=CASES)
+def test_law_the_fitted_weights_are_the_counts(counts, seed):
+    batch = token_batch(counts, seed=seed)
+    report = ga.verify(token_loss, linear_params(seed), batch, len(counts))
+    if len(set(counts)) == 1:
+        assert report.ok
+    else:
+        assert report.cause is Cause.WEIGHTS, report
+        assert_weights(report, counts)
+
+
+@hypothesis.given(order=st.permutations(range(4)))
+@hypothesis.settings(max_examples=CASES)
+def test_law_the_weights_move_with_their_micro_batches(order):
+    counts = [10, 0, 20, 29]
+    batch = jax.tree.map(
+        lambda x: jnp.concatenate([x[4 * i : 4 * i + 4] for i in order]),
+        token_batch(counts),
+    )
+    report = ga.verify(token_loss, linear_params(), batch, 4)
+    assert_weights(report, [counts[i] for i in order])
+
+
+@hypothesis.given(
+    seed=st.integers(0, 2**31 - 1),
+    k=st.sampled_from([1, 2, 3, 4, 6, 12]),
+    power=st.floats(0.5, 3),
+    dtype=st.sampled_from(["float32", "bfloat16", "float16"]),
+    scale=st.sampled_from([1e-3, 1.0, 10.0]),
+)
+@hypothesis.settings(max_examples=CASES)
+def test_law_a_mean_of_anything_is_ok(seed, k, power, dtype, scale):
+    def loss(params, batch):
+        x = batch["x"].astype(params["w"].dtype)
+        return jnp.mean(jnp.logaddexp(x @ params["w"], params["b"]) ** power)
+
+    params = jax.tree.map(
+        lambda x: (scale * x).astype(dtype), {"w": draw(5, seed=seed), "b": draw()}
+    )
+    report = ga.verify(loss, params, {"x": draw(12, 5, seed=seed)}, k)
+    assert report.ok, report
