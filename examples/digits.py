@@ -1,0 +1,671 @@
+"""Handwritten digits, learned several times over: batch 64 whole, and 4 x 16.
+
+    python examples/digits.py
+
+A small Flax network learns scikit-learn's digits (1,797 images of 8 x 8 pixels) for
+100 steps. Every run starts from the same parameters and sees the same windows of 64
+examples. The first run takes a window as one batch; the others take it as four
+micro-batches of 16, and accumulate. They are to be the same run: the table at the end
+shows the training loss of each to the last bit, how far its parameters are from those
+of the undivided run, the time, and the memory. The loss curves are in out/digits.png.
+
+It ends with checks, and exits with 1 where one fails. The bounds are derived from the
+rounding of float32, not tuned: see "What must hold" below.
+
+It needs flax, scikit-learn, matplotlib and tqdm: the dependency group `demo`.
+"""
+
+import argparse
+import math
+import pathlib
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.flatten_util
+import jax.numpy as jnp
+import matplotlib as mpl
+import matplotlib.pyplot as plt
+import numpy as np
+import optax
+import sklearn.datasets
+import tqdm
+
+import ga_optax as ga
+
+mpl.use("Agg")  # draws into files, with no window
+
+STEPS = 100
+BATCH = 64  # examples in a window
+K = 4  # micro-batches in a window
+PEAK = 5e-3  # the largest learning rate
+SEED = 0
+
+# -- The task: data, network, loss, optimizer ------------------------------------------
+
+
+class Examples(NamedTuple):
+    """Images `[..., 8, 8, 1]` of floats from 0 to 1, and labels, int32 `[...]`."""
+
+    images: Any
+    labels: Any
+
+
+def load_digits() -> tuple[Examples, Examples]:
+    """Returns the training set, four fifths, and the held-out rest."""
+    digits: Any = sklearn.datasets.load_digits()
+    images = (digits["images"] / 16).astype(np.float32)[..., None]
+    labels = digits["target"].astype(np.int32)
+    order = np.random.default_rng(SEED).permutation(len(labels))
+    train, held_out = np.split(order, [len(labels) * 4 // 5])
+    return (
+        Examples(images[train], labels[train]),
+        Examples(images[held_out], labels[held_out]),
+    )
+
+
+def draw_window(train: Examples, step: int) -> Examples:
+    """The examples of a step, `[K, BATCH / K, ...]`: drawn first, then split.
+
+    A function of the seed and the step alone, so that every run sees the same, and a
+    restart has no iterator to restore.
+    """
+    key = jax.random.key(SEED)
+    rows = np.asarray(ga.data.window_indices(key, step, len(train.labels), BATCH, K))
+    return Examples(train.images[rows], train.labels[rows])
+
+
+class Block(nn.Module):
+    """A residual convolution, as the body of a scan over layers."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array, _: None) -> tuple[jax.Array, None]:
+        """Maps `[batch, height, width, channels]` to the same shape."""
+        return x + nn.gelu(nn.Conv(x.shape[-1], (3, 3))(x)), None
+
+
+class Network(nn.Module):
+    """A convolution, two residual ones with stacked parameters, two dense layers.
+
+    It is smooth, without a relu or a maximum: where those switch, a rounding error in
+    the last bit would become an error in the gradient as large as the gradient.
+    """
+
+    @nn.compact
+    def __call__(self, images: jax.Array) -> jax.Array:
+        """Maps images `[batch, 8, 8, 1]` to logits `[batch, 10]`."""
+        x = nn.gelu(nn.Conv(16, (3, 3), strides=2)(images))
+        blocks = nn.scan(
+            Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=2
+        )
+        x, _ = blocks()(x, None)
+        x = nn.gelu(nn.Dense(64)(x.reshape(len(x), -1)))
+        return nn.Dense(10)(x)
+
+
+NETWORK = Network()
+
+
+def digits_loss(params: Any, batch: Examples) -> jax.Array:
+    """The mean cross-entropy over the examples of a batch."""
+    logits: Any = NETWORK.apply(params, batch.images)
+    return jnp.mean(
+        optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)
+    )
+
+
+SCHEDULE = optax.warmup_cosine_decay_schedule(
+    init_value=PEAK / 10, peak_value=PEAK, warmup_steps=10, decay_steps=STEPS
+)
+
+
+def make_optimizer() -> optax.GradientTransformation:
+    """AdamW, with the learning rate of each step to be read in its state.
+
+    Adam divides a gradient by its size plus `eps`. The default of 1e-8 is no more than
+    the rounding errors here, so that it would scale them up to steps of full size.
+    """
+    return optax.inject_hyperparams(optax.adamw)(learning_rate=SCHEDULE, eps=1e-6)
+
+
+# -- The runs --------------------------------------------------------------------------
+
+
+class Side(NamedTuple):
+    """One way to train on a window.
+
+    Attributes:
+      name: what the table calls it.
+      calls: in how many calls a window is seen.
+      value_and_grad: `(params, batch) -> (loss, grads)`.
+      tx: the optimizer, or what accumulates around it.
+      apply: `(tx, grads, state, params) -> (params, state)`.
+    """
+
+    name: str
+    calls: int
+    value_and_grad: Callable[..., Any]
+    tx: Any
+    apply: Callable[..., Any]
+
+
+def apply_updates(tx: Any, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+    """One update as Optax writes it."""
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+
+def make_sides(loss: Callable[..., Any], opt: Any) -> list[Side]:
+    """All ways to train; the first is the one that the others are compared with."""
+    whole = jax.value_and_grad(loss)
+    theirs, ours = optax.MultiSteps(opt, K), ga.MultiSteps(opt, K)
+    scan = ga.value_and_grad(loss, K, in_place=False)
+    sides = [
+        Side("undivided, 64", 1, whole, opt, apply_updates),
+        Side("optax.MultiSteps, 4 x 16", K, whole, theirs, apply_updates),
+        Side("ga.MultiSteps, 4 x 16", K, whole, ours, ga.apply_gradients),
+        Side("ga.value_and_grad, 4 x 16", 1, scan, opt, apply_updates),
+    ]
+    if jax.__version_info__ >= (0, 11):  # what it needs to work in place
+        scan = ga.value_and_grad(loss, K, in_place=True)
+        sides.append(Side("the same, in place", 1, scan, opt, apply_updates))
+    return sides
+
+
+class Run:
+    """A side at work: its compiled call, its parameters, and what it records."""
+
+    def __init__(self, side: Side, params: optax.Params, window: Any) -> None:
+        """Compiles the call for batches shaped like those of `window`."""
+        self.side = side
+        self.start(params)
+
+        # What is donated comes first, and comes back in the same order: JAX matches
+        # donated buffers with outputs of their shapes in that order, or XLA copies.
+        def call(params: Any, state: Any, batch: Any) -> Any:
+            loss, grads = side.value_and_grad(params, batch)
+            params, state = side.apply(side.tx, grads, state, params)
+            return params, state, loss
+
+        batch = split(window, side.calls)[0]
+        self.call = (
+            jax.jit(call, donate_argnums=(0, 1))
+            .lower(self.params, self.state, batch)
+            .compile()
+        )
+        self.seconds = 0.0
+        self.losses: list[np.float32] = []
+        self.learning_rates: list[float] = []
+        self.differences: list[float] = []
+
+    def start(self, params: optax.Params) -> None:
+        """Takes a copy of the parameters, since they will be donated."""
+        self.params = jax.tree.map(jnp.copy, params)
+        self.state = self.side.tx.init(self.params)
+
+    @property
+    def inner(self) -> Any:
+        """The state of the optimizer itself, inside what accumulates."""
+        return getattr(self.state, "inner_opt_state", self.state)
+
+    def train(self, window: Any) -> None:
+        """One step: sees a window, in as many calls as the side needs."""
+        batches = jax.device_put(split(window, self.side.calls))
+        jax.block_until_ready((batches, self.params))
+        losses, start = [], time.perf_counter()
+        for batch in batches:
+            self.params, self.state, loss = self.call(self.params, self.state, batch)
+            losses.append(loss)
+        jax.block_until_ready(self.params)
+        self.seconds += time.perf_counter() - start
+        self.losses.append(np.float32(np.mean(jax.device_get(losses))))
+
+    def record(self, undivided: optax.Params) -> None:
+        """Notes the learning rate used, and the distance to the undivided run."""
+        self.learning_rates.append(float(self.inner.hyperparams["learning_rate"]))
+        self.differences.append(float(distance(self.params, undivided)))
+
+
+def split(window: Any, calls: int) -> list[Any]:
+    """Splits a window `[K, rows, ...]` into the batches of so many calls."""
+    batches = jax.tree.map(lambda a: a.reshape(calls, -1, *a.shape[2:]), window)
+    return [jax.tree.map(lambda a, i=i: a[i], batches) for i in range(calls)]
+
+
+def temporaries(compiled: Any) -> int:
+    """Bytes that a compiled program allocates besides its arguments and results."""
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+def temporaries_of_update(side: Side, params: optax.Params) -> int:
+    """The same, for the update without the gradient that comes before it."""
+
+    def update(params: Any, state: Any, grads: Any) -> Any:
+        return side.apply(side.tx, grads, state, params)
+
+    arguments = params, side.tx.init(params), params
+    return temporaries(
+        jax.jit(update, donate_argnums=(0, 1)).lower(*arguments).compile()
+    )
+
+
+@jax.jit
+def accuracy(params: Any, examples: Examples) -> jax.Array:
+    """The share of the examples that the network gets right."""
+    logits: Any = NETWORK.apply(params, examples.images)
+    return jnp.mean(jnp.argmax(logits, axis=-1) == examples.labels)
+
+
+@jax.jit
+def distance(a: optax.Params, b: optax.Params) -> jax.Array:
+    """The largest difference between two trees, in any element."""
+    return optax.tree.norm(optax.tree.sub(a, b), ord=jnp.inf)
+
+
+def hexadecimal(x: np.float32) -> str:
+    """A float32 in the hexadecimal notation of Python and C, without final zeros."""
+    digits, exponent = float(x).hex().split("p")
+    return f"{digits.rstrip('0')}p{exponent}"
+
+
+def ulps(a: optax.Params, b: optax.Params) -> int:
+    """The largest number of float32 values between two trees, in any element."""
+
+    def ordered(x: Any) -> np.ndarray:
+        bits = np.asarray(x).view(np.int32).astype(np.int64)
+        return np.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
+
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return max(int(np.max(np.abs(ordered(x) - ordered(y)))) for x, y in pairs)
+
+
+# -- What must hold --------------------------------------------------------------------
+#
+# 1. Exactly: the counters, the learning rate of every step, the dtypes.
+#
+# 2. Of one gradient, at the same parameters: how far what the optimizer is given may be
+#    from what it should be. With gᵢ the gradients of the k micro-batches and eps = 2⁻²³
+#    the spacing of float32 at 1 (one rounding errs by eps / 2 at most),
+#
+#        |mean - Σ gᵢ / k|  <=  2·k·eps · Σ |gᵢ| / k          in every element.
+#
+#    A sum and a division round k times, and the sum errs by (k - 1)·(eps / 2)·Σ|gᵢ| at
+#    most, in any order (Higham, "Accuracy and Stability of Numerical Algorithms",
+#    2002, eq. 4.4): a quarter of the bound. Optax's running mean m + (g - m) / n rounds
+#    four times in a micro-step (a difference, 1 / n, a product, a sum); by the end of a
+#    window that adds up to at most 4·k·(eps / 2)·Σ|gᵢ| / k: all of the bound.
+#
+#    This is checked twice, at the parameters of three steps. In float32 with gradients
+#    that are given as data, so that the accumulation is all that rounds. And in float64
+#    with the network itself, against the undivided batch: there the same bound is
+#    2³²·eps(float64)·Σ|gᵢ| / k. The rounding of this network stays far below it, and a
+#    wrong factor or a lost micro-batch far above.
+#
+# 3. Of the trajectory: rounding errors go through the optimizer and come back through
+#    the parameters. What becomes of them in 100 steps cannot be derived, but it can be
+#    measured, without anything that accumulates: two more undivided runs get in every
+#    step the undivided gradient plus, or minus, the bound on its difference to the
+#    accumulated one. With g the gradient of the undivided batch that bound is
+#
+#        |g - Σ gᵢ / k|  +  2·k·eps · Σ |gᵢ| / k
+#
+#    by the triangle inequality. Its first term is measured, and counted twice: inside a
+#    training step XLA may round g and gᵢ otherwise. Errors as large as can be that
+#    always point the same way lead further than real ones, which point either way. On
+#    top of it comes the rounding of the parameters: eps / 2 a step, in both runs. No
+#    accumulating run may be further away from the undivided one, in any step. This one
+#    is no proof, so it comes with the other two, and not in place of them.
+
+EPS = float(np.finfo(np.float32).eps)
+# Below it XLA may take a number for zero.
+TINY = float(np.finfo(np.float32).tiny)
+
+digits_grad = jax.jit(jax.grad(digits_loss))
+
+
+def given_loss(params: jax.Array, batch: jax.Array) -> jax.Array:
+    """Its gradient is the mean of the vectors in `batch`, and is exact for one."""
+    return jnp.vdot(params, jnp.mean(batch, axis=0))
+
+
+def keep_gradient() -> optax.GradientTransformation:
+    """An optimizer that moves nothing; its state is the gradient it was given."""
+
+    def init(params: Any) -> Any:
+        return optax.tree.zeros_like(params)
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        del state, params
+        return optax.tree.zeros_like(updates), updates
+
+    return optax.GradientTransformation(init, update)
+
+
+class Checks:
+    """Collects what was found, by check and side, for one report at the end."""
+
+    def __init__(self) -> None:
+        """Starts with nothing found."""
+        self.found: dict[str, dict[str, float]] = {}
+
+    def within(self, what: str, side: Side, error: float) -> None:
+        """Notes an error, in units of its bound; the largest of a side counts."""
+        errors = self.found.setdefault(what, {})
+        error = math.inf if math.isnan(error) else float(error)
+        errors[side.name] = max(error, errors.get(side.name, 0.0))
+
+    def holds(self, what: str, side: Side, answer: bool) -> None:
+        """Notes whether something holds that has no rounding in it."""
+        self.within(what, side, 0.0 if answer else math.inf)
+
+    def report(self) -> bool:
+        """Prints a line for each check; returns whether all of them hold."""
+        ok = True
+        for what, errors in self.found.items():
+            failed = [side for side, error in errors.items() if error > 1]
+            worst = max(errors.values())
+            measure = f"{worst:.2g} of the bound" if 0 < worst < math.inf else ""
+            who = f" in: {', '.join(failed)}" if failed else ""
+            line = f"  {'FAILED' if failed else 'ok':8}{what:44}{measure:20}{who}"
+            print(line.rstrip())
+            ok = ok and not failed
+        return ok
+
+
+class Gradients:
+    """The second check: the gradient that the optimizer of each side is given."""
+
+    def __init__(self, params: optax.Params, window: Examples) -> None:
+        """Compiles both halves of the check."""
+        micro = micro_gradients(params, window)
+        self.given = probes(
+            given_loss, np.float32(micro[0]), np.float32(micro[:, None])
+        )
+        params, window = double(params), double(window)
+        with jax.enable_x64(True):
+            self.double = probes(digits_loss, params, window)
+
+    def check(self, checks: Checks, params: optax.Params, window: Examples) -> None:
+        """Compares at these parameters, on this window."""
+        micro = micro_gradients(params, window)
+        bound, mean = accumulation_bound(micro), np.mean(micro, axis=0)
+        for run in self.given:
+            given = gradient(run, np.float32(micro[0]), np.float32(micro[:, None]))
+            error = float(np.max(np.abs(given - mean) / bound))
+            checks.within("mean of given gradients, float32", run.side, error)
+
+        params, window = double(params), double(window)
+        with jax.enable_x64(True):
+            # Where float32 has 0, far out on a gelu, float64 has a small number.
+            bound = accumulation_bound(micro_gradients(params, window))
+            found = [gradient(run, params, window) for run in self.double]
+        for run, grads in zip(self.double, found, strict=True):
+            error = float(np.max(np.abs(grads - found[0]) / bound))
+            checks.within("gradient of the network, float64", run.side, error)
+
+
+def probes(loss: Callable[..., Any], params: Any, window: Any) -> list[Run]:
+    """All sides, with a loss of ours and an optimizer that keeps the gradient."""
+    return [Run(side, params, window) for side in make_sides(loss, keep_gradient())]
+
+
+def gradient(run: Run, params: Any, window: Any) -> np.ndarray:
+    """The gradient that the optimizer of a probe is given for a window."""
+    run.start(params)
+    run.train(window)
+    return flat(run.inner)
+
+
+def micro_gradients(params: optax.Params, window: Examples) -> np.ndarray:
+    """The gradients of the micro-batches, each as a vector: `[K, size]`."""
+    return np.stack([flat(digits_grad(params, b)) for b in split(window, K)])
+
+
+def accumulation_bound(micro: np.ndarray) -> np.ndarray:
+    """How far the mean of these gradients may be from the exact one, see above."""
+    return 2 * K * EPS * np.mean(np.abs(micro), axis=0) + K * TINY
+
+
+def flat(tree: Any) -> np.ndarray:
+    """All numbers of a tree as one float64 vector."""
+    return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(double(tree))])
+
+
+def double(tree: Any) -> Any:
+    """The tree as NumPy arrays, floats in float64."""
+    return jax.tree.map(
+        lambda a: np.asarray(a, np.float64 if a.dtype == np.float32 else a.dtype), tree
+    )
+
+
+@jax.jit
+def nudged(params: Any, state: Any, grads: Any, error: jax.Array) -> tuple[Any, Any]:
+    """One undivided update, with the error added to the gradient."""
+    vector, unravel = jax.flatten_util.ravel_pytree(grads)
+    return apply_updates(make_optimizer(), unravel(vector + error), state, params)
+
+
+class Envelope:
+    """The third check: how far rounding alone may lead from the undivided run."""
+
+    def __init__(self, params: optax.Params) -> None:
+        """Starts a run for errors upwards, and one for errors downwards."""
+        state = make_optimizer().init(params)
+        self.runs = dict.fromkeys((1, -1), (params, state))
+        self.bounds: list[float] = []
+
+    def train(self, window: Examples, undivided: optax.Params) -> None:
+        """One step; takes the parameters that the undivided run has before it."""
+        (whole,) = split(window, 1)
+        micro = micro_gradients(undivided, window)
+        reordered = np.abs(flat(digits_grad(undivided, whole)) - np.mean(micro, axis=0))
+        error = 2 * reordered + accumulation_bound(micro)
+        for sign, (params, state) in self.runs.items():
+            grads = digits_grad(params, whole)
+            self.runs[sign] = nudged(params, state, grads, np.float32(sign * error))
+
+    def record(self, undivided: optax.Params) -> None:
+        """Notes the bound; takes the parameters that the undivided run has after it."""
+        led = max(float(distance(p, undivided)) for p, _ in self.runs.values())
+        largest = float(optax.tree.norm(undivided, ord=np.inf))
+        self.bounds.append(led + (len(self.bounds) + 1) * EPS * largest)
+
+
+def check_runs(checks: Checks, runs: list[Run], envelope: Envelope) -> None:
+    """The first check and the third, of whole runs."""
+    steps = len(envelope.bounds)
+    wanted = np.asarray(SCHEDULE(jnp.arange(steps)))
+    for run in runs:
+        checks.holds("steps of the optimizer", run.side, int(run.inner.count) == steps)
+        # In float32, from numbers of at most the peak, with fewer than 16 roundings:
+        # another program may order them differently.
+        off = np.max(np.abs(np.asarray(run.learning_rates) - wanted))
+        checks.within("learning rate of each step", run.side, off / (16 * EPS * PEAK))
+        leaves = jax.tree.leaves((run.params, run.state))
+        checks.holds(
+            "dtypes of parameters and state",
+            run.side,
+            all(x.dtype in (np.float32, np.int32, np.bool_) for x in leaves),
+        )
+        if isinstance(run.state, ga.MultiStepsState):
+            counters = [int(number) for number in ga.stats(run.state)]
+            checks.holds(
+                "counters of ga_optax.stats",
+                run.side,
+                counters == [K * steps, steps, 0, 0, 0, 0],
+            )
+        if run is not runs[0]:
+            ratios = np.divide(run.differences, envelope.bounds)
+            checks.within(
+                "distance to the undivided run, each step",
+                run.side,
+                float(np.max(ratios)),
+            )
+
+
+# -- What one sees ---------------------------------------------------------------------
+
+
+def show_progress(bar: tqdm.tqdm, step: int, loss: np.float32) -> None:
+    """Moves the bar on a terminal; prints a line now and then elsewhere."""
+    bar.set_postfix_str(f"loss {loss:.4f}", refresh=False)
+    bar.update()
+    if bar.disable and (step + 1) % 25 == 0:
+        print(f"step {step + 1}: loss {loss:.4f}", flush=True)
+
+
+def print_table(runs: list[Run], held_out: Examples) -> None:
+    """Prints a row for each run."""
+    reference = runs[0]
+    size = sum(p.nbytes for p in jax.tree.leaves(reference.params))
+    updates: dict[int, int] = {}  # one compilation for sides with the same optimizer
+    print(
+        f"\n{'':26}{f'training loss at step {len(reference.losses)}':27}held-  "
+        "difference from          temporaries\n"
+        f"{'run':26}{'decimal':13}{'hexadecimal':15}out{'undivided':>11}{'ULP':>8}"
+        f"{'seconds':>8}{'call':>9}{'update':>8}"
+    )
+    for run in runs:
+        side, loss = run.side, run.losses[-1]
+        difference = f"{'-':>9}{'-':>8}"
+        if run is not reference:
+            apart = ulps(run.params, reference.params)
+            difference = f"{run.differences[-1]:9.1e} {apart:7}"
+        if id(side.tx) not in updates:
+            updates[id(side.tx)] = temporaries_of_update(side, run.params)
+        print(
+            f"{side.name:26}{loss:<13.9g}{hexadecimal(loss):14}"
+            f"{100 * float(accuracy(run.params, held_out)):5.1f} %{difference}"
+            f"{run.seconds:8.2f}{temporaries(run.call) / 1024:6.0f} KiB"
+            f"{100 * updates[id(side.tx)] / size:5.0f} %"
+        )
+    print(
+        "Held-out: accuracy. Difference: the largest in any parameter; in float32"
+        " values (ULP) it\nis large where a parameter is close to 0. Seconds: without"
+        " compilation. Temporaries: what a\ncompiled call allocates besides arguments"
+        " and results; its update alone, of the parameters."
+    )
+
+
+def draw_picture(path: pathlib.Path, runs: list[Run], envelope: Envelope) -> None:
+    """Draws the losses, one inside the other, and the differences on a second axis."""
+    colors = ["#cdd3dd", "#f4a259", "#2f6db5", "#8cb369", "#1b263b"]
+    red = "#a4243b"
+    steps = np.arange(1, len(envelope.bounds) + 1)
+    figure, loss_axis = plt.subplots(figsize=(9, 5.5), layout="constrained")
+    axis = loss_axis.twinx()
+    for n, (run, color) in enumerate(zip(runs, colors, strict=False)):
+        # Thinner and thinner, so that all can be seen where they coincide.
+        loss_axis.plot(
+            steps, run.losses, color=color, label=run.side.name, linewidth=10 - 2.2 * n
+        )
+        if n > 0:
+            # A difference of 0 has no place on a logarithmic axis.
+            away = [d if 0 < d < math.inf else math.nan for d in run.differences]
+            style = (0, (4, 3)) if n == len(colors) - 1 else "-"
+            axis.plot(steps, away, color=color, linewidth=1.6, linestyle=style)
+    axis.plot(steps, envelope.bounds, color=red, linewidth=1.2, linestyle=":")
+
+    def note(text: str, height: float, offset: int, color: str) -> None:
+        axis.annotate(
+            text,
+            (steps[-1], height),
+            xytext=(0, offset),
+            textcoords="offset points",
+            horizontalalignment="right",
+            color=color,
+        )
+
+    last = [run.differences[-1] for run in runs[1:]]
+    note("as far as rounding alone may lead", envelope.bounds[-1], 7, red)
+    note("how far apart the parameters are", max(min(last), 1e-9), -16, "#444444")
+    loss_axis.set(xlabel="step", ylabel="training loss of the window", ylim=(0, None))
+    axis.set(yscale="log", ylim=(1e-9, 1e-2 if max(last) < 1e-2 else None))
+    axis.set_ylabel("largest difference to the undivided run, in any parameter")
+    for each in (loss_axis, axis):
+        each.spines["top"].set_visible(False)
+        each.margins(x=0.01)
+    loss_axis.legend(loc="upper right", frameon=False)
+    loss_axis.set_title(
+        "The same training run, whole and in micro-batches", loc="left", weight="bold"
+    )
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Trains, reports and checks; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--steps", type=int, default=STEPS, help="1 to 100 (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--out",
+        type=pathlib.Path,
+        default=pathlib.Path("out"),
+        help="folder for the picture (default: %(default)s)",
+    )
+    args = parser.parse_args(argv)
+    if not 1 <= args.steps <= STEPS:
+        parser.error(f"--steps must be 1 to {STEPS}, but it is {args.steps}.")
+    # By default accelerators round the factors of a product to 8 or 11 bits.
+    with jax.default_matmul_precision("highest"):
+        return experiment(args.steps, args.out)
+
+
+def experiment(steps: int, out: pathlib.Path) -> int:
+    """All of it, see the top of the file; returns the exit status."""
+    train, held_out = load_digits()
+    window = draw_window(train, 0)
+    key = jax.random.key(SEED, impl="rbg")  # which compiles in a fifth of the time
+    params = jax.jit(NETWORK.init)(key, window.images[0])
+    size = sum(p.size for p in jax.tree.leaves(params))
+    print(
+        f"{len(train.labels)} digits to learn, {len(held_out.labels)} held out; "
+        f"{size:,} parameters. Compiling the runs ...",
+        flush=True,
+    )
+    runs = [
+        Run(side, params, window) for side in make_sides(digits_loss, make_optimizer())
+    ]
+    undivided = runs[0]
+    print("Compiling the checks ...", flush=True)
+    checks, gradients, envelope = Checks(), Gradients(params, window), Envelope(params)
+
+    # Where there is no terminal there is no bar.
+    with tqdm.tqdm(total=steps, desc="training", unit="step", disable=None) as bar:
+        for step in range(steps):
+            window = draw_window(train, step)
+            if step in (0, steps // 2, steps - 1):
+                gradients.check(checks, undivided.params, window)
+            envelope.train(window, undivided.params)
+            for run in runs:
+                run.train(window)
+                run.record(undivided.params)
+            envelope.record(undivided.params)
+            show_progress(bar, step, undivided.losses[-1])
+
+    check_runs(checks, runs, envelope)
+    if steps == STEPS:
+        for run in runs:
+            checks.holds(
+                "held-out accuracy above 90 %",
+                run.side,
+                float(accuracy(run.params, held_out)) > 0.9,
+            )
+    print_table(runs, held_out)
+    out.mkdir(parents=True, exist_ok=True)
+    picture = out / "digits.png"
+    draw_picture(picture, runs, envelope)
+    print(f"\nThe loss curves are in {picture}. What must hold, in units of its bound:")
+    if checks.report():
+        return 0
+    print("This build does not accumulate as it should.")
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

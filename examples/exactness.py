@@ -1,0 +1,380 @@
+"""Is it the same run? Batch 64 undivided, 2 x 32, 4 x 16, 8 x 8 and 64 x 1, in bits.
+
+    python examples/exactness.py
+
+A small network learns scikit-learn's digits for 100 steps, again and again: from the
+same parameters, with the same windows of 64 examples, drawn first and then split. Each
+run takes a window in another number of micro-batches, and each is done in four ways: a
+scan written by hand, `optax.MultiSteps`, `ga_optax.MultiSteps` and
+`ga_optax.value_and_grad`.
+
+The first table shows how far the runs come apart. The gradients are the same but for
+their rounding, so the losses agree to some digits, and the bits differ. How many digits
+is a matter of the network and of the number of steps, not of the library.
+
+The second table is one of bits. The same eight micro-batches go through `accumulate` in
+one call, in two, in four and in eight, in place and not, and nothing may differ.
+
+Losses are computed in one way for all runs, from their final parameters: over the last
+window as one batch of 64, and over the held-out examples. So the loss of two runs has
+the same bits where their parameters have. The output has no times in it: on one
+machine, two processes print the same bytes.
+
+It ends with checks, and exits with 1 where one fails. It needs the dependency group
+`demo`, as `digits.py` does, from which it takes the data.
+"""
+
+import argparse
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import digits  # pyrefly: ignore[missing-import]  # found beside this file
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import ga_optax as ga
+from ga_optax import accumulator, data
+
+STEPS = 100
+BATCH = 64  # examples in a window
+SPLITS = (2, 4, 8, 64)  # micro-batches in a window, beside 1
+GROUPED = 8  # the split that goes through `accumulate` in several groupings
+GROUPINGS = (1, 2, 8)  # calls
+WIDTH = 32
+HAS_REFS = jax.__version_info__ >= (0, 11)  # what working in place needs
+
+# -- The task --------------------------------------------------------------------------
+
+
+def loss(params: Any, batch: digits.Examples) -> jax.Array:
+    """The mean cross-entropy of a network that scans over its two inner layers.
+
+    It is smooth, so that a rounding error stays one, and scans, so that there are
+    gradients to accumulate in place.
+    """
+
+    def layer(x: jax.Array, weights: jax.Array) -> tuple[jax.Array, None]:
+        return x + jnp.tanh(x @ weights), None
+
+    x = jnp.tanh(batch.images.reshape(-1, 64) @ params["first"])
+    x, _ = jax.lax.scan(layer, x, params["layers"])
+    logits = x @ params["last"]
+    return jnp.mean(
+        optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)
+    )
+
+
+def make_params() -> Any:
+    """The parameters that every run starts from."""
+    rng = np.random.default_rng(digits.SEED)
+    shapes = {"first": (64, WIDTH), "layers": (2, WIDTH, WIDTH), "last": (WIDTH, 10)}
+    return {
+        name: jnp.asarray(rng.normal(scale=0.2, size=shape), jnp.float32)
+        for name, shape in shapes.items()
+    }
+
+
+def make_optimizer() -> optax.GradientTransformation:
+    """Adam, with an `eps` above the rounding errors: see `digits.make_optimizer`."""
+    return optax.adam(1e-3, eps=1e-6)
+
+
+def draw_window(train: digits.Examples, step: int) -> digits.Examples:
+    """The 64 examples of a step, not yet split."""
+    rows = data.window_indices(
+        jax.random.key(digits.SEED), step, len(train.labels), BATCH, 1
+    )
+    return jax.tree.map(lambda x: x[np.asarray(rows)[0]], train)
+
+
+# -- Ways to take a window -------------------------------------------------------------
+
+
+class Way(NamedTuple):
+    """A way to train on windows.
+
+    Attributes:
+      start: `params -> state`.
+      step: `(params, state, window) -> (params, state)`.
+    """
+
+    start: Callable[[Any], Any]
+    step: Callable[[Any, Any, Any], tuple[Any, Any]]
+
+
+def cut(window: Any, parts: int) -> list[Any]:
+    """A window `[64, ...]` in so many parts of neighbouring rows."""
+    leaves, structure = jax.tree.flatten(window)
+    parted = zip(*(np.split(np.asarray(x), parts) for x in leaves), strict=True)
+    return [jax.tree.unflatten(structure, part) for part in parted]
+
+
+def by_scan(fun: Callable[..., Any], opt: Any, k: int) -> Way:
+    """The loop that one writes oneself: add up in a scan, then times 1 / k."""
+
+    @jax.jit
+    def step(params: Any, state: Any, window: Any) -> tuple[Any, Any]:
+        def add(total: Any, batch: Any) -> tuple[Any, None]:
+            return jax.tree.map(jnp.add, total, jax.grad(fun)(params, batch)), None
+
+        parts = jax.tree.map(lambda x: x.reshape(k, -1, *x.shape[1:]), window)
+        total, _ = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), parts)
+        grads = jax.tree.map(lambda t: t * jnp.float32(1 / k), total)
+        return digits.apply_updates(opt, grads, state, params)
+
+    return Way(opt.init, step)
+
+
+def across_calls(fun: Callable[..., Any], tx: Any, k: int, apply: Any) -> Way:
+    """A `MultiSteps`, ours or Optax's: a call for each micro-batch."""
+
+    @jax.jit
+    def call(params: Any, state: Any, batch: Any) -> tuple[Any, Any]:
+        return apply(tx, jax.grad(fun)(params, batch), state, params)
+
+    def step(params: Any, state: Any, window: Any) -> tuple[Any, Any]:
+        for part in cut(window, k):
+            params, state = call(params, state, part)
+        return params, state
+
+    return Way(tx.init, step)
+
+
+def inside_a_call(fun: Callable[..., Any], opt: Any, k: int) -> Way:
+    """`ga_optax.value_and_grad`: the window in one call."""
+
+    @jax.jit
+    def step(params: Any, state: Any, window: Any) -> tuple[Any, Any]:
+        _, grads = ga.value_and_grad(fun, k)(params, window)
+        return digits.apply_updates(opt, grads, state, params)
+
+    return Way(opt.init, step)
+
+
+def make_ways(fun: Callable[..., Any], opt: Any, k: int) -> dict[str, Way]:
+    """Every way to take a window in k micro-batches."""
+    if k == 1:
+        undivided = across_calls(fun, opt, 1, digits.apply_updates)
+        return {"undivided": undivided}
+    optax_own = optax.MultiSteps(opt, k)
+    return {
+        "scan by hand": by_scan(fun, opt, k),
+        "optax.MultiSteps": across_calls(fun, optax_own, k, digits.apply_updates),
+        "ga.MultiSteps": across_calls(
+            fun, ga.MultiSteps(opt, k), k, ga.apply_gradients
+        ),
+        "ga.value_and_grad": inside_a_call(fun, opt, k),
+    }
+
+
+def make_groupings(fun: Callable[..., Any], opt: Any) -> dict[str, Way]:
+    """The same eight micro-batches in every grouping, in place and not.
+
+    The update is one compiled program for all. Compiled together with the gradient it
+    would be fused with it otherwise in each, and XLA may then round a product and a sum
+    once or twice.
+    """
+    mean = jax.jit(accumulator.mean)
+    update = jax.jit(functools.partial(digits.apply_updates, opt))
+
+    def whole(in_place: bool) -> Way:
+        gradient = jax.jit(ga.value_and_grad(fun, GROUPED, in_place=in_place))
+
+        def step(params: Any, state: Any, window: Any) -> tuple[Any, Any]:
+            return update(gradient(params, window)[1], state, params)
+
+        return Way(opt.init, step)
+
+    def grouped(calls: int, in_place: bool) -> Way:
+        accumulate = jax.jit(ga.accumulate(fun, GROUPED // calls, in_place=in_place))
+
+        def step(params: Any, state: Any, window: Any) -> tuple[Any, Any]:
+            acc = accumulator.init(params)
+            for part in cut(window, calls):
+                _, acc = accumulate(acc, params, part)
+            return update(mean(acc), state, params)
+
+        return Way(opt.init, step)
+
+    ways = {}
+    for in_place in (False, True) if HAS_REFS else (False,):
+        note = ", in place" if in_place else ""
+        ways[f"value_and_grad{note}"] = whole(in_place)
+        for calls in GROUPINGS:
+            name = f"accumulate, {calls} x {GROUPED // calls}{note}"
+            ways[name] = grouped(calls, in_place)
+    return ways
+
+
+def train(way: Way, params: Any, windows: list[Any]) -> tuple[Any, Any]:
+    """Trains on all windows; returns parameters and state."""
+    state = way.start(params)
+    for window in windows:
+        params, state = way.step(params, state, window)
+    return params, state
+
+
+# -- What must hold --------------------------------------------------------------------
+#
+# 1. Of the same micro-batches: every bit of parameters and optimizer state, for every
+#    grouping into calls, in place and not, after all steps.
+#
+# 2. Of the accumulation alone, on gradients that are given as data. With integers the
+#    sum has no rounding, the quotient of a multiple of k neither, and each way of ours
+#    gives the bits of the undivided batch. With random numbers, each way is within the
+#    bound of `digits.py`,
+#
+#        |mean - Σ gᵢ / k|  <=  2·k·eps · Σ |gᵢ| / k          in every element,
+#
+#    Higham, "Accuracy and Stability of Numerical Algorithms", 2002, eq. 4.4.
+#
+# 3. Of the network: `verify` finds in float64 that the micro-batches have the gradient
+#    of the undivided batch, so that what the first table shows is rounding.
+
+
+def is_same(a: Any, b: Any) -> bool:
+    """Whether two trees have the same bits."""
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return all(np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in pairs)
+
+
+def given_means(k: int, rows: np.ndarray) -> dict[str, np.ndarray]:
+    """What each way makes of gradients that are given, `[64, n]`: their mean."""
+    params = jnp.zeros(rows.shape[1])
+    ways = make_ways(digits.given_loss, digits.keep_gradient(), k)
+    states = {name: train(way, params, [rows])[1] for name, way in ways.items()}
+    return {
+        name: np.asarray(getattr(state, "inner_opt_state", state))
+        for name, state in states.items()
+    }
+
+
+def check_given(failures: list[str], splits: Sequence[int]) -> dict[str, bool]:
+    """The second check; returns which ways have the bits of the undivided batch."""
+    rng = np.random.default_rng(digits.SEED)
+    # Multiples of 64, so that the mean of any number of rows is an integer.
+    integers = 64 * rng.integers(-500, 500, (BATCH, 256))
+    floats = rng.normal(size=(BATCH, 256))
+    rows = np.concatenate([integers, floats], axis=1).astype(np.float32)
+    exact, terms = (
+        np.mean(x[:, 256:], axis=0, dtype=np.float64) for x in (rows, np.abs(rows))
+    )
+    same: dict[str, bool] = {}
+    (undivided,) = given_means(1, rows).values()
+    for k in splits:
+        # The mean of a micro-batch rounds too: once a row, and in the division.
+        bound = digits.EPS * (2 * k + BATCH // k + 1) * terms
+        for name, mean in given_means(k, rows).items():
+            here = is_same(mean[:256], undivided[:256])
+            same[name] = same.get(name, True) and here
+            if not np.all(np.abs(mean[256:] - exact) <= bound):
+                failures.append(f"the mean of given gradients, {name}, k = {k}")
+    failures += [
+        f"integer gradients do not have the bits of the undivided batch: {name}"
+        for name, answer in same.items()
+        if name.startswith("ga.") and not answer
+    ]
+    return same
+
+
+def check_network(failures: list[str], params: Any, window: Any) -> None:
+    """The third check, of the network at one set of parameters."""
+    report = ga.verify(loss, params, window, GROUPED)
+    if not report.ok:
+        failures.append(f"verify: {report.message}")
+
+
+# -- What one sees ---------------------------------------------------------------------
+
+
+def experiment(steps: int, splits: Sequence[int]) -> int:
+    """All of it, see the top of the file; returns the exit status."""
+    training, held_out = digits.load_digits()
+    windows = [draw_window(training, step) for step in range(steps)]
+    params, opt = make_params(), make_optimizer()
+    evaluate = jax.jit(loss)
+
+    def losses(params: Any) -> tuple[np.float32, np.float32]:
+        train_loss = evaluate(params, windows[-1])
+        return np.float32(train_loss), np.float32(evaluate(params, held_out))
+
+    failures: list[str] = []
+    undivided: Any = None
+    print(
+        f"{'':38}training loss after {steps} steps   validation loss"
+        f"\n{'run':12}{'how':26}{'decimal':14}{'hexadecimal':16}"
+        f"{'decimal':14}{'hexadecimal':16}{'largest ULP difference':>22}"
+    )
+    for k in (1, *splits):
+        for name, way in make_ways(loss, opt, k).items():
+            end, _ = train(way, params, windows)
+            undivided = end if k == 1 else undivided
+            apart = "-" if k == 1 else f"{digits.ulps(end, undivided):,}"
+            numbers = "".join(
+                f"{x:<14.9g}{digits.hexadecimal(x):16}" for x in losses(end)
+            )
+            print(f"{f'{k} x {BATCH // k}':12}{name:26}{numbers}{apart:>22}")
+    print(
+        "ULP: float32 values between two parameters, to the undivided run. Many where a"
+        " parameter is close to 0.\n"
+    )
+
+    print(f"The same {GROUPED} micro-batches of {BATCH // GROUPED}, in other groupings")
+    print(f"{'calls x micro-batches':38}{'decimal':14}{'hexadecimal':16}same bits")
+    reference: Any = None
+    for name, way in make_groupings(loss, opt).items():
+        end = train(way, params, windows)
+        reference = end if reference is None else reference
+        same = is_same(end, reference)
+        if not same:
+            failures.append(f"the bits of {name}")
+        train_loss, _ = losses(end[0])
+        print(
+            f"{name:38}{train_loss:<14.9g}{digits.hexadecimal(train_loss):16}"
+            f"{'yes' if same else 'NO'}"
+        )
+    print("Same bits: of all parameters and the optimizer's state.\n")
+
+    print("Gradients that are integers: the bits of the undivided batch, for every k?")
+    for name, answer in check_given(failures, splits).items():
+        print(f"{name:38}{'yes' if answer else 'no'}")
+
+    check_network(failures, params, windows[0])
+    print("\nIn float64 the micro-batches have the undivided batch's gradient:")
+    print("FAILED" if any("verify" in failure for failure in failures) else "yes")
+    for failure in failures:
+        print(f"FAILED: {failure}")
+    return 1 if failures else 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Trains, prints and checks; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=STEPS, help="default: %(default)s")
+    parser.add_argument(
+        "--splits",
+        type=int,
+        nargs="+",
+        default=SPLITS,
+        metavar="K",
+        help="micro-batches in a window of 64 (default: 2 4 8 64)",
+    )
+    args = parser.parse_args(argv)
+    if args.steps < 1:
+        parser.error(f"--steps must be at least 1, but it is {args.steps}.")
+    for k in args.splits:
+        if k < 2 or BATCH % k:
+            parser.error(
+                f"--splits must be divisors of {BATCH} from 2, but one is {k}."
+            )
+    # Accelerators would round the factors of every product to half of their digits.
+    with jax.default_matmul_precision("highest"):
+        return experiment(args.steps, args.splits)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,188 @@
+"""examples/exactness.py and docs/exactness.md: they run, and their checks can fail."""
+
+import importlib.util
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ga_optax as ga
+
+ROOT = pathlib.Path(__file__).parents[1]
+EXAMPLE = ROOT / "examples" / "exactness.py"
+PAGE = ROOT / "docs" / "exactness.md"
+
+pytestmark = pytest.mark.usefixtures("optax_promotion")
+
+
+# Two processes that compile thirty programs each, side by side.
+def test_two_processes_print_the_same_tables_bit_for_bit():
+    environment = os.environ | {
+        "XLA_FLAGS": "--xla_backend_optimization_level=0",
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(EXAMPLE), "--steps", "2", "--splits", "8", "64"],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    (out, err), other = (process.communicate(timeout=600) for process in processes)
+    assert [process.returncode for process in processes] == [0, 0], out + err
+    assert (out, err) == other
+    assert "FAILED" not in out
+
+    rows = re.findall(
+        r"^(\d+ x \d+) +(\S.*?)  +(\S+) +(0x1\S*) +(\S+) +(0x1\S*) +([\d,]+|-)$",
+        out,
+        re.MULTILINE,
+    )
+    assert {row[0] for row in rows} == {"1 x 64", "8 x 8", "64 x 1"}
+    assert len(rows) == 1 + 2 * 4
+    for _, _, decimal, bits, validation, validation_bits, _ in rows:
+        for number, exact in ((decimal, bits), (validation, validation_bits)):
+            assert np.float32(float(number)) == float.fromhex(exact)
+    # The twin of the second table: in the first, most splits have other bits.
+    assert sum(row[-1] not in ("-", "0") for row in rows) > 4
+    answers = re.findall(r"^(?:accumulate|value_and_grad).* (yes|NO)$", out, re.M)
+    assert answers == ["yes"] * (8 if jax.__version_info__ >= (0, 11) else 4)
+    assert re.search(r"^optax\.MultiSteps +no$", out, re.MULTILINE)
+
+
+@pytest.fixture
+def exactness(monkeypatch):
+    """The example, made small: one grouping into calls, and not in place."""
+    monkeypatch.syspath_prepend(str(EXAMPLE.parent))
+    spec = importlib.util.spec_from_file_location("exactness_example", EXAMPLE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "GROUPINGS", (2,))
+    monkeypatch.setattr(module, "HAS_REFS", False)
+    return module
+
+
+ACCUMULATE, VALUE_AND_GRAD, MULTI_STEPS = (
+    ga.accumulate,
+    ga.value_and_grad,
+    ga.MultiSteps,
+)
+
+
+def one_rounding_more(fun, k, **options):
+    """An accumulator whose sum is moved by a bit, as another order of adding would."""
+    accumulate = ACCUMULATE(fun, k, **options)
+
+    def moved(acc, *args):
+        value, acc = accumulate(acc, *args)
+        total = jax.tree.map(lambda t: t * jnp.float32(1 + 2**-23), acc.total)
+        return value, acc._replace(total=total)
+
+    return moved
+
+
+def mean_over_one_less(fun, k, **options):
+    del options
+
+    def value_and_grad(params, batch):
+        parts = jax.tree.map(lambda x: x.reshape(k, -1, *x.shape[1:]), batch)
+        values, grads = jax.vmap(jax.value_and_grad(fun), (None, 0))(params, parts)
+        wrong = jnp.float32(1 / (k - 1))
+        return jnp.mean(values), jax.tree.map(lambda g: g.sum(0) * wrong, grads)
+
+    return value_and_grad
+
+
+def sum_for_mean(opt, k):
+    return MULTI_STEPS(opt, k, use_grad_mean=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "broken", "failed"),
+    [
+        ("accumulate", one_rounding_more, "the bits of accumulate, 2 x 4"),
+        ("value_and_grad", mean_over_one_less, "given gradients, ga.value_and_grad"),
+        ("MultiSteps", sum_for_mean, "undivided batch: ga.MultiSteps"),
+    ],
+)
+def test_the_example_exits_with_1_where_something_is_broken(
+    name, broken, failed, exactness, monkeypatch, capsys
+):
+    # What verify finds is tested where verify is.
+    monkeypatch.setattr(exactness, "check_network", lambda *_: None)
+    monkeypatch.setattr(ga, name, broken)
+    assert exactness.main(["--steps", "1", "--splits", "8"]) == 1
+    assert failed in capsys.readouterr().out
+
+
+def test_a_sum_over_the_examples_fails_in_the_example(exactness):
+    mean = exactness.loss
+
+    def total(params, batch):
+        return mean(params, batch) * jnp.float32(len(batch.labels))
+
+    exactness.loss = total
+    training, _ = exactness.digits.load_digits()
+    failures = []
+    exactness.check_network(
+        failures, exactness.make_params(), exactness.draw_window(training, 0)
+    )
+    assert len(failures) == 1
+    assert "verify" in failures[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--steps", "0"], "--steps must be at least 1, but it is 0."),
+        (
+            ["--splits", "8", "7"],
+            "--splits must be divisors of 64 from 2, but one is 7",
+        ),
+    ],
+)
+def test_the_example_refuses_numbers_that_make_no_run(
+    arguments, message, exactness, capsys
+):
+    with pytest.raises(SystemExit) as exit_:
+        exactness.main(arguments)
+    assert exit_.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+# -- The page --------------------------------------------------------------------------
+
+
+def test_every_python_block_of_the_page_runs_and_prints_what_it_says():
+    blocks = re.findall(r"```(python|text)\n(.*?)```", PAGE.read_text("utf-8"), re.S)
+    program = "\n".join(block for language, block in blocks if language == "python")
+    printed = "".join(block for language, block in blocks if language == "text")
+    run = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout == printed
+    assert printed.count("\n") >= 5
+
+
+def test_every_file_that_the_page_names_exists():
+    names = set(re.findall(r"`((?:examples|tests|ga_optax)/\S+?)`", PAGE.read_text()))
+    assert len(names) >= 2
+    for name in names:
+        assert (ROOT / name).exists(), name

@@ -1,0 +1,282 @@
+"""examples/resume.py: a run that is killed anywhere goes on with the same bits."""
+
+import hashlib
+import importlib.util
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import ga_optax as ga
+from ga_optax import testing
+
+ROOT = pathlib.Path(__file__).parents[1]
+EXAMPLE = ROOT / "examples" / "resume.py"
+
+pytestmark = pytest.mark.usefixtures("optax_promotion")
+
+NAMES = ["multi_steps", "accumulate", "train_state", "nnx"]
+ENVIRONMENT = os.environ | {
+    "PYTHONPATH": os.pathsep.join([str(EXAMPLE.parent), *filter(None, sys.path)]),
+    # Most of the time goes into compiling, and most of that into LLVM's optimizer.
+    "XLA_FLAGS": "--xla_backend_optimization_level=0",
+}
+
+
+@pytest.fixture(scope="module")
+def resume():
+    """The example as a module."""
+    spec = importlib.util.spec_from_file_location("resume_example", EXAMPLE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, spec.name, module)
+        spec.loader.exec_module(module)
+        yield module
+
+
+# Four processes start here one after the other, each imports JAX, Flax and Orbax.
+def test_a_run_that_is_killed_with_sigkill_ends_in_the_bits_of_the_other(tmp_path):
+    run = subprocess.run(
+        [sys.executable, str(EXAMPLE), "--steps", "2", "--kills", "1", "--seed", "8"],
+        env=ENVIRONMENT,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "killed after micro-step 4 " in run.stdout
+    assert "restored after micro-step 3 (3 of 4 in its window)" in run.stdout
+    for name in NAMES:
+        assert f"    {name:12} same bits: state (" in run.stdout
+    assert "the model has float32[48]" in run.stdout
+
+
+# -- In one process, with the checkpoint on disk between the halves --------------------
+
+
+def train_one(resume, way, run, numbers):
+    """Runs some micro-steps on random data; returns the state and the losses."""
+    rng = np.random.default_rng(0)
+    images = rng.normal(size=(100, 64)).astype(np.float32)
+    labels = rng.integers(0, 10, 100).astype(np.int32)
+    state, losses = run
+    for number in numbers:
+        batch = resume.micro_batch(images, labels, number)
+        state, loss = way.micro_step(state, batch, (number + 1) % resume.K == 0)
+        losses = [*losses, loss]
+    return state, losses
+
+
+@pytest.fixture(scope="module")
+def ways(resume):
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        return resume.make_ways(width=8)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_window_that_was_cut_by_a_checkpoint_has_the_same_bits(
+    name, resume, ways, tmp_path
+):
+    way, total = ways[name], 2 * resume.K + 1
+    expected = train_one(resume, way, (way.start(), []), range(total))
+    cut = int(np.random.default_rng(len(name)).integers(1, total))
+    first, losses = train_one(resume, way, (way.start(), []), range(cut))
+    with resume.open_checkpoints(tmp_path) as checkpoints:
+        resume.save(checkpoints, cut, first)
+    with resume.open_checkpoints(tmp_path) as checkpoints:
+        restored = resume.restore(checkpoints, checkpoints.latest_step(), way.start())
+    testing.assert_trees_bitwise_equal(restored, first)
+    got = train_one(resume, way, (restored, losses), range(cut, total))
+    testing.assert_trees_bitwise_equal(got, expected)
+
+
+def test_a_checkpoint_without_the_accumulator_is_told_by_the_comparison(resume, ways):
+    way = ways["multi_steps"]
+    expected, _ = train_one(resume, way, (way.start(), []), range(4))
+    half, _ = train_one(resume, way, (way.start(), []), range(2))
+    lost = half["opt_state"]._replace(
+        acc_grads=jax.tree.map(jnp.zeros_like, half["opt_state"].acc_grads)
+    )
+    half = {"params": half["params"], "opt_state": lost}
+    got, _ = train_one(resume, way, (half, []), range(2, 4))
+
+    def as_run(state):
+        losses = jnp.zeros(2 * resume.K)
+        return {"states": {"multi_steps": state}, "losses": {"multi_steps": losses}}
+
+    resume.compare(as_run(expected), as_run(expected))
+    with pytest.raises(AssertionError, match="elements differ in their bits"):
+        resume.compare(as_run(got), as_run(expected))
+
+
+# -- Another window length -------------------------------------------------------------
+
+GOOD = [jnp.array([float(i), -2.0 * i, 0.5]) for i in range(1, 9)]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [(8, 3), (8, 1), (2, 5), (4, 1), (1, 4), (1, 1)]
+)
+def test_a_checkpoint_of_another_k_closes_its_window_sensibly(
+    before, after, resume, tmp_path
+):
+    old, new = (ga.MultiSteps(optax.sgd(1.0, 0.5), k) for k in (before, after))
+    params = jnp.zeros(3)
+    state = old.init(params)
+    held = before - 1
+    for g in GOOD[:held]:
+        params, state = ga.apply_gradients(old, g, state, params)
+    if before == 1:  # no window is ever open: take a whole step, for its momentum
+        params, state = ga.apply_gradients(old, GOOD[0], state, params)
+    with resume.open_checkpoints(tmp_path) as checkpoints:
+        resume.save(checkpoints, 1, {"params": params, "opt_state": state})
+    like = {"params": jnp.ones(3), "opt_state": old.init(params)}
+    with resume.open_checkpoints(tmp_path) as checkpoints:
+        if (before == 1) != (after == 1) and after > 1:
+            with pytest.raises(ValueError, match=r"opt_state/acc_grads.*nothing"):
+                resume.restore(checkpoints, 1, like | {"opt_state": new.init(params)})
+        restored = resume.restore(checkpoints, 1, like)
+    params, state = restored["params"], restored["opt_state"]
+    if before == 1 and after > 1:
+        # It holds no accumulator. The error says so, and how to go on.
+        with pytest.raises(ValueError, match=r"inner_opt_state.*_replace"):
+            ga.apply_gradients(new, GOOD[0], state, params)
+        state = new.init(params)._replace(
+            inner_opt_state=state.inner_opt_state,
+            gradient_step=state.gradient_step,
+            micro_steps=state.micro_steps,
+        )
+    start, momentum = params, state.inner_opt_state[0].trace
+    steps = int(ga.stats(state).steps)
+    closes_after = max(after - held, 1)
+    rest = GOOD[held:][:closes_after]
+    for i, g in enumerate(rest):
+        params, state = ga.apply_gradients(new, g, state, params)
+        assert bool(ga.has_updated(state)) == (i + 1 == closes_after)
+    mean = np.mean(np.stack(GOOD[: held + closes_after]), axis=0)
+    np.testing.assert_allclose(params, start - (mean + 0.5 * momentum), rtol=1e-6)
+    assert int(ga.stats(state).steps) == steps + 1
+    assert int(ga.stats(state).fill) == 0
+
+
+# -- Checkpoints that do not fit -------------------------------------------------------
+
+
+def files(folder):
+    """Every file under a folder, by its digest and the time of its last change."""
+    return {
+        path.relative_to(folder): (
+            hashlib.sha256(path.read_bytes()).hexdigest(),
+            path.stat().st_mtime_ns,
+        )
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+SAVED = {"params": {"w": np.ones(3, np.float32)}, "opt_state": [np.array(7, np.int32)]}
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"w": np.ones(4, np.float32)}, r"params/w .* float32\[4\].* float32\[3\]"),
+        # Orbax would convert these without a word.
+        ({"w": np.ones(3, np.float16)}, r"params/w .* float16\[3\].* float32\[3\]"),
+        ({"v": np.ones(3, np.float32)}, r"params/v .* float32\[3\].* nothing"),
+        ({}, r"params/w .* has nothing, but the checkpoint has float32\[3\]"),
+    ],
+    ids=["shape", "dtype", "missing", "extra"],
+)
+def test_a_checkpoint_that_does_not_fit_names_the_leaf_and_stays_as_it_is(
+    params, message, resume, tmp_path
+):
+    with resume.open_checkpoints(tmp_path) as checkpoints:
+        resume.save(checkpoints, 5, SAVED)
+    before = files(tmp_path)
+    with resume.open_checkpoints(tmp_path) as checkpoints:
+        with pytest.raises(ValueError, match=message):
+            resume.restore(checkpoints, 5, {**SAVED, "params": params})
+        assert files(tmp_path) == before
+        testing.assert_trees_bitwise_equal(resume.restore(checkpoints, 5, SAVED), SAVED)
+
+
+# -- Killed while it saves -------------------------------------------------------------
+
+KILLED_WHILE_SAVING = """
+    import os, pathlib, signal, sys, threading
+    import numpy as np, resume
+
+    folder = pathlib.Path(sys.argv[1])
+    state = {"w": np.arange(4_000_000, dtype=np.float32)}
+
+    def kill_when_the_files_come():
+        while not any(
+            path.is_file() and path.relative_to(folder).parts[0] != "1"
+            for path in folder.rglob("*")
+        ):
+            pass
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with resume.open_checkpoints(folder) as checkpoints:
+        resume.save(checkpoints, 1, state)
+        threading.Thread(target=kill_when_the_files_come).start()
+        resume.save(checkpoints, 2, {"w": state["w"] + 1})
+    print("it was not killed")
+"""
+
+
+def test_a_process_killed_while_it_saves_leaves_the_last_complete_checkpoint(
+    resume, tmp_path
+):
+    killed = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(KILLED_WHILE_SAVING), str(tmp_path)],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stdout + killed.stderr
+    leftovers = [path.name for path in tmp_path.iterdir() if path.name != "1"]
+    assert leftovers, "nothing was being saved"
+    state = {"w": np.arange(4_000_000, dtype=np.float32)}
+    with resume.open_checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.latest_step() == 1
+        restored = resume.restore(checkpoints, 1, state)
+        testing.assert_trees_bitwise_equal(restored, state)
+        # And the run goes on: the number that was cut off is saved again.
+        resume.save(checkpoints, 2, {"w": state["w"] + 1})
+        assert checkpoints.latest_step() == 2
+
+
+def test_a_partial_temporary_folder_is_no_checkpoint(resume, tmp_path):
+    with resume.open_checkpoints(tmp_path) as checkpoints:
+        resume.save(checkpoints, 1, SAVED)
+    partial = tmp_path / "2.orbax-checkpoint-tmp"
+    shutil.copytree(tmp_path / "1", partial)
+    for path in list(partial.rglob("*"))[::2]:
+        if path.is_file():
+            path.unlink()
+    with resume.open_checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.latest_step() == 1
+        testing.assert_trees_bitwise_equal(resume.restore(checkpoints, 1, SAVED), SAVED)
+
+
+@pytest.mark.parametrize("arguments", [["--steps", "0"], ["--kills", "400"]])
+def test_numbers_that_make_no_run_are_refused(arguments, resume, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        resume.main(arguments)
+    assert exit_.value.code == 2
+    assert "--steps must be at least 1" in capsys.readouterr().err
