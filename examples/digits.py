@@ -169,7 +169,7 @@ def make_sides(loss: Callable[..., Any], opt: Any) -> list[Side]:
         Side("ga.MultiSteps, 4 x 16", K, whole, ours, ga.apply_gradients),
         Side("ga.value_and_grad, 4 x 16", 1, scan, opt, apply_updates),
     ]
-    if jax.__version_info__ >= (0, 11):  # what it needs to work in place
+    if jax.__version_info__ >= (0, 11, 1):  # what it needs to work in place
         scan = ga.value_and_grad(loss, K, in_place=True)
         sides.append(Side("the same, in place", 1, scan, opt, apply_updates))
     return sides

@@ -45,7 +45,7 @@ SPLITS = (2, 4, 8, 64)  # micro-batches in a window, beside 1
 GROUPED = 8  # the split that goes through `accumulate` in several groupings
 GROUPINGS = (1, 2, 8)  # calls
 WIDTH = 32
-HAS_REFS = jax.__version_info__ >= (0, 11)  # what working in place needs
+HAS_REFS = jax.__version_info__ >= (0, 11, 1)  # what working in place needs
 
 # -- The task --------------------------------------------------------------------------
 
