@@ -307,7 +307,7 @@ def check_gradient(
     size = np.average(np.abs(vectors[2:]), axis=0, weights=counts)
     return Check(
         counts,
-        [*losses[:2], np.mean(losses[2:])],
+        [float(x) for x in (*losses[:2], np.mean(losses[2:]))],
         list(np.linalg.norm(off, axis=1) / np.linalg.norm(undivided)),
         list(np.max(off / (2 * num_microbatches * EPS * size + TINY), axis=1)),
     )

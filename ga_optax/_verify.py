@@ -286,7 +286,8 @@ def verify(
         weights = np.array([float(check_weight(weight_fn(part))) for part in parts])
 
     progress = _Progress()
-    call = _Fun(loss_fun, params, batch, rng, bool(jax.config.jax_enable_x64))
+    x64 = bool(jnp.result_type(float) == jnp.float64)
+    call = _Fun(loss_fun, params, batch, rng, x64)
     with jax.enable_x64(True), progress:
         loss = _Loss(call, progress)
         try:
