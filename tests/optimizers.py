@@ -67,7 +67,13 @@ LEFT_OUT = {
 RANDOM = {"add_noise", "noisy_sgd"}
 
 # Their updates are differences of parameters, which are stored in the dtype.
-DIFFERENCES = {"schedule_free", "schedule_free_adamw", "schedule_free_sgd"}
+DIFFERENCES = {
+    "madgrad",
+    "scale_by_madgrad",
+    "schedule_free",
+    "schedule_free_adamw",
+    "schedule_free_sgd",
+}
 
 # They loop until a condition holds, which has no reverse mode, on their own either.
 NOT_DIFFERENTIABLE = {"lbfgs", "scale_by_zoom_linesearch"}
