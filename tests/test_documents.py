@@ -2,6 +2,7 @@
 
 import doctest
 import importlib
+import json
 import pathlib
 import pkgutil
 import re
@@ -44,6 +45,25 @@ def test_the_program_in_the_readme_runs_as_pasted():
         cwd=ROOT,
     ).stdout
     assert out == printed
+
+
+def test_the_numbers_in_the_readme_are_those_of_the_benchmark():
+    text = (ROOT / "README.md").read_text(encoding="utf-8").replace("\n", " ")
+    record = json.loads((ROOT / "benchmarks/results/micro_step.json").read_text())
+    ours, theirs = (
+        next(row for row in record["rows"] if row["side"] == side)
+        for side in ("ga apply_gradients", "optax.MultiSteps")
+    )
+    assert "--optimizers adam" in record["command"]
+    for claim in (
+        f"1/{ours['optax_over_it']:.0f} of the time",
+        (
+            f"{ours['temporaries_mb']:.3f} MB of temporaries instead of "
+            f"{theirs['temporaries_mb']:.0f} MB"
+        ),
+        f"{ours['over_floor']:.2f} times the floor",
+    ):
+        assert claim in text
 
 
 def test_all_is_sorted_and_complete():
