@@ -182,7 +182,8 @@ def value_and_grad(
         program = _trace(call)
         value, acc = _fold(call, program, accumulator.init(params, dtype))
         with jax.named_scope("mean"):
-            mean = _mean(acc, [arrival == "slices" for arrival in program.arrivals])
+            stacked = [arrival == "slices" for arrival in program.arrivals]
+            mean = _mean(window, acc, stacked)
             grads = jax.tree.map(
                 lambda g, p: g.astype(jnp.result_type(p)), mean, params
             )
@@ -287,12 +288,22 @@ def accumulate(
     return accumulate_fun
 
 
-def _mean(acc: Accumulator, stacked: Sequence[bool]) -> optax.Updates:
+def _mean(
+    window: "_Window", acc: Accumulator, stacked: Sequence[bool]
+) -> optax.Updates:
     """`accumulator.mean`, with the stacked leaves divided where they lie.
 
     A quotient as a whole would be a second buffer; in a loop over the slices XLA writes
-    to the one that it reads.
+    to the one that it reads. Where it is a product with a power of two, which is as
+    exact, XLA makes it a part of what reads the other leaves, such as an optimizer.
     """
+    k = window.num_microbatches
+    power_of_two = window.weight_fn is None and k & (k - 1) == 0
+
+    def whole(total: jax.Array) -> jax.Array:
+        if power_of_two and k > 1 and not jnp.iscomplexobj(total):
+            return total * (1 / k)
+        return accumulator.average(total, acc.weight)
 
     def by_slice(total: jax.Array) -> jax.Array:
         def step(i: jax.Array, total: jax.Array) -> jax.Array:
@@ -302,7 +313,7 @@ def _mean(acc: Accumulator, stacked: Sequence[bool]) -> optax.Updates:
 
     leaves, structure = jax.tree.flatten(acc.total)
     means = [
-        by_slice(total) if here else accumulator.average(total, acc.weight)
+        by_slice(total) if here else whole(total)
         for total, here in zip(leaves, stacked, strict=True)
     ]
     return jax.tree.unflatten(structure, means)
