@@ -21,7 +21,6 @@ differentiated, so it has the rules of the loop without them (`_with_plain_rules
 import functools
 import itertools
 import math
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -31,25 +30,19 @@ import numpy as np
 import optax
 from jax.custom_batching import custom_vmap
 from jax.extend import core
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from ga_optax import accumulator
+from ga_optax import _devices, accumulator
+from ga_optax._arguments import AUX, Call, Window, aux_modes, returned
 from ga_optax.accumulator import (
     Accumulator,
     check_dtype,
     check_gradients,
-    check_structure,
     check_weight,
-    leaf_name,
 )
 
 __all__ = ["accumulate", "value_and_grad"]
-
-# `jax.vjp(...).with_refs` transposes `lax.scan` correctly from jax 0.11.0 on (jax PR
-# 38929), and a `custom_vmap` may have references inside it from 0.11.1 on.
-_HAS_REFS = jax.__version_info__ >= (0, 11, 1)
-
-_AUX = ("mean", "sum", "last", "stack")
 
 
 def value_and_grad(
@@ -65,6 +58,10 @@ def value_and_grad(
     aux: Any = "mean",
     accumulator_dtype: DTypeLike | None = jnp.float32,
     in_place: bool | None = None,
+    data_axis: str | Sequence[str] | None = None,
+    sync: str = "last",
+    mesh: Mesh | AbstractMesh | None = None,
+    param_specs: Any = None,
 ) -> Callable[..., tuple[Any, optax.Updates]]:
     """`jax.value_and_grad` over micro-batches: a big batch in a small one's memory.
 
@@ -161,7 +158,7 @@ def value_and_grad(
         where an argument does not fit; after it was traced, and before anything runs,
         where what `fun` returned does not.
     """
-    window = _Window(
+    window = Window(
         fun,
         num_microbatches,
         argnums,
@@ -172,22 +169,35 @@ def value_and_grad(
         weight_fn,
         aux,
         in_place,
+        data_axis,
+        sync,
+        mesh,
+        param_specs,
     ).checked()
     dtype = check_dtype(accumulator_dtype)
 
-    @functools.wraps(fun)
-    def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, optax.Updates]:
-        call = _Call.make(window, args, kwargs)
+    def mean_of_window(call: Call) -> tuple[Any, optax.Updates]:
         params = call.params()
+        call = call.on_device()
         program = _trace(call)
-        value, acc = _fold(call, program, accumulator.init(params, dtype))
+        start = accumulator.init(call.params(), dtype)
+        if call.mesh is not None:
+            start = start._replace(total=call.placed(start.total))
+        value, acc = _fold(call, program, start, merges=True)
         with jax.named_scope("mean"):
             stacked = [arrival == "slices" for arrival in program.arrivals]
-            mean = _mean(window, acc, stacked)
+            mean = _mean(call, acc, stacked)
             grads = jax.tree.map(
                 lambda g, p: g.astype(jnp.result_type(p)), mean, params
             )
         return value, grads
+
+    @functools.wraps(fun)
+    def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, optax.Updates]:
+        call = Call.make(window, args, kwargs)
+        if call.mesh is None or window.sync == "each":
+            return mean_of_window(call)
+        return _over_mesh(call, mean_of_window)
 
     return value_and_grad_fun
 
@@ -204,6 +214,10 @@ def accumulate(
     weight_fn: Callable[..., ArrayLike] | None = None,
     aux: Any = "mean",
     in_place: bool | None = None,
+    data_axis: str | Sequence[str] | None = None,
+    sync: str = "last",
+    mesh: Mesh | AbstractMesh | None = None,
+    param_specs: Any = None,
 ) -> Callable[..., tuple[Any, Accumulator]]:
     """Adds the gradients of some micro-batches to an accumulator, and goes on later.
 
@@ -258,7 +272,7 @@ def accumulate(
       TypeError, ValueError: as for `value_and_grad`, and where the accumulator does not
         match the parameters.
     """
-    window = _Window(
+    window = Window(
         fun,
         num_microbatches,
         argnums,
@@ -269,6 +283,10 @@ def accumulate(
         weight_fn,
         aux,
         in_place,
+        data_axis,
+        sync,
+        mesh,
+        param_specs,
     ).checked()
 
     def accumulate_fun(
@@ -279,26 +297,41 @@ def accumulate(
                 "The first argument must be the accumulator to continue, but it is of "
                 f"type {type(acc).__name__}. Start with accumulator.init(params)."
             )
-        call = _Call.make(window, args, kwargs)
+        call = Call.make(window, args, kwargs)
         check_gradients(
             acc.total, call.params(), name="the parameters", expected="acc.total"
         )
-        return _fold(call, _trace(call), acc)
+        if call.mesh is None or window.sync == "each":
+            call = call.on_device()
+            return _fold(call, _trace(call), acc, merges=False)
+
+        def merged(call: Call, acc: Accumulator) -> tuple[Any, Accumulator]:
+            call = call.on_device()
+            devices = _devices.num_devices(window.data_axis, None)
+            start = accumulator.init(call.params(), None)
+            total = jax.tree.map(lambda z, t: z.astype(t.dtype), start.total, acc.total)
+            # Every device counts its own micro-batches, for their keys.
+            start = start._replace(total=total, count=acc.count // devices)
+            value, new = _fold(call, _trace(call), start, merges=True)
+            count = jnp.full_like(acc.count, window.num_microbatches * devices)
+            return value, accumulator.merge(acc, new._replace(count=count))
+
+        return _over_mesh(call, merged, acc)
 
     return accumulate_fun
 
 
-def _mean(
-    window: "_Window", acc: Accumulator, stacked: Sequence[bool]
-) -> optax.Updates:
+def _mean(call: Call, acc: Accumulator, stacked: Sequence[bool]) -> optax.Updates:
     """`accumulator.mean`, with the stacked leaves divided where they lie.
 
     A quotient as a whole would be a second buffer; in a loop over the slices XLA writes
     to the one that it reads. Where it is a product with a power of two, which is as
     exact, XLA makes it a part of what reads the other leaves, such as an optimizer.
     """
-    k = window.num_microbatches
-    power_of_two = window.weight_fn is None and k & (k - 1) == 0
+    k = call.window.num_microbatches
+    if call.axes:
+        k *= _devices.num_devices(call.axes, None)
+    power_of_two = call.window.weight_fn is None and k & (k - 1) == 0
 
     def whole(total: jax.Array) -> jax.Array:
         if power_of_two and k > 1 and not jnp.iscomplexobj(total):
@@ -319,229 +352,6 @@ def _mean(
     return jax.tree.unflatten(structure, means)
 
 
-# -- Options and arguments -------------------------------------------------------------
-
-
-class _Window(NamedTuple):
-    """The options of a window."""
-
-    fun: Callable[..., Any]
-    num_microbatches: int
-    argnums: int | Sequence[int]
-    batch_argnums: int | Sequence[int]
-    rng_argnums: int | Sequence[int]
-    carry_argnums: int | Sequence[int]
-    has_aux: bool
-    weight_fn: Callable[..., ArrayLike] | None
-    aux: Any
-    in_place: bool | None
-
-    def checked(self) -> "_Window":
-        """The same, in one form; raises where an option does not fit."""
-        if not callable(self.fun):
-            raise TypeError(
-                f"fun must be a function of the parameters and the batch, but it is "
-                f"{self.fun!r}. Pass the loss function itself, not its value."
-            )
-        if self.weight_fn is not None and not callable(self.weight_fn):
-            raise TypeError(
-                "weight_fn must be a function of the batch arguments, but it is "
-                f"{self.weight_fn!r}. Pass for example lambda batch: "
-                "batch['mask'].sum(), or None to count every micro-batch as 1."
-            )
-        if self.in_place and not _HAS_REFS:
-            raise ValueError(
-                "in_place=True needs jax >= 0.11.1, where lax.scan is transposed "
-                "correctly with gradient references, but this is jax "
-                f"{jax.__version__}. Use None: it works in place where that is right, "
-                "with the same bits."
-            )
-        for mode in jax.tree.leaves(self.aux, is_leaf=lambda x: x is None):
-            if not isinstance(mode, str) or mode not in _AUX:
-                raise ValueError(
-                    f"aux must be one of {', '.join(map(repr, _AUX))}, or a tree of "
-                    f"those that is a prefix of the aux tree, but it holds {mode!r}. "
-                    'Use "stack" to see the aux of every micro-batch.'
-                )
-        window = self._replace(
-            num_microbatches=check_num_microbatches(self.num_microbatches),
-            argnums=_positions("argnums", self.argnums),
-            batch_argnums=_positions("batch_argnums", self.batch_argnums),
-            rng_argnums=_positions("rng_argnums", self.rng_argnums),
-            carry_argnums=_positions("carry_argnums", self.carry_argnums),
-            in_place=_HAS_REFS if self.in_place is None else self.in_place,
-        )
-        for name in ("argnums", "batch_argnums"):
-            if getattr(window, name) == ():
-                raise ValueError(
-                    f"{name} must name at least one positional argument, but it is (). "
-                    "Leave it out for the default, "
-                    f"{name}={0 if name == 'argnums' else 1}."
-                )
-        window.roles(None)
-        return window
-
-    def roles(self, num_args: int | None) -> dict[str, tuple[int, ...]]:
-        """Which positions have which role; raises where one is missing or has two."""
-        owner: dict[int, str] = {}
-        roles = {}
-        for name in ("argnums", "batch_argnums", "rng_argnums", "carry_argnums"):
-            positions = []
-            for given in _sequence(getattr(self, name)):
-                position = given
-                if num_args is not None:
-                    if not -num_args <= given < num_args:
-                        raise ValueError(
-                            f"{name} must name positional arguments of the call, but "
-                            f"it names number {given}, and {num_args} came. Pass that "
-                            f"argument by position, or change {name}."
-                        )
-                    position = given % num_args
-                if position in owner:
-                    raise ValueError(
-                        f"{name} must not overlap {owner[position]}, but both name "
-                        f"argument {position}. Give each argument one role: "
-                        "differentiated, split, a key, or carried."
-                    )
-                owner[position] = name
-                positions.append(position)
-            roles[name] = tuple(positions)
-        return roles
-
-
-def check_num_microbatches(num_microbatches: Any) -> int:
-    """Returns the number of micro-batches as an int, or raises."""
-    todo = "Use 1 for the undivided batch."
-    try:
-        if isinstance(num_microbatches, (bool, np.bool_)):
-            raise TypeError
-        value = operator.index(num_microbatches)
-    except TypeError:
-        raise TypeError(
-            "num_microbatches must be an int that is known when the function is "
-            f"made, but it is {num_microbatches!r} of type "
-            f"{type(num_microbatches).__name__}. {todo}"
-        ) from None
-    if value < 1:
-        raise ValueError(
-            f"num_microbatches must be at least 1, but it is {value}. {todo}"
-        )
-    return value
-
-
-def _positions(name: str, value: Any) -> int | tuple[int, ...]:
-    try:
-        if isinstance(value, (tuple, list)):
-            return tuple(operator.index(i) for i in value)
-        return operator.index(value)
-    except TypeError:
-        raise TypeError(
-            f"{name} must be an int or a sequence of ints, but it is {value!r}. Number "
-            "the positional arguments of fun from 0."
-        ) from None
-
-
-def _sequence(positions: int | tuple[int, ...]) -> tuple[int, ...]:
-    return (positions,) if isinstance(positions, int) else positions
-
-
-class _Call(NamedTuple):
-    """One call of the returned function: its arguments by role, checked."""
-
-    window: _Window
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    roles: dict[str, tuple[int, ...]]
-
-    @classmethod
-    def make(cls, window: _Window, args: Any, kwargs: Any) -> "_Call":
-        call = cls(window, args, kwargs, window.roles(len(args)))
-        for position in call.roles["argnums"]:
-            tree = args[position]
-            check_gradients(tree, tree, name=f"argument {position}")
-        for position in call.roles["rng_argnums"]:
-            _check_keys(position, args[position])
-        _check_batch(
-            window.num_microbatches,
-            {position: args[position] for position in call.roles["batch_argnums"]},
-        )
-        return call
-
-    def role(self, name: str) -> tuple[Any, ...]:
-        return tuple(self.args[position] for position in self.roles[name])
-
-    def params(self) -> Any:
-        """What to differentiate with respect to, in the structure of the result."""
-        params = self.role("argnums")
-        return params[0] if isinstance(self.window.argnums, int) else params
-
-
-def _check_keys(position: int, tree: Any) -> None:
-    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        shape, dtype = jnp.shape(leaf), jnp.result_type(leaf)
-        typed = jnp.issubdtype(dtype, jax.dtypes.prng_key) and shape == ()
-        raw = dtype == jnp.uint32 and len(shape) == 1
-        if not (typed or raw):
-            raise ValueError(
-                "rng_argnums must name PRNG keys, or trees of them, but "
-                f"{leaf_name(path)} of argument {position} has shape {shape} and dtype "
-                f"{dtype.name}. Pass one key, from jax.random.key(seed) for example; "
-                "every micro-batch derives its own."
-            )
-
-
-def _check_batch(num_microbatches: int, batch: dict[int, Any]) -> None:
-    first = None
-    for position, tree in batch.items():
-        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-            shape = jnp.shape(leaf)
-            name = leaf_name(path)
-            if len(batch) > 1 or not path:
-                name = f"{name} of argument {position}"
-            if not shape:
-                raise ValueError(
-                    f"Every leaf of the batch must have a batch axis, but {name} is a "
-                    "scalar. Pass it in an argument that batch_argnums does not name, "
-                    "or by keyword: those go to every micro-batch whole."
-                )
-            if first is None:
-                first = name, shape
-            elif shape[0] != first[1][0]:
-                raise ValueError(
-                    "All leaves of the batch must have one length along axis 0, but "
-                    f"{first[0]} has shape {first[1]} and {name} has shape {shape}. "
-                    "Put the examples on axis 0 of each, or pass what is not per "
-                    "example in another argument."
-                )
-    if first is None:
-        raise ValueError(
-            "batch_argnums must name arguments that hold arrays, but argument"
-            f"{'s' * (len(batch) > 1)} {', '.join(map(str, batch))} "
-            f"hold{'s' * (len(batch) == 1)} none. Pass the batch there, or change "
-            "batch_argnums."
-        )
-    name, shape = first
-    if shape[0] == 0:
-        raise ValueError(
-            f"The batch must hold at least one example, but {name} has shape {shape}. "
-            "Skip the call where there is no data."
-        )
-    if shape[0] % num_microbatches:
-        raise ValueError(
-            f"num_microbatches={num_microbatches} must divide the batch axis, but "
-            f"{name} has shape {shape}. Use {_divisors(shape[0], num_microbatches)}."
-        )
-
-
-def _divisors(n: int, near: int) -> str:
-    """The divisors of n in words: all of them, or the eight nearest to `near`."""
-    small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
-    divisors = sorted({*small, *(n // d for d in small)})
-    divisors = sorted(sorted(divisors, key=lambda d: abs(d - near))[:8])
-    *most, last = map(str, divisors)
-    return f"{', '.join(most)} or {last}" if most else last
-
-
 # -- The program of one micro-batch ----------------------------------------------------
 
 
@@ -557,22 +367,24 @@ class _Program(NamedTuple):
       aux: the tree of the aux, of shapes and dtypes.
       modes: how to put each leaf of `aux` together.
       weighted: whether there is a weight.
+      varying: the mesh axes over which loss, weight or aux differ between devices.
       multiplies: whether the weight multiplies the gradients, and not the cotangent.
       arrivals: how the gradient of each leaf of the parameters arrives, see `_arrival`.
     """
 
     jaxpr: core.Jaxpr
     consts: Sequence[Any]
-    loss: jax.ShapeDtypeStruct
+    loss: Any
     carry: Any
     aux: Any
     modes: list[str]
     weighted: bool
+    varying: tuple[str, ...]
     multiplies: bool
     arrivals: list[str | None]
 
 
-def _trace(call: _Call) -> _Program:
+def _trace(call: Call) -> _Program:
     window = call.window
     positions = [i for group in call.roles.values() for i in group]
 
@@ -581,27 +393,30 @@ def _trace(call: _Call) -> _Program:
         weight = None
         if window.weight_fn is not None:
             weight = check_weight(window.weight_fn(*batch))
-        args = list(call.args)
-        for position, arg in zip(positions, itertools.chain(*roles), strict=True):
-            args[position] = arg
-        return _returned(window, window.fun(*args, **call.kwargs), carry, weight)
-
-    def slice_of(x: Any) -> jax.ShapeDtypeStruct:
-        return jax.eval_shape(lambda y: _split(y, window.num_microbatches)[0], x)
+        new = dict(zip(positions, itertools.chain(*roles), strict=True))
+        out = window.fun(*call.with_args(new).args, **call.kwargs)
+        return returned(window, out, carry, weight)
 
     params, batch, keys, carry = (call.role(name) for name in call.roles)
-    closed, (loss, _, carry, aux) = jax.make_jaxpr(micro_batch, return_shape=True)(
-        params, jax.tree.map(slice_of, batch), keys, carry
+    first = jax.tree.map(lambda x: _split(call, x)[0], batch)
+    closed, shapes = jax.make_jaxpr(micro_batch, return_shape=True)(
+        params, first, keys, carry
     )
+    # The types of the results say over which devices they vary; their shapes do not.
+    avals = [variable.aval for variable in closed.jaxpr.outvars]
+    loss, _, carry, aux = jax.tree.unflatten(jax.tree.structure(shapes), avals)
+    _check_not_reduced(call, loss)
     weighted = window.weight_fn is not None
+    every = frozenset().union(*(map(_devices.varying, avals)))
     return _Program(
         closed.jaxpr,
         closed.consts,
         loss,
         carry,
         aux,
-        _modes(window.aux, aux),
+        aux_modes(window.aux, aux),
         weighted,
+        tuple(sorted(every)),
         weighted and not (jnp.finfo(loss.dtype).bits >= 32 and _scales(closed.jaxpr)),
         [
             _arrival(closed.jaxpr, variable)
@@ -610,105 +425,24 @@ def _trace(call: _Call) -> _Program:
     )
 
 
-def _split(x: ArrayLike, num_microbatches: int) -> jax.Array:
+def _check_not_reduced(call: Call, loss: Any) -> None:
+    reduced = [name for name in call.axes if name not in _devices.varying(loss)]
+    if reduced and _devices.checks_varying():
+        raise ValueError(
+            "fun must return the loss of one device's micro-batch, but its loss is the "
+            f"same on all devices along {reduced[0]!r}: it is reduced already. Take the "
+            f"psum or pmean over {reduced[0]!r} out of fun: value, gradients and aux "
+            "are reduced once, at the end of the window."
+        )
+
+
+def _split(call: Call, x: ArrayLike) -> jax.Array:
+    """`[batch, ...]` as `[num_microbatches, micro-batch, ...]`."""
+    k = call.window.num_microbatches
+    if call.mesh is not None:
+        return _devices.split_shards(x, k, call.window.data_axis, call.mesh)
     shape = jnp.shape(x)
-    size = shape[0] // num_microbatches
-    return jnp.reshape(jnp.asarray(x), (num_microbatches, size, *shape[1:]))
-
-
-def _returned(
-    window: _Window, out: Any, carry: tuple[Any, ...], weight: jax.Array | None
-) -> tuple[Any, jax.Array | None, tuple[Any, ...], Any]:
-    """Takes what `fun` returned apart and checks it: loss, weight, carry and aux."""
-    form = "the loss"
-    loss, new, aux = out, (), ()
-    if window.carry_argnums != () and window.has_aux:
-        form = "(loss, (carry, aux))"
-        loss, rest = _unpack(out, form)
-        new, aux = _unpack(rest, form)
-    elif window.carry_argnums != ():
-        form = "(loss, carry)"
-        loss, new = _unpack(out, form)
-    elif window.has_aux:
-        form = "(loss, aux)"
-        loss, aux = _unpack(out, form)
-    if not isinstance(loss, (jax.Array, np.ndarray, np.generic, int, float, complex)):
-        raise TypeError(
-            f"fun must return {form}, but its loss is of type {type(loss).__name__}. "
-            "Pass has_aux=True where it returns (loss, aux), or return the loss alone."
-        )
-    shape, dtype = jnp.shape(loss), jnp.result_type(loss)
-    if shape != ():
-        raise ValueError(
-            f"The loss must be a scalar, but it has shape {shape}. Return its mean "
-            "over the micro-batch."
-        )
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(
-            f"The loss must be real and floating, but it has dtype {dtype.name}. Cast "
-            "it, or return the quantity that is to be minimised."
-        )
-    if isinstance(window.carry_argnums, int):
-        new = (new,)
-    _check_carry(carry, new)
-    return loss, weight, new, aux
-
-
-def _unpack(out: Any, form: str) -> tuple[Any, Any]:
-    if not isinstance(out, (tuple, list)) or len(out) != 2:
-        what = f"of type {type(out).__name__}"
-        if isinstance(out, (tuple, list)):
-            what = f"a {type(out).__name__} of {len(out)}"
-        raise TypeError(
-            f"fun must return {form} with these has_aux and carry_argnums, but where a "
-            f"pair is due it returned something {what}. Return that, or change the "
-            "options."
-        )
-    return out[0], out[1]
-
-
-def _check_carry(old: Any, new: Any) -> None:
-    todo = "Return each carried argument with the tree, shapes and dtypes it came with."
-    check_structure(old, new, name="The carry", expected="its arguments", todo=todo)
-    paths = jax.tree_util.tree_flatten_with_path(old)[0]
-    for (path, want), got in zip(paths, jax.tree.leaves(new), strict=True):
-        came, due = (
-            f"shape {jnp.shape(x)} and dtype {jnp.result_type(x).name}"
-            for x in (got, want)
-        )
-        if came != due:
-            raise ValueError(
-                f"The carry must keep the {due} of {leaf_name(path)}, but fun returned "
-                f"{came} there. {todo}"
-            )
-
-
-def _modes(option: Any, aux: Any) -> list[str]:
-    """How to put each leaf of `aux` together; `option` is a prefix of its tree."""
-    modes, structure = jax.tree.flatten(option)
-    try:
-        parts = structure.flatten_up_to(aux)
-    except ValueError as error:
-        raise ValueError(
-            f"aux must be a tree that is a prefix of the aux tree, but it is {option!r}"
-            f" and fun returned an aux of structure {jax.tree.structure(aux)}: "
-            f"{error}. Name the same keys, or use one word for all of them."
-        ) from None
-    result = [
-        mode
-        for mode, part in zip(modes, parts, strict=True)
-        for _ in jax.tree.leaves(part)
-    ]
-    paths = jax.tree_util.tree_flatten_with_path(aux)[0]
-    for (path, leaf), mode in zip(paths, result, strict=True):
-        if mode in ("mean", "sum") and not jnp.issubdtype(leaf.dtype, np.number):
-            if leaf.dtype == jnp.bool_:
-                continue
-            raise TypeError(
-                f'aux="{mode}" must have numbers to work on, but {leaf_name(path)} of '
-                f'the aux has dtype {leaf.dtype.name}. Use "last" or "stack" there.'
-            )
-    return result
+    return jnp.reshape(jnp.asarray(x), (k, shape[0] // k, *shape[1:]))
 
 
 # -- What the program allows -----------------------------------------------------------
@@ -825,20 +559,22 @@ class _State(NamedTuple):
     last: list[jax.Array]
 
 
-def _fold(call: _Call, program: _Program, acc: Accumulator) -> tuple[Any, Accumulator]:
-    """Adds the micro-batches of a call to `acc`."""
+def _fold(
+    call: Call, program: _Program, acc: Accumulator, *, merges: bool
+) -> tuple[Any, Accumulator]:
+    """Adds the micro-batches of a call to `acc`; `merges` over the bound data axes."""
     window = call.window
     params, batch, keys, carry = (jax.tree.leaves(call.role(n)) for n in call.roles)
     total, structure = jax.tree.flatten(acc.total)
     with jax.named_scope("split"):
-        batch = [_split(x, window.num_microbatches) for x in batch]
+        batch = [_split(call, x) for x in batch]
     operands = _Operands(
         program.consts,
         [jnp.asarray(x) for x in params],
         batch,
         keys,
         [_strong(x) for x in carry],
-        total,
+        _devices.vary(total, call.axes),
         acc.weight,
         acc.count,
     )
@@ -854,22 +590,144 @@ def _fold(call: _Call, program: _Program, acc: Accumulator) -> tuple[Any, Accumu
         and jnp.finfo(t.dtype).bits >= 32
         for arrival, t, p in zip(program.arrivals, total, operands.params, strict=True)
     ]
-    loop = functools.partial(_loop, program, window.num_microbatches)
+    sums_already = None in call.where
+    if sums_already and program.multiplies:
+        raise ValueError(
+            'sync="each" must scale the loss by the weight, since the backward pass '
+            "sums over devices, but fun has a jax.custom_vjp, float16 or a narrow loss "
+            'in it, where that could do more than scale. Use sync="last", or return '
+            "the loss in float32."
+        )
+    loop = functools.partial(_loop, program, window.num_microbatches, sums_already)
     run = functools.partial(loop, [False] * len(total))
     if any(in_place):
         run = _with_plain_rules(functools.partial(loop, in_place), run)
-    loss, carry, aux, (total, weight, count) = run(operands)
+    state, stacked = run(operands)
+    if merges and call.axes:
+        with jax.named_scope("merge"):
+            state = _merge(state, call)
+    loss, aux = _results(program, state, stacked)
 
     beyond = []
     if window.carry_argnums != ():
-        carry = jax.tree.unflatten(jax.tree.structure(program.carry), carry)
+        carry = jax.tree.unflatten(jax.tree.structure(program.carry), state.carry)
         beyond.append(carry[0] if isinstance(window.carry_argnums, int) else carry)
     if window.has_aux:
         beyond.append(jax.tree.unflatten(jax.tree.structure(program.aux), aux))
     if len(beyond) == 2:
         beyond = [tuple(beyond)]
     value = (loss, *beyond) if beyond else loss
-    return value, Accumulator(jax.tree.unflatten(structure, total), weight, count)
+    total = jax.tree.unflatten(structure, state.total)
+    return value, Accumulator(total, state.weight, state.count)
+
+
+def _merge(state: "_State", call: Call) -> "_State":
+    """The state of all devices: one communication, but for what is sharded."""
+    axes = call.axes
+    means, sums = jax.tree.flatten((state.weight, state.means, state.sums))
+    to_reduce = [i for i, place in enumerate(call.where) if place is not None]
+    places = [call.where[i] for i in to_reduce]
+    whole = _devices.Placement()
+    out = _devices.reduce(
+        [state.total[i] for i in to_reduce] + _devices.vary(means, axes),
+        [*places, *(whole for _ in means)],
+        axes,
+    )
+    total = list(state.total)
+    for i, x in zip(to_reduce, out[: len(places)], strict=True):
+        total[i] = x
+    weight, means, sums = jax.tree.unflatten(sums, out[len(places) :])
+    # The count of the means is per device, and only tells whether there are any.
+    means = means._replace(count=state.means.count)
+
+    def shared(x: jax.Array) -> jax.Array:
+        if jnp.issubdtype(x.dtype, jnp.inexact):
+            return jax.lax.pmean(x, axes)
+        return jax.lax.pmax(x, axes)
+
+    is_last = jax.lax.axis_index(axes) == _devices.num_devices(axes, None) - 1
+
+    def last(x: jax.Array) -> jax.Array:
+        count = x.astype(_sum_dtype(x.dtype))
+        here = jnp.where(is_last, count, jnp.zeros_like(count))
+        return jax.lax.psum(here, axes).astype(x.dtype)
+
+    return state._replace(
+        total=total,
+        weight=weight,
+        means=means,
+        sums=sums,
+        carry=[shared(x) for x in state.carry],
+        last=[last(x) for x in _devices.vary(state.last, axes)],
+    )
+
+
+def _results(
+    program: _Program, state: "_State", stacked: list[jax.Array]
+) -> tuple[jax.Array, list[jax.Array]]:
+    """The loss and the leaves of the aux, of all micro-batches."""
+    leaves = jax.tree.leaves(program.aux)
+    means: Any = accumulator.mean(state.means)
+    loss, averaged = means
+    by_mode = dict(
+        zip(AUX, map(iter, (averaged, state.sums, state.last, stacked)), strict=True)
+    )
+    aux = [next(by_mode[mode]) for mode in program.modes]
+    aux = [
+        x.astype(leaf.dtype) if jnp.issubdtype(leaf.dtype, jnp.inexact) else x
+        for x, leaf in zip(aux, leaves, strict=True)
+    ]
+    return loss.astype(program.loss.dtype), aux
+
+
+def _over_mesh(call: Call, run: Callable[..., Any], *acc: Accumulator) -> Any:
+    """`run(call, *acc)` in a `shard_map` over the data axes."""
+    window, mesh = call.window, call.mesh
+    axes = window.data_axis
+    split, whole = PartitionSpec(axes), PartitionSpec()
+    params = call.params()
+    places = _devices.placements(params, window.param_specs, axes, mesh)
+    specs = jax.tree.unflatten(jax.tree.structure(params), [p.spec for p in places])
+
+    with_role = {i: call.args[i] for group in call.roles.values() for i in group}
+    in_specs: dict[int, Any] = dict.fromkeys(with_role, whole)
+    in_specs |= dict.fromkeys(call.roles["batch_argnums"], split)
+    of_params = (specs,) if isinstance(window.argnums, int) else specs
+    in_specs |= dict(zip(call.roles["argnums"], of_params, strict=True))
+    # What has no role goes to `fun` as it came, but for traced and distributed arrays,
+    # which have to be operands.
+    rest, structure = jax.tree.flatten(
+        (call.with_args(dict.fromkeys(with_role)).args, call.kwargs)
+    )
+    operands = {i: x for i, x in enumerate(rest) if _devices.is_operand(x)}
+
+    def local(
+        with_role: dict[int, Any], operands: dict[int, Any], *acc: Accumulator
+    ) -> Any:
+        leaves = [operands.get(i, x) for i, x in enumerate(rest)]
+        args, kwargs = jax.tree.unflatten(structure, leaves)
+        inner = call._replace(
+            window=window._replace(param_specs=specs),
+            args=args,
+            kwargs=kwargs,
+            mesh=None,
+        )
+        return run(inner.with_args(with_role), *acc)
+
+    # Every other part of the value is the same on all devices.
+    aux = jax.tree.map(lambda mode: split if mode == "stack" else whole, window.aux)
+    value: Any = whole
+    if window.has_aux:
+        value = (whole, aux if window.carry_argnums == () else (whole, aux))
+    result = Accumulator(specs, whole, whole) if acc else specs
+    return _devices.over_mesh(
+        local,
+        mesh,
+        axes,
+        (with_role, operands, *acc),
+        (in_specs, whole, *(result for _ in acc)),
+        (value, result),
+    )
 
 
 def _with_plain_rules(
@@ -898,14 +756,18 @@ def _with_plain_rules(
 def _loop(
     program: _Program,
     num_microbatches: int,
+    sums_already: bool,
     in_place: Sequence[bool],
     operands: _Operands,
-) -> tuple[jax.Array, list[jax.Array], list[jax.Array], tuple[Any, ...]]:
-    """Runs the micro-batches; returns loss, carry, aux, the accumulator's parts."""
+) -> tuple[_State, list[jax.Array]]:
+    """Runs the micro-batches; returns the last state, and the aux of "stack"."""
     empty = operands.count == 0
 
     def select(leaves: list[Any], mode: str) -> list[Any]:
         return [x for x, its in zip(leaves, program.modes, strict=True) if its == mode]
+
+    def differ(tree: Any) -> Any:
+        return _devices.vary(tree, program.varying)
 
     def micro_step(state: _State, batch: list[jax.Array]) -> tuple[_State, list[Any]]:
         keys = [jax.random.fold_in(key, state.count) for key in operands.keys]
@@ -923,50 +785,51 @@ def _loop(
             weight = weight.astype(state.weight.dtype)
         carry, aux = rest[: len(state.carry)], rest[len(state.carry) :]
         total = _add_gradient(
-            program, operands.params, state, pullback, loss, weight, in_place
+            program,
+            operands.params,
+            state,
+            pullback,
+            loss,
+            weight,
+            sums_already,
+            in_place,
         )
         with jax.named_scope("accumulate"):
             averaged = [_inexact(x) for x in select(aux, "mean")]
             one = jnp.ones_like(state.weight)
             return _State(
                 total,
-                state.weight + (one if weight is None else weight),
+                differ(state.weight + (one if weight is None else weight)),
                 accumulator.increment(state.count),
-                [_strong(x) for x in carry],
-                accumulator.add(state.means, (loss, averaged), weight),
                 [
-                    s + x.astype(s.dtype)
+                    _devices.vary(_strong(x), tuple(_devices.varying(old)))
+                    for x, old in zip(carry, state.carry, strict=True)
+                ],
+                differ(accumulator.add(state.means, (loss, averaged), weight))._replace(
+                    count=accumulator.increment(state.means.count)
+                ),
+                [
+                    differ(s + x.astype(s.dtype))
                     for s, x in zip(state.sums, select(aux, "sum"), strict=True)
                 ],
                 [_strong(x) for x in select(aux, "last")],
             ), select(aux, "stack")
 
     leaves = jax.tree.leaves(program.aux)
-    averaged = [jax.eval_shape(_inexact, x) for x in select(leaves, "mean")]
+    averaged = [_inexact(x) for x in _blank(select(leaves, "mean"))]
+    means = accumulator.init((_blank(program.loss), averaged))
     start = _State(
         [jnp.where(empty, jnp.zeros_like(t), t) for t in operands.total],
-        jnp.where(empty, jnp.zeros_like(operands.weight), operands.weight),
+        differ(jnp.where(empty, jnp.zeros_like(operands.weight), operands.weight)),
         operands.count,
         operands.carry,
-        accumulator.init(_blank((program.loss, averaged))),
-        [jnp.zeros(x.shape, _sum_dtype(x.dtype)) for x in select(leaves, "sum")],
+        differ(means)._replace(count=means.count),
+        differ(
+            [jnp.zeros(x.shape, _sum_dtype(x.dtype)) for x in select(leaves, "sum")]
+        ),
         _blank(select(leaves, "last")),
     )
-    state, stacked = jax.lax.scan(
-        micro_step, start, operands.batch, length=num_microbatches
-    )
-    means: Any = accumulator.mean(state.means)
-    loss, averaged = means
-    by_mode = dict(
-        zip(_AUX, map(iter, (averaged, state.sums, state.last, stacked)), strict=True)
-    )
-    aux = [next(by_mode[mode]) for mode in program.modes]
-    aux = [
-        x.astype(leaf.dtype) if jnp.issubdtype(leaf.dtype, jnp.inexact) else x
-        for x, leaf in zip(aux, leaves, strict=True)
-    ]
-    acc = state.total, state.weight, state.count
-    return loss.astype(program.loss.dtype), state.carry, aux, acc
+    return jax.lax.scan(micro_step, start, operands.batch, length=num_microbatches)
 
 
 def _add_gradient(
@@ -976,6 +839,7 @@ def _add_gradient(
     pullback: Any,
     loss: jax.Array,
     weight: jax.Array | None,
+    sums_already: bool,
     in_place: Sequence[bool],
 ) -> list[jax.Array]:
     """`state.total` plus the weighted gradient of one micro-batch."""
@@ -983,6 +847,10 @@ def _add_gradient(
     # gradients come out, and nothing has to be multiplied, in place or not.
     scaled = weight is not None and not program.multiplies
     cotangent = weight.astype(loss.dtype) if scaled else jnp.ones_like(loss)
+    cotangent = _devices.vary(cotangent, tuple(_devices.varying(loss)))
+    # Where the backward pass sums over devices, they all have to run it, and no one of
+    # them may leave out what came of it.
+    selects = scaled and not sums_already
     refs = {i: jax.new_ref(t) for i, t in enumerate(state.total) if in_place[i]}
     by_hand = [i for i in range(len(in_place)) if i not in refs]
 
@@ -995,7 +863,7 @@ def _add_gradient(
             )(cotangent)
             return [grads[i] for i in by_hand]
 
-    if refs and scaled:
+    if refs and selects:
         # What went into a reference cannot be selected away, and NaN · 0 is NaN.
         zeros = _blank([params[i] for i in by_hand])
         grads = jax.lax.cond(weight == 0, lambda: zeros, backward)
@@ -1013,7 +881,7 @@ def _add_gradient(
         after: Any = accumulator.add(
             acc, grads, weight if program.multiplies else None
         ).total
-        if scaled:
+        if selects:
             after = [
                 jnp.where(weight == 0, *pair)
                 for pair in zip(before, after, strict=True)
@@ -1024,7 +892,13 @@ def _add_gradient(
 
 
 def _blank(tree: Any) -> Any:
-    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tree)
+    """Zeros of the types in `tree`, which say where they are and over what they vary."""
+
+    def zeros(x: Any) -> jax.Array:
+        aval = jax.typeof(x) if isinstance(x, jax.Array) else x
+        return _devices.vary(_devices.zeros(aval), tuple(_devices.varying(aval)))
+
+    return jax.tree.map(zeros, tree)
 
 
 def _strong(x: ArrayLike) -> jax.Array:
