@@ -5,6 +5,8 @@ Accumulate inside one call, the whole window in one jitted step:
 Accumulate across calls, in a host loop or inside `optax.chain`:
     `MultiSteps`, `apply_gradients`, `flush`, `has_updated`, `stats`, `from_optax`,
     `drop_window_if_not_finite`.
+Merge across devices, once a window: `data_axis=` in all of these, `merge_across`. Does
+a compiled step communicate more than it must: `audit`.
 Look at a tree block by block, and add to it one block at a time: `blocks`.
 What fits: `plan`. How large a batch still pays: `noise_scale`. How the batch grows
 over a run: `schedules`.
@@ -14,6 +16,8 @@ Flax: `ga_optax.flax` (imported by name; it needs the extra `flax`).
 """
 
 from ga_optax import accumulator, blocks, data, schedules
+from ga_optax._audit import Audit, Collective, audit
+from ga_optax._devices import merge_across
 from ga_optax._microbatch import accumulate, value_and_grad
 from ga_optax._multi_steps import (
     MultiSteps,
@@ -31,7 +35,9 @@ from ga_optax._plan import Plan, plan
 from ga_optax._verify import Cause, Report, verify
 
 __all__ = [
+    "Audit",
     "Cause",
+    "Collective",
     "MultiSteps",
     "MultiStepsState",
     "NoiseScale",
@@ -41,12 +47,14 @@ __all__ = [
     "accumulate",
     "accumulator",
     "apply_gradients",
+    "audit",
     "blocks",
     "data",
     "drop_window_if_not_finite",
     "flush",
     "from_optax",
     "has_updated",
+    "merge_across",
     "noise_scale",
     "plan",
     "schedules",

@@ -37,12 +37,21 @@ class Placement(NamedTuple):
     def spec(self) -> PartitionSpec:
         names: list[Any] = [None] * (1 + max((dim for dim, _ in self.dims), default=-1))
         for dim, axes in self.dims:
-            names[dim] = axes if len(axes) > 1 else axes[0]
+            names[dim] = _entry(axes)
         return PartitionSpec(*names)
 
     @property
     def axes(self) -> Axes:
         return tuple(name for _, axes in self.dims for name in axes)
+
+
+def split_spec(axes: Axes, dim: int = 0) -> PartitionSpec:
+    """The spec that splits dimension `dim` over the data axes."""
+    return PartitionSpec(*[None] * dim, _entry(axes))
+
+
+def _entry(names: Axes) -> Any:
+    return names if len(names) > 1 else names[0] if names else None
 
 
 # -- The mesh --------------------------------------------------------------------------
@@ -372,7 +381,7 @@ def _arrange(x: Any, spec: PartitionSpec, axes: Axes, mesh: Mesh | AbstractMesh)
             () if e is None else e if isinstance(e, tuple) else (e,) for e in (old, new)
         )
         names = (*new, *(name for name in old if name not in axes))
-        due.append(names if len(names) > 1 else names[0] if names else None)
+        due.append(_entry(names))
     return jax.reshard(x, NamedSharding(mesh, PartitionSpec(*due)))
 
 
@@ -387,8 +396,7 @@ def split_shards(
     def local(x: jax.Array) -> jax.Array:
         return jnp.reshape(x, (num_microbatches, -1, *x.shape[1:]))
 
-    spec = PartitionSpec(axes)
-    return over_mesh(local, mesh, axes, (x,), (spec,), PartitionSpec(None, axes))
+    return over_mesh(local, mesh, axes, (x,), (split_spec(axes),), split_spec(axes, 1))
 
 
 def constrain(tree: Any, specs: Any, mesh: Mesh | AbstractMesh) -> Any:

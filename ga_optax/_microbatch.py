@@ -112,6 +112,35 @@ def value_and_grad(
     saving of memory in it. Forward mode (`jax.jvp`, for a Hessian-vector product) works
     with `in_place=False`; with references JAX raises.
 
+    **Devices.** With `data_axis`, the batch is split over that axis of a mesh, every
+    device accumulates its own rows, and the sums of gradients, weights, value and aux
+    meet once, after the loop: the mean is over all micro-batches of all devices,
+    however their weights differ. What crosses the network does not depend on
+    `num_microbatches`, and no row of the batch moves. It works inside `jax.shard_map`
+    over the axis, where arguments are the device's own, and at top level, where the
+    mesh comes from `jax.set_mesh` or `mesh`; other axes of it stay with the compiler.
+    In both `fun` sees the rows of one device, and may use the axis by name, for a
+    collective of its own, but for one: it must not reduce its loss. (That is found
+    where `shard_map` checks what varies, and not with `check_vma=False`.) All processes
+    must pass one `num_microbatches`: with different ones they wait for each other.
+
+    With G for the bytes of the accumulator, P for those of the parameters, n devices
+    and k micro-batches, a window costs on each device:
+
+    ========================  ============================  ==========================
+    parameters, `sync`        operands on the network       memory for whole trees
+    ========================  ============================  ==========================
+    on all devices, "last"    all-reduce G                  G
+    sharded, "last"           all-gather P/n,               P + G
+                              reduce-scatter G
+    sharded, "each"           k times: gather P/n at each   (P + G) / n, and one layer
+                              use, reduce G                 at a time of a scanned
+                                                            model
+    ========================  ============================  ==========================
+
+    With "each" the compiler decides what it gathers and how it reduces: on CPUs by an
+    all-reduce, of which each device keeps its part. `audit` reads it off the program.
+
     Args:
       fun: a function of the arguments below, as for `jax.value_and_grad`; it returns a
         real floating scalar, or with `has_aux` a pair of that and anything else made
@@ -148,6 +177,23 @@ def value_and_grad(
       in_place: None works in place wherever that is right, on jax >= 0.11.1: not where
         `fun` prints, calls back or communicates. False never does. True is None that
         raises on an older jax.
+      data_axis: the mesh axis, or axes, that split axis 0 of the batch; None where the
+        batch is on one device. `num_microbatches` counts those of one device. Keys
+        differ between devices: they have the device's index along the axis folded in
+        first. Carried statistics are averaged over devices at the end (whole numbers:
+        the largest). Aux: "last" is that of the last device, "stack" is
+        `[devices · num_microbatches, ...]`, and the device's own inside `shard_map`.
+      sync: "last" merges once, after the loop. "each" lets every micro-step merge,
+        where parameters are sharded over `data_axis` and there is no memory for whole
+        ones: the program is then that of one device on micro-batches of all of them
+        (keys and aux, too), which the compiler distributes; inside `shard_map` `fun`
+        itself has to gather them, and a weight of 0 does not keep a NaN out.
+      mesh: the mesh of `data_axis` at top level; None for that of `jax.set_mesh`.
+      param_specs: how the arguments at `argnums` are sharded over `data_axis` (FSDP,
+        ZeRO): a tree of `PartitionSpec` that is a prefix of them, such as
+        `jax.tree.map(lambda p: p.sharding.spec, params)`. Gradients come back sharded
+        so. None reads it off explicit axis types, and off arrays outside of `jit`;
+        under `jit` on automatic axes nothing tells, and gradients are reduced whole.
 
     Returns:
       A function of `fun`'s arguments that returns what `jax.value_and_grad(fun,
@@ -261,6 +307,12 @@ def accumulate(
       weight_fn: as for `value_and_grad`.
       aux: as for `value_and_grad`.
       in_place: as for `value_and_grad`.
+      data_axis: as for `value_and_grad`. Inside `jax.shard_map` nothing is merged:
+        accumulator and value are the device's own, and `merge_across` at the end of
+        the window communicates once. At top level each call merges once.
+      sync: as for `value_and_grad`, at top level; "last" inside `shard_map`.
+      mesh: as for `value_and_grad`.
+      param_specs: as for `value_and_grad`, at top level, and `acc.total` is sharded so.
 
     Returns:
       A function `(acc, *args, **kwargs) -> (value, acc)`. Make the first `acc` with
@@ -298,6 +350,13 @@ def accumulate(
                 f"type {type(acc).__name__}. Start with accumulator.init(params)."
             )
         call = Call.make(window, args, kwargs)
+        if call.axes and (window.sync, window.param_specs) != ("last", None):
+            raise ValueError(
+                'Inside shard_map accumulate must have sync="last" and no param_specs, '
+                f"but it has sync={window.sync!r} and param_specs="
+                f"{window.param_specs!r}. Gather the parameters once before the "
+                "window, or use value_and_grad."
+            )
         check_gradients(
             acc.total, call.params(), name="the parameters", expected="acc.total"
         )
@@ -430,8 +489,8 @@ def _check_not_reduced(call: Call, loss: Any) -> None:
     if reduced and _devices.checks_varying():
         raise ValueError(
             "fun must return the loss of one device's micro-batch, but its loss is the "
-            f"same on all devices along {reduced[0]!r}: it is reduced already. Take the "
-            f"psum or pmean over {reduced[0]!r} out of fun: value, gradients and aux "
+            f"same on all devices along {reduced[0]!r}: it is reduced already. Take "
+            f"the psum or pmean over it out of fun: value, gradients and aux "
             "are reduced once, at the end of the window."
         )
 
@@ -624,21 +683,24 @@ def _fold(
 def _merge(state: "_State", call: Call) -> "_State":
     """The state of all devices: one communication, but for what is sharded."""
     axes = call.axes
-    means, sums = jax.tree.flatten((state.weight, state.means, state.sums))
+    weighted = call.window.weight_fn is not None
+    small, structure = jax.tree.flatten(
+        (state.means.total, state.sums, state.weight if weighted else ())
+    )
     to_reduce = [i for i, place in enumerate(call.where) if place is not None]
     places = [call.where[i] for i in to_reduce]
-    whole = _devices.Placement()
     out = _devices.reduce(
-        [state.total[i] for i in to_reduce] + _devices.vary(means, axes),
-        [*places, *(whole for _ in means)],
+        [state.total[i] for i in to_reduce] + _devices.vary(small, axes),
+        [*places, *(_devices.Placement() for _ in small)],
         axes,
     )
     total = list(state.total)
     for i, x in zip(to_reduce, out[: len(places)], strict=True):
         total[i] = x
-    weight, means, sums = jax.tree.unflatten(sums, out[len(places) :])
-    # The count of the means is per device, and only tells whether there are any.
-    means = means._replace(count=state.means.count)
+    means, sums, weight = jax.tree.unflatten(structure, out[len(places) :])
+    if not weighted:
+        micro_batches = call.window.num_microbatches * _devices.num_devices(axes, None)
+        weight = jnp.asarray(micro_batches, state.weight.dtype)
 
     def shared(x: jax.Array) -> jax.Array:
         if jnp.issubdtype(x.dtype, jnp.inexact):
@@ -655,7 +717,7 @@ def _merge(state: "_State", call: Call) -> "_State":
     return state._replace(
         total=total,
         weight=weight,
-        means=means,
+        means=Accumulator(means, weight, state.means.count),
         sums=sums,
         carry=[shared(x) for x in state.carry],
         last=[last(x) for x in _devices.vary(state.last, axes)],
@@ -684,7 +746,7 @@ def _over_mesh(call: Call, run: Callable[..., Any], *acc: Accumulator) -> Any:
     """`run(call, *acc)` in a `shard_map` over the data axes."""
     window, mesh = call.window, call.mesh
     axes = window.data_axis
-    split, whole = PartitionSpec(axes), PartitionSpec()
+    split, whole = _devices.split_spec(axes), PartitionSpec()
     params = call.params()
     places = _devices.placements(params, window.param_specs, axes, mesh)
     specs = jax.tree.unflatten(jax.tree.structure(params), [p.spec for p in places])
@@ -775,7 +837,7 @@ def _loop(
         def evaluate(*params: jax.Array) -> tuple[jax.Array, list[Any]]:
             args = *params, *batch, *keys, *state.carry
             loss, *rest = jax.core.eval_jaxpr(program.jaxpr, operands.consts, *args)
-            return loss, rest
+            return loss, [jnp.asarray(x) for x in rest]  # an aux may be a plain number
 
         with jax.named_scope("compute"):
             loss, pullback, rest = jax.vjp(evaluate, *operands.params, has_aux=True)
@@ -892,7 +954,7 @@ def _add_gradient(
 
 
 def _blank(tree: Any) -> Any:
-    """Zeros of the types in `tree`, which say where they are and over what they vary."""
+    """Zeros of the types in `tree`: placed, and varying over devices, as they say."""
 
     def zeros(x: Any) -> jax.Array:
         aval = jax.typeof(x) if isinstance(x, jax.Array) else x

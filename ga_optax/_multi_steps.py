@@ -22,16 +22,17 @@ import dataclasses
 import functools
 import numbers
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from ga_optax import _noise, accumulator
+from ga_optax import _devices, _noise, accumulator
 from ga_optax.accumulator import Accumulator
 
 __all__ = [
@@ -56,9 +57,12 @@ class MultiStepsState(NamedTuple):
       inner_opt_state: the state of the inner optimizer.
       acc_grads: Σ w·g over the open window, with the shapes of the parameters. While
         `mini_step` is 0 it holds what the inner optimizer saw last, which the next
-        micro-step overwrites. `()` where a static k of 1 needs none.
+        micro-step overwrites. `()` where a static k of 1 needs none. With a
+        `data_axis` it is the sum of each device, `[devices, ...]`, `[1, ...]` inside
+        the `shard_map`, also after a step.
       skip_state: what `should_skip_update_fn` returned last.
-      weight: Σ w over the open window, a float `[]`.
+      weight: Σ w over the open window, a float `[]`; with a `data_axis` one for each
+        device, `[devices]`.
       emitted: whether the last call emitted, bool `[]`.
       micro_steps: micro-steps accumulated since `init`, int32 `[]`.
       skipped_micro_steps: micro-steps that `should_skip_update_fn` left out, int32
@@ -91,7 +95,7 @@ class Stats(NamedTuple):
       skipped_micro_steps: micro-steps that `should_skip_update_fn` left out.
       skipped_windows: windows that closed without a step, since they were not finite
         or had weight 0.
-      weight: Σ w of the open window.
+      weight: Σ w of the open window, over all devices where the state is whole.
       fill: micro-steps in the open window.
     """
 
@@ -104,7 +108,7 @@ class Stats(NamedTuple):
 
     @property
     def skipped(self) -> jax.Array:
-        """Everything that was skipped: micro-steps and whole windows."""
+        """Everything that was skipped, micro-steps and whole windows."""
         return self.skipped_micro_steps + self.skipped_windows
 
 
@@ -196,9 +200,16 @@ class MultiSteps(optax.GradientTransformationExtraArgs):
       accumulator_dtype: see `accumulator.init`.
       track_noise: whether to keep what `noise_scale` needs. A micro-step then reads the
         gradient once more, and a step the mean. A static k of 1 has nothing to keep.
+      data_axis: a mesh axis, or several, that split the batch: for gradients of one
+        device's rows, inside `jax.shard_map`. Every device accumulates its own, no
+        micro-step communicates, and the step reduces over the axis once. (A skip
+        function has to be agreed on: it costs one scalar all-reduce a micro-step.)
+        Where the compiler splits the batch, under `jax.jit` alone, gradients come
+        reduced: leave it out, or use `value_and_grad(data_axis=)`.
 
     Attributes:
-      init: `params -> MultiStepsState`.
+      init: `params -> MultiStepsState`. Leaves of the accumulator are sharded as the
+        parameters are, wherever arrays or their types say that.
       update: `(grads, state, params=None, *, weight=None, **extra_args) -> (updates,
         state)`. `weight` says how much this micro-batch counts: see `accumulator.add`.
 
@@ -217,6 +228,7 @@ class MultiSteps(optax.GradientTransformationExtraArgs):
         should_skip_update_fn: optax.ShouldSkipUpdateFunction | None = None,
         accumulator_dtype: DTypeLike | None = jnp.float32,
         track_noise: bool = False,
+        data_axis: str | Sequence[str] | None = None,
     ) -> "MultiSteps":
         """Builds the pair of pure functions; see the class for the arguments."""
         if not (hasattr(opt, "init") and hasattr(opt, "update")):
@@ -236,6 +248,13 @@ class MultiSteps(optax.GradientTransformationExtraArgs):
                 f"{type(track_noise).__name__}. It decides what the state holds: pass "
                 "True or False."
             )
+        axes = _devices.check_data_axis(data_axis)
+        if axes and track_noise:
+            raise ValueError(
+                "track_noise must be False with a data_axis, since it would have to "
+                f"communicate in every micro-step, but data_axis is {data_axis!r}. "
+                "Track the noise in a run on one device, or leave data_axis out."
+            )
         window = _Window(
             inner=optax.with_extra_args_support(opt),
             every_k=_check_every_k(every_k_schedule),
@@ -243,6 +262,7 @@ class MultiSteps(optax.GradientTransformationExtraArgs):
             should_skip=should_skip_update_fn,
             dtype=accumulator.check_dtype(accumulator_dtype),
             track_noise=track_noise,
+            axes=axes,
         )
 
         @functools.wraps(window.update)
@@ -259,6 +279,23 @@ class MultiSteps(optax.GradientTransformationExtraArgs):
     def inner_opt(self) -> optax.GradientTransformationExtraArgs:
         """The inner optimizer, with support for extra arguments."""
         return self._window.inner
+
+    @property
+    def state_specs(self) -> MultiStepsState:
+        """How the state crosses a `jax.shard_map`: a prefix of `PartitionSpec`.
+
+        The sums of the devices lie along the `data_axis`, the rest is the same on all.
+
+        >>> import optax, ga_optax as ga
+        >>> tx = ga.MultiSteps(optax.sgd(0.1), 4, data_axis="data")
+        >>> tx.state_specs.acc_grads, tx.state_specs.inner_opt_state
+        (P('data',), P())
+        """
+        specs = MultiStepsState(*[PartitionSpec()] * len(MultiStepsState._fields))
+        if not self._window.axes:
+            return specs
+        of_device = _devices.split_spec(self._window.axes)
+        return specs._replace(acc_grads=of_device, weight=of_device)
 
     def has_updated(self, state: optax.OptState) -> jax.Array:
         """Whether the last call emitted; see the function `has_updated`."""
@@ -277,6 +314,7 @@ class MultiSteps(optax.GradientTransformationExtraArgs):
             w.should_skip,
             w.dtype,
             w.track_noise,
+            w.axes or None,
         )
 
     def __repr__(self) -> str:
@@ -284,7 +322,8 @@ class MultiSteps(optax.GradientTransformationExtraArgs):
         return (
             f"MultiSteps({w.inner!r}, every_k_schedule={w.every_k!r}, "
             f"use_grad_mean={w.use_grad_mean}, should_skip_update_fn={w.should_skip}, "
-            f"accumulator_dtype={w.dtype}, track_noise={w.track_noise})"
+            f"accumulator_dtype={w.dtype}, track_noise={w.track_noise}, "
+            f"data_axis={w.axes or None})"
         )
 
 
@@ -439,7 +478,7 @@ def stats(state: optax.OptState) -> Stats:
         steps=state.gradient_step,
         skipped_micro_steps=state.skipped_micro_steps,
         skipped_windows=state.skipped_windows,
-        weight=state.weight,
+        weight=jnp.sum(state.weight),
         fill=state.mini_step,
     )
 
@@ -554,6 +593,7 @@ class _Window:
     should_skip: optax.ShouldSkipUpdateFunction | None
     dtype: np.dtype | None
     track_noise: bool
+    axes: tuple[str, ...]
 
     @property
     def drops_windows(self) -> bool:
@@ -561,6 +601,7 @@ class _Window:
 
     def init(self, params: optax.Params) -> MultiStepsState:
         acc = accumulator.init(params, self.dtype)
+        held = self.held(acc)
         skip_state = ()
         if self.should_skip is not None:
             zeros = acc.total if self.drops_windows else optax.tree.zeros_like(params)
@@ -569,15 +610,67 @@ class _Window:
             mini_step=acc.count,
             gradient_step=jnp.zeros([], jnp.int32),
             inner_opt_state=self.inner.init(params),
-            acc_grads=() if self.every_k == 1 else acc.total,
+            acc_grads=() if self.every_k == 1 else held.total,
             skip_state=skip_state,
-            weight=acc.weight,
+            weight=held.weight,
             emitted=jnp.zeros([], bool),
             micro_steps=jnp.zeros([], jnp.int32),
             skipped_micro_steps=jnp.zeros([], jnp.int32),
             skipped_windows=jnp.zeros([], jnp.int32),
             noise=_noise.init(acc.weight) if self.track_noise else (),
         )
+
+    def held(self, acc: Accumulator) -> Accumulator:
+        """An empty accumulator as the state holds it: a part for each device."""
+        if not self.axes:
+            return acc
+
+        def zeros(acc: Accumulator) -> Accumulator:
+            parts = jax.tree.map(lambda x: jnp.zeros_like(x)[None], acc)
+            return _devices.vary(parts, self.axes)
+
+        mesh = _devices.find_mesh(self.axes, None)
+        if mesh is None:
+            return zeros(acc)
+        split = _devices.split_spec(self.axes)
+        return _devices.over_mesh(
+            zeros, mesh, self.axes, (acc,), (PartitionSpec(),), split
+        )
+
+    def accumulator_of(self, state: MultiStepsState) -> Accumulator:
+        """This device's accumulator."""
+        acc = Accumulator(state.acc_grads, state.weight, state.mini_step)
+        if not self.axes:
+            return acc
+        if _devices.find_mesh(self.axes, None) is not None:
+            raise ValueError(
+                f"With data_axis={self.axes} this must be called inside a "
+                "jax.shard_map over that axis, with state_specs for the state, but it "
+                "is called outside. Wrap the training step; or leave data_axis out "
+                "where the compiler splits the batch."
+            )
+        for path, leaf in jax.tree_util.tree_flatten_with_path(acc)[0][:-1]:
+            if jnp.shape(leaf)[:1] != (1,):
+                raise ValueError(
+                    "Inside the shard_map the state must hold this device's part of "
+                    f"the accumulator, [1, ...], but {accumulator.leaf_name(path)} has "
+                    f"shape {jnp.shape(leaf)}. Pass state_specs as its in_specs."
+                )
+        return Accumulator(*jax.tree.map(lambda x: x[0], acc[:2]), acc.count)
+
+    def check_not_reduced(self, grads: optax.Updates) -> None:
+        if not self.axes or not _devices.checks_varying():
+            return
+        for path, leaf in jax.tree_util.tree_flatten_with_path(grads)[0]:
+            reduced = set(self.axes) - _devices.varying(leaf)
+            if reduced:
+                raise ValueError(
+                    "With a data_axis, grads must be those of one device, but "
+                    f"{accumulator.leaf_name(path)} is the same along "
+                    f"{tuple(sorted(reduced))}: it is reduced already. Differentiate "
+                    "with respect to the device's own copy of the parameters: "
+                    "jax.lax.pcast(params, axis, to='varying')."
+                )
 
     def update(
         self,
@@ -622,14 +715,14 @@ class _Window:
         self.check_noise(state)
         if not jax.tree.leaves(state.acc_grads):
             return params, state
+        acc = self.accumulator_of(state)
         accumulator.check_gradients(
-            state.acc_grads, params, name="params", expected="the state"
+            acc.total, params, name="params", expected="the state"
         )
-        acc = Accumulator(state.acc_grads, state.weight, state.mini_step)
         call = self.call_that_applies(params, state, params, extra_args)
         some = acc.count > 0
         acc = self.finished(acc, some)
-        outcome = self.close(call, state, acc, some & (acc.weight > 0), static=False)
+        outcome = self.close(call, state, acc, some, weighted=True, static=False)
         flushed = self.next_state(state, acc, some, outcome)
         return outcome.out, flushed._replace(
             emitted=jnp.where(some, flushed.emitted, state.emitted)
@@ -663,12 +756,14 @@ class _Window:
         if emit is None and isinstance(k, int) and k == 1:
             emit = True
 
+        acc = self.accumulator_of(state)
+        self.check_not_reduced(call.grads)
         structures = map(jax.tree.structure, ((), state.acc_grads, call.grads))
         empty, held, needed = structures
         keeps_nothing = held == empty != needed
         if keeps_nothing and not emit:
             raise ValueError(_NO_ACCUMULATOR)
-        required = call.params if keeps_nothing else state.acc_grads
+        required = call.params if keeps_nothing else acc.total
         if required is not None:
             accumulator.check_gradients(required, call.grads)
         if weight is not None:
@@ -679,9 +774,13 @@ class _Window:
             skip, skip_state = self.ask_to_skip(
                 call.grads, state.gradient_step, call.params
             )
+            if self.axes:  # all devices skip, or none
+                skip, skip_state = jax.tree.map(
+                    lambda x: jax.lax.pmax(x, self.axes),
+                    _devices.vary((skip, skip_state), self.axes),
+                )
             state = state._replace(skip_state=_cast_like(skip_state, state.skip_state))
 
-        acc = Accumulator(state.acc_grads, state.weight, state.mini_step)
         if keeps_nothing:
             acc = accumulator.init(call.grads, self.dtype)
         with jax.named_scope("ga_optax.accumulate"):
@@ -698,16 +797,18 @@ class _Window:
         else:
             emits = emit
         closes = _and(emits, _not(skip))
-        # Without a weight this micro-batch counts 1, so that the window's is not 0.
-        runs = closes if weight is None else _and(closes, acc.weight > 0)
         if not (keeps_nothing and weight is None):  # the mean of one is that one
             acc = self.finished(acc, closes)
-        if emit:
+        if emit and not self.axes:
             # Without the barrier XLA would fold the last addition into the optimizer,
             # which then reads the old sum after the new one has overwritten it, and
             # so copies it first.
             acc = jax.lax.optimization_barrier(acc)
-        outcome = self.close(call, state, acc, runs, static=emit is not None)
+        # Without a weight this micro-batch counts 1, so that the window's is not 0.
+        weighted = weight is not None
+        outcome = self.close(
+            call, state, acc, closes, weighted, static=emit is not None
+        )
 
         state = self.next_state(state, acc, closes, outcome)
         return outcome.out, state._replace(
@@ -724,27 +825,42 @@ class _Window:
         thing that happens: XLA computes a division once, and anything cheaper that
         follows it again for each reader, out of a sum that it has to copy for that.
         """
-        if not self.use_grad_mean or closes is False:
+        if not self.use_grad_mean or closes is False or self.axes:
             return acc
         divide = functools.partial(accumulator.divide, weight=acc.weight)
         return _select(closes, acc._replace(total=jax.tree.map(divide, acc.total)), acc)
+
+    def merged(self, acc: Accumulator) -> Accumulator:
+        """What the devices hold together, as `finished` leaves it on one."""
+        if not self.axes:
+            return acc
+        with jax.named_scope("ga_optax.merge"):
+            acc = _devices.merge_across(acc, self.axes)
+        if not self.use_grad_mean:
+            return acc
+        divide = functools.partial(accumulator.divide, weight=acc.weight)
+        return acc._replace(total=jax.tree.map(divide, acc.total))
 
     def close(
         self,
         call: _Call,
         state: MultiStepsState,
         acc: Accumulator,
-        runs: bool | jax.Array,
+        closes: bool | jax.Array,
+        weighted: bool,
         static: bool,
     ) -> _Outcome:
-        """Runs the inner optimizer where `runs`, and leaves everything elsewhere."""
+        """Runs the inner optimizer where the window `closes`; else leaves everything.
+
+        It does not run where the window has weight 0, or is dropped.
+        """
 
         def leave(skip_state: Any) -> _Outcome:
             no = jnp.zeros_like(state.emitted)
             idle = call.idle()
             return _Outcome(idle, state.inner_opt_state, skip_state, no, state.noise)
 
-        def step(skip_state: Any) -> _Outcome:
+        def step(acc: Accumulator, skip_state: Any) -> _Outcome:
             with jax.named_scope("ga_optax.update"):
                 updates, inner = self.inner.update(
                     self.gradients_for_inner(call, state, acc.total),
@@ -757,21 +873,34 @@ class _Window:
                 out = call.finish(updates)
                 return _Outcome(out, inner, skip_state, yes, self.noise(state, acc))
 
-        def step_if_finite() -> _Outcome:
+        def step_if_finite(acc: Accumulator) -> _Outcome:
             drop, skip_state = self.ask_to_skip(
                 acc.total, state.gradient_step, call.params
             )
             skip_state = _cast_like(skip_state, state.skip_state)
             return _when(
-                ~drop, lambda: step(skip_state), lambda: leave(skip_state), static
+                ~drop, lambda: step(acc, skip_state), lambda: leave(skip_state), static
             )
 
-        return _when(
-            runs,
-            step_if_finite if self.drops_windows else lambda: step(state.skip_state),
-            lambda: leave(state.skip_state),
-            static,
-        )
+        def run(acc: Accumulator) -> _Outcome:
+            if self.drops_windows:
+                return step_if_finite(acc)
+            return step(acc, state.skip_state)
+
+        def stay() -> _Outcome:
+            return leave(state.skip_state)
+
+        if not self.axes:
+            runs = _and(closes, acc.weight > 0) if weighted else closes
+            return _when(runs, lambda: run(acc), stay, static)
+
+        def run_merged() -> _Outcome:
+            # Only the sum over all devices says whether there is any weight.
+            all_of_them = self.merged(acc)
+            some = all_of_them.weight > 0 if weighted else True
+            return _when(some, lambda: run(all_of_them), stay, static)
+
+        return _when(closes, run_merged, stay, static)
 
     def check_noise(self, state: MultiStepsState) -> None:
         if self.track_noise and not isinstance(state.noise, _noise.NoiseState):
@@ -815,6 +944,9 @@ class _Window:
         outcome: _Outcome,
     ) -> MultiStepsState:
         """The state after the call; nothing resets `acc.total`."""
+        if self.axes:
+            parts = jax.tree.map(lambda x: x[None], acc[:2])
+            acc = Accumulator(*_devices.vary(parts, self.axes), acc.count)
         return state._replace(
             mini_step=jnp.where(closes, jnp.zeros_like(acc.count), acc.count),
             gradient_step=_count(state.gradient_step, outcome.emitted),
@@ -839,6 +971,10 @@ class _Window:
         def bare(grads: optax.Updates, inner: optax.OptState, params: Any) -> Any:
             return self.inner.update(grads, inner, params, **extra_args)[0]
 
+        if self.axes:  # of one device here, and of all of them there
+            grads = jax.tree.map(
+                lambda g: jax.ShapeDtypeStruct(g.shape, jnp.result_type(g)), grads
+            )
         return jax.eval_shape(bare, grads, state.inner_opt_state, params)
 
     def window_length(self, step: jax.Array) -> int | jax.Array:

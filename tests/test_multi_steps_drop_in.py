@@ -187,7 +187,7 @@ def test_a_transformation_of_module_level_functions_pickles():
     inner = optax.GradientTransformation(optax.init_empty_state, _identity)
     tx = ga.MultiSteps(inner, 3, True, skip_nothing)
     clone = pickle.loads(pickle.dumps(copy.copy(tx).__reduce__()[1][1:]))
-    assert clone == (3, True, skip_nothing, np.dtype(np.float32), False)
+    assert clone == (3, True, skip_nothing, np.dtype(np.float32), False, None)
 
 
 def _identity(updates, state, params=None):
