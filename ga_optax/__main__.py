@@ -2,6 +2,7 @@
 
     python -m ga_optax verify package.module:loss package.module:make_inputs -k 4
     python -m ga_optax plan package.module:make_step package.module:make_inputs
+    python -m ga_optax audit module.after_optimizations.txt
 
 Each command is a function that adds its parser, with the function that runs it as the
 default of `run`; `_COMMANDS` lists them.
@@ -9,6 +10,7 @@ default of `run`; `_COMMANDS` lists them.
 
 import argparse
 import importlib
+import pathlib
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -17,6 +19,7 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 
+from ga_optax._audit import audit
 from ga_optax._plan import NothingFitsError, parse_bytes, plan
 from ga_optax._verify import verify
 
@@ -26,6 +29,7 @@ Gradient accumulation for JAX and Optax: questions that you can ask of your own 
   verify   Is the gradient over micro-batches that of the undivided batch?
            If not, why not, and which line mends it?
   plan     How many micro-batches does the step need to fit into memory?
+  audit    What does a compiled step communicate, and how often?
 """
 
 _VERIFY = """\
@@ -79,6 +83,30 @@ exit status:
   0  the page names the fewest micro-batches that fit
   1  nothing fits; the page says how much memory the smallest needs
   2  there is no plan: an argument is wrong, or your code raised
+"""
+
+
+_AUDIT = """\
+Reads a compiled program and prints its collectives: what crosses the network, how many
+bytes on each device, and whether it stands in a loop.
+
+The file holds optimised HLO. Write it from Python, or let XLA dump all programs:
+
+    compiled = jax.jit(step).lower(*arguments).compile()
+    pathlib.Path("step.txt").write_text(compiled.as_text())
+
+    XLA_FLAGS=--xla_dump_to=hlo python train.py   # *after_optimizations.txt
+
+Then:
+
+    python -m ga_optax audit step.txt
+"""
+
+_AUDIT_END = """\
+exit status:
+  0  no collective stands in a loop
+  1  some do; the last lines say what to make of it
+  2  there is nothing to read: the file is missing, or is no optimised HLO
 """
 
 
@@ -268,6 +296,29 @@ def _plan(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _add_audit(commands: Any) -> None:
+    parser = commands.add_parser(
+        "audit",
+        help="what does a compiled step communicate, and how often?",
+        description=_AUDIT,
+        epilog=_AUDIT_END,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("file", metavar="FILE", help="optimised HLO text")
+    parser.set_defaults(run=_audit, error=parser.error)
+
+
+def _audit(arguments: argparse.Namespace) -> int:
+    """Prints the table of `audit`."""
+    try:
+        text = pathlib.Path(arguments.file).read_text(encoding="utf-8")
+        found = audit(text)
+    except (OSError, ValueError) as wrong:
+        arguments.error(f"cannot read {arguments.file}: {wrong}")
+    print(found)
+    return 1 if found.in_loop else 0
+
+
 def _named(name: str, error: Callable[[str], NoReturn]) -> Callable[..., Any]:
     """The function called "module:function", or a message for the one who typed it."""
     module_name, colon, attribute = name.partition(":")
@@ -302,7 +353,7 @@ def _named(name: str, error: Callable[[str], NoReturn]) -> Callable[..., Any]:
     return found
 
 
-_COMMANDS = (_add_verify, _add_plan)
+_COMMANDS = (_add_verify, _add_plan, _add_audit)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -394,7 +394,8 @@ def _mean(call: Call, acc: Accumulator, stacked: Sequence[bool]) -> optax.Update
 
     def whole(total: jax.Array) -> jax.Array:
         if power_of_two and k > 1 and not jnp.iscomplexobj(total):
-            return total * (1 / k)
+            factor = 1 / acc.weight if call.axes else 1 / k
+            return total * jnp.asarray(factor, total.dtype)
         return accumulator.average(total, acc.weight)
 
     def by_slice(total: jax.Array) -> jax.Array:
@@ -683,10 +684,9 @@ def _fold(
 def _merge(state: "_State", call: Call) -> "_State":
     """The state of all devices: one communication, but for what is sharded."""
     axes = call.axes
-    weighted = call.window.weight_fn is not None
-    small, structure = jax.tree.flatten(
-        (state.means.total, state.sums, state.weight if weighted else ())
-    )
+    # Σ w is reduced without weights, too: were the processes of a run to disagree on
+    # the number of micro-batches, they would still all divide by the same number.
+    small, structure = jax.tree.flatten((state.means.total, state.sums, state.weight))
     to_reduce = [i for i, place in enumerate(call.where) if place is not None]
     places = [call.where[i] for i in to_reduce]
     out = _devices.reduce(
@@ -698,9 +698,6 @@ def _merge(state: "_State", call: Call) -> "_State":
     for i, x in zip(to_reduce, out[: len(places)], strict=True):
         total[i] = x
     means, sums, weight = jax.tree.unflatten(structure, out[len(places) :])
-    if not weighted:
-        micro_batches = call.window.num_microbatches * _devices.num_devices(axes, None)
-        weight = jnp.asarray(micro_batches, state.weight.dtype)
 
     def shared(x: jax.Array) -> jax.Array:
         if jnp.issubdtype(x.dtype, jnp.inexact):

@@ -15,7 +15,7 @@ from ga_optax.testing import assert_trees_bitwise_equal
 
 WIDTH, LAYERS, ROWS = 16, 3, 64
 GRADIENT_BYTES = 4 * (WIDTH * WIDTH * (1 + LAYERS) + WIDTH)
-# The scalars that travel with the gradient: Σ w·loss, and Σ w where there are weights.
+# The scalars that travel with the gradient: Σ w·loss and Σ w.
 SCALARS = 8
 KINDS = [AxisType.Auto, AxisType.Explicit]
 REDUCTIONS = ("all-reduce", "reduce-scatter")
@@ -135,7 +135,7 @@ def test_one_all_reduce_for_any_number_of_micro_batches(kind, in_place, k):
         (),
         ("data",),
     )
-    assert reduction.num_bytes == GRADIENT_BYTES + 4
+    assert reduction.num_bytes == GRADIENT_BYTES + SCALARS
     assert_close(got, jax.value_and_grad(mean_loss)(params, batch))
 
 
@@ -229,7 +229,7 @@ def test_a_model_axis_stays_with_the_compiler(in_place):
     # Each device holds half of the matrices; one all-reduce, of its half.
     assert all(not c.loops and c.kind == "all-reduce" for c in over_data)
     half = GRADIENT_BYTES // 2
-    assert half < sum(c.num_bytes for c in over_data) <= half + 4 * WIDTH // 2 + 4
+    assert half < sum(c.num_bytes for c in over_data) <= half + 4 * WIDTH // 2 + SCALARS
     assert any(c.axes == ("model",) for c in audit.in_loop)  # the model's own
     assert_close(got, jax.value_and_grad(mean_loss)(params, batch))
 
@@ -276,7 +276,7 @@ def test_sharded_parameters_cost_one_gather_and_one_reduce_scatter(kind, k):
     assert by_kind == {
         "all-gather": matrices // 8,
         "reduce-scatter": matrices,
-        "all-reduce": 4 * WIDTH + 4,
+        "all-reduce": 4 * WIDTH + SCALARS,
     }
     assert_close(got, jax.value_and_grad(mean_loss)(params, batch))
     assert (

@@ -1,0 +1,294 @@
+"""`audit` reads every form in which XLA prints a collective."""
+
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import ga_optax as ga
+from ga_optax.__main__ import main
+
+HEAD = """\
+HloModule jit_step, is_scheduled=true, entry_computation_layout={()->f32[]}
+
+%add (x: f32[], y: f32[]) -> f32[] {
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %sum = f32[] add(%x, %y)
+}
+
+"""
+
+
+def entry(*lines, before=""):
+    body = "".join(f"  {line}\n" for line in lines)
+    return f"{HEAD}{before}ENTRY %main (p: f32[8,4]) -> f32[] {{\n{body}}}\n"
+
+
+PARAMETER = "%p = f32[8,4]{1,0} parameter(0)"
+
+
+def only(text, mesh=None):
+    [collective] = ga.audit(text, mesh).collectives
+    return collective
+
+
+@pytest.mark.parametrize(
+    ("kind", "attributes"),
+    [
+        ("all-reduce", "replica_groups={{0,1}}, to_apply=%add"),
+        ("all-gather", "replica_groups={{0,1}}, dimensions={0}"),
+        ("reduce-scatter", "replica_groups={{0,1}}, dimensions={0}, to_apply=%add"),
+        ("all-to-all", "replica_groups={{0,1}}, dimensions={0}"),
+        ("collective-permute", "source_target_pairs={{0,1},{1,0}}"),
+        ("collective-broadcast", "replica_groups={{0,1}}"),
+        ("ragged-all-to-all", "replica_groups={{0,1}}"),
+    ],
+)
+def test_every_kind_is_found_with_its_operand_bytes(kind, attributes):
+    found = only(entry(PARAMETER, f"%c = f32[16,4]{{1,0}} {kind}(%p), {attributes}"))
+    assert (found.kind, found.num_bytes, found.times) == (kind, 128, 1)
+    assert found.replica_groups.startswith("{{0,1}")
+
+
+def test_operands_with_their_types_beside_them_count_as_much():
+    line = (
+        "%c = f32[8,4] all-reduce(f32[8,4]{1,0} %p), replica_groups={}, to_apply=%add"
+    )
+    assert only(entry(PARAMETER, line)).num_bytes == 128
+
+
+def test_a_tuple_counts_all_of_its_operands():
+    found = only(
+        entry(
+            PARAMETER,
+            "%q = bf16[10]{0} parameter(1)",
+            "%c = (f32[8,4]{1,0}, /*index=1*/bf16[10]{0}) all-reduce(%p, %q), "
+            "replica_groups={{0,1}}, to_apply=%add",
+        )
+    )
+    assert found.num_bytes == 128 + 20
+
+
+def test_an_asynchronous_pair_counts_once():
+    found = only(
+        entry(
+            PARAMETER,
+            "%s = (f32[8,4]{1,0}, f32[16,4]{1,0}) all-gather-start(%p), "
+            "replica_groups={{0,1}}, dimensions={0}",
+            "%d = f32[16,4]{1,0} all-gather-done(%s)",
+        )
+    )
+    assert (found.kind, found.name, found.num_bytes) == ("all-gather", "s", 128)
+
+
+def test_an_asynchronous_call_counts_what_it_wraps_once():
+    wrapped = """\
+%async_computation (q: f32[8,4]) -> f32[4,4] {
+  %q = f32[8,4]{1,0} parameter(0)
+  ROOT %rs = f32[4,4]{1,0} reduce-scatter(%q), replica_groups={{0,1}}, dimensions={0}, \
+to_apply=%add
+}
+
+"""
+    found = only(
+        entry(
+            PARAMETER,
+            "%s = ((f32[8,4]{1,0}), f32[4,4]{1,0}, u32[]) async-start(%p), "
+            "calls=%async_computation",
+            "%d = f32[4,4]{1,0} async-done(%s)",
+            before=wrapped,
+        )
+    )
+    assert (found.kind, found.num_bytes) == ("reduce-scatter", 128)
+
+
+LOOP = """\
+%body (t: (s32[], f32[8,4])) -> (s32[], f32[8,4]) {
+  %t = (s32[], f32[8,4]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%t), index=0
+  %g = f32[8,4]{1,0} get-tuple-element(%t), index=1
+  %r = f32[8,4]{1,0} all-reduce(%g), replica_groups={{0,1}}, to_apply=%add
+  ROOT %o = (s32[], f32[8,4]{1,0}) tuple(%i, %r)
+}
+
+%condition (t: (s32[], f32[8,4])) -> pred[] {
+  %t = (s32[], f32[8,4]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%t), index=0
+  %n = s32[] constant(5)
+  ROOT %c = pred[] compare(%i, %n), direction=LT
+}
+
+"""
+WHILE = "%w = (s32[], f32[8,4]{1,0}) while(%t), condition=%condition, body=%body"
+
+
+def test_a_loop_says_how_often():
+    trips = ', backend_config={"known_trip_count":{"n":"7"}}'
+    found = only(entry(PARAMETER, WHILE + trips, before=LOOP))
+    assert found.loops == (("w", 7),)
+    assert (found.times, found.total_bytes) == (7, 7 * 128)
+
+
+def test_a_loop_that_does_not_say_is_read_off_its_bound():
+    assert only(entry(PARAMETER, WHILE, before=LOOP)).loops == (("w", 5),)
+
+
+def test_a_loop_of_unknown_length_is_said_to_be_so():
+    unknown = LOOP.replace("constant(5)", "parameter(1)")
+    audit = ga.audit(entry(PARAMETER, WHILE, before=unknown))
+    assert audit.in_loop[0].loops == (("w", None),)
+    assert audit.total_bytes is None
+    assert "loop of ?" in str(audit)
+    assert "an unknown number of bytes" in str(audit)
+
+
+def test_loops_in_loops_multiply():
+    outer = """\
+%outer_body (u: f32[8,4]) -> f32[8,4] {
+  %u = f32[8,4]{1,0} parameter(0)
+  %t = (s32[], f32[8,4]{1,0}) tuple(%u)
+  %w = (s32[], f32[8,4]{1,0}) while(%t), condition=%condition, body=%body
+}
+
+%never (u: f32[8,4]) -> pred[] {
+  %u = f32[8,4]{1,0} parameter(0)
+  ROOT %b = pred[] constant(false)
+}
+
+"""
+    line = (
+        "%v = f32[8,4]{1,0} while(%p), condition=%never, body=%outer_body, "
+        'backend_config={"known_trip_count":{"n":"3"}}'
+    )
+    found = only(entry(PARAMETER, line, before=LOOP + outer))
+    assert found.loops == (("v", 3), ("w", 5))
+    assert found.total_bytes == 15 * 128
+
+
+def test_a_branch_is_marked():
+    branch = """\
+%yes (q: f32[8,4]) -> f32[8,4] {
+  %q = f32[8,4]{1,0} parameter(0)
+  ROOT %r = f32[8,4]{1,0} all-reduce(%q), replica_groups={{0,1}}, to_apply=%add
+}
+
+%no (q: f32[8,4]) -> f32[8,4] {
+  ROOT %q = f32[8,4]{1,0} parameter(0)
+}
+
+"""
+    for attribute in (
+        "branch_computations={%no, %yes}",
+        "true_computation=%yes, false_computation=%no",
+    ):
+        line = f"%c = f32[8,4]{{1,0}} conditional(%b, %p, %p), {attribute}"
+        audit = ga.audit(entry(PARAMETER, line, before=branch))
+        assert audit.collectives[0].conditional
+        assert "in a branch" in str(audit)
+
+
+@pytest.mark.parametrize(
+    ("groups", "axes"),
+    [
+        ("{{0,2,4,6},{1,3,5,7}}", ("data",)),
+        ("{{0,1},{2,3},{4,5},{6,7}}", ("model",)),
+        ("[4,2]<=[8]", ("model",)),
+        ("[2,4]<=[4,2]T(1,0)", ("data",)),
+        ("[1,8]<=[8]", ("data", "model")),
+        ("mesh['data'=4,'model'=2] {'data'}", ("data",)),
+        ("mesh['axis_0'=4,'axis_1'=2] {'axis_1'}", ("model",)),
+        ("{}", ("data", "model")),
+        ("{{0,3},{1,2},{4,7},{5,6}}", None),
+    ],
+)
+def test_a_mesh_gives_the_groups_their_names(groups, axes):
+    mesh = jax.make_mesh((4, 2), ("data", "model"))
+    line = f"%c = f32[8,4] all-reduce(%p), replica_groups={groups}, to_apply=%add"
+    assert only(entry(PARAMETER, line), mesh).axes == axes
+    assert only(entry(PARAMETER, line)).axes is None
+    assert only(entry(PARAMETER, line)).replica_groups == groups
+
+
+def test_a_compiled_program_is_read_as_it_runs():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+
+    def step(x):
+        def body(acc, _):
+            return jnp.tanh(acc + x), None
+
+        acc, _ = jax.lax.scan(body, jnp.zeros_like(x), length=6)
+        return jax.lax.psum(acc, "data")
+
+    mapped = jax.shard_map(
+        step, mesh=mesh, in_specs=P("data"), out_specs=P(), check_vma=False
+    )
+    audit = ga.audit(jax.jit(mapped).lower(jnp.ones((8, 100))).compile())
+    assert not audit.in_loop
+    assert audit.total_bytes == 400
+    assert "1 collective, none in a loop: 400 bytes" in str(audit)
+
+
+def test_what_stands_in_a_loop_is_what_to_worry_about():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+
+    def step(x):
+        def body(acc, _):
+            return jnp.tanh(acc + jax.lax.psum(acc, "data")), None
+
+        return jax.lax.scan(body, x, length=6)[0]
+
+    mapped = jax.shard_map(
+        step, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False
+    )
+    audit = ga.audit(jax.jit(mapped).lower(jnp.ones((8, 100))).compile(), mesh)
+    assert audit.total_bytes == 6 * 400
+    assert audit.in_loop[0].axes == ("data",)
+    page = str(audit)
+    assert "loop of 6" in page
+    assert "data_axis=" in page
+
+
+def test_one_device_does_not_communicate():
+    compiled = jax.jit(lambda x: x + 1).lower(jnp.ones(3)).compile()
+    assert str(ga.audit(compiled)).startswith("No collectives")
+
+
+@pytest.mark.parametrize("wrong", [None, 3, jax.jit(lambda x: x).lower(1.0)])
+def test_what_is_not_compiled_says_how_to(wrong):
+    with pytest.raises(TypeError, match=r"lower\(\*args\)\.compile\(\)"):
+        ga.audit(wrong)
+
+
+@pytest.mark.parametrize("text", ["", "hello", "module @jit_f { func.func }"])
+def test_text_that_is_no_hlo_says_what_to_pass(text):
+    with pytest.raises(ValueError, match="optimised HLO module with an ENTRY"):
+        ga.audit(text)
+
+
+def test_the_command_line_prints_the_table(tmp_path, capsys):
+    file = tmp_path / "step.txt"
+    file.write_text(entry(PARAMETER, WHILE, before=LOOP))
+    assert main(["audit", str(file)]) == 1
+    assert "loop of 5" in capsys.readouterr().out
+    file.write_text(entry(PARAMETER))
+    assert main(["audit", str(file)]) == 0
+    assert "No collectives" in capsys.readouterr().out
+
+
+def test_the_command_line_says_what_it_cannot_read(tmp_path):
+    (tmp_path / "notes.txt").write_text("hello")
+    for name in ("notes.txt", "missing.txt"):
+        done = subprocess.run(
+            [sys.executable, "-m", "ga_optax", "audit", str(tmp_path / name)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 2
+        assert "cannot read" in done.stderr
+        assert "Traceback" not in done.stderr
