@@ -37,6 +37,7 @@ from ga_optax import data
 
 mpl.use("Agg")  # draws into files, with no window
 import matplotlib.pyplot as plt
+from matplotlib import ticker
 
 STEPS = 600
 BATCH = 64  # examples in a window
@@ -141,9 +142,11 @@ def draw_picture(path: pathlib.Path, rows: list[Row]) -> None:
     blue, orange, grey = "#2b6cb0", "#dd6b20", "#718096"
     known = [row for row in rows if row.scale.known]
     steps = [row.step for row in known]
-    top = 3 * max(max(row.exact, float(row.scale.value)) for row in known)
-    low = [max(float(row.scale.low), 1.0) for row in known]
-    high = [min(float(row.scale.high), top) for row in known]
+    values = [v for row in known for v in (row.exact, float(row.scale.value))]
+    bottom, top = 0.5 * min(BATCH, *values), 3 * max(values)
+    # What is 0 or inf leaves the picture.
+    low = [max(float(row.scale.low), bottom / 10) for row in known]
+    high = [min(float(row.scale.high), top * 10) for row in known]
     with plt.rc_context({"axes.spines.top": False, "axes.spines.right": False}):
         figure, axes = plt.subplots(figsize=(9, 5), layout="constrained")
         axes.fill_between(
@@ -167,13 +170,18 @@ def draw_picture(path: pathlib.Path, rows: list[Row]) -> None:
         axes.annotate(
             f"a window: {BATCH} examples",
             (rows[-1].step, BATCH),
-            xytext=(0, 5),
+            xytext=(0, -5),
             textcoords="offset points",
             ha="right",
+            va="top",
             color=grey,
         )
         axes.set(xlabel="step", ylabel="noise scale, examples", yscale="log")
-        axes.set_ylim(BATCH / 2, top)
+        axes.set(xlim=(0, 1.01 * rows[-1].step), ylim=(bottom, top))
+        # 50, 100, 200, 500: an axis of so few decades needs more than powers of ten.
+        axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0)))
+        axes.yaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
+        axes.yaxis.set_minor_locator(ticker.NullLocator())
         axes.set_title(
             "The noise scale grows as the digits are learned", loc="left", weight="bold"
         )
@@ -198,11 +206,12 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     picture = args.out / "noise_scale.png"
     draw_picture(picture, rows)
-    last = rows[-1]
+    first, last = rows[0], rows[-1]
     print(
-        f"\nFrom {rows[0].exact:.0f} examples after {rows[0].step} steps to "
-        f"{last.exact:.0f} after {last.step}: the gradient shrinks "
-        f"faster than its noise. The picture is in {picture}."
+        f"\nExact: {first.exact:.0f} examples after {first.step} steps, "
+        f"{last.exact:.0f} after {last.step}. The window holds {BATCH}. "
+        f"{sum(row.scale.low <= row.exact <= row.scale.high for row in rows)} of "
+        f"{len(rows)} intervals hold the exact number. The picture is in {picture}."
     )
     return 0
 

@@ -102,17 +102,22 @@ class NoiseScale(NamedTuple):
             )
         of = f"{int(self.windows)} window{'s' if self.windows > 1 else ''}"
         if not self.known:
-            bound = f"; it is at least {self.low:.3g}" if self.low > 0 else ""
+            bound = f"; it is at least {_short(self.low)}" if self.low > 0 else ""
             return (
                 f"The noise scale is unknown after {of}: the estimate of |G|² is "
                 f"{self.squared_norm:.3g}, not positive{bound}."
             )
         ratio = f"{self.window / self.value:.2g}" if self.value > 0 else "infinitely"
         return (
-            f"The noise scale is {self.value:.3g} (95 %: {self.low:.3g} to "
-            f"{self.high:.3g}), after {of} of {self.window:.3g}: a window is {ratio} "
-            "times as large."
+            f"The noise scale is {_short(self.value)} (95 %: {_short(self.low)} to "
+            f"{_short(self.high)}), after {of} of {_short(self.window)}: a window is "
+            f"{ratio} times as large."
         )
+
+
+def _short(x: jax.Array) -> str:
+    """Three digits; a number of examples or tokens without an exponent."""
+    return f"{x:.0f}" if 999.5 <= x < 1e12 else f"{x:.3g}"
 
 
 def noise_scale(state: optax.OptState) -> NoiseScale:
@@ -149,7 +154,9 @@ def noise_scale(state: optax.OptState) -> NoiseScale:
     four windows, and float32 squares gradient norms from 1e-9 to 1e9.
 
     **Cost.** A few scalar operations, on the device. `track_noise` costs one read of
-    the gradient a micro-step, one read of the mean a window, and ten scalars.
+    the gradient a micro-step, one read of the mean a window, and ten scalars. Gradients
+    that are sharded are squared where they are: a scalar for each leaf is all that
+    crosses the network.
 
     Args:
       state: the state of a `MultiSteps` with `track_noise=True`, or any state that

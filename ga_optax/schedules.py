@@ -20,16 +20,18 @@ Sizes are in one unit of your choice, examples or tokens, the same for all argum
 How reports describe ramps:
 
 * GPT-3 (Brown et al., "Language Models are Few-Shot Learners", 2020, appendix B):
-  linearly from 32k tokens to the full batch over the first 4 to 12 billion tokens.
+  linearly from 32k tokens to the full batch over the first 4 to 12 billion tokens,
+  by the size of the model.
 * Megatron-LM (`--rampup-batch-size start increment samples`; Narayanan et al.,
   "Efficient Large-Scale Language Model Training on GPU Clusters", 2021): by increments
   that are spread evenly over the first samples. `linear` follows its rule.
 * PaLM (Chowdhery et al., "PaLM: Scaling Language Modeling with Pathways", 2022, section
-  5): 512 sequences until step 50k, 1024 until step 115k, 2048 from there.
-* Llama 3 (Grattafiori et al., "The Llama 3 Herd of Models", 2024, section 3.4.1): 4M
-  tokens, 8M after 252M tokens, 16M after 2.87T tokens.
+  5), its largest model: 512 sequences until step 50k, 1024 until step 115k, 2048 from
+  there.
+* Llama 3 (Grattafiori et al., "The Llama 3 Herd of Models", 2024, section 3.4.1), its
+  model of 405B parameters: 4M tokens, 8M after 252M tokens, 16M after 2.87T tokens.
 * DeepSeek-V3 (DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 4.2): from
-  3072 to 15360 sequences over the first 469B tokens.
+  3072 to 15360 over the first 469B tokens, gradually.
 """
 
 import bisect
@@ -165,7 +167,8 @@ def linear(
            11  1,152  4         256
     >>> tx = ga.MultiSteps(optax.adam(1e-3), ramp)
 
-    As GPT-3, 32k to 3.2M tokens over the first 12 billion, in micro-batches of 32k:
+    In the manner of GPT-3, from 32k to 3.2M tokens over the first 12 billion, in
+    micro-batches of 32k:
     `linear(32_000, 3_200_000, 12 * 10**9, microbatch_size=32_000)`.
 
     Args:

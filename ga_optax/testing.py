@@ -17,7 +17,8 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
-from ga_optax._verify import ulps, verify
+from ga_optax._verify import verify
+from ga_optax._verify_gradients import ulps
 
 __all__ = ["assert_accumulation_equivalent", "assert_trees_bitwise_equal"]
 
@@ -45,7 +46,7 @@ def assert_accumulation_equivalent(
     ...     loss, w, x, num_microbatches=2)  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     ...
-    AssertionError: [SCALE] The accumulated gradient is too small or too large ...
+    AssertionError: [SCALE] The loss is not a mean over the examples of its batch, ...
 
     **Exactness.** It passes where `ga_optax.verify` finds `EQUAL` or `ROUNDING`: in
     float64 the two agree to half of its digits, on every leaf. **Cost** as there.

@@ -2,15 +2,19 @@
 
 import functools
 import pickle
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import ga_optax as ga
-from ga_optax import _noise
+from ga_optax import _noise, testing
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 
@@ -366,12 +370,114 @@ def test_a_fresh_state_can_be_donated():
     assert int(state.noise.count) == 1
 
 
-def test_it_is_found_inside_a_chain_and_under_jit():
-    grads = draw(8)
-    tx = optax.chain(optax.clip(100.0), ga.MultiSteps(FROZEN, 4, track_noise=True))
-    scale = jax.jit(ga.noise_scale)(run(tx, grads[0], grads))
+def test_inside_a_chain_it_measures_what_reaches_it_and_is_found_under_jit():
+    grads, weights = draw(8), [1.0, 2.0, 3.0, 4.0] * 2
+    alone = ga.MultiSteps(FROZEN, 4, track_noise=True)
+    chain = optax.chain(optax.clip(0.5), alone, optax.scale(2.0))
+    state = chain.init(grads[0])
+    update = jax.jit(chain.update)
+    for g, w in zip(grads, weights, strict=True):
+        _, state = update(g, state, grads[0], weight=w)
+    clipped = jnp.clip(grads, -0.5, 0.5)
+    expected = run(alone, grads[0], clipped, weights)
+    testing.assert_trees_bitwise_equal(state[1].noise, expected.noise)
+    scale = jax.jit(ga.noise_scale)(state)
     assert int(scale.windows) == 2
-    assert bool(scale.known)
+    assert float(scale.window) == 10
+    # The twin: neither what came before the clipping nor other weights.
+    for other in (
+        run(alone, grads[0], grads, weights),
+        run(alone, grads[0], clipped, weights[::-1]),
+    ):
+        assert float(scale.trace) != float(ga.noise_scale(other).trace)
+
+
+# -- Several devices, and checkpoints --------------------------------------------------
+
+SHARDED_SIZE = 4096
+
+
+def sharded_setup(kind=AxisType.Auto):
+    """Integer gradients, whose sums of squares are exact in any order, on 8 devices."""
+    assert jax.device_count() == 8
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
+    split = NamedSharding(mesh, P("data"))
+    rng = np.random.default_rng(0)
+    grads = [
+        {
+            "w": jnp.asarray(rng.integers(-3, 4, (SHARDED_SIZE, 2)), jnp.float32),
+            "b": jnp.asarray(rng.integers(-3, 4, 8), jnp.float32),
+        }
+        for _ in range(8)
+    ]
+    tx = ga.MultiSteps(optax.sgd(0.125), 4, track_noise=True)
+    return tx, grads, [jax.device_put(g, split) for g in grads], split
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_sharded_parameters_give_the_bits_of_one_device_and_move_scalars_alone(kind):
+    tx, grads, sharded, split = sharded_setup(kind)
+    expected = run(tx, grads[0], grads)
+    state = run(tx, sharded[0], sharded)
+    assert state.acc_grads["w"].sharding.is_equivalent_to(split, 2)
+    assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves(state.noise))
+    testing.assert_trees_bitwise_equal(state.noise, expected.noise)
+    assert bool(ga.noise_scale(state).known)
+    # The twin: one shard that was left out shows.
+    fewer = [jax.tree.map(lambda g: g.at[: len(g) // 8].set(0), g) for g in grads]
+    assert float(run(tx, grads[0], fewer).noise.mean[0]) != float(state.noise.mean[0])
+
+    # No gradient crosses the network: the squares are summed where they are.
+    def moved(tx, arrays):
+        step = jax.jit(step_of(tx), donate_argnums=(0, 1))
+        program = step.lower(arrays, tx.init(arrays), arrays).compile().as_text()
+        found = re.findall(
+            r"= (.*?) (?:all-reduce|all-gather|all-to-all|reduce-scatter|"
+            r"collective-permute)(?:-start)?\(",
+            program,
+        )
+        return [
+            int(np.prod([int(n) for n in dims.split(",") if n], dtype=int))
+            for shapes in found
+            for dims in re.findall(r"\w+\[([\d,]*)\]", shapes)
+        ]
+
+    counts = moved(tx, sharded[0])
+    assert counts  # the sums of the shards do
+    assert set(counts) == {1}
+    assert not moved(ga.MultiSteps(optax.sgd(0.125), 4), sharded[0])
+
+
+@pytest.mark.parametrize("cut", [3, 4, 6])
+@pytest.mark.parametrize("on_devices", [1, 8])
+def test_through_an_orbax_checkpoint_it_goes_on_with_the_same_bits(
+    cut, on_devices, tmp_path
+):
+    tx, grads, sharded, _ = sharded_setup()
+    grads = grads if on_devices == 1 else sharded
+    step = jax.jit(functools.partial(ga.apply_gradients, tx))
+
+    def go_on(params, state, part):
+        for g in part:
+            params, state = step(g, state, params)
+        return params, state
+
+    start = (grads[0], tx.init(grads[0]))
+    expected = go_on(*start, grads)
+    half = go_on(*start, grads[:cut])
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "half", half)
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "half", half)
+    testing.assert_trees_bitwise_equal(restored, half)
+    for a, b in zip(*map(jax.tree.leaves, (restored, half)), strict=True):
+        assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
+    testing.assert_trees_bitwise_equal(go_on(*restored, grads[cut:]), expected)
+    # The twin: a noise that starts anew has seen less.
+    params, state = restored
+    forgotten = state._replace(noise=tx.init(params).noise)
+    lost = go_on(params, forgotten, grads[cut:])[1]
+    assert not np.array_equal(lost.noise.mean, expected[1].noise.mean)
 
 
 # -- Unknown ---------------------------------------------------------------------------
@@ -571,6 +677,12 @@ def test_the_state_pickles_and_goes_on():
         ga.noise_scale(state), ga.noise_scale(run(tx, grads[0], grads)), strict=True
     ):
         np.testing.assert_allclose(a, b, rtol=1e-5)
+
+
+def test_large_scales_are_written_without_an_exponent():
+    numbers = [12345.6, True, 1.0, 1.0, 999.6, np.inf, 65536.0, 9]
+    text = str(ga.NoiseScale(*map(jnp.asarray, numbers)))
+    assert "is 12346 (95 %: 1000 to inf), after 9 windows of 65536:" in text
 
 
 def test_str_is_a_line_to_read_and_repr_where_there_are_many():

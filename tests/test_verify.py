@@ -8,10 +8,12 @@ import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import ga_optax as ga
-from ga_optax import _verify
+from ga_optax import _verify_gradients
 from ga_optax._verify import Cause
 
 K = 4
@@ -234,6 +236,16 @@ def test_complex_parameters_compare_by_their_parts():
     assert_cause(report, Cause.SCALE)
 
 
+def test_a_gradient_with_few_digits_is_rounding_and_says_so():
+    """Terms of 1e8 cancel in each micro-batch, and leave no digit of float32 right."""
+    x = np.tile([1e8, 1.0, -1e8, 1.0], 4)[:, None] * np.ones(3)
+    batch = {"x": jnp.asarray(x, jnp.float32)}
+    report = ga.verify(lambda p, b: jnp.mean(b["x"] @ p), jnp.ones(3), batch, K)
+    assert_cause(report, Cause.ROUNDING)
+    assert "more than half of the digits of float32" in str(report)
+    assert "wider dtype" in report.mend
+
+
 def test_a_gradient_of_zero_is_equal_and_says_that_this_shows_nothing():
     def loss(params, batch):
         return jnp.mean(jnp.maximum(batch["x"] @ params["w"] - 1e3, 0.0))
@@ -273,6 +285,34 @@ def test_a_sum_loss_is_too_small_by_the_number_of_micro_batches(k):
     np.testing.assert_allclose(report.weights, np.ones(k), rtol=1e-9)
 
 
+@pytest.mark.usefixtures("optax_promotion")
+def test_both_ways_to_mend_a_sum_are_right():
+    params, batch = linear_params(), linear_batch()
+    mend = ga.verify(sum_loss, params, batch, K).mend
+    assert "ga_optax.MultiSteps(..., use_grad_mean=False)" in mend
+    tx = ga.MultiSteps(optax.sgd(1.0), K, use_grad_mean=False)
+    summed, state = params, tx.init(params)
+    for part in np.arange(16).reshape(K, -1):
+        grads = jax.grad(sum_loss)(params, jax.tree.map(lambda x: x[part], batch))  # noqa: B023
+        summed, state = ga.apply_gradients(tx, grads, state, summed)
+    expected = jax.grad(sum_loss)(params, batch)
+    for a, b, g in zip(*map(jax.tree.leaves, (summed, params, expected)), strict=True):
+        # A sum of 16 terms in another order, and the update.
+        np.testing.assert_allclose(b - a, g, atol=32 * 2**-24 * np.abs(g).sum() * 16)
+    assert ga.verify(mean_loss, params, batch, K).ok
+
+
+def test_a_sum_beside_a_weight_fn_says_that_it_asks_for_equal_weights():
+    def loss(params, batch):
+        return jnp.sum(errors(params, batch) ** 2 * batch["mask"])
+
+    batch = token_batch([10, 21, 20, 29])
+    report = ga.verify(loss, linear_params(), batch, K, weight_fn=count_tokens)
+    assert_cause(report, Cause.SCALE)
+    assert "weighs the micro-batches as 10 : 21 : 20 : 29" in report.message
+    assert "make the loss a mean over what weight_fn counts" in report.mend
+
+
 def test_a_mean_that_is_divided_by_k_once_too_often_is_a_scale():
     """The loss of a part is divided by the number of parts, that of the whole by 1."""
 
@@ -301,7 +341,7 @@ def test_another_factor_of_the_batch_size_is_a_scale():
 
     report = ga.verify(loss, linear_params(), linear_batch(), K)
     assert_cause(report, Cause.SCALE)
-    assert "2 times the accumulated" in report.message
+    assert "2 times the mean" in report.message
 
 
 def test_a_sum_over_identical_micro_batches_is_a_scale():
@@ -375,6 +415,52 @@ def test_the_mend_is_found_in_labels_and_shifted_masks_too():
     assert code_of(report) == "lambda batch: batch['mask'][:, 1:].sum()"
 
 
+def half_a_float_loss(dtype):
+    """A token loss whose network computes in a narrow dtype, as training does."""
+
+    def loss(params, batch):
+        x, w, v = (y.astype(dtype) for y in (batch["x"], params["w"], params["v"]))
+        out = jnp.einsum("...i,i->...", jnp.tanh(x @ w), v)
+        squares = (out.astype(jnp.float32) - batch["y"].astype(jnp.float32)) ** 2
+        mask = batch["mask"].astype(jnp.float32)
+        return jnp.sum(squares * mask) / jnp.maximum(jnp.sum(mask), 1.0)
+
+    return loss, {"w": draw(5, 32) / 2, "v": draw(32) / 6}
+
+
+@pytest.mark.parametrize(
+    ("counts", "dtype"),
+    [([20, 21, 20, 19], jnp.bfloat16), ([10, 0, 3, 29], jnp.float16)],
+)
+def test_the_mend_is_found_where_the_loss_computes_in_half_a_float(counts, dtype):
+    """The fit has two or three digits there; the mask in the batch has them all."""
+    loss, params = half_a_float_loss(dtype)
+    batch = token_batch(counts)
+    report = ga.verify(loss, params, batch, K)
+    assert_cause(report, Cause.WEIGHTS)
+    assert code_of(report) == "lambda batch: batch['mask'].sum()"
+    assert_weights(report, counts)
+    assert " : ".join(map(str, counts)) in report.message
+    assert ga.verify(loss, params, batch, K, weight_fn=mended(report)).ok
+
+
+def test_counts_fitted_in_half_a_float_are_shown_in_its_digits():
+    counts = [10, 21, 20, 29]
+    loss, params = half_a_float_loss(jnp.bfloat16)
+    batch = token_batch(counts)
+    keep = batch.pop("mask")
+    batch["id"] = jnp.arange(16)
+
+    def hidden(params, batch):
+        return loss(params, {**batch, "mask": keep[batch["id"]]})
+
+    report = ga.verify(hidden, params, batch, K)
+    assert_cause(report, Cause.WEIGHTS)
+    assert "that returns the number your loss divides by" in report.mend
+    assert_weights(report, counts, rtol=0.01)
+    assert "must count as 1 : 2.1 : 2 : 2.9 or a multiple" in report.message
+
+
 def test_a_count_that_is_not_in_the_batch_is_still_shown():
     def loss(params, batch):
         weight = jnp.exp(batch["y"])
@@ -385,6 +471,26 @@ def test_a_count_that_is_not_in_the_batch_is_still_shown():
     assert_cause(report, Cause.WEIGHTS)
     assert_weights(report, np.exp(batch["y"]).reshape(K, -1).sum(1), rtol=1e-6)
     assert "returns the number your loss divides by" in report.mend
+
+
+def test_a_mask_in_half_a_float_is_summed_in_float32():
+    """bfloat16 counts one by one no further than 256."""
+    counts = [289, 301, 311, 0]
+    batch = token_batch(counts, length=100)
+    batch["mask"] = batch["mask"].astype(jnp.bfloat16)
+
+    def loss(params, batch):
+        mask = batch["mask"].astype(batch["x"].dtype)
+        return token_loss(params, {**batch, "mask": mask})
+
+    report = ga.verify(loss, linear_params(), batch, K)
+    assert_cause(report, Cause.WEIGHTS)
+    assert code_of(report) == "lambda batch: batch['mask'].sum(dtype='float32')"
+    again = ga.verify(loss, linear_params(), batch, K, weight_fn=mended(report))
+    assert again.ok, again
+    # The twin: a sum in bfloat16 is another weight.
+    rounded = ga.verify(loss, linear_params(), batch, K, weight_fn=count_tokens)
+    assert_cause(rounded, Cause.WEIGHTS)
 
 
 def test_the_right_weight_fn_of_a_mean_over_tokens_is_right():
@@ -534,6 +640,7 @@ def test_a_contrastive_loss_is_a_cross_example_term():
     batch = {"a": draw(16, 5), "b": draw(16, 5, seed=1)}
     report = ga.verify(info_nce, {"w": draw(5, 3)}, batch, K)
     assert_cause(report, Cause.CROSS_EXAMPLE)
+    assert "a contrastive loss with the batch as negatives" in report.message
 
 
 def test_a_contrastive_loss_of_neighbouring_rows_is_a_cross_example_term():
@@ -559,6 +666,31 @@ def test_the_load_balancing_of_experts_is_a_cross_example_term():
     report = ga.verify(loss, params, linear_batch(32), K)
     assert_cause(report, Cause.CROSS_EXAMPLE)
     assert "mixture of experts" in report.message
+
+
+@pytest.mark.parametrize("k", [2, 4, 16])
+def test_a_maximum_over_the_batch_is_no_weight_of_1(k):
+    """The weights 0 : 1 : 0 : 0 reproduce it, at other parameters nearby as well."""
+
+    def loss(params, batch):
+        return jnp.max(errors(params, batch) ** 2)
+
+    report = ga.verify(loss, linear_params(), linear_batch(), k)
+    assert_cause(report, Cause.CROSS_EXAMPLE)
+    assert "a maximum over the batch" in report.message
+
+
+@pytest.mark.parametrize("k", [2, 4])
+@pytest.mark.parametrize("of_mean", [jnp.sqrt, jnp.log])
+def test_a_root_or_a_logarithm_of_a_mean_is_a_cross_example_term(of_mean, k):
+    """Its weights depend on the parameters, so no count of the batch can give them."""
+
+    def loss(params, batch):
+        return of_mean(mean_loss(params, batch))
+
+    report = ga.verify(loss, linear_params(), linear_batch(), k)
+    assert_cause(report, Cause.CROSS_EXAMPLE)
+    assert "train on the mean itself" in report.mend
 
 
 def test_a_small_cross_example_term_is_not_taken_for_rounding():
@@ -652,6 +784,18 @@ def test_random_numbers_that_are_not_jaxs_are_randomness():
     assert "Traced a second time" in report.message
 
 
+def test_random_numbers_that_are_not_jaxs_show_with_one_micro_batch_too():
+    """One program serves both sides of the diagnosis, but training traces anew."""
+    random = np.random.default_rng(0)
+
+    def loss(params, batch):
+        return mean_loss(params, batch) * float(random.uniform(0.5, 1.0))
+
+    report = ga.verify(loss, linear_params(), linear_batch(), 1)
+    assert_cause(report, Cause.RANDOMNESS)
+    assert "As training computes them, they differ by" in report.message
+
+
 def test_weights_by_position_are_randomness():
     def loss(params, batch):
         rows = jnp.arange(len(batch["y"]), dtype=batch["y"].dtype)
@@ -690,6 +834,21 @@ def test_a_mean_over_no_token_names_the_empty_micro_batch():
     assert ga.verify(loss, linear_params(), batch, K, weight_fn=count_tokens).ok
 
 
+def test_a_nan_of_weight_0_is_not_taken_for_that_of_another_micro_batch():
+    def loss(params, batch):
+        squares = errors(params, batch) ** 2
+        return jnp.sum(squares * batch["mask"]) / jnp.sum(batch["mask"])
+
+    batch = token_batch([0, 5, 3, 9])
+    batch["x"] = batch["x"].at[9].set(jnp.inf)
+    report = ga.verify(loss, linear_params(), batch, K, weight_fn=count_tokens)
+    assert_cause(report, Cause.NOT_FINITE)
+    assert "micro-batch 2 (rows 8 to 11)" in report.message
+    # The twin: without the weights the empty one is the first.
+    report = ga.verify(loss, linear_params(), batch, K)
+    assert "micro-batch 0 (rows 0 to 3)" in report.message
+
+
 def test_an_overflow_of_float16_alone_is_named_as_such():
     def loss(params, batch):
         return jnp.mean((batch["x"].astype(params.dtype) @ params) ** 2) * 1000
@@ -718,6 +877,29 @@ def test_the_native_gradients_are_those_of_value_and_grad():
         assert leaf.max_abs == np.max(np.abs(steps[0] - steps[1]))
 
 
+@pytest.mark.parametrize(
+    ("counts", "kind"),
+    [([8, 8, 8, 8], AxisType.Auto), ([10, 0, 20, 29], AxisType.Explicit)],
+)
+def test_sharded_parameters_and_batches_are_compared_where_they_are(counts, kind):
+    assert jax.device_count() == 8
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
+    batch = token_batch(counts)
+    params = {"w": draw(5, seed=1), "b": draw(seed=2), "table": draw(16, seed=3)}
+
+    def loss(params, batch):
+        return token_loss(params, batch) * (1 + jnp.mean(params["table"] ** 2))
+
+    expected = ga.verify(loss, params, batch, K)
+    split = NamedSharding(mesh, PartitionSpec("data"))
+    params["table"] = jax.device_put(params["table"], split)
+    report = ga.verify(loss, params, jax.device_put(batch, split), K)
+    assert_cause(report, Cause.ROUNDING if counts[0] == 8 else Cause.WEIGHTS)
+    assert report.cause is expected.cause
+    if not report.ok:
+        assert_weights(report, counts)
+
+
 def test_the_report_is_frozen_and_compares_the_losses():
     report = ga.verify(sum_loss, linear_params(), linear_batch(), K)
     with pytest.raises(AttributeError):
@@ -744,14 +926,17 @@ def test_ulps_count_the_numbers_in_between():
         np.float32,
     )
     expected = [0, 1, 0, 0, 2, 1, 2 * 0x3F800000]
-    assert _verify.ulps(a, b).tolist() == expected
+    assert _verify_gradients.ulps(a, b).tolist() == expected
     half = jnp.asarray([1.0, 256.0], jnp.bfloat16)
-    assert _verify.ulps(np.asarray(half), np.asarray(half * 2)).tolist() == [128, 128]
+    assert _verify_gradients.ulps(np.asarray(half), np.asarray(half * 2)).tolist() == [
+        128,
+        128,
+    ]
 
 
 def test_ulps_of_two_dtypes_are_refused():
     with pytest.raises(ValueError, match="one dtype"):
-        _verify.ulps(np.zeros(2, np.float32), np.zeros(2, np.float64))
+        _verify_gradients.ulps(np.zeros(2, np.float32), np.zeros(2, np.float64))
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
@@ -772,7 +957,7 @@ def test_memory_does_not_grow_with_the_number_of_micro_batches(monkeypatch, dtyp
             w, batch = jax.tree.map(lambda x: x.astype(jnp.float32), (w, batch))
         return jnp.sum(jnp.tanh(batch["x"] @ w) * w[:1])
 
-    monkeypatch.setattr(_verify._Progress, "tick", tick)
+    monkeypatch.setattr(_verify_gradients.Progress, "tick", tick)
     params, batch = {"w": draw(size)}, {"x": draw(16, 5)}
     for k in (2, 16):
         gc.collect()
@@ -802,7 +987,7 @@ def test_a_large_model_is_fitted_through_a_sketch():
 
 
 def test_progress_is_shown_to_a_terminal_alone(monkeypatch, capsys):
-    progress = _verify._Progress()
+    progress = _verify_gradients.Progress()
     progress.start -= 10
     with progress:
         progress.tick()
