@@ -4,10 +4,13 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
 
-.PHONY: demo test lint types pytest fuzz oldest
+.PHONY: demo docs test lint types pytest fuzz oldest
 
 demo: $(VENV)/ready
 	$(BIN)/python examples/digits.py
+
+docs: $(VENV)/ready
+	$(BIN)/python -m sphinx -W --keep-going docs docs/_build
 
 test: lint types pytest
 

@@ -1,0 +1,84 @@
+"""The directive `benchmark`: a table of a file in benchmarks/results.
+
+```{benchmark} micro_step.json
+:rows: rows
+:columns: side = side; milliseconds = ms .1f; over the floor = over_floor .2f
+```
+
+A column is `title = field`, or `title = field .2f` with a format. A field in another is
+written `outer/inner`. Above the table stand the command, the date, the device and the
+versions that are recorded in the file, so that no number is typed by hand.
+"""
+
+import json
+import pathlib
+
+from docutils import nodes
+from docutils.parsers.rst import Directive, directives
+from docutils.statemachine import StringList
+
+RESULTS = pathlib.Path(__file__).parents[2] / "benchmarks" / "results"
+
+
+def read(name):
+    """The record in a file of results."""
+    return json.loads((RESULTS / name).read_text("utf-8"))
+
+
+def provenance(record):
+    """How the numbers came about: one sentence, in Markdown."""
+    flat = record | record.get("versions", {})
+    versions = ", ".join(
+        f"{name} {flat[name]}" for name in ("jax", "optax", "python") if name in flat
+    )
+    day = record["date"][:10]
+    return f"`{record['command']}`, on {day}, {record['device']}, {versions}."
+
+
+def cells(row, columns):
+    """The texts of one row."""
+    for column in columns:
+        field = column.partition("=")[2].strip()
+        name, _, spec = field.rpartition(" ")
+        if not spec.startswith("."):
+            name, spec = field, ""
+        value = row
+        for part in name.split("/"):
+            value = value[part]
+        yield format(value, spec)
+
+
+class Benchmark(Directive):
+    """See the module."""
+
+    required_arguments = 1
+    option_spec = {  # noqa: RUF012  # as docutils has it
+        "rows": directives.unchanged_required,
+        "columns": directives.unchanged_required,
+    }
+
+    def run(self):
+        """Writes a Markdown table, and lets the page's own parser read it."""
+        path = RESULTS / self.arguments[0]
+        self.state.document.settings.env.note_dependency(str(path))
+        record = read(path.name)
+        columns = [c.strip() for c in self.options["columns"].split(";")]
+        titles = [c.partition("=")[0].strip() for c in columns]
+        lines = [
+            f"From `benchmarks/results/{path.name}`: {provenance(record)}",
+            "",
+            "| " + " | ".join(titles) + " |",
+            "|" + " --- |" * len(titles),
+        ]
+        for row in record[self.options["rows"]]:
+            lines.append("| " + " | ".join(cells(row, columns)) + " |")
+        node = nodes.container()
+        text = StringList(lines, source=str(path))
+        self.state.nested_parse(text, self.content_offset, node)
+        return node.children
+
+
+def setup(app):
+    """Registers the directive."""
+    app.add_directive("benchmark", Benchmark)
+    return {"parallel_read_safe": True}

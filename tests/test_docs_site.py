@@ -1,0 +1,227 @@
+"""The documentation site builds without a warning, and what it links to is there.
+
+Where there is a Chromium, it opens the site, searches, and follows what it finds.
+"""
+
+import contextlib
+import functools
+import html.parser
+import http.server
+import importlib.util
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import threading
+import urllib.parse
+
+import pytest
+
+import ga_optax
+import ga_optax.__main__
+from ga_optax import accumulator, blocks, data, schedules
+
+ROOT = pathlib.Path(__file__).parents[1]
+NEEDED = ("sphinx", "myst_nb", "furo")
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
+BROWSER = next(filter(None, map(shutil.which, BROWSERS)), "")
+
+pytestmark = pytest.mark.skipif(
+    not all(map(importlib.util.find_spec, NEEDED)),
+    reason=f"the site is built with {', '.join(NEEDED)}: the dependency group `docs`",
+)
+
+
+def build(source, target):
+    """Runs Sphinx with warnings as errors."""
+    return subprocess.run(
+        [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", source, target],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The site, built once."""
+    target = tmp_path_factory.mktemp("site")
+    run = build(ROOT / "docs", target)
+    assert run.returncode == 0, run.stderr
+    assert run.stderr == ""
+    return target
+
+
+class Page(html.parser.HTMLParser):
+    """What a page links to, where links to it can lead, and its search."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.links: set[str] = set()
+        self.anchors = {""}
+        self.forms, self.fields, self.results = [], set(), []
+        self.within = False  # the results of a search
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        found = dict(attrs)
+        self.anchors |= {found[name] for name in ("id", "name") if found.get(name)}
+        self.links |= {found[name] for name in ("href", "src") if found.get(name)}
+        self.forms += [found] if tag == "form" else []
+        self.fields |= {found.get("name")} if tag == "input" else set()
+        self.within |= found.get("id") == "search-results"
+        if self.within and tag == "a":
+            self.results.append(found["href"])
+
+    def handle_endtag(self, tag):
+        self.within &= tag != "article"
+
+
+def broken_links(folder):
+    """`[(page, link)]` of the links inside a site that lead nowhere."""
+    pages = {
+        path.resolve(): Page(path.read_text("utf-8")) for path in folder.rglob("*.html")
+    }
+    broken = []
+    for path, page in pages.items():
+        for link in page.links:
+            parts = urllib.parse.urlsplit(link)
+            if parts.scheme or parts.netloc:
+                continue
+            name = urllib.parse.unquote(parts.path)
+            target = (path.parent / name).resolve() if name else path
+            anchor = urllib.parse.unquote(parts.fragment)
+            if not target.exists() or (
+                target in pages and anchor not in pages[target].anchors
+            ):
+                broken.append((path.name, link))
+    return broken
+
+
+# Sphinx reads 25 pages, in a process of its own.
+def test_the_site_builds_without_a_warning_and_every_internal_link_resolves(site):
+    assert broken_links(site) == []
+    assert sum(len(Page(path.read_text()).links) for path in site.rglob("*.html")) > 500
+
+
+def test_a_link_that_leads_nowhere_is_found(site, tmp_path):
+    shutil.copytree(site, tmp_path, dirs_exist_ok=True)
+    page = tmp_path / "guide.html"
+    text = page.read_text("utf-8")
+    for link in ("nowhere.html", "memory.html#nowhere", "#nowhere"):
+        page.write_text(text.replace("</article>", f'<a href="{link}">x</a></article>'))
+        assert broken_links(tmp_path) == [("guide.html", link)]
+
+
+def test_the_search_index_knows_multi_steps_and_its_page(site):
+    text = (site / "searchindex.js").read_text("utf-8")
+    index = json.loads(text.removeprefix("Search.setIndex(").rstrip(";)\n"))
+    titles = [entry[-1] for entry in index["objects"]["ga_optax"]]
+    assert "MultiSteps" in titles
+    page = next(e for e in index["objects"]["ga_optax"] if e[-1] == "MultiSteps")[0]
+    assert index["docnames"][page] == "api/across_calls"
+
+
+def test_every_public_name_is_in_the_reference(site):
+    anchors = set().union(
+        *(Page(p.read_text()).anchors for p in (site / "api").glob("*.html"))
+    )
+    assert {"module-ga_optax.flax", "module-ga_optax.testing"} <= anchors
+    modules = {accumulator, blocks, data, schedules}
+    for name in ga_optax.__all__:
+        if getattr(ga_optax, name) in modules:
+            assert f"module-ga_optax.{name}" in anchors
+        else:
+            assert f"ga_optax.{name}" in anchors, name
+    for module in modules:
+        for name in module.__all__:
+            assert f"{module.__name__}.{name}" in anchors, name
+
+
+def test_every_command_is_on_the_page_of_the_command_line(site):
+    text = (site / "api" / "command_line.html").read_text("utf-8")
+    for add in ga_optax.__main__._COMMANDS:
+        name = add.__name__.removeprefix("_add_")
+        assert f"usage: python -m ga_optax {name} " in text
+
+
+@pytest.mark.parametrize(
+    ("text", "warning"),
+    [
+        ("{py:func}`ga_optax.nothing`", "reference target not found: ga_optax.nothing"),
+        ("[a page](nothing.md)", "cross-reference target not found"),
+        ("[a heading](#nothing)", "cross-reference target not found"),
+    ],
+)
+def test_a_page_with_a_reference_to_nothing_does_not_build(text, warning, tmp_path):
+    docs = tmp_path / "docs"
+    shutil.copytree(ROOT / "docs" / "_ext", docs / "_ext")
+    shutil.copy(ROOT / "docs" / "conf.py", docs)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    (docs / "index.md").write_text(f"# A page\n\n{text}\n")
+    run = build(docs, tmp_path / "site")
+    assert run.returncode != 0
+    assert warning in run.stderr
+
+
+# -- In a browser ----------------------------------------------------------------------
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    """Serves files, and logs nothing."""
+
+    def log_message(self, format, *args):  # noqa: A002  # its name in the base
+        del format, args
+
+
+@contextlib.contextmanager
+def serve(folder):
+    """The address at which a folder is served."""
+    handler = functools.partial(Quiet, directory=folder)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+
+
+def browse(address, profile, *options):
+    """The document at an address, after its scripts have run."""
+    run = subprocess.run(
+        [
+            BROWSER,
+            *("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"),
+            *("--no-first-run", f"--user-data-dir={profile}"),
+            *("--virtual-time-budget=10000", *options, "--dump-dom", address),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert run.returncode == 0, run.stderr
+    return Page(run.stdout)
+
+
+def search(site, word, profile):
+    """What the search box on the front page leads to: `[(address, text)]`."""
+    front = browse(site, profile)
+    (form,) = {form["action"]: form for form in front.forms}.values()
+    assert form["method"] == "get"
+    assert "q" in front.fields
+    address = urllib.parse.urljoin(site, form["action"])
+    found = browse(f"{address}?{urllib.parse.urlencode({'q': word})}", profile)
+    return [urllib.parse.urljoin(address, link) for link in found.results]
+
+
+@pytest.mark.skipif(not BROWSER, reason=f"needs one of {', '.join(BROWSERS)}")
+def test_a_browser_finds_multi_steps_and_lands_on_its_page(site, tmp_path):
+    with serve(site) as address:
+        assert search(address, "nothingofthiskind", tmp_path) == []
+        results = search(address, "MultiSteps", tmp_path)
+        first = urllib.parse.urlsplit(results[0])
+        assert first.path == "/api/across_calls.html"
+        assert first.fragment == "ga_optax.MultiSteps"
+        page = browse(results[0], tmp_path)
+        assert first.fragment in page.anchors

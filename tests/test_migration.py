@@ -1,0 +1,151 @@
+"""docs/migrating.md: the programs before and after train the same model.
+
+Both are held to the run in float64, each within a bound on its own rounding. The run is
+SGD on a linear model, w <- w - rate · 2/n · Xᵀ(Xw - y) over the n rows of a window, for
+which that bound is a recursion (Higham, "Accuracy and Stability of Numerical
+Algorithms", 2nd ed., 2002, section 3.1): an error e of w becomes at most (I + A)·e with
+A = rate · 2/n · |X|ᵀ|X|, and a step adds N roundings of the terms that it sums.
+"""
+
+import pathlib
+import re
+
+import numpy as np
+import pytest
+
+PAGE = pathlib.Path(__file__).parents[1] / "docs" / "migrating.md"
+EPS = float(np.finfo(np.float32).eps)
+
+pytestmark = pytest.mark.usefixtures("optax_promotion")
+
+
+def sections():
+    """`{title: {"Before": program, "After": program}}`, and the common beginning."""
+    beginning, *rest = re.split(r"^## ", PAGE.read_text("utf-8"), flags=re.M)
+    python = re.compile(r"^```python\n(.*?)^```$", re.M | re.S)
+    (common,) = python.findall(beginning)
+    return common, {
+        text.partition("\n")[0]: {
+            program.partition("\n")[0].removeprefix("# "): program
+            for program in python.findall(text)
+        }
+        for text in rest
+    }
+
+
+COMMON, SECTIONS = sections()
+PROGRAMS = [(title, side) for title, sides in SECTIONS.items() for side in sides]
+
+
+def train(program):
+    """The parameters that a program ends with, and the namespace it ran in."""
+    namespace = {}
+    exec(COMMON, namespace)
+    exec(program, namespace)
+    return np.asarray(namespace["params"]["w"]), namespace
+
+
+def oracle(namespace):
+    """The same run in NumPy and float64, and how far float32 may be from it."""
+    rate, k = namespace["RATE"], namespace["K"]
+    w = np.zeros(namespace["x"].shape[-1])
+    error = np.zeros_like(w)
+    for x, y in zip(namespace["x"], namespace["y"], strict=True):
+        x, y = x.astype(np.float64), y.astype(np.float64)
+        n, d = x.shape
+        scale = rate * 2 / n
+        terms = scale * np.abs(x).T @ (np.abs(x) @ np.abs(w) + np.abs(y))
+        # In a chain: d products and sums of X·w, the subtraction of y, the factors 2
+        # and 1/rows, n products and sums of Xᵀr over rows and micro-batches, at most 3
+        # roundings for each of k terms of a running mean, the rate, the update. Half an
+        # eps each; a whole one here, for what is of second order.
+        roundings = (d + 1) + 1 + 3 + (n + 1) + 3 * k + 1 + 1
+        local = roundings * EPS * (terms + np.abs(w))
+        error += scale * np.abs(x).T @ (np.abs(x) @ error) + local
+        w = w - scale * x.T @ (x @ w - y)
+    return w, error
+
+
+def test_the_page_has_four_sections_and_all_but_pytorch_two_programs():
+    assert len(SECTIONS) == 4
+    for title, sides in SECTIONS.items():
+        assert set(sides) == ({"After"} if "PyTorch" in title else {"Before", "After"})
+
+
+@pytest.mark.parametrize(("title", "side"), PROGRAMS)
+def test_the_program_trains_the_model_of_the_float64_run(title, side):
+    w, namespace = train(SECTIONS[title][side])
+    expected, bound = oracle(namespace)
+    assert w.dtype == np.float32
+    assert np.max(np.abs(w)) > 0.1
+    assert np.all(np.abs(w - expected) <= bound)
+
+
+# The broken twins: another normaliser, a micro-batch dropped, a window of other length.
+@pytest.mark.parametrize(
+    ("title", "side", "good", "broken"),
+    [
+        (
+            "From `optax.MultiSteps`",
+            "Before",
+            "every_k_schedule=K",
+            "every_k_schedule=2",
+        ),
+        (
+            "From `optax.MultiSteps`",
+            "After",
+            "every_k_schedule=K",
+            "every_k_schedule=K, use_grad_mean=False",
+        ),
+        ("From `optax.microbatching`", "Before", "Type.MEAN", "Type.SUM"),
+        (
+            "From `optax.microbatching`",
+            "After",
+            "num_microbatches=K",
+            "num_microbatches=K, weight_fn=lambda batch: batch[1].sum() ** 2",
+        ),
+        ("From a hand-written scan", "Before", "g / K", "g / (K - 1)"),
+        (
+            "From a hand-written scan",
+            "Before",
+            "zero, parts",
+            "zero, (parts[0][1:], parts[1][1:])",
+        ),
+        (
+            "From a hand-written scan",
+            "After",
+            "step(params, state, batch)\n",
+            "step(params, state, (batch[0][8:], batch[1][8:]))\n",
+        ),
+        (
+            "From PyTorch's loop",
+            "After",
+            "every_k_schedule=K",
+            "every_k_schedule=K + 1",
+        ),
+    ],
+)
+def test_a_program_that_accumulates_otherwise_is_outside_the_bound(
+    title, side, good, broken
+):
+    program = SECTIONS[title][side]
+    assert good in program
+    w, namespace = train(program.replace(good, broken))
+    expected, bound = oracle(namespace)
+    assert np.any(np.abs(w - expected) > 100 * bound)
+
+
+def test_the_pytorch_loop_is_the_float64_run():
+    """The loop, line by line in NumPy, as there is no PyTorch to run it."""
+    _, namespace = train("params = start()")
+    rate, k = namespace["RATE"], namespace["K"]
+    weight, grad = np.zeros(5), np.zeros(5)
+    for i, (x, y) in enumerate(namespace["micro_batches"]()):
+        x, y = x.astype(np.float64), y.astype(np.float64)
+        # (mse_loss(model(x), y) / K).backward()
+        grad += 2 * x.T @ (x @ weight - y) / len(y) / k
+        if (i + 1) % k == 0:
+            weight -= rate * grad  # optimizer.step()
+            grad = np.zeros(5)  # optimizer.zero_grad()
+    expected, bound = oracle(namespace)
+    assert np.all(np.abs(weight - expected) <= bound)

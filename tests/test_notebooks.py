@@ -1,0 +1,67 @@
+"""The notebooks run from top to bottom, their assertions hold, and nothing warns."""
+
+import json
+import os
+import pathlib
+import sys
+
+import matplotlib.font_manager  # noqa: F401  # it warns where it first runs
+import nbclient
+import nbformat
+import pytest
+
+FOLDER = pathlib.Path(__file__).parents[1] / "notebooks"
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+
+
+def execute(notebook, folder):
+    """Runs a notebook in a process of its own; raises where a cell does, or warns."""
+    nbclient.NotebookClient(
+        notebook, timeout=300, resources={"metadata": {"path": str(folder)}}
+    ).execute()
+    for cell in notebook.cells:
+        for output in cell.get("outputs", []):
+            assert output.get("name") != "stderr", output["text"]
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
+    """A new user's, but that our own sources are found."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+
+
+# A network or two are trained in each: ten seconds on two CPU cores.
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_the_notebook_runs_and_its_assertions_hold(path, tmp_path):
+    execute(nbformat.read(path, as_version=4), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        ("assert 1 == 2", nbclient.exceptions.CellExecutionError),
+        ("import warnings; warnings.warn('once')", AssertionError),
+    ],
+)
+def test_a_notebook_that_fails_or_warns_fails_here(code, error, tmp_path):
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)])
+    with pytest.raises(error):
+        execute(notebook, tmp_path)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_the_notebook_asserts_draws_installs_and_keeps_small_outputs(path):
+    assert path.stat().st_size < 300_000
+    notebook = json.loads(path.read_text("utf-8"))
+    code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert "%pip install" in "".join(code[0]["source"])
+    assert any("assert " in line for cell in code for line in cell["source"])
+    outputs = [output for cell in code for output in cell["outputs"]]
+    assert any("image/png" in output.get("data", {}) for output in outputs)
+    assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
+    assert "/home/" not in json.dumps(outputs)
+
+
+def test_there_are_five_notebooks():
+    assert [path.name[0] for path in NOTEBOOKS] == list("12345")
