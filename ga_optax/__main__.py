@@ -310,11 +310,12 @@ def _add_audit(commands: Any) -> None:
 
 def _audit(arguments: argparse.Namespace) -> int:
     """Prints the table of `audit`."""
+    error: Callable[[str], NoReturn] = arguments.error
     try:
         text = pathlib.Path(arguments.file).read_text(encoding="utf-8")
         found = audit(text)
     except (OSError, ValueError) as wrong:
-        arguments.error(f"cannot read {arguments.file}: {wrong}")
+        error(f"cannot read {arguments.file}: {wrong}")
     print(found)
     return 1 if found.in_loop else 0
 

@@ -209,6 +209,8 @@ class Call(NamedTuple):
         batch = {position: args[position] for position in call.roles["batch_argnums"]}
         devices = 1 if mesh is None else _devices.num_devices(window.data_axis, mesh)
         _check_batch(window, devices, batch)
+        if not window.data_axis:
+            _check_not_split(batch)
         return call
 
     def role(self, name: str) -> tuple[Any, ...]:
@@ -369,6 +371,21 @@ def _check_batch(window: Window, devices: int, batch: dict[int, Any]) -> None:
             f"num_microbatches={num_microbatches} must divide the batch axis, but "
             f"{name} has shape {shape}. Use {_divisors(shape[0], num_microbatches)}."
         )
+
+
+def _check_not_split(batch: dict[int, Any]) -> None:
+    """Raises where the type of a leaf says that devices share its rows."""
+    for position, tree in batch.items():
+        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+            axes = _devices.explicit_axes(leaf, 0)
+            if axes:
+                raise ValueError(
+                    "A batch split over explicit mesh axes needs data_axis, but "
+                    f"{leaf_name(path)} of argument {position} is split over {axes} "
+                    "and data_axis is None. Pass data_axis="
+                    f"{(axes if len(axes) > 1 else axes[0])!r}: each device then "
+                    "splits its own rows, and the gradient is reduced once."
+                )
 
 
 def _divisors(n: int, near: int) -> str:

@@ -8,6 +8,7 @@ those run, and whether a condition stands before it.
 import dataclasses
 import math
 import re
+import textwrap
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,6 +27,8 @@ _KINDS = (
     "ragged-all-to-all",
     "reduce-scatter",
 )
+
+_REDUCTIONS = ("all-reduce", "reduce-scatter")
 
 # Opaque values take no bytes: they order what happens.
 _BITS = {"pred": 8, "token": 0, "opaque": 0}
@@ -128,7 +131,7 @@ class Audit:
             for row in rows
         ]
         lines.insert(1, "  ".join("-" * width for width in widths))
-        return "\n".join([*lines, "", self._verdict()])
+        return "\n".join([*lines, "", textwrap.fill(self._verdict(), 80)])
 
     def _verdict(self) -> str:
         total = self.total_bytes
@@ -137,7 +140,16 @@ class Audit:
         number = len(self.collectives)
         some = "1 collective" if number == 1 else f"{number} collectives"
         if not self.in_loop:
-            return f"{some}, none in a loop: {bytes_}."
+            verdict = f"{some}, none in a loop: {bytes_}."
+            moved = [c for c in self.collectives if c.kind not in _REDUCTIONS]
+            if moved:
+                size = sum(c.num_bytes for c in moved)
+                verdict += (
+                    f" {size:,} of them move data that devices hold. That is due where "
+                    "parameters are sharded. Where it is the batch, pass data_axis= to "
+                    "value_and_grad, or every device may compute all of it."
+                )
+            return verdict
         largest = max(self.in_loop, key=lambda c: c.num_bytes)
         often = (
             "in every iteration"
@@ -411,9 +423,10 @@ def _members(groups: str) -> list[list[int]] | None:
         if not set(over) <= set(names):
             return None
         return _along(np.arange(math.prod(sizes)).reshape(sizes), names, over)
-    shape, dims, order = re.fullmatch(
-        r"\[([\d,]*)\]<=\[([\d,]*)\](?:T\(([\d,]*)\))?", groups
-    ).groups()  # type: ignore[union-attr]
+    iota = re.fullmatch(r"\[([\d,]*)\]<=\[([\d,]*)\](?:T\(([\d,]*)\))?", groups)
+    if iota is None:
+        return None
+    shape, dims, order = iota.groups()
     shape, dims = ([int(n) for n in text.split(",")] for text in (shape, dims))
     ids = np.arange(math.prod(dims)).reshape(dims)
     if order:

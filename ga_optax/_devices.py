@@ -207,6 +207,19 @@ def _known_spec(leaf: Any) -> PartitionSpec | None:
     return sharding.spec if isinstance(sharding, NamedSharding) else None
 
 
+def explicit_axes(x: Any, dim: int) -> Axes:
+    """The explicit mesh axes over which the type of `x` splits a dimension."""
+    if not isinstance(x, jax.Array):
+        return ()
+    sharding = jax.typeof(x).sharding
+    if not isinstance(sharding, NamedSharding) or len(sharding.spec) <= dim:
+        return ()
+    kinds = dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True))
+    entry = sharding.spec[dim]
+    names = entry if isinstance(entry, tuple) else (entry,)
+    return tuple(n for n in names if kinds.get(n) == AxisType.Explicit)
+
+
 def _broadcast(specs: Any, params: Any) -> list[PartitionSpec | None]:
     """One spec for each leaf of `params`."""
 

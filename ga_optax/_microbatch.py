@@ -121,8 +121,11 @@ def value_and_grad(
     mesh comes from `jax.set_mesh` or `mesh`; other axes of it stay with the compiler.
     In both `fun` sees the rows of one device, and may use the axis by name, for a
     collective of its own, but for one: it must not reduce its loss. (That is found
-    where `shard_map` checks what varies, and not with `check_vma=False`.) All processes
-    must pass one `num_microbatches`: with different ones they wait for each other.
+    where `shard_map` checks what varies, and not with `check_vma=False`.) Processes
+    that disagree on `num_microbatches` neither hang nor drift apart: the mean is then
+    over all micro-batches there are. Not so where a micro-step communicates, with
+    "each" or by `fun` itself: one of them then waits, until the backend's time-out
+    (XLA's flag `--xla_cpu_collective_timeout_seconds` on CPUs).
 
     With G for the bytes of the accumulator, P for those of the parameters, n devices
     and k micro-batches, a window costs on each device:
@@ -687,17 +690,16 @@ def _merge(state: "_State", call: Call) -> "_State":
     # Σ w is reduced without weights, too: were the processes of a run to disagree on
     # the number of micro-batches, they would still all divide by the same number.
     small, structure = jax.tree.flatten((state.means.total, state.sums, state.weight))
-    to_reduce = [i for i, place in enumerate(call.where) if place is not None]
-    places = [call.where[i] for i in to_reduce]
+    due = {i: place for i, place in enumerate(call.where) if place is not None}
     out = _devices.reduce(
-        [state.total[i] for i in to_reduce] + _devices.vary(small, axes),
-        [*places, *(_devices.Placement() for _ in small)],
+        [state.total[i] for i in due] + _devices.vary(small, axes),
+        [*due.values(), *(_devices.Placement() for _ in small)],
         axes,
     )
     total = list(state.total)
-    for i, x in zip(to_reduce, out[: len(places)], strict=True):
+    for i, x in zip(due, out[: len(due)], strict=True):
         total[i] = x
-    means, sums, weight = jax.tree.unflatten(structure, out[len(places) :])
+    means, sums, weight = jax.tree.unflatten(structure, out[len(due) :])
 
     def shared(x: jax.Array) -> jax.Array:
         if jnp.issubdtype(x.dtype, jnp.inexact):
@@ -778,7 +780,10 @@ def _over_mesh(call: Call, run: Callable[..., Any], *acc: Accumulator) -> Any:
     value: Any = whole
     if window.has_aux:
         value = (whole, aux if window.carry_argnums == () else (whole, aux))
-    result = Accumulator(specs, whole, whole) if acc else specs
+    result: Any = specs
+    if acc:
+        of_acc: dict[str, Any] = {"total": specs, "weight": whole, "count": whole}
+        result = Accumulator(**of_acc)
     return _devices.over_mesh(
         local,
         mesh,

@@ -291,11 +291,11 @@ class MultiSteps(optax.GradientTransformationExtraArgs):
         >>> tx.state_specs.acc_grads, tx.state_specs.inner_opt_state
         (P('data',), P())
         """
-        specs = MultiStepsState(*[PartitionSpec()] * len(MultiStepsState._fields))
-        if not self._window.axes:
-            return specs
-        of_device = _devices.split_spec(self._window.axes)
-        return specs._replace(acc_grads=of_device, weight=of_device)
+        specs: dict[str, Any] = dict.fromkeys(MultiStepsState._fields, PartitionSpec())
+        if self._window.axes:
+            of_device = _devices.split_spec(self._window.axes)
+            specs |= {"acc_grads": of_device, "weight": of_device}
+        return MultiStepsState(**specs)
 
     def has_updated(self, state: optax.OptState) -> jax.Array:
         """Whether the last call emitted; see the function `has_updated`."""
@@ -462,6 +462,9 @@ def has_updated(state: optax.OptState) -> jax.Array:
 
 def stats(state: optax.OptState) -> Stats:
     """Reads the counters of a `MultiSteps` off its state, on the device.
+
+    They are arrays of the state: read them, with `jax.device_get` for example, before
+    you donate it to the next call.
 
     Args:
       state: the state of a `MultiSteps`, or any state that holds one.
@@ -656,7 +659,8 @@ class _Window:
                     f"the accumulator, [1, ...], but {accumulator.leaf_name(path)} has "
                     f"shape {jnp.shape(leaf)}. Pass state_specs as its in_specs."
                 )
-        return Accumulator(*jax.tree.map(lambda x: x[0], acc[:2]), acc.count)
+        total, weight = jax.tree.map(lambda x: x[0], (acc.total, acc.weight))
+        return Accumulator(total, weight, acc.count)
 
     def check_not_reduced(self, grads: optax.Updates) -> None:
         if not self.axes or not _devices.checks_varying():
@@ -945,8 +949,9 @@ class _Window:
     ) -> MultiStepsState:
         """The state after the call; nothing resets `acc.total`."""
         if self.axes:
-            parts = jax.tree.map(lambda x: x[None], acc[:2])
-            acc = Accumulator(*_devices.vary(parts, self.axes), acc.count)
+            parts = jax.tree.map(lambda x: x[None], (acc.total, acc.weight))
+            total, weight = _devices.vary(parts, self.axes)
+            acc = Accumulator(total, weight, acc.count)
         return state._replace(
             mini_step=jnp.where(closes, jnp.zeros_like(acc.count), acc.count),
             gradient_step=_count(state.gradient_step, outcome.emitted),

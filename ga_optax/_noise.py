@@ -163,7 +163,8 @@ def noise_scale(state: optax.OptState) -> NoiseScale:
         holds one.
 
     Returns:
-      A `NoiseScale` of scalars.
+      A `NoiseScale` of scalars. Read it before you donate the state to the next call,
+      of which it may share arrays.
 
     Raises:
       ValueError: where there is none in it, or more than one.

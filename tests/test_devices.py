@@ -714,6 +714,13 @@ def test_a_bad_argument_says_what_to_do(options, rows, message):
         call(make_params(), make_batch(rows=rows), mesh=mesh, **options)
 
 
+def test_a_batch_on_explicit_axes_needs_a_data_axis():
+    mesh = make_mesh(AxisType.Explicit)
+    batch = put(make_batch(), mesh, P("data"))
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match="Pass data_axis='data'"):
+        jax.jit(ga.value_and_grad(mean_loss, 4))(make_params(), batch)
+
+
 def test_a_data_axis_needs_a_mesh():
     with pytest.raises(ValueError, match=r"there is none\. Call inside jax\.set_mesh"):
         call(make_params(), make_batch())

@@ -948,3 +948,14 @@ def test_it_has_the_name_and_documentation_of_the_function():
     assert step.__name__ == "fun"
     assert step.__doc__ == "What it is."
     ga.value_and_grad(functools.partial(fun), 2)(jnp.float32(1.0), jnp.ones(2))
+
+
+def test_a_weight_and_an_aux_may_be_plain_numbers():
+    def loss(w, x):
+        return w * jnp.mean(x), {"rows": x.shape[0]}
+
+    fun = ga.value_and_grad(
+        loss, 2, has_aux=True, aux="sum", weight_fn=lambda x: float(x.shape[0])
+    )
+    (value, aux), grad = jax.jit(fun)(jnp.float32(3.0), jnp.arange(8.0))
+    assert (float(value), int(aux["rows"]), float(grad)) == (10.5, 8, 3.5)
