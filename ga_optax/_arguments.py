@@ -185,7 +185,7 @@ class Call(NamedTuple):
       mesh: the mesh whose data axes split this call's batch; None where there is no
         data axis, and inside a `shard_map` that binds it.
       where: how to merge the gradient of each parameter leaf over the data axes that
-        are bound: None where the backward pass has summed it already.
+        are bound.
     """
 
     window: Window
@@ -193,7 +193,7 @@ class Call(NamedTuple):
     kwargs: dict[str, Any]
     roles: dict[str, tuple[int, ...]]
     mesh: Any
-    where: Sequence[_devices.Placement | None] = ()
+    where: Sequence[_devices.Placement] = ()
 
     @classmethod
     def make(cls, window: Window, args: Any, kwargs: Any) -> "Call":
@@ -248,13 +248,23 @@ class Call(NamedTuple):
             return self
         batch = self.role("batch_argnums")
         known = _devices.checks_varying()
-        if known and not any(
-            _devices.varying(x) & set(axes) for x in jax.tree.leaves(batch)
-        ):
+        split = frozenset().union(*map(_devices.varying, jax.tree.leaves(batch)))
+        same = tuple(name for name in axes if name not in split)
+        if known and same:
             raise ValueError(
                 f"The batch must differ between the devices along {axes}, but it is "
-                "the same on all. Pass it to the shard_map with that axis in in_specs."
+                f"the same along {same}. Pass it to the shard_map with {axes} in its "
+                "in_specs."
             )
+        for path, leaf in jax.tree_util.tree_flatten_with_path(
+            self.role("carry_argnums")
+        )[0]:
+            if jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key):
+                raise TypeError(
+                    "With a data_axis the carry must hold numbers, which devices can "
+                    f"average, but {leaf_name(path)} of the carried arguments is a "
+                    "PRNG key. Name it in rng_argnums."
+                )
         params, where = self._params_on_device(known)
         new = dict(zip(self.roles["argnums"], params, strict=True))
         device = jax.lax.axis_index(axes)
@@ -266,17 +276,13 @@ class Call(NamedTuple):
                 new[position] = tree
         return self.with_args(new)._replace(where=where)
 
-    def _params_on_device(
-        self, known: bool
-    ) -> tuple[Any, list[_devices.Placement | None]]:
+    def _params_on_device(self, known: bool) -> tuple[Any, list[_devices.Placement]]:
         window, axes = self.window, self.axes
         params = self.role("argnums")
         paths, structure = jax.tree_util.tree_flatten_with_path(params)
         leaves = [leaf for _, leaf in paths]
         of_params = self.params()
-        where: list[Any] = _devices.placements(
-            of_params, window.param_specs, axes, None
-        )
+        where = _devices.placements(of_params, window.param_specs, axes, None)
         if window.sync == "each":
             if not known and window.param_specs is None:
                 raise ValueError(
@@ -284,10 +290,11 @@ class Call(NamedTuple):
                     f"{axes}, but this shard_map has check_vma=False. Pass "
                     "param_specs, or leave check_vma on."
                 )
-            where = [
-                None if place.dims or _devices.varying(x) & set(axes) else place
+            summed = [
+                tuple(n for n in axes if n in place.axes or n in _devices.varying(x))
                 for x, place in zip(leaves, where, strict=True)
             ]
+            where = [_devices.Placement(summed=names) for names in summed]
             return _devices.vary(params, axes), where
         for (path, x), place in zip(paths, where, strict=True):
             loose = _devices.varying(x) & (set(axes) - set(place.axes))

@@ -355,10 +355,10 @@ def _walk(
         inside, branches = loops, conditional or instruction.opcode == "conditional"
         called = _called(instruction.attributes)
         if instruction.opcode == "while":
-            trips = _trip_count(computations, instruction.attributes)
+            trips = _trip_count(instruction.attributes)
             inside = (*loops, (instruction.name, trips))
-        elif kind in _KINDS:
-            called = []  # how it adds two numbers
+        elif kind in _KINDS or instruction.opcode in ("async-update", "async-done"):
+            called = []  # how to add two numbers; what async-start has called
         for other in called:
             yield from _walk(computations, other, inside, branches, mesh)
 
@@ -370,22 +370,10 @@ def _called(attributes: str) -> list[str]:
     return names
 
 
-def _trip_count(computations: dict[str, _Computation], attributes: str) -> int | None:
-    """How often a loop runs: as XLA says, or by its bound where it counts from 0."""
+def _trip_count(attributes: str) -> int | None:
+    """How often a loop runs, where XLA says it."""
     known = re.search(r'known_trip_count"?\s*:\s*\{\s*"?n"?\s*:\s*"?(\d+)', attributes)
-    if known:
-        return int(known[1])
-    condition = re.search(r"\bcondition=%?([\w.\-]+)", attributes)
-    computation = computations.get(condition[1]) if condition else None
-    if computation is None:
-        return None
-    bounds = [i for i in computation.instructions if i.opcode == "constant"]
-    compares = [i for i in computation.instructions if i.opcode == "compare"]
-    if len(bounds) == 1 and len(compares) == 1:
-        number = bounds[0].operands.strip()
-        if "direction=LT" in compares[0].attributes and number.isdigit():
-            return int(number)
-    return None
+    return int(known[1]) if known else None
 
 
 # -- Which devices ---------------------------------------------------------------------

@@ -28,10 +28,12 @@ Axes = tuple[str, ...]
 class Placement(NamedTuple):
     """Where the data axes shard one leaf: pairs of a dimension and the axes along it.
 
-    `()` is a leaf that every device holds whole.
+    `()` is a leaf that every device holds whole. `summed` are the axes over which the
+    backward pass has summed the leaf's gradient already.
     """
 
     dims: tuple[tuple[int, Axes], ...] = ()
+    summed: Axes = ()
 
     @property
     def spec(self) -> PartitionSpec:
@@ -91,7 +93,7 @@ def find_mesh(axes: Axes, mesh: Mesh | AbstractMesh | None) -> Any:
             f"shard_map binds {tuple(here)} alone. Name the others in its axis_names, "
             "too."
         )
-    if mesh is None:
+    if mesh is None or context.manual_axes:  # inside a shard_map over other axes
         mesh = context
     if mesh.empty:
         raise ValueError(
@@ -270,7 +272,8 @@ def reduce(leaves: list[Any], where: Sequence[Placement], axes: Axes) -> list[An
     result = list(scattered)
     groups: dict[Axes, list[int]] = {}
     for i, placement in enumerate(where):
-        left = tuple(name for name in axes if name not in placement.axes)
+        done = placement.axes + placement.summed
+        left = tuple(name for name in axes if name not in done)
         groups.setdefault(left, []).append(i)
     for left, members in groups.items():
         if left:
@@ -280,15 +283,38 @@ def reduce(leaves: list[Any], where: Sequence[Placement], axes: Axes) -> list[An
     return result
 
 
+def check_scatter(
+    params: Any, where: Sequence[Placement], axes: Axes, mesh: Mesh | AbstractMesh
+) -> None:
+    """Raises where JAX (up to 0.12) cannot lower a reduce-scatter."""
+    explicit = tuple(
+        name
+        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        if kind == AxisType.Explicit and name not in axes
+    )
+    paths = jax.tree_util.tree_flatten_with_path(params)[0]
+    for (path, _), placement in zip(paths, where, strict=True):
+        if explicit and placement.dims:
+            raise ValueError(
+                'Parameters that are sharded over the data axis need sync="each", or '
+                "the other axes of the mesh to be automatic, but "
+                f"{leaf_name(path)} is sharded over {placement.axes}, and {explicit} "
+                'explicit. Use AxisType.Auto for the latter, or sync="each".'
+            )
+
+
 def merge_across(acc: Accumulator, data_axis: str | Sequence[str]) -> Accumulator:
     """Adds the accumulators of all devices along `data_axis`, inside `jax.shard_map`.
 
-    The one communication of a window that `accumulate` filled device by device.
+    The one communication of a window that `accumulate` filled device by device. Merge
+    once, at its end, and start the next from `accumulator.init`: what is merged twice
+    counts again on every device.
 
     >>> import jax, jax.numpy as jnp
     >>> from jax.sharding import PartitionSpec as P
     >>> import ga_optax as ga
-    >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
+    >>> auto = jax.sharding.AxisType.Auto
+    >>> mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(auto,))
     >>> def window(w, x):
     ...     add = ga.accumulate(lambda w, x: jnp.mean(x * w), data_axis="data")
     ...     acc = ga.accumulator.init(w)
@@ -313,7 +339,7 @@ def merge_across(acc: Accumulator, data_axis: str | Sequence[str]) -> Accumulato
       accumulator that is empty must be empty on all.
 
     Raises:
-      ValueError: where `data_axis` is not bound.
+      ValueError: where `data_axis` is not bound, or `acc` is summed over it already.
     """
     axes = check_data_axis(data_axis)
     if find_mesh(axes, None) is not None:
@@ -322,6 +348,16 @@ def merge_across(acc: Accumulator, data_axis: str | Sequence[str]) -> Accumulato
             "outside of a jax.shard_map over it. At top level accumulate(data_axis=) "
             "has merged what it returns."
         )
+    for path, leaf in jax.tree_util.tree_flatten_with_path(acc.total)[0]:
+        same = tuple(name for name in axes if name not in varying(leaf))
+        if same and checks_varying():
+            raise ValueError(
+                "merge_across needs the accumulator of one device, but "
+                f"{leaf_name(path)} of acc.total is the same along {same}: it is "
+                "summed over them already. Accumulate with data_axis=, or "
+                "differentiate with respect to the device's own copy of the "
+                "parameters: jax.lax.pcast(params, axis, to='varying')."
+            )
     leaves, structure = jax.tree.flatten(acc.total)
     empty = acc.count == 0
     leaves = [jnp.where(empty, jnp.zeros_like(x), x) for x in leaves]

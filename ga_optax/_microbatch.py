@@ -122,10 +122,11 @@ def value_and_grad(
     In both `fun` sees the rows of one device, and may use the axis by name, for a
     collective of its own, but for one: it must not reduce its loss. (That is found
     where `shard_map` checks what varies, and not with `check_vma=False`.) Processes
-    that disagree on `num_microbatches` neither hang nor drift apart: the mean is then
-    over all micro-batches there are. Not so where a micro-step communicates, with
-    "each" or by `fun` itself: one of them then waits, until the backend's time-out
-    (XLA's flag `--xla_cpu_collective_timeout_seconds` on CPUs).
+    that disagree on `num_microbatches` do not hang: the mean is then over all
+    micro-batches there are, the same on each but for the rounding of its division.
+    Where a micro-step communicates, with "each" or by `fun` itself, one of them waits,
+    until the backend's time-out (`--xla_cpu_collective_timeout_seconds` of XLA's flags
+    on CPUs).
 
     With G for the bytes of the accumulator, P for those of the parameters, n devices
     and k micro-batches, a window costs on each device:
@@ -430,7 +431,8 @@ class _Program(NamedTuple):
       aux: the tree of the aux, of shapes and dtypes.
       modes: how to put each leaf of `aux` together.
       weighted: whether there is a weight.
-      varying: the mesh axes over which loss, weight or aux differ between devices.
+      varying: the mesh axes over which every sum differs between devices: those of
+        the data, and of the weight.
       multiplies: whether the weight multiplies the gradients, and not the cotangent.
       arrivals: how the gradient of each leaf of the parameters arrives, see `_arrival`.
     """
@@ -467,10 +469,9 @@ def _trace(call: Call) -> _Program:
     )
     # The types of the results say over which devices they vary; their shapes do not.
     avals = [variable.aval for variable in closed.jaxpr.outvars]
-    loss, _, carry, aux = jax.tree.unflatten(jax.tree.structure(shapes), avals)
+    loss, weight, carry, aux = jax.tree.unflatten(jax.tree.structure(shapes), avals)
     _check_not_reduced(call, loss)
     weighted = window.weight_fn is not None
-    every = frozenset().union(*(map(_devices.varying, avals)))
     return _Program(
         closed.jaxpr,
         closed.consts,
@@ -479,7 +480,7 @@ def _trace(call: Call) -> _Program:
         aux,
         aux_modes(window.aux, aux),
         weighted,
-        tuple(sorted(every)),
+        tuple(sorted({*call.axes, *(_devices.varying(weight) if weighted else ())})),
         weighted and not (jnp.finfo(loss.dtype).bits >= 32 and _scales(closed.jaxpr)),
         [
             _arrival(closed.jaxpr, variable)
@@ -653,7 +654,7 @@ def _fold(
         and jnp.finfo(t.dtype).bits >= 32
         for arrival, t, p in zip(program.arrivals, total, operands.params, strict=True)
     ]
-    sums_already = None in call.where
+    sums_already = any(place.summed for place in call.where)
     if sums_already and program.multiplies:
         raise ValueError(
             'sync="each" must scale the loss by the weight, since the backward pass '
@@ -690,16 +691,13 @@ def _merge(state: "_State", call: Call) -> "_State":
     # Σ w is reduced without weights, too: were the processes of a run to disagree on
     # the number of micro-batches, they would still all divide by the same number.
     small, structure = jax.tree.flatten((state.means.total, state.sums, state.weight))
-    due = {i: place for i, place in enumerate(call.where) if place is not None}
     out = _devices.reduce(
-        [state.total[i] for i in due] + _devices.vary(small, axes),
-        [*due.values(), *(_devices.Placement() for _ in small)],
+        state.total + _devices.vary(small, axes),
+        [*call.where, *(_devices.Placement() for _ in small)],
         axes,
     )
-    total = list(state.total)
-    for i, x in zip(due, out[: len(due)], strict=True):
-        total[i] = x
-    means, sums, weight = jax.tree.unflatten(structure, out[len(due) :])
+    total = out[: len(state.total)]
+    means, sums, weight = jax.tree.unflatten(structure, out[len(total) :])
 
     def shared(x: jax.Array) -> jax.Array:
         if jnp.issubdtype(x.dtype, jnp.inexact):
@@ -755,6 +753,7 @@ def _over_mesh(call: Call, run: Callable[..., Any], *acc: Accumulator) -> Any:
     in_specs |= dict.fromkeys(call.roles["batch_argnums"], split)
     of_params = (specs,) if isinstance(window.argnums, int) else specs
     in_specs |= dict(zip(call.roles["argnums"], of_params, strict=True))
+    _devices.check_scatter(params, places, axes, mesh)
     # What has no role goes to `fun` as it came, but for traced and distributed arrays,
     # which have to be operands.
     rest, structure = jax.tree.flatten(
@@ -830,8 +829,13 @@ def _loop(
     def select(leaves: list[Any], mode: str) -> list[Any]:
         return [x for x, its in zip(leaves, program.modes, strict=True) if its == mode]
 
-    def differ(tree: Any) -> Any:
-        return _devices.vary(tree, program.varying)
+    def differ(tree: Any, like: Any) -> Any:
+        """Marks sums as varying over devices as `like` does, one of their terms."""
+
+        def mark(x: jax.Array, term: Any) -> jax.Array:
+            return _devices.vary(x, (*program.varying, *_devices.varying(term)))
+
+        return jax.tree.map(mark, tree, like)
 
     def micro_step(state: _State, batch: list[jax.Array]) -> tuple[_State, list[Any]]:
         keys = [jax.random.fold_in(key, state.count) for key in operands.keys]
@@ -863,17 +867,15 @@ def _loop(
             one = jnp.ones_like(state.weight)
             return _State(
                 total,
-                differ(state.weight + (one if weight is None else weight)),
+                differ(state.weight + (one if weight is None else weight), one),
                 accumulator.increment(state.count),
                 [
                     _devices.vary(_strong(x), tuple(_devices.varying(old)))
                     for x, old in zip(carry, state.carry, strict=True)
                 ],
-                differ(accumulator.add(state.means, (loss, averaged), weight))._replace(
-                    count=accumulator.increment(state.means.count)
-                ),
+                of_means(accumulator.add(state.means, (loss, averaged), weight)),
                 [
-                    differ(s + x.astype(s.dtype))
+                    differ(s + x.astype(s.dtype), x)
                     for s, x in zip(state.sums, select(aux, "sum"), strict=True)
                 ],
                 [_strong(x) for x in select(aux, "last")],
@@ -881,16 +883,25 @@ def _loop(
 
     leaves = jax.tree.leaves(program.aux)
     averaged = [_inexact(x) for x in _blank(select(leaves, "mean"))]
-    means = accumulator.init((_blank(program.loss), averaged))
+    terms = _blank(program.loss), averaged
+
+    def of_means(means: Accumulator) -> Accumulator:
+        return means._replace(
+            total=differ(means.total, terms), weight=differ(means.weight, empty)
+        )
+
     start = _State(
         [jnp.where(empty, jnp.zeros_like(t), t) for t in operands.total],
-        differ(jnp.where(empty, jnp.zeros_like(operands.weight), operands.weight)),
+        differ(
+            jnp.where(empty, jnp.zeros_like(operands.weight), operands.weight), empty
+        ),
         operands.count,
         operands.carry,
-        differ(means)._replace(count=means.count),
-        differ(
-            [jnp.zeros(x.shape, _sum_dtype(x.dtype)) for x in select(leaves, "sum")]
-        ),
+        of_means(accumulator.init(terms)),
+        [
+            differ(jnp.zeros(x.shape, _sum_dtype(x.dtype)), x)
+            for x in select(leaves, "sum")
+        ],
         _blank(select(leaves, "last")),
     )
     return jax.lax.scan(micro_step, start, operands.batch, length=num_microbatches)

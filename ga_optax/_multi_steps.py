@@ -481,7 +481,9 @@ def stats(state: optax.OptState) -> Stats:
         steps=state.gradient_step,
         skipped_micro_steps=state.skipped_micro_steps,
         skipped_windows=state.skipped_windows,
-        weight=jnp.sum(state.weight),
+        weight=jnp.sum(
+            state.weight, axis=tuple(range(state.mini_step.ndim, state.weight.ndim))
+        ),
         fill=state.mini_step,
     )
 
@@ -662,10 +664,11 @@ class _Window:
         total, weight = jax.tree.map(lambda x: x[0], (acc.total, acc.weight))
         return Accumulator(total, weight, acc.count)
 
-    def check_not_reduced(self, grads: optax.Updates) -> None:
+    def check_of_device(self, call: _Call) -> None:
+        """Raises where what came is not this device's own, or not the same on all."""
         if not self.axes or not _devices.checks_varying():
             return
-        for path, leaf in jax.tree_util.tree_flatten_with_path(grads)[0]:
+        for path, leaf in jax.tree_util.tree_flatten_with_path(call.grads)[0]:
             reduced = set(self.axes) - _devices.varying(leaf)
             if reduced:
                 raise ValueError(
@@ -674,6 +677,24 @@ class _Window:
                     f"{tuple(sorted(reduced))}: it is reduced already. Differentiate "
                     "with respect to the device's own copy of the parameters: "
                     "jax.lax.pcast(params, axis, to='varying')."
+                )
+        for path, leaf in jax.tree_util.tree_flatten_with_path(call.extra_args)[0]:
+            own = set(self.axes) & _devices.varying(leaf)
+            if own:
+                raise ValueError(
+                    "With a data_axis, extra arguments must be the same on all "
+                    f"devices, but {accumulator.leaf_name(path)} differs along "
+                    f"{tuple(sorted(own))}. Reduce it, with jax.lax.pmean for example."
+                )
+        for path, leaf in jax.tree_util.tree_flatten_with_path(call.params)[0]:
+            own = set(self.axes) & _devices.varying(leaf)
+            if own:
+                raise ValueError(
+                    "With a data_axis, params must be the same on all devices, but "
+                    f"{accumulator.leaf_name(path)} differs along "
+                    f"{tuple(sorted(own))}: the sums would mix its shards. Pass whole "
+                    "parameters; or leave data_axis out where gradients of shards "
+                    "come reduced."
                 )
 
     def update(
@@ -761,7 +782,7 @@ class _Window:
             emit = True
 
         acc = self.accumulator_of(state)
-        self.check_not_reduced(call.grads)
+        self.check_of_device(call)
         structures = map(jax.tree.structure, ((), state.acc_grads, call.grads))
         empty, held, needed = structures
         keeps_nothing = held == empty != needed

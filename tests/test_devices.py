@@ -813,3 +813,131 @@ def test_sync_each_without_checks_must_be_told_what_is_sharded():
 def test_the_docstring_of_the_table_has_the_words_of_the_options():
     text = ga.value_and_grad.__doc__
     assert re.search(r'sharded, "each"\s+k times', text)
+
+
+# -- What would be wrong in quiet ------------------------------------------------------
+
+
+def test_an_accumulator_that_is_summed_already_is_not_merged_again():
+    mesh = make_mesh(AxisType.Auto)
+
+    def window(params, batch):  # without data_axis: JAX sums over the devices
+        _, acc = ga.accumulate(mean_loss, 2)(ga.accumulator.init(params), params, batch)
+        return ga.accumulator.mean(ga.merge_across(acc, "data"))
+
+    mapped = jax.shard_map(window, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+    with pytest.raises(ValueError, match="summed over them already"):
+        mapped(make_params(), make_batch())
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_shards_that_fun_gathers_are_summed_over_their_copies_too(check_vma):
+    """Sharded over "data", copied over "replica" (HSDP), gathered by `fun` itself."""
+    mesh = make_mesh(AxisType.Auto, (2, 4), ("replica", "data"))
+    axes = ("replica", "data")
+    params, batch = make_params(), make_batch()
+
+    def gathered(params, batch):
+        whole = {
+            "in": jax.lax.all_gather(params["in"], "data", axis=0, tiled=True),
+            "layers": jax.lax.all_gather(params["layers"], "data", axis=1, tiled=True),
+            "bias": params["bias"],
+        }
+        return token_loss(whole, batch)
+
+    fun = ga.value_and_grad(
+        gathered,
+        2,
+        weight_fn=count,
+        data_axis=axes,
+        sync="each",
+        param_specs=SHARDED,
+    )
+    mapped = jax.shard_map(
+        fun,
+        mesh=mesh,
+        in_specs=(SHARDED, P(axes)),
+        out_specs=(P(), SHARDED),
+        check_vma=check_vma,
+    )
+    got = jax.jit(mapped)(params, batch)
+    assert_close(got, jax.value_and_grad(token_loss)(params, batch))
+
+
+def test_a_batch_that_one_of_the_axes_does_not_split_is_found():
+    mesh = make_mesh(AxisType.Auto, (2, 4), ("replica", "data"))
+    fun = ga.value_and_grad(mean_loss, 2, data_axis=("replica", "data"))
+    mapped = jax.shard_map(fun, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+    with pytest.raises(ValueError, match=r"the same along \('replica',\)"):
+        mapped(make_params(), make_batch())
+
+
+def test_an_aux_may_vary_over_another_axis_where_the_loss_does_not():
+    mesh = make_mesh(AxisType.Auto, (4, 2), ("data", "model"))
+    x = normal(0, 16, 8)
+
+    def loss(w, x):
+        h = x @ w
+        return jax.lax.psum(jnp.mean(jnp.square(h)), "model"), jnp.mean(h, axis=0)
+
+    w = normal(1, 8, 6)
+    fun = ga.value_and_grad(loss, 2, data_axis="data", has_aux=True)
+    mapped = jax.shard_map(
+        fun,
+        mesh=mesh,
+        in_specs=(P(None, "model"), P("data")),
+        out_specs=((P(), P("model")), P(None, "model")),
+    )
+    (value, aux), grads = jax.jit(mapped)(w, x)
+
+    def whole(w, x):  # each half of the columns has a mean of its own
+        h = x @ w
+        return 2 * jnp.mean(jnp.square(h)), jnp.mean(h, axis=0)
+
+    assert_close(((value, aux), grads), jax.value_and_grad(whole, has_aux=True)(w, x))
+
+
+def test_a_shard_map_over_another_axis_may_stand_around_it():
+    mesh = make_mesh(AxisType.Auto, (4, 2), ("data", "ensemble"))
+    batch = make_batch()
+    pair = jax.tree.map(lambda p: jnp.stack([p, 2 * p]), make_params())
+    fun = ga.value_and_grad(mean_loss, 2, data_axis="data", mesh=mesh)
+
+    def member(params, batch):
+        one = jax.tree.map(lambda p: p[0], params)
+        return jax.tree.map(lambda x: x[None], fun(one, batch))
+
+    mapped = jax.shard_map(
+        member,
+        mesh=mesh,
+        in_specs=(P("ensemble"), P()),
+        out_specs=P("ensemble"),
+        axis_names={"ensemble"},
+    )
+    value, grads = jax.jit(mapped)(pair, batch)
+    for i in range(2):
+        one = jax.tree.map(lambda p, i=i: p[i], pair)
+        got = value[i], jax.tree.map(lambda g, i=i: g[i], grads)
+        assert_close(got, jax.value_and_grad(mean_loss)(one, batch))
+
+
+def test_sharded_parameters_beside_an_explicit_axis_say_what_jax_cannot_do():
+    mesh = jax.make_mesh(
+        (4, 2), ("data", "model"), axis_types=(AxisType.Auto, AxisType.Explicit)
+    )
+    fun = ga.value_and_grad(
+        mean_loss, 2, data_axis="data", param_specs=SHARDED, mesh=mesh
+    )
+    with pytest.raises(ValueError, match=r'leaf \[\'in\'\] is sharded.*sync="each"'):
+        jax.jit(fun)(make_params(), make_batch())
+
+
+def test_a_key_cannot_be_carried_across_devices():
+    mesh = make_mesh(AxisType.Auto)
+
+    def loss(w, x, key):
+        return w * jnp.mean(x), jax.random.fold_in(key, 1)
+
+    fun = ga.value_and_grad(loss, 2, carry_argnums=2, data_axis="data", mesh=mesh)
+    with pytest.raises(TypeError, match="Name it in rng_argnums"):
+        jax.jit(fun)(jnp.float32(1.0), jnp.ones(16), jax.random.key(0))

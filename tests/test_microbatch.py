@@ -959,3 +959,33 @@ def test_a_weight_and_an_aux_may_be_plain_numbers():
     )
     (value, aux), grad = jax.jit(fun)(jnp.float32(3.0), jnp.arange(8.0))
     assert (float(value), int(aux["rows"]), float(grad)) == (10.5, 8, 3.5)
+
+
+@pytest.mark.parametrize("in_place", IN_PLACE)
+def test_the_compiled_program_does_not_grow_with_the_number_of_micro_batches(in_place):
+    """So that compiling it takes no longer; a loop written out grows with each."""
+    params = {"layers": _normal(0, 3, WIDTH, WIDTH), "out": _normal(1, WIDTH)}
+
+    def loss(params, x):
+        h, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, params["layers"])
+        return jnp.mean(jnp.square(h @ params["out"]))
+
+    def instructions(fun, k):
+        x = _normal(2, 4 * k, WIDTH)
+        text = jax.jit(fun).lower(params, x).compile().as_text()
+        return sum(" = " in line for line in text.splitlines())
+
+    ours = [
+        instructions(ga.value_and_grad(loss, k, in_place=in_place), k)
+        for k in (4, 16, 64)
+    ]
+    assert max(ours) <= min(ours) + 8  # constants more or less, of the loop's bounds
+
+    def written_out(k):
+        def fun(params, x):
+            parts = jnp.split(x, k)
+            return sum(jax.grad(loss)(params, part)["out"] for part in parts)
+
+        return fun
+
+    assert instructions(written_out(16), 16) > 2 * instructions(written_out(4), 4)

@@ -423,3 +423,70 @@ def test_state_specs_without_a_data_axis_are_whole():
     )
     _, state = mapped(params, tx.init(params), params)
     assert int(state.mini_step) == 1
+
+
+def test_sharded_parameters_inside_the_shard_map_are_refused():
+    """Their gradients vary as well, but the sums would mix different shards."""
+    params, batches = make()
+    specs = {"w": P("data"), "b": P()}
+    tx = ga.MultiSteps(optax.sgd(0.1), K, data_axis="data")
+
+    def gathered(params, batch):
+        whole = jax.lax.all_gather(params["w"], "data", axis=0, tiled=True)
+        return loss({"w": whole, "b": params["b"]}, batch)
+
+    def step(params, state, batch):
+        own = params | {"b": jax.lax.pcast(params["b"], ("data",), to="varying")}
+        grads = jax.grad(gathered)(own, batch)
+        return ga.apply_gradients(tx, grads, state, params)
+
+    mapped = jax.shard_map(
+        step,
+        mesh=MESH,
+        in_specs=(specs, tx.state_specs, P("data")),
+        out_specs=(specs, tx.state_specs),
+    )
+    local = {"w": jnp.zeros((WIDTH // 8, WIDTH)), "b": params["b"]}
+    with jax.set_mesh(MESH):
+        state = tx.init(local)
+    with pytest.raises(ValueError, match=r"leaf \['w'\] differs.*mix its shards"):
+        mapped(params, state, micro_batch(batches, 0))
+
+
+def test_extra_arguments_must_be_the_same_on_all_devices():
+    params, batches = make()
+    opt = optax.contrib.reduce_on_plateau(patience=1)
+    tx = ga.MultiSteps(optax.chain(optax.sgd(0.1), opt), 1, data_axis="data")
+
+    def step(params, state, batch, reduced):
+        own = jax.lax.pcast(params, ("data",), to="varying")
+        value, grads = jax.value_and_grad(loss)(own, batch)
+        if reduced:
+            value = jax.lax.pmean(value, "data")
+        return ga.apply_gradients(tx, grads, state, params, value=value)
+
+    specs = (P(), tx.state_specs)
+    with jax.set_mesh(MESH):
+        state = tx.init(params)
+    for reduced in (True, False):
+        mapped = jax.shard_map(
+            functools.partial(step, reduced=reduced),
+            mesh=MESH,
+            in_specs=(*specs, P("data")),
+            out_specs=specs,
+        )
+        if reduced:
+            _, new = mapped(params, state, micro_batch(batches, 0))
+            assert int(ga.stats(new).steps) == 1
+        else:
+            with pytest.raises(ValueError, match=r"\['value'\] differs.*pmean"):
+                mapped(params, state, micro_batch(batches, 0))
+
+
+def test_the_weight_of_an_ensemble_is_that_of_each_member():
+    tx = ga.MultiSteps(optax.sgd(0.1), K)
+    params = jnp.ones((3, 2))
+    state = jax.vmap(tx.init)(params)
+    step = jax.vmap(lambda p, s: ga.apply_gradients(tx, p, s, p, weight=2.0))
+    _, state = step(params, state)
+    np.testing.assert_array_equal(ga.stats(state).weight, [2.0, 2.0, 2.0])
