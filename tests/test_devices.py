@@ -121,10 +121,10 @@ def gradient_reductions(audit):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("in_place", [None, False])
-@pytest.mark.parametrize("k", [1, 4, 8])
+@pytest.mark.parametrize("k", [1, 4, 16])
 def test_one_all_reduce_for_any_number_of_micro_batches(kind, in_place, k):
     mesh = make_mesh(kind)
-    params, batch = make_params(), make_batch()
+    params, batch = make_params(), make_batch(rows=128)
     fun = ga.value_and_grad(mean_loss, k, data_axis="data", in_place=in_place)
     audit, got = compiled_and_run(
         fun, mesh, put(params, mesh, P()), put(batch, mesh, P("data"))
@@ -258,10 +258,10 @@ def test_a_model_axis_may_be_explicit():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("k", [1, 4])
+@pytest.mark.parametrize("k", [1, 4, 16])
 def test_sharded_parameters_cost_one_gather_and_one_reduce_scatter(kind, k):
     mesh = make_mesh(kind)
-    params, batch = make_params(), make_batch()
+    params, batch = make_params(), make_batch(rows=128)
     specs = SHARDED if kind == AxisType.Auto else None  # explicit types say it
     fun = ga.value_and_grad(mean_loss, k, data_axis="data", param_specs=specs)
     audit, got = compiled_and_run(
