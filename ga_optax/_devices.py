@@ -74,6 +74,12 @@ def check_data_axis(data_axis: Any) -> Axes:
             "data_axis must be the name of a mesh axis, or a tuple of different names, "
             f'but it is {data_axis!r}. Pass "data", for example, or None.'
         )
+    if not hasattr(jax.lax, "pcast"):
+        raise ValueError(
+            "data_axis needs jax >= 0.9, for jax.lax.pcast, but this is jax "
+            f"{jax.__version__}. Install a newer one, or leave data_axis out: the "
+            "gradient is then reduced in every micro-step."
+        )
     return tuple(names)
 
 

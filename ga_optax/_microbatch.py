@@ -182,7 +182,7 @@ def value_and_grad(
         `fun` prints, calls back or communicates. False never does. True is None that
         raises on an older jax.
       data_axis: the mesh axis, or axes, that split axis 0 of the batch; None where the
-        batch is on one device. `num_microbatches` counts those of one device. Keys
+        batch is on one device. It needs jax >= 0.9. `num_microbatches` counts those of one device. Keys
         differ between devices: they have the device's index along the axis folded in
         first. Carried statistics are averaged over devices at the end (whole numbers:
         the largest). Aux: "last" is that of the last device, "stack" is

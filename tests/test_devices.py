@@ -726,6 +726,12 @@ def test_a_data_axis_needs_a_mesh():
         call(make_params(), make_batch())
 
 
+def test_a_jax_that_is_too_old_says_so(monkeypatch):
+    monkeypatch.delattr(jax.lax, "pcast")
+    with pytest.raises(ValueError, match=r"data_axis needs jax >= 0\.9"):
+        ga.value_and_grad(mean_loss, 2, data_axis="data")
+
+
 @pytest.mark.parametrize("name", ["sync", "mesh", "param_specs"])
 def test_options_for_devices_need_a_data_axis(name):
     value = {"sync": "each", "mesh": make_mesh(AxisType.Auto), "param_specs": P()}[name]
