@@ -182,10 +182,10 @@ def value_and_grad(
         `fun` prints, calls back or communicates. False never does. True is None that
         raises on an older jax.
       data_axis: the mesh axis, or axes, that split axis 0 of the batch; None where the
-        batch is on one device. It needs jax >= 0.9. `num_microbatches` counts those of one device. Keys
-        differ between devices: they have the device's index along the axis folded in
-        first. Carried statistics are averaged over devices at the end (whole numbers:
-        the largest). Aux: "last" is that of the last device, "stack" is
+        batch is on one device. It needs jax >= 0.9. `num_microbatches` counts those of
+        one device. Keys differ between devices: they have the device's index along the
+        axis folded in first. Carried statistics are averaged over devices at the end
+        (whole numbers: the largest). Aux: "last" is that of the last device, "stack" is
         `[devices · num_microbatches, ...]`, and the device's own inside `shard_map`.
       sync: "last" merges once, after the loop. "each" lets every micro-step merge,
         where parameters are sharded over `data_axis` and there is no memory for whole
