@@ -134,7 +134,8 @@ def value_and_grad(
     ========================  ============================  ==========================
     parameters, `sync`        operands on the network       memory for whole trees
     ========================  ============================  ==========================
-    on all devices, "last"    all-reduce G                  G
+    on all devices, "last"    all-reduce G                  G, and G for its result
+                                                            where it is not in place
     sharded, "last"           all-gather P/n,               P + G
                               reduce-scatter G
     sharded, "each"           k times: gather P/n at each   (P + G) / n, and one layer
@@ -142,8 +143,9 @@ def value_and_grad(
                                                             model
     ========================  ============================  ==========================
 
-    With "each" the compiler decides what it gathers and how it reduces: on CPUs by an
-    all-reduce, of which each device keeps its part. `audit` reads it off the program.
+    (The all-reduce of CPUs is not in place.) With "each" the compiler decides what it
+    gathers and how it reduces: on CPUs by an all-reduce, of which each device keeps its
+    part. `audit` reads it off the program.
 
     Args:
       fun: a function of the arguments below, as for `jax.value_and_grad`; it returns a
