@@ -197,21 +197,21 @@ class Call(NamedTuple):
 
     @classmethod
     def make(cls, window: Window, args: Any, kwargs: Any) -> "Call":
-        mesh = None
-        if window.data_axis:
-            mesh = _devices.find_mesh(window.data_axis, window.mesh)
-        call = cls(window, args, kwargs, window.roles(len(args)), mesh)
+        call = cls(window, args, kwargs, window.roles(len(args)), None)
         for position in call.roles["argnums"]:
             tree = args[position]
             check_gradients(tree, tree, name=f"argument {position}")
         for position in call.roles["rng_argnums"]:
             _check_keys(position, args[position])
         batch = {position: args[position] for position in call.roles["batch_argnums"]}
+        mesh = None
+        if window.data_axis:
+            mesh = _devices.find_mesh(window.data_axis, window.mesh, batch)
         devices = 1 if mesh is None else _devices.num_devices(window.data_axis, mesh)
         _check_batch(window, devices, batch)
         if not window.data_axis:
             _check_not_split(batch)
-        return call
+        return call._replace(mesh=mesh)
 
     def role(self, name: str) -> tuple[Any, ...]:
         return tuple(self.args[position] for position in self.roles[name])

@@ -83,8 +83,10 @@ def check_data_axis(data_axis: Any) -> Axes:
     return tuple(names)
 
 
-def find_mesh(axes: Axes, mesh: Mesh | AbstractMesh | None) -> Any:
+def find_mesh(axes: Axes, mesh: Mesh | AbstractMesh | None, batch: Any = ()) -> Any:
     """The mesh whose `axes` are still to be bound; None inside their `shard_map`.
+
+    Without `mesh` it is that of the context, or else the one that `batch` lies on.
 
     Raises:
       ValueError: where there is no mesh, or it lacks an axis.
@@ -102,10 +104,13 @@ def find_mesh(axes: Axes, mesh: Mesh | AbstractMesh | None) -> Any:
     if mesh is None or context.manual_axes:  # inside a shard_map over other axes
         mesh = context
     if mesh.empty:
+        found = [m for m in map(_mesh_of, jax.tree.leaves(batch)) if not m.empty]
+        mesh = found[0] if found else mesh
+    if mesh.empty:
         raise ValueError(
             f"data_axis={_words(axes)} must be an axis of a mesh, but there is none. "
-            "Call inside jax.set_mesh(mesh), pass mesh=, or call inside jax.shard_map "
-            "over that axis."
+            "Call inside jax.set_mesh(mesh), pass mesh= or a batch that lies on one, "
+            "or call inside jax.shard_map over that axis."
         )
     missing = [name for name in axes if name not in mesh.axis_names]
     if missing:
@@ -114,6 +119,15 @@ def find_mesh(axes: Axes, mesh: Mesh | AbstractMesh | None) -> Any:
             f"{_words(mesh.axis_names)}. Name the axis that splits the batch."
         )
     return mesh
+
+
+def _mesh_of(x: Any) -> Mesh | AbstractMesh:
+    """The mesh that an array lies on, traced or not; an empty one where it has none."""
+    none = AbstractMesh((), ())
+    if not isinstance(x, jax.Array):
+        return none
+    tracer = isinstance(x, jax.core.Tracer)
+    return getattr(jax.typeof(x).sharding if tracer else x.sharding, "mesh", none)
 
 
 def num_devices(axes: Axes, mesh: Mesh | AbstractMesh | None) -> int:
@@ -226,6 +240,12 @@ def explicit_axes(x: Any, dim: int) -> Axes:
     entry = sharding.spec[dim]
     names = entry if isinstance(entry, tuple) else (entry,)
     return tuple(n for n in names if kinds.get(n) == AxisType.Explicit)
+
+
+def same_mesh(x: jax.Array, y: jax.Array) -> bool:
+    """Whether the types of `x` and `y` agree on the mesh, where axes are explicit."""
+    a, b = (jax.typeof(z).sharding.mesh for z in (x, y))
+    return a == b or AxisType.Explicit not in (*a.axis_types, *b.axis_types)
 
 
 def _broadcast(specs: Any, params: Any) -> list[PartitionSpec | None]:

@@ -118,11 +118,11 @@ def value_and_grad(
     however their weights differ. What crosses the network does not depend on
     `num_microbatches`, and no row of the batch moves. It works inside `jax.shard_map`
     over the axis, where arguments are the device's own, and at top level, where the
-    mesh comes from `jax.set_mesh` or `mesh`; other axes of it stay with the compiler.
-    In both `fun` sees the rows of one device, and may use the axis by name, for a
-    collective of its own, but for one: it must not reduce its loss. (That is found
-    where `shard_map` checks what varies, and not with `check_vma=False`.) Processes
-    that disagree on `num_microbatches` do not hang: the mean is then over all
+    mesh comes from `jax.set_mesh`, `mesh` or the batch; other axes of it stay with the
+    compiler. In both `fun` sees the rows of one device, and may use the axis by name,
+    for a collective of its own, but for one: it must not reduce its loss. (That is
+    found where `shard_map` checks what varies, and not with `check_vma=False`.)
+    Processes that disagree on `num_microbatches` do not hang: the mean is then over all
     micro-batches there are, the same on each but for the rounding of its division.
     Where a micro-step communicates, with "each" or by `fun` itself, one of them waits,
     until the backend's time-out (`--xla_cpu_collective_timeout_seconds` of XLA's flags
@@ -194,7 +194,8 @@ def value_and_grad(
         ones: the program is then that of one device on micro-batches of all of them
         (keys and aux, too), which the compiler distributes; inside `shard_map` `fun`
         itself has to gather them, and a weight of 0 does not keep a NaN out.
-      mesh: the mesh of `data_axis` at top level; None for that of `jax.set_mesh`.
+      mesh: the mesh of `data_axis` at top level; None for that of `jax.set_mesh`, or
+        else the one that the batch lies on.
       param_specs: how the arguments at `argnums` are sharded over `data_axis` (FSDP,
         ZeRO): a tree of `PartitionSpec` that is a prefix of them, such as
         `jax.tree.map(lambda p: p.sharding.spec, params)`. Gradients come back sharded
@@ -646,13 +647,14 @@ def _fold(
     )
 
     # A weight that multiplies a gradient needs that gradient by itself, and a reference
-    # the dtype of the cotangent, in which narrow ones would round too often. Custom
+    # the type of the cotangent, in which narrow ones would round too often. Custom
     # rules do not go with effects, such as printing or a collective.
     allowed = window.in_place and not program.multiplies and not program.jaxpr.effects
     in_place = [
         allowed
         and arrival == "slices"
         and t.dtype == p.dtype
+        and _devices.same_mesh(t, p)
         and jnp.finfo(t.dtype).bits >= 32
         for arrival, t, p in zip(program.arrivals, total, operands.params, strict=True)
     ]

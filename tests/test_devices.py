@@ -200,6 +200,18 @@ def test_the_mesh_may_be_an_argument():
     assert_close(got, jax.value_and_grad(mean_loss)(params, batch))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("sync", ["last", "each"])
+def test_the_mesh_may_be_that_of_the_batch(kind, sync):
+    mesh = make_mesh(kind)
+    params, batch = make_params(), make_batch()
+    fun = ga.value_and_grad(mean_loss, 2, data_axis="data", sync=sync)
+    placed = put(params, mesh, P()), put(batch, mesh, P("data"))
+    want = jax.value_and_grad(mean_loss)(params, batch)
+    assert_close(jax.jit(fun)(*placed), want)
+    assert_close(fun(*placed), want)
+
+
 def test_the_batch_may_be_split_over_two_axes():
     mesh = make_mesh(AxisType.Auto, (2, 4), ("replica", "data"))
     params, batch = make_params(), make_batch()
