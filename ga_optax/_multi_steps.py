@@ -634,7 +634,7 @@ class _Window:
             parts = jax.tree.map(lambda x: jnp.zeros_like(x)[None], acc)
             return _devices.vary(parts, self.axes)
 
-        mesh = _devices.find_mesh(self.axes, None)
+        mesh = _devices.find_mesh(self.axes, None, acc.total)
         if mesh is None:
             return zeros(acc)
         split = _devices.split_spec(self.axes)

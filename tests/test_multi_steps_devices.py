@@ -401,6 +401,12 @@ def test_a_state_that_came_whole_says_so():
         mapped(params, state, micro_batch(batches, 0))
 
 
+def test_init_takes_the_mesh_that_the_parameters_lie_on():
+    tx = ga.MultiSteps(optax.sgd(0.1), K, data_axis="data")
+    params = jax.device_put({"w": jnp.ones(2)}, NamedSharding(MESH, P()))
+    assert tx.init(params).acc_grads["w"].shape == (8, 2)
+
+
 def test_init_without_a_mesh_says_so():
     tx = ga.MultiSteps(optax.sgd(0.1), K, data_axis="data")
     with pytest.raises(ValueError, match="there is none"):
