@@ -1,0 +1,350 @@
+"""What is published works by itself: built, installed elsewhere, its source gone."""
+
+import ast
+import importlib.metadata
+import importlib.util
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from typing import NamedTuple
+
+import pytest
+
+import ga_optax
+
+ROOT = pathlib.Path(__file__).parents[1]
+PROGRAMS = ROOT / "tests" / "typing"
+WORKFLOWS = ROOT / ".github" / "workflows"
+# A few of every kind: numbers, errors, other transformations, what a step compiles to.
+SELECTED = (
+    "test_accumulator.py",
+    "test_audit.py",
+    "test_microbatch_errors.py",
+    "test_multi_steps_composition.py",
+)
+
+needs_hatchling = pytest.mark.skipif(
+    importlib.util.find_spec("hatchling") is None,
+    reason="the package is built with hatchling: the dependency group `dev`",
+)
+
+
+class Installed(NamedTuple):
+    in_sdist: set[str]
+    in_wheel: set[str]
+    site: pathlib.Path  # where the wheel is installed, and nothing else
+    source: pathlib.Path  # the unpacked sdist, without the package
+
+
+def call(*args, cwd, site=None):
+    """Runs Python elsewhere, with `site` before whatever else is installed."""
+    env = os.environ | {"PYTHONPATH": str(site or "")}
+    return subprocess.run(
+        [sys.executable, *map(str, args)],
+        cwd=cwd,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def succeed(*args, **options):
+    run = call(*args, **options)
+    assert run.returncode == 0, run.stdout + run.stderr
+    return run.stdout
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """The wheel, built from the sdist; then the sdist's own package is deleted."""
+    tmp = tmp_path_factory.mktemp("packaging")
+    dist, site = tmp / "dist", tmp / "site"
+    succeed("-m", "hatchling", "build", "-t", "sdist", "-d", dist, cwd=ROOT)
+    [archive] = dist.glob("*.tar.gz")
+    with tarfile.open(archive) as tar:
+        in_sdist = {name.partition("/")[2] for name in tar.getnames()}
+        tar.extractall(tmp, filter="data")
+    source = tmp / archive.name.removesuffix(".tar.gz")
+    succeed("-m", "hatchling", "build", "-t", "wheel", "-d", dist, cwd=source)
+    [wheel] = dist.glob("*.whl")
+    install = ("install", "--no-deps", "--no-index", "--target", site, wheel)
+    succeed("-m", "pip", *install, cwd=tmp)
+    shutil.rmtree(source / "ga_optax")
+    with zipfile.ZipFile(wheel) as names:
+        return Installed(in_sdist, set(names.namelist()), site, source)
+
+
+# -- What is in it ---------------------------------------------------------------------
+
+
+@needs_hatchling
+def test_the_wheel_holds_every_module_the_type_marker_and_no_test(installed):
+    package = {f"ga_optax/{path.name}" for path in (ROOT / "ga_optax").glob("*.py")}
+    assert len(package) > 10
+    rest = installed.in_wheel - package - {"ga_optax/py.typed"}
+    assert package | {"ga_optax/py.typed"} <= installed.in_wheel
+    assert {name.split("/")[0] for name in rest} == {"ga_optax-0.1.0.dist-info"}
+    assert any(name.endswith("/LICENSE") for name in rest)
+
+
+@needs_hatchling
+def test_the_sdist_holds_what_a_reader_and_a_tester_need(installed):
+    due = {"LICENSE", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile"}
+    for folder in ("tests", "examples", "benchmarks", "docs", "notebooks", ".github"):
+        due |= {
+            str(path.relative_to(ROOT))
+            for suffix in ("py", "md", "ipynb", "json", "yml")
+            for path in (ROOT / folder).rglob(f"*.{suffix}")
+            if not {"_build", ".ipynb_checkpoints"} & set(path.parts)
+        }
+    assert due - installed.in_sdist == set()
+
+
+@needs_hatchling
+def test_at_run_time_it_requires_jax_and_optax_alone(installed):
+    [found] = importlib.metadata.distributions(path=[str(installed.site)])
+    always = [r for r in found.requires or () if "extra ==" not in r]
+    assert sorted(re.split(r"[^\w-]", r)[0] for r in always) == ["jax", "optax"]
+    extras = found.metadata.get_all("Provides-Extra") or []
+    assert set(extras) == {"cuda12", "cuda13", "flax", "testing"}
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert f"\n## {found.version} " in changelog
+
+
+# -- It works by itself ----------------------------------------------------------------
+
+
+@needs_hatchling
+def test_it_imports_where_neither_flax_nor_chex_is(installed):
+    program = """
+import importlib, pkgutil, sys
+import jax, optax  # whatever they import themselves
+
+sys.modules["flax"] = sys.modules["chex"] = None
+import ga_optax
+
+for _, name, _ in pkgutil.iter_modules(ga_optax.__path__):
+    try:
+        if name != "__main__":
+            importlib.import_module("ga_optax." + name)
+    except ImportError:
+        print("needs more:", name)
+for name in ga_optax.__all__:
+    getattr(ga_optax, name)
+print(ga_optax.__file__)
+"""
+    *needy, path = succeed(
+        "-c", program, cwd=installed.source, site=installed.site
+    ).splitlines()
+    assert path == str(installed.site / "ga_optax" / "__init__.py")
+    # The twin: where they are needed, their absence is seen.
+    assert needy == ["needs more: flax", "needs more: testing"]
+
+
+def run_tests(installed, site):
+    tests = [installed.source / "tests" / name for name in SELECTED]
+    options = ("-q", "-x", "-m", "not fuzz", "-p", "no:cacheprovider")
+    return call("-m", "pytest", *options, *tests, cwd=installed.source, site=site)
+
+
+# It takes more than ten seconds: a hundred tests, in a process that starts JAX.
+@needs_hatchling
+def test_tests_pass_against_the_wheel_with_its_source_gone(installed):
+    run = run_tests(installed, installed.site)
+    assert run.returncode == 0, run.stdout
+    assert re.search(r"\b\d\d+ passed", run.stdout)
+
+
+@needs_hatchling
+def test_the_same_tests_fail_against_a_broken_wheel(installed, tmp_path):
+    """The twin: they test what is installed, not the checkout."""
+    broken = shutil.copytree(installed.site, tmp_path / "site")
+    path = broken / "ga_optax" / "accumulator.py"
+    text = path.read_text(encoding="utf-8")
+    assert text.count("_plus(t, g)") == 1
+    path.write_text(text.replace("_plus(t, g)", "t"), encoding="utf-8")
+    run = run_tests(installed, broken)
+    assert run.returncode == 1
+    assert re.search(r"FAILED .*test_accumulator\.py", run.stdout)
+
+
+# -- What importing it costs -----------------------------------------------------------
+
+
+def import_milliseconds(module, site):
+    """What importing a module adds to optax: the time in all modules that come after.
+
+    The garbage collector waits meanwhile: whether it walks over all that JAX has
+    allocated just then is chance, and takes longer than the import.
+    """
+    program = f"import gc, optax; gc.disable(); import {module}"
+    run = call("-X", "importtime", "-c", program, cwd=site, site=site)
+    assert run.returncode == 0, run.stderr
+    _, _, after = run.stderr.partition("| optax\n")
+    rows = re.findall(r"^import time:\s*(\d+) \|[\s\d]+\|\s*(\S+)$", after, re.M)
+    assert rows[-1][1] == module
+    return sum(int(microseconds) for microseconds, _ in rows) / 1000
+
+
+@needs_hatchling
+def test_importing_it_adds_less_than_50_milliseconds_to_optax(installed):
+    # The least of five: a busy machine makes some of them slow, and none fast.
+    times = (import_milliseconds("ga_optax", installed.site) for _ in range(5))
+    assert any(time < 50 for time in times)
+
+
+@needs_hatchling
+def test_importing_flax_too_is_seen_to_cost_more(installed):
+    """The twin: the measure sees an expensive import."""
+    pytest.importorskip("flax")
+    times = (import_milliseconds("ga_optax.flax", installed.site) for _ in range(2))
+    assert not any(time < 50 for time in times)
+
+
+# -- Types -----------------------------------------------------------------------------
+
+
+def type_check(program, site):
+    pytest.importorskip("pyrefly", reason="types are checked with pyrefly")
+    return call(
+        *("-m", "pyrefly", "check", "--output-format", "min-text"),
+        *("--python-interpreter-path", sys.executable),
+        *("--site-package-path", site, program),
+        cwd=site,
+    )
+
+
+@needs_hatchling
+def test_the_type_checker_passes_on_a_users_program_which_runs(installed):
+    program = installed.source / "tests" / "typing" / "user_program.py"
+    run = type_check(program, installed.site)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "0 errors" in run.stdout + run.stderr
+    assert succeed(program, cwd=installed.source, site=installed.site)
+
+
+@needs_hatchling
+def test_the_type_checker_finds_every_mistake_of_the_wrong_program(installed):
+    """The twin."""
+    program = installed.source / "tests" / "typing" / "wrong_program.py"
+    lines = program.read_text(encoding="utf-8").splitlines()
+    marked = {n for n, line in enumerate(lines, 1) if "# wrong:" in line}
+    assert len(marked) > 10
+    run = type_check(program, installed.site)
+    assert run.returncode == 1
+    found = re.findall(r"wrong_program\.py:(\d+):", run.stdout + run.stderr)
+    assert set(map(int, found)) == marked
+
+
+# -- What the documents say ------------------------------------------------------------
+
+
+def missing_names(names, text):
+    return [name for name in names if not re.search(rf"`[^`]*\b{name}\b[^`]*`", text)]
+
+
+def test_the_changelog_names_every_public_name():
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert missing_names(ga_optax.__all__, text) == []
+    # The twin: a name that is not there is missed.
+    assert missing_names(["Audits"], text) == ["Audits"]
+
+
+def module_order():
+    """The modules as CONTRIBUTING lists them: the first column of its last block."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    block = text.partition("Modules import those above them")[2]
+    columns = re.findall(r"^    (\w+(?:, \w+)*)(?:  |$)", block, re.M)
+    return [name for column in columns for name in column.split(", ")]
+
+
+def imports_of_later_modules(order):
+    """Pairs of a module and one that it imports although it is listed after it."""
+    wrong = []
+    for i, name in enumerate(order):
+        source = (ROOT / "ga_optax" / f"{name}.py").read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(source)):
+            if not isinstance(node, ast.ImportFrom) or not node.module:
+                continue
+            package, _, module = node.module.partition(".")
+            if package == "ga_optax":
+                names = [module] if module else [alias.name for alias in node.names]
+                wrong += [(name, other) for other in names if other not in order[:i]]
+    return wrong
+
+
+def test_modules_import_only_what_contributing_lists_above_them():
+    order = module_order()
+    modules = {path.stem for path in (ROOT / "ga_optax").glob("*.py")}
+    assert sorted(order) == sorted(modules - {"__init__"})
+    assert imports_of_later_modules(order) == []
+
+
+def test_in_the_reverse_order_they_do_not():
+    """The twin."""
+    wrong = imports_of_later_modules(module_order()[::-1])
+    assert ("_multi_steps", "accumulator") in wrong
+
+
+# -- Workflows -------------------------------------------------------------------------
+
+
+def make_targets(text):
+    return set(re.findall(r"^([a-z]+):", text, re.M))
+
+
+def commands(job):
+    return [step["run"] for step in job["steps"] if "run" in step]
+
+
+def unknown_targets(jobs, targets):
+    """The targets that workflows call and the Makefile does not have."""
+    called = [
+        word
+        for job in jobs
+        for command in commands(job)
+        for line in command.splitlines()
+        if line.startswith("make ")
+        for word in line.split()[1:]
+        if "=" not in word
+    ]
+    return called, set(called) - targets
+
+
+def test_workflows_parse_and_call_make_targets_that_exist():
+    yaml = pytest.importorskip("yaml")
+    paths = sorted(WORKFLOWS.glob("*.yml"))
+    assert paths
+    flows = [yaml.safe_load(path.read_text(encoding="utf-8")) for path in paths]
+    jobs = [job for flow in flows for job in flow["jobs"].values()]
+    targets = make_targets((ROOT / "Makefile").read_text(encoding="utf-8"))
+    called, unknown = unknown_targets(jobs, targets)
+    assert {"docs", "lint", "oldest", "pytest", "types"} <= set(called)
+    assert unknown == set()
+    for flow in flows:
+        assert flow["permissions"] == {"contents": "read"}
+    for step in (step for job in jobs for step in job["steps"] if "uses" in step):
+        assert re.fullmatch(r"actions/[a-z-]+@v\d+", step["uses"])
+
+
+def test_documents_name_make_targets_that_exist():
+    targets = make_targets((ROOT / "Makefile").read_text(encoding="utf-8"))
+    for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"):
+        text = (ROOT / name).read_text(encoding="utf-8")
+        named = set(re.findall(r"(?:^ {4}|`)make ([a-z]+)", text, re.M))
+        assert named
+        assert named <= targets
+
+
+def test_a_workflow_that_calls_an_unknown_target_is_found():
+    """The twin."""
+    jobs = [{"steps": [{"run": "make pytest WORKERS=4\nmake tset"}]}]
+    called, unknown = unknown_targets(jobs, {"pytest", "test"})
+    assert called == ["pytest", "tset"]
+    assert unknown == {"tset"}
