@@ -196,7 +196,9 @@ def test_inside_a_shard_map_it_reduces_once(check_vma, in_place):
 def test_the_mesh_may_be_an_argument():
     mesh = make_mesh(AxisType.Auto)
     params, batch = make_params(), make_batch()
-    got = ga.value_and_grad(mean_loss, 2, data_axis="data", mesh=mesh)(params, batch)
+    got = jax.jit(ga.value_and_grad(mean_loss, 2, data_axis="data", mesh=mesh))(
+        params, batch
+    )
     assert_close(got, jax.value_and_grad(mean_loss)(params, batch))
 
 
@@ -770,7 +772,7 @@ def test_a_batch_that_all_devices_share_is_found():
     fun = ga.value_and_grad(mean_loss, 2, data_axis="data")
     mapped = jax.shard_map(fun, mesh=mesh, in_specs=(P(), P()), out_specs=P())
     with pytest.raises(ValueError, match="must differ between the devices"):
-        mapped(make_params(), make_batch())
+        jax.jit(mapped)(make_params(), make_batch())
 
 
 def test_parameters_that_differ_between_devices_need_specs():
@@ -780,7 +782,7 @@ def test_parameters_that_differ_between_devices_need_specs():
         fun, mesh=mesh, in_specs=(SHARDED, P("data")), out_specs=(P(), SHARDED)
     )
     with pytest.raises(ValueError, match=r"leaf \[0\]\['in'\] differs along"):
-        mapped(make_params(), make_batch())
+        jax.jit(mapped)(make_params(), make_batch())
 
 
 def test_some_axes_bound_and_some_not_is_an_error():
@@ -815,7 +817,7 @@ def test_accumulate_inside_a_shard_map_takes_whole_parameters():
         window, mesh=mesh, in_specs=(SHARDED, P("data")), out_specs=SHARDED
     )
     with pytest.raises(ValueError, match="Gather the parameters once"):
-        mapped(make_params(), make_batch())
+        jax.jit(mapped)(make_params(), make_batch())
 
 
 def test_sync_each_without_checks_must_be_told_what_is_sharded():
@@ -825,7 +827,7 @@ def test_sync_each_without_checks_must_be_told_what_is_sharded():
         fun, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=False
     )
     with pytest.raises(ValueError, match="Pass param_specs, or leave check_vma"):
-        mapped(make_params(), make_batch())
+        jax.jit(mapped)(make_params(), make_batch())
 
 
 def test_the_docstring_of_the_table_has_the_words_of_the_options():
@@ -845,7 +847,7 @@ def test_an_accumulator_that_is_summed_already_is_not_merged_again():
 
     mapped = jax.shard_map(window, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
     with pytest.raises(ValueError, match="summed over them already"):
-        mapped(make_params(), make_batch())
+        jax.jit(mapped)(make_params(), make_batch())
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -887,7 +889,7 @@ def test_a_batch_that_one_of_the_axes_does_not_split_is_found():
     fun = ga.value_and_grad(mean_loss, 2, data_axis=("replica", "data"))
     mapped = jax.shard_map(fun, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
     with pytest.raises(ValueError, match=r"the same along \('replica',\)"):
-        mapped(make_params(), make_batch())
+        jax.jit(mapped)(make_params(), make_batch())
 
 
 def test_an_aux_may_vary_over_another_axis_where_the_loss_does_not():

@@ -318,11 +318,12 @@ def test_in_a_chain_it_keeps_its_specs():
     mapped = jax.shard_map(
         step, mesh=MESH, in_specs=(*specs, P("data")), out_specs=specs
     )
+    step_of_chain = jax.jit(mapped)
     with jax.set_mesh(MESH):
         state = chain.init(params)
     new = params
     for i in range(K):
-        new, state = mapped(new, state, micro_batch(batches, i))
+        new, state = step_of_chain(new, state, micro_batch(batches, i))
     assert int(ga.stats(state).steps) == 1
     assert float(jnp.max(jnp.abs(new["w"] - params["w"]))) > 1e-3
 
@@ -372,7 +373,7 @@ def test_a_gradient_that_is_reduced_already_is_found():
     with jax.set_mesh(MESH):
         state = tx.init(params)
     with pytest.raises(ValueError, match=r"leaf \['b'\].*reduced already.*pcast"):
-        mapped(params, state, micro_batch(batches, 0))
+        jax.jit(mapped)(params, state, micro_batch(batches, 0))
 
 
 def test_outside_of_a_shard_map_it_says_so():
@@ -398,7 +399,7 @@ def test_a_state_that_came_whole_says_so():
         step, mesh=MESH, in_specs=(P(), P(), P("data")), out_specs=P()
     )
     with pytest.raises(ValueError, match="Pass state_specs as its in_specs"):
-        mapped(params, state, micro_batch(batches, 0))
+        jax.jit(mapped)(params, state, micro_batch(batches, 0))
 
 
 def test_init_takes_the_mesh_that_the_parameters_lie_on():
@@ -427,7 +428,7 @@ def test_state_specs_without_a_data_axis_are_whole():
     mapped = jax.shard_map(
         step, mesh=MESH, in_specs=specs, out_specs=(P(), tx.state_specs)
     )
-    _, state = mapped(params, tx.init(params), params)
+    _, state = jax.jit(mapped)(params, tx.init(params), params)
     assert int(state.mini_step) == 1
 
 
@@ -456,7 +457,7 @@ def test_sharded_parameters_inside_the_shard_map_are_refused():
     with jax.set_mesh(MESH):
         state = tx.init(local)
     with pytest.raises(ValueError, match=r"leaf \['w'\] differs.*mix its shards"):
-        mapped(params, state, micro_batch(batches, 0))
+        jax.jit(mapped)(params, state, micro_batch(batches, 0))
 
 
 def test_extra_arguments_must_be_the_same_on_all_devices():
@@ -482,11 +483,11 @@ def test_extra_arguments_must_be_the_same_on_all_devices():
             out_specs=specs,
         )
         if reduced:
-            _, new = mapped(params, state, micro_batch(batches, 0))
+            _, new = jax.jit(mapped)(params, state, micro_batch(batches, 0))
             assert int(ga.stats(new).steps) == 1
         else:
             with pytest.raises(ValueError, match=r"\['value'\] differs.*pmean"):
-                mapped(params, state, micro_batch(batches, 0))
+                jax.jit(mapped)(params, state, micro_batch(batches, 0))
 
 
 def test_the_weight_of_an_ensemble_is_that_of_each_member():
