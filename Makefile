@@ -4,10 +4,13 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
 
-.PHONY: demo docs test lint types pytest fuzz oldest
+.PHONY: bench demo docs test lint types pytest fuzz oldest
 
 demo: $(VENV)/ready
 	$(BIN)/python examples/digits.py
+
+bench: $(VENV)/ready
+	$(BIN)/python benchmarks/suite.py
 
 docs: $(VENV)/ready
 	$(BIN)/python -m sphinx -W --keep-going docs docs/_build
@@ -26,12 +29,12 @@ pytest: $(VENV)/ready
 fuzz: $(VENV)/ready
 	HYPOTHESIS_PROFILE=fuzz $(BIN)/python -m pytest -n $(WORKERS) -m fuzz $(PYTEST)
 
-# The NNX optimizer needs a newer Flax, and that one a newer jax.
+# The NNX optimizer needs a newer Flax, and that one a newer jax; data_axis, jax 0.9.
 oldest:
 	$(PYTHON) -m venv .venv-oldest
 	.venv-oldest/bin/python -m pip install --quiet --editable . "jax==0.8.0" \
 	  "jaxlib==0.8.0" "optax==0.2.6" "flax==0.12.0" "pytest>=9" pytest-xdist hypothesis
-	.venv-oldest/bin/python -m pytest -n $(WORKERS) -W default -k "not contract" \
+	.venv-oldest/bin/python -m pytest -n $(WORKERS) -W default -k "not contract and not devices" \
 	  tests/test_accumulator.py tests/test_data.py tests/test_multi_steps_*.py
 
 $(VENV)/ready: pyproject.toml

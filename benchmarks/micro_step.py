@@ -8,15 +8,9 @@ windows of every side in turn, and the table gives medians. Only the ratios
 mean something on a machine that others use.
 """
 
-import argparse
 import collections
-import datetime
 import functools
-import json
-import pathlib
-import platform
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -25,10 +19,19 @@ import jax
 import jax.numpy as jnp
 import optax
 import optax.contrib
+import peers
+import record
 
 import ga_optax as ga
 
-OPTIMIZERS = {"adam": optax.adam, "muon": optax.contrib.muon}
+OPTIMIZERS: dict[str, Callable[..., Any]] = {
+    "adam": optax.adam,
+    "muon": optax.contrib.muon,
+    "sgd": optax.sgd,
+    "shampoo-like": peers.shampoo_like,
+}
+ADD, PLAIN, FLOOR = "add", "plain step", "floor"
+APPLIED, OPTAX = "ga apply_gradients", "optax.MultiSteps"
 
 
 class Side:
@@ -56,118 +59,177 @@ class Side:
         return time.perf_counter() - start
 
 
-def make_sides(opt: Any, params: Any, grads: Any, k: int) -> dict[str, Side]:
-    """All sides, each with parameters and a state of its own."""
+class TwoPrograms:
+    """A window by hand: a donated add a micro-step, then a program that updates."""
+
+    def __init__(self, opt: Any, params: Any, k: int) -> None:
+        """Compiles both and makes the first carry."""
+
+        def update(carry: Any) -> Any:
+            params, state, total = carry
+            mean = jax.tree.map(lambda t: t / k, total)
+            updates, state = opt.update(mean, state, params)
+            params = optax.apply_updates(params, updates)
+            return params, state, jax.tree.map(jnp.zeros_like, total)
+
+        def add(total: Any, grads: Any) -> Any:
+            return jax.tree.map(jnp.add, total, grads)
+
+        total = jax.tree.map(jnp.zeros_like, params)
+        self.carry = params, opt.init(params), total
+        self.add = jax.jit(add, donate_argnums=0).lower(total, params).compile()
+        self.update = jax.jit(update, donate_argnums=0).lower(self.carry).compile()
+        memory = [p.memory_analysis() for p in (self.add, self.update)]
+        self.temporaries = max(m.temp_size_in_bytes for m in memory if m is not None)
+
+    def window(self, grads: Any, micro_steps: int) -> float:
+        """Runs a window of so many micro-steps; returns seconds."""
+        jax.block_until_ready(self.carry)
+        start = time.perf_counter()
+        params, state, total = self.carry
+        for _ in range(micro_steps):
+            total = self.add(total, grads)
+        self.carry = self.update((params, state, total))
+        jax.block_until_ready(self.carry)
+        return time.perf_counter() - start
+
+
+def contract(tx: Any, params: Any, grads: Any) -> Side:
+    """`update` and `apply_updates`."""
+
+    def micro_step(carry: Any, grads: Any) -> Any:
+        params, state = carry
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return Side(lambda: (params, tx.init(params)), micro_step, grads)
+
+
+def applied(tx: Any, params: Any, grads: Any, emit: bool | None = None) -> Side:
+    """`ga.apply_gradients`."""
+
+    def micro_step(carry: Any, grads: Any) -> Any:
+        params, state = carry
+        return ga.apply_gradients(tx, grads, state, params, emit=emit)
+
+    return Side(lambda: (params, tx.init(params)), micro_step, grads)
+
+
+def main_sides(opt: Any, params: Any, grads: Any, k: int) -> dict[str, Any]:
+    """The floor's parts, ours, and the peers; each with parameters of its own."""
 
     def fresh() -> Any:
         return jax.tree.map(jnp.copy, params)
 
-    def contract(tx: Any) -> Side:
-        def micro_step(carry: Any, grads: Any) -> Any:
-            params, state = carry
-            updates, state = tx.update(grads, state, params)
-            return optax.apply_updates(params, updates), state
-
-        return Side(lambda: (fresh(), tx.init(params)), micro_step, grads)
-
-    ours = ga.MultiSteps(opt, k)
-
-    def applied(tx: Any) -> Side:
-        def micro_step(carry: Any, grads: Any) -> Any:
-            params, state = carry
-            return ga.apply_gradients(tx, grads, state, params)
-
-        return Side(lambda: (fresh(), tx.init(params)), micro_step, grads)
-
+    add = functools.partial(jax.tree.map, jnp.add)
     return {
-        "add": Side(fresh, functools.partial(jax.tree.map, jnp.add), grads),
-        "plain step": contract(opt),
-        "ga apply_gradients": applied(ours),
-        "ga apply_grads, track_noise": applied(ga.MultiSteps(opt, k, track_noise=True)),
-        "ga update + apply_updates": contract(ours),
-        "optax.MultiSteps": contract(optax.MultiSteps(opt, k)),
+        ADD: Side(fresh, add, grads),
+        PLAIN: contract(opt, fresh(), grads),
+        APPLIED: applied(ga.MultiSteps(opt, k), fresh(), grads),
+        OPTAX: contract(optax.MultiSteps(opt, k), fresh(), grads),
+        peers.TWO_PROGRAMS: TwoPrograms(opt, fresh(), k),
     }
 
 
-def measure(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Runs `args.rounds` windows of every side in turn; returns rows of the table."""
-    keys = jax.random.split(jax.random.key(0), args.leaves)
-    shape = (args.size, args.size)
-    params = {f"layer_{i}": jax.random.normal(key, shape) for i, key in enumerate(keys)}
-    grads = jax.tree.map(lambda p: 1e-3 * p, params)
-    sides = make_sides(OPTIMIZERS[name](1e-4), params, grads, args.k)
+def all_sides(opt: Any, params: Any, grads: Any, k: int) -> dict[str, Any]:
+    """The same, and what else ours can do."""
 
+    def fresh() -> Any:
+        return jax.tree.map(jnp.copy, params)
+
+    noisy = ga.MultiSteps(opt, k, track_noise=True)
+    return main_sides(opt, params, grads, k) | {
+        "ga apply_grads, track_noise": applied(noisy, fresh(), grads),
+        "ga update + apply_updates": contract(ga.MultiSteps(opt, k), fresh(), grads),
+    }
+
+
+def make_gradients(leaves: int, size: int) -> tuple[Any, Any]:
+    """Parameters in so many square matrices, and gradients for them."""
+    keys = jax.random.split(jax.random.key(0), leaves)
+    params = {
+        f"layer_{i}": jax.random.normal(key, (size, size)) for i, key in enumerate(keys)
+    }
+    return params, jax.tree.map(lambda p: 1e-3 * p, params)
+
+
+def take_turns(
+    sides: dict[str, Any], grads: Any, k: int, rounds: int
+) -> dict[str, float]:
+    """Median seconds of a micro-step of each side: windows of all sides in turn."""
     seconds = collections.defaultdict(list)
-    for _ in range(args.rounds + 1):
+    for turn in range(rounds + 1):
         for side, runner in sides.items():
-            calls = 1 if side == "plain step" else args.k
-            seconds[side].append(runner.window(grads, calls) / calls)
-    # The first round warms caches and pages.
-    time_of = {side: statistics.median(times[1:]) for side, times in seconds.items()}
+            calls = 1 if side == PLAIN else k
+            taken = runner.window(grads, calls) / calls
+            if turn:  # the first round warms caches and pages
+                seconds[side].append(taken)
+    return {side: statistics.median(times) for side, times in seconds.items()}
 
-    floor = time_of["add"] + time_of["plain step"] / args.k
-    param_bytes = sum(p.nbytes for p in jax.tree.leaves(params))
+
+def floor_of(time_of: dict[str, float], k: int) -> float:
+    """Seconds of k adds and one plain step, over k. A window of one needs no add."""
+    return time_of[PLAIN] if k == 1 else time_of[ADD] + time_of[PLAIN] / k
+
+
+def measure(
+    name: str, leaves: int, size: int, k: int, rounds: int
+) -> list[dict[str, Any]]:
+    """Runs so many windows of every side in turn; returns rows of the table."""
+    params, grads = make_gradients(leaves, size)
+    sides = all_sides(OPTIMIZERS[name](1e-4), params, grads, k)
+    time_of = take_turns(sides, grads, k, rounds)
+    temporaries = {side: runner.temporaries for side, runner in sides.items()}
+
+    floor = time_of[FLOOR] = floor_of(time_of, k)
+    temporaries[FLOOR] = 0
     return [
         {
             "optimizer": name,
             "side": side,
             "ms": 1e3 * time_of[side],
             "over_floor": time_of[side] / floor,
-            "optax_over_it": time_of["optax.MultiSteps"] / time_of[side],
-            "temporaries_mb": runner.temporaries / 1e6,
-            "temporaries_percent": 100 * runner.temporaries / param_bytes,
+            "optax_over_it": time_of[OPTAX] / time_of[side],
+            "temporaries_mb": temporaries[side] / 1e6,
+            "temporaries_percent": 100 * temporaries[side] / peers.tree_bytes(params),
         }
-        for side, runner in sides.items()
-    ] + [
-        {
-            "optimizer": name,
-            "side": "floor",
-            "ms": 1e3 * floor,
-            "over_floor": 1.0,
-            "optax_over_it": time_of["optax.MultiSteps"] / floor,
-            "temporaries_mb": 0.0,
-            "temporaries_percent": 0.0,
-        }
+        for side in time_of
     ]
 
 
 def main() -> None:
     """Measures, prints the table, and writes the JSON where one is asked for."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--optimizers", nargs="+", default=list(OPTIMIZERS))
-    parser.add_argument("--leaves", type=int, default=20)
-    parser.add_argument("--size", type=int, default=1600, help="leaves are size x size")
+    parser = record.make_parser(__doc__)
+    parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=["adam"])
+    parser.add_argument("--leaves", type=int)
+    parser.add_argument("--size", type=int, help="leaves are size x size")
     parser.add_argument("--k", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=5, help="windows of each side")
-    parser.add_argument("--json", type=pathlib.Path, help="also write the rows here")
+    parser.add_argument("--rounds", type=int, help="windows of each side")
     args = parser.parse_args()
+    leaves = args.leaves or (2 if args.quick else 20)
+    size = args.size or (64 if args.quick else 1600)
+    rounds = args.rounds or (1 if args.quick else 5)
 
-    rows = [row for name in args.optimizers for row in measure(name, args)]
-    million = args.leaves * args.size**2 / 1e6
-    print(f"{million:.1f} M float32 parameters in {args.leaves} leaves, k = {args.k}")
-    print(
-        f"{'optimizer':10}{'side':28}{'ms/micro-step':>14}{'x floor':>9}"
-        f"{'optax/it':>10}{'temporaries':>18}"
+    rows = [
+        row
+        for name in args.optimizers
+        for row in measure(name, leaves, size, args.k, rounds)
+    ]
+    million = leaves * size**2 / 1e6
+    print(f"\n{million:.1f} M float32 parameters in {leaves} leaves, k = {args.k}")
+    record.print_table(
+        ["optimizer", "side", "ms a micro-step", "x floor", "optax / it", "temp. MB"],
+        [
+            [
+                *(row["optimizer"], row["side"], round(row["ms"], 2)),
+                *(round(row["over_floor"], 2), round(row["optax_over_it"], 1)),
+                round(row["temporaries_mb"], 3),
+            ]
+            for row in rows
+        ],
     )
-    for row in rows:
-        print(
-            f"{row['optimizer']:10}{row['side']:28}{row['ms']:14.1f}"
-            f"{row['over_floor']:9.2f}{row['optax_over_it']:10.1f}"
-            f"{row['temporaries_mb']:9.3f} MB {row['temporaries_percent']:4.0f} %"
-        )
-    if args.json:
-        device = jax.devices()[0]
-        record = {
-            "command": " ".join(["python", *sys.argv]),
-            "date": datetime.date.today().isoformat(),
-            "device": f"{device.platform}: {device.device_kind}",
-            "python": platform.python_version(),
-            "jax": jax.__version__,
-            "optax": optax.__version__,
-            "rows": rows,
-        }
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(record, indent=2) + "\n")
+    content = {"leaves": leaves, "size": size, "k": args.k, "rounds": rounds}
+    record.write(args.json, content | {"rows": rows})
 
 
 if __name__ == "__main__":

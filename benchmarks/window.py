@@ -10,140 +10,50 @@ rematerialisation and layers unrolled; with few rows a micro-batch is bound by m
 with many by compute.
 """
 
-import argparse
-import datetime
-import json
 import statistics
-import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from optax import microbatching
+import peers
+import record
 
-import ga_optax as ga
-
-K = 8
-OURS = ("ga_optax", "ga_optax, by hand")
-PEERS = ("plain scan", "optax.microbatching", "optax.MultiSteps")
+OURS = (peers.OURS, peers.OURS_PLAIN)
+PEERS = (peers.SCAN, peers.MICROBATCHING, peers.MULTI_STEPS, peers.TWO_PROGRAMS)
 
 
-def layer(h, p):
-    """One residual layer of a multilayer perceptron."""
-    return h + jnp.tanh(h @ p["up"]) @ p["down"]
-
-
-def scanned_loss(params, x):
-    """The loss of a model that scans over its layers, rematerialised."""
-    step = jax.checkpoint(lambda h, p: (layer(h, p), None))
-    return jnp.mean(jnp.square(jax.lax.scan(step, x, params)[0]))
-
-
-def unrolled_loss(params, x):
-    """The loss of a model of separate layers."""
-    for p in params:
-        x = layer(x, p)
-    return jnp.mean(jnp.square(x))
-
-
-def make_params(layers, width, scanned):
-    """Stacked layers, or a list of them; hidden width four times the width."""
-    up, down = jax.random.split(jax.random.key(0))
-    stacked = {
-        "up": jax.random.normal(up, (layers, width, 4 * width)) / width**0.5,
-        "down": jax.random.normal(down, (layers, 4 * width, width)) / width,
-    }
-    if scanned:
-        return stacked
-    return [jax.tree.map(lambda p, i=i: p[i], stacked) for i in range(layers)]
-
-
-def plain_scan(loss):
-    """The window that one writes by hand."""
-
-    def gradient(params, batch):
-        def micro_step(carry, x):
-            value, total = carry
-            v, g = jax.value_and_grad(loss)(params, x)
-            return (value + v, jax.tree.map(jnp.add, total, g)), None
-
-        zeros = jnp.zeros([]), jax.tree.map(jnp.zeros_like, params)
-        split = batch.reshape(K, -1, batch.shape[-1])
-        sums, _ = jax.lax.scan(micro_step, zeros, split)
-        return jax.tree.map(lambda x: x / K, sums)
-
-    return gradient
-
-
-def peer_microbatch(loss, rows):
-    """Optax's own, for means."""
-    return microbatching.microbatch(
-        jax.value_and_grad(loss),
-        argnums=1,
-        microbatch_size=rows,
-        accumulator=microbatching.AccumulationType.MEAN,
-    )
-
-
-def in_one_jit(gradient, opt):
-    """A window in one donated call."""
-
-    def step(state, batch):
-        params, opt_state = state
-        value, grads = gradient(params, batch)
-        updates, opt_state = opt.update(grads, opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state), value
-
-    return jax.jit(step, donate_argnums=0)
-
-
-def host_loop(loss, opt):
-    """A window of k calls, with `optax.MultiSteps`."""
-    multi = optax.MultiSteps(opt, K)
-    step = in_one_jit(jax.value_and_grad(loss), multi)
-
-    def window(state, batch):
-        value = None
-        for x in batch.reshape(K, -1, batch.shape[-1]):
-            state, value = step(state, x)
-        return state, value
-
-    return window, multi
-
-
-def seconds(call):
+def seconds(call: Any) -> tuple[float, Any]:
     """How long a call takes, to the end of what it started."""
     start = time.perf_counter()
     result = jax.block_until_ready(call())
     return time.perf_counter() - start, result
 
 
-def measure(loss, params, rows, rounds):
+def measure(loss: Any, params: Any, rows: int, k: int, rounds: int) -> dict[str, float]:
     """Median seconds of each way to do a window, and of the parts of one."""
     opt = optax.adam(1e-3)
     width = jax.tree.leaves(params)[0].shape[-1]  # of "down", which ends on it
-    batch = jax.random.normal(jax.random.key(1), (K * rows, width))
+    batch = jax.random.normal(jax.random.key(1), (k * rows, width))
     micro = batch[:rows]
-    ways: dict[str, Callable[..., Any]] = {
-        "ga_optax": in_one_jit(ga.value_and_grad(loss, K), opt),
-        "ga_optax, by hand": in_one_jit(
-            ga.value_and_grad(loss, K, in_place=False), opt
-        ),
-        "plain scan": in_one_jit(plain_scan(loss), opt),
-        "optax.microbatching": in_one_jit(peer_microbatch(loss, rows), opt),
+
+    def fresh() -> Any:
+        return jax.tree.map(jnp.copy, params)
+
+    ways: dict[str, Any] = {
+        way: peers.step_of(gradient, opt)
+        for way, gradient in peers.in_one_call(loss, k, rows).items()
     }
-    states = {way: (jax.tree.map(jnp.copy, params), opt.init(params)) for way in ways}
-    ways["optax.MultiSteps"], multi = host_loop(loss, opt)
-    states["optax.MultiSteps"] = jax.tree.map(jnp.copy, params), multi.init(params)
+    states = {way: (fresh(), opt.init(params)) for way in ways}
+    for way, loop in peers.in_many_calls(loss, opt, k).items():
+        ways[way], states[way] = loop, loop.init(params)
 
     gradient = jax.jit(jax.value_and_grad(loss))
     add = jax.jit(lambda a, b: jax.tree.map(jnp.add, a, b), donate_argnums=0)
-    update = in_one_jit(lambda params, grads: (jnp.zeros([]), grads), opt)
+    update = peers.step_of(lambda params, grads: (jnp.zeros([]), grads), opt)
     total = jax.tree.map(jnp.zeros_like, params)
-    update_state = jax.tree.map(jnp.copy, params), opt.init(params)
+    update_state = fresh(), opt.init(params)
 
     times = {name: [] for name in (*ways, "gradient", "add", "update")}
     for turn in range(rounds + 1):
@@ -163,58 +73,53 @@ def measure(loss, params, rows, rounds):
     return {name: statistics.median(t) for name, t in times.items()}
 
 
-def main():
+def main() -> None:
     """Prints a table, and writes it as JSON where asked to."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", help="write the figures to this file")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--rows", type=int, nargs="+", default=[4, 256])
+    parser = record.make_parser(__doc__)
+    parser.add_argument("--k", type=int, default=8)
+    parser.add_argument("--rounds", type=int)
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--width", type=int)
+    parser.add_argument("--rows", type=int, nargs="+", help="of a micro-batch")
     args = parser.parse_args()
+    k = args.k
+    rounds = args.rounds or (1 if args.quick else 7)
+    layers = args.layers or (2 if args.quick else 12)
+    width = args.width or (32 if args.quick else 512)
 
-    results = []
+    results: list[dict[str, Any]] = []
     for scanned in (True, False):
-        loss = scanned_loss if scanned else unrolled_loss
-        params = make_params(args.layers, args.width, scanned)
-        for rows in args.rows:
-            median = measure(loss, params, rows, args.rounds)
-            parts = K * median["gradient"] + (K - 1) * median["add"] + median["update"]
+        loss = peers.scanned_loss if scanned else peers.unrolled_loss
+        params = peers.make_params(layers, width, scanned)
+        for rows in args.rows or ([4] if args.quick else [4, 256]):
+            median = measure(loss, params, rows, k, rounds)
+            parts = k * median["gradient"] + (k - 1) * median["add"] + median["update"]
             fastest = min(median[peer] for peer in PEERS)
             kind = "scan over layers" if scanned else "unrolled layers"
+            ways = (*OURS, peers.OURS_LOOP, *PEERS)
             print(f"\n{kind}, micro-batches of {rows} rows; parts {parts * 1e3:.0f} ms")
-            print(f"{'':22}{'ms':>8}{'/ parts':>10}{'/ fastest peer':>16}")
-            for way in (*OURS, *PEERS):
-                t = median[way]
-                print(f"{way:22}{t * 1e3:8.0f}{t / parts:10.2f}{t / fastest:16.2f}")
+            record.print_table(
+                ["way", "ms", "/ parts", "/ fastest peer"],
+                [
+                    [
+                        *(way, round(median[way] * 1e3, 1)),
+                        *(round(median[way] / x, 2) for x in (parts, fastest)),
+                    ]
+                    for way in ways
+                ],
+            )
             results.append(
                 {
                     "model": kind,
                     "rows": rows,
                     "seconds": median,
                     "sum_of_parts": parts,
-                    "ratio_to_parts": {w: median[w] / parts for w in (*OURS, *PEERS)},
+                    "ratio_to_parts": {w: median[w] / parts for w in ways},
                     "ratio_to_fastest_peer": {w: median[w] / fastest for w in OURS},
                 }
             )
-    if args.json:
-        record = {
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "device": jax.devices()[0].device_kind,
-            "versions": {
-                "jax": jax.__version__,
-                "optax": optax.__version__,
-                "python": sys.version.split()[0],
-            },
-            "command": " ".join(["python", *sys.argv]),
-            "num_microbatches": K,
-            "rounds": args.rounds,
-            "layers": args.layers,
-            "width": args.width,
-            "results": results,
-        }
-        with open(args.json, "w") as file:
-            json.dump(record, file, indent=2)
+    content = {"num_microbatches": k, "rounds": rounds, "layers": layers}
+    record.write(args.json, content | {"width": width, "results": results})
 
 
 if __name__ == "__main__":

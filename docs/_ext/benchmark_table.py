@@ -38,7 +38,7 @@ def provenance(record):
 def cells(row, columns):
     """The texts of one row."""
     for column in columns:
-        field = column.partition("=")[2].strip()
+        field = column.partition(" = ")[2].strip()
         name, _, spec = field.rpartition(" ")
         if not spec.startswith("."):
             name, spec = field, ""
@@ -63,7 +63,7 @@ class Benchmark(Directive):
         self.state.document.settings.env.note_dependency(str(path))
         record = read(path.name)
         columns = [c.strip() for c in self.options["columns"].split(";")]
-        titles = [c.partition("=")[0].strip() for c in columns]
+        titles = [c.partition(" = ")[0].strip() for c in columns]
         lines = [
             f"From `benchmarks/results/{path.name}`: {provenance(record)}",
             "",

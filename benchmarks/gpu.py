@@ -1,0 +1,361 @@
+"""The benchmarks of a GPU: tokens a second, memory, and what the additions became.
+
+    python benchmarks/gpu.py --out benchmarks/results
+    python benchmarks/gpu.py --parts peak window --out benchmarks/results
+
+Four parts, each with a file of its own, `gpu_PART.json`:
+
+peak        the allocator's peak for each way to do a window of the reference model
+            (`reference_model.py`), each in a process of its own: a peak has no reset
+window      tokens a second, k = 1 against k = 8 at the same micro-batch
+micro_step  Adam on 51 M and 205 M parameters against the floor, and `emit=None`, where
+            the device is asked whether the window is full, against a static `emit`
+programs    the optimised HLO: how many kernels do nothing but add into a gradient-sized
+            buffer, how many matrix products took the accumulator as their beta = 1
+            operand
+
+Without `--out` it prints and writes nothing. It refuses to run on anything but a GPU,
+but for `--tiny`, which shows on a CPU that everything runs, and never writes.
+"""
+
+import argparse
+import collections
+import dataclasses
+import functools
+import json
+import pathlib
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import hlo
+import jax
+import jax.numpy as jnp
+import micro_step
+import optax
+import peers
+import record
+import reference_model
+from reference_model import Config
+
+import ga_optax as ga
+
+K = 8
+ALONE = "no accumulation"
+OURS_COUNTED = "ga.MultiSteps, static emit"
+INIT = jax.jit(reference_model.init, static_argnums=0)
+
+
+def check_device(tiny: bool) -> None:
+    """Stops where there is no GPU: other numbers would pass for its."""
+    device = jax.devices()[0]
+    if device.platform != "gpu" and not tiny:
+        raise SystemExit(
+            "These benchmarks need a GPU, but JAX's first device is "
+            f"{device.platform}: {device.device_kind}. Install jax[cuda12] or "
+            "jax[cuda13] where there is one, or pass --tiny to try the program out."
+        )
+
+
+# -- The reference model ---------------------------------------------------------------
+
+
+class Window:
+    """A way to do a window of k micro-batches, with a state of its own."""
+
+    def __init__(self, step: Any, state: Any, k: int) -> None:
+        """`step(state, batch) -> (state, value)`, donating."""
+        self.step, self.state, self.k = step, state, k
+
+    def __call__(self, config: Config) -> float:
+        """Runs one window; returns its seconds."""
+        key = jax.random.key(1)
+        shape = (self.k * config.rows, config.length + 1)
+        batch = jax.random.randint(key, shape, 0, config.vocabulary, jnp.int32)
+        jax.block_until_ready((self.state, batch))
+        start = time.perf_counter()
+        self.state, value = self.step(self.state, batch)
+        jax.block_until_ready((self.state, value))
+        return time.perf_counter() - start
+
+
+def ways_of(config: Config) -> dict[str, Callable[[], Window]]:
+    """All ways, by name; each is a function that makes it."""
+    opt = optax.adam(1e-4)
+    loss = functools.partial(reference_model.loss, config)
+
+    def params() -> Any:
+        return INIT(config)
+
+    def alone() -> Window:
+        start = params()
+        step = peers.step_of(jax.value_and_grad(loss), opt)
+        return Window(step, (start, opt.init(start)), 1)
+
+    def one_call(way: str) -> Window:
+        start = params()
+        step = peers.step_of(peers.in_one_call(loss, K, config.rows)[way], opt)
+        return Window(step, (start, opt.init(start)), K)
+
+    def many_calls(loop: Any) -> Window:
+        return Window(loop, loop.init(params()), K)
+
+    ways: dict[str, Callable[[], Window]] = {ALONE: alone}
+    for way in peers.in_one_call(loss, K, config.rows):
+        ways[way] = functools.partial(one_call, way)
+    for way, loop in loops_of(config).items():
+        ways[way] = functools.partial(many_calls, loop)
+    return ways
+
+
+def loops_of(config: Config) -> dict[str, Any]:
+    """The host loops."""
+    opt = optax.adam(1e-4)
+    loss = functools.partial(reference_model.loss, config)
+    counted = peers.HostLoop(loss, ga.MultiSteps(opt, K), K, counts=True)
+    return peers.in_many_calls(loss, opt, K) | {OURS_COUNTED: counted}
+
+
+def measure_peak(config: Config, tiny: bool) -> list[dict[str, Any]]:
+    """The allocator's peak over two windows, way by way, in new processes."""
+    rows, ways = [], list(ways_of(config))
+    for way in ways[-1:] if tiny else ways:
+        command = [sys.executable, __file__, "--peak-of", way]
+        child = subprocess.run(
+            command + (["--tiny"] if tiny else []), stdout=subprocess.PIPE, text=True
+        )
+        if child.returncode:
+            raise SystemExit(f"The process for {way!r} ended with {child.returncode}.")
+        rows.append({"way": way} | json.loads(child.stdout.splitlines()[-1]))
+    print("\nPeak of the allocator, MB")
+    record.print_table(
+        ["way", "peak", "parameters"],
+        [
+            [row["way"], *(_mb(row[name]) for name in ("peak_bytes", "param_bytes"))]
+            for row in rows
+        ],
+    )
+    return rows
+
+
+def print_peak(config: Config, way: str) -> None:
+    """What a process of `measure_peak` does: two windows, and a line of JSON."""
+    window = ways_of(config)[way]()
+    for _ in range(2):
+        window(config)
+    stats = jax.devices()[0].memory_stats() or {}  # a CPU has none
+    shapes = jax.eval_shape(functools.partial(reference_model.init, config))
+    param_bytes = peers.tree_bytes(shapes)
+    found = {"peak_bytes": stats.get("peak_bytes_in_use"), "param_bytes": param_bytes}
+    print(json.dumps(found))
+
+
+def measure_window(config: Config, rounds: int) -> list[dict[str, Any]]:
+    """Tokens a second: two groups that fit, each with the step of k = 1 in turn."""
+    names = [way for way in ways_of(config) if way != ALONE]
+    rows = []
+    for group in (names[:4], names[4:]):
+        rate = tokens_per_second(config, [ALONE, *group], rounds)
+        rows += [
+            {
+                "way": way,
+                "tokens_per_second": rate[way],
+                "alone_tokens_per_second": rate[ALONE],
+                "over_alone": rate[way] / rate[ALONE],
+                "over_optax_multi_steps": None,
+            }
+            for way in group
+        ]
+    theirs = next(row for row in rows if row["way"] == peers.MULTI_STEPS)
+    for row in rows:
+        row["over_optax_multi_steps"] = row["over_alone"] / theirs["over_alone"]
+    print(f"\nTokens a second, k = {K}, and over those of k = 1 measured beside it")
+    record.print_table(
+        ["way", "tokens/s", "of k = 1", "over k = 1", "over optax.MultiSteps"],
+        [
+            [
+                row["way"],
+                round(row["tokens_per_second"]),
+                round(row["alone_tokens_per_second"]),
+                round(row["over_alone"], 3),
+                round(row["over_optax_multi_steps"], 2),
+            ]
+            for row in rows
+        ],
+    )
+    return rows
+
+
+def tokens_per_second(
+    config: Config, group: list[str], rounds: int
+) -> dict[str, float]:
+    """By the median over the rounds; every side does K micro-batches in its turn."""
+    ways = ways_of(config)
+    windows = {way: ways[way]() for way in group}
+    seconds = collections.defaultdict(list)
+    for turn in range(rounds + 1):
+        for way, window in windows.items():
+            taken = sum(window(config) for _ in range(K // window.k))
+            if turn:  # the first compiled
+                seconds[way].append(taken)
+    return {
+        way: K * config.tokens / statistics.median(times)
+        for way, times in seconds.items()
+    }
+
+
+# -- The micro-step --------------------------------------------------------------------
+
+
+class Counted:
+    """`ga.apply_gradients` with a static `emit`: the host counts, no cond."""
+
+    def __init__(self, opt: Any, params: Any, grads: Any, k: int) -> None:
+        """Compiles one program for the micro-steps before the last, and one for it."""
+        tx = ga.MultiSteps(opt, k)
+        side = functools.partial(micro_step.applied, tx, params, grads)
+        self.first, self.last = side(emit=False), side(emit=True)
+        self.carry = self.first.carry
+        self.last.carry = None  # one state is enough, and it would be donated twice
+        self.temporaries = max(self.first.temporaries, self.last.temporaries)
+
+    def window(self, grads: Any, micro_steps: int) -> float:
+        """Runs a window of so many micro-steps; returns seconds."""
+        jax.block_until_ready(self.carry)
+        start = time.perf_counter()
+        for _ in range(micro_steps - 1):
+            self.carry = self.first.compiled(self.carry, grads)
+        self.carry = self.last.compiled(self.carry, grads)
+        jax.block_until_ready(self.carry)
+        return time.perf_counter() - start
+
+
+def measure_micro_steps(tiny: bool, rounds: int) -> list[dict[str, Any]]:
+    """Adam in two sizes: the floor, ours in both forms of `emit`, and the peers."""
+    rows = []
+    for leaves, size in [(2, 32)] if tiny else [(20, 1600), (20, 3200)]:
+        params, grads = micro_step.make_gradients(leaves, size)
+        opt = optax.adam(1e-4)
+        sides = micro_step.main_sides(opt, params, grads, K)
+        sides["ga, static emit"] = Counted(opt, params, grads, K)
+        time_of = micro_step.take_turns(sides, grads, K, rounds)
+        floor = time_of[micro_step.FLOOR] = micro_step.floor_of(time_of, K)
+        rows += [
+            {
+                "optimizer": "adam",
+                "million_parameters": leaves * size**2 / 1e6,
+                "side": side,
+                "ms": 1e3 * seconds,
+                "over_floor": seconds / floor,
+                "optax_over_it": time_of[micro_step.OPTAX] / seconds,
+                "temporaries_mb": sides[side].temporaries / 1e6 if side in sides else 0,
+            }
+            for side, seconds in time_of.items()
+        ]
+    print(f"\nA micro-step of Adam, k = {K}")
+    record.print_table(
+        ["side", "M params", "ms", "x floor", "optax / it"],
+        [
+            [
+                *(row["side"], round(row["million_parameters"], 1)),
+                *(round(row["ms"], 3), round(row["over_floor"], 2)),
+                round(row["optax_over_it"], 1),
+            ]
+            for row in rows
+        ],
+    )
+    return rows
+
+
+# -- The programs ----------------------------------------------------------------------
+
+
+def read_programs(config: Config) -> list[dict[str, Any]]:
+    """What the additions of a micro-step became in each way's program."""
+    opt = optax.adam(1e-4)
+    loss = functools.partial(reference_model.loss, config)
+    params = jax.eval_shape(functools.partial(reference_model.init, config))
+    shapes = reference_model.gradient_shapes(params)
+    state = params, jax.eval_shape(opt.init, params)
+
+    def tokens(rows: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((rows, config.length + 1), jnp.int32)
+
+    micro = tokens(config.rows)
+    lowered: dict[str, tuple[Any, int | None]] = {
+        way: (peers.step_of(gradient, opt).lower(state, tokens(K * config.rows)), K)
+        for way, gradient in peers.in_one_call(loss, K, config.rows).items()
+    }
+    loops = loops_of(config)
+    add = loops[peers.TWO_PROGRAMS].add
+    lowered[peers.TWO_PROGRAMS] = add.lower(params, params, micro), None
+    counted = loops[OURS_COUNTED]
+    start = params, jax.eval_shape(counted.tx.init, params)
+    lowered[OURS_COUNTED] = counted.step.lower(start, micro), None
+
+    rows, fields = [], [f.name for f in dataclasses.fields(hlo.Adds)]
+    for way, (program, k) in lowered.items():
+        adds = hlo.count_adds(program.compile().as_text(), shapes, k)
+        found = dict.fromkeys(fields) if adds is None else dataclasses.asdict(adds)
+        rows.append({"way": way} | found)
+    print("\nKernels a micro-step (-: the loop over micro-batches was not found)")
+    record.print_table(
+        ["way", *(name.replace("_", " ") for name in fields)],
+        [["-" if cell is None else cell for cell in row.values()] for row in rows],
+    )
+    return rows
+
+
+# -- All of it -------------------------------------------------------------------------
+
+
+def _mb(size: int | None) -> str:
+    return "-" if size is None else f"{size / 1e6:,.0f}"
+
+
+def main() -> None:
+    """Runs the parts that were asked for."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parts = ("peak", "window", "micro_step", "programs")
+    parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
+    parser.add_argument("--out", type=pathlib.Path, help="write gpu_PART.json here")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tiny", action="store_true", help="small, anywhere")
+    parser.add_argument("--peak-of", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    config = reference_model.TINY if args.tiny else Config()
+    if args.peak_of:
+        check_device(args.tiny)
+        print_peak(config, args.peak_of)
+        return
+    if args.tiny and args.out:
+        parser.error(
+            "--tiny measures nothing and so writes nothing, but it got --out "
+            f"{args.out}. Leave one of them out."
+        )
+    rounds = 1 if args.tiny else args.rounds
+    measures: dict[str, Callable[[], list[dict[str, Any]]]] = {
+        "peak": lambda: measure_peak(config, args.tiny),
+        "window": lambda: measure_window(config, rounds),
+        "micro_step": lambda: measure_micro_steps(args.tiny, rounds),
+        "programs": lambda: read_programs(config),
+    }
+    for part in parts:
+        if part not in args.parts:
+            continue
+        # The processes of the first part check for themselves, and need the memory that
+        # JAX would take for this one as soon as it is asked about devices.
+        if part != "peak":
+            check_device(args.tiny)
+        rows = measures[part]()
+        if args.out:
+            check_device(tiny=False)
+            content = {"k": K, "model": dataclasses.asdict(config), "rounds": rounds}
+            record.write(args.out / f"gpu_{part}.json", content | {"results": rows})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""How much memory a window needs, against the number of micro-batches.
+
+    python benchmarks/memory.py
+
+One window is a fixed number of rows and one Adam step. The model scans over its layers
+and rematerialises them. What a program needs is temp + argument + output - alias of
+XLA's own analysis, to the byte and without running anything. A host loop needs the
+most that one of its programs needs, with what else lies on the device meanwhile; it
+holds one micro-batch at a time, where one call holds the window.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import peers
+import record
+
+
+def measure(layers: int, width: int, rows: int, k: int) -> dict[str, int]:
+    """The bytes that each way needs for a window of k micro-batches."""
+    opt = optax.adam(1e-3)
+    params = jax.eval_shape(lambda: peers.make_params(layers, width))
+    state = params, jax.eval_shape(opt.init, params)
+    batch = jax.ShapeDtypeStruct((rows, width), jnp.float32)
+    micro = jax.ShapeDtypeStruct((rows // k, width), jnp.float32)
+    loss = peers.scanned_loss
+
+    found = {
+        way: peers.needed(peers.step_of(gradient, opt).lower(state, batch).compile())
+        for way, gradient in peers.in_one_call(loss, k, rows // k).items()
+    }
+    for way, loop in peers.in_many_calls(loss, opt, k).items():
+        if isinstance(loop, peers.TwoPrograms):
+            add = peers.needed(loop.add.lower(params, params, micro).compile())
+            update = peers.needed(loop.update.lower(state, params).compile())
+            found[way] = max(add + peers.tree_bytes(state[1]), update)
+        else:
+            start: Any = params, jax.eval_shape(loop.tx.init, params)
+            found[way] = peers.needed(loop.step.lower(start, micro).compile())
+    return found
+
+
+def main() -> None:
+    """Prints the table, and writes the JSON where one is asked for."""
+    parser = record.make_parser(__doc__)
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--width", type=int)
+    parser.add_argument("--rows", type=int, help="of a window")
+    parser.add_argument("--k", type=int, nargs="+")
+    args = parser.parse_args()
+    layers = args.layers or (2 if args.quick else 12)
+    width = args.width or (64 if args.quick else 512)
+    rows = args.rows or (256 if args.quick else 16384)
+    ks = args.k or ([1, 4] if args.quick else peers.doubling(64))
+
+    params = jax.eval_shape(lambda: peers.make_params(layers, width))
+    param_bytes = peers.tree_bytes(params)
+    results: list[dict[str, Any]] = []
+    for k in ks:
+        found = measure(layers, width, rows, k)
+        results.append(
+            {
+                "k": k,
+                "bytes": found,
+                "mb": {way: b / 1e6 for way, b in found.items()},
+                "over_params": {way: b / param_bytes for way, b in found.items()},
+            }
+        )
+    ways = list(results[0]["bytes"])
+    print(f"\nMB needed; {param_bytes / 1e6:.1f} of parameters, {rows} rows a window")
+    record.print_table(
+        ["k", *ways], [[r["k"], *(round(r["mb"][w], 1) for w in ways)] for r in results]
+    )
+    content = {"layers": layers, "width": width, "rows": rows}
+    content |= {"param_bytes": param_bytes, "results": results}
+    record.write(args.json, content)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,219 @@
+"""Draws the results: time against the floor, memory and communication against k.
+
+    python benchmarks/pictures.py
+
+It reads the files in benchmarks/results and measures nothing. The pictures are vector
+graphics on no background, in colours that the colour-blind can tell apart and that show
+on white and on black; each way has a marker of its own, too. In each stands a digest of
+the file it was drawn from, so that one out of date is found.
+"""
+
+import argparse
+import hashlib
+import pathlib
+from typing import Any
+
+import matplotlib as mpl
+import micro_step
+import peers
+import record
+
+mpl.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+OUT = pathlib.Path(__file__).parents[1] / "docs" / "pictures"
+GREY = "#7d8590"  # as legible on white as on GitHub's black
+BLUE, RED, PINK, GREEN, BROWN = "#0072b2", "#d55e00", "#cc79a7", "#009e73", "#a87b00"
+
+# Okabe and Ito's palette, but for the brown: their yellows are too light on white.
+STYLES: dict[str, dict[str, Any]] = {
+    micro_step.APPLIED: {"color": BLUE, "marker": "o", "linewidth": 2.5, "zorder": 5},
+    peers.OURS: {"color": BLUE, "marker": "o", "linewidth": 2.5, "zorder": 5},
+    peers.OURS_LOOP: {"color": BLUE, "marker": "s", "linestyle": "--", "zorder": 4},
+    peers.MULTI_STEPS: {"color": RED, "marker": "^"},
+    peers.MICROBATCHING: {"color": PINK, "marker": "v"},
+    peers.SCAN: {"color": GREEN, "marker": "D", "linestyle": "--"},
+    peers.SCAN_KEPT: {"color": BROWN, "marker": "X", "linestyle": ":"},
+    peers.TWO_PROGRAMS: {"color": BROWN, "marker": "P", "linestyle": ":"},
+}
+NAMES = {
+    micro_step.APPLIED: "ga.apply_gradients",
+    peers.OURS: "ga.value_and_grad",
+    peers.TWO_PROGRAMS: "two programs, by hand",
+    peers.SCAN_KEPT: "scan by hand, rows kept in place",
+    peers.SCAN: "scan by hand",
+}
+
+plt.rcParams.update(
+    {
+        "axes.edgecolor": GREY,
+        "axes.grid": True,
+        "axes.grid.axis": "y",
+        "axes.labelcolor": GREY,
+        "axes.spines.right": False,
+        "axes.spines.top": False,
+        "axes.titlecolor": GREY,
+        "axes.titlesize": 10,
+        "font.size": 9.5,
+        "grid.alpha": 0.3,
+        "grid.color": GREY,
+        "legend.frameon": False,
+        "legend.labelcolor": GREY,
+        "lines.markersize": 6,
+        "savefig.transparent": True,
+        "svg.hashsalt": "ga_optax",
+        "text.color": GREY,
+        "xtick.color": GREY,
+        "ytick.color": GREY,
+    }
+)
+
+
+def draw_micro_step(result: dict[str, Any]) -> Any:
+    """Time of a micro-step over its floor, by size, window and optimizer."""
+    panels = {
+        "Adam, k = 8, by size": (
+            result["by_size"],
+            lambda row: f"{row['million_parameters']:.3g} M",
+        ),
+        f"Adam, {result['by_k'][0]['million_parameters']:.3g} M, by k": (
+            result["by_k"],
+            lambda row: f"{row['k']}",
+        ),
+        "k = 8, by optimizer": (
+            result["by_optimizer"],
+            lambda row: row["optimizer"].replace("-", "-\n"),
+        ),
+    }
+    figure, axes = plt.subplots(1, 3, figsize=(8.6, 3.1), sharey=True)
+    for ax, (title, (rows, label)) in zip(axes, panels.items(), strict=True):
+        joined = ax is not axes[-1]  # optimizers are in no order
+        for way in rows[0]["over_floor"]:
+            style = STYLES[way] | ({} if joined else {"linestyle": "none"})
+            heights = [row["over_floor"][way] for row in rows]
+            ax.plot(range(len(rows)), heights, label=NAMES.get(way, way), **style)
+        ax.axhline(1, color=GREY, linewidth=1.2, zorder=1)
+        ax.set_title(title)
+        ax.set_xticks(range(len(rows)), [label(row) for row in rows])
+        ax.margins(x=0.1)
+        ax.set_yscale("log")
+    highest = axes[0].get_ylim()[1]
+    _ticks(axes[0].yaxis, [t for t in (0.5, 1, 2, 5, 10, 20, 50) if t <= highest])
+    axes[0].set_ylabel("time of a micro-step,\nover the floor (grey)")
+    handles = axes[0].get_legend_handles_labels()
+    figure.legend(*handles, loc="outside lower center", ncols=3)
+    return figure
+
+
+def draw_memory(result: dict[str, Any]) -> Any:
+    """Memory that a window needs, against the number of micro-batches."""
+    rows = result["results"]
+    figure, ax = plt.subplots(figsize=(6.4, 3.6))
+    ways = (
+        *(peers.OURS, peers.OURS_LOOP, peers.SCAN),
+        *(peers.MICROBATCHING, peers.MULTI_STEPS, peers.TWO_PROGRAMS),
+    )
+    _lines(ax, rows, "mb", ways)
+    # Parameters, Adam's two moments and one gradient: less cannot be.
+    least = 4 * result["param_bytes"] / 1e6
+    ax.axhline(least, color=GREY, linewidth=1.2, zorder=1)
+    ax.annotate(
+        "parameters, Adam's moments, one gradient",
+        (rows[0]["k"], least),
+        xytext=(0, -4),
+        textcoords="offset points",
+        va="top",
+    )
+    highest = max(row["mb"][way] for row in rows for way in ways)
+    ax.set_ylim(0.8 * least, 1.1 * highest)
+    heights = (100, 200, 300, 500, 700, 1000, 1500, 2000, 3000, 5000)
+    low, high = ax.get_ylim()
+    ax.set_yscale("log")
+    _ticks(ax.yaxis, [t for t in heights if low <= t <= high])
+    ax.set_ylabel(f"MB needed; {result['rows']:,} rows a window")
+    return figure
+
+
+def draw_collectives(result: dict[str, Any]) -> Any:
+    """Bytes that cross the network in a window, against k."""
+    rows = result["results"]
+    figure, ax = plt.subplots(figsize=(6.4, 3.6))
+    ways = (
+        *(peers.OURS, peers.SCAN, peers.SCAN_KEPT),
+        *(peers.MICROBATCHING, peers.MULTI_STEPS),
+    )
+    names = dict(NAMES)
+    work = rows[-1]["work_over_share"][peers.SCAN]
+    if work > 1.5:
+        names[peers.SCAN] += (
+            f";\nwhere the line falls, all rows go to\nall devices, each of which does "
+            f"{work:.0f} times\nits share"
+        )
+    _lines(ax, rows, "over_gradient", ways, names)
+    ax.set_yscale("log")
+    _ticks(ax.yaxis, [0.03, 0.1, 0.3, 1, 4, 16, 64])
+    ax.set_ylabel(
+        f"bytes on the wire a window,\nin gradients; {result['devices']} devices"
+    )
+    return figure
+
+
+def _lines(
+    ax: Any,
+    rows: Any,
+    field: str,
+    ways: tuple[str, ...],
+    names: dict[str, str] = NAMES,
+) -> None:
+    """One line for each way, against k; those that coincide show through each other."""
+    ks = [row["k"] for row in rows]
+    for way, size in zip(reversed(ways), (9, 8, 7, 6, 6, 6), strict=False):
+        style = {"linewidth": 1.5, "zorder": 3, "markersize": size} | STYLES[way]
+        heights = [row[field][way] for row in rows]
+        ax.plot(ks, heights, label=names.get(way, way), **style)
+    ax.set_xscale("log", base=2)
+    _ticks(ax.xaxis, ks)
+    ax.set_xlabel("micro-batches in a window, k")
+    handles, labels = ax.get_legend_handles_labels()
+    ax.figure.legend(handles[::-1], labels[::-1], loc="outside right center")
+
+
+def _ticks(axis: Any, values: Any) -> None:
+    """These ticks alone, printed as they are."""
+    axis.set_major_locator(FixedLocator(values))
+    axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,g}"))
+    axis.set_minor_locator(NullLocator())
+
+
+PICTURES = {
+    "micro_step": ("sweep.json", draw_micro_step),
+    "memory": ("memory.json", draw_memory),
+    "collectives": ("collectives.json", draw_collectives),
+}
+
+
+def digest(path: pathlib.Path) -> str:
+    """What a picture says about the file it was drawn from."""
+    return f"{path.name}, sha256 {hashlib.sha256(path.read_bytes()).hexdigest()[:16]}"
+
+
+def main() -> None:
+    """Draws all of them."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--results", type=pathlib.Path, default=record.RESULTS)
+    parser.add_argument("--out", type=pathlib.Path, default=OUT)
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    for name, (file, draw) in PICTURES.items():
+        path = args.results / file
+        figure = draw(record.read(path))
+        figure.set_layout_engine("constrained")
+        metadata = {"Date": None, "Description": digest(path)}
+        figure.savefig(args.out / f"{name}.svg", metadata=metadata)
+        plt.close(figure)
+        print(args.out / f"{name}.svg")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""How the benchmarks are called and what they write: one form for all of them."""
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import pathlib
+import platform
+import sys
+from typing import Any
+
+import jax
+
+RESULTS = pathlib.Path(__file__).parent / "results"
+
+
+def make_parser(text: str | None) -> argparse.ArgumentParser:
+    """A parser that knows `--json` and `--quick`, with a module's first line."""
+    parser = argparse.ArgumentParser(description=(text or "").splitlines()[0])
+    parser.add_argument("--json", type=pathlib.Path, help="also write the result here")
+    parser.add_argument("--quick", action="store_true", help="small, in seconds")
+    return parser
+
+
+def provenance() -> dict[str, Any]:
+    """Device, versions, date and command of this process."""
+    device = jax.devices()[0]
+    versions = {
+        name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "optax")
+    }
+    return {
+        "command": " ".join(["python", *sys.argv]),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "device": f"{device.platform}: {device.device_kind}",
+        "versions": versions | {"python": platform.python_version()},
+    }
+
+
+def write(path: pathlib.Path | None, content: dict[str, Any]) -> None:
+    """Writes a result with its provenance, where a path is given."""
+    if path is None:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Not every number is one: JSON has no NaN, and a benchmark should have none.
+    text = json.dumps(provenance() | content, indent=2, allow_nan=False)
+    path.write_text(text + "\n", "utf-8")
+
+
+def read(path: pathlib.Path) -> dict[str, Any]:
+    """The content of a file of results."""
+    return json.loads(path.read_text("utf-8"))
+
+
+def print_table(columns: list[str], rows: list[list[Any]]) -> None:
+    """Prints rows under their columns: words to the left, numbers to the right."""
+    texts = [
+        [cell if isinstance(cell, str) else f"{cell:,}" for cell in r] for r in rows
+    ]
+    widths = [max(map(len, column)) for column in zip(columns, *texts, strict=True)]
+    left = [
+        not any(text.startswith((*"-0123456789",)) for text in column)
+        for column in zip(*texts, strict=True)
+    ]
+    for line in (columns, ["-" * width for width in widths], *texts):
+        cells = zip(line, widths, left, strict=True)
+        print(
+            "  ".join(c.ljust(w) if is_left else c.rjust(w) for c, w, is_left in cells)
+        )

@@ -1,0 +1,126 @@
+"""The reference model, "350M": a decoder with grouped-query attention.
+
+Hidden 1024, 16 heads, 4 key and value heads, intermediate 4096, 24 layers, vocabulary
+32768. Parameters are float32, arithmetic is bfloat16, the loss float32. It scans over
+its layers and rematerialises them, as one trains such a model in memory that is short.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Sizes of the model, and of what it is trained on."""
+
+    hidden: int = 1024
+    heads: int = 16
+    kv_heads: int = 4
+    intermediate: int = 4096
+    layers: int = 24
+    vocabulary: int = 32768
+    length: int = 1024  # tokens of a row that are learned
+    rows: int = 8  # of a micro-batch
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch."""
+        return self.rows * self.length
+
+
+TINY = Config(32, 4, 2, 96, 3, 160, 20, 2)
+
+
+def init(config: Config) -> Any:
+    """Parameters; those of the layers are stacked."""
+    kv = config.hidden // config.heads * config.kv_heads
+    wide = (config.hidden, config.intermediate)
+    shapes: dict[str, tuple[int, ...]] = {
+        "query": (config.hidden, config.hidden),
+        "key": (config.hidden, kv),
+        "value": (config.hidden, kv),
+        "output": (config.hidden, config.hidden),
+        "gate": wide,
+        "up": wide,
+        "down": wide[::-1],
+    }
+    shapes = {name: (config.layers, *shape) for name, shape in shapes.items()}
+    shapes["embedding"] = (config.vocabulary, config.hidden)
+    shapes["head"] = (config.hidden, config.vocabulary)
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    # By fan-in; the embedding as if its fan-in were the hidden width.
+    params = {
+        name: jax.random.normal(key, shape) * config.hidden**-0.5
+        for key, (name, shape) in zip(keys, shapes.items(), strict=True)
+    }
+    params["down"] *= (config.hidden / config.intermediate) ** 0.5
+    norms = {f"norm_{name}": jnp.ones((config.layers, config.hidden)) for name in "ab"}
+    norms["norm_final"] = jnp.ones(config.hidden)
+    layers = {n: params.pop(n) for n in list(params) if n not in ("embedding", "head")}
+    layers |= {name: norms.pop(name) for name in ("norm_a", "norm_b")}
+    return params | norms | {"layers": layers}
+
+
+def loss(config: Config, params: Any, tokens: jax.Array) -> jax.Array:
+    """Mean cross-entropy of the next token; tokens `[rows, length + 1]`, int32."""
+    bfloat16 = jnp.bfloat16
+    h = params["embedding"].astype(bfloat16)[tokens[:, :-1]]
+    turns = _turns(config)
+
+    @jax.checkpoint
+    def layer(h: jax.Array, p: Any) -> Any:
+        p = {name: x.astype(bfloat16) for name, x in p.items()}
+        h = h + _attention(config, p, _norm(h, p["norm_a"]), turns)
+        x = _norm(h, p["norm_b"])
+        return h + (jax.nn.silu(x @ p["gate"]) * (x @ p["up"])) @ p["down"], None
+
+    h, _ = jax.lax.scan(layer, h, params["layers"])
+    h = _norm(h, params["norm_final"].astype(bfloat16))
+    logits = (h @ params["head"].astype(bfloat16)).astype(jnp.float32)
+    each = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+    return jnp.mean(each)
+
+
+def _norm(h: jax.Array, scale: jax.Array) -> jax.Array:
+    """Divided by the root of the mean square, which is float32."""
+    square = jnp.mean(jnp.square(h.astype(jnp.float32)), axis=-1, keepdims=True)
+    return h * jax.lax.rsqrt(square + 1e-6).astype(h.dtype) * scale[None, None, :]
+
+
+def _turns(config: Config) -> tuple[jax.Array, jax.Array]:
+    """Cosine and sine of the angles of rotary positions, `[1, length, 1, half]`."""
+    half = config.hidden // config.heads // 2
+    rates = 10_000.0 ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    positions = jnp.arange(config.length, dtype=jnp.float32)
+    angles = (positions[:, None] * rates[None, :])[None, :, None, :]
+    return jnp.cos(angles).astype(jnp.bfloat16), jnp.sin(angles).astype(jnp.bfloat16)
+
+
+def _attention(config: Config, p: Any, x: jax.Array, turns: Any) -> jax.Array:
+    """Causal, with rotary positions; JAX's own, without a kernel library."""
+    cosine, sine = turns
+    width = config.hidden // config.heads
+
+    def heads(name: str) -> jax.Array:
+        return (x @ p[name]).reshape(*x.shape[:2], -1, width)
+
+    def turned(y: jax.Array) -> jax.Array:
+        a, b = jnp.split(y, 2, axis=-1)
+        return jnp.concatenate([a * cosine - b * sine, a * sine + b * cosine], axis=-1)
+
+    y = jax.nn.dot_product_attention(
+        turned(heads("query")), turned(heads("key")), heads("value"), is_causal=True
+    )
+    return y.reshape(x.shape) @ p["output"]
+
+
+def gradient_shapes(params: Any) -> set[tuple[int, ...]]:
+    """Shapes of gradients of matrices: stacked, of one layer, and transposed."""
+    matrices = [params["embedding"], params["head"]]
+    matrices += [x for x in jax.tree.leaves(params["layers"]) if x.ndim == 3]
+    shapes = {x.shape for x in matrices} | {x.shape[-2:] for x in matrices}
+    return shapes | {(*shape[:-2], shape[-1], shape[-2]) for shape in shapes}
