@@ -452,7 +452,8 @@ def test_the_bits_repeat():
     assert_trees_bitwise_equal(first, second)
 
 
-def test_a_device_of_weight_zero_adds_nothing_not_even_nan():
+@pytest.mark.parametrize("in_place", [None, False])
+def test_a_device_of_weight_zero_adds_nothing_not_even_nan(in_place):
     mesh = make_mesh(AxisType.Auto)
     params, batch = make_params(), make_batch()
     rows = ROWS // 8
@@ -460,7 +461,9 @@ def test_a_device_of_weight_zero_adds_nothing_not_even_nan():
         "x": batch["x"].at[:rows].set(jnp.nan),
         "mask": batch["mask"].at[:rows].set(0.0),
     }
-    fun = ga.value_and_grad(token_loss, 4, weight_fn=count, data_axis="data", mesh=mesh)
+    fun = ga.value_and_grad(
+        token_loss, 4, weight_fn=count, data_axis="data", mesh=mesh, in_place=in_place
+    )
     rest = jax.tree.map(lambda x: x[rows:], poisoned)
     assert_close(
         jax.jit(fun)(params, poisoned), jax.value_and_grad(token_loss)(params, rest)
