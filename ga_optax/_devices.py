@@ -53,7 +53,19 @@ def split_spec(axes: Axes, dim: int = 0) -> PartitionSpec:
 
 
 def _entry(names: Axes) -> Any:
+    """The entry of a spec that splits a dimension over `names`."""
     return names if len(names) > 1 else names[0] if names else None
+
+
+def _names(entry: Any) -> Axes:
+    """The axes over which an entry of a spec splits its dimension."""
+    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+
+
+def _explicit(mesh: Mesh | AbstractMesh) -> Axes:
+    """The explicit axes of a mesh."""
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return tuple(name for name, kind in kinds if kind == AxisType.Explicit)
 
 
 # -- The mesh --------------------------------------------------------------------------
@@ -198,8 +210,7 @@ def placements(
         names = [] if spec is None else list(spec)
         dims = []
         for dim, entry in enumerate(names):
-            entry = entry if isinstance(entry, tuple) else (entry,)
-            here = tuple(name for name in entry if name in axes)
+            here = tuple(name for name in _names(entry) if name in axes)
             if here:
                 dims.append((dim, here))
         placement = Placement(tuple(dims))
@@ -219,10 +230,7 @@ def placements(
 def _known_spec(leaf: Any) -> PartitionSpec | None:
     if isinstance(leaf, jax.core.Tracer):
         sharding = jax.typeof(leaf).sharding
-        kinds = dict(
-            zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True)
-        )
-        if AxisType.Explicit not in kinds.values():
+        if not _explicit(sharding.mesh):
             return None
     else:
         sharding = getattr(leaf, "sharding", None)
@@ -236,16 +244,14 @@ def explicit_axes(x: Any, dim: int) -> Axes:
     sharding = jax.typeof(x).sharding
     if not isinstance(sharding, NamedSharding) or len(sharding.spec) <= dim:
         return ()
-    kinds = dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True))
-    entry = sharding.spec[dim]
-    names = entry if isinstance(entry, tuple) else (entry,)
-    return tuple(n for n in names if kinds.get(n) == AxisType.Explicit)
+    explicit = _explicit(sharding.mesh)
+    return tuple(name for name in _names(sharding.spec[dim]) if name in explicit)
 
 
 def same_mesh(x: jax.Array, y: jax.Array) -> bool:
     """Whether the types of `x` and `y` agree on the mesh, where axes are explicit."""
     a, b = (jax.typeof(z).sharding.mesh for z in (x, y))
-    return a == b or AxisType.Explicit not in (*a.axis_types, *b.axis_types)
+    return a == b or not (_explicit(a) or _explicit(b))
 
 
 def _broadcast(specs: Any, params: Any) -> list[PartitionSpec | None]:
@@ -313,11 +319,7 @@ def check_scatter(
     params: Any, where: Sequence[Placement], axes: Axes, mesh: Mesh | AbstractMesh
 ) -> None:
     """Raises where JAX (up to 0.12) cannot lower a reduce-scatter."""
-    explicit = tuple(
-        name
-        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
-        if kind == AxisType.Explicit and name not in axes
-    )
+    explicit = tuple(name for name in _explicit(mesh) if name not in axes)
     paths = jax.tree_util.tree_flatten_with_path(params)[0]
     for (path, _), placement in zip(paths, where, strict=True):
         if explicit and placement.dims:
@@ -443,18 +445,14 @@ def zeros(aval: Any) -> jax.Array:
 
 def _arrange(x: Any, spec: PartitionSpec, axes: Axes, mesh: Mesh | AbstractMesh) -> Any:
     """Reshards `x` along explicit data axes, where its type has to say `spec`."""
-    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    if not any(kinds[name] == AxisType.Explicit for name in axes):
+    if not set(axes) & set(_explicit(mesh)):
         return x
     sharding = jax.typeof(x).sharding
     given = list(sharding.spec) if isinstance(sharding, NamedSharding) else []
     due: list[Any] = []
     for dim in range(jnp.ndim(x)):
-        old = given[dim] if dim < len(given) else None
-        new = spec[dim] if dim < len(spec) else None
-        old, new = (
-            () if e is None else e if isinstance(e, tuple) else (e,) for e in (old, new)
-        )
+        old = _names(given[dim]) if dim < len(given) else ()
+        new = _names(spec[dim]) if dim < len(spec) else ()
         names = (*new, *(name for name in old if name not in axes))
         due.append(_entry(names))
     return jax.reshard(x, NamedSharding(mesh, PartitionSpec(*due)))
@@ -476,8 +474,7 @@ def split_shards(
 
 def constrain(tree: Any, specs: Any, mesh: Mesh | AbstractMesh) -> Any:
     """Tells the compiler where automatic axes have to shard `tree`."""
-    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    if AxisType.Explicit in kinds.values():
+    if _explicit(mesh):
         return tree  # it is in the types
     leaves, structure = jax.tree.flatten(tree)
     return jax.tree.unflatten(

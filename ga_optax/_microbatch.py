@@ -429,6 +429,7 @@ class _Program(NamedTuple):
       jaxpr: of the flat arguments `(params, batch, keys, carry)` to the flat results
         `(loss, weight, carry, aux)`; no weight without a `weight_fn`.
       consts: the values of its constants: tracers, where `fun` closes over some.
+      batch: the leaves of the batch, split into micro-batches.
       loss: the shape and dtype of the loss.
       carry: the tree of the carry, of shapes and dtypes.
       aux: the tree of the aux, of shapes and dtypes.
@@ -442,6 +443,7 @@ class _Program(NamedTuple):
 
     jaxpr: core.Jaxpr
     consts: Sequence[Any]
+    batch: list[jax.Array]
     loss: Any
     carry: Any
     aux: Any
@@ -466,7 +468,9 @@ def _trace(call: Call) -> _Program:
         return returned(window, out, carry, weight)
 
     params, batch, keys, carry = (call.role(name) for name in call.roles)
-    first = jax.tree.map(lambda x: _split(call, x)[0], batch)
+    with jax.named_scope("split"):
+        batch = jax.tree.map(lambda x: _split(call, x), batch)
+    first = jax.tree.map(lambda x: x[0], batch)
     closed, shapes = jax.make_jaxpr(micro_batch, return_shape=True)(
         params, first, keys, carry
     )
@@ -478,6 +482,7 @@ def _trace(call: Call) -> _Program:
     return _Program(
         closed.jaxpr,
         closed.consts,
+        jax.tree.leaves(batch),
         loss,
         carry,
         aux,
@@ -631,14 +636,12 @@ def _fold(
 ) -> tuple[Any, Accumulator]:
     """Adds the micro-batches of a call to `acc`; `merges` over the bound data axes."""
     window = call.window
-    params, batch, keys, carry = (jax.tree.leaves(call.role(n)) for n in call.roles)
+    params, _, keys, carry = (jax.tree.leaves(call.role(n)) for n in call.roles)
     total, structure = jax.tree.flatten(acc.total)
-    with jax.named_scope("split"):
-        batch = [_split(call, x) for x in batch]
     operands = _Operands(
         program.consts,
         [jnp.asarray(x) for x in params],
-        batch,
+        program.batch,
         keys,
         [_strong(x) for x in carry],
         _devices.vary(total, call.axes),
