@@ -14,7 +14,12 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from ga_optax import _devices
-from ga_optax.accumulator import check_gradients, check_structure, leaf_name
+from ga_optax._checks import (
+    check_gradients,
+    check_num_microbatches,
+    check_structure,
+    leaf_name,
+)
 
 # `jax.vjp(...).with_refs` transposes `lax.scan` correctly from jax 0.11.0 on (jax PR
 # 38929), and a `custom_vmap` may have references inside it from 0.11.1 on.
@@ -136,26 +141,6 @@ class Window(NamedTuple):
                 positions.append(position)
             roles[name] = tuple(positions)
         return roles
-
-
-def check_num_microbatches(num_microbatches: Any) -> int:
-    """Returns the number of micro-batches as an int, or raises."""
-    todo = "Use 1 for the undivided batch."
-    try:
-        if isinstance(num_microbatches, (bool, np.bool_)):
-            raise TypeError
-        value = operator.index(num_microbatches)
-    except TypeError:
-        raise TypeError(
-            "num_microbatches must be an int that is known when the function is "
-            f"made, but it is {num_microbatches!r} of type "
-            f"{type(num_microbatches).__name__}. {todo}"
-        ) from None
-    if value < 1:
-        raise ValueError(
-            f"num_microbatches must be at least 1, but it is {value}. {todo}"
-        )
-    return value
 
 
 def _positions(name: str, value: Any) -> int | tuple[int, ...]:

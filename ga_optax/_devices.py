@@ -20,7 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from ga_optax.accumulator import Accumulator, leaf_name
+from ga_optax._checks import leaf_name
+from ga_optax.accumulator import Accumulator
 
 Axes = tuple[str, ...]
 

@@ -35,12 +35,8 @@ from jax.typing import ArrayLike, DTypeLike
 
 from ga_optax import _devices, accumulator
 from ga_optax._arguments import AUX, Call, Window, aux_modes, returned
-from ga_optax.accumulator import (
-    Accumulator,
-    check_dtype,
-    check_gradients,
-    check_weight,
-)
+from ga_optax._checks import check_dtype, check_gradients, check_weight
+from ga_optax.accumulator import Accumulator
 
 __all__ = ["accumulate", "value_and_grad"]
 

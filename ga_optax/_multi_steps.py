@@ -32,7 +32,7 @@ import optax
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from ga_optax import _devices, _noise, accumulator
+from ga_optax import _checks, _devices, _noise, accumulator
 from ga_optax.accumulator import Accumulator
 
 __all__ = [
@@ -260,7 +260,7 @@ class MultiSteps(optax.GradientTransformationExtraArgs):
             every_k=_check_every_k(every_k_schedule),
             use_grad_mean=bool(use_grad_mean),
             should_skip=should_skip_update_fn,
-            dtype=accumulator.check_dtype(accumulator_dtype),
+            dtype=_checks.check_dtype(accumulator_dtype),
             track_noise=track_noise,
             axes=axes,
         )
@@ -388,7 +388,7 @@ def apply_gradients(
             "host loop and jit once for each value (static_argnames='emit'), or leave "
             "it out."
         )
-    accumulator.check_gradients(params, grads, expected="params")
+    _checks.check_gradients(params, grads, expected="params")
     if isinstance(tx, MultiSteps):
         return tx._window.apply_gradients(
             grads, _check_state(state), params, weight, emit, extra_args
@@ -658,7 +658,7 @@ class _Window:
             if jnp.shape(leaf)[:1] != (1,):
                 raise ValueError(
                     "Inside the shard_map the state must hold this device's part of "
-                    f"the accumulator, [1, ...], but {accumulator.leaf_name(path)} has "
+                    f"the accumulator, [1, ...], but {_checks.leaf_name(path)} has "
                     f"shape {jnp.shape(leaf)}. Pass state_specs as its in_specs."
                 )
         total, weight = jax.tree.map(lambda x: x[0], (acc.total, acc.weight))
@@ -673,7 +673,7 @@ class _Window:
             if reduced:
                 raise ValueError(
                     "With a data_axis, grads must be those of one device, but "
-                    f"{accumulator.leaf_name(path)} is the same along "
+                    f"{_checks.leaf_name(path)} is the same along "
                     f"{tuple(sorted(reduced))}: it is reduced already. Differentiate "
                     "with respect to the device's own copy of the parameters: "
                     "jax.lax.pcast(params, axis, to='varying')."
@@ -683,7 +683,7 @@ class _Window:
             if own:
                 raise ValueError(
                     "With a data_axis, extra arguments must be the same on all "
-                    f"devices, but {accumulator.leaf_name(path)} differs along "
+                    f"devices, but {_checks.leaf_name(path)} differs along "
                     f"{tuple(sorted(own))}. Reduce it, with jax.lax.pmean for example."
                 )
         for path, leaf in jax.tree_util.tree_flatten_with_path(call.params)[0]:
@@ -691,7 +691,7 @@ class _Window:
             if own:
                 raise ValueError(
                     "With a data_axis, params must be the same on all devices, but "
-                    f"{accumulator.leaf_name(path)} differs along "
+                    f"{_checks.leaf_name(path)} differs along "
                     f"{tuple(sorted(own))}: the sums would mix its shards. Pass whole "
                     "parameters; or leave data_axis out where gradients of shards "
                     "come reduced."
@@ -741,9 +741,7 @@ class _Window:
         if not jax.tree.leaves(state.acc_grads):
             return params, state
         acc = self.accumulator_of(state)
-        accumulator.check_gradients(
-            acc.total, params, name="params", expected="the state"
-        )
+        _checks.check_gradients(acc.total, params, name="params", expected="the state")
         call = self.call_that_applies(params, state, params, extra_args)
         some = acc.count > 0
         acc = self.finished(acc, some)
@@ -790,9 +788,9 @@ class _Window:
             raise ValueError(_NO_ACCUMULATOR)
         required = call.params if keeps_nothing else acc.total
         if required is not None:
-            accumulator.check_gradients(required, call.grads)
+            _checks.check_gradients(required, call.grads)
         if weight is not None:
-            weight = accumulator.check_weight(weight)
+            weight = _checks.check_weight(weight)
 
         skip: bool | jax.Array = False
         if self.should_skip is not None and not self.drops_windows:

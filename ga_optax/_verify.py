@@ -36,7 +36,12 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.typing import ArrayLike
 
 from ga_optax import _microbatch
-from ga_optax._arguments import check_num_microbatches
+from ga_optax._checks import (
+    check_gradients,
+    check_num_microbatches,
+    check_weight,
+    leaf_name,
+)
 from ga_optax._verify_fit import System
 from ga_optax._verify_gradients import (
     Comparison,
@@ -49,7 +54,6 @@ from ga_optax._verify_gradients import (
     ratio,
 )
 from ga_optax._verify_report import Cause, LeafReport, Report
-from ga_optax.accumulator import check_gradients, check_weight, leaf_name
 
 __all__ = ["Cause", "LeafReport", "Report", "verify"]
 

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from ga_optax._checks import leaf_name
 from ga_optax._verify_report import LeafReport
-from ga_optax.accumulator import leaf_name
 
 __all__ = ["Comparison", "Fun", "Loss", "Native", "NotFiniteError", "Progress", "ulps"]
 

@@ -17,16 +17,16 @@ off by at most `(n - 1)·eps·Σ|g|` (Higham, "Accuracy and Stability of Numeric
 Algorithms", 2nd ed., 2002, eq. 4.4).
 """
 
-import math
-import numbers
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.typing import ArrayLike, DTypeLike
+
+from ga_optax._checks import check_dtype, check_gradients, check_weight
 
 __all__ = ["Accumulator", "add", "init", "mean", "merge"]
 
@@ -245,125 +245,3 @@ def _by_part(
 def increment(counter: jax.Array) -> jax.Array:
     """`counter + 1`, or the largest number where that overflows."""
     return jnp.asarray(optax.safe_increment(counter))
-
-
-# -- Checks, all of them before anything is traced -------------------------------------
-
-
-def leaf_name(path: tuple[Any, ...]) -> str:
-    """How error messages name the leaf at a key path."""
-    return f"leaf {jax.tree_util.keystr(path)}" if path else "the only leaf"
-
-
-def check_dtype(dtype: DTypeLike | None) -> np.dtype | None:
-    """Returns `dtype` as JAX will use it, or raises where it cannot hold gradients."""
-    if dtype is None:
-        return None
-    dtype = jax.dtypes.canonicalize_dtype(dtype)
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(
-            "The accumulator dtype must be a floating dtype, but it is "
-            f"{dtype.name}. Use float32, or bfloat16 where memory is short; complex "
-            "leaves take the complex counterpart by themselves."
-        )
-    return dtype
-
-
-def check_gradients(
-    reference: Any, grads: Any, *, name: str = "grads", expected: str = "the parameters"
-) -> None:
-    """Raises unless `grads` has the leaves of `reference`: structure, shapes, dtypes.
-
-    Args:
-      reference: the tree that says what is required.
-      grads: the tree that came.
-      name: what the message calls the tree that came.
-      expected: what the message calls the tree that says what is required.
-    """
-    check_structure(reference, grads, name=name, expected=expected)
-    required = jax.tree_util.tree_flatten_with_path(reference)[0]
-    for (path, want), got in zip(required, jax.tree.leaves(grads), strict=True):
-        where = f"{leaf_name(path)} of {name}"
-        if jnp.shape(got) != jnp.shape(want):
-            raise ValueError(
-                f"{where} must have shape {jnp.shape(want)}, as in {expected}, but it "
-                f"has shape {jnp.shape(got)}. Pass the gradient with respect to the "
-                "parameters that the state was made for."
-            )
-        dtype = jax.dtypes.result_type(got)
-        if not jnp.issubdtype(dtype, jnp.inexact):
-            raise TypeError(
-                f"{where} must be floating or complex, but it has dtype {dtype.name}. "
-                "Differentiate with respect to floating parameters alone, and keep "
-                "the others out of the optimizer, with optax.masked for example."
-            )
-        if jnp.issubdtype(dtype, jnp.complexfloating) and not jnp.issubdtype(
-            jnp.result_type(want), jnp.complexfloating
-        ):
-            raise TypeError(
-                f"{where} is complex ({dtype.name}), but {expected} hold a real leaf "
-                "there. Take the real part, or make the parameter complex."
-            )
-
-
-def check_structure(
-    reference: Any,
-    tree: Any,
-    *,
-    name: str,
-    expected: str,
-    todo: str = "Pass the gradient with respect to the parameters that the state was "
-    "made for.",
-) -> None:
-    """Raises a `ValueError` unless both trees have one structure; names the leaf."""
-    structure = jax.tree.structure(reference)
-    if jax.tree.structure(tree) == structure:
-        return
-    want, got = (
-        [path for path, _ in jax.tree_util.tree_flatten_with_path(t)[0]]
-        for t in (reference, tree)
-    )
-    missing = [path for path in want if path not in got]
-    extra = [path for path in got if path not in want]
-    if missing:
-        what = f"{leaf_name(missing[0])} is missing"
-    elif extra:
-        what = f"{leaf_name(extra[0])} is not in {expected}"
-    else:
-        received = jax.tree.structure(tree)
-        what = f"the containers differ: {structure} required, {received} received"
-    more = len(missing) + len(extra) - 1
-    raise ValueError(
-        f"{name} must have the tree structure of {expected}, but {what}"
-        + (f", and {more} more differ" if more > 0 else "")
-        + f". {todo}"
-    )
-
-
-def check_weight(weight: ArrayLike) -> jax.Array:
-    """Returns `weight` as an array, or raises where it is known not to be a weight."""
-    todo = "Pass how many examples (or tokens) the micro-batch holds, or None for 1."
-    if isinstance(weight, (bool, np.bool_)) or not isinstance(
-        weight, (numbers.Real, np.ndarray, jax.Array)
-    ):
-        raise TypeError(
-            f"weight must be a real number, but it is {weight!r} of type "
-            f"{type(weight).__name__}. {todo}"
-        )
-    shape, dtype = jnp.shape(weight), jnp.result_type(weight)
-    if shape != ():
-        raise ValueError(
-            f"weight must be a scalar, but it has shape {shape}. {todo} Sum a mask "
-            "over the whole micro-batch."
-        )
-    if not (jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.floating)):
-        raise TypeError(
-            f"weight must be a real number, but it has dtype {dtype.name}. {todo}"
-        )
-    if not isinstance(weight, jax.core.Tracer):
-        value = float(jax.device_get(weight))
-        if not value >= 0 or math.isinf(value):
-            raise ValueError(
-                f"weight must be finite and not negative, but it is {value}. {todo}"
-            )
-    return jnp.asarray(weight)

@@ -28,7 +28,7 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike, DTypeLike
 
-from ga_optax import accumulator
+from ga_optax import _checks, accumulator
 from ga_optax.accumulator import Accumulator
 
 __all__ = [
@@ -195,8 +195,8 @@ def partition(
         if group and rules[group[0]] != rule:
             raise ValueError(
                 "A name must belong to a block or to stacked layers, but "
-                f"{accumulator.leaf_name(paths[i])} has {rule!r}, and "
-                f"{accumulator.leaf_name(paths[group[0]])} has {rules[group[0]]!r}. "
+                f"{_checks.leaf_name(paths[i])} has {rule!r}, and "
+                f"{_checks.leaf_name(paths[group[0]])} has {rules[group[0]]!r}. "
                 "Give them different names."
             )
         group.append(i)
@@ -214,8 +214,8 @@ def partition(
             if block.name in found:
                 raise ValueError(
                     f"Two blocks must not have one name, but {block.name!r} is the "
-                    f"block of {accumulator.leaf_name(paths[block.leaves[0]])} and of "
-                    f"{accumulator.leaf_name(paths[found[block.name].leaves[0]])}. "
+                    f"block of {_checks.leaf_name(paths[block.leaves[0]])} and of "
+                    f"{_checks.leaf_name(paths[found[block.name].leaves[0]])}. "
                     "Give the stacked layers another name."
                 )
             found[block.name] = block
@@ -290,7 +290,7 @@ def replace(partition: Partition, tree: Any, name: str, block: Any) -> Any:
     leaves = _leaves(partition, tree, "tree")
     old, new = _take(known, leaves), jax.tree.leaves(block)
     what = f"block {name!r}"
-    accumulator.check_structure(
+    _checks.check_structure(
         _like(known, old),
         block,
         name="The new tree",
@@ -304,7 +304,7 @@ def replace(partition: Partition, tree: Any, name: str, block: Any) -> Any:
         if want != got:
             path = _paths(partition)[position]
             raise ValueError(
-                f"{accumulator.leaf_name(path)} of {what} must be {want}, as in the "
+                f"{_checks.leaf_name(path)} of {what} must be {want}, as in the "
                 f"tree, but it is {got}. Pass a tree like the one that blocks.select "
                 "returns."
             )
@@ -422,7 +422,7 @@ def add(
         )
     before = acc._before
     old = _take(block, leaves)
-    accumulator.check_gradients(
+    _checks.check_gradients(
         _like(block, old),
         grads,
         name=f"the gradient of block {name!r}",
@@ -535,10 +535,10 @@ def _checked(weight: ArrayLike | None) -> jax.Array | None:
         return None
     if isinstance(weight, jax.Array):
         # Abstractly: looking at its value would wait for the device.
-        jax.eval_shape(accumulator.check_weight, weight)
+        jax.eval_shape(_checks.check_weight, weight)
         return weight
     with jax.transfer_guard_host_to_device("allow"):  # this one number
-        return accumulator.check_weight(weight)
+        return _checks.check_weight(weight)
 
 
 def _on_device(index: int, like: jax.Array | None = None) -> jax.Array:
@@ -861,7 +861,7 @@ def report(
     Raises:
       TypeError: where `dtype` cannot hold gradients.
     """
-    wide = accumulator.check_dtype(dtype)
+    wide = _checks.check_dtype(dtype)
     blocks = params if isinstance(params, Partition) else partition(params, 1)
     itemsizes = [
         accumulator.accumulator_dtype(np.empty((), own), wide).itemsize
@@ -943,11 +943,11 @@ def _matching(path: _Key, prefixes: list[str | Stacked]) -> str | Stacked:
     if found:
         raise ValueError(
             "A leaf must belong to one block, but "
-            f"{accumulator.leaf_name(path)} ({string!r}) belongs to {found[0]!r} and "
+            f"{_checks.leaf_name(path)} ({string!r}) belongs to {found[0]!r} and "
             f"{found[1]!r}. Leave one of them out, or name its parts."
         )
     raise ValueError(
-        f"Every leaf must belong to a block, but {accumulator.leaf_name(path)} "
+        f"Every leaf must belong to a block, but {_checks.leaf_name(path)} "
         f"({string!r}) has none of the prefixes {_listed(prefixes)}. Add a prefix for "
         "it."
     )
@@ -958,13 +958,13 @@ def _called(path: _Key, by: Callable[[str], Any]) -> str | Stacked:
     rule = by(string)
     if rule is None:
         raise ValueError(
-            f"Every leaf must belong to a block, but for {accumulator.leaf_name(path)} "
+            f"Every leaf must belong to a block, but for {_checks.leaf_name(path)} "
             f"({string!r}) the function returned None. Return a name for it."
         )
     if not isinstance(rule, (str, Stacked)):
         raise TypeError(
             "The function must return a string or a blocks.Stacked, but for "
-            f"{accumulator.leaf_name(path)} ({string!r}) it returned {rule!r} of type "
+            f"{_checks.leaf_name(path)} ({string!r}) it returned {rule!r} of type "
             f"{type(rule).__name__}. Return the name of the block."
         )
     return rule
@@ -992,8 +992,8 @@ def _blocks_of(
         if not shapes[i] or shapes[i][0] != layers or not layers:
             raise ValueError(
                 f"The leaves of {rule!r} must have one leading axis, the layers, but "
-                f"{accumulator.leaf_name(paths[i])} has shape {shapes[i]}, and "
-                f"{accumulator.leaf_name(paths[group[0]])} has shape {own[0]}. Give "
+                f"{_checks.leaf_name(paths[i])} has shape {shapes[i]}, and "
+                f"{_checks.leaf_name(paths[group[0]])} has shape {own[0]}. Give "
                 "leaves that are not stacked a block of their own."
             )
     within = tuple(shape[1:] for shape in own)
@@ -1047,7 +1047,7 @@ def _leaves(partition: Partition, tree: Any, what: str) -> list[Any]:
         reference = jax.tree.unflatten(
             partition.structure, range(len(partition.shapes))
         )
-        accumulator.check_structure(
+        _checks.check_structure(
             reference,
             tree,
             name=what,
@@ -1059,7 +1059,7 @@ def _leaves(partition: Partition, tree: Any, what: str) -> list[Any]:
         if jnp.shape(leaf) != shape:
             path = _paths(partition)[i]
             raise ValueError(
-                f"{accumulator.leaf_name(path)} of {what} must have shape {shape}, as "
+                f"{_checks.leaf_name(path)} of {what} must have shape {shape}, as "
                 f"in the partition, but it has shape {jnp.shape(leaf)}. Make the "
                 "partition from such a tree."
             )

@@ -25,7 +25,7 @@ X = np.ones(8, np.float32)
     [
         (0, ValueError, "must be at least 1, but it is 0"),
         (-2, ValueError, "must be at least 1, but it is -2"),
-        (2.0, TypeError, r"must be an int .* it is 2\.0 of type float"),
+        (2.0, TypeError, r"must be an int\b.* it is 2\.0 of type float"),
         (True, TypeError, "it is True of type bool"),
         ("4", TypeError, "it is '4' of type str"),
     ],

@@ -1,0 +1,194 @@
+"""What arguments must be. Every check raises before anything is traced.
+
+An error says three things: what was required, what came (value, shape, leaf path), and
+what to do.
+"""
+
+import math
+import numbers
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike, DTypeLike
+
+# -- Numbers and functions -------------------------------------------------------------
+
+
+def is_int(value: Any) -> bool:
+    """Whether `value` is an integer; a bool is none."""
+    return isinstance(value, numbers.Integral) and not isinstance(
+        value, (bool, np.bool_)
+    )
+
+
+def check_int(name: str, value: Any, todo: str, *, least: int = 1) -> int:
+    """Returns `value` as an int of at least `least`, or raises."""
+    try:
+        if isinstance(value, (bool, np.bool_)):
+            raise TypeError
+        number = operator.index(value)
+    except TypeError:  # a traced integer, too
+        raise TypeError(
+            f"{name} must be an int, but it is {value!r} of type "
+            f"{type(value).__name__}. {todo}"
+        ) from None
+    if number < least:
+        required = "not be negative" if least == 0 else f"be at least {least}"
+        raise ValueError(f"{name} must {required}, but it is {number}. {todo}")
+    return number
+
+
+def divisors(n: int) -> list[int]:
+    """All divisors of `n`, ascending."""
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return sorted({*small, *(n // d for d in small)})
+
+
+def check_num_microbatches(value: Any) -> int:
+    """Returns the number of micro-batches as an int, or raises."""
+    todo = "Pass an int that is known before tracing; 1 is the undivided batch."
+    return check_int("num_microbatches", value, todo)
+
+
+def check_callable(name: str, value: Any, what: str, todo: str) -> None:
+    """Raises unless `value` is a function; `what` says of what."""
+    if not callable(value):
+        raise TypeError(
+            f"{name} must be a function {what}, but it is {value!r}. {todo}"
+        )
+
+
+# -- Trees -----------------------------------------------------------------------------
+
+
+def leaf_name(path: tuple[Any, ...]) -> str:
+    """How error messages name the leaf at a key path."""
+    return f"leaf {jax.tree_util.keystr(path)}" if path else "the only leaf"
+
+
+def check_structure(
+    reference: Any,
+    tree: Any,
+    *,
+    name: str,
+    expected: str,
+    todo: str = "Pass the gradient with respect to the parameters that the state was "
+    "made for.",
+) -> None:
+    """Raises unless `tree` has the structure of `reference`; names the leaf.
+
+    Args:
+      reference: the tree with the required structure.
+      tree: the tree that came.
+      name: what the message calls `tree`.
+      expected: what the message calls `reference`.
+      todo: what the message says to do.
+    """
+    structure = jax.tree.structure(reference)
+    if jax.tree.structure(tree) == structure:
+        return
+    want, got = (
+        [path for path, _ in jax.tree_util.tree_flatten_with_path(t)[0]]
+        for t in (reference, tree)
+    )
+    missing = [path for path in want if path not in got]
+    extra = [path for path in got if path not in want]
+    if missing:
+        what = f"{leaf_name(missing[0])} is missing"
+    elif extra:
+        what = f"{leaf_name(extra[0])} is not in {expected}"
+    else:
+        received = jax.tree.structure(tree)
+        what = f"the containers differ: {structure} required, {received} received"
+    more = len(missing) + len(extra) - 1
+    raise ValueError(
+        f"{name} must have the tree structure of {expected}, but {what}"
+        + (f", and {more} more differ" if more > 0 else "")
+        + f". {todo}"
+    )
+
+
+def check_gradients(
+    reference: Any, grads: Any, *, name: str = "grads", expected: str = "the parameters"
+) -> None:
+    """Raises unless `grads` has the structure, shapes and kinds of `reference`.
+
+    Args:
+      reference: the tree with the required leaves.
+      grads: the tree that came.
+      name: what the message calls `grads`.
+      expected: what the message calls `reference`.
+    """
+    check_structure(reference, grads, name=name, expected=expected)
+    required = jax.tree_util.tree_flatten_with_path(reference)[0]
+    for (path, want), got in zip(required, jax.tree.leaves(grads), strict=True):
+        which = f"{leaf_name(path)} of {name}"
+        if jnp.shape(got) != jnp.shape(want):
+            raise ValueError(
+                f"{which} must have shape {jnp.shape(want)}, as in {expected}, but it "
+                f"has shape {jnp.shape(got)}. Pass the gradient with respect to the "
+                "parameters that the state was made for."
+            )
+        dtype = jax.dtypes.result_type(got)
+        if not jnp.issubdtype(dtype, jnp.inexact):
+            raise TypeError(
+                f"{which} must be floating or complex, but it has dtype {dtype.name}. "
+                "Differentiate with respect to floating parameters alone, and keep "
+                "the others out of the optimizer, with optax.masked for example."
+            )
+        if jnp.issubdtype(dtype, jnp.complexfloating) and not jnp.issubdtype(
+            jnp.result_type(want), jnp.complexfloating
+        ):
+            raise TypeError(
+                f"{which} is complex ({dtype.name}), but {expected} hold a real leaf "
+                "there. Take the real part, or make the parameter complex."
+            )
+
+
+# -- Weights and dtypes ----------------------------------------------------------------
+
+
+def check_weight(weight: ArrayLike) -> jax.Array:
+    """Returns `weight` as an array; raises if it is known not to be a weight."""
+    todo = "Pass how many examples (or tokens) the micro-batch holds, or None for 1."
+    if isinstance(weight, (bool, np.bool_)) or not isinstance(
+        weight, (numbers.Real, np.ndarray, jax.Array)
+    ):
+        raise TypeError(
+            f"weight must be a real number, but it is {weight!r} of type "
+            f"{type(weight).__name__}. {todo}"
+        )
+    shape, dtype = jnp.shape(weight), jnp.result_type(weight)
+    if shape != ():
+        raise ValueError(
+            f"weight must be a scalar, but it has shape {shape}. {todo} Sum a mask "
+            "over the whole micro-batch."
+        )
+    if not (jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.floating)):
+        raise TypeError(
+            f"weight must be a real number, but it has dtype {dtype.name}. {todo}"
+        )
+    if not isinstance(weight, jax.core.Tracer):
+        value = float(jax.device_get(weight))
+        if not value >= 0 or math.isinf(value):
+            raise ValueError(
+                f"weight must be finite and not negative, but it is {value}. {todo}"
+            )
+    return jnp.asarray(weight)
+
+
+def check_dtype(dtype: DTypeLike | None) -> np.dtype | None:
+    """Returns `dtype` as JAX will use it; raises if it cannot hold gradients."""
+    if dtype is None:
+        return None
+    dtype = jax.dtypes.canonicalize_dtype(dtype)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(
+            "The accumulator dtype must be a floating dtype, but it is "
+            f"{dtype.name}. Use float32, or bfloat16 to save memory; complex leaves "
+            "take the complex counterpart by themselves."
+        )
+    return dtype
