@@ -105,7 +105,7 @@ def test_a_key_that_make_inputs_returns_reaches_the_loss(module, capsys):
         (["no_such_module:f", "users_code:make_inputs"], "no 'no_such_module'"),
         (["users_code:nothing", "users_code:make_inputs"], "has no 'nothing'"),
         (["users_code:number", "users_code:make_inputs"], "must be a function"),
-        (["users_code:mean", "users_code:one_thing"], "it returned a int"),
+        (["users_code:mean", "users_code:one_thing"], "a value of type int"),
         (["users_bug:f", "users_code:make_inputs"], "not_installed_anywhere"),
     ],
 )

@@ -395,8 +395,16 @@ def test_the_limit_is_that_of_the_smallest_device(monkeypatch):
         ({"batch_size": True}, TypeError, r"it is True"),
         ({"candidates": []}, ValueError, r"candidates must not be empty"),
         ({"candidates": [1, 3]}, ValueError, r"but 3 does not. Choose from 1, 2, 4, 8"),
-        ({"candidates": [0]}, ValueError, r"but 0 does not"),
-        ({"candidates": ["4"]}, TypeError, r"one is '4' of type str"),
+        (
+            {"candidates": [0]},
+            ValueError,
+            r"each candidate must be at least 1.* it is 0",
+        ),
+        (
+            {"candidates": ["4"]},
+            TypeError,
+            r"must be an int, but it is '4' of type str",
+        ),
         ({"make_step": 3}, TypeError, r"make_step must be a function .*it is 3"),
         ({"make_step": lambda k: len}, TypeError, r"no `lower`. Return jax.jit"),
     ],
