@@ -11,6 +11,8 @@ from typing import Any
 
 import jax
 
+from ga_optax import _text
+
 RESULTS = pathlib.Path(__file__).parent / "results"
 
 
@@ -52,17 +54,13 @@ def read(path: pathlib.Path) -> dict[str, Any]:
 
 
 def print_table(columns: list[str], rows: list[list[Any]]) -> None:
-    """Prints rows under their columns: words to the left, numbers to the right."""
+    """Prints a table, with words flush left and numbers flush right."""
     texts = [
         [cell if isinstance(cell, str) else f"{cell:,}" for cell in r] for r in rows
     ]
-    widths = [max(map(len, column)) for column in zip(columns, *texts, strict=True)]
     left = [
-        not any(text.startswith((*"-0123456789",)) for text in column)
-        for column in zip(*texts, strict=True)
+        i
+        for i, column in enumerate(zip(*texts, strict=True))
+        if not any(text.startswith((*"-0123456789",)) for text in column)
     ]
-    for line in (columns, ["-" * width for width in widths], *texts):
-        cells = zip(line, widths, left, strict=True)
-        print(
-            "  ".join(c.ljust(w) if is_left else c.rjust(w) for c, w, is_left in cells)
-        )
+    print("\n".join(_text.ruled([columns, *texts], left)))

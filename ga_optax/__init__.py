@@ -31,16 +31,18 @@ from ga_optax._multi_steps import (
     stats,
 )
 from ga_optax._noise import NoiseScale, noise_scale
-from ga_optax._plan import Plan, plan
+from ga_optax._plan import Candidate, NothingFitsError, Plan, plan
 from ga_optax._verify import Cause, Report, verify
 
 __all__ = [
     "Audit",
+    "Candidate",
     "Cause",
     "Collective",
     "MultiSteps",
     "MultiStepsState",
     "NoiseScale",
+    "NothingFitsError",
     "Plan",
     "Report",
     "Stats",

@@ -4,13 +4,16 @@
     python -m ga_optax plan package.module:make_step package.module:make_inputs
     python -m ga_optax audit module.after_optimizations.txt
 
-`_add_<command>` says what a command takes, and `_<command>` answers with a page and
-whether it is good news. The exit status is 0 for good news and 1 for bad. It is 2 if
-there is no answer, because an argument is wrong or because the user's code raised.
+A command is a function in `_COMMANDS` that returns what to print, and whether it is
+good news. Its docstring is its help: the first line stands in the list of commands, and
+what begins with "exit status:" stands below the arguments. The exit status is 0 for
+good news and 1 for bad. It is 2 if there is no answer, because an argument is wrong or
+because the user's code raised.
 """
 
 import argparse
 import importlib
+import inspect
 import pathlib
 import sys
 import traceback
@@ -33,88 +36,43 @@ Gradient accumulation for JAX and Optax: questions that you can ask about your o
   audit    What does a compiled step communicate, and how often?
 """
 
-_VERIFY = """\
-Compares the gradient of your loss over one batch with the gradient accumulated over the
-same rows in micro-batches. Prints what is wrong, how large the difference is, and the
-line of code that fixes it.
+Answer = tuple[object, bool]
 
-Your module needs two functions, with any names:
 
-    def loss(params, batch):         # or loss(params, batch, key)
-        ...
-        return jnp.mean(...)         # a scalar
-
-    def make_inputs():
-        return params, batch         # or params, batch, key
-
-params is a tree of arrays. batch is a tree of arrays whose axis 0 is the rows. Real
-parameters and a real batch tell the most. If both functions are in train.py, run:
-
-    python -m ga_optax verify train:loss train:make_inputs --num-microbatches 4
-"""
-
-_PLAN = """\
-Compiles your step for several numbers of micro-batches, without running it. Prints the
-fewest that fit into the memory of a device, and a table of what each of them needs.
-
-Your module needs two functions, with any names:
-
-    def make_step(num_microbatches):
-        ...
-        return jax.jit(step, donate_argnums=(0, 1))
-
-    def make_inputs():
-        return params, state, batch  # the arguments of step, the batch last
-
-The arguments are arrays, or the jax.ShapeDtypeStruct that jax.eval_shape returns, which
-take no memory. If both functions are in train.py, run:
-
-    python -m ga_optax plan train:make_step train:make_inputs --memory-limit 16GiB
-"""
-
-_AUDIT = """\
-Reads a compiled program and prints its collectives: what crosses the network, how many
-bytes on each device, and whether it is in a loop.
-
-The file holds optimised HLO. Write it from Python, or let XLA dump all programs:
-
-    compiled = jax.jit(step).lower(*arguments).compile()
-    pathlib.Path("step.txt").write_text(compiled.as_text())
-
-    XLA_FLAGS=--xla_dump_to=hlo python train.py   # *after_optimizations.txt
-
-Then run:
-
-    python -m ga_optax audit step.txt
-"""
-
-_STATUS = """\
-exit status:
-  0  {good}
-  1  {bad}
-  2  {failed}
-"""
+class _WrongInputError(Exception):
+    """What the user typed is wrong: the message says it all, without a traceback."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command line and returns its exit status."""
+    layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
         prog="python -m ga_optax",
         description=_DESCRIPTION,
         epilog="python -m ga_optax COMMAND --help says more about a command.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=layout,
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for add in (_add_verify, _add_plan, _add_audit):
-        add(commands)
+    for name, (run, add_arguments) in _COMMANDS.items():
+        question, _, page = (inspect.getdoc(run) or "").partition("\n\n")
+        description, mark, status = page.partition("exit status:")
+        command = commands.add_parser(
+            name,
+            help=question[:1].lower() + question[1:],
+            description=description,
+            epilog=mark + status,
+            formatter_class=layout,
+        )
+        command.set_defaults(run=run, error=command.error)
+        add_arguments(command.add_argument)
     # The user's modules are in the current directory, as for a script.
     if "" not in sys.path:
         sys.path.insert(0, "")
     arguments = parser.parse_args(argv)
     try:
         page, good = arguments.run(arguments)
-    except argparse.ArgumentTypeError as wrong:
-        arguments.error(str(wrong))
+    except _WrongInputError as wrong:
+        return arguments.error(str(wrong))  # exits with status 2
     except Exception:
         traceback.print_exc()
         return 2
@@ -125,31 +83,61 @@ def main(argv: Sequence[str] | None = None) -> int:
 # -- The commands ----------------------------------------------------------------------
 
 
-def _add_verify(commands: Any) -> None:
-    add = _command(
-        commands,
-        _verify,
-        "is it the same gradient, and if not, why not?",
-        _VERIFY,
-        good="the gradients are equal, or differ only by rounding",
-        bad="they differ; the page says why",
-        failed="they could not be compared: an argument is wrong, or your code raised",
+def _verify(arguments: argparse.Namespace) -> Answer:
+    """Is it the same gradient, and if not, why not?
+
+    Compares the gradient of your loss over one batch with the gradient accumulated over
+    the same rows in micro-batches. Prints what is wrong, how large the difference is,
+    and the line of code that fixes it.
+
+    Your module needs two functions, with any names:
+
+        def loss(params, batch):         # or loss(params, batch, key)
+            ...
+            return jnp.mean(...)         # a scalar
+
+        def make_inputs():
+            return params, batch         # or params, batch, key
+
+    params is a tree of arrays. batch is a tree of arrays whose axis 0 is the rows. Real
+    parameters and a real batch tell the most. If both functions are in train.py, run:
+
+        python -m ga_optax verify train:loss train:make_inputs --num-microbatches 4
+
+    exit status:
+      0  the gradients are equal, or differ only by rounding
+      1  they differ; the page says why
+      2  they could not be compared: an argument is wrong, or your code raised
+    """
+    loss = _function(arguments.loss)
+    weight_fn = arguments.weight_fn and _function(arguments.weight_fn)
+    inputs = _inputs(arguments, "(params, batch) or (params, batch, key)", (2, 3))
+    params, batch, rng = (*inputs, None)[:3]
+    report = verify(
+        loss,
+        params,
+        batch,
+        arguments.num_microbatches,
+        weight_fn=weight_fn,
+        has_aux=arguments.has_aux,
+        rng=rng,
     )
+    return report, report.ok
+
+
+def _verify_arguments(add: Callable[..., Any]) -> None:
     add(
         "loss",
         metavar="MODULE:LOSS",
-        type=_function,
         help="the loss, loss(params, batch) or loss(params, batch, key)",
     )
     add(
         "make_inputs",
         metavar="MODULE:MAKE_INPUTS",
-        type=_function,
         help="a function without arguments that returns (params, batch[, key])",
     )
     add(
-        "-k",
-        "--num-microbatches",
+        *("-k", "--num-microbatches"),
         type=int,
         required=True,
         metavar="K",
@@ -158,7 +146,6 @@ def _add_verify(commands: Any) -> None:
     add(
         "--weight-fn",
         metavar="MODULE:FUNCTION",
-        type=_function,
         help="a function of a micro-batch that returns its weight, such as how many of "
         "its tokens are not padding; by default, all micro-batches weigh the same",
     )
@@ -169,49 +156,71 @@ def _add_verify(commands: Any) -> None:
     )
 
 
-def _verify(arguments: argparse.Namespace) -> tuple[Any, bool]:
-    expected = "(params, batch) or (params, batch, key)"
-    params, batch, *rng = _inputs(arguments, expected, range(2, 4))
-    report = verify(
-        arguments.loss,
-        params,
-        batch,
-        arguments.num_microbatches,
-        weight_fn=arguments.weight_fn,
-        has_aux=arguments.has_aux,
-        rng=rng[0] if rng else None,
-    )
-    return report, report.ok
+def _plan(arguments: argparse.Namespace) -> Answer:
+    """How many micro-batches does the step need to fit into memory?
+
+    Compiles your step for several numbers of micro-batches, without running it. Prints
+    the fewest that fit into the memory of a device, and a table of what each of them
+    needs.
+
+    Your module needs two functions, with any names:
+
+        def make_step(num_microbatches):
+            ...
+            return jax.jit(step, donate_argnums=(0, 1))
+
+        def make_inputs():
+            return params, state, batch  # the arguments of step, the batch last
+
+    The arguments are arrays, or the jax.ShapeDtypeStruct that jax.eval_shape returns,
+    which take no memory. If both functions are in train.py, run:
+
+        python -m ga_optax plan train:make_step train:make_inputs --memory-limit 16GiB
+
+    exit status:
+      0  the page names the fewest micro-batches that fit
+      1  nothing fits; the page says how much memory the smallest need is
+      2  there is no plan: an argument is wrong, or your code raised
+    """
+    make_step, limit = _function(arguments.make_step), arguments.memory_limit
+    try:
+        limit = limit and parse_bytes(limit)
+    except ValueError as wrong:
+        raise _WrongInputError(str(wrong)) from None
+    inputs = _inputs(arguments, "the arguments of the step")
+    batch_size = arguments.batch_size
+    if batch_size is None:
+        rows = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(inputs[-1])}
+        if len(rows) != 1 or rows == {()}:
+            raise _WrongInputError(
+                "the batch size must be known, but the leaves of the last argument "
+                f"that {arguments.make_inputs} returned have no common axis 0. Pass "
+                "--batch-size."
+            )
+        ((batch_size,),) = rows
+    sizes = {"batch_size": batch_size, "candidates": arguments.candidates}
+    try:
+        return plan(make_step, *inputs, memory_limit=limit, **sizes), True
+    except NothingFitsError as page:
+        return page, False
 
 
-def _add_plan(commands: Any) -> None:
-    add = _command(
-        commands,
-        _plan,
-        "how many micro-batches does the step need to fit into memory?",
-        _PLAN,
-        good="the page names the fewest micro-batches that fit",
-        bad="nothing fits; the page says how much memory the smallest need is",
-        failed="there is no plan: an argument is wrong, or your code raised",
-    )
+def _plan_arguments(add: Callable[..., Any]) -> None:
     add(
         "make_step",
         metavar="MODULE:MAKE_STEP",
-        type=_function,
         help="a function of the number of micro-batches that returns a jitted step",
     )
     add(
         "make_inputs",
         metavar="MODULE:MAKE_INPUTS",
-        type=_function,
         help="a function without arguments that returns the arguments of the step",
     )
     add(
         "--memory-limit",
         metavar="BYTES",
-        type=_size,
-        help="the memory of one device, such as 16GiB; by default, the memory that the "
-        "device reports, but a CPU reports none",
+        help="the memory of one device, such as 16GiB; by default, what the device "
+        "reports, but a CPU reports nothing",
     )
     add(
         "--batch-size",
@@ -230,131 +239,95 @@ def _add_plan(commands: Any) -> None:
     )
 
 
-def _plan(arguments: argparse.Namespace) -> tuple[Any, bool]:
-    inputs = _inputs(arguments, "the arguments of the step", range(1, sys.maxsize))
-    batch_size = arguments.batch_size
-    if batch_size is None:
-        rows = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(inputs[-1])}
-        if len(rows) != 1 or rows == {()}:
-            raise argparse.ArgumentTypeError(
-                "the batch size must be known, but the leaves of the last argument "
-                "that MAKE_INPUTS returned have no common axis 0. Pass --batch-size."
-            )
-        ((batch_size,),) = rows
+def _audit(arguments: argparse.Namespace) -> Answer:
+    """What does a compiled step communicate, and how often?
+
+    Reads a compiled program and prints its collectives: what crosses the network, how
+    many bytes on each device, and whether it is in a loop.
+
+    The file holds optimised HLO. Write it from Python, or let XLA dump all programs:
+
+        compiled = jax.jit(step).lower(*arguments).compile()
+        pathlib.Path("step.txt").write_text(compiled.as_text())
+
+        XLA_FLAGS=--xla_dump_to=hlo python train.py   # *after_optimizations.txt
+
+    Then run:
+
+        python -m ga_optax audit step.txt
+
+    exit status:
+      0  no collective is in a loop
+      1  some are; the last lines say what that means
+      2  there is nothing to read: the file is missing, or is not optimised HLO
+    """
     try:
-        found = plan(
-            arguments.make_step,
-            *inputs,
-            batch_size=batch_size,
-            memory_limit=arguments.memory_limit,
-            candidates=arguments.candidates,
-        )
-    except NothingFitsError as page:
-        return page, False
-    return found, True
-
-
-def _add_audit(commands: Any) -> None:
-    add = _command(
-        commands,
-        _audit,
-        "what does a compiled step communicate, and how often?",
-        _AUDIT,
-        good="no collective is in a loop",
-        bad="some are; the last lines say what that means",
-        failed="there is nothing to read: the file is missing, or is not optimised HLO",
-    )
-    add("file", metavar="FILE", type=pathlib.Path, help="optimised HLO text")
-
-
-def _audit(arguments: argparse.Namespace) -> tuple[Any, bool]:
-    try:
-        found = audit(arguments.file.read_text(encoding="utf-8"))
+        found = audit(pathlib.Path(arguments.file).read_text(encoding="utf-8"))
     except (OSError, ValueError) as wrong:
-        message = f"cannot read {arguments.file}: {wrong}"
-        raise argparse.ArgumentTypeError(message) from None
+        raise _WrongInputError(f"cannot read {arguments.file}: {wrong}") from None
     return found, not found.in_loop
 
 
-# -- What they share -------------------------------------------------------------------
+def _audit_arguments(add: Callable[..., Any]) -> None:
+    add("file", metavar="FILE", help="optimised HLO text")
 
 
-def _command(
-    commands: Any,
-    run: Callable[[argparse.Namespace], tuple[Any, bool]],
-    question: str,
-    description: str,
-    **status: str,
-) -> Callable[..., Any]:
-    """Adds a command, named as the function that runs it; returns `add_argument`."""
-    parser = commands.add_parser(
-        run.__name__.removeprefix("_"),
-        help=question,
-        description=description,
-        epilog=_STATUS.format(**status),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.set_defaults(run=run, error=parser.error)
-    return parser.add_argument
+_COMMANDS = {
+    "verify": (_verify, _verify_arguments),
+    "plan": (_plan, _plan_arguments),
+    "audit": (_audit, _audit_arguments),
+}
 
 
-def _inputs(
-    arguments: argparse.Namespace, expected: str, lengths: range
-) -> tuple[Any, ...]:
-    """What MAKE_INPUTS returns: a tuple of one of these lengths."""
-    inputs = arguments.make_inputs()
-    if isinstance(inputs, (tuple, list)) and len(inputs) in lengths:
-        return tuple(inputs)
-    size = f" and length {len(inputs)}" if isinstance(inputs, (tuple, list)) else ""
-    raise argparse.ArgumentTypeError(
-        f"MAKE_INPUTS must return {expected}, but it returned a value of type "
-        f"{type(inputs).__name__}{size}. Return a tuple of those."
-    )
-
-
-def _size(text: str) -> int:
-    """The bytes that an argument such as "16GiB" says."""
-    try:
-        return parse_bytes(text)
-    except ValueError as wrong:
-        raise argparse.ArgumentTypeError(str(wrong)) from None
+# -- The user's code -------------------------------------------------------------------
 
 
 def _function(name: str) -> Callable[..., Any]:
-    """The function that an argument "module:function" names."""
+    """The function that "module:function" names."""
     module_name, colon, attribute = name.partition(":")
     if not (module_name and colon and attribute):
-        raise argparse.ArgumentTypeError(
+        raise _WrongInputError(
             f"functions are named MODULE:FUNCTION, but {name!r} is not. For loss in "
             "train.py, write train:loss."
         )
     try:
         found: Any = importlib.import_module(module_name)
-    except Exception as error:
-        missing = getattr(error, "name", None)
+    except ModuleNotFoundError as missing:
         # A module that the user's module imports deserves its traceback.
-        if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(
-            f"{missing}."
-        ):
-            raise argparse.ArgumentTypeError(
-                f"there must be a module {module_name!r} for {name!r}, but Python finds "
-                f"no {missing!r}. Run this in the directory that holds it, or install "
-                "it."
-            ) from None
-        traceback.print_exc()
-        raise SystemExit(2) from None
+        if not f"{module_name}.".startswith(f"{missing.name}."):
+            raise
+        raise _WrongInputError(
+            f"there must be a module {module_name!r} for {name!r}, but Python finds no "
+            f"{missing.name!r}. Run this in the directory that holds it, or install it."
+        ) from None
     for part in attribute.split("."):
         if not hasattr(found, part):
-            raise argparse.ArgumentTypeError(
+            raise _WrongInputError(
                 f"module {module_name!r} has no {attribute!r}. Check the name."
             )
         found = getattr(found, part)
     if not callable(found):
-        raise argparse.ArgumentTypeError(
+        raise _WrongInputError(
             f"{name!r} must be a function, but it is a {type(found).__name__}. Name "
             "the function, not its value."
         )
     return found
+
+
+def _inputs(
+    arguments: argparse.Namespace, expected: str, lengths: tuple[int, ...] = ()
+) -> tuple[Any, ...]:
+    """What make_inputs returns: a tuple that is not empty, of one of these lengths."""
+    inputs = _function(arguments.make_inputs)()
+    what = f"a value of type {type(inputs).__name__}"
+    if isinstance(inputs, (tuple, list)):
+        if inputs and (not lengths or len(inputs) in lengths):
+            return tuple(inputs)
+        what += f" and length {len(inputs)}"
+    raise _WrongInputError(
+        f"{arguments.make_inputs} must return {expected}, but it returned {what}. "
+        "Return a tuple of those."
+    )
 
 
 if __name__ == "__main__":

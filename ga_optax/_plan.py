@@ -122,7 +122,7 @@ class Plan:
         The search assumes that memory falls. Pairs that begin with the smallest
         candidate of all are left out, as the search allows for them.
         """
-        return _rising(self.candidates, self.untried)
+        return _rising(self.candidates)
 
     def __str__(self) -> str:
         verdict = (
@@ -331,7 +331,7 @@ def _notes(candidates: Sequence[Candidate], untried: Sequence[int]) -> list[str]
     for c in candidates:
         if c.error is not None:
             notes.append(f"num_microbatches={c.num_microbatches} failed: {c.error}")
-    for few, many in _rising(candidates, untried):
+    for few, many in _rising(candidates):
         notes.append(
             f"Memory rises from {few} to {many} micro-batches, but the search assumes "
             "that it falls. A candidate that was not compiled may fit. To be sure, "
@@ -341,10 +341,8 @@ def _notes(candidates: Sequence[Candidate], untried: Sequence[int]) -> list[str]
     return notes + list(dict.fromkeys(note for c in candidates for note in c.notes))
 
 
-def _rising(
-    candidates: Sequence[Candidate], untried: Sequence[int]
-) -> tuple[tuple[int, int], ...]:
-    smallest = min([c.num_microbatches for c in candidates] + [*untried])
+def _rising(candidates: Sequence[Candidate]) -> tuple[tuple[int, int], ...]:
+    smallest = candidates[0].num_microbatches  # the search tries it first
     sized = [(c.num_microbatches, c.bytes) for c in candidates if c.bytes is not None]
     return tuple(
         (few, many)
@@ -398,13 +396,13 @@ def _device_limit() -> int:
     """The memory of the smallest local device."""
     limits = []
     for device in jax.local_devices():
-        stats = device.memory_stats()
-        if not stats or "bytes_limit" not in stats:
+        limit = (device.memory_stats() or {}).get("bytes_limit")
+        if limit is None:
             raise ValueError(
                 "memory_limit must be given if a device does not report its memory, "
                 f'and {device} does not. Pass it, as "16GiB" for example.'
             )
-        limits.append(int(stats["bytes_limit"]))
+        limits.append(int(limit))
     return min(limits)
 
 
