@@ -1,4 +1,4 @@
-"""How the benchmarks are called and what they write: one form for all of them."""
+"""What all benchmarks share: their arguments, and the form of their results."""
 
 import argparse
 import datetime
@@ -17,7 +17,7 @@ RESULTS = pathlib.Path(__file__).parent / "results"
 
 
 def make_parser(text: str | None) -> argparse.ArgumentParser:
-    """A parser that knows `--json` and `--quick`, with a module's first line."""
+    """A parser with `--json` and `--quick`, described by the first line of `text`."""
     parser = argparse.ArgumentParser(description=(text or "").splitlines()[0])
     parser.add_argument("--json", type=pathlib.Path, help="also write the result here")
     parser.add_argument("--quick", action="store_true", help="small, in seconds")
@@ -25,7 +25,7 @@ def make_parser(text: str | None) -> argparse.ArgumentParser:
 
 
 def provenance() -> dict[str, Any]:
-    """Device, versions, date and command of this process."""
+    """The device, versions, date and command of this process."""
     device = jax.devices()[0]
     versions = {
         name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "optax")
@@ -39,11 +39,11 @@ def provenance() -> dict[str, Any]:
 
 
 def write(path: pathlib.Path | None, content: dict[str, Any]) -> None:
-    """Writes a result with its provenance, where a path is given."""
+    """Writes a result with its provenance, if there is a path."""
     if path is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Not every number is one: JSON has no NaN, and a benchmark should have none.
+    # JSON has no NaN, and a benchmark should have none.
     text = json.dumps(provenance() | content, indent=2, allow_nan=False)
     path.write_text(text + "\n", "utf-8")
 

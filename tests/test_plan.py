@@ -194,7 +194,7 @@ def test_notes_on_the_candidates_are_printed_once_under_the_table():
     note = "leaf ['embed'] does not accumulate in place. " * 3
     candidates = [ga.Candidate(k, temp=10, fits=True, notes=(note,)) for k in (1, 2)]
     page = str(ga.Plan(1, 4, 20, tuple(candidates), ()))
-    assert page.count(note[:40]) == 3  # all of one note
+    assert page.count("['embed']") == 3  # all of one note
     assert max(map(len, page.splitlines())) <= 88
 
 
