@@ -27,7 +27,7 @@ from ga_optax._multi_steps import (
     flush,
 )
 from ga_optax._noise import NoiseScale, noise_scale
-from ga_optax._plan import Plan, plan
+from ga_optax._plan import Candidate, NothingFitsError, Plan, plan
 from ga_optax._state import (
     MultiStepsState,
     Stats,
@@ -39,12 +39,14 @@ from ga_optax._verify import Cause, Report, verify
 
 __all__ = [
     "Audit",
+    "Candidate",
     "Cause",
     "Collective",
     "DataAxis",
     "MultiSteps",
     "MultiStepsState",
     "NoiseScale",
+    "NothingFitsError",
     "Plan",
     "Report",
     "Stats",
