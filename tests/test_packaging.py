@@ -89,7 +89,9 @@ def installed(tmp_path_factory):
 
 @built
 def test_the_wheel_holds_every_module_the_type_marker_and_no_test(installed):
-    package = {f"ga_optax/{path.name}" for path in (ROOT / "ga_optax").glob("*.py")}
+    package = {
+        path.relative_to(ROOT).as_posix() for path in (ROOT / "ga_optax").rglob("*.py")
+    }
     assert len(package) > 10
     rest = installed.in_wheel - package - {"ga_optax/py.typed"}
     assert package | {"ga_optax/py.typed"} <= installed.in_wheel
@@ -268,25 +270,40 @@ def module_order():
     return [name for column in columns for name in column.split(", ")]
 
 
+def sources(name):
+    """The files of a module, or of a package."""
+    path = ROOT / "ga_optax" / name
+    return sorted(path.rglob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
+
+
 def imports_of_later_modules(order):
     """Pairs of a module and one that it imports although it is listed after it."""
     wrong = []
     for i, name in enumerate(order):
-        source = (ROOT / "ga_optax" / f"{name}.py").read_text(encoding="utf-8")
-        for node in ast.walk(ast.parse(source)):
-            if not isinstance(node, ast.ImportFrom) or not node.module:
-                continue
+        nodes = [
+            node
+            for path in sources(name)
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            if isinstance(node, ast.ImportFrom) and node.module
+        ]
+        for node in nodes:
             package, _, module = node.module.partition(".")
             if package == "ga_optax":
+                module = module.partition(".")[0]
                 names = [module] if module else [alias.name for alias in node.names]
-                wrong += [(name, other) for other in names if other not in order[:i]]
+                allowed = {*order[:i], name}  # a package's files import each other
+                wrong += [(name, other) for other in names if other not in allowed]
     return wrong
 
 
 def test_modules_import_only_what_contributing_lists_above_them():
     order = module_order()
-    modules = {path.stem for path in (ROOT / "ga_optax").glob("*.py")}
-    assert sorted(order) == sorted(modules - {"__init__"})
+    modules = {
+        path.parent.name if path.name == "__init__.py" else path.stem
+        for pattern in ("*.py", "*/__init__.py")
+        for path in (ROOT / "ga_optax").glob(pattern)
+    }
+    assert sorted(order) == sorted(modules - {"ga_optax"})
     assert imports_of_later_modules(order) == []
 
 
