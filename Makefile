@@ -4,31 +4,30 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
 
-.PHONY: bench demo docs test lint types pytest fuzz oldest
+.PHONY: bench demo docs quick test test-all lint types pytest fuzz oldest
 
-demo: $(VENV)/ready
-	$(BIN)/python examples/digits.py
-
-bench: $(VENV)/ready
-	$(BIN)/python benchmarks/suite.py
-
-docs: $(VENV)/ready
-	$(BIN)/python -m sphinx -W --keep-going docs docs/_build
-
+# Only the files with such tests are imported, which takes most of the time otherwise.
+quick: MARKED = -q -m quick $(shell grep -l mark.quick tests/*.py)
+quick: pytest
+test: MARKED := -m "not published"
 test: lint types pytest
-
-lint: $(VENV)/ready
-	$(BIN)/ruff check . && $(BIN)/ruff format --check .
-
-types: $(VENV)/ready
-	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
+test-all: lint types pytest
+fuzz: export HYPOTHESIS_PROFILE = fuzz
+fuzz: MARKED := -m fuzz
+fuzz: pytest
 
 pytest: $(VENV)/ready
-	$(BIN)/python -m pytest -n $(WORKERS) $(PYTEST)
-
-fuzz: $(VENV)/ready
-	HYPOTHESIS_PROFILE=fuzz $(BIN)/python -m pytest -n $(WORKERS) -m fuzz $(PYTEST)
-
+	$(BIN)/python -m pytest -n $(WORKERS) $(MARKED) $(PYTEST)
+lint: $(VENV)/ready
+	$(BIN)/ruff check . && $(BIN)/ruff format --check .
+types: $(VENV)/ready
+	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
+docs: $(VENV)/ready
+	$(BIN)/python -m sphinx -W --keep-going docs docs/_build
+demo: $(VENV)/ready
+	$(BIN)/python examples/digits.py
+bench: $(VENV)/ready
+	$(BIN)/python benchmarks/suite.py
 # The NNX optimizer needs a newer Flax, and that one a newer jax; data_axis, jax 0.9.
 oldest:
 	$(PYTHON) -m venv .venv-oldest

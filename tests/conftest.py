@@ -26,6 +26,14 @@ def optax_promotion():
         yield
 
 
+@pytest.fixture
+def fast_compilation():
+    """For programs that compile far longer than they run: XLA optimises little."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 def pytest_collection_modifyitems(items):
     """Marks the property tests, so that `make fuzz` finds them."""
     for item in items:

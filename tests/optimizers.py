@@ -3,6 +3,7 @@
 A factory that a newer Optax adds is found by itself, and tested with its defaults.
 """
 
+import functools
 import inspect
 
 import jax
@@ -79,6 +80,7 @@ DIFFERENCES = {
 NOT_DIFFERENTIABLE = {"lbfgs", "scale_by_zoom_linesearch"}
 
 
+@functools.cache
 def factories():
     """Pairs (name, function that makes the transformation)."""
     found = {}

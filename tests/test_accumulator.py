@@ -10,15 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from helpers import bits
 
 from ga_optax import accumulator
 
+pytestmark = pytest.mark.quick
+
 FLOATS = st.floats(-1e4, 1e4, width=32, allow_subnormal=False)
 WEIGHTS = st.lists(st.integers(0, 512), min_size=1, max_size=6)
-
-
-def bits(x):
-    return np.asarray(x).tobytes()
 
 
 def accumulate(grads, weights=None, *, dtype=jnp.float32, jit=True):

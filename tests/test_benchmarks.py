@@ -16,6 +16,8 @@ import numpy as np
 import optax
 import pytest
 
+pytestmark = pytest.mark.published
+
 pytest.importorskip("matplotlib")
 
 ROOT = pathlib.Path(__file__).parents[1]

@@ -139,6 +139,7 @@ def test_one_all_reduce_for_any_number_of_micro_batches(kind, in_place, k):
     assert_close(got, jax.value_and_grad(mean_loss)(params, batch))
 
 
+@pytest.mark.quick
 def test_a_scan_written_by_hand_reduces_in_every_micro_step():
     """The twin: the audit counts what a plain scan communicates."""
     mesh = make_mesh(AxisType.Auto)
@@ -174,6 +175,7 @@ def test_without_a_data_axis_rows_move_between_devices():
 
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.quick
 def test_inside_a_shard_map_it_reduces_once(check_vma, in_place):
     mesh = make_mesh(AxisType.Auto)
     params, batch = make_params(), make_batch()

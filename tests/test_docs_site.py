@@ -28,10 +28,13 @@ NEEDED = ("sphinx", "myst_nb", "furo")
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 BROWSER = next(filter(None, map(shutil.which, BROWSERS)), "")
 
-pytestmark = pytest.mark.skipif(
-    not all(map(importlib.util.find_spec, NEEDED)),
-    reason=f"the site is built with {', '.join(NEEDED)}: the dependency group `docs`",
-)
+pytestmark = [
+    pytest.mark.published,
+    pytest.mark.skipif(
+        not all(map(importlib.util.find_spec, NEEDED)),
+        reason=f"the site needs {', '.join(NEEDED)}: the group `docs`",
+    ),
+]
 
 
 def build(source, target):

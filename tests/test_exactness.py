@@ -1,12 +1,12 @@
 """examples/exactness.py and docs/exactness.md: they run, and their checks can fail."""
 
-import importlib.util
 import os
 import pathlib
 import re
 import subprocess
 import sys
 
+import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +18,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "exactness.py"
 PAGE = ROOT / "docs" / "exactness.md"
 
-pytestmark = pytest.mark.usefixtures("optax_promotion")
+pytestmark = [pytest.mark.published, pytest.mark.usefixtures("optax_promotion")]
 
 
 # Two processes that compile thirty programs each, side by side.
@@ -63,12 +63,7 @@ def test_two_processes_print_the_same_tables_bit_for_bit():
 def exactness(monkeypatch):
     """The example, made small: one grouping into calls, and not in place."""
     monkeypatch.syspath_prepend(str(EXAMPLE.parent))
-    spec = importlib.util.spec_from_file_location("exactness_example", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)
-    spec.loader.exec_module(module)
+    module = helpers.load(EXAMPLE)
     monkeypatch.setattr(module, "GROUPINGS", (2,))
     monkeypatch.setattr(module, "HAS_REFS", False)
     return module

@@ -1,9 +1,9 @@
 """The backward pass by block: the bits of the whole one, with one block's gradient."""
 
-import importlib.util
 import pathlib
 import sys
 
+import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,16 +18,14 @@ pytest.importorskip("tqdm")
 
 path = pathlib.Path(__file__).parents[1] / "examples" / "blockwise_backward.py"
 sys.path.append(str(path.parent))  # as for a script: it imports char_lm
-spec = importlib.util.spec_from_file_location("blockwise_backward", path)
-example = sys.modules["blockwise_backward"] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(example)
+example = helpers.load(path)
 
 K = 4
 PARAMS = example.init_params(layers=3, width=16)
 PARTITION = blocks.partition(PARAMS, 1)
 LINES = example.load_corpus(example.LENGTH).train
 
-pytestmark = pytest.mark.usefixtures("optax_promotion")
+pytestmark = [pytest.mark.published, pytest.mark.usefixtures("optax_promotion")]
 
 
 def first_window(size=8):

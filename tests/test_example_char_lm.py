@@ -2,10 +2,9 @@
 
 import dataclasses
 import functools
-import importlib.util
 import pathlib
-import sys
 
+import helpers
 import jax
 import numpy as np
 import pytest
@@ -16,10 +15,7 @@ pytest.importorskip("flax")
 pytest.importorskip("matplotlib")
 pytest.importorskip("tqdm")
 
-path = pathlib.Path(__file__).parents[1] / "examples" / "char_lm.py"
-spec = importlib.util.spec_from_file_location("char_lm", path)
-char_lm = sys.modules["char_lm"] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(char_lm)
+char_lm = helpers.load(pathlib.Path(__file__).parents[1] / "examples" / "char_lm.py")
 
 CONFIG = char_lm.Config(
     layers=2, width=16, heads=2, length=24, steps=6, batch_size=16, learning_rate=1e-2
@@ -28,26 +24,15 @@ CORPUS = char_lm.load_corpus(CONFIG.length)
 
 PARAMS = char_lm.init_params(CONFIG)
 
-pytestmark = pytest.mark.usefixtures("optax_promotion", "fast_compilation")
-
-
-@pytest.fixture
-def fast_compilation():
-    """These tests compile far longer than they run."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = [
+    pytest.mark.published,
+    pytest.mark.usefixtures("optax_promotion", "fast_compilation"),
+]
 
 
 def first_window():
     key = char_lm.make_key(CONFIG, "windows")
     return char_lm.draw_window(CORPUS.train, key, 0, CONFIG.batch_size)
-
-
-def bits(tree):
-    leaves = jax.tree.leaves(tree)
-    assert leaves
-    return [np.asarray(leaf).tobytes() for leaf in leaves]
 
 
 def test_every_line_starts_with_a_newline_and_is_padded_at_its_end():
@@ -73,8 +58,8 @@ def test_padding_changes_no_loss_and_no_token_sees_what_follows():
     later = tokens.copy()
     later[:, 10:] = 7
     (logits, loss), (changed, _) = evaluate(tokens), evaluate(later)
-    assert bits(logits[:, :10]) == bits(changed[:, :10])
-    assert bits(logits[:, 10:]) != bits(changed[:, 10:])
+    assert helpers.bits(logits[:, :10]) == helpers.bits(changed[:, :10])
+    assert helpers.bits(logits[:, 10:]) != helpers.bits(changed[:, 10:])
 
     # By hand: every token that is no padding counts the same.
     logits = np.asarray(logits, np.float64)
@@ -114,10 +99,10 @@ def test_a_whole_run_checks_learns_draws_and_repeats_itself(
     again = train(*args)
     assert again.losses == run.losses
     assert again.held_out == run.held_out
-    assert bits(again.params) == bits(run.params)
+    assert helpers.bits(again.params) == helpers.bits(run.params)
     config, corpus, params, k = args
     other = train(config, corpus, jax.tree.map(lambda p: -p, params), k)
-    assert bits(other.params) != bits(run.params)
+    assert helpers.bits(other.params) != helpers.bits(run.params)
 
 
 def test_the_check_fails_where_the_weights_are_left_out():

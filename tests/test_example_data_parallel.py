@@ -11,6 +11,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.published
+
 for package in ("flax", "matplotlib", "orbax.checkpoint", "tqdm"):
     pytest.importorskip(package)
 

@@ -1,6 +1,5 @@
 """examples/digits.py: it runs, it shows what it says, and it fails where it should."""
 
-import importlib.util
 import os
 import pathlib
 import re
@@ -8,6 +7,7 @@ import subprocess
 import sys
 
 import flax.linen as nn
+import helpers
 import jax
 import jax.numpy as jnp
 import matplotlib.image
@@ -16,6 +16,8 @@ import optax
 import pytest
 
 import ga_optax as ga
+
+pytestmark = pytest.mark.published
 
 ROOT = pathlib.Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "digits.py"
@@ -86,10 +88,6 @@ def test_the_example_runs_from_the_command_line_and_shows_what_it_says(tmp_path)
 @pytest.fixture(scope="module")
 def digits():
     """The example, with a network that takes little time to compile."""
-    spec = importlib.util.spec_from_file_location("digits_example", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
 
     class Linear(nn.Module):
         @nn.compact
@@ -98,8 +96,7 @@ def digits():
 
     # Optax and Flax promote.
     with pytest.MonkeyPatch.context() as patch, jax.numpy_dtype_promotion("standard"):
-        patch.setitem(sys.modules, spec.name, module)
-        spec.loader.exec_module(module)
+        module = helpers.load(EXAMPLE)
         patch.setattr(module, "NETWORK", Linear())
         yield module
 

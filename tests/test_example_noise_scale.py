@@ -1,12 +1,12 @@
 """examples/noise_scale.py: it runs, shows what it says, and its exact side is right."""
 
-import importlib.util
 import os
 import pathlib
 import re
 import subprocess
 import sys
 
+import helpers
 import jax
 import jax.numpy as jnp
 import matplotlib.image
@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 
 import ga_optax as ga
+
+pytestmark = pytest.mark.published
 
 ROOT = pathlib.Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "noise_scale.py"
@@ -25,19 +27,9 @@ ENOUGH = 20
 @pytest.fixture(scope="module")
 def example():
     """The example as a module."""
-    spec = importlib.util.spec_from_file_location("noise_scale_example", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
     # Optax and Flax promote.
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        jax.numpy_dtype_promotion("standard"),
-        jax.numpy_rank_promotion("allow"),
-    ):
-        patch.setitem(sys.modules, spec.name, module)
-        spec.loader.exec_module(module)
-        yield module
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield helpers.load(EXAMPLE)
 
 
 # The whole run: 600 steps take two seconds, importing and compiling the rest.

@@ -670,6 +670,7 @@ def test_argnums_batch_argnums_and_keywords_are_those_of_jax():
         )
 
 
+@pytest.mark.quick
 def test_the_function_is_traced_once_for_any_number_of_micro_batches():
     _, params = MODELS["rematerialised"]
     for k, options in ((1, {}), (8, {}), (8, {"weight_fn": row_count})):
@@ -962,6 +963,7 @@ def test_a_weight_and_an_aux_may_be_plain_numbers():
 
 
 @pytest.mark.parametrize("in_place", IN_PLACE)
+@pytest.mark.quick
 def test_the_compiled_program_does_not_grow_with_the_number_of_micro_batches(in_place):
     """So that compiling it takes no longer; a loop written out grows with each."""
     params = {"layers": _normal(0, 3, WIDTH, WIDTH), "out": _normal(1, WIDTH)}

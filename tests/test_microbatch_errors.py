@@ -7,6 +7,8 @@ import pytest
 
 import ga_optax as ga
 
+pytestmark = pytest.mark.quick
+
 
 def untraced(*args, **kwargs):
     raise AssertionError("fun must not be traced")

@@ -10,7 +10,7 @@ import pytest
 
 import ga_optax as ga
 
-pytestmark = pytest.mark.usefixtures("optax_promotion")
+pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("optax_promotion")]
 
 PARAMS = {"dense": {"kernel": jnp.ones((2, 3)), "bias": jnp.ones(3)}}
 GRADS = jax.tree.map(jnp.ones_like, PARAMS)

@@ -112,6 +112,7 @@ def collectives(tx, emit):
     return ga.audit(lowered.compile(), MESH).collectives
 
 
+@pytest.mark.quick
 def test_a_micro_step_inside_the_window_does_not_communicate():
     tx = ga.MultiSteps(optax.adam(1e-2), K, data_axis="data")
     assert collectives(tx, emit=False) == ()
@@ -126,6 +127,7 @@ def test_the_step_reduces_the_gradient_once(emit):
     assert reduction.conditional == (emit is None)
 
 
+@pytest.mark.quick
 def test_reduced_gradients_would_cost_one_reduction_a_micro_step():
     """The twin: the same loop without a data_axis."""
     tx = ga.MultiSteps(optax.adam(1e-2), K)

@@ -71,6 +71,7 @@ def of_the_bare_optimizer():
     return products
 
 
+@pytest.mark.quick
 def test_the_inner_update_stands_in_one_branch_of_one_cond_and_nowhere_else():
     bare = of_the_bare_optimizer()
     for skip in SKIPS:
@@ -180,6 +181,7 @@ def test_weights_need_no_temporaries_either():
     assert memory.temp_size_in_bytes <= 0.01 * BIG_BYTES
 
 
+@pytest.mark.quick
 def test_optax_needs_three_trees_of_temporaries():
     # The twin of the three tests above: the measure sees what it should.
     tx = optax.MultiSteps(optax.adam(1e-3), 8)
@@ -193,6 +195,7 @@ def test_optax_needs_three_trees_of_temporaries():
     assert program.memory_analysis().temp_size_in_bytes >= 2.5 * BIG_BYTES
 
 
+@pytest.mark.quick
 def test_inside_the_window_nothing_but_the_accumulator_is_written():
     program = compiled(ga.MultiSteps(optax.adam(1e-3), 8), BIG, emit=False).as_text()
     body = program[program.index("ENTRY") :]
@@ -201,6 +204,7 @@ def test_inside_the_window_nothing_but_the_accumulator_is_written():
     assert " divide(" not in program
 
 
+@pytest.mark.quick
 def test_a_run_is_traced_and_compiled_once():
     traces = 0
     tx = ga.MultiSteps(optax.adam(1e-3), lambda step: 1 + step % 3)

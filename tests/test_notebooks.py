@@ -10,6 +10,8 @@ import nbclient
 import nbformat
 import pytest
 
+pytestmark = pytest.mark.published
+
 FOLDER = pathlib.Path(__file__).parents[1] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 

@@ -28,10 +28,14 @@ SELECTED = (
     "test_multi_steps_composition.py",
 )
 
-needs_hatchling = pytest.mark.skipif(
-    importlib.util.find_spec("hatchling") is None,
-    reason="the package is built with hatchling: the dependency group `dev`",
-)
+
+def built(test):
+    """Marks a test of the built package, which needs the tool that builds it."""
+    missing = pytest.mark.skipif(
+        importlib.util.find_spec("hatchling") is None,
+        reason="the package is built with hatchling: the dependency group `dev`",
+    )
+    return pytest.mark.published(missing(test))
 
 
 class Installed(NamedTuple):
@@ -83,9 +87,11 @@ def installed(tmp_path_factory):
 # -- What is in it ---------------------------------------------------------------------
 
 
-@needs_hatchling
+@built
 def test_the_wheel_holds_every_module_the_type_marker_and_no_test(installed):
-    package = {f"ga_optax/{path.name}" for path in (ROOT / "ga_optax").glob("*.py")}
+    package = {
+        path.relative_to(ROOT).as_posix() for path in (ROOT / "ga_optax").rglob("*.py")
+    }
     assert len(package) > 10
     rest = installed.in_wheel - package - {"ga_optax/py.typed"}
     assert package | {"ga_optax/py.typed"} <= installed.in_wheel
@@ -93,7 +99,7 @@ def test_the_wheel_holds_every_module_the_type_marker_and_no_test(installed):
     assert any(name.endswith("/LICENSE") for name in rest)
 
 
-@needs_hatchling
+@built
 def test_the_sdist_holds_what_a_reader_and_a_tester_need(installed):
     due = {"LICENSE", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile"}
     for folder in ("tests", "examples", "benchmarks", "docs", "notebooks", ".github"):
@@ -106,7 +112,7 @@ def test_the_sdist_holds_what_a_reader_and_a_tester_need(installed):
     assert due - installed.in_sdist == set()
 
 
-@needs_hatchling
+@built
 def test_at_run_time_it_requires_jax_and_optax_alone(installed):
     [found] = importlib.metadata.distributions(path=[str(installed.site)])
     always = [r for r in found.requires or () if "extra ==" not in r]
@@ -120,7 +126,7 @@ def test_at_run_time_it_requires_jax_and_optax_alone(installed):
 # -- It works by itself ----------------------------------------------------------------
 
 
-@needs_hatchling
+@built
 def test_it_imports_where_neither_flax_nor_chex_is(installed):
     program = """
 import importlib, pkgutil, sys
@@ -154,14 +160,14 @@ def run_tests(installed, site):
 
 
 # It takes more than ten seconds: a hundred tests, in a process that starts JAX.
-@needs_hatchling
+@built
 def test_tests_pass_against_the_wheel_with_its_source_gone(installed):
     run = run_tests(installed, installed.site)
     assert run.returncode == 0, run.stdout
     assert re.search(r"\b\d\d+ passed", run.stdout)
 
 
-@needs_hatchling
+@built
 def test_the_same_tests_fail_against_a_broken_wheel(installed, tmp_path):
     """The twin: they test what is installed, not the checkout."""
     broken = shutil.copytree(installed.site, tmp_path / "site")
@@ -192,14 +198,14 @@ def import_milliseconds(module, site):
     return sum(int(microseconds) for microseconds, _ in rows) / 1000
 
 
-@needs_hatchling
+@built
 def test_importing_it_adds_less_than_50_milliseconds_to_optax(installed):
     # The least of five: a busy machine makes some of them slow, and none fast.
     times = (import_milliseconds("ga_optax", installed.site) for _ in range(5))
     assert any(time < 50 for time in times)
 
 
-@needs_hatchling
+@built
 def test_importing_flax_too_is_seen_to_cost_more(installed):
     """The twin: the measure sees an expensive import."""
     pytest.importorskip("flax")
@@ -220,7 +226,7 @@ def type_check(program, site):
     )
 
 
-@needs_hatchling
+@built
 def test_the_type_checker_passes_on_a_users_program_which_runs(installed):
     program = installed.source / "tests" / "typing" / "user_program.py"
     run = type_check(program, installed.site)
@@ -229,7 +235,7 @@ def test_the_type_checker_passes_on_a_users_program_which_runs(installed):
     assert succeed(program, cwd=installed.source, site=installed.site)
 
 
-@needs_hatchling
+@built
 def test_the_type_checker_finds_every_mistake_of_the_wrong_program(installed):
     """The twin."""
     program = installed.source / "tests" / "typing" / "wrong_program.py"
@@ -264,25 +270,40 @@ def module_order():
     return [name for column in columns for name in column.split(", ")]
 
 
+def sources(name):
+    """The files of a module, or of a package."""
+    path = ROOT / "ga_optax" / name
+    return sorted(path.rglob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
+
+
 def imports_of_later_modules(order):
     """Pairs of a module and one that it imports although it is listed after it."""
     wrong = []
     for i, name in enumerate(order):
-        source = (ROOT / "ga_optax" / f"{name}.py").read_text(encoding="utf-8")
-        for node in ast.walk(ast.parse(source)):
-            if not isinstance(node, ast.ImportFrom) or not node.module:
-                continue
+        nodes = [
+            node
+            for path in sources(name)
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            if isinstance(node, ast.ImportFrom) and node.module
+        ]
+        for node in nodes:
             package, _, module = node.module.partition(".")
             if package == "ga_optax":
+                module = module.partition(".")[0]
                 names = [module] if module else [alias.name for alias in node.names]
-                wrong += [(name, other) for other in names if other not in order[:i]]
+                allowed = {*order[:i], name}  # a package's files import each other
+                wrong += [(name, other) for other in names if other not in allowed]
     return wrong
 
 
 def test_modules_import_only_what_contributing_lists_above_them():
     order = module_order()
-    modules = {path.stem for path in (ROOT / "ga_optax").glob("*.py")}
-    assert sorted(order) == sorted(modules - {"__init__"})
+    modules = {
+        path.parent.name if path.name == "__init__.py" else path.stem
+        for pattern in ("*.py", "*/__init__.py")
+        for path in (ROOT / "ga_optax").glob(pattern)
+    }
+    assert sorted(order) == sorted(modules - {"ga_optax"})
     assert imports_of_later_modules(order) == []
 
 
@@ -296,7 +317,7 @@ def test_in_the_reverse_order_they_do_not():
 
 
 def make_targets(text):
-    return set(re.findall(r"^([a-z]+):", text, re.M))
+    return set(re.findall(r"^([a-z-]+):", text, re.M))
 
 
 def commands(job):
@@ -337,7 +358,7 @@ def test_documents_name_make_targets_that_exist():
     targets = make_targets((ROOT / "Makefile").read_text(encoding="utf-8"))
     for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"):
         text = (ROOT / name).read_text(encoding="utf-8")
-        named = set(re.findall(r"(?:^ {4}|`)make ([a-z]+)", text, re.M))
+        named = set(re.findall(r"(?:^ {4}|`)make ([a-z-]+)", text, re.M))
         assert named
         assert named <= targets
 

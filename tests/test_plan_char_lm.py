@@ -1,11 +1,10 @@
 """What fits, for the step of the language model example."""
 
 import functools
-import importlib.util
 import pathlib
-import sys
 import types
 
+import helpers
 import jax
 import pytest
 
@@ -15,23 +14,15 @@ pytest.importorskip("flax")
 pytest.importorskip("matplotlib")
 pytest.importorskip("tqdm")
 
-path = pathlib.Path(__file__).parents[1] / "examples" / "char_lm.py"
-spec = importlib.util.spec_from_file_location("char_lm", path)
-char_lm = sys.modules["char_lm"] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(char_lm)
+char_lm = helpers.load(pathlib.Path(__file__).parents[1] / "examples" / "char_lm.py")
 
 CANDIDATES = (1, 2, 4, 8, 16, 32, 64)
 CONFIG = char_lm.Config(layers=2, width=16, heads=2, length=24, batch_size=64)
 
-pytestmark = pytest.mark.usefixtures("optax_promotion", "fast_compilation")
-
-
-@pytest.fixture
-def fast_compilation():
-    """Buffers are assigned in the same way, and that is what is compared here."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = [
+    pytest.mark.published,
+    pytest.mark.usefixtures("optax_promotion", "fast_compilation"),
+]
 
 
 def inputs():

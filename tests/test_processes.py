@@ -3,7 +3,6 @@
 Each start takes seconds, for JAX, its compiler and the meeting: four starts in all.
 """
 
-import importlib.util
 import os
 import pathlib
 import socket
@@ -11,18 +10,19 @@ import subprocess
 import sys
 import time
 
+import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType
 
+pytestmark = pytest.mark.published
+
 pytest.importorskip("orbax.checkpoint")
 
 WORKER = pathlib.Path(__file__).with_name("process_worker.py")
-spec = importlib.util.spec_from_file_location("process_worker", WORKER)
-worker = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(worker)
+worker = helpers.load(WORKER)
 
 LIMIT = 120  # seconds; a run takes ten
 

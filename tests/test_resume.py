@@ -1,7 +1,6 @@
 """examples/resume.py: a run that is killed anywhere goes on with the same bits."""
 
 import hashlib
-import importlib.util
 import os
 import pathlib
 import shutil
@@ -10,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 
+import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -35,17 +35,11 @@ ENVIRONMENT = os.environ | {
 @pytest.fixture(scope="module")
 def resume():
     """The example as a module."""
-    spec = importlib.util.spec_from_file_location("resume_example", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, spec.name, module)
-        spec.loader.exec_module(module)
-        yield module
+    return helpers.load(EXAMPLE)
 
 
 # Four processes start here one after the other, each imports JAX, Flax and Orbax.
+@pytest.mark.published
 def test_a_run_that_is_killed_with_sigkill_ends_in_the_bits_of_the_other(tmp_path):
     run = subprocess.run(
         [sys.executable, str(EXAMPLE), "--steps", "2", "--kills", "1", "--seed", "8"],
@@ -238,6 +232,7 @@ KILLED_WHILE_SAVING = """
 """
 
 
+@pytest.mark.published
 def test_a_process_killed_while_it_saves_leaves_the_last_complete_checkpoint(
     resume, tmp_path
 ):

@@ -1,0 +1,34 @@
+"""What several test files use; oracle.py has the oracles, conftest.py the policy."""
+
+import importlib.util
+import sys
+
+import jax
+import numpy as np
+
+
+def bits(tree):
+    """The dtypes and the bytes of a tree's leaves: equal if every bit is."""
+    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
+    assert leaves  # nothing equals nothing
+    return [(leaf.dtype, leaf.tobytes()) for leaf in leaves]
+
+
+def load(path):
+    """The module that a script is, executed anew."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def temporaries(jitted, *args):
+    """The temporaries of a jitted function in bytes, compiled for these arguments."""
+    return jitted.lower(*args).compile().memory_analysis().temp_size_in_bytes
+
+
+def nbytes(tree):
+    """The bytes of a tree's leaves, of arrays or of their shapes."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
