@@ -192,3 +192,40 @@ def check_dtype(dtype: DTypeLike | None) -> np.dtype | None:
             "take the complex counterpart by themselves."
         )
     return dtype
+
+
+# -- Trees like another ----------------------------------------------------------------
+
+
+def check_leaves(
+    reference: Any,
+    tree: Any,
+    *,
+    name: str,
+    expected: str,
+    todo: str,
+    dtypes: bool = False,
+) -> None:
+    """Raises unless `tree` has the structure and shapes of `reference`.
+
+    Args:
+      reference: the tree with the required leaves.
+      tree: the tree that came.
+      name: what the message calls `tree`.
+      expected: what the message calls `reference`.
+      todo: what the message says to do.
+      dtypes: whether the dtypes must be the same, too.
+    """
+    check_structure(reference, tree, name=name, expected=expected, todo=todo)
+
+    def kind(leaf: Any) -> str:
+        dtype = f" and dtype {jnp.result_type(leaf).name}" if dtypes else ""
+        return f"shape {jnp.shape(leaf)}{dtype}"
+
+    required = jax.tree_util.tree_flatten_with_path(reference)[0]
+    for (path, want), got in zip(required, jax.tree.leaves(tree), strict=True):
+        if kind(got) != kind(want):
+            raise ValueError(
+                f"{leaf_name(path)} of {name} must have {kind(want)}, as in "
+                f"{expected}, but it has {kind(got)}. {todo}"
+            )
