@@ -76,14 +76,9 @@ def replace(partition: Partition, tree: Any, name: str, block: Any) -> Any:
     known = partition[name]
     leaves = leaves_of(partition, tree)
     old, new = take(known, leaves), jax.tree.leaves(block)
-    check_leaves(
-        like(known, old),
-        block,
-        name="the new tree",
-        expected=f"block {name!r}",
-        todo="Pass a tree like the one of blocks.select.",
-        dtypes=True,
-    )
+    own, what = like(known, old), f"block {name!r}"
+    todo = "Pass a tree like the one of blocks.select."
+    check_leaves(own, block, name="the new tree", expected=what, todo=todo, dtypes=True)
     if known.index is not None:
         new = with_slices(old, on_device(known.index), new)
     return put(partition, known, leaves, new)
