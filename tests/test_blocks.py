@@ -586,7 +586,9 @@ def opened(weight=None):
 
 def test_adding_a_block_twice_in_a_micro_step_raises():
     p, acc = opened()
-    with pytest.raises(ValueError, match=r"'head' is in already, and 'embed', 'layer"):
+    with pytest.raises(
+        ValueError, match=r"'head' was added already.*first: 'embed', 'l"
+    ):
         blocks.add(p, acc, "head", model()["head"])
 
 

@@ -61,8 +61,8 @@ class OpenMicroStep:
             )
         if name in self.added:
             raise ValueError(
-                f"Every block must be added once in a micro-step, but {name!r} is in "
-                f"already, and {listed(self.missing)} not. Add those first."
+                f"Every block must be added once in a micro-step, but {name!r} was "
+                f"added already. Add the missing ones first: {listed(self.missing)}."
             )
         number = self._host_weight
         known = self._weight if number is None else number
