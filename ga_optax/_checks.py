@@ -217,15 +217,18 @@ def check_leaves(
       dtypes: whether the dtypes must be the same, too.
     """
     check_structure(reference, tree, name=name, expected=expected, todo=todo)
-
-    def kind(leaf: Any) -> str:
-        dtype = f" and dtype {jnp.result_type(leaf).name}" if dtypes else ""
-        return f"shape {jnp.shape(leaf)}{dtype}"
-
-    required = jax.tree_util.tree_flatten_with_path(reference)[0]
-    for (path, want), got in zip(required, jax.tree.leaves(tree), strict=True):
-        if kind(got) != kind(want):
-            raise ValueError(
-                f"{leaf_name(path)} of {name} must have {kind(want)}, as in "
-                f"{expected}, but it has {kind(got)}. {todo}"
-            )
+    pairs = zip(jax.tree.leaves(reference), jax.tree.leaves(tree), strict=True)
+    for i, (want, got) in enumerate(pairs):
+        same = jnp.shape(want) == jnp.shape(got)
+        if same and not (dtypes and jnp.result_type(want) != jnp.result_type(got)):
+            continue
+        path = jax.tree_util.tree_flatten_with_path(reference)[0][i][0]
+        required, received = (
+            f"shape {jnp.shape(leaf)}"
+            + (f" and dtype {jnp.result_type(leaf).name}" if dtypes else "")
+            for leaf in (want, got)
+        )
+        raise ValueError(
+            f"{leaf_name(path)} of {name} must have {required}, as in {expected}, but "
+            f"it has {received}. {todo}"
+        )
