@@ -16,7 +16,7 @@ from flax.linen import fp8_ops
 from flax.training import train_state
 from jax.typing import ArrayLike
 
-from ga_optax import _multi_steps
+from ga_optax import _multi_steps, _state
 
 __all__ = ["Optimizer", "TrainState"]
 
@@ -164,13 +164,13 @@ class Optimizer(nnx.Optimizer[M]):
 
 def _fill(opt_state: Any) -> ArrayLike:
     """Micro-steps in the open window."""
-    if not _multi_steps.find_states(opt_state):
+    if not _state.find_states(opt_state):
         return 0
-    return _multi_steps.stats(opt_state).fill
+    return _state.stats(opt_state).fill
 
 
 def _was_step(opt_state: Any) -> jax.Array | bool:
     """Whether the call that returned this state ran the inner optimizer."""
-    if not _multi_steps.find_states(opt_state):
+    if not _state.find_states(opt_state):
         return True
-    return _multi_steps.has_updated(opt_state)
+    return _state.has_updated(opt_state)
