@@ -185,3 +185,43 @@ def check_dtype(dtype: DTypeLike | None) -> np.dtype | None:
             "take the complex counterpart by themselves."
         )
     return dtype
+
+
+# -- Trees like another ----------------------------------------------------------------
+
+
+def check_leaves(
+    reference: Any,
+    tree: Any,
+    *,
+    name: str,
+    expected: str,
+    todo: str,
+    dtypes: bool = False,
+) -> None:
+    """Raises unless `tree` has the structure and shapes of `reference`.
+
+    Args:
+      reference: the tree with the required leaves.
+      tree: the tree that came.
+      name: what the message calls `tree`.
+      expected: what the message calls `reference`.
+      todo: what the message says to do.
+      dtypes: whether the dtypes must be the same, too.
+    """
+    check_structure(reference, tree, name=name, expected=expected, todo=todo)
+    pairs = zip(jax.tree.leaves(reference), jax.tree.leaves(tree), strict=True)
+    for i, (want, got) in enumerate(pairs):
+        same = jnp.shape(want) == jnp.shape(got)
+        if same and not (dtypes and jnp.result_type(want) != jnp.result_type(got)):
+            continue
+        path = jax.tree_util.tree_flatten_with_path(reference)[0][i][0]
+        required, received = (
+            f"shape {jnp.shape(leaf)}"
+            + (f" and dtype {jnp.result_type(leaf).name}" if dtypes else "")
+            for leaf in (want, got)
+        )
+        raise ValueError(
+            f"{leaf_name(path)} of {name} must have {required}, as in {expected}, but "
+            f"it has {received}. {todo}"
+        )

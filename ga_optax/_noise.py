@@ -1,19 +1,19 @@
 """How large a batch still pays: the simple gradient noise scale.
 
-Let G be the true gradient and Σ the covariance of the gradient of one example. The
-gradient g_i of a micro-batch of w_i examples, and the mean g of a window of k of them,
-W = Σ w_i examples, then have
+Let G be the true gradient and Σ the covariance of the gradient of one example. Let g_i
+be the gradient of a micro-batch of w_i examples, and g the mean over a window of k
+micro-batches with W = Σ w_i examples. Then
 
     E |g_i|²  =  |G|² + tr Σ / w_i             E |g|²  =  |G|² + tr Σ / W,
 
-and what the accumulation meets anyway gives unbiased estimates of both unknowns:
+and the gradients that are accumulated anyway give unbiased estimates of both unknowns:
 
     tr Σ  ≈  (Σ w_i·|g_i|² - W·|g|²) / (k - 1)         |G|²  ≈  |g|² - tr Σ / W
 
 For equal w_i these are equations A.2 and A.3 of McCandlish et al., with B_big = W and
-B_small = W / k. Their ratio tr Σ / |G|² is the simple noise scale: the batch size at
-which noise and gradient are of one size. The ratio of two estimates is biased, so each
-is averaged over windows on its own and the ratio is taken last.
+B_small = W / k. The ratio tr Σ / |G|² is the simple noise scale: the batch size at
+which noise and gradient have the same size. A ratio of two estimates is biased, so each
+of them is averaged over windows before they are divided.
 
 References:
   McCandlish, Kaplan, Amodei et al., "An Empirical Model of Large-Batch Training", 2018,
@@ -30,30 +30,30 @@ from jax.typing import ArrayLike
 
 __all__ = ["NoiseScale", "NoiseState", "noise_scale"]
 
-# Of the exponential moving averages. Their weights count for (1 + 0.98) / (1 - 0.98) =
-# 99 windows: one window's estimates are often off by their own size, so the average is
-# off by a tenth. And they are 49 windows old on average, in which a scale that grows
-# over thousands of steps hardly moves.
+# The decay of the exponential moving averages. They are as good as a plain mean of
+# (1 + 0.98) / (1 - 0.98) = 99 windows: the estimates of one window are often off by
+# their own size, so the average is off by a tenth. Their terms are 49 windows old on
+# average; a scale that grows over thousands of steps hardly moves in that time.
 DECAY = 0.98
 
 # The two-sided 95 % quantile of the normal distribution.
 _QUANTILE = 1.959964
 
-# With fewer windows nothing is said about the error: the quantile would not be right.
+# With fewer windows there is no interval: the quantile would not be right.
 _ENOUGH = 4
 
 
 class NoiseState(NamedTuple):
-    """What a `MultiSteps` with `track_noise=True` keeps; floats are those of `weight`.
+    """What a `MultiSteps` with `track_noise=True` keeps, in the dtype of its `weight`.
 
     Attributes:
-      squares: Σ w·|g|² over the open window, a float `[]`. As with the accumulator,
-        the first micro-step of a window overwrites it.
+      squares: Σ w·|g|² over the open window, a float `[]`. As in the accumulator, the
+        first micro-step of a window overwrites it.
       count: micro-steps of the open window whose weight is not 0, int32 `[]`.
-      windows: windows that gave an estimate, int32 `[]`.
+      windows: how many windows gave an estimate, int32 `[]`.
       mean: smoothed |G|², tr Σ and W, a float `[3]`.
       deviation: the smoothed squares of the deviations of |G|² and tr Σ from their
-        means, and their product, a float `[3]`.
+        means, and the smoothed product of the two deviations, a float `[3]`.
     """
 
     squares: jax.Array
@@ -64,23 +64,22 @@ class NoiseState(NamedTuple):
 
 
 class NoiseScale(NamedTuple):
-    """The gradient noise scale, see `noise_scale`; `str` of it is a line to read.
+    """The gradient noise scale; see `noise_scale`. `str` of it is a sentence to read.
 
-    All sizes are in examples where the weights count examples, in tokens where they
-    count tokens, and in micro-batches where there are none. No field is ever NaN.
+    All sizes are in the unit of the weights: examples or tokens, or micro-batches if
+    there are no weights. No field is ever NaN.
 
     Attributes:
-      value: tr Σ / |G|², a float `[]`; 0 where it is unknown.
-      known: whether there is an answer, bool `[]`. There is none before a window of at
-        least two micro-steps has closed, for gradients of zero, and where the noise
-        hides the gradient, so that the estimate of |G|² is not positive.
-      squared_norm: the estimate of |G|², without bias: it may be negative.
+      value: tr Σ / |G|², a float `[]`; 0 if it is unknown.
+      known: whether `value` is known, bool `[]`. It is not before a window of at least
+        two micro-steps has closed, if all gradients are zero, or if the noise hides the
+        gradient, so that the estimate of |G|² is not positive.
+      squared_norm: the unbiased estimate of |G|²; it may be negative.
       trace: the estimate of tr Σ, the variance of the gradient of one example.
-      low: the lower end of the 95 % confidence interval of `value`; 0 where nothing is
-        known.
-      high: its upper end; inf where the data do not bound it.
-      window: the weight of a window, smoothed as the others are.
-      windows: windows that gave an estimate, int32 `[]`.
+      low: the lower end of the 95 % confidence interval of `value`; 0 if it is unknown.
+      high: its upper end; inf if the data do not bound it.
+      window: the weight of a window, smoothed like the estimates.
+      windows: how many windows gave an estimate, int32 `[]`.
     """
 
     value: jax.Array
@@ -116,7 +115,7 @@ class NoiseScale(NamedTuple):
 
 
 def _short(x: jax.Array) -> str:
-    """Three digits; a number of examples or tokens without an exponent."""
+    """Three digits, and no exponent for a number of examples or tokens."""
     return f"{x:.0f}" if 999.5 <= x < 1e12 else f"{x:.3g}"
 
 
@@ -136,45 +135,48 @@ def noise_scale(state: optax.OptState) -> NoiseScale:
     >>> bool(scale.low < 4 < scale.high)
     True
 
-    A window much smaller than the noise scale wastes little: twice the window does
-    nearly the work of two steps. In one much larger, most micro-batches repeat what the
-    others said. Training moves the scale, usually up, so look at it again.
+    If a window is much smaller than the noise scale, little is wasted: a window twice
+    as large does nearly the work of two steps. If it is much larger, most micro-batches
+    repeat what the others said. The scale changes during training and usually grows, so
+    look at it again.
 
-    It needs windows of two or more micro-steps, whose gradients are independent and
-    whose weights are proportional to their sizes; without weights they are of one size.
+    It needs windows of two or more micro-steps. Their gradients must be independent and
+    their weights proportional to their sizes; without weights, all have the same size.
 
-    **Exactness.** |G|² and tr Σ are estimated without bias in every window that ran the
-    inner optimizer, and averaged on their own over windows: exponential moving averages
-    with a decay of 0.98, corrected for their start, as long as a plain mean of 99
-    windows. Windows with one micro-step, dropped ones, and those with inf or NaN are
-    left out. In each, tr Σ is a difference: where it is smaller than W·|G|² times the
-    rounding of the accumulator, it is rounding. The interval is Fieller's for a ratio,
-    with the t quantile of the windows in effect. It takes windows for independent and
-    alike; where training changes fast it is too wide rather than too narrow. It needs
-    four windows, and float32 squares gradient norms from 1e-9 to 1e9.
+    **Exactness.** Every window that ran the inner optimizer gives unbiased estimates of
+    |G|² and tr Σ. Each is averaged over windows on its own, by an exponential moving
+    average with a decay of 0.98, corrected for its start and as good as a plain mean of
+    99 windows. Windows with one micro-step, dropped windows, and windows with inf or
+    NaN are left out. tr Σ is a difference, so if it is smaller than W·|G|² times the
+    rounding of the accumulator, it is nothing but rounding. The interval is Fieller's
+    for a ratio, with the t quantile of the effective number of windows. It assumes that
+    windows are independent and alike; if training changes fast, it is too wide rather
+    than too narrow. It needs four windows. Gradient norms must lie between 1e-9 and 1e9
+    for float32 to hold their squares.
 
-    **Cost.** A few scalar operations, on the device. `track_noise` costs one read of
-    the gradient a micro-step, one read of the mean a window, and ten scalars. Gradients
-    that are sharded are squared where they are: a scalar for each leaf is all that
-    crosses the network.
+    **Cost.** A few scalar operations on the device. `track_noise` reads the gradient
+    once more in a micro-step and the mean once more in a window, and keeps ten scalars.
+    Sharded gradients are squared on the devices that hold them; only one scalar for
+    each leaf crosses the network.
 
     Args:
       state: the state of a `MultiSteps` with `track_noise=True`, or any state that
         holds one.
 
     Returns:
-      A `NoiseScale` of scalars. Read it before you donate the state to the next call,
-      of which it may share arrays.
+      A `NoiseScale` of scalars. It may share arrays with the state, so read it before
+      you donate the state to the next call.
 
     Raises:
-      ValueError: where there is none in it, or more than one.
+      ValueError: if `state` holds no state of a `MultiSteps` with `track_noise=True`,
+        or more than one.
 
     References:
       McCandlish, Kaplan, Amodei et al., "An Empirical Model of Large-Batch Training",
       2018, https://arxiv.org/abs/1812.06162, appendix A.1.
       Fieller, "Some Problems in Interval Estimation", JRSS B 16, 1954.
     """
-    noise = _find(state)
+    noise = _the_only(state)
     squared_norm, trace, window = (noise.mean[..., i] for i in range(3))
     known = (noise.windows > 0) & (squared_norm > 0)
     some = jnp.where(known, squared_norm, jnp.ones_like(squared_norm))
@@ -195,7 +197,7 @@ def noise_scale(state: optax.OptState) -> NoiseScale:
 
 
 def init(like: jax.Array) -> NoiseState:
-    """No estimate yet; floats of the dtype of `like`."""
+    """Returns the state without any estimate, in the dtype of `like`."""
     return NoiseState(
         squares=jnp.zeros([], like.dtype),
         count=jnp.zeros([], jnp.int32),
@@ -208,7 +210,7 @@ def init(like: jax.Array) -> NoiseState:
 def add(
     noise: NoiseState, grads: optax.Updates, weight: ArrayLike | None, empty: jax.Array
 ) -> NoiseState:
-    """One micro-step, the first of its window where `empty`."""
+    """Adds one micro-step, the first of its window if `empty`."""
     squares = jnp.where(empty, jnp.zeros_like(noise.squares), noise.squares)
     count = jnp.where(empty, jnp.zeros_like(noise.count), noise.count)
     term = _squared_norm(grads).astype(squares.dtype)
@@ -217,7 +219,7 @@ def add(
     weight = jnp.asarray(weight).astype(squares.dtype)
     none = weight == 0
     return noise._replace(
-        # Selected: a NaN of weight 0 was never there.
+        # Selected, not multiplied: a NaN of weight 0 must not count.
         squares=jnp.where(none, squares, squares + weight * term),
         count=jnp.where(none, count, count + 1),
     )
@@ -226,16 +228,16 @@ def add(
 def close(
     noise: NoiseState, total: optax.Updates, weight: jax.Array, is_mean: bool
 ) -> NoiseState:
-    """A window that ran the inner optimizer.
+    """Adds the estimates of a window that ran the inner optimizer.
 
     Args:
       noise: the state with all micro-steps of the window in it.
       total: the mean or the sum of the window.
       weight: Σ w of the window.
-      is_mean: which of them `total` is.
+      is_mean: whether `total` is the mean.
     """
     square = _squared_norm(total).astype(weight.dtype)
-    # 0 where there is no step after all: computed, then not selected.
+    # If the weight is 0 there is no step: the result is computed, but not selected.
     weight = jnp.where(weight == 0, jnp.ones_like(weight), weight)
     if not is_mean:
         square = square / weight / weight
@@ -244,9 +246,9 @@ def close(
     trace = (noise.squares - weight * square) / others.astype(weight.dtype)
     new = jnp.stack([square - trace / weight, trace, weight])
 
-    # A moving average with its start corrected is a mean whose last term has the share
-    # (1 - decay) / (1 - decay^n). Squares of deviations are averaged like the rest, by
-    # the update of West (1979), which subtracts no two large numbers.
+    # A moving average corrected for its start is a mean whose last term has the share
+    # (1 - decay) / (1 - decay^n). The squares of deviations are averaged alike, by the
+    # update of West (1979), which never subtracts two large numbers.
     windows = noise.windows + 1
     n = windows.astype(weight.dtype)
     one, all_ = jnp.expm1(math.log(DECAY) * jnp.stack([jnp.ones_like(n), n]))
@@ -265,15 +267,15 @@ def close(
 
 
 def spoiled(noise: NoiseState, open_: jax.Array) -> NoiseState:
-    """As `noise`, but the open window, where there is one, will not be counted."""
+    """Excludes the open window, if there is one, from the estimates."""
     missing = jnp.where(open_, jnp.full_like(noise.squares, jnp.inf), noise.squares)
     return noise._replace(squares=missing)
 
 
 def _squared_norm(tree: optax.Updates) -> jax.Array:
-    """Σ |x|² over all leaves; one read of them and nothing written."""
+    """Σ |x|² over all leaves, which are read once; nothing is written."""
     # Without the barrier XLA would share the squares, or the wider dtype, with what the
-    # accumulator or the optimizer computes of the same leaf, and write them out for it.
+    # accumulator or the optimizer computes from the same leaf, and write them out.
     tree = jax.lax.optimization_barrier(tree)
     terms = [
         jnp.sum(jnp.square(part.astype(jnp.promote_types(part.dtype, jnp.float32))))
@@ -290,20 +292,19 @@ def _squared_norm(tree: optax.Updates) -> jax.Array:
 def _interval(
     noise: NoiseState, s: jax.Array, t: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Fieller's 95 % confidence interval for E t / E s, as far as it is positive.
+    """The positive part of Fieller's 95 % confidence interval for E t / E s.
 
-    The ratios r that cannot be excluded are those for which t - r·s is no further from
-    0 than q standard errors:
+    A ratio r cannot be excluded if t - r·s is at most q standard errors away from 0:
 
         (t - r·s)²  <=  q²·(v_tt - 2·r·v_st + r²·v_ss)
 
-    Divided by s², a quadratic inequality a·r² - 2·b·r + c <= 0 in r. Where a <= 0, s
-    itself may be 0, and nothing bounds r from above.
+    Divided by s², this is a quadratic inequality a·r² - 2·b·r + c <= 0 in r. If a <= 0,
+    s itself may be 0, and nothing bounds r from above.
     """
     enough = noise.windows >= _ENOUGH
     enough = enough & (jnp.square(s) >= jnp.finfo(s.dtype).tiny)
-    # 1 / Σ share²: so many windows of equal share would say as much. By geometric sums
-    # it is (1 + d)/(1 - d) · (1 - d^windows)/(1 + d^windows) for the decay d.
+    # The effective number of windows, 1 / Σ share². By geometric sums it is
+    # (1 + d)/(1 - d) · (1 - d^windows)/(1 + d^windows) for the decay d.
     half = -math.log(DECAY) / 2
     windows = jnp.where(enough, noise.windows, jnp.full_like(noise.windows, _ENOUGH))
     n = jnp.tanh(half * windows.astype(s.dtype)) / math.tanh(half)
@@ -323,7 +324,7 @@ def _interval(
     a = jnp.where(a == 0, jnp.ones_like(a), a)
     ends = jnp.stack([(b - root) / a, (b + root) / a])
     first, second = jnp.min(ends, axis=0), jnp.max(ends, axis=0)
-    # Where it is not bounded, what lies between the ends is excluded.
+    # If it is not bounded, the ratios between the ends are excluded.
     excluded = ~bounded & (root > 0) & (first <= 0)
     zero, inf = jnp.zeros_like(r), jnp.full_like(r, jnp.inf)
     low = jnp.where(bounded, first, jnp.where(excluded, second, zero))
@@ -336,7 +337,7 @@ def _interval(
 
 
 def _t_quantile(freedom: jax.Array) -> jax.Array:
-    """Student's 97.5 % quantile, to 1 % for 3 degrees of freedom and more.
+    """Student's 97.5 % quantile, within 1 % from 3 degrees of freedom on.
 
     Abramowitz and Stegun, "Handbook of Mathematical Functions", 1964, eq. 26.7.5.
     """
@@ -347,16 +348,14 @@ def _t_quantile(freedom: jax.Array) -> jax.Array:
     return z + (first + (second + third / freedom) / freedom) / freedom
 
 
-def _find(state: optax.OptState) -> NoiseState:
-    """The one `NoiseState` in a tree."""
-    nodes = jax.tree_util.tree_flatten_with_path(
-        state, is_leaf=lambda x: isinstance(x, NoiseState)
-    )[0]
-    found = {
-        jax.tree_util.keystr(path): node
-        for path, node in nodes
-        if isinstance(node, NoiseState)
-    }
+def _the_only(state: optax.OptState) -> NoiseState:
+    """The one `NoiseState` in a tree; raises if there is none, or more than one."""
+
+    def is_noise(node: object) -> bool:
+        return isinstance(node, NoiseState)
+
+    nodes = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_noise)[0]
+    found = {jax.tree_util.keystr(path): node for path, node in nodes if is_noise(node)}
     if len(found) == 1:
         return next(iter(found.values()))
     if found:

@@ -1,19 +1,18 @@
 """Which examples are in a window: pure functions of a key and a step.
 
-The whole window is drawn first and split afterwards, so the number of micro-batches
-does not change which examples a step sees, and no iterator has a state to restore.
-Row i of the result is micro-batch i, and the rows one after the other are the batch
-that `ga_optax.value_and_grad` splits into those same micro-batches.
+The whole window is drawn first and split afterwards. So the number of micro-batches
+does not change which examples a step sees, and there is no iterator whose state would
+have to be restored. Row i of the result is micro-batch i. The rows, one after another,
+are the batch that `ga_optax.value_and_grad` splits into those same micro-batches.
 """
 
-import numbers
-import operator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import ArrayLike
+
+from ga_optax._checks import check_int
 
 __all__ = ["epoch_indices", "window_indices"]
 
@@ -33,29 +32,32 @@ def window_indices(
     >>> print(indices.shape, indices.dtype)
     (4, 16) int32
 
-    For training by the step, where an example may come up twice in a window and the
-    draws of different steps are independent. It costs `batch_size` random numbers,
-    however many examples there are.
+    Use it if you train by steps rather than by epochs. An example may come up twice in
+    a window, and the draws of different steps are independent. A call costs
+    `batch_size` random numbers, however many examples there are.
 
-    **Exactness.** The same integers in every process, at every restart, for the same
-    arguments; for another `num_microbatches` the same integers in another shape. The
-    probabilities of two examples differ by less than `num_examples / 2³²` of each.
+    **Exactness.** The same arguments give the same integers in every process and after
+    every restart. Another `num_microbatches` gives the same integers in another shape.
+    The probabilities of two examples differ by less than `num_examples / 2³²` of each.
 
     Args:
       key: a PRNG key for the whole run.
-      step: the number of the step, from 0; static or traced.
+      step: the number of the step, an integer from 0 to 2³² - 1 of any dtype; static or
+        traced.
       num_examples: how many examples there are, static, at most 2³¹ - 1.
       batch_size: how many examples a window holds, static.
-      num_microbatches: into how many micro-batches to split them, static; it must
+      num_microbatches: how many micro-batches to split them into, static; it must
         divide `batch_size`.
 
     Returns:
       Indices in `[0, num_examples)`, int32 `[num_microbatches, micro-batch size]`.
 
     Raises:
-      TypeError, ValueError: where an argument does not fit the description above.
+      TypeError: if `step` is not an integer scalar, or another number not an int.
+      ValueError: if a number is out of its range, or `num_microbatches` does not divide
+        `batch_size`.
     """
-    num_examples, batch_size, num_microbatches = _check(
+    step, num_examples, batch_size, num_microbatches = _checked(
         step, num_examples, batch_size, num_microbatches
     )
     drawn = jax.random.randint(
@@ -80,31 +82,32 @@ def epoch_indices(
     >>> print(sorted(i for window in epoch for i in window.ravel().tolist()))
     [0, 1, 2, 3, 4, 5, 6, 7]
 
-    An epoch is `num_examples // batch_size` steps long, and each has a permutation of
-    its own. The examples that are left over at its end are not seen in it; they are
-    others in every epoch. Every call sorts anew: time and memory grow with
-    `num_examples`, so that nothing but the step has to be restored. For very many
-    examples use `window_indices`.
+    An epoch has `num_examples // batch_size` steps and a permutation of its own. It
+    leaves out the examples that do not fill a window; they are different ones in every
+    epoch. Every call sorts anew, so nothing but the step has to be restored, and time
+    and memory grow with `num_examples`. For very many examples use `window_indices`.
 
-    **Exactness.** As for `window_indices`; and in the steps of one epoch no example
-    comes twice.
+    **Exactness.** As for `window_indices`; and no example comes up twice in the steps
+    of one epoch.
 
     Args:
       key: a PRNG key for the whole run.
-      step: the number of the step, from 0 and not starting again with the epochs;
-        static or traced.
+      step: the number of the step, counted through all epochs, an integer from 0 to
+        2³² - 1 of any dtype; static or traced.
       num_examples: how many examples there are, static, at most 2³¹ - 1.
       batch_size: how many examples a window holds, static, at most `num_examples`.
-      num_microbatches: into how many micro-batches to split them, static; it must
+      num_microbatches: how many micro-batches to split them into, static; it must
         divide `batch_size`.
 
     Returns:
       Indices in `[0, num_examples)`, int32 `[num_microbatches, micro-batch size]`.
 
     Raises:
-      TypeError, ValueError: where an argument does not fit the description above.
+      TypeError: if `step` is not an integer scalar, or another number not an int.
+      ValueError: if a number is out of its range, `num_microbatches` does not divide
+        `batch_size`, or `batch_size` is greater than `num_examples`.
     """
-    num_examples, batch_size, num_microbatches = _check(
+    step, num_examples, batch_size, num_microbatches = _checked(
         step, num_examples, batch_size, num_microbatches
     )
     if batch_size > num_examples:
@@ -113,8 +116,7 @@ def epoch_indices(
             f"batch_size={batch_size} and num_examples={num_examples}. Use a smaller "
             "batch, or window_indices, which draws with replacement."
         )
-    step = jnp.asarray(step)
-    steps = jnp.asarray(num_examples // batch_size, step.dtype)
+    steps = jnp.uint32(num_examples // batch_size)
     order = jax.random.permutation(
         jax.random.fold_in(key, step // steps), num_examples
     ).astype(jnp.int32)
@@ -123,31 +125,17 @@ def epoch_indices(
     return window.reshape(num_microbatches, -1)
 
 
-def _check(
-    step: Any, num_examples: Any, batch_size: Any, num_microbatches: Any
-) -> tuple[int, int, int]:
-    sizes = {
-        "num_examples": num_examples,
-        "batch_size": batch_size,
-        "num_microbatches": num_microbatches,
-    }
-    for name, value in sizes.items():
-        todo = "Pass a Python int, known when the function is traced."
-        try:
-            if isinstance(value, (bool, np.bool_)):
-                raise TypeError
-            sizes[name] = operator.index(value)
-        except TypeError:
-            raise TypeError(
-                f"{name} must be an int, but it is {value!r} of type "
-                f"{type(value).__name__}. {todo}"
-            ) from None
-        if not 1 <= sizes[name] < 2**31:
-            raise ValueError(
-                f"{name} must be at least 1 and fit in an int32, but it is {value}. "
-                f"{todo}"
-            )
-    if sizes["batch_size"] % sizes["num_microbatches"]:
+def _checked(step: Any, *sizes: Any) -> tuple[jax.Array, int, int, int]:
+    """The step as a uint32, as `fold_in` takes it, and the sizes as ints."""
+    names = ("num_examples", "batch_size", "num_microbatches")
+    todo = "Pass a Python int, known when the function is traced."
+    ints = []
+    for name, value in zip(names, sizes, strict=True):
+        ints.append(check_int(name, value, todo))
+        if ints[-1] >= 2**31:
+            raise ValueError(f"{name} must fit in an int32, but it is {value}. {todo}")
+    num_examples, batch_size, num_microbatches = ints
+    if batch_size % num_microbatches:
         raise ValueError(
             f"num_microbatches={num_microbatches} must divide batch_size, but "
             f"batch_size={batch_size}. Change one of them."
@@ -159,6 +147,8 @@ def _check(
             f"step must be an integer scalar, but it has shape {shape} and dtype "
             f"{dtype.name}. {todo}"
         )
-    if isinstance(step, numbers.Integral) and step < 0:
-        raise ValueError(f"step must not be negative, but it is {step}. {todo}")
-    return tuple(sizes.values())
+    # The value of an array may have to be waited for.
+    if not isinstance(step, jax.Array) and not 0 <= int(step) < 2**32:
+        required = "not be negative" if step < 0 else "be below 2^32"
+        raise ValueError(f"step must {required}, but it is {step}. {todo}")
+    return jnp.asarray(step, jnp.uint32), num_examples, batch_size, num_microbatches

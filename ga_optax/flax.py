@@ -1,8 +1,8 @@
 """Train state and NNX optimizer whose `step` counts steps, not micro-steps.
 
-Both are Flax's own, with one thing changed: gradients go through
-`ga_optax.apply_gradients`, so that a micro-step inside a window touches the
-accumulator alone, and `step` moves where the inner optimizer ran.
+Both are Flax's own, except that gradients go through `ga_optax.apply_gradients`. So a
+micro-step inside a window touches only the accumulator, and `step` increases only if
+the inner optimizer ran.
 """
 
 import dataclasses
@@ -36,19 +36,18 @@ class TrainState(train_state.TrainState):
     >>> state.params["w"], int(state.step), int(state.micro_step)
     (Array([0.5, 0. ], dtype=float32), 1, 1)
 
-    Use it as Flax's, jitted with the state donated. Subclass it for more fields, as
-    usual. Any `tx` works; without a `MultiSteps` in it this is Flax's train state.
+    Use it like Flax's: jit the training step and donate the state, and subclass it to
+    add fields. Any `tx` works. Without a `MultiSteps` in it, this is Flax's train
+    state.
 
     Attributes:
-      step: updates of the inner optimizer so far, what a schedule or a log counts.
+      step: updates of the inner optimizer so far; schedules and logs count these.
     """
 
     @property
     def micro_step(self) -> ArrayLike:
-        """Micro-steps in the open window; 0 where `tx` does not accumulate."""
-        if not _state.find_states(self.opt_state):
-            return 0
-        return _state.stats(self.opt_state).fill
+        """Micro-steps in the open window; 0 if `tx` does not accumulate."""
+        return _fill(self.opt_state)
 
     def apply_gradients(
         self,
@@ -58,24 +57,24 @@ class TrainState(train_state.TrainState):
         emit: bool | None = None,
         **kwargs: Any,
     ) -> "TrainState":
-        """Takes one micro-step, which closes the window or does not.
+        """Takes one micro-step, which updates `params` if it closes the window.
 
         Args:
           grads: the micro-batch's gradient, with the tree and shapes of `params`.
           weight: how much the micro-batch counts; see `ga_optax.accumulator.add`.
           emit: see `ga_optax.apply_gradients`.
-          **kwargs: those that name a field of the state replace it, as in Flax; the
-            others are extra arguments of the optimizer.
+          **kwargs: new values for fields of the state, as in Flax, and extra arguments
+            for the optimizer.
 
         Returns:
           The new state.
 
         Raises:
-          ValueError: where `grads` does not fit `params`; names the leaf.
+          ValueError: if `grads` does not fit `params`; the message names the leaf.
         """
         fields = {field.name for field in dataclasses.fields(self)}
         replaced = {name: kwargs.pop(name) for name in fields & kwargs.keys()}
-        # Flax's rule for fp8 scaling factors: their gradient is their new value.
+        # As in Flax: the gradient of an fp8 scaling factor is its new value.
         overwritten = fp8_ops.OVERWRITE_WITH_GRADIENT
         overwrites = isinstance(grads, Mapping) and overwritten in grads
         params, opt_state = _multi_steps.apply_gradients(
@@ -90,7 +89,7 @@ class TrainState(train_state.TrainState):
         if overwrites:
             params = {"params": params, overwritten: grads[overwritten]}
         return self.replace(
-            # As weakly typed as Flax's 0, or the second call would be traced again.
+            # As weakly typed as Flax's 0: otherwise the second call is traced again.
             step=jnp.where(_was_step(opt_state), self.step + 1, self.step),
             params=params,
             opt_state=opt_state,
@@ -119,11 +118,8 @@ class Optimizer(nnx.Optimizer[M]):
 
     @property
     def micro_step(self) -> ArrayLike:
-        """Micro-steps in the open window; 0 where `tx` does not accumulate."""
-        opt_state = nnx.as_pure(self.opt_state)
-        if not _state.find_states(opt_state):
-            return 0
-        return _state.stats(opt_state).fill
+        """Micro-steps in the open window; 0 if `tx` does not accumulate."""
+        return _fill(nnx.as_pure(self.opt_state))
 
     def update(  # pyrefly: ignore[bad-override]  # returns no updates
         self,
@@ -135,20 +131,20 @@ class Optimizer(nnx.Optimizer[M]):
         emit: bool | None = None,
         **kwargs: Any,
     ) -> None:
-        """Takes one micro-step, which changes `model` where it closes the window.
+        """Takes one micro-step, which changes `model` if it closes the window.
 
-        Unlike Flax's it returns nothing: inside a window there are no updates, not
-        even zeros.
+        Unlike Flax's `update` it returns nothing: inside a window there are no updates,
+        not even zeros.
 
         Args:
           model: the model to update, in place.
           grads: what `nnx.grad` returned for the micro-batch.
           weight: how much the micro-batch counts; see `ga_optax.accumulator.add`.
           emit: see `ga_optax.apply_gradients`.
-          **kwargs: extra arguments of the optimizer.
+          **kwargs: extra arguments for the optimizer.
 
         Raises:
-          ValueError: where `grads` does not fit the model; names the leaf.
+          ValueError: if `grads` does not fit the model; the message names the leaf.
         """
         params, opt_state = _multi_steps.apply_gradients(
             self.tx,
@@ -164,6 +160,13 @@ class Optimizer(nnx.Optimizer[M]):
         self.step[...] = jnp.where(
             _was_step(opt_state), self.step[...] + 1, self.step[...]
         )
+
+
+def _fill(opt_state: Any) -> ArrayLike:
+    """Micro-steps in the open window."""
+    if not _state.find_states(opt_state):
+        return 0
+    return _state.stats(opt_state).fill
 
 
 def _was_step(opt_state: Any) -> jax.Array | bool:

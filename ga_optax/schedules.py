@@ -1,42 +1,40 @@
 """Batch-size ramps, as an `every_k_schedule` of `MultiSteps`.
 
-Large models begin with a small batch and end with a large one. With the micro-batch
-held fast that is a ramp of k, the number of micro-steps in a window:
+Large models begin training with a small batch and end with a large one. If the size of
+a micro-batch is fixed, that is a ramp of k, the number of micro-steps in a window:
 
     k(step)  =  batch size of the step / size of a micro-batch
 
-Reports give ramps over what was seen so far, and an optimizer counts steps. A step that
-begins with `seen` examples behind it belongs to the last stage whose threshold is at
-most `seen`; so stage j + 1 begins
+Papers describe ramps over the examples or tokens seen so far, while an optimizer counts
+steps. A step that begins after `seen` examples belongs to the last stage whose
+threshold is at most `seen`. So stage j + 1 begins at
 
     first[j+1]  =  first[j] + ceil((threshold[j+1] - seen[j]) / batch[j])
     seen[j+1]   =  seen[j] + (first[j+1] - first[j]) · batch[j]
 
-and nothing was seen before step 0. This is computed in integers when the ramp is made,
-so no boundary is off by one; a step only looks it up.
+with nothing seen before step 0. The boundaries are computed in integers when the ramp
+is made, so none is off by one; a step only looks up its stage.
 
-Sizes are in one unit of your choice, examples or tokens, the same for all arguments.
+Give all sizes in one unit, examples or tokens.
 
-How reports describe ramps:
+How papers describe their ramps:
 
 * GPT-3 (Brown et al., "Language Models are Few-Shot Learners", 2020, appendix B):
   linearly from 32k tokens to the full batch over the first 4 to 12 billion tokens,
-  by the size of the model.
+  depending on the size of the model.
 * Megatron-LM (`--rampup-batch-size start increment samples`; Narayanan et al.,
-  "Efficient Large-Scale Language Model Training on GPU Clusters", 2021): by increments
-  that are spread evenly over the first samples. `linear` follows its rule.
+  "Efficient Large-Scale Language Model Training on GPU Clusters", 2021): in increments
+  that are spread evenly over the first samples. `linear` follows this rule.
 * PaLM (Chowdhery et al., "PaLM: Scaling Language Modeling with Pathways", 2022, section
-  5), its largest model: 512 sequences until step 50k, 1024 until step 115k, 2048 from
-  there.
+  5), its largest model: 512 sequences until step 50k, 1024 until step 115k, then 2048.
 * Llama 3 (Grattafiori et al., "The Llama 3 Herd of Models", 2024, section 3.4.1), its
-  model of 405B parameters: 4M tokens, 8M after 252M tokens, 16M after 2.87T tokens.
-* DeepSeek-V3 (DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 4.2): from
-  3072 to 15360 over the first 469B tokens, gradually.
+  model with 405B parameters: 4M tokens, 8M after 252M tokens, 16M after 2.87T tokens.
+* DeepSeek-V3 (DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 4.2):
+  gradually from 3072 to 15360 over the first 469B tokens.
 """
 
 import bisect
 import dataclasses
-import numbers
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,6 +42,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
+
+from ga_optax._checks import check_int
+from ga_optax._text import columns
 
 __all__ = ["Ramp", "linear", "stepwise"]
 
@@ -54,7 +55,7 @@ _LAST_STEP = np.iinfo(np.int32).max  # steps are int32 in the states of optimize
 class Ramp:
     """A batch-size ramp: call it with the step to get k. `str` of it is a table.
 
-    `linear` and `stepwise` make it. It is hashable, and can be pickled.
+    `linear` and `stepwise` make it. It is hashable and can be pickled.
 
     Attributes:
       microbatch_size: the size of a micro-batch.
@@ -67,7 +68,7 @@ class Ramp:
     num_microbatches: tuple[int, ...]
 
     def __call__(self, step: ArrayLike) -> jax.Array:
-        """The k of the window that the step belongs to.
+        """Returns the k of a step's window.
 
         Args:
           step: the step, an integer scalar, static or traced; steps count from 0.
@@ -76,8 +77,8 @@ class Ramp:
           k, int32 `[]`.
 
         Raises:
-          TypeError: where `step` is no integer.
-          ValueError: where `step` is no scalar.
+          TypeError: if `step` is not an integer.
+          ValueError: if `step` is not a scalar.
         """
         shape, dtype = jnp.shape(step), jnp.result_type(step)
         if not jnp.issubdtype(dtype, jnp.integer):
@@ -105,19 +106,19 @@ class Ramp:
         return tuple(k * self.microbatch_size for k in self.num_microbatches)
 
     def seen(self, step: int) -> int:
-        """Examples (or tokens) in all batches before a step, exactly.
+        """Returns how many examples (or tokens) came before a step, exactly.
 
         Args:
-          step: the step, a Python integer.
+          step: the step, a Python int.
 
         Returns:
-          Their number.
+          The number of examples (or tokens) in all earlier batches.
 
         Raises:
-          TypeError: where `step` is no integer.
-          ValueError: where it is negative.
+          TypeError: if `step` is not an int.
+          ValueError: if `step` is negative.
         """
-        step = _whole("step", step, 0, "Pass the number of steps so far.")
+        step = check_int("step", step, "Pass the number of steps so far.", least=0)
         stage = bisect.bisect_right(self.first_steps, step)
         ends = (*self.first_steps[1:stage], step)
         starts = self.first_steps[:stage]
@@ -127,18 +128,13 @@ class Ramp:
         )
 
     def __str__(self) -> str:
-        table = [("from step", "seen", "k", "batch size")]
+        table: list[tuple[str, ...]] = [("from step", "seen", "k", "batch size")]
         for first, k, batch in zip(
             self.first_steps, self.num_microbatches, self.batch_sizes, strict=True
         ):
-            table.append(
-                (f"{first:,}", f"{self.seen(first):,}", f"{k:,}", f"{batch:,}")
-            )
-        widths = [max(len(line[i]) for line in table) for i in range(4)]
-        return "\n".join(
-            "  ".join(cell.rjust(w) for cell, w in zip(line, widths, strict=True))
-            for line in table
-        )
+            numbers = (first, self.seen(first), k, batch)
+            table.append(tuple(f"{number:,}" for number in numbers))
+        return "\n".join(columns(table))
 
 
 def linear(
@@ -149,13 +145,14 @@ def linear(
     microbatch_size: int,
     increment: int | None = None,
 ) -> Ramp:
-    """A batch size that grows linearly over the first examples or tokens.
+    """Makes a batch size that grows linearly over the first examples or tokens.
 
-    A step that begins with `seen` examples behind it has the batch size
+    A step that begins after `seen` examples has the batch size
 
         start + floor(seen · n / duration) · increment,   n = (end - start) / increment
 
-    and `end` from `duration` on. That is the rule of Megatron-LM, in integers.
+    until `duration` examples have been seen, and `end` after that. This is the rule of
+    Megatron-LM, in integers.
 
     >>> import optax, ga_optax as ga
     >>> ramp = ga.schedules.linear(64, 256, 1000, microbatch_size=64)
@@ -167,16 +164,15 @@ def linear(
            11  1,152  4         256
     >>> tx = ga.MultiSteps(optax.adam(1e-3), ramp)
 
-    In the manner of GPT-3, from 32k to 3.2M tokens over the first 12 billion, in
-    micro-batches of 32k:
+    A ramp like that of GPT-3, from 32k to 3.2M tokens over the first 12 billion, in
+    micro-batches of 32k, is
     `linear(32_000, 3_200_000, 12 * 10**9, microbatch_size=32_000)`.
 
     Args:
       start: the batch size at step 0.
       end: the batch size after the ramp.
       duration: how many examples (or tokens) the ramp takes, in the same unit.
-      microbatch_size: the size of a micro-batch, in the same unit. On several devices
-        that is the size over all of them.
+      microbatch_size: the size of a micro-batch over all devices, in the same unit.
       increment: by how much the batch size grows at a time, a multiple of
         `microbatch_size`. `None` takes `microbatch_size`, the finest.
 
@@ -184,23 +180,23 @@ def linear(
       The `Ramp`, a function of the step.
 
     Raises:
-      ValueError: where a size is below 1 or not a multiple of what it must be, or
-        where `end` is below `start`.
-      TypeError: where an argument is no int.
+      ValueError: if a size is below 1 or not a multiple of what it must be, or if
+        `end` is below `start`.
+      TypeError: if an argument is not an int.
 
     References:
       See the module.
     """
-    size = _whole("microbatch_size", microbatch_size, 1, _SIZES)
+    size = check_int("microbatch_size", microbatch_size, _SIZES)
     start = _multiple("start", start, "microbatch_size", size)
     end = _multiple("end", end, "microbatch_size", size)
-    duration = _whole("duration", duration, 1, _SIZES)
+    duration = check_int("duration", duration, _SIZES)
     by = size if increment is None else increment
     by = _multiple("increment", by, "microbatch_size", size)
     if end < start:
         raise ValueError(
             f"end must not be below start={start}, but it is {end}. Use stepwise for a "
-            "batch size that falls."
+            "batch size that decreases."
         )
     n, rest = divmod(end - start, by)
     if rest:
@@ -220,11 +216,10 @@ def stepwise(
     microbatch_size: int,
     boundaries_in_steps: bool = False,
 ) -> Ramp:
-    """A batch size that changes at given boundaries.
+    """Makes a batch size that changes at given boundaries.
 
-    `batch_sizes[j + 1]` holds from the first step that begins with at least
-    `boundaries[j]` examples (or tokens) behind it. The batch that crosses a boundary is
-    not cut.
+    `batch_sizes[j + 1]` holds from the first step that begins after at least
+    `boundaries[j]` examples (or tokens). The batch that crosses a boundary is not cut.
 
     >>> from ga_optax import schedules
     >>> palm = schedules.stepwise(
@@ -239,38 +234,38 @@ def stepwise(
     (0, 63, 358782)
 
     Args:
-      batch_sizes: the batch size of each stage; it may fall, too.
-      boundaries: where each stage but the first begins, strictly increasing: how much
-        was seen so far, in the unit of the batch sizes.
-      microbatch_size: the size of a micro-batch, in the same unit. On several devices
-        that is the size over all of them.
+      batch_sizes: the batch size of each stage; it may also decrease.
+      boundaries: where each stage but the first begins, strictly increasing: how many
+        examples (or tokens) were seen so far.
+      microbatch_size: the size of a micro-batch over all devices, in the same unit.
       boundaries_in_steps: whether `boundaries` are steps instead.
 
     Returns:
       The `Ramp`, a function of the step.
 
     Raises:
-      ValueError: where a batch size is not a multiple of `microbatch_size`, or there
-        is not one boundary between each two, or the boundaries do not increase.
-      TypeError: where a size or a boundary is no int.
+      ValueError: if a batch size is not a multiple of `microbatch_size`, if there is
+        not one boundary between each two batch sizes, or if the boundaries do not
+        increase.
+      TypeError: if a size or a boundary is not an int.
 
     References:
       See the module.
     """
-    size = _whole("microbatch_size", microbatch_size, 1, _SIZES)
+    size = check_int("microbatch_size", microbatch_size, _SIZES)
     batches = [
         _multiple(f"batch_sizes[{j}]", batch, "microbatch_size", size)
         for j, batch in enumerate(batch_sizes)
     ]
     starts = [
-        _whole(f"boundaries[{j}]", boundary, 1, "Pass where the next stage begins.")
+        check_int(f"boundaries[{j}]", boundary, "Pass where the next stage begins.")
         for j, boundary in enumerate(boundaries)
     ]
     if not batches or len(starts) != len(batches) - 1:
         raise ValueError(
             "There must be one boundary between each two batch sizes, but there are "
-            f"{len(batches)} batch sizes and {len(starts)} boundaries. Leave out the "
-            "first stage's, which begins at 0."
+            f"{len(batches)} batch sizes and {len(starts)} boundaries. The first stage "
+            "begins at 0 and has none."
         )
     for j in range(1, len(starts)):
         if starts[j] <= starts[j - 1]:
@@ -302,22 +297,11 @@ def _ramp(batches: list[int], thresholds: list[int], size: int) -> Ramp:
 
 # -- Checks ----------------------------------------------------------------------------
 
-_SIZES = "Pass a number of examples, or of tokens, the same unit for all."
-
-
-def _whole(name: str, value: Any, least: int, todo: str) -> int:
-    if not isinstance(value, numbers.Integral) or isinstance(value, (bool, np.bool_)):
-        raise TypeError(
-            f"{name} must be an int, but it is {value!r} of type "
-            f"{type(value).__name__}. {todo}"
-        )
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}, but it is {value}. {todo}")
-    return int(value)
+_SIZES = "Pass a number of examples, or of tokens, in the same unit for all."
 
 
 def _multiple(name: str, value: Any, of: str, size: int) -> int:
-    whole = _whole(name, value, 1, _SIZES)
+    whole = check_int(name, value, _SIZES)
     if whole % size:
         below = whole // size * size
         near = f"{below} or {below + size}" if below else f"{size}"
@@ -335,6 +319,6 @@ def _multiple(name: str, value: Any, of: str, size: int) -> int:
 def _check_steps(firsts: Sequence[int]) -> None:
     if firsts and firsts[-1] > _LAST_STEP:
         raise ValueError(
-            f"Every stage must begin at a step below 2^31, but the last begins at step "
+            "Every stage must begin at a step below 2^31, but the last begins at step "
             f"{firsts[-1]}. Leave it out, as it is never reached, or check the units."
         )

@@ -119,3 +119,53 @@ def test_an_epoch_cannot_be_smaller_than_a_window():
     assert window_indices(KEY, 0, 5, 10, 1).shape == (1, 10)
     with pytest.raises(ValueError, match="batch_size=10 and num_examples=5"):
         epoch_indices(KEY, 0, 5, 10, 1)
+
+
+# -- Steps of every dtype --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("draw", BOTH)
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.uint32])
+def test_a_step_of_any_integer_dtype_draws_the_same(draw, dtype):
+    """An epoch has 333 steps, more than fit in 8 bits."""
+    want = draw(KEY, 127, 1000, 3, 1)
+    jitted = jax.jit(draw, static_argnums=(2, 3, 4))
+    for run, step in ((draw, dtype(127)), (jitted, jnp.asarray(127, dtype))):
+        np.testing.assert_array_equal(run(KEY, step, 1000, 3, 1), want)
+
+
+def far_windows(draw, steps):
+    return [tuple(np.ravel(draw(KEY, step, 12, 4, 1))) for step in steps]
+
+
+@pytest.mark.parametrize("draw", BOTH)
+def test_a_step_of_2_to_the_31_and_beyond_works(draw):
+    steps = [2**31 - 1, 2**31, 2**31 + 1, 2**32 - 1]
+    plain = far_windows(draw, steps)
+    assert len(set(plain)) == 4
+    assert far_windows(draw, map(np.uint32, steps)) == plain
+    assert far_windows(draw, map(np.int64, steps)) == plain
+    jitted = jax.jit(draw, static_argnums=(2, 3, 4))
+    assert far_windows(jitted, map(jnp.uint32, steps)) == plain
+    with jax.enable_x64(True):
+        assert far_windows(draw, steps) == plain
+        assert far_windows(jitted, map(jnp.int64, steps)) == plain
+        assert far_windows(jitted, map(jnp.uint64, steps)) == plain
+
+
+def test_an_epoch_beyond_2_to_the_31_sees_every_example_once():
+    first = (2**31 + 2) // 3 * 3  # an epoch has three steps
+    epoch = far_windows(epoch_indices, range(first, first + 3))
+    assert sorted(np.concatenate(epoch).tolist()) == list(range(12))
+    # The twin: three steps of two epochs.
+    epochs = far_windows(epoch_indices, range(first + 1, first + 4))
+    assert sorted(np.concatenate(epochs).tolist()) != list(range(12))
+
+
+@pytest.mark.parametrize("draw", BOTH)
+@pytest.mark.parametrize(
+    "step", [2**32, np.int64(2**32), np.array(2**40), np.int8(-1), np.array(-3)]
+)
+def test_a_step_out_of_range_raises(draw, step):
+    with pytest.raises(ValueError, match=r"must (be below 2\^32|not be neg).* from 0"):
+        draw(KEY, step, 100, 10, 1)

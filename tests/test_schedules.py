@@ -264,5 +264,5 @@ def test_a_step_that_is_none_raises():
         ramp(jnp.arange(2))
     with pytest.raises(TypeError, match=r"step must be an int, but it is 1.0"):
         ramp.seen(1.0)
-    with pytest.raises(ValueError, match=r"step must be at least 0, but it is -1"):
+    with pytest.raises(ValueError, match=r"step must not be negative, but it is -1"):
         ramp.seen(-1)

@@ -1,0 +1,191 @@
+"""One micro-step, block by block."""
+
+import dataclasses
+import functools
+import numbers
+from typing import Any
+
+import jax
+import numpy as np
+from jax.typing import ArrayLike
+
+from ga_optax import _checks, accumulator
+from ga_optax._text import listed
+from ga_optax.accumulator import Accumulator
+from ga_optax.blocks._partition import Partition, leaves_of
+from ga_optax.blocks._select import like, on_device, put, slices, take, with_slices
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("_before", "_weight"),
+    meta_fields=("partition", "added", "_host_weight"),
+)
+@dataclasses.dataclass(frozen=True)
+class OpenMicroStep:
+    """A micro-step that still lacks blocks: what `add` returns until the last one.
+
+    It has no `total`, `weight` or `count`, so nobody can take a mean of it. Reading
+    one of them raises an error that names the missing blocks.
+
+    Attributes:
+      partition: the partition.
+      added: the names of the blocks that have been added.
+    """
+
+    _before: Accumulator
+    _weight: jax.Array | None
+    partition: Partition
+    added: tuple[str, ...]
+    _host_weight: float | None
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """The names of the blocks that are still to come."""
+        return tuple(name for name in self.partition if name not in self.added)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in Accumulator._fields:
+            raise AttributeError(
+                "The accumulator must hold whole micro-steps before it is read, but "
+                f"the open one lacks {listed(self.missing)}. Add every block of the "
+                "micro-batch with blocks.add."
+            )
+        raise AttributeError(f"OpenMicroStep has no attribute {name!r}.")
+
+    def _check(self, partition: Partition, name: str, weight: ArrayLike | None) -> None:
+        if partition != self.partition:
+            raise ValueError(
+                f"All blocks of a micro-step must be of one partition, but {name!r} "
+                "comes with another. Pass the partition of the first block."
+            )
+        if name in self.added:
+            raise ValueError(
+                f"Every block must be added once in a micro-step, but {name!r} was "
+                f"added already. Add the missing ones first: {listed(self.missing)}."
+            )
+        number = self._host_weight
+        known = self._weight if number is None else number
+        same = number is not None and _host_number(weight) == number
+        if not same and weight is not known:
+            raise ValueError(
+                "Every block of a micro-batch must get the same weight, but block "
+                f"{name!r} gets {weight!r}, and {listed(self.added)} got {known!r}. "
+                "Pass an equal number, or the very same array, to each of them."
+            )
+
+
+def add(
+    partition: Partition,
+    acc: Accumulator | OpenMicroStep,
+    name: str,
+    grads: Any,
+    weight: ArrayLike | None = None,
+) -> Accumulator | OpenMicroStep:
+    """Adds the gradient of one block of a micro-batch.
+
+    >>> import jax.numpy as jnp
+    >>> from ga_optax import accumulator, blocks
+    >>> params = {"layer_0": jnp.zeros(2), "layer_1": jnp.zeros(2)}
+    >>> p = blocks.partition(params, 1)
+    >>> acc = accumulator.init(params)
+    >>> for micro_batch in (1.0, 3.0):
+    ...     for name in reversed(p):  # a backward pass goes from last to first
+    ...         acc = blocks.add(p, acc, name, jnp.full(2, micro_batch))
+    >>> accumulator.mean(acc)["layer_1"], int(acc.count)
+    (Array([2., 2.], dtype=float32), 2)
+
+    Start with the `Accumulator` of `accumulator.init`, and add every block of the
+    partition once, in any order. The last one returns an `Accumulator`; until then it
+    is an `OpenMicroStep`, which cannot be read. To begin a new window, set `count` to
+    0 (`acc._replace(count=jnp.zeros([], jnp.int32))`): the first micro-step overwrites
+    the buffers without reading them.
+
+    **Cost.** One jitted kernel, which reads `grads`, and reads and writes the block's
+    buffers of `acc`. It donates those buffers, so do not use `acc` afterwards. The
+    buffers of other blocks are passed on untouched. Stacked layers are updated in
+    place, with a temporary of the size of the block. One program serves all blocks of
+    the same shapes, and nothing is transferred to the host. Under `jax.jit` the kernel
+    becomes part of the caller's program.
+
+    **Exactness.** The bits of `accumulator.add` with the gradients of all blocks.
+
+    Args:
+      partition: the partition of the parameters.
+      acc: the accumulator, or what `add` returned for the previous block.
+      name: the block.
+      grads: its gradient, with the tree of `select(partition, acc.total, name)`.
+      weight: how much this micro-batch counts, a non-negative scalar; `None` counts 1.
+        Pass the same for every block of a micro-batch: an equal number, or the very
+        same array. Values of arrays are not compared, as that would wait for them.
+
+    Returns:
+      The accumulator, as an `OpenMicroStep` while blocks are missing.
+
+    Raises:
+      ValueError: if the block was already added in this micro-step, if its gradient
+        does not fit (the message names the leaf), if the weight is not that of the
+        previous blocks, or if `acc` belongs to another partition.
+      TypeError: if `acc`, `weight` or a leaf of `grads` has the wrong type.
+    """
+    block = partition[name]
+    if isinstance(acc, OpenMicroStep):
+        acc._check(partition, name, weight)
+        leaves = jax.tree.leaves(acc._before.total)  # checked when it was opened
+    elif isinstance(acc, Accumulator):
+        leaves = leaves_of(partition, acc.total, "acc.total")
+        acc = OpenMicroStep(acc, _checked(weight), partition, (), _host_number(weight))
+    else:
+        raise TypeError(
+            "acc must be an Accumulator or an OpenMicroStep, but it is a "
+            f"{type(acc).__name__}. Make one with accumulator.init(params)."
+        )
+    before, old = acc._before, take(block, leaves)
+    which, required = f"the gradient of block {name!r}", like(block, old)
+    _checks.check_gradients(required, grads, name=which, expected="the partition")
+    index = None if block.index is None else on_device(block.index, before.count)
+    counters = before._replace(total=())
+    new = _add(old, counters, jax.tree.leaves(grads), acc._weight, index)
+    total = put(partition, block, leaves, new)
+    added = (*acc.added, name)
+    if len(added) == len(partition):
+        return _advance(counters, acc._weight)._replace(total=total)
+    return dataclasses.replace(acc, _before=before._replace(total=total), added=added)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _add(
+    total: list[jax.Array],
+    counters: Accumulator,
+    grads: list[jax.Array],
+    weight: jax.Array | None,
+    index: jax.Array | None,
+) -> Any:
+    """The kernel. Its arguments hold no names, so equal blocks share one program."""
+    with jax.named_scope("ga_optax.accumulate"):
+        own = total if index is None else slices(total, index)
+        acc = accumulator.add(counters._replace(total=own), grads, weight)
+        return acc.total if index is None else with_slices(total, index, acc.total)
+
+
+@jax.jit
+def _advance(counters: Accumulator, weight: jax.Array | None) -> Accumulator:
+    """`weight` and `count` alone: blocks may lie on different devices."""
+    return accumulator.add(counters, (), weight)
+
+
+def _host_number(weight: ArrayLike | None) -> float | None:
+    """The value of a weight if it is known without waiting for a device."""
+    known = isinstance(weight, (numbers.Real, np.ndarray)) and np.ndim(weight) == 0
+    return float(weight) if known else None
+
+
+def _checked(weight: ArrayLike | None) -> jax.Array | None:
+    if weight is None:
+        return None
+    if isinstance(weight, jax.Array):
+        # Abstractly: looking at its value would wait for the device.
+        jax.eval_shape(_checks.check_weight, weight)
+        return weight
+    with jax.transfer_guard_host_to_device("allow"):  # this one number
+        return _checks.check_weight(weight)

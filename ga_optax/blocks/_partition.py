@@ -1,0 +1,301 @@
+"""Which leaves make up which block, and what the blocks are called."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from ga_optax import _checks
+from ga_optax._text import listed
+
+_Key = tuple[Any, ...]
+_Shapes = tuple[tuple[int, ...], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Stacked:
+    """A rule of `partition`: layers that are stacked along the leading axis of leaves.
+
+    Attributes:
+      name: the path prefix of the stacked leaves, or the name that a function gives
+        them. Layer i becomes the block `name/i`.
+    """
+
+    name: str
+
+
+_Rule = str | Stacked
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """One block of a `Partition`.
+
+    Attributes:
+      name: its name.
+      leaves: the positions of its leaves among the leaves of the whole tree.
+      index: its position along the leading axis if its leaves are stacked, else `None`.
+      structure: the tree structure of its gradient: see `select`.
+      shapes: the shapes of its leaves, without the axis along which they are stacked.
+    """
+
+    name: str
+    leaves: tuple[int, ...]
+    index: int | None
+    structure: Any
+    shapes: _Shapes
+
+    @property
+    def elements(self) -> int:
+        """The number of elements of all leaves."""
+        return sum(map(math.prod, self.shapes))
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Partition:
+    """The blocks of a tree; `partition` makes it. Iterating over it gives the names.
+
+    It holds no arrays. It is hashable, so it can be a static argument of `jax.jit`, and
+    it is a pytree without leaves.
+
+    Attributes:
+      structure: the tree structure of the whole tree.
+      shapes: the shapes of its leaves.
+      dtypes: the dtypes of its leaves. Only `report` reads them.
+      blocks: the blocks, in their order.
+    """
+
+    structure: Any
+    shapes: _Shapes
+    dtypes: tuple[np.dtype, ...]
+    blocks: tuple[Block, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the blocks, in their order."""
+        return tuple(block.name for block in self.blocks)
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __reversed__(self) -> Iterator[str]:
+        return reversed(self.names)
+
+    def __getitem__(self, name: str) -> Block:
+        """The block of that name, or a `ValueError` that lists the names."""
+        for block in self.blocks:
+            if block.name == name:
+                return block
+        raise ValueError(
+            f"The block must be one of the partition's {len(self)} blocks, but it is "
+            f"{name!r}. Use {listed(self.names)}."
+        )
+
+    @functools.cached_property
+    def _tree(self) -> Any:
+        """The whole tree, of shapes and dtypes."""
+        kinds = map(jax.ShapeDtypeStruct, self.shapes, self.dtypes)
+        return jax.tree.unflatten(self.structure, kinds)
+
+
+def partition(
+    params: optax.Params,
+    by: int | str | Stacked | Sequence[str | Stacked] | Callable[[str], str | Stacked],
+) -> Partition:
+    """Names the blocks of a parameter tree.
+
+    >>> import jax.numpy as jnp
+    >>> from ga_optax import blocks
+    >>> layer = {"w": jnp.zeros((8, 8)), "b": jnp.zeros(8)}
+    >>> params = {"embed": jnp.zeros((9, 8)), "layers": [layer, layer]}
+    >>> blocks.partition(params, 1).names
+    ('embed', 'layers')
+    >>> blocks.partition(params, ["embed", "layers/0", "layers/1"]).names
+    ('embed', 'layers/0', 'layers/1')
+    >>> blocks.partition(params, lambda path: path.split("/")[-1]).names
+    ('embed', 'b', 'w')
+    >>> stacked = {"embed": jnp.zeros((9, 8)), "layers": {"w": jnp.zeros((3, 8, 8))}}
+    >>> blocks.partition(stacked, ["embed", blocks.Stacked("layers")]).names
+    ('embed', 'layers/0', 'layers/1', 'layers/2')
+
+    Nothing is computed: `params` may be a tree of `jax.ShapeDtypeStruct`.
+
+    The path of a leaf is its keys joined by "/", such as `layers/0/w`. A prefix matches
+    whole keys: `layers/1` does not take the leaves of `layers/10`.
+
+    Args:
+      params: the tree; only structure, shapes and dtypes are read.
+      by: how to tell the block of a leaf:
+        an int n: the first n keys of its path are the name of the block;
+        prefixes of paths, each a string or a `Stacked`, in the order of the blocks;
+        a function that takes the path, a string, and returns the name or a
+        `Stacked(name)`.
+
+    Returns:
+      The `Partition`.
+
+    Raises:
+      ValueError: if a leaf belongs to no block or to two (the message names it), if
+        stacked leaves have no common leading axis, if a prefix has no leaf, or if two
+        blocks have one name.
+      TypeError: if `by` is none of the above.
+    """
+    flat, structure = jax.tree_util.tree_flatten_with_path(params)
+    paths = [path for path, _ in flat]
+    shapes = tuple(jnp.shape(leaf) for _, leaf in flat)
+    rule_of, prefixes = _rules(by)
+    groups: dict[_Rule, list[int]] = {prefix: [] for prefix in prefixes}
+    for i, path in enumerate(paths):
+        groups.setdefault(rule_of(path), []).append(i)
+
+    blocks: list[Block] = []
+    owners: dict[str, list[int]] = {}
+    for rule, group in groups.items():
+        if not group:
+            raise ValueError(
+                f"Every prefix must have a leaf, but {rule!r} has none. The leaves "
+                f"are {listed([_string(path) for path in paths])}."
+            )
+        new = _blocks(rule, group, structure, paths, shapes)
+        for name in (_name(rule), *(block.name for block in new)):
+            owner = owners.setdefault(name, group)
+            if owner is not group:
+                one, other = (_checks.leaf_name(paths[g[0]]) for g in (owner, group))
+                raise ValueError(
+                    f"No two blocks may have one name, but {name!r} is the block of "
+                    f"{one} and of {other}. Give them different names."
+                )
+        blocks += new
+    dtypes = tuple(jnp.result_type(leaf) for _, leaf in flat)
+    return Partition(structure, shapes, dtypes, tuple(blocks))
+
+
+def leaves_of(partition: Partition, tree: Any, name: str = "tree") -> list[Any]:
+    """The leaves of a tree; raises if it does not fit the partition."""
+    todo = "Make the partition from such a tree."
+    expected = "the partition"
+    _checks.check_leaves(partition._tree, tree, name=name, expected=expected, todo=todo)
+    return jax.tree.leaves(tree)
+
+
+def shown(shapes: _Shapes) -> str:
+    """The shapes in their order, each once: `2×[8,8] [8]`."""
+    counts = {shape: shapes.count(shape) for shape in shapes}
+    return " ".join(
+        (f"{n}×" if n > 1 else "") + f"[{','.join(map(str, shape))}]"
+        for shape, n in counts.items()
+    )
+
+
+# -- Rules: the name of a leaf's block, or of its stack --------------------------------
+
+
+def _rules(by: Any) -> tuple[Callable[[_Key], _Rule], Sequence[_Rule]]:
+    """A function from a path to its rule, and the prefixes that must have leaves."""
+    todo = "Use 1 for the top-level names."
+    if _checks.is_int(by):
+        n = _checks.check_int("by", by, todo)
+        return lambda path: _string(path[:n]), ()
+    if isinstance(by, (str, Stacked, Sequence)):
+        prefixes = (by,) if isinstance(by, (str, Stacked)) else by
+        for prefix in prefixes:
+            _check_rule(prefix, "A prefix")
+        return functools.partial(_matching, prefixes), prefixes
+    if callable(by):
+        return functools.partial(_called, by), ()
+    raise TypeError(
+        "by must be a number of keys, prefixes of paths, or a function of the path, "
+        f"but it is {by!r} of type {type(by).__name__}. {todo}"
+    )
+
+
+def _matching(prefixes: Sequence[_Rule], path: _Key) -> _Rule:
+    whole = f"{_string(path)}/"
+    found = [p for p in prefixes if not _name(p) or whole.startswith(f"{_name(p)}/")]
+    if len(found) != 1:
+        which = f"the prefixes {listed(found)}" if found else "none of the prefixes"
+        raise ValueError(
+            f"Every leaf must belong to one block, but {_leaf(path)} has {which}. Give "
+            f"it one; these came: {listed(prefixes)}."
+        )
+    return found[0]
+
+
+def _called(by: Callable[[str], Any], path: _Key) -> _Rule:
+    rule = by(_string(path))
+    _check_rule(rule, f"What the function returns for {_leaf(path)}")
+    return rule
+
+
+def _check_rule(rule: Any, what: str) -> None:
+    if not isinstance(rule, (str, Stacked)):
+        error = ValueError if rule is None else TypeError  # a leaf without a block
+        raise error(
+            f"{what} must be a string or a blocks.Stacked, but it is {rule!r} of type "
+            f"{type(rule).__name__}. Name a block, such as 'layers/0'."
+        )
+
+
+def _leaf(path: _Key) -> str:
+    return f"{_checks.leaf_name(path)} ({_string(path)!r})"
+
+
+def _name(rule: _Rule) -> str:
+    return rule.name if isinstance(rule, Stacked) else rule
+
+
+def _string(path: _Key) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+# -- The blocks of a rule --------------------------------------------------------------
+
+
+def _blocks(
+    rule: _Rule, group: list[int], whole: Any, paths: list[_Key], shapes: _Shapes
+) -> list[Block]:
+    """The block of a group of leaves, or one for each layer if they are stacked."""
+    name, leaves = _name(rule), tuple(group)
+    structure = _structure(name, leaves, whole, paths[leaves[0]])
+    own = tuple(shapes[i] for i in leaves)
+    if isinstance(rule, str):
+        return [Block(name, leaves, None, structure, own)]
+    for i, shape in zip(leaves, own, strict=True):
+        if not shape or not shape[0] or shape[0] != own[0][0]:
+            raise ValueError(
+                f"The leaves of {rule!r} must have one leading axis, the layers, but "
+                f"{_checks.leaf_name(paths[i])} has shape {shape}, and the first one "
+                f"has {own[0]}. Give leaves that are not stacked another block."
+            )
+    prefix = f"{name}/" if name else ""
+    layer = tuple(shape[1:] for shape in own)
+    layers = range(own[0][0])
+    return [Block(f"{prefix}{i}", leaves, i, structure, layer) for i in layers]
+
+
+def _structure(name: str, leaves: tuple[int, ...], whole: Any, path: _Key) -> Any:
+    """The structure at the path `name`, with `None` for the leaves of other blocks.
+
+    It is the whole structure if `name` is no path that all `leaves` share.
+    """
+    kept = frozenset(leaves)
+    masked = (i if i in kept else None for i in range(whole.num_leaves))
+    node = whole = jax.tree.structure(jax.tree.unflatten(whole, masked))
+    for depth in range(len(path) + 1):
+        if _string(path[:depth]) == name:
+            return node
+        inner = [child for child in node.children() if child.num_leaves]
+        if len(inner) != 1:
+            break
+        node = inner[0]
+    return whole

@@ -1,0 +1,128 @@
+"""The tree of a block, out of the whole tree and back into it."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ga_optax._checks import check_leaves
+from ga_optax.blocks._partition import Block, Partition, leaves_of
+
+
+def select(partition: Partition, tree: Any, name: str) -> Any:
+    """Returns a block's own tree: what its gradient looks like, and what `add` takes.
+
+    If the name of the block is a path, that is the tree at that path. If its layers
+    are stacked, it is the tree at that path without the leading axis. If a function
+    gave the block a name that is no path, it is the whole tree, with `None` for the
+    leaves of other blocks.
+
+    >>> import jax.numpy as jnp
+    >>> from ga_optax import blocks
+    >>> params = {"head": jnp.ones(1), "layers": {"w": jnp.arange(6.0).reshape(3, 2)}}
+    >>> p = blocks.partition(params, ["head", blocks.Stacked("layers")])
+    >>> blocks.select(p, params, "layers/1")
+    {'w': Array([2., 3.], dtype=float32)}
+
+    **Exactness.** No bit changes. Stacked leaves are sliced, which copies the slice;
+    other leaves are passed on.
+
+    Args:
+      partition: the partition.
+      tree: a tree with its structure and shapes: parameters, gradients, or a
+        `total`.
+      name: the block.
+
+    Returns:
+      The block's tree.
+
+    Raises:
+      ValueError: if the tree does not fit the partition, or there is no such block.
+    """
+    block = partition[name]
+    leaves = take(block, leaves_of(partition, tree))
+    if block.index is not None:
+        leaves = slices(leaves, on_device(block.index))
+    return jax.tree.unflatten(block.structure, leaves)
+
+
+def replace(partition: Partition, tree: Any, name: str, block: Any) -> Any:
+    """Puts a block's tree into the whole tree: the inverse of `select`.
+
+    >>> import jax.numpy as jnp
+    >>> from ga_optax import blocks
+    >>> params = {"a": jnp.zeros(1), "b": jnp.zeros(2)}
+    >>> p = blocks.partition(params, 1)
+    >>> blocks.replace(p, params, "b", jnp.ones(2))["b"]
+    Array([1., 1.], dtype=float32)
+
+    **Exactness.** No bit changes. Stacked leaves are copied, other leaves are passed
+    on. Nothing is donated.
+
+    Args:
+      partition: the partition.
+      tree: the tree.
+      name: the block.
+      block: what to put there, with the structure, shapes and dtypes of
+        `select(partition, tree, name)`.
+
+    Returns:
+      A tree with the block in it.
+
+    Raises:
+      ValueError: if `tree` or `block` does not fit; the message names the leaf.
+    """
+    known = partition[name]
+    leaves = leaves_of(partition, tree)
+    old, new = take(known, leaves), jax.tree.leaves(block)
+    own, what = like(known, old), f"block {name!r}"
+    todo = "Pass a tree like the one of blocks.select."
+    check_leaves(own, block, name="the new tree", expected=what, todo=todo, dtypes=True)
+    if known.index is not None:
+        new = with_slices(old, on_device(known.index), new)
+    return put(partition, known, leaves, new)
+
+
+def take(block: Block, leaves: list[Any]) -> list[Any]:
+    """The leaves of a block; the whole stacks if it is a layer of them."""
+    return [leaves[i] for i in block.leaves]
+
+
+def put(
+    partition: Partition, block: Block, leaves: list[Any], new: list[jax.Array]
+) -> Any:
+    """The whole tree of `leaves`, with `new` for those of a block."""
+    merged = dict(enumerate(leaves)) | dict(zip(block.leaves, new, strict=True))
+    return jax.tree.unflatten(partition.structure, merged.values())
+
+
+def like(block: Block, leaves: list[Any]) -> Any:
+    """The block's own tree of shapes and dtypes."""
+    kinds = map(jax.ShapeDtypeStruct, block.shapes, map(jnp.result_type, leaves))
+    return jax.tree.unflatten(block.structure, kinds)
+
+
+@jax.jit
+def slices(stacks: list[jax.Array], index: jax.Array) -> list[jax.Array]:
+    """One layer of each stack; the index is traced, so one program serves all."""
+    return [jax.lax.dynamic_index_in_dim(x, index, keepdims=False) for x in stacks]
+
+
+@jax.jit
+def with_slices(
+    stacks: list[jax.Array], index: jax.Array, new: list[jax.Array]
+) -> list[jax.Array]:
+    """The stacks with one layer of each replaced."""
+    pairs = zip(stacks, new, strict=True)
+    return [jax.lax.dynamic_update_index_in_dim(x, y, index, 0) for x, y in pairs]
+
+
+def on_device(index: int, beside: jax.Array | None = None) -> jax.Array:
+    """The index on the devices of `beside`, if that is committed to them.
+
+    The transfer is explicit, so a transfer guard against implicit ones allows it.
+    """
+    known = isinstance(beside, jax.Array) and not isinstance(beside, jax.core.Tracer)
+    sharding = beside.sharding if known and beside.committed else None
+    return jax.device_put(np.int32(index), sharding)
