@@ -32,12 +32,13 @@ from ga_optax._multi_steps import (
 )
 from ga_optax._noise import NoiseScale, noise_scale
 from ga_optax._plan import Plan, plan
-from ga_optax._verify import Cause, Report, verify
+from ga_optax._verify import Cause, LeafReport, Report, verify
 
 __all__ = [
     "Audit",
     "Cause",
     "Collective",
+    "LeafReport",
     "MultiSteps",
     "MultiStepsState",
     "NoiseScale",

@@ -192,3 +192,15 @@ def check_dtype(dtype: DTypeLike | None) -> np.dtype | None:
             "take the complex counterpart by themselves."
         )
     return dtype
+
+
+# -- Arrays that must be there ---------------------------------------------------------
+
+
+def check_not_empty(name: str, tree: Any, todo: str) -> None:
+    """Raises unless `tree` holds an array."""
+    if not jax.tree.leaves(tree):
+        raise ValueError(
+            f"{name} must hold at least one array, but it is a {type(tree).__name__} "
+            f"without any. {todo}"
+        )

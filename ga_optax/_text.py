@@ -1,5 +1,6 @@
 """Text that people read: tables and paragraphs."""
 
+import re
 import textwrap
 from collections.abc import Iterable, Sequence
 
@@ -43,3 +44,8 @@ def listed(names: Sequence[object], most: int = 8) -> str:
     """The first names in words, and how many more there are."""
     shown = ", ".join(repr(name) for name in names[:most])
     return shown + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def unfold(paragraph: str) -> str:
+    """A paragraph of an indented string in the code, as one line."""
+    return re.sub(r"\s*\n\s*", " ", paragraph)
