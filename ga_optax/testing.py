@@ -47,10 +47,11 @@ def assert_accumulation_equivalent(
     ...     loss, w, x, num_microbatches=2)  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     ...
-    AssertionError: [SCALE] The loss is not a mean over the examples of its batch, ...
+    AssertionError: [SCALE] The loss is not a mean over its batch: it depends ...
 
-    **Exactness.** It passes if `ga_optax.verify` finds `EQUAL` or `ROUNDING`: in float64
-    the two agree to half of its digits, on every leaf. The cost is that of `verify`.
+    **Exactness.** It passes if `ga_optax.verify` finds `EQUAL` or `ROUNDING`: in
+    float64 the two agree to half of its digits, on every leaf. It costs what `verify`
+    costs.
 
     Args:
       fun: the loss, as for `ga_optax.verify`.
@@ -182,5 +183,4 @@ def _kind(leaf: Any) -> str:
 
 
 def _bits(x: np.ndarray) -> np.ndarray:
-    x = np.ascontiguousarray(x)
-    return x.view(f"u{x.dtype.itemsize}").reshape(x.shape)
+    return x.copy().view(f"u{x.dtype.itemsize}")

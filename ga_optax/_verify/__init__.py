@@ -16,16 +16,14 @@ Each module imports only those above it:
     ulps          how many numbers lie between two others
     progress      a line on a terminal
     gradients     norms and differences of gradients
-    rounding      how large a difference may be and still count as rounding
-    problem       the user's arguments, checked
-    loss          evaluates the loss in float64, if it can
-    finite        the first inf or NaN
-    comparison    D
+    problem       the user's arguments, and how the batch is divided
+    loss          evaluates the loss in float64, if it can; names the first inf or NaN
+    comparison    D, and whether it is rounding
     native        both gradients as training computes them
     fit           which weights of the gᵢ give G
     counts        those weights as whole numbers, and as code
-    diagnosis     the questions, in order; a cause is found by one of them
-    extent        how large the difference is, in words
+    diagnosis     the questions, in order: each one has one cause as its answer
+    summary       puts the report together, with the size of the difference
     api           `verify`
 """
 

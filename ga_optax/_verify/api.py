@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 from ga_optax import _checks
 from ga_optax._microbatch import value_and_grad
 from ga_optax._verify.comparison import Comparison
-from ga_optax._verify.diagnosis import Evidence, diagnose
+from ga_optax._verify.diagnosis import Evidence
 from ga_optax._verify.loss import Loss, NotFiniteError
 from ga_optax._verify.native import Native
 from ga_optax._verify.problem import Problem, split
@@ -127,23 +127,19 @@ def verify(
         evaluator = Loss(problem, progress)
         try:
             comparison = Comparison(evaluator)
-            evidence = Evidence(comparison, Native(comparison))
+            native = Native(comparison)
         except NotFiniteError as error:
             return nothing_compared(error, evaluator)
-        return compared(diagnose(evidence), evidence)
+        return compared(Evidence(comparison, native))
 
 
 def _check(fun: Any, params: Any, batch: Any, rng: Any) -> None:
     """Checks what `value_and_grad` does not, or says in other words."""
-    what, todo = (
-        "of the parameters and the batch",
-        "Pass the loss itself, not its value.",
-    )
-    _checks.check_callable("fun", fun, what, todo)
+    _checks.check_callable("fun", fun, "of params and batch", "Pass the loss itself.")
     _checks.check_not_empty("params", params, "Pass the parameters, then the batch.")
     _checks.check_gradients(params, params, name="params", expected="params")
     _checks.check_not_empty("batch", batch, "Pass the examples along axis 0 of arrays.")
-    for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
+    for path, leaf in jax.tree.leaves_with_path(batch):
         if jnp.ndim(leaf) == 0:
             raise ValueError(
                 "Every leaf of the batch must have a batch axis, but "
@@ -172,14 +168,13 @@ def _without_aux(fun: Callable[..., Any]) -> Callable[..., Any]:
 def _placed(x: ArrayLike) -> jax.Array:
     """As an array, where it lies; its rows can be picked without an `out_sharding`."""
     x = jnp.asarray(x)
-    if not isinstance(x.sharding, NamedSharding):
-        return x
-    mesh, spec, kind = x.sharding.mesh, x.sharding.spec, x.sharding.memory_kind
-    if not isinstance(mesh, Mesh):
-        return x
-    types = (AxisType.Auto,) * len(mesh.axis_names)
-    auto = Mesh(mesh.devices, mesh.axis_names, axis_types=types)
-    return jax.device_put(x, NamedSharding(auto, spec, memory_kind=kind))
+    old = x.sharding
+    if isinstance(old, NamedSharding) and isinstance(old.mesh, Mesh):
+        types = (AxisType.Auto,) * len(old.mesh.axis_names)
+        mesh = Mesh(old.mesh.devices, old.mesh.axis_names, axis_types=types)
+        new = NamedSharding(mesh, old.spec, memory_kind=old.memory_kind)
+        x = jax.device_put(x, new)
+    return x
 
 
 def _weights(weight_fn: Callable[..., ArrayLike], batch: Any, k: int) -> np.ndarray:

@@ -91,7 +91,7 @@ class Comparison:
         return rest
 
     def _term(self, part: int | None, params: Any, *, record: bool) -> Leaves:
-        """G or gᵢ. `record` adds it to what is known, and raises if it is not finite."""
+        """G or gᵢ. `record` adds it to the sums, and raises if it is not finite."""
         value, grads = self.loss.of_part(part, params)
         if not record:
             return grads

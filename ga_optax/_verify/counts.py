@@ -53,7 +53,7 @@ def code_that_counts(
 
 def _expressions(batch: Any, k: int) -> Iterator[tuple[str, np.ndarray]]:
     """What a loss may divide by, as code, with its value in each micro-batch."""
-    for path, leaf in jax.tree_util.tree_flatten_with_path(split(batch, k))[0]:
+    for path, leaf in jax.tree.leaves_with_path(split(batch, k)):
         if not jnp.issubdtype(leaf.dtype, np.number) and leaf.dtype != jnp.bool_:
             continue
         values = np.asarray(leaf).astype(np.float64)
@@ -63,7 +63,7 @@ def _expressions(batch: Any, k: int) -> Iterator[tuple[str, np.ndarray]]:
         name = "batch" + jax.tree_util.keystr(path)
         views = [(name, values)]
         if values.ndim >= 3:  # the mask of a shifted sequence, too
-            views.append((f"{name}[:, 1:]", values[:, :, 1:]))
+            views += [(f"{name}[:, 1:]", values[:, :, 1:])]
         for view, x in views:
             for code, counted in (
                 (f"{view}.sum({dtype})", x),

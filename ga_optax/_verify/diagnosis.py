@@ -7,7 +7,6 @@ question into `_QUESTIONS`, before the more general ones.
 
 import dataclasses
 import functools
-import math
 
 import numpy as np
 
@@ -36,7 +35,7 @@ class Finding:
     mend: str
     detail: str = ""
     extent: str = ""
-    weights: np.ndarray | None = None
+    weights: tuple[float, ...] | None = None
 
 
 class Evidence:
@@ -45,15 +44,10 @@ class Evidence:
     Attributes:
       comparison: the two gradients in float64, if the loss runs in float64.
       native: the two gradients as training computes them.
-      has_few_digits: whether less than half of the digits that training computes are
-        right.
     """
 
     def __init__(self, comparison: Comparison, native: Native) -> None:
         self.comparison, self.native = comparison, native
-        self.problem = comparison.problem
-        half = math.sqrt(native.eps) * norm(comparison.terms)
-        self.has_few_digits = native.distance > half
 
     @functools.cached_property
     def fit(self) -> Fit:
@@ -70,18 +64,18 @@ def diagnose(evidence: Evidence) -> Finding:
 def not_finite(error: NotFiniteError) -> Finding:
     """The finding if nothing can be compared."""
     detail = f"The first is {error.first}."
-    mend = """Call the loss on that part of the batch inside `with jax.debug_nans(True):`
-        to find the operation that makes it. To train past it, pass
+    mend = """To find where it arises, call the loss on that part of the batch inside
+        `with jax.debug_nans(True):`. To train past it, pass
         should_drop_window_fn=ga_optax.drop_window_if_not_finite to MultiSteps."""
     if error.only_part and "nan" in error.first:
-        detail += """ The undivided batch is finite, so this part most likely has nothing
-            to average: 0 / 0."""
+        detail += (
+            " The undivided batch is finite: most likely a mean of nothing, 0 / 0."
+        )
         mend = """Divide by jnp.maximum(count, 1) in the loss, and pass a weight_fn that
             returns that count. Weight 0 leaves a micro-batch out, whatever it holds."""
     if error.narrow:
         detail += " In float64 all is finite, so a number is too large for the dtype."
-        mend = """Scale the loss down, or compute in a dtype with a larger range, such as
-            bfloat16 or float32 instead of float16."""
+        mend = "Scale the loss down, or compute in bfloat16 or float32 for more range."
     return Finding(Cause.NOT_FINITE, mend, detail)
 
 
@@ -106,7 +100,7 @@ def _redrawn(evidence: Evidence) -> Finding | None:
     """Whether the loss is no function of its arguments."""
     comparison = evidence.comparison
     # Two traces can differ by more than rounding.
-    if comparison.agrees and not evidence.has_few_digits:
+    if comparison.agrees and not evidence.native.has_few_digits:
         return None
     if comparison.same(loss=comparison.loss.traced_again()):
         return None
@@ -122,12 +116,12 @@ def _rounding(evidence: Evidence) -> Finding | None:
     if not evidence.comparison.noisy:
         extent = """Against float64, the undivided gradient is off by {:.1e} and the
             accumulated one by {:.1e}, relative to its norm. """.format(*native.errors)
-    if evidence.has_few_digits:
+    if native.has_few_digits:
         extent += f"That is more than half of the digits of {native.dtype}."
         mend = f"""The accumulation is right, but the gradient is a small difference of
             large numbers, with few correct digits in {native.dtype}. Compute that part
             of the loss in a wider dtype."""
-    finding = Finding(Cause.ROUNDING, mend, extent=extent.strip())
+    finding = Finding(Cause.ROUNDING, mend, extent=extent)
     return finding if evidence.comparison.agrees else None
 
 
@@ -136,30 +130,30 @@ def _rounding(evidence: Evidence) -> Finding | None:
 
 def _scale(evidence: Evidence) -> Finding | None:
     """Whether G is c times the mean of the micro-gradients."""
-    c, k = evidence.fit.factor, evidence.problem.k
+    c, k = evidence.fit.factor, evidence.comparison.problem.k
     factor = c and evidence.fit.known_factor(c)
     if c is None or factor == 1:  # With 1, the weights are wrong.
         return None
     detail = f"The undivided gradient is {c:.6g} times the mean of the micro-batches'."
     mend = "Return jnp.mean(...), with no factor that depends on the batch size."
     if factor == k:
-        detail = f"""The mean of the micro-batches' gradients is {k} times too small, and
-            there are {k} micro-batches. Either the loss is a sum over examples, or it
-            is already divided by {k} or by a count over the whole batch."""
+        detail = f"""The mean of the micro-batches' gradients is {k} times too small,
+            and there are {k} of them. Either the loss is a sum over examples, or it is
+            already divided by {k} or by a count over the whole batch."""
         mend = """Return the mean: jnp.mean(...) instead of jnp.sum(...). If the loss is
             divided by the number of micro-batches or by a count over the whole batch,
             remove that, because accumulation divides. Or keep the sum and accumulate
             sums: ga_optax.MultiSteps(..., use_grad_mean=False)."""
     elif factor == 1 / k:
-        detail = f"""The mean of the micro-batches' gradients is {k} times too large, and
-            there are {k} of them: the loss is divided by its batch size twice."""
+        detail = f"""The mean of the micro-batches' gradients is {k} times too large,
+            and there are {k} of them: the loss is divided by its batch size twice."""
         mend = "Return jnp.mean(...), and do not divide it by the batch size again."
     if evidence.comparison.weighted:
         detail += f""" In addition, weight_fn weighs the micro-batches as
             {proportions(evidence.comparison.share)}; this loss needs equal weights."""
         mend += """ Leave weight_fn out, or make the loss a mean over what weight_fn
             counts, within the batch that it gets."""
-    return Finding(Cause.SCALE, mend, detail, weights=np.full(k, c / k))
+    return Finding(Cause.SCALE, mend, detail, weights=(c / k,) * k)
 
 
 def _weights(evidence: Evidence) -> Finding | None:
@@ -170,7 +164,7 @@ def _weights(evidence: Evidence) -> Finding | None:
     total, trust = float(found.values.sum()), evidence.fit.trust
     share, code = found.values / total, None
     plain = np.allclose(share, 1 / len(share), rtol=1e-6, atol=0)
-    counted = not plain and code_that_counts(evidence.problem.batch, share, trust)
+    counted = not plain and code_that_counts(comparison.problem.batch, share, trust)
     # Counts are exact, also if the fit has the digits of a narrow dtype.
     if counted and comparison.reproduces(total * counted[1]):
         (code, share), trust = counted, EXACT
@@ -181,8 +175,8 @@ def _weights(evidence: Evidence) -> Finding | None:
     if plain:
         detail += ": the loss is a plain mean, and needs no weights."
     else:
-        detail += """ or a multiple of that. The loss divides by numbers that differ
-            between micro-batches, most likely of tokens that are not padding."""
+        detail += """ or a multiple of that. The loss divides by a count that differs
+            between micro-batches, most likely of the tokens that are not padding."""
         mend = f"""Pass weight_fn=lambda batch: {code} to ga_optax.value_and_grad. With
             ga_optax.MultiSteps, pass weight={code} with every micro-batch."""
     if not plain and not code:
@@ -190,21 +184,21 @@ def _weights(evidence: Evidence) -> Finding | None:
             your loss divides by: {shown} for these micro-batches, or a multiple."""
     if not found.known.all():
         which = ", ".join(map(str, np.flatnonzero(~found.known)))
-        detail += f""" Only the sum of the weights of micro-batches {which} is certain,
-            because these are identical or have no gradient."""
+        detail += f""" The gradients do not show how micro-batches {which} share their
+            weight (here equally), because these are identical or have no gradient."""
     if abs(total - 1) > 1e-3:
         size, factor = ("small", total) if total > 1 else ("large", 1 / total)
-        detail += f""" In addition, the accumulated gradient is too {size} by a factor of
-            {factor:.6g}: the loss is also divided by a size or a number of parts."""
+        detail += f""" In addition, the accumulated gradient is too {size} by a factor
+            of {factor:.6g}: the loss is also divided by a size or a number of parts."""
         mend += " Then remove the other division from the loss."
-    return Finding(Cause.WEIGHTS, mend, detail, weights=total * share)
+    return Finding(Cause.WEIGHTS, mend, detail, weights=tuple((total * share).tolist()))
 
 
 def _constant(evidence: Evidence) -> Finding | None:
     """Whether the loss is a sum over examples plus a term without any."""
     detail = f"""The loss is a sum over examples plus a constant term, such as an L2
         penalty on the parameters. Accumulation keeps the constant and divides the sum
-        by {evidence.problem.k}, so no single factor mends it."""
+        by {evidence.comparison.problem.k}, so no single factor mends it."""
     mend = """Return the mean over the examples, jnp.mean(...) instead of jnp.sum(...),
         plus the penalty as it is, with its coefficient chosen for a mean."""
     found = evidence.fit.has_constant()
@@ -213,26 +207,26 @@ def _constant(evidence: Evidence) -> Finding | None:
 
 # -- If they differ: what changes the undivided gradient -------------------------------
 
-_KEYS = """put jax.random.split(key, batch_size) into the batch, and draw under jax.vmap.
+_KEYS = """put jax.random.split(key, batch_size) into the batch and draw under jax.vmap.
     A second cause may be hidden: run verify again without randomness."""
 
 
 def _another_key(evidence: Evidence) -> Finding | None:
-    detail = """Another key gives another gradient, most likely because of dropout. The
+    detail = """Another key gives another gradient, most likely because of dropout. Then
         micro-batches draw other random numbers than the undivided batch. That is as
         good for training, but it cannot be compared."""
     mend = f"""Nothing in training. To compare, switch the randomness off (such as
         deterministic=True), or give each example a key of its own: {_KEYS}"""
-    same = not evidence.problem.key or evidence.comparison.same(key=1)
+    same = not evidence.comparison.problem.key or evidence.comparison.same(key=1)
     return None if same else Finding(Cause.RANDOMNESS, mend, detail)
 
 
 def _another_order(evidence: Evidence) -> Finding | None:
-    detail = """The same examples in another order give another gradient: the loss draws
-        random numbers for the batch as a whole (dropout with one key), or weighs
-        examples by position."""
+    detail = """The same examples in another order give another gradient: the loss
+        draws random numbers for the whole batch at once (dropout with one key), or
+        weighs examples by position."""
     mend = f"Give each example its weight or its key in its own row. For keys, {_KEYS}"
-    rows = evidence.problem.rows
+    rows = evidence.comparison.problem.rows
     same = evidence.comparison.same(rows=np.roll(rows(None), len(rows(0))))
     return None if same else Finding(Cause.RANDOMNESS, mend, detail)
 
@@ -242,13 +236,13 @@ def _undetermined(evidence: Evidence) -> Finding | None:
     return Finding(Cause.UNDETERMINED, mend) if evidence.fit.ambiguous else None
 
 
-def _cross_example(evidence: Evidence) -> Finding:
-    del evidence  # Nothing else is left.
-    detail = """The order of the examples does not matter, and no weights of the
-        micro-batches reproduce the undivided gradient. Usual reasons: batch
-        normalisation, a contrastive loss with the batch as negatives, the
-        load-balancing term of a mixture of experts, a standard deviation or a maximum
-        over the batch, the square root or the logarithm of a mean."""
+def _cross_example(_: Evidence) -> Finding:
+    """Nothing else is left."""
+    detail = """Their order does not matter, and no weights of the micro-batches
+        reproduce the undivided gradient. Usual reasons: batch normalisation, a
+        contrastive loss with the batch as negatives, the load-balancing term of a
+        mixture of experts, a standard deviation or a maximum over the batch, a root
+        or a logarithm of a mean."""
     mend = """No weight_fn can mend it, because each micro-batch sees only itself. Use
         statistics that do not come from the batch (group or layer normalisation,
         running averages), or compute that term over the whole batch outside of the

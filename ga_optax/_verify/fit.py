@@ -73,6 +73,7 @@ class Fit:
         self.trust, self._zero = max(1e-6, noise), max(1e-9, noise)
         self._cutoff = max(_RANK, noise)
         self._rank = self._rank_of(self._equations[:, :-1])
+        self._best = self._solve(self._equations)  # whatever the weights add up to
 
     # -- The answers -------------------------------------------------------------------
 
@@ -112,9 +113,8 @@ class Fit:
         if self.factor is not None and self.known_factor(self.factor) == 1:
             return Weights(np.full(self._k, 1 / self._k), np.ones(self._k, bool))
         found = self._weighted_mean() or self._scaled_weighted_mean()
-        if found is None or self.ambiguous:
-            return None
-        if not self._comparison.reproduces(found.values):
+        reproduces = self._comparison.reproduces
+        if found is None or self.ambiguous or not reproduces(found.values):
             return None
         # A maximum over the batch has a weight of 1 for the part that holds it.
         return found if self._hold_nothing(found.values == 0) else None
@@ -157,8 +157,7 @@ class Fit:
     # -- What fits ---------------------------------------------------------------------
 
     def _rank_of(self, matrix: np.ndarray) -> int:
-        singular = np.linalg.svd(matrix, compute_uv=False)
-        return int((singular > self._cutoff * singular[0]).sum())
+        return int(np.linalg.matrix_rank(matrix, rtol=self._cutoff))
 
     def _small(self, rest: np.ndarray, terms: np.ndarray) -> bool:
         """Whether `rest` is rounding, of a sum of such terms."""
@@ -183,11 +182,6 @@ class Fit:
     def _solve(self, equations: np.ndarray) -> np.ndarray:
         matrix, target = equations[:, :-1], equations[:, -1]
         return np.linalg.lstsq(matrix, target, rcond=self._cutoff)[0]
-
-    @functools.cached_property
-    def _best(self) -> np.ndarray:
-        """The weights that fit best, whatever they add up to."""
-        return self._solve(self._equations)
 
     def _weighted_mean(self) -> Weights | None:
         """Weights that add up to 1."""
@@ -258,6 +252,5 @@ def _sketch(grads: Leaves, unit: jax.Array, size: int) -> jax.Array:
         key = jax.random.fold_in(jax.random.key(0), i)
         bits = jax.random.bits(key, x.shape, jnp.uint32)
         place = (bits & jnp.uint32(size - 1)).astype(jnp.int32)
-        sign_bit = bits >> jnp.uint32(31)
-        total = total.at[place].add(jnp.where(sign_bit == 0, x, -x))
+        total = total.at[place].add(jnp.where(bits >> jnp.uint32(31) == 0, x, -x))
     return total

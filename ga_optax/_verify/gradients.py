@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 Leaves = list[jax.Array]
+Evaluated = tuple[float, Leaves]  # a loss and its gradient
 
 
 def real(x: jax.Array) -> jax.Array:
@@ -50,6 +51,4 @@ def distance(a: Leaves, b: Leaves) -> float:
 
 def ratio(x: float, y: float) -> float:
     """The quotient x / y, where 0 / 0 is 0."""
-    if y:
-        return x / y
-    return math.inf if x else 0.0
+    return x / y if y else (math.inf if x else 0.0)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from ga_optax._verify.gradients import Leaves, real
+from ga_optax._verify.gradients import Evaluated, Leaves, real
 from ga_optax._verify.problem import Problem
 from ga_optax._verify.progress import Progress
 
@@ -46,12 +46,12 @@ class Loss:
         self.dtype, self.eps = narrow.name, float(jnp.finfo(narrow).eps)
 
     def _use(self, params: Any, batch: Any, *, x64: bool) -> np.dtype:
-        """Evaluates at these; returns the coarsest floating dtype that is computed in."""
+        """Evaluates at these; returns the coarsest floating dtype in the program."""
         self.params, self._batch, self._x64 = params, batch, x64
         rows, keys = self.problem.rows(None), self.problem.keys(0)
         with jax.enable_x64(x64):
             program = jax.make_jaxpr(self.problem.gradient())(params, batch, rows, keys)
-        dtypes = {np.dtype(np.float64), *_floating_dtypes(program.jaxpr)}
+        dtypes = {np.dtype(np.float64), *_floating_dtypes(program)}
         return max(dtypes, key=lambda dtype: float(jnp.finfo(dtype).eps))
 
     def traced_again(self) -> "Loss":
@@ -60,13 +60,11 @@ class Loss:
         other._compiled = jax.jit(self.problem.gradient())
         return other
 
-    def of_part(self, part: int | None, params: Any = None) -> tuple[float, Leaves]:
+    def of_part(self, part: int | None, params: Any = None) -> Evaluated:
         """Loss and gradient of a micro-batch; of the undivided batch for None."""
         return self.of_rows(self.problem.rows(part), part or 0, params)
 
-    def of_rows(
-        self, rows: np.ndarray, key: int = 0, params: Any = None
-    ) -> tuple[float, Leaves]:
+    def of_rows(self, rows: np.ndarray, key: int = 0, params: Any = None) -> Evaluated:
         """Loss and gradient of these rows, with the key of micro-batch `key`."""
         params = self.params if params is None else params
         keys = self.problem.keys(key)
@@ -112,11 +110,10 @@ def _floating_dtypes(jaxpr: Any) -> Iterator[np.dtype]:
             dtype = getattr(variable.aval, "dtype", None)
             if dtype is not None and jnp.issubdtype(dtype, jnp.inexact):
                 yield np.dtype(jnp.finfo(dtype).dtype)
-        for parameter in jax.tree.leaves(
-            list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
-        ):
-            if hasattr(parameter, "eqns"):
-                yield from _floating_dtypes(getattr(parameter, "jaxpr", parameter))
+        values = list(equation.params.values())
+        for inner in jax.tree.leaves(values, is_leaf=lambda x: hasattr(x, "eqns")):
+            if hasattr(inner, "eqns"):
+                yield from _floating_dtypes(inner)
 
 
 # -- What cannot be compared -----------------------------------------------------------

@@ -1,5 +1,7 @@
 """Both gradients as training computes them, in the parameters' own dtypes."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,35 +23,33 @@ class Native:
       relative: that over ‖G‖.
       errors: ‖x - G‖ / ‖G‖ of each of the two, with G in float64.
       dtype: the narrowest floating dtype in it.
-      eps: its precision.
+      has_few_digits: whether less than half of that dtype's digits are right.
     """
 
     def __init__(self, comparison: Comparison) -> None:
         loss, problem = comparison.loss, comparison.problem
         params, batch = problem.params, problem.batch
+        grad, accumulated = jax.jit(jax.grad(problem.fun)), jax.jit(problem.accumulated)
         with jax.enable_x64(problem.x64):
-            grads = jax.jit(jax.grad(problem.fun))(params, batch, *problem.keys(0))
-            whole = jax.tree.leaves(grads)
+            whole = jax.tree.leaves(grad(params, batch, *problem.keys(0)))
             loss.progress.tick()
-            grads = jax.jit(problem.accumulated)(params, batch, *problem.key)[1]
-            parts = jax.tree.leaves(grads)
+            parts = jax.tree.leaves(accumulated(params, batch, *problem.key)[1])
             loss.progress.tick()
-        del grads
         places = problem.place(None), "accumulated over the micro-batches"
         for place, leaves in zip(places, (whole, parts), strict=True):
             found = first_not_finite(problem, place, 0.0, leaves)
             if found is not None:
                 raise NotFiniteError(found, narrow=True)
-        self.leaves = tuple(
-            map(_compare_leaf, problem.names, whole, parts, comparison.relative)
-        )
+        names, relative = problem.names, comparison.relative
+        self.leaves = tuple(map(_compare_leaf, names, whole, parts, relative))
         self.max_ulp = max(leaf.max_ulp for leaf in self.leaves)
         dtypes = {loss.dtype, *(x.dtype.name for x in whole)}
-        self.eps, self.dtype = max((float(jnp.finfo(d).eps), d) for d in dtypes)
+        eps, self.dtype = max((float(jnp.finfo(d).eps), d) for d in dtypes)
         exact = loss.of_part(None)[1]
         size = norm(norms(exact))
         self.distance = distance(whole, parts)
         self.relative = ratio(self.distance, size)
+        self.has_few_digits = self.distance > math.sqrt(eps) * norm(comparison.terms)
         self.errors = [ratio(distance(x, exact), size) for x in (whole, parts)]
 
 

@@ -43,8 +43,7 @@ class Problem:
     @property
     def names(self) -> list[str]:
         """The leaves of the parameters, as messages name them."""
-        paths = jax.tree_util.tree_flatten_with_path(self.params)[0]
-        return [leaf_name(path) for path, _ in paths]
+        return [leaf_name(path) for path, _ in jax.tree.leaves_with_path(self.params)]
 
     def rows(self, part: int | None) -> np.ndarray:
         """The rows of a micro-batch; those of the undivided batch for None."""

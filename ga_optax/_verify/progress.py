@@ -8,9 +8,7 @@ class Progress:
     """A line on stderr, if stderr is a terminal and it takes more than two seconds."""
 
     def __init__(self) -> None:
-        self.start = time.monotonic()
-        self.done = 0
-        self.shown = False
+        self.start, self.done, self.shown = time.monotonic(), 0, False
 
     def tick(self) -> None:
         """One more gradient was evaluated."""

@@ -3,7 +3,6 @@
 import dataclasses
 import enum
 import math
-from collections.abc import Iterator
 
 from ga_optax._text import columns, wrap
 
@@ -18,16 +17,10 @@ class Cause(enum.Enum):
     ROUNDING = "The two gradients differ only by rounding, which depends on the order."
     SCALE = "The loss is not a mean over its batch: it depends on the batch size."
     WEIGHTS = "The micro-batches' gradients are right, but their weights are wrong."
-    CROSS_EXAMPLE = (
-        "The examples of a batch see each other in this loss, so no weights of the "
-        "micro-batches' losses give the loss of the batch."
-    )
+    CROSS_EXAMPLE = "The examples of a batch see each other in this loss."
     RANDOMNESS = "The loss depends on random numbers, or on the order of its examples."
     NOT_FINITE = "A loss or a gradient is not finite: it contains an inf or a NaN."
-    UNDETERMINED = (
-        "The two gradients differ, and this batch does not show why: with so few "
-        "micro-batches or parameters, several causes explain the numbers."
-    )
+    UNDETERMINED = "The gradients differ, but several causes explain these few numbers."
 
 
 # The causes with which accumulation gives the undivided batch's gradient.
@@ -113,18 +106,17 @@ class Report:
         return "\n".join(lines)
 
 
-def _table(leaves: tuple[LeafReport, ...]) -> Iterator[str]:
+def _table(leaves: tuple[LeafReport, ...]) -> list[str]:
     """A row for each leaf, and what the columns mean."""
     rows = [["leaf", "shape", "dtype", "ULPs", "difference", "relative"]]
     for leaf in leaves:
         name, shape = leaf.name.removeprefix("leaf "), str(leaf.shape)
         figures = f"{leaf.max_ulp} {leaf.max_abs:.1e} {leaf.relative:.1e}".split()
         rows.append([name, shape, leaf.dtype, *figures])
-    yield from columns(rows, left=(0, 1, 2))
-    yield ""
-    yield from wrap(
+    legend = (
         "ULPs and difference: how many numbers of the dtype lie between the two "
         "gradients, and how far apart they are, at most, as training computes them. "
         "relative: the norm of the difference over that of the undivided gradient, in "
         "float64 if the loss allows it."
     )
+    return [*columns(rows, left=(0, 1, 2)), "", *wrap(legend)]

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from ga_optax._text import unfold
-from ga_optax._verify.diagnosis import Evidence, Finding, not_finite
+from ga_optax._verify.diagnosis import Evidence, Finding, diagnose, not_finite
 from ga_optax._verify.gradients import norm
 from ga_optax._verify.loss import Loss, NotFiniteError
 from ga_optax._verify.problem import Problem
@@ -20,15 +20,16 @@ def nothing_compared(error: NotFiniteError, loss: Loss) -> Report:
     return _report(not_finite(error), loss.problem, size, **figures)
 
 
-def compared(finding: Finding, evidence: Evidence) -> Report:
+def compared(evidence: Evidence) -> Report:
     """The report of a comparison."""
     comparison, native = evidence.comparison, evidence.native
+    finding = diagnose(evidence)
     difference = _difference(finding.cause, evidence)
     losses = _losses(finding.cause, *comparison.losses)
     note = comparison.loss.note if comparison.noisy else ""
     return _report(
         finding,
-        evidence.problem,
+        comparison.problem,
         [difference, finding.extent, losses, note],
         dtype=comparison.loss.dtype if comparison.noisy else "float64",
         losses=comparison.losses,
@@ -43,12 +44,11 @@ def _report(
 ) -> Report:
     diagnosis = tuple(filter(None, (finding.cause.value, unfold(finding.detail))))
     extent, mend = tuple(map(unfold, filter(None, sizes))), unfold(finding.mend)
-    weights = finding.weights
     return Report(
         ok=finding.cause in SAME,
         cause=finding.cause,
         message=" ".join((*diagnosis, extent[0], mend)),
-        weights=None if weights is None else tuple(map(float, weights)),
+        weights=finding.weights,
         mend=mend,
         num_microbatches=problem.k,
         batch_size=problem.batch_size,
@@ -72,12 +72,9 @@ def _difference(cause: Cause, evidence: Evidence) -> str:
     if cause is not Cause.ROUNDING:
         return f"As training computes them, they differ by {off}."
     leaf = max(native.leaves, key=lambda leaf: leaf.max_ulp)
-    text = f"""They differ by {off}, and by at most {leaf.max_ulp}
-        ULP{"s" * (leaf.max_ulp != 1)} (steps between neighbouring numbers of the dtype),
-        on {leaf.name}."""
-    if leaf.max_ulp > 1000:
-        text += " Many ULPs mean an element near zero, where the terms cancel."
-    return text
+    ulps = f"{leaf.max_ulp} ULP{'s' * (leaf.max_ulp != 1)}"
+    return f"""They differ by {off}, and by at most {ulps}, on {leaf.name}. An ULP is a
+        step between neighbouring numbers; near zero, many of them mean little."""
 
 
 def _losses(cause: Cause, undivided: float, accumulated: float) -> str:
@@ -97,6 +94,4 @@ def _of_norm(distance: float, relative: float) -> str:
 def _share(fraction: float) -> str:
     if not math.isfinite(fraction):
         return "all of it"
-    if 1e-3 < fraction < 10:
-        return f"{100 * fraction:.3g}%"
-    return f"{fraction:.1e}" if fraction < 1 else f"{fraction:.3g} times"
+    return f"{100 * fraction:.3g}%" if fraction > 1e-3 else f"{fraction:.1e}"

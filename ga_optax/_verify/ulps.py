@@ -31,7 +31,6 @@ def ulps(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 def _sign_and_size(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Whether the sign bit is set, and how many numbers lie between `x` and zero."""
-    bits = np.ascontiguousarray(x).view(f"u{x.dtype.itemsize}").reshape(x.shape)
-    bits = bits.astype(np.uint64)
+    bits = x.copy().view(f"u{x.dtype.itemsize}").astype(np.uint64)
     sign = np.uint64(1 << (8 * x.dtype.itemsize - 1))
     return (bits & sign) != 0, bits & (sign - np.uint64(1))
