@@ -14,7 +14,7 @@ class Cause(enum.Enum):
     """
 
     EQUAL = "The two gradients are equal, number for number."
-    ROUNDING = "The two gradients differ only by rounding, which depends on the order."
+    ROUNDING = "The two gradients differ only by rounding, as sums in another order do."
     SCALE = "The loss is not a mean over its batch: it depends on the batch size."
     WEIGHTS = "The micro-batches' gradients are right, but their weights are wrong."
     CROSS_EXAMPLE = "The examples of a batch see each other in this loss."
