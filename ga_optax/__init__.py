@@ -35,7 +35,7 @@ from ga_optax._state import (
     has_updated,
     stats,
 )
-from ga_optax._verify import Cause, Report, verify
+from ga_optax._verify import Cause, LeafReport, Report, verify
 
 __all__ = [
     "Audit",
@@ -43,6 +43,7 @@ __all__ = [
     "Cause",
     "Collective",
     "DataAxis",
+    "LeafReport",
     "MultiSteps",
     "MultiStepsState",
     "NoiseScale",

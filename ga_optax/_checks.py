@@ -106,6 +106,51 @@ def check_structure(
     )
 
 
+def check_not_empty(name: str, tree: Any, todo: str) -> None:
+    """Raises unless `tree` holds an array."""
+    if not jax.tree.leaves(tree):
+        raise ValueError(
+            f"{name} must hold at least one array, but it is a {type(tree).__name__} "
+            f"without any. {todo}"
+        )
+
+
+def check_leaves(
+    reference: Any,
+    tree: Any,
+    *,
+    name: str,
+    expected: str,
+    todo: str = _OF_PARAMS,
+    dtypes: bool = False,
+) -> None:
+    """Raises unless `tree` has the structure and shapes of `reference`.
+
+    Args:
+      reference: the tree with the required leaves.
+      tree: the tree that came.
+      name: what the message calls `tree`.
+      expected: what the message calls `reference`.
+      todo: what the message says to do.
+      dtypes: whether the dtypes must be the same, too.
+    """
+    check_structure(reference, tree, name=name, expected=expected, todo=todo)
+    pairs = zip(jax.tree.leaves(reference), jax.tree.leaves(tree), strict=True)
+    for i, (want, got) in enumerate(pairs):
+        same = jnp.shape(want) == jnp.shape(got)
+        if same and not (dtypes and jnp.result_type(want) != jnp.result_type(got)):
+            continue
+        required, received = (
+            f"shape {jnp.shape(leaf)}"
+            + (f" and dtype {jnp.result_type(leaf).name}" if dtypes else "")
+            for leaf in (want, got)
+        )
+        raise ValueError(
+            f"{named_leaves(reference)[i][0]} of {name} must have {required}, as in "
+            f"{expected}, but it has {received}. {todo}"
+        )
+
+
 def check_gradients(
     reference: Any, grads: Any, *, name: str = "grads", expected: str = "the parameters"
 ) -> None:
@@ -117,15 +162,10 @@ def check_gradients(
       name: what the message calls `grads`.
       expected: what the message calls `reference`.
     """
-    check_structure(reference, grads, name=name, expected=expected)
+    check_leaves(reference, grads, name=name, expected=expected)
     pairs = zip(named_leaves(reference), jax.tree.leaves(grads), strict=True)
     for (leaf, want), got in pairs:
         which = f"{leaf} of {name}"
-        if jnp.shape(got) != jnp.shape(want):
-            raise ValueError(
-                f"{which} must have shape {jnp.shape(want)}, as in {expected}, but it "
-                f"has shape {jnp.shape(got)}. {_OF_PARAMS}"
-            )
         dtype = jax.dtypes.result_type(got)
         if not jnp.issubdtype(dtype, jnp.inexact):
             raise TypeError(
@@ -185,43 +225,3 @@ def check_dtype(dtype: DTypeLike | None) -> np.dtype | None:
             "take the complex counterpart by themselves."
         )
     return dtype
-
-
-# -- Trees like another ----------------------------------------------------------------
-
-
-def check_leaves(
-    reference: Any,
-    tree: Any,
-    *,
-    name: str,
-    expected: str,
-    todo: str,
-    dtypes: bool = False,
-) -> None:
-    """Raises unless `tree` has the structure and shapes of `reference`.
-
-    Args:
-      reference: the tree with the required leaves.
-      tree: the tree that came.
-      name: what the message calls `tree`.
-      expected: what the message calls `reference`.
-      todo: what the message says to do.
-      dtypes: whether the dtypes must be the same, too.
-    """
-    check_structure(reference, tree, name=name, expected=expected, todo=todo)
-    pairs = zip(jax.tree.leaves(reference), jax.tree.leaves(tree), strict=True)
-    for i, (want, got) in enumerate(pairs):
-        same = jnp.shape(want) == jnp.shape(got)
-        if same and not (dtypes and jnp.result_type(want) != jnp.result_type(got)):
-            continue
-        path = jax.tree_util.tree_flatten_with_path(reference)[0][i][0]
-        required, received = (
-            f"shape {jnp.shape(leaf)}"
-            + (f" and dtype {jnp.result_type(leaf).name}" if dtypes else "")
-            for leaf in (want, got)
-        )
-        raise ValueError(
-            f"{leaf_name(path)} of {name} must have {required}, as in {expected}, but "
-            f"it has {received}. {todo}"
-        )

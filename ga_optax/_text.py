@@ -1,5 +1,6 @@
 """Text that people read: tables and paragraphs."""
 
+import re
 import textwrap
 from collections.abc import Iterable, Sequence
 
@@ -49,3 +50,8 @@ def ruled(rows: Sequence[Sequence[str]], left: Iterable[int] = ()) -> list[str]:
     """Lines of a table as `columns` has it, with a rule under the header."""
     rule = ["-" * max(map(len, column)) for column in zip(*rows, strict=True)]
     return columns([rows[0], rule, *rows[1:]], left)
+
+
+def unfold(paragraph: str) -> str:
+    """A paragraph of an indented string in the code, as one line."""
+    return re.sub(r"\s*\n\s*", " ", paragraph)

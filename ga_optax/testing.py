@@ -1,9 +1,9 @@
 """Assertions for tests of training code, on chex: the same gradient, the same bits.
 
-    assert_accumulation_equivalent    accumulated = undivided, but for rounding
+    assert_accumulation_equivalent    accumulated = undivided, up to rounding
     assert_trees_bitwise_equal        every bit of every leaf
 
-Both refuse to compare nothing: an empty tree fails. The only module of the package that
+Both fail if there is nothing to compare. This is the only module of the package that
 imports chex (the extra `testing`); import it by name.
 """
 
@@ -17,8 +17,9 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
+from ga_optax._checks import check_not_empty
 from ga_optax._verify import verify
-from ga_optax._verify_gradients import ulps
+from ga_optax._verify.ulps import ulps
 
 __all__ = ["assert_accumulation_equivalent", "assert_trees_bitwise_equal"]
 
@@ -46,25 +47,26 @@ def assert_accumulation_equivalent(
     ...     loss, w, x, num_microbatches=2)  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     ...
-    AssertionError: [SCALE] The loss is not a mean over the examples of its batch, ...
+    AssertionError: [SCALE] The loss is not a mean over its batch: it depends ...
 
-    **Exactness.** It passes where `ga_optax.verify` finds `EQUAL` or `ROUNDING`: in
-    float64 the two agree to half of its digits, on every leaf. **Cost** as there.
+    **Exactness.** It passes if `ga_optax.verify` finds `EQUAL` or `ROUNDING`: in
+    float64 the two agree to half of its digits, on every leaf. It costs what `verify`
+    costs.
 
     Args:
       fun: the loss, as for `ga_optax.verify`.
       params: the parameters.
       batch: the undivided batch.
-      num_microbatches: into how many micro-batches to split it.
+      num_microbatches: the number of micro-batches to split it into.
       weight_fn: as for `ga_optax.verify`.
       has_aux: as for `ga_optax.verify`.
       rng: as for `ga_optax.verify`.
 
     Raises:
-      AssertionError: where the gradients differ, with the message of the report: what
-        is wrong, by how much, on which leaf, and what to do. Also where `params` or
-        `batch` holds no array.
-      TypeError, ValueError: where another argument does not fit.
+      AssertionError: if the gradients differ, with the message of the report: what is
+        wrong, by how much, on which leaf, and what to do; or if `params` or `batch`
+        holds no array.
+      TypeError, ValueError: if another argument does not fit.
     """
     _refuse_empty(params=params, batch=batch)
     report = verify(
@@ -93,18 +95,18 @@ def assert_trees_bitwise_equal(actual: Any, expected: Any) -> None:
     ...
     AssertionError: [Chex] Assertion assert_trees_all_equal_comparator failed: ...
 
-    **Exactness.** Bits, not numbers: 0 and -0 differ, a NaN equals a NaN of the same
-    bits alone. Every leaf comes to the host once.
+    **Exactness.** It compares bits, not numbers: 0 and -0 differ, and a NaN equals only
+    a NaN with the same bits. Every leaf is copied to the host once.
 
     Args:
       actual: a tree of arrays, numbers or PRNG keys; tree 0 in chex's message.
-      expected: what it is to be; tree 1 in chex's message.
+      expected: the tree that it must equal; tree 1 in chex's message.
 
     Raises:
-      AssertionError: at the first leaf that differs, with its path, the first index,
-        both values in hexadecimal and in decimal, and the distance in ULPs
-        (representable numbers). Also where a tree is empty, or structures, shapes or
-        dtypes differ.
+      AssertionError: if a leaf differs; the message names the path of the first one,
+        its first index, both values in hexadecimal and in decimal, and the distance in
+        ULPs (representable numbers). Also if a tree is empty, or if structures, shapes
+        or dtypes differ.
     """
     chex.assert_trees_all_equal_structs(actual, expected)
     _refuse_empty(actual=actual, expected=expected)
@@ -118,16 +120,18 @@ def assert_trees_bitwise_equal(actual: Any, expected: Any) -> None:
 
 def _refuse_empty(**trees: Any) -> None:
     for name, tree in trees.items():
-        if not jax.tree.leaves(tree):
-            raise AssertionError(
-                f"{name} must hold at least one array, but it is a "
-                f"{type(tree).__name__} without any. Two empty trees are always equal: "
-                "check what was passed."
+        try:
+            check_not_empty(
+                name,
+                tree,
+                "Check what was passed, because two empty trees are always equal.",
             )
+        except ValueError as error:
+            raise AssertionError(str(error)) from None
 
 
 def _difference(actual: Any, expected: Any) -> str | None:
-    """How two leaves differ, in words, or None where all bits are the same."""
+    """How two leaves differ, in words; None if all bits are the same."""
     a, b = _array(actual), _array(expected)
     for what, x, y in (("dtypes", a.dtype, b.dtype), ("shapes", a.shape, b.shape)):
         if x != y:
@@ -168,16 +172,15 @@ def _array(leaf: Any) -> np.ndarray:
     if array.dtype.kind in "OSUM":
         raise AssertionError(
             f"Leaves must be arrays, numbers or PRNG keys, but one is {leaf!r} of type "
-            f"{type(leaf).__name__}. Compare that by itself."
+            f"{type(leaf).__name__}. Compare that leaf separately."
         )
     return array
 
 
 def _kind(leaf: Any) -> str:
-    """The dtype as JAX has it: keys of two generators can have the same data."""
+    """The dtype in JAX: keys of two generators can have the same data."""
     return str(leaf.dtype) if hasattr(leaf, "dtype") else type(leaf).__name__
 
 
 def _bits(x: np.ndarray) -> np.ndarray:
-    x = np.ascontiguousarray(x)
-    return x.view(f"u{x.dtype.itemsize}").reshape(x.shape)
+    return x.copy().view(f"u{x.dtype.itemsize}")

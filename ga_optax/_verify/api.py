@@ -1,0 +1,184 @@
+"""`verify`: checks its arguments, compares, asks for the cause, and reports."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.typing import ArrayLike
+
+from ga_optax import _checks
+from ga_optax._microbatch import value_and_grad
+from ga_optax._verify.comparison import Comparison
+from ga_optax._verify.diagnosis import Evidence
+from ga_optax._verify.loss import Loss, NotFiniteError
+from ga_optax._verify.native import Native
+from ga_optax._verify.problem import Problem, split
+from ga_optax._verify.progress import Progress
+from ga_optax._verify.report import Report
+from ga_optax._verify.summary import compared, nothing_compared
+
+
+def verify(
+    fun: Callable[..., Any],
+    params: optax.Params,
+    batch: Any,
+    num_microbatches: int,
+    *,
+    weight_fn: Callable[..., ArrayLike] | None = None,
+    has_aux: bool = False,
+    rng: Any = None,
+) -> Report:
+    """Does accumulation give the undivided batch's gradient? If not, why not?
+
+    >>> import jax.numpy as jnp
+    >>> import ga_optax as ga
+    >>> def loss(params, batch):  # a mean over the elements that the mask keeps
+    ...     error = (batch["x"] @ params["w"] - batch["y"]) ** 2
+    ...     return (error * batch["mask"]).sum() / batch["mask"].sum()
+    >>> params = {"w": jnp.array([1.0, 2.0])}
+    >>> batch = {
+    ...     "x": jnp.array([[1.0, 0], [0, 1], [1, 1], [2, 0], [3, 1], [0, 2]]),
+    ...     "y": jnp.array([0.0, 1, 0, 2, 1, 0]),
+    ...     "mask": jnp.array([1.0, 1, 1, 0, 0, 1]),
+    ... }
+    >>> report = ga.verify(loss, params, batch, num_microbatches=3)
+    >>> print(report.cause.name, [round(w, 6) for w in report.weights])
+    WEIGHTS [0.5, 0.25, 0.25]
+    >>> print(report.mend.partition(" to ")[0])
+    Pass weight_fn=lambda batch: batch['mask'].sum()
+    >>> by_count = lambda batch: batch["mask"].sum()
+    >>> ga.verify(loss, params, batch, num_microbatches=3, weight_fn=by_count).ok
+    True
+
+    Run it once when you switch accumulation on: outside `jit`, with the loss that you
+    train with, real parameters and one real batch. `print(report)` prints a page that
+    says what is wrong, how large the difference is, and which line of code mends it.
+
+    `verify` compares `fun` over the batch with `fun` over its parts. Errors common to
+    both go undetected: a loss that is divided by a constant k is its own mean.
+
+    A constant term, such as an L2 penalty on the parameters, is right beside a mean
+    loss, weighted or not, because a weighted mean keeps it. Beside a *sum* it is wrong:
+    the sum needs the factor k, and the constant must not have it. The cause is then
+    `SCALE`, and the mend is to return a mean.
+
+    **Exactness.** `EQUAL` and `max_ulp` compare what `jax.jit` of `jax.value_and_grad`
+    and of `ga_optax.value_and_grad` return in the parameters' own dtypes. The diagnosis
+    uses float64, and relative differences below 2⁻²⁶ count as rounding. Fitted weights
+    are right to 1e-3 and mostly to 1e-10, also for micro-batches without gradient.
+    `verify` names a cause only if the numbers rule out the others; otherwise the cause
+    is `UNDETERMINED`. If `fun` does not run in float64, or casts to a narrower dtype,
+    `verify` measures that dtype's rounding and says so on the page: differences below
+    four times that count as rounding, and fitted weights have only that dtype's digits,
+    unless they are found in the batch.
+
+    **Memory.** In float64: three gradient trees, two copies of the parameters and one
+    of the batch, for any `num_microbatches`, and max(4096, 8·k) numbers for each
+    micro-batch. The undivided batch has to fit, too.
+
+    **Time.** Two gradients of the undivided batch and k of micro-batches in float64,
+    and the same once in the parameters' dtype; about five times that if there is a
+    cause to find. If stderr is a terminal, it shows the progress.
+
+    Args:
+      fun: the loss, `fun(params, batch)`, or `fun(params, batch, key)` if `rng` is
+        given. It returns a real floating scalar; with `has_aux`, a pair of that and
+        anything else, which is not compared. Close over what is not split.
+      params: the parameters, a tree of floating or complex leaves.
+      batch: the undivided batch, a tree of arrays whose axis 0 are the rows, all of one
+        length. Micro-batch i is the rows from `i·B/k` up to `(i + 1)·B/k`, as in
+        `ga_optax.value_and_grad`. Leaves may be PRNG keys, one for each row.
+      num_microbatches: k; it must divide the number of rows.
+      weight_fn: a function of one micro-batch (a tree like `batch`) that returns its
+        weight; pass the one that you train with.
+      has_aux: whether `fun` returns a pair.
+      rng: a PRNG key, or a tree of them. As in `ga_optax.value_and_grad`, micro-batch i
+        gets `jax.random.fold_in(rng, i)`; the undivided batch is micro-batch 0 of 1.
+
+    Returns:
+      A `Report`.
+
+    Raises:
+      TypeError, ValueError: if an argument does not fit, before `fun` is traced; if
+        what `fun` returns does not fit, before anything runs.
+    """
+    k = _checks.check_num_microbatches(num_microbatches)
+    _check(fun, params, batch, rng)
+    loss = _without_aux(fun) if has_aux else fun
+    key = () if rng is None else (rng,)
+    folded = value_and_grad(loss, k, rng_argnums=(2,) * len(key), weight_fn=weight_fn)
+    params, batch = jax.tree.map(_placed, (params, batch))
+    # `value_and_grad` checks the rest, and what `fun` returns, before anything runs.
+    jax.eval_shape(folded, params, batch, *key)
+    problem = Problem(
+        fun=loss,
+        params=params,
+        batch=batch,
+        key=key,
+        weights=np.ones(k) if weight_fn is None else _weights(weight_fn, batch, k),
+        accumulated=folded,
+        x64=bool(jnp.result_type(float) == jnp.float64),
+    )
+    with jax.enable_x64(True), Progress() as progress:
+        evaluator = Loss(problem, progress)
+        try:
+            comparison = Comparison(evaluator)
+            native = Native(comparison)
+        except NotFiniteError as error:
+            return nothing_compared(error, evaluator)
+        return compared(Evidence(comparison, native))
+
+
+def _check(fun: Any, params: Any, batch: Any, rng: Any) -> None:
+    """Checks what `value_and_grad` does not, or says in other words."""
+    _checks.check_callable("fun", fun, "of params and batch", "Pass the loss itself.")
+    _checks.check_not_empty("params", params, "Pass the parameters, then the batch.")
+    _checks.check_gradients(params, params, name="params", expected="params")
+    _checks.check_not_empty("batch", batch, "Pass the examples along axis 0 of arrays.")
+    for path, leaf in jax.tree.leaves_with_path(batch):
+        if jnp.ndim(leaf) == 0:
+            raise ValueError(
+                "Every leaf of the batch must have a batch axis, but "
+                f"{_checks.leaf_name(path)} is a scalar. Close over what is not split: "
+                "lambda params, batch: loss(params, batch, scalar)."
+            )
+    if rng is not None:
+        _checks.check_not_empty("rng", rng, "Pass jax.random.key(0), or leave it out.")
+
+
+def _without_aux(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """The loss alone; the aux may be anything."""
+
+    def loss(*args: Any) -> Any:
+        out = fun(*args)
+        if not isinstance(out, (tuple, list)) or len(out) != 2:
+            raise TypeError(
+                "fun must return a pair (loss, aux) with has_aux=True, but it returned "
+                f"{jax.tree.structure(out)}. Return a pair, or leave has_aux out."
+            )
+        return out[0]
+
+    return loss
+
+
+def _placed(x: ArrayLike) -> jax.Array:
+    """As an array, where it lies; its rows can be picked without an `out_sharding`."""
+    x = jnp.asarray(x)
+    old = x.sharding
+    if isinstance(old, NamedSharding) and isinstance(old.mesh, Mesh):
+        types = (AxisType.Auto,) * len(old.mesh.axis_names)
+        mesh = Mesh(old.mesh.devices, old.mesh.axis_names, axis_types=types)
+        new = NamedSharding(mesh, old.spec, memory_kind=old.memory_kind)
+        x = jax.device_put(x, new)
+    return x
+
+
+def _weights(weight_fn: Callable[..., ArrayLike], batch: Any, k: int) -> np.ndarray:
+    """The weight of each micro-batch."""
+    rows = split(batch, k)
+    parts = (jax.tree.map(lambda x, i=i: x[i], rows) for i in range(k))
+    return np.array([float(_checks.check_weight(weight_fn(part))) for part in parts])

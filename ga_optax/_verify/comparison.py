@@ -1,0 +1,116 @@
+"""D, the undivided gradient less the accumulated one, and whether it is rounding.
+
+It takes one micro-gradient at a time, so that three gradient trees suffice for any k.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from ga_optax._verify.gradients import Leaves, norm, norms, ratio, subtract
+from ga_optax._verify.loss import Loss, NotFiniteError, first_not_finite
+
+# Half of float64's 52 binary digits. No algorithm that loses half of its digits would
+# train, and 2⁻²⁶ = 1.5e-8 is below the 6e-8 to which float32 rounds.
+TOLERANCE = 2.0**-26
+# A leaf whose gradient is zero up to rounding (the bias before a normalisation) has no
+# correct digits. It must agree to three quarters of the digits of the whole gradient.
+_FLOOR = 2.0**-39
+# Two independent roundings differ by √2 times their size, and a real difference is at
+# least a few times the precision of the narrow dtype.
+NOISE = 4.0
+
+
+class Comparison:
+    """D = G - Σ wᵢ·gᵢ / Σ wᵢ, and how large it may be.
+
+    Attributes:
+      loss: what evaluates G and the gᵢ.
+      weighted: whether the micro-batches count differently.
+      share: the weights in use, divided by their sum.
+      undivided: ‖G‖ of each leaf.
+      difference: ‖D‖ of each leaf.
+      relative: ‖D‖ / ‖G‖ of each leaf.
+      relative_norm: ‖D‖ / ‖G‖ over all leaves.
+      terms: ‖G‖ + Σ |wᵢ|·‖gᵢ‖ of each leaf.
+      noise: how much D changes if the loss rounds differently, of each leaf.
+      noisy: whether that had to be measured.
+      agrees: whether D is rounding.
+      losses: the undivided batch's loss, and the accumulated one.
+    """
+
+    def __init__(self, loss: Loss) -> None:
+        self.loss, self.problem = loss, loss.problem
+        weights = self.problem.weights
+        self.weighted = not (weights == 1).all()
+        self.share = weights / (weights.sum() or 1.0)
+        difference = self._residual(self.share, record=True)
+        self.difference = norms(difference)
+        self.relative = np.array(list(map(ratio, self.difference, self.undivided)))
+        self.relative_norm = ratio(norm(self.difference), norm(self.undivided))
+        self.noise = np.zeros_like(self.difference)
+        self.agrees = self._is_rounding(self.difference)
+        self.noisy = not self.agrees and loss.eps > np.finfo(np.float64).eps
+        if self.noisy:
+            # At parameters that are moved by the rounding of the narrow dtype.
+            moved = self._residual(self.share, loss.nearby(2 * loss.eps, seed=1))
+            self.noise = norms(subtract(moved, difference, 1.0))
+            self.agrees = self._is_rounding(self.difference)
+
+    def allowed(self, scale: float = 1.0) -> np.ndarray:
+        """How far rounding may move each leaf of a sum with `scale` times the terms."""
+        terms = scale * self.terms
+        return TOLERANCE * terms + _FLOOR * norm(terms) + NOISE * self.noise
+
+    def same(
+        self, *, loss: Loss | None = None, rows: np.ndarray | None = None, key: int = 0
+    ) -> bool:
+        """Whether another loss, other rows or another key have the gradient G, too."""
+        rows = self.problem.rows(None) if rows is None else rows
+        whole = self.loss.of_part(None)[1]
+        other = (loss or self.loss).of_rows(rows, key)[1]
+        return self._is_rounding(norms(subtract(whole, other, 1.0)))
+
+    def reproduces(self, weights: np.ndarray) -> bool:
+        """Whether Σ wᵢ·gᵢ = G on every leaf, not only in a sketch."""
+        rest = norms(self._residual(weights))
+        return self._is_rounding(rest, scale=max(1.0, weights.sum()))
+
+    def _is_rounding(self, rest: np.ndarray, scale: float = 1.0) -> bool:
+        return bool((rest <= self.allowed(scale)).all())
+
+    def _residual(
+        self, weights: np.ndarray, params: Any = None, *, record: bool = False
+    ) -> Leaves:
+        """G - Σ wᵢ·gᵢ; a weight of 0 leaves gᵢ out."""
+        rest = self._term(None, params, record=record)
+        for i in map(int, np.flatnonzero(weights)):
+            grads = self._term(i, params, record=record)
+            rest = subtract(rest, grads, float(weights[i]))
+            del grads  # before the next one comes
+        return rest
+
+    def _term(self, part: int | None, params: Any, *, record: bool) -> Leaves:
+        """G or gᵢ. `record` adds it to the sums, and raises if it is not finite."""
+        value, grads = self.loss.of_part(part, params)
+        if not record:
+            return grads
+        if part is None:
+            self.undivided = self.terms = norms(grads)
+            self.losses = value, 0.0
+        else:
+            share = float(self.share[part])
+            self.terms = self.terms + abs(share) * norms(grads)
+            self.losses = self.losses[0], self.losses[1] + share * value
+        found = self._not_finite(part, value, grads)
+        if found is not None and part is None and self.problem.k > 1:
+            # Which micro-batch it comes from. One of weight 0 may hold anything.
+            parts = map(int, np.flatnonzero(self.share))
+            bad = (self._not_finite(i, *self.loss.of_part(i)) for i in parts)
+            found = next(filter(None, bad), found)
+        if found is not None:
+            raise NotFiniteError(found, self.losses, only_part=part is not None)
+        return grads
+
+    def _not_finite(self, part: int | None, value: float, grads: Leaves) -> str | None:
+        return first_not_finite(self.problem, self.problem.place(part), value, grads)

@@ -1,0 +1,74 @@
+"""Fitted weights as the counts that they are: whole numbers, or code that counts."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ga_optax._verify.problem import split
+
+# How precise counts are, and fits in float64.
+EXACT = 1e-6
+
+
+def proportions(share: np.ndarray, trust: float = EXACT) -> str:
+    """Weights as small whole numbers if possible, else in units of the least one.
+
+    Args:
+      share: the weights, which add up to 1.
+      trust: how precise they are.
+    """
+    digits = 6 if trust <= EXACT else max(2, math.floor(-math.log10(trust)))
+    if trust <= EXACT:
+        total, whole = np.arange(1, 100_001), np.ones(100_000, bool)
+        for s in share:
+            whole &= np.abs(total * s - np.round(total * s)) < EXACT
+        if whole.any():
+            return " : ".join(f"{s * total[whole][0]:.0f}" for s in share)
+    unit = min((s for s in share if s > 1e-9), default=1.0)
+    return " : ".join(f"{s / unit:.{digits}g}" if s > 1e-9 else "0" for s in share)
+
+
+def code_that_counts(
+    batch: Any, share: np.ndarray, trust: float
+) -> tuple[str, np.ndarray] | None:
+    """An expression in `batch` that has these shares, with its exact shares.
+
+    None if no expression is closer than `trust`.
+    """
+    closest, found = max(EXACT, trust), None
+    for code, counts in _expressions(batch, len(share)):
+        if not np.isfinite(counts).all() or (counts < 0).any():
+            continue
+        counted = counts / (counts.sum() or 1.0)
+        apart = np.abs(counted - share).max()
+        # Among those that differ by rounding alone the first, which is the simplest.
+        if apart < closest and (found is None or apart < 0.5 * closest):
+            closest, found = apart, (code, counted)
+    return found
+
+
+def _expressions(batch: Any, k: int) -> Iterator[tuple[str, np.ndarray]]:
+    """What a loss may divide by, as code, with its value in each micro-batch."""
+    for path, leaf in jax.tree.leaves_with_path(split(batch, k)):
+        if not jnp.issubdtype(leaf.dtype, np.number) and leaf.dtype != jnp.bool_:
+            continue
+        values = np.asarray(leaf).astype(np.float64)
+        # A sum in half a float would round the count.
+        half = jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize < 4
+        dtype = "dtype='float32'" if half else ""
+        name = "batch" + jax.tree_util.keystr(path)
+        views = [(name, values)]
+        if values.ndim >= 3:  # the mask of a shifted sequence, too
+            views += [(f"{name}[:, 1:]", values[:, :, 1:])]
+        for view, x in views:
+            for code, counted in (
+                (f"{view}.sum({dtype})", x),
+                (f"({view} != 0).sum()", x != 0),
+                (f"({view} >= 0).sum()", x >= 0),
+                (f"({view} != -100).sum()", x != -100),  # PyTorch's ignored label
+            ):
+                yield code, counted.reshape(k, -1).sum(1).astype(np.float64)

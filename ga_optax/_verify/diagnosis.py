@@ -1,0 +1,266 @@
+"""Why the two gradients differ: questions in order, until one of them has the answer.
+
+A question is a function of the evidence that returns a `Finding`, or None if the cause
+is another one. To add a cause, add a member to `Cause`, write its question, and put the
+question into `_QUESTIONS`, before the more general ones.
+"""
+
+import dataclasses
+import functools
+
+import numpy as np
+
+from ga_optax._verify.comparison import Comparison
+from ga_optax._verify.counts import EXACT, code_that_counts, proportions
+from ga_optax._verify.fit import Fit
+from ga_optax._verify.gradients import norm
+from ga_optax._verify.loss import NotFiniteError
+from ga_optax._verify.native import Native
+from ga_optax._verify.report import Cause
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """A cause, in words.
+
+    Attributes:
+      cause: the cause.
+      mend: what mends it.
+      detail: what the cause means here, beyond what is always true of it.
+      extent: what to say about the size of the difference.
+      weights: those that reproduce the undivided gradient, if there are any.
+    """
+
+    cause: Cause
+    mend: str
+    detail: str = ""
+    extent: str = ""
+    weights: tuple[float, ...] | None = None
+
+
+class Evidence:
+    """What the questions are asked of.
+
+    Attributes:
+      comparison: the two gradients in float64, if the loss runs in float64.
+      native: the two gradients as training computes them.
+    """
+
+    def __init__(self, comparison: Comparison, native: Native) -> None:
+        self.comparison, self.native = comparison, native
+
+    @functools.cached_property
+    def fit(self) -> Fit:
+        """Which weights of the micro-gradients give the undivided one."""
+        return Fit(self.comparison)
+
+
+def diagnose(evidence: Evidence) -> Finding:
+    """Names the cause."""
+    findings = (question(evidence) for question in _QUESTIONS)
+    return next(finding for finding in findings if finding is not None)
+
+
+def not_finite(error: NotFiniteError) -> Finding:
+    """The finding if nothing can be compared."""
+    detail = f"The first is {error.first}."
+    mend = """To find where it arises, call the loss on that part of the batch inside
+        `with jax.debug_nans(True):`. To train past it, pass
+        should_drop_window_fn=ga_optax.drop_window_if_not_finite to MultiSteps."""
+    if error.only_part and "nan" in error.first:
+        detail += (
+            " The undivided batch is finite: most likely a mean of nothing, 0 / 0."
+        )
+        mend = """Divide by jnp.maximum(count, 1) in the loss, and pass a weight_fn that
+            returns that count. Weight 0 leaves a micro-batch out, whatever it holds."""
+    if error.narrow:
+        detail += " In float64 all is finite, so a number is too large for the dtype."
+        mend = "Scale the loss down, or compute in bfloat16 or float32 for more range."
+    return Finding(Cause.NOT_FINITE, mend, detail)
+
+
+# -- If the gradients agree ------------------------------------------------------------
+
+_NOTHING = "There is nothing to mend."
+
+
+def _zero(evidence: Evidence) -> Finding | None:
+    zero = evidence.comparison.agrees and not norm(evidence.comparison.terms)
+    mend = "Run verify again at parameters where the gradient is not zero."
+    detail = "Both are exactly zero, so this shows nothing."
+    return Finding(Cause.EQUAL, mend, detail) if zero else None
+
+
+def _equal(evidence: Evidence) -> Finding | None:
+    equal = evidence.comparison.agrees and evidence.native.max_ulp == 0
+    return Finding(Cause.EQUAL, _NOTHING) if equal else None
+
+
+def _redrawn(evidence: Evidence) -> Finding | None:
+    """Whether the loss is no function of its arguments."""
+    comparison = evidence.comparison
+    # Two traces can differ by more than rounding.
+    if comparison.agrees and not evidence.native.has_few_digits:
+        return None
+    if comparison.same(loss=comparison.loss.traced_again()):
+        return None
+    detail = """Traced a second time, the loss gave another gradient for the same batch.
+        It draws random numbers that are not JAX's, from numpy.random for example."""
+    mend = """Pass a key as rng= to verify, and draw with jax.random from the key that
+        the loss then gets as its third argument."""
+    return Finding(Cause.RANDOMNESS, mend, detail)
+
+
+def _rounding(evidence: Evidence) -> Finding | None:
+    native, extent, mend = evidence.native, "", _NOTHING
+    if not evidence.comparison.noisy:
+        extent = """Against float64, the undivided gradient is off by {:.1e} and the
+            accumulated one by {:.1e}, relative to its norm. """.format(*native.errors)
+    if native.has_few_digits:
+        extent += f"That is more than half of the digits of {native.dtype}."
+        mend = f"""The accumulation is right, but the gradient is a small difference of
+            large numbers, with few correct digits in {native.dtype}. Compute that part
+            of the loss in a wider dtype."""
+    finding = Finding(Cause.ROUNDING, mend, extent=extent)
+    return finding if evidence.comparison.agrees else None
+
+
+# -- If they differ: what else gives the undivided gradient ----------------------------
+
+
+def _scale(evidence: Evidence) -> Finding | None:
+    """Whether G is c times the mean of the micro-gradients."""
+    c, k = evidence.fit.factor, evidence.comparison.problem.k
+    factor = c and evidence.fit.known_factor(c)
+    if c is None or factor == 1:  # With 1, the weights are wrong.
+        return None
+    detail = f"The undivided gradient is {c:.6g} times the mean of the micro-batches'."
+    mend = "Return jnp.mean(...), with no factor that depends on the batch size."
+    if factor == k:
+        detail = f"""The mean of the micro-batches' gradients is {k} times too small,
+            and there are {k} of them. Either the loss is a sum over examples, or it is
+            already divided by {k} or by a count over the whole batch."""
+        mend = """Return the mean: jnp.mean(...) instead of jnp.sum(...). If the loss is
+            divided by the number of micro-batches or by a count over the whole batch,
+            remove that, because accumulation divides. Or keep the sum and accumulate
+            sums: ga_optax.MultiSteps(..., use_grad_mean=False)."""
+    elif factor == 1 / k:
+        detail = f"""The mean of the micro-batches' gradients is {k} times too large,
+            and there are {k} of them: the loss is divided by its batch size twice."""
+        mend = "Return jnp.mean(...), and do not divide it by the batch size again."
+    if evidence.comparison.weighted:
+        detail += f""" In addition, weight_fn weighs the micro-batches as
+            {proportions(evidence.comparison.share)}; this loss needs equal weights."""
+        mend += """ Leave weight_fn out, or make the loss a mean over what weight_fn
+            counts, within the batch that it gets."""
+    return Finding(Cause.SCALE, mend, detail, weights=(c / k,) * k)
+
+
+def _weights(evidence: Evidence) -> Finding | None:
+    """Whether G = Σ wᵢ·gᵢ with weights that depend on the batch alone."""
+    found, comparison = evidence.fit.weights, evidence.comparison
+    if found is None:
+        return None
+    total, trust = float(found.values.sum()), evidence.fit.trust
+    share, code = found.values / total, None
+    plain = np.allclose(share, 1 / len(share), rtol=1e-6, atol=0)
+    counted = not plain and code_that_counts(comparison.problem.batch, share, trust)
+    # Counts are exact, also if the fit has the digits of a narrow dtype.
+    if counted and comparison.reproduces(total * counted[1]):
+        (code, share), trust = counted, EXACT
+    used = f"as {proportions(comparison.share)}" if comparison.weighted else "equally"
+    shown = proportions(share, trust)
+    detail = f"They count {used} now, but must count as {shown}"
+    mend = "Leave weight_fn out."
+    if plain:
+        detail += ": the loss is a plain mean, and needs no weights."
+    else:
+        detail += """ or a multiple of that. The loss divides by a count that differs
+            between micro-batches, most likely of the tokens that are not padding."""
+        mend = f"""Pass weight_fn=lambda batch: {code} to ga_optax.value_and_grad. With
+            ga_optax.MultiSteps, pass weight={code} with every micro-batch."""
+    if not plain and not code:
+        mend = f"""Pass a weight_fn to ga_optax.value_and_grad that returns the number
+            your loss divides by: {shown} for these micro-batches, or a multiple."""
+    if not found.known.all():
+        which = ", ".join(map(str, np.flatnonzero(~found.known)))
+        detail += f""" The gradients do not show how micro-batches {which} share their
+            weight (here equally), because these are identical or have no gradient."""
+    if abs(total - 1) > 1e-3:
+        size, factor = ("small", total) if total > 1 else ("large", 1 / total)
+        detail += f""" In addition, the accumulated gradient is too {size} by a factor
+            of {factor:.6g}: the loss is also divided by a size or a number of parts."""
+        mend += " Then remove the other division from the loss."
+    return Finding(Cause.WEIGHTS, mend, detail, weights=tuple((total * share).tolist()))
+
+
+def _constant(evidence: Evidence) -> Finding | None:
+    """Whether the loss is a sum over examples plus a term without any."""
+    detail = f"""The loss is a sum over examples plus a constant term, such as an L2
+        penalty on the parameters. Accumulation keeps the constant and divides the sum
+        by {evidence.comparison.problem.k}, so no single factor mends it."""
+    mend = """Return the mean over the examples, jnp.mean(...) instead of jnp.sum(...),
+        plus the penalty as it is, with its coefficient chosen for a mean."""
+    found = evidence.fit.has_constant()
+    return Finding(Cause.SCALE, mend, detail) if found else None
+
+
+# -- If they differ: what changes the undivided gradient -------------------------------
+
+_KEYS = """put jax.random.split(key, batch_size) into the batch and draw under jax.vmap.
+    A second cause may be hidden: run verify again without randomness."""
+
+
+def _another_key(evidence: Evidence) -> Finding | None:
+    detail = """Another key gives another gradient, most likely because of dropout. Then
+        micro-batches draw other random numbers than the undivided batch. That is as
+        good for training, but it cannot be compared."""
+    mend = f"""Nothing in training. To compare, switch the randomness off (such as
+        deterministic=True), or give each example a key of its own: {_KEYS}"""
+    same = not evidence.comparison.problem.key or evidence.comparison.same(key=1)
+    return None if same else Finding(Cause.RANDOMNESS, mend, detail)
+
+
+def _another_order(evidence: Evidence) -> Finding | None:
+    detail = """The same examples in another order give another gradient: the loss
+        draws random numbers for the whole batch at once (dropout with one key), or
+        weighs examples by position."""
+    mend = f"Give each example its weight or its key in its own row. For keys, {_KEYS}"
+    rows = evidence.comparison.problem.rows
+    same = evidence.comparison.same(rows=np.roll(rows(None), len(rows(0))))
+    return None if same else Finding(Cause.RANDOMNESS, mend, detail)
+
+
+def _undetermined(evidence: Evidence) -> Finding | None:
+    mend = "Run verify with 3 or more micro-batches, or with more parameters."
+    return Finding(Cause.UNDETERMINED, mend) if evidence.fit.ambiguous else None
+
+
+def _cross_example(_: Evidence) -> Finding:
+    """Nothing else is left."""
+    detail = """Their order does not matter, and no weights of the micro-batches
+        reproduce the undivided gradient. Usual reasons: batch normalisation, a
+        contrastive loss with the batch as negatives, the load-balancing term of a
+        mixture of experts, a standard deviation or a maximum over the batch, a root
+        or a logarithm of a mean."""
+    mend = """No weight_fn can mend it, because each micro-batch sees only itself. Use
+        statistics that do not come from the batch (group or layer normalisation,
+        running averages), or compute that term over the whole batch outside of the
+        accumulated loss, or accept that accumulation trains another loss. Instead of a
+        root or a logarithm of a mean, train on the mean itself."""
+    return Finding(Cause.CROSS_EXAMPLE, mend, detail)
+
+
+_QUESTIONS = (
+    _zero,
+    _equal,
+    _redrawn,
+    _rounding,
+    _scale,
+    _weights,
+    _constant,
+    _another_key,
+    _another_order,
+    _undetermined,
+    _cross_example,
+)

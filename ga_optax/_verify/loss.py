@@ -1,0 +1,154 @@
+"""Evaluates the loss and its gradient in float64, if the loss runs in float64."""
+
+import copy
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from ga_optax._verify.gradients import Evaluated, Leaves, real
+from ga_optax._verify.problem import Problem
+from ga_optax._verify.progress import Progress
+
+
+class Loss:
+    """The loss of some rows of the batch, and its gradient as float64 leaves.
+
+    Attributes:
+      problem: whose loss it is.
+      params: the parameters, in the dtype to evaluate in.
+      dtype: the narrowest floating dtype that is computed in.
+      eps: its precision.
+      note: what a reader has to know about that, if anything.
+    """
+
+    def __init__(self, problem: Problem, progress: Progress) -> None:
+        self.problem, self.progress = problem, progress
+        self._compiled = jax.jit(problem.gradient())
+        self.note = ""
+        try:
+            narrow = self._use(_wide(problem.params), _wide(problem.batch), x64=True)
+            if narrow != np.float64:
+                self.note = f"The loss casts to {narrow.name} inside"
+        except Exception as error:
+            # Any: the code is the user's, and it was traced in its own dtypes before.
+            narrow = self._use(problem.params, problem.batch, x64=problem.x64)
+            reason = f"{type(error).__name__}: {error}".strip().split("\n")[0][:120]
+            self.note = f"The loss does not run in float64 ({reason})"
+        if self.note:
+            self.note += f""", so the diagnosis cannot see effects that are as small as
+                the rounding of {narrow.name}."""
+        self.dtype, self.eps = narrow.name, float(jnp.finfo(narrow).eps)
+
+    def _use(self, params: Any, batch: Any, *, x64: bool) -> np.dtype:
+        """Evaluates at these; returns the coarsest floating dtype in the program."""
+        self.params, self._batch, self._x64 = params, batch, x64
+        rows, keys = self.problem.rows(None), self.problem.keys(0)
+        with jax.enable_x64(x64):
+            program = jax.make_jaxpr(self.problem.gradient())(params, batch, rows, keys)
+        dtypes = {np.dtype(np.float64), *_floating_dtypes(program)}
+        return max(dtypes, key=lambda dtype: float(jnp.finfo(dtype).eps))
+
+    def traced_again(self) -> "Loss":
+        """The same loss, to be traced once more."""
+        other = copy.copy(self)
+        other._compiled = jax.jit(self.problem.gradient())
+        return other
+
+    def of_part(self, part: int | None, params: Any = None) -> Evaluated:
+        """Loss and gradient of a micro-batch; of the undivided batch for None."""
+        return self.of_rows(self.problem.rows(part), part or 0, params)
+
+    def of_rows(self, rows: np.ndarray, key: int = 0, params: Any = None) -> Evaluated:
+        """Loss and gradient of these rows, with the key of micro-batch `key`."""
+        params = self.params if params is None else params
+        keys = self.problem.keys(key)
+        with jax.enable_x64(self._x64):
+            value, grads = self._compiled(params, self._batch, rows, keys)
+        self.progress.tick()
+        grads = jax.tree.leaves(grads)[::-1]
+        # One leaf after the other, so that there are never two copies of all.
+        return float(value), [real(grads.pop()) for _ in range(len(grads))]
+
+    def nearby(self, size: float, seed: int) -> Any:
+        """The parameters, each moved by a random part of itself, at most `size`."""
+        with jax.enable_x64(self._x64):
+            return _moved(self.params, jax.random.key(seed), size)
+
+
+@jax.jit
+def _moved(params: Any, key: jax.Array, size: ArrayLike) -> Any:
+    leaves, structure = jax.tree.flatten(params)
+    moved = []
+    for i, x in enumerate(leaves):
+        part = jax.random.uniform(jax.random.fold_in(key, i), x.shape, jnp.float32)
+        part = (size * (2 * part - 1)).astype(x.dtype)
+        # A zero does not move by a part of itself.
+        moved.append(jnp.where(x == 0, part, x * (1 + part)))
+    return jax.tree.unflatten(structure, moved)
+
+
+@jax.jit
+def _wide(tree: Any) -> Any:
+    def cast(x: jax.Array) -> jax.Array:
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            return x
+        return x.astype(jnp.complex128 if jnp.iscomplexobj(x) else jnp.float64)
+
+    return jax.tree.map(cast, tree)
+
+
+def _floating_dtypes(jaxpr: Any) -> Iterator[np.dtype]:
+    """The floating dtypes of everything that a program computes."""
+    for equation in jaxpr.eqns:
+        for variable in equation.outvars:
+            dtype = getattr(variable.aval, "dtype", None)
+            if dtype is not None and jnp.issubdtype(dtype, jnp.inexact):
+                yield np.dtype(jnp.finfo(dtype).dtype)
+        values = list(equation.params.values())
+        for inner in jax.tree.leaves(values, is_leaf=lambda x: hasattr(x, "eqns")):
+            if hasattr(inner, "eqns"):
+                yield from _floating_dtypes(inner)
+
+
+# -- What cannot be compared -----------------------------------------------------------
+
+
+@dataclasses.dataclass(eq=False)
+class NotFiniteError(Exception):
+    """There is an inf or a NaN, so that nothing can be compared.
+
+    Attributes:
+      first: which the first one is, in words.
+      losses: the undivided batch's loss, and the accumulated one, as far as known.
+      only_part: whether the undivided batch has none.
+      narrow: whether float64 has none.
+    """
+
+    first: str
+    losses: tuple[float, float] = (math.nan, math.nan)
+    only_part: bool = False
+    narrow: bool = False
+
+
+def first_not_finite(
+    problem: Problem, place: str, value: float, grads: Leaves
+) -> str | None:
+    """Names the first inf or NaN of the gradient, else of the loss, if there is one."""
+    finite = [bool(jnp.isfinite(x).all()) for x in grads]
+    if all(finite):
+        return None if math.isfinite(value) else f"the loss {place}: {value}"
+    leaf = finite.index(False)
+    array = np.asarray(grads[leaf])
+    index = tuple(map(int, np.argwhere(~np.isfinite(array))[0]))
+    found = array[index]
+    # Without the part of a complex number.
+    index = index[array.ndim - jnp.ndim(jax.tree.leaves(problem.params)[leaf]) :]
+    at = f" at index {index}" if index else ""
+    loss = "" if math.isfinite(value) else f", and the loss there is {value}"
+    return f"the gradient {place}, {problem.names[leaf]}{at}: {found}{loss}"

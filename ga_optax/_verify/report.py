@@ -1,0 +1,122 @@
+"""What `verify` returns: a `Report`, and the page that it prints."""
+
+import dataclasses
+import enum
+import math
+
+from ga_optax._text import columns, wrap
+
+
+class Cause(enum.Enum):
+    """Why an accumulated gradient differs from the undivided one, or that it does not.
+
+    The value of each is its diagnosis.
+    """
+
+    EQUAL = "The two gradients are equal, number for number."
+    ROUNDING = "The two gradients differ only by rounding, as sums in another order do."
+    SCALE = "The loss is not a mean over its batch: it depends on the batch size."
+    WEIGHTS = "The micro-batches' gradients are right, but their weights are wrong."
+    CROSS_EXAMPLE = "The examples of a batch see each other in this loss."
+    RANDOMNESS = "The loss depends on random numbers, or on the order of its examples."
+    NOT_FINITE = "A loss or a gradient is not finite: it contains an inf or a NaN."
+    UNDETERMINED = "The gradients differ, but several causes explain these few numbers."
+
+
+# The causes with which accumulation gives the undivided batch's gradient.
+SAME = (Cause.EQUAL, Cause.ROUNDING)
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafReport:
+    """How one leaf of the gradient compares.
+
+    Attributes:
+      name: its path in the parameters.
+      shape: its shape.
+      dtype: its dtype, in which `max_ulp` counts.
+      max_ulp: how many representable numbers lie between the two gradients, at most
+        over the elements. It is large near a zero, too, where it means little.
+      max_abs: the largest absolute difference of the two gradients in that dtype.
+      relative: ‖G - M‖ / ‖G‖ of the leaf in float64, G undivided and M accumulated.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    max_ulp: int
+    max_abs: float
+    relative: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Report:
+    """What `verify` found; `print` it to read it.
+
+    Attributes:
+      ok: whether accumulation gives the undivided batch's gradient, that is, whether
+        the cause is `EQUAL` or `ROUNDING`.
+      cause: why it does not.
+      message: what is wrong, by how much, on which leaf, and what to do: one paragraph.
+      weights: the weights that reproduce the undivided batch, Σ wᵢ·gᵢ = G, if the cause
+        is `WEIGHTS` or `SCALE`; their ratios are the counts. Otherwise None.
+      max_ulp: the largest of the leaves; None if the cause is `NOT_FINITE`.
+      relative: ‖G - M‖ / ‖G‖ over all leaves, in float64; 0 if both are zero.
+      leaves: a `LeafReport` for each leaf, in the order of the tree.
+      mend: the line of code that mends it, or what else to do.
+      dtype: the narrowest floating dtype in which the loss computed for the diagnosis.
+      losses: the undivided batch's loss, and the accumulated one.
+      num_microbatches: k.
+      batch_size: the number of rows of the undivided batch.
+      diagnosis: what is wrong, in sentences.
+      extent: how large the difference is, in sentences.
+    """
+
+    ok: bool
+    cause: Cause
+    message: str
+    weights: tuple[float, ...] | None
+    max_ulp: int | None = None
+    relative: float = math.nan
+    leaves: tuple[LeafReport, ...] = ()
+    mend: str
+    dtype: str
+    losses: tuple[float, float]
+    num_microbatches: int
+    batch_size: int
+    diagnosis: tuple[str, ...]
+    extent: tuple[str, ...]
+
+    def __str__(self) -> str:
+        k, rows = self.num_microbatches, self.batch_size
+        verdict = "The same gradient" if self.ok else "NOT the same gradient"
+        if self.cause is Cause.NOT_FINITE:
+            verdict = "Cannot be compared"
+        parts = f"{k} micro-batch{'es' * (k > 1)} of {rows // k} rows"
+        compared = f"Compared: one batch of {rows} rows, and the same rows as {parts}."
+        lines = [f"{verdict} ({self.cause.name})", "", *wrap(compared)]
+        found = "What was found" if self.ok else "What is wrong"
+        titles = found, "How large it is", "What to do"
+        sections = self.diagnosis, self.extent, [self.mend]
+        for title, paragraphs in zip(titles, sections, strict=True):
+            lines += ["", title]
+            lines += [line for text in paragraphs for line in wrap(f"  {text}")]
+        if self.leaves:
+            lines += ["", *_table(self.leaves)]
+        return "\n".join(lines)
+
+
+def _table(leaves: tuple[LeafReport, ...]) -> list[str]:
+    """A row for each leaf, and what the columns mean."""
+    rows = [["leaf", "shape", "dtype", "ULPs", "difference", "relative"]]
+    for leaf in leaves:
+        name, shape = leaf.name.removeprefix("leaf "), str(leaf.shape)
+        figures = f"{leaf.max_ulp} {leaf.max_abs:.1e} {leaf.relative:.1e}".split()
+        rows.append([name, shape, leaf.dtype, *figures])
+    legend = (
+        "ULPs and difference: how many numbers of the dtype lie between the two "
+        "gradients, and how far apart they are, at most, as training computes them. "
+        "relative: the norm of the difference over that of the undivided gradient, in "
+        "float64 if the loss allows it."
+    )
+    return [*columns(rows, left=(0, 1, 2)), "", *wrap(legend)]

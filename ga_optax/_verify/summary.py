@@ -1,0 +1,97 @@
+"""Puts a report together: the finding, and how large the difference is, in words."""
+
+import math
+from typing import Any
+
+import numpy as np
+
+from ga_optax._text import unfold
+from ga_optax._verify.diagnosis import Evidence, Finding, diagnose, not_finite
+from ga_optax._verify.gradients import norm
+from ga_optax._verify.loss import Loss, NotFiniteError
+from ga_optax._verify.problem import Problem
+from ga_optax._verify.report import SAME, Cause, Report
+
+
+def nothing_compared(error: NotFiniteError, loss: Loss) -> Report:
+    """The report if there is an inf or a NaN."""
+    figures = {"dtype": loss.dtype, "losses": error.losses}
+    size = ["No difference can be measured."]
+    return _report(not_finite(error), loss.problem, size, **figures)
+
+
+def compared(evidence: Evidence) -> Report:
+    """The report of a comparison."""
+    comparison, native = evidence.comparison, evidence.native
+    finding = diagnose(evidence)
+    difference = _difference(finding.cause, evidence)
+    losses = _losses(finding.cause, *comparison.losses)
+    note = comparison.loss.note if comparison.noisy else ""
+    return _report(
+        finding,
+        comparison.problem,
+        [difference, finding.extent, losses, note],
+        dtype=comparison.loss.dtype if comparison.noisy else "float64",
+        losses=comparison.losses,
+        max_ulp=native.max_ulp,
+        relative=comparison.relative_norm,
+        leaves=native.leaves,
+    )
+
+
+def _report(
+    finding: Finding, problem: Problem, sizes: list[str], **figures: Any
+) -> Report:
+    diagnosis = tuple(filter(None, (finding.cause.value, unfold(finding.detail))))
+    extent, mend = tuple(map(unfold, filter(None, sizes))), unfold(finding.mend)
+    return Report(
+        ok=finding.cause in SAME,
+        cause=finding.cause,
+        message=" ".join((*diagnosis, extent[0], mend)),
+        weights=finding.weights,
+        mend=mend,
+        num_microbatches=problem.k,
+        batch_size=problem.batch_size,
+        diagnosis=diagnosis,
+        extent=extent,
+        **figures,
+    )
+
+
+def _difference(cause: Cause, evidence: Evidence) -> str:
+    """How far the gradients are apart; nothing if they are equal."""
+    comparison, native = evidence.comparison, evidence.native
+    if cause is Cause.EQUAL:
+        return ""
+    if not comparison.agrees:
+        off = _of_norm(norm(comparison.difference), comparison.relative_norm)
+        leaf = native.leaves[int(np.argmax(comparison.relative))]
+        return f"""The accumulated gradient is off by {off}, the most on {leaf.name}:
+            {_share(leaf.relative)}."""
+    off = _of_norm(native.distance, native.relative)
+    if cause is not Cause.ROUNDING:
+        return f"As training computes them, they differ by {off}."
+    leaf = max(native.leaves, key=lambda leaf: leaf.max_ulp)
+    ulps = f"{leaf.max_ulp} ULP{'s' * (leaf.max_ulp != 1)}"
+    return f"""They differ by {off}, and by at most {ulps}, on {leaf.name}. An ULP is a
+        step between neighbouring numbers; near zero, many of them mean little."""
+
+
+def _losses(cause: Cause, undivided: float, accumulated: float) -> str:
+    values = f"{undivided:.6g} undivided, {accumulated:.6g} accumulated."
+    if cause not in SAME or abs(undivided - accumulated) <= 1e-3 * abs(undivided):
+        return f"Loss: {values}"
+    return f"""The gradients agree, but the loss does not: {values} Some term of it that
+        has no gradient is not a mean over the examples. Training does not notice."""
+
+
+def _of_norm(distance: float, relative: float) -> str:
+    if math.isinf(relative):
+        return f"{distance:.1e} in norm, and the undivided gradient is zero"
+    return f"{_share(relative)} of the undivided gradient's norm"
+
+
+def _share(fraction: float) -> str:
+    if not math.isfinite(fraction):
+        return "all of it"
+    return f"{100 * fraction:.3g}%" if fraction > 1e-3 else f"{fraction:.1e}"
