@@ -2,6 +2,7 @@
 
 import doctest
 import importlib
+import inspect
 import json
 import pathlib
 import pkgutil
@@ -9,28 +10,105 @@ import re
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 import ga_optax
 
 ROOT = pathlib.Path(__file__).parents[1]
-MODULES = [name for _, name, _ in pkgutil.iter_modules(ga_optax.__path__)]
+MODULES = [name for _, name, _ in pkgutil.walk_packages(ga_optax.__path__, "ga_optax.")]
+FINDER = doctest.DocTestFinder(recurse=False)
 
 
 @pytest.mark.usefixtures("optax_promotion")
 @pytest.mark.parametrize("name", MODULES)
-def test_the_examples_of_the_docstrings_print_what_they_say(name):
-    if name == "__main__":
+def test_the_examples_of_the_docstrings_run_as_pasted_and_print_what_they_say(name):
+    if name == "ga_optax.__main__":
         pytest.skip("the command line has no docstring examples")
-    module = importlib.import_module(f"ga_optax.{name}")
-    failed, _ = doctest.testmod(module)
+    # With no names but their own: a reader pastes an example, and not the module.
+    failed, _ = doctest.testmod(importlib.import_module(name), globs={})
     assert failed == 0
 
 
+DONATING = [
+    name
+    for name in ga_optax.__all__
+    if "donate_arg" in (getattr(ga_optax, name).__doc__ or "")
+]
+
+
+class Recorded:
+    """A jitted function that records the arguments of its calls."""
+
+    def __init__(self, jitted, calls):
+        self.jitted, self.calls = jitted, calls
+
+    def __call__(self, *args):
+        self.calls.append((self.jitted, args))
+        return self.jitted(*args)
+
+    def __getattr__(self, name):
+        return getattr(self.jitted, name)
+
+
+def temporaries_of_an_example(text, name, monkeypatch):
+    """Temporaries over results, in bytes, of the calls in an example that donate.
+
+    Every axis is made 1,000 times as long, so that arrays count and scalars do not. A
+    call whose results are small beside its data has nothing to donate, and is left out.
+    """
+    calls, jit = [], jax.jit
+
+    def recording(fun, **options):
+        jitted = jit(fun, **options)
+        return Recorded(jitted, calls) if "donate_argnums" in options else jitted
+
+    def longer(leaf):
+        leaf = jnp.asarray(leaf)
+        return jax.ShapeDtypeStruct([1000 * n for n in leaf.shape], leaf.dtype)
+
+    test = doctest.DocTestParser().get_doctest(text, {}, name, None, None)
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "jit", recording)
+        assert doctest.DocTestRunner().run(test, clear_globs=False).failed == 0
+    found = []
+    for jitted, args in calls:
+        memory = jitted.lower(*jax.tree.map(longer, args)).compile().memory_analysis()
+        if memory.output_size_in_bytes > 0.1 * memory.argument_size_in_bytes:
+            found.append(memory.temp_size_in_bytes / memory.output_size_in_bytes)
+    return found
+
+
+@pytest.mark.usefixtures("optax_promotion")
+@pytest.mark.parametrize("name", DONATING)
+def test_an_example_that_donates_needs_no_copies(name, monkeypatch):
+    text = inspect.getdoc(getattr(ga_optax, name))
+    found = temporaries_of_an_example(text, name, monkeypatch)
+    assert all(ratio < 0.1 for ratio in found), found
+    assert found or name != "apply_gradients"
+
+
+CROSSED = """
+    >>> import jax, jax.numpy as jnp
+    >>> step = jax.jit(lambda a, b: (b + 1, a + 1), donate_argnums=(0, 1))
+    >>> a, b = step(jnp.zeros(100), jnp.ones(100))
+"""
+
+
+def test_an_example_that_donates_in_another_order_has_copies(monkeypatch):
+    assert "apply_gradients" in DONATING
+    straight = CROSSED.replace("(b + 1, a + 1)", "(a + 1, b + 1)")
+    (crossed,), (fine,) = (
+        temporaries_of_an_example(text, "twin", monkeypatch)
+        for text in (CROSSED, straight)
+    )
+    assert fine < 0.1 < 0.4 < crossed
+
+
 def test_every_public_function_has_an_example_or_is_documented_elsewhere():
-    finder = doctest.DocTestFinder(recurse=False)
     for name in ("MultiSteps", "apply_gradients", "flush", "from_optax"):
-        tests = finder.find(getattr(ga_optax, name), name)
+        tests = FINDER.find(getattr(ga_optax, name), name)
         assert any(test.examples for test in tests), name
 
 
@@ -88,7 +166,7 @@ def recorded():
 def test_the_numbers_in_the_readme_are_those_of_the_benchmarks():
     rows = list(readme_table().values())
     assert [row[:2] for row in rows[:-1]] == recorded()
-    # Not a measurement: a test says it, tests/test_exactness.py.
+    # This row is not a measurement: tests/test_exactness.py tests it.
     assert rows[-1][:2] == ["yes", "no"]
 
 
