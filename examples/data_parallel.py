@@ -60,7 +60,7 @@ def make_config(steps: int) -> char_lm.Config:
 # -- The devices -----------------------------------------------------------------------
 
 
-def meet(devices: int | None, processes: int, process_id: int, port: int) -> Mesh:
+def make_mesh(devices: int | None, processes: int, process_id: int, port: int) -> Mesh:
     """Makes the mesh of all devices of all processes. Call it before JAX starts."""
     if devices is not None:
         jax.config.update("jax_platforms", "cpu")
@@ -219,7 +219,7 @@ def digest(run: Any) -> str:
 
 def work(args: argparse.Namespace) -> None:
     """The program of each process."""
-    mesh = meet(args.devices, args.processes, args.process_id, args.port)
+    mesh = make_mesh(args.devices, args.processes, args.process_id, args.port)
     config = make_config(args.steps)
     if config.batch_size % (mesh.size * args.num_microbatches):
         raise SystemExit(
