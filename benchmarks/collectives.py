@@ -2,18 +2,18 @@
 
     python benchmarks/collectives.py
 
-Eight virtual devices of a CPU, the batch split over them, the parameters on each. The
-number is `ga.audit`'s: bytes of the operands of all collectives that one device runs in
-a window, here in units of the gradient. Nothing is run, and the network's time is not
-measured. Beside it stands the work of a device, the arithmetic of all its matrix
-products over its share: XLA may gather the batch, and let every device compute all of
-it.
+It compiles for eight virtual devices of a CPU, with the batch split over them and all
+parameters on each. It runs nothing, so it does not measure the network's time. The
+first table has the bytes that `ga.audit` finds, the operands of all collectives that
+one device runs in a window, in units of the gradient. The second table has the work of
+a device, the arithmetic of its matrix products over its share: XLA may gather the batch
+and let every device compute all of it.
 """
 
 import collections
 import os
 
-# Of two values of one flag XLA takes the last.
+# If a flag comes twice, XLA takes the last value.
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 )
@@ -35,14 +35,14 @@ DEVICES = 8
 
 
 def split_in_place(batch: jax.Array, k: int) -> jax.Array:
-    """Micro-batch i is the i-th part of the rows of each device: no row moves."""
+    """Micro-batch i takes the i-th part of the rows of each device: no row moves."""
     width = batch.shape[-1]
     local = batch.reshape(DEVICES, k, -1, width).swapaxes(0, 1).reshape(k, -1, width)
     return jax.lax.with_sharding_constraint(local, P(None, "data"))
 
 
 def measure(layers: int, width: int, rows: int, k: int) -> dict[str, dict[str, Any]]:
-    """What each way communicates and computes in a window of k micro-batches."""
+    """Compiles each way, and counts what it communicates and computes in a window."""
     mesh = jax.make_mesh((DEVICES,), ("data",), axis_types=(AxisType.Auto,))
     everywhere, split = (NamedSharding(mesh, spec) for spec in (P(), P("data")))
 
@@ -104,7 +104,7 @@ def _flops_alone(loss: Any, params: Any, rows: int) -> int:
 
 
 def main() -> None:
-    """Prints the table, and writes the JSON where one is asked for."""
+    """Prints the table, and writes the JSON if asked to."""
     parser = record.make_parser(__doc__)
     parser.add_argument("--layers", type=int)
     parser.add_argument("--width", type=int)

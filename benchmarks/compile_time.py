@@ -2,8 +2,8 @@
 
     python benchmarks/compile_time.py
 
-A window of k micro-batches and one Adam step: traced, lowered and compiled, with
-nothing kept from before. The ways take turns in one process; the table gives medians.
+A window of k micro-batches and one Adam step is traced, lowered and compiled, without
+any cache. The ways take turns in one process, and the table gives medians.
 """
 
 import collections
@@ -21,7 +21,7 @@ WAYS = (peers.OURS, peers.SCAN, peers.MICROBATCHING, peers.UNROLLED)
 
 
 def seconds(loss: Any, params: Any, way: str, rows: int, k: int) -> float:
-    """From the Python function to the program that runs."""
+    """How long one way takes from the Python function to the compiled program."""
     jax.clear_caches()
     opt = optax.adam(1e-3)
     state = params, jax.eval_shape(opt.init, params)
@@ -35,7 +35,7 @@ def seconds(loss: Any, params: Any, way: str, rows: int, k: int) -> float:
 
 
 def main() -> None:
-    """Prints the table, and writes the JSON where one is asked for."""
+    """Prints the table, and writes the JSON if asked to."""
     parser = record.make_parser(__doc__)
     parser.add_argument("--layers", type=int)
     parser.add_argument("--width", type=int, default=64)
@@ -54,7 +54,7 @@ def main() -> None:
         for turn in range(rounds + 1):
             for way in WAYS:
                 taken = seconds(peers.scanned_loss, params, way, args.rows, k)
-                if turn:  # the first imports and warms up
+                if turn:  # the first turn imports and warms up
                     times[way].append(taken)
         median = {way: statistics.median(t) for way, t in times.items()}
         over = {way: t / median[peers.SCAN] for way, t in median.items()}

@@ -3,19 +3,19 @@
     python benchmarks/gpu.py --out benchmarks/results
     python benchmarks/gpu.py --parts peak window --out benchmarks/results
 
-Four parts, each with a file of its own, `gpu_PART.json`:
+There are four parts, and each writes a file of its own, `gpu_PART.json`:
 
 peak        the allocator's peak for each way to do a window of the reference model
-            (`reference_model.py`), each in a process of its own: a peak has no reset
-window      tokens a second, k = 1 against k = 8 at the same micro-batch
-micro_step  Adam on 51 M and 205 M parameters against the floor, and `emit=None`, where
-            the device is asked whether the window is full, against a static `emit`
-programs    the optimised HLO: how many kernels do nothing but add into a gradient-sized
-            buffer, how many matrix products took the accumulator as their beta = 1
-            operand
+            (`reference_model.py`). Each way has a process of its own, because a peak
+            cannot be reset
+window      tokens a second, k = 1 against k = 8 with the same micro-batch
+micro_step  Adam on 51 M and 205 M parameters against the floor. `emit=None`, which asks
+            the device whether the window is full, against a static `emit`
+programs    the optimised HLO: how many kernels only add into a gradient-sized buffer,
+            and how many matrix products take the accumulator as their beta = 1 operand
 
-Without `--out` it prints and writes nothing. It refuses to run on anything but a GPU,
-but for `--tiny`, which shows on a CPU that everything runs, and never writes.
+Without `--out` it only prints. It needs a GPU; with `--tiny` it runs anywhere, to show
+that everything works, and never writes.
 """
 
 import argparse
@@ -50,13 +50,13 @@ INIT = jax.jit(reference_model.init, static_argnums=0)
 
 
 def check_device(tiny: bool) -> None:
-    """Stops where there is no GPU: other numbers would pass for its."""
+    """Stops without a GPU: the numbers of another device would look like its own."""
     device = jax.devices()[0]
     if device.platform != "gpu" and not tiny:
         raise SystemExit(
             "These benchmarks need a GPU, but JAX's first device is "
             f"{device.platform}: {device.device_kind}. Install jax[cuda12] or "
-            "jax[cuda13] where there is one, or pass --tiny to try the program out."
+            "jax[cuda13] on a machine that has one, or pass --tiny to try it out."
         )
 
 
@@ -83,7 +83,7 @@ class Window:
 
 
 def ways_of(config: Config) -> dict[str, Callable[[], Window]]:
-    """All ways, by name; each is a function that makes it."""
+    """A function that makes each way, by its name."""
     opt = optax.adam(1e-4)
     loss = functools.partial(reference_model.loss, config)
 
@@ -112,7 +112,7 @@ def ways_of(config: Config) -> dict[str, Callable[[], Window]]:
 
 
 def loops_of(config: Config) -> dict[str, Any]:
-    """The host loops."""
+    """The host loops, by name."""
     opt = optax.adam(1e-4)
     loss = functools.partial(reference_model.loss, config)
     counted = peers.HostLoop(loss, ga.MultiSteps(opt, K), K, counts=True)
@@ -120,7 +120,7 @@ def loops_of(config: Config) -> dict[str, Any]:
 
 
 def measure_peak(config: Config, tiny: bool) -> list[dict[str, Any]]:
-    """The allocator's peak over two windows, way by way, in new processes."""
+    """Measures the allocator's peak over two windows of each way, in new processes."""
     rows, ways = [], list(ways_of(config))
     for way in ways[-1:] if tiny else ways:
         command = [sys.executable, __file__, "--peak-of", way]
@@ -142,7 +142,7 @@ def measure_peak(config: Config, tiny: bool) -> list[dict[str, Any]]:
 
 
 def print_peak(config: Config, way: str) -> None:
-    """What a process of `measure_peak` does: two windows, and a line of JSON."""
+    """The part of one process of `measure_peak`: two windows, and a line of JSON."""
     window = ways_of(config)[way]()
     for _ in range(2):
         window(config)
@@ -154,7 +154,7 @@ def print_peak(config: Config, way: str) -> None:
 
 
 def measure_window(config: Config, rounds: int) -> list[dict[str, Any]]:
-    """Tokens a second: two groups that fit, each with the step of k = 1 in turn."""
+    """Measures tokens a second, in two groups that fit, each beside k = 1."""
     names = [way for way in ways_of(config) if way != ALONE]
     rows = []
     for group in (names[:4], names[4:]):
@@ -172,7 +172,7 @@ def measure_window(config: Config, rounds: int) -> list[dict[str, Any]]:
     theirs = next(row for row in rows if row["way"] == peers.MULTI_STEPS)
     for row in rows:
         row["over_optax_multi_steps"] = row["over_alone"] / theirs["over_alone"]
-    print(f"\nTokens a second, k = {K}, and over those of k = 1 measured beside it")
+    print(f"\nTokens a second, k = {K}, and relative to k = 1 measured beside it")
     record.print_table(
         ["way", "tokens/s", "of k = 1", "over k = 1", "over optax.MultiSteps"],
         [
@@ -192,14 +192,14 @@ def measure_window(config: Config, rounds: int) -> list[dict[str, Any]]:
 def tokens_per_second(
     config: Config, group: list[str], rounds: int
 ) -> dict[str, float]:
-    """By the median over the rounds; every side does K micro-batches in its turn."""
+    """The median over the rounds; each way does K micro-batches in its turn."""
     ways = ways_of(config)
     windows = {way: ways[way]() for way in group}
     seconds = collections.defaultdict(list)
     for turn in range(rounds + 1):
         for way, window in windows.items():
             taken = sum(window(config) for _ in range(K // window.k))
-            if turn:  # the first compiled
+            if turn:  # the first turn compiles
                 seconds[way].append(taken)
     return {
         way: K * config.tokens / statistics.median(times)
@@ -211,15 +211,15 @@ def tokens_per_second(
 
 
 class Counted:
-    """`ga.apply_gradients` with a static `emit`: the host counts, no cond."""
+    """`ga.apply_gradients` with a static `emit`: the host counts, without a cond."""
 
     def __init__(self, opt: Any, params: Any, grads: Any, k: int) -> None:
-        """Compiles one program for the micro-steps before the last, and one for it."""
+        """Compiles a program for the last micro-step, and one for those before it."""
         tx = ga.MultiSteps(opt, k)
         side = functools.partial(micro_step.applied, tx, params, grads)
         self.first, self.last = side(emit=False), side(emit=True)
         self.carry = self.first.carry
-        self.last.carry = None  # one state is enough, and it would be donated twice
+        self.last.carry = None  # the two programs share one state
         self.temporaries = max(self.first.temporaries, self.last.temporaries)
 
     def window(self, grads: Any, micro_steps: int) -> float:
@@ -234,7 +234,7 @@ class Counted:
 
 
 def measure_micro_steps(tiny: bool, rounds: int) -> list[dict[str, Any]]:
-    """Adam in two sizes: the floor, ours in both forms of `emit`, and the peers."""
+    """Measures Adam in two sizes: the floor, both forms of `emit`, and the peers."""
     rows = []
     for leaves, size in [(2, 32)] if tiny else [(20, 1600), (20, 3200)]:
         params, grads = micro_step.make_gradients(leaves, size)
@@ -274,7 +274,7 @@ def measure_micro_steps(tiny: bool, rounds: int) -> list[dict[str, Any]]:
 
 
 def read_programs(config: Config) -> list[dict[str, Any]]:
-    """What the additions of a micro-step became in each way's program."""
+    """Counts what the additions of a micro-step became in the program of each way."""
     opt = optax.adam(1e-4)
     loss = functools.partial(reference_model.loss, config)
     params = jax.eval_shape(functools.partial(reference_model.init, config))
@@ -317,7 +317,7 @@ def _mb(size: int | None) -> str:
 
 
 def main() -> None:
-    """Runs the parts that were asked for."""
+    """Runs the parts that `--parts` names."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parts = ("peak", "window", "micro_step", "programs")
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
@@ -333,7 +333,7 @@ def main() -> None:
         return
     if args.tiny and args.out:
         parser.error(
-            "--tiny measures nothing and so writes nothing, but it got --out "
+            "--tiny measures nothing, so it writes nothing, but it got --out "
             f"{args.out}. Leave one of them out."
         )
     rounds = 1 if args.tiny else args.rounds
@@ -346,8 +346,8 @@ def main() -> None:
     for part in parts:
         if part not in args.parts:
             continue
-        # The processes of the first part check for themselves, and need the memory that
-        # JAX would take for this one as soon as it is asked about devices.
+        # As soon as this process asks JAX for its devices, it takes the GPU's memory.
+        # The processes of "peak" need that memory, and check the device themselves.
         if part != "peak":
             check_device(args.tiny)
         rows = measures[part]()

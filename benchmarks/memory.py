@@ -2,11 +2,11 @@
 
     python benchmarks/memory.py
 
-One window is a fixed number of rows and one Adam step. The model scans over its layers
-and rematerialises them. What a program needs is temp + argument + output - alias of
-XLA's own analysis, to the byte and without running anything. A host loop needs the
-most that one of its programs needs, with what else lies on the device meanwhile; it
-holds one micro-batch at a time, where one call holds the window.
+A window has a fixed number of rows and one Adam step. The model scans over its layers
+and rematerialises them. A program needs temp + argument + output - alias, as XLA's own
+analysis says, to the byte and without running anything. A host loop needs as much as
+its largest program, plus what else is on the device meanwhile. It holds one micro-batch
+at a time, while one call holds the whole window.
 """
 
 from typing import Any
@@ -43,7 +43,7 @@ def measure(layers: int, width: int, rows: int, k: int) -> dict[str, int]:
 
 
 def main() -> None:
-    """Prints the table, and writes the JSON where one is asked for."""
+    """Prints the table, and writes the JSON if asked to."""
     parser = record.make_parser(__doc__)
     parser.add_argument("--layers", type=int)
     parser.add_argument("--width", type=int)

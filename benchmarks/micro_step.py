@@ -3,9 +3,9 @@
     python benchmarks/micro_step.py
 
 The floor of a window of k micro-steps is k additions of the gradient to a donated
-accumulator and one plain optimizer step; all parts are measured in this process, whole
-windows of every side in turn, and the table gives medians. Only the ratios
-mean something on a machine that others use.
+accumulator and one plain optimizer step. All parts are measured in this process: the
+sides take turns, a whole window at a time, and the table gives medians. On a machine
+that others use, only the ratios mean something.
 """
 
 import collections
@@ -50,7 +50,7 @@ class Side:
         self.temporaries = memory.temp_size_in_bytes
 
     def window(self, grads: Any, micro_steps: int) -> float:
-        """Runs so many micro-steps; returns seconds."""
+        """Runs this many micro-steps; returns seconds."""
         jax.block_until_ready(self.carry)
         start = time.perf_counter()
         for _ in range(micro_steps):
@@ -60,7 +60,7 @@ class Side:
 
 
 class TwoPrograms:
-    """A window by hand: a donated add a micro-step, then a program that updates."""
+    """A window by hand: a donated add for each micro-step, then an update."""
 
     def __init__(self, opt: Any, params: Any, k: int) -> None:
         """Compiles both and makes the first carry."""
@@ -83,7 +83,7 @@ class TwoPrograms:
         self.temporaries = max(m.temp_size_in_bytes for m in memory if m is not None)
 
     def window(self, grads: Any, micro_steps: int) -> float:
-        """Runs a window of so many micro-steps; returns seconds."""
+        """Runs a window of this many micro-steps; returns seconds."""
         jax.block_until_ready(self.carry)
         start = time.perf_counter()
         params, state, total = self.carry
@@ -116,7 +116,7 @@ def applied(tx: Any, params: Any, grads: Any, emit: bool | None = None) -> Side:
 
 
 def main_sides(opt: Any, params: Any, grads: Any, k: int) -> dict[str, Any]:
-    """The floor's parts, ours, and the peers; each with parameters of its own."""
+    """The parts of the floor, ours, and the peers, each with its own parameters."""
 
     def fresh() -> Any:
         return jax.tree.map(jnp.copy, params)
@@ -132,7 +132,7 @@ def main_sides(opt: Any, params: Any, grads: Any, k: int) -> dict[str, Any]:
 
 
 def all_sides(opt: Any, params: Any, grads: Any, k: int) -> dict[str, Any]:
-    """The same, and what else ours can do."""
+    """The main sides, and the other ways to use ours."""
 
     def fresh() -> Any:
         return jax.tree.map(jnp.copy, params)
@@ -145,7 +145,7 @@ def all_sides(opt: Any, params: Any, grads: Any, k: int) -> dict[str, Any]:
 
 
 def make_gradients(leaves: int, size: int) -> tuple[Any, Any]:
-    """Parameters in so many square matrices, and gradients for them."""
+    """Parameters, as square matrices, and gradients for them."""
     keys = jax.random.split(jax.random.key(0), leaves)
     params = {
         f"layer_{i}": jax.random.normal(key, (size, size)) for i, key in enumerate(keys)
@@ -156,7 +156,7 @@ def make_gradients(leaves: int, size: int) -> tuple[Any, Any]:
 def take_turns(
     sides: dict[str, Any], grads: Any, k: int, rounds: int
 ) -> dict[str, float]:
-    """Median seconds of a micro-step of each side: windows of all sides in turn."""
+    """Median seconds of a micro-step of each side; the sides take turns."""
     seconds = collections.defaultdict(list)
     for turn in range(rounds + 1):
         for side, runner in sides.items():
@@ -175,7 +175,7 @@ def floor_of(time_of: dict[str, float], k: int) -> float:
 def measure(
     name: str, leaves: int, size: int, k: int, rounds: int
 ) -> list[dict[str, Any]]:
-    """Runs so many windows of every side in turn; returns rows of the table."""
+    """Runs `rounds` windows of each side; returns the rows of the table."""
     params, grads = make_gradients(leaves, size)
     sides = all_sides(OPTIMIZERS[name](1e-4), params, grads, k)
     time_of = take_turns(sides, grads, k, rounds)
@@ -198,7 +198,7 @@ def measure(
 
 
 def main() -> None:
-    """Measures, prints the table, and writes the JSON where one is asked for."""
+    """Measures, prints the table, and writes the JSON if asked to."""
     parser = record.make_parser(__doc__)
     parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=["adam"])
     parser.add_argument("--leaves", type=int)

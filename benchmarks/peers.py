@@ -74,7 +74,7 @@ def plain_scan(
     k: int,
     split: Callable[[jax.Array, int], jax.Array] = split,
 ) -> Gradient:
-    """The window that one writes by hand."""
+    """A window as one writes it by hand."""
 
     def gradient(params: Any, batch: jax.Array) -> tuple[jax.Array, Any]:
         def micro_step(carry: Any, x: jax.Array) -> Any:
@@ -90,7 +90,7 @@ def plain_scan(
 
 
 def unrolled_loop(loss: Callable[..., jax.Array], k: int) -> Gradient:
-    """The same as a Python loop under `jax.jit`: k copies of the model."""
+    """The same as a Python loop under `jax.jit`, with k copies of the model."""
 
     def gradient(params: Any, batch: jax.Array) -> tuple[jax.Array, Any]:
         sums = jnp.zeros([]), jax.tree.map(jnp.zeros_like, params)
@@ -102,7 +102,7 @@ def unrolled_loop(loss: Callable[..., jax.Array], k: int) -> Gradient:
 
 
 def microbatch(loss: Callable[..., jax.Array], rows: int) -> Gradient:
-    """Optax's own, for means, over micro-batches of so many rows."""
+    """Optax's own function, for means, over micro-batches of this many rows."""
     return microbatching.microbatch(
         jax.value_and_grad(loss),
         argnums=1,
@@ -114,7 +114,7 @@ def microbatch(loss: Callable[..., jax.Array], rows: int) -> Gradient:
 def in_one_call(
     loss: Callable[..., jax.Array], k: int, rows: int
 ) -> dict[str, Gradient]:
-    """The ways to do a window of k micro-batches of so many rows in one call."""
+    """The ways to do a window of k micro-batches in one call, by name."""
     return {
         OURS: ga.value_and_grad(loss, k),
         OURS_PLAIN: ga.value_and_grad(loss, k, in_place=False),
@@ -124,7 +124,7 @@ def in_one_call(
 
 
 def step_of(gradient: Gradient, opt: Any) -> Any:
-    """A gradient and an update, `(state, batch) -> (state, value)`, state donated."""
+    """A step `(state, batch) -> (state, value)`, jitted, that donates the state."""
 
     def step(state: Any, batch: jax.Array) -> Any:
         params, opt_state = state
@@ -150,8 +150,8 @@ class HostLoop:
     ) -> None:
         """`tx` is `optax.MultiSteps(opt, k)` or `ga.MultiSteps(opt, k)`.
 
-        With `counts` the loop counts for itself and says `emit` to ours statically: a
-        second program then does the last micro-step of a window.
+        With `counts`, the loop counts micro-steps itself and gives ours a static
+        `emit`. A second program then does the last micro-step of a window.
         """
         self.tx, self.k = tx, k
         if isinstance(tx, ga.MultiSteps):
@@ -161,7 +161,7 @@ class HostLoop:
             self.step = self.last = step_of(jax.value_and_grad(loss), tx)
 
     def init(self, params: Any) -> Any:
-        """The state of the loop, with parameters of its own."""
+        """The state of the loop, with its own copy of the parameters."""
         return jax.tree.map(jnp.copy, params), self.tx.init(params)
 
     def __call__(self, state: Any, batch: jax.Array) -> Any:
@@ -175,7 +175,7 @@ class HostLoop:
 def _applied(
     loss: Callable[..., jax.Array], tx: ga.MultiSteps, emit: bool | None
 ) -> Any:
-    """A gradient and `ga.apply_gradients`."""
+    """A jitted micro-step: a gradient and `ga.apply_gradients`."""
 
     def step(state: Any, x: jax.Array) -> Any:
         params, opt_state = state
@@ -186,10 +186,10 @@ def _applied(
 
 
 class TwoPrograms:
-    """A host loop of two programs: gradient and add; update and reset."""
+    """A host loop of two programs: gradient and add, then update and reset."""
 
     def __init__(self, loss: Callable[..., jax.Array], opt: Any, k: int) -> None:
-        """Compiles nothing yet."""
+        """Defines both programs; compiles nothing yet."""
         self.opt, self.k = opt, k
 
         def add(total: Any, params: Any, x: jax.Array) -> Any:
@@ -207,7 +207,7 @@ class TwoPrograms:
         self.update = jax.jit(update, donate_argnums=(0, 1))
 
     def init(self, params: Any) -> Any:
-        """The state of the loop, with parameters of its own."""
+        """The state of the loop, with its own copy of the parameters."""
         state = jax.tree.map(jnp.copy, params), self.opt.init(params)
         return state, jax.tree.map(jnp.zeros_like, params)
 
@@ -220,7 +220,7 @@ class TwoPrograms:
 
 
 def in_many_calls(loss: Callable[..., jax.Array], opt: Any, k: int) -> dict[str, Any]:
-    """The host loops."""
+    """The host loops, by name."""
     return {
         OURS_LOOP: HostLoop(loss, ga.MultiSteps(opt, k), k),
         MULTI_STEPS: HostLoop(loss, optax.MultiSteps(opt, k), k),
@@ -232,7 +232,7 @@ def in_many_calls(loss: Callable[..., jax.Array], opt: Any, k: int) -> dict[str,
 
 
 def shampoo_like(learning_rate: float) -> optax.GradientTransformation:
-    """Shampoo's preconditioner for matrices, and nothing else of it.
+    """Shampoo's preconditioner for matrices, without the rest of Shampoo.
 
     L += G Gᵀ, R += Gᵀ G, update = L^(-1/4) G R^(-1/4), both roots at every step, by
     eigendecomposition; no blocks, no grafting, no momentum. It stands for optimizers
@@ -276,7 +276,7 @@ def needed(compiled: jax.stages.Compiled) -> int:
 
 
 def tree_bytes(tree: Any) -> int:
-    """The bytes of all leaves, or of what their shapes say."""
+    """The bytes of all leaves, which may be arrays or shapes."""
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 

@@ -2,10 +2,10 @@
 
     python benchmarks/pictures.py
 
-It reads the files in benchmarks/results and measures nothing. The pictures are vector
-graphics on no background, in colours that the colour-blind can tell apart and that show
-on white and on black; each way has a marker of its own, too. In each stands a digest of
-the file it was drawn from, so that one out of date is found.
+It only reads the files in benchmarks/results. The pictures are vector graphics with a
+transparent background. Their colours show on white and on black, and colour-blind
+readers can tell them apart; each way also has its own marker. Each picture contains a
+digest of the file that it was drawn from, so a test finds one that is out of date.
 """
 
 import argparse
@@ -26,7 +26,7 @@ OUT = pathlib.Path(__file__).parents[1] / "docs" / "pictures"
 GREY = "#7d8590"  # as legible on white as on GitHub's black
 BLUE, RED, PINK, GREEN, BROWN = "#0072b2", "#d55e00", "#cc79a7", "#009e73", "#a87b00"
 
-# Okabe and Ito's palette, but for the brown: their yellows are too light on white.
+# Okabe and Ito's palette, with a brown for their yellows, too light on white.
 STYLES: dict[str, dict[str, Any]] = {
     micro_step.APPLIED: {"color": BLUE, "marker": "o", "linewidth": 2.5, "zorder": 5},
     peers.OURS: {"color": BLUE, "marker": "o", "linewidth": 2.5, "zorder": 5},
@@ -71,7 +71,7 @@ plt.rcParams.update(
 
 
 def draw_micro_step(result: dict[str, Any]) -> Any:
-    """Time of a micro-step over its floor, by size, window and optimizer."""
+    """Draws the time of a micro-step over its floor, by size, window and optimizer."""
     panels = {
         "Adam, k = 8, by size": (
             result["by_size"],
@@ -88,7 +88,7 @@ def draw_micro_step(result: dict[str, Any]) -> Any:
     }
     figure, axes = plt.subplots(1, 3, figsize=(8.6, 3.1), sharey=True)
     for ax, (title, (rows, label)) in zip(axes, panels.items(), strict=True):
-        joined = ax is not axes[-1]  # optimizers are in no order
+        joined = ax is not axes[-1]  # optimizers have no order
         for way in rows[0]["over_floor"]:
             style = STYLES[way] | ({} if joined else {"linestyle": "none"})
             heights = [row["over_floor"][way] for row in rows]
@@ -107,7 +107,7 @@ def draw_micro_step(result: dict[str, Any]) -> Any:
 
 
 def draw_memory(result: dict[str, Any]) -> Any:
-    """Memory that a window needs, against the number of micro-batches."""
+    """Draws the memory that a window needs, against the number of micro-batches."""
     rows = result["results"]
     figure, ax = plt.subplots(figsize=(6.4, 3.6))
     ways = (
@@ -115,7 +115,7 @@ def draw_memory(result: dict[str, Any]) -> Any:
         *(peers.MICROBATCHING, peers.MULTI_STEPS, peers.TWO_PROGRAMS),
     )
     _lines(ax, rows, "mb", ways)
-    # Parameters, Adam's two moments and one gradient: less cannot be.
+    # Every way needs parameters, Adam's two moments and one gradient.
     least = 4 * result["param_bytes"] / 1e6
     ax.axhline(least, color=GREY, linewidth=1.2, zorder=1)
     ax.annotate(
@@ -136,7 +136,7 @@ def draw_memory(result: dict[str, Any]) -> Any:
 
 
 def draw_collectives(result: dict[str, Any]) -> Any:
-    """Bytes that cross the network in a window, against k."""
+    """Draws the bytes that cross the network in a window, against k."""
     rows = result["results"]
     figure, ax = plt.subplots(figsize=(6.4, 3.6))
     ways = (
@@ -166,7 +166,7 @@ def _lines(
     ways: tuple[str, ...],
     names: dict[str, str] = NAMES,
 ) -> None:
-    """One line for each way, against k; those that coincide show through each other."""
+    """Draws a line for each way, against k; markers shrink so that all stay visible."""
     ks = [row["k"] for row in rows]
     for way, size in zip(reversed(ways), (9, 8, 7, 6, 6, 6), strict=False):
         style = {"linewidth": 1.5, "zorder": 3, "markersize": size} | STYLES[way]
@@ -180,7 +180,7 @@ def _lines(
 
 
 def _ticks(axis: Any, values: Any) -> None:
-    """These ticks alone, printed as they are."""
+    """Shows only these ticks, printed as they are."""
     axis.set_major_locator(FixedLocator(values))
     axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,g}"))
     axis.set_minor_locator(NullLocator())
@@ -194,12 +194,12 @@ PICTURES = {
 
 
 def digest(path: pathlib.Path) -> str:
-    """What a picture says about the file it was drawn from."""
+    """What a picture records about the file that it was drawn from."""
     return f"{path.name}, sha256 {hashlib.sha256(path.read_bytes()).hexdigest()[:16]}"
 
 
 def main() -> None:
-    """Draws all of them."""
+    """Draws all pictures."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--results", type=pathlib.Path, default=record.RESULTS)
     parser.add_argument("--out", type=pathlib.Path, default=OUT)

@@ -1,4 +1,4 @@
-"""How the benchmarks are called and what they write: one form for all of them."""
+"""What all benchmarks share: their arguments, and the form of their results."""
 
 import argparse
 import datetime
@@ -11,11 +11,13 @@ from typing import Any
 
 import jax
 
+from ga_optax import _text
+
 RESULTS = pathlib.Path(__file__).parent / "results"
 
 
 def make_parser(text: str | None) -> argparse.ArgumentParser:
-    """A parser that knows `--json` and `--quick`, with a module's first line."""
+    """A parser with `--json` and `--quick`, described by the first line of `text`."""
     parser = argparse.ArgumentParser(description=(text or "").splitlines()[0])
     parser.add_argument("--json", type=pathlib.Path, help="also write the result here")
     parser.add_argument("--quick", action="store_true", help="small, in seconds")
@@ -23,7 +25,7 @@ def make_parser(text: str | None) -> argparse.ArgumentParser:
 
 
 def provenance() -> dict[str, Any]:
-    """Device, versions, date and command of this process."""
+    """The device, versions, date and command of this process."""
     device = jax.devices()[0]
     versions = {
         name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "optax")
@@ -37,11 +39,11 @@ def provenance() -> dict[str, Any]:
 
 
 def write(path: pathlib.Path | None, content: dict[str, Any]) -> None:
-    """Writes a result with its provenance, where a path is given."""
+    """Writes a result with its provenance, if there is a path."""
     if path is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Not every number is one: JSON has no NaN, and a benchmark should have none.
+    # JSON has no NaN, and a benchmark should have none.
     text = json.dumps(provenance() | content, indent=2, allow_nan=False)
     path.write_text(text + "\n", "utf-8")
 
@@ -52,17 +54,13 @@ def read(path: pathlib.Path) -> dict[str, Any]:
 
 
 def print_table(columns: list[str], rows: list[list[Any]]) -> None:
-    """Prints rows under their columns: words to the left, numbers to the right."""
+    """Prints a table, with words flush left and numbers flush right."""
     texts = [
         [cell if isinstance(cell, str) else f"{cell:,}" for cell in r] for r in rows
     ]
-    widths = [max(map(len, column)) for column in zip(columns, *texts, strict=True)]
     left = [
-        not any(text.startswith((*"-0123456789",)) for text in column)
-        for column in zip(*texts, strict=True)
+        i
+        for i, column in enumerate(zip(*texts, strict=True))
+        if not any(text.startswith((*"-0123456789",)) for text in column)
     ]
-    for line in (columns, ["-" * width for width in widths], *texts):
-        cells = zip(line, widths, left, strict=True)
-        print(
-            "  ".join(c.ljust(w) if is_left else c.rjust(w) for c, w, is_left in cells)
-        )
+    print("\n".join(_text.ruled([columns, *texts], left)))

@@ -1,8 +1,8 @@
 """The reference model, "350M": a decoder with grouped-query attention.
 
 Hidden 1024, 16 heads, 4 key and value heads, intermediate 4096, 24 layers, vocabulary
-32768. Parameters are float32, arithmetic is bfloat16, the loss float32. It scans over
-its layers and rematerialises them, as one trains such a model in memory that is short.
+32768. Parameters and the loss are float32, and arithmetic is bfloat16. The model scans
+over its layers and rematerialises them, as one does if memory is short.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ import optax
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Sizes of the model, and of what it is trained on."""
+    """Sizes of the model and of its micro-batches."""
 
     hidden: int = 1024
     heads: int = 16
@@ -23,7 +23,7 @@ class Config:
     intermediate: int = 4096
     layers: int = 24
     vocabulary: int = 32768
-    length: int = 1024  # tokens of a row that are learned
+    length: int = 1024  # targets in a row
     rows: int = 8  # of a micro-batch
 
     @property
@@ -36,7 +36,7 @@ TINY = Config(32, 4, 2, 96, 3, 160, 20, 2)
 
 
 def init(config: Config) -> Any:
-    """Parameters; those of the layers are stacked."""
+    """Random parameters. Those of the layers are stacked."""
     kv = config.hidden // config.heads * config.kv_heads
     wide = (config.hidden, config.intermediate)
     shapes: dict[str, tuple[int, ...]] = {
@@ -52,7 +52,7 @@ def init(config: Config) -> Any:
     shapes["embedding"] = (config.vocabulary, config.hidden)
     shapes["head"] = (config.hidden, config.vocabulary)
     keys = jax.random.split(jax.random.key(0), len(shapes))
-    # By fan-in; the embedding as if its fan-in were the hidden width.
+    # Scaled by fan-in; the embedding as if its fan-in were the hidden width.
     params = {
         name: jax.random.normal(key, shape) * config.hidden**-0.5
         for key, (name, shape) in zip(keys, shapes.items(), strict=True)
@@ -66,7 +66,7 @@ def init(config: Config) -> Any:
 
 
 def loss(config: Config, params: Any, tokens: jax.Array) -> jax.Array:
-    """Mean cross-entropy of the next token; tokens `[rows, length + 1]`, int32."""
+    """Mean cross-entropy of the next token; tokens are int32 `[rows, length + 1]`."""
     bfloat16 = jnp.bfloat16
     h = params["embedding"].astype(bfloat16)[tokens[:, :-1]]
     turns = _turns(config)
@@ -86,7 +86,7 @@ def loss(config: Config, params: Any, tokens: jax.Array) -> jax.Array:
 
 
 def _norm(h: jax.Array, scale: jax.Array) -> jax.Array:
-    """Divided by the root of the mean square, which is float32."""
+    """Divides by the root of the mean square, computed in float32."""
     square = jnp.mean(jnp.square(h.astype(jnp.float32)), axis=-1, keepdims=True)
     return h * jax.lax.rsqrt(square + 1e-6).astype(h.dtype) * scale[None, None, :]
 
@@ -101,7 +101,7 @@ def _turns(config: Config) -> tuple[jax.Array, jax.Array]:
 
 
 def _attention(config: Config, p: Any, x: jax.Array, turns: Any) -> jax.Array:
-    """Causal, with rotary positions; JAX's own, without a kernel library."""
+    """Causal attention with rotary positions; JAX's own, without a kernel library."""
     cosine, sine = turns
     width = config.hidden // config.heads
 
@@ -119,7 +119,7 @@ def _attention(config: Config, p: Any, x: jax.Array, turns: Any) -> jax.Array:
 
 
 def gradient_shapes(params: Any) -> set[tuple[int, ...]]:
-    """Shapes of gradients of matrices: stacked, of one layer, and transposed."""
+    """The shapes of the gradients of matrices: stacked, of one layer, transposed."""
     matrices = [params["embedding"], params["head"]]
     matrices += [x for x in jax.tree.leaves(params["layers"]) if x.ndim == 3]
     shapes = {x.shape for x in matrices} | {x.shape[-2:] for x in matrices}

@@ -1,12 +1,12 @@
-"""All benchmarks, one after the other, then one table and the pictures: `make bench`.
+"""Runs all benchmarks, then prints one table and draws the pictures: `make bench`.
 
     python benchmarks/suite.py
     python benchmarks/suite.py --quick --results /tmp/results --pictures /tmp/pictures
 
-Each runs in a process of its own and writes its file to the folder of results. The
-table and the pictures are made from those files alone. It takes ten minutes on
-two CPU cores, and 20 GB; `--quick` shows in a minute that everything runs, and its
-numbers mean nothing.
+Each benchmark runs in a process of its own and writes a file to the folder of results.
+The table and the pictures are made from these files alone. The suite takes ten minutes
+on two CPU cores, and 20 GB. With `--quick` it shows in a minute that everything runs,
+but its numbers mean nothing.
 """
 
 import argparse
@@ -28,7 +28,7 @@ COMMANDS: dict[str, list[str]] = {
     "collectives.json": ["collectives.py"],
     "compile_time.json": ["compile_time.py"],
     "micro_step.json": ["micro_step.py", "--optimizers", "adam"],
-    # Muon's step takes seconds, so that fewer matrices do.
+    # A step of Muon takes seconds, so fewer matrices are enough.
     "micro_step_muon.json": (
         ["micro_step.py", "--optimizers", "muon", "--leaves", "4", "--rounds", "2"]
     ),
@@ -50,7 +50,7 @@ COLUMNS = {
 
 
 def rows_of(results: pathlib.Path) -> list[list[Any]]:
-    """The rows of the one table: case, k, unit, and a number for each way."""
+    """The rows of the table: case, k, unit, and a number for each way."""
     sweep, window, memory, collective, compile_time = (
         record.read(results / f"{name}.json")
         for name in ("sweep", "window", "memory", "collectives", "compile_time")
@@ -79,13 +79,13 @@ def rows_of(results: pathlib.Path) -> list[list[Any]]:
 
 
 def _cell(numbers: dict[str, float], names: tuple[str, ...]) -> str:
-    """The number of the one of these names that was measured."""
+    """The number of whichever of these names was measured."""
     found = [numbers[name] for name in names if name in numbers]
     return f"{found[0]:.2f}" if found else "-"
 
 
 def main() -> None:
-    """Runs all of it."""
+    """Runs all benchmarks."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="small, in a minute")
     parser.add_argument("--results", type=pathlib.Path, default=record.RESULTS)
@@ -94,12 +94,12 @@ def main() -> None:
     if args.quick and (args.results == record.RESULTS or args.pictures == PICTURES):
         parser.error(
             "--quick needs folders of its own, as its numbers mean nothing, but it got "
-            f"--results {args.results} and --pictures {args.pictures}. Name other ones."
+            f"--results {args.results} and --pictures {args.pictures}. Name others."
         )
     quick = ["--quick"] if args.quick else []
     start = time.perf_counter()
     for name, command in COMMANDS.items():
-        # Relative where it can be: the command stands in the file.
+        # Relative if possible, because the file records the command.
         target = args.results.resolve() / name
         if target.is_relative_to(ROOT):
             target = target.relative_to(ROOT)

@@ -2,10 +2,10 @@
 
     python benchmarks/sweep.py
 
-What `micro_step.py` measures in detail for one case, here for many: Adam from 1 M to
-200 M parameters, windows of 1 to 64 micro-steps, and optimizers from SGD, whose step
-costs about as much as an add, to Muon and a stand-in for Shampoo
-(`peers.shampoo_like`), whose step costs many times that. The largest case needs 20 GB.
+It measures for many cases what `micro_step.py` measures in detail for one: Adam from
+1 M to 200 M parameters, windows of 1 to 64 micro-steps, and several optimizers. A step
+of SGD costs about as much as an add; a step of Muon, or of a stand-in for Shampoo
+(`peers.shampoo_like`), costs many times that. The largest case needs 20 GB.
 """
 
 from typing import Any
@@ -41,12 +41,12 @@ QUICK: dict[str, list[Case]] = {
 
 
 def measure(case: Case) -> dict[str, Any]:
-    """One row: times of all sides, over the floor and over `optax.MultiSteps`."""
+    """One row: the times of all sides, relative to the floor and `optax.MultiSteps`."""
     name, leaves, size, k, rounds = case
     params, grads = micro_step.make_gradients(leaves, size)
     opt = micro_step.OPTIMIZERS[name](1e-4)
     sides = micro_step.main_sides(opt, params, grads, k)
-    del params  # the largest case needs the room
+    del params  # the largest case needs the memory
     time_of = micro_step.take_turns(sides, grads, k, rounds)
     floor = time_of[micro_step.FLOOR] = micro_step.floor_of(time_of, k)
     return {
@@ -66,7 +66,7 @@ def measure(case: Case) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Prints the tables, and writes the JSON where one is asked for."""
+    """Prints the tables, and writes the JSON if asked to."""
     args = record.make_parser(__doc__).parse_args()
     cases = {"size": BY_SIZE, "k": BY_K, "optimizer": BY_OPTIMIZER}
     content: dict[str, list[dict[str, Any]]] = {}

@@ -2,12 +2,12 @@
 
     python benchmarks/window.py [--json FILE] [--rounds N] [--layers N] [--width N]
 
-One window is k = 8 micro-batches and one Adam step, in one donated jit (a host loop for
-`optax.MultiSteps`). The peers take turns in one process; a time is the median over the
-rounds. The parts, measured in the same turns, are k gradients of a micro-batch, k - 1
-adds of the gradient tree, and one Adam step. Two models, layers under a scan with
-rematerialisation and layers unrolled; with few rows a micro-batch is bound by memory,
-with many by compute.
+A window is k = 8 micro-batches and one Adam step, in one donated jit (or in a host
+loop, for `optax.MultiSteps`). The peers take turns in one process, and a time is the
+median over the rounds. The parts are measured in the same turns: k gradients of a
+micro-batch, k - 1 adds of the gradient tree, and one Adam step. There are two models:
+one scans over its layers and rematerialises them, the other unrolls them. Few rows make
+a micro-batch bound by memory, and many make it bound by compute.
 """
 
 import statistics
@@ -25,16 +25,16 @@ PEERS = (peers.SCAN, peers.MICROBATCHING, peers.MULTI_STEPS, peers.TWO_PROGRAMS)
 
 
 def seconds(call: Any) -> tuple[float, Any]:
-    """How long a call takes, to the end of what it started."""
+    """How long a call takes until all its results are ready, and its results."""
     start = time.perf_counter()
     result = jax.block_until_ready(call())
     return time.perf_counter() - start, result
 
 
 def measure(loss: Any, params: Any, rows: int, k: int, rounds: int) -> dict[str, float]:
-    """Median seconds of each way to do a window, and of the parts of one."""
+    """Median seconds of each way to do a window, and of each part."""
     opt = optax.adam(1e-3)
-    width = jax.tree.leaves(params)[0].shape[-1]  # of "down", which ends on it
+    width = jax.tree.leaves(params)[0].shape[-1]  # the last axis of "down"
     batch = jax.random.normal(jax.random.key(1), (k * rows, width))
     micro = batch[:rows]
 
@@ -69,12 +69,12 @@ def measure(loss: Any, params: Any, rows: int, k: int, rounds: int) -> dict[str,
         taken, (update_state, _) = seconds(lambda s=update_state, g=grads: update(s, g))
         times["update"].append(taken)
         if turn == 0:
-            times = {name: [] for name in times}  # the first turn compiled
+            times = {name: [] for name in times}  # the first turn compiles
     return {name: statistics.median(t) for name, t in times.items()}
 
 
 def main() -> None:
-    """Prints a table, and writes it as JSON where asked to."""
+    """Prints a table for each case, and writes the JSON if asked to."""
     parser = record.make_parser(__doc__)
     parser.add_argument("--k", type=int, default=8)
     parser.add_argument("--rounds", type=int)

@@ -17,30 +17,36 @@ Flax: `ga_optax.flax` (imported by name; it needs the extra `flax`).
 
 from ga_optax import accumulator, blocks, data, schedules
 from ga_optax._audit import Audit, Collective, audit
-from ga_optax._devices import merge_across
+from ga_optax._collectives import merge_across
+from ga_optax._data_axis import DataAxis
 from ga_optax._microbatch import accumulate, value_and_grad
 from ga_optax._multi_steps import (
     MultiSteps,
-    MultiStepsState,
-    Stats,
     apply_gradients,
     drop_window_if_not_finite,
     flush,
+)
+from ga_optax._noise import NoiseScale, noise_scale
+from ga_optax._plan import Candidate, NothingFitsError, Plan, plan
+from ga_optax._state import (
+    MultiStepsState,
+    Stats,
     from_optax,
     has_updated,
     stats,
 )
-from ga_optax._noise import NoiseScale, noise_scale
-from ga_optax._plan import Plan, plan
 from ga_optax._verify import Cause, Report, verify
 
 __all__ = [
     "Audit",
+    "Candidate",
     "Cause",
     "Collective",
+    "DataAxis",
     "MultiSteps",
     "MultiStepsState",
     "NoiseScale",
+    "NothingFitsError",
     "Plan",
     "Report",
     "Stats",

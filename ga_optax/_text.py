@@ -43,3 +43,9 @@ def listed(names: Sequence[object], most: int = 8) -> str:
     """The first names in words, and how many more there are."""
     shown = ", ".join(repr(name) for name in names[:most])
     return shown + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def ruled(rows: Sequence[Sequence[str]], left: Iterable[int] = ()) -> list[str]:
+    """Lines of a table as `columns` has it, with a rule under the header."""
+    rule = ["-" * max(map(len, column)) for column in zip(*rows, strict=True)]
+    return columns([rows[0], rule, *rows[1:]], left)

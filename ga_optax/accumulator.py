@@ -37,8 +37,9 @@ class Accumulator(NamedTuple):
     Attributes:
       total: Σ w·g, a tree with the shapes of the parameters.
       weight: Σ w, a float scalar (float32; float64 under `jax_enable_x64`).
-      count: the number of micro-steps in it, an int32 scalar. At 0 the accumulator
-        is empty and `total` is never read.
+      count: the number of micro-steps in it, an int32 scalar; what several devices do
+        at the same time is one micro-step. At 0 the accumulator is empty and `total` is
+        never read.
     """
 
     total: optax.Updates
@@ -93,16 +94,16 @@ def add(
       grads: a tree of the structure and shapes of `acc.total`, in floating or complex
         dtypes.
       weight: how much this micro-batch counts, a non-negative scalar, static or
-        traced; `None` counts 1. Pass the number of examples, or of tokens that are
-        not padding, where the loss is a mean over those.
+        traced; `None` counts 1. If the loss is a mean over examples, or over tokens
+        that are not padding, pass their number.
 
     Returns:
       The accumulator with `grads` in it.
 
     Raises:
-      ValueError: where `grads` does not match `acc.total` (the message names the
-        leaf), or a weight that is known is negative, NaN or no scalar.
-      TypeError: where a leaf of `grads` is neither floating nor complex, or `weight`
+      ValueError: if `grads` does not match `acc.total` (the message names the leaf),
+        or if a weight that is not traced is negative, NaN or no scalar.
+      TypeError: if a leaf of `grads` is neither floating nor complex, or if `weight`
         is no real number.
     """
     check_gradients(acc.total, grads)
@@ -135,7 +136,7 @@ def add(
 
 
 def merge(a: Accumulator, b: Accumulator) -> Accumulator:
-    """Adds two accumulators: of two devices, or of two halves of a window.
+    """Adds two accumulators, of two halves of a window for example.
 
     **Exactness.** Commutative bit for bit; associative up to the rounding of the
     sums. Merging with an empty accumulator changes no bit, whatever that one's
@@ -149,7 +150,7 @@ def merge(a: Accumulator, b: Accumulator) -> Accumulator:
       The accumulator of all micro-steps of both.
 
     Raises:
-      ValueError: where the trees or shapes differ; the message names the leaf.
+      ValueError: if the trees or shapes differ; the message names the leaf.
     """
     check_gradients(a.total, b.total, name="b.total", expected="a.total")
 
@@ -168,8 +169,8 @@ def mean(acc: Accumulator) -> optax.Updates:
 
     **Exactness.** One rounding, that of a true division, under `jit` too: the mean of
     equal integers is that integer. A weight of 1 changes no bit (division would flush
-    subnormal numbers on some backends). An accumulator of weight 0, an empty one too,
-    has the mean 0, not NaN.
+    subnormal numbers on some backends). If the accumulator has weight 0, or is empty,
+    the mean is 0, not NaN.
 
     Args:
       acc: the accumulator.
@@ -180,14 +181,13 @@ def mean(acc: Accumulator) -> optax.Updates:
     return jax.tree.map(lambda t: average(t, acc.weight), acc.total)
 
 
-def average(total: jax.Array, weight: jax.Array) -> jax.Array:
-    """The `mean` of one leaf: `total / weight`, exact where the weight is 0 or 1."""
-    some = jnp.where(weight == 1, total, divide(total, weight))
-    return jnp.where(weight == 0, jnp.zeros_like(total), some)
+# -- Ways to divide --------------------------------------------------------------------
+#
+# Each encodes one fact about XLA. All of them round once.
 
 
 def divide(total: jax.Array, weight: jax.Array) -> jax.Array:
-    """`total / weight`, correctly rounded; `total / 1` where the weight is 0.
+    """`total / weight`, correctly rounded; `total / 1` if the weight is 0.
 
     XLA rewrites a division by a broadcast scalar into a product with its reciprocal,
     which rounds twice: 41 · fl(1 / 41) is not 1 in float32. A divisor that depends on
@@ -199,6 +199,37 @@ def divide(total: jax.Array, weight: jax.Array) -> jax.Array:
 
     some = jnp.where(weight == 0, jnp.ones_like(weight), weight)
     return _by_part(quotient, total, some, total.dtype).astype(total.dtype)
+
+
+def average(total: jax.Array, weight: jax.Array) -> jax.Array:
+    """The `mean` of one leaf: as `divide`, but exact for the weights 0 and 1.
+
+    Some backends flush subnormal numbers in a division, and none does in a select.
+    """
+    some = jnp.where(weight == 1, total, divide(total, weight))
+    return jnp.where(weight == 0, jnp.zeros_like(total), some)
+
+
+def average_by_power_of_two(total: jax.Array, weight: int | jax.Array) -> jax.Array:
+    """`average` for a weight that is a power of two: a product, and as exact.
+
+    XLA fuses a product into whatever reads it, such as an optimizer. It computes a
+    division once, and writes the quotient to a buffer of its own.
+    """
+    return total * jnp.asarray(1 / weight, total.dtype)
+
+
+def average_in_place(total: jax.Array, weight: jax.Array) -> jax.Array:
+    """`average`, slice by slice along the leading axis.
+
+    A quotient as a whole would be a second buffer. In a loop over the slices XLA writes
+    to the buffer that it reads.
+    """
+
+    def step(i: jax.Array, total: jax.Array) -> jax.Array:
+        return total.at[i].set(average(total[i], weight))
+
+    return jax.lax.fori_loop(0, total.shape[0], step, total)
 
 
 # -- Dtypes ----------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from flax.linen import fp8_ops
 from flax.training import train_state
 from jax.typing import ArrayLike
 
-from ga_optax import _multi_steps
+from ga_optax import _multi_steps, _state
 
 __all__ = ["Optimizer", "TrainState"]
 
@@ -46,9 +46,9 @@ class TrainState(train_state.TrainState):
     @property
     def micro_step(self) -> ArrayLike:
         """Micro-steps in the open window; 0 where `tx` does not accumulate."""
-        if not _multi_steps.find_states(self.opt_state):
+        if not _state.find_states(self.opt_state):
             return 0
-        return _multi_steps.stats(self.opt_state).fill
+        return _state.stats(self.opt_state).fill
 
     def apply_gradients(
         self,
@@ -121,9 +121,9 @@ class Optimizer(nnx.Optimizer[M]):
     def micro_step(self) -> ArrayLike:
         """Micro-steps in the open window; 0 where `tx` does not accumulate."""
         opt_state = nnx.as_pure(self.opt_state)
-        if not _multi_steps.find_states(opt_state):
+        if not _state.find_states(opt_state):
             return 0
-        return _multi_steps.stats(opt_state).fill
+        return _state.stats(opt_state).fill
 
     def update(  # pyrefly: ignore[bad-override]  # returns no updates
         self,
@@ -168,6 +168,6 @@ class Optimizer(nnx.Optimizer[M]):
 
 def _was_step(opt_state: Any) -> jax.Array | bool:
     """Whether the call that returned this state ran the inner optimizer."""
-    if not _multi_steps.find_states(opt_state):
+    if not _state.find_states(opt_state):
         return True
-    return _multi_steps.has_updated(opt_state)
+    return _state.has_updated(opt_state)

@@ -49,7 +49,10 @@ def make_batch(number):
 def make_gradient(num_microbatches, mesh, weight_fn=count):
     return jax.jit(
         ga.value_and_grad(
-            loss, num_microbatches, weight_fn=weight_fn, data_axis="data", mesh=mesh
+            loss,
+            num_microbatches,
+            weight_fn=weight_fn,
+            data_axis=ga.DataAxis("data", mesh=mesh),
         )
     )
 
@@ -94,10 +97,9 @@ def main(process_id, port, folder, mode):
         fun = ga.value_and_grad(
             loss,
             2 + 2 * process_id,
-            data_axis="data",
-            mesh=mesh,
-            sync="each",
-            param_specs=P("data"),
+            data_axis=ga.DataAxis(
+                "data", mesh=mesh, param_specs=P("data"), sync="each"
+            ),
         )
         jax.block_until_ready(jax.jit(fun)(own, put(make_batch(0), mesh, P("data"))))
         return

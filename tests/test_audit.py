@@ -141,6 +141,25 @@ def test_a_loop_says_how_often():
     assert (found.times, found.total_bytes) == (7, 7 * 128)
 
 
+def test_a_backend_config_with_escaped_quotes_says_how_often_too():
+    config = r', backend_config="{\"known_trip_count\":{\"n\":\"7\"}}"'
+    assert only(entry(PARAMETER, WHILE + config, before=LOOP)).times == 7
+
+
+def test_what_a_reduction_applies_to_scalars_does_not_count_as_run():
+    before = """\
+%apply (q: f32[8,4]) -> f32[8,4] {
+  %q = f32[8,4]{1,0} parameter(0)
+  ROOT %r = f32[8,4]{1,0} all-reduce(%q), replica_groups={{0,1}}, to_apply=%add
+}
+
+"""
+    call = "%c = f32[8,4]{1,0} call(%p), to_apply=%apply"
+    reduce = "%c = f32[] reduce(%p, %z), dimensions={0,1}, to_apply=%apply"
+    assert len(ga.audit(entry(PARAMETER, call, before=before)).collectives) == 1
+    assert len(ga.audit(entry(PARAMETER, reduce, before=before)).collectives) == 0
+
+
 def test_a_loop_of_unknown_length_is_said_to_be_so():
     audit = ga.audit(entry(PARAMETER, WHILE, before=LOOP))
     assert audit.in_loop[0].loops == (("w", None),)

@@ -105,8 +105,7 @@ def test_a_key_that_make_inputs_returns_reaches_the_loss(module, capsys):
         (["no_such_module:f", "users_code:make_inputs"], "no 'no_such_module'"),
         (["users_code:nothing", "users_code:make_inputs"], "has no 'nothing'"),
         (["users_code:number", "users_code:make_inputs"], "must be a function"),
-        (["users_code:mean", "users_code:one_thing"], "it returned a int"),
-        (["users_bug:f", "users_code:make_inputs"], "not_installed_anywhere"),
+        (["users_code:mean", "users_code:one_thing"], "a value of type int"),
     ],
 )
 def test_a_wrong_name_is_status_2_and_says_what_to_do(module, capsys, arguments, words):
@@ -129,6 +128,14 @@ def test_code_that_raises_is_status_2_and_not_1(
 ):
     assert verify(loss, make_inputs=make_inputs, k=k) == 2
     assert words in capsys.readouterr().err
+
+
+def test_a_module_that_fails_to_import_is_status_2_with_its_traceback(module, capsys):
+    names = ["users_bug:loss", "users_code:make_inputs"]
+    assert main(["verify", *names, "-k", "2"]) == 2
+    err = capsys.readouterr().err
+    assert "not_installed_anywhere" in err
+    assert "users_bug.py" in err
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["verify", "--help"]])

@@ -52,7 +52,7 @@ def megabytes(fun, *args, donate=()):
 
 
 @functools.cache
-def alone(k, rows, in_place=None):
+def alone(k, rows, in_place=True):
     gradient = jax.value_and_grad(loss)
     if k:
         gradient = ga.value_and_grad(loss, k, in_place=in_place)

@@ -179,6 +179,45 @@ def test_a_skip_function_may_return_a_python_bool():
     assert int(ga.stats(state).skipped_micro_steps) == 1
 
 
+def test_a_function_that_drops_windows_does_not_go_where_micro_steps_are_skipped():
+    with pytest.raises(ValueError, match="Pass should_drop_window_fn=ga_optax.drop_"):
+        ga.MultiSteps(SGD, 2, should_skip_update_fn=ga.drop_window_if_not_finite)
+    with pytest.raises(TypeError, match="should_drop_window_fn must be a function"):
+        ga.MultiSteps(SGD, 2, should_drop_window_fn=True)
+
+
+def test_any_function_may_drop_a_window():
+    """Recognised by the argument it is given to, and not by its identity."""
+    wrapped = lambda *args: ga.drop_window_if_not_finite(*args)  # noqa: E731
+    large = lambda updates, step, params: (updates[0] > 5, {"seen": updates[0]})  # noqa: E731
+    for drop, bad in ((wrapped, jnp.inf), (large, 100.0)):
+        tx = ga.MultiSteps(SGD, 2, should_drop_window_fn=drop)
+        params = jnp.ones(1)
+        state = tx.init(params)
+        for g in (bad, 1.0, 2.0, 4.0):
+            params, state = ga.apply_gradients(tx, jnp.array([g]), state, params)
+        stats = ga.stats(state)
+        assert (int(stats.skipped_windows), int(stats.steps)) == (1, 1)
+        assert (int(stats.skipped_micro_steps), int(stats.micro_steps)) == (0, 4)
+    assert float(state.drop_state["seen"]) == 3.0  # the mean, as the optimizer sees it
+
+
+def test_micro_steps_are_skipped_and_windows_dropped_in_one_run():
+    tx = ga.MultiSteps(
+        SGD,
+        2,
+        should_skip_update_fn=optax.skip_not_finite,
+        should_drop_window_fn=lambda updates, *_: (updates[0] > 5, ()),
+    )
+    params = jnp.ones(1)
+    state = tx.init(params)
+    for g in (jnp.nan, 100.0, 1.0, 2.0, 4.0):
+        params, state = ga.apply_gradients(tx, jnp.array([g]), state, params)
+    stats = ga.stats(state)
+    assert (int(stats.skipped_micro_steps), int(stats.skipped_windows)) == (1, 1)
+    assert (int(stats.steps), int(stats.fill)) == (1, 0)
+
+
 def test_a_skip_function_that_is_none_raises():
     with pytest.raises(TypeError, match="should_skip_update_fn must be a function"):
         ga.MultiSteps(SGD, 2, should_skip_update_fn=True)

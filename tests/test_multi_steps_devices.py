@@ -245,19 +245,20 @@ def test_update_and_apply_updates_do_the_same():
 
 @pytest.mark.parametrize(
     "skip",
-    [optax.skip_not_finite, ga.drop_window_if_not_finite],
+    [
+        {"should_skip_update_fn": optax.skip_not_finite},
+        {"should_drop_window_fn": ga.drop_window_if_not_finite},
+    ],
     ids=["step", "window"],
 )
 def test_a_nan_on_one_device_is_skipped_on_all(skip):
     params, batches = make()
-    tx = ga.MultiSteps(
-        optax.adam(1e-2), K, should_skip_update_fn=skip, data_axis="data"
-    )
+    tx = ga.MultiSteps(optax.adam(1e-2), K, data_axis="data", **skip)
     poisoned = dict(batches, x=batches["x"].at[1, 0, 0].set(jnp.nan))
     got, state = run(tx, params, poisoned)
     assert all(bool(jnp.all(jnp.isfinite(x))) for x in jax.tree.leaves(got))
     stats = ga.stats(state)
-    if skip is optax.skip_not_finite:
+    if "should_skip_update_fn" in skip:
         assert (int(stats.skipped_micro_steps), int(stats.steps)) == (1, 1)
         assert int(stats.fill) == K - 1
         kept = jax.tree.map(lambda x: jnp.delete(x, 1, axis=0)[:K], batches)

@@ -271,14 +271,14 @@ def test_with_skip_not_finite_that_micro_step_never_happened(at, bad):
 def test_with_drop_window_that_window_never_happened_and_is_counted(at, bad, emit):
     params = jnp.zeros(3)
     tx = ga.MultiSteps(
-        optax.adam(0.1), K, should_skip_update_fn=ga.drop_window_if_not_finite
+        optax.adam(0.1), K, should_drop_window_fn=ga.drop_window_if_not_finite
     )
     emits = None if emit == "counted" else ([False] * (K - 1) + [True]) * 2
     ours = apply_all(tx, poison(at, bad), params, emits=emits)
     without = apply_all(tx, GOOD[K:], params, emits=emits and emits[K:])
     np.testing.assert_array_equal(ours[K - 1][0], params)
     assert not ga.has_updated(ours[K - 1][1])
-    assert bool(ours[K - 1][1].skip_state["should_skip"])
+    assert bool(ours[K - 1][1].drop_state["should_skip"])
     np.testing.assert_array_equal(ours[-1][0], without[-1][0])
     stats = ga.stats(ours[-1][1])
     assert (int(stats.steps), int(stats.skipped_windows)) == (1, 1)
@@ -346,7 +346,7 @@ def test_flushing_a_window_that_is_never_open_changes_nothing():
 
 def test_flush_drops_a_window_that_is_not_finite():
     tx = ga.MultiSteps(
-        optax.sgd(1.0), 4, should_skip_update_fn=ga.drop_window_if_not_finite
+        optax.sgd(1.0), 4, should_drop_window_fn=ga.drop_window_if_not_finite
     )
     params = jnp.zeros(3)
     params, state = apply_all(tx, poison(1, np.nan)[:3], params)[-1]
@@ -429,7 +429,7 @@ def test_a_schedule_of_k_is_read_once_a_window():
 @pytest.mark.parametrize("k", [1, 2])
 @pytest.mark.parametrize("skip", [None, ga.drop_window_if_not_finite])
 def test_any_tree_of_parameters_works(params, k, skip):
-    tx = ga.MultiSteps(optax.sgd(0.5), k, should_skip_update_fn=skip)
+    tx = ga.MultiSteps(optax.sgd(0.5), k, should_drop_window_fn=skip)
     state = tx.init(params)
     after = params
     for _ in range(k):

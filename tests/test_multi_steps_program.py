@@ -57,6 +57,13 @@ def programs(multi_steps, tx):
         yield jax.make_jaxpr(applied)(PARAMS, state, PARAMS).jaxpr
 
 
+SKIPS = [
+    {},
+    {"should_skip_update_fn": optax.skip_not_finite},
+    {"should_drop_window_fn": ga.drop_window_if_not_finite},
+]
+
+
 def of_the_bare_optimizer():
     jaxpr = jax.make_jaxpr(MUON.update)(PARAMS, MUON.init(PARAMS), PARAMS)
     products, _ = matrix_products(jaxpr)
@@ -66,8 +73,8 @@ def of_the_bare_optimizer():
 
 def test_the_inner_update_stands_in_one_branch_of_one_cond_and_nowhere_else():
     bare = of_the_bare_optimizer()
-    for skip in (None, optax.skip_not_finite, ga.drop_window_if_not_finite):
-        tx = ga.MultiSteps(MUON, 4, should_skip_update_fn=skip)
+    for skip in SKIPS:
+        tx = ga.MultiSteps(MUON, 4, **skip)
         for jaxpr in programs(ga.MultiSteps, tx):
             outside, branches = matrix_products(jaxpr)
             assert outside == 0
@@ -84,12 +91,10 @@ def has_cond(jaxpr):
 
 
 @pytest.mark.parametrize("weight", [None, 2.0])
-@pytest.mark.parametrize(
-    "skip", [None, optax.skip_not_finite, ga.drop_window_if_not_finite]
-)
+@pytest.mark.parametrize("skip", SKIPS)
 @pytest.mark.parametrize("emit", [True, False])
 def test_a_static_emit_has_no_cond(emit, skip, weight):
-    tx = ga.MultiSteps(MUON, 4, should_skip_update_fn=skip)
+    tx = ga.MultiSteps(MUON, 4, **skip)
     state = tx.init(PARAMS)
 
     def step(emit, weight, state, params):
@@ -156,8 +161,8 @@ def test_an_optimizer_that_needs_temporaries_of_its_own_gets_no_more():
 
 
 def test_dropping_windows_needs_no_temporaries_either():
-    skip = ga.drop_window_if_not_finite
-    tx = ga.MultiSteps(optax.adam(1e-3), 8, should_skip_update_fn=skip)
+    drop = ga.drop_window_if_not_finite
+    tx = ga.MultiSteps(optax.adam(1e-3), 8, should_drop_window_fn=drop)
     assert compiled(tx, BIG).memory_analysis().temp_size_in_bytes <= 0.01 * BIG_BYTES
 
 

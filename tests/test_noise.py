@@ -229,7 +229,7 @@ def test_a_skipped_micro_step_was_never_there():
 def test_a_window_with_a_nan_does_not_enter(skip):
     grads = draw(12)
     bad = grads.at[5].set(jnp.inf)
-    tx = ga.MultiSteps(FROZEN, 4, should_skip_update_fn=skip, track_noise=True)
+    tx = ga.MultiSteps(FROZEN, 4, should_drop_window_fn=skip, track_noise=True)
     state = run(tx, grads[0], bad)
     without = jnp.concatenate([grads[:4], grads[8:]])
     expected = run(tx, grads[0], without)

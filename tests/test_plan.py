@@ -143,7 +143,8 @@ def test_the_answer_is_that_of_brute_force_with_at_most_four_compilations(k):
 def test_where_nothing_fits_the_error_names_the_smallest_need():
     least = min(needs().values())
     where = min(k for k in needs() if needs()[k] == least)
-    with pytest.raises(ValueError, match=rf"\({least} bytes\), with num_micro") as info:
+    words = rf"\({least} bytes\), with num_micro"
+    with pytest.raises(ga.NothingFitsError, match=words) as info:
         ga.plan(
             make_cached_step,
             *inputs(),
@@ -187,6 +188,14 @@ def test_a_plan_is_a_table():
     assert " ".join(lines[3]) == "4 16 1.56 KiB 70 B 40 B 40 B 1.63 KiB fits"
     assert "num_microbatches=4 of 16 examples needs 1.63 KiB of 1.95 KiB." in str(plan)
     assert "Not compiled, as the search did not need them: 8, 32, 64." in str(plan)
+
+
+def test_notes_on_the_candidates_are_printed_once_under_the_table():
+    note = "leaf ['embed'] does not accumulate in place. " * 3
+    candidates = [ga.Candidate(k, temp=10, fits=True, notes=(note,)) for k in (1, 2)]
+    page = str(ga.Plan(1, 4, 20, tuple(candidates), ()))
+    assert page.count("['embed']") == 3  # all of one note
+    assert max(map(len, page.splitlines())) <= 88
 
 
 # -- The search, over steps of any need ------------------------------------------------
@@ -395,8 +404,16 @@ def test_the_limit_is_that_of_the_smallest_device(monkeypatch):
         ({"batch_size": True}, TypeError, r"it is True"),
         ({"candidates": []}, ValueError, r"candidates must not be empty"),
         ({"candidates": [1, 3]}, ValueError, r"but 3 does not. Choose from 1, 2, 4, 8"),
-        ({"candidates": [0]}, ValueError, r"but 0 does not"),
-        ({"candidates": ["4"]}, TypeError, r"one is '4' of type str"),
+        (
+            {"candidates": [0]},
+            ValueError,
+            r"each candidate must be at least 1.* it is 0",
+        ),
+        (
+            {"candidates": ["4"]},
+            TypeError,
+            r"must be an int, but it is '4' of type str",
+        ),
         ({"make_step": 3}, TypeError, r"make_step must be a function .*it is 3"),
         ({"make_step": lambda k: len}, TypeError, r"no `lower`. Return jax.jit"),
     ],

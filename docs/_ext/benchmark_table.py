@@ -1,13 +1,13 @@
-"""The directive `benchmark`: a table of a file in benchmarks/results.
+"""The directive `benchmark`: a table from a file in benchmarks/results.
 
 ```{benchmark} micro_step.json
 :rows: rows
 :columns: side = side; milliseconds = ms .1f; over the floor = over_floor .2f
 ```
 
-A column is `title = field`, or `title = field .2f` with a format. A field in another is
-written `outer/inner`. Above the table stand the command, the date, the device and the
-versions that are recorded in the file, so that no number is typed by hand.
+A column is `title = field`, or `title = field .2f` with a format. `outer/inner` names a
+field within another. The command, date, device and versions that the file records are
+printed above the table, so no number is typed by hand.
 """
 
 import json
@@ -26,7 +26,7 @@ def read(name):
 
 
 def provenance(record):
-    """How the numbers came about: one sentence, in Markdown."""
+    """How and where the numbers were measured: one sentence, in Markdown."""
     flat = record | record.get("versions", {})
     versions = ", ".join(
         f"{name} {flat[name]}" for name in ("jax", "optax", "python") if name in flat
@@ -49,16 +49,16 @@ def cells(row, columns):
 
 
 class Benchmark(Directive):
-    """See the module."""
+    """The directive; see the module."""
 
     required_arguments = 1
-    option_spec = {  # noqa: RUF012  # as docutils has it
+    option_spec = {  # noqa: RUF012  # the form that docutils asks for
         "rows": directives.unchanged_required,
         "columns": directives.unchanged_required,
     }
 
     def run(self):
-        """Writes a Markdown table, and lets the page's own parser read it."""
+        """Writes a Markdown table, which the parser of the page then reads."""
         path = RESULTS / self.arguments[0]
         self.state.document.settings.env.note_dependency(str(path))
         record = read(path.name)

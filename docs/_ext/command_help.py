@@ -1,4 +1,4 @@
-"""The directive `command-help`: what a command of `python -m ga_optax` prints as help.
+"""The directive `command-help`: the help that a command of `python -m ga_optax` prints.
 
 ```{command-help} verify
 ```
@@ -15,12 +15,12 @@ from ga_optax.__main__ import main
 
 
 class CommandHelp(Directive):
-    """See the module."""
+    """The directive; see the module."""
 
     required_arguments = 1
 
     def run(self):
-        """Asks the command for its help, on a terminal of 80 columns."""
+        """Prints the help as on a terminal of 80 columns."""
         os.environ["COLUMNS"] = "80"
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):

@@ -1,0 +1,66 @@
+"""Choices that may be known when the program is traced, and may not.
+
+A predicate is a Python bool, and then there is no choice in the program, or a traced
+one. `branch` and `pick` have one signature, so that a caller can be given either.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from ga_optax import accumulator
+
+Predicate = bool | jax.Array
+T = TypeVar("T")
+
+
+def branch(predicate: Predicate, do: Callable[[], T], leave: Callable[[], T]) -> T:
+    """`do()` if the predicate holds, else `leave()`: one of them runs."""
+    if isinstance(predicate, bool):
+        return do() if predicate else leave()
+    return jax.lax.cond(predicate, do, leave)
+
+
+def pick(predicate: Predicate, do: Callable[[], T], leave: Callable[[], T]) -> T:
+    """The same without a conditional: both run, and one result is selected."""
+    if isinstance(predicate, bool):
+        return do() if predicate else leave()
+    return select(predicate, do(), leave())
+
+
+def select(predicate: Predicate, on_true: T, on_false: T) -> T:
+    """One of two trees, leaf by leaf; a NaN in the other one goes nowhere."""
+    if isinstance(predicate, bool):
+        return on_true if predicate else on_false
+    return jax.tree.map(lambda t, f: jnp.where(predicate, t, f), on_true, on_false)
+
+
+def both(a: Predicate, b: Predicate) -> Predicate:
+    """`a` and `b`."""
+    if isinstance(a, bool):
+        return b if a else False
+    if isinstance(b, bool):
+        return a if b else False
+    return a & b
+
+
+def negated(a: Predicate) -> Predicate:
+    """Not `a`."""
+    return not a if isinstance(a, bool) else ~a
+
+
+def count_if(happened: Predicate, counter: jax.Array) -> jax.Array:
+    """A counter, one higher if something happened."""
+    return jnp.where(happened, accumulator.increment(counter), counter)
+
+
+def cast_like(tree: Any, like: Any) -> Any:
+    """Gives each leaf the dtype of its leaf in `like`: states must not drift."""
+
+    def cast(x: Any, y: Any) -> Any:
+        x, dtype = jnp.asarray(x), jax.dtypes.result_type(y)
+        return x if x.dtype == dtype else x.astype(dtype)
+
+    return jax.tree.map(cast, tree, like)

@@ -1,0 +1,242 @@
+"""Merge across devices: where axes of a mesh split the batch.
+
+    Σ w·g over the window  =  psum over devices of Σ w·g over the device's micro-batches
+
+Every device folds its own part of the batch, and the sums meet once a window. Inside
+`jax.shard_map` the axes are bound, and everything here is a collective on them; at top
+level `over_mesh` makes that region, over the data axes alone, so that the other axes of
+the mesh stay with the compiler.
+
+A parameter that is sharded over a data axis is gathered before the window, and its
+gradient scattered after it: `Placement` says along which dimension.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from ga_optax._checks import leaf_name
+from ga_optax._mesh import (
+    AnyMesh,
+    Axes,
+    Placement,
+    as_entry,
+    broadcast_specs,
+    check_data_axis,
+    checks_varying,
+    explicit_names,
+    find_mesh,
+    in_words,
+    names_in,
+    split_spec,
+    varying,
+)
+from ga_optax.accumulator import Accumulator
+
+# -- Inside a shard_map ----------------------------------------------------------------
+
+
+def vary(tree: Any, axes: Axes) -> Any:
+    """Marks every leaf as the device's own, so that no transpose sums it over `axes`.
+
+    With respect to a value that all devices share, JAX returns a gradient that is
+    summed over them already: one all-reduce in every micro-step.
+    """
+
+    def mark(x: Any) -> Any:
+        missing = tuple(name for name in axes if name not in varying(x))
+        return jax.lax.pcast(x, missing, to="varying") if missing else jnp.asarray(x)
+
+    return jax.tree.map(mark, tree)
+
+
+def gather(leaves: list[Any], where: Sequence[Placement]) -> list[Any]:
+    """Puts sharded leaves together, on every device."""
+
+    def whole(x: Any, placement: Placement) -> Any:
+        for dim, axes in placement.dims:
+            x = jax.lax.all_gather(x, axes, axis=dim, tiled=True)
+        return x
+
+    return [whole(x, place) for x, place in zip(leaves, where, strict=True)]
+
+
+def reduce(leaves: list[Any], where: Sequence[Placement], axes: Axes) -> list[Any]:
+    """The sum over devices: an all-reduce, or a reduce-scatter of a sharded leaf."""
+    scattered = []
+    for x, placement in zip(leaves, where, strict=True):
+        for dim, names in placement.dims:
+            x = jax.lax.psum_scatter(x, names, scatter_dimension=dim, tiled=True)
+        scattered.append(x)
+    # One psum of the leaves with the same axes left is one collective to XLA.
+    result = list(scattered)
+    groups: dict[Axes, list[int]] = {}
+    for i, placement in enumerate(where):
+        done = placement.axes + placement.summed
+        left = tuple(name for name in axes if name not in done)
+        groups.setdefault(left, []).append(i)
+    for left, members in groups.items():
+        if left:
+            sums = jax.lax.psum([scattered[i] for i in members], left)
+            for i, x in zip(members, sums, strict=True):
+                result[i] = x
+    return result
+
+
+def merge_across(acc: Accumulator, data_axis: str | Sequence[str]) -> Accumulator:
+    """Adds the accumulators of all devices along `data_axis`, inside `jax.shard_map`.
+
+    This is the one communication of a window that `accumulate` filled device by device.
+    Merge once, at its end, and start the next window from `accumulator.init`. An
+    accumulator that is merged twice counts once more on every device.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from jax.sharding import PartitionSpec as P
+    >>> import ga_optax as ga
+    >>> auto = jax.sharding.AxisType.Auto
+    >>> mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(auto,))
+    >>> def window(w, x):
+    ...     add = ga.accumulate(lambda w, x: jnp.mean(x * w), data_axis="data")
+    ...     acc = ga.accumulator.init(w)
+    ...     for i in range(2):
+    ...         _, acc = add(acc, w, x[i::2])
+    ...     return ga.accumulator.mean(ga.merge_across(acc, "data"))
+    >>> step = jax.jit(
+    ...     jax.shard_map(window, mesh=mesh, in_specs=(P(), P("data")), out_specs=P()))
+    >>> rows = 2 * jax.device_count()
+    >>> print(step(jnp.float32(1.0), jnp.ones(rows)))
+    1.0
+
+    **Exactness.** The sum is that of the backend's all-reduce, in its order. It is the
+    same on every device, and in every run on the same devices.
+
+    Args:
+      acc: this device's accumulator.
+      data_axis: the axis, or the axes, to add over; bound by `jax.shard_map`.
+
+    Returns:
+      The accumulator of all devices, the same on each: `total` and `weight` are sums;
+      `count` is that of one device, since all of them step at the same time. If the
+      accumulator is empty on one device, it must be empty on all.
+
+    Raises:
+      ValueError: if `data_axis` is not bound, or if `acc` is summed over it already.
+    """
+    axes = check_data_axis(data_axis)
+    if find_mesh(axes, None) is not None:
+        raise ValueError(
+            f"merge_across needs data_axis={in_words(axes)} to be bound, but this is "
+            "outside of a jax.shard_map over it. At top level accumulate(data_axis=) "
+            "returns an accumulator that is merged already."
+        )
+    for path, leaf in jax.tree_util.tree_flatten_with_path(acc.total)[0]:
+        same = tuple(name for name in axes if name not in varying(leaf))
+        if same and checks_varying():
+            raise ValueError(
+                "merge_across needs the accumulator of one device, but "
+                f"{leaf_name(path)} of acc.total is the same along {same}: it is "
+                "summed over them already. Accumulate with data_axis=, or "
+                "differentiate with respect to the device's own copy of the "
+                "parameters: jax.lax.pcast(params, axis, to='varying')."
+            )
+    leaves, structure = jax.tree.flatten(acc.total)
+    empty = acc.count == 0
+    leaves = [jnp.where(empty, jnp.zeros_like(x), x) for x in leaves]
+    *leaves, weight = reduce(
+        vary([*leaves, acc.weight], axes), [Placement()] * (len(leaves) + 1), axes
+    )
+    return Accumulator(
+        jax.tree.unflatten(structure, leaves),
+        weight,
+        acc.count,
+    )
+
+
+# -- At top level ----------------------------------------------------------------------
+
+
+def is_operand(x: Any) -> bool:
+    """Whether `over_mesh` has to be given `x`, and cannot close over it."""
+    if isinstance(x, jax.core.Tracer):
+        return True
+    return isinstance(x, jax.Array) and len(x.sharding.device_set) > 1
+
+
+def over_mesh(
+    run: Callable[..., Any],
+    mesh: AnyMesh,
+    axes: Axes,
+    args: tuple[Any, ...],
+    in_specs: tuple[Any, ...],
+    out_specs: Any,
+) -> Any:
+    """`run(*args)` in a `shard_map` over the data axes, the others left as they are.
+
+    `in_specs` and `out_specs` may be prefixes, as for `jax.shard_map`.
+    """
+    leaves, structure = jax.tree.flatten(args)
+    given, prefix = jax.tree.flatten(
+        in_specs, is_leaf=lambda x: isinstance(x, PartitionSpec)
+    )
+    specs = [
+        spec
+        for spec, part in zip(given, prefix.flatten_up_to(args), strict=True)
+        for _ in jax.tree.leaves(part)
+    ]
+    leaves = [_arranged(x, s, axes, mesh) for x, s in zip(leaves, specs, strict=True)]
+    return jax.shard_map(
+        run, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=set(axes)
+    )(*jax.tree.unflatten(structure, leaves))
+
+
+def zeros(aval: Any) -> jax.Array:
+    """Zeros of a type, sharded as it says along explicit axes."""
+    x = jnp.zeros(aval.shape, aval.dtype)
+    spec = getattr(aval.sharding, "spec", PartitionSpec())
+    return jax.reshard(x, aval.sharding) if any(spec) else x
+
+
+def _arranged(x: Any, spec: PartitionSpec, axes: Axes, mesh: AnyMesh) -> Any:
+    """Reshards `x` along explicit data axes, whose type has to say `spec`."""
+    if not set(axes) & set(explicit_names(mesh)):
+        return x
+    sharding = jax.typeof(x).sharding
+    given = list(sharding.spec) if isinstance(sharding, NamedSharding) else []
+    due: list[Any] = []
+    for dim in range(jnp.ndim(x)):
+        old = names_in(given[dim]) if dim < len(given) else ()
+        new = names_in(spec[dim]) if dim < len(spec) else ()
+        names = (*new, *(name for name in old if name not in axes))
+        due.append(as_entry(names))
+    return jax.reshard(x, NamedSharding(mesh, PartitionSpec(*due)))
+
+
+def split_shards(x: Any, num_microbatches: int, axes: Axes, mesh: AnyMesh) -> jax.Array:
+    """`[batch, ...]` as `[num_microbatches, micro-batch, ...]`; no data moves.
+
+    Micro-batch i holds the i-th block of rows of every device.
+    """
+
+    def local(x: jax.Array) -> jax.Array:
+        return jnp.reshape(x, (num_microbatches, -1, *x.shape[1:]))
+
+    return over_mesh(local, mesh, axes, (x,), (split_spec(axes),), split_spec(axes, 1))
+
+
+def constrain(tree: Any, specs: Any, mesh: AnyMesh) -> Any:
+    """Tells the compiler where automatic axes have to shard `tree`."""
+    if explicit_names(mesh):
+        return tree  # it is in the types
+    leaves, structure = jax.tree.flatten(tree)
+    return jax.tree.unflatten(
+        structure,
+        [
+            x
+            if spec is None
+            else jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+            for x, spec in zip(leaves, broadcast_specs(specs, tree), strict=True)
+        ],
+    )

@@ -1,0 +1,75 @@
+"""`DataAxis`: the mesh axis that splits the batch, and what goes with it."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from jax.sharding import AbstractMesh, Mesh
+
+from ga_optax import _mesh
+
+__all__ = ["DataAxis"]
+
+
+@dataclasses.dataclass(frozen=True)
+class DataAxis:
+    """The mesh axes that split the batch, for `value_and_grad` and `accumulate`.
+
+    >>> import ga_optax as ga
+    >>> ga.DataAxis("data", sync="each").name
+    'data'
+
+    A bare name, or a tuple of names, stands for a `DataAxis` with the defaults below.
+
+    Attributes:
+      name: the axis, or a tuple of axes, that split axis 0 of the batch. It needs
+        jax >= 0.9.
+      mesh: the mesh of the axis at top level. If None it is that of `jax.set_mesh`, or
+        else the one that the batch lies on. Inside `jax.shard_map` over the axis it is
+        not read.
+      param_specs: how the parameters are sharded over the axis (FSDP, ZeRO): a tree of
+        `PartitionSpec` that is a prefix of them, such as
+        `jax.tree.map(lambda p: p.sharding.spec, params)`. Gradients come back sharded
+        the same. None reads it off explicit axis types, and off arrays outside of
+        `jit`. Under `jit` on automatic axes nothing tells, and gradients are reduced
+        whole.
+      sync: "last" merges once, after the loop. "each" merges in every micro-step, if
+        parameters are sharded and whole ones do not fit in memory. The program is then
+        that of one device on micro-batches of all of them (keys and aux, too), which
+        the compiler distributes. Inside `shard_map` `fun` itself has to gather the
+        parameters, and a weight of 0 does not keep a NaN out.
+
+    Raises:
+      TypeError, ValueError: if an attribute does not fit.
+    """
+
+    name: str | Sequence[str]
+    _: dataclasses.KW_ONLY
+    mesh: Mesh | AbstractMesh | None = None
+    param_specs: Any = None
+    sync: str = "last"
+
+    def __post_init__(self) -> None:
+        if self.name is None:
+            raise TypeError(
+                "DataAxis must name a mesh axis, but its name is None. Pass "
+                "data_axis=None if one device has the whole batch."
+            )
+        _mesh.check_data_axis(self.name)
+        if self.sync not in ("last", "each"):
+            raise ValueError(
+                f'sync must be "last" or "each", but it is {self.sync!r}. Use "last"; '
+                'use "each" if there is no memory for a whole gradient.'
+            )
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The names, as a tuple."""
+        return _mesh.check_data_axis(self.name)
+
+
+def as_data_axis(data_axis: Any) -> DataAxis | None:
+    """`data_axis` as users pass it: None, a name, a tuple of names or a `DataAxis`."""
+    if data_axis is None or isinstance(data_axis, DataAxis):
+        return data_axis
+    return DataAxis(data_axis)

@@ -1,0 +1,311 @@
+"""A parser for optimised HLO, the text of the program that XLA runs.
+
+A module consists of computations, and a computation of instructions. An instruction may
+call further computations: the body of a loop, the branches of a conditional, what a
+fusion computes. `Module.walk` follows these calls from the entry, so that each
+instruction comes with the loops around it.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator
+
+import numpy as np
+
+# By name, in the order of the program.
+Computation = dict[str, "Instruction"]
+# The name of each `while` instruction, outermost first, and its trip count if known.
+Loops = tuple[tuple[str, int | None], ...]
+
+# The only dtypes whose names do not say how many bits they take.
+_BITS = {"pred": 8, "token": 0, "opaque": 0}
+
+_SHAPE = re.compile(r"\b([a-z][a-z0-9]*)\[([0-9,<=]*)\]")
+_HEAD = re.compile(r"\s*(ENTRY\s+)?%?([\w.\-]+)\s*(?:\(.*\)\s*->.*)?\{\s*$")
+_NAME = re.compile(r"^\s*(?:ROOT\s+)?%?([\w.\-]+)\s*=\s*")
+_OPCODE = re.compile(r"\s*([a-z][\w\-]*)\(")
+_COMMENT = re.compile(r"/\*.*?\*/")  # counts the elements of a tuple
+_CALLED = re.compile(
+    r"\b(calls|to_apply|body|condition|true_computation|false_computation)="
+    r"%?([\w.\-]+)|\b(?:branch_computations|called_computations|calls)=\{([^}]*)\}"
+)
+# Older versions print the backend's configuration as a string with escaped quotes.
+_TRIPS = re.compile(r'known_trip_count\\?"?\s*:\s*\{\s*\\?"?n\\?"?\s*:\s*\\?"?(\d+)')
+_GROUPS = re.compile(
+    r"(?:replica_groups|source_target_pairs)=("
+    r"\{(?:\{[^}]*\},?)*\}"  # {{0,1},{2,3}}
+    r"|\[[\d,]*\]<=\[[\d,]*\](?:T\([\d,]*\))?"  # [2,2]<=[4], [2,2]<=[2,2]T(1,0)
+    r"|mesh\[[^\]]*\]\s*\{[^}]*\})"  # mesh['data'=4] {'data'}
+)
+
+
+# -- What the text holds ---------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Instruction:
+    """One line of a computation: `name = type opcode(arguments), attributes`.
+
+    Attributes:
+      name: its name, which is unique in the module.
+      type: the type of its result, as printed; see `shapes` and `num_bytes`.
+      opcode: what it does, such as "add", "while" or "all-reduce-start".
+      arguments: the text in the parentheses: operands, or the value of a constant.
+      attributes: the text after the parentheses.
+      computation: the computation that it belongs to.
+    """
+
+    name: str
+    type: str
+    opcode: str
+    arguments: str
+    attributes: str
+    computation: Computation = dataclasses.field(repr=False)
+
+    @property
+    def operands(self) -> list[str]:
+        """The operands as printed: names, with their types in older versions of XLA."""
+        return [operand.strip() for operand in _split(self.arguments)]
+
+    @property
+    def operand_types(self) -> list[str]:
+        """The type of each operand."""
+        types = []
+        for operand in self.operands:
+            source = self.computation.get(operand.split(" ")[-1].lstrip("%"))
+            printed = _SHAPE.search(operand) or source is None
+            types.append(operand if printed else source.type)
+        return types
+
+    @property
+    def called(self) -> list[str]:
+        """The names of the computations that run when it runs.
+
+        A function that a reduction applies to pairs of scalars is not among them. An
+        asynchronous computation belongs to the instruction that starts it.
+        """
+        if self.opcode.endswith(("-update", "-done")):
+            return []
+        names = []
+        for attribute, one, several in _CALLED.findall(self.attributes):
+            if attribute != "to_apply" or self.opcode == "call":
+                names += [one] if one else re.findall(r"[\w.\-]+", several)
+        return names
+
+    @property
+    def op_name(self) -> str:
+        """The JAX operation that it comes from."""
+        found = re.search(r'op_name="([^"]*)"', self.attributes)
+        return found[1] if found else ""
+
+    @property
+    def replica_groups(self) -> str:
+        """Its `replica_groups` or `source_target_pairs`, as printed."""
+        found = _GROUPS.search(self.attributes)
+        return found[1] if found else ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Placed:
+    """An instruction that runs, and where.
+
+    Attributes:
+      instruction: the instruction.
+      loops: the loops around it.
+      conditional: whether it is in a branch, so that it may run less often.
+    """
+
+    instruction: Instruction
+    loops: Loops
+    conditional: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Module:
+    """A program.
+
+    Attributes:
+      computations: all computations, by name.
+      entry: the name of the computation that runs first.
+    """
+
+    computations: dict[str, Computation]
+    entry: str
+
+    def walk(self, *, into_fusions: bool = True) -> Iterator[Placed]:
+        """All instructions that run, in order, through loops, branches and calls.
+
+        Args:
+          into_fusions: whether the instructions of a fusion follow it. If False, it
+            counts as the one kernel that it is.
+        """
+        return self._walk(self.entry, (), False, into_fusions)
+
+    def _walk(
+        self, name: str, loops: Loops, conditional: bool, into_fusions: bool
+    ) -> Iterator[Placed]:
+        for instruction in self.computations.get(name, {}).values():
+            yield Placed(instruction, loops, conditional)
+            if instruction.opcode == "fusion" and not into_fusions:
+                continue
+            inside, branch = loops, conditional or instruction.opcode == "conditional"
+            if instruction.opcode == "while":
+                inside = (*loops, (instruction.name, self.trip_count(instruction)))
+            for called in instruction.called:
+                yield from self._walk(called, inside, branch, into_fusions)
+
+    def inside(self, instruction: Instruction) -> list[Instruction]:
+        """The instructions of a fusion; of any other instruction, itself."""
+        if instruction.opcode != "fusion":
+            return [instruction]
+        return [
+            within
+            for name in instruction.called
+            for inner in self.computations[name].values()
+            for within in self.inside(inner)
+        ]
+
+    def trip_count(self, loop: Instruction) -> int | None:
+        """How often the body of a `while` runs, or None if the text does not say."""
+        known = _TRIPS.search(loop.attributes)
+        return int(known[1]) if known else None
+
+
+def times(loops: Loops) -> int | None:
+    """How often an instruction in these loops runs; None if one has no trip count."""
+    trips = [trip for _, trip in loops]
+    return None if None in trips else math.prod(t for t in trips if t is not None)
+
+
+# -- Types and devices -----------------------------------------------------------------
+
+
+def shapes(type_: str) -> list[tuple[str, tuple[int, ...]]]:
+    """The dtype and shape of every array in a type.
+
+    `(f32[2,3]{1,0}, pred[])` has `("f32", (2, 3))` and `("pred", ())`. A bounded
+    dynamic dimension, `<=8`, counts as its bound.
+    """
+    return [
+        (dtype, tuple(int(d.lstrip("<=")) for d in dims.split(",") if d))
+        for dtype, dims in _SHAPE.findall(type_)
+    ]
+
+
+def num_bytes(type_: str) -> int:
+    """The bytes of all arrays in a type: `(f32[2,3]{1,0}, pred[])` has 25."""
+    bits = 0
+    for dtype, dims in shapes(type_):
+        digits = re.search(r"\d+", dtype)
+        width = _BITS.get(dtype, int(digits[0]) if digits else 0)
+        bits += width * math.prod(dims)
+    return -(-bits // 8)
+
+
+def group_members(groups: str) -> list[list[int]] | None:
+    """The devices of each group, from any of the three forms that XLA prints.
+
+    An empty list means that all devices are one group, and None that the form is not
+    known.
+    """
+    if groups in ("", "{}"):
+        return []
+    if groups.startswith("{"):
+        return [_ints(group) for group in re.findall(r"\{([^{}]*)\}", groups)]
+    if groups.startswith("mesh"):
+        sizes = {
+            name: int(n) for name, n in re.findall(r"'([^']*)'\s*=\s*(\d+)", groups)
+        }
+        over = re.findall(r"'([^']*)'", groups[groups.index("]") :])
+        return groups_over(sizes, over) if set(over) <= set(sizes) else None
+    iota = re.fullmatch(r"\[([\d,]*)\]<=\[([\d,]*)\](?:T\(([\d,]*)\))?", groups)
+    if iota is None:
+        return None
+    shape, dims = _ints(iota[1]), _ints(iota[2])
+    ids = np.arange(math.prod(dims)).reshape(dims)
+    if iota[3]:
+        ids = ids.transpose(_ints(iota[3]))
+    return ids.reshape(shape).tolist()
+
+
+def groups_over(sizes: dict[str, int], over: list[str]) -> list[list[int]]:
+    """The groups of devices along some axes of a mesh, whose `sizes` are by name."""
+    ids = np.arange(math.prod(sizes.values())).reshape(list(sizes.values()))
+    kept = [i for i, name in enumerate(sizes) if name not in over]
+    moved = [i for i, name in enumerate(sizes) if name in over]
+    size = math.prod(ids.shape[i] for i in moved)
+    return ids.transpose(kept + moved).reshape(-1, size).tolist()
+
+
+# -- Reading ---------------------------------------------------------------------------
+
+
+def parse(text: str) -> Module:
+    """Parses `compiled.as_text()`, or a file that XLA dumped.
+
+    Raises:
+      ValueError: if the text is not an HLO module with an entry.
+    """
+    computations: dict[str, Computation] = {}
+    current, entry = None, None
+    for line in text.splitlines():
+        if current is None or not line.startswith((" ", "\t")):
+            head = _HEAD.match(line)
+            if head and not line.startswith("HloModule"):
+                current = computations[head[2]] = {}
+                entry = head[2] if head[1] else entry
+                continue
+        if line.strip().startswith("}"):
+            current = None
+        elif current is not None:
+            instruction = _instruction(line, current)
+            if instruction is not None:
+                current[instruction.name] = instruction
+    if entry is None:
+        raise ValueError(
+            "The text must be an optimised HLO module with an ENTRY computation, but "
+            f"it begins with {text[:40]!r}. Pass compiled.as_text(), or a file "
+            "that --xla_dump_to wrote, *after_optimizations.txt."
+        )
+    return Module(computations, entry)
+
+
+def _instruction(line: str, computation: Computation) -> Instruction | None:
+    name = _NAME.match(line)
+    if name is None:
+        return None
+    rest = _COMMENT.sub("", line[name.end() :])
+    # The type is one shape, or a tuple in parentheses.
+    call = _OPCODE.search(rest, _closing(rest) if rest.startswith("(") else 0)
+    if call is None:
+        return None
+    stop = _closing(rest, call.end() - 1)
+    type_, arguments = rest[: call.start()], rest[call.end() : stop - 1]
+    return Instruction(name[1], type_, call[1], arguments, rest[stop:], computation)
+
+
+def _closing(text: str, start: int = 0) -> int:
+    """The position after the parenthesis that closes the one at `start`."""
+    depth = 0
+    for i in range(start, len(text)):
+        depth += (text[i] == "(") - (text[i] == ")")
+        if depth == 0:
+            return i + 1
+    return len(text)
+
+
+def _split(operands: str) -> Iterator[str]:
+    """Splits at the commas that are not in brackets."""
+    depth, start = 0, 0
+    for i, character in enumerate(operands):
+        depth += (character in "({[") - (character in ")}]")
+        if character == "," and depth == 0:
+            yield operands[start:i]
+            start = i + 1
+    if operands[start:].strip():
+        yield operands[start:]
+
+
+def _ints(text: str) -> list[int]:
+    return [int(n) for n in text.split(",") if n.strip()]

@@ -1,0 +1,280 @@
+"""Which mesh axes split the batch, where parameters lie, and what varies over devices.
+
+Only questions and checks stand here. What communicates is in `_collectives`.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from ga_optax._checks import leaf_name
+
+Axes = tuple[str, ...]
+AnyMesh = Mesh | AbstractMesh
+AnyMesh = AnyMesh
+
+
+# -- Names -----------------------------------------------------------------------------
+
+
+def split_spec(axes: Axes, dim: int = 0) -> PartitionSpec:
+    """The spec that splits dimension `dim` over the data axes."""
+    return PartitionSpec(*[None] * dim, as_entry(axes))
+
+
+def as_entry(names: Axes) -> Any:
+    """The entry of a spec that splits a dimension over `names`."""
+    return names if len(names) > 1 else names[0] if names else None
+
+
+def names_in(entry: Any) -> Axes:
+    """The axes over which an entry of a spec splits its dimension."""
+    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+
+
+def explicit_names(mesh: AnyMesh) -> Axes:
+    """The explicit axes of a mesh."""
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return tuple(name for name, kind in kinds if kind == AxisType.Explicit)
+
+
+# -- The mesh --------------------------------------------------------------------------
+
+
+def check_data_axis(data_axis: Any) -> Axes:
+    """Returns the names of the data axes, `()` for None; or raises."""
+    if data_axis is None:
+        return ()
+    names = (data_axis,) if isinstance(data_axis, str) else data_axis
+    if (
+        not isinstance(names, (tuple, list))
+        or not names
+        or not all(isinstance(name, str) for name in names)
+        or len(set(names)) < len(names)
+    ):
+        raise TypeError(
+            "data_axis must be the name of a mesh axis, or a tuple of different names, "
+            f'but it is {data_axis!r}. Pass "data", for example, or None.'
+        )
+    if not hasattr(jax.lax, "pcast"):
+        raise ValueError(
+            "data_axis needs jax >= 0.9, for jax.lax.pcast, but this is jax "
+            f"{jax.__version__}. Install a newer one, or leave data_axis out: the "
+            "gradient is then reduced in every micro-step."
+        )
+    return tuple(names)
+
+
+def find_mesh(axes: Axes, mesh: AnyMesh | None, batch: Any = ()) -> Any:
+    """The mesh whose `axes` are still to be bound; None inside their `shard_map`.
+
+    If `mesh` is None it is that of the context, or else the one that `batch` lies on.
+
+    Raises:
+      ValueError: if there is no mesh, or if it lacks an axis.
+    """
+    context = jax.sharding.get_abstract_mesh()
+    here = [name for name in axes if name in context.manual_axes]
+    if len(here) == len(axes):
+        return None
+    if here:
+        raise ValueError(
+            f"data_axis must be all bound or all unbound, but of {axes} this "
+            f"shard_map binds only {tuple(here)}. Name the others in its axis_names, "
+            "too."
+        )
+    if mesh is None or context.manual_axes:  # inside a shard_map over other axes
+        mesh = context
+    if mesh.empty:
+        found = [m for m in map(_mesh_of, jax.tree.leaves(batch)) if not m.empty]
+        mesh = found[0] if found else mesh
+    if mesh.empty:
+        raise ValueError(
+            f"data_axis={in_words(axes)} must be an axis of a mesh, but there is none. "
+            "Call inside jax.set_mesh(mesh), pass data_axis=ga_optax.DataAxis(name, "
+            "mesh=mesh) or a batch that lies on a mesh, or call inside jax.shard_map "
+            "over that axis."
+        )
+    missing = [name for name in axes if name not in mesh.axis_names]
+    if missing:
+        raise ValueError(
+            f"data_axis={in_words(axes)} must be an axis of the mesh, but the mesh has "
+            f"{in_words(mesh.axis_names)}. Name the axis that splits the batch."
+        )
+    return mesh
+
+
+def _mesh_of(x: Any) -> AnyMesh:
+    """The mesh that an array lies on, traced or not; an empty mesh if it has none."""
+    none = AbstractMesh((), ())
+    if not isinstance(x, jax.Array):
+        return none
+    tracer = isinstance(x, jax.core.Tracer)
+    return getattr(jax.typeof(x).sharding if tracer else x.sharding, "mesh", none)
+
+
+def num_devices(axes: Axes, mesh: AnyMesh | None) -> int:
+    """Into how many parts `axes` split a batch; `mesh` as `find_mesh` returns it."""
+    shape = (jax.sharding.get_abstract_mesh() if mesh is None else mesh).shape
+    return math.prod(shape[name] for name in axes)
+
+
+def in_words(names: Sequence[str]) -> str:
+    return " and ".join(map(repr, names))
+
+
+# -- Which axes a value varies over ----------------------------------------------------
+
+
+def varying(x: Any) -> frozenset[str]:
+    """The bound axes over which devices hold different values, as far as JAX knows."""
+    aval = jax.typeof(x) if isinstance(x, (jax.Array, np.ndarray)) else x
+    kind = getattr(aval, "manual_axis_type", None)
+    return kind.varying if kind is not None else getattr(aval, "vma", frozenset())
+
+
+def checks_varying() -> bool:
+    """Whether this `shard_map` keeps track of what varies (`check_vma`)."""
+    axes = tuple(jax.sharding.get_abstract_mesh().manual_axes)
+    return bool(axes) and bool(varying(jax.lax.axis_index(axes[0])))
+
+
+# -- Where parameters lie ------------------------------------------------------------
+
+
+class Placement(NamedTuple):
+    """Where the data axes shard one leaf: pairs of a dimension and the axes along it.
+
+    `()` is a leaf that every device holds whole. `summed` are the axes over which the
+    backward pass has summed the leaf's gradient already.
+    """
+
+    dims: tuple[tuple[int, Axes], ...] = ()
+    summed: Axes = ()
+
+    @property
+    def spec(self) -> PartitionSpec:
+        names: list[Any] = [None] * (1 + max((dim for dim, _ in self.dims), default=-1))
+        for dim, axes in self.dims:
+            names[dim] = as_entry(axes)
+        return PartitionSpec(*names)
+
+    @property
+    def axes(self) -> Axes:
+        return tuple(name for _, axes in self.dims for name in axes)
+
+
+def placements(
+    params: Any, specs: Any, axes: Axes, mesh: AnyMesh | None
+) -> list[Placement]:
+    """How the data axes shard each leaf of `params`.
+
+    Args:
+      params: the parameters.
+      specs: a tree of `PartitionSpec` or `NamedSharding` that is a prefix of `params`;
+        None reads what the leaves tell: explicit axes, and arrays outside of `jit`.
+      axes: the data axes.
+      mesh: as `find_mesh` returns it.
+    """
+    paths = jax.tree_util.tree_flatten_with_path(params)[0]
+    if not axes:
+        return [Placement() for _ in paths]
+    if specs is None:
+        found = [None if mesh is None else _known_spec(leaf) for _, leaf in paths]
+    else:
+        found = broadcast_specs(specs, params)
+    shape = (jax.sharding.get_abstract_mesh() if mesh is None else mesh).shape
+    result = []
+    for (path, leaf), spec in zip(paths, found, strict=True):
+        names = [] if spec is None else list(spec)
+        dims = []
+        for dim, entry in enumerate(names):
+            here = tuple(name for name in names_in(entry) if name in axes)
+            if here:
+                dims.append((dim, here))
+        placement = Placement(tuple(dims))
+        # Inside a shard_map a leaf is one device's part already.
+        for dim, here in placement.dims if specs is not None else ():
+            size = math.prod(shape[name] for name in here) if mesh is not None else 1
+            if dim >= jnp.ndim(leaf) or jnp.shape(leaf)[dim] % size:
+                raise ValueError(
+                    f"param_specs must fit the parameters, but {spec} splits dimension "
+                    f"{dim} of {leaf_name(path)} into {size} parts, and its shape is "
+                    f"{jnp.shape(leaf)}. Pass the spec with which it is sharded."
+                )
+        result.append(placement)
+    return result
+
+
+def _known_spec(leaf: Any) -> PartitionSpec | None:
+    if isinstance(leaf, jax.core.Tracer):
+        sharding = jax.typeof(leaf).sharding
+        if not explicit_names(sharding.mesh):
+            return None
+    else:
+        sharding = getattr(leaf, "sharding", None)
+    return sharding.spec if isinstance(sharding, NamedSharding) else None
+
+
+def explicit_axes(x: Any, dim: int) -> Axes:
+    """The explicit mesh axes over which the type of `x` splits a dimension."""
+    if not isinstance(x, jax.Array):
+        return ()
+    sharding = jax.typeof(x).sharding
+    if not isinstance(sharding, NamedSharding) or len(sharding.spec) <= dim:
+        return ()
+    explicit = explicit_names(sharding.mesh)
+    return tuple(name for name in names_in(sharding.spec[dim]) if name in explicit)
+
+
+def same_mesh(x: jax.Array, y: jax.Array) -> bool:
+    """Whether the types of `x` and `y` agree on the mesh, as explicit axes require."""
+    a, b = (jax.typeof(z).sharding.mesh for z in (x, y))
+    return a == b or not (explicit_names(a) or explicit_names(b))
+
+
+def broadcast_specs(specs: Any, params: Any) -> list[PartitionSpec | None]:
+    """One spec for each leaf of `params`; raises if `specs` is no prefix of it."""
+
+    def is_spec(x: Any) -> bool:
+        return x is None or isinstance(x, (PartitionSpec, NamedSharding))
+
+    todo = "Pass jax.tree.map(lambda p: p.sharding.spec, params), for example."
+    for spec in jax.tree.leaves(specs, is_leaf=is_spec):
+        if not is_spec(spec):
+            raise TypeError(
+                "param_specs must be a tree of PartitionSpec that is a prefix of the "
+                f"parameters' tree, but it holds {spec!r}. {todo}"
+            )
+    try:
+        of_leaves = jax.tree.broadcast(specs, params, is_leaf=is_spec)
+    except ValueError as error:
+        raise ValueError(
+            "param_specs must be a prefix of the parameters' tree, but it is "
+            f"{jax.tree.structure(specs, is_leaf=is_spec)}: {error}. {todo}"
+        ) from None
+    return [
+        spec.spec if isinstance(spec, NamedSharding) else spec
+        for spec in jax.tree.structure(params).flatten_up_to(of_leaves)
+    ]
+
+
+def check_scatter(
+    params: Any, where: Sequence[Placement], axes: Axes, mesh: AnyMesh
+) -> None:
+    """Raises if JAX (up to 0.12) cannot lower the reduce-scatter."""
+    explicit = tuple(name for name in explicit_names(mesh) if name not in axes)
+    paths = jax.tree_util.tree_flatten_with_path(params)[0]
+    for (path, _), placement in zip(paths, where, strict=True):
+        if explicit and placement.dims:
+            raise ValueError(
+                'Parameters that are sharded over the data axis need sync="each", or '
+                "the other axes of the mesh to be automatic, but "
+                f"{leaf_name(path)} is sharded over {placement.axes}, and {explicit} "
+                'explicit. Use AxisType.Auto for the latter, or sync="each".'
+            )

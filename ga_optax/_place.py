@@ -1,0 +1,238 @@
+"""Where the sum of a window lies between two calls: on one device, or on each of many.
+
+`MultiSteps` folds in the same way in both. `OneDevice` documents the interface that
+both classes have; a new place is one more class.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec
+
+from ga_optax import _collectives, _mesh, accumulator
+from ga_optax._checks import leaf_name
+from ga_optax._choose import Predicate, both, select
+from ga_optax.accumulator import Accumulator
+
+T = TypeVar("T")
+Choose = Callable[[Predicate, Callable[[], T], Callable[[], T]], T]
+
+
+class Buffer(NamedTuple):
+    """What a state holds of a window; `values` is a sum while the window is open.
+
+    In the micro-step that closes the window on one device it is what the inner
+    optimizer sees, the mean, in the place of the sum.
+    """
+
+    values: optax.Updates
+    weight: jax.Array
+    count: jax.Array
+
+
+def _mean(buffer: Buffer) -> Buffer:
+    divide = functools.partial(accumulator.divide, weight=buffer.weight)
+    return buffer._replace(values=jax.tree.map(divide, buffer.values))
+
+
+@dataclasses.dataclass(frozen=True)
+class OneDevice:
+    """The state holds the accumulator, and the last addition divides it.
+
+    Attributes:
+      use_grad_mean: whether the inner optimizer sees the mean, or the sum.
+    """
+
+    use_grad_mean: bool
+
+    @property
+    def spec(self) -> PartitionSpec:
+        """How the sum and its weight cross a `jax.shard_map`."""
+        return PartitionSpec()
+
+    def start(self, acc: Accumulator) -> Accumulator:
+        """An empty accumulator as the state holds it."""
+        return acc
+
+    def load(self, acc: Accumulator) -> Accumulator:
+        """This device's accumulator, out of what the state holds."""
+        return acc
+
+    def store(self, buffer: Buffer) -> Buffer:
+        """The reverse of `load`."""
+        return buffer
+
+    def check(self, grads: Any, params: Any, extra_args: Any) -> None:
+        """Raises if gradients are reduced already, or the rest differs by device."""
+
+    def agree(self, decision: T) -> T:
+        """A decision for all devices: if one of them says yes, all do."""
+        return decision
+
+    def of_all(self, grads: optax.Updates) -> optax.Updates:
+        """Gradients with the types that the inner optimizer will see."""
+        return grads
+
+    def finish(self, acc: Accumulator, closes: Predicate) -> Buffer:
+        """The sum; if the window closes what the inner optimizer sees.
+
+        Dividing here is part of the pass that adds the gradient. In the branch of the
+        conditional it would be a pass of its own, over a second buffer. And it comes
+        last: XLA computes a division once, and anything cheaper that follows it again
+        for each reader, out of a sum that it has to copy for that.
+        """
+        buffer = Buffer(*acc)
+        if not self.use_grad_mean or closes is False:
+            return buffer
+        return select(closes, _mean(buffer), buffer)
+
+    def fence(self, buffer: Buffer) -> Buffer:
+        """Keeps the last addition out of the inner optimizer.
+
+        Fused into it, the optimizer would read the old sum after the new one has
+        overwritten it, so XLA would copy the old sum first.
+        """
+        return jax.lax.optimization_barrier(buffer)
+
+    def close(
+        self,
+        buffer: Buffer,
+        closes: Predicate,
+        weighs: Callable[[Buffer], Predicate],
+        run: Callable[[Buffer], T],
+        stay: Callable[[], T],
+        choose: Choose[T],
+    ) -> T:
+        """`run` on the window if it closes and `weighs` something, else `stay`."""
+        return choose(both(closes, weighs(buffer)), lambda: run(buffer), stay)
+
+
+@dataclasses.dataclass(frozen=True)
+class ManyDevices:
+    """Every device holds its own sum; they meet, and are divided, at the step.
+
+    Attributes:
+      use_grad_mean: whether the inner optimizer sees the mean, or the sum.
+      axes: the data axes, bound by a `jax.shard_map`.
+    """
+
+    use_grad_mean: bool
+    axes: tuple[str, ...]
+
+    @property
+    def spec(self) -> PartitionSpec:
+        return _mesh.split_spec(self.axes)
+
+    def start(self, acc: Accumulator) -> Accumulator:
+        """A part for each device, along a new leading axis."""
+
+        def zeros(acc: Accumulator) -> Accumulator:
+            parts = jax.tree.map(lambda x: jnp.zeros_like(x)[None], acc)
+            return _collectives.vary(parts, self.axes)
+
+        mesh = _mesh.find_mesh(self.axes, None, acc.total)
+        if mesh is None:
+            return zeros(acc)
+        return _collectives.over_mesh(
+            zeros, mesh, self.axes, (acc,), (PartitionSpec(),), self.spec
+        )
+
+    def load(self, acc: Accumulator) -> Accumulator:
+        if _mesh.find_mesh(self.axes, None) is not None:
+            raise ValueError(
+                f"With data_axis={self.axes} this must be called inside a "
+                "jax.shard_map over that axis, with state_specs for the state, but it "
+                "is called outside. Wrap the training step; or leave data_axis out "
+                "if the compiler splits the batch."
+            )
+        for path, leaf in jax.tree_util.tree_flatten_with_path(acc)[0][:-1]:
+            if jnp.shape(leaf)[:1] != (1,):
+                raise ValueError(
+                    "Inside the shard_map the state must hold this device's part of "
+                    f"the accumulator, [1, ...], but {leaf_name(path)} has shape "
+                    f"{jnp.shape(leaf)}. Pass state_specs as its in_specs."
+                )
+        total, weight = jax.tree.map(lambda x: x[0], (acc.total, acc.weight))
+        return Accumulator(total, weight, acc.count)
+
+    def store(self, buffer: Buffer) -> Buffer:
+        parts = jax.tree.map(lambda x: x[None], (buffer.values, buffer.weight))
+        return Buffer(*_collectives.vary(parts, self.axes), buffer.count)
+
+    def check(self, grads: Any, params: Any, extra_args: Any) -> None:
+        if not _mesh.checks_varying():
+            return
+        axes = set(self.axes)
+        for path, leaf in jax.tree_util.tree_flatten_with_path(grads)[0]:
+            reduced = axes - _mesh.varying(leaf)
+            if reduced:
+                raise ValueError(
+                    "With a data_axis, grads must be those of one device, but "
+                    f"{leaf_name(path)} is the same along {tuple(sorted(reduced))}: "
+                    "it is reduced already. Differentiate with respect to the device's "
+                    "own copy of the parameters: "
+                    "jax.lax.pcast(params, axis, to='varying')."
+                )
+        for what, tree, todo in (
+            (
+                "extra arguments",
+                extra_args,
+                "Reduce it, with jax.lax.pmean.",
+            ),
+            (
+                "params",
+                params,
+                "The sums would mix its shards: pass whole ones, or no data_axis.",
+            ),
+        ):
+            for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+                own = axes & _mesh.varying(leaf)
+                if own:
+                    raise ValueError(
+                        f"With a data_axis, {what} must be the same on all devices, "
+                        f"but {leaf_name(path)} differs along {tuple(sorted(own))}. "
+                        f"{todo}"
+                    )
+
+    def agree(self, decision: T) -> T:
+        return jax.tree.map(
+            lambda x: jax.lax.pmax(x, self.axes),
+            _collectives.vary(decision, self.axes),
+        )
+
+    def of_all(self, grads: optax.Updates) -> optax.Updates:
+        """They vary over devices here, and do not there."""
+        return jax.tree.map(
+            lambda g: jax.ShapeDtypeStruct(g.shape, jnp.result_type(g)), grads
+        )
+
+    def finish(self, acc: Accumulator, closes: Predicate) -> Buffer:
+        del closes  # `close` merges first, and divides then
+        return Buffer(*acc)
+
+    def fence(self, buffer: Buffer) -> Buffer:
+        return buffer
+
+    def close(
+        self,
+        buffer: Buffer,
+        closes: Predicate,
+        weighs: Callable[[Buffer], Predicate],
+        run: Callable[[Buffer], T],
+        stay: Callable[[], T],
+        choose: Choose[T],
+    ) -> T:
+        def merged() -> T:
+            # Only the sum over all devices says whether there is any weight.
+            with jax.named_scope("ga_optax.merge"):
+                whole = _collectives.merge_across(Accumulator(*buffer), self.axes)
+            whole = Buffer(*whole)
+            whole = _mean(whole) if self.use_grad_mean else whole
+            return choose(weighs(whole), lambda: run(whole), stay)
+
+        return choose(closes, merged, stay)

@@ -1,0 +1,243 @@
+"""The state of `MultiSteps`: what it holds, and what reads it."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.typing import ArrayLike
+
+from ga_optax import _noise
+
+__all__ = ["MultiStepsState", "Stats", "from_optax", "has_updated", "stats"]
+
+
+class MultiStepsState(NamedTuple):
+    """State of `MultiSteps`. The first five fields are those of Optax's state.
+
+    Attributes:
+      mini_step: micro-steps in the open window, int32 `[]`.
+      gradient_step: steps, that is updates of the inner optimizer, int32 `[]`.
+      inner_opt_state: the state of the inner optimizer.
+      acc_grads: Σ w·g over the open window, with the shapes of the parameters. While
+        `mini_step` is 0 it holds what the inner optimizer saw last, which the next
+        micro-step overwrites. `()` if a static k of 1 needs none. With a `data_axis` it
+        is the sum of each device, `[devices, ...]`, `[1, ...]` inside the `shard_map`,
+        also after a step.
+      skip_state: what `should_skip_update_fn` returned last.
+      drop_state: what `should_drop_window_fn` returned last.
+      weight: Σ w over the open window, a float `[]`; with a `data_axis` one for each
+        device, `[devices]`.
+      emitted: whether the last call emitted, bool `[]`.
+      micro_steps: micro-steps accumulated since `init`, int32 `[]`.
+      skipped_micro_steps: micro-steps that `should_skip_update_fn` left out, int32
+        `[]`.
+      skipped_windows: windows that closed without a step, int32 `[]`: dropped, or of
+        weight 0.
+      noise: what `noise_scale` reads, a `NoiseState`; `()` without `track_noise`.
+    """
+
+    mini_step: jax.Array
+    gradient_step: jax.Array
+    inner_opt_state: optax.OptState
+    acc_grads: optax.Updates
+    skip_state: Any
+    drop_state: Any
+    weight: jax.Array
+    emitted: jax.Array
+    micro_steps: jax.Array
+    skipped_micro_steps: jax.Array
+    skipped_windows: jax.Array
+    noise: Any = ()
+
+
+class Stats(NamedTuple):
+    """Counters of a run, see `stats`.
+
+    Attributes:
+      micro_steps: micro-steps accumulated since `init`, in closed windows and in the
+        open one.
+      steps: updates of the inner optimizer.
+      skipped_micro_steps: micro-steps that `should_skip_update_fn` left out.
+      skipped_windows: windows that closed without a step, because they were dropped or
+        had weight 0.
+      weight: Σ w of the open window. If the state is whole, it is over all devices.
+      fill: micro-steps in the open window.
+    """
+
+    micro_steps: jax.Array
+    steps: jax.Array
+    skipped_micro_steps: jax.Array
+    skipped_windows: jax.Array
+    weight: jax.Array
+    fill: jax.Array
+
+    @property
+    def skipped(self) -> jax.Array:
+        """Everything that was skipped, micro-steps and whole windows."""
+        return self.skipped_micro_steps + self.skipped_windows
+
+
+def has_updated(state: optax.OptState) -> jax.Array:
+    """Whether the last call emitted: whether it was a step of the inner optimizer.
+
+    False at the start, inside a window, after a skipped micro-step and after a window
+    that was dropped.
+
+    Args:
+      state: the state of a `MultiSteps`, or any state that holds one, such as that of
+        an `optax.chain`.
+
+    Returns:
+      A bool scalar.
+
+    Raises:
+      ValueError: if there is none in it, or more than one.
+    """
+    return find_state(state).emitted
+
+
+def stats(state: optax.OptState) -> Stats:
+    """Reads the counters of a `MultiSteps` off its state, on the device.
+
+    They are arrays of the state. Read them, with `jax.device_get` for example, before
+    you donate the state to the next call.
+
+    Args:
+      state: the state of a `MultiSteps`, or any state that holds one.
+
+    Returns:
+      A `Stats` of scalars.
+
+    Raises:
+      ValueError: if there is none in it, or more than one.
+    """
+    state = find_state(state)
+    return Stats(
+        micro_steps=state.micro_steps,
+        steps=state.gradient_step,
+        skipped_micro_steps=state.skipped_micro_steps,
+        skipped_windows=state.skipped_windows,
+        weight=jnp.sum(
+            state.weight, axis=tuple(range(state.mini_step.ndim, state.weight.ndim))
+        ),
+        fill=state.mini_step,
+    )
+
+
+def from_optax(
+    state: optax.OptState, *, use_grad_mean: bool = True, track_noise: bool = False
+) -> optax.OptState:
+    """Turns the state of `optax.MultiSteps` into ours, in the middle of a window too.
+
+    >>> import jax.numpy as jnp, optax, ga_optax as ga
+    >>> params, grads = jnp.zeros(1), jnp.array([4.0])
+    >>> theirs = optax.MultiSteps(optax.sgd(1.0), 2)
+    >>> _, state = theirs.update(grads, theirs.init(params), params)
+    >>> ours = ga.MultiSteps(optax.sgd(1.0), 2)
+    >>> ours.update(jnp.array([2.0]), ga.from_optax(state), params)[0]
+    Array([-3.], dtype=float32)
+
+    **Exactness.** Optax keeps the running mean of the window and we keep its sum, which
+    is `mini_step` times that mean: one rounding. Optax did not count micro-steps, so
+    that counter starts with those of the open window. Nor did it square their
+    gradients, so `noise_scale` leaves the open window out.
+
+    Args:
+      state: an `optax.MultiStepsState`, or any state that holds some.
+      use_grad_mean: what the `optax.MultiSteps` was made with.
+      track_noise: what our `MultiSteps` is made with.
+
+    Returns:
+      The same state with each of them replaced by a `MultiStepsState`.
+
+    Raises:
+      ValueError: if there is none in it.
+    """
+    if not _all_of(optax.MultiStepsState, state):
+        raise ValueError(
+            "from_optax needs an optax.MultiStepsState, or a state that holds one, but "
+            f"it found none in a {type(state).__name__}. Pass the state that the "
+            "optax.MultiSteps returned."
+        )
+
+    def convert(leaf: Any) -> Any:
+        if not isinstance(leaf, optax.MultiStepsState):
+            return leaf
+        count = jnp.asarray(leaf.mini_step, jnp.int32)
+
+        def total(a: ArrayLike) -> jax.Array:
+            a = jnp.asarray(a)
+            return a * count.astype(a.dtype) if use_grad_mean else a
+
+        weight = count.astype(jnp.result_type(float))
+        return MultiStepsState(
+            mini_step=count,
+            gradient_step=jnp.asarray(leaf.gradient_step, jnp.int32),
+            inner_opt_state=leaf.inner_opt_state,
+            acc_grads=jax.tree.map(total, leaf.acc_grads),
+            skip_state=leaf.skip_state,
+            drop_state=(),
+            weight=weight,
+            emitted=(count == 0) & (jnp.asarray(leaf.gradient_step) > 0),
+            micro_steps=jnp.copy(count),
+            skipped_micro_steps=jnp.zeros([], jnp.int32),
+            skipped_windows=jnp.zeros([], jnp.int32),
+            noise=_noise.spoiled(_noise.init(weight), count > 0) if track_noise else (),
+        )
+
+    return jax.tree.map(
+        convert, state, is_leaf=lambda x: isinstance(x, optax.MultiStepsState)
+    )
+
+
+# -- Finding it ------------------------------------------------------------------------
+
+
+def _all_of(kind: type, state: optax.OptState) -> dict[str, Any]:
+    """Every `kind` in a tree, by its path."""
+    nodes = jax.tree_util.tree_flatten_with_path(
+        state, is_leaf=lambda x: isinstance(x, kind)
+    )[0]
+    return {
+        jax.tree_util.keystr(path): node
+        for path, node in nodes
+        if isinstance(node, kind)
+    }
+
+
+def find_states(state: optax.OptState) -> dict[str, MultiStepsState]:
+    """Every `MultiStepsState` in a tree, by its path."""
+    return _all_of(MultiStepsState, state)
+
+
+def find_state(state: optax.OptState) -> MultiStepsState:
+    """The one `MultiStepsState` in a tree; raises if there is none, or another."""
+    found = find_states(state)
+    if len(found) == 1:
+        return next(iter(found.values()))
+    if found:
+        raise ValueError(
+            "There must be one MultiStepsState in the state, but there are "
+            f"{len(found)}: {', '.join(found)}. Pass the one that you mean."
+        )
+    hint = "Wrap the optimizer in ga_optax.MultiSteps."
+    if _all_of(optax.MultiStepsState, state):
+        hint = "There is one of Optax's: convert it with ga_optax.from_optax."
+    raise ValueError(
+        "There must be a MultiStepsState of ga_optax in the state, but there is none "
+        f"in a {type(state).__name__}. {hint}"
+    )
+
+
+def check_state(state: Any) -> MultiStepsState:
+    """Returns `state` if it is a `MultiStepsState`, or raises."""
+    if isinstance(state, MultiStepsState):
+        return state
+    hint = "Pass what init or the last call returned."
+    if isinstance(state, optax.MultiStepsState):
+        hint = "Convert it with ga_optax.from_optax."
+    raise TypeError(
+        "state must be a MultiStepsState of ga_optax, but it is a "
+        f"{type(state).__module__}.{type(state).__name__}. {hint}"
+    )

@@ -1,0 +1,399 @@
+"""The program of a `MultiSteps`: a micro-step, and the step that closes the window.
+
+    acc  <-  add(acc, g, w)
+    if count = k:   params, inner  <-  inner.update(mean(acc));   count <- 0
+
+The inner update stands inside one branch of a `lax.cond`, so it is paid once a window
+and its schedules count steps. That branch reads the accumulator and does not return it,
+and nothing resets it (the next window overwrites), so XLA updates it in place. The
+division is part of the last addition, so no buffer is needed for the mean.
+"""
+
+import dataclasses
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.typing import ArrayLike
+
+from ga_optax import _noise, accumulator
+from ga_optax._checks import check_gradients, check_int, check_weight, is_int
+from ga_optax._choose import (
+    Predicate,
+    both,
+    branch,
+    cast_like,
+    count_if,
+    negated,
+    pick,
+    select,
+)
+from ga_optax._place import Buffer, Choose, ManyDevices, OneDevice
+from ga_optax._state import MultiStepsState
+from ga_optax.accumulator import Accumulator
+
+SkipFn = Callable[[optax.Updates, ArrayLike, Any], tuple[jax.Array, Any]]
+
+
+class Request(NamedTuple):
+    """What a call was given beside the state, and what it has to return.
+
+    Attributes:
+      grads: gradients with the dtypes that the bare optimizer would be given.
+      params: the parameters, if known.
+      extra_args: for the inner optimizer.
+      idle: makes what is returned if there is no step.
+      finish: makes what is returned out of the updates of a step.
+    """
+
+    grads: optax.Updates
+    params: optax.Params | None
+    extra_args: dict[str, Any]
+    idle: Callable[[], Any]
+    finish: Callable[[optax.Updates], Any]
+
+
+class _Outcome(NamedTuple):
+    """What closing a window leaves: `out` is either the updates or the parameters."""
+
+    out: Any
+    inner_opt_state: optax.OptState
+    drop_state: Any
+    emitted: jax.Array
+    noise: Any
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Window:
+    """The configuration of a `MultiSteps`, and the functions that close over it."""
+
+    inner: optax.GradientTransformationExtraArgs
+    every_k: int | Callable[[jax.Array], ArrayLike]
+    should_skip: SkipFn | None
+    should_drop: SkipFn | None
+    dtype: np.dtype | None
+    track_noise: bool
+    place: OneDevice | ManyDevices
+
+    # -- The three calls ---------------------------------------------------------------
+
+    def init(self, params: optax.Params) -> MultiStepsState:
+        acc = accumulator.init(params, self.dtype)
+        held = self.place.start(acc)
+        skip_state, drop_state = (), ()
+        if self.should_skip is not None:
+            zeros = optax.tree.zeros_like(params)
+            _, skip_state = _ask(self.should_skip, zeros, acc.count, params)
+        if self.should_drop is not None:
+            _, drop_state = _ask(self.should_drop, acc.total, acc.count, params)
+        return MultiStepsState(
+            mini_step=acc.count,
+            gradient_step=jnp.zeros([], jnp.int32),
+            inner_opt_state=self.inner.init(params),
+            acc_grads=() if self.every_k == 1 else held.total,
+            skip_state=skip_state,
+            drop_state=drop_state,
+            weight=held.weight,
+            emitted=jnp.zeros([], bool),
+            micro_steps=jnp.zeros([], jnp.int32),
+            skipped_micro_steps=jnp.zeros([], jnp.int32),
+            skipped_windows=jnp.zeros([], jnp.int32),
+            noise=_noise.init(acc.weight) if self.track_noise else (),
+        )
+
+    def micro_step(
+        self,
+        request: Request,
+        state: MultiStepsState,
+        weight: ArrayLike | None,
+        emit: bool | None,
+    ) -> tuple[Any, MultiStepsState]:
+        """Adds a gradient, and closes the window if it is full."""
+        self.check_noise(state)
+        k = self.window_length(state.gradient_step)
+        if emit is None and isinstance(k, int) and k == 1:
+            emit = True
+
+        acc = self.place.load(_held(state))
+        self.place.check(request.grads, request.params, request.extra_args)
+        structures = map(jax.tree.structure, ((), state.acc_grads, request.grads))
+        nothing, held, needed = structures
+        keeps_nothing = held == nothing != needed
+        if keeps_nothing and not emit:
+            raise ValueError(_NO_ACCUMULATOR)
+        required = request.params if keeps_nothing else acc.total
+        if required is not None:
+            check_gradients(required, request.grads)
+        if weight is not None:
+            weight = check_weight(weight)
+
+        skip: Predicate = False
+        if self.should_skip is not None:
+            skip, skip_state = self.place.agree(
+                _ask(
+                    self.should_skip,
+                    request.grads,
+                    state.gradient_step,
+                    request.params,
+                )
+            )
+            state = state._replace(skip_state=cast_like(skip_state, state.skip_state))
+
+        if keeps_nothing:
+            acc = accumulator.init(request.grads, self.dtype)
+        with jax.named_scope("ga_optax.accumulate"):
+            acc = select(skip, acc, accumulator.add(acc, request.grads, weight))
+        if self.track_noise and not keeps_nothing:
+            with jax.named_scope("ga_optax.noise"):
+                first = state.mini_step == 0
+                noise = _noise.add(state.noise, request.grads, weight, first)
+                state = state._replace(noise=select(skip, state.noise, noise))
+
+        if emit is None:
+            k = jnp.asarray(k)
+            emits: Predicate = acc.count.astype(k.dtype) >= k
+        else:
+            emits = emit
+        closes = both(emits, negated(skip))
+        if keeps_nothing and weight is None:  # the mean of one is that one
+            buffer = Buffer(*acc)
+        else:
+            buffer = self.place.finish(acc, closes)
+        if emit:
+            buffer = self.place.fence(buffer)
+        # Without a weight this micro-batch counts 1, so that the window's is not 0.
+        weighs = _always if weight is None else _has_weight
+        choose = branch if emit is None else pick
+        outcome = self.close(request, state, buffer, closes, weighs, choose)
+
+        state = self.next_state(state, buffer, closes, outcome)
+        return outcome.out, state._replace(
+            acc_grads=() if keeps_nothing else state.acc_grads,
+            micro_steps=count_if(negated(skip), state.micro_steps),
+            skipped_micro_steps=count_if(skip, state.skipped_micro_steps),
+        )
+
+    def flush(
+        self, request: Request, state: MultiStepsState
+    ) -> tuple[Any, MultiStepsState]:
+        """Closes the window with what it holds."""
+        self.check_noise(state)
+        if not jax.tree.leaves(state.acc_grads):
+            return request.idle(), state
+        acc = self.place.load(_held(state))
+        check_gradients(acc.total, request.params, name="params", expected="the state")
+        closes = acc.count > 0
+        buffer = self.place.finish(acc, closes)
+        outcome = self.close(request, state, buffer, closes, _has_weight, branch)
+        flushed = self.next_state(state, buffer, closes, outcome)
+        return outcome.out, flushed._replace(
+            emitted=jnp.where(closes, flushed.emitted, state.emitted)
+        )
+
+    # -- What they share ---------------------------------------------------------------
+
+    def close(
+        self,
+        request: Request,
+        state: MultiStepsState,
+        buffer: Buffer,
+        closes: Predicate,
+        weighs: Callable[[Buffer], Predicate],
+        choose: Choose[_Outcome],
+    ) -> _Outcome:
+        """Runs the inner optimizer if the window `closes`; else leaves everything.
+
+        It does not run if the window has weight 0, or is dropped.
+        """
+
+        def leave(drop_state: Any) -> _Outcome:
+            no = jnp.zeros_like(state.emitted)
+            idle = request.idle()
+            return _Outcome(idle, state.inner_opt_state, drop_state, no, state.noise)
+
+        def step(buffer: Buffer, drop_state: Any) -> _Outcome:
+            with jax.named_scope("ga_optax.update"):
+                updates, inner = self.inner.update(
+                    self.gradients_for_inner(request, state, buffer.values),
+                    state.inner_opt_state,
+                    request.params,
+                    **request.extra_args,
+                )
+                inner = cast_like(inner, state.inner_opt_state)
+                yes = jnp.ones_like(state.emitted)
+                out = request.finish(updates)
+                return _Outcome(out, inner, drop_state, yes, self.noise(state, buffer))
+
+        def run(buffer: Buffer) -> _Outcome:
+            if self.should_drop is None:
+                return step(buffer, state.drop_state)
+            drop, drop_state = _ask(
+                self.should_drop, buffer.values, state.gradient_step, request.params
+            )
+            drop_state = cast_like(drop_state, state.drop_state)
+            return choose(
+                ~drop, lambda: step(buffer, drop_state), lambda: leave(drop_state)
+            )
+
+        def stay() -> _Outcome:
+            return leave(state.drop_state)
+
+        return self.place.close(buffer, closes, weighs, run, stay, choose)
+
+    def next_state(
+        self,
+        state: MultiStepsState,
+        buffer: Buffer,
+        closes: Predicate,
+        outcome: _Outcome,
+    ) -> MultiStepsState:
+        """The state after the call; nothing resets the buffer."""
+        buffer = self.place.store(buffer)
+        count, weight = buffer.count, buffer.weight
+        return state._replace(
+            mini_step=jnp.where(closes, jnp.zeros_like(count), count),
+            gradient_step=count_if(outcome.emitted, state.gradient_step),
+            inner_opt_state=outcome.inner_opt_state,
+            acc_grads=buffer.values,
+            drop_state=outcome.drop_state,
+            weight=jnp.where(closes, jnp.zeros_like(weight), weight),
+            emitted=outcome.emitted,
+            skipped_windows=count_if(closes & ~outcome.emitted, state.skipped_windows),
+            noise=outcome.noise,
+        )
+
+    def check_noise(self, state: MultiStepsState) -> None:
+        if self.track_noise and not isinstance(state.noise, _noise.NoiseState):
+            raise ValueError(_NO_NOISE)
+
+    def noise(self, state: MultiStepsState, buffer: Buffer) -> Any:
+        """What `noise_scale` reads, after a window that ran the inner optimizer."""
+        if not self.track_noise or not jax.tree.leaves(state.acc_grads):
+            return state.noise
+        with jax.named_scope("ga_optax.noise"):
+            return _noise.close(
+                state.noise, buffer.values, buffer.weight, self.place.use_grad_mean
+            )
+
+    def gradients_for_inner(
+        self, request: Request, state: MultiStepsState, grads: optax.Updates
+    ) -> optax.Updates:
+        """What the inner optimizer sees: the accumulator's dtype, if it can take that.
+
+        Some optimizers have branches or scatters of their own, whose dtypes agree only
+        if gradients, parameters and state have one dtype (`galore`, `novograd`,
+        `apply_if_finite` for bfloat16). Tracing them with the wide gradients says so.
+        They get what they would be given alone: the gradients' dtypes.
+        """
+        narrow = cast_like(grads, request.grads)
+        if jax.tree.map(jnp.result_type, narrow) == jax.tree.map(
+            jnp.result_type, grads
+        ):
+            return grads
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", FutureWarning)
+                self.bare_updates(grads, state, request.params, request.extra_args)
+        except (TypeError, ValueError, FutureWarning):
+            return narrow
+        return grads
+
+    def bare_updates(
+        self,
+        grads: optax.Updates,
+        state: MultiStepsState,
+        params: optax.Params | None,
+        extra_args: dict[str, Any],
+    ) -> Any:
+        """The shapes and dtypes of what the inner optimizer alone would return."""
+
+        def bare(grads: optax.Updates, inner: optax.OptState, params: Any) -> Any:
+            return self.inner.update(grads, inner, params, **extra_args)[0]
+
+        return jax.eval_shape(
+            bare, self.place.of_all(grads), state.inner_opt_state, params
+        )
+
+    def window_length(self, step: jax.Array) -> int | jax.Array:
+        """The k of this step: an int if it is known."""
+        if isinstance(self.every_k, int):
+            return self.every_k
+        k = self.every_k(step)
+        if isinstance(k, int) and not isinstance(k, bool):
+            return check_every_k(k)
+        dtype, shape = jnp.result_type(k), jnp.shape(k)
+        number = jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(
+            dtype, jnp.floating
+        )
+        if shape != () or not number:
+            raise ValueError(
+                "every_k_schedule must return an integer scalar, but it returned "
+                f"{dtype}{list(shape)}. Return the number of micro-steps in the "
+                "window that the step belongs to."
+            )
+        return jnp.asarray(k)
+
+
+def _held(state: MultiStepsState) -> Accumulator:
+    return Accumulator(state.acc_grads, state.weight, state.mini_step)
+
+
+def _always(buffer: Buffer) -> bool:
+    del buffer
+    return True
+
+
+def _has_weight(buffer: Buffer) -> jax.Array:
+    return buffer.weight > 0
+
+
+def _ask(
+    fn: SkipFn, updates: optax.Updates, step: jax.Array, params: optax.Params | None
+) -> tuple[jax.Array, Any]:
+    """Calls a function that skips or drops, and checks what it returns."""
+    answer = fn(updates, step, params)
+    if not isinstance(answer, tuple) or len(answer) != 2:
+        raise ValueError(
+            "should_skip_update_fn and should_drop_window_fn must return the pair "
+            f"(skip, skip_state), but one returned {answer!r}. If there is nothing to "
+            "keep, return (skip, ())."
+        )
+    skip, skip_state = answer
+    dtype, shape = jnp.result_type(skip), jnp.shape(skip)
+    if (dtype, shape) != (jnp.bool_, ()):
+        raise ValueError(
+            "The `should_skip_update_fn` function should return a boolean scalar "
+            f"array, but it returned an array of dtype {dtype} and shape {shape}. "
+            "Compare and reduce, with jnp.any for example."
+        )
+    return jnp.asarray(skip), skip_state
+
+
+def check_every_k(k: Any) -> Any:
+    """Returns k, an int of at least 1 or a function, or raises."""
+    todo = "Pass the number of micro-steps in a window, or a function of the step."
+    if is_int(k):
+        return check_int("every_k_schedule", k, todo)
+    if not callable(k):
+        raise TypeError(
+            "every_k_schedule must be an int or a function, but it is "
+            f"{k!r} of type {type(k).__name__}. {todo}"
+        )
+    return k
+
+
+_NO_ACCUMULATOR = (
+    "The state must hold an accumulator if a window has more than one micro-step, but "
+    "its acc_grads is empty: it was made with every_k_schedule=1. Make a new state with"
+    " init, and give it the inner_opt_state and counters of this one (_replace)."
+)
+
+_NO_NOISE = (
+    "The state must hold a NoiseState if track_noise=True, but its field noise is "
+    "empty: it was made without. Put the noise of a new state into this one while no "
+    "window is open: state._replace(noise=tx.init(params).noise)."
+)
