@@ -69,14 +69,17 @@ def leaf_name(path: tuple[Any, ...]) -> str:
     return f"leaf {jax.tree_util.keystr(path)}" if path else "the only leaf"
 
 
+def named_leaves(tree: Any) -> list[tuple[str, Any]]:
+    """The leaves of a tree, each with its name."""
+    paths = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return [(leaf_name(path), leaf) for path, leaf in paths]
+
+
+_OF_PARAMS = "Pass the gradient with respect to the parameters of the state."
+
+
 def check_structure(
-    reference: Any,
-    tree: Any,
-    *,
-    name: str,
-    expected: str,
-    todo: str = "Pass the gradient with respect to the parameters that the state was "
-    "made for.",
+    reference: Any, tree: Any, *, name: str, expected: str, todo: str = _OF_PARAMS
 ) -> None:
     """Raises unless `tree` has the structure of `reference`; names the leaf.
 
@@ -87,27 +90,19 @@ def check_structure(
       expected: what the message calls `reference`.
       todo: what the message says to do.
     """
-    structure = jax.tree.structure(reference)
-    if jax.tree.structure(tree) == structure:
+    structure, received = map(jax.tree.structure, (reference, tree))
+    if received == structure:
         return
-    want, got = (
-        [path for path, _ in jax.tree_util.tree_flatten_with_path(t)[0]]
-        for t in (reference, tree)
-    )
-    missing = [path for path in want if path not in got]
-    extra = [path for path in got if path not in want]
-    if missing:
-        what = f"{leaf_name(missing[0])} is missing"
-    elif extra:
-        what = f"{leaf_name(extra[0])} is not in {expected}"
-    else:
-        received = jax.tree.structure(tree)
-        what = f"the containers differ: {structure} required, {received} received"
-    more = len(missing) + len(extra) - 1
+    want, got = ([leaf for leaf, _ in named_leaves(t)] for t in (reference, tree))
+    missing = [f"{leaf} is missing" for leaf in want if leaf not in got]
+    extra = [f"{leaf} is not in {expected}" for leaf in got if leaf not in want]
+    wrong = missing + extra
+    if not wrong:
+        wrong = [f"the containers differ: {structure} required, {received} received"]
+    more = f", and {len(wrong) - 1} more differ" if len(wrong) > 1 else ""
     raise ValueError(
-        f"{name} must have the tree structure of {expected}, but {what}"
-        + (f", and {more} more differ" if more > 0 else "")
-        + f". {todo}"
+        f"{name} must have the tree structure of {expected}, but {wrong[0]}{more}. "
+        f"{todo}"
     )
 
 
@@ -123,14 +118,13 @@ def check_gradients(
       expected: what the message calls `reference`.
     """
     check_structure(reference, grads, name=name, expected=expected)
-    required = jax.tree_util.tree_flatten_with_path(reference)[0]
-    for (path, want), got in zip(required, jax.tree.leaves(grads), strict=True):
-        which = f"{leaf_name(path)} of {name}"
+    pairs = zip(named_leaves(reference), jax.tree.leaves(grads), strict=True)
+    for (leaf, want), got in pairs:
+        which = f"{leaf} of {name}"
         if jnp.shape(got) != jnp.shape(want):
             raise ValueError(
                 f"{which} must have shape {jnp.shape(want)}, as in {expected}, but it "
-                f"has shape {jnp.shape(got)}. Pass the gradient with respect to the "
-                "parameters that the state was made for."
+                f"has shape {jnp.shape(got)}. {_OF_PARAMS}"
             )
         dtype = jax.dtypes.result_type(got)
         if not jnp.issubdtype(dtype, jnp.inexact):
@@ -139,9 +133,8 @@ def check_gradients(
                 "Differentiate with respect to floating parameters alone, and keep "
                 "the others out of the optimizer, with optax.masked for example."
             )
-        if jnp.issubdtype(dtype, jnp.complexfloating) and not jnp.issubdtype(
-            jnp.result_type(want), jnp.complexfloating
-        ):
+        is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
+        if is_complex and not jnp.iscomplexobj(want):
             raise TypeError(
                 f"{which} is complex ({dtype.name}), but {expected} hold a real leaf "
                 "there. Take the real part, or make the parameter complex."

@@ -11,6 +11,7 @@ A parameter that is sharded over a data axis is gathered before the window, and 
 gradient scattered after it: `Placement` says along which dimension.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,22 +19,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ga_optax._checks import leaf_name
-from ga_optax._mesh import (
-    AnyMesh,
-    Axes,
-    Placement,
-    as_entry,
-    broadcast_specs,
-    check_data_axis,
-    checks_varying,
-    explicit_names,
-    find_mesh,
-    in_words,
-    names_in,
-    split_spec,
-    varying,
-)
+from ga_optax import _mesh
+from ga_optax._checks import named_leaves
+from ga_optax._mesh import AnyMesh, Axes, Placement
 from ga_optax.accumulator import Accumulator
 
 # -- Inside a shard_map ----------------------------------------------------------------
@@ -47,7 +35,7 @@ def vary(tree: Any, axes: Axes) -> Any:
     """
 
     def mark(x: Any) -> Any:
-        missing = tuple(name for name in axes if name not in varying(x))
+        missing = tuple(name for name in axes if name not in _mesh.varying(x))
         return jax.lax.pcast(x, missing, to="varying") if missing else jnp.asarray(x)
 
     return jax.tree.map(mark, tree)
@@ -66,21 +54,18 @@ def gather(leaves: list[Any], where: Sequence[Placement]) -> list[Any]:
 
 def reduce(leaves: list[Any], where: Sequence[Placement], axes: Axes) -> list[Any]:
     """The sum over devices: an all-reduce, or a reduce-scatter of a sharded leaf."""
-    scattered = []
-    for x, placement in zip(leaves, where, strict=True):
+    result, groups = [], {}
+    for i, (x, placement) in enumerate(zip(leaves, where, strict=True)):
         for dim, names in placement.dims:
             x = jax.lax.psum_scatter(x, names, scatter_dimension=dim, tiled=True)
-        scattered.append(x)
-    # One psum of the leaves with the same axes left is one collective to XLA.
-    result = list(scattered)
-    groups: dict[Axes, list[int]] = {}
-    for i, placement in enumerate(where):
+        result.append(x)
         done = placement.axes + placement.summed
         left = tuple(name for name in axes if name not in done)
         groups.setdefault(left, []).append(i)
+    # One psum of the leaves with the same axes left is one collective to XLA.
     for left, members in groups.items():
         if left:
-            sums = jax.lax.psum([scattered[i] for i in members], left)
+            sums = jax.lax.psum([result[i] for i in members], left)
             for i, x in zip(members, sums, strict=True):
                 result[i] = x
     return result
@@ -125,22 +110,20 @@ def merge_across(acc: Accumulator, data_axis: str | Sequence[str]) -> Accumulato
     Raises:
       ValueError: if `data_axis` is not bound, or if `acc` is summed over it already.
     """
-    axes = check_data_axis(data_axis)
-    if find_mesh(axes, None) is not None:
+    axes = _mesh.check_data_axis(data_axis)
+    if _mesh.find_mesh(axes, None) is not None:
         raise ValueError(
-            f"merge_across needs data_axis={in_words(axes)} to be bound, but this is "
-            "outside of a jax.shard_map over it. At top level accumulate(data_axis=) "
-            "returns an accumulator that is merged already."
+            f"merge_across needs data_axis={axes} to be bound, but this is outside of "
+            "a jax.shard_map over it. At top level accumulate(data_axis=) returns an "
+            "accumulator that is merged already."
         )
-    for path, leaf in jax.tree_util.tree_flatten_with_path(acc.total)[0]:
-        same = tuple(name for name in axes if name not in varying(leaf))
-        if same and checks_varying():
+    for name, leaf in named_leaves(acc.total):
+        same = tuple(axis for axis in axes if axis not in _mesh.varying(leaf))
+        if same and _mesh.checks_varying():
             raise ValueError(
-                "merge_across needs the accumulator of one device, but "
-                f"{leaf_name(path)} of acc.total is the same along {same}: it is "
-                "summed over them already. Accumulate with data_axis=, or "
-                "differentiate with respect to the device's own copy of the "
-                "parameters: jax.lax.pcast(params, axis, to='varying')."
+                f"merge_across needs the accumulator of one device, but {name} of "
+                f"acc.total is the same along {same}: it is summed over them already. "
+                f"Accumulate with data_axis=, or {_mesh.OWN_COPY}"
             )
     leaves, structure = jax.tree.flatten(acc.total)
     empty = acc.count == 0
@@ -148,11 +131,7 @@ def merge_across(acc: Accumulator, data_axis: str | Sequence[str]) -> Accumulato
     *leaves, weight = reduce(
         vary([*leaves, acc.weight], axes), [Placement()] * (len(leaves) + 1), axes
     )
-    return Accumulator(
-        jax.tree.unflatten(structure, leaves),
-        weight,
-        acc.count,
-    )
+    return Accumulator(jax.tree.unflatten(structure, leaves), weight, acc.count)
 
 
 # -- At top level ----------------------------------------------------------------------
@@ -177,19 +156,13 @@ def over_mesh(
 
     `in_specs` and `out_specs` may be prefixes, as for `jax.shard_map`.
     """
-    leaves, structure = jax.tree.flatten(args)
-    given, prefix = jax.tree.flatten(
-        in_specs, is_leaf=lambda x: isinstance(x, PartitionSpec)
+    specs = jax.tree.broadcast(
+        in_specs, args, is_leaf=lambda x: isinstance(x, PartitionSpec)
     )
-    specs = [
-        spec
-        for spec, part in zip(given, prefix.flatten_up_to(args), strict=True)
-        for _ in jax.tree.leaves(part)
-    ]
-    leaves = [_arranged(x, s, axes, mesh) for x, s in zip(leaves, specs, strict=True)]
+    args = jax.tree.map(lambda x, spec: _arranged(x, spec, axes, mesh), args, specs)
     return jax.shard_map(
         run, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=set(axes)
-    )(*jax.tree.unflatten(structure, leaves))
+    )(*args)
 
 
 def zeros(aval: Any) -> jax.Array:
@@ -201,16 +174,14 @@ def zeros(aval: Any) -> jax.Array:
 
 def _arranged(x: Any, spec: PartitionSpec, axes: Axes, mesh: AnyMesh) -> Any:
     """Reshards `x` along explicit data axes, whose type has to say `spec`."""
-    if not set(axes) & set(explicit_names(mesh)):
+    if not set(axes) & set(_mesh.explicit_names(mesh)):
         return x
     sharding = jax.typeof(x).sharding
     given = list(sharding.spec) if isinstance(sharding, NamedSharding) else []
-    due: list[Any] = []
-    for dim in range(jnp.ndim(x)):
-        old = names_in(given[dim]) if dim < len(given) else ()
-        new = names_in(spec[dim]) if dim < len(spec) else ()
-        names = (*new, *(name for name in old if name not in axes))
-        due.append(as_entry(names))
+    due = []
+    for _, old, new in itertools.zip_longest(range(jnp.ndim(x)), given, spec):
+        kept = (name for name in _mesh.names_in(old) if name not in axes)
+        due.append(_mesh.as_entry((*_mesh.names_in(new), *kept)))
     return jax.reshard(x, NamedSharding(mesh, PartitionSpec(*due)))
 
 
@@ -223,20 +194,18 @@ def split_shards(x: Any, num_microbatches: int, axes: Axes, mesh: AnyMesh) -> ja
     def local(x: jax.Array) -> jax.Array:
         return jnp.reshape(x, (num_microbatches, -1, *x.shape[1:]))
 
-    return over_mesh(local, mesh, axes, (x,), (split_spec(axes),), split_spec(axes, 1))
+    return over_mesh(
+        local, mesh, axes, (x,), (_mesh.split_spec(axes),), _mesh.split_spec(axes, 1)
+    )
 
 
 def constrain(tree: Any, specs: Any, mesh: AnyMesh) -> Any:
     """Tells the compiler where automatic axes have to shard `tree`."""
-    if explicit_names(mesh):
+    if _mesh.explicit_names(mesh):
         return tree  # it is in the types
     leaves, structure = jax.tree.flatten(tree)
-    return jax.tree.unflatten(
-        structure,
-        [
-            x
-            if spec is None
-            else jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
-            for x, spec in zip(leaves, broadcast_specs(specs, tree), strict=True)
-        ],
-    )
+    for i, spec in enumerate(_mesh.broadcast_specs(specs, tree)):
+        if spec is not None:
+            place = NamedSharding(mesh, spec)
+            leaves[i] = jax.lax.with_sharding_constraint(leaves[i], place)
+    return jax.tree.unflatten(structure, leaves)

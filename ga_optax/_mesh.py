@@ -12,7 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from ga_optax._checks import leaf_name
+from ga_optax._checks import named_leaves
+
+OWN_COPY = (
+    "differentiate with respect to the device's own copy of the parameters: "
+    "jax.lax.pcast(params, axis, to='varying')."
+)
 
 Axes = tuple[str, ...]
 AnyMesh = Mesh | AbstractMesh
@@ -84,9 +89,8 @@ def find_mesh(axes: Axes, mesh: AnyMesh | None, batch: Any = ()) -> Any:
         return None
     if here:
         raise ValueError(
-            f"data_axis must be all bound or all unbound, but of {axes} this "
-            f"shard_map binds only {tuple(here)}. Name the others in its axis_names, "
-            "too."
+            f"data_axis must be all bound or all unbound, but of {axes} this shard_map "
+            f"binds only {tuple(here)}. Name the others in its axis_names, too."
         )
     if mesh is None or context.manual_axes:  # inside a shard_map over other axes
         mesh = context
@@ -96,9 +100,8 @@ def find_mesh(axes: Axes, mesh: AnyMesh | None, batch: Any = ()) -> Any:
     if mesh.empty:
         raise ValueError(
             f"data_axis={in_words(axes)} must be an axis of a mesh, but there is none. "
-            "Call inside jax.set_mesh(mesh), pass data_axis=ga_optax.DataAxis(name, "
-            "mesh=mesh) or a batch that lies on a mesh, or call inside jax.shard_map "
-            "over that axis."
+            "Call inside jax.set_mesh(mesh) or jax.shard_map, or pass DataAxis(mesh=), "
+            "or a batch that lies on a mesh."
         )
     missing = [name for name in axes if name not in mesh.axis_names]
     if missing:
@@ -181,30 +184,26 @@ def placements(
       axes: the data axes.
       mesh: as `find_mesh` returns it.
     """
-    paths = jax.tree_util.tree_flatten_with_path(params)[0]
+    leaves = named_leaves(params)
     if not axes:
-        return [Placement() for _ in paths]
+        return [Placement() for _ in leaves]
     if specs is None:
-        found = [None if mesh is None else _known_spec(leaf) for _, leaf in paths]
+        found = [None if mesh is None else _known_spec(leaf) for _, leaf in leaves]
     else:
         found = broadcast_specs(specs, params)
     shape = (jax.sharding.get_abstract_mesh() if mesh is None else mesh).shape
     result = []
-    for (path, leaf), spec in zip(paths, found, strict=True):
-        names = [] if spec is None else list(spec)
-        dims = []
-        for dim, entry in enumerate(names):
-            here = tuple(name for name in names_in(entry) if name in axes)
-            if here:
-                dims.append((dim, here))
-        placement = Placement(tuple(dims))
+    for (name, leaf), spec in zip(leaves, found, strict=True):
+        split = enumerate([] if spec is None else list(spec))
+        dims = ((dim, tuple(n for n in names_in(x) if n in axes)) for dim, x in split)
+        placement = Placement(tuple((dim, here) for dim, here in dims if here))
         # Inside a shard_map a leaf is one device's part already.
         for dim, here in placement.dims if specs is not None else ():
             size = math.prod(shape[name] for name in here) if mesh is not None else 1
             if dim >= jnp.ndim(leaf) or jnp.shape(leaf)[dim] % size:
                 raise ValueError(
                     f"param_specs must fit the parameters, but {spec} splits dimension "
-                    f"{dim} of {leaf_name(path)} into {size} parts, and its shape is "
+                    f"{dim} of {name} into {size} parts, and its shape is "
                     f"{jnp.shape(leaf)}. Pass the spec with which it is sharded."
                 )
         result.append(placement)
@@ -214,18 +213,14 @@ def placements(
 def _known_spec(leaf: Any) -> PartitionSpec | None:
     if isinstance(leaf, jax.core.Tracer):
         sharding = jax.typeof(leaf).sharding
-        if not explicit_names(sharding.mesh):
-            return None
-    else:
-        sharding = getattr(leaf, "sharding", None)
+        return sharding.spec if explicit_names(sharding.mesh) else None
+    sharding = getattr(leaf, "sharding", None)
     return sharding.spec if isinstance(sharding, NamedSharding) else None
 
 
 def explicit_axes(x: Any, dim: int) -> Axes:
     """The explicit mesh axes over which the type of `x` splits a dimension."""
-    if not isinstance(x, jax.Array):
-        return ()
-    sharding = jax.typeof(x).sharding
+    sharding = jax.typeof(x).sharding if isinstance(x, jax.Array) else None
     if not isinstance(sharding, NamedSharding) or len(sharding.spec) <= dim:
         return ()
     explicit = explicit_names(sharding.mesh)
@@ -269,12 +264,11 @@ def check_scatter(
 ) -> None:
     """Raises if JAX (up to 0.12) cannot lower the reduce-scatter."""
     explicit = tuple(name for name in explicit_names(mesh) if name not in axes)
-    paths = jax.tree_util.tree_flatten_with_path(params)[0]
-    for (path, _), placement in zip(paths, where, strict=True):
+    for (name, _), placement in zip(named_leaves(params), where, strict=True):
         if explicit and placement.dims:
             raise ValueError(
                 'Parameters that are sharded over the data axis need sync="each", or '
-                "the other axes of the mesh to be automatic, but "
-                f"{leaf_name(path)} is sharded over {placement.axes}, and {explicit} "
-                'explicit. Use AxisType.Auto for the latter, or sync="each".'
+                f"automatic axes beside it, but {name} is sharded over "
+                f"{placement.axes}, and {explicit} explicit. Use AxisType.Auto, or "
+                'sync="each".'
             )

@@ -22,10 +22,9 @@ from jax.typing import ArrayLike, DTypeLike
 
 from ga_optax import _mesh
 from ga_optax._checks import check_callable, check_dtype, check_gradients
-from ga_optax._choose import cast_like
 from ga_optax._place import ManyDevices, OneDevice
-from ga_optax._state import MultiStepsState, check_state, find_state, has_updated
-from ga_optax._window import Request, SkipFn, Window, check_every_k
+from ga_optax._state import MultiStepsState, find_state, has_updated
+from ga_optax._window import SkipFn, Window, check_every_k
 
 __all__ = ["MultiSteps", "apply_gradients", "drop_window_if_not_finite", "flush"]
 
@@ -210,22 +209,8 @@ class MultiSteps(optax.GradientTransformationExtraArgs):
             **extra_args: Any,
         ) -> tuple[optax.Updates, MultiStepsState]:
             """Adds a gradient; the updates are zero until the window closes."""
-            state = check_state(state)
-
-            @functools.cache
-            def bare() -> Any:
-                return window.bare_updates(grads, state, params, extra_args)
-
-            request = Request(
-                grads,
-                params,
-                extra_args,
-                idle=lambda: jax.tree.map(
-                    lambda s: jnp.zeros(s.shape, s.dtype), bare()
-                ),
-                finish=lambda updates: cast_like(updates, bare()),
-            )
-            return window.micro_step(request, state, weight, emit=None)
+            request = window.request(state, grads, params, extra_args, applies=False)
+            return window.micro_step(request, weight, emit=None)
 
         @functools.wraps(update)
         def update_as_in_optax(*args: Any, **kwargs: Any) -> Any:
@@ -351,9 +336,9 @@ def apply_gradients(
         )
     check_gradients(params, grads, expected="params")
     if isinstance(tx, MultiSteps):
-        state = check_state(state)
-        request = _applying(tx._window, grads, state, params, extra_args)
-        return tx._window.micro_step(request, state, weight, emit)
+        window = tx._window
+        request = window.request(state, grads, params, extra_args, applies=True)
+        return window.micro_step(request, weight, emit)
 
     if emit is not None:
         raise TypeError(_need_multi_steps("emit", tx))
@@ -399,25 +384,8 @@ def flush(
     """
     if not isinstance(tx, MultiSteps):
         raise TypeError(_need_multi_steps("flush", tx))
-    state = check_state(state)
-    request = _applying(tx._window, params, state, params, extra_args)
-    return tx._window.flush(request, state)
-
-
-def _applying(
-    window: Window,
-    grads: optax.Updates,
-    state: MultiStepsState,
-    params: optax.Params,
-    extra_args: dict[str, Any],
-) -> Request:
-    """A request for the parameters, with the updates applied to them."""
-
-    def finish(updates: optax.Updates) -> optax.Params:
-        bare = window.bare_updates(grads, state, params, extra_args)
-        return optax.apply_updates(params, cast_like(updates, bare))
-
-    return Request(grads, params, extra_args, idle=lambda: params, finish=finish)
+    window = tx._window
+    return window.flush(window.request(state, params, params, extra_args, applies=True))
 
 
 def _need_multi_steps(what: str, tx: Any) -> str:

@@ -15,7 +15,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 from ga_optax import _collectives, _mesh, accumulator
-from ga_optax._checks import leaf_name
+from ga_optax._checks import named_leaves
 from ga_optax._choose import Predicate, both, select
 from ga_optax.accumulator import Accumulator
 
@@ -150,11 +150,11 @@ class ManyDevices:
                 "is called outside. Wrap the training step; or leave data_axis out "
                 "if the compiler splits the batch."
             )
-        for path, leaf in jax.tree_util.tree_flatten_with_path(acc)[0][:-1]:
+        for name, leaf in named_leaves(acc)[:-1]:
             if jnp.shape(leaf)[:1] != (1,):
                 raise ValueError(
                     "Inside the shard_map the state must hold this device's part of "
-                    f"the accumulator, [1, ...], but {leaf_name(path)} has shape "
+                    f"the accumulator, [1, ...], but {name} has shape "
                     f"{jnp.shape(leaf)}. Pass state_specs as its in_specs."
                 )
         total, weight = jax.tree.map(lambda x: x[0], (acc.total, acc.weight))
@@ -168,35 +168,24 @@ class ManyDevices:
         if not _mesh.checks_varying():
             return
         axes = set(self.axes)
-        for path, leaf in jax.tree_util.tree_flatten_with_path(grads)[0]:
-            reduced = axes - _mesh.varying(leaf)
+        for name, leaf in named_leaves(grads):
+            reduced = sorted(axes - _mesh.varying(leaf))
             if reduced:
                 raise ValueError(
-                    "With a data_axis, grads must be those of one device, but "
-                    f"{leaf_name(path)} is the same along {tuple(sorted(reduced))}: "
-                    "it is reduced already. Differentiate with respect to the device's "
-                    "own copy of the parameters: "
-                    "jax.lax.pcast(params, axis, to='varying')."
+                    f"With a data_axis, grads must be those of one device, but {name} "
+                    f"is the same along {reduced}: it is reduced already. To mend it, "
+                    f"{_mesh.OWN_COPY}"
                 )
         for what, tree, todo in (
-            (
-                "extra arguments",
-                extra_args,
-                "Reduce it, with jax.lax.pmean.",
-            ),
-            (
-                "params",
-                params,
-                "The sums would mix its shards: pass whole ones, or no data_axis.",
-            ),
+            ("extra arguments", extra_args, "Reduce it, with jax.lax.pmean."),
+            ("params", params, "The sums would mix its shards: pass whole ones."),
         ):
-            for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-                own = axes & _mesh.varying(leaf)
+            for name, leaf in named_leaves(tree):
+                own = sorted(axes & _mesh.varying(leaf))
                 if own:
                     raise ValueError(
                         f"With a data_axis, {what} must be the same on all devices, "
-                        f"but {leaf_name(path)} differs along {tuple(sorted(own))}. "
-                        f"{todo}"
+                        f"but {name} differs along {own}. {todo}"
                     )
 
     def agree(self, decision: T) -> T:

@@ -10,6 +10,7 @@ division is part of the last addition, so no buffer is needed for the mean.
 """
 
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -20,41 +21,79 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
-from ga_optax import _noise, accumulator
+from ga_optax import _choose, _noise, accumulator
 from ga_optax._checks import check_gradients, check_int, check_weight, is_int
-from ga_optax._choose import (
-    Predicate,
-    both,
-    branch,
-    cast_like,
-    count_if,
-    negated,
-    pick,
-    select,
-)
+from ga_optax._choose import Predicate
 from ga_optax._place import Buffer, Choose, ManyDevices, OneDevice
-from ga_optax._state import MultiStepsState
+from ga_optax._state import MultiStepsState, check_state
 from ga_optax.accumulator import Accumulator
 
 SkipFn = Callable[[optax.Updates, ArrayLike, Any], tuple[jax.Array, Any]]
 
 
-class Request(NamedTuple):
-    """What a call was given beside the state, and what it has to return.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Request:
+    """What a call was given, and what it has to return.
 
     Attributes:
+      inner: the inner optimizer.
+      place: where the sum lies.
+      state: the state.
       grads: gradients with the dtypes that the bare optimizer would be given.
       params: the parameters, if known.
       extra_args: for the inner optimizer.
-      idle: makes what is returned if there is no step.
-      finish: makes what is returned out of the updates of a step.
+      applies: whether the call returns the parameters, with the updates applied to
+        them, or the updates.
     """
 
+    inner: optax.GradientTransformationExtraArgs
+    place: OneDevice | ManyDevices
+    state: MultiStepsState
     grads: optax.Updates
     params: optax.Params | None
     extra_args: dict[str, Any]
-    idle: Callable[[], Any]
-    finish: Callable[[optax.Updates], Any]
+    applies: bool
+
+    @functools.cached_property
+    def bare(self) -> Any:
+        """The shapes and dtypes of what the inner optimizer alone would return."""
+
+        def update(grads: optax.Updates, state: optax.OptState, params: Any) -> Any:
+            return self.inner.update(grads, state, params, **self.extra_args)[0]
+
+        grads = self.place.of_all(self.grads)
+        return jax.eval_shape(update, grads, self.state.inner_opt_state, self.params)
+
+    def without_step(self) -> Any:
+        """What the call returns if there is no step."""
+        if self.applies:
+            return self.params
+        return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), self.bare)
+
+    def with_step(self, updates: optax.Updates) -> Any:
+        """What the call returns after a step."""
+        updates = _choose.cast_like(updates, self.bare)
+        return optax.apply_updates(self.params, updates) if self.applies else updates
+
+    def seen(self, grads: optax.Updates) -> optax.Updates:
+        """What the inner optimizer sees: the accumulator's dtype, if it can take that.
+
+        Some optimizers have branches or scatters of their own, whose dtypes agree only
+        if gradients, parameters and state have one dtype (`galore`, `novograd`,
+        `apply_if_finite` for bfloat16). Tracing them with the wide gradients says so.
+        They get what they would be given alone: the gradients' dtypes.
+        """
+        narrow = _choose.cast_like(grads, self.grads)
+        before, after = (jax.tree.map(jnp.result_type, g) for g in (grads, narrow))
+        if before == after:
+            return grads
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", FutureWarning)
+                _ = dataclasses.replace(self, grads=grads).bare
+        except (TypeError, ValueError, FutureWarning):
+            return narrow
+        return grads
 
 
 class _Outcome(NamedTuple):
@@ -87,9 +126,9 @@ class Window:
         skip_state, drop_state = (), ()
         if self.should_skip is not None:
             zeros = optax.tree.zeros_like(params)
-            _, skip_state = _ask(self.should_skip, zeros, acc.count, params)
+            _, skip_state = _checked(self.should_skip(zeros, acc.count, params))
         if self.should_drop is not None:
-            _, drop_state = _ask(self.should_drop, acc.total, acc.count, params)
+            _, drop_state = _checked(self.should_drop(acc.total, acc.count, params))
         return MultiStepsState(
             mini_step=acc.count,
             gradient_step=jnp.zeros([], jnp.int32),
@@ -105,15 +144,28 @@ class Window:
             noise=_noise.init(acc.weight) if self.track_noise else (),
         )
 
-    def micro_step(
+    def request(
         self,
-        request: Request,
-        state: MultiStepsState,
-        weight: ArrayLike | None,
-        emit: bool | None,
+        state: Any,
+        grads: optax.Updates,
+        params: optax.Params | None,
+        extra_args: dict[str, Any],
+        *,
+        applies: bool,
+    ) -> Request:
+        """A call of this `MultiSteps`; raises if the state is not one of it."""
+        state = check_state(state)
+        if self.track_noise and not isinstance(state.noise, _noise.NoiseState):
+            raise ValueError(_NO_NOISE)
+        return Request(
+            self.inner, self.place, state, grads, params, extra_args, applies
+        )
+
+    def micro_step(
+        self, request: Request, weight: ArrayLike | None, emit: bool | None
     ) -> tuple[Any, MultiStepsState]:
         """Adds a gradient, and closes the window if it is full."""
-        self.check_noise(state)
+        state = request.state
         k = self.window_length(state.gradient_step)
         if emit is None and isinstance(k, int) and k == 1:
             emit = True
@@ -133,32 +185,28 @@ class Window:
 
         skip: Predicate = False
         if self.should_skip is not None:
-            skip, skip_state = self.place.agree(
-                _ask(
-                    self.should_skip,
-                    request.grads,
-                    state.gradient_step,
-                    request.params,
-                )
+            answer = _ask(self.should_skip, request.grads, request, state)
+            skip, skip_state = self.place.agree(answer)
+            state = state._replace(
+                skip_state=_choose.cast_like(skip_state, state.skip_state)
             )
-            state = state._replace(skip_state=cast_like(skip_state, state.skip_state))
 
         if keeps_nothing:
             acc = accumulator.init(request.grads, self.dtype)
         with jax.named_scope("ga_optax.accumulate"):
-            acc = select(skip, acc, accumulator.add(acc, request.grads, weight))
+            acc = _choose.select(skip, acc, accumulator.add(acc, request.grads, weight))
         if self.track_noise and not keeps_nothing:
             with jax.named_scope("ga_optax.noise"):
                 first = state.mini_step == 0
                 noise = _noise.add(state.noise, request.grads, weight, first)
-                state = state._replace(noise=select(skip, state.noise, noise))
+                state = state._replace(noise=_choose.select(skip, state.noise, noise))
 
         if emit is None:
             k = jnp.asarray(k)
             emits: Predicate = acc.count.astype(k.dtype) >= k
         else:
             emits = emit
-        closes = both(emits, negated(skip))
+        closes = _choose.both(emits, _choose.negated(skip))
         if keeps_nothing and weight is None:  # the mean of one is that one
             buffer = Buffer(*acc)
         else:
@@ -167,28 +215,28 @@ class Window:
             buffer = self.place.fence(buffer)
         # Without a weight this micro-batch counts 1, so that the window's is not 0.
         weighs = _always if weight is None else _has_weight
-        choose = branch if emit is None else pick
-        outcome = self.close(request, state, buffer, closes, weighs, choose)
+        choose = _choose.branch if emit is None else _choose.pick
+        done = self.close(request, state, buffer, closes, weighs, choose)
 
-        state = self.next_state(state, buffer, closes, outcome)
-        return outcome.out, state._replace(
+        state = self.next_state(state, buffer, closes, done)
+        return done.out, state._replace(
             acc_grads=() if keeps_nothing else state.acc_grads,
-            micro_steps=count_if(negated(skip), state.micro_steps),
-            skipped_micro_steps=count_if(skip, state.skipped_micro_steps),
+            micro_steps=_choose.count_if(_choose.negated(skip), state.micro_steps),
+            skipped_micro_steps=_choose.count_if(skip, state.skipped_micro_steps),
         )
 
-    def flush(
-        self, request: Request, state: MultiStepsState
-    ) -> tuple[Any, MultiStepsState]:
+    def flush(self, request: Request) -> tuple[Any, MultiStepsState]:
         """Closes the window with what it holds."""
-        self.check_noise(state)
+        state = request.state
         if not jax.tree.leaves(state.acc_grads):
-            return request.idle(), state
+            return request.params, state
         acc = self.place.load(_held(state))
         check_gradients(acc.total, request.params, name="params", expected="the state")
         closes = acc.count > 0
         buffer = self.place.finish(acc, closes)
-        outcome = self.close(request, state, buffer, closes, _has_weight, branch)
+        outcome = self.close(
+            request, state, buffer, closes, _has_weight, _choose.branch
+        )
         flushed = self.next_state(state, buffer, closes, outcome)
         return outcome.out, flushed._replace(
             emitted=jnp.where(closes, flushed.emitted, state.emitted)
@@ -212,29 +260,27 @@ class Window:
 
         def leave(drop_state: Any) -> _Outcome:
             no = jnp.zeros_like(state.emitted)
-            idle = request.idle()
-            return _Outcome(idle, state.inner_opt_state, drop_state, no, state.noise)
+            out = request.without_step()
+            return _Outcome(out, state.inner_opt_state, drop_state, no, state.noise)
 
         def step(buffer: Buffer, drop_state: Any) -> _Outcome:
             with jax.named_scope("ga_optax.update"):
                 updates, inner = self.inner.update(
-                    self.gradients_for_inner(request, state, buffer.values),
+                    request.seen(buffer.values),
                     state.inner_opt_state,
                     request.params,
                     **request.extra_args,
                 )
-                inner = cast_like(inner, state.inner_opt_state)
+                inner = _choose.cast_like(inner, state.inner_opt_state)
                 yes = jnp.ones_like(state.emitted)
-                out = request.finish(updates)
+                out = request.with_step(updates)
                 return _Outcome(out, inner, drop_state, yes, self.noise(state, buffer))
 
         def run(buffer: Buffer) -> _Outcome:
             if self.should_drop is None:
                 return step(buffer, state.drop_state)
-            drop, drop_state = _ask(
-                self.should_drop, buffer.values, state.gradient_step, request.params
-            )
-            drop_state = cast_like(drop_state, state.drop_state)
+            drop, drop_state = _ask(self.should_drop, buffer.values, request, state)
+            drop_state = _choose.cast_like(drop_state, state.drop_state)
             return choose(
                 ~drop, lambda: step(buffer, drop_state), lambda: leave(drop_state)
             )
@@ -245,30 +291,24 @@ class Window:
         return self.place.close(buffer, closes, weighs, run, stay, choose)
 
     def next_state(
-        self,
-        state: MultiStepsState,
-        buffer: Buffer,
-        closes: Predicate,
-        outcome: _Outcome,
+        self, state: MultiStepsState, buffer: Buffer, closes: Predicate, done: _Outcome
     ) -> MultiStepsState:
         """The state after the call; nothing resets the buffer."""
         buffer = self.place.store(buffer)
         count, weight = buffer.count, buffer.weight
         return state._replace(
             mini_step=jnp.where(closes, jnp.zeros_like(count), count),
-            gradient_step=count_if(outcome.emitted, state.gradient_step),
-            inner_opt_state=outcome.inner_opt_state,
+            gradient_step=_choose.count_if(done.emitted, state.gradient_step),
+            inner_opt_state=done.inner_opt_state,
             acc_grads=buffer.values,
-            drop_state=outcome.drop_state,
+            drop_state=done.drop_state,
             weight=jnp.where(closes, jnp.zeros_like(weight), weight),
-            emitted=outcome.emitted,
-            skipped_windows=count_if(closes & ~outcome.emitted, state.skipped_windows),
-            noise=outcome.noise,
+            emitted=done.emitted,
+            skipped_windows=_choose.count_if(
+                closes & ~done.emitted, state.skipped_windows
+            ),
+            noise=done.noise,
         )
-
-    def check_noise(self, state: MultiStepsState) -> None:
-        if self.track_noise and not isinstance(state.noise, _noise.NoiseState):
-            raise ValueError(_NO_NOISE)
 
     def noise(self, state: MultiStepsState, buffer: Buffer) -> Any:
         """What `noise_scale` reads, after a window that ran the inner optimizer."""
@@ -279,45 +319,6 @@ class Window:
                 state.noise, buffer.values, buffer.weight, self.place.use_grad_mean
             )
 
-    def gradients_for_inner(
-        self, request: Request, state: MultiStepsState, grads: optax.Updates
-    ) -> optax.Updates:
-        """What the inner optimizer sees: the accumulator's dtype, if it can take that.
-
-        Some optimizers have branches or scatters of their own, whose dtypes agree only
-        if gradients, parameters and state have one dtype (`galore`, `novograd`,
-        `apply_if_finite` for bfloat16). Tracing them with the wide gradients says so.
-        They get what they would be given alone: the gradients' dtypes.
-        """
-        narrow = cast_like(grads, request.grads)
-        if jax.tree.map(jnp.result_type, narrow) == jax.tree.map(
-            jnp.result_type, grads
-        ):
-            return grads
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("error", FutureWarning)
-                self.bare_updates(grads, state, request.params, request.extra_args)
-        except (TypeError, ValueError, FutureWarning):
-            return narrow
-        return grads
-
-    def bare_updates(
-        self,
-        grads: optax.Updates,
-        state: MultiStepsState,
-        params: optax.Params | None,
-        extra_args: dict[str, Any],
-    ) -> Any:
-        """The shapes and dtypes of what the inner optimizer alone would return."""
-
-        def bare(grads: optax.Updates, inner: optax.OptState, params: Any) -> Any:
-            return self.inner.update(grads, inner, params, **extra_args)[0]
-
-        return jax.eval_shape(
-            bare, self.place.of_all(grads), state.inner_opt_state, params
-        )
-
     def window_length(self, step: jax.Array) -> int | jax.Array:
         """The k of this step: an int if it is known."""
         if isinstance(self.every_k, int):
@@ -326,10 +327,8 @@ class Window:
         if isinstance(k, int) and not isinstance(k, bool):
             return check_every_k(k)
         dtype, shape = jnp.result_type(k), jnp.shape(k)
-        number = jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(
-            dtype, jnp.floating
-        )
-        if shape != () or not number:
+        kinds = (jnp.integer, jnp.floating)
+        if shape != () or not any(jnp.issubdtype(dtype, kind) for kind in kinds):
             raise ValueError(
                 "every_k_schedule must return an integer scalar, but it returned "
                 f"{dtype}{list(shape)}. Return the number of micro-steps in the "
@@ -352,10 +351,14 @@ def _has_weight(buffer: Buffer) -> jax.Array:
 
 
 def _ask(
-    fn: SkipFn, updates: optax.Updates, step: jax.Array, params: optax.Params | None
+    fn: SkipFn, updates: optax.Updates, request: Request, state: MultiStepsState
 ) -> tuple[jax.Array, Any]:
-    """Calls a function that skips or drops, and checks what it returns."""
-    answer = fn(updates, step, params)
+    """Calls a function that skips or drops."""
+    return _checked(fn(updates, state.gradient_step, request.params))
+
+
+def _checked(answer: Any) -> tuple[jax.Array, Any]:
+    """What a function that skips or drops returned, or an error."""
     if not isinstance(answer, tuple) or len(answer) != 2:
         raise ValueError(
             "should_skip_update_fn and should_drop_window_fn must return the pair "
@@ -380,8 +383,8 @@ def check_every_k(k: Any) -> Any:
         return check_int("every_k_schedule", k, todo)
     if not callable(k):
         raise TypeError(
-            "every_k_schedule must be an int or a function, but it is "
-            f"{k!r} of type {type(k).__name__}. {todo}"
+            f"every_k_schedule must be an int or a function, but it is {k!r} of type "
+            f"{type(k).__name__}. {todo}"
         )
     return k
 
