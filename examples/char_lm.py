@@ -3,16 +3,17 @@
     python examples/char_lm.py
 
 A decoder-only transformer reads the standard library of the Python that runs it, byte
-by byte. One example is one line, and lines are of very unequal length: micro-batches of
-equally many lines hold unequally many tokens. The mean over the micro-batches of their
-mean losses is then not the mean over the tokens, and neither is its gradient. So each
-micro-batch counts by its tokens, which is one argument, `weight_fn=count_tokens`.
+by byte. One example is one line. Lines have very different lengths, so micro-batches
+with the same number of lines hold different numbers of tokens. The mean of their mean
+losses is then not the mean over the tokens, and its gradient is wrong, too. So each
+micro-batch is weighted by its tokens. That takes one argument,
+`weight_fn=count_tokens`.
 
-The run starts with that comparison, on its first window, and exits with 1 where the
-token-weighted gradient is not that of the undivided batch. Then it trains: a whole
-window in one jitted step, its micro-batches each with dropout of their own. It prints
-the loss on held-out files as it goes, and at the end some lines the model makes up. The
-curve is in out/char_lm.png. Two minutes on two CPU cores; `--quick` takes seconds.
+The program first compares these gradients on the first window. It exits with 1 if the
+token-weighted gradient is not that of the undivided batch. Then it trains, with a whole
+window in one jitted step, and different dropout in each micro-batch. It prints the loss
+on held-out files, and at the end some lines from the model. The loss curve is in
+out/char_lm.png. A run takes two minutes on two CPU cores, or seconds with `--quick`.
 
 It needs flax, matplotlib and tqdm: the dependency group `demo`.
 """
@@ -45,13 +46,13 @@ import matplotlib.pyplot as plt
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Model and run, all but the number of micro-batches: that changes neither."""
+    """Model and run. The number of micro-batches changes neither, and is not here."""
 
-    layers: int = 4  # transformer blocks, their parameters stacked
-    width: int = 96  # features of a token between blocks
+    layers: int = 4  # transformer blocks, with stacked parameters
+    width: int = 96  # features of a token between the blocks
     heads: int = 4  # of the attention; they share the width
     length: int = 64  # tokens of an example; the rest of a line is cut off
-    dropout: float = 0.05  # share of the features set to zero
+    dropout: float = 0.05  # fraction of the features set to zero
     steps: int = 400
     batch_size: int = 64  # lines in a window
     learning_rate: float = 4e-3  # the largest, after the warm-up
@@ -62,9 +63,9 @@ QUICK = Config(layers=2, width=32, heads=2, length=32, steps=40, batch_size=32)
 
 
 def make_key(config: Config, purpose: str) -> jax.Array:
-    """A key of its own for each purpose, so that no two draws are related."""
+    """A separate key for each purpose, so that no two draws are related."""
     purposes = "parameters", "windows", "held out", "dropout", "sample"
-    key = jax.random.key(config.seed, impl="rbg")  # which compiles sooner
+    key = jax.random.key(config.seed, impl="rbg")  # compiles faster
     return jax.random.fold_in(key, purposes.index(purpose))
 
 
@@ -73,7 +74,7 @@ def make_key(config: Config, purpose: str) -> jax.Array:
 PAD = 0  # a byte that no Python source holds
 NEWLINE = 10  # starts and ends every line
 VOCABULARY = 256
-CORPUS_BYTES = 4 * 2**20  # more would only take longer to load
+CORPUS_BYTES = 4 * 2**20  # more only takes longer to load
 
 
 class Corpus(NamedTuple):
@@ -86,7 +87,8 @@ class Corpus(NamedTuple):
 def load_corpus(length: int) -> Corpus:
     """Reads the standard library's modules in the order of their names.
 
-    Every tenth file is held out, whole: lines of one file resemble each other.
+    Every tenth file is held out as a whole, because lines of a file resemble each
+    other.
     """
     folder = pathlib.Path(sysconfig.get_paths()["stdlib"])
     parts: tuple[list[bytes], list[bytes]] = [], []
@@ -108,13 +110,13 @@ def load_corpus(length: int) -> Corpus:
 
 
 def draw_window(lines: np.ndarray, key: jax.Array, step: int, size: int) -> np.ndarray:
-    """The lines of a step, int32 `[size, length + 1]`, however they are split."""
+    """The lines of a step, int32 `[size, length + 1]`, before they are split."""
     rows = data.window_indices(key, step, len(lines), size, 1)
     return lines[np.asarray(rows).ravel()].astype(np.int32)
 
 
 def count_tokens(tokens: jax.Array) -> jax.Array:
-    """How much a micro-batch counts: the tokens that its loss is a mean over."""
+    """The weight of a micro-batch: the tokens that its loss is a mean over."""
     return jnp.sum(tokens[:, 1:] != PAD)
 
 
@@ -133,10 +135,10 @@ class Block(nn.Module):
         config = self.config
         dropout = nn.Dropout(config.dropout, deterministic=self.deterministic)
 
-        # Without biases: that of the keys has a gradient of zero, and rounding in it.
+        # No biases: the gradient of the keys' bias is zero, apart from rounding.
         qkv = nn.Dense(3 * config.width, use_bias=False)(nn.LayerNorm()(x))
         q, k, v = jnp.split(qkv.reshape(*x.shape[:2], config.heads, -1), 3, axis=-1)
-        # Padding comes last, so what hides the future from a token hides padding too.
+        # Padding comes last, so the causal mask hides it from the tokens, too.
         mask = nn.make_causal_mask(x[..., 0])
         attended = nn.dot_product_attention(q, k, v, mask=mask)
         x = x + dropout(nn.Dense(config.width)(attended.reshape(x.shape)))
@@ -146,7 +148,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Predicts the token that follows: embedding, blocks, the embedding again."""
+    """Predicts the next token: an embedding, blocks, and the embedding again."""
 
     config: Config
 
@@ -157,8 +159,8 @@ class Transformer(nn.Module):
         embed = nn.Embed(VOCABULARY, config.width)
         positions = nn.Embed(config.length, config.width)
         x = embed(tokens) + positions(jnp.arange(tokens.shape[1]))[None]
-        # One block is compiled for all layers, and forgets what it computed until the
-        # backward pass comes to it.
+        # One block is compiled for all layers. Its activations are computed again in
+        # the backward pass.
         blocks = nn.scan(
             nn.remat(Block, prevent_cse=False),
             variable_axes={"params": 0},
@@ -186,13 +188,13 @@ def loss_fn(
     tokens: jax.Array,
     dropout_key: jax.Array | None = None,
 ) -> jax.Array:
-    """The mean cross-entropy of the tokens that are no padding, in nats.
+    """The mean cross-entropy of the tokens that are not padding, in nats.
 
     Args:
       model: from `make_model`.
       params: its parameters.
       tokens: int `[lines, length + 1]`, padded with `PAD`.
-      dropout_key: the key for dropout; without it there is none.
+      dropout_key: the key for dropout; None for no dropout.
     """
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     rngs = {} if dropout_key is None else {"dropout": dropout_key}
@@ -206,7 +208,7 @@ def loss_fn(
 
 
 def make_optimizer(config: Config) -> optax.GradientTransformation:
-    """AdamW with warm-up and cosine; what it clips is the gradient of the window."""
+    """AdamW with warm-up and cosine decay. It clips the gradient of the window."""
     peak, steps = config.learning_rate, config.steps
     schedule = optax.warmup_cosine_decay_schedule(
         0.0, peak, warmup_steps=steps // 10, decay_steps=steps, end_value=peak / 20
@@ -219,8 +221,8 @@ def make_step(num_microbatches: int, config: Config = Config()) -> Any:
     """A jitted step over a window; `ga.plan` can choose its number of micro-batches.
 
     Returns:
-      A function `(params, state, tokens, dropout_key) -> (params, state, loss)` that
-      takes over the buffers of parameters and state.
+      A function `(params, state, tokens, dropout_key) -> (params, state, loss)`. It
+      donates parameters and state.
     """
     tx = make_optimizer(config)
     loss = functools.partial(loss_fn, make_model(config))
@@ -239,7 +241,7 @@ def make_step(num_microbatches: int, config: Config = Config()) -> Any:
 def make_evaluate(num_microbatches: int, config: Config = Config()) -> Any:
     """A jitted function `(params, tokens) -> loss` of a whole window, without dropout.
 
-    The same accumulation as in training, and the compiler leaves the gradient out.
+    It accumulates as in training. The compiler removes the unused gradient.
     """
     loss = functools.partial(loss_fn, make_model(config))
     value_and_grad = ga.value_and_grad(loss, num_microbatches, weight_fn=count_tokens)
@@ -248,15 +250,16 @@ def make_evaluate(num_microbatches: int, config: Config = Config()) -> Any:
 
 # -- What must hold: the gradient of the undivided batch -------------------------------
 #
-# With gᵢ the gradients of the k micro-batches, wᵢ their tokens and eps = 2⁻²³,
+# Let gᵢ be the gradients of the k micro-batches, wᵢ their tokens, and eps = 2⁻²³. Then
 #
 #     |accumulated - undivided|  <=  2·k·eps · Σ wᵢ·|gᵢ| / Σ wᵢ      in every element.
 #
 # In float32 the products, the sum and the division round at most k + 1 times, each time
 # by eps / 2 of numbers of this size (Higham, "Accuracy and Stability of Numerical
-# Algorithms", 2002, eq. 4.4): half of the bound. The network itself rounds more, and
-# otherwise for a larger batch, so the comparison is made in float64, where all rounding
-# is 2²⁹ times smaller: a correct program is far below the bound, a wrong one far above.
+# Algorithms", 2002, eq. 4.4). That is half of the bound. The network itself rounds
+# more, and differently for a larger batch. So we compare in float64, where all rounding
+# is 2²⁹ times smaller. A correct program is far below the bound, and a wrong one far
+# above.
 
 EPS = float(np.finfo(np.float32).eps)
 TINY = float(np.finfo(np.float32).tiny)  # for elements whose gradient is zero
@@ -267,9 +270,9 @@ class Check(NamedTuple):
 
     Attributes:
       counts: the tokens of each micro-batch.
-      loss: of the undivided batch, accumulated, and as a mean of means.
-      relative: how far the gradients of the latter two are off, in norm.
-      bounds: the same for the worst element, in units of its bound.
+      loss: three losses: undivided, weighted by tokens, and as a mean of means.
+      relative: the relative error, in norm, of the gradients of the last two.
+      bounds: the error of their worst element, in units of its bound.
     """
 
     counts: np.ndarray
@@ -290,7 +293,7 @@ def check_gradient(
     num_microbatches: int,
     weight_fn: Callable[[jax.Array], jax.Array] | None = count_tokens,
 ) -> Check:
-    """Compares the gradients of one window; `weight_fn` is there to be left out."""
+    """Compares the gradients of one window. A test passes `weight_fn=None`."""
     loss = functools.partial(loss_fn, make_model(config))
     micro = np.split(tokens, num_microbatches)
     counts = np.array([np.count_nonzero(batch[:, 1:]) for batch in micro])
@@ -314,7 +317,7 @@ def check_gradient(
 
 
 def print_check(check: Check) -> None:
-    """Prints the lesson of this example: three rows, of which two agree."""
+    """Prints three rows, of which the first two agree."""
     k, counts = len(check.counts), check.counts
     print(
         f"\nThe first window, in {k} micro-batches of {min(counts)} to {max(counts)} "
@@ -334,7 +337,7 @@ def print_check(check: Check) -> None:
 
 
 class Run(NamedTuple):
-    """What came of a run: parameters, the loss of each step, held-out ones by step."""
+    """The result of a run: parameters, training losses, and held-out losses by step."""
 
     params: optax.Params
     losses: list[float]
@@ -344,7 +347,7 @@ class Run(NamedTuple):
 def train(
     config: Config, corpus: Corpus, params: optax.Params, num_microbatches: int
 ) -> Run:
-    """Trains, starting with a copy of `params`; the same bits for the same call."""
+    """Trains a copy of `params`. The same call gives the same bits."""
     step = make_step(num_microbatches, config)
     # The held-out window is eight times as long, in micro-batches of the same size.
     evaluate = make_evaluate(8 * num_microbatches, config)
@@ -375,18 +378,18 @@ def train(
     return Run(params, losses, held_out)
 
 
-# -- What one sees ---------------------------------------------------------------------
+# -- Output ----------------------------------------------------------------------------
 
 
 def sample(
     config: Config, params: Any, lines: int, temperature: float = 0.7
 ) -> list[str]:
-    """Draws lines from the model, a byte at a time, all of them in one jitted loop."""
+    """Samples lines from the model, byte by byte, all in one jitted loop."""
     model, key = make_model(config), make_key(config, "sample")
 
     def write(i: jax.Array, tokens: jax.Array) -> jax.Array:
         logits: Any = model.apply(params, tokens[:, :-1])
-        # The first logit is that of padding, which is no byte to write.
+        # The first logit is that of padding, which the model must not write.
         likely = logits[:, i, 1:] / temperature
         byte = jax.random.categorical(jax.random.fold_in(key, i), likely) + 1
         ended = (i > 0) & ((tokens[:, i] == NEWLINE) | (tokens[:, i] == PAD))
@@ -400,7 +403,7 @@ def sample(
 
 
 def byte_frequency_loss(corpus: Corpus) -> float:
-    """The held-out loss of a model that knows how frequent each byte is, no more."""
+    """The held-out loss of a model that knows only how frequent each byte is."""
     learned, seen = (
         np.bincount(lines[:, 1:].ravel(), minlength=VOCABULARY)[PAD + 1 :]
         for lines in corpus
@@ -409,7 +412,7 @@ def byte_frequency_loss(corpus: Corpus) -> float:
 
 
 def draw_picture(path: pathlib.Path, run: Run, check: Check, baseline: float) -> None:
-    """Draws the loss over the steps, and why micro-batches need weights."""
+    """Plots the loss over the steps, and why micro-batches need weights."""
     blue, orange, grey = "#2b6cb0", "#dd6b20", "#718096"
     with plt.rc_context({"axes.spines.top": False, "axes.spines.right": False}):
         figure, (left, right) = plt.subplots(
@@ -443,9 +446,9 @@ def draw_picture(path: pathlib.Path, run: Run, check: Check, baseline: float) ->
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Checks, trains, shows; returns the exit status."""
+    """Checks, trains and plots; returns the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a run of seconds")
+    parser.add_argument("--quick", action="store_true", help="a small run")
     sizes = "layers", "width", "heads", "length", "steps", "batch_size", "seed"
     for name in sizes:
         usual = f"{getattr(Config, name)}, or {getattr(QUICK, name)} if quick"
@@ -478,7 +481,7 @@ def main(argv: list[str] | None = None) -> int:
     check = check_gradient(config, params, first, k)
     print_check(check)
     if not check.ok:
-        print("This build does not accumulate as it should.")
+        print("This build does not accumulate correctly.")
         return 1
 
     start = time.perf_counter()
@@ -487,7 +490,7 @@ def main(argv: list[str] | None = None) -> int:
     draw_picture(picture, run, check, baseline)
     print(
         f"\n{config.steps} steps in {time.perf_counter() - start:.0f} s; the curve is "
-        f"in {picture}. Lines of the model's own:\n"
+        f"in {picture}. Lines that the model wrote:\n"
     )
     for line in sample(config, run.params, 16):
         print(f"    {line}")

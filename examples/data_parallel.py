@@ -4,17 +4,19 @@
     python examples/data_parallel.py --devices 8 --processes 2
     python examples/data_parallel.py --devices 8 --processes 2 --kill
 
-Each device has its rows of every window and splits them into micro-batches; the sums of
-gradients, losses and tokens meet once, after the last of them. The program prints what
-the compiled step communicates (`ga.audit`), tokens a second, and how far the run is
-from the same one on a single device, which sees each window as one undivided batch.
+Each device has its own rows of every window, and splits them into micro-batches. After
+the last micro-batch, the sums of gradients, losses and tokens are added up over the
+devices, once. The program prints what the compiled step communicates (`ga.audit`),
+tokens a second, and how far the run is from the same run on a single device without
+micro-batches.
 
-`--devices` are virtual ones on the CPU, shared out among the processes; without it the
-program runs on what the machine has. `--processes` starts that many, which meet through
-`jax.distributed`: each reads its own rows, by `jax.process_index()`, and all of them
-write the checkpoints (Orbax). With `--kill` the run is done twice: in peace; and with
-the last process killed half-way, after which all are started anew and go on from the
-last checkpoint. Both must end in the same bits.
+`--devices` asks for virtual CPU devices, which the processes share. Without it the
+program runs on the devices of the machine. `--processes` starts that many processes,
+which connect through `jax.distributed`. Each reads its own rows, by
+`jax.process_index()`, and all of them write the checkpoints (Orbax). With `--kill`
+there are two runs. The first is not disturbed. In the second, the last process is
+killed half-way; all processes then start again and resume from the last checkpoint.
+Both runs must end with the same bits.
 
 It needs flax, matplotlib, orbax-checkpoint and tqdm.
 """
@@ -49,7 +51,7 @@ SAVE_EVERY = 4  # windows
 
 
 def make_config(steps: int) -> char_lm.Config:
-    """A small model. Without dropout: one device would draw other masks than many."""
+    """A small model without dropout, whose masks would depend on the devices."""
     return char_lm.Config(
         layers=2, width=64, heads=2, length=48, dropout=0.0, steps=steps
     )
@@ -58,13 +60,13 @@ def make_config(steps: int) -> char_lm.Config:
 # -- The devices -----------------------------------------------------------------------
 
 
-def meet(devices: int | None, processes: int, process_id: int, port: int) -> Mesh:
+def make_mesh(devices: int | None, processes: int, process_id: int, port: int) -> Mesh:
     """Makes the mesh of all devices of all processes. Call it before JAX starts."""
     if devices is not None:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", devices // processes)
     if processes > 1:
-        # Gloo takes collectives for one another that are under way at the same time.
+        # Gloo confuses collectives that run at the same time.
         jax.config.update("jax_cpu_enable_async_dispatch", False)
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(f"127.0.0.1:{port}", processes, process_id)
@@ -85,9 +87,8 @@ def make_step(config: char_lm.Config, mesh: Mesh, num_microbatches: int) -> Any:
     value_and_grad = ga.value_and_grad(
         functools.partial(char_lm.loss_fn, char_lm.make_model(config)),
         num_microbatches,
-        weight_fn=char_lm.count_tokens,  # which differ between devices, too
-        data_axis="data",
-        mesh=mesh,
+        weight_fn=char_lm.count_tokens,  # these differ between devices, too
+        data_axis=ga.DataAxis("data", mesh=mesh),
     )
 
     def step(params: Any, state: Any, tokens: jax.Array) -> Any:
@@ -99,7 +100,7 @@ def make_step(config: char_lm.Config, mesh: Mesh, num_microbatches: int) -> Any:
 
 
 def make_undivided_step(config: char_lm.Config) -> Any:
-    """The same on one device, without micro-batches, by JAX and Optax alone."""
+    """The same on one device, without micro-batches, with only JAX and Optax."""
     tx = char_lm.make_optimizer(config)
     loss_fn = functools.partial(char_lm.loss_fn, char_lm.make_model(config))
 
@@ -112,7 +113,7 @@ def make_undivided_step(config: char_lm.Config) -> Any:
 
 
 def start(config: char_lm.Config) -> Any:
-    """Parameters, the optimizer's state, and a place for the loss of each step."""
+    """Parameters, the optimizer's state, and an array for the loss of each step."""
     params = char_lm.init_params(config)
     state = char_lm.make_optimizer(config).init(params)
     return {"params": params, "state": state, "losses": jnp.zeros(config.steps)}
@@ -122,7 +123,7 @@ def start(config: char_lm.Config) -> Any:
 
 
 def open_checkpoints(folder: pathlib.Path) -> ocp.CheckpointManager:
-    """The checkpoints of all processes; a save has ended when `save` returns."""
+    """The checkpoints of all processes. `save` returns after it has written one."""
     options = ocp.CheckpointManagerOptions(
         max_to_keep=2, enable_async_checkpointing=False
     )
@@ -136,13 +137,13 @@ def train(
     folder: pathlib.Path,
     kill_at: int | None,
 ) -> Any:
-    """Runs to the end, from the last checkpoint in `folder` if there is one."""
+    """Runs to the end, starting from the last checkpoint in `folder`, if any."""
     say = print if jax.process_index() == 0 else lambda *args, **kwargs: None
     corpus = char_lm.load_corpus(config.length)
     key = char_lm.make_key(config, "windows")
     everywhere = NamedSharding(mesh, P())
     split = NamedSharding(mesh, P("data"))
-    # Every process makes the same arrays; putting them together takes no message.
+    # Every process makes the same arrays, so this needs no communication.
     run = jax.tree.map(
         lambda x: jax.make_array_from_callback(x.shape, everywhere, lambda i: x[i]),
         jax.tree.map(np.asarray, start(config)),
@@ -176,7 +177,7 @@ def train(
                 checkpoints.save(i + 1, args=ocp.args.StandardSave(run), force=True)
     if seconds:
         say(f"    {tokens / seconds:,.0f} tokens a second", flush=True)
-    # Every device holds all of it, so each process reads its own copy.
+    # Every device holds the whole run, so each process reads its own copy.
     return jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), run)
 
 
@@ -194,7 +195,7 @@ def train_alone(config: char_lm.Config) -> Any:
 
 
 def compare(run: Any, alone: Any) -> None:
-    """Prints how far a run on many devices is from that on one."""
+    """Prints how far a run on many devices is from the run on one."""
     off = np.abs(run["losses"] - alone["losses"])
     distance, size = (
         np.sqrt(sum(np.sum(np.square(x)) for x in jax.tree.leaves(tree)))
@@ -211,14 +212,14 @@ def compare(run: Any, alone: Any) -> None:
 
 
 def digest(run: Any) -> str:
-    """A name for all bits of a run."""
+    """A hash of all bits of a run."""
     leaves = (np.ascontiguousarray(x).tobytes() for x in jax.tree.leaves(run))
     return hashlib.sha256(b"".join(leaves)).hexdigest()[:16]
 
 
 def work(args: argparse.Namespace) -> None:
-    """What each process does."""
-    mesh = meet(args.devices, args.processes, args.process_id, args.port)
+    """The program of each process."""
+    mesh = make_mesh(args.devices, args.processes, args.process_id, args.port)
     config = make_config(args.steps)
     if config.batch_size % (mesh.size * args.num_microbatches):
         raise SystemExit(
@@ -238,7 +239,7 @@ def work(args: argparse.Namespace) -> None:
         compare(run, train_alone(config))
         (args.folder / "digest").write_text(digest(run))
     if jax.process_count() > 1:
-        # Leaving is a meeting, too: the others wait for process 0.
+        # The others must not leave before process 0 does.
         multihost_utils.sync_global_devices("the end")
         jax.distributed.shutdown()
 
@@ -247,14 +248,14 @@ def work(args: argparse.Namespace) -> None:
 
 
 def free_port() -> int:
-    """A port where the processes can meet."""
+    """A free port for the coordinator."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]
 
 
 def pass_on(lines: Any) -> None:
-    """Prints what a process says, but for Gloo's greetings."""
+    """Prints the output of a process, without Gloo's greetings."""
     for line in lines:
         if "[Gloo]" not in line and "peer ranks" not in line:
             print(line, end="", flush=True)
@@ -263,9 +264,9 @@ def pass_on(lines: Any) -> None:
 def run_all(
     args: argparse.Namespace, folder: pathlib.Path, kill_at: int | None = None
 ) -> bool:
-    """Starts all processes; returns whether all came to the end.
+    """Starts all processes, and returns whether all of them finished.
 
-    Where one dies the others would wait for it, so they are stopped at once.
+    If one dies, the others would wait for it, so this stops them at once.
     """
     folder.mkdir(exist_ok=True)
     port = free_port()
@@ -283,11 +284,11 @@ def run_all(
             command += ["--kill-at", str(kill_at)]
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-            # Compile once for all runs.
+            # All runs share their compiled programs.
             "JAX_COMPILATION_CACHE_DIR": str(folder.parent / "programs"),
         }
         environment.pop("XLA_FLAGS", None)  # it may ask for other virtual devices
-        # Those who lose a partner die noisily; here that is as it should be.
+        # A process that loses another one prints errors, which are expected here.
         stderr = None if kill_at is None else subprocess.DEVNULL
         worker = subprocess.Popen(
             command, env=environment, stdout=subprocess.PIPE, stderr=stderr, text=True
@@ -307,13 +308,13 @@ def run_all(
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs once, or with a kill twice, and compares; returns the exit status."""
+    """Runs once, or twice with `--kill`, and compares; returns the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--devices", type=int, metavar="N", help="virtual CPU devices")
     parser.add_argument("--processes", type=int, metavar="N", default=1)
     parser.add_argument("--num-microbatches", type=int, metavar="N", default=2)
     parser.add_argument("--steps", type=int, metavar="N", default=16)
-    parser.add_argument("--kill", action="store_true", help="a process, half-way")
+    parser.add_argument("--kill", action="store_true", help="kill a process half-way")
     for hidden in ("--process-id", "--port", "--kill-at"):
         parser.add_argument(hidden, type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=pathlib.Path, help=argparse.SUPPRESS)
@@ -327,7 +328,7 @@ def main(argv: list[str] | None = None) -> int:
 
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
-        print("In peace:", flush=True)
+        print("Undisturbed:", flush=True)
         if not run_all(args, folder / "peaceful"):
             return 1
         if not args.kill:
@@ -335,16 +336,16 @@ def main(argv: list[str] | None = None) -> int:
         kill_at = args.steps // 2 + 1
         print(f"With the last process killed before window {kill_at + 1}:", flush=True)
         if run_all(args, folder / "killed", kill_at):
-            print("The process that was to be killed came to its end.")
+            print("The process that should have been killed finished.")
             return 1
-        print("    killed; all start anew", flush=True)
+        print("    killed; all processes start again", flush=True)
         if not run_all(args, folder / "killed"):
             return 1
         digests = [
             (folder / run / "digest").read_text() for run in ("peaceful", "killed")
         ]
         same = digests[0] == digests[1]
-        print(f"{'Same bits' if same else 'OTHER BITS'}: {' and '.join(digests)}")
+        print(f"{'Same bits' if same else 'DIFFERENT BITS'}: {' and '.join(digests)}")
         return 0 if same else 1
 
 

@@ -1,16 +1,16 @@
-"""Handwritten digits, learned several times over: batch 64 whole, and 4 x 16.
+"""Handwritten digits, learned several times over: batches of 64, and 4 x 16.
 
     python examples/digits.py
 
 A small Flax network learns scikit-learn's digits (1,797 images of 8 x 8 pixels) for
 100 steps. Every run starts from the same parameters and sees the same windows of 64
-examples. The first run takes a window as one batch; the others take it as four
-micro-batches of 16, and accumulate. They are to be the same run: the table at the end
+examples. The first run uses a window as one batch. The others split it into four
+micro-batches of 16, and accumulate. All should be the same run. The table at the end
 shows the training loss of each to the last bit, how far its parameters are from those
 of the undivided run, the time, and the memory. The loss curves are in out/digits.png.
 
-It ends with checks, and exits with 1 where one fails. The bounds are derived from the
-rounding of float32, not tuned: see "What must hold" below.
+The program ends with checks, and exits with 1 if one fails. The bounds are derived from
+the rounding of float32, not tuned: see "What must hold" below.
 
 It needs flax, scikit-learn, matplotlib and tqdm: the dependency group `demo`.
 """
@@ -36,7 +36,7 @@ import tqdm
 
 import ga_optax as ga
 
-mpl.use("Agg")  # draws into files, with no window
+mpl.use("Agg")  # draws into files, without a window
 
 STEPS = 100
 BATCH = 64  # examples in a window
@@ -55,7 +55,7 @@ class Examples(NamedTuple):
 
 
 def load_digits() -> tuple[Examples, Examples]:
-    """Returns the training set, four fifths, and the held-out rest."""
+    """Returns the training set (four fifths) and the held-out set (the rest)."""
     digits: Any = sklearn.datasets.load_digits()
     images = (digits["images"] / 16).astype(np.float32)[..., None]
     labels = digits["target"].astype(np.int32)
@@ -70,8 +70,8 @@ def load_digits() -> tuple[Examples, Examples]:
 def draw_window(train: Examples, step: int) -> Examples:
     """The examples of a step, `[K, BATCH / K, ...]`: drawn first, then split.
 
-    A function of the seed and the step alone, so that every run sees the same, and a
-    restart has no iterator to restore.
+    They depend only on the seed and the step. So every run sees the same examples, and
+    there is no iterator to restore after a restart.
     """
     key = jax.random.key(SEED)
     rows = np.asarray(ga.data.window_indices(key, step, len(train.labels), BATCH, K))
@@ -90,8 +90,8 @@ class Block(nn.Module):
 class Network(nn.Module):
     """A convolution, two residual ones with stacked parameters, two dense layers.
 
-    It is smooth, without a relu or a maximum: where those switch, a rounding error in
-    the last bit would become an error in the gradient as large as the gradient.
+    It is smooth, without a relu or a maximum. If one of those switches, a rounding
+    error in the last bit becomes an error as large as the gradient.
     """
 
     @nn.compact
@@ -123,10 +123,10 @@ SCHEDULE = optax.warmup_cosine_decay_schedule(
 
 
 def make_optimizer() -> optax.GradientTransformation:
-    """AdamW, with the learning rate of each step to be read in its state.
+    """AdamW, with the learning rate of each step in its state.
 
-    Adam divides a gradient by its size plus `eps`. The default of 1e-8 is no more than
-    the rounding errors here, so that it would scale them up to steps of full size.
+    Adam divides a gradient by its size plus `eps`. The default of 1e-8 is no larger
+    than the rounding errors here, so Adam would turn them into steps of full size.
     """
     return optax.inject_hyperparams(optax.adamw)(learning_rate=SCHEDULE, eps=1e-6)
 
@@ -138,10 +138,10 @@ class Side(NamedTuple):
     """One way to train on a window.
 
     Attributes:
-      name: what the table calls it.
-      calls: in how many calls a window is seen.
+      name: its name in the table.
+      calls: the number of calls for a window.
       value_and_grad: `(params, batch) -> (loss, grads)`.
-      tx: the optimizer, or what accumulates around it.
+      tx: the optimizer, or a `MultiSteps` around it.
       apply: `(tx, grads, state, params) -> (params, state)`.
     """
 
@@ -159,7 +159,7 @@ def apply_updates(tx: Any, grads: Any, state: Any, params: Any) -> tuple[Any, An
 
 
 def make_sides(loss: Callable[..., Any], opt: Any) -> list[Side]:
-    """All ways to train; the first is the one that the others are compared with."""
+    """All ways to train. The others are compared with the first."""
     whole = jax.value_and_grad(loss)
     theirs, ours = optax.MultiSteps(opt, K), ga.MultiSteps(opt, K)
     scan = ga.value_and_grad(loss, K, in_place=False)
@@ -169,22 +169,23 @@ def make_sides(loss: Callable[..., Any], opt: Any) -> list[Side]:
         Side("ga.MultiSteps, 4 x 16", K, whole, ours, ga.apply_gradients),
         Side("ga.value_and_grad, 4 x 16", 1, scan, opt, apply_updates),
     ]
-    if jax.__version_info__ >= (0, 11, 1):  # what it needs to work in place
+    if jax.__version_info__ >= (0, 11, 1):  # needed to work in place
         scan = ga.value_and_grad(loss, K, in_place=True)
         sides.append(Side("the same, in place", 1, scan, opt, apply_updates))
     return sides
 
 
 class Run:
-    """A side at work: its compiled call, its parameters, and what it records."""
+    """A run of a side: its compiled call, its parameters, and what it records."""
 
     def __init__(self, side: Side, params: optax.Params, window: Any) -> None:
         """Compiles the call for batches shaped like those of `window`."""
         self.side = side
         self.start(params)
 
-        # What is donated comes first, and comes back in the same order: JAX matches
-        # donated buffers with outputs of their shapes in that order, or XLA copies.
+        # Donated arguments come first, and are returned in the same order. JAX matches
+        # donated buffers to outputs of their shapes in that order; otherwise XLA
+        # copies.
         def call(params: Any, state: Any, batch: Any) -> Any:
             loss, grads = side.value_and_grad(params, batch)
             params, state = side.apply(side.tx, grads, state, params)
@@ -202,17 +203,17 @@ class Run:
         self.differences: list[float] = []
 
     def start(self, params: optax.Params) -> None:
-        """Takes a copy of the parameters, since they will be donated."""
+        """Copies the parameters, since they will be donated."""
         self.params = jax.tree.map(jnp.copy, params)
         self.state = self.side.tx.init(self.params)
 
     @property
     def inner(self) -> Any:
-        """The state of the optimizer itself, inside what accumulates."""
+        """The state of the optimizer itself, inside a `MultiSteps`, if any."""
         return getattr(self.state, "inner_opt_state", self.state)
 
     def train(self, window: Any) -> None:
-        """One step: sees a window, in as many calls as the side needs."""
+        """Trains on one window, in as many calls as the side needs."""
         batches = jax.device_put(split(window, self.side.calls))
         jax.block_until_ready((batches, self.params))
         losses, start = [], time.perf_counter()
@@ -224,24 +225,24 @@ class Run:
         self.losses.append(np.float32(np.mean(jax.device_get(losses))))
 
     def record(self, undivided: optax.Params) -> None:
-        """Notes the learning rate used, and the distance to the undivided run."""
+        """Records the learning rate, and the distance to the undivided run."""
         self.learning_rates.append(float(self.inner.hyperparams["learning_rate"]))
         self.differences.append(float(distance(self.params, undivided)))
 
 
 def split(window: Any, calls: int) -> list[Any]:
-    """Splits a window `[K, rows, ...]` into the batches of so many calls."""
+    """Splits a window `[K, rows, ...]` into the batches of `calls` calls."""
     batches = jax.tree.map(lambda a: a.reshape(calls, -1, *a.shape[2:]), window)
     return [jax.tree.map(lambda a, i=i: a[i], batches) for i in range(calls)]
 
 
 def temporaries(compiled: Any) -> int:
-    """Bytes that a compiled program allocates besides its arguments and results."""
+    """The bytes that a program allocates in addition to arguments and results."""
     return compiled.memory_analysis().temp_size_in_bytes
 
 
 def temporaries_of_update(side: Side, params: optax.Params) -> int:
-    """The same, for the update without the gradient that comes before it."""
+    """The same for the update alone, without the gradient before it."""
 
     def update(params: Any, state: Any, grads: Any) -> Any:
         return side.apply(side.tx, grads, state, params)
@@ -254,7 +255,7 @@ def temporaries_of_update(side: Side, params: optax.Params) -> int:
 
 @jax.jit
 def accuracy(params: Any, examples: Examples) -> jax.Array:
-    """The share of the examples that the network gets right."""
+    """The fraction of the examples that the network classifies correctly."""
     logits: Any = NETWORK.apply(params, examples.images)
     return jnp.mean(jnp.argmax(logits, axis=-1) == examples.labels)
 
@@ -272,7 +273,7 @@ def hexadecimal(x: np.float32) -> str:
 
 
 def ulps(a: optax.Params, b: optax.Params) -> int:
-    """The largest number of float32 values between two trees, in any element."""
+    """The largest number of float32 values between two elements of the trees."""
 
     def ordered(x: Any) -> np.ndarray:
         bits = np.asarray(x).view(np.int32).astype(np.int64)
@@ -284,55 +285,56 @@ def ulps(a: optax.Params, b: optax.Params) -> int:
 
 # -- What must hold --------------------------------------------------------------------
 #
-# 1. Exactly: the counters, the learning rate of every step, the dtypes.
+# 1. Exactly: the counters, the learning rate of every step, and the dtypes.
 #
-# 2. Of one gradient, at the same parameters: how far what the optimizer is given may be
-#    from what it should be. With gᵢ the gradients of the k micro-batches and eps = 2⁻²³
-#    the spacing of float32 at 1 (one rounding errs by eps / 2 at most),
+# 2. One gradient, at given parameters: how far may the gradient that the optimizer gets
+#    be from the exact one? Let gᵢ be the gradients of the k micro-batches, and let eps
+#    be 2⁻²³, the spacing of float32 at 1. (One rounding errs by at most eps / 2.) Then
 #
 #        |mean - Σ gᵢ / k|  <=  2·k·eps · Σ |gᵢ| / k          in every element.
 #
-#    A sum and a division round k times, and the sum errs by (k - 1)·(eps / 2)·Σ|gᵢ| at
-#    most, in any order (Higham, "Accuracy and Stability of Numerical Algorithms",
-#    2002, eq. 4.4): a quarter of the bound. Optax's running mean m + (g - m) / n rounds
-#    four times in a micro-step (a difference, 1 / n, a product, a sum); by the end of a
-#    window that adds up to at most 4·k·(eps / 2)·Σ|gᵢ| / k: all of the bound.
+#    A sum and a division round k times. In any order, the sum errs by at most
+#    (k - 1)·(eps / 2)·Σ|gᵢ| (Higham, "Accuracy and Stability of Numerical Algorithms",
+#    2002, eq. 4.4). That is a quarter of the bound. Optax's running mean
+#    m + (g - m) / n rounds four times in a micro-step (a difference, 1 / n, a product,
+#    a sum). By the end of a window that adds up to at most 4·k·(eps / 2)·Σ|gᵢ| / k,
+#    which is all of the bound.
 #
-#    This is checked twice, at the parameters of three steps. In float32 with gradients
-#    that are given as data, so that the accumulation is all that rounds. And in float64
-#    with the network itself, against the undivided batch: there the same bound is
-#    2³²·eps(float64)·Σ|gᵢ| / k. The rounding of this network stays far below it, and a
-#    wrong factor or a lost micro-batch far above.
+#    This is checked twice, at the parameters of three steps. The first check is in
+#    float32, with gradients that are given as data, so only the accumulation rounds.
+#    The second is in float64, with the network itself, against the undivided batch.
+#    There the same bound is 2³²·eps(float64)·Σ|gᵢ| / k. The rounding of this network is
+#    far below it, and a wrong factor or a lost micro-batch is far above.
 #
-# 3. Of the trajectory: rounding errors go through the optimizer and come back through
-#    the parameters. What becomes of them in 100 steps cannot be derived, but it can be
-#    measured, without anything that accumulates: two more undivided runs get in every
-#    step the undivided gradient plus, or minus, the bound on its difference to the
-#    accumulated one. With g the gradient of the undivided batch that bound is
+# 3. The trajectory: rounding errors pass through the optimizer, and come back through
+#    the parameters. Their size after 100 steps cannot be derived, but it can be
+#    measured without accumulation. In every step, two more undivided runs get the
+#    undivided gradient plus, or minus, the bound on its difference to the accumulated
+#    one. With g for the gradient of the undivided batch, that bound is
 #
 #        |g - Σ gᵢ / k|  +  2·k·eps · Σ |gᵢ| / k
 #
-#    by the triangle inequality. Its first term is measured, and counted twice: inside a
-#    training step XLA may round g and gᵢ otherwise. Errors as large as can be that
-#    always point the same way lead further than real ones, which point either way. On
-#    top of it comes the rounding of the parameters: eps / 2 a step, in both runs. No
-#    accumulating run may be further away from the undivided one, in any step. This one
-#    is no proof, so it comes with the other two, and not in place of them.
+#    by the triangle inequality. Its first term is measured, and counted twice, because
+#    inside a training step XLA may round g and gᵢ differently. Errors of the largest
+#    possible size that always have the same sign lead further than real errors, whose
+#    signs vary. The rounding of the parameters comes on top: eps / 2 a step, in both
+#    runs. In no step may an accumulating run be further away from the undivided one.
+#    This is not a proof, so it complements the other two checks.
 
 EPS = float(np.finfo(np.float32).eps)
-# Below it XLA may take a number for zero.
+# XLA may treat smaller numbers as zero.
 TINY = float(np.finfo(np.float32).tiny)
 
 digits_grad = jax.jit(jax.grad(digits_loss))
 
 
 def given_loss(params: jax.Array, batch: jax.Array) -> jax.Array:
-    """Its gradient is the mean of the vectors in `batch`, and is exact for one."""
+    """Its gradient is the mean of the vectors in `batch`; exact for one vector."""
     return jnp.vdot(params, jnp.mean(batch, axis=0))
 
 
 def keep_gradient() -> optax.GradientTransformation:
-    """An optimizer that moves nothing; its state is the gradient it was given."""
+    """An optimizer that changes nothing. Its state is the last gradient."""
 
     def init(params: Any) -> Any:
         return optax.tree.zeros_like(params)
@@ -345,20 +347,20 @@ def keep_gradient() -> optax.GradientTransformation:
 
 
 class Checks:
-    """Collects what was found, by check and side, for one report at the end."""
+    """Collects the results, by check and side, for one report at the end."""
 
     def __init__(self) -> None:
-        """Starts with nothing found."""
+        """Starts without results."""
         self.found: dict[str, dict[str, float]] = {}
 
     def within(self, what: str, side: Side, error: float) -> None:
-        """Notes an error, in units of its bound; the largest of a side counts."""
+        """Records an error in units of its bound; the largest of a side counts."""
         errors = self.found.setdefault(what, {})
         error = math.inf if math.isnan(error) else float(error)
         errors[side.name] = max(error, errors.get(side.name, 0.0))
 
     def holds(self, what: str, side: Side, answer: bool) -> None:
-        """Notes whether something holds that has no rounding in it."""
+        """Records whether something holds that involves no rounding."""
         self.within(what, side, 0.0 if answer else math.inf)
 
     def report(self) -> bool:
@@ -376,7 +378,7 @@ class Checks:
 
 
 class Gradients:
-    """The second check: the gradient that the optimizer of each side is given."""
+    """The second check: the gradient that the optimizer of each side gets."""
 
     def __init__(self, params: optax.Params, window: Examples) -> None:
         """Compiles both halves of the check."""
@@ -399,7 +401,7 @@ class Gradients:
 
         params, window = double(params), double(window)
         with jax.enable_x64(True):
-            # Where float32 has 0, far out on a gelu, float64 has a small number.
+            # Far out on a gelu, float32 has 0, and float64 has a small number.
             bound = accumulation_bound(micro_gradients(params, window))
             found = [gradient(run, params, window) for run in self.double]
         for run, grads in zip(self.double, found, strict=True):
@@ -408,12 +410,12 @@ class Gradients:
 
 
 def probes(loss: Callable[..., Any], params: Any, window: Any) -> list[Run]:
-    """All sides, with a loss of ours and an optimizer that keeps the gradient."""
+    """All sides, with the given loss and an optimizer that keeps the gradient."""
     return [Run(side, params, window) for side in make_sides(loss, keep_gradient())]
 
 
 def gradient(run: Run, params: Any, window: Any) -> np.ndarray:
-    """The gradient that the optimizer of a probe is given for a window."""
+    """The gradient that the optimizer of a probe gets for a window."""
     run.start(params)
     run.train(window)
     return flat(run.inner)
@@ -425,7 +427,7 @@ def micro_gradients(params: optax.Params, window: Examples) -> np.ndarray:
 
 
 def accumulation_bound(micro: np.ndarray) -> np.ndarray:
-    """How far the mean of these gradients may be from the exact one, see above."""
+    """How far the mean of these gradients may be from the exact mean, see above."""
     return 2 * K * EPS * np.mean(np.abs(micro), axis=0) + K * TINY
 
 
@@ -449,16 +451,16 @@ def nudged(params: Any, state: Any, grads: Any, error: jax.Array) -> tuple[Any, 
 
 
 class Envelope:
-    """The third check: how far rounding alone may lead from the undivided run."""
+    """The third check: how far rounding alone can lead from the undivided run."""
 
     def __init__(self, params: optax.Params) -> None:
-        """Starts a run for errors upwards, and one for errors downwards."""
+        """Starts a run with positive errors, and one with negative errors."""
         state = make_optimizer().init(params)
         self.runs = dict.fromkeys((1, -1), (params, state))
         self.bounds: list[float] = []
 
     def train(self, window: Examples, undivided: optax.Params) -> None:
-        """One step; takes the parameters that the undivided run has before it."""
+        """One step; `undivided` are the parameters of the undivided run before it."""
         (whole,) = split(window, 1)
         micro = micro_gradients(undivided, window)
         reordered = np.abs(flat(digits_grad(undivided, whole)) - np.mean(micro, axis=0))
@@ -468,20 +470,20 @@ class Envelope:
             self.runs[sign] = nudged(params, state, grads, np.float32(sign * error))
 
     def record(self, undivided: optax.Params) -> None:
-        """Notes the bound; takes the parameters that the undivided run has after it."""
+        """Records the bound; `undivided` are that run's parameters after the step."""
         led = max(float(distance(p, undivided)) for p, _ in self.runs.values())
         largest = float(optax.tree.norm(undivided, ord=np.inf))
         self.bounds.append(led + (len(self.bounds) + 1) * EPS * largest)
 
 
 def check_runs(checks: Checks, runs: list[Run], envelope: Envelope) -> None:
-    """The first check and the third, of whole runs."""
+    """The first and the third check, of whole runs."""
     steps = len(envelope.bounds)
     wanted = np.asarray(SCHEDULE(jnp.arange(steps)))
     for run in runs:
         checks.holds("steps of the optimizer", run.side, int(run.inner.count) == steps)
-        # In float32, from numbers of at most the peak, with fewer than 16 roundings:
-        # another program may order them differently.
+        # In float32, from numbers up to the peak, with fewer than 16 roundings. Another
+        # program may order them differently.
         off = np.max(np.abs(np.asarray(run.learning_rates) - wanted))
         checks.within("learning rate of each step", run.side, off / (16 * EPS * PEAK))
         leaves = jax.tree.leaves((run.params, run.state))
@@ -506,11 +508,11 @@ def check_runs(checks: Checks, runs: list[Run], envelope: Envelope) -> None:
             )
 
 
-# -- What one sees ---------------------------------------------------------------------
+# -- Output ----------------------------------------------------------------------------
 
 
 def show_progress(bar: tqdm.tqdm, step: int, loss: np.float32) -> None:
-    """Moves the bar on a terminal; prints a line now and then elsewhere."""
+    """Moves the bar on a terminal; without one, prints a line now and then."""
     bar.set_postfix_str(f"loss {loss:.4f}", refresh=False)
     bar.update()
     if bar.disable and (step + 1) % 25 == 0:
@@ -521,7 +523,7 @@ def print_table(runs: list[Run], held_out: Examples) -> None:
     """Prints a row for each run."""
     reference = runs[0]
     size = sum(p.nbytes for p in jax.tree.leaves(reference.params))
-    updates: dict[int, int] = {}  # one compilation for sides with the same optimizer
+    updates: dict[int, int] = {}  # sides with the same optimizer share one compilation
     print(
         f"\n{'':26}{f'training loss at step {len(reference.losses)}':27}held-  "
         "difference from          temporaries\n"
@@ -544,26 +546,26 @@ def print_table(runs: list[Run], held_out: Examples) -> None:
         )
     print(
         "Held-out: accuracy. Difference: the largest in any parameter; in float32"
-        " values (ULP) it\nis large where a parameter is close to 0. Seconds: without"
+        " values (ULP) it\nis large if a parameter is close to 0. Seconds: without"
         " compilation. Temporaries: what a\ncompiled call allocates besides arguments"
-        " and results; its update alone, of the parameters."
+        " and results; for its update alone, in percent\nof the parameters."
     )
 
 
 def draw_picture(path: pathlib.Path, runs: list[Run], envelope: Envelope) -> None:
-    """Draws the losses, one inside the other, and the differences on a second axis."""
+    """Plots the losses on top of each other, and the differences on a second axis."""
     colors = ["#cdd3dd", "#f4a259", "#2f6db5", "#8cb369", "#1b263b"]
     red = "#a4243b"
     steps = np.arange(1, len(envelope.bounds) + 1)
     figure, loss_axis = plt.subplots(figsize=(9, 5.5), layout="constrained")
     axis = loss_axis.twinx()
     for n, (run, color) in enumerate(zip(runs, colors, strict=False)):
-        # Thinner and thinner, so that all can be seen where they coincide.
+        # Each line is thinner than the last, so all are visible if they coincide.
         loss_axis.plot(
             steps, run.losses, color=color, label=run.side.name, linewidth=10 - 2.2 * n
         )
         if n > 0:
-            # A difference of 0 has no place on a logarithmic axis.
+            # A logarithmic axis cannot show a difference of 0.
             away = [d if 0 < d < math.inf else math.nan for d in run.differences]
             style = (0, (4, 3)) if n == len(colors) - 1 else "-"
             axis.plot(steps, away, color=color, linewidth=1.6, linestyle=style)
@@ -580,7 +582,7 @@ def draw_picture(path: pathlib.Path, runs: list[Run], envelope: Envelope) -> Non
         )
 
     last = [run.differences[-1] for run in runs[1:]]
-    note("as far as rounding alone may lead", envelope.bounds[-1], 7, red)
+    note("as far as rounding alone can lead", envelope.bounds[-1], 7, red)
     note("how far apart the parameters are", max(min(last), 1e-9), -16, "#444444")
     loss_axis.set(xlabel="step", ylabel="training loss of the window", ylim=(0, None))
     axis.set(yscale="log", ylim=(1e-9, 1e-2 if max(last) < 1e-2 else None))
@@ -617,10 +619,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def experiment(steps: int, out: pathlib.Path) -> int:
-    """All of it, see the top of the file; returns the exit status."""
+    """The whole program, see the top of the file; returns the exit status."""
     train, held_out = load_digits()
     window = draw_window(train, 0)
-    key = jax.random.key(SEED, impl="rbg")  # which compiles in a fifth of the time
+    key = jax.random.key(SEED, impl="rbg")  # compiles in a fifth of the time
     params = jax.jit(NETWORK.init)(key, window.images[0])
     size = sum(p.size for p in jax.tree.leaves(params))
     print(
@@ -635,7 +637,7 @@ def experiment(steps: int, out: pathlib.Path) -> int:
     print("Compiling the checks ...", flush=True)
     checks, gradients, envelope = Checks(), Gradients(params, window), Envelope(params)
 
-    # Where there is no terminal there is no bar.
+    # Without a terminal there is no bar.
     with tqdm.tqdm(total=steps, desc="training", unit="step", disable=None) as bar:
         for step in range(steps):
             window = draw_window(train, step)
@@ -663,7 +665,7 @@ def experiment(steps: int, out: pathlib.Path) -> int:
     print(f"\nThe loss curves are in {picture}. What must hold, in units of its bound:")
     if checks.report():
         return 0
-    print("This build does not accumulate as it should.")
+    print("This build does not accumulate correctly.")
     return 1
 
 

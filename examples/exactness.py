@@ -2,26 +2,26 @@
 
     python examples/exactness.py
 
-A small network learns scikit-learn's digits for 100 steps, again and again: from the
-same parameters, with the same windows of 64 examples, drawn first and then split. Each
-run takes a window in another number of micro-batches, and each is done in four ways: a
-scan written by hand, `optax.MultiSteps`, `ga_optax.MultiSteps` and
+A small network learns scikit-learn's digits for 100 steps, several times over. All runs
+start from the same parameters and see the same windows of 64 examples, which are drawn
+first and then split. The runs differ in the number of micro-batches, and there are four
+ways to accumulate: a hand-written scan, `optax.MultiSteps`, `ga_optax.MultiSteps` and
 `ga_optax.value_and_grad`.
 
-The first table shows how far the runs come apart. The gradients are the same but for
-their rounding, so the losses agree to some digits, and the bits differ. How many digits
-is a matter of the network and of the number of steps, not of the library.
+The first table shows how far the runs drift apart. Their gradients are the same up to
+rounding. So the losses agree in some digits, and their bits differ. How many digits
+agree depends on the network and on the number of steps, not on the library.
 
-The second table is one of bits. The same eight micro-batches go through `accumulate` in
-one call, in two, in four and in eight, in place and not, and nothing may differ.
+The second table compares bits. The same eight micro-batches go through `accumulate` in
+one, two and eight calls, in place and not in place. No bit may differ.
 
-Losses are computed in one way for all runs, from their final parameters: over the last
-window as one batch of 64, and over the held-out examples. So the loss of two runs has
-the same bits where their parameters have. The output has no times in it: on one
-machine, two processes print the same bytes.
+All losses are computed by one function from the final parameters: over the last window
+as one batch of 64, and over the held-out examples. So if two runs have the same
+parameters, bit for bit, their losses have the same bits. The output contains no times:
+on one machine, two processes print the same bytes.
 
-It ends with checks, and exits with 1 where one fails. It needs the dependency group
-`demo`, as `digits.py` does, from which it takes the data.
+The program ends with checks, and exits with 1 if one fails. It needs the dependency
+group `demo`, like `digits.py`, from which it takes the data.
 """
 
 import argparse
@@ -41,11 +41,11 @@ from ga_optax import accumulator, data
 
 STEPS = 100
 BATCH = 64  # examples in a window
-SPLITS = (2, 4, 8, 64)  # micro-batches in a window, beside 1
-GROUPED = 8  # the split that goes through `accumulate` in several groupings
-GROUPINGS = (1, 2, 8)  # calls
+SPLITS = (2, 4, 8, 64)  # micro-batches in a window, in addition to 1
+GROUPED = 8  # micro-batches that go through `accumulate` in several groupings
+GROUPINGS = (1, 2, 8)  # numbers of calls
 WIDTH = 32
-HAS_REFS = jax.__version_info__ >= (0, 11, 1)  # what working in place needs
+HAS_REFS = jax.__version_info__ >= (0, 11, 1)  # needed to work in place
 
 # -- The task --------------------------------------------------------------------------
 
@@ -53,8 +53,8 @@ HAS_REFS = jax.__version_info__ >= (0, 11, 1)  # what working in place needs
 def loss(params: Any, batch: digits.Examples) -> jax.Array:
     """The mean cross-entropy of a network that scans over its two inner layers.
 
-    It is smooth, so that a rounding error stays one, and scans, so that there are
-    gradients to accumulate in place.
+    It is smooth, so a rounding error stays small. It scans, so there are gradients to
+    accumulate in place.
     """
 
     def layer(x: jax.Array, weights: jax.Array) -> tuple[jax.Array, None]:
@@ -79,7 +79,7 @@ def make_params() -> Any:
 
 
 def make_optimizer() -> optax.GradientTransformation:
-    """Adam, with an `eps` above the rounding errors: see `digits.make_optimizer`."""
+    """Adam, with an `eps` above the rounding errors; see `digits.make_optimizer`."""
     return optax.adam(1e-3, eps=1e-6)
 
 
@@ -91,7 +91,7 @@ def draw_window(train: digits.Examples, step: int) -> digits.Examples:
     return jax.tree.map(lambda x: x[np.asarray(rows)[0]], train)
 
 
-# -- Ways to take a window -------------------------------------------------------------
+# -- Ways to accumulate ----------------------------------------------------------------
 
 
 class Way(NamedTuple):
@@ -107,14 +107,14 @@ class Way(NamedTuple):
 
 
 def cut(window: Any, parts: int) -> list[Any]:
-    """A window `[64, ...]` in so many parts of neighbouring rows."""
+    """Splits a window `[64, ...]` into `parts` parts of neighbouring rows."""
     leaves, structure = jax.tree.flatten(window)
     parted = zip(*(np.split(np.asarray(x), parts) for x in leaves), strict=True)
     return [jax.tree.unflatten(structure, part) for part in parted]
 
 
 def by_scan(fun: Callable[..., Any], opt: Any, k: int) -> Way:
-    """The loop that one writes oneself: add up in a scan, then times 1 / k."""
+    """A hand-written loop: sums in a scan, then multiplies by 1 / k."""
 
     @jax.jit
     def step(params: Any, state: Any, window: Any) -> tuple[Any, Any]:
@@ -130,7 +130,7 @@ def by_scan(fun: Callable[..., Any], opt: Any, k: int) -> Way:
 
 
 def across_calls(fun: Callable[..., Any], tx: Any, k: int, apply: Any) -> Way:
-    """A `MultiSteps`, ours or Optax's: a call for each micro-batch."""
+    """Our or Optax's `MultiSteps`, with a call for each micro-batch."""
 
     @jax.jit
     def call(params: Any, state: Any, batch: Any) -> tuple[Any, Any]:
@@ -145,7 +145,7 @@ def across_calls(fun: Callable[..., Any], tx: Any, k: int, apply: Any) -> Way:
 
 
 def inside_a_call(fun: Callable[..., Any], opt: Any, k: int) -> Way:
-    """`ga_optax.value_and_grad`: the window in one call."""
+    """`ga_optax.value_and_grad`, with the whole window in one call."""
 
     @jax.jit
     def step(params: Any, state: Any, window: Any) -> tuple[Any, Any]:
@@ -156,7 +156,7 @@ def inside_a_call(fun: Callable[..., Any], opt: Any, k: int) -> Way:
 
 
 def make_ways(fun: Callable[..., Any], opt: Any, k: int) -> dict[str, Way]:
-    """Every way to take a window in k micro-batches."""
+    """All ways to accumulate k micro-batches."""
     if k == 1:
         undivided = across_calls(fun, opt, 1, digits.apply_updates)
         return {"undivided": undivided}
@@ -172,11 +172,11 @@ def make_ways(fun: Callable[..., Any], opt: Any, k: int) -> dict[str, Way]:
 
 
 def make_groupings(fun: Callable[..., Any], opt: Any) -> dict[str, Way]:
-    """The same eight micro-batches in every grouping, in place and not.
+    """The same eight micro-batches in every grouping, in place and not in place.
 
-    The update is one compiled program for all. Compiled together with the gradient it
-    would be fused with it otherwise in each, and XLA may then round a product and a sum
-    once or twice.
+    All of them share one compiled program for the update. If it were compiled together
+    with the gradient, XLA might fuse the two differently in each program, and then
+    round a product and a sum once or twice.
     """
     mean = jax.jit(accumulator.mean)
     update = jax.jit(functools.partial(digits.apply_updates, opt))
@@ -220,20 +220,20 @@ def train(way: Way, params: Any, windows: list[Any]) -> tuple[Any, Any]:
 
 # -- What must hold --------------------------------------------------------------------
 #
-# 1. Of the same micro-batches: every bit of parameters and optimizer state, for every
-#    grouping into calls, in place and not, after all steps.
+# 1. The same micro-batches give the same bits of parameters and optimizer state, after
+#    all steps, for every grouping into calls, in place and not in place.
 #
-# 2. Of the accumulation alone, on gradients that are given as data. With integers the
-#    sum has no rounding, the quotient of a multiple of k neither, and each way of ours
-#    gives the bits of the undivided batch. With random numbers, each way is within the
-#    bound of `digits.py`,
+# 2. The accumulation alone, on gradients that are given as data. With integers, neither
+#    the sum nor the quotient of a multiple of k rounds, and each of our ways gives the
+#    bits of the undivided batch. With random numbers, each way is within the bound of
+#    `digits.py`,
 #
-#        |mean - Σ gᵢ / k|  <=  2·k·eps · Σ |gᵢ| / k          in every element,
+#        |mean - Σ gᵢ / k|  <=  2·k·eps · Σ |gᵢ| / k          in every element
 #
-#    Higham, "Accuracy and Stability of Numerical Algorithms", 2002, eq. 4.4.
+#    (Higham, "Accuracy and Stability of Numerical Algorithms", 2002, eq. 4.4).
 #
-# 3. Of the network: `verify` finds in float64 that the micro-batches have the gradient
-#    of the undivided batch, so that what the first table shows is rounding.
+# 3. The network: in float64, `verify` finds that the micro-batches have the gradient of
+#    the undivided batch. So what the first table shows is rounding.
 
 
 def is_same(a: Any, b: Any) -> bool:
@@ -243,7 +243,7 @@ def is_same(a: Any, b: Any) -> bool:
 
 
 def given_means(k: int, rows: np.ndarray) -> dict[str, np.ndarray]:
-    """What each way makes of gradients that are given, `[64, n]`: their mean."""
+    """The mean that each way computes of given gradients, `[64, n]`."""
     params = jnp.zeros(rows.shape[1])
     ways = make_ways(digits.given_loss, digits.keep_gradient(), k)
     states = {name: train(way, params, [rows])[1] for name, way in ways.items()}
@@ -266,7 +266,7 @@ def check_given(failures: list[str], splits: Sequence[int]) -> dict[str, bool]:
     same: dict[str, bool] = {}
     (undivided,) = given_means(1, rows).values()
     for k in splits:
-        # The mean of a micro-batch rounds too: once a row, and in the division.
+        # The mean of a micro-batch rounds, too: once a row, and in the division.
         bound = digits.EPS * (2 * k + BATCH // k + 1) * terms
         for name, mean in given_means(k, rows).items():
             here = is_same(mean[:256], undivided[:256])
@@ -282,17 +282,17 @@ def check_given(failures: list[str], splits: Sequence[int]) -> dict[str, bool]:
 
 
 def check_network(failures: list[str], params: Any, window: Any) -> None:
-    """The third check, of the network at one set of parameters."""
+    """The third check, at one set of parameters."""
     report = ga.verify(loss, params, window, GROUPED)
     if not report.ok:
         failures.append(f"verify: {report.message}")
 
 
-# -- What one sees ---------------------------------------------------------------------
+# -- Output ----------------------------------------------------------------------------
 
 
 def experiment(steps: int, splits: Sequence[int]) -> int:
-    """All of it, see the top of the file; returns the exit status."""
+    """The whole program, see the top of the file; returns the exit status."""
     training, held_out = digits.load_digits()
     windows = [draw_window(training, step) for step in range(steps)]
     params, opt = make_params(), make_optimizer()
@@ -319,8 +319,8 @@ def experiment(steps: int, splits: Sequence[int]) -> int:
             )
             print(f"{f'{k} x {BATCH // k}':12}{name:26}{numbers}{apart:>22}")
     print(
-        "ULP: float32 values between two parameters, to the undivided run. Many where a"
-        " parameter is close to 0.\n"
+        "ULP: float32 values between a parameter and that of the undivided run. There"
+        " are many if it is close to 0.\n"
     )
 
     print(f"The same {GROUPED} micro-batches of {BATCH // GROUPED}, in other groupings")
@@ -337,14 +337,14 @@ def experiment(steps: int, splits: Sequence[int]) -> int:
             f"{name:38}{train_loss:<14.9g}{digits.hexadecimal(train_loss):16}"
             f"{'yes' if same else 'NO'}"
         )
-    print("Same bits: of all parameters and the optimizer's state.\n")
+    print("Compared: all parameters and the optimizer's state.\n")
 
-    print("Gradients that are integers: the bits of the undivided batch, for every k?")
+    print("Integer gradients: the bits of the undivided batch, for every k?")
     for name, answer in check_given(failures, splits).items():
         print(f"{name:38}{'yes' if answer else 'no'}")
 
     check_network(failures, params, windows[0])
-    print("\nIn float64 the micro-batches have the undivided batch's gradient:")
+    print("\nIn float64, the accumulated gradient is that of the undivided batch:")
     print("FAILED" if any("verify" in failure for failure in failures) else "yes")
     for failure in failures:
         print(f"FAILED: {failure}")
@@ -371,7 +371,7 @@ def main(argv: list[str] | None = None) -> int:
             parser.error(
                 f"--splits must be divisors of {BATCH} from 2, but one is {k}."
             )
-    # Accelerators would round the factors of every product to half of their digits.
+    # By default accelerators round the factors of a product to 8 or 11 bits.
     with jax.default_matmul_precision("highest"):
         return experiment(args.steps, args.splits)
 

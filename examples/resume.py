@@ -4,16 +4,17 @@
 
 A small network learns scikit-learn's digits, four micro-batches of 16 a step, in four
 ways side by side: `MultiSteps` with `apply_gradients`, `accumulate` with the
-accumulator in the checkpoint, the Flax train state, and the NNX optimizer. Every third
-micro-step Orbax writes a checkpoint, so that most of them lie inside a window.
+accumulator in the checkpoint, the Flax train state, and the NNX optimizer. Orbax writes
+a checkpoint every third micro-step, so most checkpoints are inside a window.
 
-The run is done twice. Once in peace. Once in processes that are killed with SIGKILL at
-micro-steps drawn at random; each new process restores the last complete checkpoint and
-goes on. At the end parameters, optimizer states, accumulators and losses of both runs
-are compared, every bit of them, and any difference ends the program with an error.
+There are two runs. The first is not disturbed. The second runs in processes that are
+killed with SIGKILL at random micro-steps; each new process restores the last complete
+checkpoint and continues. At the end the program compares every bit of the parameters,
+optimizer states, accumulators and losses of both runs. Any difference ends it with an
+error.
 
-Nothing about the data is saved. Which examples a micro-step sees is a function of the
-seed and its number alone, see `ga_optax.data`.
+Nothing about the data is saved. The examples of a micro-step depend only on the seed
+and on the number of the micro-step, see `ga_optax.data`.
 
 It needs flax, orbax-checkpoint and scikit-learn.
 """
@@ -44,14 +45,14 @@ from ga_optax import accumulator, data, testing
 
 BATCH = 64  # examples in a window
 K = 4  # micro-batches in a window
-SAVE_EVERY = 3  # micro-steps; no multiple of K, so that windows are cut
+SAVE_EVERY = 3  # micro-steps; not a multiple of K, so that it cuts windows
 SEED = 0
 
 # -- The task --------------------------------------------------------------------------
 
 
 def micro_batch(images: np.ndarray, labels: np.ndarray, number: int) -> Any:
-    """What micro-step `number` of the run sees: a pure function of that number."""
+    """The examples of micro-step `number`: a pure function of that number."""
     step, position = divmod(number, K)
     key = jax.random.key(SEED)
     rows = np.asarray(data.window_indices(key, step, len(labels), BATCH, K))[position]
@@ -64,14 +65,14 @@ def cross_entropy(logits: jax.Array, labels: Any) -> jax.Array:
 
 
 def mlp_loss(params: Any, batch: Any) -> jax.Array:
-    """The loss of a network of two layers, with its parameters in a dictionary."""
+    """The loss of a network of two layers. Its parameters are a dictionary."""
     images, labels = batch
     hidden = jnp.tanh(images @ params["hidden"] + params["bias"])
     return cross_entropy(hidden @ params["out"], labels)
 
 
 def mlp_params(width: int) -> Any:
-    """Its parameters at the start."""
+    """The initial parameters of that network."""
     shapes = {"hidden": (64, width), "bias": (width,), "out": (width, 10)}
     rng = np.random.default_rng(SEED)
     return {
@@ -105,9 +106,9 @@ class Way(NamedTuple):
     """One way to accumulate across calls.
 
     Attributes:
-      start: `() -> state`, all that a checkpoint has to hold, a tree of arrays.
-      micro_step: `(state, batch, closes) -> (state, loss)`; `closes` says whether the
-        host loop sees the end of a window. Only the accumulator by hand needs it.
+      start: `() -> state`: everything that a checkpoint has to hold, a tree of arrays.
+      micro_step: `(state, batch, closes) -> (state, loss)`. `closes` says whether this
+        is the last micro-step of a window. Only `accumulate` needs it.
     """
 
     start: Callable[[], Any]
@@ -126,7 +127,7 @@ def make_ways(width: int = 32) -> dict[str, Way]:
 
     @compiled
     def multi_steps(state: Any, batch: Any, closes: bool) -> Any:
-        del closes  # the state counts
+        del closes  # the state counts micro-steps
         loss, grads = jax.value_and_grad(mlp_loss)(state["params"], batch)
         params, opt_state = ga.apply_gradients(
             tx, grads, state["opt_state"], state["params"]
@@ -188,10 +189,10 @@ def make_ways(width: int = 32) -> dict[str, Way]:
 
 
 def open_checkpoints(folder: pathlib.Path) -> ocp.CheckpointManager:
-    """The checkpoints in a folder; a save has ended when `save` returns.
+    """The checkpoints in a folder. `save` returns after it has written one.
 
-    Orbax can also write in the background. The states here are donated to the next
-    micro-step, so this program waits instead.
+    Orbax can also write in the background. This program waits instead, because the next
+    micro-step takes over the buffers of the state.
     """
     options = ocp.CheckpointManagerOptions(
         max_to_keep=2, enable_async_checkpointing=False
@@ -199,25 +200,25 @@ def open_checkpoints(folder: pathlib.Path) -> ocp.CheckpointManager:
     return ocp.CheckpointManager(
         folder.absolute(),
         options=options,
-        item_handlers=ocp.StandardCheckpointHandler(),  # or a new process cannot look
+        item_handlers=ocp.StandardCheckpointHandler(),  # for `item_metadata` below
     )
 
 
 def save(checkpoints: ocp.CheckpointManager, number: int, tree: Any) -> None:
-    """Writes a checkpoint after `number` micro-steps; it is there whole or not."""
+    """Writes a checkpoint after `number` micro-steps, completely or not at all."""
     checkpoints.save(number, args=ocp.args.StandardSave(tree), force=True)
 
 
 def restore(checkpoints: ocp.CheckpointManager, number: int, like: Any) -> Any:
-    """Reads the checkpoint after `number` micro-steps, of the shapes of `like`.
+    """Reads the checkpoint after `number` micro-steps, with the shapes of `like`.
 
-    Orbax compares the names itself. But of a shape that does not fit it says no name,
-    and a dtype that does not fit it converts without a word, so that a run would go on
-    with other bits. This looks at the names, shapes and dtypes first, and reads and
-    changes nothing where they differ.
+    Orbax itself compares the names. But if a shape differs, its error does not name the
+    leaf. If a dtype differs, it converts silently, and the run would continue with
+    different bits. So this function compares names, shapes and dtypes first. If they
+    differ, it reads and changes nothing.
 
     Raises:
-      ValueError: at the first leaf that does not fit, with its path.
+      ValueError: if a leaf does not fit; the message has the path of the first one.
     """
 
     def leaves(tree: Any) -> dict[str, Any]:
@@ -237,9 +238,9 @@ def restore(checkpoints: ocp.CheckpointManager, number: int, like: Any) -> Any:
         if want != got:
             raise ValueError(
                 f"The checkpoint of micro-step {number} must fit the model: at {path} "
-                f"the model has {want}, but the checkpoint has {got}. Make the model "
-                "and the optimizer as they were when it was saved, or choose another "
-                "folder. The files are as they were."
+                f"the model has {want}, but the checkpoint has {got}. Use the model "
+                "and the optimizer with which it was saved, or choose another folder. "
+                "The files were not changed."
             )
     return checkpoints.restore(number, args=ocp.args.StandardRestore(like))
 
@@ -248,7 +249,7 @@ def restore(checkpoints: ocp.CheckpointManager, number: int, like: Any) -> Any:
 
 
 def start(ways: dict[str, Way], micro_steps: int) -> Any:
-    """All that a checkpoint holds, before the first micro-step."""
+    """Everything that a checkpoint holds, before the first micro-step."""
     return {
         "states": {name: way.start() for name, way in ways.items()},
         "losses": {name: jnp.zeros(micro_steps) for name in ways},
@@ -258,13 +259,13 @@ def start(ways: dict[str, Way], micro_steps: int) -> Any:
 def train(
     folder: pathlib.Path, ways: dict[str, Way], steps: int, kill_at: int | None = None
 ) -> None:
-    """Runs to the end from the last checkpoint, if there is one in the folder.
+    """Runs to the end, starting from the last checkpoint in `folder`, if any.
 
     Args:
-      folder: where the checkpoints are.
+      folder: the folder of the checkpoints.
       ways: what to run, side by side.
-      steps: how many windows the whole run has.
-      kill_at: before which micro-step the process kills itself, as the kernel would.
+      steps: the number of windows in the whole run.
+      kill_at: the micro-step before which the process kills itself with SIGKILL.
     """
     digits: Any = sklearn.datasets.load_digits()
     images = (digits["data"] / 16).astype(np.float32)
@@ -289,21 +290,21 @@ def train(
 
 
 def place(number: int) -> str:
-    """Where in the run it is after so many micro-steps, in words."""
+    """The position in the run after `number` micro-steps, in words."""
     inside = number % K
     where = f"{inside} of {K} in its window" if inside else "between two windows"
     return f"{number} ({where})"
 
 
 def finished(folder: pathlib.Path, ways: dict[str, Way], steps: int) -> Any:
-    """What a run has written at its end."""
+    """The last checkpoint of a run that has finished."""
     with open_checkpoints(folder) as checkpoints:
         assert checkpoints.latest_step() == steps * K
         return restore(checkpoints, steps * K, start(ways, steps * K))
 
 
 def compare(interrupted: Any, peaceful: Any) -> None:
-    """Asserts that two runs ended in the same bits, and prints a line for each way."""
+    """Asserts that two runs ended with the same bits; prints a line for each way."""
     for name, losses in peaceful["losses"].items():
         testing.assert_trees_bitwise_equal(
             interrupted["states"][name], peaceful["states"][name]
@@ -320,13 +321,13 @@ def compare(interrupted: Any, peaceful: Any) -> None:
 def in_a_new_process(
     folder: pathlib.Path, steps: int, kill_at: int | None
 ) -> subprocess.CompletedProcess[str]:
-    """Runs this program again, on a folder with checkpoints or without."""
+    """Runs this program again, in a folder with or without checkpoints."""
     command = [sys.executable, __file__, "--steps", str(steps), "--work-in", folder]
     if kill_at is not None:
         command += ["--kill-at", str(kill_at)]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        # Compile once for all processes.
+        # All processes share their compiled programs.
         "JAX_COMPILATION_CACHE_DIR": str(folder.parent / "programs"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
@@ -336,16 +337,16 @@ def in_a_new_process(
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Trains in peace, then with kills, and compares; returns the exit status."""
+    """Trains without kills, then with kills, and compares; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=8, help="default: %(default)s")
     parser.add_argument("--kills", type=int, default=2, help="default: %(default)s")
-    parser.add_argument("--seed", type=int, default=SEED, help="of the kills")
+    parser.add_argument("--seed", type=int, default=SEED, help="for the kills")
     parser.add_argument("--work-in", type=pathlib.Path, help=argparse.SUPPRESS)
     parser.add_argument("--kill-at", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.steps < 1 or not 0 <= args.kills < args.steps * K:
-        parser.error("--steps must be at least 1, and --kills fewer than micro-steps.")
+        parser.error("--steps must be at least 1, and --kills less than micro-steps.")
     if args.work_in is not None:
         train(args.work_in, make_ways(), args.steps, args.kill_at)
         return 0
@@ -355,19 +356,19 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def experiment(folder: pathlib.Path, steps: int, kills: int, seed: int) -> None:
-    """All of it, see the top of the file."""
-    print(f"In peace: {steps} steps of {K} micro-batches.", flush=True)
+    """The whole program, as described at the top of the file."""
+    print(f"Undisturbed: {steps} steps of {K} micro-batches.", flush=True)
     child = in_a_new_process(folder / "peaceful", steps, None)
     assert child.returncode == 0, child.returncode
 
     numbers = np.random.default_rng(seed).permutation(np.arange(1, steps * K))
     for kill_at in [*sorted(numbers[:kills].tolist()), None]:
-        print("In a new process, on another folder:", flush=True)
+        print("In a new process, in another folder:", flush=True)
         child = in_a_new_process(folder / "killed", steps, kill_at)
         print(child.stdout, end="")
         if kill_at is None:
             assert child.returncode == 0, child.returncode
-            print("    came to the end")
+            print("    finished")
         else:
             assert child.returncode == -signal.SIGKILL, child.returncode
             print(f"    killed after micro-step {place(kill_at)}")
@@ -379,8 +380,8 @@ def experiment(folder: pathlib.Path, steps: int, kills: int, seed: int) -> None:
         finished(folder / "peaceful", ways, steps),
     )
 
-    print("A wider model on the same folder is refused:")
-    message = "nothing: it was restored"
+    print("A wider model does not fit the same checkpoints:")
+    message = "no error: it was restored"
     try:
         finished(folder / "killed", make_ways(width=48), steps)
     except ValueError as error:

@@ -21,7 +21,6 @@ OWN_COPY = (
 
 Axes = tuple[str, ...]
 AnyMesh = Mesh | AbstractMesh
-AnyMesh = AnyMesh
 
 
 # -- Names -----------------------------------------------------------------------------

@@ -768,7 +768,7 @@ def test_a_jax_that_is_too_old_says_so(monkeypatch):
 
 
 def test_a_data_axis_has_a_name():
-    with pytest.raises(TypeError, match="must name a mesh axis.*data_axis=None"):
+    with pytest.raises(TypeError, match=r"must name a mesh axis.*data_axis=None"):
         ga.DataAxis(None, sync="each")
 
 

@@ -180,7 +180,7 @@ def test_a_skip_function_may_return_a_python_bool():
 
 
 def test_a_function_that_drops_windows_does_not_go_where_micro_steps_are_skipped():
-    with pytest.raises(ValueError, match="Pass should_drop_window_fn=ga_optax.drop_"):
+    with pytest.raises(ValueError, match=r"Pass should_drop_window_fn=ga_optax\.drop_"):
         ga.MultiSteps(SGD, 2, should_skip_update_fn=ga.drop_window_if_not_finite)
     with pytest.raises(TypeError, match="should_drop_window_fn must be a function"):
         ga.MultiSteps(SGD, 2, should_drop_window_fn=True)
