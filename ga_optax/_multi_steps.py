@@ -250,7 +250,7 @@ class MultiSteps(optax.GradientTransformationExtraArgs):
         """
         specs: dict[str, Any] = dict.fromkeys(MultiStepsState._fields, PartitionSpec())
         of_device = self._window.place.spec
-        return MultiStepsState(**specs)._replace(acc_grads=of_device, weight=of_device)
+        return MultiStepsState(**specs | {"acc_grads": of_device, "weight": of_device})
 
     def has_updated(self, state: optax.OptState) -> jax.Array:
         """Whether the last call emitted; see the function `has_updated`."""

@@ -162,7 +162,8 @@ class ManyDevices:
 
     def store(self, buffer: Buffer) -> Buffer:
         parts = jax.tree.map(lambda x: x[None], (buffer.values, buffer.weight))
-        return Buffer(*_collectives.vary(parts, self.axes), buffer.count)
+        values, weight = _collectives.vary(parts, self.axes)
+        return Buffer(values, weight, buffer.count)
 
     def check(self, grads: Any, params: Any, extra_args: Any) -> None:
         if not _mesh.checks_varying():

@@ -28,7 +28,7 @@ from ga_optax._place import Buffer, Choose, ManyDevices, OneDevice
 from ga_optax._state import MultiStepsState, check_state
 from ga_optax.accumulator import Accumulator
 
-SkipFn = Callable[[optax.Updates, ArrayLike, Any], tuple[jax.Array, Any]]
+SkipFn = Callable[[Any, Any, Any], tuple[Any, Any]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -50,7 +50,7 @@ class Request:
     place: OneDevice | ManyDevices
     state: MultiStepsState
     grads: optax.Updates
-    params: optax.Params | None
+    params: Any
     extra_args: dict[str, Any]
     applies: bool
 

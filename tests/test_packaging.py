@@ -310,7 +310,7 @@ def test_modules_import_only_what_contributing_lists_above_them():
 def test_in_the_reverse_order_they_do_not():
     """The twin."""
     wrong = imports_of_later_modules(module_order()[::-1])
-    assert ("_multi_steps", "accumulator") in wrong
+    assert ("_window", "accumulator") in wrong
 
 
 # -- Workflows -------------------------------------------------------------------------
