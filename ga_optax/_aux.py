@@ -10,41 +10,41 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from ga_optax import _collectives, _mesh, accumulator
-from ga_optax._checks import leaf_name
+from ga_optax._checks import named_leaves
 from ga_optax._mesh import Axes
 from ga_optax.accumulator import Accumulator
 
 Leaves = list[Any]
+Vary = Callable[[Any, Any], Any]
+Weight = jax.Array | None
 
 
 class Mode:
-    """What every mode can be asked; `kept` is what it carries through the loop."""
+    """What every mode can be asked; `kept` is what it carries through the loop.
 
-    numbers_only = True
+    The defaults are those of "stack", which carries nothing: the scan stacks it.
+    """
 
-    def init(self, leaves: Leaves, vary: Callable[[Any, Any], Any]) -> Any:
+    numbers_only = False
+
+    def init(self, leaves: Leaves, vary: Vary) -> Any:
         """What is kept before the first micro-batch.
 
         Args:
           leaves: the types of the leaves.
           vary: marks a sum as varying over devices as one of its terms does.
         """
-        del leaves, vary
         return []
 
-    def step(
-        self, kept: Any, leaves: Leaves, weight: jax.Array | None
-    ) -> tuple[Any, Leaves]:
-        """What is kept after one more micro-batch, and what is stacked of it."""
-        raise NotImplementedError
+    def step(self, kept: Any, leaves: Leaves, weight: Weight) -> Any:
+        """What is kept after one more micro-batch."""
+        return kept
 
     def addends(self, kept: Any) -> Leaves:
         """What is summed over devices, in one communication with the gradients."""
-        del kept
         return []
 
     def merge(self, kept: Any, sums: Leaves, weight: jax.Array, axes: Axes) -> Any:
@@ -56,84 +56,65 @@ class Mode:
           weight: Σ w over all devices.
           axes: the data axes, bound.
         """
-        del sums, weight, axes
         return kept
 
-    def finish(self, kept: Any, stacked: Leaves) -> Sequence[jax.Array]:
+    def finish(self, kept: Any) -> Leaves:
         """The leaves of the result."""
-        del stacked
         return kept
-
-    def spec(self, axes: Axes) -> PartitionSpec:
-        """How the result crosses the `shard_map` over the data axes."""
-        del axes
-        return PartitionSpec()
 
 
 class Mean(Mode):
     """Σ w·x / Σ w, weighted as the loss is. The mean of integers is float32."""
 
-    def init(self, leaves: Leaves, vary: Callable[[Any, Any], Any]) -> Accumulator:
+    numbers_only = True
+
+    def init(self, leaves: Leaves, vary: Vary) -> Accumulator:
         terms = [_inexact(x) for x in blank(leaves)]
-        kept = accumulator.init(terms)
-        return kept._replace(
-            total=vary(kept.total, terms), weight=vary(kept.weight, kept.weight)
-        )
+        kept: Any = accumulator.init(terms)
+        total, weight = map(vary, kept.total, terms), vary(kept.weight, kept.weight)
+        return kept._replace(total=list(total), weight=weight)
 
-    def step(
-        self, kept: Accumulator, leaves: Leaves, weight: jax.Array | None
-    ) -> tuple[Accumulator, Leaves]:
-        return accumulator.add(kept, [_inexact(x) for x in leaves], weight), []
+    def step(self, kept: Accumulator, leaves: Leaves, weight: Weight) -> Accumulator:
+        return accumulator.add(kept, [_inexact(x) for x in leaves], weight)
 
-    def addends(self, kept: Accumulator) -> Leaves:
+    def addends(self, kept: Any) -> Leaves:
         return kept.total
 
-    def merge(
-        self, kept: Accumulator, sums: Leaves, weight: jax.Array, axes: Axes
-    ) -> Accumulator:
+    def merge(self, kept: Any, sums: Leaves, weight: jax.Array, axes: Axes) -> Any:
         return Accumulator(sums, weight, kept.count)
 
-    def finish(self, kept: Accumulator, stacked: Leaves) -> Sequence[jax.Array]:
-        means: Any = accumulator.mean(kept)
-        return means
+    def finish(self, kept: Accumulator) -> Any:
+        return accumulator.mean(kept)
 
 
 class Sum(Mode):
     """Σ x, unweighted: counts as counts, and never in less than float32."""
 
-    def init(self, leaves: Leaves, vary: Callable[[Any, Any], Any]) -> Leaves:
+    numbers_only = True
+
+    def init(self, leaves: Leaves, vary: Vary) -> Leaves:
         return [vary(jnp.zeros(x.shape, _sum_dtype(x.dtype)), x) for x in leaves]
 
-    def step(
-        self, kept: Leaves, leaves: Leaves, weight: jax.Array | None
-    ) -> tuple[Leaves, Leaves]:
-        return [s + x.astype(s.dtype) for s, x in zip(kept, leaves, strict=True)], []
+    def step(self, kept: Leaves, leaves: Leaves, weight: Weight) -> Leaves:
+        return [s + x.astype(s.dtype) for s, x in zip(kept, leaves, strict=True)]
 
     def addends(self, kept: Leaves) -> Leaves:
         return kept
 
-    def merge(
-        self, kept: Leaves, sums: Leaves, weight: jax.Array, axes: Axes
-    ) -> Leaves:
+    def merge(self, kept: Any, sums: Leaves, weight: jax.Array, axes: Axes) -> Leaves:
         return sums
 
 
 class Last(Mode):
     """The last micro-batch's; of several devices, the last device's."""
 
-    numbers_only = False
-
-    def init(self, leaves: Leaves, vary: Callable[[Any, Any], Any]) -> Leaves:
+    def init(self, leaves: Leaves, vary: Vary) -> Leaves:
         return blank(leaves)
 
-    def step(
-        self, kept: Leaves, leaves: Leaves, weight: jax.Array | None
-    ) -> tuple[Leaves, Leaves]:
-        return [strong(x) for x in leaves], []
+    def step(self, kept: Leaves, leaves: Leaves, weight: Weight) -> Leaves:
+        return list(map(strong, leaves))
 
-    def merge(
-        self, kept: Leaves, sums: Leaves, weight: jax.Array, axes: Axes
-    ) -> Leaves:
+    def merge(self, kept: Any, sums: Leaves, weight: jax.Array, axes: Axes) -> Leaves:
         is_last = jax.lax.axis_index(axes) == _mesh.num_devices(axes, None) - 1
 
         def last(x: jax.Array) -> jax.Array:
@@ -141,32 +122,15 @@ class Last(Mode):
             here = jnp.where(is_last, count, jnp.zeros_like(count))
             return jax.lax.psum(here, axes).astype(x.dtype)
 
-        return [last(x) for x in _collectives.vary(kept, axes)]
+        return list(map(last, _collectives.vary(kept, axes)))
 
 
 class Stack(Mode):
     """Every micro-batch's, along a new axis 0; of several devices, in their order."""
 
-    numbers_only = False
 
-    def step(
-        self, kept: Leaves, leaves: Leaves, weight: jax.Array | None
-    ) -> tuple[Leaves, Leaves]:
-        return kept, leaves
-
-    def finish(self, kept: Leaves, stacked: Leaves) -> Sequence[jax.Array]:
-        return stacked
-
-    def spec(self, axes: Axes) -> PartitionSpec:
-        return _mesh.split_spec(axes)
-
-
-MODES: dict[str, Mode] = {
-    "mean": Mean(),
-    "sum": Sum(),
-    "last": Last(),
-    "stack": Stack(),
-}
+# "stack" is the last of them, for the loop.
+MODES = {"mean": Mean(), "sum": Sum(), "last": Last(), "stack": Stack()}
 
 
 # -- The option ------------------------------------------------------------------------
@@ -178,41 +142,37 @@ def check_option(option: Any) -> None:
         if not isinstance(name, str) or name not in MODES:
             raise ValueError(
                 f"aux must be one of {', '.join(map(repr, MODES))}, or a tree of those "
-                f"that is a prefix of the aux tree, but it holds {name!r}. Use "
-                '"stack" to see the aux of every micro-batch.'
+                f"that is a prefix of the aux tree, but it holds {name!r}. Pass those."
             )
 
 
 def modes_of(option: Any, aux: Any) -> list[str]:
     """The mode of each leaf of `aux`; `option` is a prefix of its tree."""
     try:
-        names = jax.tree.leaves(jax.tree.broadcast(option, aux))
+        modes = jax.tree.leaves(jax.tree.broadcast(option, aux))
     except ValueError as error:
         raise ValueError(
             f"aux must be a tree that is a prefix of the aux tree, but it is {option!r}"
-            f" and fun returned an aux of structure {jax.tree.structure(aux)}: "
-            f"{error}. Name the same keys, or use one word for all of them."
+            f" and fun returned {jax.tree.structure(aux)}: {error}. Name the same "
+            "keys, or use one word for all of them."
         ) from None
-    paths = jax.tree_util.tree_flatten_with_path(aux)[0]
-    for (path, leaf), name in zip(paths, names, strict=True):
+    for (name, leaf), mode in zip(named_leaves(aux), modes, strict=True):
         a_number = jnp.issubdtype(leaf.dtype, np.number) or leaf.dtype == jnp.bool_
-        if MODES[name].numbers_only and not a_number:
+        if MODES[mode].numbers_only and not a_number:
             raise TypeError(
-                f'aux="{name}" must have numbers to work on, but {leaf_name(path)} of '
-                f'the aux has dtype {leaf.dtype.name}. Use "last" or "stack" there.'
+                f'aux="{mode}" must have numbers to work on, but {name} of the aux has '
+                f'dtype {leaf.dtype.name}. Use "last" or "stack" there.'
             )
-    return names
+    return modes
 
 
 def by_mode(leaves: Sequence[Any], modes: Sequence[str]) -> list[Leaves]:
     """The leaves of each mode, in the order of `MODES`."""
-    return [
-        [x for x, mode in zip(leaves, modes, strict=True) if mode == name]
-        for name in MODES
-    ]
+    pairs = list(zip(leaves, modes, strict=True))
+    return [[x for x, mode in pairs if mode == name] for name in MODES]
 
 
-def in_order(groups: Sequence[Sequence[Any]], modes: Sequence[str]) -> Leaves:
+def in_order(groups: Sequence[Leaves], modes: Sequence[str]) -> Leaves:
     """The reverse of `by_mode`."""
     remaining = dict(zip(MODES, map(iter, groups), strict=True))
     return [next(remaining[mode]) for mode in modes]
@@ -221,14 +181,14 @@ def in_order(groups: Sequence[Sequence[Any]], modes: Sequence[str]) -> Leaves:
 # -- Leaves ----------------------------------------------------------------------------
 
 
-def blank(tree: Any) -> Any:
-    """Zeros of the types in `tree`: placed, and varying over devices, as they say."""
+def blank(types: Sequence[Any]) -> Leaves:
+    """Zeros of these types: placed, and varying over devices, as they say."""
+    return [like(_collectives.zeros(x), x) for x in types]
 
-    def zeros(x: Any) -> jax.Array:
-        aval = jax.typeof(x) if isinstance(x, jax.Array) else x
-        return _collectives.vary(_collectives.zeros(aval), tuple(_mesh.varying(aval)))
 
-    return jax.tree.map(zeros, tree)
+def like(x: jax.Array, other: Any) -> jax.Array:
+    """`x`, marked as varying over devices as `other` does."""
+    return _collectives.vary(x, tuple(_mesh.varying(other)))
 
 
 def strong(x: ArrayLike) -> jax.Array:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from ga_optax import _collectives, _mesh
-from ga_optax._checks import check_gradients, divisors, leaf_name
+from ga_optax._checks import check_gradients, divisors, named_leaves
 from ga_optax._mesh import Axes, Placement
 from ga_optax._options import Options
 
@@ -40,24 +40,20 @@ class Call(NamedTuple):
     def make(cls, options: Options, args: Any, kwargs: Any) -> "Call":
         """Checks the arguments; raises before `fun` is traced."""
         call = cls(options, args, kwargs, options.roles(len(args)))
-        for position in call.roles["argnums"]:
-            tree = args[position]
-            check_gradients(tree, tree, name=f"argument {position}")
-        for position in call.roles["rng_argnums"]:
-            _check_keys(position, args[position])
-        batch = {position: args[position] for position in call.roles["batch_argnums"]}
-        if options.data_axis is None:
-            _check_batch(options, 1, batch)
-            _check_not_split(batch)
-            return call
-        mesh = _mesh.find_mesh(options.axes, options.data_axis.mesh, batch)
-        devices = 1 if mesh is None else _mesh.num_devices(options.axes, mesh)
-        _check_batch(options, devices, batch)
-        return call._replace(mesh=mesh, specs=options.data_axis.param_specs)
+        for i in call.roles["argnums"]:
+            check_gradients(args[i], args[i], name=f"argument {i}")
+        for i in call.roles["rng_argnums"]:
+            _check_keys(i, args[i])
+        if options.data_axis is not None:
+            batch = call.role("batch_argnums")
+            mesh = _mesh.find_mesh(options.axes, options.data_axis.mesh, batch)
+            call = call._replace(mesh=mesh, specs=options.data_axis.param_specs)
+        _check_batch(call)
+        return call
 
     def role(self, name: str) -> tuple[Any, ...]:
         """The arguments with a role."""
-        return tuple(self.args[position] for position in self.roles[name])
+        return tuple(self.args[i] for i in self.roles[name])
 
     @property
     def params(self) -> Any:
@@ -78,10 +74,7 @@ class Call(NamedTuple):
 
     def with_args(self, new: dict[int, Any]) -> "Call":
         """The same call with other arguments at some positions."""
-        args = list(self.args)
-        for position, arg in new.items():
-            args[position] = arg
-        return self._replace(args=tuple(args))
+        return self._replace(args=tuple(new.get(i, x) for i, x in enumerate(self.args)))
 
     def on_device(self) -> "Call":
         """The same with every argument of a role made this device's own.
@@ -92,163 +85,125 @@ class Call(NamedTuple):
         if not axes:
             return self
         known = _mesh.checks_varying()
-        if known:
-            self._check_split(axes)
-        for path, leaf in jax.tree_util.tree_flatten_with_path(
-            self.role("carry_argnums")
-        )[0]:
+        batch = jax.tree.leaves(self.role("batch_argnums"))
+        split = frozenset().union(*map(_mesh.varying, batch))
+        same = tuple(name for name in axes if name not in split)
+        if known and same:
+            raise ValueError(
+                f"The batch must differ between the devices along {axes}, but it is "
+                f"the same along {same}. Name {axes} in the in_specs of the shard_map."
+            )
+        for name, leaf in named_leaves(self.role("carry_argnums")):
             if jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key):
                 raise TypeError(
-                    "With a data_axis the carry must hold numbers, which devices can "
-                    f"average, but {leaf_name(path)} of the carried arguments is a "
-                    "PRNG key. Name it in rng_argnums."
+                    "With a data_axis the carry must hold numbers to average, but "
+                    f"{name} of it is a PRNG key. Name it in rng_argnums."
                 )
         params, where = self._params_on_device(known)
         new = dict(zip(self.roles["argnums"], params, strict=True))
         device = jax.lax.axis_index(axes)
-        for name in ("batch_argnums", "rng_argnums", "carry_argnums"):
-            for position in self.roles[name]:
-                tree = _collectives.vary(self.args[position], axes)
-                if name == "rng_argnums":
-                    tree = jax.tree.map(lambda k: jax.random.fold_in(k, device), tree)
-                new[position] = tree
+        for role in ("batch_argnums", "rng_argnums", "carry_argnums"):
+            for i in self.roles[role]:
+                new[i] = _collectives.vary(self.args[i], axes)
+                if role == "rng_argnums":
+                    new[i] = jax.tree.map(
+                        lambda k: jax.random.fold_in(k, device), new[i]
+                    )
         return self.with_args(new)._replace(where=where)
 
-    def _check_split(self, axes: Axes) -> None:
-        leaves = jax.tree.leaves(self.role("batch_argnums"))
-        split = frozenset().union(*map(_mesh.varying, leaves))
-        same = tuple(name for name in axes if name not in split)
-        if same:
-            raise ValueError(
-                f"The batch must differ between the devices along {axes}, but it is "
-                f"the same along {same}. Pass it to the shard_map with {axes} in its "
-                "in_specs."
-            )
-
     def _params_on_device(self, known: bool) -> tuple[Any, list[Placement]]:
-        axes = self.axes
-        params = self.role("argnums")
-        paths, structure = jax.tree_util.tree_flatten_with_path(params)
-        leaves = [leaf for _, leaf in paths]
+        axes, params = self.axes, self.role("argnums")
         where = _mesh.placements(self.params, self.specs, axes, None)
-        if self.options.each:
-            if not known and self.specs is None:
-                raise ValueError(
-                    'sync="each" must know which parameters are sharded over '
-                    f"{axes}, but this shard_map has check_vma=False. Pass "
-                    "DataAxis(param_specs=), or leave check_vma on."
-                )
-            summed = [
-                tuple(n for n in axes if n in place.axes or n in _mesh.varying(x))
-                for x, place in zip(leaves, where, strict=True)
-            ]
-            return _collectives.vary(params, axes), [
-                Placement(summed=names) for names in summed
-            ]
-        for (path, x), place in zip(paths, where, strict=True):
-            loose = _mesh.varying(x) & (set(axes) - set(place.axes))
-            if loose:
+        if self.options.each and not known and self.specs is None:
+            raise ValueError(
+                f'sync="each" must know which parameters are sharded over {axes}, but '
+                "this shard_map has check_vma=False. Pass DataAxis(param_specs=), or "
+                "leave check_vma on."
+            )
+        for i, (name, x) in enumerate(named_leaves(params)):
+            sharded, varying = where[i].axes, _mesh.varying(x)
+            loose = tuple(n for n in axes if n in varying and n not in sharded)
+            if self.options.each:
+                summed = tuple(n for n in axes if n in varying or n in sharded)
+                where[i] = Placement(summed=summed)
+            elif loose:
                 raise ValueError(
                     "Parameters must be the same on all devices along the data axis, "
-                    "or param_specs must say how they are sharded, but "
-                    f"{leaf_name(path)} differs along {tuple(sorted(loose))}. Pass "
-                    'DataAxis(param_specs=); or sync="each", if fun itself gathers '
-                    "them."
+                    f"or param_specs must say how they are sharded, but {name} differs "
+                    f"along {loose}. Pass DataAxis(param_specs=); or "
+                    'sync="each", if fun itself gathers them.'
                 )
-        leaves = _collectives.gather(_collectives.vary(leaves, axes), where)
-        return jax.tree.unflatten(structure, leaves), where
+        leaves, structure = jax.tree.flatten(_collectives.vary(params, axes))
+        return jax.tree.unflatten(structure, _collectives.gather(leaves, where)), where
 
 
 # -- Checks ----------------------------------------------------------------------------
 
 
 def _check_keys(position: int, tree: Any) -> None:
-    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+    for name, leaf in named_leaves(tree):
         shape, dtype = jnp.shape(leaf), jnp.result_type(leaf)
         typed = jnp.issubdtype(dtype, jax.dtypes.prng_key) and shape == ()
         raw = dtype == jnp.uint32 and len(shape) == 1
         if not (typed or raw):
             raise ValueError(
-                "rng_argnums must name PRNG keys, or trees of them, but "
-                f"{leaf_name(path)} of argument {position} has shape {shape} and dtype "
-                f"{dtype.name}. Pass one key, from jax.random.key(seed) for example; "
-                "every micro-batch derives its own."
+                f"rng_argnums must name PRNG keys, or trees of them, but {name} of "
+                f"argument {position} has shape {shape} and dtype {dtype.name}. Pass "
+                "one key; every micro-batch derives its own."
             )
 
 
-def _check_batch(options: Options, devices: int, batch: dict[int, Any]) -> None:
-    k, first = options.num_microbatches, None
-    for position, tree in batch.items():
-        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-            shape = jnp.shape(leaf)
-            name = leaf_name(path)
-            if len(batch) > 1 or not path:
-                name = f"{name} of argument {position}"
-            if not shape:
-                raise ValueError(
-                    f"Every leaf of the batch must have a batch axis, but {name} is a "
-                    "scalar. Pass it in an argument that batch_argnums does not name, "
-                    "or by keyword: those go to every micro-batch whole."
-                )
-            if first is None:
-                first = name, shape
-            elif shape[0] != first[1][0]:
-                raise ValueError(
-                    "All leaves of the batch must have one length along axis 0, but "
-                    f"{first[0]} has shape {first[1]} and {name} has shape {shape}. "
-                    "Put the examples on axis 0 of each, or pass what is not per "
-                    "example in another argument."
-                )
-    if first is None:
+def _check_batch(call: Call) -> None:
+    positions, axes = call.roles["batch_argnums"], call.options.axes
+    leaves = []
+    for i in positions:
+        for name, x in named_leaves(call.args[i]):
+            alone = len(positions) == 1 and x is not call.args[i]
+            leaves.append((name if alone else f"{name} of argument {i}", x))
+    for name, x in leaves:
+        split = _mesh.as_entry(_mesh.explicit_axes(x, 0))
+        if jnp.ndim(x) == 0:
+            raise ValueError(
+                f"Every leaf of the batch must have a batch axis, but {name} is a "
+                "scalar. Pass it in an argument that batch_argnums does not name."
+            )
+        if split and not axes:
+            raise ValueError(
+                f"A batch split over explicit mesh axes needs data_axis, but {name} is "
+                f"split over {split!r} and data_axis is None. Pass data_axis={split!r}."
+            )
+    if not leaves:
         raise ValueError(
-            "batch_argnums must name arguments that hold arrays, but argument"
-            f"{'s' * (len(batch) > 1)} {', '.join(map(str, batch))} "
-            f"hold{'s' * (len(batch) == 1)} none. Pass the batch there, or change "
-            "batch_argnums."
+            "batch_argnums must name arguments that hold arrays, but "
+            f"{' and '.join(f'argument {i} holds none' for i in positions)}. Change it."
         )
-    name, shape = first
-    rows = shape[0]
+    (first, shape), *others = [(name, jnp.shape(x)) for name, x in leaves]
+    came, rows = f"{first} has shape {shape}", shape[0]
+    for name, other in others:
+        if other[0] != rows:
+            raise ValueError(
+                "All leaves of the batch must have one length along axis 0, but "
+                f"{came} and {name} has shape {other}. Put the examples on axis 0."
+            )
     if rows == 0:
         raise ValueError(
-            f"The batch must hold at least one example, but {name} has shape {shape}. "
-            "Skip the call if there is no data."
+            f"The batch must hold at least one example, but {came}. Skip the call."
         )
-    if rows % devices:
+    devices = 1 if call.mesh is None else _mesh.num_devices(axes, call.mesh)
+    part, rest = divmod(rows, devices)
+    if rest:
         raise ValueError(
-            f"The {devices} devices along data_axis={options.axes} must divide the "
-            f"batch axis, but {name} has shape {shape}. Use a batch of "
-            f"{rows - rows % devices or devices} or "
-            f"{rows + devices - rows % devices} examples."
+            f"The {devices} devices along data_axis={axes} must divide the batch axis, "
+            f"but {came}. Use a batch of {rows - rest or devices} or "
+            f"{rows - rest + devices} examples."
         )
-    if rows // devices % k:
+    k = call.options.num_microbatches
+    if part % k:
         what = "the batch axis"
         if devices > 1:
-            what = (
-                f"the batch of each of the {devices} devices, {rows // devices} "
-                "examples"
-            )
+            what = f"the batch of each of the {devices} devices, {part} examples"
+        nearest = sorted(divisors(part), key=lambda d: abs(d - k))[:8]
+        use = " or ".join(", ".join(map(str, sorted(nearest))).rsplit(", ", 1))
         raise ValueError(
-            f"num_microbatches={k} must divide {what}, but {name} has shape {shape}. "
-            f"Use {_divisors(rows // devices, k)}."
+            f"num_microbatches={k} must divide {what}, but {came}. Use {use}."
         )
-
-
-def _check_not_split(batch: dict[int, Any]) -> None:
-    """Raises if the type of a leaf says that devices share its rows."""
-    for position, tree in batch.items():
-        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-            axes = _mesh.explicit_axes(leaf, 0)
-            if axes:
-                raise ValueError(
-                    "A batch split over explicit mesh axes needs data_axis, but "
-                    f"{leaf_name(path)} of argument {position} is split over {axes} "
-                    "and data_axis is None. Pass data_axis="
-                    f"{(axes if len(axes) > 1 else axes[0])!r}: each device then "
-                    "splits its own rows, and the gradient is reduced once."
-                )
-
-
-def _divisors(n: int, near: int) -> str:
-    """The divisors of n in words: all of them, or the eight nearest to `near`."""
-    *most, last = map(str, sorted(sorted(divisors(n), key=lambda d: abs(d - near))[:8]))
-    return f"{', '.join(most)} or {last}" if most else last

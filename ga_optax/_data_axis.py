@@ -50,16 +50,15 @@ class DataAxis:
     sync: str = "last"
 
     def __post_init__(self) -> None:
-        if self.name is None:
+        if not _mesh.check_data_axis(self.name):
             raise TypeError(
                 "DataAxis must name a mesh axis, but its name is None. Pass "
                 "data_axis=None if one device has the whole batch."
             )
-        _mesh.check_data_axis(self.name)
         if self.sync not in ("last", "each"):
             raise ValueError(
-                f'sync must be "last" or "each", but it is {self.sync!r}. Use "last"; '
-                'use "each" if there is no memory for a whole gradient.'
+                f'sync must be "last" or "each", but it is {self.sync!r}. Use "each" '
+                "if there is no memory for a whole gradient."
             )
 
     @property

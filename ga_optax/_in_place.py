@@ -25,9 +25,7 @@ from ga_optax import _mesh
 HAS_REFS = jax.__version_info__ >= (0, 11, 1)
 
 _logger = logging.getLogger("ga_optax")
-_notes: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar(
-    "_notes", default=None
-)
+_notes: contextvars.ContextVar[list[str]] = contextvars.ContextVar("_notes")
 
 
 def inner_programs(equation: core.JaxprEqn) -> Iterator[core.Jaxpr]:
@@ -52,17 +50,12 @@ def arrival(jaxpr: core.Jaxpr, variable: Any, way: str = "whole") -> str | None:
 
     None: anything else.
     """
-    uses = [
-        (equation, i)
-        for equation in jaxpr.eqns
-        for i, operand in enumerate(equation.invars)
-        if operand is variable
-    ]
+    uses = [(e, i) for e in jaxpr.eqns for i, x in enumerate(e.invars) if x is variable]
     if len(uses) != 1 or any(out is variable for out in jaxpr.outvars):
         return None
     [(equation, i)] = uses
-    name, size = equation.primitive.name, math.prod(variable.aval.shape)
-    outvars: list[Any] = equation.outvars
+    name = equation.primitive.name
+    out: Any = equation.outvars[0]
     if name in ("jit", "pjit", "remat2", "checkpoint", "scan"):
         [inner] = inner_programs(equation)
         inside: Any = inner.invars[i]
@@ -71,64 +64,48 @@ def arrival(jaxpr: core.Jaxpr, variable: Any, way: str = "whole") -> str | None:
             return None  # used in every iteration
         return arrival(inner, inside, "slices" if sliced else way)
     if name == "dot_general":
-        other: Any = equation.invars[1 - i]
-        shape = other.aval.shape
-        axes = [
-            axis
-            for pair in equation.params["dimension_numbers"]
-            for axis in pair[1 - i]
-        ]
-        sums = math.prod(shape) > math.prod(shape[axis] for axis in axes)
-        return way if sums else None
+        other: Any = equation.invars[1 - i].aval
+        pairs = equation.params["dimension_numbers"]
+        both = math.prod(other.shape[axis] for pair in pairs for axis in pair[1 - i])
+        return way if other.size > both else None
     broadcasts = name in ("add", "sub", "mul", "broadcast_in_dim")
-    if broadcasts and outvars[0].aval.size > size:
+    if broadcasts and out.aval.size > variable.aval.size:
         return way
     if name in ("broadcast_in_dim", "convert_element_type", "reshape", "transpose"):
         # The gradient comes back through these as it is.
-        return arrival(jaxpr, outvars[0], way)
+        return arrival(jaxpr, out, way)
     return None
 
 
-def reasons(
-    wanted: bool,
-    multiplies: bool,
-    has_effects: bool,
-    arrivals: Sequence[str | None],
-    totals: Sequence[jax.Array],
-    params: Sequence[jax.Array],
-) -> list[str | None]:
+def reasons(wanted: bool, program: Any, operands: Any) -> list[str | None]:
     """Why each leaf is not added in place; None if it is.
+
+    Asked of a `Program` and the `Operands` of its loop.
 
     A weight that multiplies a gradient needs that gradient by itself. A reference has
     the type of the cotangent, in which narrow ones would round too often. Custom rules
     do not go with effects, such as printing or a collective.
     """
-    for_all = None
-    if not wanted:
-        for_all = "in_place=False"
-    elif not HAS_REFS:
-        for_all = f"jax {jax.__version__} is older than 0.11.1"
-    elif multiplies:
-        for_all = "weights multiply the gradients (float16, or a custom_vjp in fun)"
-    elif has_effects:
-        for_all = "fun prints, calls back or communicates"
-    if for_all is not None:
-        return [for_all] * len(totals)
+    of_all = (
+        (not wanted, "in_place=False"),
+        (not HAS_REFS, f"jax {jax.__version__} is older than 0.11.1"),
+        (program.multiplies, "weights multiply the gradients (float16 or custom_vjp)"),
+        (program.jaxpr.effects, "fun prints, calls back or communicates"),
+    )
 
     def reason(came: str | None, total: jax.Array, param: jax.Array) -> str | None:
-        if came is None:
-            return "used more than once, or not only in sums over rows"
-        if came == "whole":
-            return "no scan runs over it, so XLA reuses the buffer of its gradient"
-        if total.dtype != param.dtype:
-            return f"it is {param.dtype}, and its accumulator {total.dtype}"
-        if not _mesh.same_mesh(total, param):
-            return "it lies on another mesh than its accumulator"
-        if jnp.finfo(total.dtype).bits < 32:
-            return f"{total.dtype} would round too often"
-        return None
+        dtype = total.dtype
+        checks = (
+            *of_all,
+            (came is None, "used more than once, or not only in sums over rows"),
+            (came == "whole", "no scan runs over it: XLA reuses its gradient's buffer"),
+            (dtype != param.dtype, f"it is {param.dtype}, and its accumulator {dtype}"),
+            (not _mesh.same_mesh(total, param), "its accumulator has another mesh"),
+            (jnp.finfo(dtype).bits < 32, f"{dtype} would round too often"),
+        )
+        return next((why for holds, why in checks if holds), None)
 
-    return list(map(reason, arrivals, totals, params))
+    return list(map(reason, program.arrivals, operands.acc.total, operands.params))
 
 
 # -- Saying it -------------------------------------------------------------------------
@@ -136,20 +113,15 @@ def reasons(
 
 def report(names: Sequence[str], whys: Sequence[str | None]) -> None:
     """Logs which leaves are added in place, and hands it to `recorded`."""
-    groups: dict[str | None, list[str]] = {}
-    for name, why in zip(names, whys, strict=True):
-        groups.setdefault(why, []).append(name)
-    lines = []
-    for why, members in groups.items():
-        what = "in place" if why is None else f"not in place ({why})"
-        shown = ", ".join(members[:4])
+    notes = _notes.get([])
+    for why in dict.fromkeys(whys):
+        members = [name for name, its in zip(names, whys, strict=True) if its == why]
         more = f" and {len(members) - 4} more" if len(members) > 4 else ""
-        lines.append(f"{what}: {shown}{more}")
-    for line in lines:
+        what = "in place" if why is None else f"not in place ({why})"
+        line = f"{what}: {', '.join(members[:4])}{more}"
         _logger.debug("Gradients added %s.", line)
-    notes = _notes.get()
-    if notes is not None:
-        notes.extend(line for line in lines if line not in notes)
+        if line not in notes:
+            notes.append(line)
 
 
 @contextlib.contextmanager

@@ -27,13 +27,13 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from ga_optax import _collectives, _in_place, _mesh, accumulator
-from ga_optax._aux import MODES, strong
+from ga_optax._aux import strong
 from ga_optax._call import Call
-from ga_optax._checks import check_dtype, check_gradients, leaf_name
+from ga_optax._checks import check_gradients, named_leaves
 from ga_optax._data_axis import DataAxis
 from ga_optax._loop import Loop, Operands, merged
 from ga_optax._options import Options
-from ga_optax._program import Program, trace
+from ga_optax._program import Program, put_together, trace
 from ga_optax.accumulator import Accumulator
 
 __all__ = ["accumulate", "value_and_grad"]
@@ -112,34 +112,19 @@ def value_and_grad(
       TypeError, ValueError: if an argument does not fit, before `fun` is traced; if
         what `fun` returned does not fit, before anything runs.
     """
-    options = Options(
-        fun=fun,
-        num_microbatches=num_microbatches,
-        argnums=argnums,
-        batch_argnums=batch_argnums,
-        rng_argnums=rng_argnums,
-        carry_argnums=carry_argnums,
-        has_aux=has_aux,
-        weight_fn=weight_fn,
-        aux=aux,
-        in_place=in_place,
-        data_axis=data_axis,  # pyrefly: ignore[bad-argument-type]
-    ).checked()
-    dtype = check_dtype(accumulator_dtype)
+    options = Options(**locals()).checked()
 
     def mean_of_window(call: Call) -> tuple[Any, optax.Updates]:
         params = call.params
         call = call.on_device()
         program = trace(call)
-        start = accumulator.init(call.params, dtype)
+        start = accumulator.init(call.params, options.accumulator_dtype)
         start = start._replace(total=call.placed(start.total))
         value, acc = _fold(call, program, start, merges=True)
         with jax.named_scope("mean"):
             mean = _mean(call, program, acc)
-            grads = jax.tree.map(
-                lambda g, p: g.astype(jnp.result_type(p)), mean, params
-            )
-        return value, grads
+            cast = jax.tree.map(lambda g, p: g.astype(jnp.result_type(p)), mean, params)
+        return value, cast
 
     @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, optax.Updates]:
@@ -218,23 +203,9 @@ def accumulate(
       TypeError, ValueError: as for `value_and_grad`, and if the accumulator does not
         match the parameters.
     """
-    options = Options(
-        fun=fun,
-        num_microbatches=num_microbatches,
-        argnums=argnums,
-        batch_argnums=batch_argnums,
-        rng_argnums=rng_argnums,
-        carry_argnums=carry_argnums,
-        has_aux=has_aux,
-        weight_fn=weight_fn,
-        aux=aux,
-        in_place=in_place,
-        data_axis=data_axis,  # pyrefly: ignore[bad-argument-type]
-    ).checked()
+    options = Options(**locals(), accumulator_dtype=None).checked()
 
-    def accumulate_fun(
-        acc: Accumulator, *args: Any, **kwargs: Any
-    ) -> tuple[Any, Accumulator]:
+    def accumulate_fun(acc: Accumulator, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(acc, Accumulator):
             raise TypeError(
                 "The first argument must be the accumulator to continue, but it is of "
@@ -275,55 +246,29 @@ def _fold(
     options = call.options
     params, _, keys, carry = (jax.tree.leaves(call.role(n)) for n in call.roles)
     total, structure = jax.tree.flatten(acc.total)
-    operands = Operands(
-        consts=program.consts,
-        params=[jnp.asarray(x) for x in params],
-        batch=program.batch,
-        keys=keys,
-        carry=[strong(x) for x in carry],
-        total=_collectives.vary(total, call.axes),
-        weight=acc.weight,
-        count=acc.count,
-    )
-    whys = _in_place.reasons(
-        options.in_place,
-        program.multiplies,
-        bool(program.jaxpr.effects),
-        program.arrivals,
-        total,
-        operands.params,
-    )
-    paths = jax.tree_util.tree_flatten_with_path(call.params)[0]
-    _in_place.report([leaf_name(path) for path, _ in paths], whys)
+    params, carry = list(map(jnp.asarray, params)), list(map(strong, carry))
+    flat = acc._replace(total=_collectives.vary(total, call.axes))
+    operands = Operands(program.consts, params, program.batch, keys, carry, flat)
+    whys = _in_place.reasons(options.in_place, program, operands)
+    _in_place.report([name for name, _ in named_leaves(call.params)], whys)
 
     sums_already = any(place.summed for place in call.where)
     if sums_already and program.multiplies:
         raise ValueError(
-            'sync="each" must scale the loss by the weight, since the backward pass '
-            "sums over devices, but fun has a jax.custom_vjp, float16 or a narrow loss "
-            'in it, where that could do more than scale. Use sync="last", or return '
-            "the loss in float32."
+            'sync="each" must scale the loss by the weight, but fun has custom_vjp, '
+            'float16 or a narrow loss in it. Use sync="last", or a float32 loss.'
         )
-    loop = Loop(
-        program, options.num_microbatches, sums_already, [why is None for why in whys]
-    )
-    state, stacked = loop(operands)
+    in_place = [why is None for why in whys]
+    loop = Loop(program, options.num_microbatches, sums_already, in_place)
+    state = loop(operands)
     if merges and call.axes:
         with jax.named_scope("merge"):
             state = merged(state, call)
-    loss, aux = loop.results(state, stacked)
-
-    beyond = []
-    if options.carry_argnums != ():
-        carry = jax.tree.unflatten(jax.tree.structure(program.carry), state.carry)
-        beyond.append(carry[0] if isinstance(options.carry_argnums, int) else carry)
-    if options.has_aux:
-        beyond.append(aux)
-    if len(beyond) == 2:
-        beyond = [tuple(beyond)]
-    value = (loss, *beyond) if beyond else loss
-    total = jax.tree.unflatten(structure, state.total)
-    return value, Accumulator(total, state.weight, state.count)
+    loss, aux = loop.results(state)
+    last = jax.tree.unflatten(program.carry, state.carry)
+    value = put_together(options, loss, last, aux)
+    total = jax.tree.unflatten(structure, state.acc.total)
+    return value, state.acc._replace(total=total)
 
 
 def _mean(call: Call, program: Program, acc: Accumulator) -> optax.Updates:
@@ -349,8 +294,8 @@ def _mean(call: Call, program: Program, acc: Accumulator) -> optax.Updates:
 def _over_mesh(call: Call, run: Callable[..., Any], *acc: Accumulator) -> Any:
     """`run(call, *acc)` in a `shard_map` over the data axes."""
     options, mesh, axes = call.options, call.mesh, call.options.axes
-    split, whole = _mesh.split_spec(axes), PartitionSpec()
-    params = call.params
+    split, params = _mesh.split_spec(axes), call.params
+    whole: Any = PartitionSpec()
     places = _mesh.placements(params, call.specs, axes, mesh)
     specs = jax.tree.unflatten(jax.tree.structure(params), [p.spec for p in places])
 
@@ -362,33 +307,21 @@ def _over_mesh(call: Call, run: Callable[..., Any], *acc: Accumulator) -> Any:
     _mesh.check_scatter(params, places, axes, mesh)
     # What has no role goes to `fun` as it came, but for traced and distributed arrays,
     # which have to be operands.
-    rest, structure = jax.tree.flatten(
-        (call.with_args(dict.fromkeys(with_role)).args, call.kwargs)
-    )
+    without = call.with_args(dict.fromkeys(with_role)).args
+    rest, structure = jax.tree.flatten((without, call.kwargs))
     operands = {i: x for i, x in enumerate(rest) if _collectives.is_operand(x)}
 
-    def local(
-        with_role: dict[int, Any], operands: dict[int, Any], *acc: Accumulator
-    ) -> Any:
+    def local(with_role: Any, operands: Any, *acc: Accumulator) -> Any:
         leaves = [operands.get(i, x) for i, x in enumerate(rest)]
         args, kwargs = jax.tree.unflatten(structure, leaves)
         inner = call._replace(specs=specs, args=args, kwargs=kwargs, mesh=None)
         return run(inner.with_args(with_role), *acc)
 
     # Every other part of the value is the same on all devices.
-    aux = jax.tree.map(lambda name: MODES[name].spec(axes), options.aux)
-    value: Any = whole
-    if options.has_aux:
-        value = (whole, aux if options.carry_argnums == () else (whole, aux))
-    result: Any = specs
-    if acc:
-        of_acc: dict[str, Any] = {"total": specs, "weight": whole, "count": whole}
-        result = Accumulator(**of_acc)
-    return _collectives.over_mesh(
-        local,
-        mesh,
-        axes,
-        (with_role, operands, *acc),
-        (in_specs, whole, *(result for _ in acc)),
-        (value, result),
-    )
+    aux = jax.tree.map(lambda mode: split if mode == "stack" else whole, options.aux)
+    carry = (whole,) * len(call.roles["carry_argnums"])
+    value = put_together(options, whole, carry, aux)
+    result: Any = Accumulator(specs, whole, whole) if acc else specs
+    given = with_role, operands, *acc
+    of_given = in_specs, whole, *[result] * len(acc)
+    return _collectives.over_mesh(local, mesh, axes, given, of_given, (value, result))

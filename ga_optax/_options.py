@@ -4,10 +4,10 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 from ga_optax import _aux
-from ga_optax._checks import check_callable, check_num_microbatches
+from ga_optax._checks import check_callable, check_dtype, check_num_microbatches
 from ga_optax._data_axis import DataAxis, as_data_axis
 
 ROLES = ("argnums", "batch_argnums", "rng_argnums", "carry_argnums")
@@ -25,44 +25,30 @@ class Options(NamedTuple):
     has_aux: bool
     weight_fn: Callable[..., ArrayLike] | None
     aux: Any
+    accumulator_dtype: DTypeLike | None
     in_place: bool
     data_axis: DataAxis | None
 
     def checked(self) -> "Options":
         """The same, in one form; raises if an option does not fit."""
-        check_callable(
-            "fun",
-            self.fun,
-            "of the parameters and the batch",
-            "Pass the loss function itself, not its value.",
-        )
+        todo = "Pass the loss function itself, not its value."
+        check_callable("fun", self.fun, "of the parameters and the batch", todo)
         if self.weight_fn is not None:
-            check_callable(
-                "weight_fn",
-                self.weight_fn,
-                "of the batch arguments",
-                "Pass for example lambda batch: batch['mask'].sum(), or None to count "
-                "every micro-batch as 1.",
-            )
+            todo = "Pass None to count every micro-batch as 1."
+            check_callable("weight_fn", self.weight_fn, "of the batch arguments", todo)
         if not isinstance(self.in_place, bool):
             raise TypeError(
-                f"in_place must be a Python bool, but it is {self.in_place!r}. Pass "
-                "True to add gradients in place wherever that is right, or False."
+                f"in_place must be a bool, but it is {self.in_place!r}. Pass True: it "
+                "means wherever that is right."
             )
         _aux.check_option(self.aux)
         options = self._replace(
             data_axis=as_data_axis(self.data_axis),
             num_microbatches=check_num_microbatches(self.num_microbatches),
+            accumulator_dtype=check_dtype(self.accumulator_dtype),
             **{name: _positions(name, getattr(self, name)) for name in ROLES},
         )
-        for name in ("argnums", "batch_argnums"):
-            if getattr(options, name) == ():
-                raise ValueError(
-                    f"{name} must name at least one positional argument, but it is (). "
-                    "Leave it out for the default, "
-                    f"{name}={0 if name == 'argnums' else 1}."
-                )
-        options.roles(None)
+        options.roles()
         return options
 
     @property
@@ -75,42 +61,45 @@ class Options(NamedTuple):
         """Whether every micro-step merges across devices."""
         return self.data_axis is not None and self.data_axis.sync == "each"
 
-    def roles(self, num_args: int | None) -> dict[str, tuple[int, ...]]:
+    @property
+    def carries(self) -> bool:
+        """Whether `fun` returns a carry."""
+        return self.carry_argnums != ()
+
+    def roles(self, num_args: int | None = None) -> dict[str, tuple[int, ...]]:
         """Which positions have which role; raises if one is missing or has two."""
         owner: dict[int, str] = {}
-        roles = {}
         for name in ROLES:
-            positions = []
             value = getattr(self, name)
-            for given in (value,) if isinstance(value, int) else value:
-                position = given
-                if num_args is not None:
-                    if not -num_args <= given < num_args:
-                        raise ValueError(
-                            f"{name} must name positional arguments of the call, but "
-                            f"it names number {given}, and {num_args} came. Pass that "
-                            f"argument by position, or change {name}."
-                        )
-                    position = given % num_args
+            for i in (value,) if isinstance(value, int) else value:
+                if num_args is not None and not -num_args <= i < num_args:
+                    raise ValueError(
+                        f"{name} must name positional arguments of the call, but it "
+                        f"names number {i}, and {num_args} came. Pass that argument by "
+                        f"position, or change {name}."
+                    )
+                position = i if num_args is None else i % num_args
                 if position in owner:
                     raise ValueError(
                         f"{name} must not overlap {owner[position]}, but both name "
-                        f"argument {position}. Give each argument one role: "
-                        "differentiated, split, a key, or carried."
+                        f"argument {position}. Give each argument one role."
                     )
                 owner[position] = name
-                positions.append(position)
-            roles[name] = tuple(positions)
-        return roles
+        return {name: tuple(i for i in owner if owner[i] == name) for name in ROLES}
 
 
-def _positions(name: str, value: Any) -> int | tuple[int, ...]:
+def _positions(name: str, value: Any) -> Any:
     try:
-        if isinstance(value, (tuple, list)):
-            return tuple(operator.index(i) for i in value)
-        return operator.index(value)
+        if not isinstance(value, (tuple, list)):
+            return operator.index(value)
+        positions = tuple(map(operator.index, value))
     except TypeError:
         raise TypeError(
             f"{name} must be an int or a sequence of ints, but it is {value!r}. Number "
             "the positional arguments of fun from 0."
         ) from None
+    if not positions and name in ("argnums", "batch_argnums"):
+        raise ValueError(
+            f"{name} must name at least one argument, but it is (). Leave it out."
+        )
+    return positions

@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 
 from ga_optax import _aux, _collectives, _mesh
 from ga_optax._call import Call
-from ga_optax._checks import check_structure, check_weight, leaf_name
+from ga_optax._checks import check_structure, check_weight, named_leaves
 from ga_optax._in_place import arrival, inner_programs
 from ga_optax._options import Options
 
@@ -25,10 +25,10 @@ class Program(NamedTuple):
         `(loss, weight, carry, aux)`; no weight without a `weight_fn`.
       consts: the values of its constants: tracers, if `fun` closes over some.
       batch: the leaves of the batch, split into micro-batches.
-      loss: the shape and dtype of the loss.
-      carry: the tree of the carry, of shapes and dtypes.
-      aux: the tree of the aux, of shapes and dtypes.
-      modes: the mode of each leaf of `aux`.
+      results: the types of the loss and of the leaves of the aux.
+      modes: how each of them is put together over the micro-batches.
+      carry: the structure of the carry.
+      aux: the structure of the aux.
       weighted: whether there is a weight.
       varying: the mesh axes over which every sum differs between devices: those of
         the data, and of the weight.
@@ -39,10 +39,10 @@ class Program(NamedTuple):
     jaxpr: core.Jaxpr
     consts: Sequence[Any]
     batch: list[jax.Array]
-    loss: Any
+    results: list[Any]
+    modes: list[str]
     carry: Any
     aux: Any
-    modes: list[str]
     weighted: bool
     varying: tuple[str, ...]
     multiplies: bool
@@ -53,47 +53,42 @@ def trace(call: Call) -> Program:
     """Traces `fun` for one micro-batch; raises if what it returns does not fit."""
     options = call.options
     positions = [i for group in call.roles.values() for i in group]
+    weight_fn = options.weight_fn
 
     def micro_batch(*roles: tuple[Any, ...]) -> tuple[Any, ...]:
-        _, batch, _, carry = roles
-        weight = None
-        if options.weight_fn is not None:
-            weight = check_weight(options.weight_fn(*batch))
+        _, batch, _, old = roles
+        weight = None if weight_fn is None else check_weight(weight_fn(*batch))
         new = dict(zip(positions, itertools.chain(*roles), strict=True))
         out = options.fun(*call.with_args(new).args, **call.kwargs)
-        loss, carry, aux = _returned(options, out, carry)
+        loss, carry, aux = _taken_apart(options, out)
+        _check_carry(old, carry)
         return loss, weight, carry, aux
 
     params, batch, keys, carry = (call.role(name) for name in call.roles)
     with jax.named_scope("split"):
         batch = jax.tree.map(lambda x: _split(call, x), batch)
     first = jax.tree.map(lambda x: x[0], batch)
-    closed, shapes = jax.make_jaxpr(micro_batch, return_shape=True)(
-        params, first, keys, carry
-    )
+    trace_one = jax.make_jaxpr(micro_batch, return_shape=True)
+    closed, shapes = trace_one(params, first, keys, carry)
+    jaxpr = closed.jaxpr
     # The types of the results say over which devices they vary; their shapes do not.
-    avals = [variable.aval for variable in closed.jaxpr.outvars]
+    avals = [variable.aval for variable in jaxpr.outvars]
     loss, weight, carry, aux = jax.tree.unflatten(jax.tree.structure(shapes), avals)
     _check_not_reduced(call, loss)
-    weighted = options.weight_fn is not None
+    narrow = jnp.finfo(loss.dtype).bits < 32
+    of_params = jaxpr.invars[: len(jax.tree.leaves(params))]
     return Program(
-        jaxpr=closed.jaxpr,
+        jaxpr=jaxpr,
         consts=closed.consts,
         batch=jax.tree.leaves(batch),
-        loss=loss,
-        carry=carry,
-        aux=aux,
-        modes=_aux.modes_of(options.aux, aux),
-        weighted=weighted,
-        varying=tuple(
-            sorted({*call.axes, *(_mesh.varying(weight) if weighted else ())})
-        ),
-        multiplies=weighted
-        and not (jnp.finfo(loss.dtype).bits >= 32 and _scales(closed.jaxpr)),
-        arrivals=[
-            arrival(closed.jaxpr, variable)
-            for variable in closed.jaxpr.invars[: len(jax.tree.leaves(params))]
-        ],
+        results=[loss, *jax.tree.leaves(aux)],
+        modes=["mean", *_aux.modes_of(options.aux, aux)],
+        carry=jax.tree.structure(carry),
+        aux=jax.tree.structure(aux),
+        weighted=weight is not None,
+        varying=tuple(sorted({*call.axes, *_mesh.varying(weight)})),
+        multiplies=weight is not None and (narrow or not _scales(jaxpr)),
+        arrivals=[arrival(jaxpr, variable) for variable in of_params],
     )
 
 
@@ -115,9 +110,9 @@ def _scales(jaxpr: core.Jaxpr) -> bool:
 
     def is_wide(variable: Any) -> bool:
         dtype = getattr(variable.aval, "dtype", np.dtype(np.int32))
-        return not jnp.issubdtype(dtype, jnp.floating) or (
-            jnp.finfo(dtype).maxexp >= jnp.finfo(jnp.float32).maxexp
-        )
+        if not jnp.issubdtype(dtype, jnp.floating):
+            return True
+        return jnp.finfo(dtype).maxexp >= jnp.finfo(jnp.float32).maxexp
 
     return all(
         "custom_vjp" not in equation.primitive.name
@@ -127,25 +122,33 @@ def _scales(jaxpr: core.Jaxpr) -> bool:
     )
 
 
-# -- What fun returned -----------------------------------------------------------------
+# -- What fun returns ------------------------------------------------------------------
 
 
-def _returned(
-    options: Options, out: Any, carry: tuple[Any, ...]
-) -> tuple[Any, tuple[Any, ...], Any]:
-    """Takes what `fun` returned apart and checks it: loss, carry and aux."""
-    form = "the loss"
-    loss, new, aux = out, (), ()
-    if options.carry_argnums != () and options.has_aux:
+def put_together(options: Options, loss: Any, carry: tuple[Any, ...], aux: Any) -> Any:
+    """The value in the form in which `fun` returns it."""
+    rest = [aux] if options.has_aux else []
+    if options.carries:
+        rest = [carry[0] if isinstance(options.carry_argnums, int) else carry, *rest]
+    if not rest:
+        return loss
+    return loss, rest[0] if len(rest) == 1 else tuple(rest)
+
+
+def _taken_apart(options: Options, out: Any) -> tuple[Any, Any, Any]:
+    """The reverse of `put_together`: loss, carry and aux, checked."""
+    carries, has_aux = options.carries, options.has_aux
+    form, loss, carry, aux = "the loss", out, (), ()
+    if carries and has_aux:
         form = "(loss, (carry, aux))"
-        loss, rest = _unpack(out, form)
-        new, aux = _unpack(rest, form)
-    elif options.carry_argnums != ():
+        loss, rest = _pair(out, form)
+        carry, aux = _pair(rest, form)
+    elif carries:
         form = "(loss, carry)"
-        loss, new = _unpack(out, form)
-    elif options.has_aux:
+        loss, carry = _pair(out, form)
+    elif has_aux:
         form = "(loss, aux)"
-        loss, aux = _unpack(out, form)
+        loss, aux = _pair(out, form)
     if not isinstance(loss, (jax.Array, np.ndarray, np.generic, int, float, complex)):
         raise TypeError(
             f"fun must return {form}, but its loss is of type {type(loss).__name__}. "
@@ -154,46 +157,37 @@ def _returned(
     shape, dtype = jnp.shape(loss), jnp.result_type(loss)
     if shape != ():
         raise ValueError(
-            f"The loss must be a scalar, but it has shape {shape}. Return its mean "
-            "over the micro-batch."
+            f"The loss must be a scalar, but it has shape {shape}. Return its mean."
         )
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(
-            f"The loss must be real and floating, but it has dtype {dtype.name}. Cast "
-            "it, or return the quantity that is to be minimised."
+            f"The loss must be real and floating, but it has dtype {dtype}. Cast it."
         )
-    if isinstance(options.carry_argnums, int):
-        new = (new,)
-    _check_carry(carry, new)
-    return loss, new, aux
+    return loss, (carry,) if isinstance(options.carry_argnums, int) else carry, aux
 
 
-def _unpack(out: Any, form: str) -> tuple[Any, Any]:
-    if not isinstance(out, (tuple, list)) or len(out) != 2:
-        what = f"of type {type(out).__name__}"
-        if isinstance(out, (tuple, list)):
-            what = f"a {type(out).__name__} of {len(out)}"
-        raise TypeError(
-            f"fun must return {form} with these has_aux and carry_argnums, but where a "
-            f"pair is due it returned something {what}. Return that, or change the "
-            "options."
-        )
-    return out[0], out[1]
+def _pair(out: Any, form: str) -> tuple[Any, Any]:
+    if isinstance(out, (tuple, list)) and len(out) == 2:
+        return out[0], out[1]
+    length = f" of {len(out)}" if isinstance(out, (tuple, list)) else ""
+    raise TypeError(
+        f"fun must return {form} with these has_aux and carry_argnums, but instead "
+        f"of a pair came a {type(out).__name__}{length}. Return one, or change those."
+    )
 
 
 def _check_carry(old: Any, new: Any) -> None:
     todo = "Return each carried argument with the tree, shapes and dtypes it came with."
     check_structure(old, new, name="The carry", expected="its arguments", todo=todo)
-    paths = jax.tree_util.tree_flatten_with_path(old)[0]
-    for (path, want), got in zip(paths, jax.tree.leaves(new), strict=True):
-        came, due = (
+    for (name, want), got in zip(named_leaves(old), jax.tree.leaves(new), strict=True):
+        due, came = (
             f"shape {jnp.shape(x)} and dtype {jnp.result_type(x).name}"
-            for x in (got, want)
+            for x in (want, got)
         )
         if came != due:
             raise ValueError(
-                f"The carry must keep the {due} of {leaf_name(path)}, but fun returned "
-                f"{came} there. {todo}"
+                f"The carry must keep the {due} of {name}, but fun returned {came} "
+                f"there. {todo}"
             )
 
 
@@ -203,6 +197,5 @@ def _check_not_reduced(call: Call, loss: Any) -> None:
         raise ValueError(
             "fun must return the loss of one device's micro-batch, but its loss is the "
             f"same on all devices along {reduced[0]!r}: it is reduced already. Take "
-            "the psum or pmean over it out of fun: value, gradients and aux "
-            "are reduced once, at the end of the window."
+            "the psum or pmean out of fun: the window is reduced once, at its end."
         )
