@@ -110,16 +110,14 @@ class Audit:
             verdict = f"{counted}, none in a loop: {bytes_}."
             others = [c for c in self.collectives if c.kind not in _REDUCTIONS]
             moved = sum(c.num_bytes for c in others)
-            return (
-                verdict
-                if not moved
-                else (
-                    f"{verdict} {moved:,} of them move data between devices without "
-                    "reducing it. A step with sharded parameters needs that. If the data "
-                    "is the batch, pass data_axis= to value_and_grad, or every device may "
+            if moved:
+                verdict += (
+                    f" {moved:,} of them move data between devices without reducing "
+                    "it. A step with sharded parameters needs that. If the data is the "
+                    "batch, pass data_axis= to value_and_grad, or every device may "
                     "compute the whole batch."
                 )
-            )
+            return verdict
         largest = max(self.in_loop, key=lambda c: c.num_bytes)
         unknown = largest.times is None
         often = "in every iteration" if unknown else f"{largest.times:,} times a call"
