@@ -28,15 +28,6 @@ from ga_optax._audit import audit
 from ga_optax._plan import NothingFitsError, parse_bytes, plan
 from ga_optax._verify import verify
 
-_DESCRIPTION = """\
-Gradient accumulation for JAX and Optax: questions that you can ask about your own code.
-
-  verify   Is the gradient over micro-batches the gradient of the undivided batch?
-           If not, why not, and which line of code fixes it?
-  plan     How many micro-batches does the step need to fit into memory?
-  audit    What does a compiled step communicate, and how often?
-"""
-
 Answer = tuple[object, bool]
 _INPUTS = "MODULE:MAKE_INPUTS"
 
@@ -50,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
         prog="python -m ga_optax",
-        description=_DESCRIPTION,
+        description="Gradient accumulation: questions to ask about your own code.",
         epilog="python -m ga_optax COMMAND --help says more about a command.",
         formatter_class=layout,
     )
@@ -86,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _verify(arguments: argparse.Namespace) -> Answer:
-    """Is it the same gradient, and if not, why not?
+    """Is the gradient over micro-batches that of the undivided batch, or why not?
 
     Compares the gradient of your loss over one batch with the gradient accumulated over
     the same rows in micro-batches. Prints what is wrong, how large the difference is,

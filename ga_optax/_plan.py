@@ -282,10 +282,7 @@ def _try(
 
 
 def _page(
-    candidates: Sequence[Candidate],
-    untried: Sequence[int],
-    batch_size: int,
-    verdict: str,
+    candidates: Sequence[Candidate], untried: Sequence[int], rows: int, verdict: str
 ) -> str:
     head = "micro-batches", "examples", "temp", "argument", "output", "alias", "needs"
     table: list[tuple[str, ...]] = [(*head, "")]
@@ -294,7 +291,7 @@ def _page(
         cells = ("-" if c.error else format_bytes(size or 0) for size in sizes)
         fits = "failed" if c.error else "fits" if c.fits else "too large"
         k = c.num_microbatches
-        table.append((f"{k}", f"{batch_size // k}", *cells, fits))
+        table.append((f"{k}", f"{rows // k}", *cells, fits))
     notes = []
     if untried:
         those = ", ".join(map(str, untried))
@@ -358,16 +355,15 @@ def parse_bytes(size: int | float | str) -> int:
 
 def _device_limit() -> int:
     """The memory of the smallest local device."""
-    limits = []
+    limits: list[Any] = []
     for device in jax.local_devices():
-        limit = (device.memory_stats() or {}).get("bytes_limit")
-        if limit is None:
+        limits.append((device.memory_stats() or {}).get("bytes_limit"))
+        if limits[-1] is None:
             raise ValueError(
                 "memory_limit must be given if a device does not report its memory, "
                 f'and {device} does not. Pass it, as "16GiB" for example.'
             )
-        limits.append(int(limit))
-    return min(limits)
+    return int(min(limits))
 
 
 def _check_candidates(candidates: Sequence[int] | None, batch_size: int) -> list[int]:
