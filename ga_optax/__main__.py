@@ -105,9 +105,9 @@ def _verify(arguments: argparse.Namespace) -> Answer:
     loss = _function(arguments.loss)
     weight_fn = arguments.weight_fn and _function(arguments.weight_fn)
     inputs = _inputs(arguments, "(params, batch) or (params, batch, key)", (2, 3))
-    *data, rng = inputs if len(inputs) == 3 else (*inputs, None)
+    params, batch, rng = (*inputs, None)[:3]
     options = {"weight_fn": weight_fn, "has_aux": arguments.has_aux, "rng": rng}
-    report = verify(loss, *data, arguments.num_microbatches, **options)
+    report = verify(loss, params, batch, arguments.num_microbatches, **options)
     return report, report.ok
 
 

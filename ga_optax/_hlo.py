@@ -243,10 +243,8 @@ def parse(text: str) -> Module:
                 continue
         if line.strip().startswith("}"):
             current = None
-        elif current is not None:
-            instruction = _instruction(line, current)
-            if instruction is not None:
-                current[instruction.name] = instruction
+        elif current is not None and (instruction := _instruction(line, current)):
+            current[instruction.name] = instruction
     if entry is None:
         raise ValueError(
             "The text must be an optimised HLO module with an ENTRY computation, but "
@@ -258,12 +256,10 @@ def parse(text: str) -> Module:
 
 def _instruction(line: str, computation: Computation) -> Instruction | None:
     name = _NAME.match(line)
-    if name is None:
-        return None
-    rest = _COMMENT.sub("", line[name.end() :])
+    rest = _COMMENT.sub("", line[name.end() :]) if name else ""
     # The type is one shape, or a tuple in parentheses.
     call = _OPCODE.search(rest, _parts(rest, 0)[1] if rest.startswith("(") else 0)
-    if call is None:
+    if name is None or call is None:
         return None
     operands, stop = _parts(rest, call.end() - 1)
     type_, attributes = rest[: call.start()], rest[stop:]

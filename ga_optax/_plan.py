@@ -270,7 +270,9 @@ def _try(
             f"{jax.default_backend()!r} reports none. Plan on another backend."
         )
     kinds = ("temp", "argument", "output", "alias")
-    sizes = {kind: int(getattr(analysis, f"{kind}_size_in_bytes")) for kind in kinds}
+    sizes: Any = {
+        kind: int(getattr(analysis, f"{kind}_size_in_bytes")) for kind in kinds
+    }
     notes = (f"Gradients added {line}." for line in lines)
     notes = tuple(note.replace("added not", "not added", 1) for note in notes)
     seconds = time.perf_counter() - start

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ga_optax import _checks
-from ga_optax._text import listed
+from ga_optax import _checks, _text
 
 _Key = tuple[Any, ...]
 _Shapes = tuple[tuple[int, ...], ...]
@@ -98,7 +97,7 @@ class Partition:
                 return block
         raise ValueError(
             f"The block must be one of the partition's {len(self)} blocks, but it is "
-            f"{name!r}. Use {listed(self.names)}."
+            f"{name!r}. Use {_text.listed(self.names)}."
         )
 
     @functools.cached_property
@@ -165,7 +164,7 @@ def partition(
         if not group:
             raise ValueError(
                 f"Every prefix must have a leaf, but {rule!r} has none. The leaves "
-                f"are {listed([_string(path) for path in paths])}."
+                f"are {_text.listed([_string(path) for path in paths])}."
             )
         new = _blocks(rule, group, structure, paths, shapes)
         for name in (_name(rule), *(block.name for block in new)):
@@ -231,10 +230,11 @@ def _rule(by: Any, path: _Key) -> _Rule:
         return rule
     found = [p for p in by if not _name(p) or f"{string}/".startswith(f"{_name(p)}/")]
     if len(found) != 1:
-        which = f"the prefixes {listed(found)}" if found else "none of the prefixes"
+        those = _text.listed(found)
+        which = f"the prefixes {those}" if found else "none of the prefixes"
         raise ValueError(
             f"Every leaf must belong to one block, but {leaf} has {which}. Give it "
-            f"one; these came: {listed(by)}."
+            f"one; these came: {_text.listed(by)}."
         )
     return found[0]
 

@@ -174,10 +174,9 @@ def unflatten(partition: Partition, vector: ArrayLike, spec: Spec) -> Any:
     block, size = partition[spec.name], sum(spec.sizes)
     if block.shapes != spec.shapes:
         raise ValueError(
-            f"The spec must be of the partition's block {spec.name!r}, which has "
-            f"{block.elements} elements in {shown(block.shapes)}, but it has "
-            f"{size} in {shown(spec.shapes)}. Pass the partition that was given to "
-            "blocks.flatten."
+            f"The spec must be of block {spec.name!r}, which has {block.elements} "
+            f"elements in {shown(block.shapes)}, but it has {size} in "
+            f"{shown(spec.shapes)}. Pass the partition given to blocks.flatten."
         )
     for error, what, want, got in (
         (ValueError, "shape", (size,), jnp.shape(vector)),

@@ -102,10 +102,8 @@ def _per_block(
     parts = [jnp.zeros(0, dtype)]
     for positions, group in itertools.groupby(partition.blocks, lambda b: b.leaves):
         first = 0 if next(group).index is None else 1
-        values = [
-            reduce(leaves[i], axis=tuple(range(first, leaves[i].ndim)))
-            for i in positions
-        ]
+        own = (leaves[i] for i in positions)
+        values = [reduce(x, axis=tuple(range(first, x.ndim))) for x in own]
         parts.append(jnp.atleast_1d(functools.reduce(combine, values)))
     return jnp.concatenate(parts)
 
