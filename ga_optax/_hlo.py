@@ -183,7 +183,7 @@ def num_bytes(type_: str) -> int:
     """The bytes of all arrays in a type: `(f32[2,3]{1,0}, pred[])` has 25."""
     bits = 0
     for dtype, dims in shapes(type_):
-        # All names say how many bits they take, but "pred", "token" and "opaque".
+        # Every name says how many bits, except for "pred", "token" and "opaque".
         digits = re.search(r"\d+", "pred8" if dtype == "pred" else dtype)
         bits += int(digits[0]) * math.prod(dims) if digits else 0
     return -(-bits // 8)

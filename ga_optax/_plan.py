@@ -160,7 +160,8 @@ def plan(
         of `batch_size`.
 
     Returns:
-      The `Plan`.
+      The `Plan`. Its page also says for which leaves the gradients are not added in
+      place, and why.
 
     Raises:
       NothingFitsError: if nothing fits. It is a `ValueError`, and says how much memory
