@@ -14,6 +14,7 @@ because the user's code raised.
 import argparse
 import importlib
 import inspect
+import operator
 import pathlib
 import sys
 import traceback
@@ -27,16 +28,8 @@ from ga_optax._audit import audit
 from ga_optax._plan import NothingFitsError, parse_bytes, plan
 from ga_optax._verify import verify
 
-_DESCRIPTION = """\
-Gradient accumulation for JAX and Optax: questions that you can ask about your own code.
-
-  verify   Is the gradient over micro-batches the gradient of the undivided batch?
-           If not, why not, and which line of code fixes it?
-  plan     How many micro-batches does the step need to fit into memory?
-  audit    What does a compiled step communicate, and how often?
-"""
-
 Answer = tuple[object, bool]
+_INPUTS = "MODULE:MAKE_INPUTS"
 
 
 class _WrongInputError(Exception):
@@ -48,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
         prog="python -m ga_optax",
-        description=_DESCRIPTION,
+        description="Gradient accumulation: questions to ask about your own code.",
         epilog="python -m ga_optax COMMAND --help says more about a command.",
         formatter_class=layout,
     )
@@ -84,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _verify(arguments: argparse.Namespace) -> Answer:
-    """Is it the same gradient, and if not, why not?
+    """Is the gradient over micro-batches that of the undivided batch, or why not?
 
     Compares the gradient of your loss over one batch with the gradient accumulated over
     the same rows in micro-batches. Prints what is wrong, how large the difference is,
@@ -113,47 +106,23 @@ def _verify(arguments: argparse.Namespace) -> Answer:
     weight_fn = arguments.weight_fn and _function(arguments.weight_fn)
     inputs = _inputs(arguments, "(params, batch) or (params, batch, key)", (2, 3))
     params, batch, rng = (*inputs, None)[:3]
-    report = verify(
-        loss,
-        params,
-        batch,
-        arguments.num_microbatches,
-        weight_fn=weight_fn,
-        has_aux=arguments.has_aux,
-        rng=rng,
-    )
+    options = {"weight_fn": weight_fn, "has_aux": arguments.has_aux, "rng": rng}
+    report = verify(loss, params, batch, arguments.num_microbatches, **options)
     return report, report.ok
 
 
 def _verify_arguments(add: Callable[..., Any]) -> None:
-    add(
-        "loss",
-        metavar="MODULE:LOSS",
-        help="the loss, loss(params, batch) or loss(params, batch, key)",
+    add("loss", metavar="MODULE:LOSS", help="the loss, of (params, batch[, key])")
+    add("make_inputs", metavar=_INPUTS, help="a function that returns those arguments")
+    number = "the number of micro-batches; it must divide the rows of the batch"
+    names = ("-k", "--num-microbatches")
+    add(*names, type=int, required=True, metavar="K", help=number)
+    weight = (
+        "a function of a micro-batch that returns its weight, such as how many of its "
+        "tokens are not padding; by default, all weigh the same"
     )
-    add(
-        "make_inputs",
-        metavar="MODULE:MAKE_INPUTS",
-        help="a function without arguments that returns (params, batch[, key])",
-    )
-    add(
-        *("-k", "--num-microbatches"),
-        type=int,
-        required=True,
-        metavar="K",
-        help="the number of micro-batches; it must divide the rows of the batch",
-    )
-    add(
-        "--weight-fn",
-        metavar="MODULE:FUNCTION",
-        help="a function of a micro-batch that returns its weight, such as how many of "
-        "its tokens are not padding; by default, all micro-batches weigh the same",
-    )
-    add(
-        "--has-aux",
-        action="store_true",
-        help="the loss returns a pair (loss, anything else)",
-    )
+    add("--weight-fn", metavar="MODULE:FUNCTION", help=weight)
+    add("--has-aux", action="store_true", help="the loss returns (loss, anything else)")
 
 
 def _plan(arguments: argparse.Namespace) -> Answer:
@@ -193,11 +162,10 @@ def _plan(arguments: argparse.Namespace) -> Answer:
         rows = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(inputs[-1])}
         if len(rows) != 1 or rows == {()}:
             raise _WrongInputError(
-                "the batch size must be known, but the leaves of the last argument "
-                f"that {arguments.make_inputs} returned have no common axis 0. Pass "
-                "--batch-size."
+                "the batch size must be known, but the leaves of the last argument of "
+                "the step have no common axis 0. Pass --batch-size."
             )
-        ((batch_size,),) = rows
+        [[batch_size]] = rows
     sizes = {"batch_size": batch_size, "candidates": arguments.candidates}
     try:
         return plan(make_step, *inputs, memory_limit=limit, **sizes), True
@@ -206,37 +174,16 @@ def _plan(arguments: argparse.Namespace) -> Answer:
 
 
 def _plan_arguments(add: Callable[..., Any]) -> None:
-    add(
-        "make_step",
-        metavar="MODULE:MAKE_STEP",
-        help="a function of the number of micro-batches that returns a jitted step",
-    )
-    add(
-        "make_inputs",
-        metavar="MODULE:MAKE_INPUTS",
-        help="a function without arguments that returns the arguments of the step",
-    )
-    add(
-        "--memory-limit",
-        metavar="BYTES",
-        help="the memory of one device, such as 16GiB; by default, what the device "
-        "reports, but a CPU reports nothing",
-    )
-    add(
-        "--batch-size",
-        type=int,
-        metavar="N",
-        help="examples in a batch; by default, the length of axis 0 of the last "
-        "argument",
-    )
-    add(
-        "--candidates",
-        type=int,
-        nargs="+",
-        metavar="K",
-        help="the numbers of micro-batches to choose from; by default, all divisors of "
-        "the batch size",
-    )
+    make_step = "a function of the number of micro-batches that returns a jitted step"
+    add("make_step", metavar="MODULE:MAKE_STEP", help=make_step)
+    inputs = "a function without arguments that returns the arguments of the step"
+    add("make_inputs", metavar=_INPUTS, help=inputs)
+    limit = "the memory of one device, such as 16GiB; by default, what it reports"
+    add("--memory-limit", metavar="BYTES", help=f"{limit}, but a CPU reports nothing")
+    rows = "examples in a batch; by default, the length of axis 0 of the last argument"
+    add("--batch-size", type=int, metavar="N", help=rows)
+    numbers = "numbers of micro-batches to choose from; by default, all divisors of N"
+    add("--candidates", type=int, nargs="+", metavar="K", help=numbers)
 
 
 def _audit(arguments: argparse.Namespace) -> Answer:
@@ -284,11 +231,11 @@ _COMMANDS = {
 
 def _function(name: str) -> Callable[..., Any]:
     """The function that "module:function" names."""
-    module_name, colon, attribute = name.partition(":")
-    if not (module_name and colon and attribute):
+    module_name, _, attribute = name.partition(":")
+    if not (module_name and attribute):
         raise _WrongInputError(
-            f"functions are named MODULE:FUNCTION, but {name!r} is not. For loss in "
-            "train.py, write train:loss."
+            f"functions are named MODULE:FUNCTION, but {name!r} is not. Write "
+            "train:loss for loss in train.py."
         )
     try:
         found: Any = importlib.import_module(module_name)
@@ -300,12 +247,12 @@ def _function(name: str) -> Callable[..., Any]:
             f"there must be a module {module_name!r} for {name!r}, but Python finds no "
             f"{missing.name!r}. Run this in the directory that holds it, or install it."
         ) from None
-    for part in attribute.split("."):
-        if not hasattr(found, part):
-            raise _WrongInputError(
-                f"module {module_name!r} has no {attribute!r}. Check the name."
-            )
-        found = getattr(found, part)
+    try:
+        found = operator.attrgetter(attribute)(found)
+    except AttributeError as missing:
+        raise _WrongInputError(
+            f"module {module_name!r} has no {attribute!r}: {missing}. Check the name."
+        ) from None
     if not callable(found):
         raise _WrongInputError(
             f"{name!r} must be a function, but it is a {type(found).__name__}. Name "

@@ -5,6 +5,8 @@ axes, how the table shows them, and what the verdict says about them.
 """
 
 import dataclasses
+import itertools
+import re
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
@@ -13,16 +15,11 @@ from ga_optax import _hlo, _text
 
 __all__ = ["Audit", "Collective", "audit"]
 
-_KINDS = (
-    "all-gather",
-    "all-reduce",
-    "all-to-all",
-    "collective-broadcast",
-    "collective-permute",
-    "ragged-all-to-all",
-    "reduce-scatter",
+# An asynchronous pair counts once, at its start.
+_KIND = re.compile(
+    r"(all-gather|all-reduce|all-to-all|collective-broadcast|collective-permute|"
+    r"ragged-all-to-all|reduce-scatter)(?:-start)?"
 )
-
 _REDUCTIONS = ("all-reduce", "reduce-scatter")
 
 
@@ -96,16 +93,11 @@ class Audit:
         for c in self.collectives:
             loops = [f"loop of {'?' if n is None else n}" for _, n in c.loops]
             where = " > ".join(loops) or "once"
-            rows.append(
-                (
-                    c.kind,
-                    f"{c.num_bytes:,}",
-                    "?" if c.times is None else f"{c.times:,}",
-                    where + (", in a branch" if c.conditional else ""),
-                    c.replica_groups if c.axes is None else ", ".join(c.axes),
-                    c.source if len(c.source) <= 48 else "…" + c.source[-47:],
-                )
-            )
+            where += ", in a branch" if c.conditional else ""
+            times = "?" if c.times is None else f"{c.times:,}"
+            devices = c.replica_groups if c.axes is None else ", ".join(c.axes)
+            source = c.source if len(c.source) <= 48 else "…" + c.source[-47:]
+            rows.append((c.kind, f"{c.num_bytes:,}", times, where, devices, source))
         table = _text.ruled(rows, left=(0, 3, 4, 5))
         return "\n".join([*table, "", *_text.wrap(self._verdict())])
 
@@ -116,9 +108,8 @@ class Audit:
         counted = f"{number} collective" + ("s" if number > 1 else "")
         if not self.in_loop:
             verdict = f"{counted}, none in a loop: {bytes_}."
-            moved = sum(
-                c.num_bytes for c in self.collectives if c.kind not in _REDUCTIONS
-            )
+            others = [c for c in self.collectives if c.kind not in _REDUCTIONS]
+            moved = sum(c.num_bytes for c in others)
             if moved:
                 verdict += (
                     f" {moved:,} of them move data between devices without reducing "
@@ -128,9 +119,8 @@ class Audit:
                 )
             return verdict
         largest = max(self.in_loop, key=lambda c: c.num_bytes)
-        often = "in every iteration"
-        if largest.times is not None:
-            often = f"{largest.times:,} times a call"
+        unknown = largest.times is None
+        often = "in every iteration" if unknown else f"{largest.times:,} times a call"
         if largest.conditional:
             often = f"at most {often}, as it is in a branch"
         return (
@@ -183,44 +173,32 @@ def audit(
             "audit needs a compiled program, or its HLO text, but it got a "
             f"{type(compiled).__name__}. Pass jax.jit(step).lower(*args).compile()."
         )
-    return Audit(
-        tuple(
-            _collective(placed, kind, mesh)
-            for placed in _hlo.parse(text).walk()
-            if (kind := placed.instruction.opcode.removesuffix("-start")) in _KINDS
-        )
-    )
+    collectives = []
+    for placed in _hlo.parse(text).walk():
+        found = placed.instruction
+        if kind := _KIND.fullmatch(found.opcode):
+            size = sum(map(_hlo.num_bytes, found.operand_types))
+            groups = found.attribute(_hlo.GROUPS)
+            context = _axes(groups, mesh), placed.loops, placed.conditional
+            source = found.attribute(_hlo.SOURCE)
+            collectives.append(
+                Collective(kind[1], found.name, size, groups, *context, source)
+            )
+    return Audit(tuple(collectives))
 
 
-def _collective(
-    placed: _hlo.Placed, kind: str, mesh: Mesh | AbstractMesh | None
-) -> Collective:
-    instruction = placed.instruction
-    groups = instruction.replica_groups
-    return Collective(
-        kind,
-        instruction.name,
-        sum(map(_hlo.num_bytes, instruction.operand_types)),
-        groups,
-        None if mesh is None else _axes(groups, mesh),
-        placed.loops,
-        placed.conditional,
-        instruction.op_name,
-    )
-
-
-def _axes(groups: str, mesh: Mesh | AbstractMesh) -> tuple[str, ...] | None:
+def _axes(groups: str, mesh: Mesh | AbstractMesh | None) -> tuple[str, ...] | None:
     """The mesh axes whose groups of devices these are."""
     members = _hlo.group_members(groups)
-    if members is None:
+    if members is None or mesh is None:
         return None
     sizes = {name: mesh.shape[name] for name in mesh.axis_names}
     wide = [name for name, size in sizes.items() if size > 1]
     if not members:
         return tuple(wide)
-    found = {frozenset(group) for group in members}
-    for mask in range(1 << len(wide)):
-        over = [name for i, name in enumerate(wide) if mask >> i & 1]
-        if {frozenset(group) for group in _hlo.groups_over(sizes, over)} == found:
-            return tuple(over)
+    found = set(map(frozenset, members))
+    for number in range(len(wide) + 1):
+        for over in itertools.combinations(wide, number):
+            if set(map(frozenset, _hlo.groups_over(sizes, over))) == found:
+                return over
     return None

@@ -9,7 +9,7 @@ instruction comes with the loops around it.
 import dataclasses
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -18,21 +18,21 @@ Computation = dict[str, "Instruction"]
 # The name of each `while` instruction, outermost first, and its trip count if known.
 Loops = tuple[tuple[str, int | None], ...]
 
-# The only dtypes whose names do not say how many bits they take.
-_BITS = {"pred": 8, "token": 0, "opaque": 0}
-
 _SHAPE = re.compile(r"\b([a-z][a-z0-9]*)\[([0-9,<=]*)\]")
 _HEAD = re.compile(r"\s*(ENTRY\s+)?%?([\w.\-]+)\s*(?:\(.*\)\s*->.*)?\{\s*$")
 _NAME = re.compile(r"^\s*(?:ROOT\s+)?%?([\w.\-]+)\s*=\s*")
 _OPCODE = re.compile(r"\s*([a-z][\w\-]*)\(")
 _COMMENT = re.compile(r"/\*.*?\*/")  # counts the elements of a tuple
 _CALLED = re.compile(
-    r"\b(calls|to_apply|body|condition|true_computation|false_computation)="
-    r"%?([\w.\-]+)|\b(?:branch_computations|called_computations|calls)=\{([^}]*)\}"
+    r"\b(calls|to_apply|body|condition|\w+_computations?)=(%?[\w.\-]+|\{[^}]*\})"
 )
-# Older versions print the backend's configuration as a string with escaped quotes.
-_TRIPS = re.compile(r'known_trip_count\\?"?\s*:\s*\{\s*\\?"?n\\?"?\s*:\s*\\?"?(\d+)')
-_GROUPS = re.compile(
+# The JAX operation that an instruction comes from.
+SOURCE = re.compile(r'op_name="([^"]*)"')
+# How often the body of a `while` runs. Older versions print the backend's configuration
+# as a string with escaped quotes.
+TRIPS = re.compile(r'known_trip_count\\?"?\s*:\s*\{\s*\\?"?n\\?"?\s*:\s*\\?"?(\d+)')
+# Which devices communicate, as printed.
+GROUPS = re.compile(
     r"(?:replica_groups|source_target_pairs)=("
     r"\{(?:\{[^}]*\},?)*\}"  # {{0,1},{2,3}}
     r"|\[[\d,]*\]<=\[[\d,]*\](?:T\([\d,]*\))?"  # [2,2]<=[4], [2,2]<=[2,2]T(1,0)
@@ -51,7 +51,8 @@ class Instruction:
       name: its name, which is unique in the module.
       type: the type of its result, as printed; see `shapes` and `num_bytes`.
       opcode: what it does, such as "add", "while" or "all-reduce-start".
-      arguments: the text in the parentheses: operands, or the value of a constant.
+      operands: what is in the parentheses, as printed: names, with their types in older
+        versions of XLA, or the value of a constant.
       attributes: the text after the parentheses.
       computation: the computation that it belongs to.
     """
@@ -59,14 +60,9 @@ class Instruction:
     name: str
     type: str
     opcode: str
-    arguments: str
+    operands: list[str]
     attributes: str
     computation: Computation = dataclasses.field(repr=False)
-
-    @property
-    def operands(self) -> list[str]:
-        """The operands as printed: names, with their types in older versions of XLA."""
-        return [operand.strip() for operand in _split(self.arguments)]
 
     @property
     def operand_types(self) -> list[str]:
@@ -88,21 +84,14 @@ class Instruction:
         if self.opcode.endswith(("-update", "-done")):
             return []
         names = []
-        for attribute, one, several in _CALLED.findall(self.attributes):
+        for attribute, one_or_more in _CALLED.findall(self.attributes):
             if attribute != "to_apply" or self.opcode == "call":
-                names += [one] if one else re.findall(r"[\w.\-]+", several)
+                names += re.findall(r"[\w.\-]+", one_or_more)
         return names
 
-    @property
-    def op_name(self) -> str:
-        """The JAX operation that it comes from."""
-        found = re.search(r'op_name="([^"]*)"', self.attributes)
-        return found[1] if found else ""
-
-    @property
-    def replica_groups(self) -> str:
-        """Its `replica_groups` or `source_target_pairs`, as printed."""
-        found = _GROUPS.search(self.attributes)
+    def attribute(self, pattern: re.Pattern[str]) -> str:
+        """What the group of `SOURCE`, `GROUPS` or `TRIPS` matches; "" without match."""
+        found = pattern.search(self.attributes)
         return found[1] if found else ""
 
 
@@ -133,43 +122,40 @@ class Module:
     computations: dict[str, Computation]
     entry: str
 
-    def walk(self, *, into_fusions: bool = True) -> Iterator[Placed]:
+    def walk(
+        self,
+        name: str | None = None,
+        loops: Loops = (),
+        conditional: bool = False,
+        *,
+        into_fusions: bool = True,
+    ) -> Iterator[Placed]:
         """All instructions that run, in order, through loops, branches and calls.
 
         Args:
+          name: the computation to begin with; None is the entry.
+          loops: the loops around it.
+          conditional: whether it is in a branch.
           into_fusions: whether the instructions of a fusion follow it. If False, it
             counts as the one kernel that it is.
         """
-        return self._walk(self.entry, (), False, into_fusions)
-
-    def _walk(
-        self, name: str, loops: Loops, conditional: bool, into_fusions: bool
-    ) -> Iterator[Placed]:
-        for instruction in self.computations.get(name, {}).values():
+        for instruction in self.computations.get(name or self.entry, {}).values():
             yield Placed(instruction, loops, conditional)
             if instruction.opcode == "fusion" and not into_fusions:
                 continue
             inside, branch = loops, conditional or instruction.opcode == "conditional"
             if instruction.opcode == "while":
-                inside = (*loops, (instruction.name, self.trip_count(instruction)))
+                trips = instruction.attribute(TRIPS)
+                inside = (*loops, (instruction.name, int(trips) if trips else None))
             for called in instruction.called:
-                yield from self._walk(called, inside, branch, into_fusions)
+                yield from self.walk(called, inside, branch, into_fusions=into_fusions)
 
     def inside(self, instruction: Instruction) -> list[Instruction]:
         """The instructions of a fusion; of any other instruction, itself."""
         if instruction.opcode != "fusion":
             return [instruction]
-        return [
-            within
-            for name in instruction.called
-            for inner in self.computations[name].values()
-            for within in self.inside(inner)
-        ]
-
-    def trip_count(self, loop: Instruction) -> int | None:
-        """How often the body of a `while` runs, or None if the text does not say."""
-        known = _TRIPS.search(loop.attributes)
-        return int(known[1]) if known else None
+        walks = map(self.walk, instruction.called)
+        return [placed.instruction for walk in walks for placed in walk]
 
 
 def times(loops: Loops) -> int | None:
@@ -197,9 +183,9 @@ def num_bytes(type_: str) -> int:
     """The bytes of all arrays in a type: `(f32[2,3]{1,0}, pred[])` has 25."""
     bits = 0
     for dtype, dims in shapes(type_):
-        digits = re.search(r"\d+", dtype)
-        width = _BITS.get(dtype, int(digits[0]) if digits else 0)
-        bits += width * math.prod(dims)
+        # Every name says how many bits, except for "pred", "token" and "opaque".
+        digits = re.search(r"\d+", "pred8" if dtype == "pred" else dtype)
+        bits += int(digits[0]) * math.prod(dims) if digits else 0
     return -(-bits // 8)
 
 
@@ -214,9 +200,8 @@ def group_members(groups: str) -> list[list[int]] | None:
     if groups.startswith("{"):
         return [_ints(group) for group in re.findall(r"\{([^{}]*)\}", groups)]
     if groups.startswith("mesh"):
-        sizes = {
-            name: int(n) for name, n in re.findall(r"'([^']*)'\s*=\s*(\d+)", groups)
-        }
+        axes = re.findall(r"'([^']*)'\s*=\s*(\d+)", groups)
+        sizes = {name: int(size) for name, size in axes}
         over = re.findall(r"'([^']*)'", groups[groups.index("]") :])
         return groups_over(sizes, over) if set(over) <= set(sizes) else None
     iota = re.fullmatch(r"\[([\d,]*)\]<=\[([\d,]*)\](?:T\(([\d,]*)\))?", groups)
@@ -229,7 +214,7 @@ def group_members(groups: str) -> list[list[int]] | None:
     return ids.reshape(shape).tolist()
 
 
-def groups_over(sizes: dict[str, int], over: list[str]) -> list[list[int]]:
+def groups_over(sizes: dict[str, int], over: Sequence[str]) -> list[list[int]]:
     """The groups of devices along some axes of a mesh, whose `sizes` are by name."""
     ids = np.arange(math.prod(sizes.values())).reshape(list(sizes.values()))
     kept = [i for i, name in enumerate(sizes) if name not in over]
@@ -258,10 +243,8 @@ def parse(text: str) -> Module:
                 continue
         if line.strip().startswith("}"):
             current = None
-        elif current is not None:
-            instruction = _instruction(line, current)
-            if instruction is not None:
-                current[instruction.name] = instruction
+        elif current is not None and (instruction := _instruction(line, current)):
+            current[instruction.name] = instruction
     if entry is None:
         raise ValueError(
             "The text must be an optimised HLO module with an ENTRY computation, but "
@@ -273,38 +256,27 @@ def parse(text: str) -> Module:
 
 def _instruction(line: str, computation: Computation) -> Instruction | None:
     name = _NAME.match(line)
-    if name is None:
-        return None
-    rest = _COMMENT.sub("", line[name.end() :])
+    rest = _COMMENT.sub("", line[name.end() :]) if name else ""
     # The type is one shape, or a tuple in parentheses.
-    call = _OPCODE.search(rest, _closing(rest) if rest.startswith("(") else 0)
-    if call is None:
+    call = _OPCODE.search(rest, _parts(rest, 0)[1] if rest.startswith("(") else 0)
+    if name is None or call is None:
         return None
-    stop = _closing(rest, call.end() - 1)
-    type_, arguments = rest[: call.start()], rest[call.end() : stop - 1]
-    return Instruction(name[1], type_, call[1], arguments, rest[stop:], computation)
+    operands, stop = _parts(rest, call.end() - 1)
+    type_, attributes = rest[: call.start()], rest[stop:]
+    return Instruction(name[1], type_, call[1], operands, attributes, computation)
 
 
-def _closing(text: str, start: int = 0) -> int:
-    """The position after the parenthesis that closes the one at `start`."""
-    depth = 0
+def _parts(text: str, start: int) -> tuple[list[str], int]:
+    """What the commas in the parenthesis at `start` separate, and where it ends."""
+    parts, depth, begin = [], 0, start + 1
     for i in range(start, len(text)):
-        depth += (text[i] == "(") - (text[i] == ")")
+        depth += (text[i] in "({[") - (text[i] in ")}]")
+        if depth == 0 or (depth == 1 and text[i] == ","):
+            parts.append(text[begin:i].strip())
+            begin = i + 1
         if depth == 0:
-            return i + 1
-    return len(text)
-
-
-def _split(operands: str) -> Iterator[str]:
-    """Splits at the commas that are not in brackets."""
-    depth, start = 0, 0
-    for i, character in enumerate(operands):
-        depth += (character in "({[") - (character in ")}]")
-        if character == "," and depth == 0:
-            yield operands[start:i]
-            start = i + 1
-    if operands[start:].strip():
-        yield operands[start:]
+            break
+    return list(filter(None, parts)), begin
 
 
 def _ints(text: str) -> list[int]:

@@ -11,6 +11,7 @@ therefore tries the smallest candidate first, and bisects the others.
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 import numbers
@@ -23,7 +24,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from ga_optax import _checks, _text
+from ga_optax import _checks, _in_place, _text
 
 __all__ = ["Candidate", "NothingFitsError", "Plan", "plan"]
 
@@ -52,7 +53,8 @@ class Candidate:
       fits: whether `bytes` is at most the limit.
       error: why there are no sizes, if making or compiling the step failed.
       seconds: how long it took to trace and compile.
-      notes: what a reader of the table should know about the program.
+      notes: for which leaves `value_and_grad` adds the gradients in place, and why not
+        for the others.
     """
 
     num_microbatches: int
@@ -92,37 +94,15 @@ class Plan:
     untried: tuple[int, ...]
 
     @property
-    def chosen(self) -> Candidate:
-        """The candidate of the answer."""
-        return next(
-            c for c in self.candidates if c.num_microbatches == self.num_microbatches
-        )
-
-    @property
     def bytes(self) -> int:
         """What the answer needs, on one device."""
-        needed = self.chosen.bytes
-        assert needed is not None
-        return needed
+        needs = {c.num_microbatches: c.bytes for c in self.candidates}
+        return needs[self.num_microbatches] or 0
 
     @property
     def microbatch_size(self) -> int:
         """Examples in a micro-batch of the answer."""
         return self.batch_size // self.num_microbatches
-
-    @property
-    def failed(self) -> tuple[Candidate, ...]:
-        """The candidates that could not be made or compiled."""
-        return tuple(c for c in self.candidates if c.error is not None)
-
-    @property
-    def rising(self) -> tuple[tuple[int, int], ...]:
-        """Neighbours (k, larger k) in `candidates` whose memory rises.
-
-        The search assumes that memory falls. Pairs that begin with the smallest
-        candidate of all are left out, as the search allows for them.
-        """
-        return _rising(self.candidates)
 
     def __str__(self) -> str:
         verdict = (
@@ -180,7 +160,8 @@ def plan(
         of `batch_size`.
 
     Returns:
-      The `Plan`.
+      The `Plan`. Its page also says for which leaves the gradients are not added in
+      place, and why.
 
     Raises:
       NothingFitsError: if nothing fits. It is a `ValueError`, and says how much memory
@@ -205,16 +186,15 @@ def plan(
 
     def fits(k: int) -> bool | None:
         """Whether k fits; None if it failed, which says nothing about memory."""
-        print(f"plan: num_microbatches={k}: compiling ...", end="", file=sys.stderr)
-        sys.stderr.flush()
-        candidate, cause = _try(make_step, args, k, limit)
-        tried[k] = candidate
-        if cause is not None:
-            causes.append(cause)
-        print(f" {_outcome(candidate)} ({candidate.seconds:.1f} s)", file=sys.stderr)
+        say = functools.partial(print, file=sys.stderr, flush=True)
+        say(f"plan: num_microbatches={k}: compiling ...", end="")
+        c = tried[k] = _try(make_step, args, k, limit, causes)
+        outcome = f"failed: {c.error}"
+        if c.bytes is not None:
+            outcome = f"{format_bytes(c.bytes)}, {'fits' if c.fits else 'does not fit'}"
+        say(f" {outcome} ({c.seconds:.1f} s)")
         # On TPU, the compiler itself finds that a program is too large.
-        failed = candidate.error and "RESOURCE_EXHAUSTED" not in candidate.error
-        return None if failed else candidate.fits
+        return None if c.error and "RESOURCE_EXHAUSTED" not in c.error else c.fits
 
     answer = _smallest_that_fits(todo, fits)
     seen = tuple(tried[k] for k in sorted(tried))
@@ -259,18 +239,25 @@ def _smallest_that_fits(
 
 
 def _try(
-    make_step: Callable[[int], Step], args: tuple[Any, ...], k: int, limit: int
-) -> tuple[Candidate, Exception | None]:
-    """Compiles a candidate and reads its sizes; also returns the cause of a failure."""
+    make_step: Callable[[int], Step],
+    args: tuple[Any, ...],
+    k: int,
+    limit: int,
+    causes: list[Exception],
+) -> Candidate:
+    """Compiles a candidate and reads its sizes; adds the error, if any, to `causes`."""
     start = time.perf_counter()
     try:
-        step = make_step(k)
-        lower = getattr(step, "lower", None)
-        compiled = None if lower is None else lower(*args).compile()
+        with _in_place.recorded() as lines:
+            step = make_step(k)
+            lower = getattr(step, "lower", None)
+            lowered = None if lower is None else lower(*args)
+        compiled = None if lowered is None else lowered.compile()
     except Exception as error:  # of the user's code or of the compiler: reported
+        causes.append(error)
         message = f"{type(error).__name__}: {str(error).strip() or 'no message'}"
         seconds = time.perf_counter() - start
-        return Candidate(k, error=message.splitlines()[0], seconds=seconds), error
+        return Candidate(k, error=message.splitlines()[0], seconds=seconds)
     if compiled is None:
         raise TypeError(
             "make_step must return a jitted function, but for num_microbatches="
@@ -283,71 +270,52 @@ def _try(
             "The backend must report the memory of compiled programs, but "
             f"{jax.default_backend()!r} reports none. Plan on another backend."
         )
-    sized = Candidate(
-        k,
-        temp=int(analysis.temp_size_in_bytes),
-        argument=int(analysis.argument_size_in_bytes),
-        output=int(analysis.output_size_in_bytes),
-        alias=int(analysis.alias_size_in_bytes),
-        seconds=time.perf_counter() - start,
-    )
-    return dataclasses.replace(sized, fits=(sized.bytes or 0) <= limit), None
+    kinds = ("temp", "argument", "output", "alias")
+    sizes: Any = {
+        kind: int(getattr(analysis, f"{kind}_size_in_bytes")) for kind in kinds
+    }
+    notes = (f"Gradients added {line}." for line in lines)
+    notes = tuple(note.replace("added not", "not added", 1) for note in notes)
+    seconds = time.perf_counter() - start
+    sized = Candidate(k, **sizes, seconds=seconds, notes=notes)
+    return dataclasses.replace(sized, fits=(sized.bytes or 0) <= limit)
 
 
 # -- Text ------------------------------------------------------------------------------
 
 
-def _outcome(candidate: Candidate) -> str:
-    if candidate.bytes is None:
-        return f"failed: {candidate.error}"
-    fits = "fits" if candidate.fits else "does not fit"
-    return f"{format_bytes(candidate.bytes)}, {fits}"
-
-
 def _page(
-    candidates: Sequence[Candidate],
-    untried: Sequence[int],
-    batch_size: int,
-    verdict: str,
+    candidates: Sequence[Candidate], untried: Sequence[int], rows: int, verdict: str
 ) -> str:
-    head = ("micro-batches", "examples", "temp", "argument", "output", "alias", "needs")
+    head = "micro-batches", "examples", "temp", "argument", "output", "alias", "needs"
     table: list[tuple[str, ...]] = [(*head, "")]
     for c in candidates:
         sizes = (c.temp, c.argument, c.output, c.alias, c.bytes)
         cells = ("-" if c.error else format_bytes(size or 0) for size in sizes)
         fits = "failed" if c.error else "fits" if c.fits else "too large"
         k = c.num_microbatches
-        table.append((f"{k}", f"{batch_size // k}", *cells, fits))
-    notes = (_text.wrap(note) for note in _notes(candidates, untried))
-    return "\n".join([*_text.columns(table), verdict, *itertools.chain(*notes)])
-
-
-def _notes(candidates: Sequence[Candidate], untried: Sequence[int]) -> list[str]:
-    """The paragraphs under the verdict."""
+        table.append((f"{k}", f"{rows // k}", *cells, fits))
     notes = []
     if untried:
-        listed = ", ".join(map(str, untried))
-        notes.append(f"Not compiled, as the search did not need them: {listed}.")
+        those = ", ".join(map(str, untried))
+        notes.append(f"Not compiled, as the search did not need them: {those}.")
     for c in candidates:
         if c.error is not None:
             notes.append(f"num_microbatches={c.num_microbatches} failed: {c.error}")
-    for few, many in _rising(candidates):
-        notes.append(
-            f"Memory rises from {few} to {many} micro-batches, but the search assumes "
-            "that it falls. A candidate that was not compiled may fit. To be sure, "
-            "pass the others one at a time."
-        )
+    # The search allows for less memory with the smallest candidate, which it tries
+    # first.
+    sized = [(c.num_microbatches, c.bytes) for c in candidates[1:] if not c.error]
+    for (few, small), (many, large) in itertools.pairwise(sized):
+        if (large or 0) > (small or 0):
+            notes.append(
+                f"Memory rises from {few} to {many} micro-batches, but the search "
+                "assumes that it falls. A candidate that was not compiled may fit. To "
+                "be sure, pass the others one at a time."
+            )
     # Most programs have the same notes: each is printed once.
-    return notes + list(dict.fromkeys(note for c in candidates for note in c.notes))
-
-
-def _rising(candidates: Sequence[Candidate]) -> tuple[tuple[int, int], ...]:
-    smallest = candidates[0].num_microbatches  # the search tries it first
-    sized = [(c.num_microbatches, c.bytes) for c in candidates if c.bytes is not None]
-    return tuple(
-        (few, many)
-        for (few, small), (many, large) in itertools.pairwise(sized)
-        if few != smallest and large > small
+    notes += dict.fromkeys(note for c in candidates for note in c.notes)
+    return "\n".join(
+        [*_text.columns(table), verdict, *itertools.chain(*map(_text.wrap, notes))]
     )
 
 
@@ -376,34 +344,29 @@ def parse_bytes(size: int | float | str) -> int:
     value: Any = size
     if isinstance(size, str):
         match = _SIZE.fullmatch(size)
-        if match is None:
-            raise ValueError(
-                "memory_limit must be a number, with one of the units B, KB, KiB, ..., "
-                f"PB, PiB or none, but it is {size!r}. {todo}"
-            )
-        number, prefix, binary = match.groups()
+        number, prefix, binary = match.groups() if match else ("nan", None, None)
         power = 1 + _PREFIXES.index(prefix.upper()) if prefix else 0
         value = float(number) * (1024 if binary else 1000) ** power
     if not 1 <= value < math.inf:
         raise ValueError(
-            f"memory_limit must be finite and at least one byte, but it is {size!r}. "
-            f"{todo}"
+            "memory_limit must be a number, with one of the units B, KB, KiB, ..., PB, "
+            "PiB or none, and it must be finite and at least one byte, but it is "
+            f"{size!r}. {todo}"
         )
     return int(value)
 
 
 def _device_limit() -> int:
     """The memory of the smallest local device."""
-    limits = []
+    limits: list[Any] = []
     for device in jax.local_devices():
-        limit = (device.memory_stats() or {}).get("bytes_limit")
-        if limit is None:
+        limits.append((device.memory_stats() or {}).get("bytes_limit"))
+        if limits[-1] is None:
             raise ValueError(
                 "memory_limit must be given if a device does not report its memory, "
                 f'and {device} does not. Pass it, as "16GiB" for example.'
             )
-        limits.append(int(limit))
-    return min(limits)
+    return int(min(limits))
 
 
 def _check_candidates(candidates: Sequence[int] | None, batch_size: int) -> list[int]:

@@ -57,13 +57,9 @@ def window_indices(
       ValueError: if a number is out of its range, or `num_microbatches` does not divide
         `batch_size`.
     """
-    step, num_examples, batch_size, num_microbatches = _checked(
-        step, num_examples, batch_size, num_microbatches
-    )
-    drawn = jax.random.randint(
-        jax.random.fold_in(key, step), (batch_size,), 0, num_examples, jnp.int32
-    )
-    return drawn.reshape(num_microbatches, -1)
+    step, n, size, k = _checked(step, num_examples, batch_size, num_microbatches)
+    key = jax.random.fold_in(key, step)
+    return jax.random.randint(key, (size,), 0, n, jnp.int32).reshape(k, -1)
 
 
 def epoch_indices(
@@ -107,22 +103,18 @@ def epoch_indices(
       ValueError: if a number is out of its range, `num_microbatches` does not divide
         `batch_size`, or `batch_size` is greater than `num_examples`.
     """
-    step, num_examples, batch_size, num_microbatches = _checked(
-        step, num_examples, batch_size, num_microbatches
-    )
-    if batch_size > num_examples:
+    step, n, size, k = _checked(step, num_examples, batch_size, num_microbatches)
+    if size > n:
         raise ValueError(
             "Without replacement, batch_size must be at most num_examples, but "
-            f"batch_size={batch_size} and num_examples={num_examples}. Use a smaller "
-            "batch, or window_indices, which draws with replacement."
+            f"batch_size={size} and num_examples={n}. Use a smaller batch, or "
+            "window_indices, which draws with replacement."
         )
-    steps = jnp.uint32(num_examples // batch_size)
-    order = jax.random.permutation(
-        jax.random.fold_in(key, step // steps), num_examples
-    ).astype(jnp.int32)
-    start = (step % steps).astype(jnp.int32) * jnp.int32(batch_size)
-    window = jax.lax.dynamic_slice_in_dim(order, start, batch_size)
-    return window.reshape(num_microbatches, -1)
+    steps = jnp.uint32(n // size)
+    order = jax.random.permutation(jax.random.fold_in(key, step // steps), n)
+    start = (step % steps).astype(jnp.int32) * jnp.int32(size)
+    window = jax.lax.dynamic_slice_in_dim(order.astype(jnp.int32), start, size)
+    return window.reshape(k, -1)
 
 
 def _checked(step: Any, *sizes: Any) -> tuple[jax.Array, int, int, int]:

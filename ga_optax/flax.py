@@ -157,20 +157,15 @@ class Optimizer(nnx.Optimizer[M]):
         )
         nnx.update(model, params)
         nnx.update(self.opt_state, nnx.state(opt_state, graph=self.graph))
-        self.step[...] = jnp.where(
-            _was_step(opt_state), self.step[...] + 1, self.step[...]
-        )
+        step = self.step[...]
+        self.step[...] = jnp.where(_was_step(opt_state), step + 1, step)
 
 
 def _fill(opt_state: Any) -> ArrayLike:
     """Micro-steps in the open window."""
-    if not _state.find_states(opt_state):
-        return 0
-    return _state.stats(opt_state).fill
+    return _state.stats(opt_state).fill if _state.find_states(opt_state) else 0
 
 
 def _was_step(opt_state: Any) -> jax.Array | bool:
     """Whether the call that returned this state ran the inner optimizer."""
-    if not _state.find_states(opt_state):
-        return True
-    return _state.has_updated(opt_state)
+    return not _state.find_states(opt_state) or _state.has_updated(opt_state)

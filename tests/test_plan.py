@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import ga_optax as ga
-from ga_optax import _plan
+from ga_optax import _in_place, _plan
 
 CANDIDATES = (1, 2, 4, 8, 16, 32, 64)
 
@@ -235,7 +235,7 @@ def test_the_search_finds_the_fewest_that_fit(limit):
     fits = [k for k in CANDIDATES if FALLING[k] + 70 <= limit]
     assert plan.num_microbatches == fits[0]
     assert len(seen) <= 4
-    assert plan.rising == ()
+    assert "Memory rises" not in str(plan)
 
 
 def test_one_micro_batch_that_needs_less_than_two_is_found_with_one_compilation():
@@ -254,7 +254,7 @@ def test_one_micro_batch_that_needs_less_than_two_is_found_with_one_compilation(
         candidates=CANDIDATES,
     )
     assert plan.num_microbatches == 8
-    assert plan.rising == ()
+    assert "Memory rises" not in str(plan)
 
 
 def test_all_divisors_are_candidates_by_default():
@@ -281,8 +281,8 @@ def test_memory_that_rises_is_reported(sizes, answer, rising):
         candidates=CANDIDATES,
     )
     assert plan.num_microbatches == answer
-    assert plan.rising == (rising,)
     few, many = rising
+    assert str(plan).count("Memory rises") == 1
     assert f"Memory rises from {few} to {many} micro-batches" in str(plan)
 
 
@@ -292,7 +292,7 @@ def test_a_candidate_that_fails_is_reported_and_the_search_goes_on(capsys):
         made_of(sizes), batch_size=64, memory_limit=500, candidates=CANDIDATES
     )
     assert plan.num_microbatches == 16
-    assert [c.num_microbatches for c in plan.failed] == [8]
+    assert [c.num_microbatches for c in plan.candidates if c.error] == [8]
     assert "num_microbatches=8 failed: ValueError: 8 does not divide by 3" in str(plan)
     assert "failed: ValueError: 8 does not divide" in capsys.readouterr().err
 
@@ -433,3 +433,51 @@ def test_a_backend_that_reports_no_memory_raises():
         ValueError, match=r"must report the memory .*'cpu' reports none"
     ):
         ga.plan(lambda k: step, batch_size=1, memory_limit=1)
+
+
+# -- Which gradients are added in place ------------------------------------------------
+
+
+def notes_of(num_microbatches, **options):
+    """The notes of a model that scans over its layers, and its page has each once."""
+
+    def layer(x, w):
+        return jnp.tanh(x @ w), None
+
+    def loss(params, x):
+        return jnp.mean(jax.lax.scan(layer, x, params["layers"])[0] @ params["head"])
+
+    def make_step(k):
+        return jax.jit(ga.value_and_grad(loss, k, **options))
+
+    params = {"layers": jnp.ones((3, 4, 4)), "head": jnp.ones((4, 2))}
+    arrays, limit = (params, jnp.ones((8, 4))), {"memory_limit": "1GiB"}
+    plan = ga.plan(
+        make_step, *arrays, batch_size=8, candidates=[num_microbatches], **limit
+    )
+    [candidate] = plan.candidates
+    page = " ".join(str(plan).split())
+    assert all(page.count(note) == 1 for note in candidate.notes)
+    return sorted(candidate.notes)
+
+
+@pytest.mark.skipif(_in_place.HAS_REFS, reason="this jax adds in place")
+def test_an_old_jax_is_why_no_gradient_is_added_in_place():
+    [note] = notes_of(2)
+    why = f"jax {jax.__version__} is older than 0.11.1"
+    leaves = "leaf ['head'], leaf ['layers']"
+    assert note == f"Gradients not added in place ({why}): {leaves}."
+
+
+@pytest.mark.skipif(not _in_place.HAS_REFS, reason="this jax adds nothing in place")
+def test_the_page_names_the_leaves_that_are_added_in_place_and_why_others_are_not():
+    layers, head = notes_of(2)
+    assert layers == "Gradients added in place: leaf ['layers']."
+    why = "no scan runs over it, so XLA reuses the buffer of its gradient"
+    assert head == f"Gradients not added in place ({why}): leaf ['head']."
+
+
+def test_in_place_false_is_why_no_gradient_is_added_in_place():
+    [note] = notes_of(2, in_place=False)
+    leaves = "leaf ['head'], leaf ['layers']"
+    assert note == f"Gradients not added in place (in_place=False): {leaves}."

@@ -14,12 +14,10 @@ complete when every block has been added once. Only then is there an `Accumulato
 again, with a `weight` and a `count` that include the micro-step.
 """
 
-from ga_optax.blocks._flatten import Spec, flatten, unflatten
 from ga_optax.blocks._micro_step import OpenMicroStep, add
 from ga_optax.blocks._partition import Block, Partition, Stacked, partition
-from ga_optax.blocks._reduce import norms, not_finite
-from ga_optax.blocks._report import BlockReport, BlockRow, report
-from ga_optax.blocks._select import replace, select
+from ga_optax.blocks._select import Spec, flatten, replace, select, unflatten
+from ga_optax.blocks._summary import BlockReport, BlockRow, norms, not_finite, report
 
 __all__ = [
     "Block",

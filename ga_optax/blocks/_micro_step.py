@@ -9,8 +9,7 @@ import jax
 import numpy as np
 from jax.typing import ArrayLike
 
-from ga_optax import _checks, accumulator
-from ga_optax._text import listed
+from ga_optax import _checks, _text, accumulator
 from ga_optax.accumulator import Accumulator
 from ga_optax.blocks._partition import Partition, leaves_of
 from ga_optax.blocks._select import like, on_device, put, slices, take, with_slices
@@ -48,8 +47,8 @@ class OpenMicroStep:
         if name in Accumulator._fields:
             raise AttributeError(
                 "The accumulator must hold whole micro-steps before it is read, but "
-                f"the open one lacks {listed(self.missing)}. Add every block of the "
-                "micro-batch with blocks.add."
+                f"the open one lacks {_text.listed(self.missing)}. Add every block of "
+                "the micro-batch with blocks.add."
             )
         raise AttributeError(f"OpenMicroStep has no attribute {name!r}.")
 
@@ -62,16 +61,15 @@ class OpenMicroStep:
         if name in self.added:
             raise ValueError(
                 f"Every block must be added once in a micro-step, but {name!r} was "
-                f"added already. Add the missing ones first: {listed(self.missing)}."
+                f"added already. Add the missing first: {_text.listed(self.missing)}."
             )
-        number = self._host_weight
-        known = self._weight if number is None else number
-        same = number is not None and _host_number(weight) == number
+        known = self._weight if self._host_weight is None else self._host_weight
+        same = self._host_weight is not None and _host_number(weight) == known
         if not same and weight is not known:
             raise ValueError(
                 "Every block of a micro-batch must get the same weight, but block "
-                f"{name!r} gets {weight!r}, and {listed(self.added)} got {known!r}. "
-                "Pass an equal number, or the very same array, to each of them."
+                f"{name!r} gets {weight!r}, and {_text.listed(self.added)} got "
+                f"{known!r}. Pass an equal number, or the very same array, to each."
             )
 
 

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ga_optax import _checks
-from ga_optax._text import listed
+from ga_optax import _checks, _text
 
 _Key = tuple[Any, ...]
 _Shapes = tuple[tuple[int, ...], ...]
@@ -98,7 +97,7 @@ class Partition:
                 return block
         raise ValueError(
             f"The block must be one of the partition's {len(self)} blocks, but it is "
-            f"{name!r}. Use {listed(self.names)}."
+            f"{name!r}. Use {_text.listed(self.names)}."
         )
 
     @functools.cached_property
@@ -153,10 +152,11 @@ def partition(
     flat, structure = jax.tree_util.tree_flatten_with_path(params)
     paths = [path for path, _ in flat]
     shapes = tuple(jnp.shape(leaf) for _, leaf in flat)
-    rule_of, prefixes = _rules(by)
+    by = _checked(by)
+    prefixes = by if isinstance(by, tuple) else ()
     groups: dict[_Rule, list[int]] = {prefix: [] for prefix in prefixes}
     for i, path in enumerate(paths):
-        groups.setdefault(rule_of(path), []).append(i)
+        groups.setdefault(_rule(by, path), []).append(i)
 
     blocks: list[Block] = []
     owners: dict[str, list[int]] = {}
@@ -164,7 +164,7 @@ def partition(
         if not group:
             raise ValueError(
                 f"Every prefix must have a leaf, but {rule!r} has none. The leaves "
-                f"are {listed([_string(path) for path in paths])}."
+                f"are {_text.listed([_string(path) for path in paths])}."
             )
         new = _blocks(rule, group, structure, paths, shapes)
         for name in (_name(rule), *(block.name for block in new)):
@@ -200,41 +200,43 @@ def shown(shapes: _Shapes) -> str:
 # -- Rules: the name of a leaf's block, or of its stack --------------------------------
 
 
-def _rules(by: Any) -> tuple[Callable[[_Key], _Rule], Sequence[_Rule]]:
-    """A function from a path to its rule, and the prefixes that must have leaves."""
+def _checked(by: Any) -> Any:
+    """The argument of `partition`: an int, a function, or a tuple of prefixes."""
     todo = "Use 1 for the top-level names."
     if _checks.is_int(by):
-        n = _checks.check_int("by", by, todo)
-        return lambda path: _string(path[:n]), ()
+        return _checks.check_int("by", by, todo)
     if isinstance(by, (str, Stacked, Sequence)):
-        prefixes = (by,) if isinstance(by, (str, Stacked)) else by
+        prefixes = (by,) if isinstance(by, (str, Stacked)) else tuple(by)
         for prefix in prefixes:
             _check_rule(prefix, "A prefix")
-        return functools.partial(_matching, prefixes), prefixes
+        return prefixes
     if callable(by):
-        return functools.partial(_called, by), ()
+        return by
     raise TypeError(
         "by must be a number of keys, prefixes of paths, or a function of the path, "
         f"but it is {by!r} of type {type(by).__name__}. {todo}"
     )
 
 
-def _matching(prefixes: Sequence[_Rule], path: _Key) -> _Rule:
-    whole = f"{_string(path)}/"
-    found = [p for p in prefixes if not _name(p) or whole.startswith(f"{_name(p)}/")]
+def _rule(by: Any, path: _Key) -> _Rule:
+    """The rule of a leaf."""
+    if isinstance(by, int):
+        return _string(path[:by])
+    string = _string(path)
+    leaf = f"{_checks.leaf_name(path)} ({string!r})"
+    if callable(by):
+        rule = by(string)
+        _check_rule(rule, f"What the function returns for {leaf}")
+        return rule
+    found = [p for p in by if not _name(p) or f"{string}/".startswith(f"{_name(p)}/")]
     if len(found) != 1:
-        which = f"the prefixes {listed(found)}" if found else "none of the prefixes"
+        those = _text.listed(found)
+        which = f"the prefixes {those}" if found else "none of the prefixes"
         raise ValueError(
-            f"Every leaf must belong to one block, but {_leaf(path)} has {which}. Give "
-            f"it one; these came: {listed(prefixes)}."
+            f"Every leaf must belong to one block, but {leaf} has {which}. Give it "
+            f"one; these came: {_text.listed(by)}."
         )
     return found[0]
-
-
-def _called(by: Callable[[str], Any], path: _Key) -> _Rule:
-    rule = by(_string(path))
-    _check_rule(rule, f"What the function returns for {_leaf(path)}")
-    return rule
 
 
 def _check_rule(rule: Any, what: str) -> None:
@@ -244,10 +246,6 @@ def _check_rule(rule: Any, what: str) -> None:
             f"{what} must be a string or a blocks.Stacked, but it is {rule!r} of type "
             f"{type(rule).__name__}. Name a block, such as 'layers/0'."
         )
-
-
-def _leaf(path: _Key) -> str:
-    return f"{_checks.leaf_name(path)} ({_string(path)!r})"
 
 
 def _name(rule: _Rule) -> str:
