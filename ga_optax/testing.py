@@ -19,7 +19,7 @@ from jax.typing import ArrayLike
 
 from ga_optax._checks import check_not_empty
 from ga_optax._verify import verify
-from ga_optax._verify.ulps import ulps
+from ga_optax._verify.gradients import ulps
 
 __all__ = ["assert_accumulation_equivalent", "assert_trees_bitwise_equal"]
 
