@@ -141,17 +141,17 @@ def _weights(fit: Fit) -> Finding | None:
     used = f"as {proportions(comparison.share)}" if comparison.weighted else "equally"
     shown = proportions(share, trust)
     detail = f"They count {used} now, but must count as {shown}"
-    mend = "Leave weight_fn out."
     if plain:
+        mend = "Leave weight_fn out."
         detail += ": the loss is a plain mean, and needs no weights."
     else:
-        detail += """ or a multiple of that. The loss divides by a count that differs
-            between micro-batches, most likely of the tokens that are not padding."""
-        mend = f"""Pass weight_fn=lambda batch: {code} to ga_optax.value_and_grad. With
-            ga_optax.MultiSteps, pass weight={code} with every micro-batch."""
-    if not plain and not code:
         mend = f"""Pass a weight_fn to ga_optax.value_and_grad that returns the number
             your loss divides by: {shown} for these micro-batches, or a multiple."""
+        detail += """ or a multiple of that. The loss divides by a count that differs
+            between micro-batches, most likely of the tokens that are not padding."""
+    if code:
+        mend = f"""Pass weight_fn=lambda batch: {code} to ga_optax.value_and_grad. With
+            ga_optax.MultiSteps, pass weight={code} with every micro-batch."""
     if not found.known.all():
         which = ", ".join(map(str, np.flatnonzero(~found.known)))
         detail += f""" The gradients do not show how micro-batches {which} share their

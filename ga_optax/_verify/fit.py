@@ -98,9 +98,9 @@ class Fit:
         if c <= 0 or not self._fits(weights) or not self._pairs_fit(weights):
             return None
         known = self.known_factor(c)
-        if not self._pairs.size and self._rank <= 1 and known in (None, 1):
-            return None  # One equation, and any c solves it.
-        if not self.comparison.reproduces(weights):
+        # One equation, and any c solves it.
+        open_ = not self._pairs.size and self._rank <= 1 and known in (None, 1)
+        if open_ or not self.comparison.reproduces(weights):
             return None
         return None if known != 1 and self._is_normalised() else c
 
@@ -237,10 +237,8 @@ class Fit:
         for i in map(int, np.flatnonzero(parts & self._here.any(0))):
             rows = self.problem.rows(i)
             columns += [self._sketch(np.full_like(rows, r), i) for r in rows[[0, -1]]]
-        if not columns:
-            return True
-        same = np.stack(columns, axis=1)
-        return self._small(same - same[:, :1], same)
+        same = np.array(columns).T
+        return not columns or self._small(same - same[:, :1], same)
 
 
 @functools.partial(jax.jit, static_argnums=2)

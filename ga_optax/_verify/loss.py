@@ -65,9 +65,11 @@ class Loss:
             narrow = self._use(problem.params, problem.batch, x64=problem.x64)
             reason = f"{type(error).__name__}: {error}".strip().split("\n")[0][:120]
             self.note = f"The loss does not run in float64 ({reason})"
-        if self.note:
-            self.note += f""", so the diagnosis cannot see effects that are as small as
-                the rounding of {narrow.name}."""
+        self.note = (
+            self.note
+            and f"""{self.note}, so the diagnosis cannot see effects
+            that are as small as the rounding of {narrow.name}."""
+        )
         self.dtype, self.eps = narrow.name, float(jnp.finfo(narrow).eps)
 
     def _use(self, params: Any, batch: Any, *, x64: bool) -> np.dtype:
@@ -108,22 +110,21 @@ class Loss:
 
 @jax.jit
 def _moved(params: Any, key: jax.Array, size: ArrayLike) -> Any:
-    leaves, structure = jax.tree.flatten(params)
-    moved = []
-    for i, x in enumerate(leaves):
+    def move(x: jax.Array, i: int) -> jax.Array:
         part = jax.random.uniform(jax.random.fold_in(key, i), x.shape, jnp.float32)
         part = (size * (2 * part - 1)).astype(x.dtype)
         # A zero does not move by a part of itself.
-        moved.append(jnp.where(x == 0, part, x * (1 + part)))
-    return jax.tree.unflatten(structure, moved)
+        return jnp.where(x == 0, part, x * (1 + part))
+
+    leaves, structure = jax.tree.flatten(params)
+    return jax.tree.unflatten(structure, map(move, leaves, range(len(leaves))))
 
 
 @jax.jit
 def _wide(tree: Any) -> Any:
     def cast(x: jax.Array) -> jax.Array:
-        if not jnp.issubdtype(x.dtype, jnp.inexact):
-            return x
-        return x.astype(jnp.complex128 if jnp.iscomplexobj(x) else jnp.float64)
+        inexact = jnp.issubdtype(x.dtype, jnp.inexact)
+        return x.astype(jnp.promote_types(x.dtype, jnp.float64)) if inexact else x
 
     return jax.tree.map(cast, tree)
 
