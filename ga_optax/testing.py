@@ -139,8 +139,9 @@ def _difference(actual: Any, expected: Any) -> str | None:
     at = tuple(map(int, np.argwhere(differ)[0]))
     x, y = (f"0x{int(bits[at]):0{2 * a.dtype.itemsize}x}" for bits in (a_bits, b_bits))
     text = (
-        f"{differ.sum()} of {differ.size} elements differ in their bits, the first at "
-        f"index {at[:-1]}{where[at[-1]]}: actual {x} ({a[at]!s}), expected {y} ({b[at]!s})"
+        f"{differ.sum()} of {differ.size} elements differ in their bits, the "
+        f"first at index {at[:-1]}{where[at[-1]]}: actual {x} ({a[at]!s}), "
+        f"expected {y} ({b[at]!s})"
     )
     if jnp.issubdtype(a.dtype, jnp.floating):
         apart = ulps(a, b)

@@ -100,7 +100,7 @@ def _rounding(native: Native) -> Finding:
 
 def _scale(fit: Fit) -> Finding | None:
     """Whether G is c times the mean of the micro-gradients."""
-    c, k = fit.factor, fit.comparison.problem.k
+    c, k = fit.factor, fit.problem.k
     factor = c and fit.known_factor(c)
     if c is None or factor == 1:  # With 1, the weights are wrong.
         return None
@@ -168,7 +168,7 @@ def _constant(fit: Fit) -> Finding | None:
     """Whether the loss is a sum over examples plus a term without any."""
     detail = f"""The loss is a sum over examples plus a constant term, such as an L2
         penalty on the parameters. Accumulation keeps the constant and divides the sum
-        by {fit.comparison.problem.k}, so no single factor mends it."""
+        by {fit.problem.k}, so no single factor mends it."""
     mend = """Return the mean over the examples, jnp.mean(...) instead of jnp.sum(...),
         plus the penalty as it is, with its coefficient chosen for a mean."""
     return Finding(Cause.SCALE, mend, detail) if fit.has_constant() else None

@@ -1,4 +1,4 @@
-"""Norms and differences of gradients, which are lists of leaves here; ULPs."""
+"""Norms and differences of gradients, which are lists of leaves here, and ULPs."""
 
 import functools
 import math

@@ -1,4 +1,4 @@
-"""Evaluates the loss and its gradient in float64, if the loss runs in float64."""
+"""Evaluates the loss and its gradient in float64, if it can, and shows the progress."""
 
 import copy
 import dataclasses
@@ -65,11 +65,9 @@ class Loss:
             narrow = self._use(problem.params, problem.batch, x64=problem.x64)
             reason = f"{type(error).__name__}: {error}".strip().split("\n")[0][:120]
             self.note = f"The loss does not run in float64 ({reason})"
-        self.note = (
-            self.note
-            and f"""{self.note}, so the diagnosis cannot see effects
-            that are as small as the rounding of {narrow.name}."""
-        )
+        if self.note:
+            self.note += f""", so the diagnosis cannot see effects that are as small as
+                the rounding of {narrow.name}."""
         self.dtype, self.eps = narrow.name, float(jnp.finfo(narrow).eps)
 
     def _use(self, params: Any, batch: Any, *, x64: bool) -> np.dtype:
