@@ -121,8 +121,9 @@ def _moved(params: Any, key: jax.Array, size: ArrayLike) -> Any:
 @jax.jit
 def _wide(tree: Any) -> Any:
     def cast(x: jax.Array) -> jax.Array:
-        inexact = jnp.issubdtype(x.dtype, jnp.inexact)
-        return x.astype(jnp.promote_types(x.dtype, jnp.float64)) if inexact else x
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            return x
+        return x.astype(jnp.complex128 if jnp.iscomplexobj(x) else jnp.float64)
 
     return jax.tree.map(cast, tree)
 
