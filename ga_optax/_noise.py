@@ -96,8 +96,7 @@ class NoiseScale(NamedTuple):
             return repr(self)
         if not self.windows:
             return (
-                "The noise scale is unknown: no window of two or more micro-steps has "
-                "closed yet."
+                "The noise scale is unknown: no window of several micro-steps closed."
             )
         of = f"{int(self.windows)} window{'s' if self.windows > 1 else ''}"
         if not self.known:
@@ -211,8 +210,8 @@ def add(
     noise: NoiseState, grads: optax.Updates, weight: ArrayLike | None, empty: jax.Array
 ) -> NoiseState:
     """Adds one micro-step, the first of its window if `empty`."""
-    squares = jnp.where(empty, jnp.zeros_like(noise.squares), noise.squares)
-    count = jnp.where(empty, jnp.zeros_like(noise.count), noise.count)
+    held = noise.squares, noise.count
+    squares, count = (jnp.where(empty, jnp.zeros_like(x), x) for x in held)
     term = _squared_norm(grads).astype(squares.dtype)
     if weight is None:
         return noise._replace(squares=squares + term, count=count + 1)
@@ -310,13 +309,8 @@ def _interval(
     n = jnp.tanh(half * windows.astype(s.dtype)) / math.tanh(half)
     s = jnp.where(enough, s, jnp.ones_like(s))
     # The variance of a mean: Σ (x - mean)² / n / (n - 1).
-    v_ss, v_tt, v_st = (
-        jnp.square(_t_quantile(n - 1))
-        * noise.deviation[..., i]
-        / jnp.square(s)
-        / (n - 1)
-        for i in range(3)
-    )
+    q = jnp.square(_t_quantile(n - 1)) / (n - 1)
+    v_ss, v_tt, v_st = (q * noise.deviation[..., i] / jnp.square(s) for i in range(3))
     r = t / s
     a, b, c = 1 - v_ss, r - v_st, jnp.square(r) - v_tt
     root = jnp.sqrt(jnp.maximum(jnp.square(b) - a * c, 0))
@@ -328,12 +322,10 @@ def _interval(
     excluded = ~bounded & (root > 0) & (first <= 0)
     zero, inf = jnp.zeros_like(r), jnp.full_like(r, jnp.inf)
     low = jnp.where(bounded, first, jnp.where(excluded, second, zero))
-    high = jnp.where(bounded & (s > 0), second, inf)
     # Rounding alone can make t negative.
-    return (
-        jnp.where(enough, jnp.maximum(low, 0), zero),
-        jnp.where(enough, jnp.maximum(high, 0), inf),
-    )
+    low, high = jnp.maximum(low, 0), jnp.maximum(second, 0)
+    bounded = bounded & enough & (s > 0)
+    return jnp.where(enough, low, zero), jnp.where(bounded, high, inf)
 
 
 def _t_quantile(freedom: jax.Array) -> jax.Array:
@@ -358,13 +350,10 @@ def _the_only(state: optax.OptState) -> NoiseState:
     found = {jax.tree_util.keystr(path): node for path, node in nodes if is_noise(node)}
     if len(found) == 1:
         return next(iter(found.values()))
-    if found:
-        raise ValueError(
-            "noise_scale needs a state with one MultiSteps that tracks noise, but "
-            f"there are {len(found)}: {', '.join(found)}. Pass the one that you mean."
-        )
+    there = f"there are {len(found)}: {', '.join(found)}. Pass the one that you mean."
+    if not found:
+        there = f"there is none in a {type(state).__name__}. Make one with its init."
     raise ValueError(
-        "noise_scale needs the state of a ga_optax.MultiSteps with track_noise=True, "
-        f"but there is none in a {type(state).__name__}. Make the optimizer with "
-        "track_noise=True, and its state with init."
+        "noise_scale needs the state of one ga_optax.MultiSteps with track_noise=True, "
+        f"but {there}"
     )

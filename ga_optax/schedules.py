@@ -33,7 +33,6 @@ How papers describe their ramps:
   gradually from 3072 to 15360 over the first 469B tokens.
 """
 
-import bisect
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -48,7 +47,7 @@ from ga_optax._text import columns
 
 __all__ = ["Ramp", "linear", "stepwise"]
 
-_LAST_STEP = np.iinfo(np.int32).max  # steps are int32 in the states of optimizers
+_MOST = np.iinfo(np.int32).max  # steps and k are int32 in the states of optimizers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,22 +82,16 @@ class Ramp:
         shape, dtype = jnp.shape(step), jnp.result_type(step)
         if not jnp.issubdtype(dtype, jnp.integer):
             raise TypeError(
-                f"step must be an integer, but it has dtype {dtype.name}. Pass the "
-                "number of updates of the inner optimizer so far."
+                f"step must be an integer, but it has dtype {dtype.name}. Pass a count."
             )
         if shape != ():
             raise ValueError(
-                f"step must be a scalar, but it has shape {shape}. Use jax.vmap for "
-                "several steps."
+                f"step must be a scalar, but it has shape {shape}. Use jax.vmap."
             )
-        stage = jnp.searchsorted(
-            jnp.asarray(self.first_steps, jnp.int32),
-            jnp.asarray(step, jnp.int32),
-            side="right",
-            method="compare_all",  # the default is a loop
-        )
+        later = jnp.asarray(self.first_steps[1:], jnp.int32)
+        begun = later <= jnp.asarray(step, jnp.int32)
         ks = jnp.asarray(self.num_microbatches, jnp.int32)
-        return ks[jnp.maximum(stage - 1, 0)]
+        return ks[jnp.sum(begun, dtype=jnp.int32)]
 
     @property
     def batch_sizes(self) -> tuple[int, ...]:
@@ -119,22 +112,15 @@ class Ramp:
           ValueError: if `step` is negative.
         """
         step = check_int("step", step, "Pass the number of steps so far.", least=0)
-        stage = bisect.bisect_right(self.first_steps, step)
-        ends = (*self.first_steps[1:stage], step)
-        starts = self.first_steps[:stage]
-        return sum(
-            (end - start) * batch
-            for start, end, batch in zip(starts, ends, self.batch_sizes, strict=False)
-        )
+        ends = (*self.first_steps[1:], step)
+        stages = zip(self.first_steps, ends, self.batch_sizes, strict=True)
+        return sum(max(0, min(end, step) - first) * size for first, end, size in stages)
 
     def __str__(self) -> str:
-        table: list[tuple[str, ...]] = [("from step", "seen", "k", "batch size")]
-        for first, k, batch in zip(
-            self.first_steps, self.num_microbatches, self.batch_sizes, strict=True
-        ):
-            numbers = (first, self.seen(first), k, batch)
-            table.append(tuple(f"{number:,}" for number in numbers))
-        return "\n".join(columns(table))
+        seen = map(self.seen, self.first_steps)
+        figures = self.first_steps, seen, self.num_microbatches, self.batch_sizes
+        rows = [[f"{x:,}" for x in row] for row in zip(*figures, strict=True)]
+        return "\n".join(columns([["from step", "seen", "k", "batch size"], *rows]))
 
 
 def linear(
@@ -188,15 +174,12 @@ def linear(
       See the module.
     """
     size = check_int("microbatch_size", microbatch_size, _SIZES)
-    start = _multiple("start", start, "microbatch_size", size)
-    end = _multiple("end", end, "microbatch_size", size)
+    start, end = _multiple("start", start, size), _multiple("end", end, size)
     duration = check_int("duration", duration, _SIZES)
-    by = size if increment is None else increment
-    by = _multiple("increment", by, "microbatch_size", size)
+    by = size if increment is None else _multiple("increment", increment, size)
     if end < start:
         raise ValueError(
-            f"end must not be below start={start}, but it is {end}. Use stepwise for a "
-            "batch size that decreases."
+            f"end must not be below start={start}, but it is {end}. Use stepwise."
         )
     n, rest = divmod(end - start, by)
     if rest:
@@ -254,7 +237,7 @@ def stepwise(
     """
     size = check_int("microbatch_size", microbatch_size, _SIZES)
     batches = [
-        _multiple(f"batch_sizes[{j}]", batch, "microbatch_size", size)
+        _multiple(f"batch_sizes[{j}]", batch, size)
         for j, batch in enumerate(batch_sizes)
     ]
     starts = [
@@ -263,9 +246,8 @@ def stepwise(
     ]
     if not batches or len(starts) != len(batches) - 1:
         raise ValueError(
-            "There must be one boundary between each two batch sizes, but there are "
-            f"{len(batches)} batch sizes and {len(starts)} boundaries. The first stage "
-            "begins at 0 and has none."
+            "There must be one boundary less than batch sizes, but there are "
+            f"{len(batches)} batch sizes and {len(starts)} boundaries. Leave 0 out."
         )
     for j in range(1, len(starts)):
         if starts[j] <= starts[j - 1]:
@@ -274,25 +256,30 @@ def stepwise(
                 f"{starts[j - 1]}. Sort them, and the batch sizes with them."
             )
     if boundaries_in_steps:
-        _check_steps(starts)
-        return Ramp(size, (0, *starts), tuple(batch // size for batch in batches))
+        return _in_steps(dict(zip((0, *starts), batches, strict=True)), size)
     return _ramp(batches, starts, size)
 
 
 def _ramp(batches: list[int], thresholds: list[int], size: int) -> Ramp:
     """The ramp whose stage j + 1 begins when `thresholds[j]` have been seen."""
-    firsts, kept = [0], [batches[0]]
-    seen = 0
+    stages, first, seen = {0: batches[0]}, 0, 0
     for threshold, batch in zip(thresholds, batches[1:], strict=True):
-        steps = max(0, -(-(threshold - seen) // kept[-1]))
-        if steps == 0:  # one batch crossed two thresholds: the stage has no step
-            kept[-1] = batch
-            continue
-        seen += steps * kept[-1]
-        firsts.append(firsts[-1] + steps)
-        kept.append(batch)
-    _check_steps(firsts)
-    return Ramp(size, tuple(firsts), tuple(batch // size for batch in kept))
+        steps = max(0, -(-(threshold - seen) // stages[first]))
+        seen += steps * stages[first]
+        first += steps
+        stages[first] = batch  # the only one, if one batch crossed two thresholds
+    return _in_steps(stages, size)
+
+
+def _in_steps(stages: dict[int, int], size: int) -> Ramp:
+    """The ramp with these batch sizes, each from its first step on."""
+    last = max(stages)
+    if last > _MOST:
+        raise ValueError(
+            "Every stage must begin at a step below 2^31, but the last begins at step "
+            f"{last}. Leave it out, as it is never reached, or check the units."
+        )
+    return Ramp(size, tuple(stages), tuple(batch // size for batch in stages.values()))
 
 
 # -- Checks ----------------------------------------------------------------------------
@@ -300,25 +287,18 @@ def _ramp(batches: list[int], thresholds: list[int], size: int) -> Ramp:
 _SIZES = "Pass a number of examples, or of tokens, in the same unit for all."
 
 
-def _multiple(name: str, value: Any, of: str, size: int) -> int:
+def _multiple(name: str, value: Any, size: int) -> int:
     whole = check_int(name, value, _SIZES)
     if whole % size:
         below = whole // size * size
-        near = f"{below} or {below + size}" if below else f"{size}"
+        near = f"{below} or {below + size}" if below else size
         raise ValueError(
-            f"{name} must be a multiple of {of}={size}, but it is {whole}. Use {near}."
+            f"{name} must be a multiple of microbatch_size={size}, but it is {whole}. "
+            f"Use {near}."
         )
-    if whole // size > np.iinfo(np.int32).max:
+    if whole // size > _MOST:
         raise ValueError(
             f"{name} must be at most 2^31 - 1 micro-batches of {size}, but it is "
-            f"{whole}. Use a larger {of}."
+            f"{whole}. Use a larger microbatch_size."
         )
     return whole
-
-
-def _check_steps(firsts: Sequence[int]) -> None:
-    if firsts and firsts[-1] > _LAST_STEP:
-        raise ValueError(
-            "Every stage must begin at a step below 2^31, but the last begins at step "
-            f"{firsts[-1]}. Leave it out, as it is never reached, or check the units."
-        )

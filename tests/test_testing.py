@@ -14,7 +14,7 @@ import pytest
 
 import ga_optax as ga
 from ga_optax import testing
-from ga_optax._verify.ulps import ulps
+from ga_optax._verify.gradients import ulps
 
 SAME_BITS = testing.assert_trees_bitwise_equal
 DTYPES = ["float16", "bfloat16", "float32", "float64", "int8", "uint32", "bool"]

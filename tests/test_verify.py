@@ -14,8 +14,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import ga_optax as ga
 from ga_optax._verify import Cause
-from ga_optax._verify.progress import Progress
-from ga_optax._verify.ulps import ulps
+from ga_optax._verify.gradients import ulps
+from ga_optax._verify.loss import Progress
 
 K = 4
 

@@ -13,11 +13,10 @@ examples in another order, or another key. If nothing does, the examples interac
 Each module imports only those above it:
 
     report        what the user gets, and the page that it prints
-    ulps          how many numbers lie between two others
-    progress      a line on a terminal
-    gradients     norms and differences of gradients
+    gradients     norms and differences of gradients, and ULPs
     problem       the user's arguments, and how the batch is divided
-    loss          evaluates the loss in float64, if it can; names the first inf or NaN
+    loss          evaluates the loss in float64, if it can; names the first inf or NaN;
+                  shows the progress
     comparison    D, and whether it is rounding
     native        both gradients as training computes them
     fit           which weights of the gᵢ give G

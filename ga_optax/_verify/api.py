@@ -7,17 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.typing import ArrayLike
 
 from ga_optax import _checks
 from ga_optax._microbatch import value_and_grad
 from ga_optax._verify.comparison import Comparison
-from ga_optax._verify.diagnosis import Evidence
-from ga_optax._verify.loss import Loss, NotFiniteError
+from ga_optax._verify.loss import Loss, NotFiniteError, Progress
 from ga_optax._verify.native import Native
 from ga_optax._verify.problem import Problem, split
-from ga_optax._verify.progress import Progress
 from ga_optax._verify.report import Report
 from ga_optax._verify.summary import compared, nothing_compared
 
@@ -126,11 +124,9 @@ def verify(
     with jax.enable_x64(True), Progress() as progress:
         evaluator = Loss(problem, progress)
         try:
-            comparison = Comparison(evaluator)
-            native = Native(comparison)
+            return compared(Native(Comparison(evaluator)))
         except NotFiniteError as error:
             return nothing_compared(error, evaluator)
-        return compared(Evidence(comparison, native))
 
 
 def _check(fun: Any, params: Any, batch: Any, rng: Any) -> None:
@@ -143,8 +139,7 @@ def _check(fun: Any, params: Any, batch: Any, rng: Any) -> None:
         if jnp.ndim(leaf) == 0:
             raise ValueError(
                 "Every leaf of the batch must have a batch axis, but "
-                f"{_checks.leaf_name(path)} is a scalar. Close over what is not split: "
-                "lambda params, batch: loss(params, batch, scalar)."
+                f"{_checks.leaf_name(path)} is a scalar. Close over what is not split."
             )
     if rng is not None:
         _checks.check_not_empty("rng", rng, "Pass jax.random.key(0), or leave it out.")
@@ -169,12 +164,11 @@ def _placed(x: ArrayLike) -> jax.Array:
     """As an array, where it lies; its rows can be picked without an `out_sharding`."""
     x = jnp.asarray(x)
     old = x.sharding
-    if isinstance(old, NamedSharding) and isinstance(old.mesh, Mesh):
-        types = (AxisType.Auto,) * len(old.mesh.axis_names)
-        mesh = Mesh(old.mesh.devices, old.mesh.axis_names, axis_types=types)
-        new = NamedSharding(mesh, old.spec, memory_kind=old.memory_kind)
-        x = jax.device_put(x, new)
-    return x
+    if not isinstance(old, NamedSharding) or not isinstance(old.mesh, Mesh):
+        return x
+    mesh = Mesh(old.mesh.devices, old.mesh.axis_names)  # of automatic axes
+    new = NamedSharding(mesh, old.spec, memory_kind=old.memory_kind)
+    return jax.device_put(x, new)
 
 
 def _weights(weight_fn: Callable[..., ArrayLike], batch: Any, k: int) -> np.ndarray:

@@ -3,7 +3,7 @@
 It takes one micro-gradient at a time, so that three gradient trees suffice for any k.
 """
 
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 
@@ -44,7 +44,7 @@ class Comparison:
         weights = self.problem.weights
         self.weighted = not (weights == 1).all()
         self.share = weights / (weights.sum() or 1.0)
-        difference = self._residual(self.share, record=True)
+        difference = self._residual(self.share, self._recorded)
         self.difference = norms(difference)
         self.relative = np.array(list(map(ratio, self.difference, self.undivided)))
         self.relative_norm = ratio(norm(self.difference), norm(self.undivided))
@@ -53,7 +53,8 @@ class Comparison:
         self.noisy = not self.agrees and loss.eps > np.finfo(np.float64).eps
         if self.noisy:
             # At parameters that are moved by the rounding of the narrow dtype.
-            moved = self._residual(self.share, loss.nearby(2 * loss.eps, seed=1))
+            near = loss.nearby(2 * loss.eps, seed=1)
+            moved = self._residual(self.share, lambda i: loss.of_part(i, near)[1])
             self.noise = norms(subtract(moved, difference, 1.0))
             self.agrees = self._is_rounding(self.difference)
 
@@ -73,28 +74,25 @@ class Comparison:
 
     def reproduces(self, weights: np.ndarray) -> bool:
         """Whether Σ wᵢ·gᵢ = G on every leaf, not only in a sketch."""
-        rest = norms(self._residual(weights))
+        rest = norms(self._residual(weights, lambda i: self.loss.of_part(i)[1]))
         return self._is_rounding(rest, scale=max(1.0, weights.sum()))
 
     def _is_rounding(self, rest: np.ndarray, scale: float = 1.0) -> bool:
         return bool((rest <= self.allowed(scale)).all())
 
     def _residual(
-        self, weights: np.ndarray, params: Any = None, *, record: bool = False
+        self, weights: np.ndarray, gradient: Callable[[int | None], Leaves]
     ) -> Leaves:
-        """G - Σ wᵢ·gᵢ; a weight of 0 leaves gᵢ out."""
-        rest = self._term(None, params, record=record)
+        """G - Σ wᵢ·gᵢ of these gradients; a weight of 0 leaves gᵢ out."""
+        rest = gradient(None)
         for i in map(int, np.flatnonzero(weights)):
-            grads = self._term(i, params, record=record)
-            rest = subtract(rest, grads, float(weights[i]))
-            del grads  # before the next one comes
+            # Nothing else holds gᵢ when the next one comes.
+            rest = subtract(rest, gradient(i), float(weights[i]))
         return rest
 
-    def _term(self, part: int | None, params: Any, *, record: bool) -> Leaves:
-        """G or gᵢ. `record` adds it to the sums, and raises if it is not finite."""
-        value, grads = self.loss.of_part(part, params)
-        if not record:
-            return grads
+    def _recorded(self, part: int | None) -> Leaves:
+        """G or gᵢ, which enter the sums; raises if there is an inf or a NaN."""
+        value, grads = self.loss.of_part(part)
         if part is None:
             self.undivided = self.terms = norms(grads)
             self.losses = value, 0.0
@@ -103,14 +101,14 @@ class Comparison:
             self.terms = self.terms + abs(share) * norms(grads)
             self.losses = self.losses[0], self.losses[1] + share * value
         found = self._not_finite(part, value, grads)
-        if found is not None and part is None and self.problem.k > 1:
+        if found is None:
+            return grads
+        if part is None and self.problem.k > 1:
             # Which micro-batch it comes from. One of weight 0 may hold anything.
             parts = map(int, np.flatnonzero(self.share))
             bad = (self._not_finite(i, *self.loss.of_part(i)) for i in parts)
             found = next(filter(None, bad), found)
-        if found is not None:
-            raise NotFiniteError(found, self.losses, only_part=part is not None)
-        return grads
+        raise NotFiniteError(found, self.losses, only_part=part is not None)
 
     def _not_finite(self, part: int | None, value: float, grads: Leaves) -> str | None:
         return first_not_finite(self.problem, self.problem.place(part), value, grads)

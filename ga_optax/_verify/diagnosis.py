@@ -1,16 +1,14 @@
 """Why the two gradients differ: questions in order, until one of them has the answer.
 
-A question is a function of the evidence that returns a `Finding`, or None if the cause
+A question is a function of what is known that returns a `Finding`, or None if the cause
 is another one. To add a cause, add a member to `Cause`, write its question, and put the
 question into `_QUESTIONS`, before the more general ones.
 """
 
 import dataclasses
-import functools
 
 import numpy as np
 
-from ga_optax._verify.comparison import Comparison
 from ga_optax._verify.counts import EXACT, code_that_counts, proportions
 from ga_optax._verify.fit import Fit
 from ga_optax._verify.gradients import norm
@@ -38,26 +36,28 @@ class Finding:
     weights: tuple[float, ...] | None = None
 
 
-class Evidence:
-    """What the questions are asked of.
-
-    Attributes:
-      comparison: the two gradients in float64, if the loss runs in float64.
-      native: the two gradients as training computes them.
-    """
-
-    def __init__(self, comparison: Comparison, native: Native) -> None:
-        self.comparison, self.native = comparison, native
-
-    @functools.cached_property
-    def fit(self) -> Fit:
-        """Which weights of the micro-gradients give the undivided one."""
-        return Fit(self.comparison)
-
-
-def diagnose(evidence: Evidence) -> Finding:
+def diagnose(native: Native) -> Finding:
     """Names the cause."""
-    findings = (question(evidence) for question in _QUESTIONS)
+    comparison = native.comparison
+    if comparison.agrees and not norm(comparison.terms):
+        mend = "Run verify again at parameters where the gradient is not zero."
+        detail = "Both are exactly zero, so this shows nothing."
+        return Finding(Cause.EQUAL, mend, detail)
+    if comparison.agrees and native.max_ulp == 0:
+        return Finding(Cause.EQUAL, _NOTHING)
+    # Two traces can differ by more than rounding.
+    drawn = not comparison.agrees or native.has_few_digits
+    if drawn and not comparison.same(loss=comparison.loss.traced_again()):
+        detail = """Traced a second time, the loss gave another gradient for the same
+            batch. It draws random numbers that are not JAX's, from numpy.random for
+            example."""
+        mend = """Pass a key as rng= to verify, and draw with jax.random from the key
+            that the loss then gets as its third argument."""
+        return Finding(Cause.RANDOMNESS, mend, detail)
+    if comparison.agrees:
+        return _rounding(native)
+    fit = Fit(comparison)
+    findings = (question(fit) for question in _QUESTIONS)
     return next(finding for finding in findings if finding is not None)
 
 
@@ -79,41 +79,12 @@ def not_finite(error: NotFiniteError) -> Finding:
     return Finding(Cause.NOT_FINITE, mend, detail)
 
 
-# -- If the gradients agree ------------------------------------------------------------
-
 _NOTHING = "There is nothing to mend."
 
 
-def _zero(evidence: Evidence) -> Finding | None:
-    zero = evidence.comparison.agrees and not norm(evidence.comparison.terms)
-    mend = "Run verify again at parameters where the gradient is not zero."
-    detail = "Both are exactly zero, so this shows nothing."
-    return Finding(Cause.EQUAL, mend, detail) if zero else None
-
-
-def _equal(evidence: Evidence) -> Finding | None:
-    equal = evidence.comparison.agrees and evidence.native.max_ulp == 0
-    return Finding(Cause.EQUAL, _NOTHING) if equal else None
-
-
-def _redrawn(evidence: Evidence) -> Finding | None:
-    """Whether the loss is no function of its arguments."""
-    comparison = evidence.comparison
-    # Two traces can differ by more than rounding.
-    if comparison.agrees and not evidence.native.has_few_digits:
-        return None
-    if comparison.same(loss=comparison.loss.traced_again()):
-        return None
-    detail = """Traced a second time, the loss gave another gradient for the same batch.
-        It draws random numbers that are not JAX's, from numpy.random for example."""
-    mend = """Pass a key as rng= to verify, and draw with jax.random from the key that
-        the loss then gets as its third argument."""
-    return Finding(Cause.RANDOMNESS, mend, detail)
-
-
-def _rounding(evidence: Evidence) -> Finding | None:
-    native, extent, mend = evidence.native, "", _NOTHING
-    if not evidence.comparison.noisy:
+def _rounding(native: Native) -> Finding:
+    extent, mend = "", _NOTHING
+    if not native.comparison.noisy:
         extent = """Against float64, the undivided gradient is off by {:.1e} and the
             accumulated one by {:.1e}, relative to its norm. """.format(*native.errors)
     if native.has_few_digits:
@@ -121,17 +92,16 @@ def _rounding(evidence: Evidence) -> Finding | None:
         mend = f"""The accumulation is right, but the gradient is a small difference of
             large numbers, with few correct digits in {native.dtype}. Compute that part
             of the loss in a wider dtype."""
-    finding = Finding(Cause.ROUNDING, mend, extent=extent)
-    return finding if evidence.comparison.agrees else None
+    return Finding(Cause.ROUNDING, mend, extent=extent)
 
 
 # -- If they differ: what else gives the undivided gradient ----------------------------
 
 
-def _scale(evidence: Evidence) -> Finding | None:
+def _scale(fit: Fit) -> Finding | None:
     """Whether G is c times the mean of the micro-gradients."""
-    c, k = evidence.fit.factor, evidence.comparison.problem.k
-    factor = c and evidence.fit.known_factor(c)
+    c, k = fit.factor, fit.problem.k
+    factor = c and fit.known_factor(c)
     if c is None or factor == 1:  # With 1, the weights are wrong.
         return None
     detail = f"The undivided gradient is {c:.6g} times the mean of the micro-batches'."
@@ -148,20 +118,20 @@ def _scale(evidence: Evidence) -> Finding | None:
         detail = f"""The mean of the micro-batches' gradients is {k} times too large,
             and there are {k} of them: the loss is divided by its batch size twice."""
         mend = "Return jnp.mean(...), and do not divide it by the batch size again."
-    if evidence.comparison.weighted:
+    if fit.comparison.weighted:
         detail += f""" In addition, weight_fn weighs the micro-batches as
-            {proportions(evidence.comparison.share)}; this loss needs equal weights."""
+            {proportions(fit.comparison.share)}; this loss needs equal weights."""
         mend += """ Leave weight_fn out, or make the loss a mean over what weight_fn
             counts, within the batch that it gets."""
     return Finding(Cause.SCALE, mend, detail, weights=(c / k,) * k)
 
 
-def _weights(evidence: Evidence) -> Finding | None:
+def _weights(fit: Fit) -> Finding | None:
     """Whether G = Σ wᵢ·gᵢ with weights that depend on the batch alone."""
-    found, comparison = evidence.fit.weights, evidence.comparison
+    found, comparison = fit.weights, fit.comparison
     if found is None:
         return None
-    total, trust = float(found.values.sum()), evidence.fit.trust
+    total, trust = float(found.values.sum()), fit.trust
     share, code = found.values / total, None
     plain = np.allclose(share, 1 / len(share), rtol=1e-6, atol=0)
     counted = not plain and code_that_counts(comparison.problem.batch, share, trust)
@@ -171,17 +141,17 @@ def _weights(evidence: Evidence) -> Finding | None:
     used = f"as {proportions(comparison.share)}" if comparison.weighted else "equally"
     shown = proportions(share, trust)
     detail = f"They count {used} now, but must count as {shown}"
-    mend = "Leave weight_fn out."
     if plain:
+        mend = "Leave weight_fn out."
         detail += ": the loss is a plain mean, and needs no weights."
     else:
-        detail += """ or a multiple of that. The loss divides by a count that differs
-            between micro-batches, most likely of the tokens that are not padding."""
-        mend = f"""Pass weight_fn=lambda batch: {code} to ga_optax.value_and_grad. With
-            ga_optax.MultiSteps, pass weight={code} with every micro-batch."""
-    if not plain and not code:
         mend = f"""Pass a weight_fn to ga_optax.value_and_grad that returns the number
             your loss divides by: {shown} for these micro-batches, or a multiple."""
+        detail += """ or a multiple of that. The loss divides by a count that differs
+            between micro-batches, most likely of the tokens that are not padding."""
+    if code:
+        mend = f"""Pass weight_fn=lambda batch: {code} to ga_optax.value_and_grad. With
+            ga_optax.MultiSteps, pass weight={code} with every micro-batch."""
     if not found.known.all():
         which = ", ".join(map(str, np.flatnonzero(~found.known)))
         detail += f""" The gradients do not show how micro-batches {which} share their
@@ -194,15 +164,14 @@ def _weights(evidence: Evidence) -> Finding | None:
     return Finding(Cause.WEIGHTS, mend, detail, weights=tuple((total * share).tolist()))
 
 
-def _constant(evidence: Evidence) -> Finding | None:
+def _constant(fit: Fit) -> Finding | None:
     """Whether the loss is a sum over examples plus a term without any."""
     detail = f"""The loss is a sum over examples plus a constant term, such as an L2
         penalty on the parameters. Accumulation keeps the constant and divides the sum
-        by {evidence.comparison.problem.k}, so no single factor mends it."""
+        by {fit.problem.k}, so no single factor mends it."""
     mend = """Return the mean over the examples, jnp.mean(...) instead of jnp.sum(...),
         plus the penalty as it is, with its coefficient chosen for a mean."""
-    found = evidence.fit.has_constant()
-    return Finding(Cause.SCALE, mend, detail) if found else None
+    return Finding(Cause.SCALE, mend, detail) if fit.has_constant() else None
 
 
 # -- If they differ: what changes the undivided gradient -------------------------------
@@ -211,32 +180,32 @@ _KEYS = """put jax.random.split(key, batch_size) into the batch and draw under j
     A second cause may be hidden: run verify again without randomness."""
 
 
-def _another_key(evidence: Evidence) -> Finding | None:
+def _another_key(fit: Fit) -> Finding | None:
     detail = """Another key gives another gradient, most likely because of dropout. Then
         micro-batches draw other random numbers than the undivided batch. That is as
         good for training, but it cannot be compared."""
     mend = f"""Nothing in training. To compare, switch the randomness off (such as
         deterministic=True), or give each example a key of its own: {_KEYS}"""
-    same = not evidence.comparison.problem.key or evidence.comparison.same(key=1)
+    same = not fit.problem.key or fit.comparison.same(key=1)
     return None if same else Finding(Cause.RANDOMNESS, mend, detail)
 
 
-def _another_order(evidence: Evidence) -> Finding | None:
+def _another_order(fit: Fit) -> Finding | None:
     detail = """The same examples in another order give another gradient: the loss
         draws random numbers for the whole batch at once (dropout with one key), or
         weighs examples by position."""
     mend = f"Give each example its weight or its key in its own row. For keys, {_KEYS}"
-    rows = evidence.comparison.problem.rows
-    same = evidence.comparison.same(rows=np.roll(rows(None), len(rows(0))))
+    rows = fit.problem.rows
+    same = fit.comparison.same(rows=np.roll(rows(None), len(rows(0))))
     return None if same else Finding(Cause.RANDOMNESS, mend, detail)
 
 
-def _undetermined(evidence: Evidence) -> Finding | None:
+def _undetermined(fit: Fit) -> Finding | None:
     mend = "Run verify with 3 or more micro-batches, or with more parameters."
-    return Finding(Cause.UNDETERMINED, mend) if evidence.fit.ambiguous else None
+    return Finding(Cause.UNDETERMINED, mend) if fit.ambiguous else None
 
 
-def _cross_example(_: Evidence) -> Finding:
+def _cross_example(_: Fit) -> Finding:
     """Nothing else is left."""
     detail = """Their order does not matter, and no weights of the micro-batches
         reproduce the undivided gradient. Usual reasons: batch normalisation, a
@@ -252,10 +221,6 @@ def _cross_example(_: Evidence) -> Finding:
 
 
 _QUESTIONS = (
-    _zero,
-    _equal,
-    _redrawn,
-    _rounding,
     _scale,
     _weights,
     _constant,

@@ -45,12 +45,14 @@ class Fit:
     are three micro-batches or more, so a loss that is no weighted mean does not fit.
 
     Attributes:
+      comparison: the two gradients, which differ by more than rounding.
+      problem: what they are the gradients of.
       trust: how precise a fitted weight is.
     """
 
     def __init__(self, comparison: Comparison) -> None:
-        self._comparison, self._problem = comparison, comparison.problem
-        self._k = self._problem.k
+        self.comparison, self.problem = comparison, comparison.problem
+        self._k = self.problem.k
         # In units of what rounding may do to each leaf, so that a leaf counts however
         # small its gradient is, and one that is nothing but rounding does not.
         unit = comparison.allowed() / TOLERANCE
@@ -64,7 +66,7 @@ class Fit:
         self._equations = np.concatenate(self._points)
         self._pairs = np.zeros((len(here), 0))  # gᵢⱼ of neighbours, as columns
         if self._k > 2:
-            rows = itertools.pairwise(map(self._problem.rows, range(self._k)))
+            rows = itertools.pairwise(map(self.problem.rows, range(self._k)))
             pairs = np.stack([self._sketch(np.concatenate(ij)) for ij in rows], axis=1)
             self._pairs = pairs if np.isfinite(pairs).all() else self._pairs
 
@@ -96,9 +98,9 @@ class Fit:
         if c <= 0 or not self._fits(weights) or not self._pairs_fit(weights):
             return None
         known = self.known_factor(c)
-        if not self._pairs.size and self._rank <= 1 and known in (None, 1):
-            return None  # One equation, and any c solves it.
-        if not self._comparison.reproduces(weights):
+        # One equation, and any c solves it.
+        open_ = not self._pairs.size and self._rank <= 1 and known in (None, 1)
+        if open_ or not self.comparison.reproduces(weights):
             return None
         return None if known != 1 and self._is_normalised() else c
 
@@ -113,7 +115,7 @@ class Fit:
         if self.factor is not None and self.known_factor(self.factor) == 1:
             return Weights(np.full(self._k, 1 / self._k), np.ones(self._k, bool))
         found = self._weighted_mean() or self._scaled_weighted_mean()
-        reproduces = self._comparison.reproduces
+        reproduces = self.comparison.reproduces
         if found is None or self.ambiguous or not reproduces(found.values):
             return None
         # A maximum over the batch has a weight of 1 for the part that holds it.
@@ -124,7 +126,7 @@ class Fit:
 
         The constant shows in any two parts and their union: P = gᵢ + gⱼ - gᵢⱼ.
         """
-        columns, rows = self._here, self._problem.rows(0)
+        columns, rows = self._here, self.problem.rows(0)
         if self._pairs.size:
             constants = columns[:, :-1] + columns[:, 1:] - self._pairs
         elif self._k == 2 and len(rows) > 1:
@@ -141,17 +143,17 @@ class Fit:
     # -- The sketches ------------------------------------------------------------------
 
     def _sketch(self, rows: np.ndarray, key: int = 0, params: Any = None) -> np.ndarray:
-        grads = self._comparison.loss.of_rows(rows, key, params)[1]
+        grads = self.comparison.loss.of_rows(rows, key, params)[1]
         size = max(4096, 1 << (8 * self._k - 1).bit_length())  # a power of two
         return np.asarray(_sketch(grads, self._unit, size))
 
     def _point(self, params: Any) -> np.ndarray:
         """Sketches at some parameters: of the gᵢ, and of G in the last column."""
-        rows, parts = self._problem.rows, [*range(self._k), None]
+        rows, parts = self.problem.rows, [*range(self._k), None]
         sketches = [self._sketch(rows(i), i or 0, params) for i in parts]
         point = np.stack(sketches, axis=1)
         # A micro-batch of weight 0 may hold anything.
-        left_out = np.append(self._comparison.share == 0, False)
+        left_out = np.append(self.comparison.share == 0, False)
         return np.where(left_out & ~np.isfinite(point).all(0), 0.0, point)
 
     # -- What fits ---------------------------------------------------------------------
@@ -222,7 +224,7 @@ class Fit:
         """
         i = int(np.argmax(np.linalg.norm(self._here, axis=0)))
         once = self._here[:, i]
-        twice = self._sketch(np.tile(self._problem.rows(i), 2), i)
+        twice = self._sketch(np.tile(self.problem.rows(i), 2), i)
         return self._small(twice - once, np.stack([twice, once], axis=1))
 
     def _hold_nothing(self, parts: np.ndarray) -> bool:
@@ -233,12 +235,10 @@ class Fit:
         """
         columns = []
         for i in map(int, np.flatnonzero(parts & self._here.any(0))):
-            rows = self._problem.rows(i)
+            rows = self.problem.rows(i)
             columns += [self._sketch(np.full_like(rows, r), i) for r in rows[[0, -1]]]
-        if not columns:
-            return True
-        same = np.stack(columns, axis=1)
-        return self._small(same - same[:, :1], same)
+        same = np.array(columns).T
+        return not columns or self._small(same - same[:, :1], same)
 
 
 @functools.partial(jax.jit, static_argnums=2)

@@ -1,8 +1,10 @@
-"""Evaluates the loss and its gradient in float64, if the loss runs in float64."""
+"""Evaluates the loss and its gradient in float64, if it can, and shows the progress."""
 
 import copy
 import dataclasses
 import math
+import sys
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,9 +13,32 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from ga_optax._in_place import inner_programs
 from ga_optax._verify.gradients import Evaluated, Leaves, real
 from ga_optax._verify.problem import Problem
-from ga_optax._verify.progress import Progress
+
+
+class Progress:
+    """A line on stderr, if stderr is a terminal and it takes more than two seconds."""
+
+    def __init__(self) -> None:
+        self.start, self.done, self.shown = time.monotonic(), 0, False
+
+    def tick(self) -> None:
+        """One more gradient was evaluated."""
+        self.done += 1
+        seconds = time.monotonic() - self.start
+        if seconds > 2 and sys.stderr.isatty():
+            self.shown = True
+            text = f"\rga_optax.verify: {self.done} gradients, {seconds:.0f} s "
+            print(text, end="", file=sys.stderr, flush=True)
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.shown:
+            print("\r" + " " * 60 + "\r", end="", file=sys.stderr, flush=True)
 
 
 class Loss:
@@ -83,14 +108,14 @@ class Loss:
 
 @jax.jit
 def _moved(params: Any, key: jax.Array, size: ArrayLike) -> Any:
-    leaves, structure = jax.tree.flatten(params)
-    moved = []
-    for i, x in enumerate(leaves):
+    def move(x: jax.Array, i: int) -> jax.Array:
         part = jax.random.uniform(jax.random.fold_in(key, i), x.shape, jnp.float32)
         part = (size * (2 * part - 1)).astype(x.dtype)
         # A zero does not move by a part of itself.
-        moved.append(jnp.where(x == 0, part, x * (1 + part)))
-    return jax.tree.unflatten(structure, moved)
+        return jnp.where(x == 0, part, x * (1 + part))
+
+    leaves, structure = jax.tree.flatten(params)
+    return jax.tree.unflatten(structure, map(move, leaves, range(len(leaves))))
 
 
 @jax.jit
@@ -110,10 +135,8 @@ def _floating_dtypes(jaxpr: Any) -> Iterator[np.dtype]:
             dtype = getattr(variable.aval, "dtype", None)
             if dtype is not None and jnp.issubdtype(dtype, jnp.inexact):
                 yield np.dtype(jnp.finfo(dtype).dtype)
-        values = list(equation.params.values())
-        for inner in jax.tree.leaves(values, is_leaf=lambda x: hasattr(x, "eqns")):
-            if hasattr(inner, "eqns"):
-                yield from _floating_dtypes(inner)
+        for inner in inner_programs(equation):
+            yield from _floating_dtypes(inner)
 
 
 # -- What cannot be compared -----------------------------------------------------------

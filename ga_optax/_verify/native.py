@@ -7,16 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from ga_optax._verify.comparison import Comparison
-from ga_optax._verify.gradients import distance, norm, norms, ratio
+from ga_optax._verify.gradients import distance, norm, norms, ratio, ulps
 from ga_optax._verify.loss import NotFiniteError, first_not_finite
 from ga_optax._verify.report import LeafReport
-from ga_optax._verify.ulps import ulps
 
 
 class Native:
     """How the two gradients differ as training computes them.
 
     Attributes:
+      comparison: the two gradients in float64, if the loss runs in float64.
       leaves: a report for each leaf.
       max_ulp: the largest of the leaves.
       distance: ‖G - M‖, G undivided and M accumulated.
@@ -27,6 +27,7 @@ class Native:
     """
 
     def __init__(self, comparison: Comparison) -> None:
+        self.comparison = comparison
         loss, problem = comparison.loss, comparison.problem
         params, batch = problem.params, problem.batch
         grad, accumulated = jax.jit(jax.grad(problem.fun)), jax.jit(problem.accumulated)

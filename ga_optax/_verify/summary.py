@@ -6,9 +6,10 @@ from typing import Any
 import numpy as np
 
 from ga_optax._text import unfold
-from ga_optax._verify.diagnosis import Evidence, Finding, diagnose, not_finite
+from ga_optax._verify.diagnosis import Finding, diagnose, not_finite
 from ga_optax._verify.gradients import norm
 from ga_optax._verify.loss import Loss, NotFiniteError
+from ga_optax._verify.native import Native
 from ga_optax._verify.problem import Problem
 from ga_optax._verify.report import SAME, Cause, Report
 
@@ -20,11 +21,10 @@ def nothing_compared(error: NotFiniteError, loss: Loss) -> Report:
     return _report(not_finite(error), loss.problem, size, **figures)
 
 
-def compared(evidence: Evidence) -> Report:
+def compared(native: Native) -> Report:
     """The report of a comparison."""
-    comparison, native = evidence.comparison, evidence.native
-    finding = diagnose(evidence)
-    difference = _difference(finding.cause, evidence)
+    comparison, finding = native.comparison, diagnose(native)
+    difference = _difference(finding.cause, native)
     losses = _losses(finding.cause, *comparison.losses)
     note = comparison.loss.note if comparison.noisy else ""
     return _report(
@@ -58,9 +58,9 @@ def _report(
     )
 
 
-def _difference(cause: Cause, evidence: Evidence) -> str:
+def _difference(cause: Cause, native: Native) -> str:
     """How far the gradients are apart; nothing if they are equal."""
-    comparison, native = evidence.comparison, evidence.native
+    comparison = native.comparison
     if cause is Cause.EQUAL:
         return ""
     if not comparison.agrees:
