@@ -71,11 +71,21 @@ class Mean(Mode):
     def init(self, leaves: Leaves, vary: Vary) -> Accumulator:
         terms = [_inexact(x) for x in blank(leaves)]
         kept: Any = accumulator.init(terms)
-        total, weight = map(vary, kept.total, terms), vary(kept.weight, kept.weight)
-        return kept._replace(total=list(total), weight=weight)
+        total = [
+            vary(-zero, term) for zero, term in zip(kept.total, terms, strict=True)
+        ]
+        return kept._replace(total=total, weight=vary(kept.weight, kept.weight))
 
-    def step(self, kept: Accumulator, leaves: Leaves, weight: Weight) -> Accumulator:
-        return accumulator.add(kept, [_inexact(x) for x in leaves], weight)
+    def step(self, kept: Any, leaves: Leaves, weight: Weight) -> Accumulator:
+        terms = list(map(_inexact, leaves))
+        one = jnp.ones_like(kept.weight) if weight is None else weight
+        if weight is not None:
+            zero = accumulator.unknown_zero(kept.count)
+            dtypes = [t.dtype for t in kept.total]
+            pairs = zip(terms, dtypes, strict=True)
+            terms = [accumulator.weighted(x, weight, d, zero) for x, d in pairs]
+        total: Any = accumulator.add_terms(kept.total, terms, weight)
+        return Accumulator(total, kept.weight + one, accumulator.increment(kept.count))
 
     def addends(self, kept: Any) -> Leaves:
         return kept.total

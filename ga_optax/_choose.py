@@ -20,7 +20,23 @@ def branch(predicate: Predicate, do: Callable[[], T], leave: Callable[[], T]) ->
     """`do()` if the predicate holds, else `leave()`: one of them runs."""
     if isinstance(predicate, bool):
         return do() if predicate else leave()
-    return jax.lax.cond(predicate, do, leave)
+    return jax.lax.cond(predicate, _fenced(do), _fenced(leave))
+
+
+def _fenced(way: Callable[[], T]) -> Callable[[], T]:
+    """`way` with a barrier around the smallest of its results.
+
+    XLA's GPU compiler makes selects of a conditional with elementwise branches: both
+    would run every time. It leaves a conditional alone if there is a barrier in it.
+    """
+
+    def run() -> T:
+        leaves, structure = jax.tree.flatten(way())
+        smallest = min(range(len(leaves)), key=lambda i: jnp.size(leaves[i]))
+        leaves[smallest] = jax.lax.optimization_barrier(leaves[smallest])
+        return jax.tree.unflatten(structure, leaves)
+
+    return run
 
 
 def pick(predicate: Predicate, do: Callable[[], T], leave: Callable[[], T]) -> T:

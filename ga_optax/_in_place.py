@@ -48,14 +48,17 @@ def arrival(jaxpr: core.Jaxpr, variable: Any, way: str = "whole") -> str | None:
 
     "whole": likewise, but in one piece, which exists before it can be added.
 
-    None: anything else.
+    "scatter": from one look-up of rows (an embedding), whose sum XLA scatters into the
+    accumulator.
+
+    None: anything else, such as a bare product, which has to be `accumulator.rounded`.
     """
     uses = [(e, i) for e in jaxpr.eqns for i, x in enumerate(e.invars) if x is variable]
     if len(uses) != 1 or any(out is variable for out in jaxpr.outvars):
         return None
     [(equation, i)] = uses
     name = equation.primitive.name
-    out: Any = equation.outvars[0]
+    [out, *_] = [*equation.outvars, None]  # printing has no results
     if name in ("jit", "pjit", "remat2", "checkpoint", "scan"):
         [inner] = inner_programs(equation)
         inside: Any = inner.invars[i]
@@ -71,6 +74,8 @@ def arrival(jaxpr: core.Jaxpr, variable: Any, way: str = "whole") -> str | None:
     broadcasts = name in ("add", "sub", "mul", "broadcast_in_dim")
     if broadcasts and out.aval.size > variable.aval.size:
         return way
+    if name == "gather" and i == 0 and way == "whole":
+        return "scatter"
     if name in ("broadcast_in_dim", "convert_element_type", "reshape", "transpose"):
         # The gradient comes back through these as it is.
         return arrival(jaxpr, out, way)
@@ -98,7 +103,10 @@ def reasons(wanted: bool, program: Any, operands: Any) -> list[str | None]:
         checks = (
             *of_all,
             (came is None, "used more than once, or not only in sums over rows"),
-            (came == "whole", "no scan runs over it: XLA reuses its gradient's buffer"),
+            (
+                came != "slices",
+                "no scan runs over it: XLA reuses its gradient's buffer",
+            ),
             (dtype != param.dtype, f"it is {param.dtype}, and its accumulator {dtype}"),
             (not _mesh.same_mesh(total, param), "its accumulator has another mesh"),
             (jnp.finfo(dtype).bits < 32, f"{dtype} would round too often"),

@@ -1,6 +1,7 @@
 """The loop over the micro-batches of one call, and what its devices merge after it."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -72,21 +73,20 @@ class Loop:
 
     def run(self, operands: Operands) -> State:
         """The loop itself; with references it can be neither batched nor derived."""
-        state, stacked = jax.lax.scan(
-            lambda state, batch: self.micro_step(operands, state, batch),
-            self.start(operands),
-            operands.batch,
-            length=self.num_microbatches,
-        )
+        step = functools.partial(self.micro_step, operands)
+        start = self.start(operands)
+        if self.num_microbatches > 1:
+            state, stacked = jax.lax.scan(step, start, operands.batch)
+        else:
+            state, stacked = _once(step, start, [x[0] for x in operands.batch])
         return state._replace(results=[*state.results[:-1], stacked])
 
     def start(self, operands: Operands) -> State:
         empty = operands.acc.count == 0
-        *total, weight = (
-            jnp.where(empty, jnp.zeros_like(x), x)
-            for x in (*operands.acc.total, operands.acc.weight)
-        )
-        acc = Accumulator(total, self.vary(weight, empty), operands.acc.count)
+        total, weight, count = operands.acc
+        weight = self.vary(jnp.where(empty, jnp.zeros_like(weight), weight), empty)
+        total = [jnp.where(empty, -jnp.zeros_like(x), x) for x in total]
+        acc = Accumulator(total, weight, count)
         groups = _aux.by_mode(self.program.results, self.program.modes)
         modes = zip(MODES.values(), groups, strict=True)
         results = [mode.init(group, self.vary) for mode, group in modes]
@@ -96,15 +96,16 @@ class Loop:
         self, operands: Operands, state: State, batch: list[jax.Array]
     ) -> tuple[State, list[jax.Array]]:
         program, acc = self.program, state.acc
+        params, batch, carry = _island((operands.params, batch, state.carry))
         keys = [jax.random.fold_in(key, acc.count) for key in operands.keys]
 
         def evaluate(*params: jax.Array) -> tuple[jax.Array, list[Any]]:
-            args = *params, *batch, *keys, *state.carry
+            args = *params, *batch, *keys, *carry
             loss, *rest = jax.core.eval_jaxpr(program.jaxpr, operands.consts, *args)
             return loss, [jnp.asarray(x) for x in rest]  # an aux may be a plain number
 
         with jax.named_scope("compute"):
-            loss, pullback, rest = jax.vjp(evaluate, *operands.params, has_aux=True)
+            loss, pullback, rest = jax.vjp(evaluate, *params, has_aux=True)
         weight = None
         if program.weighted:
             weight, *rest = rest
@@ -112,12 +113,14 @@ class Loop:
         carry, aux = rest[: len(state.carry)], rest[len(state.carry) :]
         total = self.add_gradient(acc, pullback, loss, weight)
         with jax.named_scope("accumulate"):
+            zero = accumulator.unknown_zero(acc.count)
             one = jnp.ones_like(acc.weight) if weight is None else weight
-            weights, count = acc.weight + one, accumulator.increment(acc.count)
+            weights, count = acc.weight + one, _next(acc.count)
             acc = Accumulator(total, self.vary(weights, one), count)
             pairs = zip(carry, state.carry, strict=True)
             carry = [_aux.like(strong(new), old) for new, old in pairs]
-            groups = _aux.by_mode([loss, *aux], program.modes)
+            results = [accumulator.rounded(x, zero) for x in (loss, *aux)]
+            groups = _aux.by_mode(results, program.modes)
             modes = zip(MODES.values(), state.results, groups, strict=True)
             results = [mode.step(kept, group, weight) for mode, kept, group in modes]
         return State(acc, carry, results), groups[-1]
@@ -134,7 +137,7 @@ class Loop:
         cotangent = _aux.like(cotangent, loss)
         # If the backward pass sums over devices, they all have to run it, and no one of
         # them may leave out what came of it.
-        selects = scaled and not self.sums_already
+        selects = None if self.sums_already else weight
         leaves = range(len(self.in_place))
         refs = {i: jax.new_ref(acc.total[i]) for i in leaves if self.in_place[i]}
         by_hand = [i for i in leaves if i not in refs]
@@ -147,7 +150,7 @@ class Loop:
                 grads = pullback.with_refs(*slots)(cotangent)
                 return [grads[i] for i in by_hand]
 
-        if refs and selects:
+        if refs and selects is not None:
             # What went into a reference cannot be selected away, and NaN · 0 is NaN.
             params = self.program.jaxpr.invars
             zeros = _aux.blank([params[i].aval for i in by_hand])
@@ -156,15 +159,17 @@ class Loop:
             grads = backward()
 
         with jax.named_scope("accumulate"):
+            before = [acc.total[i] for i in by_hand]
+            zero = accumulator.unknown_zero(acc.count)
             # A bare product is rounded, then added, in every program: see `arrival`.
             for j, i in enumerate(by_hand):
-                if not arrivals[i]:
-                    grads[j] = jax.lax.optimization_barrier(grads[j])
-            before = acc._replace(total=[acc.total[i] for i in by_hand])
-            after: Flat = accumulator.add(before, grads, weight if multiplies else None)
-            pairs = zip(before.total, after.total, strict=True)
-            added = (jnp.where(weight == 0, *p) if selects else p[1] for p in pairs)
-            total = dict(zip(by_hand, added, strict=True))
+                if multiplies:
+                    dtype = before[j].dtype
+                    grads[j] = accumulator.weighted(grads[j], weight, dtype, zero)
+                elif not arrivals[i]:
+                    grads[j] = accumulator.rounded(grads[j], zero)
+            after = accumulator.add_terms(before, grads, selects)
+            total = dict(zip(by_hand, after, strict=True))
         return [jax.ref.freeze(refs[i]) if i in refs else total[i] for i in leaves]
 
     def vary(self, x: jax.Array, term: Any) -> jax.Array:
@@ -181,6 +186,65 @@ class Loop:
             for x, due in zip(leaves, self.program.results, strict=True)
         )
         return loss, jax.tree.unflatten(self.program.aux, aux)
+
+
+# -- One program in every grouping -----------------------------------------------------
+#
+# A micro-step has the same bits in a loop of any length if XLA compiles it the same
+# way, whatever is around it. Three of its passes look at what is around it.
+
+
+def _island(tree: Any) -> Any:
+    """`tree`, which XLA computes before the micro-step, and not a part of it.
+
+    Else it would hoist what depends on the parameters alone out of a loop of several
+    micro-steps, and fuse and round it in another way than in a loop of one.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    groups: dict[Any, list[int]] = {}
+    for i, x in enumerate(leaves):  # jax 0.10 mixes the varying axes of one barrier
+        groups.setdefault(_mesh.varying(x), []).append(i)
+    for members in groups.values():
+        fenced = jax.lax.optimization_barrier([leaves[i] for i in members])
+        for i, x in zip(members, fenced, strict=True):
+            leaves[i] = x
+    return jax.tree.unflatten(structure, leaves)
+
+
+def _once(
+    step: Callable[..., Any], start: State, batch: list[jax.Array]
+) -> tuple[State, list[jax.Array]]:
+    """One micro-step, which XLA compiles by itself, as it does the body of a loop.
+
+    It would remove a loop of one micro-step. On CPUs it cannot tell that this
+    conditional has one way; elsewhere that is not needed, and the predicate is known.
+    """
+    yes = jax.lax.platform_dependent(
+        cpu=lambda: jax.lax.optimization_barrier(jnp.ones([], bool)),
+        default=lambda: jnp.ones([], bool),
+    )
+    types = jax.eval_shape(step, start, batch)[1]
+    state, stacked = jax.lax.cond(
+        yes, lambda: step(start, batch), lambda: (start, _aux.blank(types))
+    )
+    return state, [x[None] for x in stacked]
+
+
+def _next(count: jax.Array) -> jax.Array:
+    """`count + 1`; on CPUs by a sort.
+
+    That keeps XLA from compiling a loop over little data as one function, with its sums
+    in another order than in a loop over more.
+    """
+    return jax.lax.platform_dependent(
+        count,
+        accumulator.increment(count),
+        cpu=lambda *pair: jax.lax.sort(jnp.stack(pair))[1],
+        default=lambda _, following: following,
+    )
+
+
+# -- After the loop --------------------------------------------------------------------
 
 
 def merged(state: State, call: Call) -> State:

@@ -18,7 +18,7 @@ Algorithms", 2nd ed., 2002, eq. 4.4).
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -111,18 +111,19 @@ def add(
 
     if weight is None:
         total = jax.tree.map(
-            lambda t, g: jnp.where(empty, g.astype(t.dtype), _plus(t, g)),
+            lambda t, g: jnp.where(empty, g.astype(t.dtype), plus(t, g)),
             acc.total,
             jax.tree.map(jnp.asarray, grads),
         )
         weight = jnp.ones_like(acc.weight)
     else:
         weight = check_weight(weight).astype(acc.weight.dtype)
+        zero = unknown_zero(acc.count)
 
         def accumulate(t: jax.Array, g: jax.Array) -> jax.Array:
-            term = _by_part(jnp.multiply, g, weight, t.dtype)
+            term = weighted(g, weight, t.dtype, zero)
             kept = jnp.where(empty, jnp.zeros_like(t), t)
-            new = jnp.where(empty, term.astype(t.dtype), _plus(t, term))
+            new = jnp.where(empty, term.astype(t.dtype), plus(t, term))
             # Selected, not multiplied by the weight alone: NaN · 0 is NaN.
             return jnp.where(weight == 0, kept, new)
 
@@ -252,9 +253,45 @@ def _computation_dtype(dtype: np.dtype) -> np.dtype:
     return dtype if jnp.finfo(dtype).bits >= 32 else np.dtype(np.float32)
 
 
-def _plus(total: jax.Array, term: jax.Array) -> jax.Array:
+def plus(total: jax.Array, term: jax.Array) -> jax.Array:
+    """`total + term` in the dtype of `total`, rounded no coarser than float32."""
     wide = _computation_dtype(total.dtype)
     return (total.astype(wide) + term.astype(wide)).astype(total.dtype)
+
+
+def weighted(
+    x: jax.Array, weight: jax.Array, dtype: np.dtype, zero: jax.Array
+) -> jax.Array:
+    """`x · weight`, a term of a sum in `dtype`, `rounded` before it is added."""
+    return rounded(_by_part(jnp.multiply, x, weight, dtype), zero)
+
+
+@jax.custom_jvp
+def rounded(x: jax.Array, zero: jax.Array) -> jax.Array:
+    """`x`, which no compiler contracts with the sum that it is added to.
+
+    A product and a sum may become one fused multiply-add, which rounds once, in one
+    program and not in another. XLA's CPU backend takes barriers and `reduce_precision`
+    away before LLVM contracts. So the bits of `x` meet an integer 0 of which no
+    compiler knows that it is one, such as `unknown_zero`.
+    """
+    if jnp.iscomplexobj(x):
+        return jax.lax.complex(rounded(x.real, zero), rounded(x.imag, zero))
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        return x
+    integers = np.dtype(f"int{8 * x.dtype.itemsize}")
+    bits = jax.lax.bitcast_convert_type(x, integers)
+    return jax.lax.bitcast_convert_type(bits ^ zero.astype(integers), x.dtype)
+
+
+@rounded.defjvp
+def _(primals: tuple[jax.Array, jax.Array], tangents: tuple[Any, Any]) -> Any:
+    return rounded(*primals), tangents[0]
+
+
+def unknown_zero(count: jax.Array) -> jax.Array:
+    """0, computed of a counter."""
+    return jnp.minimum(count, 0)
 
 
 def _by_part(
@@ -271,6 +308,23 @@ def _by_part(
         return operation(x, weight)
     # By parts: as a complex number the weight would be w + 0i, and 0 · inf is NaN.
     return jax.lax.complex(operation(x.real, weight), operation(x.imag, weight))
+
+
+def add_terms(
+    totals: list[jax.Array], terms: list[jax.Array], weight: jax.Array | None
+) -> list[jax.Array]:
+    """`totals + terms`, or `totals` if a weight is given and is 0.
+
+    For a loop, whose totals start from -0.0: -0.0 + x is x for every x, -0.0 too, so no
+    select is needed for the first one. A select would keep XLA from scattering into
+    `totals`, and from adding inside a matrix product.
+    """
+    sums = list(map(plus, totals, terms))
+    if weight is None:
+        return sums
+    # Selected, not multiplied by the weight alone: NaN · 0 is NaN.
+    pairs = zip(totals, sums, strict=True)
+    return [jnp.where(weight == 0, old, new) for old, new in pairs]
 
 
 def increment(counter: jax.Array) -> jax.Array:

@@ -291,9 +291,9 @@ def test_groupings_and_paths_agree_bit_for_bit(name, weighted, rows):
     )
     expected = by_hand(params, batch)
     assert_same_bits(step(params, batch), expected)
-    ways = [(None, 8), (False, 8)]
+    ways = [(True, 8), (False, 8)]
     if name == "rematerialised":
-        ways += [(None, 2), (None, 4), (False, 2)]
+        ways += [(True, 2), (True, 4), (False, 2)]
     for in_place, groups in ways:
         acc = in_groups(fun, params, batch, 8, groups, in_place=in_place, **options)
         assert int(acc.count) == 8

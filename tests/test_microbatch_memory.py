@@ -119,7 +119,9 @@ def test_on_many_devices_a_window_takes_one_tree_more_for_the_reduction():
     bound = with_adam(ga.value_and_grad(loss, K), BATCH) + 1.05 * tree
 
     def on_devices(k, rows):
-        return with_adam(ga.value_and_grad(loss, k, data_axis="data", mesh=mesh), rows)
+        return with_adam(
+            ga.value_and_grad(loss, k, data_axis=ga.DataAxis("data", mesh=mesh)), rows
+        )
 
     assert on_devices(K, 8 * BATCH) <= bound
     assert on_devices(2 * K, 16 * BATCH) <= bound
