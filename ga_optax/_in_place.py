@@ -58,7 +58,7 @@ def arrival(jaxpr: core.Jaxpr, variable: Any, way: str = "whole") -> str | None:
         return None
     [(equation, i)] = uses
     name = equation.primitive.name
-    [out, *_] = [*equation.outvars, None]  # printing has no results
+    out: Any = next(iter(equation.outvars), None)  # printing has no results
     if name in ("jit", "pjit", "remat2", "checkpoint", "scan"):
         [inner] = inner_programs(equation)
         inside: Any = inner.invars[i]

@@ -126,7 +126,7 @@ class Loop:
         return State(acc, carry, results), groups[-1]
 
     def add_gradient(
-        self, acc: Flat, pullback: Any, loss: jax.Array, weight: _aux.Weight
+        self, acc: Flat, pullback: Any, loss: jax.Array, weight: Any
     ) -> list[jax.Array]:
         """`acc.total` plus the weighted gradient of one micro-batch."""
         # The backward pass is linear in the cotangent: with the weight for it, weighted
