@@ -98,7 +98,7 @@ class Mean(Mode):
 
 
 class Sum(Mode):
-    """Σ x, unweighted: counts as counts, and never in less than float32."""
+    """Σ x, unweighted: counts as counts, and never in less than 32 bits."""
 
     numbers_only = True
 
@@ -212,7 +212,10 @@ def _inexact(x: jax.Array) -> jax.Array:
 
 
 def _sum_dtype(dtype: np.dtype) -> np.dtype:
-    """Where "sum" adds up: counts as counts, and never below float32."""
+    """Where "sum" adds up: counts as counts, and never in less than 32 bits."""
     if jnp.issubdtype(dtype, jnp.inexact):
         return accumulator.accumulator_dtype(np.zeros([], dtype), np.dtype(np.float32))
-    return np.dtype(np.int32) if dtype == jnp.bool_ else dtype
+    if dtype == jnp.bool_:
+        return np.dtype(np.int32)
+    kind = np.uint32 if jnp.issubdtype(dtype, jnp.unsignedinteger) else np.int32
+    return np.promote_types(dtype, kind)

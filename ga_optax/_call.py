@@ -44,6 +44,9 @@ class Call(NamedTuple):
             check_gradients(args[i], args[i], name=f"argument {i}")
         for i in call.roles["rng_argnums"]:
             _check_keys(i, args[i])
+        with_role = {i for positions in call.roles.values() for i in positions}
+        rest = [x for i, x in enumerate(args) if i not in with_role]
+        _check_no_keys((rest, kwargs))
         if options.data_axis is not None:
             batch = call.role("batch_argnums")
             mesh = _mesh.find_mesh(options.axes, options.data_axis.mesh, batch)
@@ -150,6 +153,18 @@ def _check_keys(position: int, tree: Any) -> None:
                 f"rng_argnums must name PRNG keys, or trees of them, but {name} of "
                 f"argument {position} has shape {shape} and dtype {dtype.name}. Pass "
                 "one key; every micro-batch derives its own."
+            )
+
+
+def _check_no_keys(rest: Any) -> None:
+    """Raises if an argument without a role is a PRNG key: every mask would be one."""
+    for name, leaf in named_leaves(rest):
+        is_array = isinstance(leaf, jax.Array)
+        if is_array and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            raise ValueError(
+                "A PRNG key must differ between micro-batches, but "
+                f"{name} of the arguments goes to each as it is. Pass it by position, "
+                "and name that in rng_argnums."
             )
 
 

@@ -182,8 +182,12 @@ class Loop:
         done = [mode.finish(kept) for mode, kept in modes]
         leaves = _aux.in_order(done, self.program.modes)
         loss, *aux = (
-            x.astype(due.dtype) if jnp.issubdtype(due.dtype, jnp.inexact) else x
-            for x, due in zip(leaves, self.program.results, strict=True)
+            x.astype(due.dtype)
+            if mode != "sum" and jnp.issubdtype(due.dtype, jnp.inexact)
+            else x
+            for x, due, mode in zip(
+                leaves, self.program.results, self.program.modes, strict=True
+            )
         )
         return loss, jax.tree.unflatten(self.program.aux, aux)
 

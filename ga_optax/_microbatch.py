@@ -283,7 +283,8 @@ def _mean(call: Call, program: Program, acc: Accumulator) -> optax.Updates:
     def divided(total: jax.Array, arrival: str | None) -> jax.Array:
         if arrival == "slices":
             return accumulator.average_in_place(total, acc.weight)
-        if power_of_two and not jnp.iscomplexobj(total):
+        exact = not jnp.iscomplexobj(total) and 1 / k >= jnp.finfo(total.dtype).tiny
+        if power_of_two and exact:
             return accumulator.average_by_power_of_two(total, weight)
         return accumulator.average(total, acc.weight)
 

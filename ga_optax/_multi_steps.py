@@ -10,6 +10,7 @@ window; 4. the inner optimizer sees the accumulator's dtype; 5. micro-batches ha
 weights; 6. it is a gradient transformation, so extra arguments reach it in a chain.
 """
 
+import difflib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -209,6 +210,7 @@ class MultiSteps(optax.GradientTransformationExtraArgs):
             **extra_args: Any,
         ) -> tuple[optax.Updates, MultiStepsState]:
             """Adds a gradient; the updates are zero until the window closes."""
+            _check_spelling(extra_args)
             request = window.request(state, grads, params, extra_args, applies=False)
             return window.micro_step(request, weight, emit=None)
 
@@ -334,6 +336,7 @@ def apply_gradients(
             "host loop and jit once for each value (static_argnames='emit'), or leave "
             "it out."
         )
+    _check_spelling(extra_args)
     check_gradients(params, grads, expected="params")
     if isinstance(tx, MultiSteps):
         window = tx._window
@@ -386,6 +389,17 @@ def flush(
         raise TypeError(_need_multi_steps("flush", tx))
     window = tx._window
     return window.flush(window.request(state, params, params, extra_args, applies=True))
+
+
+def _check_spelling(extra_args: dict[str, Any]) -> None:
+    """Raises if an extra argument looks like one of ours, misspelt."""
+    for name in extra_args:
+        for meant in difflib.get_close_matches(name, ("weight", "emit"), cutoff=0.75):
+            raise TypeError(
+                f"Extra arguments go to the inner optimizer, but {name!r} looks like "
+                f"{meant!r}. Spell it {meant}=, or give the optimizer's argument "
+                "another name."
+            )
 
 
 def _need_multi_steps(what: str, tx: Any) -> str:

@@ -105,17 +105,19 @@ def _scales(jaxpr: core.Jaxpr) -> bool:
     """Whether scaling the loss's cotangent does no more than scale the gradients.
 
     A `jax.custom_vjp` may clip or quantise what comes back through it, and the small
-    exponents of float16 and float8 overflow at weights that count tokens.
+    exponents of float16 and float8 overflow at weights that count tokens: those of
+    parameters, of results, and of `jax.lax.reduce_precision`.
     """
 
     def is_wide(variable: Any) -> bool:
         dtype = getattr(variable.aval, "dtype", np.dtype(np.int32))
-        if not jnp.issubdtype(dtype, jnp.floating):
-            return True
-        return jnp.finfo(dtype).maxexp >= jnp.finfo(jnp.float32).maxexp
+        return not jnp.issubdtype(dtype, jnp.floating) or (
+            jnp.finfo(dtype).maxexp >= jnp.finfo(jnp.float32).maxexp
+        )
 
-    return all(
+    return all(map(is_wide, jaxpr.invars)) and all(
         "custom_vjp" not in equation.primitive.name
+        and equation.params.get("exponent_bits", 8) >= 8
         and all(map(is_wide, equation.outvars))
         and all(map(_scales, inner_programs(equation)))
         for equation in jaxpr.eqns

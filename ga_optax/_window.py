@@ -203,7 +203,10 @@ class Window:
 
         if emit is None:
             k = jnp.asarray(k)
-            emits: Predicate = acc.count.astype(k.dtype) >= k
+            whole = jnp.issubdtype(k.dtype, jnp.integer)
+            # Never in less than 32 bits, in which counts would be rounded or wrap.
+            wide = jnp.promote_types(k.dtype, jnp.int32 if whole else jnp.float32)
+            emits: Predicate = acc.count.astype(wide) >= k.astype(wide)
         else:
             emits = emit
         closes = _choose.both(emits, _choose.negated(skip))

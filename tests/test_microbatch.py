@@ -991,3 +991,44 @@ def test_the_compiled_program_does_not_grow_with_the_number_of_micro_batches(in_
         return fun
 
     assert instructions(written_out(16), 16) > 2 * instructions(written_out(4), 4)
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8, jnp.float16, jnp.bfloat16])
+def test_the_sum_of_narrow_aux_neither_wraps_nor_overflows(dtype):
+    def fun(w, x):
+        top = jnp.asarray(100 if dtype in (jnp.int8, jnp.uint8) else 60000, dtype)
+        return jnp.mean(x * w), top
+
+    step = jax.jit(ga.value_and_grad(fun, 8, has_aux=True, aux="sum"))
+    (_, total), _ = step(jnp.float32(1), jnp.ones(8))
+    assert total.dtype.itemsize == 4
+    assert float(total) == 8 * float(fun(1.0, 1.0)[1])
+
+
+def test_the_mean_of_a_narrow_accumulator_does_not_vanish():
+    """1 / k is subnormal in float16 from 2^15 micro-batches on."""
+    k = 2**15
+    step = ga.value_and_grad(
+        lambda w, x: jnp.mean(x * w), k, accumulator_dtype=jnp.float16
+    )
+    _, grad = jax.jit(step)(jnp.float32(1), jnp.full(k, 1.0))
+    assert float(grad) > 0
+
+
+def half_rounded(w, x):
+    return jnp.mean(jax.lax.reduce_precision(x * w, 5, 10))
+
+
+@pytest.mark.parametrize(
+    ("fun", "dtype"),
+    [
+        (lambda w, x: jnp.mean(x * w.astype(jnp.float32)), jnp.float16),
+        (lambda w, x: jnp.mean(x * w.astype(jnp.float32)), jnp.float8_e4m3fn),
+        (half_rounded, jnp.float32),
+    ],
+    ids=["float16", "float8", "reduce_precision"],
+)
+def test_weights_that_count_tokens_do_not_overflow_what_is_narrow(fun, dtype):
+    weighted = ga.value_and_grad(fun, 4, weight_fn=lambda x: jnp.float32(2.0**20))
+    _, grad = jax.jit(weighted)(jnp.asarray(1, dtype), jnp.full(8, 32.0))
+    assert float(grad) == 32.0

@@ -216,3 +216,13 @@ def test_an_accumulator_must_be_one_and_match_the_parameters():
         call(acc, {"w": np.zeros(4, np.float32)}, X)
     with pytest.raises(ValueError, match=r"leaf \['w'\] is missing"):
         call(acc, {"v": np.zeros(3, np.float32)}, X)
+
+
+def test_a_key_that_no_one_declared_is_refused():
+    key = jax.random.key(0)
+    for call in (
+        lambda: ga.value_and_grad(untraced, 2)(W, X, key),
+        lambda: ga.value_and_grad(untraced, 2)(W, X, rngs={"dropout": key}),
+    ):
+        with pytest.raises(ValueError, match=r"PRNG key must differ.*rng_argnums"):
+            call()

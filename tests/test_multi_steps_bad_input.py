@@ -15,6 +15,7 @@ pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("optax_promotion")]
 PARAMS = {"dense": {"kernel": jnp.ones((2, 3)), "bias": jnp.ones(3)}}
 GRADS = jax.tree.map(jnp.ones_like, PARAMS)
 SGD = optax.sgd(0.1)
+W = jnp.ones(1)
 
 
 def spoil(**leaves):
@@ -177,6 +178,27 @@ def test_a_skip_function_may_return_a_python_bool():
     tx = ga.MultiSteps(SGD, 2, should_skip_update_fn=lambda *_: (True, ()))
     _, state = tx.update(GRADS, tx.init(PARAMS), PARAMS)
     assert int(ga.stats(state).skipped_micro_steps) == 1
+
+
+@pytest.mark.parametrize("name", ["weights", "wieght", "weight_", "emits"])
+def test_a_misspelt_weight_does_not_go_to_the_optimizer_in_silence(name):
+    tx = ga.MultiSteps(SGD, 2)
+    state = tx.init(W)
+    with pytest.raises(TypeError, match=f"'{name}' looks like '(weight|emit)'"):
+        ga.apply_gradients(tx, W, state, W, **{name: 3.0})
+    with pytest.raises(TypeError, match=f"'{name}' looks like '(weight|emit)'"):
+        tx.update(W, state, W, **{name: 3.0})
+    ga.apply_gradients(tx, W, state, W, value=3.0)  # the twin: what optimizers take
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.int8, jnp.uint8])
+def test_a_narrow_schedule_closes_the_window_when_it_is_full(dtype):
+    k = 100 if jnp.issubdtype(dtype, jnp.integer) else 384  # bfloat16 skips 257
+    tx = ga.MultiSteps(SGD, lambda step: jnp.asarray(k, dtype))
+    state = tx.init(W)._replace(mini_step=jnp.int32(k - 2), weight=jnp.float32(k - 2))
+    for closes in (False, True):
+        _, state = ga.apply_gradients(tx, W, state, W)
+        assert bool(ga.has_updated(state)) is closes
 
 
 def test_a_function_that_drops_windows_does_not_go_where_micro_steps_are_skipped():
