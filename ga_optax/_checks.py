@@ -181,6 +181,15 @@ def check_gradients(
             )
 
 
+def nodes_of(kind: type, tree: Any) -> dict[str, Any]:
+    """Every node of a type in a tree, by its path."""
+    found = jax.tree_util.tree_flatten_with_path(
+        tree, is_leaf=lambda node: isinstance(node, kind)
+    )[0]
+    pairs = ((path, node) for path, node in found if isinstance(node, kind))
+    return {jax.tree_util.keystr(path): node for path, node in pairs}
+
+
 # -- Weights and dtypes ----------------------------------------------------------------
 
 

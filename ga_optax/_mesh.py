@@ -67,9 +67,8 @@ def check_data_axis(data_axis: Any) -> Axes:
         )
     if not hasattr(jax.lax, "pcast"):
         raise ValueError(
-            "data_axis needs jax >= 0.9, for jax.lax.pcast, but this is jax "
-            f"{jax.__version__}. Install a newer one, or leave data_axis out: the "
-            "gradient is then reduced in every micro-step."
+            f"data_axis needs jax >= 0.9, but this is jax {jax.__version__}. Install a "
+            "newer one, or let the gradient be reduced in every micro-step."
         )
     return tuple(names)
 
@@ -266,8 +265,7 @@ def check_scatter(
     for (name, _), placement in zip(named_leaves(params), where, strict=True):
         if explicit and placement.dims:
             raise ValueError(
-                'Parameters that are sharded over the data axis need sync="each", or '
-                f"automatic axes beside it, but {name} is sharded over "
-                f"{placement.axes}, and {explicit} explicit. Use AxisType.Auto, or "
+                f"{name} is sharded over {placement.axes}, and so needs automatic axes "
+                f"beside it, but {explicit} is explicit. Use AxisType.Auto, or "
                 'sync="each".'
             )

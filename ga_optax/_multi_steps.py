@@ -76,6 +76,12 @@ def _parts(x: jax.Array) -> tuple[jax.Array, ...]:
     return (x.real, x.imag) if jnp.iscomplexobj(x) else (x,)
 
 
+_DECIDE = {
+    "should_skip_update_fn": "optax.skip_not_finite",
+    "should_drop_window_fn": "ga_optax.drop_window_if_not_finite",
+}
+
+
 class MultiSteps(optax.GradientTransformationExtraArgs):
     """Accumulates gradients over k micro-steps, then runs `opt` once on their mean.
 
@@ -165,30 +171,22 @@ class MultiSteps(optax.GradientTransformationExtraArgs):
                 "drop_window_if_not_finite, which decides on a window. Pass "
                 "should_drop_window_fn=ga_optax.drop_window_if_not_finite."
             )
-        for name, fn in (
-            ("should_skip_update_fn", should_skip_update_fn),
-            ("should_drop_window_fn", should_drop_window_fn),
-        ):
+        functions = (should_skip_update_fn, should_drop_window_fn)
+        for (name, example), fn in zip(_DECIDE.items(), functions, strict=True):
             if fn is not None:
-                check_callable(
-                    name,
-                    fn,
-                    "(updates, step, params) -> (skip, skip_state)",
-                    "Pass optax.skip_not_finite to skip micro-steps, "
-                    "ga_optax.drop_window_if_not_finite to drop windows, or None.",
-                )
+                what = "(updates, step, params) -> (skip, skip_state)"
+                todo = f"Pass {example}, for example, or None."
+                check_callable(name, fn, what, todo)
         if not isinstance(track_noise, bool):
             raise TypeError(
-                f"track_noise must be a Python bool, but it is {track_noise!r} of type "
-                f"{type(track_noise).__name__}. It decides what the state holds: pass "
-                "True or False."
+                f"track_noise must be a Python bool, but it is {track_noise!r}. It "
+                "decides what the state holds: pass True or False."
             )
         axes = _mesh.check_data_axis(data_axis)
         if axes and track_noise:
             raise ValueError(
-                "track_noise must be False with a data_axis, since it would have to "
-                f"communicate in every micro-step, but data_axis is {data_axis!r}. "
-                "Track the noise in a run on one device, or leave data_axis out."
+                "track_noise must be False with a data_axis, but data_axis is "
+                f"{data_axis!r}. Track the noise in a run on one device."
             )
         mean = bool(use_grad_mean)
         window = Window(
@@ -333,8 +331,7 @@ def apply_gradients(
     if emit is not None and not isinstance(emit, bool):
         raise TypeError(
             f"emit must be a Python bool or None, but it is {emit!r}. Count in the "
-            "host loop and jit once for each value (static_argnames='emit'), or leave "
-            "it out."
+            "host loop and jit for each (static_argnames='emit'), or leave it out."
         )
     _check_spelling(extra_args)
     check_gradients(params, grads, expected="params")
@@ -396,9 +393,8 @@ def _check_spelling(extra_args: dict[str, Any]) -> None:
     for name in extra_args:
         for meant in difflib.get_close_matches(name, ("weight", "emit"), cutoff=0.75):
             raise TypeError(
-                f"Extra arguments go to the inner optimizer, but {name!r} looks like "
-                f"{meant!r}. Spell it {meant}=, or give the optimizer's argument "
-                "another name."
+                "Extra arguments are for the inner optimizer, but "
+                f"{name!r} looks like {meant!r}. Spell it {meant}=."
             )
 
 

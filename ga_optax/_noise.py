@@ -28,6 +28,8 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
+from ga_optax._checks import nodes_of
+
 __all__ = ["NoiseScale", "NoiseState", "noise_scale"]
 
 # The decay of the exponential moving averages. They are as good as a plain mean of
@@ -342,12 +344,7 @@ def _t_quantile(freedom: jax.Array) -> jax.Array:
 
 def _the_only(state: optax.OptState) -> NoiseState:
     """The one `NoiseState` in a tree; raises if there is none, or more than one."""
-
-    def is_noise(node: object) -> bool:
-        return isinstance(node, NoiseState)
-
-    nodes = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_noise)[0]
-    found = {jax.tree_util.keystr(path): node for path, node in nodes if is_noise(node)}
+    found = nodes_of(NoiseState, state)
     if len(found) == 1:
         return next(iter(found.values()))
     there = f"there are {len(found)}: {', '.join(found)}. Pass the one that you mean."

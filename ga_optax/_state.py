@@ -8,6 +8,7 @@ import optax
 from jax.typing import ArrayLike
 
 from ga_optax import _noise
+from ga_optax._checks import nodes_of
 
 __all__ = ["MultiStepsState", "Stats", "from_optax", "has_updated", "stats"]
 
@@ -154,7 +155,7 @@ def from_optax(
     Raises:
       ValueError: if there is none in it.
     """
-    if not _all_of(optax.MultiStepsState, state):
+    if not nodes_of(optax.MultiStepsState, state):
         raise ValueError(
             "from_optax needs an optax.MultiStepsState, or a state that holds one, but "
             f"it found none in a {type(state).__name__}. Pass the state that the "
@@ -194,21 +195,9 @@ def from_optax(
 # -- Finding it ------------------------------------------------------------------------
 
 
-def _all_of(kind: type, state: optax.OptState) -> dict[str, Any]:
-    """Every `kind` in a tree, by its path."""
-    nodes = jax.tree_util.tree_flatten_with_path(
-        state, is_leaf=lambda x: isinstance(x, kind)
-    )[0]
-    return {
-        jax.tree_util.keystr(path): node
-        for path, node in nodes
-        if isinstance(node, kind)
-    }
-
-
 def find_states(state: optax.OptState) -> dict[str, MultiStepsState]:
     """Every `MultiStepsState` in a tree, by its path."""
-    return _all_of(MultiStepsState, state)
+    return nodes_of(MultiStepsState, state)
 
 
 def find_state(state: optax.OptState) -> MultiStepsState:
@@ -222,7 +211,7 @@ def find_state(state: optax.OptState) -> MultiStepsState:
             f"{len(found)}: {', '.join(found)}. Pass the one that you mean."
         )
     hint = "Wrap the optimizer in ga_optax.MultiSteps."
-    if _all_of(optax.MultiStepsState, state):
+    if nodes_of(optax.MultiStepsState, state):
         hint = "There is one of Optax's: convert it with ga_optax.from_optax."
     raise ValueError(
         "There must be a MultiStepsState of ga_optax in the state, but there is none "
