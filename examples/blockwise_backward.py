@@ -13,15 +13,17 @@ All layers have the same shapes, so one forward, one backward and one addition a
 compiled for all of them.
 
 The script takes one window both ways, `ga.value_and_grad` and block by block, over the
-same micro-batches, and prints for every block how many elements differ. None does where
-the arithmetic is the same: a micro-batch counts by its tokens, and `value_and_grad`
-puts that weight into the backward pass, as the cotangent of the loss. So does the
-first column. In the second, `blocks.add(..., weight=tokens)` multiplies the finished
-gradient instead: the same number, rounded elsewhere, and so the last bits differ.
+same micro-batches, and prints for every block how many elements differ. In the first
+column the arithmetic is the same: a micro-batch counts by its tokens, and that weight
+goes into the backward pass, as the cotangent of the loss. No element differs but in the
+embedding: `value_and_grad` adds the gradient of each token's row to the sum, one after
+the other, and this script adds up the rows of a micro-batch first. In the second column
+`blocks.add(..., weight=tokens)` multiplies the finished gradient instead: the same
+number, rounded elsewhere, so the last bits differ.
 
-Then it prints the memory that both need, and trains for a while, block by block. It
-exits with 1 where a bit of the first column differs on a CPU; elsewhere the compiler
-may fuse a whole model otherwise than its blocks.
+Then it prints the memory that both need, and trains for a while, block by block. On a
+CPU it exits with 1 if the first column shows more than that; elsewhere the compiler may
+fuse a whole model otherwise than its blocks.
 
 It needs flax, matplotlib and tqdm, as `char_lm.py` does, from which the corpus comes.
 """
@@ -335,6 +337,17 @@ def compare(partition: blocks.Partition, one: Any, other: Any) -> list[Compariso
     return rows
 
 
+def agrees(row: Comparison) -> bool:
+    """Whether the arithmetic of a block is the same: of the embedding, its terms.
+
+    A row of it is a sum over the tokens of the window, in another order.
+    """
+    if row.name == "embed":
+        terms = BATCH * LENGTH
+        return row.relative <= terms * float(np.finfo(np.float32).eps)
+    return row.different == 0
+
+
 def print_comparison(first: list[Comparison], second: list[Comparison]) -> None:
     """Prints how many elements of each block differ from `ga.value_and_grad`."""
     print(
@@ -437,7 +450,7 @@ def main(argv: list[str] | None = None) -> int:
 
     print(f"\n{len(memory.compiled)} programs for {len(partition)} blocks. Training:\n")
     train(partition, params, corpus.train, args.steps, K)
-    if any(row.different for row in same) and jax.default_backend() == "cpu":
+    if not all(map(agrees, same)) and jax.default_backend() == "cpu":
         print("Bits differ where the arithmetic is the same.")
         return 1
     return 0
