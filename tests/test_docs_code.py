@@ -16,7 +16,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 ELSEWHERE = {"exactness.md"}
 
-pytestmark = pytest.mark.usefixtures("optax_promotion")
+pytestmark = [pytest.mark.published, pytest.mark.usefixtures("optax_promotion")]
 
 
 def pages():
