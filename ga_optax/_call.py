@@ -69,6 +69,15 @@ class Call(NamedTuple):
         """The data axes that are bound: over which this call is one device's part."""
         return self.options.axes if self.mesh is None else ()
 
+    @property
+    def axis_env(self) -> list[tuple[str, int]]:
+        """The named axis of the micro-batches of all devices, and its size."""
+        options = self.options
+        if options.axis_name is None:
+            return []
+        devices = _mesh.num_devices(self.axes, None) if self.axes else 1
+        return [(options.axis_name, options.num_microbatches * devices)]
+
     def placed(self, total: Any) -> Any:
         """An accumulator at top level, sharded as `specs` says."""
         if self.mesh is None or self.specs is None:

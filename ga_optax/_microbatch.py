@@ -26,7 +26,7 @@ import optax
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from ga_optax import _collectives, _in_place, _mesh, accumulator
+from ga_optax import _axis, _collectives, _in_place, _mesh, accumulator
 from ga_optax._aux import strong
 from ga_optax._call import Call
 from ga_optax._checks import check_gradients, named_leaves
@@ -52,6 +52,7 @@ def value_and_grad(
     aux: Any = "mean",
     accumulator_dtype: DTypeLike | None = jnp.float32,
     in_place: bool = True,
+    axis_name: str | None = None,
     data_axis: str | Sequence[str] | DataAxis | None = None,
 ) -> Callable[..., tuple[Any, optax.Updates]]:
     """`jax.value_and_grad` over micro-batches: a big batch in a small one's memory.
@@ -203,7 +204,7 @@ def accumulate(
       TypeError, ValueError: as for `value_and_grad`, and if the accumulator does not
         match the parameters.
     """
-    options = Options(**locals(), accumulator_dtype=None).checked()
+    options = Options(**locals(), accumulator_dtype=None, axis_name=None).checked()
 
     def accumulate_fun(acc: Accumulator, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(acc, Accumulator):
@@ -249,6 +250,12 @@ def _fold(
     params, carry = list(map(jnp.asarray, params)), list(map(strong, carry))
     flat = acc._replace(total=_collectives.vary(total, call.axes))
     operands = Operands(program.consts, params, program.batch, keys, carry, flat)
+    if options.axis_name is not None:
+        loss, carry, aux, flat = _axis.fold(call, program, operands)
+        last = jax.tree.unflatten(program.carry, carry)
+        total = jax.tree.unflatten(structure, flat.total)
+        return put_together(options, loss, last, aux), flat._replace(total=total)
+
     whys = _in_place.reasons(options.in_place, program, operands)
     _in_place.report([name for name, _ in named_leaves(call.params)], whys)
 

@@ -27,6 +27,7 @@ class Options(NamedTuple):
     aux: Any
     accumulator_dtype: DTypeLike | None
     in_place: bool
+    axis_name: str | None
     data_axis: DataAxis | None
 
     def checked(self) -> "Options":
@@ -42,6 +43,11 @@ class Options(NamedTuple):
                 "means wherever that is right."
             )
         _aux.check_option(self.aux)
+        if self.axis_name is not None and not isinstance(self.axis_name, str):
+            raise TypeError(
+                "axis_name must be the name of the axis over which fun communicates, "
+                f'but it is {self.axis_name!r}. Pass "rows", for example, or None.'
+            )
         options = self._replace(
             data_axis=as_data_axis(self.data_axis),
             num_microbatches=check_num_microbatches(self.num_microbatches),

@@ -68,7 +68,7 @@ def trace(call: Call) -> Program:
     with jax.named_scope("split"):
         batch = jax.tree.map(lambda x: _split(call, x), batch)
     first = jax.tree.map(lambda x: x[0], batch)
-    trace_one = jax.make_jaxpr(micro_batch, return_shape=True)
+    trace_one = jax.make_jaxpr(micro_batch, axis_env=call.axis_env, return_shape=True)
     closed, shapes = trace_one(params, first, keys, carry)
     jaxpr = closed.jaxpr
     # The types of the results say over which devices they vary; their shapes do not.

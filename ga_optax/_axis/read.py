@@ -1,0 +1,219 @@
+"""The program of `fun` as one flat list of equations, which shows every collective."""
+
+import functools
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from ga_optax._in_place import inner_programs
+
+# A scan of more iterations than this with a collective in it is an error: each would
+# be a level of its own, which costs a pass over the window and compile time.
+LONGEST = 32
+
+COLLECTIVES = (
+    "psum",
+    "pmax",
+    "pmin",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "ppermute",
+)
+
+
+def mentions(equation: core.JaxprEqn, axis: str) -> bool:
+    """Whether an equation, or a program inside it, refers to the axis."""
+    return (
+        axis in _axes(equation)
+        or any(getattr(effect, "name", None) == axis for effect in equation.effects)
+        or any(mentions(e, axis) for p in inner_programs(equation) for e in p.eqns)
+        or is_mark(equation, axis)
+    )
+
+
+def is_mark(equation: core.JaxprEqn, axis: str) -> bool:
+    """Whether it is `checkpoint_name(x, axis)`."""
+    return equation.primitive.name == "name" and equation.params.get("name") == axis
+
+
+def _axes(equation: core.JaxprEqn) -> list[Any]:
+    keys = ("axes", "axis_name", "axis_names")
+    return jax.tree.leaves([equation.params.get(key) for key in keys])
+
+
+def flat(
+    jaxpr: core.Jaxpr, args: Sequence[Any], axis: str, size: int
+) -> tuple[core.Jaxpr, Sequence[Any]]:
+    """The same program in one list of equations, and the values of its constants.
+
+    Args:
+      jaxpr: the program.
+      args: values for its constants and its arguments.
+      axis: the name of the axis.
+      size: its size.
+    """
+
+    def run(*args: Any) -> list[Any]:
+        return _opened(jaxpr, args, axis)
+
+    closed: Any = jax.make_jaxpr(run, axis_env=[(axis, size)])(*args)
+    return closed.jaxpr, closed.consts
+
+
+def _opened(jaxpr: core.Jaxpr, args: Sequence[Any], axis: str) -> list[Any]:
+    """The results of a program, with what is inside its equations in the open."""
+    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], args, strict=True))
+    for equation in jaxpr.eqns:
+        out = _open(equation, [_value(x, env) for x in equation.invars], axis)
+        env.update(zip(equation.outvars, out, strict=True))
+    return [_value(x, env) for x in jaxpr.outvars]
+
+
+def _open(equation: core.JaxprEqn, values: list[Any], axis: str) -> list[Any]:
+    name = equation.primitive.name
+    if name in ("jit", "pjit", "closed_call", "core_call"):
+        [inner] = _closed(equation)
+        return _opened(inner.jaxpr, [*inner.consts, *values], axis)
+    if not mentions(equation, axis):
+        return bind([equation], equation.invars, equation.outvars, values)
+    if name in (*COLLECTIVES, "axis_index") or is_mark(equation, axis):
+        _check_collective(equation, axis)
+        return bind([equation], equation.invars, equation.outvars, values)
+    if name in ("remat", "remat2", "checkpoint"):
+        return _checkpointed(equation, values, axis)
+    if name == "scan" and equation.params["length"] <= LONGEST:
+        return _unrolled(equation, values, axis)
+    raise NotImplementedError(_not_done(equation, axis))
+
+
+def bind(
+    equations: Sequence[core.JaxprEqn],
+    invars: Sequence[Any],
+    outvars: Sequence[Any],
+    values: Sequence[Any],
+) -> list[Any]:
+    """The values of `outvars`, computed from those of `invars` by the equations."""
+    pairs = zip(invars, values, strict=True)
+    known = {v: x for v, x in pairs if not isinstance(v, core.Literal)}
+    effects = frozenset().union(*(equation.effects for equation in equations))
+    program = core.Jaxpr((), list(known), list(outvars), list(equations), effects)
+    return jax.core.eval_jaxpr(program, (), *known.values())
+
+
+def _closed(equation: core.JaxprEqn) -> list[Any]:
+    return [x for x in equation.params.values() if hasattr(x, "consts")]
+
+
+def _checkpointed(equation: core.JaxprEqn, values: list[Any], axis: str) -> list[Any]:
+    """A `jax.checkpoint` of each piece between its collectives."""
+    [inside] = inner_programs(equation)
+    size = jax.lax.psum(1, axis)
+    program, consts = flat(inside, values, axis, size)
+    env = dict(zip([*program.constvars, *program.invars], [*consts, *values]))
+    level: dict[Any, int] = {}
+    pieces: dict[tuple[int, bool], list[core.JaxprEqn]] = {}
+    for e in program.eqns:
+        alone = mentions(e, axis)
+        its = alone + max((level.get(x, 0) for x in _variables(e.invars)), default=0)
+        level.update(dict.fromkeys(e.outvars, its))
+        pieces.setdefault((its, not alone), []).append(e)
+    keep = {key: equation.params[key] for key in ("prevent_cse", "policy")}
+    for (its, several), piece in sorted(pieces.items(), key=lambda item: item[0]):
+        others = [e.invars for group in pieces.values() if group is not piece for e in group]
+        outside = set(_variables([*itertools.chain(*others), *program.outvars]))
+        made = [v for e in piece for v in e.outvars if v in outside]
+        read = [x for e in piece for x in _variables(e.invars) if x in env]
+        run = functools.partial(bind, piece, read, made)
+        if several:
+            run = jax.checkpoint(run, **keep)
+        env.update(zip(made, run([env[x] for x in read]), strict=True))
+    return [_value(x, env) for x in program.outvars]
+
+
+def _unrolled(equation: core.JaxprEqn, values: list[Any], axis: str) -> list[Any]:
+    """The iterations of a scan, one after the other."""
+    [body] = _closed(equation)
+    inner, params = body.jaxpr, equation.params
+    # Which arguments are sliced, and which results stacked, is in their shapes.
+    is_slice = [x.aval.ndim < jnp.ndim(v) for x, v in zip(inner.invars, values)]
+    pairs = zip(inner.outvars, equation.outvars, strict=True)
+    num_carry = sum(x.aval.ndim == out.aval.ndim for x, out in pairs)
+    whole = [v for v, sliced in zip(values, is_slice, strict=True) if not sliced]
+    num_consts = len(whole) - num_carry
+    consts, carry = whole[:num_consts], whole[num_consts:]
+    slices = [v for v, sliced in zip(values, is_slice, strict=True) if sliced]
+    slices = [_along_axis_0(v) for v in slices]
+    stacked = []
+    order = range(params["length"])
+    for i in reversed(order) if params["reverse"] else order:
+        args = [*body.consts, *consts, *carry, *(x[i] for x in slices)]
+        out = _opened(inner, args, axis)
+        carry = out[:num_carry]
+        stacked.append(out[num_carry:])
+    if params["reverse"]:
+        stacked.reverse()
+    return [*carry, *(jnp.stack(xs) for xs in zip(*stacked, strict=True))]
+
+
+def _along_axis_0(x: jax.Array) -> list[jax.Array]:
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        return list(x)
+    # A split, whose gradient is one concatenation, and not a sum of padded slices.
+    return [part.squeeze(0) for part in jax.lax.split(x, [1] * len(x))]
+
+
+def _variables(atoms: Iterable[Any]) -> list[Any]:
+    return [x for x in atoms if not isinstance(x, core.Literal)]
+
+
+def _value(x: Any, env: dict[Any, Any]) -> Any:
+    return x.val if isinstance(x, core.Literal) else env[x]
+
+
+# -- What cannot be done ---------------------------------------------------------------
+
+
+def _check_collective(equation: core.JaxprEqn, axis: str) -> None:
+    axes, groups = _axes(equation), equation.params.get("axis_index_groups")
+    if any(name != axis for name in axes) or groups is not None:
+        what = f"axes {tuple(axes)}" if groups is None else "axis_index_groups"
+        raise NotImplementedError(
+            f"A collective must be over axis_name={axis!r} alone, and over all of it, "
+            f"but fun calls {equation.primitive.name} with {what}. Split it in two."
+        )
+
+
+def _inside(equation: core.JaxprEqn, axis: str) -> str:
+    """The name of the first primitive in an equation that refers to the axis."""
+    for program in inner_programs(equation):
+        for e in program.eqns:
+            if mentions(e, axis):
+                return _inside(e, axis)
+    return equation.primitive.name
+
+
+def _not_done(equation: core.JaxprEqn, axis: str) -> str:
+    name, inner = equation.primitive.name, _inside(equation, axis)
+    if name == inner:
+        return (
+            f"A collective over axis_name={axis!r} must be one of "
+            f"{', '.join(COLLECTIVES)}, but fun calls {name}. Write it with those."
+        )
+    todo = "Take the collective out of it."
+    if name == "scan":
+        length = equation.params["length"]
+        name = f"a scan of {length} iterations"
+        todo = f"Unroll those that communicate; up to {LONGEST} are unrolled for you."
+    elif name.startswith("custom_"):
+        todo = "Take the collective out of the function with the rule."
+    elif name == "cond":
+        todo = "Communicate before it, on all micro-batches, and choose afterwards."
+    return (
+        f"Collectives over axis_name={axis!r} must be seen one by one, but fun calls "
+        f"{inner} inside {name}. {todo}"
+    )

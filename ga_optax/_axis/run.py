@@ -1,0 +1,417 @@
+"""Runs the plan of a window: a scan for each level there, a `Loop` for each back."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+
+from ga_optax import _collectives, _in_place, accumulator
+from ga_optax._axis import plan as planning
+from ga_optax._axis.plan import Plan, own_part
+from ga_optax._axis.read import bind, flat
+from ga_optax._call import Call
+from ga_optax._checks import named_leaves
+from ga_optax._loop import Loop, Operands, State, merged
+from ga_optax._program import Program
+from ga_optax.accumulator import Accumulator
+
+Arrays = list[jax.Array]
+Wanted = Sequence[tuple[Any, str]]  # variables, and how they are put together
+
+
+def fold(
+    call: Call, program: Program, operands: Operands
+) -> tuple[jax.Array, Arrays, Any, Accumulator]:
+    """The loss, carry and aux of a window, and its accumulator, which starts empty.
+
+    Every micro-batch sees the carry as it came, as devices do, and the new carry is the
+    mean of theirs.
+    """
+    return _Window(call, program, operands).run()
+
+
+class _Window:
+    """One window: what it has computed so far.
+
+    Attributes:
+      size: the number of micro-batches, on all devices.
+      xs: what differs between this device's: the index, the batch and the keys.
+      params: the leaves to differentiate with respect to.
+      totals: the sums of their gradients so far.
+      buffers: the buffers that are filled, by number.
+      cotangents: the sums of their cotangents so far, by number.
+    """
+
+    def __init__(self, call: Call, program: Program, operands: Operands) -> None:
+        k, self.axes = call.options.num_microbatches, call.axes
+        self.call, self.program, self.start = call, program, operands.acc
+        [(axis, self.size)] = call.axis_env
+        index = jnp.arange(k, dtype=jnp.int32)
+        fold_in = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
+        keys = [fold_in(key, index) for key in operands.keys]
+        if self.axes:
+            index = index + k * jax.lax.axis_index(self.axes).astype(index.dtype)
+        self.xs = [index, *operands.batch, *keys]
+        self.params, self.carry = operands.params, operands.carry
+        self.totals = [-x for x in operands.acc.total]
+        self.buffers: dict[int, jax.Array] = {}
+        self.cotangents: dict[int, jax.Array] = {}
+
+        groups = operands.consts, self.params, [x[0] for x in self.xs[1:]], self.carry
+        values = [x for group in groups for x in group]
+        jaxpr, consts = flat(program.jaxpr, values, axis, self.size)
+        variables = iter(jaxpr.invars)
+        of_consts, of_params, of_own, of_carry = (
+            [next(variables) for _ in group] for group in groups
+        )
+        self.of_params, self.of_own = of_params, of_own
+        fixed = [*jaxpr.constvars, *of_consts, *of_carry]
+        known = [*consts, *operands.consts, *self.carry]
+        self.fixed = dict(zip(fixed, known, strict=True))
+        self.plan = planning.make(jaxpr, axis, of_params, of_own, self.can_merge)
+
+    def run(self) -> tuple[jax.Array, Arrays, Any, Accumulator]:
+        """All levels, there and back."""
+        plan, program, carry = self.plan, self.program, self.carry
+        for level in range(1, plan.last + 1 - plan.merged):
+            self.fill(level)
+        modes = ["sum" if _is_inexact(x) else "last" for x in carry]
+        pairs = zip(self.rest(plan), [*modes, *program.modes[1:]], strict=True)
+        wanted = dict(enumerate(pairs))
+        roots, value, results = plan.jaxpr.outvars[:1], None, {}
+        if plan.merged:
+            value, results = self.fill_at_once(wanted)
+            wanted = {i: pair for i, pair in wanted.items() if i not in results}
+            roots = [x for x in roots if plan.is_last(x)]
+        outcome = self.gradients(plan.last + 1, roots, list(wanted.values()))
+        for level in range(plan.last - plan.merged, plan.first, -1):
+            self.back(level)
+        loss, rest, acc = self.finished(outcome, self.call, self.totals)
+        results |= dict(zip(wanted, rest, strict=True))
+        leaves = [results[i] for i in sorted(results)]
+        new = [
+            (x / self.size).astype(old.dtype) if _is_inexact(old) else x
+            for x, old in zip(leaves, carry, strict=False)
+        ]
+        aux = jax.tree.unflatten(program.aux, leaves[len(carry) :])
+        count = self.start.count + self.call.options.num_microbatches
+        return loss if roots else value, new, aux, acc._replace(count=count)
+
+    # -- There -------------------------------------------------------------------------
+
+    def fill(self, level: int) -> None:
+        """Fills the buffers of a level: one pass over the micro-batches."""
+        members = {j: self.plan.buffers[j] for j in self.plan.at(level)}
+        operands = [buffer.operand for buffer in members.values()]
+        start = {
+            j: _collectives.vary(_empty(buffer.kind, buffer.operand.aval), self.axes)
+            for j, buffer in members.items()
+            if buffer.kind != "stack"
+        }
+
+        def step(folded: Any, x: Arrays) -> tuple[Any, Any]:
+            values = self.evaluate(operands, level, self.params, self.buffers, x)
+            given = dict(zip(members, values, strict=True))
+            new = {j: _FOLDS[members[j].kind](x, given[j]) for j, x in folded.items()}
+            return new, {j: x for j, x in given.items() if j not in folded}
+
+        with jax.named_scope("forward"):
+            folded, stacked = jax.lax.scan(step, start, self.xs)
+        self.keep(folded | stacked)
+
+    def fill_at_once(self, wanted: dict[int, Any]) -> tuple[jax.Array, dict[int, Any]]:
+        """Fills the last level in the loop that takes its gradients.
+
+        Returns:
+          The loss and those of the results that do not need the last level.
+        """
+        plan, roots = self.plan, self.plan.jaxpr.outvars[:1]
+        members = plan.at(plan.last)
+        operands = [(plan.buffers[j].operand, "sum") for j in members]
+        early = {i: pair for i, pair in wanted.items() if not plan.is_last(pair[0])}
+        cotangents = None
+        if plan.is_last(roots[0]):
+            cotangents = self.foreseen(plan)
+            roots = [plan.buffers[j].operand for j in cotangents]
+        outcome = self.gradients(
+            plan.last, roots, [*early.values(), *operands], cotangents
+        )
+        value, results, _ = self.finished(outcome, self.call._replace(where=()), [])
+        sums = zip(members, operands, results[len(early) :], strict=True)
+        self.buffers |= {
+            j: _collectives.vary(total.astype(x.aval.dtype), self.axes)
+            for j, (x, _), total in sums
+        }
+        return value, dict(zip(early, results, strict=False))
+
+    def can_merge(self, plan: Plan) -> bool:
+        """Whether `fill_at_once` can fill the last level."""
+        loss = plan.jaxpr.outvars[0]
+        weighted, results = self.program.weighted, self.rest(plan)
+        weights = plan.jaxpr.outvars[1 : 1 + weighted]
+        return (
+            all(plan.buffers[j].kind == "sum" for j in plan.at(plan.last))
+            and not any(plan.is_last(x) and plan.fact(x).own for x in [loss, *results])
+            and not any(map(plan.is_last, weights))
+            and not (plan.is_last(loss) and (weighted or self.foreseen(plan) is None))
+        )
+
+    def foreseen(self, plan: Plan) -> dict[int, jax.Array] | None:
+        """The last level's cotangents; None if they depend on what it computes."""
+        zeros = {j: self.zeros(plan.buffers[j]) for j in range(len(plan.buffers))}
+        last = {j: zeros[j] for j in plan.at(plan.last)}
+        smooth = {j: x for j, x in last.items() if plan.buffers[j].has_cotangent}
+
+        def pulled(last: Any) -> Any:
+            def loss(smooth: Any) -> jax.Array:
+                buffers = zeros | self.buffers | last | smooth
+                args = plan.jaxpr.outvars[:1], plan.last + 1, self.params, buffers
+                return self.evaluate(*args, None, plan=plan)[0]
+
+            value, pullback = jax.vjp(loss, {j: last[j] for j in smooth})
+            [cotangents] = pullback(jnp.full_like(value, self.size))
+            return cotangents
+
+        closed: Any = jax.make_jaxpr(pulled)(last)
+        if planning.depends(closed.jaxpr):
+            return None
+        flat = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *jax.tree.leaves(last))
+        return dict(zip(sorted(smooth), flat, strict=True))
+
+    # -- Back --------------------------------------------------------------------------
+
+    def back(self, level: int) -> None:
+        """Takes the cotangents of a level back to the parameters and earlier buffers."""
+        members = [j for j in self.plan.at(level) if j in self.cotangents]
+        if not members:
+            return
+        with jax.named_scope("merge"):
+            mine = [self.cotangents.pop(j) for j in members]
+            whole = jax.lax.psum(mine, self.axes) if self.axes else mine
+        cotangents = dict(zip(members, whole, strict=True))
+        roots = [self.plan.buffers[j].operand for j in members]
+        self.gradients(level, roots, None, cotangents)
+
+    def gradients(
+        self,
+        level: int,
+        roots: Sequence[Any],
+        wanted: Wanted | None,
+        cotangents: dict[int, jax.Array] | None = None,
+    ) -> Outcome:
+        """A `Loop` that adds gradients, with the buffers below a level known.
+
+        Args:
+          level: the level.
+          roots: the loss, or nothing; or the operands that have `cotangents`.
+          wanted: what else to compute; None on the way back.
+          cotangents: those of the buffers of the operands.
+        """
+        plan, program = self.plan, self.program
+        weighted = program.weighted and cotangents is None
+        weights = plan.jaxpr.outvars[1:2] if weighted else []
+        aux = [x for x, _ in wanted or ()]
+        effects = None if wanted is None else self.effects(level)
+        _, read = planning.needed(plan.jaxpr, roots, self.knows(plan, level))
+        params = [i for i, x in enumerate(self.of_params) if x in read]
+        views = [plan.views[x].buffer for x in read if x in plan.views]
+        buffers = [
+            j
+            for j in sorted(set(views))
+            if plan.buffers[j].has_cotangent and not (plan.merged and j in plan.at(plan.last))
+        ]
+
+        def micro_batch(diff: Arrays, x: Arrays) -> Any:
+            values = iter(diff)
+            here = [*self.params]
+            for i in params:
+                here[i] = next(values)
+            known = self.buffers | dict(zip(buffers, values, strict=True))
+            due = [*roots, *weights, *aux]
+            out = self.evaluate(due, level, here, known, x, effects=effects)
+            loss, rest = out[: len(roots)], out[len(roots) :]
+            if cotangents is not None:
+                kinds = [plan.buffers[j].kind for j in cotangents]
+                parts = [
+                    own_part(ct, x[0]) if kind == "stack" else ct
+                    for kind, ct in zip(kinds, cotangents.values(), strict=True)
+                ]
+                loss = [sum(map(_paired, parts, loss), jnp.zeros([], jnp.float32))]
+            return *(loss or [jnp.zeros([], jnp.float32)]), *rest
+
+        diff = [*(self.params[i] for i in params), *(self.buffers[j] for j in buffers)]
+        first = [x[0] for x in self.xs]
+        closed: Any = jax.make_jaxpr(micro_batch)(diff, first)
+        jaxpr = closed.jaxpr
+        types = [x.aval for x in jaxpr.outvars]
+        of_loop = program._replace(
+            jaxpr=jaxpr,
+            consts=closed.consts,
+            batch=self.xs,
+            results=[types[0], *types[1 + weighted :]],
+            modes=["mean", *(mode for _, mode in wanted or ())],
+            carry=jax.tree.structure(()),
+            aux=jax.tree.structure(aux),
+            weighted=weighted,
+            multiplies=weighted and program.multiplies,
+            arrivals=[_in_place.arrival(jaxpr, x) for x in jaxpr.invars[: len(diff)]],
+        )
+        for j in buffers:
+            if j not in self.cotangents:
+                self.cotangents[j] = -_wide_zeros(self.buffers[j])
+        before = [*(self.totals[i] for i in params)]
+        before += [self.cotangents[j] for j in buffers]
+        # It is not empty, and its totals are added to.
+        acc = Accumulator(before, jnp.zeros_like(self.start.weight), jnp.ones([], jnp.int32))
+        operands = Operands(closed.consts, diff, self.xs, [], [], acc)
+        whys = _in_place.reasons(self.call.options.in_place, of_loop, operands)
+        names = [name for name, _ in named_leaves(self.call.params)]
+        _in_place.report([names[i] for i in params], whys[: len(params)])
+        in_place = [why is None for why in whys]
+        loop = Loop(of_loop, self.call.options.num_microbatches, False, in_place)
+        state = loop(operands)
+        after = iter(state.acc.total)
+        for i in params:
+            self.totals[i] = next(after)
+        self.cotangents |= dict(zip(buffers, after, strict=True))
+        return loop, state
+
+    def finished(
+        self, outcome: Outcome, call: Call, totals: Arrays
+    ) -> tuple[jax.Array, Arrays, Accumulator]:
+        """The loss and the results of a loop on all devices, and the accumulator."""
+        loop, state = outcome
+        acc = state.acc._replace(total=totals)
+        state = State(acc, [], state.results)
+        if self.axes:
+            with jax.named_scope("merge"):
+                state = merged(state, call)
+        loss, results = loop.results(state)
+        return loss, results, state.acc
+
+    # -- Values ------------------------------------------------------------------------
+
+    def rest(self, plan: Plan) -> list[Any]:
+        """The variables of the new carry and of the aux."""
+        return plan.jaxpr.outvars[1 + self.program.weighted :]
+
+    def knows(self, plan: Plan, level: int) -> Callable[[Any], bool]:
+        """Whether a variable need not be computed, once a level is reached."""
+        given = {*self.fixed, *self.of_params, *self.of_own, *plan.index}
+
+        def known(x: Any) -> bool:
+            view = plan.views.get(x)
+            return x in given or (view is not None and plan.buffers[view.buffer].level < level)
+
+        return known
+
+    def effects(self, level: int) -> Callable[[core.JaxprEqn], bool]:
+        """Which equations a loop runs for what they do: each once a window."""
+        plan = self.plan
+        lowest = plan.last if plan.merged and level > plan.last else 0
+
+        def runs(equation: core.JaxprEqn) -> bool:
+            inputs = planning.variables(equation.invars)
+            its = max((plan.fact(x).level for x in inputs), default=0)
+            axis = self.call.options.axis_name
+            others = [e for e in equation.effects if getattr(e, "name", "") != axis]
+            return bool(others) and lowest <= its < level
+
+        return runs
+
+    def evaluate(
+        self,
+        wanted: Sequence[Any],
+        level: int,
+        params: Arrays,
+        buffers: dict[int, jax.Array],
+        x: Any,
+        plan: Plan | None = None,
+        effects: Any = None,
+    ) -> list[Any]:
+        """The values of some variables in one micro-batch."""
+        plan = self.plan if plan is None else plan
+        index, *own = x
+        given = [*self.fixed.items(), *zip(self.of_params, params, strict=True)]
+        given += zip(self.of_own, own, strict=True)
+        values = dict(given) | dict.fromkeys(plan.index, index)
+        more = () if effects is None else (effects,)
+        equations, read = planning.needed(
+            plan.jaxpr, wanted, self.knows(plan, level), *more
+        )
+        for v in read:
+            if v not in values:
+                place, of = plan.views[v]
+                values[v] = of(buffers[place], index)
+        return bind(equations, read, wanted, [values[v] for v in read])
+
+    def keep(self, new: dict[int, jax.Array]) -> None:
+        """Keeps the buffers of a level, of all devices, in the types of their values."""
+        axes, kinds = self.axes, {j: self.plan.buffers[j].kind for j in new}
+        if axes:
+            for kind, across in _ACROSS.items():
+                group = [j for j in new if kinds[j] == kind]
+                new |= zip(group, across([new[j] for j in group], axes), strict=True)
+        for j, x in new.items():
+            dtype = self.plan.buffers[j].operand.aval.dtype
+            self.buffers[j] = _collectives.vary(x.astype(dtype), axes)
+
+    def zeros(self, buffer: planning.Buffer) -> jax.Array:
+        """A buffer before it is filled."""
+        aval = buffer.operand.aval
+        more = (self.size,) if buffer.kind == "stack" else ()
+        return jnp.zeros((*more, *aval.shape), aval.dtype)
+
+
+# -- Kinds of buffers ------------------------------------------------------------------
+
+
+def _gather(stacks: Arrays, axes: Any) -> Arrays:
+    return [jax.lax.all_gather(x, axes, tiled=True) for x in stacks]
+
+
+_FOLDS = {
+    "sum": lambda total, x: total + x.astype(total.dtype),
+    "max": jnp.maximum,
+    "min": jnp.minimum,
+}
+_ACROSS = {
+    "sum": jax.lax.psum,
+    "max": jax.lax.pmax,
+    "min": jax.lax.pmin,
+    "stack": _gather,
+}
+
+
+def _empty(kind: str, aval: Any) -> jax.Array:
+    """The identity of a fold."""
+    if kind == "sum":
+        return _wide_zeros(aval)
+    low: Any = -jnp.inf
+    if not jnp.issubdtype(aval.dtype, jnp.inexact):
+        limits = jnp.iinfo(aval.dtype)
+        low = limits.min if kind == "max" else limits.max
+    elif kind == "min":
+        low = jnp.inf
+    return jnp.full(aval.shape, low, aval.dtype)
+
+
+def _wide_zeros(x: Any) -> jax.Array:
+    dtype = x.dtype
+    if jnp.issubdtype(dtype, jnp.inexact):
+        one = np.zeros([], dtype)
+        dtype = accumulator.accumulator_dtype(one, np.dtype(np.float32))
+    return jnp.zeros(x.shape, dtype)
+
+
+def _paired(cotangent: jax.Array, x: jax.Array) -> jax.Array:
+    """Σ cotangent · x, whose gradient is the cotangent."""
+    product = cotangent * x.astype(cotangent.dtype)
+    return jnp.sum(product.real)
+
+
+def _is_inexact(x: jax.Array) -> bool:
+    return bool(jnp.issubdtype(x.dtype, jnp.inexact))
