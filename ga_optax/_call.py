@@ -51,6 +51,7 @@ class Call(NamedTuple):
             batch = call.role("batch_argnums")
             mesh = _mesh.find_mesh(options.axes, options.data_axis.mesh, batch)
             call = call._replace(mesh=mesh, specs=options.data_axis.param_specs)
+        _check_axis(options)
         _check_batch(call)
         return call
 
@@ -175,6 +176,21 @@ def _check_no_keys(rest: Any) -> None:
                 f"{name} of the arguments goes to each as it is. Pass it by position, "
                 "and name that in rng_argnums."
             )
+
+
+def _check_axis(options: Options) -> None:
+    name = options.axis_name
+    if name is not None and options.each:
+        raise ValueError(
+            f'axis_name={name!r} needs sync="last", but the DataAxis has sync="each". '
+            "Leave sync out."
+        )
+    if name is not None and _mesh.checks_varying():
+        raise ValueError(
+            f"Inside a jax.shard_map axis_name={name!r} needs check_vma=False, but "
+            "this one checks: JAX has no types for an axis beside its mesh. Pass that, "
+            "or call at top level with data_axis=."
+        )
 
 
 def _check_batch(call: Call) -> None:

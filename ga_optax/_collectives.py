@@ -151,6 +151,7 @@ def over_mesh(
     args: tuple[Any, ...],
     in_specs: tuple[Any, ...],
     out_specs: Any,
+    check_vma: bool = True,
 ) -> Any:
     """`run(*args)` in a `shard_map` over the data axes, the others left as they are.
 
@@ -161,7 +162,12 @@ def over_mesh(
     )
     args = jax.tree.map(lambda x, spec: _arranged(x, spec, axes, mesh), args, specs)
     return jax.shard_map(
-        run, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=set(axes)
+        run,
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        axis_names=set(axes),
+        check_vma=check_vma,
     )(*args)
 
 

@@ -102,6 +102,8 @@ def value_and_grad(
       accumulator_dtype: see `accumulator.init`. The result has the parameters' dtypes.
       in_place: whether to add gradients inside the backward pass, wherever that is
         right (jax >= 0.11.1). `plan` and the log "ga_optax" say where it is not.
+      axis_name: the name of an axis that `fun` communicates over: collectives over it
+        see all micro-batches of the window, those of all devices. Page: "Any loss".
       data_axis: the mesh axis, or a tuple of them, that split the batch over devices,
         or a `DataAxis`. Sums meet once, after the loop. It works inside `jax.shard_map`
         and at top level.
@@ -251,10 +253,11 @@ def _fold(
     flat = acc._replace(total=_collectives.vary(total, call.axes))
     operands = Operands(program.consts, params, program.batch, keys, carry, flat)
     if options.axis_name is not None:
-        loss, carry, aux, flat = _axis.fold(call, program, operands)
+        loss, carry, aux, done = _axis.fold(call, program, operands)
         last = jax.tree.unflatten(program.carry, carry)
-        total = jax.tree.unflatten(structure, flat.total)
-        return put_together(options, loss, last, aux), flat._replace(total=total)
+        value = put_together(options, loss, last, aux)
+        total = jax.tree.unflatten(structure, done.total)
+        return value, done._replace(total=total)
 
     whys = _in_place.reasons(options.in_place, program, operands)
     _in_place.report([name for name, _ in named_leaves(call.params)], whys)
@@ -332,4 +335,8 @@ def _over_mesh(call: Call, run: Callable[..., Any], *acc: Accumulator) -> Any:
     result: Any = Accumulator(specs, whole, whole) if acc else specs
     given = with_role, operands, *acc
     of_given = in_specs, whole, *[result] * len(acc)
-    return _collectives.over_mesh(local, mesh, axes, given, of_given, (value, result))
+    checks = options.axis_name is None  # JAX has no types for an axis beside the mesh
+    out_specs = value, result
+    return _collectives.over_mesh(
+        local, mesh, axes, given, of_given, out_specs, check_vma=checks
+    )

@@ -16,6 +16,12 @@ from ga_optax._checks import check_structure, check_weight, named_leaves
 from ga_optax._in_place import arrival, inner_programs
 from ga_optax._options import Options
 
+_UNBOUND = (
+    "For a collective over all micro-batches of a window, pass the name of its axis to "
+    "value_and_grad(axis_name=). It needs the whole window in one call, so accumulate "
+    "and MultiSteps cannot have it."
+)
+
 
 class Program(NamedTuple):
     """What `fun` does to one micro-batch.
@@ -69,7 +75,12 @@ def trace(call: Call) -> Program:
         batch = jax.tree.map(lambda x: _split(call, x), batch)
     first = jax.tree.map(lambda x: x[0], batch)
     trace_one = jax.make_jaxpr(micro_batch, axis_env=call.axis_env, return_shape=True)
-    closed, shapes = trace_one(params, first, keys, carry)
+    try:
+        closed, shapes = trace_one(params, first, keys, carry)
+    except NameError as error:
+        if "unbound axis name" in str(error):
+            error.add_note(_UNBOUND)
+        raise
     jaxpr = closed.jaxpr
     # The types of the results say over which devices they vary; their shapes do not.
     avals = [variable.aval for variable in jaxpr.outvars]

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core
 
 from ga_optax._axis.read import is_mark
@@ -144,7 +145,7 @@ def _facts(jaxpr: core.Jaxpr, axis: str, start: dict[Any, Fact]) -> dict[Any, Fa
         elif name == "axis_index":
             fact = fact._replace(own=True)
         for out in equation.outvars:
-            dtype = getattr(out.aval, "dtype", None)
+            dtype = getattr(out.aval, "dtype", np.dtype(bool))
             rigid = name == "stop_gradient" or not jnp.issubdtype(dtype, jnp.inexact)
             facts[out] = fact._replace(smooth=fact.smooth and not rigid)
     return facts
@@ -274,19 +275,21 @@ def _worth_keeping(plan: Plan, axis: str) -> list[Any]:
     levels = range(plan.first, plan.last - plan.merged)
     operands = {i: [plan.buffers[j].operand for j in plan.at(i + 1)] for i in levels}
     bound = {i: max(_nbytes(x) for x in operands[i]) for i in levels}
-    marks: set[Any] = set()
     kept: dict[Any, None] = {}
 
     def consider(atoms: Sequence[Any], level: int) -> None:
         for x in variables(atoms):
             its = plan.facts[x]
-            if its.params and its.own and its.level < level and its.level in bound:
-                if x in marks or _nbytes(x) <= bound[its.level]:
-                    kept[x] = None
+            later = its.params and its.own and its.level < level
+            if later and _nbytes(x) <= bound.get(its.level, -1):
+                kept[x] = None
 
     for equation in plan.jaxpr.eqns:
         if is_mark(equation, axis):
-            marks.update(equation.outvars)
+            outs = {x: plan.facts[x] for x in equation.outvars}
+            kept |= dict.fromkeys(
+                x for x in outs if outs[x].own and outs[x].level in bound
+            )
         level = max((plan.facts[out].level for out in equation.outvars), default=0)
         if not _collective(equation, axis):
             consider(equation.invars, level)

@@ -76,7 +76,7 @@ def _opened(jaxpr: core.Jaxpr, args: Sequence[Any], axis: str) -> list[Any]:
 
 def _open(equation: core.JaxprEqn, values: list[Any], axis: str) -> list[Any]:
     name = equation.primitive.name
-    if name in ("jit", "pjit", "closed_call", "core_call"):
+    if name in ("jit", "pjit", "closed_call"):
         [inner] = _closed(equation)
         return _opened(inner.jaxpr, [*inner.consts, *values], axis)
     if not mentions(equation, axis):
@@ -114,7 +114,8 @@ def _checkpointed(equation: core.JaxprEqn, values: list[Any], axis: str) -> list
     [inside] = inner_programs(equation)
     size = jax.lax.psum(1, axis)
     program, consts = flat(inside, values, axis, size)
-    env = dict(zip([*program.constvars, *program.invars], [*consts, *values]))
+    given = [*program.constvars, *program.invars]
+    env = dict(zip(given, [*consts, *values], strict=True))
     level: dict[Any, int] = {}
     pieces: dict[tuple[int, bool], list[core.JaxprEqn]] = {}
     for e in program.eqns:
@@ -123,8 +124,10 @@ def _checkpointed(equation: core.JaxprEqn, values: list[Any], axis: str) -> list
         level.update(dict.fromkeys(e.outvars, its))
         pieces.setdefault((its, not alone), []).append(e)
     keep = {key: equation.params[key] for key in ("prevent_cse", "policy")}
-    for (its, several), piece in sorted(pieces.items(), key=lambda item: item[0]):
-        others = [e.invars for group in pieces.values() if group is not piece for e in group]
+    for (_, several), piece in sorted(pieces.items(), key=lambda item: item[0]):
+        others = [
+            e.invars for group in pieces.values() if group is not piece for e in group
+        ]
         outside = set(_variables([*itertools.chain(*others), *program.outvars]))
         made = [v for e in piece for v in e.outvars if v in outside]
         read = [x for e in piece for x in _variables(e.invars) if x in env]
@@ -140,8 +143,9 @@ def _unrolled(equation: core.JaxprEqn, values: list[Any], axis: str) -> list[Any
     [body] = _closed(equation)
     inner, params = body.jaxpr, equation.params
     # Which arguments are sliced, and which results stacked, is in their shapes.
-    is_slice = [x.aval.ndim < jnp.ndim(v) for x, v in zip(inner.invars, values)]
-    pairs = zip(inner.outvars, equation.outvars, strict=True)
+    ins: Any = zip(inner.invars, values, strict=True)
+    is_slice = [x.aval.ndim < jnp.ndim(v) for x, v in ins]
+    pairs: Any = zip(inner.outvars, equation.outvars, strict=True)
     num_carry = sum(x.aval.ndim == out.aval.ndim for x, out in pairs)
     whole = [v for v, sliced in zip(values, is_slice, strict=True) if not sliced]
     num_consts = len(whole) - num_carry

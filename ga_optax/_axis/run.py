@@ -14,23 +14,33 @@ from ga_optax._axis.plan import Plan, own_part
 from ga_optax._axis.read import bind, flat
 from ga_optax._call import Call
 from ga_optax._checks import named_leaves
-from ga_optax._loop import Loop, Operands, State, merged
+from ga_optax._loop import Flat, Loop, Operands, State, merged
 from ga_optax._program import Program
 from ga_optax.accumulator import Accumulator
 
 Arrays = list[jax.Array]
+Outcome = tuple[Loop, State]
 Wanted = Sequence[tuple[Any, str]]  # variables, and how they are put together
 
 
 def fold(
     call: Call, program: Program, operands: Operands
-) -> tuple[jax.Array, Arrays, Any, Accumulator]:
+) -> tuple[jax.Array, Arrays, Any, Flat]:
     """The loss, carry and aux of a window, and its accumulator, which starts empty.
 
     Every micro-batch sees the carry as it came, as devices do, and the new carry is the
     mean of theirs.
     """
-    return _Window(call, program, operands).run()
+    axis = call.options.axis_name
+    try:
+        return _Window(call, program, operands).run()
+    except NameError as error:
+        if f"axis name: {axis}" not in str(error):
+            raise
+        raise NotImplementedError(
+            f"Collectives over axis_name={axis!r} must be seen one by one, but a rule "
+            "of a custom_vjp or custom_jvp in fun calls one. Take it out of the rule."
+        ) from error
 
 
 class _Window:
@@ -73,7 +83,7 @@ class _Window:
         self.fixed = dict(zip(fixed, known, strict=True))
         self.plan = planning.make(jaxpr, axis, of_params, of_own, self.can_merge)
 
-    def run(self) -> tuple[jax.Array, Arrays, Any, Accumulator]:
+    def run(self) -> tuple[jax.Array, Arrays, Any, Flat]:
         """All levels, there and back."""
         plan, program, carry = self.plan, self.program, self.carry
         for level in range(1, plan.last + 1 - plan.merged):
@@ -81,7 +91,8 @@ class _Window:
         modes = ["sum" if _is_inexact(x) else "last" for x in carry]
         pairs = zip(self.rest(plan), [*modes, *program.modes[1:]], strict=True)
         wanted = dict(enumerate(pairs))
-        roots, value, results = plan.jaxpr.outvars[:1], None, {}
+        roots, results = plan.jaxpr.outvars[:1], {}
+        value: Any = None
         if plan.merged:
             value, results = self.fill_at_once(wanted)
             wanted = {i: pair for i, pair in wanted.items() if i not in results}
@@ -134,7 +145,7 @@ class _Window:
         early = {i: pair for i, pair in wanted.items() if not plan.is_last(pair[0])}
         cotangents = None
         if plan.is_last(roots[0]):
-            cotangents = self.foreseen(plan)
+            cotangents = self.foreseen(plan) or {}
             roots = [plan.buffers[j].operand for j in cotangents]
         outcome = self.gradients(
             plan.last, roots, [*early.values(), *operands], cotangents
@@ -178,13 +189,14 @@ class _Window:
         closed: Any = jax.make_jaxpr(pulled)(last)
         if planning.depends(closed.jaxpr):
             return None
-        flat = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *jax.tree.leaves(last))
-        return dict(zip(sorted(smooth), flat, strict=True))
+        leaves = jax.tree.leaves(last)
+        cotangents = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *leaves)
+        return {j: _wide(x) for j, x in zip(sorted(smooth), cotangents, strict=True)}
 
     # -- Back --------------------------------------------------------------------------
 
     def back(self, level: int) -> None:
-        """Takes the cotangents of a level back to the parameters and earlier buffers."""
+        """Takes the cotangents of a level back to parameters and earlier buffers."""
         members = [j for j in self.plan.at(level) if j in self.cotangents]
         if not members:
             return
@@ -221,7 +233,8 @@ class _Window:
         buffers = [
             j
             for j in sorted(set(views))
-            if plan.buffers[j].has_cotangent and not (plan.merged and j in plan.at(plan.last))
+            if plan.buffers[j].has_cotangent
+            and plan.buffers[j].level <= plan.last - plan.merged
         ]
 
         def micro_batch(diff: Arrays, x: Arrays) -> Any:
@@ -239,8 +252,8 @@ class _Window:
                     own_part(ct, x[0]) if kind == "stack" else ct
                     for kind, ct in zip(kinds, cotangents.values(), strict=True)
                 ]
-                loss = [sum(map(_paired, parts, loss), jnp.zeros([], jnp.float32))]
-            return *(loss or [jnp.zeros([], jnp.float32)]), *rest
+                loss = [sum(map(_paired, parts, loss), jnp.zeros([], float))]
+            return *(loss or [jnp.zeros([], float)]), *rest
 
         diff = [*(self.params[i] for i in params), *(self.buffers[j] for j in buffers)]
         first = [x[0] for x in self.xs]
@@ -261,11 +274,14 @@ class _Window:
         )
         for j in buffers:
             if j not in self.cotangents:
-                self.cotangents[j] = -_wide_zeros(self.buffers[j])
+                zeros = _wide(jnp.zeros_like(self.buffers[j]))
+                self.cotangents[j] = _collectives.vary(-zeros, self.axes)
         before = [*(self.totals[i] for i in params)]
         before += [self.cotangents[j] for j in buffers]
         # It is not empty, and its totals are added to.
-        acc = Accumulator(before, jnp.zeros_like(self.start.weight), jnp.ones([], jnp.int32))
+        acc = Accumulator(
+            before, jnp.zeros_like(self.start.weight), jnp.ones([], jnp.int32)
+        )
         operands = Operands(closed.consts, diff, self.xs, [], [], acc)
         whys = _in_place.reasons(self.call.options.in_place, of_loop, operands)
         names = [name for name, _ in named_leaves(self.call.params)]
@@ -281,7 +297,7 @@ class _Window:
 
     def finished(
         self, outcome: Outcome, call: Call, totals: Arrays
-    ) -> tuple[jax.Array, Arrays, Accumulator]:
+    ) -> tuple[jax.Array, Arrays, Flat]:
         """The loss and the results of a loop on all devices, and the accumulator."""
         loop, state = outcome
         acc = state.acc._replace(total=totals)
@@ -303,8 +319,9 @@ class _Window:
         given = {*self.fixed, *self.of_params, *self.of_own, *plan.index}
 
         def known(x: Any) -> bool:
-            view = plan.views.get(x)
-            return x in given or (view is not None and plan.buffers[view.buffer].level < level)
+            if x in given:
+                return True
+            return x in plan.views and plan.buffers[plan.views[x].buffer].level < level
 
         return known
 
@@ -332,9 +349,11 @@ class _Window:
         plan: Plan | None = None,
         effects: Any = None,
     ) -> list[Any]:
-        """The values of some variables in one micro-batch."""
+        """The values of some variables in one micro-batch, `x`; None if all share them.
+        """
         plan = self.plan if plan is None else plan
-        index, *own = x
+        own = list(self.xs if x is None else x)
+        index = own.pop(0)
         given = [*self.fixed.items(), *zip(self.of_params, params, strict=True)]
         given += zip(self.of_own, own, strict=True)
         values = dict(given) | dict.fromkeys(plan.index, index)
@@ -388,8 +407,10 @@ _ACROSS = {
 
 def _empty(kind: str, aval: Any) -> jax.Array:
     """The identity of a fold."""
+    if kind == "sum" and jnp.issubdtype(aval.dtype, jnp.inexact):
+        return _wide(jnp.zeros(aval.shape, aval.dtype))
     if kind == "sum":
-        return _wide_zeros(aval)
+        return jnp.zeros(aval.shape, aval.dtype)
     low: Any = -jnp.inf
     if not jnp.issubdtype(aval.dtype, jnp.inexact):
         limits = jnp.iinfo(aval.dtype)
@@ -399,18 +420,15 @@ def _empty(kind: str, aval: Any) -> jax.Array:
     return jnp.full(aval.shape, low, aval.dtype)
 
 
-def _wide_zeros(x: Any) -> jax.Array:
-    dtype = x.dtype
-    if jnp.issubdtype(dtype, jnp.inexact):
-        one = np.zeros([], dtype)
-        dtype = accumulator.accumulator_dtype(one, np.dtype(np.float32))
-    return jnp.zeros(x.shape, dtype)
+def _wide(x: jax.Array) -> jax.Array:
+    """`x` in the dtype of its sums."""
+    return x.astype(accumulator.accumulator_dtype(x, np.dtype(np.float32)))
 
 
 def _paired(cotangent: jax.Array, x: jax.Array) -> jax.Array:
     """Σ cotangent · x, whose gradient is the cotangent."""
     product = cotangent * x.astype(cotangent.dtype)
-    return jnp.sum(product.real)
+    return jnp.sum(product.real).astype(float)
 
 
 def _is_inexact(x: jax.Array) -> bool:

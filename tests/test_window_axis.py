@@ -1,0 +1,249 @@
+"""Under `axis_name` collectives see the window, as they do under `jax.vmap`."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from window_losses import (
+    LOSSES,
+    ROWS,
+    arrays,
+    contrastive,
+    encode,
+    of_each,
+    of_the_window,
+    random_loss,
+    token_mean,
+)
+
+import ga_optax as ga
+
+K = 4
+FUNS = [pytest.param(fun, id=fun.__name__) for fun in LOSSES]
+
+
+@pytest.fixture(autouse=True)
+def x64():
+    with jax.enable_x64(True):
+        yield
+
+
+def off_by(got, due):
+    """The largest error of a leaf, relative to that leaf's largest number."""
+    assert jax.tree.structure(got) == jax.tree.structure(due)
+    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(due), strict=True)
+    return max(float(jnp.max(abs(x - y)) / (jnp.max(abs(y)) + 1e-9)) for x, y in pairs)
+
+
+def ours(fun, k=K, **options):
+    return jax.jit(ga.value_and_grad(fun, k, axis_name=ROWS, **options))
+
+
+@pytest.mark.parametrize("fun", FUNS)
+def test_value_and_gradients_are_those_of_a_vmapped_axis(fun):
+    args = arrays()
+    due = jax.jit(of_the_window(fun, K))(*args)
+    assert off_by(ours(fun)(*args), due) < 1e-12
+    # The twin: collectives that see one micro-batch each.
+    assert off_by(jax.jit(of_each(fun, K))(*args), due) > 1e-3
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_losses_have_the_gradients_of_a_vmapped_axis(seed):
+    fun, args = random_loss(seed), arrays(seed)
+    due = jax.jit(of_the_window(fun, K))(*args)
+    assert off_by(ours(fun)(*args), due) < 1e-10
+
+
+@pytest.mark.parametrize("k", [1, 2, 16])
+def test_the_number_of_micro_batches_says_nothing_about_the_loss(k):
+    args = arrays()
+    due = jax.jit(of_the_window(contrastive, 1))(*args)
+    assert off_by(ours(contrastive, k)(*args), due) < 1e-12
+
+
+def test_a_window_goes_through_vmap_and_grad():
+    (params, batch), (others, _) = arrays(), arrays(1)
+    both = jax.tree.map(lambda *x: jnp.stack(x), params, others)
+    got = jax.vmap(ours(contrastive), in_axes=(0, None))(both, batch)
+    due = jax.vmap(of_the_window(contrastive, K), in_axes=(0, None))(both, batch)
+    assert off_by(got, due) < 1e-12
+
+    def norm(gradient):
+        def of(params):
+            return sum(jnp.sum(g**2) for g in jax.tree.leaves(gradient(params, batch)))
+
+        return jax.jit(jax.grad(of))(params)
+
+    assert off_by(norm(ours(token_mean)), norm(of_the_window(token_mean, K))) < 1e-10
+
+
+# -- With the other options ------------------------------------------------------------
+
+
+def test_aux_and_weights_go_with_it():
+    params, batch = arrays()
+
+    def fun(p, b):
+        z = encode(p, b)
+        right = lax.psum(jnp.sum(z > 0), ROWS)
+        aux = {
+            "mean": jnp.mean(z),
+            "sum": right,
+            "last": lax.axis_index(ROWS),
+            "stack": jnp.max(z),
+            "whole": right.astype(float) / lax.psum(jnp.asarray(5.0), ROWS),
+        }
+        return token_mean(p, b) + contrastive(p, b), aux
+
+    modes = {name: name for name in ("mean", "sum", "last", "stack")} | {
+        "whole": "mean"
+    }
+
+    def weight(b):
+        return 1.0 + jnp.sum(b["mask"]).astype(float)
+
+    def law(p):
+        micro = jax.tree.map(lambda x: x.reshape(K, -1, *x.shape[1:]), batch)
+        w = jax.vmap(weight)(micro)
+        loss, aux = jax.vmap(fun, (None, 0), axis_name=ROWS)(p, micro)
+        return jnp.sum(w * loss) / jnp.sum(w), {
+            "mean": jnp.sum(w * aux["mean"]) / jnp.sum(w),
+            "sum": jnp.sum(aux["sum"]),
+            "last": aux["last"][-1],
+            "stack": aux["stack"],
+            "whole": aux["whole"][0],
+        }
+
+    got = ours(fun, has_aux=True, aux=modes, weight_fn=weight)(params, batch)
+    due = jax.jit(jax.value_and_grad(law, has_aux=True))(params)
+    assert off_by(got, due) < 1e-12
+    without = ours(fun, has_aux=True, aux=modes)(params, batch)
+    assert off_by(without[0][0], due[0][0]) > 1e-4  # the twin
+
+
+def test_each_micro_batch_has_its_own_key_at_every_level():
+    params, batch = arrays()
+
+    def fun(p, b, key):
+        z = encode(p, b)
+        z = z * jax.random.bernoulli(key, 0.5, z.shape).astype(float)
+        return jnp.mean((z - lax.pmean(z, ROWS)) ** 3) + jnp.sum(lax.psum(z, ROWS) ** 3)
+
+    key = jax.random.key(0)
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(K))
+
+    def law(p, keys):
+        micro = jax.tree.map(lambda x: x.reshape(K, -1, *x.shape[1:]), batch)
+        return jnp.mean(jax.vmap(fun, (None, 0, 0), axis_name=ROWS)(p, micro, keys))
+
+    got = ours(fun, rng_argnums=2)(params, batch, key)
+    law = jax.jit(jax.value_and_grad(law))
+    assert off_by(got, law(params, keys)) < 1e-12
+    assert off_by(got, law(params, keys[::-1])) > 1e-3  # the twin
+
+
+def test_a_carry_is_updated_once_from_the_whole_window():
+    params, batch = arrays()
+
+    def fun(p, b, old):
+        h = b["x"] @ p["w"]
+        mean = lax.pmean(jnp.mean(h, 0), ROWS)
+        new = {"mean": 0.9 * old["mean"] + 0.1 * mean, "steps": old["steps"] + 1}
+        return jnp.mean((h - mean[None]) ** 4), new
+
+    old = {"mean": jnp.ones(6), "steps": jnp.asarray(3)}
+    (_, new), _ = ours(fun, carry_argnums=2)(params, batch, old)
+    assert new["steps"] == 4
+    due = 0.9 + 0.1 * jnp.mean(batch["x"] @ params["w"], 0)
+    assert off_by(new["mean"], due) < 1e-12
+
+
+def test_several_arguments_and_bfloat16():
+    params, batch = arrays()
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    batch = jax.tree.map(
+        lambda x: x.astype(jnp.bfloat16) if x.dtype == float else x, batch
+    )
+
+    def fun(w, b, v):
+        t = lax.all_gather(b["x"] @ w @ v, ROWS, tiled=True)
+        return jnp.mean((b["y"] @ t.T) ** 2, dtype=jnp.float32)
+
+    args = params["w"], batch, params["v"]
+    value, grads = ours(fun, argnums=(0, 2))(*args)
+    law = of_the_window(lambda p, b: fun(p[0], b, p[1]), K)
+    wide = jax.tree.map(lambda x: x.astype(float) if x.dtype != bool else x, args)
+    due, _ = law((wide[0], wide[2]), wide[1])
+    assert grads[0].dtype == jnp.bfloat16
+    assert abs(value - due) < 0.05 * due
+
+
+# -- Errors ----------------------------------------------------------------------------
+
+
+@jax.custom_vjp
+def reduced(x):
+    return lax.psum(x, ROWS)
+
+
+reduced.defvjp(lambda x: (lax.psum(x, ROWS), None), lambda _, ct: (ct,))
+
+
+@jax.custom_vjp
+def reduced_back(x):
+    return x
+
+
+reduced_back.defvjp(lambda x: (x, None), lambda _, ct: (lax.psum(ct, ROWS),))
+
+
+def in_a_scan(p, b):
+    return lax.scan(lambda c, _: (lax.psum(c, ROWS), None), p["t"], None, length=99)[0]
+
+
+def in_a_while(p, b):
+    return lax.while_loop(lambda c: c < 9, lambda c: lax.psum(c, ROWS), p["t"])
+
+
+def in_a_cond(p, b):
+    return lax.cond(p["t"] > 0, lambda t: lax.psum(t, ROWS), lambda t: t, p["t"])
+
+
+def in_groups(p, b):
+    return lax.psum(p["t"], ROWS, axis_index_groups=[[0, 1], [2, 3]])
+
+
+def through_a_maximum(p, b):
+    return lax.pmax(p["t"], ROWS)
+
+
+@pytest.mark.parametrize(
+    ("fun", "parts"),
+    [
+        (in_a_scan, ["psum", "scan of 99", "Unroll"]),
+        (in_a_while, ["psum", "while", "'rows'"]),
+        (in_a_cond, ["psum", "cond"]),
+        (lambda p, b: reduced(p["t"]), ["psum", "custom_vjp"]),
+        (lambda p, b: reduced_back(p["t"]), ["custom_vjp", "'rows'"]),
+        (in_groups, ["psum", "axis_index_groups"]),
+        (through_a_maximum, ["pmax", "stop_gradient"]),
+    ],
+)
+def test_what_cannot_be_done_is_an_error_that_names_it(fun, parts):
+    with pytest.raises(NotImplementedError) as error:
+        ours(fun)(*arrays())
+    assert all(part in str(error.value) for part in parts)
+
+
+def test_the_name_of_an_axis_is_a_string():
+    with pytest.raises(TypeError, match="axis_name must be the name"):
+        ga.value_and_grad(contrastive, K, axis_name=0)
+
+
+def test_across_calls_the_window_has_no_axis_and_the_error_says_so():
+    acc = ga.accumulator.init(arrays()[0])
+    with pytest.raises(NameError, match="value_and_grad"):
+        ga.accumulate(contrastive, K)(acc, *arrays())
+    with pytest.raises(NameError, match="axis_name="):
+        ga.value_and_grad(contrastive, K)(*arrays())
