@@ -180,7 +180,9 @@ STEPS = [
     lambda h, p: h * (1.0 + lax.axis_index(ROWS).astype(float)),
     lambda h, p: jax.checkpoint(normalise)(h) * p["t"],
     lambda h, p: checkpoint_name(jnp.cos(h), ROWS),
-    lambda h, p: jax.jit(lambda h: h + lax.ppermute(h, ROWS, [(0, 1), (1, 3), (3, 2), (2, 0)]))(h),
+    lambda h, p: jax.jit(
+        lambda h: h + lax.ppermute(h, ROWS, [(0, 1), (1, 3), (3, 2), (2, 0)])
+    )(h),
     lambda h, p: lax.psum_scatter(
         jnp.stack([h] * lax.axis_size(ROWS)) * jnp.arange(1.0, 5.0)[:, None, None], ROWS
     ),

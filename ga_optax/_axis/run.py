@@ -349,8 +349,7 @@ class _Window:
         plan: Plan | None = None,
         effects: Any = None,
     ) -> list[Any]:
-        """The values of some variables in one micro-batch, `x`; None if all share them.
-        """
+        """The values of some variables in one micro-batch, `x`; None if all share them."""
         plan = self.plan if plan is None else plan
         own = list(self.xs if x is None else x)
         index = own.pop(0)
@@ -376,7 +375,8 @@ class _Window:
                 new |= zip(group, across([new[j] for j in group], axes), strict=True)
         for j, x in new.items():
             dtype = self.plan.buffers[j].operand.aval.dtype
-            self.buffers[j] = _collectives.vary(x.astype(dtype), axes)
+            x = x if x.dtype == dtype else x.astype(dtype)
+            self.buffers[j] = _collectives.vary(x, axes)
 
     def zeros(self, buffer: planning.Buffer) -> jax.Array:
         """A buffer before it is filled."""
@@ -407,17 +407,16 @@ _ACROSS = {
 
 def _empty(kind: str, aval: Any) -> jax.Array:
     """The identity of a fold."""
-    if kind == "sum" and jnp.issubdtype(aval.dtype, jnp.inexact):
-        return _wide(jnp.zeros(aval.shape, aval.dtype))
+    zeros, dtype = _collectives.zeros(aval), aval.dtype
     if kind == "sum":
-        return jnp.zeros(aval.shape, aval.dtype)
-    low: Any = -jnp.inf
-    if not jnp.issubdtype(aval.dtype, jnp.inexact):
-        limits = jnp.iinfo(aval.dtype)
-        low = limits.min if kind == "max" else limits.max
-    elif kind == "min":
-        low = jnp.inf
-    return jnp.full(aval.shape, low, aval.dtype)
+        return _wide(zeros) if _is_inexact(zeros) else zeros
+    if _is_inexact(zeros):
+        limits = -jnp.inf, jnp.inf
+    elif dtype == jnp.bool_:
+        limits = False, True
+    else:
+        limits = jnp.iinfo(dtype).min, jnp.iinfo(dtype).max
+    return jnp.full_like(zeros, limits[kind == "min"])
 
 
 def _wide(x: jax.Array) -> jax.Array:

@@ -212,11 +212,11 @@ def _cross_example(_: Fit) -> Finding:
         contrastive loss with the batch as negatives, the load-balancing term of a
         mixture of experts, a standard deviation or a maximum over the batch, a root
         or a logarithm of a mean."""
-    mend = """No weight_fn can mend it, because each micro-batch sees only itself. Use
-        statistics that do not come from the batch (group or layer normalisation,
-        running averages), or compute that term over the whole batch outside of the
-        accumulated loss, or accept that accumulation trains another loss. Instead of a
-        root or a logarithm of a mean, train on the mean itself."""
+    mend = """No weight_fn can mend it, because each micro-batch sees only itself. Write
+        what the examples share as a collective over a named axis (jax.lax.pmean for a
+        statistic, jax.lax.all_gather for others to compare with), and pass that name to
+        value_and_grad(axis_name=): then it sees the whole window. Or use statistics
+        that do not come from the batch, such as those of layer normalisation."""
     return Finding(Cause.CROSS_EXAMPLE, mend, detail)
 
 
