@@ -2,8 +2,10 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import io_callback
 from window_losses import (
     LOSSES,
     ROWS,
@@ -218,9 +220,15 @@ def through_a_maximum(p, b):
     return lax.pmax(p["t"], ROWS)
 
 
+def with_a_state(p, b):
+    number = jax.ShapeDtypeStruct((), float)
+    return lax.psum(p["t"] * io_callback(lambda: np.ones([]), number), ROWS)
+
+
 @pytest.mark.parametrize(
     ("fun", "parts"),
     [
+        (with_a_state, ["io_callback", "pure_callback"]),
         (in_a_scan, ["psum", "scan of 99", "Unroll"]),
         (in_a_while, ["psum", "while", "'rows'"]),
         (in_a_cond, ["psum", "cond"]),

@@ -119,6 +119,23 @@ def test_passes_that_run(fun, passes):
     assert runs == {name: K * times for name, times in passes.items()}
 
 
+@pytest.mark.parametrize("end", [lambda a, b: a, lambda a, b: b, lambda a, b: a * b])
+def test_what_prints_prints_once_for_each_micro_batch(end):
+    seen = collections.Counter()
+
+    def fun(p, x):
+        z = jnp.mean(encode(p, x))
+        jax.debug.callback(lambda _: seen.update(["before"]), z)
+        mean = lax.pmean(z, ROWS)
+        jax.debug.callback(lambda _: seen.update(["after"]), mean)
+        return end(z, mean)
+
+    p, x = jnp.ones((6, 6)), jnp.ones((16, 6))
+    jax.jit(ga.value_and_grad(fun, K, axis_name=ROWS))(p, x)
+    jax.effects_barrier()
+    assert seen == {"before": K, "after": K}
+
+
 # -- Memory ----------------------------------------------------------------------------
 
 LAYERS, WIDTH, ROWS_OF_WINDOW = 4, 256, 4096

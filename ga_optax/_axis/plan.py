@@ -1,7 +1,7 @@
 """The plan of a window: what is computed at which level, and what is kept for it."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -10,6 +10,7 @@ import numpy as np
 from jax.extend import core
 
 from ga_optax._axis.read import is_mark
+from ga_optax._in_place import inner_programs
 
 Evaluate = Callable[[jax.Array, jax.Array], jax.Array]
 
@@ -126,7 +127,7 @@ _RULES: dict[str, tuple[str, Callable[[dict[str, Any]], Evaluate], bool]] = {
 # -- Facts -----------------------------------------------------------------------------
 
 
-def _collective(equation: core.JaxprEqn, axis: str) -> bool:
+def _is_collective(equation: core.JaxprEqn, axis: str) -> bool:
     params = equation.params
     names = params.get("axes", params.get("axis_name", ()))
     names = names if isinstance(names, tuple) else (names,)
@@ -140,7 +141,7 @@ def _facts(jaxpr: core.Jaxpr, axis: str, start: dict[Any, Fact]) -> dict[Any, Fa
         name = equation.primitive.name
         given = [facts.get(x, Fact()) for x in variables(equation.invars)]
         fact = Fact(*map(max, zip(Fact(), *given, strict=True)))
-        if _collective(equation, axis):
+        if _is_collective(equation, axis):
             fact = fact._replace(level=fact.level + 1, own=_RULES[name][2])
         elif name == "axis_index":
             fact = fact._replace(own=True)
@@ -151,9 +152,9 @@ def _facts(jaxpr: core.Jaxpr, axis: str, start: dict[Any, Fact]) -> dict[Any, Fa
     return facts
 
 
-def _reaches(jaxpr: core.Jaxpr, facts: dict[Any, Fact], loss: Any) -> set[Any]:
+def _reached(jaxpr: core.Jaxpr, facts: dict[Any, Fact]) -> set[Any]:
     """The variables through which the loss may be differentiated."""
-    reached = set(variables([loss]))
+    reached = set(variables(jaxpr.outvars[:1]))
     for equation in reversed(jaxpr.eqns):
         if any(out in reached and facts[out].smooth for out in equation.outvars):
             inputs = variables(equation.invars)
@@ -169,13 +170,15 @@ def variables(atoms: Iterable[Any]) -> list[Any]:
 # -- The plan --------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Plan:
     """What to compute when.
 
     Attributes:
-      jaxpr: the flat program.
+      jaxpr: the flat program; its first result is the loss.
+      axis: the name of the axis.
       facts: what is known of its variables.
+      reached: through which of them the loss may be differentiated.
       first: the last level of what does not depend on the parameters.
       last: the last level of all.
       buffers: what the window keeps.
@@ -185,13 +188,15 @@ class Plan:
     """
 
     jaxpr: core.Jaxpr
+    axis: str
     facts: dict[Any, Fact]
+    reached: set[Any]
     first: int
-    last: int
-    buffers: list[Buffer]
-    views: dict[Any, View]
-    index: list[Any]
-    merged: bool
+    last: int = 0
+    buffers: list[Buffer] = dataclasses.field(default_factory=list)
+    views: dict[Any, View] = dataclasses.field(default_factory=dict)
+    index: list[Any] = dataclasses.field(default_factory=list)
+    merged: bool = False
 
     def fact(self, atom: Any) -> Fact:
         return Fact() if isinstance(atom, core.Literal) else self.facts[atom]
@@ -204,96 +209,95 @@ class Plan:
         """The buffers that are filled at a level."""
         return [i for i, b in enumerate(self.buffers) if b.level == level]
 
+    def is_known(self, variable: Any, level: int) -> bool:
+        """Whether it can be read from a buffer below a level."""
+        view = self.views.get(variable)
+        return view is not None and self.buffers[view.buffer].level < level
 
-def make(
-    jaxpr: core.Jaxpr,
-    axis: str,
-    params: Sequence[Any],
-    own: Sequence[Any],
-    mergeable: Callable[["Plan"], bool],
-) -> Plan:
-    """Plans a flat program.
+    def buffer(self, operand: Any, kind: str, level: int) -> int:
+        """The buffer of a value, a new one if there is none."""
+        for i, old in enumerate(self.buffers):
+            if old.operand is operand and old.kind == kind:
+                return i
+        smooth = self.fact(operand).smooth and operand in self.reached
+        self.buffers.append(Buffer(operand, kind, level, smooth))
+        if kind == "stack" and not isinstance(operand, core.Literal):
+            self.views[operand] = View(len(self.buffers) - 1, own_part)
+        return len(self.buffers) - 1
+
+    def keep(self, merged: bool) -> None:
+        """Plans what else to stack; `merged` as the attribute."""
+        self.merged = merged
+        for x in _worth_keeping(self):
+            self.buffer(x, "stack", self.facts[x].level + 1)
+
+
+def make(jaxpr: core.Jaxpr, axis: str, params: list[Any], own: list[Any]) -> Plan:
+    """Plans a flat program, but for what is kept beside what its collectives carry.
 
     Args:
-      jaxpr: the program; its first result is the loss.
+      jaxpr: the program.
       axis: the name of the axis.
       params: the variables to differentiate with respect to.
       own: those that differ between micro-batches.
-      mergeable: whether the last level of a plan need not be a level.
     """
-    start = dict.fromkeys(own, Fact(own=True))
-    for x in params:
-        smooth = jnp.issubdtype(x.aval.dtype, jnp.inexact)
-        start[x] = Fact(params=True, smooth=bool(smooth))
-    facts = {x: Fact() for x in [*jaxpr.constvars, *jaxpr.invars]} | start
-    before = [f.level for f in _facts(jaxpr, axis, facts).values() if not f.params]
+    start = dict.fromkeys([*jaxpr.constvars, *jaxpr.invars], Fact())
+    start |= dict.fromkeys(own, Fact(own=True))
+    start |= dict.fromkeys(params, Fact(params=True, smooth=True))
+    before = [f.level for f in _facts(jaxpr, axis, start).values() if not f.params]
     first = max(before, default=0)
-    facts |= {x: facts[x]._replace(level=first) for x in params}
-    facts = _facts(jaxpr, axis, facts)
-
-    reached = _reaches(jaxpr, facts, jaxpr.outvars[0])
-    buffers: list[Buffer] = []
-    views: dict[Any, View] = {}
-    places: dict[Any, int] = {}
-
-    def buffer(operand: Any, kind: str, level: int) -> int:
-        key = (id(operand), kind)
-        if key not in places:
-            places[key] = len(buffers)
-            smooth = not isinstance(operand, core.Literal) and facts[operand].smooth
-            buffers.append(Buffer(operand, kind, level, smooth and operand in reached))
-            if kind == "stack" and not isinstance(operand, core.Literal):
-                views[operand] = View(places[key], own_part)
-        return places[key]
-
-    index = []
+    start |= dict.fromkeys(params, Fact(level=first, params=True, smooth=True))
+    facts = _facts(jaxpr, axis, start)
+    plan = Plan(jaxpr, axis, facts, _reached(jaxpr, facts), first)
     for equation in jaxpr.eqns:
         if equation.primitive.name == "axis_index":
-            index += equation.outvars
-        elif _collective(equation, axis):
+            plan.index += equation.outvars
+        elif _is_collective(equation, axis):
             kind, rule, _ = _RULES[equation.primitive.name]
             for x, out in zip(equation.invars, equation.outvars, strict=True):
-                place = buffer(x, kind, facts[out].level)
-                views[out] = View(place, rule(equation.params))
-                if kind in ("max", "min") and buffers[place].has_cotangent:
+                place = plan.buffer(x, kind, facts[out].level)
+                plan.views[out] = View(place, rule(equation.params))
+                if kind in ("max", "min") and plan.buffers[place].has_cotangent:
                     raise NotImplementedError(
                         f"The loss must not be differentiated through a p{kind}, as "
                         f"everywhere in JAX, but fun does so over {axis!r}. Put "
                         "jax.lax.stop_gradient around its argument, or gather."
                     )
-    last = max((b.level for b in buffers), default=0)
-    plan = Plan(jaxpr, facts, first, last, buffers, views, index, False)
-    if last > first and mergeable(plan):
-        plan = dataclasses.replace(plan, merged=True)
-    for x in _worth_keeping(plan, axis):
-        buffer(x, "stack", facts[x].level + 1)
+        elif _has_state(equation):
+            raise NotImplementedError(
+                f"With axis_name={axis!r} micro-batches run more than once, so nothing "
+                "in fun must have a state, but it calls io_callback for a result. Call "
+                "jax.pure_callback, or call back before value_and_grad."
+            )
+    plan.last = max((b.level for b in plan.buffers), default=0)
     return plan
 
 
-def _worth_keeping(plan: Plan, axis: str) -> list[Any]:
-    """What later levels read and is marked, or no larger than what they gather."""
+def _has_state(equation: core.JaxprEqn) -> bool:
+    """Whether another run of it may have other results."""
+    if equation.primitive.name == "io_callback":
+        return bool(equation.outvars)
+    return any(map(_has_state, (e for p in inner_programs(equation) for e in p.eqns)))
+
+
+def _worth_keeping(plan: Plan) -> list[Any]:
+    """What is marked, or read by later levels and no larger than what they carry."""
     levels = range(plan.first, plan.last - plan.merged)
     operands = {i: [plan.buffers[j].operand for j in plan.at(i + 1)] for i in levels}
-    bound = {i: max(_nbytes(x) for x in operands[i]) for i in levels}
+    bound = {i: max(map(_nbytes, group)) for i, group in operands.items()}
     kept: dict[Any, None] = {}
-
-    def consider(atoms: Sequence[Any], level: int) -> None:
-        for x in variables(atoms):
+    readers = [
+        (e.invars, max((plan.facts[x].level for x in e.outvars), default=0))
+        for e in plan.jaxpr.eqns
+        if not _is_collective(e, plan.axis)
+    ]
+    marks = [x for e in plan.jaxpr.eqns if is_mark(e, plan.axis) for x in e.outvars]
+    for read, level in [*readers, (plan.jaxpr.outvars, plan.last + 1)]:
+        for x in variables(read):
             its = plan.facts[x]
-            later = its.params and its.own and its.level < level
-            if later and _nbytes(x) <= bound.get(its.level, -1):
+            later = its.params and its.own and its.level < level and its.level in bound
+            if later and (x in marks or _nbytes(x) <= bound[its.level]):
                 kept[x] = None
-
-    for equation in plan.jaxpr.eqns:
-        if is_mark(equation, axis):
-            outs = {x: plan.facts[x] for x in equation.outvars}
-            kept |= dict.fromkeys(
-                x for x in outs if outs[x].own and outs[x].level in bound
-            )
-        level = max((plan.facts[out].level for out in equation.outvars), default=0)
-        if not _collective(equation, axis):
-            consider(equation.invars, level)
-    consider(plan.jaxpr.outvars, plan.last + 1)
     return [x for x in kept if x not in plan.views and x not in plan.index]
 
 
@@ -308,17 +312,17 @@ def needed(
     jaxpr: core.Jaxpr,
     wanted: Iterable[Any],
     known: Callable[[Any], bool],
-    effects: Callable[[core.JaxprEqn], bool] = lambda equation: False,
+    runs: Callable[[core.JaxprEqn], bool],
 ) -> tuple[list[core.JaxprEqn], list[Any]]:
     """The equations that compute `wanted`, and the known variables that they read.
 
-    `effects` says which equations to add for what they do, such as printing.
+    Those that `runs` names are among them for what they do, such as printing.
     """
     due = dict.fromkeys(variables(wanted))
     equations = []
     for equation in reversed(jaxpr.eqns):
         outs = [out for out in equation.outvars if out in due]
-        if any(not known(out) for out in outs) or effects(equation):
+        if any(not known(out) for out in outs) or runs(equation):
             equations.append(equation)
             due |= dict.fromkeys(variables(equation.invars))
     return equations[::-1], [x for x in due if known(x)]

@@ -1,6 +1,6 @@
 """Runs the plan of a window: a scan for each level there, a `Loop` for each back."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -10,7 +10,7 @@ from jax.extend import core
 
 from ga_optax import _collectives, _in_place, accumulator
 from ga_optax._axis import plan as planning
-from ga_optax._axis.plan import Plan, own_part
+from ga_optax._axis.plan import own_part
 from ga_optax._axis.read import bind, flat
 from ga_optax._call import Call
 from ga_optax._checks import named_leaves
@@ -81,7 +81,8 @@ class _Window:
         fixed = [*jaxpr.constvars, *of_consts, *of_carry]
         known = [*consts, *operands.consts, *self.carry]
         self.fixed = dict(zip(fixed, known, strict=True))
-        self.plan = planning.make(jaxpr, axis, of_params, of_own, self.can_merge)
+        self.plan = planning.make(jaxpr, axis, of_params, of_own)
+        self.plan.keep(merged=self.can_merge())
 
     def run(self) -> tuple[jax.Array, Arrays, Any, Flat]:
         """All levels, there and back."""
@@ -89,7 +90,8 @@ class _Window:
         for level in range(1, plan.last + 1 - plan.merged):
             self.fill(level)
         modes = ["sum" if _is_inexact(x) else "last" for x in carry]
-        pairs = zip(self.rest(plan), [*modes, *program.modes[1:]], strict=True)
+        rest = plan.jaxpr.outvars[1 + program.weighted :]
+        pairs = zip(rest, [*modes, *program.modes[1:]], strict=True)
         wanted = dict(enumerate(pairs))
         roots, results = plan.jaxpr.outvars[:1], {}
         value: Any = None
@@ -145,7 +147,7 @@ class _Window:
         early = {i: pair for i, pair in wanted.items() if not plan.is_last(pair[0])}
         cotangents = None
         if plan.is_last(roots[0]):
-            cotangents = self.foreseen(plan) or {}
+            cotangents = self.foreseen() or {}
             roots = [plan.buffers[j].operand for j in cotangents]
         outcome = self.gradients(
             plan.last, roots, [*early.values(), *operands], cotangents
@@ -158,29 +160,31 @@ class _Window:
         }
         return value, dict(zip(early, results, strict=False))
 
-    def can_merge(self, plan: Plan) -> bool:
+    def can_merge(self) -> bool:
         """Whether `fill_at_once` can fill the last level."""
-        loss = plan.jaxpr.outvars[0]
-        weighted, results = self.program.weighted, self.rest(plan)
-        weights = plan.jaxpr.outvars[1 : 1 + weighted]
+        plan, weighted = self.plan, self.program.weighted
+        loss, *rest = plan.jaxpr.outvars
+        weights, results = rest[:weighted], rest[weighted:]
         return (
-            all(plan.buffers[j].kind == "sum" for j in plan.at(plan.last))
+            plan.last > plan.first
+            and all(plan.buffers[j].kind == "sum" for j in plan.at(plan.last))
             and not any(plan.is_last(x) and plan.fact(x).own for x in [loss, *results])
             and not any(map(plan.is_last, weights))
-            and not (plan.is_last(loss) and (weighted or self.foreseen(plan) is None))
+            and not (plan.is_last(loss) and (weighted or self.foreseen() is None))
         )
 
-    def foreseen(self, plan: Plan) -> dict[int, jax.Array] | None:
+    def foreseen(self) -> dict[int, jax.Array] | None:
         """The last level's cotangents; None if they depend on what it computes."""
-        zeros = {j: self.zeros(plan.buffers[j]) for j in range(len(plan.buffers))}
+        plan = self.plan
+        zeros = {j: self.zeros(buffer) for j, buffer in enumerate(plan.buffers)}
         last = {j: zeros[j] for j in plan.at(plan.last)}
         smooth = {j: x for j, x in last.items() if plan.buffers[j].has_cotangent}
 
         def pulled(last: Any) -> Any:
             def loss(smooth: Any) -> jax.Array:
                 buffers = zeros | self.buffers | last | smooth
-                args = plan.jaxpr.outvars[:1], plan.last + 1, self.params, buffers
-                return self.evaluate(*args, None, plan=plan)[0]
+                root = plan.jaxpr.outvars[:1]
+                return self.evaluate(root, plan.last + 1, self.params, buffers)[0]
 
             value, pullback = jax.vjp(loss, {j: last[j] for j in smooth})
             [cotangents] = pullback(jnp.full_like(value, self.size))
@@ -226,15 +230,14 @@ class _Window:
         weighted = program.weighted and cotangents is None
         weights = plan.jaxpr.outvars[1:2] if weighted else []
         aux = [x for x, _ in wanted or ()]
-        effects = None if wanted is None else self.effects(level)
-        _, read = planning.needed(plan.jaxpr, roots, self.knows(plan, level))
+        _, read = self.needed(roots, level)
         params = [i for i, x in enumerate(self.of_params) if x in read]
-        views = [plan.views[x].buffer for x in read if x in plan.views]
+        views = {plan.views[x].buffer for x in read if x in plan.views}
+        last = plan.last - plan.merged
         buffers = [
             j
-            for j in sorted(set(views))
-            if plan.buffers[j].has_cotangent
-            and plan.buffers[j].level <= plan.last - plan.merged
+            for j in sorted(views)
+            if plan.buffers[j].has_cotangent and plan.buffers[j].level <= last
         ]
 
         def micro_batch(diff: Arrays, x: Arrays) -> Any:
@@ -244,7 +247,7 @@ class _Window:
                 here[i] = next(values)
             known = self.buffers | dict(zip(buffers, values, strict=True))
             due = [*roots, *weights, *aux]
-            out = self.evaluate(due, level, here, known, x, effects=effects)
+            out = self.evaluate(due, level, here, known, x, wanted is not None)
             loss, rest = out[: len(roots)], out[len(roots) :]
             if cotangents is not None:
                 kinds = [plan.buffers[j].kind for j in cotangents]
@@ -310,34 +313,26 @@ class _Window:
 
     # -- Values ------------------------------------------------------------------------
 
-    def rest(self, plan: Plan) -> list[Any]:
-        """The variables of the new carry and of the aux."""
-        return plan.jaxpr.outvars[1 + self.program.weighted :]
+    def needed(
+        self, wanted: Sequence[Any], level: int, acts: bool = False
+    ) -> tuple[list[core.JaxprEqn], list[Any]]:
+        """The equations that compute `wanted` with the buffers below a level known.
 
-    def knows(self, plan: Plan, level: int) -> Callable[[Any], bool]:
-        """Whether a variable need not be computed, once a level is reached."""
+        If the loop `acts`, it also runs those that print or call back: each once.
+        """
+        plan, axis = self.plan, self.call.options.axis_name
         given = {*self.fixed, *self.of_params, *self.of_own, *plan.index}
-
-        def known(x: Any) -> bool:
-            if x in given:
-                return True
-            return x in plan.views and plan.buffers[plan.views[x].buffer].level < level
-
-        return known
-
-    def effects(self, level: int) -> Callable[[core.JaxprEqn], bool]:
-        """Which equations a loop runs for what they do: each once a window."""
-        plan = self.plan
         lowest = plan.last if plan.merged and level > plan.last else 0
 
-        def runs(equation: core.JaxprEqn) -> bool:
-            inputs = planning.variables(equation.invars)
-            its = max((plan.fact(x).level for x in inputs), default=0)
-            axis = self.call.options.axis_name
-            others = [e for e in equation.effects if getattr(e, "name", "") != axis]
-            return bool(others) and lowest <= its < level
+        def known(x: Any) -> bool:
+            return x in given or plan.is_known(x, level)
 
-        return runs
+        def runs(equation: core.JaxprEqn) -> bool:
+            others = [e for e in equation.effects if getattr(e, "name", "") != axis]
+            its = max((plan.fact(x).level for x in equation.invars), default=0)
+            return acts and bool(others) and lowest <= its < level
+
+        return planning.needed(plan.jaxpr, wanted, known, runs)
 
     def evaluate(
         self,
@@ -345,29 +340,23 @@ class _Window:
         level: int,
         params: Arrays,
         buffers: dict[int, jax.Array],
-        x: Any,
-        plan: Plan | None = None,
-        effects: Any = None,
+        x: Any = None,
+        acts: bool = False,
     ) -> list[Any]:
-        """The values of some variables in one micro-batch, `x`; None if all share them."""
-        plan = self.plan if plan is None else plan
-        own = list(self.xs if x is None else x)
-        index = own.pop(0)
-        given = [*self.fixed.items(), *zip(self.of_params, params, strict=True)]
-        given += zip(self.of_own, own, strict=True)
-        values = dict(given) | dict.fromkeys(plan.index, index)
-        more = () if effects is None else (effects,)
-        equations, read = planning.needed(
-            plan.jaxpr, wanted, self.knows(plan, level), *more
-        )
+        """The values of variables in a micro-batch `x`; in any, if none is given."""
+        index, *own = self.xs if x is None else x
+        values = dict.fromkeys(self.plan.index, index) | self.fixed
+        values |= zip(self.of_params, params, strict=True)
+        values |= zip(self.of_own, own, strict=True)
+        equations, read = self.needed(wanted, level, acts)
         for v in read:
             if v not in values:
-                place, of = plan.views[v]
+                place, of = self.plan.views[v]
                 values[v] = of(buffers[place], index)
         return bind(equations, read, wanted, [values[v] for v in read])
 
     def keep(self, new: dict[int, jax.Array]) -> None:
-        """Keeps the buffers of a level, of all devices, in the types of their values."""
+        """Keeps the buffers of a level, of all devices, in the dtypes of values."""
         axes, kinds = self.axes, {j: self.plan.buffers[j].kind for j in new}
         if axes:
             for kind, across in _ACROSS.items():
