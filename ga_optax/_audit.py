@@ -13,8 +13,6 @@ from jax.sharding import AbstractMesh, Mesh
 
 from ga_optax import _hlo, _text
 
-__all__ = ["Audit", "Collective", "audit"]
-
 # An asynchronous pair counts once, at its start.
 _KIND = re.compile(
     r"(all-gather|all-reduce|all-to-all|collective-broadcast|collective-permute|"
