@@ -69,21 +69,24 @@ def _opened(jaxpr: core.Jaxpr, args: Sequence[Any], axis: str) -> list[Any]:
     """The results of a program, with what is inside its equations in the open."""
     env = dict(zip([*jaxpr.constvars, *jaxpr.invars], args, strict=True))
     for equation in jaxpr.eqns:
-        out = _open(equation, [_value(x, env) for x in equation.invars], axis)
+        values = [_value(x, env) for x in equation.invars]
+        out = _open(jaxpr, equation, values, axis)
         env.update(zip(equation.outvars, out, strict=True))
     return [_value(x, env) for x in jaxpr.outvars]
 
 
-def _open(equation: core.JaxprEqn, values: list[Any], axis: str) -> list[Any]:
+def _open(
+    jaxpr: core.Jaxpr, equation: core.JaxprEqn, values: list[Any], axis: str
+) -> list[Any]:
     name = equation.primitive.name
     if name in ("jit", "pjit", "closed_call"):
         [inner] = _closed(equation)
         return _opened(inner.jaxpr, [*inner.consts, *values], axis)
     if not mentions(equation, axis):
-        return bind([equation], equation.invars, equation.outvars, values)
+        return bind(jaxpr, [equation], equation.invars, equation.outvars, values)
     if name in (*COLLECTIVES, "axis_index") or is_mark(equation, axis):
         _check_collective(equation, axis)
-        return bind([equation], equation.invars, equation.outvars, values)
+        return bind(jaxpr, [equation], equation.invars, equation.outvars, values)
     if name in ("remat", "remat2", "checkpoint"):
         return _checkpointed(equation, values, axis)
     if name == "scan" and equation.params["length"] <= LONGEST:
@@ -92,16 +95,23 @@ def _open(equation: core.JaxprEqn, values: list[Any], axis: str) -> list[Any]:
 
 
 def bind(
+    jaxpr: core.Jaxpr,
     equations: Sequence[core.JaxprEqn],
     invars: Sequence[Any],
     outvars: Sequence[Any],
     values: Sequence[Any],
 ) -> list[Any]:
-    """The values of `outvars`, computed from those of `invars` by the equations."""
+    """The values of `outvars`, from those of `invars`, by equations of `jaxpr`."""
     pairs = zip(invars, values, strict=True)
     known = {v: x for v, x in pairs if not isinstance(v, core.Literal)}
     effects = frozenset().union(*(equation.effects for equation in equations))
-    program = core.Jaxpr((), list(known), list(outvars), list(equations), effects)
+    program = jaxpr.replace(
+        constvars=[],
+        invars=list(known),
+        outvars=list(outvars),
+        eqns=list(equations),
+        effects=effects,
+    )
     return jax.core.eval_jaxpr(program, (), *known.values())
 
 
@@ -131,7 +141,7 @@ def _checkpointed(equation: core.JaxprEqn, values: list[Any], axis: str) -> list
         outside = set(_variables([*itertools.chain(*others), *program.outvars]))
         made = [v for e in piece for v in e.outvars if v in outside]
         read = [x for e in piece for x in _variables(e.invars) if x in env]
-        run = functools.partial(bind, piece, read, made)
+        run = functools.partial(bind, program, piece, read, made)
         if several:
             run = jax.checkpoint(run, **keep)
         env.update(zip(made, run([env[x] for x in read]), strict=True))

@@ -353,7 +353,7 @@ class _Window:
             if v not in values:
                 place, of = self.plan.views[v]
                 values[v] = of(buffers[place], index)
-        return bind(equations, read, wanted, [values[v] for v in read])
+        return bind(self.plan.jaxpr, equations, read, wanted, [values[v] for v in read])
 
     def keep(self, new: dict[int, jax.Array]) -> None:
         """Keeps the buffers of a level, of all devices, in the dtypes of values."""
