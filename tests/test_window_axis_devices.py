@@ -47,7 +47,7 @@ def test_devices_and_micro_batches_say_nothing_about_the_loss(fun, mesh):
         step = ga.value_and_grad(fun, K, axis_name=ROWS, data_axis=data_axis)
         assert off_by(jax.jit(step)(params, batch), due) < 1e-12
         # The twin: rows in another order.
-        moved = jax.tree.map(lambda x: jnp.concatenate([x[2:], x[:2] * 0.5]), batch)
+        moved = batch | {"x": jnp.roll(batch["x"], 1, axis=0)}
         assert off_by(jax.jit(step)(params, moved), due) > 1e-3
 
 

@@ -37,7 +37,7 @@ class Buffer(NamedTuple):
 
     Attributes:
       operand: the value.
-      kind: "sum", "max", "min", or "stack".
+      kind: "sum", "max", "min", "stack", or "own": a stack of this device's alone.
       level: from which level on it is there.
       has_cotangent: whether the loss differentiates through it.
     """
@@ -63,8 +63,8 @@ def _whole(buffer: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def own_part(buffer: jax.Array, index: jax.Array) -> jax.Array:
-    """The part of one micro-batch of a stack."""
-    return jax.lax.dynamic_index_in_dim(buffer, index, keepdims=False)
+    """The part of one micro-batch of a stack, of this device or of all of them."""
+    return jax.lax.dynamic_index_in_dim(buffer, index % len(buffer), keepdims=False)
 
 
 def _gathered(params: dict[str, Any]) -> Evaluate:
@@ -221,7 +221,7 @@ class Plan:
                 return i
         smooth = self.fact(operand).smooth and operand in self.reached
         self.buffers.append(Buffer(operand, kind, level, smooth))
-        if kind == "stack" and not isinstance(operand, core.Literal):
+        if kind in ("stack", "own") and not isinstance(operand, core.Literal):
             self.views[operand] = View(len(self.buffers) - 1, own_part)
         return len(self.buffers) - 1
 
@@ -229,7 +229,7 @@ class Plan:
         """Plans what else to stack; `merged` as the attribute."""
         self.merged = merged
         for x in _worth_keeping(self):
-            self.buffer(x, "stack", self.facts[x].level + 1)
+            self.buffer(x, "own", self.facts[x].level + 1)
 
 
 def make(jaxpr: core.Jaxpr, axis: str, params: list[Any], own: list[Any]) -> Plan:

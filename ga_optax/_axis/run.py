@@ -122,7 +122,7 @@ class _Window:
         start = {
             j: _collectives.vary(_empty(buffer.kind, buffer.operand.aval), self.axes)
             for j, buffer in members.items()
-            if buffer.kind != "stack"
+            if buffer.kind in _FOLDS
         }
 
         def step(folded: Any, x: Arrays) -> tuple[Any, Any]:
@@ -205,9 +205,11 @@ class _Window:
         if not members:
             return
         with jax.named_scope("merge"):
-            mine = [self.cotangents.pop(j) for j in members]
-            whole = jax.lax.psum(mine, self.axes) if self.axes else mine
-        cotangents = dict(zip(members, whole, strict=True))
+            cotangents = {j: self.cotangents.pop(j) for j in members}
+            shared = [j for j in members if self.plan.buffers[j].kind != "own"]
+            if self.axes and shared:
+                whole = jax.lax.psum([cotangents[j] for j in shared], self.axes)
+                cotangents |= zip(shared, whole, strict=True)
         roots = [self.plan.buffers[j].operand for j in members]
         self.gradients(level, roots, None, cotangents)
 
@@ -252,7 +254,7 @@ class _Window:
             if cotangents is not None:
                 kinds = [plan.buffers[j].kind for j in cotangents]
                 parts = [
-                    own_part(ct, x[0]) if kind == "stack" else ct
+                    ct if kind in _FOLDS else own_part(ct, x[0])
                     for kind, ct in zip(kinds, cotangents.values(), strict=True)
                 ]
                 loss = [sum(map(_paired, parts, loss), jnp.zeros([], float))]
@@ -353,7 +355,12 @@ class _Window:
             if v not in values:
                 place, of = self.plan.views[v]
                 values[v] = of(buffers[place], index)
-        return bind(self.plan.jaxpr, equations, read, wanted, [values[v] for v in read])
+        given = [values[v] for v in read]
+        out = bind(self.plan.jaxpr, equations, read, wanted, given)
+        return [
+            jnp.asarray(x, v.aval.dtype) if isinstance(v, core.Literal) else x
+            for v, x in zip(wanted, out, strict=True)
+        ]
 
     def keep(self, new: dict[int, jax.Array]) -> None:
         """Keeps the buffers of a level, of all devices, in the dtypes of values."""
