@@ -33,7 +33,8 @@ def x64():
 def off_by(got, due):
     """The largest error of a leaf, relative to that leaf's largest number."""
     assert jax.tree.structure(got) == jax.tree.structure(due)
-    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(due), strict=True)
+    got, due = ([x.astype(float) for x in jax.tree.leaves(t)] for t in (got, due))
+    pairs = zip(got, due, strict=True)
     return max(float(jnp.max(abs(x - y)) / (jnp.max(abs(y)) + 1e-9)) for x, y in pairs)
 
 

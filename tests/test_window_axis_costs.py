@@ -81,8 +81,8 @@ def contrastive(p, x):
 
 def statistics(p, x, mark=lambda h: h):
     h = mark(encode(p, x, "first"))
-    h = mark(encode(p, h - lax.pmean(jnp.mean(h, 0), ROWS), "second"))
-    return jnp.mean((h - lax.pmean(jnp.mean(h, 0), ROWS)) ** 4)
+    h = mark(encode(p, h - lax.pmean(jnp.mean(h, 0), ROWS)[None], "second"))
+    return jnp.mean((h - lax.pmean(jnp.mean(h, 0), ROWS)[None]) ** 4)
 
 
 def marked_statistics(p, x):

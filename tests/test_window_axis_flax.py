@@ -56,7 +56,7 @@ def of_nnx(axis):
     graph, params, stats = nnx.split(Nnx(axis), nnx.Param, nnx.BatchStat)
 
     def loss(params, x, stats):
-        model = nnx.merge(graph, params, stats)
+        model = nnx.merge(graph, params, stats, copy=True)
         value = jnp.mean(model(x) ** 3)
         return value, nnx.state(model, nnx.BatchStat)
 

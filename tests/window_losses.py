@@ -171,7 +171,7 @@ LOSSES = [
 STEPS = [
     lambda h, p: jnp.tanh(h @ p["v"] @ p["v"].T),
     lambda h, p: h - lax.pmean(jnp.mean(h, 0), ROWS)[None],
-    lambda h, p: jnp.sin(h * lax.psum(jnp.sum(h * h), ROWS)),
+    lambda h, p: jnp.sin(h * lax.pmean(jnp.mean(h * h), ROWS)),
     lambda h, p: (
         jax.nn.softmax(h @ lax.all_gather(h, ROWS, tiled=True).T)
         @ lax.all_gather(h, ROWS, tiled=True)

@@ -217,12 +217,12 @@ class Plan:
     def buffer(self, operand: Any, kind: str, level: int) -> int:
         """The buffer of a value, a new one if there is none."""
         for i, old in enumerate(self.buffers):
-            if old.operand is operand and old.kind == kind:
+            if old.operand is operand and old.kind == kind and old.level <= level:
                 return i
         smooth = self.fact(operand).smooth and operand in self.reached
         self.buffers.append(Buffer(operand, kind, level, smooth))
         if kind in ("stack", "own") and not isinstance(operand, core.Literal):
-            self.views[operand] = View(len(self.buffers) - 1, own_part)
+            self.views.setdefault(operand, View(len(self.buffers) - 1, own_part))
         return len(self.buffers) - 1
 
     def keep(self, merged: bool) -> None:
