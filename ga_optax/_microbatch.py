@@ -257,6 +257,8 @@ def _fold(
             'float16 or a narrow loss in it. Use sync="last", or a float32 loss.'
         )
     in_place = [why is None for why in whys]
+    # Without its arrays: what is differentiated later must not hold tracers.
+    program = program._replace(consts=(), batch=[])
     loop = Loop(program, options.num_microbatches, sums_already, in_place)
     state = loop(operands)
     if merges and call.axes:
