@@ -185,18 +185,27 @@ def _arranged(x: Any, spec: PartitionSpec, axes: Axes, mesh: AnyMesh) -> Any:
     return jax.reshard(x, NamedSharding(mesh, PartitionSpec(*due)))
 
 
-def split_shards(x: Any, num_microbatches: int, axes: Axes, mesh: AnyMesh) -> jax.Array:
-    """`[batch, ...]` as `[num_microbatches, micro-batch, ...]`; no data moves.
+def split(x: Any, num_microbatches: int, axis: int) -> jax.Array:
+    """`x` as `[num_microbatches, ...]`: neighbouring blocks along `axis`."""
+    shape = jnp.shape(x)
+    parts = num_microbatches, shape[axis] // num_microbatches
+    shape = (*shape[:axis], *parts, *shape[axis + 1 :])
+    return jnp.moveaxis(jnp.reshape(jnp.asarray(x), shape), axis, 0)
+
+
+def split_shards(
+    x: Any, num_microbatches: int, axis: int, axes: Axes, mesh: AnyMesh
+) -> jax.Array:
+    """`split`, where the data axes shard `axis`; no data moves.
 
     Micro-batch i holds the i-th block of rows of every device.
     """
 
     def local(x: jax.Array) -> jax.Array:
-        return jnp.reshape(x, (num_microbatches, -1, *x.shape[1:]))
+        return split(x, num_microbatches, axis)
 
-    return over_mesh(
-        local, mesh, axes, (x,), (_mesh.split_spec(axes),), _mesh.split_spec(axes, 1)
-    )
+    specs = (_mesh.split_spec(axes, axis),), _mesh.split_spec(axes, axis + 1)
+    return over_mesh(local, mesh, axes, (x,), *specs)
 
 
 def constrain(tree: Any, specs: Any, mesh: AnyMesh) -> Any:

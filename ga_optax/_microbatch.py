@@ -17,6 +17,8 @@ and the calls of `accumulate` over the halves of a batch continue one another.
 """
 
 import functools
+import itertools
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -45,6 +47,9 @@ def value_and_grad(
     batch_argnums: int | Sequence[int] = 1,
     rng_argnums: int | Sequence[int] = (),
     carry_argnums: int | Sequence[int] = (),
+    batch_argnames: str | Sequence[str] = (),
+    rng_argnames: str | Sequence[str] = (),
+    batch_axes: Any = 0,
     has_aux: bool = False,
     weight_fn: Callable[..., ArrayLike] | None = None,
     aux: Any = "mean",
@@ -124,6 +129,7 @@ def value_and_grad(
             cast = jax.tree.map(lambda g, p: g.astype(jnp.result_type(p)), mean, params)
         return value, cast
 
+    @_warns_outside_jit
     @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, optax.Updates]:
         call = Call.make(options, args, kwargs)
@@ -142,6 +148,9 @@ def accumulate(
     batch_argnums: int | Sequence[int] = 1,
     rng_argnums: int | Sequence[int] = (),
     carry_argnums: int | Sequence[int] = (),
+    batch_argnames: str | Sequence[str] = (),
+    rng_argnames: str | Sequence[str] = (),
+    batch_axes: Any = 0,
     has_aux: bool = False,
     weight_fn: Callable[..., ArrayLike] | None = None,
     aux: Any = "mean",
@@ -203,6 +212,7 @@ def accumulate(
     """
     options = Options(**locals(), accumulator_dtype=None).checked()
 
+    @_warns_outside_jit
     def accumulate_fun(acc: Accumulator, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(acc, Accumulator):
             raise TypeError(
@@ -235,6 +245,27 @@ def accumulate(
         return value, accumulator.merge(acc, new._replace(count=count))
 
     return accumulate_fun
+
+
+def _warns_outside_jit(run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run`, which warns once if it is called outside of `jit` more than once."""
+    calls = itertools.count(1)
+
+    @functools.wraps(run)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        out = run(*args, **kwargs)
+        traced = isinstance(jax.tree.leaves(out)[0], jax.core.Tracer)
+        if not traced and not jax.config.jax_disable_jit and next(calls) == 2:
+            warnings.warn(
+                "What value_and_grad or accumulate returned was called outside of "
+                "jax.jit again. Every such call traces the loss and compiles the loop "
+                "over micro-batches anew. Put it, or the training step around it, in "
+                "jax.jit.",
+                stacklevel=2,
+            )
+        return out
+
+    return call
 
 
 def _fold(
@@ -297,32 +328,32 @@ def _over_mesh(call: Call, run: Callable[..., Any], *acc: Accumulator) -> Any:
     options, mesh, axes = call.options, call.mesh, call.options.axes
     split, params = _mesh.split_spec(axes), call.params
     whole: Any = PartitionSpec()
-    places = _mesh.placements(params, call.specs, axes, mesh)
-    specs = jax.tree.unflatten(jax.tree.structure(params), [p.spec for p in places])
+    where = _mesh.placements(params, call.specs, axes, mesh)
+    specs = jax.tree.unflatten(jax.tree.structure(params), [p.spec for p in where])
 
-    with_role = {i: call.args[i] for group in call.roles.values() for i in group}
-    in_specs: dict[int, Any] = dict.fromkeys(with_role, whole)
-    in_specs |= dict.fromkeys(call.roles["batch_argnums"], split)
+    places = call.unsplit
     of_params = (specs,) if isinstance(options.argnums, int) else specs
-    in_specs |= dict(zip(call.roles["argnums"], of_params, strict=True))
-    _mesh.check_scatter(params, places, axes, mesh)
+    of_roles = [*of_params, *[whole] * (len(places) - len(of_params))]
+    of_batch = [_mesh.split_spec(axes, axis) for axis in call.split_axes]
+    _mesh.check_scatter(params, where, axes, mesh)
     # What has no role goes to `fun` as it came, but for traced and distributed arrays,
     # which have to be operands.
-    without = call.with_args(dict.fromkeys(with_role)).args
-    rest, structure = jax.tree.flatten((without, call.kwargs))
+    without = call.with_args(dict.fromkeys(places)).with_batch([0] * len(of_batch))
+    rest, structure = jax.tree.flatten((without.args, without.kwargs))
     operands = {i: x for i, x in enumerate(rest) if _collectives.is_operand(x)}
 
-    def local(with_role: Any, operands: Any, *acc: Accumulator) -> Any:
+    def local(with_role: Any, batch: Any, operands: Any, *acc: Accumulator) -> Any:
         leaves = [operands.get(i, x) for i, x in enumerate(rest)]
         args, kwargs = jax.tree.unflatten(structure, leaves)
         inner = call._replace(specs=specs, args=args, kwargs=kwargs, mesh=None)
-        return run(inner.with_args(with_role), *acc)
+        with_role = dict(zip(places, with_role, strict=True))
+        return run(inner.with_args(with_role).with_batch(batch), *acc)
 
     # Every other part of the value is the same on all devices.
     aux = jax.tree.map(lambda mode: split if mode == "stack" else whole, options.aux)
     carry = (whole,) * len(call.roles["carry_argnums"])
     value = put_together(options, whole, carry, aux)
     result: Any = Accumulator(specs, whole, whole) if acc else specs
-    given = with_role, operands, *acc
-    of_given = in_specs, whole, *[result] * len(acc)
+    given = [call.at(i) for i in places], call.batch, operands, *acc
+    of_given = of_roles, of_batch, whole, *[result] * len(acc)
     return _collectives.over_mesh(local, mesh, axes, given, of_given, (value, result))

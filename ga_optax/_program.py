@@ -1,6 +1,5 @@
 """What `fun` does to one micro-batch: traced once, checked and read."""
 
-import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -52,22 +51,27 @@ class Program(NamedTuple):
 def trace(call: Call) -> Program:
     """Traces `fun` for one micro-batch; raises if what it returns does not fit."""
     options = call.options
-    positions = [i for group in call.roles.values() for i in group]
     weight_fn = options.weight_fn
 
-    def micro_batch(*roles: tuple[Any, ...]) -> tuple[Any, ...]:
-        _, batch, _, old = roles
-        weight = None if weight_fn is None else check_weight(weight_fn(*batch))
-        new = dict(zip(positions, itertools.chain(*roles), strict=True))
-        out = options.fun(*call.with_args(new).args, **call.kwargs)
+    def micro_batch(params: Any, batch: list[Any], keys: Any, old: Any) -> Any:
+        new = dict(zip(call.unsplit, (*params, *keys, *old), strict=True))
+        one = call.with_args(new).with_batch(batch)
+        args, kwargs = one.of_weight_fn
+        weight = None if weight_fn is None else check_weight(weight_fn(*args, **kwargs))
+        try:
+            out = options.fun(*one.args, **one.kwargs)
+        except Exception as error:
+            error.add_note(_in_words(call, batch))
+            raise
         loss, carry, aux = _taken_apart(options, out)
         _check_carry(old, carry)
         return loss, weight, carry, aux
 
-    params, batch, keys, carry = (call.role(name) for name in call.roles)
+    params, _, keys, carry = map(call.role, call.roles)
     with jax.named_scope("split"):
-        batch = jax.tree.map(lambda x: _split(call, x), batch)
-    first = jax.tree.map(lambda x: x[0], batch)
+        pairs = zip(call.batch, call.split_axes, strict=True)
+        batch = [_split(call, x, axis) for x, axis in pairs]
+    first = [x[0] for x in batch]
     trace_one = jax.make_jaxpr(micro_batch, return_shape=True)
     closed, shapes = trace_one(params, first, keys, carry)
     jaxpr = closed.jaxpr
@@ -80,7 +84,7 @@ def trace(call: Call) -> Program:
     return Program(
         jaxpr=jaxpr,
         consts=closed.consts,
-        batch=jax.tree.leaves(batch),
+        batch=batch,
         results=[loss, *jax.tree.leaves(aux)],
         modes=["mean", *_aux.modes_of(options.aux, aux)],
         carry=jax.tree.structure(carry),
@@ -92,13 +96,23 @@ def trace(call: Call) -> Program:
     )
 
 
-def _split(call: Call, x: ArrayLike) -> jax.Array:
-    """`[batch, ...]` as `[num_microbatches, micro-batch, ...]`."""
+def _split(call: Call, x: ArrayLike, axis: int) -> jax.Array:
+    """`x` as `[num_microbatches, ...]`, micro-batches split along `axis`."""
     k = call.options.num_microbatches
     if call.mesh is not None:
-        return _collectives.split_shards(x, k, call.options.axes, call.mesh)
-    shape = jnp.shape(x)
-    return jnp.reshape(jnp.asarray(x), (k, shape[0] // k, *shape[1:]))
+        return _collectives.split_shards(x, k, axis, call.options.axes, call.mesh)
+    return _collectives.split(x, k, axis)
+
+
+def _in_words(call: Call, batch: Sequence[Any]) -> str:
+    """What `fun` was given, for a note to an error of its own."""
+    k, (x, *_), (axis, *_) = call.options.num_microbatches, batch, call.split_axes
+    shapes = f"{jnp.shape(x)}, and not {jnp.shape(call.batch[0])}"
+    return (
+        f"ga_optax called fun with one of {k} micro-batches: the first leaf of the "
+        f"batch is split along axis {axis}, and has shape {shapes}. batch_argnums and "
+        "batch_axes say what is split; all else goes whole."
+    )
 
 
 def _scales(jaxpr: core.Jaxpr) -> bool:
