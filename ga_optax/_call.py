@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ga_optax import _collectives, _mesh
 from ga_optax._checks import (
@@ -99,15 +98,6 @@ class Call(NamedTuple):
     def split_axes(self) -> list[int]:
         """The axes of `batch`."""
         return [axis for axis in self.batch_axes if axis is not None]
-
-    @property
-    def of_weight_fn(self) -> tuple[list[Any], dict[str, Any]]:
-        """The batch arguments: those by position, and those by keyword."""
-        places = self.roles["batch_argnums"]
-        return (
-            [self.at(i) for i in places if isinstance(i, int)],
-            {i: self.at(i) for i in places if isinstance(i, str)},
-        )
 
     @property
     def params(self) -> Any:
@@ -242,9 +232,9 @@ def _check_keys(place: Place, tree: Any) -> None:
         raw = dtype == jnp.uint32 and len(shape) == 1
         if not (typed or raw):
             raise ValueError(
-                f"rng_argnums and rng_argnames must name PRNG keys, or trees of them, "
-                f"but {name} of {_argument(place)} has shape {shape} and dtype {dtype.name}. Pass "
-                "one key; every micro-batch derives its own."
+                "rng_argnums and rng_argnames must name PRNG keys, or trees of them, "
+                f"but {name} of {_argument(place)} has shape {shape} and dtype "
+                f"{dtype.name}. Pass one key; every micro-batch derives its own."
             )
 
 
@@ -264,18 +254,17 @@ def _check_no_keys(call: Call) -> None:
 def _check_weight_fn(call: Call) -> None:
     if call.options.weight_fn is None:
         return
-    args, kwargs = call.of_weight_fn
     try:
         signature = inspect.signature(call.options.weight_fn)
     except ValueError:  # of a built-in function
         return
     try:
-        signature.bind(*args, **kwargs)
+        signature.bind(*call.role("batch_argnums"))
     except TypeError as error:
         due = " and ".join(map(_argument, call.roles["batch_argnums"]))
         raise TypeError(
-            f"weight_fn must take the batch arguments, {due}, but it takes "
-            f"{signature}: {error}. Give it one parameter for each of them."
+            f"weight_fn must take the batch arguments, {due}, by position, but it "
+            f"takes {signature}: {error}. Give it one parameter for each of them."
         ) from None
 
 
@@ -317,8 +306,8 @@ def _axes_of_batch(call: Call) -> list[int | None]:
         if not -ndim <= axis < ndim:
             has = f"has shape {jnp.shape(x)}" if ndim else "is a scalar"
             raise ValueError(
-                f"Every leaf of the batch must have a batch axis, here axis {axis}, but "
-                f"{name} {has}. {todo}"
+                "Every leaf of the batch must have a batch axis, here axis "
+                f"{axis}, but {name} {has}. {todo}"
             )
         found[i] = axis % ndim
     return found
@@ -381,23 +370,15 @@ def _check_batch(call: Call) -> None:
 
 def _check_no_batch(call: Call, rows: int) -> None:
     """Raises if an argument without a role is as long as the batch."""
-    batch = call.roles["batch_argnums"]
     for place in call.without_role:
         leaves = jax.tree.leaves(call.at(place))
-        arrays = [x for x in leaves if isinstance(x, (jax.Array, np.ndarray))]
-        if not leaves or len(arrays) < len(leaves):
-            continue
-        for axis in {0, *call.split_axes}:
-            if all(x.shape[axis : axis + 1] == (rows,) for x in arrays):
-                before = sum(isinstance(i, int) or place in call.kwargs for i in batch)
-                axes = call.options.batch_axes
-                several = len(batch) > 1 and isinstance(axes, (tuple, list))
-                entries = list(axes) if several else [axes] * len(batch)
-                entries.insert(before, None)
+        shapes = [getattr(x, "shape", ()) for x in leaves]
+        for axis in {0, *call.split_axes} if leaves else ():
+            if all(shape[axis : axis + 1] == (rows,) for shape in shapes):
                 raise ValueError(
                     f"An argument with the batch's {rows} rows must have a role, but "
-                    f"{_argument(place)}, of shape {arrays[0].shape}, has none, and "
-                    "would go to each micro-batch whole. Pass "
+                    f"{_argument(place)}, of shape {shapes[0]}, has none, and would go "
+                    "to each micro-batch whole. Pass "
                     f"{_line(call, 'batch_argnums', place)} to split it; if it is to "
-                    f"go whole, pass that and batch_axes={tuple(entries)!r}."
+                    "go whole, pass that, and None for it in batch_axes."
                 )

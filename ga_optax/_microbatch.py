@@ -87,18 +87,21 @@ def value_and_grad(
     Args:
       fun: a function like that of `jax.value_and_grad`. Its loss is a mean over the
         examples of a micro-batch, or over what `weight_fn` counts.
-      num_microbatches: how many, static; it must divide the rows of (one device's part
-        of) the batch.
+      num_microbatches: how many, static; it must divide the rows (of each device).
       argnums: the positional arguments to differentiate with respect to.
-      batch_argnums: those to split along axis 0. All other arguments go to each
-        micro-batch whole, as they came.
+      batch_argnums: those to split. What no option names goes to each micro-batch
+        whole, as it came; it raises if it is a key, or as long as the batch.
       rng_argnums: PRNG keys, or trees of them. Micro-batch i sees `fold_in(key, i)`.
-      carry_argnums: those that thread through the micro-batches in order, such as
-        batch statistics. `fun` returns their new values first after the loss: `(loss,
-        carry)`, or `(loss, (carry, aux))`. So does the result.
+      carry_argnums: those that thread through the micro-batches, such as batch
+        statistics. `fun` and the result return their new values after the loss: `(loss,
+        carry)`, or `(loss, (carry, aux))`.
+      batch_argnames: keywords to split.
+      rng_argnames: keywords that are keys.
+      batch_axes: where to split, as in `jax.vmap`: an axis, None (whole), or a prefix
+        of the batch (of a tuple of several batch arguments, keywords last).
       has_aux: whether `fun` returns `(loss, aux)`.
-      weight_fn: a function of the batch arguments of one micro-batch that returns its
-        weight, a non-negative scalar.
+      weight_fn: a function of a micro-batch's batch arguments that returns its weight,
+        a non-negative scalar.
       aux: "mean" (weighted), "sum", "last", "stack" (along a new axis 0), or a tree of
         those that is a prefix of the aux.
       accumulator_dtype: see `accumulator.init`. The result has the parameters' dtypes.
@@ -187,10 +190,13 @@ def accumulate(
       fun: as for `value_and_grad`.
       num_microbatches: how many micro-batches are in one call, static.
       argnums: as for `value_and_grad`. It counts the arguments of `fun`, not those of
-        the returned function. So do the three below.
+        the returned function. So do the others.
       batch_argnums: as for `value_and_grad`.
       rng_argnums: as for `value_and_grad`, except for the number folded in, see above.
       carry_argnums: as for `value_and_grad`. Pass what came back on to the next call.
+      batch_argnames: as for `value_and_grad`.
+      rng_argnames: as for `value_and_grad`.
+      batch_axes: as for `value_and_grad`.
       has_aux: as for `value_and_grad`.
       weight_fn: as for `value_and_grad`.
       aux: as for `value_and_grad`.
@@ -255,7 +261,7 @@ def _warns_outside_jit(run: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         out = run(*args, **kwargs)
         traced = isinstance(jax.tree.leaves(out)[0], jax.core.Tracer)
-        if not traced and not jax.config.jax_disable_jit and next(calls) == 2:
+        if not traced and not jax.config.read("jax_disable_jit") and next(calls) == 2:
             warnings.warn(
                 "What value_and_grad or accumulate returned was called outside of "
                 "jax.jit again. Every such call traces the loss and compiles the loop "

@@ -95,11 +95,11 @@ class Options(NamedTuple):
         roles: dict[str, list[Place]] = {role: [] for role in ROLES}
         for role in ROLES:
             value, named = getattr(self, role), NAMES.get(role, "")
-            pairs = [(role, i) for i in ((value,) if is_int(value) else value)]
-            pairs += [(named, name) for name in getattr(self, named, ())]
-            for option, i in pairs:
+            places = *((value,) if is_int(value) else value), *getattr(self, named, ())
+            for i in places:
+                option = named if isinstance(i, str) else role
                 if num_args is not None:
-                    i = _found(option, i, num_args, tuple(keywords))
+                    i = _found(option, i, num_args, keywords)
                 if i in owner:
                     raise ValueError(
                         f"{option} must not overlap {owner[i]}, but both name argument "
@@ -107,8 +107,7 @@ class Options(NamedTuple):
                     )
                 owner[i] = option
                 roles[role].append(i)
-        for role in ("argnums", "batch_argnums"):
-            if not roles[role]:
+            if not places and role in ("argnums", "batch_argnums"):
                 raise ValueError(
                     f"{role} must name at least one argument, but it is (). Leave it "
                     "out."
@@ -116,23 +115,20 @@ class Options(NamedTuple):
         return {role: tuple(places) for role, places in roles.items()}
 
 
-def _found(option: str, i: Place, num_args: int, keywords: tuple[str, ...]) -> Place:
+def _found(option: str, i: Place, num_args: int, keywords: Iterable[str]) -> Place:
     """Where an argument of the call stands; raises if it did not come."""
-    if isinstance(i, int) and -num_args <= i < num_args:
-        return i % num_args
-    if i in keywords:
-        return i
-    if isinstance(i, int):
-        kind, came = "positional", f"number {i}, and {num_args}"
-        todo = f"by position, or change {option}"
-        if option in NAMES:
-            todo += f"; for a keyword pass {NAMES[option]} and {option}=()"
-    else:
+    if isinstance(i, str):
         kind, came = "keyword", f"{i!r}, and {' and '.join(keywords) or 'none'}"
-        todo = f"by keyword, or change {option}"
+        if i in keywords:
+            return i
+    else:
+        kind, came = "positional", f"number {i}, and {num_args}"
+        if -num_args <= i < num_args:
+            return i % num_args
+    other = f" (for keywords there is {NAMES[option]})" if option in NAMES else ""
     raise ValueError(
         f"{option} must name {kind} arguments of the call, but it names {came} came. "
-        f"Pass that argument {todo}."
+        f"Pass that argument so, or change {option}{other}."
     )
 
 
@@ -149,7 +145,7 @@ def _positions(name: str, value: Any) -> Any:
     return positions
 
 
-def _names(name: str, value: Any) -> tuple[str, ...]:
+def _names(name: str, value: Any) -> Any:
     names = (value,) if isinstance(value, str) else value
     if isinstance(names, (tuple, list)) and all(isinstance(x, str) for x in names):
         return tuple(names)

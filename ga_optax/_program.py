@@ -56,12 +56,12 @@ def trace(call: Call) -> Program:
     def micro_batch(params: Any, batch: list[Any], keys: Any, old: Any) -> Any:
         new = dict(zip(call.unsplit, (*params, *keys, *old), strict=True))
         one = call.with_args(new).with_batch(batch)
-        args, kwargs = one.of_weight_fn
-        weight = None if weight_fn is None else check_weight(weight_fn(*args, **kwargs))
+        whole = one.role("batch_argnums")
+        weight = None if weight_fn is None else check_weight(weight_fn(*whole))
         try:
             out = options.fun(*one.args, **one.kwargs)
         except Exception as error:
-            error.add_note(_in_words(call, batch))
+            error.add_note(_in_words(call, batch[0]))
             raise
         loss, carry, aux = _taken_apart(options, out)
         _check_carry(old, carry)
@@ -104,14 +104,13 @@ def _split(call: Call, x: ArrayLike, axis: int) -> jax.Array:
     return _collectives.split(x, k, axis)
 
 
-def _in_words(call: Call, batch: Sequence[Any]) -> str:
+def _in_words(call: Call, x: jax.Array) -> str:
     """What `fun` was given, for a note to an error of its own."""
-    k, (x, *_), (axis, *_) = call.options.num_microbatches, batch, call.split_axes
-    shapes = f"{jnp.shape(x)}, and not {jnp.shape(call.batch[0])}"
     return (
-        f"ga_optax called fun with one of {k} micro-batches: the first leaf of the "
-        f"batch is split along axis {axis}, and has shape {shapes}. batch_argnums and "
-        "batch_axes say what is split; all else goes whole."
+        f"ga_optax called fun with one of {call.options.num_microbatches} "
+        f"micro-batches: the first leaf of the batch has shape {jnp.shape(x)}, split "
+        f"along axis {call.split_axes[0]} of {jnp.shape(call.batch[0])}. batch_argnums "
+        "and batch_axes say what is split; all else goes whole."
     )
 
 

@@ -239,27 +239,22 @@ def test_a_key_that_no_one_declared_is_refused_with_the_line_to_write(
 @pytest.mark.parametrize(
     ("options", "args", "kwargs", "message"),
     [
-        ({}, (X,), {}, r"argument 2, of .*batch_argnums=\(1, 2\) .*axes=\(0, None\)"),
-        ({}, ({"a": X, "b": X},), {}, r"batch_argnums=\(1, 2\)"),
-        ({}, (), {"y": X}, r"batch_argnames='y' .*batch_axes=\(0, None\)"),
+        ({}, (X, X), {}, r"argument 2, of .*batch_argnums=\(1, 2\) .*None for it"),
+        ({}, (X, {"a": X, "b": X}), {}, r"batch_argnums=\(1, 2\)"),
+        ({}, (X,), {"y": X}, "batch_argnames='y' .*None for it in batch_axes"),
+        ({"batch_axes": 1}, (X[None], X), {}, r"batch_argnums=\(1, 2\)"),
+        ({"batch_axes": 1}, (X[None], X[None]), {}, r"of shape \(1, 8\)"),
         (
             {"batch_argnums": (1, 2), "batch_argnames": "y"},
-            (X, X),
+            (X, X, X),
             {"y": X},
-            r"batch_argnums=\(1, 2, 3\) .*batch_axes=\(0, 0, None, 0\)",
+            r"argument 3.*batch_argnums=\(1, 2, 3\) ",
         ),
-        ({"batch_axes": 1}, (X,), {}, r"batch_axes=\(1, None\)"),
-        ({"batch_axes": 1}, (X[None],), {}, r"batch_axes=\(1, None\)"),
     ],
 )
 def test_what_is_as_long_as_the_batch_must_have_a_role(options, args, kwargs, message):
-    x = X if options.get("batch_axes", 0) == 0 else X[None]
-    if "batch_argnums" in options:
-        args = (*args[1:], X)  # the last one has no role
     with pytest.raises(ValueError, match=f"must have a role, but .*{message}"):
-        ga.value_and_grad(untraced, 2, **options)(
-            W, x, *((X,) if "batch_argnums" in options else ()), *args, **kwargs
-        )
+        ga.value_and_grad(untraced, 2, **options)(W, *args, **kwargs)
 
 
 def test_what_is_not_like_a_batch_needs_no_role():
@@ -306,7 +301,7 @@ def test_names_and_axes_of_the_wrong_type_are_refused(options, message):
 def test_names_must_come_by_keyword_and_have_one_role():
     with pytest.raises(ValueError, match="rng_argnames must not overlap batch_argnam"):
         ga.value_and_grad(untraced, 2, batch_argnames="x", rng_argnames="x")
-    with pytest.raises(ValueError, match="names 'y', and z came.*by keyword"):
+    with pytest.raises(ValueError, match=r"names 'y', and z came.*by keyword"):
         ga.value_and_grad(untraced, 2, batch_argnames="y")(W, X, z=1)
 
 
