@@ -210,18 +210,18 @@ def _line(call: Call, role: str, place: Place) -> str:
 
 
 def _check_parameters(place: Place, tree: Any) -> None:
-    """Raises if what is differentiated holds state of a Flax module."""
+    """Raises if parameters of a Flax module come with other state of it."""
     nnx = sys.modules.get("flax.nnx")
-    if nnx is None:
-        return
-    for path, node in nodes_of(nnx.Variable, tree).items():
-        if not isinstance(node, nnx.Param):
-            raise TypeError(
-                f"What is differentiated must be parameters alone, but leaf {path} of "
-                f"{_argument(place)} is of type {type(node).__name__}, and fun could "
-                "not update it. Use ga_optax.flax.value_and_grad; or split it off, as "
-                "in nnx.split(model, nnx.Param, ...)."
-            )
+    nodes = {} if nnx is None else nodes_of(nnx.Variable, tree)
+    others = [(path, x) for path, x in nodes.items() if not isinstance(x, nnx.Param)]
+    if 0 < len(others) < len(nodes):
+        path, node = others[0]
+        raise TypeError(
+            f"What is differentiated must be parameters alone, but leaf {path} of "
+            f"{_argument(place)} is of type {type(node).__name__}, and fun could not "
+            "update it. Use ga_optax.flax.value_and_grad; or split it off, as in "
+            "nnx.split(model, nnx.Param, ...)."
+        )
 
 
 def _check_keys(place: Place, tree: Any) -> None:
