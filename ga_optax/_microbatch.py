@@ -261,7 +261,8 @@ def _warns_outside_jit(run: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         out = run(*args, **kwargs)
         traced = isinstance(jax.tree.leaves(out)[0], jax.core.Tracer)
-        if not traced and not jax.config.read("jax_disable_jit") and next(calls) == 2:
+        compiles = not jax.config.jax_disable_jit  # pyrefly: ignore[missing-attribute]
+        if compiles and not traced and next(calls) == 2:
             warnings.warn(
                 "What value_and_grad or accumulate returned was called outside of "
                 "jax.jit again. Every such call traces the loss and compiles the loop "

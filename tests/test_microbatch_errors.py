@@ -301,7 +301,7 @@ def test_names_and_axes_of_the_wrong_type_are_refused(options, message):
 def test_names_must_come_by_keyword_and_have_one_role():
     with pytest.raises(ValueError, match="rng_argnames must not overlap batch_argnam"):
         ga.value_and_grad(untraced, 2, batch_argnames="x", rng_argnames="x")
-    with pytest.raises(ValueError, match=r"names 'y', and z came.*by keyword"):
+    with pytest.raises(ValueError, match="names 'y', and z came"):
         ga.value_and_grad(untraced, 2, batch_argnames="y")(W, X, z=1)
 
 
@@ -364,6 +364,6 @@ def test_an_error_of_fun_says_what_it_was_given():
 
     with pytest.raises(TypeError) as error:
         ga.value_and_grad(fun, 2)(W, X)
-    [note] = error.value.__notes__
+    note = error.value.__notes__[0]  # JAX adds another one
     assert "one of 2 micro-batches" in note
     assert "has shape (4,), and not (8,)" in note
