@@ -212,7 +212,9 @@ def _line(call: Call, role: str, place: Place) -> str:
 def _check_parameters(place: Place, tree: Any) -> None:
     """Raises if parameters of a Flax module come with other state of it."""
     nnx = sys.modules.get("flax.nnx")
-    nodes = {} if nnx is None else nodes_of(nnx.Variable, tree)
+    if nnx is None:
+        return
+    nodes = nodes_of(nnx.Variable, tree)
     others = [(path, x) for path, x in nodes.items() if not isinstance(x, nnx.Param)]
     if 0 < len(others) < len(nodes):
         path, node = others[0]
