@@ -269,7 +269,7 @@ def _try(
             f"{jax.default_backend()!r} reports none. Plan on another backend."
         )
     kinds = "temp", "argument", "output", "alias"
-    sizes = (int(getattr(analysis, f"{kind}_size_in_bytes")) for kind in kinds)
+    sizes: Any = (int(getattr(analysis, f"{kind}_size_in_bytes")) for kind in kinds)
     notes = (f"Gradients added {line}." for line in lines)
     notes = tuple(note.replace("added not", "not added", 1) for note in notes)
     seconds = time.perf_counter() - start
@@ -355,7 +355,9 @@ def parse_bytes(size: int | float | str) -> int:
 def _device_limit() -> int:
     """The memory of the smallest local device."""
     devices = jax.local_devices()
-    limits = [(device.memory_stats() or {}).get("bytes_limit") for device in devices]
+    limits: list[Any] = [
+        (device.memory_stats() or {}).get("bytes_limit") for device in devices
+    ]
     if None in limits:
         raise ValueError(
             "memory_limit must be given if a device does not report its memory, and "
