@@ -194,7 +194,7 @@ def split(x: Any, num_microbatches: int, axis: int) -> jax.Array:
 
 
 def split_shards(
-    x: Any, num_microbatches: int, axis: int, axes: Axes, mesh: AnyMesh
+    x: Any, num_microbatches: int, axes: Axes, mesh: AnyMesh, axis: int = 0
 ) -> jax.Array:
     """`split`, where the data axes shard `axis`; no data moves.
 

@@ -100,7 +100,7 @@ def _split(call: Call, x: ArrayLike, axis: int) -> jax.Array:
     """`x` as `[num_microbatches, ...]`, micro-batches split along `axis`."""
     k = call.options.num_microbatches
     if call.mesh is not None:
-        return _collectives.split_shards(x, k, axis, call.options.axes, call.mesh)
+        return _collectives.split_shards(x, k, call.options.axes, call.mesh, axis)
     return _collectives.split(x, k, axis)
 
 

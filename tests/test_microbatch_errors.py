@@ -366,4 +366,4 @@ def test_an_error_of_fun_says_what_it_was_given():
         ga.value_and_grad(fun, 2)(W, X)
     note = error.value.__notes__[0]  # JAX adds another one
     assert "one of 2 micro-batches" in note
-    assert "has shape (4,), and not (8,)" in note
+    assert "has shape (4,), split along axis 0 of (8,)." in note
