@@ -122,9 +122,8 @@ class TrainState(train_state.TrainState):
         """
         overwrites = isinstance(self.params, Mapping) and _OVERWRITTEN in self.params
         params = self.params["params"] if overwrites else self.params
-        params, opt_state = _multi_steps.flush(
-            self.tx, self.opt_state, params, **extra_args
-        )
+        tx: Any = self.tx
+        params, opt_state = _multi_steps.flush(tx, self.opt_state, params, **extra_args)
         if overwrites:
             params = {**self.params, "params": params}
         return self.replace(params=params, opt_state=opt_state)
@@ -294,7 +293,7 @@ def value_and_grad(
             "already: keep other state in an nnx.Variable."
         )
     several = isinstance(argnums, (tuple, list))
-    named = argnums if isinstance(argnums, (tuple, list)) else [argnums]
+    named: Any = argnums if several else [argnums]
     positions = tuple(getattr(a, "argnum", a) for a in named)
     filters = [filterlib.to_predicate(getattr(a, "filter", nnx.Param)) for a in named]
     core = partial(
@@ -314,7 +313,7 @@ def value_and_grad(
             return jax.tree.map(lambda i: i + n if i < 0 else i, numbers)
 
         wanted = dict(zip(absolute(positions), filters, strict=True))
-        groups = {"args": dict(enumerate(args)), "kwargs": kwargs}
+        groups: Any = {"args": dict(enumerate(args)), "kwargs": kwargs}
         nodes = {
             group: {name: x for name, x in named.items() if _holds_variables(x)}
             for group, named in groups.items()
