@@ -309,10 +309,21 @@ def value_and_grad(
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         n = len(args)
 
-        def absolute(numbers: Any) -> Any:
-            return jax.tree.map(lambda i: i + n if i < 0 else i, numbers)
+        def absolute(name: str, i: int) -> int:
+            if not -n <= i < n:
+                raise ValueError(
+                    f"{name} must name positional arguments of the call, but it names "
+                    f"number {i}, and {n} came. Change {name}."
+                )
+            return i % n
 
-        wanted = dict(zip(absolute(positions), filters, strict=True))
+        found = [absolute("argnums", i) for i in positions]
+        wanted = dict(zip(found, filters, strict=True))
+        roles = {
+            name: jax.tree.map(partial(absolute, name), numbers)
+            for name, numbers in ({"batch_argnums": 1} | options).items()
+            if name.endswith("argnums")
+        }
         groups: Any = {"args": dict(enumerate(args)), "kwargs": kwargs}
         nodes = {
             group: {name: x for name, x in named.items() if _holds_variables(x)}
@@ -350,7 +361,6 @@ def value_and_grad(
             is_pair = isinstance(out, (tuple, list)) and len(out) == 2
             return (out[0], (new, out[1])) if is_pair else out
 
-        roles = {k: absolute(v) for k, v in options.items() if k.endswith("argnums")}
         if by_device:  # makes keys differ between devices, and so between micro-batches
             others = jax.tree.leaves(roles.get("rng_argnums", ()))
             roles["rng_argnums"] = (*others, n + 1)

@@ -531,6 +531,7 @@ def mean_loss(model, x):
         (switches, {}, ValueError, "model.train"),
         (assigns, {}, ValueError, "must not assign"),
         (mean_loss, {"num_microbatches": 3}, ValueError, "must divide"),
+        (mean_loss, {"batch_argnums": (1, 2)}, ValueError, "number 2, and 2 came"),
         (mean_loss, {"batch_argnum": 1}, TypeError, "batch_argnum"),
     ],
 )
