@@ -296,13 +296,13 @@ def value_and_grad(
     named: Any = argnums if several else [argnums]
     positions = tuple(getattr(a, "argnum", a) for a in named)
     filters = [filterlib.to_predicate(getattr(a, "filter", nnx.Param)) for a in named]
+    defaults = {"argnums": positions if several else positions[0], "batch_argnums": 1}
     core = partial(
         _microbatch.value_and_grad,
         num_microbatches=num_microbatches,
-        argnums=positions if several else positions[0],
         has_aux=has_aux,
     )
-    core(fun, **options)  # raises if an option does not fit
+    core(fun, **(defaults | options))  # raises if an option does not fit
     by_device = options.get("data_axis") is not None
 
     @wraps(fun)
@@ -317,13 +317,12 @@ def value_and_grad(
                 )
             return i % n
 
-        found = [absolute("argnums", i) for i in positions]
-        wanted = dict(zip(found, filters, strict=True))
         roles = {
             name: jax.tree.map(partial(absolute, name), numbers)
-            for name, numbers in ({"batch_argnums": 1} | options).items()
+            for name, numbers in (defaults | options).items()
             if name.endswith("argnums")
         }
+        wanted = dict(zip(jax.tree.leaves(roles["argnums"]), filters, strict=True))
         groups: Any = {"args": dict(enumerate(args)), "kwargs": kwargs}
         nodes = {
             group: {name: x for name, x in named.items() if _holds_variables(x)}
@@ -372,10 +371,7 @@ def value_and_grad(
         others = {name: x for name, x in kwargs.items() if name not in nodes["kwargs"]}
         run = core(micro_batch, carry_argnums=n, **(options | roles))
         (loss, new), grads = run(*given, nnx.as_pure(state), scalars, **others)
-        value = loss
-        if has_aux:
-            new, aux = new
-            value = loss, aux
+        value, new = ((loss, new[1]), new[0]) if has_aux else (loss, new)
         # What stood still keeps its array: it is not copied or averaged over devices.
         leaves = zip(*map(jax.tree.leaves, (state, new)), changed, strict=True)
         nnx.update(nodes, _like(state, [y if moved else x for x, y, moved in leaves]))

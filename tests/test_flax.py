@@ -434,7 +434,7 @@ def test_several_objects_also_as_keywords_weights_and_plain_arguments():
     compute = value_and_grad(
         weighted_loss,
         2,
-        argnums=(0, 3),
+        argnums=(0, -1),
         batch_argnums=(1, 2),
         weight_fn=lambda x, y: jnp.sum(jnp.abs(y)),
         in_place=False,
