@@ -296,13 +296,14 @@ def value_and_grad(
     named: Any = argnums if several else [argnums]
     positions = tuple(getattr(a, "argnum", a) for a in named)
     filters = [filterlib.to_predicate(getattr(a, "filter", nnx.Param)) for a in named]
-    defaults = {"argnums": positions if several else positions[0], "batch_argnums": 1}
+    options = {"batch_argnums": 1} | options
+    options["argnums"] = positions if several else positions[0]
     core = partial(
         _microbatch.value_and_grad,
         num_microbatches=num_microbatches,
         has_aux=has_aux,
     )
-    core(fun, **(defaults | options))  # raises if an option does not fit
+    core(fun, **options)  # raises if an option does not fit
     by_device = options.get("data_axis") is not None
 
     @wraps(fun)
@@ -319,7 +320,7 @@ def value_and_grad(
 
         roles = {
             name: jax.tree.map(partial(absolute, name), numbers)
-            for name, numbers in (defaults | options).items()
+            for name, numbers in options.items()
             if name.endswith("argnums")
         }
         wanted = dict(zip(jax.tree.leaves(roles["argnums"]), filters, strict=True))
