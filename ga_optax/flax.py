@@ -88,7 +88,7 @@ class TrainState(train_state.TrainState):
           TypeError: if `tx` accumulates with `optax.MultiSteps`.
           ValueError: if `grads` does not fit `params`; the message names the leaf.
         """
-        _stats(self.opt_state)
+        _check_accumulator(self.opt_state)
         fields = {field.name for field in dataclasses.fields(self)}
         replaced = {name: kwargs.pop(name) for name in fields & kwargs.keys()}
         # As in Flax: the gradient of an fp8 scaling factor is its new value.
@@ -187,15 +187,10 @@ class Optimizer(nnx.Optimizer[M]):
           TypeError: if `tx` accumulates with `optax.MultiSteps`.
           ValueError: if `grads` does not fit the model; the message names the leaf.
         """
-        _stats(nnx.as_pure(self.opt_state))
+        _check_accumulator(nnx.as_pure(self.opt_state))
         grads = nnx.as_pure(nnx.state(grads, self.wrt, graph=self.graph))
-        run = partial(_multi_steps.apply_gradients, weight=weight, emit=emit)
-        self._run(
-            lambda state, params: run(
-                self.tx, grads, state, params, **nnx.as_pure(kwargs)
-            ),
-            model,
-        )
+        named = {"weight": weight, "emit": emit, **nnx.as_pure(kwargs)}
+        self._run(partial(_multi_steps.apply_gradients, self.tx, grads, **named), model)
         self.step[...] += 1
 
     def flush(self, model: M, /, **extra_args: Any) -> None:
@@ -224,13 +219,18 @@ class Optimizer(nnx.Optimizer[M]):
 
 def _stats(opt_state: Any) -> _state.Stats | None:
     """The counters of the `MultiSteps` in a state, None if there is none."""
+    _check_accumulator(opt_state)
+    return _state.stats(opt_state) if _state.find_states(opt_state) else None
+
+
+def _check_accumulator(opt_state: Any) -> None:
+    """Raises if Optax's accumulator is in a state: it cannot tell what we count."""
     if nodes_of(optax.MultiStepsState, opt_state):
         raise TypeError(
             "tx must accumulate with ga_optax.MultiSteps, but its state holds one of "
             "optax.MultiSteps. Pass ga_optax.MultiSteps(opt, k), which takes the same "
             "arguments; ga_optax.from_optax converts a saved state."
         )
-    return _state.stats(opt_state) if _state.find_states(opt_state) else None
 
 
 # -- Gradients of modules --------------------------------------------------------------
@@ -296,7 +296,7 @@ def value_and_grad(
     named: Any = argnums if several else [argnums]
     positions = tuple(getattr(a, "argnum", a) for a in named)
     filters = [filterlib.to_predicate(getattr(a, "filter", nnx.Param)) for a in named]
-    options = {"batch_argnums": 1} | options
+    options.setdefault("batch_argnums", 1)
     options["argnums"] = positions if several else positions[0]
     core = partial(
         _microbatch.value_and_grad,
@@ -318,7 +318,7 @@ def value_and_grad(
                 )
             return i % n
 
-        roles = {
+        roles: dict[str, Any] = {
             name: jax.tree.map(partial(absolute, name), numbers)
             for name, numbers in options.items()
             if name.endswith("argnums")

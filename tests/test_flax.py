@@ -124,6 +124,17 @@ def test_the_accumulator_of_optax_is_refused(place):
         optimizer.update(model, nnx.state(model))
 
 
+def test_two_accumulators_have_no_one_count_of_steps():
+    both = {"a": ga.MultiSteps(ADAM, 2), "b": ga.MultiSteps(ADAM, 3)}
+    params = {"a": PARAMS, "b": PARAMS}
+    tx = optax.multi_transform(both, {"a": "a", "b": "b"})
+    state = TrainState.create(apply_fn=None, params=params, tx=tx)
+    state = state.apply_gradients(grads=params)
+    assert int(state.step) == 1
+    with pytest.raises(ValueError, match="there are 2"):
+        _ = state.optimizer_steps
+
+
 def test_flush_closes_the_window_and_is_no_call():
     state = create(ga.MultiSteps(ADAM, 8))
     for grads in GRADS:
