@@ -204,7 +204,8 @@ def like(x: jax.Array, other: Any) -> jax.Array:
 def strong(x: ArrayLike) -> jax.Array:
     """`x` without a weak type, which the carry of a loop has to keep."""
     x = jnp.asarray(x)
-    return jax.lax.convert_element_type(x, x.dtype) if x.weak_type else x
+    weak = jax.typeof(x).weak_type  # an array of PRNG keys has no such attribute
+    return jax.lax.convert_element_type(x, x.dtype) if weak else x
 
 
 def _inexact(x: jax.Array) -> jax.Array:
