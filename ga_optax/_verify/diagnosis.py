@@ -9,10 +9,11 @@ import dataclasses
 
 import numpy as np
 
+from ga_optax._verify.comparison import Comparison
 from ga_optax._verify.counts import EXACT, code_that_counts, proportions
 from ga_optax._verify.fit import Fit
 from ga_optax._verify.gradients import norm
-from ga_optax._verify.loss import NotFiniteError
+from ga_optax._verify.loss import Loss, NotFiniteError
 from ga_optax._verify.native import Native
 from ga_optax._verify.report import Cause
 
@@ -56,6 +57,12 @@ def diagnose(native: Native) -> Finding:
         return Finding(Cause.RANDOMNESS, mend, detail)
     if comparison.agrees:
         return _rounding(native)
+    if not comparison.decidable:
+        dtype = comparison.loss.dtype
+        detail = f"The difference is so small that it may be the rounding of {dtype}."
+        mend = f"""Run verify with the code that is bound to {dtype} replaced by plain
+            JAX, which it evaluates in float64."""
+        return Finding(Cause.UNDETERMINED, mend, detail)
     fit = Fit(comparison)
     findings = (question(fit) for question in _QUESTIONS)
     return next(finding for finding in findings if finding is not None)
@@ -133,6 +140,14 @@ def _weights(fit: Fit) -> Finding | None:
         return None
     total, trust = float(found.values.sum()), fit.trust
     share, code = found.values / total, None
+    size, factor = ("small", total) if total > 1 else ("large", 1 / total)
+    off = f"""the accumulated gradient is too {size} by a factor of {factor:.6g}: the
+        loss is also divided by a size or a number of parts."""
+    if np.allclose(share, comparison.share, rtol=0, atol=trust):
+        weights = tuple((total * share).tolist())
+        mend = "Remove the other division from the loss."
+        detail = f"The weights are right, but {off}"
+        return Finding(Cause.SCALE, mend, detail, weights=weights)
     plain = np.allclose(share, 1 / len(share), rtol=1e-6, atol=0)
     counted = not plain and code_that_counts(comparison.problem.batch, share, trust)
     # Counts are exact, also if the fit has the digits of a narrow dtype.
@@ -157,9 +172,7 @@ def _weights(fit: Fit) -> Finding | None:
         detail += f""" The gradients do not show how micro-batches {which} share their
             weight (here equally), because these are identical or have no gradient."""
     if abs(total - 1) > 1e-3:
-        size, factor = ("small", total) if total > 1 else ("large", 1 / total)
-        detail += f""" In addition, the accumulated gradient is too {size} by a factor
-            of {factor:.6g}: the loss is also divided by a size or a number of parts."""
+        detail += f" In addition, {off}"
         mend += " Then remove the other division from the loss."
     return Finding(Cause.WEIGHTS, mend, detail, weights=tuple((total * share).tolist()))
 
@@ -175,6 +188,28 @@ def _constant(fit: Fit) -> Finding | None:
 
 
 # -- If they differ: what changes the undivided gradient -------------------------------
+
+
+def _another_axis(fit: Fit) -> Finding | None:
+    """Whether the batch is [time, batch, ...], so that axis 1 holds the examples."""
+    problem = fit.problem.along_axis_1()
+    if problem is None:
+        return None
+    try:
+        other = Comparison(Loss(problem, fit.comparison.loss.progress))
+        weights = None if other.agrees else Fit(other).weights
+    except Exception:
+        return None  # Any: the code is the user's, and may not take such a batch.
+    if not other.agrees and (weights is None or abs(weights.values.sum() - 1) > 1e-3):
+        return None
+    detail = """Split along axis 1, the same batch does give the undivided gradient.
+        Most likely axis 0 is time and axis 1 the examples, [time, batch, ...]."""
+    mend = """Pass batch_axes=1 to ga_optax.value_and_grad, or swap the two axes of the
+        batch, jnp.swapaxes(x, 0, 1), and let the loss swap them back."""
+    if not other.agrees:
+        mend += " Then run verify again, because the weights are wrong, too."
+    return Finding(Cause.AXIS, mend, detail)
+
 
 _KEYS = """put jax.random.split(key, batch_size) into the batch and draw under jax.vmap.
     A second cause may be hidden: run verify again without randomness."""
@@ -201,8 +236,9 @@ def _another_order(fit: Fit) -> Finding | None:
 
 
 def _undetermined(fit: Fit) -> Finding | None:
+    detail = "Several causes explain gradients of so few numbers."
     mend = "Run verify with 3 or more micro-batches, or with more parameters."
-    return Finding(Cause.UNDETERMINED, mend) if fit.ambiguous else None
+    return Finding(Cause.UNDETERMINED, mend, detail) if fit.ambiguous else None
 
 
 def _cross_example(_: Fit) -> Finding:
@@ -224,6 +260,7 @@ _QUESTIONS = (
     _scale,
     _weights,
     _constant,
+    _another_axis,
     _another_key,
     _another_order,
     _undetermined,

@@ -59,7 +59,7 @@ class Fit:
         self._unit = np.where(unit > 0, unit, 1.0)
         self._noise = NOISE * norm(comparison.noise / self._unit)
 
-        here = self._point(comparison.loss.params)
+        here = self._point(None)
         near = self._point(comparison.loss.nearby(0.1, seed=2))
         self._points = [here, near] if np.isfinite(near).all() else [here]
         self._here, self._target = here[:, :-1], here[:, -1]
