@@ -107,7 +107,15 @@ def _rounding(native: Native) -> Finding:
 
 def _scale(fit: Fit) -> Finding | None:
     """Whether G is c times the mean of the micro-gradients."""
-    c, k = fit.factor, fit.problem.k
+    c, k, share = fit.factor, fit.problem.k, fit.comparison.share
+    in_use = c is None and fit.comparison.weighted and fit.factor_of(share)
+    if in_use:
+        detail = f"""The weights are right, but the undivided gradient is {in_use:.6g}
+            times the accumulated one."""
+        mend = """Return the mean over what weight_fn counts, and remove any other
+            division by a size or a number of parts."""
+        weights = tuple((in_use * share).tolist())
+        return Finding(Cause.SCALE, mend, detail, weights=weights)
     factor = c and fit.known_factor(c)
     if c is None or factor == 1:  # With 1, the weights are wrong.
         return None
@@ -140,14 +148,6 @@ def _weights(fit: Fit) -> Finding | None:
         return None
     total, trust = float(found.values.sum()), fit.trust
     share, code = found.values / total, None
-    size, factor = ("small", total) if total > 1 else ("large", 1 / total)
-    off = f"""the accumulated gradient is too {size} by a factor of {factor:.6g}: the
-        loss is also divided by a size or a number of parts."""
-    if np.allclose(share, comparison.share, rtol=0, atol=trust):
-        weights = tuple((total * share).tolist())
-        mend = "Remove the other division from the loss."
-        detail = f"The weights are right, but {off}"
-        return Finding(Cause.SCALE, mend, detail, weights=weights)
     plain = np.allclose(share, 1 / len(share), rtol=1e-6, atol=0)
     counted = not plain and code_that_counts(comparison.problem.batch, share, trust)
     # Counts are exact, also if the fit has the digits of a narrow dtype.
@@ -172,7 +172,9 @@ def _weights(fit: Fit) -> Finding | None:
         detail += f""" The gradients do not show how micro-batches {which} share their
             weight (here equally), because these are identical or have no gradient."""
     if abs(total - 1) > 1e-3:
-        detail += f" In addition, {off}"
+        size, factor = ("small", total) if total > 1 else ("large", 1 / total)
+        detail += f""" In addition, the accumulated gradient is too {size} by a factor
+            of {factor:.6g}: the loss is also divided by a size or a number of parts."""
         mend += " Then remove the other division from the loss."
     return Finding(Cause.WEIGHTS, mend, detail, weights=tuple((total * share).tolist()))
 
@@ -187,6 +189,18 @@ def _constant(fit: Fit) -> Finding | None:
     return Finding(Cause.SCALE, mend, detail) if fit.has_constant() else None
 
 
+_TOO_FEW = Finding(
+    Cause.UNDETERMINED,
+    "Run verify with 3 or more micro-batches, or with more parameters.",
+    "Several causes explain gradients of so few numbers.",
+)
+
+
+def _any_two(fit: Fit) -> Finding | None:
+    """Whether two micro-batches fit with weights whose sum is open."""
+    return _TOO_FEW if fit.any_two else None
+
+
 # -- If they differ: what changes the undivided gradient -------------------------------
 
 
@@ -197,6 +211,8 @@ def _another_axis(fit: Fit) -> Finding | None:
         return None
     try:
         other = Comparison(Loss(problem, fit.comparison.loss.progress))
+        if other.same(rows=problem.rows(0)):
+            return None  # Axis 1 has no part in the loss.
         weights = None if other.agrees else Fit(other).weights
     except Exception:
         return None  # Any: the code is the user's, and may not take such a batch.
@@ -236,9 +252,7 @@ def _another_order(fit: Fit) -> Finding | None:
 
 
 def _undetermined(fit: Fit) -> Finding | None:
-    detail = "Several causes explain gradients of so few numbers."
-    mend = "Run verify with 3 or more micro-batches, or with more parameters."
-    return Finding(Cause.UNDETERMINED, mend, detail) if fit.ambiguous else None
+    return _TOO_FEW if fit.ambiguous else None
 
 
 def _cross_example(_: Fit) -> Finding:
@@ -260,6 +274,7 @@ _QUESTIONS = (
     _scale,
     _weights,
     _constant,
+    _any_two,
     _another_axis,
     _another_key,
     _another_order,
