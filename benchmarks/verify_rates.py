@@ -8,24 +8,18 @@ loss for each token, and a way to make one number of these: right for accumulati
 wrong for a known cause. "bfloat16" is mixed precision: the network computes in
 bfloat16, and logits, losses and sums in bfloat16 or float32, at random.
 
-It takes an hour on two CPU cores. What differs from the cause is printed at once.
+Nearly all of the time goes into compiling small programs: an hour on two CPU cores, and
+a third of that with XLA_FLAGS=--xla_cpu_use_fusion_emitters=false, which jaxlib 0.10
+knows. An answer that is not right is printed at once.
 """
 
 # ruff: noqa: D103 - the names of the cases say it
 
 import collections
 import functools
-import os
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
-
-if __name__ == "__main__":
-    # The time goes into compiling thousands of small programs, and none is timed.
-    os.environ["XLA_FLAGS"] = (
-        "--xla_cpu_use_fusion_emitters=false --xla_backend_optimization_level=0 "
-        "--xla_llvm_disable_expensive_passes=true"
-    )
 
 import jax
 import jax.numpy as jnp
@@ -541,6 +535,7 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--last", type=int, default=200)
     args = parser.parse_args()
+    jax.config.update("jax_disable_most_optimizations", True)  # nothing is timed
     numbers = range(args.first, min(args.last, 2) if args.quick else args.last)
     rows = []
     for dtype in args.dtypes:
