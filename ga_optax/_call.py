@@ -69,6 +69,12 @@ class Call(NamedTuple):
         """The data axes that are bound: over which this call is one device's part."""
         return self.options.axes if self.mesh is None else ()
 
+    @property
+    def strided(self) -> bool:
+        """Whether micro-batch i holds the rows i, i + k, ..., see `_rows`."""
+        everything = self.args, self.kwargs
+        return not self.options.axes and _mesh.on_several_devices(everything)
+
     def placed(self, total: Any) -> Any:
         """An accumulator at top level, sharded as `specs` says."""
         if self.mesh is None or self.specs is None:
@@ -176,16 +182,10 @@ def _check_batch(call: Call) -> None:
             alone = len(positions) == 1 and x is not call.args[i]
             leaves.append((name if alone else f"{name} of argument {i}", x))
     for name, x in leaves:
-        split = _mesh.as_entry(_mesh.explicit_axes(x, 0))
         if jnp.ndim(x) == 0:
             raise ValueError(
                 f"Every leaf of the batch must have a batch axis, but {name} is a "
                 "scalar. Pass it in an argument that batch_argnums does not name."
-            )
-        if split and not axes:
-            raise ValueError(
-                f"A batch split over explicit mesh axes needs data_axis, but {name} is "
-                f"split over {split!r} and data_axis is None. Pass data_axis={split!r}."
             )
     if not leaves:
         raise ValueError(
@@ -205,6 +205,8 @@ def _check_batch(call: Call) -> None:
             f"The batch must hold at least one example, but {came}. Skip the call."
         )
     devices = 1 if call.mesh is None else _mesh.num_devices(axes, call.mesh)
+    if not axes:
+        devices = max(_mesh.num_parts(x, 0) for _, x in leaves)
     part, rest = divmod(rows, devices)
     if rest:
         raise ValueError(

@@ -174,14 +174,16 @@ def zeros(aval: Any) -> jax.Array:
 
 def _arranged(x: Any, spec: PartitionSpec, axes: Axes, mesh: AnyMesh) -> Any:
     """Reshards `x` along explicit data axes, whose type has to say `spec`."""
-    if not set(axes) & set(_mesh.explicit_names(mesh)):
+    explicit = _mesh.explicit_names(mesh)
+    if not set(axes) & set(explicit):
         return x
     sharding = jax.typeof(x).sharding
     given = list(sharding.spec) if isinstance(sharding, NamedSharding) else []
     due = []
     for _, old, new in itertools.zip_longest(range(jnp.ndim(x)), given, spec):
         kept = (name for name in _mesh.names_in(old) if name not in axes)
-        due.append(_mesh.as_entry((*_mesh.names_in(new), *kept)))
+        told = (name for name in _mesh.names_in(new) if name in explicit)
+        due.append(_mesh.as_entry((*told, *kept)))
     return jax.reshard(x, NamedSharding(mesh, PartitionSpec(*due)))
 
 

@@ -119,6 +119,25 @@ def _mesh_of(x: Any) -> AnyMesh:
     return getattr(jax.typeof(x).sharding if tracer else x.sharding, "mesh", none)
 
 
+def on_several_devices(tree: Any) -> bool:
+    """Whether the compiler distributes a computation on `tree`, as far as is known.
+
+    The context has a mesh, or else the arrays do. Inside of `jit` their types name it,
+    but not how its automatic axes split them.
+    """
+    context = jax.sharding.get_abstract_mesh()
+    if not context.empty:
+        sizes = context.shape.items()
+        return any(n > 1 for name, n in sizes if name not in context.manual_axes)
+
+    def is_distributed(x: Any) -> bool:
+        if isinstance(x, jax.core.Tracer):
+            return any(n > 1 for n in _mesh_of(x).shape.values())
+        return isinstance(x, jax.Array) and len(x.sharding.device_set) > 1
+
+    return any(map(is_distributed, jax.tree.leaves(tree)))
+
+
 def num_devices(axes: Axes, mesh: AnyMesh | None) -> int:
     """Into how many parts `axes` split a batch; `mesh` as `find_mesh` returns it."""
     shape = (jax.sharding.get_abstract_mesh() if mesh is None else mesh).shape
@@ -216,13 +235,12 @@ def _known_spec(leaf: Any) -> PartitionSpec | None:
     return sharding.spec if isinstance(sharding, NamedSharding) else None
 
 
-def explicit_axes(x: Any, dim: int) -> Axes:
-    """The explicit mesh axes over which the type of `x` splits a dimension."""
+def num_parts(x: Any, dim: int) -> int:
+    """Into how many parts explicit mesh axes split a dimension, by the type of `x`."""
     sharding = jax.typeof(x).sharding if isinstance(x, jax.Array) else None
     if not isinstance(sharding, NamedSharding) or len(sharding.spec) <= dim:
-        return ()
-    explicit = explicit_names(sharding.mesh)
-    return tuple(name for name in names_in(sharding.spec[dim]) if name in explicit)
+        return 1
+    return math.prod(sharding.mesh.shape[name] for name in names_in(sharding.spec[dim]))
 
 
 def same_mesh(x: jax.Array, y: jax.Array) -> bool:

@@ -10,7 +10,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import ArrayLike
 
-from ga_optax import _checks
+from ga_optax import _checks, _mesh, _rows
 from ga_optax._microbatch import value_and_grad
 from ga_optax._verify.comparison import Comparison
 from ga_optax._verify.loss import Loss, NotFiniteError, Progress
@@ -118,7 +118,7 @@ def verify(
         batch=batch,
         key=key,
         weights=np.ones(k) if weight_fn is None else _weights(weight_fn, batch, k),
-        accumulated=folded,
+        accumulated=_of_neighbours(folded, k),
         x64=bool(jnp.result_type(float) == jnp.float64),
     )
     with jax.enable_x64(True), Progress() as progress:
@@ -158,6 +158,18 @@ def _without_aux(fun: Callable[..., Any]) -> Callable[..., Any]:
         return out[0]
 
     return loss
+
+
+def _of_neighbours(folded: Callable[..., Any], k: int) -> Callable[..., Any]:
+    """`folded` over micro-batches of neighbouring rows, on several devices, too."""
+
+    def accumulated(params: Any, batch: Any, *key: Any) -> Any:
+        if _mesh.on_several_devices((params, batch, key)):
+            rows = split(batch, k)
+            batch = jax.tree.map(lambda x: _rows.join(x, 0, strided=True), rows)
+        return folded(params, batch, *key)
+
+    return accumulated
 
 
 def _placed(x: ArrayLike) -> jax.Array:
