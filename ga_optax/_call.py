@@ -73,7 +73,7 @@ class Call(NamedTuple):
     def strided(self) -> bool:
         """Whether micro-batch i holds the rows i, i + k, ..., see `_rows`."""
         everything = self.args, self.kwargs
-        return not self.options.axes and _mesh.on_several_devices(everything)
+        return not self.options.axes and _mesh.is_distributed(everything)
 
     def placed(self, total: Any) -> Any:
         """An accumulator at top level, sharded as `specs` says."""

@@ -119,23 +119,18 @@ def _mesh_of(x: Any) -> AnyMesh:
     return getattr(jax.typeof(x).sharding if tracer else x.sharding, "mesh", none)
 
 
-def on_several_devices(tree: Any) -> bool:
-    """Whether the compiler distributes a computation on `tree`, as far as is known.
+def is_distributed(tree: Any) -> bool:
+    """Whether the compiler distributes what is computed from `tree`, if that is known.
 
     The context has a mesh, or else the arrays do. Inside of `jit` their types name it,
     but not how its automatic axes split them.
     """
-    context = jax.sharding.get_abstract_mesh()
-    if not context.empty:
-        sizes = context.shape.items()
-        return any(n > 1 for name, n in sizes if name not in context.manual_axes)
-
-    def is_distributed(x: Any) -> bool:
-        if isinstance(x, jax.core.Tracer):
-            return any(n > 1 for n in _mesh_of(x).shape.values())
-        return isinstance(x, jax.Array) and len(x.sharding.device_set) > 1
-
-    return any(map(is_distributed, jax.tree.leaves(tree)))
+    context, leaves = jax.sharding.get_abstract_mesh(), jax.tree.leaves(tree)
+    for mesh in map(_mesh_of, leaves) if context.empty else [context]:
+        for size, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True):
+            if kind == AxisType.Explicit or (kind == AxisType.Auto and size > 1):
+                return True
+    return False
 
 
 def num_devices(axes: Axes, mesh: AnyMesh | None) -> int:

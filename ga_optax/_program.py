@@ -202,10 +202,10 @@ def _explain_manual_axis(call: Call, error: ValueError) -> None:
     if names and "Manual" in str(error):
         raise ValueError(
             "With a data_axis fun must not shard anything over it, since it sees the "
-            f"rows of one device, but it does over {names[0]!r}, or names a whole Mesh. "
-            "Pass with_sharding_constraint a PartitionSpec of the other axes (in Flax, "
-            'leave the name out of the logical axis rules); or pass sync="each", or no '
-            f"data_axis, and reduce every micro-batch. JAX says: {error}"
+            f"rows of one device, but it names {names[0]!r}, or a whole Mesh. Pass "
+            "with_sharding_constraint a PartitionSpec of other axes alone (in Flax, "
+            'take the name out of the logical axis rules); or pass sync="each", or no '
+            f"data_axis, and every micro-batch is reduced. JAX says: {error}"
         ) from error
 
 

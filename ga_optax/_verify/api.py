@@ -164,7 +164,7 @@ def _of_neighbours(folded: Callable[..., Any], k: int) -> Callable[..., Any]:
     """`folded` over micro-batches of neighbouring rows, on several devices, too."""
 
     def accumulated(params: Any, batch: Any, *key: Any) -> Any:
-        if _mesh.on_several_devices((params, batch, key)):
+        if _mesh.is_distributed((params, batch, key)):
             rows = split(batch, k)
             batch = jax.tree.map(lambda x: _rows.join(x, 0, strided=True), rows)
         return folded(params, batch, *key)
