@@ -64,10 +64,11 @@ def value_and_grad(
     >>> print(value, grad)
     9.0 11.0
 
-    Micro-batches are blocks of neighbouring rows, or of every k-th row on a mesh. Value,
-    gradients and aux are `Σ wᵢ·xᵢ / Σ wᵢ` over them. If the loss is a mean over a varying number of things,
-    such as tokens that are not padding, return that number from `weight_fn`. Call it
-    under `jax.jit`: outside, every call compiles its loop afresh.
+    Micro-batches are blocks of neighbouring rows; on a mesh, of every k-th row. Value,
+    gradients and aux are `Σ wᵢ·xᵢ / Σ wᵢ` over them. If the loss is a mean over a
+    varying number of things, such as tokens that are not padding, return that number
+    from `weight_fn`. Call it under `jax.jit`: outside, every call compiles its loop
+    afresh.
 
     **Cost.** The activations of one micro-batch and one gradient tree; one read and
     write of that tree a micro-batch. Compile time does not grow with the number of
