@@ -110,6 +110,12 @@ class Call(NamedTuple):
         """The data axes that are bound: over which this call is one device's part."""
         return self.options.axes if self.mesh is None else ()
 
+    @property
+    def strided(self) -> bool:
+        """Whether micro-batch i holds the rows i, i + k, ..., see `_rows`."""
+        everything = self.args, self.kwargs
+        return not self.options.axes and _mesh.is_distributed(everything)
+
     def placed(self, total: Any) -> Any:
         """An accumulator at top level, sharded as `specs` says."""
         if self.mesh is None or self.specs is None:
@@ -316,18 +322,13 @@ def _axes_of_batch(call: Call) -> list[int | None]:
 
 
 def _check_batch(call: Call) -> None:
-    axes, leaves = call.options.axes, []
+    axes = call.options.axes
     named = zip(_named_batch(call), call.batch_axes, strict=True)
-    for (name, x), axis in named:
-        if axis is None:
-            continue
-        leaves.append((name, jnp.shape(x), jnp.shape(x)[axis]))
-        split = _mesh.as_entry(_mesh.explicit_axes(x, axis))
-        if split and not axes:
-            raise ValueError(
-                f"A batch split over explicit mesh axes needs data_axis, but {name} is "
-                f"split over {split!r} and data_axis is None. Pass data_axis={split!r}."
-            )
+    leaves = [
+        (name, jnp.shape(x), jnp.shape(x)[axis])
+        for (name, x), axis in named
+        if axis is not None
+    ]
     if not leaves:
         places = call.roles["batch_argnums"]
         none = "holds none that batch_axes splits"
@@ -349,6 +350,9 @@ def _check_batch(call: Call) -> None:
             f"The batch must hold at least one example, but {came}. Skip the call."
         )
     devices = 1 if call.mesh is None else _mesh.num_devices(axes, call.mesh)
+    if not axes:
+        split = zip(call.batch, call.split_axes, strict=True)
+        devices = max(_mesh.num_parts(x, axis) for x, axis in split)
     part, rest = divmod(rows, devices)
     if rest:
         raise ValueError(

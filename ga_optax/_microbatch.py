@@ -10,10 +10,10 @@ top level with a data axis it enters a `shard_map`; `fun` is traced once, for an
 of micro-batches (`_program`); the loop evaluates that program (`_loop`); the devices
 merge; the sum is divided.
 
-**Membership.** Micro-batch i is a block of neighbouring rows: of B rows in k
-micro-batches, the rows from `i·B/k` up to `(i + 1)·B/k`. A batch that was drawn with
-`ga_optax.data.window_indices` and flattened is split along that function's own rows,
-and the calls of `accumulate` over the halves of a batch continue one another.
+**Membership.** Which rows are in which micro-batch is said in `_rows`. On one device
+they are neighbours: a batch that was drawn with `ga_optax.data.window_indices` and
+flattened is split along that function's own rows, and the calls of `accumulate` over
+the halves of a batch continue one another.
 """
 
 import functools
@@ -69,10 +69,11 @@ def value_and_grad(
     >>> print(value, grad)
     9.0 11.0
 
-    Micro-batches are blocks of neighbouring rows. Value, gradients and aux are
-    `Σ wᵢ·xᵢ / Σ wᵢ` over them. If the loss is a mean over a varying number of things,
-    such as tokens that are not padding, return that number from `weight_fn`. Call it
-    under `jax.jit`: outside, every call compiles its loop afresh.
+    Micro-batches are blocks of neighbouring rows; on a mesh, of every k-th row. Value,
+    gradients and aux are `Σ wᵢ·xᵢ / Σ wᵢ` over them. If the loss is a mean over a
+    varying number of things, such as tokens that are not padding, return that number
+    from `weight_fn`. Call it under `jax.jit`: outside, every call compiles its loop
+    afresh.
 
     **Cost.** The activations of one micro-batch and one gradient tree; one read and
     write of that tree a micro-batch. Compile time does not grow with the number of

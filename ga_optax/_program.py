@@ -9,7 +9,7 @@ import numpy as np
 from jax.extend import core
 from jax.typing import ArrayLike
 
-from ga_optax import _aux, _collectives, _mesh
+from ga_optax import _aux, _collectives, _mesh, _rows
 from ga_optax._call import Call
 from ga_optax._checks import check_structure, check_weight, named_leaves
 from ga_optax._in_place import arrival, inner_programs
@@ -73,7 +73,11 @@ def trace(call: Call) -> Program:
         batch = [_split(call, x, axis) for x, axis in pairs]
     first = [x[0] for x in batch]
     trace_one = jax.make_jaxpr(micro_batch, return_shape=True)
-    closed, shapes = trace_one(params, first, keys, carry)
+    try:
+        closed, shapes = trace_one(params, first, keys, carry)
+    except ValueError as error:
+        _explain_manual_axis(call, error)
+        raise
     jaxpr = closed.jaxpr
     # The types of the results say over which devices they vary; their shapes do not.
     avals = [variable.aval for variable in jaxpr.outvars]
@@ -101,7 +105,7 @@ def _split(call: Call, x: ArrayLike, axis: int) -> jax.Array:
     k = call.options.num_microbatches
     if call.mesh is not None:
         return _collectives.split_shards(x, k, call.options.axes, call.mesh, axis)
-    return _collectives.split(x, k, axis)
+    return _rows.split(x, k, axis, call.strided)
 
 
 def _in_words(call: Call, x: jax.Array) -> str:
@@ -204,6 +208,19 @@ def _check_carry(old: Any, new: Any) -> None:
                 f"The carry must keep the {due} of {name}, but fun returned {came} "
                 f"there. {todo}"
             )
+
+
+def _explain_manual_axis(call: Call, error: ValueError) -> None:
+    """Raises if `error` is JAX's of a sharding over a data axis that is bound."""
+    names = [name for name in call.axes if f"'{name}'" in str(error)]
+    if names and "Manual" in str(error):
+        raise ValueError(
+            "With a data_axis fun must not shard anything over it, since it sees the "
+            f"rows of one device, but it names {names[0]!r}, or a whole Mesh. Pass "
+            "with_sharding_constraint a PartitionSpec of other axes alone (in Flax, "
+            'take the name out of the logical axis rules); or pass sync="each", or no '
+            f"data_axis, and every micro-batch is reduced. JAX says: {error}"
+        ) from error
 
 
 def _check_not_reduced(call: Call, loss: Any) -> None:

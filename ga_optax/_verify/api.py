@@ -9,7 +9,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import ArrayLike
 
-from ga_optax import _checks
+from ga_optax import _checks, _mesh, _rows
 from ga_optax._microbatch import value_and_grad
 from ga_optax._verify.comparison import Comparison
 from ga_optax._verify.loss import Loss, NotFiniteError, Progress
@@ -119,7 +119,7 @@ def verify(
         key=key,
         k=k,
         weight_fn=weight_fn,
-        accumulated=folded,
+        accumulated=_of_neighbours(folded, k),
         x64=bool(jnp.result_type(float) == jnp.float64),
     )
     with jax.enable_x64(True), Progress() as progress:
@@ -159,6 +159,22 @@ def _without_aux(fun: Callable[..., Any]) -> Callable[..., Any]:
         return out[0]
 
     return loss
+
+
+def _of_neighbours(folded: Callable[..., Any], k: int) -> Callable[..., Any]:
+    """`folded` over micro-batches of neighbouring rows, on several devices, too."""
+
+    def accumulated(params: Any, batch: Any, *key: Any) -> Any:
+        if _mesh.is_distributed((params, batch, key)):
+            batch = jax.tree.map(
+                lambda x: _rows.join(
+                    _rows.split(x, k, 0, strided=False), 0, strided=True
+                ),
+                batch,
+            )
+        return folded(params, batch, *key)
+
+    return accumulated
 
 
 def _placed(x: ArrayLike) -> jax.Array:
