@@ -24,7 +24,14 @@ from jax.typing import ArrayLike, DTypeLike
 from ga_optax import _mesh
 from ga_optax._checks import check_callable, check_dtype, check_gradients
 from ga_optax._place import ManyDevices, OneDevice
-from ga_optax._state import MultiStepsState, find_state, has_updated
+from ga_optax._state import (
+    MultiStepsState,
+    has_updated,
+    some_states,
+    state_type,
+    warn_of_counts,
+)
+from ga_optax._text import listed
 from ga_optax._window import SkipFn, Window, check_every_k
 
 __all__ = ["MultiSteps", "apply_gradients", "drop_window_if_not_finite", "flush"]
@@ -158,6 +165,7 @@ class MultiSteps(optax.GradientTransformationExtraArgs):
         should_drop_window_fn: SkipFn | None = None,
         track_noise: bool = False,
         data_axis: str | Sequence[str] | None = None,
+        mean_argnames: str | Sequence[str] = (),
     ) -> "MultiSteps":
         """Builds the pair of pure functions; see the class for the arguments."""
         if not (hasattr(opt, "init") and hasattr(opt, "update")):
@@ -189,6 +197,7 @@ class MultiSteps(optax.GradientTransformationExtraArgs):
                 f"{data_axis!r}. Track the noise in a run on one device."
             )
         mean = bool(use_grad_mean)
+        names = _check_argnames(mean_argnames)
         window = Window(
             inner=optax.with_extra_args_support(opt),
             every_k=check_every_k(every_k_schedule),
@@ -196,6 +205,7 @@ class MultiSteps(optax.GradientTransformationExtraArgs):
             should_drop=should_drop_window_fn,
             dtype=check_dtype(accumulator_dtype),
             track_noise=track_noise,
+            mean_argnames=names,
             place=ManyDevices(mean, axes) if axes else OneDevice(mean),
         )
 
@@ -221,7 +231,7 @@ class MultiSteps(optax.GradientTransformationExtraArgs):
         self = super().__new__(cls, window.init, update_as_in_optax)
         self._window = window
         self._arguments = {
-            "opt": window.inner,
+            "opt": opt,
             "every_k_schedule": window.every_k,
             "use_grad_mean": mean,
             "should_skip_update_fn": should_skip_update_fn,
@@ -229,6 +239,7 @@ class MultiSteps(optax.GradientTransformationExtraArgs):
             "should_drop_window_fn": should_drop_window_fn,
             "track_noise": track_noise,
             "data_axis": axes or None,
+            "mean_argnames": names,
         }
         return self
 
@@ -245,12 +256,13 @@ class MultiSteps(optax.GradientTransformationExtraArgs):
 
         >>> import optax, ga_optax as ga
         >>> tx = ga.MultiSteps(optax.sgd(0.1), 4, data_axis="data")
-        >>> tx.state_specs.acc_grads, tx.state_specs.inner_opt_state
+        >>> tx.state_specs.total, tx.state_specs.inner_opt_state
         (P('data',), P())
         """
         specs: dict[str, Any] = dict.fromkeys(MultiStepsState._fields, PartitionSpec())
-        of_device = self._window.place.spec
-        return MultiStepsState(**specs | {"acc_grads": of_device, "weight": of_device})
+        place = self._window.place
+        specs |= dict.fromkeys(("total", "weight", "arg_totals"), place.spec)
+        return state_type(place.use_grad_mean)(**specs)
 
     def has_updated(self, state: optax.OptState) -> jax.Array:
         """Whether the last call emitted; see the function `has_updated`."""
@@ -281,7 +293,7 @@ def apply_gradients(
     params: optax.Params,
     *,
     weight: ArrayLike | None = None,
-    emit: bool | None = None,
+    emit: bool | jax.Array | None = None,
     **extra_args: Any,
 ) -> tuple[optax.Params, optax.OptState]:
     """`tx.update` and `optax.apply_updates` in one, at the floor of memory traffic.
@@ -328,23 +340,32 @@ def apply_gradients(
       TypeError: if `emit` is no Python bool, or if `emit` is given and `tx` is not a
         `MultiSteps`.
     """
-    if emit is not None and not isinstance(emit, bool):
+    if not (emit is None or isinstance(emit, bool) or _is_bool_scalar(emit)):
         raise TypeError(
-            f"emit must be a Python bool or None, but it is {emit!r}. Count in the "
-            "host loop and jit for each (static_argnames='emit'), or leave it out."
+            "emit must be None, a Python bool, or a bool scalar of JAX, but it is "
+            f"{emit!r}. If the host loop counts, jit with static_argnames='emit'; or "
+            "leave it out."
         )
     _check_spelling(extra_args)
+    if params is None:
+        raise TypeError(
+            "params must be the parameters, but it is None. apply_gradients returns "
+            "them updated: pass those that grads belong to."
+        )
     check_gradients(params, grads, expected="params")
     if isinstance(tx, MultiSteps):
+        _check_taken(tx._arguments["opt"], extra_args)
         window = tx._window
         request = window.request(state, grads, params, extra_args, applies=True)
         return window.micro_step(request, weight, emit)
 
     if emit is not None:
         raise TypeError(_need_multi_steps("emit", tx))
+    warn_of_counts(state)
     if weight is not None:
-        find_state(state)  # raises if no MultiSteps inside would see the weight
+        some_states(state)  # raises if no MultiSteps inside would see the weight
         extra_args["weight"] = weight
+    _check_taken(tx, extra_args)
     updates, state = optax.with_extra_args_support(tx).update(
         grads, state, params, **extra_args
     )
@@ -384,8 +405,14 @@ def flush(
     """
     if not isinstance(tx, MultiSteps):
         raise TypeError(_need_multi_steps("flush", tx))
+    _check_taken(tx._arguments["opt"], extra_args)
     window = tx._window
+    extra_args |= dict.fromkeys(window.mean_argnames, 0.0)  # only their types are read
     return window.flush(window.request(state, params, params, extra_args, applies=True))
+
+
+def _is_bool_scalar(x: Any) -> bool:
+    return isinstance(x, jax.Array) and (x.dtype, x.shape) == (jnp.bool_, ())
 
 
 def _check_spelling(extra_args: dict[str, Any]) -> None:
@@ -396,6 +423,28 @@ def _check_spelling(extra_args: dict[str, Any]) -> None:
                 "Extra arguments are for the inner optimizer, but "
                 f"{name!r} looks like {meant!r}. Spell it {meant}=."
             )
+
+
+def _check_taken(opt: Any, extra_args: dict[str, Any]) -> None:
+    """Raises if there are extra arguments, and an optimizer that takes none."""
+    if extra_args and not isinstance(opt, optax.GradientTransformationExtraArgs):
+        raise TypeError(
+            "Extra arguments must be for the optimizer, but it is a plain "
+            f"GradientTransformation, which takes none, and {listed([*extra_args])} "
+            "came. Leave them out, or see optax.GradientTransformationExtraArgs."
+        )
+
+
+def _check_argnames(names: str | Sequence[str]) -> tuple[str, ...]:
+    """Returns the names of extra arguments as a tuple, or raises."""
+    names = (names,) if isinstance(names, str) else tuple(names)
+    for name in names:
+        if not isinstance(name, str) or name in ("weight", "emit"):
+            raise ValueError(
+                "mean_argnames must name extra arguments of the inner optimizer, but "
+                f"one is {name!r}. Pass a tuple of names, such as ('value',)."
+            )
+    return names
 
 
 def _need_multi_steps(what: str, tx: Any) -> str:
