@@ -172,7 +172,7 @@ def check_gradients(
         integers = is_integer(dtype) and is_integer(jax.dtypes.result_type(want))
         if not (integers or jnp.issubdtype(dtype, jnp.inexact)):
             raise TypeError(
-                f"{which} must be floating or complex, but it has dtype {dtype.name}. "
+                f"{which} must be floating or complex, but it has dtype {dtype}. "
                 "Differentiate with respect to floating parameters, and pass zeros "
                 "as the gradient of an integer one: jnp.zeros_like(parameter)."
             )

@@ -95,7 +95,7 @@ def value_and_grad(
         carry)`, or `(loss, (carry, aux))`. So does the result.
       has_aux: whether `fun` returns `(loss, aux)`.
       weight_fn: a function of the batch arguments of one micro-batch that returns its
-        weight, a non-negative scalar.
+        weight, a non-negative scalar. If one is negative, the result is NaN.
       aux: "mean" (weighted), "sum", "last", "stack" (along a new axis 0), or a tree of
         those that is a prefix of the aux.
       accumulator_dtype: see `accumulator.init`. The result has the parameters' dtypes.

@@ -133,6 +133,10 @@ class MultiSteps(optax.GradientTransformationExtraArgs):
         never happened. `drop_window_if_not_finite` is one.
       track_noise: whether to keep what `noise_scale` needs. A micro-step then reads the
         gradient once more, and a step the mean. A static k of 1 has nothing to keep.
+      mean_argnames: names of extra arguments, real scalars, whose mean over the window,
+        Σ w·x / Σ w in float32, `opt` gets: `"value"` for
+        `optax.contrib.reduce_on_plateau`. They must be given in every call. Of all
+        others it gets what the last micro-step was given.
       data_axis: a mesh axis, or a tuple of them, that split the batch: for gradients of
         one device's rows, inside `jax.shard_map`. Every device accumulates its own, no
         micro-step communicates, and the step reduces over the axis once. (The answer of
@@ -142,7 +146,8 @@ class MultiSteps(optax.GradientTransformationExtraArgs):
 
     Attributes:
       init: `params -> MultiStepsState`. Leaves of the accumulator are sharded as the
-        parameters are, if arrays or their types say how.
+        parameters are, if arrays or their types say how. Gradients of integer
+        parameters accumulate in a floating dtype, as in Optax.
       update: `(grads, state, params=None, *, weight=None, **extra_args) -> (updates,
         state)`. `weight` says how much this micro-batch counts: see `accumulator.add`.
 
@@ -164,8 +169,8 @@ class MultiSteps(optax.GradientTransformationExtraArgs):
         *,
         should_drop_window_fn: SkipFn | None = None,
         track_noise: bool = False,
-        data_axis: str | Sequence[str] | None = None,
         mean_argnames: str | Sequence[str] = (),
+        data_axis: str | Sequence[str] | None = None,
     ) -> "MultiSteps":
         """Builds the pair of pure functions; see the class for the arguments."""
         if not (hasattr(opt, "init") and hasattr(opt, "update")):
@@ -329,7 +334,10 @@ def apply_gradients(
       emit: `None` lets the state count. A Python bool says it statically, for a host
         loop that counts for itself: `True` closes the window with this micro-step,
         `False` keeps it open, and the compiled program has no cond. What may still
-        prevent the step (a weight, a skip function) is then an elementwise select.
+        prevent the step (a weight, a skip function) is then an elementwise select. A
+        traced bool `[]` says it at run time, for windows that end where the data says
+        so: it takes the place of the state's count, at the same cost. A k of 1 keeps no
+        accumulator to hold such a window.
       **extra_args: passed to the inner optimizer.
 
     Returns:
@@ -337,8 +345,13 @@ def apply_gradients(
 
     Raises:
       ValueError: if trees, shapes or the weight do not fit; names the leaf.
-      TypeError: if `emit` is no Python bool, or if `emit` is given and `tx` is not a
-        `MultiSteps`.
+      TypeError: if `emit` is no bool, if `emit` is given and `tx` is not a
+        `MultiSteps`, or if there are extra arguments and the optimizer is a plain
+        `optax.GradientTransformation`, which takes none.
+
+    Warns:
+      UserWarning: if a schedule, or anything else that counts, stands around a
+        `MultiSteps` inside of `tx`, or beside it in a chain: it counts micro-steps.
     """
     if not (emit is None or isinstance(emit, bool) or _is_bool_scalar(emit)):
         raise TypeError(
@@ -347,7 +360,7 @@ def apply_gradients(
             "leave it out."
         )
     _check_spelling(extra_args)
-    if params is None:
+    if params is None and jax.tree.leaves(grads):
         raise TypeError(
             "params must be the parameters, but it is None. apply_gradients returns "
             "them updated: pass those that grads belong to."
@@ -394,13 +407,15 @@ def flush(
       tx: the `MultiSteps`.
       state: its state.
       params: the parameters.
-      **extra_args: passed to the inner optimizer.
+      **extra_args: passed to the inner optimizer. Those that `mean_argnames` names
+        come from the window.
 
     Returns:
       The new parameters and the new state.
 
     Raises:
-      TypeError: if `tx` is not a `MultiSteps`.
+      TypeError: if `tx` is not a `MultiSteps`, or if there are extra arguments and its
+        optimizer takes none.
       ValueError: if `params` does not fit the state; names the leaf.
     """
     if not isinstance(tx, MultiSteps):

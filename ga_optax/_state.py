@@ -41,8 +41,8 @@ class MultiStepsState(NamedTuple):
       skipped_windows: windows that closed without a step, int32 `[]`: dropped, or of
         weight 0.
       arg_totals: Σ w·x over the open window of each extra argument that
-        `mean_argnames` names, by name. While `mini_step` is 0, the mean that the inner
-        optimizer saw last.
+        `mean_argnames` names, by name, as floats `[]`. While `mini_step` is 0, the mean
+        that the inner optimizer saw last. With a `data_axis` as `total`.
       noise: what `noise_scale` reads, a `NoiseState`; `()` without `track_noise`.
     """
 
@@ -184,7 +184,8 @@ def from_optax(
     **Exactness.** Optax keeps the running mean of the window and we keep its sum, which
     is `mini_step` times that mean: one rounding. Optax did not count micro-steps, so
     that counter starts with those of the open window. Nor did it square their
-    gradients, so `noise_scale` leaves the open window out.
+    gradients, so `noise_scale` leaves the open window out. Nor did it sum extra
+    arguments, so begin with `mean_argnames` between two windows.
 
     Args:
       state: an `optax.MultiStepsState`, or any state that holds some.

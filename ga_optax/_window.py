@@ -190,7 +190,7 @@ class Window:
             raise ValueError(_NO_NOISE)
         if sorted(state.arg_totals) != sorted(self.mean_argnames):
             raise ValueError(
-                f"The state must hold a sum for each of mean_argnames, "
+                "The state must hold a sum for each of mean_argnames, "
                 f"{self.mean_argnames}, but it holds {tuple(state.arg_totals)}. Put "
                 "those of a new state into it while no window is open: "
                 "state._replace(arg_totals=tx.init(params).arg_totals)."
@@ -231,9 +231,9 @@ class Window:
         required = request.params if keeps_nothing else _sums(acc)[0]
         if required is not None:
             check_gradients(required, grads)
-        request.check_params()
         if weight is not None:
             weight = check_weight(weight)
+        request.check_params()
 
         skip: Predicate = False
         if self.should_skip is not None:

@@ -123,15 +123,6 @@ def test_bad_input_raises_before_anything_of_the_user_is_traced(bad, words, k):
     assert calls == []
 
 
-def test_parameters_that_are_needed_and_not_given_raise_what_optax_raises():
-    tx = ga.MultiSteps(optax.adamw(0.1), 2)
-    with pytest.raises(ValueError, match="not passing `params`"):
-        tx.update(GRADS, tx.init(PARAMS))
-    # The twin: an optimizer that needs none does not get any.
-    tx = ga.MultiSteps(SGD, 2)
-    tx.update(GRADS, tx.init(PARAMS))
-
-
 def test_parameters_of_another_model_raise():
     tx = ga.MultiSteps(SGD, 2)
     other = {"dense": {"kernel": jnp.ones((3, 3)), "bias": jnp.ones(3)}}

@@ -389,6 +389,8 @@ def test_extra_arguments_are_averaged_over_devices_and_the_data_may_end_a_window
     assert bool(ga.has_updated(state))
     np.testing.assert_array_equal(moved["n"], params["n"] - 1)
     window = jax.tree.map(lambda x: x[:K].reshape(-1, *x.shape[2:]), batches)
+    with pytest.raises(AttributeError, match="one for each device"):
+        _ = state.acc_grads  # Optax has none of this
     sums, weights = state.arg_totals["value"], state.weight
     assert sums.shape == weights.shape == (8,)
     # What the state holds is each device's sum; all of them are the window's.
