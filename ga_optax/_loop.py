@@ -109,7 +109,7 @@ class Loop:
         weight = None
         if program.weighted:
             weight, *rest = rest
-            weight = accumulator.as_weight(weight, acc.weight.dtype)
+            weight = weight.astype(acc.weight.dtype)
         carry, aux = rest[: len(state.carry)], rest[len(state.carry) :]
         total = self.add_gradient(acc, pullback, loss, weight)
         with jax.named_scope("accumulate"):

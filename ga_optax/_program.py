@@ -12,9 +12,10 @@ from jax.typing import ArrayLike
 
 from ga_optax import _aux, _collectives, _mesh
 from ga_optax._call import Call
-from ga_optax._checks import check_structure, check_weight, named_leaves
+from ga_optax._checks import check_structure, named_leaves
 from ga_optax._in_place import arrival, inner_programs
 from ga_optax._options import Options
+from ga_optax.accumulator import as_weight
 
 
 class Program(NamedTuple):
@@ -57,7 +58,7 @@ def trace(call: Call) -> Program:
 
     def micro_batch(*roles: tuple[Any, ...]) -> tuple[Any, ...]:
         _, batch, _, old = roles
-        weight = None if weight_fn is None else check_weight(weight_fn(*batch))
+        weight = None if weight_fn is None else as_weight(weight_fn(*batch), float)
         new = dict(zip(positions, itertools.chain(*roles), strict=True))
         out = options.fun(*call.with_args(new).args, **call.kwargs)
         loss, carry, aux = _taken_apart(options, out)

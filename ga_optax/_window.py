@@ -232,7 +232,7 @@ class Window:
         if required is not None:
             check_gradients(required, grads)
         if weight is not None:
-            weight = check_weight(weight)
+            check_weight(weight)
         request.check_params()
 
         skip: Predicate = False

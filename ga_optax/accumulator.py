@@ -118,7 +118,7 @@ def add(
         )
         weight = jnp.ones_like(acc.weight)
     else:
-        weight = as_weight(check_weight(weight), acc.weight.dtype)
+        weight = as_weight(weight, acc.weight.dtype)
         zero = unknown_zero(acc.count)
 
         def accumulate(t: jax.Array, g: jax.Array) -> jax.Array:
@@ -249,12 +249,12 @@ def accumulator_dtype(leaf: ArrayLike, dtype: np.dtype | None) -> np.dtype:
     return np.dtype(np.complex128 if real == jnp.float64 else np.complex64)
 
 
-def as_weight(weight: jax.Array, dtype: np.dtype) -> jax.Array:
-    """`weight` in a dtype; NaN if it is traced and turns out to be negative."""
-    weight = weight.astype(dtype)
+def as_weight(weight: ArrayLike, dtype: DTypeLike) -> jax.Array:
+    """A weight, checked, in a dtype; NaN if it is traced and turns out negative."""
+    number = check_weight(weight).astype(dtype)
     if not isinstance(weight, jax.core.Tracer):
-        return weight  # `check_weight` has seen it
-    return jnp.where(weight < 0, jnp.full_like(weight, jnp.nan), weight)
+        return number
+    return jnp.where(number < 0, jnp.full_like(number, jnp.nan), number)
 
 
 def _computation_dtype(dtype: np.dtype) -> np.dtype:
