@@ -1,7 +1,6 @@
 """The state of `MultiSteps`: what it holds, and what reads it."""
 
 import warnings
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -69,29 +68,22 @@ class MultiStepsState(NamedTuple):
         Raises:
           AttributeError: if there is no sum, or one for each device.
         """
-        return _as_in_optax(self, accumulator.average)
+        weight = self.weight
+        if not jax.tree.leaves(self.total) or jnp.ndim(weight):
+            raise AttributeError(
+                "acc_grads must be computed of one sum of gradients, but this state "
+                "holds none (every_k_schedule=1), or one for each device (data_axis). "
+                "Read the gradient itself, or total and weight."
+            )
+        if isinstance(self, SummedState):
+            weight = (weight != 0).astype(weight.dtype)  # 0 between windows, else 1
+        return jax.tree.map(lambda t: accumulator.average(t, weight), self.total)
 
 
 class SummedState(MultiStepsState):
     """The state of a `MultiSteps` with `use_grad_mean=False`."""
 
     __slots__ = ()
-
-    @property
-    def acc_grads(self) -> optax.Updates:
-        return _as_in_optax(self, lambda t, w: jnp.where(w == 0, jnp.zeros_like(t), t))
-
-
-def _as_in_optax(
-    state: MultiStepsState, finish: Callable[[jax.Array, jax.Array], jax.Array]
-) -> optax.Updates:
-    if not jax.tree.leaves(state.total) or jnp.ndim(state.weight):
-        raise AttributeError(
-            "acc_grads must be computed of one sum of gradients, but this state holds "
-            "none (every_k_schedule=1), or one for each device (data_axis). Read the "
-            "gradient itself, or total and weight."
-        )
-    return jax.tree.map(lambda t: finish(t, state.weight), state.total)
 
 
 class Stats(NamedTuple):
