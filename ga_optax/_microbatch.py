@@ -36,8 +36,6 @@ from ga_optax._options import Options
 from ga_optax._program import Program, put_together, trace
 from ga_optax.accumulator import Accumulator
 
-__all__ = ["accumulate", "value_and_grad"]
-
 
 def value_and_grad(
     fun: Callable[..., Any],

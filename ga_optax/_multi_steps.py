@@ -34,8 +34,6 @@ from ga_optax._state import (
 from ga_optax._text import listed
 from ga_optax._window import SkipFn, Window, check_every_k
 
-__all__ = ["MultiSteps", "apply_gradients", "drop_window_if_not_finite", "flush"]
-
 
 def drop_window_if_not_finite(
     updates: optax.Updates, gradient_step: ArrayLike, params: optax.Params | None

@@ -26,8 +26,6 @@ import numpy as np
 
 from ga_optax import _checks, _in_place, _text
 
-__all__ = ["Candidate", "NothingFitsError", "Plan", "plan"]
-
 
 class NothingFitsError(ValueError):
     """No candidate fits. The message says how much memory the smallest need is."""
@@ -270,14 +268,12 @@ def _try(
             "The backend must report the memory of compiled programs, but "
             f"{jax.default_backend()!r} reports none. Plan on another backend."
         )
-    kinds = ("temp", "argument", "output", "alias")
-    sizes: Any = {
-        kind: int(getattr(analysis, f"{kind}_size_in_bytes")) for kind in kinds
-    }
+    kinds = "temp", "argument", "output", "alias"
+    sizes: Any = (int(getattr(analysis, f"{kind}_size_in_bytes")) for kind in kinds)
     notes = (f"Gradients added {line}." for line in lines)
     notes = tuple(note.replace("added not", "not added", 1) for note in notes)
     seconds = time.perf_counter() - start
-    sized = Candidate(k, **sizes, seconds=seconds, notes=notes)
+    sized = Candidate(k, *sizes, seconds=seconds, notes=notes)
     return dataclasses.replace(sized, fits=(sized.bytes or 0) <= limit)
 
 
@@ -358,14 +354,15 @@ def parse_bytes(size: int | float | str) -> int:
 
 def _device_limit() -> int:
     """The memory of the smallest local device."""
-    limits: list[Any] = []
-    for device in jax.local_devices():
-        limits.append((device.memory_stats() or {}).get("bytes_limit"))
-        if limits[-1] is None:
-            raise ValueError(
-                "memory_limit must be given if a device does not report its memory, "
-                f'and {device} does not. Pass it, as "16GiB" for example.'
-            )
+    devices = jax.local_devices()
+    limits: list[Any] = [
+        (device.memory_stats() or {}).get("bytes_limit") for device in devices
+    ]
+    if None in limits:
+        raise ValueError(
+            "memory_limit must be given if a device does not report its memory, and "
+            f'{devices[limits.index(None)]} does not. Pass it, as "16GiB" for example.'
+        )
     return int(min(limits))
 
 

@@ -11,8 +11,6 @@ from jax.typing import ArrayLike
 from ga_optax import _noise, accumulator
 from ga_optax._checks import nodes_of
 
-__all__ = ["MultiStepsState", "Stats", "from_optax", "has_updated", "stats"]
-
 
 class MultiStepsState(NamedTuple):
     """State of `MultiSteps`.
