@@ -410,7 +410,8 @@ def _sums(acc: Accumulator) -> tuple[Any, dict[str, jax.Array]]:
 
 def _floating(grads: ArrayLike) -> ArrayLike:
     """Gradients of integer parameters, which are integers in some programs."""
-    return jnp.asarray(grads, float) if is_integer(jnp.result_type(grads)) else grads
+    integers = is_integer(jax.dtypes.result_type(grads))
+    return jnp.asarray(grads, float) if integers else grads
 
 
 def _always(buffer: Buffer) -> bool:
