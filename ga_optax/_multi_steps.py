@@ -138,9 +138,10 @@ class MultiSteps(optax.GradientTransformationExtraArgs):
       data_axis: a mesh axis, or a tuple of them, that split the batch: for gradients of
         one device's rows, inside `jax.shard_map`. Every device accumulates its own, no
         micro-step communicates, and the step reduces over the axis once. (The answer of
-        `should_skip_update_fn` costs one scalar all-reduce a micro-step.) If the
-        compiler splits the batch, under `jax.jit` alone, gradients come reduced: leave
-        it out, or use `value_and_grad(data_axis=)`.
+        `should_skip_update_fn` costs one scalar all-reduce a micro-step.) `emit` and
+        the extra arguments must be the same on all devices, except those to average. If
+        the compiler splits the batch, under `jax.jit` alone, gradients come reduced:
+        leave it out, or use `value_and_grad(data_axis=)`.
 
     Attributes:
       init: `params -> MultiStepsState`. Leaves of the accumulator are sharded as the

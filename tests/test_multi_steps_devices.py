@@ -388,6 +388,16 @@ def test_extra_arguments_are_averaged_over_devices_and_the_data_may_end_a_window
         moved, state = mapped(moved, state, micro_batch(batches, i), emit)
     assert bool(ga.has_updated(state))
     np.testing.assert_array_equal(moved["n"], params["n"] - 1)
+    with pytest.raises(ValueError, match=r"\['emit'\] differs along \['data'\]"):
+        jax.eval_shape(
+            jax.shard_map(
+                lambda *args: step(*args, emit=args[-1]["x"][0, 0] > 0),
+                mesh=MESH,
+                in_specs=(*specs, P("data")),
+                out_specs=specs,
+            ),
+            *(params, state, micro_batch(batches, 0)),
+        )
     window = jax.tree.map(lambda x: x[:K].reshape(-1, *x.shape[2:]), batches)
     with pytest.raises(AttributeError, match="one for each device"):
         _ = state.acc_grads  # Optax has none of this
