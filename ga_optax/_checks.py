@@ -86,6 +86,26 @@ def named_leaves(tree: Any) -> list[tuple[str, Any]]:
     return [(leaf_name(path), leaf) for path, leaf in paths]
 
 
+_ARRAYS_ALONE = (
+    "Differentiate with respect to arrays alone: eqx.partition(model, "
+    "eqx.is_inexact_array) splits an Equinox module, and eqx.combine in fun joins it."
+)
+
+
+def check_arrays(name: str, tree: Any, todo: str = _ARRAYS_ALONE) -> None:
+    """Raises unless JAX can compute with every leaf of `tree`."""
+    for leaf, x in named_leaves(tree):
+        try:
+            isinstance(x, jax.ShapeDtypeStruct) or jax.typeof(x)
+        except TypeError:
+            which = f"{leaf} of {name}" if x is not tree else name
+            dtype = f" and dtype {x.dtype}" if hasattr(x, "dtype") else ""
+            raise TypeError(
+                f"{which} must be an array or a number, but it is of type "
+                f"{type(x).__name__}{dtype}. {todo}"
+            ) from None
+
+
 _OF_PARAMS = "Pass the gradient with respect to the parameters of the state."
 
 
@@ -163,25 +183,31 @@ def check_leaves(
 
 
 def check_gradients(
-    reference: Any, grads: Any, *, name: str = "grads", expected: str = "the parameters"
+    reference: Any,
+    grads: Any,
+    *,
+    name: str = "grads",
+    expected: str = "the parameters",
+    integers: bool = False,
 ) -> None:
     """Raises unless `grads` has the structure, shapes and kinds of `reference`.
-
-    Gradients of an integer leaf may be integers.
 
     Args:
       reference: the tree with the required leaves.
       grads: the tree that came.
       name: what the message calls `grads`.
       expected: what the message calls `reference`.
+      integers: whether gradients of integer leaves may be integers.
     """
+    check_arrays(name, grads)
+    check_arrays(expected, reference)
     check_leaves(reference, grads, name=name, expected=expected)
     pairs = zip(named_leaves(reference), jax.tree.leaves(grads), strict=True)
     for (leaf, want), got in pairs:
         which = f"{leaf} of {name}"
         dtype = jax.dtypes.result_type(got)
-        integers = is_integer(dtype) and is_integer(jax.dtypes.result_type(want))
-        if not (integers or jnp.issubdtype(dtype, jnp.inexact)):
+        whole = is_integer(dtype) and is_integer(jax.dtypes.result_type(want))
+        if not (jnp.issubdtype(dtype, jnp.inexact) or (integers and whole)):
             raise TypeError(
                 f"{which} must be floating or complex, but it has dtype {dtype}. "
                 "Differentiate with respect to floating parameters, and pass zeros "

@@ -364,7 +364,7 @@ def apply_gradients(
             "params must be the parameters, but it is None. apply_gradients returns "
             "them updated: pass those that grads belong to."
         )
-    check_gradients(params, grads, expected="params")
+    check_gradients(params, grads, expected="params", integers=True)
     if isinstance(tx, MultiSteps):
         _check_taken(tx._arguments["opt"], extra_args)
         window = tx._window

@@ -410,7 +410,7 @@ def _sums(acc: Accumulator) -> tuple[Any, dict[str, jax.Array]]:
 
 def _floating(grads: ArrayLike) -> ArrayLike:
     """Gradients of integer parameters, which are integers in some programs."""
-    integers = is_integer(jax.dtypes.result_type(grads))
+    integers = is_integer(getattr(grads, "dtype", np.dtype(float)))
     return jnp.asarray(grads, float) if integers else grads
 
 
