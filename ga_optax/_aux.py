@@ -128,6 +128,9 @@ class Last(Mode):
         is_last = jax.lax.axis_index(axes) == _mesh.num_devices(axes, None) - 1
 
         def last(x: jax.Array) -> jax.Array:
+            if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+                data = last(jax.random.key_data(x))
+                return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
             count = x.astype(_sum_dtype(x.dtype))
             here = jnp.where(is_last, count, jnp.zeros_like(count))
             return jax.lax.psum(here, axes).astype(x.dtype)
