@@ -39,8 +39,8 @@ class State(NamedTuple):
     Attributes:
       acc: the accumulator so far.
       carry: the carried arguments.
-      results: what each mode of aux keeps, in the order of `MODES`. The loss is the
-        first leaf of "mean".
+      results: what each mode of aux keeps, in the order of `MODES`; after the loop,
+        or what it collected. The loss is the first leaf of "mean".
     """
 
     acc: Flat
@@ -65,7 +65,7 @@ class Loop:
     in_place: Sequence[bool]
 
     def __call__(self, operands: Operands) -> State:
-        """Returns the last state, with all that "stack" stacked in it."""
+        """Returns the last state, with all that was collected in it."""
         if not any(self.in_place):
             return self.run(operands)
         plain = dataclasses.replace(self, in_place=[False] * len(self.in_place))
@@ -76,10 +76,11 @@ class Loop:
         step = functools.partial(self.micro_step, operands)
         start = self.start(operands)
         if self.num_microbatches > 1:
-            state, stacked = jax.lax.scan(step, start, operands.batch)
+            state, collected = jax.lax.scan(step, start, operands.batch)
         else:
-            state, stacked = _once(step, start, [x[0] for x in operands.batch])
-        return state._replace(results=[*state.results[:-1], stacked])
+            state, collected = _once(step, start, [x[0] for x in operands.batch])
+        kept = zip(MODES, state.results, strict=True)
+        return state._replace(results=[collected.get(name, x) for name, x in kept])
 
     def start(self, operands: Operands) -> State:
         empty = operands.acc.count == 0
@@ -94,7 +95,8 @@ class Loop:
 
     def micro_step(
         self, operands: Operands, state: State, batch: list[jax.Array]
-    ) -> tuple[State, list[jax.Array]]:
+    ) -> tuple[State, dict[str, list[jax.Array]]]:
+        """The next state, and what to collect, by mode."""
         program, acc = self.program, state.acc
         params, batch, carry = _island((operands.params, batch, state.carry))
         keys = [jax.random.fold_in(key, acc.count) for key in operands.keys]
@@ -119,11 +121,15 @@ class Loop:
             acc = Accumulator(total, self.vary(weights, one), count)
             pairs = zip(carry, state.carry, strict=True)
             carry = [_aux.like(strong(new), old) for new, old in pairs]
-            results = [accumulator.rounded(x, zero) for x in (loss, *aux)]
-            groups = _aux.by_mode(results, program.modes)
-            modes = zip(MODES.values(), state.results, groups, strict=True)
-            results = [mode.step(kept, group, weight) for mode, kept, group in modes]
-        return State(acc, carry, results), groups[-1]
+            leaves = [
+                accumulator.rounded(x, zero) if MODES[mode].adds else x
+                for x, mode in zip((loss, *aux), program.modes, strict=True)
+            ]
+            groups = dict(zip(MODES, _aux.by_mode(leaves, program.modes), strict=True))
+            modes = zip(MODES.items(), state.results, strict=True)
+            results = [mode.step(x, groups[name], weight) for (name, mode), x in modes]
+            collected = {name: groups[name] for name in MODES if MODES[name].collects}
+        return State(acc, carry, results), collected
 
     def add_gradient(
         self, acc: Flat, pullback: Any, loss: jax.Array, weight: Any
@@ -176,20 +182,19 @@ class Loop:
         """Marks a sum as varying over devices as `term` does, one of its terms."""
         return _collectives.vary(x, (*self.program.varying, *_mesh.varying(term)))
 
-    def results(self, state: State) -> tuple[jax.Array, Any]:
-        """The loss and the aux, of all micro-batches."""
+    def results(self, state: State) -> list[jax.Array]:
+        """The loss and the leaves of the aux, of all micro-batches."""
         modes = zip(MODES.values(), state.results, strict=True)
         done = [mode.finish(kept) for mode, kept in modes]
         leaves = _aux.in_order(done, self.program.modes)
-        loss, *aux = (
+        return [
             x.astype(due.dtype)
             if mode != "sum" and jnp.issubdtype(due.dtype, jnp.inexact)
             else x
             for x, due, mode in zip(
                 leaves, self.program.results, self.program.modes, strict=True
             )
-        )
-        return loss, jax.tree.unflatten(self.program.aux, aux)
+        ]
 
 
 # -- One program in every grouping -----------------------------------------------------
@@ -217,7 +222,7 @@ def _island(tree: Any) -> Any:
 
 def _once(
     step: Callable[..., Any], start: State, batch: list[jax.Array]
-) -> tuple[State, list[jax.Array]]:
+) -> tuple[State, Any]:
     """One micro-step, which XLA compiles by itself, as it does the body of a loop.
 
     It would remove a loop of one micro-step. On CPUs it cannot tell that this
@@ -227,11 +232,13 @@ def _once(
         cpu=lambda: jax.lax.optimization_barrier(jnp.ones([], bool)),
         default=lambda: jnp.ones([], bool),
     )
-    types = jax.eval_shape(step, start, batch)[1]
-    state, stacked = jax.lax.cond(
-        yes, lambda: step(start, batch), lambda: (start, _aux.blank(types))
+    types, structure = jax.tree.flatten(jax.eval_shape(step, start, batch)[1])
+    state, collected = jax.lax.cond(
+        yes,
+        lambda: step(start, batch),
+        lambda: (start, jax.tree.unflatten(structure, _aux.blank(types))),
     )
-    return state, [x[None] for x in stacked]
+    return state, jax.tree.map(lambda x: x[None], collected)
 
 
 def _next(count: jax.Array) -> jax.Array:

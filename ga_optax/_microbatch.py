@@ -32,8 +32,8 @@ from ga_optax._call import Call
 from ga_optax._checks import check_gradients, named_leaves
 from ga_optax._data_axis import DataAxis
 from ga_optax._loop import Loop, Operands, merged
-from ga_optax._options import Options
-from ga_optax._program import Program, put_together, trace
+from ga_optax._options import FromAux, Options
+from ga_optax._program import Program, Value, put_together, trace, value_of
 from ga_optax.accumulator import Accumulator
 
 __all__ = ["accumulate", "value_and_grad"]
@@ -48,8 +48,8 @@ def value_and_grad(
     rng_argnums: int | Sequence[int] = (),
     carry_argnums: int | Sequence[int] = (),
     has_aux: bool = False,
-    weight_fn: Callable[..., ArrayLike] | None = None,
-    aux: Any = "mean",
+    weight_fn: Callable[..., ArrayLike] | FromAux | None = None,
+    aux: Any = "auto",
     accumulator_dtype: DTypeLike | None = jnp.float32,
     in_place: bool = True,
     data_axis: str | Sequence[str] | DataAxis | None = None,
@@ -114,7 +114,7 @@ def value_and_grad(
     """
     options = Options(**locals()).checked()
 
-    def mean_of_window(call: Call) -> tuple[Any, optax.Updates]:
+    def mean_of_window(call: Call) -> tuple[Value, optax.Updates]:
         params = call.params
         call = call.on_device()
         program = trace(call)
@@ -129,9 +129,11 @@ def value_and_grad(
     @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, optax.Updates]:
         call = Call.make(options, args, kwargs)
-        if call.mesh is None or options.each:
-            return mean_of_window(call)
-        return _over_mesh(call, mean_of_window)
+        inside = call.mesh is None or options.each
+        value, grads = (
+            mean_of_window(call) if inside else _over_mesh(call, mean_of_window)
+        )
+        return put_together(options, value), grads
 
     return value_and_grad_fun
 
@@ -145,8 +147,8 @@ def accumulate(
     rng_argnums: int | Sequence[int] = (),
     carry_argnums: int | Sequence[int] = (),
     has_aux: bool = False,
-    weight_fn: Callable[..., ArrayLike] | None = None,
-    aux: Any = "mean",
+    weight_fn: Callable[..., ArrayLike] | FromAux | None = None,
+    aux: Any = "auto",
     in_place: bool = True,
     data_axis: str | Sequence[str] | DataAxis | None = None,
 ) -> Callable[..., tuple[Any, Accumulator]]:
@@ -223,10 +225,12 @@ def accumulate(
         )
         if call.mesh is None or options.each:
             call = call.on_device()
-            return _fold(call, trace(call), acc, merges=False)
-        return _over_mesh(call, merged_into, acc)
+            value, acc = _fold(call, trace(call), acc, merges=False)
+        else:
+            value, acc = _over_mesh(call, merged_into, acc)
+        return put_together(options, value), acc
 
-    def merged_into(call: Call, acc: Accumulator) -> tuple[Any, Accumulator]:
+    def merged_into(call: Call, acc: Accumulator) -> tuple[Value, Accumulator]:
         """Folds from zeros on every device, and adds what they merged to `acc`."""
         call = call.on_device()
         start = accumulator.init(call.params, None)
@@ -241,7 +245,7 @@ def accumulate(
 
 def _fold(
     call: Call, program: Program, acc: Accumulator, *, merges: bool
-) -> tuple[Any, Accumulator]:
+) -> tuple[Value, Accumulator]:
     """Adds the micro-batches of a call to `acc`; `merges` over the bound data axes."""
     options = call.options
     params, _, keys, carry = (jax.tree.leaves(call.role(n)) for n in call.roles)
@@ -264,9 +268,8 @@ def _fold(
     if merges and call.axes:
         with jax.named_scope("merge"):
             state = merged(state, call)
-    loss, aux = loop.results(state)
     last = jax.tree.unflatten(program.carry, state.carry)
-    value = put_together(options, loss, last, aux)
+    value = value_of(call, program, loop.results(state), last)
     total = jax.tree.unflatten(structure, state.acc.total)
     return value, state.acc._replace(total=total)
 
@@ -319,9 +322,7 @@ def _over_mesh(call: Call, run: Callable[..., Any], *acc: Accumulator) -> Any:
         return run(inner.with_args(with_role), *acc)
 
     # Every other part of the value is the same on all devices.
-    aux = jax.tree.map(lambda mode: split if mode == "stack" else whole, options.aux)
-    carry = (whole,) * len(call.roles["carry_argnums"])
-    value = put_together(options, whole, carry, aux)
+    value = Value(whole, whole, whole, collected=split)
     result: Any = Accumulator(specs, whole, whole) if acc else specs
     given = with_role, operands, *acc
     of_given = in_specs, whole, *[result] * len(acc)

@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from jax.typing import ArrayLike, DTypeLike
@@ -11,6 +12,34 @@ from ga_optax._checks import check_callable, check_dtype, check_num_microbatches
 from ga_optax._data_axis import DataAxis, as_data_axis
 
 ROLES = ("argnums", "batch_argnums", "rng_argnums", "carry_argnums")
+
+
+@dataclass(frozen=True)
+class FromAux:
+    """A `weight_fn` that reads the weight off the aux, which the loss computes anyway.
+
+    >>> import jax, jax.numpy as jnp
+    >>> import ga_optax as ga
+    >>> def loss(w, batch):
+    ...     tokens = jnp.sum(batch["mask"])
+    ...     error = (batch["x"] * w) ** 2
+    ...     return jnp.sum(error * batch["mask"]) / tokens, {"tokens": tokens}
+    >>> fun = ga.value_and_grad(
+    ...     loss, 2, has_aux=True, weight_fn=ga.FromAux(lambda aux: aux["tokens"]))
+    >>> batch = {"x": jnp.arange(1.0, 5.0), "mask": jnp.array([1, 1, 1, 0])}
+    >>> (value, aux), grad = jax.jit(fun)(jnp.float32(3.0), batch)
+    >>> print(value, grad, aux["tokens"])
+    42.0 28.0 3
+
+    Nothing is computed twice: the weight is known after the forward pass, before the
+    backward pass of the same micro-batch.
+
+    Attributes:
+      fun: a function of the aux of one micro-batch that returns its weight, a
+        non-negative scalar. No gradient flows through it.
+    """
+
+    fun: Callable[[Any], ArrayLike]
 
 
 class Options(NamedTuple):
@@ -23,7 +52,7 @@ class Options(NamedTuple):
     rng_argnums: int | Sequence[int]
     carry_argnums: int | Sequence[int]
     has_aux: bool
-    weight_fn: Callable[..., ArrayLike] | None
+    weight_fn: Callable[..., ArrayLike] | FromAux | None
     aux: Any
     accumulator_dtype: DTypeLike | None
     in_place: bool
@@ -33,7 +62,14 @@ class Options(NamedTuple):
         """The same, in one form; raises if an option does not fit."""
         todo = "Pass the loss function itself, not its value."
         check_callable("fun", self.fun, "of the parameters and the batch", todo)
-        if self.weight_fn is not None:
+        if isinstance(self.weight_fn, FromAux):
+            check_callable("FromAux", self.weight_fn.fun, "of the aux", "Pass one.")
+            if not self.has_aux:
+                raise ValueError(
+                    "weight_fn=FromAux must have an aux to read, but has_aux is "
+                    f"{self.has_aux!r}. Pass has_aux=True, and return (loss, aux)."
+                )
+        elif self.weight_fn is not None:
             todo = "Pass None to count every micro-batch as 1."
             check_callable("weight_fn", self.weight_fn, "of the batch arguments", todo)
         if not isinstance(self.in_place, bool):

@@ -14,7 +14,7 @@ from ga_optax import _aux, _collectives, _mesh
 from ga_optax._call import Call
 from ga_optax._checks import check_structure, check_weight, named_leaves
 from ga_optax._in_place import arrival, inner_programs
-from ga_optax._options import Options
+from ga_optax._options import FromAux, Options
 
 
 class Program(NamedTuple):
@@ -27,6 +27,7 @@ class Program(NamedTuple):
       batch: the leaves of the batch, split into micro-batches.
       results: the types of the loss and of the leaves of the aux.
       modes: how each of them is put together over the micro-batches.
+      axes: the axis along which "concat" joins each of them.
       carry: the structure of the carry.
       aux: the structure of the aux.
       weighted: whether there is a weight.
@@ -41,6 +42,7 @@ class Program(NamedTuple):
     batch: list[jax.Array]
     results: list[Any]
     modes: list[str]
+    axes: list[int]
     carry: Any
     aux: Any
     weighted: bool
@@ -57,23 +59,40 @@ def trace(call: Call) -> Program:
 
     def micro_batch(*roles: tuple[Any, ...]) -> tuple[Any, ...]:
         _, batch, _, old = roles
-        weight = None if weight_fn is None else check_weight(weight_fn(*batch))
+        weight = None
+        if weight_fn is not None and not isinstance(weight_fn, FromAux):
+            weight = check_weight(weight_fn(*batch))
         new = dict(zip(positions, itertools.chain(*roles), strict=True))
         out = options.fun(*call.with_args(new).args, **call.kwargs)
         loss, carry, aux = _taken_apart(options, out)
         _check_carry(old, carry)
+        if isinstance(weight_fn, FromAux):
+            weight = check_weight(weight_fn.fun(aux))
         return loss, weight, carry, aux
 
     params, batch, keys, carry = (call.role(name) for name in call.roles)
     with jax.named_scope("split"):
         batch = jax.tree.map(lambda x: _split(call, x), batch)
     first = jax.tree.map(lambda x: x[0], batch)
+    rows = jnp.shape(jax.tree.leaves(first)[0])[0]
     trace_one = jax.make_jaxpr(micro_batch, return_shape=True)
     closed, shapes = trace_one(params, first, keys, carry)
+    k = options.num_microbatches
+    factor = 2 if k == 1 and options.axes else k  # devices join one each
+
+    def grown() -> Any:
+        def more(params: Any, first: Any, *rest: Any) -> Any:
+            batch = jax.tree.map(lambda x: jnp.repeat(x, factor, axis=0), first)
+            return micro_batch(params, batch, *rest)[-1]
+
+        trace_more = jax.make_jaxpr(more, return_shape=True)
+        return trace_more(params, first, keys, carry)[1]
+
     jaxpr = closed.jaxpr
     # The types of the results say over which devices they vary; their shapes do not.
     avals = [variable.aval for variable in jaxpr.outvars]
     loss, weight, carry, aux = jax.tree.unflatten(jax.tree.structure(shapes), avals)
+    modes = _aux.resolved(options.aux, aux, rows, factor, grown)
     _check_not_reduced(call, loss)
     narrow = jnp.finfo(loss.dtype).bits < 32
     of_params = jaxpr.invars[: len(jax.tree.leaves(params))]
@@ -82,7 +101,8 @@ def trace(call: Call) -> Program:
         consts=closed.consts,
         batch=jax.tree.leaves(batch),
         results=[loss, *jax.tree.leaves(aux)],
-        modes=["mean", *_aux.modes_of(options.aux, aux)],
+        modes=["mean", *(mode for mode, _ in modes)],
+        axes=[0, *(axis for _, axis in modes)],
         carry=jax.tree.structure(carry),
         aux=jax.tree.structure(aux),
         weighted=weight is not None,
@@ -99,6 +119,13 @@ def _split(call: Call, x: ArrayLike) -> jax.Array:
         return _collectives.split_shards(x, k, call.options.axes, call.mesh)
     shape = jnp.shape(x)
     return jnp.reshape(jnp.asarray(x), (k, shape[0] // k, *shape[1:]))
+
+
+def _joined(call: Call, x: jax.Array) -> jax.Array:
+    """The reverse of `_split`."""
+    if call.mesh is not None:
+        return _collectives.join_shards(x, call.options.axes, call.mesh)
+    return jnp.reshape(x, (x.shape[0] * x.shape[1], *x.shape[2:]))
 
 
 def _scales(jaxpr: core.Jaxpr) -> bool:
@@ -127,14 +154,59 @@ def _scales(jaxpr: core.Jaxpr) -> bool:
 # -- What fun returns ------------------------------------------------------------------
 
 
-def put_together(options: Options, loss: Any, carry: tuple[Any, ...], aux: Any) -> Any:
+class Value(NamedTuple):
+    """The value of a window, in the parts that devices return it in.
+
+    Attributes:
+      loss: the loss.
+      carry: the carry, a tuple.
+      shared: the aux, with None for leaves that were collected: of several devices,
+        each has its own part of those.
+      collected: those leaves, in the tree of the aux, with None for the others: by the
+        axis of the leaf that has to have the micro-batches or rows. Here that is axis
+        0, where the parts of several devices are joined.
+    """
+
+    loss: Any
+    carry: Any
+    shared: Any
+    collected: Any
+
+
+def value_of(
+    call: Call, program: Program, leaves: list[jax.Array], carry: Any
+) -> Value:
+    """The value of a window, given its loss, the leaves of its aux, and its carry."""
+    loss, *of_aux = leaves
+    shared: list[Any] = [None] * len(of_aux)
+    collected: dict[int, list[Any]] = {}
+    modes = zip(program.modes[1:], program.axes[1:], strict=True)
+    for i, (x, (mode, axis)) in enumerate(zip(of_aux, modes, strict=True)):
+        if mode == "concat":
+            x = _joined(call, jnp.moveaxis(x, axis + 1, 1))
+        if _aux.MODES[mode].collects:
+            collected.setdefault(axis, [None] * len(of_aux))[i] = x
+        else:
+            shared[i] = x
+    tree = program.aux.unflatten
+    return Value(loss, carry, tree(shared), {a: tree(x) for a, x in collected.items()})
+
+
+def put_together(options: Options, value: Value) -> Any:
     """The value in the form in which `fun` returns it."""
+    carry, aux = value.carry, value.shared
+    for axis, tree in value.collected.items():
+        aux = jax.tree.map(
+            lambda x, y, axis=axis: x if y is None else jnp.moveaxis(y, 0, axis),
+            *(aux, tree),
+            is_leaf=lambda x: x is None,
+        )
     rest = [aux] if options.has_aux else []
     if options.carries:
         rest = [carry[0] if isinstance(options.carry_argnums, int) else carry, *rest]
     if not rest:
-        return loss
-    return loss, rest[0] if len(rest) == 1 else tuple(rest)
+        return value.loss
+    return value.loss, rest[0] if len(rest) == 1 else tuple(rest)
 
 
 def _taken_apart(options: Options, out: Any) -> tuple[Any, Any, Any]:
