@@ -11,6 +11,9 @@ from ga_optax._checks import check_gradients, divisors, named_leaves
 from ga_optax._mesh import Axes, Placement
 from ga_optax._options import Options
 
+# Flax's name of what is to be overwritten with its gradient: `flax.linen.fp8_ops`.
+_REPLACED = "_overwrite_with_gradient"
+
 
 class Call(NamedTuple):
     """One call of the returned function: its arguments by role.
@@ -63,6 +66,11 @@ class Call(NamedTuple):
         """What to differentiate with respect to, in the structure of the result."""
         params = self.role("argnums")
         return params[0] if isinstance(self.options.argnums, int) else params
+
+    @property
+    def replaced(self) -> list[bool]:
+        """Which leaves get their new value for a gradient, such as fp8 scales."""
+        return [_REPLACED in name for name, _ in named_leaves(self.params)]
 
     @property
     def axes(self) -> Axes:

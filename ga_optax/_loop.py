@@ -168,13 +168,16 @@ class Loop:
             before = [acc.total[i] for i in by_hand]
             zero = accumulator.unknown_zero(acc.count)
             # A bare product is rounded, then added, in every program: see `arrival`.
+            largest = [arrivals[i] == "replaces" for i in by_hand]
             for j, i in enumerate(by_hand):
-                if multiplies:
-                    dtype = before[j].dtype
+                dtype = before[j].dtype
+                if largest[j]:
+                    grads[j] = grads[j].astype(dtype)
+                elif multiplies:
                     grads[j] = accumulator.weighted(grads[j], weight, dtype, zero)
                 elif not arrivals[i]:
                     grads[j] = accumulator.rounded(grads[j], zero)
-            after = accumulator.add_terms(before, grads, selects)
+            after = accumulator.add_terms(before, grads, selects, largest)
             total = dict(zip(by_hand, after, strict=True))
         return [jax.ref.freeze(refs[i]) if i in refs else total[i] for i in leaves]
 
@@ -266,7 +269,16 @@ def merged(state: State, call: Call) -> State:
     # Σ w is reduced without weights, too: were the processes of a run to disagree on
     # the number of micro-batches, they would still all divide by the same number.
     small, structure = jax.tree.flatten((addends, state.acc.weight))
-    leaves = [*state.acc.total, *_collectives.vary(small, axes)]
+    is_first = jax.lax.axis_index(axes) == 0
+
+    def largest(x: jax.Array) -> jax.Array:
+        """On one device, and 0 on the others: as a sum over them it is itself."""
+        x = _collectives.vary(jax.lax.pmax(x, axes), axes)
+        return jnp.where(is_first, x, jnp.zeros_like(x))
+
+    pairs = zip(state.acc.total, call.replaced, strict=True)
+    totals = [largest(x) if replaced else x for x, replaced in pairs]
+    leaves = [*totals, *_collectives.vary(small, axes)]
     where = [*call.where, *[Placement()] * len(small)]
     out = _collectives.reduce(leaves, where, axes)
     total = out[: len(call.where)]

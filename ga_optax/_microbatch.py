@@ -95,9 +95,10 @@ def value_and_grad(
         carry)`, or `(loss, (carry, aux))`. So does the result.
       has_aux: whether `fun` returns `(loss, aux)`.
       weight_fn: a function of the batch arguments of one micro-batch that returns its
-        weight, a non-negative scalar.
-      aux: "mean" (weighted), "sum", "last", "stack" (along a new axis 0), or a tree of
-        those that is a prefix of the aux.
+        weight, a non-negative scalar; or a `FromAux`.
+      aux: "mean" (weighted), "sum", "last", "stack" (along a new axis 0), "concat" (of
+        rows), or a tree of those that is a prefix of the aux. "auto" is "concat" for
+        leaves with an axis of rows, "sum" for other integers, "mean" for the rest.
       accumulator_dtype: see `accumulator.init`. The result has the parameters' dtypes.
       in_place: whether to add gradients inside the backward pass, wherever that is
         right (jax >= 0.11.1). `plan` and the log "ga_optax" say where it is not.
@@ -130,6 +131,8 @@ def value_and_grad(
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, optax.Updates]:
         call = Call.make(options, args, kwargs)
         inside = call.mesh is None or options.each
+        if options.each:
+            _check_sums(call, 'sync="each"', 'Use sync="last"')
         value, grads = (
             mean_of_window(call) if inside else _over_mesh(call, mean_of_window)
         )
@@ -223,6 +226,7 @@ def accumulate(
         check_gradients(
             acc.total, call.params, name="the parameters", expected="acc.total"
         )
+        _check_sums(call, "accumulate", "Use value_and_grad")
         if call.mesh is None or options.each:
             call = call.on_device()
             value, acc = _fold(call, trace(call), acc, merges=False)
@@ -274,6 +278,18 @@ def _fold(
     return value, state.acc._replace(total=total)
 
 
+def _check_sums(call: Call, what: str, todo: str) -> None:
+    """Raises if a leaf has its new value for a gradient, of which no sum is right."""
+    pairs = zip(named_leaves(call.params), call.replaced, strict=True)
+    for (name, _), replaced in pairs:
+        if replaced:
+            raise ValueError(
+                f"{what} must have gradients to add up, but that of {name} is its new "
+                f"value, of which the largest counts. {todo}, or do not differentiate "
+                "with respect to it."
+            )
+
+
 def _mean(call: Call, program: Program, acc: Accumulator) -> optax.Updates:
     """`accumulator.mean`; each leaf is divided in the way that costs least."""
     k = call.options.num_microbatches
@@ -284,6 +300,8 @@ def _mean(call: Call, program: Program, acc: Accumulator) -> optax.Updates:
     power_of_two = not program.weighted and k > 1 and k & (k - 1) == 0
 
     def divided(total: jax.Array, arrival: str | None) -> jax.Array:
+        if arrival == "replaces":
+            return total
         if arrival == "slices":
             return accumulator.average_in_place(total, acc.weight)
         exact = not jnp.iscomplexobj(total) and 1 / k >= jnp.finfo(total.dtype).tiny

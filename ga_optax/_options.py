@@ -62,16 +62,7 @@ class Options(NamedTuple):
         """The same, in one form; raises if an option does not fit."""
         todo = "Pass the loss function itself, not its value."
         check_callable("fun", self.fun, "of the parameters and the batch", todo)
-        if isinstance(self.weight_fn, FromAux):
-            check_callable("FromAux", self.weight_fn.fun, "of the aux", "Pass one.")
-            if not self.has_aux:
-                raise ValueError(
-                    "weight_fn=FromAux must have an aux to read, but has_aux is "
-                    f"{self.has_aux!r}. Pass has_aux=True, and return (loss, aux)."
-                )
-        elif self.weight_fn is not None:
-            todo = "Pass None to count every micro-batch as 1."
-            check_callable("weight_fn", self.weight_fn, "of the batch arguments", todo)
+        check_weight_fn(self.weight_fn, self.has_aux)
         if not isinstance(self.in_place, bool):
             raise TypeError(
                 f"in_place must be a bool, but it is {self.in_place!r}. Pass True: it "
@@ -122,6 +113,20 @@ class Options(NamedTuple):
                     )
                 owner[position] = name
         return {name: tuple(i for i in owner if owner[i] == name) for name in ROLES}
+
+
+def check_weight_fn(weight_fn: Any, has_aux: bool) -> None:
+    """Raises unless `weight_fn` is None, a function or a `FromAux`."""
+    todo = "Pass None to count every micro-batch as 1."
+    if isinstance(weight_fn, FromAux):
+        check_callable("The argument of FromAux", weight_fn.fun, "of the aux", todo)
+        if not has_aux:
+            raise ValueError(
+                f"weight_fn=FromAux must have an aux to read, but has_aux={has_aux!r}. "
+                "Pass has_aux=True, and return (loss, aux)."
+            )
+    elif weight_fn is not None:
+        check_callable("weight_fn", weight_fn, "of the batch arguments", todo)
 
 
 def _positions(name: str, value: Any) -> Any:

@@ -34,7 +34,8 @@ class Program(NamedTuple):
       varying: the mesh axes over which every sum differs between devices: those of
         the data, and of the weight.
       multiplies: whether the weight multiplies the gradients, and not the cotangent.
-      arrivals: how the gradient of each leaf of the parameters arrives, see `arrival`.
+      arrivals: how the gradient of each leaf of the parameters arrives, see `arrival`;
+        "replaces" if it is the leaf's new value, of which the largest is kept.
     """
 
     jaxpr: core.Jaxpr
@@ -95,7 +96,8 @@ def trace(call: Call) -> Program:
     modes = _aux.resolved(options.aux, aux, rows, factor, grown)
     _check_not_reduced(call, loss)
     narrow = jnp.finfo(loss.dtype).bits < 32
-    of_params = jaxpr.invars[: len(jax.tree.leaves(params))]
+    replaced = call.replaced
+    of_params = zip(replaced, jaxpr.invars[: len(replaced)], strict=True)
     return Program(
         jaxpr=jaxpr,
         consts=closed.consts,
@@ -108,7 +110,7 @@ def trace(call: Call) -> Program:
         weighted=weight is not None,
         varying=tuple(sorted({*call.axes, *_mesh.varying(weight)})),
         multiplies=weight is not None and (narrow or not _scales(jaxpr)),
-        arrivals=[arrival(jaxpr, variable) for variable in of_params],
+        arrivals=["replaces" if new else arrival(jaxpr, x) for new, x in of_params],
     )
 
 
