@@ -197,25 +197,22 @@ def resolved(
             f" and fun returned {jax.tree.structure(aux)}: {error}. Name the same "
             "keys, or use one word for all of them."
         ) from None
-    names, leaves = zip(*named_leaves(aux), strict=True) if modes else ((), ())
-    asks = [
-        x.ndim > 0 and mode not in ("last", "stack")
-        for x, mode in zip(leaves, modes, strict=True)
-    ]
-    axes: list[Any] = [()] * len(modes)
+    found = list(zip(named_leaves(aux), modes, strict=True))
+    unclear = [x.ndim > 0 and mode not in ("last", "stack") for (_, x), mode in found]
+    axes: list[Any] = [() if factor == 1 or not x else None for x in unclear]
     cause = None
-    if factor == 1:  # put together, it is itself
-        parts = [m in ("auto", "concat") for m in modes]
-        axes = [(0,) * (a and b) for a, b in zip(asks, parts, strict=True)]
-    elif any(asks):
+    if None in axes:
         try:
-            pairs = zip(leaves, jax.tree.leaves(grown()), strict=True)
+            pairs = zip(jax.tree.leaves(aux), jax.tree.leaves(grown()), strict=True)
             axes = [_axes_of_rows(x.shape, y.shape, factor) for x, y in pairs]
         except Exception as error:  # whatever fun raises
-            axes = [None if a else () for a in asks]
             cause = error
-    each = zip(modes, names, leaves, axes, strict=True)
-    return [_choice(*of_one, rows, cause) for of_one in each]
+    result = []
+    for ((name, leaf), mode), its_axes in zip(found, axes, strict=True):
+        if factor == 1 and leaf.ndim and mode in ("auto", "concat"):
+            mode = "last"  # joined, one part is itself
+        result.append(_choice(mode, name, leaf, its_axes, rows, cause))
+    return result
 
 
 def _axes_of_rows(

@@ -79,21 +79,19 @@ def trace(call: Call) -> Program:
     trace_one = jax.make_jaxpr(micro_batch, return_shape=True)
     closed, shapes = trace_one(params, first, keys, carry)
     k = options.num_microbatches
-    factor = 2 if k == 1 and options.axes else k  # devices join one each
+    joins = k == 1 and call.axes != ()  # one part of each device
 
     def grown() -> Any:
-        def more(params: Any, first: Any, *rest: Any) -> Any:
-            batch = jax.tree.map(lambda x: jnp.repeat(x, factor, axis=0), first)
-            return micro_batch(params, batch, *rest)[-1]
-
-        trace_more = jax.make_jaxpr(more, return_shape=True)
-        return trace_more(params, first, keys, carry)[1]
+        more = call.role("batch_argnums")
+        if joins:
+            more = jax.tree.map(lambda x: jnp.concatenate([x, x]), more)
+        return trace_one(params, more, keys, carry)[1][-1]
 
     jaxpr = closed.jaxpr
     # The types of the results say over which devices they vary; their shapes do not.
     avals = [variable.aval for variable in jaxpr.outvars]
     loss, weight, carry, aux = jax.tree.unflatten(jax.tree.structure(shapes), avals)
-    modes = _aux.resolved(options.aux, aux, rows, factor, grown)
+    modes = _aux.resolved(options.aux, aux, rows, 2 if joins else k, grown)
     _check_not_reduced(call, loss)
     narrow = jnp.finfo(loss.dtype).bits < 32
     replaced = call.replaced

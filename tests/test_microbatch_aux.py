@@ -111,7 +111,7 @@ def flag(w, x):
         (loss, "mean", ValueError, r"\['scores'\].*\"concat\".*axis 0.*\"stack\""),
         (loss, "sum", ValueError, r"\['scores'\].*\"concat\".*axis 0.*\"stack\""),
         (flag, "concat", ValueError, r"\['finite'\] of the aux has shape \(\)"),
-        (similarities, "concat", ValueError, r"\['table'\].*one axis"),
+        (similarities, "concat", ValueError, r"one axis.*\['table'\]"),
     ],
 )
 def test_what_no_mode_is_right_for_is_refused(fun, aux, error, message):
@@ -166,8 +166,7 @@ def test_rows_of_all_devices_come_in_the_order_of_the_batch(kind, sync, k):
         got = compiled(w, x)
     assert_trees_bitwise_equal(*jax.device_get((got, undivided())))
     if sync == "last":  # no row moved
-        [reduction] = ga.audit(compiled, mesh).collectives
-        assert reduction.kind == "all-reduce"
+        assert {c.kind for c in ga.audit(compiled, mesh).collectives} == {"all-reduce"}
 
 
 def test_inside_a_shard_map_every_device_has_its_rows():
@@ -191,7 +190,7 @@ def make_batch():
 
 def token_loss(w, batch):
     tokens = jnp.sum(jnp.cbrt(batch["mask"]))  # a primitive to count
-    error = jnp.square(batch["x"] * w) * batch["mask"]
+    error = jnp.square(batch["x"] * w[None]) * batch["mask"]
     return jnp.sum(error) / jnp.maximum(tokens, 1), {"tokens": tokens}
 
 
