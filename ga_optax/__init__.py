@@ -29,13 +29,7 @@ from ga_optax._multi_steps import (
 from ga_optax._noise import NoiseScale, noise_scale
 from ga_optax._options import FromAux
 from ga_optax._plan import Candidate, NothingFitsError, Plan, plan
-from ga_optax._state import (
-    MultiStepsState,
-    Stats,
-    from_optax,
-    has_updated,
-    stats,
-)
+from ga_optax._state import MultiStepsState, Stats, from_optax, has_updated, stats
 from ga_optax._verify import Cause, LeafReport, Report, verify
 
 __all__ = [

@@ -41,6 +41,17 @@ def check_int(name: str, value: Any, todo: str, *, least: int = 1) -> int:
     return number
 
 
+def check_step(step: Any, todo: str) -> Any:
+    """Returns `step`, an integer scalar that may be traced, or raises."""
+    shape, dtype = jnp.shape(step), jax.dtypes.result_type(step)
+    if shape != () or not jnp.issubdtype(dtype, jnp.integer):
+        raise TypeError(
+            f"step must be an integer scalar, but it has shape {shape} and dtype "
+            f"{dtype.name}. {todo}"
+        )
+    return step
+
+
 def divisors(n: int) -> list[int]:
     """All divisors of `n`, ascending."""
     small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]

@@ -8,8 +8,6 @@ from jax.sharding import AbstractMesh, Mesh
 
 from ga_optax import _mesh
 
-__all__ = ["DataAxis"]
-
 
 @dataclasses.dataclass(frozen=True)
 class DataAxis:

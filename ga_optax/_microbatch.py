@@ -36,8 +36,6 @@ from ga_optax._options import FromAux, Options
 from ga_optax._program import Program, Value, put_together, trace, value_of
 from ga_optax.accumulator import Accumulator
 
-__all__ = ["accumulate", "value_and_grad"]
-
 
 def value_and_grad(
     fun: Callable[..., Any],

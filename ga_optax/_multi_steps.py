@@ -27,8 +27,6 @@ from ga_optax._place import ManyDevices, OneDevice
 from ga_optax._state import MultiStepsState, find_state, has_updated
 from ga_optax._window import SkipFn, Window, check_every_k
 
-__all__ = ["MultiSteps", "apply_gradients", "drop_window_if_not_finite", "flush"]
-
 
 def drop_window_if_not_finite(
     updates: optax.Updates, gradient_step: ArrayLike, params: optax.Params | None

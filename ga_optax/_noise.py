@@ -30,8 +30,6 @@ from jax.typing import ArrayLike
 
 from ga_optax._checks import nodes_of
 
-__all__ = ["NoiseScale", "NoiseState", "noise_scale"]
-
 # The decay of the exponential moving averages. They are as good as a plain mean of
 # (1 + 0.98) / (1 - 0.98) = 99 windows: the estimates of one window are often off by
 # their own size, so the average is off by a tenth. Their terms are 49 windows old on

@@ -10,8 +10,6 @@ from jax.typing import ArrayLike
 from ga_optax import _noise
 from ga_optax._checks import nodes_of
 
-__all__ = ["MultiStepsState", "Stats", "from_optax", "has_updated", "stats"]
-
 
 class MultiStepsState(NamedTuple):
     """State of `MultiSteps`. The first five fields are those of Optax's state.

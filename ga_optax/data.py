@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from ga_optax._checks import check_int
+from ga_optax._checks import check_int, check_step
 
 __all__ = ["epoch_indices", "window_indices"]
 
@@ -133,12 +133,7 @@ def _checked(step: Any, *sizes: Any) -> tuple[jax.Array, int, int, int]:
             f"batch_size={batch_size}. Change one of them."
         )
     todo = "Count the steps from 0."
-    shape, dtype = jnp.shape(step), jax.dtypes.result_type(step)
-    if shape != () or not jnp.issubdtype(dtype, jnp.integer):
-        raise TypeError(
-            f"step must be an integer scalar, but it has shape {shape} and dtype "
-            f"{dtype.name}. {todo}"
-        )
+    check_step(step, todo)
     # The value of an array may have to be waited for.
     if not isinstance(step, jax.Array) and not 0 <= int(step) < 2**32:
         required = "not be negative" if step < 0 else "be below 2^32"

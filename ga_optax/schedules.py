@@ -42,7 +42,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from ga_optax._checks import check_int
+from ga_optax._checks import check_int, check_step
 from ga_optax._text import columns
 
 __all__ = ["Ramp", "linear", "stepwise"]
@@ -76,18 +76,9 @@ class Ramp:
           k, int32 `[]`.
 
         Raises:
-          TypeError: if `step` is not an integer.
-          ValueError: if `step` is not a scalar.
+          TypeError: if `step` is not an integer scalar.
         """
-        shape, dtype = jnp.shape(step), jnp.result_type(step)
-        if not jnp.issubdtype(dtype, jnp.integer):
-            raise TypeError(
-                f"step must be an integer, but it has dtype {dtype.name}. Pass a count."
-            )
-        if shape != ():
-            raise ValueError(
-                f"step must be a scalar, but it has shape {shape}. Use jax.vmap."
-            )
+        check_step(step, "Pass a count, or use jax.vmap.")
         later = jnp.asarray(self.first_steps[1:], jnp.int32)
         begun = later <= jnp.asarray(step, jnp.int32)
         ks = jnp.asarray(self.num_microbatches, jnp.int32)
@@ -236,14 +227,10 @@ def stepwise(
       See the module.
     """
     size = check_int("microbatch_size", microbatch_size, _SIZES)
-    batches = [
-        _multiple(f"batch_sizes[{j}]", batch, size)
-        for j, batch in enumerate(batch_sizes)
-    ]
-    starts = [
-        check_int(f"boundaries[{j}]", boundary, "Pass where the next stage begins.")
-        for j, boundary in enumerate(boundaries)
-    ]
+    named = enumerate(batch_sizes)
+    batches = [_multiple(f"batch_sizes[{j}]", batch, size) for j, batch in named]
+    todo, named = "Pass where the next stage begins.", enumerate(boundaries)
+    starts = [check_int(f"boundaries[{j}]", start, todo) for j, start in named]
     if not batches or len(starts) != len(batches) - 1:
         raise ValueError(
             "There must be one boundary less than batch sizes, but there are "
