@@ -94,9 +94,8 @@ def value_and_grad(
       has_aux: whether `fun` returns `(loss, aux)`.
       weight_fn: a function of the batch arguments of one micro-batch that returns its
         weight, a non-negative scalar; or a `FromAux`.
-      aux: "mean" (weighted), "sum", "last", "stack" (along a new axis 0), "concat" (of
-        rows), or a tree of those that is a prefix of the aux. "auto" is "concat" for
-        leaves with an axis of rows, "sum" for other integers, "mean" for the rest.
+      aux: "mean" (weighted), "sum", "last", "stack", "concat", or a prefix of the aux
+        with those. "auto" gives what the undivided batch would, by the kind of leaf.
       accumulator_dtype: see `accumulator.init`. The result has the parameters' dtypes.
       in_place: whether to add gradients inside the backward pass, wherever that is
         right (jax >= 0.11.1). `plan` and the log "ga_optax" say where it is not.
