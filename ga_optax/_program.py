@@ -1,6 +1,6 @@
 """What `fun` does to one micro-batch: traced once, checked and read."""
 
-import itertools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ import numpy as np
 from jax.extend import core
 from jax.typing import ArrayLike
 
-from ga_optax import _aux, _collectives, _mesh
+from ga_optax import _aux, _collectives, _mesh, _rows
 from ga_optax._call import Call
 from ga_optax._checks import check_structure, check_weight, named_leaves
 from ga_optax._in_place import arrival, inner_programs
@@ -55,36 +55,45 @@ class Program(NamedTuple):
 def trace(call: Call) -> Program:
     """Traces `fun` for one micro-batch; raises if what it returns does not fit."""
     options = call.options
-    positions = [i for group in call.roles.values() for i in group]
     weight_fn = options.weight_fn
 
-    def micro_batch(*roles: tuple[Any, ...]) -> tuple[Any, ...]:
-        _, batch, _, old = roles
+    def micro_batch(params: Any, batch: list[Any], keys: Any, old: Any) -> Any:
+        new = dict(zip(call.unsplit, (*params, *keys, *old), strict=True))
+        one = call.with_args(new).with_batch(batch)
+        whole = one.role("batch_argnums")
         weight = None
         if weight_fn is not None and not isinstance(weight_fn, FromAux):
-            weight = check_weight(weight_fn(*batch))
-        new = dict(zip(positions, itertools.chain(*roles), strict=True))
-        out = options.fun(*call.with_args(new).args, **call.kwargs)
+            weight = check_weight(weight_fn(*whole))
+        try:
+            out = options.fun(*one.args, **one.kwargs)
+        except Exception as error:
+            error.add_note(_in_words(call, batch[0]))
+            raise
         loss, carry, aux = _taken_apart(options, out)
         _check_carry(old, carry)
         if isinstance(weight_fn, FromAux):
             weight = check_weight(weight_fn.fun(aux))
         return loss, weight, carry, aux
 
-    params, batch, keys, carry = (call.role(name) for name in call.roles)
+    params, _, keys, carry = map(call.role, call.roles)
     with jax.named_scope("split"):
-        batch = jax.tree.map(lambda x: _split(call, x), batch)
-    first = jax.tree.map(lambda x: x[0], batch)
-    rows = jnp.shape(jax.tree.leaves(first)[0])[0]
+        pairs = zip(call.batch, call.split_axes, strict=True)
+        batch = [_split(call, x, axis) for x, axis in pairs]
+    first = [x[0] for x in batch]
     trace_one = jax.make_jaxpr(micro_batch, return_shape=True)
-    closed, shapes = trace_one(params, first, keys, carry)
-    k = options.num_microbatches
+    try:
+        closed, shapes = trace_one(params, first, keys, carry)
+    except ValueError as error:
+        _explain_manual_axis(call, error)
+        raise
+    k, rows = options.num_microbatches, first[0].shape[call.split_axes[0]]
     joins = k == 1 and call.axes != ()  # one part of each device
 
     def grown() -> Any:
-        more = call.role("batch_argnums")
+        more = call.batch
         if joins:
-            more = jax.tree.map(lambda x: jnp.concatenate([x, x]), more)
+            pairs = zip(more, call.split_axes, strict=True)
+            more = [jnp.concatenate([x, x], axis) for x, axis in pairs]
         return trace_one(params, more, keys, carry)[1][-1]
 
     jaxpr = closed.jaxpr
@@ -99,7 +108,7 @@ def trace(call: Call) -> Program:
     return Program(
         jaxpr=jaxpr,
         consts=closed.consts,
-        batch=jax.tree.leaves(batch),
+        batch=batch,
         results=[loss, *jax.tree.leaves(aux)],
         modes=["mean", *(mode for mode, _ in modes)],
         axes=[0, *(axis for _, axis in modes)],
@@ -112,20 +121,33 @@ def trace(call: Call) -> Program:
     )
 
 
-def _split(call: Call, x: ArrayLike) -> jax.Array:
-    """`[batch, ...]` as `[num_microbatches, micro-batch, ...]`."""
+def _split(call: Call, x: ArrayLike, axis: int) -> jax.Array:
+    """`x` as `[num_microbatches, ...]`, micro-batches split along `axis`."""
     k = call.options.num_microbatches
     if call.mesh is not None:
-        return _collectives.split_shards(x, k, call.options.axes, call.mesh)
-    shape = jnp.shape(x)
-    return jnp.reshape(jnp.asarray(x), (k, shape[0] // k, *shape[1:]))
+        return _collectives.split_shards(x, k, call.options.axes, call.mesh, axis)
+    return _rows.split(x, k, axis, call.strided)
+
+
+def _in_words(call: Call, x: jax.Array) -> str:
+    """What `fun` was given, for a note to an error of its own."""
+    return (
+        f"ga_optax called fun with one of {call.options.num_microbatches} "
+        f"micro-batches: the first leaf of the batch has shape {jnp.shape(x)}, split "
+        f"along axis {call.split_axes[0]} of {jnp.shape(call.batch[0])}. batch_argnums "
+        "and batch_axes say what is split; all else goes whole."
+    )
 
 
 def _joined(call: Call, x: jax.Array) -> jax.Array:
-    """The reverse of `_split`."""
+    """The reverse of `_split` for a result: micro-batches on axis 0, rows on axis 1."""
     if call.mesh is not None:
         return _collectives.join_shards(x, call.options.axes, call.mesh)
-    return jnp.reshape(x, (x.shape[0] * x.shape[1], *x.shape[2:]))
+    k, size, *rest = x.shape
+    # An axis of several numbers a row has them row by row.
+    rows = math.gcd(size, call.batch[0].shape[call.split_axes[0]] // k)
+    x = jnp.reshape(x, (k, rows, size // rows, *rest))
+    return jnp.reshape(_rows.join(x, 0, call.strided), (k * size, *rest))
 
 
 def _scales(jaxpr: core.Jaxpr) -> bool:
@@ -263,6 +285,19 @@ def _check_carry(old: Any, new: Any) -> None:
                 f"The carry must keep the {due} of {name}, but fun returned {came} "
                 f"there. {todo}"
             )
+
+
+def _explain_manual_axis(call: Call, error: ValueError) -> None:
+    """Raises if `error` is JAX's of a sharding over a data axis that is bound."""
+    names = [name for name in call.axes if f"'{name}'" in str(error)]
+    if names and "Manual" in str(error):
+        raise ValueError(
+            "With a data_axis fun must not shard anything over it, since it sees the "
+            f"rows of one device, but it names {names[0]!r}, or a whole Mesh. Pass "
+            "with_sharding_constraint a PartitionSpec of other axes alone (in Flax, "
+            'take the name out of the logical axis rules); or pass sync="each", or no '
+            f"data_axis, and every micro-batch is reduced. JAX says: {error}"
+        ) from error
 
 
 def _check_not_reduced(call: Call, loss: Any) -> None:

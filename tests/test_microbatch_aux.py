@@ -169,6 +169,19 @@ def test_rows_of_all_devices_come_in_the_order_of_the_batch(kind, sync, k):
         assert {c.kind for c in ga.audit(compiled, mesh).collectives} == {"all-reduce"}
 
 
+def test_rows_of_a_strided_split_come_in_the_order_of_the_batch():
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    with jax.set_mesh(mesh):
+        x = jax.device_put(X, jax.NamedSharding(mesh, P("data")))
+        w = jax.device_put(W, jax.NamedSharding(mesh, P()))
+        got = jax.jit(ga.value_and_grad(loss, 4, has_aux=True))(w, x)
+        stack = ga.value_and_grad(loss, 4, has_aux=True, aux="stack")
+        parts = jax.device_get(jax.jit(stack)(w, x)[0][1]["scores"])
+    assert_trees_bitwise_equal(*jax.device_get((got, undivided())))
+    # The twin: the micro-batches themselves come in another order.
+    np.testing.assert_array_equal(parts, (X @ W).reshape(4, 4).T)
+
+
 def test_inside_a_shard_map_every_device_has_its_rows():
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
     fun = ga.value_and_grad(loss, 2, has_aux=True, data_axis="data")
