@@ -17,7 +17,7 @@ off by at most `(n - 1)·eps·Σ|g|` (Higham, "Accuracy and Stability of Numeric
 Algorithms", 2nd ed., 2002, eq. 4.4).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -315,15 +315,21 @@ def _by_part(
 
 
 def add_terms(
-    totals: list[jax.Array], terms: list[jax.Array], weight: jax.Array | None
+    totals: list[jax.Array],
+    terms: list[jax.Array],
+    weight: jax.Array | None,
+    largest: Sequence[bool] | None = None,
 ) -> list[jax.Array]:
     """`totals + terms`, or `totals` if a weight is given and is 0.
+
+    If `largest` says so of a leaf, that is the larger of the two: of numbers >= 0.
 
     For a loop, whose totals start from -0.0: -0.0 + x is x for every x, -0.0 too, so no
     select is needed for the first one. A select would keep XLA from scattering into
     `totals`, and from adding inside a matrix product.
     """
-    sums = list(map(plus, totals, terms))
+    hows = [jnp.maximum if x else plus for x in largest or [False] * len(totals)]
+    sums = [how(x, y) for how, x, y in zip(hows, totals, terms, strict=True)]
     if weight is None:
         return sums
     # Selected, not multiplied by the weight alone: NaN · 0 is NaN.
