@@ -102,7 +102,7 @@ def value_and_grad(
         of the batch (of a tuple of several batch arguments, keywords last).
       has_aux: whether `fun` returns `(loss, aux)`.
       weight_fn: a function of a micro-batch's batch arguments that returns its weight,
-        a non-negative scalar; or a `FromAux`.
+        a non-negative scalar, or a `FromAux`. A negative one gives NaN.
       aux: "mean" (weighted), "sum", "last", "stack", "concat", or a prefix of the aux
         with those. "auto" gives what the undivided batch would, by the kind of leaf.
       accumulator_dtype: see `accumulator.init`. The result has the parameters' dtypes.

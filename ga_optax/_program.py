@@ -12,9 +12,10 @@ from jax.typing import ArrayLike
 
 from ga_optax import _aux, _collectives, _mesh, _rows
 from ga_optax._call import Call
-from ga_optax._checks import check_structure, check_weight, named_leaves
+from ga_optax._checks import check_structure, named_leaves
 from ga_optax._in_place import arrival, inner_programs
 from ga_optax._options import FromAux, Options
+from ga_optax.accumulator import as_weight
 
 
 class Program(NamedTuple):
@@ -63,7 +64,7 @@ def trace(call: Call) -> Program:
         whole = one.role("batch_argnums")
         weight = None
         if weight_fn is not None and not isinstance(weight_fn, FromAux):
-            weight = check_weight(weight_fn(*whole))
+            weight = as_weight(weight_fn(*whole), float)
         try:
             out = options.fun(*one.args, **one.kwargs)
         except Exception as error:
@@ -72,7 +73,7 @@ def trace(call: Call) -> Program:
         loss, carry, aux = _taken_apart(options, out)
         _check_carry(old, carry)
         if isinstance(weight_fn, FromAux):
-            weight = check_weight(weight_fn.fun(aux))
+            weight = as_weight(weight_fn.fun(aux), float)
         return loss, weight, carry, aux
 
     params, _, keys, carry = map(call.role, call.roles)

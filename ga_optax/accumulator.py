@@ -64,7 +64,7 @@ def init(params: optax.Params, dtype: DTypeLike | None = jnp.float32) -> Accumul
       dtype: the dtype of `total`. float32, the default, is a floor: float64 leaves
         keep float64. A narrower dtype is taken as it is, and saves its memory at the
         price of its rounding. `None` takes the dtype of each leaf. Complex leaves
-        take the complex counterpart.
+        take the complex counterpart, and integer leaves a floating dtype always.
 
     Returns:
       An `Accumulator` of zeros, one buffer of the size of `params`, sharded as they
@@ -99,7 +99,8 @@ def add(
         dtypes.
       weight: how much this micro-batch counts, a non-negative scalar, static or
         traced; `None` counts 1. If the loss is a mean over examples, or over tokens
-        that are not padding, pass their number.
+        that are not padding, pass their number. A traced weight cannot raise: if it is
+        negative, the total and the weight are NaN.
 
     Returns:
       The accumulator with `grads` in it.
@@ -121,7 +122,7 @@ def add(
         )
         weight = jnp.ones_like(acc.weight)
     else:
-        weight = check_weight(weight).astype(acc.weight.dtype)
+        weight = as_weight(weight, acc.weight.dtype)
         zero = unknown_zero(acc.count)
 
         def accumulate(t: jax.Array, g: jax.Array) -> jax.Array:
@@ -244,12 +245,20 @@ def accumulator_dtype(leaf: ArrayLike, dtype: np.dtype | None) -> np.dtype:
     """The dtype in which gradients of `leaf` accumulate; see `init` for the rule."""
     own = jnp.result_type(leaf)
     if dtype is None:
-        return own
+        return own if jnp.issubdtype(own, jnp.inexact) else np.dtype(np.float32)
     wide = own in (jnp.float64, jnp.complex128) and dtype == jnp.float32
     real = np.dtype(np.float64) if wide else dtype
     if not jnp.issubdtype(own, jnp.complexfloating):
         return real
     return np.dtype(np.complex128 if real == jnp.float64 else np.complex64)
+
+
+def as_weight(weight: ArrayLike, dtype: DTypeLike) -> jax.Array:
+    """A weight, checked, in a dtype; NaN if it is traced and turns out negative."""
+    number = check_weight(weight).astype(dtype)
+    if not isinstance(weight, jax.core.Tracer):
+        return number
+    return jnp.where(number < 0, jnp.full_like(number, jnp.nan), number)
 
 
 def _computation_dtype(dtype: np.dtype) -> np.dtype:
