@@ -7,9 +7,11 @@ An accumulator is a triple `(total, weight, count)`, and
     mean(acc)       =  total / weight
 
 `init` makes the identity of `merge`. An empty accumulator (`count == 0`) holds
-nothing, whatever bits its buffers hold: the first `add` overwrites `total` and
-never reads it, so nothing has to be zeroed between two windows, and a NaN that
-one window met cannot reach the next.
+nothing, whatever bits its buffers hold: the first `add` selects -0.0 in their place,
+so nothing has to be reset between two windows, and a NaN that one window met cannot
+reach the next. -0.0 + x is x for every x, -0.0 too. Selecting before the addition, and
+not after it, leaves the addition last: XLA then scatters the gradient of an embedding
+into `total`, and adds inside of matrix products.
 
 Sum first, divide once. An unweighted `add` is a plain addition, so integer-valued
 gradients accumulate without rounding, and the sum of n terms in precision eps is
@@ -108,30 +110,18 @@ def add(
     """
     check_gradients(acc.total, grads)
     empty = acc.count == 0
-
-    if weight is None:
-        total = jax.tree.map(
-            lambda t, g: jnp.where(empty, g.astype(t.dtype), plus(t, g)),
-            acc.total,
-            jax.tree.map(jnp.asarray, grads),
-        )
-        weight = jnp.ones_like(acc.weight)
-    else:
-        weight = check_weight(weight).astype(acc.weight.dtype)
-        zero = unknown_zero(acc.count)
-
-        def accumulate(t: jax.Array, g: jax.Array) -> jax.Array:
-            term = weighted(g, weight, t.dtype, zero)
-            kept = jnp.where(empty, jnp.zeros_like(t), t)
-            new = jnp.where(empty, term.astype(t.dtype), plus(t, term))
-            # Selected, not multiplied by the weight alone: NaN · 0 is NaN.
-            return jnp.where(weight == 0, kept, new)
-
-        total = jax.tree.map(accumulate, acc.total, jax.tree.map(jnp.asarray, grads))
+    totals, structure = jax.tree.flatten(acc.total)
+    totals = [cleared(t, empty) for t in totals]
+    terms = list(map(jnp.asarray, jax.tree.leaves(grads)))
+    one = jnp.ones_like(acc.weight)
+    if weight is not None:
+        weight = one = check_weight(weight).astype(one.dtype)
+        zero, pairs = unknown_zero(acc.count), zip(totals, terms, strict=True)
+        terms = [weighted(g, one, t.dtype, zero) for t, g in pairs]
 
     return Accumulator(
-        total,
-        jnp.where(empty, weight, acc.weight + weight),
+        jax.tree.unflatten(structure, add_terms(totals, terms, weight)),
+        jnp.where(empty, one, acc.weight + one),
         increment(acc.count),
     )
 
@@ -310,15 +300,15 @@ def _by_part(
     return jax.lax.complex(operation(x.real, weight), operation(x.imag, weight))
 
 
+def cleared(total: jax.Array, empty: jax.Array) -> jax.Array:
+    """`total`, or -0.0 everywhere if it holds nothing yet."""
+    return jnp.where(empty, -jnp.zeros_like(total), total)
+
+
 def add_terms(
     totals: list[jax.Array], terms: list[jax.Array], weight: jax.Array | None
 ) -> list[jax.Array]:
-    """`totals + terms`, or `totals` if a weight is given and is 0.
-
-    For a loop, whose totals start from -0.0: -0.0 + x is x for every x, -0.0 too, so no
-    select is needed for the first one. A select would keep XLA from scattering into
-    `totals`, and from adding inside a matrix product.
-    """
+    """`totals + terms`, or `totals` if a weight is given and is 0."""
     sums = list(map(plus, totals, terms))
     if weight is None:
         return sums
