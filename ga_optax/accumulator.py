@@ -88,8 +88,8 @@ def add(
     it works in place.
 
     **Exactness.** Without a weight nothing is multiplied: `mean(add(init(p), g))` is
-    `g`, bit for bit. (XLA's additions on a CPU treat subnormal numbers as 0.) A weight of 0 changes no bit of `total`, whatever `grads`
-    holds, NaN included.
+    `g`, bit for bit. (XLA's additions on a CPU treat subnormal numbers as 0.) A weight
+    of 0 changes no bit of `total`, whatever `grads` holds, NaN included.
 
     Args:
       acc: the accumulator so far.
