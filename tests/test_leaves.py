@@ -35,7 +35,7 @@ def test_a_leaf_takes_no_more_temporaries_than_by_hand(name):
     # Inside a call the fence at the top of a micro-step copies the micro-batch.
     copied = bytes_of(kind.batch) // leaves.K
     if name == "unrolled layers" and jax.__version_info__ < (0, 11):
-        # Behind the fence this XLA computes one more gradient before it adds one.
+        # The schedule of this XLA holds one gradient more before it adds them.
         copied += max(map(bytes_of, jax.tree.leaves(kind.params)))
     assert found[peers.OURS] <= found[peers.SCAN] + copied + SCALARS
     assert found[peers.OURS_LOOP] <= found[peers.TWO_PROGRAMS] + SCALARS

@@ -11,20 +11,22 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-# Arrays stay on the CPU. libtpu must not look for the machine that it would run on, nor
-# lock it; and there is no GPU on which kernels could be timed.
+# libtpu must not look for the machine that it would run on, nor lock it. The plugin for
+# GPUs must not look for a driver; and there is no GPU on which it could time kernels.
 os.environ |= {
-    "JAX_PLATFORMS": "cpu",
     "TPU_SKIP_MDS_QUERY": "1",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
     "XLA_FLAGS": "--xla_gpu_autotune_level=0 " + os.environ.get("XLA_FLAGS", ""),
 }
 
 import jax
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
+
+jax.config.update("jax_platforms", "cpu")  # where arrays lie
 
 # What NVIDIA's data sheet and `deviceQuery` say of one H200 (SXM).
 H200 = """
