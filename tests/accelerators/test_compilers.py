@@ -85,6 +85,20 @@ def test_selects_instead_of_a_conditional_would_be_seen():
     assert " conditional(" not in program.as_text()
 
 
+@pytest.mark.parametrize("target", targets.TARGETS)
+def test_a_micro_step_has_no_temporaries_and_one_tree_as_a_transformation(target):
+    tx = ga.MultiSteps(optax.adam(1e-3), 8)
+    assert targets.temporaries(micro_step(target, tx)) <= 0.01 * BYTES
+
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    args = PARAMS, jax.eval_shape(tx.init, PARAMS), PARAMS
+    program = targets.compiled(target, step, *args, donate_argnums=(0, 1))
+    assert targets.temporaries(program) <= 1.01 * BYTES
+
+
 # -- Inside a call ---------------------------------------------------------------------
 
 
