@@ -166,9 +166,10 @@ def _plan(arguments: argparse.Namespace) -> Answer:
                 "the step have no common axis 0. Pass --batch-size."
             )
         [[batch_size]] = rows
-    sizes = {"batch_size": batch_size, "candidates": arguments.candidates}
+    options = {name: getattr(arguments, name) for name in ("candidates", "target")}
+    options |= {"batch_size": batch_size, "memory_limit": limit}
     try:
-        return plan(make_step, *inputs, memory_limit=limit, **sizes), True
+        return plan(make_step, *inputs, **options), True
     except NothingFitsError as page:
         return page, False
 
@@ -178,6 +179,8 @@ def _plan_arguments(add: Callable[..., Any]) -> None:
     add("make_step", metavar="MODULE:MAKE_STEP", help=make_step)
     inputs = "a function without arguments that returns the arguments of the step"
     add("make_inputs", metavar=_INPUTS, help=inputs)
+    machine = 'a machine that is not here, such as "h100", "h100:8" or "v5e:2x4"'
+    add("--target", metavar="NAME", help=machine)
     limit = "the memory of one device, such as 16GiB; by default, what it reports"
     add("--memory-limit", metavar="BYTES", help=f"{limit}, but a CPU reports nothing")
     rows = "examples in a batch; by default, the length of axis 0 of the last argument"

@@ -93,7 +93,9 @@ class Audit:
             where = " > ".join(loops) or "once"
             where += ", in a branch" if c.conditional else ""
             times = "?" if c.times is None else f"{c.times:,}"
-            devices = c.replica_groups if c.axes is None else ", ".join(c.axes)
+            groups = c.replica_groups
+            groups = groups if len(groups) <= 48 else groups[:47] + "…"
+            devices = groups if c.axes is None else ", ".join(c.axes)
             source = c.source if len(c.source) <= 48 else "…" + c.source[-47:]
             rows.append((c.kind, f"{c.num_bytes:,}", times, where, devices, source))
         table = _text.ruled(rows, left=(0, 3, 4, 5))
@@ -144,9 +146,10 @@ def audit(
     >>> print(ga.audit(compiled))
     No collectives: the program does not communicate.
 
-    It finds synchronous collectives, asynchronous pairs (counted once, at their start)
-    and collectives over tuples of arrays, in loops, branches and calls. A program for
-    one device has none.
+    It finds synchronous collectives, asynchronous ones (counted once, at their start)
+    and collectives over tuples of arrays, in loops, branches, calls and fusions, in
+    programs for CPUs, GPUs and TPUs. A program for one device has none. What it cannot
+    read, such as the trip count of a loop without a constant bound, it shows as "?".
 
     Args:
       compiled: what `jax.jit(f).lower(...).compile()` returned, or the text of an
@@ -171,18 +174,30 @@ def audit(
             "audit needs a compiled program, or its HLO text, but it got a "
             f"{type(compiled).__name__}. Pass jax.jit(step).lower(*args).compile()."
         )
-    collectives = []
+    collectives, chains = [], set()
     for placed in _hlo.parse(text).walk():
         found = placed.instruction
-        if kind := _KIND.fullmatch(found.opcode):
-            size = sum(map(_hlo.num_bytes, found.operand_types))
-            groups = found.attribute(_hlo.GROUPS)
-            context = _axes(groups, mesh), placed.loops, placed.conditional
-            source = found.attribute(_hlo.SOURCE)
-            collectives.append(
-                Collective(kind[1], found.name, size, groups, *context, source)
-            )
+        kind = _KIND.fullmatch(found.opcode)
+        # On TPUs, the fusions that start, hide and end a collective all contain it.
+        chain = found.attribute(_hlo.CHAIN), placed.loops, placed.conditional
+        if kind is None or chain in chains:
+            continue
+        chains |= {chain} if chain[0] else set()
+        size = sum(map(_hlo.num_bytes, found.operand_types))
+        groups = found.attribute(_hlo.GROUPS)
+        context = _axes(groups, mesh), placed.loops, placed.conditional
+        source = found.attribute(_hlo.SOURCE)
+        name = "reduce-scatter" if _is_scattered(found) else kind[1]
+        collectives.append(Collective(name, found.name, size, groups, *context, source))
     return Audit(tuple(collectives))
+
+
+def _is_scattered(found: _hlo.Instruction) -> bool:
+    """Whether it is the all-reduce of a TPU's fusion that keeps a slice of it."""
+    if found.opcode != "all-reduce":
+        return False
+    end = _hlo.root(found.computation)
+    return end.opcode == "dynamic-slice" and end.operand(0) is found
 
 
 def _axes(groups: str, mesh: Mesh | AbstractMesh | None) -> tuple[str, ...] | None:

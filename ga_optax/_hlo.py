@@ -7,9 +7,11 @@ instruction comes with the loops around it.
 """
 
 import dataclasses
+import itertools
 import math
 import re
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -20,14 +22,17 @@ Loops = tuple[tuple[str, int | None], ...]
 
 _SHAPE = re.compile(r"\b([a-z][a-z0-9]*)\[([0-9,<=]*)\]")
 _HEAD = re.compile(r"\s*(ENTRY\s+)?%?([\w.\-]+)\s*(?:\(.*\)\s*->.*)?\{\s*$")
-_NAME = re.compile(r"^\s*(?:ROOT\s+)?%?([\w.\-]+)\s*=\s*")
+_TARGET = re.compile(r"^\s*(?:ROOT\s+)?%?([\w.\-]+)\s*=\s*")
 _OPCODE = re.compile(r"\s*([a-z][\w\-]*)\(")
+_INDEX = re.compile(r"\bindex=(\d+)")
 _COMMENT = re.compile(r"/\*.*?\*/")  # counts the elements of a tuple
 _CALLED = re.compile(
     r"\b(calls|to_apply|body|condition|\w+_computations?)=(%?[\w.\-]+|\{[^}]*\})"
 )
 # The JAX operation that an instruction comes from.
 SOURCE = re.compile(r'op_name="([^"]*)"')
+# The asynchronous collective of a TPU that an instruction is a part of.
+CHAIN = re.compile(r'chain_id="(\d+)"')
 # How often the body of a `while` runs. Older versions print the backend's configuration
 # as a string with escaped quotes.
 TRIPS = re.compile(r'known_trip_count\\?"?\s*:\s*\{\s*\\?"?n\\?"?\s*:\s*\\?"?(\d+)')
@@ -54,6 +59,7 @@ class Instruction:
       operands: what is in the parentheses, as printed: names, with their types in older
         versions of XLA, or the value of a constant.
       attributes: the text after the parentheses.
+      is_root: whether its result is that of the computation.
       computation: the computation that it belongs to.
     """
 
@@ -62,6 +68,7 @@ class Instruction:
     opcode: str
     operands: list[str]
     attributes: str
+    is_root: bool
     computation: Computation = dataclasses.field(repr=False)
 
     @property
@@ -69,10 +76,15 @@ class Instruction:
         """The type of each operand."""
         types = []
         for operand in self.operands:
-            source = self.computation.get(operand.split(" ")[-1].lstrip("%"))
+            source = self.computation.get(_name(operand))
             printed = _SHAPE.search(operand) or source is None
             types.append(operand if printed else source.type)
         return types
+
+    def operand(self, i: int) -> "Instruction":
+        """The instruction behind operand i and any copies of it; raises KeyError."""
+        found = self.computation[_name(self.operands[i])]
+        return found.operand(0) if found.opcode == "copy" else found
 
     @property
     def called(self) -> list[str]:
@@ -145,10 +157,35 @@ class Module:
                 continue
             inside, branch = loops, conditional or instruction.opcode == "conditional"
             if instruction.opcode == "while":
-                trips = instruction.attribute(TRIPS)
-                inside = (*loops, (instruction.name, int(trips) if trips else None))
+                inside = (*loops, (instruction.name, self._trips(instruction)))
             for called in instruction.called:
                 yield from self.walk(called, inside, branch, into_fusions=into_fusions)
+
+    def _trips(self, loop: Instruction) -> int | None:
+        """How often the body of a `while` runs; None if the program does not say.
+
+        The programs of TPUs do not print it. In them, a counter goes from a constant to
+        another in constant steps.
+        """
+        if printed := loop.attribute(TRIPS):
+            return int(printed)
+        called = {what: _name(name) for what, name in _CALLED.findall(loop.attributes)}
+        try:
+            test, body = (
+                root(self.computations[called[what]]) for what in ("condition", "body")
+            )
+            index = test.operand(0).attribute(_INDEX)
+            i = int(index)
+            start, step = loop.operand(0).operand(i), body.operand(i)
+            counts = step.opcode == "add" and step.operand(0).attribute(_INDEX) == index
+            ends = start, step.operand(1), test.operand(1)
+            first, by, stop = (int(end.operands[0]) for end in ends)
+        except (KeyError, ValueError, IndexError):
+            return None
+        upwards = test.opcode == "compare" and "direction=LT" in test.attributes
+        constant = all(end.opcode == "constant" for end in ends)
+        known = counts and upwards and constant and by > 0
+        return max(0, -(-(stop - first) // by)) if known else None
 
     def inside(self, instruction: Instruction) -> list[Instruction]:
         """The instructions of a fusion; of any other instruction, itself."""
@@ -156,6 +193,11 @@ class Module:
             return [instruction]
         walks = map(self.walk, instruction.called)
         return [placed.instruction for walk in walks for placed in walk]
+
+
+def root(computation: Computation) -> Instruction:
+    """The instruction whose result is that of a computation."""
+    return max(computation.values(), key=lambda instruction: instruction.is_root)
 
 
 def times(loops: Loops) -> int | None:
@@ -200,10 +242,7 @@ def group_members(groups: str) -> list[list[int]] | None:
     if groups.startswith("{"):
         return [_ints(group) for group in re.findall(r"\{([^{}]*)\}", groups)]
     if groups.startswith("mesh"):
-        axes = re.findall(r"'([^']*)'\s*=\s*(\d+)", groups)
-        sizes = {name: int(size) for name, size in axes}
-        over = re.findall(r"'([^']*)'", groups[groups.index("]") :])
-        return groups_over(sizes, over) if set(over) <= set(sizes) else None
+        return _along_mesh(groups)
     iota = re.fullmatch(r"\[([\d,]*)\]<=\[([\d,]*)\](?:T\(([\d,]*)\))?", groups)
     if iota is None:
         return None
@@ -214,7 +253,30 @@ def group_members(groups: str) -> list[list[int]] | None:
     return ids.reshape(shape).tolist()
 
 
-def groups_over(sizes: dict[str, int], over: Sequence[str]) -> list[list[int]]:
+def _along_mesh(groups: str) -> list[list[int]] | None:
+    """The devices of each group of `mesh['a'=4,'b'=8] {'a','b':(2)4}`.
+
+    `'b':(2)4` is the part of the axis with 4 elements after a part with 2.
+    """
+    mesh, _, over = groups.partition("]")
+    parts = [
+        (name, int(before or 1), int(before or 1) * int(size or 2**31))
+        for name, before, size in re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", over)
+    ]
+    sizes: dict[tuple[str, int], int] = {}
+    for name, size in re.findall(r"'([^']*)'\s*=\s*(\d+)", mesh):
+        ends = (end for part in parts if part[0] == name for end in part[1:])
+        cuts = sorted({1, int(size), *(end for end in ends if end < int(size))})
+        sizes |= {(name, low): high // low for low, high in itertools.pairwise(cuts)}
+    chosen = [
+        key
+        for key in sizes
+        if any(name == key[0] and low <= key[1] < high for name, low, high in parts)
+    ]
+    return groups_over(sizes, chosen)
+
+
+def groups_over(sizes: dict[Any, int], over: Sequence[Any]) -> list[list[int]]:
     """The groups of devices along some axes of a mesh, whose `sizes` are by name."""
     ids = np.arange(math.prod(sizes.values())).reshape(list(sizes.values()))
     kept = [i for i, name in enumerate(sizes) if name not in over]
@@ -255,7 +317,7 @@ def parse(text: str) -> Module:
 
 
 def _instruction(line: str, computation: Computation) -> Instruction | None:
-    name = _NAME.match(line)
+    name = _TARGET.match(line)
     rest = _COMMENT.sub("", line[name.end() :]) if name else ""
     # The type is one shape, or a tuple in parentheses.
     call = _OPCODE.search(rest, _parts(rest, 0)[1] if rest.startswith("(") else 0)
@@ -263,7 +325,13 @@ def _instruction(line: str, computation: Computation) -> Instruction | None:
         return None
     operands, stop = _parts(rest, call.end() - 1)
     type_, attributes = rest[: call.start()], rest[stop:]
-    return Instruction(name[1], type_, call[1], operands, attributes, computation)
+    root = line.lstrip().startswith("ROOT")
+    return Instruction(name[1], type_, call[1], operands, attributes, root, computation)
+
+
+def _name(operand: str) -> str:
+    """The name in an operand, which may have a type before it."""
+    return operand.split(" ")[-1].lstrip("%")
 
 
 def _parts(text: str, start: int) -> tuple[list[str], int]:

@@ -10,6 +10,7 @@ micro-batch needs no accumulator, so it may need less memory than two. The searc
 therefore tries the smallest candidate first, and bisects the others.
 """
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -24,7 +25,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from ga_optax import _checks, _in_place, _text
+from ga_optax import _checks, _in_place, _target, _text
 
 
 class NothingFitsError(ValueError):
@@ -117,6 +118,7 @@ def plan(
     batch_size: int,
     memory_limit: int | float | str | None = None,
     candidates: Sequence[int] | None = None,
+    target: str | None = None,
 ) -> Plan:
     """Finds the fewest micro-batches with which a step fits into memory.
 
@@ -152,10 +154,12 @@ def plan(
         shardings if they have any.
       batch_size: examples in a batch. Each candidate must divide it.
       memory_limit: bytes on one device: a number, or a string such as "16GiB" (GiB =
-        2^30 bytes, GB = 10^9). None takes the limit of the smallest local device,
-        which a CPU does not have.
+        2^30 bytes, GB = 10^9). None takes the limit of the target, or of the smallest
+        local device, which a CPU does not have.
       candidates: the numbers of micro-batches to choose from. None takes all divisors
         of `batch_size`.
+      target: a machine that is not here, such as "h100", "h100:8" or "v5e:2x4"; see
+        {doc}`/memory`. None plans for the devices of this process.
 
     Returns:
       The `Plan`. Its page also says for which leaves the gradients are not added in
@@ -170,8 +174,11 @@ def plan(
     batch_size = _checks.check_int(
         "batch_size", batch_size, "Pass how many examples one step sees."
     )
-    limit = parse_bytes(_device_limit() if memory_limit is None else memory_limit)
-    todo = _check_candidates(candidates, batch_size)
+    machine = None if target is None else _target.find(target)
+    if memory_limit is None:
+        memory_limit = machine.memory_limit if machine else _device_limit()
+    limit = parse_bytes(memory_limit)
+    choices = _check_candidates(candidates, batch_size)
     _checks.check_callable(
         "make_step",
         make_step,
@@ -191,15 +198,26 @@ def plan(
         if c.bytes is not None:
             outcome = f"{format_bytes(c.bytes)}, {'fits' if c.fits else 'does not fit'}"
         say(f" {outcome} ({c.seconds:.1f} s)")
-        # On TPU, the compiler itself finds that a program is too large.
-        return None if c.error and "RESOURCE_EXHAUSTED" not in c.error else c.fits
+        return None if c.error and not _is_too_large(c) else c.fits
 
-    answer = _smallest_that_fits(todo, fits)
+    place = machine.arguments if machine else contextlib.nullcontext
+    with place(args) as args:
+        answer = _smallest_that_fits(choices, fits)
     seen = tuple(tried[k] for k in sorted(tried))
-    untried = tuple(k for k in todo if k not in tried)
+    untried = tuple(k for k in choices if k not in tried)
     if answer is not None:
         return Plan(answer, batch_size, limit, seen, untried)
     needs = [(c.bytes, c.num_microbatches) for c in seen if c.bytes is not None]
+    todo = (
+        "Allow more micro-batches, donate the arguments that the step replaces, use "
+        "jax.checkpoint, or shard over more devices.\n"
+        + _page(seen, untried, batch_size, "Nothing fits.")
+    )
+    if all(_is_too_large(c) for c in seen):
+        raise NothingFitsError(
+            f"The step must fit into {format_bytes(limit)}, but the compiler says of "
+            f"every candidate that it does not. {todo}"
+        ) from causes[-1]
     if not needs:
         raise ValueError(
             f"At least one candidate must compile, but all {len(seen)} that were "
@@ -210,10 +228,13 @@ def plan(
     raise NothingFitsError(
         f"The step must fit into {format_bytes(limit)}, but no candidate does: the "
         f"smallest need is {format_bytes(need)} ({need} bytes), with "
-        f"num_microbatches={k}. Allow more micro-batches, donate the arguments that "
-        "the step replaces, use jax.checkpoint, or shard over more devices.\n"
-        + _page(seen, untried, batch_size, "Nothing fits.")
+        f"num_microbatches={k}. {todo}"
     )
+
+
+def _is_too_large(candidate: Candidate) -> bool:
+    """Whether the compiler itself found that it does not fit, as that of TPUs does."""
+    return "RESOURCE_EXHAUSTED" in (candidate.error or "")
 
 
 def _smallest_that_fits(
@@ -269,7 +290,7 @@ def _try(
             f"{jax.default_backend()!r} reports none. Plan on another backend."
         )
     kinds = "temp", "argument", "output", "alias"
-    sizes = (int(getattr(analysis, f"{kind}_size_in_bytes")) for kind in kinds)
+    sizes: Any = (int(getattr(analysis, f"{kind}_size_in_bytes")) for kind in kinds)
     notes = (f"Gradients added {line}." for line in lines)
     notes = tuple(note.replace("added not", "not added", 1) for note in notes)
     seconds = time.perf_counter() - start
@@ -288,7 +309,8 @@ def _page(
     for c in candidates:
         sizes = (c.temp, c.argument, c.output, c.alias, c.bytes)
         cells = ("-" if c.error else format_bytes(size or 0) for size in sizes)
-        fits = "failed" if c.error else "fits" if c.fits else "too large"
+        failed = c.error and not _is_too_large(c)
+        fits = "failed" if failed else "fits" if c.fits else "too large"
         k = c.num_microbatches
         table.append((f"{k}", f"{rows // k}", *cells, fits))
     notes = []
@@ -355,7 +377,9 @@ def parse_bytes(size: int | float | str) -> int:
 def _device_limit() -> int:
     """The memory of the smallest local device."""
     devices = jax.local_devices()
-    limits = [(device.memory_stats() or {}).get("bytes_limit") for device in devices]
+    limits: list[Any] = [
+        (device.memory_stats() or {}).get("bytes_limit") for device in devices
+    ]
     if None in limits:
         raise ValueError(
             "memory_limit must be given if a device does not report its memory, and "

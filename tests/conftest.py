@@ -1,6 +1,7 @@
 """Policy for every test: nothing is promoted, broadcast or warned about in silence."""
 
 import os
+import pathlib
 
 # Virtual devices must be asked for before JAX starts.
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
@@ -11,6 +12,14 @@ import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# Most of the time goes into compiling, so what was compiled once is kept in .jax_cache.
+# Each worker has a folder of its own, because JAX does not write entries atomically.
+_WORKER = os.environ.get("PYTEST_XDIST_WORKER", "main")
+_CACHE = pathlib.Path(__file__).parents[1] / ".jax_cache" / _WORKER
+jax.config.update("jax_compilation_cache_dir", str(_CACHE))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 hypothesis.settings.register_profile(
     "default", deadline=None, max_examples=50, derandomize=True

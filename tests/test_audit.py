@@ -168,6 +168,78 @@ def test_a_loop_of_unknown_length_is_said_to_be_so():
     assert "an unknown number of bytes" in str(audit)
 
 
+# What the compilers of TPUs write: no trip count, copies between memories.
+COUNTED = LOOP.replace(
+    "  ROOT %o = (s32[], f32[8,4]{1,0}) tuple(%i, %r)",
+    """\
+  %by = s32[]{:T(128)} constant(2)
+  %next = s32[]{:T(128)} add(%i, %by)
+  %moved = s32[]{:T(128)S(6)} copy(%next)
+  ROOT %o = (s32[], f32[8,4]{1,0}) tuple(%moved, %r)""",
+)
+COUNTER = (
+    "%first = s32[]{:T(128)} constant(1)",
+    "%copy.1 = s32[]{:T(128)} copy(%first)",
+    "%t = (s32[]{:T(128)}, f32[8,4]{1,0}) tuple(%copy.1, %p)",
+)
+
+
+def test_a_counter_says_how_often():
+    def times(before, counter=COUNTER):
+        return only(entry(PARAMETER, *counter, WHILE, before=before)).times
+
+    assert times(COUNTED) == 2  # 1, 3
+    assert times(COUNTED.replace("constant(5)", "constant(6)")) == 3  # 1, 3, 5
+    assert times(COUNTED.replace("constant(5)", "constant(1)")) == 0
+    for known, unknown in (
+        ("constant(5)", "parameter(1)"),
+        ("constant(2)", "parameter(1)"),
+        ("constant(2)", "constant(0)"),
+        ("direction=LT", "direction=NE"),
+        ("add(%i, %by)", "multiply(%i, %by)"),
+        ("%next = s32[]{:T(128)} add(%i", "%next = s32[]{:T(128)} add(%by"),
+    ):
+        assert times(COUNTED.replace(known, unknown)) is None, unknown
+    assert times(COUNTED, (COUNTER[0], COUNTER[2])) is None  # no such operand
+
+
+def test_the_parts_of_a_tpus_asynchronous_collective_count_once():
+    def part(name, chain):
+        return f"""\
+%{name} (q: f32[2,4]) -> f32[8,4] {{
+  %q = f32[2,4]{{1,0}} parameter(0)
+  ROOT %{name}.g = f32[8,4] all-gather(%q), channel_id=4, dimensions={{0}}, \
+replica_groups=[1,4]<=[4], frontend_attributes={{chain_id="{chain}"}}
+}}
+
+"""
+
+    names = ("start", "compute", "done", "other")
+    before = "".join(part(name, "01"[name == "other"]) for name in names)
+    fusions = [f"%f.{n} = f32[8,4] fusion(%q), kind=kCustom, calls=%{n}" for n in names]
+    audit = ga.audit(entry("%q = f32[2,4] parameter(0)", *fusions, before=before))
+    assert [c.name for c in audit.collectives] == ["start.g", "other.g"]
+    assert audit.total_bytes == 2 * 32
+
+
+@pytest.mark.parametrize("sliced", ["all-reduce.9", "q"])
+def test_an_all_reduce_that_keeps_its_slice_is_a_reduce_scatter(sliced):
+    before = f"""\
+%all-reduce-scatter.1 (q: f32[8,4]) -> f32[2,4] {{
+  %q = f32[8,4]{{1,0}} parameter(0)
+  %all-reduce.9 = f32[8,4] all-reduce(%q), replica_groups=[1,4]<=[4], to_apply=%add
+  %zero = u32[] constant(0)
+  ROOT %s = f32[2,4] dynamic-slice(%{sliced}, %zero, %zero), \
+dynamic_slice_sizes={{2,4}}
+}}
+
+"""
+    line = "%f = f32[2,4] fusion(%p), kind=kCustom, calls=%all-reduce-scatter.1"
+    found = only(entry(PARAMETER, line, before=before))
+    assert found.kind == ("all-reduce" if sliced == "q" else "reduce-scatter")
+    assert found.num_bytes == 128
+
+
 def test_loops_in_loops_multiply():
     outer = """\
 %outer_body (u: f32[8,4]) -> f32[8,4] {
@@ -224,6 +296,9 @@ def test_a_branch_is_marked():
         ("[1,8]<=[8]", ("data", "model")),
         ("mesh['data'=4,'model'=2] {'data'}", ("data",)),
         ("mesh['axis_0'=4,'axis_1'=2] {'axis_1'}", ("model",)),
+        ("mesh['all'=8] {'all':(4)2}", ("model",)),
+        ("mesh['all'=8] {'all':(1)4}", ("data",)),
+        ("mesh['all'=8] {'all':(2)2}", None),  # a part of an axis
         ("{}", ("data", "model")),
         ("{{0,3},{1,2},{4,7},{5,6}}", None),
     ],

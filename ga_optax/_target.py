@@ -1,0 +1,138 @@
+"""Machines that are not here: XLA compiles for them without a device.
+
+`jax.experimental.topologies` describes the devices of a machine. A program can be
+compiled for them and its memory read, but nothing runs. The compilers of TPUs and of
+NVIDIA GPUs are packages of their own, which the extras of this package install.
+"""
+
+import contextlib
+import dataclasses
+import math
+import os
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+# GiB of a device that a program may use, as libtpu 0.0.50 says if one needs more.
+_TPUS = {"v5e": 15.75, "v5p": 95.73, "v6e": 31.24, "tpu7x": 94.74}
+# What the compiler must know of a GPU, from NVIDIA's data sheets: full name, compute
+# capability, multiprocessors, lanes of each, clock (GHz), L2 cache (MiB), bandwidth and
+# memory (bytes), and shared memory of a multiprocessor (KiB).
+_GPUS: dict[str, tuple[Any, ...]] = {
+    "a100": ("A100-SXM4-80GB", 8, 108, 64, 1.41, 40, 2.04e12, 85100068864, 164),
+    "h100": ("H100 80GB HBM3", 9, 132, 128, 1.98, 50, 3.35e12, 84929347584, 228),
+    "h200": ("H200", 9, 132, 128, 1.98, 50, 4.8e12, 151397597184, 228),
+}
+_GPU = """
+gpu_device_info {{
+  cuda_compute_capability {{ major: {1} }} core_count: {2} fpus_per_core: {3}
+  clock_rate_ghz: {4} l2_cache_size: {l2} memory_bandwidth: {bandwidth}
+  device_memory_size: {7} shared_memory_per_core: {shared}
+  shared_memory_per_block: 49152 shared_memory_per_block_optin: {optin}
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 7 }}
+runtime_version {{ major: 12 minor: 8 }}
+device_description_str: "NVIDIA {0}"
+"""
+# The share of a GPU's memory that JAX reserves, unless it is told otherwise.
+_SHARE = 0.75
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A machine to compile for, and the bytes that each device has for programs."""
+
+    topology: Any
+    memory_limit: int
+
+    @contextlib.contextmanager
+    def arguments(self, args: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+        """The shapes of `args` on the target, whose mesh is the current one inside.
+
+        What has a `NamedSharding` keeps its spec and the names of its mesh, over the
+        devices of the target. The rest is whole on each device.
+        """
+        number = len(self.topology.devices)
+        shardings = filter(None, map(_named, jax.tree.leaves(args)))
+        meshes = {sharding.mesh.shape_tuple: sharding.mesh for sharding in shardings}
+        if len(meshes) > 1 or any(m.size != number for m in meshes.values()):
+            found = " and ".join(str(dict(shape)) for shape in meshes)
+            raise ValueError(
+                f"The arguments must lie on one mesh of the {number} devices of the "
+                f"target, but they lie on {found}. Name a target of that size."
+            )
+        if not meshes and number > 1:
+            raise ValueError(
+                f"The arguments must say how they lie on the {number} devices of the "
+                "target, but no argument does. Pass jax.ShapeDtypeStruct with shardings"
+                f" over jax.sharding.AbstractMesh(({number},), ('data',)), for example."
+            )
+        whole: Any = SingleDeviceSharding(self.topology.devices[0])
+        current: Any = contextlib.nullcontext()
+        for mesh in meshes.values():
+            made = topologies.make_mesh(self.topology, mesh.axis_sizes, mesh.axis_names)
+            made = Mesh(made.devices, mesh.axis_names, axis_types=mesh.axis_types)
+            whole, current = NamedSharding(made, PartitionSpec()), jax.set_mesh(made)
+
+        def placed(x: Any, shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            own = _named(x)
+            there = NamedSharding(whole.mesh, own.spec) if own else whole
+            return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=there)
+
+        with current:
+            yield jax.tree.map(placed, args, jax.eval_shape(lambda *x: x, *args))
+
+
+def _named(x: Any) -> NamedSharding | None:
+    sharding = getattr(x, "sharding", None)
+    return sharding if isinstance(sharding, NamedSharding) else None
+
+
+def find(name: str) -> Target:
+    """The target of a name such as "h100", "h100:8", "v5e" or "v5e:2x4"."""
+    kind, _, shape = name.partition(":") if isinstance(name, str) else ("", "", "")
+    if kind not in {*_TPUS, *_GPUS} or not re.fullmatch(r"(\d+(x\d+)*)?", shape):
+        raise ValueError(
+            f"target must be one of {', '.join([*_GPUS, *_TPUS])}, but it is {name!r}. "
+            'Add the number of GPUs, as in "h100:8", or the topology, as in "v5e:2x4".'
+        )
+    extra = "target-tpu" if kind in _TPUS else "target-gpu"
+    try:
+        if kind in _TPUS:
+            # libtpu asks a server of Google's cloud what it runs on, for minutes.
+            os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+            os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+            os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
+            shape = shape or ("1x1" if kind in ("v5e", "v6e") else "1x1x1")
+            # Cubes of whole racks are tori.
+            sizes = [int(n) for n in shape.split("x")]
+            torus = len(sizes) == 3 and all(n % 4 == 0 for n in sizes)
+            wrap = {"wrap": (True,) * 3} if torus else {}
+            found = topologies.get_topology_desc(f"{kind}:{shape}", "tpu", **wrap)
+            return Target(found, int(_TPUS[kind] * 2**30))
+        facts = _GPUS[kind]
+        config = _GPU.format(
+            *facts,
+            l2=facts[5] * 2**20,
+            bandwidth=int(facts[6]),
+            shared=facts[8] * 2**10,
+            optin=(facts[8] - 1) * 2**10,
+        )
+        found = topologies.get_topology_desc(
+            platform="cuda", target_config=config, topology=f"1x1x{shape or 1}"
+        )
+        return Target(found, math.floor(facts[7] * _SHARE))
+    except Exception as error:
+        raise ValueError(
+            f"target={name!r} needs XLA's compiler for it, which did not start: "
+            f'{error}. Install it with `pip install "ga_optax[{extra}]"`; if it is '
+            "there, check the topology."
+        ) from error
