@@ -25,6 +25,8 @@ from jax.sharding import SingleDeviceSharding
 from ga_optax import _target
 
 jax.config.update("jax_platforms", "cpu")  # where arrays lie
+# What was compiled for a device that is not there cannot be loaded for it.
+jax.config.update("jax_enable_compilation_cache", False)
 
 TARGETS = ("h200", "v5e", "v5p", "v6e")
 
