@@ -128,6 +128,9 @@ class Last(Mode):
         is_last = jax.lax.axis_index(axes) == _mesh.num_devices(axes, None) - 1
 
         def last(x: jax.Array) -> jax.Array:
+            if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+                data = last(jax.random.key_data(x))
+                return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
             count = x.astype(_sum_dtype(x.dtype))
             here = jnp.where(is_last, count, jnp.zeros_like(count))
             return jax.lax.psum(here, axes).astype(x.dtype)
@@ -204,7 +207,8 @@ def like(x: jax.Array, other: Any) -> jax.Array:
 def strong(x: ArrayLike) -> jax.Array:
     """`x` without a weak type, which the carry of a loop has to keep."""
     x = jnp.asarray(x)
-    return jax.lax.convert_element_type(x, x.dtype) if x.weak_type else x
+    weak = jax.typeof(x).weak_type  # an array of PRNG keys has no such attribute
+    return jax.lax.convert_element_type(x, x.dtype) if weak else x
 
 
 def _inexact(x: jax.Array) -> jax.Array:

@@ -86,6 +86,26 @@ def named_leaves(tree: Any) -> list[tuple[str, Any]]:
     return [(leaf_name(path), leaf) for path, leaf in paths]
 
 
+_ARRAYS_ALONE = (
+    "Differentiate with respect to arrays alone: eqx.partition(model, "
+    "eqx.is_inexact_array) splits an Equinox module, and eqx.combine in fun joins it."
+)
+
+
+def check_arrays(name: str, tree: Any, todo: str = _ARRAYS_ALONE) -> None:
+    """Raises unless JAX can compute with every leaf of `tree`."""
+    for leaf, x in named_leaves(tree):
+        try:
+            isinstance(x, jax.ShapeDtypeStruct) or jax.typeof(x)
+        except TypeError:
+            which = f"{leaf} of {name}" if x is not tree else name
+            dtype = f" and dtype {x.dtype}" if hasattr(x, "dtype") else ""
+            raise TypeError(
+                f"{which} must be an array or a number, but it is of type "
+                f"{type(x).__name__}{dtype}. {todo}"
+            ) from None
+
+
 _OF_PARAMS = "Pass the gradient with respect to the parameters of the state."
 
 
@@ -173,6 +193,8 @@ def check_gradients(
       name: what the message calls `grads`.
       expected: what the message calls `reference`.
     """
+    check_arrays(name, grads)
+    check_arrays(expected, reference)
     check_leaves(reference, grads, name=name, expected=expected)
     pairs = zip(named_leaves(reference), jax.tree.leaves(grads), strict=True)
     for (leaf, want), got in pairs:

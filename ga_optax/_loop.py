@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.custom_batching import custom_vmap
+from jax.extend import core
+from jax.interpreters import ad, batching, mlir
 
 from ga_optax import _aux, _collectives, _mesh, accumulator
 from ga_optax._aux import MODES, strong
@@ -275,19 +276,45 @@ def merged(state: State, call: Call) -> State:
     return State(Accumulator(total, weight, state.acc.count), carry, results)
 
 
+# A primitive, since no custom rule of JAX serves all of batching, forward and reverse
+# mode, and holds references.
+_run = core.Primitive("ga_optax_window")
+_run.multiple_results = True
+_run.def_impl(lambda *args, program, plain: core.jaxpr_as_fun(program)(*args))
+_run.def_abstract_eval(lambda *args, program, plain: program.out_avals)
+mlir.register_lowering(_run, mlir.lower_fun(_run.impl, multiple_results=True))
+
+
 def _with_rules_of(plain: Run, run: Run) -> Run:
-    """`run`, which is batched and differentiated as if it were `plain`.
+    """`run`, which is batched and differentiated as if it were `plain`."""
 
-    A `jax.custom_jvp`, which would serve forward mode too, may not hold references.
-    """
-    batched = custom_vmap(run)
+    def bound(operands: Operands) -> Any:
+        flat, structure = jax.tree.flatten(operands)
+        program, shapes = jax.make_jaxpr(run, return_shape=True)(operands)
 
-    @batched.def_vmap
-    def rule(axis_size: int, in_batched: list[Any], operands: Operands) -> Any:
-        axes = jax.tree.map(lambda is_batched: 0 if is_batched else None, in_batched)
-        out = jax.vmap(plain, in_axes=axes, axis_size=axis_size)(operands)
-        return out, jax.tree.map(lambda _: True, out)
+        def flat_plain(*args: jax.Array) -> list[jax.Array]:
+            return jax.tree.leaves(plain(jax.tree.unflatten(structure, args)))
 
-    differentiated = jax.custom_vjp(lambda operands: batched(operands))
-    differentiated.defvjp(lambda x: jax.vjp(plain, x), lambda pull, ct: pull(ct))
-    return differentiated
+        out = _run.bind(*flat, program=program, plain=flat_plain)
+        return jax.tree.unflatten(jax.tree.structure(shapes), out)
+
+    return bound
+
+
+def _batched(args: Any, axes: Any, *, program: Any, plain: Any) -> tuple[Any, Any]:
+    out = jax.vmap(plain, in_axes=axes)(*args)
+    return out, [0] * len(out)
+
+
+def _derived(args: Any, tangents: Any, *, program: Any, plain: Any) -> Any:
+    moved = [i for i, x in enumerate(tangents) if not isinstance(x, ad.Zero)]
+
+    def of_moved(*some: jax.Array) -> list[jax.Array]:
+        new = dict(zip(moved, some, strict=True))
+        return plain(*[new.get(i, x) for i, x in enumerate(args)])
+
+    return jax.jvp(of_moved, [args[i] for i in moved], [tangents[i] for i in moved])
+
+
+batching.primitive_batchers[_run] = _batched
+ad.primitive_jvps[_run] = _derived

@@ -1,16 +1,26 @@
 """Options of the fold inside a call, checked before anything is traced."""
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 from jax.typing import ArrayLike, DTypeLike
 
 from ga_optax import _aux
-from ga_optax._checks import check_callable, check_dtype, check_num_microbatches
+from ga_optax._checks import (
+    check_callable,
+    check_dtype,
+    check_num_microbatches,
+    is_int,
+)
 from ga_optax._data_axis import DataAxis, as_data_axis
 
 ROLES = ("argnums", "batch_argnums", "rng_argnums", "carry_argnums")
+# Keywords may have two of them, under these options.
+NAMES = {"batch_argnums": "batch_argnames", "rng_argnums": "rng_argnames"}
+
+Place = int | str  # of an argument: its position, or its keyword
 
 
 class Options(NamedTuple):
@@ -22,6 +32,9 @@ class Options(NamedTuple):
     batch_argnums: int | Sequence[int]
     rng_argnums: int | Sequence[int]
     carry_argnums: int | Sequence[int]
+    batch_argnames: str | Sequence[str]
+    rng_argnames: str | Sequence[str]
+    batch_axes: Any
     has_aux: bool
     weight_fn: Callable[..., ArrayLike] | None
     aux: Any
@@ -42,11 +55,19 @@ class Options(NamedTuple):
                 "means wherever that is right."
             )
         _aux.check_option(self.aux)
+        for axis in jax.tree.leaves(self.batch_axes):
+            if not is_int(axis):
+                raise TypeError(
+                    "batch_axes must be an int, None, or a tree of those that is a "
+                    f"prefix of the batch, but it holds {axis!r}. Pass the axis to "
+                    "split along, and None for what goes to each micro-batch whole."
+                )
         options = self._replace(
             data_axis=as_data_axis(self.data_axis),
             num_microbatches=check_num_microbatches(self.num_microbatches),
             accumulator_dtype=check_dtype(self.accumulator_dtype),
             **{name: _positions(name, getattr(self, name)) for name in ROLES},
+            **{name: _names(name, getattr(self, name)) for name in NAMES.values()},
         )
         options.roles()
         return options
@@ -66,26 +87,49 @@ class Options(NamedTuple):
         """Whether `fun` returns a carry."""
         return self.carry_argnums != ()
 
-    def roles(self, num_args: int | None = None) -> dict[str, tuple[int, ...]]:
-        """Which positions have which role; raises if one is missing or has two."""
-        owner: dict[int, str] = {}
-        for name in ROLES:
-            value = getattr(self, name)
-            for i in (value,) if isinstance(value, int) else value:
-                if num_args is not None and not -num_args <= i < num_args:
+    def roles(
+        self, num_args: int | None = None, keywords: Iterable[str] = ()
+    ) -> dict[str, tuple[Place, ...]]:
+        """Which arguments have which role; raises if one is missing or has two."""
+        owner: dict[Place, str] = {}
+        roles: dict[str, list[Place]] = {role: [] for role in ROLES}
+        for role in ROLES:
+            value, named = getattr(self, role), NAMES.get(role, "")
+            places = *((value,) if is_int(value) else value), *getattr(self, named, ())
+            for i in places:
+                option = named if isinstance(i, str) else role
+                if num_args is not None:
+                    i = _found(option, i, num_args, keywords)
+                if i in owner:
                     raise ValueError(
-                        f"{name} must name positional arguments of the call, but it "
-                        f"names number {i}, and {num_args} came. Pass that argument by "
-                        f"position, or change {name}."
+                        f"{option} must not overlap {owner[i]}, but both name argument "
+                        f"{i!r}. Give each argument one role."
                     )
-                position = i if num_args is None else i % num_args
-                if position in owner:
-                    raise ValueError(
-                        f"{name} must not overlap {owner[position]}, but both name "
-                        f"argument {position}. Give each argument one role."
-                    )
-                owner[position] = name
-        return {name: tuple(i for i in owner if owner[i] == name) for name in ROLES}
+                owner[i] = option
+                roles[role].append(i)
+            if not places and role in ("argnums", "batch_argnums"):
+                raise ValueError(
+                    f"{role} must name at least one argument, but it is (). Leave it "
+                    "out."
+                )
+        return {role: tuple(places) for role, places in roles.items()}
+
+
+def _found(option: str, i: Place, num_args: int, keywords: Iterable[str]) -> Place:
+    """Where an argument of the call stands; raises if it did not come."""
+    if isinstance(i, str):
+        kind, came = "keyword", f"{i!r}, and {' and '.join(keywords) or 'none'}"
+        if i in keywords:
+            return i
+    else:
+        kind, came = "positional", f"number {i}, and {num_args}"
+        if -num_args <= i < num_args:
+            return i % num_args
+    other = f" (for keywords there is {NAMES[option]})" if option in NAMES else ""
+    raise ValueError(
+        f"{option} must name {kind} arguments of the call, but it names {came} came. "
+        f"Pass that argument so, or change {option}{other}."
+    )
 
 
 def _positions(name: str, value: Any) -> Any:
@@ -98,8 +142,14 @@ def _positions(name: str, value: Any) -> Any:
             f"{name} must be an int or a sequence of ints, but it is {value!r}. Number "
             "the positional arguments of fun from 0."
         ) from None
-    if not positions and name in ("argnums", "batch_argnums"):
-        raise ValueError(
-            f"{name} must name at least one argument, but it is (). Leave it out."
-        )
     return positions
+
+
+def _names(name: str, value: Any) -> Any:
+    names = (value,) if isinstance(value, str) else value
+    if isinstance(names, (tuple, list)) and all(isinstance(x, str) for x in names):
+        return tuple(names)
+    raise TypeError(
+        f"{name} must be a str or a sequence of strs, but it is {value!r}. Name the "
+        "keyword arguments of the call."
+    )

@@ -1,6 +1,5 @@
 """What `fun` does to one micro-batch: traced once, checked and read."""
 
-import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -10,7 +9,7 @@ import numpy as np
 from jax.extend import core
 from jax.typing import ArrayLike
 
-from ga_optax import _aux, _collectives, _mesh
+from ga_optax import _aux, _collectives, _mesh, _rows
 from ga_optax._call import Call
 from ga_optax._checks import check_structure, check_weight, named_leaves
 from ga_optax._in_place import arrival, inner_programs
@@ -52,24 +51,33 @@ class Program(NamedTuple):
 def trace(call: Call) -> Program:
     """Traces `fun` for one micro-batch; raises if what it returns does not fit."""
     options = call.options
-    positions = [i for group in call.roles.values() for i in group]
     weight_fn = options.weight_fn
 
-    def micro_batch(*roles: tuple[Any, ...]) -> tuple[Any, ...]:
-        _, batch, _, old = roles
-        weight = None if weight_fn is None else check_weight(weight_fn(*batch))
-        new = dict(zip(positions, itertools.chain(*roles), strict=True))
-        out = options.fun(*call.with_args(new).args, **call.kwargs)
+    def micro_batch(params: Any, batch: list[Any], keys: Any, old: Any) -> Any:
+        new = dict(zip(call.unsplit, (*params, *keys, *old), strict=True))
+        one = call.with_args(new).with_batch(batch)
+        whole = one.role("batch_argnums")
+        weight = None if weight_fn is None else check_weight(weight_fn(*whole))
+        try:
+            out = options.fun(*one.args, **one.kwargs)
+        except Exception as error:
+            error.add_note(_in_words(call, batch[0]))
+            raise
         loss, carry, aux = _taken_apart(options, out)
         _check_carry(old, carry)
         return loss, weight, carry, aux
 
-    params, batch, keys, carry = (call.role(name) for name in call.roles)
+    params, _, keys, carry = map(call.role, call.roles)
     with jax.named_scope("split"):
-        batch = jax.tree.map(lambda x: _split(call, x), batch)
-    first = jax.tree.map(lambda x: x[0], batch)
+        pairs = zip(call.batch, call.split_axes, strict=True)
+        batch = [_split(call, x, axis) for x, axis in pairs]
+    first = [x[0] for x in batch]
     trace_one = jax.make_jaxpr(micro_batch, return_shape=True)
-    closed, shapes = trace_one(params, first, keys, carry)
+    try:
+        closed, shapes = trace_one(params, first, keys, carry)
+    except ValueError as error:
+        _explain_manual_axis(call, error)
+        raise
     jaxpr = closed.jaxpr
     # The types of the results say over which devices they vary; their shapes do not.
     avals = [variable.aval for variable in jaxpr.outvars]
@@ -81,7 +89,7 @@ def trace(call: Call) -> Program:
     return Program(
         jaxpr=jaxpr,
         consts=closed.consts,
-        batch=jax.tree.leaves(batch),
+        batch=batch,
         results=[loss, *jax.tree.leaves(aux)],
         modes=["mean", *_aux.modes_of(options.aux, aux)],
         carry=jax.tree.structure(carry),
@@ -93,13 +101,22 @@ def trace(call: Call) -> Program:
     )
 
 
-def _split(call: Call, x: ArrayLike) -> jax.Array:
-    """`[batch, ...]` as `[num_microbatches, micro-batch, ...]`."""
+def _split(call: Call, x: ArrayLike, axis: int) -> jax.Array:
+    """`x` as `[num_microbatches, ...]`, micro-batches split along `axis`."""
     k = call.options.num_microbatches
     if call.mesh is not None:
-        return _collectives.split_shards(x, k, call.options.axes, call.mesh)
-    shape = jnp.shape(x)
-    return jnp.reshape(jnp.asarray(x), (k, shape[0] // k, *shape[1:]))
+        return _collectives.split_shards(x, k, call.options.axes, call.mesh, axis)
+    return _rows.split(x, k, axis, call.strided)
+
+
+def _in_words(call: Call, x: jax.Array) -> str:
+    """What `fun` was given, for a note to an error of its own."""
+    return (
+        f"ga_optax called fun with one of {call.options.num_microbatches} "
+        f"micro-batches: the first leaf of the batch has shape {jnp.shape(x)}, split "
+        f"along axis {call.split_axes[0]} of {jnp.shape(call.batch[0])}. batch_argnums "
+        "and batch_axes say what is split; all else goes whole."
+    )
 
 
 def _scales(closed: core.ClosedJaxpr, params: list[Any], *rest: Any) -> bool:
@@ -212,6 +229,19 @@ def _check_carry(old: Any, new: Any) -> None:
                 f"The carry must keep the {due} of {name}, but fun returned {came} "
                 f"there. {todo}"
             )
+
+
+def _explain_manual_axis(call: Call, error: ValueError) -> None:
+    """Raises if `error` is JAX's of a sharding over a data axis that is bound."""
+    names = [name for name in call.axes if f"'{name}'" in str(error)]
+    if names and "Manual" in str(error):
+        raise ValueError(
+            "With a data_axis fun must not shard anything over it, since it sees the "
+            f"rows of one device, but it names {names[0]!r}, or a whole Mesh. Pass "
+            "with_sharding_constraint a PartitionSpec of other axes alone (in Flax, "
+            'take the name out of the logical axis rules); or pass sync="each", or no '
+            f"data_axis, and every micro-batch is reduced. JAX says: {error}"
+        ) from error
 
 
 def _check_not_reduced(call: Call, loss: Any) -> None:

@@ -28,7 +28,7 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike, DTypeLike
 
-from ga_optax._checks import check_dtype, check_gradients, check_weight
+from ga_optax._checks import check_arrays, check_dtype, check_gradients, check_weight
 
 __all__ = ["Accumulator", "add", "init", "mean", "merge"]
 
@@ -71,8 +71,12 @@ def init(params: optax.Params, dtype: DTypeLike | None = jnp.float32) -> Accumul
     Returns:
       An `Accumulator` of zeros, one buffer of the size of `params`, sharded as they
       are.
+
+    Raises:
+      TypeError: if a leaf of `params` is no array, or `dtype` is not floating.
     """
     dtype = check_dtype(dtype)
+    check_arrays("params", params)
     total = jax.tree.map(
         lambda p: jnp.zeros_like(p, dtype=accumulator_dtype(p, dtype)), params
     )
