@@ -87,7 +87,7 @@ class Loop:
         empty = operands.acc.count == 0
         total, weight, count = operands.acc
         weight = self.vary(jnp.where(empty, jnp.zeros_like(weight), weight), empty)
-        total = [jnp.where(empty, -jnp.zeros_like(x), x) for x in total]
+        total = [accumulator.cleared(x, empty) for x in total]
         acc = Accumulator(total, weight, count)
         groups = _aux.by_mode(self.program.results, self.program.modes)
         modes = zip(MODES.values(), groups, strict=True)

@@ -1,7 +1,7 @@
 """What `fun` does to one micro-batch: traced once, checked and read."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -104,6 +104,7 @@ def trace(call: Call) -> Program:
     modes = _aux.resolved(options.aux, aux, rows, 2 if joins else k, grown)
     _check_not_reduced(call, loss)
     narrow = jnp.finfo(loss.dtype).bits < 32
+    arguments = jax.tree.leaves(params), first, keys, carry
     replaced = call.replaced
     of_params = zip(replaced, jaxpr.invars[: len(replaced)], strict=True)
     return Program(
@@ -117,7 +118,7 @@ def trace(call: Call) -> Program:
         aux=jax.tree.structure(aux),
         weighted=weight is not None,
         varying=tuple(sorted({*call.axes, *_mesh.varying(weight)})),
-        multiplies=weight is not None and (narrow or not _scales(jaxpr)),
+        multiplies=weight is not None and (narrow or not _scales(closed, *arguments)),
         arrivals=["replaces" if new else arrival(jaxpr, x) for new, x in of_params],
     )
 
@@ -151,26 +152,46 @@ def _joined(call: Call, x: jax.Array) -> jax.Array:
     return jnp.reshape(_rows.join(x, 0, call.strided), (k * size, *rest))
 
 
-def _scales(jaxpr: core.Jaxpr) -> bool:
+def _scales(closed: core.ClosedJaxpr, params: list[Any], *rest: Any) -> bool:
     """Whether scaling the loss's cotangent does no more than scale the gradients.
 
-    A `jax.custom_vjp` may clip or quantise what comes back through it, and the small
-    exponents of float16 and float8 overflow at weights that count tokens: those of
-    parameters, of results, and of `jax.lax.reduce_precision`.
+    A `jax.custom_vjp` may clip or quantise what comes back through it. And the weight
+    must fit wherever it goes: the small exponents of float16 and float8 overflow at
+    weights that count tokens. Where it goes is read off the backward pass, which has
+    casts and rules (`jax.custom_jvp`) that the loss does not show.
     """
+    if any("custom_vjp" in e.primitive.name for e in _equations(closed.jaxpr)):
+        return False
 
-    def is_wide(variable: Any) -> bool:
-        dtype = getattr(variable.aval, "dtype", np.dtype(np.int32))
-        return not jnp.issubdtype(dtype, jnp.floating) or (
-            jnp.finfo(dtype).maxexp >= jnp.finfo(jnp.float32).maxexp
-        )
+    def backward(params: list[Any], *rest: Any) -> Any:
+        def loss_of(*params: Any) -> jax.Array:
+            leaves = *params, *jax.tree.leaves(rest)
+            return jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *leaves)[0]
 
-    return all(map(is_wide, jaxpr.invars)) and all(
-        "custom_vjp" not in equation.primitive.name
-        and equation.params.get("exponent_bits", 8) >= 8
-        and all(map(is_wide, equation.outvars))
-        and all(map(_scales, inner_programs(equation)))
-        for equation in jaxpr.eqns
+        loss, pullback = jax.vjp(loss_of, *params)
+        return pullback(_aux.like(jnp.ones_like(loss), loss))
+
+    jaxpr = jax.make_jaxpr(backward)(params, *rest).jaxpr
+    return all(
+        equation.params.get("exponent_bits", 8) >= 8
+        and all(map(_is_wide, (*equation.invars, *equation.outvars)))
+        for equation in _equations(jaxpr)
+    )
+
+
+def _equations(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
+    """All equations of a program, those of inner programs too."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in inner_programs(equation):
+            yield from _equations(inner)
+
+
+def _is_wide(variable: Any) -> bool:
+    """Whether a variable has the exponents of float32, or is not floating."""
+    dtype = getattr(variable.aval, "dtype", np.dtype(np.int32))
+    return not jnp.issubdtype(dtype, jnp.floating) or (
+        jnp.finfo(dtype).maxexp >= jnp.finfo(jnp.float32).maxexp
     )
 
 
