@@ -5,7 +5,7 @@
 
 The inner update stands inside one branch of a `lax.cond`, so it is paid once a window
 and its schedules count steps. That branch reads the accumulator and does not return it,
-and nothing resets it (the next window overwrites), so XLA updates it in place. The
+and nothing resets it (the next window clears it), so XLA updates it in place. The
 division is part of the last addition, so no buffer is needed for the mean.
 """
 
@@ -264,7 +264,8 @@ class Window:
             emits = emit
         closes = _choose.both(emits, _choose.negated(skip))
         if keeps_nothing and weight is None:  # the mean of one is that one
-            buffer = Buffer(*acc)
+            one = _choose.cast_like(request.grads, acc.total)
+            buffer = Buffer(*acc)._replace(values=one)
         else:
             buffer = self.place.finish(acc, closes)
         if emit is True:
