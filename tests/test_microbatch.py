@@ -1058,14 +1058,38 @@ def half_rounded(w, x):
     return jnp.mean(jax.lax.reduce_precision(x * w, 5, 10))
 
 
+@jax.custom_jvp
+def identity(x):
+    return x
+
+
+@identity.defjvp
+def _(primals, tangents):
+    """A rule in float16, which the loss itself does not show."""
+    return primals[0], tangents[0].astype(jnp.float16).astype(jnp.float32)
+
+
+def ruled(w, x):
+    return jnp.mean(x * identity(w))
+
+
+def ruled_in_a_loop(w, x):
+    return (
+        jax.lax.scan(jax.checkpoint(lambda h, x: (h + x * identity(w), 0)), 0.0, x)[0]
+        / x.shape[0]
+    )
+
+
 @pytest.mark.parametrize(
     ("fun", "dtype"),
     [
         (lambda w, x: jnp.mean(x * w.astype(jnp.float32)), jnp.float16),
         (lambda w, x: jnp.mean(x * w.astype(jnp.float32)), jnp.float8_e4m3fn),
         (half_rounded, jnp.float32),
+        (ruled, jnp.float32),
+        (ruled_in_a_loop, jnp.float32),
     ],
-    ids=["float16", "float8", "reduce_precision"],
+    ids=["float16", "float8", "reduce_precision", "custom_jvp", "custom_jvp in a scan"],
 )
 def test_weights_that_count_tokens_do_not_overflow_what_is_narrow(fun, dtype):
     weighted = ga.value_and_grad(fun, 4, weight_fn=lambda x: jnp.float32(2.0**20))
