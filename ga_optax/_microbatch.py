@@ -72,8 +72,7 @@ def value_and_grad(
     Micro-batches are blocks of neighbouring rows; on a mesh, of every k-th row. Value,
     gradients and aux are `Σ wᵢ·xᵢ / Σ wᵢ` over them. If the loss is a mean over a
     varying number of things, such as tokens that are not padding, return that number
-    from `weight_fn`. Call it under `jax.jit`: outside, every call compiles its loop
-    afresh.
+    from `weight_fn`. Call it under `jax.jit`: outside, every call compiles afresh.
 
     **Cost.** The activations of one micro-batch and one gradient tree; one read and
     write of that tree a micro-batch. Compile time does not grow with the number of
@@ -112,8 +111,7 @@ def value_and_grad(
         or a `DataAxis`. Sums meet once, after the loop. It works inside `jax.shard_map`
         and at top level.
 
-    Returns:
-      A function that returns what `jax.value_and_grad(fun, argnums, has_aux)` returns.
+    Returns: a function with the result of `jax.value_and_grad(fun, argnums, has_aux)`.
 
     Raises:
       TypeError, ValueError: if an argument does not fit, before `fun` is traced; if
