@@ -1252,7 +1252,7 @@ def test_what_weight_fn_returns_is_checked(weight_fn):
     ],
 )
 def test_right_losses_are_ok_and_wrong_ones_have_their_cause(dtype, kind, number):
-    """Six of the 1,200 whose rates the page on exactness has."""
+    """Six of those whose rates the page on exactness has."""
     case, report = verify_rates.ask(dtype, kind, number)
     assert verify_rates.outcome(case, report) == "right", f"{case.name}\n{report}"
     # The twin: another cause is no right answer.
