@@ -17,7 +17,10 @@ from ga_optax._checks import (
     nodes_of,
 )
 from ga_optax._mesh import Axes, Placement
-from ga_optax._options import NAMES, Options, Place
+from ga_optax._options import NAMES, FromAux, Options, Place
+
+# Flax's name of what is to be overwritten with its gradient: `flax.linen.fp8_ops`.
+_REPLACED = "_overwrite_with_gradient"
 
 
 class Call(NamedTuple):
@@ -104,6 +107,11 @@ class Call(NamedTuple):
         """What to differentiate with respect to, in the structure of the result."""
         params = self.role("argnums")
         return params[0] if isinstance(self.options.argnums, int) else params
+
+    @property
+    def replaced(self) -> list[bool]:
+        """Which leaves get their new value for a gradient, such as fp8 scales."""
+        return [_REPLACED in name for name, _ in named_leaves(self.params)]
 
     @property
     def axes(self) -> Axes:
@@ -260,7 +268,7 @@ def _check_no_keys(call: Call) -> None:
 
 
 def _check_weight_fn(call: Call) -> None:
-    if call.options.weight_fn is None:
+    if call.options.weight_fn is None or isinstance(call.options.weight_fn, FromAux):
         return
     try:
         signature = inspect.signature(call.options.weight_fn)

@@ -202,6 +202,17 @@ def split_shards(
     return over_mesh(local, mesh, axes, (x,), *specs)
 
 
+def join_shards(x: Any, axes: Axes, mesh: AnyMesh) -> jax.Array:
+    """The reverse of `split_shards`."""
+
+    def local(x: jax.Array) -> jax.Array:
+        return jnp.reshape(x, (-1, *x.shape[2:]))
+
+    return over_mesh(
+        local, mesh, axes, (x,), (_mesh.split_spec(axes, 1),), _mesh.split_spec(axes)
+    )
+
+
 def constrain(tree: Any, specs: Any, mesh: AnyMesh) -> Any:
     """Tells the compiler where automatic axes have to shard `tree`."""
     if _mesh.explicit_names(mesh):

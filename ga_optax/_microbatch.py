@@ -34,8 +34,8 @@ from ga_optax._call import Call
 from ga_optax._checks import check_gradients, named_leaves
 from ga_optax._data_axis import DataAxis
 from ga_optax._loop import Loop, Operands, merged
-from ga_optax._options import Options
-from ga_optax._program import Program, put_together, trace
+from ga_optax._options import FromAux, Options
+from ga_optax._program import Program, Value, put_together, trace, value_of
 from ga_optax.accumulator import Accumulator
 
 
@@ -51,8 +51,8 @@ def value_and_grad(
     rng_argnames: str | Sequence[str] = (),
     batch_axes: Any = 0,
     has_aux: bool = False,
-    weight_fn: Callable[..., ArrayLike] | None = None,
-    aux: Any = "mean",
+    weight_fn: Callable[..., ArrayLike] | FromAux | None = None,
+    aux: Any = "auto",
     accumulator_dtype: DTypeLike | None = jnp.float32,
     in_place: bool = True,
     data_axis: str | Sequence[str] | DataAxis | None = None,
@@ -102,9 +102,9 @@ def value_and_grad(
         of the batch (of a tuple of several batch arguments, keywords last).
       has_aux: whether `fun` returns `(loss, aux)`.
       weight_fn: a function of a micro-batch's batch arguments that returns its weight,
-        a non-negative scalar.
-      aux: "mean" (weighted), "sum", "last", "stack" (along a new axis 0), or a tree of
-        those that is a prefix of the aux.
+        a non-negative scalar, or a `FromAux`. A negative one gives NaN.
+      aux: "mean" (weighted), "sum", "last", "stack", "concat", or a prefix of the aux
+        with those. "auto" gives what the undivided batch would, by the kind of leaf.
       accumulator_dtype: see `accumulator.init`. The result has the parameters' dtypes.
       in_place: whether to add gradients inside the backward pass, wherever that is
         right (jax >= 0.11.1). `plan` and the log "ga_optax" say where it is not.
@@ -121,7 +121,7 @@ def value_and_grad(
     """
     options = Options(**locals()).checked()
 
-    def mean_of_window(call: Call) -> tuple[Any, optax.Updates]:
+    def mean_of_window(call: Call) -> tuple[Value, optax.Updates]:
         params = call.params
         call = call.on_device()
         program = trace(call)
@@ -137,9 +137,13 @@ def value_and_grad(
     @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, optax.Updates]:
         call = Call.make(options, args, kwargs)
-        if call.mesh is None or options.each:
-            return mean_of_window(call)
-        return _over_mesh(call, mean_of_window)
+        inside = call.mesh is None or options.each
+        if options.each:
+            _check_sums(call, 'sync="each"', 'Use sync="last"')
+        value, grads = (
+            mean_of_window(call) if inside else _over_mesh(call, mean_of_window)
+        )
+        return put_together(options, value), grads
 
     return value_and_grad_fun
 
@@ -156,8 +160,8 @@ def accumulate(
     rng_argnames: str | Sequence[str] = (),
     batch_axes: Any = 0,
     has_aux: bool = False,
-    weight_fn: Callable[..., ArrayLike] | None = None,
-    aux: Any = "mean",
+    weight_fn: Callable[..., ArrayLike] | FromAux | None = None,
+    aux: Any = "auto",
     in_place: bool = True,
     data_axis: str | Sequence[str] | DataAxis | None = None,
 ) -> Callable[..., tuple[Any, Accumulator]]:
@@ -236,12 +240,15 @@ def accumulate(
         check_gradients(
             acc.total, call.params, name="the parameters", expected="acc.total"
         )
+        _check_sums(call, "accumulate", "Use value_and_grad")
         if call.mesh is None or options.each:
             call = call.on_device()
-            return _fold(call, trace(call), acc, merges=False)
-        return _over_mesh(call, merged_into, acc)
+            value, acc = _fold(call, trace(call), acc, merges=False)
+        else:
+            value, acc = _over_mesh(call, merged_into, acc)
+        return put_together(options, value), acc
 
-    def merged_into(call: Call, acc: Accumulator) -> tuple[Any, Accumulator]:
+    def merged_into(call: Call, acc: Accumulator) -> tuple[Value, Accumulator]:
         """Folds from zeros on every device, and adds what they merged to `acc`."""
         call = call.on_device()
         start = accumulator.init(call.params, None)
@@ -278,7 +285,7 @@ def _warns_outside_jit(run: Callable[..., Any]) -> Callable[..., Any]:
 
 def _fold(
     call: Call, program: Program, acc: Accumulator, *, merges: bool
-) -> tuple[Any, Accumulator]:
+) -> tuple[Value, Accumulator]:
     """Adds the micro-batches of a call to `acc`; `merges` over the bound data axes."""
     options = call.options
     params, _, keys, carry = (jax.tree.leaves(call.role(n)) for n in call.roles)
@@ -303,11 +310,22 @@ def _fold(
     if merges and call.axes:
         with jax.named_scope("merge"):
             state = merged(state, call)
-    loss, aux = loop.results(state)
     last = jax.tree.unflatten(program.carry, state.carry)
-    value = put_together(options, loss, last, aux)
+    value = value_of(call, program, loop.results(state), last)
     total = jax.tree.unflatten(structure, state.acc.total)
     return value, state.acc._replace(total=total)
+
+
+def _check_sums(call: Call, what: str, todo: str) -> None:
+    """Raises if a leaf has its new value for a gradient, of which no sum is right."""
+    pairs = zip(named_leaves(call.params), call.replaced, strict=True)
+    for (name, _), replaced in pairs:
+        if replaced:
+            raise ValueError(
+                f"{what} must have gradients to add up, but that of {name} is its new "
+                f"value, of which the largest counts. {todo}, or do not differentiate "
+                "with respect to it."
+            )
 
 
 def _mean(call: Call, program: Program, acc: Accumulator) -> optax.Updates:
@@ -320,6 +338,8 @@ def _mean(call: Call, program: Program, acc: Accumulator) -> optax.Updates:
     power_of_two = not program.weighted and k > 1 and k & (k - 1) == 0
 
     def divided(total: jax.Array, arrival: str | None) -> jax.Array:
+        if arrival == "replaces":
+            return total
         if arrival == "slices":
             return accumulator.average_in_place(total, acc.weight)
         exact = not jnp.iscomplexobj(total) and 1 / k >= jnp.finfo(total.dtype).tiny
@@ -358,9 +378,7 @@ def _over_mesh(call: Call, run: Callable[..., Any], *acc: Accumulator) -> Any:
         return run(inner.with_args(with_role).with_batch(batch), *acc)
 
     # Every other part of the value is the same on all devices.
-    aux = jax.tree.map(lambda mode: split if mode == "stack" else whole, options.aux)
-    carry = (whole,) * len(call.roles["carry_argnums"])
-    value = put_together(options, whole, carry, aux)
+    value = Value(whole, whole, whole, collected=split)
     result: Any = Accumulator(specs, whole, whole) if acc else specs
     given = [call.at(i) for i in places], call.batch, operands, *acc
     of_given = of_roles, of_batch, whole, *[result] * len(acc)

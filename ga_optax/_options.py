@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -23,6 +24,34 @@ NAMES = {"batch_argnums": "batch_argnames", "rng_argnums": "rng_argnames"}
 Place = int | str  # of an argument: its position, or its keyword
 
 
+@dataclass(frozen=True)
+class FromAux:
+    """A `weight_fn` that reads the weight off the aux, which the loss computes anyway.
+
+    >>> import jax, jax.numpy as jnp
+    >>> import ga_optax as ga
+    >>> def loss(w, batch):
+    ...     tokens = jnp.sum(batch["mask"])
+    ...     error = (batch["x"] * w) ** 2
+    ...     return jnp.sum(error * batch["mask"]) / tokens, {"tokens": tokens}
+    >>> fun = ga.value_and_grad(
+    ...     loss, 2, has_aux=True, weight_fn=ga.FromAux(lambda aux: aux["tokens"]))
+    >>> batch = {"x": jnp.arange(1.0, 5.0), "mask": jnp.array([1, 1, 1, 0])}
+    >>> (value, aux), grad = jax.jit(fun)(jnp.float32(3.0), batch)
+    >>> print(value, grad, aux["tokens"])
+    42.0 28.0 3
+
+    Nothing is computed twice: the weight is known after the forward pass, before the
+    backward pass of the same micro-batch.
+
+    Attributes:
+      fun: a function of the aux of one micro-batch that returns its weight, a
+        non-negative scalar. No gradient flows through it.
+    """
+
+    fun: Callable[[Any], ArrayLike]
+
+
 class Options(NamedTuple):
     """The options of `value_and_grad` and `accumulate`, under their names."""
 
@@ -36,7 +65,7 @@ class Options(NamedTuple):
     rng_argnames: str | Sequence[str]
     batch_axes: Any
     has_aux: bool
-    weight_fn: Callable[..., ArrayLike] | None
+    weight_fn: Callable[..., ArrayLike] | FromAux | None
     aux: Any
     accumulator_dtype: DTypeLike | None
     in_place: bool
@@ -46,9 +75,7 @@ class Options(NamedTuple):
         """The same, in one form; raises if an option does not fit."""
         todo = "Pass the loss function itself, not its value."
         check_callable("fun", self.fun, "of the parameters and the batch", todo)
-        if self.weight_fn is not None:
-            todo = "Pass None to count every micro-batch as 1."
-            check_callable("weight_fn", self.weight_fn, "of the batch arguments", todo)
+        check_weight_fn(self.weight_fn, self.has_aux)
         if not isinstance(self.in_place, bool):
             raise TypeError(
                 f"in_place must be a bool, but it is {self.in_place!r}. Pass True: it "
@@ -130,6 +157,20 @@ def _found(option: str, i: Place, num_args: int, keywords: Iterable[str]) -> Pla
         f"{option} must name {kind} arguments of the call, but it names {came} came. "
         f"Pass that argument so, or change {option}{other}."
     )
+
+
+def check_weight_fn(weight_fn: Any, has_aux: bool) -> None:
+    """Raises unless `weight_fn` is None, a function or a `FromAux`."""
+    todo = "Pass None to count every micro-batch as 1."
+    if isinstance(weight_fn, FromAux):
+        check_callable("The argument of FromAux", weight_fn.fun, "of the aux", todo)
+        if not has_aux:
+            raise ValueError(
+                f"weight_fn=FromAux must have an aux to read, but has_aux={has_aux!r}. "
+                "Pass has_aux=True, and return (loss, aux)."
+            )
+    elif weight_fn is not None:
+        check_callable("weight_fn", weight_fn, "of the batch arguments", todo)
 
 
 def _positions(name: str, value: Any) -> Any:

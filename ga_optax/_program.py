@@ -1,5 +1,6 @@
 """What `fun` does to one micro-batch: traced once, checked and read."""
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -11,9 +12,10 @@ from jax.typing import ArrayLike
 
 from ga_optax import _aux, _collectives, _mesh, _rows
 from ga_optax._call import Call
-from ga_optax._checks import check_structure, check_weight, named_leaves
+from ga_optax._checks import check_structure, named_leaves
 from ga_optax._in_place import arrival, inner_programs
-from ga_optax._options import Options
+from ga_optax._options import FromAux, Options
+from ga_optax.accumulator import as_weight
 
 
 class Program(NamedTuple):
@@ -26,13 +28,15 @@ class Program(NamedTuple):
       batch: the leaves of the batch, split into micro-batches.
       results: the types of the loss and of the leaves of the aux.
       modes: how each of them is put together over the micro-batches.
+      axes: the axis along which "concat" joins each of them.
       carry: the structure of the carry.
       aux: the structure of the aux.
       weighted: whether there is a weight.
       varying: the mesh axes over which every sum differs between devices: those of
         the data, and of the weight.
       multiplies: whether the weight multiplies the gradients, and not the cotangent.
-      arrivals: how the gradient of each leaf of the parameters arrives, see `arrival`.
+      arrivals: how the gradient of each leaf of the parameters arrives, see `arrival`;
+        "replaces" if it is the leaf's new value, of which the largest is kept.
     """
 
     jaxpr: core.Jaxpr
@@ -40,6 +44,7 @@ class Program(NamedTuple):
     batch: list[jax.Array]
     results: list[Any]
     modes: list[str]
+    axes: list[int]
     carry: Any
     aux: Any
     weighted: bool
@@ -57,7 +62,9 @@ def trace(call: Call) -> Program:
         new = dict(zip(call.unsplit, (*params, *keys, *old), strict=True))
         one = call.with_args(new).with_batch(batch)
         whole = one.role("batch_argnums")
-        weight = None if weight_fn is None else check_weight(weight_fn(*whole))
+        weight = None
+        if weight_fn is not None and not isinstance(weight_fn, FromAux):
+            weight = as_weight(weight_fn(*whole), float)
         try:
             out = options.fun(*one.args, **one.kwargs)
         except Exception as error:
@@ -65,6 +72,8 @@ def trace(call: Call) -> Program:
             raise
         loss, carry, aux = _taken_apart(options, out)
         _check_carry(old, carry)
+        if isinstance(weight_fn, FromAux):
+            weight = as_weight(weight_fn.fun(aux), float)
         return loss, weight, carry, aux
 
     params, _, keys, carry = map(call.role, call.roles)
@@ -78,26 +87,39 @@ def trace(call: Call) -> Program:
     except ValueError as error:
         _explain_manual_axis(call, error)
         raise
+    k, rows = options.num_microbatches, first[0].shape[call.split_axes[0]]
+    joins = k == 1 and call.axes != ()  # one part of each device
+
+    def grown() -> Any:
+        more = call.batch
+        if joins:
+            pairs = zip(more, call.split_axes, strict=True)
+            more = [jnp.concatenate([x, x], axis) for x, axis in pairs]
+        return trace_one(params, more, keys, carry)[1][-1]
+
     jaxpr = closed.jaxpr
     # The types of the results say over which devices they vary; their shapes do not.
     avals = [variable.aval for variable in jaxpr.outvars]
     loss, weight, carry, aux = jax.tree.unflatten(jax.tree.structure(shapes), avals)
+    modes = _aux.resolved(options.aux, aux, rows, 2 if joins else k, grown)
     _check_not_reduced(call, loss)
     narrow = jnp.finfo(loss.dtype).bits < 32
     arguments = jax.tree.leaves(params), first, keys, carry
-    of_params = jaxpr.invars[: len(jax.tree.leaves(params))]
+    replaced = call.replaced
+    of_params = zip(replaced, jaxpr.invars[: len(replaced)], strict=True)
     return Program(
         jaxpr=jaxpr,
         consts=closed.consts,
         batch=batch,
         results=[loss, *jax.tree.leaves(aux)],
-        modes=["mean", *_aux.modes_of(options.aux, aux)],
+        modes=["mean", *(mode for mode, _ in modes)],
+        axes=[0, *(axis for _, axis in modes)],
         carry=jax.tree.structure(carry),
         aux=jax.tree.structure(aux),
         weighted=weight is not None,
         varying=tuple(sorted({*call.axes, *_mesh.varying(weight)})),
         multiplies=weight is not None and (narrow or not _scales(closed, *arguments)),
-        arrivals=[arrival(jaxpr, variable) for variable in of_params],
+        arrivals=["replaces" if new else arrival(jaxpr, x) for new, x in of_params],
     )
 
 
@@ -117,6 +139,17 @@ def _in_words(call: Call, x: jax.Array) -> str:
         f"along axis {call.split_axes[0]} of {jnp.shape(call.batch[0])}. batch_argnums "
         "and batch_axes say what is split; all else goes whole."
     )
+
+
+def _joined(call: Call, x: jax.Array) -> jax.Array:
+    """The reverse of `_split` for a result: micro-batches on axis 0, rows on axis 1."""
+    if call.mesh is not None:
+        return _collectives.join_shards(x, call.options.axes, call.mesh)
+    k, size, *rest = x.shape
+    # An axis of several numbers a row has them row by row.
+    rows = math.gcd(size, call.batch[0].shape[call.split_axes[0]] // k)
+    x = jnp.reshape(x, (k, rows, size // rows, *rest))
+    return jnp.reshape(_rows.join(x, 0, call.strided), (k * size, *rest))
 
 
 def _scales(closed: core.ClosedJaxpr, params: list[Any], *rest: Any) -> bool:
@@ -165,14 +198,59 @@ def _is_wide(variable: Any) -> bool:
 # -- What fun returns ------------------------------------------------------------------
 
 
-def put_together(options: Options, loss: Any, carry: tuple[Any, ...], aux: Any) -> Any:
+class Value(NamedTuple):
+    """The value of a window, in the parts that devices return it in.
+
+    Attributes:
+      loss: the loss.
+      carry: the carry, a tuple.
+      shared: the aux, with None for leaves that were collected: of several devices,
+        each has its own part of those.
+      collected: those leaves, in the tree of the aux, with None for the others: by the
+        axis of the leaf that has to have the micro-batches or rows. Here that is axis
+        0, where the parts of several devices are joined.
+    """
+
+    loss: Any
+    carry: Any
+    shared: Any
+    collected: Any
+
+
+def value_of(
+    call: Call, program: Program, leaves: list[jax.Array], carry: Any
+) -> Value:
+    """The value of a window, given its loss, the leaves of its aux, and its carry."""
+    loss, *of_aux = leaves
+    shared: list[Any] = [None] * len(of_aux)
+    collected: dict[int, list[Any]] = {}
+    modes = zip(program.modes[1:], program.axes[1:], strict=True)
+    for i, (x, (mode, axis)) in enumerate(zip(of_aux, modes, strict=True)):
+        if mode == "concat":
+            x = _joined(call, jnp.moveaxis(x, axis + 1, 1))
+        if _aux.MODES[mode].collects:
+            collected.setdefault(axis, [None] * len(of_aux))[i] = x
+        else:
+            shared[i] = x
+    tree = program.aux.unflatten
+    return Value(loss, carry, tree(shared), {a: tree(x) for a, x in collected.items()})
+
+
+def put_together(options: Options, value: Value) -> Any:
     """The value in the form in which `fun` returns it."""
+    carry, aux = value.carry, value.shared
+    for axis, tree in value.collected.items():
+        aux = jax.tree.map(
+            lambda x, y, axis=axis: x if y is None else jnp.moveaxis(y, 0, axis),
+            *(aux, tree),
+            is_leaf=lambda x: x is None,
+        )
     rest = [aux] if options.has_aux else []
     if options.carries:
         rest = [carry[0] if isinstance(options.carry_argnums, int) else carry, *rest]
     if not rest:
-        return loss
-    return loss, rest[0] if len(rest) == 1 else tuple(rest)
+        return value.loss
+    return value.loss, rest[0] if len(rest) == 1 else tuple(rest)
 
 
 def _taken_apart(options: Options, out: Any) -> tuple[Any, Any, Any]:

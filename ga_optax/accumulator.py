@@ -19,7 +19,7 @@ off by at most `(n - 1)·eps·Σ|g|` (Higham, "Accuracy and Stability of Numeric
 Algorithms", 2nd ed., 2002, eq. 4.4).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -66,7 +66,7 @@ def init(params: optax.Params, dtype: DTypeLike | None = jnp.float32) -> Accumul
       dtype: the dtype of `total`. float32, the default, is a floor: float64 leaves
         keep float64. A narrower dtype is taken as it is, and saves its memory at the
         price of its rounding. `None` takes the dtype of each leaf. Complex leaves
-        take the complex counterpart.
+        take the complex counterpart, and integer leaves a floating dtype always.
 
     Returns:
       An `Accumulator` of zeros, one buffer of the size of `params`, sharded as they
@@ -101,7 +101,8 @@ def add(
         dtypes.
       weight: how much this micro-batch counts, a non-negative scalar, static or
         traced; `None` counts 1. If the loss is a mean over examples, or over tokens
-        that are not padding, pass their number.
+        that are not padding, pass their number. A traced weight cannot raise: if it is
+        negative, the total and the weight are NaN.
 
     Returns:
       The accumulator with `grads` in it.
@@ -119,7 +120,7 @@ def add(
     terms = list(map(jnp.asarray, jax.tree.leaves(grads)))
     one = jnp.ones_like(acc.weight)
     if weight is not None:
-        weight = one = check_weight(weight).astype(one.dtype)
+        weight = one = as_weight(weight, one.dtype)
         zero, pairs = unknown_zero(acc.count), zip(totals, terms, strict=True)
         terms = [weighted(g, one, t.dtype, zero) for t, g in pairs]
 
@@ -234,12 +235,20 @@ def accumulator_dtype(leaf: ArrayLike, dtype: np.dtype | None) -> np.dtype:
     """The dtype in which gradients of `leaf` accumulate; see `init` for the rule."""
     own = jnp.result_type(leaf)
     if dtype is None:
-        return own
+        return own if jnp.issubdtype(own, jnp.inexact) else np.dtype(np.float32)
     wide = own in (jnp.float64, jnp.complex128) and dtype == jnp.float32
     real = np.dtype(np.float64) if wide else dtype
     if not jnp.issubdtype(own, jnp.complexfloating):
         return real
     return np.dtype(np.complex128 if real == jnp.float64 else np.complex64)
+
+
+def as_weight(weight: ArrayLike, dtype: DTypeLike) -> jax.Array:
+    """A weight, checked, in a dtype; NaN if it is traced and turns out negative."""
+    number = check_weight(weight).astype(dtype)
+    if not isinstance(weight, jax.core.Tracer):
+        return number
+    return jnp.where(number < 0, jnp.full_like(number, jnp.nan), number)
 
 
 def _computation_dtype(dtype: np.dtype) -> np.dtype:
@@ -310,10 +319,17 @@ def cleared(total: jax.Array, empty: jax.Array) -> jax.Array:
 
 
 def add_terms(
-    totals: list[jax.Array], terms: list[jax.Array], weight: jax.Array | None
+    totals: list[jax.Array],
+    terms: list[jax.Array],
+    weight: jax.Array | None,
+    largest: Sequence[bool] | None = None,
 ) -> list[jax.Array]:
-    """`totals + terms`, or `totals` if a weight is given and is 0."""
-    sums = list(map(plus, totals, terms))
+    """`totals + terms`, or `totals` if a weight is given and is 0.
+
+    If `largest` says so of a leaf, that is the larger of the two: of numbers >= 0.
+    """
+    hows = [jnp.maximum if x else plus for x in largest or [False] * len(totals)]
+    sums = [how(x, y) for how, x, y in zip(hows, totals, terms, strict=True)]
     if weight is None:
         return sums
     # Selected, not multiplied by the weight alone: NaN · 0 is NaN.

@@ -563,3 +563,67 @@ def imported(packages):
 def test_importing_the_package_imports_neither_flax_nor_chex():
     # Optax itself imported chex before 0.2.7.
     assert imported("ga_optax") == imported("optax")
+
+
+# -- fp8 -------------------------------------------------------------------------------
+
+REPLACED = nn.fp8_ops.OVERWRITE_WITH_GRADIENT
+
+
+class Fp8(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(8, dot_general_cls=nn.fp8_ops.Fp8DirectDotGeneralOp)(x)
+
+
+def fp8():
+    """A model with fp8 scales, as the second step finds them, its loss and a batch."""
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(16, 8)), jnp.float32) * 10
+    model = Fp8()
+    params = dict(model.init(jax.random.key(0), x))
+
+    def loss(params, x):
+        return jnp.mean(jnp.square(model.apply(params, x)))
+
+    grads = jax.jit(jax.grad(loss))(params, x)
+    return {**params, REPLACED: grads[REPLACED]}, loss, x
+
+
+@pytest.mark.parametrize("weight_fn", [None, lambda x: jnp.sum(x > 0)])
+@pytest.mark.parametrize("data_axis", [None, "data"])
+def test_fp8_scales_of_a_window_are_the_largest_of_its_micro_batches(
+    data_axis, weight_fn
+):
+    params, loss, x = fp8()
+    devices = 1 if data_axis is None else 2
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    options = {"data_axis": data_axis, "weight_fn": weight_fn}
+    with jax.set_mesh(mesh):
+        step = jax.jit(ga.value_and_grad(loss, 4 // devices, **options))
+        got = jax.device_get(step(params, x)[1])
+    grad = jax.jit(jax.grad(loss))
+    parts = [grad(params, x[i : i + 4])[REPLACED] for i in range(0, 16, 4)]
+    expected = jax.tree.map(lambda *leaves: np.max(leaves, 0), *parts)
+    jax.tree.map(np.testing.assert_array_equal, got[REPLACED], expected)
+    # Inputs and kernels have the scales of the undivided batch.
+    whole = grad(params, x)[REPLACED]
+    [(scales, due)] = zip(*map(find_scales, (got[REPLACED], whole)), strict=True)
+    for name in ("input_scale", "input_amax_history", "kernel_amax_history"):
+        np.testing.assert_array_equal(scales[name], due[name])
+    # The twin: the mean is another number.
+    mean = np.mean([find_scales(p)[0]["input_amax_history"][0] for p in parts])
+    assert mean < 0.95 * scales["input_amax_history"][0]
+
+
+def find_scales(tree):
+    """The dicts of scales in a collection."""
+    if "input_scale" in tree:
+        return [tree]
+    return [scales for node in tree.values() for scales in find_scales(node)]
+
+
+def test_what_cannot_keep_the_largest_fp8_scale_says_so():
+    params, loss, x = fp8()
+    acc = ga.accumulator.init(params)
+    with pytest.raises(ValueError, match=r"accumulate must.*input_amax_history.*value"):
+        ga.accumulate(loss)(acc, params, x)

@@ -11,6 +11,7 @@ from jax.typing import ArrayLike
 
 from ga_optax import _checks, _mesh, _rows
 from ga_optax._microbatch import value_and_grad
+from ga_optax._options import FromAux, check_weight_fn
 from ga_optax._verify.comparison import Comparison
 from ga_optax._verify.loss import Loss, NotFiniteError, Progress
 from ga_optax._verify.native import Native
@@ -25,7 +26,7 @@ def verify(
     batch: Any,
     num_microbatches: int,
     *,
-    weight_fn: Callable[..., ArrayLike] | None = None,
+    weight_fn: Callable[..., ArrayLike] | FromAux | None = None,
     has_aux: bool = False,
     rng: Any = None,
 ) -> Report:
@@ -92,7 +93,7 @@ def verify(
         `ga_optax.value_and_grad`. Leaves may be PRNG keys, one for each row.
       num_microbatches: k; it must divide the number of rows.
       weight_fn: a function of one micro-batch (a tree like `batch`) that returns its
-        weight; pass the one that you train with.
+        weight, or a `FromAux`; pass the one that you train with.
       has_aux: whether `fun` returns a pair.
       rng: a PRNG key, or a tree of them. As in `ga_optax.value_and_grad`, micro-batch i
         gets `jax.random.fold_in(rng, i)`; the undivided batch is micro-batch 0 of 1.
@@ -108,6 +109,9 @@ def verify(
     _check(fun, params, batch, rng)
     loss = _without_aux(fun) if has_aux else fun
     key = () if rng is None else (rng,)
+    if isinstance(weight_fn, FromAux):
+        check_weight_fn(weight_fn, has_aux)
+        weight_fn = _of_batch(weight_fn, fun, params, key)
     folded = value_and_grad(loss, k, rng_argnums=(2,) * len(key), weight_fn=weight_fn)
     params, batch = jax.tree.map(_placed, (params, batch))
     # `value_and_grad` checks the rest, and what `fun` returns, before anything runs.
@@ -159,6 +163,13 @@ def _without_aux(fun: Callable[..., Any]) -> Callable[..., Any]:
         return out[0]
 
     return loss
+
+
+def _of_batch(
+    weight_fn: FromAux, fun: Callable[..., Any], params: Any, key: tuple[Any, ...]
+) -> Callable[[Any], ArrayLike]:
+    """The weight of a micro-batch as a function of it."""
+    return lambda batch: weight_fn.fun(fun(params, batch, *key)[1])
 
 
 def _of_neighbours(folded: Callable[..., Any], k: int) -> Callable[..., Any]:
