@@ -264,7 +264,7 @@ class Window:
             emits = emit
         closes = _choose.both(emits, _choose.negated(skip))
         if keeps_nothing and weight is None:  # the mean of one is that one
-            one = _choose.cast_like(request.grads, acc.total)
+            one = _choose.cast_like((grads, request.averaged), acc.total)
             buffer = Buffer(*acc)._replace(values=one)
         else:
             buffer = self.place.finish(acc, closes)
