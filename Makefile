@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
 
-.PHONY: bench demo docs quick test test-all lint types pytest fuzz oldest
+.PHONY: accelerators bench demo docs quick test test-all lint types pytest fuzz oldest
 
 # Only the files with such tests are imported, which takes most of the time otherwise.
 quick: MARKED = -q -m quick $(shell grep -l mark.quick tests/*.py)
@@ -35,6 +35,14 @@ oldest:
 	  "jaxlib==0.8.0" "optax==0.2.6" "flax==0.12.0" "pytest>=9" pytest-xdist hypothesis
 	.venv-oldest/bin/python -m pytest -n $(WORKERS) -W default -k "not contract and not devices" \
 	  tests/test_accumulator.py tests/test_data.py tests/test_multi_steps_*.py
+# The compilers of GPUs and TPUs, for machines that have neither: 1.7 GB of packages.
+accelerators:
+	@$(PYTHON) -m venv .venv-accelerators; \
+	if .venv-accelerators/bin/python -m pip install --quiet --upgrade pip && \
+	  .venv-accelerators/bin/python -m pip install --quiet --editable . --group accelerators; \
+	then .venv-accelerators/bin/python -m pytest tests/accelerators; \
+	else echo "Skipped: no compilers of accelerators for $$($(PYTHON) --version) on this" \
+	  "machine. They need Linux, Python 3.12 or newer (PYTHON=python3.13) and a network."; fi
 
 $(VENV)/ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)

@@ -32,6 +32,7 @@ COMMANDS: dict[str, list[str]] = {
     "micro_step_muon.json": (
         ["micro_step.py", "--optimizers", "muon", "--leaves", "4", "--rounds", "2"]
     ),
+    "leaves.json": ["leaves.py"],
     "sweep.json": ["sweep.py"],
     "window.json": ["window.py"],
 }

@@ -1,7 +1,7 @@
 """Gradient accumulation for JAX and Optax: exact, fast, one gradient buffer.
 
 Accumulate inside one call, the whole window in one jitted step:
-    `value_and_grad`, `accumulate`.
+    `value_and_grad`, `accumulate`; the weight from the loss itself: `FromAux`.
 Accumulate across calls, in a host loop or inside `optax.chain`:
     `MultiSteps`, `apply_gradients`, `flush`, `has_updated`, `stats`, `from_optax`,
     `drop_window_if_not_finite`.
@@ -27,6 +27,7 @@ from ga_optax._multi_steps import (
     flush,
 )
 from ga_optax._noise import NoiseScale, noise_scale
+from ga_optax._options import FromAux
 from ga_optax._plan import Candidate, NothingFitsError, Plan, plan
 from ga_optax._state import MultiStepsState, Stats, from_optax, has_updated, stats
 from ga_optax._verify import Cause, LeafReport, Report, verify
@@ -37,6 +38,7 @@ __all__ = [
     "Cause",
     "Collective",
     "DataAxis",
+    "FromAux",
     "LeafReport",
     "MultiSteps",
     "MultiStepsState",

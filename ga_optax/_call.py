@@ -1,5 +1,7 @@
 """One call of the fold inside a call: its arguments by role, checked and placed."""
 
+import inspect
+import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -7,9 +9,18 @@ import jax
 import jax.numpy as jnp
 
 from ga_optax import _collectives, _mesh
-from ga_optax._checks import check_gradients, divisors, named_leaves
+from ga_optax._checks import (
+    check_arrays,
+    check_gradients,
+    divisors,
+    named_leaves,
+    nodes_of,
+)
 from ga_optax._mesh import Axes, Placement
-from ga_optax._options import Options
+from ga_optax._options import NAMES, FromAux, Options, Place
+
+# Flax's name of what is to be overwritten with its gradient: `flax.linen.fp8_ops`.
+_REPLACED = "_overwrite_with_gradient"
 
 
 class Call(NamedTuple):
@@ -19,7 +30,9 @@ class Call(NamedTuple):
       options: the options.
       args: the positional arguments.
       kwargs: the keyword arguments.
-      roles: the positions of each role.
+      roles: the positions and keywords of each role.
+      batch_axes: along which axis each leaf of the batch arguments is split; None if
+        it goes to each micro-batch whole, as it came.
       mesh: the mesh whose data axes split this call's batch; None if there is no data
         axis, and inside a `shard_map` that binds it.
       specs: how the data axes shard the parameters: `DataAxis.param_specs`, or what
@@ -31,7 +44,8 @@ class Call(NamedTuple):
     options: Options
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    roles: dict[str, tuple[int, ...]]
+    roles: dict[str, tuple[Place, ...]]
+    batch_axes: Sequence[int | None] = ()
     mesh: Any = None
     specs: Any = None
     where: Sequence[Placement] = ()
@@ -39,31 +53,66 @@ class Call(NamedTuple):
     @classmethod
     def make(cls, options: Options, args: Any, kwargs: Any) -> "Call":
         """Checks the arguments; raises before `fun` is traced."""
-        call = cls(options, args, kwargs, options.roles(len(args)))
+        call = cls(options, args, kwargs, options.roles(len(args), kwargs))
         for i in call.roles["argnums"]:
-            check_gradients(args[i], args[i], name=f"argument {i}")
+            _check_parameters(i, call.at(i))
+            check_gradients(call.at(i), call.at(i), name=_argument(i))
         for i in call.roles["rng_argnums"]:
-            _check_keys(i, args[i])
-        with_role = {i for positions in call.roles.values() for i in positions}
-        rest = [x for i, x in enumerate(args) if i not in with_role]
-        _check_no_keys((rest, kwargs))
+            _check_keys(i, call.at(i))
+        for i in call.roles["carry_argnums"]:
+            check_arrays(_argument(i), call.at(i), "Carry arrays alone.")
+        _check_no_keys(call)
+        call = call._replace(batch_axes=_axes_of_batch(call))
         if options.data_axis is not None:
-            batch = call.role("batch_argnums")
-            mesh = _mesh.find_mesh(options.axes, options.data_axis.mesh, batch)
+            mesh = _mesh.find_mesh(options.axes, options.data_axis.mesh, call.batch)
             call = call._replace(mesh=mesh, specs=options.data_axis.param_specs)
         _check_axis(options)
         _check_batch(call)
+        _check_weight_fn(call)
         return call
+
+    def at(self, place: Place) -> Any:
+        """The argument at a position, or that of a keyword."""
+        return self.kwargs[place] if isinstance(place, str) else self.args[place]
 
     def role(self, name: str) -> tuple[Any, ...]:
         """The arguments with a role."""
-        return tuple(self.args[i] for i in self.roles[name])
+        return tuple(self.at(i) for i in self.roles[name])
+
+    @property
+    def without_role(self) -> list[Place]:
+        """Where the arguments stand that have none."""
+        with_role = {i for places in self.roles.values() for i in places}
+        return [i for i in (*range(len(self.args)), *self.kwargs) if i not in with_role]
+
+    @property
+    def unsplit(self) -> list[Place]:
+        """Where the arguments stand that have a role and are not split."""
+        roles = self.roles.items()
+        return [i for name, places in roles for i in places if name != "batch_argnums"]
+
+    @property
+    def batch(self) -> list[Any]:
+        """What is split: the leaves of the batch that have an axis."""
+        leaves = jax.tree.leaves(self.role("batch_argnums"))
+        pairs = zip(leaves, self.batch_axes, strict=True)
+        return [x for x, axis in pairs if axis is not None]
+
+    @property
+    def split_axes(self) -> list[int]:
+        """The axes of `batch`."""
+        return [axis for axis in self.batch_axes if axis is not None]
 
     @property
     def params(self) -> Any:
         """What to differentiate with respect to, in the structure of the result."""
         params = self.role("argnums")
         return params[0] if isinstance(self.options.argnums, int) else params
+
+    @property
+    def replaced(self) -> list[bool]:
+        """Which leaves get their new value for a gradient, such as fp8 scales."""
+        return [_REPLACED in name for name, _ in named_leaves(self.params)]
 
     @property
     def axes(self) -> Axes:
@@ -79,15 +128,33 @@ class Call(NamedTuple):
         devices = _mesh.num_devices(self.axes, None) if self.axes else 1
         return [(options.axis_name, options.num_microbatches * devices)]
 
+    @property
+    def strided(self) -> bool:
+        """Whether micro-batch i holds the rows i, i + k, ..., see `_rows`."""
+        everything = self.args, self.kwargs
+        return not self.options.axes and _mesh.is_distributed(everything)
+
     def placed(self, total: Any) -> Any:
         """An accumulator at top level, sharded as `specs` says."""
         if self.mesh is None or self.specs is None:
             return total
         return _collectives.constrain(total, self.specs, self.mesh)
 
-    def with_args(self, new: dict[int, Any]) -> "Call":
-        """The same call with other arguments at some positions."""
-        return self._replace(args=tuple(new.get(i, x) for i, x in enumerate(self.args)))
+    def with_args(self, new: dict[Place, Any]) -> "Call":
+        """The same call with other arguments at some places."""
+        return self._replace(
+            args=tuple(new.get(i, x) for i, x in enumerate(self.args)),
+            kwargs={i: new.get(i, x) for i, x in self.kwargs.items()},
+        )
+
+    def with_batch(self, batch: Sequence[Any]) -> "Call":
+        """The same call with other leaves in place of `batch`."""
+        leaves, structure = jax.tree.flatten(self.role("batch_argnums"))
+        new = iter(batch)
+        pairs = zip(leaves, self.batch_axes, strict=True)
+        leaves = [x if axis is None else next(new) for x, axis in pairs]
+        args = structure.unflatten(leaves)
+        return self.with_args(dict(zip(self.roles["batch_argnums"], args, strict=True)))
 
     def on_device(self) -> "Call":
         """The same with every argument of a role made this device's own.
@@ -98,8 +165,7 @@ class Call(NamedTuple):
         if not axes:
             return self
         known = _mesh.checks_varying()
-        batch = jax.tree.leaves(self.role("batch_argnums"))
-        split = frozenset().union(*map(_mesh.varying, batch))
+        split = frozenset().union(*map(_mesh.varying, self.batch))
         same = tuple(name for name in axes if name not in split)
         if known and same:
             raise ValueError(
@@ -115,14 +181,15 @@ class Call(NamedTuple):
         params, where = self._params_on_device(known)
         new = dict(zip(self.roles["argnums"], params, strict=True))
         device = jax.lax.axis_index(axes)
-        for role in ("batch_argnums", "rng_argnums", "carry_argnums"):
+        for role in ("rng_argnums", "carry_argnums"):
             for i in self.roles[role]:
-                new[i] = _collectives.vary(self.args[i], axes)
+                new[i] = _collectives.vary(self.at(i), axes)
                 if role == "rng_argnums":
                     new[i] = jax.tree.map(
                         lambda k: jax.random.fold_in(k, device), new[i]
                     )
-        return self.with_args(new)._replace(where=where)
+        batch = _collectives.vary(self.batch, axes)
+        return self.with_args(new).with_batch(batch)._replace(where=where)
 
     def _params_on_device(self, known: bool) -> tuple[Any, list[Placement]]:
         axes, params = self.axes, self.role("argnums")
@@ -153,29 +220,123 @@ class Call(NamedTuple):
 # -- Checks ----------------------------------------------------------------------------
 
 
-def _check_keys(position: int, tree: Any) -> None:
+def _argument(place: Place) -> str:
+    """How messages name an argument."""
+    return f"argument {place!r}"
+
+
+def _line(call: Call, role: str, place: Place) -> str:
+    """The option that gives a role to one more argument, as users write it."""
+    named = isinstance(place, str)
+    places = [i for i in call.roles[role] if isinstance(i, str) == named]
+    value = (*places, place) if places else place
+    return f"{NAMES[role] if named else role}={value!r}"
+
+
+def _check_parameters(place: Place, tree: Any) -> None:
+    """Raises if parameters of a Flax module come with other state of it."""
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return
+    nodes = nodes_of(nnx.Variable, tree)
+    others = [(path, x) for path, x in nodes.items() if not isinstance(x, nnx.Param)]
+    if 0 < len(others) < len(nodes):
+        path, node = others[0]
+        raise TypeError(
+            f"What is differentiated must be parameters alone, but leaf {path} of "
+            f"{_argument(place)} is of type {type(node).__name__}, and fun could not "
+            "update it. Use ga_optax.flax.value_and_grad; or split it off, as in "
+            "nnx.split(model, nnx.Param, ...)."
+        )
+
+
+def _check_keys(place: Place, tree: Any) -> None:
+    check_arrays(_argument(place), tree, "Pass PRNG keys alone.")
     for name, leaf in named_leaves(tree):
         shape, dtype = jnp.shape(leaf), jnp.result_type(leaf)
         typed = jnp.issubdtype(dtype, jax.dtypes.prng_key) and shape == ()
         raw = dtype == jnp.uint32 and len(shape) == 1
         if not (typed or raw):
             raise ValueError(
-                f"rng_argnums must name PRNG keys, or trees of them, but {name} of "
-                f"argument {position} has shape {shape} and dtype {dtype.name}. Pass "
-                "one key; every micro-batch derives its own."
+                "rng_argnums and rng_argnames must name PRNG keys, or trees of them, "
+                f"but {name} of {_argument(place)} has shape {shape} and dtype "
+                f"{dtype.name}. Pass one key; every micro-batch derives its own."
             )
 
 
-def _check_no_keys(rest: Any) -> None:
+def _check_no_keys(call: Call) -> None:
     """Raises if an argument without a role is a PRNG key: every mask would be one."""
-    for name, leaf in named_leaves(rest):
-        is_array = isinstance(leaf, jax.Array)
-        if is_array and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    for place in call.without_role:
+        for name, leaf in named_leaves(call.at(place)):
+            is_array = isinstance(leaf, jax.Array)
+            if is_array and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+                raise ValueError(
+                    f"A PRNG key must differ between micro-batches, but {name} of "
+                    f"{_argument(place)} goes to each as it is. Pass keys by "
+                    f"themselves, and {_line(call, 'rng_argnums', place)}."
+                )
+
+
+def _check_weight_fn(call: Call) -> None:
+    if call.options.weight_fn is None or isinstance(call.options.weight_fn, FromAux):
+        return
+    try:
+        signature = inspect.signature(call.options.weight_fn)
+    except ValueError:  # of a built-in function
+        return
+    try:
+        signature.bind(*call.role("batch_argnums"))
+    except TypeError as error:
+        due = " and ".join(map(_argument, call.roles["batch_argnums"]))
+        raise TypeError(
+            f"weight_fn must take the batch arguments, {due}, by position, but it "
+            f"takes {signature}: {error}. Give it one parameter for each of them."
+        ) from None
+
+
+def _named_batch(call: Call) -> list[tuple[str, Any]]:
+    """The leaves of the batch arguments, each with its name."""
+    places = call.roles["batch_argnums"]
+    leaves = []
+    for i in places:
+        for name, x in named_leaves(call.at(i)):
+            alone = len(places) == 1 and x is not call.at(i)
+            leaves.append((name if alone else f"{name} of {_argument(i)}", x))
+    return leaves
+
+
+def _axes_of_batch(call: Call) -> list[int | None]:
+    """The axis of each leaf of the batch, not negative; None for what goes whole."""
+    axes, batch = call.options.batch_axes, call.role("batch_argnums")
+    if len(batch) == 1:
+        axes = (axes,)
+    elif isinstance(axes, list):
+        axes = tuple(axes)
+    try:
+        of_leaves = jax.tree.broadcast(axes, batch, is_leaf=lambda x: x is None)
+    except ValueError:
+        tree = jax.tree.structure(batch if len(batch) > 1 else batch[0])
+        raise ValueError(
+            "batch_axes must be a prefix of the batch (of a tuple of the arguments, if "
+            f"there are several), but it is {call.options.batch_axes!r}, and the batch "
+            f"is {tree}. Pass an int, None, or one for each part."
+        ) from None
+    named = _named_batch(call)
+    found = jax.tree.structure(batch).flatten_up_to(of_leaves)
+    for i, ((name, x), axis) in enumerate(zip(named, found, strict=True)):
+        if axis is None:
+            continue
+        todo = "Give it None in batch_axes to pass it to each micro-batch as it is."
+        check_arrays(name, x, todo)
+        ndim = jnp.ndim(x)
+        if not -ndim <= axis < ndim:
+            has = f"has shape {jnp.shape(x)}" if ndim else "is a scalar"
             raise ValueError(
-                "A PRNG key must differ between micro-batches, but "
-                f"{name} of the arguments goes to each as it is. Pass it by position, "
-                "and name that in rng_argnums."
+                "Every leaf of the batch must have a batch axis, here axis "
+                f"{axis}, but {name} {has}. {todo}"
             )
+        found[i] = axis % ndim
+    return found
 
 
 def _check_axis(options: Options) -> None:
@@ -194,42 +355,37 @@ def _check_axis(options: Options) -> None:
 
 
 def _check_batch(call: Call) -> None:
-    positions, axes = call.roles["batch_argnums"], call.options.axes
-    leaves = []
-    for i in positions:
-        for name, x in named_leaves(call.args[i]):
-            alone = len(positions) == 1 and x is not call.args[i]
-            leaves.append((name if alone else f"{name} of argument {i}", x))
-    for name, x in leaves:
-        split = _mesh.as_entry(_mesh.explicit_axes(x, 0))
-        if jnp.ndim(x) == 0:
-            raise ValueError(
-                f"Every leaf of the batch must have a batch axis, but {name} is a "
-                "scalar. Pass it in an argument that batch_argnums does not name."
-            )
-        if split and not axes:
-            raise ValueError(
-                f"A batch split over explicit mesh axes needs data_axis, but {name} is "
-                f"split over {split!r} and data_axis is None. Pass data_axis={split!r}."
-            )
+    axes = call.options.axes
+    named = zip(_named_batch(call), call.batch_axes, strict=True)
+    leaves = [
+        (name, jnp.shape(x), jnp.shape(x)[axis])
+        for (name, x), axis in named
+        if axis is not None
+    ]
     if not leaves:
+        places = call.roles["batch_argnums"]
+        none = "holds none that batch_axes splits"
         raise ValueError(
             "batch_argnums must name arguments that hold arrays, but "
-            f"{' and '.join(f'argument {i} holds none' for i in positions)}. Change it."
+            f"{' and '.join(f'{_argument(i)} {none}' for i in places)}. Change it."
         )
-    (first, shape), *others = [(name, jnp.shape(x)) for name, x in leaves]
-    came, rows = f"{first} has shape {shape}", shape[0]
-    for name, other in others:
-        if other[0] != rows:
+    (first, shape, rows), *others = leaves
+    came = f"{first} has shape {shape}"
+    for name, other, length in others:
+        if length != rows:
             raise ValueError(
-                "All leaves of the batch must have one length along axis 0, but "
-                f"{came} and {name} has shape {other}. Put the examples on axis 0."
+                "All leaves of the batch must have one length along their batch axis, "
+                f"but {came} and {name} has shape {other}. Put the examples on axis "
+                "0, or say in batch_axes where they are."
             )
     if rows == 0:
         raise ValueError(
             f"The batch must hold at least one example, but {came}. Skip the call."
         )
     devices = 1 if call.mesh is None else _mesh.num_devices(axes, call.mesh)
+    if not axes:
+        split = zip(call.batch, call.split_axes, strict=True)
+        devices = max(_mesh.num_parts(x, axis) for x, axis in split)
     part, rest = divmod(rows, devices)
     if rest:
         raise ValueError(
@@ -238,6 +394,8 @@ def _check_batch(call: Call) -> None:
             f"{rows - rest + devices} examples."
         )
     k = call.options.num_microbatches
+    if devices * k > 1:
+        _check_no_batch(call, rows)
     if part % k:
         what = "the batch axis"
         if devices > 1:
@@ -247,3 +405,19 @@ def _check_batch(call: Call) -> None:
         raise ValueError(
             f"num_microbatches={k} must divide {what}, but {came}. Use {use}."
         )
+
+
+def _check_no_batch(call: Call, rows: int) -> None:
+    """Raises if an argument without a role is as long as the batch."""
+    for place in call.without_role:
+        leaves = jax.tree.leaves(call.at(place))
+        shapes = [getattr(x, "shape", ()) for x in leaves]
+        for axis in {0, *call.split_axes} if leaves else ():
+            if all(shape[axis : axis + 1] == (rows,) for shape in shapes):
+                raise ValueError(
+                    f"An argument with the batch's {rows} rows must have a role, but "
+                    f"{_argument(place)}, of shape {shapes[0]}, has none, and would go "
+                    "to each micro-batch whole. Pass "
+                    f"{_line(call, 'batch_argnums', place)} to split it; if it is to "
+                    "go whole, pass that, and None for it in batch_axes."
+                )

@@ -86,6 +86,26 @@ def named_leaves(tree: Any) -> list[tuple[str, Any]]:
     return [(leaf_name(path), leaf) for path, leaf in paths]
 
 
+_ARRAYS_ALONE = (
+    "Differentiate with respect to arrays alone: eqx.partition(model, "
+    "eqx.is_inexact_array) splits an Equinox module, and eqx.combine in fun joins it."
+)
+
+
+def check_arrays(name: str, tree: Any, todo: str = _ARRAYS_ALONE) -> None:
+    """Raises unless JAX can compute with every leaf of `tree`."""
+    for leaf, x in named_leaves(tree):
+        try:
+            isinstance(x, jax.ShapeDtypeStruct) or jax.typeof(x)
+        except TypeError:
+            which = f"{leaf} of {name}" if x is not tree else name
+            dtype = f" and dtype {x.dtype}" if hasattr(x, "dtype") else ""
+            raise TypeError(
+                f"{which} must be an array or a number, but it is of type "
+                f"{type(x).__name__}{dtype}. {todo}"
+            ) from None
+
+
 _OF_PARAMS = "Pass the gradient with respect to the parameters of the state."
 
 
@@ -163,7 +183,12 @@ def check_leaves(
 
 
 def check_gradients(
-    reference: Any, grads: Any, *, name: str = "grads", expected: str = "the parameters"
+    reference: Any,
+    grads: Any,
+    *,
+    name: str = "grads",
+    expected: str = "the parameters",
+    integers: bool = False,
 ) -> None:
     """Raises unless `grads` has the structure, shapes and kinds of `reference`.
 
@@ -172,17 +197,21 @@ def check_gradients(
       grads: the tree that came.
       name: what the message calls `grads`.
       expected: what the message calls `reference`.
+      integers: whether gradients of integer leaves may be integers.
     """
+    check_arrays(name, grads)
+    check_arrays(expected, reference)
     check_leaves(reference, grads, name=name, expected=expected)
     pairs = zip(named_leaves(reference), jax.tree.leaves(grads), strict=True)
     for (leaf, want), got in pairs:
         which = f"{leaf} of {name}"
         dtype = jax.dtypes.result_type(got)
-        if not jnp.issubdtype(dtype, jnp.inexact):
+        whole = is_integer(dtype) and is_integer(jax.dtypes.result_type(want))
+        if not (jnp.issubdtype(dtype, jnp.inexact) or (integers and whole)):
             raise TypeError(
-                f"{which} must be floating or complex, but it has dtype {dtype.name}. "
-                "Differentiate with respect to floating parameters alone, and keep "
-                "the others out of the optimizer, with optax.masked for example."
+                f"{which} must be floating or complex, but it has dtype {dtype}. "
+                "Differentiate with respect to floating parameters, and pass zeros "
+                "as the gradient of an integer one: jnp.zeros_like(parameter)."
             )
         is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
         if is_complex and not jnp.iscomplexobj(want):
@@ -190,6 +219,11 @@ def check_gradients(
                 f"{which} is complex ({dtype.name}), but {expected} hold a real leaf "
                 "there. Take the real part, or make the parameter complex."
             )
+
+
+def is_integer(dtype: np.dtype) -> bool:
+    """Whether a dtype is one of integers or bool."""
+    return jnp.issubdtype(dtype, jnp.integer) or dtype == jnp.bool_
 
 
 def nodes_of(kind: type, tree: Any) -> dict[str, Any]:
@@ -204,33 +238,40 @@ def nodes_of(kind: type, tree: Any) -> dict[str, Any]:
 # -- Weights and dtypes ----------------------------------------------------------------
 
 
-def check_weight(weight: ArrayLike) -> jax.Array:
-    """Returns `weight` as an array; raises if it is known not to be a weight."""
-    todo = "Pass how many examples (or tokens) the micro-batch holds, or None for 1."
-    if isinstance(weight, (bool, np.bool_)) or not isinstance(
-        weight, (numbers.Real, np.ndarray, jax.Array)
+def check_number(name: str, value: Any, todo: str) -> jax.Array:
+    """Returns a real scalar, static or traced, as an array, or raises."""
+    if isinstance(value, (bool, np.bool_)) or not isinstance(
+        value, (numbers.Real, np.ndarray, jax.Array)
     ):
         raise TypeError(
-            f"weight must be a real number, but it is {weight!r} of type "
-            f"{type(weight).__name__}. {todo}"
+            f"{name} must be a real number, but it is {value!r} of type "
+            f"{type(value).__name__}. {todo}"
         )
-    shape, dtype = jnp.shape(weight), jnp.result_type(weight)
+    number = jnp.asarray(value)
+    shape, dtype = number.shape, number.dtype
     if shape != ():
-        raise ValueError(
-            f"weight must be a scalar, but it has shape {shape}. {todo} Sum a mask "
-            "over the whole micro-batch."
-        )
+        raise ValueError(f"{name} must be a scalar, but it has shape {shape}. {todo}")
     if not (jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.floating)):
         raise TypeError(
-            f"weight must be a real number, but it has dtype {dtype.name}. {todo}"
+            f"{name} must be a real number, but it has dtype {dtype.name}. {todo}"
         )
+    return number
+
+
+def check_weight(weight: ArrayLike) -> jax.Array:
+    """Returns `weight` as an array; raises if it is known not to be a weight."""
+    todo = (
+        "Pass how many examples (or tokens) the micro-batch holds, such as the sum of "
+        "a mask, or None for 1."
+    )
+    number = check_number("weight", weight, todo)
     if not isinstance(weight, jax.core.Tracer):
         value = float(jax.device_get(weight))
         if not value >= 0 or math.isinf(value):
             raise ValueError(
                 f"weight must be finite and not negative, but it is {value}. {todo}"
             )
-    return jnp.asarray(weight)
+    return number
 
 
 def check_dtype(dtype: DTypeLike | None) -> np.dtype | None:

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ga_optax import _mesh
+from ga_optax import _mesh, _rows
 from ga_optax._checks import named_leaves
 from ga_optax._mesh import AnyMesh, Axes, Placement
 from ga_optax.accumulator import Accumulator
@@ -180,28 +180,42 @@ def zeros(aval: Any) -> jax.Array:
 
 def _arranged(x: Any, spec: PartitionSpec, axes: Axes, mesh: AnyMesh) -> Any:
     """Reshards `x` along explicit data axes, whose type has to say `spec`."""
-    if not set(axes) & set(_mesh.explicit_names(mesh)):
+    explicit = _mesh.explicit_names(mesh)
+    if not set(axes) & set(explicit):
         return x
     sharding = jax.typeof(x).sharding
     given = list(sharding.spec) if isinstance(sharding, NamedSharding) else []
     due = []
     for _, old, new in itertools.zip_longest(range(jnp.ndim(x)), given, spec):
         kept = (name for name in _mesh.names_in(old) if name not in axes)
-        due.append(_mesh.as_entry((*_mesh.names_in(new), *kept)))
+        told = (name for name in _mesh.names_in(new) if name in explicit)
+        due.append(_mesh.as_entry((*told, *kept)))
     return jax.reshard(x, NamedSharding(mesh, PartitionSpec(*due)))
 
 
-def split_shards(x: Any, num_microbatches: int, axes: Axes, mesh: AnyMesh) -> jax.Array:
-    """`[batch, ...]` as `[num_microbatches, micro-batch, ...]`; no data moves.
+def split_shards(
+    x: Any, num_microbatches: int, axes: Axes, mesh: AnyMesh, axis: int = 0
+) -> jax.Array:
+    """`_rows.split`, where the data axes shard `axis`; no data moves.
 
     Micro-batch i holds the i-th block of rows of every device.
     """
 
     def local(x: jax.Array) -> jax.Array:
-        return jnp.reshape(x, (num_microbatches, -1, *x.shape[1:]))
+        return _rows.split(x, num_microbatches, axis, strided=False)
+
+    specs = (_mesh.split_spec(axes, axis),), _mesh.split_spec(axes, axis + 1)
+    return over_mesh(local, mesh, axes, (x,), *specs)
+
+
+def join_shards(x: Any, axes: Axes, mesh: AnyMesh) -> jax.Array:
+    """The reverse of `split_shards`."""
+
+    def local(x: jax.Array) -> jax.Array:
+        return jnp.reshape(x, (-1, *x.shape[2:]))
 
     return over_mesh(
-        local, mesh, axes, (x,), (_mesh.split_spec(axes),), _mesh.split_spec(axes, 1)
+        local, mesh, axes, (x,), (_mesh.split_spec(axes, 1),), _mesh.split_spec(axes)
     )
 
 

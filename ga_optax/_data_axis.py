@@ -20,7 +20,7 @@ class DataAxis:
     A bare name, or a tuple of names, stands for a `DataAxis` with the defaults below.
 
     Attributes:
-      name: the axis, or a tuple of axes, that split axis 0 of the batch. It needs
+      name: the axis, or a tuple of axes, that split the batch axis. It needs
         jax >= 0.9.
       mesh: the mesh of the axis at top level. If None it is that of `jax.set_mesh`, or
         else the one that the batch lies on. Inside `jax.shard_map` over the axis it is

@@ -56,6 +56,8 @@ def arrival(jaxpr: core.Jaxpr, variable: Any, way: str = "whole") -> str | None:
     uses = [(e, i) for e in jaxpr.eqns for i, x in enumerate(e.invars) if x is variable]
     if len(uses) != 1 or any(out is variable for out in jaxpr.outvars):
         return None
+    if not variable.aval.size:
+        return None  # a stack of no layers
     [(equation, i)] = uses
     name = equation.primitive.name
     out: Any = next(iter(equation.outvars), None)  # printing has no results

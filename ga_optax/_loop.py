@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.custom_batching import custom_vmap
+from jax.extend import core
+from jax.interpreters import ad, batching, mlir
 
 from ga_optax import _aux, _collectives, _mesh, accumulator
 from ga_optax._aux import MODES, strong
@@ -39,8 +40,8 @@ class State(NamedTuple):
     Attributes:
       acc: the accumulator so far.
       carry: the carried arguments.
-      results: what each mode of aux keeps, in the order of `MODES`. The loss is the
-        first leaf of "mean".
+      results: what each mode of aux keeps, in the order of `MODES`; after the loop,
+        or what it collected. The loss is the first leaf of "mean".
     """
 
     acc: Flat
@@ -65,7 +66,7 @@ class Loop:
     in_place: Sequence[bool]
 
     def __call__(self, operands: Operands) -> State:
-        """Returns the last state, with all that "stack" stacked in it."""
+        """Returns the last state, with all that was collected in it."""
         if not any(self.in_place):
             return self.run(operands)
         plain = dataclasses.replace(self, in_place=[False] * len(self.in_place))
@@ -76,16 +77,17 @@ class Loop:
         step = functools.partial(self.micro_step, operands)
         start = self.start(operands)
         if self.num_microbatches > 1:
-            state, stacked = jax.lax.scan(step, start, operands.batch)
+            state, collected = jax.lax.scan(step, start, operands.batch)
         else:
-            state, stacked = _once(step, start, [x[0] for x in operands.batch])
-        return state._replace(results=[*state.results[:-1], stacked])
+            state, collected = _once(step, start, [x[0] for x in operands.batch])
+        kept = zip(MODES, state.results, strict=True)
+        return state._replace(results=[collected.get(name, x) for name, x in kept])
 
     def start(self, operands: Operands) -> State:
         empty = operands.acc.count == 0
         total, weight, count = operands.acc
         weight = self.vary(jnp.where(empty, jnp.zeros_like(weight), weight), empty)
-        total = [jnp.where(empty, -jnp.zeros_like(x), x) for x in total]
+        total = [accumulator.cleared(x, empty) for x in total]
         acc = Accumulator(total, weight, count)
         groups = _aux.by_mode(self.program.results, self.program.modes)
         modes = zip(MODES.values(), groups, strict=True)
@@ -94,7 +96,8 @@ class Loop:
 
     def micro_step(
         self, operands: Operands, state: State, batch: list[jax.Array]
-    ) -> tuple[State, list[jax.Array]]:
+    ) -> tuple[State, dict[str, list[jax.Array]]]:
+        """The next state, and what to collect, by mode."""
         program, acc = self.program, state.acc
         params, batch, carry = _island((operands.params, batch, state.carry))
         keys = [jax.random.fold_in(key, acc.count) for key in operands.keys]
@@ -119,11 +122,15 @@ class Loop:
             acc = Accumulator(total, self.vary(weights, one), count)
             pairs = zip(carry, state.carry, strict=True)
             carry = [_aux.like(strong(new), old) for new, old in pairs]
-            results = [accumulator.rounded(x, zero) for x in (loss, *aux)]
-            groups = _aux.by_mode(results, program.modes)
-            modes = zip(MODES.values(), state.results, groups, strict=True)
-            results = [mode.step(kept, group, weight) for mode, kept, group in modes]
-        return State(acc, carry, results), groups[-1]
+            leaves = [
+                accumulator.rounded(x, zero) if MODES[mode].adds else x
+                for x, mode in zip((loss, *aux), program.modes, strict=True)
+            ]
+            groups = dict(zip(MODES, _aux.by_mode(leaves, program.modes), strict=True))
+            modes = zip(MODES.items(), state.results, strict=True)
+            results = [mode.step(x, groups[name], weight) for (name, mode), x in modes]
+            collected = {name: groups[name] for name in MODES if MODES[name].collects}
+        return State(acc, carry, results), collected
 
     def add_gradient(
         self, acc: Flat, pullback: Any, loss: jax.Array, weight: Any
@@ -162,13 +169,16 @@ class Loop:
             before = [acc.total[i] for i in by_hand]
             zero = accumulator.unknown_zero(acc.count)
             # A bare product is rounded, then added, in every program: see `arrival`.
+            largest = [arrivals[i] == "replaces" for i in by_hand]
             for j, i in enumerate(by_hand):
-                if multiplies:
-                    dtype = before[j].dtype
+                dtype = before[j].dtype
+                if largest[j]:
+                    grads[j] = grads[j].astype(dtype)
+                elif multiplies:
                     grads[j] = accumulator.weighted(grads[j], weight, dtype, zero)
                 elif not arrivals[i]:
                     grads[j] = accumulator.rounded(grads[j], zero)
-            after = accumulator.add_terms(before, grads, selects)
+            after = accumulator.add_terms(before, grads, selects, largest)
             total = dict(zip(by_hand, after, strict=True))
         return [jax.ref.freeze(refs[i]) if i in refs else total[i] for i in leaves]
 
@@ -176,20 +186,19 @@ class Loop:
         """Marks a sum as varying over devices as `term` does, one of its terms."""
         return _collectives.vary(x, (*self.program.varying, *_mesh.varying(term)))
 
-    def results(self, state: State) -> tuple[jax.Array, Any]:
-        """The loss and the aux, of all micro-batches."""
+    def results(self, state: State) -> list[jax.Array]:
+        """The loss and the leaves of the aux, of all micro-batches."""
         modes = zip(MODES.values(), state.results, strict=True)
         done = [mode.finish(kept) for mode, kept in modes]
         leaves = _aux.in_order(done, self.program.modes)
-        loss, *aux = (
+        return [
             x.astype(due.dtype)
             if mode != "sum" and jnp.issubdtype(due.dtype, jnp.inexact)
             else x
             for x, due, mode in zip(
                 leaves, self.program.results, self.program.modes, strict=True
             )
-        )
-        return loss, jax.tree.unflatten(self.program.aux, aux)
+        ]
 
 
 # -- One program in every grouping -----------------------------------------------------
@@ -217,7 +226,7 @@ def _island(tree: Any) -> Any:
 
 def _once(
     step: Callable[..., Any], start: State, batch: list[jax.Array]
-) -> tuple[State, list[jax.Array]]:
+) -> tuple[State, Any]:
     """One micro-step, which XLA compiles by itself, as it does the body of a loop.
 
     It would remove a loop of one micro-step. On CPUs it cannot tell that this
@@ -227,11 +236,13 @@ def _once(
         cpu=lambda: jax.lax.optimization_barrier(jnp.ones([], bool)),
         default=lambda: jnp.ones([], bool),
     )
-    types = jax.eval_shape(step, start, batch)[1]
-    state, stacked = jax.lax.cond(
-        yes, lambda: step(start, batch), lambda: (start, _aux.blank(types))
+    types, structure = jax.tree.flatten(jax.eval_shape(step, start, batch)[1])
+    state, collected = jax.lax.cond(
+        yes,
+        lambda: step(start, batch),
+        lambda: (start, jax.tree.unflatten(structure, _aux.blank(types))),
     )
-    return state, [x[None] for x in stacked]
+    return state, jax.tree.map(lambda x: x[None], collected)
 
 
 def _next(count: jax.Array) -> jax.Array:
@@ -259,7 +270,16 @@ def merged(state: State, call: Call) -> State:
     # Σ w is reduced without weights, too: were the processes of a run to disagree on
     # the number of micro-batches, they would still all divide by the same number.
     small, structure = jax.tree.flatten((addends, state.acc.weight))
-    leaves = [*state.acc.total, *_collectives.vary(small, axes)]
+    is_first = jax.lax.axis_index(axes) == 0
+
+    def largest(x: jax.Array) -> jax.Array:
+        """On one device, and 0 on the others: as a sum over them it is itself."""
+        x = _collectives.vary(jax.lax.pmax(x, axes), axes)
+        return jnp.where(is_first, x, jnp.zeros_like(x))
+
+    pairs = zip(state.acc.total, call.replaced, strict=False)  # there may be no totals
+    totals = [largest(x) if replaced else x for x, replaced in pairs]
+    leaves = [*totals, *_collectives.vary(small, axes)]
     where = [*call.where, *[Placement()] * len(small)]
     out = _collectives.reduce(leaves, where, axes)
     total = out[: len(call.where)]
@@ -275,19 +295,45 @@ def merged(state: State, call: Call) -> State:
     return State(Accumulator(total, weight, state.acc.count), carry, results)
 
 
+# A primitive, since no custom rule of JAX serves all of batching, forward and reverse
+# mode, and holds references.
+_run = core.Primitive("ga_optax_window")
+_run.multiple_results = True
+_run.def_impl(lambda *args, program, plain: core.jaxpr_as_fun(program)(*args))
+_run.def_abstract_eval(lambda *args, program, plain: program.out_avals)
+mlir.register_lowering(_run, mlir.lower_fun(_run.impl, multiple_results=True))
+
+
 def _with_rules_of(plain: Run, run: Run) -> Run:
-    """`run`, which is batched and differentiated as if it were `plain`.
+    """`run`, which is batched and differentiated as if it were `plain`."""
 
-    A `jax.custom_jvp`, which would serve forward mode too, may not hold references.
-    """
-    batched = custom_vmap(run)
+    def bound(operands: Operands) -> Any:
+        flat, structure = jax.tree.flatten(operands)
+        program, shapes = jax.make_jaxpr(run, return_shape=True)(operands)
 
-    @batched.def_vmap
-    def rule(axis_size: int, in_batched: list[Any], operands: Operands) -> Any:
-        axes = jax.tree.map(lambda is_batched: 0 if is_batched else None, in_batched)
-        out = jax.vmap(plain, in_axes=axes, axis_size=axis_size)(operands)
-        return out, jax.tree.map(lambda _: True, out)
+        def flat_plain(*args: jax.Array) -> list[jax.Array]:
+            return jax.tree.leaves(plain(jax.tree.unflatten(structure, args)))
 
-    differentiated = jax.custom_vjp(lambda operands: batched(operands))
-    differentiated.defvjp(lambda x: jax.vjp(plain, x), lambda pull, ct: pull(ct))
-    return differentiated
+        out = _run.bind(*flat, program=program, plain=flat_plain)
+        return jax.tree.unflatten(jax.tree.structure(shapes), out)
+
+    return bound
+
+
+def _batched(args: Any, axes: Any, *, program: Any, plain: Any) -> tuple[Any, Any]:
+    out = jax.vmap(plain, in_axes=axes)(*args)
+    return out, [0] * len(out)
+
+
+def _derived(args: Any, tangents: Any, *, program: Any, plain: Any) -> Any:
+    moved = [i for i, x in enumerate(tangents) if not isinstance(x, ad.Zero)]
+
+    def of_moved(*some: jax.Array) -> list[jax.Array]:
+        new = dict(zip(moved, some, strict=True))
+        return plain(*[new.get(i, x) for i, x in enumerate(args)])
+
+    return jax.jvp(of_moved, [args[i] for i in moved], [tangents[i] for i in moved])
+
+
+batching.primitive_batchers[_run] = _batched
+ad.primitive_jvps[_run] = _derived

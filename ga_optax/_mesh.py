@@ -119,6 +119,20 @@ def _mesh_of(x: Any) -> AnyMesh:
     return getattr(jax.typeof(x).sharding if tracer else x.sharding, "mesh", none)
 
 
+def is_distributed(tree: Any) -> bool:
+    """Whether the compiler distributes what is computed from `tree`, if that is known.
+
+    The context has a mesh, or else the arrays do. Inside of `jit` their types name it,
+    but not how its automatic axes split them.
+    """
+    context, leaves = jax.sharding.get_abstract_mesh(), jax.tree.leaves(tree)
+    for mesh in map(_mesh_of, leaves) if context.empty else [context]:
+        for size, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True):
+            if kind == AxisType.Explicit or (kind == AxisType.Auto and size > 1):
+                return True
+    return False
+
+
 def num_devices(axes: Axes, mesh: AnyMesh | None) -> int:
     """Into how many parts `axes` split a batch; `mesh` as `find_mesh` returns it."""
     shape = (jax.sharding.get_abstract_mesh() if mesh is None else mesh).shape
@@ -216,13 +230,12 @@ def _known_spec(leaf: Any) -> PartitionSpec | None:
     return sharding.spec if isinstance(sharding, NamedSharding) else None
 
 
-def explicit_axes(x: Any, dim: int) -> Axes:
-    """The explicit mesh axes over which the type of `x` splits a dimension."""
+def num_parts(x: Any, dim: int) -> int:
+    """Into how many parts explicit mesh axes split a dimension, by the type of `x`."""
     sharding = jax.typeof(x).sharding if isinstance(x, jax.Array) else None
     if not isinstance(sharding, NamedSharding) or len(sharding.spec) <= dim:
-        return ()
-    explicit = explicit_names(sharding.mesh)
-    return tuple(name for name in names_in(sharding.spec[dim]) if name in explicit)
+        return 1
+    return math.prod(sharding.mesh.shape[name] for name in names_in(sharding.spec[dim]))
 
 
 def same_mesh(x: jax.Array, y: jax.Array) -> bool:

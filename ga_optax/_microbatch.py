@@ -10,13 +10,15 @@ top level with a data axis it enters a `shard_map`; `fun` is traced once, for an
 of micro-batches (`_program`); the loop evaluates that program (`_loop`); the devices
 merge; the sum is divided.
 
-**Membership.** Micro-batch i is a block of neighbouring rows: of B rows in k
-micro-batches, the rows from `i·B/k` up to `(i + 1)·B/k`. A batch that was drawn with
-`ga_optax.data.window_indices` and flattened is split along that function's own rows,
-and the calls of `accumulate` over the halves of a batch continue one another.
+**Membership.** Which rows are in which micro-batch is said in `_rows`. On one device
+they are neighbours: a batch that was drawn with `ga_optax.data.window_indices` and
+flattened is split along that function's own rows, and the calls of `accumulate` over
+the halves of a batch continue one another.
 """
 
 import functools
+import itertools
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,8 +34,8 @@ from ga_optax._call import Call
 from ga_optax._checks import check_gradients, named_leaves
 from ga_optax._data_axis import DataAxis
 from ga_optax._loop import Loop, Operands, merged
-from ga_optax._options import Options
-from ga_optax._program import Program, put_together, trace
+from ga_optax._options import FromAux, Options
+from ga_optax._program import Program, Value, put_together, trace, value_of
 from ga_optax.accumulator import Accumulator
 
 
@@ -45,9 +47,12 @@ def value_and_grad(
     batch_argnums: int | Sequence[int] = 1,
     rng_argnums: int | Sequence[int] = (),
     carry_argnums: int | Sequence[int] = (),
+    batch_argnames: str | Sequence[str] = (),
+    rng_argnames: str | Sequence[str] = (),
+    batch_axes: Any = 0,
     has_aux: bool = False,
-    weight_fn: Callable[..., ArrayLike] | None = None,
-    aux: Any = "mean",
+    weight_fn: Callable[..., ArrayLike] | FromAux | None = None,
+    aux: Any = "auto",
     accumulator_dtype: DTypeLike | None = jnp.float32,
     in_place: bool = True,
     axis_name: str | None = None,
@@ -65,10 +70,10 @@ def value_and_grad(
     >>> print(value, grad)
     9.0 11.0
 
-    Micro-batches are blocks of neighbouring rows. Value, gradients and aux are
-    `Σ wᵢ·xᵢ / Σ wᵢ` over them. If the loss is a mean over a varying number of things,
-    such as tokens that are not padding, return that number from `weight_fn`. Call it
-    under `jax.jit`: outside, every call compiles its loop afresh.
+    Micro-batches are blocks of neighbouring rows; on a mesh, of every k-th row. Value,
+    gradients and aux are `Σ wᵢ·xᵢ / Σ wᵢ` over them. If the loss is a mean over a
+    varying number of things, such as tokens that are not padding, return that number
+    from `weight_fn`. Call it under `jax.jit`: outside, every call compiles afresh.
 
     **Cost.** The activations of one micro-batch and one gradient tree; one read and
     write of that tree a micro-batch. Compile time does not grow with the number of
@@ -83,20 +88,23 @@ def value_and_grad(
     Args:
       fun: a function like that of `jax.value_and_grad`. Its loss is a mean over the
         examples of a micro-batch, or over what `weight_fn` counts.
-      num_microbatches: how many, static; it must divide the rows of (one device's part
-        of) the batch.
+      num_microbatches: how many, static; it must divide the rows (of each device).
       argnums: the positional arguments to differentiate with respect to.
-      batch_argnums: those to split along axis 0. All other arguments go to each
-        micro-batch whole, as they came.
+      batch_argnums: those to split. What no option names goes to each micro-batch
+        whole, as it came; it raises if it is a key, or as long as the batch.
       rng_argnums: PRNG keys, or trees of them. Micro-batch i sees `fold_in(key, i)`.
-      carry_argnums: those that thread through the micro-batches in order, such as
-        batch statistics. `fun` returns their new values first after the loss: `(loss,
-        carry)`, or `(loss, (carry, aux))`. So does the result.
+      carry_argnums: those that thread through the micro-batches, such as batch
+        statistics. `fun` and the result return their new values after the loss: `(loss,
+        carry)`, or `(loss, (carry, aux))`.
+      batch_argnames: keywords to split.
+      rng_argnames: keywords that are keys.
+      batch_axes: where to split, as in `jax.vmap`: an axis, None (whole), or a prefix
+        of the batch (of a tuple of several batch arguments, keywords last).
       has_aux: whether `fun` returns `(loss, aux)`.
-      weight_fn: a function of the batch arguments of one micro-batch that returns its
-        weight, a non-negative scalar.
-      aux: "mean" (weighted), "sum", "last", "stack" (along a new axis 0), or a tree of
-        those that is a prefix of the aux.
+      weight_fn: a function of a micro-batch's batch arguments that returns its weight,
+        a non-negative scalar, or a `FromAux`. A negative one gives NaN.
+      aux: "mean" (weighted), "sum", "last", "stack", "concat", or a prefix of the aux
+        with those. "auto" gives what the undivided batch would, by the kind of leaf.
       accumulator_dtype: see `accumulator.init`. The result has the parameters' dtypes.
       in_place: whether to add gradients inside the backward pass, wherever that is
         right (jax >= 0.11.1). `plan` and the log "ga_optax" say where it is not.
@@ -106,8 +114,7 @@ def value_and_grad(
         or a `DataAxis`. Sums meet once, after the loop. It works inside `jax.shard_map`
         and at top level.
 
-    Returns:
-      A function that returns what `jax.value_and_grad(fun, argnums, has_aux)` returns.
+    Returns: a function with the result of `jax.value_and_grad(fun, argnums, has_aux)`.
 
     Raises:
       TypeError, ValueError: if an argument does not fit, before `fun` is traced; if
@@ -115,7 +122,7 @@ def value_and_grad(
     """
     options = Options(**locals()).checked()
 
-    def mean_of_window(call: Call) -> tuple[Any, optax.Updates]:
+    def mean_of_window(call: Call) -> tuple[Value, optax.Updates]:
         params = call.params
         call = call.on_device()
         program = trace(call)
@@ -127,12 +134,17 @@ def value_and_grad(
             cast = jax.tree.map(lambda g, p: g.astype(jnp.result_type(p)), mean, params)
         return value, cast
 
+    @_warns_outside_jit
     @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, optax.Updates]:
         call = Call.make(options, args, kwargs)
-        if call.mesh is None or options.each:
-            return mean_of_window(call)
-        return _over_mesh(call, mean_of_window)
+        inside = call.mesh is None or options.each
+        if options.each:
+            _check_sums(call, 'sync="each"', 'Use sync="last"')
+        value, grads = (
+            mean_of_window(call) if inside else _over_mesh(call, mean_of_window)
+        )
+        return put_together(options, value), grads
 
     return value_and_grad_fun
 
@@ -145,9 +157,12 @@ def accumulate(
     batch_argnums: int | Sequence[int] = 1,
     rng_argnums: int | Sequence[int] = (),
     carry_argnums: int | Sequence[int] = (),
+    batch_argnames: str | Sequence[str] = (),
+    rng_argnames: str | Sequence[str] = (),
+    batch_axes: Any = 0,
     has_aux: bool = False,
-    weight_fn: Callable[..., ArrayLike] | None = None,
-    aux: Any = "mean",
+    weight_fn: Callable[..., ArrayLike] | FromAux | None = None,
+    aux: Any = "auto",
     in_place: bool = True,
     data_axis: str | Sequence[str] | DataAxis | None = None,
 ) -> Callable[..., tuple[Any, Accumulator]]:
@@ -181,10 +196,13 @@ def accumulate(
       fun: as for `value_and_grad`.
       num_microbatches: how many micro-batches are in one call, static.
       argnums: as for `value_and_grad`. It counts the arguments of `fun`, not those of
-        the returned function. So do the three below.
+        the returned function. So do the others.
       batch_argnums: as for `value_and_grad`.
       rng_argnums: as for `value_and_grad`, except for the number folded in, see above.
       carry_argnums: as for `value_and_grad`. Pass what came back on to the next call.
+      batch_argnames: as for `value_and_grad`.
+      rng_argnames: as for `value_and_grad`.
+      batch_axes: as for `value_and_grad`.
       has_aux: as for `value_and_grad`.
       weight_fn: as for `value_and_grad`.
       aux: as for `value_and_grad`.
@@ -206,6 +224,7 @@ def accumulate(
     """
     options = Options(**locals(), accumulator_dtype=None, axis_name=None).checked()
 
+    @_warns_outside_jit
     def accumulate_fun(acc: Accumulator, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(acc, Accumulator):
             raise TypeError(
@@ -222,12 +241,15 @@ def accumulate(
         check_gradients(
             acc.total, call.params, name="the parameters", expected="acc.total"
         )
+        _check_sums(call, "accumulate", "Use value_and_grad")
         if call.mesh is None or options.each:
             call = call.on_device()
-            return _fold(call, trace(call), acc, merges=False)
-        return _over_mesh(call, merged_into, acc)
+            value, acc = _fold(call, trace(call), acc, merges=False)
+        else:
+            value, acc = _over_mesh(call, merged_into, acc)
+        return put_together(options, value), acc
 
-    def merged_into(call: Call, acc: Accumulator) -> tuple[Any, Accumulator]:
+    def merged_into(call: Call, acc: Accumulator) -> tuple[Value, Accumulator]:
         """Folds from zeros on every device, and adds what they merged to `acc`."""
         call = call.on_device()
         start = accumulator.init(call.params, None)
@@ -240,9 +262,31 @@ def accumulate(
     return accumulate_fun
 
 
+def _warns_outside_jit(run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run`, which warns once if it is called outside of `jit` more than once."""
+    calls = itertools.count(1)
+
+    @functools.wraps(run)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        out = run(*args, **kwargs)
+        traced = isinstance(jax.tree.leaves(out)[0], jax.core.Tracer)
+        compiles = not jax.config.jax_disable_jit  # pyrefly: ignore[missing-attribute]
+        if compiles and not traced and next(calls) == 2:
+            warnings.warn(
+                "What value_and_grad or accumulate returned was called outside of "
+                "jax.jit again. Every such call traces the loss and compiles the loop "
+                "over micro-batches anew. Put it, or the training step around it, in "
+                "jax.jit.",
+                stacklevel=2,
+            )
+        return out
+
+    return call
+
+
 def _fold(
     call: Call, program: Program, acc: Accumulator, *, merges: bool
-) -> tuple[Any, Accumulator]:
+) -> tuple[Value, Accumulator]:
     """Adds the micro-batches of a call to `acc`; `merges` over the bound data axes."""
     options = call.options
     params, _, keys, carry = (jax.tree.leaves(call.role(n)) for n in call.roles)
@@ -251,9 +295,9 @@ def _fold(
     flat = acc._replace(total=_collectives.vary(total, call.axes))
     operands = Operands(program.consts, params, program.batch, keys, carry, flat)
     if options.axis_name is not None:
-        loss, carry, aux, done = _axis.fold(call, program, operands)
-        last = jax.tree.unflatten(program.carry, carry)
-        value = put_together(options, loss, last, aux)
+        _check_sums(call, "axis_name", "Leave it out")
+        leaves, carry, done = _axis.fold(call, program, operands)
+        value = value_of(call, program, leaves, program.carry.unflatten(carry))
         total = jax.tree.unflatten(structure, done.total)
         return value, done._replace(total=total)
 
@@ -267,16 +311,29 @@ def _fold(
             'float16 or a narrow loss in it. Use sync="last", or a float32 loss.'
         )
     in_place = [why is None for why in whys]
+    # Without its arrays: what is differentiated later must not hold tracers.
+    program = program._replace(consts=(), batch=[])
     loop = Loop(program, options.num_microbatches, sums_already, in_place)
     state = loop(operands)
     if merges and call.axes:
         with jax.named_scope("merge"):
             state = merged(state, call)
-    loss, aux = loop.results(state)
     last = jax.tree.unflatten(program.carry, state.carry)
-    value = put_together(options, loss, last, aux)
+    value = value_of(call, program, loop.results(state), last)
     total = jax.tree.unflatten(structure, state.acc.total)
     return value, state.acc._replace(total=total)
+
+
+def _check_sums(call: Call, what: str, todo: str) -> None:
+    """Raises if a leaf has its new value for a gradient, of which no sum is right."""
+    pairs = zip(named_leaves(call.params), call.replaced, strict=True)
+    for (name, _), replaced in pairs:
+        if replaced:
+            raise ValueError(
+                f"{what} must have gradients to add up, but that of {name} is its new "
+                f"value, of which the largest counts. {todo}, or do not differentiate "
+                "with respect to it."
+            )
 
 
 def _mean(call: Call, program: Program, acc: Accumulator) -> optax.Updates:
@@ -289,6 +346,8 @@ def _mean(call: Call, program: Program, acc: Accumulator) -> optax.Updates:
     power_of_two = not program.weighted and k > 1 and k & (k - 1) == 0
 
     def divided(total: jax.Array, arrival: str | None) -> jax.Array:
+        if arrival == "replaces":
+            return total
         if arrival == "slices":
             return accumulator.average_in_place(total, acc.weight)
         exact = not jnp.iscomplexobj(total) and 1 / k >= jnp.finfo(total.dtype).tiny
@@ -305,34 +364,32 @@ def _over_mesh(call: Call, run: Callable[..., Any], *acc: Accumulator) -> Any:
     options, mesh, axes = call.options, call.mesh, call.options.axes
     split, params = _mesh.split_spec(axes), call.params
     whole: Any = PartitionSpec()
-    places = _mesh.placements(params, call.specs, axes, mesh)
-    specs = jax.tree.unflatten(jax.tree.structure(params), [p.spec for p in places])
+    where = _mesh.placements(params, call.specs, axes, mesh)
+    specs = jax.tree.unflatten(jax.tree.structure(params), [p.spec for p in where])
 
-    with_role = {i: call.args[i] for group in call.roles.values() for i in group}
-    in_specs: dict[int, Any] = dict.fromkeys(with_role, whole)
-    in_specs |= dict.fromkeys(call.roles["batch_argnums"], split)
+    places = call.unsplit
     of_params = (specs,) if isinstance(options.argnums, int) else specs
-    in_specs |= dict(zip(call.roles["argnums"], of_params, strict=True))
-    _mesh.check_scatter(params, places, axes, mesh)
+    of_roles = [*of_params, *[whole] * (len(places) - len(of_params))]
+    of_batch = [_mesh.split_spec(axes, axis) for axis in call.split_axes]
+    _mesh.check_scatter(params, where, axes, mesh)
     # What has no role goes to `fun` as it came, but for traced and distributed arrays,
     # which have to be operands.
-    without = call.with_args(dict.fromkeys(with_role)).args
-    rest, structure = jax.tree.flatten((without, call.kwargs))
+    without = call.with_args(dict.fromkeys(places)).with_batch([0] * len(of_batch))
+    rest, structure = jax.tree.flatten((without.args, without.kwargs))
     operands = {i: x for i, x in enumerate(rest) if _collectives.is_operand(x)}
 
-    def local(with_role: Any, operands: Any, *acc: Accumulator) -> Any:
+    def local(with_role: Any, batch: Any, operands: Any, *acc: Accumulator) -> Any:
         leaves = [operands.get(i, x) for i, x in enumerate(rest)]
         args, kwargs = jax.tree.unflatten(structure, leaves)
         inner = call._replace(specs=specs, args=args, kwargs=kwargs, mesh=None)
-        return run(inner.with_args(with_role), *acc)
+        with_role = dict(zip(places, with_role, strict=True))
+        return run(inner.with_args(with_role).with_batch(batch), *acc)
 
     # Every other part of the value is the same on all devices.
-    aux = jax.tree.map(lambda mode: split if mode == "stack" else whole, options.aux)
-    carry = (whole,) * len(call.roles["carry_argnums"])
-    value = put_together(options, whole, carry, aux)
+    value = Value(whole, whole, whole, collected=split)
     result: Any = Accumulator(specs, whole, whole) if acc else specs
-    given = with_role, operands, *acc
-    of_given = in_specs, whole, *[result] * len(acc)
+    given = [call.at(i) for i in places], call.batch, operands, *acc
+    of_given = of_roles, of_batch, whole, *[result] * len(acc)
     checks = options.axis_name is None  # JAX has no types for an axis beside the mesh
     out_specs = value, result
     return _collectives.over_mesh(

@@ -24,7 +24,14 @@ from jax.typing import ArrayLike, DTypeLike
 from ga_optax import _mesh
 from ga_optax._checks import check_callable, check_dtype, check_gradients
 from ga_optax._place import ManyDevices, OneDevice
-from ga_optax._state import MultiStepsState, find_state, has_updated
+from ga_optax._state import (
+    MultiStepsState,
+    has_updated,
+    some_states,
+    state_type,
+    warn_of_counts,
+)
+from ga_optax._text import listed
 from ga_optax._window import SkipFn, Window, check_every_k
 
 
@@ -124,16 +131,22 @@ class MultiSteps(optax.GradientTransformationExtraArgs):
         never happened. `drop_window_if_not_finite` is one.
       track_noise: whether to keep what `noise_scale` needs. A micro-step then reads the
         gradient once more, and a step the mean. A static k of 1 has nothing to keep.
+      mean_argnames: names of extra arguments, real scalars, whose mean over the window,
+        Σ w·x / Σ w in float32, `opt` gets: `"value"` for
+        `optax.contrib.reduce_on_plateau`. They must be given in every call. Of all
+        others it gets what the last micro-step was given.
       data_axis: a mesh axis, or a tuple of them, that split the batch: for gradients of
         one device's rows, inside `jax.shard_map`. Every device accumulates its own, no
         micro-step communicates, and the step reduces over the axis once. (The answer of
-        `should_skip_update_fn` costs one scalar all-reduce a micro-step.) If the
-        compiler splits the batch, under `jax.jit` alone, gradients come reduced: leave
-        it out, or use `value_and_grad(data_axis=)`.
+        `should_skip_update_fn` costs one scalar all-reduce a micro-step.) `emit` and
+        the extra arguments must be the same on all devices, except those to average. If
+        the compiler splits the batch, under `jax.jit` alone, gradients come reduced:
+        leave it out, or use `value_and_grad(data_axis=)`.
 
     Attributes:
       init: `params -> MultiStepsState`. Leaves of the accumulator are sharded as the
-        parameters are, if arrays or their types say how.
+        parameters are, if arrays or their types say how. Gradients of integer
+        parameters accumulate in a floating dtype, as in Optax.
       update: `(grads, state, params=None, *, weight=None, **extra_args) -> (updates,
         state)`. `weight` says how much this micro-batch counts: see `accumulator.add`.
 
@@ -155,6 +168,7 @@ class MultiSteps(optax.GradientTransformationExtraArgs):
         *,
         should_drop_window_fn: SkipFn | None = None,
         track_noise: bool = False,
+        mean_argnames: str | Sequence[str] = (),
         data_axis: str | Sequence[str] | None = None,
     ) -> "MultiSteps":
         """Builds the pair of pure functions; see the class for the arguments."""
@@ -187,6 +201,7 @@ class MultiSteps(optax.GradientTransformationExtraArgs):
                 f"{data_axis!r}. Track the noise in a run on one device."
             )
         mean = bool(use_grad_mean)
+        names = _check_argnames(mean_argnames)
         window = Window(
             inner=optax.with_extra_args_support(opt),
             every_k=check_every_k(every_k_schedule),
@@ -194,6 +209,7 @@ class MultiSteps(optax.GradientTransformationExtraArgs):
             should_drop=should_drop_window_fn,
             dtype=check_dtype(accumulator_dtype),
             track_noise=track_noise,
+            mean_argnames=names,
             place=ManyDevices(mean, axes) if axes else OneDevice(mean),
         )
 
@@ -219,7 +235,7 @@ class MultiSteps(optax.GradientTransformationExtraArgs):
         self = super().__new__(cls, window.init, update_as_in_optax)
         self._window = window
         self._arguments = {
-            "opt": window.inner,
+            "opt": opt,
             "every_k_schedule": window.every_k,
             "use_grad_mean": mean,
             "should_skip_update_fn": should_skip_update_fn,
@@ -227,6 +243,7 @@ class MultiSteps(optax.GradientTransformationExtraArgs):
             "should_drop_window_fn": should_drop_window_fn,
             "track_noise": track_noise,
             "data_axis": axes or None,
+            "mean_argnames": names,
         }
         return self
 
@@ -243,12 +260,13 @@ class MultiSteps(optax.GradientTransformationExtraArgs):
 
         >>> import optax, ga_optax as ga
         >>> tx = ga.MultiSteps(optax.sgd(0.1), 4, data_axis="data")
-        >>> tx.state_specs.acc_grads, tx.state_specs.inner_opt_state
+        >>> tx.state_specs.total, tx.state_specs.inner_opt_state
         (P('data',), P())
         """
         specs: dict[str, Any] = dict.fromkeys(MultiStepsState._fields, PartitionSpec())
-        of_device = self._window.place.spec
-        return MultiStepsState(**specs | {"acc_grads": of_device, "weight": of_device})
+        place = self._window.place
+        specs |= dict.fromkeys(("total", "weight", "arg_totals"), place.spec)
+        return state_type(place.use_grad_mean)(**specs)
 
     def has_updated(self, state: optax.OptState) -> jax.Array:
         """Whether the last call emitted; see the function `has_updated`."""
@@ -279,7 +297,7 @@ def apply_gradients(
     params: optax.Params,
     *,
     weight: ArrayLike | None = None,
-    emit: bool | None = None,
+    emit: bool | jax.Array | None = None,
     **extra_args: Any,
 ) -> tuple[optax.Params, optax.OptState]:
     """`tx.update` and `optax.apply_updates` in one, at the floor of memory traffic.
@@ -315,7 +333,10 @@ def apply_gradients(
       emit: `None` lets the state count. A Python bool says it statically, for a host
         loop that counts for itself: `True` closes the window with this micro-step,
         `False` keeps it open, and the compiled program has no cond. What may still
-        prevent the step (a weight, a skip function) is then an elementwise select.
+        prevent the step (a weight, a skip function) is then an elementwise select. A
+        traced bool `[]` says it at run time, for windows that end where the data says
+        so: it takes the place of the state's count, at the same cost. A k of 1 keeps no
+        accumulator to hold such a window.
       **extra_args: passed to the inner optimizer.
 
     Returns:
@@ -323,26 +344,40 @@ def apply_gradients(
 
     Raises:
       ValueError: if trees, shapes or the weight do not fit; names the leaf.
-      TypeError: if `emit` is no Python bool, or if `emit` is given and `tx` is not a
-        `MultiSteps`.
+      TypeError: if `emit` is no bool, if `emit` is given and `tx` is not a
+        `MultiSteps`, or if there are extra arguments and the optimizer is a plain
+        `optax.GradientTransformation`, which takes none.
+
+    Warns:
+      UserWarning: if a schedule, or anything else that counts, stands around a
+        `MultiSteps` inside of `tx`, or beside it in a chain: it counts micro-steps.
     """
-    if emit is not None and not isinstance(emit, bool):
+    if not (emit is None or isinstance(emit, bool) or _is_bool_scalar(emit)):
         raise TypeError(
-            f"emit must be a Python bool or None, but it is {emit!r}. Count in the "
-            "host loop and jit for each (static_argnames='emit'), or leave it out."
+            "emit must be None, a Python bool, or a bool scalar of JAX, but it is "
+            f"{emit!r}. If the host loop counts, jit with static_argnames='emit'; or "
+            "leave it out."
         )
     _check_spelling(extra_args)
-    check_gradients(params, grads, expected="params")
+    if params is None and jax.tree.leaves(grads):
+        raise TypeError(
+            "params must be the parameters, but it is None. apply_gradients returns "
+            "them updated: pass those that grads belong to."
+        )
+    check_gradients(params, grads, expected="params", integers=True)
     if isinstance(tx, MultiSteps):
+        _check_taken(tx._arguments["opt"], extra_args)
         window = tx._window
         request = window.request(state, grads, params, extra_args, applies=True)
         return window.micro_step(request, weight, emit)
 
     if emit is not None:
         raise TypeError(_need_multi_steps("emit", tx))
+    warn_of_counts(state)
     if weight is not None:
-        find_state(state)  # raises if no MultiSteps inside would see the weight
+        some_states(state)  # raises if no MultiSteps inside would see the weight
         extra_args["weight"] = weight
+    _check_taken(tx, extra_args)
     updates, state = optax.with_extra_args_support(tx).update(
         grads, state, params, **extra_args
     )
@@ -371,19 +406,27 @@ def flush(
       tx: the `MultiSteps`.
       state: its state.
       params: the parameters.
-      **extra_args: passed to the inner optimizer.
+      **extra_args: passed to the inner optimizer. Those that `mean_argnames` names
+        come from the window.
 
     Returns:
       The new parameters and the new state.
 
     Raises:
-      TypeError: if `tx` is not a `MultiSteps`.
+      TypeError: if `tx` is not a `MultiSteps`, or if there are extra arguments and its
+        optimizer takes none.
       ValueError: if `params` does not fit the state; names the leaf.
     """
     if not isinstance(tx, MultiSteps):
         raise TypeError(_need_multi_steps("flush", tx))
+    _check_taken(tx._arguments["opt"], extra_args)
     window = tx._window
+    extra_args |= dict.fromkeys(window.mean_argnames, 0.0)  # only their types are read
     return window.flush(window.request(state, params, params, extra_args, applies=True))
+
+
+def _is_bool_scalar(x: Any) -> bool:
+    return isinstance(x, jax.Array) and (x.dtype, x.shape) == (jnp.bool_, ())
 
 
 def _check_spelling(extra_args: dict[str, Any]) -> None:
@@ -394,6 +437,28 @@ def _check_spelling(extra_args: dict[str, Any]) -> None:
                 "Extra arguments are for the inner optimizer, but "
                 f"{name!r} looks like {meant!r}. Spell it {meant}=."
             )
+
+
+def _check_taken(opt: Any, extra_args: dict[str, Any]) -> None:
+    """Raises if there are extra arguments, and an optimizer that takes none."""
+    if extra_args and not isinstance(opt, optax.GradientTransformationExtraArgs):
+        raise TypeError(
+            "Extra arguments must be for the optimizer, but it is a plain "
+            f"GradientTransformation, which takes none, and {listed([*extra_args])} "
+            "came. Leave them out, or see optax.GradientTransformationExtraArgs."
+        )
+
+
+def _check_argnames(names: str | Sequence[str]) -> tuple[str, ...]:
+    """Returns the names of extra arguments as a tuple, or raises."""
+    names = (names,) if isinstance(names, str) else tuple(names)
+    for name in names:
+        if not isinstance(name, str) or name in ("weight", "emit"):
+            raise ValueError(
+                "mean_argnames must name extra arguments of the inner optimizer, but "
+                f"one is {name!r}. Pass a tuple of names, such as ('value',)."
+            )
+    return names
 
 
 def _need_multi_steps(what: str, tx: Any) -> str:

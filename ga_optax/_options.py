@@ -1,16 +1,55 @@
 """Options of the fold inside a call, checked before anything is traced."""
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import jax
 from jax.typing import ArrayLike, DTypeLike
 
 from ga_optax import _aux
-from ga_optax._checks import check_callable, check_dtype, check_num_microbatches
+from ga_optax._checks import (
+    check_callable,
+    check_dtype,
+    check_num_microbatches,
+    is_int,
+)
 from ga_optax._data_axis import DataAxis, as_data_axis
 
 ROLES = ("argnums", "batch_argnums", "rng_argnums", "carry_argnums")
+# Keywords may have two of them, under these options.
+NAMES = {"batch_argnums": "batch_argnames", "rng_argnums": "rng_argnames"}
+
+Place = int | str  # of an argument: its position, or its keyword
+
+
+@dataclass(frozen=True)
+class FromAux:
+    """A `weight_fn` that reads the weight off the aux, which the loss computes anyway.
+
+    >>> import jax, jax.numpy as jnp
+    >>> import ga_optax as ga
+    >>> def loss(w, batch):
+    ...     tokens = jnp.sum(batch["mask"])
+    ...     error = (batch["x"] * w) ** 2
+    ...     return jnp.sum(error * batch["mask"]) / tokens, {"tokens": tokens}
+    >>> fun = ga.value_and_grad(
+    ...     loss, 2, has_aux=True, weight_fn=ga.FromAux(lambda aux: aux["tokens"]))
+    >>> batch = {"x": jnp.arange(1.0, 5.0), "mask": jnp.array([1, 1, 1, 0])}
+    >>> (value, aux), grad = jax.jit(fun)(jnp.float32(3.0), batch)
+    >>> print(value, grad, aux["tokens"])
+    42.0 28.0 3
+
+    Nothing is computed twice: the weight is known after the forward pass, before the
+    backward pass of the same micro-batch.
+
+    Attributes:
+      fun: a function of the aux of one micro-batch that returns its weight, a
+        non-negative scalar. No gradient flows through it.
+    """
+
+    fun: Callable[[Any], ArrayLike]
 
 
 class Options(NamedTuple):
@@ -22,8 +61,11 @@ class Options(NamedTuple):
     batch_argnums: int | Sequence[int]
     rng_argnums: int | Sequence[int]
     carry_argnums: int | Sequence[int]
+    batch_argnames: str | Sequence[str]
+    rng_argnames: str | Sequence[str]
+    batch_axes: Any
     has_aux: bool
-    weight_fn: Callable[..., ArrayLike] | None
+    weight_fn: Callable[..., ArrayLike] | FromAux | None
     aux: Any
     accumulator_dtype: DTypeLike | None
     in_place: bool
@@ -34,9 +76,7 @@ class Options(NamedTuple):
         """The same, in one form; raises if an option does not fit."""
         todo = "Pass the loss function itself, not its value."
         check_callable("fun", self.fun, "of the parameters and the batch", todo)
-        if self.weight_fn is not None:
-            todo = "Pass None to count every micro-batch as 1."
-            check_callable("weight_fn", self.weight_fn, "of the batch arguments", todo)
+        check_weight_fn(self.weight_fn, self.has_aux)
         if not isinstance(self.in_place, bool):
             raise TypeError(
                 f"in_place must be a bool, but it is {self.in_place!r}. Pass True: it "
@@ -48,11 +88,19 @@ class Options(NamedTuple):
                 "axis_name must be the name of the axis over which fun communicates, "
                 f'but it is {self.axis_name!r}. Pass "rows", for example, or None.'
             )
+        for axis in jax.tree.leaves(self.batch_axes):
+            if not is_int(axis):
+                raise TypeError(
+                    "batch_axes must be an int, None, or a tree of those that is a "
+                    f"prefix of the batch, but it holds {axis!r}. Pass the axis to "
+                    "split along, and None for what goes to each micro-batch whole."
+                )
         options = self._replace(
             data_axis=as_data_axis(self.data_axis),
             num_microbatches=check_num_microbatches(self.num_microbatches),
             accumulator_dtype=check_dtype(self.accumulator_dtype),
             **{name: _positions(name, getattr(self, name)) for name in ROLES},
+            **{name: _names(name, getattr(self, name)) for name in NAMES.values()},
         )
         options.roles()
         return options
@@ -72,26 +120,63 @@ class Options(NamedTuple):
         """Whether `fun` returns a carry."""
         return self.carry_argnums != ()
 
-    def roles(self, num_args: int | None = None) -> dict[str, tuple[int, ...]]:
-        """Which positions have which role; raises if one is missing or has two."""
-        owner: dict[int, str] = {}
-        for name in ROLES:
-            value = getattr(self, name)
-            for i in (value,) if isinstance(value, int) else value:
-                if num_args is not None and not -num_args <= i < num_args:
+    def roles(
+        self, num_args: int | None = None, keywords: Iterable[str] = ()
+    ) -> dict[str, tuple[Place, ...]]:
+        """Which arguments have which role; raises if one is missing or has two."""
+        owner: dict[Place, str] = {}
+        roles: dict[str, list[Place]] = {role: [] for role in ROLES}
+        for role in ROLES:
+            value, named = getattr(self, role), NAMES.get(role, "")
+            places = *((value,) if is_int(value) else value), *getattr(self, named, ())
+            for i in places:
+                option = named if isinstance(i, str) else role
+                if num_args is not None:
+                    i = _found(option, i, num_args, keywords)
+                if i in owner:
                     raise ValueError(
-                        f"{name} must name positional arguments of the call, but it "
-                        f"names number {i}, and {num_args} came. Pass that argument by "
-                        f"position, or change {name}."
+                        f"{option} must not overlap {owner[i]}, but both name argument "
+                        f"{i!r}. Give each argument one role."
                     )
-                position = i if num_args is None else i % num_args
-                if position in owner:
-                    raise ValueError(
-                        f"{name} must not overlap {owner[position]}, but both name "
-                        f"argument {position}. Give each argument one role."
-                    )
-                owner[position] = name
-        return {name: tuple(i for i in owner if owner[i] == name) for name in ROLES}
+                owner[i] = option
+                roles[role].append(i)
+            if not places and role in ("argnums", "batch_argnums"):
+                raise ValueError(
+                    f"{role} must name at least one argument, but it is (). Leave it "
+                    "out."
+                )
+        return {role: tuple(places) for role, places in roles.items()}
+
+
+def _found(option: str, i: Place, num_args: int, keywords: Iterable[str]) -> Place:
+    """Where an argument of the call stands; raises if it did not come."""
+    if isinstance(i, str):
+        kind, came = "keyword", f"{i!r}, and {' and '.join(keywords) or 'none'}"
+        if i in keywords:
+            return i
+    else:
+        kind, came = "positional", f"number {i}, and {num_args}"
+        if -num_args <= i < num_args:
+            return i % num_args
+    other = f" (for keywords there is {NAMES[option]})" if option in NAMES else ""
+    raise ValueError(
+        f"{option} must name {kind} arguments of the call, but it names {came} came. "
+        f"Pass that argument so, or change {option}{other}."
+    )
+
+
+def check_weight_fn(weight_fn: Any, has_aux: bool) -> None:
+    """Raises unless `weight_fn` is None, a function or a `FromAux`."""
+    todo = "Pass None to count every micro-batch as 1."
+    if isinstance(weight_fn, FromAux):
+        check_callable("The argument of FromAux", weight_fn.fun, "of the aux", todo)
+        if not has_aux:
+            raise ValueError(
+                f"weight_fn=FromAux must have an aux to read, but has_aux={has_aux!r}. "
+                "Pass has_aux=True, and return (loss, aux)."
+            )
+    elif weight_fn is not None:
+        check_callable("weight_fn", weight_fn, "of the batch arguments", todo)
 
 
 def _positions(name: str, value: Any) -> Any:
@@ -104,8 +189,14 @@ def _positions(name: str, value: Any) -> Any:
             f"{name} must be an int or a sequence of ints, but it is {value!r}. Number "
             "the positional arguments of fun from 0."
         ) from None
-    if not positions and name in ("argnums", "batch_argnums"):
-        raise ValueError(
-            f"{name} must name at least one argument, but it is (). Leave it out."
-        )
     return positions
+
+
+def _names(name: str, value: Any) -> Any:
+    names = (value,) if isinstance(value, str) else value
+    if isinstance(names, (tuple, list)) and all(isinstance(x, str) for x in names):
+        return tuple(names)
+    raise TypeError(
+        f"{name} must be a str or a sequence of strs, but it is {value!r}. Name the "
+        "keyword arguments of the call."
+    )

@@ -24,20 +24,23 @@ Choose = Callable[[Predicate, Callable[[], T], Callable[[], T]], T]
 
 
 class Buffer(NamedTuple):
-    """What a state holds of a window; `values` is a sum while the window is open.
+    """What a state holds of a window; `values` is `(gradients, extra arguments)`.
 
-    In the micro-step that closes the window on one device it is what the inner
-    optimizer sees, the mean, in the place of the sum.
+    They are sums while the window is open. In the micro-step that closes the window
+    on one device they are what the inner optimizer sees, means, in the place of sums.
     """
 
-    values: optax.Updates
+    values: Any
     weight: jax.Array
     count: jax.Array
 
 
-def _mean(buffer: Buffer) -> Buffer:
+def _mean(buffer: Buffer, use_grad_mean: bool) -> Buffer:
+    """What the inner optimizer sees: of extra arguments always the mean."""
     divide = functools.partial(accumulator.divide, weight=buffer.weight)
-    return buffer._replace(values=jax.tree.map(divide, buffer.values))
+    grads, args = buffer.values
+    grads = jax.tree.map(divide, grads) if use_grad_mean else grads
+    return buffer._replace(values=(grads, jax.tree.map(divide, args)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,9 +90,10 @@ class OneDevice:
         for each reader, out of a sum that it has to copy for that.
         """
         buffer = Buffer(*acc)
-        if not self.use_grad_mean or closes is False:
+        divides = self.use_grad_mean or buffer.values[1]
+        if not divides or closes is False:
             return buffer
-        return select(closes, _mean(buffer), buffer)
+        return select(closes, _mean(buffer, self.use_grad_mean), buffer)
 
     def fence(self, buffer: Buffer) -> Buffer:
         """Keeps the last addition out of the inner optimizer.
@@ -150,7 +154,7 @@ class ManyDevices:
                 "is called outside. Wrap the training step; or leave data_axis out "
                 "if the compiler splits the batch."
             )
-        for name, leaf in named_leaves(acc)[:-1]:
+        for name, leaf in named_leaves((acc.total, acc.weight)):
             if jnp.shape(leaf)[:1] != (1,):
                 raise ValueError(
                     "Inside the shard_map the state must hold this device's part of "
@@ -178,7 +182,7 @@ class ManyDevices:
                     f"{_mesh.OWN_COPY}"
                 )
         for what, tree, todo in (
-            ("extra arguments", extra_args, "Reduce it, with jax.lax.pmean."),
+            ("extra arguments", extra_args, "Reduce them, with jax.lax.pmean."),
             ("params", params, "The sums would mix its shards: pass whole ones."),
         ):
             for name, leaf in named_leaves(tree):
@@ -221,8 +225,7 @@ class ManyDevices:
             # Only the sum over all devices says whether there is any weight.
             with jax.named_scope("ga_optax.merge"):
                 whole = _collectives.merge_across(Accumulator(*buffer), self.axes)
-            whole = Buffer(*whole)
-            whole = _mean(whole) if self.use_grad_mean else whole
+            whole = _mean(Buffer(*whole), self.use_grad_mean)
             return choose(weighs(whole), lambda: run(whole), stay)
 
         return choose(closes, merged, stay)

@@ -1,7 +1,7 @@
 """What `fun` does to one micro-batch: traced once, checked and read."""
 
-import itertools
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -10,11 +10,12 @@ import numpy as np
 from jax.extend import core
 from jax.typing import ArrayLike
 
-from ga_optax import _aux, _collectives, _mesh
+from ga_optax import _aux, _collectives, _mesh, _rows
 from ga_optax._call import Call
-from ga_optax._checks import check_structure, check_weight, named_leaves
+from ga_optax._checks import check_structure, named_leaves
 from ga_optax._in_place import arrival, inner_programs
-from ga_optax._options import Options
+from ga_optax._options import FromAux, Options
+from ga_optax.accumulator import as_weight
 
 _UNBOUND = (
     "For a collective over all micro-batches of a window, pass the name of its axis to "
@@ -33,13 +34,15 @@ class Program(NamedTuple):
       batch: the leaves of the batch, split into micro-batches.
       results: the types of the loss and of the leaves of the aux.
       modes: how each of them is put together over the micro-batches.
+      axes: the axis along which "concat" joins each of them.
       carry: the structure of the carry.
       aux: the structure of the aux.
       weighted: whether there is a weight.
       varying: the mesh axes over which every sum differs between devices: those of
         the data, and of the weight.
       multiplies: whether the weight multiplies the gradients, and not the cotangent.
-      arrivals: how the gradient of each leaf of the parameters arrives, see `arrival`.
+      arrivals: how the gradient of each leaf of the parameters arrives, see `arrival`;
+        "replaces" if it is the leaf's new value, of which the largest is kept.
     """
 
     jaxpr: core.Jaxpr
@@ -47,6 +50,7 @@ class Program(NamedTuple):
     batch: list[jax.Array]
     results: list[Any]
     modes: list[str]
+    axes: list[int]
     carry: Any
     aux: Any
     weighted: bool
@@ -58,22 +62,31 @@ class Program(NamedTuple):
 def trace(call: Call) -> Program:
     """Traces `fun` for one micro-batch; raises if what it returns does not fit."""
     options = call.options
-    positions = [i for group in call.roles.values() for i in group]
     weight_fn = options.weight_fn
 
-    def micro_batch(*roles: tuple[Any, ...]) -> tuple[Any, ...]:
-        _, batch, _, old = roles
-        weight = None if weight_fn is None else check_weight(weight_fn(*batch))
-        new = dict(zip(positions, itertools.chain(*roles), strict=True))
-        out = options.fun(*call.with_args(new).args, **call.kwargs)
+    def micro_batch(params: Any, batch: list[Any], keys: Any, old: Any) -> Any:
+        new = dict(zip(call.unsplit, (*params, *keys, *old), strict=True))
+        one = call.with_args(new).with_batch(batch)
+        whole = one.role("batch_argnums")
+        weight = None
+        if weight_fn is not None and not isinstance(weight_fn, FromAux):
+            weight = as_weight(weight_fn(*whole), float)
+        try:
+            out = options.fun(*one.args, **one.kwargs)
+        except Exception as error:
+            error.add_note(_in_words(call, batch[0]))
+            raise
         loss, carry, aux = _taken_apart(options, out)
         _check_carry(old, carry)
+        if isinstance(weight_fn, FromAux):
+            weight = as_weight(weight_fn.fun(aux), float)
         return loss, weight, carry, aux
 
-    params, batch, keys, carry = (call.role(name) for name in call.roles)
+    params, _, keys, carry = map(call.role, call.roles)
     with jax.named_scope("split"):
-        batch = jax.tree.map(lambda x: _split(call, x), batch)
-    first = jax.tree.map(lambda x: x[0], batch)
+        pairs = zip(call.batch, call.split_axes, strict=True)
+        batch = [_split(call, x, axis) for x, axis in pairs]
+    first = [x[0] for x in batch]
     trace_one = jax.make_jaxpr(micro_batch, axis_env=call.axis_env, return_shape=True)
     try:
         closed, shapes = trace_one(params, first, keys, carry)
@@ -81,71 +94,177 @@ def trace(call: Call) -> Program:
         if "unbound axis name" in str(error):
             error.add_note(_UNBOUND)
         raise
+    except ValueError as error:
+        _explain_manual_axis(call, error)
+        raise
+    k, rows = options.num_microbatches, first[0].shape[call.split_axes[0]]
+    joins = k == 1 and call.axes != ()  # one part of each device
+
+    def grown() -> Any:
+        more = call.batch
+        if joins:
+            pairs = zip(more, call.split_axes, strict=True)
+            more = [jnp.concatenate([x, x], axis) for x, axis in pairs]
+        return trace_one(params, more, keys, carry)[1][-1]
+
     jaxpr = closed.jaxpr
     # The types of the results say over which devices they vary; their shapes do not.
     avals = [variable.aval for variable in jaxpr.outvars]
     loss, weight, carry, aux = jax.tree.unflatten(jax.tree.structure(shapes), avals)
+    modes = _aux.resolved(options.aux, aux, rows, 2 if joins else k, grown)
     _check_not_reduced(call, loss)
     narrow = jnp.finfo(loss.dtype).bits < 32
-    of_params = jaxpr.invars[: len(jax.tree.leaves(params))]
+    arguments = jax.tree.leaves(params), first, keys, carry
+    replaced = call.replaced
+    of_params = zip(replaced, jaxpr.invars[: len(replaced)], strict=True)
     return Program(
         jaxpr=jaxpr,
         consts=closed.consts,
-        batch=jax.tree.leaves(batch),
+        batch=batch,
         results=[loss, *jax.tree.leaves(aux)],
-        modes=["mean", *_aux.modes_of(options.aux, aux)],
+        modes=["mean", *(mode for mode, _ in modes)],
+        axes=[0, *(axis for _, axis in modes)],
         carry=jax.tree.structure(carry),
         aux=jax.tree.structure(aux),
         weighted=weight is not None,
         varying=tuple(sorted({*call.axes, *_mesh.varying(weight)})),
-        multiplies=weight is not None and (narrow or not _scales(jaxpr)),
-        arrivals=[arrival(jaxpr, variable) for variable in of_params],
+        multiplies=weight is not None
+        and (narrow or not _scales(call, closed, *arguments)),
+        arrivals=["replaces" if new else arrival(jaxpr, x) for new, x in of_params],
     )
 
 
-def _split(call: Call, x: ArrayLike) -> jax.Array:
-    """`[batch, ...]` as `[num_microbatches, micro-batch, ...]`."""
+def _split(call: Call, x: ArrayLike, axis: int) -> jax.Array:
+    """`x` as `[num_microbatches, ...]`, micro-batches split along `axis`."""
     k = call.options.num_microbatches
     if call.mesh is not None:
-        return _collectives.split_shards(x, k, call.options.axes, call.mesh)
-    shape = jnp.shape(x)
-    return jnp.reshape(jnp.asarray(x), (k, shape[0] // k, *shape[1:]))
+        return _collectives.split_shards(x, k, call.options.axes, call.mesh, axis)
+    return _rows.split(x, k, axis, call.strided)
 
 
-def _scales(jaxpr: core.Jaxpr) -> bool:
+def _in_words(call: Call, x: jax.Array) -> str:
+    """What `fun` was given, for a note to an error of its own."""
+    return (
+        f"ga_optax called fun with one of {call.options.num_microbatches} "
+        f"micro-batches: the first leaf of the batch has shape {jnp.shape(x)}, split "
+        f"along axis {call.split_axes[0]} of {jnp.shape(call.batch[0])}. batch_argnums "
+        "and batch_axes say what is split; all else goes whole."
+    )
+
+
+def _joined(call: Call, x: jax.Array) -> jax.Array:
+    """The reverse of `_split` for a result: micro-batches on axis 0, rows on axis 1."""
+    if call.mesh is not None:
+        return _collectives.join_shards(x, call.options.axes, call.mesh)
+    k, size, *rest = x.shape
+    # An axis of several numbers a row has them row by row.
+    rows = math.gcd(size, call.batch[0].shape[call.split_axes[0]] // k)
+    x = jnp.reshape(x, (k, rows, size // rows, *rest))
+    return jnp.reshape(_rows.join(x, 0, call.strided), (k * size, *rest))
+
+
+def _scales(
+    call: Call, closed: core.ClosedJaxpr, params: list[Any], *rest: Any
+) -> bool:
     """Whether scaling the loss's cotangent does no more than scale the gradients.
 
-    A `jax.custom_vjp` may clip or quantise what comes back through it, and the small
-    exponents of float16 and float8 overflow at weights that count tokens: those of
-    parameters, of results, and of `jax.lax.reduce_precision`.
+    A `jax.custom_vjp` may clip or quantise what comes back through it. And the weight
+    must fit wherever it goes: the small exponents of float16 and float8 overflow at
+    weights that count tokens. Where it goes is read off the backward pass, which has
+    casts and rules (`jax.custom_jvp`) that the loss does not show.
     """
+    if any("custom_vjp" in e.primitive.name for e in _equations(closed.jaxpr)):
+        return False
 
-    def is_wide(variable: Any) -> bool:
-        dtype = getattr(variable.aval, "dtype", np.dtype(np.int32))
-        return not jnp.issubdtype(dtype, jnp.floating) or (
-            jnp.finfo(dtype).maxexp >= jnp.finfo(jnp.float32).maxexp
-        )
+    def backward(params: list[Any], *rest: Any) -> Any:
+        def loss_of(*params: Any) -> jax.Array:
+            leaves = *params, *jax.tree.leaves(rest)
+            return jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *leaves)[0]
 
-    return all(map(is_wide, jaxpr.invars)) and all(
-        "custom_vjp" not in equation.primitive.name
-        and equation.params.get("exponent_bits", 8) >= 8
-        and all(map(is_wide, equation.outvars))
-        and all(map(_scales, inner_programs(equation)))
-        for equation in jaxpr.eqns
+        loss, pullback = jax.vjp(loss_of, *params)
+        return pullback(_aux.like(jnp.ones_like(loss), loss))
+
+    trace_back = jax.make_jaxpr(backward, axis_env=call.axis_env)
+    jaxpr = trace_back(params, *rest).jaxpr
+    return all(
+        equation.params.get("exponent_bits", 8) >= 8
+        and all(map(_is_wide, (*equation.invars, *equation.outvars)))
+        for equation in _equations(jaxpr)
+    )
+
+
+def _equations(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
+    """All equations of a program, those of inner programs too."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in inner_programs(equation):
+            yield from _equations(inner)
+
+
+def _is_wide(variable: Any) -> bool:
+    """Whether a variable has the exponents of float32, or is not floating."""
+    dtype = getattr(variable.aval, "dtype", np.dtype(np.int32))
+    return not jnp.issubdtype(dtype, jnp.floating) or (
+        jnp.finfo(dtype).maxexp >= jnp.finfo(jnp.float32).maxexp
     )
 
 
 # -- What fun returns ------------------------------------------------------------------
 
 
-def put_together(options: Options, loss: Any, carry: tuple[Any, ...], aux: Any) -> Any:
+class Value(NamedTuple):
+    """The value of a window, in the parts that devices return it in.
+
+    Attributes:
+      loss: the loss.
+      carry: the carry, a tuple.
+      shared: the aux, with None for leaves that were collected: of several devices,
+        each has its own part of those.
+      collected: those leaves, in the tree of the aux, with None for the others: by the
+        axis of the leaf that has to have the micro-batches or rows. Here that is axis
+        0, where the parts of several devices are joined.
+    """
+
+    loss: Any
+    carry: Any
+    shared: Any
+    collected: Any
+
+
+def value_of(
+    call: Call, program: Program, leaves: list[jax.Array], carry: Any
+) -> Value:
+    """The value of a window, given its loss, the leaves of its aux, and its carry."""
+    loss, *of_aux = leaves
+    shared: list[Any] = [None] * len(of_aux)
+    collected: dict[int, list[Any]] = {}
+    modes = zip(program.modes[1:], program.axes[1:], strict=True)
+    for i, (x, (mode, axis)) in enumerate(zip(of_aux, modes, strict=True)):
+        if mode == "concat":
+            x = _joined(call, jnp.moveaxis(x, axis + 1, 1))
+        if _aux.MODES[mode].collects:
+            collected.setdefault(axis, [None] * len(of_aux))[i] = x
+        else:
+            shared[i] = x
+    tree = program.aux.unflatten
+    return Value(loss, carry, tree(shared), {a: tree(x) for a, x in collected.items()})
+
+
+def put_together(options: Options, value: Value) -> Any:
     """The value in the form in which `fun` returns it."""
+    carry, aux = value.carry, value.shared
+    for axis, tree in value.collected.items():
+        aux = jax.tree.map(
+            lambda x, y, axis=axis: x if y is None else jnp.moveaxis(y, 0, axis),
+            *(aux, tree),
+            is_leaf=lambda x: x is None,
+        )
     rest = [aux] if options.has_aux else []
     if options.carries:
         rest = [carry[0] if isinstance(options.carry_argnums, int) else carry, *rest]
     if not rest:
-        return loss
-    return loss, rest[0] if len(rest) == 1 else tuple(rest)
+        return value.loss
+    return value.loss, rest[0] if len(rest) == 1 else tuple(rest)
 
 
 def _taken_apart(options: Options, out: Any) -> tuple[Any, Any, Any]:
@@ -202,6 +321,19 @@ def _check_carry(old: Any, new: Any) -> None:
                 f"The carry must keep the {due} of {name}, but fun returned {came} "
                 f"there. {todo}"
             )
+
+
+def _explain_manual_axis(call: Call, error: ValueError) -> None:
+    """Raises if `error` is JAX's of a sharding over a data axis that is bound."""
+    names = [name for name in call.axes if f"'{name}'" in str(error)]
+    if names and "Manual" in str(error):
+        raise ValueError(
+            "With a data_axis fun must not shard anything over it, since it sees the "
+            f"rows of one device, but it names {names[0]!r}, or a whole Mesh. Pass "
+            "with_sharding_constraint a PartitionSpec of other axes alone (in Flax, "
+            'take the name out of the logical axis rules); or pass sync="each", or no '
+            f"data_axis, and every micro-batch is reduced. JAX says: {error}"
+        ) from error
 
 
 def _check_not_reduced(call: Call, loss: Any) -> None:

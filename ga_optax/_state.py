@@ -1,5 +1,6 @@
 """The state of `MultiSteps`: what it holds, and what reads it."""
 
+import warnings
 from typing import Any, NamedTuple
 
 import jax
@@ -7,18 +8,21 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from ga_optax import _noise
+from ga_optax import _noise, accumulator
 from ga_optax._checks import nodes_of
 
 
 class MultiStepsState(NamedTuple):
-    """State of `MultiSteps`. The first five fields are those of Optax's state.
+    """State of `MultiSteps`.
+
+    `mini_step`, `gradient_step`, `inner_opt_state` and `skip_state` are fields of
+    Optax's state too. Its `acc_grads` is a property here, computed of `total`.
 
     Attributes:
       mini_step: micro-steps in the open window, int32 `[]`.
       gradient_step: steps, that is updates of the inner optimizer, int32 `[]`.
       inner_opt_state: the state of the inner optimizer.
-      acc_grads: Σ w·g over the open window, with the shapes of the parameters. While
+      total: Σ w·g over the open window, with the shapes of the parameters. While
         `mini_step` is 0 it holds what the inner optimizer saw last, which the next
         micro-step overwrites. `()` if a static k of 1 needs none. With a `data_axis` it
         is the sum of each device, `[devices, ...]`, `[1, ...]` inside the `shard_map`,
@@ -33,13 +37,16 @@ class MultiStepsState(NamedTuple):
         `[]`.
       skipped_windows: windows that closed without a step, int32 `[]`: dropped, or of
         weight 0.
+      arg_totals: Σ w·x over the open window of each extra argument that
+        `mean_argnames` names, by name, as floats `[]`. While `mini_step` is 0, the mean
+        that the inner optimizer saw last. With a `data_axis` as `total`.
       noise: what `noise_scale` reads, a `NoiseState`; `()` without `track_noise`.
     """
 
     mini_step: jax.Array
     gradient_step: jax.Array
     inner_opt_state: optax.OptState
-    acc_grads: optax.Updates
+    total: optax.Updates
     skip_state: Any
     drop_state: Any
     weight: jax.Array
@@ -47,7 +54,34 @@ class MultiStepsState(NamedTuple):
     micro_steps: jax.Array
     skipped_micro_steps: jax.Array
     skipped_windows: jax.Array
+    arg_totals: dict[str, jax.Array]
     noise: Any = ()
+
+    @property
+    def acc_grads(self) -> optax.Updates:
+        """What Optax keeps under this name: the mean so far; zeros between windows.
+
+        With `use_grad_mean=False` it is the sum so far.
+
+        Raises:
+          AttributeError: if there is no sum, or one for each device.
+        """
+        weight = self.weight
+        if not jax.tree.leaves(self.total) or jnp.ndim(weight):
+            raise AttributeError(
+                "acc_grads must be computed of one sum of gradients, but this state "
+                "holds none (every_k_schedule=1), or one for each device (data_axis). "
+                "Read the gradient itself, or total and weight."
+            )
+        if isinstance(self, SummedState):
+            weight = (weight != 0).astype(weight.dtype)  # 0 between windows, else 1
+        return jax.tree.map(lambda t: accumulator.average(t, weight), self.total)
+
+
+class SummedState(MultiStepsState):
+    """The state of a `MultiSteps` with `use_grad_mean=False`."""
+
+    __slots__ = ()
 
 
 class Stats(NamedTuple):
@@ -140,7 +174,8 @@ def from_optax(
     **Exactness.** Optax keeps the running mean of the window and we keep its sum, which
     is `mini_step` times that mean: one rounding. Optax did not count micro-steps, so
     that counter starts with those of the open window. Nor did it square their
-    gradients, so `noise_scale` leaves the open window out.
+    gradients, so `noise_scale` leaves the open window out. Nor did it sum extra
+    arguments, so begin with `mean_argnames` between two windows.
 
     Args:
       state: an `optax.MultiStepsState`, or any state that holds some.
@@ -170,11 +205,11 @@ def from_optax(
             return a * count.astype(a.dtype) if use_grad_mean else a
 
         weight = count.astype(jnp.result_type(float))
-        return MultiStepsState(
+        return state_type(use_grad_mean)(
             mini_step=count,
             gradient_step=jnp.asarray(leaf.gradient_step, jnp.int32),
             inner_opt_state=leaf.inner_opt_state,
-            acc_grads=jax.tree.map(total, leaf.acc_grads),
+            total=jax.tree.map(total, leaf.acc_grads),
             skip_state=leaf.skip_state,
             drop_state=(),
             weight=weight,
@@ -182,12 +217,18 @@ def from_optax(
             micro_steps=jnp.copy(count),
             skipped_micro_steps=jnp.zeros([], jnp.int32),
             skipped_windows=jnp.zeros([], jnp.int32),
+            arg_totals={},
             noise=_noise.spoiled(_noise.init(weight), count > 0) if track_noise else (),
         )
 
     return jax.tree.map(
         convert, state, is_leaf=lambda x: isinstance(x, optax.MultiStepsState)
     )
+
+
+def state_type(use_grad_mean: bool) -> type[MultiStepsState]:
+    """The type of the state of a `MultiSteps`."""
+    return MultiStepsState if use_grad_mean else SummedState
 
 
 # -- Finding it ------------------------------------------------------------------------
@@ -200,14 +241,19 @@ def find_states(state: optax.OptState) -> dict[str, MultiStepsState]:
 
 def find_state(state: optax.OptState) -> MultiStepsState:
     """The one `MultiStepsState` in a tree; raises if there is none, or another."""
-    found = find_states(state)
-    if len(found) == 1:
-        return next(iter(found.values()))
-    if found:
+    found = some_states(state)
+    if len(found) > 1:
         raise ValueError(
             "There must be one MultiStepsState in the state, but there are "
             f"{len(found)}: {', '.join(found)}. Pass the one that you mean."
         )
+    return next(iter(found.values()))
+
+
+def some_states(state: optax.OptState) -> dict[str, MultiStepsState]:
+    """Every `MultiStepsState` in a tree, by its path; raises if there is none."""
+    if found := find_states(state):
+        return found
     hint = "Wrap the optimizer in ga_optax.MultiSteps."
     if nodes_of(optax.MultiStepsState, state):
         hint = "There is one of Optax's: convert it with ga_optax.from_optax."
@@ -215,6 +261,44 @@ def find_state(state: optax.OptState) -> MultiStepsState:
         "There must be a MultiStepsState of ga_optax in the state, but there is none "
         f"in a {type(state).__name__}. {hint}"
     )
+
+
+def warn_of_counts(state: optax.OptState) -> None:
+    """Warns if a transformation around or beside a `MultiSteps` counts micro-steps.
+
+    In an `optax.chain` each transformation sees every call, and so does each schedule
+    of an `optax.inject_hyperparams`. The groups of an `optax.partition` are optimizers
+    of their own.
+    """
+
+    def is_one(node: Any) -> bool:
+        return isinstance(node, MultiStepsState)
+
+    leaves = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_one)[0]
+    windows = [path for path, x in leaves if is_one(x) and jax.tree.leaves(x.total)]
+    counts = [path for path, _ in leaves if path and str(path[-1]) == ".count"]
+    found = [
+        jax.tree_util.keystr(path)
+        for path in counts
+        if any(_counts_calls(path, window) for window in windows)
+    ]
+    if found:
+        warnings.warn(
+            "What counts steps must be inside of the MultiSteps, but the state counts "
+            f"micro-steps at {', '.join(found)}. If a schedule is meant to count "
+            "steps, use MultiSteps(optax.chain(...), k).",
+            stacklevel=3,
+        )
+
+
+def _counts_calls(count: tuple[Any, ...], window: tuple[Any, ...]) -> bool:
+    """Whether a count stands in one chain with a window, or schedules what is in it."""
+    same = [a == b for a, b in zip(count, window, strict=False)]
+    at = same.index(False) if False in same else len(same)
+    here, before = count[at], count[at - 1] if at else None
+    if isinstance(here, jax.tree_util.GetAttrKey):
+        return here.name == "hyperparams_states"
+    return getattr(before, "name", "") != "inner_states"
 
 
 def check_state(state: Any) -> MultiStepsState:

@@ -5,7 +5,7 @@
 
 The inner update stands inside one branch of a `lax.cond`, so it is paid once a window
 and its schedules count steps. That branch reads the accumulator and does not return it,
-and nothing resets it (the next window overwrites), so XLA updates it in place. The
+and nothing resets it (the next window clears it), so XLA updates it in place. The
 division is part of the last addition, so no buffer is needed for the mean.
 """
 
@@ -22,10 +22,18 @@ import optax
 from jax.typing import ArrayLike
 
 from ga_optax import _choose, _noise, accumulator
-from ga_optax._checks import check_gradients, check_int, check_weight, is_int
+from ga_optax._checks import (
+    check_gradients,
+    check_int,
+    check_leaves,
+    check_number,
+    check_weight,
+    is_int,
+    is_integer,
+)
 from ga_optax._choose import Predicate
 from ga_optax._place import Buffer, Choose, ManyDevices, OneDevice
-from ga_optax._state import MultiStepsState, check_state
+from ga_optax._state import MultiStepsState, check_state, state_type
 from ga_optax.accumulator import Accumulator
 
 SkipFn = Callable[[Any, Any, Any], tuple[Any, Any]]
@@ -42,6 +50,7 @@ class Request:
       grads: gradients with the dtypes that the bare optimizer would be given.
       params: the parameters, if known.
       extra_args: for the inner optimizer.
+      averaged: those of them of which it gets the mean, as scalars.
       applies: whether the call returns the parameters, with the updates applied to
         them, or the updates.
     """
@@ -52,17 +61,36 @@ class Request:
     grads: optax.Updates
     params: Any
     extra_args: dict[str, Any]
+    averaged: dict[str, jax.Array]
     applies: bool
 
     @functools.cached_property
     def bare(self) -> Any:
         """The shapes and dtypes of what the inner optimizer alone would return."""
 
-        def update(grads: optax.Updates, state: optax.OptState, params: Any) -> Any:
-            return self.inner.update(grads, state, params, **self.extra_args)[0]
+        def update(values: Any, state: optax.OptState, params: Any) -> Any:
+            return self.update(values, state, params)[0]
 
-        grads = self.place.of_all(self.grads)
-        return jax.eval_shape(update, grads, self.state.inner_opt_state, self.params)
+        values = self.place.of_all((self.grads, self.averaged))
+        return jax.eval_shape(update, values, self.state.inner_opt_state, self.params)
+
+    def update(self, values: Any, state: optax.OptState, params: Any) -> Any:
+        """Runs the inner optimizer on gradients and the means of extra arguments."""
+        grads, averaged = values
+        return self.inner.update(grads, state, params, **self.extra_args, **averaged)
+
+    def check_params(self) -> None:
+        """Raises if there are no parameters, and the inner optimizer needs them."""
+        if self.params is not None:
+            return
+        try:
+            _ = self.bare
+        except Exception as error:
+            try:
+                _ = dataclasses.replace(self, params=self.grads).bare
+            except Exception:
+                raise error from None  # it fails for another reason
+            raise ValueError(_NO_PARAMS) from error
 
     def without_step(self) -> Any:
         """What the call returns if there is no step."""
@@ -116,24 +144,26 @@ class Window:
     should_drop: SkipFn | None
     dtype: np.dtype | None
     track_noise: bool
+    mean_argnames: tuple[str, ...]
     place: OneDevice | ManyDevices
 
     # -- The three calls ---------------------------------------------------------------
 
     def init(self, params: optax.Params) -> MultiStepsState:
-        acc = accumulator.init(params, self.dtype)
+        acc = self.empty(params)
         held = self.place.start(acc)
         skip_state, drop_state = (), ()
         if self.should_skip is not None:
             zeros = optax.tree.zeros_like(params)
             _, skip_state = _checked(self.should_skip(zeros, acc.count, params))
         if self.should_drop is not None:
-            _, drop_state = _checked(self.should_drop(acc.total, acc.count, params))
-        return MultiStepsState(
+            _, drop_state = _checked(self.should_drop(_sums(acc)[0], acc.count, params))
+        total, arg_totals = _sums(held)
+        return state_type(self.place.use_grad_mean)(
             mini_step=acc.count,
             gradient_step=jnp.zeros([], jnp.int32),
             inner_opt_state=self.inner.init(params),
-            acc_grads=() if self.every_k == 1 else held.total,
+            total=() if self.every_k == 1 else total,
             skip_state=skip_state,
             drop_state=drop_state,
             weight=held.weight,
@@ -141,6 +171,7 @@ class Window:
             micro_steps=jnp.zeros([], jnp.int32),
             skipped_micro_steps=jnp.zeros([], jnp.int32),
             skipped_windows=jnp.zeros([], jnp.int32),
+            arg_totals=arg_totals,
             noise=_noise.init(acc.weight) if self.track_noise else (),
         )
 
@@ -157,12 +188,30 @@ class Window:
         state = check_state(state)
         if self.track_noise and not isinstance(state.noise, _noise.NoiseState):
             raise ValueError(_NO_NOISE)
+        if sorted(state.arg_totals) != sorted(self.mean_argnames):
+            raise ValueError(
+                "The state must hold a sum for each of mean_argnames, "
+                f"{self.mean_argnames}, but it holds {tuple(state.arg_totals)}. Put "
+                "those of a new state into it while no window is open: "
+                "state._replace(arg_totals=tx.init(params).arg_totals)."
+            )
+        averaged = {}
+        for name in self.mean_argnames:
+            value = check_number(name, extra_args.get(name), _AVERAGED)
+            averaged[name] = value.astype(jnp.result_type(float))
+        others = {k: x for k, x in extra_args.items() if k not in averaged}
         return Request(
-            self.inner, self.place, state, grads, params, extra_args, applies
+            self.inner, self.place, state, grads, params, others, averaged, applies
         )
 
+    def empty(self, params: Any) -> Accumulator:
+        """An empty accumulator for gradients and the extra arguments to average."""
+        acc = accumulator.init(params, self.dtype)
+        args = {name: jnp.zeros_like(acc.weight) for name in self.mean_argnames}
+        return acc._replace(total=(acc.total, args))
+
     def micro_step(
-        self, request: Request, weight: ArrayLike | None, emit: bool | None
+        self, request: Request, weight: ArrayLike | None, emit: Predicate | None
     ) -> tuple[Any, MultiStepsState]:
         """Adds a gradient, and closes the window if it is full."""
         state = request.state
@@ -171,17 +220,20 @@ class Window:
             emit = True
 
         acc = self.place.load(_held(state))
-        self.place.check(request.grads, request.params, request.extra_args)
-        structures = map(jax.tree.structure, ((), state.acc_grads, request.grads))
+        arguments = {**request.extra_args, "emit": emit}
+        self.place.check(request.grads, request.params, arguments)
+        structures = map(jax.tree.structure, ((), state.total, request.grads))
         nothing, held, needed = structures
         keeps_nothing = held == nothing != needed
-        if keeps_nothing and not emit:
+        if keeps_nothing and emit is not True:
             raise ValueError(_NO_ACCUMULATOR)
-        required = request.params if keeps_nothing else acc.total
+        grads = jax.tree.map(_floating, request.grads)
+        required = request.params if keeps_nothing else _sums(acc)[0]
         if required is not None:
-            check_gradients(required, request.grads)
+            check_gradients(required, grads)
         if weight is not None:
-            weight = check_weight(weight)
+            check_weight(weight)
+        request.check_params()
 
         skip: Predicate = False
         if self.should_skip is not None:
@@ -192,13 +244,14 @@ class Window:
             )
 
         if keeps_nothing:
-            acc = accumulator.init(request.grads, self.dtype)
+            acc = self.empty(grads)
         with jax.named_scope("ga_optax.accumulate"):
-            acc = _choose.select(skip, acc, accumulator.add(acc, request.grads, weight))
+            added = accumulator.add(acc, (grads, request.averaged), weight)
+            acc = _choose.select(skip, acc, added)
         if self.track_noise and not keeps_nothing:
             with jax.named_scope("ga_optax.noise"):
                 first = state.mini_step == 0
-                noise = _noise.add(state.noise, request.grads, weight, first)
+                noise = _noise.add(state.noise, grads, weight, first)
                 state = state._replace(noise=_choose.select(skip, state.noise, noise))
 
         if emit is None:
@@ -211,19 +264,20 @@ class Window:
             emits = emit
         closes = _choose.both(emits, _choose.negated(skip))
         if keeps_nothing and weight is None:  # the mean of one is that one
-            buffer = Buffer(*acc)
+            one = _choose.cast_like((grads, request.averaged), acc.total)
+            buffer = Buffer(*acc)._replace(values=one)
         else:
             buffer = self.place.finish(acc, closes)
-        if emit:
+        if emit is True:
             buffer = self.place.fence(buffer)
         # Without a weight this micro-batch counts 1, so that the window's is not 0.
         weighs = _always if weight is None else _has_weight
-        choose = _choose.branch if emit is None else _choose.pick
+        choose = _choose.pick if isinstance(emit, bool) else _choose.branch
         done = self.close(request, state, buffer, closes, weighs, choose)
 
         state = self.next_state(state, buffer, closes, done)
         return done.out, state._replace(
-            acc_grads=() if keeps_nothing else state.acc_grads,
+            total=() if keeps_nothing else state.total,
             micro_steps=_choose.count_if(_choose.negated(skip), state.micro_steps),
             skipped_micro_steps=_choose.count_if(skip, state.skipped_micro_steps),
         )
@@ -231,10 +285,16 @@ class Window:
     def flush(self, request: Request) -> tuple[Any, MultiStepsState]:
         """Closes the window with what it holds."""
         state = request.state
-        if not jax.tree.leaves(state.acc_grads):
+        if not jax.tree.leaves(state.total):
             return request.params, state
         acc = self.place.load(_held(state))
-        check_gradients(acc.total, request.params, name="params", expected="the state")
+        check_leaves(
+            _sums(acc)[0],
+            request.params,
+            name="params",
+            expected="the state",
+            todo="Pass the parameters of this state.",
+        )
         closes = acc.count > 0
         buffer = self.place.finish(acc, closes)
         outcome = self.close(
@@ -268,12 +328,10 @@ class Window:
 
         def step(buffer: Buffer, drop_state: Any) -> _Outcome:
             with jax.named_scope("ga_optax.update"):
-                updates, inner = self.inner.update(
-                    request.seen(buffer.values),
-                    state.inner_opt_state,
-                    request.params,
-                    **request.extra_args,
-                )
+                grads, averaged = buffer.values
+                values = request.seen(grads), averaged
+                inner = state.inner_opt_state
+                updates, inner = request.update(values, inner, request.params)
                 inner = _choose.cast_like(inner, state.inner_opt_state)
                 yes = jnp.ones_like(state.emitted)
                 out = request.with_step(updates)
@@ -282,7 +340,7 @@ class Window:
         def run(buffer: Buffer) -> _Outcome:
             if self.should_drop is None:
                 return step(buffer, state.drop_state)
-            drop, drop_state = _ask(self.should_drop, buffer.values, request, state)
+            drop, drop_state = _ask(self.should_drop, buffer.values[0], request, state)
             drop_state = _choose.cast_like(drop_state, state.drop_state)
             return choose(
                 ~drop, lambda: step(buffer, drop_state), lambda: leave(drop_state)
@@ -298,29 +356,29 @@ class Window:
     ) -> MultiStepsState:
         """The state after the call; nothing resets the buffer."""
         buffer = self.place.store(buffer)
-        count, weight = buffer.count, buffer.weight
+        (total, arg_totals), weight, count = buffer
         return state._replace(
             mini_step=jnp.where(closes, jnp.zeros_like(count), count),
             gradient_step=_choose.count_if(done.emitted, state.gradient_step),
             inner_opt_state=done.inner_opt_state,
-            acc_grads=buffer.values,
+            total=total,
             drop_state=done.drop_state,
             weight=jnp.where(closes, jnp.zeros_like(weight), weight),
             emitted=done.emitted,
             skipped_windows=_choose.count_if(
                 closes & ~done.emitted, state.skipped_windows
             ),
+            arg_totals=arg_totals,
             noise=done.noise,
         )
 
     def noise(self, state: MultiStepsState, buffer: Buffer) -> Any:
         """What `noise_scale` reads, after a window that ran the inner optimizer."""
-        if not self.track_noise or not jax.tree.leaves(state.acc_grads):
+        if not self.track_noise or not jax.tree.leaves(state.total):
             return state.noise
+        mean = self.place.use_grad_mean
         with jax.named_scope("ga_optax.noise"):
-            return _noise.close(
-                state.noise, buffer.values, buffer.weight, self.place.use_grad_mean
-            )
+            return _noise.close(state.noise, buffer.values[0], buffer.weight, mean)
 
     def window_length(self, step: jax.Array) -> int | jax.Array:
         """The k of this step: an int if it is known."""
@@ -341,7 +399,20 @@ class Window:
 
 
 def _held(state: MultiStepsState) -> Accumulator:
-    return Accumulator(state.acc_grads, state.weight, state.mini_step)
+    total = state.total, state.arg_totals
+    return Accumulator(total, state.weight, state.mini_step)
+
+
+def _sums(acc: Accumulator) -> tuple[Any, dict[str, jax.Array]]:
+    """The sum of gradients, and those of extra arguments."""
+    total: Any = acc.total
+    return total
+
+
+def _floating(grads: ArrayLike) -> ArrayLike:
+    """Gradients of integer parameters, which are integers in some programs."""
+    integers = is_integer(getattr(grads, "dtype", np.dtype(float)))
+    return jnp.asarray(grads, float) if integers else grads
 
 
 def _always(buffer: Buffer) -> bool:
@@ -350,7 +421,7 @@ def _always(buffer: Buffer) -> bool:
 
 
 def _has_weight(buffer: Buffer) -> jax.Array:
-    return buffer.weight > 0
+    return buffer.weight != 0  # a NaN is not 0
 
 
 def _ask(
@@ -394,9 +465,16 @@ def check_every_k(k: Any) -> Any:
 
 _NO_ACCUMULATOR = (
     "The state must hold an accumulator if a window has more than one micro-step, but "
-    "its acc_grads is empty: it was made with every_k_schedule=1. Make a new state with"
+    "its total is empty: it was made with every_k_schedule=1. Make a new state with"
     " init, and give it the inner_opt_state and counters of this one (_replace)."
 )
+
+_NO_PARAMS = (
+    "The inner optimizer needs the parameters, but params is None. Pass them: "
+    "update(grads, state, params)."
+)
+
+_AVERAGED = "mean_argnames names it: pass the value of the micro-batch in every call."
 
 _NO_NOISE = (
     "The state must hold a NoiseState if track_noise=True, but its field noise is "

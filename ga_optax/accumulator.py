@@ -7,9 +7,11 @@ An accumulator is a triple `(total, weight, count)`, and
     mean(acc)       =  total / weight
 
 `init` makes the identity of `merge`. An empty accumulator (`count == 0`) holds
-nothing, whatever bits its buffers hold: the first `add` overwrites `total` and
-never reads it, so nothing has to be zeroed between two windows, and a NaN that
-one window met cannot reach the next.
+nothing, whatever bits its buffers hold: the first `add` selects -0.0 in their place,
+so nothing has to be reset between two windows, and a NaN that one window met cannot
+reach the next. -0.0 + x is x for every x, -0.0 too. Selecting before the addition, and
+not after it, leaves the addition last: XLA then scatters the gradient of an embedding
+into `total`, and adds inside of matrix products.
 
 Sum first, divide once. An unweighted `add` is a plain addition, so integer-valued
 gradients accumulate without rounding, and the sum of n terms in precision eps is
@@ -17,7 +19,7 @@ off by at most `(n - 1)·eps·Σ|g|` (Higham, "Accuracy and Stability of Numeric
 Algorithms", 2nd ed., 2002, eq. 4.4).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -26,7 +28,7 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike, DTypeLike
 
-from ga_optax._checks import check_dtype, check_gradients, check_weight
+from ga_optax._checks import check_arrays, check_dtype, check_gradients, check_weight
 
 __all__ = ["Accumulator", "add", "init", "mean", "merge"]
 
@@ -64,13 +66,17 @@ def init(params: optax.Params, dtype: DTypeLike | None = jnp.float32) -> Accumul
       dtype: the dtype of `total`. float32, the default, is a floor: float64 leaves
         keep float64. A narrower dtype is taken as it is, and saves its memory at the
         price of its rounding. `None` takes the dtype of each leaf. Complex leaves
-        take the complex counterpart.
+        take the complex counterpart, and integer leaves a floating dtype always.
 
     Returns:
       An `Accumulator` of zeros, one buffer of the size of `params`, sharded as they
       are.
+
+    Raises:
+      TypeError: if a leaf of `params` is no array, or `dtype` is not floating.
     """
     dtype = check_dtype(dtype)
+    check_arrays("params", params)
     total = jax.tree.map(
         lambda p: jnp.zeros_like(p, dtype=accumulator_dtype(p, dtype)), params
     )
@@ -86,8 +92,8 @@ def add(
     it works in place.
 
     **Exactness.** Without a weight nothing is multiplied: `mean(add(init(p), g))` is
-    `g`, bit for bit. A weight of 0 changes no bit of `total`, whatever `grads`
-    holds, NaN included.
+    `g`, bit for bit. (XLA's additions on a CPU treat subnormal numbers as 0.) A weight
+    of 0 changes no bit of `total`, whatever `grads` holds, NaN included.
 
     Args:
       acc: the accumulator so far.
@@ -95,7 +101,8 @@ def add(
         dtypes.
       weight: how much this micro-batch counts, a non-negative scalar, static or
         traced; `None` counts 1. If the loss is a mean over examples, or over tokens
-        that are not padding, pass their number.
+        that are not padding, pass their number. A traced weight cannot raise: if it is
+        negative, the total and the weight are NaN.
 
     Returns:
       The accumulator with `grads` in it.
@@ -108,30 +115,18 @@ def add(
     """
     check_gradients(acc.total, grads)
     empty = acc.count == 0
-
-    if weight is None:
-        total = jax.tree.map(
-            lambda t, g: jnp.where(empty, g.astype(t.dtype), plus(t, g)),
-            acc.total,
-            jax.tree.map(jnp.asarray, grads),
-        )
-        weight = jnp.ones_like(acc.weight)
-    else:
-        weight = check_weight(weight).astype(acc.weight.dtype)
-        zero = unknown_zero(acc.count)
-
-        def accumulate(t: jax.Array, g: jax.Array) -> jax.Array:
-            term = weighted(g, weight, t.dtype, zero)
-            kept = jnp.where(empty, jnp.zeros_like(t), t)
-            new = jnp.where(empty, term.astype(t.dtype), plus(t, term))
-            # Selected, not multiplied by the weight alone: NaN · 0 is NaN.
-            return jnp.where(weight == 0, kept, new)
-
-        total = jax.tree.map(accumulate, acc.total, jax.tree.map(jnp.asarray, grads))
+    totals, structure = jax.tree.flatten(acc.total)
+    totals = [cleared(t, empty) for t in totals]
+    terms = list(map(jnp.asarray, jax.tree.leaves(grads)))
+    one = jnp.ones_like(acc.weight)
+    if weight is not None:
+        weight = one = as_weight(weight, one.dtype)
+        zero, pairs = unknown_zero(acc.count), zip(totals, terms, strict=True)
+        terms = [weighted(g, one, t.dtype, zero) for t, g in pairs]
 
     return Accumulator(
-        total,
-        jnp.where(empty, weight, acc.weight + weight),
+        jax.tree.unflatten(structure, add_terms(totals, terms, weight)),
+        jnp.where(empty, one, acc.weight + one),
         increment(acc.count),
     )
 
@@ -240,12 +235,20 @@ def accumulator_dtype(leaf: ArrayLike, dtype: np.dtype | None) -> np.dtype:
     """The dtype in which gradients of `leaf` accumulate; see `init` for the rule."""
     own = jnp.result_type(leaf)
     if dtype is None:
-        return own
+        return own if jnp.issubdtype(own, jnp.inexact) else np.dtype(np.float32)
     wide = own in (jnp.float64, jnp.complex128) and dtype == jnp.float32
     real = np.dtype(np.float64) if wide else dtype
     if not jnp.issubdtype(own, jnp.complexfloating):
         return real
     return np.dtype(np.complex128 if real == jnp.float64 else np.complex64)
+
+
+def as_weight(weight: ArrayLike, dtype: DTypeLike) -> jax.Array:
+    """A weight, checked, in a dtype; NaN if it is traced and turns out negative."""
+    number = check_weight(weight).astype(dtype)
+    if not isinstance(weight, jax.core.Tracer):
+        return number
+    return jnp.where(number < 0, jnp.full_like(number, jnp.nan), number)
 
 
 def _computation_dtype(dtype: np.dtype) -> np.dtype:
@@ -310,16 +313,23 @@ def _by_part(
     return jax.lax.complex(operation(x.real, weight), operation(x.imag, weight))
 
 
+def cleared(total: jax.Array, empty: jax.Array) -> jax.Array:
+    """`total`, or -0.0 everywhere if it holds nothing yet."""
+    return jnp.where(empty, -jnp.zeros_like(total), total)
+
+
 def add_terms(
-    totals: list[jax.Array], terms: list[jax.Array], weight: jax.Array | None
+    totals: list[jax.Array],
+    terms: list[jax.Array],
+    weight: jax.Array | None,
+    largest: Sequence[bool] | None = None,
 ) -> list[jax.Array]:
     """`totals + terms`, or `totals` if a weight is given and is 0.
 
-    For a loop, whose totals start from -0.0: -0.0 + x is x for every x, -0.0 too, so no
-    select is needed for the first one. A select would keep XLA from scattering into
-    `totals`, and from adding inside a matrix product.
+    If `largest` says so of a leaf, that is the larger of the two: of numbers >= 0.
     """
-    sums = list(map(plus, totals, terms))
+    hows = [jnp.maximum if x else plus for x in largest or [False] * len(totals)]
+    sums = [how(x, y) for how, x, y in zip(hows, totals, terms, strict=True)]
     if weight is None:
         return sums
     # Selected, not multiplied by the weight alone: NaN · 0 is NaN.

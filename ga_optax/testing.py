@@ -17,6 +17,7 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
+from ga_optax._options import FromAux
 from ga_optax._verify import verify
 from ga_optax._verify.gradients import ulps
 
@@ -29,7 +30,7 @@ def assert_accumulation_equivalent(
     batch: Any,
     num_microbatches: int,
     *,
-    weight_fn: Callable[..., ArrayLike] | None = None,
+    weight_fn: Callable[..., ArrayLike] | FromAux | None = None,
     has_aux: bool = False,
     rng: Any = None,
 ) -> None:

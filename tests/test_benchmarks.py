@@ -122,9 +122,21 @@ def check_compile_time(result):
             equal(ratio, row["seconds"][way] / row["seconds"]["plain scan"])
 
 
+def check_leaves(result):
+    for row in result["results"]:
+        equal(row["param_mb"], row["param_bytes"] / 1e6)
+        for way, size in row["temporaries"].items():
+            equal(row["over_params"][way], size / row["param_bytes"])
+        inside = ("ga_optax", "plain scan", "optax.microbatching")
+        for way, ratio in row["over_hand"].items():
+            hand = "plain scan" if way in inside else "two programs"
+            equal(ratio, row["ms"][way] / row["ms"][hand])
+
+
 CHECKS = {
     "collectives.json": check_collectives,
     "compile_time.json": check_compile_time,
+    "leaves.json": check_leaves,
     "memory.json": check_memory,
     "micro_step.json": check_micro_step,
     "micro_step_muon.json": check_micro_step,
@@ -187,7 +199,7 @@ def quick(tmp_path_factory):
     return results, drawn, done.stdout
 
 
-# Seven benchmarks, each in a process of its own, and the pictures.
+# Eight benchmarks, each in a process of its own, and the pictures.
 def test_the_suite_runs_and_writes_consistent_files(quick):
     results, _, _ = quick
     assert {path.name for path in results.iterdir()} == set(CHECKS)

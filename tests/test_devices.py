@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers import nbytes
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -161,16 +162,6 @@ def test_a_scan_written_by_hand_reduces_in_every_micro_step():
     assert_close(got, jax.grad(mean_loss)(params, batch))
 
 
-def test_without_a_data_axis_rows_move_between_devices():
-    """The twin: what the audit would show if the split did not keep the shards."""
-    mesh = make_mesh(AxisType.Auto)
-    fun = ga.value_and_grad(mean_loss, 4)
-    audit, _ = compiled_and_run(
-        fun, mesh, put(make_params(), mesh, P()), put(make_batch(), mesh, P("data"))
-    )
-    assert any(c.kind in RESHARDINGS for c in audit.collectives)
-
-
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.quick
@@ -214,8 +205,12 @@ def test_the_mesh_may_be_that_of_the_batch(kind, sync):
     assert_close(fun(*placed), want)
 
 
-def test_the_batch_may_be_split_over_two_axes():
-    mesh = make_mesh(AxisType.Auto, (2, 4), ("replica", "data"))
+@pytest.mark.parametrize("first", KINDS)
+@pytest.mark.parametrize("second", KINDS)
+def test_the_batch_may_be_split_over_two_axes(first, second):
+    if first == AxisType.Auto != second:  # JAX puts the explicit axis of a spec first
+        pytest.skip("shard_map itself moves the rows")
+    mesh = jax.make_mesh((2, 4), ("replica", "data"), axis_types=(first, second))
     params, batch = make_params(), make_batch()
     axes = ("replica", "data")
     fun = ga.value_and_grad(
@@ -226,7 +221,173 @@ def test_the_batch_may_be_split_over_two_axes():
     )
     assert not audit.in_loop
     assert_close(got, jax.value_and_grad(mean_loss)(params, batch))
-    assert got[1]["layers"].sharding.spec == SHARDED["layers"]
+    assert got[1]["layers"].sharding.spec[1] == "data"
+
+
+# -- Without a data axis ---------------------------------------------------------------
+
+MANY = 4096
+
+
+def neighbours(params, batch):
+    """The twin: a scan by hand over micro-batches of neighbouring rows."""
+    parts = jax.tree.map(lambda x: x.reshape(8, -1, *x.shape[1:]), batch)
+
+    def body(acc, part):
+        return jax.tree.map(jnp.add, acc, jax.grad(mean_loss)(params, part)), None
+
+    acc, _ = jax.lax.scan(body, jax.tree.map(jnp.zeros_like, params), parts)
+    return jax.tree.map(lambda t: t / jnp.float32(8), acc)
+
+
+def rows_that_move(compiled):
+    """Larger than what JAX gathers of a gradient; a device's micro-batch is larger."""
+    found = (c for c in ga.audit(compiled).collectives if c.kind in RESHARDINGS)
+    return [c for c in found if c.num_bytes > GRADIENT_BYTES]
+
+
+def test_no_row_moves_and_the_memory_is_that_of_the_peers():
+    """Temporaries and arithmetic are a device's; a gather would multiply both."""
+    mesh = make_mesh(AxisType.Auto)
+    params = put(make_params(), mesh, P())
+    batch = put(make_batch(rows=MANY), mesh, P("data"))
+    peer = optax.microbatching.microbatch(
+        jax.value_and_grad(mean_loss),
+        argnums=1,
+        microbatch_size=MANY // 8,
+        accumulator=optax.microbatching.AccumulationType.MEAN,
+    )
+    funs = {
+        "ours": ga.value_and_grad(mean_loss, 8),
+        "data_axis": ga.value_and_grad(mean_loss, 8, data_axis="data"),
+        "optax": peer,
+        "undivided": jax.value_and_grad(mean_loss),
+        "twin": neighbours,
+    }
+    programs = {
+        name: jax.jit(f).lower(params, batch).compile() for name, f in funs.items()
+    }
+    temps = {x: p.memory_analysis().temp_size_in_bytes for x, p in programs.items()}
+    flops = {x: p.cost_analysis()["flops"] for x, p in programs.items()}
+    # A transposed copy of the device's rows, and a gradient to reduce.
+    more = nbytes(batch) // 8 + GRADIENT_BYTES
+    assert temps["ours"] <= min(temps["data_axis"] + more, 1.05 * temps["optax"])
+    assert temps["ours"] < temps["undivided"] < temps["twin"]
+    assert flops["ours"] < 1.1 * flops["data_axis"] < flops["twin"] / 4
+    assert not rows_that_move(programs["ours"])
+    assert rows_that_move(programs["twin"])
+    got = programs["ours"](params, batch)
+    assert_close(
+        got, jax.value_and_grad(mean_loss)(make_params(), make_batch(rows=MANY))
+    )
+
+
+@pytest.mark.parametrize("way", ["arrays", "explicit", "constraint", "shapes", "jit"])
+def test_no_row_moves_however_the_mesh_is_known(way):
+    names, axes = ("replica", "data", "model"), ("replica", "data")
+    kind = AxisType.Explicit if way == "explicit" else AxisType.Auto
+    mesh = make_mesh(kind, (2, 2, 2), names)
+    place = NamedSharding(mesh, P(axes))
+    params, batch = make_params(), make_batch(rows=MANY)
+    fun, options = ga.value_and_grad(mean_loss, 4), {}
+    if way in ("arrays", "explicit"):
+        params, batch = put(params, mesh, P()), jax.device_put(batch, place)
+    elif way == "constraint":
+        mean = fun
+
+        def fun(params, batch):
+            return mean(params, jax.lax.with_sharding_constraint(batch, place))
+
+    elif way == "shapes":  # for a machine that is not here
+        batch = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), batch
+        )
+    else:  # nothing but the parameters names the mesh
+        params, batch = put(params, mesh, P()), jax.device_get(batch)
+        options = {"in_shardings": (NamedSharding(mesh, P()), place)}
+    moved = rows_that_move(jax.jit(fun, **options).lower(params, batch).compile())
+    # In its backward pass JAX gathers what was broadcast along explicit axes.
+    assert [c for c in moved if way != "explicit" or not c.loops] == []
+
+
+@pytest.mark.parametrize("jit", [jax.jit, lambda fun: fun])
+@pytest.mark.parametrize("kind", KINDS)
+def test_micro_batches_are_strided_on_several_devices_alone(kind, jit):
+    rows = jnp.arange(32, dtype=jnp.float32)
+
+    def members(x):
+        def loss(w, x):
+            return w * jnp.mean(x), x
+
+        fun = ga.value_and_grad(loss, 4, has_aux=True, aux="stack")
+        return np.asarray(jit(fun)(jnp.float32(1.0), x)[0][1])
+
+    eight = put(rows, make_mesh(kind), P("data"))
+    np.testing.assert_array_equal(members(eight), rows.reshape(8, 4).T)
+    one = jax.make_mesh((1,), ("data",), axis_types=(kind,), devices=jax.devices()[:1])
+    alone = members(put(rows, one, P("data")))
+    explicit = kind == AxisType.Explicit  # the number of devices does not matter there
+    assert np.array_equal(alone, members(eight)) == explicit
+    np.testing.assert_array_equal(members(rows), rows.reshape(4, 8))
+
+
+def test_inside_a_shard_map_rows_are_neighbours():
+    """There one device holds them, whatever lies around."""
+    mesh = make_mesh(AxisType.Auto)
+
+    def loss(w, x):
+        return w * jnp.mean(x), x
+
+    fun = ga.value_and_grad(loss, 2, has_aux=True, aux="stack")
+    mapped = jax.shard_map(
+        lambda x: fun(jnp.float32(1.0), x)[0][1],
+        mesh=mesh,
+        in_specs=P("data"),
+        out_specs=P("data"),
+    )
+    rows = jnp.arange(32, dtype=jnp.float32)
+    np.testing.assert_array_equal(jax.jit(mapped)(rows), rows.reshape(16, 2))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_carry_keys_and_aux_without_a_data_axis(kind):
+    mesh = make_mesh(kind)
+    params, batch = make_params(), make_batch()
+
+    def loss(params, batch, key, steps):
+        aux = {"key": jax.random.uniform(key), "row": batch["x"][:, 0]}
+        return token_loss(params, batch), (steps + 1, aux)
+
+    fun = ga.value_and_grad(
+        loss,
+        4,
+        rng_argnums=2,
+        carry_argnums=3,
+        has_aux=True,
+        weight_fn=count,
+        aux="stack",
+    )
+    args = put(params, mesh, P()), put(batch, mesh, P("data"))
+    (value, (steps, aux)), grads = jax.jit(fun)(*args, jax.random.key(0), jnp.int32(0))
+    assert int(steps) == 4
+    assert len(set(np.asarray(aux["key"]).tolist())) == 4
+    assert_close(jax.device_get(aux["row"]).T.ravel(), batch["x"][:, 0])
+    want = jax.value_and_grad(token_loss)(params, batch)
+    assert_close((value, grads), want)
+    acc = ga.accumulator.init(args[0])
+    _, acc = jax.jit(ga.accumulate(token_loss, 4, weight_fn=count))(acc, *args)
+    assert_close(ga.accumulator.mean(acc), want[1])
+    unequal = jax.jit(ga.value_and_grad(token_loss, 4))(*args)
+    assert_not_close(unequal, want)
+
+
+def test_explicit_axes_say_which_numbers_of_micro_batches_fit():
+    mesh = make_mesh(AxisType.Explicit)
+    batch = put(make_batch(), mesh, P("data"))
+    with pytest.raises(
+        ValueError, match=r"of each of the 8 devices, 8 examples.* 2, 4"
+    ):
+        jax.jit(ga.value_and_grad(mean_loss, 16))(make_params(), batch)
 
 
 # -- Other axes ------------------------------------------------------------------------
@@ -513,6 +674,31 @@ def test_aux_is_put_together_over_all_devices():
     np.testing.assert_array_equal(aux["stack"], np.arange(0, 32, 2) > 5)
 
 
+@pytest.mark.parametrize("make", [jax.random.key, jax.random.PRNGKey])
+def test_the_last_key_is_that_of_the_last_device(make):
+    mesh = make_mesh(AxisType.Auto)
+
+    def loss(w, x, key):
+        return w * jnp.mean(x), {"last": key, "all": key}
+
+    fun = ga.value_and_grad(
+        loss,
+        2,
+        has_aux=True,
+        aux={"last": "last", "all": "stack"},
+        rng_argnums=2,
+        data_axis=ga.DataAxis("data", mesh=mesh),
+    )
+    (_, keys), _ = jax.jit(fun)(jnp.float32(1.0), jnp.ones(16), make(0))
+    drawn = {
+        name: jax.device_get(
+            jax.vmap(jax.random.bits)(key) if name == "all" else jax.random.bits(key)
+        )
+        for name, key in keys.items()
+    }
+    assert drawn["last"] == drawn["all"][-1] != drawn["all"][-2]
+
+
 def test_a_tree_of_aux_may_be_stacked_as_a_whole():
     mesh = make_mesh(AxisType.Auto)
 
@@ -747,13 +933,6 @@ def test_a_bad_argument_says_what_to_do(options, rows, message):
         call(make_params(), make_batch(rows=rows), mesh=mesh, **options)
 
 
-def test_a_batch_on_explicit_axes_needs_a_data_axis():
-    mesh = make_mesh(AxisType.Explicit)
-    batch = put(make_batch(), mesh, P("data"))
-    with jax.set_mesh(mesh), pytest.raises(ValueError, match="Pass data_axis='data'"):
-        jax.jit(ga.value_and_grad(mean_loss, 4))(make_params(), batch)
-
-
 def test_a_data_axis_needs_a_mesh():
     with pytest.raises(ValueError, match=r"there is none\. Call inside jax\.set_mesh"):
         call(make_params(), make_batch())
@@ -789,6 +968,33 @@ def test_a_loss_that_is_reduced_already_is_found(inside):
         fun = jax.shard_map(fun, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
     with pytest.raises(ValueError, match="it is reduced already"):
         fun(make_params(), make_batch())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_that_shards_over_the_data_axis_says_what_to_do(kind):
+    mesh = make_mesh(kind, (4, 2), ("data", "model"))
+    params, batch = make_params(), make_batch()
+    placed = put(params, mesh, P()), put(batch, mesh, P("data"))
+    auto = kind == AxisType.Auto
+    shard = jax.lax.with_sharding_constraint if auto else jax.reshard
+
+    def step(spec, **options):
+        def loss(params, batch):
+            return mean_loss(params, {"x": shard(batch["x"], spec)})
+
+        return jax.jit(ga.value_and_grad(loss, 4, **options))
+
+    both, model = P("data", "model"), P(None, "model")
+    whole_mesh = [NamedSharding(mesh, both), NamedSharding(mesh, model)] if auto else []
+    want = jax.value_and_grad(mean_loss)(params, batch)
+    with jax.set_mesh(mesh):
+        for spec in (both, *whole_mesh):
+            with pytest.raises(ValueError, match=r"must not shard.* 'data'.*JAX says"):
+                step(spec, data_axis="data")(*placed)
+        assert_close(step(model, data_axis="data")(*placed), want)
+        assert_close(step(both)(*placed), want)
+        each = ga.DataAxis("data", sync="each")
+        assert_close(step(both, data_axis=each)(*placed), want)
 
 
 def test_a_batch_that_all_devices_share_is_found():

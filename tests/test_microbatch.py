@@ -810,7 +810,8 @@ def test_grad_through_it_is_the_grad_through_the_undivided_batch(weight_fn):
         assert largest_error(jax.jit(jax.grad(fun))(params, batch), expected) > 1e-3
 
 
-def test_forward_mode_works_without_references():
+@pytest.mark.parametrize("in_place", IN_PLACE)
+def test_forward_mode_and_hessian_vector_products_are_those_of_the_whole(in_place):
     fun, params = MODELS["rematerialised"]
     with float64():
         params, batch = in_float64(params, make_batch())
@@ -823,11 +824,49 @@ def test_forward_mode_works_without_references():
             return jax.jit(lambda p: jax.jvp(grads, (p,), (ones,))[1])(params)
 
         expected = slope(jax.value_and_grad(fun))
-        got = slope(ga.value_and_grad(fun, 4, in_place=False))
+        got = slope(ga.value_and_grad(fun, 4, in_place=in_place))
         assert largest_error(got, expected) < 2e-12
-        if HAS_REFS:
-            with pytest.raises(TypeError, match="forward-mode"):
-                slope(ga.value_and_grad(fun, 4))
+        assert largest_error(jax.grad(fun)(params, batch), expected) > 1e-3
+
+
+@pytest.mark.parametrize("weight_fn", [None, row_count])
+def test_grad_of_a_vmap_over_batches_is_the_sum_of_their_gradients(weight_fn):
+    """The weight is the same for all of them, and the gradient is not."""
+    fun, params = MODELS["rematerialised"]
+    with float64():
+        params, batch = in_float64(params, make_batch())
+        batches = jax.tree.map(lambda x: jnp.stack([x, x[::-1] * 2]), batch)
+
+        def total(step):
+            def losses(params):
+                return jnp.sum(jax.vmap(step, in_axes=(None, 0))(params, batches)[0])
+
+            return jax.jit(jax.grad(losses))(params)
+
+        expected = total(summed(fun, weight_fn))
+        got = total(ga.value_and_grad(fun, 4, weight_fn=weight_fn))
+        assert largest_error(got, expected) < 1e-12
+        assert largest_error(jax.grad(fun)(params, batch), expected) > 1e-3
+
+
+@pytest.mark.parametrize("in_place", IN_PLACE)
+def test_no_tracer_outlives_a_call(in_place):
+    fun, params = MODELS["rematerialised"]
+    with jax.checking_leaks():
+        step = ga.value_and_grad(fun, 4, in_place=in_place, weight_fn=row_count)
+        jax.jit(step)(params, make_batch())
+        jax.jit(jax.grad(lambda p: step(p, make_batch())[0]))(params)
+
+
+@pytest.mark.parametrize("in_place", IN_PLACE)
+def test_a_stack_of_no_layers_has_an_empty_gradient(in_place):
+    fun, params = MODELS["rematerialised"]
+    params = {**params, "layers": jax.tree.map(lambda p: p[:0], params["layers"])}
+    step = ga.value_and_grad(fun, 4, in_place=in_place)
+    value, grads = jax.jit(step)(params, make_batch())
+    due, slope = jax.value_and_grad(fun)(params, make_batch())
+    assert jax.tree.map(jnp.shape, grads) == jax.tree.map(jnp.shape, slope)
+    assert abs(value - due) < BATCH * WIDTH * jnp.finfo(jnp.float32).eps
 
 
 def test_integers_booleans_and_keys_pass_under_vmap_and_grad():
@@ -1019,14 +1058,38 @@ def half_rounded(w, x):
     return jnp.mean(jax.lax.reduce_precision(x * w, 5, 10))
 
 
+@jax.custom_jvp
+def identity(x):
+    return x
+
+
+@identity.defjvp
+def _(primals, tangents):
+    """A rule in float16, which the loss itself does not show."""
+    return primals[0], tangents[0].astype(jnp.float16).astype(jnp.float32)
+
+
+def ruled(w, x):
+    return jnp.mean(x * identity(w))
+
+
+def ruled_in_a_loop(w, x):
+    return (
+        jax.lax.scan(jax.checkpoint(lambda h, x: (h + x * identity(w), 0)), 0.0, x)[0]
+        / x.shape[0]
+    )
+
+
 @pytest.mark.parametrize(
     ("fun", "dtype"),
     [
         (lambda w, x: jnp.mean(x * w.astype(jnp.float32)), jnp.float16),
         (lambda w, x: jnp.mean(x * w.astype(jnp.float32)), jnp.float8_e4m3fn),
         (half_rounded, jnp.float32),
+        (ruled, jnp.float32),
+        (ruled_in_a_loop, jnp.float32),
     ],
-    ids=["float16", "float8", "reduce_precision"],
+    ids=["float16", "float8", "reduce_precision", "custom_jvp", "custom_jvp in a scan"],
 )
 def test_weights_that_count_tokens_do_not_overflow_what_is_narrow(fun, dtype):
     weighted = ga.value_and_grad(fun, 4, weight_fn=lambda x: jnp.float32(2.0**20))

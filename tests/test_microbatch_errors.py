@@ -218,11 +218,152 @@ def test_an_accumulator_must_be_one_and_match_the_parameters():
         call(acc, {"v": np.zeros(3, np.float32)}, X)
 
 
-def test_a_key_that_no_one_declared_is_refused():
-    key = jax.random.key(0)
-    for call in (
-        lambda: ga.value_and_grad(untraced, 2)(W, X, key),
-        lambda: ga.value_and_grad(untraced, 2)(W, X, rngs={"dropout": key}),
-    ):
-        with pytest.raises(ValueError, match=r"PRNG key must differ.*rng_argnums"):
-            call()
+@pytest.mark.parametrize(
+    ("options", "args", "kwargs", "message"),
+    [
+        ({}, (), "rngs", r"leaf \['a'\] of argument 'rngs'.*rng_argnames='rngs'\.$"),
+        ({}, (2,), "", r"leaf \['a'\] of argument 2 .*and rng_argnums=2\.$"),
+        ({"rng_argnums": 2}, (2, 3), "", r"argument 3 .*and rng_argnums=\(2, 3\)\.$"),
+    ],
+)
+def test_a_key_that_no_one_declared_is_refused_with_the_line_to_write(
+    options, args, kwargs, message
+):
+    keys = {"a": jax.random.key(0)}
+    with pytest.raises(ValueError, match=f"PRNG key must differ.*{message}"):
+        ga.value_and_grad(untraced, 2, **options)(
+            W, X, *(keys for _ in args), **({kwargs: keys} if kwargs else {})
+        )
+
+
+@pytest.mark.parametrize(
+    ("options", "args", "kwargs", "message"),
+    [
+        ({}, (X, X), {}, r"argument 2, of .*batch_argnums=\(1, 2\) .*None for it"),
+        ({}, (X, {"a": X, "b": X}), {}, r"batch_argnums=\(1, 2\)"),
+        ({}, (X,), {"y": X}, "batch_argnames='y' .*None for it in batch_axes"),
+        ({"batch_axes": 1}, (X[None], X), {}, r"batch_argnums=\(1, 2\)"),
+        ({"batch_axes": 1}, (X[None], X[None]), {}, r"of shape \(1, 8\)"),
+        (
+            {"batch_argnums": (1, 2), "batch_argnames": "y"},
+            (X, X, X),
+            {"y": X},
+            r"argument 3.*batch_argnums=\(1, 2, 3\) ",
+        ),
+    ],
+)
+def test_what_is_as_long_as_the_batch_must_have_a_role(options, args, kwargs, message):
+    with pytest.raises(ValueError, match=f"must have a role, but .*{message}"):
+        ga.value_and_grad(untraced, 2, **options)(W, *args, **kwargs)
+
+
+def test_what_is_not_like_a_batch_needs_no_role():
+    teacher = {"w": np.ones((8, 2), np.float32), "b": np.ones(2, np.float32)}
+
+    def fun(w, x, *rest, **named):
+        return loss(w, x)
+
+    step = ga.value_and_grad(fun, 2)
+    step(W, X, teacher, X[:7], 8.0, "eight", None, names=["a"] * 8, t=(X, 1.0))
+    # Nothing is split, so nothing can go astray.
+    ga.value_and_grad(fun, 1)(W, X, X, y=X)
+
+
+@pytest.mark.parametrize(
+    ("options", "batch", "message"),
+    [
+        ({"batch_axes": 1}, X, "here axis 1, but the only leaf of argument 1 has"),
+        ({"batch_axes": {"a": 0}}, {"b": X}, "must be a prefix of the batch"),
+        ({"batch_axes": (0, None, 0)}, (X, X), "must be a prefix of the batch"),
+        ({"batch_axes": None}, X, "argument 1 holds none that batch_axes splits"),
+        ({"batch_axes": {"a": 0, "b": 1}}, {"a": X, "b": X[None, 1:]}, "batch_axes"),
+    ],
+)
+def test_batch_axes_must_fit_the_batch(options, batch, message):
+    with pytest.raises(ValueError, match=message):
+        ga.value_and_grad(untraced, 2, **options)(W, batch)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_axes": "0"}, "batch_axes must be an int, None, or a tree"),
+        ({"batch_axes": {"a": 1.0}}, r"it holds 1\.0"),
+        ({"batch_argnames": 3}, "batch_argnames must be a str or a sequence of strs"),
+        ({"rng_argnames": ("a", 1)}, "rng_argnames must be a str"),
+    ],
+)
+def test_names_and_axes_of_the_wrong_type_are_refused(options, message):
+    with pytest.raises(TypeError, match=message):
+        ga.value_and_grad(untraced, 2, **options)
+
+
+def test_names_must_come_by_keyword_and_have_one_role():
+    with pytest.raises(ValueError, match="rng_argnames must not overlap batch_argnam"):
+        ga.value_and_grad(untraced, 2, batch_argnames="x", rng_argnames="x")
+    with pytest.raises(ValueError, match="names 'y', and z came"):
+        ga.value_and_grad(untraced, 2, batch_argnames="y")(W, X, z=1)
+
+
+def module(kind):
+    """A module of two leaves, the second of which is of a kind."""
+    nnx = pytest.importorskip("flax.nnx")
+
+    class Model(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(jnp.ones([]))
+            self.other = getattr(nnx, kind)(jnp.ones([]))
+
+    return Model()
+
+
+def test_state_of_a_flax_module_is_not_differentiated():
+    def fun(model, x):
+        return jnp.mean(x * model.w)
+
+    with pytest.raises(TypeError, match=r"other.* BatchStat.*flax\.value_and_grad"):
+        ga.value_and_grad(untraced, 2)(module("BatchStat"), X)
+    with pytest.raises(TypeError, match=r"leaf \['a'\].*BatchStat"):
+        ga.value_and_grad(untraced, 2)({"a": module("BatchStat")}, X)
+    grads = ga.value_and_grad(fun, 2)(module("Param"), X)[1]
+    assert jax.tree.leaves(grads)[-1] == 1
+
+
+@pytest.mark.parametrize(
+    ("role", "tree", "message"),
+    [
+        ("argnums", {"f": jax.nn.relu}, r"leaf \['f'\] of argument 0.*eqx\.partition"),
+        ("argnums", jnp.tanh, "argument 0 must be an array"),
+        ("batch", {"a": X, "id": np.array(["a"] * 8)}, r"leaf \['id'\].*dtype <U1"),
+        ("batch", {"a": X, "id": "a"}, r"leaf \['id'\].*type str.*None in batch_axes"),
+        ("rng_argnums", {"f": "a"}, r"leaf \['f'\] of argument 2"),
+        ("carry_argnums", {"f": jnp.tanh}, r"leaf \['f'\] of argument 2"),
+    ],
+)
+def test_leaves_that_are_no_arrays_are_named(role, tree, message):
+    args = {"argnums": (tree, X), "batch": (W, tree)}.get(role, (W, X, tree))
+    options = {role: 2} if len(args) == 3 else {}
+    with pytest.raises(TypeError, match=message):
+        ga.value_and_grad(untraced, 2, **options)(*args)
+
+
+def test_an_accumulator_is_of_arrays():
+    with pytest.raises(TypeError, match=r"leaf \['f'\] of params must be an array"):
+        ga.accumulator.init({"w": W, "f": jax.nn.relu})
+
+
+@pytest.mark.parametrize("weight_fn", [lambda: 1.0, lambda a, b: 1.0])
+def test_a_weight_fn_must_take_the_batch_arguments(weight_fn):
+    with pytest.raises(TypeError, match="must take the batch arguments, argument 1, b"):
+        ga.value_and_grad(untraced, 2, weight_fn=weight_fn)(W, X)
+
+
+def test_an_error_of_fun_says_what_it_was_given():
+    def fun(w, x):  # written for the undivided batch
+        return jnp.mean(x * w * jnp.ones(8))
+
+    with pytest.raises(TypeError) as error:
+        ga.value_and_grad(fun, 2)(W, X)
+    note = error.value.__notes__[0]  # JAX adds another one
+    assert "one of 2 micro-batches" in note
+    assert "has shape (4,), split along axis 0 of (8,)." in note

@@ -1,11 +1,13 @@
 """Bad input raises before anything runs, says what came, and loses nothing."""
 
+import copy
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 import pytest
 
 import ga_optax as ga
@@ -121,15 +123,6 @@ def test_bad_input_raises_before_anything_of_the_user_is_traced(bad, words, k):
     assert calls == []
 
 
-def test_parameters_that_are_needed_and_not_given_raise_what_optax_raises():
-    tx = ga.MultiSteps(optax.adamw(0.1), 2)
-    with pytest.raises(ValueError, match="not passing `params`"):
-        tx.update(GRADS, tx.init(PARAMS))
-    # The twin: an optimizer that needs none does not get any.
-    tx = ga.MultiSteps(SGD, 2)
-    tx.update(GRADS, tx.init(PARAMS))
-
-
 def test_parameters_of_another_model_raise():
     tx = ga.MultiSteps(SGD, 2)
     other = {"dense": {"kernel": jnp.ones((3, 3)), "bias": jnp.ones(3)}}
@@ -191,6 +184,71 @@ def test_a_misspelt_weight_does_not_go_to_the_optimizer_in_silence(name):
     ga.apply_gradients(tx, W, state, W, value=3.0)  # the twin: what optimizers take
 
 
+def test_an_extra_argument_for_an_optimizer_that_takes_none_raises():
+    plain = optax.scale(-1.0)
+    for tx in (ga.MultiSteps(plain, 2), copy.copy(ga.MultiSteps(plain, 2)), plain):
+        with pytest.raises(TypeError, match=r"plain GradientTransformation.*'loss'"):
+            ga.apply_gradients(tx, W, tx.init(W), W, loss=3.0)
+    tx = ga.MultiSteps(plain, 2)
+    with pytest.raises(TypeError, match=r"plain GradientTransformation.*'loss'"):
+        ga.flush(tx, tx.init(W), W, loss=3.0)
+    # The twin: a chain gives all of its members the argument that one of them takes.
+    chain = optax.chain(tx, optax.identity())
+    ga.apply_gradients(chain, W, chain.init(W), W, value=3.0, weight=2)
+    # And one that would lose the weight.
+    pair = optax.GradientTransformation(*tx)
+    with pytest.raises(TypeError, match="'weight'"):
+        ga.apply_gradients(pair, W, pair.init(W), W, weight=2)
+
+
+@pytest.mark.parametrize("opt", [optax.adamw(0.1), optax.novograd(0.1)])
+@pytest.mark.parametrize("k", [1, 2])
+def test_parameters_that_are_missing_raise_if_the_optimizer_needs_them(opt, k):
+    tx = ga.MultiSteps(opt, k)
+    with pytest.raises(ValueError, match="needs the parameters, but params is None"):
+        tx.update(GRADS, tx.init(PARAMS))
+    with pytest.raises(TypeError, match="params must be the parameters"):
+        ga.apply_gradients(tx, GRADS, tx.init(PARAMS), None)
+    # The twins: one that does not, and one that fails for another reason.
+    tx = ga.MultiSteps(SGD, k)
+    tx.update(GRADS, tx.init(PARAMS))
+    tx = ga.MultiSteps(optax.contrib.reduce_on_plateau(), k)
+    with pytest.raises(TypeError, match="'value'"):
+        tx.update(GRADS, tx.init(PARAMS))
+
+
+def test_the_gradient_of_an_integer_that_jax_makes_raises():
+    params = {"w": W, "n": jnp.array([1, 2])}
+    grads = jax.grad(lambda p: jnp.sum(p["w"]), allow_int=True)(params)
+    tx = ga.MultiSteps(SGD, 2)
+    with pytest.raises(TypeError, match=r"\['n'\].*float0.*zeros_like"):
+        ga.apply_gradients(tx, grads, tx.init(params), params)
+    zeros = {**grads, "n": jnp.zeros_like(params["n"])}  # what the message advises
+    ga.apply_gradients(tx, zeros, tx.init(params), params)
+
+
+PLATEAU = optax.contrib.reduce_on_plateau()
+
+
+@pytest.mark.parametrize("names", ["weight", ("value", 3)])
+def test_a_name_of_no_extra_argument_raises(names):
+    with pytest.raises(ValueError, match="mean_argnames must name"):
+        ga.MultiSteps(PLATEAU, 2, mean_argnames=names)
+
+
+def test_an_argument_to_average_that_is_none_raises():
+    tx = ga.MultiSteps(PLATEAU, 2, mean_argnames="value")
+    state = tx.init(W)
+    for args in ({}, {"value": None}, {"value": "3"}):
+        with pytest.raises(TypeError, match=r"value must be a real number.*every call"):
+            ga.apply_gradients(tx, W, state, W, **args)
+    with pytest.raises(ValueError, match=r"value must be a scalar.*\(1,\)"):
+        ga.apply_gradients(tx, W, state, W, value=W)
+    other = ga.MultiSteps(PLATEAU, 2)
+    with pytest.raises(ValueError, match=r"each of mean_argnames.*\(arg_totals"):
+        ga.apply_gradients(tx, W, other.init(W), W, value=3.0)
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.int8, jnp.uint8])
 def test_a_narrow_schedule_closes_the_window_when_it_is_full(dtype):
     k = 100 if jnp.issubdtype(dtype, jnp.integer) else 384  # bfloat16 skips 257
@@ -245,10 +303,10 @@ def test_a_skip_function_that_is_none_raises():
         ga.MultiSteps(SGD, 2, should_skip_update_fn=True)
 
 
-@pytest.mark.parametrize("emit", [1, "yes", jnp.array(True), np.bool_(True)])
-def test_an_emit_that_is_no_python_bool_raises(emit):
+@pytest.mark.parametrize("emit", [1, "yes", W > 0, jnp.int32(1), np.bool_(1)])
+def test_an_emit_that_is_no_bool_raises(emit):
     tx = ga.MultiSteps(SGD, 2)
-    with pytest.raises(TypeError, match="Python bool or None"):
+    with pytest.raises(TypeError, match="a Python bool, or a bool scalar"):
         ga.apply_gradients(tx, GRADS, tx.init(PARAMS), PARAMS, emit=emit)
 
 

@@ -30,6 +30,7 @@ def recorder():
 
 
 ALL = {"w": True, "b": True}
+ADAM = optax.adam(1e-2)
 COMBINATORS = {
     "chain": lambda tx: optax.chain(optax.clip(100.0), tx, optax.scale(1.0)),
     "named_chain": lambda tx: optax.named_chain(
@@ -119,7 +120,65 @@ def test_two_accumulators_in_one_state_are_named_and_none_is_guessed():
     assert ga.has_updated(one)
 
 
-ADAM = optax.adam(1e-2)
+def test_a_weight_reaches_every_accumulator():
+    def step(weights):
+        tx = optax.partition(
+            {name: ga.MultiSteps(optax.sgd(1.0), 2) for name in ("x", "y")},
+            {"w": "x", "b": "y"},
+        )
+        params, state = PARAMS, tx.init(PARAMS)
+        for grads, weight in zip(GRADS, weights, strict=True):
+            params, state = ga.apply_gradients(tx, grads, state, params, weight=weight)
+        return params
+
+    for name, p in step([3, 1]).items():
+        mean = (3 * GRADS[0][name] + GRADS[1][name]) / 4
+        np.testing.assert_array_equal(p, PARAMS[name] - mean)
+    assert step([1, 1])["b"] != step([3, 1])["b"]  # the twin
+
+
+HALVING = optax.exponential_decay(1.0, 1, 0.5)
+BY_HALVES = optax.scale_by_schedule(HALVING)
+
+
+def injected(rate, k=2):
+    return optax.inject_hyperparams(lambda rate: ga.MultiSteps(optax.sgd(rate), k))(
+        rate=rate
+    )
+
+
+@pytest.mark.parametrize(
+    ("tx", "where"),
+    [
+        (optax.chain(ga.MultiSteps(optax.sgd(1.0), 2), BY_HALVES), r"\[1\].count"),
+        (optax.chain(optax.ema(0.9), optax.chain(injected(1.0))), r"\[0\].count"),
+        (
+            optax.named_chain(("a", ga.MultiSteps(optax.sgd(1.0), 2)), ("b", ADAM)),
+            r"\['b'\]\[0\].count",
+        ),
+        (injected(HALVING), r"hyperparams_states\['rate'\].count"),
+    ],
+    ids=["behind", "before", "named", "injected"],
+)
+def test_what_counts_micro_steps_beside_an_accumulator_is_named(tx, where):
+    with pytest.warns(UserWarning, match=f"counts micro-steps at .*{where}"):
+        ga.apply_gradients(tx, GRADS[0], tx.init(PARAMS), PARAMS)
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.chain(ga.MultiSteps(optax.chain(ADAM, BY_HALVES), 2), optax.clip(1.0)),
+        optax.chain(ga.MultiSteps(optax.sgd(1.0), 1), BY_HALVES),
+        injected(1.0),
+        injected(HALVING, k=1),
+        optax.partition({"x": ga.MultiSteps(ADAM, 2), "y": ADAM}, {"w": "x", "b": "y"}),
+        optax.GradientTransformation(*ga.MultiSteps(ADAM, 2)),
+        ADAM,
+    ],
+)
+def test_what_counts_steps_is_not(tx):
+    ga.apply_gradients(tx, GRADS[0], tx.init(PARAMS), PARAMS)  # a warning is an error
 
 
 def test_a_state_without_an_accumulator_raises():

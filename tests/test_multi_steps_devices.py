@@ -184,8 +184,8 @@ def test_the_state_holds_a_part_for_each_device():
     params, batches = make()
     tx = ga.MultiSteps(optax.adam(1e-2), K, data_axis="data")
     _, state = run(tx, params, batches, steps=2)
-    assert state.acc_grads["w"].shape == (8, WIDTH, WIDTH)
-    assert state.acc_grads["w"].sharding.shard_shape((8, WIDTH, WIDTH))[0] == 1
+    assert state.total["w"].shape == (8, WIDTH, WIDTH)
+    assert state.total["w"].sharding.shard_shape((8, WIDTH, WIDTH))[0] == 1
     total = jnp.sum(batches["mask"][:2])
     assert float(ga.stats(state).weight) == float(total)
     grads = jax.grad(
@@ -196,7 +196,7 @@ def test_the_state_holds_a_part_for_each_device():
         )
     )(params)
     _, after_one = run(tx, params, batches, steps=1)
-    sums = jnp.sum(after_one.acc_grads["w"], axis=0)
+    sums = jnp.sum(after_one.total["w"], axis=0)
     np.testing.assert_allclose(sums, grads["w"], rtol=0, atol=1e-3)
 
 
@@ -344,7 +344,7 @@ def test_the_accumulator_is_sharded_as_the_parameters_from_init_on(kind):
     with jax.set_mesh(mesh):
         state = init(params)
     shard = (WIDTH // 8, WIDTH)
-    assert state.acc_grads["w"].sharding.shard_shape((WIDTH, WIDTH)) == shard
+    assert state.total["w"].sharding.shard_shape((WIDTH, WIDTH)) == shard
 
     step = jax.jit(
         lambda g, s, p: ga.apply_gradients(tx, g, s, p), donate_argnums=(1, 2)
@@ -354,9 +354,58 @@ def test_the_accumulator_is_sharded_as_the_parameters_from_init_on(kind):
     assert ga.audit(compiled).collectives == ()
     for _ in range(K):
         params, state = step(grads, state, params)
-        assert state.acc_grads["w"].sharding.shard_shape((WIDTH, WIDTH)) == shard
+        assert state.total["w"].sharding.shard_shape((WIDTH, WIDTH)) == shard
     assert int(ga.stats(state).steps) == 1
     np.testing.assert_allclose(params["w"], 0.99, rtol=1e-5)
+
+
+def test_extra_arguments_are_averaged_over_devices_and_the_data_may_end_a_window():
+    params, batches = make()
+    params["n"] = jnp.arange(2)
+    tx = ga.MultiSteps(
+        optax.sgd(1.0), 2 * K, data_axis="data", mean_argnames=("value",)
+    )
+
+    def step(params, state, batch, emit):
+        own = jax.lax.pcast(params, ("data",), to="varying")
+        value, grads = jax.value_and_grad(loss, allow_int=True)(own, batch)
+        grads["n"] = jnp.ones_like(own["n"])
+        weight = jnp.sum(batch["mask"])
+        return ga.apply_gradients(
+            tx, grads, state, params, weight=weight, emit=emit, value=value
+        )
+
+    specs = (P(), tx.state_specs)
+    of_call = (P("data"), P())
+    mapped = jax.jit(
+        jax.shard_map(step, mesh=MESH, in_specs=(*specs, *of_call), out_specs=specs)
+    )
+    with jax.set_mesh(MESH):
+        state = tx.init(params)
+    moved = params
+    for i in range(K):
+        emit = jnp.array(i == K - 1)
+        moved, state = mapped(moved, state, micro_batch(batches, i), emit)
+    assert bool(ga.has_updated(state))
+    np.testing.assert_array_equal(moved["n"], params["n"] - 1)
+    with pytest.raises(ValueError, match=r"\['emit'\] differs along \['data'\]"):
+        jax.eval_shape(
+            jax.shard_map(
+                lambda *args: step(*args, emit=args[-1]["x"][0, 0] > 0),
+                mesh=MESH,
+                in_specs=(*specs, P("data")),
+                out_specs=specs,
+            ),
+            *(params, state, micro_batch(batches, 0)),
+        )
+    window = jax.tree.map(lambda x: x[:K].reshape(-1, *x.shape[2:]), batches)
+    with pytest.raises(AttributeError, match="one for each device"):
+        _ = state.acc_grads  # Optax has none of this
+    sums, weights = state.arg_totals["value"], state.weight
+    assert sums.shape == weights.shape == (8,)
+    # What the state holds is each device's sum; all of them are the window's.
+    whole = jnp.sum(sums) / jnp.sum(window["mask"])
+    np.testing.assert_allclose(whole, loss(params, window), rtol=1e-5)
 
 
 # -- Errors ----------------------------------------------------------------------------
@@ -408,7 +457,7 @@ def test_a_state_that_came_whole_says_so():
 def test_init_takes_the_mesh_that_the_parameters_lie_on():
     tx = ga.MultiSteps(optax.sgd(0.1), K, data_axis="data")
     params = jax.device_put({"w": jnp.ones(2)}, NamedSharding(MESH, P()))
-    assert tx.init(params).acc_grads["w"].shape == (8, 2)
+    assert tx.init(params).total["w"].shape == (8, 2)
 
 
 def test_init_without_a_mesh_says_so():

@@ -10,6 +10,7 @@ import oracle
 import pytest
 
 import ga_optax as ga
+from ga_optax import accumulator
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 
@@ -77,8 +78,8 @@ def test_what_the_optimizer_sees_is_within_the_derived_bound(dtype, weights):
     grads = [jnp.asarray(g, dtype) for g in rng.normal(size=(4, 301))]
     tx = ga.MultiSteps(optax.sgd(1.0), 4)
     state = update_all(tx, grads, jnp.zeros(301, dtype), weights=weights)[-1][1]
-    seen = np.asarray(state.acc_grads, np.float64)  # holds the mean, once emitted
-    assert state.acc_grads.dtype == jnp.float32
+    seen = np.asarray(state.total, np.float64)  # holds the mean, once emitted
+    assert state.total.dtype == jnp.float32
     w = weights or [1.0] * 4
     exact = oracle.weighted_mean([np.asarray(g, np.float64) for g in grads], w)
     bound = oracle.sum_error_bound(grads, w, np.finfo(np.float32).eps / 2)
@@ -130,7 +131,7 @@ def test_4096_ones_in_bfloat16_sum_to_4096():
     step = jax.jit(narrow.update)
     for _ in range(300):
         _, state = step(one, state, one)
-    np.testing.assert_array_equal(np.asarray(state.acc_grads, np.float32), 256.0)
+    np.testing.assert_array_equal(np.asarray(state.total, np.float32), 256.0)
 
 
 def test_the_inner_optimizer_sees_float32_of_bfloat16_gradients():
@@ -209,6 +210,41 @@ def test_a_window_of_weight_zero_changes_nothing_and_is_counted(k, emit):
     assert (np.asarray(moved) != np.asarray(params)).any()
 
 
+@pytest.mark.parametrize("weight", [-1.0, -1, np.nan])
+def test_a_traced_weight_that_is_none_makes_its_window_nan(weight):
+    w, x = jnp.ones(2), jnp.ones((4, 2))
+
+    @jax.jit
+    def inside(weight):
+        def loss(w, x):
+            return jnp.sum(jnp.mean(x, 0) * w)
+
+        return ga.value_and_grad(loss, 2, weight_fn=lambda x: weight)(w, x)
+
+    @jax.jit
+    def added(weight):
+        acc = accumulator.add(accumulator.init(w), w, 2.0)
+        return accumulator.mean(accumulator.add(acc, w, weight))
+
+    def across(weight, **options):
+        tx = ga.MultiSteps(optax.sgd(1.0), 2, **options)
+        weights = [jnp.asarray(2, jnp.result_type(weight)), weight]
+        applied, updated = apply_all(tx, [w, w], w, weights=weights)[-1], None
+        if not options:
+            updated = update_all(tx, [w, w], w, weights=weights)[-1][0]
+        return applied[0], updated, ga.stats(applied[1]).skipped_windows
+
+    for way in (inside, added, lambda weight: across(weight)[:2]):
+        for leaf in jax.tree.leaves(way(jnp.asarray(weight))):
+            assert jnp.isnan(leaf).all()
+        for leaf in jax.tree.leaves(way(jnp.zeros_like(weight))):  # the twin
+            assert jnp.isfinite(leaf).all()
+    drop = {"should_drop_window_fn": ga.drop_window_if_not_finite}
+    params, _, dropped = across(jnp.asarray(weight), **drop)
+    np.testing.assert_array_equal(params, w)
+    assert dropped == 1
+
+
 # -- Faults ----------------------------------------------------------------------------
 
 K = 4
@@ -253,8 +289,8 @@ def test_with_skip_not_finite_that_micro_step_never_happened(at, bad):
     np.testing.assert_array_equal(ours[-1][0], without[-1][0])
     a, b = ours[-1][1], without[-1][1]
     for x, y in zip(
-        jax.tree.leaves((a.inner_opt_state, a.acc_grads, a.mini_step, a.weight)),
-        jax.tree.leaves((b.inner_opt_state, b.acc_grads, b.mini_step, b.weight)),
+        jax.tree.leaves((a.inner_opt_state, a.total, a.mini_step, a.weight)),
+        jax.tree.leaves((b.inner_opt_state, b.total, b.mini_step, b.weight)),
         strict=True,
     ):
         np.testing.assert_array_equal(x, y)
@@ -321,7 +357,7 @@ def test_flush_closes_with_the_mean_over_what_is_held(held, weights, jit):
     # And the next window is clean.
     again, _ = ga.flush(tx, *ga.apply_gradients(tx, GOOD[0], state, flushed)[::-1])
     assert np.isfinite(again).all()
-    seen = jax.jit(tx.update)(GOOD[0], state, flushed)[1].acc_grads
+    seen = jax.jit(tx.update)(GOOD[0], state, flushed)[1].total
     np.testing.assert_array_equal(seen, GOOD[0])
 
 
@@ -371,6 +407,88 @@ def test_a_host_loop_that_counts_gives_the_bits_of_the_state_that_counts(weights
         tx, GOOD[:6], params, weights=weights, emits=[False] * 3 + [True, False, True]
     )
     assert (np.asarray(longer[-1][0]) != np.asarray(static[-1][0])).any()
+
+
+@pytest.mark.parametrize("weights", [None, [2.0, 1.0, 4.0] * 2])
+def test_a_traced_emit_ends_windows_where_a_static_one_does(weights):
+    params = jnp.array([1.0, 2.0, 3.0])
+    tx = ga.MultiSteps(optax.adam(0.1), 2)  # a k that is not asked for
+    emits = [False, False, False, True, True, False]
+    static = apply_all(tx, GOOD[:6], params, weights=weights, emits=emits)
+
+    state, traced = tx.init(params), []
+    step = jax.jit(functools.partial(ga.apply_gradients, tx))
+    for i, g in enumerate(GOOD[:6]):
+        kwargs = {} if weights is None else {"weight": weights[i]}
+        params, state = step(g, state, params, emit=jnp.array(emits[i]), **kwargs)
+        traced.append((params, state))
+    for a, b in zip(*map(jax.tree.leaves, (traced, static)), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert [bool(ga.has_updated(state)) for _, state in traced] == emits
+    # The twin: windows as k has them.
+    counted = apply_all(tx, GOOD[:6], GOOD[0], weights=weights)
+    assert [bool(ga.has_updated(s)) for _, s in counted] != emits
+    one = ga.MultiSteps(optax.sgd(0.1), 1)  # it has nothing to hold a window in
+    with pytest.raises(ValueError, match="must hold an accumulator"):
+        ga.apply_gradients(one, g, one.init(g), g, emit=jnp.array(True))
+
+
+# -- The mean of extra arguments -------------------------------------------------------
+
+
+def times_rate():
+    """An optimizer that returns minus the gradient times the extra argument `rate`."""
+
+    def update(updates, state, params=None, *, rate, **extra_args):
+        del params, extra_args
+        return jax.tree.map(lambda g: -g * rate, updates), state
+
+    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
+
+
+GRADS, RATES = (2.0, 6.0, np.nan, 4.0), (1.0, 3.0, np.nan, 2.0)
+
+
+@pytest.mark.parametrize("weights", [(1, 1, 1, 1), (3, 1, 5, 4)])
+@pytest.mark.parametrize("mean", [True, False])
+@pytest.mark.parametrize("flushed", [False, True])
+def test_the_optimizer_sees_the_mean_of_an_extra_argument(weights, mean, flushed):
+    def train(**options):
+        tx = ga.MultiSteps(
+            times_rate(), 5 if flushed else 3, mean, optax.skip_not_finite, **options
+        )
+        params = jnp.zeros(1)
+        state = tx.init(params)
+        step = jax.jit(functools.partial(ga.apply_gradients, tx))
+        for g, rate, w in zip(GRADS, RATES, weights, strict=True):
+            params, state = step(jnp.array([g]), state, params, weight=w, rate=rate)
+        if flushed:
+            rest = {} if options else {"rate": RATES[-1]}
+            params, state = jax.jit(functools.partial(ga.flush, tx))(
+                state, params, **rest
+            )
+        return params, state
+
+    kept = [0, 1, 3]  # the micro-step that was skipped has no part in it
+    w, g, rate = (np.array(x, float)[kept] for x in (weights, GRADS, RATES))
+    total, mean_rate = np.sum(w * g), np.sum(w * rate) / np.sum(w)
+    seen = total / np.sum(w) if mean else total
+    params, state = train(mean_argnames="rate")
+    np.testing.assert_allclose(params, [-seen * mean_rate], rtol=1e-6)
+    np.testing.assert_allclose(state.arg_totals["rate"], mean_rate, rtol=1e-6)
+    # The twin: without it the last one is seen.
+    params, _ = train()
+    np.testing.assert_allclose(params, [-seen * RATES[-1]], rtol=1e-6)
+    assert abs(mean_rate - RATES[-1]) > 0.01 or weights == (1, 1, 1, 1)
+
+
+def test_the_mean_of_one_extra_argument_is_that_one():
+    tx = ga.MultiSteps(times_rate(), 1, mean_argnames=("rate",))
+    params, state = jnp.zeros(1), tx.init(jnp.zeros(1))
+    for rate in (0.5, 3.0):
+        params, state = ga.apply_gradients(tx, jnp.ones(1), state, params, rate=rate)
+        assert float(state.arg_totals["rate"]) == rate
+    assert float(params[0]) == -3.5
 
 
 @pytest.mark.parametrize("emit", [True, False, None])

@@ -112,7 +112,7 @@ def test_a_static_emit_has_no_cond(emit, skip, weight):
 def test_a_static_k_of_one_has_no_cond_and_no_accumulator():
     tx = ga.MultiSteps(MUON, 1)
     state = tx.init(PARAMS)
-    assert state.acc_grads == ()
+    assert state.total == ()
     for jaxpr in programs(ga.MultiSteps, tx):
         assert not has_cond(jaxpr)
         assert matrix_products(jaxpr) == (of_the_bare_optimizer(), [])

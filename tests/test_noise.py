@@ -419,7 +419,7 @@ def test_sharded_parameters_give_the_bits_of_one_device_and_move_scalars_alone(k
     tx, grads, sharded, split = sharded_setup(kind)
     expected = run(tx, grads[0], grads)
     state = run(tx, sharded[0], sharded)
-    assert state.acc_grads["w"].sharding.is_equivalent_to(split, 2)
+    assert state.total["w"].sharding.is_equivalent_to(split, 2)
     assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves(state.noise))
     testing.assert_trees_bitwise_equal(state.noise, expected.noise)
     assert bool(ga.noise_scale(state).known)

@@ -101,7 +101,7 @@ def test_a_checkpoint_without_the_accumulator_is_told_by_the_comparison(resume, 
     expected, _ = train_one(resume, way, (way.start(), []), range(4))
     half, _ = train_one(resume, way, (way.start(), []), range(2))
     lost = half["opt_state"]._replace(
-        acc_grads=jax.tree.map(jnp.zeros_like, half["opt_state"].acc_grads)
+        total=jax.tree.map(jnp.zeros_like, half["opt_state"].total)
     )
     half = {"params": half["params"], "opt_state": lost}
     got, _ = train_one(resume, way, (half, []), range(2, 4))
@@ -139,7 +139,7 @@ def test_a_checkpoint_of_another_k_closes_its_window_sensibly(
     like = {"params": jnp.ones(3), "opt_state": old.init(params)}
     with resume.open_checkpoints(tmp_path) as checkpoints:
         if (before == 1) != (after == 1) and after > 1:
-            with pytest.raises(ValueError, match=r"opt_state/acc_grads.*nothing"):
+            with pytest.raises(ValueError, match=r"opt_state/total.*nothing"):
                 resume.restore(checkpoints, 1, like | {"opt_state": new.init(params)})
         restored = resume.restore(checkpoints, 1, like)
     params, state = restored["params"], restored["opt_state"]

@@ -23,7 +23,7 @@ class Linen(nn.Module):
     def __call__(self, x):
         for width in (5, 4):
             x = nn.Dense(width)(x)
-            norm = nn.BatchNorm(use_running_average=False, axis_name=self.axis)
+            norm = nn.BatchNorm(False, axis_name=self.axis, use_fast_variance=False)
             x = jnp.tanh(norm(x))
         return x
 
@@ -32,7 +32,7 @@ class Nnx(nnx.Module):
     def __init__(self, axis):
         rngs = nnx.Rngs(0)
         self.first = nnx.Linear(3, 5, rngs=rngs)
-        self.norm = nnx.BatchNorm(5, axis_name=axis, rngs=rngs)
+        self.norm = nnx.BatchNorm(5, axis_name=axis, use_fast_variance=False, rngs=rngs)
         self.last = nnx.Linear(5, 4, rngs=rngs)
 
     def __call__(self, x):

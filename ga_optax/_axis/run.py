@@ -25,8 +25,8 @@ Wanted = Sequence[tuple[Any, str]]  # variables, and how they are put together
 
 def fold(
     call: Call, program: Program, operands: Operands
-) -> tuple[jax.Array, Arrays, Any, Flat]:
-    """The loss, carry and aux of a window, and its accumulator, which starts empty.
+) -> tuple[Arrays, Arrays, Flat]:
+    """The loss and aux of a window, its carry, and its accumulator, which starts empty.
 
     Every micro-batch sees the carry as it came, as devices do, and the new carry is the
     mean of theirs.
@@ -84,7 +84,7 @@ class _Window:
         self.plan = planning.make(jaxpr, axis, of_params, of_own)
         self.plan.keep(merged=self.can_merge())
 
-    def run(self) -> tuple[jax.Array, Arrays, Any, Flat]:
+    def run(self) -> tuple[Arrays, Arrays, Flat]:
         """All levels, there and back."""
         plan, program, carry = self.plan, self.program, self.carry
         for level in range(1, plan.last + 1 - plan.merged):
@@ -109,9 +109,9 @@ class _Window:
             (x / self.size).astype(old.dtype) if _is_inexact(old) else x
             for x, old in zip(leaves, carry, strict=False)
         ]
-        aux = jax.tree.unflatten(program.aux, leaves[len(carry) :])
+        aux = leaves[len(carry) :]
         count = self.start.count + self.call.options.num_microbatches
-        return loss if roots else value, new, aux, acc._replace(count=count)
+        return [loss if roots else value, *aux], new, acc._replace(count=count)
 
     # -- There -------------------------------------------------------------------------
 
@@ -267,12 +267,11 @@ class _Window:
         types = [x.aval for x in jaxpr.outvars]
         of_loop = program._replace(
             jaxpr=jaxpr,
-            consts=closed.consts,
-            batch=self.xs,
+            consts=(),
+            batch=[],
             results=[types[0], *types[1 + weighted :]],
             modes=["mean", *(mode for _, mode in wanted or ())],
             carry=jax.tree.structure(()),
-            aux=jax.tree.structure(aux),
             weighted=weighted,
             multiplies=weighted and program.multiplies,
             arrivals=[_in_place.arrival(jaxpr, x) for x in jaxpr.invars[: len(diff)]],
@@ -310,7 +309,7 @@ class _Window:
         if self.axes:
             with jax.named_scope("merge"):
                 state = merged(state, call)
-        loss, results = loop.results(state)
+        loss, *results = loop.results(state)
         return loss, results, state.acc
 
     # -- Values ------------------------------------------------------------------------
@@ -358,7 +357,7 @@ class _Window:
         given = [values[v] for v in read]
         out = bind(self.plan.jaxpr, equations, read, wanted, given)
         return [
-            jnp.asarray(x, v.aval.dtype) if isinstance(v, core.Literal) else x
+            x if isinstance(x, jax.Array) else jnp.asarray(x, v.aval.dtype)
             for v, x in zip(wanted, out, strict=True)
         ]
 

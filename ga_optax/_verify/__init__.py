@@ -14,6 +14,7 @@ Each module imports only those above it:
 
     report        what the user gets, and the page that it prints
     gradients     norms and differences of gradients, and ULPs
+    wide          the same function with every float in float64
     problem       the user's arguments, and how the batch is divided
     loss          evaluates the loss in float64, if it can; names the first inf or NaN;
                   shows the progress

@@ -5,17 +5,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import ArrayLike
 
-from ga_optax import _checks
+from ga_optax import _checks, _mesh, _rows
 from ga_optax._microbatch import value_and_grad
+from ga_optax._options import FromAux, check_weight_fn
 from ga_optax._verify.comparison import Comparison
 from ga_optax._verify.loss import Loss, NotFiniteError, Progress
 from ga_optax._verify.native import Native
-from ga_optax._verify.problem import Problem, split
+from ga_optax._verify.problem import Problem
 from ga_optax._verify.report import Report
 from ga_optax._verify.summary import compared, nothing_compared
 
@@ -26,7 +26,7 @@ def verify(
     batch: Any,
     num_microbatches: int,
     *,
-    weight_fn: Callable[..., ArrayLike] | None = None,
+    weight_fn: Callable[..., ArrayLike] | FromAux | None = None,
     has_aux: bool = False,
     rng: Any = None,
 ) -> Report:
@@ -68,11 +68,12 @@ def verify(
     and of `ga_optax.value_and_grad` return in the parameters' own dtypes. The diagnosis
     uses float64, and relative differences below 2⁻²⁶ count as rounding. Fitted weights
     are right to 1e-3 and mostly to 1e-10, also for micro-batches without gradient.
-    `verify` names a cause only if the numbers rule out the others; otherwise the cause
-    is `UNDETERMINED`. If `fun` does not run in float64, or casts to a narrower dtype,
-    `verify` measures that dtype's rounding and says so on the page: differences below
-    four times that count as rounding, and fitted weights have only that dtype's digits,
-    unless they are found in the batch.
+    The program of `fun` is traced in its own dtypes and evaluated with all floats in
+    float64, so a cast to bfloat16 neither rounds nor hides anything, and random draws
+    are those of training. `verify` names a cause only if the numbers rule out the
+    others; otherwise the cause is `UNDETERMINED`. If `fun` calls code that is bound to
+    a narrow dtype (Pallas, callbacks), `verify` measures that code's rounding and says
+    so on the page: what rounding may explain is `ROUNDING` or `UNDETERMINED`.
 
     **Memory.** In float64: three gradient trees, two copies of the parameters and one
     of the batch, for any `num_microbatches`, and max(4096, 8·k) numbers for each
@@ -92,7 +93,7 @@ def verify(
         `ga_optax.value_and_grad`. Leaves may be PRNG keys, one for each row.
       num_microbatches: k; it must divide the number of rows.
       weight_fn: a function of one micro-batch (a tree like `batch`) that returns its
-        weight; pass the one that you train with.
+        weight, or a `FromAux`; pass the one that you train with.
       has_aux: whether `fun` returns a pair.
       rng: a PRNG key, or a tree of them. As in `ga_optax.value_and_grad`, micro-batch i
         gets `jax.random.fold_in(rng, i)`; the undivided batch is micro-batch 0 of 1.
@@ -108,6 +109,9 @@ def verify(
     _check(fun, params, batch, rng)
     loss = _without_aux(fun) if has_aux else fun
     key = () if rng is None else (rng,)
+    if isinstance(weight_fn, FromAux):
+        check_weight_fn(weight_fn, has_aux)
+        weight_fn = _of_batch(weight_fn, fun, params, key)
     folded = value_and_grad(loss, k, rng_argnums=(2,) * len(key), weight_fn=weight_fn)
     params, batch = jax.tree.map(_placed, (params, batch))
     # `value_and_grad` checks the rest, and what `fun` returns, before anything runs.
@@ -117,8 +121,9 @@ def verify(
         params=params,
         batch=batch,
         key=key,
-        weights=np.ones(k) if weight_fn is None else _weights(weight_fn, batch, k),
-        accumulated=folded,
+        k=k,
+        weight_fn=weight_fn,
+        accumulated=_of_neighbours(folded, k),
         x64=bool(jnp.result_type(float) == jnp.float64),
     )
     with jax.enable_x64(True), Progress() as progress:
@@ -160,6 +165,29 @@ def _without_aux(fun: Callable[..., Any]) -> Callable[..., Any]:
     return loss
 
 
+def _of_batch(
+    weight_fn: FromAux, fun: Callable[..., Any], params: Any, key: tuple[Any, ...]
+) -> Callable[[Any], ArrayLike]:
+    """The weight of a micro-batch as a function of it."""
+    return lambda batch: weight_fn.fun(fun(params, batch, *key)[1])
+
+
+def _of_neighbours(folded: Callable[..., Any], k: int) -> Callable[..., Any]:
+    """`folded` over micro-batches of neighbouring rows, on several devices, too."""
+
+    def accumulated(params: Any, batch: Any, *key: Any) -> Any:
+        if _mesh.is_distributed((params, batch, key)):
+            batch = jax.tree.map(
+                lambda x: _rows.join(
+                    _rows.split(x, k, 0, strided=False), 0, strided=True
+                ),
+                batch,
+            )
+        return folded(params, batch, *key)
+
+    return accumulated
+
+
 def _placed(x: ArrayLike) -> jax.Array:
     """As an array, where it lies; its rows can be picked without an `out_sharding`."""
     x = jnp.asarray(x)
@@ -169,10 +197,3 @@ def _placed(x: ArrayLike) -> jax.Array:
     mesh = Mesh(old.mesh.devices, old.mesh.axis_names)  # of automatic axes
     new = NamedSharding(mesh, old.spec, memory_kind=old.memory_kind)
     return jax.device_put(x, new)
-
-
-def _weights(weight_fn: Callable[..., ArrayLike], batch: Any, k: int) -> np.ndarray:
-    """The weight of each micro-batch."""
-    rows = split(batch, k)
-    parts = (jax.tree.map(lambda x, i=i: x[i], rows) for i in range(k))
-    return np.array([float(_checks.check_weight(weight_fn(part))) for part in parts])

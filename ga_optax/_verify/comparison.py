@@ -3,6 +3,7 @@
 It takes one micro-gradient at a time, so that three gradient trees suffice for any k.
 """
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -36,6 +37,7 @@ class Comparison:
       noise: how much D changes if the loss rounds differently, of each leaf.
       noisy: whether that had to be measured.
       agrees: whether D is rounding.
+      decidable: whether D is more than rounding can be.
       losses: the undivided batch's loss, and the accumulated one.
     """
 
@@ -57,6 +59,9 @@ class Comparison:
             moved = self._residual(self.share, lambda i: loss.of_part(i, near)[1])
             self.noise = norms(subtract(moved, difference, 1.0))
             self.agrees = self._is_rounding(self.difference)
+        # Code that is bound to a narrow dtype may lose half of its digits, too.
+        lost = math.sqrt(loss.eps) * self.terms
+        self.decidable = not self.noisy or bool((self.difference > lost).any())
 
     def allowed(self, scale: float = 1.0) -> np.ndarray:
         """How far rounding may move each leaf of a sum with `scale` times the terms."""

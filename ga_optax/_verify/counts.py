@@ -8,8 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ga_optax._verify.problem import split
-
 # How precise counts are, and fits in float64.
 EXACT = 1e-6
 
@@ -53,10 +51,10 @@ def code_that_counts(
 
 def _expressions(batch: Any, k: int) -> Iterator[tuple[str, np.ndarray]]:
     """What a loss may divide by, as code, with its value in each micro-batch."""
-    for path, leaf in jax.tree.leaves_with_path(split(batch, k)):
+    for path, leaf in jax.tree.leaves_with_path(batch):
         if not jnp.issubdtype(leaf.dtype, np.number) and leaf.dtype != jnp.bool_:
             continue
-        values = np.asarray(leaf).astype(np.float64)
+        values = np.asarray(leaf).astype(np.float64).reshape(k, -1, *leaf.shape[1:])
         # A sum in half a float would round the count.
         half = jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize < 4
         dtype = "dtype='float32'" if half else ""

@@ -9,10 +9,11 @@ import dataclasses
 
 import numpy as np
 
+from ga_optax._verify.comparison import Comparison
 from ga_optax._verify.counts import EXACT, code_that_counts, proportions
 from ga_optax._verify.fit import Fit
 from ga_optax._verify.gradients import norm
-from ga_optax._verify.loss import NotFiniteError
+from ga_optax._verify.loss import Loss, NotFiniteError
 from ga_optax._verify.native import Native
 from ga_optax._verify.report import Cause
 
@@ -56,6 +57,12 @@ def diagnose(native: Native) -> Finding:
         return Finding(Cause.RANDOMNESS, mend, detail)
     if comparison.agrees:
         return _rounding(native)
+    if not comparison.decidable:
+        dtype = comparison.loss.dtype
+        detail = f"The difference is so small that it may be the rounding of {dtype}."
+        mend = f"""Run verify with the code that is bound to {dtype} replaced by plain
+            JAX, which it evaluates in float64."""
+        return Finding(Cause.UNDETERMINED, mend, detail)
     fit = Fit(comparison)
     findings = (question(fit) for question in _QUESTIONS)
     return next(finding for finding in findings if finding is not None)
@@ -100,7 +107,15 @@ def _rounding(native: Native) -> Finding:
 
 def _scale(fit: Fit) -> Finding | None:
     """Whether G is c times the mean of the micro-gradients."""
-    c, k = fit.factor, fit.problem.k
+    c, k, share = fit.factor, fit.problem.k, fit.comparison.share
+    in_use = c is None and fit.comparison.weighted and fit.factor_of(share)
+    if in_use:
+        detail = f"""The weights are right, but the undivided gradient is {in_use:.6g}
+            times the accumulated one."""
+        mend = """Return the mean over what weight_fn counts, and remove any other
+            division by a size or a number of parts."""
+        weights = tuple((in_use * share).tolist())
+        return Finding(Cause.SCALE, mend, detail, weights=weights)
     factor = c and fit.known_factor(c)
     if c is None or factor == 1:  # With 1, the weights are wrong.
         return None
@@ -174,7 +189,43 @@ def _constant(fit: Fit) -> Finding | None:
     return Finding(Cause.SCALE, mend, detail) if fit.has_constant() else None
 
 
+_TOO_FEW = Finding(
+    Cause.UNDETERMINED,
+    "Run verify with 3 or more micro-batches, or with more parameters.",
+    "Several causes explain gradients of so few numbers.",
+)
+
+
+def _any_two(fit: Fit) -> Finding | None:
+    """Whether two micro-batches fit with weights whose sum is open."""
+    return _TOO_FEW if fit.any_two else None
+
+
 # -- If they differ: what changes the undivided gradient -------------------------------
+
+
+def _another_axis(fit: Fit) -> Finding | None:
+    """Whether the batch is [time, batch, ...], so that axis 1 holds the examples."""
+    problem = fit.problem.along_axis_1()
+    if problem is None:
+        return None
+    try:
+        other = Comparison(Loss(problem, fit.comparison.loss.progress))
+        if other.same(rows=problem.rows(0)):
+            return None  # Axis 1 has no part in the loss.
+        weights = None if other.agrees else Fit(other).weights
+    except Exception:
+        return None  # Any: the code is the user's, and may not take such a batch.
+    if not other.agrees and (weights is None or abs(weights.values.sum() - 1) > 1e-3):
+        return None
+    detail = """Split along axis 1, the same batch does give the undivided gradient.
+        Most likely axis 0 is time and axis 1 the examples, [time, batch, ...]."""
+    mend = """Pass batch_axes=1 to ga_optax.value_and_grad, or swap the two axes of the
+        batch, jnp.swapaxes(x, 0, 1), and let the loss swap them back."""
+    if not other.agrees:
+        mend += " Then run verify again, because the weights are wrong, too."
+    return Finding(Cause.AXIS, mend, detail)
+
 
 _KEYS = """put jax.random.split(key, batch_size) into the batch and draw under jax.vmap.
     A second cause may be hidden: run verify again without randomness."""
@@ -201,8 +252,7 @@ def _another_order(fit: Fit) -> Finding | None:
 
 
 def _undetermined(fit: Fit) -> Finding | None:
-    mend = "Run verify with 3 or more micro-batches, or with more parameters."
-    return Finding(Cause.UNDETERMINED, mend) if fit.ambiguous else None
+    return _TOO_FEW if fit.ambiguous else None
 
 
 def _cross_example(_: Fit) -> Finding:
@@ -224,6 +274,8 @@ _QUESTIONS = (
     _scale,
     _weights,
     _constant,
+    _any_two,
+    _another_axis,
     _another_key,
     _another_order,
     _undetermined,

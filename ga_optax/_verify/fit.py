@@ -59,7 +59,7 @@ class Fit:
         self._unit = np.where(unit > 0, unit, 1.0)
         self._noise = NOISE * norm(comparison.noise / self._unit)
 
-        here = self._point(comparison.loss.params)
+        here = self._point(None)
         near = self._point(comparison.loss.nearby(0.1, seed=2))
         self._points = [here, near] if np.isfinite(near).all() else [here]
         self._here, self._target = here[:, :-1], here[:, -1]
@@ -92,9 +92,13 @@ class Fit:
     @functools.cached_property
     def factor(self) -> float | None:
         """The c with G = c times the mean of the gᵢ; all parts of a size have one c."""
-        mean = self._here.mean(1)
+        return self.factor_of(np.full(self._k, 1 / self._k))
+
+    def factor_of(self, share: np.ndarray) -> float | None:
+        """The c with G = c·Σ wᵢ·gᵢ, for weights that add up to 1."""
+        mean = self._here @ share
         c = float(mean @ self._target / (mean @ mean or 1.0))
-        weights = np.full(self._k, c / self._k)
+        weights = c * share
         if c <= 0 or not self._fits(weights) or not self._pairs_fit(weights):
             return None
         known = self.known_factor(c)
@@ -108,6 +112,12 @@ class Fit:
         """Which of k, 1 / k and 1 `c` is, if any."""
         known = (self._k, 1 / self._k, 1)
         return next((f for f in known if abs(c / f - 1) <= self.trust), None)
+
+    @property
+    def any_two(self) -> bool:
+        """Whether two micro-batches fit with weights that do not add up to 1."""
+        off = abs(self._best.sum() - 1) > self.trust and self._best.min() >= 0
+        return self._k == 2 and off and self._fits(self._best)
 
     @functools.cached_property
     def weights(self) -> Weights | None:

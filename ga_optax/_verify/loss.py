@@ -5,7 +5,6 @@ import dataclasses
 import math
 import sys
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -13,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from ga_optax._in_place import inner_programs
 from ga_optax._verify.gradients import Evaluated, Leaves, real
 from ga_optax._verify.problem import Problem
+from ga_optax._verify.wide import Wide
 
 
 class Progress:
@@ -46,23 +45,20 @@ class Loss:
 
     Attributes:
       problem: whose loss it is.
-      params: the parameters, in the dtype to evaluate in.
       dtype: the narrowest floating dtype that is computed in.
       eps: its precision.
       note: what a reader has to know about that, if anything.
     """
 
     def __init__(self, problem: Problem, progress: Progress) -> None:
-        self.problem, self.progress = problem, progress
-        self._compiled = jax.jit(problem.gradient())
-        self.note = ""
+        self.problem, self.progress, self.note = problem, progress, ""
         try:
-            narrow = self._use(_wide(problem.params), _wide(problem.batch), x64=True)
+            narrow = self._compile(as_is=False)
             if narrow != np.float64:
-                self.note = f"The loss casts to {narrow.name} inside"
+                self.note = f"The loss calls code that computes in {narrow.name}"
         except Exception as error:
             # Any: the code is the user's, and it was traced in its own dtypes before.
-            narrow = self._use(problem.params, problem.batch, x64=problem.x64)
+            narrow = self._compile(as_is=True)
             reason = f"{type(error).__name__}: {error}".strip().split("\n")[0][:120]
             self.note = f"The loss does not run in float64 ({reason})"
         if self.note:
@@ -70,19 +66,23 @@ class Loss:
                 the rounding of {narrow.name}."""
         self.dtype, self.eps = narrow.name, float(jnp.finfo(narrow).eps)
 
-    def _use(self, params: Any, batch: Any, *, x64: bool) -> np.dtype:
-        """Evaluates at these; returns the coarsest floating dtype in the program."""
-        self.params, self._batch, self._x64 = params, batch, x64
-        rows, keys = self.problem.rows(None), self.problem.keys(0)
-        with jax.enable_x64(x64):
-            program = jax.make_jaxpr(self.problem.gradient())(params, batch, rows, keys)
-        dtypes = {np.dtype(np.float64), *_floating_dtypes(program)}
+    def _compile(self, *, as_is: bool) -> np.dtype:
+        """Makes the program; returns the coarsest floating dtype in it."""
+        self._as_is = as_is
+        wide = Wide(self.problem.gradient(), x64=self.problem.x64, as_is=as_is)
+        self._compiled = jax.jit(wide)
+        self._compiled.lower(*self._arguments(self.problem.rows(None)))
+        dtypes = {np.dtype(np.float64), *wide.narrow}
         return max(dtypes, key=lambda dtype: float(jnp.finfo(dtype).eps))
+
+    def _arguments(self, rows: np.ndarray, key: int = 0, params: Any = None) -> Any:
+        params = self.problem.params if params is None else params
+        return params, self.problem.batch, rows, self.problem.keys(key)
 
     def traced_again(self) -> "Loss":
         """The same loss, to be traced once more."""
         other = copy.copy(self)
-        other._compiled = jax.jit(self.problem.gradient())
+        other._compile(as_is=self._as_is)
         return other
 
     def of_part(self, part: int | None, params: Any = None) -> Evaluated:
@@ -91,10 +91,7 @@ class Loss:
 
     def of_rows(self, rows: np.ndarray, key: int = 0, params: Any = None) -> Evaluated:
         """Loss and gradient of these rows, with the key of micro-batch `key`."""
-        params = self.params if params is None else params
-        keys = self.problem.keys(key)
-        with jax.enable_x64(self._x64):
-            value, grads = self._compiled(params, self._batch, rows, keys)
+        value, grads = self._compiled(*self._arguments(rows, key, params))
         self.progress.tick()
         grads = jax.tree.leaves(grads)[::-1]
         # One leaf after the other, so that there are never two copies of all.
@@ -102,8 +99,7 @@ class Loss:
 
     def nearby(self, size: float, seed: int) -> Any:
         """The parameters, each moved by a random part of itself, at most `size`."""
-        with jax.enable_x64(self._x64):
-            return _moved(self.params, jax.random.key(seed), size)
+        return _moved(self.problem.params, jax.random.key(seed), size)
 
 
 @jax.jit
@@ -116,27 +112,6 @@ def _moved(params: Any, key: jax.Array, size: ArrayLike) -> Any:
 
     leaves, structure = jax.tree.flatten(params)
     return jax.tree.unflatten(structure, map(move, leaves, range(len(leaves))))
-
-
-@jax.jit
-def _wide(tree: Any) -> Any:
-    def cast(x: jax.Array) -> jax.Array:
-        if not jnp.issubdtype(x.dtype, jnp.inexact):
-            return x
-        return x.astype(jnp.complex128 if jnp.iscomplexobj(x) else jnp.float64)
-
-    return jax.tree.map(cast, tree)
-
-
-def _floating_dtypes(jaxpr: Any) -> Iterator[np.dtype]:
-    """The floating dtypes of everything that a program computes."""
-    for equation in jaxpr.eqns:
-        for variable in equation.outvars:
-            dtype = getattr(variable.aval, "dtype", None)
-            if dtype is not None and jnp.issubdtype(dtype, jnp.inexact):
-                yield np.dtype(jnp.finfo(dtype).dtype)
-        for inner in inner_programs(equation):
-            yield from _floating_dtypes(inner)
 
 
 # -- What cannot be compared -----------------------------------------------------------

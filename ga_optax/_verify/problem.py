@@ -1,13 +1,19 @@
 """What is compared: a loss, its arguments, and how its batch is divided."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
+from jax.typing import ArrayLike
 
-from ga_optax._checks import leaf_name
+from ga_optax import _checks
+from ga_optax._verify.wide import Wide
+
+# Half of the binary digits of float32, in which weights are counted.
+_WEIGHT = 2.0**-12
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -19,36 +25,66 @@ class Problem:
       params: the parameters.
       batch: the undivided batch.
       key: the key, as a tuple of one; empty if there is none.
-      weights: the weight of each micro-batch.
+      k: the number of micro-batches.
+      weight_fn: a function of a micro-batch, or None.
       accumulated: loss and gradient over micro-batches, with the arguments of `fun`.
       x64: whether the caller works under `jax_enable_x64`.
+      axis: which axis of the batch holds the rows; leaves without it stay whole.
     """
 
     fun: Callable[..., Any]
     params: Any
     batch: Any
     key: tuple[Any, ...]
-    weights: np.ndarray
+    k: int
+    weight_fn: Callable[..., ArrayLike] | None
     accumulated: Callable[..., Any]
     x64: bool
-
-    @property
-    def k(self) -> int:
-        return len(self.weights)
+    axis: int = 0
 
     @property
     def batch_size(self) -> int:
-        return jax.tree.leaves(self.batch)[0].shape[0]
+        leaves = jax.tree.leaves(self.batch)
+        return next(x.shape[self.axis] for x in leaves if x.ndim > self.axis)
 
     @property
     def names(self) -> list[str]:
         """The leaves of the parameters, as messages name them."""
-        return [leaf_name(path) for path, _ in jax.tree.leaves_with_path(self.params)]
+        return [name for name, _ in _checks.named_leaves(self.params)]
+
+    @functools.cached_property
+    def weights(self) -> np.ndarray:
+        """The weight of each micro-batch, under `jax_enable_x64`.
+
+        Rounding in float32 makes no weight wrong; in bfloat16 it does.
+        """
+        if self.weight_fn is None:
+            return np.ones(self.k)
+        parts = [self.take(self.batch, self.rows(i)) for i in range(self.k)]
+        with jax.enable_x64(self.x64):
+            used = [float(_checks.check_weight(self.weight_fn(x))) for x in parts]
+        exactly = jax.jit(Wide(self.weight_fn, x64=self.x64))
+        exact = np.array([float(exactly(part)) for part in parts])
+        return np.where(np.abs(used - exact) <= _WEIGHT * exact, exact, used)
 
     def rows(self, part: int | None) -> np.ndarray:
         """The rows of a micro-batch; those of the undivided batch for None."""
         rows = np.arange(self.batch_size, dtype=np.int32)
         return rows if part is None else rows.reshape(self.k, -1)[part]
+
+    def take(self, batch: Any, rows: Any) -> Any:
+        """These rows of the batch."""
+        at = (slice(None),) * self.axis + (rows,)
+        return jax.tree.map(lambda x: x[at] if x.ndim > self.axis else x, batch)
+
+    def along_axis_1(self) -> "Problem | None":
+        """The same batch, split along its second axis, if it has one."""
+        sizes = {x.shape[1] for x in jax.tree.leaves(self.batch) if x.ndim > 1}
+        if len(sizes) != 1 or sizes <= {0, 1}:
+            return None
+        numbers = _checks.divisors(sizes.pop())
+        k = self.k if self.k in numbers else numbers[1]
+        return dataclasses.replace(self, axis=1, k=k)
 
     def place(self, part: int | None) -> str:
         """How messages name a micro-batch, or the undivided batch for None."""
@@ -68,11 +104,6 @@ class Problem:
         """
 
         def loss(params: Any, batch: Any, rows: Any, keys: Any) -> Any:
-            return self.fun(params, jax.tree.map(lambda x: x[rows], batch), *keys)
+            return self.fun(params, self.take(batch, rows), *keys)
 
         return jax.value_and_grad(loss)
-
-
-def split(batch: Any, k: int) -> Any:
-    """The batch with an axis of micro-batches before the rows."""
-    return jax.tree.map(lambda x: x.reshape(k, x.shape[0] // k, *x.shape[1:]), batch)

@@ -96,8 +96,8 @@ def add(
     Start with the `Accumulator` of `accumulator.init`, and add every block of the
     partition once, in any order. The last one returns an `Accumulator`; until then it
     is an `OpenMicroStep`, which cannot be read. To begin a new window, set `count` to
-    0 (`acc._replace(count=jnp.zeros([], jnp.int32))`): the first micro-step overwrites
-    the buffers without reading them.
+    0 (`acc._replace(count=jnp.zeros([], jnp.int32))`): the first micro-step clears
+    the buffers.
 
     **Cost.** One jitted kernel, which reads `grads`, and reads and writes the block's
     buffers of `acc`. It donates those buffers, so do not use `acc` afterwards. The

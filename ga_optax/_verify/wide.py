@@ -1,0 +1,146 @@
+"""The same function with every float in float64, whatever dtypes it asks for.
+
+A loss in mixed precision rounds on purpose: it casts to bfloat16 and back. That hides
+what `verify` looks for. So the program of the loss is traced in the dtypes of training,
+and each of its floats is evaluated in float64. A cast to bfloat16 then changes nothing,
+and what is left is the mathematics of the loss, with the random draws of training.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+
+from ga_optax._in_place import inner_programs
+
+# Primitives that read or make the bits of a float, or run code for certain dtypes.
+_FIXED = ("bitcast", "callback", "pallas", "ffi", "custom_call", "cudnn", "scaled")
+
+
+class Wide:
+    """A function in float64, as far as it can be.
+
+    Attributes:
+      narrow: after tracing, the floating dtypes that it still reads.
+    """
+
+    def __init__(
+        self, fun: Callable[..., Any], *, x64: bool, as_is: bool = False
+    ) -> None:
+        """Of `fun`, traced under `jax_enable_x64=x64`; `as_is` changes no dtype."""
+        self._fun, self._x64, self._as_is = fun, x64, as_is
+        self.narrow: set[np.dtype] = set()
+
+    def __call__(self, *args: Any) -> Any:
+        with jax.enable_x64(self._x64):
+            program, out = jax.make_jaxpr(self._fun, return_shape=True)(*args)
+        inputs = jax.tree.leaves(args)
+        if self._as_is:
+            self.narrow.update(*map(_floats, program.eqns))
+        else:
+            program, *inputs = map(self._widen, (program, *inputs))
+        results = jax.core.eval_jaxpr(program.jaxpr, program.consts, *inputs)
+        return jax.tree.unflatten(jax.tree.structure(out), results)
+
+    def _widen(self, x: Any) -> Any:
+        """An array, a dtype or a program in float64; anything else as it is."""
+        if hasattr(x, "consts"):
+            consts = list(map(self._widen, x.consts))
+            return x.replace(jaxpr=self._program(x.jaxpr), consts=consts)
+        if hasattr(x, "eqns"):
+            return self._program(x)
+        if isinstance(x, np.dtype):
+            return _wide_dtype(x)
+        old = getattr(x, "dtype", None)
+        return x if old == _wide_dtype(old) else x.astype(_wide_dtype(old))
+
+    def _program(self, jaxpr: core.Jaxpr) -> core.Jaxpr:
+        known: dict[Any, Any] = {}
+
+        def widen(atom: Any) -> Any:
+            if isinstance(atom, core.Literal):
+                aval = _wide_type(atom.aval)
+                return core.Literal(np.asarray(atom.val, aval.dtype), aval)
+            if atom not in known:
+                known[atom] = type(atom)(_wide_type(atom.aval))
+            return known[atom]
+
+        equations: list[core.JaxprEqn] = []
+        for equation in jaxpr.eqns:
+            ins = list(map(widen, equation.invars))
+            outs = list(map(widen, equation.outvars))
+            is_fixed = any(name in equation.primitive.name for name in _FIXED)
+            change = self._between_casts if is_fixed else self._in_float64
+            equations += change(equation, ins, outs)
+        ends = ("constvars", "invars", "outvars")
+        new = {end: list(map(widen, getattr(jaxpr, end))) for end in ends}
+        return jaxpr.replace(eqns=equations, **new)
+
+    def _in_float64(
+        self, equation: core.JaxprEqn, ins: list[Any], outs: list[Any]
+    ) -> Iterator[core.JaxprEqn]:
+        params = jax.tree.map(
+            self._widen, equation.params, is_leaf=lambda x: hasattr(x, "eqns")
+        )
+        if equation.primitive.name == "reduce_precision":
+            params = {"exponent_bits": 11, "mantissa_bits": 52}  # none is lost
+        elif "precision" in params:
+            params["precision"] = None  # may name a dtype
+        yield equation.replace(invars=ins, outvars=outs, params=params)
+
+    def _between_casts(
+        self, equation: core.JaxprEqn, ins: list[Any], outs: list[Any]
+    ) -> Iterator[core.JaxprEqn]:
+        self.narrow.update(_floats(equation))
+        own_ins = list(map(_own, equation.invars, ins))
+        own_outs = list(map(_own, equation.outvars, outs))
+        yield from _casts(equation, ins, own_ins)
+        yield equation.replace(invars=own_ins, outvars=own_outs)
+        yield from _casts(equation, own_outs, outs)
+
+
+def _wide_dtype(dtype: Any) -> Any:
+    """The dtype to compute in instead of this one."""
+    if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
+        return dtype
+    is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
+    return np.dtype(np.complex128 if is_complex else np.float64)
+
+
+def _wide_type(aval: Any) -> Any:
+    if hasattr(aval, "inner_aval"):  # a reference
+        return aval.update(inner_aval=_wide_type(aval.inner_aval))
+    return (
+        aval.update(dtype=_wide_dtype(aval.dtype)) if hasattr(aval, "dtype") else aval
+    )
+
+
+def _own(atom: Any, wide: Any) -> Any:
+    """A variable of the type that an atom has; its wide twin if that is the same."""
+    return wide if wide.aval == atom.aval else core.Var(atom.aval)
+
+
+def _casts(
+    equation: core.JaxprEqn, olds: list[Any], news: list[Any]
+) -> Iterator[core.JaxprEqn]:
+    """Casts of variables to others, in the context of an equation."""
+    for old, new in zip(olds, news, strict=True):
+        if old is not new:
+            dtype, cast = new.aval.dtype, jax.lax.convert_element_type_p
+            params = {"new_dtype": dtype, "weak_type": False, "sharding": None}
+            ends = {"invars": [old], "outvars": [new], "effects": core.no_effects}
+            yield equation.replace(primitive=cast, params=params, **ends)
+
+
+def _floats(equation: core.JaxprEqn) -> Iterator[np.dtype]:
+    """The floating dtypes that an equation reads, or a program inside it."""
+    for atom in equation.invars:
+        dtype = getattr(atom.aval, "dtype", None)
+        if dtype is not None and jnp.issubdtype(dtype, jnp.inexact):
+            yield np.dtype(jnp.finfo(dtype).dtype)
+    for program in inner_programs(equation):
+        for inner in program.eqns:
+            yield from _floats(inner)

@@ -1,0 +1,76 @@
+"""Compilers of accelerators on a machine that has none: nothing runs, all can be read.
+
+`libtpu` and the CUDA plugin of JAX compile for devices that are only described. Of a
+compiled program the bytes, the kernels and the conditionals are exact; times are not to
+be had. Import this before JAX starts a backend.
+"""
+
+import functools
+import os
+import re
+from collections.abc import Callable
+from typing import Any
+
+# libtpu must not lock the machine. The plugin for GPUs must not look for a driver, and
+# there is no GPU on which it could time kernels.
+os.environ |= {
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+    "XLA_FLAGS": "--xla_gpu_autotune_level=0 " + os.environ.get("XLA_FLAGS", ""),
+}
+
+import jax
+from jax.sharding import SingleDeviceSharding
+
+from ga_optax import _target
+
+jax.config.update("jax_platforms", "cpu")  # where arrays lie
+# What was compiled for a device that is not there cannot be loaded for it.
+jax.config.update("jax_enable_compilation_cache", False)
+
+TARGETS = ("h200", "v5e", "v5p", "v6e")
+
+
+@functools.cache
+def device(target: str) -> Any:
+    """The first device of a target."""
+    return _target.find(target).topology.devices[0]
+
+
+def compiled(
+    target: str,
+    fun: Callable[..., Any],
+    *args: Any,
+    donate_argnums: Any = (),
+    **options: Any,
+) -> jax.stages.Compiled:
+    """`fun`, jitted and compiled for a target; only shapes of `args` are read.
+
+    Options are XLA's, as in `XLA_FLAGS`.
+    """
+    sharding = SingleDeviceSharding(device(target))
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args
+    )
+    lowered = jax.jit(fun, donate_argnums=donate_argnums).lower(*shapes)
+    return lowered.compile(compiler_options=options)
+
+
+def computations(program: jax.stages.Compiled) -> dict[str, list[str]]:
+    """The instructions of each computation, by its name; the entry's is "ENTRY"."""
+    found: dict[str, list[str]] = {}
+    lines: list[str] = []
+    for line in program.as_text().splitlines():
+        opens = re.match(r"(ENTRY )?%?([\w.-]+) .*\{$", line)
+        if opens and not line.startswith(" "):
+            lines = found["ENTRY" if opens[1] else opens[2]] = []
+        elif " = " in line:
+            lines.append(line)
+    return found
+
+
+def temporaries(program: jax.stages.Compiled) -> int:
+    """The bytes of its temporaries."""
+    memory = program.memory_analysis()
+    assert memory is not None
+    return memory.temp_size_in_bytes
