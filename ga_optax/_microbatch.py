@@ -108,8 +108,7 @@ def value_and_grad(
       accumulator_dtype: see `accumulator.init`. The result has the parameters' dtypes.
       in_place: whether to add gradients inside the backward pass, wherever that is
         right (jax >= 0.11.1). `plan` and the log "ga_optax" say where it is not.
-      axis_name: the name of an axis that `fun` communicates over: collectives over it
-        see all micro-batches of the window, those of all devices. Page: "Any loss".
+      axis_name: collectives over this axis see the whole window. Page: "Any loss".
       data_axis: the mesh axis, or a tuple of them, that split the batch over devices,
         or a `DataAxis`. Sums meet once, after the loop. It works inside `jax.shard_map`
         and at top level.
