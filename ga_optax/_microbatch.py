@@ -110,8 +110,7 @@ def value_and_grad(
         right (jax >= 0.11.1). `plan` and the log "ga_optax" say where it is not.
       axis_name: collectives over this axis see the whole window. Page: "Any loss".
       data_axis: the mesh axis, or a tuple of them, that split the batch over devices,
-        or a `DataAxis`. Sums meet once, after the loop. It works inside `jax.shard_map`
-        and at top level.
+        or a `DataAxis`. Sums meet once, after the loop. Also inside `jax.shard_map`.
 
     Returns: a function with the result of `jax.value_and_grad(fun, argnums, has_aux)`.
 
