@@ -61,8 +61,8 @@ class Call(NamedTuple):
             _check_keys(i, call.at(i))
         for i in call.roles["carry_argnums"]:
             check_arrays(_argument(i), call.at(i), "Carry arrays alone.")
-        _check_no_keys(call)
         call = call._replace(batch_axes=_axes_of_batch(call))
+        _check_no_keys(call)
         if options.data_axis is not None:
             mesh = _mesh.find_mesh(options.axes, options.data_axis.mesh, call.batch)
             call = call._replace(mesh=mesh, specs=options.data_axis.param_specs)
@@ -172,12 +172,6 @@ class Call(NamedTuple):
                 f"The batch must differ between the devices along {axes}, but it is "
                 f"the same along {same}. Name {axes} in the in_specs of the shard_map."
             )
-        for name, leaf in named_leaves(self.role("carry_argnums")):
-            if jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key):
-                raise TypeError(
-                    "With a data_axis the carry must hold numbers to average, but "
-                    f"{name} of it is a PRNG key. Name it in rng_argnums."
-                )
         params, where = self._params_on_device(known)
         new = dict(zip(self.roles["argnums"], params, strict=True))
         device = jax.lax.axis_index(axes)
@@ -265,16 +259,33 @@ def _check_keys(place: Place, tree: Any) -> None:
 
 
 def _check_no_keys(call: Call) -> None:
-    """Raises if an argument without a role is a PRNG key: every mask would be one."""
+    """Raises if a PRNG key would be the same in all micro-batches: so would masks."""
     for place in call.without_role:
         for name, leaf in named_leaves(call.at(place)):
-            is_array = isinstance(leaf, jax.Array)
-            if is_array and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            if _is_key(leaf):
                 raise ValueError(
                     f"A PRNG key must differ between micro-batches, but {name} of "
                     f"{_argument(place)} goes to each as it is. Pass keys by "
                     f"themselves, and {_line(call, 'rng_argnums', place)}."
                 )
+    for (name, leaf), axis in zip(_named_batch(call), call.batch_axes, strict=True):
+        if axis is None and _is_key(leaf):
+            raise ValueError(
+                f"A PRNG key must differ between micro-batches, but {name} goes to "
+                "each as it is. Pass it by itself, and name it in rng_argnums."
+            )
+    averages = call.axes or call.mesh or call.options.axis_name
+    for name, leaf in named_leaves(call.role("carry_argnums")) if averages else ():
+        if _is_key(leaf):
+            raise TypeError(
+                "With a data_axis or axis_name the carry must hold numbers to average, "
+                f"but {name} of it is a PRNG key. Name it in rng_argnums."
+            )
+
+
+def _is_key(leaf: Any) -> bool:
+    is_array = isinstance(leaf, jax.Array)
+    return is_array and bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
 
 
 def _check_weight_fn(call: Call) -> None:
@@ -327,6 +338,8 @@ def _axes_of_batch(call: Call) -> list[int | None]:
         if axis is None:
             continue
         todo = "Give it None in batch_axes to pass it to each micro-batch as it is."
+        if _is_key(x):
+            todo = "Pass keys by themselves, and name them in rng_argnums."
         check_arrays(name, x, todo)
         ndim = jnp.ndim(x)
         if not -ndim <= axis < ndim:
@@ -341,11 +354,6 @@ def _axes_of_batch(call: Call) -> list[int | None]:
 
 def _check_axis(options: Options) -> None:
     name = options.axis_name
-    if name is not None and options.each:
-        raise ValueError(
-            f'axis_name={name!r} needs sync="last", but the DataAxis has sync="each". '
-            "Leave sync out."
-        )
     if name is not None and _mesh.checks_varying():
         raise ValueError(
             f"Inside a jax.shard_map axis_name={name!r} needs check_vma=False, but "

@@ -105,6 +105,7 @@ def reasons(wanted: bool, program: Any, operands: Any) -> list[str | None]:
         checks = (
             *of_all,
             (came is None, "used more than once, or not only in sums over rows"),
+            (came == "replaces", "its gradient is its new value"),
             (
                 came != "slices",
                 "no scan runs over it: XLA reuses its gradient's buffer",

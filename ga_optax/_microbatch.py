@@ -70,8 +70,8 @@ def value_and_grad(
     >>> print(value, grad)
     9.0 11.0
 
-    Micro-batches are blocks of neighbouring rows; on a mesh, of every k-th row. Value,
-    gradients and aux are `Σ wᵢ·xᵢ / Σ wᵢ` over them. If the loss is a mean over a
+    Micro-batches are neighbouring rows; on a mesh without `data_axis`, every k-th row.
+    Value and gradients are `Σ wᵢ·xᵢ / Σ wᵢ` over them. If the loss is a mean over a
     varying number of things, such as tokens that are not padding, return that number
     from `weight_fn`. Call it under `jax.jit`: outside, every call compiles afresh.
 
@@ -82,8 +82,8 @@ def value_and_grad(
     **Exactness.** Sums are divided once, so integer-valued gradients are those of the
     undivided batch, bit for bit; others are off by `n·eps·Σ|terms|` at most. On one
     backend the bits are those of `accumulate` over the same micro-batches, in any
-    grouping, in place or not. A micro-batch of weight 0 changes nothing, whatever it
-    holds. Page: "Exactness".
+    grouping, in place or not. A micro-batch of weight 0 changes no gradient, loss or
+    mean, whatever it holds. Page: "Exactness".
 
     Args:
       fun: a function like that of `jax.value_and_grad`. Its loss is a mean over the
@@ -128,17 +128,19 @@ def value_and_grad(
         start = start._replace(total=call.placed(start.total))
         value, acc = _fold(call, program, start, merges=True)
         with jax.named_scope("mean"):
-            mean = _mean(call, program, acc)
+            mean = _mean(call, program, acc, params)
             cast = jax.tree.map(lambda g, p: g.astype(jnp.result_type(p)), mean, params)
         return value, cast
 
-    @_warns_outside_jit
+    @warns_outside_jit
     @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, optax.Updates]:
         call = Call.make(options, args, kwargs)
         inside = call.mesh is None or options.each
         if options.each:
             _check_sums(call, 'sync="each"', 'Use sync="last"')
+        if options.axis_name is not None:
+            _check_sums(call, "axis_name", "Leave it out")
         value, grads = (
             mean_of_window(call) if inside else _over_mesh(call, mean_of_window)
         )
@@ -222,7 +224,7 @@ def accumulate(
     """
     options = Options(**locals(), accumulator_dtype=None, axis_name=None).checked()
 
-    @_warns_outside_jit
+    @warns_outside_jit
     def accumulate_fun(acc: Accumulator, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(acc, Accumulator):
             raise TypeError(
@@ -260,7 +262,7 @@ def accumulate(
     return accumulate_fun
 
 
-def _warns_outside_jit(run: Callable[..., Any]) -> Callable[..., Any]:
+def warns_outside_jit(run: Callable[..., Any]) -> Callable[..., Any]:
     """`run`, which warns once if it is called outside of `jit` more than once."""
     calls = itertools.count(1)
 
@@ -274,7 +276,7 @@ def _warns_outside_jit(run: Callable[..., Any]) -> Callable[..., Any]:
                 "What value_and_grad or accumulate returned was called outside of "
                 "jax.jit again. Every such call traces the loss and compiles the loop "
                 "over micro-batches anew. Put it, or the training step around it, in "
-                "jax.jit.",
+                "jax.jit (or nnx.jit).",
                 stacklevel=2,
             )
         return out
@@ -293,7 +295,6 @@ def _fold(
     flat = acc._replace(total=_collectives.vary(total, call.axes))
     operands = Operands(program.consts, params, program.batch, keys, carry, flat)
     if options.axis_name is not None:
-        _check_sums(call, "axis_name", "Leave it out")
         leaves, carry, done = _axis.fold(call, program, operands)
         value = value_of(call, program, leaves, program.carry.unflatten(carry))
         total = jax.tree.unflatten(structure, done.total)
@@ -334,7 +335,7 @@ def _check_sums(call: Call, what: str, todo: str) -> None:
             )
 
 
-def _mean(call: Call, program: Program, acc: Accumulator) -> optax.Updates:
+def _mean(call: Call, program: Program, acc: Accumulator, params: Any) -> optax.Updates:
     """`accumulator.mean`; each leaf is divided in the way that costs least."""
     k = call.options.num_microbatches
     weight: int | jax.Array = k
@@ -343,9 +344,9 @@ def _mean(call: Call, program: Program, acc: Accumulator) -> optax.Updates:
         weight = acc.weight
     power_of_two = not program.weighted and k > 1 and k & (k - 1) == 0
 
-    def divided(total: jax.Array, arrival: str | None) -> jax.Array:
-        if arrival == "replaces":
-            return total
+    def divided(total: jax.Array, arrival: str | None, old: jax.Array) -> jax.Array:
+        if arrival == "replaces":  # a window without weight has no new value
+            return jnp.where(acc.weight == 0, old.astype(total.dtype), total)
         if arrival == "slices":
             return accumulator.average_in_place(total, acc.weight)
         exact = not jnp.iscomplexobj(total) and 1 / k >= jnp.finfo(total.dtype).tiny
@@ -354,7 +355,8 @@ def _mean(call: Call, program: Program, acc: Accumulator) -> optax.Updates:
         return accumulator.average(total, acc.weight)
 
     leaves, structure = jax.tree.flatten(acc.total)
-    return jax.tree.unflatten(structure, map(divided, leaves, program.arrivals))
+    each = map(divided, leaves, program.arrivals, jax.tree.leaves(params))
+    return jax.tree.unflatten(structure, each)
 
 
 def _over_mesh(call: Call, run: Callable[..., Any], *acc: Accumulator) -> Any:

@@ -102,6 +102,13 @@ class Options(NamedTuple):
             **{name: _positions(name, getattr(self, name)) for name in ROLES},
             **{name: _names(name, getattr(self, name)) for name in NAMES.values()},
         )
+        name = options.axis_name
+        if name is not None and (options.each or name in options.axes):
+            raise ValueError(
+                f'axis_name={name!r} must be a name of its own, with sync="last", but '
+                f"data_axis is {options.data_axis}. Choose another name, and leave "
+                "sync out."
+            )
         options.roles()
         return options
 

@@ -224,7 +224,11 @@ class ManyDevices:
         def merged() -> T:
             # Only the sum over all devices says whether there is any weight.
             with jax.named_scope("ga_optax.merge"):
-                whole = _collectives.merge_across(Accumulator(*buffer), self.axes)
+                grads, args = buffer.values
+                mine = buffer._replace(
+                    values=(grads, _collectives.vary(args, self.axes))
+                )
+                whole = _collectives.merge_across(Accumulator(*mine), self.axes)
             whole = _mean(Buffer(*whole), self.use_grad_mean)
             return choose(weighs(whole), lambda: run(whole), stay)
 

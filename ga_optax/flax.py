@@ -69,7 +69,7 @@ class TrainState(train_state.TrainState):
         *,
         grads: Any,
         weight: ArrayLike | None = None,
-        emit: bool | None = None,
+        emit: bool | jax.Array | None = None,
         **kwargs: Any,
     ) -> "TrainState":
         """Takes one micro-step, which updates `params` if it closes the window.
@@ -168,7 +168,7 @@ class Optimizer(nnx.Optimizer[M]):
         /,
         *,
         weight: ArrayLike | None = None,
-        emit: bool | None = None,
+        emit: bool | jax.Array | None = None,
         **kwargs: Any,
     ) -> None:
         """Takes one micro-step, which changes `model` if it closes the window.
@@ -265,7 +265,8 @@ def value_and_grad(
 
     **Exactness.** As `ga_optax.value_and_grad`. With a `data_axis` every device starts
     from the same variables, and floating ones are averaged over devices afterwards;
-    devices draw other random numbers, and other ones than without it.
+    devices draw other random numbers, and other ones than without it. With an
+    `axis_name` the same holds of micro-batches: each starts from the same variables.
 
     Args:
       fun: a function like that of `nnx.value_and_grad`.
@@ -304,8 +305,10 @@ def value_and_grad(
         has_aux=has_aux,
     )
     core(fun, **options)  # raises if an option does not fit
-    by_device = options.get("data_axis") is not None
+    # Then the carry does not thread from one micro-batch to the next.
+    keyed = any(options.get(name) is not None for name in ("data_axis", "axis_name"))
 
+    @_microbatch.warns_outside_jit
     @wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         n = len(args)
@@ -329,7 +332,7 @@ def value_and_grad(
             group: {name: x for name, x in named.items() if _holds_variables(x)}
             for group, named in groups.items()
         }
-        split = partial(_split, wanted, nnx.RngKey if by_device else False)
+        split = partial(_split, wanted, nnx.RngKey if keyed else False)
         graph, params, keys, state = split(nodes)
         selected = {
             i: params.get("args", {}).get(i, ()) for i in wanted if i in nodes["args"]
@@ -361,7 +364,7 @@ def value_and_grad(
             is_pair = isinstance(out, (tuple, list)) and len(out) == 2
             return (out[0], (new, out[1])) if is_pair else out
 
-        if by_device:  # makes keys differ between devices, and so between micro-batches
+        if keyed:  # makes keys differ between devices and micro-batches
             others = jax.tree.leaves(roles.get("rng_argnums", ()))
             roles["rng_argnums"] = (*others, n + 1)
         given = [
@@ -383,8 +386,8 @@ def value_and_grad(
 
 
 _ASSIGNED = (
-    "fun must not assign to what argnums selects, nor (with a data_axis) to the keys "
-    "of random streams, but it does. Update parameters after the window."
+    "fun must not assign to what argnums selects, nor (with a data_axis or axis_name) "
+    "to the keys of random streams, but it does. Update parameters after the window."
 )
 
 

@@ -179,3 +179,16 @@ def test_a_second_call_outside_of_jit_warns_once():
         again = ga.value_and_grad(lambda w, x: jnp.mean(x @ w), 2)
         again(W, X)
         again(W, X)
+
+
+def test_a_key_in_the_batch_raises_with_and_without_an_axis():
+    batch = {"x": jnp.ones((4, 2)), "key": jax.random.key(0)}
+
+    def fun(w, batch):
+        return jnp.mean(batch["x"] * w)
+
+    with pytest.raises(ValueError, match="name them in rng_argnums"):
+        ga.value_and_grad(fun, 2)(1.0, batch)
+    axes = {"x": 0, "key": None}
+    with pytest.raises(ValueError, match="must differ between micro-batches"):
+        ga.value_and_grad(fun, 2, batch_axes=axes)(1.0, batch)

@@ -549,3 +549,22 @@ def test_the_weight_of_an_ensemble_is_that_of_each_member():
     step = jax.vmap(lambda p, s: ga.apply_gradients(tx, p, s, p, weight=2.0))
     _, state = step(params, state)
     np.testing.assert_array_equal(ga.stats(state).weight, [2.0, 2.0, 2.0])
+
+
+def test_a_window_of_one_micro_step_averages_extra_arguments_that_are_the_same():
+    tx = ga.MultiSteps(optax.sgd(1.0), 1, data_axis="data", mean_argnames="value")
+    params = {"w": jnp.ones(4)}
+
+    def step(params, state, x):
+        own = jax.lax.pcast(params, ("data",), to="varying")
+        grads = jax.grad(lambda p: jnp.mean(p["w"] * x))(own)
+        return ga.apply_gradients(tx, grads, state, params, value=jnp.float32(1))
+
+    specs = (P(), tx.state_specs)
+    mapped = jax.shard_map(
+        step, mesh=MESH, in_specs=(*specs, P("data")), out_specs=specs
+    )
+    with jax.set_mesh(MESH):
+        state = tx.init(params)
+    new, _ = jax.jit(mapped)(params, state, jnp.ones(MESH.size))
+    np.testing.assert_allclose(new["w"], 0.75)

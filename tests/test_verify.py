@@ -808,6 +808,7 @@ def test_a_root_or_a_logarithm_of_a_mean_is_a_cross_example_term(of_mean, k):
 
     report = ga.verify(loss, linear_params(), linear_batch(), k)
     assert_cause(report, Cause.CROSS_EXAMPLE)
+    assert "axis_name=" in report.mend
     assert "train on the mean itself" in report.mend
 
 

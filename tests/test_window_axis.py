@@ -256,3 +256,28 @@ def test_across_calls_the_window_has_no_axis_and_the_error_says_so():
         ga.accumulate(contrastive, K)(acc, *arrays())
     with pytest.raises(NameError, match="axis_name="):
         ga.value_and_grad(contrastive, K)(*arrays())
+
+
+def test_what_all_micro_batches_share_is_not_added_up_without_a_word():
+    params, batch = arrays()
+
+    def fun(p, b):
+        z = encode(p, b)
+        rows = lax.psum(jnp.sum(b["x"][:, 0] > -99, dtype=jnp.int32), ROWS)
+        return jnp.mean(z**2), {"rows": rows, "own": jnp.ones([], jnp.int32)}
+
+    with pytest.raises(ValueError, match=r"\['rows'\] of the aux is a collective"):
+        ours(fun, has_aux=True)(params, batch)
+    modes = {"rows": "last", "own": "auto"}
+    (_, aux), _ = ours(fun, has_aux=True, aux=modes)(params, batch)
+    assert (int(aux["rows"]), int(aux["own"])) == (len(batch["x"]), K)
+
+
+def test_a_key_does_not_thread_through_a_window_and_raises():
+    params, batch = arrays()
+
+    def fun(p, b, key):
+        return jnp.mean(lax.pmean(encode(p, b), ROWS)), jax.random.split(key)[0]
+
+    with pytest.raises(TypeError, match=r"is a PRNG key\. Name it in rng_argnums"):
+        ours(fun, carry_argnums=2)(params, batch, jax.random.key(0))

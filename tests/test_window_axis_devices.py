@@ -100,9 +100,10 @@ def test_fsdp_and_aux_go_with_it(mesh):
 
 def test_what_does_not_go_with_devices_is_an_error(mesh):
     each = ga.DataAxis("data", mesh=mesh, sync="each")
-    step = ga.value_and_grad(contrastive, K, axis_name=ROWS, data_axis=each)
     with pytest.raises(ValueError, match='sync="last"'):
-        step(*arrays())
+        ga.value_and_grad(contrastive, K, axis_name=ROWS, data_axis=each)
+    with pytest.raises(ValueError, match="a name of its own"):
+        ga.value_and_grad(contrastive, K, axis_name="data", data_axis="data")
 
     def local(params, batch):
         return ga.value_and_grad(contrastive, K, axis_name=ROWS, data_axis="data")(

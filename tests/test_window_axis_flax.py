@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 
 import ga_optax as ga
+import ga_optax.flax
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 
@@ -80,3 +81,25 @@ def test_batch_statistics_are_those_of_the_undivided_batch(make, how):
     # The twin: statistics of each micro-batch.
     apart = jax.jit(ga.value_and_grad(loss, K, **options))(params, X, stats)
     assert differ(apart, due) > 0.1
+
+
+def test_modules_draw_other_masks_in_every_micro_batch():
+    """With an axis a carry does not thread, and streams are in the carry."""
+    x = jnp.ones((K, 64))
+
+    def loss(model, x):
+        mean = jax.lax.pmean(jnp.mean(x), ROWS)
+        masks = model["drop"](x) > 0
+        return jnp.mean(model["layer"](x) * mean), masks
+
+    def masks():
+        rngs = nnx.Rngs(0)
+        model = nnx.Dict(
+            drop=nnx.Dropout(0.5, rngs=rngs), layer=nnx.Linear(64, 1, rngs=rngs)
+        )
+        step = ga_optax.flax.value_and_grad(loss, K, has_aux=True, axis_name=ROWS)
+        return nnx.jit(step)(model, x)[0][1]
+
+    found = np.asarray(masks())
+    assert len({row.tobytes() for row in found}) == K
+    np.testing.assert_array_equal(found, masks())

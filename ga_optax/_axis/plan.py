@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from ga_optax._axis.read import is_mark
+from ga_optax._axis.read import is_mark, variables
 from ga_optax._in_place import inner_programs
 
 Evaluate = Callable[[jax.Array, jax.Array], jax.Array]
@@ -160,11 +160,6 @@ def _reached(jaxpr: core.Jaxpr, facts: dict[Any, Fact]) -> set[Any]:
             inputs = variables(equation.invars)
             reached.update(x for x in inputs if facts.get(x, Fact()).smooth)
     return reached
-
-
-def variables(atoms: Iterable[Any]) -> list[Any]:
-    """Those that are no literals."""
-    return [x for x in atoms if not isinstance(x, core.Literal)]
 
 
 # -- The plan --------------------------------------------------------------------------

@@ -130,7 +130,7 @@ def _checkpointed(equation: core.JaxprEqn, values: list[Any], axis: str) -> list
     pieces: dict[tuple[int, bool], list[core.JaxprEqn]] = {}
     for e in program.eqns:
         alone = mentions(e, axis)
-        its = alone + max((level.get(x, 0) for x in _variables(e.invars)), default=0)
+        its = alone + max((level.get(x, 0) for x in variables(e.invars)), default=0)
         level.update(dict.fromkeys(e.outvars, its))
         pieces.setdefault((its, not alone), []).append(e)
     keep = {key: equation.params[key] for key in ("prevent_cse", "policy")}
@@ -138,9 +138,9 @@ def _checkpointed(equation: core.JaxprEqn, values: list[Any], axis: str) -> list
         others = [
             e.invars for group in pieces.values() if group is not piece for e in group
         ]
-        outside = set(_variables([*itertools.chain(*others), *program.outvars]))
+        outside = set(variables([*itertools.chain(*others), *program.outvars]))
         made = [v for e in piece for v in e.outvars if v in outside]
-        read = [x for e in piece for x in _variables(e.invars) if x in env]
+        read = [x for e in piece for x in variables(e.invars) if x in env]
         run = functools.partial(bind, program, piece, read, made)
         if several:
             run = jax.checkpoint(run, **keep)
@@ -181,7 +181,8 @@ def _along_axis_0(x: jax.Array) -> list[jax.Array]:
     return [part.squeeze(0) for part in jax.lax.split(x, [1] * len(x))]
 
 
-def _variables(atoms: Iterable[Any]) -> list[Any]:
+def variables(atoms: Iterable[Any]) -> list[Any]:
+    """Those that are no literals."""
     return [x for x in atoms if not isinstance(x, core.Literal)]
 
 

@@ -11,7 +11,7 @@ from jax.extend import core
 from ga_optax import _collectives, _in_place, accumulator
 from ga_optax._axis import plan as planning
 from ga_optax._axis.plan import own_part
-from ga_optax._axis.read import bind, flat
+from ga_optax._axis.read import bind, flat, variables
 from ga_optax._call import Call
 from ga_optax._checks import named_leaves
 from ga_optax._loop import Flat, Loop, Operands, State, merged
@@ -82,6 +82,7 @@ class _Window:
         known = [*consts, *operands.consts, *self.carry]
         self.fixed = dict(zip(fixed, known, strict=True))
         self.plan = planning.make(jaxpr, axis, of_params, of_own)
+        self.check_auto()
         self.plan.keep(merged=self.can_merge())
 
     def run(self) -> tuple[Arrays, Arrays, Flat]:
@@ -112,6 +113,28 @@ class _Window:
         aux = leaves[len(carry) :]
         count = self.start.count + self.call.options.num_microbatches
         return [loss if roots else value, *aux], new, acc._replace(count=count)
+
+    def check_auto(self) -> None:
+        """Raises if "auto" would add or join what all micro-batches share."""
+        tree, plan = self.program.aux, self.plan
+        aux = plan.jaxpr.outvars[-tree.num_leaves :] if tree.num_leaves else []
+        of_leaves = jax.tree.broadcast(self.call.options.aux, tree.unflatten(aux))
+        modes, met = self.program.modes[1:], set(plan.views)
+        for equation in plan.jaxpr.eqns:
+            if not met.isdisjoint(variables(equation.invars)):
+                met |= set(equation.outvars)
+        leaves = zip(jax.tree.leaves(of_leaves), modes, aux, strict=True)
+        for i, (asked, mode, x) in enumerate(leaves):
+            shared = (
+                not isinstance(x, core.Literal) and x in met and not plan.fact(x).own
+            )
+            if asked == "auto" and mode in ("sum", "concat") and shared:
+                name, _ = named_leaves(tree.unflatten(range(tree.num_leaves)))[i]
+                raise ValueError(
+                    'aux="auto" must have the results of single micro-batches, but '
+                    f"{name} of the aux is a collective over axis_name, the same in "
+                    'all of them. Name "last" in aux for it.'
+                )
 
     # -- There -------------------------------------------------------------------------
 

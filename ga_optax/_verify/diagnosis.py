@@ -266,7 +266,8 @@ def _cross_example(_: Fit) -> Finding:
         what the examples share as a collective over a named axis (jax.lax.pmean for a
         statistic, jax.lax.all_gather for others to compare with), and pass that name to
         value_and_grad(axis_name=): then it sees the whole window. Or use statistics
-        that do not come from the batch, such as those of layer normalisation."""
+        that do not come from the batch, such as those of layer normalisation; or train
+        on the mean itself, without its root or logarithm."""
     return Finding(Cause.CROSS_EXAMPLE, mend, detail)
 
 
