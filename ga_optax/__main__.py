@@ -181,8 +181,8 @@ def _plan_arguments(add: Callable[..., Any]) -> None:
     add("make_inputs", metavar=_INPUTS, help=inputs)
     machine = 'a machine that is not here, such as "h100", "h100:8" or "v5e:2x4"'
     add("--target", metavar="NAME", help=machine)
-    limit = "the memory of one device, such as 16GiB; by default, what it reports"
-    add("--memory-limit", metavar="BYTES", help=f"{limit}, but a CPU reports nothing")
+    limit = "the memory of one device, such as 16GiB; by default that of the target, or"
+    add("--memory-limit", metavar="BYTES", help=f"{limit} what the device reports")
     rows = "examples in a batch; by default, the length of axis 0 of the last argument"
     add("--batch-size", type=int, metavar="N", help=rows)
     numbers = "numbers of micro-batches to choose from; by default, all divisors of N"

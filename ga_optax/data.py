@@ -3,7 +3,8 @@
 The whole window is drawn first and split afterwards. So the number of micro-batches
 does not change which examples a step sees, and there is no iterator whose state would
 have to be restored. Row i of the result is micro-batch i. The rows, one after another,
-are the batch that `ga_optax.value_and_grad` splits into those same micro-batches.
+are the batch that `ga_optax.value_and_grad` splits into those same micro-batches on
+one device.
 """
 
 from typing import Any

@@ -622,6 +622,14 @@ def find_scales(tree):
     return [scales for node in tree.values() for scales in find_scales(node)]
 
 
+def test_a_window_without_weight_keeps_the_fp8_scales():
+    params, loss, x = fp8()
+    nothing = ga.value_and_grad(loss, 4, weight_fn=lambda x: 0.0)
+    got = jax.jit(nothing)(params, x)[1]
+    assert bits(got[REPLACED]) == bits(params[REPLACED])
+    assert not any(jnp.any(x) for x in jax.tree.leaves(got["params"]))
+
+
 def test_what_cannot_keep_the_largest_fp8_scale_says_so():
     params, loss, x = fp8()
     acc = ga.accumulator.init(params)

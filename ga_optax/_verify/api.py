@@ -57,7 +57,7 @@ def verify(
     says what is wrong, how large the difference is, and which line of code mends it.
 
     `verify` compares `fun` over the batch with `fun` over its parts. Errors common to
-    both go undetected: a loss that is divided by a constant k is its own mean.
+    both go undetected, such as a mean that is also divided by a constant.
 
     A constant term, such as an L2 penalty on the parameters, is right beside a mean
     loss, weighted or not, because a weighted mean keeps it. Beside a *sum* it is wrong:
@@ -89,8 +89,8 @@ def verify(
         anything else, which is not compared. Close over what is not split.
       params: the parameters, a tree of floating or complex leaves.
       batch: the undivided batch, a tree of arrays whose axis 0 are the rows, all of one
-        length. Micro-batch i is the rows from `i·B/k` up to `(i + 1)·B/k`, as in
-        `ga_optax.value_and_grad`. Leaves may be PRNG keys, one for each row.
+        length. Micro-batch i is the rows from `i·B/k` up to `(i + 1)·B/k`, on a mesh,
+        too. Leaves may be PRNG keys, one for each row.
       num_microbatches: k; it must divide the number of rows.
       weight_fn: a function of one micro-batch (a tree like `batch`) that returns its
         weight, or a `FromAux`; pass the one that you train with.
