@@ -27,6 +27,9 @@ sys.path.insert(0, BENCHMARKS)
 verify_rates = importlib.import_module("verify_rates")
 sys.path.remove(BENCHMARKS)
 
+# The programs are small, and compile far longer than they run.
+pytestmark = pytest.mark.usefixtures("fast_compilation")
+
 K = 4
 
 
