@@ -10,6 +10,8 @@ from jax.sharding import PartitionSpec as P
 
 import ga_optax as ga
 
+pytestmark = pytest.mark.usefixtures("fast_compilation")
+
 K, ROWS, WIDTH = 4, 16, 3
 RNG = np.random.default_rng(0)
 W = jnp.asarray(RNG.normal(size=WIDTH), jnp.float32)

@@ -10,6 +10,8 @@ from jax.sharding import PartitionSpec as P
 import ga_optax as ga
 from ga_optax.testing import assert_trees_bitwise_equal
 
+pytestmark = pytest.mark.usefixtures("fast_compilation")
+
 ROWS, WIDTH = 16, 4
 KINDS = [AxisType.Auto, AxisType.Explicit]
 

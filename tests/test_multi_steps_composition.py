@@ -9,7 +9,7 @@ import pytest
 
 import ga_optax as ga
 
-pytestmark = pytest.mark.usefixtures("optax_promotion")
+pytestmark = pytest.mark.usefixtures("optax_promotion", "fast_compilation")
 
 PARAMS = {"w": jnp.array([1.0, -2.0, 3.0]), "b": jnp.array([0.5])}
 GRADS = [

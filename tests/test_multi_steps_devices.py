@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import ga_optax as ga
 
-pytestmark = pytest.mark.usefixtures("optax_promotion")
+pytestmark = pytest.mark.usefixtures("optax_promotion", "fast_compilation")
 
 WIDTH, ROWS, K = 16, 64, 4
 MESH = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))

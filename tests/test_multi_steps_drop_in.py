@@ -14,7 +14,7 @@ import pytest
 
 import ga_optax as ga
 
-pytestmark = pytest.mark.usefixtures("optax_promotion")
+pytestmark = pytest.mark.usefixtures("optax_promotion", "fast_compilation")
 
 HAS_DTYPE = pytest.mark.skipif(
     "accumulator_dtype" not in inspect.signature(optax.MultiSteps).parameters,

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import ga_optax as ga
 from ga_optax import _noise, testing
 
-pytestmark = pytest.mark.usefixtures("optax_promotion")
+pytestmark = pytest.mark.usefixtures("optax_promotion", "fast_compilation")
 
 FROZEN = optax.sgd(0.0)
 
@@ -414,7 +414,10 @@ def sharded_setup(kind=AxisType.Auto):
     return tx, grads, [jax.device_put(g, split) for g in grads], split
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize(
+    "kind",
+    [AxisType.Auto, pytest.param(AxisType.Explicit, marks=pytest.mark.published)],
+)
 def test_sharded_parameters_give_the_bits_of_one_device_and_move_scalars_alone(kind):
     tx, grads, sharded, split = sharded_setup(kind)
     expected = run(tx, grads[0], grads)

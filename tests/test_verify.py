@@ -1242,17 +1242,19 @@ def test_what_weight_fn_returns_is_checked(weight_fn):
 
 # -- Random losses ---------------------------------------------------------------------
 
+MORE = pytest.mark.published
+
 
 @pytest.mark.usefixtures("optax_promotion", "fast_compilation")
 @pytest.mark.parametrize(
     ("dtype", "kind", "number"),
     [
         ("bfloat16", "right", 0),
-        ("bfloat16", "right", 11),  # fractional weights
+        pytest.param("bfloat16", "right", 11, marks=MORE),  # fractional weights
         ("bfloat16", "wrong", 7),  # no weights
-        ("bfloat16", "wrong", 13),  # batch statistics
-        ("float32", "right", 9),
-        ("float64", "wrong", 24),  # one key for the batch
+        pytest.param("bfloat16", "wrong", 13, marks=MORE),  # batch statistics
+        pytest.param("float32", "right", 9, marks=MORE),
+        pytest.param("float64", "wrong", 24, marks=MORE),  # one key for the batch
     ],
 )
 def test_right_losses_are_ok_and_wrong_ones_have_their_cause(dtype, kind, number):

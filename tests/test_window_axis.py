@@ -20,6 +20,8 @@ from window_losses import (
 
 import ga_optax as ga
 
+pytestmark = pytest.mark.usefixtures("fast_compilation")
+
 K = 4
 FUNS = [pytest.param(fun, id=fun.__name__) for fun in LOSSES]
 

@@ -10,7 +10,7 @@ from flax import nnx
 import ga_optax as ga
 import ga_optax.flax
 
-pytestmark = pytest.mark.usefixtures("optax_promotion")
+pytestmark = pytest.mark.usefixtures("optax_promotion", "fast_compilation")
 
 K, ROWS = 4, "rows"
 RNG = np.random.default_rng(0)
