@@ -71,7 +71,7 @@ def trace(call: Call) -> Program:
         weight = None
         try:
             if weight_fn is not None and not isinstance(weight_fn, FromAux):
-                weight = weight_fn(*whole)
+                weight = as_weight(weight_fn(*whole), float)
             out = options.fun(*one.args, **one.kwargs)
         except Exception as error:
             error.add_note(_in_words(call, batch[0]))
@@ -79,8 +79,8 @@ def trace(call: Call) -> Program:
         loss, carry, aux = _taken_apart(options, out)
         _check_carry(old, carry)
         if isinstance(weight_fn, FromAux):
-            weight = weight_fn.fun(aux)
-        return loss, None if weight is None else as_weight(weight, float), carry, aux
+            weight = as_weight(weight_fn.fun(aux), float)
+        return loss, weight, carry, aux
 
     params, _, keys, carry = map(call.role, call.roles)
     with jax.named_scope("split"):

@@ -194,7 +194,9 @@ def test_the_mesh_may_be_an_argument():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("sync", ["last", "each"])
+@pytest.mark.parametrize(
+    "sync", ["last", pytest.param("each", marks=pytest.mark.published)]
+)
 def test_the_mesh_may_be_that_of_the_batch(kind, sync):
     mesh = make_mesh(kind)
     params, batch = make_params(), make_batch()

@@ -257,7 +257,11 @@ def batch():
     )
 
 
-@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize(
+    "jit",
+    [pytest.param(False, marks=pytest.mark.published), True],
+    ids=["eager", "jit"],
+)
 def test_the_nnx_optimizer_accumulates_like_the_undivided_batch(jit):
     x, y = batch()
     big = Model(nnx.Rngs(0))
@@ -382,6 +386,7 @@ def assert_close(ours, theirs):
 LORA = nnx.DiffState(0, nnx.LoRAParam)
 
 
+@pytest.mark.filterwarnings("ignore:What value_and_grad or accumulate returned")
 @pytest.mark.parametrize(
     ("argnums", "jit"),
     [(0, True), (LORA, True), (LORA, False)],
@@ -635,3 +640,12 @@ def test_what_cannot_keep_the_largest_fp8_scale_says_so():
     acc = ga.accumulator.init(params)
     with pytest.raises(ValueError, match=r"accumulate must.*input_amax_history.*value"):
         ga.accumulate(loss)(acc, params, x)
+
+
+def test_gradients_of_modules_outside_of_jit_warn_once():
+    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    step = value_and_grad(lambda model, x: jnp.mean(model(x) ** 2), 2)
+    step(model, jnp.ones((4, 2)))
+    with pytest.warns(UserWarning, match=r"outside of jax\.jit again"):
+        step(model, jnp.ones((4, 2)))
+    step(model, jnp.ones((4, 2)))

@@ -760,7 +760,9 @@ def summed(fun, weight_fn):
     return undivided
 
 
-@pytest.mark.parametrize("weight_fn", [None, row_count])
+@pytest.mark.parametrize(
+    "weight_fn", [pytest.param(None, marks=pytest.mark.published), row_count]
+)
 def test_an_ensemble_under_vmap_has_the_gradients_of_its_members(weight_fn):
     fun, params = MODELS["rematerialised"]
     with float64():
@@ -784,7 +786,9 @@ def test_an_ensemble_under_vmap_has_the_gradients_of_its_members(weight_fn):
         assert largest_error(swapped, expected) > 1e-3
 
 
-@pytest.mark.parametrize("weight_fn", [None, row_count])
+@pytest.mark.parametrize(
+    "weight_fn", [pytest.param(None, marks=pytest.mark.published), row_count]
+)
 def test_grad_through_it_is_the_grad_through_the_undivided_batch(weight_fn):
     fun, params = MODELS["rematerialised"]
     with float64():

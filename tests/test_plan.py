@@ -104,6 +104,7 @@ def brute_force(limit):
     return min(k for k, size in needs().items() if size <= limit)
 
 
+@pytest.mark.published  # one of the longest
 def test_the_answer_is_that_of_brute_force_with_at_most_four_compilations():
     for k in (1, 2, 8, 64):  # in one test, so that one process compiles them
         check_against_brute_force(k)

@@ -31,6 +31,7 @@ sys.path.remove(BENCHMARKS)
 pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 K = 4
+MORE = pytest.mark.published
 
 
 def draw(*shape, seed=0):
@@ -947,7 +948,7 @@ def swapped(params, batch):
     return recurrent_loss(params, jax.tree.map(lambda x: x.swapaxes(0, 1), batch))
 
 
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("masked", [pytest.param(False, marks=MORE), True])
 def test_a_batch_that_is_split_along_time_is_split_along_the_wrong_axis(masked):
     params = {"w": draw(3, 3), "v": draw(3)}
     batch = {"x": draw(8, 6, 3)}
@@ -1242,8 +1243,6 @@ def test_what_weight_fn_returns_is_checked(weight_fn):
 
 # -- Random losses ---------------------------------------------------------------------
 
-MORE = pytest.mark.published
-
 
 @pytest.mark.usefixtures("optax_promotion", "fast_compilation")
 @pytest.mark.parametrize(
@@ -1251,7 +1250,7 @@ MORE = pytest.mark.published
     [
         ("bfloat16", "right", 0),
         pytest.param("bfloat16", "right", 11, marks=MORE),  # fractional weights
-        ("bfloat16", "wrong", 7),  # no weights
+        pytest.param("bfloat16", "wrong", 7, marks=MORE),  # no weights
         pytest.param("bfloat16", "wrong", 13, marks=MORE),  # batch statistics
         pytest.param("float32", "right", 9, marks=MORE),
         pytest.param("float64", "wrong", 24, marks=MORE),  # one key for the batch

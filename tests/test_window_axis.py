@@ -67,6 +67,7 @@ def test_the_number_of_micro_batches_says_nothing_about_the_loss(k):
     assert off_by(ours(contrastive, k)(*args), due) < 1e-12
 
 
+@pytest.mark.published  # one of the longest
 def test_a_window_goes_through_vmap_and_grad():
     (params, batch), (others, _) = arrays(), arrays(1)
     both = jax.tree.map(lambda *x: jnp.stack(x), params, others)
