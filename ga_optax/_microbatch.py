@@ -28,7 +28,7 @@ import optax
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from ga_optax import _axis, _collectives, _in_place, _mesh, accumulator
+from ga_optax import _collectives, _in_place, _mesh, accumulator
 from ga_optax._aux import strong
 from ga_optax._call import Call
 from ga_optax._checks import check_gradients, named_leaves
@@ -295,6 +295,8 @@ def _fold(
     flat = acc._replace(total=_collectives.vary(total, call.axes))
     operands = Operands(program.consts, params, program.batch, keys, carry, flat)
     if options.axis_name is not None:
+        from ga_optax import _axis  # four modules that few need
+
         leaves, carry, done = _axis.fold(call, program, operands)
         value = value_of(call, program, leaves, program.carry.unflatten(carry))
         total = jax.tree.unflatten(structure, done.total)

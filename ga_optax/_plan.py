@@ -25,7 +25,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from ga_optax import _checks, _in_place, _target, _text
+from ga_optax import _checks, _in_place, _text
 
 
 class NothingFitsError(ValueError):
@@ -174,7 +174,11 @@ def plan(
     batch_size = _checks.check_int(
         "batch_size", batch_size, "Pass how many examples one step sees."
     )
-    machine = None if target is None else _target.find(target)
+    machine: Any = None
+    if target is not None:
+        from ga_optax import _target  # few need it
+
+        machine = _target.find(target)
     if memory_limit is None:
         memory_limit = machine.memory_limit if machine else _device_limit()
     limit = parse_bytes(memory_limit)

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 # GiB of a device that a program may use, as libtpu 0.0.50 says if one needs more.
@@ -76,8 +77,6 @@ class Target:
             )
         whole: Any = SingleDeviceSharding(self.topology.devices[0])
         current: Any = contextlib.nullcontext()
-        from jax.experimental import topologies  # takes long to import
-
         for mesh in meshes.values():
             made = topologies.make_mesh(self.topology, mesh.axis_sizes, mesh.axis_names)
             made = Mesh(made.devices, mesh.axis_names, axis_types=mesh.axis_types)
@@ -105,8 +104,6 @@ def find(name: str) -> Target:
             f"target must be one of {', '.join([*_GPUS, *_TPUS])}, but it is {name!r}. "
             'Add the number of GPUs, as in "h100:8", or the topology, as in "v5e:2x4".'
         )
-    from jax.experimental import topologies  # takes long to import
-
     extra = "target-tpu" if kind in _TPUS else "target-gpu"
     try:
         if kind in _TPUS:
