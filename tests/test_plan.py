@@ -145,6 +145,7 @@ def check_against_brute_force(k):
         assert less.num_microbatches == brute_force(limit - 1) > k
 
 
+@pytest.mark.published  # one of the longest
 def test_where_nothing_fits_the_error_names_the_smallest_need():
     least = min(needs().values())
     where = min(k for k in needs() if needs()[k] == least)

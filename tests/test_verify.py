@@ -234,6 +234,7 @@ def every_kind_of_equation(cast):
     return jax.value_and_grad(loss)
 
 
+@pytest.mark.published  # one of the longest
 def test_a_program_in_float64_knows_no_cast():
     """Its casts to bfloat16 are none, but what it draws is what training draws."""
     args = draw(2, 4, 4), draw(6, 4, seed=1), jax.random.key(0)
