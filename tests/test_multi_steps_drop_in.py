@@ -139,6 +139,7 @@ def train_integers(multi_steps, opt, grads, *, applies=False):
     return params
 
 
+@pytest.mark.skipif(optax.__version__ == "0.2.6", reason="it takes no boolean leaves")
 @pytest.mark.parametrize("opt", [optax.sgd(0.5), optax.adamw(0.5)])
 @pytest.mark.parametrize("dtype", [jnp.int32, jnp.float32])
 def test_integer_parameters_are_updated_as_by_optax(opt, dtype):
