@@ -67,6 +67,7 @@ class Call(NamedTuple):
             mesh = _mesh.find_mesh(options.axes, options.data_axis.mesh, call.batch)
             call = call._replace(mesh=mesh, specs=options.data_axis.param_specs)
         _check_axis(options)
+        _check_carry(call)
         _check_batch(call)
         _check_weight_fn(call)
         return call
@@ -274,8 +275,15 @@ def _check_no_keys(call: Call) -> None:
                 f"A PRNG key must differ between micro-batches, but {name} goes to "
                 "each as it is. Pass it by itself, and name it in rng_argnums."
             )
-    averages = call.axes or call.mesh or call.options.axis_name
-    for name, leaf in named_leaves(call.role("carry_argnums")) if averages else ():
+
+
+def _check_carry(call: Call) -> None:
+    """Raises if a key is in a carry that is averaged over devices or micro-batches."""
+    # At top level with sync="each" no data axis is ever bound, and it threads.
+    is_global = call.mesh is not None and call.options.each
+    if (not call.options.axes or is_global) and call.options.axis_name is None:
+        return
+    for name, leaf in named_leaves(call.role("carry_argnums")):
         if _is_key(leaf):
             raise TypeError(
                 "With a data_axis or axis_name the carry must hold numbers to average, "

@@ -1190,3 +1190,22 @@ def test_a_key_cannot_be_carried_across_devices():
     )
     with pytest.raises(TypeError, match="Name it in rng_argnums"):
         jax.jit(fun)(jnp.float32(1.0), jnp.ones(16), jax.random.key(0))
+
+
+@pytest.mark.parametrize("sync", ["each", "last"])
+def test_a_key_in_the_carry_threads_unless_the_carry_is_averaged(sync):
+    def fun(w, x, key):
+        key, own = jax.random.split(key)
+        return jnp.mean((x * w + jax.random.normal(own, x.shape)) ** 2), key
+
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    axis = ga.DataAxis("data", mesh=mesh, sync=sync)
+    step = jax.jit(ga.value_and_grad(fun, 2, carry_argnums=2, data_axis=axis))
+    key = jax.random.key(0)
+    if sync == "last":
+        with pytest.raises(TypeError, match=r"is a PRNG key\. Name it in rng_argnums"):
+            step(1.0, jnp.ones(32), key)
+        return
+    (_, after), _ = step(1.0, jnp.ones(32), key)
+    expected = jax.random.split(jax.random.split(key)[0])[0]
+    assert jnp.all(jax.random.key_data(after) == jax.random.key_data(expected))
