@@ -5,7 +5,7 @@
     value, grads  =  value_and_grad(p -> mean(vmap(fun, axis_name=a)(p, micro-batches)))
 
 to rounding, in the memory of one micro-batch and of what the collectives carry. It
-takes three steps, a module each.
+takes three steps, a module each; `rules` holds what is known of each collective.
 
 **Read** (`read`): the program of `fun` becomes one flat list of equations. Jitted
 functions are opened, a `jax.checkpoint` is cut at its collectives, and a short scan

@@ -4,15 +4,13 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
 from ga_optax._axis.read import is_mark, variables
+from ga_optax._axis.rules import RULES, Evaluate, is_collective, own_part
 from ga_optax._in_place import inner_programs
-
-Evaluate = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 class Fact(NamedTuple):
@@ -55,83 +53,7 @@ class View(NamedTuple):
     of: Evaluate
 
 
-# -- Collectives -----------------------------------------------------------------------
-
-
-def _whole(buffer: jax.Array, index: jax.Array) -> jax.Array:
-    return buffer
-
-
-def own_part(buffer: jax.Array, index: jax.Array) -> jax.Array:
-    """The part of one micro-batch of a stack, of this device or of all of them."""
-    return jax.lax.dynamic_index_in_dim(buffer, index % len(buffer), keepdims=False)
-
-
-def _gathered(params: dict[str, Any]) -> Evaluate:
-    dim, tiled = params["all_gather_dimension"], params["tiled"]
-
-    def of(stack: jax.Array, index: jax.Array) -> jax.Array:
-        out = jnp.moveaxis(stack, 0, dim)
-        shape = out.shape
-        return out.reshape(*shape[:dim], -1, *shape[dim + 2 :]) if tiled else out
-
-    return of
-
-
-def _scattered(params: dict[str, Any]) -> Evaluate:
-    dim, tiled, size = params["scatter_dimension"], params["tiled"], params["axis_size"]
-
-    def of(total: jax.Array, index: jax.Array) -> jax.Array:
-        if not tiled:
-            return jax.lax.dynamic_index_in_dim(total, index, dim, keepdims=False)
-        part = total.shape[dim] // size
-        return jax.lax.dynamic_slice_in_dim(total, index * part, part, dim)
-
-    return of
-
-
-def _exchanged(params: dict[str, Any]) -> Evaluate:
-    split, concat = params["split_axis"], params["concat_axis"]
-
-    def of(stack: jax.Array, index: jax.Array) -> jax.Array:
-        part = stack.shape[1 + split] // len(stack)
-        mine = jax.lax.dynamic_slice_in_dim(stack, index * part, part, 1 + split)
-        return jnp.concatenate(list(mine), concat)
-
-    return of
-
-
-def _permuted(params: dict[str, Any]) -> Evaluate:
-    def of(stack: jax.Array, index: jax.Array) -> jax.Array:
-        source = {to: start for start, to in params["perm"]}
-        sources = jnp.asarray([source.get(i, -1) for i in range(len(stack))])
-        start = sources[index]
-        got = own_part(stack, jnp.maximum(start, 0))
-        return jnp.where(start < 0, jnp.zeros_like(got), got)
-
-    return of
-
-
-# For each: the kind of its buffer, its view, and whether results differ by micro-batch.
-_RULES: dict[str, tuple[str, Callable[[dict[str, Any]], Evaluate], bool]] = {
-    "psum": ("sum", lambda params: _whole, False),
-    "pmax": ("max", lambda params: _whole, False),
-    "pmin": ("min", lambda params: _whole, False),
-    "all_gather": ("stack", _gathered, False),
-    "reduce_scatter": ("sum", _scattered, True),
-    "all_to_all": ("stack", _exchanged, True),
-    "ppermute": ("stack", _permuted, True),
-}
-
-
 # -- Facts -----------------------------------------------------------------------------
-
-
-def _is_collective(equation: core.JaxprEqn, axis: str) -> bool:
-    params = equation.params
-    names = params.get("axes", params.get("axis_name", ()))
-    names = names if isinstance(names, tuple) else (names,)
-    return equation.primitive.name in _RULES and axis in names
 
 
 def _facts(jaxpr: core.Jaxpr, axis: str, start: dict[Any, Fact]) -> dict[Any, Fact]:
@@ -141,8 +63,8 @@ def _facts(jaxpr: core.Jaxpr, axis: str, start: dict[Any, Fact]) -> dict[Any, Fa
         name = equation.primitive.name
         given = [facts.get(x, Fact()) for x in variables(equation.invars)]
         fact = Fact(*map(max, zip(Fact(), *given, strict=True)))
-        if _is_collective(equation, axis):
-            fact = fact._replace(level=fact.level + 1, own=_RULES[name][2])
+        if is_collective(equation, axis):
+            fact = fact._replace(level=fact.level + 1, own=RULES[name][2])
         elif name == "axis_index":
             fact = fact._replace(own=True)
         for out in equation.outvars:
@@ -247,8 +169,8 @@ def make(jaxpr: core.Jaxpr, axis: str, params: list[Any], own: list[Any]) -> Pla
     for equation in jaxpr.eqns:
         if equation.primitive.name == "axis_index":
             plan.index += equation.outvars
-        elif _is_collective(equation, axis):
-            kind, rule, _ = _RULES[equation.primitive.name]
+        elif is_collective(equation, axis):
+            kind, rule, _ = RULES[equation.primitive.name]
             for x, out in zip(equation.invars, equation.outvars, strict=True):
                 place = plan.buffer(x, kind, facts[out].level)
                 plan.views[out] = View(place, rule(equation.params))
@@ -284,7 +206,7 @@ def _worth_keeping(plan: Plan) -> list[Any]:
     readers = [
         (e.invars, max((plan.facts[x].level for x in e.outvars), default=0))
         for e in plan.jaxpr.eqns
-        if not _is_collective(e, plan.axis)
+        if not is_collective(e, plan.axis)
     ]
     marks = [x for e in plan.jaxpr.eqns if is_mark(e, plan.axis) for x in e.outvars]
     for read, level in [*readers, (plan.jaxpr.outvars, plan.last + 1)]:
@@ -323,10 +245,10 @@ def needed(
     return equations[::-1], [x for x in due if known(x)]
 
 
-def depends(jaxpr: core.Jaxpr) -> bool:
-    """Whether a result depends on an argument."""
-    tainted = set(jaxpr.invars)
+def following(jaxpr: core.Jaxpr, start: Iterable[Any]) -> set[Any]:
+    """The variables that depend on some of `start`, and those."""
+    found = set(start)
     for equation in jaxpr.eqns:
-        if any(x in tainted for x in variables(equation.invars)):
-            tainted.update(equation.outvars)
-    return any(x in tainted for x in variables(jaxpr.outvars))
+        if not found.isdisjoint(variables(equation.invars)):
+            found.update(equation.outvars)
+    return found

@@ -9,27 +9,18 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
+from ga_optax._axis.rules import RULES, axes_of
 from ga_optax._in_place import inner_programs
 
 # A scan of more iterations than this with a collective in it is an error: each would
 # be a level of its own, which costs a pass over the window and compile time.
 LONGEST = 32
 
-COLLECTIVES = (
-    "psum",
-    "pmax",
-    "pmin",
-    "all_gather",
-    "reduce_scatter",
-    "all_to_all",
-    "ppermute",
-)
-
 
 def mentions(equation: core.JaxprEqn, axis: str) -> bool:
     """Whether an equation, or a program inside it, refers to the axis."""
     return (
-        axis in _axes(equation)
+        axis in axes_of(equation)
         or any(getattr(effect, "name", None) == axis for effect in equation.effects)
         or any(mentions(e, axis) for p in inner_programs(equation) for e in p.eqns)
         or is_mark(equation, axis)
@@ -39,11 +30,6 @@ def mentions(equation: core.JaxprEqn, axis: str) -> bool:
 def is_mark(equation: core.JaxprEqn, axis: str) -> bool:
     """Whether it is `checkpoint_name(x, axis)`."""
     return equation.primitive.name == "name" and equation.params.get("name") == axis
-
-
-def _axes(equation: core.JaxprEqn) -> list[Any]:
-    keys = ("axes", "axis_name", "axis_names")
-    return jax.tree.leaves([equation.params.get(key) for key in keys])
 
 
 def flat(
@@ -84,7 +70,7 @@ def _open(
         return _opened(inner.jaxpr, [*inner.consts, *values], axis)
     if not mentions(equation, axis):
         return bind(jaxpr, [equation], equation.invars, equation.outvars, values)
-    if name in (*COLLECTIVES, "axis_index") or is_mark(equation, axis):
+    if name in (*RULES, "axis_index") or is_mark(equation, axis):
         _check_collective(equation, axis)
         return bind(jaxpr, [equation], equation.invars, equation.outvars, values)
     if name in ("remat", "remat2", "checkpoint"):
@@ -194,7 +180,7 @@ def _value(x: Any, env: dict[Any, Any]) -> Any:
 
 
 def _check_collective(equation: core.JaxprEqn, axis: str) -> None:
-    axes, groups = _axes(equation), equation.params.get("axis_index_groups")
+    axes, groups = axes_of(equation), equation.params.get("axis_index_groups")
     if any(name != axis for name in axes) or groups is not None:
         what = f"axes {tuple(axes)}" if groups is None else "axis_index_groups"
         raise NotImplementedError(
@@ -217,7 +203,7 @@ def _not_done(equation: core.JaxprEqn, axis: str) -> str:
     if name == inner:
         return (
             f"A collective over axis_name={axis!r} must be one of "
-            f"{', '.join(COLLECTIVES)}, but fun calls {name}. Write it with those."
+            f"{', '.join(RULES)}, but fun calls {name}. Write it with those."
         )
     todo = "Take the collective out of it."
     if name == "scan":

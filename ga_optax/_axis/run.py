@@ -10,8 +10,8 @@ from jax.extend import core
 
 from ga_optax import _collectives, _in_place, accumulator
 from ga_optax._axis import plan as planning
-from ga_optax._axis.plan import own_part
 from ga_optax._axis.read import bind, flat, variables
+from ga_optax._axis.rules import own_part
 from ga_optax._call import Call
 from ga_optax._checks import named_leaves
 from ga_optax._loop import Flat, Loop, Operands, State, merged
@@ -119,10 +119,8 @@ class _Window:
         tree, plan = self.program.aux, self.plan
         aux = plan.jaxpr.outvars[-tree.num_leaves :] if tree.num_leaves else []
         of_leaves = jax.tree.broadcast(self.call.options.aux, tree.unflatten(aux))
-        modes, met = self.program.modes[1:], set(plan.views)
-        for equation in plan.jaxpr.eqns:
-            if not met.isdisjoint(variables(equation.invars)):
-                met |= set(equation.outvars)
+        modes = self.program.modes[1:]
+        met = planning.following(plan.jaxpr, plan.views)
         leaves = zip(jax.tree.leaves(of_leaves), modes, aux, strict=True)
         for i, (asked, mode, x) in enumerate(leaves):
             shared = (
@@ -214,7 +212,8 @@ class _Window:
             return cotangents
 
         closed: Any = jax.make_jaxpr(pulled)(last)
-        if planning.depends(closed.jaxpr):
+        depending = planning.following(closed.jaxpr, closed.jaxpr.invars)
+        if not depending.isdisjoint(variables(closed.jaxpr.outvars)):
             return None
         leaves = jax.tree.leaves(last)
         cotangents = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *leaves)
