@@ -314,7 +314,9 @@ def _fold(
     in_place = [why is None for why in whys]
     # Without its arrays: what is differentiated later must not hold tracers.
     program = program._replace(consts=(), batch=[])
-    loop = Loop(program, options.num_microbatches, sums_already, in_place)
+    # What the compiler reduces over devices in each micro-step would be twice as large.
+    once = not (options.each or call.strided)
+    loop = Loop(program, options.num_microbatches, sums_already, in_place, once)
     state = loop(operands)
     if merges and call.axes:
         with jax.named_scope("merge"):
