@@ -83,7 +83,8 @@ def value_and_grad(
     undivided batch, bit for bit; others are off by `n·eps·Σ|terms|` at most. On one
     backend the bits are those of `accumulate` over the same micro-batches, in any
     grouping, in place or not. A micro-batch of weight 0 changes no gradient, loss or
-    mean, whatever it holds. Page: "Exactness".
+    mean, whatever it holds. Gradients of bfloat16 models are rounded in the accumulator
+    alone, unlike those of `jax.grad`. Page: "Exactness".
 
     Args:
       fun: a function like that of `jax.value_and_grad`. Its loss is a mean over the
