@@ -177,3 +177,24 @@ def test_a_window_takes_one_micro_batch_and_what_is_gathered():
     assert taken(ga.value_and_grad(towers, 1, axis_name=ROWS), ROWS_OF_WINDOW) > 2 * (
         window - gathered
     )
+
+
+def test_a_plan_finds_the_window_that_fits():
+    """Memory falls to that of what the collectives carry, and stays there."""
+    params = jax.ShapeDtypeStruct((2, 1, 64, 64), jnp.float32)
+    rows = jax.ShapeDtypeStruct((1024, 2, 64), jnp.float32)
+
+    def plan(ks, limit):
+        return ga.plan(
+            lambda k: jax.jit(ga.value_and_grad(towers, k, axis_name=ROWS)),
+            *(params, rows),
+            batch_size=len(rows),
+            memory_limit=limit,
+            candidates=ks,
+        )
+
+    [one], [four], [most] = (plan([k], "1GiB").candidates for k in (1, 4, 32))
+    carried = 4 * rows.size // 2 * 4  # as in the test above
+    assert one.temp - carried > 2 * (four.temp - carried) > 0
+    assert four.temp > most.temp > carried
+    assert plan([1, 4], four.bytes).num_microbatches == 4
