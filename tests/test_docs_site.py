@@ -147,7 +147,7 @@ def test_every_public_name_is_in_the_reference(site):
 def test_every_command_is_on_the_page_of_the_command_line(site):
     text = (site / "api" / "command_line.html").read_text("utf-8")
     for name in ga_optax.__main__._COMMANDS:
-        assert f"usage: python -m ga_optax {name} " in text
+        assert f"usage: ga-optax {name} " in text
 
 
 @pytest.mark.parametrize(
