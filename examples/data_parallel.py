@@ -231,7 +231,7 @@ def work(args: argparse.Namespace) -> None:
     first = jax.process_index() == 0
     if first:
         print(
-            f"    {mesh.size} devices in {jax.process_count()} processes, "
+            f"    {mesh.size} devices, processes: {jax.process_count()}, "
             f"{args.num_microbatches} micro-batches on each, "
             f"{config.batch_size} lines in a window",
             flush=True,
