@@ -24,7 +24,7 @@ lint: $(VENV)/ready
 types: $(VENV)/ready
 	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
 docs: $(VENV)/ready
-	$(BIN)/python -m sphinx -W --keep-going docs docs/_build
+	$(BIN)/python -m sphinx -W --keep-going docs docs/_build/html
 demo: $(VENV)/ready
 	$(BIN)/python examples/digits.py
 bench: $(VENV)/ready
