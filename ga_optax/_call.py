@@ -121,6 +121,19 @@ class Call(NamedTuple):
         return self.options.axes if self.mesh is None else ()
 
     @property
+    def logical(self) -> int:
+        """How many logical devices this device stands for; 0 if there are none."""
+        data_axis = self.options.data_axis
+        if data_axis is None or data_axis.logical_devices is None:
+            return 0
+        return data_axis.logical_devices // _mesh.num_devices(data_axis.axes, self.mesh)
+
+    @property
+    def num_parts(self) -> int:
+        """Into how many micro-batches this call splits the rows of a device."""
+        return self.options.num_microbatches * (self.logical or 1)
+
+    @property
     def axis_env(self) -> list[tuple[str, int]]:
         """The named axis of the micro-batches of all devices, and its size."""
         options = self.options
@@ -179,7 +192,7 @@ class Call(NamedTuple):
         for role in ("rng_argnums", "carry_argnums"):
             for i in self.roles[role]:
                 new[i] = _collectives.vary(self.at(i), axes)
-                if role == "rng_argnums":
+                if role == "rng_argnums" and not self.logical:
                     new[i] = jax.tree.map(
                         lambda k: jax.random.fold_in(k, device), new[i]
                     )
@@ -409,7 +422,7 @@ def _check_batch(call: Call) -> None:
             f"but {came}. Use a batch of {rows - rest or devices} or "
             f"{rows - rest + devices} examples."
         )
-    k = call.options.num_microbatches
+    k = call.num_parts
     if devices * k > 1:
         _check_no_batch(call, rows)
     if part % k:

@@ -33,7 +33,7 @@ from ga_optax._aux import strong
 from ga_optax._call import Call
 from ga_optax._checks import check_gradients, named_leaves
 from ga_optax._data_axis import DataAxis
-from ga_optax._loop import Loop, Operands, merged
+from ga_optax._loop import Loop, Operands, merged, of_logical
 from ga_optax._options import FromAux, Options
 from ga_optax._program import Program, Value, put_together, trace, value_of
 from ga_optax.accumulator import Accumulator
@@ -315,7 +315,7 @@ def _fold(
     # Without its arrays: what is differentiated later must not hold tracers.
     program = program._replace(consts=(), batch=[])
     loop = Loop(program, options.num_microbatches, sums_already, in_place)
-    state = loop(operands)
+    state = of_logical(loop, operands, call) if call.logical else loop(operands)
     if merges and call.axes:
         with jax.named_scope("merge"):
             state = merged(state, call)
@@ -342,7 +342,7 @@ def _mean(call: Call, program: Program, acc: Accumulator, params: Any) -> optax.
     k = call.options.num_microbatches
     weight: int | jax.Array = k
     if call.axes:
-        k *= _mesh.num_devices(call.axes, None)
+        k *= _mesh.num_devices(call.axes, None) * (call.logical or 1)
         weight = acc.weight
     power_of_two = not program.weighted and k > 1 and k & (k - 1) == 0
 
