@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
-from ga_optax import _aux, _collectives, _mesh, _tree, accumulator
+from ga_optax import _aux, _collectives, _duplicates, _mesh, _tree, accumulator
 from ga_optax._aux import MODES, strong
 from ga_optax._call import Call
 from ga_optax._mesh import Placement
@@ -88,7 +88,8 @@ class Loop:
         total, weight, count = operands.acc
         weight = self.vary(jnp.where(empty, jnp.zeros_like(weight), weight), empty)
         total = [accumulator.cleared(x, empty) for x in total]
-        acc = Accumulator(total, weight, count)
+        # If it were known, what is computed of it would be, and be no fence.
+        acc = Accumulator(total, weight, _island(count))
         groups = _aux.by_mode(self.program.results, self.program.modes)
         modes = zip(MODES.values(), groups, strict=True)
         results = [mode.init(group, self.vary) for mode, group in modes]
@@ -262,6 +263,16 @@ def _next(count: jax.Array) -> jax.Array:
 # -- Logical devices -------------------------------------------------------------------
 
 
+class _Alike(Loop):
+    """A loop that XLA compiles alike for one device and for many."""
+
+    def run(self, operands: Operands) -> State:
+        closed, shapes = jax.make_jaxpr(super().run, return_shape=True)(operands)
+        program = _duplicates.merged(closed.jaxpr)
+        out = jax.core.eval_jaxpr(program, closed.consts, *jax.tree.leaves(operands))
+        return jax.tree.unflatten(jax.tree.structure(shapes), out)
+
+
 def of_logical(loop: Loop, operands: Operands, call: Call) -> State:
     """The state of the logical devices of this device: each runs the loop by itself."""
     number, axes = call.logical, call.axes
@@ -289,6 +300,7 @@ def of_logical(loop: Loop, operands: Operands, call: Call) -> State:
         return State(acc, carry, [mode.join(x, y) for mode, x, y in kept])
 
     start = loop.start(operands)
+    loop = _Alike(*(getattr(loop, field.name) for field in dataclasses.fields(loop)))
     state, collected = _tree.fold(run, number, (indices, batch), start, join)
     collected = jax.tree.map(lambda x: jnp.reshape(x, (-1, *x.shape[2:])), collected)
     pairs = zip(MODES.values(), state.results, collected, strict=True)
