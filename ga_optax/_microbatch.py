@@ -232,11 +232,12 @@ def accumulate(
                 f"type {type(acc).__name__}. Start with accumulator.init(params)."
             )
         call = Call.make(options, args, kwargs)
-        if call.axes and (options.each or call.specs is not None):
+        if call.axes and (options.each or call.specs is not None or call.logical):
             raise ValueError(
-                'Inside shard_map accumulate must have sync="last" and no param_specs, '
-                f"but it has {options.data_axis}. Gather the parameters once before "
-                "the window, or use value_and_grad."
+                'Inside shard_map accumulate must have sync="last" and neither '
+                f"param_specs nor logical_devices, but it has {options.data_axis}. Use "
+                "value_and_grad, or call accumulate at top level; or gather the "
+                "parameters once before the window, and pass a name alone."
             )
         check_gradients(
             acc.total, call.params, name="the parameters", expected="acc.total"

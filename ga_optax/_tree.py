@@ -66,8 +66,7 @@ def fold(
 def _added(x: jax.Array, zero: jax.Array) -> jax.Array:
     """The sum over axis 0, whose length is a power of two."""
     while x.shape[0] > 1:
-        pairs = jnp.reshape(x, (-1, 2, *x.shape[1:]))
-        x = plus(pairs[:, 0], pairs[:, 1])
+        x = plus(x[0::2], x[1::2])
         if jnp.issubdtype(x.dtype, jnp.inexact) and jnp.finfo(x.dtype).bits < 32:
             x = accumulator.rounded(x, zero)  # or XLA would skip the rounding
     return x[0]
@@ -136,10 +135,12 @@ def _of_leaf(
 def _everywhere(x: jax.Array, axes: Axes, zero: jax.Array) -> jax.Array:
     """The sum over `axes`, on all of their devices."""
     number = _mesh.num_devices(axes, None)
-    flat = jnp.ravel(x)
-    flat = jnp.pad(flat, (0, -flat.size % number))
-    shares = jax.lax.all_to_all(jnp.reshape(flat, (number, -1)), axes, 0, 0)
-    flat = jax.lax.all_gather(
-        _added(shares, zero), axes, axis=0, tiled=True, to="invarying"
-    )
-    return jnp.reshape(flat[: x.size], x.shape)
+    shape, size = x.shape, x.size
+    dim = next((i for i in range(x.ndim) if shape[i] % number == 0), None)
+    if dim is None:
+        x, dim = jnp.pad(jnp.ravel(x), (0, -size % number)), 0
+    parts = number, x.shape[dim] // number
+    x = jnp.reshape(x, (*x.shape[:dim], *parts, *x.shape[dim + 1 :]))
+    share = _added(jax.lax.all_to_all(x, axes, dim, 0), zero)
+    whole = jax.lax.all_gather(share, axes, axis=dim, tiled=True, to="invarying")
+    return whole if whole.shape == shape else jnp.reshape(whole[:size], shape)
