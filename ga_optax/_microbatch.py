@@ -317,7 +317,7 @@ def _fold(
     # Without its arrays: what is differentiated later must not hold tracers.
     program = program._replace(consts=(), batch=[])
     # What the compiler reduces over devices in each micro-step would be twice as large.
-    once = not (options.each or call.strided)
+    once = program.narrow and not (options.each or call.strided)
     loop = Loop(program, options.num_microbatches, sums_already, in_place, once)
     state = of_logical(loop, operands, call) if call.logical else loop(operands)
     if merges and call.axes:

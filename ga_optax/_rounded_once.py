@@ -20,6 +20,7 @@ import numpy as np
 from jax.extend import core
 
 _WIDE = np.dtype(np.float32)  # in which products of narrower matrices are summed
+_ALGORITHMS = (jax.lax.DotAlgorithm, jax.lax.DotAlgorithmPreset)
 _INLINE = ("jit", "pjit", "remat2", "checkpoint")
 _CALLS = (*_INLINE, "scan", "cond")
 _MOVES = ("transpose", "reshape", "squeeze", "broadcast_in_dim")
@@ -52,7 +53,8 @@ def _followed(
     sums = {x for i in results if isinstance(x := jaxpr.outvars[i], core.Var)}
     held = {jaxpr.invars[i] for i in refs}
     for n, equation in reversed(list(enumerate(jaxpr.eqns))):
-        name, ins = equation.primitive.name, equation.invars
+        name = equation.primitive.name
+        ins: list[Any] = equation.invars
         outs = [i for i, x in enumerate(equation.outvars) if x in sums]
         into = [i for i, x in enumerate(ins) if isinstance(x, core.Var) and x in held]
         if name in _CALLS and (outs or into):
@@ -71,8 +73,8 @@ def _followed(
         elif name == "freeze" and outs:
             held.add(ins[0])
         elif name == "convert_element_type" and outs:
-            x = body.wide(ins[0]) if equation.outvars[0].aval.dtype == _WIDE else None
-            if x is not None:
+            is_wide = equation.params["new_dtype"] == _WIDE
+            if is_wide and (x := body.wide(ins[0])) is not None:
                 body.replace(n, equation.replace(invars=[x]))
         elif name in _PASSED and outs:
             sums.update(x for x in ins if isinstance(x, core.Var))
@@ -103,16 +105,18 @@ class _Body:
         """The sum `x` before it was rounded; None if it is none, or is read twice."""
         if not isinstance(x, core.Var) or self._uses[x] != 1 or x not in self._made:
             return None
-        if not jnp.issubdtype(x.aval.dtype, np.floating) or x.aval.dtype.itemsize > 2:
+        dtype: Any = getattr(x.aval, "dtype", _WIDE)
+        if not jnp.issubdtype(dtype, np.floating) or dtype.itemsize > 2:
             return None
         n = self._made[x]
         equation = self.jaxpr.eqns[n]
         name, params, ins = equation.primitive.name, equation.params, equation.invars
-        outs = [_widened(y) if y is x else y for y in equation.outvars]
+        wide = _widened(x)
+        outs = [wide if y is x else y for y in equation.outvars]
         casts: list[core.JaxprEqn] = []
 
         def cast(y: Any) -> Any:
-            new = core.Var(y.aval.update(dtype=_WIDE))
+            new = _widened(y)
             how = {"new_dtype": _WIDE, "weak_type": False, "sharding": None}
             ends = {"invars": [y], "outvars": [new], "effects": core.no_effects}
             primitive = jax.lax.convert_element_type_p
@@ -155,12 +159,7 @@ class _Body:
             return None
         new = equation.replace(invars=ins, outvars=outs, params=params)
         self.replace(n, *casts, new)
-        return next(
-            y for y, old in zip(outs, equation.outvars, strict=True) if old is x
-        )
-
-
-_ALGORITHMS = (jax.lax.DotAlgorithm, jax.lax.DotAlgorithmPreset)
+        return wide
 
 
 def _widened(x: Any) -> Any:
