@@ -216,3 +216,26 @@ def test_a_window_takes_one_micro_batch_and_what_it_gathers(fun, operands, fits)
     # the values are read.
     bound = 1.15 * of_one(fun, operands) + 2 * operands * nbytes(GATHERED)
     assert (of_the_window(fun, PARTS) <= bound) == fits
+
+
+def test_a_plan_finds_the_window_that_fits():
+    """Memory falls to that of what the collectives carry, and stays there."""
+
+    def plan(ks, limit):
+        return ga.plan(
+            lambda k: jax.jit(
+                ga.value_and_grad(
+                    lambda p, x: in_both(p, x, everyone), k, axis_name=ROWS
+                )
+            ),
+            *(P, array(ROWS_OF_WINDOW, IN)),
+            batch_size=ROWS_OF_WINDOW,
+            memory_limit=limit,
+            candidates=ks,
+        )
+
+    [one], [four], [most] = (plan([k], "1GiB").candidates for k in (1, 4, 32))
+    carried = 4 * nbytes(GATHERED)  # two operands, and their cotangents
+    assert one.temp - four.temp > four.temp - most.temp > 0
+    assert most.temp > carried
+    assert plan([1, 4], four.bytes).num_microbatches == 4
