@@ -65,5 +65,5 @@ def test_the_notebook_asserts_draws_installs_and_keeps_small_outputs(path):
     assert "/home/" not in json.dumps(outputs)
 
 
-def test_there_are_five_notebooks():
-    assert [path.name[0] for path in NOTEBOOKS] == list("12345")
+def test_there_are_six_notebooks():
+    assert [path.name[0] for path in NOTEBOOKS] == list("123456")
