@@ -281,6 +281,13 @@ def test_a_picture_of_another_file_is_found(tmp_path):
         assert pictures.digest(changed) not in text
 
 
+def test_the_page_about_ones_own_machine_explains_every_unit_of_the_table():
+    text = (ROOT / "docs" / "your_machine.md").read_text("utf-8")
+    units = {unit for _, _, unit, *_ in suite.rows_of(COMMITTED)}
+    assert len(units) > 5
+    assert [unit for unit in sorted(units) if f"| {unit} |" not in text] == []
+
+
 @pytest.mark.parametrize("name", pictures.PICTURES)
 def test_every_number_is_in_the_picture_and_every_line_has_a_name(name):
     file, draw = pictures.PICTURES[name]
