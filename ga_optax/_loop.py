@@ -300,7 +300,7 @@ def of_logical(loop: Loop, operands: Operands, call: Call) -> State:
         return State(acc, carry, [mode.join(x, y) for mode, x, y in kept])
 
     start = loop.start(operands)
-    loop = _Alike(*(getattr(loop, field.name) for field in dataclasses.fields(loop)))
+    loop = _Alike(**vars(loop))
     state, collected = _tree.fold(run, number, (indices, batch), start, join)
     collected = jax.tree.map(lambda x: jnp.reshape(x, (-1, *x.shape[2:])), collected)
     pairs = zip(MODES.values(), state.results, collected, strict=True)

@@ -55,7 +55,9 @@ def fold(
         is_first, part = inputs
         new, collected = fold(run, number // 2, part, start, join)
         both = join(total, new)
-        return jax.tree.map(lambda n, b: jnp.where(is_first, n, b), new, both), collected
+        return jax.tree.map(
+            lambda n, b: jnp.where(is_first, n, b), new, both
+        ), collected
 
     halves = jax.tree.map(lambda x: jnp.reshape(x, (2, number // 2, *x.shape[1:])), xs)
     out, collected = jax.lax.scan(half, start, (jnp.array([True, False]), halves))

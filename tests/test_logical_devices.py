@@ -462,7 +462,7 @@ def test_what_cannot_have_logical_devices_says_so():
     params = normal(0, WIDTH)
     specs = {"in_specs": (P(), P(), P("data")), "out_specs": P()}
     inside = jax.shard_map(add, mesh=make_mesh(2), **specs)
-    with pytest.raises(ValueError, match="nor logical_devices.*at top level"):
+    with pytest.raises(ValueError, match=r"nor logical_devices.*at top level"):
         inside(accumulator.init(params), params, normal(1, ROWS, WIDTH))
 
 
