@@ -92,8 +92,8 @@ def named_leaves(tree: Any) -> list[tuple[str, Any]]:
 
 
 _ARRAYS_ALONE = (
-    "Differentiate with respect to arrays alone: eqx.partition(model, "
-    "eqx.is_inexact_array) splits an Equinox module, and eqx.combine in fun joins it."
+    "Pass arrays alone: eqx.partition(model, eqx.is_inexact_array) splits an Equinox "
+    "module, and eqx.combine joins it, in fun for example."
 )
 
 

@@ -150,7 +150,7 @@ class Options(NamedTuple):
             for i in places:
                 option = named if isinstance(i, str) else role
                 if num_args is not None:
-                    i = _found(option, i, num_args, keywords)
+                    i = found(option, i, num_args, keywords)
                 if i in owner:
                     raise ValueError(
                         f"{option} must not overlap {owner[i]}, but both name argument "
@@ -166,7 +166,7 @@ class Options(NamedTuple):
         return {role: tuple(places) for role, places in roles.items()}
 
 
-def _found(option: str, i: Place, num_args: int, keywords: Iterable[str]) -> Place:
+def found(option: str, i: Place, num_args: int, keywords: Iterable[str] = ()) -> Place:
     """Where an argument of the call stands; raises if it did not come."""
     if isinstance(i, str):
         kind, came = "keyword", f"{i!r}, and {' and '.join(keywords) or 'none'}"

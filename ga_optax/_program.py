@@ -65,7 +65,8 @@ def trace(call: Call) -> Program:
     weight_fn = options.weight_fn
 
     def micro_batch(params: Any, batch: list[Any], keys: Any, old: Any) -> Any:
-        new = dict(zip(call.unsplit, (*params, *keys, *old), strict=True))
+        own = jax.tree.map(lambda x: x, old)  # `fun` may change a dict where it is
+        new = dict(zip(call.unsplit, (*params, *keys, *own), strict=True))
         one = call.with_args(new).with_batch(batch)
         whole = one.role("batch_argnums")
         weight = None
