@@ -171,8 +171,10 @@ def live(life: Life, process_id: int) -> None:
             if number == life.kill_at and process_id == number % life.processes:
                 os.kill(os.getpid(), signal.SIGKILL)
             run = micro_step(run, put(make_batch(number), P("data")), np.int32(number))
+            # Steps of virtual devices that are under way at once can wait for threads
+            # that the others hold.
+            jax.block_until_ready(run)
             if (number + 1) % SAVE_EVERY == 0 and life.kill_at is not None:
-                jax.block_until_ready(run)
                 checkpoints.save(number + 1, args=ocp.args.StandardSave(run))
     leaves = jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), run)
     if process_id == 0:

@@ -251,7 +251,7 @@ def make_placed(fun: Callable[..., Any], opt: Any) -> dict[str, Way]:
     for devices in (8, 4, 2, 1):
         ways[f"no logical devices, on {devices}"] = on(devices, None, PLACED // devices)
     ways["4 logical devices on 4"] = on(4, 4, PLACED // 4)
-    ways[f"{of} on 8, {2 * PLACED} micro-batches"] = on(8, LOGICAL, 2 * PLACED // 8)
+    ways[f"{of}, {2 * PLACED} micro-batches"] = on(8, LOGICAL, 2 * PLACED // 8)
     return ways
 
 
@@ -392,8 +392,8 @@ def experiment(steps: int, splits: Sequence[int]) -> int:
         end = train(way, params, windows)
         reference = end if reference is None else reference
         same = is_same(end, reference)
-        if name.startswith(f"{LOGICAL} logical") and not name.endswith("batches"):
-            failures += [] if same else [f"the bits of {name}"]
+        if name.startswith(f"{LOGICAL} logical devices on") and not same:
+            failures.append(f"the bits of {name}")
         train_loss, _ = losses(end[0])
         print(
             f"{name:38}{train_loss:<14.9g}{digits.hexadecimal(train_loss):16}"
