@@ -117,6 +117,14 @@ def check_collectives(result):
         # The gradient and the value, once.
         assert row["bytes"]["ga_optax"] <= result["gradient_bytes"] + 64
         assert row["work_over_share"]["ga_optax"] == 1
+    for row in result["logical"]:
+        n = row["devices"]
+        equal(row["ring_bytes"], 2 * (n - 1) / n * result["gradient_bytes"])
+        for way, size in row["wire_bytes"].items():
+            equal(row["over_ring"][way], size / (row["ring_bytes"] or 1))
+            # The gradient, and the value and the weight in n parts.
+            assert size <= row["ring_bytes"] + 16 * n
+            equal(row["over_all_reduce"][way], row["ms"][way] / row["ms"]["all-reduce"])
 
 
 def check_compile_time(result):
