@@ -13,6 +13,7 @@ from jax.typing import ArrayLike
 from ga_optax import _aux, _collectives, _mesh, _rows
 from ga_optax._call import Call
 from ga_optax._checks import check_structure, named_leaves
+from ga_optax._gathered import gathered
 from ga_optax._in_place import arrival, inner_programs
 from ga_optax._options import FromAux, Options
 from ga_optax.accumulator import as_weight
@@ -125,6 +126,10 @@ def trace(call: Call) -> Program:
     arguments = jax.tree.leaves(params), first, keys, carry
     replaced = call.replaced
     of_params = zip(replaced, jaxpr.invars[: len(replaced)], strict=True)
+    arrivals = ["replaces" if new else arrival(jaxpr, x) for new, x in of_params]
+    if options.each and call.mesh is not None and not _mesh.explicit_names(call.mesh):
+        specs = _mesh.broadcast_specs(call.specs, call.params)
+        jaxpr = gathered(jaxpr, specs, options.axes, call.mesh)
     return Program(
         jaxpr=jaxpr,
         consts=closed.consts,
@@ -138,7 +143,7 @@ def trace(call: Call) -> Program:
         varying=tuple(sorted({*call.axes, *_mesh.varying(weight)})),
         multiplies=weight is not None
         and (narrow or not _scales(call, closed, *arguments)),
-        arrivals=["replaces" if new else arrival(jaxpr, x) for new, x in of_params],
+        arrivals=arrivals,
     )
 
 

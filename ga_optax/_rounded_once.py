@@ -21,8 +21,8 @@ from jax.extend import core
 
 _WIDE = np.dtype(np.float32)  # in which products of narrower matrices are summed
 _ALGORITHMS = (jax.lax.DotAlgorithm, jax.lax.DotAlgorithmPreset)
-_INLINE = ("jit", "pjit", "remat2", "checkpoint")
-_CALLS = (*_INLINE, "scan", "cond")
+INLINE = ("jit", "pjit", "remat2", "checkpoint")
+_CALLS = (*INLINE, "scan", "cond")
 _MOVES = ("transpose", "reshape", "squeeze", "broadcast_in_dim")
 # What a gradient passes between its cast and the accumulator.
 _PASSED = (*_MOVES, "add", "add_any", "select_n", "custom_jvp_call")
@@ -67,7 +67,7 @@ def _followed(
                 )
                 return new
 
-            body.replace(n, _with_inner(equation, inside))
+            body.replace(n, with_inner(equation, inside))
         elif name == "addupdate" and into:
             sums.add(ins[1])
         elif name == "freeze" and outs:
@@ -142,7 +142,7 @@ class _Body:
             table, rows, updates = ins
             ins = [cast(table), rows, cast(updates)]
             params = params | {"update_jaxpr": _retyped(params["update_jaxpr"])}
-        elif name in _INLINE:
+        elif name in INLINE:
             [i] = [i for i, y in enumerate(equation.outvars) if y is x]
             found: list[Any] = []
 
@@ -152,7 +152,7 @@ class _Body:
                 new = [found[0] if j == i else y for j, y in enumerate(jaxpr.outvars)]
                 return jaxpr if found[0] is None else body.program(new)
 
-            params = _with_inner(equation, inside).params
+            params = with_inner(equation, inside).params
             if found[0] is None:
                 return None
         else:
@@ -184,7 +184,7 @@ def _retyped(jaxpr: core.Jaxpr) -> core.Jaxpr:
     return jaxpr.replace(eqns=eqns, **ends)
 
 
-def _with_inner(
+def with_inner(
     equation: core.JaxprEqn, change: Callable[[core.Jaxpr], core.Jaxpr]
 ) -> core.JaxprEqn:
     """The equation, with each program inside it changed; itself if none is."""

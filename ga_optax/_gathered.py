@@ -1,0 +1,78 @@
+"""Sharded parameters that are gathered where they are used: `sync="each"`.
+
+Left to itself the compiler shards activations as the parameters are sharded, over the
+axis that splits the batch. Every layer then communicates activations. Here it is told
+that a parameter is whole over that axis once it is cast, and sliced if a scan runs over
+it: what crosses the network is that, and its gradient, by a reduce-scatter.
+"""
+
+from typing import Any
+
+import jax
+from jax.extend import core
+from jax.sharding import NamedSharding, PartitionSpec
+
+from ga_optax import _mesh
+from ga_optax._rounded_once import INLINE, with_inner
+
+Entries = tuple[Any, ...]  # of a PartitionSpec, one for each dimension
+
+
+def gathered(
+    jaxpr: core.Jaxpr, specs: list[Any], axes: _mesh.Axes, mesh: Any
+) -> core.Jaxpr:
+    """The program; of its first arguments, parameters, `specs` says how they lie."""
+
+    def rest(entry: Any) -> Any:
+        return _mesh.as_entry(tuple(n for n in _mesh.names_in(entry) if n not in axes))
+
+    sharded = {}
+    params: list[Any] = jaxpr.invars[: len(specs)]
+    for x, spec in zip(params, specs, strict=True):
+        entries = tuple(spec or ())
+        entries += (None,) * (x.aval.ndim - len(entries))
+        if any(rest(entry) != entry for entry in entries):
+            sharded[x] = tuple(map(rest, entries))
+    return _used(jaxpr, sharded, mesh)
+
+
+def _used(jaxpr: core.Jaxpr, sharded: dict[Any, Entries], mesh: Any) -> core.Jaxpr:
+    sharded, whole = dict(sharded), {}
+    equations: list[core.JaxprEqn] = []
+
+    def gather(x: Any) -> Any:
+        if isinstance(x, core.Literal) or x not in sharded:
+            return x
+        if x not in whole:
+            sharding = NamedSharding(mesh, PartitionSpec(*sharded[x]))
+            constrain = jax.make_jaxpr(
+                lambda y: jax.lax.with_sharding_constraint(y, sharding)
+            )
+            like = jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype)
+            [equation] = constrain(like).jaxpr.eqns
+            whole[x] = core.Var(x.aval)
+            equations.append(equation.replace(invars=[x], outvars=[whole[x]]))
+        return whole[x]
+
+    for equation in jaxpr.eqns:
+        name, ins = equation.primitive.name, equation.invars
+        here = {
+            i for i, x in enumerate(ins) if isinstance(x, core.Var) and x in sharded
+        }
+        if name == "convert_element_type" and here:
+            sharded[equation.outvars[0]] = sharded[ins[0]]
+        elif name in (*INLINE, "scan") and here:
+
+            def inside(inner: core.Jaxpr, here=here, ins=ins) -> core.Jaxpr:
+                own: list[Any] = inner.invars
+                now = {}
+                for i in here:  # a scan slices along the leading dimension
+                    entries = sharded[ins[i]]
+                    now[own[i]] = entries[len(entries) - own[i].aval.ndim :]
+                return _used(inner, now, mesh)
+
+            equation = with_inner(equation, inside)
+        elif here:
+            equation = equation.replace(invars=list(map(gather, ins)))
+        equations.append(equation)
+    return jaxpr.replace(eqns=equations)
