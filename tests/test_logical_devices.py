@@ -297,6 +297,25 @@ def test_a_window_goes_on_in_the_middle_on_another_number_of_devices(
     assert bits(run([4, 1, 2, 1])) == bits(expected)
 
 
+def test_the_calls_of_accumulate_draw_different_keys():
+    def noisy(params, x, key):
+        return jnp.mean(x @ params) + jax.random.normal(key)
+
+    mesh = make_mesh(2)
+    add = jax.jit(ga.accumulate(noisy, 2, rng_argnums=2, data_axis=logical(mesh)))
+    params, x = np.zeros(WIDTH, np.float32), normal(0, ROWS, WIDTH)
+    first, acc = add(accumulator.init(params), params, x, jax.random.key(0))
+    second, _ = add(acc, params, x, jax.random.key(0))
+    drawn = [
+        jax.random.normal(jax.random.fold_in(jax.random.fold_in(key, i), j))
+        for key in [jax.random.key(0)]
+        for i in range(L)
+        for j in range(4)
+    ]
+    drawn = np.reshape(drawn, (L, 2, 2)).mean((0, 2))
+    np.testing.assert_allclose([first, second], drawn, rtol=1e-5)
+
+
 def square(params, x):
     return jnp.mean(jnp.tanh(x @ params) ** 2)
 
