@@ -58,18 +58,21 @@ class Loop:
       num_microbatches: how many there are.
       sums_already: whether the backward pass sums over devices.
       in_place: which gradients the backward pass adds to the accumulator itself.
+      branches: whether a weight of 0 leaves the backward pass out.
     """
 
     program: Program
     num_microbatches: int
     sums_already: bool
     in_place: Sequence[bool]
+    branches: bool
 
     def __call__(self, operands: Operands) -> State:
         """Returns the last state, with all that was collected in it."""
         if not any(self.in_place):
             return self.run(operands)
-        plain = dataclasses.replace(self, in_place=[False] * len(self.in_place))
+        by_hand = [False] * len(self.in_place)
+        plain = dataclasses.replace(self, in_place=by_hand, branches=False)
         return _with_rules_of(plain.run, self.run)(operands)
 
     def run(self, operands: Operands) -> State:
@@ -158,7 +161,7 @@ class Loop:
                 grads = pullback.with_refs(*slots)(cotangent)
                 return [grads[i] for i in by_hand]
 
-        if refs and selects is not None:
+        if self.branches and selects is not None:
             # What went into a reference cannot be selected away, and NaN · 0 is NaN.
             params = self.program.jaxpr.invars
             zeros = _aux.blank([params[i].aval for i in by_hand])
