@@ -126,7 +126,7 @@ def measure_logical(
         PLAIN: (k * DEVICES // devices, ga.DataAxis("data", mesh=mesh)),
         LOGICAL: (k, ga.DataAxis("data", mesh=mesh, logical_devices=DEVICES)),
     }
-    programs = {
+    programs: dict[str, Any] = {
         way: jax.jit(ga.value_and_grad(peers.scanned_loss, number, data_axis=axis))
         .lower(params, batch)
         .compile()
