@@ -126,7 +126,7 @@ def measure_logical(
         PLAIN: (k * DEVICES // devices, ga.DataAxis("data", mesh=mesh)),
         LOGICAL: (k, ga.DataAxis("data", mesh=mesh, logical_devices=DEVICES)),
     }
-    programs = {
+    programs: dict[str, Any] = {
         way: jax.jit(ga.value_and_grad(peers.scanned_loss, number, data_axis=axis))
         .lower(params, batch)
         .compile()
@@ -195,7 +195,7 @@ def main() -> None:
             [[r["k"], *(round(r[field][w], 2) for w in ways)] for r in results],
         )
     logical = [
-        measure_logical(layers, width, rows, 4, n, rounds=2 if args.quick else 8)
+        measure_logical(layers, width, rows, 4, n, rounds=2 if args.quick else 5)
         for n in (1, 2, 4, 8)
     ]
     print(f"\nlogical_devices={DEVICES}, against the same micro-batches without it")
