@@ -55,7 +55,6 @@ PROGRAMS = pathlib.Path(__file__).parents[1] / ".programs"
 COMPILERS = ("libtpu", "jax-cuda12-plugin")
 K = 8
 TARGETS = ("h200", "v5e", "v5p", "v6e")
-REFERENCE_TARGETS = ("h200", "v5e")
 MESHES = {
     8: ("h200:8", "v5e:2x4", "v5p:2x2x2", "v6e:2x4"),
     64: ("v5e:8x8", "v5p:4x4x4", "v6e:8x8"),
@@ -67,6 +66,7 @@ OURS_AXIS = "ga_optax, data_axis"
 OURS_LOOP_AXIS = "ga.MultiSteps, data_axis"
 OURS_LAST = 'ga_optax, sharded, sync="last"'
 OURS_EACH = 'ga_optax, sharded, sync="each"'
+FEW = (ALONE, peers.OURS, peers.SCAN)
 
 Rows = list[dict[str, Any]]
 find = functools.cache(_target.find)
@@ -218,7 +218,8 @@ class Model(NamedTuple):
     loss: Any
     params: Any
     rows_of: Callable[[int], Any]  # the shapes of so many rows
-    targets: tuple[str, ...]
+    targets: tuple[str, ...]  # for which every way is compiled
+    more: tuple[str, ...]  # and for these those in FEW
 
 
 def models(quick: bool) -> dict[str, Model]:
@@ -235,13 +236,15 @@ def models(quick: bool) -> dict[str, Model]:
             peers.scanned_loss,
             jax.eval_shape(lambda: peers.make_params(layers, width)),
             lambda n: shape((n * tokens, width)),
-            TARGETS,
+            ("h200", "v5e"),
+            ("v5p", "v6e"),
         ),
         "reference": Model(
             functools.partial(reference_model.loss, config),
             jax.eval_shape(lambda: reference_model.init(config)),
             lambda n: shape((n, config.length + 1), jnp.int32),
-            REFERENCE_TARGETS,
+            ("h200",),
+            ("v5e",),
         ),
     }
 
@@ -280,7 +283,7 @@ def measure_window(quick: bool) -> dict[str, Rows]:
                 dict, way=way, param_bytes=size
             )
             rows.append(row)
-            for target in model.targets:
+            for target in model.targets + (model.more if way in FEW else ()):
                 state = model.params, jax.eval_shape(init, model.params)
                 program = compiled(target, step, state, model.rows_of(batches * number))
                 traffic = hlo.traffic(program.text)

@@ -6,8 +6,9 @@
 ```
 
 A column is `title = field`, or `title = field .2f` with a format. `outer/inner` names a
-field within another. The command, date, device and versions that the file records are
-printed above the table, so no number is typed by hand.
+field within another; a cell is empty if the row does not have it. The command, date,
+device and versions that the file records are printed above the table, so no number is
+typed by hand.
 """
 
 import json
@@ -17,6 +18,7 @@ from docutils import nodes
 from docutils.parsers.rst import Directive, directives
 from docutils.statemachine import StringList
 
+VERSIONS = ("jax", "optax", "python", "libtpu", "jax-cuda12-plugin")
 RESULTS = pathlib.Path(__file__).parents[2] / "benchmarks" / "results"
 
 
@@ -28,9 +30,7 @@ def read(name):
 def provenance(record):
     """How and where the numbers were measured: one sentence, in Markdown."""
     flat = record | record.get("versions", {})
-    versions = ", ".join(
-        f"{name} {flat[name]}" for name in ("jax", "optax", "python") if name in flat
-    )
+    versions = ", ".join(f"{name} {flat[name]}" for name in VERSIONS if name in flat)
     day = record["date"][:10]
     return f"`{record['command']}`, on {day}, {record['device']}, {versions}."
 
@@ -43,9 +43,10 @@ def cells(row, columns):
         if not spec.startswith("."):
             name, spec = field, ""
         value = row
-        for part in name.split("/"):
+        *outer, last = name.split("/")
+        for part in outer:
             value = value[part]
-        yield format(value, spec)
+        yield format(value[last], spec) if last in value or not outer else ""
 
 
 class Benchmark(Directive):
