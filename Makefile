@@ -4,7 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
 
-.PHONY: accelerators bench demo docs quick test test-all lint types pytest fuzz oldest
+.PHONY: accelerators bench demo docs quick test test-all lint types pytest fuzz oldest \
+  release-check
 
 # Only the files with such tests are imported, which takes most of the time otherwise.
 quick: MARKED = -q -m quick $(shell grep -l mark.quick tests/*.py)
@@ -23,11 +24,15 @@ lint: $(VENV)/ready
 types: $(VENV)/ready
 	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
 docs: $(VENV)/ready
-	$(BIN)/python -m sphinx -W --keep-going docs docs/_build
+	$(BIN)/python -m sphinx -W --keep-going docs docs/_build/html
 demo: $(VENV)/ready
 	$(BIN)/python examples/digits.py
 bench: $(VENV)/ready
-	$(BIN)/python benchmarks/suite.py
+	$(BIN)/python benchmarks/suite.py $(if $(OUT),--results $(OUT) --pictures $(OUT))
+# Installs it into empty environments of this Python and of the newest that is found.
+release-check: PYTHON_NEWEST ?= $(shell command -v python3.14 || command -v python3.13)
+release-check: $(VENV)/ready
+	$(BIN)/python release/check.py $(BIN)/python $(PYTHON_NEWEST) $(if $(TAG),--tag $(TAG))
 # The NNX optimizer needs a newer Flax, and that one a newer jax; data_axis, jax 0.9.
 oldest:
 	$(PYTHON) -m venv .venv-oldest

@@ -1,8 +1,8 @@
 """One all-reduce a window: the language model of char_lm.py, on many devices.
 
-    python examples/data_parallel.py --devices 8
-    python examples/data_parallel.py --devices 8 --processes 2
-    python examples/data_parallel.py --devices 8 --processes 2 --kill
+    python examples/data_parallel.py
+    python examples/data_parallel.py --devices 4 --processes 2
+    python examples/data_parallel.py --devices 4 --processes 2 --kill
 
 Each device has its own rows of every window, and splits them into micro-batches. After
 the last micro-batch, the sums of gradients, losses and tokens are added up over the
@@ -10,15 +10,15 @@ devices, once. The program prints what the compiled step communicates (`ga.audit
 tokens a second, and how far the run is from the same run on a single device without
 micro-batches.
 
-`--devices` asks for virtual CPU devices, which the processes share. Without it the
-program runs on the devices of the machine. `--processes` starts that many processes,
-which connect through `jax.distributed`. Each reads its own rows, by
-`jax.process_index()`, and all of them write the checkpoints (Orbax). With `--kill`
-there are two runs. The first is not disturbed. In the second, the last process is
-killed half-way; all processes then start again and resume from the last checkpoint.
-Both runs must end with the same bits.
+The program runs on the accelerators of the machine, or else on eight virtual CPU
+devices. `--devices` asks for another number of virtual devices, which the processes
+share. `--processes` starts that many processes, which connect through
+`jax.distributed`. Each reads its own rows, by `jax.process_index()`, and all of them
+write the checkpoints (Orbax). With `--kill` there are two runs. The first is not
+disturbed. In the second, the last process is killed half-way; all processes then start
+again and resume from the last checkpoint. Both runs must end with the same bits.
 
-It needs flax, matplotlib, orbax-checkpoint and tqdm.
+It needs flax, matplotlib, orbax-checkpoint and tqdm: the dependency group `demo`.
 """
 
 import argparse
@@ -48,6 +48,7 @@ from jax.sharding import PartitionSpec as P
 import ga_optax as ga
 
 SAVE_EVERY = 4  # windows
+CPU_DEVICES = 8  # where there is no accelerator
 
 
 def make_config(steps: int) -> char_lm.Config:
@@ -64,7 +65,8 @@ def make_mesh(devices: int | None, processes: int, process_id: int, port: int) -
     """Makes the mesh of all devices of all processes. Call it before JAX starts."""
     if devices is not None:
         jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", devices // processes)
+    share = (devices or CPU_DEVICES) // processes
+    jax.config.update("jax_num_cpu_devices", max(share, 1))  # of any other kind, all
     if processes > 1:
         # Gloo confuses collectives that run at the same time.
         jax.config.update("jax_cpu_enable_async_dispatch", False)
@@ -229,7 +231,7 @@ def work(args: argparse.Namespace) -> None:
     first = jax.process_index() == 0
     if first:
         print(
-            f"    {mesh.size} devices in {jax.process_count()} processes, "
+            f"    {mesh.size} devices, processes: {jax.process_count()}, "
             f"{args.num_microbatches} micro-batches on each, "
             f"{config.batch_size} lines in a window",
             flush=True,
@@ -310,7 +312,10 @@ def run_all(
 def main(argv: list[str] | None = None) -> int:
     """Runs once, or twice with `--kill`, and compares; returns the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--devices", type=int, metavar="N", help="virtual CPU devices")
+    virtual = (
+        f"virtual CPU devices; default: all accelerators, or {CPU_DEVICES} of these"
+    )
+    parser.add_argument("--devices", type=int, metavar="N", help=virtual)
     parser.add_argument("--processes", type=int, metavar="N", default=1)
     parser.add_argument("--num-microbatches", type=int, metavar="N", default=2)
     parser.add_argument("--steps", type=int, metavar="N", default=16)

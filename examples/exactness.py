@@ -20,8 +20,9 @@ as one batch of 64, and over the held-out examples. So if two runs have the same
 parameters, bit for bit, their losses have the same bits. The output contains no times:
 on one machine, two processes print the same bytes.
 
-The program ends with checks, and exits with 1 if one fails. It needs the dependency
-group `demo`, like `digits.py`, from which it takes the data.
+The program ends with checks, and exits with 1 if one fails. It needs flax,
+scikit-learn, matplotlib and tqdm, like `digits.py`, from which it takes the data: the
+dependency group `demo`.
 """
 
 import argparse

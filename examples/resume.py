@@ -16,7 +16,7 @@ error.
 Nothing about the data is saved. The examples of a micro-step depend only on the seed
 and on the number of the micro-step, see `ga_optax.data`.
 
-It needs flax, orbax-checkpoint and scikit-learn.
+It needs chex, flax, orbax-checkpoint and scikit-learn: the dependency group `demo`.
 """
 
 import argparse

@@ -1,19 +1,24 @@
 """The command line: the questions that you can ask without writing a program.
 
-    python -m ga_optax verify package.module:loss package.module:make_inputs -k 4
-    python -m ga_optax plan package.module:make_step package.module:make_inputs
-    python -m ga_optax audit module.after_optimizations.txt
+    ga-optax verify package.module:loss package.module:make_inputs -k 4
+    ga-optax plan package.module:make_step package.module:make_inputs
+    ga-optax audit module.after_optimizations.txt
 
-A command is a function in `_COMMANDS` that returns what to print, and whether it is
-good news. Its docstring is its help: the first line stands in the list of commands, and
-what begins with "exit status:" stands below the arguments. The exit status is 0 for
-good news and 1 for bad. It is 2 if there is no answer, because an argument is wrong or
-because the user's code raised.
+`python -m ga_optax` is the same. A command is a function in `_COMMANDS` that returns
+what to print, and the exit status. Its docstring is its help: the first line stands in
+the list of commands, and what begins with "exit status:" stands below the arguments.
+The exit status is 0 for good news and 1 for bad. It is 2 if there is no answer, because
+an argument is wrong, the user's code raised, or the numbers cannot be compared.
 """
 
 import argparse
+import dataclasses
+import enum
 import importlib
+import importlib.metadata
 import inspect
+import json
+import math
 import operator
 import pathlib
 import sys
@@ -26,9 +31,9 @@ import jax.numpy as jnp
 
 from ga_optax._audit import audit
 from ga_optax._plan import NothingFitsError, parse_bytes, plan
-from ga_optax._verify import verify
+from ga_optax._verify import Cause, verify
 
-Answer = tuple[object, bool]
+Answer = tuple[object, int]
 _INPUTS = "MODULE:MAKE_INPUTS"
 
 
@@ -36,15 +41,24 @@ class _WrongInputError(Exception):
     """What the user typed is wrong: the message says it all, without a traceback."""
 
 
+class _Version(argparse.Action):
+    """Looks the version up if asked: a copy that is not installed has none."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        print("ga-optax", importlib.metadata.version("ga-optax"))
+        parser.exit()
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command line and returns its exit status."""
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
-        prog="python -m ga_optax",
+        prog="ga-optax",
         description="Gradient accumulation: questions to ask about your own code.",
-        epilog="python -m ga_optax COMMAND --help says more about a command.",
+        epilog="ga-optax COMMAND --help says more about a command.",
         formatter_class=layout,
     )
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, (run, add_arguments) in _COMMANDS.items():
         question, _, page = (inspect.getdoc(run) or "").partition("\n\n")
@@ -58,19 +72,45 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         command.set_defaults(run=run, error=command.error)
         add_arguments(command.add_argument)
+        as_json = "print the answer as JSON, for other programs"
+        command.add_argument("--json", action="store_true", help=as_json)
     # The user's modules are in the current directory, as for a script.
     if "" not in sys.path:
         sys.path.insert(0, "")
     arguments = parser.parse_args(argv)
     try:
-        page, good = arguments.run(arguments)
-    except _WrongInputError as wrong:
-        return arguments.error(str(wrong))  # exits with status 2
-    except Exception:
+        page, status = arguments.run(arguments)
+    except Exception as error:
+        if _is_about_an_argument(error):
+            return arguments.error(str(error))  # exits with status 2
         traceback.print_exc()
         return 2
-    print(page)
-    return 0 if good else 1
+    print(json.dumps(_plain(page), indent=2) if arguments.json else page)
+    return status
+
+
+def _is_about_an_argument(error: Exception) -> bool:
+    """Whether a check of ours raised it, with no code of the user's in between."""
+    here = str(pathlib.Path(__file__).parent)
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    ours = all(frame.f_code.co_filename.startswith(here) for frame in frames)
+    checked = isinstance(error, (_WrongInputError, ValueError, TypeError))
+    return ours and checked and error.__cause__ is None
+
+
+def _plain(value: Any) -> Any:
+    """What JSON can hold: the fields and the properties of a page; null for a NaN."""
+    if dataclasses.is_dataclass(value):
+        names = [field.name for field in dataclasses.fields(value)]
+        names += [n for n, x in vars(type(value)).items() if isinstance(x, property)]
+        return {name: _plain(getattr(value, name)) for name in names}
+    if isinstance(value, (tuple, list)):
+        return [_plain(item) for item in value]
+    if isinstance(value, enum.Enum):
+        return value.name
+    if isinstance(value, Exception):
+        return {"message": str(value)}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 # -- The commands ----------------------------------------------------------------------
@@ -95,12 +135,13 @@ def _verify(arguments: argparse.Namespace) -> Answer:
     params is a tree of arrays. batch is a tree of arrays whose axis 0 is the rows. Real
     parameters and a real batch tell the most. If both functions are in train.py, run:
 
-        python -m ga_optax verify train:loss train:make_inputs --num-microbatches 4
+        ga-optax verify train:loss train:make_inputs --num-microbatches 4
 
     exit status:
       0  the gradients are equal, or differ only by rounding
       1  they differ; the page says why
-      2  they could not be compared: an argument is wrong, or your code raised
+      2  they cannot be compared: a number is not finite, an argument is wrong, or
+         your code raised
     """
     loss = _function(arguments.loss)
     weight_fn = arguments.weight_fn and _function(arguments.weight_fn)
@@ -108,7 +149,7 @@ def _verify(arguments: argparse.Namespace) -> Answer:
     params, batch, rng = (*inputs, None)[:3]
     options = {"weight_fn": weight_fn, "has_aux": arguments.has_aux, "rng": rng}
     report = verify(loss, params, batch, arguments.num_microbatches, **options)
-    return report, report.ok
+    return report, 2 if report.cause is Cause.NOT_FINITE else int(not report.ok)
 
 
 def _verify_arguments(add: Callable[..., Any]) -> None:
@@ -144,7 +185,7 @@ def _plan(arguments: argparse.Namespace) -> Answer:
     The arguments are arrays, or the jax.ShapeDtypeStruct that jax.eval_shape returns,
     which take no memory. If both functions are in train.py, run:
 
-        python -m ga_optax plan train:make_step train:make_inputs --memory-limit 16GiB
+        ga-optax plan train:make_step train:make_inputs --memory-limit 16GiB
 
     exit status:
       0  the page names the fewest micro-batches that fit
@@ -169,9 +210,9 @@ def _plan(arguments: argparse.Namespace) -> Answer:
     options = {name: getattr(arguments, name) for name in ("candidates", "target")}
     options |= {"batch_size": batch_size, "memory_limit": limit}
     try:
-        return plan(make_step, *inputs, **options), True
+        return plan(make_step, *inputs, **options), 0
     except NothingFitsError as page:
-        return page, False
+        return page, 1
 
 
 def _plan_arguments(add: Callable[..., Any]) -> None:
@@ -204,7 +245,7 @@ def _audit(arguments: argparse.Namespace) -> Answer:
 
     Then run:
 
-        python -m ga_optax audit step.txt
+        ga-optax audit step.txt
 
     exit status:
       0  no collective is in a loop
@@ -215,7 +256,7 @@ def _audit(arguments: argparse.Namespace) -> Answer:
         found = audit(pathlib.Path(arguments.file).read_text(encoding="utf-8"))
     except (OSError, ValueError) as wrong:
         raise _WrongInputError(f"cannot read {arguments.file}: {wrong}") from None
-    return found, not found.in_loop
+    return found, int(bool(found.in_loop))
 
 
 def _audit_arguments(add: Callable[..., Any]) -> None:
@@ -235,10 +276,13 @@ _COMMANDS = {
 def _function(name: str) -> Callable[..., Any]:
     """The function that "module:function" names."""
     module_name, _, attribute = name.partition(":")
-    if not (module_name and attribute):
+    path = pathlib.PurePath(module_name)
+    if not (module_name and attribute) or path.suffix == ".py" or len(path.parts) > 1:
+        module, function = path.stem or "train", attribute or "loss"
         raise _WrongInputError(
             f"functions are named MODULE:FUNCTION, but {name!r} is not. Write "
-            "train:loss for loss in train.py."
+            f"{module}:{function} for {function} in {module}.py, and run this in the "
+            "directory that holds it."
         )
     try:
         found: Any = importlib.import_module(module_name)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from ga_optax import _collectives, _mesh, accumulator
+from ga_optax import _collectives, _mesh, _tree, accumulator
 from ga_optax._checks import named_leaves
 from ga_optax._mesh import Axes
 from ga_optax.accumulator import Accumulator
@@ -50,6 +50,10 @@ class Mode:
     def step(self, kept: Any, leaves: Leaves, weight: Weight) -> Any:
         """What is kept after one more micro-batch."""
         return kept
+
+    def join(self, a: Any, b: Any) -> Any:
+        """What is kept of two logical devices, neighbours."""
+        return b
 
     def addends(self, kept: Any) -> Leaves:
         """What is summed over devices, in one communication with the gradients."""
@@ -95,6 +99,10 @@ class Mean(Mode):
         total: Any = accumulator.add_terms(kept.total, terms, weight)
         return Accumulator(total, kept.weight + one, accumulator.increment(kept.count))
 
+    def join(self, a: Any, b: Any) -> Accumulator:
+        total: Any = list(map(_tree.plus, a.total, b.total))
+        return Accumulator(total, a.weight + b.weight, b.count)
+
     def addends(self, kept: Any) -> Leaves:
         return kept.total
 
@@ -115,6 +123,9 @@ class Sum(Mode):
 
     def step(self, kept: Leaves, leaves: Leaves, weight: Weight) -> Leaves:
         return [s + x.astype(s.dtype) for s, x in zip(kept, leaves, strict=True)]
+
+    def join(self, a: Leaves, b: Leaves) -> Leaves:
+        return list(map(_tree.plus, a, b))
 
     def addends(self, kept: Leaves) -> Leaves:
         return kept

@@ -15,6 +15,7 @@ from ga_optax._checks import (
     divisors,
     named_leaves,
     nodes_of,
+    one_of,
 )
 from ga_optax._mesh import Axes, Placement
 from ga_optax._options import NAMES, FromAux, Options, Place
@@ -67,6 +68,7 @@ class Call(NamedTuple):
             mesh = _mesh.find_mesh(options.axes, options.data_axis.mesh, call.batch)
             call = call._replace(mesh=mesh, specs=options.data_axis.param_specs)
         _check_axis(options)
+        _check_logical(call)
         _check_carry(call)
         _check_batch(call)
         _check_weight_fn(call)
@@ -119,6 +121,17 @@ class Call(NamedTuple):
     def axes(self) -> Axes:
         """The data axes that are bound: over which this call is one device's part."""
         return self.options.axes if self.mesh is None else ()
+
+    @property
+    def logical(self) -> int:
+        """How many logical devices this device stands for; 0 if there are none."""
+        total = self.options.logical_devices
+        return total and total // _mesh.num_devices(self.options.axes, self.mesh)
+
+    @property
+    def num_parts(self) -> int:
+        """Into how many micro-batches this call splits the rows of a device."""
+        return self.options.num_microbatches * (self.logical or 1)
 
     @property
     def axis_env(self) -> list[tuple[str, int]]:
@@ -179,7 +192,7 @@ class Call(NamedTuple):
         for role in ("rng_argnums", "carry_argnums"):
             for i in self.roles[role]:
                 new[i] = _collectives.vary(self.at(i), axes)
-                if role == "rng_argnums":
+                if role == "rng_argnums" and not self.logical:
                     new[i] = jax.tree.map(
                         lambda k: jax.random.fold_in(k, device), new[i]
                     )
@@ -207,6 +220,12 @@ class Call(NamedTuple):
                     f"or param_specs must say how they are sharded, but {name} differs "
                     f"along {loose}. Pass DataAxis(param_specs=); or "
                     'sync="each", if fun itself gathers them.'
+                )
+            if self.logical and any(_mesh.num_parts(x, d) > 1 for d in range(x.ndim)):
+                raise ValueError(
+                    "logical_devices needs automatic axes beside the data axis, up to "
+                    f"jax 0.12, but an explicit one shards {name}: its type is "
+                    f"{jax.typeof(x)}. Use AxisType.Auto, or leave logical_devices out."
                 )
         leaves, structure = jax.tree.flatten(_collectives.vary(params, axes))
         return jax.tree.unflatten(structure, _collectives.gather(leaves, where)), where
@@ -370,6 +389,17 @@ def _check_axis(options: Options) -> None:
         )
 
 
+def _check_logical(call: Call) -> None:
+    total, axes = call.options.logical_devices, call.options.axes
+    devices = _mesh.num_devices(axes, call.mesh) if total else 1
+    if total % devices:
+        raise ValueError(
+            f"The devices along data_axis={axes} must divide logical_devices={total}, "
+            f"but there are {devices}. Use {one_of(divisors(total))} of them, or other "
+            "logical devices (and then other bits)."
+        )
+
+
 def _check_batch(call: Call) -> None:
     axes = call.options.axes
     named = zip(_named_batch(call), call.batch_axes, strict=True)
@@ -399,13 +429,15 @@ def _check_batch(call: Call) -> None:
             f"The batch must hold at least one example, but {came}. Skip the call."
         )
     devices = 1 if call.mesh is None else _mesh.num_devices(axes, call.mesh)
+    devices *= call.logical or 1
+    kind = "logical devices" if call.logical else "devices"
     if not axes:
         split = zip(call.batch, call.split_axes, strict=True)
         devices = max(_mesh.num_parts(x, axis) for x, axis in split)
     part, rest = divmod(rows, devices)
     if rest:
         raise ValueError(
-            f"The {devices} devices along data_axis={axes} must divide the batch axis, "
+            f"The {devices} {kind} along data_axis={axes} must divide the batch axis, "
             f"but {came}. Use a batch of {rows - rest or devices} or "
             f"{rows - rest + devices} examples."
         )
@@ -415,11 +447,11 @@ def _check_batch(call: Call) -> None:
     if part % k:
         what = "the batch axis"
         if devices > 1:
-            what = f"the batch of each of the {devices} devices, {part} examples"
+            what = f"the batch of each of the {devices} {kind}, {part} examples"
         nearest = sorted(divisors(part), key=lambda d: abs(d - k))[:8]
-        use = " or ".join(", ".join(map(str, sorted(nearest))).rsplit(", ", 1))
         raise ValueError(
-            f"num_microbatches={k} must divide {what}, but {came}. Use {use}."
+            f"num_microbatches={k} must divide {what}, but {came}. Use "
+            f"{one_of(sorted(nearest))}."
         )
 
 

@@ -58,6 +58,11 @@ def divisors(n: int) -> list[int]:
     return sorted({*small, *(n // d for d in small)})
 
 
+def one_of(numbers: list[int]) -> str:
+    """Numbers to choose from, in words: "1, 2 or 4"."""
+    return " or ".join(", ".join(map(str, numbers)).rsplit(", ", 1))
+
+
 def check_num_microbatches(value: Any) -> int:
     """Returns the number of micro-batches as an int, or raises."""
     todo = "Pass an int that is known before tracing; 1 is the undivided batch."
@@ -87,8 +92,8 @@ def named_leaves(tree: Any) -> list[tuple[str, Any]]:
 
 
 _ARRAYS_ALONE = (
-    "Differentiate with respect to arrays alone: eqx.partition(model, "
-    "eqx.is_inexact_array) splits an Equinox module, and eqx.combine in fun joins it."
+    "Pass arrays alone: eqx.partition(model, eqx.is_inexact_array) splits an Equinox "
+    "module, and eqx.combine joins it, in fun for example."
 )
 
 

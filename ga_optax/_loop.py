@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
-from ga_optax import _aux, _collectives, _mesh, accumulator
+from ga_optax import _aux, _collectives, _duplicates, _mesh, _tree, accumulator
 from ga_optax._aux import MODES, strong
 from ga_optax._call import Call
 from ga_optax._mesh import Placement
@@ -88,7 +88,8 @@ class Loop:
         total, weight, count = operands.acc
         weight = self.vary(jnp.where(empty, jnp.zeros_like(weight), weight), empty)
         total = [accumulator.cleared(x, empty) for x in total]
-        acc = Accumulator(total, weight, count)
+        # If it were known, what is computed of it would be, and be no fence.
+        acc = Accumulator(total, weight, _island(count))
         groups = _aux.by_mode(self.program.results, self.program.modes)
         modes = zip(MODES.values(), groups, strict=True)
         results = [mode.init(group, self.vary) for mode, group in modes]
@@ -259,6 +260,59 @@ def _next(count: jax.Array) -> jax.Array:
     )
 
 
+# -- Logical devices -------------------------------------------------------------------
+
+
+class _Alike(Loop):
+    """A loop that XLA compiles alike for one device and for many."""
+
+    def run(self, operands: Operands) -> State:
+        closed, shapes = jax.make_jaxpr(super().run, return_shape=True)(operands)
+        program = _duplicates.merged(closed.jaxpr)
+        out = jax.core.eval_jaxpr(program, closed.consts, *jax.tree.leaves(operands))
+        return jax.tree.unflatten(jax.tree.structure(shapes), out)
+
+
+def of_logical(loop: Loop, operands: Operands, call: Call) -> State:
+    """The state of the logical devices of this device: each runs the loop by itself."""
+    number, axes = call.logical, call.axes
+    indices = number * jax.lax.axis_index(axes) + jnp.arange(number, dtype=jnp.int32)
+    batch = [jnp.reshape(x, (number, -1, *x.shape[1:])) for x in operands.batch]
+
+    def run(part: Any) -> tuple[State, list[Any]]:
+        index, batch = part
+        keys = [jax.random.fold_in(key, index) for key in operands.keys]
+        state = loop(operands._replace(batch=batch, keys=keys))
+        pairs = list(zip(MODES.values(), state.results, strict=True))
+        kept = [[] if mode.collects else x for mode, x in pairs]
+        collected = [x if mode.collects else [] for mode, x in pairs]
+        return state._replace(results=kept), collected
+
+    def join(a: State, b: State) -> State:
+        pairs = zip(a.acc.total, b.acc.total, call.replaced, strict=True)
+        total = [jnp.maximum(x, y) if new else _tree.plus(x, y) for x, y, new in pairs]
+        acc = Accumulator(total, a.acc.weight + b.acc.weight, b.acc.count)
+        carry = [
+            _tree.plus(x, y) if _averages(x) else jnp.maximum(x, y)
+            for x, y in zip(a.carry, b.carry, strict=True)
+        ]
+        kept = zip(MODES.values(), a.results, b.results, strict=True)
+        return State(acc, carry, [mode.join(x, y) for mode, x, y in kept])
+
+    start = loop.start(operands)
+    loop = _Alike(*(getattr(loop, field.name) for field in dataclasses.fields(loop)))
+    state, collected = _tree.fold(run, number, (indices, batch), start, join)
+    collected = jax.tree.map(lambda x: jnp.reshape(x, (-1, *x.shape[2:])), collected)
+    pairs = zip(MODES.values(), state.results, collected, strict=True)
+    results = [new if mode.collects else kept for mode, kept, new in pairs]
+    return state._replace(results=results)
+
+
+def _averages(x: jax.Array) -> bool:
+    """Whether the carry of all devices is their mean, and not the largest."""
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
 # -- After the loop --------------------------------------------------------------------
 
 
@@ -269,7 +323,8 @@ def merged(state: State, call: Call) -> State:
     addends = [mode.addends(kept) for mode, kept in modes]
     # Σ w is reduced without weights, too: were the processes of a run to disagree on
     # the number of micro-batches, they would still all divide by the same number.
-    small, structure = jax.tree.flatten((addends, state.acc.weight))
+    means = [x for x in state.carry if _averages(x)]
+    small, structure = jax.tree.flatten((addends, state.acc.weight, means))
     is_first = jax.lax.axis_index(axes) == 0
 
     def largest(x: jax.Array) -> jax.Array:
@@ -281,15 +336,21 @@ def merged(state: State, call: Call) -> State:
     totals = [largest(x) if replaced else x for x, replaced in pairs]
     leaves = [*totals, *_collectives.vary(small, axes)]
     where = [*call.where, *[Placement()] * len(small)]
-    out = _collectives.reduce(leaves, where, axes)
+    number = _mesh.num_devices(axes, None)
+    if call.logical:
+        number *= call.logical
+        zero = accumulator.unknown_zero(state.acc.count)
+        # What follows is the same program on any number of devices.
+        out = _island(_tree.reduce(leaves, where, axes, zero))
+    else:
+        out = _collectives.reduce(leaves, where, axes)
     total = out[: len(call.where)]
-    sums, weight = jax.tree.unflatten(structure, out[len(total) :])
-
-    def shared(x: jax.Array) -> jax.Array:
-        same = jax.lax.pmean if jnp.issubdtype(x.dtype, jnp.inexact) else jax.lax.pmax
-        return same(x, axes)
-
-    carry = list(map(shared, state.carry))
+    sums, weight, means = jax.tree.unflatten(structure, out[len(total) :])
+    rest = iter(means)
+    carry = [
+        next(rest) / number if _averages(x) else jax.lax.pmax(x, axes)
+        for x in state.carry
+    ]
     pairs = zip(modes, sums, strict=True)
     results = [mode.merge(kept, x, weight, axes) for (mode, kept), x in pairs]
     return State(Accumulator(total, weight, state.acc.count), carry, results)

@@ -63,7 +63,9 @@ def check_data_axis(data_axis: Any) -> Axes:
     ):
         raise TypeError(
             "data_axis must be the name of a mesh axis, or a tuple of different names, "
-            f'but it is {data_axis!r}. Pass "data", for example, or None.'
+            f'but it is {data_axis!r}. Pass "data", for example, or None. (A DataAxis '
+            "goes to value_and_grad or accumulate; MultiSteps takes what those return "
+            "at top level, without a data_axis.)"
         )
     if not hasattr(jax.lax, "pcast"):
         raise ValueError(

@@ -33,7 +33,7 @@ from ga_optax._aux import strong
 from ga_optax._call import Call
 from ga_optax._checks import check_gradients, named_leaves
 from ga_optax._data_axis import DataAxis
-from ga_optax._loop import Loop, Operands, merged
+from ga_optax._loop import Loop, Operands, merged, of_logical
 from ga_optax._options import FromAux, Options
 from ga_optax._program import Program, Value, put_together, trace, value_of
 from ga_optax.accumulator import Accumulator
@@ -232,11 +232,12 @@ def accumulate(
                 f"type {type(acc).__name__}. Start with accumulator.init(params)."
             )
         call = Call.make(options, args, kwargs)
-        if call.axes and (options.each or call.specs is not None):
+        if call.axes and (options.each or call.specs is not None or call.logical):
             raise ValueError(
-                'Inside shard_map accumulate must have sync="last" and no param_specs, '
-                f"but it has {options.data_axis}. Gather the parameters once before "
-                "the window, or use value_and_grad."
+                'Inside shard_map accumulate must have sync="last" and neither '
+                f"param_specs nor logical_devices, but it has {options.data_axis}. Use "
+                "value_and_grad, or call accumulate at top level; or gather the "
+                "parameters once before the window, and pass a name alone."
             )
         check_gradients(
             acc.total, call.params, name="the parameters", expected="acc.total"
@@ -315,7 +316,7 @@ def _fold(
     # Without its arrays: what is differentiated later must not hold tracers.
     program = program._replace(consts=(), batch=[])
     loop = Loop(program, options.num_microbatches, sums_already, in_place)
-    state = loop(operands)
+    state = of_logical(loop, operands, call) if call.logical else loop(operands)
     if merges and call.axes:
         with jax.named_scope("merge"):
             state = merged(state, call)
@@ -342,7 +343,7 @@ def _mean(call: Call, program: Program, acc: Accumulator, params: Any) -> optax.
     k = call.options.num_microbatches
     weight: int | jax.Array = k
     if call.axes:
-        k *= _mesh.num_devices(call.axes, None)
+        k *= _mesh.num_devices(call.axes, None) * (call.logical or 1)
         weight = acc.weight
     power_of_two = not program.weighted and k > 1 and k & (k - 1) == 0
 

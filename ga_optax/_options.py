@@ -109,6 +109,12 @@ class Options(NamedTuple):
                 f"data_axis is {options.data_axis}. Choose another name, and leave "
                 "sync out."
             )
+        if name is not None and options.logical_devices:
+            raise ValueError(
+                f"axis_name={name!r} must have no logical_devices, but data_axis is "
+                f"{options.data_axis}: a collective over all micro-batches adds in the "
+                "order of the backend. Leave one of them out."
+            )
         options.roles()
         return options
 
@@ -121,6 +127,11 @@ class Options(NamedTuple):
     def each(self) -> bool:
         """Whether every micro-step merges across devices."""
         return self.data_axis is not None and self.data_axis.sync == "each"
+
+    @property
+    def logical_devices(self) -> int:
+        """As how many devices the window is computed; 0 if as the devices there are."""
+        return (self.data_axis and self.data_axis.logical_devices) or 0
 
     @property
     def carries(self) -> bool:
@@ -139,7 +150,7 @@ class Options(NamedTuple):
             for i in places:
                 option = named if isinstance(i, str) else role
                 if num_args is not None:
-                    i = _found(option, i, num_args, keywords)
+                    i = found(option, i, num_args, keywords)
                 if i in owner:
                     raise ValueError(
                         f"{option} must not overlap {owner[i]}, but both name argument "
@@ -155,7 +166,7 @@ class Options(NamedTuple):
         return {role: tuple(places) for role, places in roles.items()}
 
 
-def _found(option: str, i: Place, num_args: int, keywords: Iterable[str]) -> Place:
+def found(option: str, i: Place, num_args: int, keywords: Iterable[str] = ()) -> Place:
     """Where an argument of the call stands; raises if it did not come."""
     if isinstance(i, str):
         kind, came = "keyword", f"{i!r}, and {' and '.join(keywords) or 'none'}"

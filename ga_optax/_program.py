@@ -65,7 +65,8 @@ def trace(call: Call) -> Program:
     weight_fn = options.weight_fn
 
     def micro_batch(params: Any, batch: list[Any], keys: Any, old: Any) -> Any:
-        new = dict(zip(call.unsplit, (*params, *keys, *old), strict=True))
+        own = jax.tree.map(lambda x: x, old)  # `fun` may change a dict where it is
+        new = dict(zip(call.unsplit, (*params, *keys, *own), strict=True))
         one = call.with_args(new).with_batch(batch)
         whole = one.role("batch_argnums")
         weight = None
@@ -97,7 +98,7 @@ def trace(call: Call) -> Program:
     except ValueError as error:
         _explain_manual_axis(call, error)
         raise
-    k, rows = options.num_microbatches, first[0].shape[call.split_axes[0]]
+    k, rows = call.num_parts, first[0].shape[call.split_axes[0]]
     joins = k == 1 and call.axes != ()  # one part of each device
 
     def grown() -> Any:
@@ -136,7 +137,7 @@ def trace(call: Call) -> Program:
 
 def _split(call: Call, x: ArrayLike, axis: int) -> jax.Array:
     """`x` as `[num_microbatches, ...]`, micro-batches split along `axis`."""
-    k = call.options.num_microbatches
+    k = call.num_parts
     if call.mesh is not None:
         return _collectives.split_shards(x, k, call.options.axes, call.mesh, axis)
     return _rows.split(x, k, axis, call.strided)
@@ -145,7 +146,7 @@ def _split(call: Call, x: ArrayLike, axis: int) -> jax.Array:
 def _in_words(call: Call, x: jax.Array) -> str:
     """What `fun` was given, for a note to an error of its own."""
     return (
-        f"ga_optax called fun with one of {call.options.num_microbatches} "
+        f"ga_optax called fun with one of {call.num_parts} "
         f"micro-batches: the first leaf of the batch has shape {jnp.shape(x)}, split "
         f"along axis {call.split_axes[0]} of {jnp.shape(call.batch[0])}. batch_argnums "
         "and batch_axes say what is split; all else goes whole."

@@ -23,6 +23,7 @@ from jax.typing import ArrayLike
 
 from ga_optax import _choose, _noise, accumulator
 from ga_optax._checks import (
+    check_arrays,
     check_gradients,
     check_int,
     check_leaves,
@@ -80,9 +81,9 @@ class Request:
         return self.inner.update(grads, state, params, **self.extra_args, **averaged)
 
     def check_params(self) -> None:
-        """Raises if there are no parameters, and the inner optimizer needs them."""
+        """Raises if the parameters are no arrays, or missing and needed."""
         if self.params is not None:
-            return
+            return check_arrays("params", self.params)
         try:
             _ = self.bare
         except Exception as error:

@@ -21,6 +21,7 @@ from jax.typing import ArrayLike
 
 from ga_optax import _microbatch, _multi_steps, _state
 from ga_optax._checks import check_not_empty, check_structure, nodes_of
+from ga_optax._options import found
 
 __all__ = ["Optimizer", "TrainState", "value_and_grad"]
 
@@ -312,17 +313,8 @@ def value_and_grad(
     @wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         n = len(args)
-
-        def absolute(name: str, i: int) -> int:
-            if not -n <= i < n:
-                raise ValueError(
-                    f"{name} must name positional arguments of the call, but it names "
-                    f"number {i}, and {n} came. Change {name}."
-                )
-            return i % n
-
         roles: dict[str, Any] = {
-            name: jax.tree.map(partial(absolute, name), numbers)
+            name: jax.tree.map(partial(found, name, num_args=n), numbers)
             for name, numbers in options.items()
             if name.endswith("argnums")
         }

@@ -33,6 +33,8 @@ def assert_accumulation_equivalent(
     weight_fn: Callable[..., ArrayLike] | FromAux | None = None,
     has_aux: bool = False,
     rng: Any = None,
+    batch_axes: Any = 0,
+    axis_name: str | None = None,
 ) -> None:
     """Asserts that accumulating over micro-batches gives the undivided gradient.
 
@@ -61,6 +63,8 @@ def assert_accumulation_equivalent(
       weight_fn: as for `ga_optax.verify`.
       has_aux: as for `ga_optax.verify`.
       rng: as for `ga_optax.verify`.
+      batch_axes: as for `ga_optax.verify`.
+      axis_name: as for `ga_optax.verify`.
 
     Raises:
       AssertionError: if the gradients differ, with the message of the report: what is
@@ -69,8 +73,17 @@ def assert_accumulation_equivalent(
       TypeError, ValueError: if another argument does not fit.
     """
     _refuse_empty(params=params, batch=batch)
-    options: Any = {"weight_fn": weight_fn, "has_aux": has_aux, "rng": rng}
-    report = verify(fun, params, batch, num_microbatches, **options)
+    report = verify(
+        fun,
+        params,
+        batch,
+        num_microbatches,
+        weight_fn=weight_fn,
+        has_aux=has_aux,
+        rng=rng,
+        batch_axes=batch_axes,
+        axis_name=axis_name,
+    )
     if not report.ok:
         raise AssertionError(f"[{report.cause.name}] {report.message}")
 

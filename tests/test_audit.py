@@ -1,5 +1,6 @@
 """`audit` reads every form in which XLA prints a collective."""
 
+import json
 import subprocess
 import sys
 
@@ -372,6 +373,10 @@ def test_the_command_line_prints_the_table(tmp_path, capsys):
     file.write_text(entry(PARAMETER, WHILE + trips(5), before=LOOP))
     assert main(["audit", str(file)]) == 1
     assert "loop of 5" in capsys.readouterr().out
+    assert main(["audit", str(file), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["in_loop"] == found["collectives"] != []
+    assert found["in_loop"][0]["times"] == 5
     file.write_text(entry(PARAMETER))
     assert main(["audit", str(file)]) == 0
     assert "No collectives" in capsys.readouterr().out

@@ -11,6 +11,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -24,7 +25,7 @@ import ga_optax.__main__
 from ga_optax import accumulator, blocks, data, schedules
 
 ROOT = pathlib.Path(__file__).parents[1]
-NEEDED = ("sphinx", "myst_nb", "furo")
+NEEDED = ("sphinx", "myst_nb", "furo", "sphinx_copybutton")
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 BROWSER = next(filter(None, map(shutil.which, BROWSERS)), "")
 
@@ -41,7 +42,8 @@ def build(source, target):
     """Runs Sphinx with warnings as errors."""
     return subprocess.run(
         [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", source, target],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        env=os.environ
+        | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "DOCS_OFFLINE": "1"},
         capture_output=True,
         text=True,
         timeout=300,
@@ -144,10 +146,44 @@ def test_every_public_name_is_in_the_reference(site):
             assert f"{module.__name__}.{name}" in anchors, name
 
 
+def test_a_signature_has_types_and_a_link_to_its_source(site):
+    text = (site / "api" / "inside_a_call.html").read_text("utf-8")
+    found = re.search(r'id="ga_optax.value_and_grad">(.*?)</dt>', text, re.S)
+    plain = re.sub(r"<[^>]+>|\s+", "", found[1])
+    assert "num_microbatches:int,*,argnums:int|Sequence[int]=0," in plain
+    assert "accumulator_dtype:DTypeLike|None=jnp.float32," in plain
+    assert "_modules/ga_optax/_microbatch.html#value_and_grad" in found[1]
+
+
+def test_no_signature_spells_out_what_an_array_like_is(site):
+    text = "".join(p.read_text("utf-8") for p in (site / "api").glob("*.html"))
+    signatures = re.findall(r'class="sig-param">.*?</em>', text, re.S)
+    assert len(signatures) > 100
+    assert not [s for s in signatures if "ndarray" in s or "SupportsDType" in s]
+
+
+def test_the_front_page_installs_shows_the_idea_and_copies_code(site):
+    text = (site / "index.html").read_text("utf-8")
+    assert re.search(r"pip install \S+", re.sub(r"<[^>]+>", "", text))
+    page = Page(text)
+    assert any(link.endswith("idea.svg") for link in page.links)
+    for name in ("favicon.svg", "tables.css", "copybutton.js"):
+        [link] = (link for link in page.links if name in link)
+        assert (site / link.partition("?")[0]).exists()
+
+
+def test_what_make_docs_writes_is_ignored_by_git():
+    """The notebooks' pictures, too, which come into the folder above the site."""
+    makefile = (ROOT / "Makefile").read_text("utf-8")
+    [target] = re.findall(r"sphinx .* docs (\S+)", makefile)
+    ignored = (ROOT / ".gitignore").read_text("utf-8").splitlines()
+    assert f"{pathlib.PurePath(target).parent}/" in ignored
+
+
 def test_every_command_is_on_the_page_of_the_command_line(site):
     text = (site / "api" / "command_line.html").read_text("utf-8")
     for name in ga_optax.__main__._COMMANDS:
-        assert f"usage: python -m ga_optax {name} " in text
+        assert f"usage: ga-optax {name} " in text
 
 
 @pytest.mark.parametrize(
@@ -162,6 +198,8 @@ def test_a_page_with_a_reference_to_nothing_does_not_build(text, warning, tmp_pa
     docs = tmp_path / "docs"
     shutil.copytree(ROOT / "docs" / "_ext", docs / "_ext")
     shutil.copy(ROOT / "docs" / "conf.py", docs)
+    shutil.copytree(ROOT / "docs" / "_static", docs / "_static")
+    shutil.copytree(ROOT / "docs" / "pictures", docs / "pictures")
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     (docs / "index.md").write_text(f"# A page\n\n{text}\n")
     run = build(docs, tmp_path / "site")

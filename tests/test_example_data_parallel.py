@@ -40,10 +40,10 @@ def differences(text):
     return float(found[1]), float(found[2])
 
 
-def test_on_eight_devices_it_reduces_once_and_is_the_run_on_one(tmp_path):
-    done = run(tmp_path, "--devices", "8", "--steps", "4")
+def test_by_default_eight_devices_reduce_once_and_it_is_the_run_on_one(tmp_path):
+    done = run(tmp_path, "--steps", "4")
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "8 devices in 1 processes" in done.stdout
+    assert "8 devices, processes: 1" in done.stdout
     assert re.search(r"^all-reduce .* once +data", done.stdout, re.M)
     assert "1 collective, none in a loop" in done.stdout
     assert "tokens a second" in done.stdout
@@ -57,7 +57,7 @@ def test_two_processes_one_killed_end_in_the_same_bits(tmp_path):
     arguments = "--devices", "2", "--processes", "2", "--kill", "--steps", "8"
     done = run(tmp_path, *arguments)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "2 devices in 2 processes" in done.stdout
+    assert "2 devices, processes: 2" in done.stdout
     assert "restored after window 4 of 8" in done.stdout
     assert re.search(r"Same bits: (\w+) and \1", done.stdout)
     assert "Gloo" not in done.stdout

@@ -1,19 +1,24 @@
-"""`python -m ga_optax verify`: the page, the exit status, and what it says to typos."""
+"""`ga-optax verify`: the page, the exit status, and what it says to typos."""
 
+import json
 import os
 import pathlib
 import subprocess
 import sys
 import textwrap
+import tomllib
 
 import pytest
 
 import ga_optax as ga
 from ga_optax.__main__ import main
 
+ROOT = pathlib.Path(__file__).parents[1]
+
 MODULE = """
 import jax
 import jax.numpy as jnp
+import ga_optax as ga
 
 def make_inputs():
     mask = jnp.array([1.0] * 5 + [0] * 3)
@@ -50,6 +55,9 @@ def one_thing():
 def broken(*args):
     raise RuntimeError("a bug of the user's")
 
+def misused(params, batch):
+    return ga.value_and_grad(mean, 3)(params, batch)[0]
+
 class Losses:
     mean = staticmethod(mean)
 
@@ -80,7 +88,7 @@ def verify(loss, *options, make_inputs="make_inputs", k="4"):
         ("Losses.mean", (), 0, "The same gradient"),
         ("with_aux", ("--has-aux",), 0, "The same gradient"),
         ("total", (), 1, "(SCALE)"),
-        ("masked", (), 1, "(NOT_FINITE)"),
+        ("masked", (), 2, "(NOT_FINITE)"),
         ("masked", ("--weight-fn", "users_code:count"), 0, "The same gradient"),
     ],
 )
@@ -101,33 +109,44 @@ def test_a_key_that_make_inputs_returns_reaches_the_loss(module, capsys):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["users_code", "users_code:make_inputs"], "MODULE:FUNCTION"),
+        (["users_code", "users_code:make_inputs"], "Write users_code:loss"),
+        (["users_code.py:mean", "users_code:make_inputs"], "Write users_code:mean"),
+        (["a/users_code.py:mean", "users_code:make_inputs"], "Write users_code:mean"),
         (["no_such_module:f", "users_code:make_inputs"], "no 'no_such_module'"),
         (["users_code:nothing", "users_code:make_inputs"], "has no 'nothing'"),
         (["users_code:number", "users_code:make_inputs"], "must be a function"),
         (["users_code:mean", "users_code:one_thing"], "a value of type int"),
+        (["users_code:mean", "users_code:make_inputs", "-k", "3"], "must divide"),
+        (["users_code:errors", "users_code:make_inputs"], "must be a scalar"),
+        (["users_code:with_aux", "users_code:make_inputs"], "Pass has_aux=True"),
     ],
 )
-def test_a_wrong_name_is_status_2_and_says_what_to_do(module, capsys, arguments, words):
+def test_a_wrong_argument_is_status_2_and_says_what_to_do(
+    module, capsys, arguments, words
+):
     with pytest.raises(SystemExit) as error:
-        main(["verify", *arguments, "-k", "2"])
+        main(["verify", "-k", "2", *arguments])
     assert error.value.code == 2
-    assert words in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert words in err
+    assert "Traceback" not in err
 
 
 @pytest.mark.parametrize(
-    ("loss", "make_inputs", "k", "words"),
+    ("loss", "make_inputs", "words"),
     [
-        ("broken", "make_inputs", "2", "a bug of the user's"),
-        ("mean", "broken", "2", "a bug of the user's"),
-        ("mean", "make_inputs", "3", "must divide the batch axis"),
+        ("broken", "make_inputs", "a bug of the user's"),
+        ("mean", "broken", "a bug of the user's"),
+        ("misused", "make_inputs", "must divide the batch axis"),
     ],
 )
-def test_code_that_raises_is_status_2_and_not_1(
-    module, capsys, loss, make_inputs, k, words
+def test_code_that_raises_is_status_2_with_its_traceback(
+    module, capsys, loss, make_inputs, words
 ):
-    assert verify(loss, make_inputs=make_inputs, k=k) == 2
-    assert words in capsys.readouterr().err
+    assert verify(loss, make_inputs=make_inputs) == 2
+    err = capsys.readouterr().err
+    assert words in err
+    assert "users_code.py" in err
 
 
 def test_a_module_that_fails_to_import_is_status_2_with_its_traceback(module, capsys):
@@ -144,9 +163,32 @@ def test_the_help_is_a_page_to_read(capsys, arguments):
         main(arguments)
     assert error.value.code == 0
     out = capsys.readouterr().out
-    assert "python -m ga_optax" in out
-    assert "verify" in out
+    assert "ga-optax verify" in out or "ga-optax COMMAND" in out
     assert max(map(len, out.split("\n"))) <= 100
+
+
+@pytest.mark.parametrize(
+    ("loss", "status", "cause"), [("total", 1, "SCALE"), ("masked", 2, "NOT_FINITE")]
+)
+def test_as_json_it_is_the_report(module, capsys, loss, status, cause):
+    def refuse(name):
+        raise AssertionError(f"{name} is not JSON")
+
+    assert verify(loss, "--json") == status
+    report = json.loads(capsys.readouterr().out, parse_constant=refuse)
+    assert report["cause"] == cause
+    assert report["ok"] is False
+    assert report["num_microbatches"] == 4
+
+
+def test_the_version_is_that_of_the_package(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    assert stop.value.code == 0
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    project = tomllib.loads(text)["project"]
+    assert capsys.readouterr().out == f"ga-optax {project['version']}\n"
+    assert project["scripts"] == {"ga-optax": "ga_optax.__main__:main"}
 
 
 def test_no_command_is_status_2(capsys):

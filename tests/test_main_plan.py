@@ -1,5 +1,6 @@
-"""`python -m ga_optax plan`: the page, the exit status, and what it says to typos."""
+"""`ga-optax plan`: the page, the exit status, and what it says to typos."""
 
+import json
 import os
 import subprocess
 import sys
@@ -55,6 +56,7 @@ def plan(step, inputs, *options):
 
 
 FEW = ("--candidates", "1", "16")
+LIMIT = ("--memory-limit", "1GiB")
 
 
 def test_the_page_names_the_fewest_that_fit_and_progress_goes_to_stderr(capsys):
@@ -76,6 +78,16 @@ def test_where_nothing_fits_the_status_is_1_and_the_page_says_what_it_takes(caps
     out = capsys.readouterr().out
     assert "The step must fit into 1000.00 KiB, but no candidate does" in out
     assert "with num_microbatches=16" in out
+
+
+def test_as_json_it_is_the_plan_or_the_message(capsys):
+    assert plan("make_step", "make_inputs", *LIMIT, *FEW, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["num_microbatches"] == 1
+    assert found["bytes"] == found["candidates"][0]["bytes"] > 0
+    few = ("--memory-limit", "1000KiB", *FEW, "--json")
+    assert plan("make_step", "make_inputs", *few) == 1
+    assert "no candidate does" in json.loads(capsys.readouterr().out)["message"]
 
 
 def test_the_command_runs_as_it_is_printed_in_its_help(tmp_path):
@@ -101,6 +113,21 @@ def test_the_command_runs_as_it_is_printed_in_its_help(tmp_path):
         ("make_step", "one_thing", (), "must return the arguments of the step"),
         ("make_step", "ragged", (), "no common axis 0. Pass --batch-size"),
         ("make_steps", "make_inputs", (), "has no 'make_steps'"),
+        ("not_jitted", "make_inputs", LIMIT, "which has no `lower`"),
+        (
+            "make_step",
+            "make_inputs",
+            (*LIMIT, "--candidates", "3"),
+            "but 3 does",
+        ),
+        (
+            "make_step",
+            "make_inputs",
+            (*LIMIT, "--batch-size", "0"),
+            "must be at",
+        ),
+        # A CPU has no limit of its own.
+        ("make_step", "make_inputs", (), "memory_limit must be given"),
     ],
 )
 def test_what_was_typed_wrongly_is_said_with_status_2(
@@ -109,27 +136,19 @@ def test_what_was_typed_wrongly_is_said_with_status_2(
     with pytest.raises(SystemExit) as stop:
         plan(step, inputs, *options)
     assert stop.value.code == 2
-    assert words in " ".join(capsys.readouterr().err.split())
+    err = capsys.readouterr().err
+    assert words in " ".join(err.split())
+    assert "Traceback" not in err
 
 
 @pytest.mark.parametrize(
-    ("step", "inputs", "options", "words"),
-    [
-        ("make_step", "broken", (), "a bug of the user's"),
-        ("broken", "make_inputs", (), "a bug of the user's"),
-        ("not_jitted", "make_inputs", (), "which has no `lower`"),
-        ("make_step", "make_inputs", ("--candidates", "3"), "but 3 does not. Choose"),
-        ("make_step", "make_inputs", ("--batch-size", "0"), "batch_size must be at"),
-    ],
+    ("step", "inputs"), [("make_step", "broken"), ("broken", "make_inputs")]
 )
-def test_what_raises_is_shown_with_status_2(step, inputs, options, words, capsys):
-    assert plan(step, inputs, "--memory-limit", "1GiB", *options) == 2
-    assert words in capsys.readouterr().err
-
-
-def test_a_cpu_has_no_limit_of_its_own(capsys):
-    assert plan("make_step", "make_inputs") == 2
-    assert "memory_limit must be given" in capsys.readouterr().err
+def test_what_the_users_code_raises_is_shown_with_status_2(step, inputs, capsys):
+    assert plan(step, inputs, *LIMIT) == 2
+    err = capsys.readouterr().err
+    assert "a bug of the user's" in err
+    assert "users_steps.py" in err
 
 
 def test_the_batch_size_can_be_given(capsys):

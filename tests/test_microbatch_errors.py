@@ -180,6 +180,19 @@ def test_a_carry_must_come_back_as_it_went(new, message):
         step(W, X, {"a": jnp.zeros(2)})
 
 
+def test_a_carry_that_is_changed_where_it_is_counts_as_it_came():
+    def grows(w, x, c):
+        c["a"] = c["a"] + 1
+        if len(x) < 4:
+            c["b"] = c["a"]
+        return loss(w, x), c
+
+    (_, carry), _ = ga.value_and_grad(grows, 1, carry_argnums=2)(W, X, {"a": W})
+    assert jnp.array_equal(carry["a"], W + 1)
+    with pytest.raises(ValueError, match=r"leaf \[0\]\['b'\] is not in its arguments"):
+        ga.value_and_grad(grows, 4, carry_argnums=2)(W, X, {"a": W})
+
+
 @pytest.mark.parametrize(
     ("weight_fn", "error", "message"),
     [

@@ -132,6 +132,17 @@ def test_parameters_of_another_model_raise():
         ga.flush(tx, tx.init(PARAMS), other)
 
 
+def test_parameters_that_are_no_arrays_raise_and_say_how_to_split_them():
+    tx, whole = ga.MultiSteps(SGD, 2), {**PARAMS, "name": "a model"}
+    for call in (
+        lambda: tx.init(whole),
+        lambda: tx.update(GRADS, tx.init(PARAMS), whole),
+        lambda: ga.apply_gradients(tx, GRADS, tx.init(PARAMS), whole),
+    ):
+        with pytest.raises(TypeError, match=r"leaf \['name'\] of params.*partition"):
+            call()
+
+
 @pytest.mark.parametrize(
     ("weight", "error", "words"),
     [

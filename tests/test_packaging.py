@@ -102,7 +102,9 @@ def test_the_wheel_holds_every_module_the_type_marker_and_no_test(installed):
 @built
 def test_the_sdist_holds_what_a_reader_and_a_tester_need(installed):
     due = {"LICENSE", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile"}
-    for folder in ("tests", "examples", "benchmarks", "docs", "notebooks", ".github"):
+    due |= {"CITATION.cff"}
+    folders = "tests", "examples", "benchmarks", "docs", "notebooks", "release"
+    for folder in (*folders, ".github"):
         due |= {
             str(path.relative_to(ROOT))
             for suffix in ("py", "md", "ipynb", "json", "yml")
@@ -126,6 +128,13 @@ def test_at_run_time_it_requires_jax_and_optax_alone(installed):
 
 
 # -- It works by itself ----------------------------------------------------------------
+
+
+@built
+def test_its_command_runs(installed):
+    command = installed.site / "bin" / "ga-optax"
+    printed = succeed(command, "--version", cwd=installed.source, site=installed.site)
+    assert printed == "ga-optax 0.1.0\n"
 
 
 @built
@@ -348,12 +357,19 @@ def test_workflows_parse_and_call_make_targets_that_exist():
     jobs = [job for flow in flows for job in flow["jobs"].values()]
     targets = make_targets((ROOT / "Makefile").read_text(encoding="utf-8"))
     called, unknown = unknown_targets(jobs, targets)
-    assert {"docs", "lint", "oldest", "pytest", "types"} <= set(called)
+    assert {"docs", "lint", "oldest", "pytest", "release-check", "types"} <= set(called)
     assert unknown == set()
     for flow in flows:
         assert flow["permissions"] == {"contents": "read"}
-    for step in (step for job in jobs for step in job["steps"] if "uses" in step):
-        assert re.fullmatch(r"actions/[a-z-]+@v\d+", step["uses"])
+    for job in jobs:
+        actions = {step["uses"] for step in job["steps"] if "uses" in step}
+        # Only the job that publishes may prove who it is, and it builds nothing.
+        publishes = "pypa/gh-action-pypi-publish@release/v1" in actions
+        rights = {"id-token": "write"} if publishes else None
+        assert job.get("permissions") == rights
+        assert not (publishes and commands(job))
+        for action in actions - {"pypa/gh-action-pypi-publish@release/v1"}:
+            assert re.fullmatch(r"actions/[a-z-]+@v\d+", action)
 
 
 def test_documents_name_make_targets_that_exist():

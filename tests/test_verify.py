@@ -1184,7 +1184,7 @@ def never(params, batch):
         ({"params": {}}, ValueError, "params must hold at least one array"),
         ({"params": {"n": jnp.arange(3)}}, TypeError, r"leaf \['n'\] of params"),
         ({"batch": ()}, ValueError, "batch must hold at least one array"),
-        ({"batch": {"x": 1.0}}, ValueError, r"\['x'\] is a scalar. Close over"),
+        ({"batch": {"x": 1.0}}, ValueError, r"\['x'\] is a scalar. Give it None"),
         (
             {"batch": {"x": jnp.ones(4), "y": jnp.ones(6)}},
             ValueError,

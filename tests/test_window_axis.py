@@ -15,6 +15,8 @@ from window_losses import (
     of_each,
     of_the_window,
     random_loss,
+    root_of_the_mean,
+    split,
     token_mean,
 )
 
@@ -183,6 +185,34 @@ def test_several_arguments_and_bfloat16():
     due, _ = law((wide[0], wide[2]), wide[1])
     assert grads[0].dtype == jnp.bfloat16
     assert abs(value - due) < 0.05 * due
+
+
+@pytest.mark.parametrize("fun", [contrastive, root_of_the_mean])
+def test_weights_that_count_tokens_stay_out_of_narrow_cotangents(fun):
+    params, batch = arrays()
+    half = {"x": jnp.float16, "y": jnp.float16, "mask": bool}
+    tokens = {"n": jnp.linspace(5e4, 2e5, len(batch["x"]))}
+
+    def narrow(p, b):
+        p = jax.tree.map(lambda x: x.astype(jnp.float16), p)
+        return fun(p, {name: b[name].astype(half[name]) for name in half}).astype(float)
+
+    def law(fun, mean):
+        def loss(p):
+            micro = split(batch | tokens, K)
+            each = jax.vmap(fun, (None, 0), axis_name=ROWS)(p, micro)
+            w = jnp.sum(micro["n"], 1)
+            return jnp.sum(w * each) / (jnp.sum(w) if mean else 1.0)
+
+        return jax.jit(jax.grad(loss))(params)
+
+    weight_fn = lambda b: jnp.sum(b["n"])  # noqa: E731
+    with jax.numpy_dtype_promotion("standard"):
+        _, got = ours(narrow, weight_fn=weight_fn)(params, batch | tokens)
+        assert off_by(got, law(fun, mean=True)) < 0.05
+        # The twin: Σ w·x, which is divided afterwards, overflows.
+        overflown = law(narrow, mean=False)
+    assert not all(jnp.isfinite(x).all() for x in jax.tree.leaves(overflown))
 
 
 # -- Errors ----------------------------------------------------------------------------

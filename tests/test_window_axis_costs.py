@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import temporaries
+from helpers import nbytes, temporaries
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
@@ -79,6 +79,12 @@ def contrastive(p, x):
     return -jnp.mean(loss) / (1.0 + lax.pmean(jnp.mean(jnp.square(logits)), ROWS))
 
 
+def one_way(p, x):
+    a, b = encode(p, x, "query"), encode(p.T, x, "gathered")
+    logits = a @ lax.all_gather(b, ROWS, tiled=True).T
+    return jnp.mean(jax.nn.logsumexp(logits, axis=1)) - jnp.mean(jnp.sum(a * b, 1))
+
+
 def statistics(p, x, mark=lambda h: h):
     h = mark(encode(p, x, "first"))
     h = mark(encode(p, h - lax.pmean(jnp.mean(h, 0), ROWS)[None], "second"))
@@ -99,6 +105,7 @@ def marked_statistics(p, x):
         (metric_alone, {"F": 1, "back F": 1}),
         (root, {"F": 2, "back F": 1}),
         (contrastive, {"F": 2, "back F": 1}),
+        (one_way, {"query": 1, "back query": 1, "gathered": 2, "back gathered": 1}),
         # Two levels, without marks: there; there again, with the loss; and back.
         (statistics, {"first": 5, "back first": 3, "second": 3, "back second": 2}),
         (
@@ -138,42 +145,97 @@ def test_what_prints_prints_once_for_each_micro_batch(end):
 
 # -- Memory ----------------------------------------------------------------------------
 
-LAYERS, WIDTH, ROWS_OF_WINDOW = 4, 256, 4096
+IN, OUT, ROWS_OF_WINDOW, PARTS = 16, 1024, 512, 8
 
 
 def towers(p, x):
-    def encode(layers, x):
-        for w in layers:
-            x = x + jnp.tanh(x @ w)
-        return x
-
-    z, t = (encode(p[i], x[:, i]) for i in range(2))
-    everyone = lax.all_gather(t, ROWS, tiled=True)
-    # Few logits, so that activations are what counts.
-    logits = z @ everyone[:: len(everyone) // 64].T
-    return jnp.mean(jax.nn.logsumexp(logits, axis=1)) - jnp.mean(jnp.sum(z * t, 1))
+    return jnp.tanh(x @ p[0]), jnp.tanh(jnp.cos(x) @ p[1])
 
 
-def test_a_window_takes_one_micro_batch_and_what_is_gathered():
-    def array(*shape):
-        return jax.ShapeDtypeStruct(shape, jnp.float32)
+def matched(z, t, everyone):
+    logits = jax.nn.logsumexp(z @ everyone.T, axis=1)
+    return jnp.mean(logits) - jnp.mean(jnp.sum(z * t, 1))
 
-    p = array(2, LAYERS, WIDTH, WIDTH)
 
-    def alone(p, x):
-        return jax.vmap(jax.value_and_grad(towers), (None, 0), axis_name=ROWS)(
-            p, x[None]
+def in_one_direction(p, x, gather):
+    z, t = towers(p, x)
+    return matched(z, t, gather(t))
+
+
+def in_both(p, x, gather):
+    z, t = towers(p, x)
+    return matched(z, t, gather(t)) + matched(t, z, gather(z))
+
+
+def with_a_mark(p, x, gather):
+    z, t = towers(p, x)
+    if gather is everyone:
+        z = checkpoint_name(z, ROWS)
+    return matched(z, t, gather(t))
+
+
+def everyone(x):
+    return lax.all_gather(x, ROWS, tiled=True)
+
+
+def array(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+P, GATHERED = array(2, IN, OUT), array(ROWS_OF_WINDOW, OUT)
+
+
+def of_the_window(fun, k):
+    """The temporaries of a window in `k` micro-batches."""
+    step = ga.value_and_grad(lambda p, x: fun(p, x, everyone), k, axis_name=ROWS)
+    return temporaries(jax.jit(step), P, array(ROWS_OF_WINDOW, IN))
+
+
+def of_one(fun, operands):
+    """Those of a micro-batch's step that is given all that the window gathers."""
+
+    def step(total, p, x, *gathered):
+        def loss(p, *gathered):
+            in_turn = iter(gathered)
+            return fun(p, x, lambda _: next(in_turn))
+
+        grads = jax.grad(loss, range(1 + operands))(p, *gathered)
+        return jax.tree.map(jnp.add, total, grads)
+
+    given = [GATHERED] * operands
+    x = array(ROWS_OF_WINDOW // PARTS, IN)
+    return temporaries(jax.jit(step, donate_argnums=0), (P, *given), P, x, *given)
+
+
+@pytest.mark.parametrize(
+    ("fun", "operands", "fits"),
+    [(in_one_direction, 1, True), (in_both, 2, True), (with_a_mark, 1, False)],
+)
+def test_a_window_takes_one_micro_batch_and_what_it_gathers(fun, operands, fits):
+    # Each operand is there twice: its values, and their cotangents, which add up while
+    # the values are read.
+    bound = 1.15 * of_one(fun, operands) + 2 * operands * nbytes(GATHERED)
+    assert (of_the_window(fun, PARTS) <= bound) == fits
+
+
+def test_a_plan_finds_the_window_that_fits():
+    """Memory falls to that of what the collectives carry, and stays there."""
+
+    def plan(ks, limit):
+        return ga.plan(
+            lambda k: jax.jit(
+                ga.value_and_grad(
+                    lambda p, x: in_both(p, x, everyone), k, axis_name=ROWS
+                )
+            ),
+            *(P, array(ROWS_OF_WINDOW, IN)),
+            batch_size=ROWS_OF_WINDOW,
+            memory_limit=limit,
+            candidates=ks,
         )
 
-    def taken(fun, rows):
-        return temporaries(jax.jit(fun), p, array(rows, 2, WIDTH))
-
-    k = 8
-    one = taken(alone, ROWS_OF_WINDOW // k)
-    window = taken(ga.value_and_grad(towers, k, axis_name=ROWS), ROWS_OF_WINDOW)
-    # z and t stand for themselves, and each has a cotangent.
-    gathered = 4 * ROWS_OF_WINDOW * WIDTH * 4
-    assert window <= 1.15 * one + gathered
-    assert taken(ga.value_and_grad(towers, 1, axis_name=ROWS), ROWS_OF_WINDOW) > 2 * (
-        window - gathered
-    )
+    [one], [four], [most] = (plan([k], "1GiB").candidates for k in (1, 4, 32))
+    carried = 4 * nbytes(GATHERED)  # two operands, and their cotangents
+    assert one.temp - four.temp > four.temp - most.temp > 0
+    assert most.temp > carried
+    assert plan([1, 4], four.bytes).num_microbatches == 4

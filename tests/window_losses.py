@@ -103,6 +103,20 @@ def marked_batch_statistics(p, b):
     return batch_statistics(p, b, lambda h: checkpoint_name(h, ROWS))
 
 
+def statistics_of_each_example(p, b):
+    """As some libraries write them: over the axis of a `vmap` inside, too."""
+
+    def of_one(x, y):
+        h = x @ p["w"]
+        both = "examples", ROWS
+        mean = lax.pmean(h, both)
+        h = (h - mean) / jnp.sqrt(lax.pmean((h - mean) ** 2, both) + 1e-5)
+        high, low = (f(lax.stop_gradient(h), both) for f in (lax.pmax, lax.pmin))
+        return jnp.mean((jnp.tanh(h * (high - low)) @ p["v"] - y) ** 2)
+
+    return jnp.mean(jax.vmap(of_one, axis_name="examples")(b["x"], b["y"]))
+
+
 def layers(p, b):
     """Collectives in a short scan, in a `jax.checkpoint`, and under `jax.jit`."""
 
@@ -160,6 +174,7 @@ LOSSES = [
     contrastive,
     batch_statistics,
     marked_batch_statistics,
+    statistics_of_each_example,
     layers,
     every_collective,
     with_a_rule,

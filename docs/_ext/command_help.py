@@ -1,4 +1,4 @@
-"""The directive `command-help`: the help that a command of `python -m ga_optax` prints.
+"""The directive `command-help`: the help that a command of `ga-optax` prints.
 
 ```{command-help} verify
 ```
@@ -26,7 +26,7 @@ class CommandHelp(Directive):
         with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
             main([self.arguments[0], "--help"])
         if not printed.getvalue():
-            raise self.error(f"python -m ga_optax has no command {self.arguments[0]}.")
+            raise self.error(f"ga-optax has no command {self.arguments[0]}.")
         return [nodes.literal_block("", printed.getvalue(), language="text")]
 
 

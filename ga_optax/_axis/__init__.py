@@ -27,8 +27,9 @@ independent again, and everything is an ordinary loop over them.
 
 What is stacked stands for itself at higher levels, so an encoder is not run again for
 the loss of what it encoded. Three kinds of values are stacked: operands of
-`all_gather`; values that a higher level reads and that are no larger than the operands
-of its collectives; and those that `checkpoint_name(x, axis_name)` marks.
+`all_gather`; values that a higher level reads, that are no larger than the operands
+of its collectives, and that would be computed once more otherwise; and those that
+`checkpoint_name(x, axis_name)` marks.
 
 A last level that the loss reads only as a whole (a loss that is a `psum` itself, or a
 metric) is no level of its own if its cotangents are known in advance: then its buffers

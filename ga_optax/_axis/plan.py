@@ -198,24 +198,46 @@ def _has_state(equation: core.JaxprEqn) -> bool:
 
 
 def _worth_keeping(plan: Plan) -> list[Any]:
-    """What is marked, or read by later levels and no larger than what they carry."""
+    """What is marked, or read by later levels and no larger than what they carry.
+
+    But what the loss alone reads is computed there, once, if the way back to the
+    operands does not run it again anyway: an encoder that is not gathered runs once.
+    """
     levels = range(plan.first, plan.last - plan.merged)
     operands = {i: [plan.buffers[j].operand for j in plan.at(i + 1)] for i in levels}
     bound = {i: max(map(_nbytes, group)) for i, group in operands.items()}
-    kept: dict[Any, None] = {}
+    again = {i: _made_for(plan, group, i + 1) for i, group in operands.items()}
     readers = [
         (e.invars, max((plan.facts[x].level for x in e.outvars), default=0))
         for e in plan.jaxpr.eqns
         if not is_collective(e, plan.axis)
     ]
     marks = [x for e in plan.jaxpr.eqns if is_mark(e, plan.axis) for x in e.outvars]
+    made: dict[Any, set[Any]] = {}
     for read, level in [*readers, (plan.jaxpr.outvars, plan.last + 1)]:
         for x in variables(read):
-            its = plan.facts[x]
-            later = its.params and its.own and its.level < level and its.level in bound
-            if later and (x in marks or _nbytes(x) <= bound[its.level]):
-                kept[x] = None
+            i, its = plan.facts[x].level, plan.facts[x]
+            later = its.params and its.own and i < level and i in bound
+            if later and (x in marks or _nbytes(x) <= bound[i]):
+                if x not in made:
+                    made[x] = _made_for(plan, [x], i + 2)
+                if x in marks or level < plan.last - plan.merged:
+                    again[i] |= made[x]
+    kept: list[Any] = []
+    while (found := [x for x in made if made[x] & again[plan.facts[x].level]]) != kept:
+        kept = found
+        for x in kept:
+            again[plan.facts[x].level] |= made[x]
     return [x for x in kept if x not in plan.views and x not in plan.index]
+
+
+def _made_for(plan: Plan, wanted: list[Any], level: int) -> set[Any]:
+    """What is computed of parameters and rows for `wanted`, at a level."""
+    equations, _ = needed(
+        plan.jaxpr, wanted, lambda x: plan.is_known(x, level), lambda _: False
+    )
+    made = {x for e in equations for x in e.outvars}
+    return {x for x in made if plan.facts[x].params and plan.facts[x].own}
 
 
 def _nbytes(atom: Any) -> int:

@@ -72,12 +72,23 @@ def _open(
         return bind(jaxpr, [equation], equation.invars, equation.outvars, values)
     if name in (*RULES, "axis_index") or is_mark(equation, axis):
         _check_collective(equation, axis)
+        if dimensions := [x for x in axes_of(equation) if isinstance(x, int)]:
+            reduce, collective = _REDUCTIONS[name]
+            return [collective(reduce(x, dimensions), axis) for x in values]
         return bind(jaxpr, [equation], equation.invars, equation.outvars, values)
     if name in ("remat", "remat2", "checkpoint"):
         return _checkpointed(equation, values, axis)
     if name == "scan" and equation.params["length"] <= LONGEST:
         return _unrolled(equation, values, axis)
     raise NotImplementedError(_not_done(equation, axis))
+
+
+# Inside of a `jax.vmap`, over its name too, they reduce dimensions of their operands.
+_REDUCTIONS = {
+    "psum": (jax.lax.reduce_sum, jax.lax.psum),
+    "pmax": (jax.lax.reduce_max, jax.lax.pmax),
+    "pmin": (jax.lax.reduce_min, jax.lax.pmin),
+}
 
 
 def bind(
@@ -181,7 +192,8 @@ def _value(x: Any, env: dict[Any, Any]) -> Any:
 
 def _check_collective(equation: core.JaxprEqn, axis: str) -> None:
     axes, groups = axes_of(equation), equation.params.get("axis_index_groups")
-    if any(name != axis for name in axes) or groups is not None:
+    others = [name for name in axes if name != axis and not isinstance(name, int)]
+    if others or groups is not None:
         what = f"axes {tuple(axes)}" if groups is None else "axis_index_groups"
         raise NotImplementedError(
             f"A collective must be over axis_name={axis!r} alone, and over all of it, "

@@ -53,7 +53,10 @@ class _Window:
       totals: the sums of their gradients so far.
       buffers: the buffers that are filled, by number.
       cotangents: the sums of their cotangents so far, by number.
+      weight: Σ w of the window, if weights must multiply gradients; else None.
     """
+
+    weight: jax.Array | None = None
 
     def __init__(self, call: Call, program: Program, operands: Operands) -> None:
         k, self.axes = call.options.num_microbatches, call.axes
@@ -101,6 +104,9 @@ class _Window:
             wanted = {i: pair for i, pair in wanted.items() if i not in results}
             roots = [x for x in roots if plan.is_last(x)]
         outcome = self.gradients(plan.last + 1, roots, list(wanted.values()))
+        if program.multiplies:
+            weight = outcome[1].acc.weight
+            self.weight = jax.lax.psum(weight, self.axes) if self.axes else weight
         for level in range(plan.last - plan.merged, plan.first, -1):
             self.back(level)
         loss, rest, acc = self.finished(outcome, self.call, self.totals)
@@ -232,6 +238,10 @@ class _Window:
             if self.axes and shared:
                 whole = jax.lax.psum([cotangents[j] for j in shared], self.axes)
                 cotangents |= zip(shared, whole, strict=True)
+            if self.weight is not None:
+                # Not Σ w·ct, which overflows in narrow operands, but its mean.
+                mean = accumulator.average
+                cotangents = {j: mean(x, self.weight) for j, x in cotangents.items()}
         roots = [self.plan.buffers[j].operand for j in members]
         self.gradients(level, roots, None, cotangents)
 
@@ -251,6 +261,7 @@ class _Window:
           cotangents: those of the buffers of the operands.
         """
         plan, program = self.plan, self.program
+        multiplied = wanted is None and self.weight is not None
         weighted = program.weighted and cotangents is None
         weights = plan.jaxpr.outvars[1:2] if weighted else []
         aux = [x for x, _ in wanted or ()]
@@ -280,12 +291,14 @@ class _Window:
                     for kind, ct in zip(kinds, cotangents.values(), strict=True)
                 ]
                 loss = [sum(map(_paired, parts, loss), jnp.zeros([], float))]
+            rest = [self.weight] if multiplied else rest
             return *(loss or [jnp.zeros([], float)]), *rest
 
         diff = [*(self.params[i] for i in params), *(self.buffers[j] for j in buffers)]
         first = [x[0] for x in self.xs]
         closed: Any = jax.make_jaxpr(micro_batch)(diff, first)
         jaxpr = closed.jaxpr
+        weighted = weighted or multiplied
         types = [x.aval for x in jaxpr.outvars]
         of_loop = program._replace(
             jaxpr=jaxpr,

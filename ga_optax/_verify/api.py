@@ -1,6 +1,6 @@
 """`verify`: checks its arguments, compares, asks for the cause, and reports."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -29,6 +29,8 @@ def verify(
     weight_fn: Callable[..., ArrayLike] | FromAux | None = None,
     has_aux: bool = False,
     rng: Any = None,
+    batch_axes: Any = 0,
+    axis_name: str | None = None,
 ) -> Report:
     """Does accumulation give the undivided batch's gradient? If not, why not?
 
@@ -81,7 +83,8 @@ def verify(
 
     **Time.** Two gradients of the undivided batch and k of micro-batches in float64,
     and the same once in the parameters' dtype; about five times that if there is a
-    cause to find. If stderr is a terminal, it shows the progress.
+    cause to find. With `axis_name`, the gradient of a micro-batch takes the time and
+    memory of that of the window. If stderr is a terminal, it shows the progress.
 
     Args:
       fun: the loss, `fun(params, batch)`, or `fun(params, batch, key)` if `rng` is
@@ -89,14 +92,18 @@ def verify(
         anything else, which is not compared. Close over what is not split.
       params: the parameters, a tree of floating or complex leaves.
       batch: the undivided batch, a tree of arrays whose axis 0 are the rows, all of one
-        length. Micro-batch i is the rows from `i·B/k` up to `(i + 1)·B/k`, on a mesh,
-        too. Leaves may be PRNG keys, one for each row.
+        length (or as `batch_axes` says). Micro-batch i is the rows from `i·B/k` up to
+        `(i + 1)·B/k`, on a mesh, too. Leaves may be PRNG keys, one for each row.
       num_microbatches: k; it must divide the number of rows.
       weight_fn: a function of one micro-batch (a tree like `batch`) that returns its
         weight, or a `FromAux`; pass the one that you train with.
       has_aux: whether `fun` returns a pair.
       rng: a PRNG key, or a tree of them. As in `ga_optax.value_and_grad`, micro-batch i
         gets `jax.random.fold_in(rng, i)`; the undivided batch is micro-batch 0 of 1.
+      batch_axes: where to split, as for `ga_optax.value_and_grad`.
+      axis_name: the axis over which `fun` communicates, as for
+        `ga_optax.value_and_grad`. The undivided batch is then a window of one
+        micro-batch, so this asks whether the loss is the same for every k.
 
     Returns:
       A `Report`.
@@ -112,10 +119,18 @@ def verify(
     if isinstance(weight_fn, FromAux):
         check_weight_fn(weight_fn, has_aux)
         weight_fn = _of_batch(weight_fn, fun, params, key)
-    folded = value_and_grad(loss, k, rng_argnums=(2,) * len(key), weight_fn=weight_fn)
+    folded = value_and_grad(
+        loss,
+        k,
+        rng_argnums=(2,) * len(key),
+        batch_axes=batch_axes,
+        weight_fn=weight_fn,
+        axis_name=axis_name,
+    )
     params, batch = jax.tree.map(_placed, (params, batch))
     # `value_and_grad` checks the rest, and what `fun` returns, before anything runs.
     jax.eval_shape(folded, params, batch, *key)
+    axes = _axes(batch, batch_axes)
     problem = Problem(
         fun=loss,
         params=params,
@@ -123,8 +138,10 @@ def verify(
         key=key,
         k=k,
         weight_fn=weight_fn,
-        accumulated=_of_neighbours(folded, k),
+        accumulated=_of_neighbours(folded, k, axes),
         x64=bool(jnp.result_type(float) == jnp.float64),
+        axes=axes,
+        axis_name=axis_name,
     )
     with jax.enable_x64(True), Progress() as progress:
         evaluator = Loss(problem, progress)
@@ -140,12 +157,6 @@ def _check(fun: Any, params: Any, batch: Any, rng: Any) -> None:
     _checks.check_not_empty("params", params, "Pass the parameters, then the batch.")
     _checks.check_gradients(params, params, name="params", expected="params")
     _checks.check_not_empty("batch", batch, "Pass the examples along axis 0 of arrays.")
-    for path, leaf in jax.tree.leaves_with_path(batch):
-        if jnp.ndim(leaf) == 0:
-            raise ValueError(
-                "Every leaf of the batch must have a batch axis, but "
-                f"{_checks.leaf_name(path)} is a scalar. Close over what is not split."
-            )
     if rng is not None:
         _checks.check_not_empty("rng", rng, "Pass jax.random.key(0), or leave it out.")
 
@@ -172,17 +183,29 @@ def _of_batch(
     return lambda batch: weight_fn.fun(fun(params, batch, *key)[1])
 
 
-def _of_neighbours(folded: Callable[..., Any], k: int) -> Callable[..., Any]:
+def _axes(batch: Any, batch_axes: Any) -> list[int | None]:
+    """Along which axis each leaf is split; None if it is not."""
+    tree = jax.tree.broadcast(batch_axes, batch, is_leaf=lambda x: x is None)
+    leaves, structure = jax.tree.flatten(batch)
+    pairs = zip(leaves, structure.flatten_up_to(tree), strict=True)
+    return [axis if axis is None else axis % x.ndim for x, axis in pairs]
+
+
+def _of_neighbours(
+    folded: Callable[..., Any], k: int, axes: Sequence[int | None]
+) -> Callable[..., Any]:
     """`folded` over micro-batches of neighbouring rows, on several devices, too."""
+
+    def in_place(x: jax.Array, axis: int | None) -> jax.Array:
+        if axis is None:
+            return x
+        parts = _rows.split(x, k, axis, strided=False)
+        return _rows.join(parts, axis, strided=True)
 
     def accumulated(params: Any, batch: Any, *key: Any) -> Any:
         if _mesh.is_distributed((params, batch, key)):
-            batch = jax.tree.map(
-                lambda x: _rows.join(
-                    _rows.split(x, k, 0, strided=False), 0, strided=True
-                ),
-                batch,
-            )
+            leaves, structure = jax.tree.flatten(batch)
+            batch = structure.unflatten(map(in_place, leaves, axes))
         return folded(params, batch, *key)
 
     return accumulated

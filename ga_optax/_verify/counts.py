@@ -1,7 +1,7 @@
 """Fitted weights as the counts that they are: whole numbers, or code that counts."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -31,14 +31,14 @@ def proportions(share: np.ndarray, trust: float = EXACT) -> str:
 
 
 def code_that_counts(
-    batch: Any, share: np.ndarray, trust: float
+    parts: Sequence[Any], axes: Sequence[int | None], share: np.ndarray, trust: float
 ) -> tuple[str, np.ndarray] | None:
-    """An expression in `batch` that has these shares, with its exact shares.
+    """An expression in `batch`, a micro-batch, that has these shares, and those.
 
-    None if no expression is closer than `trust`.
+    None if no expression is closer than `trust`. `axes` are where leaves are split.
     """
     closest, found = max(EXACT, trust), None
-    for code, counts in _expressions(batch, len(share)):
+    for code, counts in _expressions(parts, axes):
         if not np.isfinite(counts).all() or (counts < 0).any():
             continue
         counted = counts / (counts.sum() or 1.0)
@@ -49,19 +49,27 @@ def code_that_counts(
     return found
 
 
-def _expressions(batch: Any, k: int) -> Iterator[tuple[str, np.ndarray]]:
+def _expressions(
+    parts: Sequence[Any], axes: Sequence[int | None]
+) -> Iterator[tuple[str, np.ndarray]]:
     """What a loss may divide by, as code, with its value in each micro-batch."""
-    for path, leaf in jax.tree.leaves_with_path(batch):
+    leaves = zip(*map(jax.tree.leaves, parts), strict=True)
+    names = [
+        jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(parts[0])
+    ]
+    for name, axis, of_parts in zip(names, axes, leaves, strict=True):
+        leaf, name = of_parts[0], f"batch{name}"
         if not jnp.issubdtype(leaf.dtype, np.number) and leaf.dtype != jnp.bool_:
             continue
-        values = np.asarray(leaf).astype(np.float64).reshape(k, -1, *leaf.shape[1:])
+        values = np.stack([np.asarray(x).astype(np.float64) for x in of_parts])
         # A sum in half a float would round the count.
         half = jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize < 4
         dtype = "dtype='float32'" if half else ""
-        name = "batch" + jax.tree_util.keystr(path)
         views = [(name, values)]
-        if values.ndim >= 3:  # the mask of a shifted sequence, too
+        if leaf.ndim >= 2 and axis == 0:  # the mask of a shifted sequence, too
             views += [(f"{name}[:, 1:]", values[:, :, 1:])]
+        elif leaf.ndim >= 2 and axis == 1:
+            views += [(f"{name}[1:]", values[:, 1:])]
         for view, x in views:
             for code, counted in (
                 (f"{view}.sum({dtype})", x),
@@ -69,4 +77,4 @@ def _expressions(batch: Any, k: int) -> Iterator[tuple[str, np.ndarray]]:
                 (f"({view} >= 0).sum()", x >= 0),
                 (f"({view} != -100).sum()", x != -100),  # PyTorch's ignored label
             ):
-                yield code, counted.reshape(k, -1).sum(1).astype(np.float64)
+                yield code, counted.reshape(len(parts), -1).sum(1).astype(np.float64)

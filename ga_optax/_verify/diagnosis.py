@@ -14,6 +14,7 @@ from ga_optax._verify.counts import EXACT, code_that_counts, proportions
 from ga_optax._verify.fit import Fit
 from ga_optax._verify.gradients import norm
 from ga_optax._verify.loss import Loss, NotFiniteError
+from ga_optax._verify.meetings import LINES, meetings, of_window
 from ga_optax._verify.native import Native
 from ga_optax._verify.report import Cause
 
@@ -127,8 +128,13 @@ def _scale(fit: Fit) -> Finding | None:
             already divided by {k} or by a count over the whole batch."""
         mend = """Return the mean: jnp.mean(...) instead of jnp.sum(...). If the loss is
             divided by the number of micro-batches or by a count over the whole batch,
-            remove that, because accumulation divides. Or keep the sum and accumulate
-            sums: ga_optax.MultiSteps(..., use_grad_mean=False)."""
+            remove that, because accumulation divides. """
+        mend += (
+            f"Or multiply it by jax.lax.axis_size({fit.problem.axis_name!r})."
+            if fit.problem.axis_name
+            else """Or keep the sum and accumulate sums: ga_optax.MultiSteps(...,
+            use_grad_mean=False)."""
+        )
     elif factor == 1 / k:
         detail = f"""The mean of the micro-batches' gradients is {k} times too large,
             and there are {k} of them: the loss is divided by its batch size twice."""
@@ -149,7 +155,9 @@ def _weights(fit: Fit) -> Finding | None:
     total, trust = float(found.values.sum()), fit.trust
     share, code = found.values / total, None
     plain = np.allclose(share, 1 / len(share), rtol=1e-6, atol=0)
-    counted = not plain and code_that_counts(comparison.problem.batch, share, trust)
+    problem = fit.problem
+    parts = [problem.take(problem.batch, problem.rows(i)) for i in range(problem.k)]
+    counted = not plain and code_that_counts(parts, problem.axes, share, trust)
     # Counts are exact, also if the fit has the digits of a narrow dtype.
     if counted and comparison.reproduces(total * counted[1]):
         (code, share), trust = counted, EXACT
@@ -165,8 +173,10 @@ def _weights(fit: Fit) -> Finding | None:
         detail += """ or a multiple of that. The loss divides by a count that differs
             between micro-batches, most likely of the tokens that are not padding."""
     if code:
-        mend = f"""Pass weight_fn=lambda batch: {code} to ga_optax.value_and_grad. With
-            ga_optax.MultiSteps, pass weight={code} with every micro-batch."""
+        mend = f"Pass weight_fn=lambda batch: {code} to ga_optax.value_and_grad."
+        if problem.axis_name is None:
+            mend += f""" With ga_optax.MultiSteps, pass weight={code} with every
+                micro-batch."""
     if not found.known.all():
         which = ", ".join(map(str, np.flatnonzero(~found.known)))
         detail += f""" The gradients do not show how micro-batches {which} share their
@@ -206,21 +216,23 @@ def _any_two(fit: Fit) -> Finding | None:
 
 def _another_axis(fit: Fit) -> Finding | None:
     """Whether the batch is [time, batch, ...], so that axis 1 holds the examples."""
-    problem = fit.problem.along_axis_1()
+    problem = fit.problem.along_another_axis()
     if problem is None:
         return None
     try:
         other = Comparison(Loss(problem, fit.comparison.loss.progress))
         if other.same(rows=problem.rows(0)):
-            return None  # Axis 1 has no part in the loss.
+            return None  # That axis has no part in the loss.
         weights = None if other.agrees else Fit(other).weights
     except Exception:
         return None  # Any: the code is the user's, and may not take such a batch.
     if not other.agrees and (weights is None or abs(weights.values.sum() - 1) > 1e-3):
         return None
-    detail = """Split along axis 1, the same batch does give the undivided gradient.
-        Most likely axis 0 is time and axis 1 the examples, [time, batch, ...]."""
-    mend = """Pass batch_axes=1 to ga_optax.value_and_grad, or swap the two axes of the
+    axes = f"batch_axes={problem.batch_axes!r}"
+    detail = f"""Split with {axes}, the same batch does give the undivided gradient.
+        Most likely the axis along which it is split now is time, as axis 0 is in
+        [time, batch, ...]."""
+    mend = f"""Pass {axes} to ga_optax.value_and_grad, or swap the two axes of the
         batch, jnp.swapaxes(x, 0, 1), and let the loss swap them back."""
     if not other.agrees:
         mend += " Then run verify again, because the weights are wrong, too."
@@ -255,19 +267,24 @@ def _undetermined(fit: Fit) -> Finding | None:
     return _TOO_FEW if fit.ambiguous else None
 
 
-def _cross_example(_: Fit) -> Finding:
+def _cross_example(fit: Fit) -> Finding:
     """Nothing else is left."""
+    name = fit.problem.axis_name
     detail = """Their order does not matter, and no weights of the micro-batches
         reproduce the undivided gradient. Usual reasons: batch normalisation, a
         contrastive loss with the batch as negatives, the load-balancing term of a
         mixture of experts, a standard deviation or a maximum over the batch, a root
         or a logarithm of a mean."""
-    mend = """No weight_fn can mend it, because each micro-batch sees only itself. Write
-        what the examples share as a collective over a named axis (jax.lax.pmean for a
-        statistic, jax.lax.all_gather for others to compare with), and pass that name to
-        value_and_grad(axis_name=): then it sees the whole window. Or use statistics
-        that do not come from the batch, such as those of layer normalisation; or train
-        on the mean itself, without its root or logarithm."""
+    if name is not None:
+        mend = f"""Look for what a micro-batch computes of its rows alone, and
+            communicate it over {name!r}, too. {of_window(LINES, name)}"""
+        return Finding(Cause.CROSS_EXAMPLE, mend, detail)
+    mend = f"""No weight_fn can mend it, because each micro-batch sees only itself. Pass
+        axis_name="rows" to ga_optax.value_and_grad: then the loss sees the whole window
+        in collectives over that axis. {of_window(meetings(fit.problem), "rows")} Check
+        it with verify(axis_name="rows"). Or use statistics that do not come from the
+        batch, such as those of layer normalisation; or train on the mean itself,
+        without its root or logarithm."""
     return Finding(Cause.CROSS_EXAMPLE, mend, detail)
 
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ga_optax._verify.comparison import NOISE, TOLERANCE, Comparison
-from ga_optax._verify.gradients import Leaves, norm
+from ga_optax._verify.gradients import Evaluated, Leaves, norm
 
 # Singular values below this, relative to the largest, count as zero in a fit.
 _RANK = 1e-11
@@ -37,7 +37,7 @@ class Fit:
 
     Weights that depend on the batch alone hold at other parameters too, and between
     neighbouring micro-batches and their union. So, with g' at parameters nearby and gᵢⱼ
-    the gradient over the rows of both,
+    the gradient over the rows of both (in it, gᵢ is in a window of these two alone),
 
         Σ wᵢ·gᵢ = G,   Σ wᵢ·g'ᵢ = G',   wᵢ·(gᵢⱼ - gᵢ) + wⱼ·(gᵢⱼ - gⱼ) = 0,   Σ wᵢ = 1
 
@@ -64,11 +64,16 @@ class Fit:
         self._points = [here, near] if np.isfinite(near).all() else [here]
         self._here, self._target = here[:, :-1], here[:, -1]
         self._equations = np.concatenate(self._points)
-        self._pairs = np.zeros((len(here), 0))  # gᵢⱼ of neighbours, as columns
+        # gᵢⱼ of neighbours, as columns; and gᵢ and gⱼ in the window of the two, which
+        # are those of here, unless micro-batches communicate.
+        self._pairs, sides = np.zeros((len(here), 0)), [here[:, :-2], here[:, 1:-1]]
         if self._k > 2:
             rows = itertools.pairwise(map(self.problem.rows, range(self._k)))
-            pairs = np.stack([self._sketch(np.concatenate(ij)) for ij in rows], axis=1)
-            self._pairs = pairs if np.isfinite(pairs).all() else self._pairs
+            windows = [self._window(np.concatenate(ij), i) for i, ij in enumerate(rows)]
+            found = np.stack(windows, axis=2)
+            if np.isfinite(found).all():
+                self._pairs, sides = found[0], [*found[1:], *sides]
+        self._left, self._right, *_ = sides
 
         self._size = float(np.linalg.norm(self._equations[:, :-1], 2))
         noise = self._noise / self._size if self._size else 0.0
@@ -138,10 +143,10 @@ class Fit:
         """
         columns, rows = self._here, self.problem.rows(0)
         if self._pairs.size:
-            constants = columns[:, :-1] + columns[:, 1:] - self._pairs
+            constants = self._left + self._right - self._pairs
         elif self._k == 2 and len(rows) > 1:
-            halves = np.split(rows, [len(rows) // 2])
-            constants = (sum(map(self._sketch, halves)) - columns[:, 0])[:, None]
+            halves = self._window(rows[: len(rows) // 2 * 2], 0, apart=True)
+            constants = (halves[1] + halves[2] - halves[0])[:, None]
         else:
             return False
         constant = constants.mean(1)
@@ -152,19 +157,31 @@ class Fit:
 
     # -- The sketches ------------------------------------------------------------------
 
-    def _sketch(self, rows: np.ndarray, key: int = 0, params: Any = None) -> np.ndarray:
-        grads = self.comparison.loss.of_rows(rows, key, params)[1]
+    def _sketch(self, evaluated: Evaluated) -> np.ndarray:
         size = max(4096, 1 << (8 * self._k - 1).bit_length())  # a power of two
-        return np.asarray(_sketch(grads, self._unit, size))
+        return np.asarray(_sketch(evaluated[1], self._unit, size))
 
     def _point(self, params: Any) -> np.ndarray:
         """Sketches at some parameters: of the gᵢ, and of G in the last column."""
-        rows, parts = self.problem.rows, [*range(self._k), None]
-        sketches = [self._sketch(rows(i), i or 0, params) for i in parts]
-        point = np.stack(sketches, axis=1)
+        of_part = self.comparison.loss.of_part
+        parts = [*range(self._k), None]
+        point = np.stack([self._sketch(of_part(i, params)) for i in parts], axis=1)
         # A micro-batch of weight 0 may hold anything.
         left_out = np.append(self.comparison.share == 0, False)
         return np.where(left_out & ~np.isfinite(point).all(0), 0.0, point)
+
+    def _window(
+        self, rows: np.ndarray, first: int, apart: bool = False
+    ) -> list[np.ndarray]:
+        """Sketches of a window of two: undivided; and of each, if `apart`.
+
+        Or if micro-batches communicate, so that a window is more than its parts.
+        """
+        of_rows, whole = self.comparison.loss.of_rows, {"parts": 1}
+        each = {"parts": 2}, {"parts": 2, "member": 1}
+        apart = apart or self.problem.axis_name is not None
+        parts = (whole, *each) if apart else (whole,)
+        return [self._sketch(of_rows(rows, first, **part)) for part in parts]
 
     # -- What fits ---------------------------------------------------------------------
 
@@ -186,8 +203,8 @@ class Fit:
         if not self._pairs.size:
             return True
         share = weights[:-1] + weights[1:]
-        columns = self._here * weights
-        means = (columns[:, :-1] + columns[:, 1:]) / np.where(share > 0, share, 1.0)
+        sums = self._left * weights[:-1] + self._right * weights[1:]
+        means = sums / np.where(share > 0, share, 1.0)
         c = (means * self._pairs).sum() / ((means**2).sum() or 1.0)
         return self._small(self._pairs - c * means, self._pairs)
 
@@ -198,7 +215,7 @@ class Fit:
     def _weighted_mean(self) -> Weights | None:
         """Weights that add up to 1."""
         columns, i = self._here, np.arange(self._pairs.shape[1])
-        left, right = self._pairs - columns[:, i], self._pairs - columns[:, i + 1]
+        left, right = (self._pairs - x[:, i] for x in (self._left, self._right))
         # A few random combinations of the equations of a pair stand for all.
         mix = np.random.default_rng(0).normal(size=(16, len(columns))) / 4
         of_pairs = np.zeros((len(i), len(mix), self._k + 1))
@@ -233,9 +250,10 @@ class Fit:
         It tells a sum from a mean if all micro-batches but one hold nothing.
         """
         i = int(np.argmax(np.linalg.norm(self._here, axis=0)))
-        once = self._here[:, i]
-        twice = self._sketch(np.tile(self.problem.rows(i), 2), i)
-        return self._small(twice - once, np.stack([twice, once], axis=1))
+        rows = self.problem.rows(i)
+        once = self._sketch(self.comparison.loss.of_rows(rows, i))
+        same = np.stack([once, *self._window(np.tile(rows, 2), i)], axis=1)
+        return self._small(same - same[:, :1], same)
 
     def _hold_nothing(self, parts: np.ndarray) -> bool:
         """Whether no row of these micro-batches counts, so that their weight can be 0.
@@ -246,7 +264,8 @@ class Fit:
         columns = []
         for i in map(int, np.flatnonzero(parts & self._here.any(0))):
             rows = self.problem.rows(i)
-            columns += [self._sketch(np.full_like(rows, r), i) for r in rows[[0, -1]]]
+            alike, of_rows = rows[[0, -1], None], self.comparison.loss.of_rows
+            columns += [self._sketch(of_rows(x.repeat(len(rows)), i)) for x in alike]
         same = np.array(columns).T
         return not columns or self._small(same - same[:, :1], same)
 

@@ -71,13 +71,10 @@ class Loss:
         self._as_is = as_is
         wide = Wide(self.problem.gradient(), x64=self.problem.x64, as_is=as_is)
         self._compiled = jax.jit(wide)
-        self._compiled.lower(*self._arguments(self.problem.rows(None)))
+        window = self.problem.window(self.problem.rows(None))
+        self._compiled.lower(self.problem.params, self.problem.batch, *window)
         dtypes = {np.dtype(np.float64), *wide.narrow}
         return max(dtypes, key=lambda dtype: float(jnp.finfo(dtype).eps))
-
-    def _arguments(self, rows: np.ndarray, key: int = 0, params: Any = None) -> Any:
-        params = self.problem.params if params is None else params
-        return params, self.problem.batch, rows, self.problem.keys(key)
 
     def traced_again(self) -> "Loss":
         """The same loss, to be traced once more."""
@@ -87,11 +84,21 @@ class Loss:
 
     def of_part(self, part: int | None, params: Any = None) -> Evaluated:
         """Loss and gradient of a micro-batch; of the undivided batch for None."""
-        return self.of_rows(self.problem.rows(part), part or 0, params)
+        whole, k = self.problem.rows(None), self.problem.k
+        if part is None:
+            return self.of_rows(whole, params=params)
+        return self.of_rows(whole, params=params, parts=k, member=part)
 
-    def of_rows(self, rows: np.ndarray, key: int = 0, params: Any = None) -> Evaluated:
-        """Loss and gradient of these rows, with the key of micro-batch `key`."""
-        value, grads = self._compiled(*self._arguments(rows, key, params))
+    def of_rows(
+        self, rows: np.ndarray, key: int = 0, params: Any = None, **part: int
+    ) -> Evaluated:
+        """Loss and gradient of these rows, with the key of micro-batch `key`.
+
+        Or of one micro-batch in a window of these rows; `part` as for `window`.
+        """
+        params = self.problem.params if params is None else params
+        window = self.problem.window(rows, key, **part)
+        value, grads = self._compiled(params, self.problem.batch, *window)
         self.progress.tick()
         grads = jax.tree.leaves(grads)[::-1]
         # One leaf after the other, so that there are never two copies of all.

@@ -30,7 +30,8 @@ class Native:
         self.comparison = comparison
         loss, problem = comparison.loss, comparison.problem
         params, batch = problem.params, problem.batch
-        grad, accumulated = jax.jit(jax.grad(problem.fun)), jax.jit(problem.accumulated)
+        grad = jax.jit(jax.grad(problem.undivided))
+        accumulated = jax.jit(problem.accumulated)
         with jax.enable_x64(problem.x64):
             whole = jax.tree.leaves(grad(params, batch, *problem.keys(0)))
             loss.progress.tick()

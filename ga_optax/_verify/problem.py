@@ -2,10 +2,11 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
@@ -29,7 +30,8 @@ class Problem:
       weight_fn: a function of a micro-batch, or None.
       accumulated: loss and gradient over micro-batches, with the arguments of `fun`.
       x64: whether the caller works under `jax_enable_x64`.
-      axis: which axis of the batch holds the rows; leaves without it stay whole.
+      axes: along which axis each leaf of the batch is split; None if it stays whole.
+      axis_name: the axis over which micro-batches communicate, or None.
     """
 
     fun: Callable[..., Any]
@@ -40,12 +42,20 @@ class Problem:
     weight_fn: Callable[..., ArrayLike] | None
     accumulated: Callable[..., Any]
     x64: bool
-    axis: int = 0
+    axes: Sequence[int | None]
+    axis_name: str | None
 
     @property
     def batch_size(self) -> int:
-        leaves = jax.tree.leaves(self.batch)
-        return next(x.shape[self.axis] for x in leaves if x.ndim > self.axis)
+        pairs = zip(jax.tree.leaves(self.batch), self.axes, strict=True)
+        return next(x.shape[axis] for x, axis in pairs if axis is not None)
+
+    @property
+    def batch_axes(self) -> Any:
+        """The axes as a user writes them."""
+        if len(set(self.axes)) == 1:
+            return self.axes[0]
+        return jax.tree.unflatten(jax.tree.structure(self.batch), self.axes)
 
     @property
     def names(self) -> list[str]:
@@ -58,13 +68,15 @@ class Problem:
 
         Rounding in float32 makes no weight wrong; in bfloat16 it does.
         """
-        if self.weight_fn is None:
+        weight_fn, batch, whole = self.weight_fn, self.batch, self.rows(None)
+        if weight_fn is None:
             return np.ones(self.k)
-        parts = [self.take(self.batch, self.rows(i)) for i in range(self.k)]
+        weigh = self.member(lambda batch, *_: weight_fn(batch))
+        parts = [self.window(whole, 0, self.k, i) for i in range(self.k)]
         with jax.enable_x64(self.x64):
-            used = [float(_checks.check_weight(self.weight_fn(x))) for x in parts]
-        exactly = jax.jit(Wide(self.weight_fn, x64=self.x64))
-        exact = np.array([float(exactly(part)) for part in parts])
+            used = [float(_checks.check_weight(weigh(batch, *x))) for x in parts]
+        exactly = jax.jit(Wide(weigh, x64=self.x64))
+        exact = np.array([float(exactly(batch, *x)) for x in parts])
         return np.where(np.abs(used - exact) <= _WEIGHT * exact, exact, used)
 
     def rows(self, part: int | None) -> np.ndarray:
@@ -74,17 +86,27 @@ class Problem:
 
     def take(self, batch: Any, rows: Any) -> Any:
         """These rows of the batch."""
-        at = (slice(None),) * self.axis + (rows,)
-        return jax.tree.map(lambda x: x[at] if x.ndim > self.axis else x, batch)
+        leaves, structure = jax.tree.flatten(batch)
+        pairs = zip(leaves, self.axes, strict=True)
+        return structure.unflatten(
+            x if axis is None else x[(slice(None),) * axis + (rows,)]
+            for x, axis in pairs
+        )
 
-    def along_axis_1(self) -> "Problem | None":
-        """The same batch, split along its second axis, if it has one."""
-        sizes = {x.shape[1] for x in jax.tree.leaves(self.batch) if x.ndim > 1}
+    def along_another_axis(self) -> "Problem | None":
+        """The same batch, split along axis 1 instead of 0, or 0 of 1, if it has it."""
+        leaves = jax.tree.leaves(self.batch)
+        axes = [
+            1 - axis if axis in (0, 1) and x.ndim > 1 else None
+            for x, axis in zip(leaves, self.axes, strict=True)
+        ]
+        pairs = zip(leaves, axes, strict=True)
+        sizes = {x.shape[axis] for x, axis in pairs if axis is not None}
         if len(sizes) != 1 or sizes <= {0, 1}:
             return None
         numbers = _checks.divisors(sizes.pop())
         k = self.k if self.k in numbers else numbers[1]
-        return dataclasses.replace(self, axis=1, k=k)
+        return dataclasses.replace(self, axes=axes, k=k)
 
     def place(self, part: int | None) -> str:
         """How messages name a micro-batch, or the undivided batch for None."""
@@ -97,13 +119,56 @@ class Problem:
         """What a micro-batch gets after the batch: its key, or nothing."""
         return jax.tree.map(lambda key: jax.random.fold_in(key, part), self.key)
 
+    def window(
+        self, rows: np.ndarray, first: int = 0, parts: int = 1, member: int = 0
+    ) -> tuple[Any, Any, Any]:
+        """A micro-batch of a window, as a `member` function takes it after the batch.
+
+        Args:
+          rows: those of the window.
+          first: the number of its first micro-batch, for the keys.
+          parts: how many it has.
+          member: which of them.
+        """
+        rows = rows.reshape(parts, -1)
+        if self.axis_name is None:
+            # Micro-batches know nothing of each other.
+            return rows[member], self.keys(first + member), np.int32(0)
+        keys = [self.keys(first + i) for i in range(parts)]
+        return rows, jax.tree.map(lambda *x: jnp.stack(x), *keys), np.int32(member)
+
+    def member(self, fun: Callable[..., Any]) -> Callable[..., Any]:
+        """`fun` of a micro-batch and its key, as a function of the batch and `window`.
+
+        Collectives over the axis see the window, as under `jax.vmap`.
+        """
+
+        def of_window(batch: Any, rows: Any, keys: Any, member: Any) -> Any:
+            def one(rows: Any, keys: Any) -> Any:
+                return fun(self.take(batch, rows), *keys)
+
+            if self.axis_name is None:
+                return one(rows, keys)
+            return jax.vmap(one, axis_name=self.axis_name)(rows, keys)[member]
+
+        return of_window
+
+    @property
+    def undivided(self) -> Callable[..., Any]:
+        """The loss of the undivided batch, of the arguments of `fun`."""
+        if self.axis_name is None:
+            return self.fun
+        names = {"axis_name": self.axis_name, "axis_size": 1}
+        one = jax.vmap(self.fun, in_axes=None, **names)
+        return lambda *args: one(*args)[0]
+
     def gradient(self) -> Callable[..., Any]:
-        """A function of params, batch, rows and keys: the loss and its gradient.
+        """A function of params, batch and `window`: the loss and its gradient.
 
         It is a new function each time, so JAX traces the loss again.
         """
 
-        def loss(params: Any, batch: Any, rows: Any, keys: Any) -> Any:
-            return self.fun(params, self.take(batch, rows), *keys)
+        def loss(params: Any, *window: Any) -> Any:
+            return self.member(functools.partial(self.fun, params))(*window)
 
         return jax.value_and_grad(loss)

@@ -17,7 +17,7 @@ class Cause(enum.Enum):
     ROUNDING = "The two gradients differ only by rounding, as sums in another order do."
     SCALE = "The loss is not a mean over its batch: it depends on the batch size."
     WEIGHTS = "The micro-batches' gradients are right, but their weights are wrong."
-    AXIS = "The batch is split along the wrong axis: its examples lie along axis 1."
+    AXIS = "The batch is split along the wrong axis: its examples lie along another."
     CROSS_EXAMPLE = "The examples of a batch see each other in this loss."
     RANDOMNESS = "The loss depends on random numbers, or on the order of its examples."
     NOT_FINITE = "A loss or a gradient is not finite: it contains an inf or a NaN."

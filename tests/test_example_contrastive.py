@@ -1,0 +1,125 @@
+"""examples/contrastive.py: it runs, shows what it says, and fails where it should."""
+
+import functools
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import helpers
+import jax
+import jax.numpy as jnp
+import matplotlib.image
+import pytest
+
+import ga_optax as ga
+
+pytestmark = pytest.mark.published
+
+ROOT = pathlib.Path(__file__).parents[1]
+EXAMPLE = ROOT / "examples" / "contrastive.py"
+CHECKS = [
+    "axis_name: gradient of the window, float64",
+    "no axis_name: another gradient",
+    "axis_name: distance to the undivided run",
+    "no axis_name: another run",
+]
+
+
+# Most of the time goes into compiling.
+def test_the_example_runs_from_the_command_line_and_shows_what_it_says(tmp_path):
+    environment = os.environ | {
+        "XLA_FLAGS": "--xla_backend_optimization_level=0",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    options = ["--steps", "2", "--seeds", "2", "--out", str(tmp_path)]
+    run = subprocess.run(
+        [sys.executable, str(EXAMPLE), *options],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    # Without a terminal there are no bar and no control characters.
+    assert run.stderr == ""
+    assert "\r" not in run.stdout
+    assert re.findall(r"^  (\w+) +(.+?)(?:  .*)?$", run.stdout, re.MULTILINE) == [
+        ("ok", check) for check in CHECKS
+    ]
+    rows = re.findall(
+        r"^(.{22})  (\S+) % +(\S+)  (\S+) +(\S+) +(\d+) KiB$", run.stdout, re.MULTILINE
+    )
+    whole, alone, axis = rows
+    names = ["undivided, 512", "8 x 64, no axis_name", "8 x 64, axis_name"]
+    assert [row[0].strip() for row in rows] == names
+    assert whole[1:4] == axis[1:4]
+    assert float(axis[4]) < 1e-4 < float(alone[4])
+    assert 4 * int(axis[5]) < int(whole[5])
+
+    picture = matplotlib.image.imread(tmp_path / "contrastive.png")
+    assert picture.shape[0] > 500
+    assert picture.shape[1] > 1000
+    assert picture.std() > 0.05
+
+
+@pytest.fixture(scope="module")
+def example():
+    """The example as a module."""
+    # Optax promotes.
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield helpers.load(EXAMPLE)
+
+
+def first_rows_are_everyones(example, params, pairs):
+    a, b = example.encode(params, pairs)
+    all_a, all_b = jax.lax.all_gather((a, b), "rows", tiled=True)
+    return example.contrast(params["scale"], a, b, all_a, all_b, 0)
+
+
+def half_of_the_gradient(example, params, pairs):
+    a, b = example.encode(params, pairs)
+    gathered = jax.lax.all_gather((a, b), "rows", tiled=True)
+    first = jax.lax.axis_index("rows") * len(a)
+    others = jax.lax.stop_gradient(gathered)
+    return example.contrast(params["scale"], a, b, *others, first)
+
+
+def without_a_row(example, params, pairs):
+    last = jax.lax.axis_index("rows") == example.K - 1
+    weight = jnp.where(last, 0.0, 1.0)
+    return weight * example.window_loss(params, pairs)
+
+
+WRONG = [first_rows_are_everyones, half_of_the_gradient, without_a_row]
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_gradient_is_found_and_the_exit_status_is_1(
+    wrong, example, monkeypatch, tmp_path, capsys
+):
+    loss = functools.partial(wrong, example)
+    side = ga.value_and_grad(loss, example.K, axis_name="rows")
+    monkeypatch.setitem(example.SIDES, example.AXIS, side)
+    monkeypatch.setattr(example, "draw_picture", lambda *_: None)
+    assert example.main(["--steps", "1", "--seeds", "1", "--out", str(tmp_path)]) == 1
+    failed = re.findall(r"^  FAILED +(.+?)  ", capsys.readouterr().out, re.MULTILINE)
+    assert failed == [CHECKS[0], CHECKS[2]]
+
+
+def test_a_run_that_needs_no_axis_is_found(example, monkeypatch, tmp_path, capsys):
+    monkeypatch.setitem(example.SIDES, example.ALONE, example.SIDES[example.UNDIVIDED])
+    monkeypatch.setattr(example, "draw_picture", lambda *_: None)
+    assert example.main(["--steps", "1", "--seeds", "1", "--out", str(tmp_path)]) == 1
+    failed = re.findall(r"^  FAILED +(.+?)  ", capsys.readouterr().out, re.MULTILINE)
+    assert failed == [CHECKS[1], CHECKS[3]]
+
+
+@pytest.mark.parametrize("option", ["--steps", "--seeds"])
+def test_less_than_one_is_refused(option, example, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        example.main([option, "0"])
+    assert exit_.value.code == 2
+    assert f"{option} must be at least 1, but it is 0." in capsys.readouterr().err

@@ -1,0 +1,437 @@
+"""Logical devices: the same bits on any number of devices that divides them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import bits, nbytes
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import ga_optax as ga
+from ga_optax import _duplicates, _loop, accumulator
+
+L, WIDTH, ROWS = 8, 8, 32
+NUMBERS = (8, 4, 2, 1)
+
+
+def make_mesh(n, names=("data",), shape=None, kind=AxisType.Auto):
+    return jax.make_mesh(
+        shape or (n,), names, axis_types=(kind,) * len(names), devices=jax.devices()[:n]
+    )
+
+
+def logical(mesh, name="data", **options):
+    return ga.DataAxis(name, mesh=mesh, logical_devices=L, **options)
+
+
+def put(tree, mesh, spec):
+    return jax.device_put(tree, NamedSharding(mesh, spec))
+
+
+def normal(seed, *shape):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def make_params():
+    layers = normal(0, 2, WIDTH, WIDTH) / 4
+    return {"layers": layers, "q": normal(1, WIDTH, WIDTH), "gain": normal(2, WIDTH)}
+
+
+def make_batch(rows=ROWS):
+    lengths = 1 + np.arange(rows) * (WIDTH - 1) // (rows - 1)
+    mask = (np.arange(WIDTH) < lengths[:, None]).astype(np.float32)
+    return {"x": normal(3, rows, WIDTH), "mask": mask}
+
+
+def layer(h, w):
+    return h + jnp.tanh(h @ w) * jax.nn.silu(h), None
+
+
+def token_loss(params, batch, key):
+    """Layers that are computed again, attention, dropout, and a mean over tokens."""
+    kept = jax.random.bernoulli(key, 0.9, batch["x"].shape)
+    h = jnp.where(kept, batch["x"], 0) * params["gain"][None]
+    h, _ = jax.lax.scan(jax.checkpoint(layer), h, params["layers"])
+    scores = (h * params["q"][0][None])[:, :, None] * h[:, None] / 3
+    h = jnp.sum(jax.nn.softmax(scores) * h[:, None], -1) @ params["q"]
+    error = jnp.sum(h**2 * batch["mask"]) / jnp.sum(batch["mask"])
+    return error + 0.01 * jnp.sum(params["gain"] ** 2)
+
+
+def count(batch):
+    return jnp.sum(batch["mask"])
+
+
+def train(n, k, *, of=L, steps=2, **options):
+    """All bits of a run on n devices: parameters, Adam's state and the losses."""
+    mesh = make_mesh(n)
+    data_axis = ga.DataAxis("data", mesh=mesh, logical_devices=of)
+    gradient = ga.value_and_grad(
+        token_loss, k, rng_argnums=2, data_axis=data_axis, **options
+    )
+    opt = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-2, eps=1e-6))
+
+    @jax.jit
+    def step(params, state, batch, key):
+        value, grads = gradient(params, batch, key)
+        updates, state = opt.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    params, losses = put(make_params(), mesh, P()), []
+    state, batch = opt.init(params), put(make_batch(), mesh, P("data"))
+    for i in range(steps):
+        params, state, value = step(params, state, batch, jax.random.key(i))
+        losses.append(value)
+    return bits(jax.device_get((params, state, losses)))
+
+
+# With references (in place) from jax 0.11.1 on.
+@pytest.mark.parametrize(
+    ("k", "options"),
+    [
+        (2, {"weight_fn": count}),
+        pytest.param(1, {"weight_fn": count}, marks=pytest.mark.published),
+        pytest.param(4, {"in_place": False}, marks=pytest.mark.published),
+    ],
+)
+def test_a_run_has_the_same_bits_on_any_number_of_devices(
+    k, options, optax_promotion
+):
+    first, *others = (train(n, k, **options) for n in NUMBERS)
+    for other in others:
+        assert other == first
+
+
+def test_without_logical_devices_the_bits_depend_on_the_devices(optax_promotion):
+    """The twin: as many micro-batches of the same rows, and other sums."""
+    assert train(8, 1, of=None, steps=1) != train(4, 2, of=None, steps=1)
+
+
+# -- The order of the sums -------------------------------------------------------------
+
+
+def tree_sum(terms):
+    """In float32, neighbours first."""
+    while len(terms) > 1:
+        terms = [a + b for a, b in zip(terms[::2], terms[1::2], strict=True)]
+    return terms[0]
+
+
+def linear(params, x):
+    return jnp.mean(x @ params)
+
+
+def gradient_on(mesh, data_axis, params, batch, spec, **options):
+    fun = jax.jit(ga.value_and_grad(linear, 1, data_axis=data_axis, **options))
+    return fun(put(params, mesh, spec), put(batch, mesh, P(data_axis.name)))
+
+
+@pytest.mark.parametrize("size", [5, 20_001, 2**15], ids=["small", "odd", "large"])
+def test_sums_are_added_in_a_tree_whose_leaves_are_the_logical_devices(size):
+    params, batch = np.zeros(size, np.float32), normal(4, L, size)
+    expected = tree_sum(list(batch)) / np.float32(L)
+    for n in (1, 4):
+        mesh = make_mesh(n)
+        _, got = gradient_on(mesh, logical(mesh), params, batch, P())
+        np.testing.assert_array_equal(got, expected)
+    one_by_one = np.add.accumulate(batch)[-1] / np.float32(L)
+    assert np.any(one_by_one != expected)
+
+
+SPECS = [P("a"), P("b"), P(None, "b"), P(("a", "b")), P(("b", "a")), P("b", "a")]
+
+
+@pytest.mark.parametrize("spec", [P(), *SPECS], ids=str)
+def test_two_axes_and_sharded_parameters_have_those_bits_too(spec):
+    params, batch = np.zeros((8, 8), np.float32), normal(5, L, 8, 8)
+    mesh = make_mesh(4, ("a", "b"), (2, 2))
+    data_axis = logical(mesh, ("a", "b"), param_specs=spec)
+
+    def loss(params, x):
+        return jnp.mean(jnp.sum(x * params[None], (1, 2)))
+
+    fun = jax.jit(ga.value_and_grad(loss, 1, data_axis=data_axis))
+    args = put(params, mesh, spec), put(batch, mesh, P(("a", "b")))
+    _, got = fun(*args)
+    assert got.sharding.spec == spec
+    np.testing.assert_array_equal(got, tree_sum(list(batch)) / np.float32(L))
+
+
+def test_a_narrow_accumulator_is_rounded_at_every_level():
+    batch = jnp.asarray(normal(6, L, 64), jnp.bfloat16)
+    params = jnp.zeros(64, jnp.bfloat16)
+    results = [
+        gradient_on(
+            mesh, logical(mesh), params, batch, P(), accumulator_dtype=jnp.bfloat16
+        )
+        for mesh in map(make_mesh, NUMBERS)
+    ]
+    for other in results[1:]:
+        assert bits(other) == bits(results[0])
+
+
+# -- Everything else that crosses devices ----------------------------------------------
+
+
+def with_aux(params, x, carry):
+    value = linear(params, x)
+    new = {"mean": carry["mean"] * 0.9 + jnp.mean(x), "steps": carry["steps"] + 1}
+    aux = {
+        "mean": value * 1.7,
+        "sum": jnp.sum(x > 0),
+        "last": jnp.min(x),
+        "stack": jnp.max(x),
+        "concat": jnp.sum(x, 1),
+    }
+    return value, (new, aux)
+
+
+def test_aux_of_every_mode_and_the_carry_are_those_of_the_logical_devices():
+    params, batch = normal(7, WIDTH), normal(8, ROWS, WIDTH)
+    carry = {"mean": np.float32(0.3), "steps": np.int32(5)}
+    options = {"aux": {name: name for name in ("mean", "sum", "last", "stack")}}
+    options["aux"]["concat"] = "concat"
+    results = []
+    for n in NUMBERS:
+        mesh = make_mesh(n)
+        fun = ga.value_and_grad(
+            with_aux,
+            2,
+            has_aux=True,
+            carry_argnums=2,
+            data_axis=logical(mesh),
+            **options,
+        )
+        got = jax.jit(fun)(
+            put(params, mesh, P()), put(batch, mesh, P("data")), put(carry, mesh, P())
+        )
+        results.append(jax.device_get(got))
+    for other in results[1:]:
+        assert bits(other) == bits(results[0])
+    (_, (new, aux)), _ = results[0]
+    assert new["steps"] == 7
+    assert aux["sum"] == np.sum(batch > 0)
+    assert aux["last"] == np.min(batch[-2:])
+    np.testing.assert_array_equal(aux["stack"], np.max(batch.reshape(16, -1), 1))
+    np.testing.assert_allclose(aux["concat"], batch.sum(1), rtol=1e-5, atol=1e-5)
+
+
+def test_inside_a_shard_map_it_is_the_same():
+    params, batch = normal(9, WIDTH), normal(10, ROWS, WIDTH)
+    mesh = make_mesh(2)
+    expected = gradient_on(mesh, logical(mesh), params, batch, P())
+    fun = ga.value_and_grad(linear, 1, data_axis=logical(None))
+    specs = {"in_specs": (P(), P("data")), "out_specs": (P(), P())}
+    got = jax.jit(jax.shard_map(fun, mesh=mesh, **specs))(params, batch)
+    assert bits(got) == bits(expected)
+
+
+@pytest.mark.parametrize("way", ["MultiSteps", "accumulate"])
+def test_a_window_goes_on_in_the_middle_on_another_number_of_devices(
+    way, optax_promotion
+):
+    """Two calls a window; after each, the state moves to other devices."""
+    batches = [normal(seed, ROWS, WIDTH) for seed in range(4)]
+    opt = optax.adam(1e-2, eps=1e-6)
+    tx = ga.MultiSteps(opt, 2)
+
+    def compiled(mesh):
+        data_axis = logical(mesh)
+
+        def micro_step(params, state, batch):
+            _, grads = ga.value_and_grad(square, 2, data_axis=data_axis)(params, batch)
+            return ga.apply_gradients(tx, grads, state, params)
+
+        def accumulate(params, state, batch):
+            acc, state = state
+            _, acc = ga.accumulate(square, 2, data_axis=data_axis)(acc, params, batch)
+
+            def close():
+                updates, new = opt.update(accumulator.mean(acc), state, params)
+                empty = acc._replace(count=jnp.zeros_like(acc.count))
+                return optax.apply_updates(params, updates), (empty, new)
+
+            return jax.lax.cond(acc.count == 4, close, lambda: (params, (acc, state)))
+
+        return jax.jit(micro_step if way == "MultiSteps" else accumulate)
+
+    def run(numbers):
+        params = normal(11, WIDTH, WIDTH)
+        state = tx.init(params)
+        if way == "accumulate":
+            state = accumulator.init(params), opt.init(params)
+        steps = {n: compiled(make_mesh(n)) for n in set(numbers)}
+        for n, batch in zip(numbers, batches, strict=True):
+            mesh = make_mesh(n)
+            args = put((params, state), mesh, P())
+            out = steps[n](*args, put(batch, mesh, P("data")))
+            params, state = jax.device_get(out)
+        return params, state
+
+    expected = run([4, 4, 4, 4])
+    assert np.any(expected[0] != normal(11, WIDTH, WIDTH))
+    assert bits(run([4, 1, 2, 1])) == bits(expected)
+
+
+def square(params, x):
+    return jnp.mean(jnp.tanh(x @ params) ** 2)
+
+
+# -- What it sends ---------------------------------------------------------------------
+
+
+def wire_bytes(found, n):
+    """What a device sends: its operand but for its own share, or its share n - 1 times.
+
+    A ring's all-reduce sends n - 1 shares twice.
+    """
+    factor = {
+        "all-to-all": (n - 1) / n,
+        "all-gather": n - 1,
+        "all-reduce": 2 * (n - 1) / n,
+    }
+    return sum(factor[c.kind] * c.num_bytes for c in found.collectives)
+
+
+@pytest.mark.parametrize("n", [2, 8])
+def test_it_sends_as_many_bytes_as_an_all_reduce(n):
+    mesh = make_mesh(n)
+    params, batch = np.zeros((256, 128), np.float32), normal(12, ROWS, 256)
+
+    def audit(data_axis):
+        fun = jax.jit(ga.value_and_grad(square, 2, data_axis=data_axis))
+        args = put(params, mesh, P()), put(batch, mesh, P("data"))
+        return ga.audit(fun.lower(*args).compile(), mesh)
+
+    plain, ours = audit(ga.DataAxis("data", mesh=mesh)), audit(logical(mesh))
+    assert {c.kind for c in plain.collectives} == {"all-reduce"}
+    assert {(c.kind, c.axes) for c in ours.collectives} == {
+        ("all-to-all", ("data",)),
+        ("all-gather", ("data",)),
+    }
+    assert not ours.in_loop
+    padding = 2 * 4 * (n - 2)  # two scalars, in as many parts as there are devices
+    ring = 2 * (n - 1) / n * nbytes(params)
+    assert wire_bytes(ours, n) - wire_bytes(plain, n) <= padding * 2 * (n - 1) / n
+    assert ring <= wire_bytes(plain, n) < 1.001 * ring
+
+
+def test_a_gradient_that_stays_sharded_is_not_gathered():
+    mesh = make_mesh(4)
+    params, batch = np.zeros((256, 128), np.float32), normal(12, ROWS, 256)
+    data_axis = logical(mesh, param_specs=P("data"))
+    fun = jax.jit(ga.value_and_grad(square, 2, data_axis=data_axis))
+    args = put(params, mesh, P("data")), put(batch, mesh, P("data"))
+    found = ga.audit(fun.lower(*args).compile(), mesh).collectives
+    large = [(c.kind, c.num_bytes) for c in found if c.num_bytes > 100]
+    whole = nbytes(params)
+    assert sorted(large) == [("all-gather", whole // 4), ("all-to-all", whole)]
+
+
+# -- Why one device agrees -------------------------------------------------------------
+
+
+def test_equal_equations_become_one_also_in_loops_and_inner_jits():
+    def body(x, _):
+        a = jax.nn.softmax(x) + jnp.exp(x)
+        return a * jnp.exp(x) - jax.jit(jnp.exp)(x), jnp.sum(x)
+
+    def fun(x):
+        return jax.lax.scan(body, x, length=3)
+
+    x = jnp.asarray(normal(13, 4))
+    closed = jax.make_jaxpr(fun)(x)
+    new = _duplicates.merged(closed.jaxpr)
+    assert str(closed).count(" exp ") == 4
+    assert str(new).count(" exp ") == 2  # of x, and of x - max(x)
+    got = jax.core.eval_jaxpr(new, closed.consts, x)
+    assert bits(got) == bits(fun(x))
+
+
+def test_random_numbers_of_one_key_are_drawn_once_and_references_stay():
+    def fun(x):
+        ref = jax.new_ref(x)
+        ref[...] += x
+        first = ref[...]
+        ref[...] += x
+        return first, ref[...]
+
+    closed = jax.make_jaxpr(fun)(jnp.float32(1))
+    out = jax.jit(
+        lambda x: jax.core.eval_jaxpr(_duplicates.merged(closed.jaxpr), (), x)
+    )(jnp.float32(1))
+    assert [float(x) for x in out] == [2.0, 3.0]
+
+
+@pytest.mark.parametrize("twin", ["duplicates", "count"])
+def test_without_the_fences_some_number_of_devices_differs(
+    twin, monkeypatch, optax_promotion
+):
+    """The twin: the programs are compiled otherwise, and the bits show it."""
+    if twin == "duplicates":
+        monkeypatch.setattr(_duplicates, "merged", lambda jaxpr: jaxpr)
+    else:
+        monkeypatch.setattr(_loop, "_island", lambda tree: tree)
+    first, *others = (train(n, 1, steps=1) for n in (8, 4, 1))
+    assert any(other != first for other in others)
+
+
+# -- Errors ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"logical_devices": 6}, ValueError, "power of two.*it is 6. Use 4 or 8"),
+        ({"logical_devices": 0}, ValueError, "at least 1.*it is 0"),
+        ({"logical_devices": 8.0}, TypeError, "an int.*8.0"),
+        ({"logical_devices": 8, "sync": "each"}, ValueError, 'sync is "each"'),
+    ],
+)
+def test_logical_devices_that_cannot_be_raise(options, error, words):
+    with pytest.raises(error, match=words):
+        ga.DataAxis("data", **options)
+
+
+@pytest.mark.parametrize(
+    ("n", "rows", "k", "words"),
+    [
+        (3, 48, 1, "must divide logical_devices=8.*are 3. Use 1, 2, 4 or 8"),
+        (2, 12, 1, "8 logical devices.*(12, 8).*a batch of 8 or 16"),
+        (2, 32, 3, "each of the 8 logical devices, 4 examples.*Use 1, 2 or 4"),
+    ],
+)
+def test_devices_and_batches_that_do_not_divide_raise(n, rows, k, words):
+    mesh = make_mesh(n)
+    fun = ga.value_and_grad(_never, k, data_axis=logical(mesh))
+    with pytest.raises(ValueError, match=words):
+        fun(normal(0, WIDTH), normal(1, rows, WIDTH))
+
+
+def _never(*args):
+    raise AssertionError("nothing is traced")
+
+
+def test_what_cannot_have_logical_devices_says_so():
+    with pytest.raises(ValueError, match="axis_name='rows' must have no logical"):
+        ga.value_and_grad(_never, 2, axis_name="rows", data_axis=logical(None))
+    with pytest.raises(TypeError, match="MultiSteps takes what those return"):
+        ga.MultiSteps(optax.sgd(1.0), 2, data_axis=logical(None))
+    add = ga.accumulate(_never, 1, data_axis=logical(None))
+    params = normal(0, WIDTH)
+    specs = {"in_specs": (P(), P(), P("data")), "out_specs": P()}
+    inside = jax.shard_map(add, mesh=make_mesh(2), **specs)
+    with pytest.raises(ValueError, match="nor logical_devices.*at top level"):
+        inside(accumulator.init(params), params, normal(1, ROWS, WIDTH))
+
+
+def test_explicit_axes_beside_it_that_shard_a_parameter_raise():
+    mesh = make_mesh(4, ("data", "model"), (2, 2), AxisType.Explicit)
+    fun = ga.value_and_grad(_never, 1, data_axis=logical(mesh))
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match="automatic axes beside"):
+        jax.jit(fun)(
+            put(normal(0, WIDTH), mesh, P("model")),
+            put(normal(1, ROWS, WIDTH), mesh, P("data")),
+        )
