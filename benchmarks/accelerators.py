@@ -427,8 +427,10 @@ def print_rows(name: str, rows: Rows) -> None:
     for field in rows[0]:
         if field == "needed_mb" or field.startswith("over"):
             print(f"\n{name}: {field}")
-            cells = [[row["way"], *map(_cell, row[field].values())] for row in rows]
-            record.print_table(["way", *rows[0][field]], cells)
+            targets = list(rows[0][field])
+            cells = [[_cell(row[field].get(t, "-")) for t in targets] for row in rows]
+            named = [[row["way"], *line] for row, line in zip(rows, cells, strict=True)]
+            record.print_table(["way", *targets], named)
 
 
 def _cell(value: Any) -> Any:
