@@ -57,7 +57,7 @@ K = 8
 TARGETS = ("h200", "v5e", "v5p", "v6e")
 MESHES = {
     8: ("h200:8", "v5e:2x4", "v5p:2x2x2", "v6e:2x4"),
-    64: ("v5e:8x8", "v5p:4x4x4"),
+    64: ("v5p:4x4x4",),
     256: ("v5e:16x16",),
 }
 ALONE = "one micro-batch"
@@ -67,8 +67,7 @@ OURS_LAST = 'ga_optax, sharded, sync="last"'
 OURS_EACH = 'ga_optax, sharded, sync="each"'
 # Compiling takes long: all ways for some machines, and for the others these alone.
 ALL_WAYS = ("h200:8", "v5e:2x4")
-SCALED = (peers.SCAN_KEPT, OURS_AXIS, SHARDED_SCAN, OURS_LAST, OURS_EACH)
-FEW = (ALONE, peers.OURS, peers.SCAN)
+SCALED = (OURS_AXIS, SHARDED_SCAN, OURS_LAST, OURS_EACH)
 
 Rows = list[dict[str, Any]]
 find = functools.cache(_target.find)
@@ -220,8 +219,8 @@ class Model(NamedTuple):
     loss: Any
     params: Any
     rows_of: Callable[[int], Any]  # the shapes of so many rows
-    targets: tuple[str, ...]  # for which every way is compiled
-    more: tuple[str, ...]  # and for these those in FEW
+    targets: tuple[str, ...]
+    ways: tuple[str, ...] | None  # None: all
 
 
 def models(quick: bool) -> dict[str, Model]:
@@ -239,14 +238,14 @@ def models(quick: bool) -> dict[str, Model]:
             jax.eval_shape(lambda: peers.make_params(layers, width)),
             lambda n: shape((n * tokens, width)),
             ("h200", "v5e"),
-            ("v5p", "v6e"),
+            None,
         ),
         "reference": Model(
             functools.partial(reference_model.loss, config),
             jax.eval_shape(lambda: reference_model.init(config)),
             lambda n: shape((n, config.length + 1), jnp.int32),
             ("h200",),
-            ("v5e",),
+            (ALONE, *peers.IN_ONE_CALL),
         ),
     }
 
@@ -281,11 +280,13 @@ def measure_window(quick: bool) -> dict[str, Rows]:
         size = peers.tree_bytes(model.params)
         micro = model.rows_of(number).shape[0]
         for way, (init, step, batches) in steps_of(model.loss, opt, micro).items():
+            if model.ways and way not in model.ways:
+                continue
             row: dict[str, Any] = collections.defaultdict(
                 dict, way=way, param_bytes=size
             )
             rows.append(row)
-            for target in model.targets + (model.more if way in FEW else ()):
+            for target in model.targets:
                 state = model.params, jax.eval_shape(init, model.params)
                 program = compiled(target, step, state, model.rows_of(batches * number))
                 traffic = hlo.traffic(program.text)

@@ -29,6 +29,7 @@ MULTI_STEPS = "optax.MultiSteps"
 TWO_PROGRAMS = "two programs"
 UNROLLED = "unrolled loop"
 SCAN_KEPT = "plain scan, rows kept in place"
+IN_ONE_CALL = (OURS, OURS_PLAIN, SCAN, MICROBATCHING)
 
 
 # -- Models ----------------------------------------------------------------------------
