@@ -212,7 +212,7 @@ def test_a_ratio_that_is_not_of_its_numbers_is_found():
             within = changed
             for key in path[:-1]:
                 within = within[key]
-            within[path[-1]] *= 1.01
+            within[path[-1]] = 1.01 * within[path[-1]] or 0.01
             with pytest.raises(AssertionError):
                 check(changed)
             found += 1
