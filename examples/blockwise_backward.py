@@ -25,8 +25,8 @@ Then it prints the memory that both need, and trains for a while, block by block
 CPU it exits with 1 if the first column shows more than that; elsewhere the compiler may
 fuse a whole model otherwise than its blocks.
 
-It needs flax, matplotlib and tqdm, as `char_lm.py` does, from which the corpus comes:
-the dependency group `demo`.
+It needs flax, matplotlib, orbax-checkpoint and tqdm, as `char_lm.py` does, from which
+the corpus comes: the dependency group `demo`.
 """
 
 import argparse

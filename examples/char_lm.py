@@ -1,31 +1,40 @@
-"""A small language model of Python source, learned in token-weighted micro-batches.
+"""A run from a config to a checkpoint: a small language model of Python source.
 
     python examples/char_lm.py
 
 A decoder-only transformer reads the standard library of the Python that runs it, byte
 by byte. One example is one line. Lines have very different lengths, so micro-batches
 with the same number of lines hold different numbers of tokens. The mean of their mean
-losses is then not the mean over the tokens, and its gradient is wrong, too. So each
-micro-batch is weighted by its tokens. That takes one argument,
-`weight_fn=count_tokens`.
+losses is then not the mean over the tokens. So each micro-batch is weighted by its
+tokens.
 
-The program first compares these gradients on the first window. It exits with 1 if the
-token-weighted gradient is not that of the undivided batch. Then it trains, with a whole
-window in one jitted step, and different dropout in each micro-batch. It prints the loss
-on held-out files, and at the end some lines from the model. The loss curve is in
-out/char_lm.png. A run takes two minutes on two CPU cores, or seconds with `--quick`.
+The program is meant as a model of how to run such a training:
 
-It needs flax, matplotlib and tqdm: the dependency group `demo`.
+    the config     defaults, `--config FILE`, flags; what was used is in config.json
+    the window     `plan` finds the fewest micro-batches that fit into `memory_limit`
+    the gradient   `verify` compares it with that of the undivided batch, or it stops
+    the data       a pure function of the seed and the step: nothing to restore
+    the log        loss, tokens a second and the gradient noise scale, in log.jsonl
+    checkpoints    Orbax writes one every `save_every` micro-steps, inside a window, too
+    a restart      the same command continues a run that was killed, with the same bits
+
+All files are in out/char_lm, also a picture of the curves and of the memory at the end,
+when some lines of the model are printed. `--fresh` starts again. A run takes MINUTES
+minutes on two CPU cores, `--quick` one. For a GPU: `--layers 12 --width 768 --heads 12
+--length 256 --batch-size 512 --memory-limit 20GiB`.
+
+It needs flax, matplotlib, orbax-checkpoint and tqdm: the dependency group `demo`.
 """
 
 import argparse
 import dataclasses
 import functools
+import json
 import pathlib
+import shutil
 import sys
 import sysconfig
 import time
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -34,8 +43,8 @@ import jax.numpy as jnp
 import matplotlib as mpl
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import tqdm
-from jax.flatten_util import ravel_pytree
 
 import ga_optax as ga
 from ga_optax import data
@@ -46,20 +55,31 @@ import matplotlib.pyplot as plt
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Model and run. The number of micro-batches changes neither, and is not here."""
+    """Model and run. The number of micro-batches follows from the memory limit."""
 
     layers: int = 4  # transformer blocks, with stacked parameters
     width: int = 96  # features of a token between the blocks
     heads: int = 4  # of the attention; they share the width
     length: int = 64  # tokens of an example; the rest of a line is cut off
     dropout: float = 0.05  # fraction of the features set to zero
-    steps: int = 400
+    steps: int = 240
     batch_size: int = 64  # lines in a window
     learning_rate: float = 4e-3  # the largest, after the warm-up
     seed: int = 0
+    memory_limit: str = "24MiB"  # what a micro-step may need
+    save_every: int = 250  # micro-steps between two checkpoints
 
 
-QUICK = Config(layers=2, width=32, heads=2, length=32, steps=40, batch_size=32)
+QUICK = Config(
+    layers=2,
+    width=32,
+    heads=2,
+    length=32,
+    steps=40,
+    batch_size=32,
+    memory_limit="1.5MiB",
+    save_every=50,
+)
 
 
 def make_key(config: Config, purpose: str) -> jax.Array:
@@ -217,25 +237,58 @@ def make_optimizer(config: Config) -> optax.GradientTransformation:
     return optax.chain(optax.clip_by_global_norm(1.0), adamw)
 
 
-def make_step(num_microbatches: int, config: Config = Config()) -> Any:
-    """A jitted step over a window; `ga.plan` can choose its number of micro-batches.
-
-    Returns:
-      A function `(params, state, tokens, dropout_key) -> (params, state, loss)`. It
-      donates parameters and state.
-    """
-    tx = make_optimizer(config)
-    loss = functools.partial(loss_fn, make_model(config))
-    value_and_grad = ga.value_and_grad(
-        loss, num_microbatches, rng_argnums=2, weight_fn=count_tokens
+def make_windows(num_microbatches: int, config: Config) -> ga.MultiSteps:
+    """The optimizer, run once a window. It keeps the window's loss and its noise."""
+    return ga.MultiSteps(
+        make_optimizer(config),
+        num_microbatches,
+        track_noise=True,
+        mean_argnames="value",
     )
 
-    def step(params: Any, state: Any, tokens: jax.Array, dropout_key: jax.Array) -> Any:
-        loss, grads = value_and_grad(params, tokens, dropout_key)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, loss
+
+def make_step(num_microbatches: int, config: Config = Config()) -> Any:
+    """A jitted micro-step; `ga.plan` can choose the number of micro-batches.
+
+    It is given the whole window, and reads its own rows: the state knows which come
+    next. So the step is the same before and after a restart.
+
+    Returns:
+      A function `(params, state, window, dropout_key) -> (params, state)`. It donates
+      parameters and state.
+    """
+    tx = make_windows(num_microbatches, config)
+    model = make_model(config)
+    rows = config.batch_size // num_microbatches
+
+    def step(params: Any, state: Any, window: jax.Array, dropout_key: jax.Array) -> Any:
+        position = ga.stats(state).fill
+        tokens = jax.lax.dynamic_slice_in_dim(window, position * rows, rows)
+        key = jax.random.fold_in(dropout_key, position)
+        compute = jax.value_and_grad(functools.partial(loss_fn, model))
+        loss, grads = compute(params, tokens, key)
+        weight = count_tokens(tokens)
+        return ga.apply_gradients(tx, grads, state, params, weight=weight, value=loss)
 
     return jax.jit(step, donate_argnums=(0, 1))
+
+
+def plan(config: Config, candidates: list[int] | None, limit: str) -> ga.Plan:
+    """The fewest micro-batches, at least two, that fit into the memory."""
+    size = config.batch_size
+    params = jax.eval_shape(functools.partial(init_params, config))
+    state = jax.eval_shape(make_windows(2, config).init, params)
+    window = jax.ShapeDtypeStruct((size, config.length + 1), jnp.int32)
+    return ga.plan(
+        functools.partial(make_step, config=config),
+        params,
+        state,
+        window,
+        make_key(config, "dropout"),
+        batch_size=size,
+        memory_limit=limit,
+        candidates=candidates or [k for k in range(2, size + 1) if size % k == 0],
+    )
 
 
 def make_evaluate(num_microbatches: int, config: Config = Config()) -> Any:
@@ -248,134 +301,184 @@ def make_evaluate(num_microbatches: int, config: Config = Config()) -> Any:
     return jax.jit(lambda params, tokens: value_and_grad(params, tokens)[0])
 
 
-# -- What must hold: the gradient of the undivided batch -------------------------------
-#
-# Let gᵢ be the gradients of the k micro-batches, wᵢ their tokens, and eps = 2⁻²³. Then
-#
-#     |accumulated - undivided|  <=  2·k·eps · Σ wᵢ·|gᵢ| / Σ wᵢ      in every element.
-#
-# In float32 the products, the sum and the division round at most k + 1 times, each time
-# by eps / 2 of numbers of this size (Higham, "Accuracy and Stability of Numerical
-# Algorithms", 2002, eq. 4.4). That is half of the bound. The network itself rounds
-# more, and differently for a larger batch. So we compare in float64, where all rounding
-# is 2²⁹ times smaller. A correct program is far below the bound, and a wrong one far
-# above.
-
-EPS = float(np.finfo(np.float32).eps)
-TINY = float(np.finfo(np.float32).tiny)  # for elements whose gradient is zero
-
-
-class Check(NamedTuple):
-    """Gradients of one window without dropout, compared with the undivided batch's.
-
-    Attributes:
-      counts: the tokens of each micro-batch.
-      loss: three losses: undivided, weighted by tokens, and as a mean of means.
-      relative: the relative error, in norm, of the gradients of the last two.
-      bounds: the error of their worst element, in units of its bound.
-    """
-
-    counts: np.ndarray
-    loss: list[float]
-    relative: list[float]
-    bounds: list[float]
-
-    @property
-    def ok(self) -> bool:
-        """Whether the accumulated gradient is the undivided one, up to rounding."""
-        return self.bounds[0] <= 1
-
-
-def check_gradient(
-    config: Config,
-    params: optax.Params,
-    tokens: np.ndarray,
-    num_microbatches: int,
-    weight_fn: Callable[[jax.Array], jax.Array] | None = count_tokens,
-) -> Check:
-    """Compares the gradients of one window. A test passes `weight_fn=None`."""
-    loss = functools.partial(loss_fn, make_model(config))
-    micro = np.split(tokens, num_microbatches)
-    counts = np.array([np.count_nonzero(batch[:, 1:]) for batch in micro])
-    with jax.enable_x64(True):
-        params = jax.tree.map(lambda p: np.asarray(p, np.float64), params)
-        whole = jax.jit(jax.value_and_grad(loss))
-        split = jax.jit(ga.value_and_grad(loss, num_microbatches, weight_fn=weight_fn))
-        found = [whole(params, tokens), split(params, tokens)]
-        found += [whole(params, batch) for batch in micro]
-        losses = np.array([value for value, _ in found])
-        vectors = np.stack([ravel_pytree(grads)[0] for _, grads in found])
-    undivided, accumulated, *_ = vectors
-    off = np.abs([accumulated - undivided, np.mean(vectors[2:], axis=0) - undivided])
-    size = np.average(np.abs(vectors[2:]), axis=0, weights=counts)
-    return Check(
-        counts,
-        [float(x) for x in (*losses[:2], np.mean(losses[2:]))],
-        list(np.linalg.norm(off, axis=1) / np.linalg.norm(undivided)),
-        list(np.max(off / (2 * num_microbatches * EPS * size + TINY), axis=1)),
-    )
-
-
-def print_check(check: Check) -> None:
-    """Prints three rows, of which the first two agree."""
-    k, counts = len(check.counts), check.counts
-    print(
-        f"\nThe first window, in {k} micro-batches of {min(counts)} to {max(counts)} "
-        f"tokens, {sum(counts):,} in all:\n\n"
-        f"{'':24}{'loss':>10}   gradient off by   its worst element off by\n"
-        f"{'undivided batch':24}{check.loss[0]:10.6f}"
-    )
-    for i, name in enumerate(("weighted by tokens", "mean of means")):
-        print(
-            f"{name:24}{check.loss[i + 1]:10.6f}{100 * check.relative[i]:14.2g} %"
-            f"{check.bounds[i]:14.2g} times the bound"
-        )
-    print("", flush=True)
-
-
-# -- Training --------------------------------------------------------------------------
+# -- The run ---------------------------------------------------------------------------
 
 
 class Run(NamedTuple):
-    """The result of a run: parameters, training losses, and held-out losses by step."""
+    """A folder with everything that a run writes.
 
-    params: optax.Params
-    losses: list[float]
-    held_out: dict[int, float]
+    Attributes:
+      config: of model and run.
+      num_microbatches: of a window.
+      memory: what `plan` found: pairs of a number of micro-batches and the bytes that a
+        micro-step needs.
+      folder: of config.json, log.jsonl, checkpoints and picture.
+    """
+
+    config: Config
+    num_microbatches: int
+    memory: list[list[int]]
+    folder: pathlib.Path
+
+    @property
+    def file(self) -> pathlib.Path:
+        """What a restart has to know."""
+        return self.folder / "config.json"
+
+    @property
+    def log(self) -> pathlib.Path:
+        """A line for each step."""
+        return self.folder / "log.jsonl"
+
+    def write(self) -> None:
+        """Writes the config."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        content = self._replace(config=dataclasses.asdict(self.config))._asdict()
+        content["folder"] = None
+        write(self.file, json.dumps(content, indent=1))
 
 
-def train(
-    config: Config, corpus: Corpus, params: optax.Params, num_microbatches: int
-) -> Run:
-    """Trains a copy of `params`. The same call gives the same bits."""
-    step = make_step(num_microbatches, config)
+def write(path: pathlib.Path, text: str) -> None:
+    """Writes a file: completely, or not at all."""
+    new = path.with_name(path.name + ".new")
+    new.write_text(text)
+    new.replace(path)
+
+
+def read_run(folder: pathlib.Path) -> Run | None:
+    """The run that a folder holds, if any."""
+    try:
+        content = json.loads((folder / "config.json").read_text())
+    except FileNotFoundError:
+        return None
+    content |= {"config": Config(**content["config"]), "folder": folder}
+    return Run(**content)
+
+
+def read_log(path: pathlib.Path, steps: int) -> list[dict[str, Any]]:
+    """The first lines of the log: a killed process may have written some too many."""
+    lines = path.read_text().splitlines()[:steps] if path.exists() else []
+    if len(lines) < steps:
+        raise ValueError(
+            f"{path} must have a line for each of the {steps} steps of the checkpoint, "
+            f"but it has {len(lines)}. Start again with --fresh."
+        )
+    return [json.loads(line) for line in lines]
+
+
+def open_checkpoints(folder: pathlib.Path) -> ocp.CheckpointManager:
+    """The checkpoints of a run. Each is written completely, or not at all."""
+    options = ocp.CheckpointManagerOptions(
+        max_to_keep=2,
+        enable_async_checkpointing=False,  # the next micro-step takes over the buffers
+    )
+    return ocp.CheckpointManager((folder / "checkpoints").absolute(), options=options)
+
+
+def is_exact(run: Run, params: Any, window: np.ndarray) -> bool:
+    """Whether a window has the gradient of the undivided batch; says so."""
+    report = ga.verify(
+        functools.partial(loss_fn, make_model(run.config)),
+        params,
+        window,
+        run.num_microbatches,
+        weight_fn=count_tokens,
+    )
+    counts = [count_tokens(part) for part in np.split(window, run.num_microbatches)]
+    print(
+        f"The first window, in {run.num_microbatches} micro-batches of "
+        f"{min(counts)} to {max(counts)} tokens, {sum(counts):,} in all, has "
+        + (
+            "the gradient of the undivided batch." if report.ok else "another gradient:"
+        ),
+        flush=True,
+    )
+    if not report.ok:
+        print(f"\n{report}")
+    return report.ok
+
+
+def train(run: Run, corpus: Corpus) -> tuple[Any, list[dict[str, Any]]] | None:
+    """Runs to the end from the last checkpoint, if any; None if `verify` says no.
+
+    Returns:
+      The parameters and the log.
+    """
+    config, k, size = run.config, run.num_microbatches, run.config.batch_size
+    params = init_params(config)
+    state = make_windows(k, config).init(params)
+    step = make_step(k, config)
     # The held-out window is eight times as long, in micro-batches of the same size.
-    evaluate = make_evaluate(8 * num_microbatches, config)
-    size = config.batch_size
+    evaluate = make_evaluate(8 * k, config)
     validation = draw_window(corpus.held_out, make_key(config, "held out"), 0, 8 * size)
-    params = jax.tree.map(jnp.copy, params)
-    state = make_optimizer(config).init(params)
-    losses, held_out = [], {0: float(evaluate(params, validation))}
-    every, tokens, seconds = max(1, config.steps // 16), 0, 0.0
 
-    bar = tqdm.tqdm(range(config.steps), unit="step", disable=None)
-    bar.write(f"step {0:5}   held-out loss {held_out[0]:.4f} nats a byte")
-    for i in bar:
-        start = time.perf_counter()
-        window = draw_window(corpus.train, make_key(config, "windows"), i, size)
-        dropout_key = jax.random.fold_in(make_key(config, "dropout"), i)
-        params, state, loss = step(params, state, window, dropout_key)
-        losses.append(float(loss))
-        if i > 0:  # the first call compiles
-            tokens += np.count_nonzero(window[:, 1:])
-            seconds += time.perf_counter() - start
-        speed = f"{tokens / max(seconds, 1e-9):,.0f} tokens/s"
-        bar.set_postfix_str(f"loss {losses[-1]:.3f}, {speed}", refresh=False)
-        done = i + 1
-        if done % every == 0 or done == config.steps:
-            loss = held_out[done] = float(evaluate(params, validation))
-            bar.write(f"step {done:5}   held-out loss {loss:.4f} nats a byte   {speed}")
-    return Run(params, losses, held_out)
+    def draw(i: int) -> np.ndarray:
+        return draw_window(corpus.train, make_key(config, "windows"), i, size)
+
+    with open_checkpoints(run.folder) as checkpoints:
+        done = checkpoints.latest_step() or 0  # micro-steps
+        if done:
+            saved = ocp.args.StandardRestore({"params": params, "state": state})
+            restored: Any = checkpoints.restore(done, args=saved)
+            params, state = restored["params"], restored["state"]
+            print(
+                f"Continues after micro-step {done}, {done % k} of {k} in its window."
+            )
+        elif not is_exact(run, params, draw(0)):
+            return None
+        log = read_log(run.log, done // k)
+        write(run.log, "".join(json.dumps(line) + "\n" for line in log))
+
+        every = max(1, config.steps // 16)
+        bar = tqdm.tqdm(
+            range(done // k, config.steps),
+            initial=done // k,
+            total=config.steps,
+            unit="step",
+            disable=None,
+        )
+        compiled = False
+        for i in bar:
+            start, window = time.perf_counter(), draw(i)
+            first, dropout_key = (
+                done % k,
+                jax.random.fold_in(make_key(config, "dropout"), i),
+            )
+            for _ in range(first, k):
+                params, state = step(params, state, window, dropout_key)
+                done += 1
+                if done % config.save_every == 0 and done % k:
+                    tree = {"params": params, "state": state}
+                    checkpoints.save(done, args=ocp.args.StandardSave(tree))
+            line = {"step": i + 1, "loss": float(state.arg_totals["value"])}
+            if compiled and not first:
+                tokens, seconds = int(count_tokens(window)), time.perf_counter() - start
+                line["tokens_per_second"] = round(tokens / seconds)
+            compiled = True
+            if (i + 1) % every == 0 or i + 1 == config.steps:
+                scale = ga.noise_scale(state)
+                line["held_out"] = float(evaluate(params, validation))
+                line["noise_scale"] = float(scale.value) if scale.known else None
+                bar.write(describe(line, scale))
+            log.append(line)
+            with run.log.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+            if done % config.save_every == 0 or i + 1 == config.steps:
+                tree = {"params": params, "state": state}
+                checkpoints.save(done, args=ocp.args.StandardSave(tree), force=True)
+            bar.set_postfix_str(f"loss {line['loss']:.3f}", refresh=False)
+    return params, log
+
+
+def describe(line: dict[str, Any], scale: ga.NoiseScale) -> str:
+    """A line of the log to read."""
+    noise = f"{scale.value:8,.0f}" if scale.known else " unknown"
+    speed = line.get("tokens_per_second")
+    return (
+        f"step {line['step']:5}   loss {line['loss']:.4f}   held out "
+        f"{line['held_out']:.4f}   noise scale {noise} tokens, a window has "
+        f"{scale.window:,.0f}" + (f"   {speed:,} tokens/s" if speed else "")
+    )
 
 
 # -- Output ----------------------------------------------------------------------------
@@ -411,88 +514,132 @@ def byte_frequency_loss(corpus: Corpus) -> float:
     return float(-np.average(np.log((learned + 1) / np.sum(learned + 1)), weights=seen))
 
 
-def draw_picture(path: pathlib.Path, run: Run, check: Check, baseline: float) -> None:
-    """Plots the loss over the steps, and why micro-batches need weights."""
+def draw_picture(run: Run, log: list[dict[str, Any]], baseline: float) -> pathlib.Path:
+    """Plots loss and noise scale over the steps, and the memory of a micro-step."""
     blue, orange, grey = "#2b6cb0", "#dd6b20", "#718096"
     with plt.rc_context({"axes.spines.top": False, "axes.spines.right": False}):
-        figure, (left, right) = plt.subplots(
-            1, 2, figsize=(11, 4.2), width_ratios=(2, 1), layout="constrained"
+        figure, (left, middle, right) = plt.subplots(
+            1, 3, figsize=(13, 4), width_ratios=(2, 1, 1), layout="constrained"
         )
         left.axhline(baseline, color=grey, ls="--", label="byte frequencies alone")
-        steps = np.arange(len(run.losses)) + 1
-        left.plot(steps, run.losses, color=blue, alpha=0.5, lw=1, label="training")
-        at, losses = list(run.held_out), list(run.held_out.values())
-        left.plot(at, losses, "o-", color=orange, label=f"held out: {losses[-1]:.2f}")
+        steps = [line["step"] for line in log]
+        losses = [line["loss"] for line in log]
+        left.plot(steps, losses, color=blue, alpha=0.5, lw=1, label="training")
+        rows = [line for line in log if "held_out" in line]
+        at, held_out = ([line[key] for line in rows] for key in ("step", "held_out"))
+        left.plot(
+            at, held_out, "o-", color=orange, label=f"held out: {held_out[-1]:.2f}"
+        )
         left.set(xlabel="step", ylabel="loss, nats a byte", ylim=(0, None))
         left.set_title("Learning Python, a byte at a time", loc="left", weight="bold")
         left.legend(frameon=False)
         left.grid(axis="y", alpha=0.25)
 
-        numbers = np.arange(len(check.counts)) + 1
-        right.bar(numbers, check.counts, color=blue, alpha=0.75)
-        right.axhline(np.mean(check.counts), color=grey, ls="--")
-        right.set(
-            xlabel="micro-batch of the first window",
-            ylabel="tokens; dashed: their mean",
-        )
-        lesson = (
-            f"With equal weights the\ngradient is {100 * check.relative[1]:.2g} % off"
-        )
-        right.locator_params("x", integer=True)
-        right.set_title(lesson, loc="left", weight="bold")
-        path.parent.mkdir(parents=True, exist_ok=True)
+        known = [line for line in rows if line["noise_scale"] is not None]
+        pairs = [(line["step"], line["noise_scale"]) for line in known]
+        middle.plot(*zip(*pairs, strict=True) if pairs else ([], []), "o-", color=blue)
+        middle.set(xlabel="step", ylabel="tokens", ylim=(0, None))
+        middle.set_title("Gradient noise scale", loc="left", weight="bold")
+        middle.grid(axis="y", alpha=0.25)
+
+        numbers, sizes = zip(*run.memory, strict=True)
+        chosen = [orange if k == run.num_microbatches else blue for k in numbers]
+        right.bar([str(k) for k in numbers], np.divide(sizes, 2**20), color=chosen)
+        right.set(xlabel="micro-batches", ylabel="MiB of a micro-step")
+        right.set_title(f"{run.num_microbatches} fit", loc="left", weight="bold")
+        path = run.folder / "char_lm.png"
         figure.savefig(path, dpi=150)
         plt.close(figure)
+    return path
+
+
+def make_run(args: argparse.Namespace, config: Config) -> Run:
+    """Continues the run in the folder, or plans a new one."""
+    found = None if args.fresh else read_run(args.out)
+    if found is not None:
+        if config != found.config:
+            raise SystemExit(
+                f"{args.out} holds a run with another config, {found.config}, and not "
+                f"{config}. Pass another --out, or --fresh to delete it."
+            )
+        return found
+    for name in ("config.json", "log.jsonl", "char_lm.png"):
+        (args.out / name).unlink(missing_ok=True)
+    shutil.rmtree(args.out / "checkpoints", ignore_errors=True)
+    k = args.num_microbatches
+    planned = plan(config, [k] if k else None, "1TiB" if k else config.memory_limit)
+    if not k:
+        print(f"{planned}\n")
+    memory = [[c.num_microbatches, c.bytes] for c in planned.candidates if c.bytes]
+    run = Run(config, planned.num_microbatches, memory, args.out)
+    run.write()
+    return run
+
+
+def read_config(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Config:
+    """The config of the flags, of the file, and of the defaults, in this order."""
+    usual, names = QUICK if args.quick else Config(), dataclasses.asdict(QUICK)
+    if args.config:
+        content = json.loads(args.config.read_text())
+        if unknown := sorted(content.keys() - names):
+            parser.error(f"{args.config} must name fields of {QUICK}, not {unknown}.")
+        usual = dataclasses.replace(usual, **content)
+    given = {name: getattr(args, name) for name in names}
+    config = dataclasses.replace(
+        usual, **{name: value for name, value in given.items() if value is not None}
+    )
+    sizes = ("layers", "width", "heads", "length", "steps", "batch_size", "save_every")
+    if min(getattr(config, name) for name in sizes) < 1:
+        parser.error(f"Every size must be at least 1, but they are {config}.")
+    k = args.num_microbatches
+    if k is not None and (k < 2 or config.batch_size % k):
+        parser.error(
+            f"{k} micro-batches must be at least 2, and divide the batch size."
+        )
+    if config.width % config.heads:
+        parser.error("The heads must divide the width.")
+    return config
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Checks, trains and plots; returns the exit status."""
+    """Plans, verifies, trains and plots; returns the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a small run")
-    sizes = "layers", "width", "heads", "length", "steps", "batch_size", "seed"
-    for name in sizes:
-        usual = f"{getattr(Config, name)}, or {getattr(QUICK, name)} if quick"
-        flag = "--" + name.replace("_", "-")
-        parser.add_argument(flag, type=int, metavar="N", help=f"default: {usual}")
+    parser.add_argument("--config", type=pathlib.Path, help="a JSON file of the below")
+    for field in dataclasses.fields(Config):
+        usual = f"{field.default}, or {getattr(QUICK, field.name)} if quick"
+        kind: Any = type(field.default)
+        flag = "--" + field.name.replace("_", "-")
+        parser.add_argument(flag, type=kind, metavar="X", help=f"default: {usual}")
     parser.add_argument(
-        "--num-microbatches", type=int, metavar="N", default=16, help="default: 16"
+        "--num-microbatches", type=int, metavar="N", help="default: what `plan` finds"
     )
-    parser.add_argument("--out", type=pathlib.Path, default="out", help="default: out")
+    out = pathlib.Path("out/char_lm")
+    parser.add_argument("--out", type=pathlib.Path, default=out, help=f"default: {out}")
+    parser.add_argument("--fresh", action="store_true", help="delete what is in --out")
     args = parser.parse_args(argv)
-    given = {name: getattr(args, name) for name in sizes}
-    config = dataclasses.replace(
-        QUICK if args.quick else Config(),
-        **{name: value for name, value in given.items() if value is not None},
-    )
-    k = args.num_microbatches
-    if min(k, *(getattr(config, name) for name in sizes if name != "seed")) < 1:
-        parser.error(f"Every size must be at least 1, but they are {config}.")
-    if config.batch_size % k or config.width % config.heads:
-        parser.error("Micro-batches must divide the batch size, and heads the width.")
+    config = read_config(parser, args)
 
-    corpus, params = load_corpus(config.length), init_params(config)
+    start = time.perf_counter()
+    corpus = load_corpus(config.length)
     baseline = byte_frequency_loss(corpus)
+    params = jax.eval_shape(functools.partial(init_params, config))
     print(
         f"{len(corpus.train):,} lines to learn, {len(corpus.held_out):,} held out; "
         f"{sum(p.size for p in jax.tree.leaves(params)):,} parameters.\nNats a byte: "
         f"{np.log(VOCABULARY):.2f} guessed, {baseline:.2f} by byte frequencies alone."
     )
-    first = draw_window(corpus.train, make_key(config, "windows"), 0, config.batch_size)
-    check = check_gradient(config, params, first, k)
-    print_check(check)
-    if not check.ok:
-        print("This build does not accumulate correctly.")
+    run = make_run(args, config)
+    found = train(run, corpus)
+    if found is None:
         return 1
-
-    start = time.perf_counter()
-    run = train(config, corpus, params, k)
-    picture = args.out / "char_lm.png"
-    draw_picture(picture, run, check, baseline)
+    params, log = found
+    picture = draw_picture(run, log, baseline)
     print(
-        f"\n{config.steps} steps in {time.perf_counter() - start:.0f} s; the curve is "
-        f"in {picture}. Lines that the model wrote:\n"
+        f"\n{config.steps} steps, {time.perf_counter() - start:.0f} s in this process; "
+        f"the picture is {picture}. Lines that the model wrote:\n"
     )
-    for line in sample(config, run.params, 16):
+    for line in sample(config, params, 16):
         print(f"    {line}")
     return 0
 

@@ -1,8 +1,14 @@
-"""The language model example: it learns, it repeats itself, and its check can fail."""
+"""The language model example: it learns, and a run that is killed has the same bits."""
 
 import dataclasses
 import functools
+import json
+import os
 import pathlib
+import signal
+import subprocess
+import sys
+import time
 
 import helpers
 import jax
@@ -15,7 +21,10 @@ pytest.importorskip("flax")
 pytest.importorskip("matplotlib")
 pytest.importorskip("tqdm")
 
-char_lm = helpers.load(pathlib.Path(__file__).parents[1] / "examples" / "char_lm.py")
+pytest.importorskip("orbax.checkpoint")
+
+EXAMPLE = pathlib.Path(__file__).parents[1] / "examples" / "char_lm.py"
+char_lm = helpers.load(EXAMPLE)
 
 CONFIG = char_lm.Config(
     layers=2, width=16, heads=2, length=24, steps=6, batch_size=16, learning_rate=1e-2
@@ -72,53 +81,94 @@ def test_padding_changes_no_loss_and_no_token_sees_what_follows():
     assert abs(np.sum(by_hand) / tokens[:, 1:].size - np.mean(by_hand)) > 100 * bound
 
 
-def test_a_whole_run_checks_learns_draws_and_repeats_itself(
+SIZES = {"--layers": 2, "--width": 16, "--heads": 2, "--length": 24, "--batch-size": 16}
+
+
+def command(folder, steps, *more):
+    flags = SIZES | {"--steps": steps, "--num-microbatches": 8, "--out": folder}
+    flags["--learning-rate"] = 0.01
+    return [*(str(x) for pair in flags.items() for x in pair), *more]
+
+
+def test_a_run_verifies_learns_draws_and_ends_once(tmp_path, capsys, monkeypatch):
+    assert char_lm.main(command(tmp_path, 9, "--save-every", "12")) == 0
+    printed = capsys.readouterr().out
+    assert "has the gradient of the undivided batch." in printed
+    assert "tokens, a window has" in printed
+    picture = (tmp_path / "char_lm.png").read_bytes()
+    assert picture.startswith(b"\x89PNG")
+    log = (tmp_path / "log.jsonl").read_text()
+    lines = [json.loads(line) for line in log.splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 10))
+    assert lines[-1]["held_out"] < lines[0]["held_out"] - 0.5
+    assert lines[-1]["noise_scale"] > 0
+
+    # The same command has nothing left to do, and another config is refused.
+    monkeypatch.setattr(ga, "verify", None)
+    assert char_lm.main(command(tmp_path, 9, "--save-every", "12")) == 0
+    assert "Continues after micro-step 72" in capsys.readouterr().out
+    assert (tmp_path / "log.jsonl").read_text() == log
+    with pytest.raises(SystemExit, match="another config"):
+        char_lm.main(command(tmp_path, 8, "--save-every", "12"))
+
+
+def outcome(folder):
+    """What a run leaves, but for its speed."""
+    lines = [json.loads(x) for x in (folder / "log.jsonl").read_text().splitlines()]
+    for line in lines:
+        line.pop("tokens_per_second", None)
+    with char_lm.open_checkpoints(folder) as checkpoints:
+        last = checkpoints.latest_step()
+        tree = checkpoints.restore(last, args=char_lm.ocp.args.StandardRestore())
+    return lines, last, helpers.bits(tree)
+
+
+def test_a_run_that_is_killed_goes_on_by_the_same_command_with_the_same_bits(tmp_path):
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "programs"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+    }
+
+    def start(folder):
+        flags = command(tmp_path / folder, 24, "--save-every", "7")
+        return subprocess.Popen(
+            [sys.executable, str(EXAMPLE), *flags],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+
+    peaceful = start("peaceful")
+    assert "Continues" not in peaceful.communicate()[0]
+    assert peaceful.returncode == 0
+
+    killed, log = start("killed"), tmp_path / "killed" / "log.jsonl"
+    while not log.exists() or len(log.read_text().splitlines()) < 4:
+        assert killed.poll() is None
+        time.sleep(0.02)
+    killed.send_signal(signal.SIGKILL)
+    killed.communicate()
+    assert killed.returncode == -signal.SIGKILL
+    again = start("killed")
+    assert "Continues after micro-step" in again.communicate()[0]
+    assert again.returncode == 0
+    assert outcome(tmp_path / "killed") == outcome(tmp_path / "peaceful")
+
+
+def test_a_run_without_weights_is_stopped_before_its_first_step(
     tmp_path, capsys, monkeypatch
 ):
-    train, runs = char_lm.train, []
-    monkeypatch.setattr(
-        char_lm, "train", lambda *args: runs.append((args, train(*args))) or runs[0][1]
-    )
-    for name in ("make_step", "make_evaluate"):  # compiled once
-        monkeypatch.setattr(char_lm, name, functools.cache(getattr(char_lm, name)))
-    sizes = "--quick --width 16 --length 24 --steps 9 --batch-size 16"
-    status = char_lm.main(
-        [*sizes.split(), "--num-microbatches", "4", "--out", str(tmp_path)]
-    )
-    printed = capsys.readouterr().out
-    assert status == 0  # the check of the gradient holds
-    assert "weighted by tokens" in printed
-    assert "mean of means" in printed
-    assert "step     9   held-out loss" in printed
-    assert (tmp_path / "char_lm.png").read_bytes().startswith(b"\x89PNG")
-
-    [(args, run)] = runs
-    assert list(run.held_out) == list(range(10))
-    assert run.held_out[9] < run.held_out[0] - 0.5
-
-    again = train(*args)
-    assert again.losses == run.losses
-    assert again.held_out == run.held_out
-    assert helpers.bits(again.params) == helpers.bits(run.params)
-    config, corpus, params, k = args
-    other = train(config, corpus, jax.tree.map(lambda p: -p, params), k)
-    assert helpers.bits(other.params) != helpers.bits(run.params)
+    verify = ga.verify
+    monkeypatch.setattr(ga, "verify", lambda *args, weight_fn: verify(*args))
+    assert char_lm.main(command(tmp_path, 9)) == 1
+    assert "(WEIGHTS)" in capsys.readouterr().out
+    assert not (tmp_path / "log.jsonl").exists()
 
 
-def test_the_check_fails_where_the_weights_are_left_out():
-    window = first_window()
-    broken = char_lm.check_gradient(CONFIG, PARAMS, window, 4, weight_fn=None)
-    assert not broken.ok
-    assert len(set(broken.counts)) > 1
-    assert sum(broken.counts) == np.count_nonzero(window[:, 1:])
-    # What it calls the mean of means is what comes of leaving the weights out: off by
-    # much, and the same but for rounding in float64.
-    unweighted, mean_of_means = broken.relative
-    assert mean_of_means > 1e-3
-    assert abs(unweighted - mean_of_means) < 1e-9 * mean_of_means
-
-
-def test_the_number_of_microbatches_does_not_change_the_run(monkeypatch):
+def test_the_number_of_microbatches_does_not_change_the_run(monkeypatch, tmp_path):
     """In float64 and without dropout, to a bound; without weights it does change.
 
     The gradient of a window has elements of at most 1, since it is clipped, and each is
@@ -128,34 +178,41 @@ def test_the_number_of_microbatches_does_not_change_the_run(monkeypatch):
     times the steps, times the sum of the elements of its gradient.
     """
     config = dataclasses.replace(CONFIG, dropout=0.0, steps=3)
-    model = char_lm.make_model(config)
     evaluate = functools.cache(char_lm.make_evaluate)  # compiled once
-    monkeypatch.setattr(char_lm, "make_evaluate", evaluate)
+    monkeypatch.setattr(char_lm, "make_evaluate", lambda k, c: evaluate(16, c))
+    monkeypatch.setattr(char_lm, "is_exact", lambda *_: True)
     with jax.enable_x64(True):
         params = jax.tree.map(lambda p: np.asarray(p, np.float64), PARAMS)
-        whole, split = (char_lm.train(config, CORPUS, params, k) for k in (1, 4))
-        grads = jax.jit(jax.grad(functools.partial(char_lm.loss_fn, model)))(
-            whole.params, first_window()
-        )
-        value_and_grad = ga.value_and_grad
         monkeypatch.setattr(
-            ga, "value_and_grad", lambda *a, weight_fn, **kw: value_and_grad(*a, **kw)
+            char_lm, "init_params", lambda _: jax.tree.map(jax.numpy.asarray, params)
         )
-        unweighted = char_lm.train(config, CORPUS, params, 4)
+
+        def train(k, name):
+            (tmp_path / name).mkdir()
+            run = char_lm.Run(config, k, [], tmp_path / name)
+            params, log = char_lm.train(run, CORPUS)
+            return params, log[-1]["held_out"]
+
+        last, whole = train(2, "whole")
+        _, split = train(8, "split")
+        loss = functools.partial(char_lm.loss_fn, char_lm.make_model(config))
+        grads = jax.jit(jax.grad(loss))(last, first_window())
+        apply = ga.apply_gradients
+        monkeypatch.setattr(
+            ga, "apply_gradients", lambda *args, weight, **kw: apply(*args, **kw)
+        )
+        _, unweighted = train(8, "unweighted")
 
     n = config.batch_size * config.length
     error = 2 * config.learning_rate * n * np.finfo(np.float64).eps / 1e-8
     slope = sum(float(np.sum(np.abs(g))) for g in jax.tree.leaves(grads))
     bound = config.steps * error * slope
-    off, twin = (
-        abs(run.held_out[config.steps] - whole.held_out[config.steps])
-        for run in (split, unweighted)
-    )
+    off, twin = abs(split - whole), abs(unweighted - whole)
     assert off <= bound < twin / 10
 
 
 def test_numbers_that_do_not_fit_are_refused(capsys):
-    for flags in ("--steps 0", "--num-microbatches 7", "--heads 7"):
+    for flags in ("--steps 0", "--num-microbatches 7", "--heads 7", "--num-micro 1"):
         with pytest.raises(SystemExit):
             char_lm.main(flags.split())
         assert "must" in capsys.readouterr().err

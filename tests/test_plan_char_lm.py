@@ -16,7 +16,7 @@ pytest.importorskip("tqdm")
 
 char_lm = helpers.load(pathlib.Path(__file__).parents[1] / "examples" / "char_lm.py")
 
-CANDIDATES = (1, 2, 4, 8, 16, 32, 64)
+CANDIDATES = (2, 4, 8, 16, 32, 64)
 CONFIG = char_lm.Config(layers=2, width=16, heads=2, length=24, batch_size=64)
 
 pytestmark = [
@@ -27,7 +27,7 @@ pytestmark = [
 
 def inputs():
     params = jax.eval_shape(lambda: char_lm.init_params(CONFIG))
-    state = jax.eval_shape(char_lm.make_optimizer(CONFIG).init, params)
+    state = jax.eval_shape(char_lm.make_windows(2, CONFIG).init, params)
     shape = CONFIG.batch_size, CONFIG.length + 1
     tokens = jax.ShapeDtypeStruct(shape, jax.numpy.int32)
     return params, state, tokens, char_lm.make_key(CONFIG, "dropout")
@@ -48,7 +48,7 @@ def need(k):
     )
 
 
-def test_it_compiles_at_most_four_of_seven_and_predicts_the_chosen_program():
+def test_it_compiles_at_most_four_of_six_and_predicts_the_chosen_program():
     limit = (need(2) + need(8)) // 2
     asked = []
 
