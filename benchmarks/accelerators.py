@@ -13,7 +13,7 @@ window      the memory of a step with k micro-batches, and its temporaries over 
             a step with one
 devices     what one device sends in a window, and its temporaries
 
-Compiling takes half an hour of CPU time. Each program is kept in `.programs`, by its
+Compiling takes ten minutes of CPU time. Each program is kept in `.programs`, by its
 content, so a run that was stopped goes on where it was. `--quick` is small.
 """
 
