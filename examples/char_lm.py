@@ -135,7 +135,7 @@ def draw_window(lines: np.ndarray, key: jax.Array, step: int, size: int) -> np.n
     return lines[np.asarray(rows).ravel()].astype(np.int32)
 
 
-def count_tokens(tokens: jax.Array) -> jax.Array:
+def count_tokens(tokens: Any) -> jax.Array:
     """The weight of a micro-batch: the tokens that its loss is a mean over."""
     return jnp.sum(tokens[:, 1:] != PAD)
 
@@ -333,8 +333,8 @@ class Run(NamedTuple):
     def write(self) -> None:
         """Writes the config."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        content = self._replace(config=dataclasses.asdict(self.config))._asdict()
-        content["folder"] = None
+        config = dataclasses.asdict(self.config)
+        content = self._asdict() | {"config": config, "folder": None}
         write(self.file, json.dumps(content, indent=1))
 
 
@@ -406,7 +406,7 @@ def train(run: Run, corpus: Corpus) -> tuple[Any, list[dict[str, Any]]] | None:
     """
     config, k, size = run.config, run.num_microbatches, run.config.batch_size
     params = init_params(config)
-    state = make_windows(k, config).init(params)
+    state: Any = make_windows(k, config).init(params)
     step = make_step(k, config)
     # The held-out window is eight times as long, in micro-batches of the same size.
     evaluate = make_evaluate(8 * k, config)
@@ -450,7 +450,10 @@ def train(run: Run, corpus: Corpus) -> tuple[Any, list[dict[str, Any]]] | None:
                 if done % config.save_every == 0 and done % k:
                     tree = {"params": params, "state": state}
                     checkpoints.save(done, args=ocp.args.StandardSave(tree))
-            line = {"step": i + 1, "loss": float(state.arg_totals["value"])}
+            line: dict[str, Any] = {
+                "step": i + 1,
+                "loss": float(state.arg_totals["value"]),
+            }
             if compiled and not first:
                 tokens, seconds = int(count_tokens(window)), time.perf_counter() - start
                 line["tokens_per_second"] = round(tokens / seconds)
