@@ -3,15 +3,21 @@
     python benchmarks/collectives.py
 
 It compiles for eight virtual devices of a CPU, with the batch split over them and all
-parameters on each. It runs nothing, so it does not measure the network's time. The
-first table has the bytes that `ga.audit` finds, the operands of all collectives that
-one device runs in a window, in units of the gradient. The second table has the work of
-a device, the arithmetic of its matrix products over its share: XLA may gather the batch
-and let every device compute all of it.
+parameters on each. There is no network whose time it could measure. The first table has
+the bytes that `ga.audit` finds, the operands of all collectives that one device runs in
+a window, in units of the gradient. The second table has the work of a device, the
+arithmetic of its matrix products over its share: XLA may gather the batch and let every
+device compute all of it.
+
+The last table is of `logical_devices=8`, which gives the same bits on 1, 2, 4 and 8
+devices, against the same micro-batches without it: what a device sends, over what it
+sends in a ring's all-reduce of the gradient; its temporaries; and the time of a window.
 """
 
 import collections
 import os
+import statistics
+import time
 
 # If a flag comes twice, XLA takes the last value.
 os.environ["XLA_FLAGS"] = (
@@ -32,6 +38,7 @@ from jax.sharding import PartitionSpec as P
 import ga_optax as ga
 
 DEVICES = 8
+PLAIN, LOGICAL = "all-reduce", "logical_devices=8"
 
 
 def split_in_place(batch: jax.Array, k: int) -> jax.Array:
@@ -93,6 +100,63 @@ def measure(layers: int, width: int, rows: int, k: int) -> dict[str, dict[str, A
     return found
 
 
+def sent(found: ga.Audit, devices: int) -> float:
+    """The bytes that one device sends, if an all-reduce is a ring."""
+    others = devices - 1
+    factors = {
+        "all-reduce": 2 * others / devices,
+        "all-to-all": others / devices,
+        "all-gather": others,
+    }
+    return sum(factors[c.kind] * (c.total_bytes or 0) for c in found.collectives)
+
+
+def measure_logical(
+    layers: int, width: int, rows: int, k: int, devices: int, rounds: int
+) -> dict[str, Any]:
+    """A window of `DEVICES * k` micro-batches, with logical devices and without."""
+    auto = (AxisType.Auto,)
+    mesh = jax.make_mesh(
+        (devices,), ("data",), axis_types=auto, devices=jax.devices()[:devices]
+    )
+    everywhere, split = (NamedSharding(mesh, spec) for spec in (P(), P("data")))
+    params = jax.device_put(peers.make_params(layers, width), everywhere)
+    batch = jax.device_put(jnp.ones((rows, width)), split)
+    ways = {
+        PLAIN: (k * DEVICES // devices, ga.DataAxis("data", mesh=mesh)),
+        LOGICAL: (k, ga.DataAxis("data", mesh=mesh, logical_devices=DEVICES)),
+    }
+    programs = {
+        way: jax.jit(ga.value_and_grad(peers.scanned_loss, number, data_axis=axis))
+        .lower(params, batch)
+        .compile()
+        for way, (number, axis) in ways.items()
+    }
+    gradient = peers.tree_bytes(params)
+    ring = 2 * (devices - 1) / devices * gradient
+    wire = {way: sent(ga.audit(p, mesh), devices) for way, p in programs.items()}
+    temporaries = {
+        way: p.memory_analysis().temp_size_in_bytes for way, p in programs.items()
+    }
+    seconds: dict[str, list[float]] = {way: [] for way in programs}
+    for _ in range(rounds):
+        for way, program in programs.items():
+            begin = time.perf_counter()
+            jax.block_until_ready(program(params, batch))
+            seconds[way].append(time.perf_counter() - begin)
+    ms = {way: 1e3 * statistics.median(times[1:]) for way, times in seconds.items()}
+    return {
+        "devices": devices,
+        "wire_bytes": wire,
+        "ring_bytes": ring,
+        "over_ring": {way: x / ring if ring else 0.0 for way, x in wire.items()},
+        "temporaries": temporaries,
+        "temporaries_over_gradient": {w: x / gradient for w, x in temporaries.items()},
+        "ms": ms,
+        "over_all_reduce": {way: x / ms[PLAIN] for way, x in ms.items()},
+    }
+
+
 def _flops_alone(loss: Any, params: Any, rows: int) -> int:
     """The arithmetic of the undivided batch on one device."""
     plain = [
@@ -130,11 +194,31 @@ def main() -> None:
             ["k", *ways],
             [[r["k"], *(round(r[field][w], 2) for w in ways)] for r in results],
         )
+    logical = [
+        measure_logical(layers, width, rows, 4, n, rounds=2 if args.quick else 8)
+        for n in (1, 2, 4, 8)
+    ]
+    print(f"\nlogical_devices={DEVICES}, against the same micro-batches without it")
+    fields = "over_ring", "temporaries_over_gradient", "over_all_reduce"
+    titles = "sent over a ring's", "temporaries over the gradient", "time"
+    pairs = [
+        (field, title, way)
+        for field, title in zip(fields, titles, strict=True)
+        for way in (PLAIN, LOGICAL)
+    ]
+    record.print_table(
+        ["devices", *(f"{title}, {way}" for _, title, way in pairs)],
+        [
+            [r["devices"], *(round(r[field][way], 2) for field, _, way in pairs)]
+            for r in logical
+        ],
+    )
     gradient = peers.tree_bytes(
         jax.eval_shape(lambda: peers.make_params(layers, width))
     )
     content = {"devices": DEVICES, "layers": layers, "width": width, "rows": rows}
-    record.write(args.json, content | {"gradient_bytes": gradient, "results": results})
+    content |= {"gradient_bytes": gradient, "results": results, "logical": logical}
+    record.write(args.json, content)
 
 
 def _by_field(found: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Draws the results: time against the floor, memory and communication against k.
+"""Draws the results: time and memory against the peers, and communication against k.
 
     python benchmarks/pictures.py
 
@@ -17,6 +17,7 @@ import matplotlib as mpl
 import micro_step
 import peers
 import record
+import window_axis
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
@@ -36,6 +37,8 @@ STYLES: dict[str, dict[str, Any]] = {
     peers.SCAN: {"color": GREEN, "marker": "D", "linestyle": "--"},
     peers.SCAN_KEPT: {"color": BROWN, "marker": "X", "linestyle": ":"},
     peers.TWO_PROGRAMS: {"color": BROWN, "marker": "P", "linestyle": ":"},
+    window_axis.MARKED: {"color": BLUE, "marker": "s", "zorder": 4},
+    window_axis.HAND: {"color": BROWN, "marker": "P"},
 }
 NAMES = {
     micro_step.APPLIED: "ga.apply_gradients",
@@ -159,6 +162,37 @@ def draw_collectives(result: dict[str, Any]) -> Any:
     return figure
 
 
+def draw_window_axis(result: dict[str, Any]) -> Any:
+    """Draws time and temporaries of losses over a window, over those undivided."""
+    rows = result["results"]
+    figure, axes = plt.subplots(1, 2, figsize=(8.6, 3.3))
+    names = {
+        peers.OURS: "axis_name",
+        window_axis.MARKED: "axis_name, marked",
+        peers.SCAN: "plain scan: another loss",
+    }
+    fields = {"time": "time_ratio", "temporaries": "memory_ratio"}
+    for ax, (title, field) in zip(axes, fields.items(), strict=True):
+        for i, way in enumerate(window_axis.WAYS[1:]):
+            places = [j for j, row in enumerate(rows) if way in row[field]]
+            heights = [rows[j][field][way] for j in places]
+            style = STYLES[way] | {"linestyle": "none"}
+            beside = [j + 0.12 * (i - 1.5) for j in places]
+            ax.plot(beside, heights, label=names.get(way, way), **style)
+        ax.axhline(1, color=GREY, linewidth=1.2, zorder=1)
+        ax.set_title(f"{title}, over the undivided batch's (grey)")
+        labels = [row["case"].replace(", ", ",\n") for row in rows]
+        ax.set_xticks(range(len(rows)), labels)
+        ax.margins(x=0.1)
+        ax.set_yscale("log")
+        lowest, highest = ax.get_ylim()
+        ticks = (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20)
+        _ticks(ax.yaxis, [t for t in ticks if lowest <= t <= highest])
+    handles = axes[0].get_legend_handles_labels()
+    figure.legend(*handles, loc="outside lower center", ncols=4)
+    return figure
+
+
 def _lines(
     ax: Any,
     rows: Any,
@@ -190,6 +224,7 @@ PICTURES = {
     "micro_step": ("sweep.json", draw_micro_step),
     "memory": ("memory.json", draw_memory),
     "collectives": ("collectives.json", draw_collectives),
+    "window_axis": ("window_axis.json", draw_window_axis),
 }
 
 

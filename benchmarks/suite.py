@@ -19,6 +19,7 @@ from typing import Any
 import micro_step
 import peers
 import record
+import window_axis
 
 ROOT = pathlib.Path(__file__).parents[1]
 PICTURES = ROOT / "docs" / "pictures"
@@ -35,6 +36,7 @@ COMMANDS: dict[str, list[str]] = {
     "leaves.json": ["leaves.py"],
     "sweep.json": ["sweep.py"],
     "window.json": ["window.py"],
+    "window_axis.json": ["window_axis.py"],
 }
 
 COLUMNS = {
@@ -47,14 +49,16 @@ COLUMNS = {
     "rows in place": (peers.SCAN_KEPT,),
     "unrolled": (peers.UNROLLED,),
     "two programs": (peers.TWO_PROGRAMS,),
+    "marked": (window_axis.MARKED,),
+    "two passes": (window_axis.HAND,),
 }
 
 
 def rows_of(results: pathlib.Path) -> list[list[Any]]:
     """The rows of the table: case, k, unit, and a number for each way."""
-    sweep, window, memory, collective, compile_time = (
-        record.read(results / f"{name}.json")
-        for name in ("sweep", "window", "memory", "collectives", "compile_time")
+    names = "sweep", "window", "memory", "collectives", "compile_time", "window_axis"
+    sweep, window, memory, collective, compile_time, axis = (
+        record.read(results / f"{name}.json") for name in names
     )
     cases: list[tuple[str, int, str, dict[str, float]]] = []
     for group in ("by_size", "by_k", "by_optimizer"):
@@ -66,6 +70,10 @@ def rows_of(results: pathlib.Path) -> list[list[Any]]:
         case = f"window, {row['model']}, {row['rows']} rows"
         k = window["num_microbatches"]
         cases.append((case, k, "x sum of parts", row["ratio_to_parts"]))
+    for row in axis["results"]:
+        k = axis["num_microbatches"]
+        for what, field in (("time", "time_ratio"), ("memory", "memory_ratio")):
+            cases.append((f"{row['case']}: {what}", k, "x undivided", row[field]))
     for name, record_, unit, field in (
         ("memory", memory, "x parameters", "over_params"),
         ("bytes on the wire", collective, "x gradient", "over_gradient"),

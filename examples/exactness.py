@@ -15,6 +15,10 @@ agree depends on the network and on the number of steps, not on the library.
 The second table compares bits. The same eight micro-batches go through `accumulate` in
 one, two and eight calls, in place and not in place. No bit may differ.
 
+The third table changes the devices. The same 16 micro-batches go through
+`value_and_grad` on one, two, four and eight virtual devices of the CPU, with and
+without `logical_devices`. With it, no bit may differ.
+
 All losses are computed by one function from the final parameters: over the last window
 as one batch of 64, and over the held-out examples. So if two runs have the same
 parameters, bit for bit, their losses have the same bits. The output contains no times:
@@ -27,7 +31,14 @@ dependency group `demo`.
 
 import argparse
 import functools
+import os
 import sys
+
+# Virtual devices must be asked for before JAX starts.
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+)
+
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -36,6 +47,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import ga_optax as ga
 from ga_optax import accumulator, data
@@ -45,6 +58,8 @@ BATCH = 64  # examples in a window
 SPLITS = (2, 4, 8, 64)  # micro-batches in a window, in addition to 1
 GROUPED = 8  # micro-batches that go through `accumulate` in several groupings
 GROUPINGS = (1, 2, 8)  # numbers of calls
+PLACED = 16  # micro-batches that go through `value_and_grad` on several devices
+LOGICAL = 8  # as many devices as which they are added up
 WIDTH = 32
 HAS_REFS = jax.__version_info__ >= (0, 11, 1)  # needed to work in place
 
@@ -211,6 +226,35 @@ def make_groupings(fun: Callable[..., Any], opt: Any) -> dict[str, Way]:
     return ways
 
 
+def make_placed(fun: Callable[..., Any], opt: Any) -> dict[str, Way]:
+    """The same 16 micro-batches on several numbers of devices, and as other sums."""
+    update = jax.jit(functools.partial(digits.apply_updates, opt))
+
+    def on(devices: int, logical: int | None, k: int) -> Way:
+        auto = (AxisType.Auto,)
+        mesh = jax.make_mesh(
+            (devices,), ("data",), axis_types=auto, devices=jax.devices()[:devices]
+        )
+        data_axis = ga.DataAxis("data", mesh=mesh, logical_devices=logical)
+        gradient = jax.jit(ga.value_and_grad(fun, k, data_axis=data_axis))
+
+        def step(params: Any, state: Any, window: Any) -> tuple[Any, Any]:
+            everywhere, split = (NamedSharding(mesh, spec) for spec in (P(), P("data")))
+            args = jax.device_put(params, everywhere), jax.device_put(window, split)
+            return update(jax.device_get(gradient(*args)[1]), state, params)
+
+        return Way(opt.init, step)
+
+    of, ways = f"{LOGICAL} logical devices", {}
+    for devices in (8, 4, 2, 1):
+        ways[f"{of} on {devices}"] = on(devices, LOGICAL, PLACED // LOGICAL)
+    for devices in (8, 4, 2, 1):
+        ways[f"no logical devices, on {devices}"] = on(devices, None, PLACED // devices)
+    ways["4 logical devices on 4"] = on(4, 4, PLACED // 4)
+    ways[f"{of}, {2 * PLACED} micro-batches"] = on(8, LOGICAL, 2 * PLACED // 8)
+    return ways
+
+
 def train(way: Way, params: Any, windows: list[Any]) -> tuple[Any, Any]:
     """Trains on all windows; returns parameters and state."""
     state = way.start(params)
@@ -222,7 +266,8 @@ def train(way: Way, params: Any, windows: list[Any]) -> tuple[Any, Any]:
 # -- What must hold --------------------------------------------------------------------
 #
 # 1. The same micro-batches give the same bits of parameters and optimizer state, after
-#    all steps, for every grouping into calls, in place and not in place.
+#    all steps, for every grouping into calls, in place and not in place, and for the
+#    same logical devices on any number of devices.
 #
 # 2. The accumulation alone, on gradients that are given as data. With integers, neither
 #    the sum nor the quotient of a multiple of k rounds, and each of our ways gives the
@@ -339,6 +384,22 @@ def experiment(steps: int, splits: Sequence[int]) -> int:
             f"{'yes' if same else 'NO'}"
         )
     print("Compared: all parameters and the optimizer's state.\n")
+
+    print(f"The same {PLACED} micro-batches of {BATCH // PLACED}, on other devices")
+    print(f"{'devices':38}{'decimal':14}{'hexadecimal':16}same bits")
+    reference = None
+    for name, way in make_placed(loss, opt).items():
+        end = train(way, params, windows)
+        reference = end if reference is None else reference
+        same = is_same(end, reference)
+        if name.startswith(f"{LOGICAL} logical devices on") and not same:
+            failures.append(f"the bits of {name}")
+        train_loss, _ = losses(end[0])
+        print(
+            f"{name:38}{train_loss:<14.9g}{digits.hexadecimal(train_loss):16}"
+            f"{'yes' if same else 'no'}"
+        )
+    print()
 
     print("Integer gradients: the bits of the undivided batch, for every k?")
     for name, answer in check_given(failures, splits).items():

@@ -151,7 +151,7 @@ class Last(Mode):
                 data = last(jax.random.key_data(x))
                 return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
             count = x.astype(_sum_dtype(x.dtype))
-            here = jnp.where(is_last, count, jnp.zeros_like(count))
+            here = jnp.where(is_last, count, -jnp.zeros_like(count))  # -0.0 + x is x
             return jax.lax.psum(here, axes).astype(x.dtype)
 
         return list(map(last, _collectives.vary(kept, axes)))

@@ -14,38 +14,48 @@ from jax.extend import core
 
 # They broadcast their operands.
 _ELEMENTWISE = {"add", "sub", "mul", "div", "max", "min", "pow"}
+# They run the programs among their parameters.
+_RUNS = {"scan", "while", "cond", "remat2", "checkpoint"}
 
 
 def merged(jaxpr: core.Jaxpr) -> core.Jaxpr:
-    """`jaxpr` without inner `jit`s, where equal equations are one; also in its loops."""
+    """`jaxpr` without inner `jit`s, where equal equations are one, also in loops."""
     equations: list[core.JaxprEqn] = []
     found: dict[Any, list[core.Var]] = {}
     programs: dict[int, tuple[Any, Any]] = {}
 
     def again(x: Any) -> Any:
-        """A parameter of an equation, with every program in it merged."""
-        if isinstance(x, (tuple, list)):
-            return type(x)(map(again, x)) if type(x) in (tuple, list) else x
+        """A parameter of an equation, merged if it is a program."""
+        if type(x) is tuple:
+            return tuple(map(again, x))
         if not isinstance(x, (core.Jaxpr, core.ClosedJaxpr)):
             return x
         if id(x) not in programs:
-            inner = x.jaxpr if isinstance(x, core.ClosedJaxpr) else x
-            new = merged(inner)
-            new = core.ClosedJaxpr(new, x.consts) if inner is not x else new
+            closed = isinstance(x, core.ClosedJaxpr)
+            new = core.ClosedJaxpr(merged(x.jaxpr), x.consts) if closed else merged(x)
             programs[id(x)] = x, new
         return programs[id(x)][1]
 
+    def append(key: Any, avals: Any, equation: core.JaxprEqn) -> list[core.Var]:
+        """Its results; new ones, unless there is an equal equation."""
+        if key is None or key not in found:
+            found[key] = list(map(core.Var, avals))
+            equations.append(equation.replace(outvars=found[key]))
+        return found[key]
+
     def broadcast(x: Any, like: Any) -> Any:
-        """`x` in the shape of the result, which each reader would broadcast itself."""
+        """`x` in the shape of the result, which every reader would broadcast itself."""
         if isinstance(x, core.Literal) or x.aval.shape == like.shape:
             return x
-        key = x, like.shape
-        if key not in found:
-            found[key] = [core.Var(x.aval.update(shape=like.shape, sharding=like.sharding))]
-            dims = tuple(range(x.aval.ndim))
-            params = {"shape": like.shape, "broadcast_dimensions": dims, "sharding": like.sharding if any(like.sharding.spec) else None}
-            equations.append(core.new_jaxpr_eqn([x], found[key], jax.lax.broadcast_in_dim_p, params, set()))
-        return found[key][0]
+        place = like.sharding if any(like.sharding.spec) else None
+        params = {
+            "shape": like.shape,
+            "broadcast_dimensions": tuple(range(x.aval.ndim)),
+            "sharding": place,
+        }
+        new = core.new_jaxpr_eqn([x], [], jax.lax.broadcast_in_dim_p, params, set())
+        aval = x.aval.update(shape=like.shape, sharding=like.sharding)
+        return append((x, like.shape), [aval], new)[0]
 
     def visit(jaxpr: core.Jaxpr, known: dict[Any, Any]) -> list[Any]:
         """Appends the equations; `known` maps old variables to new ones."""
@@ -53,24 +63,23 @@ def merged(jaxpr: core.Jaxpr) -> core.Jaxpr:
         def read(x: Any) -> Any:
             return x if isinstance(x, core.Literal) else known.get(x, x)
 
-        for equation in jaxpr.eqns:
-            invars = list(map(read, equation.invars))
+        for old in jaxpr.eqns:
+            equation = old.replace(invars=list(map(read, old.invars)))
             if equation.primitive.name in _ELEMENTWISE:
-                invars = [broadcast(x, equation.outvars[0].aval) for x in invars]
+                aval = old.outvars[0].aval
+                invars = [broadcast(x, aval) for x in equation.invars]
+                equation = equation.replace(invars=invars)
             inner = _inlined(equation)
             if inner is not None:
-                outvars = visit(inner, dict(zip(inner.invars, invars, strict=True)))
+                pairs = zip(inner.invars, equation.invars, strict=True)
+                outvars = visit(inner, dict(pairs))
             else:
-                params = {name: again(x) for name, x in equation.params.items()}
-                key = _key(equation, invars, params)
-                if key not in found or key is None:
-                    found[key] = [core.Var(v.aval) for v in equation.outvars]
-                    new = equation.replace(
-                        invars=invars, outvars=found[key], params=params
-                    )
-                    equations.append(new)
-                outvars = found[key]
-            known.update(zip(equation.outvars, outvars, strict=True))
+                if equation.primitive.name in _RUNS:
+                    params = {name: again(x) for name, x in equation.params.items()}
+                    equation = equation.replace(params=params)
+                avals = [v.aval for v in equation.outvars]
+                outvars = append(_key(equation), avals, equation)
+            known.update(zip(old.outvars, outvars, strict=True))
         return list(map(read, jaxpr.outvars))
 
     outvars = visit(jaxpr, {})
@@ -87,17 +96,17 @@ def _inlined(equation: core.JaxprEqn) -> core.Jaxpr | None:
     return None if told else params["jaxpr"].jaxpr
 
 
-def _key(equation: core.JaxprEqn, invars: list[Any], params: dict[str, Any]) -> Any:
+def _key(equation: core.JaxprEqn) -> Any:
     """What equal equations have in common; None for one that has no equal."""
-    variables = *invars, *equation.outvars
+    variables = *equation.invars, *equation.outvars
     refs = any(hasattr(v.aval, "inner_aval") for v in variables)
     if equation.effects or refs or equation.primitive.name == "rng_uniform":
         return None
     operands = tuple(
         (str(x.aval), np.asarray(x.val).tobytes()) if isinstance(x, core.Literal) else x
-        for x in invars
+        for x in equation.invars
     )
-    key = equation.primitive, operands, tuple(sorted(params.items()))
+    key = equation.primitive, operands, tuple(sorted(equation.params.items()))
     try:
         hash(key)
     except TypeError:

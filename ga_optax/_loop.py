@@ -58,18 +58,21 @@ class Loop:
       num_microbatches: how many there are.
       sums_already: whether the backward pass sums over devices.
       in_place: which gradients the backward pass adds to the accumulator itself.
+      branches: whether a weight of 0 leaves the backward pass out.
     """
 
     program: Program
     num_microbatches: int
     sums_already: bool
     in_place: Sequence[bool]
+    branches: bool
 
     def __call__(self, operands: Operands) -> State:
         """Returns the last state, with all that was collected in it."""
         if not any(self.in_place):
             return self.run(operands)
-        plain = dataclasses.replace(self, in_place=[False] * len(self.in_place))
+        by_hand = [False] * len(self.in_place)
+        plain = dataclasses.replace(self, in_place=by_hand, branches=False)
         return _with_rules_of(plain.run, self.run)(operands)
 
     def run(self, operands: Operands) -> State:
@@ -158,7 +161,7 @@ class Loop:
                 grads = pullback.with_refs(*slots)(cotangent)
                 return [grads[i] for i in by_hand]
 
-        if refs and selects is not None:
+        if self.branches and selects is not None:
             # What went into a reference cannot be selected away, and NaN · 0 is NaN.
             params = self.program.jaxpr.invars
             zeros = _aux.blank([params[i].aval for i in by_hand])
@@ -279,10 +282,12 @@ def of_logical(loop: Loop, operands: Operands, call: Call) -> State:
     indices = number * jax.lax.axis_index(axes) + jnp.arange(number, dtype=jnp.int32)
     batch = [jnp.reshape(x, (number, -1, *x.shape[1:])) for x in operands.batch]
 
-    def run(part: Any) -> tuple[State, list[Any]]:
+    def run(part: Any, buffer: State) -> tuple[State, list[Any]]:
         index, batch = part
         keys = [jax.random.fold_in(key, index) for key in operands.keys]
-        state = loop(operands._replace(batch=batch, keys=keys))
+        # Nothing is in it. If XLA knew, it would write zeros to one more buffer.
+        acc = buffer.acc._replace(count=_island(jnp.zeros_like(operands.acc.count)))
+        state = loop(operands._replace(batch=batch, keys=keys, acc=acc))
         pairs = list(zip(MODES.values(), state.results, strict=True))
         kept = [[] if mode.collects else x for mode, x in pairs]
         collected = [x if mode.collects else [] for mode, x in pairs]
@@ -299,9 +304,9 @@ def of_logical(loop: Loop, operands: Operands, call: Call) -> State:
         kept = zip(MODES.values(), a.results, b.results, strict=True)
         return State(acc, carry, [mode.join(x, y) for mode, x, y in kept])
 
-    start = loop.start(operands)
-    loop = _Alike(*(getattr(loop, field.name) for field in dataclasses.fields(loop)))
-    state, collected = _tree.fold(run, number, (indices, batch), start, join)
+    buffers = [loop.start(operands)] * number.bit_length()  # one for each level
+    loop = _Alike(**vars(loop))
+    (*_, state), collected = _tree.fold(run, (indices, batch), number, buffers, join)
     collected = jax.tree.map(lambda x: jnp.reshape(x, (-1, *x.shape[2:])), collected)
     pairs = zip(MODES.values(), state.results, collected, strict=True)
     results = [new if mode.collects else kept for mode, kept, new in pairs]

@@ -313,9 +313,13 @@ def _fold(
             'float16 or a narrow loss in it. Use sync="last", or a float32 loss.'
         )
     in_place = [why is None for why in whys]
+    # In a branch XLA compiles the backward pass otherwise: so it is in one, in place or
+    # not, if it could be in place.
+    branches = None in _in_place.reasons(True, program, operands)
     # Without its arrays: what is differentiated later must not hold tracers.
     program = program._replace(consts=(), batch=[])
-    loop = Loop(program, options.num_microbatches, sums_already, in_place)
+    k = options.num_microbatches
+    loop = Loop(program, k, sums_already, in_place, branches)
     state = of_logical(loop, operands, call) if call.logical else loop(operands)
     if merges and call.axes:
         with jax.named_scope("merge"):

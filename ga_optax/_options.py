@@ -131,7 +131,7 @@ class Options(NamedTuple):
     @property
     def logical_devices(self) -> int:
         """As how many devices the window is computed; 0 if as the devices there are."""
-        return (self.data_axis and self.data_axis.logical_devices) or 0
+        return 0 if self.data_axis is None else self.data_axis.logical_devices or 0
 
     @property
     def carries(self) -> bool:

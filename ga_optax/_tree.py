@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from ga_optax import _collectives, _mesh, accumulator
+from ga_optax._choose import select
 from ga_optax._mesh import Axes, Placement
 
 T = TypeVar("T")
@@ -29,38 +30,43 @@ def plus(x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def fold(
-    run: Callable[[Any], tuple[T, Any]],
-    number: int,
+    run: Callable[[Any, T], tuple[T, Any]],
     xs: Any,
-    start: T,
+    number: int,
+    buffers: list[T],
     join: Callable[[T, T], T],
-) -> tuple[T, Any]:
+) -> tuple[list[T], Any]:
     """The sum of `number` neighbours on this device, with a buffer for each level.
 
     Args:
-      run: what one of them does with its part of `xs`: its sum, and what to collect.
-      number: how many there are, a power of two.
+      run: what one of them does with its part of `xs`, and a buffer to overwrite: its
+        sum, and what to collect.
       xs: their arguments, `[number, ...]`.
-      start: a sum of that type, which is not read.
+      number: how many there are, a power of two.
+      buffers: one for the sum of each level, `log2(number) + 1`. What they hold is not
+        read. So the loops write to the same few buffers all along.
       join: adds the sums of two neighbours.
 
     Returns:
-      The sum, and what was collected, `[number, ...]`.
+      The buffers, the sum last, and what was collected, `[number, ...]`.
     """
+    *lower, top = buffers
     if number == 1:
-        out, collected = run(jax.tree.map(lambda x: x[0], xs))
-        return out, jax.tree.map(lambda x: x[None], collected)
+        out, collected = run(jax.tree.map(lambda x: x[0], xs), top)
+        return [out], jax.tree.map(lambda x: x[None], collected)
 
-    def half(total: T, inputs: Any) -> tuple[T, Any]:
-        is_first, part = inputs
-        new, collected = fold(run, number // 2, part, start, join)
-        both = join(total, new)
-        return jax.tree.map(lambda n, b: jnp.where(is_first, n, b), new, both), collected
+    def half(carry: tuple[list[T], T], inputs: Any) -> tuple[tuple[list[T], T], Any]:
+        (lower, total), (is_first, part) = carry, inputs
+        lower, collected = fold(run, part, number // 2, lower, join)
+        both = join(total, lower[-1])
+        total = select(is_first, lower[-1], both)
+        return (lower, total), collected
 
     halves = jax.tree.map(lambda x: jnp.reshape(x, (2, number // 2, *x.shape[1:])), xs)
-    out, collected = jax.lax.scan(half, start, (jnp.array([True, False]), halves))
+    inputs = jnp.array([True, False]), halves
+    (lower, top), collected = jax.lax.scan(half, (lower, top), inputs)
     joined = jax.tree.map(lambda x: jnp.reshape(x, (number, *x.shape[2:])), collected)
-    return out, joined
+    return [*lower, top], joined
 
 
 def _added(x: jax.Array, zero: jax.Array) -> jax.Array:

@@ -191,12 +191,13 @@ def divide(total: jax.Array, weight: jax.Array) -> jax.Array:
     """
 
     def quotient(t: jax.Array, w: jax.Array) -> jax.Array:
-        return t / jnp.where(t == 0, jnp.ones_like(w), w)
+        return t / jnp.where(jnp.isnan(t), jnp.ones_like(w), w)
 
     some = jnp.where(weight == 0, jnp.ones_like(weight), weight)
     return _by_part(quotient, total, some, total.dtype).astype(total.dtype)
 
 
+@jax.custom_jvp
 def average(total: jax.Array, weight: jax.Array) -> jax.Array:
     """The `mean` of one leaf: as `divide`, but exact for the weights 0 and 1.
 
@@ -204,6 +205,16 @@ def average(total: jax.Array, weight: jax.Array) -> jax.Array:
     """
     some = jnp.where(weight == 1, total, divide(total, weight))
     return jnp.where(weight == 0, jnp.zeros_like(total), some)
+
+
+@average.defjvp
+def _(primals: tuple[jax.Array, jax.Array], tangents: tuple[Any, Any]) -> Any:
+    # That of a division: to a select a weight of 1 is a constant.
+    (total, weight), (of_total, of_weight) = primals, tangents
+    some = jnp.where(weight == 0, jnp.ones_like(weight), weight)
+    change = (of_total - divide(total, some) * of_weight) / some
+    change = jnp.where(weight == 0, jnp.zeros_like(change), change)
+    return average(total, weight), change.astype(total.dtype)
 
 
 def average_by_power_of_two(total: jax.Array, weight: int | jax.Array) -> jax.Array:

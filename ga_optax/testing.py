@@ -72,18 +72,9 @@ def assert_accumulation_equivalent(
         holds no array.
       TypeError, ValueError: if another argument does not fit.
     """
+    arguments = dict(locals())
     _refuse_empty(params=params, batch=batch)
-    report = verify(
-        fun,
-        params,
-        batch,
-        num_microbatches,
-        weight_fn=weight_fn,
-        has_aux=has_aux,
-        rng=rng,
-        batch_axes=batch_axes,
-        axis_name=axis_name,
-    )
+    report = verify(**arguments)
     if not report.ok:
         raise AssertionError(f"[{report.cause.name}] {report.message}")
 

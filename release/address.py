@@ -148,7 +148,7 @@ def stamped_notebook(text: str, name: str, release: Release) -> str:
     extras = re.search(r"\[\w+\]", command)
     what = f"ga-optax{{}} @ git+{release.address}" if release.address else "..{}"
     what = what.format(extras[0] if extras else "")
-    command = re.sub(r'(?<=install -q )"[^"]*"', f'"{what}"', command)
+    command = re.sub(r'(?<=install -q )("[^"]*"|\S+)', f'"{what}"', command)
     install["source"] = command.splitlines(keepends=True)
     return json.dumps(notebook, indent=1, ensure_ascii=False) + "\n"
 

@@ -271,6 +271,25 @@ def test_it_works_under_vmap_scan_and_reverse_mode():
     np.testing.assert_allclose(batched, [expected, 2 * expected], rtol=1e-5)
 
 
+def test_every_way_to_divide_has_the_derivative_of_a_division():
+    """Also where it selects: for totals of 0, and for a weight of 1."""
+    total = jnp.array([[0.0, -0.0, 3.0]])
+    ways = (accumulator.divide, accumulator.average, accumulator.average_in_place)
+
+    @jax.jit
+    def slopes(weight):
+        return [
+            jax.jacrev(way, argnums=(0, 1))(total, weight)
+            for way in (jnp.true_divide, *ways)
+        ]
+
+    for weight in (1.0, 3.0):
+        expected, *others = slopes(weight)
+        for got in others:
+            for a, b in zip(got, expected, strict=True):
+                np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
 def test_a_donated_add_works_in_place():
     acc = accumulator.init({"w": jnp.zeros((512, 512))})
     grads = {"w": jnp.ones((512, 512))}

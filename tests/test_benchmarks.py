@@ -25,9 +25,12 @@ COMMITTED = ROOT / "benchmarks" / "results"
 PICTURES = ROOT / "docs" / "pictures"
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
-hlo, peers, pictures, record, reference_model, suite = (
+hlo, peers, pictures, record, reference_model, suite, window_axis = (
     importlib.import_module(name)
-    for name in ("hlo", "peers", "pictures", "record", "reference_model", "suite")
+    for name in (
+        *("hlo", "peers", "pictures", "record"),
+        *("reference_model", "suite", "window_axis"),
+    )
 )
 sys.path.remove(str(ROOT / "benchmarks"))
 
@@ -114,6 +117,14 @@ def check_collectives(result):
         # The gradient and the value, once.
         assert row["bytes"]["ga_optax"] <= result["gradient_bytes"] + 64
         assert row["work_over_share"]["ga_optax"] == 1
+    for row in result["logical"]:
+        n = row["devices"]
+        equal(row["ring_bytes"], 2 * (n - 1) / n * result["gradient_bytes"])
+        for way, size in row["wire_bytes"].items():
+            equal(row["over_ring"][way], size / (row["ring_bytes"] or 1))
+            # The gradient, and the value and the weight in n parts.
+            assert size <= row["ring_bytes"] + 16 * n
+            equal(row["over_all_reduce"][way], row["ms"][way] / row["ms"]["all-reduce"])
 
 
 def check_compile_time(result):
@@ -133,6 +144,19 @@ def check_leaves(result):
             equal(ratio, row["ms"][way] / row["ms"][hand])
 
 
+def check_window_axis(result):
+    for row in result["results"]:
+        seconds, sizes = row["seconds"], row["temporaries"]
+        for way, size in sizes.items():
+            equal(row["mb"][way], size / 1e6)
+            equal(row["memory_ratio"][way], size / sizes[window_axis.UNDIVIDED])
+            ratio = seconds[way] / seconds[window_axis.UNDIVIDED]
+            equal(row["time_ratio"][way], ratio)
+            # In float32, of a gradient of many terms; the plain scan's is another one.
+            near, far = row["difference"][way] < 1e-4, row["difference"][way] > 1e-3
+            assert near if way in window_axis.EXACT else far
+
+
 CHECKS = {
     "collectives.json": check_collectives,
     "compile_time.json": check_compile_time,
@@ -142,6 +166,7 @@ CHECKS = {
     "micro_step_muon.json": check_micro_step,
     "sweep.json": check_sweep,
     "window.json": check_window,
+    "window_axis.json": check_window_axis,
 }
 
 
@@ -199,7 +224,7 @@ def quick(tmp_path_factory):
     return results, drawn, done.stdout
 
 
-# Eight benchmarks, each in a process of its own, and the pictures.
+# Nine benchmarks, each in a process of its own, and the pictures.
 def test_the_suite_runs_and_writes_consistent_files(quick):
     results, _, _ = quick
     assert {path.name for path in results.iterdir()} == set(CHECKS)
@@ -247,7 +272,9 @@ def test_every_file_of_results_is_made_by_the_suite_and_by_its_own_command():
 
 
 def test_the_committed_pictures_were_drawn_from_the_committed_files():
-    assert {p.stem for p in PICTURES.glob("*.svg")} == set(pictures.PICTURES)
+    by_hand = {"devices_in_time", "favicon", "idea"}
+    drawn = {p.stem for p in PICTURES.glob("*.svg")} - by_hand
+    assert drawn == set(pictures.PICTURES)
     for name, (file, _) in pictures.PICTURES.items():
         text = (PICTURES / f"{name}.svg").read_text("utf-8")
         assert pictures.digest(COMMITTED / file) in text
@@ -260,6 +287,13 @@ def test_a_picture_of_another_file_is_found(tmp_path):
         changed.write_bytes((COMMITTED / file).read_bytes() + b"\n")
         text = (PICTURES / f"{name}.svg").read_text("utf-8")
         assert pictures.digest(changed) not in text
+
+
+def test_the_page_about_ones_own_machine_explains_every_unit_of_the_table():
+    text = (ROOT / "docs" / "your_machine.md").read_text("utf-8")
+    units = {unit for _, _, unit, *_ in suite.rows_of(COMMITTED)}
+    assert len(units) > 5
+    assert [unit for unit in sorted(units) if f"| {unit} |" not in text] == []
 
 
 @pytest.mark.parametrize("name", pictures.PICTURES)
@@ -278,11 +312,16 @@ def test_every_number_is_in_the_picture_and_every_line_has_a_name(name):
     }
     groups = ("by_size", "by_k", "by_optimizer", "results")
     rows = [row for group in groups for row in result.get(group, [])]
-    field = {"memory": "mb"}.get(name) or (
-        "over_gradient" if name == "collectives" else "over_floor"
-    )
-    expected = {y for row in rows for y in row[field].values()}
-    left_out = {row[field].get(peers.OURS_PLAIN) for row in rows}
+    fields = {
+        "memory": ["mb"],
+        "collectives": ["over_gradient"],
+        "micro_step": ["over_floor"],
+        "window_axis": ["time_ratio", "memory_ratio"],
+    }[name]
+    expected = {y for row in rows for f in fields for y in row[f].values()}
+    # A line at 1 is the undivided batch.
+    ways = peers.OURS_PLAIN, window_axis.UNDIVIDED
+    left_out = {row[f].get(way) for row in rows for f in fields for way in ways}
     assert expected - left_out <= shown <= expected
     pictures.plt.close(figure)
 

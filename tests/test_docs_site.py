@@ -199,7 +199,6 @@ def test_a_page_with_a_reference_to_nothing_does_not_build(text, warning, tmp_pa
     shutil.copytree(ROOT / "docs" / "_ext", docs / "_ext")
     shutil.copy(ROOT / "docs" / "conf.py", docs)
     shutil.copytree(ROOT / "docs" / "_static", docs / "_static")
-    shutil.copytree(ROOT / "docs" / "pictures", docs / "pictures")
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     (docs / "index.md").write_text(f"# A page\n\n{text}\n")
     run = build(docs, tmp_path / "site")

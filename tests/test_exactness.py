@@ -56,6 +56,10 @@ def test_two_processes_print_the_same_tables_bit_for_bit():
     assert sum(row[-1] not in ("-", "0") for row in rows) > 4
     answers = re.findall(r"^(?:accumulate|value_and_grad).* (yes|NO)$", out, re.M)
     assert answers == ["yes"] * (8 if jax.__version_info__ >= (0, 11, 1) else 4)
+    placed = re.findall(r"^(.* logical .*?)  .* (yes|no)$", out, re.M)
+    same = [name for name, answer in placed if answer == "yes"]
+    assert same == [f"8 logical devices on {n}" for n in (8, 4, 2, 1)]
+    assert len(placed) == 10
     assert re.search(r"^optax\.MultiSteps +no$", out, re.MULTILINE)
 
 
@@ -66,6 +70,7 @@ def exactness(monkeypatch):
     module = helpers.load(EXAMPLE)
     monkeypatch.setattr(module, "GROUPINGS", (2,))
     monkeypatch.setattr(module, "HAS_REFS", False)
+    monkeypatch.setattr(module, "make_placed", lambda fun, opt: {})
     return module
 
 

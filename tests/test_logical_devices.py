@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import test_same_bits
 from helpers import bits, nbytes
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -64,14 +65,14 @@ def count(batch):
     return jnp.sum(batch["mask"])
 
 
-def train(n, k, *, of=L, steps=2, **options):
-    """All bits of a run on n devices: parameters, Adam's state and the losses."""
+def train(n, k, *, of=L, steps=1, **options):
+    """All bits of a run on n devices: parameters, momentum and the losses."""
     mesh = make_mesh(n)
     data_axis = ga.DataAxis("data", mesh=mesh, logical_devices=of)
     gradient = ga.value_and_grad(
         token_loss, k, rng_argnums=2, data_axis=data_axis, **options
     )
-    opt = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-2, eps=1e-6))
+    opt = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(1e-2, 0.9))
 
     @jax.jit
     def step(params, state, batch, key):
@@ -87,26 +88,47 @@ def train(n, k, *, of=L, steps=2, **options):
     return bits(jax.device_get((params, state, losses)))
 
 
+def test_a_run_has_the_same_bits_on_one_device_and_on_four(optax_promotion):
+    assert train(1, 2, weight_fn=count) == train(4, 2, weight_fn=count)
+
+
 # With references (in place) from jax 0.11.1 on.
+@pytest.mark.published
 @pytest.mark.parametrize(
     ("k", "options"),
-    [
-        (2, {"weight_fn": count}),
-        pytest.param(1, {"weight_fn": count}, marks=pytest.mark.published),
-        pytest.param(4, {"in_place": False}, marks=pytest.mark.published),
-    ],
+    [(1, {"weight_fn": count}), (2, {}), (4, {"in_place": False})],
 )
-def test_a_run_has_the_same_bits_on_any_number_of_devices(
-    k, options, optax_promotion
-):
-    first, *others = (train(n, k, **options) for n in NUMBERS)
+def test_a_run_has_the_same_bits_on_any_number_of_devices(k, options, optax_promotion):
+    first, *others = (train(n, k, steps=3, **options) for n in NUMBERS)
     for other in others:
         assert other == first
 
 
-def test_without_logical_devices_the_bits_depend_on_the_devices(optax_promotion):
+def test_without_logical_devices_the_bits_depend_on_the_devices():
     """The twin: as many micro-batches of the same rows, and other sums."""
-    assert train(8, 1, of=None, steps=1) != train(4, 2, of=None, steps=1)
+    params, batch = normal(7, WIDTH, WIDTH), normal(8, ROWS, WIDTH)
+    results = []
+    for n, k in ((8, 1), (4, 2)):
+        mesh = make_mesh(n)
+        fun = ga.value_and_grad(square, k, data_axis=ga.DataAxis("data", mesh=mesh))
+        args = put(params, mesh, P()), put(batch, mesh, P("data"))
+        results.append(bits(jax.jit(fun)(*args)))
+    assert results[0] != results[1]
+
+
+@pytest.mark.published
+@pytest.mark.parametrize("seed", [0, 1, 4])
+def test_a_random_model_has_the_same_bits_on_any_number_of_devices(seed, monkeypatch):
+    k = 1 + seed % 2
+    monkeypatch.setattr(test_same_bits, "K", L * k)
+    loss, params, batch = test_same_bits.draw(seed)
+    results = []
+    for mesh in map(make_mesh, NUMBERS):
+        fun = ga.value_and_grad(jax.checkpoint(loss), k, data_axis=logical(mesh))
+        args = put(params, mesh, P()), put(batch, mesh, P("data"))
+        results.append(bits(jax.jit(fun)(*args)))
+    for other in results[1:]:
+        assert other == results[0]
 
 
 # -- The order of the sums -------------------------------------------------------------
@@ -166,7 +188,7 @@ def test_a_narrow_accumulator_is_rounded_at_every_level():
         gradient_on(
             mesh, logical(mesh), params, batch, P(), accumulator_dtype=jnp.bfloat16
         )
-        for mesh in map(make_mesh, NUMBERS)
+        for mesh in map(make_mesh, (8, 2, 1))
     ]
     for other in results[1:]:
         assert bits(other) == bits(results[0])
@@ -194,7 +216,7 @@ def test_aux_of_every_mode_and_the_carry_are_those_of_the_logical_devices():
     options = {"aux": {name: name for name in ("mean", "sum", "last", "stack")}}
     options["aux"]["concat"] = "concat"
     results = []
-    for n in NUMBERS:
+    for n in (4, 1):
         mesh = make_mesh(n)
         fun = ga.value_and_grad(
             with_aux,
@@ -365,17 +387,34 @@ def test_random_numbers_of_one_key_are_drawn_once_and_references_stay():
     assert [float(x) for x in out] == [2.0, 3.0]
 
 
-@pytest.mark.parametrize("twin", ["duplicates", "count"])
-def test_without_the_fences_some_number_of_devices_differs(
-    twin, monkeypatch, optax_promotion
-):
-    """The twin: the programs are compiled otherwise, and the bits show it."""
-    if twin == "duplicates":
-        monkeypatch.setattr(_duplicates, "merged", lambda jaxpr: jaxpr)
-    else:
-        monkeypatch.setattr(_loop, "_island", lambda tree: tree)
-    first, *others = (train(n, 1, steps=1) for n in (8, 4, 1))
-    assert any(other != first for other in others)
+def compiled_attention(n):
+    mesh = make_mesh(n)
+    fun = jax.jit(ga.value_and_grad(attention, 1, data_axis=logical(mesh)))
+    args = put(normal(14, WIDTH), mesh, P()), put(normal(15, L, WIDTH), mesh, P("data"))
+    return fun(*args), fun.lower(*args).compile().as_text()
+
+
+def attention(params, x):
+    h = x * params[None]
+    scores = h[:, :, None] * h[:, None] / 3
+    return jnp.mean(jnp.sum(jax.nn.softmax(scores) * h[:, None], -1) ** 2)
+
+
+def test_the_twin_without_merging_duplicates_differs_on_one_device(monkeypatch):
+    (first, _), (second, _) = compiled_attention(2), compiled_attention(1)
+    assert bits(first) == bits(second)
+    monkeypatch.setattr(_duplicates, "merged", lambda jaxpr: jaxpr)
+    (first, _), (second, _) = compiled_attention(2), compiled_attention(1)
+    assert bits(first) != bits(second)
+
+
+def test_with_one_micro_batch_on_each_device_products_are_rounded(monkeypatch):
+    """The fence is in the program if the counter is not known, and else is not."""
+    _, text = compiled_attention(L)
+    assert " xor(" in text
+    monkeypatch.setattr(_loop, "_island", lambda tree: tree)
+    _, text = compiled_attention(L)
+    assert " xor(" not in text
 
 
 # -- Errors ----------------------------------------------------------------------------
@@ -423,7 +462,7 @@ def test_what_cannot_have_logical_devices_says_so():
     params = normal(0, WIDTH)
     specs = {"in_specs": (P(), P(), P("data")), "out_specs": P()}
     inside = jax.shard_map(add, mesh=make_mesh(2), **specs)
-    with pytest.raises(ValueError, match="nor logical_devices.*at top level"):
+    with pytest.raises(ValueError, match=r"nor logical_devices.*at top level"):
         inside(accumulator.init(params), params, normal(1, ROWS, WIDTH))
 
 

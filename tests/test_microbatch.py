@@ -814,6 +814,32 @@ def test_grad_through_it_is_the_grad_through_the_undivided_batch(weight_fn):
         assert largest_error(jax.jit(jax.grad(fun))(params, batch), expected) > 1e-3
 
 
+@pytest.mark.parametrize("k", [3, 4])
+def test_what_is_exactly_0_has_the_derivative_of_the_undivided_batch(k):
+    """A loss of 0 with gradients of 0, and weights whose sum is 1."""
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(12, 3)), jnp.float32)
+
+    def fun(w, batch):
+        errors = (batch["x"] @ w) ** 2 + batch["x"] @ w
+        return jnp.sum(errors * batch["weight"]) / jnp.sum(batch["weight"])
+
+    def outer(step):
+        def total(w, weight):
+            value, grads = step(w, {"x": x, "weight": weight})
+            return value + jnp.sum(grads**2)
+
+        return jax.jit(jax.grad(total, argnums=(0, 1)))
+
+    step = ga.value_and_grad(fun, k, weight_fn=lambda batch: jnp.sum(batch["weight"]))
+    weight = jnp.array([1, 1, 2, 4, 1, 1, 1, 1, 1, 1, 1, 1]) / 16
+    for w in (jnp.zeros(3), jnp.ones(3)):
+        got, expected = (
+            f(w, weight) for f in map(outer, (step, jax.value_and_grad(fun)))
+        )
+        np.testing.assert_allclose(got[0], expected[0], rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(got[1], expected[1], rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("in_place", IN_PLACE)
 def test_forward_mode_and_hessian_vector_products_are_those_of_the_whole(in_place):
     fun, params = MODELS["rematerialised"]

@@ -1,13 +1,17 @@
 """The notebooks run from top to bottom, their assertions hold, and nothing warns."""
 
+import base64
+import io
 import json
 import os
 import pathlib
 import sys
 
-import matplotlib.font_manager  # noqa: F401  # it warns where it first runs
+import matplotlib.font_manager
+import matplotlib.image
 import nbclient
 import nbformat
+import numpy as np
 import pytest
 
 pytestmark = pytest.mark.published
@@ -65,5 +69,43 @@ def test_the_notebook_asserts_draws_installs_and_keeps_small_outputs(path):
     assert "/home/" not in json.dumps(outputs)
 
 
-def test_there_are_five_notebooks():
-    assert [path.name[0] for path in NOTEBOOKS] == list("12345")
+def luminance(rgb):
+    """As WCAG 2 defines it, from 0 to 1."""
+    linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+    return linear @ [0.2126, 0.7152, 0.0722]
+
+
+def least_contrast(picture):
+    """WCAG's contrast of the drawn pixels, on white and on the black of dark pages."""
+    drawn = luminance(picture[picture[..., 3] > 0.99][:, :3])
+    black = luminance(np.array([13, 17, 23]) / 255)
+    return min(1.05 / (np.max(drawn) + 0.05), (np.min(drawn) + 0.05) / (black + 0.05))
+
+
+def pictures(path):
+    for cell in json.loads(path.read_text("utf-8"))["cells"]:
+        for output in cell.get("outputs", []):
+            if "image/png" in output.get("data", {}):
+                png = base64.b64decode(output["data"]["image/png"])
+                yield matplotlib.image.imread(io.BytesIO(png))
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_its_plots_are_legible_on_light_pages_and_on_dark_ones(path):
+    for picture in pictures(path):
+        assert picture[0, 0, 3] == 0  # the page shows through
+        assert least_contrast(picture) > 2
+
+
+@pytest.mark.parametrize("grey", [0.0, 1.0])
+def test_a_plot_in_black_or_in_white_is_found(grey):
+    """The twin."""
+    picture = np.zeros((2, 2, 4))
+    picture[0] = [0.5, 0.5, 0.5, 1]
+    assert least_contrast(picture) > 2
+    picture[0, 0, :3] = grey
+    assert least_contrast(picture) < 2
+
+
+def test_there_are_six_notebooks():
+    assert [path.name[0] for path in NOTEBOOKS] == list("123456")

@@ -229,6 +229,30 @@ def test_in_place_and_not_agree_bit_for_bit_weighted(seed):
     assert_trees_bitwise_equal(*results)
 
 
+def test_in_place_and_not_agree_where_a_branch_compiles_otherwise():
+    """Two uses of a matrix in an unrolled scan: XLA computes them by what is around."""
+    rng = np.random.default_rng(0)
+    x, w, b = (
+        jnp.asarray(rng.normal(size=shape) * 0.5, jnp.float32)
+        for shape in ((12, 3), (4, 3, 3), (4, 3))
+    )
+
+    def loss(layers, x):
+        def layer(h, layer):
+            w, b = layer
+            h = h @ w + b[None]
+            return h + h @ w, None
+
+        h = jax.lax.scan(layer, x, layers, reverse=True, unroll=3)[0]
+        return jnp.mean(h**2)
+
+    def result(in_place):
+        options = {"weight_fn": lambda x: x[0, 0] ** 2, "in_place": in_place}
+        return jax.jit(ga.value_and_grad(loss, 3, **options))((w, b), x)
+
+    assert_trees_bitwise_equal(result(True), result(False))
+
+
 def logistic_regression(params, batch):
     scores = batch["x"] @ params["w"]
     loss = jnp.mean(jax.nn.softplus(-jnp.sign(batch["y"]) * scores))

@@ -85,6 +85,14 @@ def one_way(p, x):
     return jnp.mean(jax.nn.logsumexp(logits, axis=1)) - jnp.mean(jnp.sum(a * b, 1))
 
 
+def balanced(p, x):
+    z = encode(p, x)
+    gates = jax.nn.softmax(z)
+    chosen = jax.nn.one_hot(jnp.argmax(gates, 1), gates.shape[1])
+    share = lax.pmean(jnp.mean(chosen, 0), ROWS)
+    return jnp.mean(z**2) + jnp.sum(share * jnp.mean(gates, 0))
+
+
 def statistics(p, x, mark=lambda h: h):
     h = mark(encode(p, x, "first"))
     h = mark(encode(p, h - lax.pmean(jnp.mean(h, 0), ROWS)[None], "second"))
@@ -105,6 +113,7 @@ def marked_statistics(p, x):
         (metric_alone, {"F": 1, "back F": 1}),
         (root, {"F": 2, "back F": 1}),
         (contrastive, {"F": 2, "back F": 1}),
+        (balanced, {"F": 2, "back F": 1}),
         (one_way, {"query": 1, "back query": 1, "gathered": 2, "back gathered": 1}),
         # Two levels, without marks: there; there again, with the loss; and back.
         (statistics, {"first": 5, "back first": 3, "second": 3, "back second": 2}),

@@ -6,8 +6,9 @@
 ```
 
 A column is `title = field`, or `title = field .2f` with a format. `outer/inner` names a
-field within another. The command, date, device and versions that the file records are
-printed above the table, so no number is typed by hand.
+field within another; a row that lacks it has a dash. The command, date, device and
+versions that the file records are printed above the table, so no number is typed by
+hand.
 """
 
 import json
@@ -42,10 +43,9 @@ def cells(row, columns):
         name, _, spec = field.rpartition(" ")
         if not spec.startswith("."):
             name, spec = field, ""
-        value = row
-        for part in name.split("/"):
-            value = value[part]
-        yield format(value, spec)
+        outer, _, inner = name.partition("/")
+        value = row[outer].get(inner) if inner else row[outer]
+        yield "-" if value is None else format(value, spec)
 
 
 class Benchmark(Directive):
@@ -64,14 +64,17 @@ class Benchmark(Directive):
         record = read(path.name)
         columns = [c.strip() for c in self.options["columns"].split(";")]
         titles = [c.partition(" = ")[0].strip() for c in columns]
+        rows = [list(cells(row, columns)) for row in record[self.options["rows"]]]
+        for title, *column in zip(titles, *rows, strict=True):
+            if set(column) == {"-"}:
+                raise self.error(f"No row of {path.name} has what {title} names.")
         lines = [
             f"From `benchmarks/results/{path.name}`: {provenance(record)}",
             "",
             "| " + " | ".join(titles) + " |",
             "|" + " --- |" * len(titles),
         ]
-        for row in record[self.options["rows"]]:
-            lines.append("| " + " | ".join(cells(row, columns)) + " |")
+        lines += ["| " + " | ".join(row) + " |" for row in rows]
         node = nodes.container()
         text = StringList(lines, source=str(path))
         self.state.nested_parse(text, self.content_offset, node)

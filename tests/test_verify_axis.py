@@ -1,0 +1,210 @@
+"""`verify` of losses over a named axis, along other axes, and what mends the others."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from window_losses import ROWS, arrays, contrastive, encode, errors
+
+import ga_optax as ga
+from ga_optax import testing
+from ga_optax._verify import Cause
+from ga_optax._verify.meetings import meetings
+from ga_optax._verify.problem import Problem
+
+pytestmark = pytest.mark.usefixtures("fast_compilation")
+
+K = 4
+
+
+def narrow(tree):
+    """In float32; arrays that the generator of `window_losses` makes."""
+    return jax.tree.map(lambda x: x if x.dtype == bool else x.astype("float32"), tree)
+
+
+ARGS = narrow(arrays(rows=8))
+
+
+def verify(fun, **options):
+    return ga.verify(fun, *ARGS, K, axis_name=ROWS, **options)
+
+
+def test_a_loss_that_is_the_same_for_every_k_is_right():
+    report = verify(contrastive)
+    assert report.cause is Cause.ROUNDING, report
+    assert report.dtype == "float64"
+    assert report.relative < 1e-14
+    testing.assert_accumulation_equivalent(contrastive, *ARGS, K, axis_name=ROWS)
+
+
+def test_in_bfloat16_with_a_key_for_each_row_it_is_right_too():
+    def fun(p, b):
+        half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), (p, {"x": b["x"]}))
+        z = encode(*half)
+        keep = jax.vmap(lambda key: jax.random.bernoulli(key, 0.5, (5,)))(b["key"])
+        z = jnp.where(keep, z, jnp.zeros_like(z))
+        mean = lax.pmean(jnp.mean(z, 0), ROWS)[None]
+        return jnp.mean((z - mean).astype(jnp.float32) ** 4)
+
+    params, batch = ARGS
+    batch = {"x": batch["x"], "key": jax.random.split(jax.random.key(0), 8)}
+    report = ga.verify(fun, params, batch, K, axis_name=ROWS)
+    assert report.ok, report
+
+
+# -- What goes wrong -------------------------------------------------------------------
+
+
+def with_local_statistics(p, b):
+    h = b["x"] @ p["w"]
+    h = h - jnp.mean(h, 0)[None]  # no pmean
+    return jnp.mean(h**3 / (1 + lax.pmean(jnp.mean(h**2), ROWS)))
+
+
+def with_local_labels(p, b):
+    z = encode(p, b)
+    logits = z @ lax.all_gather(b["y"] + z, ROWS, tiled=True).T
+    own = jnp.arange(len(z))  # no axis_index
+    return -jnp.mean(jax.nn.log_softmax(logits)[own, own])
+
+
+def kept(p, b):
+    return jnp.where(b["mask"], errors(p, b), 0.0)
+
+
+def without_the_size(p, b):
+    count = lax.psum(jnp.sum(b["mask"]), ROWS).astype("float32")
+    return jnp.sum(kept(p, b)) / count  # not times axis_size
+
+
+def with_a_local_count(p, b):
+    mean = lax.pmean(jnp.mean(encode(p, b), 0), ROWS)
+    far = jnp.sum(jnp.where(b["mask"], errors(p, b) * jnp.sum(mean**2), 0.0))
+    return far / jnp.sum(b["mask"]).astype("float32")
+
+
+def with_dropout(p, b, key):
+    z = encode(p, b)
+    z = z * jax.random.bernoulli(key, 0.5, z.shape).astype(z.dtype)
+    return jnp.mean((z - lax.pmean(jnp.mean(z, 0), ROWS)[None]) ** 4)
+
+
+@pytest.mark.parametrize(
+    ("fun", "cause", "words"),
+    [
+        (with_local_statistics, Cause.CROSS_EXAMPLE, "pmean(..., 'rows')"),
+        (with_local_labels, Cause.CROSS_EXAMPLE, "axis_index('rows')"),
+        (without_the_size, Cause.SCALE, "jax.lax.axis_size('rows')"),
+        (with_a_local_count, Cause.WEIGHTS, "weight_fn=lambda batch: batch['mask']."),
+        (with_dropout, Cause.RANDOMNESS, "switch the randomness off"),
+    ],
+)
+def test_a_collective_that_is_missing_has_the_cause_of_what_it_does(fun, cause, words):
+    rng = {"rng": jax.random.key(0)} if fun is with_dropout else {}
+    report = verify(fun, **rng)
+    assert report.cause is cause, report
+    assert words in report.mend
+    assert "MultiSteps" not in report.mend  # it sees no window
+
+
+def test_the_mends_are_right():
+    def with_the_size(p, b):
+        return without_the_size(p, b) * lax.axis_size(ROWS)
+
+    assert verify(with_the_size).ok
+    assert verify(with_a_local_count, weight_fn=lambda b: b["mask"].sum()).ok
+
+    def with_count(p, b):
+        own = jnp.sum(b["mask"])
+        return with_a_local_count(p, b), {"own": own, "all": lax.psum(own, ROWS)}
+
+    from_aux = ga.FromAux(lambda counts: counts["own"])
+    assert verify(with_count, has_aux=True, weight_fn=from_aux).ok
+
+
+# -- Which collective mends a loss without any -----------------------------------------
+
+
+def statistics(p, b):
+    h = b["x"] @ p["w"]
+    return jnp.mean(jnp.tanh((h - jnp.mean(h, 0)[None]) / jnp.std(h, 0)[None]) ** 3)
+
+
+def negatives(p, b):
+    z = encode(p, b)
+    return -jnp.mean(jnp.diagonal(jax.nn.log_softmax(z @ b["y"].T)))
+
+
+def in_a_scan(p, b):
+    def layer(h, _):
+        return jnp.tanh(h - jnp.mean(h, 0)[None]), None
+
+    return jnp.sum(jax.lax.scan(layer, b["x"] @ p["w"], length=2)[0])
+
+
+def apart(p, b):
+    """Attention, normalisation and a maximum of an example by itself, and a norm."""
+    h = jnp.stack([b["x"] @ (p["w"] / jnp.linalg.norm(p["w"]))] * 3, 1)
+    h = jax.nn.softmax(h @ h.swapaxes(1, 2)) @ (h - jnp.mean(h, 2, keepdims=True))
+    flat = jnp.max(h, 2).reshape(-1) / jnp.sum(b["mask"]).astype(h.dtype)
+    return jnp.sqrt(jnp.mean(flat**2))
+
+
+@pytest.mark.parametrize(
+    ("fun", "kinds"),
+    [
+        (statistics, ["statistic"]),
+        (jax.checkpoint(negatives), ["product"]),
+        (lambda p, b: jnp.max(errors(p, b)), ["extremum"]),
+        (lambda p, b: statistics(p, b) * negatives(p, b), ["statistic", "product"]),
+        (in_a_scan, ["statistic"]),
+        (apart, []),
+    ],
+)
+def test_the_program_shows_where_rows_meet(fun, kinds):
+    params, batch = ARGS
+    arguments = {"key": (), "weight_fn": None, "accumulated": fun, "axis_name": None}
+    problem = Problem(
+        fun, params, batch, k=K, x64=False, axes=[0] * len(batch), **arguments
+    )
+    assert meetings(problem) == kinds
+
+
+# -- Along other axes ------------------------------------------------------------------
+
+
+def over_time(params, batch):
+    """Over [time, batch, ...], with a mask of [time, batch] and weights of steps."""
+    h = jnp.tanh(jnp.cumsum(batch["x"], 0) @ params)
+    squares = batch["step"][:, None] * h**2 * batch["mask"]
+    return jnp.sum(squares) / jnp.sum(batch["mask"])
+
+
+def test_a_batch_is_split_where_batch_axes_says():
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 4, 3)), jnp.float32)
+    mask = (jnp.arange(8)[:, None] < jnp.arange(4)[None] + 4).astype("float32")
+    batch = {"x": x, "mask": mask, "step": jnp.linspace(1.0, 2.0, 8)}
+    args = over_time, jnp.ones(3), batch, 2
+    axes = {"x": 1, "mask": -1, "step": None}
+    report = ga.verify(*args, batch_axes=axes)
+    assert report.cause is Cause.WEIGHTS, report
+    assert "weight_fn=lambda batch: batch['mask'].sum()" in report.mend
+    options = {"batch_axes": axes, "weight_fn": lambda batch: batch["mask"].sum()}
+    assert ga.verify(*args, **options).ok
+    # The twin: split along time, it names the axes.
+    report = ga.verify(*args, batch_axes=0)
+    assert report.cause is Cause.AXIS, report
+    assert "batch_axes={'mask': 1, 'step': None, 'x': 1}" in report.mend
+
+
+def test_the_other_axis_is_named_if_the_second_is_the_wrong_one():
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 8, 3)), jnp.float32)
+
+    def loss(params, x):
+        return jnp.mean(jnp.tanh(jnp.cumsum(x, 1) @ params) ** 2)
+
+    report = ga.verify(loss, jnp.ones(3), x, 2, batch_axes=1)
+    assert report.cause is Cause.AXIS, report
+    assert "batch_axes=0" in report.mend
+    assert ga.verify(loss, jnp.ones(3), x, 2, batch_axes=0).ok
