@@ -113,9 +113,9 @@ class Audit:
             if moved:
                 verdict += (
                     f" {moved:,} of them move data between devices without reducing "
-                    "it. A step with sharded parameters needs that. If the data is the "
-                    "batch, pass data_axis= to value_and_grad, or every device may "
-                    "compute the whole batch."
+                    "it. A step with sharded parameters or logical devices needs that. "
+                    "If the data is the batch, pass data_axis= to value_and_grad, or "
+                    "every device may compute the whole batch."
                 )
             return verdict
         largest = max(self.in_loop, key=lambda c: c.num_bytes)

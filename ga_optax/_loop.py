@@ -291,8 +291,10 @@ def of_logical(loop: Loop, operands: Operands, call: Call) -> State:
     def run(part: Any, buffer: State) -> tuple[State, list[Any]]:
         index, batch = part
         keys = [jax.random.fold_in(key, index) for key in operands.keys]
-        # Nothing is in it. If XLA knew, it would write zeros to one more buffer.
-        acc = buffer.acc._replace(count=_island(jnp.zeros_like(operands.acc.count)))
+        # If XLA knew that this is empty, it would write zeros to one more buffer.
+        empty, count = _island((jnp.ones([], bool), operands.acc.count))
+        total = [accumulator.cleared(x, empty) for x in buffer.acc.total]
+        acc = operands.acc._replace(total=total, count=count)
         state = loop(operands._replace(batch=batch, keys=keys, acc=acc))
         pairs = list(zip(MODES.values(), state.results, strict=True))
         kept = [[] if mode.collects else x for mode, x in pairs]
