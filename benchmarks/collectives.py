@@ -41,13 +41,6 @@ DEVICES = 8
 PLAIN, LOGICAL = "all-reduce", "logical_devices=8"
 
 
-def split_in_place(batch: jax.Array, k: int) -> jax.Array:
-    """Micro-batch i takes the i-th part of the rows of each device: no row moves."""
-    width = batch.shape[-1]
-    local = batch.reshape(DEVICES, k, -1, width).swapaxes(0, 1).reshape(k, -1, width)
-    return jax.lax.with_sharding_constraint(local, P(None, "data"))
-
-
 def measure(layers: int, width: int, rows: int, k: int) -> dict[str, dict[str, Any]]:
     """Compiles each way, and counts what it communicates and computes in a window."""
     mesh = jax.make_mesh((DEVICES,), ("data",), axis_types=(AxisType.Auto,))
@@ -67,7 +60,7 @@ def measure(layers: int, width: int, rows: int, k: int) -> dict[str, dict[str, A
     ways = {
         peers.OURS: ga.value_and_grad(loss, k, data_axis="data"),
         peers.SCAN: peers.plain_scan(loss, k),
-        peers.SCAN_KEPT: peers.plain_scan(loss, k, split_in_place),
+        peers.SCAN_KEPT: peers.plain_scan(loss, k, peers.split_in_place(DEVICES)),
         peers.MICROBATCHING: peers.microbatch(loss, rows // k),
     }
     loop = peers.HostLoop(loss, optax.MultiSteps(opt, k), k)

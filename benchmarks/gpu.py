@@ -45,7 +45,6 @@ import ga_optax as ga
 
 K = 8
 ALONE = "no accumulation"
-OURS_COUNTED = "ga.MultiSteps, static emit"
 INIT = jax.jit(reference_model.init, static_argnums=0)
 
 
@@ -116,7 +115,7 @@ def loops_of(config: Config) -> dict[str, Any]:
     opt = optax.adam(1e-4)
     loss = functools.partial(reference_model.loss, config)
     counted = peers.HostLoop(loss, ga.MultiSteps(opt, K), K, counts=True)
-    return peers.in_many_calls(loss, opt, K) | {OURS_COUNTED: counted}
+    return peers.in_many_calls(loss, opt, K) | {peers.OURS_COUNTED: counted}
 
 
 def measure_peak(config: Config, tiny: bool) -> list[dict[str, Any]]:
@@ -292,9 +291,9 @@ def read_programs(config: Config) -> list[dict[str, Any]]:
     loops = loops_of(config)
     add = loops[peers.TWO_PROGRAMS].add
     lowered[peers.TWO_PROGRAMS] = add.lower(params, params, micro), None
-    counted = loops[OURS_COUNTED]
+    counted = loops[peers.OURS_COUNTED]
     start = params, jax.eval_shape(counted.tx.init, params)
-    lowered[OURS_COUNTED] = counted.step.lower(start, micro), None
+    lowered[peers.OURS_COUNTED] = counted.step.lower(start, micro), None
 
     rows, fields = [], [f.name for f in dataclasses.fields(hlo.Adds)]
     for way, (program, k) in lowered.items():

@@ -1,5 +1,8 @@
 """What XLA made of an accumulation, read from the optimised HLO, the program that runs.
 
+`traffic` counts what the kernels of a program read and write, `count_adds` what its
+additions became, and `dot_flops` the arithmetic of its matrix products.
+
 An addition to the accumulator can become one of three things. It may be a kernel of its
 own, a pass over memory. It may be part of the kernel that multiplies the matrices. Or
 it may be the `beta = 1` of a library's matrix product, `total = 1 * total + a @ b`,
@@ -9,7 +12,7 @@ which costs next to nothing.
 import dataclasses
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from ga_optax import _hlo
 
@@ -101,6 +104,97 @@ def _adds(
 ) -> list[_hlo.Instruction]:
     """The additions of arrays that have the shape of a gradient."""
     return [i for i in instructions if i.opcode == "add" and _shape(i.type) in wanted]
+
+
+# -- Traffic ---------------------------------------------------------------------------
+
+# What reads and writes nothing: names, and the ends of transfers that are under way.
+_FREE = {"after-all", "bitcast", "constant", "get-tuple-element", "parameter", "tuple"}
+_JOINED = 'custom_call_target="ConcatBitcast"'  # slices that were fetched, as one array
+# An array whose layout names another memory than the device's, S(0): the fast memory of
+# a TPU's core, or that of the host.
+_ELSEWHERE = re.compile(r"\w+\[[0-9,]*\]\{[^}]*S\([1-9]\d*\)\}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """What the kernels of a program read and write in a device's memory.
+
+    Attributes:
+      num_bytes: of all operands and results; an operand counts once in a kernel.
+      kernels: how many kernels run that read or write more than a kilobyte. Fetching to
+        fast memory is no kernel.
+      copied: the bytes that are only copied within the device's memory.
+      branches: how many conditionals run, whose predicates decide what runs next.
+    """
+
+    num_bytes: int = 0
+    kernels: int = 0
+    copied: int = 0
+    branches: int = 0
+
+
+def _sum(traffics: Iterable[Traffic], times: int = 1) -> Traffic:
+    columns = zip(*map(dataclasses.astuple, (Traffic(), *traffics)), strict=True)
+    return Traffic(*(times * sum(column) for column in columns))
+
+
+def traffic(text: str, pick: Callable[..., Traffic] = max) -> Traffic:
+    """Counts what a program reads and writes.
+
+    A kernel counts as if it read and wrote its arrays whole, so the bytes are right for
+    programs that slice none, such as a micro-step whose gradients are given.
+
+    Args:
+      text: the optimised HLO.
+      pick: `max` takes the branch of a conditional that has the most traffic, and `min`
+        the one with the least.
+
+    Raises:
+      ValueError: if a loop has no known trip count.
+    """
+    module = _hlo.parse(text)
+
+    def of(name: str) -> Traffic:
+        return _sum(map(one, module.computations.get(name, {}).values()))
+
+    def one(instruction: _hlo.Instruction) -> Traffic:
+        opcode = instruction.opcode
+        if opcode == "conditional":
+            branch = pick(map(of, instruction.called), key=lambda t: t.num_bytes)
+            return _sum([branch, Traffic(branches=1)])
+        if opcode not in ("call", "while"):
+            return _of_kernel(instruction, module.inside(instruction))
+        trips = module.trips(instruction) if opcode == "while" else 1
+        if trips is None:
+            raise ValueError(f"The loop {instruction.name} has no known trip count.")
+        return _sum(map(of, instruction.called), trips)
+
+    return of(module.entry)
+
+
+def _of_kernel(kernel: _hlo.Instruction, inner: list[_hlo.Instruction]) -> Traffic:
+    free = kernel.opcode in _FREE or kernel.opcode.endswith("-done")
+    if free or _JOINED in kernel.attributes:
+        return Traffic()
+    if kernel.opcode in ("copy-start", "slice-start"):
+        # The type holds what is read, what is written, and a number of four bytes.
+        source = kernel.operand_types[0]
+        size = _hlo.num_bytes(kernel.type) - _hlo.num_bytes(source) - 4
+        ends = [_resident(source), _resident(kernel.type) - _resident(source)]
+        return Traffic(size * sum(map(bool, ends)), copied=size if all(ends) else 0)
+    operands = dict(zip(kernel.operands, kernel.operand_types, strict=True))
+    moved = sum(map(_resident, (*operands.values(), kernel.type)))
+    copies = all(i.opcode in _FREE or i.opcode == "copy" for i in inner)
+    return Traffic(moved, moved > 1024, _resident(kernel.type) if copies else 0)
+
+
+def _resident(type_: str) -> int:
+    """The bytes of the arrays in a type that lie in the device's memory."""
+    return _hlo.num_bytes(_ELSEWHERE.sub("", type_))
+
+
+# -- Arithmetic ------------------------------------------------------------------------
 
 
 def dot_flops(text: str) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import PartitionSpec
 from optax import microbatching
 
 import ga_optax as ga
@@ -20,12 +21,15 @@ Gradient = Callable[[Any, jax.Array], tuple[jax.Array, Any]]
 OURS = "ga_optax"
 OURS_PLAIN = "ga_optax, in_place=False"
 OURS_LOOP = "ga.MultiSteps"
+OURS_COUNTED = "ga.MultiSteps, static emit"
+OURS_TRANSFORMATION = "ga.MultiSteps as a transformation"
 SCAN = "plain scan"
 MICROBATCHING = "optax.microbatching"
 MULTI_STEPS = "optax.MultiSteps"
 TWO_PROGRAMS = "two programs"
 UNROLLED = "unrolled loop"
 SCAN_KEPT = "plain scan, rows kept in place"
+IN_ONE_CALL = (OURS, OURS_PLAIN, SCAN, MICROBATCHING)
 
 
 # -- Models ----------------------------------------------------------------------------
@@ -67,6 +71,22 @@ def make_params(layers: int, width: int, scanned: bool = True) -> Any:
 def split(batch: jax.Array, k: int) -> jax.Array:
     """The micro-batches of a window, along a new first axis."""
     return batch.reshape(k, batch.shape[0] // k, *batch.shape[1:])
+
+
+def split_in_place(devices: int) -> Callable[[jax.Array, int], jax.Array]:
+    """A split whose micro-batch i is the i-th part of the rows of each device.
+
+    No row moves. The devices are those of the mesh axis "data".
+    """
+
+    def split(batch: jax.Array, k: int) -> jax.Array:
+        rest = batch.shape[1:]
+        local = batch.reshape(devices, k, -1, *rest).swapaxes(0, 1)
+        return jax.lax.with_sharding_constraint(
+            local.reshape(k, -1, *rest), PartitionSpec(None, "data")
+        )
+
+    return split
 
 
 def plain_scan(
@@ -147,14 +167,16 @@ class HostLoop:
         tx: Any,
         k: int,
         counts: bool = False,
+        applies: bool = True,
     ) -> None:
         """`tx` is `optax.MultiSteps(opt, k)` or `ga.MultiSteps(opt, k)`.
 
         With `counts`, the loop counts micro-steps itself and gives ours a static
-        `emit`. A second program then does the last micro-step of a window.
+        `emit`. A second program then does the last micro-step of a window. If not
+        `applies`, ours is a transformation as well: `update` and `apply_updates`.
         """
         self.tx, self.k = tx, k
-        if isinstance(tx, ga.MultiSteps):
+        if isinstance(tx, ga.MultiSteps) and applies:
             self.step = _applied(loss, tx, emit=False if counts else None)
             self.last = _applied(loss, tx, emit=True) if counts else self.step
         else:

@@ -37,12 +37,16 @@ STYLES: dict[str, dict[str, Any]] = {
     peers.SCAN: {"color": GREEN, "marker": "D", "linestyle": "--"},
     peers.SCAN_KEPT: {"color": BROWN, "marker": "X", "linestyle": ":"},
     peers.TWO_PROGRAMS: {"color": BROWN, "marker": "P", "linestyle": ":"},
+    peers.OURS_PLAIN: {"color": BLUE, "marker": "x"},
+    peers.OURS_TRANSFORMATION: {"color": BLUE, "marker": "d"},
     window_axis.MARKED: {"color": BLUE, "marker": "s", "zorder": 4},
     window_axis.HAND: {"color": BROWN, "marker": "P"},
 }
 NAMES = {
     micro_step.APPLIED: "ga.apply_gradients",
     peers.OURS: "ga.value_and_grad",
+    peers.OURS_PLAIN: "ga.value_and_grad, in_place=False",
+    peers.OURS_TRANSFORMATION: "tx.update, apply_updates",
     peers.TWO_PROGRAMS: "two programs, by hand",
     peers.SCAN_KEPT: "scan by hand, rows kept in place",
     peers.SCAN: "scan by hand",
@@ -162,6 +166,34 @@ def draw_collectives(result: dict[str, Any]) -> Any:
     return figure
 
 
+def draw_accelerators(result: dict[str, Any]) -> Any:
+    """Draws the traffic of a window and the temporaries of a call, by target."""
+    panels = {
+        "passes over the parameters\nin a window of 8 micro-steps": "micro_step",
+        "temporaries of a call, over\nthose of one micro-batch": "window_dense",
+    }
+    figure, axes = plt.subplots(1, 2, figsize=(8.6, 3.4))
+    lines: dict[str, Any] = {}
+    for ax, (title, part) in zip(axes, panels.items(), strict=True):
+        for row in result[part]:
+            if row["way"] in STYLES:
+                heights, style = row[COMPILED_FIELDS[part]], STYLES[row["way"]]
+                style = {"zorder": 3} | style | {"linestyle": "none"}
+                name = NAMES.get(row["way"], row["way"])
+                drawn = ax.plot(
+                    list(heights), list(heights.values()), label=name, **style
+                )
+                lines.setdefault(name, *drawn)
+        ax.set_title(title)
+        ax.margins(x=0.1)
+        ax.set_ylim(bottom=0)
+    figure.legend(lines.values(), lines, loc="outside lower center", ncols=3)
+    return figure
+
+
+COMPILED_FIELDS = {"micro_step": "over_params_window", "window_dense": "over_alone"}
+
+
 def draw_window_axis(result: dict[str, Any]) -> Any:
     """Draws time and temporaries of losses over a window, over those undivided."""
     rows = result["results"]
@@ -224,6 +256,7 @@ PICTURES = {
     "micro_step": ("sweep.json", draw_micro_step),
     "memory": ("memory.json", draw_memory),
     "collectives": ("collectives.json", draw_collectives),
+    "accelerators": ("accelerators.json", draw_accelerators),
     "window_axis": ("window_axis.json", draw_window_axis),
 }
 
@@ -242,6 +275,8 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     for name, (file, draw) in PICTURES.items():
         path = args.results / file
+        if not path.exists():
+            continue  # the compilers of accelerators are not always there
         figure = draw(record.read(path))
         figure.set_layout_engine("constrained")
         metadata = {"Date": None, "Description": digest(path)}

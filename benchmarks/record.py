@@ -38,13 +38,19 @@ def provenance() -> dict[str, Any]:
     }
 
 
-def write(path: pathlib.Path | None, content: dict[str, Any]) -> None:
-    """Writes a result with its provenance, if there is a path."""
+def write(
+    path: pathlib.Path | None,
+    content: dict[str, Any],
+    versions: dict[str, str] | None = None,
+) -> None:
+    """Writes a result with its provenance and more versions, if there is a path."""
     if path is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     # JSON has no NaN, and a benchmark should have none.
-    text = json.dumps(provenance() | content, indent=2, allow_nan=False)
+    whole = provenance() | content
+    whole["versions"] |= versions or {}
+    text = json.dumps(whole, indent=2, allow_nan=False)
     path.write_text(text + "\n", "utf-8")
 
 

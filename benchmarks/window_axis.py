@@ -240,6 +240,13 @@ def ways_of(case: Case) -> dict[str, peers.Gradient]:
     return {name: way for name, way in ways.items() if way}
 
 
+def temporaries(program: jax.stages.Compiled) -> int:
+    """Their bytes."""
+    memory = program.memory_analysis()
+    assert memory is not None
+    return memory.temp_size_in_bytes
+
+
 def measure(name: str, case: Case, rows: int, rounds: int) -> dict[str, Any]:
     """The row of the table for one case."""
     width = jax.tree.leaves(case.params)[0].shape[-1]
@@ -261,8 +268,7 @@ def measure(name: str, case: Case, rows: int, rounds: int) -> dict[str, Any]:
                 grads[way] = jax.flatten_util.ravel_pytree(out[1])[0]
     time_of = {way: statistics.median(times) for way, times in seconds.items()}
     whole = grads[UNDIVIDED]
-    memory = {way: program.memory_analysis() for way, program in programs.items()}
-    bytes_of = {way: m.temp_size_in_bytes for way, m in memory.items()}
+    bytes_of = {way: temporaries(program) for way, program in programs.items()}
     return {
         "case": name,
         "seconds": time_of,

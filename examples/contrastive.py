@@ -281,8 +281,8 @@ def of_copies(copies: Any, window: Pairs) -> jax.Array:
     a, b = a.reshape(BATCH, -1), b.reshape(BATCH, -1)
 
     def loss(scale: jax.Array, i: jax.Array) -> jax.Array:
-        own = [jax.lax.dynamic_slice_in_dim(x, i, BATCH // K) for x in (a, b)]
-        return contrast(scale, *own, a, b, i)
+        own_a, own_b = (jax.lax.dynamic_slice_in_dim(x, i, BATCH // K) for x in (a, b))
+        return contrast(scale, own_a, own_b, a, b, i)
 
     each = jax.vmap(loss)(copies["scale"], jnp.arange(0, BATCH, BATCH // K))
     return jnp.mean(each)
@@ -351,7 +351,7 @@ class Checks:
         """Prints a line for each check; returns whether all of them hold."""
         alone, axis = self.of_gradient[ALONE], self.of_gradient[AXIS]
         far, near = self.of_run[ALONE], self.of_run[AXIS]
-        lines = [
+        lines: list[tuple[str, bool, float | None]] = [
             ("axis_name: gradient of the window, float64", axis <= 1, axis),
             ("no axis_name: another gradient", alone > 1, alone),
             ("axis_name: distance to the undivided run", near <= 1, near),

@@ -120,8 +120,9 @@ def load_examples() -> tuple[Any, Any]:
     everything["noisy"] = everything["noisy"].astype(np.float32)
     order = rng.permutation(len(images))
     train, held_out = np.split(order, [len(images) * 4 // 5])
-    return tuple(
-        {k: x[rows] for k, x in everything.items()} for rows in (train, held_out)
+    return (
+        {k: x[train] for k, x in everything.items()},
+        {k: x[held_out] for k, x in everything.items()},
     )
 
 

@@ -157,11 +157,11 @@ class Module:
                 continue
             inside, branch = loops, conditional or instruction.opcode == "conditional"
             if instruction.opcode == "while":
-                inside = (*loops, (instruction.name, self._trips(instruction)))
+                inside = (*loops, (instruction.name, self.trips(instruction)))
             for called in instruction.called:
                 yield from self.walk(called, inside, branch, into_fusions=into_fusions)
 
-    def _trips(self, loop: Instruction) -> int | None:
+    def trips(self, loop: Instruction) -> int | None:
         """How often the body of a `while` runs; None if the program does not say.
 
         The programs of TPUs do not print it. In them, a counter goes from a constant to

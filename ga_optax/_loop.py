@@ -15,6 +15,7 @@ from ga_optax._aux import MODES, strong
 from ga_optax._call import Call
 from ga_optax._mesh import Placement
 from ga_optax._program import Program
+from ga_optax._rounded_once import rounded_once
 from ga_optax.accumulator import Accumulator
 
 Flat = Any  # an Accumulator whose total is a list
@@ -59,6 +60,7 @@ class Loop:
       sums_already: whether the backward pass sums over devices.
       in_place: which gradients the backward pass adds to the accumulator itself.
       branches: whether a weight of 0 leaves the backward pass out.
+      rounds_once: whether gradients are rounded in the accumulator alone.
     """
 
     program: Program
@@ -66,6 +68,7 @@ class Loop:
     sums_already: bool
     in_place: Sequence[bool]
     branches: bool
+    rounds_once: bool = False
 
     def __call__(self, operands: Operands) -> State:
         """Returns the last state, with all that was collected in it."""
@@ -79,6 +82,9 @@ class Loop:
         """The loop itself; with references it can be neither batched nor derived."""
         step = functools.partial(self.micro_step, operands)
         start = self.start(operands)
+        if self.rounds_once:
+            first = [x[0] for x in operands.batch]
+            step = rounded_once(step, len(self.in_place), start, first)
         if self.num_microbatches > 1:
             state, collected = jax.lax.scan(step, start, operands.batch)
         else:

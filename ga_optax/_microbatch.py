@@ -83,7 +83,8 @@ def value_and_grad(
     undivided batch, bit for bit; others are off by `n·eps·Σ|terms|` at most. On one
     backend the bits are those of `accumulate` over the same micro-batches, in any
     grouping, in place or not. A micro-batch of weight 0 changes no gradient, loss or
-    mean, whatever it holds. Page: "Exactness".
+    mean, whatever it holds. Gradients of bfloat16 models are rounded in the accumulator
+    alone, unlike those of `jax.grad`. Page: "Exactness".
 
     Args:
       fun: a function like that of `jax.value_and_grad`. Its loss is a mean over the
@@ -318,8 +319,10 @@ def _fold(
     branches = None in _in_place.reasons(True, program, operands)
     # Without its arrays: what is differentiated later must not hold tracers.
     program = program._replace(consts=(), batch=[])
+    # What the compiler reduces over devices in each micro-step would be twice as large.
+    once = program.narrow and not (options.each or call.strided)
     k = options.num_microbatches
-    loop = Loop(program, k, sums_already, in_place, branches)
+    loop = Loop(program, k, sums_already, in_place, branches, once)
     state = of_logical(loop, operands, call) if call.logical else loop(operands)
     if merges and call.axes:
         with jax.named_scope("merge"):

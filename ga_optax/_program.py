@@ -58,6 +58,13 @@ class Program(NamedTuple):
     multiplies: bool
     arrivals: list[str | None]
 
+    @property
+    def narrow(self) -> bool:
+        """Whether it computes anything in less than 32 bits."""
+        results = (x.aval for e in _equations(self.jaxpr) for x in e.outvars)
+        dtypes = (getattr(aval, "dtype", np.dtype(np.int32)) for aval in results)
+        return any(jnp.issubdtype(d, np.floating) and d.itemsize < 4 for d in dtypes)
+
 
 def trace(call: Call) -> Program:
     """Traces `fun` for one micro-batch; raises if what it returns does not fit."""

@@ -189,7 +189,7 @@ def test_the_number_of_microbatches_does_not_change_the_run(monkeypatch, tmp_pat
 
         def train(k, name):
             (tmp_path / name).mkdir()
-            run = char_lm.Run(config, k, [], tmp_path / name)
+            run = char_lm.Run(config, k, [], 0, tmp_path / name)
             params, log = char_lm.train(run, CORPUS)
             return params, log[-1]["held_out"]
 

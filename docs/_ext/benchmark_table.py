@@ -18,6 +18,7 @@ from docutils import nodes
 from docutils.parsers.rst import Directive, directives
 from docutils.statemachine import StringList
 
+VERSIONS = ("jax", "optax", "python", "libtpu", "jax-cuda12-plugin")
 RESULTS = pathlib.Path(__file__).parents[2] / "benchmarks" / "results"
 
 
@@ -29,9 +30,7 @@ def read(name):
 def provenance(record):
     """How and where the numbers were measured: one sentence, in Markdown."""
     flat = record | record.get("versions", {})
-    versions = ", ".join(
-        f"{name} {flat[name]}" for name in ("jax", "optax", "python") if name in flat
-    )
+    versions = ", ".join(f"{name} {flat[name]}" for name in VERSIONS if name in flat)
     day = record["date"][:10]
     return f"`{record['command']}`, on {day}, {record['device']}, {versions}."
 

@@ -326,7 +326,9 @@ class _Window:
         names = [name for name, _ in named_leaves(self.call.params)]
         _in_place.report([names[i] for i in params], whys[: len(params)])
         in_place = [why is None for why in whys]
-        loop = Loop(of_loop, self.call.options.num_microbatches, False, in_place)
+        branches = None in _in_place.reasons(True, of_loop, operands)
+        k = self.call.options.num_microbatches
+        loop = Loop(of_loop, k, False, in_place, branches)
         state = loop(operands)
         after = iter(state.acc.total)
         for i in params:

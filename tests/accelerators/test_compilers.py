@@ -11,6 +11,7 @@ import pytest
 import targets
 
 import ga_optax as ga
+from ga_optax import _loop
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 
@@ -136,6 +137,46 @@ def test_weight_gradients_are_added_inside_their_matrix_products():
     assert not added_in_products(
         functools.partial(by_hand, add=lambda t, g: jnp.where(t[0, 0] == 0, g, t + g))
     )
+
+
+def in_bfloat16(params, x):
+    def layer(h, w):
+        up, down = (w[name].astype(jnp.bfloat16) for name in ("up", "down"))
+        return h + jnp.tanh(h @ up) @ down, None
+
+    h = params["table"].astype(jnp.bfloat16)[x]
+    h, _ = jax.lax.scan(jax.checkpoint(layer), h, params["layers"])
+    logits = (h @ params["head"].astype(jnp.bfloat16)).astype(jnp.float32)
+    return jnp.mean(jax.nn.logsumexp(logits, -1))
+
+
+def only_add(target):
+    """Kernels that add a matrix of a gradient, and compute no product."""
+    shapes = {"up": (3, 512, 2048), "down": (3, 2048, 512)}
+    shapes = {"table": (4096, 512), "head": (512, 4096), "layers": shapes}
+    params = jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
+        shapes,
+        is_leaf=lambda x: isinstance(x, tuple),
+    )
+    x = jax.ShapeDtypeStruct((32, 256), jnp.int32)
+    options = {"xla_gpu_enable_triton_gemm": False} if target == "h200" else {}
+    step = ga.value_and_grad(in_bfloat16, 4)
+    program = targets.compiled(target, step, params, x, **options)
+    matrix = re.compile(r" = f32\[(1,|3,)?(512|2048|4096),(512|2048|4096)\]\S* add\(")
+    sums = re.compile(r" (dot|convolution|scatter)\(|__cublas|calls=.*scatter")
+    return sum(
+        any(map(matrix.search, lines)) and not any(map(sums.search, lines))
+        for lines in targets.computations(program).values()
+    )
+
+
+@pytest.mark.parametrize("target", ["h200", "v5e"])
+def test_no_kernel_only_adds_in_a_bfloat16_model(target, monkeypatch):
+    assert only_add(target) == 0
+    # The twin: gradients that are rounded to bfloat16 first.
+    monkeypatch.setattr(_loop, "rounded_once", lambda step, *_: step)
+    assert only_add(target) == {"h200": 3, "v5e": 1}[target]
 
 
 # -- A micro-step of an embedding ------------------------------------------------------

@@ -1,0 +1,209 @@
+"""In a bfloat16 model gradients are rounded in the accumulator, and not before."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ga_optax as ga
+from ga_optax import _loop
+from ga_optax.testing import assert_trees_bitwise_equal
+
+ROWS, WIDTH, LAYERS, K = 512, 8, 2, 4
+NARROW = jnp.bfloat16
+
+
+def narrow(x):
+    return x.astype(NARROW)
+
+
+# Each is a sum over layers whose gradients are sums over rows of products of bfloat16
+# numbers, so that NumPy knows them in float64.
+def plain(p, batch):
+    return [
+        batch["x"] @ narrow(w) + narrow(b)[None]
+        for w, b in zip(p["w"], p["b"], strict=True)
+    ]
+
+
+def inside_einsum(p, batch):
+    def layer(w, b):
+        return jnp.einsum("rk,kl->rl", batch["x"], narrow(w)) + narrow(b)[None]
+
+    return [layer(w, b) for w, b in zip(p["w"], p["b"], strict=True)]
+
+
+def scanned(p, batch):
+    @jax.checkpoint
+    def layer(total, p):
+        return total, batch["x"] @ narrow(p[0]) + narrow(p[1])[None]
+
+    return list(jax.lax.scan(layer, 0.0, (p["w"], p["b"]))[1])
+
+
+def convolved(p, batch):
+    def layer(w, b):
+        x = batch["x"][:, None]
+        kernel = narrow(w)[None]
+        numbers = ("NWC", "WIO", "NWC")
+        y = jax.lax.conv_general_dilated(x, kernel, (1,), "SAME", None, None, numbers)
+        return y[:, 0] + narrow(b)[None]
+
+    return [layer(w, b) for w, b in zip(p["w"], p["b"], strict=True)]
+
+
+def used_twice(p, batch):
+    def layer(w, b):
+        w = narrow(w)
+        first = jnp.arange(batch["x"].shape[0])[:, None] % 2 == 0
+        halves = jnp.where(first, batch["x"], 0), jnp.where(first, 0, batch["x"])
+        return halves[0] @ w + halves[1] @ w + narrow(b)[None]
+
+    return [layer(w, b) for w, b in zip(p["w"], p["b"], strict=True)]
+
+
+MODELS = (plain, inside_einsum, scanned, convolved, used_twice)
+MODELS = {f.__name__: f for f in MODELS}
+
+
+def draw(stacked):
+    rng = np.random.default_rng(0)
+
+    def normal(*shape):
+        return jnp.asarray(rng.normal(size=shape), NARROW)
+
+    w, b = normal(LAYERS, WIDTH, WIDTH), normal(LAYERS, WIDTH)
+    params = {"w": w, "b": b, "table": normal(4, WIDTH)}
+    params = jax.tree.map(lambda x: x.astype(jnp.float32), params)
+    if not stacked:
+        params |= {name: list(params[name]) for name in "wb"}
+    batch = {
+        "x": normal(ROWS, WIDTH),
+        "i": jnp.asarray(rng.integers(0, 4, ROWS)),
+        "slope": normal(ROWS, WIDTH),
+    }
+    return params, batch
+
+
+def losses_of(model):
+    def loss(p, batch):
+        h = sum(model(p, batch)) + narrow(p["table"])[batch["i"]]
+        return jnp.sum(h.astype(jnp.float32) * batch["slope"].astype(jnp.float32))
+
+    return loss
+
+
+def by_hand(batch):
+    """The gradient of a layer and of the table in float64, and Σ|terms| of each."""
+    x, slope = (np.asarray(batch[name], np.float64) for name in ("x", "slope"))
+    rows = np.eye(4)[np.asarray(batch["i"])]
+    exact = {"w": x.T @ slope, "b": slope.sum(0), "table": rows.T @ slope}
+    size = np.abs(x).T @ np.abs(slope), np.abs(slope).sum(0), rows.T @ np.abs(slope)
+    return exact, dict(zip(exact, size, strict=True))
+
+
+def exact_to_float32(grads, batch):
+    """Whether the sums over all rows were rounded to float32 alone."""
+    grads = jax.tree.map(lambda g: np.asarray(g, np.float64) * K, grads)
+    exact, size = by_hand(batch)
+    eps = np.finfo(np.float32).eps
+    return {
+        name: all(
+            np.all(np.abs(g - exact[name]) <= ROWS * eps * size[name])
+            for g in (grads[name] if name != "table" else [grads[name]])
+        )
+        for name in exact
+    }
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("model", MODELS)
+def test_sums_over_rows_of_bfloat16_are_those_of_float32(model, monkeypatch):
+    params, batch = draw(stacked=model == "scanned")
+    loss = losses_of(MODELS[model])
+
+    def grads():
+        return jax.jit(ga.value_and_grad(loss, K))(params, batch)[1]
+
+    assert all(exact_to_float32(grads(), batch).values())
+    # The twins: a gradient that was rounded before, ours and that of JAX.
+    monkeypatch.setattr(_loop, "rounded_once", lambda step, *_: step)
+    assert not any(exact_to_float32(grads(), batch).values())
+    whole = jax.grad(lambda p, b: loss(p, b) / K)(params, batch)
+    assert not any(exact_to_float32(whole, batch).values())
+
+
+@pytest.mark.parametrize("weight_fn", [None, lambda b: 1.0 + jnp.abs(b["slope"][0, 0])])
+def test_every_grouping_has_the_same_bits_in_place_and_not(weight_fn):
+    params, batch = draw(stacked=True)
+    options = {"weight_fn": weight_fn}
+
+    def loss(p, batch):
+        return jnp.mean(jnp.tanh(losses_of(scanned)(p, batch) / ROWS))
+
+    _, expected = jax.jit(ga.value_and_grad(loss, K, **options))(params, batch)
+    for in_place, calls in ((False, 1), (True, K), (False, K)):
+        add = ga.accumulate(loss, K // calls, in_place=in_place, **options)
+        acc = ga.accumulator.init(params)
+        for i in range(calls):
+            size = ROWS // calls
+            part = jax.tree.map(lambda x, i=i, n=size: x[i * n : (i + 1) * n], batch)
+            acc = jax.jit(add)(acc, params, part)[1]
+        mean = jax.jit(ga.accumulator.mean)(acc)
+        assert_trees_bitwise_equal(mean, expected)
+
+
+def program(loss, *args, k=K, **options):
+    return str(jax.make_jaxpr(ga.value_and_grad(loss, k, **options))(*args))
+
+
+def changed(monkeypatch, loss, *args, **options):
+    """How many more products and sums of a program come out in float32."""
+    new = program(loss, *args, **options)
+    monkeypatch.setattr(_loop, "rounded_once", lambda step, *_: step)
+    old = program(loss, *args, **options)
+    wide = "preferred_element_type=float32"
+    return new.count(wide) - old.count(wide), new == old
+
+
+def test_the_products_of_the_forward_pass_stay_as_they_are(monkeypatch):
+    def loss(p, x):
+        @jax.checkpoint
+        def logits(h):
+            return (h @ narrow(p["head"])).astype(jnp.float32)
+
+        h = jnp.tanh(x @ narrow(p["w"]))
+        return jnp.mean(jax.nn.logsumexp(logits(h), -1))
+
+    params = {"w": jnp.ones((8, 8)), "head": jnp.ones((8, 16))}
+    x = jnp.ones((16, 8), NARROW)
+    assert changed(monkeypatch, loss, params, x) == (2, False)  # one for each leaf
+
+
+@pytest.mark.parametrize("why", ["float32 model", "narrow accumulator"])
+def test_what_is_not_rounded_twice_keeps_its_program(why, monkeypatch):
+    dtype = jnp.float32 if why == "float32 model" else NARROW
+
+    def loss(w, x):
+        return jnp.mean((x.astype(dtype) @ w.astype(dtype)).astype(jnp.float32) ** 2)
+
+    options = {"accumulator_dtype": NARROW} if why == "narrow accumulator" else {}
+    args = jnp.ones((8, 8)), jnp.ones((16, 8))
+    assert changed(monkeypatch, loss, *args, **options) == (0, True)
+
+
+def test_what_the_compiler_reduces_over_devices_stays_narrow(monkeypatch):
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = jax.NamedSharding(mesh, jax.P("data"))
+    x = jax.device_put(jnp.ones((16, 8), NARROW), rows)
+
+    def loss(w, x):
+        return jnp.mean((x @ narrow(w)).astype(jnp.float32) ** 2)
+
+    args, each = (jnp.ones((8, 8)), x), ga.DataAxis("data", mesh=mesh, sync="each")
+    assert changed(monkeypatch, loss, *args, data_axis=each) == (0, True)
+    monkeypatch.undo()
+    assert changed(monkeypatch, loss, *args) == (0, True)
+    monkeypatch.undo()
+    last = ga.DataAxis("data", mesh=mesh)
+    assert changed(monkeypatch, loss, *args, data_axis=last) == (1, False)
