@@ -142,7 +142,7 @@ def measure_logical(
         "devices": devices,
         "wire_bytes": wire,
         "ring_bytes": ring,
-        "over_ring": {way: x / ring if ring else 0.0 for way, x in wire.items()},
+        "over_ring": {way: x / ring if ring else 0 for way, x in wire.items()},
         "temporaries": temporaries,
         "temporaries_over_gradient": {w: x / gradient for w, x in temporaries.items()},
         "ms": ms,
