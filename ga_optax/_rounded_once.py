@@ -130,7 +130,8 @@ class _Body:
         elif name in ("dot_general", "conv_general_dilated"):
             if isinstance(params["precision"], _ALGORITHMS):
                 return None  # it names the dtype
-            params = params | {"preferred_element_type": _WIDE}
+            self.replace(n, *_product(equation, wide))
+            return wide
         elif name == "add_any":
             parts = list(map(self.wide, ins))
             if parts == [None, None]:
@@ -160,6 +161,36 @@ class _Body:
         new = equation.replace(invars=ins, outvars=outs, params=params)
         self.replace(n, *casts, new)
         return wide
+
+
+def _product(equation: core.JaxprEqn, result: core.Var) -> list[core.JaxprEqn]:
+    """A product of narrow matrices or images in float32.
+
+    On CPUs its operands are cast. XLA would do the same, but forgets some of them if
+    the result is transposed, and then cannot run the program (jaxlib 0.10 to 0.12).
+    """
+    params = equation.params | {"preferred_element_type": _WIDE}
+
+    def direct(*operands: jax.Array) -> jax.Array:
+        return equation.primitive.bind(*operands, **params)
+
+    def cast(*operands: jax.Array) -> jax.Array:
+        return direct(*(x.astype(_WIDE) for x in operands))
+
+    def product(*operands: jax.Array) -> jax.Array:
+        return jax.lax.platform_dependent(*operands, cpu=cast, default=direct)
+
+    ins = equation.invars
+    jaxpr = jax.make_jaxpr(product)(*(x.aval for x in ins)).jaxpr
+    known = dict(zip(jaxpr.invars, ins, strict=True)) | {jaxpr.outvars[0]: result}
+
+    def renamed(xs: Iterable[Any]) -> list[Any]:
+        return [x if isinstance(x, core.Literal) else known.get(x, x) for x in xs]
+
+    return [
+        e.replace(invars=renamed(e.invars), outvars=renamed(e.outvars))
+        for e in jaxpr.eqns
+    ]
 
 
 def _widened(x: Any) -> Any:

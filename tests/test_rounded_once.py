@@ -158,12 +158,12 @@ def program(loss, *args, k=K, **options):
 
 
 def changed(monkeypatch, loss, *args, **options):
-    """How many more products and sums of a program come out in float32."""
+    """How many products come out in float32, and whether the program is as before."""
     new = program(loss, *args, **options)
     monkeypatch.setattr(_loop, "rounded_once", lambda step, *_: step)
     old = program(loss, *args, **options)
-    wide = "preferred_element_type=float32"
-    return new.count(wide) - old.count(wide), new == old
+    of_cpus = "= platform_index["  # each has a form for CPUs
+    return new.count(of_cpus) - old.count(of_cpus), new == old
 
 
 def test_the_products_of_the_forward_pass_stay_as_they_are(monkeypatch):
@@ -178,6 +178,24 @@ def test_the_products_of_the_forward_pass_stay_as_they_are(monkeypatch):
     params = {"w": jnp.ones((8, 8)), "head": jnp.ones((8, 16))}
     x = jnp.ones((16, 8), NARROW)
     assert changed(monkeypatch, loss, params, x) == (2, False)  # one for each leaf
+
+
+def test_a_product_over_rows_and_positions_runs_on_cpus():
+    """XLA:CPU cannot run the gradient of `x @ w` in float32 without casts."""
+
+    def loss(w, x):
+        return jnp.mean((x @ narrow(w)).astype(jnp.float32) ** 2)
+
+    w, x = jnp.ones((8, 4)), jnp.ones((4, 4, 8), NARROW)
+    grads = jax.jit(ga.value_and_grad(loss, 2))(w, x)[1]
+    assert_trees_bitwise_equal(grads, jax.grad(loss)(w, x))  # powers of two
+
+    def without_casts(x, ct):
+        over = ((0, 1), (0, 1)), ((), ())
+        return jax.lax.dot_general(ct, x, over, preferred_element_type=jnp.float32).T
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match="BF16 x BF16"):
+        jax.jit(without_casts)(x, jnp.ones((4, 4, 4), NARROW)).block_until_ready()
 
 
 @pytest.mark.parametrize("why", ["float32 model", "narrow accumulator"])
