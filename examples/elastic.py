@@ -15,7 +15,7 @@ backward pass. Without `logical_devices` each of these would depend on the devic
 Every start would import JAX first. So the processes are forked from one that has
 (`forkserver`), and they share their compiled programs.
 
-It needs orbax-checkpoint. On the devices of CPUs alone.
+It runs on the devices of CPUs. It needs orbax-checkpoint: the dependency group `demo`.
 """
 
 import argparse

@@ -171,7 +171,13 @@ class Loop:
             # What went into a reference cannot be selected away, and NaN · 0 is NaN.
             params = self.program.jaxpr.invars
             zeros = _aux.blank([params[i].aval for i in by_hand])
+            constant = _constant(backward)
             grads = jax.lax.cond(weight == 0, lambda: zeros, backward)
+            # XLA adds a zero that it knows to nothing: in a branch it would not know.
+            grads = [
+                z if fixed else x
+                for fixed, z, x in zip(constant, zeros, grads, strict=True)
+            ]
         else:
             grads = backward()
 
@@ -267,6 +273,17 @@ def _next(count: jax.Array) -> jax.Array:
         cpu=lambda *pair: jax.lax.sort(jnp.stack(pair))[1],
         default=lambda _, following: following,
     )
+
+
+def _constant(fun: Callable[[], list[jax.Array]]) -> list[bool]:
+    """Which results depend on nothing: gradients of what `fun` does not use."""
+    jaxpr = jax.make_jaxpr(fun)().jaxpr
+    depending = set(jaxpr.constvars)
+    for equation in jaxpr.eqns:
+        read = {x for x in equation.invars if isinstance(x, core.Var)}
+        if not depending.isdisjoint(read):
+            depending.update(equation.outvars)
+    return [isinstance(x, core.Literal) or x not in depending for x in jaxpr.outvars]
 
 
 # -- Logical devices -------------------------------------------------------------------

@@ -1048,7 +1048,7 @@ def test_accumulate_inside_a_shard_map_takes_whole_parameters():
     mapped = jax.shard_map(
         window, mesh=mesh, in_specs=(SHARDED, P("data")), out_specs=SHARDED
     )
-    with pytest.raises(ValueError, match="Gather the parameters once"):
+    with pytest.raises(ValueError, match="gather the parameters once"):
         jax.jit(mapped)(make_params(), make_batch())
 
 
