@@ -351,7 +351,10 @@ def test_inside_a_shard_map_rows_are_neighbours():
     np.testing.assert_array_equal(jax.jit(mapped)(rows), rows.reshape(16, 2))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [AxisType.Auto, pytest.param(AxisType.Explicit, marks=pytest.mark.published)],
+)
 def test_weights_carry_keys_and_aux_without_a_data_axis(kind):
     mesh = make_mesh(kind)
     params, batch = make_params(), make_batch()
@@ -826,7 +829,9 @@ def test_what_an_empty_accumulator_holds_does_not_matter_across_devices():
 # -- Composition -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize(
+    "in_place", [True, pytest.param(False, marks=pytest.mark.published)]
+)
 def test_it_can_be_differentiated_and_batched(in_place):
     mesh = make_mesh(AxisType.Auto)
     params, batch = make_params(), make_batch()

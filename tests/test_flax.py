@@ -389,7 +389,11 @@ LORA = nnx.DiffState(0, nnx.LoRAParam)
 @pytest.mark.filterwarnings("ignore:What value_and_grad or accumulate returned")
 @pytest.mark.parametrize(
     ("argnums", "jit"),
-    [(0, True), (LORA, True), (LORA, False)],
+    [
+        (0, True),
+        pytest.param(LORA, True, marks=pytest.mark.published),
+        pytest.param(LORA, False, marks=pytest.mark.published),
+    ],
     ids=["all", "lora", "lora-eager"],
 )
 def test_a_module_is_as_after_one_micro_batch_after_another(argnums, jit):

@@ -879,7 +879,9 @@ def test_grad_of_a_vmap_over_batches_is_the_sum_of_their_gradients(weight_fn):
         assert largest_error(jax.grad(fun)(params, batch), expected) > 1e-3
 
 
-@pytest.mark.parametrize("in_place", IN_PLACE)
+@pytest.mark.parametrize(
+    "in_place", [True, pytest.param(False, marks=pytest.mark.published)]
+)
 def test_no_tracer_outlives_a_call(in_place):
     fun, params = MODELS["rematerialised"]
     with jax.checking_leaks():

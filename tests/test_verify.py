@@ -1118,7 +1118,7 @@ def test_ulps_of_two_dtypes_are_refused():
         ulps(np.zeros(2, np.float32), np.zeros(2, np.float64))
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("dtype", [pytest.param("float64", marks=MORE), "float32"])
 def test_memory_does_not_grow_with_the_number_of_micro_batches(monkeypatch, dtype):
     """At most three float64 gradient trees, and two copies of the parameters."""
     size = 40_000
