@@ -11,7 +11,6 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from ga_optax._axis.plan import needed
 from ga_optax._in_place import inner_programs
 from ga_optax._verify.problem import Problem
 
@@ -88,6 +87,8 @@ def _followed(
 
 def _equations(jaxpr: core.Jaxpr) -> list[core.JaxprEqn]:
     """Those that the results need."""
+    from ga_optax._axis.plan import needed  # 15 ms of import, which few need
+
     return needed(jaxpr, jaxpr.outvars, lambda x: False, lambda e: False)[0]
 
 
