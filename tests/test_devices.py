@@ -193,7 +193,10 @@ def test_the_mesh_may_be_an_argument():
     assert_close(got, jax.value_and_grad(mean_loss)(params, batch))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [AxisType.Auto, pytest.param(AxisType.Explicit, marks=pytest.mark.published)],
+)
 @pytest.mark.parametrize(
     "sync", ["last", pytest.param("each", marks=pytest.mark.published)]
 )

@@ -88,6 +88,7 @@ def train(n, k, *, of=L, steps=1, **options):
     return bits(jax.device_get((params, state, losses)))
 
 
+@pytest.mark.published
 def test_a_run_has_the_same_bits_on_one_device_and_on_four(optax_promotion):
     assert train(1, 2, weight_fn=count) == train(4, 2, weight_fn=count)
 

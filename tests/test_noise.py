@@ -416,8 +416,9 @@ def sharded_setup(kind=AxisType.Auto):
 
 @pytest.mark.parametrize(
     "kind",
-    [AxisType.Auto, pytest.param(AxisType.Explicit, marks=pytest.mark.published)],
+    [AxisType.Auto, AxisType.Explicit],
 )
+@pytest.mark.published
 def test_sharded_parameters_give_the_bits_of_one_device_and_move_scalars_alone(kind):
     tx, grads, sharded, split = sharded_setup(kind)
     expected = run(tx, grads[0], grads)

@@ -79,6 +79,7 @@ def ways(resume):
         return resume.make_ways(width=8)
 
 
+@pytest.mark.published
 @pytest.mark.parametrize("name", NAMES)
 def test_a_window_that_was_cut_by_a_checkpoint_has_the_same_bits(
     name, resume, ways, tmp_path
