@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from ga_optax import _collectives, _mesh
 from ga_optax._checks import (
@@ -38,6 +39,7 @@ class Call(NamedTuple):
         axis, and inside a `shard_map` that binds it.
       specs: how the data axes shard the parameters: `DataAxis.param_specs`, or what
         was found.
+      grad_specs: how they shard the gradients of whole parameters; None if as those.
       where: how to merge the gradient of each parameter leaf over the data axes that
         are bound.
     """
@@ -49,6 +51,7 @@ class Call(NamedTuple):
     batch_axes: Sequence[int | None] = ()
     mesh: Any = None
     specs: Any = None
+    grad_specs: Any = None
     where: Sequence[Placement] = ()
 
     @classmethod
@@ -66,7 +69,12 @@ class Call(NamedTuple):
         _check_no_keys(call)
         if options.data_axis is not None:
             mesh = _mesh.find_mesh(options.axes, options.data_axis.mesh, call.batch)
-            call = call._replace(mesh=mesh, specs=options.data_axis.param_specs)
+            specs, of_grads = (
+                options.data_axis.param_specs,
+                options.data_axis.grad_specs,
+            )
+            specs = specs if of_grads is None else PartitionSpec()
+            call = call._replace(mesh=mesh, specs=specs, grad_specs=of_grads)
         _check_axis(options)
         _check_logical(call)
         _check_carry(call)
@@ -148,8 +156,21 @@ class Call(NamedTuple):
         everything = self.args, self.kwargs
         return not self.options.axes and _mesh.is_distributed(everything)
 
+    @property
+    def sent(self) -> dict[int, Placement]:
+        """Which gradients are scattered before they are added, and how."""
+        if not self.options.scatters:
+            return {}
+        pairs = enumerate(zip(self.where, self.replaced, strict=True))
+        return {i: x for i, (x, new) in pairs if x.dims and not new}
+
     def placed(self, total: Any) -> Any:
-        """An accumulator at top level, sharded as `specs` says."""
+        """An empty accumulator, sharded as it will be."""
+        if sent := self.sent:
+            leaves, structure = jax.tree.flatten(total)
+            for i, place in sent.items():
+                leaves[i] = _collectives.part(leaves[i], place)
+            return structure.unflatten(leaves)
         if self.mesh is None or self.specs is None:
             return total
         return _collectives.constrain(total, self.specs, self.mesh)
@@ -228,7 +249,12 @@ class Call(NamedTuple):
                     f"{jax.typeof(x)}. Use AxisType.Auto, or leave logical_devices out."
                 )
         leaves, structure = jax.tree.flatten(_collectives.vary(params, axes))
-        return jax.tree.unflatten(structure, _collectives.gather(leaves, where)), where
+        leaves = _collectives.gather(leaves, where)
+        if self.grad_specs is not None:
+            where = _mesh.placements(
+                self.params, self.grad_specs, axes, None, "grad_specs"
+            )
+        return jax.tree.unflatten(structure, leaves), where
 
 
 # -- Checks ----------------------------------------------------------------------------

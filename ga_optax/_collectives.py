@@ -12,6 +12,7 @@ gradient scattered after it: `Placement` says along which dimension.
 """
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -52,13 +53,27 @@ def gather(leaves: list[Any], where: Sequence[Placement]) -> list[Any]:
     return [whole(x, place) for x, place in zip(leaves, where, strict=True)]
 
 
+def part(x: jax.Array, placement: Placement) -> jax.Array:
+    """Zeros of the shape of one device's part of `x`."""
+    shape, sizes = list(x.shape), jax.sharding.get_abstract_mesh().shape
+    for dim, axes in placement.dims:
+        shape[dim] //= math.prod(sizes[name] for name in axes)
+    return jnp.zeros(shape, x.dtype)
+
+
+def scatter(x: jax.Array, placement: Placement, ndim: int) -> jax.Array:
+    """One device's part of the sum of `x`, a slice of a leaf with `ndim` dimensions."""
+    for dim, names in placement.dims:
+        dim += x.ndim - ndim
+        x = jax.lax.psum_scatter(x, names, scatter_dimension=dim, tiled=True)
+    return x
+
+
 def reduce(leaves: list[Any], where: Sequence[Placement], axes: Axes) -> list[Any]:
     """The sum over devices: an all-reduce, or a reduce-scatter of a sharded leaf."""
     result, groups = [], {}
     for i, (x, placement) in enumerate(zip(leaves, where, strict=True)):
-        for dim, names in placement.dims:
-            x = jax.lax.psum_scatter(x, names, scatter_dimension=dim, tiled=True)
-        result.append(x)
+        result.append(scatter(x, placement, x.ndim))
         done = placement.axes + placement.summed
         left = tuple(name for name in axes if name not in done)
         groups.setdefault(left, []).append(i)

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from ga_optax import _mesh
 from ga_optax._checks import check_int
@@ -33,11 +34,17 @@ class DataAxis:
         the same. None reads it off explicit axis types, and off arrays outside of
         `jit`. Under `jit` on automatic axes nothing tells, and gradients are reduced
         whole.
+      grad_specs: how gradients of whole parameters come back sharded (ZeRO-1, ZeRO-2),
+        in the same form; `specs` makes one. With sync="last" a reduce-scatter takes the
+        place of the all-reduce. With "each" the sum is sharded, too, 1/n of it on each
+        device, and every micro-step reduce-scatters its gradient; all else is as with
+        "last".
       sync: "last" merges once, after the loop. "each" merges in every micro-step, if
         parameters are sharded and whole ones do not fit in memory. The program is then
         that of one device on micro-batches of all of them (keys and aux, too), which
         the compiler distributes. Inside `shard_map` `fun` itself has to gather the
-        parameters, and a weight of 0 does not keep a NaN out.
+        parameters, and a weight of 0 does not keep a NaN out. (With `grad_specs` see
+        there.)
       logical_devices: a power of two L. The window is then computed as L devices would,
         bit for bit, on any number of devices that divides L: rows, micro-batches, keys
         and the order of every sum. `num_microbatches` counts those of one of the L. It
@@ -51,6 +58,7 @@ class DataAxis:
     _: dataclasses.KW_ONLY
     mesh: Mesh | AbstractMesh | None = None
     param_specs: Any = None
+    grad_specs: Any = None
     sync: str = "last"
     logical_devices: int | None = None
 
@@ -67,6 +75,12 @@ class DataAxis:
             )
         if self.logical_devices is not None:
             self._check_logical()
+        if self.param_specs is not None and self.grad_specs is not None:
+            raise ValueError(
+                "grad_specs must be alone, since gradients of sharded parameters come "
+                f"back as they are sharded, but param_specs is {self.param_specs!r}. "
+                "Leave one of them out."
+            )
 
     def _check_logical(self) -> None:
         todo = "Pass how many devices the bits are to be those of, such as 8."
@@ -87,6 +101,33 @@ class DataAxis:
                 f"logical_devices needs jax >= 0.10, but this is jax {jax.__version__}."
                 " Install a newer one, or leave it out."
             )
+
+    def specs(self, tree: Any) -> Any:
+        """Specs that split each leaf along its largest dimension that they divide.
+
+        For `grad_specs`, and for an optimizer's state:
+
+        >>> import jax, jax.numpy as jnp
+        >>> import ga_optax as ga
+        >>> mesh = jax.sharding.AbstractMesh((8,), ("data",))
+        >>> ga.DataAxis("data", mesh=mesh).specs({"w": jnp.ones((3, 16)), "b": 1.0})
+        {'b': P(), 'w': P(None, 'data')}
+
+        Args:
+          tree: parameters, or anything with leaves of their shapes.
+
+        Returns:
+          A tree of `PartitionSpec`, empty for a leaf without such a dimension.
+        """
+        number = _mesh.num_devices(self.axes, _mesh.find_mesh(self.axes, self.mesh))
+
+        def spec(x: Any) -> PartitionSpec:
+            dims = [d for d, size in enumerate(jnp.shape(x)) if size % number == 0]
+            largest = max(dims, key=lambda d: jnp.shape(x)[d], default=None)
+            whole = PartitionSpec()
+            return whole if largest is None else _mesh.split_spec(self.axes, largest)
+
+        return jax.tree.map(spec, tree)
 
     @property
     def axes(self) -> tuple[str, ...]:

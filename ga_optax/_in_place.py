@@ -9,9 +9,11 @@ parameters XLA reuses the buffers by itself.
 
 import contextlib
 import contextvars
+import itertools
 import logging
 import math
-from collections.abc import Iterator, Sequence
+import types
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -84,10 +86,37 @@ def arrival(jaxpr: core.Jaxpr, variable: Any, way: str = "whole") -> str | None:
     return None
 
 
-def reasons(wanted: bool, program: Any, operands: Any) -> list[str | None]:
+def is_cut(jaxpr: core.Jaxpr, i: int, placement: Any) -> bool:
+    """Whether a parameter is split along a dimension that its slices lack.
+
+    Asked of one that `arrival` says comes in slices.
+    """
+    gone = _num_scanned(jaxpr, jaxpr.invars[i])
+    return any(dim < gone for dim, _ in placement.dims)
+
+
+def _num_scanned(jaxpr: core.Jaxpr, variable: Any) -> int:
+    """How many of a parameter's dimensions are gone where its gradient is added."""
+    [(equation, i)] = [
+        (e, i) for e in jaxpr.eqns for i, x in enumerate(e.invars) if x is variable
+    ]
+    if equation.primitive.name not in ("jit", "pjit", "scan"):
+        return 0
+    [inner] = inner_programs(equation)
+    inside: Any = inner.invars[i]
+    gone = len(variable.aval.shape) - len(inside.aval.shape)
+    return gone + _num_scanned(inner, inside)
+
+
+def reasons(
+    wanted: bool,
+    program: Any,
+    operands: Any,
+    sent: Mapping[int, Any] = types.MappingProxyType({}),
+) -> list[str | None]:
     """Why each leaf is not added in place; None if it is.
 
-    Asked of a `Program` and the `Operands` of its loop.
+    Asked of a `Program`, the `Operands` of its loop, and how gradients are scattered.
 
     A weight that multiplies a gradient needs that gradient by itself. A reference has
     the type of the cotangent, in which narrow ones would round too often. Custom rules
@@ -100,7 +129,7 @@ def reasons(wanted: bool, program: Any, operands: Any) -> list[str | None]:
         (program.jaxpr.effects, "fun prints, calls back or communicates"),
     )
 
-    def reason(came: str | None, total: jax.Array, param: jax.Array) -> str | None:
+    def reason(i: int, came: str | None, total: jax.Array, param: jax.Array) -> Any:
         dtype = total.dtype
         checks = (
             *of_all,
@@ -110,13 +139,18 @@ def reasons(wanted: bool, program: Any, operands: Any) -> list[str | None]:
                 came != "slices",
                 "no scan runs over it: XLA reuses its gradient's buffer",
             ),
+            (
+                came == "slices" and i in sent and is_cut(program.jaxpr, i, sent[i]),
+                "its specs split a dimension that a scan runs over",
+            ),
             (dtype != param.dtype, f"it is {param.dtype}, and its accumulator {dtype}"),
             (not _mesh.same_mesh(total, param), "its accumulator has another mesh"),
             (jnp.finfo(dtype).bits < 32, f"{dtype} would round too often"),
         )
         return next((why for holds, why in checks if holds), None)
 
-    return list(map(reason, program.arrivals, operands.acc.total, operands.params))
+    leaves = program.arrivals, operands.acc.total, operands.params
+    return list(map(reason, itertools.count(), *leaves))
 
 
 # -- Saying it -------------------------------------------------------------------------

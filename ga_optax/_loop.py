@@ -10,7 +10,15 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
-from ga_optax import _aux, _collectives, _duplicates, _mesh, _tree, accumulator
+from ga_optax import (
+    _aux,
+    _collectives,
+    _duplicates,
+    _mesh,
+    _sent,
+    _tree,
+    accumulator,
+)
 from ga_optax._aux import MODES, strong
 from ga_optax._call import Call
 from ga_optax._mesh import Placement
@@ -61,6 +69,7 @@ class Loop:
       in_place: which gradients the backward pass adds to the accumulator itself.
       branches: whether a weight of 0 leaves the backward pass out.
       rounds_once: whether gradients are rounded in the accumulator alone.
+      sent: which of them are scattered over devices before they are added, and how.
     """
 
     program: Program
@@ -69,6 +78,7 @@ class Loop:
     in_place: Sequence[bool]
     branches: bool
     rounds_once: bool = False
+    sent: dict[int, Placement] = dataclasses.field(default_factory=dict)
 
     def __call__(self, operands: Operands) -> State:
         """Returns the last state, with all that was collected in it."""
@@ -158,19 +168,35 @@ class Loop:
         leaves = range(len(self.in_place))
         refs = {i: jax.new_ref(acc.total[i]) for i in leaves if self.in_place[i]}
         by_hand = [i for i in leaves if i not in refs]
+        types: list[Any] = [x.aval for x in self.program.jaxpr.invars[: len(leaves)]]
+
+        def scattered(i: int, g: jax.Array) -> jax.Array:
+            if selects is not None:
+                g = jnp.where(selects == 0, -jnp.zeros_like(g), g)
+            return _collectives.scatter(g, self.sent[i], len(types[i].shape))
+
+        def write(i: int, ref: Any, g: jax.Array) -> None:
+            jax.ref.addupdate(ref, ..., scattered(i, g) if i in self.sent else g)
+
+        def added(*held: Any) -> list[jax.Array]:
+            slots = dict(zip(refs, held, strict=True))
+            slots = [slots.get(i, jax.ad.GradValue()) for i in leaves]
+            grads = pullback.with_refs(*slots)(cotangent)
+            return [grads[i] for i in by_hand]
 
         def backward() -> list[jax.Array]:
             with jax.named_scope("compute"):
                 if not refs:
                     return list(pullback(cotangent))
-                slots = [refs.get(i, jax.ad.GradValue()) for i in leaves]
-                grads = pullback.with_refs(*slots)(cotangent)
-                return [grads[i] for i in by_hand]
+                held = list(refs.values())
+                if not refs.keys() & self.sent:
+                    return added(*held)
+                writes = [functools.partial(write, i) for i in refs]
+                return _sent.run(added, [types[i] for i in refs], held, writes)
 
         if self.branches and selects is not None:
             # What went into a reference cannot be selected away, and NaN · 0 is NaN.
-            params = self.program.jaxpr.invars
-            zeros = _aux.blank([params[i].aval for i in by_hand])
+            zeros = _aux.blank([types[i] for i in by_hand])
             constant = _constant(backward)
             grads = jax.lax.cond(weight == 0, lambda: zeros, backward)
             # XLA adds a zero that it knows to nothing: in a branch it would not know.
@@ -182,20 +208,22 @@ class Loop:
             grads = backward()
 
         with jax.named_scope("accumulate"):
-            before = [acc.total[i] for i in by_hand]
+            total = {}
             zero = accumulator.unknown_zero(acc.count)
-            # A bare product is rounded, then added, in every program: see `arrival`.
-            largest = [arrivals[i] == "replaces" for i in by_hand]
-            for j, i in enumerate(by_hand):
-                dtype = before[j].dtype
-                if largest[j]:
-                    grads[j] = grads[j].astype(dtype)
+            for i, g in zip(by_hand, grads, strict=True):
+                old, largest = acc.total[i], arrivals[i] == "replaces"
+                # A bare product is rounded, then added, see `arrival`.
+                if largest:
+                    g = g.astype(old.dtype)
                 elif multiplies:
-                    grads[j] = accumulator.weighted(grads[j], weight, dtype, zero)
+                    g = accumulator.weighted(g, weight, old.dtype, zero)
                 elif not arrivals[i]:
-                    grads[j] = accumulator.rounded(grads[j], zero)
-            after = accumulator.add_terms(before, grads, selects, largest)
-            total = dict(zip(by_hand, after, strict=True))
+                    g = accumulator.rounded(g, zero)
+                if i in self.sent:
+                    total[i] = accumulator.plus(old, scattered(i, g.astype(old.dtype)))
+                else:
+                    new = accumulator.add_terms([old], [g], selects, [largest])
+                    [total[i]] = new
         return [jax.ref.freeze(refs[i]) if i in refs else total[i] for i in leaves]
 
     def vary(self, x: jax.Array, term: Any) -> jax.Array:

@@ -187,7 +187,11 @@ class Placement(NamedTuple):
 
 
 def placements(
-    params: Any, specs: Any, axes: Axes, mesh: AnyMesh | None
+    params: Any,
+    specs: Any,
+    axes: Axes,
+    mesh: AnyMesh | None,
+    option: str = "param_specs",
 ) -> list[Placement]:
     """How the data axes shard each leaf of `params`.
 
@@ -197,6 +201,7 @@ def placements(
         None reads what the leaves tell: explicit axes, and arrays outside of `jit`.
       axes: the data axes.
       mesh: as `find_mesh` returns it.
+      option: whose specs they are; "grad_specs" are those of whole parameters.
     """
     leaves = named_leaves(params)
     if not axes:
@@ -204,21 +209,22 @@ def placements(
     if specs is None:
         found = [None if mesh is None else _known_spec(leaf) for _, leaf in leaves]
     else:
-        found = broadcast_specs(specs, params)
+        found = broadcast_specs(specs, params, option)
     shape = (jax.sharding.get_abstract_mesh() if mesh is None else mesh).shape
     result = []
     for (name, leaf), spec in zip(leaves, found, strict=True):
         split = enumerate([] if spec is None else list(spec))
         dims = ((dim, tuple(n for n in names_in(x) if n in axes)) for dim, x in split)
         placement = Placement(tuple((dim, here) for dim, here in dims if here))
-        # Inside a shard_map a leaf is one device's part already.
+        # Inside a shard_map a sharded leaf is one device's part already.
+        whole = mesh is not None or option == "grad_specs"
         for dim, here in placement.dims if specs is not None else ():
-            size = math.prod(shape[name] for name in here) if mesh is not None else 1
+            size = math.prod(shape[name] for name in here) if whole else 1
             if dim >= jnp.ndim(leaf) or jnp.shape(leaf)[dim] % size:
                 raise ValueError(
-                    f"param_specs must fit the parameters, but {spec} splits dimension "
+                    f"{option} must fit the parameters, but {spec} splits dimension "
                     f"{dim} of {name} into {size} parts, and its shape is "
-                    f"{jnp.shape(leaf)}. Pass the spec with which it is sharded."
+                    f"{jnp.shape(leaf)}. Pass a spec that divides it."
                 )
         result.append(placement)
     return result
@@ -246,7 +252,9 @@ def same_mesh(x: jax.Array, y: jax.Array) -> bool:
     return a == b or not (explicit_names(a) or explicit_names(b))
 
 
-def broadcast_specs(specs: Any, params: Any) -> list[PartitionSpec | None]:
+def broadcast_specs(
+    specs: Any, params: Any, option: str = "param_specs"
+) -> list[PartitionSpec | None]:
     """One spec for each leaf of `params`; raises if `specs` is no prefix of it."""
 
     def is_spec(x: Any) -> bool:
@@ -256,14 +264,14 @@ def broadcast_specs(specs: Any, params: Any) -> list[PartitionSpec | None]:
     for spec in jax.tree.leaves(specs, is_leaf=is_spec):
         if not is_spec(spec):
             raise TypeError(
-                "param_specs must be a tree of PartitionSpec that is a prefix of the "
+                f"{option} must be a tree of PartitionSpec that is a prefix of the "
                 f"parameters' tree, but it holds {spec!r}. {todo}"
             )
     try:
         of_leaves = jax.tree.broadcast(specs, params, is_leaf=is_spec)
     except ValueError as error:
         raise ValueError(
-            "param_specs must be a prefix of the parameters' tree, but it is "
+            f"{option} must be a prefix of the parameters' tree, but it is "
             f"{jax.tree.structure(specs, is_leaf=is_spec)}: {error}. {todo}"
         ) from None
     return [

@@ -34,6 +34,7 @@ from ga_optax._call import Call
 from ga_optax._checks import check_gradients, named_leaves
 from ga_optax._data_axis import DataAxis
 from ga_optax._loop import Loop, Operands, merged, of_logical
+from ga_optax._mesh import Placement
 from ga_optax._options import FromAux, Options
 from ga_optax._program import Program, Value, put_together, trace, value_of
 from ga_optax.accumulator import Accumulator
@@ -235,8 +236,8 @@ def accumulate(
         call = Call.make(options, args, kwargs)
         if call.axes and (options.each or call.specs is not None or call.logical):
             raise ValueError(
-                'Inside shard_map accumulate must have sync="last" and neither '
-                f"param_specs nor logical_devices, but it has {options.data_axis}. Use "
+                'Inside shard_map accumulate must have sync="last" and no param_specs, '
+                f"grad_specs or logical_devices, but it has {options.data_axis}. Use "
                 "value_and_grad, or call accumulate at top level; or gather the "
                 "parameters once before the window, and pass a name alone."
             )
@@ -256,6 +257,7 @@ def accumulate(
         call = call.on_device()
         start = accumulator.init(call.params, None)
         total = jax.tree.map(lambda z, t: z.astype(t.dtype), start.total, acc.total)
+        total = call.placed(total)
         start = start._replace(total=total, count=acc.count)  # for the keys
         value, new = _fold(call, trace(call), start, merges=True)
         count = jnp.full_like(acc.count, options.num_microbatches)
@@ -304,10 +306,9 @@ def _fold(
         total = jax.tree.unflatten(structure, done.total)
         return value, done._replace(total=total)
 
-    whys = _in_place.reasons(options.in_place, program, operands)
+    sent, sums_already = call.sent, any(place.summed for place in call.where)
+    whys = _in_place.reasons(options.in_place, program, operands, sent)
     _in_place.report([name for name, _ in named_leaves(call.params)], whys)
-
-    sums_already = any(place.summed for place in call.where)
     if sums_already and program.multiplies:
         raise ValueError(
             'sync="each" must scale the loss by the weight, but fun has custom_vjp, '
@@ -317,16 +318,19 @@ def _fold(
     # In a branch XLA compiles the backward pass otherwise: so it is in one, in place or
     # not, if it could be in place.
     branches = None in _in_place.reasons(True, program, operands)
+    branches = branches and not sent  # all devices have to send
     # Without its arrays: what is differentiated later must not hold tracers.
     program = program._replace(consts=(), batch=[])
     # What the compiler reduces over devices in each micro-step would be twice as large.
     once = program.narrow and not (options.each or call.strided)
     k = options.num_microbatches
-    loop = Loop(program, k, sums_already, in_place, branches, once)
+    loop = Loop(program, k, sums_already, in_place, branches, once, sent)
     state = of_logical(loop, operands, call) if call.logical else loop(operands)
     if merges and call.axes:
         with jax.named_scope("merge"):
-            state = merged(state, call)
+            done = {i: Placement(summed=place.axes) for i, place in sent.items()}
+            where = [done.get(i, place) for i, place in enumerate(call.where)]
+            state = merged(state, call._replace(where=where))
     last = jax.tree.unflatten(program.carry, state.carry)
     value = value_of(call, program, loop.results(state), last)
     total = jax.tree.unflatten(structure, state.acc.total)
@@ -374,8 +378,13 @@ def _over_mesh(call: Call, run: Callable[..., Any], *acc: Accumulator) -> Any:
     options, mesh, axes = call.options, call.mesh, call.options.axes
     split, params = _mesh.split_spec(axes), call.params
     whole: Any = PartitionSpec()
+    tree = jax.tree.structure(params)
     where = _mesh.placements(params, call.specs, axes, mesh)
-    specs = jax.tree.unflatten(jax.tree.structure(params), [p.spec for p in where])
+    specs = of_grads = tree.unflatten(place.spec for place in where)
+    if call.grad_specs is not None:
+        given = params, call.grad_specs, axes, mesh, "grad_specs"
+        where = _mesh.placements(*given)
+        of_grads = tree.unflatten(place.spec for place in where)
 
     places = call.unsplit
     of_params = (specs,) if isinstance(options.argnums, int) else specs
@@ -391,13 +400,15 @@ def _over_mesh(call: Call, run: Callable[..., Any], *acc: Accumulator) -> Any:
     def local(with_role: Any, batch: Any, operands: Any, *acc: Accumulator) -> Any:
         leaves = [operands.get(i, x) for i, x in enumerate(rest)]
         args, kwargs = jax.tree.unflatten(structure, leaves)
-        inner = call._replace(specs=specs, args=args, kwargs=kwargs, mesh=None)
+        inner = call._replace(args=args, kwargs=kwargs, mesh=None, specs=specs)
+        if call.grad_specs is not None:
+            inner = inner._replace(grad_specs=of_grads)
         with_role = dict(zip(places, with_role, strict=True))
         return run(inner.with_args(with_role).with_batch(batch), *acc)
 
     # Every other part of the value is the same on all devices.
     value = Value(whole, whole, whole, collected=split)
-    result: Any = Accumulator(specs, whole, whole) if acc else specs
+    result: Any = Accumulator(of_grads, whole, whole) if acc else of_grads
     given = [call.at(i) for i in places], call.batch, operands, *acc
     of_given = of_roles, of_batch, whole, *[result] * len(acc)
     checks = options.axis_name is None  # JAX has no types for an axis beside the mesh

@@ -103,7 +103,8 @@ class Options(NamedTuple):
             **{name: _names(name, getattr(self, name)) for name in NAMES.values()},
         )
         name = options.axis_name
-        if name is not None and (options.each or name in options.axes):
+        each = options.each or options.scatters
+        if name is not None and (each or name in options.axes):
             raise ValueError(
                 f'axis_name={name!r} must be a name of its own, with sync="last", but '
                 f"data_axis is {options.data_axis}. Choose another name, and leave "
@@ -125,8 +126,15 @@ class Options(NamedTuple):
 
     @property
     def each(self) -> bool:
-        """Whether every micro-step merges across devices."""
-        return self.data_axis is not None and self.data_axis.sync == "each"
+        """Whether the backward pass of every micro-step merges across devices."""
+        axis = self.data_axis
+        return axis is not None and axis.sync == "each" and axis.grad_specs is None
+
+    @property
+    def scatters(self) -> bool:
+        """Whether every micro-step adds its gradient to a sharded sum."""
+        axis = self.data_axis
+        return axis is not None and axis.sync == "each" and axis.grad_specs is not None
 
     @property
     def logical_devices(self) -> int:

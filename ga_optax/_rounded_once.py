@@ -25,7 +25,7 @@ INLINE = ("jit", "pjit", "remat2", "checkpoint")
 _CALLS = (*INLINE, "scan", "cond")
 _MOVES = ("transpose", "reshape", "squeeze", "broadcast_in_dim")
 # What a gradient passes between its cast and the accumulator.
-_PASSED = (*_MOVES, "add", "add_any", "select_n", "custom_jvp_call")
+_PASSED = (*_MOVES, "add", "add_any", "select_n", "custom_jvp_call", "reduce_scatter")
 
 
 def rounded_once(step: Callable[..., Any], num_sums: int, *args: Any) -> Any:

@@ -11,6 +11,7 @@ from jax.extend import core
 
 from ga_optax._axis.rules import RULES, axes_of
 from ga_optax._in_place import inner_programs
+from ga_optax._sent import bind
 
 # A scan of more iterations than this with a collective in it is an error: each would
 # be a level of its own, which costs a pass over the window and compile time.
@@ -89,27 +90,6 @@ _REDUCTIONS = {
     "pmax": (jax.lax.reduce_max, jax.lax.pmax),
     "pmin": (jax.lax.reduce_min, jax.lax.pmin),
 }
-
-
-def bind(
-    jaxpr: core.Jaxpr,
-    equations: Sequence[core.JaxprEqn],
-    invars: Sequence[Any],
-    outvars: Sequence[Any],
-    values: Sequence[Any],
-) -> list[Any]:
-    """The values of `outvars`, from those of `invars`, by equations of `jaxpr`."""
-    pairs = zip(invars, values, strict=True)
-    known = {v: x for v, x in pairs if not isinstance(v, core.Literal)}
-    effects = frozenset().union(*(equation.effects for equation in equations))
-    program = jaxpr.replace(
-        constvars=[],
-        invars=list(known),
-        outvars=list(outvars),
-        eqns=list(equations),
-        effects=effects,
-    )
-    return jax.core.eval_jaxpr(program, (), *known.values())
 
 
 def _closed(equation: core.JaxprEqn) -> list[Any]:

@@ -1,0 +1,190 @@
+"""Gradients of whole parameters that come back sharded: ZeRO-1 and ZeRO-2."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+import test_devices as on
+from helpers import nbytes
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import ga_optax as ga
+from ga_optax import _in_place
+
+K, DEVICES = 4, 8
+SPECS = on.SHARDED | {"bias": P("data")}
+
+
+@pytest.fixture
+def mesh():
+    return on.make_mesh(AxisType.Auto)
+
+
+def padded():
+    """A micro-batch of one device is padding alone, with NaN in it."""
+    batch = on.make_batch()
+    rows = slice(10, 12)
+    mask, x = batch["mask"].at[rows].set(0.0), batch["x"].at[rows].set(jnp.nan)
+    return {"x": x, "mask": mask}
+
+
+def moved(audit):
+    """The bytes that each kind of collective sends: in loops, and outside of them."""
+    sent = {}
+    for c in audit.collectives:
+        place = c.kind, bool(c.loops)
+        sent[place] = sent.get(place, 0) + c.total_bytes
+    return sent
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("sync", ["last", "each"])
+def test_every_gradient_is_reduce_scattered_once(sync, in_place, mesh):
+    params, batch = on.make_params(), on.make_batch()
+    axis = ga.DataAxis("data", grad_specs=SPECS, sync=sync)
+    fun = functools.partial(ga.value_and_grad, in_place=in_place, data_axis=axis)
+    args = on.put(params, mesh, P()), on.put(batch, mesh, P("data"))
+    audit, got = on.compiled_and_run(
+        fun(on.token_loss, K, weight_fn=on.count), mesh, *args
+    )
+    each, times = sync == "each", K if sync == "each" else 1
+    scattered = {("reduce-scatter", each): times * on.GRADIENT_BYTES}
+    assert moved(audit) == scattered | {("all-reduce", False): on.SCALARS}
+    assert jax.tree.map(lambda g: g.sharding.spec, got[1]) == SPECS
+    want = jax.value_and_grad(on.token_loss)(params, batch)
+    on.assert_close(got, want)
+    # The twin: micro-batches of unequal weights.
+    on.assert_not_close(jax.jit(fun(on.token_loss, K))(*args), want)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_weight_of_0_keeps_a_nan_on_its_device(in_place, mesh):
+    args = on.put(on.make_params(), mesh, P()), on.put(padded(), mesh, P("data"))
+
+    def gradient(weight_fn=on.count, **options):
+        axis = ga.DataAxis("data", mesh=mesh, **options)
+        fun = ga.value_and_grad(
+            on.token_loss, K, weight_fn=weight_fn, in_place=in_place, data_axis=axis
+        )
+        return jax.jit(fun)(*args)
+
+    want = gradient()
+    assert jnp.isfinite(want[0])
+    each = {"grad_specs": SPECS, "sync": "each"}
+    on.assert_close(gradient(**each), want)
+    assert jnp.isnan(gradient(lambda batch: jnp.ones([]), **each)[1]["in"]).all()
+
+
+def test_a_device_holds_its_part_of_the_sum_and_of_adams_state(mesh, optax_promotion):
+    params, batch = on.make_params(), on.make_batch()
+    data_axis = ga.DataAxis("data", mesh=mesh, grad_specs=SPECS, sync="each")
+    tx = optax.adam(1e-2)
+    whole = jax.tree.map(lambda _: P(), params)
+    specs = data_axis.specs(jax.eval_shape(tx.init, params))
+    state = on.put(tx.init(params), mesh, specs)
+    of_acc = ga.accumulator.Accumulator(SPECS, P(), P())
+    acc = on.put(ga.accumulator.init(params), mesh, of_acc)
+    args = acc, on.put(params, mesh, P()), on.put(batch, mesh, P("data"))
+
+    add = ga.accumulate(on.mean_loss, K, data_axis=data_axis)
+    program = jax.jit(add, donate_argnums=0).lower(*args).compile()
+    part = on.GRADIENT_BYTES // DEVICES
+    assert program.memory_analysis().alias_size_in_bytes == part + 8
+    assert nbytes(acc.total) == DEVICES * part
+
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    out = on.shardings(mesh, (whole, specs))
+    _, acc = program(*args)
+    grads = jax.jit(ga.accumulator.mean)(acc)
+    update = jax.jit(step, out_shardings=out).lower(args[1], state, grads).compile()
+    assert {c.kind for c in ga.audit(update).collectives} == {"all-gather"}
+    # Sharded, the two moments; whole, the parameters; and the gradient.
+    taken = update.memory_analysis().argument_size_in_bytes
+    assert taken < (DEVICES + 2 + 1) * part + 64
+    want = jax.grad(on.mean_loss)(params, batch)
+    on.assert_close(
+        update(args[1], state, grads)[0], step(params, tx.init(params), want)[0]
+    )
+
+
+@pytest.mark.skipif(not _in_place.HAS_REFS, reason="gradients are whole for a moment")
+def test_a_model_that_scans_never_holds_a_whole_gradient(mesh):
+    """The sum, and the gradient of one layer; all of it if layers are split."""
+    layers, width = 8, 128
+
+    def loss(params, x):
+        h, _ = jax.lax.scan(jax.checkpoint(on._layer), x, params)
+        return jnp.mean(jnp.square(h))
+
+    params = jax.ShapeDtypeStruct((layers, width, width), jnp.float32)
+    x = jax.ShapeDtypeStruct((4 * K * DEVICES, width), jnp.float32)
+    x = x.update(sharding=NamedSharding(mesh, P("data")))
+
+    def temporaries(spec, sync="each"):
+        axis = ga.DataAxis("data", mesh=mesh, grad_specs=spec, sync=sync)
+        step = jax.jit(ga.value_and_grad(loss, K, data_axis=axis))
+        memory = step.lower(params, x).compile().memory_analysis()
+        return memory.temp_size_in_bytes / nbytes(params)
+
+    assert temporaries(P(None, "data")) < 1 / DEVICES + 2 / layers
+    assert temporaries(P("data")) > 1
+    assert temporaries(P(None, "data"), "last") > 1
+
+
+def test_a_split_of_the_layers_has_the_same_sums(mesh):
+    def loss(params, x):
+        return jnp.mean(jax.lax.scan(on._layer, x, params)[0] ** 2)
+
+    params, x = on.normal(0, 8, 16, 16) / 4, on.normal(1, 64, 16)
+    axis = ga.DataAxis("data", mesh=mesh, grad_specs=P("data"), sync="each")
+    got = jax.jit(ga.value_and_grad(loss, K, data_axis=axis))(params, x)
+    on.assert_close(got, jax.value_and_grad(loss)(params, x))
+
+
+def test_inside_a_shard_map_it_is_the_same(mesh):
+    params, batch = on.make_params(), on.make_batch()
+    axis = ga.DataAxis("data", grad_specs=SPECS, sync="each")
+    fun = ga.value_and_grad(on.mean_loss, K, data_axis=axis)
+    mapped = jax.shard_map(
+        fun, mesh=mesh, in_specs=(P(), P("data")), out_specs=(P(), SPECS)
+    )
+    audit, got = on.compiled_and_run(mapped, mesh, params, batch)
+    assert moved(audit)["reduce-scatter", True] == K * on.GRADIENT_BYTES
+    on.assert_close(got, jax.value_and_grad(on.mean_loss)(params, batch))
+
+
+def test_specs_split_the_largest_dimension_that_can_be(mesh):
+    axis = ga.DataAxis("data", mesh=mesh)
+    assert axis.specs(on.make_params()) == SPECS
+    shapes = {
+        (): P(),
+        (12, 3): P(),
+        (16, 99, 8): P("data"),
+        (8, 16, 16): P(None, "data"),
+    }
+    trees = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    assert axis.specs(trees) == list(shapes.values())
+
+
+def test_bad_specs_say_what_to_do(mesh):
+    both = {"param_specs": P("data"), "grad_specs": P("data")}
+    with pytest.raises(ValueError, match=r"grad_specs must be alone.*one of them out"):
+        ga.DataAxis("data", **both)
+    args = on.make_params(), on.make_batch()
+    for bad, error, match in (
+        (P(None, None, None, "data"), ValueError, "grad_specs must fit the parameters"),
+        ({"in": P()}, ValueError, "grad_specs must be a prefix"),
+        ("data", TypeError, "grad_specs must be a tree of PartitionSpec"),
+    ):
+        axis = ga.DataAxis("data", mesh=mesh, grad_specs=bad)
+        with pytest.raises(error, match=match):
+            jax.jit(ga.value_and_grad(on.mean_loss, K, data_axis=axis))(*args)
+    each = ga.DataAxis("data", grad_specs=SPECS, sync="each")
+    with pytest.raises(ValueError, match=r"axis_name='rows' must be .* and leave sync"):
+        ga.value_and_grad(on.mean_loss, K, axis_name="rows", data_axis=each)
