@@ -97,7 +97,7 @@ class Instruction:
             return []
         names = []
         for attribute, one_or_more in _CALLED.findall(self.attributes):
-            if attribute != "to_apply" or self.opcode == "call":
+            if attribute != "to_apply" or self.opcode in ("call", "call-start"):
                 names += re.findall(r"[\w.\-]+", one_or_more)
         return names
 

@@ -70,6 +70,9 @@ class Loop:
       branches: whether a weight of 0 leaves the backward pass out.
       rounds_once: whether gradients are rounded in the accumulator alone.
       sent: which of them are scattered over devices before they are added, and how.
+      met: which sums come out reduced over devices, and how: those that are in place
+        are so inside the backward pass of the last micro-batch.
+      axes: the data axes that are bound.
     """
 
     program: Program
@@ -79,6 +82,8 @@ class Loop:
     branches: bool
     rounds_once: bool = False
     sent: dict[int, Placement] = dataclasses.field(default_factory=dict)
+    met: dict[int, Placement] = dataclasses.field(default_factory=dict)
+    axes: tuple[str, ...] = ()
 
     def __call__(self, operands: Operands) -> State:
         """Returns the last state, with all that was collected in it."""
@@ -86,19 +91,33 @@ class Loop:
             return self.run(operands)
         by_hand = [False] * len(self.in_place)
         plain = dataclasses.replace(self, in_place=by_hand, branches=False)
-        return _with_rules_of(plain.run, self.run)(operands)
+        return _with_rules_of(plain.run, self.run, bool(self.met))(operands)
 
     def run(self, operands: Operands) -> State:
         """The loop itself; with references it can be neither batched nor derived."""
-        step = functools.partial(self.micro_step, operands)
-        start = self.start(operands)
-        if self.rounds_once:
-            first = [x[0] for x in operands.batch]
-            step = rounded_once(step, len(self.in_place), start, first)
-        if self.num_microbatches > 1:
-            state, collected = jax.lax.scan(step, start, operands.batch)
+        batch, state = operands.batch, self.start(operands)
+        first = [x[0] for x in batch]
+
+        def step_of(met: dict[int, Placement]) -> Callable[..., Any]:
+            step = functools.partial(self.micro_step, operands, met)
+            if self.rounds_once:
+                step = rounded_once(step, len(self.in_place), state, first)
+            return step
+
+        met = {i: place for i, place in self.met.items() if self.in_place[i]}
+        if met:
+            before = [x[:-1] for x in batch]
+            state, collected = jax.lax.scan(step_of({}), state, before)
+            state, more = _once(step_of(met), state, [x[-1] for x in batch])
+            both = collected, more
+            collected = jax.tree.map(lambda *parts: jnp.concatenate(parts), *both)
+        elif self.num_microbatches > 1:
+            state, collected = jax.lax.scan(step_of({}), state, batch)
         else:
-            state, collected = _once(step, start, [x[0] for x in operands.batch])
+            state, collected = _once(step_of({}), state, first)
+        for i in self.met.keys() - met:
+            whole, place = state.acc.total[i], self.met[i]
+            [state.acc.total[i]] = _collectives.reduce([whole], [place], self.axes)
         kept = zip(MODES, state.results, strict=True)
         return state._replace(results=[collected.get(name, x) for name, x in kept])
 
@@ -115,9 +134,13 @@ class Loop:
         return State(acc, operands.carry, results)
 
     def micro_step(
-        self, operands: Operands, state: State, batch: list[jax.Array]
+        self,
+        operands: Operands,
+        met: dict[int, Placement],
+        state: State,
+        batch: list[jax.Array],
     ) -> tuple[State, dict[str, list[jax.Array]]]:
-        """The next state, and what to collect, by mode."""
+        """The next state, and what to collect, by mode; `met` is that of this step."""
         program, acc = self.program, state.acc
         params, batch, carry = _island((operands.params, batch, state.carry))
         keys = [jax.random.fold_in(key, acc.count) for key in operands.keys]
@@ -134,7 +157,7 @@ class Loop:
             weight, *rest = rest
             weight = weight.astype(acc.weight.dtype)
         carry, aux = rest[: len(state.carry)], rest[len(state.carry) :]
-        total = self.add_gradient(acc, pullback, loss, weight)
+        total = self.add_gradient(acc, pullback, loss, weight, met)
         with jax.named_scope("accumulate"):
             zero = accumulator.unknown_zero(acc.count)
             one = jnp.ones_like(acc.weight) if weight is None else weight
@@ -153,7 +176,12 @@ class Loop:
         return State(acc, carry, results), collected
 
     def add_gradient(
-        self, acc: Flat, pullback: Any, loss: jax.Array, weight: Any
+        self,
+        acc: Flat,
+        pullback: Any,
+        loss: jax.Array,
+        weight: Any,
+        met: dict[int, Placement],
     ) -> list[jax.Array]:
         """`acc.total` plus the weighted gradient of one micro-batch."""
         # The backward pass is linear in the cotangent: with the weight for it, weighted
@@ -166,7 +194,12 @@ class Loop:
         # them may leave out what came of it.
         selects = None if self.sums_already else weight
         leaves = range(len(self.in_place))
-        refs = {i: jax.new_ref(acc.total[i]) for i in leaves if self.in_place[i]}
+        parts = {i: place for i, place in met.items() if place.dims}
+        refs = {
+            i: _sent.empty(x, parts[i], self.axes) if i in parts else jax.new_ref(x)
+            for i, x in enumerate(acc.total)
+            if self.in_place[i]
+        }
         by_hand = [i for i in leaves if i not in refs]
         types: list[Any] = [x.aval for x in self.program.jaxpr.invars[: len(leaves)]]
 
@@ -176,7 +209,14 @@ class Loop:
             return _collectives.scatter(g, self.sent[i], len(types[i].shape))
 
         def write(i: int, ref: Any, g: jax.Array) -> None:
-            jax.ref.addupdate(ref, ..., scattered(i, g) if i in self.sent else g)
+            if i in met:
+                old, ref = ref if i in parts else (ref[...], ref)
+                [new] = accumulator.add_terms([old], [g], selects)
+                ndim = len(types[i].shape)
+                new = _collectives.summed(new, met[i], self.axes, ndim)
+                ref[...] = _aux.like(new, ref)
+            else:
+                jax.ref.addupdate(ref, ..., scattered(i, g) if i in self.sent else g)
 
         def added(*held: Any) -> list[jax.Array]:
             slots = dict(zip(refs, held, strict=True))
@@ -188,9 +228,9 @@ class Loop:
             with jax.named_scope("compute"):
                 if not refs:
                     return list(pullback(cotangent))
-                held = list(refs.values())
-                if not refs.keys() & self.sent:
-                    return added(*held)
+                if not refs.keys() & {**self.sent, **met}:
+                    return added(*refs.values())
+                held = [(acc.total[i], x) if i in parts else x for i, x in refs.items()]
                 writes = [functools.partial(write, i) for i in refs]
                 return _sent.run(added, [types[i] for i in refs], held, writes)
 
@@ -198,7 +238,9 @@ class Loop:
             # What went into a reference cannot be selected away, and NaN · 0 is NaN.
             zeros = _aux.blank([types[i] for i in by_hand])
             constant = _constant(backward)
-            grads = jax.lax.cond(weight == 0, lambda: zeros, backward)
+            # If some gradients meet, all devices have to run it.
+            leaves_out = ~_yes() if met else weight == 0
+            grads = jax.lax.cond(leaves_out, lambda: zeros, backward)
             # XLA adds a zero that it knows to nothing: in a branch it would not know.
             grads = [
                 z if fixed else x
@@ -276,17 +318,27 @@ def _once(
     It would remove a loop of one micro-step. On CPUs it cannot tell that this
     conditional has one way; elsewhere that is not needed, and the predicate is known.
     """
-    yes = jax.lax.platform_dependent(
+    due, types = jax.eval_shape(step, start, batch)
+    types, structure = jax.tree.flatten(types)
+
+    def stay() -> tuple[State, Any]:
+        def like(x: jax.Array, due: Any) -> jax.Array:  # a sum may have met
+            same = x.shape == due.shape and _mesh.varying(x) == _mesh.varying(due)
+            return x if same else _aux.blank([due])[0]
+
+        state = jax.tree.map(like, start, due)
+        return state, jax.tree.unflatten(structure, _aux.blank(types))
+
+    state, collected = jax.lax.cond(_yes(), lambda: step(start, batch), stay)
+    return state, jax.tree.map(lambda x: x[None], collected)
+
+
+def _yes() -> jax.Array:
+    """True, which XLA does not know on CPUs."""
+    return jax.lax.platform_dependent(
         cpu=lambda: jax.lax.optimization_barrier(jnp.ones([], bool)),
         default=lambda: jnp.ones([], bool),
     )
-    types, structure = jax.tree.flatten(jax.eval_shape(step, start, batch)[1])
-    state, collected = jax.lax.cond(
-        yes,
-        lambda: step(start, batch),
-        lambda: (start, jax.tree.unflatten(structure, _aux.blank(types))),
-    )
-    return state, jax.tree.map(lambda x: x[None], collected)
 
 
 def _next(count: jax.Array) -> jax.Array:
@@ -418,13 +470,17 @@ def merged(state: State, call: Call) -> State:
 # mode, and holds references.
 _run = core.Primitive("ga_optax_window")
 _run.multiple_results = True
-_run.def_impl(lambda *args, program, plain: core.jaxpr_as_fun(program)(*args))
-_run.def_abstract_eval(lambda *args, program, plain: program.out_avals)
+_run.def_impl(lambda *args, program, plain, types: core.jaxpr_as_fun(program)(*args))
+_run.def_abstract_eval(lambda *args, program, plain, types: types)
 mlir.register_lowering(_run, mlir.lower_fun(_run.impl, multiple_results=True))
 
 
-def _with_rules_of(plain: Run, run: Run) -> Run:
-    """`run`, which is batched and differentiated as if it were `plain`."""
+def _with_rules_of(plain: Run, run: Run, typed: bool = False) -> Run:
+    """`run`, which is batched and differentiated as if it were `plain`.
+
+    If `typed`, its results have the types of `plain`, too: sums that have met in a
+    reference are the same on all devices, and its type does not say so.
+    """
 
     def bound(operands: Operands) -> Any:
         flat, structure = jax.tree.flatten(operands)
@@ -433,18 +489,21 @@ def _with_rules_of(plain: Run, run: Run) -> Run:
         def flat_plain(*args: jax.Array) -> list[jax.Array]:
             return jax.tree.leaves(plain(jax.tree.unflatten(structure, args)))
 
-        out = _run.bind(*flat, program=program, plain=flat_plain)
+        types = tuple(program.out_avals)
+        if typed:
+            types = tuple(jax.make_jaxpr(plain)(operands).out_avals)
+        out = _run.bind(*flat, program=program, plain=flat_plain, types=types)
         return jax.tree.unflatten(jax.tree.structure(shapes), out)
 
     return bound
 
 
-def _batched(args: Any, axes: Any, *, program: Any, plain: Any) -> tuple[Any, Any]:
+def _batched(args: Any, axes: Any, *, plain: Any, **_: Any) -> tuple[Any, Any]:
     out = jax.vmap(plain, in_axes=axes)(*args)
     return out, [0] * len(out)
 
 
-def _derived(args: Any, tangents: Any, *, program: Any, plain: Any) -> Any:
+def _derived(args: Any, tangents: Any, *, plain: Any, **_: Any) -> Any:
     moved = [i for i, x in enumerate(tangents) if not isinstance(x, ad.Zero)]
 
     def of_moved(*some: jax.Array) -> list[jax.Array]:

@@ -234,10 +234,11 @@ def accumulate(
                 f"type {type(acc).__name__}. Start with accumulator.init(params)."
             )
         call = Call.make(options, args, kwargs)
-        if call.axes and (options.each or call.specs is not None or call.logical):
+        other = options.each or options.overlap or call.logical
+        if call.axes and (other or call.specs is not None):
             raise ValueError(
-                'Inside shard_map accumulate must have sync="last" and no param_specs, '
-                f"grad_specs or logical_devices, but it has {options.data_axis}. Use "
+                'Inside shard_map accumulate must have sync="last" and none of the '
+                f"other options of a DataAxis, but it has {options.data_axis}. Use "
                 "value_and_grad, or call accumulate at top level; or gather the "
                 "parameters once before the window, and pass a name alone."
             )
@@ -319,16 +320,26 @@ def _fold(
     # not, if it could be in place.
     branches = None in _in_place.reasons(True, program, operands)
     branches = branches and not sent  # all devices have to send
+    met = {}
+    if options.overlap and merges and call.axes:
+        met = {
+            i: place
+            for i, place in enumerate(call.where)
+            if in_place[i] and not _in_place.is_cut(program.jaxpr, i, place)
+        }
     # Without its arrays: what is differentiated later must not hold tracers.
     program = program._replace(consts=(), batch=[])
     # What the compiler reduces over devices in each micro-step would be twice as large.
     once = program.narrow and not (options.each or call.strided)
     k = options.num_microbatches
-    loop = Loop(program, k, sums_already, in_place, branches, once, sent)
+    loop = Loop(
+        program, k, sums_already, in_place, branches, once, sent, met, call.axes
+    )
     state = of_logical(loop, operands, call) if call.logical else loop(operands)
     if merges and call.axes:
         with jax.named_scope("merge"):
             done = {i: Placement(summed=place.axes) for i, place in sent.items()}
+            done |= {i: Placement(summed=call.axes) for i in met}
             where = [done.get(i, place) for i, place in enumerate(call.where)]
             state = merged(state, call._replace(where=where))
     last = jax.tree.unflatten(program.carry, state.carry)

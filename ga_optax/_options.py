@@ -103,12 +103,12 @@ class Options(NamedTuple):
             **{name: _names(name, getattr(self, name)) for name in NAMES.values()},
         )
         name = options.axis_name
-        each = options.each or options.scatters
-        if name is not None and (each or name in options.axes):
+        inside = options.each or options.scatters or options.overlap
+        if name is not None and (inside or name in options.axes):
             raise ValueError(
-                f'axis_name={name!r} must be a name of its own, with sync="last", but '
-                f"data_axis is {options.data_axis}. Choose another name, and leave "
-                "sync out."
+                f'axis_name={name!r} must be a name of its own, with sync="last" and '
+                f"without overlap, but data_axis is {options.data_axis}. Choose another"
+                " name, and leave sync and overlap out."
             )
         if name is not None and options.logical_devices:
             raise ValueError(
@@ -135,6 +135,11 @@ class Options(NamedTuple):
         """Whether every micro-step adds its gradient to a sharded sum."""
         axis = self.data_axis
         return axis is not None and axis.sync == "each" and axis.grad_specs is not None
+
+    @property
+    def overlap(self) -> bool:
+        """Whether the backward pass of the last micro-batch merges across devices."""
+        return self.data_axis is not None and self.data_axis.overlap
 
     @property
     def logical_devices(self) -> int:

@@ -25,7 +25,8 @@ INLINE = ("jit", "pjit", "remat2", "checkpoint")
 _CALLS = (*INLINE, "scan", "cond")
 _MOVES = ("transpose", "reshape", "squeeze", "broadcast_in_dim")
 # What a gradient passes between its cast and the accumulator.
-_PASSED = (*_MOVES, "add", "add_any", "select_n", "custom_jvp_call", "reduce_scatter")
+_PASSED = (*_MOVES, "add", "add_any", "select_n", "custom_jvp_call")
+_PASSED += ("reduce_scatter", "psum", "psum_invariant")
 
 
 def rounded_once(step: Callable[..., Any], num_sums: int, *args: Any) -> Any:
@@ -68,7 +69,7 @@ def _followed(
                 return new
 
             body.replace(n, with_inner(equation, inside))
-        elif name == "addupdate" and into:
+        elif name in ("addupdate", "swap") and into:
             sums.add(ins[1])
         elif name == "freeze" and outs:
             held.add(ins[0])

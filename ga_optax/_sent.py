@@ -13,10 +13,18 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from ga_optax import _aux
+from ga_optax import _aux, _collectives, _mesh
+from ga_optax._mesh import Axes, Placement
 
 # What to do with a gradient, or a slice of it, and what `run` was given for it.
 Write = Callable[[Any, jax.Array], None]
+
+
+def empty(x: jax.Array, placement: Placement, axes: Axes) -> Any:
+    """A reference for the sum of `x` over devices, of its type."""
+    varies = (_mesh.varying(x) - set(axes)) | set(placement.axes)
+    part = _collectives.part(x, placement)
+    return jax.new_ref(_collectives.vary(part, tuple(sorted(varies))))
 
 
 def run(

@@ -1,0 +1,123 @@
+"""The last micro-batch merges inside its backward pass, and no bit changes."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+import test_devices as on
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import ga_optax as ga
+from ga_optax import _in_place
+from ga_optax.testing import assert_trees_bitwise_equal
+
+K = 4
+PLACES = {
+    "whole": {},
+    "gradients sharded": {"grad_specs": on.SHARDED},
+    "sharded": {"param_specs": on.SHARDED},
+}
+
+
+def both(fun, mesh, place, *args, k=K, **options):
+    """The audit and the result, without and with `overlap`."""
+    found = []
+    for overlap in (False, True):
+        axis = ga.DataAxis("data", overlap=overlap, **PLACES[place])
+        call = ga.value_and_grad(fun, k, data_axis=axis, **options)
+        found.append(on.compiled_and_run(call, mesh, *args))
+    return found
+
+
+def placed(mesh, place, batch):
+    specs = PLACES[place].get("param_specs", P())
+    return on.put(on.make_params(), mesh, specs), on.put(batch, mesh, P("data"))
+
+
+def in_loops(audit):
+    """What is reduced inside of loops, and how often."""
+    return [(c.num_bytes, c.times) for c in on.gradient_reductions(audit) if c.loops]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_each_layer_meets_in_the_backward_loop_and_no_bit_changes(place):
+    mesh = on.make_mesh(AxisType.Auto)
+    args = placed(mesh, place, on.make_batch())
+    (without, want), (audit, got) = both(on.mean_loss, mesh, place, *args)
+    assert_trees_bitwise_equal(got, want)
+    layer = 4 * on.WIDTH * on.WIDTH
+    assert in_loops(without) == []
+    assert in_loops(audit) == [(layer, on.LAYERS)] * _in_place.HAS_REFS
+    sent = sum(c.total_bytes for c in on.gradient_reductions(audit))
+    assert sent == sum(c.total_bytes for c in on.gradient_reductions(without))
+    # The twin: the same sums in another order.
+    other = jax.jit(jax.value_and_grad(on.mean_loss))(*args)
+    on.assert_close(got, other)
+    with pytest.raises(AssertionError):
+        assert_trees_bitwise_equal(got, other)
+
+
+@pytest.mark.parametrize("k", [1, K])
+def test_weights_aux_carry_and_keys_are_the_same(k):
+    """And a micro-batch of weight 0 keeps its NaN to itself, the last one too."""
+    mesh = on.make_mesh(AxisType.Auto)
+    batch = on.make_batch()
+    last = slice(-64 // 8 // k, None)
+    batch["mask"] = batch["mask"].at[last].set(0.0)
+    batch["x"] = batch["x"].at[last].set(jnp.nan)
+    params, batch = placed(mesh, "whole", batch)
+
+    def loss(params, batch, key, seen):
+        noise = 0.1 * jax.random.normal(key, batch["x"].shape)
+        errors = on.squares(params, batch | {"x": batch["x"] + noise})
+        kept = jnp.sum(batch["mask"])
+        value = jnp.sum(errors * batch["mask"]) / kept
+        return value, (seen + 1, {"rows": jnp.where(batch["mask"] > 0, errors, 0.0)})
+
+    (_, want), (audit, got) = both(
+        loss,
+        mesh,
+        "whole",
+        *(params, batch, jax.random.key(0), jnp.int32(0)),
+        k=k,
+        weight_fn=on.count,
+        rng_argnums=2,
+        carry_argnums=3,
+        has_aux=True,
+    )
+    assert len(in_loops(audit)) == _in_place.HAS_REFS
+    assert jnp.isfinite(want[1]["layers"]).all()
+    assert_trees_bitwise_equal(got, want)
+
+
+def test_it_can_be_differentiated_and_continue_an_accumulator():
+    def loss(w, x):
+        return jnp.mean(jax.lax.scan(on._layer, x, w)[0] ** 2)
+
+    mesh = on.make_mesh(AxisType.Auto)
+    w, x = on.normal(0, 2, 4, 4), on.put(on.normal(1, 64, 4), mesh, P("data"))
+    results = []
+    for overlap in (False, True):
+        axis = ga.DataAxis("data", mesh=mesh, overlap=overlap)
+        gradient = ga.value_and_grad(loss, 2, data_axis=axis)
+
+        def norm(w, x, gradient=gradient):
+            return jnp.sum(gradient(w, x)[1] ** 2)
+
+        add = jax.jit(ga.accumulate(loss, 2, data_axis=axis))
+        acc = ga.accumulator.init(w)
+        for _ in range(2):
+            _, acc = add(acc, w, x)
+        results.append((acc, jax.jit(jax.grad(norm))(w, x)))
+    assert_trees_bitwise_equal(*results)
+
+
+def test_bad_options_say_what_to_do():
+    with pytest.raises(TypeError, match="overlap must be a bool, but it is 1"):
+        ga.DataAxis("data", overlap=1)
+    for other in ({"sync": "each"}, {"logical_devices": 8}):
+        with pytest.raises(ValueError, match=r"overlap must have sync=\"last\" and no"):
+            ga.DataAxis("data", overlap=True, **other)
+    axis = ga.DataAxis("data", overlap=True)
+    with pytest.raises(ValueError, match="without overlap, but data_axis is"):
+        ga.value_and_grad(on.mean_loss, K, axis_name="rows", data_axis=axis)
