@@ -269,6 +269,57 @@ def test_a_scan_over_micro_steps_equals_the_host_loop_bit_for_bit():
         np.testing.assert_array_equal(a, b)
 
 
+def run_as_a_transformation(tx, opt_args):
+    """The updates of two windows, the second with a NaN that may be skipped, jitted."""
+    rng = np.random.default_rng(3)
+    update = jax.jit(lambda g, s, p, **args: tx.update(g, s, p, **args))
+    state, out = tx.init(PARAMS), []
+    for i, args in enumerate(opt_args):
+        grads = jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape)), PARAMS)
+        grads = jax.tree.map(lambda g, i=i: jnp.nan * g if i == 4 else g, grads)
+        updates, state = update(grads, state, PARAMS, **args)
+        out += [updates, state._replace(total=state.acc_grads)]
+    return out
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"should_skip_update_fn": optax.skip_not_finite},
+        {"should_drop_window_fn": ga.drop_window_if_not_finite},
+        {"use_grad_mean": False},
+    ],
+    ids=["plain", "skips", "drops", "sums"],
+)
+@pytest.mark.parametrize("weights", [None, [3.0, 1.0, 0.5, 0.0, 2.0, 1.0]])
+def test_accelerators_add_in_a_branch_with_the_bits_of_a_cpu(
+    options, weights, monkeypatch
+):
+    tx = ga.MultiSteps(optax.adam(1e-2), 3, **options)
+    args = [{}] * 6 if weights is None else [{"weight": w} for w in weights]
+    expected = run_as_a_transformation(tx, args)
+    of_cpus = jax.lax.platform_dependent
+
+    def of_others(*args, default, **_):
+        return of_cpus(*args, default=default)
+
+    monkeypatch.setattr(jax.lax, "platform_dependent", of_others)
+    for a, b in zip(
+        *map(jax.tree.leaves, (expected, run_as_a_transformation(tx, args))),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(a, b)
+    # The twin: in the branches there are zeros.
+    monkeypatch.setattr(
+        jax.lax,
+        "platform_dependent",
+        lambda sums, **_: jax.tree.map(jnp.zeros_like, sums),
+    )
+    wrong = run_as_a_transformation(tx, args)
+    assert not np.array_equal(expected[4]["a"], wrong[4]["a"])
+
+
 def test_apply_gradients_is_update_and_apply_updates():
     tx = ga.MultiSteps(optax.adamw(1e-2), 2)
     rng = np.random.default_rng(0)
