@@ -13,6 +13,7 @@ import email.parser
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -34,6 +35,14 @@ def run(*command: object, cwd: pathlib.Path) -> str:
     print(done.stdout, end="", flush=True)
     done.check_returncode()
     return done.stdout
+
+
+def interpreter(name: str) -> str:
+    """The absolute path of a Python, because the commands run in other folders."""
+    found = shutil.which(name)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"there is no program {name!r}")
+    return os.path.abspath(found)  # not its target: a link may be an environment's
 
 
 def build(folder: pathlib.Path) -> pathlib.Path:
@@ -103,7 +112,9 @@ def wrong_documents(root: pathlib.Path, release: address.Release) -> list[str]:
 def main() -> int:
     """Builds, tries out and reads; returns the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("pythons", nargs="+", metavar="PYTHON", help="where to try it")
+    parser.add_argument(
+        "pythons", nargs="+", type=interpreter, metavar="PYTHON", help="where to try it"
+    )
     parser.add_argument("--tag", help="the tag to be published, v and the version")
     args = parser.parse_args()
     release = address.read()

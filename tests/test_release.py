@@ -153,6 +153,23 @@ def test_metadata_of_another_version_or_without_links_is_found():
     assert len(wrong) == 1 + len(address.project_urls(SOMEWHERE))
 
 
+# -- Where it is tried out -------------------------------------------------------------
+
+
+def test_a_python_is_found_from_any_folder_and_a_missing_one_is_an_error(
+    tmp_path, monkeypatch, capsys
+):
+    (tmp_path / "bin").mkdir()
+    link = tmp_path / "bin" / "python"
+    link.symlink_to(sys.executable)
+    monkeypatch.chdir(tmp_path)
+    assert check.interpreter("bin/python") == str(link)  # an environment's own
+    monkeypatch.setattr(sys, "argv", ["check.py", "bin/no_such_python"])
+    with pytest.raises(SystemExit):
+        check.main()
+    assert "there is no program 'bin/no_such_python'" in capsys.readouterr().err
+
+
 # -- What stops a release --------------------------------------------------------------
 
 
