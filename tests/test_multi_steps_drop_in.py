@@ -259,9 +259,9 @@ def test_with_another_function_it_is_a_transformation_like_any_other():
         params, state = ga.apply_gradients(replaced, jnp.array([g]), state, params)
     assert float(params[0]) == -3.0
     assert int(ga.stats(state).steps) == 1
-    with pytest.raises(TypeError, match="flush needs tx to be a ga_optax.MultiSteps"):
+    with pytest.raises(TypeError, match="flush needs tx to be a ga_optax"):
         ga.flush(replaced, state, params)
-    with pytest.raises(TypeError, match="emit needs tx to be a ga_optax.MultiSteps"):
+    with pytest.raises(TypeError, match="emit needs tx to be a ga_optax"):
         ga.apply_gradients(replaced, jnp.ones(1), state, params, emit=True)
 
 
