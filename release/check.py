@@ -95,7 +95,7 @@ def wrong_documents(root: pathlib.Path, release: address.Release) -> list[str]:
     """What is missing in the files of the repository."""
     wrong = []
     if not release.address:
-        wrong.append("address in [tool.ga_optax] of pyproject.toml is empty")
+        wrong.append("address in [tool.ga_optax] of pyproject.toml is empty: fill it in")
     wrong += [
         f"{path.relative_to(root)} is out of date: run python release/address.py"
         for path in address.stale(root)
@@ -121,6 +121,8 @@ def main() -> int:
     wrong = wrong_documents(ROOT, release)
     if args.tag not in (None, f"v{release.version}"):
         wrong.append(f"the tag is {args.tag}, but the version is {release.version}")
+    if len(args.pythons) < 2:
+        wrong.append("only one Python was named: PYTHON_NEWEST=python3.13 adds another")
     with tempfile.TemporaryDirectory() as name:
         wheel = build(pathlib.Path(name))
         with zipfile.ZipFile(wheel) as files:
