@@ -95,7 +95,9 @@ def wrong_documents(root: pathlib.Path, release: address.Release) -> list[str]:
     """What is missing in the files of the repository."""
     wrong = []
     if not release.address:
-        wrong.append("address in [tool.ga_optax] of pyproject.toml is empty: fill it in")
+        wrong.append(
+            "address is empty: fill it in, in [tool.ga_optax] of pyproject.toml"
+        )
     wrong += [
         f"{path.relative_to(root)} is out of date: run python release/address.py"
         for path in address.stale(root)
