@@ -324,9 +324,10 @@ def apply_gradients(
     in another order they cross, and XLA copies both trees. In the window this reads
     `grads`, reads and writes the accumulator, and touches nothing else.
 
-    **Exactness.** The state has the same bits as that of `tx.update`. The parameters
-    have too, except that XLA may contract the last product and sum, `p + (-rate · u)`,
-    into one operation with one rounding.
+    **Exactness.** The state has the same bits as that of `tx.update`, except for what
+    is left in `total` between windows. The parameters have too, except that XLA may
+    contract the last product and sum, `p + (-rate · u)`, into one operation with one
+    rounding.
 
     Args:
       tx: a `MultiSteps`. Any other transformation is taken too, at the price of the two
