@@ -404,7 +404,16 @@ def communicated(text: str, calls: int, size: int) -> dict[str, Any]:
 
 def main() -> None:
     """Prints the tables, and writes the JSON if asked to."""
-    args = record.make_parser(__doc__).parse_args()
+    parser = record.make_parser(__doc__)
+    args = parser.parse_args()
+    try:
+        versions()
+    except importlib.metadata.PackageNotFoundError as missing:
+        parser.error(
+            f"it needs {' and '.join(COMPILERS)}, but {missing.name} is not there. "
+            "`make accelerators` installs both into .venv-accelerators: run it with "
+            "that Python."
+        )
     jax.config.update("jax_platforms", "cpu")  # where constants lie
     jax.config.update("jax_enable_compilation_cache", False)  # it cannot load them
     content: dict[str, Any] = {

@@ -12,7 +12,7 @@ weights; 6. it is a gradient transformation, so extra arguments reach it in a ch
 
 import difflib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -275,6 +275,11 @@ class MultiSteps(optax.GradientTransformationExtraArgs):
     def gradient_transformation(self) -> optax.GradientTransformationExtraArgs:
         """Returns itself, for code written for `optax.MultiSteps`."""
         return self
+
+    @classmethod
+    def _make(cls, iterable: Iterable[Any]) -> Any:
+        """What `_replace` makes: with another function it is no `MultiSteps`."""
+        return optax.GradientTransformationExtraArgs(*iterable)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return functools.partial(type(self), **self._arguments), ()
