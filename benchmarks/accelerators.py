@@ -57,8 +57,8 @@ K = 8
 TARGETS = ("h200", "v5e", "v5p", "v6e")
 MESHES = {
     8: ("h200:8", "v5e:2x4", "v5p:2x2x2", "v6e:2x4"),
-    64: ("v5p:4x4x4",),
-    256: ("v5e:16x16",),
+    64: ("v5e:8x8", "v5p:4x4x4", "v6e:8x8"),
+    256: ("v5e:16x16", "v5p:4x8x8", "v6e:16x16"),
 }
 ALONE = "one micro-batch"
 SHARDED_SCAN = "plain scan, rows kept in place, sharded"
@@ -67,7 +67,7 @@ OURS_LAST = 'ga_optax, sharded, sync="last"'
 OURS_EACH = 'ga_optax, sharded, sync="each"'
 # Compiling takes long: all ways for some machines, and for the others these alone.
 ALL_WAYS = ("h200:8", "v5e:2x4")
-SCALED = (OURS_AXIS, SHARDED_SCAN, OURS_LAST, OURS_EACH)
+SCALED = (OURS_AXIS, peers.MULTI_STEPS, SHARDED_SCAN, OURS_LAST, OURS_EACH)
 
 Rows = list[dict[str, Any]]
 find = functools.cache(_target.find)
@@ -219,7 +219,6 @@ class Model(NamedTuple):
     loss: Any
     params: Any
     rows_of: Callable[[int], Any]  # the shapes of so many rows
-    targets: tuple[str, ...]
     ways: tuple[str, ...] | None  # None: all
 
 
@@ -237,14 +236,12 @@ def models(quick: bool) -> dict[str, Model]:
             peers.scanned_loss,
             jax.eval_shape(lambda: peers.make_params(layers, width)),
             lambda n: shape((n * tokens, width)),
-            ("h200", "v5e"),
             None,
         ),
         "reference": Model(
             functools.partial(reference_model.loss, config),
             jax.eval_shape(lambda: reference_model.init(config)),
             lambda n: shape((n, config.length + 1), jnp.int32),
-            ("h200",),
             (ALONE, *peers.IN_ONE_CALL),
         ),
     }
@@ -286,15 +283,18 @@ def measure_window(quick: bool) -> dict[str, Rows]:
                 dict, way=way, param_bytes=size
             )
             rows.append(row)
-            for target in model.targets:
+            for target in TARGETS:
                 state = model.params, jax.eval_shape(init, model.params)
                 program = compiled(target, step, state, model.rows_of(batches * number))
                 traffic = hlo.traffic(program.text)
                 alone = rows[0]["temporaries"].setdefault(target, program.temporaries)
+                # Adam's state and the parameters, as they lie on the device.
+                one = rows[0]["aliased"].get(target, program.aliased) / 3
                 for field in ("temporaries", "arguments", "outputs", "aliased"):
                     row[field][target] = getattr(program, field)
                 row["needed_mb"][target] = program.needed / 1e6
                 row["over_alone"][target] = program.temporaries / alone
+                row["over_alone_and_one"][target] = program.temporaries / (alone + one)
                 row["kernels"][target] = traffic.kernels
                 row["copied"][target] = traffic.copied
                 row["over_params_copied"][target] = traffic.copied / size
@@ -404,7 +404,16 @@ def communicated(text: str, calls: int, size: int) -> dict[str, Any]:
 
 def main() -> None:
     """Prints the tables, and writes the JSON if asked to."""
-    args = record.make_parser(__doc__).parse_args()
+    parser = record.make_parser(__doc__)
+    args = parser.parse_args()
+    try:
+        versions()
+    except importlib.metadata.PackageNotFoundError as missing:
+        parser.error(
+            f"it needs {' and '.join(COMPILERS)}, but {missing.name} is not there. "
+            "`make accelerators` installs both into .venv-accelerators: run it with "
+            "that Python."
+        )
     jax.config.update("jax_platforms", "cpu")  # where constants lie
     jax.config.update("jax_enable_compilation_cache", False)  # it cannot load them
     content: dict[str, Any] = {

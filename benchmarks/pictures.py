@@ -170,7 +170,9 @@ def draw_accelerators(result: dict[str, Any]) -> Any:
     """Draws the traffic of a window and the temporaries of a call, by target."""
     panels = {
         "passes over the parameters\nin a window of 8 micro-steps": "micro_step",
-        "temporaries of a call, over\nthose of one micro-batch": "window_dense",
+        "temporaries for scanned dense layers,\nover those of one micro-batch": (
+            "window_dense"
+        ),
     }
     figure, axes = plt.subplots(1, 2, figsize=(8.6, 3.4))
     lines: dict[str, Any] = {}

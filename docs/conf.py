@@ -10,6 +10,7 @@ import urllib.request
 
 import jax.typing
 import optax
+from sphinx.util import inspect
 from sphinx.util.typing import stringify_annotation
 
 HERE = pathlib.Path(__file__).parent
@@ -152,7 +153,11 @@ _TYPES = {
 
 def _with_public_types(app, what, name, obj, options, signature, returned):
     """Writes ArrayLike, say, for the eight types that it stands for."""
-    del app, what, name, obj, options
+    del app, name, options
+    if what == "class" and (signature or "").startswith("(*args"):
+        # A metaclass, that of NNX, hides what the class takes.
+        takes = inspect.signature(obj.__init__, bound_method=True)
+        signature = inspect.stringify_signature(takes, show_annotation=False)
     for value, short in _TYPES.items():
         signature = signature and signature.replace(value, short)
         returned = returned and returned.replace(value, short)

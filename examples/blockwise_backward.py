@@ -393,7 +393,7 @@ def print_memory(params: Any, window: np.ndarray, whole: Any, memory: Memory) ->
     for name, size in rows.items():
         beside = (size - 2 * tree) / 2**20
         print(f"{name:46}{size / 2**20:6.2f} MiB{beside:12.2f} MiB")
-    print("Where it accumulates in place, ga.value_and_grad has no second tree either.")
+    print("If it accumulates in place, ga.value_and_grad has no second tree either.")
 
 
 def train(

@@ -443,10 +443,8 @@ def train(run: Run, corpus: Corpus) -> tuple[Any, list[dict[str, Any]]] | None:
         compiled = False
         for i in bar:
             start, window = time.perf_counter(), draw(i)
-            first, dropout_key = (
-                done % k,
-                jax.random.fold_in(make_key(config, "dropout"), i),
-            )
+            first = done % k
+            dropout_key = jax.random.fold_in(make_key(config, "dropout"), i)
             for _ in range(first, k):
                 params, state = step(params, state, window, dropout_key)
                 done += 1

@@ -1,7 +1,7 @@
 """Killed again and again, and resumed on other devices each time: the same bits.
 
     python examples/elastic.py
-    python examples/elastic.py --kills 1000
+    python examples/elastic.py --kills 20     # a few minutes on two cores
 
 A small model trains in windows of four micro-steps, on eight logical devices. A process
 kills itself with SIGKILL before a random micro-step, mostly inside a window. The run

@@ -14,12 +14,13 @@ examples is accumulated over four micro-batches, in four ways:
 
 The table shows what each way keeps between two calls, and what it needs at its peak, as
 XLA reports it. The numbers are exact. Inside a call XLA may find out by itself that
-most of the whole gradient is not used, and compute the rest alone. It does not where
-gradients are added in place, on jax 0.11.1 and newer. Split, and you need not know. The
-program ends with checks, and exits with 1 if
-one fails: that all ways train the same adapters, that nothing frozen moves, and that
-the splits save what they should. The picture is in out/finetune.png. A run takes a
-minute on two CPU cores. For a GPU: `--width 4096 --layers 16 --steps 300`.
+most of the whole gradient is not used, and leave it out. It does not if gradients are
+added in place, as on jax 0.11.1 and newer. The split ways never depend on that.
+
+The program ends with checks, and exits with 1 if one fails: that all ways train the
+same adapters, that nothing frozen moves, and that the splits save what they should. The
+picture is in out/finetune.png. A run takes a minute on two CPU cores. For a GPU:
+`--width 4096 --layers 16 --steps 300`.
 
 It needs scikit-learn, matplotlib and tqdm: the dependency group `demo`.
 """
@@ -292,7 +293,7 @@ def train(name: str, way: Way, network: Any, adapters: Any, steps: int) -> Run:
 #
 # The gradient of the adapters is that of the undivided batch in every element, up to
 # 2·k·eps · Σ |gᵢ| / k  with the gradients gᵢ of the k micro-batches and eps = 2⁻²³.
-# examples/char_lm.py derives the bound, and says why we compare in float64. A step of
+# examples/digits.py derives the bound, and says why we compare in float64. A step of
 # SGD with a rate of 1 shows the gradient that a way gives to its optimizer.
 
 EPS = float(np.finfo(np.float32).eps)

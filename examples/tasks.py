@@ -15,12 +15,12 @@ is to see all three. There are two ways to do so without all batches in memory a
     inside a call   `accumulate` continues one accumulator over the tasks, each with as
                     many micro-batches as it likes
 
-The program before is the weighted mean of the three losses. Both ways compute its
-gradient. An update after each task is another run, with three times as many steps, and
-so is a window with equal weights. The
-table shows how far each gradient is off, the memory of each call, and what the network
-learned. The program ends with checks, and exits with 1 if one fails. The curves are in
-out/tasks.png. A run takes a minute on two CPU cores. For a GPU: `--width 4096`.
+Without accumulation, one call takes the weighted mean of the three losses. Both ways
+compute its gradient. An update after each task is another run, with three times as many
+steps, and so is a window with equal weights. The table shows how far each gradient is
+off, the memory of each call, and what the network learned. The program ends with
+checks, and exits with 1 if one fails. The curves are in out/tasks.png. A run takes a
+minute on two CPU cores. For a GPU: `--width 4096`.
 
 It needs scikit-learn, matplotlib and tqdm: the dependency group `demo`.
 """
@@ -257,7 +257,7 @@ def make_ways(opt: Any) -> dict[str, Way]:
 #
 #     2·n·eps · Σ wᵢ·|gᵢ| / Σ wᵢ          for n micro-batches.
 #
-# examples/char_lm.py derives the bound, and says why we compare in float64. A step of
+# examples/digits.py derives the bound, and says why we compare in float64. A step of
 # SGD with a rate of 1 shows the gradient that a way gives to its optimizer.
 
 EPS = float(np.finfo(np.float32).eps)

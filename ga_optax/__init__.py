@@ -15,7 +15,10 @@ The arithmetic of all of them: `accumulator`. Which examples are in a window: `d
 Flax: `ga_optax.flax` (imported by name; it needs the extra `flax`).
 """
 
-from ga_optax import accumulator, blocks, data, schedules
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from ga_optax import accumulator, data, schedules
 from ga_optax._audit import Audit, Collective, audit
 from ga_optax._collectives import merge_across
 from ga_optax._data_axis import DataAxis
@@ -31,6 +34,9 @@ from ga_optax._options import FromAux
 from ga_optax._plan import Candidate, NothingFitsError, Plan, plan
 from ga_optax._state import MultiStepsState, Stats, from_optax, has_updated, stats
 from ga_optax._verify import Cause, LeafReport, Report, verify
+
+if TYPE_CHECKING:
+    from ga_optax import blocks
 
 __all__ = [
     "Audit",
@@ -65,3 +71,13 @@ __all__ = [
     "value_and_grad",
     "verify",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "blocks":  # 6 ms of import, which few need
+        return importlib.import_module("ga_optax.blocks")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

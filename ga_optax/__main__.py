@@ -12,6 +12,7 @@ an argument is wrong, the user's code raised, or the numbers cannot be compared.
 """
 
 import argparse
+import ast
 import dataclasses
 import enum
 import importlib
@@ -147,7 +148,8 @@ def _verify(arguments: argparse.Namespace) -> Answer:
     weight_fn = arguments.weight_fn and _function(arguments.weight_fn)
     inputs = _inputs(arguments, "(params, batch) or (params, batch, key)", (2, 3))
     params, batch, rng = (*inputs, None)[:3]
-    options = {"weight_fn": weight_fn, "has_aux": arguments.has_aux, "rng": rng}
+    options = {n: getattr(arguments, n) for n in ("has_aux", "batch_axes", "axis_name")}
+    options |= {"weight_fn": weight_fn, "rng": rng}
     report = verify(loss, params, batch, arguments.num_microbatches, **options)
     return report, 2 if report.cause is Cause.NOT_FINITE else int(not report.ok)
 
@@ -164,6 +166,22 @@ def _verify_arguments(add: Callable[..., Any]) -> None:
     )
     add("--weight-fn", metavar="MODULE:FUNCTION", help=weight)
     add("--has-aux", action="store_true", help="the loss returns (loss, anything else)")
+    axis = "the axis over which the loss communicates; the micro-batches lie along it"
+    add("--axis-name", metavar="NAME", help=axis)
+    split = (
+        "which axis of the leaves is split, as in Python: 1, None for whole ones, or "
+        "\"{'x': 1, 'y': 0}\"; default: 0"
+    )
+    add("--batch-axes", type=_literal, default=0, metavar="AXES", help=split)
+
+
+def _literal(text: str) -> Any:
+    """What a Python literal stands for."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        what = f"it must be as Python writes it, such as 1, but it is {text!r}"
+        raise argparse.ArgumentTypeError(what) from None
 
 
 def _plan(arguments: argparse.Namespace) -> Answer:

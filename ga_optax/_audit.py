@@ -5,13 +5,12 @@ axes, how the table shows them, and what the verdict says about them.
 """
 
 import dataclasses
-import itertools
 import re
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from ga_optax import _hlo, _text
+from ga_optax import _text
 
 # An asynchronous pair counts once, at its start.
 _KIND = re.compile(
@@ -52,6 +51,8 @@ class Collective:
     @property
     def times(self) -> int | None:
         """How often it runs in one call, at most; None if that is not known."""
+        from ga_optax import _hlo  # 3 ms of import, which few need
+
         return _hlo.times(self.loops)
 
     @property
@@ -174,6 +175,8 @@ def audit(
             "audit needs a compiled program, or its HLO text, but it got a "
             f"{type(compiled).__name__}. Pass jax.jit(step).lower(*args).compile()."
         )
+    from ga_optax import _hlo  # 3 ms of import, which few need
+
     collectives, chains = [], set()
     for placed in _hlo.parse(text).walk():
         found = placed.instruction
@@ -185,33 +188,8 @@ def audit(
         chains |= {chain} if chain[0] else set()
         size = sum(map(_hlo.num_bytes, found.operand_types))
         groups = found.attribute(_hlo.GROUPS)
-        context = _axes(groups, mesh), placed.loops, placed.conditional
+        context = _hlo.axes_of(groups, mesh), placed.loops, placed.conditional
         source = found.attribute(_hlo.SOURCE)
-        name = "reduce-scatter" if _is_scattered(found) else kind[1]
+        name = "reduce-scatter" if _hlo.is_scattered(found) else kind[1]
         collectives.append(Collective(name, found.name, size, groups, *context, source))
     return Audit(tuple(collectives))
-
-
-def _is_scattered(found: _hlo.Instruction) -> bool:
-    """Whether it is the all-reduce of a TPU's fusion that keeps a slice of it."""
-    if found.opcode != "all-reduce":
-        return False
-    end = _hlo.root(found.computation)
-    return end.opcode == "dynamic-slice" and end.operand(0) is found
-
-
-def _axes(groups: str, mesh: Mesh | AbstractMesh | None) -> tuple[str, ...] | None:
-    """The mesh axes whose groups of devices these are."""
-    members = _hlo.group_members(groups)
-    if members is None or mesh is None:
-        return None
-    sizes = {name: mesh.shape[name] for name in mesh.axis_names}
-    wide = [name for name, size in sizes.items() if size > 1]
-    if not members:
-        return tuple(wide)
-    found = set(map(frozenset, members))
-    for number in range(len(wide) + 1):
-        for over in itertools.combinations(wide, number):
-            if set(map(frozenset, _hlo.groups_over(sizes, over))) == found:
-                return over
-    return None

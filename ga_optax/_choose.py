@@ -4,7 +4,7 @@ A predicate is a Python bool, and then there is no choice in the program, or a t
 one. `branch` and `pick` have one signature, so that a caller can be given either.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -51,6 +51,13 @@ def select(predicate: Predicate, on_true: T, on_false: T) -> T:
     if isinstance(predicate, bool):
         return on_true if predicate else on_false
     return jax.tree.map(lambda t, f: jnp.where(predicate, t, f), on_true, on_false)
+
+
+def by_leaf(which: Sequence[bool], on_true: T, on_false: T) -> T:
+    """Two trees of one structure as one: each leaf is that of the first, or not."""
+    pairs = zip(which, jax.tree.leaves(on_true), jax.tree.leaves(on_false), strict=True)
+    leaves = [t if first else f for first, t, f in pairs]
+    return jax.tree.unflatten(jax.tree.structure(on_false), leaves)
 
 
 def both(a: Predicate, b: Predicate) -> Predicate:

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from jax.sharding import AbstractMesh, Mesh
 
 # By name, in the order of the program.
 Computation = dict[str, "Instruction"]
@@ -206,6 +207,14 @@ def times(loops: Loops) -> int | None:
     return None if None in trips else math.prod(t for t in trips if t is not None)
 
 
+def is_scattered(found: Instruction) -> bool:
+    """Whether it is the all-reduce of a TPU's fusion that keeps a slice of it."""
+    if found.opcode != "all-reduce":
+        return False
+    end = root(found.computation)
+    return end.opcode == "dynamic-slice" and end.operand(0) is found
+
+
 # -- Types and devices -----------------------------------------------------------------
 
 
@@ -283,6 +292,23 @@ def groups_over(sizes: dict[Any, int], over: Sequence[Any]) -> list[list[int]]:
     moved = [i for i, name in enumerate(sizes) if name in over]
     size = math.prod(ids.shape[i] for i in moved)
     return ids.transpose(kept + moved).reshape(-1, size).tolist()
+
+
+def axes_of(groups: str, mesh: Mesh | AbstractMesh | None) -> tuple[str, ...] | None:
+    """The mesh axes whose groups of devices these are."""
+    members = group_members(groups)
+    if members is None or mesh is None:
+        return None
+    sizes = {name: mesh.shape[name] for name in mesh.axis_names}
+    wide = [name for name, size in sizes.items() if size > 1]
+    if not members:
+        return tuple(wide)
+    found = set(map(frozenset, members))
+    for number in range(len(wide) + 1):
+        for over in itertools.combinations(wide, number):
+            if set(map(frozenset, groups_over(sizes, over))) == found:
+                return over
+    return None
 
 
 # -- Reading ---------------------------------------------------------------------------

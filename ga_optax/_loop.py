@@ -344,8 +344,8 @@ def _yes() -> jax.Array:
 def _next(count: jax.Array) -> jax.Array:
     """`count + 1`; on CPUs by a sort.
 
-    That keeps XLA from compiling a loop over little data as one function, with its sums
-    in another order than in a loop over more.
+    That keeps XLA from compiling a loop as one function, in which it adds in another
+    order and contracts other products than in operations compiled one by one.
     """
     return jax.lax.platform_dependent(
         count,
@@ -388,8 +388,9 @@ def of_logical(loop: Loop, operands: Operands, call: Call) -> State:
     def run(part: Any, buffer: State) -> tuple[State, list[Any]]:
         index, batch = part
         keys = [jax.random.fold_in(key, index) for key in operands.keys]
-        # If XLA knew that this is empty, it would write zeros to one more buffer.
-        empty, count = _island((jnp.ones([], bool), operands.acc.count))
+        # If XLA knew that this is empty, it would write zeros to one more buffer. The
+        # index changes, so its sort stays in the loop; the counter's may be dropped.
+        empty, count = _island((_next(index) > index, operands.acc.count))
         total = [accumulator.cleared(x, empty) for x in buffer.acc.total]
         acc = operands.acc._replace(total=total, count=count)
         state = loop(operands._replace(batch=batch, keys=keys, acc=acc))

@@ -12,7 +12,7 @@ weights; 6. it is a gradient transformation, so extra arguments reach it in a ch
 
 import difflib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -276,6 +276,11 @@ class MultiSteps(optax.GradientTransformationExtraArgs):
         """Returns itself, for code written for `optax.MultiSteps`."""
         return self
 
+    @classmethod
+    def _make(cls, iterable: Iterable[Any]) -> Any:
+        """What `_replace` makes: with another function it is no `MultiSteps`."""
+        return optax.GradientTransformationExtraArgs(*iterable)
+
     def __reduce__(self) -> tuple[Any, ...]:
         return functools.partial(type(self), **self._arguments), ()
 
@@ -319,9 +324,10 @@ def apply_gradients(
     in another order they cross, and XLA copies both trees. In the window this reads
     `grads`, reads and writes the accumulator, and touches nothing else.
 
-    **Exactness.** The state has the same bits as that of `tx.update`. The parameters
-    have too, except that XLA may contract the last product and sum, `p + (-rate · u)`,
-    into one operation with one rounding.
+    **Exactness.** The state has the same bits as that of `tx.update`, except for what
+    is left in `total` between windows. The parameters have too, except that XLA may
+    contract the last product and sum, `p + (-rate · u)`, into one operation with one
+    rounding.
 
     Args:
       tx: a `MultiSteps`. Any other transformation is taken too, at the price of the two

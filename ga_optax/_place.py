@@ -7,7 +7,7 @@ both classes have; a new place is one more class.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -52,6 +52,7 @@ class OneDevice:
     """
 
     use_grad_mean: bool
+    lends: ClassVar[bool] = True  # whether updates may have the sum's buffer
 
     @property
     def spec(self) -> PartitionSpec:
@@ -127,6 +128,7 @@ class ManyDevices:
 
     use_grad_mean: bool
     axes: tuple[str, ...]
+    lends: ClassVar[bool] = False
 
     @property
     def spec(self) -> PartitionSpec:

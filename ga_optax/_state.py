@@ -23,8 +23,9 @@ class MultiStepsState(NamedTuple):
       gradient_step: steps, that is updates of the inner optimizer, int32 `[]`.
       inner_opt_state: the state of the inner optimizer.
       total: Σ w·g over the open window, with the shapes of the parameters. While
-        `mini_step` is 0 it holds what the inner optimizer saw last, which the next
-        micro-step overwrites. `()` if a static k of 1 needs none. With a `data_axis` it
+        `mini_step` is 0 it holds what the last step left there (the gradient that the
+        inner optimizer saw, or the updates that it made), and the next micro-step
+        overwrites it. `()` if a static k of 1 needs none. With a `data_axis` it
         is the sum of each device, `[devices, ...]`, `[1, ...]` inside the `shard_map`,
         also after a step.
       skip_state: what `should_skip_update_fn` returned last.

@@ -7,6 +7,10 @@ The inner update stands inside one branch of a `lax.cond`, so it is paid once a 
 and its schedules count steps. That branch reads the accumulator and does not return it,
 and nothing resets it (the next window clears it), so XLA updates it in place. The
 division is part of the last addition, so no buffer is needed for the mean.
+
+If the call returns updates, these have the accumulator's buffer: one branch returns the
+sum, and the other the updates, after which no one reads the sum. On GPUs and TPUs both
+branches do the addition themselves. XLA for GPUs copies what a branch passes on.
 """
 
 import dataclasses
@@ -93,6 +97,15 @@ class Request:
                 raise error from None  # it fails for another reason
             raise ValueError(_NO_PARAMS) from error
 
+    def lends(self) -> list[bool]:
+        """Whether an update fits into the buffer of its accumulator, leaf by leaf."""
+        trees = self.state.total, self.bare
+        (total, held), (bare, returned) = map(jax.tree.flatten, trees)
+        if self.applies or not self.place.lends or held != returned:
+            return []
+        pairs = zip(total, bare, strict=True)
+        return [(x.shape, x.dtype) == (y.shape, y.dtype) for x, y in pairs]
+
     def without_step(self) -> Any:
         """What the call returns if there is no step."""
         if self.applies:
@@ -123,6 +136,31 @@ class Request:
         except (TypeError, ValueError, FutureWarning):
             return narrow
         return grads
+
+
+class _Loan(NamedTuple):
+    """Accumulators whose buffers hold the updates after a step.
+
+    Attributes:
+      lends: which leaves do.
+      within: the buffer, added up inside of a branch, given whether it closes.
+    """
+
+    lends: list[bool]
+    within: Callable[[bool], Buffer]
+
+    def out(self, buffer: Buffer, zeros: optax.Updates) -> optax.Updates:
+        """What a branch without a step returns: sums, or zeros beside them."""
+        return _choose.by_leaf(self.lends, buffer.values[0], zeros)
+
+    def settled(self, done: "_Outcome", total: Any) -> tuple[optax.Updates, Any]:
+        """What a branch returned as the updates and the accumulators."""
+        zeros = jax.tree.map(jnp.zeros_like, done.out)
+        updates = _choose.select(done.emitted, done.out, zeros)
+        return (
+            _choose.by_leaf(self.lends, updates, done.out),
+            _choose.by_leaf(self.lends, done.out, total),
+        )
 
 
 class _Outcome(NamedTuple):
@@ -246,9 +284,15 @@ class Window:
 
         if keeps_nothing:
             acc = self.empty(grads)
-        with jax.named_scope("ga_optax.accumulate"):
-            added = accumulator.add(acc, (grads, request.averaged), weight)
-            acc = _choose.select(skip, acc, added)
+
+        before = acc
+
+        def added() -> Accumulator:
+            with jax.named_scope("ga_optax.accumulate"):
+                after = accumulator.add(before, (grads, request.averaged), weight)
+                return _choose.select(skip, before, after)
+
+        acc = added()
         if self.track_noise and not keeps_nothing:
             with jax.named_scope("ga_optax.noise"):
                 first = state.mini_step == 0
@@ -274,10 +318,26 @@ class Window:
         # Without a weight this micro-batch counts 1, so that the window's is not 0.
         weighs = _always if weight is None else _has_weight
         choose = _choose.pick if isinstance(emit, bool) else _choose.branch
-        done = self.close(request, state, buffer, closes, weighs, choose)
+        lends = [] if isinstance(emit, bool) else request.lends()
 
-        state = self.next_state(state, buffer, closes, done)
-        return done.out, state._replace(
+        def within(closes: bool) -> Buffer:
+            outside, args = buffer.values
+            grads = jax.lax.platform_dependent(
+                outside,
+                cpu=lambda grads: grads,
+                default=lambda _: self.place.finish(added(), closes).values[0],
+            )
+            return buffer._replace(
+                values=(_choose.by_leaf(lends, grads, outside), args)
+            )
+
+        loan = _Loan(lends, within) if any(lends) else None
+        done = self.close(request, state, buffer, closes, weighs, choose, loan)
+        state, out = self.next_state(state, buffer, closes, done), done.out
+        if loan is not None:
+            out, total = loan.settled(done, state.total)
+            state = state._replace(total=total)
+        return out, state._replace(
             total=() if keeps_nothing else state.total,
             micro_steps=_choose.count_if(_choose.negated(skip), state.micro_steps),
             skipped_micro_steps=_choose.count_if(skip, state.skipped_micro_steps),
@@ -316,15 +376,17 @@ class Window:
         closes: Predicate,
         weighs: Callable[[Buffer], Predicate],
         choose: Choose[_Outcome],
+        loan: _Loan | None = None,
     ) -> _Outcome:
         """Runs the inner optimizer if the window `closes`; else leaves everything.
 
         It does not run if the window has weight 0, or is dropped.
         """
 
-        def leave(drop_state: Any) -> _Outcome:
+        def leave(buffer: Buffer, drop_state: Any) -> _Outcome:
             no = jnp.zeros_like(state.emitted)
             out = request.without_step()
+            out = out if loan is None else loan.out(buffer, out)
             return _Outcome(out, state.inner_opt_state, drop_state, no, state.noise)
 
         def step(buffer: Buffer, drop_state: Any) -> _Outcome:
@@ -339,16 +401,19 @@ class Window:
                 return _Outcome(out, inner, drop_state, yes, self.noise(state, buffer))
 
         def run(buffer: Buffer) -> _Outcome:
+            buffer = buffer if loan is None else loan.within(True)
             if self.should_drop is None:
                 return step(buffer, state.drop_state)
             drop, drop_state = _ask(self.should_drop, buffer.values[0], request, state)
             drop_state = _choose.cast_like(drop_state, state.drop_state)
             return choose(
-                ~drop, lambda: step(buffer, drop_state), lambda: leave(drop_state)
+                *(~drop, lambda: step(buffer, drop_state)),
+                lambda: leave(buffer, drop_state),
             )
 
         def stay() -> _Outcome:
-            return leave(state.drop_state)
+            held = buffer if loan is None else loan.within(False)
+            return leave(held, state.drop_state)
 
         return self.place.close(buffer, closes, weighs, run, stay, choose)
 

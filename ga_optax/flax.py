@@ -54,16 +54,16 @@ class TrainState(train_state.TrainState):
     """
 
     @property
-    def optimizer_steps(self) -> ArrayLike:
+    def optimizer_steps(self) -> jax.Array:
         """Updates of the inner optimizer so far, which its schedules count."""
         stats = _stats(self.opt_state)
-        return self.step if stats is None else stats.steps
+        return jnp.asarray(self.step) if stats is None else stats.steps
 
     @property
-    def micro_step(self) -> ArrayLike:
+    def micro_step(self) -> jax.Array:
         """Micro-steps in the open window; 0 if `tx` does not accumulate."""
         stats = _stats(self.opt_state)
-        return 0 if stats is None else stats.fill
+        return jnp.int32(0) if stats is None else stats.fill
 
     def apply_gradients(
         self,
@@ -151,16 +151,16 @@ class Optimizer(nnx.Optimizer[M]):
     """
 
     @property
-    def optimizer_steps(self) -> ArrayLike:
+    def optimizer_steps(self) -> jax.Array:
         """Updates of the inner optimizer so far, which its schedules count."""
         stats = _stats(nnx.as_pure(self.opt_state))
         return self.step[...] if stats is None else stats.steps
 
     @property
-    def micro_step(self) -> ArrayLike:
+    def micro_step(self) -> jax.Array:
         """Micro-steps in the open window; 0 if `tx` does not accumulate."""
         stats = _stats(nnx.as_pure(self.opt_state))
-        return 0 if stats is None else stats.fill
+        return jnp.int32(0) if stats is None else stats.fill
 
     def update(  # pyrefly: ignore[bad-override]  # returns no updates
         self,

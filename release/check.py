@@ -13,6 +13,7 @@ import email.parser
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -34,6 +35,14 @@ def run(*command: object, cwd: pathlib.Path) -> str:
     print(done.stdout, end="", flush=True)
     done.check_returncode()
     return done.stdout
+
+
+def interpreter(name: str) -> str:
+    """The absolute path of a Python, because the commands run in other folders."""
+    found = shutil.which(name)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"there is no program {name!r}")
+    return os.path.abspath(found)  # not its target: a link may be an environment's
 
 
 def build(folder: pathlib.Path) -> pathlib.Path:
@@ -86,7 +95,9 @@ def wrong_documents(root: pathlib.Path, release: address.Release) -> list[str]:
     """What is missing in the files of the repository."""
     wrong = []
     if not release.address:
-        wrong.append("address in [tool.ga_optax] of pyproject.toml is empty")
+        wrong.append(
+            "address is empty: fill it in, in [tool.ga_optax] of pyproject.toml"
+        )
     wrong += [
         f"{path.relative_to(root)} is out of date: run python release/address.py"
         for path in address.stale(root)
@@ -103,13 +114,17 @@ def wrong_documents(root: pathlib.Path, release: address.Release) -> list[str]:
 def main() -> int:
     """Builds, tries out and reads; returns the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("pythons", nargs="+", metavar="PYTHON", help="where to try it")
+    parser.add_argument(
+        "pythons", nargs="+", type=interpreter, metavar="PYTHON", help="where to try it"
+    )
     parser.add_argument("--tag", help="the tag to be published, v and the version")
     args = parser.parse_args()
     release = address.read()
     wrong = wrong_documents(ROOT, release)
     if args.tag not in (None, f"v{release.version}"):
         wrong.append(f"the tag is {args.tag}, but the version is {release.version}")
+    if len(args.pythons) < 2:
+        wrong.append("only one Python was named: PYTHON_NEWEST=python3.13 adds another")
     with tempfile.TemporaryDirectory() as name:
         wheel = build(pathlib.Path(name))
         with zipfile.ZipFile(wheel) as files:

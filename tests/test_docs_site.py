@@ -155,6 +155,12 @@ def test_a_signature_has_types_and_a_link_to_its_source(site):
     assert "_modules/ga_optax/_microbatch.html#value_and_grad" in found[1]
 
 
+def test_a_metaclass_hides_no_signature(site):
+    text = (site / "api" / "flax.html").read_text("utf-8")
+    found = re.search(r'id="ga_optax.flax.Optimizer">(.*?)</dt>', text, re.S)
+    assert "(model,tx,*,wrt," in re.sub(r"<[^>]+>|\s+", "", found[1])
+
+
 def test_no_signature_spells_out_what_an_array_like_is(site):
     text = "".join(p.read_text("utf-8") for p in (site / "api").glob("*.html"))
     signatures = re.findall(r'class="sig-param">.*?</em>', text, re.S)

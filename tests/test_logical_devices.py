@@ -117,15 +117,8 @@ def test_without_logical_devices_the_bits_depend_on_the_devices():
     assert results[0] != results[1]
 
 
-# As many devices as logical ones, one micro-batch each, rematerialised.
-OPEN = pytest.mark.xfail(
-    jax.__version_info__ >= (0, 11),
-    reason="with jax 0.12 a backward pass differs on as many devices as logical ones",
-)
-
-
 @pytest.mark.published
-@pytest.mark.parametrize("seed", [0, 1, pytest.param(4, marks=OPEN)])
+@pytest.mark.parametrize("seed", [0, 1, 4])
 def test_a_random_model_has_the_same_bits_on_any_number_of_devices(seed, monkeypatch):
     k = 1 + seed % 2
     monkeypatch.setattr(test_same_bits, "K", L * k)
@@ -418,11 +411,14 @@ def test_random_numbers_of_one_key_are_drawn_once_and_references_stay():
     assert [float(x) for x in out] == [2.0, 3.0]
 
 
-def compiled_attention(n):
+def compiled(loss, n, *shape):
+    """The bits of a window on n devices, and the program."""
     mesh = make_mesh(n)
-    fun = jax.jit(ga.value_and_grad(attention, 1, data_axis=logical(mesh)))
-    args = put(normal(14, WIDTH), mesh, P()), put(normal(15, L, WIDTH), mesh, P("data"))
-    return fun(*args), fun.lower(*args).compile().as_text()
+    fun = jax.jit(ga.value_and_grad(loss, 1, data_axis=logical(mesh)))
+    batch = normal(15, L, shape[0])
+    args = put(normal(14, *shape), mesh, P()), put(batch, mesh, P("data"))
+    program = fun.lower(*args).compile()
+    return bits(program(*args)), program.as_text()
 
 
 def attention(params, x):
@@ -432,20 +428,35 @@ def attention(params, x):
 
 
 def test_the_twin_without_merging_duplicates_differs_on_one_device(monkeypatch):
-    (first, _), (second, _) = compiled_attention(2), compiled_attention(1)
-    assert bits(first) == bits(second)
+    (first, _), (second, _) = (compiled(attention, n, WIDTH) for n in (2, 1))
+    assert first == second
     monkeypatch.setattr(_duplicates, "merged", lambda jaxpr: jaxpr)
-    (first, _), (second, _) = compiled_attention(2), compiled_attention(1)
-    assert bits(first) != bits(second)
+    (first, _), (second, _) = (compiled(attention, n, WIDTH) for n in (2, 1))
+    assert first != second
 
 
 def test_with_one_micro_batch_on_each_device_products_are_rounded(monkeypatch):
     """The fence is in the program if the counter is not known, and else is not."""
-    _, text = compiled_attention(L)
+    _, text = compiled(attention, L, WIDTH)
     assert " xor(" in text
     monkeypatch.setattr(_loop, "_island", lambda tree: tree)
-    _, text = compiled_attention(L)
+    _, text = compiled(attention, L, WIDTH)
     assert " xor(" not in text
+
+
+def twice(params, x):
+    return jnp.linalg.norm(x @ params @ params)
+
+
+def test_a_loop_over_logical_devices_is_not_compiled_as_one_function(monkeypatch):
+    """XLA does that if the loop holds nothing that such functions do not support."""
+    (first, _), (second, text) = (compiled(twice, n, 3, 3) for n in (L, 4))
+    assert first == second
+    assert "xla_cpu_small_call" not in text
+    monkeypatch.setattr(_loop, "_next", accumulator.increment)
+    (first, _), (second, text) = (compiled(twice, n, 3, 3) for n in (L, 4))
+    assert first != second
+    assert "xla_cpu_small_call" in text
 
 
 # -- Errors ----------------------------------------------------------------------------

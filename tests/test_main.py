@@ -40,6 +40,16 @@ def masked(params, batch):
 def with_aux(params, batch):
     return mean(params, batch), batch
 
+def meets(params, batch):
+    return jnp.sqrt(jax.lax.pmean(mean(params, batch), "rows"))
+
+def turned():
+    params, batch = make_inputs()
+    return params, {**batch, "x": batch["x"].T}
+
+def of_turned(params, batch):
+    return mean(params, {"x": batch["x"].T})
+
 def count(batch):
     return batch["mask"].sum()
 
@@ -101,6 +111,16 @@ def test_it_prints_the_page_and_the_status_says_whether_it_is_equal(
     assert err == ""
 
 
+def test_what_value_and_grad_is_told_of_axes_verify_can_be_told_too(module, capsys):
+    assert verify("meets", "--axis-name", "rows") == 0
+    axes = "{'x': 1, 'mask': 0}"
+    assert verify("of_turned", "--batch-axes", axes, make_inputs="turned") == 0
+    assert capsys.readouterr().out.count("The same gradient") == 2
+    assert verify("meets") == 2  # the twins
+    with pytest.raises(SystemExit):
+        verify("of_turned", make_inputs="turned")
+
+
 def test_a_key_that_make_inputs_returns_reaches_the_loss(module, capsys):
     assert verify("keyed", make_inputs="with_key") == 1
     assert "(RANDOMNESS)" in capsys.readouterr().out
@@ -119,6 +139,14 @@ def test_a_key_that_make_inputs_returns_reaches_the_loss(module, capsys):
         (["users_code:mean", "users_code:make_inputs", "-k", "3"], "must divide"),
         (["users_code:errors", "users_code:make_inputs"], "must be a scalar"),
         (["users_code:with_aux", "users_code:make_inputs"], "Pass has_aux=True"),
+        (
+            ["users_code:mean", "users_code:make_inputs", "--batch-axes", "x: 1"],
+            "as Python writes it",
+        ),
+        (
+            ["users_code:mean", "users_code:make_inputs", "--batch-axes", "{'x': 1}"],
+            "a prefix of the batch",
+        ),
     ],
 )
 def test_a_wrong_argument_is_status_2_and_says_what_to_do(

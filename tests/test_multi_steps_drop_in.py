@@ -246,6 +246,25 @@ def test_it_survives_copying_and_is_a_static_argument():
     assert int(init(tx, PARAMS).mini_step) == 0
 
 
+def test_with_another_function_it_is_a_transformation_like_any_other():
+    tx = ga.MultiSteps(optax.sgd(1.0), 2)
+
+    def louder(grads, state, params=None, **extra_args):
+        return tx.update(jax.tree.map(lambda g: 2 * g, grads), state, params)
+
+    replaced = tx._replace(update=louder)
+    assert not isinstance(replaced, ga.MultiSteps)
+    params, state = jnp.zeros(1), replaced.init(jnp.zeros(1))
+    for g in (1.0, 2.0):
+        params, state = ga.apply_gradients(replaced, jnp.array([g]), state, params)
+    assert float(params[0]) == -3.0
+    assert int(ga.stats(state).steps) == 1
+    with pytest.raises(TypeError, match="flush needs tx to be a ga_optax"):
+        ga.flush(replaced, state, params)
+    with pytest.raises(TypeError, match="emit needs tx to be a ga_optax"):
+        ga.apply_gradients(replaced, jnp.ones(1), state, params, emit=True)
+
+
 def skip_nothing(updates, step, params):
     del updates, step, params
     return jnp.zeros([], bool), ()

@@ -125,6 +125,20 @@ def compiled(tx, params, **kwargs):
     def step(params, state, grads):
         return ga.apply_gradients(tx, grads, state, params, **kwargs)
 
+    return donated(tx, params, step)
+
+
+def compiled_transformation(tx, params, **kwargs):
+    """The same with `tx.update`."""
+
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params, **kwargs)
+        return optax.apply_updates(params, updates), state
+
+    return donated(tx, params, step)
+
+
+def donated(tx, params, step):
     arguments = (params, tx.init(params), params)
     return jax.jit(step, donate_argnums=(0, 1)).lower(*arguments).compile()
 
@@ -181,9 +195,24 @@ def test_weights_need_no_temporaries_either():
     assert memory.temp_size_in_bytes <= 0.01 * BIG_BYTES
 
 
+@pytest.mark.parametrize("drop", [None, ga.drop_window_if_not_finite])
+@pytest.mark.parametrize("weight", [None, 3.0])
+def test_a_transformation_needs_no_temporaries_either(weight, drop):
+    tx = ga.MultiSteps(optax.adam(1e-3), 8, should_drop_window_fn=drop)
+    memory = compiled_transformation(tx, BIG, weight=weight).memory_analysis()
+    assert memory.temp_size_in_bytes <= 0.01 * BIG_BYTES
+
+
+def test_updates_in_another_dtype_than_the_accumulator_take_a_tree_of_their_own():
+    tx = ga.MultiSteps(optax.adam(1e-3), 8)
+    params = optax.tree.cast(BIG, jnp.bfloat16)
+    memory = compiled_transformation(tx, params).memory_analysis()
+    assert memory.temp_size_in_bytes > 0.4 * BIG_BYTES
+
+
 @pytest.mark.quick
 def test_optax_needs_three_trees_of_temporaries():
-    # The twin of the three tests above: the measure sees what it should.
+    # The twin of the tests above: the measure sees what it should.
     tx = optax.MultiSteps(optax.adam(1e-3), 8)
 
     def step(params, state, grads):
@@ -240,6 +269,57 @@ def test_a_scan_over_micro_steps_equals_the_host_loop_bit_for_bit():
         np.testing.assert_array_equal(a, b)
 
 
+def run_as_a_transformation(tx, opt_args):
+    """The updates of two windows, the second with a NaN that may be skipped, jitted."""
+    rng = np.random.default_rng(3)
+    update = jax.jit(lambda g, s, p, **args: tx.update(g, s, p, **args))
+    state, out = tx.init(PARAMS), []
+    for i, args in enumerate(opt_args):
+        grads = jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape)), PARAMS)
+        grads = jax.tree.map(lambda g, i=i: jnp.nan * g if i == 4 else g, grads)
+        updates, state = update(grads, state, PARAMS, **args)
+        out += [updates, state._replace(total=state.acc_grads)]
+    return out
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"should_skip_update_fn": optax.skip_not_finite},
+        {"should_drop_window_fn": ga.drop_window_if_not_finite},
+        {"use_grad_mean": False},
+    ],
+    ids=["plain", "skips", "drops", "sums"],
+)
+@pytest.mark.parametrize("weights", [None, [3.0, 1.0, 0.5, 0.0, 2.0, 1.0]])
+def test_accelerators_add_in_a_branch_with_the_bits_of_a_cpu(
+    options, weights, monkeypatch
+):
+    tx = ga.MultiSteps(optax.adam(1e-2), 3, **options)
+    args = [{}] * 6 if weights is None else [{"weight": w} for w in weights]
+    expected = run_as_a_transformation(tx, args)
+    of_cpus = jax.lax.platform_dependent
+
+    def of_others(*args, default, **_):
+        return of_cpus(*args, default=default)
+
+    monkeypatch.setattr(jax.lax, "platform_dependent", of_others)
+    for a, b in zip(
+        *map(jax.tree.leaves, (expected, run_as_a_transformation(tx, args))),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(a, b)
+    # The twin: in the branches there are zeros.
+    monkeypatch.setattr(
+        jax.lax,
+        "platform_dependent",
+        lambda sums, **_: jax.tree.map(jnp.zeros_like, sums),
+    )
+    wrong = run_as_a_transformation(tx, args)
+    assert not np.array_equal(expected[4]["a"], wrong[4]["a"])
+
+
 def test_apply_gradients_is_update_and_apply_updates():
     tx = ga.MultiSteps(optax.adamw(1e-2), 2)
     rng = np.random.default_rng(0)
@@ -261,8 +341,10 @@ def test_apply_gradients_is_update_and_apply_updates():
             theirs = contract(*theirs, grads)
         for a, b in zip(*map(jax.tree.leaves, (ours, theirs)), strict=True):
             assert a.dtype == b.dtype
-        # Bit for bit, but for the contraction of p + (-rate · u) in either program.
-        for a, b in zip(*map(jax.tree.leaves, (ours[1], theirs[1])), strict=True):
+        # Bit for bit, but for the contraction of p + (-rate · u) in either program, and
+        # for what is left in the accumulator.
+        states = (s._replace(total=s.acc_grads) for _, s in (ours, theirs))
+        for a, b in zip(*map(jax.tree.leaves, states), strict=True):
             np.testing.assert_array_equal(a, b)
         for a, b in zip(*map(jax.tree.leaves, (ours[0], theirs[0])), strict=True):
             eps = float(jnp.finfo(a.dtype).eps)

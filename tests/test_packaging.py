@@ -210,10 +210,10 @@ def import_milliseconds(module, site):
 
 
 @built
-def test_importing_it_adds_less_than_80_milliseconds_to_optax(installed):
-    # The least of twenty: a busy machine makes some of them slow, and none fast.
-    times = (import_milliseconds("ga_optax", installed.site) for _ in range(20))
-    assert any(time < 80 for time in times)
+def test_importing_it_adds_less_than_50_milliseconds_to_optax(installed):
+    # The least of five: a busy machine makes some of them slow, and none fast.
+    times = (import_milliseconds("ga_optax", installed.site) for _ in range(5))
+    assert any(time < 50 for time in times)
 
 
 @built
@@ -221,7 +221,7 @@ def test_importing_flax_too_is_seen_to_cost_more(installed):
     """The twin: the measure sees an expensive import."""
     pytest.importorskip("flax")
     times = (import_milliseconds("ga_optax.flax", installed.site) for _ in range(2))
-    assert not any(time < 80 for time in times)
+    assert not any(time < 50 for time in times)
 
 
 # -- Types -----------------------------------------------------------------------------

@@ -253,6 +253,35 @@ def test_in_place_and_not_agree_where_a_branch_compiles_otherwise():
     assert_trees_bitwise_equal(result(True), result(False))
 
 
+def rotary():
+    angles = jnp.arange(WIDTH, dtype=jnp.float32) * 0.377
+    return jnp.cos(angles)[None], jnp.sin(angles)[None]
+
+
+# XLA hoists constants out of a loop of several micro-steps, and not out of one.
+@pytest.mark.parametrize(
+    "inside", [pytest.param(True, marks=pytest.mark.xfail(strict=True)), False]
+)
+def test_with_a_table_computed_outside_of_the_loss_groupings_agree(inside):
+    table = rotary()
+
+    def loss(w, x):
+        cos, sin = rotary() if inside else table
+        h = x @ w
+        return jnp.mean(jnp.tanh(h * cos + jnp.roll(h, 1, 1) * sin) ** 2)
+
+    rng = np.random.default_rng(0)
+    w, x = (
+        jnp.asarray(rng.normal(size=shape) * 0.5, jnp.float32)
+        for shape in ((WIDTH, WIDTH), (K * 8, WIDTH))
+    )
+    _, grads = jax.jit(ga.value_and_grad(loss, K))(w, x)
+    add, acc = jax.jit(ga.accumulate(loss)), accumulator.init(w)
+    for part in jnp.split(x, K):
+        _, acc = add(acc, w, part)
+    assert_trees_bitwise_equal(jax.jit(accumulator.mean)(acc), grads)
+
+
 def logistic_regression(params, batch):
     scores = batch["x"] @ params["w"]
     loss = jnp.mean(jax.nn.softplus(-jnp.sign(batch["y"]) * scores))

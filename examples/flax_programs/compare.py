@@ -15,8 +15,8 @@ library's source. It exits with 1 if a check fails:
     with dropout, both learn
     the accumulated program needs less memory
 
-The curves and the memory are in out/flax_programs.png. A run takes two minutes on two
-CPU cores. For a GPU: `--batch-size 4096`.
+The curves and the memory are in out/flax_programs.png. A run takes one to two minutes
+on two CPU cores. For a GPU: `--batch-size 4096`.
 
 It needs flax, matplotlib, scikit-learn and tqdm: the dependency group `demo`.
 """

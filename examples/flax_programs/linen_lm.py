@@ -1,4 +1,7 @@
-"""A small language model in Linen: a mean over the tokens, and dropout."""
+"""A small language model in Linen: a mean over the tokens, and dropout.
+
+`compare.py --only linen_lm` trains it, and its twin.
+"""
 
 from typing import Any
 

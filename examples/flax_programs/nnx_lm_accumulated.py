@@ -1,4 +1,7 @@
-"""A small language model in NNX: a mean over the tokens, and dropout."""
+"""A small language model in NNX: a mean over the tokens, and dropout.
+
+`compare.py --only nnx_lm` trains it, and its twin.
+"""
 
 from typing import Any
 

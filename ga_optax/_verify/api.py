@@ -12,12 +12,7 @@ from jax.typing import ArrayLike
 from ga_optax import _checks, _mesh, _rows
 from ga_optax._microbatch import value_and_grad
 from ga_optax._options import FromAux, check_weight_fn
-from ga_optax._verify.comparison import Comparison
-from ga_optax._verify.loss import Loss, NotFiniteError, Progress
-from ga_optax._verify.native import Native
-from ga_optax._verify.problem import Problem
 from ga_optax._verify.report import Report
-from ga_optax._verify.summary import compared, nothing_compared
 
 
 def verify(
@@ -112,6 +107,10 @@ def verify(
       TypeError, ValueError: if an argument does not fit, before `fun` is traced; if
         what `fun` returns does not fit, before anything runs.
     """
+    # 5 ms of import, which few need
+    from ga_optax._verify import comparison, native, problem, summary
+    from ga_optax._verify.loss import Loss, NotFiniteError, Progress
+
     k = _checks.check_num_microbatches(num_microbatches)
     _check(fun, params, batch, rng)
     loss = _without_aux(fun) if has_aux else fun
@@ -131,7 +130,7 @@ def verify(
     # `value_and_grad` checks the rest, and what `fun` returns, before anything runs.
     jax.eval_shape(folded, params, batch, *key)
     axes = _axes(batch, batch_axes)
-    problem = Problem(
+    asked = problem.Problem(
         fun=loss,
         params=params,
         batch=batch,
@@ -144,11 +143,11 @@ def verify(
         axis_name=axis_name,
     )
     with jax.enable_x64(True), Progress() as progress:
-        evaluator = Loss(problem, progress)
+        evaluator = Loss(asked, progress)
         try:
-            return compared(Native(Comparison(evaluator)))
+            return summary.compared(native.Native(comparison.Comparison(evaluator)))
         except NotFiniteError as error:
-            return nothing_compared(error, evaluator)
+            return summary.nothing_compared(error, evaluator)
 
 
 def _check(fun: Any, params: Any, batch: Any, rng: Any) -> None:
