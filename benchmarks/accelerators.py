@@ -65,6 +65,8 @@ SHARDED_SCAN = "plain scan, rows kept in place, sharded"
 OURS_AXIS = "ga_optax, data_axis"
 OURS_LAST = 'ga_optax, sharded, sync="last"'
 OURS_EACH = 'ga_optax, sharded, sync="each"'
+OURS_OVERLAP = "ga_optax, overlap=True"
+OURS_ZERO = 'ga_optax, gradients and state sharded, sync="each"'
 # Compiling takes long: all ways for some machines, and for the others these alone.
 ALL_WAYS = ("h200:8", "v5e:2x4")
 SCALED = (OURS_AXIS, peers.MULTI_STEPS, SHARDED_SCAN, OURS_LAST, OURS_EACH)
@@ -327,7 +329,7 @@ def on_mesh(tree: Any, mesh: AbstractMesh, specs: Any) -> Any:
 
 
 def ways_on(number: int, loss: Any, opt: Any, params: Any, rows: int) -> Iterator[Any]:
-    """The ways on this many devices: name, state, whether sharded, step, micro-batches.
+    """The ways on this many devices: name, state, what is sharded, step, micro-batches.
 
     `rows` are those of a micro-batch on all devices.
     """
@@ -336,19 +338,31 @@ def ways_on(number: int, loss: Any, opt: Any, params: Any, rows: int) -> Iterato
     last, each = (
         ga.DataAxis("data", param_specs=specs, sync=sync) for sync in ("last", "each")
     )
+    zero = ga.DataAxis("data", grad_specs=specs, sync="each")
+    overlap = ga.DataAxis("data", overlap=True)
     for way, (sharded, gradient) in {
         peers.SCAN: (False, peers.plain_scan(loss, K)),
         peers.SCAN_KEPT: (False, kept),
         peers.MICROBATCHING: (False, peers.microbatch(loss, rows)),
         peers.OURS: (False, ga.value_and_grad(loss, K)),
         OURS_AXIS: (False, ga.value_and_grad(loss, K, data_axis="data")),
+        OURS_OVERLAP: (False, ga.value_and_grad(loss, K, data_axis=overlap)),
         SHARDED_SCAN: (True, kept),
         OURS_LAST: (True, ga.value_and_grad(loss, K, data_axis=last)),
         OURS_EACH: (True, ga.value_and_grad(loss, K, data_axis=each)),
     }.items():
         yield way, opt.init, sharded, peers.step_of(gradient, opt), K
+    # The parameters stay whole, so the updates are gathered.
+    whole = optax.chain(opt, optax.stateless(lambda u, _: constrained(u)))
+    step = peers.step_of(ga.value_and_grad(loss, K, data_axis=zero), whole)
+    yield OURS_ZERO, whole.init, None, step, K
     loop = peers.HostLoop(loss, optax.MultiSteps(opt, K), K)
     yield peers.MULTI_STEPS, loop.tx.init, False, loop.step, 1
+
+
+def constrained(tree: Any) -> Any:
+    """The tree, whole on every device."""
+    return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, P()), tree)
 
 
 def measure_devices(quick: bool) -> dict[str, Rows]:
@@ -367,7 +381,9 @@ def measure_devices(quick: bool) -> dict[str, Rows]:
             if way not in SCALED and target not in ALL_WAYS:
                 continue
             state = params, jax.eval_shape(init, params)
-            specs = sharded_last(state, number if sharded else 2**40)
+            whole, split = (sharded_last(state, n) for n in (2**40, number))
+            # None: the optimizer's state alone.
+            specs = {None: (whole[0], split[1]), True: split, False: whole}[sharded]
             batch = on_mesh(shape((batches * micro, width)), mesh, P("data"))
             program = compiled(target, step, on_mesh(state, mesh, specs), batch)
             sent = communicated(program.text, K // batches, peers.tree_bytes(params))

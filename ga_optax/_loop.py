@@ -10,15 +10,7 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
-from ga_optax import (
-    _aux,
-    _collectives,
-    _duplicates,
-    _mesh,
-    _sent,
-    _tree,
-    accumulator,
-)
+from ga_optax import _aux, _collectives, _duplicates, _mesh, _tree, accumulator
 from ga_optax._aux import MODES, strong
 from ga_optax._call import Call
 from ga_optax._mesh import Placement
@@ -184,6 +176,8 @@ class Loop:
         met: dict[int, Placement],
     ) -> list[jax.Array]:
         """`acc.total` plus the weighted gradient of one micro-batch."""
+        from ga_optax import _sent  # which few need
+
         # The backward pass is linear in the cotangent: with the weight for it, weighted
         # gradients come out, and nothing has to be multiplied, in place or not.
         multiplies, arrivals = self.program.multiplies, self.program.arrivals
