@@ -237,8 +237,9 @@ def accumulate(
         other = options.each or options.overlap or call.logical
         if call.axes and (other or call.specs is not None):
             raise ValueError(
-                'Inside shard_map accumulate must have sync="last" and none of the '
-                f"other options of a DataAxis, but it has {options.data_axis}. Use "
+                'Inside shard_map accumulate must have sync="last" and neither '
+                "param_specs, grad_specs, overlap nor logical_devices, but it has "
+                f"{options.data_axis}. Use "
                 "value_and_grad, or call accumulate at top level; or gather the "
                 "parameters once before the window, and pass a name alone."
             )
