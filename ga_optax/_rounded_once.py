@@ -25,8 +25,8 @@ INLINE = ("jit", "pjit", "remat2", "checkpoint")
 _CALLS = (*INLINE, "scan", "cond")
 _MOVES = ("transpose", "reshape", "squeeze", "broadcast_in_dim")
 # What a gradient passes between its cast and the accumulator.
-_PASSED = (*_MOVES, "add", "add_any", "select_n", "custom_jvp_call")
-_PASSED += ("reduce_scatter", "psum", "psum_invariant")
+_SENT = ("reduce_scatter", "psum", "psum_invariant", "pvary")
+_PASSED = (*_MOVES, *_SENT, "add", "add_any", "select_n", "custom_jvp_call")
 
 
 def rounded_once(step: Callable[..., Any], num_sums: int, *args: Any) -> Any:
@@ -77,7 +77,7 @@ def _followed(
             is_wide = equation.params["new_dtype"] == _WIDE
             if is_wide and (x := body.wide(ins[0])) is not None:
                 body.replace(n, equation.replace(invars=[x]))
-        elif name in _PASSED and outs:
+        elif name in _PASSED and outs and len(equation.outvars) == 1:
             sums.update(x for x in ins if isinstance(x, core.Var))
     return body.program(), [i for i, x in enumerate(jaxpr.invars) if x in sums]
 

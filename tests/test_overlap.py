@@ -8,7 +8,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import ga_optax as ga
-from ga_optax import _in_place
+from ga_optax import _in_place, _loop
 from ga_optax.testing import assert_trees_bitwise_equal
 
 K = 4
@@ -88,6 +88,33 @@ def test_weights_aux_carry_and_keys_are_the_same(k):
     assert len(in_loops(audit)) == _in_place.HAS_REFS
     assert jnp.isfinite(want[1]["layers"]).all()
     assert_trees_bitwise_equal(got, want)
+
+
+@pytest.mark.parametrize(
+    "options", [{"overlap": True}, {"grad_specs": on.SHARDED, "sync": "each"}]
+)
+def test_gradients_of_a_bfloat16_model_are_rounded_once_as_without(
+    options, monkeypatch
+):
+    mesh = on.make_mesh(AxisType.Auto)
+    params, batch = placed(mesh, "whole", on.make_batch())
+
+    def layer(h, w):
+        return jnp.tanh(h @ w.astype(jnp.bfloat16)), None
+
+    def loss(params, batch):
+        h, _ = jax.lax.scan(layer, batch["x"].astype(jnp.bfloat16), params["layers"])
+        return jnp.sum(jnp.square(h.astype(jnp.float32)))
+
+    def gradient(**options):
+        axis = ga.DataAxis("data", mesh=mesh, **options)
+        step = ga.value_and_grad(loss, K, data_axis=axis)
+        return jax.jit(step)(params, batch)[1]["layers"]
+
+    want, got = gradient(), gradient(**options)
+    on.assert_close(got, want)
+    monkeypatch.setattr(_loop, "rounded_once", lambda step, *_: step)  # the twin
+    on.assert_not_close(gradient(**options), want)
 
 
 def test_it_can_be_differentiated_and_continue_an_accumulator():
