@@ -129,7 +129,7 @@ class Audit:
             f"loop is {largest.kind} of {largest.num_bytes:,} bytes, {often}. If that "
             "is a gradient, pass data_axis= to value_and_grad, which reduces it once, "
             "after the loop. If it is what a sharded model needs for its activations "
-            "or parameters, it belongs there."
+            "or parameters, or a layer's gradient with overlap=True, it belongs there."
         )
 
 
