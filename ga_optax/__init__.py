@@ -73,10 +73,12 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name == "blocks":  # 6 ms of import, which few need
-        return importlib.import_module("ga_optax.blocks")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:  # for type checkers, a module with this function has any name
+
+    def __getattr__(name: str) -> Any:
+        if name == "blocks":  # 6 ms of import, which few need
+            return importlib.import_module("ga_optax.blocks")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
