@@ -13,6 +13,7 @@ from jax.typing import ArrayLike
 from ga_optax import _aux, _collectives, _mesh, _rows
 from ga_optax._call import Call
 from ga_optax._checks import check_structure, named_leaves
+from ga_optax._constants import hoisted
 from ga_optax._gathered import gathered
 from ga_optax._in_place import arrival, inner_programs
 from ga_optax._options import FromAux, Options
@@ -116,7 +117,7 @@ def trace(call: Call) -> Program:
             more = [jnp.concatenate([x, x], axis) for x, axis in pairs]
         return trace_one(params, more, keys, carry)[1][-1]
 
-    jaxpr = closed.jaxpr
+    jaxpr, consts = hoisted(closed.jaxpr, closed.consts)
     # The types of the results say over which devices they vary; their shapes do not.
     avals = [variable.aval for variable in jaxpr.outvars]
     loss, weight, carry, aux = jax.tree.unflatten(jax.tree.structure(shapes), avals)
@@ -132,7 +133,7 @@ def trace(call: Call) -> Program:
         jaxpr = gathered(jaxpr, specs, options.axes, call.mesh)
     return Program(
         jaxpr=jaxpr,
-        consts=closed.consts,
+        consts=consts,
         batch=batch,
         results=[loss, *jax.tree.leaves(aux)],
         modes=["mean", *(mode for mode, _ in modes)],

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import ga_optax as ga
-from ga_optax import _loop, accumulator
+from ga_optax import _constants, _loop, _program, accumulator
 from ga_optax.testing import assert_trees_bitwise_equal
 
 WIDTH, K = 8, 4
@@ -258,18 +258,60 @@ def rotary():
     return jnp.cos(angles)[None], jnp.sin(angles)[None]
 
 
-# XLA hoists constants out of a loop of several micro-steps, and not out of one.
+def in_another_scale(w, x):
+    """With a table that depends on another one, which is an argument."""
+    angles = jnp.arange(WIDTH, dtype=jnp.float32)[None] * 0.377
+
+    @jax.checkpoint
+    def layer(h, angles):
+        h = h @ w
+        turned = h * jnp.cos(2 * angles) + jnp.roll(h, 1, 1) * jnp.sin(angles)
+        return jnp.tanh(turned) + angles
+
+    return layer(x, angles)
+
+
+def rotated(w, x):
+    cos, sin = rotary()
+    h = x @ w
+    return jnp.tanh(h * cos + jnp.roll(h, 1, 1) * sin)
+
+
 @pytest.mark.parametrize(
-    "inside", [pytest.param(True, marks=pytest.mark.xfail(strict=True)), False]
+    "layer",
+    [
+        rotated,
+        jax.checkpoint(rotated),
+        jax.jit(rotated),
+        jax.jit(jax.checkpoint(rotated)),
+        in_another_scale,
+    ],
+    ids=["plain", "checkpoint", "jit", "jit of checkpoint", "argument"],
 )
-def test_with_a_table_computed_outside_of_the_loss_groupings_agree(inside):
-    table = rotary()
+def test_with_a_table_that_the_loss_computes_groupings_agree(layer, monkeypatch):
+    def loss(w, x):
+        return jnp.mean(layer(w, x) ** 2)
+
+    assert_trees_bitwise_equal(*in_one_call_and_in_many(loss))
+    # The twin: XLA hoists it out of a loop of several micro-steps, and not out of one.
+    monkeypatch.setattr(_program, "hoisted", lambda jaxpr, consts: (jaxpr, consts))
+    with pytest.raises(AssertionError):
+        assert_trees_bitwise_equal(*in_one_call_and_in_many(loss))
+
+
+def test_a_mask_is_not_hoisted():
+    """It has the same bits anywhere, and need not be kept."""
 
     def loss(w, x):
-        cos, sin = rotary() if inside else table
-        h = x @ w
-        return jnp.mean(jnp.tanh(h * cos + jnp.roll(h, 1, 1) * sin) ** 2)
+        mask = jnp.tril(jnp.ones((8, 8)))
+        bias = jnp.where(mask == 0, -1e9, 0.0)
+        return jnp.mean(jax.nn.softmax(x @ w @ x.T + bias) ** 2)
 
+    program = jax.make_jaxpr(loss)(jnp.ones((3, 3)), jnp.ones((8, 3)))
+    assert _constants.hoisted(program.jaxpr, []) == (program.jaxpr, [])
+
+
+def in_one_call_and_in_many(loss):
     rng = np.random.default_rng(0)
     w, x = (
         jnp.asarray(rng.normal(size=shape) * 0.5, jnp.float32)
@@ -279,7 +321,7 @@ def test_with_a_table_computed_outside_of_the_loss_groupings_agree(inside):
     add, acc = jax.jit(ga.accumulate(loss)), accumulator.init(w)
     for part in jnp.split(x, K):
         _, acc = add(acc, w, part)
-    assert_trees_bitwise_equal(jax.jit(accumulator.mean)(acc), grads)
+    return jax.jit(accumulator.mean)(acc), grads
 
 
 def logistic_regression(params, batch):
