@@ -5,9 +5,10 @@ fuses the table with what reads it, and rounds in other places. So it is compute
 the loop in both.
 
 That is done for floating-point tables that are rounded. What is only moved or compared,
-such as a mask, has the same bits anywhere, and is cheaper to compute again. Tables are
-found in `jax.jit` and `jax.checkpoint`, too. Out of loops inside the loss XLA hoists by
-itself, whatever is around them.
+such as a mask, has the same bits anywhere, and is cheaper to compute again. Scalars and
+arrays of equal numbers XLA computes itself, when it compiles. Tables are found in
+`jax.jit` and `jax.checkpoint`, too. Out of loops inside the loss XLA hoists by itself,
+whatever is around them.
 """
 
 import functools
@@ -40,7 +41,10 @@ def hoisted(jaxpr: core.Jaxpr, consts: list[Any]) -> tuple[core.Jaxpr, list[Any]
     if not tables:
         return jaxpr, consts
     values = [jax.lax.optimization_barrier(value()) for value in tables.values()]
-    return new.replace(constvars=[*jaxpr.constvars, *tables]), [*consts, *values]
+    consts = [*consts, *values]
+    # In jax 0.12 a program without its constants has them among its arguments.
+    attached = {"consts": consts} if hasattr(jaxpr, "consts") else {}
+    return new.replace(constvars=[*jaxpr.constvars, *tables], **attached), consts
 
 
 def _without(
@@ -55,7 +59,7 @@ def _without(
     """
     made: dict[Any, core.JaxprEqn] = {}  # of constants alone, by result
     values = dict[Any, Any]()
-    rounded = set(known)
+    counted, rounded = set(known), set(known)
     found: dict[Any, core.Var] = {}
     equations: list[core.JaxprEqn] = []
 
@@ -84,12 +88,15 @@ def _without(
         fixed = [isinstance(x, core.Literal) or x in made or x in known for x in ins]
         if all(fixed) and not equation.effects:
             made |= dict.fromkeys(outs, equation)
-            if _rounds(equation) or any(not _is_free(x, rounded) for x in ins):
-                rounded |= {x for x in outs if _is_inexact(x)}
+            if _counts(equation) or not counted.isdisjoint(_variables(ins)):
+                counted.update(outs)
+                if _rounds(equation) or not rounded.isdisjoint(_variables(ins)):
+                    rounded |= {x for x in outs if _is_inexact(x)}
         elif _takes_more(equation):
             [inner] = inner_programs(equation)
             pairs = zip(inner.invars, ins, strict=True)
-            tabled = {v: x for v, x in pairs if not _is_free(x, rounded)}
+            here = rounded.intersection(_variables(ins))
+            tabled = {v: x for v, x in pairs if isinstance(x, core.Var) and x in here}
             given = {v: functools.partial(value, x) for v, x in tabled.items()}
             more: dict[core.Var, Value] = {}
             inner = _without(inner, given, more)
@@ -126,12 +133,14 @@ def _takes_more(equation: core.JaxprEqn) -> bool:
     return equation.primitive.name in INLINE and alike
 
 
-def _is_free(x: Any, rounded: set[Any]) -> bool:
-    return isinstance(x, core.Literal) or x not in rounded
-
-
 def _is_inexact(x: Any) -> bool:
     return jnp.issubdtype(x.aval.dtype, jnp.inexact)
+
+
+def _counts(equation: core.JaxprEqn) -> bool:
+    """Whether it makes an array of different numbers. XLA knows those of equal ones."""
+    inner = [e for program in inner_programs(equation) for e in program.eqns]
+    return equation.primitive.name == "iota" or any(map(_counts, inner))
 
 
 def _rounds(equation: core.JaxprEqn) -> bool:

@@ -139,6 +139,20 @@ def test_it_can_be_differentiated_and_continue_an_accumulator():
     assert_trees_bitwise_equal(*results)
 
 
+def test_the_model_may_compute_a_table_of_constants():
+    """It is an argument of the program, beside the parameters."""
+
+    def loss(params, batch):
+        turn = jnp.cos(jnp.arange(on.WIDTH, dtype=jnp.float32) * 0.377)[None]
+        return on.mean_loss(params, batch | {"x": batch["x"] * turn})
+
+    mesh = on.make_mesh(AxisType.Auto)
+    args = placed(mesh, "whole", on.make_batch())
+    (_, want), (audit, got) = both(loss, mesh, "whole", *args)
+    assert_trees_bitwise_equal(got, want)
+    assert len(in_loops(audit)) == _in_place.HAS_REFS
+
+
 def test_bad_options_say_what_to_do():
     with pytest.raises(TypeError, match="overlap must be a bool, but it is 1"):
         ga.DataAxis("data", overlap=1)
