@@ -68,13 +68,11 @@ class Call(NamedTuple):
         call = call._replace(batch_axes=_axes_of_batch(call))
         _check_no_keys(call)
         if options.data_axis is not None:
-            mesh = _mesh.find_mesh(options.axes, options.data_axis.mesh, call.batch)
-            specs, of_grads = (
-                options.data_axis.param_specs,
-                options.data_axis.grad_specs,
-            )
-            specs = specs if of_grads is None else PartitionSpec()
-            call = call._replace(mesh=mesh, specs=specs, grad_specs=of_grads)
+            axis = options.data_axis
+            mesh = _mesh.find_mesh(axis.axes, axis.mesh, call.batch)
+            whole = axis.grad_specs is not None
+            specs = PartitionSpec() if whole else axis.param_specs
+            call = call._replace(mesh=mesh, specs=specs, grad_specs=axis.grad_specs)
         _check_axis(options)
         _check_logical(call)
         _check_carry(call)

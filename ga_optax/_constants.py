@@ -95,17 +95,16 @@ def _without(
         elif _takes_more(equation):
             [inner] = inner_programs(equation)
             pairs = zip(inner.invars, ins, strict=True)
-            here = rounded.intersection(_variables(ins))
-            tabled = {v: x for v, x in pairs if isinstance(x, core.Var) and x in here}
-            given = {v: functools.partial(value, x) for v, x in tabled.items()}
+            tabled = rounded.intersection(_variables(ins))
+            own = {v: x for v, x in pairs if isinstance(x, core.Var) and x in tabled}
+            given = {v: functools.partial(value, x) for v, x in own.items()}
             more: dict[core.Var, Value] = {}
             inner = _without(inner, given, more)
-            inner = inner.replace(invars=[*inner.invars, *more])
             outer = {core.Var(x.aval): get for x, get in more.items()}
             tables |= outer
-            ins = [*map(read, ins), *outer]
-            equation = equation.replace(invars=ins)
+            equation = equation.replace(invars=[*map(read, ins), *outer])
             if more:
+                inner = inner.replace(invars=[*inner.invars, *more])
                 equation = with_inner(equation, lambda _, inner=inner: inner)
                 params = equation.params
                 one_each = {k: params[k] for k in _ONE_EACH if k in params}

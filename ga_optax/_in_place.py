@@ -55,7 +55,7 @@ def arrival(jaxpr: core.Jaxpr, variable: Any, way: str = "whole") -> str | None:
 
     None: anything else, such as a bare product, which has to be `accumulator.rounded`.
     """
-    uses = [(e, i) for e in jaxpr.eqns for i, x in enumerate(e.invars) if x is variable]
+    uses = _uses(jaxpr, variable)
     if len(uses) != 1 or any(out is variable for out in jaxpr.outvars):
         return None
     if not variable.aval.size:
@@ -86,6 +86,11 @@ def arrival(jaxpr: core.Jaxpr, variable: Any, way: str = "whole") -> str | None:
     return None
 
 
+def _uses(jaxpr: core.Jaxpr, variable: Any) -> list[tuple[core.JaxprEqn, int]]:
+    """The equations that read a variable, and as which of their arguments."""
+    return [(e, i) for e in jaxpr.eqns for i, x in enumerate(e.invars) if x is variable]
+
+
 def is_cut(jaxpr: core.Jaxpr, i: int, placement: Any) -> bool:
     """Whether a parameter is split along a dimension that its slices lack.
 
@@ -97,9 +102,7 @@ def is_cut(jaxpr: core.Jaxpr, i: int, placement: Any) -> bool:
 
 def _num_scanned(jaxpr: core.Jaxpr, variable: Any) -> int:
     """How many of a parameter's dimensions are gone where its gradient is added."""
-    [(equation, i)] = [
-        (e, i) for e in jaxpr.eqns for i, x in enumerate(e.invars) if x is variable
-    ]
+    [(equation, i)] = _uses(jaxpr, variable)
     if equation.primitive.name not in ("jit", "pjit", "scan"):
         return 0
     [inner] = inner_programs(equation)
