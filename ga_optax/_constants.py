@@ -19,9 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from ga_optax._in_place import inner_programs
-from ga_optax._rounded_once import INLINE, with_inner
-from ga_optax._sent import bind
+from ga_optax._jaxpr import INLINE, bind, inner_programs, with_inner
 
 # They round nothing, or as often as the one who reads the result.
 _MOVES = {

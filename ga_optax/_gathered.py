@@ -13,7 +13,7 @@ from jax.extend import core
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ga_optax import _mesh
-from ga_optax._rounded_once import INLINE, with_inner
+from ga_optax._jaxpr import INLINE, with_inner
 
 Entries = tuple[Any, ...]  # of a PartitionSpec, one for each dimension
 

@@ -21,22 +21,16 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from ga_optax import _mesh
+from ga_optax._jaxpr import inner_programs
 
 # `jax.vjp(...).with_refs` transposes `lax.scan` correctly from jax 0.11.0 on (jax PR
 # 38929), and a `custom_vmap` may have references inside it from 0.11.1 on.
 HAS_REFS = jax.__version_info__ >= (0, 11, 1)
 
+_SMALL = 1000  # a leaf of so small a part saves no memory
+
 _logger = logging.getLogger("ga_optax")
 _notes: contextvars.ContextVar[list[str]] = contextvars.ContextVar("_notes")
-
-
-def inner_programs(equation: core.JaxprEqn) -> Iterator[core.Jaxpr]:
-    """The programs inside an equation: loop bodies, branches, jitted functions."""
-    for parameter in jax.tree.leaves(
-        list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
-    ):
-        if hasattr(parameter, "eqns"):
-            yield getattr(parameter, "jaxpr", parameter)
 
 
 def arrival(jaxpr: core.Jaxpr, variable: Any, way: str = "whole") -> str | None:
@@ -123,8 +117,11 @@ def reasons(
 
     A weight that multiplies a gradient needs that gradient by itself. A reference has
     the type of the cotangent, in which narrow ones would round too often. Custom rules
-    do not go with effects, such as printing or a collective.
+    do not go with effects, such as printing or a collective. The sum of a vector, such
+    as a bias, is no product that could add it: one kernel a layer would, and here one
+    for all layers.
     """
+    num_params = sum(x.size for x in operands.params)
     of_all = (
         (not wanted, "in_place=False"),
         (not HAS_REFS, f"jax {jax.__version__} is older than 0.11.1"),
@@ -145,6 +142,10 @@ def reasons(
             (
                 came == "slices" and i in sent and is_cut(program.jaxpr, i, sent[i]),
                 "its specs split a dimension that a scan runs over",
+            ),
+            (
+                param.size * _SMALL < num_params,
+                f"less than 1/{_SMALL} of the parameters: it is added as a whole",
             ),
             (dtype != param.dtype, f"it is {param.dtype}, and its accumulator {dtype}"),
             (not _mesh.same_mesh(total, param), "its accumulator has another mesh"),

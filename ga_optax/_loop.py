@@ -14,8 +14,8 @@ from ga_optax import _aux, _collectives, _duplicates, _mesh, _tree, accumulator
 from ga_optax._aux import MODES, strong
 from ga_optax._call import Call
 from ga_optax._mesh import Placement
+from ga_optax._products import added_inside
 from ga_optax._program import Program
-from ga_optax._rounded_once import rounded_once
 from ga_optax.accumulator import Accumulator
 
 Flat = Any  # an Accumulator whose total is a list
@@ -92,9 +92,8 @@ class Loop:
 
         def step_of(met: dict[int, Placement]) -> Callable[..., Any]:
             step = functools.partial(self.micro_step, operands, met)
-            if self.rounds_once:
-                step = rounded_once(step, len(self.in_place), state, first)
-            return step
+            num_sums = len(self.in_place)
+            return added_inside(step, num_sums, self.rounds_once, state, first)
 
         met = {i: place for i, place in self.met.items() if self.in_place[i]}
         if met:

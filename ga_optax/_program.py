@@ -15,7 +15,8 @@ from ga_optax._call import Call
 from ga_optax._checks import check_structure, named_leaves
 from ga_optax._constants import hoisted
 from ga_optax._gathered import gathered
-from ga_optax._in_place import arrival, inner_programs
+from ga_optax._in_place import arrival
+from ga_optax._jaxpr import inner_programs
 from ga_optax._options import FromAux, Options
 from ga_optax.accumulator import as_weight
 

@@ -14,6 +14,7 @@ import jax
 from jax.extend import core
 
 from ga_optax import _aux, _collectives, _mesh
+from ga_optax._jaxpr import bind
 from ga_optax._mesh import Axes, Placement
 
 # What to do with a gradient, or a slice of it, and what `run` was given for it.
@@ -98,24 +99,3 @@ def _scan(
     how = {name: params[name] for name in ("length", "reverse", "unroll")}
     carry, stacked = jax.lax.scan(step, values[start:stop], values[stop:], **how)
     return [*carry, *stacked]
-
-
-def bind(
-    jaxpr: core.Jaxpr,
-    equations: Sequence[core.JaxprEqn],
-    invars: Sequence[Any],
-    outvars: Sequence[Any],
-    values: Sequence[Any],
-) -> list[Any]:
-    """The values of `outvars`, from those of `invars`, by equations of `jaxpr`."""
-    pairs = zip(invars, values, strict=True)
-    known = {v: x for v, x in pairs if not isinstance(v, core.Literal)}
-    effects = frozenset().union(*(equation.effects for equation in equations))
-    program = jaxpr.replace(
-        constvars=[],
-        invars=list(known),
-        outvars=list(outvars),
-        eqns=list(equations),
-        effects=effects,
-    )
-    return jax.core.eval_jaxpr(program, (), *known.values())

@@ -113,7 +113,7 @@ def test_gradients_of_a_bfloat16_model_are_rounded_once_as_without(
 
     want, got = gradient(), gradient(**options)
     on.assert_close(got, want)
-    monkeypatch.setattr(_loop, "rounded_once", lambda step, *_: step)  # the twin
+    monkeypatch.setattr(_loop, "added_inside", lambda step, *_: step)  # the twin
     on.assert_not_close(gradient(**options), want)
 
 

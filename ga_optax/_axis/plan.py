@@ -10,7 +10,7 @@ from jax.extend import core
 
 from ga_optax._axis.read import is_mark, variables
 from ga_optax._axis.rules import RULES, Evaluate, is_collective, own_part
-from ga_optax._in_place import inner_programs
+from ga_optax._jaxpr import inner_programs
 
 
 class Fact(NamedTuple):

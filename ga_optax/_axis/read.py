@@ -10,8 +10,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from ga_optax._axis.rules import RULES, axes_of
-from ga_optax._in_place import inner_programs
-from ga_optax._sent import bind
+from ga_optax._jaxpr import bind, inner_programs
 
 # A scan of more iterations than this with a collective in it is an error: each would
 # be a level of its own, which costs a pass over the window and compile time.

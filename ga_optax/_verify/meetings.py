@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from ga_optax._in_place import inner_programs
+from ga_optax._jaxpr import inner_programs
 from ga_optax._verify.problem import Problem
 
 LINES = {

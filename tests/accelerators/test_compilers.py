@@ -139,44 +139,56 @@ def test_weight_gradients_are_added_inside_their_matrix_products():
     )
 
 
-def in_bfloat16(params, x):
+def model(dtype, params, x):
     def layer(h, w):
-        up, down = (w[name].astype(jnp.bfloat16) for name in ("up", "down"))
-        return h + jnp.tanh(h @ up) @ down, None
+        gate, up, down = (w[name].astype(dtype) for name in ("gate", "up", "down"))
+        h = h * w["norm"].astype(dtype)
+        return h + (jnp.tanh(h @ gate) * (h @ up)) @ down, None
 
-    h = params["table"].astype(jnp.bfloat16)[x]
+    h = params["table"].astype(dtype)[x]
     h, _ = jax.lax.scan(jax.checkpoint(layer), h, params["layers"])
-    logits = (h @ params["head"].astype(jnp.bfloat16)).astype(jnp.float32)
+    logits = (h @ params["head"].astype(dtype)).astype(jnp.float32)
     return jnp.mean(jax.nn.logsumexp(logits, -1))
 
 
-def only_add(target):
-    """Kernels that add a matrix of a gradient, and compute no product."""
-    shapes = {"up": (3, 512, 2048), "down": (3, 2048, 512)}
-    shapes = {"table": (4096, 512), "head": (512, 4096), "layers": shapes}
+def only_add(target, dtype, **options):
+    """Kernels that add a part of a gradient, and sum up nothing."""
+    layers = {"gate": (3, 512, 2048), "up": (3, 512, 2048), "down": (3, 2048, 512)}
+    layers["norm"] = (3, 512)
+    shapes = {"table": (4096, 512), "head": (512, 4096), "layers": layers}
     params = jax.tree.map(
         lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
         shapes,
         is_leaf=lambda x: isinstance(x, tuple),
     )
-    x = jax.ShapeDtypeStruct((32, 256), jnp.int32)
-    options = {"xla_gpu_enable_triton_gemm": False} if target == "h200" else {}
-    step = ga.value_and_grad(in_bfloat16, 4)
+    x = jax.ShapeDtypeStruct((24, 160), jnp.int32)
+    step = ga.value_and_grad(functools.partial(model, dtype), 4)
     program = targets.compiled(target, step, params, x, **options)
-    matrix = re.compile(r" = f32\[(1,|3,)?(512|2048|4096),(512|2048|4096)\]\S* add\(")
-    sums = re.compile(r" (dot|convolution|scatter)\(|__cublas|calls=.*scatter")
+    added = re.compile(r" = f32\[(1,|3,)?((512|2048|4096),)?(512|2048|4096)\]\S* add\(")
+    sums = re.compile(r" (dot|convolution|scatter|reduce)\(|__cublas|calls=.*scatter")
     return sum(
-        any(map(matrix.search, lines)) and not any(map(sums.search, lines))
+        any(map(added.search, lines)) and not any(map(sums.search, lines))
         for lines in targets.computations(program).values()
     )
 
 
-@pytest.mark.parametrize("target", ["h200", "v5e"])
-def test_no_kernel_only_adds_in_a_bfloat16_model(target, monkeypatch):
-    assert only_add(target) == 0
-    # The twin: gradients that are rounded to bfloat16 first.
-    monkeypatch.setattr(_loop, "rounded_once", lambda step, *_: step)
-    assert only_add(target) == {"h200": 3, "v5e": 1}[target]
+@pytest.mark.parametrize(
+    ("target", "triton", "dtype", "before"),
+    [
+        ("h200", True, jnp.bfloat16, 6),
+        ("h200", False, jnp.bfloat16, 5),
+        ("h200", True, jnp.float32, 3),
+        ("h200", False, jnp.float32, 3),
+        ("v5e", None, jnp.bfloat16, 2),
+    ],
+)
+def test_products_add_what_they_compute(target, triton, dtype, before, monkeypatch):
+    gpu = {} if triton is None else {"xla_gpu_enable_triton_gemm": triton}
+    # The vector of all layers is added by one kernel.
+    assert only_add(target, dtype, **gpu) == 1
+    # The twin: rounded to bfloat16 first, and merged if they share an operand.
+    monkeypatch.setattr(_loop, "added_inside", lambda step, *_: step)
+    assert only_add(target, dtype, **gpu) == before
 
 
 # -- A micro-step of an embedding ------------------------------------------------------

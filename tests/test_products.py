@@ -127,7 +127,7 @@ def test_sums_over_rows_of_bfloat16_are_those_of_float32(model, monkeypatch):
 
     assert all(exact_to_float32(grads(), batch).values())
     # The twins: a gradient that was rounded before, ours and that of JAX.
-    monkeypatch.setattr(_loop, "rounded_once", lambda step, *_: step)
+    monkeypatch.setattr(_loop, "added_inside", lambda step, *_: step)
     assert not any(exact_to_float32(grads(), batch).values())
     whole = jax.grad(lambda p, b: loss(p, b) / K)(params, batch)
     assert not any(exact_to_float32(whole, batch).values())
@@ -160,7 +160,7 @@ def program(loss, *args, k=K, **options):
 def changed(monkeypatch, loss, *args, **options):
     """How many products come out in float32, and whether the program is as before."""
     new = program(loss, *args, **options)
-    monkeypatch.setattr(_loop, "rounded_once", lambda step, *_: step)
+    monkeypatch.setattr(_loop, "added_inside", lambda step, *_: step)
     old = program(loss, *args, **options)
     of_cpus = "= platform_index["  # each has a form for CPUs
     return new.count(of_cpus) - old.count(of_cpus), new == old

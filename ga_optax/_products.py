@@ -1,13 +1,19 @@
-"""Gradients that are rounded to the accumulator's dtype, and not to the model's before.
+"""Gradients that are added by the very products that compute them.
 
-In a bfloat16 model the gradient of a matrix is a product of bfloat16 matrices. Its sums
-run in float32 on every machine; they are rounded to bfloat16, cast to float32 and added
-to the accumulator. Here the cast's own sum comes out in float32. That leaves out one
-rounding, and nothing stands between product and addition any more: they become one
-kernel (cuBLAS's `beta = 1`, in the slice of the layer if the model scans).
+The gradient of a matrix is a product. A kernel can add it to the accumulator while it
+computes it (cuBLAS's `beta = 1`, in the slice of the layer if the model scans), if
+nothing stands between product and addition. Two things do:
+
+In a bfloat16 model the sums of a product run in float32 on every machine; they are
+rounded to bfloat16, cast to float32 and added. Here the cast's own sum comes out in
+float32, which leaves out one rounding.
+
+On GPUs XLA merges products that share an operand, such as those of query, key and value
+if they are small; then kernels have to cut the result into pieces and add these. Here
+they stay apart.
 
 Only sums that go nowhere but into an accumulator are changed: the program of a
-micro-step is followed from its accumulators back to the casts.
+micro-step is followed from its accumulators back to the products.
 """
 
 import collections
@@ -19,9 +25,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from ga_optax._jaxpr import INLINE, equations_of, with_inner
+
 _WIDE = np.dtype(np.float32)  # in which products of narrower matrices are summed
 _ALGORITHMS = (jax.lax.DotAlgorithm, jax.lax.DotAlgorithmPreset)
-INLINE = ("jit", "pjit", "remat2", "checkpoint")
 _CALLS = (*INLINE, "scan", "cond")
 _MOVES = ("transpose", "reshape", "squeeze", "broadcast_in_dim")
 # What a gradient passes between its cast and the accumulator.
@@ -29,10 +36,21 @@ _SENT = ("reduce_scatter", "psum", "psum_invariant", "pvary")
 _PASSED = (*_MOVES, *_SENT, "add", "add_any", "select_n", "custom_jvp_call")
 
 
-def rounded_once(step: Callable[..., Any], num_sums: int, *args: Any) -> Any:
-    """`step`, the first results of which are sums of gradients rounded once."""
+def added_inside(
+    step: Callable[..., Any], num_sums: int, rounds_once: bool, *args: Any
+) -> Callable[..., Any]:
+    """`step`, the first results of which are sums of gradients, added by products.
+
+    Args:
+      step: a micro-step.
+      num_sums: how many of its results are such sums.
+      rounds_once: whether gradients are rounded in those sums alone.
+      *args: arguments of `step`, of which the types are read.
+
+    Returns: `step` itself if nothing has to be changed.
+    """
     closed, out = jax.make_jaxpr(step, return_shape=True)(*args)
-    jaxpr, _ = _followed(closed.jaxpr, range(num_sums), ())
+    jaxpr, _ = _followed(closed.jaxpr, range(num_sums), (), rounds_once)
     if jaxpr is closed.jaxpr:
         return step
 
@@ -44,9 +62,9 @@ def rounded_once(step: Callable[..., Any], num_sums: int, *args: Any) -> Any:
 
 
 def _followed(
-    jaxpr: core.Jaxpr, results: Iterable[int], refs: Iterable[int]
+    jaxpr: core.Jaxpr, results: Iterable[int], refs: Iterable[int], rounds_once: bool
 ) -> tuple[core.Jaxpr, list[int]]:
-    """The program, in which what some results sum up, or references, is rounded once.
+    """The program, with what some results sum up, or references, added by products.
 
     It is `jaxpr` itself if nothing is changed. Also the arguments that are summed up.
     """
@@ -62,7 +80,8 @@ def _followed(
 
             def inside(inner: core.Jaxpr, ins=ins, outs=outs, into=into) -> core.Jaxpr:
                 rest = len(ins) - len(inner.invars)  # the predicate of a conditional
-                new, summed = _followed(inner, outs, [i - rest for i in into])
+                held = [i - rest for i in into]
+                new, summed = _followed(inner, outs, held, rounds_once)
                 sums.update(
                     x for i in summed if isinstance(x := ins[i + rest], core.Var)
                 )
@@ -75,10 +94,13 @@ def _followed(
             held.add(ins[0])
         elif name == "convert_element_type" and outs:
             is_wide = equation.params["new_dtype"] == _WIDE
-            if is_wide and (x := body.wide(ins[0])) is not None:
+            if rounds_once and is_wide and (x := body.wide(ins[0])) is not None:
                 body.replace(n, equation.replace(invars=[x]))
+        elif name == "dot_general" and outs:
+            body.products[n] = equation.outvars[0]
         elif name in _PASSED and outs and len(equation.outvars) == 1:
             sums.update(x for x in ins if isinstance(x, core.Var))
+    body.finish()
     return body.program(), [i for i, x in enumerate(jaxpr.invars) if x in sums]
 
 
@@ -87,6 +109,7 @@ class _Body:
 
     def __init__(self, jaxpr: core.Jaxpr) -> None:
         self.jaxpr = jaxpr
+        self.products: dict[int, core.Var] = {}  # of gradients: where, and the result
         self._new: dict[int, list[core.JaxprEqn]] = {}
         self._made = {x: n for n, e in enumerate(jaxpr.eqns) for x in e.outvars}
         read = [x for e in jaxpr.eqns for x in e.invars] + jaxpr.outvars
@@ -101,6 +124,26 @@ class _Body:
             return self.jaxpr
         eqns = [x for n, e in enumerate(self.jaxpr.eqns) for x in self._new.get(n, [e])]
         return self.jaxpr.replace(eqns=eqns, outvars=outvars or self.jaxpr.outvars)
+
+    def finish(self) -> None:
+        """Replaces the products: some are wider now, and some have to stay apart."""
+        equations = self.jaxpr.eqns
+        read = {n: set(map(self._origin, equations[n].invars)) for n in self.products}
+        number = collections.Counter(x for both in read.values() for x in both)
+        for n, result in self.products.items():
+            shares = any(number[x] > 1 for x in read[n])
+            fences = shares and equations[n].primitive.name == "dot_general"
+            if fences or result not in equations[n].outvars:
+                self.replace(n, *_product(equations[n], result, fences))
+
+    def _origin(self, x: Any) -> Any:
+        """What an operand was before it was moved."""
+        while not isinstance(x, core.Literal) and x in self._made:
+            equation = self.jaxpr.eqns[self._made[x]]
+            if equation.primitive.name not in _MOVES:
+                break
+            x = equation.invars[0]
+        return id(x)
 
     def wide(self, x: Any) -> Any:
         """The sum `x` before it was rounded; None if it is none, or is read twice."""
@@ -131,7 +174,7 @@ class _Body:
         elif name in ("dot_general", "conv_general_dilated"):
             if isinstance(params["precision"], _ALGORITHMS):
                 return None  # it names the dtype
-            self.replace(n, *_product(equation, wide))
+            self.products[n] = wide
             return wide
         elif name == "add_any":
             parts = list(map(self.wide, ins))
@@ -151,6 +194,7 @@ class _Body:
             def inside(jaxpr: core.Jaxpr) -> core.Jaxpr:
                 body = _Body(jaxpr)
                 found.append(body.wide(jaxpr.outvars[i]))
+                body.finish()
                 new = [found[0] if j == i else y for j, y in enumerate(jaxpr.outvars)]
                 return jaxpr if found[0] is None else body.program(new)
 
@@ -164,13 +208,19 @@ class _Body:
         return wide
 
 
-def _product(equation: core.JaxprEqn, result: core.Var) -> list[core.JaxprEqn]:
-    """A product of narrow matrices or images in float32.
+def _product(
+    equation: core.JaxprEqn, result: core.Var, fences: bool
+) -> list[core.JaxprEqn]:
+    """A product of matrices or images, with another result; `fences` keeps it apart.
 
-    On CPUs its operands are cast. XLA would do the same, but forgets some of them if
-    the result is transposed, and then cannot run the program (jaxlib 0.10 to 0.12).
+    If it comes out wider, its operands are cast on CPUs. XLA would do the same, but
+    forgets some of them if the result is transposed, and then cannot run the program
+    (jaxlib 0.10 to 0.12).
     """
-    params = equation.params | {"preferred_element_type": _WIDE}
+    params = equation.params
+    casts = result not in equation.outvars
+    if casts:
+        params = params | {"preferred_element_type": _WIDE}
 
     def direct(*operands: jax.Array) -> jax.Array:
         return equation.primitive.bind(*operands, **params)
@@ -178,20 +228,15 @@ def _product(equation: core.JaxprEqn, result: core.Var) -> list[core.JaxprEqn]:
     def cast(*operands: jax.Array) -> jax.Array:
         return direct(*(x.astype(_WIDE) for x in operands))
 
+    def apart(*operands: jax.Array) -> jax.Array:
+        return direct(*jax.lax.optimization_barrier(operands))
+
     def product(*operands: jax.Array) -> jax.Array:
-        return jax.lax.platform_dependent(*operands, cpu=cast, default=direct)
+        ways = {"cpu": cast} if casts else {}
+        ways |= {"cuda": apart} if fences else {}
+        return jax.lax.platform_dependent(*operands, **ways, default=direct)
 
-    ins = equation.invars
-    jaxpr = jax.make_jaxpr(product)(*(x.aval for x in ins)).jaxpr
-    known = dict(zip(jaxpr.invars, ins, strict=True)) | {jaxpr.outvars[0]: result}
-
-    def renamed(xs: Iterable[Any]) -> list[Any]:
-        return [x if isinstance(x, core.Literal) else known.get(x, x) for x in xs]
-
-    return [
-        e.replace(invars=renamed(e.invars), outvars=renamed(e.outvars))
-        for e in jaxpr.eqns
-    ]
+    return equations_of(product, equation.invars, result)
 
 
 def _widened(x: Any) -> Any:
@@ -214,26 +259,3 @@ def _retyped(jaxpr: core.Jaxpr) -> core.Jaxpr:
     ]
     ends = {"invars": all_of(jaxpr.invars), "outvars": all_of(jaxpr.outvars)}
     return jaxpr.replace(eqns=eqns, **ends)
-
-
-def with_inner(
-    equation: core.JaxprEqn, change: Callable[[core.Jaxpr], core.Jaxpr]
-) -> core.JaxprEqn:
-    """The equation, with each program inside it changed; itself if none is."""
-
-    def changed(x: Any) -> Any:
-        if not hasattr(x, "eqns"):
-            return x
-        inner = getattr(x, "jaxpr", x)
-        new = change(inner)
-        return x if new is inner else x.replace(jaxpr=new) if inner is not x else new
-
-    params = {
-        key: tuple(map(changed, x)) if isinstance(x, tuple) else changed(x)
-        for key, x in equation.params.items()
-    }
-    same = all(
-        x is y or (isinstance(x, tuple) and all(map(lambda a, b: a is b, x, y)))
-        for x, y in zip(params.values(), equation.params.values(), strict=True)
-    )
-    return equation if same else equation.replace(params=params)
