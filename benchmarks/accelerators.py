@@ -5,7 +5,7 @@
 It needs no device, only the compilers, which `make accelerators` installs into
 `.venv-accelerators`. All figures are read from the compiled programs and are exact.
 Nothing runs, so nothing is timed. There is no device on which XLA could try kernels, so
-matrix products on GPUs are Triton's.
+matrix products on GPUs are Triton's; those of a window, cuBLAS's as well.
 
 micro_step  a micro-step whose gradients are given: what it reads and writes, over the
             bytes of the parameters, inside the window and where it closes
@@ -50,11 +50,14 @@ from jax.sharding import PartitionSpec as P
 
 import ga_optax as ga
 from ga_optax import _target
+from ga_optax._plan import temporaries
 
 PROGRAMS = pathlib.Path(__file__).parents[1] / ".programs"
 COMPILERS = ("libtpu", "jax-cuda12-plugin")
 K = 8
 TARGETS = ("h200", "v5e", "v5p", "v6e")
+# A real GPU picks a library for each matrix product. These programs have one alone.
+CUBLAS = "h200+cublas"
 MESHES = {
     8: ("h200:8", "v5e:2x4", "v5p:2x2x2", "v6e:2x4"),
     64: ("v5e:8x8", "v5p:4x4x4", "v6e:8x8"),
@@ -96,18 +99,20 @@ class Program:
 
 def compiled(target: str, step: Any, *args: Any) -> Program:
     """Compiles a jitted function for a target, or finds what was compiled before."""
-    with find(target).arguments(args) as shapes:
+    machine, _, library = target.partition("+")
+    options = {"xla_gpu_enable_triton_gemm": False} if library else {}
+    with find(machine).arguments(args) as shapes:
         lowered = step.lower(*shapes)
     content = [target, str(versions()), lowered.as_text()]
     name = hashlib.sha256("\n".join(content).encode()).hexdigest()[:24]
     path = PROGRAMS / f"{name}.json.gz"
     if not path.exists():
         start = time.process_time()
-        done = lowered.compile()
+        done = lowered.compile(compiler_options=options)
         m = done.memory_analysis()
         program = Program(
             done.as_text(),
-            m.temp_size_in_bytes,
+            temporaries(m),
             m.argument_size_in_bytes,
             m.output_size_in_bytes,
             m.alias_size_in_bytes,
@@ -285,7 +290,7 @@ def measure_window(quick: bool) -> dict[str, Rows]:
                 dict, way=way, param_bytes=size
             )
             rows.append(row)
-            for target in TARGETS:
+            for target in (*TARGETS, CUBLAS):
                 state = model.params, jax.eval_shape(init, model.params)
                 program = compiled(target, step, state, model.rows_of(batches * number))
                 traffic = hlo.traffic(program.text)

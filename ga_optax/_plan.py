@@ -293,13 +293,28 @@ def _try(
             "The backend must report the memory of compiled programs, but "
             f"{jax.default_backend()!r} reports none. Plan on another backend."
         )
-    kinds = "temp", "argument", "output", "alias"
-    sizes: Any = (int(getattr(analysis, f"{kind}_size_in_bytes")) for kind in kinds)
+    kinds = "argument", "output", "alias"
+    sizes: Any = {
+        kind: int(getattr(analysis, f"{kind}_size_in_bytes")) for kind in kinds
+    }
     notes = (f"Gradients added {line}." for line in lines)
     notes = tuple(note.replace("added not", "not added", 1) for note in notes)
     seconds = time.perf_counter() - start
-    sized = Candidate(k, *sizes, seconds=seconds, notes=notes)
+    sized = Candidate(k, temporaries(analysis), **sizes, seconds=seconds, notes=notes)
     return dataclasses.replace(sized, fits=(sized.bytes or 0) <= limit)
+
+
+def temporaries(analysis: Any) -> int:
+    """The bytes that XLA reserves besides arguments and results.
+
+    On TPUs `temp_size_in_bytes` is a fifth or so more than that. The total, which newer
+    versions of jax report, is what libtpu checks against a device's memory.
+    """
+    total = getattr(analysis, "total_allocation_bytes", None)
+    if total is None:
+        return int(analysis.temp_size_in_bytes)
+    results = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    return int(total - analysis.argument_size_in_bytes - results)
 
 
 # -- Text ------------------------------------------------------------------------------

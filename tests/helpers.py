@@ -29,6 +29,18 @@ def temporaries(jitted, *args):
     return jitted.lower(*args).compile().memory_analysis().temp_size_in_bytes
 
 
+def needed(compiled):
+    """The bytes that a compiled program needs on a device."""
+    memory = compiled.memory_analysis()
+    parts = (
+        memory.temp_size_in_bytes
+        + memory.argument_size_in_bytes
+        + memory.output_size_in_bytes
+        - memory.alias_size_in_bytes
+    )
+    return getattr(memory, "total_allocation_bytes", parts)  # older jax has none
+
+
 def nbytes(tree):
     """The bytes of a tree's leaves, of arrays or of their shapes."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

@@ -39,13 +39,7 @@ def compiled(k):
 
 
 def need(k):
-    memory = compiled(k).memory_analysis()
-    return (
-        memory.temp_size_in_bytes
-        + memory.argument_size_in_bytes
-        + memory.output_size_in_bytes
-        - memory.alias_size_in_bytes
-    )
+    return helpers.needed(compiled(k))
 
 
 def test_it_compiles_at_most_four_of_six_and_predicts_the_chosen_program():

@@ -22,7 +22,7 @@ os.environ |= {
 import jax
 from jax.sharding import SingleDeviceSharding
 
-from ga_optax import _target
+from ga_optax import _plan, _target
 
 jax.config.update("jax_platforms", "cpu")  # where arrays lie
 # What was compiled for a device that is not there cannot be loaded for it.
@@ -71,6 +71,4 @@ def computations(program: jax.stages.Compiled) -> dict[str, list[str]]:
 
 def temporaries(program: jax.stages.Compiled) -> int:
     """The bytes of its temporaries."""
-    memory = program.memory_analysis()
-    assert memory is not None
-    return memory.temp_size_in_bytes
+    return _plan.temporaries(program.memory_analysis())
