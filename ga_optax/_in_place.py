@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from ga_optax import _mesh
-from ga_optax._jaxpr import inner_programs
+from ga_optax._jaxpr import inner_programs, uses
 
 # `jax.vjp(...).with_refs` transposes `lax.scan` correctly from jax 0.11.0 on (jax PR
 # 38929), and a `custom_vmap` may have references inside it from 0.11.1 on.
@@ -49,12 +49,12 @@ def arrival(jaxpr: core.Jaxpr, variable: Any, way: str = "whole") -> str | None:
 
     None: anything else, such as a bare product, which has to be `accumulator.rounded`.
     """
-    uses = _uses(jaxpr, variable)
-    if len(uses) != 1 or any(out is variable for out in jaxpr.outvars):
+    read = uses(jaxpr, variable)
+    if len(read) != 1 or any(out is variable for out in jaxpr.outvars):
         return None
     if not variable.aval.size:
         return None  # a stack of no layers
-    [(equation, i)] = uses
+    [(equation, i)] = read
     name = equation.primitive.name
     out: Any = next(iter(equation.outvars), None)  # printing has no results
     if name in ("jit", "pjit", "remat2", "checkpoint", "scan"):
@@ -80,11 +80,6 @@ def arrival(jaxpr: core.Jaxpr, variable: Any, way: str = "whole") -> str | None:
     return None
 
 
-def _uses(jaxpr: core.Jaxpr, variable: Any) -> list[tuple[core.JaxprEqn, int]]:
-    """The equations that read a variable, and as which of their arguments."""
-    return [(e, i) for e in jaxpr.eqns for i, x in enumerate(e.invars) if x is variable]
-
-
 def is_cut(jaxpr: core.Jaxpr, i: int, placement: Any) -> bool:
     """Whether a parameter is split along a dimension that its slices lack.
 
@@ -96,7 +91,7 @@ def is_cut(jaxpr: core.Jaxpr, i: int, placement: Any) -> bool:
 
 def _num_scanned(jaxpr: core.Jaxpr, variable: Any) -> int:
     """How many of a parameter's dimensions are gone where its gradient is added."""
-    [(equation, i)] = _uses(jaxpr, variable)
+    [(equation, i)] = uses(jaxpr, variable)
     if equation.primitive.name not in ("jit", "pjit", "scan"):
         return 0
     [inner] = inner_programs(equation)
@@ -115,9 +110,8 @@ def reasons(
 
     Asked of a `Program`, the `Operands` of its loop, and how gradients are scattered.
 
-    A weight that multiplies a gradient needs that gradient by itself. A reference has
-    the type of the cotangent, in which narrow ones would round too often. Custom rules
-    do not go with effects, such as printing or a collective. The sum of a vector, such
+    A weight that multiplies a gradient needs that gradient by itself. Custom rules do
+    not go with effects, such as printing or a collective. The sum of a vector, such
     as a bias, is no product that could add it: one kernel a layer would, and here one
     for all layers.
     """
@@ -147,7 +141,10 @@ def reasons(
                 param.size * _SMALL < num_params,
                 f"less than 1/{_SMALL} of the parameters: it is added as a whole",
             ),
-            (dtype != param.dtype, f"it is {param.dtype}, and its accumulator {dtype}"),
+            (
+                jnp.finfo(dtype).bits < jnp.finfo(param.dtype).bits,
+                f"it is {param.dtype}, and its accumulator {dtype}",
+            ),
             (not _mesh.same_mesh(total, param), "its accumulator has another mesh"),
             (jnp.finfo(dtype).bits < 32, f"{dtype} would round too often"),
         )

@@ -23,6 +23,11 @@ def inner_programs(equation: core.JaxprEqn) -> Iterator[core.Jaxpr]:
             yield getattr(parameter, "jaxpr", parameter)
 
 
+def uses(jaxpr: core.Jaxpr, variable: Any) -> list[tuple[core.JaxprEqn, int]]:
+    """The equations that read a variable, and as which of their arguments."""
+    return [(e, i) for e in jaxpr.eqns for i, x in enumerate(e.invars) if x is variable]
+
+
 def with_inner(
     equation: core.JaxprEqn, change: Callable[[core.Jaxpr], core.Jaxpr]
 ) -> core.JaxprEqn:

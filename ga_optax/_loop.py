@@ -195,6 +195,7 @@ class Loop:
         }
         by_hand = [i for i in leaves if i not in refs]
         types: list[Any] = [x.aval for x in self.program.jaxpr.invars[: len(leaves)]]
+        due: list[Any] = [self.due(i, types[i], acc.total[i]) for i in by_hand]
 
         def scattered(i: int, g: jax.Array) -> jax.Array:
             if selects is not None:
@@ -209,19 +210,24 @@ class Loop:
                 new = _collectives.summed(new, met[i], self.axes, ndim)
                 ref[...] = _aux.like(new, ref)
             else:
+                g = g.astype(ref.dtype)
                 jax.ref.addupdate(ref, ..., scattered(i, g) if i in self.sent else g)
+
+        def cast(grads: Sequence[jax.Array]) -> list[jax.Array]:
+            return [x.astype(aval.dtype) for x, aval in zip(grads, due, strict=True)]
 
         def added(*held: Any) -> list[jax.Array]:
             slots = dict(zip(refs, held, strict=True))
             slots = [slots.get(i, jax.ad.GradValue()) for i in leaves]
             grads = pullback.with_refs(*slots)(cotangent)
-            return [grads[i] for i in by_hand]
+            return cast([grads[i] for i in by_hand])
 
         def backward() -> list[jax.Array]:
             with jax.named_scope("compute"):
                 if not refs:
-                    return list(pullback(cotangent))
-                if not refs.keys() & {**self.sent, **met}:
+                    return cast(pullback(cotangent))
+                own = all(types[i].dtype == x.dtype for i, x in refs.items())
+                if own and not refs.keys() & {**self.sent, **met}:
                     return added(*refs.values())
                 held = [(acc.total[i], x) if i in parts else x for i, x in refs.items()]
                 writes = [functools.partial(write, i) for i in refs]
@@ -229,7 +235,7 @@ class Loop:
 
         if self.branches and selects is not None:
             # What went into a reference cannot be selected away, and NaN · 0 is NaN.
-            zeros = _aux.blank([types[i] for i in by_hand])
+            zeros = _aux.blank(due)
             constant = _constant(backward)
             # If some gradients meet, all devices have to run it.
             leaves_out = ~_yes() if met else weight == 0
@@ -260,6 +266,17 @@ class Loop:
                     new = accumulator.add_terms([old], [g], selects, [largest])
                     [total[i]] = new
         return [jax.ref.freeze(refs[i]) if i in refs else total[i] for i in leaves]
+
+    def due(self, i: int, type_: Any, total: jax.Array) -> Any:
+        """The type in which a gradient leaves the backward pass.
+
+        A sum does so in the dtype of its accumulator, if that is wider.
+        """
+        is_sum = self.program.arrivals[i] not in (None, "replaces")
+        if not is_sum or self.program.multiplies:
+            return type_
+        wider = jnp.finfo(total.dtype).bits > jnp.finfo(type_.dtype).bits
+        return type_.update(dtype=total.dtype) if wider else type_
 
     def vary(self, x: jax.Array, term: Any) -> jax.Array:
         """Marks a sum as varying over devices as `term` does, one of its terms."""

@@ -25,7 +25,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from ga_optax._jaxpr import INLINE, equations_of, with_inner
+from ga_optax import _in_place
+from ga_optax._jaxpr import INLINE, equations_of, inner_programs, with_inner
 
 _WIDE = np.dtype(np.float32)  # in which products of narrower matrices are summed
 _ALGORITHMS = (jax.lax.DotAlgorithm, jax.lax.DotAlgorithmPreset)
@@ -71,7 +72,8 @@ def _followed(
     body = _Body(jaxpr)
     sums = {x for i in results if isinstance(x := jaxpr.outvars[i], core.Var)}
     held = {jaxpr.invars[i] for i in refs}
-    for n, equation in reversed(list(enumerate(jaxpr.eqns))):
+    for n in reversed(range(len(jaxpr.eqns))):
+        equation = body.equation(n)
         name = equation.primitive.name
         ins: list[Any] = equation.invars
         outs = [i for i, x in enumerate(equation.outvars) if x in sums]
@@ -115,20 +117,28 @@ class _Body:
         read = [x for e in jaxpr.eqns for x in e.invars] + jaxpr.outvars
         self._uses = collections.Counter(x for x in read if isinstance(x, core.Var))
 
+    def equation(self, n: int) -> core.JaxprEqn:
+        """The n-th equation as it is now."""
+        return self._now(n)[-1]
+
+    def _now(self, n: int) -> list[core.JaxprEqn]:
+        return self._new.get(n, [self.jaxpr.eqns[n]])
+
     def replace(self, n: int, *equations: core.JaxprEqn) -> None:
-        if equations != (self.jaxpr.eqns[n],):
-            self._new[n] = list(equations)
+        """Replaces it; what was put before it stays."""
+        if equations != (self.equation(n),):
+            self._new[n] = [*self._now(n)[:-1], *equations]
 
     def program(self, outvars: list[Any] | None = None) -> core.Jaxpr:
         if not self._new:
             return self.jaxpr
-        eqns = [x for n, e in enumerate(self.jaxpr.eqns) for x in self._new.get(n, [e])]
+        eqns = [e for n in range(len(self.jaxpr.eqns)) for e in self._now(n)]
         return self.jaxpr.replace(eqns=eqns, outvars=outvars or self.jaxpr.outvars)
 
     def finish(self) -> None:
         """Replaces the products: some are wider now, and some have to stay apart."""
-        equations = self.jaxpr.eqns
-        read = {n: set(map(self._origin, equations[n].invars)) for n in self.products}
+        equations = {n: self.equation(n) for n in self.products}
+        read = {n: set(map(self._origin, e.invars)) for n, e in equations.items()}
         number = collections.Counter(x for both in read.values() for x in both)
         for n, result in self.products.items():
             shares = any(number[x] > 1 for x in read[n])
@@ -153,7 +163,7 @@ class _Body:
         if not jnp.issubdtype(dtype, np.floating) or dtype.itemsize > 2:
             return None
         n = self._made[x]
-        equation = self.jaxpr.eqns[n]
+        equation = self.equation(n)
         name, params, ins = equation.primitive.name, equation.params, equation.invars
         wide = _widened(x)
         outs = [wide if y is x else y for y in equation.outvars]
@@ -187,8 +197,15 @@ class _Body:
             table, rows, updates = ins
             ins = [cast(table), rows, cast(updates)]
             params = params | {"update_jaxpr": _retyped(params["update_jaxpr"])}
-        elif name in INLINE:
+        elif name in (*INLINE, "scan"):
             [i] = [i for i, y in enumerate(equation.outvars) if y is x]
+            [inner] = inner_programs(equation)
+            own: Any = inner.outvars[i]
+            whole: Any = x
+            if name == "scan" and own.aval.ndim == whole.aval.ndim:
+                return None  # a sum over its iterations
+            if name == "scan" and not _in_place.HAS_REFS:
+                return None  # all layers would be twice as large, see `_casts`
             found: list[Any] = []
 
             def inside(jaxpr: core.Jaxpr) -> core.Jaxpr:

@@ -10,12 +10,12 @@ import numpy as np
 from jax.extend import core
 from jax.typing import ArrayLike
 
-from ga_optax import _aux, _collectives, _mesh, _rows
+from ga_optax import _aux, _collectives, _in_place, _mesh, _rows
 from ga_optax._call import Call
+from ga_optax._casts import sunk
 from ga_optax._checks import check_structure, named_leaves
 from ga_optax._constants import hoisted
 from ga_optax._gathered import gathered
-from ga_optax._in_place import arrival
 from ga_optax._jaxpr import inner_programs
 from ga_optax._options import FromAux, Options
 from ga_optax.accumulator import as_weight
@@ -119,6 +119,8 @@ def trace(call: Call) -> Program:
         return trace_one(params, more, keys, carry)[1][-1]
 
     jaxpr, consts = hoisted(closed.jaxpr, closed.consts)
+    if _in_place.HAS_REFS:
+        jaxpr = sunk(jaxpr, set(jaxpr.invars[: len(call.replaced)]))
     # The types of the results say over which devices they vary; their shapes do not.
     avals = [variable.aval for variable in jaxpr.outvars]
     loss, weight, carry, aux = jax.tree.unflatten(jax.tree.structure(shapes), avals)
@@ -128,6 +130,7 @@ def trace(call: Call) -> Program:
     arguments = jax.tree.leaves(params), first, keys, carry
     replaced = call.replaced
     of_params = zip(replaced, jaxpr.invars[: len(replaced)], strict=True)
+    arrival = _in_place.arrival
     arrivals = ["replaces" if new else arrival(jaxpr, x) for new, x in of_params]
     if options.each and call.mesh is not None and not _mesh.explicit_names(call.mesh):
         specs = _mesh.broadcast_specs(call.specs, call.params)

@@ -1,12 +1,17 @@
 """In a bfloat16 model gradients are rounded in the accumulator, and not before."""
 
+import math
+
+import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import ga_optax as ga
-from ga_optax import _loop
+from ga_optax import _in_place, _loop
 from ga_optax.testing import assert_trees_bitwise_equal
 
 ROWS, WIDTH, LAYERS, K = 512, 8, 2, 4
@@ -41,6 +46,26 @@ def scanned(p, batch):
     return list(jax.lax.scan(layer, 0.0, (p["w"], p["b"]))[1])
 
 
+def cast_before(p, batch):
+    def layer(total, p):
+        return total, batch["x"] @ p[0] + p[1][None]
+
+    @jax.checkpoint
+    def layers(p):
+        return jax.lax.scan(layer, 0.0, p)[1]
+
+    return list(layers((narrow(p["w"]), narrow(p["b"]))))
+
+
+def jitted(p, batch):
+    @jax.jit
+    def layer(x, w, b):
+        return x @ w + b[None]
+
+    pairs = zip(p["w"], p["b"], strict=True)
+    return [layer(batch["x"], narrow(w), narrow(b)) for w, b in pairs]
+
+
 def convolved(p, batch):
     def layer(w, b):
         x = batch["x"][:, None]
@@ -62,8 +87,11 @@ def used_twice(p, batch):
     return [layer(w, b) for w, b in zip(p["w"], p["b"], strict=True)]
 
 
-MODELS = (plain, inside_einsum, scanned, convolved, used_twice)
+SCANNED = (scanned, cast_before)
+MODELS = (plain, inside_einsum, *SCANNED, jitted, convolved, used_twice)
 MODELS = {f.__name__: f for f in MODELS}
+# All layers in float32 take twice the memory, unless they are added in place.
+IN_SCANS = pytest.mark.skipif(not _in_place.HAS_REFS, reason="before jax 0.11.1")
 
 
 def draw(stacked):
@@ -117,9 +145,15 @@ def exact_to_float32(grads, batch):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(name, marks=[IN_SCANS] if name == "cast_before" else [])
+        for name in MODELS
+    ],
+)
 def test_sums_over_rows_of_bfloat16_are_those_of_float32(model, monkeypatch):
-    params, batch = draw(stacked=model == "scanned")
+    params, batch = draw(stacked=MODELS[model] in SCANNED)
     loss = losses_of(MODELS[model])
 
     def grads():
@@ -134,15 +168,19 @@ def test_sums_over_rows_of_bfloat16_are_those_of_float32(model, monkeypatch):
 
 
 @pytest.mark.parametrize("weight_fn", [None, lambda b: 1.0 + jnp.abs(b["slope"][0, 0])])
-def test_every_grouping_has_the_same_bits_in_place_and_not(weight_fn):
+@pytest.mark.parametrize("how", ["scanned", "cast_before", "held"])
+def test_every_grouping_has_the_same_bits_in_place_and_not(how, weight_fn):
     params, batch = draw(stacked=True)
     options = {"weight_fn": weight_fn}
+    if how == "held":
+        params = jax.tree.map(narrow, params)
 
     def loss(p, batch):
-        return jnp.mean(jnp.tanh(losses_of(scanned)(p, batch) / ROWS))
+        model = scanned if how == "scanned" else cast_before
+        return jnp.mean(jnp.tanh(losses_of(model)(p, batch) / ROWS))
 
-    _, expected = jax.jit(ga.value_and_grad(loss, K, **options))(params, batch)
-    for in_place, calls in ((False, 1), (True, K), (False, K)):
+    expected = None
+    for in_place, calls in ((True, 1), (False, 1), (True, K), (False, K)):
         add = ga.accumulate(loss, K // calls, in_place=in_place, **options)
         acc = ga.accumulator.init(params)
         for i in range(calls):
@@ -150,7 +188,37 @@ def test_every_grouping_has_the_same_bits_in_place_and_not(weight_fn):
             part = jax.tree.map(lambda x, i=i, n=size: x[i * n : (i + 1) * n], batch)
             acc = jax.jit(add)(acc, params, part)[1]
         mean = jax.jit(ga.accumulator.mean)(acc)
+        expected = expected or mean
         assert_trees_bitwise_equal(mean, expected)
+    _, grads = jax.jit(ga.value_and_grad(loss, K, **options))(params, batch)
+    cast = jax.tree.map(lambda g, p: g.astype(p.dtype), expected, params)
+    assert_trees_bitwise_equal(grads, cast)
+
+
+@IN_SCANS
+@pytest.mark.parametrize("held", [False, True])
+def test_narrow_layers_take_one_gradient_and_no_copy(held):
+    """In place; the twin has all gradients at once."""
+    shape = 16, 128, 128
+    dtype = NARROW if held else jnp.float32
+    w, x = jax.ShapeDtypeStruct(shape, dtype), jnp.ones((K * 4, 128), NARROW)
+
+    def loss(w, x):
+        @jax.checkpoint
+        def layer(h, w):
+            return h + jnp.tanh(h @ w), None
+
+        h, _ = jax.lax.scan(layer, x, w.astype(NARROW))
+        return jnp.mean(h.astype(jnp.float32))
+
+    def taken(in_place):
+        add = ga.accumulate(loss, K, in_place=in_place)
+        acc = jax.eval_shape(ga.accumulator.init, w)
+        jitted = jax.jit(add, donate_argnums=0)
+        return helpers.temporaries(jitted, acc, w, x) / math.prod(shape)
+
+    assert taken(True) < 1
+    assert taken(False) > 4
 
 
 def program(loss, *args, k=K, **options):
@@ -225,3 +293,70 @@ def test_what_the_compiler_reduces_over_devices_stays_narrow(monkeypatch):
     monkeypatch.undo()
     last = ga.DataAxis("data", mesh=mesh)
     assert changed(monkeypatch, loss, *args, data_axis=last) == (1, False)
+
+
+# -- Random programs -------------------------------------------------------------------
+
+WRAPPERS = {
+    "jit": jax.jit,
+    "checkpoint": jax.checkpoint,
+    "cond": lambda f: lambda h, w: jax.lax.cond(jnp.sum(h) > 9, f, f, h, w),
+    "transposed": lambda f: lambda h, w: f(h, jax.tree.map(jnp.transpose, w)),
+}
+
+
+@st.composite
+def programs(draw):
+    """A loss of nested layers, and parameters that it casts somewhere."""
+    kinds = st.lists(st.sampled_from([*WRAPPERS]), max_size=3)
+    inner, outer = draw(kinds), draw(kinds.filter(lambda x: "transposed" not in x))
+    first, held, scans = (draw(st.booleans()) for _ in range(3))
+
+    def layer(h, w):
+        a, b = map(narrow, (w["a"], w["b"]))
+        return h + jnp.tanh(h @ a) * (h @ b)
+
+    for name in inner:
+        layer = WRAPPERS[name](layer)
+
+    def layers(h, w):
+        if scans:
+            return jax.lax.scan(lambda h, w: (layer(h, w), None), h, w)[0]
+        for i in range(2):
+            h = layer(h, jax.tree.map(lambda x, i=i: x[i], w))
+        return h
+
+    for name in outer:
+        layers = WRAPPERS[name](layers)
+
+    def loss(params, x):
+        cast = jax.tree.map(narrow, params) if first else params
+        return jnp.mean(layers(x, cast).astype(jnp.float32) ** 2)
+
+    rng = np.random.default_rng(draw(st.integers(0, 9)))
+    dtype = NARROW if held else jnp.float32
+    params = {n: jnp.asarray(rng.normal(size=(2, WIDTH, WIDTH)), dtype) for n in "ab"}
+    return loss, params, jnp.asarray(rng.normal(size=(K * 8, WIDTH)), NARROW)
+
+
+@settings(max_examples=settings().max_examples // 5)  # each compiles seven programs
+@given(programs())
+def test_nested_programs_agree_in_every_grouping(drawn):
+    loss, params, x = drawn
+
+    def total(calls, x, **options):
+        add = jax.jit(ga.accumulate(loss, K // calls, **options))
+        acc = ga.accumulator.init(params)
+        for part in jnp.split(x, calls):
+            acc = add(acc, params, part)[1]
+        return acc.total
+
+    sums = total(1, x)
+    assert_trees_bitwise_equal(total(K, x), sums)
+    assert_trees_bitwise_equal(total(1, x, in_place=False), sums)
+    # Each gradient of a matrix is one product, rounded to bfloat16 by `jax.grad`.
+    grads = [jax.jit(jax.grad(loss))(params, part) for part in jnp.split(x, K)]
+    for new, *old in zip(*map(jax.tree.leaves, (sums, *grads)), strict=True):
+        old = np.asarray(old, np.float64)
+        bound = float(jnp.finfo(NARROW).eps) * np.sum(np.abs(old), axis=0)
+        assert np.all(np.abs(np.asarray(new) - old.sum(0)) <= bound)

@@ -1,0 +1,86 @@
+"""Casts of parameters, moved to where a scan has sliced them.
+
+Many losses cast all parameters first, and then scan over the layers. The gradients of
+all layers then exist at once, to be cast back, beside a copy of the parameters. If each
+layer is cast inside the scan, its gradient can be added there. The values are the same.
+
+Inside of a scan a cast goes on into what is rematerialised, or the scan would keep what
+it gives.
+"""
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+from jax.extend import core
+
+from ga_optax._jaxpr import INLINE, inner_programs, uses, with_inner
+
+
+def sunk(jaxpr: core.Jaxpr, params: set[Any], sliced: bool = False) -> core.Jaxpr:
+    """The program, with casts of these arguments inside of the scans over them.
+
+    `sliced` says that it is the body of such a scan.
+    """
+    casts = {
+        e.outvars[0]: e
+        for e in jaxpr.eqns
+        if e.primitive.name == "convert_element_type"
+        and e.params["sharding"] is None
+        and _is_one(e.invars[0], params)
+        and _sinks(jaxpr, e.outvars[0], sliced)
+    }
+    equations = []
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        if name in (*INLINE, "scan"):
+            ins: list[Any] = equation.invars
+            cast = [casts[x] if _is_one(x, casts) else None for x in ins]
+            ins = [e.invars[0] if e else x for e, x in zip(cast, ins, strict=True)]
+
+            def inside(inner: core.Jaxpr, name=name, ins=ins, cast=cast) -> core.Jaxpr:
+                inner = _with_casts(inner, cast)
+                pairs = zip(inner.invars, ins, strict=True)
+                own = {v for v, x in pairs if _is_one(x, params)}
+                return sunk(inner, own, sliced or name == "scan")
+
+            equation = with_inner(equation, inside)
+            if any(cast):
+                equation = equation.replace(invars=ins)
+        if casts.keys().isdisjoint(equation.outvars):
+            equations.append(equation)
+    same = all(map(operator.is_, equations, jaxpr.eqns))
+    return jaxpr if same else jaxpr.replace(eqns=equations)
+
+
+def _is_one(x: Any, of: Any) -> bool:
+    return isinstance(x, core.Var) and x in of  # a literal has no hash
+
+
+def _with_casts(jaxpr: core.Jaxpr, casts: Sequence[core.JaxprEqn | None]) -> core.Jaxpr:
+    """The program of arguments some of which are yet to be cast."""
+    if not any(casts):
+        return jaxpr
+    invars, first = list[Any](jaxpr.invars), []
+    for i, cast in enumerate(casts):
+        if cast is not None:
+            whole: Any = cast.invars[0].aval
+            invars[i] = core.Var(jaxpr.invars[i].aval.update(dtype=whole.dtype))
+            ends = {"invars": [invars[i]], "outvars": [jaxpr.invars[i]]}
+            first.append(cast.replace(**ends))
+    return jaxpr.replace(invars=invars, eqns=[*first, *jaxpr.eqns])
+
+
+def _sinks(jaxpr: core.Jaxpr, variable: Any, sliced: bool) -> bool:
+    """Whether it is read once, by a scan over its leading dimension or inside one."""
+    read = uses(jaxpr, variable)
+    if len(read) != 1 or any(x is variable for x in jaxpr.outvars):
+        return False
+    [(equation, i)] = read
+    if equation.primitive.name not in (*INLINE, "scan"):
+        return False
+    [inner] = inner_programs(equation)
+    own: Any = inner.invars[i]
+    if equation.primitive.name == "scan":
+        return own.aval.ndim < variable.aval.ndim
+    return sliced or _sinks(inner, own, sliced)
