@@ -223,8 +223,18 @@ replica_groups=[1,4]<=[4], frontend_attributes={{chain_id="{chain}"}}
     assert audit.total_bytes == 2 * 32
 
 
-@pytest.mark.parametrize("sliced", ["all-reduce.9", "q"])
-def test_an_all_reduce_that_keeps_its_slice_is_a_reduce_scatter(sliced):
+@pytest.mark.parametrize(
+    ("sliced", "how", "kind"),
+    [
+        ("all-reduce.9", "fusion(%p), kind=kCustom, calls", "reduce-scatter"),
+        ("q", "fusion(%p), kind=kCustom, calls", "all-reduce"),
+        # All of it is sent, and another kernel slices.
+        ("all-reduce.9", "call(%p), to_apply", "all-reduce"),
+    ],
+)
+def test_an_all_reduce_whose_fusion_keeps_a_slice_is_a_reduce_scatter(
+    sliced, how, kind
+):
     before = f"""\
 %all-reduce-scatter.1 (q: f32[8,4]) -> f32[2,4] {{
   %q = f32[8,4]{{1,0}} parameter(0)
@@ -235,10 +245,9 @@ dynamic_slice_sizes={{2,4}}
 }}
 
 """
-    line = "%f = f32[2,4] fusion(%p), kind=kCustom, calls=%all-reduce-scatter.1"
+    line = f"%f = f32[2,4] {how}=%all-reduce-scatter.1"
     found = only(entry(PARAMETER, line, before=before))
-    assert found.kind == ("all-reduce" if sliced == "q" else "reduce-scatter")
-    assert found.num_bytes == 128
+    assert (found.kind, found.num_bytes) == (kind, 128)
 
 
 def test_loops_in_loops_multiply():
