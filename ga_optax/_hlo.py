@@ -213,12 +213,19 @@ def times(loops: Loops) -> int | None:
 
 
 def is_scattered(placed: Placed) -> bool:
-    """Whether it is the all-reduce of a TPU's fusion that keeps a slice of it."""
+    """Whether it is the all-reduce of a TPU's fusion that keeps slices of it."""
     found = placed.instruction
     if found.opcode != "all-reduce" or not placed.fused:
         return False
-    end = root(found.computation)
-    return end.opcode == "dynamic-slice" and end.operand(0) is found
+    sums, kept = {found.name}, set()
+    for x in found.computation.values():
+        if sums.isdisjoint(map(_name, x.operands)):
+            continue
+        if x.opcode == "get-tuple-element":
+            sums.add(x.name)
+        else:
+            kept.add(x.opcode)
+    return kept == {"dynamic-slice"}
 
 
 # -- Types and devices -----------------------------------------------------------------

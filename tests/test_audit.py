@@ -250,6 +250,30 @@ dynamic_slice_sizes={{2,4}}
     assert (found.kind, found.num_bytes) == (kind, 128)
 
 
+@pytest.mark.parametrize(
+    ("kept", "kind"), [("%s.1", "reduce-scatter"), ("%g.1", "all-reduce")]
+)
+def test_so_is_one_of_several_arrays_if_it_keeps_a_slice_of_each(kept, kind):
+    pair = "(f32[8,4], f32[8,4])"
+    before = f"""\
+%all-reduce-scatter.1 (q: f32[8,4], r: f32[8,4]) -> (f32[2,4], f32[2,4]) {{
+  %q = f32[8,4]{{1,0}} parameter(0)
+  %r = f32[8,4]{{1,0}} parameter(1)
+  %sum = {pair} all-reduce(%q, %r), replica_groups=[1,4]<=[4], to_apply=%add
+  %zero = u32[] constant(0)
+  %g.0 = f32[8,4] get-tuple-element(%sum), index=0
+  %s.0 = f32[2,4] dynamic-slice(%g.0, %zero, %zero), dynamic_slice_sizes={{2,4}}
+  %g.1 = f32[8,4] get-tuple-element(%sum), index=1
+  %s.1 = f32[2,4] dynamic-slice(%g.1, %zero, %zero), dynamic_slice_sizes={{2,4}}
+  ROOT %t = (f32[2,4], f32[2,4]) tuple(%s.0, {kept})
+}}
+
+"""
+    line = f"%f = {pair} fusion(%p, %p), kind=kCustom, calls=%all-reduce-scatter.1"
+    found = only(entry(PARAMETER, line, before=before))
+    assert (found.kind, found.num_bytes) == (kind, 256)
+
+
 def test_loops_in_loops_multiply():
     outer = """\
 %outer_body (u: f32[8,4]) -> f32[8,4] {
