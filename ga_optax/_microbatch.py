@@ -346,6 +346,8 @@ def _fold(
     last = jax.tree.unflatten(program.carry, state.carry)
     value = value_of(call, program, loop.results(state), last)
     total = jax.tree.unflatten(structure, state.acc.total)
+    # If the caller does not say either, XLA may sum up whole gradients.
+    total = total if call.mesh is None else call.placed(total)
     return value, state.acc._replace(total=total)
 
 
