@@ -115,6 +115,7 @@ def hidden(program, in_loops=True):
         ("v5p:2x2x2", SPARSE_CORE, {}, [True, True]),
         ("v5p:2x2x2", COMBINED, {}, [False]),
         ("v5p:2x2x2", SPARSE_CORE, {"param_specs": SPLIT}, [True, True]),
+        ("v6e:2x4", SPARSE_CORE, {}, [True, True]),
         ("v6e:2x4", SPARSE_CORE, {"param_specs": SPLIT}, [True, True]),
     ],
 )
@@ -157,10 +158,11 @@ def test_without_overlap_nothing_communicates_in_a_loop():
     assert not ga.audit(program).in_loop
 
 
-@pytest.mark.parametrize("target", ["h200:8", "v5e:2x4", "v6e:2x4"])
+@pytest.mark.parametrize("target", ["h200:8", "v5e:2x4", "v5p:2x2x2", "v6e:2x4"])
 def test_a_sharded_sum_takes_an_eighth_and_sends_one_gradient_a_micro_batch(target):
-    whole = compiled(target, {})
-    program = compiled(target, {}, grad_specs=SPLIT, sync="each")
+    options = SCATTERS if target.startswith("v5p") else {}
+    whole = compiled(target, options)
+    program = compiled(target, options, grad_specs=SPLIT, sync="each")
     inside = ga.audit(program).in_loop
     assert {c.kind for c in inside} == {"reduce-scatter"}
     assert sum(c.total_bytes for c in inside) == K * GRADIENT
