@@ -190,6 +190,6 @@ def audit(
         groups = found.attribute(_hlo.GROUPS)
         context = _hlo.axes_of(groups, mesh), placed.loops, placed.conditional
         source = found.attribute(_hlo.SOURCE)
-        name = "reduce-scatter" if _hlo.is_scattered(found) else kind[1]
+        name = "reduce-scatter" if _hlo.is_scattered(placed) else kind[1]
         collectives.append(Collective(name, found.name, size, groups, *context, source))
     return Audit(tuple(collectives))

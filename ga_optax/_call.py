@@ -163,7 +163,7 @@ class Call(NamedTuple):
         return {i: x for i, (x, new) in pairs if x.dims and not new}
 
     def placed(self, total: Any) -> Any:
-        """An empty accumulator, sharded as it will be."""
+        """An accumulator, empty or of all devices, sharded as it is to be."""
         if sent := self.sent:
             leaves, structure = jax.tree.flatten(total)
             for i, place in sent.items():

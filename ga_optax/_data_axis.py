@@ -45,11 +45,11 @@ class DataAxis:
         the compiler distributes. Inside `shard_map` `fun` itself has to gather the
         parameters, and a weight of 0 does not keep a NaN out. (With `grad_specs` see
         there.)
-      overlap: whether the last micro-batch merges inside its backward pass, so that its
-        work hides the communication. It changes no bits on CPUs. That is done for the
-        gradients that are added in place (a model that scans over its layers, and
-        jax >= 0.11.1); the others merge after it. The program has the micro-batch
-        twice. Page: "GPUs and TPUs".
+      overlap: whether the last micro-batch merges each gradient where it is final, so
+        that the rest of its backward pass hides the communication. It changes no bits
+        on CPUs. If the model scans over its layers, they merge one by one inside of the
+        backward loop (jax >= 0.11.1). The program has the micro-batch twice. Pages:
+        "Devices", "GPUs and TPUs".
       logical_devices: a power of two L. The window is then computed as L devices would,
         bit for bit, on any number of devices that divides L: rows, micro-batches, keys
         and the order of every sum. `num_microbatches` counts those of one of the L. It

@@ -116,11 +116,13 @@ class Placed:
       instruction: the instruction.
       loops: the loops around it.
       conditional: whether it is in a branch, so that it may run less often.
+      fused: whether it is in a fusion.
     """
 
     instruction: Instruction
     loops: Loops
     conditional: bool
+    fused: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,6 +142,7 @@ class Module:
         name: str | None = None,
         loops: Loops = (),
         conditional: bool = False,
+        fused: bool = False,
         *,
         into_fusions: bool = True,
     ) -> Iterator[Placed]:
@@ -149,18 +152,20 @@ class Module:
           name: the computation to begin with; None is the entry.
           loops: the loops around it.
           conditional: whether it is in a branch.
+          fused: whether it is in a fusion.
           into_fusions: whether the instructions of a fusion follow it. If False, it
             counts as the one kernel that it is.
         """
         for instruction in self.computations.get(name or self.entry, {}).values():
-            yield Placed(instruction, loops, conditional)
+            yield Placed(instruction, loops, conditional, fused)
             if instruction.opcode == "fusion" and not into_fusions:
                 continue
-            inside, branch = loops, conditional or instruction.opcode == "conditional"
-            if instruction.opcode == "while":
+            opcode, inside = instruction.opcode, loops
+            if opcode == "while":
                 inside = (*loops, (instruction.name, self.trips(instruction)))
+            kind = conditional or opcode == "conditional", fused or opcode == "fusion"
             for called in instruction.called:
-                yield from self.walk(called, inside, branch, into_fusions=into_fusions)
+                yield from self.walk(called, inside, *kind, into_fusions=into_fusions)
 
     def trips(self, loop: Instruction) -> int | None:
         """How often the body of a `while` runs; None if the program does not say.
@@ -207,12 +212,20 @@ def times(loops: Loops) -> int | None:
     return None if None in trips else math.prod(t for t in trips if t is not None)
 
 
-def is_scattered(found: Instruction) -> bool:
-    """Whether it is the all-reduce of a TPU's fusion that keeps a slice of it."""
-    if found.opcode != "all-reduce":
+def is_scattered(placed: Placed) -> bool:
+    """Whether it is the all-reduce of a TPU's fusion that keeps slices of it."""
+    found = placed.instruction
+    if found.opcode != "all-reduce" or not placed.fused:
         return False
-    end = root(found.computation)
-    return end.opcode == "dynamic-slice" and end.operand(0) is found
+    sums, kept = {found.name}, set()
+    for x in found.computation.values():
+        if sums.isdisjoint(map(_name, x.operands)):
+            continue
+        if x.opcode == "get-tuple-element":
+            sums.add(x.name)
+        else:
+            kept.add(x.opcode)
+    return kept == {"dynamic-slice"}
 
 
 # -- Types and devices -----------------------------------------------------------------

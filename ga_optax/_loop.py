@@ -10,7 +10,15 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
-from ga_optax import _aux, _collectives, _duplicates, _mesh, _tree, accumulator
+from ga_optax import (
+    _aux,
+    _collectives,
+    _duplicates,
+    _in_place,
+    _mesh,
+    _tree,
+    accumulator,
+)
 from ga_optax._aux import MODES, strong
 from ga_optax._call import Call
 from ga_optax._mesh import Placement
@@ -62,8 +70,8 @@ class Loop:
       branches: whether a weight of 0 leaves the backward pass out.
       rounds_once: whether gradients are rounded in the accumulator alone.
       sent: which of them are scattered over devices before they are added, and how.
-      met: which sums come out reduced over devices, and how: those that are in place
-        are so inside the backward pass of the last micro-batch.
+      met: which sums the last micro-batch reduces over devices, and how: those in place
+        inside its backward pass, the others one by one, where they are final.
       axes: the data axes that are bound.
     """
 
@@ -95,20 +103,16 @@ class Loop:
             num_sums = len(self.in_place)
             return added_inside(step, num_sums, self.rounds_once, state, first)
 
-        met = {i: place for i, place in self.met.items() if self.in_place[i]}
-        if met:
+        if self.met:
             before = [x[:-1] for x in batch]
             state, collected = jax.lax.scan(step_of({}), state, before)
-            state, more = _once(step_of(met), state, [x[-1] for x in batch])
+            state, more = _once(step_of(self.met), state, [x[-1] for x in batch])
             both = collected, more
             collected = jax.tree.map(lambda *parts: jnp.concatenate(parts), *both)
         elif self.num_microbatches > 1:
             state, collected = jax.lax.scan(step_of({}), state, batch)
         else:
             state, collected = _once(step_of({}), state, first)
-        for i in self.met.keys() - met:
-            whole, place = state.acc.total[i], self.met[i]
-            [state.acc.total[i]] = _collectives.reduce([whole], [place], self.axes)
         kept = zip(MODES, state.results, strict=True)
         return state._replace(results=[collected.get(name, x) for name, x in kept])
 
@@ -187,6 +191,8 @@ class Loop:
         # them may leave out what came of it.
         selects = None if self.sums_already else weight
         leaves = range(len(self.in_place))
+        later = {i: x for i, x in met.items() if not self.meets_inside(i, x)}
+        met = {i: place for i, place in met.items() if i not in later}
         parts = {i: place for i, place in met.items() if place.dims}
         refs = {
             i: _sent.empty(x, parts[i], self.axes) if i in parts else jax.new_ref(x)
@@ -265,7 +271,16 @@ class Loop:
                 else:
                     new = accumulator.add_terms([old], [g], selects, [largest])
                     [total[i]] = new
-        return [jax.ref.freeze(refs[i]) if i in refs else total[i] for i in leaves]
+        sums = [jax.ref.freeze(refs[i]) if i in refs else total[i] for i in leaves]
+        # Each by itself: a collective of several would wait for the last of them.
+        for i, place in later.items():
+            [sums[i]] = _collectives.reduce([sums[i]], [place], self.axes)
+        return sums
+
+    def meets_inside(self, i: int, place: Placement) -> bool:
+        """Whether a sum is reduced slice by slice, inside the backward pass."""
+        jaxpr = self.program.jaxpr
+        return self.in_place[i] and not _in_place.is_cut(jaxpr, i, place)
 
     def due(self, i: int, type_: Any, total: jax.Array) -> Any:
         """The type in which a gradient leaves the backward pass.

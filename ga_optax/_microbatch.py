@@ -323,11 +323,8 @@ def _fold(
     branches = branches and not sent  # all devices have to send
     met = {}
     if options.overlap and merges and call.axes:
-        met = {
-            i: place
-            for i, place in enumerate(call.where)
-            if in_place[i] and not _in_place.is_cut(program.jaxpr, i, place)
-        }
+        pairs = enumerate(zip(call.where, call.replaced, strict=True))
+        met = {i: place for i, (place, replaced) in pairs if not replaced}
     # Without its arrays: what is differentiated later must not hold tracers.
     program = program._replace(consts=(), batch=[])
     # What the compiler reduces over devices in each micro-step would be twice as large.
@@ -346,6 +343,8 @@ def _fold(
     last = jax.tree.unflatten(program.carry, state.carry)
     value = value_of(call, program, loop.results(state), last)
     total = jax.tree.unflatten(structure, state.acc.total)
+    # If the caller does not say either, XLA may sum up whole gradients.
+    total = total if call.mesh is None else call.placed(total)
     return value, state.acc._replace(total=total)
 
 

@@ -223,8 +223,18 @@ replica_groups=[1,4]<=[4], frontend_attributes={{chain_id="{chain}"}}
     assert audit.total_bytes == 2 * 32
 
 
-@pytest.mark.parametrize("sliced", ["all-reduce.9", "q"])
-def test_an_all_reduce_that_keeps_its_slice_is_a_reduce_scatter(sliced):
+@pytest.mark.parametrize(
+    ("sliced", "how", "kind"),
+    [
+        ("all-reduce.9", "fusion(%p), kind=kCustom, calls", "reduce-scatter"),
+        ("q", "fusion(%p), kind=kCustom, calls", "all-reduce"),
+        # All of it is sent, and another kernel slices.
+        ("all-reduce.9", "call(%p), to_apply", "all-reduce"),
+    ],
+)
+def test_an_all_reduce_whose_fusion_keeps_a_slice_is_a_reduce_scatter(
+    sliced, how, kind
+):
     before = f"""\
 %all-reduce-scatter.1 (q: f32[8,4]) -> f32[2,4] {{
   %q = f32[8,4]{{1,0}} parameter(0)
@@ -235,10 +245,33 @@ dynamic_slice_sizes={{2,4}}
 }}
 
 """
-    line = "%f = f32[2,4] fusion(%p), kind=kCustom, calls=%all-reduce-scatter.1"
+    line = f"%f = f32[2,4] {how}=%all-reduce-scatter.1"
     found = only(entry(PARAMETER, line, before=before))
-    assert found.kind == ("all-reduce" if sliced == "q" else "reduce-scatter")
-    assert found.num_bytes == 128
+    assert (found.kind, found.num_bytes) == (kind, 128)
+
+
+@pytest.mark.parametrize(
+    ("kept", "kind"), [("%s.1", "reduce-scatter"), ("%g.1", "all-reduce")]
+)
+def test_so_is_one_of_several_arrays_if_it_keeps_a_slice_of_each(kept, kind):
+    pair = "(f32[8,4], f32[8,4])"
+    before = f"""\
+%all-reduce-scatter.1 (q: f32[8,4], r: f32[8,4]) -> (f32[2,4], f32[2,4]) {{
+  %q = f32[8,4]{{1,0}} parameter(0)
+  %r = f32[8,4]{{1,0}} parameter(1)
+  %sum = {pair} all-reduce(%q, %r), replica_groups=[1,4]<=[4], to_apply=%add
+  %zero = u32[] constant(0)
+  %g.0 = f32[8,4] get-tuple-element(%sum), index=0
+  %s.0 = f32[2,4] dynamic-slice(%g.0, %zero, %zero), dynamic_slice_sizes={{2,4}}
+  %g.1 = f32[8,4] get-tuple-element(%sum), index=1
+  %s.1 = f32[2,4] dynamic-slice(%g.1, %zero, %zero), dynamic_slice_sizes={{2,4}}
+  ROOT %t = (f32[2,4], f32[2,4]) tuple(%s.0, {kept})
+}}
+
+"""
+    line = f"%f = {pair} fusion(%p, %p), kind=kCustom, calls=%all-reduce-scatter.1"
+    found = only(entry(PARAMETER, line, before=before))
+    assert (found.kind, found.num_bytes) == (kind, 256)
 
 
 def test_loops_in_loops_multiply():
