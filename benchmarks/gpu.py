@@ -6,9 +6,10 @@
 There are four parts, and each writes a file of its own, `gpu_PART.json`:
 
 peak        the allocator's peak for each way to do a window of the reference model
-            (`reference_model.py`). Each way has a process of its own, because a peak
-            cannot be reset
-window      tokens a second, k = 1 against k = 8 with the same micro-batch
+            (`reference_model.py`), and what `plan` says of ours. Each way has a process
+            of its own, because a peak cannot be reset
+window      tokens a second, k = 1 against k = 8 with the same micro-batch; ours also
+            without what makes XLA add gradients inside of matrix products
 micro_step  Adam on 51 M and 205 M parameters against the floor. `emit=None`, which asks
             the device whether the window is full, against a static `emit`
 programs    the optimised HLO: how many kernels only add into a gradient-sized buffer,
@@ -30,6 +31,7 @@ import sys
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import hlo
 import jax
@@ -42,9 +44,11 @@ import reference_model
 from reference_model import Config
 
 import ga_optax as ga
+from ga_optax import _loop
 
 K = 8
 ALONE = "no accumulation"
+APART = "ga_optax, additions by kernels of their own"
 INIT = jax.jit(reference_model.init, static_argnums=0)
 
 
@@ -99,10 +103,20 @@ def ways_of(config: Config) -> dict[str, Callable[[], Window]]:
         step = peers.step_of(peers.in_one_call(loss, K, config.rows)[way], opt)
         return Window(step, (start, opt.init(start)), K)
 
+    def apart() -> Window:
+        start, gradient = params(), ga.value_and_grad(loss, K)
+
+        def plain(*args: Any) -> Any:
+            with mock.patch.object(_loop, "added_inside", lambda step, *_: step):
+                return gradient(*args)
+
+        step = peers.step_of(plain, opt)
+        return Window(step, (start, opt.init(start)), K)
+
     def many_calls(loop: Any) -> Window:
         return Window(loop, loop.init(params()), K)
 
-    ways: dict[str, Callable[[], Window]] = {ALONE: alone}
+    ways: dict[str, Callable[[], Window]] = {ALONE: alone, APART: apart}
     for way in peers.in_one_call(loss, K, config.rows):
         ways[way] = functools.partial(one_call, way)
     for way, loop in loops_of(config).items():
@@ -120,8 +134,8 @@ def loops_of(config: Config) -> dict[str, Any]:
 
 def measure_peak(config: Config, tiny: bool) -> list[dict[str, Any]]:
     """Measures the allocator's peak over two windows of each way, in new processes."""
-    rows, ways = [], list(ways_of(config))
-    for way in ways[-1:] if tiny else ways:
+    rows, ways, fields = [], list(ways_of(config)), ("peak", "plan", "param")
+    for way in [peers.OURS] if tiny else ways:
         command = [sys.executable, __file__, "--peak-of", way]
         child = subprocess.run(
             command + (["--tiny"] if tiny else []), stdout=subprocess.PIPE, text=True
@@ -131,32 +145,47 @@ def measure_peak(config: Config, tiny: bool) -> list[dict[str, Any]]:
         rows.append({"way": way} | json.loads(child.stdout.splitlines()[-1]))
     print("\nPeak of the allocator, MB")
     record.print_table(
-        ["way", "peak", "parameters"],
-        [
-            [row["way"], *(_mb(row[name]) for name in ("peak_bytes", "param_bytes"))]
-            for row in rows
-        ],
+        ["way", "peak", "plan", "parameters"],
+        [[row["way"], *(_mb(row[f"{name}_bytes"]) for name in fields)] for row in rows],
     )
     return rows
 
 
 def print_peak(config: Config, way: str) -> None:
     """The part of one process of `measure_peak`: two windows, and a line of JSON."""
+    planned = planned_bytes(config) if way == peers.OURS else None
     window = ways_of(config)[way]()
     for _ in range(2):
         window(config)
     stats = jax.devices()[0].memory_stats() or {}  # a CPU has none
     shapes = jax.eval_shape(functools.partial(reference_model.init, config))
     param_bytes = peers.tree_bytes(shapes)
-    found = {"peak_bytes": stats.get("peak_bytes_in_use"), "param_bytes": param_bytes}
-    print(json.dumps(found))
+    found = {"peak_bytes": stats.get("peak_bytes_in_use"), "plan_bytes": planned}
+    print(json.dumps(found | {"param_bytes": param_bytes}))
+
+
+def planned_bytes(config: Config) -> int | None:
+    """What `plan` says that a window of ours needs."""
+    opt, loss = optax.adam(1e-4), functools.partial(reference_model.loss, config)
+    params = jax.eval_shape(functools.partial(reference_model.init, config))
+    state = params, jax.eval_shape(opt.init, params)
+    rows = K * config.rows
+    tokens = jax.ShapeDtypeStruct((rows, config.length + 1), jnp.int32)
+    plan = ga.plan(
+        lambda k: peers.step_of(ga.value_and_grad(loss, k), opt),
+        *(state, tokens),
+        batch_size=rows,
+        candidates=[K],
+        memory_limit="1TiB",
+    )
+    return plan.bytes
 
 
 def measure_window(config: Config, rounds: int) -> list[dict[str, Any]]:
     """Measures tokens a second, in two groups that fit, each beside k = 1."""
     names = [way for way in ways_of(config) if way != ALONE]
-    rows = []
-    for group in (names[:4], names[4:]):
+    rows, loops = [], len(loops_of(config))
+    for group in (names[:-loops], names[-loops:]):
         rate = tokens_per_second(config, [ALONE, *group], rounds)
         rows += [
             {

@@ -707,6 +707,8 @@ def test_the_gpu_benchmark_runs_from_end_to_end():
     assert done.returncode == 0, done.stderr
     for title in ("Peak", "Tokens a second", "A micro-step", "Kernels"):
         assert title in done.stdout
+    [planned] = re.findall(r"^ga_optax +- +([\d,]+) +[\d,]+$", done.stdout, re.M)
+    assert int(planned.replace(",", "")) > 0
     kernels = done.stdout.partition("Kernels")[2]
     params = jax.eval_shape(lambda: reference_model.init(reference_model.TINY))
     shapes = reference_model.gradient_shapes(params)
