@@ -42,7 +42,9 @@ def arrival(jaxpr: core.Jaxpr, variable: Any, way: str = "whole") -> str | None:
     additions, `(total + a) + b`; and a bare product may become one fused multiply-add
     with the addition, which rounds once and not twice.
 
-    "whole": likewise, but in one piece, which exists before it can be added.
+    "whole": likewise, but in one piece, which exists before it can be added. So are the
+    slices of a scan that is unrolled as a whole, or behind a reshape, a transpose, a
+    cast or `jax.checkpoint`, through which no reference goes.
 
     "scatter": from one look-up of rows (an embedding), whose sum XLA scatters into the
     accumulator.
@@ -63,7 +65,10 @@ def arrival(jaxpr: core.Jaxpr, variable: Any, way: str = "whole") -> str | None:
         sliced = inside.aval.ndim < variable.aval.ndim
         if name == "scan" and not sliced:
             return None  # used in every iteration
-        return arrival(inner, inside, "slices" if sliced else way)
+        loops = sliced and equation.params["unroll"] < equation.params["length"]
+        found = arrival(inner, inside, "slices" if loops else way)
+        passes = name in ("jit", "pjit", "scan") or way == "slices"
+        return "whole" if found == "slices" and not passes else found
     if name == "dot_general":
         other: Any = equation.invars[1 - i].aval
         pairs = equation.params["dimension_numbers"]
@@ -76,7 +81,8 @@ def arrival(jaxpr: core.Jaxpr, variable: Any, way: str = "whole") -> str | None:
         return "scatter"
     if name in ("broadcast_in_dim", "convert_element_type", "reshape", "transpose"):
         # The gradient comes back through these as it is.
-        return arrival(jaxpr, out, way)
+        found = arrival(jaxpr, out, way)
+        return "whole" if found == "slices" and way == "whole" else found
     return None
 
 
@@ -131,7 +137,7 @@ def reasons(
             (came == "replaces", "its gradient is its new value"),
             (
                 came != "slices",
-                "no scan runs over it: XLA reuses its gradient's buffer",
+                "no scan runs over it as it is: XLA reuses its gradient's buffer",
             ),
             (
                 came == "slices" and i in sent and is_cut(program.jaxpr, i, sent[i]),

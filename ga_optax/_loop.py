@@ -100,8 +100,8 @@ class Loop:
 
         def step_of(met: dict[int, Placement]) -> Callable[..., Any]:
             step = functools.partial(self.micro_step, operands, met)
-            num_sums = len(self.in_place)
-            return added_inside(step, num_sums, self.rounds_once, state, first)
+            sliced = self.program.sliced
+            return added_inside(step, sliced, self.rounds_once, state, first)
 
         if self.met:
             before = [x[:-1] for x in batch]

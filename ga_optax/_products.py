@@ -17,7 +17,7 @@ micro-step is followed from its accumulators back to the products.
 """
 
 import collections
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,7 +25,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from ga_optax import _in_place
 from ga_optax._jaxpr import INLINE, equations_of, inner_programs, with_inner
 
 _WIDE = np.dtype(np.float32)  # in which products of narrower matrices are summed
@@ -38,20 +37,21 @@ _PASSED = (*_MOVES, *_SENT, "add", "add_any", "select_n", "custom_jvp_call")
 
 
 def added_inside(
-    step: Callable[..., Any], num_sums: int, rounds_once: bool, *args: Any
+    step: Callable[..., Any], sliced: Sequence[bool], rounds_once: bool, *args: Any
 ) -> Callable[..., Any]:
     """`step`, the first results of which are sums of gradients, added by products.
 
     Args:
       step: a micro-step.
-      num_sums: how many of its results are such sums.
+      sliced: of each such sum, whether it can be added slice by slice. If not, a stack
+        of its slices stays narrow: it is there as a whole.
       rounds_once: whether gradients are rounded in those sums alone.
       *args: arguments of `step`, of which the types are read.
 
     Returns: `step` itself if nothing has to be changed.
     """
     closed, out = jax.make_jaxpr(step, return_shape=True)(*args)
-    jaxpr, _ = _followed(closed.jaxpr, range(num_sums), (), rounds_once)
+    jaxpr, _ = _followed(closed.jaxpr, dict(enumerate(sliced)), (), rounds_once)
     if jaxpr is closed.jaxpr:
         return step
 
@@ -63,20 +63,26 @@ def added_inside(
 
 
 def _followed(
-    jaxpr: core.Jaxpr, results: Iterable[int], refs: Iterable[int], rounds_once: bool
-) -> tuple[core.Jaxpr, list[int]]:
+    jaxpr: core.Jaxpr,
+    results: Mapping[int, bool],
+    refs: Iterable[int],
+    rounds_once: bool,
+) -> tuple[core.Jaxpr, dict[int, bool]]:
     """The program, with what some results sum up, or references, added by products.
 
-    It is `jaxpr` itself if nothing is changed. Also the arguments that are summed up.
+    It is `jaxpr` itself if nothing is changed. Also the arguments that are summed up,
+    and of each, as of `results`, whether it can be added in slices.
     """
     body = _Body(jaxpr)
-    sums = {x for i in results if isinstance(x := jaxpr.outvars[i], core.Var)}
+    ends = [(jaxpr.outvars[i], sliced) for i, sliced in results.items()]
+    sums = {x: sliced for x, sliced in ends if isinstance(x, core.Var)}
     held = {jaxpr.invars[i] for i in refs}
     for n in reversed(range(len(jaxpr.eqns))):
         equation = body.equation(n)
         name = equation.primitive.name
         ins: list[Any] = equation.invars
-        outs = [i for i, x in enumerate(equation.outvars) if x in sums]
+        outs = {i: sums[x] for i, x in enumerate(equation.outvars) if x in sums}
+        sliced = all(outs.values())
         into = [i for i, x in enumerate(ins) if isinstance(x, core.Var) and x in held]
         if name in _CALLS and (outs or into):
 
@@ -84,26 +90,26 @@ def _followed(
                 rest = len(ins) - len(inner.invars)  # the predicate of a conditional
                 held = [i - rest for i in into]
                 new, summed = _followed(inner, outs, held, rounds_once)
-                sums.update(
-                    x for i in summed if isinstance(x := ins[i + rest], core.Var)
-                )
+                more = [(ins[i + rest], its) for i, its in summed.items()]
+                sums.update((x, its) for x, its in more if isinstance(x, core.Var))
                 return new
 
             body.replace(n, with_inner(equation, inside))
         elif name in ("addupdate", "swap") and into:
-            sums.add(ins[1])
+            sums[ins[1]] = True
         elif name == "freeze" and outs:
             held.add(ins[0])
         elif name == "convert_element_type" and outs:
             is_wide = equation.params["new_dtype"] == _WIDE
-            if rounds_once and is_wide and (x := body.wide(ins[0])) is not None:
+            x = body.wide(ins[0], sliced) if rounds_once and is_wide else None
+            if x is not None:
                 body.replace(n, equation.replace(invars=[x]))
         elif name == "dot_general" and outs:
             body.products[n] = equation.outvars[0]
         elif name in _PASSED and outs and len(equation.outvars) == 1:
-            sums.update(x for x in ins if isinstance(x, core.Var))
+            sums.update((x, sliced) for x in ins if isinstance(x, core.Var))
     body.finish()
-    return body.program(), [i for i, x in enumerate(jaxpr.invars) if x in sums]
+    return body.program(), {i: sums[x] for i, x in enumerate(jaxpr.invars) if x in sums}
 
 
 class _Body:
@@ -155,8 +161,11 @@ class _Body:
             x = equation.invars[0]
         return id(x)
 
-    def wide(self, x: Any) -> Any:
-        """The sum `x` before it was rounded; None if it is none, or is read twice."""
+    def wide(self, x: Any, sliced: bool) -> Any:
+        """The sum `x` before it was rounded; None if it is none, or is read twice.
+
+        `sliced` says whether it may be a stack.
+        """
         if not isinstance(x, core.Var) or self._uses[x] != 1 or x not in self._made:
             return None
         dtype: Any = getattr(x.aval, "dtype", _WIDE)
@@ -178,7 +187,7 @@ class _Body:
             return new
 
         if name in _MOVES:
-            ins = [self.wide(ins[0]), *ins[1:]]
+            ins = [self.wide(ins[0], sliced), *ins[1:]]
             if ins[0] is None:
                 return None
         elif name in ("dot_general", "conv_general_dilated"):
@@ -187,12 +196,12 @@ class _Body:
             self.products[n] = wide
             return wide
         elif name == "add_any":
-            parts = list(map(self.wide, ins))
+            parts = [self.wide(y, sliced) for y in ins]
             if parts == [None, None]:
                 return None
             ins = [new or cast(y) for new, y in zip(parts, ins, strict=True)]
         elif name == "reduce_sum":
-            ins = [self.wide(ins[0]) or cast(ins[0])]
+            ins = [self.wide(ins[0], sliced) or cast(ins[0])]
         elif name == "scatter-add":
             table, rows, updates = ins
             ins = [cast(table), rows, cast(updates)]
@@ -204,13 +213,13 @@ class _Body:
             whole: Any = x
             if name == "scan" and own.aval.ndim == whole.aval.ndim:
                 return None  # a sum over its iterations
-            if name == "scan" and not _in_place.HAS_REFS:
-                return None  # all layers would be twice as large, see `_casts`
+            if name == "scan" and not sliced:
+                return None  # all layers would be twice as large
             found: list[Any] = []
 
             def inside(jaxpr: core.Jaxpr) -> core.Jaxpr:
                 body = _Body(jaxpr)
-                found.append(body.wide(jaxpr.outvars[i]))
+                found.append(body.wide(jaxpr.outvars[i], sliced))
                 body.finish()
                 new = [found[0] if j == i else y for j, y in enumerate(jaxpr.outvars)]
                 return jaxpr if found[0] is None else body.program(new)

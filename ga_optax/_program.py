@@ -62,6 +62,12 @@ class Program(NamedTuple):
     arrivals: list[str | None]
 
     @property
+    def sliced(self) -> list[bool]:
+        """Which gradients come in slices that can be added in place."""
+        can = _in_place.HAS_REFS and not (self.multiplies or self.jaxpr.effects)
+        return [can and came == "slices" for came in self.arrivals]
+
+    @property
     def narrow(self) -> bool:
         """Whether it computes anything in less than 32 bits."""
         results = (x.aval for e in _equations(self.jaxpr) for x in e.outvars)
@@ -119,8 +125,6 @@ def trace(call: Call) -> Program:
         return trace_one(params, more, keys, carry)[1][-1]
 
     jaxpr, consts = hoisted(closed.jaxpr, closed.consts)
-    if _in_place.HAS_REFS:
-        jaxpr = sunk(jaxpr, set(jaxpr.invars[: len(call.replaced)]))
     # The types of the results say over which devices they vary; their shapes do not.
     avals = [variable.aval for variable in jaxpr.outvars]
     loss, weight, carry, aux = jax.tree.unflatten(jax.tree.structure(shapes), avals)
@@ -128,9 +132,16 @@ def trace(call: Call) -> Program:
     _check_not_reduced(call, loss)
     narrow = jnp.finfo(loss.dtype).bits < 32
     arguments = jax.tree.leaves(params), first, keys, carry
-    replaced = call.replaced
-    of_params = zip(replaced, jaxpr.invars[: len(replaced)], strict=True)
-    arrival = _in_place.arrival
+    multiplies = weight is not None and (
+        narrow or not _scales(call, closed, *arguments)
+    )
+    replaced, arrival = call.replaced, _in_place.arrival
+    leaves = jaxpr.invars[: len(replaced)]
+    if _in_place.HAS_REFS and not (multiplies or jaxpr.effects):
+        # A stack of gradients, if it still were one, would be wider.
+        moved = sunk(jaxpr, set(leaves))
+        jaxpr = sunk(jaxpr, {x for x in leaves if arrival(moved, x) == "slices"})
+    of_params = zip(replaced, leaves, strict=True)
     arrivals = ["replaces" if new else arrival(jaxpr, x) for new, x in of_params]
     if options.each and call.mesh is not None and not _mesh.explicit_names(call.mesh):
         specs = _mesh.broadcast_specs(call.specs, call.params)
@@ -146,8 +157,7 @@ def trace(call: Call) -> Program:
         aux=jax.tree.structure(aux),
         weighted=weight is not None,
         varying=tuple(sorted({*call.axes, *_mesh.varying(weight)})),
-        multiplies=weight is not None
-        and (narrow or not _scales(call, closed, *arguments)),
+        multiplies=multiplies,
         arrivals=arrivals,
     )
 

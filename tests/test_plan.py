@@ -485,7 +485,7 @@ def test_an_old_jax_is_why_no_gradient_is_added_in_place():
 def test_the_page_names_the_leaves_that_are_added_in_place_and_why_others_are_not():
     layers, head = notes_of(2)
     assert layers == "Gradients added in place: leaf ['layers']."
-    why = "no scan runs over it: XLA reuses its gradient's buffer"
+    why = "no scan runs over it as it is: XLA reuses its gradient's buffer"
     assert head == f"Gradients not added in place ({why}): leaf ['head']."
 
 

@@ -50,7 +50,7 @@ def cast_before(p, batch):
     def layer(total, p):
         return total, batch["x"] @ p[0] + p[1][None]
 
-    @jax.checkpoint
+    @jax.jit
     def layers(p):
         return jax.lax.scan(layer, 0.0, p)[1]
 
@@ -219,6 +219,69 @@ def test_narrow_layers_take_one_gradient_and_no_copy(held):
 
     assert taken(True) < 1
     assert taken(False) > 4
+
+
+def scan_of(x, w, **how):
+    return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, w, **how)[0]
+
+
+def gated(x, w):
+    return jax.lax.scan(lambda h, w: (h + jnp.tanh(h @ w) @ w.T, None), x, w)[0]
+
+
+@jax.custom_vjp
+def ruled(h, w):
+    return jnp.tanh(h @ w)
+
+
+ruled.defvjp(lambda h, w: (ruled(h, w), (h, w)), lambda r, g: (g @ r[1].T, r[0].T @ g))
+
+# No scan slices the gradients of these where they could be added.
+WHOLE = {
+    "two scans": lambda x, w: scan_of(x, w) + scan_of(x + 1, w),
+    "used twice": gated,
+    "a rule": lambda x, w: jax.lax.scan(lambda h, w: (ruled(h, w), None), x, w)[0],
+    "transposed": lambda x, w: scan_of(x, w.swapaxes(1, 2)),
+    "rematerialised": jax.checkpoint(scan_of),
+}
+
+
+@IN_SCANS
+@pytest.mark.parametrize("layers", WHOLE)
+def test_gradients_that_are_stacked_stay_narrow(layers, monkeypatch):
+    """In place or not; the twin widens stacks of them, and takes a copy in float32."""
+
+    def loss(w, x):
+        return jnp.mean(WHOLE[layers](x, narrow(w)).astype(jnp.float32) ** 2)
+
+    taken = bytes_a_parameter(loss, in_place=True)
+    assert taken == bytes_a_parameter(loss, in_place=False)
+    monkeypatch.setattr(_in_place, "arrival", as_if_sliced)
+    assert bytes_a_parameter(loss, in_place=False) > taken + 0.5
+
+
+@IN_SCANS
+def test_an_unrolled_scan_is_not_added_to_in_place(monkeypatch):
+    """The twin adds layers one by one, in copies of the accumulator."""
+
+    def loss(w, x):
+        return jnp.mean(scan_of(x.astype(w.dtype), w, unroll=True) ** 2)
+
+    taken = bytes_a_parameter(loss, in_place=True)
+    assert taken == bytes_a_parameter(loss, in_place=False)
+    monkeypatch.setattr(_in_place, "arrival", as_if_sliced)
+    assert bytes_a_parameter(loss, in_place=True) > taken + 2
+
+
+def bytes_a_parameter(loss, in_place):
+    w = jax.ShapeDtypeStruct((8, 128, 128), jnp.float32)
+    x = jax.ShapeDtypeStruct((K * 4, 128), NARROW)
+    grad = jax.jit(ga.value_and_grad(loss, K, in_place=in_place))
+    return helpers.temporaries(grad, w, x) / w.size
+
+
+def as_if_sliced(*_):
+    return "slices"
 
 
 def program(loss, *args, k=K, **options):
