@@ -27,7 +27,7 @@ from ga_optax._jaxpr import inner_programs, uses
 # 38929), and a `custom_vmap` may have references inside it from 0.11.1 on.
 HAS_REFS = jax.__version_info__ >= (0, 11, 1)
 
-_SMALL = 1000  # a leaf of so small a part saves no memory
+_SMALL = 1000  # a leaf of so small a part of the largest saves no memory
 
 _logger = logging.getLogger("ga_optax")
 _notes: contextvars.ContextVar[list[str]] = contextvars.ContextVar("_notes")
@@ -121,7 +121,7 @@ def reasons(
     as a bias, is no product that could add it: one kernel a layer would, and here one
     for all layers.
     """
-    num_params = sum(x.size for x in operands.params)
+    largest = max((x.size for x in operands.params), default=0)
     of_all = (
         (not wanted, "in_place=False"),
         (not HAS_REFS, f"jax {jax.__version__} is older than 0.11.1"),
@@ -144,8 +144,8 @@ def reasons(
                 "its specs split a dimension that a scan runs over",
             ),
             (
-                param.size * _SMALL < num_params,
-                f"less than 1/{_SMALL} of the parameters: it is added as a whole",
+                param.size * _SMALL < largest,
+                f"less than 1/{_SMALL} of the largest: it is added as a whole",
             ),
             (
                 jnp.finfo(dtype).bits < jnp.finfo(param.dtype).bits,

@@ -51,7 +51,9 @@ def added_inside(
     Returns: `step` itself if nothing has to be changed.
     """
     closed, out = jax.make_jaxpr(step, return_shape=True)(*args)
-    jaxpr, _ = _followed(closed.jaxpr, dict(enumerate(sliced)), (), rounds_once)
+    body = _Body(closed.jaxpr)
+    _follow(body, dict(enumerate(sliced)), (), rounds_once)
+    jaxpr = body.program()
     if jaxpr is closed.jaxpr:
         return step
 
@@ -62,18 +64,15 @@ def added_inside(
     return run
 
 
-def _followed(
-    jaxpr: core.Jaxpr,
-    results: Mapping[int, bool],
-    refs: Iterable[int],
-    rounds_once: bool,
-) -> tuple[core.Jaxpr, dict[int, bool]]:
-    """The program, with what some results sum up, or references, added by products.
+def _follow(
+    body: "_Body", results: Mapping[int, bool], refs: Iterable[int], rounds_once: bool
+) -> dict[int, bool]:
+    """Has what some results sum up, or references, added by products.
 
-    It is `jaxpr` itself if nothing is changed. Also the arguments that are summed up,
-    and of each, as of `results`, whether it can be added in slices.
+    Returns which arguments are summed up, and of each, as of `results`, whether it can
+    be added in slices.
     """
-    body = _Body(jaxpr)
+    jaxpr = body.jaxpr
     ends = [(jaxpr.outvars[i], sliced) for i, sliced in results.items()]
     sums = {x: sliced for x, sliced in ends if isinstance(x, core.Var)}
     held = {jaxpr.invars[i] for i in refs}
@@ -85,16 +84,11 @@ def _followed(
         sliced = all(outs.values())
         into = [i for i, x in enumerate(ins) if isinstance(x, core.Var) and x in held]
         if name in _CALLS and (outs or into):
-
-            def inside(inner: core.Jaxpr, ins=ins, outs=outs, into=into) -> core.Jaxpr:
-                rest = len(ins) - len(inner.invars)  # the predicate of a conditional
-                held = [i - rest for i in into]
-                new, summed = _followed(inner, outs, held, rounds_once)
+            for inner in body.inside(n):
+                rest = len(ins) - len(inner.jaxpr.invars)  # a conditional's predicate
+                summed = _follow(inner, outs, [i - rest for i in into], rounds_once)
                 more = [(ins[i + rest], its) for i, its in summed.items()]
                 sums.update((x, its) for x, its in more if isinstance(x, core.Var))
-                return new
-
-            body.replace(n, with_inner(equation, inside))
         elif name in ("addupdate", "swap") and into:
             sums[ins[1]] = True
         elif name == "freeze" and outs:
@@ -108,8 +102,7 @@ def _followed(
             body.products[n] = equation.outvars[0]
         elif name in _PASSED and outs and len(equation.outvars) == 1:
             sums.update((x, sliced) for x in ins if isinstance(x, core.Var))
-    body.finish()
-    return body.program(), {i: sums[x] for i, x in enumerate(jaxpr.invars) if x in sums}
+    return {i: sums[x] for i, x in enumerate(jaxpr.invars) if x in sums}
 
 
 class _Body:
@@ -118,6 +111,8 @@ class _Body:
     def __init__(self, jaxpr: core.Jaxpr) -> None:
         self.jaxpr = jaxpr
         self.products: dict[int, core.Var] = {}  # of gradients: where, and the result
+        self._outvars = list(jaxpr.outvars)
+        self._inside: dict[int, list[_Body]] = {}
         self._new: dict[int, list[core.JaxprEqn]] = {}
         self._made = {x: n for n, e in enumerate(jaxpr.eqns) for x in e.outvars}
         read = [x for e in jaxpr.eqns for x in e.invars] + jaxpr.outvars
@@ -135,14 +130,25 @@ class _Body:
         if equations != (self.equation(n),):
             self._new[n] = [*self._now(n)[:-1], *equations]
 
-    def program(self, outvars: list[Any] | None = None) -> core.Jaxpr:
+    def inside(self, n: int) -> list["_Body"]:
+        """The programs inside the n-th equation."""
+        if n not in self._inside:
+            self._inside[n] = list(map(_Body, inner_programs(self.jaxpr.eqns[n])))
+        return self._inside[n]
+
+    def program(self) -> core.Jaxpr:
+        """The program as it is now; itself if nothing is replaced."""
+        for n, bodies in self._inside.items():
+            new = {id(body.jaxpr): body.program() for body in bodies}
+            self.replace(n, with_inner(self.equation(n), lambda p, new=new: new[id(p)]))
+        self._replace_products()
         if not self._new:
             return self.jaxpr
         eqns = [e for n in range(len(self.jaxpr.eqns)) for e in self._now(n)]
-        return self.jaxpr.replace(eqns=eqns, outvars=outvars or self.jaxpr.outvars)
+        return self.jaxpr.replace(eqns=eqns, outvars=self._outvars)
 
-    def finish(self) -> None:
-        """Replaces the products: some are wider now, and some have to stay apart."""
+    def _replace_products(self) -> None:
+        """Some of them are wider now, and some have to stay apart."""
         equations = {n: self.equation(n) for n in self.products}
         read = {n: set(map(self._origin, e.invars)) for n, e in equations.items()}
         number = collections.Counter(x for both in read.values() for x in both)
@@ -208,25 +214,17 @@ class _Body:
             params = params | {"update_jaxpr": _retyped(params["update_jaxpr"])}
         elif name in (*INLINE, "scan"):
             [i] = [i for i, y in enumerate(equation.outvars) if y is x]
-            [inner] = inner_programs(equation)
-            own: Any = inner.outvars[i]
+            [inner] = self.inside(n)
+            own: Any = inner.jaxpr.outvars[i]
             whole: Any = x
             if name == "scan" and own.aval.ndim == whole.aval.ndim:
                 return None  # a sum over its iterations
             if name == "scan" and not sliced:
                 return None  # all layers would be twice as large
-            found: list[Any] = []
-
-            def inside(jaxpr: core.Jaxpr) -> core.Jaxpr:
-                body = _Body(jaxpr)
-                found.append(body.wide(jaxpr.outvars[i], sliced))
-                body.finish()
-                new = [found[0] if j == i else y for j, y in enumerate(jaxpr.outvars)]
-                return jaxpr if found[0] is None else body.program(new)
-
-            params = with_inner(equation, inside).params
-            if found[0] is None:
+            new = inner.wide(own, sliced)
+            if new is None:
                 return None
+            inner._outvars[i] = new
         else:
             return None
         new = equation.replace(invars=ins, outvars=outs, params=params)

@@ -358,6 +358,35 @@ def test_what_the_compiler_reduces_over_devices_stays_narrow(monkeypatch):
     assert changed(monkeypatch, loss, *args, data_axis=last) == (1, False)
 
 
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
+@pytest.mark.parametrize("dtype", [jnp.float32, NARROW])
+@pytest.mark.parametrize("scans", [False, True])
+@pytest.mark.parametrize("shares", [True, False])
+def test_products_that_share_an_operand_are_fenced_on_gpus(wrap, dtype, scans, shares):
+    @wrap
+    def layer(h, w):
+        inputs = [h, h, h] if shares else [h, jnp.sin(h), jnp.cos(h)]
+        q, k, v = (x @ y for x, y in zip(inputs, w, strict=True))
+        return jax.nn.softmax(q @ k.T) @ v
+
+    def loss(w, x):
+        w, h = [y.astype(dtype) for y in w], x.astype(dtype)
+        if scans:
+            h, _ = jax.lax.scan(lambda h, w: (layer(h, w), None), h, w)
+        else:
+            h = layer(h, w)
+        return jnp.mean(h.astype(jnp.float32) ** 2)
+
+    shape = (3, 8, 8) if scans else (8, 8)
+    step = jax.jit(ga.value_and_grad(loss, 2)).trace(
+        [jnp.ones(shape)] * 3, jnp.ones((8, 8))
+    )
+    lowered = [step.lower(lowering_platforms=(name,)) for name in ("cuda", "cpu")]
+    cuda, cpu = (x.as_text().count("optimization_barrier") for x in lowered)
+    stays_narrow = scans and dtype == NARROW and not _in_place.HAS_REFS
+    assert cuda - cpu == (3 if shares and not stays_narrow else 0)
+
+
 # -- Random programs -------------------------------------------------------------------
 
 WRAPPERS = {
