@@ -182,9 +182,8 @@ def draw_accelerators(result: dict[str, Any]) -> Any:
                 heights, style = row[COMPILED_FIELDS[part]], STYLES[row["way"]]
                 style = {"zorder": 3} | style | {"linestyle": "none"}
                 name = NAMES.get(row["way"], row["way"])
-                drawn = ax.plot(
-                    list(heights), list(heights.values()), label=name, **style
-                )
+                targets = [target.replace("+", ",\n") for target in heights]
+                drawn = ax.plot(targets, list(heights.values()), label=name, **style)
                 lines.setdefault(name, *drawn)
         ax.set_title(title)
         ax.margins(x=0.1)
