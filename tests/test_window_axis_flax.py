@@ -73,14 +73,22 @@ def differ(a, b):
 @pytest.mark.parametrize("make", [linen, of_nnx])
 @pytest.mark.parametrize("how", ["carry_argnums", "aux"])
 def test_batch_statistics_are_those_of_the_undivided_batch(make, how):
-    loss, params, stats = make(None)
-    due = jax.jit(jax.value_and_grad(loss, has_aux=True))(params, X, stats)
+    """In float64, as the gradient of a bias before a normalisation is rounding alone.
+
+    That is a few hundred errors of 1e-16 at most, divided by the 1e-3 of `differ`.
+    """
     options = {"carry_argnums": 2} if how == "carry_argnums" else {"has_aux": True}
-    step = ga.value_and_grad(make(ROWS)[0], K, axis_name=ROWS, **options)
-    assert differ(jax.jit(step)(params, X, stats), due) < 1e-4
-    # The twin: statistics of each micro-batch.
-    apart = jax.jit(ga.value_and_grad(loss, K, **options))(params, X, stats)
-    assert differ(apart, due) > 0.1
+    loss, *args = make(None)
+    with jax.enable_x64(True):
+        args = jax.tree.map(lambda x: jnp.asarray(x, float), (args[0], X, args[1]))
+        due = jax.jit(jax.value_and_grad(loss, has_aux=True))(*args)
+        step = ga.value_and_grad(
+            make(ROWS)[0], K, axis_name=ROWS, accumulator_dtype=None, **options
+        )
+        assert differ(jax.jit(step)(*args), due) < 1e-11
+        # The twin: statistics of each micro-batch.
+        apart = jax.jit(ga.value_and_grad(loss, K, **options))(*args)
+        assert differ(apart, due) > 0.1
 
 
 def test_modules_draw_other_masks_in_every_micro_batch():
