@@ -22,12 +22,15 @@ def sunk(jaxpr: core.Jaxpr, params: set[Any], sliced: bool = False) -> core.Jaxp
 
     `sliced` says that it is the body of such a scan.
     """
+    within = [e for e in jaxpr.eqns if e.primitive.name in (*INLINE, "scan")]
+    read = {x for e in within for x in e.invars if isinstance(x, core.Var)}
     casts = {
         e.outvars[0]: e
         for e in jaxpr.eqns
         if e.primitive.name == "convert_element_type"
         and e.params["sharding"] is None
         and _is_one(e.invars[0], params)
+        and e.outvars[0] in read  # few are, if many layers are unrolled
         and _sinks(jaxpr, e.outvars[0], sliced)
     }
     equations = []

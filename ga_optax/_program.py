@@ -140,7 +140,8 @@ def trace(call: Call) -> Program:
     if _in_place.HAS_REFS and not (multiplies or jaxpr.effects):
         # A stack of gradients, if it still were one, would be wider.
         moved = sunk(jaxpr, set(leaves))
-        jaxpr = sunk(jaxpr, {x for x in leaves if arrival(moved, x) == "slices"})
+        if moved is not jaxpr:
+            jaxpr = sunk(jaxpr, {x for x in leaves if arrival(moved, x) == "slices"})
     of_params = zip(replaced, leaves, strict=True)
     arrivals = ["replaces" if new else arrival(jaxpr, x) for new, x in of_params]
     if options.each and call.mesh is not None and not _mesh.explicit_names(call.mesh):
