@@ -49,8 +49,8 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ga_optax as ga
-from ga_optax import _target
-from ga_optax._plan import temporaries
+from ga_optax._compiled import machines
+from ga_optax._compiled.plan import temporaries
 
 PROGRAMS = pathlib.Path(__file__).parents[1] / ".programs"
 COMPILERS = ("libtpu", "jax-cuda12-plugin")
@@ -82,7 +82,7 @@ ALL_WAYS = ("h200:8", "v5e:2x4")
 SCALED = (OURS_AXIS, peers.MULTI_STEPS, SHARDED_SCAN, OURS_LAST, OURS_EACH)
 
 Rows = list[dict[str, Any]]
-find = functools.cache(_target.find)
+find = functools.cache(machines.find)
 
 
 # -- Compiling -------------------------------------------------------------------------

@@ -44,7 +44,6 @@ import reference_model
 from reference_model import Config
 
 import ga_optax as ga
-from ga_optax import _loop
 
 K = 8
 ALONE = "no accumulation"
@@ -107,7 +106,7 @@ def ways_of(config: Config) -> dict[str, Callable[[], Window]]:
         start, gradient = params(), ga.value_and_grad(loss, K)
 
         def plain(*args: Any) -> Any:
-            with mock.patch.object(_loop, "added_inside", lambda step, *_: step):
+            with mock.patch.object(loop, "added_inside", lambda step, *_: step):
                 return gradient(*args)
 
         step = peers.step_of(plain, opt)

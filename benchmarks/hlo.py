@@ -14,7 +14,7 @@ import math
 import re
 from collections.abc import Callable, Iterable
 
-from ga_optax import _hlo
+from ga_optax._compiled import hlo
 
 _GEMM = re.compile(r'custom_call_target="__cublas\$(?:gemm|lt\$matmul)')
 # Older versions print the backend's configuration as a string with escaped quotes.
@@ -59,7 +59,7 @@ def count_adds(text: str, shapes: Iterable[Shape], k: int | None = None) -> Adds
       known trip count.
     """
     wanted = {_without_ones(dims) for dims in shapes}
-    module = _hlo.parse(text)
+    module = hlo.parse(text)
     counts = dict.fromkeys((f.name for f in dataclasses.fields(Adds)), 0)
     found = k is None
     for placed in module.walk(into_fusions=False):
@@ -72,7 +72,7 @@ def count_adds(text: str, shapes: Iterable[Shape], k: int | None = None) -> Adds
         kind = _kind(placed.instruction, inner, wanted)
         if kind is None:
             continue
-        times = _hlo.times(loops)
+        times = hlo.times(loops)
         if times is None:
             return None
         counts[kind] += times
@@ -83,7 +83,7 @@ def count_adds(text: str, shapes: Iterable[Shape], k: int | None = None) -> Adds
 
 
 def _kind(
-    instruction: _hlo.Instruction, inner: list[_hlo.Instruction], wanted: set[Shape]
+    instruction: hlo.Instruction, inner: list[hlo.Instruction], wanted: set[Shape]
 ) -> str | None:
     """The field of `Adds` that an instruction counts for."""
     if instruction.opcode not in ("add", "custom-call", "fusion"):
@@ -100,8 +100,8 @@ def _kind(
 
 
 def _adds(
-    instructions: list[_hlo.Instruction], wanted: set[Shape]
-) -> list[_hlo.Instruction]:
+    instructions: list[hlo.Instruction], wanted: set[Shape]
+) -> list[hlo.Instruction]:
     """The additions of arrays that have the shape of a gradient."""
     return [i for i in instructions if i.opcode == "add" and _shape(i.type) in wanted]
 
@@ -153,12 +153,12 @@ def traffic(text: str, pick: Callable[..., Traffic] = max) -> Traffic:
     Raises:
       ValueError: if a loop has no known trip count.
     """
-    module = _hlo.parse(text)
+    module = hlo.parse(text)
 
     def of(name: str) -> Traffic:
         return _sum(map(one, module.computations.get(name, {}).values()))
 
-    def one(instruction: _hlo.Instruction) -> Traffic:
+    def one(instruction: hlo.Instruction) -> Traffic:
         opcode = instruction.opcode
         if opcode == "conditional":
             branch = pick(map(of, instruction.called), key=lambda t: t.num_bytes)
@@ -173,14 +173,14 @@ def traffic(text: str, pick: Callable[..., Traffic] = max) -> Traffic:
     return of(module.entry)
 
 
-def _of_kernel(kernel: _hlo.Instruction, inner: list[_hlo.Instruction]) -> Traffic:
+def _of_kernel(kernel: hlo.Instruction, inner: list[hlo.Instruction]) -> Traffic:
     free = kernel.opcode in _FREE or kernel.opcode.endswith("-done")
     if free or _JOINED in kernel.attributes:
         return Traffic()
     if kernel.opcode in ("copy-start", "slice-start"):
         # The type holds what is read, what is written, and a number of four bytes.
         source = kernel.operand_types[0]
-        size = _hlo.num_bytes(kernel.type) - _hlo.num_bytes(source) - 4
+        size = hlo.num_bytes(kernel.type) - hlo.num_bytes(source) - 4
         ends = [_resident(source), _resident(kernel.type) - _resident(source)]
         return Traffic(size * sum(map(bool, ends)), copied=size if all(ends) else 0)
     operands = dict(zip(kernel.operands, kernel.operand_types, strict=True))
@@ -191,7 +191,7 @@ def _of_kernel(kernel: _hlo.Instruction, inner: list[_hlo.Instruction]) -> Traff
 
 def _resident(type_: str) -> int:
     """The bytes of the arrays in a type that lie in the device's memory."""
-    return _hlo.num_bytes(_ELSEWHERE.sub("", type_))
+    return hlo.num_bytes(_ELSEWHERE.sub("", type_))
 
 
 # -- Arithmetic ------------------------------------------------------------------------
@@ -204,11 +204,11 @@ def dot_flops(text: str) -> int:
       ValueError: if a product is in a loop without a known trip count.
     """
     total = 0
-    for placed in _hlo.parse(text).walk():
+    for placed in hlo.parse(text).walk():
         product = placed.instruction
         if product.opcode != "dot":
             continue
-        times = _hlo.times(placed.loops)
+        times = hlo.times(placed.loops)
         if times is None:
             raise ValueError(
                 "Every loop around a matrix product must have a known trip count, "
@@ -225,7 +225,7 @@ def dot_flops(text: str) -> int:
 
 def _dims(type_: str) -> Shape:
     """The first shape in a type."""
-    found = _hlo.shapes(type_)
+    found = hlo.shapes(type_)
     return found[0][1] if found else ()
 
 

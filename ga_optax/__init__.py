@@ -19,20 +19,26 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from ga_optax import accumulator, data, schedules
-from ga_optax._audit import Audit, Collective, audit
-from ga_optax._collectives import merge_across
-from ga_optax._data_axis import DataAxis
-from ga_optax._microbatch import accumulate, value_and_grad
-from ga_optax._multi_steps import (
+from ga_optax._across.multi_steps import (
     MultiSteps,
     apply_gradients,
     drop_window_if_not_finite,
     flush,
 )
-from ga_optax._noise import NoiseScale, noise_scale
-from ga_optax._options import FromAux
-from ga_optax._plan import Candidate, NothingFitsError, Plan, plan
-from ga_optax._state import MultiStepsState, Stats, from_optax, has_updated, stats
+from ga_optax._across.noise_scale import NoiseScale, noise_scale
+from ga_optax._across.state import (
+    MultiStepsState,
+    Stats,
+    from_optax,
+    has_updated,
+    stats,
+)
+from ga_optax._compiled.audit import Audit, Collective, audit
+from ga_optax._compiled.plan import Candidate, NothingFitsError, Plan, plan
+from ga_optax._devices.collectives import merge_across
+from ga_optax._devices.data_axis import DataAxis
+from ga_optax._inside.microbatch import accumulate, value_and_grad
+from ga_optax._inside.options import FromAux
 from ga_optax._verify import Cause, LeafReport, Report, verify
 
 if TYPE_CHECKING:

@@ -30,8 +30,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ga_optax._audit import audit
-from ga_optax._plan import NothingFitsError, parse_bytes, plan
+from ga_optax._compiled.audit import audit
+from ga_optax._compiled.plan import NothingFitsError, parse_bytes, plan
 from ga_optax._verify import Cause, verify
 
 Answer = tuple[object, int]

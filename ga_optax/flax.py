@@ -19,9 +19,10 @@ from flax.nnx import filterlib
 from flax.training import train_state
 from jax.typing import ArrayLike
 
-from ga_optax import _microbatch, _multi_steps, _state
+from ga_optax._across import multi_steps, state
 from ga_optax._checks import check_not_empty, check_structure, nodes_of
-from ga_optax._options import found
+from ga_optax._inside import microbatch
+from ga_optax._inside.options import found
 
 __all__ = ["Optimizer", "TrainState", "value_and_grad"]
 
@@ -94,7 +95,7 @@ class TrainState(train_state.TrainState):
         replaced = {name: kwargs.pop(name) for name in fields & kwargs.keys()}
         # As in Flax: the gradient of an fp8 scaling factor is its new value.
         overwrites = isinstance(grads, Mapping) and _OVERWRITTEN in grads
-        params, opt_state = _multi_steps.apply_gradients(
+        params, opt_state = multi_steps.apply_gradients(
             self.tx,
             grads["params"] if overwrites else grads,
             self.opt_state,
@@ -124,7 +125,7 @@ class TrainState(train_state.TrainState):
         overwrites = isinstance(self.params, Mapping) and _OVERWRITTEN in self.params
         params = self.params["params"] if overwrites else self.params
         tx: Any = self.tx
-        params, opt_state = _multi_steps.flush(tx, self.opt_state, params, **extra_args)
+        params, opt_state = multi_steps.flush(tx, self.opt_state, params, **extra_args)
         if overwrites:
             params = {**self.params, "params": params}
         return self.replace(params=params, opt_state=opt_state)
@@ -191,7 +192,7 @@ class Optimizer(nnx.Optimizer[M]):
         _check_accumulator(nnx.as_pure(self.opt_state))
         grads = nnx.as_pure(nnx.state(grads, self.wrt, graph=self.graph))
         named = {"weight": weight, "emit": emit, **nnx.as_pure(kwargs)}
-        self._run(partial(_multi_steps.apply_gradients, self.tx, grads, **named), model)
+        self._run(partial(multi_steps.apply_gradients, self.tx, grads, **named), model)
         self.step[...] += 1
 
     def flush(self, model: M, /, **extra_args: Any) -> None:
@@ -204,9 +205,7 @@ class Optimizer(nnx.Optimizer[M]):
         Raises:
           TypeError: if `tx` is not a `MultiSteps`.
         """
-        self._run(
-            partial(_multi_steps.flush, self.tx, **nnx.as_pure(extra_args)), model
-        )
+        self._run(partial(multi_steps.flush, self.tx, **nnx.as_pure(extra_args)), model)
 
     def _run(self, change: Callable[..., Any], model: M) -> None:
         """Replaces state and parameters by `change(state, params)`, in place."""
@@ -218,10 +217,10 @@ class Optimizer(nnx.Optimizer[M]):
         nnx.update(self.opt_state, nnx.state(opt_state, graph=self.graph))
 
 
-def _stats(opt_state: Any) -> _state.Stats | None:
+def _stats(opt_state: Any) -> state.Stats | None:
     """The counters of the `MultiSteps` in a state, None if there is none."""
     _check_accumulator(opt_state)
-    return _state.stats(opt_state) if _state.find_states(opt_state) else None
+    return state.stats(opt_state) if state.find_states(opt_state) else None
 
 
 def _check_accumulator(opt_state: Any) -> None:
@@ -301,7 +300,7 @@ def value_and_grad(
     options.setdefault("batch_argnums", 1)
     options["argnums"] = positions if several else positions[0]
     core = partial(
-        _microbatch.value_and_grad,
+        microbatch.value_and_grad,
         num_microbatches=num_microbatches,
         has_aux=has_aux,
     )
@@ -309,7 +308,7 @@ def value_and_grad(
     # Then the carry does not thread from one micro-batch to the next.
     keyed = any(options.get(name) is not None for name in ("data_axis", "axis_name"))
 
-    @_microbatch.warns_outside_jit
+    @microbatch.warns_outside_jit
     @wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         n = len(args)

@@ -17,7 +17,7 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
-from ga_optax._options import FromAux
+from ga_optax._inside.options import FromAux
 from ga_optax._verify import verify
 from ga_optax._verify.gradients import ulps
 

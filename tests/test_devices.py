@@ -10,6 +10,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ga_optax as ga
+from ga_optax._devices import collectives
 from ga_optax.testing import assert_trees_bitwise_equal
 
 WIDTH, LAYERS, ROWS = 16, 3, 64
@@ -145,7 +146,7 @@ def test_a_scan_written_by_hand_reduces_in_every_micro_step():
     params, batch = make_params(), make_batch()
 
     def by_hand(params, batch):
-        batch = ga._collectives.split_shards(batch["x"], 4, ("data",), mesh)
+        batch = collectives.split_shards(batch["x"], 4, ("data",), mesh)
 
         def body(acc, x):
             grads = jax.grad(mean_loss)(params, {"x": x})

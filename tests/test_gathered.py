@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import ga_optax as ga
-from ga_optax import _program
+from ga_optax._inside import program
 
 K, DEVICES, LAYERS, WIDTH = 2, 4, 2, 64
 
@@ -53,7 +53,7 @@ def test_parameters_and_gradients_cross_the_network_and_nothing_else(kind, monke
     mesh = jax.make_mesh((DEVICES,), ("data",), axis_types=(auto,))
     specs, params, x = arguments(mesh)
     if kind != "gathered":  # the twin
-        monkeypatch.setattr(_program, "gathered", lambda jaxpr, *_: jaxpr)
+        monkeypatch.setattr(program, "gathered", lambda jaxpr, *_: jaxpr)
     each = ga.DataAxis("data", mesh=mesh, param_specs=specs, sync="each")
     step = jax.jit(ga.value_and_grad(loss, K, data_axis=each)).lower(params, x)
     compiled = step.compile()

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ga_optax as ga
-from ga_optax import _in_place
+from ga_optax._inside import in_place
 
 K, DEVICES = 4, 8
 SPECS = on.SHARDED | {"bias": P("data")}
@@ -113,7 +113,7 @@ def test_a_device_holds_its_part_of_the_sum_and_of_adams_state(mesh, optax_promo
     )
 
 
-@pytest.mark.skipif(not _in_place.HAS_REFS, reason="gradients are whole for a moment")
+@pytest.mark.skipif(not in_place.HAS_REFS, reason="gradients are whole for a moment")
 def test_a_model_that_scans_never_holds_a_whole_gradient(mesh):
     """The sum, and the gradient of one layer; all of it if layers are split."""
     layers, width = 8, 128

@@ -11,7 +11,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ga_optax as ga
-from ga_optax import _duplicates, _loop, accumulator
+from ga_optax import accumulator
+from ga_optax._inside import loop
+from ga_optax._passes import duplicates
 
 L, WIDTH, ROWS = 8, 8, 32
 NUMBERS = (8, 4, 2, 1)
@@ -389,7 +391,7 @@ def test_equal_equations_become_one_also_in_loops_and_inner_jits():
 
     x = jnp.asarray(normal(13, 4))
     closed = jax.make_jaxpr(fun)(x)
-    new = _duplicates.merged(closed.jaxpr)
+    new = duplicates.merged(closed.jaxpr)
     assert str(closed).count(" exp ") == 4
     assert str(new).count(" exp ") == 2  # of x, and of x - max(x)
     got = jax.core.eval_jaxpr(new, closed.consts, x)
@@ -406,7 +408,7 @@ def test_random_numbers_of_one_key_are_drawn_once_and_references_stay():
 
     closed = jax.make_jaxpr(fun)(jnp.float32(1))
     out = jax.jit(
-        lambda x: jax.core.eval_jaxpr(_duplicates.merged(closed.jaxpr), (), x)
+        lambda x: jax.core.eval_jaxpr(duplicates.merged(closed.jaxpr), (), x)
     )(jnp.float32(1))
     assert [float(x) for x in out] == [2.0, 3.0]
 
@@ -430,7 +432,7 @@ def attention(params, x):
 def test_the_twin_without_merging_duplicates_differs_on_one_device(monkeypatch):
     (first, _), (second, _) = (compiled(attention, n, WIDTH) for n in (2, 1))
     assert first == second
-    monkeypatch.setattr(_duplicates, "merged", lambda jaxpr: jaxpr)
+    monkeypatch.setattr(duplicates, "merged", lambda jaxpr: jaxpr)
     (first, _), (second, _) = (compiled(attention, n, WIDTH) for n in (2, 1))
     assert first != second
 
@@ -439,7 +441,7 @@ def test_with_one_micro_batch_on_each_device_products_are_rounded(monkeypatch):
     """The fence is in the program if the counter is not known, and else is not."""
     _, text = compiled(attention, L, WIDTH)
     assert " xor(" in text
-    monkeypatch.setattr(_loop, "_island", lambda tree: tree)
+    monkeypatch.setattr(loop, "_island", lambda tree: tree)
     _, text = compiled(attention, L, WIDTH)
     assert " xor(" not in text
 
@@ -453,7 +455,7 @@ def test_a_loop_over_logical_devices_is_not_compiled_as_one_function(monkeypatch
     (first, _), (second, text) = (compiled(twice, n, 3, 3) for n in (L, 4))
     assert first == second
     assert "xla_cpu_small_call" not in text
-    monkeypatch.setattr(_loop, "_next", accumulator.increment)
+    monkeypatch.setattr(loop, "_next", accumulator.increment)
     (first, _), (second, text) = (compiled(twice, n, 3, 3) for n in (L, 4))
     assert first != second
     assert "xla_cpu_small_call" in text

@@ -14,7 +14,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ga_optax as ga
-from ga_optax import _noise, testing
+from ga_optax import testing
+from ga_optax._across import noise_scale
 
 pytestmark = pytest.mark.usefixtures("optax_promotion", "fast_compilation")
 
@@ -85,7 +86,7 @@ def test_the_smoothed_estimates_are_averages_with_the_start_corrected():
     tx = ga.MultiSteps(FROZEN, 4, track_noise=True)
     state = run(tx, grads[0], grads)
     each = np.array([appendix_a1(grads[i : i + 4], 1.0) for i in range(0, 40, 4)])
-    weights = _noise.DECAY ** np.arange(10)[::-1]
+    weights = noise_scale.DECAY ** np.arange(10)[::-1]
     weights /= weights.sum()
     mean = weights @ each
     deviations = (each - mean).T
@@ -578,7 +579,7 @@ def test_without_track_noise_nothing_of_it_is_in_the_program(emit, weight, monke
     program = str(jaxpr(tx, emit=emit, weight=weight))
     assert "reduce_sum" not in program
     for name in ("init", "add", "close", "_squared_norm"):
-        monkeypatch.delattr(_noise, name)
+        monkeypatch.delattr(noise_scale, name)
     assert str(jaxpr(tx, emit=emit, weight=weight)) == program
 
 

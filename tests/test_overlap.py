@@ -9,7 +9,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import ga_optax as ga
-from ga_optax import _in_place, _loop
+from ga_optax._inside import in_place, loop
 from ga_optax.testing import assert_trees_bitwise_equal
 
 K = 4
@@ -48,7 +48,7 @@ def test_each_layer_meets_in_the_backward_loop_and_no_bit_changes(place):
     assert_trees_bitwise_equal(got, want)
     layer = 4 * on.WIDTH * on.WIDTH
     assert in_loops(without) == []
-    assert in_loops(audit) == [(layer, on.LAYERS)] * _in_place.HAS_REFS
+    assert in_loops(audit) == [(layer, on.LAYERS)] * in_place.HAS_REFS
     assert audit.total_bytes == without.total_bytes
     # The twin: the same sums in another order.
     other = jax.jit(jax.value_and_grad(on.mean_loss))(*args)
@@ -85,7 +85,7 @@ def test_weights_aux_carry_and_keys_are_the_same(k):
         carry_argnums=3,
         has_aux=True,
     )
-    assert len(in_loops(audit)) == _in_place.HAS_REFS
+    assert len(in_loops(audit)) == in_place.HAS_REFS
     assert jnp.isfinite(want[1]["layers"]).all()
     assert_trees_bitwise_equal(got, want)
 
@@ -113,7 +113,7 @@ def test_gradients_of_a_bfloat16_model_are_rounded_once_as_without(
 
     want, got = gradient(), gradient(**options)
     on.assert_close(got, want)
-    monkeypatch.setattr(_loop, "added_inside", lambda step, *_: step)  # the twin
+    monkeypatch.setattr(loop, "added_inside", lambda step, *_: step)  # the twin
     on.assert_not_close(gradient(**options), want)
 
 
@@ -150,7 +150,7 @@ def test_the_model_may_compute_a_table_of_constants():
     args = placed(mesh, "whole", on.make_batch())
     (_, want), (audit, got) = both(loss, mesh, "whole", *args)
     assert_trees_bitwise_equal(got, want)
-    assert len(in_loops(audit)) == _in_place.HAS_REFS
+    assert len(in_loops(audit)) == in_place.HAS_REFS
 
 
 def test_without_a_scan_the_last_micro_batch_reduces_and_no_bit_changes():

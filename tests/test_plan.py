@@ -11,7 +11,8 @@ import optax
 import pytest
 
 import ga_optax as ga
-from ga_optax import _in_place, _plan
+from ga_optax._compiled import plan
+from ga_optax._inside import in_place
 
 CANDIDATES = (1, 2, 4, 8, 16, 32, 64)
 
@@ -349,7 +350,7 @@ def test_nothing_fits_and_failures_are_told_together():
     ],
 )
 def test_a_limit_is_bytes_or_a_string_with_a_unit(given, size):
-    assert _plan.parse_bytes(given) == size
+    assert plan.parse_bytes(given) == size
 
 
 @pytest.mark.parametrize(
@@ -377,7 +378,7 @@ def test_a_limit_that_is_none_raises(given, error, words):
     [(0, "0 B"), (1023, "1023 B"), (1024, "1.00 KiB"), (3 * 2**29, "1.50 GiB")],
 )
 def test_sizes_are_printed_in_binary_units(size, text):
-    assert _plan.format_bytes(size) == text
+    assert plan.format_bytes(size) == text
 
 
 def test_the_limit_must_be_given_where_the_device_tells_none():
@@ -432,9 +433,9 @@ def test_the_total_is_taken_where_it_is_reported():
     """On TPUs the parts are more than what libtpu reserves."""
     sizes = {"argument": 70, "output": 40, "alias": 30, "temp": 900}
     memory = {f"{kind}_size_in_bytes": size for kind, size in sizes.items()}
-    assert _plan.temporaries(types.SimpleNamespace(**memory)) == 900
+    assert plan.temporaries(types.SimpleNamespace(**memory)) == 900
     memory["total_allocation_bytes"] = 800
-    assert _plan.temporaries(types.SimpleNamespace(**memory)) == 800 - 70 - 10
+    assert plan.temporaries(types.SimpleNamespace(**memory)) == 800 - 70 - 10
 
 
 def test_a_backend_that_reports_no_memory_raises():
@@ -473,7 +474,7 @@ def notes_of(num_microbatches, **options):
     return sorted(candidate.notes)
 
 
-@pytest.mark.skipif(_in_place.HAS_REFS, reason="this jax adds in place")
+@pytest.mark.skipif(in_place.HAS_REFS, reason="this jax adds in place")
 def test_an_old_jax_is_why_no_gradient_is_added_in_place():
     [note] = notes_of(2)
     why = f"jax {jax.__version__} is older than 0.11.1"
@@ -481,7 +482,7 @@ def test_an_old_jax_is_why_no_gradient_is_added_in_place():
     assert note == f"Gradients not added in place ({why}): {leaves}."
 
 
-@pytest.mark.skipif(not _in_place.HAS_REFS, reason="this jax adds nothing in place")
+@pytest.mark.skipif(not in_place.HAS_REFS, reason="this jax adds nothing in place")
 def test_the_page_names_the_leaves_that_are_added_in_place_and_why_others_are_not():
     layers, head = notes_of(2)
     assert layers == "Gradients added in place: leaf ['layers']."

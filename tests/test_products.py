@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ga_optax as ga
-from ga_optax import _in_place, _loop
+from ga_optax._inside import in_place, loop
 from ga_optax.testing import assert_trees_bitwise_equal
 
 ROWS, WIDTH, LAYERS, K = 512, 8, 2, 4
@@ -91,7 +91,7 @@ SCANNED = (scanned, cast_before)
 MODELS = (plain, inside_einsum, *SCANNED, jitted, convolved, used_twice)
 MODELS = {f.__name__: f for f in MODELS}
 # All layers in float32 take twice the memory, unless they are added in place.
-IN_SCANS = pytest.mark.skipif(not _in_place.HAS_REFS, reason="before jax 0.11.1")
+IN_SCANS = pytest.mark.skipif(not in_place.HAS_REFS, reason="before jax 0.11.1")
 
 
 def draw(stacked):
@@ -161,7 +161,7 @@ def test_sums_over_rows_of_bfloat16_are_those_of_float32(model, monkeypatch):
 
     assert all(exact_to_float32(grads(), batch).values())
     # The twins: a gradient that was rounded before, ours and that of JAX.
-    monkeypatch.setattr(_loop, "added_inside", lambda step, *_: step)
+    monkeypatch.setattr(loop, "added_inside", lambda step, *_: step)
     assert not any(exact_to_float32(grads(), batch).values())
     whole = jax.grad(lambda p, b: loss(p, b) / K)(params, batch)
     assert not any(exact_to_float32(whole, batch).values())
@@ -180,8 +180,8 @@ def test_every_grouping_has_the_same_bits_in_place_and_not(how, weight_fn):
         return jnp.mean(jnp.tanh(losses_of(model)(p, batch) / ROWS))
 
     expected = None
-    for in_place, calls in ((True, 1), (False, 1), (True, K), (False, K)):
-        add = ga.accumulate(loss, K // calls, in_place=in_place, **options)
+    for refs, calls in ((True, 1), (False, 1), (True, K), (False, K)):
+        add = ga.accumulate(loss, K // calls, in_place=refs, **options)
         acc = ga.accumulator.init(params)
         for i in range(calls):
             size = ROWS // calls
@@ -256,7 +256,7 @@ def test_gradients_that_are_stacked_stay_narrow(layers, monkeypatch):
 
     taken = bytes_a_parameter(loss, in_place=True)
     assert taken == bytes_a_parameter(loss, in_place=False)
-    monkeypatch.setattr(_in_place, "arrival", as_if_sliced)
+    monkeypatch.setattr(in_place, "arrival", as_if_sliced)
     assert bytes_a_parameter(loss, in_place=False) > taken + 0.5
 
 
@@ -269,7 +269,7 @@ def test_an_unrolled_scan_is_not_added_to_in_place(monkeypatch):
 
     taken = bytes_a_parameter(loss, in_place=True)
     assert taken == bytes_a_parameter(loss, in_place=False)
-    monkeypatch.setattr(_in_place, "arrival", as_if_sliced)
+    monkeypatch.setattr(in_place, "arrival", as_if_sliced)
     assert bytes_a_parameter(loss, in_place=True) > taken + 2
 
 
@@ -291,7 +291,7 @@ def program(loss, *args, k=K, **options):
 def changed(monkeypatch, loss, *args, **options):
     """How many products come out in float32, and whether the program is as before."""
     new = program(loss, *args, **options)
-    monkeypatch.setattr(_loop, "added_inside", lambda step, *_: step)
+    monkeypatch.setattr(loop, "added_inside", lambda step, *_: step)
     old = program(loss, *args, **options)
     of_cpus = "= platform_index["  # each has a form for CPUs
     return new.count(of_cpus) - old.count(of_cpus), new == old
@@ -383,7 +383,7 @@ def test_products_that_share_an_operand_are_fenced_on_gpus(wrap, dtype, scans, s
     )
     lowered = [step.lower(lowering_platforms=(name,)) for name in ("cuda", "cpu")]
     cuda, cpu = (x.as_text().count("optimization_barrier") for x in lowered)
-    stays_narrow = scans and dtype == NARROW and not _in_place.HAS_REFS
+    stays_narrow = scans and dtype == NARROW and not in_place.HAS_REFS
     assert cuda - cpu == (3 if shares and not stays_narrow else 0)
 
 

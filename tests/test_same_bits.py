@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 import ga_optax as ga
-from ga_optax import _constants, _loop, _program, accumulator
+from ga_optax import accumulator
+from ga_optax._inside import loop, program
+from ga_optax._passes import constants
 from ga_optax.testing import assert_trees_bitwise_equal
 
 WIDTH, K = 8, 4
@@ -294,7 +296,7 @@ def test_with_a_table_that_the_loss_computes_groupings_agree(layer, monkeypatch)
 
     assert_trees_bitwise_equal(*in_one_call_and_in_many(loss))
     # The twin: XLA hoists it out of a loop of several micro-steps, and not out of one.
-    monkeypatch.setattr(_program, "hoisted", lambda jaxpr, consts: (jaxpr, consts))
+    monkeypatch.setattr(program, "hoisted", lambda jaxpr, consts: (jaxpr, consts))
     with pytest.raises(AssertionError):
         assert_trees_bitwise_equal(*in_one_call_and_in_many(loss))
 
@@ -308,7 +310,7 @@ def test_a_mask_is_not_hoisted():
         return jnp.mean(jax.nn.softmax(x @ w @ x.T + bias) ** 2)
 
     program = jax.make_jaxpr(loss)(jnp.ones((3, 3)), jnp.ones((8, 3)))
-    assert _constants.hoisted(program.jaxpr, []) == (program.jaxpr, [])
+    assert constants.hoisted(program.jaxpr, []) == (program.jaxpr, [])
 
 
 def in_one_call_and_in_many(loss):
@@ -350,9 +352,9 @@ def test_without_the_fences_logistic_regression_differs(monkeypatch):
 
     assert not differ()
     monkeypatch.setattr(accumulator, "rounded", lambda x, zero: x)
-    monkeypatch.setattr(_loop, "_island", lambda tree: tree)
-    monkeypatch.setattr(_loop, "_next", accumulator.increment)
-    monkeypatch.setattr(_loop, "_once", _scan)
+    monkeypatch.setattr(loop, "_island", lambda tree: tree)
+    monkeypatch.setattr(loop, "_next", accumulator.increment)
+    monkeypatch.setattr(loop, "_once", _scan)
     assert differ()
 
 

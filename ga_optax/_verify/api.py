@@ -9,9 +9,10 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import ArrayLike
 
-from ga_optax import _checks, _mesh, _rows
-from ga_optax._microbatch import value_and_grad
-from ga_optax._options import FromAux, check_weight_fn
+from ga_optax import _checks
+from ga_optax._devices import membership, meshes
+from ga_optax._inside.microbatch import value_and_grad
+from ga_optax._inside.options import FromAux, check_weight_fn
 from ga_optax._verify.report import Report
 
 
@@ -198,11 +199,11 @@ def _of_neighbours(
     def in_place(x: jax.Array, axis: int | None) -> jax.Array:
         if axis is None:
             return x
-        parts = _rows.split(x, k, axis, strided=False)
-        return _rows.join(parts, axis, strided=True)
+        parts = membership.split(x, k, axis, strided=False)
+        return membership.join(parts, axis, strided=True)
 
     def accumulated(params: Any, batch: Any, *key: Any) -> Any:
-        if _mesh.is_distributed((params, batch, key)):
+        if meshes.is_distributed((params, batch, key)):
             leaves, structure = jax.tree.flatten(batch)
             batch = structure.unflatten(map(in_place, leaves, axes))
         return folded(params, batch, *key)

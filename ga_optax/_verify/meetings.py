@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from ga_optax._jaxpr import inner_programs
+from ga_optax._passes.ir import inner_programs
 from ga_optax._verify.problem import Problem
 
 LINES = {
@@ -87,7 +87,7 @@ def _followed(
 
 def _equations(jaxpr: core.Jaxpr) -> list[core.JaxprEqn]:
     """Those that the results need."""
-    from ga_optax._axis.plan import needed  # 15 ms of import, which few need
+    from ga_optax._inside.axis.plan import needed  # 15 ms of import, which few need
 
     return needed(jaxpr, jaxpr.outvars, lambda x: False, lambda e: False)[0]
 

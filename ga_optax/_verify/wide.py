@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from ga_optax._jaxpr import inner_programs
+from ga_optax._passes.ir import inner_programs
 
 # Primitives that read or make the bits of a float, or run code for certain dtypes.
 _FIXED = ("bitcast", "callback", "pallas", "ffi", "custom_call", "cudnn", "scaled")

@@ -22,7 +22,7 @@ os.environ |= {
 import jax
 from jax.sharding import SingleDeviceSharding
 
-from ga_optax import _plan, _target
+from ga_optax._compiled import machines, plan
 
 jax.config.update("jax_platforms", "cpu")  # where arrays lie
 # What was compiled for a device that is not there cannot be loaded for it.
@@ -34,7 +34,7 @@ TARGETS = ("h200", "v5e", "v5p", "v6e")
 @functools.cache
 def device(target: str) -> Any:
     """The first device of a target."""
-    return _target.find(target).topology.devices[0]
+    return machines.find(target).topology.devices[0]
 
 
 def compiled(
@@ -71,4 +71,4 @@ def computations(program: jax.stages.Compiled) -> dict[str, list[str]]:
 
 def temporaries(program: jax.stages.Compiled) -> int:
     """The bytes of its temporaries."""
-    return _plan.temporaries(program.memory_analysis())
+    return plan.temporaries(program.memory_analysis())

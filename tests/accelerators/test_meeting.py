@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ga_optax as ga
-from ga_optax import _hlo, _target
+from ga_optax._compiled import hlo, machines
 
 K, DEVICES, LAYERS, WIDTH, ROWS = 2, 8, 4, 1024, 256
 GRADIENT = 2 * LAYERS * WIDTH * WIDTH * 4
@@ -65,7 +65,7 @@ def compiled(target, compiler_options, fun=loss, devices=DEVICES, **options):
     rows = NamedSharding(mesh, P("data"))
     x = jax.ShapeDtypeStruct((K * devices * ROWS, WIDTH), jnp.float32, sharding=rows)
     step = ga.value_and_grad(fun, K, data_axis=ga.DataAxis("data", **options))
-    with _target.find(target).arguments((params, x)) as shapes:
+    with machines.find(target).arguments((params, x)) as shapes:
         lowered = jax.jit(lambda *args: step(*args)).lower(*shapes)
     return lowered.compile(compiler_options=compiler_options)
 
@@ -76,7 +76,7 @@ def hidden(program, in_loops=True):
     That is a start, the product, and the end, in this order of the schedule. A
     collective on the sparse core starts where it is given its operands, in an update.
     """
-    module = _hlo.parse(program.as_text())
+    module = hlo.parse(program.as_text())
     bodies = [
         p.instruction.computation
         for p in module.walk(into_fusions=False)
@@ -94,10 +94,10 @@ def hidden(program, in_loops=True):
             if begins or (first in starts and line.opcode.endswith("-update")):
                 starts[line.name] = n
             ends = first in starts and line.opcode.endswith("-done")
-            if ends and _hlo.num_bytes(line.type) > 1000:  # or it is the value's
+            if ends and hlo.num_bytes(line.type) > 1000:  # or it is the value's
                 found.append(any(starts[first] < at < n for at in products))
             for x in inside:  # v5e: several fusions with one chain
-                if chain := x.attribute(_hlo.CHAIN):
+                if chain := x.attribute(hlo.CHAIN):
                     chains.setdefault(chain, []).append(n)
         found += [any(c[0] < at < c[-1] for at in products) for c in chains.values()]
     return found

@@ -9,7 +9,8 @@ import pytest
 import targets
 
 import ga_optax as ga
-from ga_optax import _in_place, _plan, _target
+from ga_optax._compiled import machines, plan
+from ga_optax._inside import in_place
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 
@@ -59,7 +60,7 @@ def test_a_window_takes_the_temporaries_of_one_micro_batch(target, options):
 
 def test_a_second_gradient_tree_would_be_seen(monkeypatch):
     """The twin: nothing is added in place."""
-    monkeypatch.setattr(_in_place, "HAS_REFS", False)
+    monkeypatch.setattr(in_place, "HAS_REFS", False)
     step_of.cache_clear()
     alone, window = (targets.temporaries(step_of("v6e", 12, k)) for k in (1, 8))
     step_of.cache_clear()
@@ -68,12 +69,12 @@ def test_a_second_gradient_tree_would_be_seen(monkeypatch):
 
 def test_libtpu_checks_what_plan_counts_and_not_the_sum_of_the_parts():
     """It compiles what fits by the total, though it would not by the parts."""
-    limit = _target.find("v5e").memory_limit
+    limit = machines.find("v5e").memory_limit
     memory = step_of("v5e", 26).memory_analysis()
     rest = memory.argument_size_in_bytes
     rest += memory.output_size_in_bytes - memory.alias_size_in_bytes
     assert rest + memory.temp_size_in_bytes > limit
-    total = rest + _plan.temporaries(memory)
+    total = rest + plan.temporaries(memory)
     assert 0.95 * limit < total <= limit
     # The twin: one layer more is too much by the total, too.
     with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):

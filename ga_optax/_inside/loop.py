@@ -10,20 +10,15 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
-from ga_optax import (
-    _aux,
-    _collectives,
-    _duplicates,
-    _in_place,
-    _mesh,
-    _tree,
-    accumulator,
-)
-from ga_optax._aux import MODES, strong
-from ga_optax._call import Call
-from ga_optax._mesh import Placement
-from ga_optax._products import added_inside
-from ga_optax._program import Program
+from ga_optax import accumulator
+from ga_optax._devices import collectives, logical, meshes
+from ga_optax._devices.meshes import Placement
+from ga_optax._inside import aux_modes, in_place
+from ga_optax._inside.aux_modes import MODES, strong
+from ga_optax._inside.call import Call
+from ga_optax._inside.program import Program
+from ga_optax._passes import duplicates
+from ga_optax._passes.products import added_inside
 from ga_optax.accumulator import Accumulator
 
 Flat = Any  # an Accumulator whose total is a list
@@ -123,7 +118,7 @@ class Loop:
         total = [accumulator.cleared(x, empty) for x in total]
         # If it were known, what is computed of it would be, and be no fence.
         acc = Accumulator(total, weight, _island(count))
-        groups = _aux.by_mode(self.program.results, self.program.modes)
+        groups = aux_modes.by_mode(self.program.results, self.program.modes)
         modes = zip(MODES.values(), groups, strict=True)
         results = [mode.init(group, self.vary) for mode, group in modes]
         return State(acc, operands.carry, results)
@@ -159,12 +154,14 @@ class Loop:
             weights, count = acc.weight + one, _next(acc.count)
             acc = Accumulator(total, self.vary(weights, one), count)
             pairs = zip(carry, state.carry, strict=True)
-            carry = [_aux.like(strong(new), old) for new, old in pairs]
+            carry = [aux_modes.like(strong(new), old) for new, old in pairs]
             leaves = [
                 accumulator.rounded(x, zero) if MODES[mode].adds else x
                 for x, mode in zip((loss, *aux), program.modes, strict=True)
             ]
-            groups = dict(zip(MODES, _aux.by_mode(leaves, program.modes), strict=True))
+            groups = dict(
+                zip(MODES, aux_modes.by_mode(leaves, program.modes), strict=True)
+            )
             modes = zip(MODES.items(), state.results, strict=True)
             results = [mode.step(x, groups[name], weight) for (name, mode), x in modes]
             collected = {name: groups[name] for name in MODES if MODES[name].collects}
@@ -179,14 +176,14 @@ class Loop:
         met: dict[int, Placement],
     ) -> list[jax.Array]:
         """`acc.total` plus the weighted gradient of one micro-batch."""
-        from ga_optax import _sent  # which few need
+        from ga_optax._inside import sending  # which few need
 
         # The backward pass is linear in the cotangent: with the weight for it, weighted
         # gradients come out, and nothing has to be multiplied, in place or not.
         multiplies, arrivals = self.program.multiplies, self.program.arrivals
         scaled = weight is not None and not multiplies
         cotangent = weight.astype(loss.dtype) if scaled else jnp.ones_like(loss)
-        cotangent = _aux.like(cotangent, loss)
+        cotangent = aux_modes.like(cotangent, loss)
         # If the backward pass sums over devices, they all have to run it, and no one of
         # them may leave out what came of it.
         selects = None if self.sums_already else weight
@@ -195,7 +192,7 @@ class Loop:
         met = {i: place for i, place in met.items() if i not in later}
         parts = {i: place for i, place in met.items() if place.dims}
         refs = {
-            i: _sent.empty(x, parts[i], self.axes) if i in parts else jax.new_ref(x)
+            i: sending.empty(x, parts[i], self.axes) if i in parts else jax.new_ref(x)
             for i, x in enumerate(acc.total)
             if self.in_place[i]
         }
@@ -206,15 +203,15 @@ class Loop:
         def scattered(i: int, g: jax.Array) -> jax.Array:
             if selects is not None:
                 g = jnp.where(selects == 0, -jnp.zeros_like(g), g)
-            return _collectives.scatter(g, self.sent[i], len(types[i].shape))
+            return collectives.scatter(g, self.sent[i], len(types[i].shape))
 
         def write(i: int, ref: Any, g: jax.Array) -> None:
             if i in met:
                 old, ref = ref if i in parts else (ref[...], ref)
                 [new] = accumulator.add_terms([old], [g], selects)
                 ndim = len(types[i].shape)
-                new = _collectives.summed(new, met[i], self.axes, ndim)
-                ref[...] = _aux.like(new, ref)
+                new = collectives.summed(new, met[i], self.axes, ndim)
+                ref[...] = aux_modes.like(new, ref)
             else:
                 g = g.astype(ref.dtype)
                 jax.ref.addupdate(ref, ..., scattered(i, g) if i in self.sent else g)
@@ -237,11 +234,11 @@ class Loop:
                     return added(*refs.values())
                 held = [(acc.total[i], x) if i in parts else x for i, x in refs.items()]
                 writes = [functools.partial(write, i) for i in refs]
-                return _sent.run(added, [types[i] for i in refs], held, writes)
+                return sending.run(added, [types[i] for i in refs], held, writes)
 
         if self.branches and selects is not None:
             # What went into a reference cannot be selected away, and NaN · 0 is NaN.
-            zeros = _aux.blank(due)
+            zeros = aux_modes.blank(due)
             constant = _constant(backward)
             # If some gradients meet, all devices have to run it.
             leaves_out = ~_yes() if met else weight == 0
@@ -274,13 +271,13 @@ class Loop:
         sums = [jax.ref.freeze(refs[i]) if i in refs else total[i] for i in leaves]
         # Each by itself: a collective of several would wait for the last of them.
         for i, place in later.items():
-            [sums[i]] = _collectives.reduce([sums[i]], [place], self.axes)
+            [sums[i]] = collectives.reduce([sums[i]], [place], self.axes)
         return sums
 
     def meets_inside(self, i: int, place: Placement) -> bool:
         """Whether a sum is reduced slice by slice, inside the backward pass."""
         jaxpr = self.program.jaxpr
-        return self.in_place[i] and not _in_place.is_cut(jaxpr, i, place)
+        return self.in_place[i] and not in_place.is_cut(jaxpr, i, place)
 
     def due(self, i: int, type_: Any, total: jax.Array) -> Any:
         """The type in which a gradient leaves the backward pass.
@@ -295,13 +292,13 @@ class Loop:
 
     def vary(self, x: jax.Array, term: Any) -> jax.Array:
         """Marks a sum as varying over devices as `term` does, one of its terms."""
-        return _collectives.vary(x, (*self.program.varying, *_mesh.varying(term)))
+        return collectives.vary(x, (*self.program.varying, *meshes.varying(term)))
 
     def results(self, state: State) -> list[jax.Array]:
         """The loss and the leaves of the aux, of all micro-batches."""
         modes = zip(MODES.values(), state.results, strict=True)
         done = [mode.finish(kept) for mode, kept in modes]
-        leaves = _aux.in_order(done, self.program.modes)
+        leaves = aux_modes.in_order(done, self.program.modes)
         return [
             x.astype(due.dtype)
             if mode != "sum" and jnp.issubdtype(due.dtype, jnp.inexact)
@@ -327,7 +324,7 @@ def _island(tree: Any) -> Any:
     leaves, structure = jax.tree.flatten(tree)
     groups: dict[Any, list[int]] = {}
     for i, x in enumerate(leaves):  # jax 0.10 mixes the varying axes of one barrier
-        groups.setdefault(_mesh.varying(x), []).append(i)
+        groups.setdefault(meshes.varying(x), []).append(i)
     for members in groups.values():
         fenced = jax.lax.optimization_barrier([leaves[i] for i in members])
         for i, x in zip(members, fenced, strict=True):
@@ -348,11 +345,11 @@ def _once(
 
     def stay() -> tuple[State, Any]:
         def like(x: jax.Array, due: Any) -> jax.Array:  # a sum may have met
-            same = x.shape == due.shape and _mesh.varying(x) == _mesh.varying(due)
-            return x if same else _aux.blank([due])[0]
+            same = x.shape == due.shape and meshes.varying(x) == meshes.varying(due)
+            return x if same else aux_modes.blank([due])[0]
 
         state = jax.tree.map(like, start, due)
-        return state, jax.tree.unflatten(structure, _aux.blank(types))
+        return state, jax.tree.unflatten(structure, aux_modes.blank(types))
 
     state, collected = jax.lax.cond(_yes(), lambda: step(start, batch), stay)
     return state, jax.tree.map(lambda x: x[None], collected)
@@ -399,7 +396,7 @@ class _Alike(Loop):
 
     def run(self, operands: Operands) -> State:
         closed, shapes = jax.make_jaxpr(super().run, return_shape=True)(operands)
-        program = _duplicates.merged(closed.jaxpr)
+        program = duplicates.merged(closed.jaxpr)
         out = jax.core.eval_jaxpr(program, closed.consts, *jax.tree.leaves(operands))
         return jax.tree.unflatten(jax.tree.structure(shapes), out)
 
@@ -426,10 +423,12 @@ def of_logical(loop: Loop, operands: Operands, call: Call) -> State:
 
     def join(a: State, b: State) -> State:
         pairs = zip(a.acc.total, b.acc.total, call.replaced, strict=True)
-        total = [jnp.maximum(x, y) if new else _tree.plus(x, y) for x, y, new in pairs]
+        total = [
+            jnp.maximum(x, y) if new else logical.plus(x, y) for x, y, new in pairs
+        ]
         acc = Accumulator(total, a.acc.weight + b.acc.weight, b.acc.count)
         carry = [
-            _tree.plus(x, y) if _averages(x) else jnp.maximum(x, y)
+            logical.plus(x, y) if _averages(x) else jnp.maximum(x, y)
             for x, y in zip(a.carry, b.carry, strict=True)
         ]
         kept = zip(MODES.values(), a.results, b.results, strict=True)
@@ -437,7 +436,7 @@ def of_logical(loop: Loop, operands: Operands, call: Call) -> State:
 
     buffers = [loop.start(operands)] * number.bit_length()  # one for each level
     loop = _Alike(**vars(loop))
-    (*_, state), collected = _tree.fold(run, (indices, batch), number, buffers, join)
+    (*_, state), collected = logical.fold(run, (indices, batch), number, buffers, join)
     collected = jax.tree.map(lambda x: jnp.reshape(x, (-1, *x.shape[2:])), collected)
     pairs = zip(MODES.values(), state.results, collected, strict=True)
     results = [new if mode.collects else kept for mode, kept, new in pairs]
@@ -465,21 +464,21 @@ def merged(state: State, call: Call) -> State:
 
     def largest(x: jax.Array) -> jax.Array:
         """On one device, and 0 on the others: as a sum over them it is itself."""
-        x = _collectives.vary(jax.lax.pmax(x, axes), axes)
+        x = collectives.vary(jax.lax.pmax(x, axes), axes)
         return jnp.where(is_first, x, jnp.zeros_like(x))
 
     pairs = zip(state.acc.total, call.replaced, strict=False)  # there may be no totals
     totals = [largest(x) if replaced else x for x, replaced in pairs]
-    leaves = [*totals, *_collectives.vary(small, axes)]
+    leaves = [*totals, *collectives.vary(small, axes)]
     where = [*call.where, *[Placement()] * len(small)]
-    number = _mesh.num_devices(axes, None)
+    number = meshes.num_devices(axes, None)
     if call.logical:
         number *= call.logical
         zero = accumulator.unknown_zero(state.acc.count)
         # What follows is the same program on any number of devices.
-        out = _island(_tree.reduce(leaves, where, axes, zero))
+        out = _island(logical.reduce(leaves, where, axes, zero))
     else:
-        out = _collectives.reduce(leaves, where, axes)
+        out = collectives.reduce(leaves, where, axes)
     total = out[: len(call.where)]
     sums, weight, means = jax.tree.unflatten(structure, out[len(total) :])
     rest = iter(means)

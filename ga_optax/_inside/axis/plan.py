@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from ga_optax._axis.read import is_mark, variables
-from ga_optax._axis.rules import RULES, Evaluate, is_collective, own_part
-from ga_optax._jaxpr import inner_programs
+from ga_optax._inside.axis.read import is_mark, variables
+from ga_optax._inside.axis.rules import RULES, Evaluate, is_collective, own_part
+from ga_optax._passes.ir import inner_programs
 
 
 class Fact(NamedTuple):

@@ -36,6 +36,6 @@ metric) is no level of its own if its cotangents are known in advance: then its 
 are filled in the loop that takes the gradients.
 """
 
-from ga_optax._axis.run import fold
+from ga_optax._inside.axis.run import fold
 
 __all__ = ["fold"]

@@ -20,8 +20,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from ga_optax import _mesh
-from ga_optax._jaxpr import inner_programs, uses
+from ga_optax._devices import meshes
+from ga_optax._passes.ir import inner_programs, uses
 
 # `jax.vjp(...).with_refs` transposes `lax.scan` correctly from jax 0.11.0 on (jax PR
 # 38929), and a `custom_vmap` may have references inside it from 0.11.1 on.
@@ -151,7 +151,7 @@ def reasons(
                 jnp.finfo(dtype).bits < jnp.finfo(param.dtype).bits,
                 f"it is {param.dtype}, and its accumulator {dtype}",
             ),
-            (not _mesh.same_mesh(total, param), "its accumulator has another mesh"),
+            (not meshes.same_mesh(total, param), "its accumulator has another mesh"),
             (jnp.finfo(dtype).bits < 32, f"{dtype} would round too often"),
         )
         return next((why for holds, why in checks if holds), None)

@@ -25,7 +25,8 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from ga_optax import _checks, _in_place, _text
+from ga_optax import _checks, _text
+from ga_optax._inside import in_place
 
 
 class NothingFitsError(ValueError):
@@ -176,9 +177,9 @@ def plan(
     )
     machine: Any = None
     if target is not None:
-        from ga_optax import _target  # few need it
+        from ga_optax._compiled import machines  # few need it
 
-        machine = _target.find(target)
+        machine = machines.find(target)
     if memory_limit is None:
         memory_limit = machine.memory_limit if machine else _device_limit()
     limit = parse_bytes(memory_limit)
@@ -271,7 +272,7 @@ def _try(
     """Compiles a candidate and reads its sizes; adds the error, if any, to `causes`."""
     start = time.perf_counter()
     try:
-        with _in_place.recorded() as lines:
+        with in_place.recorded() as lines:
             step = make_step(k)
             lower = getattr(step, "lower", None)
             lowered = None if lower is None else lower(*args)

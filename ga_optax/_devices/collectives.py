@@ -20,9 +20,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ga_optax import _mesh, _rows
 from ga_optax._checks import named_leaves
-from ga_optax._mesh import AnyMesh, Axes, Placement
+from ga_optax._devices import membership, meshes
+from ga_optax._devices.meshes import AnyMesh, Axes, Placement
 from ga_optax.accumulator import Accumulator
 
 # -- Inside a shard_map ----------------------------------------------------------------
@@ -36,7 +36,7 @@ def vary(tree: Any, axes: Axes) -> Any:
     """
 
     def mark(x: Any) -> Any:
-        missing = tuple(name for name in axes if name not in _mesh.varying(x))
+        missing = tuple(name for name in axes if name not in meshes.varying(x))
         return jax.lax.pcast(x, missing, to="varying") if missing else jnp.asarray(x)
 
     return jax.tree.map(mark, tree)
@@ -132,20 +132,20 @@ def merge_across(acc: Accumulator, data_axis: str | Sequence[str]) -> Accumulato
     Raises:
       ValueError: if `data_axis` is not bound, or if `acc` is summed over it already.
     """
-    axes = _mesh.check_data_axis(data_axis)
-    if _mesh.find_mesh(axes, None) is not None:
+    axes = meshes.check_data_axis(data_axis)
+    if meshes.find_mesh(axes, None) is not None:
         raise ValueError(
             f"merge_across needs data_axis={axes} to be bound, but this is outside of "
             "a jax.shard_map over it. At top level accumulate(data_axis=) returns an "
             "accumulator that is merged already."
         )
     for name, leaf in named_leaves(acc.total):
-        same = tuple(axis for axis in axes if axis not in _mesh.varying(leaf))
-        if same and _mesh.checks_varying():
+        same = tuple(axis for axis in axes if axis not in meshes.varying(leaf))
+        if same and meshes.checks_varying():
             raise ValueError(
                 f"merge_across needs the accumulator of one device, but {name} of "
                 f"acc.total is the same along {same}: it is summed over them already. "
-                f"Accumulate with data_axis=, or {_mesh.OWN_COPY}"
+                f"Accumulate with data_axis=, or {meshes.OWN_COPY}"
             )
     leaves, structure = jax.tree.flatten(acc.total)
     empty = acc.count == 0
@@ -202,31 +202,31 @@ def zeros(aval: Any) -> jax.Array:
 
 def _arranged(x: Any, spec: PartitionSpec, axes: Axes, mesh: AnyMesh) -> Any:
     """Reshards `x` along explicit data axes, whose type has to say `spec`."""
-    explicit = _mesh.explicit_names(mesh)
+    explicit = meshes.explicit_names(mesh)
     if not set(axes) & set(explicit):
         return x
     sharding = jax.typeof(x).sharding
     given = list(sharding.spec) if isinstance(sharding, NamedSharding) else []
     due = []
     for _, old, new in itertools.zip_longest(range(jnp.ndim(x)), given, spec):
-        kept = (name for name in _mesh.names_in(old) if name not in axes)
-        told = (name for name in _mesh.names_in(new) if name in explicit)
-        due.append(_mesh.as_entry((*told, *kept)))
+        kept = (name for name in meshes.names_in(old) if name not in axes)
+        told = (name for name in meshes.names_in(new) if name in explicit)
+        due.append(meshes.as_entry((*told, *kept)))
     return jax.reshard(x, NamedSharding(mesh, PartitionSpec(*due)))
 
 
 def split_shards(
     x: Any, num_microbatches: int, axes: Axes, mesh: AnyMesh, axis: int = 0
 ) -> jax.Array:
-    """`_rows.split`, where the data axes shard `axis`; no data moves.
+    """`membership.split`, where the data axes shard `axis`; no data moves.
 
     Micro-batch i holds the i-th block of rows of every device.
     """
 
     def local(x: jax.Array) -> jax.Array:
-        return _rows.split(x, num_microbatches, axis, strided=False)
+        return membership.split(x, num_microbatches, axis, strided=False)
 
-    specs = (_mesh.split_spec(axes, axis),), _mesh.split_spec(axes, axis + 1)
+    specs = (meshes.split_spec(axes, axis),), meshes.split_spec(axes, axis + 1)
     return over_mesh(local, mesh, axes, (x,), *specs)
 
 
@@ -237,16 +237,16 @@ def join_shards(x: Any, axes: Axes, mesh: AnyMesh) -> jax.Array:
         return jnp.reshape(x, (-1, *x.shape[2:]))
 
     return over_mesh(
-        local, mesh, axes, (x,), (_mesh.split_spec(axes, 1),), _mesh.split_spec(axes)
+        local, mesh, axes, (x,), (meshes.split_spec(axes, 1),), meshes.split_spec(axes)
     )
 
 
 def constrain(tree: Any, specs: Any, mesh: AnyMesh) -> Any:
     """Tells the compiler where automatic axes have to shard `tree`."""
-    if _mesh.explicit_names(mesh):
+    if meshes.explicit_names(mesh):
         return tree  # it is in the types
     leaves, structure = jax.tree.flatten(tree)
-    for i, spec in enumerate(_mesh.broadcast_specs(specs, tree)):
+    for i, spec in enumerate(meshes.broadcast_specs(specs, tree)):
         if spec is not None:
             place = NamedSharding(mesh, spec)
             leaves[i] = jax.lax.with_sharding_constraint(leaves[i], place)

@@ -8,15 +8,16 @@ There are 2ⁱ logical devices, and 2ʲ devices hold 2ⁱ⁻ʲ neighbours each. 
 adds up is a whole subtree, and one sum leaves it, as without logical devices.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from ga_optax import _collectives, _mesh, accumulator
-from ga_optax._choose import select
-from ga_optax._mesh import Axes, Placement
+from ga_optax import accumulator
+from ga_optax._devices import collectives, meshes
+from ga_optax._devices.meshes import Axes, Placement
 
 T = TypeVar("T")
 # Leaves with fewer elements travel together: to copy them takes less time than to send
@@ -59,7 +60,7 @@ def fold(
         (lower, total), (is_first, part) = carry, inputs
         lower, collected = fold(run, part, number // 2, lower, join)
         both = join(total, lower[-1])
-        total = select(is_first, lower[-1], both)
+        total = jax.tree.map(functools.partial(jnp.where, is_first), lower[-1], both)
         return (lower, total), collected
 
     halves = jax.tree.map(lambda x: jnp.reshape(x, (2, number // 2, *x.shape[1:])), xs)
@@ -84,14 +85,14 @@ def reduce(
     axes: Axes,
     zero: jax.Array,
 ) -> list[jax.Array]:
-    """The sum over devices: as `_collectives.reduce`, but added in the tree's order.
+    """The sum over devices: as `collectives.reduce`, but added in the tree's order.
 
     Every device gets its share of all sums, adds them up, and sends the total to the
     others, if it is not to keep it: as many bytes as a ring's all-reduce.
     """
-    number = _mesh.num_devices(axes, None)
+    number = meshes.num_devices(axes, None)
     if number == 1:
-        return _collectives.reduce(leaves, where, axes)
+        return collectives.reduce(leaves, where, axes)
     result: list[Any] = list(leaves)
     packs: dict[Any, list[int]] = {}
     for i, (x, placement) in enumerate(zip(leaves, where, strict=True)):
@@ -140,7 +141,7 @@ def _of_leaf(
 
 def _everywhere(x: jax.Array, axes: Axes, zero: jax.Array) -> jax.Array:
     """The sum over `axes`, on all of their devices."""
-    number = _mesh.num_devices(axes, None)
+    number = meshes.num_devices(axes, None)
     shape, size = x.shape, x.size
     dim = next((i for i in range(x.ndim) if shape[i] % number == 0), None)
     if dim is None:

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from ga_optax import _noise, accumulator
+from ga_optax import accumulator
+from ga_optax._across import noise_scale
 from ga_optax._checks import nodes_of
 
 
@@ -219,7 +220,9 @@ def from_optax(
             skipped_micro_steps=jnp.zeros([], jnp.int32),
             skipped_windows=jnp.zeros([], jnp.int32),
             arg_totals={},
-            noise=_noise.spoiled(_noise.init(weight), count > 0) if track_noise else (),
+            noise=noise_scale.spoiled(noise_scale.init(weight), count > 0)
+            if track_noise
+            else (),
         )
 
     return jax.tree.map(

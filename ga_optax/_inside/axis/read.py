@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from ga_optax._axis.rules import RULES, axes_of
-from ga_optax._jaxpr import bind, inner_programs
+from ga_optax._inside.axis.rules import RULES, axes_of
+from ga_optax._passes.ir import bind, inner_programs
 
 # A scan of more iterations than this with a collective in it is an error: each would
 # be a level of its own, which costs a pass over the window and compile time.

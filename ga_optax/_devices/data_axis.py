@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from ga_optax import _mesh
 from ga_optax._checks import check_int
+from ga_optax._devices import meshes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +69,7 @@ class DataAxis:
     logical_devices: int | None = None
 
     def __post_init__(self) -> None:
-        if not _mesh.check_data_axis(self.name):
+        if not meshes.check_data_axis(self.name):
             raise TypeError(
                 "DataAxis must name a mesh axis, but its name is None. Pass "
                 "data_axis=None if one device has the whole batch."
@@ -134,20 +134,20 @@ class DataAxis:
         Returns:
           A tree of `PartitionSpec`, empty for a leaf without such a dimension.
         """
-        number = _mesh.num_devices(self.axes, _mesh.find_mesh(self.axes, self.mesh))
+        number = meshes.num_devices(self.axes, meshes.find_mesh(self.axes, self.mesh))
 
         def spec(x: Any) -> PartitionSpec:
             dims = [d for d, size in enumerate(jnp.shape(x)) if size % number == 0]
             largest = max(dims, key=lambda d: jnp.shape(x)[d], default=None)
             whole = PartitionSpec()
-            return whole if largest is None else _mesh.split_spec(self.axes, largest)
+            return whole if largest is None else meshes.split_spec(self.axes, largest)
 
         return jax.tree.map(spec, tree)
 
     @property
     def axes(self) -> tuple[str, ...]:
         """The names, as a tuple."""
-        return _mesh.check_data_axis(self.name)
+        return meshes.check_data_axis(self.name)
 
 
 def as_data_axis(data_axis: Any) -> DataAxis | None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from jax.extend import core
 
-from ga_optax._jaxpr import INLINE, inner_programs, uses, with_inner
+from ga_optax._passes.ir import INLINE, inner_programs, uses, with_inner
 
 
 def sunk(jaxpr: core.Jaxpr, params: set[Any], sliced: bool = False) -> core.Jaxpr:

@@ -8,14 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from ga_optax import _collectives, _in_place, accumulator
-from ga_optax._axis import plan as planning
-from ga_optax._axis.read import bind, flat, variables
-from ga_optax._axis.rules import own_part
-from ga_optax._call import Call
+from ga_optax import accumulator
 from ga_optax._checks import named_leaves
-from ga_optax._loop import Flat, Loop, Operands, State, merged
-from ga_optax._program import Program
+from ga_optax._devices import collectives
+from ga_optax._inside import in_place
+from ga_optax._inside.axis import plan as planning
+from ga_optax._inside.axis.read import bind, flat, variables
+from ga_optax._inside.axis.rules import own_part
+from ga_optax._inside.call import Call
+from ga_optax._inside.loop import Flat, Loop, Operands, State, merged
+from ga_optax._inside.program import Program
 from ga_optax.accumulator import Accumulator
 
 Arrays = list[jax.Array]
@@ -147,7 +149,7 @@ class _Window:
         members = {j: self.plan.buffers[j] for j in self.plan.at(level)}
         operands = [buffer.operand for buffer in members.values()]
         start = {
-            j: _collectives.vary(_empty(buffer.kind, buffer.operand.aval), self.axes)
+            j: collectives.vary(_empty(buffer.kind, buffer.operand.aval), self.axes)
             for j, buffer in members.items()
             if buffer.kind in _FOLDS
         }
@@ -182,7 +184,7 @@ class _Window:
         value, results, _ = self.finished(outcome, self.call._replace(where=()), [])
         sums = zip(members, operands, results[len(early) :], strict=True)
         self.buffers |= {
-            j: _collectives.vary(total.astype(x.aval.dtype), self.axes)
+            j: collectives.vary(total.astype(x.aval.dtype), self.axes)
             for j, (x, _), total in sums
         }
         return value, dict(zip(early, results, strict=False))
@@ -309,12 +311,12 @@ class _Window:
             carry=jax.tree.structure(()),
             weighted=weighted,
             multiplies=weighted and program.multiplies,
-            arrivals=[_in_place.arrival(jaxpr, x) for x in jaxpr.invars[: len(diff)]],
+            arrivals=[in_place.arrival(jaxpr, x) for x in jaxpr.invars[: len(diff)]],
         )
         for j in buffers:
             if j not in self.cotangents:
                 zeros = _wide(jnp.zeros_like(self.buffers[j]))
-                self.cotangents[j] = _collectives.vary(-zeros, self.axes)
+                self.cotangents[j] = collectives.vary(-zeros, self.axes)
         before = [*(self.totals[i] for i in params)]
         before += [self.cotangents[j] for j in buffers]
         # It is not empty, and its totals are added to.
@@ -322,13 +324,13 @@ class _Window:
             before, jnp.zeros_like(self.start.weight), jnp.ones([], jnp.int32)
         )
         operands = Operands(closed.consts, diff, self.xs, [], [], acc)
-        whys = _in_place.reasons(self.call.options.in_place, of_loop, operands)
+        whys = in_place.reasons(self.call.options.in_place, of_loop, operands)
         names = [name for name, _ in named_leaves(self.call.params)]
-        _in_place.report([names[i] for i in params], whys[: len(params)])
-        in_place = [why is None for why in whys]
-        branches = None in _in_place.reasons(True, of_loop, operands)
+        in_place.report([names[i] for i in params], whys[: len(params)])
+        inside = [why is None for why in whys]
+        branches = None in in_place.reasons(True, of_loop, operands)
         k = self.call.options.num_microbatches
-        loop = Loop(of_loop, k, False, in_place, branches)
+        loop = Loop(of_loop, k, False, inside, branches)
         state = loop(operands)
         after = iter(state.acc.total)
         for i in params:
@@ -408,7 +410,7 @@ class _Window:
         for j, x in new.items():
             dtype = self.plan.buffers[j].operand.aval.dtype
             x = x if x.dtype == dtype else x.astype(dtype)
-            self.buffers[j] = _collectives.vary(x, axes)
+            self.buffers[j] = collectives.vary(x, axes)
 
     def zeros(self, buffer: planning.Buffer) -> jax.Array:
         """A buffer before it is filled."""
@@ -439,7 +441,7 @@ _ACROSS = {
 
 def _empty(kind: str, aval: Any) -> jax.Array:
     """The identity of a fold."""
-    zeros, dtype = _collectives.zeros(aval), aval.dtype
+    zeros, dtype = collectives.zeros(aval), aval.dtype
     if kind == "sum":
         return _wide(zeros) if _is_inexact(zeros) else zeros
     if _is_inexact(zeros):

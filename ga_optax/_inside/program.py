@@ -10,14 +10,15 @@ import numpy as np
 from jax.extend import core
 from jax.typing import ArrayLike
 
-from ga_optax import _aux, _collectives, _in_place, _mesh, _rows
-from ga_optax._call import Call
-from ga_optax._casts import sunk
 from ga_optax._checks import check_structure, named_leaves
-from ga_optax._constants import hoisted
-from ga_optax._gathered import gathered
-from ga_optax._jaxpr import inner_programs
-from ga_optax._options import FromAux, Options
+from ga_optax._devices import collectives, membership, meshes
+from ga_optax._inside import aux_modes, in_place
+from ga_optax._inside.call import Call
+from ga_optax._inside.options import FromAux, Options
+from ga_optax._passes.casts import sunk
+from ga_optax._passes.constants import hoisted
+from ga_optax._passes.gathered import gathered
+from ga_optax._passes.ir import inner_programs
 from ga_optax.accumulator import as_weight
 
 _UNBOUND = (
@@ -64,7 +65,7 @@ class Program(NamedTuple):
     @property
     def sliced(self) -> list[bool]:
         """Which gradients come in slices that can be added in place."""
-        can = _in_place.HAS_REFS and not (self.multiplies or self.jaxpr.effects)
+        can = in_place.HAS_REFS and not (self.multiplies or self.jaxpr.effects)
         return [can and came == "slices" for came in self.arrivals]
 
     @property
@@ -128,24 +129,24 @@ def trace(call: Call) -> Program:
     # The types of the results say over which devices they vary; their shapes do not.
     avals = [variable.aval for variable in jaxpr.outvars]
     loss, weight, carry, aux = jax.tree.unflatten(jax.tree.structure(shapes), avals)
-    modes = _aux.resolved(options.aux, aux, rows, 2 if joins else k, grown)
+    modes = aux_modes.resolved(options.aux, aux, rows, 2 if joins else k, grown)
     _check_not_reduced(call, loss)
     narrow = jnp.finfo(loss.dtype).bits < 32
     arguments = jax.tree.leaves(params), first, keys, carry
     multiplies = weight is not None and (
         narrow or not _scales(call, closed, *arguments)
     )
-    replaced, arrival = call.replaced, _in_place.arrival
+    replaced, arrival = call.replaced, in_place.arrival
     leaves = jaxpr.invars[: len(replaced)]
-    if _in_place.HAS_REFS and not (multiplies or jaxpr.effects):
+    if in_place.HAS_REFS and not (multiplies or jaxpr.effects):
         # A stack of gradients, if it still were one, would be wider.
         moved = sunk(jaxpr, set(leaves))
         if moved is not jaxpr:
             jaxpr = sunk(jaxpr, {x for x in leaves if arrival(moved, x) == "slices"})
     of_params = zip(replaced, leaves, strict=True)
     arrivals = ["replaces" if new else arrival(jaxpr, x) for new, x in of_params]
-    if options.each and call.mesh is not None and not _mesh.explicit_names(call.mesh):
-        specs = _mesh.broadcast_specs(call.specs, call.params)
+    if options.each and call.mesh is not None and not meshes.explicit_names(call.mesh):
+        specs = meshes.broadcast_specs(call.specs, call.params)
         jaxpr = gathered(jaxpr, specs, options.axes, call.mesh)
     return Program(
         jaxpr=jaxpr,
@@ -157,7 +158,7 @@ def trace(call: Call) -> Program:
         carry=jax.tree.structure(carry),
         aux=jax.tree.structure(aux),
         weighted=weight is not None,
-        varying=tuple(sorted({*call.axes, *_mesh.varying(weight)})),
+        varying=tuple(sorted({*call.axes, *meshes.varying(weight)})),
         multiplies=multiplies,
         arrivals=arrivals,
     )
@@ -167,8 +168,8 @@ def _split(call: Call, x: ArrayLike, axis: int) -> jax.Array:
     """`x` as `[num_microbatches, ...]`, micro-batches split along `axis`."""
     k = call.num_parts
     if call.mesh is not None:
-        return _collectives.split_shards(x, k, call.options.axes, call.mesh, axis)
-    return _rows.split(x, k, axis, call.strided)
+        return collectives.split_shards(x, k, call.options.axes, call.mesh, axis)
+    return membership.split(x, k, axis, call.strided)
 
 
 def _in_words(call: Call, x: jax.Array) -> str:
@@ -184,12 +185,12 @@ def _in_words(call: Call, x: jax.Array) -> str:
 def _joined(call: Call, x: jax.Array) -> jax.Array:
     """The reverse of `_split` for a result: micro-batches on axis 0, rows on axis 1."""
     if call.mesh is not None:
-        return _collectives.join_shards(x, call.options.axes, call.mesh)
+        return collectives.join_shards(x, call.options.axes, call.mesh)
     k, size, *rest = x.shape
     # An axis of several numbers a row has them row by row.
     rows = math.gcd(size, call.batch[0].shape[call.split_axes[0]] // k)
     x = jnp.reshape(x, (k, rows, size // rows, *rest))
-    return jnp.reshape(_rows.join(x, 0, call.strided), (k * size, *rest))
+    return jnp.reshape(membership.join(x, 0, call.strided), (k * size, *rest))
 
 
 def _scales(
@@ -211,7 +212,7 @@ def _scales(
             return jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *leaves)[0]
 
         loss, pullback = jax.vjp(loss_of, *params)
-        return pullback(_aux.like(jnp.ones_like(loss), loss))
+        return pullback(aux_modes.like(jnp.ones_like(loss), loss))
 
     trace_back = jax.make_jaxpr(backward, axis_env=call.axis_env)
     jaxpr = trace_back(params, *rest).jaxpr
@@ -271,7 +272,7 @@ def value_of(
     for i, (x, (mode, axis)) in enumerate(zip(of_aux, modes, strict=True)):
         if mode == "concat":
             x = _joined(call, jnp.moveaxis(x, axis + 1, 1))
-        if _aux.MODES[mode].collects:
+        if aux_modes.MODES[mode].collects:
             collected.setdefault(axis, [None] * len(of_aux))[i] = x
         else:
             shared[i] = x
@@ -366,8 +367,8 @@ def _explain_manual_axis(call: Call, error: ValueError) -> None:
 
 
 def _check_not_reduced(call: Call, loss: Any) -> None:
-    reduced = [name for name in call.axes if name not in _mesh.varying(loss)]
-    if reduced and _mesh.checks_varying():
+    reduced = [name for name in call.axes if name not in meshes.varying(loss)]
+    if reduced and meshes.checks_varying():
         raise ValueError(
             "fun must return the loss of one device's micro-batch, but its loss is the "
             f"same on all devices along {reduced[0]!r}: it is reduced already. Take "

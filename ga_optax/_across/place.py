@@ -14,9 +14,10 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from ga_optax import _collectives, _mesh, accumulator
+from ga_optax import accumulator
+from ga_optax._across.choices import Predicate, both, select
 from ga_optax._checks import named_leaves
-from ga_optax._choose import Predicate, both, select
+from ga_optax._devices import collectives, meshes
 from ga_optax.accumulator import Accumulator
 
 T = TypeVar("T")
@@ -132,24 +133,24 @@ class ManyDevices:
 
     @property
     def spec(self) -> PartitionSpec:
-        return _mesh.split_spec(self.axes)
+        return meshes.split_spec(self.axes)
 
     def start(self, acc: Accumulator) -> Accumulator:
         """A part for each device, along a new leading axis."""
 
         def zeros(acc: Accumulator) -> Accumulator:
             parts = jax.tree.map(lambda x: jnp.zeros_like(x)[None], acc)
-            return _collectives.vary(parts, self.axes)
+            return collectives.vary(parts, self.axes)
 
-        mesh = _mesh.find_mesh(self.axes, None, acc.total)
+        mesh = meshes.find_mesh(self.axes, None, acc.total)
         if mesh is None:
             return zeros(acc)
-        return _collectives.over_mesh(
+        return collectives.over_mesh(
             zeros, mesh, self.axes, (acc,), (PartitionSpec(),), self.spec
         )
 
     def load(self, acc: Accumulator) -> Accumulator:
-        if _mesh.find_mesh(self.axes, None) is not None:
+        if meshes.find_mesh(self.axes, None) is not None:
             raise ValueError(
                 f"With data_axis={self.axes} this must be called inside a "
                 "jax.shard_map over that axis, with state_specs for the state, but it "
@@ -168,27 +169,27 @@ class ManyDevices:
 
     def store(self, buffer: Buffer) -> Buffer:
         parts = jax.tree.map(lambda x: x[None], (buffer.values, buffer.weight))
-        values, weight = _collectives.vary(parts, self.axes)
+        values, weight = collectives.vary(parts, self.axes)
         return Buffer(values, weight, buffer.count)
 
     def check(self, grads: Any, params: Any, extra_args: Any) -> None:
-        if not _mesh.checks_varying():
+        if not meshes.checks_varying():
             return
         axes = set(self.axes)
         for name, leaf in named_leaves(grads):
-            reduced = sorted(axes - _mesh.varying(leaf))
+            reduced = sorted(axes - meshes.varying(leaf))
             if reduced:
                 raise ValueError(
                     f"With a data_axis, grads must be those of one device, but {name} "
                     f"is the same along {reduced}: it is reduced already. To mend it, "
-                    f"{_mesh.OWN_COPY}"
+                    f"{meshes.OWN_COPY}"
                 )
         for what, tree, todo in (
             ("extra arguments", extra_args, "Reduce them, with jax.lax.pmean."),
             ("params", params, "The sums would mix its shards: pass whole ones."),
         ):
             for name, leaf in named_leaves(tree):
-                own = sorted(axes & _mesh.varying(leaf))
+                own = sorted(axes & meshes.varying(leaf))
                 if own:
                     raise ValueError(
                         f"With a data_axis, {what} must be the same on all devices, "
@@ -198,7 +199,7 @@ class ManyDevices:
     def agree(self, decision: T) -> T:
         return jax.tree.map(
             lambda x: jax.lax.pmax(x, self.axes),
-            _collectives.vary(decision, self.axes),
+            collectives.vary(decision, self.axes),
         )
 
     def of_all(self, grads: optax.Updates) -> optax.Updates:
@@ -228,9 +229,9 @@ class ManyDevices:
             with jax.named_scope("ga_optax.merge"):
                 grads, args = buffer.values
                 mine = buffer._replace(
-                    values=(grads, _collectives.vary(args, self.axes))
+                    values=(grads, collectives.vary(args, self.axes))
                 )
-                whole = _collectives.merge_across(Accumulator(*mine), self.axes)
+                whole = collectives.merge_across(Accumulator(*mine), self.axes)
             whole = _mean(Buffer(*whole), self.use_grad_mean)
             return choose(weighs(whole), lambda: run(whole), stay)
 

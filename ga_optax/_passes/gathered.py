@@ -12,19 +12,21 @@ import jax
 from jax.extend import core
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ga_optax import _mesh
-from ga_optax._jaxpr import INLINE, with_inner
+from ga_optax._devices import meshes
+from ga_optax._passes.ir import INLINE, with_inner
 
 Entries = tuple[Any, ...]  # of a PartitionSpec, one for each dimension
 
 
 def gathered(
-    jaxpr: core.Jaxpr, specs: list[Any], axes: _mesh.Axes, mesh: Any
+    jaxpr: core.Jaxpr, specs: list[Any], axes: meshes.Axes, mesh: Any
 ) -> core.Jaxpr:
     """The program; of its first arguments, parameters, `specs` says how they lie."""
 
     def rest(entry: Any) -> Any:
-        return _mesh.as_entry(tuple(n for n in _mesh.names_in(entry) if n not in axes))
+        return meshes.as_entry(
+            tuple(n for n in meshes.names_in(entry) if n not in axes)
+        )
 
     sharded = {}
     params: list[Any] = jaxpr.invars[: len(specs)]

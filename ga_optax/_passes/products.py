@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from ga_optax._jaxpr import INLINE, equations_of, inner_programs, with_inner
+from ga_optax._passes.ir import INLINE, equations_of, inner_programs, with_inner
 
 _WIDE = np.dtype(np.float32)  # in which products of narrower matrices are summed
 _ALGORITHMS = (jax.lax.DotAlgorithm, jax.lax.DotAlgorithmPreset)

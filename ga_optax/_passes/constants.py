@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from ga_optax._jaxpr import INLINE, bind, inner_programs, with_inner
+from ga_optax._passes.ir import INLINE, bind, inner_programs, with_inner
 
 # They round nothing, or as often as the one who reads the result.
 _MOVES = {

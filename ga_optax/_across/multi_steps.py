@@ -21,18 +21,18 @@ import optax
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from ga_optax import _mesh
-from ga_optax._checks import check_callable, check_dtype, check_gradients
-from ga_optax._place import ManyDevices, OneDevice
-from ga_optax._state import (
+from ga_optax._across.place import ManyDevices, OneDevice
+from ga_optax._across.state import (
     MultiStepsState,
     has_updated,
     some_states,
     state_type,
     warn_of_counts,
 )
+from ga_optax._across.window import SkipFn, Window, check_every_k
+from ga_optax._checks import check_callable, check_dtype, check_gradients
+from ga_optax._devices import meshes
 from ga_optax._text import listed
-from ga_optax._window import SkipFn, Window, check_every_k
 
 
 def drop_window_if_not_finite(
@@ -194,7 +194,7 @@ class MultiSteps(optax.GradientTransformationExtraArgs):
                 f"track_noise must be a Python bool, but it is {track_noise!r}. It "
                 "decides what the state holds: pass True or False."
             )
-        axes = _mesh.check_data_axis(data_axis)
+        axes = meshes.check_data_axis(data_axis)
         if axes and track_noise:
             raise ValueError(
                 "track_noise must be False with a data_axis, but data_axis is "

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from ga_optax import _collectives, _mesh
 from ga_optax._checks import (
     check_arrays,
     check_gradients,
@@ -18,8 +17,9 @@ from ga_optax._checks import (
     nodes_of,
     one_of,
 )
-from ga_optax._mesh import Axes, Placement
-from ga_optax._options import NAMES, FromAux, Options, Place
+from ga_optax._devices import collectives, meshes
+from ga_optax._devices.meshes import Axes, Placement
+from ga_optax._inside.options import NAMES, FromAux, Options, Place
 
 # Flax's name of what is to be overwritten with its gradient: `flax.linen.fp8_ops`.
 _REPLACED = "_overwrite_with_gradient"
@@ -69,7 +69,7 @@ class Call(NamedTuple):
         _check_no_keys(call)
         if options.data_axis is not None:
             axis = options.data_axis
-            mesh = _mesh.find_mesh(axis.axes, axis.mesh, call.batch)
+            mesh = meshes.find_mesh(axis.axes, axis.mesh, call.batch)
             whole = axis.grad_specs is not None
             specs = PartitionSpec() if whole else axis.param_specs
             call = call._replace(mesh=mesh, specs=specs, grad_specs=axis.grad_specs)
@@ -132,7 +132,7 @@ class Call(NamedTuple):
     def logical(self) -> int:
         """How many logical devices this device stands for; 0 if there are none."""
         total = self.options.logical_devices
-        return total and total // _mesh.num_devices(self.options.axes, self.mesh)
+        return total and total // meshes.num_devices(self.options.axes, self.mesh)
 
     @property
     def num_parts(self) -> int:
@@ -145,14 +145,14 @@ class Call(NamedTuple):
         options = self.options
         if options.axis_name is None:
             return []
-        devices = _mesh.num_devices(self.axes, None) if self.axes else 1
+        devices = meshes.num_devices(self.axes, None) if self.axes else 1
         return [(options.axis_name, options.num_microbatches * devices)]
 
     @property
     def strided(self) -> bool:
         """Whether micro-batch i holds the rows i, i + k, ..., see `_rows`."""
         everything = self.args, self.kwargs
-        return not self.options.axes and _mesh.is_distributed(everything)
+        return not self.options.axes and meshes.is_distributed(everything)
 
     @property
     def sent(self) -> dict[int, Placement]:
@@ -167,11 +167,11 @@ class Call(NamedTuple):
         if sent := self.sent:
             leaves, structure = jax.tree.flatten(total)
             for i, place in sent.items():
-                leaves[i] = _collectives.part(leaves[i], place)
+                leaves[i] = collectives.part(leaves[i], place)
             return structure.unflatten(leaves)
         if self.mesh is None or self.specs is None:
             return total
-        return _collectives.constrain(total, self.specs, self.mesh)
+        return collectives.constrain(total, self.specs, self.mesh)
 
     def with_args(self, new: dict[Place, Any]) -> "Call":
         """The same call with other arguments at some places."""
@@ -197,8 +197,8 @@ class Call(NamedTuple):
         axes = self.axes
         if not axes:
             return self
-        known = _mesh.checks_varying()
-        split = frozenset().union(*map(_mesh.varying, self.batch))
+        known = meshes.checks_varying()
+        split = frozenset().union(*map(meshes.varying, self.batch))
         same = tuple(name for name in axes if name not in split)
         if known and same:
             raise ValueError(
@@ -210,17 +210,17 @@ class Call(NamedTuple):
         device = jax.lax.axis_index(axes)
         for role in ("rng_argnums", "carry_argnums"):
             for i in self.roles[role]:
-                new[i] = _collectives.vary(self.at(i), axes)
+                new[i] = collectives.vary(self.at(i), axes)
                 if role == "rng_argnums" and not self.logical:
                     new[i] = jax.tree.map(
                         lambda k: jax.random.fold_in(k, device), new[i]
                     )
-        batch = _collectives.vary(self.batch, axes)
+        batch = collectives.vary(self.batch, axes)
         return self.with_args(new).with_batch(batch)._replace(where=where)
 
     def _params_on_device(self, known: bool) -> tuple[Any, list[Placement]]:
         axes, params = self.axes, self.role("argnums")
-        where = _mesh.placements(self.params, self.specs, axes, None)
+        where = meshes.placements(self.params, self.specs, axes, None)
         if self.options.each and not known and self.specs is None:
             raise ValueError(
                 f'sync="each" must know which parameters are sharded over {axes}, but '
@@ -228,7 +228,7 @@ class Call(NamedTuple):
                 "leave check_vma on."
             )
         for i, (name, x) in enumerate(named_leaves(params)):
-            sharded, varying = where[i].axes, _mesh.varying(x)
+            sharded, varying = where[i].axes, meshes.varying(x)
             loose = tuple(n for n in axes if n in varying and n not in sharded)
             if self.options.each:
                 summed = tuple(n for n in axes if n in varying or n in sharded)
@@ -240,16 +240,16 @@ class Call(NamedTuple):
                     f"along {loose}. Pass DataAxis(param_specs=); or "
                     'sync="each", if fun itself gathers them.'
                 )
-            if self.logical and any(_mesh.num_parts(x, d) > 1 for d in range(x.ndim)):
+            if self.logical and any(meshes.num_parts(x, d) > 1 for d in range(x.ndim)):
                 raise ValueError(
                     "logical_devices needs automatic axes beside the data axis, up to "
                     f"jax 0.12, but an explicit one shards {name}: its type is "
                     f"{jax.typeof(x)}. Use AxisType.Auto, or leave logical_devices out."
                 )
-        leaves, structure = jax.tree.flatten(_collectives.vary(params, axes))
-        leaves = _collectives.gather(leaves, where)
+        leaves, structure = jax.tree.flatten(collectives.vary(params, axes))
+        leaves = collectives.gather(leaves, where)
         if self.grad_specs is not None:
-            where = _mesh.placements(
+            where = meshes.placements(
                 self.params, self.grad_specs, axes, None, "grad_specs"
             )
         return jax.tree.unflatten(structure, leaves), where
@@ -405,7 +405,7 @@ def _axes_of_batch(call: Call) -> list[int | None]:
 
 def _check_axis(options: Options) -> None:
     name = options.axis_name
-    if name is not None and _mesh.checks_varying():
+    if name is not None and meshes.checks_varying():
         raise ValueError(
             f"Inside a jax.shard_map axis_name={name!r} needs check_vma=False, but "
             "this one checks: JAX has no types for an axis beside its mesh. Pass that, "
@@ -415,7 +415,7 @@ def _check_axis(options: Options) -> None:
 
 def _check_logical(call: Call) -> None:
     total, axes = call.options.logical_devices, call.options.axes
-    devices = _mesh.num_devices(axes, call.mesh) if total else 1
+    devices = meshes.num_devices(axes, call.mesh) if total else 1
     if total % devices:
         raise ValueError(
             f"The devices along data_axis={axes} must divide logical_devices={total}, "
@@ -452,12 +452,12 @@ def _check_batch(call: Call) -> None:
         raise ValueError(
             f"The batch must hold at least one example, but {came}. Skip the call."
         )
-    devices = 1 if call.mesh is None else _mesh.num_devices(axes, call.mesh)
+    devices = 1 if call.mesh is None else meshes.num_devices(axes, call.mesh)
     devices *= call.logical or 1
     kind = "logical devices" if call.logical else "devices"
     if not axes:
         split = zip(call.batch, call.split_axes, strict=True)
-        devices = max(_mesh.num_parts(x, axis) for x, axis in split)
+        devices = max(meshes.num_parts(x, axis) for x, axis in split)
     part, rest = divmod(rows, devices)
     if rest:
         raise ValueError(

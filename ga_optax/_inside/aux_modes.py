@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from ga_optax import _collectives, _mesh, _tree, accumulator
+from ga_optax import accumulator
 from ga_optax._checks import named_leaves
-from ga_optax._mesh import Axes
+from ga_optax._devices import collectives, logical, meshes
+from ga_optax._devices.meshes import Axes
 from ga_optax.accumulator import Accumulator
 
 Leaves = list[Any]
@@ -100,7 +101,7 @@ class Mean(Mode):
         return Accumulator(total, kept.weight + one, accumulator.increment(kept.count))
 
     def join(self, a: Any, b: Any) -> Accumulator:
-        total: Any = list(map(_tree.plus, a.total, b.total))
+        total: Any = list(map(logical.plus, a.total, b.total))
         return Accumulator(total, a.weight + b.weight, b.count)
 
     def addends(self, kept: Any) -> Leaves:
@@ -125,7 +126,7 @@ class Sum(Mode):
         return [s + x.astype(s.dtype) for s, x in zip(kept, leaves, strict=True)]
 
     def join(self, a: Leaves, b: Leaves) -> Leaves:
-        return list(map(_tree.plus, a, b))
+        return list(map(logical.plus, a, b))
 
     def addends(self, kept: Leaves) -> Leaves:
         return kept
@@ -144,7 +145,7 @@ class Last(Mode):
         return list(map(strong, leaves))
 
     def merge(self, kept: Any, sums: Leaves, weight: jax.Array, axes: Axes) -> Leaves:
-        is_last = jax.lax.axis_index(axes) == _mesh.num_devices(axes, None) - 1
+        is_last = jax.lax.axis_index(axes) == meshes.num_devices(axes, None) - 1
 
         def last(x: jax.Array) -> jax.Array:
             if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
@@ -154,7 +155,7 @@ class Last(Mode):
             here = jnp.where(is_last, count, -jnp.zeros_like(count))  # -0.0 + x is x
             return jax.lax.psum(here, axes).astype(x.dtype)
 
-        return list(map(last, _collectives.vary(kept, axes)))
+        return list(map(last, collectives.vary(kept, axes)))
 
 
 class Stack(Mode):
@@ -305,12 +306,12 @@ def in_order(groups: Sequence[Leaves], modes: Sequence[str]) -> Leaves:
 
 def blank(types: Sequence[Any]) -> Leaves:
     """Zeros of these types: placed, and varying over devices, as they say."""
-    return [like(_collectives.zeros(x), x) for x in types]
+    return [like(collectives.zeros(x), x) for x in types]
 
 
 def like(x: jax.Array, other: Any) -> jax.Array:
     """`x`, marked as varying over devices as `other` does."""
-    return _collectives.vary(x, tuple(_mesh.varying(other)))
+    return collectives.vary(x, tuple(meshes.varying(other)))
 
 
 def strong(x: ArrayLike) -> jax.Array:

@@ -51,9 +51,9 @@ class Collective:
     @property
     def times(self) -> int | None:
         """How often it runs in one call, at most; None if that is not known."""
-        from ga_optax import _hlo  # 3 ms of import, which few need
+        from ga_optax._compiled import hlo  # 3 ms of import, which few need
 
-        return _hlo.times(self.loops)
+        return hlo.times(self.loops)
 
     @property
     def total_bytes(self) -> int | None:
@@ -175,21 +175,21 @@ def audit(
             "audit needs a compiled program, or its HLO text, but it got a "
             f"{type(compiled).__name__}. Pass jax.jit(step).lower(*args).compile()."
         )
-    from ga_optax import _hlo  # 3 ms of import, which few need
+    from ga_optax._compiled import hlo  # 3 ms of import, which few need
 
     collectives, chains = [], set()
-    for placed in _hlo.parse(text).walk():
+    for placed in hlo.parse(text).walk():
         found = placed.instruction
         kind = _KIND.fullmatch(found.opcode)
         # On TPUs, the fusions that start, hide and end a collective all contain it.
-        chain = found.attribute(_hlo.CHAIN), placed.loops, placed.conditional
+        chain = found.attribute(hlo.CHAIN), placed.loops, placed.conditional
         if kind is None or chain in chains:
             continue
         chains |= {chain} if chain[0] else set()
-        size = sum(map(_hlo.num_bytes, found.operand_types))
-        groups = found.attribute(_hlo.GROUPS)
-        context = _hlo.axes_of(groups, mesh), placed.loops, placed.conditional
-        source = found.attribute(_hlo.SOURCE)
-        name = "reduce-scatter" if _hlo.is_scattered(placed) else kind[1]
+        size = sum(map(hlo.num_bytes, found.operand_types))
+        groups = found.attribute(hlo.GROUPS)
+        context = hlo.axes_of(groups, mesh), placed.loops, placed.conditional
+        source = found.attribute(hlo.SOURCE)
+        name = "reduce-scatter" if hlo.is_scattered(placed) else kind[1]
         collectives.append(Collective(name, found.name, size, groups, *context, source))
     return Audit(tuple(collectives))

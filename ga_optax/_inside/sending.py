@@ -13,9 +13,10 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from ga_optax import _aux, _collectives, _mesh
-from ga_optax._jaxpr import bind
-from ga_optax._mesh import Axes, Placement
+from ga_optax._devices import collectives, meshes
+from ga_optax._devices.meshes import Axes, Placement
+from ga_optax._inside import aux_modes
+from ga_optax._passes.ir import bind
 
 # What to do with a gradient, or a slice of it, and what `run` was given for it.
 Write = Callable[[Any, jax.Array], None]
@@ -23,9 +24,9 @@ Write = Callable[[Any, jax.Array], None]
 
 def empty(x: jax.Array, placement: Placement, axes: Axes) -> Any:
     """A reference for the sum of `x` over devices, of its type."""
-    varies = (_mesh.varying(x) - set(axes)) | set(placement.axes)
-    part = _collectives.part(x, placement)
-    return jax.new_ref(_collectives.vary(part, tuple(sorted(varies))))
+    varies = (meshes.varying(x) - set(axes)) | set(placement.axes)
+    part = collectives.part(x, placement)
+    return jax.new_ref(collectives.vary(part, tuple(sorted(varies))))
 
 
 def run(
@@ -43,7 +44,7 @@ def run(
         over slices of the gradient, that is their slices.
       writes: what to do with each gradient.
     """
-    trace = jax.make_jaxpr(lambda: backward(*map(jax.new_ref, _aux.blank(types))))
+    trace = jax.make_jaxpr(lambda: backward(*map(jax.new_ref, aux_modes.blank(types))))
     closed: Any = trace()
     equations = closed.jaxpr.eqns
     made = [e for e in equations if e.primitive.name == "new_ref"][: len(types)]

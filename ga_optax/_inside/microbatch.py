@@ -28,15 +28,17 @@ import optax
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from ga_optax import _collectives, _in_place, _mesh, accumulator
-from ga_optax._aux import strong
-from ga_optax._call import Call
+from ga_optax import accumulator
 from ga_optax._checks import check_gradients, named_leaves
-from ga_optax._data_axis import DataAxis
-from ga_optax._loop import Loop, Operands, merged, of_logical
-from ga_optax._mesh import Placement
-from ga_optax._options import FromAux, Options
-from ga_optax._program import Program, Value, put_together, trace, value_of
+from ga_optax._devices import collectives, meshes
+from ga_optax._devices.data_axis import DataAxis
+from ga_optax._devices.meshes import Placement
+from ga_optax._inside import in_place
+from ga_optax._inside.aux_modes import strong
+from ga_optax._inside.call import Call
+from ga_optax._inside.loop import Loop, Operands, merged, of_logical
+from ga_optax._inside.options import FromAux, Options
+from ga_optax._inside.program import Program, Value, put_together, trace, value_of
 from ga_optax.accumulator import Accumulator
 
 
@@ -298,28 +300,28 @@ def _fold(
     params, _, keys, carry = (jax.tree.leaves(call.role(n)) for n in call.roles)
     total, structure = jax.tree.flatten(acc.total)
     params, carry = list(map(jnp.asarray, params)), list(map(strong, carry))
-    flat = acc._replace(total=_collectives.vary(total, call.axes))
+    flat = acc._replace(total=collectives.vary(total, call.axes))
     operands = Operands(program.consts, params, program.batch, keys, carry, flat)
     if options.axis_name is not None:
-        from ga_optax import _axis  # four modules that few need
+        from ga_optax._inside import axis  # four modules that few need
 
-        leaves, carry, done = _axis.fold(call, program, operands)
+        leaves, carry, done = axis.fold(call, program, operands)
         value = value_of(call, program, leaves, program.carry.unflatten(carry))
         total = jax.tree.unflatten(structure, done.total)
         return value, done._replace(total=total)
 
     sent, sums_already = call.sent, any(place.summed for place in call.where)
-    whys = _in_place.reasons(options.in_place, program, operands, sent)
-    _in_place.report([name for name, _ in named_leaves(call.params)], whys)
+    whys = in_place.reasons(options.in_place, program, operands, sent)
+    in_place.report([name for name, _ in named_leaves(call.params)], whys)
     if sums_already and program.multiplies:
         raise ValueError(
             'sync="each" must scale the loss by the weight, but fun has custom_vjp, '
             'float16 or a narrow loss in it. Use sync="last", or a float32 loss.'
         )
-    in_place = [why is None for why in whys]
+    inside = [why is None for why in whys]
     # In a branch XLA compiles the backward pass otherwise: so it is in one, in place or
     # not, if it could be in place.
-    branches = None in _in_place.reasons(True, program, operands)
+    branches = None in in_place.reasons(True, program, operands)
     branches = branches and not sent  # all devices have to send
     met = {}
     if options.overlap and merges and call.axes:
@@ -330,9 +332,7 @@ def _fold(
     # What the compiler reduces over devices in each micro-step would be twice as large.
     once = program.narrow and not (options.each or call.strided)
     k = options.num_microbatches
-    loop = Loop(
-        program, k, sums_already, in_place, branches, once, sent, met, call.axes
-    )
+    loop = Loop(program, k, sums_already, inside, branches, once, sent, met, call.axes)
     state = of_logical(loop, operands, call) if call.logical else loop(operands)
     if merges and call.axes:
         with jax.named_scope("merge"):
@@ -365,7 +365,7 @@ def _mean(call: Call, program: Program, acc: Accumulator, params: Any) -> optax.
     k = call.options.num_microbatches
     weight: int | jax.Array = k
     if call.axes:
-        k *= _mesh.num_devices(call.axes, None) * (call.logical or 1)
+        k *= meshes.num_devices(call.axes, None) * (call.logical or 1)
         weight = acc.weight
     power_of_two = not program.weighted and k > 1 and k & (k - 1) == 0
 
@@ -387,26 +387,26 @@ def _mean(call: Call, program: Program, acc: Accumulator, params: Any) -> optax.
 def _over_mesh(call: Call, run: Callable[..., Any], *acc: Accumulator) -> Any:
     """`run(call, *acc)` in a `shard_map` over the data axes."""
     options, mesh, axes = call.options, call.mesh, call.options.axes
-    split, params = _mesh.split_spec(axes), call.params
+    split, params = meshes.split_spec(axes), call.params
     whole: Any = PartitionSpec()
     tree = jax.tree.structure(params)
-    where = _mesh.placements(params, call.specs, axes, mesh)
+    where = meshes.placements(params, call.specs, axes, mesh)
     specs = of_grads = tree.unflatten(place.spec for place in where)
     if call.grad_specs is not None:
         given = params, call.grad_specs, axes, mesh, "grad_specs"
-        where = _mesh.placements(*given)
+        where = meshes.placements(*given)
         of_grads = tree.unflatten(place.spec for place in where)
 
     places = call.unsplit
     of_params = (specs,) if isinstance(options.argnums, int) else specs
     of_roles = [*of_params, *[whole] * (len(places) - len(of_params))]
-    of_batch = [_mesh.split_spec(axes, axis) for axis in call.split_axes]
-    _mesh.check_scatter(params, where, axes, mesh)
+    of_batch = [meshes.split_spec(axes, axis) for axis in call.split_axes]
+    meshes.check_scatter(params, where, axes, mesh)
     # What has no role goes to `fun` as it came, but for traced and distributed arrays,
     # which have to be operands.
     without = call.with_args(dict.fromkeys(places)).with_batch([0] * len(of_batch))
     rest, structure = jax.tree.flatten((without.args, without.kwargs))
-    operands = {i: x for i, x in enumerate(rest) if _collectives.is_operand(x)}
+    operands = {i: x for i, x in enumerate(rest) if collectives.is_operand(x)}
 
     def local(with_role: Any, batch: Any, operands: Any, *acc: Accumulator) -> Any:
         leaves = [operands.get(i, x) for i, x in enumerate(rest)]
@@ -424,6 +424,6 @@ def _over_mesh(call: Call, run: Callable[..., Any], *acc: Accumulator) -> Any:
     of_given = of_roles, of_batch, whole, *[result] * len(acc)
     checks = options.axis_name is None  # JAX has no types for an axis beside the mesh
     out_specs = value, result
-    return _collectives.over_mesh(
+    return collectives.over_mesh(
         local, mesh, axes, given, of_given, out_specs, check_vma=checks
     )

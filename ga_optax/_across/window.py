@@ -25,7 +25,11 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
-from ga_optax import _choose, _noise, accumulator
+from ga_optax import accumulator
+from ga_optax._across import choices, noise_scale
+from ga_optax._across.choices import Predicate
+from ga_optax._across.place import Buffer, Choose, ManyDevices, OneDevice
+from ga_optax._across.state import MultiStepsState, check_state, state_type
 from ga_optax._checks import (
     check_arrays,
     check_gradients,
@@ -36,9 +40,6 @@ from ga_optax._checks import (
     is_int,
     is_integer,
 )
-from ga_optax._choose import Predicate
-from ga_optax._place import Buffer, Choose, ManyDevices, OneDevice
-from ga_optax._state import MultiStepsState, check_state, state_type
 from ga_optax.accumulator import Accumulator
 
 SkipFn = Callable[[Any, Any, Any], tuple[Any, Any]]
@@ -114,7 +115,7 @@ class Request:
 
     def with_step(self, updates: optax.Updates) -> Any:
         """What the call returns after a step."""
-        updates = _choose.cast_like(updates, self.bare)
+        updates = choices.cast_like(updates, self.bare)
         return optax.apply_updates(self.params, updates) if self.applies else updates
 
     def seen(self, grads: optax.Updates) -> optax.Updates:
@@ -125,7 +126,7 @@ class Request:
         `apply_if_finite` for bfloat16). Tracing them with the wide gradients says so.
         They get what they would be given alone: the gradients' dtypes.
         """
-        narrow = _choose.cast_like(grads, self.grads)
+        narrow = choices.cast_like(grads, self.grads)
         before, after = (jax.tree.map(jnp.result_type, g) for g in (grads, narrow))
         if before == after:
             return grads
@@ -151,15 +152,15 @@ class _Loan(NamedTuple):
 
     def out(self, buffer: Buffer, zeros: optax.Updates) -> optax.Updates:
         """What a branch without a step returns: sums, or zeros beside them."""
-        return _choose.by_leaf(self.lends, buffer.values[0], zeros)
+        return choices.by_leaf(self.lends, buffer.values[0], zeros)
 
     def settled(self, done: "_Outcome", total: Any) -> tuple[optax.Updates, Any]:
         """What a branch returned as the updates and the accumulators."""
         zeros = jax.tree.map(jnp.zeros_like, done.out)
-        updates = _choose.select(done.emitted, done.out, zeros)
+        updates = choices.select(done.emitted, done.out, zeros)
         return (
-            _choose.by_leaf(self.lends, updates, done.out),
-            _choose.by_leaf(self.lends, done.out, total),
+            choices.by_leaf(self.lends, updates, done.out),
+            choices.by_leaf(self.lends, done.out, total),
         )
 
 
@@ -211,7 +212,7 @@ class Window:
             skipped_micro_steps=jnp.zeros([], jnp.int32),
             skipped_windows=jnp.zeros([], jnp.int32),
             arg_totals=arg_totals,
-            noise=_noise.init(acc.weight) if self.track_noise else (),
+            noise=noise_scale.init(acc.weight) if self.track_noise else (),
         )
 
     def request(
@@ -225,7 +226,7 @@ class Window:
     ) -> Request:
         """A call of this `MultiSteps`; raises if the state is not one of it."""
         state = check_state(state)
-        if self.track_noise and not isinstance(state.noise, _noise.NoiseState):
+        if self.track_noise and not isinstance(state.noise, noise_scale.NoiseState):
             raise ValueError(_NO_NOISE)
         if sorted(state.arg_totals) != sorted(self.mean_argnames):
             raise ValueError(
@@ -279,7 +280,7 @@ class Window:
             answer = _ask(self.should_skip, request.grads, request, state)
             skip, skip_state = self.place.agree(answer)
             state = state._replace(
-                skip_state=_choose.cast_like(skip_state, state.skip_state)
+                skip_state=choices.cast_like(skip_state, state.skip_state)
             )
 
         if keeps_nothing:
@@ -290,14 +291,14 @@ class Window:
         def added() -> Accumulator:
             with jax.named_scope("ga_optax.accumulate"):
                 after = accumulator.add(before, (grads, request.averaged), weight)
-                return _choose.select(skip, before, after)
+                return choices.select(skip, before, after)
 
         acc = added()
         if self.track_noise and not keeps_nothing:
             with jax.named_scope("ga_optax.noise"):
                 first = state.mini_step == 0
-                noise = _noise.add(state.noise, grads, weight, first)
-                state = state._replace(noise=_choose.select(skip, state.noise, noise))
+                noise = noise_scale.add(state.noise, grads, weight, first)
+                state = state._replace(noise=choices.select(skip, state.noise, noise))
 
         if emit is None:
             k = jnp.asarray(k)
@@ -307,9 +308,9 @@ class Window:
             emits: Predicate = acc.count.astype(wide) >= k.astype(wide)
         else:
             emits = emit
-        closes = _choose.both(emits, _choose.negated(skip))
+        closes = choices.both(emits, choices.negated(skip))
         if keeps_nothing and weight is None:  # the mean of one is that one
-            one = _choose.cast_like((grads, request.averaged), acc.total)
+            one = choices.cast_like((grads, request.averaged), acc.total)
             buffer = Buffer(*acc)._replace(values=one)
         else:
             buffer = self.place.finish(acc, closes)
@@ -317,7 +318,7 @@ class Window:
             buffer = self.place.fence(buffer)
         # Without a weight this micro-batch counts 1, so that the window's is not 0.
         weighs = _always if weight is None else _has_weight
-        choose = _choose.pick if isinstance(emit, bool) else _choose.branch
+        choose = choices.pick if isinstance(emit, bool) else choices.branch
         lends = [] if isinstance(emit, bool) else request.lends()
 
         def within(closes: bool) -> Buffer:
@@ -328,7 +329,7 @@ class Window:
                 default=lambda _: self.place.finish(added(), closes).values[0],
             )
             return buffer._replace(
-                values=(_choose.by_leaf(lends, grads, outside), args)
+                values=(choices.by_leaf(lends, grads, outside), args)
             )
 
         loan = _Loan(lends, within) if any(lends) else None
@@ -339,8 +340,8 @@ class Window:
             state = state._replace(total=total)
         return out, state._replace(
             total=() if keeps_nothing else state.total,
-            micro_steps=_choose.count_if(_choose.negated(skip), state.micro_steps),
-            skipped_micro_steps=_choose.count_if(skip, state.skipped_micro_steps),
+            micro_steps=choices.count_if(choices.negated(skip), state.micro_steps),
+            skipped_micro_steps=choices.count_if(skip, state.skipped_micro_steps),
         )
 
     def flush(self, request: Request) -> tuple[Any, MultiStepsState]:
@@ -359,7 +360,7 @@ class Window:
         closes = acc.count > 0
         buffer = self.place.finish(acc, closes)
         outcome = self.close(
-            request, state, buffer, closes, _has_weight, _choose.branch
+            request, state, buffer, closes, _has_weight, choices.branch
         )
         flushed = self.next_state(state, buffer, closes, outcome)
         return outcome.out, flushed._replace(
@@ -395,7 +396,7 @@ class Window:
                 values = request.seen(grads), averaged
                 inner = state.inner_opt_state
                 updates, inner = request.update(values, inner, request.params)
-                inner = _choose.cast_like(inner, state.inner_opt_state)
+                inner = choices.cast_like(inner, state.inner_opt_state)
                 yes = jnp.ones_like(state.emitted)
                 out = request.with_step(updates)
                 return _Outcome(out, inner, drop_state, yes, self.noise(state, buffer))
@@ -405,7 +406,7 @@ class Window:
             if self.should_drop is None:
                 return step(buffer, state.drop_state)
             drop, drop_state = _ask(self.should_drop, buffer.values[0], request, state)
-            drop_state = _choose.cast_like(drop_state, state.drop_state)
+            drop_state = choices.cast_like(drop_state, state.drop_state)
             return choose(
                 *(~drop, lambda: step(buffer, drop_state)),
                 lambda: leave(buffer, drop_state),
@@ -425,13 +426,13 @@ class Window:
         (total, arg_totals), weight, count = buffer
         return state._replace(
             mini_step=jnp.where(closes, jnp.zeros_like(count), count),
-            gradient_step=_choose.count_if(done.emitted, state.gradient_step),
+            gradient_step=choices.count_if(done.emitted, state.gradient_step),
             inner_opt_state=done.inner_opt_state,
             total=total,
             drop_state=done.drop_state,
             weight=jnp.where(closes, jnp.zeros_like(weight), weight),
             emitted=done.emitted,
-            skipped_windows=_choose.count_if(
+            skipped_windows=choices.count_if(
                 closes & ~done.emitted, state.skipped_windows
             ),
             arg_totals=arg_totals,
@@ -444,7 +445,7 @@ class Window:
             return state.noise
         mean = self.place.use_grad_mean
         with jax.named_scope("ga_optax.noise"):
-            return _noise.close(state.noise, buffer.values[0], buffer.weight, mean)
+            return noise_scale.close(state.noise, buffer.values[0], buffer.weight, mean)
 
     def window_length(self, step: jax.Array) -> int | jax.Array:
         """The k of this step: an int if it is known."""

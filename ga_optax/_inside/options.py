@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 import jax
 from jax.typing import ArrayLike, DTypeLike
 
-from ga_optax import _aux
 from ga_optax._checks import (
     check_callable,
     check_dtype,
     check_num_microbatches,
     is_int,
 )
-from ga_optax._data_axis import DataAxis, as_data_axis
+from ga_optax._devices.data_axis import DataAxis, as_data_axis
+from ga_optax._inside import aux_modes
 
 ROLES = ("argnums", "batch_argnums", "rng_argnums", "carry_argnums")
 # Keywords may have two of them, under these options.
@@ -82,7 +82,7 @@ class Options(NamedTuple):
                 f"in_place must be a bool, but it is {self.in_place!r}. Pass True: it "
                 "means wherever that is right."
             )
-        _aux.check_option(self.aux)
+        aux_modes.check_option(self.aux)
         if self.axis_name is not None and not isinstance(self.axis_name, str):
             raise TypeError(
                 "axis_name must be the name of the axis over which fun communicates, "
