@@ -1,7 +1,7 @@
 """What `fun` does to one micro-batch: traced once, checked and read."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +18,7 @@ from ga_optax._inside.options import FromAux, Options
 from ga_optax._passes.casts import sunk
 from ga_optax._passes.constants import hoisted
 from ga_optax._passes.gathered import gathered
-from ga_optax._passes.ir import inner_programs
+from ga_optax._passes.ir import equations
 from ga_optax.accumulator import as_weight
 
 _UNBOUND = (
@@ -71,7 +71,7 @@ class Program(NamedTuple):
     @property
     def narrow(self) -> bool:
         """Whether it computes anything in less than 32 bits."""
-        results = (x.aval for e in _equations(self.jaxpr) for x in e.outvars)
+        results = (x.aval for e in equations(self.jaxpr) for x in e.outvars)
         dtypes = (getattr(aval, "dtype", np.dtype(np.int32)) for aval in results)
         return any(jnp.issubdtype(d, np.floating) and d.itemsize < 4 for d in dtypes)
 
@@ -203,7 +203,7 @@ def _scales(
     weights that count tokens. Where it goes is read off the backward pass, which has
     casts and rules (`jax.custom_jvp`) that the loss does not show.
     """
-    if any("custom_vjp" in e.primitive.name for e in _equations(closed.jaxpr)):
+    if any("custom_vjp" in e.primitive.name for e in equations(closed.jaxpr)):
         return False
 
     def backward(params: list[Any], *rest: Any) -> Any:
@@ -219,16 +219,8 @@ def _scales(
     return all(
         equation.params.get("exponent_bits", 8) >= 8
         and all(map(_is_wide, (*equation.invars, *equation.outvars)))
-        for equation in _equations(jaxpr)
+        for equation in equations(jaxpr)
     )
-
-
-def _equations(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
-    """All equations of a program, those of inner programs too."""
-    for equation in jaxpr.eqns:
-        yield equation
-        for inner in inner_programs(equation):
-            yield from _equations(inner)
 
 
 def _is_wide(variable: Any) -> bool:

@@ -16,7 +16,7 @@ from jax.extend import core
 from ga_optax._devices import collectives, meshes
 from ga_optax._devices.meshes import Axes, Placement
 from ga_optax._inside import aux_modes
-from ga_optax._passes.ir import bind
+from ga_optax._passes import ir
 
 # What to do with a gradient, or a slice of it, and what `run` was given for it.
 Write = Callable[[Any, jax.Array], None]
@@ -50,53 +50,29 @@ def run(
     made = [e for e in equations if e.primitive.name == "new_ref"][: len(types)]
     rest = [e for e in equations if e not in made]
     invars = [e.outvars[0] for e in made]
-    closed = closed.replace(jaxpr=closed.jaxpr.replace(invars=invars, eqns=rest))
-    return _run(closed, writes, refs)
+    jaxpr = closed.jaxpr.replace(invars=invars, eqns=rest)
+    return _run(ir.Program(jaxpr, closed.consts), writes, refs)
 
 
-def _run(closed: Any, writes: Sequence[Write | None], args: Sequence[Any]) -> list[Any]:
-    """The results of a program; `writes` has None for what is no such reference."""
-    jaxpr = closed.jaxpr
-    held = dict(zip(jaxpr.invars, writes, strict=True))
-    env = dict(zip(jaxpr.invars, args, strict=True))
-    env |= zip(jaxpr.constvars, closed.consts, strict=True)
-
-    def value(x: Any) -> Any:
-        return x.val if isinstance(x, core.Literal) else env[x]
-
-    for equation in jaxpr.eqns:
-        ins, name = equation.invars, equation.primitive.name
-        values = list(map(value, ins))
-        here = [None if isinstance(x, core.Literal) else held.get(x) for x in ins]
-        out: Sequence[Any] = ()
-        if not any(here):
-            out = bind(jaxpr, [equation], ins, equation.outvars, values)
-        elif name == "addupdate":
-            here[0](*values)  # pyrefly: ignore[not-callable]
-        else:  # a jitted function, or a scan: see `is_cut`
-            inside = functools.partial(_run, equation.params["jaxpr"], here)
-            out = _scan(equation, inside, values) if name == "scan" else inside(values)
-        env.update(zip(equation.outvars, out, strict=True))
-    return list(map(value, jaxpr.outvars))
-
-
-def _scan(
-    equation: core.JaxprEqn, body: Callable[[list[Any]], list[Any]], values: list[Any]
+def _run(
+    program: ir.Program, writes: Sequence[Write | None], args: Sequence[Any]
 ) -> list[Any]:
-    """The results of a scan, whose body is `body`."""
-    inner, params = equation.params["jaxpr"].jaxpr, equation.params
+    """The results of a program; `writes` has None for what is no such reference."""
+    held: Any = dict(zip(program.jaxpr.invars, writes, strict=True))
 
-    def whole(x: Any, outer: Any) -> bool:  # or it is a slice
-        return len(x.aval.shape) == len(outer.aval.shape)
+    def rule(equation: core.JaxprEqn, values: list[Any]) -> Sequence[Any] | None:
+        ins = equation.invars
+        here = [None if isinstance(x, core.Literal) else held.get(x) for x in ins]
+        if not any(here):
+            return None
+        if equation.primitive.name == "addupdate":
+            here[0](*values)  # pyrefly: ignore[not-callable]
+            return ()
+        # A jitted function, or a scan: see `is_cut`.
+        [body] = ir.inner(equation)
+        inside = functools.partial(_run, body, here)
+        if ir.kind(equation) == "scan":
+            return ir.scan(ir.scan_of(equation), inside, values)
+        return inside(values)
 
-    num_carry = sum(map(whole, inner.outvars, equation.outvars))
-    stop = sum(map(whole, inner.invars, equation.invars))
-    start = stop - num_carry
-
-    def step(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
-        out = body([*values[:start], *carry, *slices])
-        return out[:num_carry], out[num_carry:]
-
-    how = {name: params[name] for name in ("length", "reverse", "unroll")}
-    carry, stacked = jax.lax.scan(step, values[start:stop], values[stop:], **how)
-    return [*carry, *stacked]
+    return ir.evaluate(program, args, rule)

@@ -14,7 +14,7 @@ from typing import Any
 
 from jax.extend import core
 
-from ga_optax._passes.ir import INLINE, inner_programs, uses, with_inner
+from ga_optax._passes.ir import INLINE, inner_programs, kind, uses, with_inner
 
 
 def sunk(jaxpr: core.Jaxpr, params: set[Any], sliced: bool = False) -> core.Jaxpr:
@@ -22,7 +22,7 @@ def sunk(jaxpr: core.Jaxpr, params: set[Any], sliced: bool = False) -> core.Jaxp
 
     `sliced` says that it is the body of such a scan.
     """
-    within = [e for e in jaxpr.eqns if e.primitive.name in (*INLINE, "scan")]
+    within = [e for e in jaxpr.eqns if kind(e) in (*INLINE, "scan")]
     read = {x for e in within for x in e.invars if isinstance(x, core.Var)}
     casts = {
         e.outvars[0]: e
@@ -36,7 +36,7 @@ def sunk(jaxpr: core.Jaxpr, params: set[Any], sliced: bool = False) -> core.Jaxp
     equations = []
     for equation in jaxpr.eqns:
         name = equation.primitive.name
-        if name in (*INLINE, "scan"):
+        if kind(equation) in (*INLINE, "scan"):
             ins: list[Any] = equation.invars
             cast = [casts[x] if _is_one(x, casts) else None for x in ins]
             ins = [e.invars[0] if e else x for e, x in zip(cast, ins, strict=True)]
@@ -80,7 +80,7 @@ def _sinks(jaxpr: core.Jaxpr, variable: Any, sliced: bool) -> bool:
     if len(read) != 1 or any(x is variable for x in jaxpr.outvars):
         return False
     [(equation, i)] = read
-    if equation.primitive.name not in (*INLINE, "scan"):
+    if kind(equation) not in (*INLINE, "scan"):
         return False
     [inner] = inner_programs(equation)
     own: Any = inner.invars[i]

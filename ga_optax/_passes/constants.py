@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from ga_optax._passes.ir import INLINE, bind, inner_programs, with_inner
+from ga_optax._passes.ir import bind, inner_programs, is_inline, with_inner
 
 # They round nothing, or as often as the one who reads the result.
 _MOVES = {
@@ -127,7 +127,7 @@ def _takes_more(equation: core.JaxprEqn) -> bool:
     """Whether the program inside can be given more arguments like its others."""
     params = [equation.params.get(key, ()) for key in _ONE_EACH]
     alike = all(x == one[0] for one in params for x in one)
-    return equation.primitive.name in INLINE and alike
+    return is_inline(equation) and alike
 
 
 def _is_inexact(x: Any) -> bool:

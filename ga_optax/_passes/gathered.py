@@ -13,7 +13,7 @@ from jax.extend import core
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ga_optax._devices import meshes
-from ga_optax._passes.ir import INLINE, with_inner
+from ga_optax._passes.ir import INLINE, kind, with_inner
 
 Entries = tuple[Any, ...]  # of a PartitionSpec, one for each dimension
 
@@ -63,7 +63,7 @@ def _used(jaxpr: core.Jaxpr, sharded: dict[Any, Entries], mesh: Any) -> core.Jax
         }
         if name == "convert_element_type" and here:
             sharded[equation.outvars[0]] = sharded[ins[0]]
-        elif name in (*INLINE, "scan") and here:
+        elif kind(equation) in (*INLINE, "scan") and here:
 
             def inside(inner: core.Jaxpr, here=here, ins=ins) -> core.Jaxpr:
                 own: list[Any] = inner.invars

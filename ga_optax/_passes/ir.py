@@ -1,70 +1,213 @@
-"""Programs as JAX traces them: what is inside an equation, and how to change it.
+"""Programs as JAX traces them: how to read one, to run it, and to change it.
 
-`core.Jaxpr` is data. What reads it or changes it here follows the names of primitives,
-and leaves alone what it does not know.
+`core.Jaxpr` is data. This module alone knows the names of primitives that hold other
+programs, and the names of their parameters, which change between versions of JAX.
+
+    calls, inner, scan_of      what is inside an equation, and how it runs it
+    equations                  all equations, those of inner programs too
+    uses, made_by              who reads a variable, and who computes it (an index)
+    needed, following          what a value takes, and what depends on it
+    evaluate, bind             a program or an equation, run on values
+    renamed, with_inner        a program with other variables, or other inner programs
+    traced                     equations that compute what a Python function does
+    line_of                    the line of the user's code that an equation is from
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
-from jax.extend import core
+from jax.extend import core, source_info_util
 
-# What a program runs once, as if it stood there itself.
-INLINE = ("jit", "pjit", "remat2", "checkpoint")
+# How an equation runs the programs inside it.
+CALLS = {
+    **dict.fromkeys(("jit", "pjit", "closed_call", "core_call", "call"), "call"),
+    **dict.fromkeys(("remat2", "remat", "checkpoint"), "checkpoint"),
+    **{name: name for name in ("scan", "while", "cond")},
+}
+# What runs its program once, as if that stood there itself.
+INLINE = ("call", "checkpoint")
 
 
-def inner_programs(equation: core.JaxprEqn) -> Iterator[core.Jaxpr]:
+class Program(NamedTuple):
+    """A program and the values of its constants."""
+
+    jaxpr: core.Jaxpr
+    consts: Sequence[Any] = ()
+
+
+class Scan(NamedTuple):
+    """A scan: its arguments and those of its body are `(consts, carry, slices)`."""
+
+    body: Program
+    num_consts: int
+    num_carry: int
+    length: int
+    reverse: bool
+    unroll: int
+
+    def split(self, xs: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+        """Arguments as `(consts, carry, slices)`."""
+        start, stop = self.num_consts, self.num_consts + self.num_carry
+        return list(xs[:start]), list(xs[start:stop]), list(xs[stop:])
+
+
+# -- What is inside an equation --------------------------------------------------------
+
+
+def kind(equation: core.JaxprEqn) -> str | None:
+    """How it runs what is inside it: a value of `CALLS`; None for anything else."""
+    return CALLS.get(equation.primitive.name)
+
+
+def is_inline(equation: core.JaxprEqn) -> bool:
+    """Whether it runs one program once: a jitted function or a `jax.checkpoint`."""
+    return kind(equation) in INLINE
+
+
+def inner(equation: core.JaxprEqn) -> list[Program]:
     """The programs inside an equation: loop bodies, branches, jitted functions."""
-    for parameter in jax.tree.leaves(
+    parameters = jax.tree.leaves(
         list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
-    ):
-        if hasattr(parameter, "eqns"):
-            yield getattr(parameter, "jaxpr", parameter)
-
-
-def uses(jaxpr: core.Jaxpr, variable: Any) -> list[tuple[core.JaxprEqn, int]]:
-    """The equations that read a variable, and as which of their arguments."""
-    return [(e, i) for e in jaxpr.eqns for i, x in enumerate(e.invars) if x is variable]
-
-
-def with_inner(
-    equation: core.JaxprEqn, change: Callable[[core.Jaxpr], core.Jaxpr]
-) -> core.JaxprEqn:
-    """The equation, with each program inside it changed; itself if none is."""
-
-    def changed(x: Any) -> Any:
-        if not hasattr(x, "eqns"):
-            return x
-        inner = getattr(x, "jaxpr", x)
-        new = change(inner)
-        return x if new is inner else x.replace(jaxpr=new) if inner is not x else new
-
-    params = {
-        key: tuple(map(changed, x)) if isinstance(x, tuple) else changed(x)
-        for key, x in equation.params.items()
-    }
-    same = all(
-        x is y or (isinstance(x, tuple) and all(map(lambda a, b: a is b, x, y)))
-        for x, y in zip(params.values(), equation.params.values(), strict=True)
     )
-    return equation if same else equation.replace(params=params)
-
-
-def equations_of(
-    fun: Callable[..., Any], invars: Sequence[Any], result: core.Var
-) -> list[core.JaxprEqn]:
-    """Equations that compute `result` as `fun` of other values of a program."""
-    jaxpr = jax.make_jaxpr(fun)(*(x.aval for x in invars)).jaxpr
-    known = dict(zip(jaxpr.invars, invars, strict=True)) | {jaxpr.outvars[0]: result}
-
-    def renamed(xs: Iterable[Any]) -> list[Any]:
-        return [x if isinstance(x, core.Literal) else known.get(x, x) for x in xs]
-
     return [
-        e.replace(invars=renamed(e.invars), outvars=renamed(e.outvars))
-        for e in jaxpr.eqns
+        Program(getattr(x, "jaxpr", x), getattr(x, "consts", ()))
+        for x in parameters
+        if hasattr(x, "eqns")
     ]
+
+
+def inner_programs(equation: core.JaxprEqn) -> list[core.Jaxpr]:
+    """Those programs without their constants."""
+    return [program.jaxpr for program in inner(equation)]
+
+
+def operands(equation: core.JaxprEqn, program: core.Jaxpr) -> list[Any]:
+    """What a program inside an equation has for arguments, as far as it is given.
+
+    All of them for a jitted function, a checkpoint, a scan (whole for its slices) and
+    the branches of a conditional.
+    """
+    return list(equation.invars[len(equation.invars) - len(program.invars) :])
+
+
+def equations(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
+    """All equations of a program, those of inner programs too."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for program in inner_programs(equation):
+            yield from equations(program)
+
+
+def scan_of(equation: core.JaxprEqn) -> Scan:
+    """How a scan runs. The roles of its arguments are in their shapes."""
+    [body] = inner(equation)
+    whole = list(map(_same_rank, body.jaxpr.invars, equation.invars))
+    carry = list(map(_same_rank, body.jaxpr.outvars, equation.outvars))
+    how = (equation.params[name] for name in ("length", "reverse", "unroll"))
+    return Scan(body, sum(whole) - sum(carry), sum(carry), *how)
+
+
+def _same_rank(x: Any, y: Any) -> bool:
+    return len(x.aval.shape) == len(y.aval.shape)
+
+
+# -- Variables -------------------------------------------------------------------------
+
+
+def is_variable(x: Any) -> bool:
+    """Whether it is no literal."""
+    return not isinstance(x, core.Literal)
+
+
+def variables(atoms: Iterable[Any]) -> list[Any]:
+    """Those that are no literals."""
+    return [x for x in atoms if not isinstance(x, core.Literal)]
+
+
+Use = tuple[core.JaxprEqn, int]  # an equation, and which of its arguments
+_uses: Any = weakref.WeakKeyDictionary()  # by program
+_made: Any = weakref.WeakKeyDictionary()
+
+
+def uses(jaxpr: core.Jaxpr, variable: Any) -> list[Use]:
+    """The equations that read a variable, and as which of their arguments."""
+    index = _uses.get(jaxpr)
+    if index is None:
+        index = _uses[jaxpr] = {}
+        for equation in jaxpr.eqns:
+            for i, x in enumerate(equation.invars):
+                if not isinstance(x, core.Literal):
+                    index.setdefault(x, []).append((equation, i))
+    return index.get(variable, [])
+
+
+def is_result(jaxpr: core.Jaxpr, variable: Any) -> bool:
+    """Whether a program returns a variable."""
+    return any(x is variable for x in jaxpr.outvars)
+
+
+def made_by(jaxpr: core.Jaxpr, variable: Any) -> core.JaxprEqn | None:
+    """The equation that computes a variable; None for arguments and literals."""
+    index = _made.get(jaxpr)
+    if index is None:
+        index = _made[jaxpr] = {x: e for e in jaxpr.eqns for x in e.outvars}
+    return None if isinstance(variable, core.Literal) else index.get(variable)
+
+
+def needed(
+    jaxpr: core.Jaxpr,
+    wanted: Iterable[Any],
+    known: Callable[[Any], bool] = lambda x: False,
+    runs: Callable[[core.JaxprEqn], bool] = lambda equation: False,
+) -> tuple[list[core.JaxprEqn], list[Any]]:
+    """The equations that compute `wanted`, and the known variables that they read.
+
+    Those that `runs` names are among them for what they do, such as printing.
+    """
+    due = dict.fromkeys(variables(wanted))
+    found = []
+    for equation in reversed(jaxpr.eqns):
+        outs = [out for out in equation.outvars if out in due]
+        if any(not known(out) for out in outs) or runs(equation):
+            found.append(equation)
+            due |= dict.fromkeys(variables(equation.invars))
+    return found[::-1], [x for x in due if known(x)]
+
+
+def following(jaxpr: core.Jaxpr, start: Iterable[Any]) -> set[Any]:
+    """The variables that depend on some of `start`, and those."""
+    found = set(start)
+    for equation in jaxpr.eqns:
+        if not found.isdisjoint(variables(equation.invars)):
+            found.update(equation.outvars)
+    return found
+
+
+# -- Running a program -----------------------------------------------------------------
+
+# What an equation gives, given its arguments; None to run it as it is.
+Rule = Callable[[core.JaxprEqn, list[Any]], Sequence[Any] | None]
+
+
+def evaluate(program: Program, args: Sequence[Any], rule: Rule) -> list[Any]:
+    """The results of a program, equation by equation as `rule` has it."""
+    jaxpr = program.jaxpr
+    names = [*jaxpr.constvars, *jaxpr.invars]
+    env = dict(zip(names, [*program.consts, *args], strict=True))
+
+    def value(x: Any) -> Any:
+        return x.val if isinstance(x, core.Literal) else env[x]
+
+    for equation in jaxpr.eqns:
+        values = list(map(value, equation.invars))
+        out = rule(equation, values)
+        if out is None:
+            ends = equation.invars, equation.outvars
+            out = bind(jaxpr, [equation], *ends, values)
+        env.update(zip(equation.outvars, out, strict=True))
+    return list(map(value, jaxpr.outvars))
 
 
 def bind(
@@ -86,3 +229,80 @@ def bind(
         effects=effects,
     )
     return jax.core.eval_jaxpr(program, (), *known.values())
+
+
+def scan(how: Scan, body: Callable[[list[Any]], Any], values: list[Any]) -> list[Any]:
+    """The results of a scan like another one, whose body is `body`."""
+    consts, start, slices = how.split(values)
+
+    def step(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
+        out = body([*consts, *carry, *slices])
+        return list(out[: how.num_carry]), list(out[how.num_carry :])
+
+    carry, stacked = jax.lax.scan(
+        step, start, slices, how.length, how.reverse, how.unroll
+    )
+    return [*carry, *stacked]
+
+
+# -- Changing a program ----------------------------------------------------------------
+
+
+def renamed(
+    equations: Iterable[core.JaxprEqn], known: Mapping[Any, Any]
+) -> list[core.JaxprEqn]:
+    """Equations with other variables, or literals, in place of those in `known`."""
+    return [
+        e.replace(invars=rename(e.invars, known), outvars=rename(e.outvars, known))
+        for e in equations
+    ]
+
+
+def rename(atoms: Iterable[Any], known: Mapping[Any, Any]) -> list[Any]:
+    """The atoms, with those in `known` replaced."""
+    return [x if isinstance(x, core.Literal) else known.get(x, x) for x in atoms]
+
+
+def with_inner(
+    equation: core.JaxprEqn, change: Callable[[core.Jaxpr], core.Jaxpr]
+) -> core.JaxprEqn:
+    """The equation, with each program inside it changed; itself if none is."""
+
+    def changed(x: Any) -> Any:
+        if not hasattr(x, "eqns"):
+            return x
+        program = getattr(x, "jaxpr", x)
+        new = change(program)
+        if new is program:
+            return x
+        return x.replace(jaxpr=new) if program is not x else new
+
+    params = {
+        key: tuple(map(changed, x)) if isinstance(x, tuple) else changed(x)
+        for key, x in equation.params.items()
+    }
+    same = all(
+        x is y or (isinstance(x, tuple) and all(map(lambda a, b: a is b, x, y)))
+        for x, y in zip(params.values(), equation.params.values(), strict=True)
+    )
+    return equation if same else equation.replace(params=params)
+
+
+def traced(
+    fun: Callable[..., Any], invars: Sequence[Any], result: core.Var
+) -> list[core.JaxprEqn]:
+    """Equations that compute `result` as `fun` of other values of a program."""
+    jaxpr = jax.make_jaxpr(fun)(*(x.aval for x in invars)).jaxpr
+    known = dict(zip(jaxpr.invars, invars, strict=True)) | {jaxpr.outvars[0]: result}
+    return renamed(jaxpr.eqns, known)
+
+
+# -- Saying where ----------------------------------------------------------------------
+
+
+def line_of(equation: core.JaxprEqn) -> str:
+    """The file, line and function that an equation is from, as far as JAX tells."""
+    try:
+        return str(source_info_util.summarize(equation.source_info))
+    except Exception:  # Any: it only adds to a message.
+        return "an unknown line"

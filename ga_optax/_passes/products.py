@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from ga_optax._passes.ir import INLINE, equations_of, inner_programs, with_inner
+from ga_optax._passes.ir import INLINE, inner_programs, kind, traced, with_inner
 
 _WIDE = np.dtype(np.float32)  # in which products of narrower matrices are summed
 _ALGORITHMS = (jax.lax.DotAlgorithm, jax.lax.DotAlgorithmPreset)
@@ -83,7 +83,7 @@ def _follow(
         outs = {i: sums[x] for i, x in enumerate(equation.outvars) if x in sums}
         sliced = all(outs.values())
         into = [i for i, x in enumerate(ins) if isinstance(x, core.Var) and x in held]
-        if name in _CALLS and (outs or into):
+        if kind(equation) in _CALLS and (outs or into):
             for inner in body.inside(n):
                 rest = len(ins) - len(inner.jaxpr.invars)  # a conditional's predicate
                 summed = _follow(inner, outs, [i - rest for i in into], rounds_once)
@@ -212,7 +212,7 @@ class _Body:
             table, rows, updates = ins
             ins = [cast(table), rows, cast(updates)]
             params = params | {"update_jaxpr": _retyped(params["update_jaxpr"])}
-        elif name in (*INLINE, "scan"):
+        elif kind(equation) in (*INLINE, "scan"):
             [i] = [i for i, y in enumerate(equation.outvars) if y is x]
             [inner] = self.inside(n)
             own: Any = inner.jaxpr.outvars[i]
@@ -260,7 +260,7 @@ def _product(
         ways |= {"cuda": apart} if fences else {}
         return jax.lax.platform_dependent(*operands, **ways, default=direct)
 
-    return equations_of(product, equation.invars, result)
+    return traced(product, equation.invars, result)
 
 
 def _widened(x: Any) -> Any:
