@@ -1,10 +1,13 @@
 """The fold across calls: `MultiSteps`, `apply_gradients`, `flush`.
 
-The way of a gradient: `multi_steps` checks it, `window` adds it to what `place` keeps
-(the sum of one device, or of many), and runs the inner optimizer where a window closes.
+The way of a gradient: `multi_steps` makes a `request` of a call, `window` adds its
+gradient to what `storage` keeps (the sum of one device, or of many), and `closing` runs
+the inner optimizer where a window closes.
 
+    config       what a `MultiSteps` was made with
     state        the state, and what reads it
     choices      a choice that is known when traced, or is not
+    reuse        updates that take over the accumulator's buffer
     noise_scale  the gradient noise scale
 
 Imports `_devices` and the root.

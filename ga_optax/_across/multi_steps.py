@@ -21,7 +21,9 @@ import optax
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from ga_optax._across.place import ManyDevices, OneDevice
+from ga_optax._across import window
+from ga_optax._across.config import Config, SkipFn, check_every_k
+from ga_optax._across.request import Request
 from ga_optax._across.state import (
     MultiStepsState,
     has_updated,
@@ -29,7 +31,7 @@ from ga_optax._across.state import (
     state_type,
     warn_of_counts,
 )
-from ga_optax._across.window import SkipFn, Window, check_every_k
+from ga_optax._across.storage import ManyDevices, OneDevice
 from ga_optax._checks import check_callable, check_dtype, check_gradients
 from ga_optax._devices import meshes
 from ga_optax._text import listed
@@ -155,7 +157,7 @@ class MultiSteps(optax.GradientTransformationExtraArgs):
       ValueError: if k is known and less than 1, or if arguments contradict each other.
     """
 
-    _window: Window
+    _config: Config
     _arguments: dict[str, Any]
 
     def __new__(
@@ -202,7 +204,7 @@ class MultiSteps(optax.GradientTransformationExtraArgs):
             )
         mean = bool(use_grad_mean)
         names = _check_argnames(mean_argnames)
-        window = Window(
+        config = Config(
             inner=optax.with_extra_args_support(opt),
             every_k=check_every_k(every_k_schedule),
             should_skip=should_skip_update_fn,
@@ -210,7 +212,7 @@ class MultiSteps(optax.GradientTransformationExtraArgs):
             dtype=check_dtype(accumulator_dtype),
             track_noise=track_noise,
             mean_argnames=names,
-            place=ManyDevices(mean, axes) if axes else OneDevice(mean),
+            storage=ManyDevices(mean, axes) if axes else OneDevice(mean),
         )
 
         def update(
@@ -223,7 +225,7 @@ class MultiSteps(optax.GradientTransformationExtraArgs):
         ) -> tuple[optax.Updates, MultiStepsState]:
             """Adds a gradient; the updates are zero until the window closes."""
             _check_spelling(extra_args)
-            request = window.request(state, grads, params, extra_args, applies=False)
+            request = Request(config, state, grads, params, extra_args, applies=False)
             return window.micro_step(request, weight, emit=None)
 
         @functools.wraps(update)
@@ -232,14 +234,14 @@ class MultiSteps(optax.GradientTransformationExtraArgs):
                 kwargs["grads"] = kwargs.pop("updates")
             return update(*args, **kwargs)
 
-        self = super().__new__(cls, window.init, update_as_in_optax)
-        self._window = window
+        self = super().__new__(cls, config.init, update_as_in_optax)
+        self._config = config
         self._arguments = {
             "opt": opt,
-            "every_k_schedule": window.every_k,
+            "every_k_schedule": config.every_k,
             "use_grad_mean": mean,
             "should_skip_update_fn": should_skip_update_fn,
-            "accumulator_dtype": window.dtype,
+            "accumulator_dtype": config.dtype,
             "should_drop_window_fn": should_drop_window_fn,
             "track_noise": track_noise,
             "data_axis": axes or None,
@@ -250,7 +252,7 @@ class MultiSteps(optax.GradientTransformationExtraArgs):
     @property
     def inner_opt(self) -> optax.GradientTransformationExtraArgs:
         """The inner optimizer, with support for extra arguments."""
-        return self._window.inner
+        return self._config.inner
 
     @property
     def state_specs(self) -> MultiStepsState:
@@ -264,9 +266,9 @@ class MultiSteps(optax.GradientTransformationExtraArgs):
         (P('data',), P())
         """
         specs: dict[str, Any] = dict.fromkeys(MultiStepsState._fields, PartitionSpec())
-        place = self._window.place
-        specs |= dict.fromkeys(("total", "weight", "arg_totals"), place.spec)
-        return state_type(place.use_grad_mean)(**specs)
+        storage = self._config.storage
+        specs |= dict.fromkeys(("total", "weight", "arg_totals"), storage.spec)
+        return state_type(storage.use_grad_mean)(**specs)
 
     def has_updated(self, state: optax.OptState) -> jax.Array:
         """Whether the last call emitted; see the function `has_updated`."""
@@ -373,8 +375,8 @@ def apply_gradients(
     check_gradients(params, grads, expected="params", integers=True)
     if isinstance(tx, MultiSteps):
         _check_taken(tx._arguments["opt"], extra_args)
-        window = tx._window
-        request = window.request(state, grads, params, extra_args, applies=True)
+        config = tx._config
+        request = Request(config, state, grads, params, extra_args, applies=True)
         return window.micro_step(request, weight, emit)
 
     if emit is not None:
@@ -426,9 +428,11 @@ def flush(
     if not isinstance(tx, MultiSteps):
         raise TypeError(_need_multi_steps("flush", tx))
     _check_taken(tx._arguments["opt"], extra_args)
-    window = tx._window
-    extra_args |= dict.fromkeys(window.mean_argnames, 0.0)  # only their types are read
-    return window.flush(window.request(state, params, params, extra_args, applies=True))
+    config = tx._config
+    extra_args |= dict.fromkeys(config.mean_argnames, 0.0)  # only their types are read
+    return window.flush(
+        Request(config, state, params, params, extra_args, applies=True)
+    )
 
 
 def _is_bool_scalar(x: Any) -> bool:

@@ -1,7 +1,7 @@
-"""Where the sum of a window lies between two calls: on one device, or on each of many.
+"""What keeps the sum of a window between two calls: one device, or each of many.
 
 `MultiSteps` folds in the same way in both. `OneDevice` documents the interface that
-both classes have; a new place is one more class.
+both classes have; a new kind of storage is one more class.
 """
 
 import dataclasses
@@ -22,6 +22,20 @@ from ga_optax.accumulator import Accumulator
 
 T = TypeVar("T")
 Choose = Callable[[Predicate, Callable[[], T], Callable[[], T]], T]
+
+
+class When(NamedTuple):
+    """When a window closes, and how the program chooses.
+
+    Attributes:
+      closes: whether this call closes it.
+      weighs: whether it weighs something: without weight there is no step.
+      choose: `choices.branch` or `choices.pick`.
+    """
+
+    closes: Predicate
+    weighs: Callable[["Buffer"], Predicate]
+    choose: Choose[Any]
 
 
 class Buffer(NamedTuple):
@@ -53,7 +67,7 @@ class OneDevice:
     """
 
     use_grad_mean: bool
-    lends: ClassVar[bool] = True  # whether updates may have the sum's buffer
+    reuses: ClassVar[bool] = True  # whether updates may take over the sum's buffer
 
     @property
     def spec(self) -> PartitionSpec:
@@ -108,19 +122,18 @@ class OneDevice:
     def close(
         self,
         buffer: Buffer,
-        closes: Predicate,
-        weighs: Callable[[Buffer], Predicate],
+        when: When,
         run: Callable[[Buffer], T],
         stay: Callable[[], T],
-        choose: Choose[T],
     ) -> T:
         """`run` on the window if it closes and `weighs` something, else `stay`."""
-        return choose(both(closes, weighs(buffer)), lambda: run(buffer), stay)
+        steps = both(when.closes, when.weighs(buffer))
+        return when.choose(steps, lambda: run(buffer), stay)
 
 
 @dataclasses.dataclass(frozen=True)
 class ManyDevices:
-    """Every device holds its own sum; they meet, and are divided, at the step.
+    """Every device holds its own sum; the step all-reduces and divides them.
 
     Attributes:
       use_grad_mean: whether the inner optimizer sees the mean, or the sum.
@@ -129,7 +142,7 @@ class ManyDevices:
 
     use_grad_mean: bool
     axes: tuple[str, ...]
-    lends: ClassVar[bool] = False
+    reuses: ClassVar[bool] = False
 
     @property
     def spec(self) -> PartitionSpec:
@@ -181,7 +194,7 @@ class ManyDevices:
             if reduced:
                 raise ValueError(
                     f"With a data_axis, grads must be those of one device, but {name} "
-                    f"is the same along {reduced}: it is reduced already. To mend it, "
+                    f"is the same along {reduced}: it is reduced already. To fix it, "
                     f"{meshes.OWN_COPY}"
                 )
         for what, tree, todo in (
@@ -218,11 +231,9 @@ class ManyDevices:
     def close(
         self,
         buffer: Buffer,
-        closes: Predicate,
-        weighs: Callable[[Buffer], Predicate],
+        when: When,
         run: Callable[[Buffer], T],
         stay: Callable[[], T],
-        choose: Choose[T],
     ) -> T:
         def merged() -> T:
             # Only the sum over all devices says whether there is any weight.
@@ -233,6 +244,6 @@ class ManyDevices:
                 )
                 whole = collectives.merge_across(Accumulator(*mine), self.axes)
             whole = _mean(Buffer(*whole), self.use_grad_mean)
-            return choose(weighs(whole), lambda: run(whole), stay)
+            return when.choose(when.weighs(whole), lambda: run(whole), stay)
 
-        return choose(closes, merged, stay)
+        return when.choose(when.closes, merged, stay)

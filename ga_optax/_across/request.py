@@ -1,0 +1,157 @@
+"""One call of a `MultiSteps`: what it was given, and what it has to return."""
+
+import dataclasses
+import functools
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.typing import ArrayLike
+
+from ga_optax._across import choices, noise_scale
+from ga_optax._across.config import Config, SkipFn, checked
+from ga_optax._across.state import MultiStepsState, check_state
+from ga_optax._checks import check_arrays, check_number, is_integer
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Request:
+    """What a call was given; raises if the state is not one of this `MultiSteps`.
+
+    Attributes:
+      config: what the `MultiSteps` was made with.
+      state: the state; anything else raises.
+      grads: gradients with the dtypes that the bare optimizer would be given.
+      params: the parameters, if known.
+      extra_args: for the inner optimizer.
+      applies: whether the call returns the parameters, with the updates applied to
+        them, or the updates.
+    """
+
+    config: Config
+    state: Any
+    grads: optax.Updates
+    params: Any
+    extra_args: dict[str, Any]
+    applies: bool
+
+    def __post_init__(self) -> None:
+        state, names = check_state(self.state), self.config.mean_argnames
+        noise = state.noise
+        if self.config.track_noise and not isinstance(noise, noise_scale.NoiseState):
+            raise ValueError(_NO_NOISE)
+        if sorted(state.arg_totals) != sorted(names):
+            raise ValueError(
+                "The state must hold a sum for each of mean_argnames, "
+                f"{names}, but it holds {tuple(state.arg_totals)}. Put "
+                "those of a new state into it while no window is open: "
+                "state._replace(arg_totals=tx.init(params).arg_totals)."
+            )
+        _ = self.averaged  # raises if one is no number
+
+    # -- What the inner optimizer is given ---------------------------------------------
+
+    @functools.cached_property
+    def averaged(self) -> dict[str, jax.Array]:
+        """The extra arguments of which it gets the mean, as scalars."""
+        dtype, todo = jnp.result_type(float), _AVERAGED
+        return {
+            name: check_number(name, self.extra_args.get(name), todo).astype(dtype)
+            for name in self.config.mean_argnames
+        }
+
+    @functools.cached_property
+    def gradients(self) -> optax.Updates:
+        """The gradients as they are added: floating ones for integer parameters."""
+        return jax.tree.map(_floating, self.grads)
+
+    @functools.cached_property
+    def bare(self) -> Any:
+        """The shapes and dtypes of what the inner optimizer alone would return."""
+
+        def update(values: Any, state: optax.OptState, params: Any) -> Any:
+            return self.update(values, state, params)[0]
+
+        values = self.config.storage.of_all((self.grads, self.averaged))
+        return jax.eval_shape(update, values, self.state.inner_opt_state, self.params)
+
+    def update(self, values: Any, state: optax.OptState, params: Any) -> Any:
+        """Runs the inner optimizer on gradients and the means of extra arguments."""
+        grads, averaged = values
+        args = self.extra_args | averaged
+        return self.config.inner.update(grads, state, params, **args)
+
+    def seen(self, grads: optax.Updates) -> optax.Updates:
+        """What the inner optimizer sees: the accumulator's dtype, if it can take that.
+
+        Some optimizers have branches or scatters of their own, whose dtypes agree only
+        if gradients, parameters and state have one dtype (`galore`, `novograd`,
+        `apply_if_finite` for bfloat16). Tracing them with the wide gradients says so.
+        They get what they would be given alone: the gradients' dtypes.
+        """
+        as_given = choices.cast_like(grads, self.grads)
+        before, after = (jax.tree.map(jnp.result_type, g) for g in (grads, as_given))
+        if before == after:
+            return grads
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", FutureWarning)
+                _ = dataclasses.replace(self, grads=grads).bare
+        except (TypeError, ValueError, FutureWarning):
+            return as_given
+        return grads
+
+    def ask(
+        self, fn: SkipFn, updates: optax.Updates, state: MultiStepsState
+    ) -> tuple[jax.Array, Any]:
+        """Calls a function that skips or drops."""
+        return checked(fn(updates, state.gradient_step, self.params))
+
+    def check_params(self) -> None:
+        """Raises if the parameters are no arrays, or missing and needed."""
+        if self.params is not None:
+            return check_arrays("params", self.params)
+        try:
+            _ = self.bare
+        except Exception as error:
+            try:
+                _ = dataclasses.replace(self, params=self.grads).bare
+            except Exception:
+                raise error from None  # it fails for another reason
+            raise ValueError(_NO_PARAMS) from error
+
+    # -- What the call returns ---------------------------------------------------------
+
+    def without_step(self) -> Any:
+        """What the call returns if there is no step."""
+        if self.applies:
+            return self.params
+        return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), self.bare)
+
+    def with_step(self, updates: optax.Updates) -> Any:
+        """What the call returns after a step."""
+        updates = choices.cast_like(updates, self.bare)
+        return optax.apply_updates(self.params, updates) if self.applies else updates
+
+
+def _floating(grads: ArrayLike) -> ArrayLike:
+    """Gradients of integer parameters, which are integers in some programs."""
+    integers = is_integer(getattr(grads, "dtype", np.dtype(float)))
+    return jnp.asarray(grads, float) if integers else grads
+
+
+_AVERAGED = "mean_argnames names it: pass the value of the micro-batch in every call."
+
+_NO_PARAMS = (
+    "The inner optimizer needs the parameters, but params is None. Pass them: "
+    "update(grads, state, params)."
+)
+
+_NO_NOISE = (
+    "The state must hold a NoiseState if track_noise=True, but its field noise is "
+    "empty: it was made without. Put the noise of a new state into this one while no "
+    "window is open: state._replace(noise=tx.init(params).noise)."
+)
