@@ -314,3 +314,56 @@ def test_a_key_does_not_thread_through_a_window_and_raises():
 
     with pytest.raises(TypeError, match=r"is a PRNG key\. Name it in rng_argnums"):
         ours(fun, carry_argnums=2)(params, batch, jax.random.key(0))
+
+
+# -- At the edges ----------------------------------------------------------------------
+
+
+def no_layers(p, b):
+    def layer(h, _):
+        return h - lax.pmean(h, ROWS), 2.0 * h
+
+    h, stacked = lax.scan(layer, encode(p, b), None, length=0)
+    return jnp.mean(h**2) + jnp.sum(stacked)
+
+
+def exchanged(p, b):
+    parts = jnp.stack([b["x"] @ p["w"]] * K, 1)
+    return jnp.sum(jnp.sin(lax.all_to_all(parts, ROWS, 1, 2)))
+
+
+def below_the_largest(p, b):
+    h = encode(p, b)
+    return jnp.mean((h - lax.pmax(lax.stop_gradient(h), ROWS)) ** 2)
+
+
+def test_a_scan_of_no_iterations_may_communicate():
+    args = arrays()
+    due = jax.jit(of_the_window(lambda p, b: jnp.mean(encode(p, b) ** 2), K))(*args)
+    assert off_by(ours(no_layers)(*args), due) < 1e-12
+
+
+def test_an_exchange_of_another_shape_goes_with_weights():
+    params, batch = arrays()
+    weight_fn = lambda b: 1.0 + jnp.sum(b["mask"]).astype(float)  # noqa: E731
+
+    def law(p):
+        micro = split(batch, K)
+        w = jax.vmap(weight_fn)(micro)
+        each = jax.vmap(exchanged, (None, 0), axis_name=ROWS)(p, micro)
+        return jnp.sum(w * each) / jnp.sum(w)
+
+    # JAX differentiates it over a vmapped axis, and not over an axis that is bound.
+    got = ours(exchanged, weight_fn=weight_fn)(params, batch)
+    assert off_by(got, jax.jit(jax.value_and_grad(law))(params)) < 1e-12
+    assert off_by(got, ours(exchanged)(params, batch)) > 1e-4  # the twin
+
+
+def test_an_extremum_starts_with_a_value_and_not_with_an_infinity():
+    args = arrays()
+    due = jax.jit(of_the_window(below_the_largest, K))(*args)
+    with jax.debug_infs(True):
+        assert off_by(ours(below_the_largest)(*args), due) < 1e-12
+        # The twin: infinities do stop it.
+        with pytest.raises(FloatingPointError):
+            ours(lambda p, b: below_the_largest(p, b) / 0.0)(*args)

@@ -206,6 +206,12 @@ def _scales(
     if any("custom_vjp" in e.primitive.name for e in equations(closed.jaxpr)):
         return False
 
+    if call.axis_env:
+        from ga_optax._inside.axis.read import without_collectives
+
+        leaves = [*params, *jax.tree.leaves(rest)]
+        closed = without_collectives(closed, leaves, *call.axis_env[0])
+
     def backward(params: list[Any], *rest: Any) -> Any:
         def loss_of(*params: Any) -> jax.Array:
             leaves = *params, *jax.tree.leaves(rest)

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from ga_optax._inside.axis.rules import RULES, axes_of
+from ga_optax._devices import collectives
+from ga_optax._inside.axis.rules import RULES, axes_of, is_collective
 from ga_optax._passes.ir import bind, inner_programs
 
 # A scan of more iterations than this with a collective in it is an error: each would
@@ -49,6 +50,32 @@ def flat(
 
     closed: Any = jax.make_jaxpr(run, axis_env=[(axis, size)])(*args)
     return closed.jaxpr, closed.consts
+
+
+def without_collectives(closed: Any, args: Sequence[Any], axis: str, size: int) -> Any:
+    """The same with something linear of the same type in place of each collective.
+
+    It can be differentiated: JAX transposes an untiled `all_to_all` to another shape.
+    """
+    program, consts = flat(closed.jaxpr, [*closed.consts, *args], axis, size)
+
+    def alike(x: jax.Array, out: Any) -> jax.Array:
+        return jnp.broadcast_to(jnp.sum(x, dtype=x.dtype), out.aval.shape)
+
+    def run(*args: Any) -> list[Any]:
+        env = dict(zip(program.constvars, consts, strict=True))
+        env |= zip(program.invars, [*closed.consts, *args], strict=True)
+        for equation in program.eqns:
+            values = [_value(x, env) for x in equation.invars]
+            if is_collective(equation, axis):
+                out = map(alike, values, equation.outvars)
+            else:
+                ins, outs = equation.invars, equation.outvars
+                out = bind(program, [equation], ins, outs, values)
+            env |= zip(equation.outvars, out, strict=True)
+        return [_value(x, env) for x in program.outvars]
+
+    return jax.make_jaxpr(run, axis_env=[(axis, size)])(*args)
 
 
 def _opened(jaxpr: core.Jaxpr, args: Sequence[Any], axis: str) -> list[Any]:
@@ -133,6 +160,7 @@ def _unrolled(equation: core.JaxprEqn, values: list[Any], axis: str) -> list[Any
     is_slice = [x.aval.ndim < jnp.ndim(v) for x, v in ins]
     pairs: Any = zip(inner.outvars, equation.outvars, strict=True)
     num_carry = sum(x.aval.ndim == out.aval.ndim for x, out in pairs)
+    made = equation.outvars[num_carry:]
     whole = [v for v, sliced in zip(values, is_slice, strict=True) if not sliced]
     num_consts = len(whole) - num_carry
     consts, carry = whole[:num_consts], whole[num_consts:]
@@ -147,6 +175,8 @@ def _unrolled(equation: core.JaxprEqn, values: list[Any], axis: str) -> list[Any
         stacked.append(out[num_carry:])
     if params["reverse"]:
         stacked.reverse()
+    if not stacked:
+        return [*carry, *(collectives.zeros(x.aval) for x in made)]
     return [*carry, *(jnp.stack(xs) for xs in zip(*stacked, strict=True))]
 
 

@@ -149,7 +149,7 @@ class _Window:
         members = {j: self.plan.buffers[j] for j in self.plan.at(level)}
         operands = [buffer.operand for buffer in members.values()]
         start = {
-            j: collectives.vary(_empty(buffer.kind, buffer.operand.aval), self.axes)
+            j: collectives.vary(_start(buffer.operand.aval, buffer.kind), self.axes)
             for j, buffer in members.items()
             if buffer.kind in _FOLDS
         }
@@ -157,7 +157,11 @@ class _Window:
         def step(folded: Any, x: Arrays) -> tuple[Any, Any]:
             values = self.evaluate(operands, level, self.params, self.buffers, x)
             given = dict(zip(members, values, strict=True))
-            new = {j: _FOLDS[members[j].kind](x, given[j]) for j, x in folded.items()}
+            is_first = x[0] == self.xs[0][0]
+            new = {
+                j: _folded(members[j].kind, x, given[j], is_first)
+                for j, x in folded.items()
+            }
             return new, {j: x for j, x in given.items() if j not in folded}
 
         with jax.named_scope("forward"):
@@ -439,18 +443,16 @@ _ACROSS = {
 }
 
 
-def _empty(kind: str, aval: Any) -> jax.Array:
-    """The identity of a fold."""
-    zeros, dtype = collectives.zeros(aval), aval.dtype
-    if kind == "sum":
-        return _wide(zeros) if _is_inexact(zeros) else zeros
-    if _is_inexact(zeros):
-        limits = -jnp.inf, jnp.inf
-    elif dtype == jnp.bool_:
-        limits = False, True
-    else:
-        limits = jnp.iinfo(dtype).min, jnp.iinfo(dtype).max
-    return jnp.full_like(zeros, limits[kind == "min"])
+def _start(aval: Any, kind: str) -> jax.Array:
+    """Zeros, in the dtype of sums if they are to be one."""
+    zeros = collectives.zeros(aval)
+    return _wide(zeros) if kind == "sum" and _is_inexact(zeros) else zeros
+
+
+def _folded(kind: str, so_far: jax.Array, x: jax.Array, is_first: Any) -> jax.Array:
+    """An extremum starts with its first value: infinities would stop `debug_infs`."""
+    new = _FOLDS[kind](so_far, x)
+    return new if kind == "sum" else jnp.where(is_first, x, new)
 
 
 def _wide(x: jax.Array) -> jax.Array:
