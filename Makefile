@@ -1,16 +1,18 @@
 # Each target makes its own virtual environment: Python 3.11 or newer and make are enough.
-PYTHON ?= python3
+# It is the newest on the PATH that starts, as newer ones get a newer jax; PYTHON= overrides.
+PYTHON ?= $(shell for p in python3.14 python3.13 python3.12 python3.11 python3; do \
+  $$p -c "import venv" 2>/dev/null && echo $$p && break; done)
 VENV ?= .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
 
-.PHONY: accelerators bench demo docs quick test test-all lint types pytest fuzz oldest \
-  release-check
+.PHONY: accelerators bench bench-gpu demo docs quick test test-all lint types pytest \
+  fuzz next oldest release-check
 
 # Only the files with such tests are imported, which takes most of the time otherwise.
 quick: MARKED = -q -m quick $(shell grep -l mark.quick tests/*.py)
 quick: pytest
-test: MARKED := -m "not published"
+test: MARKED := -m "not published and not exhaustive"
 test: lint types pytest
 test-all: lint types pytest
 fuzz: export HYPOTHESIS_PROFILE = fuzz
@@ -18,6 +20,7 @@ fuzz: MARKED := -m fuzz
 fuzz: pytest
 
 pytest: $(VENV)/ready
+	@$(BIN)/python tests/versions.py
 	$(BIN)/python -m pytest -n $(WORKERS) $(MARKED) $(PYTEST)
 lint: $(VENV)/ready
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
@@ -29,10 +32,15 @@ demo: $(VENV)/ready
 	$(BIN)/python examples/digits.py
 bench: $(VENV)/ready
 	$(BIN)/python benchmarks/suite.py $(if $(OUT),--results $(OUT) --pictures $(OUT))
-# Installs it into empty environments of this Python and of the newest that is found.
-release-check: PYTHON_NEWEST ?= $(shell command -v python3.14 || command -v python3.13)
+# On a machine with a GPU: times a window of a decoder there, and prints the rows.
+bench-gpu: GPU ?= cuda13
+bench-gpu: $(VENV)/ready
+	$(BIN)/python -m pip install --quiet --editable ".[$(GPU)]"
+	$(BIN)/python benchmarks/gpu.py $(if $(OUT),--out $(OUT))
+# Installs it into empty environments of this Python and of the oldest that it is for.
+release-check: PYTHON_OLDEST ?= $(shell command -v python3.11 || command -v python3)
 release-check: $(VENV)/ready
-	$(BIN)/python release/check.py $(BIN)/python $(PYTHON_NEWEST) $(if $(TAG),--tag $(TAG))
+	$(BIN)/python release/check.py $(BIN)/python $(PYTHON_OLDEST) $(if $(TAG),--tag $(TAG))
 # The NNX optimizer needs a newer Flax, and that one a newer jax; data_axis, jax 0.9.
 oldest:
 	$(PYTHON) -m venv .venv-oldest
@@ -40,6 +48,12 @@ oldest:
 	  "jaxlib==0.8.0" "optax==0.2.6" "flax==0.12.0" "pytest>=9" pytest-xdist hypothesis
 	.venv-oldest/bin/python -m pytest -n $(WORKERS) -W default -k "not contract and not devices" \
 	  tests/test_accumulator.py tests/test_data.py tests/test_multi_steps_*.py
+# The newest pre-release of jax that the package index has.
+next:
+	$(MAKE) VENV=.venv-next .venv-next/ready
+	.venv-next/bin/python -m pip install --quiet --upgrade --pre jax jaxlib optax
+	.venv-next/bin/python tests/versions.py
+	.venv-next/bin/python -m pytest -n $(WORKERS) -W default -m "not published and not exhaustive"
 # The compilers of GPUs and TPUs, for machines that have neither: 1.7 GB of packages.
 accelerators:
 	@$(PYTHON) -m venv .venv-accelerators; \

@@ -7,7 +7,6 @@ Both fail if there is nothing to compare. This is the only module of the package
 imports chex (the extra `testing`); import it by name.
 """
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.typing import ArrayLike
 
+from ga_optax._inside.options import FromAux
 from ga_optax._verify import verify
 from ga_optax._verify.gradients import ulps
 
@@ -28,7 +29,12 @@ def assert_accumulation_equivalent(
     params: optax.Params,
     batch: Any,
     num_microbatches: int,
-    **options: Any,
+    *,
+    weight_fn: Callable[..., ArrayLike] | FromAux | None = None,
+    has_aux: bool = False,
+    rng: Any = None,
+    batch_axes: Any = 0,
+    axis_name: str | None = None,
 ) -> None:
     """Asserts that accumulating over micro-batches gives the undivided gradient.
 
@@ -47,14 +53,18 @@ def assert_accumulation_equivalent(
 
     **Exactness.** It passes if `ga_optax.verify` finds `EQUAL` or `ROUNDING`: in
     float64 the two agree to half of its digits, on every leaf. It costs what `verify`
-    costs. What the report warns of becomes a Python warning.
+    costs.
 
     Args:
       fun: the loss, as for `ga_optax.verify`.
       params: the parameters.
       batch: the undivided batch.
       num_microbatches: the number of micro-batches to split it into.
-      **options: all other options of `ga_optax.verify`.
+      weight_fn: as for `ga_optax.verify`.
+      has_aux: as for `ga_optax.verify`.
+      rng: as for `ga_optax.verify`.
+      batch_axes: as for `ga_optax.verify`.
+      axis_name: as for `ga_optax.verify`.
 
     Raises:
       AssertionError: if the gradients differ, with the message of the report: what is
@@ -62,10 +72,9 @@ def assert_accumulation_equivalent(
         holds no array.
       TypeError, ValueError: if another argument does not fit.
     """
+    arguments = dict(locals())
     _refuse_empty(params=params, batch=batch)
-    report = verify(fun, params, batch, num_microbatches, **options)
-    for warning in report.warnings:
-        warnings.warn(warning, stacklevel=2)
+    report = verify(**arguments)
     if not report.ok:
         raise AssertionError(f"[{report.cause.name}] {report.message}")
 

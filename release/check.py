@@ -124,7 +124,7 @@ def main() -> int:
     if args.tag not in (None, f"v{release.version}"):
         wrong.append(f"the tag is {args.tag}, but the version is {release.version}")
     if len(args.pythons) < 2:
-        wrong.append("only one Python was named: PYTHON_NEWEST=python3.13 adds another")
+        wrong.append("only one Python was named: PYTHON_OLDEST=python3.11 adds another")
     with tempfile.TemporaryDirectory() as name:
         wheel = build(pathlib.Path(name))
         with zipfile.ZipFile(wheel) as files:

@@ -43,8 +43,18 @@ def fast_compilation():
     jax.config.update("jax_disable_most_optimizations", False)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Marks the property tests, so that `make fuzz` finds them."""
+    """Marks the property tests for `make fuzz`, and the rest of each grid."""
+    grids = {}
     for item in items:
         if getattr(item.obj, "is_hypothesis_test", False):
             item.add_marker(pytest.mark.fuzz)
+        if item.get_closest_marker("grid") and not item.get_closest_marker("quick"):
+            grids.setdefault((item.path, item.originalname), []).append(item)
+    for cases in grids.values():
+        (keep,) = cases[0].get_closest_marker("grid").args
+        kept = {len(cases) * i // keep for i in range(keep)}  # spread over the grid
+        for i, item in enumerate(cases):
+            if i not in kept:
+                item.add_marker(pytest.mark.exhaustive)

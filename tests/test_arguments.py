@@ -29,6 +29,7 @@ def positive(x, y):
     return jnp.sum(y > 0)
 
 
+@pytest.mark.exhaustive
 def test_keywords_with_a_role_are_what_positions_with_it_are():
     positions = {"batch_argnums": (1, 2), "rng_argnums": 3}
     some = {"batch_argnames": "y", "rng_argnames": "rngs"}
@@ -112,6 +113,7 @@ def test_what_has_no_axis_goes_whole_and_as_it_came():
     assert abs(value - fun(W, batch, table, extra=extra | {"whole": Y + 1})) > bound
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("sync", ["last", "each"])
 def test_any_axis_may_lie_on_devices_and_no_row_moves(kind, sync):
@@ -167,6 +169,7 @@ def test_inside_a_shard_map_what_has_no_axis_may_be_shared():
     assert bits(got) == bits(jax.value_and_grad(fun)(w, batch))
 
 
+@pytest.mark.exhaustive
 def test_a_second_call_outside_of_jit_warns_once():
     step = ga.value_and_grad(lambda w, x: jnp.mean(x @ w), K)
     jitted = jax.jit(step)

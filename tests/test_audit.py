@@ -415,6 +415,7 @@ def test_the_command_line_prints_the_table(tmp_path, capsys):
     assert "No collectives" in capsys.readouterr().out
 
 
+@pytest.mark.exhaustive
 def test_the_command_line_says_what_it_cannot_read(tmp_path):
     (tmp_path / "notes.txt").write_text("hello")
     for name in ("notes.txt", "missing.txt"):

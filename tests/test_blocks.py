@@ -323,6 +323,7 @@ def test_a_block_that_does_not_fit_raises_and_names_the_leaf():
 # -- Adding a block --------------------------------------------------------------------
 
 
+@pytest.mark.grid(4)
 @BOTH
 @pytest.mark.parametrize("weights", [None, [3, 0, 2.5, 7]], ids=["plain", "weighted"])
 @pytest.mark.parametrize("order", [iter, reversed])
@@ -753,6 +754,7 @@ def test_norms_and_not_finite_work_inside_jit_and_of_no_block():
 # -- Flat vectors ----------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 @hypothesis.given(TREES, RULES)
 def test_flatten_and_unflatten_round_trip_bit_for_bit(tree, by):
     if not jax.tree.leaves(tree) and by == "":

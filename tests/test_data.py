@@ -124,6 +124,7 @@ def test_an_epoch_cannot_be_smaller_than_a_window():
 # -- Steps of every dtype --------------------------------------------------------------
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize("draw", BOTH)
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.uint32])
 def test_a_step_of_any_integer_dtype_draws_the_same(draw, dtype):
@@ -138,6 +139,7 @@ def far_windows(draw, steps):
     return [tuple(np.ravel(draw(KEY, step, 12, 4, 1))) for step in steps]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("draw", BOTH)
 def test_a_step_of_2_to_the_31_and_beyond_works(draw):
     steps = [2**31 - 1, 2**31, 2**31 + 1, 2**32 - 1]

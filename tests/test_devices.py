@@ -119,6 +119,7 @@ def gradient_reductions(audit):
 # -- Parameters on every device --------------------------------------------------------
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.parametrize("k", [1, 4, 16])
@@ -194,6 +195,7 @@ def test_the_mesh_may_be_an_argument():
     assert_close(got, jax.value_and_grad(mean_loss)(params, batch))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "kind",
     [AxisType.Auto, pytest.param(AxisType.Explicit, marks=pytest.mark.published)],
@@ -211,6 +213,7 @@ def test_the_mesh_may_be_that_of_the_batch(kind, sync):
     assert_close(fun(*placed), want)
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("first", KINDS)
 @pytest.mark.parametrize("second", KINDS)
 def test_the_batch_may_be_split_over_two_axes(first, second):
@@ -252,6 +255,7 @@ def rows_that_move(compiled):
     return [c for c in found if c.num_bytes > GRADIENT_BYTES]
 
 
+@pytest.mark.exhaustive
 def test_no_row_moves_and_the_memory_is_that_of_the_peers():
     """Temporaries and arithmetic are a device's; a gather would multiply both."""
     mesh = make_mesh(AxisType.Auto)
@@ -288,6 +292,7 @@ def test_no_row_moves_and_the_memory_is_that_of_the_peers():
     )
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("way", ["arrays", "explicit", "constraint", "shapes", "jit"])
 def test_no_row_moves_however_the_mesh_is_known(way):
     names, axes = ("replica", "data", "model"), ("replica", "data")
@@ -316,6 +321,7 @@ def test_no_row_moves_however_the_mesh_is_known(way):
     assert [c for c in moved if way != "explicit" or not c.loops] == []
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("jit", [jax.jit, lambda fun: fun])
 @pytest.mark.parametrize("kind", KINDS)
 def test_micro_batches_are_strided_on_several_devices_alone(kind, jit):
@@ -355,6 +361,7 @@ def test_inside_a_shard_map_rows_are_neighbours():
     np.testing.assert_array_equal(jax.jit(mapped)(rows), rows.reshape(16, 2))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "kind",
     [AxisType.Auto, pytest.param(AxisType.Explicit, marks=pytest.mark.published)],
@@ -402,6 +409,7 @@ def test_explicit_axes_say_which_numbers_of_micro_batches_fit():
 # -- Other axes ------------------------------------------------------------------------
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("in_place", [True, False])
 def test_a_model_axis_stays_with_the_compiler(in_place):
     mesh = make_mesh(AxisType.Auto, (4, 2), ("data", "model"))
@@ -443,6 +451,7 @@ def test_a_model_axis_may_be_explicit():
 # -- Sharded parameters ----------------------------------------------------------------
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("k", [1, 4, 16])
 def test_sharded_parameters_cost_one_gather_and_one_reduce_scatter(kind, k):
@@ -472,6 +481,7 @@ def test_sharded_parameters_cost_one_gather_and_one_reduce_scatter(kind, k):
     )
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_sync_each_reduces_in_every_micro_step(kind):
     mesh = make_mesh(kind)
@@ -496,6 +506,7 @@ def test_sync_each_reduces_in_every_micro_step(kind):
     assert_close(got, jax.value_and_grad(token_loss)(params, batch))
 
 
+@pytest.mark.exhaustive
 def test_memory_with_sync_each_falls_with_the_number_of_devices():
     """The docstring's table: (P + G) / n, where "last" holds P + G on every device."""
     width, layers, k = 256, 8, 4
@@ -588,6 +599,7 @@ def test_inside_a_shard_map_fun_may_gather_in_every_micro_step():
 # -- Numbers ---------------------------------------------------------------------------
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("sync", ["last", "each"])
 @pytest.mark.parametrize("k", [1, 4])
 def test_in_float64_it_is_the_gradient_of_the_whole_batch(sync, k):
@@ -638,6 +650,7 @@ def test_the_bits_repeat():
     assert_trees_bitwise_equal(first, second)
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("in_place", [True, False])
 def test_a_device_of_weight_zero_adds_nothing_not_even_nan(in_place):
     mesh = make_mesh(AxisType.Auto)
@@ -683,6 +696,7 @@ def test_aux_is_put_together_over_all_devices():
     np.testing.assert_array_equal(aux["stack"], np.arange(0, 32, 2) > 5)
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("make", [jax.random.key, jax.random.PRNGKey])
 def test_the_last_key_is_that_of_the_last_device(make):
     mesh = make_mesh(AxisType.Auto)
@@ -787,6 +801,7 @@ def test_accumulate_stays_on_the_device_until_the_merge():
     assert_close(grads, jax.grad(token_loss)(params, batch))
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("sync", ["last", "each"])
 def test_accumulate_at_top_level_merges_once_a_call(sharded, sync):
@@ -833,6 +848,7 @@ def test_what_an_empty_accumulator_holds_does_not_matter_across_devices():
 # -- Composition -----------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "in_place", [True, pytest.param(False, marks=pytest.mark.published)]
 )
@@ -861,6 +877,7 @@ def test_it_can_be_differentiated_and_batched(in_place):
         assert_close((value[i], jax.tree.map(lambda g, i=i: g[i], grads)), want)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("optax_promotion")
 def test_a_whole_training_step_scans_over_windows():
     mesh = make_mesh(AxisType.Auto)
@@ -981,6 +998,7 @@ def test_a_loss_that_is_reduced_already_is_found(inside):
         fun(make_params(), make_batch())
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_model_that_shards_over_the_data_axis_says_what_to_do(kind):
     mesh = make_mesh(kind, (4, 2), ("data", "model"))
@@ -1088,6 +1106,7 @@ def test_an_accumulator_that_is_summed_already_is_not_merged_again():
         jax.jit(mapped)(make_params(), make_batch())
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_shards_that_fun_gathers_are_summed_over_their_copies_too(check_vma):
     """Sharded over "data", copied over "replica" (HSDP), gathered by `fun` itself."""
@@ -1153,6 +1172,7 @@ def test_an_aux_may_vary_over_another_axis_where_the_loss_does_not():
     assert_close(((value, aux), grads), jax.value_and_grad(whole, has_aux=True)(w, x))
 
 
+@pytest.mark.exhaustive
 def test_a_shard_map_over_another_axis_may_stand_around_it():
     mesh = make_mesh(AxisType.Auto, (4, 2), ("data", "ensemble"))
     batch = make_batch()

@@ -40,6 +40,7 @@ def moved(audit):
     return sent
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.parametrize("sync", ["last", "each"])
 def test_every_gradient_is_reduce_scattered_once(sync, in_place, mesh):
@@ -60,6 +61,7 @@ def test_every_gradient_is_reduce_scattered_once(sync, in_place, mesh):
     on.assert_not_close(jax.jit(fun(on.token_loss, K))(*args), want)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("in_place", [True, False])
 def test_a_weight_of_0_keeps_a_nan_on_its_device(in_place, mesh):
     args = on.put(on.make_params(), mesh, P()), on.put(padded(), mesh, P("data"))
@@ -78,6 +80,7 @@ def test_a_weight_of_0_keeps_a_nan_on_its_device(in_place, mesh):
     assert jnp.isnan(gradient(lambda batch: jnp.ones([]), **each)[1]["in"]).all()
 
 
+@pytest.mark.exhaustive
 def test_a_device_holds_its_part_of_the_sum_and_of_adams_state(mesh, optax_promotion):
     params, batch = on.make_params(), on.make_batch()
     data_axis = ga.DataAxis("data", mesh=mesh, grad_specs=SPECS, sync="each")
@@ -113,6 +116,7 @@ def test_a_device_holds_its_part_of_the_sum_and_of_adams_state(mesh, optax_promo
     )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not in_place.HAS_REFS, reason="gradients are whole for a moment")
 def test_a_model_that_scans_never_holds_a_whole_gradient(mesh):
     """The sum, and the gradient of one layer; all of it if layers are split."""

@@ -28,6 +28,7 @@ def bytes_of(tree):
     return peers.tree_bytes(tree)
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("name", KINDS)
 def test_a_leaf_takes_no_more_temporaries_than_by_hand(name):
     kind = KINDS[name]
@@ -56,6 +57,7 @@ def test_a_select_after_the_addition_would_take_a_second_table():
     assert program.memory_analysis().temp_size_in_bytes > bytes_of(kind.params) / 2
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("weight", [None, 2.0])
 def test_a_poisoned_window_of_an_embedding_leaves_the_next_one_alone(weight):
     """Nothing resets the table between two windows; the first addition clears it."""

@@ -169,6 +169,7 @@ def test_sums_are_added_in_a_tree_whose_leaves_are_the_logical_devices(size):
 SPECS = [P(), P("a"), P(None, "b"), P(("b", "a")), P("b", "a")]
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_two_axes_and_sharded_parameters_have_those_bits_too(spec):
     params, batch = np.zeros((8, 8), np.float32), normal(5, L, 8, 8)
@@ -185,6 +186,7 @@ def test_two_axes_and_sharded_parameters_have_those_bits_too(spec):
     np.testing.assert_array_equal(got, tree_sum(list(batch)) / np.float32(L))
 
 
+@pytest.mark.exhaustive
 def test_a_narrow_accumulator_is_rounded_at_every_level():
     batch = jnp.asarray(normal(6, L, 64), jnp.bfloat16)
     params = jnp.zeros(64, jnp.bfloat16)
@@ -214,6 +216,7 @@ def with_aux(params, x, carry):
     return value, (new, aux)
 
 
+@pytest.mark.exhaustive
 def test_aux_of_every_mode_and_the_carry_are_those_of_the_logical_devices():
     params, batch = normal(7, WIDTH), normal(8, ROWS, WIDTH)
     carry = {"mean": np.float32(0.3), "steps": np.int32(5)}
@@ -254,6 +257,7 @@ def test_inside_a_shard_map_it_is_the_same():
     assert bits(got) == bits(expected)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "way",
     ["MultiSteps", pytest.param("accumulate", marks=pytest.mark.published)],
@@ -304,6 +308,7 @@ def test_a_window_goes_on_in_the_middle_on_another_number_of_devices(
     assert bits(run([4, 1, 2, 1])) == bits(expected)
 
 
+@pytest.mark.exhaustive
 def test_the_calls_of_accumulate_draw_different_keys():
     def noisy(params, x, key):
         return jnp.mean(x @ params) + jax.random.normal(key)
@@ -343,6 +348,7 @@ def wire_bytes(found, n):
     return sum(factor[c.kind] * c.num_bytes for c in found.collectives)
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("n", [2, 8])
 def test_it_sends_as_many_bytes_as_an_all_reduce(n):
     mesh = make_mesh(n)
@@ -429,6 +435,7 @@ def attention(params, x):
     return jnp.mean(jnp.sum(jax.nn.softmax(scores) * h[:, None], -1) ** 2)
 
 
+@pytest.mark.exhaustive
 def test_the_twin_without_merging_duplicates_differs_on_one_device(monkeypatch):
     (first, _), (second, _) = (compiled(attention, n, WIDTH) for n in (2, 1))
     assert first == second
@@ -450,6 +457,7 @@ def twice(params, x):
     return jnp.linalg.norm(x @ params @ params)
 
 
+@pytest.mark.exhaustive
 def test_a_loop_over_logical_devices_is_not_compiled_as_one_function(monkeypatch):
     """XLA does that if the loop holds nothing that such functions do not support."""
     (first, _), (second, text) = (compiled(twice, n, 3, 3) for n in (L, 4))

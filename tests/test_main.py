@@ -91,6 +91,7 @@ def verify(loss, *options, make_inputs="make_inputs", k="4"):
     return main(["verify", *names, "--num-microbatches", k, *options])
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize(
     ("loss", "options", "status", "word"),
     [
@@ -111,6 +112,7 @@ def test_it_prints_the_page_and_the_status_says_whether_it_is_equal(
     assert err == ""
 
 
+@pytest.mark.exhaustive
 def test_what_value_and_grad_is_told_of_axes_verify_can_be_told_too(module, capsys):
     assert verify("meets", "--axis-name", "rows") == 0
     axes = "{'x': 1, 'mask': 0}"
@@ -121,6 +123,7 @@ def test_what_value_and_grad_is_told_of_axes_verify_can_be_told_too(module, caps
         verify("of_turned", make_inputs="turned")
 
 
+@pytest.mark.exhaustive
 def test_a_key_that_make_inputs_returns_reaches_the_loss(module, capsys):
     assert verify("keyed", make_inputs="with_key") == 1
     assert "(RANDOMNESS)" in capsys.readouterr().out
@@ -225,6 +228,7 @@ def test_no_command_is_status_2(capsys):
     assert error.value.code == 2
 
 
+@pytest.mark.exhaustive
 def test_it_runs_as_a_module_in_a_directory_with_the_users_code(module):
     run = subprocess.run(
         [

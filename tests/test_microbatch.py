@@ -182,6 +182,7 @@ def largest_error(a, b):
 # -- Equal to the undivided batch ------------------------------------------------------
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("in_place", IN_PLACE)
 def test_it_equals_the_undivided_batch_to_twelve_digits_in_float64(name, in_place):
@@ -211,6 +212,7 @@ def linear(w, batch):
     return jnp.mean(batch["x"] @ w)
 
 
+@pytest.mark.grid(6)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("k", [1, 2, 4, 8])
 def test_it_is_within_the_derived_bound_of_the_exact_mean(dtype, k):
@@ -232,6 +234,7 @@ def test_it_is_within_the_derived_bound_of_the_exact_mean(dtype, k):
     assert np.any(np.abs(x.sum(0) / (BATCH - 4) - x.mean(0)) > bound)
 
 
+@pytest.mark.grid(4)
 @pytest.mark.parametrize("in_place", IN_PLACE)
 @pytest.mark.parametrize("k", [1, 2, 4, 8])
 def test_integer_terms_give_the_bits_of_the_undivided_batch(in_place, k):
@@ -275,6 +278,7 @@ def row_count(batch):
     return jnp.sum(batch["y"][:, 0] > 0, dtype=jnp.int32)
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize(
     ("name", "weighted", "rows"),
     [(name, False, rows) for name in MODELS for rows in (1, 2)]
@@ -322,6 +326,7 @@ def test_only_what_has_the_same_bits_is_summed_in_place():
     assert not adds_in_place(step, params, make_batch())
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("k", [3, 6])
 def test_groupings_agree_where_k_is_no_power_of_two(k):
     fun, params = MODELS["rematerialised"]
@@ -331,6 +336,7 @@ def test_groupings_agree_where_k_is_no_power_of_two(k):
     assert_same_bits(MEAN(acc), expected)
 
 
+@pytest.mark.exhaustive
 def test_parameters_after_fifty_steps_of_adam_agree_bit_for_bit():
     fun, params = MODELS["rematerialised"]
     opt = optax.adam(1e-2)
@@ -375,6 +381,7 @@ def test_parameters_after_fifty_steps_of_adam_agree_bit_for_bit():
     assert largest_error(train(whole(4, True)), expected) > 0
 
 
+@pytest.mark.exhaustive
 def test_what_an_empty_accumulator_holds_is_never_read():
     fun, params = MODELS["rematerialised"]
     batch = make_batch()
@@ -410,6 +417,7 @@ def token_batch(counts, size=512):
     return {"x": _normal(3, mask.size, WIDTH), "mask": mask.reshape(-1)}
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("in_place", IN_PLACE)
 def test_token_counts_as_weights_give_the_undivided_gradient(in_place):
     _, params = MODELS["rematerialised"]
@@ -426,6 +434,7 @@ def test_token_counts_as_weights_give_the_undivided_gradient(in_place):
         assert largest_error(means[1], expected[1]) > 0.05
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("in_place", IN_PLACE)
 @pytest.mark.parametrize("poisoned", [0, 2, 3])
 def test_a_micro_batch_of_weight_0_changes_nothing_though_it_is_nan(in_place, poisoned):
@@ -443,6 +452,7 @@ def test_a_micro_batch_of_weight_0_changes_nothing_though_it_is_nan(in_place, po
     assert np.isnan(jax.jit(ga.value_and_grad(masked, 4))(params, batch)[0])
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("in_place", IN_PLACE)
 def test_a_window_of_weight_0_has_value_and_gradients_0(in_place):
     _, params = MODELS["rematerialised"]
@@ -519,6 +529,7 @@ def test_micro_batches_see_different_keys_and_the_same_ones_again():
     assert np.any(np.asarray(other[0][1]) != np.asarray(masks))
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey])
 def test_calls_of_accumulate_draw_the_keys_of_one_value_and_grad(make_key):
     x, w, rngs = _normal(1, 8, WIDTH), _normal(0, WIDTH), {"dropout": make_key(3)}
@@ -601,6 +612,7 @@ def first_weight(x):
     return jnp.sum(x[:, 0] > 0)
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("weight_fn", [None, first_weight])
 def test_aux_is_put_together_as_asked_leaf_by_leaf(weight_fn):
     x, w = integers(0, 8, WIDTH), integers(1, WIDTH)
@@ -691,6 +703,7 @@ def test_the_function_is_traced_once_for_any_number_of_micro_batches():
         assert len(traces) == 2
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("in_place", IN_PLACE)
 def test_narrow_parameters_accumulate_in_float32(dtype, in_place):
@@ -760,6 +773,7 @@ def summed(fun, weight_fn):
     return undivided
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "weight_fn", [pytest.param(None, marks=pytest.mark.published), row_count]
 )
@@ -786,6 +800,7 @@ def test_an_ensemble_under_vmap_has_the_gradients_of_its_members(weight_fn):
         assert largest_error(swapped, expected) > 1e-3
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "weight_fn", [pytest.param(None, marks=pytest.mark.published), row_count]
 )
@@ -814,6 +829,7 @@ def test_grad_through_it_is_the_grad_through_the_undivided_batch(weight_fn):
         assert largest_error(jax.jit(jax.grad(fun))(params, batch), expected) > 1e-3
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("k", [3, 4])
 def test_what_is_exactly_0_has_the_derivative_of_the_undivided_batch(k):
     """A loss of 0 with gradients of 0, and weights whose sum is 1."""
@@ -840,6 +856,7 @@ def test_what_is_exactly_0_has_the_derivative_of_the_undivided_batch(k):
         np.testing.assert_allclose(got[1], expected[1], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("in_place", IN_PLACE)
 def test_forward_mode_and_hessian_vector_products_are_those_of_the_whole(in_place):
     fun, params = MODELS["rematerialised"]
@@ -859,6 +876,7 @@ def test_forward_mode_and_hessian_vector_products_are_those_of_the_whole(in_plac
         assert largest_error(jax.grad(fun)(params, batch), expected) > 1e-3
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("weight_fn", [None, row_count])
 def test_grad_of_a_vmap_over_batches_is_the_sum_of_their_gradients(weight_fn):
     """The weight is the same for all of them, and the gradient is not."""
@@ -879,6 +897,7 @@ def test_grad_of_a_vmap_over_batches_is_the_sum_of_their_gradients(weight_fn):
         assert largest_error(jax.grad(fun)(params, batch), expected) > 1e-3
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "in_place", [True, pytest.param(False, marks=pytest.mark.published)]
 )
@@ -890,6 +909,7 @@ def test_no_tracer_outlives_a_call(in_place):
         jax.jit(jax.grad(lambda p: step(p, make_batch())[0]))(params)
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("in_place", IN_PLACE)
 def test_a_stack_of_no_layers_has_an_empty_gradient(in_place):
     fun, params = MODELS["rematerialised"]
@@ -901,6 +921,7 @@ def test_a_stack_of_no_layers_has_an_empty_gradient(in_place):
     assert abs(value - due) < BATCH * WIDTH * jnp.finfo(jnp.float32).eps
 
 
+@pytest.mark.exhaustive
 def test_integers_booleans_and_keys_pass_under_vmap_and_grad():
     """Operands that have no derivative, in the loop that has rules of its own."""
     _, params = MODELS["rematerialised"]
@@ -948,6 +969,7 @@ def test_integers_booleans_and_keys_pass_under_vmap_and_grad():
     assert largest_error(first, second) > 0.1
 
 
+@pytest.mark.exhaustive
 def test_printing_and_collectives_are_left_alone(capfd):
     fun, params = MODELS["rematerialised"]
 
@@ -992,6 +1014,7 @@ def test_it_closes_over_tracers():
     assert float(slope) == x.mean(0).sum() != 0
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("in_place", IN_PLACE)
 def test_donated_inputs_and_a_scan_over_steps_change_nothing(in_place):
     fun, params = MODELS["rematerialised"]

@@ -151,6 +151,7 @@ def test_what_is_only_kept_is_not_rounded():
 # -- On devices ------------------------------------------------------------------------
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("sync", ["last", "each"])
 @pytest.mark.parametrize("k", [1, 2])
@@ -279,6 +280,7 @@ def test_the_weight_of_the_aux_differs_between_devices(kind):
     assert aux["tokens"] == due[1]["tokens"]
 
 
+@pytest.mark.exhaustive
 def test_verify_takes_the_weight_of_the_aux():
     args = token_loss, jnp.asarray(W), make_batch(), 4
     assert ga.verify(*args, has_aux=True, weight_fn=FROM_AUX).ok

@@ -74,6 +74,7 @@ def rows(x):
     return jnp.sum(x[:, 0, 0] > 0)
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize(
     ("k", "weight_fn"), [(K, None), (K, rows), (6, None), (7, rows)]
 )
@@ -112,6 +113,7 @@ def test_a_donated_accumulator_is_updated_where_it_lies():
     assert taken < 0.5 * tree
 
 
+@pytest.mark.exhaustive
 def test_on_many_devices_a_window_takes_one_tree_more_for_the_reduction():
     """The all-reduce of XLA:CPU is not in place: its result is a second tree."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -49,6 +49,7 @@ COMBINATORS = {
 }
 
 
+@pytest.mark.grid(5)
 @pytest.mark.parametrize("name", COMBINATORS)
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
 def test_extra_arguments_and_weights_arrive_and_the_state_is_found(name, jit):
@@ -215,6 +216,7 @@ SCHEDULES = {
 }
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("wrap", ["plain", "inject_hyperparams"])
 def test_schedules_advance_on_steps_alone(name, wrap):

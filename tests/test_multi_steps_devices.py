@@ -144,6 +144,7 @@ def test_reduced_gradients_would_cost_one_reduction_a_micro_step():
     assert len(ga.audit(lowered.compile()).collectives) == 1
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("k", [1, 4, 16])
 def test_a_whole_window_in_one_program_reduces_once_after_the_loop(k):
     params, batches = make()
@@ -180,6 +181,7 @@ def test_a_whole_window_in_one_program_reduces_once_after_the_loop(k):
     assert_close(compiled(params, batches), optax.apply_updates(params, updates))
 
 
+@pytest.mark.exhaustive
 def test_the_state_holds_a_part_for_each_device():
     params, batches = make()
     tx = ga.MultiSteps(optax.adam(1e-2), K, data_axis="data")
@@ -222,6 +224,7 @@ def test_a_window_that_is_closed_early_is_merged():
     assert int(ga.stats(same).steps) == 2
 
 
+@pytest.mark.exhaustive
 def test_update_and_apply_updates_do_the_same():
     params, batches = make()
     tx = ga.MultiSteps(optax.adam(1e-2), K, data_axis="data")
@@ -245,6 +248,7 @@ def test_update_and_apply_updates_do_the_same():
     assert_close(params, want)
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize(
     "skip",
     [
@@ -542,6 +546,7 @@ def test_extra_arguments_must_be_the_same_on_all_devices():
                 jax.jit(mapped)(params, state, micro_batch(batches, 0))
 
 
+@pytest.mark.exhaustive
 def test_the_weight_of_an_ensemble_is_that_of_each_member():
     tx = ga.MultiSteps(optax.sgd(0.1), K)
     params = jnp.ones((3, 2))

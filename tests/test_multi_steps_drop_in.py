@@ -67,6 +67,7 @@ def assert_same_run(ours, theirs, *, keys=None):
             )
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize(
     ("args", "kwargs"),
     [
@@ -139,6 +140,7 @@ def train_integers(multi_steps, opt, grads, *, applies=False):
     return params
 
 
+@pytest.mark.grid(1)
 @pytest.mark.skipif(optax.__version__ == "0.2.6", reason="it takes no boolean leaves")
 @pytest.mark.parametrize("opt", [optax.sgd(0.5), optax.adamw(0.5)])
 @pytest.mark.parametrize("dtype", [jnp.int32, jnp.float32])
@@ -295,6 +297,7 @@ def _identity(updates, state, params=None):
 # -- from_optax ------------------------------------------------------------------------
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("at", range(7))
 @pytest.mark.parametrize("mean", [True, False], ids=["mean", "sum"])
 def test_from_optax_continues_the_run_from_any_micro_step(at, mean):

@@ -94,6 +94,7 @@ def test_what_the_optimizer_sees_is_within_the_derived_bound(dtype, weights):
         assert not (np.abs(seen - off) <= bound).all()
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("k", [2, 3, 4, 7, 41])
 def test_integer_gradients_give_the_bits_of_the_single_batch(k):
     # Σ over n·k examples of integers, divided once by each of the two: the loss that is
@@ -191,6 +192,7 @@ def test_token_counts_as_weights_give_the_undivided_batch():
     assert error(None) > 10 * bound
 
 
+@pytest.mark.grid(5)
 @pytest.mark.parametrize("k", [1, 2, 3])
 @pytest.mark.parametrize("emit", ["counted", "static"])
 def test_a_window_of_weight_zero_changes_nothing_and_is_counted(k, emit):
@@ -214,6 +216,7 @@ def test_a_window_of_weight_zero_changes_nothing_and_is_counted(k, emit):
     assert (np.asarray(moved) != np.asarray(params)).any()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("weight", [-1.0, -1, np.nan])
 def test_a_traced_weight_that_is_none_makes_its_window_nan(weight):
     w, x = jnp.ones(2), jnp.ones((4, 2))
@@ -259,6 +262,7 @@ def poison(at, bad):
     return [g.at[0].set(bad) if i == at else g for i, g in enumerate(GOOD)]
 
 
+@pytest.mark.grid(5)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("at", range(K))
 def test_a_bad_micro_batch_stays_in_its_window(at, bad):
@@ -305,6 +309,7 @@ def test_with_skip_not_finite_that_micro_step_never_happened(at, bad):
     assert np.isfinite(ours[-1][0]).all()
 
 
+@pytest.mark.grid(7)
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("at", range(K))
 @pytest.mark.parametrize("emit", ["counted", "static"])
@@ -341,6 +346,7 @@ def test_a_window_of_complex_gradients_is_dropped_for_either_part():
 # -- flush, emit, k that changes -------------------------------------------------------
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("held", range(1, 5))
 @pytest.mark.parametrize("weights", [None, [3.0, 1.0, 2.0, 5.0]])
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
@@ -453,6 +459,7 @@ def times_rate():
 GRADS, RATES = (2.0, 6.0, np.nan, 4.0), (1.0, 3.0, np.nan, 2.0)
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize("weights", [(1, 1, 1, 1), (3, 1, 5, 4)])
 @pytest.mark.parametrize("mean", [True, False])
 @pytest.mark.parametrize("flushed", [False, True])
@@ -535,6 +542,7 @@ def test_a_schedule_of_k_is_read_once_a_window():
 # -- Trees -----------------------------------------------------------------------------
 
 
+@pytest.mark.grid(10)
 @pytest.mark.parametrize(
     "params",
     [

@@ -147,6 +147,7 @@ BIG = {f"layer_{i}": jnp.ones((400, 400)) for i in range(4)}
 BIG_BYTES = sum(p.nbytes for p in jax.tree.leaves(BIG))
 
 
+@pytest.mark.grid(9)
 @pytest.mark.parametrize("emit", [None, True, False])
 @pytest.mark.parametrize("k", [1, 7, 8])
 @pytest.mark.parametrize(
@@ -195,6 +196,7 @@ def test_weights_need_no_temporaries_either():
     assert memory.temp_size_in_bytes <= 0.01 * BIG_BYTES
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize("drop", [None, ga.drop_window_if_not_finite])
 @pytest.mark.parametrize("weight", [None, 3.0])
 def test_a_transformation_needs_no_temporaries_either(weight, drop):
@@ -282,6 +284,7 @@ def run_as_a_transformation(tx, opt_args):
     return out
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "options",
     [

@@ -63,6 +63,7 @@ def rounding(grads, weight):
     return 4 * grads.size * np.finfo(np.float32).eps * weight * size
 
 
+@pytest.mark.grid(5)
 @pytest.mark.parametrize("use_grad_mean", [True, False])
 @pytest.mark.parametrize("weight", [None, 1.0, 16.0])
 def test_one_window_gives_the_estimates_of_the_paper(weight, use_grad_mean):
@@ -150,6 +151,7 @@ def hits(scale, ratio):
     return int(np.sum((scale.low <= ratio) & (ratio <= scale.high)))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("weighted", [False, True])
 def test_a_known_ratio_lies_in_the_stated_interval_over_20_seeds(weighted):
     states, ratio = quadratic(weighted)
@@ -176,6 +178,7 @@ def test_a_biased_estimator_is_outside_its_interval(weighted):
     assert hits(ga.noise_scale(states._replace(noise=noise)), ratio) < ENOUGH
 
 
+@pytest.mark.exhaustive
 def test_unequal_sizes_without_their_weights_are_biased():
     _, ratio = quadratic(True)
     # The twin: the same gradients, squared and counted as if they were of one size.
@@ -212,6 +215,7 @@ def same(a, b):
         np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.exhaustive
 def test_a_skipped_micro_step_was_never_there():
     grads = draw(8)
     with_bad = [grads[0], jnp.full(7, jnp.nan), *grads[1:]]
@@ -226,6 +230,7 @@ def test_a_skipped_micro_step_was_never_there():
     assert not np.array_equal(other.noise.mean, state.noise.mean)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("skip", [None, ga.drop_window_if_not_finite])
 def test_a_window_with_a_nan_does_not_enter(skip):
     grads = draw(12)
@@ -238,6 +243,7 @@ def test_a_window_with_a_nan_does_not_enter(skip):
     assert int(ga.noise_scale(state).windows) == 2
 
 
+@pytest.mark.exhaustive
 def test_a_micro_batch_of_weight_0_was_never_there():
     grads = draw(9).at[2].set(jnp.nan)
     weights = [2.0, 3.0, 0.0, 1.0, 2.0, 2.0, 0.0, 5.0, 4.0]
@@ -260,6 +266,7 @@ def test_a_window_of_weight_0_does_not_enter():
     same(ga.noise_scale(state), ga.noise_scale(run(tx, grads[0], grads[:4], [1.0] * 4)))
 
 
+@pytest.mark.exhaustive
 def test_flush_counts_the_window_that_it_closes():
     grads = draw(7)
     tx = ga.MultiSteps(FROZEN, 4, track_noise=True)
@@ -277,6 +284,7 @@ def test_flush_counts_the_window_that_it_closes():
     same(again.noise.mean, flushed.noise.mean)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("weight", [None, 3.0])
 def test_a_static_emit_and_update_keep_the_same_noise(weight):
     grads = draw(8)
@@ -294,6 +302,7 @@ def test_a_static_emit_and_update_keep_the_same_noise(weight):
             np.testing.assert_allclose(a, b, rtol=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_from_optax_leaves_the_open_window_out():
     grads = draw(10)
     theirs = optax.MultiSteps(FROZEN, 4)
@@ -314,6 +323,7 @@ def test_from_optax_leaves_the_open_window_out():
 # -- Trees and dtypes ------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 def test_leaves_of_any_kind_are_squared_as_one_vector():
     rng = np.random.default_rng(0)
 
@@ -343,6 +353,7 @@ def test_leaves_of_any_kind_are_squared_as_one_vector():
     assert abs(float(scale.trace) - trace) <= bound
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
 def test_the_states_dtypes_and_structure_do_not_drift(dtype):
     grads = draw(6).astype(dtype)
@@ -351,6 +362,7 @@ def test_the_states_dtypes_and_structure_do_not_drift(dtype):
     assert shapes(run(tx, grads[0], grads)) == shapes(tx.init(grads[0]))
 
 
+@pytest.mark.exhaustive
 def test_float64_counts_in_float64():
     with jax.enable_x64(True):
         grads = jnp.asarray(draw(8), jnp.float64) + 1e3
@@ -371,6 +383,7 @@ def test_a_fresh_state_can_be_donated():
     assert int(state.noise.count) == 1
 
 
+@pytest.mark.exhaustive
 def test_inside_a_chain_it_measures_what_reaches_it_and_is_found_under_jit():
     grads, weights = draw(8), [1.0, 2.0, 3.0, 4.0] * 2
     alone = ga.MultiSteps(FROZEN, 4, track_noise=True)
@@ -453,6 +466,7 @@ def test_sharded_parameters_give_the_bits_of_one_device_and_move_scalars_alone(k
     assert not moved(ga.MultiSteps(optax.sgd(0.125), 4), sharded[0])
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("cut", [3, 4, 6])
 @pytest.mark.parametrize("on_devices", [1, 8])
 def test_through_an_orbax_checkpoint_it_goes_on_with_the_same_bits(
@@ -504,6 +518,7 @@ def test_before_the_first_window_closes_it_is_unknown():
     assert_unknown(ga.noise_scale(run(tx, grads[0], grads)), "no window")
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("k", [1, lambda step: jnp.ones_like(step)])
 def test_windows_of_one_micro_step_say_unknown(k):
     grads = draw(5)
@@ -513,6 +528,7 @@ def test_windows_of_one_micro_step_say_unknown(k):
     assert (float(scale.low), float(scale.high)) == (0, np.inf)
 
 
+@pytest.mark.exhaustive
 def test_gradients_of_zero_say_unknown():
     tx = ga.MultiSteps(FROZEN, 4, track_noise=True)
     for n in (8, 40):
@@ -546,6 +562,7 @@ def test_gradients_without_noise_have_a_scale_of_zero():
     assert "infinitely" in str(scale)
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("size", [1e-30, 1e-12, 1e12, 1e25])
 def test_gradients_beyond_the_squares_of_float32_give_no_nan(size):
     tx = ga.MultiSteps(FROZEN, 2, track_noise=True)
@@ -571,6 +588,7 @@ def jaxpr(tx, params=BIG, **kwargs):
     return jax.make_jaxpr(step_of(tx, **kwargs))(params, tx.init(params), params)
 
 
+@pytest.mark.grid(4)
 @pytest.mark.parametrize("emit", [None, True, False])
 @pytest.mark.parametrize("weight", [None, 2.0])
 def test_without_track_noise_nothing_of_it_is_in_the_program(emit, weight, monkeypatch):
@@ -606,6 +624,7 @@ def test_a_micro_step_reads_the_gradient_once_more_and_a_step_the_mean():
     assert reductions(jaxpr(off).jaxpr) == (0, 0)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("weight", [None, 3.0])
 @pytest.mark.parametrize("emit", [None, True, False])
@@ -671,6 +690,7 @@ def test_the_argument_survives_a_copy_and_shows_in_the_repr():
     assert "track_noise=False" in repr(ga.MultiSteps(FROZEN, 2))
 
 
+@pytest.mark.exhaustive
 def test_the_state_pickles_and_goes_on():
     grads = draw(8)
     tx = ga.MultiSteps(FROZEN, 4, track_noise=True)
@@ -690,6 +710,7 @@ def test_large_scales_are_written_without_an_exponent():
     assert "is 12346 (95 %: 1000 to inf), after 9 windows of 65536:" in text
 
 
+@pytest.mark.exhaustive
 def test_str_is_a_line_to_read_and_repr_where_there_are_many():
     grads = draw(80)
     tx = ga.MultiSteps(FROZEN, 8, track_noise=True)

@@ -40,6 +40,7 @@ def in_loops(audit):
     return [(c.num_bytes, c.times) for c in on.gradient_reductions(audit) if c.loops]
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("place", PLACES)
 def test_each_layer_meets_in_the_backward_loop_and_no_bit_changes(place):
     mesh = on.make_mesh(AxisType.Auto)
@@ -57,6 +58,7 @@ def test_each_layer_meets_in_the_backward_loop_and_no_bit_changes(place):
         assert_trees_bitwise_equal(got, other)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("k", [1, K])
 def test_weights_aux_carry_and_keys_are_the_same(k):
     """And a micro-batch of weight 0 keeps its NaN to itself, the last one too."""
@@ -90,6 +92,7 @@ def test_weights_aux_carry_and_keys_are_the_same(k):
     assert_trees_bitwise_equal(got, want)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "options", [{"overlap": True}, {"grad_specs": on.SHARDED, "sync": "each"}]
 )
@@ -117,6 +120,7 @@ def test_gradients_of_a_bfloat16_model_are_rounded_once_as_without(
     on.assert_not_close(gradient(**options), want)
 
 
+@pytest.mark.exhaustive
 def test_it_can_be_differentiated_and_continue_an_accumulator():
     def loss(w, x):
         return jnp.mean(jax.lax.scan(on._layer, x, w)[0] ** 2)
@@ -139,6 +143,7 @@ def test_it_can_be_differentiated_and_continue_an_accumulator():
     assert_trees_bitwise_equal(*results)
 
 
+@pytest.mark.exhaustive
 def test_the_model_may_compute_a_table_of_constants():
     """It is an argument of the program, beside the parameters."""
 
@@ -153,6 +158,7 @@ def test_the_model_may_compute_a_table_of_constants():
     assert len(in_loops(audit)) == in_place.HAS_REFS
 
 
+@pytest.mark.exhaustive
 def test_without_a_scan_the_last_micro_batch_reduces_and_no_bit_changes():
     def loss(params, x):
         for w in params[:-1]:

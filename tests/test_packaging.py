@@ -1,6 +1,5 @@
 """What is published works by itself: built, installed elsewhere, its source gone."""
 
-import ast
 import importlib.metadata
 import importlib.util
 import os
@@ -271,57 +270,6 @@ def test_the_changelog_names_every_public_name():
     assert missing_names(ga_optax.__all__, text) == []
     # The twin: a name that is not there is missed.
     assert missing_names(["Audits"], text) == ["Audits"]
-
-
-def module_order():
-    """The modules as CONTRIBUTING lists them: the first column of its last block."""
-    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    block = text.partition("Modules import those above them")[2]
-    columns = re.findall(r"^    (\w+(?:, \w+)*)(?:  |$)", block, re.M)
-    return [name for column in columns for name in column.split(", ")]
-
-
-def sources(name):
-    """The files of a module, or of a package."""
-    path = ROOT / "ga_optax" / name
-    return sorted(path.rglob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
-
-
-def imports_of_later_modules(order):
-    """Pairs of a module and one that it imports although it is listed after it."""
-    wrong = []
-    for i, name in enumerate(order):
-        nodes = [
-            node
-            for path in sources(name)
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-            if isinstance(node, ast.ImportFrom) and node.module
-        ]
-        for node in nodes:
-            package, _, module = node.module.partition(".")
-            if package == "ga_optax":
-                module = module.partition(".")[0]
-                names = [module] if module else [alias.name for alias in node.names]
-                allowed = {*order[:i], name}  # a package's files import each other
-                wrong += [(name, other) for other in names if other not in allowed]
-    return wrong
-
-
-def test_modules_import_only_what_contributing_lists_above_them():
-    order = module_order()
-    modules = {
-        path.parent.name if path.name == "__init__.py" else path.stem
-        for pattern in ("*.py", "*/__init__.py")
-        for path in (ROOT / "ga_optax").glob(pattern)
-    }
-    assert sorted(order) == sorted(modules - {"ga_optax"})
-    assert imports_of_later_modules(order) == []
-
-
-def test_in_the_reverse_order_they_do_not():
-    """The twin."""
-    wrong = imports_of_later_modules(module_order()[::-1])
-    assert ("_window", "accumulator") in wrong
 
 
 # -- Workflows -------------------------------------------------------------------------

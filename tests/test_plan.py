@@ -160,6 +160,7 @@ def test_where_nothing_fits_the_error_names_the_smallest_need():
     assert "too large" in str(info.value)
 
 
+@pytest.mark.exhaustive
 def test_arrays_do_as_well_as_shapes_and_nothing_runs():
     params = init()
     arrays = (params, OPTIMIZER.init(params), jnp.zeros((BATCH, LENGTH + 1), jnp.int32))

@@ -167,6 +167,7 @@ def test_sums_over_rows_of_bfloat16_are_those_of_float32(model, monkeypatch):
     assert not any(exact_to_float32(whole, batch).values())
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("weight_fn", [None, lambda b: 1.0 + jnp.abs(b["slope"][0, 0])])
 @pytest.mark.parametrize("how", ["scanned", "cast_before", "held"])
 def test_every_grouping_has_the_same_bits_in_place_and_not(how, weight_fn):
@@ -195,6 +196,7 @@ def test_every_grouping_has_the_same_bits_in_place_and_not(how, weight_fn):
     assert_trees_bitwise_equal(grads, cast)
 
 
+@pytest.mark.exhaustive
 @IN_SCANS
 @pytest.mark.parametrize("held", [False, True])
 def test_narrow_layers_take_one_gradient_and_no_copy(held):
@@ -246,6 +248,7 @@ WHOLE = {
 }
 
 
+@pytest.mark.grid(1)
 @IN_SCANS
 @pytest.mark.parametrize("layers", WHOLE)
 def test_gradients_that_are_stacked_stay_narrow(layers, monkeypatch):
@@ -358,6 +361,7 @@ def test_what_the_compiler_reduces_over_devices_stays_narrow(monkeypatch):
     assert changed(monkeypatch, loss, *args, data_axis=last) == (1, False)
 
 
+@pytest.mark.grid(5)
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
 @pytest.mark.parametrize("dtype", [jnp.float32, NARROW])
 @pytest.mark.parametrize("scans", [False, True])
@@ -431,6 +435,7 @@ def programs(draw):
     return loss, params, jnp.asarray(rng.normal(size=(K * 8, WIDTH)), NARROW)
 
 
+@pytest.mark.exhaustive
 @settings(max_examples=settings().max_examples // 5)  # each compiles seven programs
 @given(programs())
 def test_nested_programs_agree_in_every_grouping(drawn):

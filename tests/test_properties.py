@@ -248,6 +248,7 @@ def groupings(draw):
     return [b - a for a, b in itertools.pairwise(edges)]
 
 
+@pytest.mark.exhaustive
 @given(SEEDS, groupings(), st.sets(st.integers(0, WINDOW - 1)), st.booleans())
 def test_any_grouping_killed_anywhere_gives_the_same_bits(
     seed, groups, killed_after, weighted
@@ -303,6 +304,7 @@ LENGTHS = st.lists(st.integers(1, 4), min_size=3, max_size=3).map(
 )
 
 
+@pytest.mark.exhaustive
 @given(windows(), LENGTHS, st.sets(st.integers(0, 7)))
 def test_a_run_killed_anywhere_ends_in_the_same_bits(window, lengths, killed_before):
     tree, grads, weights = window

@@ -97,6 +97,7 @@ def test_a_window_that_was_cut_by_a_checkpoint_has_the_same_bits(
     testing.assert_trees_bitwise_equal(got, expected)
 
 
+@pytest.mark.exhaustive
 def test_a_checkpoint_without_the_accumulator_is_told_by_the_comparison(resume, ways):
     way = ways["multi_steps"]
     expected, _ = train_one(resume, way, (way.start(), []), range(4))
@@ -121,6 +122,7 @@ def test_a_checkpoint_without_the_accumulator_is_told_by_the_comparison(resume, 
 GOOD = [jnp.array([float(i), -2.0 * i, 0.5]) for i in range(1, 9)]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("before", "after"), [(8, 3), (8, 1), (2, 5), (4, 1), (1, 4), (1, 1)]
 )

@@ -199,6 +199,7 @@ OPEN = pytest.mark.xfail(
 
 
 # With references only from jax 0.11.1 on; before, True is the same program as False.
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("seed", "weight_fn"),
     [
@@ -231,6 +232,7 @@ def test_in_place_and_not_agree_bit_for_bit_weighted(seed):
     assert_trees_bitwise_equal(*results)
 
 
+@pytest.mark.exhaustive
 def test_in_place_and_not_agree_where_a_branch_compiles_otherwise():
     """Two uses of a matrix in an unrolled scan: XLA computes them by what is around."""
     rng = np.random.default_rng(0)
@@ -279,6 +281,7 @@ def rotated(w, x):
     return jnp.tanh(h * cos + jnp.roll(h, 1, 1) * sin)
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize(
     "layer",
     [

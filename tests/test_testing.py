@@ -152,6 +152,7 @@ def test_a_mean_loss_passes_and_a_sum_fails_with_the_message_of_verify():
         )
 
 
+@pytest.mark.exhaustive
 def test_the_options_of_verify_are_passed_on():
     def loss(w, x, key):
         keep = jnp.abs(x[:, 0]) > 5
@@ -179,6 +180,7 @@ def test_integer_parameters_are_refused():
         testing.assert_accumulation_equivalent(mean_loss, jnp.arange(2), X, 2)
 
 
+@pytest.mark.exhaustive
 def test_importing_the_package_imports_neither_chex_nor_flax():
     # Optax may import chex itself, so ask what ga_optax adds to it.
     code = "import sys, {}; print([m for m in ('chex', 'flax') if m in sys.modules])"

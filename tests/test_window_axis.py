@@ -46,6 +46,7 @@ def ours(fun, k=K, **options):
     return jax.jit(ga.value_and_grad(fun, k, axis_name=ROWS, **options))
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize("fun", FUNS)
 def test_value_and_gradients_are_those_of_a_vmapped_axis(fun):
     args = arrays()
@@ -55,6 +56,7 @@ def test_value_and_gradients_are_those_of_a_vmapped_axis(fun):
     assert off_by(jax.jit(of_each(fun, K))(*args), due) > 1e-3
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("seed", range(12))
 def test_random_losses_have_the_gradients_of_a_vmapped_axis(seed):
     fun, args = random_loss(seed), arrays(seed)
@@ -62,6 +64,7 @@ def test_random_losses_have_the_gradients_of_a_vmapped_axis(seed):
     assert off_by(ours(fun)(*args), due) < 1e-10
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("k", [1, 2, 16])
 def test_the_number_of_micro_batches_says_nothing_about_the_loss(k):
     args = arrays()
@@ -187,6 +190,7 @@ def test_several_arguments_and_bfloat16():
     assert abs(value - due) < 0.05 * due
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("fun", [contrastive, root_of_the_mean])
 def test_weights_that_count_tokens_stay_out_of_narrow_cotangents(fun):
     params, batch = arrays()

@@ -103,6 +103,7 @@ def marked_statistics(p, x):
     return statistics(p, x, lambda h: checkpoint_name(h, ROWS))
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize(
     ("fun", "passes"),
     [
@@ -216,6 +217,7 @@ def of_one(fun, operands):
     return temporaries(jax.jit(step, donate_argnums=0), (P, *given), P, x, *given)
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize(
     ("fun", "operands", "fits"),
     [(in_one_direction, 1, True), (in_both, 2, True), (with_a_mark, 1, False)],
@@ -227,6 +229,7 @@ def test_a_window_takes_one_micro_batch_and_what_it_gathers(fun, operands, fits)
     assert (of_the_window(fun, PARTS) <= bound) == fits
 
 
+@pytest.mark.exhaustive
 def test_a_plan_finds_the_window_that_fits():
     """Memory falls to that of what the collectives carry, and stays there."""
 

@@ -35,6 +35,7 @@ def off_by(got, due):
     return max(float(jnp.max(abs(x - y)) / (jnp.max(abs(y)) + 1e-9)) for x, y in pairs)
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize(
     "fun", [whole_token_mean, contrastive, batch_statistics, every_collective]
 )

@@ -70,6 +70,7 @@ def differ(a, b):
     return max(float(jnp.max(abs(x - y)) / (jnp.max(abs(y)) + 1e-3)) for x, y in pairs)
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("make", [linen, of_nnx])
 @pytest.mark.parametrize("how", ["carry_argnums", "aux"])
 def test_batch_statistics_are_those_of_the_undivided_batch(make, how):
