@@ -19,7 +19,7 @@ import ga_optax as ga
 Gradient = Callable[[Any, jax.Array], tuple[jax.Array, Any]]
 
 OURS = "ga_optax"
-OURS_PLAIN = "ga_optax, in_place=False"
+OURS_PLAIN = "ga_optax, optimize=False"
 OURS_LOOP = "ga.MultiSteps"
 OURS_COUNTED = "ga.MultiSteps, static emit"
 OURS_TRANSFORMATION = "ga.MultiSteps as a transformation"
@@ -137,7 +137,7 @@ def in_one_call(
     """The ways to do a window of k micro-batches in one call, by name."""
     return {
         OURS: ga.value_and_grad(loss, k),
-        OURS_PLAIN: ga.value_and_grad(loss, k, in_place=False),
+        OURS_PLAIN: ga.value_and_grad(loss, k, optimize=False),
         SCAN: plain_scan(loss, k),
         MICROBATCHING: microbatch(loss, rows),
     }

@@ -45,7 +45,7 @@ STYLES: dict[str, dict[str, Any]] = {
 NAMES = {
     micro_step.APPLIED: "ga.apply_gradients",
     peers.OURS: "ga.value_and_grad",
-    peers.OURS_PLAIN: "ga.value_and_grad, in_place=False",
+    peers.OURS_PLAIN: "ga.value_and_grad, optimize=False",
     peers.OURS_TRANSFORMATION: "tx.update, apply_updates",
     peers.TWO_PROGRAMS: "two programs, by hand",
     peers.SCAN_KEPT: "scan by hand, rows kept in place",

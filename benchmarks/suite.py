@@ -41,7 +41,7 @@ COMMANDS: dict[str, list[str]] = {
 
 COLUMNS = {
     "ga_optax": (micro_step.APPLIED, peers.OURS),
-    "in_place=False": (peers.OURS_PLAIN,),
+    "optimize=False": (peers.OURS_PLAIN,),
     "ga.MultiSteps": (peers.OURS_LOOP,),
     "optax.MultiSteps": (peers.MULTI_STEPS,),
     "microbatching": (peers.MICROBATCHING,),

@@ -13,7 +13,7 @@ rounding. So the losses agree in some digits, and their bits differ. How many di
 agree depends on the network and on the number of steps, not on the library.
 
 The second table compares bits. The same eight micro-batches go through `accumulate` in
-one, two and eight calls, in place and not in place. No bit may differ.
+one, two and eight calls. No bit may differ.
 
 The third table changes the devices. The same 16 micro-batches go through
 `value_and_grad` on one, two, four and eight virtual devices of the CPU, with and
@@ -61,7 +61,6 @@ GROUPINGS = (1, 2, 8)  # numbers of calls
 PLACED = 16  # micro-batches that go through `value_and_grad` on several devices
 LOGICAL = 8  # as many devices as which they are added up
 WIDTH = 32
-HAS_REFS = jax.__version_info__ >= (0, 11, 1)  # needed to work in place
 
 # -- The task --------------------------------------------------------------------------
 
@@ -188,7 +187,7 @@ def make_ways(fun: Callable[..., Any], opt: Any, k: int) -> dict[str, Way]:
 
 
 def make_groupings(fun: Callable[..., Any], opt: Any) -> dict[str, Way]:
-    """The same eight micro-batches in every grouping, in place and not in place.
+    """The same eight micro-batches in every grouping.
 
     All of them share one compiled program for the update. If it were compiled together
     with the gradient, XLA might fuse the two differently in each program, and then
@@ -197,16 +196,16 @@ def make_groupings(fun: Callable[..., Any], opt: Any) -> dict[str, Way]:
     mean = jax.jit(accumulator.mean)
     update = jax.jit(functools.partial(digits.apply_updates, opt))
 
-    def whole(in_place: bool) -> Way:
-        gradient = jax.jit(ga.value_and_grad(fun, GROUPED, in_place=in_place))
+    def whole() -> Way:
+        gradient = jax.jit(ga.value_and_grad(fun, GROUPED))
 
         def step(params: Any, state: Any, window: Any) -> tuple[Any, Any]:
             return update(gradient(params, window)[1], state, params)
 
         return Way(opt.init, step)
 
-    def grouped(calls: int, in_place: bool) -> Way:
-        accumulate = jax.jit(ga.accumulate(fun, GROUPED // calls, in_place=in_place))
+    def grouped(calls: int) -> Way:
+        accumulate = jax.jit(ga.accumulate(fun, GROUPED // calls))
 
         def step(params: Any, state: Any, window: Any) -> tuple[Any, Any]:
             acc = accumulator.init(params)
@@ -216,13 +215,9 @@ def make_groupings(fun: Callable[..., Any], opt: Any) -> dict[str, Way]:
 
         return Way(opt.init, step)
 
-    ways = {}
-    for in_place in (False, True) if HAS_REFS else (False,):
-        note = ", in place" if in_place else ""
-        ways[f"value_and_grad{note}"] = whole(in_place)
-        for calls in GROUPINGS:
-            name = f"accumulate, {calls} x {GROUPED // calls}{note}"
-            ways[name] = grouped(calls, in_place)
+    ways = {"value_and_grad": whole()}
+    for calls in GROUPINGS:
+        ways[f"accumulate, {calls} x {GROUPED // calls}"] = grouped(calls)
     return ways
 
 
@@ -266,7 +261,7 @@ def train(way: Way, params: Any, windows: list[Any]) -> tuple[Any, Any]:
 # -- What must hold --------------------------------------------------------------------
 #
 # 1. The same micro-batches give the same bits of parameters and optimizer state, after
-#    all steps, for every grouping into calls, in place and not in place, and for the
+#    all steps, for every grouping into calls, and for the
 #    same logical devices on any number of devices.
 #
 # 2. The accumulation alone, on gradients that are given as data. With integers, neither

@@ -12,13 +12,14 @@ What fits: `plan`. How large a batch still pays: `noise_scale`. How the batch gr
 over a run: `schedules`.
 Is it the same gradient as the big batch's, and if not, why: `verify`.
 The arithmetic of all of them: `accumulator`. Which examples are in a window: `data`.
+Options for all calls: `config`.
 Flax: `ga_optax.flax` (imported by name; it needs the extra `flax`).
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from ga_optax import accumulator, data, schedules
+from ga_optax import accumulator, config, data, schedules
 from ga_optax._across.multi_steps import (
     MultiSteps,
     apply_gradients,
@@ -64,6 +65,7 @@ __all__ = [
     "apply_gradients",
     "audit",
     "blocks",
+    "config",
     "data",
     "drop_window_if_not_finite",
     "flush",

@@ -274,10 +274,11 @@ def plus(total: jax.Array, term: jax.Array) -> jax.Array:
 
 
 def weighted(
-    x: jax.Array, weight: jax.Array, dtype: np.dtype, zero: jax.Array
+    x: jax.Array, weight: jax.Array, dtype: np.dtype, zero: jax.Array | None
 ) -> jax.Array:
-    """`x · weight`, a term of a sum in `dtype`, `rounded` before it is added."""
-    return rounded(_by_part(jnp.multiply, x, weight, dtype), zero)
+    """`x · weight`, a term of a sum in `dtype`, `rounded` before if there is a zero."""
+    product = _by_part(jnp.multiply, x, weight, dtype)
+    return product if zero is None else rounded(product, zero)
 
 
 @jax.custom_jvp

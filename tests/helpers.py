@@ -1,10 +1,14 @@
 """What several test files use; oracle.py has the oracles, conftest.py the policy."""
 
+import contextlib
 import importlib.util
 import sys
+from unittest import mock
 
 import jax
 import numpy as np
+
+from ga_optax._inside import in_place
 
 
 def bits(tree):
@@ -12,6 +16,18 @@ def bits(tree):
     leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
     assert leaves  # nothing equals nothing
     return [(leaf.dtype, leaf.tobytes()) for leaf in leaves]
+
+
+def by_hand(optimize=False):
+    """What is traced inside adds no gradient in place; nothing else changes."""
+    if optimize:
+        return contextlib.nullcontext()
+    reasons = in_place.reasons
+
+    def nowhere(*args):
+        return [why or "by hand" for why in reasons(*args)]
+
+    return mock.patch.object(in_place, "reasons", nowhere)
 
 
 def load(path):

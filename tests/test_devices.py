@@ -121,12 +121,12 @@ def gradient_reductions(audit):
 
 @pytest.mark.grid(2)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("optimize", [True, False])
 @pytest.mark.parametrize("k", [1, 4, 16])
-def test_one_all_reduce_for_any_number_of_micro_batches(kind, in_place, k):
+def test_one_all_reduce_for_any_number_of_micro_batches(kind, optimize, k):
     mesh = make_mesh(kind)
     params, batch = make_params(), make_batch(rows=128)
-    fun = ga.value_and_grad(mean_loss, k, data_axis="data", in_place=in_place)
+    fun = ga.value_and_grad(mean_loss, k, data_axis="data", optimize=optimize)
     audit, got = compiled_and_run(
         fun, mesh, put(params, mesh, P()), put(batch, mesh, P("data"))
     )
@@ -165,13 +165,13 @@ def test_a_scan_written_by_hand_reduces_in_every_micro_step():
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("optimize", [True, False])
 @pytest.mark.quick
-def test_inside_a_shard_map_it_reduces_once(check_vma, in_place):
+def test_inside_a_shard_map_it_reduces_once(check_vma, optimize):
     mesh = make_mesh(AxisType.Auto)
     params, batch = make_params(), make_batch()
     fun = ga.value_and_grad(
-        token_loss, 4, weight_fn=count, data_axis="data", in_place=in_place
+        token_loss, 4, weight_fn=count, data_axis="data", optimize=optimize
     )
     mapped = jax.shard_map(
         fun,
@@ -410,12 +410,12 @@ def test_explicit_axes_say_which_numbers_of_micro_batches_fit():
 
 
 @pytest.mark.grid(1)
-@pytest.mark.parametrize("in_place", [True, False])
-def test_a_model_axis_stays_with_the_compiler(in_place):
+@pytest.mark.parametrize("optimize", [True, False])
+def test_a_model_axis_stays_with_the_compiler(optimize):
     mesh = make_mesh(AxisType.Auto, (4, 2), ("data", "model"))
     params, batch = make_params(), make_batch()
     specs = {"in": P(None, "model"), "layers": P(None, "model"), "bias": P()}
-    fun = ga.value_and_grad(mean_loss, 4, data_axis="data", in_place=in_place)
+    fun = ga.value_and_grad(mean_loss, 4, data_axis="data", optimize=optimize)
     audit, got = compiled_and_run(
         fun, mesh, put(params, mesh, specs), put(batch, mesh, P("data"))
     )
@@ -651,8 +651,8 @@ def test_the_bits_repeat():
 
 
 @pytest.mark.grid(1)
-@pytest.mark.parametrize("in_place", [True, False])
-def test_a_device_of_weight_zero_adds_nothing_not_even_nan(in_place):
+@pytest.mark.parametrize("optimize", [True, False])
+def test_a_device_of_weight_zero_adds_nothing_not_even_nan(optimize):
     mesh = make_mesh(AxisType.Auto)
     params, batch = make_params(), make_batch()
     rows = ROWS // 8
@@ -665,7 +665,7 @@ def test_a_device_of_weight_zero_adds_nothing_not_even_nan(in_place):
         4,
         weight_fn=count,
         data_axis=ga.DataAxis("data", mesh=mesh),
-        in_place=in_place,
+        optimize=optimize,
     )
     rest = jax.tree.map(lambda x: x[rows:], poisoned)
     assert_close(
@@ -850,13 +850,13 @@ def test_what_an_empty_accumulator_holds_does_not_matter_across_devices():
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    "in_place", [True, pytest.param(False, marks=pytest.mark.published)]
+    "optimize", [True, pytest.param(False, marks=pytest.mark.published)]
 )
-def test_it_can_be_differentiated_and_batched(in_place):
+def test_it_can_be_differentiated_and_batched(optimize):
     mesh = make_mesh(AxisType.Auto)
     params, batch = make_params(), make_batch()
     fun = ga.value_and_grad(
-        mean_loss, 2, data_axis=ga.DataAxis("data", mesh=mesh), in_place=in_place
+        mean_loss, 2, data_axis=ga.DataAxis("data", mesh=mesh), optimize=optimize
     )
 
     def norm(one):

@@ -55,7 +55,7 @@ def test_two_processes_print_the_same_tables_bit_for_bit():
     # The twin of the second table: in the first, most splits have other bits.
     assert sum(row[-1] not in ("-", "0") for row in rows) > 4
     answers = re.findall(r"^(?:accumulate|value_and_grad).* (yes|NO)$", out, re.M)
-    assert answers == ["yes"] * (8 if jax.__version_info__ >= (0, 11, 1) else 4)
+    assert answers == ["yes"] * 4
     placed = re.findall(r"^(.* logical .*?)  .* (yes|no)$", out, re.M)
     same = [name for name, answer in placed if answer == "yes"]
     assert same == [f"8 logical devices on {n}" for n in (8, 4, 2, 1)]
@@ -65,11 +65,10 @@ def test_two_processes_print_the_same_tables_bit_for_bit():
 
 @pytest.fixture
 def exactness(monkeypatch):
-    """The example, made small: one grouping into calls, and not in place."""
+    """The example, made small: one grouping into calls."""
     monkeypatch.syspath_prepend(str(EXAMPLE.parent))
     module = helpers.load(EXAMPLE)
     monkeypatch.setattr(module, "GROUPINGS", (2,))
-    monkeypatch.setattr(module, "HAS_REFS", False)
     monkeypatch.setattr(module, "make_placed", lambda fun, opt: {})
     return module
 

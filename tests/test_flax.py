@@ -460,7 +460,7 @@ def test_several_objects_also_as_keywords_weights_and_plain_arguments():
         argnums=(0, -1),
         batch_argnums=(1, 2),
         weight_fn=lambda x, y: jnp.sum(jnp.abs(y)),
-        in_place=False,
+        optimize=False,
     )
     value, (grads, of_scale) = compute(model, x, y, scale, rngs=rngs, metric=metric)
 

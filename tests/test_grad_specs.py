@@ -41,12 +41,12 @@ def moved(audit):
 
 
 @pytest.mark.grid(1)
-@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("optimize", [True, False])
 @pytest.mark.parametrize("sync", ["last", "each"])
-def test_every_gradient_is_reduce_scattered_once(sync, in_place, mesh):
+def test_every_gradient_is_reduce_scattered_once(sync, optimize, mesh):
     params, batch = on.make_params(), on.make_batch()
     axis = ga.DataAxis("data", grad_specs=SPECS, sync=sync)
-    fun = functools.partial(ga.value_and_grad, in_place=in_place, data_axis=axis)
+    fun = functools.partial(ga.value_and_grad, optimize=optimize, data_axis=axis)
     args = on.put(params, mesh, P()), on.put(batch, mesh, P("data"))
     audit, got = on.compiled_and_run(
         fun(on.token_loss, K, weight_fn=on.count), mesh, *args
@@ -62,14 +62,14 @@ def test_every_gradient_is_reduce_scattered_once(sync, in_place, mesh):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("in_place", [True, False])
-def test_a_weight_of_0_keeps_a_nan_on_its_device(in_place, mesh):
+@pytest.mark.parametrize("optimize", [True, False])
+def test_a_weight_of_0_keeps_a_nan_on_its_device(optimize, mesh):
     args = on.put(on.make_params(), mesh, P()), on.put(padded(), mesh, P("data"))
 
     def gradient(weight_fn=on.count, **options):
         axis = ga.DataAxis("data", mesh=mesh, **options)
         fun = ga.value_and_grad(
-            on.token_loss, K, weight_fn=weight_fn, in_place=in_place, data_axis=axis
+            on.token_loss, K, weight_fn=weight_fn, optimize=optimize, data_axis=axis
         )
         return jax.jit(fun)(*args)
 

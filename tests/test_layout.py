@@ -18,11 +18,12 @@ ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = ROOT / "ga_optax"
 
 # What each folder may import, beside itself. The files at the root are folders of one.
-LEAVES = {"_checks", "_text", "accumulator"}
+LEAVES = {"_checks", "_text", "accumulator", "config"}
 MAY_IMPORT = {
     "_checks": {"_text"},
     "_text": set(),
     "accumulator": {"_checks"},
+    "config": set(),
     "data": LEAVES,
     "schedules": LEAVES,
     "_devices": LEAVES,

@@ -99,7 +99,7 @@ def test_a_run_has_the_same_bits_on_one_device_and_on_four(optax_promotion):
 @pytest.mark.published
 @pytest.mark.parametrize(
     ("k", "options"),
-    [(1, {"weight_fn": count}), (2, {}), (4, {"in_place": False})],
+    [(1, {"weight_fn": count}), (2, {}), (4, {})],
 )
 def test_a_run_has_the_same_bits_on_any_number_of_devices(k, options, optax_promotion):
     first, *others = (train(n, k, steps=3, **options) for n in NUMBERS)

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 
+import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 import ga_optax as ga
 
 HAS_REFS = jax.__version_info__ >= (0, 11, 1)
-IN_PLACE = [True, False]
+OPTIMIZE = [True, False]
 MEAN = jax.jit(ga.accumulator.mean)
 BATCH = 16
 WIDTH = 6
@@ -184,8 +185,8 @@ def largest_error(a, b):
 
 @pytest.mark.grid(2)
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("in_place", IN_PLACE)
-def test_it_equals_the_undivided_batch_to_twelve_digits_in_float64(name, in_place):
+@pytest.mark.parametrize("optimize", OPTIMIZE)
+def test_it_equals_the_undivided_batch_to_twelve_digits_in_float64(name, optimize):
     fun, params = MODELS[name]
     with float64():
         params, batch = (
@@ -197,8 +198,8 @@ def test_it_equals_the_undivided_batch_to_twelve_digits_in_float64(name, in_plac
         undivided = jax.jit(jax.value_and_grad(fun))
         expected = undivided(params, batch)
         # All four in place; by hand differs from that in bits alone, tested below.
-        for k in (1, 2, 4, 8) if in_place else (4,):
-            got = jax.jit(ga.value_and_grad(fun, k, in_place=in_place))(params, batch)
+        for k in (1, 2, 4, 8) if optimize else (4,):
+            got = jax.jit(ga.value_and_grad(fun, k, optimize=optimize))(params, batch)
             assert jax.tree.structure(got) == jax.tree.structure(expected)
             assert largest_error(got, expected) < 1e-12
         # The twins: a dropped micro-batch, and the sum for the mean.
@@ -235,9 +236,9 @@ def test_it_is_within_the_derived_bound_of_the_exact_mean(dtype, k):
 
 
 @pytest.mark.grid(4)
-@pytest.mark.parametrize("in_place", IN_PLACE)
+@pytest.mark.parametrize("optimize", OPTIMIZE)
 @pytest.mark.parametrize("k", [1, 2, 4, 8])
-def test_integer_terms_give_the_bits_of_the_undivided_batch(in_place, k):
+def test_integer_terms_give_the_bits_of_the_undivided_batch(optimize, k):
     def fun(params, x):
         h, _ = jax.lax.scan(lambda h, w: (h + x * w, None), x, params["layers"])
         # A mean over examples of integers: exact, for a power of two of them.
@@ -256,7 +257,7 @@ def test_integer_terms_give_the_bits_of_the_undivided_batch(in_place, k):
         return fun({**params, "layers": layers}, x)
 
     expected = jax.jit(jax.value_and_grad(broadcast))(params, x)
-    got = jax.jit(ga.value_and_grad(broadcast, k, in_place=in_place))(params, x)
+    got = jax.jit(ga.value_and_grad(broadcast, k, optimize=optimize))(params, x)
     assert_same_bits(got, expected)
 
 
@@ -289,18 +290,17 @@ def test_groupings_and_paths_agree_bit_for_bit(name, weighted, rows):
     # Micro-batches of one row are the hard case: products that no sum follows.
     batch = make_batch(8 * rows)
     options = {"weight_fn": row_count} if weighted else {}
-    step, by_hand = (
-        jax.jit(ga.value_and_grad(fun, 8, in_place=in_place, **options))
-        for in_place in IN_PLACE
-    )
-    expected = by_hand(params, batch)
-    assert_same_bits(step(params, batch), expected)
-    ways = [(True, 8), (False, 8)]
-    if name == "rematerialised":
-        ways += [(True, 2), (True, 4), (False, 2)]
-    for in_place, groups in ways:
-        acc = in_groups(fun, params, batch, 8, groups, in_place=in_place, **options)
+    step = jax.jit(ga.value_and_grad(fun, 8, **options))
+    expected = step(params, batch)
+    for groups in (2, 4, 8) if name == "rematerialised" else (8,):
+        acc = in_groups(fun, params, batch, 8, groups, **options)
         assert int(acc.count) == 8
+        assert_same_bits(MEAN(acc), expected[1])
+    if not weighted:  # a weight of 0 leaves the backward pass in place out: a branch
+        with helpers.by_hand():
+            plain = jax.jit(ga.value_and_grad(fun, 8))(params, batch)
+            acc = in_groups(fun, params, batch, 8, 8)
+        assert_same_bits(plain, expected)
         assert_same_bits(MEAN(acc), expected[1])
     # The twin: the same micro-batches in another order have other bits.
     turned = step(params, {name: x[::-1].copy() for name, x in batch.items()})
@@ -322,7 +322,7 @@ def test_only_what_has_the_same_bits_is_summed_in_place():
     # A matrix product over one row is a bare product; a bias of one row likewise.
     step = ga.value_and_grad(fun, BATCH)
     assert not adds_in_place(step, params, make_batch())
-    step = ga.value_and_grad(fun, 2, in_place=False)
+    step = ga.value_and_grad(fun, 2, optimize=False)
     assert not adds_in_place(step, params, make_batch())
 
 
@@ -355,9 +355,13 @@ def test_parameters_after_fifty_steps_of_adam_agree_bit_for_bit():
             mine, opt_state = update(gradient(mine, batch), opt_state, mine)
         return mine
 
-    def whole(k, in_place):
-        step = jax.jit(ga.value_and_grad(fun, k, in_place=in_place))
+    def whole(k):
+        step = jax.jit(ga.value_and_grad(fun, k))
         return lambda params, batch: step(params, batch)[1]
+
+    def by_hand(params, batch):
+        with helpers.by_hand():  # which a cache must not hide
+            return jax.jit(ga.value_and_grad(fun, 8))(params, batch)[1]
 
     def by_calls(groups):
         call = jax.jit(ga.accumulate(fun, 8 // groups), donate_argnums=0)
@@ -373,12 +377,12 @@ def test_parameters_after_fifty_steps_of_adam_agree_bit_for_bit():
 
         return gradient
 
-    expected = train(whole(8, True))
+    expected = train(whole(8))
     assert largest_error(expected, params) > 0.1
-    for gradient in (whole(8, False), by_calls(1), by_calls(2), by_calls(8)):
+    for gradient in (by_hand, by_calls(1), by_calls(2), by_calls(8)):
         assert_same_bits(train(gradient), expected)
     # The twin: another split has the same gradients to seven digits, and other bits.
-    assert largest_error(train(whole(4, True)), expected) > 0
+    assert largest_error(train(whole(4)), expected) > 0
 
 
 @pytest.mark.exhaustive
@@ -391,7 +395,7 @@ def test_what_an_empty_accumulator_holds_is_never_read():
         jnp.float32(jnp.nan),
         jnp.int32(0),
     )
-    for options in ({}, {"weight_fn": row_count}, {"in_place": False}):
+    for options in ({}, {"weight_fn": row_count}, {"optimize": False}):
         call = jax.jit(ga.accumulate(fun, 2, **options))
         a, b = (call(acc, params, batch)[1] for acc in (clean, dirty))
         assert_same_bits(a, b)
@@ -418,8 +422,8 @@ def token_batch(counts, size=512):
 
 
 @pytest.mark.grid(1)
-@pytest.mark.parametrize("in_place", IN_PLACE)
-def test_token_counts_as_weights_give_the_undivided_gradient(in_place):
+@pytest.mark.parametrize("optimize", OPTIMIZE)
+def test_token_counts_as_weights_give_the_undivided_gradient(optimize):
     _, params = MODELS["rematerialised"]
     batch = token_batch([1, 512, 37, 200])
     with float64():
@@ -427,24 +431,24 @@ def test_token_counts_as_weights_give_the_undivided_gradient(in_place):
             lambda x: jnp.asarray(x, jnp.float64), (params, batch)
         )
         expected = jax.jit(jax.value_and_grad(masked))(params, batch)
-        weighted = ga.value_and_grad(masked, 4, weight_fn=tokens, in_place=in_place)
+        weighted = ga.value_and_grad(masked, 4, weight_fn=tokens, optimize=optimize)
         assert largest_error(jax.jit(weighted)(params, batch), expected) < 1e-12
-        means = jax.jit(ga.value_and_grad(masked, 4, in_place=in_place))(params, batch)
+        means = jax.jit(ga.value_and_grad(masked, 4, optimize=optimize))(params, batch)
         # One token weighs as much as 512 of them in the mean of means.
         assert largest_error(means[1], expected[1]) > 0.05
 
 
 @pytest.mark.grid(1)
-@pytest.mark.parametrize("in_place", IN_PLACE)
+@pytest.mark.parametrize("optimize", OPTIMIZE)
 @pytest.mark.parametrize("poisoned", [0, 2, 3])
-def test_a_micro_batch_of_weight_0_changes_nothing_though_it_is_nan(in_place, poisoned):
+def test_a_micro_batch_of_weight_0_changes_nothing_though_it_is_nan(optimize, poisoned):
     _, params = MODELS["rematerialised"]
     counts = [5, 9, 3, 7]
     counts[poisoned] = 0
     batch = token_batch(counts, 16)
     clean = batch["x"].copy()
     batch["x"][poisoned * 16 : (poisoned + 1) * 16] = np.nan
-    step = jax.jit(ga.value_and_grad(masked, 4, weight_fn=tokens, in_place=in_place))
+    step = jax.jit(ga.value_and_grad(masked, 4, weight_fn=tokens, optimize=optimize))
     value, grads = step(params, batch)
     assert all(np.all(np.isfinite(g)) for g in jax.tree.leaves((value, grads)))
     assert_same_bits((value, grads), step(params, {**batch, "x": clean}))
@@ -453,15 +457,15 @@ def test_a_micro_batch_of_weight_0_changes_nothing_though_it_is_nan(in_place, po
 
 
 @pytest.mark.grid(1)
-@pytest.mark.parametrize("in_place", IN_PLACE)
-def test_a_window_of_weight_0_has_value_and_gradients_0(in_place):
+@pytest.mark.parametrize("optimize", OPTIMIZE)
+def test_a_window_of_weight_0_has_value_and_gradients_0(optimize):
     _, params = MODELS["rematerialised"]
     batch = token_batch([0, 0], 4)
     batch["x"][:] = np.nan
-    step = jax.jit(ga.value_and_grad(masked, 2, weight_fn=tokens, in_place=in_place))
+    step = jax.jit(ga.value_and_grad(masked, 2, weight_fn=tokens, optimize=optimize))
     assert all(np.all(np.asarray(x) == 0) for x in jax.tree.leaves(step(params, batch)))
     acc = ga.accumulator.init(params)
-    call = jax.jit(ga.accumulate(masked, weight_fn=tokens, in_place=in_place))
+    call = jax.jit(ga.accumulate(masked, weight_fn=tokens, optimize=optimize))
     good = token_batch([3], 4)
     _, acc = call(acc, params, good)
     _, after = call(acc, params, token_batch([0], 4))
@@ -705,8 +709,8 @@ def test_the_function_is_traced_once_for_any_number_of_micro_batches():
 
 @pytest.mark.grid(3)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("in_place", IN_PLACE)
-def test_narrow_parameters_accumulate_in_float32(dtype, in_place):
+@pytest.mark.parametrize("optimize", OPTIMIZE)
+def test_narrow_parameters_accumulate_in_float32(dtype, optimize):
     """4096 ones add up to 256 in bfloat16."""
 
     def fun(params, x):
@@ -716,7 +720,7 @@ def test_narrow_parameters_accumulate_in_float32(dtype, in_place):
         return jax.lax.scan(layer, jnp.zeros([], dtype), params)[0]
 
     params = jnp.ones((2, 1), dtype)
-    call = ga.accumulate(fun, 4096, in_place=in_place)
+    call = ga.accumulate(fun, 4096, optimize=optimize)
     x = jnp.ones(4096, dtype)
     _, acc = jax.jit(call)(ga.accumulator.init(params), params, x)
     assert acc.total.dtype == jnp.float32
@@ -857,8 +861,8 @@ def test_what_is_exactly_0_has_the_derivative_of_the_undivided_batch(k):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("in_place", IN_PLACE)
-def test_forward_mode_and_hessian_vector_products_are_those_of_the_whole(in_place):
+@pytest.mark.parametrize("optimize", OPTIMIZE)
+def test_forward_mode_and_hessian_vector_products_are_those_of_the_whole(optimize):
     fun, params = MODELS["rematerialised"]
     with float64():
         params, batch = in_float64(params, make_batch())
@@ -871,7 +875,7 @@ def test_forward_mode_and_hessian_vector_products_are_those_of_the_whole(in_plac
             return jax.jit(lambda p: jax.jvp(grads, (p,), (ones,))[1])(params)
 
         expected = slope(jax.value_and_grad(fun))
-        got = slope(ga.value_and_grad(fun, 4, in_place=in_place))
+        got = slope(ga.value_and_grad(fun, 4, optimize=optimize))
         assert largest_error(got, expected) < 2e-12
         assert largest_error(jax.grad(fun)(params, batch), expected) > 1e-3
 
@@ -899,22 +903,22 @@ def test_grad_of_a_vmap_over_batches_is_the_sum_of_their_gradients(weight_fn):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    "in_place", [True, pytest.param(False, marks=pytest.mark.published)]
+    "optimize", [True, pytest.param(False, marks=pytest.mark.published)]
 )
-def test_no_tracer_outlives_a_call(in_place):
+def test_no_tracer_outlives_a_call(optimize):
     fun, params = MODELS["rematerialised"]
     with jax.checking_leaks():
-        step = ga.value_and_grad(fun, 4, in_place=in_place, weight_fn=row_count)
+        step = ga.value_and_grad(fun, 4, optimize=optimize, weight_fn=row_count)
         jax.jit(step)(params, make_batch())
         jax.jit(jax.grad(lambda p: step(p, make_batch())[0]))(params)
 
 
 @pytest.mark.grid(1)
-@pytest.mark.parametrize("in_place", IN_PLACE)
-def test_a_stack_of_no_layers_has_an_empty_gradient(in_place):
+@pytest.mark.parametrize("optimize", OPTIMIZE)
+def test_a_stack_of_no_layers_has_an_empty_gradient(optimize):
     fun, params = MODELS["rematerialised"]
     params = {**params, "layers": jax.tree.map(lambda p: p[:0], params["layers"])}
-    step = ga.value_and_grad(fun, 4, in_place=in_place)
+    step = ga.value_and_grad(fun, 4, optimize=optimize)
     value, grads = jax.jit(step)(params, make_batch())
     due, slope = jax.value_and_grad(fun)(params, make_batch())
     assert jax.tree.map(jnp.shape, grads) == jax.tree.map(jnp.shape, slope)
@@ -932,33 +936,20 @@ def test_integers_booleans_and_keys_pass_under_vmap_and_grad():
         loss = rematerialised(params, {**batch, "x": x})
         return loss, (carry + 1, batch["tokens"])
 
-    def step(in_place):
-        return ga.value_and_grad(
-            fun,
-            4,
-            rng_argnums=2,
-            carry_argnums=3,
-            has_aux=True,
-            aux="stack",
-            in_place=in_place,
-        )
-
-    def norm(params, key, flag, in_place):
-        out = step(in_place)(params, make_batch(), {"a": key}, jnp.int32(5), flag)
+    def norm(params, key, flag):
+        options = {"rng_argnums": 2, "carry_argnums": 3, "has_aux": True}
+        step = ga.value_and_grad(fun, 4, aux="stack", **options)
+        out = step(params, make_batch(), {"a": key}, jnp.int32(5), flag)
         (_, (carry, tokens)), grads = out
         return sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)), (carry, tokens)
 
     keys = jax.random.split(jax.random.key(0), 2)
     flags = jnp.array([True, False])
-    out = [
-        jax.jit(
-            jax.vmap(
-                jax.grad(functools.partial(norm, in_place=in_place), has_aux=True),
-                in_axes=(None, 0, 0),
-            )
-        )(params, keys, flags)
-        for in_place in IN_PLACE
-    ]
+    out = []
+    for optimize in OPTIMIZE:
+        slope = jax.vmap(jax.grad(norm, has_aux=True), in_axes=(None, 0, 0))
+        with helpers.by_hand(optimize):
+            out.append(jax.jit(slope)(params, keys, flags))
     # Under vmap and grad one and the same program.
     assert_same_bits(out[0], out[1])
     grads, (carry, tokens) = out[0]
@@ -978,13 +969,11 @@ def test_printing_and_collectives_are_left_alone(capfd):
         jax.debug.print("the number is {}", params["number"])
         return loss
 
-    (value, grads), expected = (
-        jax.jit(ga.value_and_grad(f, 4, in_place=in_place))(
-            {**params, "number": np.float32(7.5)}, make_batch()
-        )
-        for f, in_place in ((printing, True), (fun, False))
-    )
-    assert_same_bits((value, grads), expected)
+    params = {**params, "number": np.float32(7.5)}
+    got = jax.jit(ga.value_and_grad(printing, 4))(params, make_batch())
+    with helpers.by_hand():
+        expected = jax.jit(ga.value_and_grad(fun, 4))(params, make_batch())
+    assert_same_bits(got, expected)
     jax.effects_barrier()
     assert capfd.readouterr().out.count("the number is 7.5") == 4
 
@@ -1015,11 +1004,11 @@ def test_it_closes_over_tracers():
 
 
 @pytest.mark.grid(1)
-@pytest.mark.parametrize("in_place", IN_PLACE)
-def test_donated_inputs_and_a_scan_over_steps_change_nothing(in_place):
+@pytest.mark.parametrize("optimize", OPTIMIZE)
+def test_donated_inputs_and_a_scan_over_steps_change_nothing(optimize):
     fun, params = MODELS["rematerialised"]
     batch = make_batch()
-    step = ga.value_and_grad(fun, 4, in_place=in_place)
+    step = ga.value_and_grad(fun, 4, optimize=optimize)
 
     def descend(params, batch):
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, step(params, batch)[1])
@@ -1056,9 +1045,9 @@ def test_a_weight_and_an_aux_may_be_plain_numbers():
     assert (float(value), int(aux["rows"]), float(grad)) == (10.5, 8, 3.5)
 
 
-@pytest.mark.parametrize("in_place", IN_PLACE)
+@pytest.mark.parametrize("optimize", OPTIMIZE)
 @pytest.mark.quick
-def test_the_compiled_program_does_not_grow_with_the_number_of_micro_batches(in_place):
+def test_the_compiled_program_does_not_grow_with_the_number_of_micro_batches(optimize):
     """So that compiling it takes no longer; a loop written out grows with each."""
     params = {"layers": _normal(0, 3, WIDTH, WIDTH), "out": _normal(1, WIDTH)}
 
@@ -1072,7 +1061,7 @@ def test_the_compiled_program_does_not_grow_with_the_number_of_micro_batches(in_
         return sum(" = " in line for line in text.splitlines())
 
     ours = [
-        instructions(ga.value_and_grad(loss, k, in_place=in_place), k)
+        instructions(ga.value_and_grad(loss, k, optimize=optimize), k)
         for k in (4, 16, 64)
     ]
     assert max(ours) <= min(ours) + 8  # constants more or less, of the loop's bounds

@@ -130,9 +130,9 @@ def test_parameters_must_be_floating():
 
 def test_in_place_is_a_bool_and_works_on_any_jax():
     for wrong in (None, "yes", 1):
-        with pytest.raises(TypeError, match="in_place must be a"):
-            ga.value_and_grad(untraced, 2, in_place=wrong)
-    assert float(ga.value_and_grad(loss, 2, in_place=True)(W, X)[0]) == 2
+        with pytest.raises(TypeError, match="optimize must be a"):
+            ga.value_and_grad(untraced, 2, optimize=wrong)
+    assert float(ga.value_and_grad(loss, 2, optimize=True)(W, X)[0]) == 2
 
 
 @pytest.mark.parametrize(

@@ -491,7 +491,7 @@ def test_the_page_names_the_leaves_that_are_added_in_place_and_why_others_are_no
     assert head == f"Gradients not added in place ({why}): leaf ['head']."
 
 
-def test_in_place_false_is_why_no_gradient_is_added_in_place():
-    [note] = notes_of(2, in_place=False)
+def test_optimize_false_is_why_no_gradient_is_added_in_place():
+    [note] = notes_of(2, optimize=False)
     leaves = "leaf ['head'], leaf ['layers']"
-    assert note == f"Gradients not added in place (in_place=False): {leaves}."
+    assert note == f"Gradients not added in place (optimize=False): {leaves}."

@@ -4,6 +4,7 @@ A model is drawn from pieces whose last operation is a bare product, a sum, a sc
 a matrix product, in a loop or outside, with penalties on the parameters alone.
 """
 
+import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -179,9 +180,9 @@ def folded(loss, params, batch, grouping, **options):
     return value, jax.jit(ga.accumulator.mean)(acc)
 
 
-def check(seed, weight_fn, in_place):
+def check(seed, weight_fn):
     loss, params, batch = draw(seed)
-    options = {"weight_fn": weight_fn, "in_place": in_place}
+    options = {"weight_fn": weight_fn}
     whole = ga.value_and_grad(with_aux(loss), K, has_aux=True, **options)
     value, grads = jax.jit(whole)(params, batch)
     for grouping in GROUPINGS:
@@ -198,7 +199,6 @@ OPEN = pytest.mark.xfail(
 )
 
 
-# With references only from jax 0.11.1 on; before, True is the same program as False.
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("seed", "weight_fn"),
@@ -210,51 +210,25 @@ OPEN = pytest.mark.xfail(
     ],
 )
 def test_groupings_of_a_random_model_agree_bit_for_bit(seed, weight_fn):
-    check(seed, weight_fn, in_place=True)
+    check(seed, weight_fn)
 
 
 @pytest.mark.published
 @pytest.mark.parametrize("weight_fn", [None, weight], ids=["unweighted", "weighted"])
 @pytest.mark.parametrize("seed", range(3, 11))
 def test_groupings_of_more_random_models_agree_bit_for_bit(seed, weight_fn):
-    check(seed, weight_fn, in_place=bool(seed % 2))
+    with helpers.by_hand(bool(seed % 2)):
+        check(seed, weight_fn)
 
 
 @pytest.mark.parametrize("seed", [100])
-def test_in_place_and_not_agree_bit_for_bit_weighted(seed):
+def test_in_place_and_not_agree_bit_for_bit(seed):
     loss, params, batch = draw(seed)
-    results = [
-        jax.jit(ga.value_and_grad(loss, K, weight_fn=weight, in_place=in_place))(
-            params, batch
-        )
-        for in_place in (True, False)
-    ]
+    results = []
+    for optimize in (True, False):
+        with helpers.by_hand(optimize):
+            results.append(jax.jit(ga.value_and_grad(loss, K))(params, batch))
     assert_trees_bitwise_equal(*results)
-
-
-@pytest.mark.exhaustive
-def test_in_place_and_not_agree_where_a_branch_compiles_otherwise():
-    """Two uses of a matrix in an unrolled scan: XLA computes them by what is around."""
-    rng = np.random.default_rng(0)
-    x, w, b = (
-        jnp.asarray(rng.normal(size=shape) * 0.5, jnp.float32)
-        for shape in ((12, 3), (4, 3, 3), (4, 3))
-    )
-
-    def loss(layers, x):
-        def layer(h, layer):
-            w, b = layer
-            h = h @ w + b[None]
-            return h + h @ w, None
-
-        h = jax.lax.scan(layer, x, layers, reverse=True, unroll=3)[0]
-        return jnp.mean(h**2)
-
-    def result(in_place):
-        options = {"weight_fn": lambda x: x[0, 0] ** 2, "in_place": in_place}
-        return jax.jit(ga.value_and_grad(loss, 3, **options))((w, b), x)
-
-    assert_trees_bitwise_equal(result(True), result(False))
 
 
 def rotary():

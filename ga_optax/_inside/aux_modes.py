@@ -22,6 +22,7 @@ from ga_optax.accumulator import Accumulator
 Leaves = list[Any]
 Vary = Callable[[Any, Any], Any]
 Weight = jax.Array | None
+Zero = jax.Array | None
 
 
 class Mode:
@@ -48,8 +49,8 @@ class Mode:
         """
         return []
 
-    def step(self, kept: Any, leaves: Leaves, weight: Weight) -> Any:
-        """What is kept after one more micro-batch."""
+    def step(self, kept: Any, leaves: Leaves, weight: Weight, zero: Zero) -> Any:
+        """What is kept after one more micro-batch; `zero` is that of `rounded`."""
         return kept
 
     def join(self, a: Any, b: Any) -> Any:
@@ -89,11 +90,10 @@ class Mean(Mode):
         ]
         return kept._replace(total=total, weight=vary(kept.weight, kept.weight))
 
-    def step(self, kept: Any, leaves: Leaves, weight: Weight) -> Accumulator:
+    def step(self, kept: Any, leaves: Leaves, weight: Weight, zero: Zero) -> Any:
         terms = list(map(_inexact, leaves))
         one = jnp.ones_like(kept.weight) if weight is None else weight
         if weight is not None:
-            zero = accumulator.unknown_zero(kept.count)
             dtypes = [t.dtype for t in kept.total]
             pairs = zip(terms, dtypes, strict=True)
             terms = [accumulator.weighted(x, weight, d, zero) for x, d in pairs]
@@ -122,7 +122,7 @@ class Sum(Mode):
     def init(self, leaves: Leaves, vary: Vary) -> Leaves:
         return [vary(jnp.zeros(x.shape, _sum_dtype(x.dtype)), x) for x in leaves]
 
-    def step(self, kept: Leaves, leaves: Leaves, weight: Weight) -> Leaves:
+    def step(self, kept: Any, leaves: Leaves, weight: Weight, zero: Zero) -> Leaves:
         return [s + x.astype(s.dtype) for s, x in zip(kept, leaves, strict=True)]
 
     def join(self, a: Leaves, b: Leaves) -> Leaves:
@@ -141,7 +141,7 @@ class Last(Mode):
     def init(self, leaves: Leaves, vary: Vary) -> Leaves:
         return blank(leaves)
 
-    def step(self, kept: Leaves, leaves: Leaves, weight: Weight) -> Leaves:
+    def step(self, kept: Any, leaves: Leaves, weight: Weight, zero: Zero) -> Leaves:
         return list(map(strong, leaves))
 
     def merge(self, kept: Any, sums: Leaves, weight: jax.Array, axes: Axes) -> Leaves:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from ga_optax import config
 from ga_optax._checks import (
     check_arrays,
     check_gradients,
@@ -57,6 +58,7 @@ class Call(NamedTuple):
     @classmethod
     def make(cls, options: Options, args: Any, kwargs: Any) -> "Call":
         """Checks the arguments; raises before `fun` is traced."""
+        options = options._replace(optimize=options.optimize and config.optimize)
         call = cls(options, args, kwargs, options.roles(len(args), kwargs))
         for i in call.roles["argnums"]:
             _check_parameters(i, call.at(i))

@@ -123,7 +123,7 @@ def reasons(
     """
     largest = max((x.size for x in operands.params), default=0)
     of_all = (
-        (not wanted, "in_place=False"),
+        (not wanted, "optimize=False"),
         (not HAS_REFS, f"jax {jax.__version__} is older than 0.11.1"),
         (program.multiplies, "weights multiply the gradients (float16 or custom_vjp)"),
         (program.jaxpr.effects, "fun prints, calls back or communicates"),

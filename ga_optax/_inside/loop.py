@@ -62,7 +62,7 @@ class Loop:
       num_microbatches: how many there are.
       sums_already: whether the backward pass sums over devices.
       in_place: which gradients the backward pass adds to the accumulator itself.
-      branches: whether a weight of 0 leaves the backward pass out.
+      optimize: whether to keep the bits in every grouping; False is the plain scan.
       rounds_once: whether gradients are rounded in the accumulator alone.
       sent: which of them are scattered over devices before they are added, and how.
       met: which sums the last micro-batch reduces over devices, and how: those in place
@@ -74,7 +74,7 @@ class Loop:
     num_microbatches: int
     sums_already: bool
     in_place: Sequence[bool]
-    branches: bool
+    optimize: bool = True
     rounds_once: bool = False
     sent: dict[int, Placement] = dataclasses.field(default_factory=dict)
     met: dict[int, Placement] = dataclasses.field(default_factory=dict)
@@ -85,7 +85,7 @@ class Loop:
         if not any(self.in_place):
             return self.run(operands)
         by_hand = [False] * len(self.in_place)
-        plain = dataclasses.replace(self, in_place=by_hand, branches=False)
+        plain = dataclasses.replace(self, in_place=by_hand)
         return _with_rules_of(plain.run, self.run, bool(self.met))(operands)
 
     def run(self, operands: Operands) -> State:
@@ -95,19 +95,22 @@ class Loop:
 
         def step_of(met: dict[int, Placement]) -> Callable[..., Any]:
             step = functools.partial(self.micro_step, operands, met)
+            if not self.optimize:
+                return step
             sliced = self.program.sliced
             return added_inside(step, sliced, self.rounds_once, state, first)
 
         if self.met:
             before = [x[:-1] for x in batch]
             state, collected = jax.lax.scan(step_of({}), state, before)
-            state, more = _once(step_of(self.met), state, [x[-1] for x in batch])
+            last = [x[-1] for x in batch]
+            state, more = self.once(step_of(self.met), state, last)
             both = collected, more
             collected = jax.tree.map(lambda *parts: jnp.concatenate(parts), *both)
         elif self.num_microbatches > 1:
             state, collected = jax.lax.scan(step_of({}), state, batch)
         else:
-            state, collected = _once(step_of({}), state, first)
+            state, collected = self.once(step_of({}), state, first)
         kept = zip(MODES, state.results, strict=True)
         return state._replace(results=[collected.get(name, x) for name, x in kept])
 
@@ -117,7 +120,7 @@ class Loop:
         weight = self.vary(jnp.where(empty, jnp.zeros_like(weight), weight), empty)
         total = [accumulator.cleared(x, empty) for x in total]
         # If it were known, what is computed of it would be, and be no fence.
-        acc = Accumulator(total, weight, _island(count))
+        acc = Accumulator(total, weight, self.fenced(count))
         groups = aux_modes.by_mode(self.program.results, self.program.modes)
         modes = zip(MODES.values(), groups, strict=True)
         results = [mode.init(group, self.vary) for mode, group in modes]
@@ -132,7 +135,7 @@ class Loop:
     ) -> tuple[State, dict[str, list[jax.Array]]]:
         """The next state, and what to collect, by mode; `met` is that of this step."""
         program, acc = self.program, state.acc
-        params, batch, carry = _island((operands.params, batch, state.carry))
+        params, batch, carry = self.fenced((operands.params, batch, state.carry))
         keys = [jax.random.fold_in(key, acc.count) for key in operands.keys]
 
         def evaluate(*params: jax.Array) -> tuple[jax.Array, list[Any]]:
@@ -149,21 +152,23 @@ class Loop:
         carry, aux = rest[: len(state.carry)], rest[len(state.carry) :]
         total = self.add_gradient(acc, pullback, loss, weight, met)
         with jax.named_scope("accumulate"):
-            zero = accumulator.unknown_zero(acc.count)
             one = jnp.ones_like(acc.weight) if weight is None else weight
-            weights, count = acc.weight + one, _next(acc.count)
+            weights, count = acc.weight + one, self.following(acc.count)
             acc = Accumulator(total, self.vary(weights, one), count)
             pairs = zip(carry, state.carry, strict=True)
             carry = [aux_modes.like(strong(new), old) for new, old in pairs]
             leaves = [
-                accumulator.rounded(x, zero) if MODES[mode].adds else x
+                self.rounded(x, acc) if MODES[mode].adds else x
                 for x, mode in zip((loss, *aux), program.modes, strict=True)
             ]
             groups = dict(
                 zip(MODES, aux_modes.by_mode(leaves, program.modes), strict=True)
             )
             modes = zip(MODES.items(), state.results, strict=True)
-            results = [mode.step(x, groups[name], weight) for (name, mode), x in modes]
+            zero = self.zero(acc)
+            results = [
+                mode.step(x, groups[name], weight, zero) for (name, mode), x in modes
+            ]
             collected = {name: groups[name] for name in MODES if MODES[name].collects}
         return State(acc, carry, results), collected
 
@@ -236,7 +241,7 @@ class Loop:
                 writes = [functools.partial(write, i) for i in refs]
                 return sending.run(added, [types[i] for i in refs], held, writes)
 
-        if self.branches and selects is not None:
+        if refs and selects is not None and not self.sent:  # all devices have to send
             # What went into a reference cannot be selected away, and NaN · 0 is NaN.
             zeros = aux_modes.blank(due)
             constant = _constant(backward)
@@ -253,16 +258,15 @@ class Loop:
 
         with jax.named_scope("accumulate"):
             total = {}
-            zero = accumulator.unknown_zero(acc.count)
             for i, g in zip(by_hand, grads, strict=True):
                 old, largest = acc.total[i], arrivals[i] == "replaces"
                 # A bare product is rounded, then added, see `arrival`.
                 if largest:
                     g = g.astype(old.dtype)
                 elif multiplies:
-                    g = accumulator.weighted(g, weight, old.dtype, zero)
+                    g = accumulator.weighted(g, weight, old.dtype, self.zero(acc))
                 elif not arrivals[i]:
-                    g = accumulator.rounded(g, zero)
+                    g = self.rounded(g, acc)
                 if i in self.sent:
                     total[i] = accumulator.plus(old, scattered(i, g.astype(old.dtype)))
                 else:
@@ -273,6 +277,27 @@ class Loop:
         for i, place in later.items():
             [sums[i]] = collectives.reduce([sums[i]], [place], self.axes)
         return sums
+
+    def fenced(self, tree: Any) -> Any:
+        return _island(tree) if self.optimize else tree
+
+    def following(self, count: jax.Array) -> jax.Array:
+        return _next(count) if self.optimize else accumulator.increment(count)
+
+    def zero(self, acc: Flat) -> jax.Array | None:
+        return accumulator.unknown_zero(acc.count) if self.optimize else None
+
+    def rounded(self, x: jax.Array, acc: Flat) -> jax.Array:
+        zero = self.zero(acc)
+        return x if zero is None else accumulator.rounded(x, zero)
+
+    def once(
+        self, step: Callable[..., Any], start: State, batch: list[jax.Array]
+    ) -> tuple[State, Any]:
+        if self.optimize:
+            return _once(step, start, batch)
+        state, collected = step(start, batch)
+        return state, jax.tree.map(lambda x: x[None], collected)
 
     def meets_inside(self, i: int, place: Placement) -> bool:
         """Whether a sum is reduced slice by slice, inside the backward pass."""
@@ -435,7 +460,7 @@ def of_logical(loop: Loop, operands: Operands, call: Call) -> State:
         return State(acc, carry, [mode.join(x, y) for mode, x, y in kept])
 
     buffers = [loop.start(operands)] * number.bit_length()  # one for each level
-    loop = _Alike(**vars(loop))
+    loop = _Alike(**vars(loop)) if loop.optimize else loop
     (*_, state), collected = logical.fold(run, (indices, batch), number, buffers, join)
     collected = jax.tree.map(lambda x: jnp.reshape(x, (-1, *x.shape[2:])), collected)
     pairs = zip(MODES.values(), state.results, collected, strict=True)

@@ -57,7 +57,7 @@ def value_and_grad(
     weight_fn: Callable[..., ArrayLike] | FromAux | None = None,
     aux: Any = "auto",
     accumulator_dtype: DTypeLike | None = jnp.float32,
-    in_place: bool = True,
+    optimize: bool = True,
     axis_name: str | None = None,
     data_axis: str | Sequence[str] | DataAxis | None = None,
 ) -> Callable[..., tuple[Any, optax.Updates]]:
@@ -85,9 +85,11 @@ def value_and_grad(
     **Exactness.** Sums are divided once, so integer-valued gradients are those of the
     undivided batch, bit for bit; others are off by `n·eps·Σ|terms|` at most. On one
     backend the bits are those of `accumulate` over the same micro-batches, in any
-    grouping, in place or not. A micro-batch of weight 0 changes no gradient, loss or
-    mean, whatever it holds. Gradients of bfloat16 models are rounded in the accumulator
-    alone, unlike those of `jax.grad`. Page: "Exactness".
+    grouping. A micro-batch of weight 0 changes no gradient, loss or mean, whatever it
+    holds. Gradients of bfloat16 models are rounded in the accumulator alone, unlike
+    those of `jax.grad`. With `optimize=False` the sums are float32 too, and weight 0
+    changes nothing; but two programs, such as two groupings, agree to rounding only:
+    the bits are the same each time that one program runs. Page: "Exactness".
 
     Args:
       fun: a function like that of `jax.value_and_grad`. Its loss is a mean over the
@@ -110,8 +112,9 @@ def value_and_grad(
       aux: "mean" (weighted), "sum", "last", "stack", "concat", or a prefix of the aux
         with those. "auto" gives what the undivided batch would, by the kind of leaf.
       accumulator_dtype: see `accumulator.init`. The result has the parameters' dtypes.
-      in_place: whether to add gradients inside the backward pass, wherever that is
-        right (jax >= 0.11.1). `plan` and the log "ga_optax" say where it is not.
+      optimize: False runs the plain scan that one would write by hand: the program of
+        `fun` as it is, and each gradient added after its backward pass. See
+        **Exactness**; `ga_optax.config` switches it for all calls.
       axis_name: collectives over this axis see the whole window. Page: "Any loss".
       data_axis: the mesh axis, or a tuple of them, that split the batch over devices,
         or a `DataAxis`. Sums meet once, after the loop. Also inside `jax.shard_map`.
@@ -167,7 +170,7 @@ def accumulate(
     has_aux: bool = False,
     weight_fn: Callable[..., ArrayLike] | FromAux | None = None,
     aux: Any = "auto",
-    in_place: bool = True,
+    optimize: bool = True,
     data_axis: str | Sequence[str] | DataAxis | None = None,
 ) -> Callable[..., tuple[Any, Accumulator]]:
     """Adds the gradients of some micro-batches to an accumulator, and goes on later.
@@ -210,7 +213,7 @@ def accumulate(
       has_aux: as for `value_and_grad`.
       weight_fn: as for `value_and_grad`.
       aux: as for `value_and_grad`.
-      in_place: as for `value_and_grad`.
+      optimize: as for `value_and_grad`.
       data_axis: as for `value_and_grad`. At top level each call merges once. Inside
         `jax.shard_map` nothing is merged: accumulator and value are the device's own,
         and `merge_across` at the end of the window communicates once. There it takes
@@ -311,7 +314,7 @@ def _fold(
         return value, done._replace(total=total)
 
     sent, sums_already = call.sent, any(place.summed for place in call.where)
-    whys = in_place.reasons(options.in_place, program, operands, sent)
+    whys = in_place.reasons(options.optimize, program, operands, sent)
     in_place.report([name for name, _ in named_leaves(call.params)], whys)
     if sums_already and program.multiplies:
         raise ValueError(
@@ -319,10 +322,6 @@ def _fold(
             'float16 or a narrow loss in it. Use sync="last", or a float32 loss.'
         )
     inside = [why is None for why in whys]
-    # In a branch XLA compiles the backward pass otherwise: so it is in one, in place or
-    # not, if it could be in place.
-    branches = None in in_place.reasons(True, program, operands)
-    branches = branches and not sent  # all devices have to send
     met = {}
     if options.overlap and merges and call.axes:
         pairs = enumerate(zip(call.where, call.replaced, strict=True))
@@ -332,7 +331,8 @@ def _fold(
     # What the compiler reduces over devices in each micro-step would be twice as large.
     once = program.narrow and not (options.each or call.strided)
     k = options.num_microbatches
-    loop = Loop(program, k, sums_already, inside, branches, once, sent, met, call.axes)
+    how = sums_already, inside, options.optimize, once, sent, met, call.axes
+    loop = Loop(program, k, *how)
     state = of_logical(loop, operands, call) if call.logical else loop(operands)
     if merges and call.axes:
         with jax.named_scope("merge"):

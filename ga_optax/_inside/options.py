@@ -68,7 +68,7 @@ class Options(NamedTuple):
     weight_fn: Callable[..., ArrayLike] | FromAux | None
     aux: Any
     accumulator_dtype: DTypeLike | None
-    in_place: bool
+    optimize: bool
     axis_name: str | None
     data_axis: DataAxis | None
 
@@ -77,10 +77,10 @@ class Options(NamedTuple):
         todo = "Pass the loss function itself, not its value."
         check_callable("fun", self.fun, "of the parameters and the batch", todo)
         check_weight_fn(self.weight_fn, self.has_aux)
-        if not isinstance(self.in_place, bool):
+        if not isinstance(self.optimize, bool):
             raise TypeError(
-                f"in_place must be a bool, but it is {self.in_place!r}. Pass True: it "
-                "means wherever that is right."
+                f"optimize must be a bool, but it is {self.optimize!r}. Pass False for "
+                "the plain scan, or leave it out."
             )
         aux_modes.check_option(self.aux)
         if self.axis_name is not None and not isinstance(self.axis_name, str):

@@ -125,7 +125,9 @@ def trace(call: Call) -> Program:
             more = [jnp.concatenate([x, x], axis) for x, axis in pairs]
         return trace_one(params, more, keys, carry)[1][-1]
 
-    jaxpr, consts = hoisted(closed.jaxpr, closed.consts)
+    jaxpr, consts = closed.jaxpr, closed.consts
+    if options.optimize:
+        jaxpr, consts = hoisted(jaxpr, consts)
     # The types of the results say over which devices they vary; their shapes do not.
     avals = [variable.aval for variable in jaxpr.outvars]
     loss, weight, carry, aux = jax.tree.unflatten(jax.tree.structure(shapes), avals)
@@ -133,19 +135,22 @@ def trace(call: Call) -> Program:
     _check_not_reduced(call, loss)
     narrow = jnp.finfo(loss.dtype).bits < 32
     arguments = jax.tree.leaves(params), first, keys, carry
+    # What the backward pass sums over devices cannot be multiplied after that.
+    by_hand = not (options.optimize or options.each)
     multiplies = weight is not None and (
-        narrow or not _scales(call, closed, *arguments)
+        narrow or by_hand or not _scales(call, closed, *arguments)
     )
     replaced, arrival = call.replaced, in_place.arrival
     leaves = jaxpr.invars[: len(replaced)]
-    if in_place.HAS_REFS and not (multiplies or jaxpr.effects):
+    if options.optimize and in_place.HAS_REFS and not (multiplies or jaxpr.effects):
         # A stack of gradients, if it still were one, would be wider.
         moved = sunk(jaxpr, set(leaves))
         if moved is not jaxpr:
             jaxpr = sunk(jaxpr, {x for x in leaves if arrival(moved, x) == "slices"})
     of_params = zip(replaced, leaves, strict=True)
     arrivals = ["replaces" if new else arrival(jaxpr, x) for new, x in of_params]
-    if options.each and call.mesh is not None and not meshes.explicit_names(call.mesh):
+    automatic = call.mesh is not None and not meshes.explicit_names(call.mesh)
+    if options.optimize and options.each and automatic:
         specs = meshes.broadcast_specs(call.specs, call.params)
         jaxpr = gathered(jaxpr, specs, options.axes, call.mesh)
     return Program(

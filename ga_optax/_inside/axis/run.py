@@ -328,13 +328,13 @@ class _Window:
             before, jnp.zeros_like(self.start.weight), jnp.ones([], jnp.int32)
         )
         operands = Operands(closed.consts, diff, self.xs, [], [], acc)
-        whys = in_place.reasons(self.call.options.in_place, of_loop, operands)
+        optimize = self.call.options.optimize
+        whys = in_place.reasons(optimize, of_loop, operands)
         names = [name for name, _ in named_leaves(self.call.params)]
         in_place.report([names[i] for i in params], whys[: len(params)])
         inside = [why is None for why in whys]
-        branches = None in in_place.reasons(True, of_loop, operands)
         k = self.call.options.num_microbatches
-        loop = Loop(of_loop, k, False, inside, branches)
+        loop = Loop(of_loop, k, False, inside, optimize)
         state = loop(operands)
         after = iter(state.acc.total)
         for i in params:

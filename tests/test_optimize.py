@@ -1,0 +1,133 @@
+"""`optimize=False`: the plain scan, in the argument, the environment and the config."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ga_optax as ga
+
+W = jnp.full((3, 3), 0.1)
+X = jnp.arange(24.0).reshape(8, 3) / 24
+
+
+def loss(w, x):
+    return jnp.mean(jnp.tanh(x @ w) ** 2)
+
+
+def by_hand(w, x):
+    """What a reader would write."""
+
+    def step(carry, part):
+        value, grads = jax.value_and_grad(loss)(w, part)
+        return (carry[0] + value, carry[1] + grads), None
+
+    start = jnp.zeros([]), jnp.zeros_like(w)
+    (value, grads), _ = jax.lax.scan(step, start, x.reshape(4, 2, 3))
+    return value / 4, grads / 4
+
+
+def names(fun, *args):
+    """The primitives of a program and of its loop, with how often."""
+    counts = {}
+
+    def count(jaxpr):
+        for equation in jaxpr.eqns:
+            name = equation.primitive.name
+            counts[name] = counts.get(name, 0) + 1
+            for x in jax.tree.leaves(
+                list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
+            ):
+                if hasattr(x, "eqns"):
+                    count(getattr(x, "jaxpr", x))
+
+    count(jax.make_jaxpr(fun)(*args).jaxpr)
+    return counts
+
+
+FENCES = {"optimization_barrier", "ga_optax_window", "sort", "xor", "cond", "new_ref"}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("weight_fn", [None, lambda x: x[0, 0] + 1])
+def test_it_is_the_scan_that_one_would_write(weight_fn):
+    options = {"weight_fn": weight_fn, "optimize": False}
+    plain = names(ga.value_and_grad(loss, 4, **options), W, X)
+    acc = ga.accumulator.init(W)
+    longer = names(ga.accumulate(loss, 4, **options), acc, W, X)
+    for found in (plain, longer):
+        assert found["scan"] == 1
+        assert found["dot_general"] == names(by_hand, W, X)["dot_general"]
+        assert not FENCES & found.keys()
+    # The twin: with passes there are fences.
+    assert FENCES & names(ga.value_and_grad(loss, 4, weight_fn=weight_fn), W, X).keys()
+
+
+@pytest.mark.quick
+def test_it_has_the_bits_of_the_scan_written_by_hand():
+    value, grads = jax.jit(ga.value_and_grad(loss, 4, optimize=False))(W, X)
+    expected = jax.jit(by_hand)(W, X)
+    assert np.array_equal(value, expected[0])
+    assert np.array_equal(grads, expected[1])
+    assert np.any(grads)
+
+
+def scanned(params, x):
+    h, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, params)
+    return jnp.mean(h**2)
+
+
+def is_plain(**options):
+    w = jnp.stack([W] * 3)
+    found = names(ga.value_and_grad(scanned, 4, **options), w, X)
+    return not FENCES & found.keys()
+
+
+def test_the_config_and_the_argument_both_switch_it_off():
+    assert not is_plain()
+    assert is_plain(optimize=False)
+    assert ga.config.optimize is True
+    ga.config.update("optimize", False)
+    try:
+        assert ga.config.optimize is False
+        assert is_plain()
+        assert is_plain(optimize=True)
+    finally:
+        ga.config.update("optimize", True)
+    assert not is_plain()
+
+
+@pytest.mark.parametrize(
+    ("value", "answer"), [("0", "False"), ("1", "True"), ("false", "False")]
+)
+def test_the_environment_sets_it(value, answer):
+    assert environment(value).stdout.strip() == answer
+
+
+def test_another_word_in_the_environment_raises():
+    run = environment("maybe")
+    assert run.returncode != 0
+    assert "GA_OPTAX_OPTIMIZE must be 0 or 1, but it is 'maybe'" in run.stderr
+
+
+def environment(value):
+    program = "import ga_optax; print(ga_optax.config.optimize)"
+    env = os.environ | {"GA_OPTAX_OPTIMIZE": value}
+    return subprocess.run(
+        [sys.executable, "-c", program], env=env, capture_output=True, text=True
+    )
+
+
+@pytest.mark.quick
+def test_an_unknown_option_or_value_raises():
+    with pytest.raises(AttributeError, match="must be given the name of an option"):
+        ga.config.update("optimise", False)
+    with pytest.raises(TypeError, match="must be a bool, but it got 0"):
+        ga.config.update("optimize", 0)
+    with pytest.raises(TypeError, match="optimize must be a bool"):
+        ga.value_and_grad(loss, 2, optimize=1)
+    assert ga.config.optimize is True
