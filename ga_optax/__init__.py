@@ -13,7 +13,7 @@ over a run: `schedules`.
 Is it the same gradient as the big batch's, and if not, why: `verify`.
 The arithmetic of all of them: `accumulator`. Which examples are in a window: `data`.
 Options for all calls: `config`.
-Flax: `ga_optax.flax` (imported by name; it needs the extra `flax`).
+Flax: `flax` (it needs the extra `flax`, and is imported when first used).
 """
 
 import importlib
@@ -44,6 +44,7 @@ from ga_optax._verify import Cause, LeafReport, Report, verify
 
 if TYPE_CHECKING:
     from ga_optax import blocks
+    from ga_optax import flax as flax  # a star import must not need it
 
 __all__ = [
     "Audit",
@@ -84,8 +85,8 @@ __all__ = [
 if not TYPE_CHECKING:  # for type checkers, a module with this function has any name
 
     def __getattr__(name: str) -> Any:
-        if name == "blocks":  # 6 ms of import, which few need
-            return importlib.import_module("ga_optax.blocks")
+        if name in ("blocks", "flax"):  # imports that not all need, or can have
+            return importlib.import_module(f"ga_optax.{name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

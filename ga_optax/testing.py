@@ -7,6 +7,7 @@ Both fail if there is nothing to compare. This is the only module of the package
 imports chex (the extra `testing`); import it by name.
 """
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -15,9 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.typing import ArrayLike
 
-from ga_optax._inside.options import FromAux
 from ga_optax._verify import verify
 from ga_optax._verify.gradients import ulps
 
@@ -29,12 +28,7 @@ def assert_accumulation_equivalent(
     params: optax.Params,
     batch: Any,
     num_microbatches: int,
-    *,
-    weight_fn: Callable[..., ArrayLike] | FromAux | None = None,
-    has_aux: bool = False,
-    rng: Any = None,
-    batch_axes: Any = 0,
-    axis_name: str | None = None,
+    **options: Any,
 ) -> None:
     """Asserts that accumulating over micro-batches gives the undivided gradient.
 
@@ -53,18 +47,14 @@ def assert_accumulation_equivalent(
 
     **Exactness.** It passes if `ga_optax.verify` finds `EQUAL` or `ROUNDING`: in
     float64 the two agree to half of its digits, on every leaf. It costs what `verify`
-    costs.
+    costs. What the report warns of becomes a Python warning.
 
     Args:
       fun: the loss, as for `ga_optax.verify`.
       params: the parameters.
       batch: the undivided batch.
       num_microbatches: the number of micro-batches to split it into.
-      weight_fn: as for `ga_optax.verify`.
-      has_aux: as for `ga_optax.verify`.
-      rng: as for `ga_optax.verify`.
-      batch_axes: as for `ga_optax.verify`.
-      axis_name: as for `ga_optax.verify`.
+      **options: all other options of `ga_optax.verify`.
 
     Raises:
       AssertionError: if the gradients differ, with the message of the report: what is
@@ -72,9 +62,10 @@ def assert_accumulation_equivalent(
         holds no array.
       TypeError, ValueError: if another argument does not fit.
     """
-    arguments = dict(locals())
     _refuse_empty(params=params, batch=batch)
-    report = verify(**arguments)
+    report = verify(fun, params, batch, num_microbatches, **options)
+    for warning in report.warnings:
+        warnings.warn(warning, stacklevel=2)
     if not report.ok:
         raise AssertionError(f"[{report.cause.name}] {report.message}")
 

@@ -22,7 +22,8 @@ Each module imports only those above it:
     native        both gradients as training computes them
     fit           which weights of the gᵢ give G
     counts        those weights as whole numbers, and as code
-    meetings      where examples meet in the program of the loss
+    program       what the program of the loss shows without running it
+    meetings      where rows depend on each other in the program of the loss
     diagnosis     the questions, in order: each one has one cause as its answer
     summary       puts the report together, with the size of the difference
     api           `verify`

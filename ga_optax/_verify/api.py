@@ -44,7 +44,7 @@ def verify(
     >>> report = ga.verify(loss, params, batch, num_microbatches=3)
     >>> print(report.cause.name, [round(w, 6) for w in report.weights])
     WEIGHTS [0.5, 0.25, 0.25]
-    >>> print(report.mend.partition(" to ")[0])
+    >>> print(report.fix.partition(" to ")[0])
     Pass weight_fn=lambda batch: batch['mask'].sum()
     >>> by_count = lambda batch: batch["mask"].sum()
     >>> ga.verify(loss, params, batch, num_microbatches=3, weight_fn=by_count).ok
@@ -52,15 +52,18 @@ def verify(
 
     Run it once when you switch accumulation on: outside `jit`, with the loss that you
     train with, real parameters and one real batch. `print(report)` prints a page that
-    says what is wrong, how large the difference is, and which line of code mends it.
+    says what is wrong, how large the difference is, and which line of code fixes it.
 
     `verify` compares `fun` over the batch with `fun` over its parts. Errors common to
-    both go undetected, such as a mean that is also divided by a constant.
+    both make no difference. The most usual one is a loss that is divided by k, as
+    PyTorch users write it, although accumulation divides. If the program of the loss
+    ends with that division, or if the loss does not use its batch at all, the report
+    has a warning; a factor elsewhere goes undetected.
 
     A constant term, such as an L2 penalty on the parameters, is right beside a mean
     loss, weighted or not, because a weighted mean keeps it. Beside a *sum* it is wrong:
     the sum needs the factor k, and the constant must not have it. The cause is then
-    `SCALE`, and the mend is to return a mean.
+    `SCALE`, and the fix is to return a mean.
 
     **Exactness.** `EQUAL` and `max_ulp` compare what `jax.jit` of `jax.value_and_grad`
     and of `ga_optax.value_and_grad` return in the parameters' own dtypes. The diagnosis
@@ -102,15 +105,13 @@ def verify(
         micro-batch, so this asks whether the loss is the same for every k.
 
     Returns:
-      A `Report`.
+      A `Report`. Read its `warnings`, too.
 
     Raises:
       TypeError, ValueError: if an argument does not fit, before `fun` is traced; if
         what `fun` returns does not fit, before anything runs.
     """
-    # 5 ms of import, which few need
-    from ga_optax._verify import comparison, native, problem, summary
-    from ga_optax._verify.loss import Loss, NotFiniteError, Progress
+    from ga_optax._verify.problem import Problem  # 5 ms of import, which few need
 
     k = _checks.check_num_microbatches(num_microbatches)
     _check(fun, params, batch, rng)
@@ -131,7 +132,7 @@ def verify(
     # `value_and_grad` checks the rest, and what `fun` returns, before anything runs.
     jax.eval_shape(folded, params, batch, *key)
     axes = _axes(batch, batch_axes)
-    asked = problem.Problem(
+    asked = Problem(
         fun=loss,
         params=params,
         batch=batch,
@@ -143,8 +144,18 @@ def verify(
         axes=axes,
         axis_name=axis_name,
     )
+    return _answer(asked)
+
+
+def _answer(problem: Any) -> Report:
+    """Compares, and says what was found."""
+    from ga_optax._verify import comparison, native, program, summary
+    from ga_optax._verify.loss import Loss, NotFiniteError, Progress
+
+    if problem.axis_name is not None and program.depends_on_device_count(problem):
+        return summary.by_devices(problem)
     with jax.enable_x64(True), Progress() as progress:
-        evaluator = Loss(asked, progress)
+        evaluator = Loss(problem, progress)
         try:
             return summary.compared(native.Native(comparison.Comparison(evaluator)))
         except NotFiniteError as error:

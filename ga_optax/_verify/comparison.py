@@ -77,6 +77,24 @@ class Comparison:
         other = (loss or self.loss).of_rows(rows, key)[1]
         return self._is_rounding(norms(subtract(whole, other, 1.0)))
 
+    def rows_interact(self) -> bool:
+        """Whether the gradient is more than a sum over rows, each by itself.
+
+        If two sets of places exchange their rows within each, a sum over places changes
+        by the sum of the two changes, whatever a place weighs. It has no answer, False,
+        for a batch of three rows or fewer.
+        """
+        places = np.random.default_rng(0).permutation(self.problem.batch_size)
+        rest = self.loss.of_part(None)[1]
+        halves = np.array_split(places, 2)
+        for half in (*([x] for x in halves), halves):
+            rows = self.problem.rows(None)
+            for of in half:
+                rows[of] = np.roll(of, 1)
+            sign = -1.0 if len(half) > 1 else 1.0
+            rest = subtract(rest, self.loss.of_rows(rows)[1], sign)
+        return not self._is_rounding(norms(rest), scale=4.0)
+
     def reproduces(self, weights: np.ndarray) -> bool:
         """Whether Σ wᵢ·gᵢ = G on every leaf, not only in a sketch."""
         rest = norms(self._residual(weights, lambda i: self.loss.of_part(i)[1]))

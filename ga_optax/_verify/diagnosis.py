@@ -16,6 +16,7 @@ from ga_optax._verify.gradients import norm
 from ga_optax._verify.loss import Loss, NotFiniteError
 from ga_optax._verify.meetings import LINES, meetings, of_window
 from ga_optax._verify.native import Native
+from ga_optax._verify.program import draws_random_numbers
 from ga_optax._verify.report import Cause
 
 
@@ -25,14 +26,14 @@ class Finding:
 
     Attributes:
       cause: the cause.
-      mend: what mends it.
+      fix: what fixes it.
       detail: what the cause means here, beyond what is always true of it.
       extent: what to say about the size of the difference.
       weights: those that reproduce the undivided gradient, if there are any.
     """
 
     cause: Cause
-    mend: str
+    fix: str
     detail: str = ""
     extent: str = ""
     weights: tuple[float, ...] | None = None
@@ -42,9 +43,9 @@ def diagnose(native: Native) -> Finding:
     """Names the cause."""
     comparison = native.comparison
     if comparison.agrees and not norm(comparison.terms):
-        mend = "Run verify again at parameters where the gradient is not zero."
+        fix = "Run verify again at parameters where the gradient is not zero."
         detail = "Both are exactly zero, so this shows nothing."
-        return Finding(Cause.EQUAL, mend, detail)
+        return Finding(Cause.EQUAL, fix, detail)
     if comparison.agrees and native.max_ulp == 0:
         return Finding(Cause.EQUAL, _NOTHING)
     # Two traces can differ by more than rounding.
@@ -53,54 +54,66 @@ def diagnose(native: Native) -> Finding:
         detail = """Traced a second time, the loss gave another gradient for the same
             batch. It draws random numbers that are not JAX's, from numpy.random for
             example."""
-        mend = """Pass a key as rng= to verify, and draw with jax.random from the key
+        fix = """Pass a key as rng= to verify, and draw with jax.random from the key
             that the loss then gets as its third argument."""
-        return Finding(Cause.RANDOMNESS, mend, detail)
+        return Finding(Cause.RANDOMNESS, fix, detail)
     if comparison.agrees:
         return _rounding(native)
     if not comparison.decidable:
         dtype = comparison.loss.dtype
         detail = f"The difference is so small that it may be the rounding of {dtype}."
-        mend = f"""Run verify with the code that is bound to {dtype} replaced by plain
+        fix = f"""Run verify with the code that is bound to {dtype} replaced by plain
             JAX, which it evaluates in float64."""
-        return Finding(Cause.UNDETERMINED, mend, detail)
+        return Finding(Cause.UNDETERMINED, fix, detail)
     fit = Fit(comparison)
     findings = (question(fit) for question in _QUESTIONS)
     return next(finding for finding in findings if finding is not None)
 
 
+def of_device_count(axis_name: str) -> Finding:
+    """The finding if the loss depends on the number of devices."""
+    detail = f"""The loss reads the number of devices, jax.device_count(), and computes
+        something else if it is another one. But the size of {axis_name!r} is the number
+        of micro-batches in a window."""
+    fix = f"""Use jax.lax.axis_size({axis_name!r}) instead of jax.device_count(), then
+        run verify again."""
+    return Finding(Cause.UNDETERMINED, fix, detail)
+
+
 def not_finite(error: NotFiniteError) -> Finding:
     """The finding if nothing can be compared."""
     detail = f"The first is {error.first}."
-    mend = """To find where it arises, call the loss on that part of the batch inside
+    fix = """To find where it arises, call the loss on that part of the batch inside
         `with jax.debug_nans(True):`. To train past it, pass
         should_drop_window_fn=ga_optax.drop_window_if_not_finite to MultiSteps."""
     if error.only_part and "nan" in error.first:
         detail += (
             " The undivided batch is finite: most likely a mean of nothing, 0 / 0."
         )
-        mend = """Divide by jnp.maximum(count, 1) in the loss, and pass a weight_fn that
+        fix = """Divide by jnp.maximum(count, 1) in the loss, and pass a weight_fn that
             returns that count. Weight 0 leaves a micro-batch out, whatever it holds."""
     if error.narrow:
         detail += " In float64 all is finite, so a number is too large for the dtype."
-        mend = "Scale the loss down, or compute in bfloat16 or float32 for more range."
-    return Finding(Cause.NOT_FINITE, mend, detail)
+        fix = "Scale the loss down, or compute in bfloat16 or float32 for more range."
+    return Finding(Cause.NOT_FINITE, fix, detail)
 
 
-_NOTHING = "There is nothing to mend."
+_NOTHING = """There is nothing to fix. A factor that is in both gradients does not show,
+    such as a division of the loss by the number of micro-batches: remove it, because
+    accumulation divides."""
 
 
 def _rounding(native: Native) -> Finding:
-    extent, mend = "", _NOTHING
+    extent, fix = "", _NOTHING
     if not native.comparison.noisy:
         extent = """Against float64, the undivided gradient is off by {:.1e} and the
             accumulated one by {:.1e}, relative to its norm. """.format(*native.errors)
     if native.has_few_digits:
         extent += f"That is more than half of the digits of {native.dtype}."
-        mend = f"""The accumulation is right, but the gradient is a small difference of
+        fix = f"""The accumulation is right, but the gradient is a small difference of
             large numbers, with few correct digits in {native.dtype}. Compute that part
             of the loss in a wider dtype."""
-    return Finding(Cause.ROUNDING, mend, extent=extent)
+    return Finding(Cause.ROUNDING, fix, extent=extent)
 
 
 # -- If they differ: what else gives the undivided gradient ----------------------------
@@ -113,38 +126,58 @@ def _scale(fit: Fit) -> Finding | None:
     if in_use:
         detail = f"""The weights are right, but the undivided gradient is {in_use:.6g}
             times the accumulated one."""
-        mend = """Return the mean over what weight_fn counts, and remove any other
+        fix = """Return the mean over what weight_fn counts, and remove any other
             division by a size or a number of parts."""
         weights = tuple((in_use * share).tolist())
-        return Finding(Cause.SCALE, mend, detail, weights=weights)
+        return Finding(Cause.SCALE, fix, detail, weights=weights)
     factor = c and fit.known_factor(c)
     if c is None or factor == 1:  # With 1, the weights are wrong.
         return None
     detail = f"The undivided gradient is {c:.6g} times the mean of the micro-batches'."
-    mend = "Return jnp.mean(...), with no factor that depends on the batch size."
+    fix = "Return jnp.mean(...), with no factor that depends on the batch size."
     if factor == k:
-        detail = f"""The mean of the micro-batches' gradients is {k} times too small,
-            and there are {k} of them. Either the loss is a sum over examples, or it is
-            already divided by {k} or by a count over the whole batch."""
-        mend = """Return the mean: jnp.mean(...) instead of jnp.sum(...). If the loss is
-            divided by the number of micro-batches or by a count over the whole batch,
-            remove that, because accumulation divides. """
-        mend += (
-            f"Or multiply it by jax.lax.axis_size({fit.problem.axis_name!r})."
-            if fit.problem.axis_name
-            else """Or keep the sum and accumulate sums: ga_optax.MultiSteps(...,
-            use_grad_mean=False)."""
-        )
+        detail, fix = _too_small(k, fit.problem.axis_name)
     elif factor == 1 / k:
-        detail = f"""The mean of the micro-batches' gradients is {k} times too large,
-            and there are {k} of them: the loss is divided by its batch size twice."""
-        mend = "Return jnp.mean(...), and do not divide it by the batch size again."
+        detail, fix = _too_large(k, fit.problem.axis_name)
     if fit.comparison.weighted:
         detail += f""" In addition, weight_fn weighs the micro-batches as
             {proportions(fit.comparison.share)}; this loss needs equal weights."""
-        mend += """ Leave weight_fn out, or make the loss a mean over what weight_fn
+        fix += """ Leave weight_fn out, or make the loss a mean over what weight_fn
             counts, within the batch that it gets."""
-    return Finding(Cause.SCALE, mend, detail, weights=(c / k,) * k)
+    return Finding(Cause.SCALE, fix, detail, weights=(c / k,) * k)
+
+
+def _too_small(k: int, axis_name: str | None) -> tuple[str, str]:
+    """What a factor of k means, and what fixes it."""
+    detail = f"""The mean of the micro-batches' gradients is {k} times too small, and
+        there are {k} of them: the loss is a sum over its rows, or it is divided by a
+        count over the whole batch."""
+    fix = """Return the mean: jnp.mean(...) instead of jnp.sum(...), and divide it by
+        nothing else, neither by a count over the whole batch nor by the number of
+        micro-batches. """
+    fix += (
+        f"Or multiply it by jax.lax.axis_size({axis_name!r})."
+        if axis_name
+        else """Or keep the sum and accumulate sums: ga_optax.MultiSteps(...,
+        use_grad_mean=False)."""
+    )
+    return detail, fix
+
+
+def _too_large(k: int, axis_name: str | None) -> tuple[str, str]:
+    """What a factor of 1 / k means, and what fixes it."""
+    detail = f"""The mean of the micro-batches' gradients is {k} times too large, and
+        there are {k} of them: """
+    if axis_name is None:
+        detail += "the loss is divided by its batch size twice."
+        fix = "Return jnp.mean(...), and do not divide it by the batch size again."
+        return detail, fix
+    detail += f"""the loss is a sum over {axis_name!r} of what is a mean in each
+        micro-batch already."""
+    fix = f"""Put jax.lax.pmean(..., {axis_name!r}) around a mean over the rows, and
+        jax.lax.psum around a sum over them alone. A loss that is a plain mean needs
+        neither."""
+    return detail, fix
 
 
 def _weights(fit: Fit) -> Finding | None:
@@ -165,17 +198,17 @@ def _weights(fit: Fit) -> Finding | None:
     shown = proportions(share, trust)
     detail = f"They count {used} now, but must count as {shown}"
     if plain:
-        mend = "Leave weight_fn out."
+        fix = "Leave weight_fn out."
         detail += ": the loss is a plain mean, and needs no weights."
     else:
-        mend = f"""Pass a weight_fn to ga_optax.value_and_grad that returns the number
+        fix = f"""Pass a weight_fn to ga_optax.value_and_grad that returns the number
             your loss divides by: {shown} for these micro-batches, or a multiple."""
         detail += """ or a multiple of that. The loss divides by a count that differs
             between micro-batches, most likely of the tokens that are not padding."""
     if code:
-        mend = f"Pass weight_fn=lambda batch: {code} to ga_optax.value_and_grad."
+        fix = f"Pass weight_fn=lambda batch: {code} to ga_optax.value_and_grad."
         if problem.axis_name is None:
-            mend += f""" With ga_optax.MultiSteps, pass weight={code} with every
+            fix += f""" With ga_optax.MultiSteps, pass weight={code} with every
                 micro-batch."""
     if not found.known.all():
         which = ", ".join(map(str, np.flatnonzero(~found.known)))
@@ -185,18 +218,18 @@ def _weights(fit: Fit) -> Finding | None:
         size, factor = ("small", total) if total > 1 else ("large", 1 / total)
         detail += f""" In addition, the accumulated gradient is too {size} by a factor
             of {factor:.6g}: the loss is also divided by a size or a number of parts."""
-        mend += " Then remove the other division from the loss."
-    return Finding(Cause.WEIGHTS, mend, detail, weights=tuple((total * share).tolist()))
+        fix += " Then remove the other division from the loss."
+    return Finding(Cause.WEIGHTS, fix, detail, weights=tuple((total * share).tolist()))
 
 
 def _constant(fit: Fit) -> Finding | None:
     """Whether the loss is a sum over examples plus a term without any."""
     detail = f"""The loss is a sum over examples plus a constant term, such as an L2
         penalty on the parameters. Accumulation keeps the constant and divides the sum
-        by {fit.problem.k}, so no single factor mends it."""
-    mend = """Return the mean over the examples, jnp.mean(...) instead of jnp.sum(...),
+        by {fit.problem.k}, so no single factor fixes it."""
+    fix = """Return the mean over the examples, jnp.mean(...) instead of jnp.sum(...),
         plus the penalty as it is, with its coefficient chosen for a mean."""
-    return Finding(Cause.SCALE, mend, detail) if fit.has_constant() else None
+    return Finding(Cause.SCALE, fix, detail) if fit.has_constant() else None
 
 
 _TOO_FEW = Finding(
@@ -232,11 +265,11 @@ def _another_axis(fit: Fit) -> Finding | None:
     detail = f"""Split with {axes}, the same batch does give the undivided gradient.
         Most likely the axis along which it is split now is time, as axis 0 is in
         [time, batch, ...]."""
-    mend = f"""Pass {axes} to ga_optax.value_and_grad, or swap the two axes of the
+    fix = f"""Pass {axes} to ga_optax.value_and_grad, or swap the two axes of the
         batch, jnp.swapaxes(x, 0, 1), and let the loss swap them back."""
     if not other.agrees:
-        mend += " Then run verify again, because the weights are wrong, too."
-    return Finding(Cause.AXIS, mend, detail)
+        fix += " Then run verify again, because the weights are wrong, too."
+    return Finding(Cause.AXIS, fix, detail)
 
 
 _KEYS = """put jax.random.split(key, batch_size) into the batch and draw under jax.vmap.
@@ -247,20 +280,39 @@ def _another_key(fit: Fit) -> Finding | None:
     detail = """Another key gives another gradient, most likely because of dropout. Then
         micro-batches draw other random numbers than the undivided batch. That is as
         good for training, but it cannot be compared."""
-    mend = f"""Nothing in training. To compare, switch the randomness off (such as
+    fix = f"""Nothing in training. To compare, switch the randomness off (such as
         deterministic=True), or give each example a key of its own: {_KEYS}"""
     same = not fit.problem.key or fit.comparison.same(key=1)
-    return None if same else Finding(Cause.RANDOMNESS, mend, detail)
+    return None if same else Finding(Cause.RANDOMNESS, fix, detail)
 
 
 def _another_order(fit: Fit) -> Finding | None:
+    comparison, problem = fit.comparison, fit.problem
+    rows = np.random.default_rng(1).permutation(problem.batch_size).astype(np.int32)
+    if (rows == problem.rows(None)).all():  # of two or three rows
+        rows = rows[::-1].copy()
+    if comparison.same(rows=rows):
+        return None
+    if not draws_random_numbers(problem) and comparison.rows_interact():
+        return _of_neighbours()
     detail = """The same examples in another order give another gradient: the loss
         draws random numbers for the whole batch at once (dropout with one key), or
         weighs examples by position."""
-    mend = f"Give each example its weight or its key in its own row. For keys, {_KEYS}"
-    rows = fit.problem.rows
-    same = fit.comparison.same(rows=np.roll(rows(None), len(rows(0))))
-    return None if same else Finding(Cause.RANDOMNESS, mend, detail)
+    fix = f"Give each example its weight or its key in its own row. For keys, {_KEYS}"
+    return Finding(Cause.RANDOMNESS, fix, detail)
+
+
+def _of_neighbours() -> Finding:
+    """Rows depend on each other by their places, so where the batch is cut matters."""
+    detail = """Their order matters, too: the same rows in another order give another
+        gradient, and no random numbers are drawn. Usual reasons: differences of
+        neighbouring rows, such as h[1:] - h[:-1], a cumulative sum or a recurrence over
+        rows, pairs by position. Accumulation loses the terms of rows that are in
+        different micro-batches."""
+    fix = """Put rows that belong together, such as the steps of a sequence, into one
+        row of the batch, [batch, time, ...] or a pair in one leaf, and compare them
+        along that axis. Then no micro-batch cuts them apart."""
+    return Finding(Cause.CROSS_EXAMPLE, fix, detail)
 
 
 def _undetermined(fit: Fit) -> Finding | None:
@@ -276,16 +328,16 @@ def _cross_example(fit: Fit) -> Finding:
         mixture of experts, a standard deviation or a maximum over the batch, a root
         or a logarithm of a mean."""
     if name is not None:
-        mend = f"""Look for what a micro-batch computes of its rows alone, and
-            communicate it over {name!r}, too. {of_window(LINES, name)}"""
-        return Finding(Cause.CROSS_EXAMPLE, mend, detail)
-    mend = f"""No weight_fn can mend it, because each micro-batch sees only itself. Pass
+        fix = f"""Look for what a micro-batch computes of its rows alone, or adds up over
+            {name!r} although it is a mean. {of_window((), name)}"""
+        return Finding(Cause.CROSS_EXAMPLE, fix, detail)
+    fix = f"""No weight_fn can fix it, because each micro-batch sees only itself. Pass
         axis_name="rows" to ga_optax.value_and_grad: then the loss sees the whole window
         in collectives over that axis. {of_window(meetings(fit.problem), "rows")} Check
         it with verify(axis_name="rows"). Or use statistics that do not come from the
         batch, such as those of layer normalisation; or train on the mean itself,
         without its root or logarithm."""
-    return Finding(Cause.CROSS_EXAMPLE, mend, detail)
+    return Finding(Cause.CROSS_EXAMPLE, fix, detail)
 
 
 _QUESTIONS = (

@@ -1,4 +1,4 @@
-"""Where the rows of a batch meet in the program of a loss, and what mends it there.
+"""Where the rows of a batch meet in the program of a loss, and what fixes it there.
 
 The program is traced for the undivided batch and for a micro-batch. An axis whose
 length differs between the two holds rows. Rows meet where such an axis goes away or
@@ -16,7 +16,8 @@ from ga_optax._verify.problem import Problem
 
 LINES = {
     "statistic": """Put jax.lax.pmean(..., {0}) around each mean over the rows, such as
-        those of batch normalisation.""",
+        those of batch normalisation, and jax.lax.psum(..., {0}) around each sum over
+        them.""",
     "product": """Compare rows with jax.lax.all_gather(x, {0}, tiled=True), where row i
         of a micro-batch x is row jax.lax.axis_index({0}) * len(x) + i.""",
     "extremum": """Take a maximum over the rows of jax.lax.all_gather(x, {0},
@@ -28,8 +29,12 @@ _SMOOTH, _OF_ROWS = 1, 2
 
 
 def of_window(kinds: Iterable[str], name: str) -> str:
-    """The collectives that make these meetings those of the window; all for none."""
-    return " ".join(LINES[kind].format(repr(name)) for kind in kinds or LINES)
+    """The collectives that make these meetings those of the window.
+
+    If none shows, those of the usual ones.
+    """
+    usual = "statistic", "product"
+    return " ".join(LINES[kind].format(repr(name)) for kind in kinds or usual)
 
 
 def meetings(problem: Problem) -> list[str]:

@@ -18,10 +18,10 @@ class Cause(enum.Enum):
     SCALE = "The loss is not a mean over its batch: it depends on the batch size."
     WEIGHTS = "The micro-batches' gradients are right, but their weights are wrong."
     AXIS = "The batch is split along the wrong axis: its examples lie along another."
-    CROSS_EXAMPLE = "The examples of a batch see each other in this loss."
+    CROSS_EXAMPLE = "The rows of a batch depend on each other in this loss."
     RANDOMNESS = "The loss depends on random numbers, or on the order of its examples."
     NOT_FINITE = "A loss or a gradient is not finite: it contains an inf or a NaN."
-    UNDETERMINED = "The gradients differ, but their numbers do not tell why."
+    UNDETERMINED = "The gradients alone do not tell what is wrong."
 
 
 # The causes with which accumulation gives the undivided batch's gradient.
@@ -37,7 +37,8 @@ class LeafReport:
       shape: its shape.
       dtype: its dtype, in which `max_ulp` counts.
       max_ulp: how many representable numbers lie between the two gradients, at most
-        over the elements. It is large near a zero, too, where it means little.
+        over the elements. It is large near a zero, too, where it means little, and if
+        the gradients differ by more than rounding.
       max_abs: the largest absolute difference of the two gradients in that dtype.
       relative: ‖G - M‖ / ‖G‖ of the leaf in float64, G undivided and M accumulated.
     """
@@ -64,8 +65,10 @@ class Report:
       max_ulp: the largest of the leaves; None if the cause is `NOT_FINITE`.
       relative: ‖G - M‖ / ‖G‖ over all leaves, in float64; 0 if both are zero.
       leaves: a `LeafReport` for each leaf, in the order of the tree.
-      mend: the line of code that mends it, or what else to do.
-      dtype: the narrowest floating dtype in which the loss computed for the diagnosis.
+      fix: the line of code that fixes it, or what else to do.
+      warnings: what is wrong with the loss although the gradients may be equal, in
+        sentences; none for most losses.
+      dtype: the lowest floating precision that the loss had in the diagnosis.
       losses: the undivided batch's loss, and the accumulated one.
       num_microbatches: k.
       batch_size: the number of rows of the undivided batch.
@@ -80,7 +83,8 @@ class Report:
     max_ulp: int | None = None
     relative: float = math.nan
     leaves: tuple[LeafReport, ...] = ()
-    mend: str
+    fix: str
+    warnings: tuple[str, ...] = ()
     dtype: str
     losses: tuple[float, float]
     num_microbatches: int
@@ -91,33 +95,37 @@ class Report:
     def __str__(self) -> str:
         k, rows = self.num_microbatches, self.batch_size
         verdict = "The same gradient" if self.ok else "NOT the same gradient"
-        if self.cause is Cause.NOT_FINITE:
+        if math.isnan(self.relative):
             verdict = "Cannot be compared"
         parts = f"{k} micro-batch{'es' * (k > 1)} of {rows // k} rows"
         compared = f"Compared: one batch of {rows} rows, and the same rows as {parts}."
         lines = [f"{verdict} ({self.cause.name})", "", *wrap(compared)]
         found = "What was found" if self.ok else "What is wrong"
-        titles = found, "How large it is", "What to do"
-        sections = self.diagnosis, self.extent, [self.mend]
+        titles = found, "How large it is", "What to do", "Warning"
+        sections = self.diagnosis, self.extent, [self.fix], self.warnings
         for title, paragraphs in zip(titles, sections, strict=True):
-            lines += ["", title]
+            lines += ["", title] if paragraphs else []
             lines += [line for text in paragraphs for line in wrap(f"  {text}")]
         if self.leaves:
-            lines += ["", *_table(self.leaves)]
+            lines += ["", *_table(self.leaves, ulps=self.ok)]
         return "\n".join(lines)
 
 
-def _table(leaves: tuple[LeafReport, ...]) -> list[str]:
-    """A row for each leaf, and what the columns mean."""
-    rows = [["leaf", "shape", "dtype", "ULPs", "difference", "relative"]]
+def _table(leaves: tuple[LeafReport, ...], ulps: bool) -> list[str]:
+    """A row for each leaf, and what the columns mean; ULPs of rounding alone."""
+    head = ["leaf", "shape", "dtype", "ULPs", "difference", "relative"]
+    rows = [head]
     for leaf in leaves:
         name, shape = leaf.name.removeprefix("leaf "), str(leaf.shape)
         figures = f"{leaf.max_ulp} {leaf.max_abs:.1e} {leaf.relative:.1e}".split()
         rows.append([name, shape, leaf.dtype, *figures])
     legend = (
-        "ULPs and difference: how many numbers of the dtype lie between the two "
-        "gradients, and how far apart they are, at most, as training computes them. "
-        "relative: the norm of the difference over that of the undivided gradient, in "
-        "float64 if the loss allows it."
+        "difference: how far apart the two gradients are at most, as training computes "
+        "them. relative: the norm of the difference over that of the undivided "
+        "gradient, in float64 if the loss allows it."
     )
+    if ulps:
+        legend = f"ULPs: how many numbers of the dtype lie between them. {legend}"
+    else:
+        rows = [[*row[:3], *row[4:]] for row in rows]
     return [*columns(rows, left=(0, 1, 2)), "", *wrap(legend)]

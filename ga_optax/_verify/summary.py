@@ -6,19 +6,34 @@ from typing import Any
 import numpy as np
 
 from ga_optax._text import unfold
-from ga_optax._verify.diagnosis import Finding, diagnose, not_finite
+from ga_optax._verify.diagnosis import (
+    Finding,
+    diagnose,
+    not_finite,
+    of_device_count,
+)
 from ga_optax._verify.gradients import norm
 from ga_optax._verify.loss import Loss, NotFiniteError
 from ga_optax._verify.native import Native
 from ga_optax._verify.problem import Problem
+from ga_optax._verify.program import warnings
 from ga_optax._verify.report import SAME, Cause, Report
 
 
 def nothing_compared(error: NotFiniteError, loss: Loss) -> Report:
     """The report if there is an inf or a NaN."""
     figures = {"dtype": loss.dtype, "losses": error.losses}
-    size = ["No difference can be measured."]
-    return _report(not_finite(error), loss.problem, size, **figures)
+    return _report(not_finite(error), loss.problem, _UNKNOWN, **figures)
+
+
+def by_devices(problem: Problem) -> Report:
+    """The report if the loss depends on the number of devices, under `axis_name`."""
+    finding = of_device_count(str(problem.axis_name))
+    unknown = math.nan, math.nan
+    return _report(finding, problem, _UNKNOWN, dtype="float64", losses=unknown)
+
+
+_UNKNOWN = ["No difference can be measured."]
 
 
 def compared(native: Native) -> Report:
@@ -43,13 +58,14 @@ def _report(
     finding: Finding, problem: Problem, sizes: list[str], **figures: Any
 ) -> Report:
     diagnosis = tuple(filter(None, (finding.cause.value, unfold(finding.detail))))
-    extent, mend = tuple(map(unfold, filter(None, sizes))), unfold(finding.mend)
+    extent, fix = tuple(map(unfold, filter(None, sizes))), unfold(finding.fix)
     return Report(
         ok=finding.cause in SAME,
         cause=finding.cause,
-        message=" ".join((*diagnosis, extent[0], mend)),
+        message=" ".join((*diagnosis, extent[0], fix)),
         weights=finding.weights,
-        mend=mend,
+        fix=fix,
+        warnings=tuple(map(unfold, warnings(problem))),
         num_microbatches=problem.k,
         batch_size=problem.batch_size,
         diagnosis=diagnosis,

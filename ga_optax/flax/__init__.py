@@ -1,0 +1,22 @@
+"""Train state, NNX optimizer and NNX gradients: Flax's own, for windows.
+
+`TrainState` and `Optimizer` take micro-steps with `ga_optax.apply_gradients`, so that
+inside a window only the accumulator is touched. `value_and_grad` and `accumulate` take
+modules; what the loss changes in them goes from one micro-batch to the next, and back
+into the modules.
+
+It needs the extra `flax`. `ga_optax.flax` imports it when it is first used.
+"""
+
+try:
+    import flax  # noqa: F401
+except ImportError as error:
+    raise ImportError(
+        "ga_optax.flax needs Flax, but it cannot be imported. Install it: "
+        'pip install "ga-optax[flax]".'
+    ) from error
+
+from ga_optax.flax._modules import accumulate, value_and_grad
+from ga_optax.flax._states import Optimizer, TrainState
+
+__all__ = ["Optimizer", "TrainState", "accumulate", "value_and_grad"]

@@ -1,0 +1,223 @@
+"""Flax's train state and NNX optimizer, for a `tx` that accumulates."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from flax.linen import fp8_ops
+from flax.training import train_state
+from jax.typing import ArrayLike
+
+from ga_optax._across import multi_steps, state
+from ga_optax._checks import nodes_of
+
+M = TypeVar("M")
+_OVERWRITTEN = fp8_ops.OVERWRITE_WITH_GRADIENT
+
+
+class TrainState(train_state.TrainState):
+    """`flax.training.train_state.TrainState` for a `tx` that accumulates.
+
+    >>> import jax.numpy as jnp, optax, ga_optax as ga
+    >>> from ga_optax.flax import TrainState
+    >>> state = TrainState.create(
+    ...     apply_fn=None, params={"w": jnp.ones(2)},
+    ...     tx=ga.MultiSteps(optax.sgd(0.5), 2))
+    >>> for g in ([1.0, 1.0], [1.0, 3.0], [0.0, 0.0]):
+    ...     state = state.apply_gradients(grads={"w": jnp.array(g)})
+    >>> state.params["w"], int(state.step)
+    (Array([0.5, 0. ], dtype=float32), 3)
+    >>> int(state.optimizer_steps), int(state.micro_step)
+    (1, 1)
+
+    Use it like Flax's: jit the training step and donate the state, and subclass it to
+    add fields. Any `tx` works but for `optax.MultiSteps`. Without a `MultiSteps` in it,
+    this is Flax's train state.
+
+    Attributes:
+      step: calls of `apply_gradients` so far, as in Flax: micro-steps, whether or not
+        they closed a window. A key that `step` is folded into differs in each.
+    """
+
+    @property
+    def optimizer_steps(self) -> jax.Array:
+        """Updates of the inner optimizer so far, which its schedules count."""
+        stats = _stats(self.opt_state)
+        return jnp.asarray(self.step) if stats is None else stats.steps
+
+    @property
+    def micro_step(self) -> jax.Array:
+        """Micro-steps in the open window; 0 if `tx` does not accumulate."""
+        stats = _stats(self.opt_state)
+        return jnp.int32(0) if stats is None else stats.fill
+
+    def apply_gradients(
+        self,
+        *,
+        grads: Any,
+        weight: ArrayLike | None = None,
+        emit: bool | jax.Array | None = None,
+        **kwargs: Any,
+    ) -> "TrainState":
+        """Takes one micro-step, which updates `params` if it closes the window.
+
+        Args:
+          grads: the micro-batch's gradient, with the tree and shapes of `params`.
+          weight: how much the micro-batch counts; see `ga_optax.accumulator.add`.
+          emit: see `ga_optax.apply_gradients`.
+          **kwargs: new values for fields of the state, as in Flax, and extra arguments
+            for the optimizer.
+
+        Returns:
+          The new state.
+
+        Raises:
+          TypeError: if `tx` accumulates with `optax.MultiSteps`.
+          ValueError: if `grads` does not fit `params`; the message names the leaf.
+        """
+        _check_accumulator(self.opt_state)
+        fields = {field.name for field in dataclasses.fields(self)}
+        replaced = {name: kwargs.pop(name) for name in fields & kwargs.keys()}
+        # As in Flax: the gradient of an fp8 scaling factor is its new value.
+        overwrites = isinstance(grads, Mapping) and _OVERWRITTEN in grads
+        params, opt_state = multi_steps.apply_gradients(
+            self.tx,
+            grads["params"] if overwrites else grads,
+            self.opt_state,
+            self.params["params"] if overwrites else self.params,
+            weight=weight,
+            emit=emit,
+            **kwargs,
+        )
+        if overwrites:
+            params = {"params": params, _OVERWRITTEN: grads[_OVERWRITTEN]}
+        return self.replace(
+            step=self.step + 1, params=params, opt_state=opt_state, **replaced
+        )
+
+    def flush(self, **extra_args: Any) -> "TrainState":
+        """Closes the window early, see `ga_optax.flush`; `step` stays as it is.
+
+        Args:
+          **extra_args: for the optimizer.
+
+        Returns:
+          The new state.
+
+        Raises:
+          TypeError: if `tx` is not a `MultiSteps`.
+        """
+        overwrites = isinstance(self.params, Mapping) and _OVERWRITTEN in self.params
+        params = self.params["params"] if overwrites else self.params
+        tx: Any = self.tx
+        params, opt_state = multi_steps.flush(tx, self.opt_state, params, **extra_args)
+        if overwrites:
+            params = {**self.params, "params": params}
+        return self.replace(params=params, opt_state=opt_state)
+
+
+class Optimizer(nnx.Optimizer[M]):
+    """`flax.nnx.Optimizer` for a `tx` that accumulates.
+
+    >>> import jax.numpy as jnp, optax, ga_optax as ga
+    >>> from flax import nnx
+    >>> from ga_optax.flax import Optimizer
+    >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    >>> optimizer = Optimizer(model, ga.MultiSteps(optax.adam(1e-3), 2), wrt=nnx.Param)
+    >>> def loss(model, x):
+    ...     return jnp.mean(model(x) ** 2)
+    >>> for _ in range(3):
+    ...     optimizer.update(model, nnx.grad(loss)(model, jnp.ones((4, 2))))
+    >>> int(optimizer.step[...]), int(optimizer.optimizer_steps)
+    (3, 1)
+
+    Attributes:
+      step: calls of `update` so far, as in Flax: micro-steps, whether or not they
+        closed a window.
+    """
+
+    @property
+    def optimizer_steps(self) -> jax.Array:
+        """Updates of the inner optimizer so far, which its schedules count."""
+        stats = _stats(nnx.as_pure(self.opt_state))
+        return self.step[...] if stats is None else stats.steps
+
+    @property
+    def micro_step(self) -> jax.Array:
+        """Micro-steps in the open window; 0 if `tx` does not accumulate."""
+        stats = _stats(nnx.as_pure(self.opt_state))
+        return jnp.int32(0) if stats is None else stats.fill
+
+    def update(  # pyrefly: ignore[bad-override]  # returns no updates
+        self,
+        model: M,
+        grads: Any,
+        /,
+        *,
+        weight: ArrayLike | None = None,
+        emit: bool | jax.Array | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Takes one micro-step, which changes `model` if it closes the window.
+
+        Unlike Flax's `update` it returns nothing: inside a window there are no updates,
+        not even zeros.
+
+        Args:
+          model: the model to update, in place.
+          grads: what `nnx.grad` returned for the micro-batch.
+          weight: how much the micro-batch counts; see `ga_optax.accumulator.add`.
+          emit: see `ga_optax.apply_gradients`.
+          **kwargs: extra arguments for the optimizer.
+
+        Raises:
+          TypeError: if `tx` accumulates with `optax.MultiSteps`.
+          ValueError: if `grads` does not fit the model; the message names the leaf.
+        """
+        _check_accumulator(nnx.as_pure(self.opt_state))
+        grads = nnx.as_pure(nnx.state(grads, self.wrt, graph=self.graph))
+        named = {"weight": weight, "emit": emit, **nnx.as_pure(kwargs)}
+        self._run(partial(multi_steps.apply_gradients, self.tx, grads, **named), model)
+        self.step[...] += 1
+
+    def flush(self, model: M, /, **extra_args: Any) -> None:
+        """Closes the window early, see `ga_optax.flush`; `step` stays as it is.
+
+        Args:
+          model: the model to update, in place.
+          **extra_args: for the optimizer.
+
+        Raises:
+          TypeError: if `tx` is not a `MultiSteps`.
+        """
+        self._run(partial(multi_steps.flush, self.tx, **nnx.as_pure(extra_args)), model)
+
+    def _run(self, change: Callable[..., Any], model: M) -> None:
+        """Replaces state and parameters by `change(state, params)`, in place."""
+        params, opt_state = change(
+            nnx.as_pure(self.opt_state),
+            nnx.as_pure(nnx.state(model, self.wrt, graph=self.graph)),
+        )
+        nnx.update(model, params)
+        nnx.update(self.opt_state, nnx.state(opt_state, graph=self.graph))
+
+
+def _stats(opt_state: Any) -> state.Stats | None:
+    """The counters of the `MultiSteps` in a state, None if there is none."""
+    _check_accumulator(opt_state)
+    return state.stats(opt_state) if state.find_states(opt_state) else None
+
+
+def _check_accumulator(opt_state: Any) -> None:
+    """Raises if Optax's accumulator is in a state: it cannot tell what we count."""
+    if nodes_of(optax.MultiStepsState, opt_state):
+        raise TypeError(
+            "tx must accumulate with ga_optax.MultiSteps, but its state holds one of "
+            "optax.MultiSteps. Pass ga_optax.MultiSteps(opt, k), which takes the same "
+            "arguments; ga_optax.from_optax converts a saved state."
+        )
