@@ -18,7 +18,7 @@ from helpers import bits, nbytes
 from jax.sharding import PartitionSpec
 
 import ga_optax as ga
-from ga_optax.flax import Optimizer, TrainState, value_and_grad
+from ga_optax.flax import Optimizer, TrainState, accumulate, value_and_grad
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 
@@ -420,6 +420,69 @@ def test_a_module_is_as_after_one_micro_batch_after_another(argnums, jit):
     assert kinds == ({nnx.LoRAParam} if argnums else {nnx.Param, nnx.LoRAParam})
 
 
+def as_one_window(sizes):
+    """Gradient, masks and module after calls of so many micro-batches of two rows."""
+    x, y = batch()
+    model, masks, at = Noisy(nnx.Rngs(0)), [], 0
+    acc = ga.accumulator.init(nnx.state(model, nnx.Param))
+    for size in sizes:
+        add = accumulate(
+            noisy_loss, size, batch_argnums=(1, 2), has_aux=True, aux="stack"
+        )
+        rows = slice(at, at + 2 * size)
+        (_, mask), acc = nnx.jit(add)(acc, model, x[rows], y[rows])
+        masks, at = [*masks, *mask], at + 2 * size
+    assert int(acc.count) == sum(sizes)
+    return ga.accumulator.mean(acc), masks, nnx.state(model)
+
+
+def test_any_grouping_of_micro_batches_leaves_the_same_bits_in_a_module():
+    x, y = batch()
+    model = Noisy(nnx.Rngs(0))
+    compute = value_and_grad(
+        noisy_loss, 4, batch_argnums=(1, 2), has_aux=True, aux="stack"
+    )
+    (_, masks), grads = nnx.jit(compute)(model, x[:8], y[:8])
+    expected = bits((grads, list(masks), keys_as_numbers(nnx.state(model))))
+    for sizes in [(4,), (1, 3), (2, 1, 1)]:
+        grads, masks, state = as_one_window(sizes)
+        assert bits((grads, masks, keys_as_numbers(state))) == expected
+    # The twin: another micro-batch is another gradient.
+    grads, masks, state = as_one_window((1, 2))
+    assert bits((grads, masks, keys_as_numbers(state))) != expected
+
+
+def keys_as_numbers(state):
+    def numbers(x):
+        is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        return jax.random.key_data(x) if is_key else x
+
+    return jax.tree.map(numbers, state)
+
+
+def test_an_accumulated_gradient_of_a_module_goes_into_its_optimizer():
+    x, y = batch()
+    model, expected = Model(nnx.Rngs(0)), Model(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, ADAM, wrt=nnx.Param)
+    add = nnx.jit(accumulate(loss, batch_argnums=(1, 2)), donate_argnums=0)
+    acc = ga.accumulator.init(nnx.state(model, nnx.Param))
+    for part in zip(jnp.split(x, 4), jnp.split(y, 4), strict=True):
+        _, acc = add(acc, model, *part)
+    optimizer.update(model, ga.accumulator.mean(acc))
+    grads = nnx.grad(loss)(expected, x, y)
+    nnx.Optimizer(expected, ADAM, wrt=nnx.Param).update(expected, grads)
+    assert_close(nnx.state(model), nnx.state(expected))
+
+
+def test_an_accumulator_of_another_module_is_refused():
+    other = ga.accumulator.init(nnx.state(nnx.Linear(5, 1, rngs=nnx.Rngs(0))))
+    model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"kernel.*must have shape"):
+        accumulate(mean_loss)(other, model, batch()[0])
+    with pytest.raises(TypeError, match="carry_argnums must be left out"):
+        accumulate(mean_loss, carry_argnums=2)
+
+
 def test_what_fun_leaves_alone_keeps_its_array():
     x, y = batch()
     model = Noisy(nnx.Rngs(0))
@@ -577,6 +640,23 @@ def imported(packages):
 def test_importing_the_package_imports_neither_flax_nor_chex():
     # Optax itself imported chex before 0.2.7.
     assert imported("ga_optax") == imported("optax")
+
+
+def test_the_package_imports_flax_when_it_is_first_asked_for():
+    ask = "sys.modules['ga_optax'].flax.TrainState"
+    program = f"import sys, ga_optax; {ask}; print('flax' in sys.modules)"
+    missing = f"import sys; sys.modules['flax'] = None; import ga_optax; {ask}"
+    found, failed = (
+        subprocess.run(
+            [sys.executable, "-c", text], capture_output=True, text=True, check=False
+        )
+        for text in (program, missing)
+    )
+    assert found.stdout == "True\n", found.stderr
+    last = failed.stderr.splitlines()[-1]
+    assert last.startswith("ImportError: ga_optax.flax needs Flax"), failed.stderr
+    assert last.endswith('pip install "ga-optax[flax]".')
+    assert "flax" not in ga.__all__  # a star import must not need it
 
 
 # -- fp8 -------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import ga_optax as ga
+from ga_optax import testing
 from ga_optax._verify import Cause
 from ga_optax._verify.counts import proportions
 from ga_optax._verify.gradients import ulps
@@ -93,10 +94,10 @@ def assert_cause(report, cause):
     assert max(map(len, page.split("\n"))) <= 100
     # The page says everything that the message says.
     flat = " ".join(page.split())
-    assert report.mend in flat
+    assert report.fix in flat
     assert cause.value in flat
     assert cause.value in report.message
-    assert report.mend in report.message
+    assert report.fix in report.message
 
 
 def assert_weights(report, counts, rtol=1e-3):
@@ -112,12 +113,12 @@ def assert_weights(report, counts, rtol=1e-3):
 
 def code_of(report):
     """The function that the page says to pass, as it stands there."""
-    code = re.search(r"weight_fn=(lambda batch: .*) to ga_optax", report.mend)
-    assert code, report.mend
+    code = re.search(r"weight_fn=(lambda batch: .*) to ga_optax", report.fix)
+    assert code, report.fix
     return code.group(1)
 
 
-def mended(report):
+def fixed(report):
     return eval(code_of(report))
 
 
@@ -157,11 +158,68 @@ def test_integer_terms_are_equal_to_the_bit():
     assert_cause(report, Cause.EQUAL)
 
 
-def test_a_constant_factor_in_both_is_not_seen():
-    report = ga.verify(
-        lambda p, b: mean_loss(p, b) / K, linear_params(), linear_batch(), K
-    )
+def test_a_loss_divided_by_k_is_equal_and_the_page_warns_of_the_division():
+    """As PyTorch users write it: both gradients have the factor."""
+    args = linear_params(), linear_batch(), K
+
+    def divided(params, batch):
+        return mean_loss(params, batch) / K
+
+    for loss in (divided, jax.jit(divided)):
+        report = ga.verify(loss, *args)
+        assert report.ok
+        assert "divides it by 4" in report.warnings[0]
+        assert report.warnings[0] in " ".join(str(report).split())
+    # Elsewhere the factor is not seen, and the page says that it could not be.
+    report = ga.verify(lambda p, b: jnp.mean(errors(p, b) ** 2 / K), *args)
     assert report.ok
+    assert not report.warnings
+    assert "division of the loss by the number of micro-batches" in str(report)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        mean_loss,
+        lambda p, b: mean_loss(p, b) / 3,
+        lambda p, b: 0.5 * mean_loss(p, b) / 2 + penalty(p),
+        lambda p, b: jnp.sum(errors(p, b) ** 2) / 4,  # 4 rows of a micro-batch, or k
+    ],
+)
+def test_another_division_is_no_reason_to_warn(loss):
+    assert not ga.verify(loss, linear_params(), linear_batch(), K).warnings
+
+
+def test_half_of_a_square_with_two_micro_batches_is_no_reason_to_warn():
+    halved = lambda p, b: mean_loss(p, b) / 2  # noqa: E731
+    assert not ga.verify(halved, linear_params(), linear_batch(), 2).warnings
+
+
+def test_a_loss_that_closes_over_the_data_is_equal_and_the_page_warns_of_it():
+    params, batch = linear_params(), linear_batch()
+
+    def closed(params, _):
+        return mean_loss(params, batch)
+
+    for loss in (closed, jax.jit(closed), jax.checkpoint(closed)):
+        report = ga.verify(loss, params, batch, K)
+        assert report.ok
+        [warning] = report.warnings
+        assert "does not use its batch" in warning
+        assert "4 times the time" in warning
+        assert "shape (16, 5)" in warning or loss is not closed
+    # The twins: a leaf of the batch is enough, and so is one micro-batch.
+    part = lambda p, b: closed(p, b) * jnp.mean(b["y"])  # noqa: E731
+    assert not ga.verify(part, params, batch, K).warnings
+    assert not ga.verify(closed, params, batch, 1).warnings
+
+
+def test_what_the_report_warns_of_is_a_warning_of_the_assertion():
+    args = linear_params(), linear_batch(), K
+    with pytest.warns(UserWarning, match="divides it by 4"):
+        testing.assert_accumulation_equivalent(
+            lambda p, b: mean_loss(p, b) / K, *args
+        )
 
 
 def test_a_penalty_on_the_parameters_beside_a_mean_is_right():
@@ -331,7 +389,7 @@ def test_a_gradient_with_few_digits_is_rounding_and_says_so():
     report = ga.verify(lambda p, b: jnp.mean(b["x"] @ p), jnp.ones(3), batch, K)
     assert_cause(report, Cause.ROUNDING)
     assert "more than half of the digits of float32" in str(report)
-    assert "wider dtype" in report.mend
+    assert "wider dtype" in report.fix
 
 
 def test_a_gradient_of_zero_is_equal_and_says_that_this_shows_nothing():
@@ -370,16 +428,16 @@ def test_a_sum_loss_is_too_small_by_the_number_of_micro_batches(k):
     report = ga.verify(sum_loss, linear_params(), linear_batch(), k)
     assert_cause(report, Cause.SCALE)
     assert f"{k} times too small" in report.message
-    assert "jnp.mean" in report.mend
+    assert "jnp.mean" in report.fix
     np.testing.assert_allclose(report.weights, np.ones(k), rtol=1e-9)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.usefixtures("optax_promotion")
-def test_both_ways_to_mend_a_sum_are_right():
+def test_both_ways_to_fix_a_sum_are_right():
     params, batch = linear_params(), linear_batch()
-    mend = ga.verify(sum_loss, params, batch, K).mend
-    assert "ga_optax.MultiSteps(..., use_grad_mean=False)" in mend
+    fix = ga.verify(sum_loss, params, batch, K).fix
+    assert "ga_optax.MultiSteps(..., use_grad_mean=False)" in fix
     tx = ga.MultiSteps(optax.sgd(1.0), K, use_grad_mean=False)
     summed, state = params, tx.init(params)
     for part in np.arange(16).reshape(K, -1):
@@ -400,7 +458,7 @@ def test_a_sum_beside_a_weight_fn_says_that_it_asks_for_equal_weights():
     report = ga.verify(loss, linear_params(), batch, K, weight_fn=count_tokens)
     assert_cause(report, Cause.SCALE)
     assert "weighs the micro-batches as 10 : 21 : 20 : 29" in report.message
-    assert "make the loss a mean over what weight_fn counts" in report.mend
+    assert "make the loss a mean over what weight_fn counts" in report.fix
 
 
 def test_a_mean_that_is_divided_by_k_once_too_often_is_a_scale():
@@ -411,7 +469,7 @@ def test_a_mean_that_is_divided_by_k_once_too_often_is_a_scale():
 
     report = ga.verify(loss, linear_params(), linear_batch(), K)
     assert_cause(report, Cause.SCALE)
-    assert "divided by the number of micro-batches" in report.mend
+    assert "nor by the number of micro-batches" in report.fix
     assert report.relative == pytest.approx(0.75)
 
 
@@ -422,7 +480,7 @@ def test_a_mean_that_is_divided_by_the_batch_size_again_is_a_scale():
     report = ga.verify(loss, linear_params(), linear_batch(), K)
     assert_cause(report, Cause.SCALE)
     assert "4 times too large" in report.message
-    assert "do not divide it by the batch size again" in report.mend
+    assert "do not divide it by the batch size again" in report.fix
 
 
 def test_another_factor_of_the_batch_size_is_a_scale():
@@ -441,14 +499,14 @@ def test_a_sum_over_identical_micro_batches_is_a_scale():
 
 
 @pytest.mark.parametrize("k", [2, 4])
-def test_a_penalty_beside_a_sum_is_a_scale_that_no_factor_mends(k):
+def test_a_penalty_beside_a_sum_is_a_scale_that_no_factor_fixes(k):
     def loss(params, batch):
         return sum_loss(params, batch) + penalty(params)
 
     report = ga.verify(loss, linear_params(), linear_batch(), k)
     assert_cause(report, Cause.SCALE)
     assert "penalty" in report.message
-    assert "plus the penalty as it is" in report.mend
+    assert "plus the penalty as it is" in report.fix
     assert report.weights is None
 
 
@@ -478,13 +536,13 @@ def test_a_mean_over_tokens_shows_its_counts_and_the_weight_fn_to_pass(counts):
     assert shown in " ".join(str(report).split())
     assert code_of(report) == "lambda batch: batch['mask'].sum()"
     again = ga.verify(
-        token_loss, linear_params(), batch, len(counts), weight_fn=mended(report)
+        token_loss, linear_params(), batch, len(counts), weight_fn=fixed(report)
     )
     assert again.ok, again
 
 
 @pytest.mark.exhaustive
-def test_the_mend_is_found_in_labels_and_shifted_masks_too():
+def test_the_fix_is_found_in_labels_and_shifted_masks_too():
     counts = [10, 21, 20, 29]
     batch = token_batch(counts)
     keep = batch.pop("mask") > 0
@@ -496,7 +554,7 @@ def test_the_mend_is_found_in_labels_and_shifted_masks_too():
 
     report = ga.verify(ignoring, linear_params(), labels, K)
     assert_cause(report, Cause.WEIGHTS)
-    assert mended(report)(labels) == 80
+    assert fixed(report)(labels) == 80
 
     def shifted(params, batch):
         part = {"x": batch["x"][:, 1:], "y": batch["y"][:, 1:]}
@@ -525,7 +583,7 @@ def half_a_float_loss(dtype):
     ("counts", "dtype"),
     [([20, 21, 20, 19], jnp.bfloat16), ([10, 0, 3, 29], jnp.float16)],
 )
-def test_the_mend_is_found_where_the_loss_computes_in_half_a_float(counts, dtype):
+def test_the_fix_is_found_where_the_loss_computes_in_half_a_float(counts, dtype):
     loss, params = half_a_float_loss(dtype)
     batch = token_batch(counts)
     report = ga.verify(loss, params, batch, K)
@@ -533,7 +591,7 @@ def test_the_mend_is_found_where_the_loss_computes_in_half_a_float(counts, dtype
     assert code_of(report) == "lambda batch: batch['mask'].sum()"
     assert_weights(report, counts)
     assert " : ".join(map(str, counts)) in report.message
-    assert ga.verify(loss, params, batch, K, weight_fn=mended(report)).ok
+    assert ga.verify(loss, params, batch, K, weight_fn=fixed(report)).ok
 
 
 def test_counts_that_are_not_in_the_batch_are_fitted_through_casts():
@@ -548,7 +606,7 @@ def test_counts_that_are_not_in_the_batch_are_fitted_through_casts():
 
     report = ga.verify(hidden, params, batch, K)
     assert_cause(report, Cause.WEIGHTS)
-    assert "that returns the number your loss divides by" in report.mend
+    assert "that returns the number your loss divides by" in report.fix
     assert_weights(report, counts, rtol=1e-6)
     assert "must count as 10 : 21 : 20 : 29 or a multiple" in report.message
 
@@ -591,7 +649,7 @@ def test_right_weights_beside_another_division_are_not_asked_for_again():
     report = ga.verify(loss, linear_params(), batch, K, weight_fn=count_tokens)
     assert_cause(report, Cause.SCALE)
     assert "The weights are right" in report.message
-    assert "weight_fn=" not in report.mend
+    assert "weight_fn=" not in report.fix
     assert sum(report.weights) == pytest.approx(K)
 
 
@@ -604,7 +662,7 @@ def test_a_count_that_is_not_in_the_batch_is_still_shown():
     report = ga.verify(loss, linear_params(), batch, K)
     assert_cause(report, Cause.WEIGHTS)
     assert_weights(report, np.exp(batch["y"]).reshape(K, -1).sum(1), rtol=1e-6)
-    assert "returns the number your loss divides by" in report.mend
+    assert "returns the number your loss divides by" in report.fix
 
 
 @pytest.mark.exhaustive
@@ -621,7 +679,7 @@ def test_a_mask_in_half_a_float_is_summed_in_float32():
     report = ga.verify(loss, linear_params(), batch, K)
     assert_cause(report, Cause.WEIGHTS)
     assert code_of(report) == "lambda batch: batch['mask'].sum(dtype='float32')"
-    again = ga.verify(loss, linear_params(), batch, K, weight_fn=mended(report))
+    again = ga.verify(loss, linear_params(), batch, K, weight_fn=fixed(report))
     assert again.ok, again
     # The twin: a sum in bfloat16 is another weight.
     rounded = ga.verify(loss, linear_params(), batch, K, weight_fn=count_tokens)
@@ -658,7 +716,7 @@ def test_a_weight_fn_beside_a_plain_mean_is_to_be_left_out():
         weight_fn=lambda batch: jnp.exp(batch["y"]).sum(),
     )
     assert_cause(report, Cause.WEIGHTS)
-    assert report.mend == "Leave weight_fn out."
+    assert report.fix == "Leave weight_fn out."
     np.testing.assert_allclose(report.weights, np.full(K, 1 / K), rtol=1e-9)
 
 
@@ -672,7 +730,7 @@ def test_a_penalty_beside_a_mean_over_tokens_needs_the_same_weights():
     report = ga.verify(loss, linear_params(), batch, K)
     assert_cause(report, Cause.WEIGHTS)
     assert_weights(report, counts)
-    assert ga.verify(loss, linear_params(), batch, K, weight_fn=mended(report)).ok
+    assert ga.verify(loss, linear_params(), batch, K, weight_fn=fixed(report)).ok
 
 
 def test_a_mean_over_tokens_that_is_divided_by_k_as_well_says_both():
@@ -758,9 +816,9 @@ def normalised_loss(params, batch):
 
 
 def lines_of(report):
-    """The collectives that the mend names, each by a word that only its line has."""
-    assert 'axis_name="rows"' in report.mend
-    return {word for word in ("pmean", "axis_index", "maximum") if word in report.mend}
+    """The collectives that the fix names, each by a word that only its line has."""
+    assert 'axis_name="rows"' in report.fix
+    return {word for word in ("pmean", "axis_index", "maximum") if word in report.fix}
 
 
 NORMALISED = {"w": draw(5, 6), "scale": draw(6, seed=1), "v": draw(6, seed=2)}
@@ -772,7 +830,7 @@ def test_batch_normalisation_is_a_cross_example_term(k):
     report = ga.verify(normalised_loss, NORMALISED, linear_batch(), k, has_aux=True)
     assert_cause(report, Cause.CROSS_EXAMPLE)
     assert "batch normalisation" in report.message
-    assert "No weight_fn can mend it" in report.mend
+    assert "No weight_fn can fix it" in report.fix
     assert lines_of(report) == {"pmean"}
     assert report.weights is None
     assert report.relative > 1e-2
@@ -842,8 +900,8 @@ def test_a_root_or_a_logarithm_of_a_mean_is_a_cross_example_term(of_mean, k):
 
     report = ga.verify(loss, linear_params(), linear_batch(), k)
     assert_cause(report, Cause.CROSS_EXAMPLE)
-    assert lines_of(report) == {"pmean", "axis_index", "maximum"}  # any
-    assert "train on the mean itself" in report.mend
+    assert lines_of(report) == {"pmean", "axis_index"}  # the usual ones
+    assert "train on the mean itself" in report.fix
 
 
 @pytest.mark.exhaustive
@@ -894,7 +952,7 @@ def test_dropout_with_one_key_for_the_batch_is_randomness():
     report = ga.verify(dropout_loss, {"w": draw(5)}, linear_batch(), K, rng=KEY)
     assert_cause(report, Cause.RANDOMNESS)
     assert "dropout" in report.message
-    assert "jax.random.split(key, batch_size)" in report.mend
+    assert "jax.random.split(key, batch_size)" in report.fix
 
 
 @pytest.mark.exhaustive
@@ -965,6 +1023,43 @@ def test_weights_by_position_are_randomness():
 
     report = ga.verify(loss, linear_params(), linear_batch(), K)
     assert_cause(report, Cause.RANDOMNESS)
+    # Whatever else it is divided by, as long as every order of the rows has the same.
+    report = ga.verify(
+        lambda p, b: loss(p, b) / jnp.sum(b["y"] ** 2),
+        linear_params(),
+        {**linear_batch(), "y": jnp.ones(16)},
+        K,
+    )
+    assert_cause(report, Cause.RANDOMNESS)
+
+
+def differences(h):
+    return h[1:] - h[:-1]
+
+
+@pytest.mark.parametrize(
+    "of_rows",
+    [differences, jnp.cumsum, lambda h: h[: len(h) // 2] * h[len(h) // 2 :]],
+    ids=["differences", "sums", "pairs"],
+)
+def test_rows_that_depend_on_their_neighbours_are_no_randomness(of_rows):
+    def loss(params, batch):
+        return jnp.mean(of_rows(jnp.tanh(errors(params, batch))) ** 2)
+
+    report = ga.verify(loss, linear_params(), linear_batch(), K)
+    assert_cause(report, Cause.CROSS_EXAMPLE)
+    assert "neighbouring rows" in report.message
+    assert "into one row of the batch" in report.fix
+
+    # The twin: with dropout from one key, randomness is a cause, and maybe the only one.
+    def dropped(params, batch):
+        h = jnp.tanh(errors(params, batch))
+        keep = jax.random.bernoulli(jax.random.key(1), 0.5, h.shape)
+        return jnp.mean(of_rows(jnp.where(keep, h, 0)) ** 2)
+
+    report = ga.verify(dropped, linear_params(), linear_batch(), K)
+    assert_cause(report, Cause.RANDOMNESS)
+    assert "second cause may be hidden" in report.fix
 
 
 # -- The wrong axis --------------------------------------------------------------------
@@ -998,8 +1093,8 @@ def test_a_batch_that_is_split_along_time_is_split_along_the_wrong_axis(masked):
         batch["mask"] = mask
     report = ga.verify(recurrent_loss, params, batch, K)
     assert_cause(report, Cause.AXIS)
-    assert "batch_axes=1" in report.mend
-    assert ("weights are wrong" in report.mend) == masked
+    assert "batch_axes=1" in report.fix
+    assert ("weights are wrong" in report.fix) == masked
     # As the page says: the examples first, and the loss swaps them back.
     batch = jax.tree.map(lambda x: x.swapaxes(0, 1), batch)
     weight_fn = count_tokens if masked else None
@@ -1012,7 +1107,9 @@ def test_a_loss_over_time_whose_examples_interact_too_has_no_right_axis():
         return jnp.sqrt(recurrent_loss(params, batch))
 
     params = {"w": draw(3, 3), "v": draw(3)}
-    assert_cause(ga.verify(loss, params, {"x": draw(8, 6, 3)}, K), Cause.RANDOMNESS)
+    report = ga.verify(loss, params, {"x": draw(8, 6, 3)}, K)
+    assert_cause(report, Cause.CROSS_EXAMPLE)
+    assert "[batch, time, ...]" in report.fix
 
 
 # -- Not finite ------------------------------------------------------------------------
@@ -1026,7 +1123,7 @@ def test_a_nan_in_one_micro_batch_is_named_with_its_rows_and_leaf():
     assert "micro-batch 2 (rows 8 to 11), leaf ['b']" in report.message
     assert "nan" in report.message
     assert report.max_ulp is None
-    assert "debug_nans" in report.mend
+    assert "debug_nans" in report.fix
 
 
 def test_a_mean_over_no_token_names_the_empty_micro_batch():
@@ -1039,7 +1136,7 @@ def test_a_mean_over_no_token_names_the_empty_micro_batch():
     assert_cause(report, Cause.NOT_FINITE)
     assert "micro-batch 1 (rows 4 to 7)" in report.message
     assert "0 / 0" in report.message
-    assert "jnp.maximum(count, 1)" in report.mend
+    assert "jnp.maximum(count, 1)" in report.fix
     # A micro-batch of weight 0 is left out, whatever it holds.
     assert ga.verify(loss, linear_params(), batch, K, weight_fn=count_tokens).ok
 

@@ -1,4 +1,4 @@
-"""`verify` of losses over a named axis, along other axes, and what mends the others."""
+"""`verify` of losses over a named axis, along other axes, and what fixes the others."""
 
 import jax
 import jax.numpy as jnp
@@ -107,12 +107,80 @@ def test_a_collective_that_is_missing_has_the_cause_of_what_it_does(fun, cause, 
     rng = {"rng": jax.random.key(0)} if fun is with_dropout else {}
     report = verify(fun, **rng)
     assert report.cause is cause, report
-    assert words in report.mend
-    assert "MultiSteps" not in report.mend  # it sees no window
+    assert words in report.fix
+    assert "MultiSteps" not in report.fix  # it sees no window
+
+
+def psum_of_a_mean(p, b):
+    return lax.psum(jnp.mean(errors(p, b)), ROWS)
+
+
+def psum_of_means(p, b):
+    h = b["x"] @ p["w"]
+    return jnp.mean((h - lax.psum(jnp.mean(h, 0), ROWS)[None]) ** 2)
+
+
+@pytest.mark.parametrize(
+    ("fun", "cause"),
+    [(psum_of_a_mean, Cause.SCALE), (psum_of_means, Cause.CROSS_EXAMPLE)],
+)
+def test_a_sum_over_the_axis_of_a_mean_needs_pmean(fun, cause):
+    report = verify(fun)
+    assert report.cause is cause, report
+    assert "jax.lax.pmean(..., 'rows')" in report.fix
+    assert "jnp.mean(...)" not in report.fix  # it has that already
+    assert "maximum" not in report.fix
+
+    def fixed(p, b):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(lax, "psum", lax.pmean)
+            return fun(p, b)
+
+    assert verify(fixed).ok
+
+
+def around_the_devices(number):
+    """A loss that passes rows on, once for each device that `number` counts."""
+
+    def loss(p, b):
+        own = other = encode(p, b)
+        size, total = lax.axis_size(ROWS), jnp.float32(0)
+        ring = [(i, (i + 1) % size) for i in range(size)]
+        for _ in range(number()):
+            total += jnp.mean(jnp.tanh(own @ other.T))
+            other = lax.ppermute(other, ROWS, ring)
+        return total / jnp.float32(number())
+
+    return loss
+
+
+@pytest.mark.parametrize("wrapped", [lambda fun: fun, jax.jit])
+def test_a_loss_that_loops_over_the_devices_is_found(wrapped):
+    fun = wrapped(around_the_devices(lambda: jax.device_count()))
+    report = verify(fun)
+    assert report.cause is Cause.UNDETERMINED, report
+    assert not report.ok
+    assert str(report).startswith("Cannot be compared")
+    assert "jax.lax.axis_size('rows') instead of jax.device_count()" in report.fix
+    assert report.leaves == ()
+    # The twins: with the size of the axis it is right, and who only reads is not meant.
+    assert verify(wrapped(around_the_devices(lambda: lax.axis_size(ROWS)))).ok
+
+    def only_logs(p, b):
+        print(jax.device_count())
+        return contrastive(p, b)
+
+    assert verify(wrapped(only_logs)).ok
+
+
+def test_the_devices_are_those_of_jax_again_afterwards():
+    before = jax.device_count
+    verify(around_the_devices(lambda: jax.device_count()))
+    assert jax.device_count is before
 
 
 @pytest.mark.exhaustive
-def test_the_mends_are_right():
+def test_the_fixes_are_right():
     def with_the_size(p, b):
         return without_the_size(p, b) * lax.axis_size(ROWS)
 
@@ -127,7 +195,7 @@ def test_the_mends_are_right():
     assert verify(with_count, has_aux=True, weight_fn=from_aux).ok
 
 
-# -- Which collective mends a loss without any -----------------------------------------
+# -- Which collective fixes a loss without any -----------------------------------------
 
 
 def statistics(p, b):
@@ -194,13 +262,13 @@ def test_a_batch_is_split_where_batch_axes_says():
     axes = {"x": 1, "mask": -1, "step": None}
     report = ga.verify(*args, batch_axes=axes)
     assert report.cause is Cause.WEIGHTS, report
-    assert "weight_fn=lambda batch: batch['mask'].sum()" in report.mend
+    assert "weight_fn=lambda batch: batch['mask'].sum()" in report.fix
     options = {"batch_axes": axes, "weight_fn": lambda batch: batch["mask"].sum()}
     assert ga.verify(*args, **options).ok
     # The twin: split along time, it names the axes.
     report = ga.verify(*args, batch_axes=0)
     assert report.cause is Cause.AXIS, report
-    assert "batch_axes={'mask': 1, 'step': None, 'x': 1}" in report.mend
+    assert "batch_axes={'mask': 1, 'step': None, 'x': 1}" in report.fix
 
 
 def test_the_other_axis_is_named_if_the_second_is_the_wrong_one():
@@ -211,5 +279,5 @@ def test_the_other_axis_is_named_if_the_second_is_the_wrong_one():
 
     report = ga.verify(loss, jnp.ones(3), x, 2, batch_axes=1)
     assert report.cause is Cause.AXIS, report
-    assert "batch_axes=0" in report.mend
+    assert "batch_axes=0" in report.fix
     assert ga.verify(loss, jnp.ones(3), x, 2, batch_axes=0).ok
