@@ -15,6 +15,11 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 ELSEWHERE = {"exactness.md"}
+# What no test environment has, so a program of it is shown and not run.
+ELSEWHERE_FRAMEWORKS = re.compile(
+    r"^(?:from|import) (?:torch|lightning|keras|maxtext|transformers|accelerate)\b",
+    re.M,
+)
 
 pytestmark = [pytest.mark.published, pytest.mark.usefixtures("optax_promotion")]
 
@@ -83,6 +88,7 @@ def test_a_page_that_raises_or_prints_something_else_fails():
 def test_no_block_of_python_escapes():
     """Marked as not run is only what needs another framework."""
     assert {"get_started.md", "guide.md", "migrating.md", "pitfalls.md"} <= set(PAGES)
+    assert {"huggingface.md", "recipes.md", "switch.md"} <= set(PAGES)
     for name, text in PAGES.items():
         fences = re.findall(r"^ *```+ *(\{code-block\} *)?(py\w*)", text, re.M)
         run_here = [language for language, *_ in blocks(text) if language == "python"]
@@ -90,4 +96,13 @@ def test_no_block_of_python_escapes():
             r"^```\{code-block\} python\n:class: norun\n(.*?)^```$", text, re.M | re.S
         )
         assert len(fences) == len(run_here) + len(marked), name
-        assert all("torch" in code for code in marked), name
+        assert all(ELSEWHERE_FRAMEWORKS.search(code) for code in marked), name
+
+
+def test_a_recipe_is_at_most_twenty_lines_and_ends_with_its_check():
+    _, *recipes = [code for language, _, code in blocks(PAGES["recipes.md"])]
+    assert len(recipes) == 10
+    for code in recipes:
+        lines = [line for line in code.splitlines() if line.strip()]
+        assert len(lines) <= 20
+        assert lines[-1].startswith("assert "), lines[0]
