@@ -8,17 +8,18 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.extend import core
-from jax.interpreters import ad, batching, mlir
 
 from ga_optax import accumulator
 from ga_optax._devices import collectives, logical, meshes
 from ga_optax._devices.meshes import Placement
-from ga_optax._inside import aux_modes, in_place
+from ga_optax._inside import aux_modes
 from ga_optax._inside.aux_modes import MODES, strong
 from ga_optax._inside.call import Call
 from ga_optax._inside.program import Program
-from ga_optax._passes import duplicates
-from ga_optax._passes.products import added_inside
+from ga_optax._passes import ir, table
+from ga_optax._passes.arrivals import is_cut
+from ga_optax._passes.facts import Facts
+from ga_optax._passes.transformable import with_rules_of
 from ga_optax.accumulator import Accumulator
 
 Flat = Any  # an Accumulator whose total is a list
@@ -68,6 +69,7 @@ class Loop:
       met: which sums the last micro-batch reduces over devices, and how: those in place
         inside its backward pass, the others one by one, where they are final.
       axes: the data axes that are bound.
+      logical: whether it is compiled alike for one device and for many.
     """
 
     program: Program
@@ -79,6 +81,7 @@ class Loop:
     sent: dict[int, Placement] = dataclasses.field(default_factory=dict)
     met: dict[int, Placement] = dataclasses.field(default_factory=dict)
     axes: tuple[str, ...] = ()
+    logical: bool = False
 
     def __call__(self, operands: Operands) -> State:
         """Returns the last state, with all that was collected in it."""
@@ -86,19 +89,29 @@ class Loop:
             return self.run(operands)
         by_hand = [False] * len(self.in_place)
         plain = dataclasses.replace(self, in_place=by_hand)
-        return _with_rules_of(plain.run, self.run, bool(self.met))(operands)
+        return with_rules_of(plain.run, self.run, bool(self.met))(operands)
 
     def run(self, operands: Operands) -> State:
-        """The loop itself; with references it can be neither batched nor derived."""
+        """The loop, after all passes; with references it has no transformations."""
+        if not self.optimize:
+            return self.as_written(operands)
+        facts = Facts(
+            sliced=self.program.sliced,
+            rounds_once=self.rounds_once,
+            logical=self.logical,
+        )
+        closed, shapes = jax.make_jaxpr(self.as_written, return_shape=True)(operands)
+        program = ir.Program(closed.jaxpr, closed.consts)
+        jaxpr, consts = table.run("loop", program, facts)
+        out = jax.core.eval_jaxpr(jaxpr, consts, *jax.tree.leaves(operands))
+        return jax.tree.unflatten(jax.tree.structure(shapes), out)
+
+    def as_written(self, operands: Operands) -> State:
+        """The loop itself."""
         batch, state = operands.batch, self.start(operands)
-        first = [x[0] for x in batch]
 
         def step_of(met: dict[int, Placement]) -> Callable[..., Any]:
-            step = functools.partial(self.micro_step, operands, met)
-            if not self.optimize:
-                return step
-            sliced = self.program.sliced
-            return added_inside(step, sliced, self.rounds_once, state, first)
+            return functools.partial(self.micro_step, operands, met)
 
         if self.met:
             before = [x[:-1] for x in batch]
@@ -110,7 +123,7 @@ class Loop:
         elif self.num_microbatches > 1:
             state, collected = jax.lax.scan(step_of({}), state, batch)
         else:
-            state, collected = self.once(step_of({}), state, first)
+            state, collected = self.once(step_of({}), state, [x[0] for x in batch])
         kept = zip(MODES, state.results, strict=True)
         return state._replace(results=[collected.get(name, x) for name, x in kept])
 
@@ -302,7 +315,7 @@ class Loop:
     def meets_inside(self, i: int, place: Placement) -> bool:
         """Whether a sum is reduced slice by slice, inside the backward pass."""
         jaxpr = self.program.jaxpr
-        return self.in_place[i] and not in_place.is_cut(jaxpr, i, place)
+        return self.in_place[i] and not is_cut(jaxpr, i, place)
 
     def due(self, i: int, type_: Any, total: jax.Array) -> Any:
         """The type in which a gradient leaves the backward pass.
@@ -365,7 +378,7 @@ def _once(
     It would remove a loop of one micro-step. On CPUs it cannot tell that this
     conditional has one way; elsewhere that is not needed, and the predicate is known.
     """
-    due, types = jax.eval_shape(step, start, batch)
+    step, (due, types) = ir.traced_once(step, start, batch)
     types, structure = jax.tree.flatten(types)
 
     def stay() -> tuple[State, Any]:
@@ -416,16 +429,6 @@ def _constant(fun: Callable[[], list[jax.Array]]) -> list[bool]:
 # -- Logical devices -------------------------------------------------------------------
 
 
-class _Alike(Loop):
-    """A loop that XLA compiles alike for one device and for many."""
-
-    def run(self, operands: Operands) -> State:
-        closed, shapes = jax.make_jaxpr(super().run, return_shape=True)(operands)
-        program = duplicates.merged(closed.jaxpr)
-        out = jax.core.eval_jaxpr(program, closed.consts, *jax.tree.leaves(operands))
-        return jax.tree.unflatten(jax.tree.structure(shapes), out)
-
-
 def of_logical(loop: Loop, operands: Operands, call: Call) -> State:
     """The state of the logical devices of this device: each runs the loop by itself."""
     number, axes = call.logical, call.axes
@@ -460,7 +463,7 @@ def of_logical(loop: Loop, operands: Operands, call: Call) -> State:
         return State(acc, carry, [mode.join(x, y) for mode, x, y in kept])
 
     buffers = [loop.start(operands)] * number.bit_length()  # one for each level
-    loop = _Alike(**vars(loop)) if loop.optimize else loop
+    loop = dataclasses.replace(loop, logical=True)
     (*_, state), collected = logical.fold(run, (indices, batch), number, buffers, join)
     collected = jax.tree.map(lambda x: jnp.reshape(x, (-1, *x.shape[2:])), collected)
     pairs = zip(MODES.values(), state.results, collected, strict=True)
@@ -514,54 +517,3 @@ def merged(state: State, call: Call) -> State:
     pairs = zip(modes, sums, strict=True)
     results = [mode.merge(kept, x, weight, axes) for (mode, kept), x in pairs]
     return State(Accumulator(total, weight, state.acc.count), carry, results)
-
-
-# A primitive, since no custom rule of JAX serves all of batching, forward and reverse
-# mode, and holds references.
-_run = core.Primitive("ga_optax_window")
-_run.multiple_results = True
-_run.def_impl(lambda *args, program, plain, types: core.jaxpr_as_fun(program)(*args))
-_run.def_abstract_eval(lambda *args, program, plain, types: types)
-mlir.register_lowering(_run, mlir.lower_fun(_run.impl, multiple_results=True))
-
-
-def _with_rules_of(plain: Run, run: Run, typed: bool = False) -> Run:
-    """`run`, which is batched and differentiated as if it were `plain`.
-
-    If `typed`, its results have the types of `plain`, too: sums that have met in a
-    reference are the same on all devices, and its type does not say so.
-    """
-
-    def bound(operands: Operands) -> Any:
-        flat, structure = jax.tree.flatten(operands)
-        program, shapes = jax.make_jaxpr(run, return_shape=True)(operands)
-
-        def flat_plain(*args: jax.Array) -> list[jax.Array]:
-            return jax.tree.leaves(plain(jax.tree.unflatten(structure, args)))
-
-        types = tuple(program.out_avals)
-        if typed:
-            types = tuple(jax.make_jaxpr(plain)(operands).out_avals)
-        out = _run.bind(*flat, program=program, plain=flat_plain, types=types)
-        return jax.tree.unflatten(jax.tree.structure(shapes), out)
-
-    return bound
-
-
-def _batched(args: Any, axes: Any, *, plain: Any, **_: Any) -> tuple[Any, Any]:
-    out = jax.vmap(plain, in_axes=axes)(*args)
-    return out, [0] * len(out)
-
-
-def _derived(args: Any, tangents: Any, *, plain: Any, **_: Any) -> Any:
-    moved = [i for i, x in enumerate(tangents) if not isinstance(x, ad.Zero)]
-
-    def of_moved(*some: jax.Array) -> list[jax.Array]:
-        new = dict(zip(moved, some, strict=True))
-        return plain(*[new.get(i, x) for i, x in enumerate(args)])
-
-    return jax.jvp(of_moved, [args[i] for i in moved], [tangents[i] for i in moved])
-
-
-batching.primitive_batchers[_run] = _batched
-ad.primitive_jvps[_run] = _derived

@@ -15,10 +15,9 @@ from ga_optax._devices import collectives, membership, meshes
 from ga_optax._inside import aux_modes, in_place
 from ga_optax._inside.call import Call
 from ga_optax._inside.options import FromAux, Options
-from ga_optax._passes.casts import sunk
-from ga_optax._passes.constants import hoisted
-from ga_optax._passes.gathered import gathered
-from ga_optax._passes.ir import equations
+from ga_optax._passes import ir, known, table
+from ga_optax._passes.arrivals import arrival
+from ga_optax._passes.facts import Facts
 from ga_optax.accumulator import as_weight
 
 _UNBOUND = (
@@ -65,13 +64,20 @@ class Program(NamedTuple):
     @property
     def sliced(self) -> list[bool]:
         """Which gradients come in slices that can be added in place."""
-        can = in_place.HAS_REFS and not (self.multiplies or self.jaxpr.effects)
-        return [can and came == "slices" for came in self.arrivals]
+        sliced = [came == "slices" for came in self.arrivals]
+        can = in_place.HAS_REFS and not self.multiplies
+        can = can and any(sliced) and not self.deeds.acts
+        return [can and its for its in sliced]
+
+    @property
+    def deeds(self) -> known.Deeds:
+        """What it does beside its results, there and back."""
+        return known.deeds(self.jaxpr)
 
     @property
     def narrow(self) -> bool:
         """Whether it computes anything in less than 32 bits."""
-        results = (x.aval for e in equations(self.jaxpr) for x in e.outvars)
+        results = (x.aval for e in ir.equations(self.jaxpr) for x in e.outvars)
         dtypes = (getattr(aval, "dtype", np.dtype(np.int32)) for aval in results)
         return any(jnp.issubdtype(d, np.floating) and d.itemsize < 4 for d in dtypes)
 
@@ -125,11 +131,8 @@ def trace(call: Call) -> Program:
             more = [jnp.concatenate([x, x], axis) for x, axis in pairs]
         return trace_one(params, more, keys, carry)[1][-1]
 
-    jaxpr, consts = closed.jaxpr, closed.consts
-    if options.optimize:
-        jaxpr, consts = hoisted(jaxpr, consts)
     # The types of the results say over which devices they vary; their shapes do not.
-    avals = [variable.aval for variable in jaxpr.outvars]
+    avals = [variable.aval for variable in closed.jaxpr.outvars]
     loss, weight, carry, aux = jax.tree.unflatten(jax.tree.structure(shapes), avals)
     modes = aux_modes.resolved(options.aux, aux, rows, 2 if joins else k, grown)
     _check_not_reduced(call, loss)
@@ -140,19 +143,20 @@ def trace(call: Call) -> Program:
     multiplies = weight is not None and (
         narrow or by_hand or not _scales(call, closed, *arguments)
     )
-    replaced, arrival = call.replaced, in_place.arrival
-    leaves = jaxpr.invars[: len(replaced)]
-    if options.optimize and in_place.HAS_REFS and not (multiplies or jaxpr.effects):
-        # A stack of gradients, if it still were one, would be wider.
-        moved = sunk(jaxpr, set(leaves))
-        if moved is not jaxpr:
-            jaxpr = sunk(jaxpr, {x for x in leaves if arrival(moved, x) == "slices"})
-    of_params = zip(replaced, leaves, strict=True)
-    arrivals = ["replaces" if new else arrival(jaxpr, x) for new, x in of_params]
+    can = options.optimize and in_place.HAS_REFS and not multiplies
+    facts = Facts(
+        optimize=options.optimize,
+        num_params=len(call.replaced),
+        adds_in_place=can and not known.deeds(closed.jaxpr).acts,
+    )
     automatic = call.mesh is not None and not meshes.explicit_names(call.mesh)
-    if options.optimize and options.each and automatic:
+    if options.each and automatic:
         specs = meshes.broadcast_specs(call.specs, call.params)
-        jaxpr = gathered(jaxpr, specs, options.axes, call.mesh)
+        facts = facts._replace(specs=specs, axes=options.axes, mesh=call.mesh)
+    jaxpr, consts = table.run("fun", ir.Program(closed.jaxpr, closed.consts), facts)
+    of_params = zip(call.replaced, jaxpr.invars, strict=False)  # which come first
+    arrivals = ["replaces" if new else arrival(jaxpr, x) for new, x in of_params]
+    jaxpr, consts = table.run("sharded fun", ir.Program(jaxpr, consts), facts)
     return Program(
         jaxpr=jaxpr,
         consts=consts,
@@ -203,12 +207,12 @@ def _scales(
 ) -> bool:
     """Whether scaling the loss's cotangent does no more than scale the gradients.
 
-    A `jax.custom_vjp` may clip or quantise what comes back through it. And the weight
+    A rule of the user's own may clip or quantise what comes back through it. And the weight
     must fit wherever it goes: the small exponents of float16 and float8 overflow at
     weights that count tokens. Where it goes is read off the backward pass, which has
     casts and rules (`jax.custom_jvp`) that the loss does not show.
     """
-    if any("custom_vjp" in e.primitive.name for e in equations(closed.jaxpr)):
+    if known.deeds(closed.jaxpr).bends:
         return False
 
     if call.axis_env:
@@ -230,7 +234,7 @@ def _scales(
     return all(
         equation.params.get("exponent_bits", 8) >= 8
         and all(map(_is_wide, (*equation.invars, *equation.outvars)))
-        for equation in equations(jaxpr)
+        for equation in ir.equations(jaxpr)
     )
 
 

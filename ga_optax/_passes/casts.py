@@ -14,40 +14,56 @@ from typing import Any
 
 from jax.extend import core
 
-from ga_optax._passes.ir import INLINE, inner_programs, kind, uses, with_inner
+from ga_optax._passes import ir, known
+from ga_optax._passes.arrivals import arrival
+from ga_optax._passes.facts import Facts
+from ga_optax._passes.ir import Program
+
+_CALLS = (*ir.INLINE, "scan")
 
 
-def sunk(jaxpr: core.Jaxpr, params: set[Any], sliced: bool = False) -> core.Jaxpr:
+def sunk(program: Program, facts: Facts) -> Program:
+    """The program with casts moved, of parameters that are then added in slices.
+
+    A stack of gradients, if it still were one, would be wider.
+    """
+    jaxpr = program.jaxpr
+    leaves = jaxpr.invars[: facts.num_params]
+    moved = _sunk(jaxpr, set(leaves))
+    if moved is jaxpr:
+        return program
+    sliced = {x for x in leaves if arrival(moved, x) == "slices"}
+    return program._replace(jaxpr=_sunk(jaxpr, sliced))
+
+
+def _sunk(jaxpr: core.Jaxpr, params: set[Any], sliced: bool = False) -> core.Jaxpr:
     """The program, with casts of these arguments inside of the scans over them.
 
     `sliced` says that it is the body of such a scan.
     """
-    within = [e for e in jaxpr.eqns if kind(e) in (*INLINE, "scan")]
-    read = {x for e in within for x in e.invars if isinstance(x, core.Var)}
     casts = {
         e.outvars[0]: e
         for e in jaxpr.eqns
-        if e.primitive.name == "convert_element_type"
+        if e.primitive.name == known.CAST
         and e.params["sharding"] is None
         and _is_one(e.invars[0], params)
-        and e.outvars[0] in read  # few are, if many layers are unrolled
         and _sinks(jaxpr, e.outvars[0], sliced)
     }
     equations = []
     for equation in jaxpr.eqns:
-        name = equation.primitive.name
-        if kind(equation) in (*INLINE, "scan"):
+        kind = ir.kind(equation)
+        if kind in _CALLS:
             ins: list[Any] = equation.invars
             cast = [casts[x] if _is_one(x, casts) else None for x in ins]
             ins = [e.invars[0] if e else x for e, x in zip(cast, ins, strict=True)]
 
-            def inside(inner: core.Jaxpr, name=name, ins=ins, cast=cast) -> core.Jaxpr:
+            def inside(inner: core.Jaxpr, kind=kind, ins=ins, cast=cast) -> core.Jaxpr:
                 inner = _with_casts(inner, cast)
                 pairs = zip(inner.invars, ins, strict=True)
                 own = {v for v, x in pairs if _is_one(x, params)}
-                return sunk(inner, own, sliced or name == "scan")
+                return _sunk(inner, own, sliced or kind == "scan") if own else inner
 
-            equation = with_inner(equation, inside)
+            equation = ir.with_inner(equation, inside)
             if any(cast):
                 equation = equation.replace(invars=ins)
         if casts.keys().isdisjoint(equation.outvars):
@@ -76,14 +92,14 @@ def _with_casts(jaxpr: core.Jaxpr, casts: Sequence[core.JaxprEqn | None]) -> cor
 
 def _sinks(jaxpr: core.Jaxpr, variable: Any, sliced: bool) -> bool:
     """Whether it is read once, by a scan over its leading dimension or inside one."""
-    read = uses(jaxpr, variable)
-    if len(read) != 1 or any(x is variable for x in jaxpr.outvars):
+    read = ir.uses(jaxpr, variable)
+    if len(read) != 1 or ir.is_result(jaxpr, variable):
         return False
     [(equation, i)] = read
-    if kind(equation) not in (*INLINE, "scan"):
+    if ir.kind(equation) not in _CALLS:
         return False
-    [inner] = inner_programs(equation)
+    [inner] = ir.inner_programs(equation)
     own: Any = inner.invars[i]
-    if equation.primitive.name == "scan":
+    if ir.kind(equation) == "scan":
         return own.aval.ndim < variable.aval.ndim
     return sliced or _sinks(inner, own, sliced)

@@ -6,35 +6,27 @@ division in the one, and becomes a product with the reciprocal in the other. If 
 nothing to merge, both are compiled alike.
 """
 
+import functools
 from typing import Any
 
 import jax
 import numpy as np
 from jax.extend import core
 
-# They broadcast their operands.
-_ELEMENTWISE = {"add", "sub", "mul", "div", "max", "min", "pow"}
-# They run the programs among their parameters.
-_RUNS = {"scan", "while", "cond", "remat2", "checkpoint"}
+from ga_optax._passes import ir, known
+from ga_optax._passes.facts import Facts
+from ga_optax._passes.ir import Program
 
 
-def merged(jaxpr: core.Jaxpr) -> core.Jaxpr:
-    """`jaxpr` without inner `jit`s, where equal equations are one, also in loops."""
+def merged(program: Program, facts: Facts) -> Program:
+    """A program without inner `jit`s, where equal equations are one, also in loops."""
+    return program._replace(jaxpr=_merged(program.jaxpr))
+
+
+def _merged(jaxpr: core.Jaxpr) -> core.Jaxpr:
     equations: list[core.JaxprEqn] = []
     found: dict[Any, list[core.Var]] = {}
-    programs: dict[int, tuple[Any, Any]] = {}
-
-    def again(x: Any) -> Any:
-        """A parameter of an equation, merged if it is a program."""
-        if type(x) is tuple:
-            return tuple(map(again, x))
-        if not isinstance(x, (core.Jaxpr, core.ClosedJaxpr)):
-            return x
-        if id(x) not in programs:
-            closed = isinstance(x, core.ClosedJaxpr)
-            new = core.ClosedJaxpr(merged(x.jaxpr), x.consts) if closed else merged(x)
-            programs[id(x)] = x, new
-        return programs[id(x)][1]
+    again = functools.cache(_merged)  # a program that is run twice stays one
 
     def append(key: Any, avals: Any, equation: core.JaxprEqn) -> list[core.Var]:
         """Its results; new ones, unless there is an equal equation."""
@@ -57,15 +49,11 @@ def merged(jaxpr: core.Jaxpr) -> core.Jaxpr:
         aval = x.aval.update(shape=like.shape, sharding=like.sharding)
         return append((x, like.shape), [aval], new)[0]
 
-    def visit(jaxpr: core.Jaxpr, known: dict[Any, Any]) -> list[Any]:
-        """Appends the equations; `known` maps old variables to new ones."""
-
-        def read(x: Any) -> Any:
-            return x if isinstance(x, core.Literal) else known.get(x, x)
-
+    def visit(jaxpr: core.Jaxpr, names: dict[Any, Any]) -> list[Any]:
+        """Appends the equations; `names` maps old variables to new ones."""
         for old in jaxpr.eqns:
-            equation = old.replace(invars=list(map(read, old.invars)))
-            if equation.primitive.name in _ELEMENTWISE:
+            equation = old.replace(invars=ir.rename(old.invars, names))
+            if equation.primitive.name in known.ELEMENTWISE:
                 aval = old.outvars[0].aval
                 invars = [broadcast(x, aval) for x in equation.invars]
                 equation = equation.replace(invars=invars)
@@ -74,26 +62,28 @@ def merged(jaxpr: core.Jaxpr) -> core.Jaxpr:
                 pairs = zip(inner.invars, equation.invars, strict=True)
                 outvars = visit(inner, dict(pairs))
             else:
-                if equation.primitive.name in _RUNS:
-                    params = {name: again(x) for name, x in equation.params.items()}
-                    equation = equation.replace(params=params)
+                if ir.kind(equation) in _RUNS:
+                    equation = ir.with_inner(equation, again)
                 avals = [v.aval for v in equation.outvars]
                 outvars = append(_key(equation), avals, equation)
-            known.update(zip(old.outvars, outvars, strict=True))
-        return list(map(read, jaxpr.outvars))
+            names.update(zip(old.outvars, outvars, strict=True))
+        return ir.rename(jaxpr.outvars, names)
 
     outvars = visit(jaxpr, {})
     return jaxpr.replace(eqns=equations, outvars=outvars)
 
 
+_RUNS = ("scan", "while", "cond", "checkpoint")
+
+
 def _inlined(equation: core.JaxprEqn) -> core.Jaxpr | None:
     """The program of a `jit` that does no more than name it."""
-    params = equation.params
-    if equation.primitive.name not in ("jit", "pjit") or params["jaxpr"].consts:
+    if ir.kind(equation) != "call":
         return None
-    places = *params["in_shardings"], *params["out_shardings"]
-    told = any(type(x).__name__ != "UnspecifiedValue" for x in places)
-    return None if told else params["jaxpr"].jaxpr
+    [inner] = ir.inner(equation)
+    places = [equation.params.get(k, ()) for k in ("in_shardings", "out_shardings")]
+    told = any(type(x).__name__ != "UnspecifiedValue" for its in places for x in its)
+    return None if told or inner.consts else inner.jaxpr
 
 
 def _key(equation: core.JaxprEqn) -> Any:

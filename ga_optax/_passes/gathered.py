@@ -13,29 +13,30 @@ from jax.extend import core
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ga_optax._devices import meshes
-from ga_optax._passes.ir import INLINE, kind, with_inner
+from ga_optax._passes import ir, known
+from ga_optax._passes.facts import Facts
+from ga_optax._passes.ir import Program
 
 Entries = tuple[Any, ...]  # of a PartitionSpec, one for each dimension
 
 
-def gathered(
-    jaxpr: core.Jaxpr, specs: list[Any], axes: meshes.Axes, mesh: Any
-) -> core.Jaxpr:
+def gathered(program: Program, facts: Facts) -> Program:
     """The program; of its first arguments, parameters, `specs` says how they lie."""
+    jaxpr = program.jaxpr
 
     def rest(entry: Any) -> Any:
         return meshes.as_entry(
-            tuple(n for n in meshes.names_in(entry) if n not in axes)
+            tuple(n for n in meshes.names_in(entry) if n not in facts.axes)
         )
 
     sharded = {}
-    params: list[Any] = jaxpr.invars[: len(specs)]
-    for x, spec in zip(params, specs, strict=True):
+    params: list[Any] = jaxpr.invars[: len(facts.specs)]
+    for x, spec in zip(params, facts.specs, strict=True):
         entries = tuple(spec or ())
         entries += (None,) * (x.aval.ndim - len(entries))
         if any(rest(entry) != entry for entry in entries):
             sharded[x] = tuple(map(rest, entries))
-    return _used(jaxpr, sharded, mesh)
+    return program._replace(jaxpr=_used(jaxpr, sharded, facts.mesh))
 
 
 def _used(jaxpr: core.Jaxpr, sharded: dict[Any, Entries], mesh: Any) -> core.Jaxpr:
@@ -57,13 +58,13 @@ def _used(jaxpr: core.Jaxpr, sharded: dict[Any, Entries], mesh: Any) -> core.Jax
         return whole[x]
 
     for equation in jaxpr.eqns:
-        name, ins = equation.primitive.name, equation.invars
+        ins = equation.invars
         here = {
             i for i, x in enumerate(ins) if isinstance(x, core.Var) and x in sharded
         }
-        if name == "convert_element_type" and here:
+        if equation.primitive.name == known.CAST and here:
             sharded[equation.outvars[0]] = sharded[ins[0]]
-        elif kind(equation) in (*INLINE, "scan") and here:
+        elif ir.kind(equation) in (*ir.INLINE, "scan") and here:
 
             def inside(inner: core.Jaxpr, here=here, ins=ins) -> core.Jaxpr:
                 own: list[Any] = inner.invars
@@ -73,7 +74,7 @@ def _used(jaxpr: core.Jaxpr, sharded: dict[Any, Entries], mesh: Any) -> core.Jax
                     now[own[i]] = entries[len(entries) - own[i].aval.ndim :]
                 return _used(inner, now, mesh)
 
-            equation = with_inner(equation, inside)
+            equation = ir.with_inner(equation, inside)
         elif here:
             equation = equation.replace(invars=list(map(gather, ins)))
         equations.append(equation)

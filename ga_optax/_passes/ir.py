@@ -127,33 +127,45 @@ def variables(atoms: Iterable[Any]) -> list[Any]:
 
 
 Use = tuple[core.JaxprEqn, int]  # an equation, and which of its arguments
-_uses: Any = weakref.WeakKeyDictionary()  # by program
-_made: Any = weakref.WeakKeyDictionary()
+
+
+class _Index(NamedTuple):
+    """Who reads and who makes the variables of a program."""
+
+    uses: dict[Any, list[Use]]
+    made: dict[Any, core.JaxprEqn]
+    results: set[Any]
+
+
+_indices: Any = weakref.WeakKeyDictionary()  # by program, which never changes
+
+
+def _index(jaxpr: core.Jaxpr) -> _Index:
+    if jaxpr not in _indices:
+        index = _Index({}, {}, set(variables(jaxpr.outvars)))
+        for equation in jaxpr.eqns:
+            index.made.update(dict.fromkeys(equation.outvars, equation))
+            for i, x in enumerate(equation.invars):
+                if not isinstance(x, core.Literal):
+                    index.uses.setdefault(x, []).append((equation, i))
+        _indices[jaxpr] = index
+    return _indices[jaxpr]
 
 
 def uses(jaxpr: core.Jaxpr, variable: Any) -> list[Use]:
     """The equations that read a variable, and as which of their arguments."""
-    index = _uses.get(jaxpr)
-    if index is None:
-        index = _uses[jaxpr] = {}
-        for equation in jaxpr.eqns:
-            for i, x in enumerate(equation.invars):
-                if not isinstance(x, core.Literal):
-                    index.setdefault(x, []).append((equation, i))
-    return index.get(variable, [])
+    return _index(jaxpr).uses.get(variable, [])
 
 
 def is_result(jaxpr: core.Jaxpr, variable: Any) -> bool:
     """Whether a program returns a variable."""
-    return any(x is variable for x in jaxpr.outvars)
+    return variable in _index(jaxpr).results
 
 
 def made_by(jaxpr: core.Jaxpr, variable: Any) -> core.JaxprEqn | None:
     """The equation that computes a variable; None for arguments and literals."""
-    index = _made.get(jaxpr)
-    if index is None:
-        index = _made[jaxpr] = {x: e for e in jaxpr.eqns for x in e.outvars}
-    return None if isinstance(variable, core.Literal) else index.get(variable)
+    made = _index(jaxpr).made
+    return None if isinstance(variable, core.Literal) else made.get(variable)
 
 
 def needed(
@@ -295,6 +307,22 @@ def traced(
     jaxpr = jax.make_jaxpr(fun)(*(x.aval for x in invars)).jaxpr
     known = dict(zip(jaxpr.invars, invars, strict=True)) | {jaxpr.outvars[0]: result}
     return renamed(jaxpr.eqns, known)
+
+
+def traced_once(fun: Callable[..., Any], *args: Any) -> tuple[Callable[..., Any], Any]:
+    """`fun` as a program that is traced, and the types of its results.
+
+    Where it is called, its equations are run; Python and differentiation are done.
+    """
+    closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
+    structure = jax.tree.structure(shapes)
+
+    def run(*args: Any) -> Any:
+        leaves = jax.tree.leaves(args)
+        out = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *leaves)
+        return jax.tree.unflatten(structure, out)
+
+    return run, jax.tree.unflatten(structure, [x.aval for x in closed.jaxpr.outvars])
 
 
 # -- Saying where ----------------------------------------------------------------------

@@ -17,7 +17,7 @@ micro-step is followed from its accumulators back to the products.
 """
 
 import collections
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -25,43 +25,23 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from ga_optax._passes.ir import INLINE, inner_programs, kind, traced, with_inner
+from ga_optax._passes import ir, known
+from ga_optax._passes.facts import Facts
+from ga_optax._passes.ir import Program
 
 _WIDE = np.dtype(np.float32)  # in which products of narrower matrices are summed
 _ALGORITHMS = (jax.lax.DotAlgorithm, jax.lax.DotAlgorithmPreset)
-_CALLS = (*INLINE, "scan", "cond")
-_MOVES = ("transpose", "reshape", "squeeze", "broadcast_in_dim")
+_CALLS = (*ir.INLINE, "scan", "cond")
 # What a gradient passes between its cast and the accumulator.
 _SENT = ("reduce_scatter", "psum", "psum_invariant", "pvary")
-_PASSED = (*_MOVES, *_SENT, "add", "add_any", "select_n", "custom_jvp_call")
+_PASSED = (*known.MOVES, *_SENT, "add", "add_any", "select_n", "custom_jvp_call")
 
 
-def added_inside(
-    step: Callable[..., Any], sliced: Sequence[bool], rounds_once: bool, *args: Any
-) -> Callable[..., Any]:
-    """`step`, the first results of which are sums of gradients, added by products.
-
-    Args:
-      step: a micro-step.
-      sliced: of each such sum, whether it can be added slice by slice. If not, a stack
-        of its slices stays narrow: it is there as a whole.
-      rounds_once: whether gradients are rounded in those sums alone.
-      *args: arguments of `step`, of which the types are read.
-
-    Returns: `step` itself if nothing has to be changed.
-    """
-    closed, out = jax.make_jaxpr(step, return_shape=True)(*args)
-    body = _Body(closed.jaxpr)
-    _follow(body, dict(enumerate(sliced)), (), rounds_once)
-    jaxpr = body.program()
-    if jaxpr is closed.jaxpr:
-        return step
-
-    def run(*args: Any) -> Any:
-        flat = jax.core.eval_jaxpr(jaxpr, closed.consts, *jax.tree.leaves(args))
-        return jax.tree.unflatten(jax.tree.structure(out), flat)
-
-    return run
+def added_inside(program: Program, facts: Facts) -> Program:
+    """A loop, the first results of which are sums of gradients, added by products."""
+    body = _Body(program.jaxpr)
+    _follow(body, dict(enumerate(facts.sliced)), (), facts.rounds_once)
+    return program._replace(jaxpr=body.program())
 
 
 def _follow(
@@ -83,22 +63,22 @@ def _follow(
         outs = {i: sums[x] for i, x in enumerate(equation.outvars) if x in sums}
         sliced = all(outs.values())
         into = [i for i, x in enumerate(ins) if isinstance(x, core.Var) and x in held]
-        if kind(equation) in _CALLS and (outs or into):
+        if ir.kind(equation) in _CALLS and (outs or into):
             for inner in body.inside(n):
                 rest = len(ins) - len(inner.jaxpr.invars)  # a conditional's predicate
                 summed = _follow(inner, outs, [i - rest for i in into], rounds_once)
                 more = [(ins[i + rest], its) for i, its in summed.items()]
                 sums.update((x, its) for x, its in more if isinstance(x, core.Var))
-        elif name in ("addupdate", "swap") and into:
+        elif name in (known.ADD_TO, known.WRITE) and into:
             sums[ins[1]] = True
-        elif name == "freeze" and outs:
+        elif name == known.READ_OUT and outs:
             held.add(ins[0])
-        elif name == "convert_element_type" and outs:
+        elif name == known.CAST and outs:
             is_wide = equation.params["new_dtype"] == _WIDE
             x = body.wide(ins[0], sliced) if rounds_once and is_wide else None
             if x is not None:
                 body.replace(n, equation.replace(invars=[x]))
-        elif name == "dot_general" and outs:
+        elif name == known.PRODUCT and outs:
             body.products[n] = equation.outvars[0]
         elif name in _PASSED and outs and len(equation.outvars) == 1:
             sums.update((x, sliced) for x in ins if isinstance(x, core.Var))
@@ -133,14 +113,16 @@ class _Body:
     def inside(self, n: int) -> list["_Body"]:
         """The programs inside the n-th equation."""
         if n not in self._inside:
-            self._inside[n] = list(map(_Body, inner_programs(self.jaxpr.eqns[n])))
+            self._inside[n] = list(map(_Body, ir.inner_programs(self.jaxpr.eqns[n])))
         return self._inside[n]
 
     def program(self) -> core.Jaxpr:
         """The program as it is now; itself if nothing is replaced."""
         for n, bodies in self._inside.items():
             new = {id(body.jaxpr): body.program() for body in bodies}
-            self.replace(n, with_inner(self.equation(n), lambda p, new=new: new[id(p)]))
+            self.replace(
+                n, ir.with_inner(self.equation(n), lambda p, new=new: new[id(p)])
+            )
         self._replace_products()
         if not self._new:
             return self.jaxpr
@@ -154,7 +136,7 @@ class _Body:
         number = collections.Counter(x for both in read.values() for x in both)
         for n, result in self.products.items():
             shares = any(number[x] > 1 for x in read[n])
-            fences = shares and equations[n].primitive.name == "dot_general"
+            fences = shares and equations[n].primitive.name == known.PRODUCT
             if fences or result not in equations[n].outvars:
                 self.replace(n, *_product(equations[n], result, fences))
 
@@ -162,7 +144,7 @@ class _Body:
         """What an operand was before it was moved."""
         while not isinstance(x, core.Literal) and x in self._made:
             equation = self.jaxpr.eqns[self._made[x]]
-            if equation.primitive.name not in _MOVES:
+            if equation.primitive.name not in known.MOVES:
                 break
             x = equation.invars[0]
         return id(x)
@@ -192,11 +174,11 @@ class _Body:
             casts.append(equation.replace(primitive=primitive, params=how, **ends))
             return new
 
-        if name in _MOVES:
+        if name in known.MOVES:
             ins = [self.wide(ins[0], sliced), *ins[1:]]
             if ins[0] is None:
                 return None
-        elif name in ("dot_general", "conv_general_dilated"):
+        elif name in (known.PRODUCT, known.CONVOLUTION):
             if isinstance(params["precision"], _ALGORITHMS):
                 return None  # it names the dtype
             self.products[n] = wide
@@ -212,7 +194,7 @@ class _Body:
             table, rows, updates = ins
             ins = [cast(table), rows, cast(updates)]
             params = params | {"update_jaxpr": _retyped(params["update_jaxpr"])}
-        elif kind(equation) in (*INLINE, "scan"):
+        elif ir.kind(equation) in (*ir.INLINE, "scan"):
             [i] = [i for i, y in enumerate(equation.outvars) if y is x]
             [inner] = self.inside(n)
             own: Any = inner.jaxpr.outvars[i]
@@ -260,7 +242,7 @@ def _product(
         ways |= {"cuda": apart} if fences else {}
         return jax.lax.platform_dependent(*operands, **ways, default=direct)
 
-    return traced(product, equation.invars, result)
+    return ir.traced(product, equation.invars, result)
 
 
 def _widened(x: Any) -> Any:

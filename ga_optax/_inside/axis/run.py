@@ -18,6 +18,7 @@ from ga_optax._inside.axis.rules import own_part
 from ga_optax._inside.call import Call
 from ga_optax._inside.loop import Flat, Loop, Operands, State, merged
 from ga_optax._inside.program import Program
+from ga_optax._passes.arrivals import arrival
 from ga_optax.accumulator import Accumulator
 
 Arrays = list[jax.Array]
@@ -315,7 +316,7 @@ class _Window:
             carry=jax.tree.structure(()),
             weighted=weighted,
             multiplies=weighted and program.multiplies,
-            arrivals=[in_place.arrival(jaxpr, x) for x in jaxpr.invars[: len(diff)]],
+            arrivals=[arrival(jaxpr, x) for x in jaxpr.invars[: len(diff)]],
         )
         for j in buffers:
             if j not in self.cotangents:

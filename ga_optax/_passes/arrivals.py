@@ -1,0 +1,105 @@
+"""How the gradient of a parameter comes out of a backward pass, read off a program."""
+
+import math
+from typing import Any
+
+from jax.extend import core
+
+from ga_optax._passes import ir, known
+
+# XLA:CPU adds two to four rows together with the accumulator, in another order.
+FEW = 8
+
+
+def arrival(jaxpr: core.Jaxpr, variable: Any, way: str = "whole") -> str | None:
+    """How a parameter's gradient comes out of the backward pass.
+
+    "slices": slice by slice, from a scan that runs over the parameter, and each slice
+    is used once, where its gradient is a sum over two terms or more. Added up in place
+    that saves memory, and it has the bits of the plain sum: two uses would be two
+    additions, `(total + a) + b`; and a bare product may become one fused multiply-add
+    with the addition, which rounds once and not twice.
+
+    "whole": likewise, but in one piece, which exists before it can be added. So are the
+    slices of a scan that is unrolled as a whole, or behind a reshape, a transpose, a
+    cast or `jax.checkpoint`, through which no reference goes.
+
+    "scatter": from one look-up of rows (an embedding), whose sum XLA scatters into the
+    accumulator.
+
+    None: anything else, such as a bare product, which has to be `accumulator.rounded`.
+    """
+    read = ir.uses(jaxpr, variable)
+    if len(read) != 1 or ir.is_result(jaxpr, variable):
+        return None
+    if not variable.aval.size:
+        return None  # a stack of no layers
+    [(equation, i)] = read
+    name = equation.primitive.name
+    if ir.is_inline(equation) or name == "scan":
+        return _inside(equation, i, way)
+    if name == known.PRODUCT:
+        return way if _num_terms(equation, i) > 1 else None
+    out: Any = next(iter(equation.outvars), None)  # printing has no results
+    terms = out.aval.size / variable.aval.size if name in known.BROADCASTS else 1
+    if terms > 1:
+        return "whole" if way == "slices" and terms < FEW else way
+    if name == "gather" and i == 0 and way == "whole":
+        return "scatter"
+    if name in (*known.MOVES, known.CAST) and name != "squeeze":
+        # The gradient comes back through these as it is.
+        found = arrival(jaxpr, out, way)
+        return "whole" if found == "slices" and way == "whole" else found
+    return None
+
+
+def _inside(equation: core.JaxprEqn, i: int, way: str) -> str | None:
+    """How the gradient of an argument comes out of a program inside an equation."""
+    [inner] = ir.inner_programs(equation)
+    variable: Any = equation.invars[i]
+    inside: Any = inner.invars[i]
+    scans = ir.kind(equation) == "scan"
+    sliced = inside.aval.ndim < variable.aval.ndim
+    if scans and not sliced:
+        return None  # used in every iteration
+    loops = False
+    if sliced:
+        scan = ir.scan_of(equation)
+        loops = scan.unroll < scan.length
+    found = arrival(inner, inside, "slices" if loops else way)
+    passes = ir.kind(equation) != "checkpoint" or way == "slices"
+    return "whole" if found == "slices" and not passes else found
+
+
+def _num_terms(equation: core.JaxprEqn, i: int) -> int:
+    """How many terms the gradient of an operand of a product sums up."""
+    other: Any = equation.invars[1 - i].aval
+    pairs = equation.params["dimension_numbers"]
+    both = math.prod(other.shape[axis] for pair in pairs for axis in pair[1 - i])
+    return other.size // both if both else 0
+
+
+def is_cut(jaxpr: core.Jaxpr, i: int, placement: Any) -> bool:
+    """Whether a parameter is split along a dimension that its slices lack.
+
+    Asked of one that `arrival` says comes in slices.
+    """
+    gone = _num_scanned(jaxpr, jaxpr.invars[i])
+    return any(dim < gone for dim, _ in placement.dims)
+
+
+def _num_scanned(jaxpr: core.Jaxpr, variable: Any) -> int:
+    """How many of a parameter's dimensions are gone where its gradient is added."""
+    [(equation, i)] = ir.uses(jaxpr, variable)
+    if ir.kind(equation) not in ("call", "scan"):
+        return 0
+    [inner] = ir.inner_programs(equation)
+    inside: Any = inner.invars[i]
+    gone = len(variable.aval.shape) - len(inside.aval.shape)
+    return gone + _num_scanned(inner, inside)
+
+
+def use_of(jaxpr: core.Jaxpr, variable: Any) -> str:
+    """The line of the user's code that says most about how a parameter is used."""
+    lines = [ir.line_of(equation) for equation, _ in ir.uses(jaxpr, variable)]
+    return lines[-1] if lines else "nowhere"

@@ -1,0 +1,31 @@
+"""What passes must know of the call that a program belongs to."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+
+class Facts(NamedTuple):
+    """What passes must know of a call.
+
+    Attributes:
+      optimize: whether passes run at all.
+      num_params: how many of the program's first arguments are parameters.
+      adds_in_place: whether gradients may be added inside the backward pass.
+      specs: how the parameters lie on a mesh.
+      axes: the data axes.
+      mesh: the mesh, if parameters are to be gathered where they are used.
+      sliced: of each sum of gradients, the first results, whether it can be added slice
+        by slice. If not, a stack of its slices stays narrow: it is there as a whole.
+      rounds_once: whether gradients are rounded in those sums alone.
+      logical: whether the loop runs for logical devices.
+    """
+
+    optimize: bool = True
+    num_params: int = 0
+    adds_in_place: bool = False
+    specs: Sequence[Any] = ()
+    axes: Any = ()
+    mesh: Any = None
+    sliced: Sequence[bool] = ()
+    rounds_once: bool = False
+    logical: bool = False

@@ -1,0 +1,76 @@
+"""Whether this version of JAX writes programs as the passes read them.
+
+A small program that has everything in it is traced once in a process. If a name is
+another one, or a parameter is gone, calls run the plain loop, and a warning says so.
+"""
+
+import functools
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ga_optax._passes import ir, known
+
+
+@functools.cache
+def usable() -> bool:
+    """Whether programs can be changed; warns if not."""
+    missing = differences()
+    if missing:
+        warnings.warn(
+            f"ga_optax changes no program with jax {jax.__version__}, which lacks "
+            f"{', '.join(missing)}. Calls run the plain loop, which takes more memory, "
+            "and groupings agree to rounding only. Use a newer ga_optax; optimize=False "
+            "runs the same loop without this warning.",
+            stacklevel=2,
+        )
+    return not missing
+
+
+def differences() -> list[str]:
+    """What of the names and parameters in `known` this JAX does not have."""
+    try:
+        with jax.disable_jit(False), jax.numpy_dtype_promotion("standard"):
+            equations = list(ir.equations(_program()))
+        found: dict[str, Any] = {e.primitive.name: e for e in equations}
+        missing = [
+            f"the primitive {name}" for name in known.PARAMETERS if name not in found
+        ]
+        missing += [
+            f"{name}'s parameter {parameter}"
+            for name, parameters in known.PARAMETERS.items()
+            for parameter in parameters
+            if name in found and parameter not in found[name].params
+        ]
+        if not missing:
+            scan = ir.scan_of(found["scan"])
+            roles = scan.num_consts, scan.num_carry, len(scan.body.jaxpr.invars)
+            if roles != (1, 1, 3):
+                missing = ["a scan's arguments in the order (consts, carry, slices)"]
+    except Exception as error:  # Any: what it will be is not known.
+        missing = [f"something that raises {type(error).__name__}: {error}"]
+    return missing
+
+
+def _program() -> Any:
+    """A program with every primitive of `known.PARAMETERS` in it."""
+
+    @jax.jit
+    def scanned(w: Any, x: Any, scale: Any) -> Any:
+        @jax.checkpoint
+        def layer(h: Any, w: Any) -> Any:
+            return h @ w.astype(h.dtype) * jnp.broadcast_to(scale, h.shape), None
+
+        return jax.lax.scan(layer, x, w)[0]
+
+    def run(w: Any, x: Any, scale: Any) -> Any:
+        ref = jax.new_ref(scanned(w, x, scale))
+        ref[...] = x
+        jax.ref.addupdate(ref, ..., x)
+        return jax.ref.freeze(ref)
+
+    shapes = ((1, 2, 2), jnp.bfloat16), ((2, 2), jnp.float32), ((), jnp.float32)
+    program: Any = jax.make_jaxpr(run)(*(jax.ShapeDtypeStruct(*x) for x in shapes))
+    return program.jaxpr

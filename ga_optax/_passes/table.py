@@ -1,0 +1,114 @@
+"""The passes: what is done to a user's program, in this order.
+
+| program of    | pass       | law                   | what it does                     |
+| ------------- | ---------- | --------------------- | -------------------------------- |
+| `fun`         | constants  | same bits in every    | computes tables before the loop  |
+|               |            | grouping              |                                  |
+| `fun`         | casts      | same bits             | casts parameters layer by layer  |
+| sharded `fun` | gathered   | same to rounding      | gathers parameters at their use  |
+| the loop      | products   | rounded once          | adds sums of products before     |
+|               |            |                       | they are rounded                 |
+| the loop      | duplicates | same bits on any      | computes nothing twice           |
+|               |            | number of devices     |                                  |
+
+No program needs one to be right: `optimize=False` runs none.
+"""
+
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+from ga_optax._passes import casts, constants, duplicates, gathered, products
+from ga_optax._passes.facts import Facts
+from ga_optax._passes.ir import Program
+
+
+class Pass(NamedTuple):
+    """A change of programs.
+
+    Attributes:
+      name: what it is called in warnings and the log.
+      scope: which programs it is for: of "fun", "sharded fun", or the "loop".
+      law: what its results equal, and how exactly.
+      applies: whether it has something to do in a call.
+      change: from a program to one that does the same.
+    """
+
+    name: str
+    scope: str
+    law: str
+    applies: Callable[[Facts], bool]
+    change: Callable[[Program, Facts], Program]
+
+
+PASSES = (
+    Pass(
+        "constants",
+        "fun",
+        "same bits in every grouping",
+        lambda facts: True,
+        constants.hoisted,
+    ),
+    Pass("casts", "fun", "same bits", lambda facts: facts.adds_in_place, casts.sunk),
+    Pass(
+        "gathered",
+        "sharded fun",
+        "same to rounding",
+        lambda facts: facts.mesh is not None,
+        gathered.gathered,
+    ),
+    Pass(
+        "products",
+        "loop",
+        "rounded once",
+        lambda facts: True,
+        products.added_inside,
+    ),
+    Pass(
+        "duplicates",
+        "loop",
+        "same bits on any number of devices",
+        lambda facts: facts.logical,
+        duplicates.merged,
+    ),
+)
+_failed: set[str] = set()
+
+
+def run(scope: str, program: Program, facts: Facts) -> Program:
+    """The program after all passes of a scope that apply; one that raises is left out.
+
+    Args:
+      scope: that of `Pass`.
+      program: the program.
+      facts: what is known of the call.
+    """
+    for one in PASSES:
+        if facts.optimize and one.scope == scope and one.applies(facts):
+            try:
+                new = one.change(program, facts)
+                if _types(new) != _types(program):
+                    raise TypeError("the results have other types")
+                program = new
+            except Exception as error:  # Any: what JAX will change is not known.
+                _warn(one, error)
+    return program
+
+
+def _types(program: Program) -> list[Any]:
+    return [(x.aval.shape, x.aval.dtype) for x in program.jaxpr.outvars]
+
+
+def _warn(one: Pass, error: Exception) -> None:
+    """Once for each pass."""
+    if one.name in _failed:
+        return
+    _failed.add(one.name)
+    warnings.warn(
+        f"The pass {one.name!r} of ga_optax ({one.law}) failed with jax "
+        f"{jax.__version__}: {type(error).__name__}: {error}. The call goes on without "
+        "it. Use a newer ga_optax; optimize=False runs no pass.",
+        stacklevel=2,
+    )
