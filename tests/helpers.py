@@ -9,6 +9,8 @@ import jax
 import numpy as np
 
 from ga_optax._inside import in_place
+from ga_optax._passes import table
+from ga_optax._passes.known import Reason
 
 
 def bits(tree):
@@ -25,9 +27,16 @@ def by_hand(optimize=False):
     reasons = in_place.reasons
 
     def nowhere(*args):
-        return [why or "by hand" for why in reasons(*args)]
+        return [why or Reason("by hand") for why in reasons(*args)]
 
     return mock.patch.object(in_place, "reasons", nowhere)
+
+
+def without_pass(monkeypatch, name):
+    """Takes a pass out of the table."""
+    rest = tuple(one for one in table.PASSES if one.name != name)
+    assert len(rest) == len(table.PASSES) - 1
+    monkeypatch.setattr(table, "PASSES", rest)
 
 
 def load(path):

@@ -1,5 +1,6 @@
 """With sync="each" parameters are gathered where they are used, and no activations."""
 
+import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +8,6 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import ga_optax as ga
-from ga_optax._inside import program
 
 K, DEVICES, LAYERS, WIDTH = 2, 4, 2, 64
 
@@ -54,7 +54,7 @@ def test_parameters_and_gradients_cross_the_network_and_nothing_else(kind, monke
     mesh = jax.make_mesh((DEVICES,), ("data",), axis_types=(auto,))
     specs, params, x = arguments(mesh)
     if kind != "gathered":  # the twin
-        monkeypatch.setattr(program, "gathered", lambda jaxpr, *_: jaxpr)
+        helpers.without_pass(monkeypatch, "gathered")
     each = ga.DataAxis("data", mesh=mesh, param_specs=specs, sync="each")
     step = jax.jit(ga.value_and_grad(loss, K, data_axis=each)).lower(params, x)
     compiled = step.compile()

@@ -1,5 +1,6 @@
 """Logical devices: the same bits on any number of devices that divides them."""
 
+import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +14,8 @@ from jax.sharding import PartitionSpec as P
 import ga_optax as ga
 from ga_optax import accumulator
 from ga_optax._inside import loop
-from ga_optax._passes import duplicates
+from ga_optax._passes import duplicates, ir
+from ga_optax._passes.facts import Facts
 
 L, WIDTH, ROWS = 8, 8, 32
 NUMBERS = (8, 4, 2, 1)
@@ -387,6 +389,10 @@ def test_a_gradient_that_stays_sharded_is_not_gathered():
 # -- Why one device agrees -------------------------------------------------------------
 
 
+def merged(closed):
+    return duplicates.merged(ir.Program(closed.jaxpr), Facts()).jaxpr
+
+
 def test_equal_equations_become_one_also_in_loops_and_inner_jits():
     def body(x, _):
         a = jax.nn.softmax(x) + jnp.exp(x)
@@ -397,7 +403,7 @@ def test_equal_equations_become_one_also_in_loops_and_inner_jits():
 
     x = jnp.asarray(normal(13, 4))
     closed = jax.make_jaxpr(fun)(x)
-    new = duplicates.merged(closed.jaxpr)
+    new = merged(closed)
     assert str(closed).count(" exp ") == 4
     assert str(new).count(" exp ") == 2  # of x, and of x - max(x)
     got = jax.core.eval_jaxpr(new, closed.consts, x)
@@ -413,9 +419,7 @@ def test_random_numbers_of_one_key_are_drawn_once_and_references_stay():
         return first, ref[...]
 
     closed = jax.make_jaxpr(fun)(jnp.float32(1))
-    out = jax.jit(
-        lambda x: jax.core.eval_jaxpr(duplicates.merged(closed.jaxpr), (), x)
-    )(jnp.float32(1))
+    out = jax.jit(lambda x: jax.core.eval_jaxpr(merged(closed), (), x))(jnp.float32(1))
     assert [float(x) for x in out] == [2.0, 3.0]
 
 
@@ -439,7 +443,7 @@ def attention(params, x):
 def test_the_twin_without_merging_duplicates_differs_on_one_device(monkeypatch):
     (first, _), (second, _) = (compiled(attention, n, WIDTH) for n in (2, 1))
     assert first == second
-    monkeypatch.setattr(duplicates, "merged", lambda jaxpr: jaxpr)
+    helpers.without_pass(monkeypatch, "duplicates")
     (first, _), (second, _) = (compiled(attention, n, WIDTH) for n in (2, 1))
     assert first != second
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ga_optax as ga
-from ga_optax._inside import in_place, loop
+from ga_optax._inside import in_place, program
 from ga_optax.testing import assert_trees_bitwise_equal
 
 ROWS, WIDTH, LAYERS, K = 512, 8, 2, 4
@@ -161,7 +161,7 @@ def test_sums_over_rows_of_bfloat16_are_those_of_float32(model, monkeypatch):
 
     assert all(exact_to_float32(grads(), batch).values())
     # The twins: a gradient that was rounded before, ours and that of JAX.
-    monkeypatch.setattr(loop, "added_inside", lambda step, *_: step)
+    helpers.without_pass(monkeypatch, "products")
     assert not any(exact_to_float32(grads(), batch).values())
     whole = jax.grad(lambda p, b: loss(p, b) / K)(params, batch)
     assert not any(exact_to_float32(whole, batch).values())
@@ -262,7 +262,7 @@ def test_gradients_that_are_stacked_stay_narrow(layers, monkeypatch):
 
     taken = bytes_a_parameter(loss)
     assert taken == bytes_a_parameter(loss, refs=False)
-    monkeypatch.setattr(in_place, "arrival", as_if_sliced)
+    monkeypatch.setattr(program, "arrival", as_if_sliced)
     assert bytes_a_parameter(loss, refs=False) > taken + 0.5
 
 
@@ -275,7 +275,7 @@ def test_an_unrolled_scan_is_not_added_to_in_place(monkeypatch):
 
     taken = bytes_a_parameter(loss)
     assert taken == bytes_a_parameter(loss, refs=False)
-    monkeypatch.setattr(in_place, "arrival", as_if_sliced)
+    monkeypatch.setattr(program, "arrival", as_if_sliced)
     assert bytes_a_parameter(loss) > taken + 2
 
 
@@ -291,15 +291,15 @@ def as_if_sliced(*_):
     return "slices"
 
 
-def program(loss, *args, k=K, **options):
+def text_of(loss, *args, k=K, **options):
     return str(jax.make_jaxpr(ga.value_and_grad(loss, k, **options))(*args))
 
 
 def changed(monkeypatch, loss, *args, **options):
     """How many products come out in float32, and whether the program is as before."""
-    new = program(loss, *args, **options)
-    monkeypatch.setattr(loop, "added_inside", lambda step, *_: step)
-    old = program(loss, *args, **options)
+    new = text_of(loss, *args, **options)
+    helpers.without_pass(monkeypatch, "products")
+    old = text_of(loss, *args, **options)
     of_cpus = "= platform_index["  # each has a form for CPUs
     return new.count(of_cpus) - old.count(of_cpus), new == old
 

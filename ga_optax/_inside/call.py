@@ -21,6 +21,7 @@ from ga_optax._checks import (
 from ga_optax._devices import collectives, meshes
 from ga_optax._devices.meshes import Axes, Placement
 from ga_optax._inside.options import NAMES, FromAux, Options, Place
+from ga_optax._passes import probe
 
 # Flax's name of what is to be overwritten with its gradient: `flax.linen.fp8_ops`.
 _REPLACED = "_overwrite_with_gradient"
@@ -58,7 +59,8 @@ class Call(NamedTuple):
     @classmethod
     def make(cls, options: Options, args: Any, kwargs: Any) -> "Call":
         """Checks the arguments; raises before `fun` is traced."""
-        options = options._replace(optimize=options.optimize and config.optimize)
+        optimize = options.optimize and config.optimize and probe.usable()
+        options = options._replace(optimize=optimize)
         call = cls(options, args, kwargs, options.roles(len(args), kwargs))
         for i in call.roles["argnums"]:
             _check_parameters(i, call.at(i))

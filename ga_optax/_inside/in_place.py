@@ -2,8 +2,8 @@
 
 If a model scans over a parameter (its stacked layers), the backward pass can add the
 gradient to the accumulator slice by slice, through a reference, so that no second
-gradient tree exists. `arrivals` reads off the program of `fun` for which parameters that
-has the bits of the plain sum; `reasons` adds what else it takes. For the other
+gradient tree exists. `arrivals` reads off the program of `fun` for which parameters
+that has the bits of the plain sum; `reasons` adds what else it takes. For the other
 parameters XLA reuses the buffers by itself.
 """
 
@@ -98,7 +98,7 @@ def report(names: Sequence[str], whys: Sequence[Reason | None]) -> None:
     groups: dict[str | None, list[str]] = {}
     for name, its in zip(names, whys, strict=True):
         named = f"{name} at {its.line}" if its and its.line else name
-        groups.setdefault(its and its.why, []).append(named)
+        groups.setdefault(its.why if its else None, []).append(named)
     for why, members in groups.items():
         more = f" and {len(members) - 4} more" if len(members) > 4 else ""
         what = "in place" if why is None else f"not in place ({why})"

@@ -207,9 +207,9 @@ def _scales(
 ) -> bool:
     """Whether scaling the loss's cotangent does no more than scale the gradients.
 
-    A rule of the user's own may clip or quantise what comes back through it. And the weight
-    must fit wherever it goes: the small exponents of float16 and float8 overflow at
-    weights that count tokens. Where it goes is read off the backward pass, which has
+    A rule of the user's own may clip or quantise what comes back through it. And the
+    weight must fit wherever it goes: the small exponents of float16 and float8 overflow
+    at weights that count tokens. Where it goes is read off the backward pass, which has
     casts and rules (`jax.custom_jvp`) that the loss does not show.
     """
     if known.deeds(closed.jaxpr).bends:

@@ -22,8 +22,8 @@ def usable() -> bool:
         warnings.warn(
             f"ga_optax changes no program with jax {jax.__version__}, which lacks "
             f"{', '.join(missing)}. Calls run the plain loop, which takes more memory, "
-            "and groupings agree to rounding only. Use a newer ga_optax; optimize=False "
-            "runs the same loop without this warning.",
+            "and groupings agree to rounding only. Use a newer ga_optax; "
+            "optimize=False runs the same loop without this warning.",
             stacklevel=2,
         )
     return not missing

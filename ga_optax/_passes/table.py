@@ -1,15 +1,15 @@
 """The passes: what is done to a user's program, in this order.
 
-| program of    | pass       | law                   | what it does                     |
-| ------------- | ---------- | --------------------- | -------------------------------- |
-| `fun`         | constants  | same bits in every    | computes tables before the loop  |
-|               |            | grouping              |                                  |
-| `fun`         | casts      | same bits             | casts parameters layer by layer  |
-| sharded `fun` | gathered   | same to rounding      | gathers parameters at their use  |
-| the loop      | products   | rounded once          | adds sums of products before     |
-|               |            |                       | they are rounded                 |
-| the loop      | duplicates | same bits on any      | computes nothing twice           |
-|               |            | number of devices     |                                  |
+| program of    | pass       | law                  | what it does                    |
+| ------------- | ---------- | -------------------- | ------------------------------- |
+| `fun`         | constants  | same bits in every   | computes tables before the loop |
+|               |            | grouping             |                                 |
+| `fun`         | casts      | same bits            | casts parameters by layer       |
+| sharded `fun` | gathered   | same to rounding     | gathers parameters at their use |
+| the loop      | products   | rounded once         | adds sums of products before    |
+|               |            |                      | they are rounded                |
+| the loop      | duplicates | same bits on any     | computes nothing twice          |
+|               |            | number of devices    |                                 |
 
 No program needs one to be right: `optimize=False` runs none.
 """
@@ -98,7 +98,8 @@ def run(scope: str, program: Program, facts: Facts) -> Program:
 
 
 def _types(program: Program) -> list[Any]:
-    return [(x.aval.shape, x.aval.dtype) for x in program.jaxpr.outvars]
+    avals: list[Any] = [x.aval for x in program.jaxpr.outvars]
+    return [(aval.shape, aval.dtype) for aval in avals]
 
 
 def _warn(one: Pass, error: Exception) -> None:
