@@ -217,9 +217,7 @@ def test_a_loss_that_closes_over_the_data_is_equal_and_the_page_warns_of_it():
 def test_what_the_report_warns_of_is_a_warning_of_the_assertion():
     args = linear_params(), linear_batch(), K
     with pytest.warns(UserWarning, match="divides it by 4"):
-        testing.assert_accumulation_equivalent(
-            lambda p, b: mean_loss(p, b) / K, *args
-        )
+        testing.assert_accumulation_equivalent(lambda p, b: mean_loss(p, b) / K, *args)
 
 
 def test_a_penalty_on_the_parameters_beside_a_mean_is_right():
@@ -1051,7 +1049,7 @@ def test_rows_that_depend_on_their_neighbours_are_no_randomness(of_rows):
     assert "neighbouring rows" in report.message
     assert "into one row of the batch" in report.fix
 
-    # The twin: with dropout from one key, randomness is a cause, and maybe the only one.
+    # The twin: with dropout from one key, randomness is a cause, maybe the only one.
     def dropped(params, batch):
         h = jnp.tanh(errors(params, batch))
         keep = jax.random.bernoulli(jax.random.key(1), 0.5, h.shape)

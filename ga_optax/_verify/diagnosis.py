@@ -14,7 +14,7 @@ from ga_optax._verify.counts import EXACT, code_that_counts, proportions
 from ga_optax._verify.fit import Fit
 from ga_optax._verify.gradients import norm
 from ga_optax._verify.loss import Loss, NotFiniteError
-from ga_optax._verify.meetings import LINES, meetings, of_window
+from ga_optax._verify.meetings import meetings, of_window
 from ga_optax._verify.native import Native
 from ga_optax._verify.program import draws_random_numbers
 from ga_optax._verify.report import Cause
@@ -328,8 +328,8 @@ def _cross_example(fit: Fit) -> Finding:
         mixture of experts, a standard deviation or a maximum over the batch, a root
         or a logarithm of a mean."""
     if name is not None:
-        fix = f"""Look for what a micro-batch computes of its rows alone, or adds up over
-            {name!r} although it is a mean. {of_window((), name)}"""
+        fix = f"""Look for what a micro-batch computes of its rows alone, or adds up
+            over {name!r} although it is a mean. {of_window((), name)}"""
         return Finding(Cause.CROSS_EXAMPLE, fix, detail)
     fix = f"""No weight_fn can fix it, because each micro-batch sees only itself. Pass
         axis_name="rows" to ga_optax.value_and_grad: then the loss sees the whole window
