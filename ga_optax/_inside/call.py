@@ -20,7 +20,7 @@ from ga_optax._checks import (
 )
 from ga_optax._devices import collectives, meshes
 from ga_optax._devices.meshes import Axes, Placement
-from ga_optax._inside.options import NAMES, FromAux, Options, Place
+from ga_optax._inside.options import AXIS_OF_ROWS, NAMES, FromAux, Options, Place
 from ga_optax._passes import probe
 
 # Flax's name of what is to be overwritten with its gradient: `flax.linen.fp8_ops`.
@@ -70,7 +70,8 @@ class Call(NamedTuple):
         for i in call.roles["carry_argnums"]:
             check_arrays(_argument(i), call.at(i), "Carry arrays alone.")
         call = call._replace(batch_axes=_axes_of_batch(call))
-        _check_no_keys(call)
+        if not options.whole_batch:
+            _check_no_keys(call)
         if options.data_axis is not None:
             axis = options.data_axis
             mesh = meshes.find_mesh(axis.axes, axis.mesh, call.batch)
@@ -156,7 +157,8 @@ class Call(NamedTuple):
     def strided(self) -> bool:
         """Whether micro-batch i holds the rows i, i + k, ..., see `_rows`."""
         everything = self.args, self.kwargs
-        return not self.options.axes and meshes.is_distributed(everything)
+        ordered = self.options.axes or self.options.axis_name == AXIS_OF_ROWS
+        return not ordered and meshes.is_distributed(everything)
 
     @property
     def sent(self) -> dict[int, Placement]:
@@ -470,7 +472,7 @@ def _check_batch(call: Call) -> None:
             f"{rows - rest + devices} examples."
         )
     k = call.options.num_microbatches
-    if devices * k > 1:
+    if devices * k > 1 and not call.options.whole_batch:
         _check_no_batch(call, rows)
     if part % k:
         what = "the batch axis"

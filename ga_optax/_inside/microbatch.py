@@ -58,6 +58,7 @@ def value_and_grad(
     aux: Any = "auto",
     accumulator_dtype: DTypeLike | None = jnp.float32,
     optimize: bool = True,
+    whole_batch: bool = False,
     axis_name: str | None = None,
     data_axis: str | Sequence[str] | DataAxis | None = None,
 ) -> Callable[..., tuple[Any, optax.Updates]]:
@@ -115,6 +116,8 @@ def value_and_grad(
       optimize: False runs the plain scan that one would write by hand: the program of
         `fun` as it is, and each gradient added after its backward pass. See
         **Exactness**; `ga_optax.config` switches it for all calls.
+      whole_batch: whether value, gradients and aux are those of `jax.value_and_grad`,
+        whatever the loss: rows may need one another.
       axis_name: collectives over this axis see the whole window. Page: "Any loss".
       data_axis: the mesh axis, or a tuple of them, that split the batch over devices,
         or a `DataAxis`. Sums meet once, after the loop. Also inside `jax.shard_map`.
@@ -125,7 +128,12 @@ def value_and_grad(
       TypeError, ValueError: if an argument does not fit, before `fun` is traced; if
         what `fun` returned does not fit, before anything runs.
     """
-    options = Options(**locals()).checked()
+    given = locals()
+    if given.pop("whole_batch"):
+        from ga_optax._inside import whole_batch as partitioned  # which few need
+
+        return warns_outside_jit(partitioned.value_and_grad(value_and_grad, given))
+    options = Options(**given).checked()
 
     def mean_of_window(call: Call) -> tuple[Value, optax.Updates]:
         params = call.params

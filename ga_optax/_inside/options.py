@@ -21,6 +21,9 @@ ROLES = ("argnums", "batch_argnums", "rng_argnums", "carry_argnums")
 # Keywords may have two of them, under these options.
 NAMES = {"batch_argnums": "batch_argnames", "rng_argnums": "rng_argnames"}
 
+# The axis of the micro-batches of a `whole_batch`, which no user names.
+AXIS_OF_ROWS = "rows of the whole batch"
+
 Place = int | str  # of an argument: its position, or its keyword
 
 
@@ -71,6 +74,7 @@ class Options(NamedTuple):
     optimize: bool
     axis_name: str | None
     data_axis: DataAxis | None
+    whole_batch: bool = False
 
     def checked(self) -> "Options":
         """The same, in one form; raises if an option does not fit."""

@@ -100,7 +100,7 @@ def trace(call: Call) -> Program:
         except Exception as error:
             error.add_note(_in_words(call, batch[0]))
             raise
-        loss, carry, aux = _taken_apart(options, out)
+        loss, carry, aux = taken_apart(options, out)
         _check_carry(old, carry)
         if isinstance(weight_fn, FromAux):
             weight = as_weight(weight_fn.fun(aux), float)
@@ -304,7 +304,7 @@ def put_together(options: Options, value: Value) -> Any:
     return value.loss, rest[0] if len(rest) == 1 else tuple(rest)
 
 
-def _taken_apart(options: Options, out: Any) -> tuple[Any, Any, Any]:
+def taken_apart(options: Options, out: Any) -> tuple[Any, Any, Any]:
     """The reverse of `put_together`: loss, carry and aux, checked."""
     carries, has_aux = options.carries, options.has_aux
     form, loss, carry, aux = "the loss", out, (), ()

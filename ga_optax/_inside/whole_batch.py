@@ -1,0 +1,247 @@
+"""A loss of the whole batch, as it is written, over micro-batches.
+
+    value, grads  =  jax.value_and_grad(fun)(params, all rows)
+
+`fun` is traced once, at all rows, and its program is partitioned (`_partition`): what
+comes out is the loss of a micro-batch with collectives over an axis of the window,
+which `axis/` runs level by level. A loss without collectives, such as a mean over rows,
+goes through the loop of `loop`. What has rows in the aux comes back whole, in order.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ga_optax._devices import meshes
+from ga_optax._inside.axis.read import LONGEST
+from ga_optax._inside.call import Call
+from ga_optax._inside.options import AXIS_OF_ROWS, Options
+from ga_optax._inside.program import taken_apart
+from ga_optax._partition import (
+    PARTIAL,
+    WHOLE,
+    Argument,
+    Axis,
+    Partitioned,
+    Rows,
+    partition,
+)
+
+# Why options have no place here.
+_NOT_NEEDED = {
+    "weight_fn": "The whole batch has one mean, whatever its micro-batches count",
+    "rng_argnums": "fun gets its own keys, and draws what the whole batch draws",
+    "rng_argnames": "fun gets its own keys, and draws what the whole batch draws",
+    "carry_argnums": "fun runs once, over all rows: return what is new as aux",
+    "axis_name": "fun needs no collectives, for it sees all rows",
+}
+
+
+def check(given: dict[str, Any]) -> None:
+    """Raises if an option is given that has no place beside `whole_batch=True`."""
+    for name, why in _NOT_NEEDED.items():
+        if given[name] is not None and given[name] != ():
+            raise ValueError(
+                f"With whole_batch=True {name} must be left out, but it is "
+                f"{given[name]!r}. {why}."
+            )
+    if given["aux"] != "auto":
+        raise ValueError(
+            "With whole_batch=True aux must be left out, but it is "
+            f"{given['aux']!r}. It comes back as fun returns it for the whole batch."
+        )
+
+
+class Trace(NamedTuple):
+    """The program of `fun` at all rows.
+
+    Attributes:
+      closed: the program, of the leaves of the parameters and of the batch.
+      out: the tree of what it returns.
+      part: the program of a micro-batch.
+    """
+
+    closed: Any
+    out: Any
+    part: Partitioned
+
+
+def value_and_grad(core: Callable[..., Any], given: dict[str, Any]) -> Any:
+    """`value_and_grad` with `whole_batch=True`; `core` is the one without."""
+    check(given)
+    options = Options(**given, whole_batch=True).checked()
+    has_aux = options.has_aux
+
+    def fun(*args: Any, **kwargs: Any) -> Any:
+        loss, _, aux = taken_apart(options, options.fun(*args, **kwargs))
+        return loss, aux
+
+    @functools.wraps(options.fun)
+    def value_and_grad_fun(*args: Any, **kwargs: Any) -> Any:
+        call = Call.make(options, args, kwargs)
+        trace = traced(call, fun)
+        run = core(
+            micro_batch(call, trace),
+            options.num_microbatches,
+            batch_axes=(tuple(call.split_axes), None),
+            has_aux=True,
+            aux=MODES,
+            axis_name=AXIS_OF_ROWS if _needs_axis(call, trace.part) else None,
+            **{name: given[name] for name in _PASSED},
+        )
+        batch = tuple(call.batch), tuple(_as_data(x) for x in trace.closed.consts)
+        (loss, kept), grads = run(call.params, batch)
+        leaves = [loss, *put_together(trace, kept)]
+        value, aux = jax.tree.unflatten(jax.tree.structure(trace.out), leaves)
+        return ((value, aux) if has_aux else value), grads
+
+    return value_and_grad_fun
+
+
+_PASSED = ("accumulator_dtype", "optimize", "data_axis")
+
+
+def num_parts(call: Call) -> int:
+    """Into how many micro-batches all devices together split the rows."""
+    axes = call.options.axes
+    devices = meshes.num_devices(axes, call.mesh) if axes else 1
+    return call.options.num_microbatches * devices
+
+
+def _needs_axis(call: Call, part: Partitioned) -> bool:
+    # A batch that is distributed must keep its order.
+    return part.uses_axis or bool(call.options.axes) or call.strided
+
+
+# -- The program -----------------------------------------------------------------------
+
+
+def traced(call: Call, fun: Callable[..., Any]) -> Trace:
+    """Traces `fun` once, for all rows, and partitions it."""
+    size, params = num_parts(call), jax.tree.leaves(call.params)
+    structure = jax.tree.structure(call.params)
+    several = not isinstance(call.options.argnums, int)
+
+    def run(leaves: Sequence[Any], batch: Sequence[Any]) -> Any:
+        tree = jax.tree.unflatten(structure, leaves)
+        new = tree if several else (tree,)
+        places = call.roles["argnums"]
+        one = call.with_args(dict(zip(places, new, strict=True))).with_batch(batch)
+        return fun(*one.args, **one.kwargs)
+
+    trace = jax.make_jaxpr(run, return_shape=True)
+    closed, out = trace(_whole_params(call, params), _whole_batch(call))
+    jaxpr = closed.jaxpr
+    n = len(params)
+    layouts = [Rows(axis) if size > 1 else WHOLE for axis in call.split_axes]
+    arguments = [
+        *(Argument(x.aval, WHOLE) for x in jaxpr.constvars),
+        *(Argument(x.aval, WHOLE, True) for x in jaxpr.invars[:n]),
+        *(
+            Argument(x.aval, layout)
+            for x, layout in zip(jaxpr.invars[n:], layouts, strict=True)
+        ),
+    ]
+    part = partition(jaxpr, arguments, Axis(AXIS_OF_ROWS, size, LONGEST))
+    return Trace(closed, out, part)
+
+
+def _whole_batch(call: Call) -> list[Any]:
+    """The types of the batch's leaves with the rows of all devices."""
+    devices = meshes.num_devices(call.axes, None) if call.axes else 1
+    types = []
+    for x, axis in zip(call.batch, call.split_axes, strict=True):
+        shape = list(jnp.shape(x))
+        shape[axis] *= devices
+        types.append(jax.ShapeDtypeStruct(tuple(shape), jnp.result_type(x)))
+    return types
+
+
+def _whole_params(call: Call, leaves: Sequence[Any]) -> Sequence[Any]:
+    """The parameters, or the types of those that are gathered for the window."""
+    if not call.axes:
+        return leaves
+    where = meshes.placements(call.params, call.specs, call.axes, None)
+    whole = []
+    for x, place in zip(leaves, where, strict=True):
+        shape = list(jnp.shape(x))
+        for dim, names in place.dims:
+            shape[dim] *= meshes.num_devices(names, None)
+        whole.append(jax.ShapeDtypeStruct(tuple(shape), jnp.result_type(x)))
+    return whole
+
+
+def micro_batch(call: Call, trace: Trace) -> Callable[..., Any]:
+    """The loss of a micro-batch, and all else that `fun` returns, by its layout."""
+    part, size = trace.part, num_parts(call)
+    rows = [jnp.shape(x)[a] for x, a in zip(call.batch, call.split_axes, strict=True)]
+    due = rows[0] // call.options.num_microbatches
+    if call.mesh is not None:
+        due //= meshes.num_devices(call.options.axes, call.mesh)
+    keyed = [_is_key(x) for x in trace.closed.consts]
+
+    def run(params: Any, batch: Any) -> Any:
+        own, consts = batch
+        if own[0].shape[call.split_axes[0]] != due:
+            raise ValueError("The program is that of one micro-batch.")
+        consts = [
+            jax.random.wrap_key_data(x, impl=jax.random.key_impl(key)) if is_key else x
+            for x, key, is_key in zip(consts, trace.closed.consts, keyed, strict=True)
+        ]
+        args = *consts, *jax.tree.leaves(params), *own
+        loss, *rest = jax.core.eval_jaxpr(part.jaxpr, part.consts, *args)
+        if part.layouts[0] == PARTIAL:  # the window takes the mean of micro-batches
+            loss = loss * jnp.asarray(size, loss.dtype)
+        kept: dict[str, list[Any]] = {mode: [] for mode in MODES}
+        for x, layout in zip(rest, part.layouts[1:], strict=True):
+            kept[_kind(layout)].append(x)
+        return loss, kept
+
+    return run
+
+
+def _is_key(x: Any) -> bool:
+    return isinstance(x, jax.Array) and bool(
+        jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    )
+
+
+def _as_data(x: Any) -> Any:
+    return jax.random.key_data(x) if _is_key(x) else x
+
+
+# -- What comes back -------------------------------------------------------------------
+
+# How results are put together over micro-batches, by their layout.
+MODES = {"whole": "last", "partial": "sum", "rows": "stack"}
+
+
+def _kind(layout: Any) -> str:
+    return "rows" if isinstance(layout, Rows) else layout
+
+
+def put_together(trace: Trace, kept: dict[str, Any]) -> list[Any]:
+    """The results after the loss, as `fun` returns them for the whole batch."""
+    rest = {name: iter(leaves) for name, leaves in kept.items()}
+    found = []
+    for layout, due in zip(
+        trace.part.layouts[1:], trace.closed.out_avals[1:], strict=True
+    ):
+        x = next(rest[_kind(layout)])
+        x = _joined(x, layout) if isinstance(layout, Rows) else x
+        found.append(x.astype(due.dtype) if layout == PARTIAL else x)
+    return found
+
+
+def _joined(x: jax.Array, rows: Rows) -> jax.Array:
+    """Rows in their order, from those of each micro-batch along axis 0."""
+    parts, shape = x.shape[0], x.shape[1:]
+    before, after = shape[: rows.dim], shape[rows.dim + 1 :]
+    n, start = shape[rows.dim], math.prod(before)
+    x = x.reshape(parts, start, rows.segments, n // rows.segments, *after)
+    x = jnp.moveaxis(x, 0, 2)
+    return x.reshape(*before, n * parts, *after)

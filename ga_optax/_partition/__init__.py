@@ -1,0 +1,38 @@
+"""A function of the whole batch, partitioned over micro-batches: GSPMD in time.
+
+A function is traced once, at all n rows. Its program becomes that of one of k
+micro-batches, with collectives over a named axis wherever rows need one another:
+
+    program of fun, [n, ...]  ->  program of a micro-batch, [n / k, ...], + collectives
+
+Rows are followed from the leaves of the batch. Each value has a layout: it is *whole*;
+or it has *rows* along one dimension, globally [s, n, ...] and here [s, n / k, ...]; or
+it is *partial*, a sum over micro-batches that nothing nonlinear has read yet. An axis
+that merely is as long as the batch is never taken for rows. What has no rule gathers
+its operands and is computed whole, which is always right and only takes memory.
+
+    values       the layouts, and a value in one
+    writer       the program of a micro-batch while it is written; changes of layout
+    table        which rule each primitive has
+    elementwise, linear, shapes, reductions, products, indexing, randoms, nested
+                 the rules, by kind
+    cutting      a value's rows computed from the rows of what it is made of
+    program      `partition`, which puts these together
+
+Imports `_passes` alone.
+"""
+
+from ga_optax._partition.program import Argument, Meeting, Partitioned, partition
+from ga_optax._partition.values import PARTIAL, WHOLE, Rows
+
+__all__ = [
+    "PARTIAL",
+    "WHOLE",
+    "Argument",
+    "Axis",
+    "Meeting",
+    "Partitioned",
+    "Rows",
+    "partition",
+]
+from ga_optax._partition.writer import Axis

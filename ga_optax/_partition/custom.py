@@ -1,0 +1,306 @@
+"""Rules of the user's: `jax.custom_jvp` and `jax.custom_vjp` keep theirs.
+
+What a rule computes is partitioned like any program, with the tangents in the layouts
+of the primals. Cotangents have the dual ones: that of a whole value is partial, for
+each micro-batch adds its own; and that of a partial one is whole. If rows meet inside,
+the call is computed whole, with its rule.
+
+A backward rule may not be linear in the cotangent: it may clip or quantise it. Then the
+cotangent must be complete when it gets there. So a whole result is passed on by one
+micro-batch alone, which gets the sum of the cotangents of all; and a result with rows
+is kept for later levels, which otherwise would come back to it one by one.
+"""
+
+import os
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend import core
+
+from ga_optax._partition import nested
+from ga_optax._partition.values import (
+    PARTIAL,
+    WHOLE,
+    Layout,
+    Result,
+    Rows,
+    RowsMeet,
+    Value,
+    is_inexact,
+    types_of,
+)
+from ga_optax._partition.writer import Writer
+from ga_optax._passes import ir
+
+Results = list[Result] | None
+_JAX = os.path.dirname(jax.__file__)
+
+
+def _value(aval: Any, layout: Layout) -> Value:
+    return Value(None, aval, layout, 0, True, True)
+
+
+# -- Forward rules ---------------------------------------------------------------------
+
+
+def custom_jvp(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
+    [program] = ir.inner(e)
+    vs = [w.reduced(v) if v.is_partial else v for v in vs]
+    if all(v.is_whole for v in vs):
+        return w.all_whole(e, vs)
+    if w.in_rule:
+        return _inlined(w, program, vs)
+    with w.may_fail() as out, nested.apart(w):
+        out += _with_jvp(w, e, program, vs)
+    if not out and _is_of_jax(program.jaxpr) and not w.apart:
+        # Its rule is its derivative, and only saves time.
+        return _inlined(w, program, vs)
+    return out or None
+
+
+def _inlined(w: Writer, program: ir.Program, vs: list[Value]) -> list[Result]:
+    found = w.interpret(program.jaxpr, program.consts, vs)
+    w.level = max(v.level for v in found)
+    return [(v.x, v.layout) for v in found]
+
+
+def _rule(
+    w: Writer, program: ir.Program, args: list[Value], due: Sequence[Layout | None]
+) -> nested.Inner:
+    """The program of a rule. Functions with rules of their own run without them."""
+    before, w.in_rule = w.in_rule, True
+    try:
+        return nested.inner(w, program, args, due)
+    finally:
+        w.in_rule = before
+
+
+def _is_of_jax(jaxpr: core.Jaxpr) -> bool:
+    return f" at {_JAX}" in str(jaxpr.debug_info.func_src_info)
+
+
+def _with_jvp(
+    w: Writer, e: core.JaxprEqn, program: ir.Program, vs: list[Value]
+) -> list[Result]:
+    primal = nested.inner(w, program, vs)
+    num_consts = e.params["num_consts"]
+    moving = [is_inexact(v.aval) for v in vs[num_consts:]]
+    jaxpr, consts, still = e.params["jvp_jaxpr_fun"].call_wrapped(
+        *(not moves for moves in moving)
+    )
+    given = vs[num_consts:]
+    tangents = [
+        _value(v.aval, v.layout)
+        for v, moves in zip(given, moving, strict=True)
+        if moves
+    ]
+    of_tangents = [
+        layout for layout, zero in zip(primal.layouts, still, strict=True) if not zero
+    ]
+    due = [*primal.layouts, *of_tangents]
+    both = _rule(w, ir.Program(jaxpr, consts), [*given, *tangents], due)
+
+    @jax.custom_jvp
+    def call(index: Any, *xs: Any) -> Any:
+        return tuple(primal(index, xs))
+
+    @call.defjvp
+    def _(primals: Any, dots: Any) -> Any:
+        index, *xs = primals
+        dots = [t for t, m in zip(dots[1 + num_consts :], moving, strict=True) if m]
+        out = both(index, [*xs[num_consts:], *dots])
+        values, rest = out[: len(still)], iter(out[len(still) :])
+        return tuple(values), tuple(
+            _zero(x) if zero else next(rest)
+            for x, zero in zip(values, still, strict=True)
+        )
+
+    out = call(w.index, *(v.x for v in vs))
+    return list(zip(out, primal.layouts, strict=True))
+
+
+def _zero(x: Any) -> Any:
+    if is_inexact(x):
+        return jnp.zeros_like(x)
+    return np.zeros(x.shape, jax.dtypes.float0)
+
+
+# -- Backward rules --------------------------------------------------------------------
+
+
+class _Vjp(NamedTuple):
+    """A call of a function with a backward rule, in the whole batch.
+
+    Attributes:
+      num_consts: how many of its arguments have no cotangent.
+      fwd: its forward program.
+      bwd: its backward program, of residuals and cotangents.
+      forwarded: for each residual, which argument it is, or None.
+      wanted: which of its other arguments have a cotangent.
+      given: which of its results have one.
+    """
+
+    num_consts: int
+    fwd: ir.Program
+    bwd: ir.Program
+    forwarded: Sequence[int | None]
+    wanted: list[bool]
+    given: list[bool]
+
+
+def _read(e: core.JaxprEqn, vs: Sequence[Value]) -> _Vjp:
+    p = e.params
+    num_consts = p["num_consts"]
+    wanted = [is_inexact(v.aval) for v in vs[num_consts:]]
+    jaxpr, consts = p["fwd_jaxpr_thunk"].call_wrapped(*wanted)
+    _, tree, forwarded = p["out_trees"]()
+    kept = iter(
+        jaxpr.outvars[: tree.num_leaves - sum(i is not None for i in forwarded)]
+    )
+    residuals = [next(kept).aval if i is None else vs[i].aval for i in forwarded]
+    given = [is_inexact(x.aval) for x in e.outvars]
+
+    def backward(residuals: list[Any], cotangents: list[Any]) -> list[Any]:
+        arriving = iter(cotangents)
+        every = [
+            next(arriving) if has else np.zeros(x.shape, jax.dtypes.float0)
+            for x, has in zip(types_of(e), given, strict=True)
+        ]
+        out = p["bwd"].call_wrapped(*residuals, *every)
+        if (
+            isinstance(out, tuple)
+            and len(out) == 2
+            and isinstance(out[0], list | tuple)
+        ):
+            out = out[0]  # beside logs, in newer versions of jax
+        return [
+            x if isinstance(x, jax.Array) else jnp.zeros(v.aval.shape, v.aval.dtype)
+            for x, v, has in zip(out, vs[num_consts:], wanted, strict=True)
+            if has
+        ]
+
+    types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in residuals]
+    cts = [
+        jax.ShapeDtypeStruct(x.shape, x.dtype)
+        for x, has in zip(types_of(e), given, strict=True)
+        if has
+    ]
+    closed: Any = jax.make_jaxpr(backward)(types, cts)
+    bwd = ir.Program(closed.jaxpr, closed.consts)
+    return _Vjp(num_consts, ir.Program(jaxpr, consts), bwd, forwarded, wanted, given)
+
+
+def custom_vjp(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
+    vs = [w.reduced(v) if v.is_partial else v for v in vs]
+    if e.params["symbolic_zeros"] or all(v.is_whole for v in vs):
+        return None
+    if w.in_rule:
+        return _inlined(w, ir.inner(e)[0], vs)
+    with w.may_fail() as out, nested.apart(w):
+        out += _with_vjp(w, e, vs)
+    return out or None
+
+
+def _with_vjp(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result]:
+    rule = _read(e, vs)
+    program = ir.inner(e)[0]
+    primal = nested.inner(w, program, vs)
+    fwd, bwd, linear = _rule_here(w, rule, vs, primal.layouts)
+    n, kept = rule.num_consts, rule.forwarded.count(None)
+
+    @jax.custom_vjp
+    def call(index: Any, *xs: Any) -> Any:
+        return tuple(primal(index, xs))
+
+    def forward(index: Any, *xs: Any) -> Any:
+        out = fwd(index, xs[n:])
+        saved = iter(out[:kept])
+        residuals = [next(saved) if i is None else xs[i] for i in rule.forwarded]
+        return tuple(out[kept:]), (index, residuals)
+
+    def backward(saved: Any, cotangents: Any) -> Any:
+        index, residuals = saved
+        cts = [ct for ct, has in zip(cotangents, rule.given, strict=True) if has]
+        found = iter(bwd(index, [*residuals, *cts]))
+        of_args = [next(found) if has else None for has in rule.wanted]
+        return (None, *[None] * n, *of_args)
+
+    call.defvjp(forward, backward)
+    out = call(w.index, *(v.x for v in vs))
+    pairs = zip(out, primal.layouts, strict=True)
+    return [(x if linear else _kept(w, x, layout), layout) for x, layout in pairs]
+
+
+def _rule_here(
+    w: Writer, rule: _Vjp, vs: list[Value], layouts: list[Layout]
+) -> tuple[nested.Inner, nested.Inner, bool]:
+    """The rule of a micro-batch, and whether it is linear in the cotangents."""
+    n, kept = rule.num_consts, rule.forwarded.count(None)
+    due = [*[None] * kept, *layouts]
+    fwd = _rule(w, rule.fwd, vs[n:], due)
+    saved = iter(fwd.layouts[:kept])
+    of_residuals = [next(saved) if i is None else vs[i].layout for i in rule.forwarded]
+    linear = _is_linear(w, rule)
+    of_cts = [_dual(x) for x, has in zip(layouts, rule.given, strict=True) if has]
+    if not linear and any(not isinstance(x, Rows) for x in of_cts):
+        raise RowsMeet
+    types = [x.aval for x in rule.bwd.jaxpr.invars]
+    pairs = zip(types, [*of_residuals, *of_cts], strict=True)
+    args = [_value(aval, layout) for aval, layout in pairs]
+    wanted = [
+        _dual(v.layout) for v, has in zip(vs[n:], rule.wanted, strict=True) if has
+    ]
+    return fwd, _rule(w, rule.bwd, args, wanted), linear
+
+
+def _dual(layout: Layout) -> Layout:
+    if isinstance(layout, Rows):
+        return layout
+    return PARTIAL if layout == WHOLE else WHOLE
+
+
+def _is_linear(w: Writer, rule: _Vjp) -> bool:
+    """Whether a backward program is linear in the cotangents, as far as is known."""
+    types = [x.aval for x in rule.bwd.jaxpr.invars]
+    n = len(rule.forwarded)
+    args = [_value(aval, WHOLE if i < n else PARTIAL) for i, aval in enumerate(types)]
+    try:
+        with nested.apart(w):
+            _rule(w, rule.bwd, args, [PARTIAL] * sum(rule.wanted))
+    except RowsMeet:
+        return False
+    return True
+
+
+def _kept(w: Writer, x: Any, layout: Layout) -> Any:
+    return checkpoint_name(x, w.axis.name) if isinstance(layout, Rows) else x
+
+
+# -- Computed whole --------------------------------------------------------------------
+
+
+def passed_on(
+    w: Writer, e: core.JaxprEqn, vs: list[Value], out: list[Any]
+) -> list[Any]:
+    """Results computed whole, of one micro-batch if a rule in there is not linear."""
+    if not any(v.smooth for v in vs) or not _has_nonlinear_rule(w, e):
+        return out
+    w.level = max(v.level for v in vs) + 1
+    first = w.index == 0
+    return [
+        w.sum(jnp.where(first, x, jnp.zeros_like(x))) if is_inexact(x) else x
+        for x in out
+    ]
+
+
+def _has_nonlinear_rule(w: Writer, e: core.JaxprEqn) -> bool:
+    if e.primitive.name == "custom_vjp_call":
+        if e.params["symbolic_zeros"]:
+            return True
+        vs = [Value(None, x.aval) for x in e.invars]
+        return not _is_linear(w, _read(e, vs))
+    return any(_has_nonlinear_rule(w, x) for p in ir.inner_programs(e) for x in p.eqns)

@@ -1,0 +1,52 @@
+"""Primitives that work number by number: rows stay rows."""
+
+from typing import Any
+
+from jax.extend import core
+
+from ga_optax._partition.values import Result, Rows, Value, types_of
+from ga_optax._partition.writer import Writer
+
+NAMES = frozenset(
+    """abs acos acosh add add_any and asin asinh atan atan2 atanh
+        bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil clamp clz
+        complex conj convert_element_type copy copy_p cos cosh digamma div
+        eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a
+        igammac imag integer_pow is_finite le lgamma log log1p logistic lt
+        max min mul name ne neg nextafter not optimization_barrier or
+        polygamma population_count pow random_gamma_grad real
+        reduce_precision regularized_incomplete_beta rem round rsqrt
+        select_n shift_left shift_right_arithmetic shift_right_logical sign
+        sin sinh sqrt square stop_gradient sub tan tanh xor zeta""".split()  # noqa: SIM905
+)
+
+
+def fitted(w: Writer, v: Value, rows: Rows, shape: tuple[int, ...]) -> Any:
+    """An operand, for a result of a shape that has rows."""
+    is_spread = len(v.shape) < len(shape) or v.shape[rows.dim] != shape[rows.dim]
+    return w.whole(v) if is_spread else w.part(v, rows)
+
+
+def elementwise(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result] | None:
+    if e.primitive.name == "optimization_barrier":
+        return [
+            (x, v.layout) for x, v in zip(w.run(e, [v.x for v in vs]), vs, strict=True)
+        ]
+    shape = types_of(e)[0].shape
+    if e.primitive.name == "bitcast_convert_type" and shape != vs[0].shape:
+        return None
+    rows = target(vs, shape)
+    if rows is None:
+        return None
+    xs = [fitted(w, v, rows, shape) for v in vs]
+    return [(x, rows) for x in w.results(e, xs)]
+
+
+def target(vs: list[Value], shape: tuple[int, ...]) -> Rows | None:
+    """The rows of a result: those of the largest operand that has some."""
+    fit = [
+        v
+        for v in vs
+        if v.rows and len(v.shape) == len(shape) and v.shape[v.dim] == shape[v.dim]
+    ]
+    return max(fit, key=lambda v: v.size).rows if fit else None

@@ -1,0 +1,209 @@
+"""Gathers and scatters: `logits[arange(n), labels]`, `x[ids]`, `segment_sum`."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+
+from ga_optax._partition import reductions
+from ga_optax._partition.values import (
+    PARTIAL,
+    Result,
+    Rows,
+    Value,
+    is_inexact,
+    types_of,
+)
+from ga_optax._partition.writer import Writer
+
+Results = list[Result] | None
+
+# What an index may go through and stay the same: `jnp` wraps negative ones, and casts.
+_SAME = ("broadcast_in_dim", "reshape", "convert_element_type", "squeeze", "copy")
+
+
+def gather(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
+    operand, indices = vs
+    numbers = e.params["dimension_numbers"]
+    rank = len(types_of(e)[0].shape)
+    batch = [d for d in range(rank) if d not in numbers.offset_dims]
+    of_batch = dict(
+        zip(
+            numbers.operand_batching_dims,
+            numbers.start_indices_batching_dims,
+            strict=True,
+        )
+    )
+    if operand.rows and operand.dim in of_batch:
+        d = of_batch[operand.dim]
+        xs = [operand.x, w.part(indices, operand.rows.at(d))]
+        return [(w.run(e, xs), operand.rows.at(batch[d]))]
+    if indices.rows and indices.dim in of_batch.values():
+        [d] = [d for d, i in of_batch.items() if i == indices.dim]
+        xs = [w.part(operand, indices.rows.at(d)), indices.x]
+        return [(w.run(e, xs), indices.rows.at(batch[indices.dim]))]
+    if operand.rows and (window := _window(w, e, operand)):
+        sizes, d = window
+        xs = [operand.x, w.whole(indices)]
+        return [(w.run(e, xs, slice_sizes=sizes), operand.rows.at(d))]
+    own = own_rows(w, operand, indices, numbers.start_index_map)
+    if own is None or of_batch:
+        turned = _turned(w, operand)
+        if turned is not None:
+            return gather(w, e, [turned, indices])
+    if own is not None and not of_batch and operand.dim in numbers.collapsed_slice_dims:
+        rows = Rows(0)
+        return [(w.run(e, [operand.x, own]), rows.at(batch[0]))]
+    if indices.rows is None or indices.dim == len(indices.shape) - 1:
+        return None
+    xs = [w.whole(operand), indices.x]
+    return [(w.run(e, xs), indices.rows.at(batch[indices.dim]))]
+
+
+def _turned(w: Writer, operand: Value) -> Value | None:
+    """A product of rows with rows, whose other factor is split where it was whole."""
+    found = operand.rows and reductions.turned(w, operand, (operand.dim,))
+    if not found:
+        return None
+    rows, x = found
+    return dataclasses.replace(operand, x=x, layout=rows, level=w.level, copies={})
+
+
+def _window(
+    w: Writer, e: core.JaxprEqn, operand: Value
+) -> tuple[tuple[int, ...], int] | None:
+    """The slices of an operand that hold all its rows, and where those are after it."""
+    numbers, sizes = e.params["dimension_numbers"], list(e.params["slice_sizes"])
+    d = operand.dim
+    gone = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
+    if d in gone or d in numbers.start_index_map or sizes[d] != operand.shape[d]:
+        return None
+    kept = [i for i in range(len(sizes)) if i not in gone]
+    sizes[d] //= w.axis.size
+    return tuple(sizes), numbers.offset_dims[kept.index(d)]
+
+
+def own_rows(
+    w: Writer, operand: Value, indices: Value, index_map: tuple[int, ...]
+) -> Any:
+    """Indices here, if those into the operand's rows are 0, 1, ..., n - 1; or None."""
+    if (
+        operand.rows is None
+        or operand.dim not in index_map
+        or operand.rows.segments > 1
+    ):
+        return None
+    n, column = operand.shape[operand.dim], list(index_map).index(operand.dim)
+    if indices.shape[:1] != (n,) or not _counts(indices, column, n):
+        return None
+    x = w.part(indices, Rows(0))
+    here = jnp.arange(x.shape[0], dtype=x.dtype)
+    here = here.reshape(-1, *[1] * (x.ndim - 2))
+    return x.at[..., column].set(jnp.broadcast_to(here, x.shape[:-1]))
+
+
+def _counts(v: Value, column: int | None, n: int) -> bool:
+    """Whether an index, or a column of indices, counts the rows along axis 0."""
+    if v.made is None:
+        return False
+    e, vs, _ = v.made
+    name = e.primitive.name
+    if name == "concatenate":
+        is_last = e.params["dimension"] == len(v.shape) - 1
+        if column is None or not is_last or any(u.shape[-1] != 1 for u in vs):
+            return False
+        return _counts(vs[column], None, n)
+    if name == "iota":
+        return e.params["dimension"] == 0 and v.shape[0] == n
+    if name == "select_n":  # select(i < 0, i, i + n)
+        return (
+            e.params.get("which") is None and _wraps(vs) and _counts(vs[1], column, n)
+        )
+    if name == "broadcast_in_dim":
+        keeps = e.params["broadcast_dimensions"][:1] == (0,)
+        return keeps and vs[0].shape[:1] == (n,) and _counts(vs[0], column, n)
+    if name in _SAME:
+        return vs[0].shape[:1] == (n,) and _counts(vs[0], column, n)
+    return False
+
+
+def _wraps(vs: list[Value]) -> bool:
+    """Whether a select chooses `i`, unless `i < 0`."""
+    made = vs[0].made
+    if made is None or made[0].primitive.name != "lt" or made[1][0] is not vs[1]:
+        return False
+    zero = made[1][1].x
+    return not isinstance(zero, jax.core.Tracer) and not np.any(np.asarray(zero))
+
+
+def scatter(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
+    operand, indices, updates = vs
+    numbers = e.params["dimension_numbers"]
+    rank = len(updates.shape)
+    batch = [d for d in range(rank) if d not in numbers.update_window_dims]
+    of_batch = dict(
+        zip(
+            numbers.operand_batching_dims,
+            numbers.scatter_indices_batching_dims,
+            strict=True,
+        )
+    )
+    rows_of_batch = [
+        (v.rows, d)
+        for v, dims in ((operand, of_batch), (indices, of_batch.values()))
+        if v.rows
+        for d in of_batch
+        if v.dim in dims and v.dim == (d if v is operand else of_batch[d])
+    ]
+    if rows_of_batch:
+        rows, d = rows_of_batch[0]
+        i = of_batch[d]
+        parts = rows.at(d), rows.at(i), rows.at(batch[i])
+        xs = [w.part(v, r) for v, r in zip(vs, parts, strict=True)]
+        return [(w.run(e, xs), rows.at(d))]
+    own = _scattered_own(w, e, vs, batch)
+    if own is not None:
+        return own
+    if e.primitive.name != "scatter-add" or not is_inexact(operand.aval):
+        return None
+    if operand.rows:
+        return None
+    if indices.rows:
+        rows, d = indices.rows, indices.dim
+    elif updates.rows and updates.dim in batch:
+        rows, d = updates.rows, batch.index(updates.dim)
+    else:
+        return None
+    if d >= len(batch):
+        return None
+    xs = [
+        w.addend(operand),
+        w.part(indices, rows.at(d)),
+        w.part(updates, rows.at(batch[d])),
+    ]
+    return [(w.run(e, xs), PARTIAL)]
+
+
+def _scattered_own(
+    w: Writer, e: core.JaxprEqn, vs: list[Value], batch: list[int]
+) -> Results:
+    """Each row's updates go to that row, as after `logits[arange(n), labels]`."""
+    operand, indices, updates = vs
+    numbers = e.params["dimension_numbers"]
+    index_map = numbers.scatter_dims_to_operand_dims
+    rows = updates.rows
+    if rows is None or rows.dim != batch[0] or rows.segments > 1:
+        return None
+    for d in index_map:
+        if (
+            d in numbers.inserted_window_dims
+            and operand.shape[d] == updates.shape[batch[0]]
+        ):
+            like = Value(None, operand.aval, Rows(d))
+            own = own_rows(w, like, indices, index_map)
+            if own is not None:
+                return [(w.run(e, [w.part(operand, Rows(d)), own, updates.x]), Rows(d))]
+    return None

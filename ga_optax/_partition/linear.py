@@ -1,0 +1,83 @@
+"""Equations that are linear in partial operands: the sum over micro-batches waits.
+
+`f(Σ xᵢ) = Σ f(xᵢ)`, so a sum is reduced where something that is not linear reads it,
+and a gradient that contracts over rows is one sum at the very end. (Shardy calls this
+`unreduced`.) A whole operand of an addition is shared out: `Σ xᵢ + y = Σ (xᵢ + y/k)`.
+"""
+
+import jax.numpy as jnp
+from jax.extend import core
+
+from ga_optax._partition.values import PARTIAL, Result, Value, is_inexact, types_of
+from ga_optax._partition.writer import Writer
+
+# The operands in all of which together they are linear; None for all operands.
+SUMS: dict[str, tuple[int, ...] | None] = {
+    **dict.fromkeys(
+        """add add_any sub neg concatenate copy copy_p transpose reshape
+        squeeze name broadcast_in_dim reduce_sum cumsum slice rev real imag
+        split pad tile optimization_barrier stop_gradient""".split()  # noqa: SIM905
+    ),
+    "convert_element_type": (0,),
+    "dynamic_slice": (0,),
+    "gather": (0,),
+    "dynamic_update_slice": (0, 1),
+    "scatter-add": (0, 2),
+}
+# The operands in each of which they are linear while the others stay as they are.
+PRODUCTS = {
+    "mul": (0, 1),
+    "div": (0,),
+    "dot_general": (0, 1),
+    "conv_general_dilated": (0, 1),
+    "triangular_solve": (1,),
+}
+
+
+def linear(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result] | None:
+    """The results, partial; None if the equation is not linear in what is partial."""
+    name = e.primitive.name
+    if any(v.rows for v in vs) or not all(is_inexact(x.aval) for x in e.outvars):
+        return None
+    if name == "select_n":
+        slots = tuple(range(1, len(vs)))
+    elif name in SUMS:
+        slots = SUMS[name] or tuple(range(len(vs)))
+    elif name in PRODUCTS:
+        slots = tuple(i for i, v in enumerate(vs) if v.is_partial)
+        if len(slots) > 1 or slots[0] not in PRODUCTS[name]:
+            return None
+    else:
+        return None
+    if any(v.is_partial and i not in slots for i, v in enumerate(vs)):
+        return None
+    if name == "convert_element_type" and _narrows(e, vs[0]):
+        return None
+    if any(_is_late(v, vs) for v in vs):
+        return None
+    if name == "optimization_barrier":
+        return [
+            (x, v.layout) for x, v in zip(w.run(e, [v.x for v in vs]), vs, strict=True)
+        ]
+    xs = [w.addend(v) if i in slots else v.x for i, v in enumerate(vs)]
+    return [(x, PARTIAL) for x in w.results(e, xs)]
+
+
+def _is_late(v: Value, vs: list[Value]) -> bool:
+    """Whether the others come after collectives that `v` may take part in as well.
+
+    Then it is reduced together with them; or else what it is made of would be computed
+    once more where they are read.
+    """
+    return v.is_partial and any(other.level > v.level for other in vs)
+
+
+def _narrows(e: core.JaxprEqn, v: Value) -> bool:
+    """Whether a cast drops digits: then the sum is rounded, and not its terms."""
+    old, new = v.aval.dtype, types_of(e)[0].dtype
+    if not jnp.issubdtype(old, jnp.inexact):
+        return True
+    complex_to_real = jnp.issubdtype(old, jnp.complexfloating) and not jnp.issubdtype(
+        new, jnp.complexfloating
+    )
+    return complex_to_real or jnp.finfo(new).bits < jnp.finfo(old).bits

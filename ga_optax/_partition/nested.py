@@ -1,0 +1,326 @@
+"""Equations with programs inside: functions, loops, branches, rules of the user's.
+
+A jitted function is opened. A checkpoint stays one. Where rows must not meet, in a
+branch or in a long loop, an equation is computed whole if they do.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from ga_optax._partition.values import (
+    PARTIAL,
+    WHOLE,
+    Layout,
+    Result,
+    Rows,
+    RowsMeet,
+    Value,
+    is_inexact,
+    local_shape,
+)
+from ga_optax._partition.writer import Writer
+from ga_optax._passes import ir
+
+Results = list[Result] | None
+
+
+class Inner(NamedTuple):
+    """A program inside an equation, as a micro-batch runs it.
+
+    Attributes:
+      closed: the program; its arguments are the index of the micro-batch and its own.
+      layouts: those of its results.
+      levels: those of its results.
+      meets: whether there are collectives in it.
+    """
+
+    closed: Any
+    layouts: list[Layout]
+    levels: list[int]
+    meets: bool
+
+    def __call__(self, index: Any, args: Sequence[Any]) -> list[Any]:
+        return jax.core.eval_jaxpr(self.closed.jaxpr, self.closed.consts, index, *args)
+
+
+def inner(
+    w: Writer,
+    program: ir.Program,
+    args: Sequence[Value],
+    due: Sequence[Layout | None] = (),
+) -> Inner:
+    """Writes the program inside an equation, with results in the layouts that are due.
+
+    Args:
+      w: the writer of the program around it.
+      program: the program.
+      args: values of its arguments; of their arrays only the types count.
+      due: a layout for each result, None for any.
+    """
+    found: dict[str, Any] = {}
+
+    def run(index: Any, xs: Sequence[Any]) -> list[Any]:
+        outer, level = w.index, w.level
+        w.index = index
+        new = [
+            Value(x, v.aval, v.layout, v.level, v.params, v.smooth)
+            for x, v in zip(xs, args, strict=True)
+        ]
+        try:
+            out = w.interpret(program.jaxpr, program.consts, new)
+            wanted = due or [None] * len(out)
+            layouts = [
+                v.layout if layout is None else layout
+                for v, layout in zip(out, wanted, strict=True)
+            ]
+            results = [
+                jnp.asarray(w.to(v, layout), v.aval.dtype)
+                if not jnp.issubdtype(v.aval.dtype, jax.dtypes.extended)
+                else w.to(v, layout)
+                for v, layout in zip(out, layouts, strict=True)
+            ]
+        finally:
+            w.index, w.level = outer, level
+        found["layouts"] = layouts
+        found["levels"] = [v.level for v in out]
+        return results
+
+    types = [
+        jax.ShapeDtypeStruct(
+            local_shape(v.aval.shape, v.layout, w.axis.size), v.aval.dtype
+        )
+        for v in args
+    ]
+    jaxpr = w.jaxpr
+    try:
+        closed = jax.make_jaxpr(run, axis_env=[tuple(w.axis[:2])])(
+            jax.ShapeDtypeStruct((), jnp.int32), types
+        )
+    finally:
+        w.jaxpr = jaxpr
+    meets = any(_is_over(e, w.axis.name) for e in ir.equations(closed.jaxpr))
+    return Inner(closed, found["layouts"], found["levels"], meets)
+
+
+def _is_over(e: core.JaxprEqn, axis: str) -> bool:
+    return any(getattr(effect, "name", None) == axis for effect in e.effects) or any(
+        axis in jax.tree.leaves([e.params.get(k)]) for k in ("axes", "axis_name")
+    )
+
+
+@contextlib.contextmanager
+def apart(w: Writer) -> Iterator[None]:
+    """Where rows must not meet."""
+    before, w.apart = w.apart, True
+    try:
+        yield
+    finally:
+        w.apart = before
+
+
+# -- Functions and checkpoints ---------------------------------------------------------
+
+
+def opened(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Value]:
+    """A jitted function, as if it stood there itself."""
+    [program] = ir.inner(e)
+    return w.interpret(program.jaxpr, program.consts, vs)
+
+
+def checkpoint(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
+    [program] = ir.inner(e)
+    run = inner(w, program, vs)
+    keep = {key: e.params[key] for key in ("prevent_cse", "policy")}
+    out = jax.checkpoint(lambda index, *xs: run(index, xs), **keep)(
+        w.index, *(v.x for v in vs)
+    )
+    w.level = max(run.levels, default=0)
+    return list(zip(out, run.layouts, strict=True))
+
+
+# -- Loops -----------------------------------------------------------------------------
+
+
+def scan(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
+    how = ir.scan_of(e)
+    _, _, slices = how.split(vs)
+    if any(v.dim == 0 for v in slices):
+        return _scan_over_rows(w, e, vs, how)
+    if how.length > w.axis.longest:
+        with apart(w):
+            return _scan_of_rows(w, e, vs, how, True)
+    if (out := _scan_of_rows(w, e, vs, how, True)) is not None:
+        return out
+    return _scan_of_rows(w, e, vs, how, False)
+
+
+def _scan_of_rows(
+    w: Writer, e: core.JaxprEqn, vs: list[Value], how: ir.Scan, waits: bool
+) -> Results:
+    """A scan whose iterations work on rows; `waits` if sums may wait for its end."""
+    consts, carry, slices = how.split(vs)
+    if not waits:
+        consts, carry, slices = (
+            [w.reduced(v) if v.is_partial else v for v in group]
+            for group in (consts, carry, slices)
+        )
+    layouts = [v.layout for v in carry]
+    body_of = [x.aval for x in how.body.jaxpr.invars]
+    given = [*consts, *carry, *slices]
+    level, params = w.level, any(v.params for v in vs)
+    while True:
+        wanted = [*(v.layout for v in consts), *layouts, *map(_inside, slices)]
+        args = [
+            Value(None, aval, layout, level, v.params or params, v.smooth or params)
+            for v, aval, layout in zip(given, body_of, wanted, strict=True)
+        ]
+        run = inner(w, how.body, args)
+        joined = [_join(a, b) for a, b in zip(layouts, run.layouts, strict=False)]
+        if not waits:
+            joined = [WHOLE if x == PARTIAL else x for x in joined]
+        if joined == layouts:
+            break
+        layouts = joined
+    if waits and run.meets and PARTIAL in layouts:
+        return None
+    due = [*layouts, *run.layouts[how.num_carry :]]
+    if not waits:
+        due = [WHOLE if x == PARTIAL else x for x in due]
+    if due != run.layouts:
+        run = inner(w, how.body, args, due)
+    start = [
+        _strong(w.to(v, layout), v) for v, layout in zip(carry, layouts, strict=True)
+    ]
+    xs = [*(v.x for v in consts), *start, *(v.x for v in slices)]
+    index = w.index
+    out = ir.scan(how, lambda args: run(index, args), xs)
+    w.level = max([level, *run.levels])
+    stacked = [_outside(x) for x in due[how.num_carry :]]
+    return list(zip(out, [*layouts, *stacked], strict=True))
+
+
+def _inside(v: Value) -> Layout:
+    return v.rows.at(v.dim - 1) if v.rows else v.layout
+
+
+def _outside(layout: Layout) -> Layout:
+    return layout.at(layout.dim + 1) if isinstance(layout, Rows) else layout
+
+
+def _join(a: Layout, b: Layout) -> Layout:
+    """A layout for values of both; rows stay as they are."""
+    if isinstance(a, Rows) or a == b:
+        return a
+    return b if isinstance(b, Rows) or b == PARTIAL else a
+
+
+def _strong(x: Any, v: Value) -> Any:
+    is_extended = jnp.issubdtype(v.aval.dtype, jax.dtypes.extended)
+    return x if is_extended else jax.lax.convert_element_type(x, v.aval.dtype)
+
+
+def _scan_over_rows(
+    w: Writer, e: core.JaxprEqn, vs: list[Value], how: ir.Scan
+) -> Results:
+    """A scan over the rows themselves: each micro-batch has its own iterations.
+
+    It has no carry, as in `jax.lax.map`, or one to which every iteration adds.
+    """
+    consts, carry, slices = how.split(vs)
+    parts = w.axis.size
+    rows = max((v.rows for v in slices if v.dim == 0), key=lambda rows: -rows.segments)
+    if rows.segments > 1 or how.length % parts:
+        return None
+    if not all(_is_total(how.body.jaxpr, i, how) for i in range(len(carry))):
+        return None
+    start = [w.addend(v) for v in carry]
+    xs = [*map(w.whole, consts), *start, *(w.part(v, rows) for v in slices)]
+    how = how._replace(length=how.length // parts)
+    body = how.body
+    out = ir.scan(
+        how, lambda args: jax.core.eval_jaxpr(body.jaxpr, body.consts, *args), xs
+    )
+    n = len(carry)
+    return [(x, PARTIAL if i < n else rows) for i, x in enumerate(out)]
+
+
+def _is_total(jaxpr: core.Jaxpr, i: int, how: ir.Scan) -> bool:
+    """Whether iterations only add to number `i` of the carry."""
+    x, out = jaxpr.invars[how.num_consts + i], jaxpr.outvars[i]
+    if not is_inexact(x.aval) or sum(v is out for v in jaxpr.outvars) > 1:
+        return False
+    if out is x:
+        return not ir.uses(jaxpr, x)
+    made = ir.made_by(jaxpr, out)
+    if made is None or made.primitive.name not in ("add", "add_any"):
+        return False
+    [*uses] = ir.uses(jaxpr, x)
+    return (
+        len(uses) == 1
+        and uses[0][0] is made
+        and not ir.uses(jaxpr, out)
+        and all(v.aval == x.aval for v in made.invars)
+    )
+
+
+def while_(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
+    num_cond, num_body = e.params["cond_nconsts"], e.params["body_nconsts"]
+    of_cond, of_body = vs[:num_cond], vs[num_cond : num_cond + num_body]
+    carry = vs[num_cond + num_body :]
+    cond, body = (ir.Program(e.params[k].jaxpr, e.params[k].consts) for k in _WHILE)
+    layouts = [v.layout if not v.is_partial else WHOLE for v in carry]
+    of_cond, of_body = (
+        [w.reduced(v) if v.is_partial else v for v in group]
+        for group in (of_cond, of_body)
+    )
+    with apart(w):
+        while True:
+            now = [
+                Value(None, v.aval, x, v.level, v.params, v.smooth)
+                for v, x in zip(carry, layouts, strict=True)
+            ]
+            due = [x if isinstance(x, Rows) else None for x in layouts]
+            run = inner(w, body, [*of_body, *now], due)
+            joined = list(map(_join, layouts, run.layouts))
+            if joined == layouts:
+                break
+            layouts = joined
+        if PARTIAL in layouts:
+            raise RowsMeet
+        test = inner(w, cond, [*of_cond, *now], [WHOLE])
+    start = [_strong(w.to(v, x), v) for v, x in zip(carry, layouts, strict=True)]
+    consts = [v.x for v in of_cond], [v.x for v in of_body]
+    index = w.index
+    out = jax.lax.while_loop(
+        lambda c: test(index, [*consts[0], *c])[0],
+        lambda c: run(index, [*consts[1], *c]),
+        start,
+    )
+    return list(zip(out, layouts, strict=True))
+
+
+_WHILE = ("cond_jaxpr", "body_jaxpr")
+
+
+def cond(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
+    which, *operands = vs
+    choice = w.whole(which)
+    branches = ir.inner(e)
+    with apart(w):
+        found = [inner(w, branch, operands).layouts for branch in branches]
+        due = []
+        for layouts in zip(*found, strict=True):
+            joined = layouts[0]
+            for layout in layouts[1:]:
+                joined = _join(joined, layout)
+            due.append(joined)
+        runs = [inner(w, branch, operands, due) for branch in branches]
+    index, xs = w.index, [v.x for v in operands]
+    choose = [lambda *args, run=run: run(index, args) for run in runs]
+    out = jax.lax.switch(choice.astype(jnp.int32), choose, *xs)
+    return list(zip(out, due, strict=True))

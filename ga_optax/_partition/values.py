@@ -1,0 +1,109 @@
+"""Values of the whole batch, and how a micro-batch holds them."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.extend import core
+
+
+class Rows(NamedTuple):
+    """A dimension that is split over micro-batches.
+
+    Globally it is `[segments, k, rest]`, and a micro-batch holds `[segments, rest]`.
+    There are several segments after `concatenate([x, y])`, or in time-major data.
+    """
+
+    dim: int
+    segments: int = 1
+
+    def at(self, dim: int) -> "Rows":
+        return self._replace(dim=dim)
+
+
+# All micro-batches hold all of it; or it is the sum of what they hold.
+WHOLE, PARTIAL = "whole", "partial"
+Layout = str | Rows
+
+
+class RowsMeet(Exception):  # noqa: N818
+    """A collective where none can be: in a loop, a branch or a rule of the user's."""
+
+
+@dataclasses.dataclass(eq=False)
+class Value:
+    """A value of the program of the whole batch.
+
+    Attributes:
+      x: what a micro-batch holds of it.
+      aval: its type in the whole batch.
+      layout: how `x` makes the whole.
+      level: how many collectives are on the longest way to it from the parameters.
+      params: whether it depends on the parameters.
+      smooth: whether it may have a derivative with respect to them.
+      made: the equation that computes it, its operands, and which result it is.
+      copies: the same in other layouts, as far as they were needed.
+    """
+
+    x: Any
+    aval: Any
+    layout: Layout = WHOLE
+    level: int = 0
+    params: bool = False
+    smooth: bool = False
+    made: tuple[core.JaxprEqn, list["Value"], int] | None = None
+    copies: dict[Any, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def rows(self) -> Any:  # Rows, or None
+        return self.layout if isinstance(self.layout, Rows) else None
+
+    @property
+    def dim(self) -> Any:
+        return self.layout.dim if isinstance(self.layout, Rows) else None
+
+    @property
+    def is_whole(self) -> bool:
+        return self.layout == WHOLE
+
+    @property
+    def is_partial(self) -> bool:
+        return self.layout == PARTIAL
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.aval.shape
+
+    @property
+    def size(self) -> int:
+        """How many numbers all micro-batches hold together."""
+        size = 1
+        for n in self.shape:
+            size *= n
+        return size
+
+
+Result = tuple[Any, Layout]  # what a rule returns for each result: array and layout
+
+
+def can_split(shape: tuple[int, ...], rows: Rows, parts: int) -> bool:
+    """Whether an array can have such rows."""
+    return shape[rows.dim] % (rows.segments * parts) == 0 and shape[rows.dim] > 0
+
+
+def local_shape(shape: tuple[int, ...], layout: Layout, parts: int) -> tuple[int, ...]:
+    """The shape of what a micro-batch holds."""
+    if not isinstance(layout, Rows):
+        return tuple(shape)
+    d = layout.dim
+    return (*shape[:d], shape[d] // parts, *shape[d + 1 :])
+
+
+def is_inexact(aval: Any) -> bool:
+    dtype = getattr(aval, "dtype", None)
+    return dtype is not None and bool(jnp.issubdtype(dtype, jnp.inexact))
+
+
+def types_of(equation: core.JaxprEqn) -> list[Any]:
+    """The types of its results, which have a shape and a dtype."""
+    return [x.aval for x in equation.outvars]

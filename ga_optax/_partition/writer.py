@@ -1,0 +1,299 @@
+"""The program of a micro-batch while it is written: changes of layout, equations."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core, source_info_util
+
+from ga_optax._partition.values import (
+    WHOLE,
+    Layout,
+    Result,
+    Rows,
+    RowsMeet,
+    Value,
+    is_inexact,
+    local_shape,
+    types_of,
+)
+from ga_optax._passes import ir
+
+
+class Axis(NamedTuple):
+    """The axis of the micro-batches.
+
+    Attributes:
+      name: its name.
+      size: how many micro-batches there are, on all devices.
+      longest: the longest scan in which rows may meet; longer ones are computed whole.
+    """
+
+    name: str
+    size: int
+    longest: int
+
+
+class Note(NamedTuple):
+    """An equation that was computed whole, because nothing better is known of it."""
+
+    name: str
+    line: str
+    size: int  # numbers of its results
+
+
+@dataclasses.dataclass
+class Writer:
+    """What rules write a program with.
+
+    Attributes:
+      axis: the axis of the micro-batches.
+      index: which micro-batch it is, traced.
+      rules: the rule of each primitive.
+      recut: how rows of a value are computed from those of its operands.
+      jaxpr: the program at hand.
+      level: the level of what the equation at hand reads, see `Value`.
+      apart: whether rows must not meet here.
+      in_rule: whether it writes a rule, which is not derived once more.
+      limit: how many numbers may be gathered for one value; None for any.
+      matched: whether a value with the wanted rows was found since it was reset.
+      notes: what was computed whole.
+    """
+
+    axis: Axis
+    index: Any
+    rules: "Rules"
+    recut: Callable[["Writer", Value, Rows], Any]
+    jaxpr: Any = None
+    level: int = 0
+    apart: bool = False
+    in_rule: bool = False
+    limit: int | None = None
+    matched: bool = False
+    notes: list[Note] = dataclasses.field(default_factory=list)
+
+    # -- Layouts -----------------------------------------------------------------------
+
+    def whole(self, v: Value) -> Any:
+        """All of a value: a sum or a stack over micro-batches, unless it is whole."""
+        if v.is_whole:
+            self.level = max(self.level, v.level)
+            return v.x
+        if self.limit is not None and v.size > self.limit:
+            raise RowsMeet
+        if WHOLE not in v.copies:
+            if self.apart:
+                raise RowsMeet
+            x = self.sum(v.x) if v.is_partial else self._joined(v)
+            v.copies[WHOLE] = x, v.level + v.params
+        x, level = v.copies[WHOLE]
+        self.level = max(self.level, level)
+        return x
+
+    def reduced(self, v: Value) -> Value:
+        """The value, whole."""
+        x = self.whole(v)
+        level = v.level if v.is_whole else v.level + v.params
+        return dataclasses.replace(v, x=x, layout=WHOLE, level=level, copies={})
+
+    def part(self, v: Value, rows: Rows) -> Any:
+        """This micro-batch's rows of a value."""
+        if v.layout == rows or (rows in v.copies and not v.is_whole):
+            self.matched = True
+        if v.layout == rows:
+            self.level = max(self.level, v.level)
+            return v.x
+        if rows not in v.copies:
+            x, before, self.level = None, self.level, 0
+            if v.is_whole or self.limit is not None:
+                x = self.recut(self, v, rows)
+            if x is None:
+                x = self.own(self.whole(v), rows)
+            v.copies[rows] = x, self.level
+            self.level = before
+        x, level = v.copies[rows]
+        self.level = max(self.level, level)
+        return x
+
+    def addend(self, v: Value) -> Any:
+        """What this micro-batch adds to a value; of a whole one, its share."""
+        if v.is_partial:
+            return v.x
+        size = jnp.asarray(self.axis.size, v.aval.dtype)
+        return jax.lax.div(
+            jnp.asarray(v.x, v.aval.dtype), jnp.broadcast_to(size, v.shape)
+        )
+
+    def to(self, v: Value, layout: Layout) -> Any:
+        """The value in a layout."""
+        if v.layout == layout:
+            return v.x
+        if isinstance(layout, Rows):
+            return self.part(v, layout)
+        if layout == WHOLE:
+            return self.whole(v)
+        if not is_inexact(v.aval):
+            raise RowsMeet
+        return self.addend(v if v.is_whole else self.reduced(v))
+
+    def own(self, x: Any, rows: Rows) -> Any:
+        """This micro-batch's rows of an array that all hold."""
+        shape, d, parts = jnp.shape(x), rows.dim, self.axis.size
+        rest = shape[d] // (rows.segments * parts)
+        x = jnp.reshape(x, (*shape[:d], rows.segments, parts, rest, *shape[d + 1 :]))
+        x = jax.lax.dynamic_index_in_dim(x, self.index, d + 1, keepdims=False)
+        return jnp.reshape(x, local_shape(shape, rows, parts))
+
+    def sum(self, x: Any) -> Any:
+        """The sum over micro-batches."""
+        if self.apart:
+            raise RowsMeet
+        return jax.lax.psum(x, self.axis.name)
+
+    def gather(self, x: Any) -> Any:
+        """What all micro-batches hold, stacked along a new axis 0."""
+        if self.apart:
+            raise RowsMeet
+        return jax.lax.all_gather(x, self.axis.name)
+
+    def _joined(self, v: Value) -> Any:
+        """All rows, in their order."""
+        x, d, segments = v.x, v.dim, v.rows.segments
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            data = dataclasses.replace(v, x=jax.random.key_data(x), copies={})
+            return jax.random.wrap_key_data(
+                self._joined(data), impl=jax.random.key_impl(x)
+            )
+        name, shape = self.axis.name, x.shape
+        if segments == 1:
+            return jax.lax.all_gather(x, name, axis=d, tiled=True)
+        x = x.reshape(*shape[:d], segments, shape[d] // segments, *shape[d + 1 :])
+        x = jax.lax.all_gather(x, name, axis=d + 1, tiled=True)
+        return x.reshape(*shape[:d], shape[d] * self.axis.size, *shape[d + 1 :])
+
+    # -- Equations ---------------------------------------------------------------------
+
+    def run(self, e: core.JaxprEqn, xs: Sequence[Any], **params: Any) -> Any:
+        """The result of an equation, or a list of them, with other parameters."""
+        return e.primitive.bind(*xs, **(e.params | params))
+
+    def results(self, e: core.JaxprEqn, xs: Sequence[Any], **params: Any) -> list[Any]:
+        out = self.run(e, xs, **params)
+        return list(out) if e.primitive.multiple_results else [out]
+
+    def all_whole(self, e: core.JaxprEqn, vs: list[Value]) -> list[Result]:
+        """The results of an equation, computed whole."""
+        xs = [self.whole(v) for v in vs]
+        out = ir.bind(self.jaxpr, [e], e.invars, e.outvars, xs)
+        if ir.inner_programs(e):
+            out = self.rules.passed_on(self, e, vs, out)
+        return [(x, WHOLE) for x in out]
+
+    def interpret(
+        self, jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Value]
+    ) -> list[Value]:
+        """The results of a program of the whole batch."""
+        constants = [
+            Value(x, var.aval) for x, var in zip(consts, jaxpr.constvars, strict=True)
+        ]
+        names = [*jaxpr.constvars, *jaxpr.invars]
+        env = dict(zip(names, [*constants, *args], strict=True))
+
+        def value(x: Any) -> Value:
+            return Value(x.val, x.aval) if isinstance(x, core.Literal) else env[x]
+
+        before, self.jaxpr = self.jaxpr, jaxpr
+        outer = source_info_util.current_name_stack()
+        for e in jaxpr.eqns:
+            info = e.source_info
+            with source_info_util.user_context(
+                info.traceback, name_stack=outer + info.name_stack
+            ):
+                out = self._equation(e, [value(x) for x in e.invars])
+            env.update(zip(e.outvars, out, strict=True))
+        self.jaxpr = before
+        return [value(x) for x in jaxpr.outvars]
+
+    def _equation(self, e: core.JaxprEqn, vs: list[Value]) -> list[Value]:
+        if e.primitive.name in self.rules.opened:
+            return self.rules.opened[e.primitive.name](self, e, vs)
+        self.level = max((v.level for v in vs), default=0)
+        results = self._applied(e, vs)
+        params, smooth = (any(getattr(v, a) for v in vs) for a in ("params", "smooth"))
+        smooth = smooth and e.primitive.name != "stop_gradient"
+        return [
+            Value(x, var.aval, layout, self.level, params, smooth, (e, vs, i))
+            if is_inexact(var.aval)
+            else Value(x, var.aval, layout, self.level, params, False, (e, vs, i))
+            for i, ((x, layout), var) in enumerate(zip(results, e.outvars, strict=True))
+        ]
+
+    def _applied(self, e: core.JaxprEqn, vs: list[Value]) -> list[Result]:
+        name = e.primitive.name
+        if all(v.is_whole for v in vs):
+            return self.all_whole(e, vs)
+        notes, rules = len(self.notes), self.rules
+        with self.may_fail() as out:
+            if name in rules.nested:
+                out += rules.nested[name](self, e, vs) or ()
+            else:
+                if any(v.is_partial for v in vs):
+                    out += rules.linear(self, e, vs) or ()
+                if not out:
+                    vs = [self.reduced(v) if v.is_partial else v for v in vs]
+                    if all(v.is_whole for v in vs):
+                        return self.all_whole(e, vs)
+                    out += (
+                        name in rules.known and rules.known[name](self, e, vs)
+                    ) or ()
+        if self._fits(e, out):
+            return out
+        del self.notes[notes:]
+        sizes = [var.aval.size for var in e.outvars if hasattr(var.aval, "size")]
+        self.notes.append(Note(name, ir.line_of(e), sum(sizes)))
+        return self.all_whole(e, vs)
+
+    @contextlib.contextmanager
+    def may_fail(self) -> Iterator[list[Any]]:
+        """A list that is empty at the end if rows met where they cannot."""
+        found: list[Any] = []
+        level = self.level
+        try:
+            yield found
+        except RowsMeet:
+            if self.apart or self.limit is not None:
+                raise
+            self.level = level
+            found.clear()
+
+    def _fits(self, e: core.JaxprEqn, out: list[Result]) -> bool:
+        """Whether a rule gave every result in the shape of its layout."""
+        pairs = zip(out, types_of(e), strict=False)
+        return len(out) == len(e.outvars) > 0 and all(
+            jnp.shape(x) == local_shape(due.shape, layout, self.axis.size)
+            for (x, layout), due in pairs
+        )
+
+
+Rule = Callable[[Writer, core.JaxprEqn, list[Value]], list[Result] | None]
+
+
+class Rules(NamedTuple):
+    """The rules of primitives.
+
+    Attributes:
+      known: for operands with rows.
+      linear: for those that are partial; None where the equation is not linear in them.
+      nested: for equations with programs inside, for operands of all layouts.
+      opened: for those whose programs run as if they stood there themselves.
+      passed_on: what is done with results that were computed whole.
+    """
+
+    known: dict[str, Rule]
+    linear: Rule
+    nested: dict[str, Rule]
+    opened: dict[str, Callable[[Writer, core.JaxprEqn, list[Value]], list[Value]]]
+    passed_on: Callable[[Writer, core.JaxprEqn, list[Value], list[Any]], list[Any]]

@@ -1,0 +1,145 @@
+"""`whole_batch=True`: value, gradients and aux are those of `jax.value_and_grad`."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import whole_losses
+from helpers import bits
+
+import ga_optax as ga
+
+pytestmark = pytest.mark.usefixtures("optax_promotion")
+EPS = np.finfo(np.float64).eps
+
+
+def assert_close(got, want, n):
+    """Sums of `n` terms in another order: each leaf is off by `c·n·eps·max|leaf|`."""
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    assert jax.tree.leaves(want)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        x, y = np.asarray(x), np.asarray(y)
+        assert x.shape == y.shape
+        assert x.dtype == y.dtype
+        if np.issubdtype(y.dtype, np.inexact):
+            bound = 200 * n * EPS * max(np.abs(y).max(initial=0), 1e-3)
+            np.testing.assert_allclose(x, y, rtol=0, atol=bound)
+        else:
+            np.testing.assert_array_equal(x, y)
+
+
+def check(fun, k, n=whole_losses.N, **options):
+    with jax.enable_x64(True):
+        args = whole_losses.arguments(n)
+        has_aux = options.get("has_aux", False)
+        want = jax.jit(jax.value_and_grad(fun, has_aux=has_aux))(*args)
+        step = ga.value_and_grad(
+            fun, k, whole_batch=True, accumulator_dtype=jnp.float64, **options
+        )
+        assert_close(jax.jit(step)(*args), want, n)
+
+
+# -- Losses ----------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("fast_compilation")
+@pytest.mark.parametrize("name", whole_losses.LOSSES)
+def test_every_loss_has_the_gradients_of_the_whole_batch(name):
+    check(whole_losses.LOSSES[name], 4)
+
+
+@pytest.mark.published
+@pytest.mark.usefixtures("fast_compilation")
+@pytest.mark.parametrize("k", [1, 2, 8, 16])
+@pytest.mark.parametrize("name", whole_losses.LOSSES)
+def test_every_loss_is_right_for_any_number_of_micro_batches(name, k):
+    check(whole_losses.LOSSES[name], k)
+
+
+@pytest.mark.quick
+def test_a_masked_mean_has_the_gradients_of_the_whole_batch():
+    check(whole_losses.masked, 8)
+
+
+def test_a_mean_over_rows_has_the_bits_of_the_loop_without_the_option():
+    def signed(x):
+        return np.asarray(x) + np.float32(0)
+
+    params, batch = whole_losses.arguments(dtype=np.float32)
+    for fun in (whole_losses.mean, whole_losses.classes):
+        plain = jax.jit(ga.value_and_grad(fun, 4))(params, batch)
+        whole = jax.jit(ga.value_and_grad(fun, 4, whole_batch=True))(params, batch)
+        # XLA gives the zero of an unused parameter either sign.
+        assert bits(jax.tree.map(signed, whole[1])) == bits(
+            jax.tree.map(signed, plain[1])
+        )
+        assert bits(whole[0]) == bits(plain[0])
+
+
+def test_an_axis_as_long_as_the_batch_is_not_taken_for_rows():
+    def fun(w, x):  # n features, k = n: one row a micro-batch
+        h = jnp.tanh(x @ w)
+        return ((h - h.mean(1, keepdims=True)) ** 2).mean() + (h.T @ h).std() + w.sum()
+
+    with jax.enable_x64(True):
+        w, x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 8, 8)))
+        step = ga.value_and_grad(fun, 8, whole_batch=True, accumulator_dtype="float64")
+        assert_close(jax.jit(step)(w, x), jax.value_and_grad(fun)(w, x), 8)
+
+
+# -- aux -------------------------------------------------------------------------------
+
+
+def test_aux_comes_back_as_fun_returns_it_for_the_whole_batch():
+    def fun(p, b):
+        h = b["x"] @ p["i"]
+        aux = {
+            "rows": h,
+            "columns": h.T,
+            "twice": jnp.concatenate([h, 2 * h]),
+            "mean": h.mean(0),
+            "count": b["m"].astype(int).sum(),
+            "labels": b["c"],
+            "kernel": h @ h.T,
+            "params": p["s"],
+            "number": 3,
+            "keys": jax.random.split(jax.random.key(0), 2),
+            "order": jnp.argmax(h, 0),
+            "running": jnp.cumsum(h, 0),
+        }
+        return whole_losses.batch_norm(p, b), aux
+
+    def data(out):
+        (value, aux), grads = out
+        return (value, aux | {"keys": jax.random.key_data(aux["keys"])}), grads
+
+    with jax.enable_x64(True):
+        args = whole_losses.arguments()
+        want = jax.value_and_grad(fun, has_aux=True)(*args)
+        step = ga.value_and_grad(
+            fun, 4, whole_batch=True, has_aux=True, accumulator_dtype=jnp.float64
+        )
+        want[0][1]["number"] = jnp.asarray(3)
+        assert_close(data(jax.jit(step)(*args)), data(want), whole_losses.N)
+
+
+# -- Errors ----------------------------------------------------------------------------
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"weight_fn": lambda b: 1},
+        {"aux": "mean"},
+        {"rng_argnums": 2},
+        {"rng_argnames": "key"},
+        {"carry_argnums": 2},
+        {"axis_name": "rows"},
+    ],
+    ids=lambda option: next(iter(option)),
+)
+def test_options_without_a_place_raise_and_say_why(option):
+    name = next(iter(option))
+    with pytest.raises(ValueError, match=f"With whole_batch=True {name} must be left"):
+        ga.value_and_grad(whole_losses.mean, 4, whole_batch=True, **option)
