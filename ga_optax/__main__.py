@@ -14,6 +14,7 @@ an argument is wrong, the user's code raised, or the numbers cannot be compared.
 import argparse
 import ast
 import dataclasses
+import difflib
 import enum
 import importlib
 import importlib.metadata
@@ -30,9 +31,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ga_optax._checks import one_of
 from ga_optax._compiled.audit import audit
 from ga_optax._compiled.plan import NothingFitsError, parse_bytes, plan
-from ga_optax._verify import Cause, verify
+from ga_optax._verify import verify
 
 Answer = tuple[object, int]
 _INPUTS = "MODULE:MAKE_INPUTS"
@@ -151,7 +153,7 @@ def _verify(arguments: argparse.Namespace) -> Answer:
     options = {n: getattr(arguments, n) for n in ("has_aux", "batch_axes", "axis_name")}
     options |= {"weight_fn": weight_fn, "rng": rng}
     report = verify(loss, params, batch, arguments.num_microbatches, **options)
-    return report, 2 if report.cause is Cause.NOT_FINITE else int(not report.ok)
+    return report, 2 if math.isnan(report.relative) else int(not report.ok)
 
 
 def _verify_arguments(add: Callable[..., Any]) -> None:
@@ -316,14 +318,21 @@ def _function(name: str) -> Callable[..., Any]:
         found = operator.attrgetter(attribute)(found)
     except AttributeError as missing:
         raise _WrongInputError(
-            f"module {module_name!r} has no {attribute!r}: {missing}. Check the name."
+            f"{name!r} must name a function, but {missing}.{_meant(missing)}"
         ) from None
     if not callable(found):
         raise _WrongInputError(
-            f"{name!r} must be a function, but it is a {type(found).__name__}. Name "
-            "the function, not its value."
+            f"{name!r} must be a function, but it is of type {type(found).__name__}. "
+            "Name the function, not its value."
         )
     return found
+
+
+def _meant(missing: AttributeError) -> str:
+    """The public names that are there, if they look like the one that is missing."""
+    names = [name for name in dir(missing.obj) if not name.startswith("_")]
+    close = difflib.get_close_matches(str(missing.name), names)
+    return f" Did you mean {one_of(close)}?" if close else " Check the name."
 
 
 def _inputs(

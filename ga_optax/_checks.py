@@ -7,6 +7,7 @@ what to do.
 import math
 import numbers
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -58,9 +59,9 @@ def divisors(n: int) -> list[int]:
     return sorted({*small, *(n // d for d in small)})
 
 
-def one_of(numbers: list[int]) -> str:
-    """Numbers to choose from, in words: "1, 2 or 4"."""
-    return " or ".join(", ".join(map(str, numbers)).rsplit(", ", 1))
+def one_of(choices: Sequence[object]) -> str:
+    """What to choose from, in words: "1, 2 or 4"."""
+    return " or ".join(", ".join(map(str, choices)).rsplit(", ", 1))
 
 
 def check_num_microbatches(value: Any) -> int:

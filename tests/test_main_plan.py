@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from jax.experimental import topologies
 
 from ga_optax.__main__ import main
 
@@ -73,6 +74,23 @@ def test_the_answer_follows_the_limit(capsys):
     assert "num_microbatches=1 of 4096 examples" in capsys.readouterr().out
 
 
+def test_a_compiler_that_is_not_installed_is_said_without_a_traceback(
+    monkeypatch, capsys
+):
+    def missing(*_, **__):
+        raise NotImplementedError("topology not implemented for cuda")
+
+    monkeypatch.setattr(topologies, "get_topology_desc", missing)
+    with pytest.raises(SystemExit) as error:
+        plan("make_step", "make_inputs", "--target", "h100")
+    assert error.value.code == 2
+    err = capsys.readouterr().err
+    assert 'pip install "ga_optax[target-gpu]"' in err
+    assert "topology not implemented for cuda" in err
+    assert "Traceback" not in err
+    assert len(err) < 800
+
+
 def test_where_nothing_fits_the_status_is_1_and_the_page_says_what_it_takes(capsys):
     assert plan("make_step", "make_inputs", "--memory-limit", "1000KiB", *FEW) == 1
     out = capsys.readouterr().out
@@ -112,7 +130,7 @@ def test_the_command_runs_as_it_is_printed_in_its_help(tmp_path):
         ("make_step", "make_inputs", ("--memory-limit", "16G"), "but it is '16G'"),
         ("make_step", "one_thing", (), "must return the arguments of the step"),
         ("make_step", "ragged", (), "no common axis 0. Pass --batch-size"),
-        ("make_steps", "make_inputs", (), "has no 'make_steps'"),
+        ("make_steps", "make_inputs", (), "Did you mean make_step"),
         ("not_jitted", "make_inputs", LIMIT, "which has no `lower`"),
         (
             "make_step",

@@ -100,6 +100,16 @@ def assert_cause(report, cause):
     assert report.fix in report.message
 
 
+def test_ulps_are_shown_of_rounding_alone():
+    """Between wrong gradients lie billions of numbers, which says nothing."""
+    report = ga.verify(mean_loss, linear_params(), linear_batch(), K)
+    assert "ULPs" in str(report)
+    report = ga.verify(sum_loss, linear_params(), linear_batch(), K)
+    assert report.max_ulp > 1_000_000
+    assert "ULPs" not in str(report)
+    assert str(report.max_ulp) not in str(report)
+
+
 def assert_weights(report, counts, rtol=1e-3):
     expected = np.asarray(counts) / np.sum(counts)
     assert report.weights is not None

@@ -18,6 +18,8 @@ _KIND = re.compile(
     r"ragged-all-to-all|reduce-scatter)(?:-start)?"
 )
 _REDUCTIONS = ("all-reduce", "reduce-scatter")
+# The scopes in which gradients of a whole window are reduced.
+_MERGE = {"merge", "ga_optax.merge"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,28 +110,49 @@ class Audit:
         bytes_ = f"{amount} bytes a call on each device"
         counted = f"{number} collective" + ("s" if number > 1 else "")
         if not self.in_loop:
-            verdict = f"{counted}, none in a loop: {bytes_}."
-            others = [c for c in self.collectives if c.kind not in _REDUCTIONS]
-            moved = sum(c.num_bytes for c in others)
-            if moved:
-                verdict += (
-                    f" {moved:,} of them move data between devices without reducing "
-                    "it. A step with sharded parameters or logical devices needs that. "
-                    "If the data is the batch, pass data_axis= to value_and_grad, or "
-                    "every device may compute the whole batch."
-                )
-            return verdict
+            return f"{counted}, none in a loop: {bytes_}.{self._about_moved_data()}"
         largest = max(self.in_loop, key=lambda c: c.num_bytes)
         unknown = largest.times is None
         often = "in every iteration" if unknown else f"{largest.times:,} times a call"
         if largest.conditional:
             often = f"at most {often}, as it is in a branch"
+        belongs = (
+            "what a sharded model needs for its activations or parameters, or a "
+            "layer's gradient with overlap=True"
+        )
+        advice = (
+            f"Gradients are reduced outside of loops already (scope merge), so it is "
+            f"most likely {belongs}."
+            if self._merges
+            else "If that is a gradient, pass data_axis= to value_and_grad, which "
+            'reduces it once, after the loop, unless sync="each" asks for one in every '
+            f"iteration. If it is {belongs}, it belongs there."
+        )
         return (
             f"{counted}, {len(self.in_loop)} in a loop: {bytes_}. The largest in a "
-            f"loop is {largest.kind} of {largest.num_bytes:,} bytes, {often}. If that "
-            "is a gradient, pass data_axis= to value_and_grad, which reduces it once, "
-            "after the loop. If it is what a sharded model needs for its activations "
-            "or parameters, or a layer's gradient with overlap=True, it belongs there."
+            f"loop is {largest.kind} of {largest.num_bytes:,} bytes, {often}. {advice}"
+        )
+
+    @property
+    def _merges(self) -> bool:
+        """Whether gradients are reduced once, as with `data_axis=`: by our scopes."""
+        once = (c.source.split("/") for c in self.collectives if not c.loops)
+        return any(not _MERGE.isdisjoint(scopes) for scopes in once)
+
+    def _about_moved_data(self) -> str:
+        others = [c for c in self.collectives if c.kind not in _REDUCTIONS]
+        moved = sum(c.num_bytes for c in others)
+        if not moved:
+            return ""
+        said = (
+            f" {moved:,} of them move data between devices without reducing it. A step "
+            "with sharded parameters or logical devices needs that."
+        )
+        if self._merges:
+            return said
+        return (
+            f"{said} If the data is the batch, pass data_axis= to value_and_grad, or "
+            "every device may compute the whole batch."
         )
 
 

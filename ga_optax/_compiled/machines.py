@@ -135,4 +135,4 @@ def find(name: str) -> Target:
             f"target={name!r} needs XLA's compiler for it, which did not start: "
             f'{error}. Install it with `pip install "ga_optax[{extra}]"`; if it is '
             "there, check the topology."
-        ) from error
+        ) from None

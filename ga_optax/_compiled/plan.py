@@ -152,7 +152,7 @@ def plan(
       make_step: a function of `num_microbatches` that returns a jitted function of
         `args`. Donate the arguments that you donate in training.
       *args: the arguments of the step: arrays, or `jax.ShapeDtypeStruct`, with their
-        shardings if they have any.
+        shardings if they have any; NNX modules too if the step is under `nnx.jit`.
       batch_size: examples in a batch. Each candidate must divide it.
       memory_limit: bytes on one device: a number, or a string such as "16GiB" (GiB =
         2^30 bytes, GB = 10^9). None takes the limit of the target, or of the smallest
@@ -191,46 +191,38 @@ def plan(
         "Pass the function that builds your step.",
     )
 
-    tried: dict[int, Candidate] = {}
-    causes: list[Exception] = []
-
-    def fits(k: int) -> bool | None:
-        """Whether k fits; None if it failed, which says nothing about memory."""
-        say = functools.partial(print, file=sys.stderr, flush=True)
-        say(f"plan: num_microbatches={k}: compiling ...", end="")
-        c = tried[k] = _try(make_step, args, k, limit, causes)
-        outcome = f"failed: {c.error}"
-        if c.bytes is not None:
-            outcome = f"{format_bytes(c.bytes)}, {'fits' if c.fits else 'does not fit'}"
-        say(f" {outcome} ({c.seconds:.1f} s)")
-        return None if c.error and not _is_too_large(c) else c.fits
-
+    search = _Search(make_step, limit)
     place = machine.arguments if machine else contextlib.nullcontext
     with place(args) as args:
-        answer = _smallest_that_fits(choices, fits)
-    seen = tuple(tried[k] for k in sorted(tried))
-    untried = tuple(k for k in choices if k not in tried)
-    if answer is not None:
-        return Plan(answer, batch_size, limit, seen, untried)
+        answer = search.smallest_that_fits(choices, args)
+    seen = tuple(search.tried[k] for k in sorted(search.tried))
+    untried = tuple(k for k in choices if k not in search.tried)
+    if answer is None:
+        page = _page(seen, untried, batch_size, "Nothing fits.")
+        raise _nothing_fits(seen, limit, page) from search.cause(seen)
+    return Plan(answer, batch_size, limit, seen, untried)
+
+
+def _nothing_fits(seen: Sequence[Candidate], limit: int, page: str) -> ValueError:
+    """The error if there is no answer."""
     needs = [(c.bytes, c.num_microbatches) for c in seen if c.bytes is not None]
     todo = (
         "Allow more micro-batches, donate the arguments that the step replaces, use "
-        "jax.checkpoint, or shard over more devices.\n"
-        + _page(seen, untried, batch_size, "Nothing fits.")
+        f"jax.checkpoint, or shard over more devices.\n{page}"
     )
     if all(_is_too_large(c) for c in seen):
-        raise NothingFitsError(
+        return NothingFitsError(
             f"The step must fit into {format_bytes(limit)}, but the compiler says of "
             f"every candidate that it does not. {todo}"
-        ) from causes[-1]
+        )
     if not needs:
-        raise ValueError(
+        return ValueError(
             f"At least one candidate must compile, but all {len(seen)} that were "
             f"tried failed; num_microbatches={seen[0].num_microbatches} with "
             f"{seen[0].error}. Call make_step yourself, and its lower(*args)."
-        ) from causes[0]
+        )
     need, k = min(needs)
-    raise NothingFitsError(
+    return NothingFitsError(
         f"The step must fit into {format_bytes(limit)}, but no candidate does: the "
         f"smallest need is {format_bytes(need)} ({need} bytes), with "
         f"num_microbatches={k}. {todo}"
@@ -242,67 +234,96 @@ def _is_too_large(candidate: Candidate) -> bool:
     return "RESOURCE_EXHAUSTED" in (candidate.error or "")
 
 
-def _smallest_that_fits(
-    todo: list[int], fits: Callable[[int], bool | None]
-) -> int | None:
-    """The smallest candidate that fits, if the need falls after the first one."""
-    first, *rest = todo
-    if fits(first):
-        return first
-    answer = None
-    while rest:
-        middle = len(rest) // 2
-        answered = fits(rest[middle])
-        if answered is None:
-            del rest[middle]
-        elif answered:
-            answer, rest = rest[middle], rest[:middle]
+class _Search:
+    """Compiles candidates, and remembers what they need.
+
+    Attributes:
+      tried: what was found, by the number of micro-batches.
+    """
+
+    def __init__(self, make_step: Callable[[int], Step], limit: int) -> None:
+        self.tried: dict[int, Candidate] = {}
+        self._make_step, self._limit = make_step, limit
+        self._causes: list[Exception] = []
+
+    def smallest_that_fits(self, todo: list[int], args: tuple[Any, ...]) -> int | None:
+        """The smallest candidate that fits, if the need falls after the first one."""
+        first, *rest = todo
+        if self._fits(first, args):
+            return first
+        answer = None
+        while rest:
+            middle = len(rest) // 2
+            fits = self._fits(rest[middle], args)
+            if fits is None:
+                del rest[middle]
+            elif fits:
+                answer, rest = rest[middle], rest[:middle]
+            else:
+                rest = rest[middle + 1 :]
+        return answer
+
+    def cause(self, seen: Sequence[Candidate]) -> Exception | None:
+        """The error of a candidate, if none of them could be sized."""
+        if all(_is_too_large(c) for c in seen):
+            return self._causes[-1]
+        return None if any(c.error is None for c in seen) else self._causes[0]
+
+    def _fits(self, k: int, args: tuple[Any, ...]) -> bool | None:
+        """Whether k fits; None if it failed, which says nothing about memory."""
+        say = functools.partial(print, file=sys.stderr, flush=True)
+        say(f"plan: num_microbatches={k}: compiling ...", end="")
+        start = time.perf_counter()
+        try:
+            with in_place.recorded() as lines:
+                step = self._make_step(k)
+                lower = getattr(step, "lower", None)
+                compiled = None if lower is None else lower(*args).compile()
+        except Exception as error:  # of the user's code or of the compiler: reported
+            self._causes.append(error)
+            message = f"{type(error).__name__}: {str(error).strip() or 'no message'}"
+            found = Candidate(k, error=message.splitlines()[0])
         else:
-            rest = rest[middle + 1 :]
-    return answer
+            _check_compiled(k, step, compiled)
+            found = _sized(k, compiled, lines)
+        found = dataclasses.replace(
+            found,
+            fits=found.bytes is not None and found.bytes <= self._limit,
+            seconds=time.perf_counter() - start,
+        )
+        self.tried[k] = found
+        outcome = f"failed: {found.error}"
+        if found.bytes is not None:
+            fits = "fits" if found.fits else "does not fit"
+            outcome = f"{format_bytes(found.bytes)}, {fits}"
+        say(f" {outcome} ({found.seconds:.1f} s)")
+        return None if found.error and not _is_too_large(found) else found.fits
 
 
-def _try(
-    make_step: Callable[[int], Step],
-    args: tuple[Any, ...],
-    k: int,
-    limit: int,
-    causes: list[Exception],
-) -> Candidate:
-    """Compiles a candidate and reads its sizes; adds the error, if any, to `causes`."""
-    start = time.perf_counter()
-    try:
-        with in_place.recorded() as lines:
-            step = make_step(k)
-            lower = getattr(step, "lower", None)
-            lowered = None if lower is None else lower(*args)
-        compiled = None if lowered is None else lowered.compile()
-    except Exception as error:  # of the user's code or of the compiler: reported
-        causes.append(error)
-        message = f"{type(error).__name__}: {str(error).strip() or 'no message'}"
-        seconds = time.perf_counter() - start
-        return Candidate(k, error=message.splitlines()[0], seconds=seconds)
+def _check_compiled(k: int, step: Any, compiled: Any) -> None:
     if compiled is None:
         raise TypeError(
             "make_step must return a jitted function, but for num_microbatches="
             f"{k} it returned a {type(step).__name__}, which has no `lower`. Return "
             "jax.jit(step)."
         )
-    analysis = compiled.memory_analysis()
-    if analysis is None:
+    if compiled.memory_analysis() is None:
         raise ValueError(
             "The backend must report the memory of compiled programs, but "
             f"{jax.default_backend()!r} reports none. Plan on another backend."
         )
-    kinds = "argument", "output", "alias"
+
+
+def _sized(k: int, compiled: Any, lines: Sequence[str]) -> Candidate:
+    """What a compiled step needs, and which gradients it adds in place."""
+    analysis = compiled.memory_analysis()
     sizes: Any = {
-        kind: int(getattr(analysis, f"{kind}_size_in_bytes")) for kind in kinds
+        kind: int(getattr(analysis, f"{kind}_size_in_bytes"))
+        for kind in ("argument", "output", "alias")
     }
     notes = (f"Gradients added {line}." for line in lines)
     notes = tuple(note.replace("added not", "not added", 1) for note in notes)
-    seconds = time.perf_counter() - start
-    sized = Candidate(k, temporaries(analysis), **sizes, seconds=seconds, notes=notes)
-    return dataclasses.replace(sized, fits=(sized.bytes or 0) <= limit)
+    return Candidate(k, temporaries(analysis), **sizes, notes=notes)
 
 
 def temporaries(analysis: Any) -> int:

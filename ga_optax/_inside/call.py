@@ -63,7 +63,7 @@ class Call(NamedTuple):
         options = options._replace(optimize=optimize)
         call = cls(options, args, kwargs, options.roles(len(args), kwargs))
         for i in call.roles["argnums"]:
-            _check_parameters(i, call.at(i))
+            check_parameters(i, call.at(i))
             check_gradients(call.at(i), call.at(i), name=_argument(i))
         for i in call.roles["rng_argnums"]:
             _check_keys(i, call.at(i))
@@ -277,7 +277,7 @@ def _line(call: Call, role: str, place: Place) -> str:
     return f"{NAMES[role] if named else role}={value!r}"
 
 
-def _check_parameters(place: Place, tree: Any) -> None:
+def check_parameters(place: Place, tree: Any) -> None:
     """Raises if parameters of a Flax module come with other state of it."""
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
@@ -289,8 +289,9 @@ def _check_parameters(place: Place, tree: Any) -> None:
         raise TypeError(
             f"What is differentiated must be parameters alone, but leaf {path} of "
             f"{_argument(place)} is of type {type(node).__name__}, and fun could not "
-            "update it. Use ga_optax.flax.value_and_grad; or split it off, as in "
-            "nnx.split(model, nnx.Param, ...)."
+            "update it. Use the functions of ga_optax.flax, which take modules; or "
+            "graph, params, rest = nnx.split(model, nnx.Param, ...), and "
+            "nnx.merge(graph, params, rest, copy=True) in fun."
         )
 
 

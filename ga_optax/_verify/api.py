@@ -11,6 +11,7 @@ from jax.typing import ArrayLike
 
 from ga_optax import _checks
 from ga_optax._devices import membership, meshes
+from ga_optax._inside.call import check_parameters
 from ga_optax._inside.microbatch import value_and_grad
 from ga_optax._inside.options import FromAux, check_weight_fn
 from ga_optax._verify.report import Report
@@ -166,6 +167,7 @@ def _check(fun: Any, params: Any, batch: Any, rng: Any) -> None:
     """Checks what `value_and_grad` does not, or says in other words."""
     _checks.check_callable("fun", fun, "of params and batch", "Pass the loss itself.")
     _checks.check_not_empty("params", params, "Pass the parameters, then the batch.")
+    check_parameters(0, params)
     _checks.check_gradients(params, params, name="params", expected="params")
     _checks.check_not_empty("batch", batch, "Pass the examples along axis 0 of arrays.")
     if rng is not None:

@@ -81,7 +81,9 @@ def _difference(cause: Cause, native: Native) -> str:
         return ""
     if not comparison.agrees:
         off = _of_norm(norm(comparison.difference), comparison.relative_norm)
-        leaf = native.leaves[int(np.argmax(comparison.relative))]
+        # Not a leaf whose gradient is zero but for rounding.
+        real = comparison.difference > comparison.allowed()
+        leaf = native.leaves[int(np.argmax(np.where(real, comparison.relative, -1.0)))]
         return f"""The accumulated gradient is off by {off}, the most on {leaf.name}:
             {_share(leaf.relative)}."""
     off = _of_norm(native.distance, native.relative)

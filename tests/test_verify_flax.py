@@ -1,0 +1,133 @@
+"""`ga_optax.flax.verify` and `.plan`: losses and steps of modules."""
+
+import types
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+import ga_optax as ga
+import ga_optax.flax
+from ga_optax import Cause
+from ga_optax._compiled import machines
+
+pytestmark = pytest.mark.usefixtures("fast_compilation")
+
+X = jax.random.normal(jax.random.key(0), (8, 3))
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs, axis_name=None):
+        self.first = nnx.Linear(3, 4, rngs=rngs)
+        self.norm = nnx.BatchNorm(4, rngs=rngs, axis_name=axis_name)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return jnp.tanh(self.norm(self.first(x)))
+
+
+def loss(model, x):
+    return jnp.mean(model(x)[:, 0] ** 2)
+
+
+def test_batch_normalisation_of_a_module_is_a_cross_example_term():
+    model = Model(nnx.Rngs(0))
+    before = jax.tree.leaves(nnx.state(model))
+    report = ga_optax.flax.verify(loss, model, X, 4)
+    assert report.cause is Cause.CROSS_EXAMPLE, report
+    names = {leaf.name for leaf in report.leaves}
+    assert "leaf ['first']['kernel']" in names
+    # The bias before the normalisation has no gradient, so it differs the most.
+    assert "the most on leaf ['first']['bias']" not in report.message
+    for old, new in zip(before, jax.tree.leaves(nnx.state(model)), strict=True):
+        assert old is new  # of running statistics, too
+    model.eval()
+    assert ga_optax.flax.verify(loss, model, X, 4).ok
+    over_rows = Model(nnx.Rngs(0), axis_name="rows")
+    assert ga_optax.flax.verify(loss, over_rows, X, 4, axis_name="rows").ok
+
+
+def test_a_module_where_parameters_belong_is_told_of_both_ways_that_work():
+    model = Model(nnx.Rngs(0))
+    with pytest.raises(TypeError, match=r"nnx.merge\(.*, copy=True\)"):
+        ga.verify(loss, model, X, 4)
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    report = ga.verify(
+        lambda params, x: loss(nnx.merge(graph, params, rest, copy=True), x),
+        params,
+        X,
+        4,
+    )
+    assert report.cause is Cause.CROSS_EXAMPLE
+    # The twin: what the message said before.
+    with pytest.raises(Exception, match="different trace level"):
+        ga.verify(lambda p, x: loss(nnx.merge(graph, p, rest), x), params, X, 4)
+
+
+def test_all_options_of_verify_reach_a_loss_of_a_module():
+    def noisy(model, batch, key):
+        model.dropout.rngs = nnx.Rngs(key)
+        h = model.dropout(model.first(batch["x"])) * batch["mask"][:, None]
+        return jnp.sum(h**2) / jnp.sum(batch["mask"]), batch
+
+    def masked(model, batch):
+        return noisy(model, batch, jax.random.key(0))
+
+    batch = {"x": X, "mask": jnp.asarray([1.0, 1, 1, 1, 1, 0, 0, 1])}
+    model = Model(nnx.Rngs(0))
+    by_mask = {"has_aux": True, "weight_fn": lambda batch: batch["mask"].sum()}
+    verify = ga_optax.flax.verify
+    report = verify(noisy, model, batch, 2, rng=jax.random.key(1), **by_mask)
+    assert report.cause is Cause.RANDOMNESS, report
+    model.eval()
+    assert verify(masked, model, batch, 2, **by_mask).ok
+    only = verify(masked, model, batch, 2, wrt=nnx.PathContains("bias"), **by_mask)
+    names = [leaf.name for leaf in only.leaves]
+    assert names == ["leaf ['first']['bias']", "leaf ['norm']['bias']"]
+    report = verify(masked, model, batch, 2, has_aux=True)
+    assert report.cause is Cause.WEIGHTS, report
+    with pytest.raises(ValueError, match="wrt"):
+        verify(masked, model, batch, 2, wrt=nnx.LoRAParam, **by_mask)
+
+
+def make_inputs():
+    model = Model(nnx.Rngs(0))
+    return model, nnx.Optimizer(model, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)
+
+
+def make_step(num_microbatches):
+    gradient = ga_optax.flax.value_and_grad(loss, num_microbatches)
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        value, grads = gradient(model, x)
+        optimizer.update(model, grads)
+        return value
+
+    return step
+
+
+def test_plan_takes_modules_and_modules_that_hold_shapes_alone():
+    options = {"batch_size": 4096, "candidates": [1, 16]}
+    x = jax.ShapeDtypeStruct((4096, 3), jnp.float32)
+    plan = ga_optax.flax.plan
+    sizes = [
+        plan(make_step, *inputs, x, memory_limit="1GiB", **options).bytes
+        for inputs in (make_inputs(), nnx.eval_shape(make_inputs))
+    ]
+    assert sizes[0] == sizes[1]
+    found = plan(make_step, *make_inputs(), x, memory_limit=sizes[0] - 1, **options)
+    assert found.num_microbatches == 16
+
+
+def test_a_target_takes_modules():
+    topology = types.SimpleNamespace(devices=jax.devices()[:1])
+    args = (*make_inputs(), X)
+    with machines.Target(topology, 1).arguments(args) as placed:
+        compiled = make_step(2).lower(*placed).compile()
+    assert isinstance(placed[0], Model)
+    leaves = jax.tree.leaves(placed)
+    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
+    assert compiled.memory_analysis().argument_size_in_bytes > 0
