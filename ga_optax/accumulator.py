@@ -327,7 +327,7 @@ def _by_part(
 
 def cleared(total: jax.Array, empty: jax.Array) -> jax.Array:
     """`total`, or -0.0 everywhere if it holds nothing yet."""
-    return jnp.where(empty, -jnp.zeros_like(total), total)
+    return jnp.where(empty, -jnp.zeros([], total.dtype), total)
 
 
 def add_terms(

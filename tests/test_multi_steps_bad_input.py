@@ -354,6 +354,72 @@ def test_a_state_that_is_none_raises():
         tx.update(GRADS, SGD.init(PARAMS), PARAMS)
 
 
+def test_swapped_arguments_are_called_swapped():
+    tx = ga.MultiSteps(SGD, 2)
+    chain = optax.chain(tx, optax.scale(1.0))
+    state = tx.init(PARAMS)
+    for call in (
+        lambda: ga.apply_gradients(tx, GRADS, PARAMS, state),
+        lambda: ga.apply_gradients(tx, state, GRADS, PARAMS),
+        lambda: ga.apply_gradients(chain, GRADS, PARAMS, chain.init(PARAMS)),
+        lambda: tx.update(GRADS, PARAMS, state),
+        lambda: tx.update(state, GRADS, PARAMS),
+        lambda: ga.flush(tx, PARAMS, state),
+    ):
+        with pytest.raises(TypeError, match=r"Swapped\?.*grads, state, params"):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: ga.MultiSteps(ga.MultiSteps(SGD, 4), 2), r"2 x 4 = 8 micro-steps"),
+        (lambda: ga.MultiSteps(optax.MultiSteps(SGD, 4), 2), "it is an optax.MultiS"),
+        (
+            lambda: ga.MultiSteps(optax.chain(SGD, ga.MultiSteps(SGD, 4)), 2),
+            r"holds a MultiStepsState at \[1\].*k x \(its k\)",
+        ),
+        (
+            lambda: ga.MultiSteps(
+                optax.chain(optax.MultiSteps(SGD, 4).gradient_transformation()), 2
+            ),
+            r"holds a MultiStepsState at \[0\]",
+        ),
+    ],
+    ids=["ours", "theirs", "ours-chained", "theirs-chained"],
+)
+def test_windows_of_windows_are_refused(make, words):
+    with pytest.raises(ValueError, match=words):
+        make().init(PARAMS)
+
+
+DECIDES = {
+    "skip_state": {"should_skip_update_fn": optax.skip_not_finite},
+    "drop_state": {"should_drop_window_fn": ga.drop_window_if_not_finite},
+}
+
+
+@pytest.mark.parametrize("field", DECIDES)
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("made", ["before", "from_optax", "otherwise"])
+def test_a_state_made_without_what_decides_names_the_argument(field, jit, made):
+    (name,) = DECIDES[field]
+    tx = ga.MultiSteps(SGD, 2, **DECIDES[field])
+    old = {
+        "before": lambda: ga.MultiSteps(SGD, 2).init(PARAMS),
+        "from_optax": lambda: ga.from_optax(optax.MultiSteps(SGD, 2).init(PARAMS)),
+        "otherwise": lambda: tx.init(PARAMS)._replace(**{field: {"other": W}}),
+    }[made]()
+    apply = functools.partial(ga.apply_gradients, tx)
+    apply = jax.jit(apply) if jit else apply
+    with pytest.raises(ValueError, match=rf"(?s){field}.*{name}.*_replace\({field}="):
+        apply(GRADS, old, PARAMS)
+    # What the message advises works, in the middle of a window too.
+    held = old._replace(mini_step=jnp.int32(1))
+    new = held._replace(**{field: getattr(tx.init(PARAMS), field)})
+    assert int(apply(GRADS, new, PARAMS)[1].gradient_step) == 1
+
+
 @pytest.mark.parametrize("dtype", [jnp.int32, bool, jnp.complex64])
 def test_an_accumulator_dtype_that_is_not_floating_raises(dtype):
     with pytest.raises(TypeError, match="floating dtype"):

@@ -1,5 +1,6 @@
 """`MultiSteps` on many devices: micro-steps that do not communicate, one reduction."""
 
+import contextlib
 import functools
 
 import jax
@@ -361,6 +362,30 @@ def test_the_accumulator_is_sharded_as_the_parameters_from_init_on(kind):
         assert state.total["w"].sharding.shard_shape((WIDTH, WIDTH)) == shard
     assert int(ga.stats(state).steps) == 1
     np.testing.assert_allclose(params["w"], 0.99, rtol=1e-5)
+
+
+@pytest.mark.parametrize("k", [1, 2])
+@pytest.mark.parametrize("weight", [None, 2.0])
+@pytest.mark.parametrize("dtypes", [("f4", "f4"), ("bf16", "f4"), ("bf16", "bf16")])
+@pytest.mark.parametrize("known", ["context", "arrays"])
+def test_updates_are_sharded_as_explicit_axes_say(known, dtypes, weight, k):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))
+    of_params, of_sums = ({"f4": jnp.float32, "bf16": jnp.bfloat16}[d] for d in dtypes)
+    specs = {"w": P("data", None), "b": P(None)}
+    shapes = {"w": (8, 4), "b": (3,)}
+    params = {
+        name: jax.device_put(jnp.ones(shapes[name], of_params), NamedSharding(mesh, p))
+        for name, p in specs.items()
+    }
+    tx = ga.MultiSteps(optax.sgd(1.0), k, accumulator_dtype=of_sums)
+    with jax.set_mesh(mesh) if known == "context" else contextlib.nullcontext():
+        state, update = tx.init(params), functools.partial(tx.update, weight=weight)
+        for call in (update, jax.jit(update)):
+            for _ in range(2 * k):
+                updates, state = call(params, state, params)
+        for name, x in updates.items():
+            assert jax.typeof(x).sharding.spec == specs[name]
+            np.testing.assert_array_equal(np.asarray(x, np.float32), -1)
 
 
 def test_extra_arguments_are_averaged_over_devices_and_the_data_may_end_a_window():

@@ -67,10 +67,10 @@ class Closing:
     def _run(self, buffer: Buffer) -> _Outcome:
         """A step, unless the window is dropped."""
         buffer = self.reuse.within(buffer, closes=True)
-        state, should_drop = self.state, self._config.should_drop
-        if should_drop is None:
+        state = self.state
+        if self._config.should_drop is None:
             return self._step(buffer, state.drop_state)
-        drop, drop_state = self.request.ask(should_drop, buffer.values[0], state)
+        drop, drop_state = self.request.ask("drop", buffer.values[0], state)
         drop_state = choices.cast_like(drop_state, state.drop_state)
         return self.when.choose(
             ~drop,

@@ -14,7 +14,7 @@ from ga_optax import accumulator
 from ga_optax._across import noise_scale
 from ga_optax._across.state import MultiStepsState, state_type
 from ga_optax._across.storage import ManyDevices, OneDevice
-from ga_optax._checks import check_int, is_int
+from ga_optax._checks import check_int, is_int, nodes_of
 from ga_optax.accumulator import Accumulator
 
 SkipFn = Callable[[Any, Any, Any], tuple[Any, Any]]
@@ -56,10 +56,15 @@ class Config:
             zeros, _ = sums(acc)
             _, drop_state = checked(self.should_drop(zeros, acc.count, params))
         total, arg_totals = sums(held)
+        inner = self.inner.init(params)
+        for kind in (MultiStepsState, optax.MultiStepsState):
+            for path in nodes_of(kind, inner):
+                held = f"its state holds a {kind.__name__} at {path}"
+                raise windows_of_windows(held, self.every_k)
         return state_type(self.storage.use_grad_mean)(
             mini_step=acc.count,
             gradient_step=jnp.zeros([], jnp.int32),
-            inner_opt_state=self.inner.init(params),
+            inner_opt_state=inner,
             total=() if self.every_k == 1 else total,
             skip_state=skip_state,
             drop_state=drop_state,
@@ -113,6 +118,17 @@ def check_every_k(k: Any) -> Any:
             f"{type(k).__name__}. {todo}"
         )
     return k
+
+
+def windows_of_windows(what: str, k: Any, own: Any = "its k") -> ValueError:
+    """The error if the inner optimizer accumulates itself, in windows of `own`."""
+    known = isinstance(k, int) and isinstance(own, int)
+    times = f"{k} x {own} = {k * own}" if known else "k x (its k)"
+    return ValueError(
+        f"opt must not accumulate itself, but {what}. Its windows would be windows of "
+        f"windows, with one step in {times} micro-steps. Pass the optimizer that it "
+        "was made of, and the k that is meant."
+    )
 
 
 def checked(answer: Any) -> tuple[jax.Array, Any]:

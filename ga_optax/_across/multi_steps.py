@@ -22,10 +22,16 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from ga_optax._across import window
-from ga_optax._across.config import Config, SkipFn, check_every_k
+from ga_optax._across.config import (
+    Config,
+    SkipFn,
+    check_every_k,
+    windows_of_windows,
+)
 from ga_optax._across.request import Request
 from ga_optax._across.state import (
     MultiStepsState,
+    find_states,
     has_updated,
     some_states,
     state_type,
@@ -154,7 +160,8 @@ class MultiSteps(optax.GradientTransformationExtraArgs):
 
     Raises:
       TypeError: if an argument has the wrong type.
-      ValueError: if k is known and less than 1, or if arguments contradict each other.
+      ValueError: if k is known and less than 1, if arguments contradict each other, or
+        if `opt` accumulates itself (in a chain, `init` raises).
     """
 
     _config: Config
@@ -174,67 +181,20 @@ class MultiSteps(optax.GradientTransformationExtraArgs):
         data_axis: str | Sequence[str] | None = None,
     ) -> "MultiSteps":
         """Builds the pair of pure functions; see the class for the arguments."""
-        if not (hasattr(opt, "init") and hasattr(opt, "update")):
-            raise TypeError(
-                "opt must be an optax.GradientTransformation, but it is "
-                f"{opt!r}. Call the factory: optax.adam(1e-3), not optax.adam."
-            )
-        if should_skip_update_fn is drop_window_if_not_finite:
-            raise ValueError(
-                "should_skip_update_fn must decide on one micro-step, but it is "
-                "drop_window_if_not_finite, which decides on a window. Pass "
-                "should_drop_window_fn=ga_optax.drop_window_if_not_finite."
-            )
-        functions = (should_skip_update_fn, should_drop_window_fn)
-        for (name, example), fn in zip(_DECIDE.items(), functions, strict=True):
-            if fn is not None:
-                what = "(updates, step, params) -> (skip, skip_state)"
-                todo = f"Pass {example}, for example, or None."
-                check_callable(name, fn, what, todo)
-        if not isinstance(track_noise, bool):
-            raise TypeError(
-                f"track_noise must be a Python bool, but it is {track_noise!r}. It "
-                "decides what the state holds: pass True or False."
-            )
-        axes = meshes.check_data_axis(data_axis)
-        if axes and track_noise:
-            raise ValueError(
-                "track_noise must be False with a data_axis, but data_axis is "
-                f"{data_axis!r}. Track the noise in a run on one device."
-            )
-        mean = bool(use_grad_mean)
-        names = _check_argnames(mean_argnames)
+        axes, mean = meshes.check_data_axis(data_axis), bool(use_grad_mean)
+        _check_decides(should_skip_update_fn, should_drop_window_fn)
+        _check_tracks(track_noise, data_axis)
         config = Config(
-            inner=optax.with_extra_args_support(opt),
+            inner=_check_opt(opt, every_k_schedule),
             every_k=check_every_k(every_k_schedule),
             should_skip=should_skip_update_fn,
             should_drop=should_drop_window_fn,
             dtype=check_dtype(accumulator_dtype),
             track_noise=track_noise,
-            mean_argnames=names,
+            mean_argnames=_check_argnames(mean_argnames),
             storage=ManyDevices(mean, axes) if axes else OneDevice(mean),
         )
-
-        def update(
-            grads: optax.Updates,
-            state: MultiStepsState,
-            params: optax.Params | None = None,
-            *,
-            weight: ArrayLike | None = None,
-            **extra_args: Any,
-        ) -> tuple[optax.Updates, MultiStepsState]:
-            """Adds a gradient; the updates are zero until the window closes."""
-            _check_spelling(extra_args)
-            request = Request(config, state, grads, params, extra_args, applies=False)
-            return window.micro_step(request, weight, emit=None)
-
-        @functools.wraps(update)
-        def update_as_in_optax(*args: Any, **kwargs: Any) -> Any:
-            if "updates" in kwargs:  # Optax's name for the first argument.
-                kwargs["grads"] = kwargs.pop("updates")
-            return update(*args, **kwargs)
-
-        self = super().__new__(cls, config.init, update_as_in_optax)
+        self = super().__new__(cls, config.init, _update_of(config))
         self._config = config
         self._arguments = {
             "opt": opt,
@@ -245,7 +205,7 @@ class MultiSteps(optax.GradientTransformationExtraArgs):
             "should_drop_window_fn": should_drop_window_fn,
             "track_noise": track_noise,
             "data_axis": axes or None,
-            "mean_argnames": names,
+            "mean_argnames": config.mean_argnames,
         }
         return self
 
@@ -290,6 +250,32 @@ class MultiSteps(optax.GradientTransformationExtraArgs):
         return (
             f"MultiSteps({', '.join(f'{k}={v}' for k, v in self._arguments.items())})"
         )
+
+
+def _update_of(config: Config) -> Callable[..., Any]:
+    """The `update` of a `MultiSteps`."""
+
+    def update(
+        grads: optax.Updates,
+        state: MultiStepsState,
+        params: optax.Params | None = None,
+        *,
+        weight: ArrayLike | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, MultiStepsState]:
+        """Adds a gradient; the updates are zero until the window closes."""
+        _check_spelling(extra_args)
+        _check_order(grads=grads, params=params)
+        request = Request(config, state, grads, params, extra_args, applies=False)
+        return window.micro_step(request, weight, emit=None)
+
+    @functools.wraps(update)
+    def update_as_in_optax(*args: Any, **kwargs: Any) -> Any:
+        if "updates" in kwargs:  # Optax's name for the first argument.
+            kwargs["grads"] = kwargs.pop("updates")
+        return update(*args, **kwargs)
+
+    return update_as_in_optax
 
 
 # A named tuple would be taken apart into its two functions, and put together again by
@@ -372,6 +358,7 @@ def apply_gradients(
             "params must be the parameters, but it is None. apply_gradients returns "
             "them updated: pass those that grads belong to."
         )
+    _check_order(grads=grads, params=params)
     check_gradients(params, grads, expected="params", integers=True)
     if isinstance(tx, MultiSteps):
         _check_taken(tx._arguments["opt"], extra_args)
@@ -428,11 +415,68 @@ def flush(
     if not isinstance(tx, MultiSteps):
         raise TypeError(_need_multi_steps("flush", tx))
     _check_taken(tx._arguments["opt"], extra_args)
+    _check_order(params=params)
     config = tx._config
     extra_args |= dict.fromkeys(config.mean_argnames, 0.0)  # only their types are read
     return window.flush(
         Request(config, state, params, params, extra_args, applies=True)
     )
+
+
+def _check_opt(opt: Any, k: Any) -> optax.GradientTransformationExtraArgs:
+    """Returns the inner optimizer with support for extra arguments, or raises."""
+    if not (hasattr(opt, "init") and hasattr(opt, "update")):
+        raise TypeError(
+            "opt must be an optax.GradientTransformation, but it is "
+            f"{opt!r}. Call the factory: optax.adam(1e-3), not optax.adam."
+        )
+    if isinstance(opt, MultiSteps):
+        what = "it is a ga_optax.MultiSteps"
+        raise windows_of_windows(what, k, opt._config.every_k)
+    if isinstance(opt, optax.MultiSteps):
+        raise windows_of_windows("it is an optax.MultiSteps", k)
+    return optax.with_extra_args_support(opt)
+
+
+def _check_decides(skip: Any, drop: Any) -> None:
+    """Raises unless what skips micro-steps and what drops windows can be called so."""
+    if skip is drop_window_if_not_finite:
+        raise ValueError(
+            "should_skip_update_fn must decide on one micro-step, but it is "
+            "drop_window_if_not_finite, which decides on a window. Pass "
+            "should_drop_window_fn=ga_optax.drop_window_if_not_finite."
+        )
+    for (name, example), fn in zip(_DECIDE.items(), (skip, drop), strict=True):
+        if fn is not None:
+            what = "(updates, step, params) -> (skip, skip_state)"
+            todo = f"Pass {example}, for example, or None."
+            check_callable(name, fn, what, todo)
+
+
+def _check_tracks(track_noise: Any, data_axis: Any) -> None:
+    """Raises unless the noise is tracked on one device, or not at all."""
+    if not isinstance(track_noise, bool):
+        raise TypeError(
+            f"track_noise must be a Python bool, but it is {track_noise!r}. It "
+            "decides what the state holds: pass True or False."
+        )
+    if track_noise and data_axis is not None:
+        raise ValueError(
+            "track_noise must be False with a data_axis, but data_axis is "
+            f"{data_axis!r}. Track the noise in a run on one device."
+        )
+
+
+def _check_order(**trees: Any) -> None:
+    """Raises if one of the trees is, or holds, the state: they were swapped."""
+    for name, tree in trees.items():
+        for path in find_states(tree):
+            raise TypeError(
+                f"{name} must not hold the state of a MultiSteps, but there is one at "
+                f"{path or 'its top'}. Swapped? The order is apply_gradients(tx, "
+                "grads, state, params), tx.update(grads, state, params), and flush(tx, "
+                "state, params)."
+            )
 
 
 def _is_bool_scalar(x: Any) -> bool:

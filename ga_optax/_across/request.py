@@ -12,9 +12,10 @@ import optax
 from jax.typing import ArrayLike
 
 from ga_optax._across import choices, noise_scale
-from ga_optax._across.config import Config, SkipFn, checked
+from ga_optax._across.config import Config, checked
 from ga_optax._across.state import MultiStepsState, check_state
 from ga_optax._checks import check_arrays, check_number, is_integer
+from ga_optax._devices import collectives
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -105,10 +106,22 @@ class Request:
         return grads
 
     def ask(
-        self, fn: SkipFn, updates: optax.Updates, state: MultiStepsState
+        self, decides: str, updates: optax.Updates, state: MultiStepsState
     ) -> tuple[jax.Array, Any]:
-        """Calls a function that skips or drops."""
-        return checked(fn(updates, state.gradient_step, self.params))
+        """Whether to "skip" or "drop", and what the state keeps of the answer."""
+        fn, name = getattr(self.config, f"should_{decides}"), _ARGUMENTS[decides]
+        answer, new = checked(fn(updates, state.gradient_step, self.params))
+        field = f"{decides}_state"
+        held = getattr(state, field)
+        if jax.tree.structure(new) != jax.tree.structure(held):
+            raise ValueError(
+                f"The field {field} of the state must have the structure of what "
+                f"{name} returns, {jax.tree.structure(new)}, but it is "
+                f"{jax.tree.structure(held)}: the state was made without that "
+                "function, or with another one. Put that of a new state into it: "
+                f"state._replace({field}=tx.init(params).{field})."
+            )
+        return answer, new
 
     def check_params(self) -> None:
         """Raises if the parameters are no arrays, or missing and needed."""
@@ -129,7 +142,7 @@ class Request:
         """What the call returns if there is no step."""
         if self.applies:
             return self.params
-        return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), self.bare)
+        return jax.tree.map(collectives.zeros, self.bare)
 
     def with_step(self, updates: optax.Updates) -> Any:
         """What the call returns after a step."""
@@ -142,6 +155,8 @@ def _floating(grads: ArrayLike) -> ArrayLike:
     integers = is_integer(getattr(grads, "dtype", np.dtype(float)))
     return jnp.asarray(grads, float) if integers else grads
 
+
+_ARGUMENTS = {"skip": "should_skip_update_fn", "drop": "should_drop_window_fn"}
 
 _AVERAGED = "mean_argnames names it: pass the value of the micro-batch in every call."
 

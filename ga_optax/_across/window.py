@@ -167,7 +167,7 @@ def _ask_whether_to_skip(request: Request) -> tuple[Predicate, MultiStepsState]:
     state, config = request.state, request.config
     if config.should_skip is None:
         return False, state
-    answer = request.ask(config.should_skip, request.grads, state)
+    answer = request.ask("skip", request.grads, state)
     skip, skip_state = config.storage.agree(answer)
     skip_state = choices.cast_like(skip_state, state.skip_state)
     return skip, state._replace(skip_state=skip_state)

@@ -194,10 +194,14 @@ def over_mesh(
 
 
 def zeros(aval: Any) -> jax.Array:
-    """Zeros of a type, sharded as it says along explicit axes."""
+    """Zeros of a type, sharded as it says along explicit axes.
+
+    Outside of a program and of `jax.set_mesh` nothing can be sharded by its type.
+    """
     x = jnp.zeros(aval.shape, aval.dtype)
     spec = getattr(aval.sharding, "spec", PartitionSpec())
-    return jax.reshard(x, aval.sharding) if any(spec) else x
+    known = isinstance(x, jax.core.Tracer) or not jax.sharding.get_abstract_mesh().empty
+    return jax.reshard(x, aval.sharding) if any(spec) and known else x
 
 
 def _arranged(x: Any, spec: PartitionSpec, axes: Axes, mesh: AnyMesh) -> Any:

@@ -44,6 +44,33 @@ class TrainState(train_state.TrainState):
         they closed a window. A key that `step` is folded into differs in each.
     """
 
+    @classmethod
+    def create(  # pyrefly: ignore[bad-override]  # Flax's has no types
+        cls,
+        *,
+        apply_fn: Callable[..., Any] | None,
+        params: Any,
+        tx: optax.GradientTransformation,
+        **kwargs: Any,
+    ) -> "TrainState":
+        """Makes the state before the first call, as Flax's.
+
+        Args:
+          apply_fn: kept as it is, such as `model.apply`.
+          params: the parameters.
+          tx: the optimizer, such as a `ga_optax.MultiSteps`.
+          **kwargs: the fields of a subclass.
+
+        Returns:
+          The new state.
+
+        Raises:
+          TypeError: if `tx` accumulates with `optax.MultiSteps`.
+        """
+        state = super().create(apply_fn=apply_fn, params=params, tx=tx, **kwargs)
+        _check_accumulator(state.opt_state)
+        return state
+
     @property
     def optimizer_steps(self) -> jax.Array:
         """Updates of the inner optimizer so far, which its schedules count."""
@@ -140,6 +167,23 @@ class Optimizer(nnx.Optimizer[M]):
       step: calls of `update` so far, as in Flax: micro-steps, whether or not they
         closed a window.
     """
+
+    def __init__(
+        self, model: M, tx: optax.GradientTransformation, *, wrt: Any, **kwargs: Any
+    ) -> None:
+        """Makes the optimizer of a model, as Flax's.
+
+        Args:
+          model: the model.
+          tx: the optimizer, such as a `ga_optax.MultiSteps`.
+          wrt: which variables to update, such as `nnx.Param`.
+          **kwargs: other arguments of `flax.nnx.Optimizer`.
+
+        Raises:
+          TypeError: if `tx` accumulates with `optax.MultiSteps`.
+        """
+        super().__init__(model, tx, wrt=wrt, **kwargs)
+        _check_accumulator(nnx.as_pure(self.opt_state))
 
     @property
     def optimizer_steps(self) -> jax.Array:
