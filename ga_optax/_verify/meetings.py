@@ -11,6 +11,7 @@ from typing import Any
 import jax
 from jax.extend import core
 
+from ga_optax._passes import ir
 from ga_optax._passes.ir import inner_programs
 from ga_optax._verify.problem import Problem
 
@@ -92,9 +93,7 @@ def _followed(
 
 def _equations(jaxpr: core.Jaxpr) -> list[core.JaxprEqn]:
     """Those that the results need."""
-    from ga_optax._inside.axis.plan import needed  # 15 ms of import, which few need
-
-    return needed(jaxpr, jaxpr.outvars, lambda x: False, lambda e: False)[0]
+    return ir.needed(jaxpr, jaxpr.outvars)[0]
 
 
 def _rows(x: Any, y: Any) -> int:

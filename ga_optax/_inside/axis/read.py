@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -11,7 +11,8 @@ from jax.extend import core
 
 from ga_optax._devices import collectives
 from ga_optax._inside.axis.rules import RULES, axes_of, is_collective
-from ga_optax._passes.ir import bind, inner_programs
+from ga_optax._passes import ir
+from ga_optax._passes.ir import bind, inner_programs, variables
 
 # A scan of more iterations than this with a collective in it is an error: each would
 # be a level of its own, which costs a pass over the window and compile time.
@@ -44,69 +45,64 @@ def flat(
       axis: the name of the axis.
       size: its size.
     """
+    count = len(jaxpr.constvars)
 
     def run(*args: Any) -> list[Any]:
-        return _opened(jaxpr, args, axis)
+        return _opened(ir.Program(jaxpr, args[:count]), args[count:], axis)
 
     closed: Any = jax.make_jaxpr(run, axis_env=[(axis, size)])(*args)
     return closed.jaxpr, closed.consts
 
 
 def without_collectives(closed: Any, args: Sequence[Any], axis: str, size: int) -> Any:
-    """The same with something linear of the same type in place of each collective.
+    """The same with something linear of the same type for each collective.
 
     It can be differentiated: JAX transposes an untiled `all_to_all` to another shape.
     """
-    program, consts = flat(closed.jaxpr, [*closed.consts, *args], axis, size)
+    program = ir.Program(*flat(closed.jaxpr, [*closed.consts, *args], axis, size))
 
     def alike(x: jax.Array, out: Any) -> jax.Array:
         return jnp.broadcast_to(jnp.sum(x, dtype=x.dtype), out.aval.shape)
 
+    def rule(equation: core.JaxprEqn, values: list[Any]) -> list[Any] | None:
+        if is_collective(equation, axis):
+            return list(map(alike, values, equation.outvars))
+        if equation.primitive.name == "axis_index":
+            return [collectives.zeros(equation.outvars[0].aval)]
+        return None
+
     def run(*args: Any) -> list[Any]:
-        env = dict(zip(program.constvars, consts, strict=True))
-        env |= zip(program.invars, [*closed.consts, *args], strict=True)
-        for equation in program.eqns:
-            values = [_value(x, env) for x in equation.invars]
-            if is_collective(equation, axis):
-                out = map(alike, values, equation.outvars)
-            else:
-                ins, outs = equation.invars, equation.outvars
-                out = bind(program, [equation], ins, outs, values)
-            env |= zip(equation.outvars, out, strict=True)
-        return [_value(x, env) for x in program.outvars]
+        return ir.evaluate(program, [*closed.consts, *args], rule)
 
     return jax.make_jaxpr(run, axis_env=[(axis, size)])(*args)
 
 
-def _opened(jaxpr: core.Jaxpr, args: Sequence[Any], axis: str) -> list[Any]:
+def _opened(program: ir.Program, args: Sequence[Any], axis: str) -> list[Any]:
     """The results of a program, with what is inside its equations in the open."""
-    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], args, strict=True))
-    for equation in jaxpr.eqns:
-        values = [_value(x, env) for x in equation.invars]
-        out = _open(jaxpr, equation, values, axis)
-        env.update(zip(equation.outvars, out, strict=True))
-    return [_value(x, env) for x in jaxpr.outvars]
+
+    def rule(equation: core.JaxprEqn, values: list[Any]) -> Sequence[Any] | None:
+        if ir.kind(equation) == "call":
+            [inner] = ir.inner(equation)
+            return _opened(inner, values, axis)
+        return _open(equation, values, axis) if mentions(equation, axis) else None
+
+    return ir.evaluate(program, args, rule)
 
 
 def _open(
-    jaxpr: core.Jaxpr, equation: core.JaxprEqn, values: list[Any], axis: str
-) -> list[Any]:
-    name = equation.primitive.name
-    if name in ("jit", "pjit", "closed_call"):
-        [inner] = _closed(equation)
-        return _opened(inner.jaxpr, [*inner.consts, *values], axis)
-    if not mentions(equation, axis):
-        return bind(jaxpr, [equation], equation.invars, equation.outvars, values)
+    equation: core.JaxprEqn, values: list[Any], axis: str
+) -> Sequence[Any] | None:
+    name, kind = equation.primitive.name, ir.kind(equation)
     if name in (*RULES, "axis_index") or is_mark(equation, axis):
         _check_collective(equation, axis)
         if dimensions := [x for x in axes_of(equation) if isinstance(x, int)]:
             reduce, collective = _REDUCTIONS[name]
             return [collective(reduce(x, dimensions), axis) for x in values]
-        return bind(jaxpr, [equation], equation.invars, equation.outvars, values)
-    if name in ("remat", "remat2", "checkpoint"):
+        return None
+    if kind == "checkpoint":
         return _checkpointed(equation, values, axis)
-    if name == "scan" and equation.params["length"] <= LONGEST:
-        return _unrolled(equation, values, axis)
+    if kind == "scan" and ir.scan_of(equation).length <= LONGEST:
+        return _unrolled(ir.scan_of(equation), equation.outvars, values, axis)
     raise NotImplementedError(_not_done(equation, axis))
 
 
@@ -118,13 +114,10 @@ _REDUCTIONS = {
 }
 
 
-def _closed(equation: core.JaxprEqn) -> list[Any]:
-    return [x for x in equation.params.values() if hasattr(x, "consts")]
-
-
 def _checkpointed(equation: core.JaxprEqn, values: list[Any], axis: str) -> list[Any]:
     """A `jax.checkpoint` of each piece between its collectives."""
-    [inside] = inner_programs(equation)
+    [(inside, inner_consts)] = ir.inner(equation)
+    values = [*inner_consts, *values]
     size = jax.lax.psum(1, axis)
     program, consts = flat(inside, values, axis, size)
     given = [*program.constvars, *program.invars]
@@ -151,31 +144,22 @@ def _checkpointed(equation: core.JaxprEqn, values: list[Any], axis: str) -> list
     return [_value(x, env) for x in program.outvars]
 
 
-def _unrolled(equation: core.JaxprEqn, values: list[Any], axis: str) -> list[Any]:
+def _unrolled(
+    scan: ir.Scan, results: Sequence[Any], values: list[Any], axis: str
+) -> list[Any]:
     """The iterations of a scan, one after the other."""
-    [body] = _closed(equation)
-    inner, params = body.jaxpr, equation.params
-    # Which arguments are sliced, and which results stacked, is in their shapes.
-    ins: Any = zip(inner.invars, values, strict=True)
-    is_slice = [x.aval.ndim < jnp.ndim(v) for x, v in ins]
-    pairs: Any = zip(inner.outvars, equation.outvars, strict=True)
-    num_carry = sum(x.aval.ndim == out.aval.ndim for x, out in pairs)
-    made = equation.outvars[num_carry:]
-    whole = [v for v, sliced in zip(values, is_slice, strict=True) if not sliced]
-    num_consts = len(whole) - num_carry
-    consts, carry = whole[:num_consts], whole[num_consts:]
-    slices = [v for v, sliced in zip(values, is_slice, strict=True) if sliced]
-    slices = [_along_axis_0(v) for v in slices]
-    stacked = []
-    order = range(params["length"])
-    for i in reversed(order) if params["reverse"] else order:
-        args = [*body.consts, *consts, *carry, *(x[i] for x in slices)]
-        out = _opened(inner, args, axis)
-        carry = out[:num_carry]
-        stacked.append(out[num_carry:])
-    if params["reverse"]:
+    consts, carry, slices = scan.split(values)
+    slices, stacked = list(map(_along_axis_0, slices)), []
+    order = range(scan.length)
+    for i in reversed(order) if scan.reverse else order:
+        args = [*consts, *carry, *(x[i] for x in slices)]
+        out = _opened(scan.body, args, axis)
+        carry = out[: scan.num_carry]
+        stacked.append(out[scan.num_carry :])
+    if scan.reverse:
         stacked.reverse()
     if not stacked:
+        made = results[scan.num_carry :]
         return [*carry, *(collectives.zeros(x.aval) for x in made)]
     return [*carry, *(jnp.stack(xs) for xs in zip(*stacked, strict=True))]
 
@@ -185,11 +169,6 @@ def _along_axis_0(x: jax.Array) -> list[jax.Array]:
         return list(x)
     # A split, whose gradient is one concatenation, and not a sum of padded slices.
     return [part.squeeze(0) for part in jax.lax.split(x, [1] * len(x))]
-
-
-def variables(atoms: Iterable[Any]) -> list[Any]:
-    """Those that are no literals."""
-    return [x for x in atoms if not isinstance(x, core.Literal)]
 
 
 def _value(x: Any, env: dict[Any, Any]) -> Any:

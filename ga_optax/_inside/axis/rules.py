@@ -22,7 +22,8 @@ def is_collective(equation: core.JaxprEqn, axis: str) -> bool:
     return equation.primitive.name in RULES and axis in axes_of(equation)
 
 
-def _whole(buffer: jax.Array, index: jax.Array) -> jax.Array:
+def whole(buffer: jax.Array, index: jax.Array) -> jax.Array:
+    """All of it."""
     return buffer
 
 
@@ -78,9 +79,9 @@ def _permuted(params: dict[str, Any]) -> Evaluate:
 
 # For each: the kind of its buffer, its view, and whether results differ by micro-batch.
 RULES: dict[str, tuple[str, Callable[[dict[str, Any]], Evaluate], bool]] = {
-    "psum": ("sum", lambda params: _whole, False),
-    "pmax": ("max", lambda params: _whole, False),
-    "pmin": ("min", lambda params: _whole, False),
+    "psum": ("sum", lambda params: whole, False),
+    "pmax": ("max", lambda params: whole, False),
+    "pmin": ("min", lambda params: whole, False),
     "all_gather": ("stack", _gathered, False),
     "reduce_scatter": ("sum", _scattered, True),
     "all_to_all": ("stack", _exchanged, True),

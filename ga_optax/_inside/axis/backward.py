@@ -1,0 +1,256 @@
+"""Backward: a `Loop` for the loss, and one for each level whose buffers it reads.
+
+The cotangents of buffers are gradients as those of parameters are. A level takes its
+own back with a loop over  Σ <cotangent, operand>,  whose gradients are those of the
+parameters and of the buffers below.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ga_optax import accumulator
+from ga_optax._checks import named_leaves
+from ga_optax._devices import collectives
+from ga_optax._inside import in_place
+from ga_optax._inside.axis.forward import FOLDS
+from ga_optax._inside.axis.rules import own_part
+from ga_optax._inside.axis.values import Arrays, Values, start_of_sum
+from ga_optax._inside.call import Call
+from ga_optax._inside.loop import Flat, Loop, Operands, State, merged
+from ga_optax._inside.program import Program
+from ga_optax.accumulator import Accumulator
+
+Wanted = Sequence[tuple[Any, str]]  # variables, and how they are put together
+Cotangents = dict[int, jax.Array]  # by number of the buffer
+
+
+class Outcome(NamedTuple):
+    """A loop that ran, and its last state."""
+
+    loop: Loop
+    state: State
+
+
+class Task(NamedTuple):
+    """What one loop computes, and differentiates.
+
+    Attributes:
+      level: the buffers below it are known.
+      roots: the loss, or nothing; or the operands that have `cotangents`.
+      wanted: what else to compute; None on the way back.
+      cotangents: those of the buffers of the operands.
+    """
+
+    level: float
+    roots: Sequence[Any]
+    wanted: Wanted | None = None
+    cotangents: Cotangents | None = None
+
+
+class Backward:
+    """The gradients of a window so far.
+
+    Attributes:
+      totals: the sums of the gradients of the parameters.
+      cotangents: the sums of the cotangents of the buffers.
+      weight: Σ w of the window, if weights must multiply gradients; else None.
+    """
+
+    weight: jax.Array | None = None
+
+    def __init__(
+        self, call: Call, program: Program, values: Values, start: Flat
+    ) -> None:
+        self.call, self.program, self.values = call, program, values
+        self.start = start
+        self.totals = [-x for x in start.total]
+        self.cotangents: Cotangents = {}
+
+    def take(self, level: int) -> None:
+        """Takes the cotangents of a level back to parameters and earlier buffers."""
+        cotangents = self.summed(level)
+        if cotangents:
+            roots = [self.values.schedule.buffers[j].operand for j in cotangents]
+            self.run(Task(level, roots, cotangents=cotangents))
+
+    def take_once(self, level: int) -> None:
+        """Those of what was computed once."""
+        values, axes = self.values, self.values.axes
+        cotangents = self.summed(level + 0.5)
+        if not cotangents:
+            return
+        roots = [values.schedule.buffers[j].operand for j in cotangents]
+        params, buffers = self.read(roots, level + 0.5)
+
+        def evaluate(diff: Arrays) -> Arrays:
+            known = self.with_leaves(params, buffers, diff)
+            return values.evaluate(roots, level + 0.5, known=known)
+
+        with jax.named_scope("compute"):
+            out, pullback = jax.vjp(evaluate, self.leaves(params, buffers))
+            pairs = zip(out, cotangents.values(), strict=True)
+            [grads] = pullback([ct.astype(x.dtype) for x, ct in pairs])
+        totals = [*(self.totals[i] for i in params), *map(self.so_far, buffers)]
+        for i, (old, g) in enumerate(zip(totals, grads, strict=True)):
+            g = g.astype(old.dtype)
+            if self.weight is not None:
+                g = g * self.weight.astype(old.dtype)
+            if axes:  # The sums of all devices meet later: one of them adds it.
+                g = jnp.where(jax.lax.axis_index(axes) == 0, g, jnp.zeros_like(g))
+            totals[i] = old + g
+        self.put(params, buffers, totals)
+
+    def summed(self, level: float) -> Cotangents:
+        """The cotangents of a level, of all devices; they are no longer due."""
+        buffers, axes = self.values.schedule.buffers, self.values.axes
+        members = [j for j in self.values.schedule.at(level) if j in self.cotangents]
+        if not members:
+            return {}
+        with jax.named_scope("merge"):
+            cotangents = {j: self.cotangents.pop(j) for j in members}
+            shared = [j for j in members if buffers[j].kind != "own"]
+            if axes and shared:
+                whole = jax.lax.psum([cotangents[j] for j in shared], axes)
+                cotangents |= zip(shared, whole, strict=True)
+            if self.weight is not None:
+                # Not Σ w·ct, which overflows in low precision, but its mean.
+                mean = accumulator.average
+                cotangents = {j: mean(x, self.weight) for j, x in cotangents.items()}
+        return cotangents
+
+    # -- What is differentiated --------------------------------------------------------
+
+    def read(self, roots: Sequence[Any], level: float) -> tuple[list[int], list[int]]:
+        """Which parameters and buffers with cotangents a level reads, by number."""
+        schedule = self.values.schedule
+        _, read = self.values.needed(roots, level)
+        names = set(read)
+        params = [i for i, x in enumerate(self.values.of_params) if x in names]
+        views = {schedule.views[x].buffer for x in read if x in schedule.views}
+        smooth = [
+            j
+            for j in sorted(views)
+            if schedule.buffers[j].has_cotangent
+            and schedule.buffers[j].level < schedule.end
+        ]
+        return params, smooth
+
+    def leaves(self, params: list[int], buffers: list[int]) -> Arrays:
+        """Their values."""
+        values = self.values
+        some = [values.params[i] for i in params]
+        return some + [values.buffers[j] for j in buffers]
+
+    def with_leaves(self, params: list[int], buffers: list[int], diff: Arrays) -> Any:
+        """All parameters and buffers, with others in place of some."""
+        new, here = iter(diff), [*self.values.params]
+        for i in params:
+            here[i] = next(new)
+        return here, self.values.buffers | dict(zip(buffers, new, strict=True))
+
+    def so_far(self, j: int) -> jax.Array:
+        """The sum of the cotangents of a buffer so far."""
+        if j in self.cotangents:
+            return self.cotangents[j]
+        start = start_of_sum(self.values.buffers[j])
+        return collectives.vary(start, self.values.axes)
+
+    def put(self, params: list[int], buffers: list[int], totals: Arrays) -> None:
+        """New sums of gradients and cotangents."""
+        new = iter(totals)
+        for i in params:
+            self.totals[i] = next(new)
+        self.cotangents |= dict(zip(buffers, new, strict=True))
+
+    # -- Loops -------------------------------------------------------------------------
+
+    def run(self, task: Task) -> Outcome:
+        """A `Loop` that adds gradients."""
+        params, buffers = self.read(task.roots, task.level)
+        diff = self.leaves(params, buffers)
+        first = [x[0] for x in self.values.xs]
+
+        def micro_batch(diff: Arrays, x: Arrays) -> Any:
+            return self.micro_batch(task, self.with_leaves(params, buffers, diff), x)
+
+        closed: Any = jax.make_jaxpr(micro_batch)(diff, first)
+        of_loop = self.program_of(task, closed.jaxpr, len(diff))
+        totals = [*(self.totals[i] for i in params), *map(self.so_far, buffers)]
+        # It is not empty, and its totals are added to.
+        weight = jnp.zeros_like(self.start.weight)
+        acc = Accumulator(totals, weight, jnp.ones([], jnp.int32))
+        operands = Operands(closed.consts, diff, self.values.xs, [], [], acc)
+        options = self.call.options
+        whys = in_place.reasons(options.optimize, of_loop, operands)
+        names = [name for name, _ in named_leaves(self.call.params)]
+        in_place.report([names[i] for i in params], whys[: len(params)])
+        inside = [why is None for why in whys]
+        k = options.num_microbatches
+        loop = Loop(of_loop, k, False, inside, options.optimize)
+        state = loop(operands)
+        self.put(params, buffers, state.acc.total)
+        return Outcome(loop, state)
+
+    def micro_batch(self, task: Task, known: Any, x: Arrays) -> Any:
+        """The loss, or what stands for it; a weight; and what else is wanted."""
+        values, program = self.values, self.program
+        of_results = values.schedule.jaxpr.outvars
+        first = program.weighted and task.cotangents is None
+        weights = of_results[1:2] if first else []
+        wanted = [x for x, _ in task.wanted or ()]
+        due = [*task.roots, *weights, *wanted]
+        acts = task.wanted is not None
+        out = values.evaluate(due, task.level, x, known, acts)
+        loss, rest = out[: len(task.roots)], out[len(task.roots) :]
+        if task.cotangents is not None:
+            kinds = [values.schedule.buffers[j].kind for j in task.cotangents]
+            parts = [
+                ct if kind in FOLDS else own_part(ct, x[0])
+                for kind, ct in zip(kinds, task.cotangents.values(), strict=True)
+            ]
+            loss = [sum(map(_paired, parts, loss), jnp.zeros([], float))]
+        rest = [self.weight] if self.multiplied(task) else rest
+        return *(loss or [jnp.zeros([], float)]), *rest
+
+    def multiplied(self, task: Task) -> bool:
+        """Whether the sum of the weights multiplies the gradients of the way back."""
+        return task.wanted is None and self.weight is not None
+
+    def program_of(self, task: Task, jaxpr: Any, leaves: int) -> Program:
+        """What the loop does to a micro-batch."""
+        program, multiplied = self.program, self.multiplied(task)
+        weighted = multiplied or (program.weighted and task.cotangents is None)
+        types = [x.aval for x in jaxpr.outvars]
+        return program._replace(
+            jaxpr=jaxpr,
+            consts=(),
+            batch=[],
+            results=[types[0], *types[1 + weighted :]],
+            modes=["mean", *(mode for _, mode in task.wanted or ())],
+            carry=jax.tree.structure(()),
+            weighted=weighted,
+            multiplies=weighted and program.multiplies,
+            arrivals=[arrival(jaxpr, x) for x in jaxpr.invars[:leaves]],
+        )
+
+    def finished(
+        self, outcome: Outcome, call: Call, totals: Arrays
+    ) -> tuple[jax.Array, Arrays, Flat]:
+        """The loss and the results of a loop on all devices, and the accumulator."""
+        loop, state = outcome
+        acc = state.acc._replace(total=totals)
+        state = State(acc, [], state.results)
+        if self.values.axes:
+            with jax.named_scope("merge"):
+                state = merged(state, call)
+        loss, *results = loop.results(state)
+        return loss, results, state.acc
+
+
+def _paired(cotangent: jax.Array, x: jax.Array) -> jax.Array:
+    """Σ cotangent · x, whose gradient is the cotangent."""
+    product = cotangent * x.astype(cotangent.dtype)
+    return jnp.sum(product.real).astype(float)

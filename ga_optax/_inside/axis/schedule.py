@@ -1,0 +1,287 @@
+"""The schedule of a window: what is computed at which level, and from what."""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+
+from ga_optax._inside.axis.rules import RULES, Evaluate, is_collective, own_part, whole
+from ga_optax._passes import ir
+from ga_optax._passes.ir import variables
+
+
+class Fact(NamedTuple):
+    """What is known of a value; that of a result is the largest of its arguments'.
+
+    Attributes:
+      level: how many collectives are on the longest way to it, after those that come
+        before all parameters.
+      params: whether it depends on the parameters.
+      smooth: whether it may have a derivative with respect to them.
+      own: whether it may differ between micro-batches.
+    """
+
+    level: int = 0
+    params: bool = False
+    smooth: bool = False
+    own: bool = False
+
+
+class Buffer(NamedTuple):
+    """What a window keeps of one value of its micro-batches.
+
+    Attributes:
+      operand: the value.
+      kind: "sum", "max", "min" or "stack"; "own", a stack of this device's alone; or
+        "once", a value that all micro-batches share.
+      level: the level at which it is filled: what is computed at higher ones may read
+        it. What is computed once comes between two levels, half a level up.
+      has_cotangent: whether the loss differentiates through it.
+    """
+
+    operand: Any
+    kind: str
+    level: float
+    has_cotangent: bool
+
+
+class View(NamedTuple):
+    """How a value is read from a buffer: `of(buffer, index of the micro-batch)`."""
+
+    buffer: int
+    of: Evaluate
+
+
+# -- Facts -----------------------------------------------------------------------------
+
+
+def _facts(jaxpr: core.Jaxpr, axis: str, start: dict[Any, Fact]) -> dict[Any, Fact]:
+    """The facts of every variable, from those of the arguments."""
+    facts = dict(start)
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        given = [facts.get(x, Fact()) for x in variables(equation.invars)]
+        fact = Fact(*map(max, zip(Fact(), *given, strict=True)))
+        if is_collective(equation, axis):
+            fact = fact._replace(level=fact.level + 1, own=RULES[name][2])
+        elif name == "axis_index":
+            fact = fact._replace(own=True)
+        for out in equation.outvars:
+            dtype = getattr(out.aval, "dtype", np.dtype(bool))
+            rigid = name == "stop_gradient" or not jnp.issubdtype(dtype, jnp.inexact)
+            facts[out] = fact._replace(smooth=fact.smooth and not rigid)
+    return facts
+
+
+def _reached(jaxpr: core.Jaxpr, facts: dict[Any, Fact]) -> set[Any]:
+    """The variables through which the loss may be differentiated."""
+    reached = set(variables(jaxpr.outvars[:1]))
+    for equation in reversed(jaxpr.eqns):
+        if any(out in reached and facts[out].smooth for out in equation.outvars):
+            inputs = variables(equation.invars)
+            reached.update(x for x in inputs if facts.get(x, Fact()).smooth)
+    return reached
+
+
+# -- The schedule ----------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Schedule:
+    """What to compute when.
+
+    A level is evaluated once the buffers below it are filled. The last of all that are,
+    `end`, is that of the loss.
+
+    Attributes:
+      jaxpr: the flat program; its first result is the loss.
+      axis: the name of the axis.
+      facts: what is known of its variables.
+      reached: through which of them the loss may be differentiated.
+      first: the last level of what does not depend on the parameters.
+      last: the last level with collectives.
+      buffers: what the window keeps.
+      views: how variables are read from it.
+      index: the variables that are the index of the micro-batch.
+      merged: whether the last level is filled in the loop that takes the gradients.
+    """
+
+    jaxpr: core.Jaxpr
+    axis: str
+    facts: dict[Any, Fact]
+    reached: set[Any]
+    first: int
+    last: int = 0
+    buffers: list[Buffer] = dataclasses.field(default_factory=list)
+    views: dict[Any, View] = dataclasses.field(default_factory=dict)
+    index: list[Any] = dataclasses.field(default_factory=list)
+    merged: bool = False
+
+    @property
+    def end(self) -> int:
+        """The level of the loop that takes the gradients of the loss."""
+        return self.last + 1 - self.merged
+
+    @property
+    def given(self) -> set[Any]:
+        """What is there from the start."""
+        return {*self.jaxpr.constvars, *self.jaxpr.invars, *self.index}
+
+    def copy(self) -> "Schedule":
+        """The same, to which buffers can be added."""
+        buffers, views = list(self.buffers), dict(self.views)
+        return dataclasses.replace(self, buffers=buffers, views=views)
+
+    def fact(self, atom: Any) -> Fact:
+        return Fact() if isinstance(atom, core.Literal) else self.facts[atom]
+
+    def is_last(self, atom: Any) -> bool:
+        """Whether a value is of the last level."""
+        return self.fact(atom).level == self.last
+
+    def at(self, level: float) -> list[int]:
+        """The buffers that are filled at a level."""
+        return [i for i, b in enumerate(self.buffers) if b.level == level]
+
+    def operands(self, level: float, smooth: bool = False) -> list[Any]:
+        """What fills them; if `smooth`, that which has a cotangent."""
+        buffers = [self.buffers[i] for i in self.at(level)]
+        return [b.operand for b in buffers if b.has_cotangent or not smooth]
+
+    def needed(
+        self,
+        wanted: Iterable[Any],
+        level: float,
+        runs: Callable[[core.JaxprEqn], bool] = lambda equation: False,
+    ) -> tuple[list[core.JaxprEqn], list[Any]]:
+        """The equations that compute `wanted` at a level, and the known that they read.
+
+        Those that `runs` names are among them for what they do, such as printing.
+        """
+        given = self.given
+
+        def known(x: Any) -> bool:
+            return x in given or self.is_known(x, level)
+
+        return ir.needed(self.jaxpr, wanted, known, runs)
+
+    def roots(self, level: int) -> list[Any]:
+        """What a level computes: what fills its buffers, or the results of `fun`."""
+        if level < self.end:
+            return self.operands(level)
+        merged = self.operands(self.last) if self.merged else []
+        return [
+            x for x in self.jaxpr.outvars if not merged or not self.is_last(x)
+        ] + merged
+
+    def smooth_roots(self, level: int) -> list[Any]:
+        """Those of them that are differentiated."""
+        if level < self.end:
+            return self.operands(level, smooth=True)
+        merged = self.merged and self.is_last(self.jaxpr.outvars[0])
+        return (
+            self.operands(self.last, smooth=True) if merged else self.jaxpr.outvars[:1]
+        )
+
+    def levels(self, roots: Callable[[int], list[Any]]) -> dict[int, int]:
+        """At which levels each equation runs for those roots: bit i for level i.
+
+        Equations stand under their ids; those that run at no level are left out.
+        """
+        due: dict[Any, int] = {}
+        for level in range(1, self.end + 1):
+            for x in variables(roots(level)):
+                due[x] = due.get(x, 0) | 1 << level
+        given, found = self.given, {}
+        for equation in reversed(self.jaxpr.eqns):
+            runs = 0
+            for out in equation.outvars:
+                if out in due and out not in given:
+                    runs |= due[out] & self._computed_at(out)
+            if runs:
+                found[id(equation)] = runs
+                for x in variables(equation.invars):
+                    due[x] = due.get(x, 0) | runs
+        return found
+
+    def _computed_at(self, variable: Any) -> int:
+        """The levels that cannot read it from a buffer, as bits."""
+        view = self.views.get(variable)
+        return (
+            -1 if view is None else (1 << int(self.buffers[view.buffer].level) + 1) - 1
+        )
+
+    def is_known(self, variable: Any, level: float) -> bool:
+        """Whether it can be read from a buffer below a level."""
+        view = self.views.get(variable)
+        return view is not None and self.buffers[view.buffer].level < level
+
+    def buffer(self, operand: Any, kind: str, level: float) -> int:
+        """The buffer of a value, a new one if there is none."""
+        for i, old in enumerate(self.buffers):
+            if old.operand is operand and old.kind == kind and old.level <= level:
+                return i
+        smooth = self.fact(operand).smooth and operand in self.reached
+        self.buffers.append(Buffer(operand, kind, level, smooth))
+        of = whole if kind == "once" else own_part
+        if kind in ("stack", "own", "once") and ir.is_variable(operand):
+            self.views.setdefault(operand, View(len(self.buffers) - 1, of))
+        return len(self.buffers) - 1
+
+
+def make(
+    jaxpr: core.Jaxpr, axis: str, params: Sequence[Any], own: Sequence[Any]
+) -> Schedule:
+    """The schedule of a flat program, without what is kept beside its collectives.
+
+    Args:
+      jaxpr: the program.
+      axis: the name of the axis.
+      params: the variables to differentiate with respect to.
+      own: those that differ between micro-batches.
+    """
+    start = dict.fromkeys([*jaxpr.constvars, *jaxpr.invars], Fact())
+    start |= dict.fromkeys(own, Fact(own=True))
+    start |= dict.fromkeys(params, Fact(params=True, smooth=True))
+    before = [f.level for f in _facts(jaxpr, axis, start).values() if not f.params]
+    first = max(before, default=0)
+    start |= dict.fromkeys(params, Fact(level=first, params=True, smooth=True))
+    facts = _facts(jaxpr, axis, start)
+    schedule = Schedule(jaxpr, axis, facts, _reached(jaxpr, facts), first)
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "axis_index":
+            schedule.index += equation.outvars
+        elif is_collective(equation, axis):
+            _add_collective(schedule, equation)
+        elif _has_state(equation):
+            raise NotImplementedError(
+                f"With axis_name={axis!r} micro-batches run more than once, so nothing "
+                "in fun must have a state, but it calls io_callback for a result. Call "
+                "jax.pure_callback, or call back before value_and_grad."
+            )
+    schedule.last = int(max((b.level for b in schedule.buffers), default=0))
+    return schedule
+
+
+def _add_collective(schedule: Schedule, equation: core.JaxprEqn) -> None:
+    """Adds the buffers of a collective, and how its results are read from them."""
+    kind, rule, _ = RULES[equation.primitive.name]
+    for x, out in zip(equation.invars, equation.outvars, strict=True):
+        place = schedule.buffer(x, kind, schedule.facts[out].level)
+        schedule.views[out] = View(place, rule(equation.params))
+        if kind in ("max", "min") and schedule.buffers[place].has_cotangent:
+            raise NotImplementedError(
+                f"The loss must not be differentiated through a p{kind}, as everywhere "
+                f"in JAX, but fun does so over {schedule.axis!r}. Put "
+                "jax.lax.stop_gradient around its argument, or gather."
+            )
+
+
+def _has_state(equation: core.JaxprEqn) -> bool:
+    """Whether another run of it may have other results."""
+    if equation.primitive.name == "io_callback":
+        return bool(equation.outvars)
+    return any(_has_state(e) for p in ir.inner_programs(equation) for e in p.eqns)
