@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.extend import core
 
 from ga_optax import accumulator
 from ga_optax._checks import named_leaves
@@ -21,6 +22,7 @@ from ga_optax._inside.axis.values import Arrays, Values, start_of_sum
 from ga_optax._inside.call import Call
 from ga_optax._inside.loop import Flat, Loop, Operands, State, merged
 from ga_optax._inside.program import Program
+from ga_optax._passes import ir
 from ga_optax.accumulator import Accumulator
 
 Wanted = Sequence[tuple[Any, str]]  # variables, and how they are put together
@@ -79,7 +81,10 @@ class Backward:
     def take_once(self, level: int) -> None:
         """Those of what was computed once."""
         values, axes = self.values, self.values.axes
-        cotangents = self.summed(level + 0.5)
+        roots = values.schedule.operands(level + 0.5)
+        # A rule may be nonlinear: then it has to see the cotangent of all devices.
+        has_rule = _has_rule(values.needed(roots, level + 0.5)[0])
+        cotangents = self.summed(level + 0.5, across=has_rule)
         if not cotangents:
             return
         roots = [values.schedule.buffers[j].operand for j in cotangents]
@@ -98,13 +103,13 @@ class Backward:
             g = g.astype(old.dtype)
             if self.weight is not None:
                 g = g * self.weight.astype(old.dtype)
-            if axes:  # The sums of all devices meet later: one of them adds it.
+            if axes and has_rule:  # The gradients are all-reduced later.
                 g = jnp.where(jax.lax.axis_index(axes) == 0, g, jnp.zeros_like(g))
             totals[i] = old + g
         self.put(params, buffers, totals)
 
-    def summed(self, level: float) -> Cotangents:
-        """The cotangents of a level, of all devices; they are no longer due."""
+    def summed(self, level: float, across: bool = True) -> Cotangents:
+        """The cotangents of a level, `across` devices; they are no longer due."""
         buffers, axes = self.values.schedule.buffers, self.values.axes
         members = [j for j in self.values.schedule.at(level) if j in self.cotangents]
         if not members:
@@ -112,7 +117,7 @@ class Backward:
         with jax.named_scope("merge"):
             cotangents = {j: self.cotangents.pop(j) for j in members}
             shared = [j for j in members if buffers[j].kind != "own"]
-            if axes and shared:
+            if axes and shared and across:
                 whole = jax.lax.psum([cotangents[j] for j in shared], axes)
                 cotangents |= zip(shared, whole, strict=True)
             if self.weight is not None:
@@ -248,6 +253,16 @@ class Backward:
                 state = merged(state, call)
         loss, *results = loop.results(state)
         return loss, results, state.acc
+
+
+def _has_rule(equations: Sequence[core.JaxprEqn]) -> bool:
+    """Whether a backward pass is anything but the transpose of a derivative."""
+    rules = ("custom_vjp", "linear_call")
+    inside = [
+        e for x in equations for p in ir.inner_programs(x) for e in ir.equations(p)
+    ]
+    names = [e.primitive.name for e in (*equations, *inside)]
+    return any(rule in name for rule in rules for name in names)
 
 
 def _paired(cotangent: jax.Array, x: jax.Array) -> jax.Array:

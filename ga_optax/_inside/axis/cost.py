@@ -22,6 +22,10 @@ select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sli
 sqrt square squeeze stop_gradient sub tan tanh transpose xor
 """
 _CHEAP = frozenset(_NAMES.split())
+_MOVES = (
+    *("transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "slice"),
+    *("copy", "copy_p", "name", "stop_gradient", "iota", "optimization_barrier"),
+)
 _LOOPS = ("scan", "while")
 _DEEP = 100  # operations for each number that something unknown reads or returns
 
@@ -46,6 +50,8 @@ def work(equation: core.JaxprEqn) -> float:
         length = equation.params["length"] if ir.kind(equation) == "scan" else 1
         return length * inside
     name = equation.primitive.name
+    if name in _MOVES:
+        return 0.0
     if name == "dot_general":
         (contracted, _), _ = equation.params["dimension_numbers"]
         return 2.0 * math.prod(shapes[-1]) * math.prod(shapes[0][i] for i in contracted)

@@ -33,7 +33,8 @@ def share(schedule: Schedule) -> Schedule:
         sources = [
             x
             for e in group
-            if not cost.is_cheap(e) or not gathered.isdisjoint(e.outvars)
+            if not cost.is_cheap(e)
+            or (cost.work(e) and not gathered.isdisjoint(e.outvars))
             for x in e.outvars
         ]
         if sources and _is_much(schedule, group, runs):
