@@ -11,6 +11,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 import ga_optax as ga
+from ga_optax._inside.axis.report import recorded
+from ga_optax._passes.ir import inner_programs
 
 ROWS, K = "rows", 4
 runs = collections.Counter()
@@ -133,6 +135,96 @@ def test_passes_that_run(fun, passes):
     jax.block_until_ready(jax.jit(step)(p, x))
     jax.effects_barrier()
     assert runs == {name: K * times for name, times in passes.items()}
+
+
+# -- What is kept, and what is shared --------------------------------------------------
+
+
+def deep(p, x, levels=6):
+    h = x
+    for i in range(levels):
+        h = h + encode(p, h - lax.pmean(jnp.mean(h, 0), ROWS)[None], f"F{i}")
+    return jnp.mean(h**4)
+
+
+def reports(fun, *args, **options):
+    with recorded() as found:
+        step = ga.value_and_grad(fun, K, axis_name=ROWS, **options)
+        closed = jax.make_jaxpr(step)(*args)
+    [report] = found
+    return report, closed.jaxpr
+
+
+def bytes_kept(report):
+    return sum(x.nbytes for x in report.stored if x.kind == "kept")
+
+
+def test_a_deep_network_runs_twice_forward_and_once_backward():
+    p, x = jnp.ones((64, 64)), jnp.ones((16, 64))
+    report, _ = reports(deep, p, x)
+    assert (report.forward, report.backward) == (2, 1)
+    # The sum of all layers so far, and not each of them, after every level but the
+    # first, which reads the batch.
+    assert bytes_kept(report) == 5 * nbytes(x)
+    assert "encode" not in str(report)
+    assert "deep" in str(report)
+
+
+def test_as_much_is_kept_as_the_option_allows():
+    p, x = jnp.ones((64, 64)), jnp.ones((16, 64))
+    most, previous = [], None
+    for limit in (0, 2, 3, 4, 6):
+        report, _ = reports(deep, p, x, residual_bytes=limit * nbytes(x))
+        kept = bytes_kept(report)
+        assert kept + (kept > 0) * nbytes(x) <= limit * nbytes(x)
+        assert previous is None or report.forward <= previous.forward
+        most.append(report.forward)
+        previous = report
+    assert most[0] > most[2] > most[4] == 2
+
+
+@pytest.mark.parametrize("bad", [-1, 1.5, True])
+def test_the_option_is_a_number_of_bytes(bad):
+    with pytest.raises(ValueError, match="residual_bytes must be a number of bytes"):
+        ga.value_and_grad(deep, K, axis_name=ROWS, residual_bytes=bad)
+    with pytest.raises(ValueError, match="must come with axis_name"):
+        ga.value_and_grad(plain, K, residual_bytes=1)
+
+
+def test_a_mark_is_kept_whatever_the_limit_is():
+    p, x = jnp.ones((64, 64)), jnp.ones((16, 64))
+    report, _ = reports(marked_statistics, p, x, residual_bytes=0)
+    assert bytes_kept(report) == 2 * nbytes(x)
+    assert bytes_kept(reports(statistics, p, x, residual_bytes=0)[0]) == 0
+
+
+def whitened(p, x):
+    z = encode(p, x)
+    everyone = lax.all_gather(z, ROWS, tiled=True)
+    factor = jnp.linalg.cholesky(everyone.T @ everyone + jnp.eye(z.shape[1]))
+    return jnp.mean((z @ factor) ** 2) + jnp.sum(jnp.log(jnp.diagonal(factor)))
+
+
+def times(jaxpr, name):
+    """How often a primitive runs."""
+    found = 0
+    for e in jaxpr.eqns:
+        inside = sum(times(inner, name) for inner in inner_programs(e))
+        length = e.params["length"] if e.primitive.name == "scan" else 1
+        found += (e.primitive.name == name) + length * inside
+    return found
+
+
+def test_what_all_micro_batches_share_is_computed_once():
+    rng = np.random.default_rng(0)
+    p = jnp.asarray(rng.normal(size=(8, 8)), jnp.float32)
+    x = jnp.asarray(rng.normal(size=(16, 8)), jnp.float32)
+    report, jaxpr = reports(whitened, p, x)
+    assert [s.kind for s in report.stored].count("once") >= 1
+    # Once there, and once more where it is differentiated, in whatever many
+    # micro-batches. The twin: what has rows runs in each of them.
+    assert times(jaxpr, "cholesky") == 2
+    assert times(jaxpr, "pure_callback") == 3 * K
 
 
 @pytest.mark.parametrize("end", [lambda a, b: a, lambda a, b: b, lambda a, b: a * b])

@@ -315,15 +315,13 @@ def _check_compiled(k: int, step: Any, compiled: Any) -> None:
 
 
 def _sized(k: int, compiled: Any, lines: Sequence[str]) -> Candidate:
-    """What a compiled step needs, and which gradients it adds in place."""
+    """What a compiled step needs, and what was said of it when it was traced."""
     analysis = compiled.memory_analysis()
     sizes: Any = {
         kind: int(getattr(analysis, f"{kind}_size_in_bytes"))
         for kind in ("argument", "output", "alias")
     }
-    notes = (f"Gradients added {line}." for line in lines)
-    notes = tuple(note.replace("added not", "not added", 1) for note in notes)
-    return Candidate(k, temporaries(analysis), **sizes, notes=notes)
+    return Candidate(k, temporaries(analysis), **sizes, notes=tuple(lines))
 
 
 def temporaries(analysis: Any) -> int:

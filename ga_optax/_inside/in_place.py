@@ -94,23 +94,27 @@ def reasons(
 
 def report(names: Sequence[str], whys: Sequence[Reason | None]) -> None:
     """Logs which leaves are added in place, and hands it to `recorded`."""
-    notes = _notes.get([])
     groups: dict[str | None, list[str]] = {}
     for name, its in zip(names, whys, strict=True):
         named = f"{name} at {its.line}" if its and its.line else name
         groups.setdefault(its.why if its else None, []).append(named)
     for why, members in groups.items():
         more = f" and {len(members) - 4} more" if len(members) > 4 else ""
-        what = "in place" if why is None else f"not in place ({why})"
-        line = f"{what}: {', '.join(members[:4])}{more}"
-        _logger.debug("Gradients added %s.", line)
-        if line not in notes:
-            notes.append(line)
+        what = "added in place" if why is None else f"not added in place ({why})"
+        note(f"Gradients {what}: {', '.join(members[:4])}{more}.")
+
+
+def note(sentence: str) -> None:
+    """Logs a sentence about the program of a window, and hands it to `recorded`."""
+    _logger.debug("%s", sentence)
+    notes = _notes.get([])
+    if sentence not in notes:
+        notes.append(sentence)
 
 
 @contextlib.contextmanager
 def recorded() -> Iterator[list[str]]:
-    """The lines of every `report` inside, each once."""
+    """The sentences of every `report` and `note` inside, each once."""
     lines: list[str] = []
     token = _notes.set(lines)
     try:

@@ -60,6 +60,7 @@ def value_and_grad(
     optimize: bool = True,
     whole_batch: bool = False,
     axis_name: str | None = None,
+    residual_bytes: int | None = None,
     data_axis: str | Sequence[str] | DataAxis | None = None,
 ) -> Callable[..., tuple[Any, optax.Updates]]:
     """`jax.value_and_grad` over micro-batches: a big batch in a small one's memory.
@@ -119,6 +120,11 @@ def value_and_grad(
       whole_batch: whether value, gradients and aux are those of `jax.value_and_grad`,
         whatever the loss: rows may need one another.
       axis_name: collectives over this axis see the whole window. Page: "Any loss".
+      residual_bytes: how many bytes of activations a device may keep between those
+        collectives, so that no layer runs for each of them again: then every part of
+        `fun` runs forward twice and backward once at most. By default as many as one
+        micro-batch's step takes anyway; 0 keeps none. `plan` and the log say what is
+        kept. What `checkpoint_name(x, axis_name)` marks is kept always.
       data_axis: the mesh axis, or a tuple of them, that split the batch over devices,
         or a `DataAxis`. Sums meet once, after the loop. Also inside `jax.shard_map`.
 
@@ -237,7 +243,9 @@ def accumulate(
       TypeError, ValueError: as for `value_and_grad`, and if the accumulator does not
         match the parameters.
     """
-    options = Options(**locals(), accumulator_dtype=None, axis_name=None).checked()
+    options = Options(
+        **locals(), accumulator_dtype=None, axis_name=None, residual_bytes=None
+    ).checked()
 
     @warns_outside_jit
     def accumulate_fun(acc: Accumulator, *args: Any, **kwargs: Any) -> Any:

@@ -73,6 +73,7 @@ class Options(NamedTuple):
     accumulator_dtype: DTypeLike | None
     optimize: bool
     axis_name: str | None
+    residual_bytes: int | None
     data_axis: DataAxis | None
     whole_batch: bool = False
 
@@ -92,6 +93,7 @@ class Options(NamedTuple):
                 "axis_name must be the name of the axis over which fun communicates, "
                 f'but it is {self.axis_name!r}. Pass "rows", for example, or None.'
             )
+        _check_residual_bytes(self.residual_bytes, self.axis_name)
         for axis in jax.tree.leaves(self.batch_axes):
             if not is_int(axis):
                 raise TypeError(
@@ -212,6 +214,22 @@ def check_weight_fn(weight_fn: Any, has_aux: bool) -> None:
             )
     elif weight_fn is not None:
         check_callable("weight_fn", weight_fn, "of the batch arguments", todo)
+
+
+def _check_residual_bytes(residual_bytes: Any, axis_name: str | None) -> None:
+    """Raises unless it is a number of bytes, for a window with an axis."""
+    if residual_bytes is None:
+        return
+    if not is_int(residual_bytes) or residual_bytes < 0:
+        raise ValueError(
+            "residual_bytes must be a number of bytes, 0 or more, but it is "
+            f"{residual_bytes!r}. Leave it out for what one micro-batch's step takes."
+        )
+    if axis_name is None:
+        raise ValueError(
+            "residual_bytes must come with axis_name: without collectives nothing is "
+            f"kept between micro-batches, but it is {residual_bytes!r}. Leave it out."
+        )
 
 
 def _positions(name: str, value: Any) -> Any:

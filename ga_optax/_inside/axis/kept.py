@@ -25,6 +25,7 @@ from ga_optax._inside.axis.schedule import Schedule
 from ga_optax._passes.ir import is_variable, variables
 
 _LONGEST = 32  # equations, however cheap, that run again behind what is kept
+_TRIALS = 30
 _FORWARD, _BACKWARD = 2, 1  # passes that every equation has
 
 
@@ -56,21 +57,16 @@ def keep(
       num_microbatches: those of one device.
       limit: the bytes of what it keeps, and of the largest part of its cotangents.
     """
-    carried = num_microbatches * sum(
-        cost.nbytes(b.operand) for b in schedule.buffers if b.kind == "stack"
-    )
     ends = range(schedule.end - 1)
-    all_kept = _with(schedule, ends, num_microbatches)
-    sizes = [_added(schedule, all_kept, end, num_microbatches) for end in ends]
-    if not any(sizes) or _taken(sizes) <= (most := max(carried, limit())):
-        return all_kept
-    works = [_work(all_kept, end + 1) for end in ends]
+    everything = _with(schedule, ends, num_microbatches)
+    sizes = [_added(schedule, everything, end, num_microbatches) for end in ends]
+    if not any(sizes) or _taken(sizes) <= (most := limit()):
+        return everything
+    works = [_work(everything, end + 1) for end in ends]
     best = schedule
-    low, high = (
-        0.0,
-        sum(works) * len(works) / max(1, min(filter(None, sizes), default=1)),
-    )
-    for _ in range(20):
+    # The least price of a byte, in operations, at which what is kept is little enough.
+    low, high = 0.0, sum(works) * len(works)
+    for _ in range(_TRIALS):
         price = (low + high) / 2
         some = _cheapest(works, [price * x for x in sizes])
         trial = _with(schedule, some, num_microbatches)

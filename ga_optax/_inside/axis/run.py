@@ -1,6 +1,5 @@
 """Runs a window: forward level by level, the loss, and back."""
 
-import functools
 from typing import Any
 
 import jax
@@ -9,6 +8,7 @@ from ga_optax._checks import named_leaves
 from ga_optax._inside.axis import cost, forward, kept, last
 from ga_optax._inside.axis.backward import Backward, Task
 from ga_optax._inside.axis.read import without_collectives
+from ga_optax._inside.axis.report import report
 from ga_optax._inside.axis.schedule import Schedule
 from ga_optax._inside.axis.shared import share
 from ga_optax._inside.axis.values import Arrays, Values, is_inexact
@@ -46,6 +46,7 @@ def _run(
     values.schedule.merged = last.can_merge(values, program)
     values.schedule = _planned(call, program, operands, values.schedule)
     schedule = values.schedule
+    report(schedule, values.size, call.options.num_microbatches)
     for level in range(schedule.end):
         forward.fill(values, level)
         forward.fill_once(values, level)
@@ -68,15 +69,19 @@ def _planned(
     kept.keep_marks(schedule)
     rest = [x[0] for x in operands.batch], operands.keys, operands.carry
     rest = [x for group in rest for x in group]
+    k = call.options.num_microbatches
 
-    @functools.cache
     def limit() -> int:
-        closed = without_collectives(
-            program, [*operands.params, *rest], *call.axis_env[0]
-        )
-        return cost.of_a_step(closed, operands.params, rest)
+        given = call.options.residual_bytes
+        if given is not None:
+            return given
+        leaves = [*operands.params, *rest]
+        closed = without_collectives(program, leaves, *call.axis_env[0])
+        carried = [b.operand for b in schedule.buffers if b.kind == "stack"]
+        of_step = cost.of_a_step(closed, operands.params, rest)
+        return max(of_step, k * sum(map(cost.nbytes, carried)))
 
-    return kept.keep(schedule, call.options.num_microbatches, limit)
+    return kept.keep(schedule, k, limit)
 
 
 def _wanted(
