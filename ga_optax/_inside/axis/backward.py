@@ -23,6 +23,7 @@ from ga_optax._inside.call import Call
 from ga_optax._inside.loop import Flat, Loop, Operands, State, merged
 from ga_optax._inside.program import Program
 from ga_optax._passes import ir
+from ga_optax._passes.arrivals import arrival
 from ga_optax.accumulator import Accumulator
 
 Wanted = Sequence[tuple[Any, str]]  # variables, and how they are put together

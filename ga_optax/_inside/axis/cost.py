@@ -7,25 +7,10 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from ga_optax._passes import ir
+from ga_optax._passes import ir, known
 
-# What XLA fuses into what reads it. Anything else is worth keeping.
-_NAMES = """
-abs acos acosh add add_any and argmax argmin asin asinh atan atan2 atanh axis_index
-bitcast bitcast_convert_type broadcast_in_dim cbrt ceil clamp concatenate conj
-convert_element_type copy copy_p cos cosh div dynamic_slice dynamic_update_slice eq erf
-erf_inv erfc exp exp2 expand_dims expm1 floor gather ge gt imag integer_pow iota
-is_finite le log log1p logistic lt max min mul name ne neg nextafter not
-optimization_barrier or pad pow pvary real reduce_and reduce_max reduce_min reduce_or
-reduce_precision reduce_prod reduce_sum rem reshape rev round rsqrt scatter scatter-add
-select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh slice split
-sqrt square squeeze stop_gradient sub tan tanh transpose xor
-"""
-_CHEAP = frozenset(_NAMES.split())
-_MOVES = (
-    *("transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "slice"),
-    *("copy", "copy_p", "name", "stop_gradient", "iota", "optimization_barrier"),
-)
+# They compute nothing.
+_LAYOUTS = {*known.MOVES, "expand_dims", "slice", "copy", "copy_p", "name", "iota"}
 _LOOPS = ("scan", "while")
 _DEEP = 100  # operations for each number that something unknown reads or returns
 
@@ -34,7 +19,7 @@ def is_cheap(equation: core.JaxprEqn) -> bool:
     """Whether running it again costs little more than reading what it returns."""
     programs = ir.inner_programs(equation)
     if not programs:
-        return equation.primitive.name in _CHEAP
+        return equation.primitive.name in known.CHEAP
     loops = ir.kind(equation) in _LOOPS
     return not loops and all(is_cheap(e) for p in programs for e in p.eqns)
 
@@ -50,12 +35,12 @@ def work(equation: core.JaxprEqn) -> float:
         length = equation.params["length"] if ir.kind(equation) == "scan" else 1
         return length * inside
     name = equation.primitive.name
-    if name in _MOVES:
+    if name in _LAYOUTS:
         return 0.0
-    if name == "dot_general":
+    if name == known.PRODUCT:
         (contracted, _), _ = equation.params["dimension_numbers"]
         return 2.0 * math.prod(shapes[-1]) * math.prod(shapes[0][i] for i in contracted)
-    if name == "conv_general_dilated":
+    if name == known.CONVOLUTION:
         features = shapes[1][equation.params["dimension_numbers"].rhs_spec[0]]
         return 2.0 * math.prod(shapes[-1]) * math.prod(shapes[1]) / max(features, 1)
     return float(largest if is_cheap(equation) else _DEEP * largest)
