@@ -21,6 +21,7 @@ It needs chex, flax, orbax-checkpoint and scikit-learn: the dependency group `de
 
 import argparse
 import functools
+import hashlib
 import os
 import pathlib
 import signal
@@ -205,8 +206,33 @@ def open_checkpoints(folder: pathlib.Path) -> ocp.CheckpointManager:
 
 
 def save(checkpoints: ocp.CheckpointManager, number: int, tree: Any) -> None:
-    """Writes a checkpoint after `number` micro-steps, completely or not at all."""
-    checkpoints.save(number, args=ocp.args.StandardSave(tree), force=True)
+    """Writes a checkpoint after `number` micro-steps, completely or not at all.
+
+    With it goes a checksum of all that it holds, since Orbax keeps none.
+    """
+    checkpoints.save(
+        number,
+        args=ocp.args.StandardSave(tree),
+        custom_metadata={"sha256": checksum(tree)},
+        force=True,
+    )
+
+
+def checksum(tree: Any) -> str:
+    """The SHA-256 of the name, dtype, shape and bytes of every leaf."""
+    digest = hashlib.sha256()
+    for name, leaf in sorted(named_leaves(tree).items()):
+        array = np.asarray(leaf)
+        digest.update(f"{name} {array.dtype.name}{array.shape}".encode())
+        digest.update(array.tobytes())
+    return digest.hexdigest()
+
+
+def named_leaves(tree: Any) -> dict[str, Any]:
+    """The leaves of a tree by their paths, the same before and after it was saved."""
+    paths = jax.tree_util.tree_flatten_with_path(tree)[0]
+    name = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
+    return {name(path): leaf for path, leaf in paths}
 
 
 def restore(checkpoints: ocp.CheckpointManager, number: int, like: Any) -> Any:
@@ -215,19 +241,15 @@ def restore(checkpoints: ocp.CheckpointManager, number: int, like: Any) -> Any:
     Orbax itself compares the names. But if a shape differs, its error does not name the
     leaf. If a dtype differs, it converts silently, and the run would continue with
     different bits. So this function compares names, shapes and dtypes first. If they
-    differ, it reads and changes nothing.
+    differ, it reads and changes nothing. Bytes that changed on the disk Orbax may
+    restore without a word, so the checksum is compared at the end.
 
     Raises:
-      ValueError: if a leaf does not fit; the message has the path of the first one.
+      ValueError: if a leaf does not fit; the message has the path of the first one. Or
+        if what was read is not what was saved.
     """
-
-    def leaves(tree: Any) -> dict[str, Any]:
-        paths = jax.tree_util.tree_flatten_with_path(tree)[0]
-        name = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
-        return {name(path): leaf for path, leaf in paths}
-
-    wanted = leaves(like)
-    saved = leaves(checkpoints.item_metadata(number).tree)
+    wanted = named_leaves(like)
+    saved = named_leaves(checkpoints.item_metadata(number).tree)
     for path in [*wanted, *(path for path in saved if path not in wanted)]:
         want, got = (
             f"{np.dtype(tree[path].dtype).name}{list(tree[path].shape)}"
@@ -242,7 +264,16 @@ def restore(checkpoints: ocp.CheckpointManager, number: int, like: Any) -> Any:
                 "and the optimizer with which it was saved, or choose another folder. "
                 "The files were not changed."
             )
-    return checkpoints.restore(number, args=ocp.args.StandardRestore(like))
+    restored = checkpoints.restore(number, args=ocp.args.StandardRestore(like))
+    due, came = checkpoints.metadata(number).custom_metadata, checksum(restored)
+    if due["sha256"] != came:
+        raise ValueError(
+            f"The checkpoint of micro-step {number} must hold what was saved, with the "
+            f"SHA-256 {due['sha256'][:12]}..., but its files give {came[:12]}...: they "
+            "have changed on the disk. Delete that checkpoint; the run goes on from "
+            "the one before it."
+        )
+    return restored
 
 
 # -- The run ---------------------------------------------------------------------------
