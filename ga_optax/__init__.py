@@ -27,6 +27,7 @@ from ga_optax._across.multi_steps import (
     flush,
 )
 from ga_optax._across.noise_scale import NoiseScale, noise_scale
+from ga_optax._across.saved import from_saved
 from ga_optax._across.state import (
     MultiStepsState,
     Stats,
@@ -71,6 +72,7 @@ __all__ = [
     "drop_window_if_not_finite",
     "flush",
     "from_optax",
+    "from_saved",
     "has_updated",
     "merge_across",
     "noise_scale",

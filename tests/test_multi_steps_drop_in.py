@@ -344,3 +344,102 @@ def test_from_optax_of_something_else_raises():
         ga.MultiSteps(optax.sgd(0.1), 2).update(PARAMS, theirs, PARAMS)
     with pytest.raises(ValueError, match="from_optax"):
         ga.has_updated(theirs)
+
+
+# -- States that were saved ------------------------------------------------------------
+
+
+def as_saved(tree):
+    """What a checkpoint gives without a target: dictionaries and lists alone."""
+    if isinstance(tree, tuple) and hasattr(tree, "_asdict"):
+        return {name: as_saved(x) for name, x in tree._asdict().items()}
+    if isinstance(tree, tuple | list):
+        return [as_saved(x) for x in tree]
+    if isinstance(tree, dict):
+        return {name: as_saved(x) for name, x in tree.items()}
+    return np.asarray(tree)
+
+
+def open_window(tx, calls=3):
+    state, params = tx.init(PARAMS), PARAMS
+    for _ in range(calls):
+        params, state = ga.apply_gradients(tx, PARAMS, state, params)
+    return params, state
+
+
+OLD = ["version", "noise", "arg_totals", "drop_state", "skip_state"]
+
+
+@pytest.mark.parametrize("lost", [[], OLD[:1], OLD], ids=["none", "version", "all"])
+@pytest.mark.parametrize("chained", [False, True])
+def test_a_state_of_an_earlier_version_is_read_and_goes_on_with_the_same_bits(
+    chained, lost
+):
+    def make(**options):
+        tx = ga.MultiSteps(optax.adam(0.1), 2, **options)
+        return optax.chain(optax.identity(), tx) if chained else tx
+
+    old, new = make(), make(should_drop_window_fn=ga.drop_window_if_not_finite)
+    params, state = open_window(old)
+    expected = ga.apply_gradients(old, PARAMS, state, params)[0]
+    saved = as_saved(state)
+    for name in lost:
+        del (saved[1] if chained else saved)[name]
+    read = ga.from_saved(saved, new.init(PARAMS))
+    assert jax.tree.structure(read) == jax.tree.structure(new.init(PARAMS))
+    got = ga.apply_gradients(new, PARAMS, read, params)[0]
+    for a, b in zip(*map(jax.tree.leaves, (got, expected)), strict=True):
+        np.testing.assert_array_equal(a, b)
+    # The twin: a new state in its place gives other parameters.
+    other = ga.apply_gradients(new, PARAMS, new.init(PARAMS), params)[0]
+    assert not np.array_equal(jax.tree.leaves(other)[0], jax.tree.leaves(expected)[0])
+
+
+def test_a_state_of_another_version_is_refused_by_name():
+    tx = ga.MultiSteps(optax.adam(0.1), 2)
+    _, state = open_window(tx)
+    for version, todo in ((), "from_saved"), (jnp.int32(99), "Install the version"):
+        other = state._replace(version=version)
+        with pytest.raises(ValueError, match=rf"format of version 1.*{todo}"):
+            tx.update(PARAMS, other, PARAMS)
+    with pytest.raises(ValueError, match="Install the version"):
+        ga.from_saved(as_saved(other), tx.init(PARAMS))
+    # A structure is known when traced, a number is not.
+    with pytest.raises(ValueError, match="from_saved"):
+        jax.jit(tx.update)(PARAMS, state._replace(version=()), PARAMS)
+
+
+def test_a_saved_state_that_does_not_fit_names_the_leaf():
+    tx = ga.MultiSteps(optax.adam(0.1), 2)
+    params, state = open_window(tx)
+    saved, like = as_saved(state), tx.init(PARAMS)
+    for spoilt, words in (
+        ({k: x for k, x in saved.items() if k != "weight"}, "weight was not saved"),
+        ({**saved, "new": np.zeros(3)}, "a new state has no new"),
+        ({**saved, "weight": np.zeros(3, np.float32)}, r"weight is float32\[3\]"),
+        ({**saved, "weight": np.float16(0)}, r"weight is float16\[\]"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            ga.from_saved(spoilt, like)
+    averages = ga.MultiSteps(optax.adam(0.1), 2, mean_argnames="value")
+    with pytest.raises(ValueError, match="window is open, and arg_totals/value"):
+        ga.from_saved(saved, averages.init(PARAMS))
+    closed = as_saved(ga.flush(tx, state, params)[1])
+    assert float(ga.from_saved(closed, averages.init(PARAMS)).arg_totals["value"]) == 0
+    noisy = ga.MultiSteps(optax.adam(0.1), 2, track_noise=True)
+    assert ga.from_saved(saved, noisy.init(PARAMS)).noise.squares == np.inf
+
+
+def test_orbax_refuses_a_state_without_a_version_and_from_saved_reads_it(tmp_path):
+    ocp = pytest.importorskip("orbax.checkpoint")
+    tx = ga.MultiSteps(optax.adam(0.1), 2)
+    _, state = open_window(tx)
+    checkpointer = ocp.StandardCheckpointer()
+    old = {k: x for k, x in state._asdict().items() if k != "version"}
+    checkpointer.save(tmp_path / "old", old)
+    checkpointer.wait_until_finished()
+    with pytest.raises(ValueError, match="version"):
+        checkpointer.restore(tmp_path / "old", tx.init(PARAMS))
+    read = ga.from_saved(checkpointer.restore(tmp_path / "old"), tx.init(PARAMS))
+    for a, b in zip(*map(jax.tree.leaves, (read, state)), strict=True):
+        np.testing.assert_array_equal(a, b)

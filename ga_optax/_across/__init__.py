@@ -6,6 +6,7 @@ the inner optimizer where a window closes.
 
     config       what a `MultiSteps` was made with
     state        the state, and what reads it
+    saved        reading a state that was saved by another version
     choices      a choice that is known when traced, or is not
     reuse        updates that take over the accumulator's buffer
     noise_scale  the gradient noise scale

@@ -12,7 +12,11 @@ from jax.typing import ArrayLike
 
 from ga_optax import accumulator
 from ga_optax._across import noise_scale
-from ga_optax._across.state import MultiStepsState, state_type
+from ga_optax._across.state import (
+    MultiStepsState,
+    current_version,
+    state_type,
+)
 from ga_optax._across.storage import ManyDevices, OneDevice
 from ga_optax._checks import check_int, is_int, nodes_of
 from ga_optax.accumulator import Accumulator
@@ -75,6 +79,7 @@ class Config:
             skipped_windows=jnp.zeros([], jnp.int32),
             arg_totals=arg_totals,
             noise=noise_scale.init(acc.weight) if self.track_noise else (),
+            version=current_version(),
         )
 
     def empty(self, params: Any) -> Accumulator:

@@ -5,12 +5,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.typing import ArrayLike
 
 from ga_optax import accumulator
 from ga_optax._across import noise_scale
 from ga_optax._checks import nodes_of
+
+VERSION = 1  # of the state's format; it grows if an older state is read otherwise
 
 
 class MultiStepsState(NamedTuple):
@@ -43,6 +46,7 @@ class MultiStepsState(NamedTuple):
         `mean_argnames` names, by name, as floats `[]`. While `mini_step` is 0, the mean
         that the inner optimizer saw last. With a `data_axis` as `total`.
       noise: what `noise_scale` reads, a `NoiseState`; `()` without `track_noise`.
+      version: of this format, int32 `[]`. `()` in a state from before there was one.
     """
 
     mini_step: jax.Array
@@ -58,6 +62,7 @@ class MultiStepsState(NamedTuple):
     skipped_windows: jax.Array
     arg_totals: dict[str, jax.Array]
     noise: Any = ()
+    version: Any = ()
 
     @property
     def acc_grads(self) -> optax.Updates:
@@ -223,6 +228,7 @@ def from_optax(
             noise=noise_scale.spoiled(noise_scale.init(weight), count > 0)
             if track_noise
             else (),
+            version=current_version(),
         )
 
     return jax.tree.map(
@@ -305,9 +311,35 @@ def _counts_calls(count: tuple[Any, ...], window: tuple[Any, ...]) -> bool:
     return getattr(before, "name", "") != "inner_states"
 
 
+def current_version() -> jax.Array:
+    """The version of a new state."""
+    return jnp.full([], VERSION, jnp.int32)
+
+
+def check_version(version: Any) -> None:
+    """Raises if a state has another version than a new one, if that is known."""
+    if isinstance(version, jax.core.Tracer):
+        return
+    came = 0  # that of states from before there was one
+    if isinstance(version, jax.Array):
+        came = int(np.max(version.addressable_data(0)))  # it is the same everywhere
+    elif jax.tree.leaves(version):
+        came = int(np.max(version))
+    if came == VERSION:
+        return
+    todo = "Read it with ga_optax.from_saved(state, tx.init(params))."
+    if came > VERSION:
+        todo = "Install the version of ga_optax that saved it, or a newer one."
+    raise ValueError(
+        f"The state must have the format of version {VERSION}, but it has that of "
+        f"version {came}: another ga_optax saved it. {todo}"
+    )
+
+
 def check_state(state: Any) -> MultiStepsState:
-    """Returns `state` if it is a `MultiStepsState`, or raises."""
+    """Returns `state` if it is a `MultiStepsState` of this version, or raises."""
     if isinstance(state, MultiStepsState):
+        check_version(state.version)
         return state
     hint = "Pass what init or the last call returned."
     if isinstance(state, optax.MultiStepsState):
