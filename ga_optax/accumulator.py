@@ -223,7 +223,9 @@ def average_by_power_of_two(total: jax.Array, weight: int | jax.Array) -> jax.Ar
     XLA fuses a product into whatever reads it, such as an optimizer. It computes a
     division once, and writes the quotient to a buffer of its own.
     """
-    return total * jnp.asarray(1 / weight, total.dtype)
+    # A number of NumPy is a literal: an array of JAX costs time for each leaf.
+    make = np if isinstance(weight, int) else jnp
+    return total * make.asarray(1 / weight, total.dtype)
 
 
 def average_in_place(total: jax.Array, weight: jax.Array) -> jax.Array:
