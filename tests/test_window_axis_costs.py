@@ -187,7 +187,7 @@ def test_as_much_is_kept_as_the_option_allows():
 def test_the_option_is_a_number_of_bytes(bad):
     with pytest.raises(ValueError, match="residual_bytes must be a number of bytes"):
         ga.value_and_grad(deep, K, axis_name=ROWS, residual_bytes=bad)
-    with pytest.raises(ValueError, match="must come with axis_name"):
+    with pytest.raises(ValueError, match="must come with axis_name or whole_batch"):
         ga.value_and_grad(plain, K, residual_bytes=1)
 
 

@@ -141,7 +141,7 @@ def value_and_grad(
         return warns_outside_jit(partitioned.value_and_grad(value_and_grad, given))
     options = Options(**given).checked()
 
-    def mean_of_window(call: Call) -> tuple[Value, optax.Updates]:
+    def window(call: Call) -> tuple[Value, optax.Updates]:
         params = call.params
         call = call.on_device()
         program = trace(call)
@@ -162,9 +162,7 @@ def value_and_grad(
             _check_sums(call, 'sync="each"', 'Use sync="last"')
         if options.axis_name is not None:
             _check_sums(call, "axis_name", "Leave it out")
-        value, grads = (
-            mean_of_window(call) if inside else _over_mesh(call, mean_of_window)
-        )
+        value, grads = window(call) if inside else _over_mesh(call, window)
         return put_together(options, value), grads
 
     return value_and_grad_fun

@@ -93,7 +93,8 @@ class Options(NamedTuple):
                 "axis_name must be the name of the axis over which fun communicates, "
                 f'but it is {self.axis_name!r}. Pass "rows", for example, or None.'
             )
-        _check_residual_bytes(self.residual_bytes, self.axis_name)
+        has_axis = self.axis_name is not None or self.whole_batch
+        _check_residual_bytes(self.residual_bytes, has_axis)
         for axis in jax.tree.leaves(self.batch_axes):
             if not is_int(axis):
                 raise TypeError(
@@ -216,7 +217,7 @@ def check_weight_fn(weight_fn: Any, has_aux: bool) -> None:
         check_callable("weight_fn", weight_fn, "of the batch arguments", todo)
 
 
-def _check_residual_bytes(residual_bytes: Any, axis_name: str | None) -> None:
+def _check_residual_bytes(residual_bytes: Any, has_axis: bool) -> None:
     """Raises unless it is a number of bytes, for a window with an axis."""
     if residual_bytes is None:
         return
@@ -225,10 +226,10 @@ def _check_residual_bytes(residual_bytes: Any, axis_name: str | None) -> None:
             "residual_bytes must be a number of bytes, 0 or more, but it is "
             f"{residual_bytes!r}. Leave it out for what one micro-batch's step takes."
         )
-    if axis_name is None:
+    if not has_axis:
         raise ValueError(
-            "residual_bytes must come with axis_name: without collectives nothing is "
-            f"kept between micro-batches, but it is {residual_bytes!r}. Leave it out."
+            "residual_bytes must come with axis_name or whole_batch: without collectives "
+            f"nothing is kept, but it is {residual_bytes!r}. Leave it out."
         )
 
 

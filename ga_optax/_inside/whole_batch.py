@@ -84,13 +84,15 @@ def value_and_grad(core: Callable[..., Any], given: dict[str, Any]) -> Any:
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> Any:
         call = Call.make(options, args, kwargs)
         trace = traced(call, fun)
+        needs_axis = _needs_axis(call, trace.part)
         run = core(
             micro_batch(call, trace),
             options.num_microbatches,
             batch_axes=(tuple(call.split_axes), None),
             has_aux=True,
             aux=MODES,
-            axis_name=AXIS_OF_ROWS if _needs_axis(call, trace.part) else None,
+            axis_name=AXIS_OF_ROWS if needs_axis else None,
+            residual_bytes=given["residual_bytes"] if needs_axis else None,
             **{name: given[name] for name in _PASSED},
         )
         batch = tuple(call.batch), tuple(_as_data(x) for x in trace.closed.consts)
