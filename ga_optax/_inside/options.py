@@ -228,7 +228,7 @@ def _check_residual_bytes(residual_bytes: Any, has_axis: bool) -> None:
         )
     if not has_axis:
         raise ValueError(
-            "residual_bytes must come with axis_name or whole_batch: without collectives "
+            "residual_bytes must come with axis_name or whole_batch: otherwise "
             f"nothing is kept, but it is {residual_bytes!r}. Leave it out."
         )
 
