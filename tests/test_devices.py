@@ -1,5 +1,7 @@
 """On many devices: one reduction a window, and the gradient of the whole batch."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -292,8 +294,11 @@ def test_no_row_moves_and_the_memory_is_that_of_the_peers():
     )
 
 
+@pytest.mark.filterwarnings("ignore:.with mesh:DeprecationWarning")
 @pytest.mark.grid(2)
-@pytest.mark.parametrize("way", ["arrays", "explicit", "constraint", "shapes", "jit"])
+@pytest.mark.parametrize(
+    "way", ["arrays", "explicit", "constraint", "shapes", "jit", "with"]
+)
 def test_no_row_moves_however_the_mesh_is_known(way):
     names, axes = ("replica", "data", "model"), ("replica", "data")
     kind = AxisType.Explicit if way == "explicit" else AxisType.Auto
@@ -313,10 +318,13 @@ def test_no_row_moves_however_the_mesh_is_known(way):
         batch = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), batch
         )
-    else:  # nothing but the parameters names the mesh
+    else:  # nothing but the parameters names the mesh, or not even they
         params, batch = put(params, mesh, P()), jax.device_get(batch)
         options = {"in_shardings": (NamedSharding(mesh, P()), place)}
-    moved = rows_that_move(jax.jit(fun, **options).lower(params, batch).compile())
+    if way == "with":
+        params = jax.eval_shape(make_params)
+    with mesh if way == "with" else contextlib.nullcontext():
+        moved = rows_that_move(jax.jit(fun, **options).lower(params, batch).compile())
     # In its backward pass JAX gathers what was broadcast along explicit axes.
     assert [c for c in moved if way != "explicit" or not c.loops] == []
 
@@ -959,6 +967,18 @@ def test_a_bad_argument_says_what_to_do(options, rows, message):
     mesh = make_mesh(AxisType.Auto)
     with pytest.raises((TypeError, ValueError), match=f"(?s){message}"):
         call(make_params(), make_batch(rows=rows), mesh=mesh, **options)
+
+
+@pytest.mark.filterwarnings("ignore:.with mesh:DeprecationWarning")
+def test_a_with_block_names_the_mesh_too():
+    mesh = make_mesh(AxisType.Auto)
+    fun = jax.jit(ga.value_and_grad(mean_loss, 2, data_axis="data"))
+    params, batch = make_params(), make_batch()
+    with mesh:
+        program = fun.lower(params, batch).compile()
+    assert len(gradient_reductions(ga.audit(program))) == 1
+    with pytest.raises(ValueError, match="there is none"):  # the twin: after the block
+        ga.value_and_grad(mean_loss, 2, data_axis="data")(params, batch)
 
 
 def test_a_data_axis_needs_a_mesh():

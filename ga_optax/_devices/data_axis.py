@@ -25,9 +25,9 @@ class DataAxis:
     Attributes:
       name: the axis, or a tuple of axes, that split the batch axis. It needs
         jax >= 0.9.
-      mesh: the mesh of the axis at top level. If None it is that of `jax.set_mesh`, or
-        else the one that the batch lies on. Inside `jax.shard_map` over the axis it is
-        not read.
+      mesh: the mesh of the axis at top level. If None it is that of `jax.set_mesh` (or
+        of a `with mesh:` block), or else the one that the batch lies on. Inside
+        `jax.shard_map` over the axis it is not read.
       param_specs: how the parameters are sharded over the axis (FSDP, ZeRO): a tree of
         `PartitionSpec` that is a prefix of them, such as
         `jax.tree.map(lambda p: p.sharding.spec, params)`. Gradients come back sharded

@@ -4,12 +4,14 @@ Only questions and checks stand here. What communicates is in `_collectives`.
 """
 
 import math
+import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.interpreters import pxla
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ga_optax._checks import named_leaves
@@ -75,10 +77,26 @@ def check_data_axis(data_axis: Any) -> Axes:
     return tuple(names)
 
 
+def context_mesh() -> AnyMesh:
+    """The mesh of `jax.set_mesh`, or else that of a `with mesh:` block; may be empty.
+
+    JAX puts only the first into types and programs, and calls the second deprecated.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.empty:
+        return mesh
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        blocks = getattr(pxla, "thread_resources", None)
+    env = getattr(blocks, "env", None)
+    return getattr(env, "physical_mesh", mesh)
+
+
 def find_mesh(axes: Axes, mesh: AnyMesh | None, batch: Any = ()) -> Any:
     """The mesh whose `axes` are still to be bound; None inside their `shard_map`.
 
-    If `mesh` is None it is that of the context, or else the one that `batch` lies on.
+    If `mesh` is None it is that of the context, of `jax.set_mesh` or of a `with mesh:`
+    block, or else the one that `batch` lies on.
 
     Raises:
       ValueError: if there is no mesh, or if it lacks an axis.
@@ -93,7 +111,7 @@ def find_mesh(axes: Axes, mesh: AnyMesh | None, batch: Any = ()) -> Any:
             f"binds only {tuple(here)}. Name the others in its axis_names, too."
         )
     if mesh is None or context.manual_axes:  # inside a shard_map over other axes
-        mesh = context
+        mesh = context if context.manual_axes else context_mesh()
     if mesh.empty:
         found = [m for m in map(_mesh_of, jax.tree.leaves(batch)) if not m.empty]
         mesh = found[0] if found else mesh
@@ -127,7 +145,7 @@ def is_distributed(tree: Any) -> bool:
     The context has a mesh, or else the arrays do. Inside of `jit` their types name it,
     but not how its automatic axes split them.
     """
-    context, leaves = jax.sharding.get_abstract_mesh(), jax.tree.leaves(tree)
+    context, leaves = context_mesh(), jax.tree.leaves(tree)
     for mesh in map(_mesh_of, leaves) if context.empty else [context]:
         for size, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True):
             if kind == AxisType.Explicit or (kind == AxisType.Auto and size > 1):
