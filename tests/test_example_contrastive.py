@@ -20,10 +20,10 @@ pytestmark = pytest.mark.published
 ROOT = pathlib.Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "contrastive.py"
 CHECKS = [
-    "axis_name: gradient of the window, float64",
-    "no axis_name: another gradient",
-    "axis_name: distance to the undivided run",
-    "no axis_name: another run",
+    "whole_batch: gradient of the window, float64",
+    "8 x 64: another gradient",
+    "whole_batch: distance to the undivided run",
+    "8 x 64: another run",
 ]
 
 
@@ -52,12 +52,12 @@ def test_the_example_runs_from_the_command_line_and_shows_what_it_says(tmp_path)
     rows = re.findall(
         r"^(.{22})  (\S+) % +(\S+)  (\S+) +(\S+) +(\d+) KiB$", run.stdout, re.MULTILINE
     )
-    whole, alone, axis = rows
-    names = ["undivided, 512", "8 x 64, no axis_name", "8 x 64, axis_name"]
+    undivided, alone, whole = rows
+    names = ["undivided, 512", "8 x 64", "8 x 64, whole_batch"]
     assert [row[0].strip() for row in rows] == names
-    assert whole[1:4] == axis[1:4]
-    assert float(axis[4]) < 1e-4 < float(alone[4])
-    assert 4 * int(axis[5]) < int(whole[5])
+    assert undivided[1:4] == whole[1:4]
+    assert float(whole[4]) < 1e-4 < float(alone[4])
+    assert 4 * int(whole[5]) < int(undivided[5])
 
     picture = matplotlib.image.imread(tmp_path / "contrastive.png")
     assert picture.shape[0] > 500
@@ -82,26 +82,29 @@ def half_of_the_gradient(example, params, pairs):
 
 
 def without_a_micro_batch(example, params, pairs):
+    a, b = example.encode(params, pairs)
+    gathered = jax.lax.all_gather((a, b), "rows", tiled=True)
+    first = jax.lax.axis_index("rows") * len(a)
     last = jax.lax.axis_index("rows") == example.K - 1
     weight = jnp.where(last, 0.0, 1.0)
-    return weight * example.window_loss(params, pairs)
+    return weight * example.contrast(params["scale"], a, b, *gathered, first)
 
 
 @pytest.mark.parametrize(
-    ("wrong", "without_axis", "found"),
+    ("wrong", "alone", "found"),
     [
         (half_of_the_gradient, "undivided, 512", CHECKS),
-        (without_a_micro_batch, "8 x 64, no axis_name", [CHECKS[0], CHECKS[2]]),
+        (without_a_micro_batch, "8 x 64", [CHECKS[0], CHECKS[2]]),
     ],
 )
 def test_what_is_wrong_is_found_and_the_exit_status_is_1(
-    wrong, without_axis, found, example, monkeypatch, tmp_path, capsys
+    wrong, alone, found, example, monkeypatch, tmp_path, capsys
 ):
     loss = functools.partial(wrong, example)
     side = ga.value_and_grad(loss, example.K, axis_name="rows")
-    monkeypatch.setitem(example.SIDES, example.AXIS, side)
-    # If the undivided batch stands for accumulation without the axis, nothing differs.
-    monkeypatch.setitem(example.SIDES, example.ALONE, example.SIDES[without_axis])
+    monkeypatch.setitem(example.SIDES, example.WHOLE, side)
+    # If the undivided batch stands for plain accumulation, nothing differs.
+    monkeypatch.setitem(example.SIDES, example.ALONE, example.SIDES[alone])
     monkeypatch.setattr(example, "draw_picture", lambda *_: None)
     assert example.main(["--steps", "1", "--seeds", "1", "--out", str(tmp_path)]) == 1
     failed = re.findall(r"^  FAILED +(.+?)  ", capsys.readouterr().out, re.MULTILINE)
