@@ -221,7 +221,8 @@ def _product(
 
     If it comes out wider, its operands are cast on CPUs. XLA would do the same, but
     forgets some of them if the result is transposed, and then cannot run the program
-    (jaxlib 0.10 to 0.12).
+    (jaxlib 0.10 to 0.12). Each product casts its own: casts that several shared would
+    be kept as long as the last of them needs one, in float32.
     """
     params = equation.params
     casts = result not in equation.outvars
@@ -232,10 +233,10 @@ def _product(
         return equation.primitive.bind(*operands, **params)
 
     def cast(*operands: jax.Array) -> jax.Array:
-        return direct(*(x.astype(_WIDE) for x in operands))
+        return direct(*(x.astype(_WIDE) for x in _alone(operands)))
 
     def apart(*operands: jax.Array) -> jax.Array:
-        return direct(*jax.lax.optimization_barrier(operands))
+        return direct(*_alone(operands))
 
     def product(*operands: jax.Array) -> jax.Array:
         ways = {"cpu": cast} if casts else {}
@@ -243,6 +244,11 @@ def _product(
         return jax.lax.platform_dependent(*operands, **ways, default=direct)
 
     return ir.traced(product, equation.invars, result)
+
+
+def _alone(operands: Any) -> Any:
+    """Operands that XLA shares, or merges products over, with no other equation."""
+    return jax.lax.optimization_barrier(operands)
 
 
 def _widened(x: Any) -> Any:
