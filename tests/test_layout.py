@@ -256,9 +256,6 @@ LONG = {
     "_inside.loop.Loop.add_gradient",
     "_inside.microbatch.accumulate",
     "_inside.program.trace",
-    "_passes.constants._without",
-    "_passes.duplicates.merged",
-    "_passes.products._Body.wide",
 }
 WIDE = {
     "_checks.check_leaves",

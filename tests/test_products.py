@@ -431,7 +431,8 @@ def test_unrolled_layers_take_no_more_than_the_plain_scan(monkeypatch):
     assert taken() <= 1.02 * plain
     # The twin: casts that products share are kept beside what they cast.
     monkeypatch.setattr(products, "_alone", lambda operands: operands)
-    assert taken() > 1.05 * plain
+    if in_place.HAS_REFS:  # XLA of jax 0.10 keeps none of them
+        assert taken() > 1.05 * plain
 
 
 # -- Random programs -------------------------------------------------------------------

@@ -17,6 +17,7 @@ from ga_optax._passes import ir
 
 CAST = "convert_element_type"
 PRODUCT, CONVOLUTION = "dot_general", "conv_general_dilated"
+SUM, SUM_OF_TWO, SCATTER = "reduce_sum", "add_any", "scatter-add"
 # They move numbers, one to one or one to many, and so do their transposes.
 MOVES = ("transpose", "reshape", "squeeze", "broadcast_in_dim")
 # They broadcast an operand, whose gradient is a sum over what it went to.

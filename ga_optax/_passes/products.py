@@ -159,12 +159,34 @@ class _Body:
         dtype: Any = getattr(x.aval, "dtype", _WIDE)
         if not jnp.issubdtype(dtype, np.floating) or dtype.itemsize > 2:
             return None
-        n = self._made[x]
+        n, wide = self._made[x], _widened(x)
         equation = self.equation(n)
-        name, params, ins = equation.primitive.name, equation.params, equation.invars
-        wide = _widened(x)
-        outs = [wide if y is x else y for y in equation.outvars]
+        if equation.primitive.name in (known.PRODUCT, known.CONVOLUTION):
+            if isinstance(equation.params["precision"], _ALGORITHMS):
+                return None  # it names the dtype
+            self.products[n] = wide
+            return wide
         casts: list[core.JaxprEqn] = []
+        ins = self._operands(n, x, sliced, casts)
+        if ins is None:
+            return None
+        outs = [wide if y is x else y for y in equation.outvars]
+        params = equation.params
+        if equation.primitive.name == known.SCATTER:
+            params = params | {"update_jaxpr": _retyped(params["update_jaxpr"])}
+        new = equation.replace(invars=ins, outvars=outs, params=params)
+        self.replace(n, *casts, new)
+        return wide
+
+    def _operands(
+        self, n: int, x: Any, sliced: bool, casts: list[core.JaxprEqn]
+    ) -> list[Any] | None:
+        """What the n-th equation must read for `x` to be wide; None if it cannot be.
+
+        Casts that this takes are appended to `casts`.
+        """
+        equation = self.equation(n)
+        name, ins = equation.primitive.name, equation.invars
 
         def cast(y: Any) -> Any:
             new = _widened(y)
@@ -175,43 +197,38 @@ class _Body:
             return new
 
         if name in known.MOVES:
-            ins = [self.wide(ins[0], sliced), *ins[1:]]
-            if ins[0] is None:
-                return None
-        elif name in (known.PRODUCT, known.CONVOLUTION):
-            if isinstance(params["precision"], _ALGORITHMS):
-                return None  # it names the dtype
-            self.products[n] = wide
-            return wide
-        elif name == "add_any":
+            source = self.wide(ins[0], sliced)
+            return None if source is None else [source, *ins[1:]]
+        if name == known.SUM_OF_TWO:
             parts = [self.wide(y, sliced) for y in ins]
             if parts == [None, None]:
                 return None
-            ins = [new or cast(y) for new, y in zip(parts, ins, strict=True)]
-        elif name == "reduce_sum":
-            ins = [self.wide(ins[0], sliced) or cast(ins[0])]
-        elif name == "scatter-add":
+            return [new or cast(y) for new, y in zip(parts, ins, strict=True)]
+        if name == known.SUM:
+            return [self.wide(ins[0], sliced) or cast(ins[0])]
+        if name == known.SCATTER:
             table, rows, updates = ins
-            ins = [cast(table), rows, cast(updates)]
-            params = params | {"update_jaxpr": _retyped(params["update_jaxpr"])}
-        elif ir.kind(equation) in (*ir.INLINE, "scan"):
-            [i] = [i for i, y in enumerate(equation.outvars) if y is x]
-            [inner] = self.inside(n)
-            own: Any = inner.jaxpr.outvars[i]
-            whole: Any = x
-            if name == "scan" and own.aval.ndim == whole.aval.ndim:
-                return None  # a sum over its iterations
-            if name == "scan" and not sliced:
-                return None  # all layers would be twice as large
-            new = inner.wide(own, sliced)
-            if new is None:
-                return None
-            inner._outvars[i] = new
-        else:
-            return None
-        new = equation.replace(invars=ins, outvars=outs, params=params)
-        self.replace(n, *casts, new)
-        return wide
+            return [cast(table), rows, cast(updates)]
+        if ir.kind(equation) in (*ir.INLINE, "scan"):
+            return list(ins) if self._widens_inside(n, x, sliced) else None
+        return None
+
+    def _widens_inside(self, n: int, x: Any, sliced: bool) -> bool:
+        """Whether the program inside an equation can return `x` wide; then it does."""
+        equation = self.equation(n)
+        [i] = [i for i, y in enumerate(equation.outvars) if y is x]
+        [inner] = self.inside(n)
+        own: Any = inner.jaxpr.outvars[i]
+        if ir.kind(equation) == "scan":
+            if own.aval.ndim == x.aval.ndim:
+                return False  # a sum over its iterations
+            if not sliced:
+                return False  # all layers would be twice as large
+        new = inner.wide(own, sliced)
+        if new is None:
+            return False
+        inner._outvars[i] = new
+        return True
 
 
 def _product(
