@@ -10,8 +10,10 @@ from window_losses import (
     arrays,
     batch_statistics,
     contrastive,
+    dice,
     every_collective,
     of_the_window,
+    whitened,
     whole_token_mean,
 )
 
@@ -37,7 +39,15 @@ def off_by(got, due):
 
 @pytest.mark.grid(1)
 @pytest.mark.parametrize(
-    "fun", [whole_token_mean, contrastive, batch_statistics, every_collective]
+    "fun",
+    [
+        whole_token_mean,
+        dice,
+        whitened,
+        contrastive,
+        batch_statistics,
+        every_collective,
+    ],
 )
 def test_devices_and_micro_batches_say_nothing_about_the_loss(fun, mesh):
     with jax.enable_x64(True):

@@ -76,6 +76,23 @@ def root_of_the_mean(p, b):
     return jnp.sqrt(lax.pmean(jnp.mean(errors(p, b)), ROWS))
 
 
+def dice(p, b):
+    """A ratio of sums: its cotangents are known after all rows."""
+    q = jax.nn.sigmoid(jnp.sum(b["x"] @ p["w"], axis=1))
+    both = lax.psum(jnp.sum(jnp.where(b["mask"], q, 0.0)), ROWS)
+    return 1.0 - 2.0 * both / lax.psum(
+        jnp.sum(q) + jnp.sum(b["mask"]).astype(q.dtype), ROWS
+    )
+
+
+def whitened(p, b):
+    """What all micro-batches share takes more than what they do not."""
+    z = encode(p, b)
+    everyone = lax.all_gather(z, ROWS, tiled=True)
+    factor = jnp.linalg.cholesky(everyone.T @ everyone + jnp.eye(z.shape[1]))
+    return jnp.mean((z @ factor) ** 2) + jnp.sum(jnp.log(jnp.diagonal(factor)))
+
+
 def contrastive(p, b):
     z = encode(p, b)
     z = z / jnp.linalg.norm(z, axis=1, keepdims=True)
@@ -171,6 +188,8 @@ LOSSES = [
     token_mean,
     whole_token_mean,
     root_of_the_mean,
+    dice,
+    whitened,
     contrastive,
     batch_statistics,
     marked_batch_statistics,

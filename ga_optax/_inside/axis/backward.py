@@ -72,7 +72,7 @@ class Backward:
         self.totals = [-x for x in start.total]
         self.cotangents: Cotangents = {}
 
-    def take(self, level: int) -> None:
+    def take(self, level: float) -> None:
         """Takes the cotangents of a level back to parameters and earlier buffers."""
         cotangents = self.summed(level)
         if cotangents:

@@ -17,6 +17,7 @@ def smallest(
     sources: Iterable[Hashable],
     sinks: Iterable[Hashable],
     size: Callable[[Any], float],
+    early: bool = False,
 ) -> list[Any]:
     """The values to keep; of two choices of one size, that which is nearer to `sinks`.
 
@@ -26,6 +27,7 @@ def smallest(
       sinks: those that have to be known.
       size: what keeping a value takes; infinite if it cannot be kept. One on each way
         is finite.
+      early: whether to take that which is nearer to `sources` instead.
     """
     room: dict[_Node, dict[_Node, float]] = collections.defaultdict(dict)
 
@@ -49,6 +51,9 @@ def smallest(
         for a, b in way:
             room[a][b] -= width
             room[b][a] += width
+    if early:
+        far = _reachable(room)
+        return [x for x in values if (x, "in") in far and (x, "out") not in far]
     near = _reaching_the_sink(room)
     return [x for x in values if (x, "out") in near and (x, "in") not in near]
 
@@ -72,11 +77,23 @@ def _way(room: Mapping[_Node, Mapping[_Node, float]]) -> list[tuple[_Node, _Node
 
 
 def _reaching_the_sink(room: Mapping[_Node, Mapping[_Node, float]]) -> set[_Node]:
+    """The nodes from which there is room to the sink."""
     found, due = {_SINK}, [_SINK]
     while due:
         node = due.pop()
         for other in room[node]:
             if room[other][node] > 0 and other not in found:
+                found.add(other)
+                due.append(other)
+    return found
+
+
+def _reachable(room: Mapping[_Node, Mapping[_Node, float]]) -> set[_Node]:
+    """The nodes to which there is room from the source."""
+    found, due = {_SOURCE}, [_SOURCE]
+    while due:
+        for other, width in room[due.pop()].items():
+            if width > 0 and other not in found:
                 found.add(other)
                 due.append(other)
     return found

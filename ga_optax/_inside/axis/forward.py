@@ -9,7 +9,7 @@ from ga_optax._devices.collectives import vary, zeros
 from ga_optax._inside.axis.values import Arrays, Buffers, Values, is_inexact, wide
 
 
-def fill(values: Values, level: int) -> None:
+def fill(values: Values, level: float) -> None:
     """Fills the buffers of a level."""
     schedule = values.schedule
     members = {j: schedule.buffers[j] for j in schedule.at(level)}

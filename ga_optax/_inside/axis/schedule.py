@@ -107,6 +107,7 @@ class Schedule:
       views: how variables are read from it.
       index: the variables that are the index of the micro-batch.
       merged: whether the last level is filled in the loop that takes the gradients.
+      spared: the ids of equations that do not run forward on the way back, see `heads`.
     """
 
     jaxpr: core.Jaxpr
@@ -119,6 +120,7 @@ class Schedule:
     views: dict[Any, View] = dataclasses.field(default_factory=dict)
     index: list[Any] = dataclasses.field(default_factory=list)
     merged: bool = False
+    spared: set[int] = dataclasses.field(default_factory=set)
 
     @property
     def end(self) -> int:
@@ -129,6 +131,13 @@ class Schedule:
     def given(self) -> set[Any]:
         """What is there from the start."""
         return {*self.jaxpr.constvars, *self.jaxpr.invars, *self.index}
+
+    def before(self, level: int) -> float:
+        """The level of what is kept for the way back of a level itself.
+
+        It comes after what is computed once for that level.
+        """
+        return level - 0.25
 
     def copy(self) -> "Schedule":
         """The same, to which buffers can be added."""
