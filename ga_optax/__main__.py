@@ -150,7 +150,8 @@ def _verify(arguments: argparse.Namespace) -> Answer:
     weight_fn = arguments.weight_fn and _function(arguments.weight_fn)
     inputs = _inputs(arguments, "(params, batch) or (params, batch, key)", (2, 3))
     params, batch, rng = (*inputs, None)[:3]
-    options = {n: getattr(arguments, n) for n in ("has_aux", "batch_axes", "axis_name")}
+    names = "has_aux", "batch_axes", "axis_name", "whole_batch"
+    options = {name: getattr(arguments, name) for name in names}
     options |= {"weight_fn": weight_fn, "rng": rng}
     report = verify(loss, params, batch, arguments.num_microbatches, **options)
     return report, 2 if math.isnan(report.relative) else int(not report.ok)
@@ -170,6 +171,8 @@ def _verify_arguments(add: Callable[..., Any]) -> None:
     add("--has-aux", action="store_true", help="the loss returns (loss, anything else)")
     axis = "the axis over which the loss communicates; the micro-batches lie along it"
     add("--axis-name", metavar="NAME", help=axis)
+    whole = "accumulate the loss of the whole batch, whatever its rows know of others"
+    add("--whole-batch", action="store_true", help=whole)
     split = (
         "which axis of the leaves is split, as in Python: 1, None for whole ones, or "
         "\"{'x': 1, 'y': 0}\"; default: 0"

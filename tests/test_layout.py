@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "_inside": LEAVES | {"_devices", "_passes", "_partition"},
     "_across": LEAVES | {"_devices"},
     "_compiled": LEAVES | {"_inside"},
-    "_verify": LEAVES | {"_devices", "_passes", "_inside"},
+    "_verify": LEAVES | {"_devices", "_passes", "_partition", "_inside"},
     "blocks": LEAVES,
 }
 TOP = {"__init__", "__main__", "flax", "testing"}  # may import all of these, and ours

@@ -10,7 +10,7 @@ from window_losses import ROWS, arrays, contrastive, encode, errors
 import ga_optax as ga
 from ga_optax import testing
 from ga_optax._verify import Cause
-from ga_optax._verify.meetings import meetings
+from ga_optax._verify.dependencies import dependencies
 from ga_optax._verify.problem import Problem
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")
@@ -226,21 +226,35 @@ def apart(p, b):
 @pytest.mark.parametrize(
     ("fun", "kinds"),
     [
-        (statistics, ["statistic"]),
-        (jax.checkpoint(negatives), ["product"]),
-        (lambda p, b: jnp.max(errors(p, b)), ["extremum"]),
-        (lambda p, b: statistics(p, b) * negatives(p, b), ["statistic", "product"]),
-        (in_a_scan, ["statistic"]),
-        (apart, []),
+        (statistics, ["psum"]),
+        (jax.checkpoint(negatives), ["all_gather"]),
+        (in_a_scan, ["psum"]),
+        (apart, ["psum"]),
+        (lambda p, b: jnp.mean(errors(p, b)), []),
     ],
 )
-def test_the_program_shows_where_rows_meet(fun, kinds):
+def test_the_program_shows_the_lines_where_rows_depend_on_each_other(fun, kinds):
     params, batch = ARGS
-    arguments = {"key": (), "weight_fn": None, "accumulated": fun, "axis_name": None}
     problem = Problem(
-        fun, params, batch, k=K, x64=False, axes=[0] * len(batch), **arguments
+        fun=fun,
+        params=params,
+        batch=batch,
+        key=(),
+        k=K,
+        weight_fn=None,
+        accumulated=fun,
+        x64=False,
+        axes=[0] * len(batch),
+        axis_name=None,
+        whole_batch=False,
+        plain=fun,
     )
-    assert meetings(problem) == kinds
+    found = dependencies(problem)
+    assert {kind for kind, _ in found} >= set(kinds)
+    of = getattr(fun, "__wrapped__", fun).__code__
+    lines = {int(line.split(":")[1]) for _, line in found if line}
+    assert all(of.co_firstlineno <= n < of.co_firstlineno + 8 for n in lines)
+    assert bool(lines) == bool(kinds)
 
 
 # -- Along other axes ------------------------------------------------------------------

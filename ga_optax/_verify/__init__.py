@@ -23,7 +23,7 @@ Each module imports only those above it:
     fit           which weights of the gᵢ give G
     counts        those weights as whole numbers, and as code
     program       what the program of the loss shows without running it
-    meetings      where rows depend on each other in the program of the loss
+    dependencies  the lines of the loss where rows depend on each other
     diagnosis     the questions, in order: each one has one cause as its answer
     summary       puts the report together, with the size of the difference
     api           `verify`

@@ -26,8 +26,9 @@ def verify(
     weight_fn: Callable[..., ArrayLike] | FromAux | None = None,
     has_aux: bool = False,
     rng: Any = None,
-    batch_axes: Any = 0,
     axis_name: str | None = None,
+    batch_axes: Any = 0,
+    whole_batch: bool = False,
 ) -> Report:
     """Does accumulation give the undivided batch's gradient? If not, why not?
 
@@ -100,10 +101,11 @@ def verify(
       has_aux: whether `fun` returns a pair.
       rng: a PRNG key, or a tree of them. As in `ga_optax.value_and_grad`, micro-batch i
         gets `jax.random.fold_in(rng, i)`; the undivided batch is micro-batch 0 of 1.
-      batch_axes: where to split, as for `ga_optax.value_and_grad`.
       axis_name: the axis over which `fun` communicates, as for
         `ga_optax.value_and_grad`. The undivided batch is then a window of one
         micro-batch, so this asks whether the loss is the same for every k.
+      batch_axes: where to split, as for `ga_optax.value_and_grad`.
+      whole_batch: as for `ga_optax.value_and_grad`. `fun` then gets `rng` itself.
 
     Returns:
       A `Report`. Read its `warnings`, too.
@@ -121,14 +123,14 @@ def verify(
     if isinstance(weight_fn, FromAux):
         check_weight_fn(weight_fn, has_aux)
         weight_fn = _of_batch(weight_fn, fun, params, key)
-    folded = value_and_grad(
-        loss,
-        k,
-        rng_argnums=(2,) * len(key),
-        batch_axes=batch_axes,
-        weight_fn=weight_fn,
-        axis_name=axis_name,
-    )
+    options: Any = {
+        "rng_argnums": () if whole_batch else (2,) * len(key),
+        "batch_axes": batch_axes,
+        "weight_fn": weight_fn,
+        "axis_name": axis_name,
+        "whole_batch": whole_batch,
+    }
+    folded = value_and_grad(loss, k, **options)
     params, batch = jax.tree.map(_placed, (params, batch))
     # `value_and_grad` checks the rest, and what `fun` returns, before anything runs.
     jax.eval_shape(folded, params, batch, *key)
@@ -140,10 +142,12 @@ def verify(
         key=key,
         k=k,
         weight_fn=weight_fn,
-        accumulated=_of_neighbours(folded, k, axes),
+        accumulated=folded if whole_batch else _of_neighbours(folded, k, axes),
         x64=bool(jnp.result_type(float) == jnp.float64),
         axes=axes,
         axis_name=axis_name,
+        whole_batch=whole_batch,
+        plain=value_and_grad(loss, k, optimize=False, **options),
     )
     return _answer(asked)
 

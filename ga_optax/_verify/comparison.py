@@ -126,7 +126,7 @@ class Comparison:
         found = self._not_finite(part, value, grads)
         if found is None:
             return grads
-        if part is None and self.problem.k > 1:
+        if part is None and len(self.share) > 1:
             # Which micro-batch it comes from. One of weight 0 may hold anything.
             parts = map(int, np.flatnonzero(self.share))
             bad = (self._not_finite(i, *self.loss.of_part(i)) for i in parts)

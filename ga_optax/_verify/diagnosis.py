@@ -11,10 +11,10 @@ import numpy as np
 
 from ga_optax._verify.comparison import Comparison
 from ga_optax._verify.counts import EXACT, code_that_counts, proportions
+from ga_optax._verify.dependencies import dependencies, in_words, over_axis
 from ga_optax._verify.fit import Fit
 from ga_optax._verify.gradients import norm
 from ga_optax._verify.loss import Loss, NotFiniteError
-from ga_optax._verify.meetings import meetings, of_window
 from ga_optax._verify.native import Native
 from ga_optax._verify.program import draws_random_numbers
 from ga_optax._verify.report import Cause
@@ -59,6 +59,8 @@ def diagnose(native: Native) -> Finding:
         return Finding(Cause.RANDOMNESS, fix, detail)
     if comparison.agrees:
         return _rounding(native)
+    if comparison.problem.whole_batch:
+        return _OURS
     if not comparison.decidable:
         dtype = comparison.loss.dtype
         detail = f"The difference is so small that it may be the rounding of {dtype}."
@@ -232,6 +234,14 @@ def _constant(fit: Fit) -> Finding | None:
     return Finding(Cause.SCALE, fix, detail) if fit.has_constant() else None
 
 
+# With `whole_batch=True` nothing else can differ, unless something is wrong.
+_OURS = Finding(
+    Cause.UNDETERMINED,
+    """Please report it with the loss. To train until then, leave whole_batch out, and
+        see what verify says without it.""",
+    """With whole_batch=True the two gradients are those of one program. If the loss
+        calls no code that has a state of its own, this is a mistake of ga_optax.""",
+)
 _TOO_FEW = Finding(
     Cause.UNDETERMINED,
     "Run verify with 3 or more micro-batches, or with more parameters.",
@@ -294,7 +304,7 @@ def _another_order(fit: Fit) -> Finding | None:
     if comparison.same(rows=rows):
         return None
     if not draws_random_numbers(problem) and comparison.rows_interact():
-        return _of_neighbours()
+        return _of_neighbours(fit)
     detail = """The same examples in another order give another gradient: the loss
         draws random numbers for the whole batch at once (dropout with one key), or
         weighs examples by position."""
@@ -302,16 +312,18 @@ def _another_order(fit: Fit) -> Finding | None:
     return Finding(Cause.RANDOMNESS, fix, detail)
 
 
-def _of_neighbours() -> Finding:
+def _of_neighbours(fit: Fit) -> Finding:
     """Rows depend on each other by their places, so where the batch is cut matters."""
     detail = """Their order matters, too: the same rows in another order give another
-        gradient, and no random numbers are drawn. Usual reasons: differences of
-        neighbouring rows, such as h[1:] - h[:-1], a cumulative sum or a recurrence over
-        rows, pairs by position. Accumulation loses the terms of rows that are in
-        different micro-batches."""
-    fix = """Put rows that belong together, such as the steps of a sequence, into one
-        row of the batch, [batch, time, ...] or a pair in one leaf, and compare them
-        along that axis. Then no micro-batch cuts them apart."""
+        gradient, and no random numbers are drawn. """
+    detail += _where(
+        fit,
+        """differences of neighbouring rows, such as h[1:] - h[:-1], a cumulative sum or
+        a recurrence over rows, pairs by position""",
+    )
+    fix = f"""{_WHOLE_BATCH} Or put rows that belong together, such as the steps of a
+        sequence, into one row of the batch, [batch, time, ...], and compare them along
+        that axis. Then no micro-batch cuts them apart."""
     return Finding(Cause.CROSS_EXAMPLE, fix, detail)
 
 
@@ -323,21 +335,35 @@ def _cross_example(fit: Fit) -> Finding:
     """Nothing else is left."""
     name = fit.problem.axis_name
     detail = """Their order does not matter, and no weights of the micro-batches
-        reproduce the undivided gradient. Usual reasons: batch normalisation, a
-        contrastive loss with the batch as negatives, the load-balancing term of a
-        mixture of experts, a standard deviation or a maximum over the batch, a root
-        or a logarithm of a mean."""
+        reproduce the undivided gradient. """
+    detail += _where(
+        fit,
+        """batch normalisation, a contrastive loss with the batch as negatives, the
+        load-balancing term of a mixture of experts, a standard deviation or a maximum
+        over the batch, a root or a logarithm of a mean""",
+    )
     if name is not None:
         fix = f"""Look for what a micro-batch computes of its rows alone, or adds up
-            over {name!r} although it is a mean. {of_window((), name)}"""
+            over {name!r} although it is a mean. {over_axis((), name)}"""
         return Finding(Cause.CROSS_EXAMPLE, fix, detail)
-    fix = f"""No weight_fn can fix it, because each micro-batch sees only itself. Pass
-        axis_name="rows" to ga_optax.value_and_grad: then the loss sees the whole window
-        in collectives over that axis. {of_window(meetings(fit.problem), "rows")} Check
-        it with verify(axis_name="rows"). Or use statistics that do not come from the
-        batch, such as those of layer normalisation; or train on the mean itself,
-        without its root or logarithm."""
+    fix = f"""No weight_fn can fix it, because each micro-batch sees only itself.
+        {_WHOLE_BATCH} Or pass axis_name="rows", and communicate in the loss.
+        {over_axis(dependencies(fit.problem), "rows")} Or use statistics that do not
+        come from the batch, such as those of layer normalisation; or train on the mean
+        itself, without its root or logarithm."""
     return Finding(Cause.CROSS_EXAMPLE, fix, detail)
+
+
+_WHOLE_BATCH = """Pass whole_batch=True to ga_optax.value_and_grad: it computes the
+    undivided gradient of the loss as it is, and keeps what rows must know of each
+    other. Check it with verify(..., whole_batch=True)."""
+
+
+def _where(fit: Fit, usual: str) -> str:
+    """The lines where rows depend on each other, or the usual reasons."""
+    axis_name = fit.problem.axis_name
+    lines = "" if axis_name else in_words(dependencies(fit.problem))
+    return f"Where: {lines}." if lines else f"Usual reasons: {usual}."
 
 
 _QUESTIONS = (

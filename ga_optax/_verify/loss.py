@@ -69,11 +69,17 @@ class Loss:
     def _compile(self, *, as_is: bool) -> np.dtype:
         """Makes the program; returns the coarsest floating dtype in it."""
         self._as_is = as_is
-        wide = Wide(self.problem.gradient(), x64=self.problem.x64, as_is=as_is)
-        self._compiled = jax.jit(wide)
-        window = self.problem.window(self.problem.rows(None))
-        self._compiled.lower(self.problem.params, self.problem.batch, *window)
+        problem = self.problem
+        wide = Wide(problem.gradient(), x64=problem.x64, as_is=as_is)
+        self._compiled = self._window = jax.jit(wide)
+        window = problem.window(problem.rows(None))
+        self._compiled.lower(problem.params, problem.batch, *window)
         dtypes = {np.dtype(np.float64), *wide.narrow}
+        if problem.whole_batch:
+            wide = Wide(problem.of_window(), x64=problem.x64, as_is=as_is)
+            self._window = jax.jit(wide)
+            self._window.lower(problem.params, problem.batch, *window)
+            dtypes |= wide.narrow
         return max(dtypes, key=lambda dtype: float(jnp.finfo(dtype).eps))
 
     def traced_again(self) -> "Loss":
@@ -87,6 +93,8 @@ class Loss:
         whole, k = self.problem.rows(None), self.problem.k
         if part is None:
             return self.of_rows(whole, params=params)
+        if self.problem.whole_batch:
+            return self._evaluated(self._window, params, self.problem.window(whole))
         return self.of_rows(whole, params=params, parts=k, member=part)
 
     def of_rows(
@@ -96,9 +104,12 @@ class Loss:
 
         Or of one micro-batch in a window of these rows; `part` as for `window`.
         """
-        params = self.problem.params if params is None else params
         window = self.problem.window(rows, key, **part)
-        value, grads = self._compiled(params, self.problem.batch, *window)
+        return self._evaluated(self._compiled, params, window)
+
+    def _evaluated(self, program: Any, params: Any, window: Any) -> Evaluated:
+        params = self.problem.params if params is None else params
+        value, grads = program(params, self.problem.batch, *window)
         self.progress.tick()
         grads = jax.tree.leaves(grads)[::-1]
         # One leaf after the other, so that there are never two copies of all.

@@ -32,6 +32,9 @@ class Problem:
       x64: whether the caller works under `jax_enable_x64`.
       axes: along which axis each leaf of the batch is split; None if it stays whole.
       axis_name: the axis over which micro-batches communicate, or None.
+      whole_batch: whether the loss is partitioned, so that there are no gradients of
+        micro-batches, but one of the window.
+      plain: `accumulated` without passes, which float64 can evaluate.
     """
 
     fun: Callable[..., Any]
@@ -44,6 +47,8 @@ class Problem:
     x64: bool
     axes: Sequence[int | None]
     axis_name: str | None
+    whole_batch: bool
+    plain: Callable[..., Any]
 
     @property
     def batch_size(self) -> int:
@@ -69,6 +74,8 @@ class Problem:
         Rounding in float32 makes no weight wrong; in bfloat16 it does.
         """
         weight_fn, batch, whole = self.weight_fn, self.batch, self.rows(None)
+        if self.whole_batch:
+            return np.ones(1)
         if weight_fn is None:
             return np.ones(self.k)
         weigh = self.member(lambda batch, *_: weight_fn(batch))
@@ -112,11 +119,15 @@ class Problem:
         """How messages name a micro-batch, or the undivided batch for None."""
         if part is None:
             return "of the undivided batch"
+        if self.whole_batch:
+            return "accumulated over the micro-batches"
         rows = self.rows(part)
         return f"of micro-batch {part} (rows {rows[0]} to {rows[-1]})"
 
     def keys(self, part: int) -> tuple[Any, ...]:
         """What a micro-batch gets after the batch: its key, or nothing."""
+        if self.whole_batch:
+            return self.key
         return jax.tree.map(lambda key: jax.random.fold_in(key, part), self.key)
 
     def window(
@@ -161,6 +172,10 @@ class Problem:
         names = {"axis_name": self.axis_name, "axis_size": 1}
         one = jax.vmap(self.fun, in_axes=None, **names)
         return lambda *args: one(*args)[0]
+
+    def of_window(self) -> Callable[..., Any]:
+        """Loss and gradient of the window, of the same arguments as `gradient`."""
+        return lambda params, batch, *_: self.plain(params, batch, *self.key)
 
     def gradient(self) -> Callable[..., Any]:
         """A function of params, batch and `window`: the loss and its gradient.

@@ -45,13 +45,15 @@ def depends_on_device_count(problem: Problem) -> bool:
 
 
 def _traced(problem: Problem) -> Any:
-    """The program of the loss of the first micro-batch."""
+    """The program of the loss of the first micro-batch, or of all if it runs so."""
     fun, name = problem.fun, problem.axis_name
     if isinstance(fun, jax.stages.Wrapped):
         fun = getattr(fun, "__wrapped__", fun)  # JAX remembers what it has traced.
     axes = [] if name is None else [(name, problem.k)]
     with jax.enable_x64(problem.x64):
-        batch = problem.take(problem.batch, problem.rows(0))
+        batch = problem.batch
+        if not problem.whole_batch:
+            batch = problem.take(batch, problem.rows(0))
         program: Any = jax.make_jaxpr(lambda *x: fun(*x), axis_env=axes)
         return program(problem.params, batch, *problem.keys(0))
 
