@@ -19,7 +19,7 @@ off by at most `(n - 1)·eps·Σ|g|` (Higham, "Accuracy and Stability of Numeric
 Algorithms", 2nd ed., 2002, eq. 4.4).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -336,14 +336,10 @@ def add_terms(
     totals: list[jax.Array],
     terms: list[jax.Array],
     weight: jax.Array | None,
-    largest: Sequence[bool] | None = None,
+    how: Callable[[jax.Array, jax.Array], jax.Array] = plus,
 ) -> list[jax.Array]:
-    """`totals + terms`, or `totals` if a weight is given and is 0.
-
-    If `largest` says so of a leaf, that is the larger of the two: of numbers >= 0.
-    """
-    hows = [jnp.maximum if x else plus for x in largest or [False] * len(totals)]
-    sums = [how(x, y) for how, x, y in zip(hows, totals, terms, strict=True)]
+    """`totals + terms` (or another `how`); `totals` if a weight is given and is 0."""
+    sums = [how(x, y) for x, y in zip(totals, terms, strict=True)]
     if weight is None:
         return sums
     # Selected, not multiplied by the weight alone: NaN · 0 is NaN.

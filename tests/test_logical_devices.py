@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import ga_optax as ga
 from ga_optax import accumulator
-from ga_optax._inside import loop
+from ga_optax._inside import fences
 from ga_optax._passes import duplicates, ir
 from ga_optax._passes.facts import Facts
 
@@ -452,7 +452,7 @@ def test_with_one_micro_batch_on_each_device_products_are_rounded(monkeypatch):
     """The fence is in the program if the counter is not known, and else is not."""
     _, text = compiled(attention, L, WIDTH)
     assert " xor(" in text
-    monkeypatch.setattr(loop, "_island", lambda tree: tree)
+    monkeypatch.setattr(fences, "fusion_barrier", lambda tree: tree)
     _, text = compiled(attention, L, WIDTH)
     assert " xor(" not in text
 
@@ -467,7 +467,7 @@ def test_a_loop_over_logical_devices_is_not_compiled_as_one_function(monkeypatch
     (first, _), (second, text) = (compiled(twice, n, 3, 3) for n in (L, 4))
     assert first == second
     assert "xla_cpu_small_call" not in text
-    monkeypatch.setattr(loop, "_next", accumulator.increment)
+    monkeypatch.setattr(fences, "next_count", accumulator.increment)
     (first, _), (second, text) = (compiled(twice, n, 3, 3) for n in (L, 4))
     assert first != second
     assert "xla_cpu_small_call" in text

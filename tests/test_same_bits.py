@@ -12,7 +12,7 @@ import pytest
 
 import ga_optax as ga
 from ga_optax import accumulator
-from ga_optax._inside import loop
+from ga_optax._inside import fences
 from ga_optax._passes import constants, ir
 from ga_optax._passes.facts import Facts
 from ga_optax.testing import assert_trees_bitwise_equal
@@ -331,9 +331,9 @@ def test_without_the_fences_logistic_regression_differs(monkeypatch):
 
     assert not differ()
     monkeypatch.setattr(accumulator, "rounded", lambda x, zero: x)
-    monkeypatch.setattr(loop, "_island", lambda tree: tree)
-    monkeypatch.setattr(loop, "_next", accumulator.increment)
-    monkeypatch.setattr(loop, "_once", _scan)
+    monkeypatch.setattr(fences, "fusion_barrier", lambda tree: tree)
+    monkeypatch.setattr(fences, "next_count", accumulator.increment)
+    monkeypatch.setattr(fences, "alone", _scan)
     assert differ()
 
 

@@ -1,12 +1,16 @@
 """The fold inside a call: `value_and_grad` and `accumulate`, one jitted step.
 
 The way of a batch: `microbatch` takes the call, `options` and `call` check its
-arguments by role, `program` traces `fun` once, `loop` runs it over the micro-batches,
-the devices merge, and `microbatch` divides.
+arguments by role, `program` traces `fun` once, `fold` runs a `loop` over the
+micro-batches, the devices merge (`over_devices`), and `fold` divides.
 
-    aux_modes    how aux is put together: one class a mode
+    additions    how a gradient gets into its accumulator: one class for each way
+    merges       sums of gradients, and new values (fp8) of which the largest is kept
     in_place     which gradients the backward pass adds itself, and why not all
     sending      gradients that are reduced inside the backward pass
+    fences       what keeps a micro-step one program in every grouping
+    aux_modes    how aux is put together: one class a mode
+    results      what `fun` returns, taken apart and put together
     axis/        collectives over the micro-batches of a window
 
 Imports `_passes`, `_devices` and the root.

@@ -20,11 +20,9 @@ from ga_optax._checks import (
 )
 from ga_optax._devices import collectives, meshes
 from ga_optax._devices.meshes import Axes, Placement
-from ga_optax._inside.options import AXIS_OF_ROWS, NAMES, FromAux, Options, Place
+from ga_optax._inside import merges
+from ga_optax._inside.options import AXIS_OF_ROWS, NAMES, Argument, FromAux, Options
 from ga_optax._passes import probe
-
-# Flax's name of what is to be overwritten with its gradient: `flax.linen.fp8_ops`.
-_REPLACED = "_overwrite_with_gradient"
 
 
 class Call(NamedTuple):
@@ -49,7 +47,7 @@ class Call(NamedTuple):
     options: Options
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    roles: dict[str, tuple[Place, ...]]
+    roles: dict[str, tuple[Argument, ...]]
     batch_axes: Sequence[int | None] = ()
     mesh: Any = None
     specs: Any = None
@@ -85,7 +83,7 @@ class Call(NamedTuple):
         _check_weight_fn(call)
         return call
 
-    def at(self, place: Place) -> Any:
+    def at(self, place: Argument) -> Any:
         """The argument at a position, or that of a keyword."""
         return self.kwargs[place] if isinstance(place, str) else self.args[place]
 
@@ -94,16 +92,27 @@ class Call(NamedTuple):
         return tuple(self.at(i) for i in self.roles[name])
 
     @property
-    def without_role(self) -> list[Place]:
+    def without_role(self) -> list[Argument]:
         """Where the arguments stand that have none."""
         with_role = {i for places in self.roles.values() for i in places}
         return [i for i in (*range(len(self.args)), *self.kwargs) if i not in with_role]
 
     @property
-    def unsplit(self) -> list[Place]:
+    def unsplit(self) -> list[Argument]:
         """Where the arguments stand that have a role and are not split."""
         roles = self.roles.items()
         return [i for name, places in roles for i in places if name != "batch_argnums"]
+
+    def alone(self) -> "Call":
+        """The same as a plain program if its window is one micro-batch.
+
+        No other grouping of it into calls has to have the same bits.
+        """
+        options = self.options
+        sends = options.each or options.scatters or options.overlap
+        if options.num_microbatches > 1 or sends or self.logical or options.axis_name:
+            return self
+        return self._replace(options=options._replace(optimize=False))
 
     @property
     def batch(self) -> list[Any]:
@@ -124,9 +133,9 @@ class Call(NamedTuple):
         return params[0] if isinstance(self.options.argnums, int) else params
 
     @property
-    def replaced(self) -> list[bool]:
-        """Which leaves get their new value for a gradient, such as fp8 scales."""
-        return [_REPLACED in name for name, _ in named_leaves(self.params)]
+    def merges(self) -> list[merges.Sum]:
+        """How the gradient of each leaf is merged over micro-batches and devices."""
+        return merges.of_leaves(self.params)
 
     @property
     def axes(self) -> Axes:
@@ -165,8 +174,8 @@ class Call(NamedTuple):
         """Which gradients are scattered before they are added, and how."""
         if not self.options.scatters:
             return {}
-        pairs = enumerate(zip(self.where, self.replaced, strict=True))
-        return {i: x for i, (x, new) in pairs if x.dims and not new}
+        pairs = enumerate(zip(self.where, self.merges, strict=True))
+        return {i: x for i, (x, merge) in pairs if x.dims and merge.is_sum}
 
     def placed(self, total: Any) -> Any:
         """An accumulator, empty or of all devices, sharded as it is to be."""
@@ -179,7 +188,7 @@ class Call(NamedTuple):
             return total
         return collectives.constrain(total, self.specs, self.mesh)
 
-    def with_args(self, new: dict[Place, Any]) -> "Call":
+    def with_args(self, new: dict[Argument, Any]) -> "Call":
         """The same call with other arguments at some places."""
         return self._replace(
             args=tuple(new.get(i, x) for i, x in enumerate(self.args)),
@@ -264,12 +273,12 @@ class Call(NamedTuple):
 # -- Checks ----------------------------------------------------------------------------
 
 
-def _argument(place: Place) -> str:
+def _argument(place: Argument) -> str:
     """How messages name an argument."""
     return f"argument {place!r}"
 
 
-def _line(call: Call, role: str, place: Place) -> str:
+def _line(call: Call, role: str, place: Argument) -> str:
     """The option that gives a role to one more argument, as users write it."""
     named = isinstance(place, str)
     places = [i for i in call.roles[role] if isinstance(i, str) == named]
@@ -277,7 +286,7 @@ def _line(call: Call, role: str, place: Place) -> str:
     return f"{NAMES[role] if named else role}={value!r}"
 
 
-def check_parameters(place: Place, tree: Any) -> None:
+def check_parameters(place: Argument, tree: Any) -> None:
     """Raises if parameters of a Flax module come with other state of it."""
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
@@ -295,7 +304,7 @@ def check_parameters(place: Place, tree: Any) -> None:
         )
 
 
-def _check_keys(place: Place, tree: Any) -> None:
+def _check_keys(place: Argument, tree: Any) -> None:
     check_arrays(_argument(place), tree, "Pass PRNG keys alone.")
     for name, leaf in named_leaves(tree):
         shape, dtype = jnp.shape(leaf), jnp.result_type(leaf)
@@ -377,10 +386,10 @@ def _named_batch(call: Call) -> list[tuple[str, Any]]:
 def _axes_of_batch(call: Call) -> list[int | None]:
     """The axis of each leaf of the batch, not negative; None for what goes whole."""
     axes, batch = call.options.batch_axes, call.role("batch_argnums")
-    if len(batch) == 1:
-        axes = (axes,)
-    elif isinstance(axes, list):
+    if isinstance(axes, list):
         axes = tuple(axes)
+    if len(batch) == 1 and not (_is_single(axes) and not _is_single(batch[0])):
+        axes = (axes,)
     try:
         of_leaves = jax.tree.broadcast(axes, batch, is_leaf=lambda x: x is None)
     except ValueError:
@@ -410,6 +419,11 @@ def _axes_of_batch(call: Call) -> list[int | None]:
     return found
 
 
+def _is_single(tree: Any) -> bool:
+    """Whether it is a sequence of one: axes of one argument, or an argument like it."""
+    return isinstance(tree, (tuple, list)) and len(tree) == 1
+
+
 def _check_axis(options: Options) -> None:
     name = options.axis_name
     if name is not None and meshes.checks_varying():
@@ -432,7 +446,44 @@ def _check_logical(call: Call) -> None:
 
 
 def _check_batch(call: Call) -> None:
-    axes = call.options.axes
+    rows, came = _rows_of_batch(call)
+    devices, kind = _num_splits(call)
+    part, rest = divmod(rows, devices)
+    if rest:
+        raise ValueError(
+            f"The {devices} {kind} along data_axis={call.options.axes} must divide the "
+            f"batch axis, but {came}. Use a batch of {rows - rest or devices} or "
+            f"{rows - rest + devices} examples."
+        )
+    k = call.options.num_microbatches
+    if devices * k > 1 and not call.options.whole_batch:
+        _check_no_batch(call, rows)
+    if not isinstance(part, int) and not _divides(k, part):
+        raise ValueError(
+            f"num_microbatches={k} must divide the batch axis, but {came}. Export a "
+            f'dimension that it divides, such as jax.export.symbolic_shape("{k}*b").'
+        )
+    if part % k:
+        what = "the batch axis"
+        if devices > 1:
+            what = f"the batch of each of the {devices} {kind}, {part} examples"
+        nearest = sorted(divisors(part), key=lambda d: abs(d - k))[:8]
+        raise ValueError(
+            f"num_microbatches={k} must divide {what}, but {came}. Use "
+            f"{one_of(sorted(nearest))}."
+        )
+
+
+def _divides(k: int, size: Any) -> bool:
+    """Whether it divides a dimension that `jax.export` leaves open."""
+    try:
+        return bool(size % k == 0)
+    except Exception:  # which JAX does not export
+        return False
+
+
+def _rows_of_batch(call: Call) -> tuple[int, str]:
+    """How many rows the batch has, and how messages say so."""
     named = zip(_named_batch(call), call.batch_axes, strict=True)
     leaves = [
         (name, jnp.shape(x), jnp.shape(x)[axis])
@@ -457,33 +508,21 @@ def _check_batch(call: Call) -> None:
             )
     if rows == 0:
         raise ValueError(
-            f"The batch must hold at least one example, but {came}. Skip the call."
+            f"The batch must hold at least one example, but {came}. Skip the call, or "
+            "pad the batch and pass num_real_microbatches=0."
         )
-    devices = 1 if call.mesh is None else meshes.num_devices(axes, call.mesh)
-    devices *= call.logical or 1
-    kind = "logical devices" if call.logical else "devices"
+    return rows, came
+
+
+def _num_splits(call: Call) -> tuple[int, str]:
+    """Over how many devices the batch is split, and of which kind they are."""
+    axes = call.options.axes
     if not axes:
         split = zip(call.batch, call.split_axes, strict=True)
-        devices = max(meshes.num_parts(x, axis) for x, axis in split)
-    part, rest = divmod(rows, devices)
-    if rest:
-        raise ValueError(
-            f"The {devices} {kind} along data_axis={axes} must divide the batch axis, "
-            f"but {came}. Use a batch of {rows - rest or devices} or "
-            f"{rows - rest + devices} examples."
-        )
-    k = call.options.num_microbatches
-    if devices * k > 1 and not call.options.whole_batch:
-        _check_no_batch(call, rows)
-    if part % k:
-        what = "the batch axis"
-        if devices > 1:
-            what = f"the batch of each of the {devices} {kind}, {part} examples"
-        nearest = sorted(divisors(part), key=lambda d: abs(d - k))[:8]
-        raise ValueError(
-            f"num_microbatches={k} must divide {what}, but {came}. Use "
-            f"{one_of(sorted(nearest))}."
-        )
+        return max(meshes.num_parts(x, axis) for x, axis in split), "devices"
+    devices = 1 if call.mesh is None else meshes.num_devices(axes, call.mesh)
+    kind = "logical devices" if call.logical else "devices"
+    return devices * (call.logical or 1), kind
 
 
 def _check_no_batch(call: Call, rows: int) -> None:

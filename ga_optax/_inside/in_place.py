@@ -58,8 +58,8 @@ def reasons(
         dtype = total.dtype
         checks = (
             *of_all,
+            (not program.merges[i].is_sum, "its gradient is its new value"),
             (came is None, "used more than once, or not only in sums over rows"),
-            (came == "replaces", "its gradient is its new value"),
             (
                 came != "slices",
                 "no scan runs over it as it is: XLA reuses its gradient's buffer",

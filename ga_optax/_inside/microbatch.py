@@ -25,20 +25,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from ga_optax import accumulator
-from ga_optax._checks import check_gradients, named_leaves
-from ga_optax._devices import collectives, meshes
+from ga_optax._checks import check_gradients
 from ga_optax._devices.data_axis import DataAxis
-from ga_optax._devices.meshes import Placement
-from ga_optax._inside import in_place
-from ga_optax._inside.aux_modes import strong
+from ga_optax._inside import merges
 from ga_optax._inside.call import Call
-from ga_optax._inside.loop import Loop, Operands, merged, of_logical
+from ga_optax._inside.fold import fold, mean, over_mesh
 from ga_optax._inside.options import FromAux, Options
-from ga_optax._inside.program import Program, Value, put_together, trace, value_of
+from ga_optax._inside.program import trace
+from ga_optax._inside.results import Value, put_together
 from ga_optax.accumulator import Accumulator
 
 
@@ -62,6 +59,7 @@ def value_and_grad(
     axis_name: str | None = None,
     residual_bytes: int | None = None,
     data_axis: str | Sequence[str] | DataAxis | None = None,
+    num_real_microbatches: ArrayLike | None = None,
 ) -> Callable[..., tuple[Any, optax.Updates]]:
     """`jax.value_and_grad` over micro-batches: a big batch in a small one's memory.
 
@@ -111,8 +109,9 @@ def value_and_grad(
       has_aux: whether `fun` returns `(loss, aux)`.
       weight_fn: a function of a micro-batch's batch arguments that returns its weight,
         a non-negative scalar, or a `FromAux`. A negative one gives NaN.
-      aux: "mean" (weighted), "sum", "last", "stack", "concat", or a prefix of the aux
-        with those. "auto" gives what the undivided batch would, by the kind of leaf.
+      aux: "mean" (weighted), "sum", "max", "min", "last", "stack", "concat", a function
+        of two leaves such as `jnp.logaddexp`, or a prefix of the aux with those. "auto"
+        gives what the undivided batch would, by the kind of leaf.
       accumulator_dtype: see `accumulator.init`. The result has the parameters' dtypes.
       optimize: False runs the plain scan that one would write by hand: the program of
         `fun` as it is, and each gradient added after its backward pass. See
@@ -126,7 +125,10 @@ def value_and_grad(
         micro-batch's step takes anyway; 0 keeps none. `plan` and the log say what is
         kept. What `checkpoint_name(x, axis_name)` marks is kept always.
       data_axis: the mesh axis, or a tuple of them, that split the batch over devices,
-        or a `DataAxis`. Sums meet once, after the loop. Also inside `jax.shard_map`.
+        or a `DataAxis`. Sums are reduced once, after the loop. Also in `jax.shard_map`.
+      num_real_microbatches: how many micro-batches count, the first ones; static or
+        traced. The others are not run, and count neither in the mean nor in the aux
+        ("stack" and "concat" have zeros there): for a batch padded to a fixed size.
 
     Returns: a function with the result of `jax.value_and_grad(fun, argnums, has_aux)`.
 
@@ -147,22 +149,23 @@ def value_and_grad(
         program = trace(call)
         start = accumulator.init(call.params, options.accumulator_dtype)
         start = start._replace(total=call.placed(start.total))
-        value, acc = _fold(call, program, start, merges=True)
+        value, acc = fold(call, program, start, merges=True)
         with jax.named_scope("mean"):
-            mean = _mean(call, program, acc, params)
-            cast = jax.tree.map(lambda g, p: g.astype(jnp.result_type(p)), mean, params)
+            grads = mean(call, program, acc, params)
+            pairs = grads, params
+            cast = jax.tree.map(lambda g, p: g.astype(jnp.result_type(p)), *pairs)
         return value, cast
 
     @warns_outside_jit
     @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, optax.Updates]:
-        call = Call.make(options, args, kwargs)
+        call = Call.make(options, args, kwargs).alone()
         inside = call.mesh is None or options.each
         if options.each:
-            _check_sums(call, 'sync="each"', 'Use sync="last"')
+            merges.check_sums(call.params, 'sync="each"', 'Use sync="last"')
         if options.axis_name is not None:
-            _check_sums(call, "axis_name", "Leave it out")
-        value, grads = window(call) if inside else _over_mesh(call, window)
+            merges.check_sums(call.params, "axis_name", "Leave it out")
+        value, grads = window(call) if inside else over_mesh(call, window)
         return put_together(options, value), grads
 
     return value_and_grad_fun
@@ -184,6 +187,7 @@ def accumulate(
     aux: Any = "auto",
     optimize: bool = True,
     data_axis: str | Sequence[str] | DataAxis | None = None,
+    num_real_microbatches: ArrayLike | None = None,
 ) -> Callable[..., tuple[Any, Accumulator]]:
     """Adds the gradients of some micro-batches to an accumulator, and goes on later.
 
@@ -230,6 +234,7 @@ def accumulate(
         `jax.shard_map` nothing is merged: accumulator and value are the device's own,
         and `merge_across` at the end of the window communicates once. There it takes
         names alone.
+      num_real_microbatches: as for `value_and_grad`.
 
     Returns:
       A function `(acc, *args, **kwargs) -> (value, acc)`. Make the first `acc` with
@@ -247,30 +252,13 @@ def accumulate(
 
     @warns_outside_jit
     def accumulate_fun(acc: Accumulator, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(acc, Accumulator):
-            raise TypeError(
-                "The first argument must be the accumulator to continue, but it is of "
-                f"type {type(acc).__name__}. Start with accumulator.init(params)."
-            )
         call = Call.make(options, args, kwargs)
-        other = options.each or options.overlap or call.logical
-        if call.axes and (other or call.specs is not None):
-            raise ValueError(
-                'Inside shard_map accumulate must have sync="last" and neither '
-                "param_specs, grad_specs, overlap nor logical_devices, but it has "
-                f"{options.data_axis}. Use "
-                "value_and_grad, or call accumulate at top level; or gather the "
-                "parameters once before the window, and pass a name alone."
-            )
-        check_gradients(
-            acc.total, call.params, name="the parameters", expected="acc.total"
-        )
-        _check_sums(call, "accumulate", "Use value_and_grad")
+        _check_continues(call, acc)
         if call.mesh is None or options.each:
             call = call.on_device()
-            value, acc = _fold(call, trace(call), acc, merges=False)
+            value, acc = fold(call, trace(call), acc, merges=False)
         else:
-            value, acc = _over_mesh(call, merged_into, acc)
+            value, acc = over_mesh(call, merged_into, acc)
         return put_together(options, value), acc
 
     def merged_into(call: Call, acc: Accumulator) -> tuple[Value, Accumulator]:
@@ -280,11 +268,34 @@ def accumulate(
         total = jax.tree.map(lambda z, t: z.astype(t.dtype), start.total, acc.total)
         total = call.placed(total)
         start = start._replace(total=total, count=acc.count)  # for the keys
-        value, new = _fold(call, trace(call), start, merges=True)
-        count = jnp.full_like(acc.count, options.num_microbatches)
+        value, new = fold(call, trace(call), start, merges=True)
+        real = call.options.num_real_microbatches
+        count = options.num_microbatches if real is None else real
+        count = jnp.full_like(acc.count, count)
         return value, accumulator.merge(acc, new._replace(count=count))
 
     return accumulate_fun
+
+
+def _check_continues(call: Call, acc: Any) -> None:
+    """Raises if `accumulate` cannot add the gradients of a call to `acc`."""
+    if not isinstance(acc, Accumulator):
+        raise TypeError(
+            "The first argument must be the accumulator to continue, but it is of "
+            f"type {type(acc).__name__}. Start with accumulator.init(params)."
+        )
+    options = call.options
+    other = options.each or options.overlap or call.logical
+    if call.axes and (other or call.specs is not None):
+        raise ValueError(
+            'Inside shard_map accumulate must have sync="last" and neither '
+            "param_specs, grad_specs, overlap nor logical_devices, but it has "
+            f"{options.data_axis}. Use "
+            "value_and_grad, or call accumulate at top level; or gather the "
+            "parameters once before the window, and pass a name alone."
+        )
+    check_gradients(acc.total, call.params, name="the parameters", expected="acc.total")
+    merges.check_sums(call.params, "accumulate", "Use value_and_grad")
 
 
 def warns_outside_jit(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -307,137 +318,3 @@ def warns_outside_jit(run: Callable[..., Any]) -> Callable[..., Any]:
         return out
 
     return call
-
-
-def _fold(
-    call: Call, program: Program, acc: Accumulator, *, merges: bool
-) -> tuple[Value, Accumulator]:
-    """Adds the micro-batches of a call to `acc`; `merges` over the bound data axes."""
-    options = call.options
-    params, _, keys, carry = (jax.tree.leaves(call.role(n)) for n in call.roles)
-    total, structure = jax.tree.flatten(acc.total)
-    params, carry = list(map(jnp.asarray, params)), list(map(strong, carry))
-    flat = acc._replace(total=collectives.vary(total, call.axes))
-    operands = Operands(program.consts, params, program.batch, keys, carry, flat)
-    if options.axis_name is not None:
-        from ga_optax._inside import axis  # four modules that few need
-
-        leaves, carry, done = axis.fold(call, program, operands)
-        value = value_of(call, program, leaves, program.carry.unflatten(carry))
-        total = jax.tree.unflatten(structure, done.total)
-        return value, done._replace(total=total)
-
-    sent, sums_already = call.sent, any(place.summed for place in call.where)
-    whys = in_place.reasons(options.optimize, program, operands, sent)
-    in_place.report([name for name, _ in named_leaves(call.params)], whys)
-    if sums_already and program.multiplies:
-        raise ValueError(
-            'sync="each" must scale the loss by the weight, but fun has custom_vjp, '
-            'float16 or a narrow loss in it. Use sync="last", or a float32 loss.'
-        )
-    inside = [why is None for why in whys]
-    met = {}
-    if options.overlap and merges and call.axes:
-        pairs = enumerate(zip(call.where, call.replaced, strict=True))
-        met = {i: place for i, (place, replaced) in pairs if not replaced}
-    # Without its arrays: what is differentiated later must not hold tracers.
-    program = program._replace(consts=(), batch=[])
-    # What the compiler reduces over devices in each micro-step would be twice as large.
-    once = program.narrow and not (options.each or call.strided)
-    k = options.num_microbatches
-    how = sums_already, inside, options.optimize, once, sent, met, call.axes
-    loop = Loop(program, k, *how)
-    state = of_logical(loop, operands, call) if call.logical else loop(operands)
-    if merges and call.axes:
-        with jax.named_scope("merge"):
-            done = {i: Placement(summed=place.axes) for i, place in sent.items()}
-            done |= {i: Placement(summed=call.axes) for i in met}
-            where = [done.get(i, place) for i, place in enumerate(call.where)]
-            state = merged(state, call._replace(where=where))
-    last = jax.tree.unflatten(program.carry, state.carry)
-    value = value_of(call, program, loop.results(state), last)
-    total = jax.tree.unflatten(structure, state.acc.total)
-    # If the caller does not say either, XLA may sum up whole gradients.
-    total = total if call.mesh is None else call.placed(total)
-    return value, state.acc._replace(total=total)
-
-
-def _check_sums(call: Call, what: str, todo: str) -> None:
-    """Raises if a leaf has its new value for a gradient, of which no sum is right."""
-    pairs = zip(named_leaves(call.params), call.replaced, strict=True)
-    for (name, _), replaced in pairs:
-        if replaced:
-            raise ValueError(
-                f"{what} must have gradients to add up, but that of {name} is its new "
-                f"value, of which the largest counts. {todo}, or do not differentiate "
-                "with respect to it."
-            )
-
-
-def _mean(call: Call, program: Program, acc: Accumulator, params: Any) -> optax.Updates:
-    """`accumulator.mean`; each leaf is divided in the way that costs least."""
-    k = call.options.num_microbatches
-    weight: int | jax.Array = k
-    if call.axes:
-        k *= meshes.num_devices(call.axes, None) * (call.logical or 1)
-        weight = acc.weight
-    power_of_two = not program.weighted and k > 1 and k & (k - 1) == 0
-
-    def divided(total: jax.Array, arrival: str | None, old: jax.Array) -> jax.Array:
-        if arrival == "replaces":  # a window without weight has no new value
-            return jnp.where(acc.weight == 0, old.astype(total.dtype), total)
-        if arrival == "slices":
-            return accumulator.average_in_place(total, acc.weight)
-        exact = not jnp.iscomplexobj(total) and 1 / k >= jnp.finfo(total.dtype).tiny
-        if power_of_two and exact:
-            return accumulator.average_by_power_of_two(total, weight)
-        return accumulator.average(total, acc.weight)
-
-    leaves, structure = jax.tree.flatten(acc.total)
-    each = map(divided, leaves, program.arrivals, jax.tree.leaves(params))
-    return jax.tree.unflatten(structure, each)
-
-
-def _over_mesh(call: Call, run: Callable[..., Any], *acc: Accumulator) -> Any:
-    """`run(call, *acc)` in a `shard_map` over the data axes."""
-    options, mesh, axes = call.options, call.mesh, call.options.axes
-    split, params = meshes.split_spec(axes), call.params
-    whole: Any = PartitionSpec()
-    tree = jax.tree.structure(params)
-    where = meshes.placements(params, call.specs, axes, mesh)
-    specs = of_grads = tree.unflatten(place.spec for place in where)
-    if call.grad_specs is not None:
-        given = params, call.grad_specs, axes, mesh, "grad_specs"
-        where = meshes.placements(*given)
-        of_grads = tree.unflatten(place.spec for place in where)
-
-    places = call.unsplit
-    of_params = (specs,) if isinstance(options.argnums, int) else specs
-    of_roles = [*of_params, *[whole] * (len(places) - len(of_params))]
-    of_batch = [meshes.split_spec(axes, axis) for axis in call.split_axes]
-    meshes.check_scatter(params, where, axes, mesh)
-    # What has no role goes to `fun` as it came, but for traced and distributed arrays,
-    # which have to be operands.
-    without = call.with_args(dict.fromkeys(places)).with_batch([0] * len(of_batch))
-    rest, structure = jax.tree.flatten((without.args, without.kwargs))
-    operands = {i: x for i, x in enumerate(rest) if collectives.is_operand(x)}
-
-    def local(with_role: Any, batch: Any, operands: Any, *acc: Accumulator) -> Any:
-        leaves = [operands.get(i, x) for i, x in enumerate(rest)]
-        args, kwargs = jax.tree.unflatten(structure, leaves)
-        inner = call._replace(args=args, kwargs=kwargs, mesh=None, specs=specs)
-        if call.grad_specs is not None:
-            inner = inner._replace(grad_specs=of_grads)
-        with_role = dict(zip(places, with_role, strict=True))
-        return run(inner.with_args(with_role).with_batch(batch), *acc)
-
-    # Every other part of the value is the same on all devices.
-    value = Value(whole, whole, whole, collected=split)
-    result: Any = Accumulator(of_grads, whole, whole) if acc else of_grads
-    given = [call.at(i) for i in places], call.batch, operands, *acc
-    of_given = of_roles, of_batch, whole, *[result] * len(acc)
-    checks = options.axis_name is None  # JAX has no types for an axis beside the mesh
-    out_specs = value, result
-    return collectives.over_mesh(
-        local, mesh, axes, given, of_given, out_specs, check_vma=checks
-    )

@@ -1,11 +1,14 @@
 """Options of the fold inside a call, checked before anything is traced."""
 
+import inspect
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from ga_optax._checks import (
@@ -24,7 +27,7 @@ NAMES = {"batch_argnums": "batch_argnames", "rng_argnums": "rng_argnames"}
 # The axis of the micro-batches of a `whole_batch`, which no user names.
 AXIS_OF_ROWS = "rows of the whole batch"
 
-Place = int | str  # of an argument: its position, or its keyword
+Argument = int | str  # of the call: its position, or its keyword
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,8 @@ class Options(NamedTuple):
     data_axis: DataAxis | None
     whole_batch: bool = False
 
+    num_real_microbatches: ArrayLike | None = None
+
     def checked(self) -> "Options":
         """The same, in one form; raises if an option does not fit."""
         todo = "Pass the loss function itself, not its value."
@@ -109,7 +114,13 @@ class Options(NamedTuple):
             **{name: _positions(name, getattr(self, name)) for name in ROLES},
             **{name: _names(name, getattr(self, name)) for name in NAMES.values()},
         )
-        name = options.axis_name
+        options._check_axis_name()
+        options._check_num_real()
+        options.roles()
+        return options
+
+    def _check_axis_name(self) -> None:
+        options, name = self, self.axis_name
         inside = options.each or options.scatters or options.overlap
         if name is not None and (inside or name in options.axes):
             raise ValueError(
@@ -123,8 +134,31 @@ class Options(NamedTuple):
                 f"{options.data_axis}: a collective over all micro-batches adds in the "
                 "order of the backend. Leave one of them out."
             )
-        options.roles()
-        return options
+
+    def _check_num_real(self) -> None:
+        number, k = self.num_real_microbatches, self.num_microbatches
+        if number is None:
+            return
+        if jnp.shape(number) or not jnp.issubdtype(
+            jnp.result_type(number), jnp.integer
+        ):
+            raise TypeError(
+                "num_real_microbatches must be an integer scalar, static or traced, "
+                f"but it is {number!r}. Pass how many micro-batches hold examples, or "
+                "None for all."
+            )
+        known = None if isinstance(number, jax.core.Tracer) else np.asarray(number)
+        if known is not None and not 0 <= known <= k:
+            raise ValueError(
+                f"num_real_microbatches must be from 0 to num_microbatches={k}, but it "
+                f"is {number}. Pass how many of them hold examples."
+            )
+        if self.axis_name is not None or self.overlap:
+            what = "overlap=True" if self.overlap else f"axis_name={self.axis_name!r}"
+            raise ValueError(
+                f"num_real_microbatches must come without {what}, which needs all "
+                "micro-batches. Leave one of them out."
+            )
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -160,17 +194,17 @@ class Options(NamedTuple):
 
     def roles(
         self, num_args: int | None = None, keywords: Iterable[str] = ()
-    ) -> dict[str, tuple[Place, ...]]:
+    ) -> dict[str, tuple[Argument, ...]]:
         """Which arguments have which role; raises if one is missing or has two."""
-        owner: dict[Place, str] = {}
-        roles: dict[str, list[Place]] = {role: [] for role in ROLES}
+        owner: dict[Argument, str] = {}
+        roles: dict[str, list[Argument]] = {role: [] for role in ROLES}
         for role in ROLES:
             value, named = getattr(self, role), NAMES.get(role, "")
             places = *((value,) if is_int(value) else value), *getattr(self, named, ())
             for i in places:
                 option = named if isinstance(i, str) else role
                 if num_args is not None:
-                    i = found(option, i, num_args, keywords)
+                    i = found(option, i, num_args, keywords, self.fun)
                 if i in owner:
                     raise ValueError(
                         f"{option} must not overlap {owner[i]}, but both name argument "
@@ -186,8 +220,17 @@ class Options(NamedTuple):
         return {role: tuple(places) for role, places in roles.items()}
 
 
-def found(option: str, i: Place, num_args: int, keywords: Iterable[str] = ()) -> Place:
-    """Where an argument of the call stands; raises if it did not come."""
+def found(
+    option: str,
+    i: Argument,
+    num_args: int,
+    keywords: Iterable[str] = (),
+    fun: Callable[..., Any] | None = None,
+) -> Argument:
+    """Where an argument of the call stands; raises if it did not come.
+
+    What `fun` takes by position or keyword may come as either.
+    """
     if isinstance(i, str):
         kind, came = "keyword", f"{i!r}, and {' and '.join(keywords) or 'none'}"
         if i in keywords:
@@ -196,11 +239,27 @@ def found(option: str, i: Place, num_args: int, keywords: Iterable[str] = ()) ->
         kind, came = "positional", f"number {i}, and {num_args}"
         if -num_args <= i < num_args:
             return i % num_args
+    names = _names_of_positions(fun)
+    if isinstance(i, str) and i in names[:num_args]:
+        return names.index(i)
+    if isinstance(i, int) and 0 <= i < len(names) and names[i] in keywords:
+        return names[i]
     other = f" (for keywords there is {NAMES[option]})" if option in NAMES else ""
     raise ValueError(
-        f"{option} must name {kind} arguments of the call, but it names {came} came. "
-        f"Pass that argument so, or change {option}{other}."
+        f"{option} must name {kind} arguments of the call, but it names {came} "
+        f"came. Pass that argument so, or change {option}{other}."
     )
+
+
+def _names_of_positions(fun: Any) -> list[str]:
+    """The keywords of what a function takes by position or keyword, in order."""
+    try:
+        parameters = inspect.signature(fun).parameters.values()
+    except (TypeError, ValueError):  # of a built-in function
+        return []
+    names = [p.name for p in parameters if p.kind == p.POSITIONAL_OR_KEYWORD]
+    only = any(p.kind == p.POSITIONAL_ONLY for p in parameters)
+    return [] if only else names
 
 
 def check_weight_fn(weight_fn: Any, has_aux: bool) -> None:

@@ -15,7 +15,7 @@ from jax.extend import core
 
 from ga_optax._devices import collectives, meshes
 from ga_optax._devices.meshes import Axes, Placement
-from ga_optax._inside import aux_modes
+from ga_optax._inside import trees
 from ga_optax._passes import ir
 
 # What to do with a gradient, or a slice of it, and what `run` was given for it.
@@ -44,7 +44,7 @@ def run(
         over slices of the gradient, that is their slices.
       writes: what to do with each gradient.
     """
-    trace = jax.make_jaxpr(lambda: backward(*map(jax.new_ref, aux_modes.blank(types))))
+    trace = jax.make_jaxpr(lambda: backward(*map(jax.new_ref, trees.blank(types))))
     closed: Any = trace()
     equations = closed.jaxpr.eqns
     made = [e for e in equations if e.primitive.name == "new_ref"][: len(types)]

@@ -20,7 +20,7 @@ from ga_optax._devices import meshes
 from ga_optax._inside.axis.read import LONGEST
 from ga_optax._inside.call import Call
 from ga_optax._inside.options import AXIS_OF_ROWS, Options
-from ga_optax._inside.program import taken_apart
+from ga_optax._inside.results import taken_apart
 from ga_optax._partition import (
     PARTIAL,
     WHOLE,
@@ -38,6 +38,7 @@ _NOT_NEEDED = {
     "rng_argnames": "fun gets its own keys, and draws what the whole batch draws",
     "carry_argnums": "fun runs once, over all rows: return what is new as aux",
     "axis_name": "fun needs no collectives, for it sees all rows",
+    "num_real_microbatches": "All rows count",
 }
 
 

@@ -39,11 +39,11 @@ def arrival(jaxpr: core.Jaxpr, variable: Any, way: str = "whole") -> str | None:
     if ir.is_inline(equation) or name == "scan":
         return _inside(equation, i, way)
     if name == known.PRODUCT:
-        return way if _num_terms(equation, i) > 1 else None
+        return way if _more(_num_terms(equation, i), 1) else None
     out: Any = next(iter(equation.outvars), None)  # printing has no results
-    terms = out.aval.size / variable.aval.size if name in known.BROADCASTS else 1
-    if terms > 1:
-        return "whole" if way == "slices" and terms < FEW else way
+    terms = out.aval.size // variable.aval.size if name in known.BROADCASTS else 1
+    if _more(terms, 1):
+        return way if way != "slices" or _more(terms, FEW - 1) else "whole"
     if name == "gather" and i == 0 and way == "whole":
         return "scatter"
     if name in (*known.MOVES, known.CAST) and name != "squeeze":
@@ -77,6 +77,14 @@ def _num_terms(equation: core.JaxprEqn, i: int) -> int:
     pairs = equation.params["dimension_numbers"]
     both = math.prod(other.shape[axis] for pair in pairs for axis in pair[1 - i])
     return other.size // both if both else 0
+
+
+def _more(number: Any, least: int) -> bool:
+    """Whether it is more, whatever the dimensions are that `jax.export` leaves open."""
+    try:
+        return bool(number > least)
+    except Exception:  # Any: JAX does not export the error of a symbolic dimension.
+        return False
 
 
 def is_cut(jaxpr: core.Jaxpr, i: int, placement: Any) -> bool:

@@ -15,18 +15,19 @@ from jax.extend import core
 from ga_optax import accumulator
 from ga_optax._checks import named_leaves
 from ga_optax._devices import collectives
-from ga_optax._inside import in_place
+from ga_optax._inside import additions, in_place, merges
 from ga_optax._inside.axis.forward import FOLDS
 from ga_optax._inside.axis.rules import own_part
 from ga_optax._inside.axis.values import Arrays, Values, start_of_sum
 from ga_optax._inside.call import Call
-from ga_optax._inside.loop import Flat, Loop, Operands, State, merged
+from ga_optax._inside.loop import Flat, Loop, Operands, State
+from ga_optax._inside.over_devices import all_reduced
 from ga_optax._inside.program import Program
 from ga_optax._passes import ir
 from ga_optax._passes.arrivals import arrival
 from ga_optax.accumulator import Accumulator
 
-Wanted = Sequence[tuple[Any, str]]  # variables, and how they are put together
+Wanted = Sequence[tuple[Any, Any]]  # variables, and how they are put together
 Cotangents = dict[int, jax.Array]  # by number of the buffer
 
 
@@ -193,9 +194,9 @@ class Backward:
         whys = in_place.reasons(options.optimize, of_loop, operands)
         names = [name for name, _ in named_leaves(self.call.params)]
         in_place.report([names[i] for i in params], whys[: len(params)])
-        inside = [why is None for why in whys]
         k = options.num_microbatches
-        loop = Loop(of_loop, k, False, inside, options.optimize)
+        adds = additions.choose(of_loop, operands.acc.total, whys)
+        loop = Loop(of_loop, k, adds, options.optimize)
         state = loop(operands)
         self.put(params, buffers, state.acc.total)
         return Outcome(loop, state)
@@ -240,6 +241,7 @@ class Backward:
             weighted=weighted,
             multiplies=weighted and program.multiplies,
             arrivals=[arrival(jaxpr, x) for x in jaxpr.invars[:leaves]],
+            merges=[merges.SUM] * leaves,
         )
 
     def finished(
@@ -251,7 +253,7 @@ class Backward:
         state = State(acc, [], state.results)
         if self.values.axes:
             with jax.named_scope("merge"):
-                state = merged(state, call)
+                state = all_reduced(loop, state, call)
         loss, *results = loop.results(state)
         return loss, results, state.acc
 
