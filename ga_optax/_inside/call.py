@@ -104,13 +104,12 @@ class Call(NamedTuple):
         return [i for name, places in roles for i in places if name != "batch_argnums"]
 
     def alone(self) -> "Call":
-        """The same as a plain program if its window is one micro-batch.
+        """The same as a plain program if its window is one micro-batch on one device.
 
-        No other grouping of it into calls has to have the same bits.
+        There is nothing to add, so no bits depend on a grouping.
         """
         options = self.options
-        sends = options.each or options.scatters or options.overlap
-        if options.num_microbatches > 1 or sends or self.logical or options.axis_name:
+        if options.num_microbatches > 1 or options.axes or options.axis_name:
             return self
         return self._replace(options=options._replace(optimize=False))
 

@@ -99,7 +99,10 @@ def _loop(
 
 
 def mean(call: Call, program: Program, acc: Accumulator, params: Any) -> optax.Updates:
-    """`accumulator.mean`; each leaf is divided in the way that costs least."""
+    """`accumulator.mean` in the dtypes of the parameters.
+
+    Each leaf is divided in the way that costs least.
+    """
     k = call.options.num_microbatches
     weight: int | jax.Array = k
     if call.axes:
@@ -118,10 +121,13 @@ def mean(call: Call, program: Program, acc: Accumulator, params: Any) -> optax.U
 
     leaves, structure = jax.tree.flatten(acc.total)
     of_leaves = leaves, program.arrivals, program.merges, jax.tree.leaves(params)
-    each = [
-        merge.result(total, acc.weight, old, lambda x, came=came: divided(x, came))
-        for total, came, merge, old in zip(*of_leaves, strict=True)
-    ]
+    with jax.named_scope("mean"):
+        each = [
+            merge.result(
+                total, acc.weight, old, lambda x, came=came: divided(x, came)
+            ).astype(jnp.result_type(old))
+            for total, came, merge, old in zip(*of_leaves, strict=True)
+        ]
     return jax.tree.unflatten(structure, each)
 
 

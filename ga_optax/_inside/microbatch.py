@@ -85,7 +85,8 @@ def value_and_grad(
     **Exactness.** Sums are divided once, so integer-valued gradients are those of the
     undivided batch, bit for bit; others are off by `n·eps·Σ|terms|` at most. On one
     backend the bits are those of `accumulate` over the same micro-batches, in any
-    grouping. A micro-batch of weight 0 changes no gradient, loss or mean, whatever it
+    grouping; those of a single micro-batch are `jax.value_and_grad`'s, whose program it
+    is. A micro-batch of weight 0 changes no gradient, loss or mean, whatever it
     holds. Gradients of bfloat16 models are rounded in the accumulator alone, unlike
     those of `jax.grad`. With `optimize=False` the sums are float32 too, and weight 0
     changes nothing; but two programs, such as two groupings, agree to rounding only:
@@ -150,11 +151,7 @@ def value_and_grad(
         start = accumulator.init(call.params, options.accumulator_dtype)
         start = start._replace(total=call.placed(start.total))
         value, acc = fold(call, program, start, merges=True)
-        with jax.named_scope("mean"):
-            grads = mean(call, program, acc, params)
-            pairs = grads, params
-            cast = jax.tree.map(lambda g, p: g.astype(jnp.result_type(p)), *pairs)
-        return value, cast
+        return value, mean(call, program, acc, params)
 
     @warns_outside_jit
     @functools.wraps(fun)
