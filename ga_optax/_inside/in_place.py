@@ -83,7 +83,8 @@ def reasons(
         if why is None:
             return program.deeds.acts
         variable = program.jaxpr.invars[i]
-        return Reason(why, use_of(program.jaxpr, variable) if came is None else "")
+        says = came is None and not any(holds for holds, _ in of_all)
+        return Reason(why, use_of(program.jaxpr, variable) if says else "")
 
     leaves = program.arrivals, operands.acc.total, operands.params
     return list(map(reason, itertools.count(), *leaves))
