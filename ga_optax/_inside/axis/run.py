@@ -90,7 +90,7 @@ def _planned(
 
 def _wanted(
     program: Program, schedule: Schedule, carry: Arrays
-) -> dict[int, tuple[Any, str]]:
+) -> dict[int, tuple[Any, Any]]:
     """The results but for the loss, and how those of micro-batches are put together."""
     modes = ["sum" if is_inexact(x) else "last" for x in carry]
     rest = schedule.jaxpr.outvars[1 + program.weighted :]
