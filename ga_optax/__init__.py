@@ -32,6 +32,7 @@ from ga_optax._across.state import (
     MultiStepsState,
     Stats,
     from_optax,
+    grad_norm,
     has_updated,
     stats,
 )
@@ -73,6 +74,7 @@ __all__ = [
     "flush",
     "from_optax",
     "from_saved",
+    "grad_norm",
     "has_updated",
     "merge_across",
     "noise_scale",

@@ -284,6 +284,7 @@ def test_a_transformation_of_module_level_functions_pickles():
         "accumulator_dtype": np.dtype(np.float32),
         "should_drop_window_fn": None,
         "track_noise": False,
+        "track_norm": False,
         "data_axis": None,
         "mean_argnames": (),
     }

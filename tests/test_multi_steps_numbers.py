@@ -571,3 +571,57 @@ def test_any_tree_of_parameters_works(params, k, skip):
         assert a.dtype == p.dtype
         np.testing.assert_array_equal(a, 0.5 * p)
     assert ga.has_updated(state)
+
+
+# -- The norm of the gradient ----------------------------------------------------------
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("k", [1, 3])
+def test_the_norm_of_a_window_is_that_of_what_the_optimizer_saw(k, clip):
+    inner = optax.chain(optax.clip_by_global_norm(1e-3), optax.sgd(0.1))
+    tx = ga.MultiSteps(inner if clip else optax.sgd(0.1), k, track_norm=True)
+    rng = np.random.default_rng(0)
+    params = {"a": jnp.zeros((5, 3)), "b": jnp.zeros(4)}
+    state, seen = tx.init(params), []
+    step = jax.jit(functools.partial(ga.apply_gradients, tx))
+    assert float(ga.grad_norm(state)) == 0
+    for _ in range(2 * k):
+        grads = {name: rng.normal(size=p.shape) for name, p in params.items()}
+        seen = [*seen, np.concatenate([grads[n].ravel() for n in ("a", "b")])]
+        before = ga.grad_norm(state)
+        params, state = step(jax.tree.map(jnp.float32, grads), state, params)
+        norm = float(ga.grad_norm(state))
+        if not ga.has_updated(state):
+            assert norm == before
+            continue
+        due = np.linalg.norm(np.mean(seen, axis=0))
+        # A sum of 19 squares, each rounded, of means of k numbers, and a root.
+        assert abs(norm - due) <= (19 + k + 3) * np.finfo(np.float32).eps * due
+        assert abs(norm - np.linalg.norm(seen[-1])) > 1e-3 or k == 1  # the twin
+        seen = []
+
+
+@pytest.mark.quick
+def test_a_window_without_a_step_keeps_the_norm_and_without_track_norm_there_is_none():
+    drop = ga.drop_window_if_not_finite
+    options = {"should_drop_window_fn": drop, "track_norm": True}
+    tx = ga.MultiSteps(optax.sgd(0.1), 1, **options)
+    params, state = jnp.zeros(2), tx.init(jnp.zeros(2))
+    for grads in (jnp.array([3.0, 4.0]), jnp.array([jnp.nan, 0.0])):
+        params, state = ga.apply_gradients(tx, grads, state, params)
+    assert float(ga.grad_norm(state)) == 5
+    plain = ga.MultiSteps(optax.sgd(0.1), 2)
+    with pytest.raises(ValueError, match="track_norm=True"):
+        ga.grad_norm(plain.init(params))
+
+    def program(tx):
+        return str(jax.make_jaxpr(tx.update)(params, tx.init(params), params))
+
+    assert "sqrt" not in program(plain)  # nothing in the program, either
+    assert "sqrt" in program(ga.MultiSteps(optax.sgd(0.1), 2, track_norm=True))
+    with pytest.raises(ValueError, match="_replace\\(grad_norm="):
+        tx.update(params, plain.init(params), params)
+    with pytest.raises(TypeError, match="track_norm must be a Python bool"):
+        ga.MultiSteps(optax.sgd(0.1), 2, track_norm=1)

@@ -205,6 +205,13 @@ def test_a_transformation_needs_no_temporaries_either(weight, drop):
     assert memory.temp_size_in_bytes <= 0.01 * BIG_BYTES
 
 
+def test_the_norm_of_the_gradient_needs_no_temporaries_either():
+    tx = ga.MultiSteps(optax.adam(1e-3), 8, track_norm=True)
+    for program in (compiled(tx, BIG), compiled_transformation(tx, BIG)):
+        memory = program.memory_analysis()
+        assert memory.temp_size_in_bytes <= 0.01 * BIG_BYTES
+
+
 def test_updates_in_another_dtype_than_the_accumulator_take_a_tree_of_their_own():
     tx = ga.MultiSteps(optax.adam(1e-3), 8)
     params = optax.tree.cast(BIG, jnp.bfloat16)

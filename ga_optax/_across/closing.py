@@ -27,6 +27,7 @@ class _Outcome(NamedTuple):
     drop_state: Any
     emitted: jax.Array
     noise: Any
+    grad_norm: Any
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -82,20 +83,22 @@ class Closing:
         """Runs the inner optimizer."""
         request, before = self.request, self.state.inner_opt_state
         with jax.named_scope("ga_optax.update"):
-            grads, averaged = buffer.values
+            (grads, averaged), norm = self._norm(buffer)
             values = request.seen(grads), averaged
             updates, inner = request.update(values, before, request.params)
             inner = choices.cast_like(inner, before)
             yes = jnp.ones_like(self.state.emitted)
             out = request.with_step(updates)
-            return _Outcome(out, inner, drop_state, yes, self._noise(buffer))
+            tracked = self._noise(buffer), norm
+            return _Outcome(out, inner, drop_state, yes, *tracked)
 
     def _leave(self, buffer: Buffer, drop_state: Any) -> _Outcome:
         """Leaves everything as it is."""
         state = self.state
         no = jnp.zeros_like(state.emitted)
         out = self.reuse.unchanged(buffer, self.request.without_step())
-        return _Outcome(out, state.inner_opt_state, drop_state, no, state.noise)
+        tracked = state.noise, state.grad_norm
+        return _Outcome(out, state.inner_opt_state, drop_state, no, *tracked)
 
     def _noise(self, buffer: Buffer) -> Any:
         """What `noise_scale` reads, after a window that ran the inner optimizer."""
@@ -105,6 +108,16 @@ class Closing:
         mean, (grads, _) = self._config.storage.use_grad_mean, buffer.values
         with jax.named_scope("ga_optax.noise"):
             return noise_scale.close(noise, grads, buffer.weight, mean)
+
+    def _norm(self, buffer: Buffer) -> tuple[Any, Any]:
+        """What the inner optimizer will see, and its norm, if that is asked for."""
+        norm = self.state.grad_norm
+        if not self._config.track_norm:
+            return buffer.values, norm
+        with jax.named_scope("ga_optax.norm"):
+            new = jnp.sqrt(noise_scale.squared_norm(buffer.values[0]))
+            # Before updates take over the buffer: XLA would copy it to read it after.
+            return jax.lax.optimization_barrier((buffer.values, new.astype(norm.dtype)))
 
     def _next(self, buffer: Buffer, done: _Outcome) -> MultiStepsState:
         """The state after the call; nothing resets the buffer."""
@@ -123,4 +136,5 @@ class Closing:
             ),
             arg_totals=arg_totals,
             noise=done.noise,
+            grad_norm=done.grad_norm,
         )

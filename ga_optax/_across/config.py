@@ -35,6 +35,7 @@ class Config:
       should_drop: whether a window is left out, or None.
       dtype: of the accumulator; None for that of each leaf.
       track_noise: whether the state holds what `noise_scale` reads.
+      track_norm: whether it holds the norm of the last window's gradient.
       mean_argnames: the extra arguments to average.
       storage: where the sum of a window is kept between calls.
     """
@@ -45,6 +46,7 @@ class Config:
     should_drop: SkipFn | None
     dtype: np.dtype | None
     track_noise: bool
+    track_norm: bool
     mean_argnames: tuple[str, ...]
     storage: OneDevice | ManyDevices
 
@@ -79,6 +81,7 @@ class Config:
             skipped_windows=jnp.zeros([], jnp.int32),
             arg_totals=arg_totals,
             noise=noise_scale.init(acc.weight) if self.track_noise else (),
+            grad_norm=jnp.zeros([], float) if self.track_norm else (),
             version=current_version(),
         )
 

@@ -139,6 +139,8 @@ class MultiSteps(optax.GradientTransformationExtraArgs):
         never happened. `drop_window_if_not_finite` is one.
       track_noise: whether to keep what `noise_scale` needs. A micro-step then reads the
         gradient once more, and a step the mean. A static k of 1 has nothing to keep.
+      track_norm: whether to keep the norm of the gradient that `opt` saw last, for
+        `grad_norm`. A step then reads the mean once more; a micro-step is as without.
       mean_argnames: names of extra arguments, real scalars, whose mean over the window,
         Σ w·x / Σ w in float32, `opt` gets: `"value"` for
         `optax.contrib.reduce_on_plateau`. They must be given in every call. Of all
@@ -177,13 +179,14 @@ class MultiSteps(optax.GradientTransformationExtraArgs):
         *,
         should_drop_window_fn: SkipFn | None = None,
         track_noise: bool = False,
+        track_norm: bool = False,
         mean_argnames: str | Sequence[str] = (),
         data_axis: str | Sequence[str] | None = None,
     ) -> "MultiSteps":
         """Builds the pair of pure functions; see the class for the arguments."""
         axes, mean = meshes.check_data_axis(data_axis), bool(use_grad_mean)
         _check_decides(should_skip_update_fn, should_drop_window_fn)
-        _check_tracks(track_noise, data_axis)
+        _check_tracks(track_noise, track_norm, data_axis)
         config = Config(
             inner=_check_opt(opt, every_k_schedule),
             every_k=check_every_k(every_k_schedule),
@@ -191,6 +194,7 @@ class MultiSteps(optax.GradientTransformationExtraArgs):
             should_drop=should_drop_window_fn,
             dtype=check_dtype(accumulator_dtype),
             track_noise=track_noise,
+            track_norm=track_norm,
             mean_argnames=_check_argnames(mean_argnames),
             storage=ManyDevices(mean, axes) if axes else OneDevice(mean),
         )
@@ -204,6 +208,7 @@ class MultiSteps(optax.GradientTransformationExtraArgs):
             "accumulator_dtype": config.dtype,
             "should_drop_window_fn": should_drop_window_fn,
             "track_noise": track_noise,
+            "track_norm": track_norm,
             "data_axis": axes or None,
             "mean_argnames": config.mean_argnames,
         }
@@ -453,13 +458,14 @@ def _check_decides(skip: Any, drop: Any) -> None:
             check_callable(name, fn, what, todo)
 
 
-def _check_tracks(track_noise: Any, data_axis: Any) -> None:
+def _check_tracks(track_noise: Any, track_norm: Any, data_axis: Any) -> None:
     """Raises unless the noise is tracked on one device, or not at all."""
-    if not isinstance(track_noise, bool):
-        raise TypeError(
-            f"track_noise must be a Python bool, but it is {track_noise!r}. It "
-            "decides what the state holds: pass True or False."
-        )
+    for name, value in ("track_noise", track_noise), ("track_norm", track_norm):
+        if not isinstance(value, bool):
+            raise TypeError(
+                f"{name} must be a Python bool, but it is {value!r}. It decides what "
+                "the state holds: pass True or False."
+            )
     if track_noise and data_axis is not None:
         raise ValueError(
             "track_noise must be False with a data_axis, but data_axis is "

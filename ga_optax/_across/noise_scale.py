@@ -212,7 +212,7 @@ def add(
     """Adds one micro-step, the first of its window if `empty`."""
     held = noise.squares, noise.count
     squares, count = (jnp.where(empty, jnp.zeros_like(x), x) for x in held)
-    term = _squared_norm(grads).astype(squares.dtype)
+    term = squared_norm(grads).astype(squares.dtype)
     if weight is None:
         return noise._replace(squares=squares + term, count=count + 1)
     weight = jnp.asarray(weight).astype(squares.dtype)
@@ -235,7 +235,7 @@ def close(
       weight: Σ w of the window.
       is_mean: whether `total` is the mean.
     """
-    square = _squared_norm(total).astype(weight.dtype)
+    square = squared_norm(total).astype(weight.dtype)
     # If the weight is 0 there is no step: the result is computed, but not selected.
     weight = jnp.where(weight == 0, jnp.ones_like(weight), weight)
     if not is_mean:
@@ -271,7 +271,7 @@ def spoiled(noise: NoiseState, open_: jax.Array) -> NoiseState:
     return noise._replace(squares=missing)
 
 
-def _squared_norm(tree: optax.Updates) -> jax.Array:
+def squared_norm(tree: optax.Updates) -> jax.Array:
     """Σ |x|² over all leaves, which are read once; nothing is written."""
     # Without the barrier XLA would share the squares, or the wider dtype, with what the
     # accumulator or the optimizer computes from the same leaf, and write them out.

@@ -44,6 +44,8 @@ class Request:
         noise = state.noise
         if self.config.track_noise and not isinstance(noise, noise_scale.NoiseState):
             raise ValueError(_NO_NOISE)
+        if self.config.track_norm and not jax.tree.leaves(state.grad_norm):
+            raise ValueError(_NO_NORM)
         if sorted(state.arg_totals) != sorted(names):
             raise ValueError(
                 "The state must hold a sum for each of mean_argnames, "
@@ -163,6 +165,12 @@ _AVERAGED = "mean_argnames names it: pass the value of the micro-batch in every 
 _NO_PARAMS = (
     "The inner optimizer needs the parameters, but params is None. Pass them: "
     "update(grads, state, params)."
+)
+
+_NO_NORM = (
+    "The state must hold a grad_norm if track_norm=True, but that field is empty: it "
+    "was made without. Put that of a new state into it: "
+    "state._replace(grad_norm=tx.init(params).grad_norm)."
 )
 
 _NO_NOISE = (

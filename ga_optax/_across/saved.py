@@ -11,7 +11,7 @@ from ga_optax._across import noise_scale
 from ga_optax._across.state import MultiStepsState, check_version
 
 # What a state may lack: it was saved before they were added, or with other arguments.
-_OPTIONAL = ("skip_state", "drop_state", "arg_totals", "noise", "version")
+_OPTIONAL = ("skip_state", "drop_state", "arg_totals", "noise", "grad_norm", "version")
 
 
 def from_saved(saved: Any, like: optax.OptState) -> optax.OptState:
@@ -37,8 +37,8 @@ def from_saved(saved: Any, like: optax.OptState) -> optax.OptState:
 
     Returns:
       A tree like `like` with the saved leaves. If `skip_state`, `drop_state`,
-      `arg_totals` or `noise` were not saved, they are those of `like`; `noise_scale`
-      then leaves out a window that was open.
+      `arg_totals`, `noise` or `grad_norm` were not saved, they are those of `like`;
+      `noise_scale` then leaves out a window that was open.
 
     Raises:
       ValueError: if another leaf is missing, has another shape or dtype, or is unknown;

@@ -46,6 +46,8 @@ class MultiStepsState(NamedTuple):
         `mean_argnames` names, by name, as floats `[]`. While `mini_step` is 0, the mean
         that the inner optimizer saw last. With a `data_axis` as `total`.
       noise: what `noise_scale` reads, a `NoiseState`; `()` without `track_noise`.
+      grad_norm: the norm of the gradient that the inner optimizer saw last, a float
+        `[]`; 0 before its first step, and `()` without `track_norm`.
       version: of this format, int32 `[]`. `()` in a state from before there was one.
     """
 
@@ -62,6 +64,7 @@ class MultiStepsState(NamedTuple):
     skipped_windows: jax.Array
     arg_totals: dict[str, jax.Array]
     noise: Any = ()
+    grad_norm: Any = ()
     version: Any = ()
 
     @property
@@ -163,6 +166,30 @@ def stats(state: optax.OptState) -> Stats:
         ),
         fill=state.mini_step,
     )
+
+
+def grad_norm(state: optax.OptState) -> jax.Array:
+    """The norm of the gradient of the last step, as the inner optimizer saw it.
+
+    So it is that before the inner optimizer clips. Inside a window, and after one that
+    was no step, it is that of the step before; 0 before the first.
+
+    Args:
+      state: the state of a `MultiSteps` with `track_norm=True`, or any that holds one.
+
+    Returns:
+      A float scalar.
+
+    Raises:
+      ValueError: if there is none in it, or more than one, or if it tracks no norm.
+    """
+    norm = find_state(state).grad_norm
+    if not jax.tree.leaves(norm):
+        raise ValueError(
+            "grad_norm needs the state of a MultiSteps with track_norm=True, but its "
+            "field grad_norm is empty. Make one with track_norm=True, and its init."
+        )
+    return norm
 
 
 def from_optax(
