@@ -22,7 +22,7 @@ import pytest
 
 import ga_optax
 import ga_optax.__main__
-from ga_optax import accumulator, blocks, data, schedules
+from ga_optax import accumulator, blocks, config, data, schedules
 
 ROOT = pathlib.Path(__file__).parents[1]
 NEEDED = ("sphinx", "myst_nb", "furo", "sphinx_copybutton")
@@ -130,12 +130,53 @@ def test_the_search_index_knows_multi_steps_and_its_page(site):
     assert index["docnames"][page] == "api/across_calls"
 
 
+def found_by_search(site, words):
+    """The pages that have all of these words, as Sphinx's search sees it."""
+    text = (site / "searchindex.js").read_text("utf-8")
+    index = json.loads(text.removeprefix("Search.setIndex(").rstrip(";)\n"))
+    import sphinx.search.en  # where the site can be built
+
+    language = sphinx.search.en.SearchEnglish({})
+    pages = set(index["docnames"])
+    for word in words.lower().split():
+        hits = set()
+        if word in language.stopwords:
+            continue
+        for where in ("terms", "titleterms"):
+            found = index[where].get(language.stem(word), [])
+            hits |= set(found) if isinstance(found, list) else {found}
+        pages &= {index["docnames"][i] for i in hits}
+    return pages
+
+
+@pytest.mark.parametrize(
+    ("words", "page"),
+    [
+        ("huggingface", "huggingface"),
+        ("gradient_accumulation_steps", "huggingface"),
+        ("num_items_in_batch", "huggingface"),
+        ("accumulate_grad_batches", "migrating"),
+        ("zero_grad", "migrating"),
+        ("no_sync", "migrating"),
+        ("nan", "pitfalls"),
+        ("out of memory", "pitfalls"),
+        ("batch norm", "pitfalls"),
+        ("clip", "pitfalls"),
+        ("clip", "recipes"),
+        ("disable", "switch"),
+    ],
+)
+def test_the_search_finds_the_page_that_answers(words, page, site):
+    assert page in found_by_search(site, words)
+    assert found_by_search(site, "nothingofthiskind") == set()
+
+
 def test_every_public_name_is_in_the_reference(site):
     anchors = set().union(
         *(Page(p.read_text()).anchors for p in (site / "api").glob("*.html"))
     )
     assert {"module-ga_optax.flax", "module-ga_optax.testing"} <= anchors
-    modules = {accumulator, blocks, data, schedules}
+    modules = {accumulator, blocks, config, data, schedules}
     for name in ga_optax.__all__:
         if getattr(ga_optax, name) in modules:
             assert f"module-ga_optax.{name}" in anchors
