@@ -310,11 +310,11 @@ def test_a_block_that_does_not_fit_raises_and_names_the_leaf():
     p = blocks.partition(model(), LISTED_BY)
     layer = model()["layers"][0]
     put = functools.partial(blocks.replace, p, model(), "layers/0")
-    which = r"leaf .b of the new tree must have shape \(4,\) and dtype float32, as in "
-    which += r"block 'layers/0', "
-    with pytest.raises(ValueError, match=which + r".* it has shape \(5,\)"):
+    which = r"leaf .b of the new tree must have {}, as in block 'layers/0', but it has "
+    shapes = which.format(r"shape \(4,\)") + r"shape \(5,\)"
+    with pytest.raises(ValueError, match=shapes):
         put(layer._replace(b=jnp.ones(5)))
-    with pytest.raises(ValueError, match=which + r".* it has .* dtype bfloat16"):
+    with pytest.raises(ValueError, match=which.format("dtype float32") + "dtype bfl"):
         put(layer._replace(b=jnp.ones(4, jnp.bfloat16)))
     with pytest.raises(ValueError, match=r"must have the tree structure of block"):
         put({"w": layer.w})

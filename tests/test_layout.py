@@ -254,7 +254,6 @@ LONG = {
     "_across.multi_steps.MultiSteps.__new__",
 }
 WIDE = {
-    "_checks.check_leaves",
     "_devices.collectives.over_mesh",
 }
 

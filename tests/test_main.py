@@ -99,6 +99,8 @@ def verify(loss, *options, make_inputs="make_inputs", k="4"):
         ("Losses.mean", (), 0, "The same gradient"),
         ("with_aux", ("--has-aux",), 0, "The same gradient"),
         ("total", (), 1, "(SCALE)"),
+        ("total", ("--whole-batch",), 0, "The same gradient"),
+        ("masked", ("--whole-batch",), 0, "The same gradient"),
         ("masked", (), 2, "(NOT_FINITE)"),
         ("masked", ("--weight-fn", "users_code:count"), 0, "The same gradient"),
     ],

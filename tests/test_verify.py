@@ -249,7 +249,7 @@ def test_an_embedding_with_repeated_ids_is_right():
 
 @pytest.mark.grid(1)
 @pytest.mark.parametrize("inside", [False, True])
-def test_bfloat16_is_rounding(inside):
+def test_bfloat16_is_rounding_or_equal(inside):
     """Parameters in bfloat16, and a loss that casts to bfloat16 inside as well."""
 
     def loss(params, batch):
@@ -259,7 +259,7 @@ def test_bfloat16_is_rounding(inside):
 
     params = {"w": draw(5, 8).astype(jnp.bfloat16), "v": draw(8).astype(jnp.bfloat16)}
     report = ga.verify(loss, params, {"x": draw(32, 5)}, K)
-    assert_cause(report, Cause.ROUNDING)
+    assert_cause(report, Cause.ROUNDING if report.max_ulp else Cause.EQUAL)
     assert {leaf.dtype for leaf in report.leaves} == {"bfloat16"}
     assert report.dtype == "float64"
     assert report.relative < 1e-14
@@ -314,7 +314,7 @@ def test_a_program_in_float64_knows_no_cast():
             jax.jit(program)(*args),
             jax.jit(Wide(plain, x64=False))(*args),
         )
-    assert not program.narrow
+    assert not program.low
     trees = map(jax.tree.leaves, (actual, expected, plain(*args)))
     for x, y, z in zip(*trees, strict=True):
         assert x.dtype == np.float64

@@ -75,7 +75,7 @@ def verify(
     float64, so a cast to bfloat16 neither rounds nor hides anything, and random draws
     are those of training. `verify` names a cause only if the numbers rule out the
     others; otherwise the cause is `UNDETERMINED`. If `fun` calls code that is bound to
-    a narrow dtype (Pallas, callbacks), `verify` measures that code's rounding and says
+    a low precision (Pallas, callbacks), `verify` measures that code's rounding and says
     so on the page: what rounding may explain is `ROUNDING` or `UNDETERMINED`.
 
     **Memory.** In float64: three gradient trees, two copies of the parameters and one

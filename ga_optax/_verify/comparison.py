@@ -18,7 +18,7 @@ TOLERANCE = 2.0**-26
 # correct digits. It must agree to three quarters of the digits of the whole gradient.
 _FLOOR = 2.0**-39
 # Two independent roundings differ by √2 times their size, and a real difference is at
-# least a few times the precision of the narrow dtype.
+# least a few times the rounding of the lower precision.
 NOISE = 4.0
 
 
@@ -54,12 +54,12 @@ class Comparison:
         self.agrees = self._is_rounding(self.difference)
         self.noisy = not self.agrees and loss.eps > np.finfo(np.float64).eps
         if self.noisy:
-            # At parameters that are moved by the rounding of the narrow dtype.
+            # At parameters that are moved by the rounding of the low precision.
             near = loss.nearby(2 * loss.eps, seed=1)
             moved = self._residual(self.share, lambda i: loss.of_part(i, near)[1])
             self.noise = norms(subtract(moved, difference, 1.0))
             self.agrees = self._is_rounding(self.difference)
-        # Code that is bound to a narrow dtype may lose half of its digits, too.
+        # Code that is bound to a low precision may lose half of its digits, too.
         lost = math.sqrt(loss.eps) * self.terms
         self.decidable = not self.noisy or bool((self.difference > lost).any())
 

@@ -94,7 +94,7 @@ def not_finite(error: NotFiniteError) -> Finding:
         )
         fix = """Divide by jnp.maximum(count, 1) in the loss, and pass a weight_fn that
             returns that count. Weight 0 leaves a micro-batch out, whatever it holds."""
-    if error.narrow:
+    if error.low_precision:
         detail += " In float64 all is finite, so a number is too large for the dtype."
         fix = "Scale the loss down, or compute in bfloat16 or float32 for more range."
     return Finding(Cause.NOT_FINITE, fix, detail)
@@ -193,7 +193,7 @@ def _weights(fit: Fit) -> Finding | None:
     problem = fit.problem
     parts = [problem.take(problem.batch, problem.rows(i)) for i in range(problem.k)]
     counted = not plain and code_that_counts(parts, problem.axes, share, trust)
-    # Counts are exact, also if the fit has the digits of a narrow dtype.
+    # Counts are exact, also if the fit has few digits.
     if counted and comparison.reproduces(total * counted[1]):
         (code, share), trust = counted, EXACT
     used = f"as {proportions(comparison.share)}" if comparison.weighted else "equally"

@@ -45,7 +45,7 @@ class Loss:
 
     Attributes:
       problem: whose loss it is.
-      dtype: the narrowest floating dtype that is computed in.
+      dtype: the floating dtype of the lowest precision in it.
       eps: its precision.
       note: what a reader has to know about that, if anything.
     """
@@ -53,18 +53,18 @@ class Loss:
     def __init__(self, problem: Problem, progress: Progress) -> None:
         self.problem, self.progress, self.note = problem, progress, ""
         try:
-            narrow = self._compile(as_is=False)
-            if narrow != np.float64:
-                self.note = f"The loss calls code that computes in {narrow.name}"
+            low = self._compile(as_is=False)
+            if low != np.float64:
+                self.note = f"The loss calls code that computes in {low.name}"
         except Exception as error:
             # Any: the code is the user's, and it was traced in its own dtypes before.
-            narrow = self._compile(as_is=True)
+            low = self._compile(as_is=True)
             reason = f"{type(error).__name__}: {error}".strip().split("\n")[0][:120]
             self.note = f"The loss does not run in float64 ({reason})"
         if self.note:
             self.note += f""", so the diagnosis cannot see effects that are as small as
-                the rounding of {narrow.name}."""
-        self.dtype, self.eps = narrow.name, float(jnp.finfo(narrow).eps)
+                the rounding of {low.name}."""
+        self.dtype, self.eps = low.name, float(jnp.finfo(low).eps)
 
     def _compile(self, *, as_is: bool) -> np.dtype:
         """Makes the program; returns the coarsest floating dtype in it."""
@@ -74,12 +74,12 @@ class Loss:
         self._compiled = self._window = jax.jit(wide)
         window = problem.window(problem.rows(None))
         self._compiled.lower(problem.params, problem.batch, *window)
-        dtypes = {np.dtype(np.float64), *wide.narrow}
+        dtypes = {np.dtype(np.float64), *wide.low}
         if problem.whole_batch:
             wide = Wide(problem.of_window(), x64=problem.x64, as_is=as_is)
             self._window = jax.jit(wide)
             self._window.lower(problem.params, problem.batch, *window)
-            dtypes |= wide.narrow
+            dtypes |= wide.low
         return max(dtypes, key=lambda dtype: float(jnp.finfo(dtype).eps))
 
     def traced_again(self) -> "Loss":
@@ -143,13 +143,13 @@ class NotFiniteError(Exception):
       first: which the first one is, in words.
       losses: the undivided batch's loss, and the accumulated one, as far as known.
       only_part: whether the undivided batch has none.
-      narrow: whether float64 has none.
+      low_precision: whether float64 has none.
     """
 
     first: str
     losses: tuple[float, float] = (math.nan, math.nan)
     only_part: bool = False
-    narrow: bool = False
+    low_precision: bool = False
 
 
 def first_not_finite(

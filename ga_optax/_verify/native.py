@@ -22,7 +22,7 @@ class Native:
       distance: ‖G - M‖, G undivided and M accumulated.
       relative: that over ‖G‖.
       errors: ‖x - G‖ / ‖G‖ of each of the two, with G in float64.
-      dtype: the narrowest floating dtype in it.
+      dtype: the floating dtype of the lowest precision in it.
       has_few_digits: whether less than half of that dtype's digits are right.
     """
 
@@ -41,7 +41,7 @@ class Native:
         for place, leaves in zip(places, (whole, parts), strict=True):
             found = first_not_finite(problem, place, 0.0, leaves)
             if found is not None:
-                raise NotFiniteError(found, narrow=True)
+                raise NotFiniteError(found, low_precision=True)
         names, relative = problem.names, comparison.relative
         self.leaves = tuple(map(_compare_leaf, names, whole, parts, relative))
         self.max_ulp = max(leaf.max_ulp for leaf in self.leaves)

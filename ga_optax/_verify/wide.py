@@ -24,7 +24,7 @@ class Wide:
     """A function in float64, as far as it can be.
 
     Attributes:
-      narrow: after tracing, the floating dtypes that it still reads.
+      low: after tracing, the floating dtypes that it still reads.
     """
 
     def __init__(
@@ -32,14 +32,14 @@ class Wide:
     ) -> None:
         """Of `fun`, traced under `jax_enable_x64=x64`; `as_is` changes no dtype."""
         self._fun, self._x64, self._as_is = fun, x64, as_is
-        self.narrow: set[np.dtype] = set()
+        self.low: set[np.dtype] = set()
 
     def __call__(self, *args: Any) -> Any:
         with jax.enable_x64(self._x64):
             program, out = jax.make_jaxpr(self._fun, return_shape=True)(*args)
         inputs = jax.tree.leaves(args)
         if self._as_is:
-            self.narrow.update(*map(_floats, program.eqns))
+            self.low.update(*map(_floats, program.eqns))
         else:
             program, *inputs = map(self._widen, (program, *inputs))
         results = jax.core.eval_jaxpr(program.jaxpr, program.consts, *inputs)
@@ -94,7 +94,7 @@ class Wide:
     def _between_casts(
         self, equation: core.JaxprEqn, ins: list[Any], outs: list[Any]
     ) -> Iterator[core.JaxprEqn]:
-        self.narrow.update(_floats(equation))
+        self.low.update(_floats(equation))
         own_ins = list(map(_own, equation.invars, ins))
         own_outs = list(map(_own, equation.outvars, outs))
         yield from _casts(equation, ins, own_ins)
