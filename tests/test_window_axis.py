@@ -219,6 +219,49 @@ def test_weights_that_count_tokens_stay_out_of_narrow_cotangents(fun):
     assert not all(jnp.isfinite(x).all() for x in jax.tree.leaves(overflown))
 
 
+# -- Rules of one's own ----------------------------------------------------------------
+
+
+@jax.custom_vjp
+def clipped(x, limit):
+    """Its cotangent is clipped, which is not linear."""
+    return x
+
+
+clipped.defvjp(
+    lambda x, limit: (x, limit),
+    lambda limit, ct: (jnp.clip(ct, -limit, limit), jnp.zeros_like(limit)),
+)
+
+
+def clips_rows(p, b):
+    h = clipped(encode(p, b), jnp.asarray(2e-3))
+    return jnp.mean((h - lax.pmean(jnp.mean(h, 0), ROWS)[None]) ** 4)
+
+
+def clips_what_is_shared(p, b):
+    z = encode(p, b)
+    everyone = lax.all_gather(z, ROWS, tiled=True)
+    product = everyone.T @ everyone / len(everyone)
+    return jnp.mean((z @ clipped(product, jnp.asarray(2.0))) ** 2)
+
+
+def clips_the_sums(p, b):
+    h = clipped(encode(p, b), jnp.asarray(2e-3))
+    return lax.psum(jnp.sum(jnp.sin(h)), ROWS) / 9.0
+
+
+@pytest.mark.parametrize("fun", [clips_rows, clips_what_is_shared, clips_the_sums])
+def test_a_rule_sees_the_cotangent_of_the_mean_over_micro_batches(fun):
+    args = arrays()
+    got, due = ours(fun)(*args), jax.jit(of_the_window(fun, K))(*args)
+    assert off_by(got, due) < 1e-12
+    # The twin: that of the sum is clipped elsewhere.
+    law = of_the_window(lambda p, b: fun(p, b) * K, K)
+    of_sum = jax.tree.map(lambda x: x / K, jax.jit(law)(*args))
+    assert off_by(got, of_sum) > 1e-3
+
+
 # -- Errors ----------------------------------------------------------------------------
 
 

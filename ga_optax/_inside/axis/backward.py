@@ -23,7 +23,7 @@ from ga_optax._inside.call import Call
 from ga_optax._inside.loop import Flat, Loop, Operands, State
 from ga_optax._inside.over_devices import all_reduced
 from ga_optax._inside.program import Program
-from ga_optax._passes import ir
+from ga_optax._passes import ir, known
 from ga_optax._passes.arrivals import arrival
 from ga_optax.accumulator import Accumulator
 
@@ -61,6 +61,8 @@ class Backward:
       totals: the sums of the gradients of the parameters.
       cotangents: the sums of the cotangents of the buffers.
       weight: Σ w of the window, if weights must multiply gradients; else None.
+      as_mean: whether cotangents are those of the mean over micro-batches, and not of
+        their sum: what a rule of the user's own does with them may depend on it.
     """
 
     weight: jax.Array | None = None
@@ -70,6 +72,8 @@ class Backward:
     ) -> None:
         self.call, self.program, self.values = call, program, values
         self.start = start
+        bends = known.deeds(values.schedule.jaxpr).bends
+        self.as_mean = bends is not None and not program.weighted
         self.totals = [-x for x in start.total]
         self.cotangents: Cotangents = {}
 
@@ -219,7 +223,10 @@ class Backward:
                 for kind, ct in zip(kinds, task.cotangents.values(), strict=True)
             ]
             loss = [sum(map(_paired, parts, loss), jnp.zeros([], float))]
-        rest = [self.weight] if self.multiplied(task) else rest
+        if self.multiplied(task):
+            rest = [self.weight]
+        elif self.as_mean and task.cotangents is None:
+            rest = [jnp.asarray(1 / values.size, float), *rest]
         return *(loss or [jnp.zeros([], float)]), *rest
 
     def multiplied(self, task: Task) -> bool:
@@ -229,7 +236,8 @@ class Backward:
     def program_of(self, task: Task, jaxpr: Any, leaves: int) -> Program:
         """What the loop does to a micro-batch."""
         program, multiplied = self.program, self.multiplied(task)
-        weighted = multiplied or (program.weighted and task.cotangents is None)
+        first = task.cotangents is None
+        weighted = multiplied or (first and (program.weighted or self.as_mean))
         types = [x.aval for x in jaxpr.outvars]
         return program._replace(
             jaxpr=jaxpr,
@@ -254,6 +262,11 @@ class Backward:
         if self.values.axes:
             with jax.named_scope("merge"):
                 state = all_reduced(loop, state, call)
+        if self.as_mean:
+            acc, size = state.acc, self.values.size
+            total = [x * jnp.asarray(size, x.dtype) for x in acc.total]
+            acc = acc._replace(total=total, weight=jnp.full_like(acc.weight, size))
+            state = state._replace(acc=acc)
         loss, *results = loop.results(state)
         return loss, results, state.acc
 

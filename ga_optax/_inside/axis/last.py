@@ -47,7 +47,8 @@ def fill(
     early = {i: pair for i, pair in wanted.items() if not schedule.is_last(pair[0])}
     cotangents = None
     if schedule.is_last(roots[0]):
-        cotangents = foreseen(values) or {}
+        of_loss = 1 if back.as_mean else values.size
+        cotangents = foreseen(values, of_loss) or {}
         roots = [schedule.buffers[j].operand for j in cotangents]
     every = [*early.values(), *operands]
     outcome = back.run(Task(schedule.last, roots, every, cotangents))
@@ -61,7 +62,7 @@ def fill(
     return value, dict(zip(early, results, strict=False))
 
 
-def foreseen(values: Values) -> Cotangents | None:
+def foreseen(values: Values, of_loss: int = 1) -> Cotangents | None:
     """The last level's cotangents; None if they depend on what it computes."""
     schedule = values.schedule
     zeros = {j: values.zeros(buffer) for j, buffer in enumerate(schedule.buffers)}
@@ -75,7 +76,7 @@ def foreseen(values: Values) -> Cotangents | None:
             return values.evaluate(root, schedule.last + 1, known=known)[0]
 
         value, pullback = jax.vjp(loss, {j: last[j] for j in smooth})
-        [cotangents] = pullback(jnp.full_like(value, values.size))
+        [cotangents] = pullback(jnp.full_like(value, of_loss))
         return cotangents
 
     closed: Any = jax.make_jaxpr(pulled)(last)
