@@ -163,7 +163,7 @@ class Call(NamedTuple):
 
     @property
     def strided(self) -> bool:
-        """Whether micro-batch i holds the rows i, i + k, ..., see `_rows`."""
+        """Whether micro-batch i holds the rows i, i + k, ..., see `membership`."""
         everything = self.args, self.kwargs
         ordered = self.options.axes or self.options.axis_name == AXIS_OF_ROWS
         return not ordered and meshes.is_distributed(everything)

@@ -5,15 +5,15 @@
 Sum first, divide once, so that any grouping of the same micro-batches into calls gives
 the same bits.
 
-The way of a batch: the public function checks its arguments (`_options`, `_call`); at
+The way of a batch: the public function checks its arguments (`options`, `call`); at
 top level with a data axis it enters a `shard_map`; `fun` is traced once, for any number
-of micro-batches (`_program`); the loop evaluates that program (`_loop`); the devices
-merge; the sum is divided.
+of micro-batches (`program`); the `loop` evaluates that program; the sums of devices are
+reduced (`over_devices`); the sum is divided (`fold`).
 
-**Membership.** Which rows are in which micro-batch is said in `_rows`. On one device
-they are neighbours: a batch that was drawn with `ga_optax.data.window_indices` and
-flattened is split along that function's own rows, and the calls of `accumulate` over
-the halves of a batch continue one another.
+**Membership.** Which rows are in which micro-batch is said in `_devices.membership`. On
+one device they are neighbours: a batch that was drawn with `ga_optax.data`'s
+`window_indices` and flattened is split along that function's own rows, and the calls of
+`accumulate` over the halves of a batch continue one another.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Gradients that meet inside the backward pass, as soon as each of them is final.
+"""Gradients that are reduced inside the backward pass, each as soon as it is final.
 
 A gradient that the backward pass adds to a reference, slice by slice if the model scans
 over its layers, is sent to the other devices there, slice by slice. To that end the
