@@ -1,11 +1,18 @@
 """What is done to the program of a loss before it runs, micro-batch by micro-batch.
 
-    ir           programs as JAX traces them; the one module that knows primitives
-    constants    tables that a loss computes of constants alone
-    casts        casts of parameters, moved into the scans over them
-    products     gradients that are added by the products that compute them
-    gathered     parameters that are gathered where they are used
-    duplicates   a program in which nothing is computed twice
+    table          the passes in their order, and `run`, which leaves out what raises
+    facts          what they must know of a call
+    constants      tables that a loss computes of constants alone
+    casts          casts of parameters, moved into the scans over them
+    gathered       parameters that are gathered where they are used
+    products       gradients that are added by the products that compute them
+    duplicates     a program in which nothing is computed twice
+
+    ir             programs: how to read one, to run it, and to change it
+    known          what is known of primitives; effects and rules of a program
+    arrivals       how a gradient comes out of the backward pass
+    probe          whether this JAX writes programs as they are read here
+    transformable  a loop with references, which is transformed as the plain one
 
 A pass is a function from programs to programs. Imports `_devices` and the root.
 """
