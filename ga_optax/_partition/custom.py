@@ -8,9 +8,12 @@ the call is computed whole, with its rule.
 A backward rule may not be linear in the cotangent: it may clip or quantise it. Then the
 cotangent must be complete when it gets there. So a whole result is passed on by one
 micro-batch alone, which gets the sum of the cotangents of all; and a result with rows
-is kept for later levels, which otherwise would come back to it one by one.
+is kept for later levels, which otherwise would come back to it one by one. Cotangents
+in a window are k times those of the whole batch, for it divides once, at its end: such
+a rule gets them divided.
 """
 
+import functools
 import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -230,9 +233,13 @@ def _with_vjp(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result]:
         return (None, *[None] * n, *of_args)
 
     call.defvjp(forward, backward)
-    out = call(w.index, *(v.x for v in vs))
-    pairs = zip(out, primal.layouts, strict=True)
-    return [(x if linear else _kept(w, x, layout), layout) for x, layout in pairs]
+    xs = [v.x for v in vs]
+    if linear:
+        return list(zip(call(w.index, *xs), primal.layouts, strict=True))
+    out = call(w.index, *(_scaled(x, w.axis.size) for x in xs))
+    out = [_scaled(x, 1 / w.axis.size) for x in out]
+    kept = [checkpoint_name(x, w.axis.name) for x in out]
+    return list(zip(kept, primal.layouts, strict=True))
 
 
 def _rule_here(
@@ -276,19 +283,40 @@ def _is_linear(w: Writer, rule: _Vjp) -> bool:
     return True
 
 
-def _kept(w: Writer, x: Any, layout: Layout) -> Any:
-    return checkpoint_name(x, w.axis.name) if isinstance(layout, Rows) else x
+def _scaled(x: Any, factor: float) -> Any:
+    """`x`, whose cotangent is multiplied on its way back."""
+    return _scale(factor, x) if is_inexact(x) else x
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _scale(factor: float, x: Any) -> Any:
+    return x
+
+
+def _scale_forward(factor: float, x: Any) -> tuple[Any, None]:
+    return x, None
+
+
+def _scale_back(factor: float, _: None, cotangent: Any) -> tuple[Any]:
+    return (cotangent * jnp.asarray(factor, cotangent.dtype),)
+
+
+_scale.defvjp(_scale_forward, _scale_back)
 
 
 # -- Computed whole --------------------------------------------------------------------
 
 
-def passed_on(
-    w: Writer, e: core.JaxprEqn, vs: list[Value], out: list[Any]
-) -> list[Any]:
-    """Results computed whole, of one micro-batch if a rule in there is not linear."""
+def passed_on(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Any]:
+    """What an equation gives, computed whole.
+
+    If a rule in there is not linear, one micro-batch passes the results on.
+    """
+    xs = [w.whole(v) for v in vs]
     if not any(v.smooth for v in vs) or not _has_nonlinear_rule(w, e):
-        return out
+        return w.bound(e, xs)
+    xs = [_scaled(jnp.asarray(x), w.axis.size) for x in xs]
+    out = [_scaled(x, 1 / w.axis.size) for x in w.bound(e, xs)]
     w.level = max(v.level for v in vs) + 1
     first = w.index == 0
     return [

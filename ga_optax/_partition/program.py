@@ -69,7 +69,7 @@ def partition(
         ]
         num_consts = len(jaxpr.constvars)
         consts = given[:num_consts]
-        out = w.interpret(jaxpr, consts, given[num_consts:])
+        out = w.interpret(jaxpr, [v.x for v in consts], given[num_consts:])
         found.update(layouts=[v.layout for v in out], notes=w.notes)
         return [v.x for v in out]
 

@@ -186,11 +186,15 @@ class Writer:
 
     def all_whole(self, e: core.JaxprEqn, vs: list[Value]) -> list[Result]:
         """The results of an equation, computed whole."""
-        xs = [self.whole(v) for v in vs]
-        out = ir.bind(self.jaxpr, [e], e.invars, e.outvars, xs)
         if ir.inner_programs(e):
-            out = self.rules.passed_on(self, e, vs, out)
+            out = self.rules.passed_on(self, e, vs)
+        else:
+            out = self.bound(e, [self.whole(v) for v in vs])
         return [(x, WHOLE) for x in out]
+
+    def bound(self, e: core.JaxprEqn, xs: Sequence[Any]) -> list[Any]:
+        """The results of an equation of the whole batch, as it is."""
+        return ir.bind(self.jaxpr, [e], e.invars, e.outvars, xs)
 
     def interpret(
         self, jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Value]
@@ -289,11 +293,11 @@ class Rules(NamedTuple):
       linear: for those that are partial; None where the equation is not linear in them.
       nested: for equations with programs inside, for operands of all layouts.
       opened: for those whose programs run as if they stood there themselves.
-      passed_on: what is done with results that were computed whole.
+      passed_on: what an equation with programs inside gives, computed whole.
     """
 
     known: dict[str, Rule]
     linear: Rule
     nested: dict[str, Rule]
     opened: dict[str, Callable[[Writer, core.JaxprEqn, list[Value]], list[Value]]]
-    passed_on: Callable[[Writer, core.JaxprEqn, list[Value], list[Any]], list[Any]]
+    passed_on: Callable[[Writer, core.JaxprEqn, list[Value]], list[Any]]
