@@ -2,6 +2,7 @@
 
 Accumulate inside one call, the whole window in one jitted step:
     `value_and_grad`, `accumulate`; the weight from the loss itself: `FromAux`.
+    Any other function: `microbatch`. Where rows need one another: `batch_dependencies`.
 Accumulate across calls, in a host loop or inside `optax.chain`:
     `MultiSteps`, `apply_gradients`, `flush`, `has_updated`, `stats`, `from_optax`,
     `drop_window_if_not_finite`.
@@ -40,6 +41,11 @@ from ga_optax._compiled.audit import Audit, Collective, audit
 from ga_optax._compiled.plan import Candidate, NothingFitsError, Plan, plan
 from ga_optax._devices.collectives import merge_across
 from ga_optax._devices.data_axis import DataAxis
+from ga_optax._inside.any_function import (
+    BatchDependencies,
+    batch_dependencies,
+    microbatch,
+)
 from ga_optax._inside.microbatch import accumulate, value_and_grad
 from ga_optax._inside.options import FromAux
 from ga_optax._verify import Cause, LeafReport, Report, verify
@@ -50,6 +56,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Audit",
+    "BatchDependencies",
     "Candidate",
     "Cause",
     "Collective",
@@ -67,6 +74,7 @@ __all__ = [
     "accumulator",
     "apply_gradients",
     "audit",
+    "batch_dependencies",
     "blocks",
     "config",
     "data",
@@ -77,6 +85,7 @@ __all__ = [
     "grad_norm",
     "has_updated",
     "merge_across",
+    "microbatch",
     "noise_scale",
     "plan",
     "schedules",

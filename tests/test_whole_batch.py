@@ -143,3 +143,82 @@ def test_options_without_a_place_raise_and_say_why(option):
     name = next(iter(option))
     with pytest.raises(ValueError, match=f"With whole_batch=True {name} must be left"):
         ga.value_and_grad(whole_losses.mean, 4, whole_batch=True, **option)
+
+
+# -- Any function ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["mean", "tokens", "batch_norm"])
+def test_a_gradient_function_that_is_written_already_runs_over_micro_batches(name):
+    with jax.enable_x64(True):
+        args = whole_losses.arguments()
+        fun = jax.value_and_grad(whole_losses.LOSSES[name])
+        got = jax.jit(ga.microbatch(fun, 4))(*args)
+        assert_close(got, fun(*args), whole_losses.N)
+
+
+def test_the_gradients_of_a_mean_are_sums_that_meet_once_at_the_end():
+    fun = jax.value_and_grad(whole_losses.classes)
+    found = ga.batch_dependencies(
+        lambda p, b: (jnp.zeros([]), fun(p, b)), 4, has_aux=True
+    )(*whole_losses.arguments(dtype=np.float32))
+    assert (found.meetings, found.whole, found.levels) == ([], [], 0)
+
+
+def test_any_function_gives_what_it_gives_for_the_whole_batch():
+    def fun(x, w, y):
+        return {"rows": x @ w, "order": jnp.argsort(y), "n": len(x), "w": w}
+
+    with jax.enable_x64(True):
+        params, batch = whole_losses.arguments()
+        args = batch["x"], params["i"], batch["y"][:, 0]
+        run = ga.microbatch(fun, 4, batch_argnums=(0, -1))
+        want = fun(*args) | {"n": jnp.asarray(whole_losses.N)}
+        with pytest.warns(UserWarning, match="sort.*is computed whole"):
+            got = jax.jit(run)(*args)
+        assert_close(got, want, whole_losses.N)
+
+
+def test_dependencies_name_what_meets_the_line_and_the_bytes():
+    found = ga.batch_dependencies(whole_losses.clip, 4)(
+        *whole_losses.arguments(dtype=np.float32)
+    )
+    text = str(found)
+    assert "all rows of [4, 16]" in text
+    assert "whole_losses.py" in text
+    assert found.nbytes == 2 * 16 * 4 * 4
+    assert found.levels == 1
+    assert "No row needs another" in str(
+        ga.batch_dependencies(whole_losses.mean, 4)(
+            *whole_losses.arguments(dtype=np.float32)
+        )
+    )
+
+
+# -- Devices ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["masked", "batch_norm", "dropout"])
+def test_rows_over_devices_and_micro_batches_keep_their_order(name):
+    from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+    loss = whole_losses.LOSSES[name]
+
+    def fun(p, b):
+        return loss(p, b), b["x"] @ p["i"]
+
+    with jax.enable_x64(True):
+        params, batch = whole_losses.arguments()
+        want = jax.value_and_grad(fun, has_aux=True)(params, batch)
+        split = NamedSharding(mesh, PartitionSpec("data"))
+        batch = jax.device_put(batch, split)
+        step = ga.value_and_grad(
+            fun,
+            4,
+            whole_batch=True,
+            has_aux=True,
+            accumulator_dtype=jnp.float64,
+            data_axis=ga.DataAxis("data", mesh=mesh),
+        )
+        assert_close(jax.jit(step)(params, batch), want, whole_losses.N)

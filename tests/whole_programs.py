@@ -7,6 +7,11 @@ import numpy as np
 N, D = 12, 6
 
 
+def _tied(h):
+    value = jnp.minimum(jnp.round(h), 0)
+    return h - jax.lax.stop_gradient(h) + jax.lax.stop_gradient(value)
+
+
 def _unit(h):
     return h / jnp.sqrt((h**2).sum(-1, keepdims=True) + 0.1)
 
@@ -121,6 +126,8 @@ STEPS = {
     "max_rows": lambda h, w: h - 0.3 * h.max(0),
     "min_rows": lambda h, w: h * (h == h.min(0)) + 0.1 * h,
     "max_ties": lambda h, w: h + jnp.maximum(h, 0).max(0) + jnp.minimum(h, 0).max(0),
+    "penalty": lambda h, w: h.mean() + (w**2).sum() + h * w[0, 0],
+    "ties": lambda h, w: h + _tied(h).max(0),
     "attention": _attention,
     "kernel": lambda h, w: jnp.exp(-((h[:, None] - h[None]) ** 2).sum(-1)) @ h,
     "gram": lambda h, w: h @ (h.T @ h) / len(h),

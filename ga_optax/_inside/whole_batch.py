@@ -10,6 +10,7 @@ goes through the loop of `loop`. What has rows in the aux comes back whole, in o
 
 import functools
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -64,27 +65,26 @@ class Trace(NamedTuple):
       closed: the program, of the leaves of the parameters and of the batch.
       out: the tree of what it returns.
       part: the program of a micro-batch.
+      num_params: how many leaves the parameters have.
     """
 
     closed: Any
     out: Any
     part: Partitioned
+    num_params: int
 
 
 def value_and_grad(core: Callable[..., Any], given: dict[str, Any]) -> Any:
     """`value_and_grad` with `whole_batch=True`; `core` is the one without."""
-    check(given)
-    options = Options(**given, whole_batch=True).checked()
-    has_aux = options.has_aux
-
-    def fun(*args: Any, **kwargs: Any) -> Any:
-        loss, _, aux = taken_apart(options, options.fun(*args, **kwargs))
-        return loss, aux
+    options, fun = prepared(given)
+    has_aux, warned = options.has_aux, False
 
     @functools.wraps(options.fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> Any:
+        nonlocal warned
         call = Call.make(options, args, kwargs)
         trace = traced(call, fun)
+        warned = warned or _warn(call, trace)
         needs_axis = _needs_axis(call, trace.part)
         run = core(
             micro_batch(call, trace),
@@ -103,6 +103,36 @@ def value_and_grad(core: Callable[..., Any], given: dict[str, Any]) -> Any:
         return ((value, aux) if has_aux else value), grads
 
     return value_and_grad_fun
+
+
+def prepared(given: dict[str, Any]) -> tuple[Options, Callable[..., Any]]:
+    """The options, checked, and a function that returns `(loss, aux)`."""
+    check(given)
+    options = Options(**given, whole_batch=True).checked()
+
+    def fun(*args: Any, **kwargs: Any) -> Any:
+        loss, _, aux = taken_apart(options, options.fun(*args, **kwargs))
+        return loss, aux
+
+    return options, fun
+
+
+def _warn(call: Call, trace: Trace) -> bool:
+    """Warns if something is computed whole that is larger than a micro-batch's step."""
+    sizes = (x.aval.size for e in trace.closed.jaxpr.eqns for x in e.outvars)
+    step = sum(sizes) // num_parts(call)
+    large = [note for note in trace.part.whole if note.size > step]
+    if large:
+        note = max(large, key=lambda note: note.size)
+        place = f" at {note.line}" if note.line else ""
+        warnings.warn(
+            f"With whole_batch=True {note.name}{place} is computed whole in "
+            f"each micro-batch, because nothing better is known of it: {note.size:,} "
+            f"numbers, more than a micro-batch's step has ({step:,}). Write it with "
+            "other functions, or use fewer micro-batches; see batch_dependencies.",
+            stacklevel=4,
+        )
+    return bool(large)
 
 
 _PASSED = ("accumulator_dtype", "optimize", "data_axis")
@@ -150,7 +180,7 @@ def traced(call: Call, fun: Callable[..., Any]) -> Trace:
         ),
     ]
     part = partition(jaxpr, arguments, Axis(AXIS_OF_ROWS, size, LONGEST))
-    return Trace(closed, out, part)
+    return Trace(closed, out, part, n)
 
 
 def _whole_batch(call: Call) -> list[Any]:

@@ -22,7 +22,13 @@ its operands and is computed whole, which is always right and only takes memory.
 Imports `_passes` alone.
 """
 
-from ga_optax._partition.program import Argument, Meeting, Partitioned, partition
+from ga_optax._partition.program import (
+    Argument,
+    Meeting,
+    Partitioned,
+    is_over,
+    partition,
+)
 from ga_optax._partition.values import PARTIAL, WHOLE, Rows
 
 __all__ = [
@@ -33,6 +39,7 @@ __all__ = [
     "Meeting",
     "Partitioned",
     "Rows",
+    "is_over",
     "partition",
 ]
 from ga_optax._partition.writer import Axis

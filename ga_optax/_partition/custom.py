@@ -154,6 +154,11 @@ class _Vjp(NamedTuple):
     wanted: list[bool]
     given: list[bool]
 
+    @property
+    def num_kept(self) -> int:
+        """How many residuals are results of the forward program."""
+        return len([i for i in self.forwarded if i is None])
+
 
 def _read(e: core.JaxprEqn, vs: Sequence[Value]) -> _Vjp:
     p = e.params
@@ -213,7 +218,7 @@ def _with_vjp(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result]:
     program = ir.inner(e)[0]
     primal = nested.inner(w, program, vs)
     fwd, bwd, linear = _rule_here(w, rule, vs, primal.layouts)
-    n, kept = rule.num_consts, rule.forwarded.count(None)
+    n, kept = rule.num_consts, rule.num_kept
 
     @jax.custom_vjp
     def call(index: Any, *xs: Any) -> Any:
@@ -238,15 +243,15 @@ def _with_vjp(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result]:
         return list(zip(call(w.index, *xs), primal.layouts, strict=True))
     out = call(w.index, *(_scaled(x, w.axis.size) for x in xs))
     out = [_scaled(x, 1 / w.axis.size) for x in out]
-    kept = [checkpoint_name(x, w.axis.name) for x in out]
-    return list(zip(kept, primal.layouts, strict=True))
+    marked = [checkpoint_name(x, w.axis.name) for x in out]
+    return list(zip(marked, primal.layouts, strict=True))
 
 
 def _rule_here(
     w: Writer, rule: _Vjp, vs: list[Value], layouts: list[Layout]
 ) -> tuple[nested.Inner, nested.Inner, bool]:
     """The rule of a micro-batch, and whether it is linear in the cotangents."""
-    n, kept = rule.num_consts, rule.forwarded.count(None)
+    n, kept = rule.num_consts, rule.num_kept
     due = [*[None] * kept, *layouts]
     fwd = _rule(w, rule.fwd, vs[n:], due)
     saved = iter(fwd.layouts[:kept])

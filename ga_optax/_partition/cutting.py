@@ -42,7 +42,8 @@ def recut(w: Writer, v: Value, rows: Rows) -> Any:
 
 def _elementwise(w: Writer, e: core.JaxprEqn, vs: list[Value], rows: Rows) -> Any:
     shape = types_of(e)[0].shape
-    if len(e.outvars) > 1 or e.primitive.name == "bitcast_convert_type":
+    casts_bits = e.primitive.name == "bitcast_convert_type"
+    if len(e.outvars) > 1 or (casts_bits and shape != vs[0].shape):
         return None
     return w.run(e, [elementwise.fitted(w, v, rows, shape) for v in vs])
 

@@ -54,7 +54,12 @@ def gather(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
         turned = _turned(w, operand)
         if turned is not None:
             return gather(w, e, [turned, indices])
-    if own is not None and not of_batch and operand.dim in numbers.collapsed_slice_dims:
+    if (
+        own is not None
+        and batch
+        and not of_batch
+        and operand.dim in numbers.collapsed_slice_dims
+    ):
         rows = Rows(0)
         return [(w.run(e, [operand.x, own]), rows.at(batch[0]))]
     if indices.rows is None or indices.dim == len(indices.shape) - 1:
@@ -195,7 +200,7 @@ def _scattered_own(
     numbers = e.params["dimension_numbers"]
     index_map = numbers.scatter_dims_to_operand_dims
     rows = updates.rows
-    if rows is None or rows.dim != batch[0] or rows.segments > 1:
+    if rows is None or rows.dim not in batch[:1] or rows.segments > 1:
         return None
     for d in index_map:
         if (

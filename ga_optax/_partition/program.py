@@ -19,11 +19,13 @@ class Meeting(NamedTuple):
       name: the collective.
       aval: the type of what a micro-batch gives.
       line: the line of the user's code.
+      rows: the axis that has the rows, if all of them are gathered.
     """
 
     name: str
     aval: Any
     line: str
+    rows: int | None = None
 
 
 class Partitioned(NamedTuple):
@@ -35,6 +37,7 @@ class Partitioned(NamedTuple):
       layouts: those of its results.
       meetings: its collectives.
       whole: what is computed whole because nothing better is known of it.
+      failures: of rules; what they were for is computed whole.
       uses_axis: whether it must run with the axis bound.
     """
 
@@ -44,6 +47,7 @@ class Partitioned(NamedTuple):
     meetings: list[Meeting]
     whole: list[Note]
     uses_axis: bool
+    failures: list[Exception]
 
 
 class Argument(NamedTuple):
@@ -70,7 +74,9 @@ def partition(
         num_consts = len(jaxpr.constvars)
         consts = given[:num_consts]
         out = w.interpret(jaxpr, [v.x for v in consts], given[num_consts:])
-        found.update(layouts=[v.layout for v in out], notes=w.notes)
+        found.update(
+            layouts=[v.layout for v in out], notes=w.notes, failures=w.failures
+        )
         return [v.x for v in out]
 
     types = [
@@ -83,18 +89,29 @@ def partition(
     live = _without_dead(closed.jaxpr, axis.name)
     every = list(ir.equations(live))
     meetings = [
-        Meeting(e.primitive.name, e.invars[0].aval, ir.line_of(e))
+        Meeting(e.primitive.name, e.invars[0].aval, ir.line_of(e), _rows_of(e))
         for e in every
-        if _is_over(e, axis.name) and e.primitive.name != "axis_index"
+        if is_over(e, axis.name) and e.primitive.name != "axis_index"
     ]
-    uses = bool(meetings) or any(_is_over(e, axis.name) for e in every)
-    layouts, notes = found["layouts"], found["notes"]
-    return Partitioned(live, closed.consts, layouts, meetings, notes, uses)
+    uses = bool(meetings) or any(is_over(e, axis.name) for e in every)
+    return Partitioned(
+        live,
+        closed.consts,
+        found["layouts"],
+        meetings,
+        found["notes"],
+        uses,
+        found["failures"],
+    )
 
 
-def _is_over(e: core.JaxprEqn, axis: str) -> bool:
+def is_over(e: core.JaxprEqn, axis: str) -> bool:
     keys = ("axes", "axis_name")
     return axis in jax.tree.leaves([e.params.get(key) for key in keys])
+
+
+def _rows_of(e: core.JaxprEqn) -> int | None:
+    return e.params["all_gather_dimension"] if e.params.get("tiled") else None
 
 
 def _without_dead(jaxpr: core.Jaxpr, axis: str) -> core.Jaxpr:

@@ -26,8 +26,6 @@ def recut_bits(w: Writer, e: core.JaxprEqn, vs: list[Value], rows: Rows) -> Any:
     )
     if v.shape or not (partitionable and is_threefry) or math.prod(shape) >= 2**32:
         return None
-    if width == 64:
-        return None
     count = jnp.zeros(local_shape(shape, rows, w.axis.size), jnp.uint32)
     stride = 1
     for d in reversed(range(len(shape))):
@@ -35,9 +33,13 @@ def recut_bits(w: Writer, e: core.JaxprEqn, vs: list[Value], rows: Rows) -> Any:
         count = count + at * jnp.asarray(stride, jnp.uint32)
         stride *= shape[d]
     k1, k2 = jax.random.key_data(v.x)
-    zeros = jnp.zeros_like(count)
+    zeros = count ^ count  # batched as it is, under jax.vmap
     high, low = generators.threefry2x32_p.bind(k1, k2, zeros, count)
-    return (high ^ low).astype(types_of(e)[0].dtype)
+    dtype = types_of(e)[0].dtype
+    if width == 64:
+        high = jax.lax.shift_left(high.astype(dtype), jnp.full_like(count, 32, dtype))
+        return high | low.astype(dtype)
+    return (high ^ low).astype(dtype)
 
 
 def positions(w: Writer, shape: tuple[int, ...], d: int, rows: Rows) -> jax.Array:

@@ -61,6 +61,7 @@ class Writer:
       limit: how many numbers may be gathered for one value; None for any.
       matched: whether a value with the wanted rows was found since it was reset.
       notes: what was computed whole.
+      failures: of rules, each of which is a fault of ours.
     """
 
     axis: Axis
@@ -74,6 +75,7 @@ class Writer:
     limit: int | None = None
     matched: bool = False
     notes: list[Note] = dataclasses.field(default_factory=list)
+    failures: list[Exception] = dataclasses.field(default_factory=list)
 
     # -- Layouts -----------------------------------------------------------------------
 
@@ -262,15 +264,23 @@ class Writer:
 
     @contextlib.contextmanager
     def may_fail(self) -> Iterator[list[Any]]:
-        """A list that is empty at the end if rows met where they cannot."""
+        """A list that is empty at the end if rows met where they cannot.
+
+        So it is if a rule fails: computed whole, the result is right all the same.
+        """
         found: list[Any] = []
-        level = self.level
+        before = self.level, self.index, self.jaxpr
+        where = self.apart, self.in_rule, self.limit
         try:
             yield found
-        except RowsMeet:
-            if self.apart or self.limit is not None:
+        except Exception as error:
+            now = self.apart or self.limit is not None
+            if isinstance(error, RowsMeet) and now:
                 raise
-            self.level = level
+            if not isinstance(error, RowsMeet):
+                self.failures.append(error)
+            self.level, self.index, self.jaxpr = before
+            self.apart, self.in_rule, self.limit = where
             found.clear()
 
     def _fits(self, e: core.JaxprEqn, out: list[Result]) -> bool:
