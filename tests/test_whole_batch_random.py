@@ -168,7 +168,12 @@ TWINS = {
     "a swapped layout": (shapes, "reshaped", _swapped, "twice shift"),
     "a missing offset": (randoms, "positions", _no_offset, "dropout"),
     "another's rows": (writer.Writer, "own", _first_part, "shift kernel"),
-    "equal parts of unequal ties": (reductions, "_of_parts", _equal_parts, "ties"),
+    "equal parts of unequal ties": (
+        reductions,
+        "_of_parts",
+        _equal_parts,
+        "matmul ties",
+    ),
     "a whole addend k times": (writer.Writer, "addend", lambda self, v: v.x, "penalty"),
     "rules taken for linear": (custom, "_is_linear", lambda w, rule: True, "clipped"),
     "a cotangent that is k times": (custom, "_scaled", lambda x, f: x, "clipped"),
