@@ -206,7 +206,8 @@ def batch_dependencies(
 _UNUSED: dict[str, Any] = {
     **dict.fromkeys(("rng_argnums", "carry_argnums"), ()),
     **dict.fromkeys(("batch_argnames", "rng_argnames"), ()),
-    **dict.fromkeys(("weight_fn", "axis_name", "accumulator_dtype")),
+    **dict.fromkeys(("weight_fn", "axis_name", "accumulator_dtype", "residual_bytes")),
+    "num_real_microbatches": None,
     "aux": "auto",
     "optimize": True,
 }
