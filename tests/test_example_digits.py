@@ -37,7 +37,15 @@ def test_the_example_runs_from_the_command_line_and_shows_what_it_says(tmp_path)
         "PYTHONPATH": os.pathsep.join(sys.path),
     }
     run = subprocess.run(
-        [sys.executable, str(EXAMPLE), "--steps", "1", "--out", str(tmp_path)],
+        [
+            sys.executable,
+            str(EXAMPLE),
+            "--check",
+            "--steps",
+            "1",
+            "--out",
+            str(tmp_path),
+        ],
         cwd=ROOT,
         env=environment,
         capture_output=True,
@@ -164,7 +172,7 @@ def test_each_wrong_build_is_told_from_the_right_ones_and_the_exit_status_is_1(
     monkeypatch.setattr(digits, "make_sides", right_and_wrong)
     monkeypatch.setattr(digits, "print_table", lambda *_: None)
     monkeypatch.setattr(digits, "draw_picture", lambda *_: None)
-    assert digits.main(["--steps", "1", "--out", str(tmp_path)]) == 1
+    assert digits.main(["--check", "--steps", "1", "--out", str(tmp_path)]) == 1
 
     failed = {}
     for line in capsys.readouterr().out.splitlines():
