@@ -349,9 +349,10 @@ def check_version(version: Any) -> None:
         return
     came = 0  # that of states from before there was one
     if isinstance(version, jax.Array):
-        came = int(np.max(version.addressable_data(0)))  # it is the same everywhere
+        # By NumPy: in a trace, or on a mesh, jax.numpy would make it a part of that.
+        came = int(np.asarray(version.addressable_data(0)).max())  # the same everywhere
     elif jax.tree.leaves(version):
-        came = int(np.max(version))
+        came = int(np.asarray(version).max())
     if came == VERSION:
         return
     todo = "Read it with ga_optax.from_saved(state, tx.init(params))."
