@@ -101,7 +101,10 @@ class Mean(Mode):
         if weight is not None:
             dtypes = [t.dtype for t in kept.total]
             pairs = zip(terms, dtypes, strict=True)
-            terms = [accumulator.weighted(x, weight, d, zero) for x, d in pairs]
+            # Of this counter: with the loop's own zero XLA on CPUs (jaxlib 0.12) orders
+            # the loop so that a weighted model of unrolled layers holds one more leaf.
+            own = None if zero is None else accumulator.unknown_zero(kept.count)
+            terms = [accumulator.weighted(x, weight, d, own) for x, d in pairs]
         total: Any = accumulator.add_terms(kept.total, terms, weight)
         return Accumulator(total, kept.weight + one, accumulator.increment(kept.count))
 
