@@ -87,6 +87,70 @@ def test_an_axis_as_long_as_the_batch_is_not_taken_for_rows():
         assert_close(jax.jit(step)(w, x), jax.value_and_grad(fun)(w, x), 8)
 
 
+# -- What must not be taken apart ------------------------------------------------------
+
+
+def same(fun, k, w, x):
+    """Whether `fun(w, x)` has the value and gradients of the whole batch."""
+    with jax.enable_x64(True):
+        args = jax.tree.map(_wide, (w, x))
+        step = ga.value_and_grad(fun, k, whole_batch=True, accumulator_dtype="float64")
+        assert_close(jax.jit(step)(*args), jax.value_and_grad(fun)(*args), 8)
+
+
+def _wide(x):
+    return x.astype("float64") if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+
+W, X = np.random.default_rng(1).normal(size=(2, 8, 8)).astype(np.float32)
+
+
+@jax.custom_vjp
+def clipped(x):
+    return x
+
+
+clipped.defvjp(lambda x: (x, None), lambda _, ct: (jnp.clip(ct, -0.01, 0.01),))
+
+
+@pytest.mark.filterwarnings("ignore:With whole_batch=True")
+@pytest.mark.parametrize("k", [2, 8])
+def test_a_backward_rule_sees_the_cotangent_of_the_whole_batch(k):
+    same(lambda w, x: (clipped(x @ w) ** 2).mean(), k, W, X)
+    same(lambda w, x: clipped((x @ w).std(0)).sum() + clipped(w).mean(), k, W, X)
+
+
+def test_what_fills_a_gather_is_not_added_by_each_micro_batch():
+    def fun(w, x, fill):
+        got = (x @ w).sum(0).at[jnp.asarray([0, 9])]
+        return got.get(mode="fill", fill_value=fill).sum()
+
+    for fill in (0, 7.0):
+        same(lambda w, x, fill=fill: fun(w, x, fill), 4, W, X)
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
+@pytest.mark.filterwarnings("ignore:With whole_batch=True")
+def test_keys_of_rows_draw_what_they_draw_for_the_whole_batch(impl):
+    def fun(w, b):
+        keys = jax.vmap(lambda key: jax.random.fold_in(key, 3))(b[1])
+        noise = [
+            jax.vmap(lambda k: jax.random.normal(k, (8,)))(k) for k in (b[1], keys)
+        ]
+        return ((b[0] @ w + sum(noise)) ** 2).mean()
+
+    same(fun, 4, W, (X, jax.random.split(jax.random.key(0, impl=impl), 8)))
+
+
+@pytest.mark.filterwarnings("ignore:With whole_batch=True")
+def test_a_function_of_jax_keeps_its_rule_where_that_is_not_its_derivative():
+    def pairs(w, x):
+        return jax.scipy.special.xlogy(w[:1] - 1 + 0 * x[:, :1], 2 + x[:, 0] ** 2).sum()
+
+    same(pairs, 4, np.ones_like(W[0]), X)
+    same(lambda w, x: (jax.nn.softmax(x @ w, 0) ** 2).mean(), 4, W, X)
+
+
 # -- aux -------------------------------------------------------------------------------
 
 

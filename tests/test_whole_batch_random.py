@@ -56,12 +56,11 @@ def by_vmap(fun, k, args):
         def one(*batch):
             leaves = *closed.consts, *jax.tree.leaves(params), *batch
             loss = jax.core.eval_jaxpr(part.jaxpr, part.consts, *leaves)[0]
-            return loss * k if part.layouts[0] == PARTIAL else loss
+            return loss if part.layouts[0] == PARTIAL else loss / k
 
         return jax.vmap(one, axis_name="rows", axis_size=k)(*batch).sum()
 
-    out = jax.value_and_grad(total)(args[0])
-    return jax.tree.map(lambda x: x / k, out), part
+    return jax.value_and_grad(total)(args[0]), part
 
 
 def off(got, want):
@@ -80,8 +79,17 @@ def wrong(names, loss="spread", k=3):
         return off(got, jax.value_and_grad(fun)(*args)), part.whole
 
 
+def off_in_window(names):
+    """The same for `value_and_grad`, which runs it level by level."""
+    with jax.enable_x64(True):
+        fun, args = program(names, "spread"), arguments(len(names))
+        step = ga.value_and_grad(fun, 3, whole_batch=True, accumulator_dtype="float64")
+        return off(jax.jit(step)(*args), jax.value_and_grad(fun)(*args))
+
+
 SOME = (
     *("max_ties", "columns", "capacity", "entries", "argmax", "segments", "clipped"),
+    "clipped_mean",
     *("doubled", "straight", "centred", "running", "cond_meets", "noise", "twice"),
 )
 
@@ -115,13 +123,16 @@ def test_hundreds_of_random_programs_do_and_few_are_computed_whole():
 
 
 @pytest.mark.parametrize(
-    "names", [["clipped", "clipped_twice"], ["layers", "max_ties"]]
+    "names",
+    [["clipped", "clipped_twice"], ["clipped_mean"], ["layers", "max_ties"]],
 )
 def test_the_window_runs_such_programs_level_by_level(names):
-    with jax.enable_x64(True):
-        fun, args = program(names, "spread"), arguments(len(names))
-        step = ga.value_and_grad(fun, 3, whole_batch=True, accumulator_dtype="float64")
-        assert off(jax.jit(step)(*args), jax.value_and_grad(fun)(*args)) < BOUND
+    assert off_in_window(names) < BOUND
+
+
+def test_a_backward_rule_taken_for_linear_is_found(monkeypatch):
+    monkeypatch.setattr(custom, "_is_linear", lambda w, rule: True)
+    assert off_in_window(["clipped"]) > 1e-6
 
 
 # What has a rule, and is computed whole no more. Others may come to this list.
@@ -175,8 +186,6 @@ TWINS = {
         "matmul ties",
     ),
     "a whole addend k times": (writer.Writer, "addend", lambda self, v: v.x, "penalty"),
-    "rules taken for linear": (custom, "_is_linear", lambda w, rule: True, "clipped"),
-    "a cotangent that is k times": (custom, "_scaled", lambda x, f: x, "clipped"),
     "a sum that nobody reduces": (
         linear,
         "PRODUCTS",

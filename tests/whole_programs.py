@@ -166,6 +166,7 @@ STEPS = {
     "median": lambda h, w: h - jnp.median(h, 0),
     "clipped": lambda h, w: clipped(h) + 0.1 * clipped(w).sum(0),
     "clipped_twice": lambda h, w: (lambda c: c + c.mean(0))(clipped(h)),
+    "clipped_mean": lambda h, w: h - clipped(h.mean(0)),
     "doubled": lambda h, w: doubled(h, w[0]),
     "doubled_sum": lambda h, w: doubled(h - h.mean(0), h.mean(0)),
     "straight": lambda h, w: straight(h) + h,

@@ -8,12 +8,10 @@ the call is computed whole, with its rule.
 A backward rule may not be linear in the cotangent: it may clip or quantise it. Then the
 cotangent must be complete when it gets there. So a whole result is passed on by one
 micro-batch alone, which gets the sum of the cotangents of all; and a result with rows
-is kept for later levels, which otherwise would come back to it one by one. Cotangents
-in a window are k times those of the whole batch, for it divides once, at its end: such
-a rule gets them divided.
+is kept for later levels, which otherwise would come back to it one by one. (A window
+with a rule has the cotangents of the mean over micro-batches, see `Backward.as_mean`.)
 """
 
-import functools
 import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -59,8 +57,7 @@ def custom_jvp(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
         return _inlined(w, program, vs)
     with w.may_fail() as out, nested.apart(w):
         out += _with_jvp(w, e, program, vs)
-    if not out and _is_of_jax(program.jaxpr) and not w.apart:
-        # Its rule is its derivative, and only saves time.
+    if not out and not w.apart and _rule_only_saves_time(program.jaxpr):
         return _inlined(w, program, vs)
     return out or None
 
@@ -82,8 +79,13 @@ def _rule(
         w.in_rule = before
 
 
-def _is_of_jax(jaxpr: core.Jaxpr) -> bool:
-    return f" at {_JAX}" in str(jaxpr.debug_info.func_src_info)
+def _rule_only_saves_time(jaxpr: core.Jaxpr) -> bool:
+    """Whether it is a function of JAX's whose rule is the derivative of its program.
+
+    Most have a rule because it is not: `xlogy` at 0, `relu` at 0, `sinc`.
+    """
+    name, _, place = str(jaxpr.debug_info.func_src_info).partition(" at ")
+    return name == "_softmax" and place.startswith(_JAX)
 
 
 def _with_jvp(
@@ -241,9 +243,7 @@ def _with_vjp(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result]:
     xs = [v.x for v in vs]
     if linear:
         return list(zip(call(w.index, *xs), primal.layouts, strict=True))
-    out = call(w.index, *(_scaled(x, w.axis.size) for x in xs))
-    out = [_scaled(x, 1 / w.axis.size) for x in out]
-    marked = [checkpoint_name(x, w.axis.name) for x in out]
+    marked = [checkpoint_name(x, w.axis.name) for x in call(w.index, *xs)]
     return list(zip(marked, primal.layouts, strict=True))
 
 
@@ -288,27 +288,6 @@ def _is_linear(w: Writer, rule: _Vjp) -> bool:
     return True
 
 
-def _scaled(x: Any, factor: float) -> Any:
-    """`x`, whose cotangent is multiplied on its way back."""
-    return _scale(factor, x) if is_inexact(x) else x
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _scale(factor: float, x: Any) -> Any:
-    return x
-
-
-def _scale_forward(factor: float, x: Any) -> tuple[Any, None]:
-    return x, None
-
-
-def _scale_back(factor: float, _: None, cotangent: Any) -> tuple[Any]:
-    return (cotangent * jnp.asarray(factor, cotangent.dtype),)
-
-
-_scale.defvjp(_scale_forward, _scale_back)
-
-
 # -- Computed whole --------------------------------------------------------------------
 
 
@@ -320,8 +299,7 @@ def passed_on(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Any]:
     xs = [w.whole(v) for v in vs]
     if not any(v.smooth for v in vs) or not _has_nonlinear_rule(w, e):
         return w.bound(e, xs)
-    xs = [_scaled(jnp.asarray(x), w.axis.size) for x in xs]
-    out = [_scaled(x, 1 / w.axis.size) for x in w.bound(e, xs)]
+    out = w.bound(e, xs)
     w.level = max(v.level for v in vs) + 1
     first = w.index == 0
     return [

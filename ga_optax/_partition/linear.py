@@ -53,6 +53,8 @@ def linear(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result] | None:
         return None
     if name == "convert_element_type" and _narrows(e, vs[0]):
         return None
+    if name == "gather" and e.params["fill_value"]:
+        return None  # it is added once, and not by each micro-batch
     if any(_is_late(v, vs) for v in vs):
         return None
     if name == "optimization_barrier":

@@ -21,10 +21,9 @@ def recut_bits(w: Writer, e: core.JaxprEqn, vs: list[Value], rows: Rows) -> Any:
     [v] = vs
     shape, width = e.params["shape"], e.params["bit_width"]
     partitionable = getattr(jax.config, "jax_threefry_partitionable", False)
-    is_threefry = (
-        str(jax.random.key_impl(v.x)) == "threefry2x32" if v.is_whole else False
-    )
-    if v.shape or not (partitionable and is_threefry) or math.prod(shape) >= 2**32:
+    if not v.is_whole or v.shape or not (partitionable and _is_threefry(v)):
+        return None
+    if math.prod(shape) >= 2**32:
         return None
     count = jnp.zeros(local_shape(shape, rows, w.axis.size), jnp.uint32)
     stride = 1
@@ -42,6 +41,14 @@ def recut_bits(w: Writer, e: core.JaxprEqn, vs: list[Value], rows: Rows) -> Any:
     return (high ^ low).astype(dtype)
 
 
+def _is_threefry(v: Value) -> bool:
+    """Whether keys are those of `threefry2x32`, which draws for each key by itself.
+
+    Under `jax.vmap` the others draw for all rows from the key of the first.
+    """
+    return str(jax.random.key_impl(v.x)) == "threefry2x32"
+
+
 def positions(w: Writer, shape: tuple[int, ...], d: int, rows: Rows) -> jax.Array:
     """The index along axis `d`, in the whole batch, of the numbers of a part."""
     local = local_shape(shape, rows, w.axis.size)
@@ -57,6 +64,8 @@ def positions(w: Writer, shape: tuple[int, ...], d: int, rows: Rows) -> jax.Arra
 def random_bits(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result] | None:
     """Bits from a key for each row."""
     [v] = vs
+    if not _is_threefry(v):
+        return None
     return [(w.run(e, [v.x]), v.rows)]
 
 
@@ -65,6 +74,8 @@ def keys(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result] | None:
     v = next(v for v in vs if v.rows)
     wraps = e.primitive.name == "random_wrap" and v.dim == len(v.shape) - 1
     if wraps or (e.primitive.name == "random_seed" and v.dim >= len(v.shape)):
+        return None
+    if e.primitive.name == "random_fold_in" and not _is_threefry(vs[0]):
         return None
     xs = [w.part(u, v.rows) if u.shape else w.whole(u) for u in vs]
     if any(u.shape and u.shape != v.shape for u in vs):
