@@ -47,6 +47,10 @@ def value_and_grad(
     from the same variables, and floating ones are averaged over devices afterwards;
     devices draw other random numbers, and other ones than without it. With an
     `axis_name` the same holds of micro-batches: each starts from the same variables.
+    With `whole_batch=True` value, gradients, aux and what `fun` changes are those of
+    `nnx.value_and_grad` over the whole batch, to rounding, on any number of devices:
+    `fun` runs once over all rows, so batch statistics are updated once, by those of the
+    whole batch, and each random stream counts once.
 
     Args:
       fun: a function like that of `nnx.value_and_grad`.
@@ -192,7 +196,13 @@ class _Modules:
     def averages(self) -> bool:
         """Whether variables do not go from one micro-batch to the next."""
         names = ("data_axis", "axis_name")
-        return any(self.given.get(name) is not None for name in names)
+        apart = any(self.given.get(name) is not None for name in names)
+        return apart and not self.whole
+
+    @property
+    def whole(self) -> bool:
+        """Whether `fun` sees all rows at once, so that its variables change once."""
+        return self.given.get("whole_batch", False)
 
 
 class _Call:
@@ -246,12 +256,13 @@ class _Call:
     def run(self, *acc: Accumulator) -> tuple[Any, Any]:
         """The value, and what `core` returns beside it; updates the NNX objects."""
         modules, n = self.modules, len(self.args)
-        roles = {**self.roles, "carry_argnums": n}
+        roles = dict(self.roles) if modules.whole else self.roles | {"carry_argnums": n}
         if modules.averages:  # makes keys differ between devices and micro-batches
             others = jax.tree.leaves(roles.get("rng_argnums", ()))
             roles["rng_argnums"] = (*others, n + 1)
         options = modules.options | roles
-        core = modules.core(self._micro_batch, has_aux=modules.has_aux, **options)
+        has_aux = modules.has_aux or modules.whole  # new variables are aux or a carry
+        core = modules.core(self._micro_batch, has_aux=has_aux, **options)
         (loss, new), result = core(*acc, *self._pure(), **self._others())
         value, new = ((loss, new[1]), new[0]) if modules.has_aux else (loss, new)
         self._update(new)
