@@ -72,6 +72,20 @@ def test_has_aux_and_the_assertion_take_it_too():
     )
 
 
+def test_one_key_draws_the_masks_of_the_whole_batch():
+    def dropped(p, b, key):
+        z = encode(p, b)
+        return jnp.mean(jnp.where(jax.random.bernoulli(key, 0.5, z.shape), z, 0.0) ** 3)
+
+    options = {"rng": jax.random.key(0)}
+    report = ga.verify(dropped, PARAMS, BATCH, K, **options)
+    assert report.cause is Cause.RANDOMNESS, report
+    report = ga.verify(dropped, PARAMS, BATCH, K, whole_batch=True, **options)
+    assert report.ok, report
+    assert report.dtype == "float64"
+    assert report.relative < 1e-13
+
+
 def test_a_gradient_that_is_not_that_of_the_whole_batch_is_found(monkeypatch):
     """The twin: no report is right by itself."""
 

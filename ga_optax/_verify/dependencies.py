@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import jax
 
-from ga_optax._inside.axis.read import LONGEST
-from ga_optax._partition import WHOLE, Argument, Axis, Meeting, Rows, partition
+from ga_optax._inside.any_function import batch_dependencies
+from ga_optax._partition import Meeting
 from ga_optax._verify.problem import Problem
 
 # What rows need of each other, and how a loss asks for that over an axis {0}.
@@ -41,18 +41,9 @@ def dependencies(problem: Problem) -> list[Dependency]:
 
 
 def _meetings(problem: Problem) -> list[Meeting]:
+    find = batch_dependencies(problem.fun, problem.k, batch_axes=problem.batch_axes)
     with jax.enable_x64(problem.x64):
-        traced = jax.make_jaxpr(lambda *args: problem.fun(*args))
-        jaxpr = traced(problem.params, problem.batch, *problem.keys(0)).jaxpr
-    smooth = len(jax.tree.leaves(problem.params))
-    layouts = [WHOLE if axis is None else Rows(axis) for axis in problem.axes]
-    layouts = [*[WHOLE] * smooth, *layouts]
-    layouts += [WHOLE] * (len(jaxpr.invars) - len(layouts))
-    pairs = enumerate(zip(jaxpr.invars, layouts, strict=True))
-    arguments = [Argument(x.aval, layout, i < smooth) for i, (x, layout) in pairs]
-    consts = [Argument(x.aval, WHOLE) for x in jaxpr.constvars]
-    axis = Axis("rows of verify", problem.k, LONGEST)
-    return partition(jaxpr, [*consts, *arguments], axis).meetings
+        return find(problem.params, problem.batch, *problem.keys(0)).meetings
 
 
 def _dependency(meeting: Meeting) -> Dependency:
