@@ -158,9 +158,8 @@ class ManyDevices:
         mesh = meshes.find_mesh(self.axes, None, acc.total)
         if mesh is None:
             return zeros(acc)
-        return collectives.over_mesh(
-            zeros, mesh, self.axes, (acc,), (PartitionSpec(),), self.spec
-        )
+        specs = (PartitionSpec(),), self.spec
+        return collectives.over_mesh(zeros, mesh, self.axes, specs)(acc)
 
     def load(self, acc: Accumulator) -> Accumulator:
         if meshes.find_mesh(self.axes, None) is not None:

@@ -170,27 +170,32 @@ def over_mesh(
     run: Callable[..., Any],
     mesh: AnyMesh,
     axes: Axes,
-    args: tuple[Any, ...],
-    in_specs: tuple[Any, ...],
-    out_specs: Any,
+    specs: tuple[tuple[Any, ...], Any],
     check_vma: bool = True,
-) -> Any:
-    """`run(*args)` in a `shard_map` over the data axes, the others left as they are.
+) -> Callable[..., Any]:
+    """`run` in a `shard_map` over the data axes, the others left as they are.
 
-    `in_specs` and `out_specs` may be prefixes, as for `jax.shard_map`.
+    `specs` are `in_specs` and `out_specs`, which may be prefixes, as there.
     """
-    specs = jax.tree.broadcast(
-        in_specs, args, is_leaf=lambda x: isinstance(x, PartitionSpec)
-    )
-    args = jax.tree.map(lambda x, spec: _arranged(x, spec, axes, mesh), args, specs)
-    return jax.shard_map(
+    in_specs, out_specs = specs
+    mapped = jax.shard_map(
         run,
         mesh=mesh,
         in_specs=in_specs,
         out_specs=out_specs,
         axis_names=set(axes),
         check_vma=check_vma,
-    )(*args)
+    )
+
+    def arranged(*args: Any) -> Any:
+        due = jax.tree.broadcast(
+            in_specs, args, is_leaf=lambda x: isinstance(x, PartitionSpec)
+        )
+        return mapped(
+            *jax.tree.map(lambda x, spec: _arranged(x, spec, axes, mesh), args, due)
+        )
+
+    return arranged
 
 
 def zeros(aval: Any) -> jax.Array:
@@ -231,7 +236,7 @@ def split_shards(
         return membership.split(x, num_microbatches, axis, strided=False)
 
     specs = (meshes.split_spec(axes, axis),), meshes.split_spec(axes, axis + 1)
-    return over_mesh(local, mesh, axes, (x,), *specs)
+    return over_mesh(local, mesh, axes, specs)(x)
 
 
 def join_shards(x: Any, axes: Axes, mesh: AnyMesh) -> jax.Array:
@@ -240,9 +245,8 @@ def join_shards(x: Any, axes: Axes, mesh: AnyMesh) -> jax.Array:
     def local(x: jax.Array) -> jax.Array:
         return jnp.reshape(x, (-1, *x.shape[2:]))
 
-    return over_mesh(
-        local, mesh, axes, (x,), (meshes.split_spec(axes, 1),), meshes.split_spec(axes)
-    )
+    specs = (meshes.split_spec(axes, 1),), meshes.split_spec(axes)
+    return over_mesh(local, mesh, axes, specs)(x)
 
 
 def constrain(tree: Any, specs: Any, mesh: AnyMesh) -> Any:

@@ -175,8 +175,8 @@ def over_mesh(call: Call, run: Callable[..., Any], *acc: Accumulator) -> Any:
     others = operands, options.num_real_microbatches
     given = [call.at(i) for i in places], call.batch, others, *acc
     of_given = of_roles, of_batch, whole, *[result] * len(acc)
+    in_and_out = of_given, (value, result)
     checks = options.axis_name is None  # JAX has no types for an axis beside the mesh
-    out_specs = value, result
-    return collectives.over_mesh(
-        local, mesh, axes, given, of_given, out_specs, check_vma=checks
+    return collectives.over_mesh(local, mesh, axes, in_and_out, check_vma=checks)(
+        *given
     )
