@@ -151,6 +151,14 @@ def test_a_function_of_jax_keeps_its_rule_where_that_is_not_its_derivative():
     same(lambda w, x: (jax.nn.softmax(x @ w, 0) ** 2).mean(), 4, W, X)
 
 
+def test_rows_meet_in_the_extremum_of_a_softmax_inside_a_checkpoint():
+    def fun(w, x):
+        weights = jax.checkpoint(lambda h: jax.nn.softmax(h @ w, 0))(x)
+        return (weights**2).mean() + jax.checkpoint(jax.nn.logsumexp)(weights @ w)
+
+    same(fun, 4, W, X)
+
+
 # -- aux -------------------------------------------------------------------------------
 
 

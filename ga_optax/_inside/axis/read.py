@@ -130,6 +130,7 @@ def _checkpointed(equation: core.JaxprEqn, values: list[Any], axis: str) -> list
         level.update(dict.fromkeys(e.outvars, its))
         pieces.setdefault((its, not alone), []).append(e)
     keep = {key: equation.params[key] for key in ("prevent_cse", "policy")}
+    smooth = _smooth(program)
     for (_, several), piece in sorted(pieces.items(), key=lambda item: item[0]):
         others = [
             e.invars for group in pieces.values() if group is not piece for e in group
@@ -138,10 +139,26 @@ def _checkpointed(equation: core.JaxprEqn, values: list[Any], axis: str) -> list
         made = [v for e in piece for v in e.outvars if v in outside]
         read = [x for e in piece for x in variables(e.invars) if x in env]
         run = functools.partial(bind, program, piece, read, made)
+        operands = [env[x] for x in read]
         if several:
             run = jax.checkpoint(run, **keep)
-        env.update(zip(made, run([env[x] for x in read]), strict=True))
+        else:  # A stop_gradient inside a checkpoint is not seen from outside.
+            operands = [
+                x if var in smooth else jax.lax.stop_gradient(x)
+                for var, x in zip(read, operands, strict=True)
+            ]
+        env.update(zip(made, run(operands), strict=True))
     return [_value(x, env) for x in program.outvars]
+
+
+def _smooth(jaxpr: core.Jaxpr) -> set[Any]:
+    """The variables that may have a derivative, if all arguments do."""
+    found = {*jaxpr.constvars, *jaxpr.invars}
+    for e in jaxpr.eqns:
+        reads = any(x in found for x in variables(e.invars))
+        if reads and e.primitive.name != "stop_gradient":
+            found.update(e.outvars)
+    return found
 
 
 def _unrolled(
