@@ -159,6 +159,17 @@ def test_rows_meet_in_the_extremum_of_a_softmax_inside_a_checkpoint():
     same(fun, 4, W, X)
 
 
+@pytest.mark.filterwarnings("error:With whole_batch=True")
+def test_arrays_are_stacked_and_unstacked_along_axes_without_rows():
+    def fun(w, x):
+        h = jnp.tanh(x @ w)
+        first, *rest = jnp.unstack(jnp.stack([h, 2 * h, x], 1), axis=1)
+        mean, total = jnp.unstack(jnp.stack([h.mean(0), h.sum(0)]))
+        return (first * rest[0] + rest[1]).std() + (mean * total).sum()
+
+    same(fun, 4, W, X)
+
+
 # -- aux -------------------------------------------------------------------------------
 
 

@@ -415,3 +415,20 @@ def test_an_extremum_starts_with_a_value_and_not_with_an_infinity():
         # The twin: infinities do stop it.
         with pytest.raises(FloatingPointError):
             ours(lambda p, b: below_the_largest(p, b) / 0.0)(*args)
+
+
+def test_the_extremum_inside_a_checkpoint_has_no_derivative():
+    def softmax(h):
+        top = lax.pmax(lax.stop_gradient(h.max(0, keepdims=True)), ROWS)
+        z = jnp.exp(h - top)
+        return z / lax.psum(z.sum(0, keepdims=True), ROWS)
+
+    def fun(w, x):
+        return (jax.checkpoint(lambda h: softmax(h @ w))(x) ** 2).mean()
+
+    def due(w, x):
+        return (jax.nn.softmax(x @ w, 0) ** 2).mean()
+
+    w, x = np.random.default_rng(0).normal(size=(2, 8, 8))
+    step = ga.value_and_grad(fun, K, axis_name=ROWS, accumulator_dtype="float64")
+    assert off_by(jax.jit(step)(w, x), jax.value_and_grad(due)(w, x)) < 1e-12

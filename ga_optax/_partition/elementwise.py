@@ -13,7 +13,7 @@ NAMES = frozenset(
         complex conj convert_element_type copy copy_p cos cosh digamma div
         eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a
         igammac imag integer_pow is_finite le lgamma log log1p logistic lt
-        max min mul name ne neg nextafter not optimization_barrier or
+        max min mul name ne neg nextafter not one_minus_square optimization_barrier or
         polygamma population_count pow random_gamma_grad real
         reduce_precision regularized_incomplete_beta rem round rsqrt
         select_n shift_left shift_right_arithmetic shift_right_logical sign

@@ -71,6 +71,24 @@ def concatenate(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     return [(w.run(e, [v.x for v in vs]), rows)]
 
 
+def stack(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
+    rows, axis = max((v for v in vs if v.rows), key=lambda v: v.size).rows, _axis(e)
+    xs = [w.part(v, rows) for v in vs]
+    return [(w.run(e, xs), rows.at(rows.dim + (rows.dim >= axis)))]
+
+
+def unstack(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
+    [v] = vs
+    if v.dim == _axis(e):
+        return None
+    rows = v.rows.at(v.dim - (v.dim > _axis(e)))
+    return [(x, rows) for x in w.run(e, [v.x])]
+
+
+def _axis(e: core.JaxprEqn) -> int:
+    return e.params["axis"]
+
+
 def split(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     [v] = vs
     d, sizes = e.params["axis"], e.params["sizes"]

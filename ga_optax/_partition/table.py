@@ -35,6 +35,8 @@ _KNOWN: dict[str, Rule] = {
     "broadcast_in_dim": shapes.broadcast_in_dim,
     "reshape": shapes.reshape,
     "concatenate": shapes.concatenate,
+    "stack": shapes.stack,
+    "unstack": shapes.unstack,
     "split": shapes.split,
     "slice": shapes.slice_,
     "pad": shapes.pad,
