@@ -11,7 +11,10 @@ micro-batches, the devices merge (`over_devices`), and `fold` divides.
     fences       what keeps a micro-step one program in every grouping
     aux_modes    how aux is put together: one class a mode
     results      what `fun` returns, taken apart and put together
+    trees        arrays of given types, which loops and branches need
     axis/        collectives over the micro-batches of a window
+    whole_batch  a loss as it is written, partitioned by `_partition`
+    any_function  the same for any function: `microbatch`, `batch_dependencies`
 
-Imports `_passes`, `_devices` and the root.
+Imports `_partition`, `_passes`, `_devices` and the root.
 """
