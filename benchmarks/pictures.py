@@ -39,6 +39,7 @@ STYLES: dict[str, dict[str, Any]] = {
     peers.TWO_PROGRAMS: {"color": BROWN, "marker": "P", "linestyle": ":"},
     peers.OURS_PLAIN: {"color": BLUE, "marker": "x"},
     peers.OURS_TRANSFORMATION: {"color": BLUE, "marker": "d"},
+    window_axis.WHOLE: {"color": BLUE, "marker": "*", "markersize": 9, "zorder": 5},
     window_axis.MARKED: {"color": BLUE, "marker": "s", "zorder": 4},
     window_axis.HAND: {"color": BROWN, "marker": "P"},
 }
@@ -200,6 +201,7 @@ def draw_window_axis(result: dict[str, Any]) -> Any:
     rows = result["results"]
     figure, axes = plt.subplots(1, 2, figsize=(8.6, 3.3))
     names = {
+        window_axis.WHOLE: "whole_batch=True",
         peers.OURS: "axis_name",
         window_axis.MARKED: "axis_name, marked",
         peers.SCAN: "plain scan: another loss",
@@ -210,7 +212,7 @@ def draw_window_axis(result: dict[str, Any]) -> Any:
             places = [j for j, row in enumerate(rows) if way in row[field]]
             heights = [rows[j][field][way] for j in places]
             style = STYLES[way] | {"linestyle": "none"}
-            beside = [j + 0.12 * (i - 1.5) for j in places]
+            beside = [j + 0.12 * (i - 2) for j in places]
             ax.plot(beside, heights, label=names.get(way, way), **style)
         ax.axhline(1, color=GREY, linewidth=1.2, zorder=1)
         ax.set_title(f"{title}, over the undivided batch's (grey)")
@@ -222,7 +224,7 @@ def draw_window_axis(result: dict[str, Any]) -> Any:
         ticks = (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20)
         _ticks(ax.yaxis, [t for t in ticks if lowest <= t <= highest])
     handles = axes[0].get_legend_handles_labels()
-    figure.legend(*handles, loc="outside lower center", ncols=4)
+    figure.legend(*handles, loc="outside lower center", ncols=3)
     return figure
 
 

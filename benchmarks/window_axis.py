@@ -2,7 +2,8 @@
 
     python benchmarks/window_axis.py
 
-A window is k = 8 micro-batches. Its gradient is computed undivided; by
+A window is k = 8 micro-batches. Its gradient is computed undivided; of the same loss by
+`ga.value_and_grad(..., whole_batch=True)`; of a loss with collectives by
 `ga.value_and_grad(..., axis_name=)`; with `checkpoint_name` marks, if they save passes;
 by two passes written by hand, as GradCache does, if that can be done; and by a plain
 scan, whose every micro-batch is a batch of its own: the gradient of another loss. How
@@ -31,8 +32,9 @@ K, AXIS = 8, "rows"
 UNDIVIDED = "undivided"
 OURS, PLAIN = peers.OURS, peers.SCAN
 MARKED = "ga_optax, marked"
+WHOLE = "ga_optax, whole_batch=True"
 HAND = "two passes by hand"
-WAYS = (UNDIVIDED, OURS, MARKED, HAND, PLAIN)
+WAYS = (UNDIVIDED, WHOLE, OURS, MARKED, HAND, PLAIN)
 EXACT = WAYS[:-1]
 
 Loss = Callable[[Any, jax.Array], jax.Array]
@@ -232,6 +234,7 @@ def ways_of(case: Case) -> dict[str, peers.Gradient]:
     window = functools.partial(ga.value_and_grad, num_microbatches=K, axis_name=AXIS)
     ways: dict[str, peers.Gradient | None] = {
         UNDIVIDED: jax.value_and_grad(case.batch),
+        WHOLE: ga.value_and_grad(case.batch, K, whole_batch=True),
         OURS: window(case.window),
         MARKED: window(case.marked) if case.marked else None,
         HAND: case.hand,
