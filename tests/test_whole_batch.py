@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 import whole_losses
 from helpers import bits
+from jax.sharding import PartitionSpec as P
 
 import ga_optax as ga
+from ga_optax._partition import elementwise
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 EPS = np.finfo(np.float64).eps
@@ -305,3 +307,77 @@ def test_rows_over_devices_and_micro_batches_keep_their_order(name):
             data_axis=ga.DataAxis("data", mesh=mesh),
         )
         assert_close(jax.jit(step)(params, batch), want, whole_losses.N)
+
+
+# -- Comparisons with an extremum ------------------------------------------------------
+
+
+def attained(w, x):
+    """How a row that attains the maximum of its column counts, and how many do."""
+    h = jnp.where(x > 0, x @ w, jnp.tanh(x @ w) / 2)
+    h = h / (1 + jnp.abs(h).max())
+    wins = h == jnp.broadcast_to(h.max(0), h.shape)
+    return jnp.sum(jnp.where(wins, h, 0.1 * x)), wins.sum()
+
+
+def wrong_counts():
+    """For how many of six problems another number of rows attains the maximum."""
+    step = jax.jit(ga.value_and_grad(attained, 4, whole_batch=True, has_aux=True))
+    wrong = 0
+    for seed in range(6):
+        w = jax.random.normal(jax.random.key(seed), (4, 4))
+        x = jax.random.normal(jax.random.key(99 + seed), (8, 4))
+        wrong += int(step(w, x)[0][1] != jax.jit(attained)(w, x)[1])
+    return wrong
+
+
+def test_a_row_that_attains_the_maximum_equals_it_in_a_later_level_too(monkeypatch):
+    assert wrong_counts() == 0
+    # The twin: computed again, it rounds otherwise.
+    monkeypatch.setattr(elementwise, "_COMPARES", ())
+    assert wrong_counts() > 0
+
+
+# -- Meshes ----------------------------------------------------------------------------
+
+
+def ratio(w, x):
+    h = jnp.tanh(x @ w)
+    return h.sum() / jnp.abs(h).sum()
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+def test_a_mesh_in_the_context_and_a_region_of_the_user_give_the_whole_batch(devices):
+    axis = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((devices,), ("data",), axis, devices=jax.devices()[:devices])
+    w, x = jnp.ones((4, 4)), jax.random.normal(jax.random.key(0), (16, 4))
+    want = jax.value_and_grad(ratio)(w, x)
+    step = ga.value_and_grad(ratio, 2, whole_batch=True, data_axis="data")
+
+    def mapped(check_vma):
+        specs = {"in_specs": (P(), P("data")), "out_specs": P()}
+        run = jax.shard_map(step, mesh=mesh, check_vma=check_vma, **specs)
+        return jax.jit(run)(w, x)
+
+    with jax.set_mesh(mesh):
+        batch = jax.device_put(x, jax.NamedSharding(mesh, P("data")))
+        got = [jax.jit(step)(w, batch)]
+    for value, grad in [*got, mapped(False)]:
+        bound = 50 * 16 * np.finfo(np.float32).eps * (1 + jnp.abs(grad).max())
+        assert abs(value - want[0]) < bound
+        assert jnp.abs(grad - want[1]).max() < bound
+        # The twin: the mean over devices of their own ratios.
+        parts = [ratio(w, part) for part in x.reshape(devices, -1, 4)]
+        assert abs(sum(parts) / devices - want[0]) > 100 * bound
+    with pytest.raises(ValueError, match="whole_batch=True needs check_vma=False"):
+        mapped(True)
+
+
+def test_a_sum_in_float16_overflows_where_that_of_the_whole_batch_does():
+    def total(w, x):
+        return jnp.sum(x * w)
+
+    w, x = jnp.float16(1), jnp.full(8, 5000, jnp.float16)
+    value, _ = ga.value_and_grad(total, 4, whole_batch=True)(w, x)
+    assert value.dtype == jnp.float16
+    assert value == total(w, x) == 40000

@@ -83,11 +83,12 @@ def value_and_grad(core: Callable[..., Any], given: dict[str, Any]) -> Any:
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> Any:
         nonlocal warned
         call = Call.make(options, args, kwargs)
+        check_region(call)
         trace = traced(call, fun)
         warned = warned or _warn(call, trace)
         needs_axis = _needs_axis(call, trace.part)
         run = core(
-            micro_batch(call, trace),
+            micro_batch(call, trace, fun),
             options.num_microbatches,
             batch_axes=(tuple(call.split_axes), None),
             has_aux=True,
@@ -98,6 +99,7 @@ def value_and_grad(core: Callable[..., Any], given: dict[str, Any]) -> Any:
         )
         batch = tuple(call.batch), tuple(_as_data(x) for x in trace.closed.consts)
         (loss, kept), grads = run(call.params, batch)
+        loss = loss.astype(trace.closed.out_avals[0].dtype)
         leaves = [loss, *put_together(trace, kept)]
         value, aux = jax.tree.unflatten(jax.tree.structure(trace.out), leaves)
         return ((value, aux) if has_aux else value), grads
@@ -150,6 +152,16 @@ def _needs_axis(call: Call, part: Partitioned) -> bool:
     return part.uses_axis or bool(call.options.axes) or call.strided
 
 
+def check_region(call: Call) -> None:
+    """Raises in a `jax.shard_map` that checks how values vary over devices."""
+    if call.axes and meshes.checks_varying():
+        raise ValueError(
+            "Inside a jax.shard_map whole_batch=True needs check_vma=False, but this "
+            "one checks: JAX has no types for an axis beside its mesh. Pass that, or "
+            "call at top level with data_axis=."
+        )
+
+
 # -- The program -----------------------------------------------------------------------
 
 
@@ -195,7 +207,9 @@ def _whole_batch(call: Call) -> list[Any]:
 
 
 def _whole_params(call: Call, leaves: Sequence[Any]) -> Sequence[Any]:
-    """The parameters, or the types of those that are gathered for the window."""
+    """The parameters, or their types, whole, if a mesh shards them for the window."""
+    if call.mesh is not None:
+        return [jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)) for x in leaves]
     if not call.axes:
         return leaves
     where = meshes.placements(call.params, call.specs, call.axes, None)
@@ -208,7 +222,9 @@ def _whole_params(call: Call, leaves: Sequence[Any]) -> Sequence[Any]:
     return whole
 
 
-def micro_batch(call: Call, trace: Trace) -> Callable[..., Any]:
+def micro_batch(
+    call: Call, trace: Trace, fun: Callable[..., Any]
+) -> Callable[..., Any]:
     """The loss of a micro-batch, and all else that `fun` returns, by its layout."""
     part, size = trace.part, num_parts(call)
     rows = [jnp.shape(x)[a] for x, a in zip(call.batch, call.split_axes, strict=True)]
@@ -226,8 +242,11 @@ def micro_batch(call: Call, trace: Trace) -> Callable[..., Any]:
             for x, key, is_key in zip(consts, trace.closed.consts, keyed, strict=True)
         ]
         args = *consts, *jax.tree.leaves(params), *own
-        loss, *rest = jax.core.eval_jaxpr(part.jaxpr, part.consts, *args)
+        # Inside the region of a mesh types name it otherwise: the program of there.
+        here = part if call.mesh is None else traced(call, fun).part
+        loss, *rest = jax.core.eval_jaxpr(here.jaxpr, here.consts, *args)
         if part.layouts[0] == PARTIAL:  # the window takes the mean of micro-batches
+            loss = loss.astype(jnp.promote_types(loss.dtype, jnp.float32))
             loss = loss * jnp.asarray(size, loss.dtype)
         kept: dict[str, list[Any]] = {mode: [] for mode in MODES}
         for x, layout in zip(rest, part.layouts[1:], strict=True):

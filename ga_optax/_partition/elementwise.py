@@ -2,9 +2,10 @@
 
 from typing import Any
 
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
-from ga_optax._partition.values import Result, Rows, Value, types_of
+from ga_optax._partition.values import Result, Rows, Value, is_inexact, types_of
 from ga_optax._partition.writer import Writer
 
 NAMES = frozenset(
@@ -19,6 +20,27 @@ NAMES = frozenset(
         select_n shift_left shift_right_arithmetic shift_right_logical sign
         sin sinh sqrt square stop_gradient sub tan tanh xor zeta""".split()  # noqa: SIM905
 )
+
+
+_COMPARES = ("eq", "ne", "lt", "le", "gt", "ge")
+
+
+def _keep(w: Writer, vs: list[Value]) -> None:
+    """Keeps what is compared with a value of a later level, such as its own extremum.
+
+    If it were computed again there, it might round otherwise, and no row would attain
+    the extremum.
+    """
+    last = max(v.level for v in vs)
+    for v in vs:
+        if (
+            v.rows
+            and v.params
+            and v.level < last
+            and is_inexact(v.aval)
+            and not w.apart
+        ):
+            v.x = checkpoint_name(v.x, w.axis.name)
 
 
 def fitted(w: Writer, v: Value, rows: Rows, shape: tuple[int, ...]) -> Any:
@@ -38,6 +60,8 @@ def elementwise(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result] | 
     rows = target(vs, shape)
     if rows is None:
         return None
+    if e.primitive.name in _COMPARES:
+        _keep(w, vs)
     xs = [fitted(w, v, rows, shape) for v in vs]
     return [(x, rows) for x in w.results(e, xs)]
 
