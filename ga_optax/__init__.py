@@ -41,11 +41,6 @@ from ga_optax._compiled.audit import Audit, Collective, audit
 from ga_optax._compiled.plan import Candidate, NothingFitsError, Plan, plan
 from ga_optax._devices.collectives import merge_across
 from ga_optax._devices.data_axis import DataAxis
-from ga_optax._inside.any_function import (
-    BatchDependencies,
-    batch_dependencies,
-    microbatch,
-)
 from ga_optax._inside.microbatch import accumulate, value_and_grad
 from ga_optax._inside.options import FromAux
 from ga_optax._verify import Cause, LeafReport, Report, verify
@@ -53,6 +48,11 @@ from ga_optax._verify import Cause, LeafReport, Report, verify
 if TYPE_CHECKING:
     from ga_optax import blocks
     from ga_optax import flax as flax  # a star import must not need it
+    from ga_optax._inside.any_function import (
+        BatchDependencies,
+        batch_dependencies,
+        microbatch,
+    )
 
 __all__ = [
     "Audit",
@@ -100,6 +100,9 @@ if not TYPE_CHECKING:  # for type checkers, a module with this function has any 
     def __getattr__(name: str) -> Any:
         if name in ("blocks", "flax"):  # imports that not all need, or can have
             return importlib.import_module(f"ga_optax.{name}")
+        if name in ("BatchDependencies", "batch_dependencies", "microbatch"):
+            module = importlib.import_module("ga_optax._inside.any_function")
+            return getattr(module, name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -205,6 +205,9 @@ def test_a_transformation_needs_no_temporaries_either(weight, drop):
     assert memory.temp_size_in_bytes <= 0.01 * BIG_BYTES
 
 
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 11, 1), reason="there it takes a copy of the sums"
+)
 def test_the_norm_of_the_gradient_needs_no_temporaries_either():
     tx = ga.MultiSteps(optax.adam(1e-3), 8, track_norm=True)
     for program in (compiled(tx, BIG), compiled_transformation(tx, BIG)):
