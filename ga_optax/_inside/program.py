@@ -181,7 +181,8 @@ def _modes(
 
 def _multiplies(call: Call, closed: core.ClosedJaxpr, arguments: Any) -> bool:
     """Whether weights have to multiply gradients, and not the cotangent of the loss."""
-    options, loss = call.options, closed.jaxpr.outvars[0].aval
+    options = call.options
+    loss: Any = closed.jaxpr.outvars[0].aval
     # What the backward pass sums over devices cannot be multiplied after that.
     by_hand = not (options.optimize or options.each)
     low = jnp.finfo(loss.dtype).bits < 32
