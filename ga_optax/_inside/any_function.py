@@ -90,6 +90,10 @@ def _before_last(positions: Any) -> Any:
     return positions - 1 if isinstance(positions, int) and positions < 0 else positions
 
 
+# The options that only gradients of a window have, as they are when left out.
+_DEFAULTS = dict(value_and_grad.__kwdefaults__ or {})
+del _DEFAULTS["whole_batch"]
+
 # -- Where rows need one another -------------------------------------------------------
 
 
@@ -186,7 +190,7 @@ def batch_dependencies(
     Raises:
       TypeError, ValueError: as `value_and_grad`.
     """
-    given = locals() | _UNUSED
+    given = _DEFAULTS | locals()
     options, plain = whole_batch.prepared(given)
 
     def dependencies(*args: Any, **kwargs: Any) -> BatchDependencies:
@@ -201,16 +205,6 @@ def batch_dependencies(
         )
 
     return dependencies
-
-
-_UNUSED: dict[str, Any] = {
-    **dict.fromkeys(("rng_argnums", "carry_argnums"), ()),
-    **dict.fromkeys(("batch_argnames", "rng_argnames"), ()),
-    **dict.fromkeys(("weight_fn", "axis_name", "accumulator_dtype", "residual_bytes")),
-    "num_real_microbatches": None,
-    "aux": "auto",
-    "optimize": True,
-}
 
 
 def _levels(jaxpr: Any, trace: whole_batch.Trace) -> int:

@@ -28,7 +28,9 @@ def fold(
     operands = _operands(call, program, acc)
     structure = jax.tree.structure(acc.total)
     if call.options.axis_name is not None:
-        from ga_optax._inside import axis  # four modules that few need
+        from ga_optax._inside import (
+            axis,
+        )  # imported when needed: most windows have no axis
 
         leaves, carry, done = axis.fold(call, program, operands)
         value = value_of(call, program, leaves, program.carry.unflatten(carry))
