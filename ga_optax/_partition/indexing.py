@@ -27,9 +27,30 @@ _SAME = ("broadcast_in_dim", "reshape", "convert_element_type", "squeeze", "copy
 
 def gather(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     operand, indices = vs
-    numbers = e.params["dimension_numbers"]
+    if found := _aligned(w, e, operand, indices):
+        return found
+    turned = _turned(w, operand)
+    if turned is not None and (found := _aligned(w, e, turned, indices)):
+        return found
+    if operand.rows and (picked := _picked(w, e, operand, indices)) is not None:
+        return [(picked, PARTIAL)]
+    if indices.rows is None or indices.dim == len(indices.shape) - 1:
+        return None
+    xs = [w.whole(operand), indices.x]
+    return [(w.run(e, xs), indices.rows.at(_batch(e)[indices.dim]))]
+
+
+def _batch(e: core.JaxprEqn) -> list[int]:
+    """The axes of the result that are those of the indices."""
     rank = len(types_of(e)[0].shape)
-    batch = [d for d in range(rank) if d not in numbers.offset_dims]
+    return [
+        d for d in range(rank) if d not in e.params["dimension_numbers"].offset_dims
+    ]
+
+
+def _aligned(w: Writer, e: core.JaxprEqn, operand: Value, indices: Value) -> Results:
+    """What each row picks of itself; None if it picks of other rows."""
+    numbers, batch = e.params["dimension_numbers"], _batch(e)
     of_batch = dict(
         zip(
             numbers.operand_batching_dims,
@@ -50,22 +71,10 @@ def gather(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
         xs = [operand.x, w.whole(indices)]
         return [(w.run(e, xs, slice_sizes=sizes), operand.rows.at(d))]
     own = own_rows(w, operand, indices, numbers.start_index_map)
-    if own is None or of_batch:
-        turned = _turned(w, operand)
-        if turned is not None:
-            return gather(w, e, [turned, indices])
-    if (
-        own is not None
-        and batch
-        and not of_batch
-        and operand.dim in numbers.collapsed_slice_dims
-    ):
-        rows = Rows(0)
-        return [(w.run(e, [operand.x, own]), rows.at(batch[0]))]
-    if indices.rows is None or indices.dim == len(indices.shape) - 1:
-        return None
-    xs = [w.whole(operand), indices.x]
-    return [(w.run(e, xs), indices.rows.at(batch[indices.dim]))]
+    collapsed = operand.dim in numbers.collapsed_slice_dims
+    if own is not None and batch and not of_batch and collapsed:
+        return [(w.run(e, [operand.x, own]), Rows(batch[0]))]
+    return None
 
 
 def _turned(w: Writer, operand: Value) -> Value | None:
@@ -89,6 +98,41 @@ def _window(
     kept = [i for i in range(len(sizes)) if i not in gone]
     sizes[d] //= w.axis.size
     return tuple(sizes), numbers.offset_dims[kept.index(d)]
+
+
+def _picked(w: Writer, e: core.JaxprEqn, operand: Value, indices: Value) -> Any:
+    """What an index picks of an operand's rows, zero elsewhere: a part of a sum.
+
+    It is None if that sum takes more than the operand: the diagonal of a similarity is
+    little beside all of its rows, but rows in another order are not.
+    """
+    numbers, d, parts = e.params["dimension_numbers"], operand.dim, w.axis.size
+    aval: Any = types_of(e)[0]
+    if (
+        not is_inexact(aval)
+        or numbers.operand_batching_dims
+        or d not in numbers.collapsed_slice_dims
+        or d not in numbers.start_index_map
+        or aval.size * parts > operand.size
+    ):
+        return None
+    at = w.whole(indices)
+    at = at.astype(jnp.promote_types(at.dtype, jnp.int32))
+    column = list(numbers.start_index_map).index(d)
+    row, n, segments = at[..., column], operand.shape[d], operand.rows.segments
+    if e.params["mode"] == jax.lax.GatherScatterMode.CLIP:
+        row = jnp.clip(row, 0, n - 1)
+    rest = n // (segments * parts)
+    here = row // (rest * parts) * rest + row % rest
+    inside = (row >= 0) & (row < n)
+    # One micro-batch has what lies outside, so that it comes out once.
+    mine = jnp.where(inside, row // rest % parts, 0) == w.index
+    at = at.at[..., column].set(jnp.where(inside, here, n))
+    picked = w.run(e, [operand.x, jnp.where(mine[..., None], at, 0)])
+    rank = len(aval.shape)
+    batch = [i for i in range(rank) if i not in numbers.offset_dims]
+    mine = jax.lax.broadcast_in_dim(mine, aval.shape, batch)
+    return jnp.where(mine, picked, jnp.zeros_like(picked))
 
 
 def own_rows(

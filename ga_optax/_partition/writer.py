@@ -89,7 +89,13 @@ class Writer:
         if WHOLE not in v.copies:
             if self.apart:
                 raise RowsMeet
-            x = self.sum(v.x) if v.is_partial else self._joined(v)
+            source = _source(v)
+            if v.is_partial:
+                x = self.sum(v.x)
+            elif source is not None:
+                x = self.run(v.made[0], [self.whole(source)])
+            else:
+                x = self._joined(v)
             v.copies[WHOLE] = x, v.level + v.params
         x, level = v.copies[WHOLE]
         self.level = max(self.level, level)
@@ -169,12 +175,14 @@ class Writer:
             return jax.random.wrap_key_data(
                 self._joined(data), impl=jax.random.key_impl(x)
             )
-        name, shape = self.axis.name, x.shape
+        name, shape = self.axis.name, v.shape
         if segments == 1:
             return jax.lax.all_gather(x, name, axis=d, tiled=True)
-        x = x.reshape(*shape[:d], segments, shape[d] // segments, *shape[d + 1 :])
-        x = jax.lax.all_gather(x, name, axis=d + 1, tiled=True)
-        return x.reshape(*shape[:d], shape[d] * self.axis.size, *shape[d + 1 :])
+        # Not of a reshaped x: what is kept for other micro-batches is kept for this one.
+        x = jax.lax.all_gather(x, name, axis=d)
+        rest = shape[d] // (segments * self.axis.size)
+        x = x.reshape(*shape[:d], self.axis.size, segments, rest, *shape[d + 1 :])
+        return x.swapaxes(d, d + 1).reshape(shape)
 
     # -- Equations ---------------------------------------------------------------------
 
@@ -290,6 +298,17 @@ class Writer:
             jnp.shape(x) == local_shape(due.shape, layout, self.axis.size)
             for (x, layout), due in pairs
         )
+
+
+def _source(v: Value) -> Value | None:
+    """The rows that these are in another shape: those are kept once for both."""
+    if v.made is None or v.made[0].primitive.name not in _SHAPES:
+        return None
+    [source] = v.made[1]
+    return source if source.rows else None
+
+
+_SHAPES = ("transpose", "reshape", "squeeze")
 
 
 Rule = Callable[[Writer, core.JaxprEqn, list[Value]], list[Result] | None]

@@ -1,0 +1,143 @@
+"""What an index picks of rows, and what is kept once though it is read in two shapes."""
+
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ga_optax as ga
+from ga_optax._inside.axis import report
+from ga_optax._partition import indexing
+
+pytestmark = pytest.mark.usefixtures("optax_promotion")
+N, WIDTH = 8, 3
+RNG = np.random.default_rng(0)
+W, X = RNG.normal(size=(WIDTH, WIDTH)), RNG.normal(size=(N, WIDTH))
+ORDER = np.array([5, 0, -1, 3, 11, 2])  # one counts from the end, one is outside
+STRICT = jax.lax.GatherScatterMode.PROMISE_IN_BOUNDS
+
+
+def unit(w, x):
+    z = jnp.tanh(x @ w)
+    return z / jnp.linalg.norm(z, axis=1, keepdims=True)
+
+
+def diagonals(w, x):
+    """SimCLR's positives, beside and below the diagonal."""
+    z = jnp.concatenate([unit(w, x), unit(w, x**2)])
+    n, scores = len(x), z @ z.T
+    scores = jnp.where(jnp.eye(2 * n, dtype=bool), -9.0, scores)
+    positives = jnp.concatenate([jnp.diag(scores, n), jnp.diag(scores, -n)])
+    return jnp.mean(jax.nn.logsumexp(scores, 1) - positives)
+
+
+def picked(w, x, rows=ORDER, **options):
+    columns = np.arange(len(rows)) % N
+    scores = (x @ w) @ x.T
+    index = jnp.stack([jnp.asarray(rows), columns], axis=1)
+    numbers = jax.lax.GatherDimensionNumbers((), (0, 1), (0, 1))
+    found = jax.lax.gather(scores, index, numbers, (1, 1), **options)
+    return jnp.sum(jnp.sin(found))
+
+
+def filled(w, x):
+    return picked(w, x, mode="fill", fill_value=0.5)
+
+
+def clipped(w, x):
+    return picked(w, x, mode="clip")
+
+
+def rows_inside(w, x):
+    return picked(w, x, rows=np.array([5, 0, 3, 3], np.int8), mode=STRICT)
+
+
+def of_segments(w, x):
+    """Some of the rows of two views, in another order."""
+    z = jnp.concatenate([x @ w, jnp.sin(x @ w), x])
+    return jnp.sum(z[np.array([9, 2, 17])] ** 2) + jnp.mean(z**2)
+
+
+def of_columns(w, x):
+    z = jnp.stack([x @ w, jnp.sin(x)])
+    return jnp.sum(z[0, np.array([3, 6])] * z[1, np.array([6, 6])])
+
+
+FUNCTIONS = (diagonals, filled, clipped, rows_inside, of_segments, of_columns)
+
+
+def distance(fun, k):
+    """The largest distance between both gradients and values."""
+    with jax.enable_x64(True):
+        args = jnp.asarray(W), jnp.asarray(X)
+        step = ga.value_and_grad(fun, k, whole_batch=True, accumulator_dtype="float64")
+        pairs = jax.jit(step)(*args), jax.value_and_grad(fun)(*args)
+        found = jax.tree.map(lambda x, y: np.abs(x - y).max(), *pairs)
+    return max(map(float, jax.tree.leaves(found)))
+
+
+@pytest.mark.parametrize("fun", FUNCTIONS)
+@pytest.mark.parametrize("k", [2, 8])
+def test_an_index_into_rows_picks_those_of_the_whole_batch(fun, k):
+    assert distance(fun, k) < 1e-12
+    # The last of these picks nearly as much as there is.
+    if fun is not of_segments or k == 2:
+        found = ga.batch_dependencies(fun, k)(W, X)
+        assert found.whole == []
+
+
+def test_only_numbers_that_are_picked_meet():
+    found = ga.batch_dependencies(diagonals, 4)(W, X)
+    assert sorted(m.aval.shape for m in found.meetings) == [(4, WIDTH), (2 * N,)]
+
+
+def test_without_the_own_part_alone_the_sum_is_wrong(monkeypatch):
+    whereabouts = jnp.where
+
+    def everyone(mine, x, y):
+        return x if x.dtype != jnp.int32 and x.ndim == 1 else whereabouts(mine, x, y)
+
+    monkeypatch.setattr(indexing.jnp, "where", everyone)
+    assert distance(rows_inside, 4) > 1e-3
+
+
+# -- Kept once -------------------------------------------------------------------------
+
+
+def as_written(w, x):
+    z = unit(w, x)
+    return jnp.mean(jax.nn.logsumexp(5 * z @ z.T, axis=1))
+
+
+def with_collectives(w, x):
+    z = unit(w, x)
+    every = jax.lax.all_gather(z, "rows", tiled=True)
+    return jnp.mean(jax.nn.logsumexp(5 * z @ every.T, axis=1))
+
+
+def two_views(w, x):
+    z = jnp.concatenate([unit(w, x), unit(w, x**2)])
+    return jnp.mean(jax.nn.logsumexp(5 * z @ z.T, axis=1))
+
+
+@pytest.mark.parametrize("fun", [as_written, two_views])
+def test_rows_that_all_need_are_kept_once(fun, monkeypatch):
+    def kept():
+        with report.recorded() as records:
+            jax.eval_shape(ga.value_and_grad(fun, 4, whole_batch=True), W, X)
+        [window] = records
+        return [x.kind for x in window.stored]
+
+    assert kept() == ["stack"]
+    monkeypatch.setattr("ga_optax._partition.writer._SHAPES", ())
+    assert fun is two_views or len(kept()) == 2  # that of the transpose, and the own
+
+
+def test_a_loss_as_written_takes_the_memory_of_one_with_collectives():
+    w = jnp.ones((64, 64))
+    x = jnp.ones((256, 64))
+    ours = ga.value_and_grad(as_written, 8, whole_batch=True)
+    theirs = ga.value_and_grad(with_collectives, 8, axis_name="rows")
+    sizes = [helpers.temporaries(jax.jit(step), w, x) for step in (ours, theirs)]
+    assert sizes[0] <= 1.05 * sizes[1]
