@@ -1,4 +1,4 @@
-"""What an index picks of rows, and what is kept once though it is read in two shapes."""
+"""What an index picks of rows, and what is kept once for two shapes of it."""
 
 import helpers
 import jax
@@ -77,6 +77,8 @@ def distance(fun, k):
     return max(map(float, jax.tree.leaves(found)))
 
 
+@pytest.mark.usefixtures("fast_compilation")
+@pytest.mark.grid(6)
 @pytest.mark.parametrize("fun", FUNCTIONS)
 @pytest.mark.parametrize("k", [2, 8])
 def test_an_index_into_rows_picks_those_of_the_whole_batch(fun, k):

@@ -89,11 +89,11 @@ class Writer:
         if WHOLE not in v.copies:
             if self.apart:
                 raise RowsMeet
-            source = _source(v)
             if v.is_partial:
                 x = self.sum(v.x)
-            elif source is not None:
-                x = self.run(v.made[0], [self.whole(source)])
+            elif found := _reshaped(v):
+                e, source = found
+                x = self.run(e, [self.whole(source)])
             else:
                 x = self._joined(v)
             v.copies[WHOLE] = x, v.level + v.params
@@ -178,7 +178,7 @@ class Writer:
         name, shape = self.axis.name, v.shape
         if segments == 1:
             return jax.lax.all_gather(x, name, axis=d, tiled=True)
-        # Not of a reshaped x: what is kept for other micro-batches is kept for this one.
+        # Of x itself: what is kept of it for others serves here as well.
         x = jax.lax.all_gather(x, name, axis=d)
         rest = shape[d] // (segments * self.axis.size)
         x = x.reshape(*shape[:d], self.axis.size, segments, rest, *shape[d + 1 :])
@@ -300,12 +300,12 @@ class Writer:
         )
 
 
-def _source(v: Value) -> Value | None:
+def _reshaped(v: Value) -> tuple[core.JaxprEqn, Value] | None:
     """The rows that these are in another shape: those are kept once for both."""
     if v.made is None or v.made[0].primitive.name not in _SHAPES:
         return None
-    [source] = v.made[1]
-    return source if source.rows else None
+    e, [source], _ = v.made
+    return (e, source) if source.rows else None
 
 
 _SHAPES = ("transpose", "reshape", "squeeze")
