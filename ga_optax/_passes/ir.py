@@ -7,6 +7,7 @@ programs, and the names of their parameters, which change between versions of JA
     equations                  all equations, those of inner programs too
     uses, made_by              who reads a variable, and who computes it (an index)
     needed, following          what a value takes, and what depends on it
+    forwarded                  which argument a result is, if nothing computes it
     evaluate, bind             a program or an equation, run on values
     renamed, with_inner        a program with other variables, or other inner programs
     traced                     equations that compute what a Python function does
@@ -51,6 +52,13 @@ class Scan(NamedTuple):
         """Arguments as `(consts, carry, slices)`."""
         start, stop = self.num_consts, self.num_consts + self.num_carry
         return list(xs[:start]), list(xs[start:stop]), list(xs[stop:])
+
+    def kept(self, result: int, argument: int | None) -> int | None:
+        """The argument of the scan that a result is, if the body's is that one."""
+        start, stop = self.num_consts, self.num_consts + self.num_carry
+        if argument is None or argument == start + result:
+            return argument
+        return argument if result >= self.num_carry and argument >= stop else None
 
 
 # -- What is inside an equation --------------------------------------------------------
@@ -195,6 +203,38 @@ def following(jaxpr: core.Jaxpr, start: Iterable[Any]) -> set[Any]:
         if not found.isdisjoint(variables(equation.invars)):
             found.update(equation.outvars)
     return found
+
+
+def forwarded(jaxpr: core.Jaxpr) -> list[int | None]:
+    """Which argument each result is; None if it is computed, as far as is known.
+
+    A checkpoint returns what it only hands on as something new.
+    """
+    numbers = {x: i for i, x in enumerate(jaxpr.invars)}
+    same: dict[Any, Any] = {}
+    for equation in jaxpr.eqns:
+        for out, x in zip(equation.outvars, _handed_on(equation), strict=True):
+            same[out] = None if x is None else same.get(x, x)
+    results = (x if is_variable(x) else None for x in jaxpr.outvars)
+    return [numbers.get(same.get(x, x)) for x in results]
+
+
+def _handed_on(equation: core.JaxprEqn) -> list[Any]:
+    """For each result of an equation the variable that it is, or None."""
+    how, nothing = kind(equation), [None] * len(equation.outvars)
+    if how is None or how == "while":
+        return nothing
+    found = []
+    for program in inner_programs(equation):
+        given, places = operands(equation, program), forwarded(program)
+        if how == "scan":
+            places = list(map(scan_of(equation).kept, range(len(places)), places))
+        found.append([None if i is None else given[i] for i in places])
+    first, *others = found
+    return [
+        x if is_variable(x) and all(its[i] is x for its in others) else None
+        for i, x in enumerate(first)
+    ]
 
 
 # -- Running a program -----------------------------------------------------------------

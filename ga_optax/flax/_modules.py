@@ -13,6 +13,7 @@ from flax.nnx import filterlib
 from ga_optax._checks import check_not_empty, check_structure
 from ga_optax._inside import microbatch
 from ga_optax._inside.options import found
+from ga_optax._passes import ir
 from ga_optax.accumulator import Accumulator
 
 
@@ -288,21 +289,33 @@ class _Call:
             jnp.stack(x).reshape(key.shape)
             for x, key in zip(scalars, jax.tree.leaves(self.keys), strict=True)
         ]
-        fixed = [given[i] for i in sorted(self.selected)], keys
-        whole = self.params, self.keys, self.state
-        objects = nnx.merge(self.graph, *map(_like, whole, (*fixed, old)))
-        given = [objects["args"].get(i, x) for i, x in enumerate(given)]
-        out = self.modules.fun(*given, **others, **objects["kwargs"])
-        graph, *rest, new = self._split(objects)
-        _check_graph(self.graph, graph, self.state, new)
-        if any(_differ(fixed, rest)):
+        came = [given[i] for i in sorted(self.selected)], keys, old
+
+        def run(came: Any) -> tuple[Any, Any]:
+            return self._run(given, others, came)
+
+        out, left = run(came)
+        fixed, self.changed[:] = _changed(run, came, left)
+        if any(fixed):
             raise ValueError(_ASSIGNED)
-        self.changed[:] = _differ(old, new)
-        new = nnx.as_pure(new)
+        new = nnx.as_pure(left[-1])
         if not self.modules.has_aux:
             return out, new
         is_pair = isinstance(out, (tuple, list)) and len(out) == 2
         return (out[0], (new, out[1])) if is_pair else out
+
+    def _run(self, given: Any, others: Any, came: Any) -> tuple[Any, Any]:
+        """What `fun` returns, and the variables that it leaves, in the order of `came`.
+
+        `came` are the selected variables, the keys of streams and all others.
+        """
+        whole = self.params, self.keys, self.state
+        objects = nnx.merge(self.graph, *map(_like, whole, came))
+        given = [objects["args"].get(i, x) for i, x in enumerate(given)]
+        out = self.modules.fun(*given, **others, **objects["kwargs"])
+        graph, *left = self._split(objects)
+        _check_graph(self.graph, graph, self.state, left[-1])
+        return out, left
 
     def _split(self, nodes: Any) -> tuple[Any, ...]:
         """Graph, selected variables, keys of streams and other variables of objects."""
@@ -342,9 +355,19 @@ def _like(tree: Any, leaves: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(tree), jax.tree.leaves(leaves))
 
 
-def _differ(old: Any, new: Any) -> list[bool]:
-    """Which leaves are not the same object."""
-    return [x is not y for x, y in zip(*map(jax.tree.leaves, (old, new)), strict=True)]
+def _changed(run: Callable[[Any], Any], came: Any, left: Any) -> tuple[Any, Any]:
+    """Which variables `run` assigned to: of those that are fixed, and of the others.
+
+    What an `nnx.remat` inside of it only hands on comes back as another array. Then
+    the program of `run` tells.
+    """
+    number = len(jax.tree.leaves(came[:-1]))
+    old, new = map(jax.tree.leaves, (came, left))
+    changed = [x is not y for x, y in zip(old, new, strict=True)]
+    if any(changed[:number]):
+        closed = jax.make_jaxpr(lambda came: jax.tree.leaves(run(came)[1]))(came)
+        changed = [i != place for i, place in enumerate(ir.forwarded(closed.jaxpr))]
+    return changed[:number], changed[number:]
 
 
 def _check_graph(old_graph: Any, graph: Any, old: Any, new: Any) -> None:

@@ -1,0 +1,195 @@
+"""NNX transforms inside of `fun`: they hand parameters on, and assign to none."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import ga_optax as ga
+import ga_optax.flax
+from ga_optax._passes import ir
+
+pytestmark = pytest.mark.usefixtures("optax_promotion", "fast_compilation")
+
+K, ROWS, WIDTH = 4, 16, 3
+X = np.random.default_rng(0).normal(size=(ROWS, WIDTH))
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.norm = nnx.BatchNorm(WIDTH, rngs=rngs)
+        self.calls = nnx.Variable(jnp.zeros([], jnp.int32))
+
+    def __call__(self, x):
+        self.calls[...] += 1
+        return self.norm(jnp.tanh(self.linear(x)))
+
+
+@nnx.split_rngs(splits=2)
+@nnx.vmap
+def of_two(rngs):
+    return Block(rngs)
+
+
+def stacked():
+    return of_two(nnx.Rngs(0))
+
+
+def in_float64(module):
+    def wide(x):
+        return x.astype(jnp.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+    nnx.update(module, jax.tree.map(wide, nnx.state(module)))
+    return module
+
+
+def apply(block, x):
+    return block(x)
+
+
+def over_layers(apply):
+    return nnx.scan(apply, in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+
+
+def looped(block, x):
+    def body(_, carry):
+        block, x = carry
+        return block, nnx.remat(apply)(block, x)
+
+    return nnx.fori_loop(0, 2, body, (block, x))[1]
+
+
+def chosen(block, x):
+    remat = nnx.remat(apply)
+    return nnx.cond(block.calls[...] >= 0, remat, remat, block.linear, x)
+
+
+def single():
+    return Block(nnx.Rngs(0))
+
+
+TRANSFORMS = {
+    "remat": (single, nnx.remat(apply), apply),
+    "jit": (single, nnx.jit(apply), apply),
+    "jit_of_remat": (single, nnx.jit(nnx.remat(apply)), apply),
+    "remat_of_remat": (single, nnx.remat(nnx.remat(apply)), apply),
+    "scan_of_remat": (stacked, over_layers(nnx.remat(apply)), over_layers(apply)),
+    "remat_of_scan": (stacked, nnx.remat(over_layers(apply)), over_layers(apply)),
+    "loop_of_remat": (single, looped, lambda b, x: b(b(x))),
+    "cond_of_remat": (single, chosen, lambda block, x: block.linear(x)),
+}
+OPTIONS = {
+    "window": {},
+    "whole_batch": {"whole_batch": True},
+    "axis": {"axis_name": "rows"},
+    "data_axis": {"data_axis": "data"},
+}
+
+
+def run(make, call, options):
+    """Value, gradients and the variables after a call, as numbers."""
+    model = in_float64(make())
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def loss(model, x):
+        return jnp.mean(call(model, x) ** 3)
+
+    step = ga_optax.flax.value_and_grad(loss, K, accumulator_dtype=None, **options)
+    with jax.set_mesh(mesh):
+        out = nnx.jit(step)(model, jnp.asarray(X))
+    return jax.device_get(nnx.as_pure((out, nnx.state(model))))
+
+
+@pytest.mark.grid(8)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_a_transform_inside_changes_nothing(name, options):
+    make, transformed, plain = TRANSFORMS[name]
+    with jax.enable_x64(True):
+        ours, due = (run(make, call, options) for call in (transformed, plain))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-12, 1e-12), ours, due)
+    assert any(np.any(x != 0) for x in jax.tree.leaves(due[0][1]))
+
+
+def doubles(block, x):
+    block.linear.kernel[...] *= 2
+    return block(x)
+
+
+def swaps(block, x):
+    linear = block.linear
+    linear.bias[...], block.norm.bias[...] = block.norm.bias[...], linear.bias[...]
+    return block(x)
+
+
+def reverses(block, x):
+    """Each layer hands its parameters on to the next one."""
+
+    def body(held, now):
+        bias, x = held
+        new, now.linear.bias[...] = now.linear.bias[...], bias
+        return new, nnx.remat(apply)(now, x)
+
+    scanned = nnx.scan(body, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+    return scanned((jnp.zeros(WIDTH, x.dtype), x), block)[1]
+
+
+@pytest.mark.grid(4)
+@pytest.mark.parametrize("options", [{}, {"whole_batch": True}], ids=["", "whole"])
+@pytest.mark.parametrize(
+    ("make", "call"),
+    [
+        (single, nnx.remat(doubles)),
+        (single, nnx.remat(swaps)),
+        (stacked, over_layers(nnx.remat(doubles))),
+        (stacked, reverses),
+    ],
+    ids=["remat", "swap", "scan", "shift"],
+)
+def test_what_a_transform_assigns_to_parameters_is_refused(make, call, options):
+    """The twin."""
+    with jax.enable_x64(True), pytest.raises(ValueError, match="must not assign"):
+        run(make, call, options)
+
+
+def test_what_a_rematerialised_layer_leaves_alone_does_not_cross_the_network():
+    class Frozen(nnx.Module):
+        def __init__(self):
+            self.scale = nnx.Param(jnp.ones(2))
+            self.table = nnx.Variable(jnp.ones((64, 64)))
+
+    def loss(model, x):
+        call = nnx.remat(lambda model, x: x * model.scale[...] + model.table[0, :2])
+        return jnp.mean(call(model, x))
+
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    step = ga_optax.flax.value_and_grad(loss, 2, data_axis="data")
+    with jax.set_mesh(mesh):
+        program = nnx.jit(step).lower(Frozen(), jnp.ones((8, 2))).compile()
+    found = ga.audit(program.as_text()).collectives
+    assert 0 < sum(one.num_bytes for one in found) < 64
+
+
+def test_results_that_are_arguments_are_found_in_a_program():
+    def run(a, b, c):
+        once = jax.checkpoint(lambda x, y: (y, x, x + y))(a, b)
+        carry, stacked = jax.lax.scan(
+            lambda held, x: ((held[1], held[0], held[2]), x), (a, b, c), once[0]
+        )
+        branches = jax.lax.cond(True, lambda x, y: (x, x), lambda x, y: (x, y), a, b)
+        return *once, *carry, stacked, *branches
+
+    def kept(a, b, c):
+        identity = jax.checkpoint(lambda *xs: xs)
+        carry, stacked = jax.lax.scan(
+            lambda held, x: (identity(*held), identity(x)[0]), (a, b), c
+        )
+        return *carry, stacked
+
+    args = [jnp.ones(2), jnp.ones(2), jnp.ones(2)]
+    got = ir.forwarded(jax.make_jaxpr(run)(*args).jaxpr)
+    # Carries that change places may be forwarded nowhere; what is held is.
+    assert got == [1, 0, None, None, None, 2, 1, 0, None]
+    assert ir.forwarded(jax.make_jaxpr(kept)(*args).jaxpr) == [0, 1, 2]
