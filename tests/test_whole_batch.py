@@ -270,7 +270,7 @@ def test_dependencies_name_what_meets_the_line_and_the_bytes():
         *whole_losses.arguments(dtype=np.float32)
     )
     text = str(found)
-    assert "all rows of [4, 16]" in text
+    assert "all rows of [16, 4]" in text
     assert "whole_losses.py" in text
     assert found.nbytes == 2 * 16 * 4 * 4
     assert found.levels == 1
