@@ -18,6 +18,7 @@ test-all: lint types pytest
 fuzz: export HYPOTHESIS_PROFILE = fuzz
 fuzz: MARKED := -m fuzz
 fuzz: pytest
+	$(BIN)/python tests/whole_random.py 2000
 
 pytest: $(VENV)/ready
 	@$(BIN)/python tests/versions.py

@@ -1,0 +1,56 @@
+"""Random losses of every form, through `value_and_grad`; see `whole_random`.
+
+`python tests/whole_random.py 2000`, which `make fuzz` runs too, checks as many of them.
+"""
+
+import jax
+import pytest
+from whole_random import BOUND, Program, check, draw
+from whole_steps import MORE_STEPS
+
+from ga_optax._partition import writer
+
+pytestmark = pytest.mark.usefixtures("optax_promotion", "fast_compilation")
+
+
+def is_right(program):
+    found = check(program)
+    assert found.failures == []
+    return found.error is not None and found.error < BOUND
+
+
+@pytest.mark.grid(5)
+@pytest.mark.parametrize("name", sorted(MORE_STEPS))
+def test_every_step_has_the_value_gradients_and_aux_of_the_whole_batch(name):
+    assert is_right(Program((name,), "spread", has_aux=True))
+
+
+@pytest.mark.grid(2)
+@pytest.mark.parametrize("seed", range(30))
+def test_random_losses_have_those_of_the_whole_batch(seed):
+    assert is_right(draw(seed))
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_rows_along_any_axis_of_several_batch_arguments(axis):
+    names = ("contrast", "places")
+    assert is_right(Program(names, "root", 4, axis, several=True, has_aux=True))
+
+
+# What a program in which this is made wrong looks like.
+def _dropped(self, x):
+    return x
+
+
+def _first(self, x, rows):
+    start = x.shape[rows.dim] // self.axis.size
+    return jax.lax.slice_in_dim(x, 0, start, axis=rows.dim)
+
+
+@pytest.mark.parametrize(
+    ("attribute", "twin", "name"),
+    [("sum", _dropped, "correlation"), ("own", _first, "called_back")],
+)
+def test_a_program_made_wrong_is_found(monkeypatch, attribute, twin, name):
+    monkeypatch.setattr(writer.Writer, attribute, twin)
+    assert check(Program((name,), "spread")).error > 1e-6
