@@ -201,10 +201,13 @@ class Loop:
         given = operands.consts, operands.params, batch, state.carry
         consts, params, batch, carry = self.fenced(given)
         keys = [jax.random.fold_in(key, state.acc.count) for key in operands.keys]
+        program = ir.Program(self.program.jaxpr, consts)
+        facts = Facts(optimize=self.optimize)
+        jaxpr, consts = table.run("micro-step", program, facts)
 
         def evaluate(*params: jax.Array) -> tuple[jax.Array, list[Any]]:
             args = *params, *batch, *keys, *carry
-            loss, *rest = jax.core.eval_jaxpr(self.program.jaxpr, consts, *args)
+            loss, *rest = jax.core.eval_jaxpr(jaxpr, consts, *args)
             return loss, [jnp.asarray(x) for x in rest]  # an aux may be a plain number
 
         with jax.named_scope("compute"):

@@ -10,7 +10,6 @@ import functools
 from typing import Any
 
 import jax
-import numpy as np
 from jax.extend import core
 
 from ga_optax._passes import ir, known
@@ -92,13 +91,4 @@ def _key(equation: core.JaxprEqn) -> Any:
     refs = any(hasattr(v.aval, "inner_aval") for v in variables)
     if equation.effects or refs or equation.primitive.name == "rng_uniform":
         return None
-    operands = tuple(
-        (str(x.aval), np.asarray(x.val).tobytes()) if isinstance(x, core.Literal) else x
-        for x in equation.invars
-    )
-    key = equation.primitive, operands, tuple(sorted(equation.params.items()))
-    try:
-        hash(key)
-    except TypeError:
-        return None
-    return key
+    return ir.key_of(equation, lambda x: x)

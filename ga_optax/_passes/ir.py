@@ -9,7 +9,9 @@ programs, and the names of their parameters, which change between versions of JA
     needed, following          what a value takes, and what depends on it
     forwarded                  which argument a result is, if nothing computes it
     evaluate, bind             a program or an equation, run on values
+    key_of                     what equal equations have in common
     renamed, with_inner        a program with other variables, or other inner programs
+    as_call                    an equation as a jitted function of its own
     traced                     equations that compute what a Python function does
     line_of                    the line of the user's code that an equation is from
 """
@@ -19,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.extend import core, source_info_util
 
 # How an equation runs the programs inside it.
@@ -237,6 +240,25 @@ def _handed_on(equation: core.JaxprEqn) -> list[Any]:
     ]
 
 
+def key_of(equation: core.JaxprEqn, of: Callable[[Any], Any]) -> Any:
+    """What equal equations have in common; None for one that cannot be compared.
+
+    `of` gives what their variables have in common; literals are equal by value.
+    """
+    operands = tuple(
+        (str(x.aval), np.asarray(x.val).tobytes())
+        if isinstance(x, core.Literal)
+        else of(x)
+        for x in equation.invars
+    )
+    key = equation.primitive, operands, tuple(sorted(equation.params.items()))
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
 # -- Running a program -----------------------------------------------------------------
 
 # What an equation gives, given its arguments; None to run it as it is.
@@ -338,6 +360,29 @@ def with_inner(
         for x, y in zip(params.values(), equation.params.values(), strict=True)
     )
     return equation if same else equation.replace(params=params)
+
+
+def as_call(jaxpr: core.Jaxpr, equation: core.JaxprEqn) -> core.JaxprEqn | None:
+    """A call of a jitted function that is this equation, and that JAX inlines.
+
+    Its arguments are the variables that the equation reads. None if this version of JAX
+    does not say how to inline, or gives the results other types.
+    """
+    read, outs = variables(equation.invars), equation.outvars
+    # Where it is inlined it is named and placed as the call is.
+    bare = equation.replace(source_info=source_info_util.new_source_info())
+
+    def run(*values: Any) -> Any:
+        return bind(jaxpr, [bare], read, outs, values)
+
+    program: Any = jax.make_jaxpr(jax.jit(run))(*(x.aval for x in read)).jaxpr
+    call = program.eqns[-1]
+    how = call.params.get("inline")
+    same = [x.aval for x in call.outvars] == [x.aval for x in outs]
+    if how is None or call.invars != program.invars or not same:
+        return None
+    early = getattr(type(how), "JAX_EARLY", True)  # an enumeration since jax 0.11
+    return call.replace(params=call.params | {"inline": early})
 
 
 def traced(

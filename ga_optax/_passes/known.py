@@ -83,13 +83,18 @@ _RUNS = {"custom_jvp_call"}  # its rule is run as JAX differentiates it
 
 def is_known(equation: core.JaxprEqn) -> bool:
     """Whether a pass may move an equation: it and all inside it are known."""
+    if is_built_in(equation):
+        return True
     if equation.effects:
         return False
     name = equation.primitive.name
-    if name in _BUILT_IN:
-        return True
     inside = (e for program in ir.inner_programs(equation) for e in program.eqns)
     return (ir.kind(equation) or name) in _PURE and all(map(is_known, inside))
+
+
+def is_built_in(equation: core.JaxprEqn) -> bool:
+    """Whether it is a primitive of `jax.lax` that does nothing but compute."""
+    return not equation.effects and equation.primitive.name in _BUILT_IN
 
 
 _PURE = {"call", "checkpoint", "scan", "while", "cond", *_RUNS}

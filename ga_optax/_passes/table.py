@@ -6,6 +6,8 @@
 |               |            | grouping             |                                 |
 | `fun`         | casts      | same bits            | casts parameters by layer       |
 | sharded `fun` | gathered   | same to rounding     | gathers parameters at their use |
+| a micro-step  | repeats    | same program         | differentiates equations that   |
+|               |            |                      | are alike once                  |
 | the loop      | products   | rounded once         | adds sums of products before    |
 |               |            |                      | they are rounded                |
 | the loop      | duplicates | same bits on any     | computes nothing twice          |
@@ -20,7 +22,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from ga_optax._passes import casts, constants, duplicates, gathered, products
+from ga_optax._passes import casts, constants, duplicates, gathered, products, repeats
 from ga_optax._passes.facts import Facts
 from ga_optax._passes.ir import Program
 
@@ -30,7 +32,8 @@ class Pass(NamedTuple):
 
     Attributes:
       name: what it is called in warnings and the log.
-      scope: which programs it is for: of "fun", "sharded fun", or the "loop".
+      scope: which programs it is for: of "fun", "sharded fun", "micro-step" (what is
+        differentiated), or the "loop".
       law: what its results equal, and how exactly.
       applies: whether it has something to do in a call.
       change: from a program to one that does the same.
@@ -59,6 +62,7 @@ PASSES = (
         lambda facts: facts.mesh is not None,
         gathered.gathered,
     ),
+    Pass("repeats", "micro-step", "same program", lambda facts: True, repeats.called),
     Pass(
         "products",
         "loop",

@@ -1,0 +1,62 @@
+"""Equations that repeat, which JAX then differentiates once.
+
+Each layer of a model has the equations of the layer before, and JAX applies its rules
+to every one of them. To a jitted function it applies them once, and keeps the result.
+So equations that are alike become calls of one function. JAX inlines these while it
+traces, and what comes out is the program that would come out without them.
+"""
+
+import collections
+from typing import Any
+
+from jax.extend import core
+
+from ga_optax._passes import ir, known
+from ga_optax._passes.facts import Facts
+from ga_optax._passes.ir import Program
+
+# A function costs as much as the rules of two equations.
+_FEW = 3
+
+
+def called(program: Program, facts: Facts) -> Program:
+    """The program with calls in place of equations that repeat."""
+    jaxpr = program.jaxpr
+    keys = list(map(_key, jaxpr.eqns))
+    number = collections.Counter(keys)
+    calls: dict[Any, core.JaxprEqn | None] = {}
+    equations = []
+    for key, equation in zip(keys, jaxpr.eqns, strict=True):
+        if key is not None and number[key] >= _FEW:
+            if key not in calls:
+                calls[key] = ir.as_call(jaxpr, equation)
+            equation = _through(calls[key], equation)
+        equations.append(equation)
+    return program._replace(jaxpr=jaxpr.replace(eqns=equations))
+
+
+def _through(call: core.JaxprEqn | None, equation: core.JaxprEqn) -> core.JaxprEqn:
+    """The equation by a call of one like it; itself if that cannot be called."""
+    if call is None:
+        return equation
+    operands = ir.variables(equation.invars)
+    how = {"primitive": call.primitive, "params": call.params}
+    return equation.replace(invars=operands, **how)
+
+
+def _key(equation: core.JaxprEqn) -> Any:
+    """What equations that are alike have in common; None for one that stays as it is.
+
+    One that reads a variable twice stays: what comes back to that variable would be
+    added up in another order.
+    """
+    read = ir.variables(equation.invars)
+    if not read or _twice(read) or not known.is_built_in(equation):
+        return None
+    key = ir.key_of(equation, lambda x: x.aval)
+    # What it was traced under: a mesh, a type of computation.
+    return key and (*key, id(getattr(equation, "ctx", None)))
+
+
+def _twice(read: list[Any]) -> bool:
+    return len(set(read)) < len(read)
