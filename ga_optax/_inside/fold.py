@@ -16,7 +16,7 @@ from ga_optax._inside import additions, in_place, trees
 from ga_optax._inside.call import Call
 from ga_optax._inside.loop import Loop, Operands
 from ga_optax._inside.over_devices import all_reduced, of_logical
-from ga_optax._inside.program import Program
+from ga_optax._inside.program import ManualAxisError, Program
 from ga_optax._inside.results import Value, value_of
 from ga_optax.accumulator import Accumulator
 
@@ -137,7 +137,21 @@ def mean(call: Call, program: Program, acc: Accumulator, params: Any) -> optax.U
 
 
 def over_mesh(call: Call, run: Callable[..., Any], *acc: Accumulator) -> Any:
-    """`run(call, *acc)` in a `shard_map` over the data axes."""
+    """`run(call, *acc)` in a `shard_map` over the data axes.
+
+    JAX has no types for an axis beside the mesh, nor for a constraint over all of it.
+    """
+    if call.options.axis_name is not None:
+        return _over_mesh(call, run, acc, check_vma=False)
+    try:
+        return _over_mesh(call, run, acc, check_vma=True)
+    except ManualAxisError:
+        return _over_mesh(call, run, acc, check_vma=False)
+
+
+def _over_mesh(
+    call: Call, run: Callable[..., Any], acc: tuple[Accumulator, ...], check_vma: bool
+) -> Any:
     options, mesh, axes = call.options, call.mesh, call.options.axes
     split, params = meshes.split_spec(axes), call.params
     whole: Any = PartitionSpec()
@@ -178,7 +192,4 @@ def over_mesh(call: Call, run: Callable[..., Any], *acc: Accumulator) -> Any:
     given = [call.at(i) for i in places], call.batch, others, *acc
     of_given = of_roles, of_batch, whole, *[result] * len(acc)
     in_and_out = of_given, (value, result)
-    checks = options.axis_name is None  # JAX has no types for an axis beside the mesh
-    return collectives.over_mesh(local, mesh, axes, in_and_out, check_vma=checks)(
-        *given
-    )
+    return collectives.over_mesh(local, mesh, axes, in_and_out, check_vma)(*given)

@@ -15,7 +15,7 @@ from ga_optax._inside.call import Call
 from ga_optax._inside.merges import Sum
 from ga_optax._inside.options import FromAux
 from ga_optax._inside.results import check_carry, taken_apart
-from ga_optax._passes import ir, known, table
+from ga_optax._passes import constraints, ir, known, table
 from ga_optax._passes.arrivals import arrival
 from ga_optax._passes.facts import Facts
 from ga_optax.accumulator import as_weight
@@ -25,6 +25,10 @@ _UNBOUND = (
     "value_and_grad(axis_name=). It needs the whole window in one call, so accumulate "
     "and MultiSteps cannot have it."
 )
+
+
+class ManualAxisError(ValueError):
+    """`fun` shards something over a data axis that is bound, or over its mesh."""
 
 
 class Program(NamedTuple):
@@ -93,6 +97,7 @@ def trace(call: Call) -> Program:
     run = _micro_batch(call, first[0])
     trace_one = jax.make_jaxpr(run, axis_env=call.axis_env, return_shape=True)
     closed, shapes = _traced(call, lambda: trace_one(params, first, keys, carry))
+    closed = closed.replace(jaxpr=constraints.without_axes(closed.jaxpr, call.axes))
     # The types of the results say over which devices they vary; their shapes do not.
     avals = [variable.aval for variable in closed.jaxpr.outvars]
     loss, weight, new, aux = jax.tree.unflatten(jax.tree.structure(shapes), avals)
@@ -279,12 +284,14 @@ def _explain_manual_axis(call: Call, error: ValueError) -> None:
     """Raises if `error` is JAX's of a sharding over a data axis that is bound."""
     names = [name for name in call.axes if f"'{name}'" in str(error)]
     if names and "Manual" in str(error):
-        raise ValueError(
-            "With a data_axis fun must not shard anything over it, since it sees the "
-            f"rows of one device, but it names {names[0]!r}, or a whole Mesh. Pass "
-            "with_sharding_constraint a PartitionSpec of other axes alone (in Flax, "
-            'take the name out of the logical axis rules); or pass sync="each", or no '
-            f"data_axis, and every micro-batch is reduced. JAX says: {error}"
+        raise ManualAxisError(
+            "With a data_axis fun must not shard anything over it by a PartitionSpec, "
+            f"since it sees the rows of one device, but it names {names[0]!r}. Pass "
+            "with_sharding_constraint a NamedSharding, out of which the data axis is "
+            "taken, or a PartitionSpec of other axes alone (in Flax, take the name out "
+            "of the logical axis rules). In your own jax.shard_map, pass "
+            'check_vma=False, too. Or pass sync="each", or no data_axis, and every '
+            f"micro-batch is reduced. JAX says: {error}"
         ) from error
 
 

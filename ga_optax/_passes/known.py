@@ -29,6 +29,7 @@ EXACT = {
 }
 # They broadcast their operands.
 ELEMENTWISE = {"add", "sub", "mul", "div", "max", "min", "pow"}
+CONSTRAINT = "sharding_constraint"
 ADD_TO, WRITE, READ_OUT, NEW_REF = "addupdate", "swap", "freeze", "new_ref"
 
 # Parameters that are read or given here, by primitive.
@@ -79,6 +80,12 @@ top_k triangular_solve tridiagonal tridiagonal_solve zeta
 """
 CHEAP = _BUILT_IN - frozenset(_DEAR.split())
 _RUNS = {"custom_jvp_call"}  # its rule is run as JAX differentiates it
+
+
+def constrained_to(equation: core.JaxprEqn) -> Any:
+    """The sharding that an equation asks for; None if it is no such constraint."""
+    is_constraint = equation.primitive.name == CONSTRAINT
+    return equation.params.get("sharding") if is_constraint else None
 
 
 def is_known(equation: core.JaxprEqn) -> bool:

@@ -1,0 +1,144 @@
+"""Models that say where they lie on the whole mesh, with a `data_axis`."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import ga_optax as ga
+
+P = PartitionSpec
+FREE = PartitionSpec.UNCONSTRAINED
+K, ROWS, WIDTH = 2, 16, 4
+EPS = np.finfo(np.float64).eps
+DRAW = np.random.default_rng(0)
+PARAMS = {name: DRAW.normal(size=(WIDTH, WIDTH)) for name in "ab"}
+X = DRAW.normal(size=(ROWS, WIDTH))
+
+SPECS = [
+    P(),
+    P("data"),
+    P("data", "model"),
+    P(("data", "model")),
+    P(None, "model"),
+    P(FREE, "model"),
+]
+
+
+def mesh_of(*names):
+    sizes = (2,) * len(names)
+    return jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))
+
+
+def model(params, x, place, where):
+    """Two layers; constraints in the program itself, in a scan or in a checkpoint."""
+
+    def layer(h, w):
+        return place(jnp.tanh(place(h) @ w)), None
+
+    if where == "scan":
+        return jax.lax.scan(layer, x, jnp.stack([params["a"], params["b"]]))[0]
+    if where == "checkpoint":
+        layer = jax.checkpoint(layer)
+    if where == "jit":
+        layer = jax.jit(layer)
+    return layer(layer(x, params["a"])[0], params["b"])[0]
+
+
+def loss_of(place, where="plain"):
+    def loss(params, x):
+        return jnp.mean(model(params, x, place, where) ** 2)
+
+    return loss
+
+
+def constrain(mesh, spec):
+    def place(x):
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+    return place
+
+
+def check(mesh, spec, where="plain", option=None, **options):
+    """The step's value and gradients are those of one device."""
+    with jax.enable_x64(True):
+        due = jax.value_and_grad(loss_of(lambda x: x))(PARAMS, X)
+        place = NamedSharding(mesh, P("data"))
+        option = ga.DataAxis("data", mesh=mesh, **(option or {}))
+        step = ga.value_and_grad(
+            loss_of(constrain(mesh, spec), where), K, data_axis=option, **options
+        )
+        got = jax.jit(step)(PARAMS, jax.device_put(jnp.asarray(X), place))
+        for a, b in zip(*map(jax.tree.leaves, (got, due)), strict=True):
+            bound = 8 * ROWS * WIDTH * EPS * np.max(np.abs(b))
+            np.testing.assert_allclose(a, b, rtol=0, atol=bound)
+
+
+@pytest.mark.grid(6)
+@pytest.mark.parametrize("where", ["plain", "scan", "checkpoint", "jit"])
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_a_constraint_over_the_whole_mesh_changes_nothing(spec, where):
+    check(mesh_of("data", "model"), spec, where)
+
+
+@pytest.mark.grid(5)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"axis_name": "rows"},
+        {"whole_batch": True},
+        {"weight_fn": len},
+        {"optimize": False},
+        {"option": {"overlap": True}},
+        {"option": {"grad_specs": P("data")}},
+        {"option": {"logical_devices": 4}},
+        {"option": {"sync": "each"}},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("names", [("data",), ("data", "model")], ids=len)
+def test_it_changes_nothing_with_any_other_option(names, options):
+    check(mesh_of(*names), P("data"), **options)
+
+
+def test_accumulate_takes_it_too():
+    mesh = mesh_of("data", "model")
+    loss = loss_of(constrain(mesh, P("data")))
+    axis = ga.DataAxis("data", mesh=mesh)
+    step = jax.jit(ga.accumulate(loss, K, data_axis=axis))
+    _, acc = step(ga.accumulator.init(PARAMS), PARAMS, X)
+    due = jax.grad(loss_of(lambda x: x))(PARAMS, X)
+    for a, b in zip(
+        *map(jax.tree.leaves, (ga.accumulator.mean(acc), due)), strict=True
+    ):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_what_it_asks_of_other_axes_stays():
+    """The twin: with no constraint the other axis has nothing to do."""
+    mesh = mesh_of("data", "model")
+
+    def flops(place):
+        step = ga.value_and_grad(
+            loss_of(place), K, data_axis=ga.DataAxis("data", mesh=mesh)
+        )
+        params = jax.tree.map(jnp.ones_like, PARAMS)
+        program = jax.jit(step).lower(params, jnp.asarray(X)).compile()
+        return program.cost_analysis()["flops"]
+
+    split = flops(constrain(mesh, P("data", "model")))
+    assert split < 0.8 * flops(lambda x: x)
+    whole = flops(constrain(mesh, P("data")))
+    assert whole > 1.2 * split
+
+
+def test_one_reduction_a_window():
+    mesh = mesh_of("data")
+    step = ga.value_and_grad(
+        loss_of(constrain(mesh, P("data"))), K, data_axis=ga.DataAxis("data", mesh=mesh)
+    )
+    program = jax.jit(step).lower(PARAMS, jnp.asarray(X)).compile()
+    found = ga.audit(program.as_text())
+    assert found.collectives
+    assert not found.in_loop
