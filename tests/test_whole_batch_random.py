@@ -178,7 +178,7 @@ TWINS = {
     "a dropped sum": (writer.Writer, "sum", lambda self, x: x, "norm"),
     "a swapped layout": (shapes, "reshaped", _swapped, "twice shift"),
     "a missing offset": (randoms, "positions", _no_offset, "dropout"),
-    "another's rows": (writer.Writer, "own", _first_part, "shift kernel"),
+    "another's rows": (writer.Writer, "own", _first_part, "sorted"),
     "equal parts of unequal ties": (
         reductions,
         "_of_parts",

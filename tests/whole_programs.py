@@ -142,6 +142,7 @@ STEPS = {
     "shift": lambda h, w: h - 0.5 * jnp.roll(h, 1, 0),
     "flip": lambda h, w: h + h[::-1],
     "sort_rows": lambda h, w: jnp.sort(h, 0),
+    "sorted": lambda h, w: h - 0.5 * jnp.sort(h, 0),
     "sort": lambda h, w: jnp.sort(h, 1),
     "top_k": lambda h, w: h + jax.lax.top_k(h, 2)[0].sum(-1, keepdims=True),
     "cumsum": lambda h, w: jnp.cumsum(h, 0) / len(h),

@@ -284,7 +284,9 @@ def put_together(trace: Trace, kept: dict[str, Any]) -> list[Any]:
         trace.part.layouts[1:], trace.closed.out_avals[1:], strict=True
     ):
         x = next(rest[_kind(layout)])
-        x = _joined(x, layout) if isinstance(layout, Rows) else x
+        if isinstance(layout, Rows):
+            x = _joined(x, layout)
+            x = jax.lax.slice_in_dim(x, 0, due.shape[layout.dim], axis=layout.dim)
         found.append(x.astype(due.dtype) if layout == PARTIAL else x)
     return found
 

@@ -14,8 +14,8 @@ its operands and is computed whole, which is always right and only takes memory.
     values       the layouts, and a value in one
     writer       the program of a micro-batch while it is written; changes of layout
     table        which rule each primitive has
-    elementwise, linear, shapes, reductions, products, indexing, randoms, nested, custom
-                 the rules, by kind
+    elementwise, linear, shapes, moves, reductions, products, indexing, randoms, nested,
+    custom       the rules, by kind
     cutting      a value's rows computed from the rows of what it is made of
     program      `partition`, which puts these together
 

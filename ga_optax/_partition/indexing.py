@@ -73,7 +73,7 @@ def _aligned(w: Writer, e: core.JaxprEqn, operand: Value, indices: Value) -> Res
     own = own_rows(w, operand, indices, numbers.start_index_map)
     collapsed = operand.dim in numbers.collapsed_slice_dims
     if own is not None and batch and not of_batch and collapsed:
-        return [(w.run(e, [operand.x, own]), Rows(batch[0]))]
+        return [(w.run(e, [operand.x, own]), operand.rows.at(batch[0]))]
     return None
 
 
@@ -96,7 +96,7 @@ def _window(
     if d in gone or d in numbers.start_index_map or sizes[d] != operand.shape[d]:
         return None
     kept = [i for i in range(len(sizes)) if i not in gone]
-    sizes[d] //= w.axis.size
+    sizes[d] = operand.x.shape[d]
     return tuple(sizes), numbers.offset_dims[kept.index(d)]
 
 
@@ -122,7 +122,7 @@ def _picked(w: Writer, e: core.JaxprEqn, operand: Value, indices: Value) -> Any:
     row, n, segments = at[..., column], operand.shape[d], operand.rows.segments
     if e.params["mode"] == jax.lax.GatherScatterMode.CLIP:
         row = jnp.clip(row, 0, n - 1)
-    rest = n // (segments * parts)
+    rest = operand.x.shape[d] // segments
     here = row // (rest * parts) * rest + row % rest
     inside = (row >= 0) & (row < n)
     # One micro-batch has what lies outside, so that it comes out once.
@@ -148,7 +148,7 @@ def own_rows(
     n, column = operand.shape[operand.dim], list(index_map).index(operand.dim)
     if indices.shape[:1] != (n,) or not _counts(indices, column, n):
         return None
-    x = w.part(indices, Rows(0))
+    x = w.part(indices, operand.rows.at(0))
     here = jnp.arange(x.shape[0], dtype=x.dtype)
     here = here.reshape(-1, *[1] * (x.ndim - 2))
     return x.at[..., column].set(jnp.broadcast_to(here, x.shape[:-1]))

@@ -1,5 +1,6 @@
 """Products: those over rows are sums over micro-batches."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -46,8 +47,9 @@ def dot_general(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     side = 0 if vs[0].rows else 1
     v, other = vs[side], vs[1 - side]
     rows = v.rows.at(contracted[1 - side][list(contracted[side]).index(v.dim)])
-    xs = [v.x, v.x]
-    xs[1 - side] = w.part(other, rows)
+    other = dataclasses.replace(other, x=w.part(other, rows), layout=rows)
+    xs = [w.filled(v, 0)] * 2
+    xs[1 - side] = w.filled(other, 0)
     return [(w.run(e, xs), PARTIAL)]
 
 
@@ -60,7 +62,9 @@ def convolution(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
         return [(w.run(e, [left.x, right.x]), left.rows.at(numbers.out_spec[0]))]
     over = left.dim == numbers.lhs_spec[1] and right.dim == numbers.rhs_spec[1]
     same = left.rows and right.rows and left.rows.segments == right.rows.segments
-    if over and same and p["feature_group_count"] == 1:  # the gradient of a kernel
+    if (
+        over and same and not left.extra and p["feature_group_count"] == 1
+    ):  # the gradient of a kernel
         return [(w.run(e, [left.x, right.x]), PARTIAL)]
     return None
 

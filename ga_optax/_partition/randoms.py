@@ -55,10 +55,11 @@ def positions(w: Writer, shape: tuple[int, ...], d: int, rows: Rows) -> jax.Arra
     here = jax.lax.broadcasted_iota(jnp.int32, local, d)
     if d != rows.dim:
         return here
-    length = shape[d] // rows.segments
+    length = (shape[d] + rows.extra) // rows.segments
     rest = length // w.axis.size
     segment, within = here // rest, here % rest
-    return segment * length + w.index.astype(jnp.int32) * rest + within
+    at = segment * length + w.index.astype(jnp.int32) * rest + within
+    return jnp.minimum(at, shape[d] - 1) if rows.extra else at
 
 
 def random_bits(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result] | None:

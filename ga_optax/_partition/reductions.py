@@ -1,5 +1,6 @@
 """Primitives that reduce or scan along axes: here first, then over micro-batches."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -37,6 +38,8 @@ def reduce_(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
         rows, x = found
         left = rows.at(rows.dim - sum(a < rows.dim for a in axes))
         return [(w.run(e, [x]), left)]
+    if v.extra:
+        v = dataclasses.replace(v, x=w.filled(v, _neutral(name, v)))
     here = w.run(e, [v.x])
     if name == "reduce_sum":
         return [(here, PARTIAL)]
@@ -44,6 +47,18 @@ def reduce_(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
         return [(_extremum(w, e, v, here), WHOLE)]
     parts = _gathered(w, v, here)
     return [(w.run(e, [parts], axes=(0,)), WHOLE)]
+
+
+def _neutral(name: str, v: Value) -> Any:
+    """What changes no sum, maximum or minimum."""
+    if name == "reduce_sum":
+        return 0
+    ends = jnp.finfo if is_inexact(v.aval) else jnp.iinfo
+    if v.aval.dtype == jnp.bool_:
+        return name == "reduce_min"
+    if is_inexact(v.aval):
+        return -jnp.inf if name == "reduce_max" else jnp.inf
+    return ends(v.aval.dtype).min if name == "reduce_max" else ends(v.aval.dtype).max
 
 
 def _gathered(w: Writer, v: Value, here: Any) -> Any:
@@ -141,7 +156,7 @@ def argument(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     [axis], x = axes, jax.lax.stop_gradient(v.x)
     at = w.run(e, [x])
     best = jnp.take_along_axis(x, jnp.expand_dims(at, axis), axis).squeeze(axis)
-    rows = v.shape[axis] // w.axis.size
+    rows = v.x.shape[axis]
     first = w.index.astype(at.dtype) * jnp.asarray(rows, at.dtype)
     places, values = w.gather(at + first), _gathered(w, v, best)
     which = w.run(e, [values], axes=(0,))

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 from jax.extend import core
 
+from ga_optax._partition import moves
 from ga_optax._partition.values import Result, Rows, Value, local_shape, types_of
 from ga_optax._partition.writer import Writer
 
@@ -47,6 +48,11 @@ def reshaped(
     old: tuple[int, ...], new: tuple[int, ...], rows: Rows, parts: int
 ) -> Rows | None:
     """Where rows are after a reshape: `[before, k, rest]` of the same numbers."""
+    if rows.extra:  # as an axis of its own
+        found = [d for d, n in enumerate(new) if n == old[rows.dim]]
+        before = math.prod(old[: rows.dim])
+        found = [d for d in found if math.prod(new[:d]) == before]
+        return rows.at(found[0]) if found else None
     before = math.prod(old[: rows.dim]) * rows.segments
     outer = 1
     for d, size in enumerate(new):
@@ -64,11 +70,7 @@ def concatenate(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     if others:
         rows = max(others, key=lambda v: v.size).rows
         return [(w.run(e, [w.part(v, rows) for v in vs]), rows)]
-    lengths = {v.shape[d] // v.rows.segments if v.rows else None for v in vs}
-    if None in lengths or len(lengths) > 1:
-        return None
-    rows = Rows(d, sum(v.rows.segments for v in vs if v.rows))
-    return [(w.run(e, [v.x for v in vs]), rows)]
+    return moves.moved(w, e, vs, d)
 
 
 def stack(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
@@ -91,55 +93,18 @@ def _axis(e: core.JaxprEqn) -> int:
 
 def split(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     [v] = vs
-    d, sizes = e.params["axis"], e.params["sizes"]
-    if d != v.dim:
-        return [(x, v.rows) for x in w.run(e, [v.x])]
-    segment = v.shape[d] // v.rows.segments
-    if any(n % segment for n in sizes):
-        return None
-    local = tuple(n // w.axis.size for n in sizes)
-    found = w.run(e, [v.x], sizes=local)
-    return [(x, Rows(d, n // segment)) for x, n in zip(found, sizes, strict=True)]
-
-
-def slice_(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
-    [v] = vs
-    d, parts = v.dim, w.axis.size
-    strides = e.params["strides"] or (1,) * len(v.shape)
-    starts, limits = (list(e.params[k]) for k in ("start_indices", "limit_indices"))
-    start, limit, stride = starts[d], limits[d], strides[d]
-    segment = v.shape[d] // v.rows.segments
-    if stride == 1 and start % segment == 0 and limit % segment == 0:
-        rows = Rows(d, (limit - start) // segment)
-        starts[d], limits[d] = start // parts, limit // parts
-    elif start < stride and v.rows.segments == 1 and segment // parts % stride == 0:
-        if limit <= segment - stride + start:
-            return None  # it leaves out the last rows
-        rows, limits[d] = v.rows, segment // parts
-    else:
-        return None
-    return [(jax.lax.slice(v.x, starts, limits, strides), rows)]
-
-
-def pad(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
-    v, fill = vs
-    if v.rows is None or e.params["padding_config"][v.dim] != (0, 0, 0):
-        return None
-    return [(w.run(e, [v.x, w.whole(fill)]), v.rows)]
-
-
-def reverse(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
-    [v] = vs
-    if v.dim in e.params["dimensions"]:
-        return None
-    return [(w.run(e, [v.x]), v.rows)]
+    if _axis(e) == v.dim:
+        return moves.moved(w, e, vs, v.dim)
+    return [(x, v.rows) for x in w.run(e, [v.x])]
 
 
 def tile(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     [v] = vs
-    if e.params["reps"][v.dim] != 1:
+    times = e.params["reps"][v.dim]
+    if v.extra and times > 1:
         return None
-    return [(w.run(e, [v.x]), v.rows)]
+    rows = v.rows._replace(segments=v.rows.segments * times)
+    return [(w.run(e, [v.x]), rows)]
 
 
 def dynamic_slice(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
@@ -147,7 +112,7 @@ def dynamic_slice(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     sizes = list(e.params["slice_sizes"])
     if v.rows is None or sizes[v.dim] != v.shape[v.dim]:
         return None
-    sizes[v.dim] //= w.axis.size
+    sizes[v.dim] = v.x.shape[v.dim]
     return [(w.run(e, [v.x, *map(w.whole, starts)], slice_sizes=tuple(sizes)), v.rows)]
 
 

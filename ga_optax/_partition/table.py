@@ -5,6 +5,7 @@ from ga_optax._partition import (
     elementwise,
     indexing,
     linear,
+    moves,
     nested,
     products,
     randoms,
@@ -38,9 +39,7 @@ _KNOWN: dict[str, Rule] = {
     "stack": shapes.stack,
     "unstack": shapes.unstack,
     "split": shapes.split,
-    "slice": shapes.slice_,
-    "pad": shapes.pad,
-    "rev": shapes.reverse,
+    **dict.fromkeys(("slice", "pad", "rev"), moves.move),
     "tile": shapes.tile,
     "dynamic_slice": shapes.dynamic_slice,
     "dynamic_update_slice": shapes.dynamic_update_slice,
@@ -72,10 +71,20 @@ _NESTED: dict[str, Rule] = {
     "custom_vjp_call": custom.custom_vjp,
 }
 
+# A rule that is not here would take the rows beyond the last for rows of the batch.
+_UNEVEN = elementwise.NAMES | {
+    *("reduce_sum", "reduce_max", "reduce_min", "argmax", "argmin", "cumsum"),
+    *("sort", "top_k", "transpose", "squeeze", "broadcast_in_dim", "reshape"),
+    *("concatenate", "stack", "unstack", "split", "slice", "pad", "rev"),
+    *("dynamic_slice", "dot_general", "conv_general_dilated", "gather"),
+    *("random_bits", "random_wrap", "random_unwrap", "random_fold_in"),
+}
+
 RULES = Rules(
     _KNOWN,
     linear.linear,
     _NESTED,
     dict.fromkeys(("jit", "pjit", "closed_call", "core_call"), nested.opened),
     custom.passed_on,
+    _UNEVEN,
 )

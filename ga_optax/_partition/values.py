@@ -11,11 +11,14 @@ class Rows(NamedTuple):
     """A dimension that is split over micro-batches.
 
     Globally it is `[segments, k, rest]`, and a micro-batch holds `[segments, rest]`.
-    There are several segments after `concatenate([x, y])`, or in time-major data.
+    There are several segments after `concatenate([x, y])`, or in time-major data. A
+    number of rows that k does not divide, as after `x[1:]`, has `extra` ones at the
+    end, which are copies of the last: whatever is computed there is computed elsewhere.
     """
 
     dim: int
     segments: int = 1
+    extra: int = 0
 
     def at(self, dim: int) -> "Rows":
         return self._replace(dim=dim)
@@ -63,6 +66,10 @@ class Value:
         return self.layout.dim if isinstance(self.layout, Rows) else None
 
     @property
+    def extra(self) -> int:
+        return self.layout.extra if isinstance(self.layout, Rows) else 0
+
+    @property
     def is_whole(self) -> bool:
         return self.layout == WHOLE
 
@@ -88,7 +95,8 @@ Result = tuple[Any, Layout]  # what a rule returns for each result: array and la
 
 def can_split(shape: tuple[int, ...], rows: Rows, parts: int) -> bool:
     """Whether an array can have such rows."""
-    return shape[rows.dim] % (rows.segments * parts) == 0 and shape[rows.dim] > 0
+    n = shape[rows.dim]
+    return n > 0 and (n + rows.extra) % (rows.segments * parts) == 0
 
 
 def local_shape(shape: tuple[int, ...], layout: Layout, parts: int) -> tuple[int, ...]:
@@ -96,7 +104,7 @@ def local_shape(shape: tuple[int, ...], layout: Layout, parts: int) -> tuple[int
     if not isinstance(layout, Rows):
         return tuple(shape)
     d = layout.dim
-    return (*shape[:d], shape[d] // parts, *shape[d + 1 :])
+    return (*shape[:d], (shape[d] + layout.extra) // parts, *shape[d + 1 :])
 
 
 def is_inexact(aval: Any) -> bool:

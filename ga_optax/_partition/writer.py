@@ -95,7 +95,9 @@ class Writer:
                 e, source = found
                 x = self.run(e, [self.whole(source)])
             else:
-                x = self._joined(v)
+                x = self.joined(v)
+                n = jnp.shape(x)[v.dim] - v.extra
+                x = jax.lax.slice_in_dim(x, 0, n, axis=v.dim) if v.extra else x
             v.copies[WHOLE] = x, v.level + v.params
         x, level = v.copies[WHOLE]
         self.level = max(self.level, level)
@@ -149,11 +151,23 @@ class Writer:
 
     def own(self, x: Any, rows: Rows) -> Any:
         """This micro-batch's rows of an array that all hold."""
-        shape, d, parts = jnp.shape(x), rows.dim, self.axis.size
+        d, parts = rows.dim, self.axis.size
+        if rows.extra:
+            last = jax.lax.slice_in_dim(x, jnp.shape(x)[d] - 1, None, axis=d)
+            x = jax.lax.concatenate([x, *[last] * rows.extra], d)
+        shape = jnp.shape(x)
         rest = shape[d] // (rows.segments * parts)
         x = jnp.reshape(x, (*shape[:d], rows.segments, parts, rest, *shape[d + 1 :]))
         x = jax.lax.dynamic_index_in_dim(x, self.index, d + 1, keepdims=False)
-        return jnp.reshape(x, local_shape(shape, rows, parts))
+        return jnp.reshape(x, local_shape(shape, Rows(d), parts))
+
+    def filled(self, v: Value, fill: Any) -> Any:
+        """What a micro-batch holds, with a number in the rows beyond the last."""
+        if not v.extra:
+            return v.x
+        first = self.index.astype(jnp.int32) * v.x.shape[v.dim]
+        at = first + jax.lax.broadcasted_iota(jnp.int32, v.x.shape, v.dim)
+        return jnp.where(at < v.shape[v.dim], v.x, jnp.asarray(fill, v.x.dtype))
 
     def sum(self, x: Any) -> Any:
         """The sum over micro-batches."""
@@ -167,13 +181,13 @@ class Writer:
             raise RowsMeet
         return jax.lax.all_gather(x, self.axis.name)
 
-    def _joined(self, v: Value) -> Any:
-        """All rows, in their order."""
+    def joined(self, v: Value) -> Any:
+        """All rows, in their order, and those beyond the last."""
         x, d, segments = v.x, v.dim, v.rows.segments
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             data = dataclasses.replace(v, x=jax.random.key_data(x), copies={})
             return jax.random.wrap_key_data(
-                self._joined(data), impl=jax.random.key_impl(x)
+                self.joined(data), impl=jax.random.key_impl(x)
             )
         name, shape = self.axis.name, v.shape
         if segments == 1:
@@ -258,6 +272,8 @@ class Writer:
                     out += rules.linear(self, e, vs) or ()
                 if not out:
                     vs = [self.reduced(v) if v.is_partial else v for v in vs]
+                    if name not in rules.uneven:
+                        vs = [self.reduced(v) if v.extra else v for v in vs]
                     if all(v.is_whole for v in vs):
                         return self.all_whole(e, vs)
                     out += (
@@ -323,6 +339,7 @@ class Rules(NamedTuple):
       nested: for equations with programs inside, for operands of all layouts.
       opened: for those whose programs run as if they stood there themselves.
       passed_on: what an equation with programs inside gives, computed whole.
+      uneven: the names of those that know of rows beyond the last, see `Rows`.
     """
 
     known: dict[str, Rule]
@@ -330,3 +347,4 @@ class Rules(NamedTuple):
     nested: dict[str, Rule]
     opened: dict[str, Callable[[Writer, core.JaxprEqn, list[Value]], list[Value]]]
     passed_on: Callable[[Writer, core.JaxprEqn, list[Value]], list[Any]]
+    uneven: frozenset[str]

@@ -1,0 +1,135 @@
+"""What rows do in the functions that losses use: each rule is right, and is used."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from whole_programs import D, N, arguments
+
+import ga_optax as ga
+from ga_optax._partition import moves, writer
+
+pytestmark = pytest.mark.usefixtures("optax_promotion", "fast_compilation")
+# In float64: of at most some thousand terms, conditioned no worse than 1e3.
+BOUND = 1e-9
+
+
+def _half(h):
+    return h[: len(h) // 2], h[len(h) // 2 :]
+
+
+def _recurrence(one, two):
+    return one[0] * two[0], two[0] * one[1] + two[1]
+
+
+# Rows that move: `z[:n], z[n:]`, temporal differences, other rows as negatives.
+MOVES = {
+    "halves": lambda h, w: _half(h)[0] * _half(h)[1],
+    "halves of two views": lambda h, w: _half(jnp.concatenate([h, jnp.sin(h)]))[1] * h,
+    "swapped halves": lambda h, w: h * jnp.concatenate(_half(h)[::-1]),
+    "split": lambda h, w: sum(jnp.split(h, 3)),
+    "strided": lambda h, w: h[::2] * jnp.tanh(h[1::2] @ w),
+    "differences": lambda h, w: jnp.tanh(h[1:] @ w) - h[:-1],
+    "differences twice": lambda h, w: jnp.diff(h, 2, axis=0) @ w,
+    "next rows": lambda h, w: jax.nn.softmax(h[:-1] @ h[1:].T),
+    "next sums": lambda h, w: h[1:].sum(0) * h[:-1].T.sum(1) + h[2:].max(0),
+    "next labels": lambda h, w: h[1:][jnp.arange(len(h) - 1), 1] * h[:-1].mean(1),
+    "dropped": lambda h, w: (
+        h[1:] * jax.random.bernoulli(jax.random.key(1), 0.7, h[1:].shape)
+    ),
+    "running": lambda h, w: jnp.cumsum(h[1:], 0),
+    "rows and columns": lambda h, w: jnp.pad(h[1:, 1:], ((0, 1), (1, 2)))[::-1, ::-1],
+    "roll": lambda h, w: h * jnp.roll(h, 1, 0),
+    "roll far": lambda h, w: h * jnp.roll(h, -5, (0, 1)),
+    "flip": lambda h, w: h * jnp.flip(h, 0),
+    "pad": lambda h, w: h * jnp.pad(h, ((1, 0), (0, 0)))[:-1],
+    "pad between": lambda h, w: jax.lax.pad(h, 0.5, ((-1, 2, 1), (0, 0, 0))),
+    "queue": lambda h, w: jax.nn.softmax(h @ jnp.concatenate([h, w, w[:1]]).T),
+    "tile": lambda h, w: jnp.tile(h, (2, 1)) @ w,
+    "repeat": lambda h, w: jnp.repeat(h, 2, 0) @ w,
+    "first": lambda h, w: h - h[0] + h[-2:].sum(0),
+    "bits": lambda h, w: h * (h[:1] > 0) * (h > 0)[::-1],
+    "scan by doubling": lambda h, w: jax.lax.associative_scan(
+        _recurrence, (0.9 * jnp.ones_like(h), h)
+    )[1],
+}
+RULES = MOVES
+
+
+def loss_of(name):
+    def fun(w, x):
+        h = RULES[name](jnp.tanh(x @ w), w)
+        return jnp.sqrt((h**2).sum() + 1) + jnp.sin(h).mean(), h
+
+    return fun
+
+
+def off(name, k):
+    """How far value, gradients and rows are from those of the whole batch."""
+    with jax.enable_x64(True):
+        [w], batch = arguments(1)
+        fun, options = loss_of(name), {"has_aux": True}
+        step = ga.value_and_grad(fun, k, whole_batch=True, **options)
+        got = jax.jit(step)(w, batch["x"])
+        want = jax.jit(jax.value_and_grad(fun, **options))(w, batch["x"])
+        pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+        assert all(x.shape == y.shape for x, y in pairs)
+        pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+        return max(float(jnp.abs(x - y).max() / jnp.abs(y).max()) for x, y in pairs)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_what_has_a_rule_is_right_and_is_not_computed_whole(name):
+    assert off(name, 4) < BOUND
+    [w], batch = arguments(1)
+    found = ga.batch_dependencies(loss_of(name), 4, has_aux=True)(w, batch["x"])
+    assert found.whole == []
+
+
+@pytest.mark.published
+@pytest.mark.parametrize("k", [1, 2, N])
+@pytest.mark.parametrize("name", RULES)
+def test_what_has_a_rule_is_right_for_any_number_of_micro_batches(name, k):
+    assert off(name, k) < BOUND
+
+
+def test_a_shift_gathers_the_rows_that_cross_alone():
+    [w], batch = arguments(1)
+    for name in ("differences", "roll", "pad"):
+        found = ga.batch_dependencies(loss_of(name), 4, has_aux=True)(w, batch["x"])
+        gathered = [m.aval.shape for m in found.meetings if m.name == "all_gather"]
+        assert gathered == [(1, D)]
+
+
+# -- Twins -----------------------------------------------------------------------------
+
+
+def _beside(v, k, row):
+    owner, place = _PLACE(v, k, row)
+    return owner, (place + 1) % v.x.shape[v.dim]
+
+
+_PLACE = moves._place
+TWINS = {
+    "the rows beside": (moves, "_place", _beside, "roll"),
+    "rows that stay where they are": (
+        moves,
+        "_padded",
+        lambda n, *_: np.arange(n + 1) % n,
+        "pad",
+    ),
+    "rows beyond the last": (
+        writer.Writer,
+        "filled",
+        lambda self, v, fill: v.x,
+        "next sums",
+    ),
+}
+
+
+@pytest.mark.parametrize("twin", TWINS)
+def test_a_rule_made_wrong_is_found(monkeypatch, twin):
+    where, attribute, wrong, name = TWINS[twin]
+    assert off(name, 4) < BOUND
+    monkeypatch.setattr(where, attribute, wrong)
+    assert off(name, 4) > 1e-6
