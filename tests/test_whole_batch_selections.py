@@ -1,5 +1,7 @@
 """What an index picks of rows, and what is kept once for two shapes of it."""
 
+import functools
+
 import helpers
 import jax
 import jax.numpy as jnp
@@ -143,3 +145,28 @@ def test_a_loss_as_written_takes_the_memory_of_one_with_collectives():
     theirs = ga.value_and_grad(with_collectives, 8, axis_name="rows")
     sizes = [helpers.temporaries(jax.jit(step), w, x) for step in (ours, theirs)]
     assert sizes[0] <= 1.05 * sizes[1]
+
+
+@pytest.mark.usefixtures("fast_compilation")
+def test_plan_counts_what_a_window_keeps_between_its_levels():
+    def statistics(w, x):
+        for _ in range(4):
+            x = jnp.tanh((x - x.mean(0)) @ w)
+        return jnp.mean(x**2)
+
+    w = jax.ShapeDtypeStruct((32, 32), jnp.float32)
+    x = jax.ShapeDtypeStruct((1024, 32), jnp.float32)
+
+    def step(k, limit):
+        given = {"whole_batch": True, "residual_bytes": limit}
+        return jax.jit(ga.value_and_grad(statistics, k, **given))
+
+    def planned(limit):
+        make = functools.partial(step, limit=limit)
+        options = {"batch_size": 1024, "candidates": (2, 8, 16, 32)}
+        plan = ga.plan(make, w, x, memory_limit=memory, **options)
+        return plan.num_microbatches
+
+    memory = helpers.needed(step(16, 10**6).lower(w, x).compile())
+    assert planned(10**6) == 16
+    assert planned(0) == 2
