@@ -4,6 +4,7 @@ The way of a batch: `microbatch` takes the call, `options` and `call` check its
 arguments by role, `program` traces `fun` once, `fold` runs a `loop` over the
 micro-batches, the devices merge (`over_devices`), and `fold` divides.
 
+    sizes        `microbatch_size`: the number of micro-batches from the rows of a call
     additions    how a gradient gets into its accumulator: one class for each way
     merges       sums of gradients, and new values (fp8) of which the largest is kept
     in_place     which gradients the backward pass adds itself, and why not all

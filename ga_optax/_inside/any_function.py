@@ -21,8 +21,9 @@ from ga_optax._text import ruled
 
 def microbatch(
     fun: Callable[..., Any],
-    num_microbatches: int,
+    num_microbatches: int | None = None,
     *,
+    microbatch_size: int | None = None,
     batch_argnums: int | Sequence[int] = 1,
     batch_axes: Any = 0,
     data_axis: str | Sequence[str] | DataAxis | None = None,
@@ -50,6 +51,7 @@ def microbatch(
     Args:
       fun: any function that JAX can trace. It is traced once, for the whole batch.
       num_microbatches: how many micro-batches, static; it must divide the rows.
+      microbatch_size: in its place, how many rows one of them has.
       batch_argnums: the positional arguments to split.
       batch_axes: as for `value_and_grad`.
       data_axis: as for `value_and_grad`.
@@ -67,6 +69,7 @@ def microbatch(
     step = value_and_grad(
         with_loss,
         num_microbatches,
+        microbatch_size=microbatch_size,
         argnums=-1,
         batch_argnums=_before_last(batch_argnums),
         batch_axes=batch_axes,
@@ -92,7 +95,7 @@ def _before_last(positions: Any) -> Any:
 
 # The options that only gradients of a window have, as they are when left out.
 _DEFAULTS = dict(value_and_grad.__kwdefaults__ or {})
-del _DEFAULTS["whole_batch"]
+del _DEFAULTS["whole_batch"], _DEFAULTS["microbatch_size"]
 
 # -- Where rows need one another -------------------------------------------------------
 

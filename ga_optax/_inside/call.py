@@ -463,14 +463,26 @@ def _check_batch(call: Call) -> None:
             f'dimension that it divides, such as jax.export.symbolic_shape("{k}*b").'
         )
     if part % k:
-        what = "the batch axis"
-        if devices > 1:
-            what = f"the batch of each of the {devices} {kind}, {part} examples"
+        what = _what_is_split(part, devices, kind)
         nearest = sorted(divisors(part), key=lambda d: abs(d - k))[:8]
         raise ValueError(
             f"num_microbatches={k} must divide {what}, but {came}. Use "
             f"{one_of(sorted(nearest))}."
         )
+
+
+def rows_of_device(call: Call) -> tuple[int, str, str]:
+    """How many rows a device splits, what they are, and how messages say so."""
+    rows, came = _rows_of_batch(call)
+    devices, kind = _num_splits(call) if call.options.axes else (1, "")
+    part = rows // devices
+    return part, _what_is_split(part, devices, kind), came
+
+
+def _what_is_split(part: int, devices: int, kind: str) -> str:
+    if devices == 1:
+        return "the batch axis"
+    return f"the batch of each of the {devices} {kind}, {part} examples"
 
 
 def _divides(k: int, size: Any) -> bool:

@@ -36,13 +36,15 @@ from ga_optax._inside.fold import fold, mean, over_mesh
 from ga_optax._inside.options import FromAux, Options
 from ga_optax._inside.program import trace
 from ga_optax._inside.results import Value, put_together
+from ga_optax._inside.sizes import by_size, size_of
 from ga_optax.accumulator import Accumulator
 
 
 def value_and_grad(
     fun: Callable[..., Any],
-    num_microbatches: int,
+    num_microbatches: int | None = None,
     *,
+    microbatch_size: int | None = None,
     argnums: int | Sequence[int] = 0,
     batch_argnums: int | Sequence[int] = 1,
     rng_argnums: int | Sequence[int] = (),
@@ -96,6 +98,7 @@ def value_and_grad(
       fun: a function like that of `jax.value_and_grad`. Its loss is a mean over the
         examples of a micro-batch, or over what `weight_fn` counts.
       num_microbatches: how many, static; it must divide the rows (of each device).
+      microbatch_size: in its place, how many rows (of each device) one of them has.
       argnums: the positional arguments to differentiate with respect to.
       batch_argnums: those to split. What no option names goes to each micro-batch
         whole, as it came; it raises if it is a key, or as long as the batch.
@@ -138,6 +141,8 @@ def value_and_grad(
         what `fun` returned does not fit, before anything runs.
     """
     given = locals()
+    if (size := size_of(given)) is not None:
+        return by_size(value_and_grad, given, size)
     if given.pop("whole_batch"):
         from ga_optax._inside import whole_batch as partitioned  # which few need
 
@@ -170,8 +175,9 @@ def value_and_grad(
 
 def accumulate(
     fun: Callable[..., Any],
-    num_microbatches: int = 1,
+    num_microbatches: int | None = None,
     *,
+    microbatch_size: int | None = None,
     argnums: int | Sequence[int] = 0,
     batch_argnums: int | Sequence[int] = 1,
     rng_argnums: int | Sequence[int] = (),
@@ -214,7 +220,8 @@ def accumulate(
 
     Args:
       fun: as for `value_and_grad`.
-      num_microbatches: how many micro-batches are in one call, static.
+      num_microbatches: how many micro-batches are in one call, static; 1 by default.
+      microbatch_size: in its place, as for `value_and_grad`.
       argnums: as for `value_and_grad`. It counts the arguments of `fun`, not those of
         the returned function. So do the others.
       batch_argnums: as for `value_and_grad`.
@@ -243,8 +250,11 @@ def accumulate(
       TypeError, ValueError: as for `value_and_grad`, and if the accumulator does not
         match the parameters.
     """
+    given = locals()
+    if (size := size_of(given, default=1)) is not None:
+        return by_size(accumulate, given, size, first=1)
     options = Options(
-        **locals(), accumulator_dtype=None, axis_name=None, residual_bytes=None
+        **given, accumulator_dtype=None, axis_name=None, residual_bytes=None
     ).checked()
 
     @warns_outside_jit
@@ -267,7 +277,7 @@ def accumulate(
         start = start._replace(total=total, count=acc.count)  # for the keys
         value, new = fold(call, trace(call), start, merges=True)
         real = call.options.num_real_microbatches
-        count = options.num_microbatches if real is None else real
+        count = call.options.num_microbatches if real is None else real
         count = jnp.full_like(acc.count, count)
         return value, accumulator.merge(acc, new._replace(count=count))
 

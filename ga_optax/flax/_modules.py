@@ -19,8 +19,9 @@ from ga_optax.accumulator import Accumulator
 
 def value_and_grad(
     fun: Callable[..., Any],
-    num_microbatches: int,
+    num_microbatches: int | None = None,
     *,
+    microbatch_size: int | None = None,
     argnums: int | nnx.DiffState | Sequence[int | nnx.DiffState] = 0,
     has_aux: bool = False,
     **options: Any,
@@ -56,6 +57,7 @@ def value_and_grad(
     Args:
       fun: a function like that of `nnx.value_and_grad`.
       num_microbatches: how many, static.
+      microbatch_size: in its place, how many rows one of them has.
       argnums: the positional arguments to differentiate with respect to: an int for
         every `nnx.Param` in one, an `nnx.DiffState` for what its filter selects (LoRA:
         `nnx.DiffState(0, nnx.LoRAParam)`), or a sequence of those.
@@ -72,7 +74,8 @@ def value_and_grad(
         what is differentiated, adds or removes variables, or changes an attribute that
         is no variable.
     """
-    core = partial(microbatch.value_and_grad, num_microbatches=num_microbatches)
+    size = {"num_microbatches": num_microbatches, "microbatch_size": microbatch_size}
+    core = partial(microbatch.value_and_grad, **size)
     modules = _Modules(fun, core, argnums, has_aux, options).checked()
 
     @microbatch.warns_outside_jit
@@ -87,8 +90,9 @@ def value_and_grad(
 
 def accumulate(
     fun: Callable[..., Any],
-    num_microbatches: int = 1,
+    num_microbatches: int | None = None,
     *,
+    microbatch_size: int | None = None,
     argnums: int | nnx.DiffState | Sequence[int | nnx.DiffState] = 0,
     has_aux: bool = False,
     **options: Any,
@@ -115,7 +119,8 @@ def accumulate(
 
     Args:
       fun: a function like that of `nnx.value_and_grad`.
-      num_microbatches: how many micro-batches are in one call, static.
+      num_microbatches: how many micro-batches are in one call, static; 1 by default.
+      microbatch_size: in its place, how many rows one of them has.
       argnums: as for `value_and_grad`. It counts the arguments of `fun`.
       has_aux: whether `fun` returns `(loss, aux)`.
       **options: all other options of `ga_optax.accumulate`, but `carry_argnums`.
@@ -129,7 +134,8 @@ def accumulate(
       TypeError, ValueError: as `value_and_grad`, and if the accumulator does not match
         the selected variables.
     """
-    core = partial(microbatch.accumulate, num_microbatches=num_microbatches)
+    size = {"num_microbatches": num_microbatches, "microbatch_size": microbatch_size}
+    core = partial(microbatch.accumulate, **size)
     modules = _Modules(fun, core, argnums, has_aux, options).checked()
 
     @microbatch.warns_outside_jit

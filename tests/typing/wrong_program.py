@@ -14,7 +14,7 @@ def loss(params: jax.Array, batch: jax.Array) -> jax.Array:
 def mistakes(params: jax.Array, batch: jax.Array, acc: ga.accumulator.Accumulator):
     tx = ga.MultiSteps(optax.sgd(0.1), 4)
     state = tx.init(params)
-    ga.value_and_grad(loss)  # wrong: num_microbatches is missing
+    ga.value_and_grad()  # wrong: the loss is missing
     ga.value_and_grad(loss, "4")  # wrong: a string
     ga.value_and_grad(loss, 4, weight_func=None)  # wrong: no such option
     ga.value_and_grad(4, loss)  # wrong: the other way round
