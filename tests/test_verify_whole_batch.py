@@ -80,10 +80,41 @@ def test_one_key_draws_the_masks_of_the_whole_batch():
     options = {"rng": jax.random.key(0)}
     report = ga.verify(dropped, PARAMS, BATCH, K, **options)
     assert report.cause is Cause.RANDOMNESS, report
+    assert "whole_batch=True" in report.fix
     report = ga.verify(dropped, PARAMS, BATCH, K, whole_batch=True, **options)
     assert report.ok, report
     assert report.dtype == "float64"
     assert report.relative < 1e-13
+
+
+def by_drawn_weights(p, b):
+    each = errors(p, b)
+    return jnp.mean(each * jax.random.uniform(jax.random.key(3), each.shape))
+
+
+def neighbours(p, b):
+    z = encode(p, b)
+    return jnp.mean((z[1:] - z[:-1]) ** 2)
+
+
+@pytest.mark.parametrize("fun", [by_drawn_weights, neighbours, normalised, contrastive])
+def test_the_fix_that_is_offered_mends_it(fun):
+    report = ga.verify(fun, PARAMS, BATCH, K)
+    assert report.cause in (Cause.RANDOMNESS, Cause.CROSS_EXAMPLE), report
+    assert "whole_batch=True" in report.fix
+    assert ga.verify(fun, PARAMS, BATCH, K, whole_batch=True).ok
+
+
+def test_it_is_not_offered_where_a_loss_communicates():
+    """The twin: `whole_batch` takes no axis."""
+
+    def fun(p, b):
+        z = jax.lax.pmean(jnp.mean(encode(p, b)), "rows")
+        return neighbours(p, b) + z
+
+    report = ga.verify(fun, PARAMS, BATCH, K, axis_name="rows")
+    assert report.cause is Cause.CROSS_EXAMPLE, report
+    assert "whole_batch" not in report.fix
 
 
 def test_a_gradient_that_is_not_that_of_the_whole_batch_is_found(monkeypatch):

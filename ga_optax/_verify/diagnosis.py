@@ -292,6 +292,8 @@ def _another_key(fit: Fit) -> Finding | None:
         good for training, but it cannot be compared."""
     fix = f"""Nothing in training. To compare, switch the randomness off (such as
         deterministic=True), or give each example a key of its own: {_KEYS}"""
+    if fit.problem.axis_name is None:
+        fix += f" {_SAME_NUMBERS}"
     same = not fit.problem.key or fit.comparison.same(key=1)
     return None if same else Finding(Cause.RANDOMNESS, fix, detail)
 
@@ -309,6 +311,8 @@ def _another_order(fit: Fit) -> Finding | None:
         draws random numbers for the whole batch at once (dropout with one key), or
         weighs examples by position."""
     fix = f"Give each example its weight or its key in its own row. For keys, {_KEYS}"
+    if problem.axis_name is None:
+        fix += f" {_SAME_NUMBERS}"
     return Finding(Cause.RANDOMNESS, fix, detail)
 
 
@@ -321,9 +325,11 @@ def _of_neighbours(fit: Fit) -> Finding:
         """differences of neighbouring rows, such as h[1:] - h[:-1], a cumulative sum or
         a recurrence over rows, pairs by position""",
     )
-    fix = f"""{_WHOLE_BATCH} Or put rows that belong together, such as the steps of a
-        sequence, into one row of the batch, [batch, time, ...], and compare them along
-        that axis. Then no micro-batch cuts them apart."""
+    fix = """Put rows that belong together, such as the steps of a sequence, into one
+        row of the batch, [batch, time, ...], and compare them along that axis. Then no
+        micro-batch cuts them apart."""
+    if fit.problem.axis_name is None:
+        fix = f"{_WHOLE_BATCH} Or: {fix}"
     return Finding(Cause.CROSS_EXAMPLE, fix, detail)
 
 
@@ -357,6 +363,11 @@ def _cross_example(fit: Fit) -> Finding:
 _WHOLE_BATCH = """Pass whole_batch=True to ga_optax.value_and_grad: it computes the
     undivided gradient of the loss as it is, and keeps what rows must know of each
     other. Check it with verify(..., whole_batch=True)."""
+
+
+_SAME_NUMBERS = """If the undivided batch's numbers matter, pass whole_batch=True to
+    ga_optax.value_and_grad, and the key as it is: micro-batches then draw what the
+    undivided batch draws. Check it with verify(..., whole_batch=True)."""
 
 
 def _where(fit: Fit, usual: str) -> str:
