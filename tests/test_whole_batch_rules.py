@@ -7,7 +7,7 @@ import pytest
 from whole_programs import D, N, arguments
 
 import ga_optax as ga
-from ga_optax._partition import moves, writer
+from ga_optax._partition import Rows, indexing, moves, reductions, writer
 
 pytestmark = pytest.mark.usefixtures("optax_promotion", "fast_compilation")
 # In float64: of at most some thousand terms, conditioned no worse than 1e3.
@@ -53,7 +53,47 @@ MOVES = {
         _recurrence, (0.9 * jnp.ones_like(h), h)
     )[1],
 }
-RULES = MOVES
+
+
+def _ids(h):
+    return jnp.arange(len(h)) * 5 % 3
+
+
+def _outer(h):
+    return h[:, :, None] * h[:, None, :] + 3 * jnp.eye(D)
+
+
+# Updates of rows, running values, functions of all pairs, a matrix for each row.
+OTHERS = {
+    "set": lambda h, w: h.at[jnp.arange(len(h)), _ids(h)].set(0.5) @ w,
+    "add": lambda h, w: h.at[jnp.arange(len(h)), _ids(h)].add(h[:, 0]),
+    "multiply": lambda h, w: h.at[jnp.arange(len(h)), _ids(h)].multiply(
+        0.5, unique_indices=True
+    ),
+    "max": lambda h, w: h.at[jnp.arange(len(h)), _ids(h)].max(0.5 * h[:, 0]),
+    "set a column": lambda h, w: h.at[:, 1].set(h[:, 0] ** 2),
+    "add columns": lambda h, w: h.at[:, jnp.array([0, 2])].add(h[:, :2] ** 2),
+    "columns of zeros": lambda h, w: jnp.zeros_like(h).at[:, 1].set(h[:, 0]),
+    "set a row": lambda h, w: h.at[0].set(h[5] * 2) @ w,
+    "add to rows": lambda h, w: h.at[jnp.array([1, -1, 1, 99])].add(w[:4], mode="drop"),
+    "diagonal": lambda h, w: (h @ h.T).at[jnp.diag_indices(len(h))].set(-3.0) @ h,
+    "row of an extremum": lambda h, w: h * h[jnp.argmax(h[:, 0])],
+    "cumprod": lambda h, w: jnp.cumprod(jnp.tanh(h[::-1]) + 1, 0)[::-1],
+    "cumlogsumexp": lambda h, w: jax.lax.cumlogsumexp(h, 0, reverse=True),
+    "cummax": lambda h, w: h * jax.lax.cummax(jax.lax.stop_gradient(h), 0),
+    "pairs": lambda h, w: jnp.logaddexp(h[:, None, 0], h[None, :, 1]) @ h,
+    "xlogy": lambda h, w: jax.scipy.special.xlogy(
+        h[None, :, 0] ** 2, h[:, None, 1] ** 2
+    ),
+    "solve": lambda h, w: jnp.linalg.solve(_outer(h), h[..., None])[..., 0],
+    "solve one": lambda h, w: jnp.linalg.solve(h.T @ h + jnp.eye(D), h.T).T,
+    "inverse": lambda h, w: jnp.linalg.inv(_outer(h))[:, 0],
+    "determinant": lambda h, w: h * jnp.linalg.slogdet(_outer(h))[1][:, None],
+    "decompose": lambda h, w: jnp.linalg.cholesky(_outer(h))[:, 1],
+    "fft": lambda h, w: jnp.fft.fft(h, axis=1).real,
+    "bins": lambda h, w: h * jnp.searchsorted(jnp.linspace(-1, 1, 5), h[:, :1]),
+}
+RULES = MOVES | OTHERS
 
 
 def loss_of(name):
@@ -123,6 +163,30 @@ TWINS = {
         "filled",
         lambda self, v, fill: v.x,
         "next sums",
+    ),
+}
+
+
+def _has_all(self, v, row):
+    place, _ = _HELD(self, v, row)
+    return place, place >= 0
+
+
+_HELD = writer.Writer.held
+TWINS |= {
+    "a row that all have": (writer.Writer, "held", _has_all, "set a row"),
+    "a row k times": (writer.Writer, "held", _has_all, "row of an extremum"),
+    "updates of the first rows": (
+        indexing,
+        "own_rows",
+        lambda w, operand, indices, index_map: w.part(indices, Rows(0)),
+        "set",
+    ),
+    "nothing before": (
+        reductions,
+        "_JOINED",
+        dict.fromkeys(reductions._JOINED, lambda here, before: here),
+        "cumlogsumexp",
     ),
 }
 

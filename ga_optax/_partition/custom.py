@@ -12,6 +12,7 @@ is kept for later levels, which otherwise would come back to it one by one. (A w
 with a rule has the cotangents of the mean over micro-batches, see `Backward.as_mean`.)
 """
 
+import dataclasses
 import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
-from ga_optax._partition import nested
+from ga_optax._partition import elementwise, nested
 from ga_optax._partition.values import (
     PARTIAL,
     WHOLE,
@@ -57,9 +58,28 @@ def custom_jvp(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
         return _inlined(w, program, vs)
     with w.may_fail() as out, nested.apart(w):
         out += _with_jvp(w, e, program, vs)
+    if not out and not w.apart:
+        vs = _fitted(w, e, vs)
+        with w.may_fail() as out, nested.apart(w):
+            out += _with_jvp(w, e, program, vs)
     if not out and not w.apart and _rule_only_saves_time(program.jaxpr):
         return _inlined(w, program, vs)
     return out or None
+
+
+def _fitted(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Value]:
+    """Operands as if it worked number by number, such as on all pairs of rows."""
+    shape = types_of(e)[0].shape
+    rows = elementwise.target(vs, shape)
+    if rows is None:
+        return vs
+    fitted = []
+    for v in vs:
+        is_whole = v.is_whole or elementwise.is_spread(v, rows, shape)
+        x = elementwise.fitted(w, v, rows, shape)
+        layout = WHOLE if is_whole else rows
+        fitted.append(dataclasses.replace(v, x=x, layout=layout, copies={}))
+    return fitted
 
 
 def _inlined(w: Writer, program: ir.Program, vs: list[Value]) -> list[Result]:

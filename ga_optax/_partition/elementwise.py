@@ -13,7 +13,7 @@ NAMES = frozenset(
         bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil clamp clz
         complex conj convert_element_type copy copy_p cos cosh digamma div
         eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a
-        igammac imag integer_pow is_finite le lgamma log log1p logistic lt
+        igammac imag integer_pow is_finite le le_to lgamma log log1p logistic lt lt_to
         max min mul name ne neg nextafter not one_minus_square optimization_barrier or
         polygamma population_count pow random_gamma_grad real
         reduce_precision regularized_incomplete_beta rem round rsqrt
@@ -45,8 +45,12 @@ def _keep(w: Writer, vs: list[Value]) -> None:
 
 def fitted(w: Writer, v: Value, rows: Rows, shape: tuple[int, ...]) -> Any:
     """An operand, for a result of a shape that has rows."""
-    is_spread = len(v.shape) < len(shape) or v.shape[rows.dim] != shape[rows.dim]
-    return w.whole(v) if is_spread else w.part(v, rows)
+    return w.whole(v) if is_spread(v, rows, shape) else w.part(v, rows)
+
+
+def is_spread(v: Value, rows: Rows, shape: tuple[int, ...]) -> bool:
+    """Whether all rows of a result of a shape read the same of an operand."""
+    return len(v.shape) < len(shape) or v.shape[rows.dim] != shape[rows.dim]
 
 
 def elementwise(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result] | None:

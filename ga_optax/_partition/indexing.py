@@ -119,15 +119,11 @@ def _picked(w: Writer, e: core.JaxprEqn, operand: Value, indices: Value) -> Any:
     at = w.whole(indices)
     at = at.astype(jnp.promote_types(at.dtype, jnp.int32))
     column = list(numbers.start_index_map).index(d)
-    row, n, segments = at[..., column], operand.shape[d], operand.rows.segments
+    row = at[..., column]
     if e.params["mode"] == jax.lax.GatherScatterMode.CLIP:
-        row = jnp.clip(row, 0, n - 1)
-    rest = operand.x.shape[d] // segments
-    here = row // (rest * parts) * rest + row % rest
-    inside = (row >= 0) & (row < n)
-    # One micro-batch has what lies outside, so that it comes out once.
-    mine = jnp.where(inside, row // rest % parts, 0) == w.index
-    at = at.at[..., column].set(jnp.where(inside, here, n))
+        row = jnp.clip(row, 0, operand.shape[d] - 1)
+    here, mine = w.held(operand, row)
+    at = at.at[..., column].set(here)
     picked = w.run(e, [operand.x, jnp.where(mine[..., None], at, 0)])
     rank = len(aval.shape)
     batch = [i for i in range(rank) if i not in numbers.offset_dims]
@@ -213,9 +209,9 @@ def scatter(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
         parts = rows.at(d), rows.at(i), rows.at(batch[i])
         xs = [w.part(v, r) for v, r in zip(vs, parts, strict=True)]
         return [(w.run(e, xs), rows.at(d))]
-    own = _scattered_own(w, e, vs, batch)
-    if own is not None:
-        return own
+    for rule in (_scattered_own, _scattered_beside, _scattered_into):
+        if (found := rule(w, e, vs, batch)) is not None:
+            return found
     if e.primitive.name != "scatter-add" or not is_inexact(operand.aval):
         return None
     if operand.rows:
@@ -243,16 +239,54 @@ def _scattered_own(
     operand, indices, updates = vs
     numbers = e.params["dimension_numbers"]
     index_map = numbers.scatter_dims_to_operand_dims
-    rows = updates.rows
-    if rows is None or rows.dim not in batch[:1] or rows.segments > 1:
+    if not batch:
         return None
     for d in index_map:
-        if (
-            d in numbers.inserted_window_dims
-            and operand.shape[d] == updates.shape[batch[0]]
-        ):
-            like = Value(None, operand.aval, Rows(d))
+        rows = Rows(d)
+        is_split = operand.layout == rows or updates.layout == Rows(batch[0])
+        same = operand.shape[d] == updates.shape[batch[0]]
+        if is_split and same and d in numbers.inserted_window_dims:
+            like = Value(None, operand.aval, rows)
             own = own_rows(w, like, indices, index_map)
             if own is not None:
-                return [(w.run(e, [w.part(operand, Rows(d)), own, updates.x]), Rows(d))]
+                xs = w.part(operand, rows), own, w.part(updates, Rows(batch[0]))
+                return [(w.run(e, xs), rows)]
     return None
+
+
+def _scattered_beside(
+    w: Writer, e: core.JaxprEqn, vs: list[Value], batch: list[int]
+) -> Results:
+    """The same places of all rows get updates, as after `x.at[:, 3]`."""
+    operand, indices, updates = vs
+    numbers = e.params["dimension_numbers"]
+    gone = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
+    kept = [d for d in range(len(operand.shape)) if d not in gone]
+    for d, of_update in zip(kept, numbers.update_window_dims, strict=True):
+        rows = operand.rows or (updates.rows and updates.rows.at(d))
+        is_split = operand.dim == d or (not operand.rows and updates.dim == of_update)
+        all_of_it = operand.shape[d] == updates.shape[of_update]
+        if is_split and all_of_it and d not in numbers.scatter_dims_to_operand_dims:
+            new = w.part(updates, rows.at(of_update))
+            return [(w.run(e, [w.part(operand, rows), w.whole(indices), new]), rows)]
+    return None
+
+
+def _scattered_into(
+    w: Writer, e: core.JaxprEqn, vs: list[Value], batch: list[int]
+) -> Results:
+    """Some rows get updates, as after `x.at[0]`: here those that are held here."""
+    operand, indices, updates = vs
+    numbers, d = e.params["dimension_numbers"], operand.dim
+    index_map = list(numbers.scatter_dims_to_operand_dims)
+    if d not in index_map or d not in numbers.inserted_window_dims:
+        return None
+    modes, column = jax.lax.GatherScatterMode, index_map.index(d)
+    if e.params["mode"] == modes.CLIP:
+        return None
+    at = w.whole(indices)
+    at = at.astype(jnp.promote_types(at.dtype, jnp.int32))
+    here, mine = w.held(operand, at[..., column])
+    at = at.at[..., column].set(jnp.where(mine, here, operand.shape[d]))
+    xs = operand.x, at, w.whole(updates)
+    return [(w.run(e, xs, mode=modes.FILL_OR_DROP), operand.rows)]

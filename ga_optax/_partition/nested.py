@@ -5,6 +5,7 @@ branch or in a long loop, an equation is computed whole if they do.
 """
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -324,3 +325,62 @@ def cond(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     choose = [lambda *args, run=run: run(index, args) for run in runs]
     out = jax.lax.switch(choice.astype(jnp.int32), choose, *xs)
     return list(zip(out, due, strict=True))
+
+
+# -- Systems of equations --------------------------------------------------------------
+
+
+def linear_solve(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
+    """A `jax.lax.custom_linear_solve` in which rows do not meet."""
+    vs = [w.reduced(v) if v.is_partial else v for v in vs]
+    lengths, programs = e.params["const_lengths"], e.params["jaxprs"]
+    consts, start = [], 0
+    for n in lengths:
+        consts.append(vs[start : start + n])
+        start += n
+    sides = [_sides(w, v, vs[:start]) for v in vs[start:]]
+    due = [v.layout for v in sides]
+    with apart(w):
+        runs = [
+            p and inner(w, ir.Program(p.jaxpr, p.consts), [*given, *sides], due)
+            for p, given in zip(programs, consts, strict=True)
+        ]
+    index = w.index
+
+    def part(i: int) -> Any:
+        xs = [v.x for v in consts[i]]
+        return runs[i] and (lambda b: runs[i](index, [*xs, *b]))
+
+    def solve(i: int) -> Any:
+        return runs[i] and (lambda _, b: part(i)(b))
+
+    symmetric = programs[1] is programs[0]
+    out = jax.lax.custom_linear_solve(
+        part(0), [v.x for v in sides], solve(2), solve(3), symmetric
+    )
+    return list(zip(out, due, strict=True))
+
+
+def _sides(w: Writer, v: Value, matrices: list[Value]) -> Value:
+    """The right side of a system; with rows, if the matrices have some."""
+    rows = [
+        u.rows
+        for u in matrices
+        if u.rows and u.shape[: u.dim + 1] == v.shape[: u.dim + 1]
+    ]
+    if not rows or not v.is_whole:
+        return v
+    return dataclasses.replace(v, x=w.part(v, rows[0]), layout=rows[0], copies={})
+
+
+# -- Primitives with a program of their own --------------------------------------------
+
+
+def expanded(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
+    """One that has a program, and no derivative that could differ from its own."""
+    program = None if any(is_inexact(x.aval) for x in e.outvars) else ir.expanded(e)
+    if program is None:
+        return None
+    found = w.interpret(program.jaxpr, program.consts, vs)
+    w.level = max(v.level for v in found)
+    return [(v.x, v.layout) for v in found]

@@ -101,3 +101,16 @@ def batched(num_core: int) -> Any:
         return [(x, v.rows) for x in w.results(e, xs)]
 
     return rule
+
+
+def triangular_solve(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
+    """For each row a system, or a right side."""
+    matrix, side = vs
+    rank = len(side.shape)
+    if matrix.is_whole and side.dim == rank - (1 if e.params["left_side"] else 2):
+        return [(w.run(e, [matrix.x, side.x]), side.rows)]
+    return batched(2)(w, e, vs)
+
+
+def fourier(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
+    return batched(len(e.params["fft_lengths"]))(w, e, vs)

@@ -169,21 +169,32 @@ def cumulative(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     axis, reverse = e.params["axis"], e.params["reverse"]
     if axis != v.dim:
         return [(w.run(e, [v.x]), v.rows)]
-    if v.rows.segments > 1 or e.primitive.name not in ("cumsum", "cumprod"):
+    name = e.primitive.name
+    # At ties JAX has a derivative that depends on where in the whole batch they are.
+    is_extremum = name in ("cummax", "cummin")
+    if v.rows.segments > 1 or (is_extremum and v.smooth) or (v.extra and reverse):
         return None
-    adds = e.primitive.name == "cumsum"
-    here = w.run(e, [v.x])
+    here = w.run(e, [w.filled(v, 0)])
     edge = 0 if reverse else here.shape[axis] - 1
     total = jax.lax.index_in_dim(here, edge, axis, keepdims=True)
     totals = _gathered(w, v, total)
-    place = jnp.arange(w.axis.size, dtype=w.index.dtype)
-    earlier = place > w.index if reverse else place < w.index
-    earlier = earlier.reshape(-1, *[1] * here.ndim)
-    neutral = (jnp.zeros_like if adds else jnp.ones_like)(totals)
-    before = jnp.where(earlier, totals, neutral)
-    if adds:
-        return [(here + before.sum(0, dtype=here.dtype), v.rows)]
-    return [(here * before.prod(0, dtype=here.dtype), v.rows)]
+    # Those of all micro-batches up to each, and then those before this one.
+    after = w.index - 1 if not reverse else w.index + 1
+    is_first = w.index == (w.axis.size - 1 if reverse else 0)
+    totals = w.run(e, [totals], axis=0)
+    after = jnp.where(is_first, w.index, after)
+    before = jax.lax.dynamic_index_in_dim(totals, after, 0, keepdims=False)
+    joined = _JOINED[name](here, before)
+    return [(jnp.where(is_first, here, joined), v.rows)]
+
+
+_JOINED: dict[str, Any] = {
+    "cumsum": jnp.add,
+    "cumprod": jnp.multiply,
+    "cummax": jnp.maximum,
+    "cummin": jnp.minimum,
+    "cumlogsumexp": jnp.logaddexp,
+}
 
 
 def along(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:

@@ -4,10 +4,19 @@ import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend import core
 
 from ga_optax._partition import moves
-from ga_optax._partition.values import Result, Rows, Value, local_shape, types_of
+from ga_optax._partition.values import (
+    PARTIAL,
+    Result,
+    Rows,
+    Value,
+    is_inexact,
+    local_shape,
+    types_of,
+)
 from ga_optax._partition.writer import Writer
 
 Results = list[Result] | None
@@ -110,10 +119,18 @@ def tile(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
 def dynamic_slice(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     v, *starts = vs
     sizes = list(e.params["slice_sizes"])
-    if v.rows is None or sizes[v.dim] != v.shape[v.dim]:
+    if v.rows is None or sizes[v.dim] not in (1, v.shape[v.dim]):
         return None
-    sizes[v.dim] = v.x.shape[v.dim]
-    return [(w.run(e, [v.x, *map(w.whole, starts)], slice_sizes=tuple(sizes)), v.rows)]
+    xs = [w.whole(start) for start in starts]
+    if sizes[v.dim] == v.shape[v.dim]:
+        sizes[v.dim] = v.x.shape[v.dim]
+        return [(w.run(e, [v.x, *xs], slice_sizes=tuple(sizes)), v.rows)]
+    if not is_inexact(v.aval):
+        return None
+    row = jnp.clip(xs[v.dim], 0, v.shape[v.dim] - 1)
+    xs[v.dim], mine = w.held(v, row)
+    x = w.run(e, [v.x, *xs])
+    return [(jnp.where(mine, x, jnp.zeros_like(x)), PARTIAL)]
 
 
 def dynamic_update_slice(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:

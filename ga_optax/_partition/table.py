@@ -47,9 +47,11 @@ _KNOWN: dict[str, Rule] = {
     "conv_general_dilated": products.convolution,
     **dict.fromkeys(
         """cholesky eig eigh householder_product lu lu_pivots_to_permutation
-        qr geqrf schur svd triangular_solve tridiagonal_solve""".split(),  # noqa: SIM905
+        qr geqrf schur svd tridiagonal_solve""".split(),  # noqa: SIM905
         products.batched(2),
     ),
+    "triangular_solve": products.triangular_solve,
+    "fft": products.fourier,
     "gather": indexing.gather,
     **dict.fromkeys(
         """scatter scatter-add scatter_add scatter-mul scatter_mul scatter-max
@@ -67,6 +69,8 @@ _NESTED: dict[str, Rule] = {
     "scan": nested.scan,
     "while": nested.while_,
     "cond": nested.cond,
+    "custom_linear_solve": nested.linear_solve,
+    "call_hi_primitive": nested.expanded,
     "custom_jvp_call": custom.custom_jvp,
     "custom_vjp_call": custom.custom_vjp,
 }

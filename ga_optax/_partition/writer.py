@@ -169,6 +169,17 @@ class Writer:
         at = first + jax.lax.broadcasted_iota(jnp.int32, v.x.shape, v.dim)
         return jnp.where(at < v.shape[v.dim], v.x, jnp.asarray(fill, v.x.dtype))
 
+    def held(self, v: Value, row: Any) -> tuple[Any, Any]:
+        """Where a micro-batch has rows of a value, and whether it has them.
+
+        The first one has what lies outside, so that it comes out once.
+        """
+        rest, parts = v.x.shape[v.dim] // v.rows.segments, self.axis.size
+        inside = (row >= 0) & (row < v.shape[v.dim])
+        owner = jnp.where(inside, row // rest % parts, 0)
+        place = row // (rest * parts) * rest + row % rest
+        return jnp.where(inside, place, v.shape[v.dim]), owner == self.index
+
     def sum(self, x: Any) -> Any:
         """The sum over micro-batches."""
         if self.apart:

@@ -4,6 +4,7 @@
 programs, and the names of their parameters, which change between versions of JAX.
 
     calls, inner, scan_of      what is inside an equation, and how it runs it
+    expanded                   the program of a primitive that JAX writes in JAX
     equations                  all equations, those of inner programs too
     uses, made_by              who reads a variable, and who computes it (an index)
     needed, following          what a value takes, and what depends on it
@@ -62,6 +63,23 @@ class Scan(NamedTuple):
         if argument is None or argument == start + result:
             return argument
         return argument if result >= self.num_carry and argument >= stop else None
+
+
+def expanded(equation: core.JaxprEqn) -> Program | None:
+    """What a primitive computes that is written in JAX itself, if it can be read."""
+    primitive = equation.params.get("_prim")
+    if not hasattr(primitive, "expand") or not hasattr(primitive, "in_tree"):
+        return None
+    avals: list[Any] = [x.aval for x in equation.invars]
+    types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
+
+    def run(*leaves: Any) -> Any:
+        return jax.tree.leaves(
+            primitive.expand(*jax.tree.unflatten(primitive.in_tree, leaves))
+        )
+
+    closed: Any = jax.make_jaxpr(run)(*types)
+    return Program(closed.jaxpr, closed.consts)
 
 
 # -- What is inside an equation --------------------------------------------------------
