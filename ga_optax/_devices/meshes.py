@@ -139,6 +139,12 @@ def _mesh_of(x: Any) -> AnyMesh:
     return getattr(jax.typeof(x).sharding if tracer else x.sharding, "mesh", none)
 
 
+def is_named(tree: Any) -> bool:
+    """Whether the context or an array of `tree` names a mesh, of any kind."""
+    leaves = jax.tree.leaves(tree)
+    return not all(mesh.empty for mesh in (context_mesh(), *map(_mesh_of, leaves)))
+
+
 def is_distributed(tree: Any) -> bool:
     """Whether the compiler distributes what is computed from `tree`, if that is known.
 

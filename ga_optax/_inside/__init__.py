@@ -5,6 +5,7 @@ arguments by role, `program` traces `fun` once, `fold` runs a `loop` over the
 micro-batches, the devices merge (`over_devices`), and `fold` divides.
 
     sizes        `microbatch_size`: the number of micro-batches from the rows of a call
+    said_once    what is said in the log: what this JAX lacks, which mesh is missing
     additions    how a gradient gets into its accumulator: one class for each way
     merges       sums of gradients, and new values (fp8) of which the largest is kept
     in_place     which gradients the backward pass adds itself, and why not all

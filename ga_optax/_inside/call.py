@@ -20,7 +20,7 @@ from ga_optax._checks import (
 )
 from ga_optax._devices import collectives, meshes
 from ga_optax._devices.meshes import Axes, Placement
-from ga_optax._inside import merges
+from ga_optax._inside import merges, said_once
 from ga_optax._inside.options import AXIS_OF_ROWS, NAMES, Argument, FromAux, Options
 from ga_optax._passes import probe
 
@@ -58,6 +58,10 @@ class Call(NamedTuple):
     def make(cls, options: Options, args: Any, kwargs: Any) -> "Call":
         """Checks the arguments; raises before `fun` is traced."""
         optimize = options.optimize and config.optimize and probe.usable()
+        if optimize:
+            said_once.what_is_missing()
+        if not options.axes:
+            said_once.which_rows((args, kwargs))
         options = options._replace(optimize=optimize)
         call = cls(options, args, kwargs, options.roles(len(args), kwargs))
         for i in call.roles["argnums"]:
