@@ -83,6 +83,26 @@ def init(params: optax.Params, dtype: DTypeLike | None = jnp.float32) -> Accumul
     return Accumulator(total, jnp.zeros([], float), jnp.zeros([], jnp.int32))
 
 
+def begun(params: optax.Params, dtype: DTypeLike | None) -> Accumulator:
+    """`init` for sums that begin at once: it holds the -0.0 that `add` would select.
+
+    In a program, leaves of one type are one array.
+    """
+    dtype = check_dtype(dtype)
+    made: dict[Any, jax.Array] = {}
+
+    def zeros(p: Any) -> jax.Array:
+        own = accumulator_dtype(p, dtype)
+        # An array outside of a program lies somewhere, which its type does not say.
+        key = own, jax.typeof(p) if isinstance(p, jax.core.Tracer) else id(p)
+        if key not in made:
+            made[key] = jnp.full_like(p, -np.zeros([], own), own)
+        return made[key]
+
+    total = jax.tree.map(zeros, params)
+    return Accumulator(total, jnp.zeros([], float), jnp.zeros([], jnp.int32))
+
+
 def add(
     acc: Accumulator, grads: optax.Updates, weight: ArrayLike | None = None
 ) -> Accumulator:
@@ -272,7 +292,12 @@ def _computation_dtype(dtype: np.dtype) -> np.dtype:
 def plus(total: jax.Array, term: jax.Array) -> jax.Array:
     """`total + term` in the dtype of `total`, rounded no coarser than float32."""
     wide = _computation_dtype(total.dtype)
-    return (total.astype(wide) + term.astype(wide)).astype(total.dtype)
+    return _in(_in(total, wide) + _in(term, wide), total.dtype)
+
+
+def _in(x: jax.Array, dtype: np.dtype) -> jax.Array:
+    """`x.astype(dtype)`, if that does anything: tracing it takes time for each leaf."""
+    return x if x.dtype == dtype else x.astype(dtype)
 
 
 def weighted(

@@ -53,12 +53,12 @@ def gather(leaves: list[Any], where: Sequence[Placement]) -> list[Any]:
     return [whole(x, place) for x, place in zip(leaves, where, strict=True)]
 
 
-def part(x: jax.Array, placement: Placement) -> jax.Array:
-    """Zeros of the shape of one device's part of `x`."""
+def part(x: jax.Array, placement: Placement, zero: float = 0.0) -> jax.Array:
+    """Zeros (`zero` may be -0.0) of the shape of one device's part of `x`."""
     shape, sizes = list(x.shape), jax.sharding.get_abstract_mesh().shape
     for dim, axes in placement.dims:
         shape[dim] //= math.prod(sizes[name] for name in axes)
-    return jnp.zeros(shape, x.dtype)
+    return jnp.full(shape, zero, x.dtype)
 
 
 def scatter(x: jax.Array, placement: Placement, ndim: int) -> jax.Array:

@@ -309,7 +309,9 @@ class Backward:
 
     def _cast(self, grads: Sequence[jax.Array]) -> list[jax.Array]:
         pairs = zip(grads, self.due, strict=True)
-        return [x.astype(aval.dtype) for x, aval in pairs]
+        return [
+            x if x.dtype == aval.dtype else x.astype(aval.dtype) for x, aval in pairs
+        ]
 
 
 def _unless(skips: jax.Array, backward: Backward) -> list[jax.Array]:

@@ -180,12 +180,15 @@ class Call(NamedTuple):
         pairs = enumerate(zip(self.where, self.merges, strict=True))
         return {i: x for i, (x, merge) in pairs if x.dims and merge.is_sum}
 
-    def placed(self, total: Any) -> Any:
-        """An accumulator, empty or of all devices, sharded as it is to be."""
+    def placed(self, total: Any, zero: float = 0.0) -> Any:
+        """An accumulator, empty or of all devices, sharded as it is to be.
+
+        `zero` is what an empty one holds.
+        """
         if sent := self.sent:
             leaves, structure = jax.tree.flatten(total)
             for i, place in sent.items():
-                leaves[i] = collectives.part(leaves[i], place)
+                leaves[i] = collectives.part(leaves[i], place, zero)
             return structure.unflatten(leaves)
         if self.mesh is None or self.specs is None:
             return total

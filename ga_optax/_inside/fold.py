@@ -1,5 +1,6 @@
 """The micro-batches of a call, added to an accumulator: on a device, and on a mesh."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -22,11 +23,14 @@ from ga_optax.accumulator import Accumulator
 
 
 def fold(
-    call: Call, program: Program, acc: Accumulator, *, merges: bool
+    call: Call, program: Program, acc: Accumulator | None, *, merges: bool
 ) -> tuple[Value, Accumulator]:
-    """Adds the micro-batches of a call to `acc`; `merges` over the bound data axes."""
-    operands = _operands(call, program, acc)
-    structure = jax.tree.structure(acc.total)
+    """Adds the micro-batches of a call to `acc`; `merges` over the bound data axes.
+
+    If `acc` is None, a window begins.
+    """
+    operands = _operands(call, program, _begun(call) if acc is None else acc)
+    structure = jax.tree.structure(call.params)
     if call.options.axis_name is not None:
         from ga_optax._inside import (
             axis,
@@ -38,6 +42,7 @@ def fold(
 
     reduced = _reduced_in_last(call) if merges else {}
     loop = _loop(call, program, operands, reduced)
+    loop = dataclasses.replace(loop, begins=acc is None)
     state = of_logical(loop, operands, call) if call.logical else loop(operands)
     if merges and call.axes:
         with jax.named_scope("merge"):
@@ -51,6 +56,11 @@ def fold(
     # If the caller does not say either, XLA may sum up whole gradients.
     total = total if call.mesh is None else call.placed(total)
     return value, state.acc._replace(total=total)
+
+
+def _begun(call: Call) -> Accumulator:
+    acc = accumulator.begun(call.params, call.options.accumulator_dtype)
+    return acc._replace(total=call.placed(acc.total, -0.0))
 
 
 def _operands(call: Call, program: Program, acc: Accumulator) -> Operands:

@@ -62,6 +62,7 @@ class Loop:
       sums_already: whether the backward pass sums over devices.
       axes: the data axes that are bound.
       logical: whether it is compiled alike for one device and for many.
+      begins: whether the accumulator is known to be empty, see `accumulator.begun`.
     """
 
     program: Program
@@ -73,6 +74,7 @@ class Loop:
     sums_already: bool = False
     axes: tuple[str, ...] = ()
     logical: bool = False
+    begins: bool = False
 
     def __call__(self, operands: Operands) -> State:
         """Returns the last state, with all that was collected in it."""
@@ -131,7 +133,8 @@ class Loop:
         empty = operands.acc.count == 0
         total, weight, count = operands.acc
         weight = self.vary(jnp.where(empty, jnp.zeros_like(weight), weight), empty)
-        total = [accumulator.cleared(x, empty) for x in total]
+        if not self.begins:
+            total = [accumulator.cleared(x, empty) for x in total]
         # A known counter would be no fence: XLA computes what follows from it.
         acc = Accumulator(total, weight, self.fenced(count))
         groups = aux_modes.by_mode(self.program.results, self.program.modes)

@@ -153,9 +153,7 @@ def value_and_grad(
         params = call.params
         call = call.on_device()
         program = trace(call)
-        start = accumulator.init(call.params, options.accumulator_dtype)
-        start = start._replace(total=call.placed(start.total))
-        value, acc = fold(call, program, start, merges=True)
+        value, acc = fold(call, program, None, merges=True)
         return value, mean(call, program, acc, params)
 
     @warns_outside_jit

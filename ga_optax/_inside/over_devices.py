@@ -48,7 +48,7 @@ def of_logical(loop: Loop, operands: Operands, call: Call) -> State:
         return State(acc, carry, [mode.join(x, y) for mode, x, y in kept])
 
     buffers = [loop.start(operands)] * number.bit_length()  # one for each level
-    loop = dataclasses.replace(loop, logical=True)
+    loop = dataclasses.replace(loop, logical=True, begins=False)
     (*_, state), collected = logical.fold(run, (indices, batch), number, buffers, join)
     collected = jax.tree.map(lambda x: jnp.reshape(x, (-1, *x.shape[2:])), collected)
     pairs = zip(modes, state.results, collected, strict=True)

@@ -74,7 +74,7 @@ class Backward:
         self.start = start
         bends = known.deeds(values.schedule.jaxpr).bends
         self.as_mean = bends is not None and not program.weighted
-        self.totals = [-x for x in start.total]
+        self.totals = list(start.total)
         self.cotangents: Cotangents = {}
 
     def take(self, level: float) -> None:
