@@ -173,6 +173,18 @@ def test_arrays_are_stacked_and_unstacked_along_axes_without_rows():
     same(fun, 4, W, X)
 
 
+@pytest.mark.filterwarnings("ignore:With whole_batch=True")
+def test_rows_are_updated_with_rows_that_the_update_overwrites():
+    def fun(w, x):
+        h = jnp.tanh(x @ w)
+        start = (x[0, 0] > 9).astype("int32")
+        z = jax.lax.dynamic_slice(h, (start, start * 0), (3, 8))
+        h = jax.lax.dynamic_update_slice(h, z / 2, (2, 0))
+        return (jnp.cumsum(h, 1) * x).std()
+
+    same(fun, 8, W, X)
+
+
 # -- aux -------------------------------------------------------------------------------
 
 

@@ -16,7 +16,7 @@ SUMS: dict[str, tuple[int, ...] | None] = {
     **dict.fromkeys(
         """add add_any sub neg concatenate copy copy_p transpose reshape
         squeeze name broadcast_in_dim reduce_sum cumsum slice rev real imag
-        split stack unstack pad tile optimization_barrier stop_gradient""".split()  # noqa: SIM905
+        split stack unstack psum pad tile optimization_barrier stop_gradient""".split()  # noqa: SIM905
     ),
     "convert_element_type": (0,),
     "dynamic_slice": (0,),

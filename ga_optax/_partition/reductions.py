@@ -76,18 +76,23 @@ def _extremum(w: Writer, e: core.JaxprEqn, v: Value, here: Any) -> Any:
     """
     is_max = e.primitive.name == "reduce_max"
     if not v.smooth or not is_inexact(v.aval) or _only_stopped(w.jaxpr, e.outvars[0]):
-        w.level = max(w.level, v.level + v.params)
-        if w.apart:
-            raise RowsMeet
-        x = jax.lax.stop_gradient(here)
-        as_int = x.astype(jnp.int32) if x.dtype == jnp.bool_ else x
-        over = jax.lax.pmax if is_max else jax.lax.pmin
-        return over(as_int, w.axis.name).astype(x.dtype)
+        return _stopped_extremum(w, is_max, v, here)
     axes = tuple(e.params["axes"])
     attain = jax.lax.stop_gradient(v.x == jnp.expand_dims(here, axes))
     count = jnp.sum(attain, axes, dtype=here.dtype)
     found, counts = _gathered(w, v, here), w.gather(jax.lax.stop_gradient(count))
     return _of_parts(is_max, found, counts)
+
+
+def _stopped_extremum(w: Writer, is_max: bool, v: Value, here: Any) -> Any:
+    """The same where it has no derivative."""
+    w.level = max(w.level, v.level + v.params)
+    if w.apart:
+        raise RowsMeet
+    x = jax.lax.stop_gradient(here)
+    as_int = x.astype(jnp.int32) if x.dtype == jnp.bool_ else x
+    over = jax.lax.pmax if is_max else jax.lax.pmin
+    return over(as_int, w.axis.name).astype(x.dtype)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -161,6 +166,29 @@ def argument(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     places, values = w.gather(at + first), _gathered(w, v, best)
     which = w.run(e, [values], axes=(0,))
     return [(jnp.take_along_axis(places, which[None], 0)[0], WHOLE)]
+
+
+def collective(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
+    """`psum`, `pmax` and `pmin` over axes of the user's.
+
+    Those of a `jax.vmap` that has an `axis_name` are numbers here: axes of the array.
+    """
+    if e.params.get("axis_index_groups") is not None:
+        return None
+    axes = tuple(a for a in e.params["axes"] if isinstance(a, int))
+    out: list[Result] = []
+    for v in vs:
+        [here] = w.results(e, [v.x])
+        if v.rows is None:
+            out.append((here, WHOLE))
+        elif v.dim not in axes:
+            out.append((here, _left(v, axes)))
+        elif e.primitive.name == "psum":
+            out.append((here, PARTIAL))
+        else:  # JAX has no derivative of them
+            is_max = e.primitive.name == "pmax"
+            out.append((_stopped_extremum(w, is_max, v, here), WHOLE))
+    return out
 
 
 def cumulative(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:

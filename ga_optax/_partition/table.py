@@ -22,6 +22,7 @@ _KNOWN: dict[str, Rule] = {
         reductions.reduce_,
     ),
     **dict.fromkeys(("argmax", "argmin"), reductions.argument),
+    **dict.fromkeys(("psum", "pmax", "pmin"), reductions.collective),
     **dict.fromkeys(
         ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), reductions.cumulative
     ),

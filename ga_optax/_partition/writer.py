@@ -37,6 +37,11 @@ class Axis(NamedTuple):
     longest: int
 
 
+# Operands that must be there before the equation begins. In a loop XLA:CPU (of jax 0.10
+# to 0.12) writes an update in place while it still reads it from the same array.
+_COMPUTED_FIRST = {"dynamic_update_slice": (1,)}
+
+
 class Note(NamedTuple):
     """An equation that was computed whole, because nothing better is known of it."""
 
@@ -229,6 +234,9 @@ class Writer:
 
     def bound(self, e: core.JaxprEqn, xs: Sequence[Any]) -> list[Any]:
         """The results of an equation of the whole batch, as it is."""
+        xs = list(xs)
+        for i in _COMPUTED_FIRST.get(e.primitive.name, ()):
+            xs[i] = jax.lax.optimization_barrier(xs[i])
         return ir.bind(self.jaxpr, [e], e.invars, e.outvars, xs)
 
     def interpret(
