@@ -1,0 +1,109 @@
+"""What `whole_batch=True` costs: passes, counted in the program, and bytes of XLA."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from helpers import temporaries
+
+import ga_optax as ga
+
+pytestmark = pytest.mark.usefixtures("optax_promotion")
+K, ROWS, IN, OUT = 4, 32, 64, 256
+P = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in [(IN, OUT), (OUT, 8)]]
+B = {
+    "x": jax.ShapeDtypeStruct((ROWS, IN), jnp.float32),
+    "m": jax.ShapeDtypeStruct((ROWS,), jnp.float32),
+}
+
+
+def network(p, b):
+    return (jnp.tanh(b["x"] @ p[0]) @ p[1]).sum(1)
+
+
+def mean(p, b):
+    return (network(p, b) ** 2).mean()
+
+
+def masked_mean(p, b):
+    return (network(p, b) ** 2 * b["m"]).sum() / b["m"].sum()
+
+
+def total(p, b):
+    return (network(p, b) ** 2).sum()
+
+
+def dice(p, b):
+    """Of a head: features are given."""
+    q = jax.nn.sigmoid((b["x"] @ p[0]).sum(1))
+    return 1 - 2 * (q * b["m"]).sum() / (q.sum() + b["m"].sum())
+
+
+def root(p, b):
+    return jnp.sqrt(mean(p, b))
+
+
+def dice_of_network(p, b):
+    q = jax.nn.sigmoid(network(p, b))
+    return 1 - 2 * (q * b["m"]).sum() / (q.sum() + b["m"].sum())
+
+
+def normalised(p, b):
+    h = jnp.tanh(b["x"] @ p[0])
+    h = (h - h.mean(0)) / jnp.sqrt(h.var(0) + 0.1)
+    return ((h @ p[1]) ** 4).mean()
+
+
+def contrastive(p, b):
+    z = jnp.tanh(b["x"] @ p[0]) @ p[1]
+    logits = z @ jax.lax.stop_gradient(z).T
+    return (jax.nn.logsumexp(logits, 1) - jnp.diagonal(logits)).mean()
+
+
+def step(fun, whole_batch=True, **options):
+    return jax.jit(ga.value_and_grad(fun, K, whole_batch=whole_batch, **options))
+
+
+def counted(fun, **options):
+    """How many tanh and products are in its loops, each of which runs over all rows."""
+    text = step(fun, **options).lower(P, B).as_text()
+    return text.count("stablehlo.tanh"), text.count("stablehlo.dot_general")
+
+
+def number_of_each_row(k=1):
+    return k * ROWS * 4
+
+
+# Tanh run forward alone; products forward, and to the gradients of the weights.
+@pytest.mark.parametrize("fun", [mean, total, masked_mean, dice])
+def test_what_a_weight_would_mend_takes_one_forward_and_one_backward_pass(fun):
+    assert counted(fun) == ((0, 1 + 1) if fun is dice else (1, 2 + 3))
+    # The twin: the network, or what the head gave, is computed once more.
+    others = {dice: {"residual_bytes": 0}, masked_mean: {}}
+    if fun in others:
+        again = counted(root if fun is masked_mean else fun, **others[fun])
+        assert again == ((0, 2 + 1) if fun is dice else (2, 4 + 3))
+
+
+@pytest.mark.parametrize("fun", [root, dice_of_network, normalised, contrastive])
+def test_others_take_at_most_two_forward_passes_and_one_backward_pass(fun):
+    tanh, products = counted(fun)
+    once, of_loop = counted(fun, whole_batch=False)
+    forward = jax.jit(fun).lower(P, B).as_text().count("stablehlo.dot_general")
+    assert once == 1 < tanh == 2
+    assert products <= of_loop + forward
+    if fun is normalised:  # the twin: three levels, and nothing is kept
+        assert counted(fun, residual_bytes=0)[0] > 2
+
+
+@pytest.mark.parametrize("fun", [mean, total, masked_mean, dice])
+def test_they_take_the_temporaries_of_the_loop_without_the_option(fun):
+    def needs(fun, whole_batch):
+        return temporaries(step(fun, whole_batch=whole_batch), P, B)
+
+    loop = needs(fun, False)
+    if fun in (mean, total):
+        assert needs(fun, True) == loop
+    else:  # their counts and ratios: not even four numbers for each row
+        assert loop <= needs(fun, True) < loop + number_of_each_row(4)
+        # The twin: the layer of a normalisation is kept.
+        assert needs(normalised, True) > loop + number_of_each_row(64)
