@@ -267,12 +267,12 @@ def _scales(
     jaxpr = trace_back(params, *rest).jaxpr
     return all(
         equation.params.get("exponent_bits", 8) >= 8
-        and all(map(_is_wide, (*equation.invars, *equation.outvars)))
+        and all(map(is_wide, (*equation.invars, *equation.outvars)))
         for equation in ir.equations(jaxpr)
     )
 
 
-def _is_wide(variable: Any) -> bool:
+def is_wide(variable: Any) -> bool:
     """Whether a variable has the exponents of float32, or is not floating."""
     dtype = getattr(variable.aval, "dtype", np.dtype(np.int32))
     return not jnp.issubdtype(dtype, jnp.floating) or (

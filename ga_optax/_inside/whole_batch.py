@@ -21,6 +21,7 @@ from ga_optax._devices import meshes
 from ga_optax._inside.axis.read import LONGEST
 from ga_optax._inside.call import Call
 from ga_optax._inside.options import AXIS_OF_ROWS, Options
+from ga_optax._inside.program import is_wide
 from ga_optax._inside.results import taken_apart
 from ga_optax._partition import (
     PARTIAL,
@@ -31,6 +32,7 @@ from ga_optax._partition import (
     Rows,
     partition,
 )
+from ga_optax._passes import ir
 
 # Why options have no place here.
 _NOT_NEEDED = {
@@ -98,7 +100,10 @@ def value_and_grad(core: Callable[..., Any], given: dict[str, Any]) -> Any:
             **{name: given[name] for name in _PASSED},
         )
         batch = tuple(call.batch), tuple(_as_data(x) for x in trace.closed.consts)
-        (loss, kept), grads = run(call.params, batch)
+        if _scales_after(trace):
+            (loss, kept), grads = _scaled(call, *run(_widened(call.params), batch))
+        else:
+            (loss, kept), grads = run(call.params, batch)
         loss = loss.astype(trace.closed.out_avals[0].dtype)
         leaves = [loss, *put_together(trace, kept)]
         value, aux = jax.tree.unflatten(jax.tree.structure(trace.out), leaves)
@@ -241,19 +246,66 @@ def micro_batch(
             jax.random.wrap_key_data(x, impl=jax.random.key_impl(key)) if is_key else x
             for x, key, is_key in zip(consts, trace.closed.consts, keyed, strict=True)
         ]
-        args = *consts, *jax.tree.leaves(params), *own
+        pairs = zip(*map(jax.tree.leaves, (params, call.params)), strict=True)
+        leaves = [x.astype(jnp.result_type(like)) for x, like in pairs]
         # Inside the region of a mesh types name it otherwise: the program of there.
         here = part if call.mesh is None else traced(call, fun).part
+        args = *consts, *leaves, *own
         loss, *rest = jax.core.eval_jaxpr(here.jaxpr, here.consts, *args)
-        if part.layouts[0] == PARTIAL:  # the window takes the mean of micro-batches
-            loss = loss.astype(jnp.promote_types(loss.dtype, jnp.float32))
-            loss = loss * jnp.asarray(size, loss.dtype)
+        loss = _addend(trace, loss, size)
         kept: dict[str, list[Any]] = {mode: [] for mode in MODES}
         for x, layout in zip(rest, part.layouts[1:], strict=True):
             kept[_kind(layout)].append(x)
         return loss, kept
 
     return run
+
+
+# -- The window takes the mean of micro-batches ----------------------------------------
+
+
+def _addend(trace: Trace, loss: jax.Array, size: int) -> jax.Array:
+    """What a micro-batch adds: the mean of all is the loss, or its `size`-th part."""
+    is_part, after = trace.part.layouts[0] == PARTIAL, _scales_after(trace)
+    if is_part or after:
+        loss = loss.astype(_wide(loss.dtype))
+    if is_part and not after:
+        return loss * jnp.asarray(size, loss.dtype)
+    return loss / jnp.asarray(size, loss.dtype) if after and not is_part else loss
+
+
+def _scales_after(trace: Trace) -> bool:
+    """Whether the mean is multiplied by the number of micro-batches after the window.
+
+    In the loss it would multiply all that comes back through sums over all rows, and
+    the exponents of float16 and float8 are too small for that.
+    """
+    jaxpr = trace.closed.jaxpr
+    results = (x for e in ir.equations(jaxpr) for x in e.outvars)
+    return not all(map(is_wide, (*jaxpr.invars, *results)))
+
+
+def _wide(dtype: Any) -> Any:
+    """The dtype, or float32 if that has more bits."""
+    return dtype if jnp.finfo(dtype).bits >= 32 else jnp.float32
+
+
+def _widened(params: Any) -> Any:
+    """Parameters whose gradients lose nothing before they are multiplied."""
+    arrays = jax.tree.map(jnp.asarray, params)
+    return jax.tree.map(lambda x: x.astype(_wide(x.dtype)), arrays)
+
+
+def _scaled(call: Call, value: tuple[jax.Array, Any], grads: Any) -> tuple[Any, Any]:
+    (loss, kept), size = value, num_parts(call)
+
+    def times(x: jax.Array) -> jax.Array:
+        return x * jnp.asarray(size, x.dtype)
+
+    def as_given(g: jax.Array, x: Any) -> jax.Array:
+        return times(g).astype(jnp.result_type(x))
+
+    return (times(loss), kept), jax.tree.map(as_given, grads, call.params)
 
 
 def _is_key(x: Any) -> bool:
