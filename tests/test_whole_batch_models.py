@@ -267,6 +267,46 @@ def test_vmap_inside_is_no_other_than_the_program_that_it_writes(k):
     assert ga.batch_dependencies(under_vmap, 4, has_aux=True)(*args).whole == []
 
 
+def collectives(p, b):
+    """Those of `vmap` over rows, and over features, in one array."""
+
+    def of_row(x):
+        h = jnp.tanh(x @ p["in"])
+        top, low = (
+            over(jax.lax.stop_gradient(h), "rows")
+            for over in (jax.lax.pmax, jax.lax.pmin)
+        )
+        h = h - jax.lax.psum(h, "rows") / 9 + jnp.where(h == top, h, 0.1 * low)
+        return jax.vmap(lambda x: x - jax.lax.pmean(x, "f"), axis_name="f")(h)
+
+    h = jax.vmap(of_row, axis_name="rows")(b["x"])
+    return each_mean(h @ p["out"], b) + h.std(), h
+
+
+def test_collectives_of_a_vmap_are_reductions_of_axes():
+    check(collectives, 4)
+    args = whole_models.arguments(dtype=np.float32)
+    found = ga.batch_dependencies(collectives, 4, has_aux=True)(*args)
+    assert found.whole == []
+
+
+def test_collectives_over_an_axis_around_the_call_leave_rows_where_they_are():
+    def fun(p, x):
+        h = jnp.tanh(x @ p["in"])
+        h = h - jax.lax.pmean(h, "members")
+        return jnp.sqrt((h**2).mean() + 0.1), h
+
+    def of_members(run):
+        return jax.vmap(run, (0, None), axis_name="members")
+
+    with jax.enable_x64(True):
+        params, batch = whole_models.arguments()
+        params = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), params)
+        want = of_members(jax.value_and_grad(fun, has_aux=True))(params, batch["x"])
+        got = of_members(over_micro_batches(fun, 4))(params, batch["x"])
+        assert_close(got, want, N)
+
+
 # -- Other types, and devices ----------------------------------------------------------
 
 
