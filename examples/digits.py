@@ -511,12 +511,12 @@ def check_runs(checks: Checks, runs: list[Run], envelope: Envelope) -> None:
 # -- Output ----------------------------------------------------------------------------
 
 
-def show_progress(bar: tqdm.tqdm, step: int, loss: np.float32) -> None:
+def show_progress(bar: tqdm.tqdm, side: Side, step: int, loss: np.float32) -> None:
     """Moves the bar on a terminal; without one, prints a line now and then."""
     bar.set_postfix_str(f"loss {loss:.4f}", refresh=False)
     bar.update()
     if bar.disable and (step == 0 or (step + 1) % 25 == 0):
-        print(f"step {step + 1}: loss {loss:.4f}", flush=True)
+        print(f"{side.name}: step {step + 1}, loss {loss:.4f}", flush=True)
 
 
 def print_table(runs: list[Run], held_out: Examples) -> None:
@@ -623,43 +623,53 @@ def main(argv: list[str] | None = None) -> int:
         return experiment(args.steps, args.out, args.check)
 
 
+def copied(tree: Any) -> Any:
+    """A copy of arrays that will be donated."""
+    return jax.tree.map(np.array, tree)
+
+
+def further(checks: Checks, params: Any, windows: list[Any], way: list[Any]) -> Any:
+    """What --check runs beside: gradients at three steps, and runs with errors."""
+    print("Compiling the checks: gradients in float64, and runs with errors ...")
+    gradients, envelope = Gradients(params, windows[0]), Envelope(params)
+    steps = len(windows)
+    print(f"Checking: three gradients, and two runs of {steps} steps ...", flush=True)
+    for step, window in enumerate(windows):
+        if step in (0, steps // 2, steps - 1):
+            gradients.check(checks, way[step], window)
+        envelope.train(window, way[step])
+        envelope.record(way[step + 1])
+    return envelope
+
+
 def experiment(steps: int, out: pathlib.Path, check: bool) -> int:
     """The whole program, see the top of the file; returns the exit status."""
     train, held_out = load_digits()
-    window = draw_window(train, 0)
+    windows = [draw_window(train, 0)]
     key = jax.random.key(SEED, impl="rbg")  # compiles in a fifth of the time
-    params = jax.jit(NETWORK.init)(key, window.images[0])
+    params = jax.jit(NETWORK.init)(key, windows[0].images[0])
     size = sum(p.size for p in jax.tree.leaves(params))
     print(
         f"{len(train.labels)} digits to learn, {len(held_out.labels)} held out; "
-        f"{size:,} parameters. Compiling the runs ...",
+        f"{size:,} parameters. Compiling the undivided run ...",
         flush=True,
     )
-    runs = []
+    windows += [draw_window(train, step) for step in range(1, steps)]
+    way = [copied(params)]  # the parameters of the undivided run before each step
+    runs: list[Run] = []
     for side in make_sides(digits_loss, make_optimizer()):
-        runs.append(Run(side, params, window))
-        print(f"  compiled: {side.name}", flush=True)
-    undivided = runs[0]
-    checks = gradients = envelope = None
-    if check:
-        print("Compiling the checks: gradients in float64, and runs with errors ...")
-        checks, gradients = Checks(), Gradients(params, window)
-        envelope = Envelope(params)
-
-    # Without a terminal there is no bar.
-    with tqdm.tqdm(total=steps, desc="training", unit="step", disable=None) as bar:
-        for step in range(steps):
-            window = draw_window(train, step)
-            if gradients and checks and step in (0, steps // 2, steps - 1):
-                gradients.check(checks, undivided.params, window)
-            if envelope:
-                envelope.train(window, undivided.params)
-            for run in runs:
+        run = Run(side, params, windows[0])
+        # Without a terminal there is no bar.
+        with tqdm.tqdm(total=steps, desc=side.name, unit="step", disable=None) as bar:
+            for step, window in enumerate(windows):
                 run.train(window)
-                run.record(undivided.params)
-            if envelope:
-                envelope.record(undivided.params)
-            show_progress(bar, step, undivided.losses[-1])
+                if not runs:
+                    way.append(copied(run.params))
+                run.record(way[step + 1])
+                show_progress(bar, side, step, run.losses[-1])
+        runs.append(run)
+    checks = Checks()
+    envelope = further(checks, params, windows, way) if check else None
 
     print_table(runs, held_out)
     out.mkdir(parents=True, exist_ok=True)
@@ -667,7 +677,7 @@ def experiment(steps: int, out: pathlib.Path, check: bool) -> int:
     bounds = envelope.bounds if envelope else []
     draw_picture(picture, runs, bounds)
     print(f"\nThe loss curves are in {picture}.")
-    if not (checks and envelope):
+    if envelope is None:
         print("All runs are one run, but for rounding: --check shows the bounds.")
         return 0
     check_runs(checks, runs, envelope)

@@ -57,6 +57,11 @@ def test_the_example_runs_from_the_command_line_and_shows_what_it_says(tmp_path)
     assert run.stderr == ""
     assert "\r" not in run.stdout
     assert "FAILED" not in run.stdout
+    # A run trains as soon as it is compiled, and the checks say what they do.
+    assert run.stdout.index("undivided, 64: step 1") < run.stdout.index("MultiSteps")
+    assert run.stdout.index("the same, optimize=False: step 1") < run.stdout.index(
+        "Checking: three gradients"
+    )
     for check in (GIVEN, DOUBLE, DISTANCE, STEPS):
         assert re.search(rf"ok +{check}", run.stdout)
 
