@@ -33,7 +33,7 @@ def check(fun, k):
         assert_close(over_micro_batches(fun, k)(*args), want, N)
 
 
-@pytest.mark.grid(5)
+@pytest.mark.grid(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_models_have_the_value_gradients_and_aux_of_the_whole_batch(name):
     check(MODELS[name], 4)
@@ -59,6 +59,7 @@ def test_the_loop_without_the_option_gives_others():
             assert max(jax.tree.leaves(apart)) > 1e-3
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("k", [3, N])
 def test_dropout_masks_and_noise_are_those_of_the_whole_batch_bit_for_bit(k):
     args = whole_models.arguments(dtype=np.float32)
@@ -260,7 +261,8 @@ def test_what_nothing_is_known_of_is_computed_whole_and_right(name):
     assert names == {primitive}
 
 
-@pytest.mark.parametrize("k", [1, 4, N])
+@pytest.mark.grid(1)
+@pytest.mark.parametrize("k", [4, 1, N])
 def test_vmap_inside_is_no_other_than_the_program_that_it_writes(k):
     check(under_vmap, k)
     args = whole_models.arguments(dtype=np.float32)
@@ -310,7 +312,7 @@ def test_collectives_over_an_axis_around_the_call_leave_rows_where_they_are():
 # -- Other types, and devices ----------------------------------------------------------
 
 
-@pytest.mark.grid(2)
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("name", ["masked_tokens", "attention", "vicreg", "mmd"])
 def test_in_bfloat16_it_is_as_close_as_the_undivided_batch(name):
     """Both round what they compute, in another order; each is compared with float64."""
@@ -351,7 +353,7 @@ SPECS = {"in": P(None, "data"), "mid": P("data"), "out": P("data")}
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 9), reason="data_axis needs jax 0.9")
-@pytest.mark.grid(3)
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("name", ["attention", "experts", "dropout", "masked_tokens"])
 @pytest.mark.parametrize("fsdp", [False, True], ids=["replicated", "fsdp"])
 @pytest.mark.parametrize("devices", [1, 2, 4])

@@ -19,7 +19,7 @@ def is_right(program):
     return found.error is not None and found.error < BOUND
 
 
-@pytest.mark.grid(5)
+@pytest.mark.grid(3)
 @pytest.mark.parametrize("name", sorted(MORE_STEPS))
 def test_every_step_has_the_value_gradients_and_aux_of_the_whole_batch(name):
     assert is_right(Program((name,), "spread", has_aux=True))
