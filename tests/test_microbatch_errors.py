@@ -380,3 +380,20 @@ def test_an_error_of_fun_says_what_it_was_given():
     note = error.value.__notes__[0]  # JAX adds another one
     assert "one of 2 micro-batches" in note
     assert "has shape (4,), split along axis 0 of (8,)." in note
+
+
+@pytest.mark.parametrize("whole_batch", [False, True])
+def test_aux_without_numbers_is_refused_by_name(whole_batch):
+    def fun(w, x):
+        return loss(w, x), {"name": "train", "loss": loss(w, x)}
+
+    with pytest.raises(TypeError, match=r"aux must be arrays.*\['name'\] is 'train'"):
+        ga.value_and_grad(fun, 2, has_aux=True, whole_batch=whole_batch)(W, X)
+
+
+def test_a_loss_that_is_not_finite_is_that_of_the_whole_batch():
+    def fun(w, x):
+        return jnp.sum(x * w) / 0.0
+
+    step = ga.value_and_grad(fun, 2, whole_batch=True)
+    assert step(-W, X) == jax.value_and_grad(fun)(-W, X) == (-np.inf, np.inf)

@@ -84,6 +84,13 @@ def taken_apart(options: Options, out: Any) -> tuple[Any, Any, Any]:
     elif has_aux:
         form = "(loss, aux)"
         loss, aux = _pair(out, form)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(aux):
+        if isinstance(leaf, (str, bytes)):
+            raise TypeError(
+                "The leaves of aux must be arrays or numbers, but "
+                f"{jax.tree_util.keystr(path) or 'aux itself'} is {leaf!r}. Leave it "
+                "out, or return a number in its place."
+            )
     if not isinstance(loss, (jax.Array, np.ndarray, np.generic, int, float, complex)):
         raise TypeError(
             f"fun must return {form}, but its loss is of type {type(loss).__name__}. "

@@ -58,8 +58,8 @@ def custom_jvp(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
         return _inlined(w, program, vs)
     with w.may_fail() as out, nested.apart(w):
         out += _with_jvp(w, e, program, vs)
-    if not out and not w.apart:
-        vs = _fitted(w, e, vs)
+    if not out and not w.apart and (fitted := _fitted(w, e, vs)) != vs:
+        vs = fitted
         with w.may_fail() as out, nested.apart(w):
             out += _with_jvp(w, e, program, vs)
     if not out and not w.apart and _rule_only_saves_time(program.jaxpr):
@@ -73,11 +73,13 @@ def _fitted(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Value]:
     rows = elementwise.target(vs, shape)
     if rows is None:
         return vs
-    fitted = []
+    fitted: list[Value] = []
     for v in vs:
-        is_whole = v.is_whole or elementwise.is_spread(v, rows, shape)
+        if v.is_whole or v.layout == rows:
+            fitted.append(v)
+            continue
         x = elementwise.fitted(w, v, rows, shape)
-        layout = WHOLE if is_whole else rows
+        layout = WHOLE if elementwise.is_spread(v, rows, shape) else rows
         fitted.append(dataclasses.replace(v, x=x, layout=layout, copies={}))
     return fitted
 
