@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from whole_programs import D, N, arguments
+from whole_programs import D, N, arguments, clipped
 
 import ga_optax as ga
 from ga_optax._partition import Rows, indexing, moves, reductions, writer
@@ -139,6 +139,18 @@ def test_a_shift_gathers_the_rows_that_cross_alone():
         found = ga.batch_dependencies(loss_of(name), 4, has_aux=True)(w, batch["x"])
         gathered = [m.aval.shape for m in found.meetings if m.name == "all_gather"]
         assert gathered == [(1, D)]
+
+
+def test_a_backward_rule_gets_rows_that_do_not_divide(monkeypatch):
+    monkeypatch.setitem(RULES, "vjp", lambda h, w: clipped(h[1:]) * clipped(h[:-1]))
+    assert off("vjp", 4) < BOUND
+
+
+def test_what_has_no_rule_for_rows_that_do_not_divide_says_so(monkeypatch):
+    monkeypatch.setitem(RULES, "prod", lambda h, w: h * jnp.prod(1 + h[1:], 0))
+    [w], batch = arguments(1)
+    found = ga.batch_dependencies(loss_of("prod"), 4, has_aux=True)(w, batch["x"])
+    assert [name for name, *_ in found.whole] == ["reduce_prod"]
 
 
 # -- Twins -----------------------------------------------------------------------------

@@ -82,6 +82,7 @@ _UNEVEN = elementwise.NAMES | {
     *("sort", "top_k", "transpose", "squeeze", "broadcast_in_dim", "reshape"),
     *("concatenate", "stack", "unstack", "split", "slice", "pad", "rev"),
     *("dynamic_slice", "dot_general", "conv_general_dilated", "gather"),
+    *("cholesky", "eigh", "lu", "qr", "svd", "triangular_solve", "fft"),
     *("random_bits", "random_wrap", "random_unwrap", "random_fold_in"),
 }
 

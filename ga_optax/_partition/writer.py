@@ -291,13 +291,11 @@ class Writer:
                     out += rules.linear(self, e, vs) or ()
                 if not out:
                     vs = [self.reduced(v) if v.is_partial else v for v in vs]
-                    if name not in rules.uneven:
-                        vs = [self.reduced(v) if v.extra else v for v in vs]
                     if all(v.is_whole for v in vs):
                         return self.all_whole(e, vs)
-                    out += (
-                        name in rules.known and rules.known[name](self, e, vs)
-                    ) or ()
+                    if name in rules.uneven or not any(v.extra for v in vs):
+                        rule = rules.known.get(name, _unknown)
+                        out += rule(self, e, vs) or ()
         if self._fits(e, out):
             return out
         del self.notes[notes:]
@@ -347,6 +345,10 @@ _SHAPES = ("transpose", "reshape", "squeeze")
 
 
 Rule = Callable[[Writer, core.JaxprEqn, list[Value]], list[Result] | None]
+
+
+def _unknown(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> None:
+    """The rule of a primitive that has none."""
 
 
 class Rules(NamedTuple):
