@@ -280,7 +280,7 @@ def _rule_here(
     of_residuals = [next(saved) if i is None else vs[i].layout for i in rule.forwarded]
     linear = _is_linear(w, rule)
     of_cts = [_dual(x) for x, has in zip(layouts, rule.given, strict=True) if has]
-    if not linear and any(not isinstance(x, Rows) for x in of_cts):
+    if not linear and any(not isinstance(x, Rows) or x.extra for x in of_cts):
         raise RowsMeet
     types = [x.aval for x in rule.bwd.jaxpr.invars]
     pairs = zip(types, [*of_residuals, *of_cts], strict=True)
@@ -302,11 +302,14 @@ def _is_linear(w: Writer, rule: _Vjp) -> bool:
     types = [x.aval for x in rule.bwd.jaxpr.invars]
     n = len(rule.forwarded)
     args = [_value(aval, WHOLE if i < n else PARTIAL) for i, aval in enumerate(types)]
+    before, w.shares = w.shares, False
     try:
         with nested.apart(w):
             _rule(w, rule.bwd, args, [PARTIAL] * sum(rule.wanted))
     except RowsMeet:
         return False
+    finally:
+        w.shares = before
     return True
 
 
@@ -321,13 +324,19 @@ def passed_on(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Any]:
     xs = [w.whole(v) for v in vs]
     if not any(v.smooth for v in vs) or not _has_nonlinear_rule(w, e):
         return w.bound(e, xs)
-    out = w.bound(e, xs)
     w.level = max(v.level for v in vs) + 1
-    first = w.index == 0
-    return [
-        w.sum(jnp.where(first, x, jnp.zeros_like(x))) if is_inexact(x) else x
-        for x in out
-    ]
+    types = types_of(e)
+    smooth = [i for i, x in enumerate(types) if is_inexact(x)]
+    # The others do not run it: a rule may make something of no cotangent.
+    found = jax.lax.cond(
+        w.index == 0,
+        lambda: [w.bound(e, xs)[i] for i in smooth],
+        lambda: [jnp.zeros(types[i].shape, types[i].dtype) for i in smooth],
+    )
+    out = w.bound(e, xs) if len(smooth) < len(types) else [None] * len(types)
+    for i, x in zip(smooth, found, strict=True):
+        out[i] = w.sum(x)
+    return out
 
 
 def _has_nonlinear_rule(w: Writer, e: core.JaxprEqn) -> bool:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core, source_info_util
 
 from ga_optax._partition.values import (
@@ -62,6 +63,7 @@ class Writer:
       jaxpr: the program at hand.
       level: the level of what the equation at hand reads, see `Value`.
       apart: whether rows must not meet here.
+      shares: whether what is whole may be shared out among addends.
       in_rule: whether it writes a rule, which is not derived once more.
       limit: how many numbers may be gathered for one value; None for any.
       matched: whether a value with the wanted rows was found since it was reset.
@@ -76,6 +78,7 @@ class Writer:
     jaxpr: Any = None
     level: int = 0
     apart: bool = False
+    shares: bool = True
     in_rule: bool = False
     limit: int | None = None
     matched: bool = False
@@ -137,6 +140,8 @@ class Writer:
         """What this micro-batch adds to a value; of a whole one, its share."""
         if v.is_partial:
             return v.x
+        if not self.shares and not _is_zero(v):
+            raise RowsMeet
         size = jnp.asarray(self.axis.size, v.aval.dtype)
         return jax.lax.div(
             jnp.asarray(v.x, v.aval.dtype), jnp.broadcast_to(size, v.shape)
@@ -331,6 +336,16 @@ class Writer:
             jnp.shape(x) == local_shape(due.shape, layout, self.axis.size)
             for (x, layout), due in pairs
         )
+
+
+def _is_zero(v: Value) -> bool:
+    """Whether it is zeros for certain."""
+    if v.made is None:
+        is_number = isinstance(v.x, int | float | np.generic)
+        return is_number and v.x == 0
+    e, vs, _ = v.made
+    spread = ("broadcast_in_dim", "convert_element_type", "reshape")
+    return e.primitive.name in spread and _is_zero(vs[0])
 
 
 def _reshaped(v: Value) -> tuple[core.JaxprEqn, Value] | None:
