@@ -191,7 +191,7 @@ def test_a_signature_has_types_and_a_link_to_its_source(site):
     text = (site / "api" / "inside_a_call.html").read_text("utf-8")
     found = re.search(r'id="ga_optax.value_and_grad">(.*?)</dt>', text, re.S)
     plain = re.sub(r"<[^>]+>|\s+", "", found[1])
-    assert "num_microbatches:int,*,argnums:int|Sequence[int]=0," in plain
+    assert "num_microbatches:int|None=None,*,microbatch_size:int|None=None,arg" in plain
     assert "accumulator_dtype:DTypeLike|None=jnp.float32," in plain
     assert "_modules/ga_optax/_inside/microbatch.html#value_and_grad" in found[1]
 
