@@ -131,6 +131,10 @@ def check_compile_time(result):
     for row in result["results"]:
         for way, ratio in row["over_plain_scan"].items():
             equal(ratio, row["seconds"][way] / row["seconds"]["plain scan"])
+    for row in result["large"]:
+        ours, scan = row["seconds"]["ga_optax"], row["seconds"]["plain scan"]
+        equal(row["over_plain_scan"], ours / scan)
+        assert row["over_plain_scan"] <= 1.5
 
 
 def check_leaves(result):
