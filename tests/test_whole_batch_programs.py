@@ -3,12 +3,14 @@
 `python tests/whole_random.py 2000`, which `make fuzz` runs too, checks as many of them.
 """
 
+import sys
+
 import jax
 import pytest
 from whole_random import BOUND, Program, check, draw
 from whole_steps import MORE_STEPS
 
-from ga_optax._partition import writer
+from ga_optax._partition import reductions, writer
 
 pytestmark = pytest.mark.usefixtures("optax_promotion", "fast_compilation")
 
@@ -35,6 +37,23 @@ def test_random_losses_have_those_of_the_whole_batch(seed):
 def test_rows_along_any_axis_of_several_batch_arguments(axis):
     names = ("contrast", "places")
     assert is_right(Program(names, "root", 4, axis, several=True, has_aux=True))
+
+
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 11),
+    reason="where it optimises little, this XLA fuses across barriers",
+)
+def test_rows_that_attain_an_extremum_are_found_however_xla_rounds(monkeypatch):
+    program = Program(("layers", "transposed", "max_ties"), "mean", 4)
+    assert is_right(program)
+    # The twin: XLA computes them once for the extremum, and once more to compare.
+    plain, ours = jax.lax.optimization_barrier, reductions.__file__
+
+    def only_elsewhere(x):
+        return x if sys._getframe(1).f_code.co_filename == ours else plain(x)
+
+    monkeypatch.setattr(jax.lax, "optimization_barrier", only_elsewhere)
+    assert check(program).error > 1e-6
 
 
 # What a program in which this is made wrong looks like.

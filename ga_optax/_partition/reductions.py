@@ -40,11 +40,11 @@ def reduce_(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
         return [(w.run(e, [x]), left)]
     if v.extra:
         v = dataclasses.replace(v, x=w.filled(v, _neutral(name, v)))
+    if name in ("reduce_max", "reduce_min"):
+        return [(_extremum(w, e, v), WHOLE)]
     here = w.run(e, [v.x])
     if name == "reduce_sum":
         return [(here, PARTIAL)]
-    if name in ("reduce_max", "reduce_min"):
-        return [(_extremum(w, e, v, here), WHOLE)]
     parts = _gathered(w, v, here)
     return [(w.run(e, [parts], axes=(0,)), WHOLE)]
 
@@ -67,18 +67,20 @@ def _gathered(w: Writer, v: Value, here: Any) -> Any:
     return w.gather(here)
 
 
-def _extremum(w: Writer, e: core.JaxprEqn, v: Value, here: Any) -> Any:
+def _extremum(w: Writer, e: core.JaxprEqn, v: Value) -> Any:
     """The largest or the smallest of all rows.
 
     Its derivative is JAX's: equal parts for all that attain it. So what each micro-
     batch found is kept, and how many attain it there. Comparing once more with the
-    extremum would not do: values that are computed again may round otherwise.
+    extremum would not do: values that are computed again may round otherwise. For that
+    reason they are computed once for both, and not fused with either.
     """
     is_max = e.primitive.name == "reduce_max"
     if not v.smooth or not is_inexact(v.aval) or _only_stopped(w.jaxpr, e.outvars[0]):
-        return _stopped_extremum(w, is_max, v, here)
-    axes = tuple(e.params["axes"])
-    attain = jax.lax.stop_gradient(v.x == jnp.expand_dims(here, axes))
+        return _stopped_extremum(w, is_max, v, w.run(e, [v.x]))
+    x, axes = jax.lax.optimization_barrier(v.x), tuple(e.params["axes"])
+    here = w.run(e, [x])
+    attain = jax.lax.stop_gradient(x == jnp.expand_dims(here, axes))
     count = jnp.sum(attain, axes, dtype=here.dtype)
     found, counts = _gathered(w, v, here), w.gather(jax.lax.stop_gradient(count))
     return _of_parts(is_max, found, counts)
