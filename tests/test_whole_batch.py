@@ -173,6 +173,10 @@ def test_arrays_are_stacked_and_unstacked_along_axes_without_rows():
     same(fun, 4, W, X)
 
 
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 11),
+    reason="this XLA is wrong about such a program without ga_optax, too",
+)
 @pytest.mark.filterwarnings("ignore:With whole_batch=True")
 def test_rows_are_updated_with_rows_that_the_update_overwrites():
     def fun(w, x):
