@@ -134,7 +134,6 @@ def check_compile_time(result):
     for row in result["large"]:
         ours, scan = row["seconds"]["ga_optax"], row["seconds"]["plain scan"]
         equal(row["over_plain_scan"], ours / scan)
-        assert row["over_plain_scan"] <= 1.5
 
 
 def check_leaves(result):
@@ -315,6 +314,12 @@ def test_every_file_of_results_is_made_by_the_suite_and_by_its_own_command():
 
 
 # -- The pictures ----------------------------------------------------------------------
+
+
+def test_to_trace_a_program_took_at_most_half_again_of_a_plain_scan():
+    large = record.read(COMMITTED / "compile_time.json")["large"]
+    assert {row["program"] for row in large} >= {"100 leaves", "5000 leaves"}
+    assert all(row["over_plain_scan"] <= 1.5 for row in large)
 
 
 def test_the_committed_pictures_were_drawn_from_the_committed_files():
