@@ -32,9 +32,8 @@ def fold(
     operands = _operands(call, program, _begun(call) if acc is None else acc)
     structure = jax.tree.structure(call.params)
     if call.options.axis_name is not None:
-        from ga_optax._inside import (
-            axis,
-        )  # imported when needed: most windows have no axis
+        # Imported when needed: most windows have no axis.
+        from ga_optax._inside import axis
 
         leaves, carry, done = axis.fold(call, program, operands)
         value = value_of(call, program, leaves, program.carry.unflatten(carry))
