@@ -48,11 +48,8 @@ from ga_optax._verify import Cause, LeafReport, Report, verify
 if TYPE_CHECKING:
     from ga_optax import blocks
     from ga_optax import flax as flax  # a star import must not need it
-    from ga_optax._inside.any_function import (
-        BatchDependencies,
-        batch_dependencies,
-        microbatch,
-    )
+    from ga_optax._inside.any_function import microbatch
+    from ga_optax._inside.dependencies import BatchDependencies, batch_dependencies
 
 __all__ = [
     "Audit",
@@ -95,13 +92,19 @@ __all__ = [
 ]
 
 
+_LATER = {  # which few need, and their modules
+    "BatchDependencies": "dependencies",
+    "batch_dependencies": "dependencies",
+    "microbatch": "any_function",
+}
+
 if not TYPE_CHECKING:  # for type checkers, a module with this function has any name
 
     def __getattr__(name: str) -> Any:
         if name in ("blocks", "flax"):  # imports that not all need, or can have
             return importlib.import_module(f"ga_optax.{name}")
-        if name in ("BatchDependencies", "batch_dependencies", "microbatch"):
-            module = importlib.import_module("ga_optax._inside.any_function")
+        if name in _LATER:
+            module = importlib.import_module(f"ga_optax._inside.{_LATER[name]}")
             return getattr(module, name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -147,8 +147,8 @@ def check_not_empty(name: str, tree: Any, todo: str) -> None:
     """Raises unless `tree` holds an array."""
     if not jax.tree.leaves(tree):
         raise ValueError(
-            f"{name} must hold at least one array, but it is a {type(tree).__name__} "
-            f"without any. {todo}"
+            f"{name} must hold at least one array, but it has none: it is of type "
+            f"{type(tree).__name__}. {todo}"
         )
 
 

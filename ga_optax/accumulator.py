@@ -64,9 +64,10 @@ def init(params: optax.Params, dtype: DTypeLike | None = jnp.float32) -> Accumul
       params: the tree to accumulate gradients of; only shapes, dtypes and shardings
         are read.
       dtype: the dtype of `total`. float32, the default, is a floor: float64 leaves
-        keep float64. A narrower dtype is taken as it is, and saves its memory at the
-        price of its rounding. `None` takes the dtype of each leaf. Complex leaves
-        take the complex counterpart, and integer leaves a floating dtype always.
+        keep float64. One of lower precision is taken as it is, and saves its memory
+        at the price of its rounding. `None` takes the dtype of each leaf. Complex
+        leaves take the complex counterpart, and integer leaves a floating dtype
+        always.
 
     Returns:
       An `Accumulator` of zeros, one buffer of the size of `params`, sharded as they
@@ -314,8 +315,8 @@ def rounded(x: jax.Array, zero: jax.Array) -> jax.Array:
 
     A product and a sum may become one fused multiply-add, which rounds once, in one
     program and not in another. XLA's CPU backend takes barriers and `reduce_precision`
-    away before LLVM contracts. So the bits of `x` meet an integer 0 of which no
-    compiler knows that it is one, such as `unknown_zero`.
+    away before LLVM contracts. So the bits of `x` are combined (`^`) with an integer
+    that is 0, which no compiler knows: `unknown_zero`.
     """
     if jnp.iscomplexobj(x):
         return jax.lax.complex(rounded(x.real, zero), rounded(x.imag, zero))

@@ -8,7 +8,7 @@ from unittest import mock
 import jax
 import numpy as np
 
-from ga_optax._inside import in_place
+from ga_optax._inside import fences, in_place
 from ga_optax._passes import table
 from ga_optax._passes.known import Reason
 
@@ -37,6 +37,18 @@ def without_pass(monkeypatch, name):
     rest = tuple(one for one in table.PASSES if one.name != name)
     assert len(rest) == len(table.PASSES) - 1
     monkeypatch.setattr(table, "PASSES", rest)
+
+
+def without_fence_of_consts(monkeypatch):
+    """Leaves what has no role, as frozen parameters, out of the fence of a loop."""
+    whole = fences.fusion_barrier
+
+    def without_consts(tree):
+        if isinstance(tree, tuple) and len(tree) == 4:
+            return tree[0], *whole(tree[1:])
+        return whole(tree)
+
+    monkeypatch.setattr(fences, "fusion_barrier", without_consts)
 
 
 def load(path):

@@ -82,7 +82,7 @@ def test_a_division_by_the_reciprocal_would_be_seen():
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_narrow_gradients_accumulate_in_float32(dtype):
+def test_gradients_of_low_precision_accumulate_in_float32(dtype):
     ones = [jnp.ones(2, dtype)] * 64
     acc = accumulate(ones)
     for _ in range(6):  # 4096 ones
@@ -91,7 +91,7 @@ def test_narrow_gradients_accumulate_in_float32(dtype):
     assert acc.total.dtype == jnp.float32
 
 
-def test_a_narrow_accumulator_is_taken_at_its_word():
+def test_an_accumulator_of_low_precision_is_taken_at_its_word():
     one = jnp.ones(2, jnp.bfloat16)
     add = jax.jit(accumulator.add)
     acc = accumulator.init(one, jnp.bfloat16)

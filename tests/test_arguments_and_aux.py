@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 import ga_optax as ga
-from ga_optax._inside import fences
 from ga_optax.testing import assert_trees_bitwise_equal
 
 K, ROWS, WIDTH = 4, 8, 6
@@ -65,14 +64,7 @@ def test_groupings_agree_if_something_is_computed_of_an_argument_without_a_role(
 
 def test_without_the_fence_around_them_some_grouping_has_other_bits(monkeypatch):
     """The twin: parameters, batch and carry are held, and nothing else."""
-    whole = fences.fusion_barrier
-
-    def without_consts(tree):
-        if isinstance(tree, tuple) and len(tree) == 4:
-            return tree[0], *whole(tree[1:])
-        return whole(tree)
-
-    monkeypatch.setattr(fences, "fusion_barrier", without_consts)
+    helpers.without_fence_of_consts(monkeypatch)
     differ = []
     for seed in range(2, 8):
         z = normal(seed, WIDTH, WIDTH)
@@ -251,6 +243,7 @@ def test_a_reducer_that_does_not_fit_raises():
 # -- Windows that are not full ---------------------------------------------------------
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("optimize", [True, False])
 @pytest.mark.parametrize("weight_fn", [None, lambda x: 1.0 + x[0, 0] ** 2])
 def test_only_the_real_micro_batches_count(weight_fn, optimize):
@@ -335,3 +328,23 @@ def test_it_can_be_exported_for_any_batch_that_divides():
         assert np.max(np.abs(grads - expected[1])) <= bound
     with pytest.raises(ValueError, match=r'jax.export.symbolic_shape\("4\*b"\)'):
         exported("b")
+
+
+@pytest.mark.parametrize("sizes", [("4*b", None), (None, "d")], ids=["rows", "columns"])
+def test_rows_that_meet_can_be_exported_with_open_sizes(sizes):
+    def contrastive(w, x):
+        z = jnp.tanh(x @ w)
+        own = jnp.arange(x.shape[0])
+        return -jax.nn.log_softmax(z @ z.T)[own, own].mean() + z.std(0).sum()
+
+    named = [jax.export.symbolic_shape(size)[0] if size else None for size in sizes]
+    rows, columns = named[0] or len(X), named[1] or WIDTH
+    types = (columns, W.shape[1]), (rows, columns)
+    step = jax.jit(ga.value_and_grad(contrastive, K, whole_batch=True))
+    exported = jax.export.export(step)(
+        *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in types)
+    )
+    value, grads = exported.call(W, X)
+    expected = jax.jit(jax.value_and_grad(contrastive))(W, X)
+    assert abs(value - expected[0]) <= 1e-6 * abs(expected[0])
+    assert np.max(np.abs(grads - expected[1])) <= 1e-6 * np.max(np.abs(expected[1]))

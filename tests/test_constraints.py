@@ -7,6 +7,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import ga_optax as ga
+from ga_optax._partition import table
 
 P = PartitionSpec
 FREE = PartitionSpec.UNCONSTRAINED
@@ -142,3 +143,55 @@ def test_one_reduction_a_window():
     found = ga.audit(program.as_text())
     assert found.collectives
     assert not found.in_loop
+
+
+def of_context(spec):
+    """How Haliax constrains: over the mesh of the context, by its spec."""
+
+    def place(x):
+        mesh = jax.sharding.get_abstract_mesh()
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+    return place
+
+
+def bare(spec):
+    return lambda x: jax.lax.with_sharding_constraint(x, spec)
+
+
+@pytest.mark.parametrize("how", [of_context, bare])
+@pytest.mark.parametrize("spec", [P(), P(None, None), P(None, "model")], ids=str)
+def test_a_constraint_over_the_mesh_of_the_context_may_name_other_axes(how, spec):
+    mesh = mesh_of("data", "model")
+    step = jax.jit(ga.value_and_grad(loss_of(how(spec)), K, data_axis="data"))
+    with jax.set_mesh(mesh):
+        got = step(PARAMS, jax.device_put(jnp.asarray(X), P("data")))
+    due = jax.value_and_grad(loss_of(lambda x: x))(PARAMS, X)
+    for a, b in zip(*map(jax.tree.leaves, (got, due)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("how", [of_context, bare])
+def test_the_data_axis_is_refused_there_with_what_to_do(how):
+    mesh = mesh_of("data", "model")
+    loss = loss_of(how(P("data", "model")))
+    with jax.set_mesh(mesh):
+        batch = jax.device_put(jnp.asarray(X), P("data"))
+        with pytest.raises(ValueError, match="out of the axis mapping"):
+            jax.jit(ga.value_and_grad(loss, K, data_axis="data"))(PARAMS, batch)
+        each = ga.DataAxis("data", sync="each")  # there the model may
+        jax.jit(ga.value_and_grad(loss, K, data_axis=each))(PARAMS, batch)
+
+
+def test_no_rows_are_gathered_for_it():
+    loss = loss_of(constrain(mesh_of("data"), P("data")))
+    found = ga.batch_dependencies(loss, K)(PARAMS, X)
+    assert (found.whole, found.meetings) == ([], [])
+
+
+@pytest.mark.parametrize("left_out", ["reshard", "sharding_constraint"])
+def test_the_program_of_a_region_may_have_no_rule_for_one(monkeypatch, left_out):
+    """Then its loss is whole, while it is a sum over micro-batches outside."""
+    known = {x: rule for x, rule in table.RULES.known.items() if x != left_out}
+    monkeypatch.setattr(table, "RULES", table.RULES._replace(known=known))
+    check(mesh_of("data"), P("data"), whole_batch=True)

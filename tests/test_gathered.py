@@ -16,14 +16,14 @@ def loss(params, x):
     @jax.checkpoint
     def layer(h, p):
         h = h * jax.lax.rsqrt(jnp.mean(h**2, -1, keepdims=True) + 1e-6)
-        y = jnp.tanh((h * p["gain"][None, None]).astype(jnp.bfloat16) @ narrow(p["up"]))
-        return h + (y @ narrow(p["down"])).astype(jnp.float32), None
+        y = jnp.tanh((h * p["gain"][None, None]).astype(jnp.bfloat16) @ low(p["up"]))
+        return h + (y @ low(p["down"])).astype(jnp.float32), None
 
-    h = narrow(params["table"])[x].astype(jnp.float32)
+    h = low(params["table"])[x].astype(jnp.float32)
     return jnp.mean(jax.lax.scan(layer, h, params["layers"])[0] ** 2)
 
 
-def narrow(x):
+def low(x):
     return x.astype(jnp.bfloat16)
 
 

@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "_partition": {"_passes"},
     "_inside": LEAVES | {"_devices", "_passes", "_partition"},
     "_across": LEAVES | {"_devices"},
-    "_compiled": LEAVES | {"_inside"},
+    "_compiled": LEAVES | {"_passes"},
     "_verify": LEAVES | {"_devices", "_passes", "_partition", "_inside"},
     "blocks": LEAVES,
 }

@@ -189,7 +189,7 @@ def test_two_axes_and_sharded_parameters_have_those_bits_too(spec):
 
 
 @pytest.mark.exhaustive
-def test_a_narrow_accumulator_is_rounded_at_every_level():
+def test_an_accumulator_of_low_precision_is_rounded_at_every_level():
     batch = jnp.asarray(normal(6, L, 64), jnp.bfloat16)
     params = jnp.zeros(64, jnp.bfloat16)
     results = [

@@ -710,7 +710,7 @@ def test_the_function_is_traced_once_for_any_number_of_micro_batches():
 @pytest.mark.grid(3)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("optimize", OPTIMIZE)
-def test_narrow_parameters_accumulate_in_float32(dtype, optimize):
+def test_parameters_of_low_precision_accumulate_in_float32(dtype, optimize):
     """4096 ones add up to 256 in bfloat16."""
 
     def fun(params, x):
@@ -725,8 +725,8 @@ def test_narrow_parameters_accumulate_in_float32(dtype, optimize):
     _, acc = jax.jit(call)(ga.accumulator.init(params), params, x)
     assert acc.total.dtype == jnp.float32
     assert float(acc.total[0, 0]) == 4096
-    narrow = ga.accumulator.init(params, None)
-    assert jax.jit(call)(narrow, params, x)[1].total.dtype == dtype
+    low = ga.accumulator.init(params, None)
+    assert jax.jit(call)(low, params, x)[1].total.dtype == dtype
 
 
 def test_complex_parameters_work_as_in_jax():
@@ -1087,7 +1087,7 @@ def test_the_sum_of_small_integers_in_aux_does_not_wrap(dtype):
     assert float(total) == 8 * float(fun(1.0, 1.0)[1])
 
 
-def test_the_mean_of_a_narrow_accumulator_does_not_vanish():
+def test_the_mean_of_an_accumulator_of_low_precision_does_not_vanish():
     """1 / k is subnormal in float16 from 2^15 micro-batches on."""
     k = 2**15
     step = ga.value_and_grad(

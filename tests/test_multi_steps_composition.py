@@ -71,7 +71,7 @@ def test_extra_arguments_and_weights_arrive_and_the_state_is_found(name, jit):
 
 
 def test_in_a_chain_optax_loses_the_extra_arguments():
-    # The twin: what this library mends is there to be seen.
+    # The twin: what this library fixes is there to be seen.
     accumulate = optax.MultiSteps(recorder(), 2)
     tx = optax.chain(accumulate.gradient_transformation())
     with pytest.raises(TypeError, match="rate"):

@@ -364,6 +364,29 @@ def test_the_accumulator_is_sharded_as_the_parameters_from_init_on(kind):
     np.testing.assert_allclose(params["w"], 0.99, rtol=1e-5)
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_window_with_what_is_not_finite_in_one_shard_is_dropped(kind, bad):
+    """The maximum over CPUs leaves out a NaN of one of them."""
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,))
+    params = jax.device_put(jnp.ones((8, 4)), NamedSharding(mesh, P("data", None)))
+    drops = ga.drop_window_if_not_finite
+    tx = ga.MultiSteps(optax.sgd(1.0), 2, should_drop_window_fn=drops)
+    with jax.set_mesh(mesh):
+        state = tx.init(params)
+        step = jax.jit(lambda g, s, p: ga.apply_gradients(tx, g, s, p))
+        first = jnp.arange(32).reshape(8, 4) == 0
+        grads = jnp.where(jax.device_put(first, params.sharding), bad, params)
+        for g in (params, grads):
+            params, state = step(g, state, params)
+        np.testing.assert_array_equal(params, 1)
+        assert int(ga.stats(state).skipped_windows) == 1
+        for g in (params, params):
+            params, state = step(g, state, params)
+        np.testing.assert_array_equal(params, 0)
+
+
+@pytest.mark.grid(6)
 @pytest.mark.parametrize("k", [1, 2])
 @pytest.mark.parametrize("weight", [None, 2.0])
 @pytest.mark.parametrize("dtypes", [("f4", "f4"), ("bf16", "f4"), ("bf16", "bf16")])

@@ -131,9 +131,9 @@ def test_4096_ones_in_bfloat16_sum_to_4096():
     np.testing.assert_array_equal(np.asarray(updates[-1], np.float32), -4096.0)
     np.testing.assert_array_equal(np.asarray(updates[:-1], np.float32), 0.0)
     # The twin: in bfloat16 the sum stops at 256.
-    narrow = ga.MultiSteps(optax.sgd(1.0), 4096, False, None, jnp.bfloat16)
-    state = narrow.init(one)
-    step = jax.jit(narrow.update)
+    low = ga.MultiSteps(optax.sgd(1.0), 4096, False, None, jnp.bfloat16)
+    state = low.init(one)
+    step = jax.jit(low.update)
     for _ in range(300):
         _, state = step(one, state, one)
     np.testing.assert_array_equal(np.asarray(state.total, np.float32), 256.0)

@@ -191,5 +191,5 @@ def test_bad_options_say_what_to_do():
         with pytest.raises(ValueError, match=r"overlap must have sync=\"last\" and no"):
             ga.DataAxis("data", overlap=True, **other)
     axis = ga.DataAxis("data", overlap=True)
-    with pytest.raises(ValueError, match="without overlap, but data_axis is"):
+    with pytest.raises(ValueError, match=r"no overlap, .*, but it is DataAxis"):
         ga.value_and_grad(on.mean_loss, K, axis_name="rows", data_axis=axis)

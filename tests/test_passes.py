@@ -1,6 +1,7 @@
 """Passes touch what they know and nothing else, and a call goes on without them."""
 
 import logging
+import pathlib
 import subprocess
 import sys
 
@@ -14,7 +15,7 @@ from jax.experimental import checkify
 
 import ga_optax as ga
 from ga_optax._inside import in_place
-from ga_optax._passes import arrivals, ir, known, probe, table, transformable
+from ga_optax._passes import arrivals, ir, known, notes, probe, table, transformable
 from ga_optax._passes.facts import Facts
 from ga_optax.testing import assert_trees_bitwise_equal
 
@@ -47,7 +48,7 @@ def ruled(back):
 
 
 def notes_of(loss, *args, **options):
-    with in_place.recorded() as lines:
+    with notes.recorded() as lines:
         jax.make_jaxpr(ga.value_and_grad(loss, K, **options))(*args)
     return lines
 
@@ -407,3 +408,19 @@ def test_the_log_names_the_line_that_keeps_a_parameter_out(caplog):
         assert "used more than once" in note
         assert "test_passes.py" in note
         assert note in caplog.text
+
+
+def test_the_log_names_lines_of_the_user_alone():
+    """Also where the loop over micro-batches writes equations of its own."""
+
+    def loss(w, x):
+        def layer(h, w):
+            h = jnp.tanh(h @ w)
+            return h - jax.lax.pmean(jnp.mean(h, 0), "rows")[None], None
+
+        return jnp.mean(jax.lax.scan(jax.checkpoint(layer), x, w)[0] ** 2)
+
+    log = " ".join(notes_of(loss, *stacked(), axis_name="rows"))
+    assert "test_passes.py" in log
+    assert "ga_optax" not in log.replace(str(pathlib.Path(__file__).parents[1]), "")
+    assert "unknown" not in log

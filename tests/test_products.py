@@ -145,6 +145,7 @@ def exact_to_float32(grads, batch):
     }
 
 
+@pytest.mark.grid(3)
 @pytest.mark.quick
 @pytest.mark.parametrize(
     "model",
@@ -203,7 +204,7 @@ def test_every_grouping_has_the_same_bits_in_place_and_not(how, weight_fn):
 @pytest.mark.exhaustive
 @IN_SCANS
 @pytest.mark.parametrize("held", [False, True])
-def test_narrow_layers_take_one_gradient_and_no_copy(held):
+def test_layers_of_low_precision_take_one_gradient_and_no_copy(held):
     """In place; the twin has all gradients at once."""
     shape = 16, 128, 128
     dtype = NARROW if held else jnp.float32

@@ -154,6 +154,7 @@ def around_the_devices(number):
     return loss
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("wrapped", [lambda fun: fun, jax.jit])
 def test_a_loss_that_loops_over_the_devices_is_found(wrapped):
     fun = wrapped(around_the_devices(lambda: jax.device_count()))

@@ -43,6 +43,7 @@ def total(p, b):
     return jnp.sum(errors(p, b))
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize(
     ("fun", "cause"),
     [
@@ -97,6 +98,7 @@ def neighbours(p, b):
     return jnp.mean((z[1:] - z[:-1]) ** 2)
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("fun", [by_drawn_weights, neighbours, normalised, contrastive])
 def test_the_fix_that_is_offered_mends_it(fun):
     report = ga.verify(fun, PARAMS, BATCH, K)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import whole_losses
 from helpers import bits
+from jax.experimental import io_callback
 from jax.sharding import PartitionSpec as P
 
 import ga_optax as ga
@@ -44,6 +45,7 @@ def check(fun, k, n=whole_losses.N, **options):
 # -- Losses ----------------------------------------------------------------------------
 
 
+@pytest.mark.grid(8)
 @pytest.mark.usefixtures("fast_compilation")
 @pytest.mark.parametrize("name", whole_losses.LOSSES)
 def test_every_loss_has_the_gradients_of_the_whole_batch(name):
@@ -264,7 +266,9 @@ def test_the_gradients_of_a_mean_are_sums_that_meet_once_at_the_end():
     found = ga.batch_dependencies(
         lambda p, b: (jnp.zeros([]), fun(p, b)), 4, has_aux=True
     )(*whole_losses.arguments(dtype=np.float32))
-    assert (found.meetings, found.whole, found.levels) == ([], [], 0)
+    assert (found.meetings, found.whole) == ([], [])
+    # Of the gradient that it computes itself; nothing is left to differentiate.
+    assert (found.forward_passes, found.backward_passes) == (1, 0)
 
 
 def test_any_function_gives_what_it_gives_for_the_whole_batch():
@@ -288,8 +292,7 @@ def test_dependencies_name_what_meets_the_line_and_the_bytes():
     text = str(found)
     assert "all rows of [16, 4]" in text
     assert "whole_losses.py" in text
-    assert found.nbytes == 2 * 16 * 4 * 4
-    assert found.levels == 1
+    assert found.kept_bytes == 2 * 16 * 4 * 4
     assert "No row needs another" in str(
         ga.batch_dependencies(whole_losses.mean, 4)(
             *whole_losses.arguments(dtype=np.float32)
@@ -390,6 +393,26 @@ def test_a_mesh_in_the_context_and_a_region_of_the_user_give_the_whole_batch(dev
         mapped(True)
 
 
+def test_a_region_that_checks_is_refused_without_a_data_axis_too():
+    axis = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((2,), ("data",), axis, devices=jax.devices()[:2])
+    w, x = jnp.ones((4, 4)), jax.random.normal(jax.random.key(0), (16, 4))
+    step = ga.value_and_grad(ratio, 2, whole_batch=True)
+
+    def mean(w, x):
+        return jax.lax.pmean(step(w, x), "data")
+
+    def mapped(check_vma):
+        specs = {"in_specs": (P(), P("data")), "out_specs": P()}
+        run = jax.shard_map(mean, mesh=mesh, check_vma=check_vma, **specs)
+        return jax.jit(run)(w, x)
+
+    with pytest.raises(ValueError, match="whole_batch=True needs check_vma=False"):
+        mapped(True)
+    parts = [ratio(w, part) for part in x.reshape(2, -1, 4)]
+    assert abs(mapped(False)[0] - sum(parts) / 2) < 1e-5
+
+
 def test_a_sum_in_float16_overflows_where_that_of_the_whole_batch_does():
     def total(w, x):
         return jnp.sum(x * w)
@@ -398,3 +421,40 @@ def test_a_sum_in_float16_overflows_where_that_of_the_whole_batch_does():
     value, _ = ga.value_and_grad(total, 4, whole_batch=True)(w, x)
     assert value.dtype == jnp.float16
     assert value == total(w, x) == 40000
+
+
+def test_errors_name_the_option_that_was_given():
+    def counts(w, x):
+        shape = jax.ShapeDtypeStruct((), jnp.float32)
+        return ratio(w, x) * io_callback(lambda: np.float32(1), shape)
+
+    w, x = jnp.ones((4, 4)), jnp.ones((16, 4))
+    with pytest.raises(NotImplementedError, match="With whole_batch=True") as raised:
+        ga.value_and_grad(counts, 2, whole_batch=True)(w, x)
+    assert "axis_name" not in str(raised.value)
+    for wrong in ({"sync": "each"}, {"logical_devices": 2}):
+        axis = ga.DataAxis("data", **wrong)
+        with pytest.raises(ValueError, match="whole_batch=True") as refused:
+            ga.value_and_grad(ratio, 2, whole_batch=True, data_axis=axis)(w, x)
+        assert "axis_name" not in str(refused.value)
+
+
+def test_axes_of_explicit_type_are_taken_for_parameters_and_refused_for_rows():
+    explicit = (jax.sharding.AxisType.Explicit,)
+    mesh = jax.make_mesh((2,), ("data",), explicit, devices=jax.devices()[:2])
+    w, x = jnp.ones((4, 4)), jax.random.normal(jax.random.key(0), (16, 4))
+
+    def normalised(w, x):
+        h = x @ w
+        return jnp.mean(jnp.tanh((h - h.mean(0)) / (h.std(0) + 1)) ** 3)
+
+    step = ga.value_and_grad(normalised, 4, whole_batch=True)
+    with jax.set_mesh(mesh):
+        sharded = jax.device_put(w, P(None, "data"))
+        value, grad = jax.jit(step)(sharded, x)
+        want = jax.jit(jax.value_and_grad(normalised))(sharded, x)
+        assert jax.typeof(grad) == jax.typeof(want[1])
+        assert abs(value - want[0]) < 1e-6
+        assert jnp.abs(grad - want[1]).max() < 1e-6
+        with pytest.raises(ValueError, match="Pass data_axis='data'"):
+            jax.jit(step)(w, jax.device_put(x, P("data")))

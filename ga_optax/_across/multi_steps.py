@@ -72,14 +72,17 @@ def drop_window_if_not_finite(
       Whether any element is not finite, and the same in a dictionary, as `drop_state`.
     """
     del gradient_step, params
-    # NaN is the maximum of whatever holds one. Extrema are reductions of the buffer as
-    # it is; to count what is not finite, XLA would write the comparison out first.
+    # A NaN or infinities of both signs make the sum NaN, and an infinity is an
+    # extremum: reductions of the buffer as it is. To count what is not finite, XLA
+    # would write the comparison out first. Extrema are not enough: over devices, that
+    # of CPUs leaves out a NaN of one. (A sum that overflows both ways is NaN, too.)
     finite = [
-        jnp.isfinite(extremum)
+        jnp.isfinite(jnp.max(part))
+        & jnp.isfinite(jnp.min(part))
+        & ~jnp.isnan(jnp.sum(part))
         for leaf in jax.tree.leaves(updates)
         if leaf.size
         for part in _parts(leaf)
-        for extremum in (jnp.max(part), jnp.min(part))
     ]
     should_skip = ~jnp.all(jnp.array(finite, bool))
     return should_skip, {"should_skip": should_skip}

@@ -5,5 +5,5 @@
     audit        every collective of a compiled step
     hlo          the parser of compiled programs
 
-Imports the root, and of `_inside` what says which gradients are added in place.
+Imports the root, and of `_passes` what is said of a program.
 """

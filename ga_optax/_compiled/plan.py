@@ -26,7 +26,7 @@ import jax
 import numpy as np
 
 from ga_optax import _checks, _text
-from ga_optax._inside import in_place
+from ga_optax._passes import notes
 
 
 class NothingFitsError(ValueError):
@@ -275,7 +275,7 @@ class _Search:
         say(f"plan: num_microbatches={k}: compiling ...", end="")
         start = time.perf_counter()
         try:
-            with in_place.recorded() as lines:
+            with notes.recorded() as lines:
                 step = self._make_step(k)
                 lower = getattr(step, "lower", None)
                 compiled = None if lower is None else lower(*args).compile()
@@ -352,27 +352,27 @@ def _page(
         fits = "failed" if failed else "fits" if c.fits else "too large"
         k = c.num_microbatches
         table.append((f"{k}", f"{rows // k}", *cells, fits))
-    notes = []
+    lines = []
     if untried:
         those = ", ".join(map(str, untried))
-        notes.append(f"Not compiled, as the search did not need them: {those}.")
+        lines.append(f"Not compiled, as the search did not need them: {those}.")
     for c in candidates:
         if c.error is not None:
-            notes.append(f"num_microbatches={c.num_microbatches} failed: {c.error}")
+            lines.append(f"num_microbatches={c.num_microbatches} failed: {c.error}")
     # The search allows for less memory with the smallest candidate, which it tries
     # first.
     sized = [(c.num_microbatches, c.bytes) for c in candidates[1:] if not c.error]
     for (few, small), (many, large) in itertools.pairwise(sized):
         if (large or 0) > (small or 0):
-            notes.append(
+            lines.append(
                 f"Memory rises from {few} to {many} micro-batches, but the search "
                 "assumes that it falls. A candidate that was not compiled may fit. To "
                 "be sure, pass the others one at a time."
             )
     # Most programs have the same notes: each is printed once.
-    notes += dict.fromkeys(note for c in candidates for note in c.notes)
+    lines += dict.fromkeys(note for c in candidates for note in c.notes)
     return "\n".join(
-        [*_text.columns(table), verdict, *itertools.chain(*map(_text.wrap, notes))]
+        [*_text.columns(table), verdict, *itertools.chain(*map(_text.wrap, lines))]
     )
 
 

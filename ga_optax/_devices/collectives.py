@@ -2,10 +2,10 @@
 
     Σ w·g over the window  =  psum over devices of Σ w·g over the device's micro-batches
 
-Every device folds its own part of the batch, and the sums meet once a window. Inside
-`jax.shard_map` the axes are bound, and everything here is a collective on them; at top
-level `over_mesh` makes that region, over the data axes alone, so that the other axes of
-the mesh stay with the compiler.
+Every device folds its own part of the batch, and the sums are all-reduced once a
+window. Inside `jax.shard_map` the axes are bound, and everything here is a collective
+on them; at top level `over_mesh` makes that region, over the data axes alone, so that
+the other axes of the mesh stay with the compiler.
 
 A parameter that is sharded over a data axis is gathered before the window, and its
 gradient scattered after it: `Placement` says along which dimension.

@@ -139,10 +139,15 @@ def _mesh_of(x: Any) -> AnyMesh:
     return getattr(jax.typeof(x).sharding if tracer else x.sharding, "mesh", none)
 
 
-def is_named(tree: Any) -> bool:
-    """Whether the context or an array of `tree` names a mesh, of any kind."""
+def is_open(tree: Any) -> bool:
+    """Whether what is traced of `tree` may be compiled for one device or for several.
+
+    Neither the context nor an array names a mesh, and there are several devices.
+    """
     leaves = jax.tree.leaves(tree)
-    return not all(mesh.empty for mesh in (context_mesh(), *map(_mesh_of, leaves)))
+    traced = any(isinstance(x, jax.core.Tracer) for x in leaves)
+    named = not all(mesh.empty for mesh in (context_mesh(), *map(_mesh_of, leaves)))
+    return traced and not named and jax.device_count() > 1
 
 
 def is_distributed(tree: Any) -> bool:

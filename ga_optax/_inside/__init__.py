@@ -5,7 +5,7 @@ arguments by role, `program` traces `fun` once, `fold` runs a `loop` over the
 micro-batches, the devices merge (`over_devices`), and `fold` divides.
 
     sizes        `microbatch_size`: the number of micro-batches from the rows of a call
-    said_once    what is said in the log: what this JAX lacks, which mesh is missing
+    said_once    what is said in the log: what this JAX lacks
     additions    how a gradient gets into its accumulator: one class for each way
     merges       sums of gradients, and new values (fp8) of which the largest is kept
     in_place     which gradients the backward pass adds itself, and why not all
@@ -16,7 +16,8 @@ micro-batches, the devices merge (`over_devices`), and `fold` divides.
     trees        arrays of given types, which loops and branches need
     axis/        collectives over the micro-batches of a window
     whole_batch  a loss as it is written, partitioned by `_partition`
-    any_function  the same for any function: `microbatch`, `batch_dependencies`
+    any_function  the same for any function: `microbatch`
+    dependencies  where rows meet, and what that costs: `batch_dependencies`
 
 Imports `_partition`, `_passes`, `_devices` and the root.
 """

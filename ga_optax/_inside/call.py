@@ -18,7 +18,7 @@ from ga_optax._checks import (
     nodes_of,
     one_of,
 )
-from ga_optax._devices import collectives, meshes
+from ga_optax._devices import collectives, membership, meshes
 from ga_optax._devices.meshes import Axes, Placement
 from ga_optax._inside import merges, said_once
 from ga_optax._inside.options import AXIS_OF_ROWS, NAMES, Argument, FromAux, Options
@@ -60,8 +60,6 @@ class Call(NamedTuple):
         optimize = options.optimize and config.optimize and probe.usable()
         if optimize:
             said_once.what_is_missing()
-        if not options.axes:
-            said_once.which_rows((args, kwargs))
         options = options._replace(optimize=optimize)
         call = cls(options, args, kwargs, options.roles(len(args), kwargs))
         for i in call.roles["argnums"]:
@@ -166,11 +164,18 @@ class Call(NamedTuple):
         return [(options.axis_name, options.num_microbatches * devices)]
 
     @property
-    def strided(self) -> bool:
-        """Whether micro-batch i holds the rows i, i + k, ..., see `membership`."""
-        everything = self.args, self.kwargs
-        ordered = self.options.axes or self.options.axis_name == AXIS_OF_ROWS
-        return not ordered and meshes.is_distributed(everything)
+    def strided(self) -> bool | None:
+        """Whether micro-batch i holds the rows i, i + k, ...; None if it is not known.
+
+        See `membership`.
+        """
+        everything, options = (self.args, self.kwargs), self.options
+        if options.axes or options.axis_name == AXIS_OF_ROWS or self.num_parts == 1:
+            return False
+        may_wait = options.optimize and not options.whole_batch
+        if may_wait and meshes.is_open(everything) and membership.can_wait():
+            return None
+        return meshes.is_distributed(everything)
 
     @property
     def sent(self) -> dict[int, Placement]:

@@ -7,18 +7,16 @@ that has the bits of the plain sum; `reasons` adds what else it takes. For the o
 parameters XLA reuses the buffers by itself.
 """
 
-import contextlib
-import contextvars
 import itertools
-import logging
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from ga_optax._devices import meshes
+from ga_optax._passes import ir, notes
 from ga_optax._passes.arrivals import is_cut, use_of
 from ga_optax._passes.known import Reason
 
@@ -27,9 +25,6 @@ from ga_optax._passes.known import Reason
 HAS_REFS = jax.__version_info__ >= (0, 11, 1)
 
 _SMALL = 1000  # a leaf of so small a part of the largest saves no memory
-
-_logger = logging.getLogger("ga_optax")
-_notes: contextvars.ContextVar[list[str]] = contextvars.ContextVar("_notes")
 
 
 def reasons(
@@ -47,7 +42,7 @@ def reasons(
     as a bias, is no product that could add it: one kernel a layer would, and here one
     for all layers.
     """
-    largest = max((x.size for x in operands.params), default=0)
+    largest = max((ir.numbers(x.shape) for x in operands.params), default=0)
     of_all = (
         (not wanted, "optimize=False"),
         (not HAS_REFS, f"jax {jax.__version__} is older than 0.11.1"),
@@ -69,7 +64,7 @@ def reasons(
                 "its specs split a dimension that a scan runs over",
             ),
             (
-                param.size * _SMALL < largest,
+                ir.numbers(param.shape) * _SMALL < largest,
                 f"less than 1/{_SMALL} of the largest: it is added as a whole",
             ),
             (
@@ -94,31 +89,10 @@ def reasons(
 
 
 def report(names: Sequence[str], whys: Sequence[Reason | None]) -> None:
-    """Logs which leaves are added in place, and hands it to `recorded`."""
-    groups: dict[str | None, list[str]] = {}
+    """Notes which leaves are added in place, and why the others are not."""
+    pairs = []
     for name, its in zip(names, whys, strict=True):
-        named = f"{name} at {its.line}" if its and its.line else name
-        groups.setdefault(its.why if its else None, []).append(named)
-    for why, members in groups.items():
-        more = f" and {len(members) - 4} more" if len(members) > 4 else ""
-        what = "added in place" if why is None else f"not added in place ({why})"
-        note(f"Gradients {what}: {', '.join(members[:4])}{more}.")
-
-
-def note(sentence: str) -> None:
-    """Logs a sentence about the program of a window, and hands it to `recorded`."""
-    _logger.debug("%s", sentence)
-    notes = _notes.get([])
-    if sentence not in notes:
-        notes.append(sentence)
-
-
-@contextlib.contextmanager
-def recorded() -> Iterator[list[str]]:
-    """The sentences of every `report` and `note` inside, each once."""
-    lines: list[str] = []
-    token = _notes.set(lines)
-    try:
-        yield lines
-    finally:
-        _notes.reset(token)
+        what = f"not added in place ({its.why})" if its else "added in place"
+        pairs.append((what, f"{name} at {its.line}" if its and its.line else name))
+    for what, members in notes.grouped(pairs):
+        notes.note(f"Gradients {what}: {members}.")

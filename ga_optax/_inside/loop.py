@@ -95,8 +95,8 @@ class Loop:
         )
         closed, shapes = jax.make_jaxpr(self.as_written, return_shape=True)(operands)
         program = ir.Program(closed.jaxpr, closed.consts)
-        jaxpr, consts = table.run("loop", program, facts)
-        out = jax.core.eval_jaxpr(jaxpr, consts, *jax.tree.leaves(operands))
+        program = table.run("loop", program, facts)
+        out = ir.results(program, jax.tree.leaves(operands))
         return jax.tree.unflatten(jax.tree.structure(shapes), out)
 
     def as_written(self, operands: Operands) -> State:
@@ -206,11 +206,10 @@ class Loop:
         keys = [jax.random.fold_in(key, state.acc.count) for key in operands.keys]
         program = ir.Program(self.program.jaxpr, consts)
         facts = Facts(optimize=self.optimize)
-        jaxpr, consts = table.run("micro-step", program, facts)
+        program = table.run("micro-step", program, facts)
 
         def evaluate(*params: jax.Array) -> tuple[jax.Array, list[Any]]:
-            args = *params, *batch, *keys, *carry
-            loss, *rest = jax.core.eval_jaxpr(jaxpr, consts, *args)
+            loss, *rest = ir.results(program, [*params, *batch, *keys, *carry])
             return loss, [jnp.asarray(x) for x in rest]  # an aux may be a plain number
 
         with jax.named_scope("compute"):

@@ -27,6 +27,13 @@ NAMES = {"batch_argnums": "batch_argnames", "rng_argnums": "rng_argnames"}
 # The axis of the micro-batches of a `whole_batch`, which no user names.
 AXIS_OF_ROWS = "rows of the whole batch"
 
+
+def option_of(axis_name: str) -> str:
+    """The option by which the user asked for an axis."""
+    is_ours = axis_name == AXIS_OF_ROWS
+    return "whole_batch=True" if is_ours else f"axis_name={axis_name!r}"
+
+
 Argument = int | str  # of the call: its position, or its keyword
 
 
@@ -124,13 +131,13 @@ class Options(NamedTuple):
         inside = options.each or options.scatters or options.overlap
         if name is not None and (inside or name in options.axes):
             raise ValueError(
-                f'axis_name={name!r} must be a name of its own, with sync="last" and '
-                f"without overlap, but data_axis is {options.data_axis}. Choose another"
-                " name, and leave sync and overlap out."
+                f'With {option_of(name)} data_axis must have sync="last", no overlap, '
+                f"and a name of its own, but it is {options.data_axis}. Choose another "
+                "name, and leave sync and overlap out."
             )
         if name is not None and options.logical_devices:
             raise ValueError(
-                f"axis_name={name!r} must have no logical_devices, but data_axis is "
+                f"{option_of(name)} must have no logical_devices, but data_axis is "
                 f"{options.data_axis}: a collective over all micro-batches adds in the "
                 "order of the backend. Leave one of them out."
             )

@@ -15,7 +15,7 @@ from ga_optax._inside.call import Call
 from ga_optax._inside.merges import Sum
 from ga_optax._inside.options import FromAux
 from ga_optax._inside.results import check_carry, taken_apart
-from ga_optax._passes import constraints, ir, known, table
+from ga_optax._passes import constraints, ir, known, references, table
 from ga_optax._passes.arrivals import arrival
 from ga_optax._passes.facts import Facts
 from ga_optax.accumulator import as_weight
@@ -97,6 +97,8 @@ def trace(call: Call) -> Program:
     run = _micro_batch(call, first[0])
     trace_one = jax.make_jaxpr(run, axis_env=call.axis_env, return_shape=True)
     closed, shapes = _traced(call, lambda: trace_one(params, first, keys, carry))
+    if call.axis_env:
+        references.check_own(closed.jaxpr, f"axis_name={call.options.axis_name!r}")
     closed = closed.replace(jaxpr=constraints.without_axes(closed.jaxpr, call.axes))
     # The types of the results say over which devices they vary; their shapes do not.
     avals = [variable.aval for variable in closed.jaxpr.outvars]
@@ -257,8 +259,7 @@ def _scales(
 
     def backward(params: list[Any], *rest: Any) -> Any:
         def loss_of(*params: Any) -> jax.Array:
-            leaves = *params, *jax.tree.leaves(rest)
-            return jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *leaves)[0]
+            return ir.results(closed, [*params, *jax.tree.leaves(rest)])[0]
 
         loss, pullback = jax.vjp(loss_of, *params)
         return pullback(trees.like(jnp.ones_like(loss), loss))
@@ -284,14 +285,16 @@ def _explain_manual_axis(call: Call, error: ValueError) -> None:
     """Raises if `error` is JAX's of a sharding over a data axis that is bound."""
     names = [name for name in call.axes if f"'{name}'" in str(error)]
     if names and "Manual" in str(error):
+        each = "" if call.options.whole_batch else 'sync="each", or '
         raise ManualAxisError(
             "With a data_axis fun must not shard anything over it by a PartitionSpec, "
             f"since it sees the rows of one device, but it names {names[0]!r}. Pass "
             "with_sharding_constraint a NamedSharding, out of which the data axis is "
             "taken, or a PartitionSpec of other axes alone (in Flax, take the name out "
-            "of the logical axis rules). In your own jax.shard_map, pass "
-            'check_vma=False, too. Or pass sync="each", or no data_axis, and every '
-            f"micro-batch is reduced. JAX says: {error}"
+            "of the logical axis rules, in Haliax out of the axis mapping). In your "
+            "own jax.shard_map, pass "
+            f"check_vma=False, too. Or pass {each}no data_axis, and every micro-batch "
+            f"is reduced. JAX says: {error}"
         ) from error
 
 

@@ -28,11 +28,12 @@ from ga_optax._partition import (
     WHOLE,
     Argument,
     Axis,
+    Layout,
     Partitioned,
     Rows,
     partition,
 )
-from ga_optax._passes import ir
+from ga_optax._passes import ir, references
 
 # Why options have no place here.
 _NOT_NEEDED = {
@@ -79,43 +80,57 @@ class Trace(NamedTuple):
 def value_and_grad(core: Callable[..., Any], given: dict[str, Any]) -> Any:
     """`value_and_grad` with `whole_batch=True`; `core` is the one without."""
     options, fun = prepared(given)
-    has_aux, warned = options.has_aux, False
+    warned = False
 
     @functools.wraps(options.fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> Any:
         nonlocal warned
         call = Call.make(options, args, kwargs)
         check_region(call)
+        check_batch(call)
         trace = traced(call, fun)
         warned = warned or _warn(call, trace)
-        needs_axis = _needs_axis(call, trace.part)
-        run = core(
-            micro_batch(call, trace, fun),
-            options.num_microbatches,
-            batch_axes=(tuple(call.split_axes), None),
-            has_aux=True,
-            aux=MODES,
-            axis_name=AXIS_OF_ROWS if needs_axis else None,
-            residual_bytes=given["residual_bytes"] if needs_axis else None,
-            **{name: given[name] for name in _PASSED},
-        )
-        batch = tuple(call.batch), tuple(_as_data(x) for x in trace.closed.consts)
-        if _scales_after(trace):
-            (loss, kept), grads = _scaled(call, *run(_widened(call.params), batch))
-        else:
-            (loss, kept), grads = run(call.params, batch)
-        loss = loss.astype(trace.closed.out_avals[0].dtype)
-        leaves = [loss, *put_together(trace, kept)]
-        value, aux = jax.tree.unflatten(jax.tree.structure(trace.out), leaves)
-        return ((value, aux) if has_aux else value), grads
+        (value, aux), grads = window(core, given, fun, call, trace)
+        return ((value, aux) if options.has_aux else value), grads
 
     return value_and_grad_fun
+
+
+def window(
+    core: Callable[..., Any],
+    given: dict[str, Any],
+    fun: Callable[..., Any],
+    call: Call,
+    trace: Trace,
+) -> Any:
+    """`((value, aux), grads)` of a call whose program is traced."""
+    needs_axis = _needs_axis(call, trace.part)
+    run = core(
+        micro_batch(call, trace, fun),
+        call.options.num_microbatches,
+        batch_axes=(tuple(call.split_axes), None),
+        has_aux=True,
+        aux=MODES,
+        axis_name=AXIS_OF_ROWS if needs_axis else None,
+        residual_bytes=given["residual_bytes"] if needs_axis else None,
+        **{name: given[name] for name in _PASSED},
+    )
+    batch = tuple(call.batch), tuple(_as_data(x) for x in trace.closed.consts)
+    if _scales_after(trace):
+        (loss, kept), grads = _scaled(call, *run(_widened(call.params), batch))
+    else:
+        (loss, kept), grads = run(call.params, batch)
+    loss = loss.astype(trace.closed.out_avals[0].dtype)
+    leaves = [loss, *put_together(trace, kept)]
+    return jax.tree.unflatten(jax.tree.structure(trace.out), leaves), grads
 
 
 def prepared(given: dict[str, Any]) -> tuple[Options, Callable[..., Any]]:
     """The options, checked, and a function that returns `(loss, aux)`."""
     check(given)
     options = Options(**given, whole_batch=True).checked()
+    if options.axes:
+        options._replace(axis_name=AXIS_OF_ROWS).checked()
 
     def fun(*args: Any, **kwargs: Any) -> Any:
         loss, _, aux = taken_apart(options, options.fun(*args, **kwargs))
@@ -126,20 +141,29 @@ def prepared(given: dict[str, Any]) -> tuple[Options, Callable[..., Any]]:
 
 def _warn(call: Call, trace: Trace) -> bool:
     """Warns if something is computed whole that is larger than a micro-batch's step."""
-    sizes = (x.aval.size for e in trace.closed.jaxpr.eqns for x in e.outvars)
-    step = sum(sizes) // num_parts(call)
+    step = _numbers(trace.closed.jaxpr) // num_parts(call)
     large = [note for note in trace.part.whole if note.size > step]
     if large:
         note = max(large, key=lambda note: note.size)
-        place = f" at {note.line}" if note.line else ""
         warnings.warn(
-            f"With whole_batch=True {note.name}{place} is computed whole in "
+            f"With whole_batch=True {note.name} at {note.line} is computed whole in "
             f"each micro-batch, because nothing better is known of it: {note.size:,} "
             f"numbers, more than a micro-batch's step has ({step:,}). Write it with "
-            "other functions, or use fewer micro-batches; see batch_dependencies.",
+            "other functions, or use fewer micro-batches; ga_optax.batch_dependencies "
+            "shows what else is.",
             stacklevel=4,
         )
     return bool(large)
+
+
+def _numbers(jaxpr: Any) -> int:
+    """How many numbers a program computes on its way."""
+    total = 0
+    for e in jaxpr.eqns:
+        inside = sum(map(_numbers, ir.inner_programs(e)))
+        times = ir.scan_of(e).length if ir.kind(e) == "scan" else 1
+        total += times * inside or sum(ir.numbers(x.aval.shape) for x in e.outvars)
+    return total
 
 
 _PASSED = ("accumulator_dtype", "optimize", "data_axis")
@@ -154,12 +178,12 @@ def num_parts(call: Call) -> int:
 
 def _needs_axis(call: Call, part: Partitioned) -> bool:
     # A batch that is distributed must keep its order.
-    return part.uses_axis or bool(call.options.axes) or call.strided
+    return part.uses_axis or bool(call.options.axes) or call.strided is True
 
 
 def check_region(call: Call) -> None:
     """Raises in a `jax.shard_map` that checks how values vary over devices."""
-    if call.axes and meshes.checks_varying():
+    if meshes.checks_varying():
         raise ValueError(
             "Inside a jax.shard_map whole_batch=True needs check_vma=False, but this "
             "one checks: JAX has no types for an axis beside its mesh. Pass that, or "
@@ -167,11 +191,25 @@ def check_region(call: Call) -> None:
         )
 
 
+def check_batch(call: Call) -> None:
+    """Raises if the type of the batch says that its rows are spread over a mesh."""
+    for x, axis in zip(call.batch, call.split_axes, strict=True):
+        spec = getattr(getattr(jax.typeof(x), "sharding", None), "spec", ())
+        if not call.options.axes and any(spec[axis : axis + 1]):
+            raise ValueError(
+                "With whole_batch=True rows along a mesh axis of explicit type need "
+                f"data_axis=, but the batch is sharded as {spec} along axis "
+                f"{axis}. Pass data_axis={spec[axis]!r}."
+            )
+
+
 # -- The program -----------------------------------------------------------------------
 
 
-def traced(call: Call, fun: Callable[..., Any]) -> Trace:
-    """Traces `fun` once, for all rows, and partitions it."""
+def traced(
+    call: Call, fun: Callable[..., Any], due: Sequence[Layout] | None = None
+) -> Trace:
+    """Traces `fun` once, for all rows, and partitions it, with results as are due."""
     size, params = num_parts(call), jax.tree.leaves(call.params)
     structure = jax.tree.structure(call.params)
     several = not isinstance(call.options.argnums, int)
@@ -186,6 +224,7 @@ def traced(call: Call, fun: Callable[..., Any]) -> Trace:
     trace = jax.make_jaxpr(run, return_shape=True)
     closed, out = trace(_whole_params(call, params), _whole_batch(call))
     jaxpr = closed.jaxpr
+    references.check_own(jaxpr, "whole_batch=True")
     n = len(params)
     layouts = [Rows(axis) if size > 1 else WHOLE for axis in call.split_axes]
     arguments = [
@@ -196,7 +235,7 @@ def traced(call: Call, fun: Callable[..., Any]) -> Trace:
             for x, layout in zip(jaxpr.invars[n:], layouts, strict=True)
         ),
     ]
-    part = partition(jaxpr, arguments, Axis(AXIS_OF_ROWS, size, LONGEST))
+    part = partition(jaxpr, arguments, Axis(AXIS_OF_ROWS, size, LONGEST), due)
     return Trace(closed, out, part, n)
 
 
@@ -248,10 +287,11 @@ def micro_batch(
         ]
         pairs = zip(*map(jax.tree.leaves, (params, call.params)), strict=True)
         leaves = [x.astype(jnp.result_type(like)) for x, like in pairs]
-        # Inside the region of a mesh types name it otherwise: the program of there.
-        here = part if call.mesh is None else traced(call, fun).part
+        # Inside the region of a mesh types name it otherwise: the program of there. It
+        # may have other equations, so its results need not come in the same layouts.
+        here = part if call.mesh is None else traced(call, fun, part.layouts).part
         args = *consts, *leaves, *own
-        loss, *rest = jax.core.eval_jaxpr(here.jaxpr, here.consts, *args)
+        loss, *rest = ir.results(here, args)
         loss = _addend(trace, loss, size)
         kept: dict[str, list[Any]] = {mode: [] for mode in MODES}
         for x, layout in zip(rest, part.layouts[1:], strict=True):

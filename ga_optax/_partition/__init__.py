@@ -24,22 +24,20 @@ Imports `_passes` alone.
 
 from ga_optax._partition.program import (
     Argument,
-    Meeting,
     Partitioned,
-    is_over,
     partition,
 )
-from ga_optax._partition.values import PARTIAL, WHOLE, Rows
+from ga_optax._partition.values import PARTIAL, WHOLE, Layout, Rows
 
 __all__ = [
     "PARTIAL",
     "WHOLE",
     "Argument",
     "Axis",
-    "Meeting",
+    "Layout",
+    "Note",
     "Partitioned",
     "Rows",
-    "is_over",
     "partition",
 ]
-from ga_optax._partition.writer import Axis
+from ga_optax._partition.writer import Axis, Note

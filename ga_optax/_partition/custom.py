@@ -55,7 +55,7 @@ def custom_jvp(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     if all(v.is_whole for v in vs):
         return w.all_whole(e, vs)
     if w.in_rule:
-        return _inlined(w, program, vs)
+        return nested.inlined(w, program, vs)
     with w.may_fail() as out, nested.apart(w):
         out += _with_jvp(w, e, program, vs)
     if not out and not w.apart and (fitted := _fitted(w, e, vs)) != vs:
@@ -63,7 +63,7 @@ def custom_jvp(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
         with w.may_fail() as out, nested.apart(w):
             out += _with_jvp(w, e, program, vs)
     if not out and not w.apart and _rule_only_saves_time(program.jaxpr):
-        return _inlined(w, program, vs)
+        return nested.inlined(w, program, vs)
     return out or None
 
 
@@ -82,12 +82,6 @@ def _fitted(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Value]:
         layout = WHOLE if elementwise.is_spread(v, rows, shape) else rows
         fitted.append(dataclasses.replace(v, x=x, layout=layout, copies={}))
     return fitted
-
-
-def _inlined(w: Writer, program: ir.Program, vs: list[Value]) -> list[Result]:
-    found = w.interpret(program.jaxpr, program.consts, vs)
-    w.level = max(v.level for v in found)
-    return [(v.x, v.layout) for v in found]
 
 
 def _rule(
@@ -231,7 +225,7 @@ def custom_vjp(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     if e.params["symbolic_zeros"] or all(v.is_whole for v in vs):
         return None
     if w.in_rule:
-        return _inlined(w, ir.inner(e)[0], vs)
+        return nested.inlined(w, ir.inner(e)[0], vs)
     with w.may_fail() as out, nested.apart(w):
         out += _with_vjp(w, e, vs)
     return out or None

@@ -212,7 +212,8 @@ def scatter(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     for rule in (_scattered_own, _scattered_beside, _scattered_into):
         if (found := rule(w, e, vs, batch)) is not None:
             return found
-    if e.primitive.name != "scatter-add" or not is_inexact(operand.aval):
+    sums = e.primitive.name in ("scatter-add", "scatter-sub")
+    if not sums or not is_inexact(operand.aval):
         return None
     if operand.rows:
         return None

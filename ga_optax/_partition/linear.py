@@ -14,15 +14,17 @@ from ga_optax._partition.writer import Writer
 # The operands in all of which together they are linear; None for all operands.
 SUMS: dict[str, tuple[int, ...] | None] = {
     **dict.fromkeys(
-        """add add_any sub neg concatenate copy copy_p transpose reshape
+        """add add_any sub neg concatenate copy transpose reshape
         squeeze name broadcast_in_dim reduce_sum cumsum slice rev real imag
-        split stack unstack psum pad tile optimization_barrier stop_gradient""".split()  # noqa: SIM905
+        split stack unstack psum pad tile optimization_barrier
+        sharding_constraint stop_gradient""".split()  # noqa: SIM905
     ),
     "convert_element_type": (0,),
     "dynamic_slice": (0,),
     "gather": (0,),
     "dynamic_update_slice": (0, 1),
     "scatter-add": (0, 2),
+    "scatter-sub": (0, 2),
 }
 # The operands in each of which they are linear while the others stay as they are.
 PRODUCTS = {
@@ -51,7 +53,7 @@ def linear(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result] | None:
         return None
     if any(v.is_partial and i not in slots for i, v in enumerate(vs)):
         return None
-    if name == "convert_element_type" and _narrows(e, vs[0]):
+    if name == "convert_element_type" and _rounds(e, vs[0]):
         return None
     if name == "gather" and e.params["fill_value"]:
         return None  # it is added once, and not by each micro-batch
@@ -74,7 +76,7 @@ def _is_late(v: Value, vs: list[Value]) -> bool:
     return v.is_partial and any(other.level > v.level for other in vs)
 
 
-def _narrows(e: core.JaxprEqn, v: Value) -> bool:
+def _rounds(e: core.JaxprEqn, v: Value) -> bool:
     """Whether a cast drops digits: then the sum is rounded, and not its terms."""
     old, new = v.aval.dtype, types_of(e)[0].dtype
     if not jnp.issubdtype(old, jnp.inexact):

@@ -6,6 +6,7 @@ branch or in a long loop, an equation is computed whole if they do.
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -46,7 +47,7 @@ class Inner(NamedTuple):
     meets: bool
 
     def __call__(self, index: Any, args: Sequence[Any]) -> list[Any]:
-        return jax.core.eval_jaxpr(self.closed.jaxpr, self.closed.consts, index, *args)
+        return ir.results(self.closed, [index, *args])
 
 
 def inner(
@@ -104,14 +105,8 @@ def inner(
         )
     finally:
         w.jaxpr = jaxpr
-    meets = any(_is_over(e, w.axis.name) for e in ir.equations(closed.jaxpr))
+    meets = any(ir.mentions(e, w.axis.name) for e in closed.jaxpr.eqns)
     return Inner(closed, found["layouts"], found["levels"], meets)
-
-
-def _is_over(e: core.JaxprEqn, axis: str) -> bool:
-    return any(getattr(effect, "name", None) == axis for effect in e.effects) or any(
-        axis in jax.tree.leaves([e.params.get(k)]) for k in ("axes", "axis_name")
-    )
 
 
 @contextlib.contextmanager
@@ -124,22 +119,21 @@ def apart(w: Writer) -> Iterator[None]:
         w.apart = before
 
 
-# -- Functions and checkpoints ---------------------------------------------------------
+# -- Checkpoints -----------------------------------------------------------------------
 
 
-def opened(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Value]:
-    """A jitted function, as if it stood there itself."""
-    [program] = ir.inner(e)
-    return w.interpret(program.jaxpr, program.consts, vs)
+def inlined(w: Writer, program: ir.Program, vs: list[Value]) -> list[Result]:
+    """The results of a program, as if it stood there itself."""
+    found = w.interpret(program.jaxpr, program.consts, vs)
+    w.level = max(v.level for v in found)
+    return [(v.x, v.layout) for v in found]
 
 
 def checkpoint(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     [program] = ir.inner(e)
     run = inner(w, program, vs)
-    keep = {key: e.params[key] for key in ("prevent_cse", "policy")}
-    out = jax.checkpoint(lambda index, *xs: run(index, xs), **keep)(
-        w.index, *(v.x for v in vs)
-    )
+    again = ir.checkpointed(e, lambda index, *xs: run(index, xs))
+    out = again(w.index, *(v.x for v in vs))
     w.level = max(run.levels, default=0)
     return list(zip(out, run.layouts, strict=True))
 
@@ -242,10 +236,7 @@ def _scan_over_rows(
     start = [w.addend(v) for v in carry]
     xs = [*map(w.whole, consts), *start, *(w.part(v, rows) for v in slices)]
     how = how._replace(length=how.length // parts)
-    body = how.body
-    out = ir.scan(
-        how, lambda args: jax.core.eval_jaxpr(body.jaxpr, body.consts, *args), xs
-    )
+    out = ir.scan(how, functools.partial(ir.results, how.body), xs)
     n = len(carry)
     return [(x, PARTIAL if i < n else rows) for i, x in enumerate(out)]
 
@@ -310,6 +301,8 @@ _WHILE = ("cond_jaxpr", "body_jaxpr")
 
 def cond(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     which, *operands = vs
+    if branch := ir.chosen(e, which.made and which.made[0]):
+        return inlined(w, branch, operands)
     choice = w.whole(which)
     branches = ir.inner(e)
     with apart(w):
@@ -379,8 +372,4 @@ def _sides(w: Writer, v: Value, matrices: list[Value]) -> Value:
 def expanded(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     """One that has a program, and no derivative that could differ from its own."""
     program = None if any(is_inexact(x.aval) for x in e.outvars) else ir.expanded(e)
-    if program is None:
-        return None
-    found = w.interpret(program.jaxpr, program.consts, vs)
-    w.level = max(v.level for v in found)
-    return [(v.x, v.layout) for v in found]
+    return None if program is None else inlined(w, program, vs)

@@ -94,7 +94,7 @@ def batched(num_core: int) -> Any:
     """A rule for what works on the last axes alone, such as a decomposition."""
 
     def rule(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
-        v = max((v for v in vs if v.rows), key=lambda v: v.size)
+        v = max((v for v in vs if v.rows), key=lambda v: len(v.shape))
         if v.dim >= len(v.shape) - num_core:
             return None
         xs = [w.part(u, v.rows) for u in vs]

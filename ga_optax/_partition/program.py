@@ -7,25 +7,9 @@ import jax
 from jax.extend import core
 
 from ga_optax._partition import cutting, table
-from ga_optax._partition.values import Layout, Value, local_shape
+from ga_optax._partition.values import WHOLE, Layout, Value, local_shape
 from ga_optax._partition.writer import Axis, Note, Writer
 from ga_optax._passes import ir
-
-
-class Meeting(NamedTuple):
-    """A collective: where rows need one another.
-
-    Attributes:
-      name: the collective.
-      aval: the type of what a micro-batch gives.
-      line: the line of the user's code.
-      rows: the axis that has the rows, if all of them are gathered.
-    """
-
-    name: str
-    aval: Any
-    line: str
-    rows: int | None = None
 
 
 class Partitioned(NamedTuple):
@@ -35,7 +19,6 @@ class Partitioned(NamedTuple):
       jaxpr: the program, with collectives over the axis.
       consts: the values of its constants.
       layouts: those of its results.
-      meetings: its collectives.
       whole: what is computed whole because nothing better is known of it.
       failures: of rules; what they were for is computed whole.
       uses_axis: whether it must run with the axis bound.
@@ -44,7 +27,6 @@ class Partitioned(NamedTuple):
     jaxpr: core.Jaxpr
     consts: Sequence[Any]
     layouts: list[Layout]
-    meetings: list[Meeting]
     whole: list[Note]
     uses_axis: bool
     failures: list[Exception]
@@ -59,9 +41,15 @@ class Argument(NamedTuple):
 
 
 def partition(
-    jaxpr: core.Jaxpr, arguments: Sequence[Argument], axis: Axis
+    jaxpr: core.Jaxpr,
+    arguments: Sequence[Argument],
+    axis: Axis,
+    due: Sequence[Layout] | None = None,
 ) -> Partitioned:
-    """Partitions a program, whose constants are its first arguments."""
+    """Partitions a program, whose constants are its first arguments.
+
+    Its results are in the layouts that are due, or in those that they come in.
+    """
     found: dict[str, Any] = {}
 
     def run(xs: Sequence[Any]) -> list[Any]:
@@ -74,44 +62,32 @@ def partition(
         num_consts = len(jaxpr.constvars)
         consts = given[:num_consts]
         out = w.interpret(jaxpr, [v.x for v in consts], given[num_consts:])
-        found.update(
-            layouts=[v.layout for v in out], notes=w.notes, failures=w.failures
-        )
-        return [v.x for v in out]
+        layouts = [v.layout for v in out] if due is None else list(due)
+        found.update(layouts=layouts, notes=w.notes, failures=w.failures)
+        return list(map(w.to, out, layouts))
 
-    types = [
-        jax.ShapeDtypeStruct(
-            local_shape(a.aval.shape, a.layout, axis.size), a.aval.dtype
-        )
-        for a in arguments
-    ]
+    types = [_type_here(a, axis.size) for a in arguments]
     closed: Any = jax.make_jaxpr(run, axis_env=[(axis.name, axis.size)])(types)
     live = _without_dead(closed.jaxpr, axis.name)
-    every = list(ir.equations(live))
-    meetings = [
-        Meeting(e.primitive.name, e.invars[0].aval, ir.line_of(e), _rows_of(e))
-        for e in every
-        if is_over(e, axis.name) and e.primitive.name != "axis_index"
-    ]
-    uses = bool(meetings) or any(is_over(e, axis.name) for e in every)
+    uses_axis = any(axis.name in ir.axes_of(e) for e in ir.equations(live))
     return Partitioned(
         live,
         closed.consts,
         found["layouts"],
-        meetings,
         found["notes"],
-        uses,
+        uses_axis,
         found["failures"],
     )
 
 
-def is_over(e: core.JaxprEqn, axis: str) -> bool:
-    keys = ("axes", "axis_name")
-    return axis in jax.tree.leaves([e.params.get(key) for key in keys])
-
-
-def _rows_of(e: core.JaxprEqn) -> int | None:
-    return e.params["all_gather_dimension"] if e.params.get("tiled") else None
+def _type_here(a: Argument, size: int) -> jax.ShapeDtypeStruct:
+    """The type of what a micro-batch holds of an argument."""
+    shape, dtype = local_shape(a.aval.shape, a.layout, size), a.aval.dtype
+    sharding = getattr(a.aval, "sharding", None)
+    # On axes of explicit type, types say how what is whole is sharded.
+    if a.layout != WHOLE or sharding is None or not any(sharding.spec):
+        return jax.ShapeDtypeStruct(shape, dtype)
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 
 def _without_dead(jaxpr: core.Jaxpr, axis: str) -> core.Jaxpr:

@@ -76,7 +76,8 @@ def keys(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result] | None:
     wraps = e.primitive.name == "random_wrap" and v.dim == len(v.shape) - 1
     if wraps or (e.primitive.name == "random_seed" and v.dim >= len(v.shape)):
         return None
-    if e.primitive.name == "random_fold_in" and not _is_threefry(vs[0]):
+    derives = e.primitive.name in ("random_fold_in", "random_split")
+    if derives and not _is_threefry(vs[0]):
         return None
     xs = [w.part(u, v.rows) if u.shape else w.whole(u) for u in vs]
     if any(u.shape and u.shape != v.shape for u in vs):

@@ -29,7 +29,7 @@ _KNOWN: dict[str, Rule] = {
     **dict.fromkeys(("sort", "top_k", "approx_top_k"), reductions.along),
     **dict.fromkeys(
         """reduce_window_sum reduce_window_max reduce_window_min
-        select_and_scatter_add select_and_gather_add cumred_reduce_window""".split(),  # noqa: SIM905
+        select_and_scatter_add select_and_gather_add""".split(),  # noqa: SIM905
         reductions.windows,
     ),
     "transpose": shapes.transpose,
@@ -47,26 +47,29 @@ _KNOWN: dict[str, Rule] = {
     "dot_general": products.dot_general,
     "conv_general_dilated": products.convolution,
     **dict.fromkeys(
-        """cholesky eig eigh householder_product lu lu_pivots_to_permutation
-        qr geqrf schur svd tridiagonal_solve""".split(),  # noqa: SIM905
+        """cholesky eig eigh householder_product lu qr geqrf schur svd
+        tridiagonal_solve""".split(),  # noqa: SIM905
         products.batched(2),
     ),
+    "lu_pivots_to_permutation": products.batched(1),
     "triangular_solve": products.triangular_solve,
     "fft": products.fourier,
     "gather": indexing.gather,
     **dict.fromkeys(
-        """scatter scatter-add scatter_add scatter-mul scatter_mul scatter-max
-        scatter_max scatter-min scatter_min""".split(),  # noqa: SIM905
+        """scatter scatter-add scatter-sub scatter-mul scatter-max
+        scatter-min""".split(),  # noqa: SIM905
         indexing.scatter,
     ),
     "random_bits": randoms.random_bits,
     **dict.fromkeys(
-        ("random_wrap", "random_unwrap", "random_seed", "random_fold_in"), randoms.keys
+        """random_wrap random_unwrap random_seed random_fold_in
+        random_split""".split(),  # noqa: SIM905
+        randoms.keys,
     ),
 }
 
 _NESTED: dict[str, Rule] = {
-    **dict.fromkeys(("remat2", "remat", "checkpoint"), nested.checkpoint),
+    "checkpoint": nested.checkpoint,
     "scan": nested.scan,
     "while": nested.while_,
     "cond": nested.cond,
@@ -82,15 +85,18 @@ _UNEVEN = elementwise.NAMES | {
     *("sort", "top_k", "transpose", "squeeze", "broadcast_in_dim", "reshape"),
     *("concatenate", "stack", "unstack", "split", "slice", "pad", "rev"),
     *("dynamic_slice", "dot_general", "conv_general_dilated", "gather"),
-    *("cholesky", "eigh", "lu", "qr", "svd", "triangular_solve", "fft"),
-    *("random_bits", "random_wrap", "random_unwrap", "random_fold_in"),
+    *("cholesky", "eig", "eigh", "householder_product", "lu", "qr", "geqrf", "schur"),
+    *("svd", "lu_pivots_to_permutation", "tridiagonal_solve", "triangular_solve"),
+    *("fft", "random_bits", "random_wrap", "random_unwrap", "random_seed"),
+    *("reduce_window_sum", "reduce_window_max", "reduce_window_min", "approx_top_k"),
+    *("select_and_scatter_add", "select_and_gather_add", "random_fold_in"),
+    "random_split",
 }
 
 RULES = Rules(
     _KNOWN,
     linear.linear,
     _NESTED,
-    dict.fromkeys(("jit", "pjit", "closed_call", "core_call"), nested.opened),
     custom.passed_on,
     _UNEVEN,
 )

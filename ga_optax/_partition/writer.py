@@ -21,7 +21,7 @@ from ga_optax._partition.values import (
     local_shape,
     types_of,
 )
-from ga_optax._passes import ir
+from ga_optax._passes import ir, places, references
 
 
 class Axis(NamedTuple):
@@ -48,7 +48,7 @@ class Note(NamedTuple):
 
     name: str
     line: str
-    size: int  # numbers of its results
+    size: int  # numbers of its results, or of what it reads of all rows
 
 
 @dataclasses.dataclass
@@ -61,6 +61,7 @@ class Writer:
       rules: the rule of each primitive.
       recut: how rows of a value are computed from those of its operands.
       jaxpr: the program at hand.
+      source: where the equation at hand is from, or the one whose program it is in.
       level: the level of what the equation at hand reads, see `Value`.
       apart: whether rows must not meet here.
       shares: whether what is whole may be shared out among addends.
@@ -76,6 +77,7 @@ class Writer:
     rules: "Rules"
     recut: Callable[["Writer", Value, Rows], Any]
     jaxpr: Any = None
+    source: Any = None
     level: int = 0
     apart: bool = False
     shares: bool = True
@@ -248,6 +250,7 @@ class Writer:
         self, jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Value]
     ) -> list[Value]:
         """The results of a program of the whole batch."""
+        jaxpr = references.grouped(jaxpr)
         constants = [
             Value(x, var.aval) for x, var in zip(consts, jaxpr.constvars, strict=True)
         ]
@@ -258,20 +261,22 @@ class Writer:
             return Value(x.val, x.aval) if isinstance(x, core.Literal) else env[x]
 
         before, self.jaxpr = self.jaxpr, jaxpr
-        outer = source_info_util.current_name_stack()
+        outer, around = source_info_util.current_name_stack(), self.source
         for e in jaxpr.eqns:
-            info = e.source_info
+            e = places.placed(e, around)
+            info = self.source = e.source_info
             with source_info_util.user_context(
                 info.traceback, name_stack=outer + info.name_stack
             ):
                 out = self._equation(e, [value(x) for x in e.invars])
             env.update(zip(e.outvars, out, strict=True))
-        self.jaxpr = before
+        self.jaxpr, self.source = before, around
         return [value(x) for x in jaxpr.outvars]
 
     def _equation(self, e: core.JaxprEqn, vs: list[Value]) -> list[Value]:
-        if e.primitive.name in self.rules.opened:
-            return self.rules.opened[e.primitive.name](self, e, vs)
+        if ir.kind(e) == "call" and not references.is_group(e):
+            [program] = ir.inner(e)
+            return self.interpret(program.jaxpr, program.consts, vs)
         self.level = max((v.level for v in vs), default=0)
         results = self._applied(e, vs)
         params, smooth = (any(getattr(v, a) for v in vs) for a in ("params", "smooth"))
@@ -285,12 +290,13 @@ class Writer:
 
     def _applied(self, e: core.JaxprEqn, vs: list[Value]) -> list[Result]:
         name = e.primitive.name
+        kind = ir.kind(e) or name
         if all(v.is_whole for v in vs):
             return self.all_whole(e, vs)
         notes, rules = len(self.notes), self.rules
         with self.may_fail() as out:
-            if name in rules.nested:
-                out += rules.nested[name](self, e, vs) or ()
+            if kind in rules.nested:
+                out += rules.nested[kind](self, e, vs) or ()
             else:
                 if any(v.is_partial for v in vs):
                     out += rules.linear(self, e, vs) or ()
@@ -304,8 +310,11 @@ class Writer:
         if self._fits(e, out):
             return out
         del self.notes[notes:]
-        sizes = [var.aval.size for var in e.outvars if hasattr(var.aval, "size")]
-        self.notes.append(Note(name, ir.line_of(e), sum(sizes)))
+        made = sum(ir.numbers(getattr(x.aval, "shape", (0,))) for x in e.outvars)
+        read = sum(ir.numbers(v.shape) for v in vs if v.rows)
+        line = places.line_of(e.source_info)
+        name = "new_ref" if references.is_group(e) else ir.name_of(e)
+        self.notes.append(Note(name, line, max(made, read)))
         return self.all_whole(e, vs)
 
     @contextlib.contextmanager
@@ -315,7 +324,7 @@ class Writer:
         So it is if a rule fails: computed whole, the result is right all the same.
         """
         found: list[Any] = []
-        before = self.level, self.index, self.jaxpr
+        before = self.level, self.index, self.jaxpr, self.source
         where = self.apart, self.in_rule, self.limit
         try:
             yield found
@@ -325,7 +334,7 @@ class Writer:
                 raise
             if not isinstance(error, RowsMeet):
                 self.failures.append(error)
-            self.level, self.index, self.jaxpr = before
+            self.level, self.index, self.jaxpr, self.source = before
             self.apart, self.in_rule, self.limit = where
             found.clear()
 
@@ -372,8 +381,8 @@ class Rules(NamedTuple):
     Attributes:
       known: for operands with rows.
       linear: for those that are partial; None where the equation is not linear in them.
-      nested: for equations with programs inside, for operands of all layouts.
-      opened: for those whose programs run as if they stood there themselves.
+      nested: for equations with programs inside, by their kind or their name, for
+        operands of all layouts.
       passed_on: what an equation with programs inside gives, computed whole.
       uneven: the names of those that know of rows beyond the last, see `Rows`.
     """
@@ -381,6 +390,5 @@ class Rules(NamedTuple):
     known: dict[str, Rule]
     linear: Rule
     nested: dict[str, Rule]
-    opened: dict[str, Callable[[Writer, core.JaxprEqn, list[Value]], list[Value]]]
     passed_on: Callable[[Writer, core.JaxprEqn, list[Value]], list[Any]]
     uneven: frozenset[str]

@@ -10,7 +10,10 @@
     duplicates     a program in which nothing is computed twice
 
     ir             programs: how to read one, to run it, and to change it
+    references     what a program does with the mutable arrays that it makes
+    places         which line of the user's code an equation is from
     known          what is known of primitives; effects and rules of a program
+    notes          what is said of a program in the log
     arrivals       how a gradient comes out of the backward pass
     probe          whether this JAX writes programs as they are read here
     transformable  a loop with references, which is transformed as the plain one

@@ -5,7 +5,7 @@ from typing import Any
 
 from jax.extend import core
 
-from ga_optax._passes import ir, known
+from ga_optax._passes import ir, known, places
 
 # XLA:CPU adds two to four rows together with the accumulator, in another order.
 FEW = 8
@@ -36,7 +36,7 @@ def arrival(jaxpr: core.Jaxpr, variable: Any, way: str = "whole") -> str | None:
         return None  # a stack of no layers
     [(equation, i)] = read
     name = equation.primitive.name
-    if ir.is_inline(equation) or name == "scan":
+    if ir.kind(equation) in ir.THROUGH:
         return _inside(equation, i, way)
     if name == known.PRODUCT:
         return way if _more(_num_terms(equation, i), 1) else None
@@ -56,18 +56,15 @@ def arrival(jaxpr: core.Jaxpr, variable: Any, way: str = "whole") -> str | None:
 def _inside(equation: core.JaxprEqn, i: int, way: str) -> str | None:
     """How the gradient of an argument comes out of a program inside an equation."""
     [inner] = ir.inner_programs(equation)
-    variable: Any = equation.invars[i]
-    inside: Any = inner.invars[i]
-    scans = ir.kind(equation) == "scan"
-    sliced = inside.aval.ndim < variable.aval.ndim
-    if scans and not sliced:
-        return None  # used in every iteration
-    loops = False
-    if sliced:
+    kind = ir.kind(equation)
+    if kind == "scan":
+        if not ir.is_sliced(equation, i):
+            return None  # used in every iteration
         scan = ir.scan_of(equation)
-        loops = scan.unroll < scan.length
-    found = arrival(inner, inside, "slices" if loops else way)
-    passes = ir.kind(equation) != "checkpoint" or way == "slices"
+        way = "slices" if scan.unroll < scan.length else way
+        return arrival(inner, inner.invars[i], way)
+    found = arrival(inner, inner.invars[i], way)
+    passes = kind != "checkpoint" or way == "slices"
     return "whole" if found == "slices" and not passes else found
 
 
@@ -109,5 +106,7 @@ def _num_scanned(jaxpr: core.Jaxpr, variable: Any) -> int:
 
 def use_of(jaxpr: core.Jaxpr, variable: Any) -> str:
     """The line of the user's code that says most about how a parameter is used."""
-    lines = [ir.line_of(equation) for equation, _ in ir.uses(jaxpr, variable)]
+    lines = [
+        places.line_of(equation.source_info) for equation, _ in ir.uses(jaxpr, variable)
+    ]
     return lines[-1] if lines else "nowhere"

@@ -18,8 +18,7 @@ from ga_optax._passes import ir, known
 from ga_optax._passes.arrivals import arrival
 from ga_optax._passes.facts import Facts
 from ga_optax._passes.ir import Program
-
-_CALLS = (*ir.INLINE, "scan")
+from ga_optax._passes.notes import left_alone
 
 
 def sunk(program: Program, facts: Facts) -> Program:
@@ -33,6 +32,10 @@ def sunk(program: Program, facts: Facts) -> Program:
     if moved is jaxpr:
         return program
     sliced = {x for x in leaves if arrival(moved, x) == "slices"}
+    for x in leaves:
+        for cast, _ in ir.uses(jaxpr, x) if x not in sliced else ():
+            if cast.primitive.name == known.CAST and _sinks(jaxpr, cast, False):
+                left_alone(cast, "its gradient does not come in slices")
     return program._replace(jaxpr=_sunk(jaxpr, sliced))
 
 
@@ -45,14 +48,13 @@ def _sunk(jaxpr: core.Jaxpr, params: set[Any], sliced: bool = False) -> core.Jax
         e.outvars[0]: e
         for e in jaxpr.eqns
         if e.primitive.name == known.CAST
-        and e.params["sharding"] is None
         and _is_one(e.invars[0], params)
-        and _sinks(jaxpr, e.outvars[0], sliced)
+        and _sinks(jaxpr, e, sliced)
     }
     equations = []
     for equation in jaxpr.eqns:
         kind = ir.kind(equation)
-        if kind in _CALLS:
+        if kind in ir.THROUGH:
             ins: list[Any] = equation.invars
             cast = [casts[x] if _is_one(x, casts) else None for x in ins]
             ins = [e.invars[0] if e else x for e, x in zip(cast, ins, strict=True)]
@@ -90,16 +92,31 @@ def _with_casts(jaxpr: core.Jaxpr, casts: Sequence[core.JaxprEqn | None]) -> cor
     return jaxpr.replace(invars=invars, eqns=[*first, *jaxpr.eqns])
 
 
-def _sinks(jaxpr: core.Jaxpr, variable: Any, sliced: bool) -> bool:
+def _sinks(jaxpr: core.Jaxpr, cast: core.JaxprEqn, sliced: bool) -> bool:
+    """Whether a cast can be moved into a scan over it, or on inside of one."""
+    [out] = cast.outvars
+    if cast.params["sharding"] is None and _is_read_once(jaxpr, out, sliced):
+        return True
+    if any(_slices(*use) for use in ir.uses(jaxpr, out)):
+        left_alone(cast, "it is sharded, or not read by one scan alone")
+    return False
+
+
+def _is_read_once(jaxpr: core.Jaxpr, variable: Any, sliced: bool) -> bool:
     """Whether it is read once, by a scan over its leading dimension or inside one."""
     read = ir.uses(jaxpr, variable)
     if len(read) != 1 or ir.is_result(jaxpr, variable):
         return False
     [(equation, i)] = read
-    if ir.kind(equation) not in _CALLS:
-        return False
+    if not ir.is_inline(equation):
+        return ir.is_sliced(equation, i)
     [inner] = ir.inner_programs(equation)
-    own: Any = inner.invars[i]
-    if ir.kind(equation) == "scan":
-        return own.aval.ndim < variable.aval.ndim
-    return sliced or _sinks(inner, own, sliced)
+    return sliced or _is_read_once(inner, inner.invars[i], sliced)
+
+
+def _slices(equation: core.JaxprEqn, i: int) -> bool:
+    """Whether a scan, there or inside a function, runs over an argument."""
+    if not ir.is_inline(equation):
+        return ir.is_sliced(equation, i)
+    [inner] = ir.inner_programs(equation)
+    return any(_slices(*use) for use in ir.uses(inner, inner.invars[i]))

@@ -20,6 +20,7 @@ from jax.extend import core
 from ga_optax._passes import ir, known
 from ga_optax._passes.facts import Facts
 from ga_optax._passes.ir import Program
+from ga_optax._passes.notes import left_alone
 
 # What a jitted function has for each argument.
 _ONE_EACH = ("in_shardings", "in_layouts", "donated_invars")
@@ -79,7 +80,12 @@ def _split(jaxpr: core.Jaxpr, given: set[Any]) -> _Split:
             rest.append(equation)  # others may read what is no table
             continue
         more: list[Any] = []
-        if _takes_more(equation):
+        if not _takes_more(equation):
+            makes = _counts(equation) or not counted.isdisjoint(ins)
+            if makes and fixed.issuperset(ins):
+                name = equation.primitive.name
+                left_alone(equation, f"a table is made by {name}, which is not known")
+        else:
             equation, lifted, more = _lifted(equation, rounded.intersection(ins))
             made += lifted
             rounded.update(more)
@@ -130,14 +136,14 @@ def _is_inexact(x: Any) -> bool:
 
 def _counts(equation: core.JaxprEqn) -> bool:
     """Whether it makes an array of different numbers. XLA knows those of equal ones."""
-    inner = [e for program in ir.inner_programs(equation) for e in program.eqns]
-    return equation.primitive.name == "iota" or any(map(_counts, inner))
+    return any(e.primitive.name == "iota" for e in ir.within(equation))
 
 
 def _rounds(equation: core.JaxprEqn) -> bool:
     """Whether it computes floating-point numbers, other than by moving them."""
-    inner = [e for program in ir.inner_programs(equation) for e in program.eqns]
-    if inner:
-        return any(map(_rounds, inner))
-    moves = equation.primitive.name in known.EXACT
-    return not moves and any(map(_is_inexact, equation.outvars))
+    return any(
+        not ir.inner_programs(e)
+        and e.primitive.name not in known.EXACT
+        and any(map(_is_inexact, e.outvars))
+        for e in ir.within(equation)
+    )

@@ -15,6 +15,7 @@ from jax.extend import core
 from ga_optax._passes import ir, known
 from ga_optax._passes.facts import Facts
 from ga_optax._passes.ir import Program
+from ga_optax._passes.notes import left_alone
 
 
 def merged(program: Program, facts: Facts) -> Program:
@@ -82,13 +83,19 @@ def _inlined(equation: core.JaxprEqn) -> core.Jaxpr | None:
     [inner] = ir.inner(equation)
     places = [equation.params.get(k, ()) for k in ("in_shardings", "out_shardings")]
     told = any(type(x).__name__ != "UnspecifiedValue" for its in places for x in its)
-    return None if told or inner.consts else inner.jaxpr
+    if told or inner.consts:
+        left_alone(equation, "a jitted function with shardings or constants")
+        return None
+    return inner.jaxpr
 
 
 def _key(equation: core.JaxprEqn) -> Any:
     """What equal equations have in common; None for one that has no equal."""
     variables = *equation.invars, *equation.outvars
-    refs = any(hasattr(v.aval, "inner_aval") for v in variables)
-    if equation.effects or refs or equation.primitive.name == "rng_uniform":
+    if any(map(ir.is_reference, variables)):
+        return None
+    if equation.effects or equation.primitive.name == "rng_uniform":
+        if ir.kind(equation) is None:  # of what is inside it is said there
+            left_alone(equation, "it does more than compute")
         return None
     return ir.key_of(equation, lambda x: x)

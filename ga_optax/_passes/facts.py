@@ -15,7 +15,8 @@ class Facts(NamedTuple):
       axes: the data axes.
       mesh: the mesh, if parameters are to be gathered where they are used.
       sliced: of each sum of gradients, the first results, whether it can be added slice
-        by slice. If not, a stack of its slices stays narrow: it is there as a whole.
+        by slice. If not, a stack of its slices stays in low precision, as it is there
+        as a whole.
       rounds_once: whether gradients are rounded in those sums alone.
       logical: whether the loop runs for logical devices.
     """

@@ -16,6 +16,7 @@ from ga_optax._devices import meshes
 from ga_optax._passes import ir, known
 from ga_optax._passes.facts import Facts
 from ga_optax._passes.ir import Program
+from ga_optax._passes.notes import left_alone
 
 Entries = tuple[Any, ...]  # of a PartitionSpec, one for each dimension
 
@@ -43,7 +44,7 @@ def _used(jaxpr: core.Jaxpr, sharded: dict[Any, Entries], mesh: Any) -> core.Jax
     sharded, whole = dict(sharded), {}
     equations: list[core.JaxprEqn] = []
 
-    def gather(x: Any) -> Any:
+    def gather(x: Any, reader: core.JaxprEqn) -> Any:
         if isinstance(x, core.Literal) or x not in sharded:
             return x
         if x not in whole:
@@ -54,7 +55,8 @@ def _used(jaxpr: core.Jaxpr, sharded: dict[Any, Entries], mesh: Any) -> core.Jax
             like = jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype)
             [equation] = constrain(like).jaxpr.eqns
             whole[x] = core.Var(x.aval)
-            equations.append(equation.replace(invars=[x], outvars=[whole[x]]))
+            ends = {"invars": [x], "outvars": [whole[x]]}
+            equations.append(equation.replace(**ends, source_info=reader.source_info))
         return whole[x]
 
     for equation in jaxpr.eqns:
@@ -64,7 +66,7 @@ def _used(jaxpr: core.Jaxpr, sharded: dict[Any, Entries], mesh: Any) -> core.Jax
         }
         if equation.primitive.name == known.CAST and here:
             sharded[equation.outvars[0]] = sharded[ins[0]]
-        elif ir.kind(equation) in (*ir.INLINE, "scan") and here:
+        elif ir.kind(equation) in ir.THROUGH and here:
 
             def inside(inner: core.Jaxpr, here=here, ins=ins) -> core.Jaxpr:
                 own: list[Any] = inner.invars
@@ -76,6 +78,9 @@ def _used(jaxpr: core.Jaxpr, sharded: dict[Any, Entries], mesh: Any) -> core.Jax
 
             equation = ir.with_inner(equation, inside)
         elif here:
-            equation = equation.replace(invars=list(map(gather, ins)))
+            if ir.inner_programs(equation):
+                name = equation.primitive.name
+                left_alone(equation, f"{name} gets parameters that are gathered before")
+            equation = equation.replace(invars=[gather(x, equation) for x in ins])
         equations.append(equation)
     return jaxpr.replace(eqns=equations)

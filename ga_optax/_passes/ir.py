@@ -5,18 +5,27 @@ programs, and the names of their parameters, which change between versions of JA
 
     calls, inner, scan_of      what is inside an equation, and how it runs it
     expanded                   the program of a primitive that JAX writes in JAX
-    equations                  all equations, those of inner programs too
+    chosen                     the branch of a conditional that the platform decides
+    within, equations          all equations, those of inner programs too
+    axes_of, mentions          which named axes an equation refers to
     uses, made_by              who reads a variable, and who computes it (an index)
     needed, following          what a value takes, and what depends on it
     forwarded                  which argument a result is, if nothing computes it
-    evaluate, bind             a program or an equation, run on values
+    results, evaluate, bind    a program or an equation, run on values
+    in_the_open                a rule for that: functions run as if they stood there
+    checkpointed, scan         checkpoints and loops of other functions
     key_of                     what equal equations have in common
     renamed, with_inner        a program with other variables, or other inner programs
+    retyped                    a program with variables of other types
     as_call                    an equation as a jitted function of its own
     traced                     equations that compute what a Python function does
-    line_of                    the line of the user's code that an equation is from
+    name_of                    what an equation does, in a word for people
+    numbers                    how large an array is, about, if its sizes are open
+    as_of                      has what is traced name the line of an equation
 """
 
+import contextlib
+import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -33,6 +42,8 @@ CALLS = {
 }
 # What runs its program once, as if that stood there itself.
 INLINE = ("call", "checkpoint")
+# Also what runs it slice by slice: arguments and results are those of the program.
+THROUGH = (*INLINE, "scan")
 
 
 class Program(NamedTuple):
@@ -65,6 +76,20 @@ class Scan(NamedTuple):
         return argument if result >= self.num_carry and argument >= stop else None
 
 
+def numbers(shape: Iterable[Any]) -> int:
+    """How many numbers an array holds, to compare; sizes left open count as 1,024.
+
+    `jax.export` leaves sizes open, and these compare with nothing.
+    """
+    return math.prod(n if isinstance(n, int) else 1024 for n in shape)
+
+
+def name_of(equation: core.JaxprEqn) -> str:
+    """What an equation does: its primitive, or what is hidden in that."""
+    hidden = equation.params.get("_prim")
+    return equation.primitive.name if hidden is None else type(hidden).__name__
+
+
 def expanded(equation: core.JaxprEqn) -> Program | None:
     """What a primitive computes that is written in JAX itself, if it can be read."""
     primitive = equation.params.get("_prim")
@@ -80,6 +105,19 @@ def expanded(equation: core.JaxprEqn) -> Program | None:
 
     closed: Any = jax.make_jaxpr(run)(*types)
     return Program(closed.jaxpr, closed.consts)
+
+
+def chosen(equation: core.JaxprEqn, which: core.JaxprEqn | None) -> Program | None:
+    """The branch of a conditional that is taken, if that is known; `which` computes it.
+
+    JAX has branches for the kernels of an accelerator, where none of ours is written.
+    """
+    platforms: Any = which.params.get("platforms") if which else None
+    if platforms is None:
+        return None
+    pairs = zip(inner(equation), platforms, strict=True)
+    left = [branch for branch, names in pairs if set(names or ("",)) - {"mosaic"}]
+    return left[0] if len(left) == 1 else None
 
 
 # -- What is inside an equation --------------------------------------------------------
@@ -121,12 +159,31 @@ def operands(equation: core.JaxprEqn, program: core.Jaxpr) -> list[Any]:
     return list(equation.invars[len(equation.invars) - len(program.invars) :])
 
 
+def within(equation: core.JaxprEqn) -> Iterator[core.JaxprEqn]:
+    """An equation, and all that are inside it."""
+    yield equation
+    for program in inner_programs(equation):
+        yield from equations(program)
+
+
 def equations(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
     """All equations of a program, those of inner programs too."""
     for equation in jaxpr.eqns:
-        yield equation
-        for program in inner_programs(equation):
-            yield from equations(program)
+        yield from within(equation)
+
+
+def axes_of(equation: core.JaxprEqn) -> list[Any]:
+    """The named axes, and the numbers of dimensions, that an equation itself has."""
+    keys = ("axes", "axis_name", "axis_names")
+    return jax.tree.leaves([equation.params.get(key) for key in keys])
+
+
+def mentions(equation: core.JaxprEqn, axis: str) -> bool:
+    """Whether an equation, or one inside it, refers to a named axis."""
+    return any(
+        axis in axes_of(e) or axis in {getattr(x, "name", None) for x in e.effects}
+        for e in within(equation)
+    )
 
 
 def scan_of(equation: core.JaxprEqn) -> Scan:
@@ -136,6 +193,14 @@ def scan_of(equation: core.JaxprEqn) -> Scan:
     carry = list(map(_same_rank, body.jaxpr.outvars, equation.outvars))
     how = (equation.params[name] for name in ("length", "reverse", "unroll"))
     return Scan(body, sum(whole) - sum(carry), sum(carry), *how)
+
+
+def is_sliced(equation: core.JaxprEqn, i: int) -> bool:
+    """Whether it is a scan that runs over an argument."""
+    if kind(equation) != "scan":
+        return False
+    [body] = inner_programs(equation)
+    return not _same_rank(body.invars[i], equation.invars[i])
 
 
 def _same_rank(x: Any, y: Any) -> bool:
@@ -148,6 +213,11 @@ def _same_rank(x: Any, y: Any) -> bool:
 def is_variable(x: Any) -> bool:
     """Whether it is no literal."""
     return not isinstance(x, core.Literal)
+
+
+def is_reference(x: Any) -> bool:
+    """Whether it is a mutable array, as `jax.new_ref` makes it."""
+    return hasattr(x.aval, "inner_aval")
 
 
 def variables(atoms: Iterable[Any]) -> list[Any]:
@@ -217,11 +287,17 @@ def needed(
     return found[::-1], [x for x in due if known(x)]
 
 
-def following(jaxpr: core.Jaxpr, start: Iterable[Any]) -> set[Any]:
-    """The variables that depend on some of `start`, and those."""
+def following(
+    jaxpr: core.Jaxpr, start: Iterable[Any], stops: Sequence[str] = ()
+) -> set[Any]:
+    """The variables that depend on some of `start`, and those.
+
+    Nothing depends on what a primitive reads that is among `stops`.
+    """
     found = set(start)
     for equation in jaxpr.eqns:
-        if not found.isdisjoint(variables(equation.invars)):
+        reads = not found.isdisjoint(variables(equation.invars))
+        if reads and equation.primitive.name not in stops:
             found.update(equation.outvars)
     return found
 
@@ -292,14 +368,29 @@ def evaluate(program: Program, args: Sequence[Any], rule: Rule) -> list[Any]:
     def value(x: Any) -> Any:
         return x.val if isinstance(x, core.Literal) else env[x]
 
+    outer = source_info_util.current_name_stack()
     for equation in jaxpr.eqns:
         values = list(map(value, equation.invars))
-        out = rule(equation, values)
+        with as_of(equation, outer):
+            out = rule(equation, values)
         if out is None:
             ends = equation.invars, equation.outvars
             out = bind(jaxpr, [equation], *ends, values)
         env.update(zip(equation.outvars, out, strict=True))
     return list(map(value, jaxpr.outvars))
+
+
+def in_the_open(equation: core.JaxprEqn, values: list[Any]) -> list[Any] | None:
+    """A rule by which functions and checkpoints run as if they stood there."""
+    if not is_inline(equation):
+        return None
+    [program] = inner(equation)
+    return evaluate(program, values, in_the_open)
+
+
+def results(program: Any, args: Sequence[Any]) -> list[Any]:
+    """The results of a program as it is."""
+    return jax.core.eval_jaxpr(program.jaxpr, program.consts, *args)
 
 
 def bind(
@@ -321,6 +412,12 @@ def bind(
         effects=effects,
     )
     return jax.core.eval_jaxpr(program, (), *known.values())
+
+
+def checkpointed(equation: core.JaxprEqn, body: Callable[..., Any]) -> Any:
+    """`jax.checkpoint` of another function, as an equation has it."""
+    keep = {key: equation.params[key] for key in ("prevent_cse", "policy")}
+    return jax.checkpoint(body, **keep)
 
 
 def scan(how: Scan, body: Callable[[list[Any]], Any], values: list[Any]) -> list[Any]:
@@ -348,6 +445,44 @@ def renamed(
         e.replace(invars=rename(e.invars, known), outvars=rename(e.outvars, known))
         for e in equations
     ]
+
+
+# The equations in place of one, given its operands and its results of other types.
+Write = Callable[[core.JaxprEqn, list[Any], list[Any]], Iterable[core.JaxprEqn]]
+
+
+def _as_it_is(
+    equation: core.JaxprEqn, ins: list[Any], outs: list[Any]
+) -> list[core.JaxprEqn]:
+    return [equation.replace(invars=ins, outvars=outs)]
+
+
+def retyped(
+    jaxpr: core.Jaxpr, type_of: Callable[[Any], Any], write: Write = _as_it_is
+) -> core.Jaxpr:
+    """The program with variables and literals of other types, from their types."""
+    known: dict[Any, Any] = {}
+
+    def new(x: Any) -> Any:
+        if isinstance(x, core.Literal):
+            aval = type_of(x.aval)
+            return core.Literal(np.asarray(x.val, aval.dtype), aval)
+        if x not in known:
+            known[x] = core.Var(type_of(x.aval))
+        return known[x]
+
+    def all_of(atoms: Iterable[Any]) -> list[Any]:
+        return list(map(new, atoms))
+
+    eqns = [
+        other
+        for e in jaxpr.eqns
+        for other in write(e, all_of(e.invars), all_of(e.outvars))
+    ]
+    ends = ("constvars", "invars", "outvars")
+    return jaxpr.replace(
+        eqns=eqns, **{end: all_of(getattr(jaxpr, end)) for end in ends}
+    )
 
 
 def rename(atoms: Iterable[Any], known: Mapping[Any, Any]) -> list[Any]:
@@ -421,19 +556,20 @@ def traced_once(fun: Callable[..., Any], *args: Any) -> tuple[Callable[..., Any]
     structure = jax.tree.structure(shapes)
 
     def run(*args: Any) -> Any:
-        leaves = jax.tree.leaves(args)
-        out = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *leaves)
-        return jax.tree.unflatten(structure, out)
+        return jax.tree.unflatten(structure, results(closed, jax.tree.leaves(args)))
 
     return run, jax.tree.unflatten(structure, [x.aval for x in closed.jaxpr.outvars])
 
 
-# -- Saying where ----------------------------------------------------------------------
+@contextlib.contextmanager
+def as_of(equation: core.JaxprEqn, outer: Any) -> Iterator[None]:
+    """What is traced inside has the equation's line, and its name behind `outer`.
 
-
-def line_of(equation: core.JaxprEqn) -> str:
-    """The file, line and function that an equation is from, as far as JAX tells."""
-    try:
-        return str(source_info_util.summarize(equation.source_info))
-    except Exception:  # Any: it only adds to a message.
-        return "an unknown line"
+    If JAX knows no line of it, that is the line of the equation around it.
+    """
+    info = equation.source_info
+    has_line = source_info_util.summarize(info)
+    lines = (info if has_line else source_info_util.current()).traceback
+    names = outer + info.name_stack
+    with source_info_util.user_context(lines, name_stack=names):
+        yield

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from ga_optax._passes import ir
+from ga_optax._passes import ir, places
 
 CAST = "convert_element_type"
 PRODUCT, CONVOLUTION = "dot_general", "conv_general_dilated"
@@ -90,13 +90,10 @@ def constrained_to(equation: core.JaxprEqn) -> Any:
 
 def is_known(equation: core.JaxprEqn) -> bool:
     """Whether a pass may move an equation: it and all inside it are known."""
-    if is_built_in(equation):
-        return True
-    if equation.effects:
-        return False
-    name = equation.primitive.name
-    inside = (e for program in ir.inner_programs(equation) for e in program.eqns)
-    return (ir.kind(equation) or name) in _PURE and all(map(is_known, inside))
+    return all(
+        is_built_in(e) or (not e.effects and (ir.kind(e) or e.primitive.name) in _PURE)
+        for e in ir.within(equation)
+    )
 
 
 def is_built_in(equation: core.JaxprEqn) -> bool:
@@ -147,7 +144,8 @@ def deeds(jaxpr: core.Jaxpr) -> Deeds:
 
 
 def _deeds_of(jaxpr: core.Jaxpr, equation: core.JaxprEqn) -> Deeds:
-    name, line, found = equation.primitive.name, ir.line_of(equation), Deeds()
+    name, found = equation.primitive.name, Deeds()
+    line = places.line_of(equation.source_info)
     calls = ir.kind(equation) is not None
     for program in ir.inner_programs(equation) if calls else ():
         found |= deeds(program)

@@ -28,10 +28,13 @@ from jax.extend import core
 from ga_optax._passes import ir, known
 from ga_optax._passes.facts import Facts
 from ga_optax._passes.ir import Program
+from ga_optax._passes.notes import left_alone
 
-_WIDE = np.dtype(np.float32)  # in which products of narrower matrices are summed
+_WIDE = np.dtype(
+    np.float32
+)  # in which products of matrices of low precision are summed
 _ALGORITHMS = (jax.lax.DotAlgorithm, jax.lax.DotAlgorithmPreset)
-_CALLS = (*ir.INLINE, "scan", "cond")
+_CALLS = (*ir.THROUGH, "cond")
 # What a gradient passes between its cast and the accumulator.
 _SENT = ("reduce_scatter", "psum", "psum_invariant", "pvary")
 _PASSED = (*known.MOVES, *_SENT, "add", "add_any", "select_n", "custom_jvp_call")
@@ -74,10 +77,13 @@ def _follow(
         elif name == known.READ_OUT and outs:
             held.add(ins[0])
         elif name == known.CAST and outs:
-            is_wide = equation.params["new_dtype"] == _WIDE
-            x = body.wide(ins[0], sliced) if rounds_once and is_wide else None
+            if not (rounds_once and equation.params["new_dtype"] == _WIDE):
+                continue
+            x = body.wide(ins[0], sliced)
             if x is not None:
                 body.replace(n, equation.replace(invars=[x]))
+            elif _is_low(ins[0]):
+                left_alone(equation, body.why_low(ins[0]))
         elif name == known.PRODUCT and outs:
             body.products[n] = equation.outvars[0]
         elif name in _PASSED and outs and len(equation.outvars) == 1:
@@ -149,6 +155,13 @@ class _Body:
             x = equation.invars[0]
         return id(x)
 
+    def why_low(self, x: Any) -> str:
+        """Why a sum is rounded before it is added."""
+        made = ir.made_by(self.jaxpr, x)
+        if made is None or self._uses[x] != 1:
+            return "a sum in low precision is read by more than its accumulator"
+        return f"a sum comes out of {made.primitive.name} in low precision"
+
     def wide(self, x: Any, sliced: bool) -> Any:
         """The sum `x` before it was rounded; None if it is none, or is read twice.
 
@@ -156,8 +169,7 @@ class _Body:
         """
         if not isinstance(x, core.Var) or self._uses[x] != 1 or x not in self._made:
             return None
-        dtype: Any = getattr(x.aval, "dtype", _WIDE)
-        if not jnp.issubdtype(dtype, np.floating) or dtype.itemsize > 2:
+        if not _is_low(x):
             return None
         n, wide = self._made[x], _widened(x)
         equation = self.equation(n)
@@ -173,7 +185,8 @@ class _Body:
         outs = [wide if y is x else y for y in equation.outvars]
         params = equation.params
         if equation.primitive.name == known.SCATTER:
-            params = params | {"update_jaxpr": _retyped(params["update_jaxpr"])}
+            adds = ir.retyped(params["update_jaxpr"], _in_float32)
+            params = params | {"update_jaxpr": adds}
         new = equation.replace(invars=ins, outvars=outs, params=params)
         self.replace(n, *casts, new)
         return wide
@@ -209,7 +222,7 @@ class _Body:
         if name == known.SCATTER:
             table, rows, updates = ins
             return [cast(table), rows, cast(updates)]
-        if ir.kind(equation) in (*ir.INLINE, "scan"):
+        if ir.kind(equation) in ir.THROUGH:
             return list(ins) if self._widens_inside(n, x, sliced) else None
         return None
 
@@ -268,23 +281,15 @@ def _alone(operands: Any) -> Any:
     return jax.lax.optimization_barrier(operands)
 
 
+def _is_low(x: Any) -> bool:
+    """Whether it is floating, of 16 bits or fewer."""
+    dtype: Any = getattr(x.aval, "dtype", _WIDE)
+    return jnp.issubdtype(dtype, np.floating) and dtype.itemsize <= 2
+
+
 def _widened(x: Any) -> Any:
-    return core.Var(x.aval.update(dtype=_WIDE))
+    return core.Var(_in_float32(x.aval))
 
 
-def _retyped(jaxpr: core.Jaxpr) -> core.Jaxpr:
-    """A program of narrow scalars, of wide ones."""
-    known = {}
-
-    def retype(x: Any) -> Any:
-        return known.setdefault(x, _widened(x))
-
-    def all_of(xs: Iterable[Any]) -> list[Any]:
-        return list(map(retype, xs))
-
-    eqns = [
-        e.replace(invars=all_of(e.invars), outvars=all_of(e.outvars))
-        for e in jaxpr.eqns
-    ]
-    ends = {"invars": all_of(jaxpr.invars), "outvars": all_of(jaxpr.outvars)}
-    return jaxpr.replace(eqns=eqns, **ends)
+def _in_float32(aval: Any) -> Any:
+    return aval.update(dtype=_WIDE)

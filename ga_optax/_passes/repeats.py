@@ -7,6 +7,7 @@ traces, and what comes out is the program that would come out without them.
 """
 
 import collections
+from collections.abc import Sequence
 from typing import Any
 
 from jax.extend import core
@@ -14,6 +15,7 @@ from jax.extend import core
 from ga_optax._passes import ir, known
 from ga_optax._passes.facts import Facts
 from ga_optax._passes.ir import Program
+from ga_optax._passes.notes import left_alone
 
 # A function costs as much as the rules of two equations.
 _FEW = 3
@@ -22,6 +24,7 @@ _FEW = 3
 def called(program: Program, facts: Facts) -> Program:
     """The program with calls in place of equations that repeat."""
     jaxpr = program.jaxpr
+    _say(jaxpr.eqns)
     keys = list(map(_key, jaxpr.eqns))
     number = collections.Counter(keys)
     calls: dict[Any, core.JaxprEqn | None] = {}
@@ -30,6 +33,11 @@ def called(program: Program, facts: Facts) -> Program:
         if key is not None and number[key] >= _FEW:
             if key not in calls:
                 calls[key] = ir.as_call(jaxpr, equation)
+                if calls[key] is None:
+                    left_alone(
+                        equation,
+                        "a function of it would give other types, or is not inlined",
+                    )
             equation = _through(calls[key], equation)
         equations.append(equation)
     return program._replace(jaxpr=jaxpr.replace(eqns=equations))
@@ -50,13 +58,28 @@ def _key(equation: core.JaxprEqn) -> Any:
     One that reads a variable twice stays: what comes back to that variable would be
     added up in another order.
     """
-    read = ir.variables(equation.invars)
-    if not read or _twice(read) or not known.is_built_in(equation):
+    if not ir.variables(equation.invars) or _why_not(equation):
         return None
     key = ir.key_of(equation, lambda x: x.aval)
     # What it was traced under: a mesh, a type of computation.
     return key and (*key, id(getattr(equation, "ctx", None)))
 
 
+def _why_not(equation: core.JaxprEqn) -> str:
+    """Why an equation stays as it is."""
+    if not known.is_built_in(equation):
+        return f"{equation.primitive.name} is not known"
+    return "it reads a value twice" if _twice(ir.variables(equation.invars)) else ""
+
+
 def _twice(read: list[Any]) -> bool:
     return len(set(read)) < len(read)
+
+
+def _say(equations: Sequence[core.JaxprEqn]) -> None:
+    """Names those that could have been alike; JAX itself remembers jitted functions."""
+    whys = [(e, _why_not(e)) for e in equations if ir.kind(e) != "call"]
+    number = collections.Counter((e.primitive, why) for e, why in whys)
+    for equation, why in whys:
+        if why and number[equation.primitive, why] >= _FEW:
+            left_alone(equation, why)

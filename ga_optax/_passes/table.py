@@ -22,7 +22,15 @@ from typing import Any, NamedTuple
 
 import jax
 
-from ga_optax._passes import casts, constants, duplicates, gathered, products, repeats
+from ga_optax._passes import (
+    casts,
+    constants,
+    duplicates,
+    gathered,
+    notes,
+    products,
+    repeats,
+)
 from ga_optax._passes.facts import Facts
 from ga_optax._passes.ir import Program
 
@@ -92,7 +100,8 @@ def run(scope: str, program: Program, facts: Facts) -> Program:
     for one in PASSES:
         if facts.optimize and one.scope == scope and one.applies(facts):
             try:
-                new = one.change(program, facts)
+                with notes.of_pass(one.name):
+                    new = one.change(program, facts)
                 if _types(new) != _types(program):
                     raise TypeError("the results have other types")
                 program = new

@@ -15,6 +15,8 @@ from typing import Any
 import jax
 from jax.extend import core
 
+from ga_optax._passes import ir
+
 Run = Callable[[Any], Any]
 
 
@@ -102,11 +104,14 @@ def _checked(checks: Any, *args: Any, program: Any, plain: Any, **_: Any) -> Any
     number = len(args) - len(program.in_avals)
     before, values = args[:number], args[number:]
     closed: Any = jax.make_jaxpr(jax.jit(plain))(*values)
-    [equation] = closed.jaxpr.eqns
-    env = dict(zip(closed.jaxpr.invars, values, strict=True))
-    env |= zip(closed.jaxpr.constvars, closed.consts, strict=True)
-    ins = [x.val if isinstance(x, core.Literal) else env[x] for x in equation.invars]
-    error, out = checks[equation.primitive](*before, *ins, **equation.params)
-    env |= zip(equation.outvars, out, strict=True)
-    outs = closed.jaxpr.outvars
-    return error, [x.val if isinstance(x, core.Literal) else env[x] for x in outs]
+    errors: list[Any] = []
+
+    def rule(equation: core.JaxprEqn, values: list[Any]) -> Any:
+        check = checks[equation.primitive]
+        error, out = check(*before, *values, **equation.params)
+        errors.append(error)
+        return out
+
+    results = ir.evaluate(closed, values, rule)
+    [error] = errors  # of the jitted function
+    return error, results

@@ -4,14 +4,13 @@ The program of the loss is partitioned over micro-batches, as `whole_batch=True`
 it. Where the partitioned program communicates, rows depend on each other.
 """
 
-import pathlib
 from collections.abc import Iterable
 from typing import NamedTuple
 
 import jax
 
-from ga_optax._inside.any_function import batch_dependencies
-from ga_optax._partition import Meeting
+from ga_optax._inside.axis.report import Stored
+from ga_optax._inside.dependencies import batch_dependencies, short
 from ga_optax._verify.problem import Problem
 
 # What rows need of each other, and how a loss asks for that over an axis {0}.
@@ -40,16 +39,15 @@ def dependencies(problem: Problem) -> list[Dependency]:
     return list(dict.fromkeys(found))
 
 
-def _meetings(problem: Problem) -> list[Meeting]:
+def _meetings(problem: Problem) -> list[Stored]:
     find = batch_dependencies(problem.fun, problem.k, batch_axes=problem.batch_axes)
     with jax.enable_x64(problem.x64):
         return find(problem.params, problem.batch, *problem.keys(0)).meetings
 
 
-def _dependency(meeting: Meeting) -> Dependency:
-    kind = "psum" if meeting.name.startswith("psum") else "all_gather"
-    path, mark, rest = meeting.line.partition(":")
-    return Dependency(kind, pathlib.PurePath(path).name + mark + rest)
+def _dependency(meeting: Stored) -> Dependency:
+    kind = "psum" if meeting.kind == "sum" else "all_gather"
+    return Dependency(kind, short(meeting.line))
 
 
 def in_words(found: Iterable[Dependency]) -> str:

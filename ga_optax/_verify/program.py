@@ -6,7 +6,7 @@ comparison of numbers finds them. The program that JAX traces does.
 
 import contextlib
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -45,7 +45,10 @@ def depends_on_device_count(problem: Problem) -> bool:
 
 
 def _traced(problem: Problem) -> Any:
-    """The program of the loss of the first micro-batch, or of all if it runs so."""
+    """The program of the loss of the first micro-batch, or of all if it runs so.
+
+    Functions that it calls, and checkpoints, are in the open.
+    """
     fun, name = problem.fun, problem.axis_name
     if isinstance(fun, jax.stages.Wrapped):
         fun = getattr(fun, "__wrapped__", fun)  # JAX remembers what it has traced.
@@ -54,8 +57,13 @@ def _traced(problem: Problem) -> Any:
         batch = problem.batch
         if not problem.whole_batch:
             batch = problem.take(batch, problem.rows(0))
-        program: Any = jax.make_jaxpr(lambda *x: fun(*x), axis_env=axes)
-        return program(problem.params, batch, *problem.keys(0))
+        args = problem.params, batch, *problem.keys(0)
+        program: Any = jax.make_jaxpr(lambda *x: fun(*x), axis_env=axes)(*args)
+
+        def opened(*leaves: Any) -> list[Any]:
+            return ir.evaluate(program, leaves, ir.in_the_open)
+
+        return jax.make_jaxpr(opened, axis_env=axes)(*jax.tree.leaves(args))
 
 
 # -- A loss that does not use its batch ------------------------------------------------
@@ -65,9 +73,8 @@ def _ignored_batch(problem: Problem, program: Any) -> str:
     first = len(jax.tree.leaves(problem.params))
     number = len(jax.tree.leaves(problem.batch))
     batch = program.jaxpr.invars[first : first + number]
-    if problem.k == 1 or not _read(program.jaxpr, program.jaxpr.outvars).isdisjoint(
-        batch
-    ):
+    _, read = ir.needed(program.jaxpr, program.jaxpr.outvars, set(batch).__contains__)
+    if problem.k == 1 or read:
         return ""
     shapes = {np.shape(x) for x in program.consts}
     data = sorted(shape for shape in shapes if problem.batch_size in shape)
@@ -76,23 +83,6 @@ def _ignored_batch(problem: Problem, program: Any) -> str:
         computes the same, which takes {problem.k} times the time and saves no memory.
         Most likely the loss closes over the data{of} instead of reading it from its
         batch argument."""
-
-
-def _read(jaxpr: core.Jaxpr, wanted: Iterable[Any]) -> set[Any]:
-    """The variables that take part in computing some of a program."""
-    due = set(ir.variables(wanted))
-    for equation in reversed(jaxpr.eqns):
-        if due.isdisjoint(equation.outvars):
-            continue
-        ins = equation.invars
-        if ir.is_inline(equation):
-            [body] = ir.inner_programs(equation)
-            pairs = zip(equation.outvars, body.outvars, strict=True)
-            read = _read(body, [inner for out, inner in pairs if out in due])
-            pairs = zip(ir.operands(equation, body), body.invars, strict=True)
-            ins = [outer for outer, inner in pairs if inner in read]
-        due.update(ir.variables(ins))
-    return due
 
 
 # -- A loss that is divided by the number of micro-batches -----------------------------
@@ -112,8 +102,6 @@ def _division_by_k(problem: Problem, jaxpr: core.Jaxpr) -> str:
 def _ends_with_division(jaxpr: core.Jaxpr, k: int) -> bool:
     """Whether the result is a mean, or another scalar but a sum, over a literal k."""
     last = _made_by(jaxpr, jaxpr.outvars[0])
-    if last is not None and ir.is_inline(last):
-        return _ends_with_division(ir.inner_programs(last)[0], k)
     if last is None or last.primitive.name != "div":
         return False
     total, number = last.invars

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from ga_optax._passes.ir import inner_programs
+from ga_optax._passes import ir
 
 # Primitives that read or make the bits of a float, or run code for certain dtypes.
 _FIXED = ("bitcast", "callback", "pallas", "ffi", "custom_call", "cudnn", "scaled")
@@ -42,7 +42,7 @@ class Wide:
             self.low.update(*map(_floats, program.eqns))
         else:
             program, *inputs = map(self._widen, (program, *inputs))
-        results = jax.core.eval_jaxpr(program.jaxpr, program.consts, *inputs)
+        results = ir.results(program, inputs)
         return jax.tree.unflatten(jax.tree.structure(out), results)
 
     def _widen(self, x: Any) -> Any:
@@ -58,30 +58,14 @@ class Wide:
         return x if old == _wide_dtype(old) else x.astype(_wide_dtype(old))
 
     def _program(self, jaxpr: core.Jaxpr) -> core.Jaxpr:
-        known: dict[Any, Any] = {}
+        return ir.retyped(jaxpr, _wide_type, self._written)
 
-        def widen(atom: Any) -> Any:
-            if isinstance(atom, core.Literal):
-                aval = _wide_type(atom.aval)
-                return core.Literal(np.asarray(atom.val, aval.dtype), aval)
-            if atom not in known:
-                known[atom] = type(atom)(_wide_type(atom.aval))
-            return known[atom]
-
-        equations: list[core.JaxprEqn] = []
-        for equation in jaxpr.eqns:
-            ins = list(map(widen, equation.invars))
-            outs = list(map(widen, equation.outvars))
-            is_fixed = any(name in equation.primitive.name for name in _FIXED)
-            change = self._between_casts if is_fixed else self._in_float64
-            equations += change(equation, ins, outs)
-        ends = ("constvars", "invars", "outvars")
-        new = {end: list(map(widen, getattr(jaxpr, end))) for end in ends}
-        return jaxpr.replace(eqns=equations, **new)
-
-    def _in_float64(
+    def _written(
         self, equation: core.JaxprEqn, ins: list[Any], outs: list[Any]
     ) -> Iterator[core.JaxprEqn]:
+        if any(name in equation.primitive.name for name in _FIXED):
+            yield from self._between_casts(equation, ins, outs)
+            return
         params = jax.tree.map(
             self._widen, equation.params, is_leaf=lambda x: hasattr(x, "eqns")
         )
@@ -136,11 +120,8 @@ def _casts(
 
 
 def _floats(equation: core.JaxprEqn) -> Iterator[np.dtype]:
-    """The floating dtypes that an equation reads, or a program inside it."""
-    for atom in equation.invars:
+    """The floating dtypes that an equation reads, or one inside it."""
+    for atom in (x for e in ir.within(equation) for x in e.invars):
         dtype = getattr(atom.aval, "dtype", None)
         if dtype is not None and jnp.issubdtype(dtype, jnp.inexact):
             yield np.dtype(jnp.finfo(dtype).dtype)
-    for program in inner_programs(equation):
-        for inner in program.eqns:
-            yield from _floats(inner)

@@ -274,10 +274,7 @@ class Backward:
 def _has_rule(equations: Sequence[core.JaxprEqn]) -> bool:
     """Whether a backward pass is anything but the transpose of a derivative."""
     rules = ("custom_vjp", "linear_call")
-    inside = [
-        e for x in equations for p in ir.inner_programs(x) for e in ir.equations(p)
-    ]
-    names = [e.primitive.name for e in (*equations, *inside)]
+    names = [e.primitive.name for x in equations for e in ir.within(x)]
     return any(rule in name for rule in rules for name in names)
 
 

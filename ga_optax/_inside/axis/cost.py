@@ -1,6 +1,5 @@
 """What equations take: scalar operations, bytes, and which are cheap to run again."""
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,11 +16,12 @@ _DEEP = 100  # operations for each number that something unknown reads or return
 
 def is_cheap(equation: core.JaxprEqn) -> bool:
     """Whether running it again costs little more than reading what it returns."""
-    programs = ir.inner_programs(equation)
-    if not programs:
-        return equation.primitive.name in known.CHEAP
-    loops = ir.kind(equation) in _LOOPS
-    return not loops and all(is_cheap(e) for p in programs for e in p.eqns)
+    return all(
+        ir.kind(e) not in _LOOPS
+        if ir.inner_programs(e)
+        else e.primitive.name in known.CHEAP
+        for e in ir.within(equation)
+    )
 
 
 def work(equation: core.JaxprEqn) -> float:
@@ -29,7 +29,7 @@ def work(equation: core.JaxprEqn) -> float:
     shapes = [
         getattr(x.aval, "shape", ()) for x in (*equation.invars, *equation.outvars)
     ]
-    largest = max((math.prod(shape) for shape in shapes), default=0)
+    largest = max(map(ir.numbers, shapes), default=0)
     if programs := ir.inner_programs(equation):
         inside = sum(work(e) for p in programs for e in p.eqns)
         length = equation.params["length"] if ir.kind(equation) == "scan" else 1
@@ -39,16 +39,18 @@ def work(equation: core.JaxprEqn) -> float:
         return 0.0
     if name == known.PRODUCT:
         (contracted, _), _ = equation.params["dimension_numbers"]
-        return 2.0 * math.prod(shapes[-1]) * math.prod(shapes[0][i] for i in contracted)
+        return (
+            2.0 * ir.numbers(shapes[-1]) * ir.numbers(shapes[0][i] for i in contracted)
+        )
     if name == known.CONVOLUTION:
         features = shapes[1][equation.params["dimension_numbers"].rhs_spec[0]]
-        return 2.0 * math.prod(shapes[-1]) * math.prod(shapes[1]) / max(features, 1)
+        return 2.0 * ir.numbers(shapes[-1]) * ir.numbers(shapes[1]) / max(features, 1)
     return float(largest if is_cheap(equation) else _DEEP * largest)
 
 
 def nbytes(x: Any) -> int:
     """The bytes of a value."""
-    return math.prod(x.aval.shape) * x.aval.dtype.itemsize
+    return ir.numbers(x.aval.shape) * x.aval.dtype.itemsize
 
 
 def of_a_step(closed: Any, params: Sequence[Any], rest: Sequence[Any]) -> int:
@@ -62,10 +64,9 @@ def of_a_step(closed: Any, params: Sequence[Any], rest: Sequence[Any]) -> int:
 
     def residuals(params: Sequence[Any], rest: Sequence[Any]) -> list[Any]:
         def loss(*params: Any) -> Any:
-            args = *params, *rest
-            return jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *args)[0]
+            return ir.results(closed, [*params, *rest])[0]
 
         return jax.tree.leaves(jax.vjp(loss, *params)[1])
 
     kept = jax.eval_shape(residuals, list(params), list(rest))
-    return sum(math.prod(x.shape) * x.dtype.itemsize for x in (*kept, *params))
+    return sum(ir.numbers(x.shape) * x.dtype.itemsize for x in (*kept, *params))

@@ -5,26 +5,53 @@ shortest ways first, as Edmonds and Karp have it).
 """
 
 import collections
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping
 from typing import Any
+
+from jax.extend import core
+
+from ga_optax._passes.ir import variables
 
 _Node = tuple[Any, str]  # a value where it comes in, or where it goes out
 _SOURCE, _SINK = (None, "source"), (None, "sink")
 
 
+def readers(
+    equations: Iterable[core.JaxprEqn],
+    sources: Iterable[Any],
+    counts: Callable[[Any], bool] = lambda x: True,
+) -> dict[Any, list[Any]]:
+    """What is computed of each of `sources`, of what that is, and so on.
+
+    Args:
+      equations: those that compute it, in their order.
+      sources: the values to begin with.
+      counts: whether a result belongs to it.
+    """
+    found: dict[Any, list[Any]] = {x: [] for x in sources}
+    for e in equations:
+        inputs = [x for x in variables(e.invars) if x in found]
+        made = list(filter(counts, e.outvars))
+        for x in inputs:
+            found[x] += made
+        if inputs:
+            found |= {x: [] for x in made if x not in found}
+    return found
+
+
 def smallest(
     readers: Mapping[Any, Iterable[Any]],
     sources: Iterable[Hashable],
-    sinks: Iterable[Hashable],
+    sinks: Container[Any],
     size: Callable[[Any], float],
     early: bool = False,
 ) -> list[Any]:
     """The values to keep; of two choices of one size, that which is nearer to `sinks`.
 
     Args:
-      readers: what is computed of each value.
+      readers: what is computed of each value, see `readers`.
       sources: the values that must not be computed again.
-      sinks: those that have to be known.
+      sinks: those that have to be known, if they are computed of `sources`.
       size: what keeping a value takes; infinite if it cannot be kept. One on each way
         is finite.
       early: whether to take that which is nearer to `sources` instead.
@@ -36,7 +63,7 @@ def smallest(
         room[end].setdefault(start, 0.0)
 
     made = (y for ys in readers.values() for y in ys)
-    values = dict.fromkeys([*sources, *sinks, *readers, *made])
+    values = dict.fromkeys([*readers, *made])
     for x in values:
         edge((x, "in"), (x, "out"), size(x))
     for x, ys in readers.items():
@@ -44,56 +71,41 @@ def smallest(
             edge((x, "out"), (y, "in"), float("inf"))
     for x in sources:
         edge(_SOURCE, (x, "in"), float("inf"))
-    for x in sinks:
-        edge((x, "out"), _SINK, float("inf"))
-    while way := _way(room):
+    for x in readers:
+        if x in sinks:
+            edge((x, "out"), _SINK, float("inf"))
+
+    def ahead(node: _Node) -> Iterator[_Node]:
+        return (other for other, width in room[node].items() if width > 0)
+
+    def behind(node: _Node) -> Iterator[_Node]:
+        return (other for other in room[node] if room[other][node] > 0)
+
+    while _SINK in (came := _reached(_SOURCE, ahead)):
+        way, node = [], _SINK
+        while node != _SOURCE:
+            way.append((came[node], node))
+            node = came[node]
         width = min(room[a][b] for a, b in way)
         for a, b in way:
             room[a][b] -= width
             room[b][a] += width
     if early:
-        far = _reachable(room)
-        return [x for x in values if (x, "in") in far and (x, "out") not in far]
-    near = _reaching_the_sink(room)
+        return [x for x in values if (x, "in") in came and (x, "out") not in came]
+    near = _reached(_SINK, behind)
     return [x for x in values if (x, "out") in near and (x, "in") not in near]
 
 
-def _way(room: Mapping[_Node, Mapping[_Node, float]]) -> list[tuple[_Node, _Node]]:
-    """The edges of a shortest way from the source to the sink that has room."""
-    came: dict[_Node, _Node] = {_SOURCE: _SOURCE}
-    due = collections.deque([_SOURCE])
-    while due and _SINK not in came:
+def _reached(
+    start: _Node, nexts: Callable[[_Node], Iterable[_Node]]
+) -> dict[_Node, _Node]:
+    """The nodes on all ways from one, and the node before each on a shortest way."""
+    came: dict[_Node, _Node] = {start: start}
+    due = collections.deque([start])
+    while due:
         node = due.popleft()
-        for other, width in room[node].items():
-            if width > 0 and other not in came:
+        for other in nexts(node):
+            if other not in came:
                 came[other] = node
                 due.append(other)
-    way: list[tuple[_Node, _Node]] = []
-    node = _SINK
-    while node in came and node != _SOURCE:
-        way.append((came[node], node))
-        node = came[node]
-    return way
-
-
-def _reaching_the_sink(room: Mapping[_Node, Mapping[_Node, float]]) -> set[_Node]:
-    """The nodes from which there is room to the sink."""
-    found, due = {_SINK}, [_SINK]
-    while due:
-        node = due.pop()
-        for other in room[node]:
-            if room[other][node] > 0 and other not in found:
-                found.add(other)
-                due.append(other)
-    return found
-
-
-def _reachable(room: Mapping[_Node, Mapping[_Node, float]]) -> set[_Node]:
-    """The nodes to which there is room from the source."""
-    found, due = {_SOURCE}, [_SOURCE]
-    while due:
-        for other, width in room[due.pop()].items():
-            if width > 0 and other not in found:
-                found.add(other)
-                due.append(other)
-    return found
+    return came

@@ -131,7 +131,10 @@ def _work(schedule: Schedule, level: int) -> float:
 
 
 class Passes(NamedTuple):
-    """How often an equation runs over the window, and at which levels, as bits."""
+    """How often an equation runs over the window, and at which levels, as bits.
+
+    As if everything on the way back ran forward before.
+    """
 
     forward: int
     backward: int
@@ -156,8 +159,7 @@ def passes(schedule: Schedule) -> dict[int, Passes]:
     for level in map(schedule.before, range(1, schedule.end)):
         for e in schedule.needed(schedule.operands(level), level)[0]:
             its = found.get(id(e), Passes(0, 0, 0))
-            more = 1 if id(e) in schedule.spared else 2
-            found[id(e)] = Passes(its.forward + more, its.backward + 1, its.levels)
+            found[id(e)] = Passes(its.forward + 2, its.backward + 1, its.levels)
     return found
 
 
@@ -199,25 +201,16 @@ def _cut(
     size: Callable[[Any], float],
 ) -> list[Any]:
     """The smallest set between `sources` and what later levels read."""
-    readers: dict[Any, list[Any]] = {x: [] for x in sources}
-    sinks = {x for i in _later(schedule, end) for x in variables(schedule.roots(i))}
+    later = range(end + 2, schedule.end + 1)
+    sinks = {x for i in later for x in variables(schedule.roots(i))}
+
+    def is_early(x: Any) -> bool:
+        return schedule.facts[x].level <= end
+
     for e in after:
-        inputs = [x for x in variables(e.invars) if x in readers]
-        made = [x for x in e.outvars if schedule.facts[x].level <= end]
-        for x in inputs:
-            readers[x] += made
-            if len(made) < len(e.outvars):
-                sinks.add(x)
-        if inputs:
-            readers |= {x: [] for x in made if x not in readers}
-    found = set(
-        cut.smallest(readers, sources, [x for x in readers if x in sinks], size)
-    )
-    return [x for x in readers if x in found]
-
-
-def _later(schedule: Schedule, end: int) -> range:
-    return range(end + 2, schedule.end + 1)
+        if not all(map(is_early, e.outvars)):
+            sinks.update(variables(e.invars))
+    return cut.smallest(cut.readers(after, sources, is_early), sources, sinks, size)
 
 
 def _up_to(end: int) -> int:

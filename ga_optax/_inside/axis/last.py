@@ -14,7 +14,7 @@ from ga_optax._devices import collectives
 from ga_optax._inside.axis.backward import Backward, Cotangents, Task
 from ga_optax._inside.axis.values import Values, wide
 from ga_optax._inside.program import Program
-from ga_optax._passes.ir import following, variables
+from ga_optax._passes.ir import following, results, variables
 
 
 def can_merge(values: Values, program: Program) -> bool:
@@ -83,6 +83,5 @@ def foreseen(values: Values, of_loss: int = 1) -> Cotangents | None:
     depending = following(closed.jaxpr, closed.jaxpr.invars)
     if not depending.isdisjoint(variables(closed.jaxpr.outvars)):
         return None
-    leaves = jax.tree.leaves(last)
-    cotangents = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *leaves)
+    cotangents = results(closed, jax.tree.leaves(last))
     return {j: wide(x) for j, x in zip(sorted(smooth), cotangents, strict=True)}

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from ga_optax._devices import collectives
-from ga_optax._inside.axis.rules import RULES, axes_of, is_collective
-from ga_optax._passes import ir
-from ga_optax._passes.ir import bind, inner_programs, variables
+from ga_optax._inside.axis.rules import RULES, is_collective
+from ga_optax._passes import ir, places, references
+from ga_optax._passes.ir import bind, variables
 
 # A scan of more iterations than this with a collective in it is an error: each would
 # be a level of its own, which costs a pass over the window and compile time.
@@ -20,13 +20,9 @@ LONGEST = 32
 
 
 def mentions(equation: core.JaxprEqn, axis: str) -> bool:
-    """Whether an equation, or a program inside it, refers to the axis."""
-    return (
-        axis in axes_of(equation)
-        or any(getattr(effect, "name", None) == axis for effect in equation.effects)
-        or any(mentions(e, axis) for p in inner_programs(equation) for e in p.eqns)
-        or is_mark(equation, axis)
-    )
+    """Whether an equation, or one inside it, refers to the axis."""
+    marked = any(is_mark(e, axis) for e in ir.within(equation))
+    return marked or ir.mentions(equation, axis)
 
 
 def is_mark(equation: core.JaxprEqn, axis: str) -> bool:
@@ -77,15 +73,26 @@ def without_collectives(closed: Any, args: Sequence[Any], axis: str, size: int) 
     return jax.make_jaxpr(run, axis_env=[(axis, size)])(*args)
 
 
-def _opened(program: ir.Program, args: Sequence[Any], axis: str) -> list[Any]:
-    """The results of a program, with what is inside its equations in the open."""
+def _opened(
+    program: ir.Program, args: Sequence[Any], axis: str, around: Any = None
+) -> list[Any]:
+    """The results of a program, with what is inside its equations in the open.
+
+    `around` is the source of the equation that it is inside of.
+    """
 
     def rule(equation: core.JaxprEqn, values: list[Any]) -> Sequence[Any] | None:
-        if ir.kind(equation) == "call":
+        placed = places.placed(equation, around)
+        if ir.kind(equation) == "call" and not references.is_group(equation):
             [inner] = ir.inner(equation)
-            return _opened(inner, values, axis)
-        return _open(equation, values, axis) if mentions(equation, axis) else None
+            return _opened(inner, values, axis, placed.source_info)
+        if mentions(equation, axis):
+            return _open(equation, values, axis)
+        if placed is equation:
+            return None
+        return bind(program.jaxpr, [placed], placed.invars, placed.outvars, values)
 
+    program = program._replace(jaxpr=references.grouped(program.jaxpr))
     return ir.evaluate(program, args, rule)
 
 
@@ -95,7 +102,7 @@ def _open(
     name, kind = equation.primitive.name, ir.kind(equation)
     if name in (*RULES, "axis_index") or is_mark(equation, axis):
         _check_collective(equation, axis)
-        if dimensions := [x for x in axes_of(equation) if isinstance(x, int)]:
+        if dimensions := [x for x in ir.axes_of(equation) if isinstance(x, int)]:
             reduce, collective = _REDUCTIONS[name]
             return [collective(reduce(x, dimensions), axis) for x in values]
         return None
@@ -129,8 +136,7 @@ def _checkpointed(equation: core.JaxprEqn, values: list[Any], axis: str) -> list
         its = alone + max((level.get(x, 0) for x in variables(e.invars)), default=0)
         level.update(dict.fromkeys(e.outvars, its))
         pieces.setdefault((its, not alone), []).append(e)
-    keep = {key: equation.params[key] for key in ("prevent_cse", "policy")}
-    smooth = _smooth(program)
+    smooth = ir.following(program, given, ("stop_gradient",))
     for (_, several), piece in sorted(pieces.items(), key=lambda item: item[0]):
         others = [
             e.invars for group in pieces.values() if group is not piece for e in group
@@ -141,7 +147,7 @@ def _checkpointed(equation: core.JaxprEqn, values: list[Any], axis: str) -> list
         run = functools.partial(bind, program, piece, read, made)
         operands = [env[x] for x in read]
         if several:
-            run = jax.checkpoint(run, **keep)
+            run = ir.checkpointed(equation, run)
         else:  # A stop_gradient inside a checkpoint is not seen from outside.
             operands = [
                 x if var in smooth else jax.lax.stop_gradient(x)
@@ -149,16 +155,6 @@ def _checkpointed(equation: core.JaxprEqn, values: list[Any], axis: str) -> list
             ]
         env.update(zip(made, run(operands), strict=True))
     return [_value(x, env) for x in program.outvars]
-
-
-def _smooth(jaxpr: core.Jaxpr) -> set[Any]:
-    """The variables that may have a derivative, if all arguments do."""
-    found = {*jaxpr.constvars, *jaxpr.invars}
-    for e in jaxpr.eqns:
-        reads = any(x in found for x in variables(e.invars))
-        if reads and e.primitive.name != "stop_gradient":
-            found.update(e.outvars)
-    return found
 
 
 def _unrolled(
@@ -196,7 +192,7 @@ def _value(x: Any, env: dict[Any, Any]) -> Any:
 
 
 def _check_collective(equation: core.JaxprEqn, axis: str) -> None:
-    axes, groups = axes_of(equation), equation.params.get("axis_index_groups")
+    axes, groups = ir.axes_of(equation), equation.params.get("axis_index_groups")
     others = [name for name in axes if name != axis and not isinstance(name, int)]
     if others or groups is not None:
         what = f"axes {tuple(axes)}" if groups is None else "axis_index_groups"
@@ -208,11 +204,8 @@ def _check_collective(equation: core.JaxprEqn, axis: str) -> None:
 
 def _inside(equation: core.JaxprEqn, axis: str) -> str:
     """The name of the first primitive in an equation that refers to the axis."""
-    for program in inner_programs(equation):
-        for e in program.eqns:
-            if mentions(e, axis):
-                return _inside(e, axis)
-    return equation.primitive.name
+    inside = (e for e in ir.within(equation) if not ir.inner_programs(e))
+    return next((e for e in inside if mentions(e, axis)), equation).primitive.name
 
 
 def _not_done(equation: core.JaxprEqn, axis: str) -> str:
@@ -229,6 +222,8 @@ def _not_done(equation: core.JaxprEqn, axis: str) -> str:
         todo = f"Unroll those that communicate; up to {LONGEST} are unrolled for you."
     elif name.startswith("custom_"):
         todo = "Take the collective out of the function with the rule."
+    elif references.is_group(equation):
+        name, todo = "what works on references", "Communicate before it, or after it."
     elif name == "cond":
         todo = "Communicate before it, on all micro-batches, and choose afterwards."
     return (

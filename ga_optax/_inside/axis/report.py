@@ -2,31 +2,41 @@
 
 import contextlib
 import contextvars
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-from ga_optax._inside import in_place
+from jax.extend import core
+
 from ga_optax._inside.axis import cost
-from ga_optax._inside.axis.kept import passes
+from ga_optax._inside.axis.kept import Passes, passes
+from ga_optax._inside.axis.rules import is_collective
 from ga_optax._inside.axis.schedule import Schedule
-from ga_optax._passes import ir
+from ga_optax._inside.axis.unread import unread
+from ga_optax._passes import ir, places
+from ga_optax._passes.notes import note
 
 
 class Stored(NamedTuple):
     """A value that a window stores.
 
     Attributes:
-      line: the line of the user's code that computes it.
+      line: the line of the user's code that computes it, or where rows meet.
       kind: "kept" (of each micro-batch), "once" (what they share), or what a collective
         carries: "sum", "max", "min" or "stack".
       type: its shape and dtype, of one micro-batch.
       nbytes: what a device stores of it.
+      shape: that of what is read of it: of all rows, if they are gathered.
+      forward: how often what it is computed of runs forward, at most.
+      backward: how often that runs backward.
     """
 
     line: str
     kind: str
     type: Any
     nbytes: int
+    shape: tuple[int, ...]
+    forward: int
+    backward: int
 
 
 class Report(NamedTuple):
@@ -73,25 +83,61 @@ def recorded() -> Iterator[list[Report]]:
 
 def report(schedule: Schedule, size: int, num_microbatches: int) -> None:
     """Logs what a window does, and hands it to `recorded`; `size` is the axis's."""
-    costly = {id(e) for e in schedule.jaxpr.eqns if not cost.is_cheap(e)}
-    runs = [its for key, its in passes(schedule).items() if key in costly]
-    times = {"own": num_microbatches, "stack": size}
-    stored = tuple(
-        Stored(
-            _line(schedule, buffer.operand),
-            "kept" if buffer.kind == "own" else buffer.kind,
-            buffer.operand.aval,
-            times.get(buffer.kind, 1) * cost.nbytes(buffer.operand),
-        )
-        for buffer in schedule.buffers
-    )
-    forward = max((its.forward for its in runs), default=0)
-    backward = max((its.backward for its in runs), default=0)
-    new = Report(schedule.end - 1, forward, backward, stored)
+    runs, times = _runs(schedule), {"own": num_microbatches, "stack": size}
+    read: dict[int, Any] = {}  # what the first collective of a buffer returns
+    for e in schedule.jaxpr.eqns:
+        for x in e.outvars if is_collective(e, schedule.axis) else ():
+            read.setdefault(schedule.views[x].buffer, x)
+    stored, leading = [], _leading(schedule, runs)
+    for i, (operand, kind, *_) in enumerate(schedule.buffers):
+        nbytes = times.get(kind, 1) * cost.nbytes(operand)
+        name, x = ("kept", operand) if kind == "own" else (kind, read.get(i, operand))
+        line, shape = _line(schedule, x), tuple(x.aval.shape)
+        most = leading.get(operand, (0, 0))
+        stored.append(Stored(line, name, operand.aval, nbytes, shape, *most))
+    new = Report(schedule.end - 1, *_most(runs, schedule.jaxpr.eqns), tuple(stored))
     _reports.get([]).append(new)
-    in_place.note(str(new))
+    note(str(new))
+
+
+def _runs(schedule: Schedule) -> dict[int, Passes]:
+    """The passes of every equation, without those in which nothing reads its result."""
+    runs = passes(schedule)
+    levels = range(1, schedule.end)
+    for level in (*levels, *map(schedule.before, levels)):
+        for e in unread(schedule, level):
+            if its := runs.get(id(e)):
+                runs[id(e)] = its._replace(forward=its.forward - 1)
+    return runs
+
+
+def _leading(schedule: Schedule, runs: dict[int, Passes]) -> dict[Any, tuple[int, int]]:
+    """How often what each value is computed of runs; `_most`, of all values at once."""
+    every: dict[Any, tuple[int, int]] = {}
+    dear: dict[Any, tuple[int, int]] = {}
+    for e in schedule.jaxpr.eqns:
+        its = [runs[id(e)][:2]] if id(e) in runs else []
+        for found, own in ((every, its), (dear, [] if cost.is_cheap(e) else its)):
+            before = [found[x] for x in ir.variables(e.invars) if x in found]
+            if pairs := [*before, *own]:
+                forward, backward = map(max, zip(*pairs, strict=True))
+                found.update(dict.fromkeys(e.outvars, (forward, backward)))
+    return every | dear
+
+
+def _most(
+    runs: dict[int, Passes], equations: Iterable[core.JaxprEqn]
+) -> tuple[int, int]:
+    """How often some equations run forward and backward: those that cost something.
+
+    If none of them does, those that do not.
+    """
+    found = [e for e in equations if id(e) in runs]
+    some = [e for e in found if not cost.is_cheap(e)] or found
+    forward = max((runs[id(e)].forward for e in some), default=0)
+    return forward, max((runs[id(e)].backward for e in some), default=0)
 
 
 def _line(schedule: Schedule, x: Any) -> str:
     equation = ir.made_by(schedule.jaxpr, x)
-    return "an argument" if equation is None else ir.line_of(equation)
+    return "an argument" if equation is None else places.line_of(equation.source_info)

@@ -7,19 +7,15 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
+from ga_optax._passes import ir
+
 # The result of a collective, from its buffer and the index of the micro-batch.
 Evaluate = Callable[[jax.Array, jax.Array], jax.Array]
 
 
-def axes_of(equation: core.JaxprEqn) -> list[Any]:
-    """The names of axes that an equation refers to itself."""
-    keys = ("axes", "axis_name", "axis_names")
-    return jax.tree.leaves([equation.params.get(key) for key in keys])
-
-
 def is_collective(equation: core.JaxprEqn, axis: str) -> bool:
     """Whether it is one of `RULES` over the axis."""
-    return equation.primitive.name in RULES and axis in axes_of(equation)
+    return equation.primitive.name in RULES and axis in ir.axes_of(equation)
 
 
 def whole(buffer: jax.Array, index: jax.Array) -> jax.Array:

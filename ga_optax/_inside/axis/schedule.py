@@ -9,6 +9,7 @@ import numpy as np
 from jax.extend import core
 
 from ga_optax._inside.axis.rules import RULES, Evaluate, is_collective, own_part, whole
+from ga_optax._inside.options import option_of
 from ga_optax._passes import ir
 from ga_optax._passes.ir import variables
 
@@ -107,7 +108,6 @@ class Schedule:
       views: how variables are read from it.
       index: the variables that are the index of the micro-batch.
       merged: whether the last level is filled in the loop that takes the gradients.
-      spared: the ids of equations that do not run forward on the way back, see `heads`.
     """
 
     jaxpr: core.Jaxpr
@@ -120,7 +120,6 @@ class Schedule:
     views: dict[Any, View] = dataclasses.field(default_factory=dict)
     index: list[Any] = dataclasses.field(default_factory=list)
     merged: bool = False
-    spared: set[int] = dataclasses.field(default_factory=set)
 
     @property
     def end(self) -> int:
@@ -267,7 +266,7 @@ def make(
             _add_collective(schedule, equation)
         elif _has_state(equation):
             raise NotImplementedError(
-                f"With axis_name={axis!r} micro-batches run more than once, so nothing "
+                f"With {option_of(axis)} micro-batches run more than once, so nothing "
                 "in fun must have a state, but it calls io_callback for a result. Call "
                 "jax.pure_callback, or call back before value_and_grad."
             )
@@ -291,6 +290,5 @@ def _add_collective(schedule: Schedule, equation: core.JaxprEqn) -> None:
 
 def _has_state(equation: core.JaxprEqn) -> bool:
     """Whether another run of it may have other results."""
-    if equation.primitive.name == "io_callback":
-        return bool(equation.outvars)
-    return any(_has_state(e) for p in ir.inner_programs(equation) for e in p.eqns)
+    inside = ir.within(equation)
+    return any(e.primitive.name == "io_callback" and e.outvars for e in inside)

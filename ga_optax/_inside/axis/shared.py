@@ -79,22 +79,13 @@ def _smallest(
 ) -> list[Any]:
     """The smallest set of shared values of which the loops compute the rest."""
     inside = {id(e) for e in group}
-    readers: dict[Any, list[Any]] = {x: [] for x in sources}
     levels = range(1, schedule.end + 1)
     sinks = {x for i in levels for x in variables(schedule.roots(i))}
     for e in schedule.jaxpr.eqns:
-        inputs = [x for x in variables(e.invars) if x in readers]
-        if id(e) not in inside:
-            sinks.update(inputs if id(e) in runs else ())
-            continue
-        for x in inputs:
-            readers[x] += e.outvars
-        if inputs:
-            readers |= {x: [] for x in e.outvars if x not in readers}
+        if id(e) in runs and id(e) not in inside:
+            sinks.update(variables(e.invars))
 
     def size(x: Any) -> float:
         return cost.nbytes(x) + 1.0
 
-    due = [x for x in readers if x in sinks]
-    found = set(cut.smallest(readers, sources, due, size))
-    return [x for x in readers if x in found]
+    return cut.smallest(cut.readers(group, sources), sources, sinks, size)

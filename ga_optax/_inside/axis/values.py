@@ -9,7 +9,6 @@ import numpy as np
 from jax.extend import core
 
 from ga_optax import accumulator
-from ga_optax._devices import collectives
 from ga_optax._inside.axis import schedule as scheduling
 from ga_optax._inside.axis.read import flat
 from ga_optax._inside.axis.schedule import Buffer, Schedule
@@ -134,8 +133,3 @@ def start_of_sum(x: jax.Array) -> jax.Array:
 def is_inexact(x: Any) -> bool:
     """Whether it has gradients and means."""
     return bool(jnp.issubdtype(x.dtype, jnp.inexact))
-
-
-def vary(x: jax.Array, axes: Any) -> jax.Array:
-    """`x`, which differs between devices as far as JAX knows."""
-    return collectives.vary(x, axes)

@@ -1,4 +1,4 @@
-"""Gradients that meet inside the backward pass, by the compilers of GPUs and TPUs."""
+"""Gradients reduced inside the backward pass, by the compilers of GPUs and TPUs."""
 
 import re
 

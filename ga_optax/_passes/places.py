@@ -1,0 +1,52 @@
+"""Which line of the user's code an equation is from.
+
+JAX knows the calls that led to an equation, from the function that was traced down to
+JAX itself. Here the innermost line counts that belongs to nobody's package; if there is
+none, the innermost one that belongs to neither JAX nor this library.
+"""
+
+import os
+from typing import Any
+
+from jax.extend import core, source_info_util
+
+_OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_INSTALLED = [f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages")]
+_DEEPEST = 100  # calls
+
+
+def line_of(source: Any) -> str:
+    """The file, line and function of an equation's source, as far as JAX tells."""
+    try:
+        _, line = _ranked(source)
+    except Exception:  # Any: it only adds to a message.
+        line = ""
+    return line or "an unknown line"
+
+
+def placed(equation: core.JaxprEqn, around: Any) -> core.JaxprEqn:
+    """An equation with the source of the one around it, if that is the user's code.
+
+    Args:
+      equation: the equation.
+      around: the source of the one whose program it is in; None if there is none.
+
+    A function of JAX's that is jitted, such as `jnp.var`, knows nothing of its caller.
+    """
+    source = equation.source_info
+    try:
+        if around is None or _ranked(around)[0] <= _ranked(source)[0]:
+            return equation
+    except Exception:  # Any: it only adds to messages.
+        return equation
+    here = source.replace(traceback=around.traceback)
+    return equation.replace(source_info=here)
+
+
+def _ranked(source: Any) -> tuple[int, str]:
+    """How much a line of the user's code it is, and that line."""
+    # The innermost call comes last, and those of JAX are left out.
+    calls = source_info_util.summarize(source, _DEEPEST).splitlines()[::-1]
+    known = [x for x in calls if x and not x.startswith(_OURS)]
+    own = [x for x in known if not any(part in x for part in _INSTALLED)]
+    return (2, own[0]) if own else (1, known[0]) if known else (0, "")

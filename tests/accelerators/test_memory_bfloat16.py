@@ -1,0 +1,125 @@
+"""The memory of a window of a bfloat16 model: one micro-batch's, and what it must hold.
+
+A window holds the sums of what no scan runs over, here of the embedding and the head,
+while the gradients of the layers are computed. One micro-batch by itself need not.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+import targets
+
+import ga_optax as ga
+
+pytestmark = pytest.mark.usefixtures("optax_promotion")
+
+OPTIMIZER = optax.adam(1e-3)
+K, ROWS, LENGTH, VOCABULARY, WIDTH, INNER = 8, 4, 256, 2048, 1024, 4096
+OUTSIDE = 2 * 4 * VOCABULARY * WIDTH
+MATRIX = 4 * WIDTH * INNER
+CUBLAS = {"xla_gpu_enable_triton_gemm": False}
+
+
+def loss(params, tokens):
+    def low(x):
+        return x.astype(jnp.bfloat16)
+
+    @jax.checkpoint
+    def layer(h, w):
+        return h + jnp.tanh(h @ low(w["up"])) @ low(w["down"]), None
+
+    h = low(params["embedding"])[tokens[:, :-1]]
+    h, _ = jax.lax.scan(layer, h, params["layers"])
+    logits = (h @ low(params["head"])).astype(jnp.float32)
+    found = jax.nn.log_softmax(logits)
+    return -jnp.mean(jnp.take_along_axis(found, tokens[:, 1:, None], -1))
+
+
+def temporaries(gradient, target, layers, k, options):
+    """Those of a step of Adam with k micro-batches."""
+    up, down = (layers, WIDTH, INNER), (layers, INNER, WIDTH)
+    shapes = {
+        "embedding": (VOCABULARY, WIDTH),
+        "head": (WIDTH, VOCABULARY),
+        "layers": {"up": up, "down": down},
+    }
+    params = jax.tree.map(
+        lambda s: jax.ShapeDtypeStruct(s, jnp.float32),
+        shapes,
+        is_leaf=lambda x: isinstance(x, tuple),
+    )
+
+    def step(params, state, tokens):
+        value, grads = gradient(params, tokens)
+        updates, state = OPTIMIZER.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    tokens = jax.ShapeDtypeStruct((k * ROWS, LENGTH + 1), jnp.int32)
+    args = params, jax.eval_shape(OPTIMIZER.init, params), tokens
+    program = targets.compiled(target, step, *args, donate_argnums=(0, 1), **options)
+    return targets.temporaries(program)
+
+
+@pytest.mark.parametrize(
+    ("target", "layers", "options", "slices"),
+    [
+        # Triton's product reads the slice that it adds to from a buffer of its own.
+        ("h200", 12, {}, 2),
+        ("h200", 12, CUBLAS, 0),
+        # Casts of all of 12 layers would fit the fast memory of one micro-batch.
+        ("v5e", 24, {}, 0),
+        ("v5p", 12, {}, 0),
+        ("v6e", 12, {}, 0),
+    ],
+)
+def test_a_window_takes_one_micro_batch_and_the_sums_outside_of_its_scan(
+    target, layers, options, slices
+):
+    given = target, layers
+    alone = temporaries(jax.value_and_grad(loss), *given, 1, options)
+    window = temporaries(ga.value_and_grad(loss, K), *given, K, options)
+    assert window <= 1.05 * alone + OUTSIDE + slices * MATRIX
+
+
+def test_a_second_gradient_of_the_layers_would_be_seen():
+    """The twin: a plain scan."""
+    plain = ga.value_and_grad(loss, K, optimize=False)
+    alone = temporaries(jax.value_and_grad(loss), "h200", 12, 1, {})
+    window = temporaries(plain, "h200", 12, K, {})
+    assert window > 1.5 * alone + OUTSIDE + 2 * MATRIX
+
+
+@pytest.mark.parametrize(
+    ("target", "options", "more"),
+    [("h200", {}, 1), ("h200", CUBLAS, 0), ("v5e", {}, 0), ("v6e", {}, 0)],
+)
+def test_a_product_of_triton_takes_a_slice_more_to_add_than_to_write(
+    target, options, more
+):
+    """XLA by itself: a loop of products, each added to its slice of a stack."""
+
+    def run(how, total, x, g):
+        def body(i, total):
+            product = jax.lax.dot_general(
+                x[i],
+                g[i],
+                (((0,), (0,)), ((), ())),
+                preferred_element_type=jnp.float32,
+            )
+            return getattr(total.at[i], how)(product)
+
+        return jax.lax.fori_loop(0, len(total), body, total)
+
+    low = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+    total = jax.ShapeDtypeStruct((12, WIDTH, INNER), jnp.float32)
+    args = total, low((12, 1024, WIDTH)), low((12, 1024, INNER))
+
+    def taken(how):
+        fun = functools.partial(run, how)
+        program = targets.compiled(target, fun, *args, donate_argnums=0, **options)
+        return targets.temporaries(program)
+
+    assert round((taken("add") - taken("set")) / MATRIX, 3) == more

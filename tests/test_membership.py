@@ -1,0 +1,213 @@
+"""Which rows are in which micro-batch, where nothing names the mesh of a program."""
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.experimental import checkify
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import ga_optax as ga
+from ga_optax._devices import membership, meshes
+
+pytestmark = pytest.mark.usefixtures("fast_compilation")
+
+K, ROWS, WIDTH, DEVICES = 4, 64, 16, 8
+
+
+def loss(w, x):
+    return jnp.mean(jnp.tanh(x @ w) ** 2)
+
+
+def rows_of_each(w, x):
+    """A loss, and the numbers of its rows."""
+    return loss(w, x), x[:, 0]
+
+
+def mesh_of_all():
+    return jax.make_mesh((DEVICES,), ("data",), axis_types=(AxisType.Auto,))
+
+
+def on_mesh(step, mesh):
+    specs = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
+    return jax.jit(step, in_shardings=specs)
+
+
+def program(step, jit=jax.jit, context=None):
+    """Compiled for shapes that have no sharding."""
+    shapes = (WIDTH, WIDTH), (ROWS, WIDTH)
+    with context or contextlib.nullcontext():
+        lowered = jit(step).lower(
+            *(jax.ShapeDtypeStruct(x, jnp.float32) for x in shapes)
+        )
+    return lowered.compile()
+
+
+def gathers(compiled):
+    return [c for c in ga.audit(compiled).collectives if c.kind != "all-reduce"]
+
+
+@pytest.mark.filterwarnings("ignore:.with mesh:DeprecationWarning")
+def test_no_row_moves_whoever_names_the_mesh():
+    mesh = mesh_of_all()
+    mine = ga.value_and_grad(loss, K)
+    peer = optax.microbatching.microbatch(
+        jax.value_and_grad(loss),
+        argnums=1,
+        microbatch_size=ROWS // K,
+        accumulator=optax.microbatching.AccumulationType.MEAN,
+    )
+
+    def jit(step):
+        return on_mesh(step, mesh)
+
+    expected = program(peer, jit).cost_analysis()["flops"]
+    for context in (None, mesh, jax.set_mesh(mesh)):
+        found = program(mine, jit, context)
+        assert found.cost_analysis()["flops"] < 1.1 * expected
+        assert not gathers(found)
+
+
+def test_a_split_into_neighbours_would_be_seen(monkeypatch):
+    """The twin: every device computes all."""
+    mesh = mesh_of_all()
+    mine = program(ga.value_and_grad(loss, K), lambda f: on_mesh(f, mesh))
+    monkeypatch.setattr(meshes, "is_open", lambda tree: False)
+    twin = program(ga.value_and_grad(loss, K), lambda f: on_mesh(f, mesh))
+    assert twin.cost_analysis()["flops"] > 3 * mine.cost_analysis()["flops"]
+    assert gathers(twin)
+
+
+def numbered():
+    x = jnp.broadcast_to(jnp.arange(ROWS, dtype=jnp.float32)[:, None], (ROWS, WIDTH))
+    return jnp.zeros((WIDTH, WIDTH)), np.asarray(x)
+
+
+def test_one_traced_program_has_neighbours_on_one_device_and_strides_on_eight():
+    step = ga.value_and_grad(rows_of_each, K, has_aux=True, aux="stack")
+    rows = np.arange(ROWS, dtype=np.float32)
+    (_, found), _ = jax.jit(step)(*numbered())
+    np.testing.assert_array_equal(found, rows.reshape(K, -1))
+    mesh = mesh_of_all()
+    (_, found), _ = on_mesh(step, mesh)(*numbered())
+    np.testing.assert_array_equal(found, rows.reshape(-1, K).T)
+    # The mesh may be named by the results alone.
+    (_, found), _ = jax.jit(step, out_shardings=NamedSharding(mesh, P()))(*numbered())
+    np.testing.assert_array_equal(found, rows.reshape(-1, K).T)
+
+
+def test_the_log_names_nothing_and_one_device_has_the_program_it_had(monkeypatch):
+    """The operation of its own leaves nothing in the compiled program."""
+    step = ga.value_and_grad(loss, K)
+    mine = program(step)
+    monkeypatch.setattr(meshes, "is_open", lambda tree: False)
+    plain = program(ga.value_and_grad(loss, K))
+    for what in ("flops", "bytes accessed"):
+        assert mine.cost_analysis()[what] == plain.cost_analysis()[what]
+
+
+@pytest.mark.parametrize("jit", [jax.jit, lambda f: on_mesh(f, mesh_of_all())])
+def test_rows_that_fun_returns_come_back_in_their_order(jit):
+    step = ga.value_and_grad(rows_of_each, K, has_aux=True)
+    (_, rows), _ = jit(step)(*numbered())
+    np.testing.assert_array_equal(rows, np.arange(ROWS))
+
+
+def test_it_is_differentiated_batched_checked_and_nested():
+    w = jnp.eye(WIDTH) / 4
+    x = jnp.sin(jnp.arange(ROWS * WIDTH, dtype=jnp.float32)).reshape(ROWS, WIDTH)
+    step, plain = ga.value_and_grad(loss, K), jax.value_and_grad(loss)
+
+    def near(got, due):
+        np.testing.assert_allclose(got, due, rtol=0, atol=1e-6)
+
+    # The gradient of a norm of the gradient, with respect to the batch.
+    def norm(f):
+        return jax.jit(jax.grad(lambda x: jnp.sum(f(w, x)[1] ** 2)))
+
+    near(norm(step)(x), norm(plain)(x))
+    many = jnp.stack([x, -2 * x], axis=1)
+    got = jax.jit(jax.vmap(step, in_axes=(None, 1)))(w, many)[1]
+    near(got, jax.vmap(plain, in_axes=(None, 1))(w, many)[1])
+    error, (_, grads) = jax.jit(checkify.checkify(step))(w, x)
+    error.throw()
+    near(grads, plain(w, x)[1])
+    near(jax.grad(lambda x: step(w, x)[0])(x), jax.grad(lambda x: loss(w, x))(x))
+
+    def of_inner(w, x):  # a window in a window
+        return step(w, x)[0]
+
+    near(jax.jit(ga.value_and_grad(of_inner, 2))(w, x)[1], plain(w, x)[1])
+    exported = jax.export.export(jax.jit(step))(w, x)
+    near(exported.call(w, x)[1], plain(w, x)[1])
+
+
+def test_without_jit_an_array_says_where_it_lies():
+    w, x = jnp.eye(WIDTH) / 4, jnp.ones((ROWS, WIDTH))
+    expected = jax.grad(loss)(w, x)
+    with jax.disable_jit():
+        got = jax.grad(lambda w: ga.value_and_grad(loss, K)(w, x)[0])(w)
+    np.testing.assert_allclose(got, expected, rtol=0, atol=1e-6)
+
+
+def own_operations(step):
+    text = str(jax.make_jaxpr(step)(jnp.eye(WIDTH), jnp.ones((ROWS, WIDTH))))
+    return text.count("ga_optax_split")
+
+
+def test_the_switch_leaves_the_operation_out():
+    assert own_operations(ga.value_and_grad(loss, K)) == 1
+    assert not own_operations(ga.value_and_grad(loss, K, optimize=False))
+
+
+def test_a_jax_without_registrations_splits_into_neighbours_and_says_so(monkeypatch):
+    from jax.interpreters import mlir
+
+    monkeypatch.delattr(mlir, "register_lowering")
+    cached = membership.can_wait, membership._operations
+    for one in cached:
+        one.cache_clear()
+    try:
+        with pytest.warns(UserWarning, match="neighbouring rows.*set_mesh"):
+            assert not own_operations(ga.value_and_grad(loss, K))
+    finally:
+        for one in cached:
+            one.cache_clear()
+
+
+@given(
+    shape=st.lists(st.integers(2, 2), max_size=2),
+    before=st.integers(0, 2),
+    number=st.integers(1, 3),
+    size=st.integers(1, 2),
+)
+def test_join_undoes_split_and_each_is_the_transpose_of_the_other(
+    shape, before, number, size
+):
+    axis = min(before, len(shape))
+    shape = [*shape[:axis], number * size, *shape[axis:]]
+    x = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+
+    def there(x):
+        return membership.split(x, number, axis, None)
+
+    def back(x):
+        return membership.join(x, axis, None)
+
+    parts = there(x)
+    due = np.stack(np.split(x, number, axis))
+    np.testing.assert_array_equal(parts, due)
+    np.testing.assert_array_equal(back(parts), x)
+    for strided in (True, False):
+        parts = membership.split(x, number, axis, strided)
+        np.testing.assert_array_equal(membership.join(parts, axis, strided), x)
+    _, pull = jax.vjp(there, x)
+    np.testing.assert_array_equal(pull(jnp.asarray(due))[0], x)
+    _, pull = jax.vjp(back, jnp.asarray(due))
+    np.testing.assert_array_equal(pull(x)[0], due)

@@ -1,0 +1,145 @@
+"""Every meeting of rows names a line of the user's code, in whatever function it is."""
+
+import os
+import re
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import whole_losses
+import whole_models
+import whole_programs
+from test_whole_batch_rules import RULES, loss_of
+
+import ga_optax as ga
+from ga_optax._inside.axis import report
+from ga_optax._passes import ir, places
+
+pytestmark = pytest.mark.usefixtures("optax_promotion")
+HERE = os.path.dirname(__file__) + os.sep
+
+
+def lines_of(fun, *args, **options):
+    found = ga.batch_dependencies(fun, 4, **options)(*args)
+    stored = [x.line for x in (*found.meetings, *found.kept)]
+    return stored + [line for _, line, _ in found.whole]
+
+
+def of_losses():
+    args = whole_losses.arguments(dtype=np.float32)
+    return [(fun, args, {}) for fun in whole_losses.LOSSES.values()]
+
+
+def of_models():
+    args, options = whole_models.arguments(dtype=np.float32), {"has_aux": True}
+    return [(fun, args, options) for fun in whole_models.MODELS.values()]
+
+
+def of_rules():
+    [w], batch = whole_programs.arguments(1)
+    return [(loss_of(name), (w, batch["x"]), {"has_aux": True}) for name in RULES]
+
+
+PARTS = 6
+
+
+@pytest.mark.grid(3)
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("programs", [of_losses, of_models, of_rules])
+def test_no_line_is_empty_or_of_a_package(programs, part):
+    some = programs()[part::PARTS]
+    lines = [line for fun, args, more in some for line in lines_of(fun, *args, **more)]
+    assert lines
+    assert [line for line in lines if not line.startswith(HERE)] == []
+
+
+def spread(p, b):
+    h = b["x"] @ p["i"]
+    return jnp.var(h, 0).sum()  # its two sums are in a jitted function of JAX's
+
+
+def entropies(p, b):
+    logits = b["x"] @ p["i"]
+    every = logits @ logits.T
+    return optax.softmax_cross_entropy(every, jnp.eye(len(every))).mean() ** 2
+
+
+@pytest.mark.parametrize("fun", [spread, entropies])
+def test_what_packages_do_is_said_of_the_line_that_calls_them(fun, monkeypatch):
+    args = whole_losses.arguments(dtype=np.float32)
+    first = fun.__code__.co_firstlineno
+    for line in lines_of(fun, *args):
+        path, number, _ = line.split(":", 2)
+        assert path == __file__
+        assert first < int(number) <= first + 4
+    # The twin: an equation in a jitted function knows nothing of its caller.
+    monkeypatch.setattr(places, "placed", lambda equation, around: equation)
+    lines = lines_of(spread, *args)
+    assert "an unknown line" in lines
+
+
+def test_what_collectives_of_the_user_keep_has_a_line_too(monkeypatch):
+    def fun(p, x):
+        z = jnp.var(x @ p, 1)
+        return jnp.mean((z - jax.lax.pmean(jnp.mean(z), "rows")) ** 4)
+
+    def lines():
+        with report.recorded() as found:
+            step = ga.value_and_grad(fun, 4, axis_name="rows")
+            jax.eval_shape(step, jnp.ones((4, 8)), jnp.ones((16, 4)))
+        return [x.line for x in found[0].stored]
+
+    first = fun.__code__.co_firstlineno
+    assert f"{__file__}:{first + 1}:" in " ".join(lines())
+    monkeypatch.setattr(places, "placed", lambda equation, around: equation)
+    assert "an unknown line" in lines()  # the twin
+
+
+def test_what_is_hidden_in_a_primitive_is_named():
+    """In newer versions of JAX: in older ones nothing is."""
+    closed = jax.make_jaxpr(lambda x: jnp.nonzero(x, size=3)[0])(jnp.ones(3))
+    names = [ir.name_of(e) for e in ir.equations(closed.jaxpr)]
+    assert names
+    assert "call_hi_primitive" not in names
+
+
+# -- Computed whole --------------------------------------------------------------------
+
+W = jnp.ones((4, 8))
+
+
+def sorted_network(w, x):
+    z = jnp.tanh(x @ w)
+    return (jnp.sort(z.sum(1)) * jnp.linspace(0, 1, len(x))).mean()
+
+
+def sorted_alone(w, x):
+    return jnp.sort(x @ w, 0)[:3].mean()
+
+
+def said(fun, x, calls=1):
+    """The lines of the test that are warned of, where it is called so often."""
+    step = jax.jit(ga.value_and_grad(fun, 4, whole_batch=True))
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for i in range(calls):
+            step(W, jnp.ones((x + 4 * i, 4)))
+    texts = [str(w.message) for w in found]
+    assert all("sort at" in text and "Write it with" in text for text in texts)
+    return [int(re.search(re.escape(__file__) + r":(\d+)", text)[1]) for text in texts]
+
+
+@pytest.mark.parametrize("wrap", [lambda fun: fun, jax.jit])
+def test_what_is_larger_whole_than_a_step_is_said_once_with_its_line(wrap):
+    # So small beside the network that it does not matter.
+    assert said(wrap(sorted_network), 16) == []
+    line = sorted_alone.__code__.co_firstlineno + 1
+    assert said(wrap(sorted_alone), 16, calls=2) == [line]
+    found = ga.batch_dependencies(wrap(sorted_alone), 4)(W, jnp.ones((16, 4)))
+    [(name, where, size)] = found.whole
+    assert (name, size) == ("sort", 16 * 8)
+    assert f":{line}:" in where
+    assert "sort, computed whole: 128 numbers" in str(found)
