@@ -113,6 +113,24 @@ def test_value_gradients_aux_and_variables_are_those_of_one_call(argnums):
         assert kinds == {type(v) for _, v in nnx.to_flat_state(due[0][0][1])}
 
 
+def test_where_rows_of_a_module_meet_is_what_the_step_does():
+    given = {"batch_argnums": (1, 2), "has_aux": True}
+    with jax.enable_x64(True):
+        model = Model()
+        before = as_numbers(nnx.state(model))
+        found = ga_optax.flax.batch_dependencies(loss, K, **given)(model, X, Y)
+        after = as_numbers(nnx.state(model))
+        assert all(map(jnp.array_equal, *map(jax.tree.leaves, (before, after))))
+        nothing = {"argnums": nnx.DiffState(0, nnx.Cache), **given}
+        with pytest.raises(ValueError, match="What argnums selects of argument 0"):
+            ga_optax.flax.batch_dependencies(loss, K, **nothing)(model, X, Y)
+    # Two layers, each with the mean of what comes and that of its squares.
+    sizes = [x.type.size for x in found.meetings if x.kind == "sum"]
+    assert sorted(size for size in sizes if size > 1) == [4, 4, ROWS, ROWS]
+    line = loss.__code__.co_firstlineno + 3
+    assert f"test_flax_whole_batch.py:{line}:" in str(found)
+
+
 def test_without_the_option_gradients_statistics_and_masks_are_others():
     """The twin."""
     with jax.enable_x64(True):

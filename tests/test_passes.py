@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from jax.custom_derivatives import linear_call
 from jax.experimental import checkify
+from jax.sharding import AxisType
 
 import ga_optax as ga
 from ga_optax._inside import in_place
@@ -361,6 +362,40 @@ def test_this_jax_is_as_known_and_nothing_is_registered_at_import():
         "    assert made.cache_info().currsize == 0\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def mesh(kind):
+    return jax.make_mesh((2,), ("d",), axis_types=(kind,))
+
+
+CONTEXTS = {
+    "explicit mesh": lambda: jax.set_mesh(mesh(AxisType.Explicit)),
+    "mesh": lambda: jax.set_mesh(mesh(AxisType.Auto)),
+    "with mesh": lambda: mesh(AxisType.Auto),
+    "wide": lambda: jax.enable_x64(True),
+    "no jit": lambda: jax.disable_jit(),
+    "precision": lambda: jax.default_matmul_precision("highest"),
+    "no transfers": lambda: jax.transfer_guard("disallow"),
+    "nans": lambda: jax.debug_nans(True),
+    "leaks": lambda: jax.checking_leaks(),
+    "at once": lambda: jax.ensure_compile_time_eval(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*mesh.*context:DeprecationWarning")
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_this_jax_is_as_known_in_any_context_of_the_first_call(context):
+    with CONTEXTS[context]():
+        assert probe.differences() == []
+        found = []
+        jax.eval_shape(lambda x: found.append(probe.differences()) or x, np.ones(2))
+        assert found == [[]]
+
+
+def test_in_the_context_of_a_mesh_of_types_a_probe_finds_another_jax():
+    """The twin: without a thread of its own."""
+    with CONTEXTS["explicit mesh"]():
+        assert probe._differences() != []
 
 
 # -- The size of a program -------------------------------------------------------------

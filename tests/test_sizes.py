@@ -80,6 +80,13 @@ def test_accumulate_microbatch_and_modules_take_it():
     got = jax.jit(ga.microbatch(of_rows, microbatch_size=4))(W, X)
     assert bits(got) == bits(jax.jit(ga.microbatch(of_rows, 4))(W, X))
 
+    def root(w, x):
+        return jnp.sqrt(loss(w, x))
+
+    found = ga.batch_dependencies(root, microbatch_size=4, residual_bytes=0)(W, X)
+    assert str(found) == str(ga.batch_dependencies(root, 4, residual_bytes=0)(W, X))
+    assert found.num_microbatches == 4
+
     model = nnx.Linear(WIDTH, 1, rngs=nnx.Rngs(0))
 
     def of_model(model, x):

@@ -261,6 +261,21 @@ def test_a_gradient_function_that_is_written_already_runs_over_micro_batches(nam
         assert_close(got, fun(*args), whole_losses.N)
 
 
+def test_it_may_be_a_gradient_of_the_rows_themselves():
+    with jax.enable_x64(True):
+        args = whole_losses.arguments()
+        batch = {name: x for name, x in args[1].items() if x.dtype == jnp.float64}
+
+        def fun(p, own, b):
+            return whole_losses.LOSSES["batch_norm"](p, b | own)
+
+        grads = jax.grad(fun, argnums=(0, 1))
+        step = jax.jit(ga.microbatch(grads, 4, batch_argnums=(1, 2)))
+        due = grads(args[0], batch, args[1])
+        assert any(jnp.any(x != 0) for x in jax.tree.leaves(due[1]))
+        assert_close(step(args[0], batch, args[1]), due, whole_losses.N)
+
+
 def test_the_gradients_of_a_mean_are_sums_that_meet_once_at_the_end():
     fun = jax.value_and_grad(whole_losses.classes)
     found = ga.batch_dependencies(

@@ -12,6 +12,7 @@ from ga_optax._inside import whole_batch
 from ga_optax._inside.axis.report import Report, Stored, recorded
 from ga_optax._inside.call import Call
 from ga_optax._inside.microbatch import value_and_grad
+from ga_optax._inside.sizes import by_size, size_of
 from ga_optax._partition import Note
 from ga_optax._text import ruled, wrap
 
@@ -82,8 +83,7 @@ def _groups(stored: Sequence[Stored]) -> list[list[Stored]]:
     """Those that are alike, such as those of several layers, together."""
     groups: dict[Any, list[Stored]] = {}
     for x in stored:
-        key = x.line, x.kind, x.shape, str(x.type)
-        groups.setdefault(key, []).append(x)
+        groups.setdefault((x.line, _what(x)), []).append(x)
     return list(groups.values())
 
 
@@ -118,13 +118,14 @@ def _times(number: int, what: str) -> str:
 
 # The options that only gradients of a window have, as they are when left out.
 _DEFAULTS = dict(value_and_grad.__kwdefaults__ or {})
-del _DEFAULTS["whole_batch"], _DEFAULTS["microbatch_size"]
+del _DEFAULTS["microbatch_size"]
 
 
 def batch_dependencies(
     fun: Callable[..., Any],
-    num_microbatches: int,
+    num_microbatches: int | None = None,
     *,
+    microbatch_size: int | None = None,
     argnums: int | Sequence[int] = 0,
     batch_argnums: int | Sequence[int] = 1,
     batch_axes: Any = 0,
@@ -156,6 +157,7 @@ def batch_dependencies(
     Args:
       fun: a loss, as for `value_and_grad(whole_batch=True)`.
       num_microbatches: as there; so are the others.
+      microbatch_size: in its place, how many rows one of them has.
       argnums: the positional arguments to differentiate with respect to.
       batch_argnums: those to split.
       batch_axes: where to split them.
@@ -169,7 +171,15 @@ def batch_dependencies(
     Raises:
       TypeError, ValueError: as `value_and_grad`.
     """
-    given = _DEFAULTS | locals()
+    given = _DEFAULTS | locals() | {"whole_batch": True}
+    if (size := size_of(given)) is not None:
+        return by_size(_of_number, given, size)
+    return _of_number(**given)
+
+
+def _of_number(**given: Any) -> Callable[..., BatchDependencies]:
+    """`batch_dependencies` with a number of micro-batches."""
+    del given["whole_batch"]
     options, plain = whole_batch.prepared(given)
 
     def dependencies(*args: Any, **kwargs: Any) -> BatchDependencies:

@@ -24,6 +24,12 @@ ROLES = ("argnums", "batch_argnums", "rng_argnums", "carry_argnums")
 # Keywords may have two of them, under these options.
 NAMES = {"batch_argnums": "batch_argnames", "rng_argnums": "rng_argnames"}
 
+# What to do for a gradient of the batch itself.
+_OF_BATCH = (
+    "; or split the gradient function that has both, "
+    "ga_optax.microbatch(jax.value_and_grad(fun, argnums), num_microbatches)"
+)
+
 # The axis of the micro-batches of a `whole_batch`, which no user names.
 AXIS_OF_ROWS = "rows of the whole batch"
 
@@ -213,9 +219,11 @@ class Options(NamedTuple):
                 if num_args is not None:
                     i = found(option, i, num_args, keywords, self.fun)
                 if i in owner:
+                    both = {owner[i], option}
+                    more = _OF_BATCH if both == {"argnums", "batch_argnums"} else ""
                     raise ValueError(
                         f"{option} must not overlap {owner[i]}, but both name argument "
-                        f"{i!r}. Give each argument one role."
+                        f"{i!r}. Give each argument one role{more}."
                     )
                 owner[i] = option
                 roles[role].append(i)

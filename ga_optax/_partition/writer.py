@@ -99,11 +99,11 @@ class Writer:
         if WHOLE not in v.copies:
             if self.apart:
                 raise RowsMeet
-            if v.is_partial:
-                x = self.sum(v.x)
-            elif found := _reshaped(v):
+            if found := _reshaped(v):
                 e, source = found
                 x = self.run(e, [self.whole(source)])
+            elif v.is_partial:
+                x = self.sum(v.x)
             else:
                 x = self.joined(v)
                 n = jnp.shape(x)[v.dim] - v.extra
@@ -358,11 +358,11 @@ def _is_zero(v: Value) -> bool:
 
 
 def _reshaped(v: Value) -> tuple[core.JaxprEqn, Value] | None:
-    """The rows that these are in another shape: those are kept once for both."""
+    """What this is in another shape: rows or a sum are kept once for both."""
     if v.made is None or v.made[0].primitive.name not in _SHAPES:
         return None
     e, [source], _ = v.made
-    return (e, source) if source.rows else None
+    return None if source.is_whole else (e, source)
 
 
 _SHAPES = ("transpose", "reshape", "squeeze")

@@ -4,6 +4,7 @@ A small program that has everything in it is traced once in a process. If a name
 another one, or a parameter is gone, calls run the plain loop, and a warning says so.
 """
 
+import concurrent.futures
 import functools
 import warnings
 from typing import Any
@@ -30,7 +31,16 @@ def usable() -> bool:
 
 
 def differences() -> list[str]:
-    """What of the names and parameters in `known` this JAX does not have."""
+    """What of the names and parameters in `known` this JAX does not have.
+
+    It is traced in a thread of its own, which no context of the caller reaches: in
+    that of a mesh the program would have other types, or none.
+    """
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        return thread.submit(_differences).result()
+
+
+def _differences() -> list[str]:
     try:
         with jax.disable_jit(False), jax.numpy_dtype_promotion("standard"):
             equations = list(ir.equations(_program()))

@@ -11,7 +11,8 @@ from flax import nnx
 from flax.nnx import filterlib
 
 from ga_optax._checks import check_not_empty, check_structure
-from ga_optax._inside import microbatch
+from ga_optax._devices.data_axis import DataAxis
+from ga_optax._inside import dependencies, microbatch
 from ga_optax._inside.options import found
 from ga_optax._passes import ir
 from ga_optax.accumulator import Accumulator
@@ -148,9 +149,76 @@ def accumulate(
     return add
 
 
+def batch_dependencies(
+    fun: Callable[..., Any],
+    num_microbatches: int | None = None,
+    *,
+    microbatch_size: int | None = None,
+    argnums: int | nnx.DiffState | Sequence[int | nnx.DiffState] = 0,
+    batch_argnums: int | Sequence[int] = 1,
+    batch_axes: Any = 0,
+    has_aux: bool = False,
+    residual_bytes: int | None = None,
+    data_axis: str | Sequence[str] | DataAxis | None = None,
+) -> Callable[..., dependencies.BatchDependencies]:
+    """`ga_optax.batch_dependencies` of modules: where rows meet, and what that costs.
+
+    >>> import jax.numpy as jnp, ga_optax as ga
+    >>> from flax import nnx
+    >>> model = nnx.Sequential(
+    ...     nnx.Linear(2, 4, rngs=nnx.Rngs(0)), nnx.BatchNorm(4, rngs=nnx.Rngs(1)))
+    >>> def loss(model, x):
+    ...     return jnp.mean(model(x)[:, 0] ** 3)
+    >>> found = ga.flax.batch_dependencies(loss, 4)(model, jnp.eye(8, 2))
+    >>> print(sorted({x.kind for x in found.meetings}), found.backward_passes)
+    ['sum'] 1
+
+    It changes no variable of the modules.
+
+    **Exactness.** As `ga_optax.batch_dependencies`, for `ga_optax.flax.value_and_grad(
+    whole_batch=True)`.
+
+    Args:
+      fun: a function like that of `nnx.value_and_grad`.
+      num_microbatches: how many, static.
+      microbatch_size: in its place, how many rows one of them has.
+      argnums: as for `value_and_grad`.
+      batch_argnums: the positional arguments to split.
+      batch_axes: where to split them.
+      has_aux: whether `fun` returns `(loss, aux)`.
+      residual_bytes: what may be kept so that less runs again.
+      data_axis: the mesh axes that split the batch.
+
+    Returns:
+      A function of `fun`'s arguments.
+
+    Raises:
+      TypeError, ValueError: as `value_and_grad`.
+    """
+    given = {
+        "batch_argnums": batch_argnums,
+        "batch_axes": batch_axes,
+        "residual_bytes": residual_bytes,
+        "data_axis": data_axis,
+        "whole_batch": True,
+    }
+    size = {"num_microbatches": num_microbatches, "microbatch_size": microbatch_size}
+
+    def core(fun: Callable[..., Any], *, whole_batch: bool, **options: Any) -> Any:
+        return dependencies.batch_dependencies(fun, **size, **options)
+
+    modules = _Modules(fun, core, argnums, has_aux, given).checked()
+
+    @wraps(fun)
+    def of_arguments(*args: Any, **kwargs: Any) -> dependencies.BatchDependencies:
+        return _Call(modules, args, kwargs).applied()
+
+    return of_arguments
+
+
 @dataclasses.dataclass(frozen=True)
 class _Modules:
-    """What one of the two functions above was given.
+    """What one of the functions above was given.
 
     Attributes:
       fun: the loss.
@@ -262,6 +330,13 @@ class _Call:
 
     def run(self, *acc: Accumulator) -> tuple[Any, Any]:
         """The value, and what `core` returns beside it; updates the NNX objects."""
+        (loss, new), result = self.applied(*acc)
+        value, new = ((loss, new[1]), new[0]) if self.modules.has_aux else (loss, new)
+        self._update(new)
+        return value, result
+
+    def applied(self, *acc: Accumulator) -> Any:
+        """What `core` returns for pure arguments."""
         modules, n = self.modules, len(self.args)
         roles = dict(self.roles) if modules.whole else self.roles | {"carry_argnums": n}
         if modules.averages:  # makes keys differ between devices and micro-batches
@@ -270,10 +345,7 @@ class _Call:
         options = modules.options | roles
         has_aux = modules.has_aux or modules.whole  # new variables are aux or a carry
         core = modules.core(self._micro_batch, has_aux=has_aux, **options)
-        (loss, new), result = core(*acc, *self._pure(), **self._others())
-        value, new = ((loss, new[1]), new[0]) if modules.has_aux else (loss, new)
-        self._update(new)
-        return value, result
+        return core(*acc, *self._pure(), **self._others())
 
     def _pure(self) -> tuple[Any, ...]:
         """The positional arguments of `core`: the state and the keys come last."""
