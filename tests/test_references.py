@@ -115,3 +115,23 @@ def test_one_from_outside_of_the_loss_is_refused(options):
     with pytest.raises(TypeError, match="from outside of it") as raised:
         ga.value_and_grad(loss, 4, **options)(W, X)
     assert next(iter(options)) in str(raised.value)
+
+
+@pytest.mark.grid(2)
+@pytest.mark.parametrize(
+    "loss", [of_rows, of_params, in_a_loop, in_a_scan, two_with_rows_between]
+)
+def test_verify_reads_a_loss_with_references_as_any_other(loss):
+    report = ga.verify(loss, W, X, 4, whole_batch=True)
+    assert report.ok
+    assert report.warnings == ()
+    assert "does not run in float64" not in str(report)
+
+
+def test_verify_sees_what_is_wrong_with_one():
+    """The twin."""
+    report = ga.verify(of_params, W, X, 4)
+    assert report.cause.name == "CROSS_EXAMPLE"
+    assert report.warnings == ()
+    [warning] = ga.verify(lambda w, x: of_params(w, X), W, X, 4).warnings
+    assert "does not use its batch" in warning

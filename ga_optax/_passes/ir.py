@@ -474,15 +474,23 @@ def retyped(
     def all_of(atoms: Iterable[Any]) -> list[Any]:
         return list(map(new, atoms))
 
+    def of_new(effects: Iterable[Any]) -> frozenset[Any]:
+        """Those of references name the variable."""
+        return frozenset(
+            x.replace(input=known[x.input])
+            if getattr(x, "input", None) in known
+            else x
+            for x in effects
+        )
+
     eqns = [
-        other
+        other.replace(effects=of_new(other.effects))
         for e in jaxpr.eqns
         for other in write(e, all_of(e.invars), all_of(e.outvars))
     ]
     ends = ("constvars", "invars", "outvars")
-    return jaxpr.replace(
-        eqns=eqns, **{end: all_of(getattr(jaxpr, end)) for end in ends}
-    )
+    new_ends = {end: all_of(getattr(jaxpr, end)) for end in ends}
+    return jaxpr.replace(eqns=eqns, effects=of_new(jaxpr.effects), **new_ends)
 
 
 def rename(atoms: Iterable[Any], known: Mapping[Any, Any]) -> list[Any]:

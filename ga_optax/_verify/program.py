@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from ga_optax._passes import ir
+from ga_optax._passes import ir, references
 from ga_optax._verify.problem import Problem
 
 _DRAWS = ("random_", "threefry", "rng_")  # how the names of their primitives begin
@@ -73,7 +73,8 @@ def _ignored_batch(problem: Problem, program: Any) -> str:
     first = len(jax.tree.leaves(problem.params))
     number = len(jax.tree.leaves(problem.batch))
     batch = program.jaxpr.invars[first : first + number]
-    _, read = ir.needed(program.jaxpr, program.jaxpr.outvars, set(batch).__contains__)
+    jaxpr = references.grouped(program.jaxpr)
+    _, read = ir.needed(jaxpr, jaxpr.outvars, set(batch).__contains__)
     if problem.k == 1 or read:
         return ""
     shapes = {np.shape(x) for x in program.consts}
