@@ -459,3 +459,39 @@ def test_the_log_names_lines_of_the_user_alone():
     assert "test_passes.py" in log
     assert "ga_optax" not in log.replace(str(pathlib.Path(__file__).parents[1]), "")
     assert "unknown" not in log
+
+
+# -- What a call keeps -----------------------------------------------------------------
+
+
+def window_of(kind, scale):
+    """A window whose loop closes over `scale`, or over what rows need of each other."""
+
+    def root(w, x):
+        mean = scanned(w, x) * scale
+        return jnp.sqrt(jax.lax.pmean(mean, "rows") if kind == "axis_name" else mean)
+
+    options = {"axis_name": {"axis_name": "rows"}, "whole_batch": {"whole_batch": True}}
+    if kind == "accumulate":
+        w, x = stacked()
+        return ga.accumulate(root, K)(ga.accumulator.init(w), w, x)
+    return ga.value_and_grad(root, K, **options.get(kind, {}))(*stacked())
+
+
+KINDS = ["value_and_grad", "accumulate", "axis_name", "whole_batch"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_that_is_traced_outlives_the_call(kind):
+    with jax.checking_leaks():
+        jax.jit(lambda scale: window_of(kind, scale))(np.float32(2))
+
+
+@HAS_REFS
+def test_a_program_that_is_kept_with_its_values_would_be_seen(monkeypatch):
+    """The twin."""
+    monkeypatch.setattr(ir, "without_values", lambda jaxpr: jaxpr)
+    if not hasattr(jax.make_jaxpr(lambda x: x)(1.0).jaxpr, "consts"):
+        pytest.skip("this JAX holds no values in a program")
+    with jax.checking_leaks(), pytest.raises(Exception, match="Leaked trac"):
+        jax.jit(lambda scale: window_of("value_and_grad", scale))(np.float32(2))

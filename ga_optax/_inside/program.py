@@ -113,7 +113,7 @@ def trace(call: Call) -> Program:
     multiplies = weight is not None and _multiplies(call, closed, arguments)
     (jaxpr, consts), arrivals = _after_passes(call, closed, multiplies)
     return Program(
-        jaxpr=jaxpr,
+        jaxpr=ir.without_values(jaxpr),
         consts=consts,
         batch=batch,
         results=[loss, *jax.tree.leaves(aux)],

@@ -53,6 +53,15 @@ class Program(NamedTuple):
     consts: Sequence[Any] = ()
 
 
+def without_values(jaxpr: Any) -> core.Jaxpr:
+    """The program alone; newer JAX holds the values of its constants in it, too.
+
+    Whoever keeps a program for later would keep tracers that end before.
+    """
+    held = getattr(jaxpr, "consts", ())
+    return jaxpr.with_consts([None] * len(held)) if held else jaxpr
+
+
 class Scan(NamedTuple):
     """A scan: its arguments and those of its body are `(consts, carry, slices)`."""
 
@@ -477,9 +486,7 @@ def retyped(
     def of_new(effects: Iterable[Any]) -> frozenset[Any]:
         """Those of references name the variable."""
         return frozenset(
-            x.replace(input=known[x.input])
-            if getattr(x, "input", None) in known
-            else x
+            x.replace(input=known[x.input]) if getattr(x, "input", None) in known else x
             for x in effects
         )
 

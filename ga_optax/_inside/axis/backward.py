@@ -240,7 +240,7 @@ class Backward:
         weighted = multiplied or (first and (program.weighted or self.as_mean))
         types = [x.aval for x in jaxpr.outvars]
         return program._replace(
-            jaxpr=jaxpr,
+            jaxpr=ir.without_values(jaxpr),
             consts=(),
             batch=[],
             results=[types[0], *types[1 + weighted :]],
