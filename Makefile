@@ -12,7 +12,7 @@ WORKERS ?= 2
 # Only the files with such tests are imported, which takes most of the time otherwise.
 quick: MARKED = -q -m quick $(shell grep -l mark.quick tests/*.py)
 quick: pytest
-test: MARKED := -m "not published and not exhaustive"
+test: MARKED := -m "not published and not slow and not exhaustive"
 test: lint types pytest
 test-all: lint types pytest
 fuzz: export HYPOTHESIS_PROFILE = fuzz

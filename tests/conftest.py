@@ -45,7 +45,10 @@ def fast_compilation():
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Marks the property tests for `make fuzz`, and the rest of each grid."""
+    """Marks the property tests for `make fuzz`, and the rest of each grid.
+
+    Of the cases of `grid(n, m)` n have no mark, and up to m are slow at most.
+    """
     grids = {}
     for item in items:
         if getattr(item.obj, "is_hypothesis_test", False):
@@ -53,8 +56,16 @@ def pytest_collection_modifyitems(items):
         if item.get_closest_marker("grid") and not item.get_closest_marker("quick"):
             grids.setdefault((item.path, item.originalname), []).append(item)
     for cases in grids.values():
-        (keep,) = cases[0].get_closest_marker("grid").args
-        kept = {len(cases) * i // keep for i in range(keep)}  # spread over the grid
-        for i, item in enumerate(cases):
-            if i not in kept:
+        few, *more = cases[0].get_closest_marker("grid").args
+        most = _spread(cases, *more or (few,))
+        for item in cases:
+            if item not in most:
                 item.add_marker(pytest.mark.exhaustive)
+            elif item not in _spread(most, few):
+                item.add_marker(pytest.mark.slow)
+
+
+def _spread(cases, number):
+    """So many of the cases, from all over the grid."""
+    number = min(number, len(cases))
+    return [cases[len(cases) * i // number] for i in range(number)]

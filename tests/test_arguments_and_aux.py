@@ -51,6 +51,7 @@ def in_calls(fun, calls, closes_over, z):
     return acc.total
 
 
+@pytest.mark.grid(1, 6)
 @pytest.mark.parametrize("closes_over", [False, True])
 @pytest.mark.parametrize("fun", [frozen, normalised, in_a_table])
 def test_groupings_agree_if_something_is_computed_of_an_argument_without_a_role(
@@ -84,6 +85,7 @@ def deep(params, x):
     return jnp.mean((h @ params["out"]).astype(jnp.float32) ** 2)
 
 
+@pytest.mark.grid(1, 2)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_one_micro_batch_takes_the_temporaries_of_value_and_grad(dtype):
     layers, out = (8, 128, 128), (128, 512)
@@ -105,6 +107,7 @@ def test_one_micro_batch_has_the_bits_of_value_and_grad():
     assert_trees_bitwise_equal(got, jax.jit(jax.value_and_grad(loss))(W, X))
 
 
+@pytest.mark.grid(1, 2)
 @pytest.mark.parametrize("optimize", [True, False])
 def test_in_their_own_dtype_bfloat16_gradients_take_no_more_than_a_plain_scan(optimize):
     params = {"layers": (8, 128, 128), "out": (128, 512)}
@@ -243,7 +246,7 @@ def test_a_reducer_that_does_not_fit_raises():
 # -- Windows that are not full ---------------------------------------------------------
 
 
-@pytest.mark.grid(2)
+@pytest.mark.grid(1, 2)
 @pytest.mark.parametrize("optimize", [True, False])
 @pytest.mark.parametrize("weight_fn", [None, lambda x: 1.0 + x[0, 0] ** 2])
 def test_only_the_real_micro_batches_count(weight_fn, optimize):
@@ -330,6 +333,7 @@ def test_it_can_be_exported_for_any_batch_that_divides():
         exported("b")
 
 
+@pytest.mark.grid(1, 2)
 @pytest.mark.parametrize("sizes", [("4*b", None), (None, "d")], ids=["rows", "columns"])
 def test_rows_that_meet_can_be_exported_with_open_sizes(sizes):
     def contrastive(w, x):

@@ -323,7 +323,7 @@ def test_a_block_that_does_not_fit_raises_and_names_the_leaf():
 # -- Adding a block --------------------------------------------------------------------
 
 
-@pytest.mark.grid(4)
+@pytest.mark.grid(1, 4)
 @BOTH
 @pytest.mark.parametrize("weights", [None, [3, 0, 2.5, 7]], ids=["plain", "weighted"])
 @pytest.mark.parametrize("order", [iter, reversed])

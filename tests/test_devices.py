@@ -121,7 +121,7 @@ def gradient_reductions(audit):
 # -- Parameters on every device --------------------------------------------------------
 
 
-@pytest.mark.grid(2)
+@pytest.mark.grid(1, 2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("optimize", [True, False])
 @pytest.mark.parametrize("k", [1, 4, 16])
@@ -809,6 +809,7 @@ def test_accumulate_stays_on_the_device_until_the_merge():
     assert_close(grads, jax.grad(token_loss)(params, batch))
 
 
+@pytest.mark.slow
 @pytest.mark.grid(1)
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("sync", ["last", "each"])

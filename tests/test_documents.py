@@ -80,6 +80,7 @@ def test_the_numbers_in_the_readme_are_those_of_the_benchmarks():
     assert rows == recorded()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("optax_promotion")
 def test_the_readme_fits_on_a_few_screens_and_shows_what_verify_says():
     text = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -261,6 +261,7 @@ def batch():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "jit",
     [pytest.param(False, marks=pytest.mark.published), True],
@@ -439,6 +440,7 @@ def as_one_window(sizes):
     return ga.accumulator.mean(acc), masks, nnx.state(model)
 
 
+@pytest.mark.slow
 def test_any_grouping_of_micro_batches_leaves_the_same_bits_in_a_module():
     x, y = batch()
     model = Noisy(nnx.Rngs(0))

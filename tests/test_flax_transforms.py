@@ -102,7 +102,7 @@ def run(make, call, options):
     return jax.device_get(nnx.as_pure((out, nnx.state(model))))
 
 
-@pytest.mark.grid(4)
+@pytest.mark.grid(1, 4)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_a_transform_inside_changes_nothing(name, options):

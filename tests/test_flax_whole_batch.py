@@ -97,6 +97,7 @@ def of_window(fun=loss, **options):
     return ga_optax.flax.value_and_grad(fun, K, **(given | options))
 
 
+@pytest.mark.grid(1, 2)
 @pytest.mark.parametrize("argnums", [0, LORA], ids=["all", "lora"])
 def test_value_gradients_aux_and_variables_are_those_of_one_call(argnums):
     with jax.enable_x64(True):
@@ -161,6 +162,7 @@ def test_activations_kept_between_collectives_change_no_number():
         assert dots(all_) < dots(none)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(jax.__version_info__ < (0, 9), reason="data_axis needs jax 0.9")
 def test_over_devices_statistics_and_masks_are_those_of_one_call_too():
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
@@ -173,6 +175,7 @@ def test_over_devices_statistics_and_masks_are_those_of_one_call_too():
         assert distance(ours, due) < CLOSE
 
 
+@pytest.mark.slow
 def test_random_streams_and_metrics_may_be_arguments_too():
     def noisy(model, x, y, *, rngs, metric):
         noise = jax.random.normal(rngs.noise(), y.shape)
@@ -221,6 +224,7 @@ class Linen(nn.Module):
         return x
 
 
+@pytest.mark.slow
 def test_collections_that_linen_changes_come_back_as_aux():
     def fun(params, x, stats, key):
         y, new = Linen().apply(

@@ -433,6 +433,7 @@ def calls(draw):
     return by_position, x_axis, y_axis, draw(st.sampled_from(forms)), by_name
 
 
+@pytest.mark.slow
 @few(5)
 @given(calls())
 def test_arguments_may_come_in_any_form(drawn):

@@ -91,7 +91,7 @@ def verify(loss, *options, make_inputs="make_inputs", k="4"):
     return main(["verify", *names, "--num-microbatches", k, *options])
 
 
-@pytest.mark.grid(2)
+@pytest.mark.grid(1, 2)
 @pytest.mark.parametrize(
     ("loss", "options", "status", "word"),
     [

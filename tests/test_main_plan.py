@@ -108,6 +108,7 @@ def test_as_json_it_is_the_plan_or_the_message(capsys):
     assert "no candidate does" in json.loads(capsys.readouterr().out)["message"]
 
 
+@pytest.mark.slow
 def test_the_command_runs_as_it_is_printed_in_its_help(tmp_path):
     command = [sys.executable, "-m", "ga_optax", "plan"]
     names = ["users_steps:make_step", "users_steps:make_inputs"]

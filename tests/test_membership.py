@@ -119,6 +119,7 @@ def test_rows_that_fun_returns_come_back_in_their_order(jit):
     np.testing.assert_array_equal(rows, np.arange(ROWS))
 
 
+@pytest.mark.slow
 def test_it_is_differentiated_batched_checked_and_nested():
     w = jnp.eye(WIDTH) / 4
     x = jnp.sin(jnp.arange(ROWS * WIDTH, dtype=jnp.float32)).reshape(ROWS, WIDTH)
@@ -148,6 +149,7 @@ def test_it_is_differentiated_batched_checked_and_nested():
     near(exported.call(w, x)[1], plain(w, x)[1])
 
 
+@pytest.mark.slow
 def test_without_jit_an_array_says_where_it_lies():
     w, x = jnp.eye(WIDTH) / 4, jnp.ones((ROWS, WIDTH))
     expected = jax.grad(loss)(w, x)
@@ -181,6 +183,7 @@ def test_a_jax_without_registrations_splits_into_neighbours_and_says_so(monkeypa
             one.cache_clear()
 
 
+@pytest.mark.slow
 @given(
     shape=st.lists(st.integers(2, 2), max_size=2),
     before=st.integers(0, 2),

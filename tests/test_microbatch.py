@@ -421,6 +421,7 @@ def token_batch(counts, size=512):
     return {"x": _normal(3, mask.size, WIDTH), "mask": mask.reshape(-1)}
 
 
+@pytest.mark.slow
 @pytest.mark.grid(1)
 @pytest.mark.parametrize("optimize", OPTIMIZE)
 def test_token_counts_as_weights_give_the_undivided_gradient(optimize):
@@ -438,6 +439,7 @@ def test_token_counts_as_weights_give_the_undivided_gradient(optimize):
         assert largest_error(means[1], expected[1]) > 0.05
 
 
+@pytest.mark.slow
 @pytest.mark.grid(1)
 @pytest.mark.parametrize("optimize", OPTIMIZE)
 @pytest.mark.parametrize("poisoned", [0, 2, 3])

@@ -386,7 +386,7 @@ def test_a_window_with_what_is_not_finite_in_one_shard_is_dropped(kind, bad):
         np.testing.assert_array_equal(params, 0)
 
 
-@pytest.mark.grid(6)
+@pytest.mark.grid(1, 6)
 @pytest.mark.parametrize("k", [1, 2])
 @pytest.mark.parametrize("weight", [None, 2.0])
 @pytest.mark.parametrize("dtypes", [("f4", "f4"), ("bf16", "f4"), ("bf16", "bf16")])

@@ -371,6 +371,7 @@ def open_window(tx, calls=3):
 OLD = ["version", "noise", "arg_totals", "drop_state", "skip_state"]
 
 
+@pytest.mark.grid(1, 6)
 @pytest.mark.parametrize("lost", [[], OLD[:1], OLD], ids=["none", "version", "all"])
 @pytest.mark.parametrize("chained", [False, True])
 def test_a_state_of_an_earlier_version_is_read_and_goes_on_with_the_same_bits(

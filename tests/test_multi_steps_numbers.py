@@ -262,7 +262,7 @@ def poison(at, bad):
     return [g.at[0].set(bad) if i == at else g for i, g in enumerate(GOOD)]
 
 
-@pytest.mark.grid(5)
+@pytest.mark.grid(1, 5)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("at", range(K))
 def test_a_bad_micro_batch_stays_in_its_window(at, bad):
@@ -309,7 +309,7 @@ def test_with_skip_not_finite_that_micro_step_never_happened(at, bad):
     assert np.isfinite(ours[-1][0]).all()
 
 
-@pytest.mark.grid(7)
+@pytest.mark.grid(1, 7)
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("at", range(K))
 @pytest.mark.parametrize("emit", ["counted", "static"])
@@ -459,7 +459,7 @@ def times_rate():
 GRADS, RATES = (2.0, 6.0, np.nan, 4.0), (1.0, 3.0, np.nan, 2.0)
 
 
-@pytest.mark.grid(3)
+@pytest.mark.grid(1, 3)
 @pytest.mark.parametrize("weights", [(1, 1, 1, 1), (3, 1, 5, 4)])
 @pytest.mark.parametrize("mean", [True, False])
 @pytest.mark.parametrize("flushed", [False, True])

@@ -63,7 +63,7 @@ def rounding(grads, weight):
     return 4 * grads.size * np.finfo(np.float32).eps * weight * size
 
 
-@pytest.mark.grid(5)
+@pytest.mark.grid(1, 5)
 @pytest.mark.parametrize("use_grad_mean", [True, False])
 @pytest.mark.parametrize("weight", [None, 1.0, 16.0])
 def test_one_window_gives_the_estimates_of_the_paper(weight, use_grad_mean):
@@ -168,6 +168,7 @@ def test_a_known_ratio_lies_in_the_stated_interval_over_20_seeds(weighted):
     assert 0.5 < spread / np.median(scale.high - scale.low) < 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weighted", [False, True])
 def test_a_biased_estimator_is_outside_its_interval(weighted):
     # The twin: |g|² itself for |G|², as if the window were the true gradient.

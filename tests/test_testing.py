@@ -144,6 +144,7 @@ def mean_loss(w, x):
 W, X = jnp.array([1.0, -0.5]), jnp.arange(16.0).reshape(8, 2)
 
 
+@pytest.mark.slow
 def test_a_mean_loss_passes_and_a_sum_fails_with_the_message_of_verify():
     testing.assert_accumulation_equivalent(mean_loss, W, X, 4)
     with pytest.raises(AssertionError, match=r"\[SCALE\].*4 times too small.*jnp.mean"):

@@ -100,6 +100,7 @@ def assert_cause(report, cause):
     assert report.fix in report.message
 
 
+@pytest.mark.slow
 def test_ulps_are_shown_of_rounding_alone():
     """Between wrong gradients lie billions of numbers, which says nothing."""
     report = ga.verify(mean_loss, linear_params(), linear_batch(), K)
@@ -168,6 +169,7 @@ def test_integer_terms_are_equal_to_the_bit():
     assert_cause(report, Cause.EQUAL)
 
 
+@pytest.mark.slow
 def test_a_loss_divided_by_k_is_equal_and_the_page_warns_of_the_division():
     """As PyTorch users write it: both gradients have the factor."""
     args = linear_params(), linear_batch(), K
@@ -187,6 +189,7 @@ def test_a_loss_divided_by_k_is_equal_and_the_page_warns_of_the_division():
     assert "division of the loss by the number of micro-batches" in str(report)
 
 
+@pytest.mark.grid(1, 4)
 @pytest.mark.parametrize(
     "loss",
     [
@@ -200,11 +203,13 @@ def test_another_division_is_no_reason_to_warn(loss):
     assert not ga.verify(loss, linear_params(), linear_batch(), K).warnings
 
 
+@pytest.mark.slow
 def test_half_of_a_square_with_two_micro_batches_is_no_reason_to_warn():
     halved = lambda p, b: mean_loss(p, b) / 2  # noqa: E731
     assert not ga.verify(halved, linear_params(), linear_batch(), 2).warnings
 
 
+@pytest.mark.slow
 def test_a_loss_that_closes_over_the_data_is_equal_and_the_page_warns_of_it():
     params, batch = linear_params(), linear_batch()
 
@@ -237,6 +242,7 @@ def test_a_penalty_on_the_parameters_beside_a_mean_is_right():
     assert ga.verify(loss, linear_params(), linear_batch(), K).ok
 
 
+@pytest.mark.slow
 def test_an_embedding_with_repeated_ids_is_right():
     def loss(params, batch):
         return jnp.mean((params["table"][batch["ids"]] @ params["w"]) ** 2)
@@ -247,6 +253,7 @@ def test_an_embedding_with_repeated_ids_is_right():
     assert report.ok, report
 
 
+@pytest.mark.slow
 @pytest.mark.grid(1)
 @pytest.mark.parametrize("inside", [False, True])
 def test_bfloat16_is_rounding_or_equal(inside):
@@ -409,6 +416,7 @@ def test_a_gradient_of_zero_is_equal_and_says_that_this_shows_nothing():
     assert "exactly zero" in report.message
 
 
+@pytest.mark.slow
 def test_a_leaf_that_gets_no_gradient_is_no_difference():
     params = {**linear_params(), "unused": draw(3)}
     report = ga.verify(mean_loss, params, linear_batch(), K)
@@ -416,6 +424,7 @@ def test_a_leaf_that_gets_no_gradient_is_no_difference():
     assert {leaf.name: leaf.relative for leaf in report.leaves}["leaf ['unused']"] == 0
 
 
+@pytest.mark.slow
 def test_a_bias_before_a_softmax_whose_gradient_is_rounding_is_no_difference():
     """The gradient of a logit that is added to all classes is 0 but for rounding."""
 
@@ -430,7 +439,7 @@ def test_a_bias_before_a_softmax_whose_gradient_is_rounding_is_no_difference():
 # -- Scale -----------------------------------------------------------------------------
 
 
-@pytest.mark.grid(2)
+@pytest.mark.grid(1, 2)
 @pytest.mark.parametrize("k", [2, 4, 16])
 def test_a_sum_loss_is_too_small_by_the_number_of_micro_batches(k):
     report = ga.verify(sum_loss, linear_params(), linear_batch(), k)
@@ -458,6 +467,7 @@ def test_both_ways_to_fix_a_sum_are_right():
     assert ga.verify(mean_loss, params, batch, K).ok
 
 
+@pytest.mark.slow
 def test_a_sum_beside_a_weight_fn_says_that_it_asks_for_equal_weights():
     def loss(params, batch):
         return jnp.sum(errors(params, batch) ** 2 * batch["mask"])
@@ -491,6 +501,7 @@ def test_a_mean_that_is_divided_by_the_batch_size_again_is_a_scale():
     assert "do not divide it by the batch size again" in report.fix
 
 
+@pytest.mark.slow
 def test_another_factor_of_the_batch_size_is_a_scale():
     def loss(params, batch):
         return mean_loss(params, batch) * len(batch["y"]) ** 0.5
@@ -500,12 +511,14 @@ def test_another_factor_of_the_batch_size_is_a_scale():
     assert "2 times the mean" in report.message
 
 
+@pytest.mark.slow
 def test_a_sum_over_identical_micro_batches_is_a_scale():
     one = linear_batch(4)
     batch = jax.tree.map(lambda x: jnp.concatenate([x, x]), one)
     assert_cause(ga.verify(sum_loss, linear_params(), batch, 2), Cause.SCALE)
 
 
+@pytest.mark.grid(1, 2)
 @pytest.mark.parametrize("k", [2, 4])
 def test_a_penalty_beside_a_sum_is_a_scale_that_no_factor_fixes(k):
     def loss(params, batch):
@@ -602,6 +615,7 @@ def test_the_fix_is_found_where_the_loss_computes_in_half_a_float(counts, dtype)
     assert ga.verify(loss, params, batch, K, weight_fn=fixed(report)).ok
 
 
+@pytest.mark.slow
 def test_counts_that_are_not_in_the_batch_are_fitted_through_casts():
     counts = [10, 21, 20, 29]
     loss, params = half_a_float_loss(jnp.bfloat16)
@@ -649,6 +663,7 @@ def test_fractional_weights_that_training_rounds_are_right(dtype):
     assert_cause(ga.verify(*args), Cause.WEIGHTS)
 
 
+@pytest.mark.slow
 def test_right_weights_beside_another_division_are_not_asked_for_again():
     def loss(params, batch):
         return token_loss(params, batch) / (16 // len(batch["y"]))
@@ -661,6 +676,7 @@ def test_right_weights_beside_another_division_are_not_asked_for_again():
     assert sum(report.weights) == pytest.approx(K)
 
 
+@pytest.mark.slow
 def test_a_count_that_is_not_in_the_batch_is_still_shown():
     def loss(params, batch):
         weight = jnp.exp(batch["y"])
@@ -780,11 +796,13 @@ def test_weights_that_the_gradients_leave_open_are_shared_evenly_and_named():
     assert ga.verify(loss, linear_params(), batch, 5, weight_fn=count_tokens).ok
 
 
+@pytest.mark.slow
 def test_identical_micro_batches_are_no_cause_to_complain():
     batch = jax.tree.map(lambda x: jnp.concatenate([x, x]), token_batch([9]))
     assert ga.verify(token_loss, linear_params(), batch, 2).ok
 
 
+@pytest.mark.slow
 @pytest.mark.grid(1)
 @pytest.mark.parametrize("k", [4, 8])
 def test_fewer_parameters_than_micro_batches_still_show_the_counts(k):
@@ -800,6 +818,7 @@ def test_fewer_parameters_than_micro_batches_still_show_the_counts(k):
     assert_weights(report, counts)
 
 
+@pytest.mark.slow
 def test_one_linear_parameter_and_two_micro_batches_leave_the_cause_open():
     """Weights, a factor and normalised statistics all explain one number."""
 
@@ -844,6 +863,7 @@ def asked_of_rows(report, fun):
 NORMALISED = {"w": draw(5, 6), "scale": draw(6, seed=1), "v": draw(6, seed=2)}
 
 
+@pytest.mark.slow
 @pytest.mark.grid(1)
 @pytest.mark.parametrize("k", [2, 4])
 def test_batch_normalisation_is_a_cross_example_term(k):
@@ -855,6 +875,7 @@ def test_batch_normalisation_is_a_cross_example_term(k):
     assert report.relative > 1e-2
 
 
+@pytest.mark.slow
 def test_a_contrastive_loss_is_a_cross_example_term():
     def info_nce(params, batch):
         a, b = batch["a"] @ params["w"], batch["b"] @ params["w"]
@@ -1054,6 +1075,7 @@ def differences(h):
     return h[1:] - h[:-1]
 
 
+@pytest.mark.slow
 @pytest.mark.grid(1)
 @pytest.mark.parametrize(
     "of_rows",
@@ -1239,6 +1261,7 @@ def test_the_report_is_frozen_and_compares_the_losses():
     assert accumulated == pytest.approx(undivided / K)
 
 
+@pytest.mark.slow
 def test_a_loss_value_that_differs_without_a_gradient_is_noted():
     def loss(params, batch):
         return mean_loss(params, batch) + jax.lax.stop_gradient(jnp.var(batch["y"]))
@@ -1411,6 +1434,7 @@ def test_what_weight_fn_returns_is_checked(weight_fn):
 # -- Random losses ---------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("optax_promotion", "fast_compilation")
 @pytest.mark.parametrize(
     ("dtype", "kind", "number"),

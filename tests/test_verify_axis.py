@@ -92,6 +92,7 @@ def with_dropout(p, b, key):
     return jnp.mean((z - lax.pmean(jnp.mean(z, 0), ROWS)[None]) ** 4)
 
 
+@pytest.mark.slow
 @pytest.mark.grid(1)
 @pytest.mark.parametrize(
     ("fun", "cause", "words"),
@@ -120,6 +121,7 @@ def psum_of_means(p, b):
     return jnp.mean((h - lax.psum(jnp.mean(h, 0), ROWS)[None]) ** 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fun", "cause"),
     [(psum_of_a_mean, Cause.SCALE), (psum_of_means, Cause.CROSS_EXAMPLE)],
@@ -154,6 +156,7 @@ def around_the_devices(number):
     return loss
 
 
+@pytest.mark.slow
 @pytest.mark.grid(1)
 @pytest.mark.parametrize("wrapped", [lambda fun: fun, jax.jit])
 def test_a_loss_that_loops_over_the_devices_is_found(wrapped):
@@ -286,6 +289,7 @@ def test_a_batch_is_split_where_batch_axes_says():
     assert "batch_axes={'mask': 1, 'step': None, 'x': 1}" in report.fix
 
 
+@pytest.mark.slow
 def test_the_other_axis_is_named_if_the_second_is_the_wrong_one():
     x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 8, 3)), jnp.float32)
 

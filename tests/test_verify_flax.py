@@ -49,6 +49,7 @@ def test_batch_normalisation_of_a_module_is_a_cross_example_term():
     assert ga_optax.flax.verify(loss, over_rows, X, 4, axis_name="rows").ok
 
 
+@pytest.mark.slow
 def test_a_module_where_parameters_belong_is_told_of_both_ways_that_work():
     model = Model(nnx.Rngs(0))
     with pytest.raises(TypeError, match=r"nnx.merge\(.*, copy=True\)"):
@@ -66,6 +67,7 @@ def test_a_module_where_parameters_belong_is_told_of_both_ways_that_work():
         ga.verify(lambda p, x: loss(nnx.merge(graph, p, rest), x), params, X, 4)
 
 
+@pytest.mark.slow
 def test_all_options_of_verify_reach_a_loss_of_a_module():
     def noisy(model, batch, key):
         model.dropout.rngs = nnx.Rngs(key)
@@ -109,6 +111,7 @@ def make_step(num_microbatches):
     return step
 
 
+@pytest.mark.slow
 def test_plan_takes_modules_and_modules_that_hold_shapes_alone():
     options = {"batch_size": 4096, "candidates": [1, 16]}
     x = jax.ShapeDtypeStruct((4096, 3), jnp.float32)

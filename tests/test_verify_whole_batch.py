@@ -43,6 +43,7 @@ def total(p, b):
     return jnp.sum(errors(p, b))
 
 
+@pytest.mark.slow
 @pytest.mark.grid(2)
 @pytest.mark.parametrize(
     ("fun", "cause"),
@@ -73,6 +74,7 @@ def test_has_aux_and_the_assertion_take_it_too():
     )
 
 
+@pytest.mark.slow
 def test_one_key_draws_the_masks_of_the_whole_batch():
     def dropped(p, b, key):
         z = encode(p, b)
@@ -98,6 +100,7 @@ def neighbours(p, b):
     return jnp.mean((z[1:] - z[:-1]) ** 2)
 
 
+@pytest.mark.slow
 @pytest.mark.grid(2)
 @pytest.mark.parametrize("fun", [by_drawn_weights, neighbours, normalised, contrastive])
 def test_the_fix_that_is_offered_mends_it(fun):
@@ -107,6 +110,7 @@ def test_the_fix_that_is_offered_mends_it(fun):
     assert ga.verify(fun, PARAMS, BATCH, K, whole_batch=True).ok
 
 
+@pytest.mark.slow
 def test_it_is_not_offered_where_a_loss_communicates():
     """The twin: `whole_batch` takes no axis."""
 

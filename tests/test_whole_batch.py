@@ -45,7 +45,7 @@ def check(fun, k, n=whole_losses.N, **options):
 # -- Losses ----------------------------------------------------------------------------
 
 
-@pytest.mark.grid(8)
+@pytest.mark.grid(2, 8)
 @pytest.mark.usefixtures("fast_compilation")
 @pytest.mark.parametrize("name", whole_losses.LOSSES)
 def test_every_loss_has_the_gradients_of_the_whole_batch(name):
@@ -81,6 +81,7 @@ def test_a_mean_over_rows_has_the_bits_of_the_loop_without_the_option():
         assert bits(whole[0]) == bits(plain[0])
 
 
+@pytest.mark.slow
 def test_an_axis_as_long_as_the_batch_is_not_taken_for_rows():
     def fun(w, x):  # n features, k = n: one row a micro-batch
         h = jnp.tanh(x @ w)
@@ -118,6 +119,7 @@ def clipped(x):
 clipped.defvjp(lambda x: (x, None), lambda _, ct: (jnp.clip(ct, -0.01, 0.01),))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:With whole_batch=True")
 @pytest.mark.parametrize("k", [2, 8])
 def test_a_backward_rule_sees_the_cotangent_of_the_whole_batch(k):
@@ -125,6 +127,7 @@ def test_a_backward_rule_sees_the_cotangent_of_the_whole_batch(k):
     same(lambda w, x: clipped((x @ w).std(0)).sum() + clipped(w).mean(), k, W, X)
 
 
+@pytest.mark.slow
 def test_what_fills_a_gather_is_not_added_by_each_micro_batch():
     def fun(w, x, fill):
         got = (x @ w).sum(0).at[jnp.asarray([0, 9])]
@@ -134,6 +137,7 @@ def test_what_fills_a_gather_is_not_added_by_each_micro_batch():
         same(lambda w, x, fill=fill: fun(w, x, fill), 4, W, X)
 
 
+@pytest.mark.grid(1, 3)
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
 @pytest.mark.filterwarnings("ignore:With whole_batch=True")
 def test_keys_of_rows_draw_what_they_draw_for_the_whole_batch(impl):
@@ -147,6 +151,7 @@ def test_keys_of_rows_draw_what_they_draw_for_the_whole_batch(impl):
     same(fun, 4, W, (X, jax.random.split(jax.random.key(0, impl=impl), 8)))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:With whole_batch=True")
 def test_a_function_of_jax_keeps_its_rule_where_that_is_not_its_derivative():
     def pairs(w, x):
@@ -156,6 +161,7 @@ def test_a_function_of_jax_keeps_its_rule_where_that_is_not_its_derivative():
     same(lambda w, x: (jax.nn.softmax(x @ w, 0) ** 2).mean(), 4, W, X)
 
 
+@pytest.mark.slow
 def test_rows_meet_in_the_extremum_of_a_softmax_inside_a_checkpoint():
     def fun(w, x):
         weights = jax.checkpoint(lambda h: jax.nn.softmax(h @ w, 0))(x)
@@ -194,6 +200,7 @@ def test_rows_are_updated_with_rows_that_the_update_overwrites():
 # -- aux -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_aux_comes_back_as_fun_returns_it_for_the_whole_batch():
     def fun(p, b):
         h = b["x"] @ p["i"]
@@ -252,6 +259,7 @@ def test_options_without_a_place_raise_and_say_why(option):
 # -- Any function ----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mean", "tokens", "batch_norm"])
 def test_a_gradient_function_that_is_written_already_runs_over_micro_batches(name):
     with jax.enable_x64(True):
@@ -318,6 +326,7 @@ def test_dependencies_name_what_meets_the_line_and_the_bytes():
 # -- Devices ---------------------------------------------------------------------------
 
 
+@pytest.mark.grid(1, 3)
 @pytest.mark.parametrize("name", ["masked", "batch_norm", "dropout"])
 def test_rows_over_devices_and_micro_batches_keep_their_order(name):
     from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -366,6 +375,7 @@ def wrong_counts():
     return wrong
 
 
+@pytest.mark.slow
 def test_a_row_that_attains_the_maximum_equals_it_in_a_later_level_too(monkeypatch):
     assert wrong_counts() == 0
     # The twin: computed again, it rounds otherwise.
@@ -381,6 +391,7 @@ def ratio(w, x):
     return h.sum() / jnp.abs(h).sum()
 
 
+@pytest.mark.grid(1, 2)
 @pytest.mark.parametrize("devices", [2, 4])
 def test_a_mesh_in_the_context_and_a_region_of_the_user_give_the_whole_batch(devices):
     axis = (jax.sharding.AxisType.Auto,)

@@ -95,6 +95,7 @@ def test_others_take_at_most_two_forward_passes_and_one_backward_pass(fun):
         assert counted(fun, residual_bytes=0)[0] > 2
 
 
+@pytest.mark.grid(1, 4)
 @pytest.mark.parametrize("fun", [mean, total, masked_mean, dice])
 def test_they_take_the_temporaries_of_the_loop_without_the_option(fun):
     def needs(fun, whole_batch):

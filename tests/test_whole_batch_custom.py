@@ -86,7 +86,7 @@ def distance(loss, rule):
         return float(np.abs(got - want).max())
 
 
-@pytest.mark.grid(4)
+@pytest.mark.grid(1, 4)
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("name", RULES)
 def test_a_rule_gets_the_cotangent_of_the_whole_batch_once(name, loss):

@@ -136,6 +136,7 @@ def test_passes_are_those_that_are_counted_in_the_program(fun, layers, passes):
         assert said(fun, args, **limited) == counted(fun, args, **limited)
 
 
+@pytest.mark.slow
 def test_less_that_is_kept_takes_more_passes():
     args = arguments(8)
     limits = 0, 5_000, 10_000, 10**9
@@ -150,6 +151,7 @@ def test_less_that_is_kept_takes_more_passes():
     assert all(0 < n <= limit for n, limit in zip(kept[1:], limits[1:], strict=True))
 
 
+@pytest.mark.grid(1, 4)
 @pytest.mark.parametrize("fun", [mean, masked, contrastive, normalised])
 def test_passes_over_devices_are_those_of_the_program_too(fun):
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))

@@ -27,6 +27,7 @@ def root(w, x):
     return jnp.sqrt(scaled_sum(w, x) ** 2 + 1)
 
 
+@pytest.mark.grid(1, 12)
 @pytest.mark.parametrize("optimize", [True, False])
 @pytest.mark.parametrize("dtype", [HALF, jnp.float32], ids=["half", "float32"])
 @pytest.mark.parametrize("fun", [scaled_sum, sum_in_half, root])

@@ -46,7 +46,7 @@ def of_rules():
 PARTS = 6
 
 
-@pytest.mark.grid(3)
+@pytest.mark.grid(1, 3)
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("programs", [of_losses, of_models, of_rules])
 def test_no_line_is_empty_or_of_a_package(programs, part):

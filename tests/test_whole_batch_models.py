@@ -33,7 +33,7 @@ def check(fun, k):
         assert_close(over_micro_batches(fun, k)(*args), want, N)
 
 
-@pytest.mark.grid(3)
+@pytest.mark.grid(1, 3)
 @pytest.mark.parametrize("name", MODELS)
 def test_models_have_the_value_gradients_and_aux_of_the_whole_batch(name):
     check(MODELS[name], 4)
@@ -46,6 +46,7 @@ def test_models_do_for_any_number_of_micro_batches(name, k):
     check(MODELS[name], k)
 
 
+@pytest.mark.slow
 def test_the_loop_without_the_option_gives_others():
     """The twin."""
     with jax.enable_x64(True):
@@ -59,6 +60,7 @@ def test_the_loop_without_the_option_gives_others():
             assert max(jax.tree.leaves(apart)) > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.grid(1)
 @pytest.mark.parametrize("k", [3, N])
 def test_dropout_masks_and_noise_are_those_of_the_whole_batch_bit_for_bit(k):
@@ -140,6 +142,7 @@ def assert_same(got, want):
     assert differs(got, want) < 40 * N * np.finfo(np.float64).eps * max(largest, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.grid(1)
 @pytest.mark.parametrize("k", [4, 1, 2, N])
 @pytest.mark.parametrize("mode", ["batch", "ema"])
@@ -247,6 +250,7 @@ UNKNOWN = {
 }
 
 
+@pytest.mark.grid(1, 3)
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_what_nothing_is_known_of_is_computed_whole_and_right(name):
     fun, primitive = UNKNOWN[name]
@@ -261,6 +265,7 @@ def test_what_nothing_is_known_of_is_computed_whole_and_right(name):
     assert names == {primitive}
 
 
+@pytest.mark.slow
 @pytest.mark.grid(1)
 @pytest.mark.parametrize("k", [4, 1, N])
 def test_vmap_inside_is_no_other_than_the_program_that_it_writes(k):
@@ -292,6 +297,7 @@ def test_collectives_of_a_vmap_are_reductions_of_axes():
     assert found.whole == []
 
 
+@pytest.mark.slow
 def test_collectives_over_an_axis_around_the_call_leave_rows_where_they_are():
     def fun(p, x):
         h = jnp.tanh(x @ p["in"])
@@ -352,6 +358,7 @@ def _type(x):
 SPECS = {"in": P(None, "data"), "mid": P("data"), "out": P("data")}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(jax.__version_info__ < (0, 9), reason="data_axis needs jax 0.9")
 @pytest.mark.grid(2)
 @pytest.mark.parametrize("name", ["attention", "experts", "dropout", "masked_tokens"])

@@ -21,18 +21,19 @@ def is_right(program):
     return found.error is not None and found.error < BOUND
 
 
-@pytest.mark.grid(3)
+@pytest.mark.grid(1, 3)
 @pytest.mark.parametrize("name", sorted(MORE_STEPS))
 def test_every_step_has_the_value_gradients_and_aux_of_the_whole_batch(name):
     assert is_right(Program((name,), "spread", has_aux=True))
 
 
-@pytest.mark.grid(2)
+@pytest.mark.grid(1, 2)
 @pytest.mark.parametrize("seed", range(30))
 def test_random_losses_have_those_of_the_whole_batch(seed):
     assert is_right(draw(seed))
 
 
+@pytest.mark.grid(1, 2)
 @pytest.mark.parametrize("axis", [0, 1])
 def test_rows_along_any_axis_of_several_batch_arguments(axis):
     names = ("contrast", "places")

@@ -94,7 +94,7 @@ SOME = (
 )
 
 
-@pytest.mark.grid(4)
+@pytest.mark.grid(1, 4)
 @pytest.mark.parametrize("name", SOME)
 def test_a_step_over_rows_has_the_gradients_of_the_whole_batch(name):
     assert wrong([name])[0] < BOUND
@@ -106,6 +106,7 @@ def test_every_step_over_rows_has_the_gradients_of_the_whole_batch(name):
     assert wrong([name])[0] < BOUND
 
 
+@pytest.mark.slow
 @pytest.mark.grid(1)
 @pytest.mark.parametrize("seed", range(4))
 def test_random_programs_have_the_gradients_of_the_whole_batch(seed):
@@ -124,6 +125,7 @@ def test_hundreds_of_random_programs_do_and_few_are_computed_whole():
     print(f"\nof {number} programs, computed whole: {dict(whole)}")
 
 
+@pytest.mark.slow
 @pytest.mark.grid(1)
 @pytest.mark.parametrize(
     "names",
@@ -198,6 +200,7 @@ TWINS = {
 }
 
 
+@pytest.mark.grid(1, 7)
 @pytest.mark.parametrize("name", TWINS)
 def test_a_rule_made_wrong_is_found(monkeypatch, name):
     where, attribute, twin, step = TWINS[name]

@@ -123,7 +123,7 @@ def off(name, k):
         return max(float(jnp.abs(x - y).max() / jnp.abs(y).max()) for x, y in pairs)
 
 
-@pytest.mark.grid(8)
+@pytest.mark.grid(2, 8)
 @pytest.mark.parametrize("name", RULES)
 def test_what_has_a_rule_is_right_and_is_not_computed_whole(name):
     assert off(name, 4) < BOUND
@@ -209,7 +209,7 @@ TWINS |= {
 }
 
 
-@pytest.mark.grid(2)
+@pytest.mark.grid(1, 2)
 @pytest.mark.parametrize("twin", TWINS)
 def test_a_rule_made_wrong_is_found(monkeypatch, twin):
     where, attribute, wrong, name = TWINS[twin]

@@ -79,6 +79,7 @@ def distance(fun, k):
     return max(map(float, jax.tree.leaves(found)))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fast_compilation")
 @pytest.mark.grid(2)
 @pytest.mark.parametrize("fun", FUNCTIONS)
@@ -147,6 +148,7 @@ def test_a_loss_as_written_takes_the_memory_of_one_with_collectives():
     assert sizes[0] <= 1.05 * sizes[1]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fast_compilation")
 def test_plan_counts_what_a_window_keeps_between_its_levels():
     def statistics(w, x):

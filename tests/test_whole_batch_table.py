@@ -82,6 +82,7 @@ def test_every_primitive_of_the_table_has_a_case():
     assert RULES.uneven <= keys
 
 
+@pytest.mark.grid(1, 4)
 @of_each(CASES, 4)
 def test_a_function_of_rows_is_that_of_the_whole_batch(key):
     args = arguments()
@@ -105,6 +106,7 @@ def test_a_rule_that_gives_something_else_is_found(key):
     assert found == given != set()
 
 
+@pytest.mark.slow
 @pytest.mark.grid(3)
 @pytest.mark.parametrize("name", CUT)
 def test_rows_computed_from_those_of_something_else_are_found(monkeypatch, name):
@@ -144,6 +146,7 @@ EQUIVALENT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.grid(4)
 @pytest.mark.parametrize("name", names_of_rules())
 def test_a_rule_that_has_something_else_of_the_others_is_found(name):
@@ -174,6 +177,7 @@ def without(key):
     return with_rules(lambda name, rule: None if name == key else rule)
 
 
+@pytest.mark.grid(1, 4)
 @of_each(CASES, 4)
 def test_without_its_rule_a_primitive_is_computed_whole_and_right(key):
     args = arguments()
@@ -192,6 +196,7 @@ def test_its_derivative_is_right_with_the_rule_and_without_it(key):
                 assert off([derivative(fun, args)], [want]) < BOUND
 
 
+@pytest.mark.grid(1, 2)
 @of_each(CUT, 2)
 def test_rows_that_are_not_computed_from_others_are_cut_from_all(monkeypatch, key):
     args = arguments()

@@ -46,7 +46,7 @@ def ours(fun, k=K, **options):
     return jax.jit(ga.value_and_grad(fun, k, axis_name=ROWS, **options))
 
 
-@pytest.mark.grid(3)
+@pytest.mark.grid(1, 3)
 @pytest.mark.parametrize("fun", FUNS)
 def test_value_and_gradients_are_those_of_a_vmapped_axis(fun):
     args = arrays()
@@ -56,7 +56,7 @@ def test_value_and_gradients_are_those_of_a_vmapped_axis(fun):
     assert off_by(jax.jit(of_each(fun, K))(*args), due) > 1e-3
 
 
-@pytest.mark.grid(2)
+@pytest.mark.grid(1, 2)
 @pytest.mark.parametrize("seed", range(12))
 def test_random_losses_have_the_gradients_of_a_vmapped_axis(seed):
     fun, args = random_loss(seed), arrays(seed)
@@ -92,6 +92,7 @@ def test_a_window_goes_through_vmap_and_grad():
 # -- With the other options ------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_aux_and_weights_go_with_it():
     params, batch = arrays()
 
@@ -133,6 +134,7 @@ def test_aux_and_weights_go_with_it():
     assert off_by(without[0][0], due[0][0]) > 1e-4  # the twin
 
 
+@pytest.mark.slow
 def test_each_micro_batch_has_its_own_key_at_every_level():
     params, batch = arrays()
 
@@ -170,6 +172,7 @@ def test_a_carry_is_updated_once_from_the_whole_window():
     assert off_by(new["mean"], due) < 1e-12
 
 
+@pytest.mark.slow
 def test_several_arguments_and_bfloat16():
     params, batch = arrays()
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
@@ -251,6 +254,7 @@ def clips_the_sums(p, b):
     return lax.psum(jnp.sum(jnp.sin(h)), ROWS) / 9.0
 
 
+@pytest.mark.grid(1, 3)
 @pytest.mark.parametrize("fun", [clips_rows, clips_what_is_shared, clips_the_sums])
 def test_a_rule_sees_the_cotangent_of_the_mean_over_micro_batches(fun):
     args = arrays()

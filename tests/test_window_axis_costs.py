@@ -170,6 +170,7 @@ def test_a_deep_network_runs_twice_forward_and_once_backward():
     assert "deep" in str(report)
 
 
+@pytest.mark.slow
 def test_as_much_is_kept_as_the_option_allows():
     p, x = jnp.ones((64, 64)), jnp.ones((16, 64))
     most, previous = [], None

@@ -70,6 +70,7 @@ def differ(a, b):
     return max(float(jnp.max(abs(x - y)) / (jnp.max(abs(y)) + 1e-3)) for x, y in pairs)
 
 
+@pytest.mark.slow
 @pytest.mark.grid(1)
 @pytest.mark.parametrize("make", [linen, of_nnx])
 @pytest.mark.parametrize("how", ["carry_argnums", "aux"])
