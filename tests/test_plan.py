@@ -491,6 +491,11 @@ def test_the_page_names_the_leaves_that_are_added_in_place_and_why_others_are_no
     assert head == f"Gradients not added in place ({why}): leaf ['head']."
 
 
+def test_one_micro_batch_is_why_no_gradient_is_added_in_place():
+    [note] = notes_of(1)
+    assert note.startswith("Gradients not added in place (one micro-batch adds to ")
+
+
 def test_optimize_false_is_why_no_gradient_is_added_in_place():
     [note] = notes_of(2, optimize=False)
     leaves = "leaf ['head'], leaf ['layers']"

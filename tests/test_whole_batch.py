@@ -7,6 +7,7 @@ import pytest
 import whole_losses
 from helpers import bits
 from jax.experimental import io_callback
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ga_optax as ga
@@ -308,6 +309,23 @@ def test_any_function_gives_what_it_gives_for_the_whole_batch():
         assert_close(got, want, whole_losses.N)
 
 
+def test_the_batch_of_any_function_may_come_by_keyword_and_must_come():
+    def fun(w, scale=2.0, x=None):
+        return x @ w * scale
+
+    w, x = jnp.arange(3.0), jnp.arange(24.0).reshape(8, 3)
+    run = jax.jit(ga.microbatch(fun, 4, batch_argnums=2))
+    np.testing.assert_array_equal(run(w, x=x), fun(w, x=x))
+    np.testing.assert_array_equal(run(w, 3.0, x), fun(w, 3.0, x))
+    for args in ((w,), (w, 3.0)):
+        with pytest.raises(ValueError, match=f"names number 2, and {len(args)} came"):
+            run(*args)
+    with pytest.raises(ValueError, match="names number -3, and 2 came"):
+        ga.microbatch(lambda w, x: x @ w, 4, batch_argnums=-3)(w, x)
+    with pytest.raises(TypeError, match="fun must be a function"):
+        ga.microbatch(None, 4)
+
+
 def test_dependencies_name_what_meets_the_line_and_the_bytes():
     found = ga.batch_dependencies(whole_losses.clip, 4)(
         *whole_losses.arguments(dtype=np.float32)
@@ -329,8 +347,6 @@ def test_dependencies_name_what_meets_the_line_and_the_bytes():
 @pytest.mark.grid(1, 3)
 @pytest.mark.parametrize("name", ["masked", "batch_norm", "dropout"])
 def test_rows_over_devices_and_micro_batches_keep_their_order(name):
-    from jax.sharding import AxisType, NamedSharding, PartitionSpec
-
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
     loss = whole_losses.LOSSES[name]
 
@@ -340,7 +356,7 @@ def test_rows_over_devices_and_micro_batches_keep_their_order(name):
     with jax.enable_x64(True):
         params, batch = whole_losses.arguments()
         want = jax.value_and_grad(fun, has_aux=True)(params, batch)
-        split = NamedSharding(mesh, PartitionSpec("data"))
+        split = NamedSharding(mesh, P("data"))
         batch = jax.device_put(batch, split)
         step = ga.value_and_grad(
             fun,
@@ -351,6 +367,55 @@ def test_rows_over_devices_and_micro_batches_keep_their_order(name):
             data_axis=ga.DataAxis("data", mesh=mesh),
         )
         assert_close(jax.jit(step)(params, batch), want, whole_losses.N)
+
+
+def frozen(use):
+    """A loss of an argument without a role, which is on the mesh as all others are."""
+
+    def fun(w, b, table, key):
+        h = jnp.tanh(b["x"] @ w)
+        if use == "product":
+            h = h * table[0]
+        elif use == "index":
+            h = h * table[b["id"]]
+        elif use == "full_like":
+            h = h * jnp.full_like(table, 2)[0] + jnp.imag(table[0] * 1j)
+        elif use == "key":
+            h = jnp.where(jax.random.bernoulli(key, 0.5, h.shape), h, 0)
+        aux = {"rows": h, "two": jnp.concatenate([h, -h]), "table": table.sum(0)}
+        return jnp.std(h), aux
+
+    return fun
+
+
+USES = ["product", "index", "full_like", "key"]
+
+
+@pytest.mark.grid(2, 4)
+@pytest.mark.skipif(jax.__version_info__ < (0, 9), reason="data_axis needs jax 0.9")
+@pytest.mark.parametrize("kind", ["Explicit", "Auto"])
+@pytest.mark.parametrize("use", USES)
+def test_an_argument_without_a_role_may_lie_on_the_mesh(use, kind):
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(getattr(AxisType, kind),))
+    whole, split = (NamedSharding(mesh, spec) for spec in (P(), P("d")))
+    fun, key = frozen(use), jax.random.key(0)
+    draw = np.random.default_rng(0)
+    with jax.enable_x64(True):
+        w, table, x = (draw.normal(size=(n, 3)) for n in (3, 7, 16))
+        given = w, {"x": x, "id": draw.integers(0, 7, 16)}, table, key
+        want = jax.value_and_grad(fun, has_aux=True)(*jax.tree.map(jnp.asarray, given))
+        w, table, key = jax.device_put((w, table, key), whole)
+        args = w, jax.device_put(given[1], split), table, key
+        axis = {"data_axis": ga.DataAxis("d", mesh=mesh)}
+        options = {"has_aux": True, "accumulator_dtype": jnp.float64, **axis}
+        step = ga.value_and_grad(fun, 2, whole_batch=True, **options)
+        of_grad = ga.microbatch(jax.value_and_grad(fun, has_aux=True), 2, **axis)
+        for run in (step, jax.jit(step), jax.jit(of_grad)):
+            assert_close(run(*args), want, 16)
+        with jax.set_mesh(mesh):
+            assert_close(jax.jit(step)(*args), want, 16)
+        found = ga.batch_dependencies(fun, 2, has_aux=True, **axis)(*args)
+        assert found.num_microbatches == 8
 
 
 # -- Comparisons with an extremum ------------------------------------------------------

@@ -85,7 +85,8 @@ class Request:
         """Runs the inner optimizer on gradients and the means of extra arguments."""
         grads, averaged = values
         args = self.extra_args | averaged
-        return self.config.inner.update(grads, state, params, **args)
+        given = jax.tree.map(_as_array, (grads, state, params))
+        return self.config.inner.update(*given, **args)
 
     def seen(self, grads: optax.Updates) -> optax.Updates:
         """What the inner optimizer sees: the accumulator's dtype, if it can take that.
@@ -150,6 +151,14 @@ class Request:
         """What the call returns after a step."""
         updates = choices.cast_like(updates, self.bare)
         return optax.apply_updates(self.params, updates) if self.applies else updates
+
+
+def _as_array(x: Any) -> Any:
+    """An array of NumPy, as some checkpoints give it, as one of JAX.
+
+    Outside of `jit` NumPy would compute with it, and round otherwise than JAX.
+    """
+    return jnp.asarray(x) if isinstance(x, np.ndarray | np.generic) else x
 
 
 def _floating(grads: ArrayLike) -> ArrayLike:

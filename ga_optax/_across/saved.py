@@ -8,7 +8,12 @@ import jax.numpy as jnp
 import optax
 
 from ga_optax._across import noise_scale
-from ga_optax._across.state import MultiStepsState, check_version
+from ga_optax._across.state import (
+    VERSION,
+    MultiStepsState,
+    check_version,
+    current_version,
+)
 
 # What a state may lack: it was saved before they were added, or with other arguments.
 _OPTIONAL = ("skip_state", "drop_state", "arg_totals", "noise", "grad_norm", "version")
@@ -33,7 +38,8 @@ def from_saved(saved: Any, like: optax.OptState) -> optax.OptState:
 
     Args:
       saved: the saved state, or any tree that holds one.
-      like: a new one for the same parameters and inner optimizer, `tx.init(params)`.
+      like: a new one for the same parameters and inner optimizer, `tx.init(params)`, or
+        its shapes if nothing is missing in `saved`.
 
     Returns:
       A tree like `like` with the saved leaves. If `skip_state`, `drop_state`,
@@ -41,17 +47,25 @@ def from_saved(saved: Any, like: optax.OptState) -> optax.OptState:
       `noise_scale` then leaves out a window that was open.
 
     Raises:
+      TypeError: if a saved leaf is no array, but its shape or a tracer.
       ValueError: if another leaf is missing, has another shape or dtype, or is unknown;
         if a later version saved it; or if a window was open and lacks `arg_totals`.
     """
     found, due = _by_name(saved), _by_name(like)
+    for name, x in found.items():
+        if isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct):
+            raise TypeError(
+                f"The saved state must hold arrays, but {name or 'it'} is {x}. Restore "
+                "it first, outside of jit."
+            )
     nodes = jax.tree_util.tree_flatten_with_path(like, is_leaf=_is_state)[0]
     states = [f"{_name(path)}/".lstrip("/") for path, x in nodes if _is_state(x)]
     optional = tuple(f"{state}{field}" for state in states for field in _OPTIONAL)
     for state in states:
         version = found.pop(f"{state}version", 0)
         if version:  # one that is later; all that are earlier are read alike
-            check_version(max(int(version), int(due[f"{state}version"])))
+            check_version(max(int(version), VERSION))
+        due[f"{state}version"] = current_version()
         opened = found.get(f"{state}mini_step", 0) > 0
         lost = [name for name in due if name.startswith(f"{state}arg_totals")]
         if opened and not found.keys() >= set(lost):
@@ -92,7 +106,7 @@ def _is_in(name: str, fields: tuple[str, ...]) -> bool:
 def _leaf(name: str, found: dict[str, Any], like: Any, optional: Any) -> Any:
     """The saved leaf, or that of a new state if it may be missing."""
     if name not in found:
-        if _is_in(name, optional):
+        if _is_in(name, optional) and not isinstance(like, jax.ShapeDtypeStruct):
             return like
         raise _error(f"{name} was not saved")
     came, want = (

@@ -131,9 +131,12 @@ def find_mesh(axes: Axes, mesh: AnyMesh | None, batch: Any = ()) -> Any:
 
 
 def _mesh_of(x: Any) -> AnyMesh:
-    """The mesh that an array lies on, traced or not; an empty mesh if it has none."""
+    """The mesh that an array lies on, traced or not; an empty mesh if it has none.
+
+    Or that on which an array of this type is to lie.
+    """
     none = AbstractMesh((), ())
-    if not isinstance(x, jax.Array):
+    if not isinstance(x, jax.Array | jax.ShapeDtypeStruct):
         return none
     tracer = isinstance(x, jax.core.Tracer)
     return getattr(jax.typeof(x).sharding if tracer else x.sharding, "mesh", none)
@@ -267,12 +270,24 @@ def _known_spec(leaf: Any) -> PartitionSpec | None:
     return sharding.spec if isinstance(sharding, NamedSharding) else None
 
 
+def spec_of_type(x: Any) -> tuple[Any, ...]:
+    """Which explicit mesh axes split each dimension, by the type of `x`."""
+    sharding = jax.typeof(x).sharding if isinstance(x, jax.Array) else None
+    return tuple(sharding.spec) if isinstance(sharding, NamedSharding) else ()
+
+
 def num_parts(x: Any, dim: int) -> int:
     """Into how many parts explicit mesh axes split a dimension, by the type of `x`."""
-    sharding = jax.typeof(x).sharding if isinstance(x, jax.Array) else None
-    if not isinstance(sharding, NamedSharding) or len(sharding.spec) <= dim:
+    spec = spec_of_type(x)
+    if len(spec) <= dim:
         return 1
-    return math.prod(sharding.mesh.shape[name] for name in names_in(sharding.spec[dim]))
+    mesh = jax.typeof(x).sharding.mesh
+    return math.prod(mesh.shape[name] for name in names_in(spec[dim]))
+
+
+def on_mesh_of(x: jax.Array, spec: Sequence[Any]) -> NamedSharding:
+    """A sharding on the mesh that the type of `x` names."""
+    return NamedSharding(jax.typeof(x).sharding.mesh, PartitionSpec(*spec))
 
 
 def same_mesh(x: jax.Array, y: jax.Array) -> bool:

@@ -1,14 +1,17 @@
 """Any function of a batch over micro-batches."""
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from ga_optax._checks import check_callable
 from ga_optax._devices.data_axis import DataAxis
 from ga_optax._inside.microbatch import value_and_grad
+from ga_optax._inside.options import found
 
 
 def microbatch(
@@ -54,6 +57,7 @@ def microbatch(
     Raises:
       TypeError, ValueError: if an argument does not fit, before `fun` is traced.
     """
+    check_callable("fun", fun, "of the parameters and the batch", _TODO)
 
     def with_loss(*args: Any, **kwargs: Any) -> tuple[jax.Array, Any]:
         return jnp.zeros([]), fun(*args[:-1], **kwargs)
@@ -70,12 +74,34 @@ def microbatch(
         whole_batch=True,
     )
 
+    positions = [batch_argnums] if isinstance(batch_argnums, int) else batch_argnums
+
     @functools.wraps(fun)
     def microbatch_fun(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = _by_position(fun, args, kwargs)
+        for i in positions:
+            found("batch_argnums of microbatch", i, len(args))
         (_, out), _ = step(*args, jnp.zeros([]), **kwargs)
         return out
 
     return microbatch_fun
+
+
+_TODO = "Pass what is to run over micro-batches."
+
+
+def _by_position(
+    fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with those by position that `fun` takes so, if it says."""
+    if not kwargs:
+        return args, kwargs
+    try:
+        bound = inspect.signature(fun).bind(*args, **kwargs)
+    except (TypeError, ValueError):
+        return args, kwargs
+    bound.apply_defaults()
+    return bound.args, bound.kwargs
 
 
 def _before_last(positions: Any) -> Any:

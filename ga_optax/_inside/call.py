@@ -215,6 +215,30 @@ class Call(NamedTuple):
         args = structure.unflatten(leaves)
         return self.with_args(dict(zip(self.roles["batch_argnums"], args, strict=True)))
 
+    def others(self) -> dict[int, Any]:
+        """What has no role and has to be an operand of a region of a mesh, by number.
+
+        All else that has none, such as numbers and flags, goes to `fun` as it came.
+        """
+        leaves, _ = self._without_roles()
+        return {i: x for i, x in enumerate(leaves) if collectives.is_operand(x)}
+
+    def with_others(self, new: dict[int, Any]) -> "Call":
+        """The same call with others in place of `others`."""
+        leaves, structure = self._without_roles()
+        every = [new.get(i, x) for i, x in enumerate(leaves)]
+        args, kwargs = jax.tree.unflatten(structure, every)
+        bare = self._replace(args=args, kwargs=kwargs)
+        return bare.with_args({i: self.at(i) for i in self.unsplit}).with_batch(
+            self.batch
+        )
+
+    def _without_roles(self) -> tuple[list[Any], Any]:
+        """The leaves of all that has no role, and the structure of the arguments."""
+        bare = self.with_args(dict.fromkeys(self.unsplit))
+        bare = bare.with_batch([0] * len(self.split_axes))
+        return jax.tree.flatten((bare.args, bare.kwargs))
+
     def on_device(self) -> "Call":
         """The same with every argument of a role made this device's own.
 

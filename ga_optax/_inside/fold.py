@@ -177,17 +177,10 @@ def _over_mesh(
     of_roles = [*of_params, *[whole] * (len(places) - len(of_params))]
     of_batch = [meshes.split_spec(axes, axis) for axis in call.split_axes]
     meshes.check_scatter(params, where, axes, mesh)
-    # What has no role goes to `fun` as it came, but for traced and distributed arrays,
-    # which have to be operands.
-    without = call.with_args(dict.fromkeys(places)).with_batch([0] * len(of_batch))
-    rest, structure = jax.tree.flatten((without.args, without.kwargs))
-    operands = {i: x for i, x in enumerate(rest) if collectives.is_operand(x)}
 
     def local(with_role: Any, batch: Any, others: Any, *acc: Accumulator) -> Any:
-        operands, num_real = others
-        leaves = [operands.get(i, x) for i, x in enumerate(rest)]
-        args, kwargs = jax.tree.unflatten(structure, leaves)
-        inner = call._replace(args=args, kwargs=kwargs, mesh=None, specs=specs)
+        others, num_real = others
+        inner = call.with_others(others)._replace(mesh=None, specs=specs)
         inner = inner._replace(options=options._replace(num_real_microbatches=num_real))
         if call.grad_specs is not None:
             inner = inner._replace(grad_specs=of_grads)
@@ -197,7 +190,7 @@ def _over_mesh(
     # Every other part of the value is the same on all devices.
     value = Value(whole, whole, whole, collected=split)
     result: Any = Accumulator(of_grads, whole, whole) if acc else of_grads
-    others = operands, options.num_real_microbatches
+    others = call.others(), options.num_real_microbatches
     given = [call.at(i) for i in places], call.batch, others, *acc
     of_given = of_roles, of_batch, whole, *[result] * len(acc)
     in_and_out = of_given, (value, result)

@@ -43,8 +43,9 @@ def reasons(
     for all layers.
     """
     largest = max((ir.numbers(x.shape) for x in operands.params), default=0)
+    is_one = operands.batch[0].shape[0] == 1
     of_all = (
-        (not wanted, "optimize=False"),
+        (not wanted, "one micro-batch adds to nothing" if is_one else "optimize=False"),
         (not HAS_REFS, f"jax {jax.__version__} is older than 0.11.1"),
         (program.multiplies, "weights multiply the gradients"),
     )

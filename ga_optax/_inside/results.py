@@ -85,7 +85,7 @@ def taken_apart(options: Options, out: Any) -> tuple[Any, Any, Any]:
         form = "(loss, aux)"
         loss, aux = _pair(out, form)
     for path, leaf in jax.tree_util.tree_leaves_with_path(aux):
-        if isinstance(leaf, (str, bytes)):
+        if not _is_value(leaf):
             raise TypeError(
                 "The leaves of aux must be arrays or numbers, but "
                 f"{jax.tree_util.keystr(path) or 'aux itself'} is {leaf!r}. Leave it "
@@ -106,6 +106,15 @@ def taken_apart(options: Options, out: Any) -> tuple[Any, Any, Any]:
             f"The loss must be real and floating, but it has dtype {dtype}. Cast it."
         )
     return loss, (carry,) if isinstance(options.carry_argnums, int) else carry, aux
+
+
+def _is_value(leaf: Any) -> bool:
+    """Whether JAX has a type for it."""
+    try:
+        jax.typeof(leaf)
+    except TypeError:
+        return False
+    return True
 
 
 def _pair(out: Any, form: str) -> tuple[Any, Any]:

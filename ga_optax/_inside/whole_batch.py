@@ -9,7 +9,6 @@ goes through the loop of `loop`. What has rows in the aux comes back whole, in o
 """
 
 import functools
-import math
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -108,14 +107,16 @@ def window(
     run = core(
         micro_batch(call, trace, fun),
         call.options.num_microbatches,
-        batch_axes=(tuple(call.split_axes), None),
+        batch_axes=(tuple(call.split_axes), None, None),
         has_aux=True,
         aux=MODES,
         axis_name=AXIS_OF_ROWS if needs_axis else None,
         residual_bytes=given["residual_bytes"] if needs_axis else None,
         **{name: given[name] for name in _PASSED},
     )
-    batch = tuple(call.batch), tuple(_as_data(x) for x in trace.closed.consts)
+    others = call.others() if call.mesh is not None else {}
+    whole = trace.closed.consts, others
+    batch = tuple(call.batch), *jax.tree.map(_as_data, whole)
     if _scales_after(trace):
         (loss, kept), grads = _scaled(call, *run(_widened(call.params), batch))
     else:
@@ -194,7 +195,7 @@ def check_region(call: Call) -> None:
 def check_batch(call: Call) -> None:
     """Raises if the type of the batch says that its rows are spread over a mesh."""
     for x, axis in zip(call.batch, call.split_axes, strict=True):
-        spec = getattr(getattr(jax.typeof(x), "sharding", None), "spec", ())
+        spec = meshes.spec_of_type(x)
         if not call.options.axes and any(spec[axis : axis + 1]):
             raise ValueError(
                 "With whole_batch=True rows along a mesh axis of explicit type need "
@@ -275,23 +276,26 @@ def micro_batch(
     due = rows[0] // call.options.num_microbatches
     if call.mesh is not None:
         due //= meshes.num_devices(call.options.axes, call.mesh)
-    keyed = [_is_key(x) for x in trace.closed.consts]
 
     def run(params: Any, batch: Any) -> Any:
-        own, consts = batch
+        own, consts, others = batch
         if own[0].shape[call.split_axes[0]] != due:
             raise ValueError("The program is that of one micro-batch.")
-        consts = [
-            jax.random.wrap_key_data(x, impl=jax.random.key_impl(key)) if is_key else x
-            for x, key, is_key in zip(consts, trace.closed.consts, keyed, strict=True)
-        ]
+        consts = list(map(_as_given, consts, trace.closed.consts))
         pairs = zip(*map(jax.tree.leaves, (params, call.params)), strict=True)
         leaves = [x.astype(jnp.result_type(like)) for x, like in pairs]
         # Inside the region of a mesh types name it otherwise: the program of there. It
         # may have other equations, so its results need not come in the same layouts.
-        here = part if call.mesh is None else traced(call, fun, part.layouts).part
-        args = *consts, *leaves, *own
-        loss, *rest = ir.results(here, args)
+        here = trace
+        if call.mesh is not None:
+            came = call.others()
+            inside = {i: _as_given(x, came[i]) for i, x in others.items()}
+            here = traced(call.with_others(inside), fun, part.layouts)
+            known = {
+                id(old): x for old, x in zip(trace.closed.consts, consts, strict=True)
+            }
+            consts = [known.get(id(x), x) for x in here.closed.consts]
+        loss, *rest = ir.results(here.part, (*consts, *leaves, *own))
         loss = _addend(trace, loss, size)
         kept: dict[str, list[Any]] = {mode: [] for mode in MODES}
         for x, layout in zip(rest, part.layouts[1:], strict=True):
@@ -358,6 +362,12 @@ def _as_data(x: Any) -> Any:
     return jax.random.key_data(x) if _is_key(x) else x
 
 
+def _as_given(x: Any, given: Any) -> Any:
+    """What is a key again, if that was given."""
+    is_key = _is_key(given)
+    return jax.random.wrap_key_data(x, impl=jax.random.key_impl(given)) if is_key else x
+
+
 # -- What comes back -------------------------------------------------------------------
 
 # How results are put together over micro-batches, by their layout.
@@ -385,9 +395,14 @@ def put_together(trace: Trace, kept: dict[str, Any]) -> list[Any]:
 
 def _joined(x: jax.Array, rows: Rows) -> jax.Array:
     """Rows in their order, from those of each micro-batch along axis 0."""
-    parts, shape = x.shape[0], x.shape[1:]
-    before, after = shape[: rows.dim], shape[rows.dim + 1 :]
-    n, start = shape[rows.dim], math.prod(before)
-    x = x.reshape(parts, start, rows.segments, n // rows.segments, *after)
-    x = jnp.moveaxis(x, 0, 2)
-    return x.reshape(*before, n * parts, *after)
+    d, segments = rows.dim, rows.segments
+    x = jnp.moveaxis(x, 0, d)
+    before, (parts, n), after = x.shape[:d], x.shape[d : d + 2], x.shape[d + 2 :]
+    shape, spec = (*before, parts * n, *after), meshes.spec_of_type(x)
+    if segments == 1:
+        return x.reshape(shape)
+    x = x.reshape(*before, parts, segments, n // segments, *after).swapaxes(d, d + 1)
+    if not any(spec):
+        return x.reshape(shape)
+    due = *spec[: d + 1], *spec[d + 2 :]
+    return jax.lax.reshape(x, shape, out_sharding=meshes.on_mesh_of(x, due))
