@@ -107,6 +107,7 @@ def test_one_micro_batch_has_the_bits_of_value_and_grad():
     assert_trees_bitwise_equal(got, jax.jit(jax.value_and_grad(loss))(W, X))
 
 
+@pytest.mark.slow
 @pytest.mark.grid(1, 2)
 @pytest.mark.parametrize("optimize", [True, False])
 def test_in_their_own_dtype_bfloat16_gradients_take_no_more_than_a_plain_scan(optimize):
@@ -246,6 +247,7 @@ def test_a_reducer_that_does_not_fit_raises():
 # -- Windows that are not full ---------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.grid(1, 2)
 @pytest.mark.parametrize("optimize", [True, False])
 @pytest.mark.parametrize("weight_fn", [None, lambda x: 1.0 + x[0, 0] ** 2])

@@ -76,7 +76,7 @@ def check(mesh, spec, where="plain", option=None, **options):
             np.testing.assert_allclose(a, b, rtol=0, atol=bound)
 
 
-@pytest.mark.grid(6)
+@pytest.mark.grid(1, 6)
 @pytest.mark.parametrize("where", ["plain", "scan", "checkpoint", "jit"])
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_a_constraint_over_the_whole_mesh_changes_nothing(spec, where):

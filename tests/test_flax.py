@@ -321,6 +321,7 @@ def test_the_nnx_optimizer_flushes():
     assert (int(optimizer.step[...]), int(optimizer.optimizer_steps)) == (2, 1)
 
 
+@pytest.mark.slow
 def test_the_unmodified_nnx_optimizer_takes_it_as_tx():
     x, y = batch()
     model = Model(nnx.Rngs(0))
@@ -647,6 +648,7 @@ def test_importing_the_package_imports_neither_flax_nor_chex():
     assert imported("ga_optax") == imported("optax")
 
 
+@pytest.mark.slow
 def test_the_package_imports_flax_when_it_is_first_asked_for():
     ask = "sys.modules['ga_optax'].flax.TrainState"
     program = f"import sys, ga_optax; {ask}; print('flax' in sys.modules)"
@@ -688,6 +690,7 @@ def fp8():
     return {**params, REPLACED: grads[REPLACED]}, loss, x
 
 
+@pytest.mark.slow
 @pytest.mark.grid(1)
 @pytest.mark.parametrize("weight_fn", [None, lambda x: jnp.sum(x > 0)])
 @pytest.mark.parametrize("data_axis", [None, "data"])

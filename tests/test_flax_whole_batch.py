@@ -145,6 +145,7 @@ def test_without_the_option_gradients_statistics_and_masks_are_others():
         assert int(other_state["calls"][...]) == K
 
 
+@pytest.mark.slow
 def test_activations_kept_between_collectives_change_no_number():
     def dots(compute):
         graph, state = nnx.split(Model())

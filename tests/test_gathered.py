@@ -47,6 +47,7 @@ def arguments(mesh):
     return specs, jax.device_put(params, places), x
 
 
+@pytest.mark.slow
 @pytest.mark.grid(1)
 @pytest.mark.parametrize("kind", ["gathered", "left to the compiler"])
 def test_parameters_and_gradients_cross_the_network_and_nothing_else(kind, monkeypatch):

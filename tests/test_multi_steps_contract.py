@@ -116,7 +116,6 @@ def precision(dtype):
     return jax.enable_x64(True) if dtype == "float64" else contextlib.nullcontext()
 
 
-@pytest.mark.grid(1, 18)
 @table("float64", "float32", "bfloat16")
 def test_under_jit_and_scan_it_gives_what_the_bare_optimizer_gives(name, dtype):
     with precision(dtype):
@@ -154,7 +153,6 @@ def test_under_vmap_each_replica_gets_its_own_step(name, dtype):
             case.check(jax.tree.map(lambda u: u[0], ours))
 
 
-@pytest.mark.grid(1, 12)
 @table("float32", "bfloat16")
 def test_reverse_mode_through_a_window_is_that_through_the_bare_optimizer(name, dtype):
     with precision(dtype):

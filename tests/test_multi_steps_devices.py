@@ -249,6 +249,7 @@ def test_update_and_apply_updates_do_the_same():
     assert_close(params, want)
 
 
+@pytest.mark.slow
 @pytest.mark.grid(1)
 @pytest.mark.parametrize(
     "skip",
@@ -364,6 +365,7 @@ def test_the_accumulator_is_sharded_as_the_parameters_from_init_on(kind):
     np.testing.assert_allclose(params["w"], 0.99, rtol=1e-5)
 
 
+@pytest.mark.grid(1, 6)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_a_window_with_what_is_not_finite_in_one_shard_is_dropped(kind, bad):

@@ -147,7 +147,7 @@ BIG = {f"layer_{i}": jnp.ones((400, 400)) for i in range(4)}
 BIG_BYTES = sum(p.nbytes for p in jax.tree.leaves(BIG))
 
 
-@pytest.mark.grid(9)
+@pytest.mark.grid(1, 9)
 @pytest.mark.parametrize("emit", [None, True, False])
 @pytest.mark.parametrize("k", [1, 7, 8])
 @pytest.mark.parametrize(

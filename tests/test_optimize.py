@@ -101,6 +101,7 @@ def test_the_config_and_the_argument_both_switch_it_off():
     assert not is_plain()
 
 
+@pytest.mark.grid(1, 3)
 @pytest.mark.parametrize(
     ("value", "answer"), [("0", "False"), ("1", "True"), ("false", "False")]
 )

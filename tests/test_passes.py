@@ -481,6 +481,7 @@ def window_of(kind, scale):
 KINDS = ["value_and_grad", "accumulate", "axis_name", "whole_batch"]
 
 
+@pytest.mark.grid(1, 4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_that_is_traced_outlives_the_call(kind):
     with jax.checking_leaks():

@@ -169,6 +169,7 @@ def test_sums_over_rows_of_bfloat16_are_those_of_float32(model, monkeypatch):
     assert not any(exact_to_float32(whole, batch).values())
 
 
+@pytest.mark.slow
 @pytest.mark.grid(1)
 @pytest.mark.parametrize("weight_fn", [None, lambda b: 1.0 + jnp.abs(b["slope"][0, 0])])
 @pytest.mark.parametrize("how", ["scanned", "cast_before", "held"])
@@ -414,6 +415,7 @@ def attended(params, x):
     return jnp.mean(h.astype(jnp.float32) ** 2)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("optax_promotion")  # of gelu
 def test_unrolled_layers_take_no_more_than_the_plain_scan(monkeypatch):
     def shape(*sizes):

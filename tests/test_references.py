@@ -128,6 +128,7 @@ def test_verify_reads_a_loss_with_references_as_any_other(loss):
     assert "does not run in float64" not in str(report)
 
 
+@pytest.mark.slow
 def test_verify_sees_what_is_wrong_with_one():
     """The twin."""
     report = ga.verify(of_params, W, X, 4)

@@ -55,6 +55,7 @@ def assert_same(ramp, batch_of, size, steps):
     assert [ramp.seen(step) for step in range(steps)] == [seen for _, seen in rows]
 
 
+@pytest.mark.slow
 @hypothesis.given(
     st.integers(1, 5),
     st.integers(1, 6),

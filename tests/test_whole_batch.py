@@ -270,6 +270,7 @@ def test_a_gradient_function_that_is_written_already_runs_over_micro_batches(nam
         assert_close(got, fun(*args), whole_losses.N)
 
 
+@pytest.mark.slow
 def test_it_may_be_a_gradient_of_the_rows_themselves():
     with jax.enable_x64(True):
         args = whole_losses.arguments()
@@ -456,6 +457,7 @@ def ratio(w, x):
     return h.sum() / jnp.abs(h).sum()
 
 
+@pytest.mark.slow
 @pytest.mark.grid(1, 2)
 @pytest.mark.parametrize("devices", [2, 4])
 def test_a_mesh_in_the_context_and_a_region_of_the_user_give_the_whole_batch(devices):

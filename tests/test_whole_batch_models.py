@@ -318,6 +318,7 @@ def test_collectives_over_an_axis_around_the_call_leave_rows_where_they_are():
 # -- Other types, and devices ----------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.grid(1)
 @pytest.mark.parametrize("name", ["masked_tokens", "attention", "vicreg", "mmd"])
 def test_in_bfloat16_it_is_as_close_as_the_undivided_batch(name):
