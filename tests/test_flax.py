@@ -333,6 +333,7 @@ def test_the_unmodified_nnx_optimizer_takes_it_as_tx():
     assert (model.out.kernel[...] != before).any()
 
 
+@pytest.mark.slow
 def test_the_nnx_optimizer_without_an_accumulator_counts_every_call():
     x, y = batch()
     model = Model(nnx.Rngs(0))
@@ -489,6 +490,7 @@ def test_an_accumulator_of_another_module_is_refused():
         accumulate(mean_loss, carry_argnums=2)
 
 
+@pytest.mark.slow
 def test_what_fun_leaves_alone_keeps_its_array():
     x, y = batch()
     model = Noisy(nnx.Rngs(0))
@@ -725,6 +727,7 @@ def find_scales(tree):
     return [scales for node in tree.values() for scales in find_scales(node)]
 
 
+@pytest.mark.slow
 def test_a_window_without_weight_keeps_the_fp8_scales():
     params, loss, x = fp8()
     nothing = ga.value_and_grad(loss, 4, weight_fn=lambda x: 0.0)

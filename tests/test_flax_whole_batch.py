@@ -205,6 +205,7 @@ def test_random_streams_and_metrics_may_be_arguments_too():
         assert distance(metric.compute(), other_metric.compute()) < CLOSE
 
 
+@pytest.mark.slow
 def test_what_fun_leaves_alone_keeps_its_array():
     with jax.enable_x64(True):
         model = Model()

@@ -413,6 +413,7 @@ def test_updates_are_sharded_as_explicit_axes_say(known, dtypes, weight, k):
             np.testing.assert_array_equal(np.asarray(x, np.float32), -1)
 
 
+@pytest.mark.slow
 def test_extra_arguments_are_averaged_over_devices_and_the_data_may_end_a_window():
     params, batches = make()
     params["n"] = jnp.arange(2)

@@ -64,6 +64,7 @@ def test_what_accumulation_gets_wrong_is_right_over_the_whole_batch(fun, cause):
     assert report.relative < 1e-13
 
 
+@pytest.mark.slow
 def test_has_aux_and_the_assertion_take_it_too():
     def with_aux(p, b):
         z = encode(p, b)

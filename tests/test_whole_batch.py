@@ -392,7 +392,7 @@ def frozen(use):
 USES = ["product", "index", "full_like", "key"]
 
 
-@pytest.mark.grid(2, 4)
+@pytest.mark.grid(1, 4)
 @pytest.mark.skipif(jax.__version_info__ < (0, 9), reason="data_axis needs jax 0.9")
 @pytest.mark.parametrize("kind", ["Explicit", "Auto"])
 @pytest.mark.parametrize("use", USES)

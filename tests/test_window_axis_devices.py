@@ -82,6 +82,7 @@ def test_each_level_crosses_the_devices_once_and_no_loop_communicates(mesh):
     assert audited(contrastive) <= 3  # there, back, and gradients
 
 
+@pytest.mark.slow
 def test_fsdp_and_aux_go_with_it(mesh):
     with jax.enable_x64(True):
         params, batch = arrays()
