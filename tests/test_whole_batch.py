@@ -419,6 +419,23 @@ def test_an_argument_without_a_role_may_lie_on_the_mesh(use, kind):
         assert found.num_microbatches == 8
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 9), reason="data_axis needs jax 0.9")
+@pytest.mark.parametrize("use", ["product", "index"])
+@pytest.mark.parametrize("whole_batch", [True, False])
+def test_who_closes_over_an_array_of_the_mesh_is_told_what_to_do(use, whole_batch):
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Explicit,))
+    whole, split = (NamedSharding(mesh, spec) for spec in (P(), P("d")))
+    w, table = jax.device_put((jnp.eye(3), jnp.ones((7, 3))), whole)
+    batch = {"x": jnp.ones((16, 3)), "id": jnp.zeros(16, int)}
+    fun = lambda w, b: frozen(use)(w, b, table, None)[0]  # noqa: E731
+    axis = ga.DataAxis("d", mesh=mesh)
+    step = ga.value_and_grad(fun, 2, whole_batch=whole_batch, data_axis=axis)
+    with pytest.raises((ValueError, NotImplementedError)) as raised:
+        step(w, jax.device_put(batch, split))
+    said = [str(raised.value), *getattr(raised.value, "__notes__", ())]
+    assert any("closes over an array that lies on the mesh" in words for words in said)
+
+
 # -- Comparisons with an extremum ------------------------------------------------------
 
 

@@ -163,6 +163,10 @@ def _traced(call: Call, trace_one: Callable[[], Any]) -> Any:
         if "unbound axis name" in str(error):
             error.add_note(_UNBOUND)
         raise
+    except NotImplementedError as error:
+        if "Closing over" in str(error):
+            error.add_note(f"In terms of ga_optax: {_CLOSED_OVER}")
+        raise
     except ValueError as error:
         _explain_manual_axis(call, error)
         raise
@@ -281,6 +285,12 @@ def is_wide(variable: Any) -> bool:
     )
 
 
+_CLOSED_OVER = (
+    "If fun closes over an array that lies on the mesh, pass it as an argument: what "
+    "has no role there goes whole to every device."
+)
+
+
 def _explain_manual_axis(call: Call, error: ValueError) -> None:
     """Raises if `error` is JAX's of a sharding over a data axis that is bound."""
     names = [name for name in call.axes if f"'{name}'" in str(error)]
@@ -294,7 +304,7 @@ def _explain_manual_axis(call: Call, error: ValueError) -> None:
             "of the logical axis rules, in Haliax out of the axis mapping). In your "
             "own jax.shard_map, pass "
             f"check_vma=False, too. Or pass {each}no data_axis, and every micro-batch "
-            f"is reduced. JAX says: {error}"
+            f"is reduced. {_CLOSED_OVER} JAX says: {error}"
         ) from error
 
 
