@@ -271,7 +271,7 @@ def micro_batch(
     call: Call, trace: Trace, fun: Callable[..., Any]
 ) -> Callable[..., Any]:
     """The loss of a micro-batch, and all else that `fun` returns, by its layout."""
-    part, size = trace.part, num_parts(call)
+    layouts, size = trace.part.layouts, num_parts(call)
     rows = [jnp.shape(x)[a] for x, a in zip(call.batch, call.split_axes, strict=True)]
     due = rows[0] // call.options.num_microbatches
     if call.mesh is not None:
@@ -284,25 +284,32 @@ def micro_batch(
         consts = list(map(_as_given, consts, trace.closed.consts))
         pairs = zip(*map(jax.tree.leaves, (params, call.params)), strict=True)
         leaves = [x.astype(jnp.result_type(like)) for x, like in pairs]
-        # Inside the region of a mesh types name it otherwise: the program of there. It
-        # may have other equations, so its results need not come in the same layouts.
-        here = trace
+        part = trace.part
         if call.mesh is not None:
-            came = call.others()
-            inside = {i: _as_given(x, came[i]) for i, x in others.items()}
-            here = traced(call.with_others(inside), fun, part.layouts)
-            known = {
-                id(old): x for old, x in zip(trace.closed.consts, consts, strict=True)
-            }
-            consts = [known.get(id(x), x) for x in here.closed.consts]
-        loss, *rest = ir.results(here.part, (*consts, *leaves, *own))
+            part, consts = _in_region(call, trace, fun, consts, others)
+        loss, *rest = ir.results(part, (*consts, *leaves, *own))
         loss = _addend(trace, loss, size)
         kept: dict[str, list[Any]] = {mode: [] for mode in MODES}
-        for x, layout in zip(rest, part.layouts[1:], strict=True):
+        for x, layout in zip(rest, layouts[1:], strict=True):
             kept[_kind(layout)].append(x)
         return loss, kept
 
     return run
+
+
+def _in_region(
+    call: Call, trace: Trace, fun: Callable[..., Any], consts: list[Any], others: Any
+) -> tuple[Partitioned, list[Any]]:
+    """The program in the region of a mesh, and the values of its constants.
+
+    Types name the mesh otherwise there. The program may have other equations, so its
+    results are asked for in the layouts of the one outside.
+    """
+    came = call.others()
+    inside = {i: _as_given(x, came[i]) for i, x in others.items()}
+    here = traced(call.with_others(inside), fun, trace.part.layouts)
+    known = dict(zip(map(id, trace.closed.consts), consts, strict=True))
+    return here.part, [known.get(id(x), x) for x in here.closed.consts]
 
 
 # -- The window takes the mean of micro-batches ----------------------------------------
