@@ -22,7 +22,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ga_optax as ga
-from ga_optax._inside import in_place
+from ga_optax._across.request import Request
+from ga_optax._inside import in_place, options
 from ga_optax._passes import arrivals, known
 from ga_optax.testing import assert_trees_bitwise_equal
 
@@ -406,15 +407,32 @@ def both_ways(drawn):
         return run(updated), run(applied)
 
 
-@pytest.mark.exhaustive
-@few(16)
-@given(runs())
-def test_update_and_apply_gradients_agree_with_any_options(drawn):
+def assert_both_ways_agree(drawn):
     for (a, counts), (b, others) in zip(*both_ways(drawn), strict=True):
         # XLA may contract a product and a sum of the optimizer in one of the two.
         eps = float(jnp.finfo(drawn[2]).eps)
         np.testing.assert_allclose(a, b, rtol=0, atol=4 * eps * np.max(np.abs(b)))
         assert_trees_bitwise_equal(counts, others)
+
+
+@pytest.mark.exhaustive
+@few(16)
+@given(runs())
+def test_update_and_apply_gradients_agree_with_any_options(drawn):
+    assert_both_ways_agree(drawn)
+
+
+@pytest.mark.slow
+def test_updates_that_are_applied_otherwise_would_be_seen(monkeypatch):
+    """The twin."""
+    options = {"use_grad_mean": True, "accumulator_dtype": jnp.float32}
+    drawn = 2, options, jnp.float32, [False] * 5, [None] * 5, False, True, 0
+    assert_both_ways_agree(drawn)
+    step = Request.with_step
+    twice = lambda self, x: step(self, 2 * x if self.applies else x)  # noqa: E731
+    monkeypatch.setattr(Request, "with_step", twice)
+    with pytest.raises(AssertionError):
+        assert_both_ways_agree(drawn)
 
 
 # -- Forms of arguments ----------------------------------------------------------------
@@ -434,9 +452,7 @@ def calls(draw):
 
 
 @pytest.mark.slow
-@few(5)
-@given(calls())
-def test_arguments_may_come_in_any_form(drawn):
+def assert_forms_agree(drawn):
     by_position, x_axis, y_axis, axes, by_name = drawn
     w, x, y = normal(0, WIDTH, WIDTH), normal(1, 8, WIDTH), normal(2, 8, WIDTH)
 
@@ -455,3 +471,19 @@ def test_arguments_may_come_in_any_form(drawn):
     due = jax.value_and_grad(fun)(w, *batch, 2.0)
     for a, b in zip(got, due, strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=64 * EPS * np.max(np.abs(b)))
+
+
+@few(5)
+@given(calls())
+def test_arguments_may_come_in_any_form(drawn):
+    assert_forms_agree(drawn)
+
+
+def test_names_that_stand_for_other_positions_would_be_seen(monkeypatch):
+    """The twin."""
+    drawn = 1, 0, 1, (0, 1), False
+    assert_forms_agree(drawn)
+    names = options._names_of_positions
+    monkeypatch.setattr(options, "_names_of_positions", lambda fun: names(fun)[::-1])
+    with pytest.raises((AssertionError, TypeError)):
+        assert_forms_agree(drawn)
