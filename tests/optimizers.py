@@ -76,6 +76,10 @@ DIFFERENCES = {
     "schedule_free_sgd",
 }
 
+# Their slopes divide by differences of singular values, some of which are close: in
+# float32 nothing but rounding is left of them, another on each kind of CPU.
+DECOMPOSE = {"galore", "scale_by_galore"}
+
 # They loop until a condition holds, which has no reverse mode, on their own either.
 NOT_DIFFERENTIABLE = {"lbfgs", "scale_by_zoom_linesearch"}
 
