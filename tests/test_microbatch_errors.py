@@ -106,6 +106,17 @@ def test_options_of_the_wrong_type_are_refused(options, message):
         ga.value_and_grad(3, 2)
 
 
+@pytest.mark.parametrize("leaf", ["text", jnp.sin])
+@pytest.mark.parametrize("whole_batch", [False, True])
+def test_aux_that_is_no_number_is_refused(leaf, whole_batch):
+    def fun(w, x):
+        return jnp.mean(x * w), {"kept": leaf}
+
+    step = ga.value_and_grad(fun, 2, has_aux=True, whole_batch=whole_batch)
+    with pytest.raises(TypeError, match=r"aux must be arrays or numbers, but \['kept"):
+        step(W, X)
+
+
 def test_an_overlap_through_a_negative_position_is_found_at_the_call():
     step = ga.value_and_grad(untraced, 2, rng_argnums=-1)
     with pytest.raises(ValueError, match="must not overlap"):

@@ -205,5 +205,8 @@ def test_arguments_are_those_of_the_step_or_their_types():
     assert found.forward_passes == 2
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
     x = jax.device_put(x, NamedSharding(mesh, PartitionSpec("data")))
-    found = ga.batch_dependencies(fun, K, data_axis="data")(p, x, key, False)
+    find = ga.batch_dependencies(fun, K, data_axis="data")
+    found = find(p, x, key, False)
     assert found.num_microbatches == 2 * K
+    of_x = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+    assert str(find(types[0], of_x, types[2], False)) == str(found)
