@@ -4,11 +4,13 @@ import contextlib
 import contextvars
 import logging
 from collections.abc import Iterable, Iterator
+from typing import TypeVar
 
 from jax.extend import core
 
 from ga_optax._passes import places
 
+Item = TypeVar("Item")
 _MOST = 4  # places that one sentence names
 
 _logger = logging.getLogger("ga_optax")
@@ -25,14 +27,19 @@ def note(sentence: str) -> None:
 
 
 @contextlib.contextmanager
-def recorded() -> Iterator[list[str]]:
-    """The sentences of every `note` inside, each once."""
-    lines: list[str] = []
-    token = _notes.set(lines)
+def listed(variable: contextvars.ContextVar[list[Item]]) -> Iterator[list[Item]]:
+    """A new list, which the variable holds inside."""
+    found: list[Item] = []
+    token = variable.set(found)
     try:
-        yield lines
+        yield found
     finally:
-        _notes.reset(token)
+        variable.reset(token)
+
+
+def recorded() -> contextlib.AbstractContextManager[list[str]]:
+    """The sentences of every `note` inside, each once."""
+    return listed(_notes)
 
 
 def left_alone(equation: core.JaxprEqn, why: str) -> None:
@@ -43,12 +50,8 @@ def left_alone(equation: core.JaxprEqn, why: str) -> None:
 @contextlib.contextmanager
 def of_pass(name: str) -> Iterator[None]:
     """Notes what is left alone inside, by reason and with lines of the user's code."""
-    pairs: list[tuple[str, str]] = []
-    token = _alone.set(pairs)
-    try:
+    with listed(_alone) as pairs:
         yield
-    finally:
-        _alone.reset(token)
     for why, lines in grouped(pairs):
         note(f"The pass {name!r} leaves alone {lines} ({why}).")
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import contextvars
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from jax.extend import core
@@ -13,7 +13,7 @@ from ga_optax._inside.axis.rules import is_collective
 from ga_optax._inside.axis.schedule import Schedule
 from ga_optax._inside.axis.unread import unread
 from ga_optax._passes import ir, places
-from ga_optax._passes.notes import note
+from ga_optax._passes.notes import listed, note
 
 
 class Stored(NamedTuple):
@@ -70,15 +70,9 @@ class Report(NamedTuple):
 _reports: contextvars.ContextVar[list[Report]] = contextvars.ContextVar("_reports")
 
 
-@contextlib.contextmanager
-def recorded() -> Iterator[list[Report]]:
+def recorded() -> contextlib.AbstractContextManager[list[Report]]:
     """The report of every window that is traced inside."""
-    reports: list[Report] = []
-    token = _reports.set(reports)
-    try:
-        yield reports
-    finally:
-        _reports.reset(token)
+    return listed(_reports)
 
 
 def report(schedule: Schedule, size: int, num_microbatches: int) -> None:
