@@ -496,6 +496,16 @@ def test_one_micro_batch_is_why_no_gradient_is_added_in_place():
     assert note.startswith("Gradients not added in place (one micro-batch adds to ")
 
 
+def test_one_micro_batch_of_several_calls_is_added_to_what_came(caplog):
+    """The twin: it has something to add to, so the switch is the reason."""
+    w, x = jnp.ones(4), jnp.ones((2, 4))
+    step = ga.accumulate(lambda w, x: jnp.mean(x @ w), optimize=False)
+    with caplog.at_level("DEBUG", "ga_optax"):
+        jax.jit(step)(ga.accumulator.init(w), w, x)
+    [note] = caplog.messages
+    assert note.startswith("Gradients not added in place (optimize=False)")
+
+
 def test_optimize_false_is_why_no_gradient_is_added_in_place():
     [note] = notes_of(2, optimize=False)
     leaves = "leaf ['head'], leaf ['layers']"

@@ -1,6 +1,5 @@
 """The micro-batches of a call, added to an accumulator: on a device, and on a mesh."""
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -40,8 +39,7 @@ def fold(
         return value, done._replace(total=jax.tree.unflatten(structure, done.total))
 
     reduced = _reduced_in_last(call) if merges else {}
-    loop = _loop(call, program, operands, reduced)
-    loop = dataclasses.replace(loop, begins=acc is None)
+    loop = _loop(call, program, operands, reduced, acc is None)
     state = of_logical(loop, operands, call) if call.logical else loop(operands)
     if merges and call.axes:
         with jax.named_scope("merge"):
@@ -80,11 +78,18 @@ def _reduced_in_last(call: Call) -> dict[int, Placement]:
 
 
 def _loop(
-    call: Call, program: Program, operands: Operands, reduced: dict[int, Placement]
+    call: Call,
+    program: Program,
+    operands: Operands,
+    reduced: dict[int, Placement],
+    begins: bool,
 ) -> Loop:
     """The loop; the last micro-batch reduces some sums over devices."""
     options, sums_already = call.options, any(place.summed for place in call.where)
-    whys = in_place.reasons(options.optimize, program, operands, call.sent)
+    off = "" if options.optimize else "optimize=False"
+    if off and begins and options.num_microbatches == 1:
+        off = "one micro-batch adds to nothing"
+    whys = in_place.reasons(off, program, operands, call.sent)
     in_place.report([name for name, _ in named_leaves(call.params)], whys)
     if sums_already and program.multiplies:
         raise ValueError(
@@ -102,6 +107,7 @@ def _loop(
         options.num_microbatches,
         adds,
         optimize=options.optimize,
+        begins=begins,
         last=adds.reduced(program, reduced) if reduced else None,
         rounds_once=once,
         sums_already=sums_already,

@@ -28,14 +28,15 @@ _SMALL = 1000  # a leaf of so small a part of the largest saves no memory
 
 
 def reasons(
-    wanted: bool,
+    off: str,
     program: Any,
     operands: Any,
     sent: Mapping[int, Any] = types.MappingProxyType({}),
 ) -> list[Reason | None]:
     """Why each leaf is not added in place; None if it is.
 
-    Asked of a `Program`, the `Operands` of its loop, and how gradients are scattered.
+    `off` is why none is, if that is known before; or else it is empty. Asked of a
+    `Program`, the `Operands` of its loop, and how gradients are scattered.
 
     A weight that multiplies a gradient needs that gradient by itself. Custom rules do
     not go with effects, such as printing or a collective. The sum of a vector, such
@@ -43,9 +44,8 @@ def reasons(
     for all layers.
     """
     largest = max((ir.numbers(x.shape) for x in operands.params), default=0)
-    is_one = operands.batch[0].shape[0] == 1
     of_all = (
-        (not wanted, "one micro-batch adds to nothing" if is_one else "optimize=False"),
+        (bool(off), off),
         (not HAS_REFS, f"jax {jax.__version__} is older than 0.11.1"),
         (program.multiplies, "weights multiply the gradients"),
     )

@@ -195,7 +195,8 @@ class Backward:
         acc = Accumulator(totals, weight, jnp.ones([], jnp.int32))
         operands = Operands(closed.consts, diff, self.values.xs, [], [], acc)
         options = self.call.options
-        whys = in_place.reasons(options.optimize, of_loop, operands)
+        off = "" if options.optimize else "optimize=False"
+        whys = in_place.reasons(off, of_loop, operands)
         names = [name for name, _ in named_leaves(self.call.params)]
         in_place.report([names[i] for i in params], whys[: len(params)])
         k = options.num_microbatches
