@@ -107,16 +107,15 @@ def window(
     run = core(
         micro_batch(call, trace, fun),
         call.options.num_microbatches,
-        batch_axes=(tuple(call.split_axes), None, None),
+        batch_axes=(tuple(call.split_axes), None),
         has_aux=True,
         aux=MODES,
         axis_name=AXIS_OF_ROWS if needs_axis else None,
         residual_bytes=given["residual_bytes"] if needs_axis else None,
         **{name: given[name] for name in _PASSED},
     )
-    others = call.others() if call.mesh is not None else {}
-    whole = trace.closed.consts, others
-    batch = tuple(call.batch), *jax.tree.map(_as_data, whole)
+    given_whole = trace.closed.consts if call.mesh is None else call.others()
+    batch = tuple(call.batch), jax.tree.map(_as_data, given_whole)
     if _scales_after(trace):
         (loss, kept), grads = _scaled(call, *run(_widened(call.params), batch))
     else:
@@ -278,15 +277,17 @@ def micro_batch(
         due //= meshes.num_devices(call.options.axes, call.mesh)
 
     def run(params: Any, batch: Any) -> Any:
-        own, consts, others = batch
+        own, given_whole = batch
         if own[0].shape[call.split_axes[0]] != due:
             raise ValueError("The program is that of one micro-batch.")
-        consts = list(map(_as_given, consts, trace.closed.consts))
         pairs = zip(*map(jax.tree.leaves, (params, call.params)), strict=True)
         leaves = [x.astype(jnp.result_type(like)) for x, like in pairs]
-        part = trace.part
-        if call.mesh is not None:
-            part, consts = _in_region(call, trace, fun, consts, others)
+        if call.mesh is None:
+            part = trace.part
+            consts = map(_as_given, given_whole, trace.closed.consts)
+        else:
+            here = _in_region(call, fun, given_whole, layouts)
+            part, consts = here.part, here.closed.consts
         loss, *rest = ir.results(part, (*consts, *leaves, *own))
         loss = _addend(trace, loss, size)
         kept: dict[str, list[Any]] = {mode: [] for mode in MODES}
@@ -298,18 +299,16 @@ def micro_batch(
 
 
 def _in_region(
-    call: Call, trace: Trace, fun: Callable[..., Any], consts: list[Any], others: Any
-) -> tuple[Partitioned, list[Any]]:
-    """The program in the region of a mesh, and the values of its constants.
+    call: Call, fun: Callable[..., Any], others: dict[int, Any], due: Sequence[Layout]
+) -> Trace:
+    """The program of `fun` in the region of a mesh, with results as are due.
 
     Types name the mesh otherwise there. The program may have other equations, so its
-    results are asked for in the layouts of the one outside.
+    results need not come in the layouts of the one outside.
     """
     came = call.others()
     inside = {i: _as_given(x, came[i]) for i, x in others.items()}
-    here = traced(call.with_others(inside), fun, trace.part.layouts)
-    known = dict(zip(map(id, trace.closed.consts), consts, strict=True))
-    return here.part, [known.get(id(x), x) for x in here.closed.consts]
+    return traced(call.with_others(inside), fun, due)
 
 
 # -- The window takes the mean of micro-batches ----------------------------------------
