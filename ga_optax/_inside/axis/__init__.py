@@ -14,7 +14,6 @@ module for each step:
     last      a last level that the loss reads only as a whole is no level of its own
     shared    what all micro-batches share is computed once
     kept      what later levels would compute again is kept, as far as there is room
-    heads     the results of last products are kept for their own backward pass
     forward   fills the buffers of a level: one scan over the micro-batches
     backward  the loss, then level by level: a `Loop` each; the cotangents of buffers
               are gradients like those of parameters

@@ -44,7 +44,6 @@ def smallest(
     sources: Iterable[Hashable],
     sinks: Container[Any],
     size: Callable[[Any], float],
-    early: bool = False,
 ) -> list[Any]:
     """The values to keep; of two choices of one size, that which is nearer to `sinks`.
 
@@ -54,7 +53,6 @@ def smallest(
       sinks: those that have to be known, if they are computed of `sources`.
       size: what keeping a value takes; infinite if it cannot be kept. One on each way
         is finite.
-      early: whether to take that which is nearer to `sources` instead.
     """
     room: dict[_Node, dict[_Node, float]] = collections.defaultdict(dict)
 
@@ -90,8 +88,6 @@ def smallest(
         for a, b in way:
             room[a][b] -= width
             room[b][a] += width
-    if early:
-        return [x for x in values if (x, "in") in came and (x, "out") not in came]
     near = _reached(_SINK, behind)
     return [x for x in values if (x, "out") in near and (x, "in") not in near]
 

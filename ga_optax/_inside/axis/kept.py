@@ -156,10 +156,6 @@ def passes(schedule: Schedule) -> dict[int, Passes]:
             forward = runs.bit_count() + returns.bit_count() - with_loss
             backward = returns.bit_count() if smooth else 0
             found[id(e)] = Passes(forward, backward, runs)
-    for level in map(schedule.before, range(1, schedule.end)):
-        for e in schedule.needed(schedule.operands(level), level)[0]:
-            its = found.get(id(e), Passes(0, 0, 0))
-            found[id(e)] = Passes(its.forward + 2, its.backward + 1, its.levels)
     return found
 
 

@@ -98,8 +98,7 @@ def report(schedule: Schedule, size: int, num_microbatches: int) -> None:
 def _runs(schedule: Schedule) -> dict[int, Passes]:
     """The passes of every equation, without those in which nothing reads its result."""
     runs = passes(schedule)
-    levels = range(1, schedule.end)
-    for level in (*levels, *map(schedule.before, levels)):
+    for level in range(1, schedule.end):
         for e in unread(schedule, level):
             if its := runs.get(id(e)):
                 runs[id(e)] = its._replace(forward=its.forward - 1)

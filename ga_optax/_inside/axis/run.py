@@ -7,7 +7,6 @@ import jax
 from ga_optax._checks import named_leaves
 from ga_optax._inside.axis import cost, forward, kept, last
 from ga_optax._inside.axis.backward import Backward, Task
-from ga_optax._inside.axis.heads import keep_heads
 from ga_optax._inside.axis.read import without_collectives
 from ga_optax._inside.axis.report import report
 from ga_optax._inside.axis.schedule import Schedule
@@ -49,7 +48,6 @@ def _run(
     schedule = values.schedule
     report(schedule, values.size, call.options.num_microbatches)
     for level in range(schedule.end):
-        forward.fill(values, schedule.before(level))
         forward.fill(values, level)
         forward.fill_once(values, level)
     back = Backward(call, program, values, operands.acc)
@@ -83,9 +81,7 @@ def _planned(
         of_step = cost.of_a_step(closed, operands.params, rest)
         return max(of_step, k * sum(map(cost.nbytes, carried)))
 
-    schedule = kept.keep(schedule, k, limit)
-    keep_heads(schedule, k, limit)
-    return schedule
+    return kept.keep(schedule, k, limit)
 
 
 def _wanted(
@@ -115,7 +111,6 @@ def _gradients(
     for level in reversed(range(schedule.end)):
         back.take_once(level)
         back.take(level)
-        back.take(schedule.before(level))
     loss, rest, acc = back.finished(outcome, back.call, back.totals)
     results |= dict(zip(wanted, rest, strict=True))
     return loss if roots else value, [results[i] for i in sorted(results)], acc

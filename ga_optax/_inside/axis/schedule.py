@@ -131,13 +131,6 @@ class Schedule:
         """What is there from the start."""
         return {*self.jaxpr.constvars, *self.jaxpr.invars, *self.index}
 
-    def before(self, level: int) -> float:
-        """The level of what is kept for the way back of a level itself.
-
-        It comes after what is computed once for that level.
-        """
-        return level - 0.25
-
     def copy(self) -> "Schedule":
         """The same, to which buffers can be added."""
         buffers, views = list(self.buffers), dict(self.views)

@@ -12,22 +12,22 @@ from ga_optax._inside.axis.schedule import Schedule
 from ga_optax._passes import known
 from ga_optax._passes.ir import variables
 
-PRODUCTS = (known.PRODUCT, known.CONVOLUTION)
+_PRODUCTS = (known.PRODUCT, known.CONVOLUTION)
 # Their gradients need no operand, and no result.
-LINEAR = {*known.EXACT, "reduce_sum", "add", "add_any", "sub", "neg"} - {"select_n"}
+_LINEAR = {*known.EXACT, "reduce_sum", "add", "add_any", "sub", "neg"} - {"select_n"}
 # The gradient of an operand needs the other one; that of a divisor both.
-_OF_TWO = {*PRODUCTS, "mul", "div"}
+_OF_TWO = {*_PRODUCTS, "mul", "div"}
 
 
-def unread(schedule: Schedule, level: float) -> list[core.JaxprEqn]:
+def unread(schedule: Schedule, level: int) -> list[core.JaxprEqn]:
     """The equations on the way back of a level whose results nothing reads there."""
     roots = schedule.operands(level, smooth=True)
     found, _ = schedule.needed(roots, level)
     read, without = set(), []
     for e in reversed(found):
-        name, smooth = e.primitive.name, is_smooth(schedule, e)
+        name, smooth = e.primitive.name, _is_smooth(schedule, e)
         runs = not read.isdisjoint(e.outvars)
-        if smooth and name not in LINEAR | _OF_TWO:
+        if smooth and name not in _LINEAR | _OF_TWO:
             runs = True  # Its derivative may need what it returns.
         if not runs:
             without.append(e)
@@ -39,14 +39,14 @@ def unread(schedule: Schedule, level: float) -> list[core.JaxprEqn]:
 def _needed(schedule: Schedule, equation: core.JaxprEqn) -> list[Any]:
     """The operands that the gradient of a smooth equation needs, but not its result."""
     name = equation.primitive.name
-    if name in LINEAR:
+    if name in _LINEAR:
         return []
     one, two = equation.invars
     of_one, of_two = (schedule.fact(x).smooth for x in (one, two))
     return [one] * of_two + [two] * (of_one or name == "div")
 
 
-def is_smooth(schedule: Schedule, equation: core.JaxprEqn) -> bool:
+def _is_smooth(schedule: Schedule, equation: core.JaxprEqn) -> bool:
     """Whether it is differentiated, and differs between micro-batches."""
     return any(
         schedule.facts[x].own and schedule.facts[x].smooth for x in equation.outvars
