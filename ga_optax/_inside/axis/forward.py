@@ -35,6 +35,16 @@ def fill(values: Values, level: float) -> None:
         _add(values, folded | stacked)
 
 
+def fill_last(values: Values, results: Arrays) -> None:
+    """Fills the buffers of the loss's level, of what its loop put together."""
+    schedule = values.schedule
+    for j, x in zip(schedule.at(schedule.end), results, strict=True):
+        buffer = schedule.buffers[j]
+        if values.axes and buffer.kind == "stack":
+            [x] = _gather([x], values.axes)
+        values.buffers[j] = vary(x.astype(buffer.operand.aval.dtype), values.axes)
+
+
 def fill_once(values: Values, level: int) -> None:
     """Computes what follows from the buffers up to a level, and from no rows."""
     schedule = values.schedule

@@ -10,6 +10,7 @@ from jax.extend import core
 
 from ga_optax import accumulator
 from ga_optax._inside.axis import schedule as scheduling
+from ga_optax._inside.axis import waiting
 from ga_optax._inside.axis.read import flat
 from ga_optax._inside.axis.schedule import Buffer, Schedule
 from ga_optax._inside.call import Call
@@ -57,9 +58,14 @@ class Values:
         fixed = [*jaxpr.constvars, *of_consts, *of_carry]
         known = [*consts, *operands.consts, *carry]
         self.fixed = dict(zip(fixed, known, strict=True))
-        self.schedule: Schedule = scheduling.make(
-            jaxpr, axis, self.of_params, self.of_own
-        )
+        differ = self.of_params, self.of_own
+        facts = scheduling.facts_of(jaxpr, axis, *differ)
+        if not program.weighted:
+            new = waiting.with_parts(jaxpr, axis, self.size, facts)
+            if new is not jaxpr:
+                jaxpr, facts = new, scheduling.facts_of(new, axis, *differ)
+        whole = _need_no_loop(program, jaxpr)
+        self.schedule: Schedule = scheduling.make(jaxpr, axis, facts, whole)
 
     def needed(
         self, wanted: Sequence[Any], level: float, acts: bool = False
@@ -69,7 +75,8 @@ class Values:
         If the loop `acts`, it also runs those that print or call back: each once.
         """
         schedule = self.schedule
-        lowest = schedule.last if schedule.merged and level > schedule.last else 0
+        # After the loops, those that read what only they have filled.
+        lowest = schedule.end if level > schedule.end else 0
 
         def runs(equation: core.JaxprEqn) -> bool:
             names = [getattr(effect, "name", "") for effect in equation.effects]
@@ -118,6 +125,17 @@ class Values:
         aval: Any = buffer.operand.aval
         more = {"stack": (self.size,), "own": (len(self.xs[0]),)}.get(buffer.kind, ())
         return jnp.zeros((*more, *aval.shape), aval.dtype)
+
+
+def _need_no_loop(program: Program, jaxpr: core.Jaxpr) -> list[int]:
+    """Which results of the aux are what all micro-batches have, if they share it."""
+    first = len(jaxpr.outvars) - program.aux.num_leaves
+    found = []
+    for i, mode in enumerate(program.modes[1:], first):
+        of_numbers = mode == "mean" and is_inexact(jaxpr.outvars[i].aval)
+        if of_numbers or mode in ("last", "max", "min"):
+            found.append(i)  # The mean of integers has another type.
+    return found
 
 
 def wide(x: jax.Array) -> jax.Array:
