@@ -43,6 +43,13 @@ def masked(p, b):
     return ((network(p, b) ** 2).sum(1) * b["m"]).sum() / b["m"].sum()
 
 
+def balanced(p, b):
+    """Classes count alike, however many rows they have."""
+    of_class = (b["x"][:, :3] > 0).astype(float)
+    each = (network(p, b) ** 2).sum(1)
+    return (each @ of_class / of_class.sum(0)).mean()
+
+
 def root(p, b):
     return jnp.sqrt(mean(p, b))
 
@@ -118,6 +125,7 @@ def said(fun, args, k=K, **options):
     [
         (mean, 2, (1, 1)),
         (masked, 2, (1, 1)),
+        (balanced, 2, (1, 1)),
         (root, 2, (2, 1)),
         (contrastive, 2, (2, 1)),
         (normalised, 1, (1, 1)),
@@ -134,6 +142,14 @@ def test_passes_are_those_that_are_counted_in_the_program(fun, layers, passes):
     for limit in (0, 2000):
         limited = {"residual_bytes": limit}
         assert said(fun, args, **limited) == counted(fun, args, **limited)
+
+
+@pytest.mark.parametrize(("fun", "counts"), [(masked, 1), (balanced, 3)])
+def test_a_quotient_of_sums_waits_for_its_counts_alone(fun, counts):
+    [meeting] = ga.batch_dependencies(fun, K)(*arguments()).meetings
+    assert (meeting.kind, meeting.type.size) == ("sum", counts)
+    # The twin: counts that the parameters change meet with what they divide.
+    assert len(ga.batch_dependencies(dice, K)(*arguments()).meetings) == 2
 
 
 @pytest.mark.slow

@@ -141,7 +141,7 @@ def batch_dependencies(
     ...     return jnp.sqrt(jnp.mean((x @ w) ** 2))
     >>> found = ga.batch_dependencies(loss, 2)(jnp.ones(3), jnp.ones((4, 3)))
     >>> print(found.forward_passes, found.backward_passes, found.kept_bytes)
-    1 1 24
+    2 1 8
     >>> [mean] = found.meetings
     >>> print(mean.kind, mean.type.shape, mean.nbytes)
     sum () 4

@@ -22,12 +22,13 @@ its operands and is computed whole, which is always right and only takes memory.
 Imports `_passes` alone.
 """
 
+from ga_optax._partition.linear import slots
 from ga_optax._partition.program import (
     Argument,
     Partitioned,
     partition,
 )
-from ga_optax._partition.values import PARTIAL, WHOLE, Layout, Rows
+from ga_optax._partition.values import PARTIAL, WHOLE, Layout, Rows, is_inexact
 
 __all__ = [
     "PARTIAL",
@@ -38,6 +39,8 @@ __all__ = [
     "Note",
     "Partitioned",
     "Rows",
+    "is_inexact",
     "partition",
+    "slots",
 ]
 from ga_optax._partition.writer import Axis, Note

@@ -5,6 +5,8 @@ and a gradient that contracts over rows is one sum at the very end. (Shardy call
 `unreduced`.) A whole operand of an addition is shared out: `Σ xᵢ + y = Σ (xᵢ + y/k)`.
 """
 
+from collections.abc import Sequence
+
 import jax.numpy as jnp
 from jax.extend import core
 
@@ -39,19 +41,12 @@ PRODUCTS = {
 def linear(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result] | None:
     """The results, partial; None if the equation is not linear in what is partial."""
     name = e.primitive.name
+    if name == "div" and _waits_above(vs):
+        vs = [vs[0], w.reduced(vs[1])]
     if any(v.rows for v in vs) or not all(is_inexact(x.aval) for x in e.outvars):
         return None
-    if name == "select_n":
-        slots = tuple(range(1, len(vs)))
-    elif name in SUMS:
-        slots = SUMS[name] or tuple(range(len(vs)))
-    elif name in PRODUCTS:
-        slots = tuple(i for i, v in enumerate(vs) if v.is_partial)
-        if len(slots) > 1 or slots[0] not in PRODUCTS[name]:
-            return None
-    else:
-        return None
-    if any(v.is_partial and i not in slots for i, v in enumerate(vs)):
+    places = slots(e, [i for i, v in enumerate(vs) if v.is_partial])
+    if places is None:
         return None
     if name == "convert_element_type" and _rounds(e, vs[0]):
         return None
@@ -63,8 +58,30 @@ def linear(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result] | None:
         return [
             (x, v.layout) for x, v in zip(w.run(e, [v.x for v in vs]), vs, strict=True)
         ]
-    xs = [w.addend(v) if i in slots else v.x for i, v in enumerate(vs)]
+    xs = [w.addend(v) if i in places else v.x for i, v in enumerate(vs)]
     return [(x, PARTIAL) for x in w.results(e, xs)]
+
+
+def slots(e: core.JaxprEqn, partial: Sequence[int]) -> Sequence[int] | None:
+    """In which operands together it is linear; None if some `partial` is not among."""
+    name = e.primitive.name
+    if name == "select_n":
+        found = range(1, len(e.invars))
+    elif name in SUMS:
+        found = SUMS[name] or range(len(e.invars))
+    else:
+        found = partial if len(partial) == 1 else ()
+        found = [i for i in found if i in PRODUCTS.get(name, ())]
+    return found if set(partial) <= set(found) else None
+
+
+def _waits_above(vs: list[Value]) -> bool:
+    """Whether the dividend of two sums can wait, and the divisor be reduced first.
+
+    What does not depend on the parameters, such as a count of tokens, is known before
+    all that does.
+    """
+    return all(v.is_partial for v in vs) and vs[0].params and not vs[1].params
 
 
 def _is_late(v: Value, vs: list[Value]) -> bool:

@@ -11,12 +11,13 @@ module for each step:
               what is known of each of them
     schedule  a level for each value: how many collectives are on the longest way to it;
               what does not depend on the parameters, such as a token count, comes first
-    last      a last level that the loss reads only as a whole is no level of its own
+    waiting   a sum that is all of a loss waits: each micro-batch adds its part
     shared    what all micro-batches share is computed once
     kept      what later levels would compute again is kept, as far as there is room
     forward   fills the buffers of a level: one scan over the micro-batches
     backward  the loss, then level by level: a `Loop` each; the cotangents of buffers
               are gradients like those of parameters
+    after     results that need no rows, from buffers, once
 
 A collective fills a *buffer*: a sum or an extremum over the window, or the stack of its
 operands. Its result is a *view* of that buffer. Once the buffers below a level are

@@ -77,6 +77,16 @@ def _filled(values: Values, members: Sequence[int], level: int) -> Buffers:
     return dict(zip(members, found, strict=True))
 
 
+def fill_last(values: Values, results: Arrays) -> None:
+    """Fills the buffers of the loss's level, of what its loop put together."""
+    schedule = values.schedule
+    for j, x in zip(schedule.at(schedule.end), results, strict=True):
+        buffer = schedule.buffers[j]
+        if values.axes and buffer.kind == "stack":
+            [x] = _gather([x], values.axes)
+        values.buffers[j] = vary(x.astype(buffer.operand.aval.dtype), values.axes)
+
+
 def fill_once(values: Values, level: int) -> None:
     """Computes what follows from the buffers up to a level, and from no rows."""
     schedule = values.schedule

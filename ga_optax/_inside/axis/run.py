@@ -5,7 +5,7 @@ from typing import Any
 import jax
 
 from ga_optax._checks import named_leaves
-from ga_optax._inside.axis import cost, forward, last, room
+from ga_optax._inside.axis import after, cost, forward, room
 from ga_optax._inside.axis.backward import Backward, Task
 from ga_optax._inside.axis.report import report
 from ga_optax._inside.axis.schedule import Schedule
@@ -42,7 +42,6 @@ def _run(
 ) -> tuple[Arrays, Arrays, Flat]:
     values = Values(call, program, operands)
     _check_auto(call, program, values.schedule)
-    values.schedule.merged = last.can_merge(values, program)
     values.schedule = _planned(call, program, operands, values.schedule)
     schedule = values.schedule
     report(schedule, values.size, call.options.num_microbatches)
@@ -78,24 +77,27 @@ def _planned(
 def _wanted(
     program: Program, schedule: Schedule, carry: Arrays
 ) -> dict[int, tuple[Any, Any]]:
-    """The results but for the loss, and how those of micro-batches are put together."""
+    """The results but for the loss, and how those of micro-batches are put together.
+
+    By number, without those that come after the loops.
+    """
     modes = ["sum" if is_inexact(x) else "last" for x in carry]
-    rest = schedule.jaxpr.outvars[1 + program.weighted :]
-    return dict(enumerate(zip(rest, [*modes, *program.modes[1:]], strict=True)))
+    first = 1 + program.weighted
+    pairs = zip(
+        schedule.jaxpr.outvars[first:], [*modes, *program.modes[1:]], strict=True
+    )
+    return {i: pair for i, pair in enumerate(pairs, first) if i not in schedule.after}
 
 
 def _gradients(
     back: Backward, wanted: dict[int, tuple[Any, str]]
 ) -> tuple[jax.Array, Arrays, Flat]:
     """The loss, the other results and the accumulator: the loss's loop, and back."""
-    schedule, program, axes = back.values.schedule, back.program, back.values.axes
-    roots, results = schedule.jaxpr.outvars[:1], {}
-    value: Any = None
-    if schedule.merged:
-        value, results = last.fill(back, wanted)
-        wanted = {i: pair for i, pair in wanted.items() if i not in results}
-        roots = [x for x in roots if schedule.is_last(x)]
-    outcome = back.run(Task(schedule.last + 1, roots, list(wanted.values())))
+    values, program, axes = back.values, back.program, back.values.axes
+    schedule = values.schedule
+    members = [schedule.buffers[j] for j in schedule.at(schedule.end)]
+    every = [*wanted.values(), *((b.operand, b.kind) for b in members)]
+    outcome = back.run(Task(schedule.end, schedule.jaxpr.outvars[:1], every))
     if program.multiplies:
         weight = outcome.state.acc.weight
         back.weight = jax.lax.psum(weight, axes) if axes else weight
@@ -105,8 +107,10 @@ def _gradients(
         back.take_once(level)
         back.take(level)
     loss, rest, acc = back.finished(outcome, back.call, back.totals)
-    results |= dict(zip(wanted, rest, strict=True))
-    return loss if roots else value, [results[i] for i in sorted(results)], acc
+    results = dict(zip(wanted, rest, strict=False))
+    forward.fill_last(values, rest[len(wanted) :])
+    results |= zip(sorted(schedule.after), after.results(values), strict=True)
+    return loss, [results[i] for i in sorted(results)], acc
 
 
 def _check_auto(call: Call, program: Program, schedule: Schedule) -> None:

@@ -95,16 +95,17 @@ def _reached(jaxpr: core.Jaxpr, facts: dict[Any, Fact]) -> set[Any]:
 class Schedule:
     """What to compute when.
 
-    A level is evaluated once the buffers below it are filled. The last of all that are,
-    `end`, is that of the loss.
+    A level is evaluated once the buffers below it are filled. The last with a loop,
+    `end`, is that of the loss, which fills the buffers of that level as well: only
+    results that need no rows read those, and are evaluated `after` the loop.
 
     Attributes:
       jaxpr: the flat program; its first result is the loss.
       axis: the name of the axis.
       facts: what is known of its variables.
       reached: through which of them the loss may be differentiated.
-      first: the last level of what does not depend on the parameters.
-      last: the last level with collectives.
+      after: which results are evaluated once, after the loops, by number.
+      last: the last level whose buffers the loss reads, or anything else with rows.
       buffers: what the window keeps.
       views: how variables are read from it.
       index: the variables that are the index of the micro-batch.
@@ -112,14 +113,13 @@ class Schedule:
       stays: the levels after which all that is kept stays until the way back; what is
         kept between two of them is dropped, and filled again on the way back.
       dropped: the buffers that are dropped after a level on the way there.
-      merged: whether the last level is filled in the loop that takes the gradients.
     """
 
     jaxpr: core.Jaxpr
     axis: str
     facts: dict[Any, Fact]
     reached: set[Any]
-    first: int
+    after: frozenset[int]
     last: int = 0
     buffers: list[Buffer] = dataclasses.field(default_factory=list)
     views: dict[Any, View] = dataclasses.field(default_factory=dict)
@@ -127,12 +127,11 @@ class Schedule:
     numbers: dict[float, list[int]] = dataclasses.field(default_factory=dict)
     stays: tuple[int, ...] = ()
     dropped: dict[int, list[int]] = dataclasses.field(default_factory=dict)
-    merged: bool = False
 
     @property
     def end(self) -> int:
         """The level of the loop that takes the gradients of the loss."""
-        return self.last + 1 - self.merged
+        return self.last + 1
 
     @functools.cached_property
     def given(self) -> set[Any]:
@@ -150,10 +149,6 @@ class Schedule:
 
     def fact(self, atom: Any) -> Fact:
         return Fact() if isinstance(atom, core.Literal) else self.facts[atom]
-
-    def is_last(self, atom: Any) -> bool:
-        """Whether a value is of the last level."""
-        return self.fact(atom).level == self.last
 
     def at(self, level: float) -> list[int]:
         """The buffers that are filled at a level."""
@@ -199,22 +194,20 @@ class Schedule:
         return ir.needed(self.jaxpr, wanted, known, runs)
 
     def roots(self, level: int) -> list[Any]:
-        """What a level computes: what fills its buffers, or the results of `fun`."""
-        if level < self.end:
-            return self.operands(level)
-        merged = self.operands(self.last) if self.merged else []
-        return [
-            x for x in self.jaxpr.outvars if not merged or not self.is_last(x)
-        ] + merged
+        """What a level computes: what fills its buffers, and the results of `fun`."""
+        return [*(self.results if level == self.end else ()), *self.operands(level)]
 
     def smooth_roots(self, level: int) -> list[Any]:
         """Those of them that are differentiated."""
         if level < self.end:
             return self.operands(level, smooth=True)
-        merged = self.merged and self.is_last(self.jaxpr.outvars[0])
-        return (
-            self.operands(self.last, smooth=True) if merged else self.jaxpr.outvars[:1]
-        )
+        return self.jaxpr.outvars[:1]
+
+    @property
+    def results(self) -> list[Any]:
+        """The results of `fun` but for those that are evaluated after the loops."""
+        every = enumerate(self.jaxpr.outvars)
+        return [x for i, x in every if i not in self.after]
 
     def computed_at(self, variable: Any) -> int:
         """The levels that cannot read it from a buffer, as bits."""
@@ -238,25 +231,33 @@ class Schedule:
         return len(self.buffers) - 1
 
 
-def make(
+def facts_of(
     jaxpr: core.Jaxpr, axis: str, params: Sequence[Any], own: Sequence[Any]
-) -> Schedule:
-    """The schedule of a flat program, without what is kept beside its collectives.
-
-    Args:
-      jaxpr: the program.
-      axis: the name of the axis.
-      params: the variables to differentiate with respect to.
-      own: those that differ between micro-batches.
-    """
+) -> dict[Any, Fact]:
+    """The facts of every variable; arguments as for `make`."""
     start = dict.fromkeys([*jaxpr.constvars, *jaxpr.invars], Fact())
     start |= dict.fromkeys(own, Fact(own=True))
     start |= dict.fromkeys(params, Fact(params=True, smooth=True))
     before = [f.level for f in _facts(jaxpr, axis, start).values() if not f.params]
     first = max(before, default=0)
     start |= dict.fromkeys(params, Fact(level=first, params=True, smooth=True))
-    facts = _facts(jaxpr, axis, start)
-    schedule = Schedule(jaxpr, axis, facts, _reached(jaxpr, facts), first)
+    return _facts(jaxpr, axis, start)
+
+
+def make(
+    jaxpr: core.Jaxpr, axis: str, facts: dict[Any, Fact], whole: Iterable[int]
+) -> Schedule:
+    """The schedule of a flat program, without what is kept beside its collectives.
+
+    Args:
+      jaxpr: the program.
+      axis: the name of the axis.
+      facts: what is known of its variables.
+      whole: which results need no loop if all micro-batches share them, by number.
+    """
+    schedule = Schedule(jaxpr, axis, facts, _reached(jaxpr, facts), frozenset())
+    shared = (i for i in whole if not schedule.fact(jaxpr.outvars[i]).own)
+    schedule.after = frozenset(shared)
     for equation in jaxpr.eqns:
         if equation.primitive.name == "axis_index":
             schedule.index += equation.outvars
@@ -268,7 +269,8 @@ def make(
                 "in fun must have a state, but it calls io_callback for a result. Call "
                 "jax.pure_callback, or call back before value_and_grad."
             )
-    schedule.last = int(max((b.level for b in schedule.buffers), default=0))
+    read = [*schedule.results, *(b.operand for b in schedule.buffers)]
+    schedule.last = max(schedule.fact(x).level for x in read)
     return schedule
 
 

@@ -12,6 +12,7 @@ from ga_optax import accumulator
 from ga_optax._devices import meshes
 from ga_optax._devices.collectives import vary
 from ga_optax._inside.axis import schedule as scheduling
+from ga_optax._inside.axis import waiting
 from ga_optax._inside.axis.read import flat
 from ga_optax._inside.axis.schedule import Buffer, Schedule
 from ga_optax._inside.call import Call
@@ -77,9 +78,14 @@ class Values:
         fixed = [*jaxpr.constvars, *of_consts, *of_carry]
         known = [*consts, *operands.consts, *carry]
         self.fixed = dict(zip(fixed, known, strict=True))
-        self.schedule: Schedule = scheduling.make(
-            jaxpr, axis, self.of_params, self.of_own
-        )
+        differ = self.of_params, self.of_own
+        facts = scheduling.facts_of(jaxpr, axis, *differ)
+        if not program.weighted:
+            new = waiting.with_parts(jaxpr, axis, self.size, facts)
+            if new is not jaxpr:
+                jaxpr, facts = new, scheduling.facts_of(new, axis, *differ)
+        whole = _need_no_loop(program, jaxpr)
+        self.schedule: Schedule = scheduling.make(jaxpr, axis, facts, whole)
 
     def needed(
         self,
@@ -94,7 +100,8 @@ class Values:
         `buffers`, or of those that are filled.
         """
         schedule = self.schedule
-        lowest = schedule.last if schedule.merged and level > schedule.last else 0
+        # After the loops, those that read what only they have filled.
+        lowest = schedule.end if level > schedule.end else 0
 
         def runs(equation: core.JaxprEqn) -> bool:
             names = [getattr(effect, "name", "") for effect in equation.effects]
@@ -202,6 +209,17 @@ def placed(stack: jax.Array, x: jax.Array, index: jax.Array) -> jax.Array:
     """A stack with the value of one micro-batch in it, of this device or of all."""
     index = index % len(stack)
     return jax.lax.dynamic_update_index_in_dim(stack, x.astype(stack.dtype), index, 0)
+
+
+def _need_no_loop(program: Program, jaxpr: core.Jaxpr) -> list[int]:
+    """Which results of the aux are what all micro-batches have, if they share it."""
+    first = len(jaxpr.outvars) - program.aux.num_leaves
+    found = []
+    for i, mode in enumerate(program.modes[1:], first):
+        of_numbers = mode == "mean" and is_inexact(jaxpr.outvars[i].aval)
+        if of_numbers or mode in ("last", "max", "min"):
+            found.append(i)  # The mean of integers has another type.
+    return found
 
 
 def wide(x: jax.Array) -> jax.Array:

@@ -1,0 +1,96 @@
+"""What follows from sums over rows: quotients, and results that need no rows."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+import ga_optax as ga
+from ga_optax._passes.ir import inner_programs
+
+pytestmark = pytest.mark.usefixtures("optax_promotion")
+K, ROWS, IN, OUT = 4, 32, 6, 5
+
+
+def arguments(seed=0):
+    rng = np.random.default_rng(seed)
+    batch = {"x": rng.normal(size=(ROWS, IN)), "m": rng.random(ROWS) > 0.4}
+    return jnp.asarray(rng.normal(size=(IN, OUT))), jax.tree.map(jnp.asarray, batch)
+
+
+def masked(h, b):
+    return jnp.where(b["m"], (h**2).sum(1), 0).sum() / b["m"].sum()
+
+
+def metrics_of(h, loss):
+    means = h.mean(0)
+    centred = h.T @ h / len(h) - jnp.outer(means, means)
+    return {
+        "perplexity": jnp.exp(loss),
+        "root": jnp.sqrt((h**4).mean()),
+        "share": (h > 0).sum() / (jnp.abs(h) > 0.1).sum(),
+        "largest": h.max() - h.min(),
+        "count": (h > 0).sum(),
+        "spectrum": jnp.linalg.eigvalsh(centred),
+    }
+
+
+def with_metrics(p, b):
+    h = jnp.tanh(b["x"] @ p)
+    loss = masked(h, b)
+    return loss, metrics_of(h, loss)
+
+
+def with_metrics_in_the_loss(p, b):
+    loss, metrics = with_metrics(p, b)
+    return loss + metrics["root"], metrics
+
+
+def passes(fun, has_aux):
+    found = ga.batch_dependencies(fun, K, has_aux=has_aux)(*arguments())
+    return found.forward_passes, found.backward_passes
+
+
+def times(jaxpr, name):
+    """How often a primitive runs."""
+    found = 0
+    for e in jaxpr.eqns:
+        inside = sum(times(inner, name) for inner in inner_programs(e))
+        length = e.params["length"] if e.primitive.name == "scan" else 1
+        found += (e.primitive.name == name) + length * inside
+    return found
+
+
+@pytest.mark.parametrize("fun", [with_metrics, with_metrics_in_the_loss])
+@pytest.mark.parametrize("devices", [1, 2])
+def test_metrics_of_sums_are_those_of_the_whole_batch(fun, devices):
+    over = {}
+    if devices > 1:
+        mesh = jax.make_mesh((devices,), ("data",), axis_types=(AxisType.Auto,))
+        over = {"data_axis": ga.DataAxis("data", mesh=mesh)}
+    with jax.enable_x64(True):
+        k, args = K // devices, arguments()
+        step = ga.value_and_grad(fun, k, whole_batch=True, has_aux=True, **over)
+        got = jax.jit(step)(*args)
+        due = jax.value_and_grad(fun, has_aux=True)(*args)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, 1e-10, 1e-12), got, due)
+
+
+def test_metrics_take_no_pass_of_their_own():
+    assert passes(with_metrics, has_aux=True) == (1, 1)
+    assert passes(with_metrics_in_the_loss, has_aux=True) == (2, 1)  # the twin
+
+
+def test_what_needs_no_rows_is_computed_once_after_the_loop():
+    def program(fun):
+        step = ga.value_and_grad(fun, K, whole_batch=True, has_aux=True)
+        return jax.make_jaxpr(step)(*arguments()).jaxpr
+
+    def each(p, b):  # the twin: it needs rows
+        loss, _ = with_metrics(p, b)
+        squares = jax.vmap(lambda row: jnp.linalg.eigvalsh(jnp.outer(row, row)))
+        return loss, squares(b["x"] @ p)
+
+    assert times(program(with_metrics), "eigh") == 1
+    assert times(program(each), "eigh") == K
