@@ -1,6 +1,6 @@
 """What equations take: scalar operations, bytes, and which are cheap to run again."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -67,25 +67,27 @@ def nbytes_of_sum(x: Any) -> int:
 def of_a_step(jaxpr: core.Jaxpr, params: Sequence[Any]) -> int:
     """About the bytes that a micro-batch's step takes: its residuals and gradients.
 
-    Arguments that the way back reads again take nothing, for they are there anyway.
-
     Args:
       jaxpr: the program of a micro-batch.
       params: those of its arguments that it is differentiated with respect to.
     """
-    return _residuals(jaxpr, set(params)) + sum(map(nbytes, params))
+    given = [*jaxpr.constvars, *jaxpr.invars]
+    return residuals(jaxpr.eqns, params, given) + sum(map(nbytes, params))
 
 
-def _residuals(jaxpr: core.Jaxpr, smooth: set[Any]) -> int:
-    """The bytes of what the way back of a program reads; `smooth` arguments have one.
+def residuals(
+    equations: Sequence[core.JaxprEqn], smooth: Iterable[Any], given: Iterable[Any]
+) -> int:
+    """About the bytes of what the way back reads of the way there.
 
-    What `jax.vjp` keeps, read off the program: for a product its operands, for any
-    other function that is not linear one coefficient for each number that it returns.
+    What `jax.vjp` keeps: for a product its operands, for any other function that is not
+    linear one coefficient for each number that it returns. What is given takes nothing,
+    for it is there anyway; of that, some is differentiated: `smooth`.
     """
-    smooth, given = set(smooth), {*jaxpr.constvars, *jaxpr.invars}
+    smooth, given = set(smooth), set(given)
     read: dict[Any, int] = {}
     inside = 0
-    for e in jaxpr.eqns:
+    for e in equations:
         moving = [i for i, x in enumerate(e.invars) if _is_in(x, smooth)]
         if not moving:
             continue
@@ -97,9 +99,7 @@ def _residuals(jaxpr: core.Jaxpr, smooth: set[Any]) -> int:
             read |= {x: nbytes(x) for x in ir.variables(e.invars)}
         elif programs:
             times = ir.scan_of(e).length if kind == "scan" else 1
-            some = [_moving_inside(e, program, moving) for program in programs]
-            pairs = zip(programs, some, strict=True)
-            inside += times * max(_residuals(p, its) for p, its in pairs)
+            inside += times * max(_inside(e, program, moving) for program in programs)
         elif name in known.OF_TWO:
             pair = e.invars
             others = [pair[1 - i] for i in moving] + [pair[1]] * (name == "div")
@@ -109,17 +109,16 @@ def _residuals(jaxpr: core.Jaxpr, smooth: set[Any]) -> int:
     return inside + sum(n for x, n in read.items() if x not in given)
 
 
+def _inside(e: core.JaxprEqn, program: core.Jaxpr, moving: Sequence[int]) -> int:
+    """What a program inside an equation keeps, of which some operands move."""
+    first = len(e.invars) - len(program.invars)
+    smooth = [program.invars[i - first] for i in moving if i >= first]
+    return residuals(program.eqns, smooth, (*program.constvars, *program.invars))
+
+
 def _is_in(x: Any, some: set[Any]) -> bool:
     return ir.is_variable(x) and x in some
 
 
 def _communicates(equation: core.JaxprEqn) -> bool:
     return any(isinstance(name, str) for name in ir.axes_of(equation))
-
-
-def _moving_inside(
-    equation: core.JaxprEqn, program: core.Jaxpr, moving: Sequence[int]
-) -> set[Any]:
-    """The arguments of a program inside an equation that some of its operands are."""
-    first = len(equation.invars) - len(program.invars)
-    return {program.invars[i - first] for i in moving if i >= first}

@@ -9,6 +9,7 @@ from jax.extend import core
 
 from ga_optax._inside.axis import cost
 from ga_optax._inside.axis.counts import Counter, Passes
+from ga_optax._inside.axis.room import largest_step
 from ga_optax._inside.axis.rules import is_collective
 from ga_optax._inside.axis.schedule import Schedule
 from ga_optax._inside.axis.unread import unread
@@ -47,24 +48,37 @@ class Report(NamedTuple):
       forward: how often what costs something runs forward, at most.
       backward: how often it runs backward, at most.
       stored: what it stores between the levels.
+      peak: about how many bytes a device needs at a time, beside arguments and results:
+        what is stored and its cotangents, and one micro-batch's step.
+      room: for which `residual_bytes` everything would stay, and how often it would run
+        forward and backward then; None if it does stay.
     """
 
     levels: int
     forward: int
     backward: int
     stored: tuple[Stored, ...]
+    peak: int = 0
+    room: tuple[int, int, int] | None = None
 
     def __str__(self) -> str:
         kept = [x for x in self.stored if x.kind == "kept"]
-        total = sum(x.nbytes for x in kept)
         lines = ", ".join(dict.fromkeys(x.line for x in kept))
-        of_kept = (
-            f"{total / 2**20:.1f} MiB of activations ({lines})" if kept else "none"
-        )
-        return (
+        of_kept = f"values of {lines}" if kept else "none"
+        said = (
             f"Activations kept between the collectives: {of_kept}. Each part of fun "
-            f"runs forward at most {self.forward} times and backward {self.backward}."
+            f"runs forward at most {self.forward} times and backward {self.backward}, "
+            f"in about {self.peak / 2**20:.1f} MiB."
         )
+        return f"{said} {self.advice}" if self.room else said
+
+    @property
+    def advice(self) -> str:
+        """What more room would buy."""
+        if self.room is None:
+            return ""
+        nbytes, *passes = self.room
+        return f"With residual_bytes={nbytes:_}: {' and '.join(map(str, passes))}."
 
 
 _reports: contextvars.ContextVar[list[Report]] = contextvars.ContextVar("_reports")
@@ -90,9 +104,24 @@ def report(schedule: Schedule, size: int, num_microbatches: int) -> None:
         is_number = isinstance(operand, core.Literal)
         most = (0, 0) if is_number else leading.get(operand, (0, 0))
         stored.append(Stored(line, name, operand.aval, nbytes, shape, *most))
-    new = Report(schedule.end - 1, *_most(runs, schedule.jaxpr.eqns), tuple(stored))
+    passes = _most(runs, schedule.jaxpr.eqns)
+    new = Report(schedule.end - 1, *passes, tuple(stored), _peak(schedule, times))
+    if (full := schedule.full) is not None:
+        more = full.peak, *_most(_runs(full), schedule.jaxpr.eqns)
+        new = new._replace(room=more)
     _reports.get([]).append(new)
     note(str(new))
+
+
+def _peak(schedule: Schedule, times: dict[str, int]) -> int:
+    """About how many bytes a device needs at a time."""
+    shared = [b for b in schedule.buffers if b.kind != "own"]
+    carried = sum(
+        times.get(b.kind, 1)
+        * (cost.nbytes(b.operand) + b.has_cotangent * cost.nbytes_of_sum(b.operand))
+        for b in shared
+    )
+    return schedule.peak + carried + largest_step(schedule)
 
 
 def _runs(schedule: Schedule) -> dict[int, Passes]:

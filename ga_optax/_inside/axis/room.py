@@ -13,7 +13,6 @@ As `jax.checkpoint` over layers: about √L borders stay, and about √L are fil
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -57,7 +56,8 @@ def planned(
       num_microbatches: those of one device.
       of_step: the bytes that are taken anyway, for one micro-batch's step.
       limit: the bytes that kept values and their cotangents may take at a time; None
-        for as many as a step takes, and 2·√L borders.
+        for as many as leave, of a whole step's bytes, room for that of a level. If
+        segments need more, they get what they need: about 2·√L borders.
     """
     counter = Counter(schedule.copy())
     kept.keep_marks(counter)
@@ -68,11 +68,12 @@ def planned(
     lives = list(_lives(full, num_microbatches))
     if not lives:
         return full
-    most = of_step() + _of_borders(lives) if limit is None else limit
+    full.peak = peak(lives, (), full.end)
+    most = of_step() - largest_step(full) if limit is None else limit
     best = _segments(lives, full.end, most)
     if limit is None or peak(lives, best, full.end) <= most:
         return _dropping(full, lives, best)
-    return _less(marked, num_microbatches, most)
+    return dataclasses.replace(_less(marked, num_microbatches, most), full=full)
 
 
 # -- Lives -----------------------------------------------------------------------------
@@ -103,10 +104,15 @@ def _dropping(
     """The schedule that drops what does not stay after the last level that reads it."""
     always = staying(lives, stays)
     dropped: dict[int, list[int]] = {}
+    if len(always) == len(lives):
+        return schedule
     for x in lives:
         if x.number not in always:
             dropped.setdefault(x.last, []).append(x.number)
-    return dataclasses.replace(schedule, stays=stays, dropped=dropped)
+    taken = peak(lives, stays, schedule.end)
+    return dataclasses.replace(
+        schedule, stays=stays, dropped=dropped, peak=taken, full=schedule
+    )
 
 
 def staying(lives: Iterable[Life], stays: Sequence[int]) -> set[int]:
@@ -140,13 +146,15 @@ def peak(lives: Sequence[Life], stays: Sequence[int], end: int) -> int:
     return int(max(np.cumsum(there).max(), np.cumsum(back).max()))
 
 
-def _of_borders(lives: Sequence[Life]) -> int:
-    """What 2·√L borders take: a border is what one level hands on to others."""
-    sizes = [
-        sum(x.nbytes for x in lives if x.made <= level < x.last)
-        for level in sorted({x.made for x in lives})
-    ]
-    return int(2 * sum(sizes) / math.sqrt(len(sizes)))
+def largest_step(schedule: Schedule) -> int:
+    """About the bytes that a micro-batch's step takes at a level, at most."""
+    steps = [0]
+    for level in range(1, schedule.end + 1):
+        found, read = schedule.needed(schedule.smooth_roots(level), level)
+        moving = [x for x in read if schedule.fact(x).smooth]
+        grads = sum(cost.nbytes(x) for x in moving if x in schedule.given)
+        steps.append(cost.residuals(found, moving, read) + grads)
+    return max(steps)
 
 
 # -- What stays ------------------------------------------------------------------------
@@ -197,7 +205,8 @@ def _less(schedule: Schedule, num_microbatches: int, most: int) -> Schedule:
         kept.keep(counter, num_microbatches, ends)
         trial = counter.schedule
         lives = list(_lives(trial, num_microbatches))
-        if peak(lives, (), trial.end) <= most:
+        trial.peak = peak(lives, (), trial.end)
+        if trial.peak <= most:
             few, best = number, trial
         else:
             many = number - 1

@@ -113,6 +113,9 @@ class Schedule:
       stays: the levels after which all that is kept stays until the way back; what is
         kept between two of them is dropped, and filled again on the way back.
       dropped: the buffers that are dropped after a level on the way there.
+      peak: the bytes of what is kept and of its cotangents, at most at a time.
+      full: the same that drops nothing, and keeps all that would run again; None if
+        this is that.
     """
 
     jaxpr: core.Jaxpr
@@ -127,6 +130,8 @@ class Schedule:
     numbers: dict[float, list[int]] = dataclasses.field(default_factory=dict)
     stays: tuple[int, ...] = ()
     dropped: dict[int, list[int]] = dataclasses.field(default_factory=dict)
+    peak: int = 0
+    full: "Schedule | None" = None
 
     @property
     def end(self) -> int:
