@@ -136,7 +136,10 @@ class Call(NamedTuple):
     @property
     def merges(self) -> list[merges.Sum]:
         """How the gradient of each leaf is merged over micro-batches and devices."""
-        return merges.of_leaves(self.params)
+        found = merges.of_leaves(self.params)
+        # There the gradient is one of the whole batch, of which each has its part.
+        is_whole = self.options.axis_name == AXIS_OF_ROWS
+        return [merges.SUM] * len(found) if is_whole else found
 
     @property
     def axes(self) -> Axes:

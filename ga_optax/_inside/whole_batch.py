@@ -32,7 +32,7 @@ from ga_optax._partition import (
     Rows,
     partition,
 )
-from ga_optax._passes import ir, references
+from ga_optax._passes import ir, known, references
 
 # Why options have no place here.
 _NOT_NEEDED = {
@@ -116,7 +116,7 @@ def window(
     )
     given_whole = trace.closed.consts if call.mesh is None else call.others()
     batch = tuple(call.batch), jax.tree.map(_as_data, given_whole)
-    if _scales_after(trace):
+    if _scales_after(call, trace):
         (loss, kept), grads = _scaled(call, *run(_widened(call.params), batch))
     else:
         (loss, kept), grads = run(call.params, batch)
@@ -177,8 +177,10 @@ def num_parts(call: Call) -> int:
 
 
 def _needs_axis(call: Call, part: Partitioned) -> bool:
-    # A batch that is distributed must keep its order.
-    return part.uses_axis or bool(call.options.axes) or call.strided is True
+    # A batch that is distributed must keep its order, and the loop without an axis does
+    # not add up what it takes for new values.
+    in_order = call.strided is True or not all(x.is_sum for x in call.merges)
+    return part.uses_axis or bool(call.options.axes) or in_order
 
 
 def check_region(call: Call) -> None:
@@ -270,7 +272,7 @@ def micro_batch(
     call: Call, trace: Trace, fun: Callable[..., Any]
 ) -> Callable[..., Any]:
     """The loss of a micro-batch, and all else that `fun` returns, by its layout."""
-    layouts, size = trace.part.layouts, num_parts(call)
+    layouts = trace.part.layouts
     rows = [jnp.shape(x)[a] for x, a in zip(call.batch, call.split_axes, strict=True)]
     due = rows[0] // call.options.num_microbatches
     if call.mesh is not None:
@@ -289,7 +291,7 @@ def micro_batch(
             here = _in_region(call, fun, given_whole, layouts)
             part, consts = here.part, here.closed.consts
         loss, *rest = ir.results(part, (*consts, *leaves, *own))
-        loss = _addend(trace, loss, size)
+        loss = _addend(call, trace, loss)
         kept: dict[str, list[Any]] = {mode: [] for mode in MODES}
         for x, layout in zip(rest, layouts[1:], strict=True):
             kept[_kind(layout)].append(x)
@@ -314,9 +316,10 @@ def _in_region(
 # -- The window takes the mean of micro-batches ----------------------------------------
 
 
-def _addend(trace: Trace, loss: jax.Array, size: int) -> jax.Array:
-    """What a micro-batch adds: the mean of all is the loss, or its `size`-th part."""
-    is_part, after = trace.part.layouts[0] == PARTIAL, _scales_after(trace)
+def _addend(call: Call, trace: Trace, loss: jax.Array) -> jax.Array:
+    """What a micro-batch adds: the mean of all is the loss, or its part of it."""
+    is_part, after = trace.part.layouts[0] == PARTIAL, _scales_after(call, trace)
+    size = num_parts(call)
     if is_part or after:
         loss = loss.astype(_wide(loss.dtype))
     if is_part and not after:
@@ -324,12 +327,16 @@ def _addend(trace: Trace, loss: jax.Array, size: int) -> jax.Array:
     return loss / jnp.asarray(size, loss.dtype) if after and not is_part else loss
 
 
-def _scales_after(trace: Trace) -> bool:
+def _scales_after(call: Call, trace: Trace) -> bool:
     """Whether the mean is multiplied by the number of micro-batches after the window.
 
     In the loss it would multiply all that comes back through sums over all rows, and
-    the exponents of float16 and float8 are too small for that.
+    the exponents of float16 and float8 are too small for that. Where a rule of the
+    user's own runs over an axis, the cotangent of each micro-batch is divided by that
+    number (`Backward.as_mean`), and what comes back is that of the whole batch.
     """
+    if _needs_axis(call, trace.part) and known.deeds(trace.part.jaxpr).bends:
+        return False
     jaxpr = trace.closed.jaxpr
     results = (x for e in ir.equations(jaxpr) for x in e.outvars)
     return not all(map(is_wide, (*jaxpr.invars, *results)))
