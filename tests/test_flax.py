@@ -756,7 +756,9 @@ def test_fp8_scales_with_the_whole_batch_are_those_of_it(data_axis, name):
         np.testing.assert_allclose(x, y, atol=tolerance * np.abs(y).max(), rtol=0)
     # The twin: a micro-batch by itself has larger cotangents, and its own statistics.
     alone = jax.jit(ga.value_and_grad(loss, 4))(params, x)[1]
-    [(scales, own)] = zip(*map(find_scales, (due[REPLACED], alone[REPLACED])))
+    [(scales, own)] = zip(
+        *map(find_scales, (due[REPLACED], alone[REPLACED])), strict=True
+    )
     name = "output_grad_amax_history"
     assert scales[name].max() < 0.5 * own[name].max()
 
