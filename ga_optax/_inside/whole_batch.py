@@ -161,8 +161,8 @@ def _numbers(jaxpr: Any) -> int:
     total = 0
     for e in jaxpr.eqns:
         inside = sum(map(_numbers, ir.inner_programs(e)))
-        times = ir.scan_of(e).length if ir.kind(e) == "scan" else 1
-        total += times * inside or sum(ir.numbers(x.aval.shape) for x in e.outvars)
+        own = sum(ir.numbers(x.aval.shape) for x in e.outvars)
+        total += ir.times(e) * inside or own
     return total
 
 
