@@ -122,7 +122,9 @@ def window(
         (loss, kept), grads = run(call.params, batch)
     loss = loss.astype(trace.closed.out_avals[0].dtype)
     leaves = [loss, *put_together(trace, kept)]
-    return jax.tree.unflatten(jax.tree.structure(trace.out), leaves), grads
+    value = jax.tree.unflatten(jax.tree.structure(trace.out), leaves)
+    as_returned = jax.tree.map(_value_of, value, is_leaf=_is_own)
+    return as_returned, grads
 
 
 def prepared(given: dict[str, Any]) -> tuple[Options, Callable[..., Any]]:
@@ -134,9 +136,37 @@ def prepared(given: dict[str, Any]) -> tuple[Options, Callable[..., Any]]:
 
     def fun(*args: Any, **kwargs: Any) -> Any:
         loss, _, aux = taken_apart(options, options.fun(*args, **kwargs))
-        return loss, aux
+        return loss, jax.tree.map(_kept, aux)
 
     return options, fun
+
+
+@jax.tree_util.register_pytree_node_class
+class _Own:
+    """A node without leaves for what is no array: a number, a text, NumPy's."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def tree_flatten(self) -> tuple[tuple[()], "_Own"]:
+        return (), self
+
+    @classmethod
+    def tree_unflatten(cls, own: "_Own", leaves: Any) -> "_Own":
+        return own
+
+
+def _kept(leaf: Any) -> Any:
+    """A leaf of the aux, which `jax.value_and_grad` returns as it is."""
+    return leaf if isinstance(leaf, jax.Array) else _Own(leaf)
+
+
+def _is_own(node: Any) -> bool:
+    return isinstance(node, _Own)
+
+
+def _value_of(node: Any) -> Any:
+    return node.value if _is_own(node) else node
 
 
 def _warn(call: Call, trace: Trace) -> bool:
