@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import ga_optax as ga
+from ga_optax._passes import ir
 from ga_optax.testing import assert_trees_bitwise_equal
 
 K, ROWS, WIDTH = 4, 8, 6
@@ -333,6 +334,38 @@ def test_it_can_be_exported_for_any_batch_that_divides():
         assert np.max(np.abs(grads - expected[1])) <= bound
     with pytest.raises(ValueError, match=r'jax.export.symbolic_shape\("4\*b"\)'):
         exported("b")
+
+
+def in_turn(w, x):
+    def body(state, row):
+        return jnp.tanh(state + row @ w), state.sum()
+
+    state, sums = jax.lax.scan(body, jnp.zeros(W.shape[1]), x)
+    return state.sum() + sums.mean()
+
+
+@pytest.mark.filterwarnings("ignore:With whole_batch=True scan")
+@pytest.mark.parametrize("wrap", [ga.value_and_grad, ga.microbatch])
+def test_a_scan_over_rows_can_be_exported_with_open_sizes(wrap, monkeypatch):
+    """It is computed whole, and whether that is much is no number."""
+    is_loss = wrap is ga.value_and_grad
+    options = {"whole_batch": True} if is_loss else {}
+
+    def exported():
+        step = jax.jit(wrap(in_turn, K, **options))
+        return jax.export.export(step)(W, x)
+
+    x = jax.ShapeDtypeStruct(
+        (*jax.export.symbolic_shape("4*b"), X.shape[1]), jnp.float32
+    )
+    got = exported().call(W, X)
+    due = jax.jit(jax.value_and_grad(in_turn) if is_loss else in_turn)(W, X)
+    for a, b in zip(*map(jax.tree.leaves, (got, due)), strict=True):
+        assert np.max(np.abs(a - b)) <= 1e-6 * np.max(np.abs(b))
+    # The twin.
+    monkeypatch.setattr(ir, "times", lambda e: e.params.get("length", 1))
+    with pytest.raises(Exception, match="Symbolic dimension"):
+        exported()
 
 
 @pytest.mark.grid(1, 2)

@@ -674,19 +674,21 @@ REPLACED = nn.fp8_ops.OVERWRITE_WITH_GRADIENT
 
 
 class Fp8(nn.Module):
+    op: type = nn.fp8_ops.Fp8DirectDotGeneralOp
+
     @nn.compact
     def __call__(self, x):
-        return nn.Dense(8, dot_general_cls=nn.fp8_ops.Fp8DirectDotGeneralOp)(x)
+        return nn.Dense(8, dot_general_cls=self.op)(x)
 
 
-def fp8():
+def fp8(op=Fp8.op, of_output=lambda y: jnp.mean(jnp.square(y))):
     """A model with fp8 scales, as the second step finds them, its loss and a batch."""
     x = jnp.asarray(np.random.default_rng(0).normal(size=(16, 8)), jnp.float32) * 10
-    model = Fp8()
+    model = Fp8(op)
     params = dict(model.init(jax.random.key(0), x))
 
     def loss(params, x):
-        return jnp.mean(jnp.square(model.apply(params, x)))
+        return of_output(model.apply(params, x))
 
     grads = jax.jit(jax.grad(loss))(params, x)
     return {**params, REPLACED: grads[REPLACED]}, loss, x
@@ -725,6 +727,40 @@ def find_scales(tree):
     if "input_scale" in tree:
         return [tree]
     return [scales for node in tree.values() for scales in find_scales(node)]
+
+
+def spread_of(y):
+    return jnp.mean(jnp.square(y - y.mean(0)))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The Fp8DotGeneralOp", "ignore:With whole_batch")
+@pytest.mark.filterwarnings("ignore:The function dot_general_with_precision")
+@pytest.mark.parametrize("name", ["Fp8DirectDotGeneralOp", "Fp8DotGeneralOp"])
+@pytest.mark.parametrize("data_axis", [None, "data"])
+def test_fp8_scales_with_the_whole_batch_are_those_of_it(data_axis, name):
+    params, loss, x = fp8(getattr(nn.fp8_ops, name), spread_of)
+    devices = 1 if data_axis is None else 2
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    options = {"data_axis": data_axis, "whole_batch": True}
+    with jax.set_mesh(mesh):
+        step = jax.jit(ga.value_and_grad(loss, 4 // devices, **options))
+        value, got = jax.device_get(step(params, x))
+    want, due = jax.jit(jax.value_and_grad(loss))(params, x)
+    np.testing.assert_allclose(value, want, rtol=1e-6)
+    # A cotangent is a sum of 16 rows at most, and a gradient one of as many: 16 eps.
+    tolerance = 16 * np.finfo(np.float32).eps
+    close = functools.partial(np.testing.assert_allclose, rtol=tolerance)
+    jax.tree.map(close, got[REPLACED], due[REPLACED])
+    for x, y in zip(*map(jax.tree.leaves, (got["params"], due["params"])), strict=True):
+        np.testing.assert_allclose(x, y, atol=tolerance * np.abs(y).max(), rtol=0)
+    # The twin: a micro-batch by itself has larger cotangents, and its own statistics.
+    alone = jax.jit(ga.value_and_grad(loss, 4))(params, x)[1]
+    [(scales, own)] = zip(
+        *map(find_scales, (due[REPLACED], alone[REPLACED])), strict=True
+    )
+    name = "output_grad_amax_history"
+    assert scales[name].max() < 0.5 * own[name].max()
 
 
 @pytest.mark.slow

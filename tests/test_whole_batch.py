@@ -1,5 +1,8 @@
 """`whole_batch=True`: value, gradients and aux are those of `jax.value_and_grad`."""
 
+import enum
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -235,7 +238,95 @@ def test_aux_comes_back_as_fun_returns_it_for_the_whole_batch():
         assert_close(data(jax.jit(step)(*args)), data(want), whole_losses.N)
 
 
+class Color(enum.Enum):
+    RED = 1
+
+
+@pytest.mark.parametrize(
+    "leaf",
+    [3, True, 2.5, np.float64(2), np.int8(3), np.arange(2), "text", Color.RED, len],
+    ids=str,
+)
+def test_aux_that_is_no_array_of_jax_comes_back_as_it_is(leaf):
+    def fun(w, x):
+        return jnp.mean((x @ w) ** 2), {"leaf": leaf, "rows": x @ w}
+
+    args = jnp.ones(3), jnp.ones((8, 3))
+    due = jax.value_and_grad(fun, has_aux=True)
+    step = ga.value_and_grad(fun, 4, whole_batch=True, has_aux=True)
+    assert step(*args)[0][1]["leaf"] is due(*args)[0][1]["leaf"] is leaf
+    if isinstance(leaf, int | float | np.generic | np.ndarray):
+        want, got = (jax.jit(f)(*args)[0][1]["leaf"] for f in (due, step))
+        assert (jax.typeof(got), got.weak_type) == (jax.typeof(want), want.weak_type)
+        np.testing.assert_array_equal(got, want)
+        return
+    # The twin: a loop over micro-batches has to put it together.
+    with pytest.raises(TypeError, match=r"leaves of aux must.*\['leaf'\] is"):
+        ga.value_and_grad(fun, 4, has_aux=True)(*args)
+    with pytest.raises(TypeError, match="not a valid JAX type"):
+        jax.jit(step)(*args)
+
+
+@pytest.mark.parametrize("whole_batch", [True, False])
+def test_aux_that_is_the_type_of_an_array_is_named(whole_batch):
+    def fun(w, x):
+        return jnp.mean((x @ w) ** 2), {"leaf": jax.ShapeDtypeStruct((2,), float)}
+
+    step = ga.value_and_grad(fun, 4, whole_batch=whole_batch, has_aux=True)
+    with pytest.raises(TypeError, match=r"leaves of aux must.*\['leaf'\] is ShapeD"):
+        jax.jit(step)(jnp.ones(3), jnp.ones((8, 3)))
+
+
+@pytest.mark.parametrize("out", ["text", jax.ShapeDtypeStruct((2,), float)])
+def test_a_function_that_returns_no_number_is_told_so_in_its_own_words(out):
+    args = jnp.ones(3), jnp.ones((8, 3))
+    with pytest.raises(TypeError, match=r"fun must return arrays.*the only leaf") as e:
+        ga.microbatch(lambda w, x: out, 4)(*args)
+    assert "aux" not in str(e.value)
+    assert ga.microbatch(lambda w, x: 3, 4)(*args) == 3  # the twin
+
+
 # -- Errors ----------------------------------------------------------------------------
+
+
+def advice(batch, size=None, wrap=ga.value_and_grad, **options):
+    """What an error says to do."""
+    sizes = {"microbatch_size": size} if size else {"num_microbatches": 2}
+    step = wrap(lambda w, b: jnp.mean(b["x"] @ w), **sizes, **options)
+    with pytest.raises(ValueError, match="but") as error:
+        step(jnp.ones(3), batch)
+    return str(error.value)
+
+
+WRONG = {
+    "num_real_microbatches": ({"x": jnp.ones((0, 3))}, None),
+    "rng_argnums": ({"x": jnp.ones((4, 3)), "key": jax.random.key(0)}, None),
+    "weight_fn": ({"x": jnp.ones((4, 3))}, 3),
+}
+
+
+@pytest.mark.parametrize("option", WRONG)
+def test_no_error_advises_an_option_that_has_no_place(option):
+    batch, size = WRONG[option]
+    for wrap, more in (
+        (ga.value_and_grad, {"whole_batch": True}),
+        (ga.microbatch, {}),
+        (ga.batch_dependencies, {}),
+    ):
+        assert option not in advice(batch, size, wrap, **more)
+    assert option in advice(batch, size)  # the twin: there it has one
+
+
+def test_the_advice_for_a_key_in_the_batch_helps():
+    def fun(w, b):
+        return jnp.mean((b["x"] @ w + jax.random.normal(b["key"], (4,))) ** 2)
+
+    batch = {"x": jnp.ones((4, 3)), "key": jax.random.key(0)}
+    assert "Give it None in batch_axes" in advice(batch, whole_batch=True)
+    axes = {"x": 0, "key": None}
+    step = ga.value_and_grad(fun, 2, whole_batch=True, batch_axes=axes)
+    got, want = (f(jnp.ones(3), batch) for f in (step, jax.value_and_grad(fun)))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), got, want)
 
 
 @pytest.mark.quick
@@ -325,6 +416,18 @@ def test_the_batch_of_any_function_may_come_by_keyword_and_must_come():
         ga.microbatch(lambda w, x: x @ w, 4, batch_argnums=-3)(w, x)
     with pytest.raises(TypeError, match="fun must be a function"):
         ga.microbatch(None, 4)
+
+
+def test_a_position_counts_the_arguments_that_came_and_no_defaults():
+    def fun(w, x, scale=2.0, *more, power=1):
+        return (x @ w * scale) ** power
+
+    w, x = jnp.arange(3.0), jnp.arange(24.0).reshape(8, 3)
+    run = jax.jit(ga.microbatch(fun, 4, batch_argnums=-1))
+    for args, named in (((w,), {"x": x}), ((w,), {"x": x, "power": 2}), ((w, x), {})):
+        np.testing.assert_array_equal(run(*args, **named), fun(*args, **named))
+    with pytest.raises(ValueError, match="argument 2 is a scalar"):  # the twin
+        run(w, x=x, scale=3.0)
 
 
 def test_dependencies_name_what_meets_the_line_and_the_bytes():

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import ga_optax as ga
-from ga_optax._partition import custom
+from ga_optax._inside import whole_batch
+from ga_optax._partition import custom, writer
 
 pytestmark = [
     pytest.mark.usefixtures("optax_promotion", "fast_compilation"),
@@ -75,9 +76,9 @@ LOSSES = (
 )
 
 
-def distance(loss, rule):
+def distance(loss, rule, dtype=float):
     def fun(w, x):
-        return loss(rule, w, x)
+        return loss(rule, w, x.astype(dtype).astype(float))
 
     with jax.enable_x64(True):
         args = jnp.asarray(W), jnp.asarray(X)
@@ -91,6 +92,14 @@ def distance(loss, rule):
 @pytest.mark.parametrize("name", RULES)
 def test_a_rule_gets_the_cotangent_of_the_whole_batch_once(name, loss):
     assert distance(loss, RULES[name]) < 1e-12
+
+
+@pytest.mark.parametrize("loss", [of_rows, of_parameters])
+def test_so_does_one_beside_numbers_with_few_exponents(loss, monkeypatch):
+    assert distance(loss, RULES["clips"], jnp.float16) < 1e-12
+    # The twin: what is multiplied after the window was a part of it in the rule.
+    monkeypatch.setattr(whole_batch, "_scales_after", lambda call, trace: True)
+    assert distance(loss, RULES["clips"], jnp.float16) > 1e-3
 
 
 def test_if_a_number_that_is_added_counts_as_linear_it_is_added_by_all(monkeypatch):
@@ -117,3 +126,29 @@ def test_a_rule_of_a_function_that_also_returns_numbers_of_rows():
         return (largest * (1 + at) * is_above).sum()
 
     assert distance(loss, None) < 1e-12
+
+
+def of_both(w, x):
+    @jax.custom_vjp
+    def scaled(x):
+        return x / x.max(), x.max()
+
+    def backward(largest, cts):
+        return ((cts[0] / largest).at[0].add(largest),)
+
+    scaled.defvjp(lambda x: (scaled(x), x.max()), backward)
+    y, largest = scaled(x @ w)
+    return jnp.mean((y * largest) ** 2)
+
+
+def test_a_rule_of_two_results_runs_once(monkeypatch):
+    assert distance(lambda _, w, x: of_both(w, x), None) < 1e-12
+    # The twin: its first gives what it adds again.
+    bound = writer.Writer.bound
+
+    def twice(w, e, xs):
+        first, *rest = bound(w, e, xs)
+        return [first, *bound(w, e, xs)[1:]] if rest else [first]
+
+    monkeypatch.setattr(writer.Writer, "bound", twice)
+    assert distance(lambda _, w, x: of_both(w, x), None) > 1e-3

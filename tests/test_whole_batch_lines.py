@@ -4,6 +4,7 @@ import os
 import re
 import warnings
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -79,6 +80,58 @@ def test_what_packages_do_is_said_of_the_line_that_calls_them(fun, monkeypatch):
     monkeypatch.setattr(places, "placed", lambda equation, around: equation)
     lines = lines_of(spread, *args)
     assert "an unknown line" in lines
+
+
+class Network(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for _ in range(2):
+            x = nn.BatchNorm(use_running_average=False)(nn.Dense(4)(x))
+        return x
+
+
+def test_beside_the_line_stands_the_module_inside(monkeypatch):
+    x = jnp.ones((16, 4))
+    variables = Network().init(jax.random.key(0), x)
+
+    def fun(p, x):
+        out, _ = Network().apply(variables | p, x, mutable=["batch_stats"])
+        return jnp.mean((out * jnp.linspace(0, 1, 16)[:, None]) ** 2)
+
+    params = {"params": variables["params"]}
+    found = ga.batch_dependencies(fun, 4)(params, x)
+    sums = [m.line.split(", in ")[1] for m in found.meetings if m.kind == "sum"]
+    scopes = [f"Network/BatchNorm_{i}" for i in range(2)]
+    assert sorted(set(sums)) == scopes
+    rows = [row for row in str(found).splitlines() if "a sum of" in row]
+    assert [row.rpartition(", in ")[2] for row in rows] == scopes
+    # The twin: by its line alone it is one.
+    monkeypatch.setattr(places, "place_of", lambda source, *names: source_line(source))
+    found = ga.batch_dependencies(fun, 4)(params, x)
+    assert len([row for row in str(found).splitlines() if "a sum of" in row]) == 1
+
+
+source_line = places.line_of
+
+
+def test_beside_the_line_stands_the_function_of_a_package_inside():
+    def fun(w, x):
+        return optax.losses.ntxent(x @ w, jnp.arange(16) % 4) ** 2
+
+    lines = lines_of(fun, jnp.ones((4, 3)), jnp.ones((16, 4)))
+    assert any(line.endswith(", in ntxent") for line in lines)
+    # JAX's own functions are known by their names in the line.
+    lines = lines_of(spread, *whole_losses.arguments(dtype=np.float32))
+    assert not any(", in " in line for line in lines)
+
+
+def test_what_runs_in_no_pass_has_no_line_for_all():
+    def text(fun):
+        return str(ga.batch_dependencies(fun, 4)(jnp.ones((4, 3)), jnp.ones((16, 4))))
+
+    assert "sort, computed whole" in text(lambda w, x: jnp.mean(jnp.sort(x, 0)))
+    assert "In all:" not in text(lambda w, x: jnp.mean(jnp.sort(x, 0)))
+    assert "In all:" in text(lambda w, x: jnp.mean(jnp.sort(x @ w, 0)))  # the twin
 
 
 def test_what_collectives_of_the_user_keep_has_a_line_too(monkeypatch):

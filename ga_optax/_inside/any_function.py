@@ -8,10 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ga_optax._checks import check_callable
+from ga_optax._checks import check_callable, named_leaves
 from ga_optax._devices.data_axis import DataAxis
 from ga_optax._inside.microbatch import value_and_grad
 from ga_optax._inside.options import found
+from ga_optax._inside.results import is_value
 
 
 def microbatch(
@@ -60,7 +61,15 @@ def microbatch(
     check_callable("fun", fun, "of the parameters and the batch", _TODO)
 
     def with_loss(*args: Any, **kwargs: Any) -> tuple[jax.Array, Any]:
-        return jnp.zeros([]), fun(*args[:-1], **kwargs)
+        out = fun(*args[:-1], **kwargs)
+        for name, leaf in named_leaves(out):
+            if not is_value(leaf):
+                raise TypeError(
+                    f"fun must return arrays or numbers, but {name} of what it "
+                    f"returned is {leaf!r}. Leave it out, or return a number in its "
+                    "place."
+                )
+        return jnp.zeros([]), out
 
     step = value_and_grad(
         with_loss,
@@ -97,10 +106,19 @@ def _by_position(
     if not kwargs:
         return args, kwargs
     try:
-        bound = inspect.signature(fun).bind(*args, **kwargs)
+        signature = inspect.signature(fun)
+        bound = signature.bind(*args, **kwargs)
     except (TypeError, ValueError):
         return args, kwargs
-    bound.apply_defaults()
+    places = [
+        p
+        for p in signature.parameters.values()
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    # Defaults fill gaps alone: what comes after the last argument is none of the call.
+    while places and places[-1].name not in bound.arguments:
+        places.pop()
+    bound.arguments = {p.name: p.default for p in places} | bound.arguments
     return bound.args, bound.kwargs
 
 

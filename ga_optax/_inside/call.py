@@ -136,7 +136,10 @@ class Call(NamedTuple):
     @property
     def merges(self) -> list[merges.Sum]:
         """How the gradient of each leaf is merged over micro-batches and devices."""
-        return merges.of_leaves(self.params)
+        found = merges.of_leaves(self.params)
+        # There the gradient is one of the whole batch, of which each has its part.
+        is_whole = self.options.axis_name == AXIS_OF_ROWS
+        return [merges.SUM] * len(found) if is_whole else found
 
     @property
     def axes(self) -> Axes:
@@ -440,7 +443,7 @@ def _axes_of_batch(call: Call) -> list[int | None]:
         if axis is None:
             continue
         todo = "Give it None in batch_axes to pass it to each micro-batch as it is."
-        if _is_key(x):
+        if _is_key(x) and not call.options.whole_batch:
             todo = "Pass keys by themselves, and name them in rng_argnums."
         check_arrays(name, x, todo)
         ndim = jnp.ndim(x)
@@ -554,9 +557,11 @@ def _rows_of_batch(call: Call) -> tuple[int, str]:
                 "0, or say in batch_axes where they are."
             )
     if rows == 0:
+        options, todo = call.options, "Skip the call"
+        if not (options.whole_batch or options.axis_name or options.overlap):
+            todo += ", or pad the batch and pass num_real_microbatches=0"
         raise ValueError(
-            f"The batch must hold at least one example, but {came}. Skip the call, or "
-            "pad the batch and pass num_real_microbatches=0."
+            f"The batch must hold at least one example, but {came}. {todo}."
         )
     return rows, came
 

@@ -25,7 +25,8 @@ class BatchDependencies:
       num_microbatches: how many micro-batches there are, on all devices.
       meetings: what rows need of each other: its `kind` ("sum", "max", "min", or
         "stack" for what each micro-batch has), its `type` in one micro-batch, the
-        `line` of the code, the `nbytes` that a device keeps of it, and how often what
+        `line` of the code (beside it the module or function of a package inside),
+        the `nbytes` that a device keeps of it, and how often what
         it is computed of runs `forward` and `backward` over all rows.
       kept: what else a window keeps, so that less runs again: activations of the
         micro-batches ("kept"), and what they share ("once").
@@ -63,7 +64,8 @@ class BatchDependencies:
         ]
         lines = ruled([("what meets", *_HEADER, "line"), *rows], left=(0, 4))
         end = f"In all: {passes}; {self.kept_bytes:,} bytes are kept."
-        return "\n".join([*lines, "", *wrap(_LEGEND), end])
+        runs = self.forward_passes or self.backward_passes
+        return "\n".join([*lines, "", *wrap(_LEGEND), *([end] if runs else [])])
 
 
 _HEADER = ("bytes", "forward", "backward")

@@ -1,7 +1,8 @@
 """How the gradients of one leaf are merged: over micro-batches and over devices.
 
 Gradients are summed. The "gradient" of a scale of Flax's fp8 layers is its new value:
-of those of all micro-batches and devices the largest is kept.
+of those of all micro-batches and devices the largest is kept. With `whole_batch=True`
+it is that of the whole batch, and one micro-batch passes it on: a sum.
 """
 
 from collections.abc import Callable

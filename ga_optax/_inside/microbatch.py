@@ -33,7 +33,7 @@ from ga_optax._devices.data_axis import DataAxis
 from ga_optax._inside import merges
 from ga_optax._inside.call import Call
 from ga_optax._inside.fold import fold, mean, over_mesh
-from ga_optax._inside.options import FromAux, Options
+from ga_optax._inside.options import AXIS_OF_ROWS, FromAux, Options
 from ga_optax._inside.program import trace
 from ga_optax._inside.results import Value, put_together
 from ga_optax._inside.sizes import by_size, size_of
@@ -163,7 +163,7 @@ def value_and_grad(
         inside = call.mesh is None or options.each
         if options.each:
             merges.check_sums(call.params, 'sync="each"', 'Use sync="last"')
-        if options.axis_name is not None:
+        if options.axis_name not in (None, AXIS_OF_ROWS):
             merges.check_sums(call.params, "axis_name", "Leave it out")
         value, grads = window(call) if inside else over_mesh(call, window)
         return put_together(options, value), grads

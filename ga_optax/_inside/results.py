@@ -85,7 +85,9 @@ def taken_apart(options: Options, out: Any) -> tuple[Any, Any, Any]:
         form = "(loss, aux)"
         loss, aux = _pair(out, form)
     for path, leaf in jax.tree_util.tree_leaves_with_path(aux):
-        if not _is_value(leaf):
+        # The whole batch's comes back as it is, whatever it is, if it is something.
+        kept = options.whole_batch and not isinstance(leaf, jax.ShapeDtypeStruct)
+        if not (kept or is_value(leaf)):
             raise TypeError(
                 "The leaves of aux must be arrays or numbers, but "
                 f"{jax.tree_util.keystr(path) or 'aux itself'} is {leaf!r}. Leave it "
@@ -108,8 +110,10 @@ def taken_apart(options: Options, out: Any) -> tuple[Any, Any, Any]:
     return loss, (carry,) if isinstance(options.carry_argnums, int) else carry, aux
 
 
-def _is_value(leaf: Any) -> bool:
-    """Whether JAX has a type for it."""
+def is_value(leaf: Any) -> bool:
+    """Whether JAX has a type for it, and it is no type itself."""
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return False
     try:
         jax.typeof(leaf)
     except TypeError:

@@ -60,9 +60,10 @@ def _number(call: Call, size: int) -> int:
     rows, what, came = rows_of_device(call)
     if rows % size:
         nearest = sorted(divisors(rows), key=lambda d: abs(d - size))[:8]
+        todo = one_of(sorted(nearest))
+        if not call.options.whole_batch:
+            todo += "; or pad the batch, and count its rows with weight_fn"
         raise ValueError(
-            f"microbatch_size={size} must divide {what}, but {came}. Use "
-            f"{one_of(sorted(nearest))}; or pad the batch, and count its rows with "
-            "weight_fn."
+            f"microbatch_size={size} must divide {what}, but {came}. Use {todo}."
         )
     return rows // size

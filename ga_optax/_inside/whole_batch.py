@@ -32,7 +32,7 @@ from ga_optax._partition import (
     Rows,
     partition,
 )
-from ga_optax._passes import ir, references
+from ga_optax._passes import ir, known, references
 
 # Why options have no place here.
 _NOT_NEEDED = {
@@ -116,13 +116,15 @@ def window(
     )
     given_whole = trace.closed.consts if call.mesh is None else call.others()
     batch = tuple(call.batch), jax.tree.map(_as_data, given_whole)
-    if _scales_after(trace):
+    if _scales_after(call, trace):
         (loss, kept), grads = _scaled(call, *run(_widened(call.params), batch))
     else:
         (loss, kept), grads = run(call.params, batch)
     loss = loss.astype(trace.closed.out_avals[0].dtype)
     leaves = [loss, *put_together(trace, kept)]
-    return jax.tree.unflatten(jax.tree.structure(trace.out), leaves), grads
+    value = jax.tree.unflatten(jax.tree.structure(trace.out), leaves)
+    as_returned = jax.tree.map(_value_of, value, is_leaf=_is_own)
+    return as_returned, grads
 
 
 def prepared(given: dict[str, Any]) -> tuple[Options, Callable[..., Any]]:
@@ -134,9 +136,37 @@ def prepared(given: dict[str, Any]) -> tuple[Options, Callable[..., Any]]:
 
     def fun(*args: Any, **kwargs: Any) -> Any:
         loss, _, aux = taken_apart(options, options.fun(*args, **kwargs))
-        return loss, aux
+        return loss, jax.tree.map(_kept, aux)
 
     return options, fun
+
+
+@jax.tree_util.register_pytree_node_class
+class _Own:
+    """A node without leaves for what is no array: a number, a text, NumPy's."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def tree_flatten(self) -> tuple[tuple[()], "_Own"]:
+        return (), self
+
+    @classmethod
+    def tree_unflatten(cls, own: "_Own", leaves: Any) -> "_Own":
+        return own
+
+
+def _kept(leaf: Any) -> Any:
+    """A leaf of the aux, which `jax.value_and_grad` returns as it is."""
+    return leaf if isinstance(leaf, jax.Array) else _Own(leaf)
+
+
+def _is_own(node: Any) -> bool:
+    return isinstance(node, _Own)
+
+
+def _value_of(node: Any) -> Any:
+    return node.value if _is_own(node) else node
 
 
 def _warn(call: Call, trace: Trace) -> bool:
@@ -161,8 +191,8 @@ def _numbers(jaxpr: Any) -> int:
     total = 0
     for e in jaxpr.eqns:
         inside = sum(map(_numbers, ir.inner_programs(e)))
-        times = ir.scan_of(e).length if ir.kind(e) == "scan" else 1
-        total += times * inside or sum(ir.numbers(x.aval.shape) for x in e.outvars)
+        own = sum(ir.numbers(x.aval.shape) for x in e.outvars)
+        total += ir.times(e) * inside or own
     return total
 
 
@@ -177,8 +207,10 @@ def num_parts(call: Call) -> int:
 
 
 def _needs_axis(call: Call, part: Partitioned) -> bool:
-    # A batch that is distributed must keep its order.
-    return part.uses_axis or bool(call.options.axes) or call.strided is True
+    # A batch that is distributed must keep its order, and the loop without an axis does
+    # not add up what it takes for new values.
+    in_order = call.strided is True or not all(x.is_sum for x in call.merges)
+    return part.uses_axis or bool(call.options.axes) or in_order
 
 
 def check_region(call: Call) -> None:
@@ -270,7 +302,7 @@ def micro_batch(
     call: Call, trace: Trace, fun: Callable[..., Any]
 ) -> Callable[..., Any]:
     """The loss of a micro-batch, and all else that `fun` returns, by its layout."""
-    layouts, size = trace.part.layouts, num_parts(call)
+    layouts = trace.part.layouts
     rows = [jnp.shape(x)[a] for x, a in zip(call.batch, call.split_axes, strict=True)]
     due = rows[0] // call.options.num_microbatches
     if call.mesh is not None:
@@ -289,7 +321,7 @@ def micro_batch(
             here = _in_region(call, fun, given_whole, layouts)
             part, consts = here.part, here.closed.consts
         loss, *rest = ir.results(part, (*consts, *leaves, *own))
-        loss = _addend(trace, loss, size)
+        loss = _addend(call, trace, loss)
         kept: dict[str, list[Any]] = {mode: [] for mode in MODES}
         for x, layout in zip(rest, layouts[1:], strict=True):
             kept[_kind(layout)].append(x)
@@ -314,9 +346,10 @@ def _in_region(
 # -- The window takes the mean of micro-batches ----------------------------------------
 
 
-def _addend(trace: Trace, loss: jax.Array, size: int) -> jax.Array:
-    """What a micro-batch adds: the mean of all is the loss, or its `size`-th part."""
-    is_part, after = trace.part.layouts[0] == PARTIAL, _scales_after(trace)
+def _addend(call: Call, trace: Trace, loss: jax.Array) -> jax.Array:
+    """What a micro-batch adds: the mean of all is the loss, or its part of it."""
+    is_part, after = trace.part.layouts[0] == PARTIAL, _scales_after(call, trace)
+    size = num_parts(call)
     if is_part or after:
         loss = loss.astype(_wide(loss.dtype))
     if is_part and not after:
@@ -324,12 +357,16 @@ def _addend(trace: Trace, loss: jax.Array, size: int) -> jax.Array:
     return loss / jnp.asarray(size, loss.dtype) if after and not is_part else loss
 
 
-def _scales_after(trace: Trace) -> bool:
+def _scales_after(call: Call, trace: Trace) -> bool:
     """Whether the mean is multiplied by the number of micro-batches after the window.
 
     In the loss it would multiply all that comes back through sums over all rows, and
-    the exponents of float16 and float8 are too small for that.
+    the exponents of float16 and float8 are too small for that. Where a rule of the
+    user's own runs over an axis, the cotangent of each micro-batch is divided by that
+    number (`Backward.as_mean`), and what comes back is that of the whole batch.
     """
+    if _needs_axis(call, trace.part) and known.deeds(trace.part.jaxpr).bends:
+        return False
     jaxpr = trace.closed.jaxpr
     results = (x for e in ir.equations(jaxpr) for x in e.outvars)
     return not all(map(is_wide, (*jaxpr.invars, *results)))

@@ -321,10 +321,18 @@ def passed_on(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Any]:
     w.level = max(v.level for v in vs) + 1
     types = types_of(e)
     smooth = [i for i, x in enumerate(types) if is_inexact(x)]
+
+    def run() -> list[Any]:
+        # The zeros of a rule that returns None have the types of its own arguments,
+        # and JAX compares those of the branches. Once: each run gives the same again.
+        own = [jax.lax.copy_p.bind(x) if is_inexact(x) else x for x in xs]
+        out = w.bound(e, own)
+        return [out[i] for i in smooth]
+
     # The others do not run it: a rule may make something of no cotangent.
     found = jax.lax.cond(
         w.index == 0,
-        lambda: [w.bound(e, xs)[i] for i in smooth],
+        run,
         lambda: [jnp.zeros(types[i].shape, types[i].dtype) for i in smooth],
     )
     out = w.bound(e, xs) if len(smooth) < len(types) else [None] * len(types)

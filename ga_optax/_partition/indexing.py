@@ -18,6 +18,7 @@ from ga_optax._partition.values import (
     types_of,
 )
 from ga_optax._partition.writer import Writer
+from ga_optax._passes import ir
 
 Results = list[Result] | None
 
@@ -113,7 +114,7 @@ def _picked(w: Writer, e: core.JaxprEqn, operand: Value, indices: Value) -> Any:
         or numbers.operand_batching_dims
         or d not in numbers.collapsed_slice_dims
         or d not in numbers.start_index_map
-        or aval.size * parts > operand.size
+        or ir.numbers(aval.shape) * parts > operand.size
     ):
         return None
     at = w.whole(indices)

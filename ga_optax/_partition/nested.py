@@ -146,7 +146,7 @@ def scan(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     _, _, slices = how.split(vs)
     if any(v.dim == 0 for v in slices):
         return _scan_over_rows(w, e, vs, how)
-    if how.length > w.axis.longest:
+    if ir.times(e) > w.axis.longest:
         with apart(w):
             return _scan_of_rows(w, e, vs, how, True)
     if (out := _scan_of_rows(w, e, vs, how, True)) is not None:

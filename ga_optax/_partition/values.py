@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.extend import core
 
+from ga_optax._passes import ir
+
 
 class Rows(NamedTuple):
     """A dimension that is split over micro-batches.
@@ -83,11 +85,8 @@ class Value:
 
     @property
     def size(self) -> int:
-        """How many numbers all micro-batches hold together."""
-        size = 1
-        for n in self.shape:
-            size *= n
-        return size
+        """How many numbers all micro-batches hold together, to compare."""
+        return ir.numbers(self.shape)
 
 
 Result = tuple[Any, Layout]  # what a rule returns for each result: array and layout

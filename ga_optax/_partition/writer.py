@@ -312,7 +312,8 @@ class Writer:
         del self.notes[notes:]
         made = sum(ir.numbers(getattr(x.aval, "shape", (0,))) for x in e.outvars)
         read = sum(ir.numbers(v.shape) for v in vs if v.rows)
-        line = places.line_of(e.source_info)
+        names = source_info_util.current_name_stack()
+        line = places.place_of(e.source_info, names)
         name = "new_ref" if references.is_group(e) else ir.name_of(e)
         self.notes.append(Note(name, line, max(made, read)))
         return self.all_whole(e, vs)

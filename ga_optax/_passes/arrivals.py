@@ -60,8 +60,8 @@ def _inside(equation: core.JaxprEqn, i: int, way: str) -> str | None:
     if kind == "scan":
         if not ir.is_sliced(equation, i):
             return None  # used in every iteration
-        scan = ir.scan_of(equation)
-        way = "slices" if scan.unroll < scan.length else way
+        rolled = ir.scan_of(equation).unroll < ir.times(equation)
+        way = "slices" if rolled else way
         return arrival(inner, inner.invars[i], way)
     found = arrival(inner, inner.invars[i], way)
     passes = kind != "checkpoint" or way == "slices"

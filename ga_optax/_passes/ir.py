@@ -93,6 +93,11 @@ def numbers(shape: Iterable[Any]) -> int:
     return math.prod(n if isinstance(n, int) else 1024 for n in shape)
 
 
+def times(equation: core.JaxprEqn) -> int:
+    """How often what is inside an equation runs, to compare: once, unless it scans."""
+    return numbers([scan_of(equation).length]) if kind(equation) == "scan" else 1
+
+
 def name_of(equation: core.JaxprEqn) -> str:
     """What an equation does: its primitive, or what is hidden in that."""
     hidden = equation.params.get("_prim")

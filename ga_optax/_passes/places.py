@@ -6,6 +6,7 @@ none, the innermost one that belongs to neither JAX nor this library.
 """
 
 import os
+import re
 from typing import Any
 
 from jax.extend import core, source_info_util
@@ -13,6 +14,7 @@ from jax.extend import core, source_info_util
 _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _INSTALLED = [f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages")]
 _DEEPEST = 100  # calls
+_OWN = 2  # how much a line of the user's is one
 
 
 def line_of(source: Any) -> str:
@@ -22,6 +24,31 @@ def line_of(source: Any) -> str:
     except Exception:  # Any: it only adds to a message.
         line = ""
     return line or "an unknown line"
+
+
+def place_of(source: Any, around: Any = None) -> str:
+    """The line, and beside it the module or the function of a package inside of it.
+
+    Args:
+      source: that of an equation.
+      around: the names that its program is in; None if its own are all.
+    """
+    line = line_of(source)
+    names = source.name_stack if around is None else around
+    # The names of transformations alone, such as `vmap()`, are no place.
+    inside = re.sub(r"\w+\(\)", "", str(names)).strip("/") or _function(source)
+    return f"{line}, in {inside}" if inside else line
+
+
+def _function(source: Any) -> str:
+    """The innermost function of a package that a line of the user's code calls."""
+    try:
+        rank, line = _ranked(source)
+        innermost = _calls(source)[0]
+    except Exception:  # Any: it only adds to a message.
+        return ""
+    called = rank == _OWN and innermost != line
+    return innermost.rpartition("(")[2].rstrip(")") if called else ""
 
 
 def placed(equation: core.JaxprEqn, around: Any) -> core.JaxprEqn:
@@ -45,8 +72,12 @@ def placed(equation: core.JaxprEqn, around: Any) -> core.JaxprEqn:
 
 def _ranked(source: Any) -> tuple[int, str]:
     """How much a line of the user's code it is, and that line."""
-    # The innermost call comes last, and those of JAX are left out.
-    calls = source_info_util.summarize(source, _DEEPEST).splitlines()[::-1]
-    known = [x for x in calls if x and not x.startswith(_OURS)]
+    known = _calls(source)
     own = [x for x in known if not any(part in x for part in _INSTALLED)]
-    return (2, own[0]) if own else (1, known[0]) if known else (0, "")
+    return (_OWN, own[0]) if own else (1, known[0]) if known else (0, "")
+
+
+def _calls(source: Any) -> list[str]:
+    """The calls that led to an equation but JAX's and ours; the innermost first."""
+    calls = source_info_util.summarize(source, _DEEPEST).splitlines()[::-1]
+    return [x for x in calls if x and not x.startswith(_OURS)]

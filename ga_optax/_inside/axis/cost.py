@@ -33,9 +33,7 @@ def work(equation: core.JaxprEqn) -> float:
     ]
     largest = max(map(ir.numbers, shapes), default=0)
     if programs := ir.inner_programs(equation):
-        inside = sum(work(e) for p in programs for e in p.eqns)
-        length = equation.params["length"] if ir.kind(equation) == "scan" else 1
-        return length * inside
+        return ir.times(equation) * sum(work(e) for p in programs for e in p.eqns)
     name = equation.primitive.name
     if name in _LAYOUTS:
         return 0.0
@@ -46,7 +44,8 @@ def work(equation: core.JaxprEqn) -> float:
         )
     if name == known.CONVOLUTION:
         features = shapes[1][equation.params["dimension_numbers"].rhs_spec[0]]
-        return 2.0 * ir.numbers(shapes[-1]) * ir.numbers(shapes[1]) / max(features, 1)
+        of_one = ir.numbers(shapes[1]) / max(ir.numbers([features]), 1)
+        return 2.0 * ir.numbers(shapes[-1]) * of_one
     return float(largest if is_cheap(equation) else _DEEP * largest)
 
 

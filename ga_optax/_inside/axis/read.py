@@ -108,7 +108,7 @@ def _open(
         return None
     if kind == "checkpoint":
         return _checkpointed(equation, values, axis)
-    if kind == "scan" and ir.scan_of(equation).length <= LONGEST:
+    if kind == "scan" and ir.times(equation) <= LONGEST:
         return _unrolled(ir.scan_of(equation), equation.outvars, values, axis)
     raise NotImplementedError(_not_done(equation, axis))
 

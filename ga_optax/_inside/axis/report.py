@@ -181,4 +181,4 @@ def _most(
 
 def _line(schedule: Schedule, x: Any) -> str:
     equation = ir.made_by(schedule.jaxpr, x)
-    return "an argument" if equation is None else places.line_of(equation.source_info)
+    return "an argument" if equation is None else places.place_of(equation.source_info)
