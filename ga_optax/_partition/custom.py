@@ -56,11 +56,11 @@ def custom_jvp(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
         return w.all_whole(e, vs)
     if w.in_rule:
         return nested.inlined(w, program, vs)
-    with w.may_fail() as out, nested.apart(w):
+    with w.may_fail(e) as out, nested.apart(w):
         out += _with_jvp(w, e, program, vs)
     if not out and not w.apart and (fitted := _fitted(w, e, vs)) != vs:
         vs = fitted
-        with w.may_fail() as out, nested.apart(w):
+        with w.may_fail(e) as out, nested.apart(w):
             out += _with_jvp(w, e, program, vs)
     if not out and not w.apart and _rule_only_saves_time(program.jaxpr):
         return nested.inlined(w, program, vs)
@@ -226,7 +226,7 @@ def custom_vjp(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
         return None
     if w.in_rule:
         return nested.inlined(w, ir.inner(e)[0], vs)
-    with w.may_fail() as out, nested.apart(w):
+    with w.may_fail(e) as out, nested.apart(w):
         out += _with_vjp(w, e, vs)
     return out or None
 
