@@ -20,11 +20,12 @@ from ga_optax._inside.axis.forward import FOLDS
 from ga_optax._inside.axis.rules import own_part
 from ga_optax._inside.axis.values import Arrays, Values, start_of_sum
 from ga_optax._inside.call import Call
-from ga_optax._inside.loop import Flat, Loop, Operands, State
+from ga_optax._inside.loop import Flat, Loop, Operands, State, after_passes
 from ga_optax._inside.over_devices import all_reduced
 from ga_optax._inside.program import Program
 from ga_optax._passes import ir, known
 from ga_optax._passes.arrivals import arrival
+from ga_optax._passes.facts import Facts
 from ga_optax.accumulator import Accumulator
 
 Wanted = Sequence[tuple[Any, Any]]  # variables, and how they are put together
@@ -100,18 +101,30 @@ class Backward:
             known = self.with_leaves(params, buffers, diff)
             return values.evaluate(roots, level + 0.5, known=known)
 
-        with jax.named_scope("compute"):
-            out, pullback = jax.vjp(evaluate, self.leaves(params, buffers))
-            pairs = zip(out, cotangents.values(), strict=True)
-            [grads] = pullback([ct.astype(x.dtype) for x, ct in pairs])
-        totals = [*(self.totals[i] for i in params), *map(self.so_far, buffers)]
-        for i, (old, g) in enumerate(zip(totals, grads, strict=True)):
+        def term(g: jax.Array, old: jax.Array) -> jax.Array:
             g = g.astype(old.dtype)
             if self.weight is not None:
                 g = g * self.weight.astype(old.dtype)
             if axes and has_rule:  # The gradients are all-reduced later.
                 g = jnp.where(jax.lax.axis_index(axes) == 0, g, jnp.zeros_like(g))
-            totals[i] = old + g
+            return g
+
+        def added(operands: tuple[Arrays, Arrays, Arrays]) -> Arrays:
+            totals, diff, cotangents = operands
+            with jax.named_scope("compute"):
+                out, pullback = jax.vjp(evaluate, diff)
+                pairs = zip(out, cotangents, strict=True)
+                [grads] = pullback([ct.astype(x.dtype) for x, ct in pairs])
+            pairs = zip(totals, grads, strict=True)
+            return [old + term(g, old) for old, g in pairs]
+
+        totals = [*(self.totals[i] for i in params), *map(self.so_far, buffers)]
+        operands = totals, self.leaves(params, buffers), list(cotangents.values())
+        if self.call.options.optimize and self.program.low_precision:
+            facts = Facts(sliced=[False] * len(totals), rounds_once=True)
+            totals = after_passes(added, operands, facts)
+        else:
+            totals = added(operands)
         self.put(params, buffers, totals)
 
     def summed(self, level: float, across: bool = True) -> Cotangents:
@@ -201,7 +214,8 @@ class Backward:
         in_place.report([names[i] for i in params], whys[: len(params)])
         k = options.num_microbatches
         adds = additions.choose(of_loop, operands.acc.total, whys)
-        loop = Loop(of_loop, k, adds, options.optimize)
+        once = of_loop.low_precision
+        loop = Loop(of_loop, k, adds, options.optimize, rounds_once=once)
         state = loop(operands)
         self.put(params, buffers, state.acc.total)
         return Outcome(loop, state)
