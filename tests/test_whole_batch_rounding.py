@@ -117,13 +117,31 @@ def meshes(kind):
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_gradients_are_rounded_in_the_accumulator_alone(name, monkeypatch):
-    got, want = gradients(name)
+    rounded_once(name, monkeypatch)
+
+
+@pytest.mark.grid(2, 6)
+@pytest.mark.parametrize("name", ["total", "sums", "once"])
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_so_they_are_on_a_mesh(kind, name, monkeypatch):
+    rounded_once(name, monkeypatch, meshes(kind))
+
+
+def test_without_passes_they_are_rounded_as_by_jax():
+    got, want = gradients("sums", optimize=False)
+    assert not exact(got, want)
+    for x, y in zip(got.values(), want.values(), strict=True):
+        np.testing.assert_allclose(x, y, rtol=0, atol=2**-7 * np.abs(y).max())
+
+
+def rounded_once(name, monkeypatch, mesh=None):
+    got, want = gradients(name, mesh)
     assert exact(got, want)
     # They are not exact in bfloat16.
     assert not exact(jax.tree.map(lambda x: np.asarray(x, NARROW), want), want)
     # The twin: rounded in each micro-batch, and in what is computed once.
     monkeypatch.setattr(program.Program, "low_precision", False)
-    got, want = gradients(name)
+    got, want = gradients(name, mesh)
     assert not exact(got, want)
     for x, y in zip(got.values(), want.values(), strict=True):
         np.testing.assert_allclose(x, y, rtol=0, atol=2**-7 * np.abs(y).max())
