@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from ga_optax._inside import fences, in_place
-from ga_optax._passes import table
+from ga_optax._passes import ir, table
 from ga_optax._passes.known import Reason
 
 
@@ -81,3 +81,26 @@ def needed(compiled):
 def nbytes(tree):
     """The bytes of a tree's leaves, of arrays or of their shapes."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def products(fun, *args):
+    """How often a program multiplies matrices, and how often bfloat16 gives float32.
+
+    Loops count as often as they run, and of branches the one with the most.
+    """
+
+    def count(jaxpr):
+        found = np.zeros(2, int)
+        for e in jaxpr.eqns:
+            if e.primitive.name == "dot_general":
+                low = e.invars[0].aval.dtype == "bfloat16"
+                found += [1, low and e.outvars[0].aval.dtype == "float32"]
+            inside = list(map(count, ir.inner_programs(e)))
+            if e.primitive.name == "cond":
+                inside = [max(inside, key=tuple)]
+            found += e.params.get("length", 1) * sum(inside, np.zeros(2, int))
+        return found
+
+    # JAX keeps what it traced of a function.
+    closed = jax.make_jaxpr(lambda *args: fun(*args))(*args)
+    return tuple(count(closed.jaxpr).tolist())

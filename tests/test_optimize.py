@@ -68,6 +68,23 @@ def test_it_is_the_scan_that_one_would_write(weight_fn):
 
 
 @pytest.mark.quick
+def test_so_it_is_for_a_mean_over_the_whole_batch():
+    def dropped(w, x):
+        keep = jax.random.bernoulli(jax.random.key(0), 0.5, x.shape)
+        return loss(w, jnp.where(keep, jax.nn.relu(x), 0))
+
+    options = {"optimize": False, "whole_batch": True}
+    for fun in (loss, dropped):
+        found = names(ga.value_and_grad(fun, 4, **options), W, X)
+        assert found["scan"] == 1
+        assert found["dot_general"] == names(by_hand, W, X)["dot_general"]
+        assert not (FENCES - {"xor"}) & found.keys()  # which draws, too
+        # The twin: where rows meet there is one more loop.
+        met = ga.value_and_grad(lambda w, x, f=fun: jnp.sqrt(f(w, x)), 4, **options)
+        assert names(met, W, X)["scan"] > 1
+
+
+@pytest.mark.quick
 def test_it_has_the_bits_of_the_scan_written_by_hand():
     value, grads = jax.jit(ga.value_and_grad(loss, 4, optimize=False))(W, X)
     expected = jax.jit(by_hand)(W, X)

@@ -21,7 +21,7 @@ from ga_optax._checks import (
 from ga_optax._devices import collectives, membership, meshes
 from ga_optax._devices.meshes import Axes, Placement
 from ga_optax._inside import merges, said_once
-from ga_optax._inside.options import AXIS_OF_ROWS, NAMES, Argument, FromAux, Options
+from ga_optax._inside.options import NAMES, Argument, FromAux, Options
 from ga_optax._passes import probe
 
 
@@ -138,7 +138,7 @@ class Call(NamedTuple):
         """How the gradient of each leaf is merged over micro-batches and devices."""
         found = merges.of_leaves(self.params)
         # There the gradient is one of the whole batch, of which each has its part.
-        is_whole = self.options.axis_name == AXIS_OF_ROWS
+        is_whole = self.options.whole_batch
         return [merges.SUM] * len(found) if is_whole else found
 
     @property
@@ -173,10 +173,11 @@ class Call(NamedTuple):
         See `membership`.
         """
         everything, options = (self.args, self.kwargs), self.options
-        if options.axes or options.axis_name == AXIS_OF_ROWS or self.num_parts == 1:
+        if options.strided is not None:
+            return options.strided
+        if options.axes or self.num_parts == 1:
             return False
-        may_wait = options.optimize and not options.whole_batch
-        if may_wait and meshes.is_open(everything) and membership.can_wait():
+        if options.optimize and meshes.is_open(everything) and membership.can_wait():
             return None
         return meshes.is_distributed(everything)
 

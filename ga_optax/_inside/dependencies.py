@@ -11,7 +11,7 @@ from ga_optax._devices.data_axis import DataAxis
 from ga_optax._inside import whole_batch
 from ga_optax._inside.axis.report import Report, Stored, recorded
 from ga_optax._inside.call import Call
-from ga_optax._inside.microbatch import value_and_grad
+from ga_optax._inside.microbatch import of_options, value_and_grad
 from ga_optax._inside.sizes import by_size, size_of
 from ga_optax._partition import Note
 from ga_optax._text import ruled, wrap
@@ -187,9 +187,10 @@ def _of_number(**given: Any) -> Callable[..., BatchDependencies]:
     def dependencies(*args: Any, **kwargs: Any) -> BatchDependencies:
         call = Call.make(options, args, kwargs)
         whole_batch.check_region(call)
-        trace, [*reports] = _traced(call, plain, given)
-        # Without an axis there is a plain loop, which reports nothing.
-        last = reports[-1] if reports else Report(0, 1, 1, ())
+        trace, [*reports] = _traced(call, plain)
+        # If no rows meet there is a plain loop, which reports nothing.
+        plain_loop = Report(0, 1, int(trace.loss_has_gradients), ())
+        last = reports[-1] if reports else plain_loop
         kept = [x for x in last.stored if x.kind in ("kept", "once")]
         meetings = [x for x in last.stored if x not in kept]
         passes = last.forward, last.backward
@@ -200,13 +201,10 @@ def _of_number(**given: Any) -> Callable[..., BatchDependencies]:
 
 
 def _traced(
-    call: Call, fun: Callable[..., Any], given: dict[str, Any]
+    call: Call, fun: Callable[..., Any]
 ) -> tuple[whole_batch.Trace, list[Report]]:
     """The program of `fun`, and what its window reports."""
     found: list[whole_batch.Trace] = []
-    if call.mesh is not None:  # of arguments, perhaps, which are not there inside
-        axis: Any = call.options.data_axis
-        given = given | {"data_axis": dataclasses.replace(axis, mesh=call.mesh)}
     leaves, structure = jax.tree.flatten((call.args, call.kwargs))
     places = [i for i, x in enumerate(leaves) if _is_array(x)]
 
@@ -216,7 +214,7 @@ def _traced(
         args, kwargs = jax.tree.unflatten(structure, every)
         here = call._replace(args=args, kwargs=kwargs)
         found.append(whole_batch.traced(here, fun))
-        _, grads = whole_batch.window(value_and_grad, given, fun, here, found[0])
+        _, grads = whole_batch.window(of_options, fun, here, found[0])
         return grads
 
     with recorded() as reports:

@@ -154,9 +154,10 @@ def mean(call: Call, program: Program, acc: Accumulator, params: Any) -> optax.U
 def over_mesh(call: Call, run: Callable[..., Any], *acc: Accumulator) -> Any:
     """`run(call, *acc)` in a `shard_map` over the data axes.
 
-    JAX has no types for an axis beside the mesh, nor for a constraint over all of it.
+    JAX has no types for an axis beside the mesh, nor for a constraint over all of it;
+    and the program of a micro-batch is written without any for devices.
     """
-    if call.options.axis_name is not None:
+    if call.options.axis_name is not None or call.options.whole_batch:
         return _over_mesh(call, run, acc, check_vma=False)
     try:
         return _over_mesh(call, run, acc, check_vma=True)

@@ -33,6 +33,14 @@ class Operands(NamedTuple):
     num_real: jax.Array | None = None  # how many micro-batches count: all if None
 
 
+def after_passes(run: Callable[[Any], Any], operands: Any, facts: Facts) -> Any:
+    """`run(operands)` after the passes of a loop; sums of gradients come first."""
+    closed, shapes = jax.make_jaxpr(run, return_shape=True)(operands)
+    program = table.run("loop", ir.Program(closed.jaxpr, closed.consts), facts)
+    out = ir.results(program, jax.tree.leaves(operands))
+    return jax.tree.unflatten(jax.tree.structure(shapes), out)
+
+
 class State(NamedTuple):
     """What one micro-batch hands to the next, flat.
 
@@ -96,11 +104,7 @@ class Loop:
             rounds_once=self.rounds_once,
             logical=self.logical,
         )
-        closed, shapes = jax.make_jaxpr(self.as_written, return_shape=True)(operands)
-        program = ir.Program(closed.jaxpr, closed.consts)
-        program = table.run("loop", program, facts)
-        out = ir.results(program, jax.tree.leaves(operands))
-        return jax.tree.unflatten(jax.tree.structure(shapes), out)
+        return after_passes(self.as_written, operands, facts)
 
     def as_written(self, operands: Operands) -> State:
         """The loop itself."""

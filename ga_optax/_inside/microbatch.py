@@ -146,8 +146,12 @@ def value_and_grad(
     if given.pop("whole_batch"):
         from ga_optax._inside import whole_batch as partitioned  # which few need
 
-        return warns_outside_jit(partitioned.value_and_grad(value_and_grad, given))
-    options = Options(**given).checked()
+        return warns_outside_jit(partitioned.value_and_grad(of_options, given))
+    return warns_outside_jit(of_options(Options(**given).checked()))
+
+
+def of_options(options: Options) -> Callable[..., tuple[Any, optax.Updates]]:
+    """`value_and_grad` with options that are checked."""
 
     def window(call: Call) -> tuple[Value, optax.Updates]:
         params = call.params
@@ -156,8 +160,7 @@ def value_and_grad(
         value, acc = fold(call, program, None, merges=True)
         return value, mean(call, program, acc, params)
 
-    @warns_outside_jit
-    @functools.wraps(fun)
+    @functools.wraps(options.fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, optax.Updates]:
         call = Call.make(options, args, kwargs).alone()
         inside = call.mesh is None or options.each

@@ -92,6 +92,7 @@ class Options(NamedTuple):
     residual_bytes: int | None
     data_axis: DataAxis | None
     whole_batch: bool = False
+    strided: bool | None = None  # see `Call.strided`; None if as the batch lies
 
     num_real_microbatches: ArrayLike | None = None
 

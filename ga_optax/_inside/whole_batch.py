@@ -5,9 +5,16 @@
 `fun` is traced once, at all rows, and its program is partitioned (`_partition`): what
 comes out is the loss of a micro-batch with collectives over an axis of the window,
 which `axis/` runs level by level. A loss without collectives, such as a mean over rows,
-goes through the loop of `loop`. What has rows in the aux comes back whole, in order.
+goes through the loop of `loop`, also on a mesh. What such a program reads of the axis,
+to draw its part of a dropout mask, is which micro-batch it is: one more leaf of the
+batch says that of each row. What has rows in the aux comes back whole, in order.
+
+Which rows are neighbours is part of the program. So micro-batches hold neighbouring
+rows, unless the compiler is known to distribute the batch and rows do not meet: then
+they hold every k-th row, as without the option, and no row moves.
 """
 
+import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Sequence
@@ -32,7 +39,7 @@ from ga_optax._partition import (
     Rows,
     partition,
 )
-from ga_optax._passes import ir, known, references
+from ga_optax._passes import ir, references
 
 # Why options have no place here.
 _NOT_NEEDED = {
@@ -68,15 +75,26 @@ class Trace(NamedTuple):
       out: the tree of what it returns.
       part: the program of a micro-batch.
       num_params: how many leaves the parameters have.
+      strided: whether a micro-batch holds every k-th row, and not neighbours.
     """
 
     closed: Any
     out: Any
     part: Partitioned
     num_params: int
+    strided: bool
+
+    @property
+    def loss_has_gradients(self) -> bool:
+        """Whether the loss depends on the parameters."""
+        n = len(self.closed.consts)
+        jaxpr = self.part.jaxpr
+        params = jaxpr.invars[n : n + self.num_params]
+        loss = jaxpr.outvars[0]
+        return ir.is_variable(loss) and loss in ir.following(jaxpr, params)
 
 
-def value_and_grad(core: Callable[..., Any], given: dict[str, Any]) -> Any:
+def value_and_grad(core: Callable[[Options], Any], given: dict[str, Any]) -> Any:
     """`value_and_grad` with `whole_batch=True`; `core` is the one without."""
     options, fun = prepared(given)
     warned = False
@@ -89,39 +107,42 @@ def value_and_grad(core: Callable[..., Any], given: dict[str, Any]) -> Any:
         check_batch(call)
         trace = traced(call, fun)
         warned = warned or _warn(call, trace)
-        (value, aux), grads = window(core, given, fun, call, trace)
+        (value, aux), grads = window(core, fun, call, trace)
         return ((value, aux) if options.has_aux else value), grads
 
     return value_and_grad_fun
 
 
 def window(
-    core: Callable[..., Any],
-    given: dict[str, Any],
-    fun: Callable[..., Any],
-    call: Call,
-    trace: Trace,
+    core: Callable[[Options], Any], fun: Callable[..., Any], call: Call, trace: Trace
 ) -> Any:
     """`((value, aux), grads)` of a call whose program is traced."""
-    needs_axis = _needs_axis(call, trace.part)
+    options, numbers = call.options, _numbers_of_rows(call, trace)
+    axis = options.data_axis
+    if axis is not None and call.mesh is not None:
+        axis = dataclasses.replace(axis, mesh=call.mesh)
     run = core(
-        micro_batch(call, trace, fun),
-        call.options.num_microbatches,
-        batch_axes=(tuple(call.split_axes), None),
-        has_aux=True,
-        aux=MODES,
-        axis_name=AXIS_OF_ROWS if needs_axis else None,
-        residual_bytes=given["residual_bytes"] if needs_axis else None,
-        **{name: given[name] for name in _PASSED},
+        options._replace(
+            fun=micro_batch(call, trace, fun),
+            argnums=0,
+            batch_argnums=1,
+            batch_argnames=(),
+            batch_axes=((*call.split_axes, *[0] * len(numbers)), None),
+            has_aux=True,
+            aux=MODES,
+            axis_name=AXIS_OF_ROWS if trace.part.meets else None,
+            data_axis=axis,
+            strided=trace.strided,
+        )
     )
     given_whole = trace.closed.consts if call.mesh is None else call.others()
-    batch = tuple(call.batch), jax.tree.map(_as_data, given_whole)
-    if _scales_after(call, trace):
+    batch = (*call.batch, *numbers), jax.tree.map(_as_data, given_whole)
+    if _scales_after(trace):
         (loss, kept), grads = _scaled(call, *run(_widened(call.params), batch))
     else:
         (loss, kept), grads = run(call.params, batch)
     loss = loss.astype(trace.closed.out_avals[0].dtype)
-    leaves = [loss, *put_together(trace, kept)]
+    leaves = [loss, *put_together(call, trace, kept)]
     value = jax.tree.unflatten(jax.tree.structure(trace.out), leaves)
     as_returned = jax.tree.map(_value_of, value, is_leaf=_is_own)
     return as_returned, grads
@@ -196,9 +217,6 @@ def _numbers(jaxpr: Any) -> int:
     return total
 
 
-_PASSED = ("accumulator_dtype", "optimize", "data_axis")
-
-
 def num_parts(call: Call) -> int:
     """Into how many micro-batches all devices together split the rows."""
     axes = call.options.axes
@@ -206,11 +224,20 @@ def num_parts(call: Call) -> int:
     return call.options.num_microbatches * devices
 
 
-def _needs_axis(call: Call, part: Partitioned) -> bool:
-    # A batch that is distributed must keep its order, and the loop without an axis does
-    # not add up what it takes for new values.
-    in_order = call.strided is True or not all(x.is_sum for x in call.merges)
-    return part.uses_axis or bool(call.options.axes) or in_order
+def _numbers_of_rows(call: Call, trace: Trace) -> list[jax.Array]:
+    """Which micro-batch each row is in, if the loop has to say it."""
+    part, k = trace.part, call.options.num_microbatches
+    # In the region of a mesh the program is traced anew.
+    if part.meets or not (part.reads_index or call.mesh is not None):
+        return []
+    rows = jnp.shape(call.batch[0])[call.split_axes[0]]
+    numbers = jnp.arange(rows, dtype=jnp.int32)
+    if trace.strided:
+        return [numbers % k]
+    numbers = numbers // (rows // (k if call.mesh is None else num_parts(call)))
+    if call.axes:
+        numbers = numbers + k * jax.lax.axis_index(call.axes)
+    return [numbers]
 
 
 def check_region(call: Call) -> None:
@@ -257,18 +284,32 @@ def traced(
     closed, out = trace(_whole_params(call, params), _whole_batch(call))
     jaxpr = closed.jaxpr
     references.check_own(jaxpr, "whole_batch=True")
-    n = len(params)
-    layouts = [Rows(axis) if size > 1 else WHOLE for axis in call.split_axes]
+    n, strided = len(params), call.strided is True
+
+    def split(strided: bool) -> Partitioned:
+        arguments = _arguments(jaxpr, call.split_axes, n, size, strided)
+        return partition(jaxpr, arguments, Axis(AXIS_OF_ROWS, size, LONGEST), due)
+
+    part = split(strided)
+    if strided and part.meets:
+        strided, part = False, split(False)
+    return Trace(closed, out, part, n, strided)
+
+
+def _arguments(
+    jaxpr: Any, axes: Sequence[int], num_params: int, size: int, strided: bool
+) -> list[Argument]:
+    """Constants, parameters, and the batch with its rows along these axes."""
+    params, batch = jaxpr.invars[:num_params], jaxpr.invars[num_params:]
     arguments = [
         *(Argument(x.aval, WHOLE) for x in jaxpr.constvars),
-        *(Argument(x.aval, WHOLE, True) for x in jaxpr.invars[:n]),
-        *(
-            Argument(x.aval, layout)
-            for x, layout in zip(jaxpr.invars[n:], layouts, strict=True)
-        ),
+        *(Argument(x.aval, WHOLE, True) for x in params),
     ]
-    part = partition(jaxpr, arguments, Axis(AXIS_OF_ROWS, size, LONGEST), due)
-    return Trace(closed, out, part, n)
+    for x, axis in zip(batch, axes, strict=True):
+        segments = x.aval.shape[axis] // size if strided else 1
+        layout = Rows(axis, segments) if size > 1 else WHOLE
+        arguments.append(Argument(x.aval, layout))
+    return arguments
 
 
 def _whole_batch(call: Call) -> list[Any]:
@@ -310,6 +351,7 @@ def micro_batch(
 
     def run(params: Any, batch: Any) -> Any:
         own, given_whole = batch
+        own, numbers = own[: len(call.batch)], own[len(call.batch) :]
         if own[0].shape[call.split_axes[0]] != due:
             raise ValueError("The program is that of one micro-batch.")
         pairs = zip(*map(jax.tree.leaves, (params, call.params)), strict=True)
@@ -320,7 +362,12 @@ def micro_batch(
         else:
             here = _in_region(call, fun, given_whole, layouts)
             part, consts = here.part, here.closed.consts
-        loss, *rest = ir.results(part, (*consts, *leaves, *own))
+        args = *consts, *leaves, *own
+        if trace.part.meets:
+            loss, *rest = ir.results(part, args)
+        else:
+            index = numbers[0][0] if numbers else None
+            loss, *rest = part.alone(index, args)
         loss = _addend(call, trace, loss)
         kept: dict[str, list[Any]] = {mode: [] for mode in MODES}
         for x, layout in zip(rest, layouts[1:], strict=True):
@@ -348,7 +395,7 @@ def _in_region(
 
 def _addend(call: Call, trace: Trace, loss: jax.Array) -> jax.Array:
     """What a micro-batch adds: the mean of all is the loss, or its part of it."""
-    is_part, after = trace.part.layouts[0] == PARTIAL, _scales_after(call, trace)
+    is_part, after = trace.part.layouts[0] == PARTIAL, _scales_after(trace)
     size = num_parts(call)
     if is_part or after:
         loss = loss.astype(_wide(loss.dtype))
@@ -357,16 +404,16 @@ def _addend(call: Call, trace: Trace, loss: jax.Array) -> jax.Array:
     return loss / jnp.asarray(size, loss.dtype) if after and not is_part else loss
 
 
-def _scales_after(call: Call, trace: Trace) -> bool:
+def _scales_after(trace: Trace) -> bool:
     """Whether the mean is multiplied by the number of micro-batches after the window.
 
     In the loss it would multiply all that comes back through sums over all rows, and
-    the exponents of float16 and float8 are too small for that. Where a rule of the
-    user's own runs over an axis, the cotangent of each micro-batch is divided by that
-    number (`Backward.as_mean`), and what comes back is that of the whole batch.
+    the exponents of float16 and float8 are too small for that. And a backward rule that
+    is not linear must see the cotangents of the whole batch, in the plain loop: over an
+    axis that of each micro-batch is divided (`Backward.as_mean`).
     """
-    if _needs_axis(call, trace.part) and known.deeds(trace.part.jaxpr).bends:
-        return False
+    if trace.part.bends:
+        return not trace.part.meets
     jaxpr = trace.closed.jaxpr
     results = (x for e in ir.equations(jaxpr) for x in e.outvars)
     return not all(map(is_wide, (*jaxpr.invars, *results)))
@@ -421,7 +468,7 @@ def _kind(layout: Any) -> str:
     return "rows" if isinstance(layout, Rows) else layout
 
 
-def put_together(trace: Trace, kept: dict[str, Any]) -> list[Any]:
+def put_together(call: Call, trace: Trace, kept: dict[str, Any]) -> list[Any]:
     """The results after the loss, as `fun` returns them for the whole batch."""
     rest = {name: iter(leaves) for name, leaves in kept.items()}
     found = []
@@ -430,15 +477,21 @@ def put_together(trace: Trace, kept: dict[str, Any]) -> list[Any]:
     ):
         x = next(rest[_kind(layout)])
         if isinstance(layout, Rows):
-            x = _joined(x, layout)
-            x = jax.lax.slice_in_dim(x, 0, due.shape[layout.dim], axis=layout.dim)
+            x = _joined(call, x, layout)
+            length = min(x.shape[layout.dim], due.shape[layout.dim])
+            x = jax.lax.slice_in_dim(x, 0, length, axis=layout.dim)
         found.append(x.astype(due.dtype) if layout == PARTIAL else x)
     return found
 
 
-def _joined(x: jax.Array, rows: Rows) -> jax.Array:
-    """Rows in their order, from those of each micro-batch along axis 0."""
+def _joined(call: Call, x: jax.Array, rows: Rows) -> jax.Array:
+    """Rows in their order, from those of each micro-batch along axis 0.
+
+    In a region of the user's a device has its own, if they are neighbours.
+    """
     d, segments = rows.dim, rows.segments
+    if call.axes and (segments > 1 or rows.extra):
+        x = jax.lax.all_gather(x, call.axes, tiled=True)
     x = jnp.moveaxis(x, 0, d)
     before, (parts, n), after = x.shape[:d], x.shape[d : d + 2], x.shape[d + 2 :]
     shape, spec = (*before, parts * n, *after), meshes.spec_of_type(x)

@@ -56,11 +56,11 @@ def custom_jvp(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
         return w.all_whole(e, vs)
     if w.in_rule:
         return nested.inlined(w, program, vs)
-    with w.may_fail() as out, nested.apart(w):
+    with w.may_fail(e) as out, nested.apart(w):
         out += _with_jvp(w, e, program, vs)
     if not out and not w.apart and (fitted := _fitted(w, e, vs)) != vs:
         vs = fitted
-        with w.may_fail() as out, nested.apart(w):
+        with w.may_fail(e) as out, nested.apart(w):
             out += _with_jvp(w, e, program, vs)
     if not out and not w.apart and _rule_only_saves_time(program.jaxpr):
         return nested.inlined(w, program, vs)
@@ -140,7 +140,7 @@ def _with_jvp(
             for x, zero in zip(values, still, strict=True)
         )
 
-    out = call(w.index, *(v.x for v in vs))
+    out = call(nested.index_for(w, primal, both), *(v.x for v in vs))
     return list(zip(out, primal.layouts, strict=True))
 
 
@@ -226,7 +226,7 @@ def custom_vjp(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
         return None
     if w.in_rule:
         return nested.inlined(w, ir.inner(e)[0], vs)
-    with w.may_fail() as out, nested.apart(w):
+    with w.may_fail(e) as out, nested.apart(w):
         out += _with_vjp(w, e, vs)
     return out or None
 
@@ -256,11 +256,10 @@ def _with_vjp(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result]:
         return (None, *[None] * n, *of_args)
 
     call.defvjp(forward, backward)
-    xs = [v.x for v in vs]
-    if linear:
-        return list(zip(call(w.index, *xs), primal.layouts, strict=True))
-    marked = [checkpoint_name(x, w.axis.name) for x in call(w.index, *xs)]
-    return list(zip(marked, primal.layouts, strict=True))
+    out = call(nested.index_for(w, primal, fwd, bwd), *(v.x for v in vs))
+    if not linear:
+        out = [checkpoint_name(x, w.axis.name) for x in out]
+    return list(zip(out, primal.layouts, strict=True))
 
 
 def _rule_here(

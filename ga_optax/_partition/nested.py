@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core
 
 from ga_optax._partition.values import (
@@ -39,12 +40,14 @@ class Inner(NamedTuple):
       layouts: those of its results.
       levels: those of its results.
       meets: whether there are collectives in it.
+      reads: whether it reads the index.
     """
 
     closed: Any
     layouts: list[Layout]
     levels: list[int]
     meets: bool
+    reads: bool
 
     def __call__(self, index: Any, args: Sequence[Any]) -> list[Any]:
         return ir.results(self.closed, [index, *args])
@@ -106,7 +109,17 @@ def inner(
     finally:
         w.jaxpr = jaxpr
     meets = any(ir.mentions(e, w.axis.name) for e in closed.jaxpr.eqns)
-    return Inner(closed, found["layouts"], found["levels"], meets)
+    live = ir.live(closed.jaxpr)
+    reads = bool(ir.uses(live, live.invars[0])) or ir.is_result(live, live.invars[0])
+    return Inner(closed, found["layouts"], found["levels"], meets, reads)
+
+
+def index_for(w: Writer, *runs: Inner) -> Any:
+    """The index of the micro-batch, or any number if none of these reads it.
+
+    What is handed to a rule of the user's counts as read.
+    """
+    return w.index if any(run.reads for run in runs) else np.int32(0)
 
 
 @contextlib.contextmanager

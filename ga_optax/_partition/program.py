@@ -21,15 +21,30 @@ class Partitioned(NamedTuple):
       layouts: those of its results.
       whole: what is computed whole because nothing better is known of it.
       failures: of rules; what they were for is computed whole.
-      uses_axis: whether it must run with the axis bound.
+      meets: whether rows meet, in a collective over the axis.
+      reads_index: whether it reads which micro-batch it is.
+      bends: whether a backward rule in it is not linear in the cotangent.
     """
 
     jaxpr: core.Jaxpr
     consts: Sequence[Any]
     layouts: list[Layout]
     whole: list[Note]
-    uses_axis: bool
+    meets: bool
+    reads_index: bool
+    bends: bool
     failures: list[Exception]
+
+    def alone(self, index: Any, args: Sequence[Any]) -> list[Any]:
+        """The results in a micro-batch, by its index, if rows do not meet."""
+
+        def rule(e: core.JaxprEqn, values: list[Any]) -> list[Any] | None:
+            return [index] if e.primitive.name == _INDEX else None
+
+        return ir.evaluate(ir.Program(self.jaxpr, self.consts), args, rule)
+
+
+_INDEX = "axis_index"
 
 
 class Argument(NamedTuple):
@@ -68,14 +83,17 @@ def partition(
 
     types = [_type_here(a, axis.size) for a in arguments]
     closed: Any = jax.make_jaxpr(run, axis_env=[(axis.name, axis.size)])(types)
-    live = _without_dead(closed.jaxpr, axis.name)
-    uses_axis = any(axis.name in ir.axes_of(e) for e in ir.equations(live))
+    live = ir.live(closed.jaxpr)
+    every = list(ir.equations(live))
+    names = {e.primitive.name for e in every if axis.name in ir.axes_of(e)}
     return Partitioned(
         live,
         closed.consts,
         found["layouts"],
         found["notes"],
-        uses_axis,
+        bool(names - {_INDEX}),
+        _INDEX in names,
+        any(ir.is_mark(e, axis.name) for e in every),
         found["failures"],
     )
 
@@ -88,13 +106,3 @@ def _type_here(a: Argument, size: int) -> jax.ShapeDtypeStruct:
     if a.layout != WHOLE or sharding is None or not any(sharding.spec):
         return jax.ShapeDtypeStruct(shape, dtype)
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-
-
-def _without_dead(jaxpr: core.Jaxpr, axis: str) -> core.Jaxpr:
-    """The program without equations whose results nobody reads."""
-
-    def acts(e: core.JaxprEqn) -> bool:
-        return any(getattr(effect, "name", "") != axis for effect in e.effects)
-
-    equations, _ = ir.needed(jaxpr, jaxpr.outvars, runs=acts)
-    return jaxpr.replace(eqns=equations)

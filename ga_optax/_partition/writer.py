@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from ga_optax._partition.values import (
     local_shape,
     types_of,
 )
-from ga_optax._passes import ir, places, references
+from ga_optax._passes import ir, known, places, references
 
 
 class Axis(NamedTuple):
@@ -132,6 +133,9 @@ class Writer:
                 x = self.recut(self, v, rows)
             if x is None:
                 x = self.own(self.whole(v), rows)
+                if found := _computed(v):
+                    e, vs = found
+                    self.note(e, max(u.size for u in (v, *vs)))  # for these rows alone
             v.copies[rows] = x, self.level
             self.level = before
         x, level = v.copies[rows]
@@ -294,7 +298,7 @@ class Writer:
         if all(v.is_whole for v in vs):
             return self.all_whole(e, vs)
         notes, rules = len(self.notes), self.rules
-        with self.may_fail() as out:
+        with self.may_fail(e) as out:
             if kind in rules.nested:
                 out += rules.nested[kind](self, e, vs) or ()
             else:
@@ -312,17 +316,21 @@ class Writer:
         del self.notes[notes:]
         made = sum(ir.numbers(getattr(x.aval, "shape", (0,))) for x in e.outvars)
         read = sum(ir.numbers(v.shape) for v in vs if v.rows)
-        names = source_info_util.current_name_stack()
-        line = places.place_of(e.source_info, names)
-        name = "new_ref" if references.is_group(e) else ir.name_of(e)
-        self.notes.append(Note(name, line, max(made, read)))
+        self.note(e, max(made, read))
         return self.all_whole(e, vs)
 
+    def note(self, e: core.JaxprEqn, size: int) -> None:
+        """Notes that an equation is computed whole."""
+        name = "new_ref" if references.is_group(e) else ir.name_of(e)
+        names = source_info_util.current_name_stack()
+        self.notes.append(Note(name, places.place_of(e.source_info, names), size))
+
     @contextlib.contextmanager
-    def may_fail(self) -> Iterator[list[Any]]:
+    def may_fail(self, e: core.JaxprEqn) -> Iterator[list[Any]]:
         """A list that is empty at the end if rows met where they cannot.
 
-        So it is if a rule fails: computed whole, the result is right all the same.
+        So it is if the rule of an equation fails, which is said: computed whole, the
+        result is right all the same.
         """
         found: list[Any] = []
         before = self.level, self.index, self.jaxpr, self.source
@@ -333,11 +341,12 @@ class Writer:
             now = self.apart or self.limit is not None
             if isinstance(error, RowsMeet) and now:
                 raise
-            if not isinstance(error, RowsMeet):
-                self.failures.append(error)
             self.level, self.index, self.jaxpr, self.source = before
             self.apart, self.in_rule, self.limit = where
             found.clear()
+            if not isinstance(error, RowsMeet):
+                self.failures.append(error)
+                _warn(e, error)
 
     def _fits(self, e: core.JaxprEqn, out: list[Result]) -> bool:
         """Whether a rule gave every result in the shape of its layout."""
@@ -346,6 +355,34 @@ class Writer:
             jnp.shape(x) == local_shape(due.shape, layout, self.axis.size)
             for (x, layout), due in pairs
         )
+
+
+def _computed(v: Value) -> tuple[core.JaxprEqn, list[Value]] | None:
+    """What computes a value of no rows, unless that only moves numbers."""
+    if v.made is None or not all(u.is_whole for u in v.made[1]):
+        return None
+    e, vs, _ = v.made
+    moves = e.primitive.name in known.EXACT or e.primitive.name.startswith(_MOVES)
+    return None if moves else (e, vs)
+
+
+_MOVES = ("gather", "scatter", "dynamic_", "stack", "unstack", "split")
+_failed: set[str] = set()
+
+
+def _warn(e: core.JaxprEqn, error: Exception) -> None:
+    """Once for the rule of each primitive: a fault of ours, or new in JAX."""
+    name = e.primitive.name
+    if name in _failed:
+        return
+    _failed.add(name)
+    warnings.warn(
+        f"The rule of ga_optax for {name} failed with jax {jax.__version__}: "
+        f"{type(error).__name__}: {error}. {name} at {places.line_of(e.source_info)} "
+        "is computed whole in each micro-batch instead: the result is right, but takes "
+        "more memory. Use a newer ga_optax.",
+        stacklevel=2,
+    )
 
 
 def _is_zero(v: Value) -> bool:

@@ -8,8 +8,10 @@ programs, and the names of their parameters, which change between versions of JA
     chosen                     the branch of a conditional that the platform decides
     within, equations          all equations, those of inner programs too
     axes_of, mentions          which named axes an equation refers to
+    is_mark                    what `checkpoint_name` marks
     uses, made_by              who reads a variable, and who computes it (an index)
     needed, following          what a value takes, and what depends on it
+    live                       a program without what nobody reads, inside it too
     forwarded                  which argument a result is, if nothing computes it
     results, evaluate, bind    a program or an equation, run on values
     in_the_open                a rule for that: functions run as if they stood there
@@ -33,6 +35,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.extend import core, source_info_util
+from jax.interpreters import partial_eval
 
 # How an equation runs the programs inside it.
 CALLS = {
@@ -200,6 +203,11 @@ def mentions(equation: core.JaxprEqn, axis: str) -> bool:
     )
 
 
+def is_mark(equation: core.JaxprEqn, name: str) -> bool:
+    """Whether it is `checkpoint_name(x, name)`."""
+    return equation.primitive.name == "name" and equation.params.get("name") == name
+
+
 def scan_of(equation: core.JaxprEqn) -> Scan:
     """How a scan runs. The roles of its arguments are in their shapes."""
     [body] = inner(equation)
@@ -314,6 +322,12 @@ def needed(
             found[index.place[id(equation)]] = equation
             due += variables(equation.invars)
     return [found[place] for place in sorted(found)], list(read)
+
+
+def live(jaxpr: core.Jaxpr) -> core.Jaxpr:
+    """The program without what nobody reads, inside of its equations, too."""
+    every = [True] * len(jaxpr.outvars)
+    return partial_eval.dce_jaxpr(jaxpr, every, instantiate=True)[0]
 
 
 def following(

@@ -37,7 +37,10 @@ _ALGORITHMS = (jax.lax.DotAlgorithm, jax.lax.DotAlgorithmPreset)
 _CALLS = (*ir.THROUGH, "cond")
 # What a gradient passes between its cast and the accumulator.
 _SENT = ("reduce_scatter", "psum", "psum_invariant", "pvary")
-_PASSED = (*known.MOVES, *_SENT, "add", "add_any", "select_n", "custom_jvp_call")
+# The layers of a scan that is unrolled are put together, or taken apart.
+_LAYERS = ("concatenate", "stack", "unstack", "split", "slice")
+_ADDED = ("add", "add_any", "select_n", "custom_jvp_call")
+_PASSED = (*known.MOVES, *_SENT, *_LAYERS, *_ADDED)
 
 
 def added_inside(program: Program, facts: Facts) -> Program:
@@ -86,7 +89,7 @@ def _follow(
                 left_alone(equation, body.why_low(ins[0]))
         elif name == known.PRODUCT and outs:
             body.products[n] = equation.outvars[0]
-        elif name in _PASSED and outs and len(equation.outvars) == 1:
+        elif name in _PASSED and outs and len(outs) == len(equation.outvars):
             sums.update((x, sliced) for x in ins if isinstance(x, core.Var))
     return {i: sums[x] for i, x in enumerate(jaxpr.invars) if x in sums}
 

@@ -21,11 +21,12 @@ from ga_optax._inside.axis.forward import FOLDS
 from ga_optax._inside.axis.rules import own_part
 from ga_optax._inside.axis.values import Arrays, Part, Values, start_of_sum, wide
 from ga_optax._inside.call import Call
-from ga_optax._inside.loop import Flat, Loop, Operands, State
+from ga_optax._inside.loop import Flat, Loop, Operands, State, after_passes
 from ga_optax._inside.over_devices import all_reduced
 from ga_optax._inside.program import Program
 from ga_optax._passes import ir, known
 from ga_optax._passes.arrivals import arrival
+from ga_optax._passes.facts import Facts
 from ga_optax.accumulator import Accumulator
 
 Wanted = Sequence[tuple[Any, Any]]  # variables, and how they are put together
@@ -117,18 +118,33 @@ class Backward:
             known = self.with_leaves(read, diff)
             return values.evaluate(roots, level + 0.5, known=known)
 
-        with jax.named_scope("compute"):
-            out, pullback = jax.vjp(evaluate, self.leaves(read))
-            pairs = zip(out, cotangents.values(), strict=True)
-            [grads] = pullback([ct.astype(x.dtype) for x, ct in pairs])
-        totals = [*(self.totals[i] for i in read.params), *map(self.so_far, read.buffers)]
-        for i, (old, g) in enumerate(zip(totals, grads, strict=True)):
+        def term(g: jax.Array, old: jax.Array) -> jax.Array:
             g = g.astype(old.dtype)
             if self.weight is not None:
                 g = g * self.weight.astype(old.dtype)
             if axes and has_rule:  # The gradients are all-reduced later.
                 g = jnp.where(jax.lax.axis_index(axes) == 0, g, jnp.zeros_like(g))
-            totals[i] = old + g
+            return g
+
+        def added(operands: tuple[Arrays, Arrays, Arrays]) -> Arrays:
+            totals, diff, cotangents = operands
+            with jax.named_scope("compute"):
+                out, pullback = jax.vjp(evaluate, diff)
+                pairs = zip(out, cotangents, strict=True)
+                [grads] = pullback([ct.astype(x.dtype) for x, ct in pairs])
+            pairs = zip(totals, grads, strict=True)
+            return [old + term(g, old) for old, g in pairs]
+
+        totals = [
+            *(self.totals[i] for i in read.params),
+            *map(self.so_far, read.buffers),
+        ]
+        operands = totals, self.leaves(read), list(cotangents.values())
+        if self.call.options.optimize and self.program.low_precision:
+            facts = Facts(sliced=[False] * len(totals), rounds_once=True)
+            totals = after_passes(added, operands, facts)
+        else:
+            totals = added(operands)
         self.put(read, totals)
 
     def summed(self, level: float, across: bool = True) -> Cotangents:
@@ -228,7 +244,10 @@ class Backward:
 
         closed: Any = jax.make_jaxpr(micro_batch)(shared, first)
         of_loop = self.program_of(task, closed.jaxpr, len(shared))
-        totals = [*(self.totals[i] for i in read.params), *map(self.so_far, read.buffers)]
+        totals = [
+            *(self.totals[i] for i in read.params),
+            *map(self.so_far, read.buffers),
+        ]
         # It is not empty, and its totals are added to.
         weight = jnp.zeros_like(self.start.weight)
         acc = Accumulator(totals, weight, jnp.ones([], jnp.int32))
@@ -248,7 +267,8 @@ class Backward:
         operands = operands._replace(acc=acc._replace(total=[*totals, *stacks]))
         adds = additions.Additions(ways)
         k = options.num_microbatches
-        loop = Loop(of_loop, k, adds, options.optimize, rows=len(own))
+        once = of_loop.low_precision
+        loop = Loop(of_loop, k, adds, options.optimize, rounds_once=once, rows=len(own))
         ways = tuple(ways), tuple(of_loop.modes), of_loop.weighted, of_loop.multiplies
         key = ir.form(closed.jaxpr), *ways, task.cotangents is None
         state = values.run(key, loop.__call__, operands)

@@ -13,6 +13,7 @@ from ga_optax._inside.axis.schedule import Schedule
 from ga_optax._passes import ir
 from ga_optax._passes.ir import variables
 
+
 class Passes(NamedTuple):
     """How often an equation runs over the window, and at which levels, as bits.
 

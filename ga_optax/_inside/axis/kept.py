@@ -21,7 +21,6 @@ from jax.extend import core
 from ga_optax._inside.axis import cost, cut
 from ga_optax._inside.axis.counts import Counter
 from ga_optax._inside.axis.read import is_mark
-from ga_optax._inside.axis.schedule import Schedule
 from ga_optax._passes import ir
 from ga_optax._passes.ir import is_variable, variables
 
@@ -48,9 +47,7 @@ def keep(counter: Counter, num_microbatches: int, ends: Iterable[int]) -> None:
             counter.keep(x, "own", end + 1)
 
 
-def _borders(
-    counter: Counter, ends: Iterable[int]
-) -> Iterator[tuple[int, list[Any]]]:
+def _borders(counter: Counter, ends: Iterable[int]) -> Iterator[tuple[int, list[Any]]]:
     """The values of micro-batches up to each level that something after it reads."""
     facts, last = counter.schedule.facts, _last_readers(counter)
     made: dict[int, list[Any]] = {}

@@ -12,7 +12,7 @@ from jax.extend import core
 from ga_optax._devices import collectives
 from ga_optax._inside.axis.rules import RULES, is_collective
 from ga_optax._passes import ir, places, references
-from ga_optax._passes.ir import bind, variables
+from ga_optax._passes.ir import bind, is_mark, variables
 
 # A scan of more iterations than this with a collective in it is an error: each would
 # be a level of its own, which costs a pass over the window and compile time.
@@ -23,11 +23,6 @@ def mentions(equation: core.JaxprEqn, axis: str) -> bool:
     """Whether an equation, or one inside it, refers to the axis."""
     marked = any(is_mark(e, axis) for e in ir.within(equation))
     return marked or ir.mentions(equation, axis)
-
-
-def is_mark(equation: core.JaxprEqn, axis: str) -> bool:
-    """Whether it is `checkpoint_name(x, axis)`."""
-    return equation.primitive.name == "name" and equation.params.get("name") == axis
 
 
 def flat(

@@ -180,7 +180,9 @@ def _segments(lives: Sequence[Life], end: int, most: int) -> tuple[int, ...]:
 
 def _numbers(n: int) -> list[int]:
     """Of how many segments to try it: about √n is best if borders are alike."""
-    return sorted({*range(2, min(n, 12) + 1), *(int(2**i) for i in range(4, n.bit_length()))})
+    return sorted(
+        {*range(2, min(n, 12) + 1), *(int(2**i) for i in range(4, n.bit_length()))}
+    )
 
 
 def _cut_at(lives: Sequence[Life], number: int) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from ga_optax._inside.axis.schedule import Schedule
 from ga_optax._passes import known
 from ga_optax._passes.ir import variables
 
+
 def unread(schedule: Schedule, level: int) -> list[core.JaxprEqn]:
     """The equations on the way back of a level whose results nothing reads there."""
     roots = schedule.operands(level, smooth=True)

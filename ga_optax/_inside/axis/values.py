@@ -51,7 +51,6 @@ class Values:
     late: jax.Array | None = None
     made: int = 0
 
-
     def __init__(self, call: Call, program: Program, operands: Operands) -> None:
         k, self.axes = call.options.num_microbatches, call.axes
         [(axis, self.size)] = call.axis_env
