@@ -6,11 +6,16 @@ A window of k micro-batches and one Adam step is traced, lowered and compiled, w
 any cache. The ways take turns in one process, and the table gives medians. Larger
 programs of many leaves are traced and lowered alone, without an optimizer, in seconds
 of the processor: that is what the passes cost, and it is to grow as the program does.
+Losses whose rows meet, with `whole_batch=True`, stand beside the plain micro-batches of
+another loss and beside the undivided one, also with the lines of the program. Networks
+of many norms take minutes; `--norms 10 20 40 100 --resnet` measures them too.
 """
 
 import collections
+import functools
 import statistics
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -18,7 +23,11 @@ import jax.numpy as jnp
 import optax
 import peers
 import record
+import window_axis
 
+import ga_optax as ga
+
+SIDE = 8  # of an image
 WIDTH = 8  # of the large programs
 WAYS = (peers.OURS, peers.SCAN, peers.MICROBATCHING, peers.UNROLLED)
 
@@ -62,6 +71,15 @@ def of_layers(number: int) -> tuple[Any, Any]:
     return loss, [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * number
 
 
+def of_terms(number: int) -> tuple[Any, Any]:
+    """A loss of so many separate matrices, each in a term of its own."""
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        return sum((jnp.mean(jnp.square(x @ w)) for w in params), jnp.zeros([]))
+
+    return loss, of_layers(number)[1]
+
+
 def of_blocks(number: int) -> tuple[Any, Any]:
     """A loss of so many separate transformer blocks, and their shapes."""
 
@@ -101,6 +119,7 @@ def of_large_programs(quick: bool, rounds: int) -> list[dict[str, Any]]:
     leaves = [20] if quick else [100, 1000, 5000]
     models = {f"{n} leaves": of_leaves(n) for n in leaves}
     models["dense layers"] = of_layers(3 if quick else 300)
+    models["matrices in terms"] = of_terms(3 if quick else 800)
     models["transformer blocks"] = of_blocks(1 if quick else 30)
     ways, results = (peers.OURS, peers.SCAN), []
     traced(of_leaves(2), peers.OURS)  # imports, and warms up
@@ -117,6 +136,114 @@ def of_large_programs(quick: bool, rounds: int) -> list[dict[str, Any]]:
     return results
 
 
+# -- Losses whose rows meet ------------------------------------------------------------
+
+
+def of_norms(number: int) -> tuple[Any, Any]:
+    """A loss of so many separate dense layers with batch norms, and their shapes."""
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        for w in params:
+            h = x @ w
+            centred = h - jnp.mean(h, 0, keepdims=True)
+            var = jnp.mean(jnp.square(centred), 0, keepdims=True)
+            x = x + jnp.tanh(centred * jax.lax.rsqrt(var + 1e-5))
+        return jnp.mean(jnp.square(x))
+
+    return loss, of_layers(number)[1]
+
+
+def of_resnet(stages: Sequence[int]) -> tuple[Any, Any]:
+    """The loss of a residual network in Flax; (3, 4, 6, 3) is that of ResNet-50."""
+    from flax import linen
+
+    conv = functools.partial(linen.Conv, use_bias=False)
+    norm = functools.partial(linen.BatchNorm, use_running_average=False)
+
+    class Network(linen.Module):
+        @linen.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            x = linen.relu(norm()(conv(WIDTH, (3, 3))(x)))
+            for i, blocks in enumerate(stages):
+                for j in range(blocks):
+                    strides, n = (2, 2) if i and not j else (1, 1), WIDTH * 2**i
+                    h = linen.relu(norm()(conv(n, (1, 1))(x)))
+                    h = linen.relu(norm()(conv(n, (3, 3), strides)(h)))
+                    h = norm()(conv(4 * n, (1, 1))(h))
+                    if not j:
+                        x = norm()(conv(4 * n, (1, 1), strides)(x))
+                    x = linen.relu(x + h)
+            return linen.Dense(10)(jnp.mean(x, (1, 2)))
+
+    network, image = Network(), jnp.zeros((1, SIDE, SIDE, 3))
+    shapes = jax.eval_shape(network.init, jax.random.key(0), image)
+    stats = jax.tree.map(lambda x: jnp.zeros(x.shape), shapes["batch_stats"])
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        variables = {"params": params, "batch_stats": stats}
+        logits, _ = network.apply(variables, x, mutable=["batch_stats"])
+        return -jnp.mean(jax.nn.log_softmax(logits)[:, 0])
+
+    return loss, shapes["params"]
+
+
+def of_whole_batches(args: Any) -> list[dict[str, Any]]:
+    """Seconds to trace and lower each loss, and the lines of its program."""
+    norms = [2] if args.quick else args.norms
+    models: dict[str, Any] = {
+        f"{n} batch norms": (of_norms(n), (WIDTH,)) for n in norms
+    }
+    blocks = 1 if args.quick else 30
+    models[f"{blocks} blocks, attention over rows"] = of_blocks(blocks), (WIDTH,)
+    if args.quick or args.resnet:
+        stages = (1,) if args.quick else (3, 4, 6, 3)
+        models["ResNet of " + str(stages)] = of_resnet(stages), (SIDE, SIDE, 3)
+    return [
+        {"program": name} | of_whole_batch(model, shape)
+        for name, (model, shape) in models.items()
+    ]
+
+
+def of_whole_batch(
+    model: tuple[Any, Any], shape: tuple[int, ...], k: int = 4, rows: int = 4
+) -> dict[str, Any]:
+    """A row of the table: whole, micro-batches of another loss, and undivided."""
+    loss, params = model
+    x = jax.ShapeDtypeStruct((k * rows, *shape), jnp.float32)
+    ways = {
+        window_axis.WHOLE: ga.value_and_grad(loss, k, whole_batch=True),
+        peers.SCAN: peers.plain_scan(loss, k),
+        window_axis.UNDIVIDED: jax.value_and_grad(loss),
+    }
+    row: dict[str, Any] = {"seconds": {}, "lines": {}}
+    for way, gradient in ways.items():
+        jax.clear_caches()
+        start = time.process_time()
+        lowered = jax.jit(gradient).lower(params, x)
+        row["seconds"][way] = time.process_time() - start
+        row["lines"][way] = len(lowered.as_text().splitlines())
+    for what in ("seconds", "lines"):
+        ratio = row[what][window_axis.WHOLE] / row[what][peers.SCAN]
+        row[f"{what}_over_plain_scan"] = ratio
+    return row
+
+
+def print_whole_batches(rows: list[dict[str, Any]]) -> None:
+    """Prints the table of them."""
+    ways = list(rows[0]["seconds"])
+    print("\nThe same where rows meet, and lines of the programs")
+    record.print_table(
+        ["program", *(f"{way}, {unit}" for unit in ("s", "lines") for way in ways)],
+        [
+            [
+                *(r["program"], *(round(r["seconds"][way], 2) for way in ways)),
+                *(r["lines"][way] for way in ways),
+            ]
+            for r in rows
+        ],
+    )
+
+
 def main() -> None:
     """Prints the table, and writes the JSON if asked to."""
     parser = record.make_parser(__doc__)
@@ -125,6 +252,8 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=4, help="of a micro-batch")
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--k", type=int, nargs="+")
+    parser.add_argument("--norms", type=int, nargs="+", default=[10, 20])
+    parser.add_argument("--resnet", action="store_true", help="a ResNet-50 of Flax")
     args = parser.parse_args()
     ks = args.k or ([2] if args.quick else peers.doubling(64))
     rounds = args.rounds or (1 if args.quick else 3)
@@ -160,8 +289,11 @@ def main() -> None:
             for r in large
         ],
     )
+    whole = of_whole_batches(args)
+    print_whole_batches(whole)
     content = {"layers": layers, "width": args.width, "rows": args.rows}
     content |= {"rounds": rounds, "results": results, "large": large}
+    content |= {"whole_batch": whole}
     record.write(args.json, content)
 
 

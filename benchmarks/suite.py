@@ -33,6 +33,7 @@ COMMANDS: dict[str, list[str]] = {
     "micro_step_muon.json": (
         ["micro_step.py", "--optimizers", "muon", "--leaves", "4", "--rounds", "2"]
     ),
+    "dispatch.json": ["dispatch.py"],
     "leaves.json": ["leaves.py"],
     "sweep.json": ["sweep.py"],
     "window.json": ["window.py"],
@@ -57,8 +58,8 @@ COLUMNS = {
 def rows_of(results: pathlib.Path) -> list[list[Any]]:
     """The rows of the table: case, k, unit, and a number for each way."""
     names = "sweep", "window", "memory", "collectives", "compile_time", "window_axis"
-    sweep, window, memory, collective, compile_time, axis = (
-        record.read(results / f"{name}.json") for name in names
+    sweep, window, memory, collective, compile_time, axis, dispatch = (
+        record.read(results / f"{name}.json") for name in (*names, "dispatch")
     )
     cases: list[tuple[str, int, str, dict[str, float]]] = []
     for group in ("by_size", "by_k", "by_optimizer"):
@@ -66,6 +67,9 @@ def rows_of(results: pathlib.Path) -> list[list[Any]]:
             size = f"{row['million_parameters']:.3g} M"
             case = f"micro-step, {row['optimizer']}, {size}"
             cases.append((case, row["k"], "x floor", row["over_floor"]))
+    for row in dispatch["results"]:
+        case = f"a call, {row['leaves']} small leaves"
+        cases.append((case, dispatch["k"], "x optax.MultiSteps", row["over_optax"]))
     for row in window["results"]:
         case = f"window, {row['model']}, {row['rows']} rows"
         k = window["num_microbatches"]

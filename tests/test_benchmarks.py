@@ -134,6 +134,19 @@ def check_compile_time(result):
     for row in result["large"]:
         ours, scan = row["seconds"]["ga_optax"], row["seconds"]["plain scan"]
         equal(row["over_plain_scan"], ours / scan)
+    for row in result.get("whole_batch", ()):  # a file may be older than these rows
+        for what in ("seconds", "lines"):
+            ours = row[what]["ga_optax, whole_batch=True"]
+            equal(row[f"{what}_over_plain_scan"], ours / row[what]["plain scan"])
+
+
+def check_dispatch(result):
+    for row in result["results"]:
+        theirs = "optax.MultiSteps"
+        for way, ratio in row["over_optax"].items():
+            equal(ratio, row["us"][way] / row["us"][theirs])
+            more = row["state_leaves"][way] - row["state_leaves"][theirs]
+            assert more == (0 if way == theirs else 2)
 
 
 def check_leaves(result):
@@ -201,6 +214,7 @@ CHECKS = {
     "accelerators.json": check_accelerators,
     "collectives.json": check_collectives,
     "compile_time.json": check_compile_time,
+    "dispatch.json": check_dispatch,
     "leaves.json": check_leaves,
     "memory.json": check_memory,
     "micro_step.json": check_micro_step,
@@ -265,7 +279,7 @@ def quick(tmp_path_factory):
     return results, drawn, done.stdout
 
 
-# Nine benchmarks, each in a process of its own, and the pictures.
+# Ten benchmarks, each in a process of its own, and the pictures.
 def test_the_suite_runs_and_writes_consistent_files(quick):
     results, _, _ = quick
     assert {path.name for path in results.iterdir()} == set(suite.COMMANDS)

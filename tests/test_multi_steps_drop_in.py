@@ -13,6 +13,7 @@ import optax
 import pytest
 
 import ga_optax as ga
+from ga_optax._across import state
 
 pytestmark = pytest.mark.usefixtures("optax_promotion", "fast_compilation")
 
@@ -221,6 +222,30 @@ def test_the_state_has_what_that_of_optax_has():
         assert jax.tree.structure(a) == jax.tree.structure(b)
 
 
+def test_the_state_has_two_leaves_more_than_that_of_optax():
+    """Each adds to the time of a call: the weight, and all counters together."""
+    ours = ga.MultiSteps(optax.adam(1e-3), 2).init(PARAMS)
+    theirs = optax.MultiSteps(optax.adam(1e-3), 2).init(PARAMS)
+    assert len(jax.tree.leaves(ours)) == len(jax.tree.leaves(theirs)) + 2
+    # The twin: what the properties read was a leaf each.
+    apart = {name: getattr(ours, name) for name in state.COUNTERS}
+    one = ours._replace(counters=apart)
+    assert len(jax.tree.leaves(one)) == len(jax.tree.leaves(theirs)) + 6
+
+
+def test_counters_are_read_and_replaced_by_name():
+    start = ga.MultiSteps(optax.adam(1e-3), 2).init(PARAMS)
+    new = start.counting(micro_steps=jnp.int32(3), emitted=jnp.bool_(True))
+    read = {name: getattr(new, name) for name in state.COUNTERS}
+    due = {**dict.fromkeys(state.COUNTERS, 0), "version": 1, "micro_steps": 3}
+    assert {name: int(x) for name, x in read.items()} == due | {"emitted": 1}
+    assert {x.dtype.name for x in read.values()} == {"int32", "bool"}
+    assert all(x.shape == () for x in read.values())
+    many = jax.vmap(lambda n: start.counting(micro_steps=n))(jnp.arange(3))
+    np.testing.assert_array_equal(many.micro_steps, [0, 1, 2])
+    assert bool(jax.jit(lambda x: x.emitted)(new))
+
+
 def test_a_numpy_integer_is_an_int():
     # Optax calls it, and raises.
     assert len(run(ga.MultiSteps, optax.sgd(0.1), np.int64(3))) == 9
@@ -368,11 +393,11 @@ def open_window(tx, calls=3):
     return params, state
 
 
-OLD = ["version", "noise", "arg_totals", "drop_state", "skip_state"]
+OLD = ["noise", "arg_totals", "drop_state", "skip_state"]
 
 
 @pytest.mark.grid(1, 6)
-@pytest.mark.parametrize("lost", [[], OLD[:1], OLD], ids=["none", "version", "all"])
+@pytest.mark.parametrize("lost", [[], OLD[:1], OLD], ids=["none", "noise", "all"])
 @pytest.mark.parametrize("chained", [False, True])
 def test_a_state_of_an_earlier_version_is_read_and_goes_on_with_the_same_bits(
     chained, lost
@@ -401,7 +426,6 @@ def test_the_shapes_of_a_new_state_are_enough_if_nothing_is_missing():
     tx = ga.MultiSteps(optax.adam(0.1), 2)
     _, state = open_window(tx)
     saved, shapes = as_saved(state), jax.eval_shape(tx.init, PARAMS)
-    del saved["version"]
     read = ga.from_saved(saved, shapes)
     for a, b in zip(*map(jax.tree.leaves, (read, state)), strict=True):
         np.testing.assert_array_equal(a, b)
@@ -434,15 +458,16 @@ def test_a_state_of_numpy_arrays_goes_on_with_the_same_bits_outside_of_jit():
 def test_a_state_of_another_version_is_refused_by_name():
     tx = ga.MultiSteps(optax.adam(0.1), 2)
     _, state = open_window(tx)
-    for version, todo in ((), "from_saved"), (jnp.int32(99), "Install the version"):
-        other = state._replace(version=version)
+    later = state.counters.at[0].set(99)
+    for counters, todo in ((), "from_saved"), (later, "Install the version"):
+        other = state._replace(counters=counters)
         with pytest.raises(ValueError, match=rf"format of version 1.*{todo}"):
             tx.update(PARAMS, other, PARAMS)
     with pytest.raises(ValueError, match="Install the version"):
         ga.from_saved(as_saved(other), tx.init(PARAMS))
     # A structure is known when traced, a number is not.
     with pytest.raises(ValueError, match="from_saved"):
-        jax.jit(tx.update)(PARAMS, state._replace(version=()), PARAMS)
+        jax.jit(tx.update)(PARAMS, state._replace(counters=()), PARAMS)
 
 
 def test_a_saved_state_that_does_not_fit_names_the_leaf():
@@ -470,15 +495,15 @@ def test_a_saved_state_that_does_not_fit_names_the_leaf():
     assert ga.from_saved(saved, noisy.init(PARAMS)).noise.squares == np.inf
 
 
-def test_orbax_refuses_a_state_without_a_version_and_from_saved_reads_it(tmp_path):
+def test_orbax_refuses_a_state_that_lacks_a_field_and_from_saved_reads_it(tmp_path):
     ocp = pytest.importorskip("orbax.checkpoint")
     tx = ga.MultiSteps(optax.adam(0.1), 2)
     _, state = open_window(tx)
     checkpointer = ocp.StandardCheckpointer()
-    old = {k: x for k, x in state._asdict().items() if k != "version"}
+    old = {k: x for k, x in state._asdict().items() if k != "drop_state"}
     checkpointer.save(tmp_path / "old", old)
     checkpointer.wait_until_finished()
-    with pytest.raises(ValueError, match="version"):
+    with pytest.raises(ValueError, match="drop_state"):
         checkpointer.restore(tmp_path / "old", tx.init(PARAMS))
     read = ga.from_saved(checkpointer.restore(tmp_path / "old"), tx.init(PARAMS))
     for a, b in zip(*map(jax.tree.leaves, (read, state)), strict=True):

@@ -8,10 +8,11 @@ import pytest
 from jax.interpreters import ad
 
 import ga_optax as ga
-from ga_optax._passes import ir, places, repeats
+from ga_optax._passes import ir, places, repeats, table
 from ga_optax._passes.facts import Facts
 
 LAYERS, WIDTH = 6, 4
+OPTIMIZE = pytest.mark.parametrize("optimize", [True, False])
 
 
 def normal(*shape, seed=0):
@@ -52,13 +53,37 @@ def text_of(loss, *args, **options):
     return step.lower(*args).as_text()
 
 
+@OPTIMIZE
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("loss", [dense, mixed])
-def test_the_program_is_that_without_the_pass(loss, dtype, monkeypatch):
+def test_the_program_is_that_without_the_pass(loss, dtype, optimize, monkeypatch):
     args = arguments(dtype)
-    with_pass = text_of(loss, *args)
+    with_pass = text_of(loss, *args, optimize=optimize)
     helpers.without_pass(monkeypatch, "repeats")
-    assert text_of(loss, *args) == with_pass
+    assert text_of(loss, *args, optimize=optimize) == with_pass
+
+
+def test_without_passes_run_those_alone_that_change_no_program(monkeypatch):
+    ran, args = [], arguments(jnp.bfloat16)
+    plain = text_of(mixed, *args, optimize=False)
+
+    def counted(one):
+        def change(program, facts):
+            ran.append(one.name)
+            return one.change(program, facts)
+
+        return one._replace(change=change)
+
+    passes = tuple(map(counted, table.PASSES))
+    monkeypatch.setattr(table, "PASSES", passes)
+    assert text_of(mixed, *args, optimize=False) == plain
+    due = {one.name for one in passes if one.law == table.SAME_PROGRAM}
+    assert set(ran) == due == {"repeats"}
+    # The twin: a pass that changes the program says that it does not.
+    liars = [one._replace(law=table.SAME_PROGRAM) for one in passes]
+    monkeypatch.setattr(table, "PASSES", tuple(liars))
+    assert text_of(mixed, *args, optimize=False) != plain
+    assert set(ran) > due
 
 
 def test_a_program_that_reads_twice_needs_its_equation_as_it_is(monkeypatch):
@@ -78,7 +103,8 @@ def test_a_program_that_reads_twice_needs_its_equation_as_it_is(monkeypatch):
         assert text_of(loss, *arguments()) != with_pass  # the twin calls it, too
 
 
-def test_a_rule_is_run_once_for_all_layers(monkeypatch):
+@OPTIMIZE
+def test_a_rule_is_run_once_for_all_layers(optimize, monkeypatch):
     runs = []
     rule = ad.primitive_jvps[jax.lax.tanh_p]
 
@@ -87,10 +113,11 @@ def test_a_rule_is_run_once_for_all_layers(monkeypatch):
         return rule(*args, **kwargs)
 
     monkeypatch.setitem(ad.primitive_jvps, jax.lax.tanh_p, counted)
-    jax.make_jaxpr(ga.value_and_grad(dense, 2))(*arguments())
+    options = {"optimize": optimize}
+    jax.make_jaxpr(ga.value_and_grad(dense, 2, **options))(*arguments())
     assert len(runs) == 1
     helpers.without_pass(monkeypatch, "repeats")
-    jax.make_jaxpr(ga.value_and_grad(dense, 2))(*arguments())
+    jax.make_jaxpr(ga.value_and_grad(dense, 2, **options))(*arguments())
     assert len(runs) == 1 + LAYERS
 
 

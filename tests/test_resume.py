@@ -153,7 +153,7 @@ def test_a_checkpoint_of_another_k_closes_its_window_sensibly(
         state = new.init(params)._replace(
             inner_opt_state=state.inner_opt_state,
             gradient_step=state.gradient_step,
-            micro_steps=state.micro_steps,
+            counters=state.counters,
         )
     start, momentum = params, state.inner_opt_state[0].trace
     steps = int(ga.stats(state).steps)

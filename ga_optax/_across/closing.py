@@ -87,7 +87,7 @@ class Closing:
             values = request.seen(grads), averaged
             updates, inner = request.update(values, before, request.params)
             inner = choices.cast_like(inner, before)
-            yes = jnp.ones_like(self.state.emitted)
+            yes = jnp.ones_like(self.state.mini_step, bool)
             out = request.with_step(updates)
             tracked = self._noise(buffer), norm
             return _Outcome(out, inner, drop_state, yes, *tracked)
@@ -95,7 +95,7 @@ class Closing:
     def _leave(self, buffer: Buffer, drop_state: Any) -> _Outcome:
         """Leaves everything as it is."""
         state = self.state
-        no = jnp.zeros_like(state.emitted)
+        no = jnp.zeros_like(state.mini_step, bool)
         out = self.reuse.unchanged(buffer, self.request.without_step())
         tracked = state.noise, state.grad_norm
         return _Outcome(out, state.inner_opt_state, drop_state, no, *tracked)
@@ -130,11 +130,12 @@ class Closing:
             total=total,
             drop_state=done.drop_state,
             weight=jnp.where(closes, jnp.zeros_like(weight), weight),
+            arg_totals=arg_totals,
+            noise=done.noise,
+            grad_norm=done.grad_norm,
+        ).counting(
             emitted=done.emitted,
             skipped_windows=choices.count_if(
                 closes & ~done.emitted, state.skipped_windows
             ),
-            arg_totals=arg_totals,
-            noise=done.noise,
-            grad_norm=done.grad_norm,
         )

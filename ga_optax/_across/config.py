@@ -14,7 +14,7 @@ from ga_optax import accumulator
 from ga_optax._across import noise_scale
 from ga_optax._across.state import (
     MultiStepsState,
-    current_version,
+    new_counters,
     state_type,
 )
 from ga_optax._across.storage import ManyDevices, OneDevice
@@ -75,14 +75,10 @@ class Config:
             skip_state=skip_state,
             drop_state=drop_state,
             weight=held.weight,
-            emitted=jnp.zeros([], bool),
-            micro_steps=jnp.zeros([], jnp.int32),
-            skipped_micro_steps=jnp.zeros([], jnp.int32),
-            skipped_windows=jnp.zeros([], jnp.int32),
+            counters=new_counters(),
             arg_totals=arg_totals,
             noise=noise_scale.init(acc.weight) if self.track_noise else (),
             grad_norm=jnp.zeros([], float) if self.track_norm else (),
-            version=current_version(),
         )
 
     def empty(self, params: Any) -> Accumulator:

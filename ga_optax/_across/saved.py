@@ -8,15 +8,10 @@ import jax.numpy as jnp
 import optax
 
 from ga_optax._across import noise_scale
-from ga_optax._across.state import (
-    VERSION,
-    MultiStepsState,
-    check_version,
-    current_version,
-)
+from ga_optax._across.state import MultiStepsState, check_version
 
 # What a state may lack: it was saved before they were added, or with other arguments.
-_OPTIONAL = ("skip_state", "drop_state", "arg_totals", "noise", "grad_norm", "version")
+_OPTIONAL = ("skip_state", "drop_state", "arg_totals", "noise", "grad_norm")
 
 
 def from_saved(saved: Any, like: optax.OptState) -> optax.OptState:
@@ -25,7 +20,7 @@ def from_saved(saved: Any, like: optax.OptState) -> optax.OptState:
     >>> import jax.numpy as jnp, optax, ga_optax as ga
     >>> params, opt = jnp.zeros(3), optax.sgd(1.0)
     >>> saved = ga.MultiSteps(opt, 4).init(params)._asdict()
-    >>> del saved["version"]
+    >>> del saved["drop_state"]
     >>> tx = ga.MultiSteps(opt, 4, should_drop_window_fn=ga.drop_window_if_not_finite)
     >>> state = ga.from_saved(saved, tx.init(params))
     >>> int(state.version), state.drop_state
@@ -62,10 +57,8 @@ def from_saved(saved: Any, like: optax.OptState) -> optax.OptState:
     states = [f"{_name(path)}/".lstrip("/") for path, x in nodes if _is_state(x)]
     optional = tuple(f"{state}{field}" for state in states for field in _OPTIONAL)
     for state in states:
-        version = found.pop(f"{state}version", 0)
-        if version:  # one that is later; all that are earlier are read alike
-            check_version(max(int(version), VERSION))
-        due[f"{state}version"] = current_version()
+        if (counters := found.get(f"{state}counters")) is not None:
+            check_version(counters)
         opened = found.get(f"{state}mini_step", 0) > 0
         lost = [name for name in due if name.startswith(f"{state}arg_totals")]
         if opened and not found.keys() >= set(lost):

@@ -1,5 +1,6 @@
 """The state of `MultiSteps`: what it holds, and what reads it."""
 
+import functools
 import warnings
 from typing import Any, NamedTuple
 
@@ -15,12 +16,24 @@ from ga_optax._checks import nodes_of
 
 VERSION = 1  # of the state's format; it grows if an older state is read otherwise
 
+# What `MultiStepsState.counters` holds: each leaf of a state adds to the time of a
+# call, so numbers that few read share one. The version is the first in every format.
+COUNTERS = (
+    "version",
+    "emitted",
+    "micro_steps",
+    "skipped_micro_steps",
+    "skipped_windows",
+)
+
 
 class MultiStepsState(NamedTuple):
     """State of `MultiSteps`.
 
     `mini_step`, `gradient_step`, `inner_opt_state` and `skip_state` are fields of
-    Optax's state too. Its `acc_grads` is a property here, computed of `total`.
+    Optax's state too. Its `acc_grads` is a property here, computed of `total`; so are
+    `emitted`, `micro_steps`, `skipped_micro_steps`, `skipped_windows` and `version`,
+    which are read off `counters`.
 
     Attributes:
       mini_step: micro-steps in the open window, int32 `[]`.
@@ -36,19 +49,16 @@ class MultiStepsState(NamedTuple):
       drop_state: what `should_drop_window_fn` returned last.
       weight: Σ w over the open window, a float `[]`; with a `data_axis` one for each
         device, `[devices]`.
-      emitted: whether the last call emitted, bool `[]`.
-      micro_steps: micro-steps accumulated since `init`, int32 `[]`.
-      skipped_micro_steps: micro-steps that `should_skip_update_fn` left out, int32
-        `[]`.
-      skipped_windows: windows that closed without a step, int32 `[]`: dropped, or of
-        weight 0.
+      counters: `COUNTERS`, int32 `[5]`: the version of this format; whether the last
+        call emitted; micro-steps accumulated since `init`; micro-steps that
+        `should_skip_update_fn` left out; and windows that closed without a step,
+        because they were dropped or had weight 0.
       arg_totals: Σ w·x over the open window of each extra argument that
         `mean_argnames` names, by name, as floats `[]`. While `mini_step` is 0, the mean
         that the inner optimizer saw last. With a `data_axis` as `total`.
       noise: what `noise_scale` reads, a `NoiseState`; `()` without `track_noise`.
       grad_norm: the norm of the gradient that the inner optimizer saw last, a float
         `[]`; 0 before its first step, and `()` without `track_norm`.
-      version: of this format, int32 `[]`. `()` in a state from before there was one.
     """
 
     mini_step: jax.Array
@@ -58,14 +68,50 @@ class MultiStepsState(NamedTuple):
     skip_state: Any
     drop_state: Any
     weight: jax.Array
-    emitted: jax.Array
-    micro_steps: jax.Array
-    skipped_micro_steps: jax.Array
-    skipped_windows: jax.Array
+    counters: jax.Array
     arg_totals: dict[str, jax.Array]
     noise: Any = ()
     grad_norm: Any = ()
-    version: Any = ()
+
+    @property
+    def emitted(self) -> jax.Array:
+        """Whether the last call emitted, bool `[]`."""
+        return self._read("emitted") != 0
+
+    @property
+    def micro_steps(self) -> jax.Array:
+        """Micro-steps accumulated since `init`, int32 `[]`."""
+        return self._read("micro_steps")
+
+    @property
+    def skipped_micro_steps(self) -> jax.Array:
+        """Micro-steps that `should_skip_update_fn` left out, int32 `[]`."""
+        return self._read("skipped_micro_steps")
+
+    @property
+    def skipped_windows(self) -> jax.Array:
+        """Windows that closed without a step, int32 `[]`."""
+        return self._read("skipped_windows")
+
+    @property
+    def version(self) -> jax.Array:
+        """The version of this format, int32 `[]`."""
+        return self._read("version")
+
+    def _read(self, name: str) -> jax.Array:
+        counters, i = self.counters, COUNTERS.index(name)
+        traced = isinstance(counters, jax.core.Tracer)
+        if not traced and not getattr(counters, "is_fully_addressable", True):
+            counters = counters.addressable_data(0)  # the same everywhere
+        return _read(counters, i)
+
+    def counting(self, **new: ArrayLike) -> "MultiStepsState":
+        """The state with some of its counters replaced."""
+        counters, place = self.counters, jnp.arange(len(COUNTERS), dtype=jnp.int32)
+        for name, x in new.items():
+            value = jnp.asarray(x, jnp.int32)[..., None]
+            counters = jnp.where(place == COUNTERS.index(name), value, counters)
+        return self._replace(counters=counters)
 
     @property
     def acc_grads(self) -> optax.Updates:
@@ -86,6 +132,12 @@ class MultiStepsState(NamedTuple):
         if isinstance(self, SummedState):
             weight = (weight != 0).astype(weight.dtype)  # 0 between windows, else 1
         return jax.tree.map(lambda t: accumulator.average(t, weight), self.total)
+
+
+@functools.partial(jax.jit, static_argnums=1, inline=True)
+def _read(counters: jax.Array, i: int) -> jax.Array:
+    """A counter; outside of a trace indexing would take ten times as long."""
+    return counters[..., i]
 
 
 class SummedState(MultiStepsState):
@@ -247,15 +299,14 @@ def from_optax(
             skip_state=leaf.skip_state,
             drop_state=(),
             weight=weight,
-            emitted=(count == 0) & (jnp.asarray(leaf.gradient_step) > 0),
-            micro_steps=jnp.copy(count),
-            skipped_micro_steps=jnp.zeros([], jnp.int32),
-            skipped_windows=jnp.zeros([], jnp.int32),
+            counters=new_counters(),
             arg_totals={},
             noise=noise_scale.spoiled(noise_scale.init(weight), count > 0)
             if track_noise
             else (),
-            version=current_version(),
+        ).counting(
+            emitted=(count == 0) & (jnp.asarray(leaf.gradient_step) > 0),
+            micro_steps=count,
         )
 
     return jax.tree.map(
@@ -338,21 +389,21 @@ def _counts_calls(count: tuple[Any, ...], window: tuple[Any, ...]) -> bool:
     return getattr(before, "name", "") != "inner_states"
 
 
-def current_version() -> jax.Array:
-    """The version of a new state."""
-    return jnp.full([], VERSION, jnp.int32)
+def new_counters() -> jax.Array:
+    """The counters of a new state."""
+    return jnp.zeros(len(COUNTERS), jnp.int32).at[0].set(VERSION)
 
 
-def check_version(version: Any) -> None:
+def check_version(counters: Any) -> None:
     """Raises if a state has another version than a new one, if that is known."""
-    if isinstance(version, jax.core.Tracer):
+    if isinstance(counters, jax.core.Tracer):
         return
-    came = 0  # that of states from before there was one
-    if isinstance(version, jax.Array):
+    came = 0  # there are no counters
+    if isinstance(counters, jax.Array):
         # By NumPy: in a trace, or on a mesh, jax.numpy would make it a part of that.
-        came = int(np.asarray(version.addressable_data(0)).max())  # the same everywhere
-    elif jax.tree.leaves(version):
-        came = int(np.asarray(version).max())
+        counters = counters.addressable_data(0)  # the same everywhere
+    if jax.tree.leaves(counters):
+        came = int(np.asarray(counters)[..., 0].max())
     if came == VERSION:
         return
     todo = "Read it with ga_optax.from_saved(state, tx.init(params))."
@@ -367,7 +418,7 @@ def check_version(version: Any) -> None:
 def check_state(state: Any) -> MultiStepsState:
     """Returns `state` if it is a `MultiStepsState` of this version, or raises."""
     if isinstance(state, MultiStepsState):
-        check_version(state.version)
+        check_version(state.counters)
         return state
     hint = "Pass what init or the last call returned."
     if isinstance(state, optax.MultiStepsState):

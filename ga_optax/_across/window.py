@@ -55,8 +55,8 @@ def micro_step(
     when = When(closes, weighs, choices.pick if static else choices.branch)
     reuse = Reuse() if static else Reuse(reused(request), addition.recomputed)
     out, state = Closing(request, state, when, reuse).close(buffer)
-    return out, state._replace(
-        total=state.total if keeps else (),
+    state = state._replace(total=state.total if keeps else ())
+    return out, state.counting(
         micro_steps=choices.count_if(choices.negated(skip), state.micro_steps),
         skipped_micro_steps=choices.count_if(skip, state.skipped_micro_steps),
     )
@@ -80,7 +80,7 @@ def flush(request: Request) -> tuple[Any, MultiStepsState]:
     buffer = storage.finish(acc, closes)
     out, flushed = Closing(request, state, when, Reuse()).close(buffer)
     emitted = jnp.where(closes, flushed.emitted, state.emitted)
-    return out, flushed._replace(emitted=emitted)
+    return out, flushed.counting(emitted=emitted)
 
 
 class _Addition(NamedTuple):

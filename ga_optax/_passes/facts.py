@@ -8,7 +8,7 @@ class Facts(NamedTuple):
     """What passes must know of a call.
 
     Attributes:
-      optimize: whether passes run at all.
+      optimize: whether passes that change the program run.
       num_params: how many of the program's first arguments are parameters.
       adds_in_place: whether gradients may be added inside the backward pass.
       specs: how the parameters lie on a mesh.

@@ -17,7 +17,7 @@ micro-step is followed from its accumulators back to the products.
 """
 
 import collections
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -97,8 +97,10 @@ def _follow(
 class _Body:
     """The equations of a program, some of them replaced."""
 
-    def __init__(self, jaxpr: core.Jaxpr) -> None:
+    def __init__(self, jaxpr: core.Jaxpr, kinds: dict[Any, Any] | None = None) -> None:
         self.jaxpr = jaxpr
+        # Calls of products, by what those that are alike have in common.
+        self._kinds: dict[Any, core.JaxprEqn] = {} if kinds is None else kinds
         self.products: dict[int, core.Var] = {}  # of gradients: where, and the result
         self._outvars = list(jaxpr.outvars)
         self._inside: dict[int, list[_Body]] = {}
@@ -122,7 +124,8 @@ class _Body:
     def inside(self, n: int) -> list["_Body"]:
         """The programs inside the n-th equation."""
         if n not in self._inside:
-            self._inside[n] = list(map(_Body, ir.inner_programs(self.jaxpr.eqns[n])))
+            programs = ir.inner_programs(self.jaxpr.eqns[n])
+            self._inside[n] = [_Body(program, self._kinds) for program in programs]
         return self._inside[n]
 
     def program(self) -> core.Jaxpr:
@@ -147,7 +150,19 @@ class _Body:
             shares = any(number[x] > 1 for x in read[n])
             fences = shares and equations[n].primitive.name == known.PRODUCT
             if fences or result not in equations[n].outvars:
-                self.replace(n, *_product(equations[n], result, fences))
+                self.replace(n, self._product(equations[n], result, fences))
+
+    def _product(
+        self, equation: core.JaxprEqn, result: core.Var, fences: bool
+    ) -> core.JaxprEqn:
+        """A product with another result, or kept apart: one function of all alike."""
+        casts, ins = result not in equation.outvars, equation.invars
+        kind = ir.key_of(equation, lambda x: x.aval), casts, fences
+        if kind[0] is None or kind not in self._kinds:
+            product = jax.jit(_product(equation, casts, fences))
+            [self._kinds[kind]] = ir.traced(product, ins, result)
+        ends = {"invars": ins, "outvars": [result]}
+        return self._kinds[kind].replace(source_info=equation.source_info, **ends)
 
     def _origin(self, x: Any) -> Any:
         """What an operand was before it was moved."""
@@ -248,17 +263,16 @@ class _Body:
 
 
 def _product(
-    equation: core.JaxprEqn, result: core.Var, fences: bool
-) -> list[core.JaxprEqn]:
-    """A product of matrices or images, with another result; `fences` keeps it apart.
+    equation: core.JaxprEqn, casts: bool, fences: bool
+) -> Callable[..., jax.Array]:
+    """A product of matrices or images; `fences` keeps it apart.
 
-    If it comes out wider, its operands are cast on CPUs. XLA would do the same, but
-    forgets some of them if the result is transposed, and then cannot run the program
-    (jaxlib 0.10 to 0.12). Each product casts its own: casts that several shared would
-    be kept as long as the last of them needs one, in float32.
+    If it comes out wider (`casts`), its operands are cast on CPUs. XLA would do the
+    same, but forgets some of them if the result is transposed, and then cannot run the
+    program (jaxlib 0.10 to 0.12). Each product casts its own: casts that several shared
+    would be kept as long as the last of them needs one, in float32.
     """
     params = equation.params
-    casts = result not in equation.outvars
     if casts:
         params = params | {"preferred_element_type": _WIDE}
 
@@ -276,7 +290,7 @@ def _product(
         ways |= {"cuda": apart} if fences else {}
         return jax.lax.platform_dependent(*operands, **ways, default=direct)
 
-    return ir.traced(product, equation.invars, result)
+    return product
 
 
 def _alone(operands: Any) -> Any:

@@ -13,7 +13,8 @@
 | the loop      | duplicates | same bits on any     | computes nothing twice          |
 |               |            | number of devices    |                                 |
 
-No program needs one to be right: `optimize=False` runs none.
+No program needs one to be right: `optimize=False` runs those alone whose law is "same
+program", which only make tracing faster.
 """
 
 import warnings
@@ -34,6 +35,8 @@ from ga_optax._passes import (
 from ga_optax._passes.facts import Facts
 from ga_optax._passes.ir import Program
 
+SAME_PROGRAM = "same program"
+
 
 class Pass(NamedTuple):
     """A change of programs.
@@ -53,6 +56,11 @@ class Pass(NamedTuple):
     applies: Callable[[Facts], bool]
     change: Callable[[Program, Facts], Program]
 
+    def runs(self, scope: str, facts: Facts) -> bool:
+        """Whether it runs on a program of this scope in a call."""
+        wanted = facts.optimize or self.law == SAME_PROGRAM
+        return wanted and self.scope == scope and self.applies(facts)
+
 
 PASSES = (
     Pass(
@@ -70,7 +78,7 @@ PASSES = (
         lambda facts: facts.mesh is not None,
         gathered.gathered,
     ),
-    Pass("repeats", "micro-step", "same program", lambda facts: True, repeats.called),
+    Pass("repeats", "micro-step", SAME_PROGRAM, lambda facts: True, repeats.called),
     Pass(
         "products",
         "loop",
@@ -98,7 +106,7 @@ def run(scope: str, program: Program, facts: Facts) -> Program:
       facts: what is known of the call.
     """
     for one in PASSES:
-        if facts.optimize and one.scope == scope and one.applies(facts):
+        if one.runs(scope, facts):
             try:
                 with notes.of_pass(one.name):
                     new = one.change(program, facts)
@@ -123,6 +131,6 @@ def _warn(one: Pass, error: Exception) -> None:
     warnings.warn(
         f"The pass {one.name!r} of ga_optax ({one.law}) failed with jax "
         f"{jax.__version__}: {type(error).__name__}: {error}. The call goes on without "
-        "it. Use a newer ga_optax; optimize=False runs no pass.",
+        "it. Use a newer ga_optax; optimize=False changes no program.",
         stacklevel=2,
     )
