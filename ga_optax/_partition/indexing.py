@@ -21,8 +21,8 @@ from ga_optax._partition.writer import Writer
 
 Results = list[Result] | None
 
-# What an index may go through and stay the same: `jnp` wraps negative ones, and casts.
-_SAME = ("broadcast_in_dim", "reshape", "convert_element_type", "squeeze", "copy")
+# What an index may go through and stay the same. Casts see `_holds`.
+_SAME = ("reshape", "convert_element_type", "squeeze", "copy")
 
 
 def gather(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
@@ -156,6 +156,8 @@ def _counts(v: Value, column: int | None, n: int) -> bool:
         return False
     e, vs, _ = v.made
     name = e.primitive.name
+    if not _holds(v.aval.dtype, n):
+        return False
     if name == "concatenate":
         is_last = e.params["dimension"] == len(v.shape) - 1
         if column is None or not is_last or any(u.shape[-1] != 1 for u in vs):
@@ -173,6 +175,13 @@ def _counts(v: Value, column: int | None, n: int) -> bool:
     if name in _SAME:
         return vs[0].shape[:1] == (n,) and _counts(vs[0], column, n)
     return False
+
+
+def _holds(dtype: Any, n: int) -> bool:
+    """Whether a dtype has all of 0, 1, ..., n - 1, so that a cast keeps them."""
+    ends = np.array([0, max(n - 2, 0), n - 1])
+    with np.errstate(all="ignore"):
+        return np.array_equal(ends.astype(dtype).astype(np.int64), ends)
 
 
 def _wraps(vs: list[Value]) -> bool:

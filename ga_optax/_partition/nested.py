@@ -244,20 +244,17 @@ def _scan_over_rows(
 def _is_total(jaxpr: core.Jaxpr, i: int, how: ir.Scan) -> bool:
     """Whether iterations only add to number `i` of the carry."""
     x, out = jaxpr.invars[how.num_consts + i], jaxpr.outvars[i]
-    if not is_inexact(x.aval) or sum(v is out for v in jaxpr.outvars) > 1:
+    if not is_inexact(x.aval) or not ir.is_variable(out):
+        return False
+    if ir.num_readers(jaxpr, out) > 1:
         return False
     if out is x:
-        return not ir.uses(jaxpr, x)
-    made = ir.made_by(jaxpr, out)
-    if made is None or made.primitive.name not in ("add", "add_any"):
+        return True
+    use = ir.only_use(jaxpr, x)
+    if use is None or use[0] is not ir.made_by(jaxpr, out):
         return False
-    [*uses] = ir.uses(jaxpr, x)
-    return (
-        len(uses) == 1
-        and uses[0][0] is made
-        and not ir.uses(jaxpr, out)
-        and all(v.aval == x.aval for v in made.invars)
-    )
+    added = use[0].primitive.name in ("add", "add_any")
+    return added and all(v.aval == x.aval for v in use[0].invars)
 
 
 def while_(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:

@@ -9,6 +9,7 @@ programs, and the names of their parameters, which change between versions of JA
     within, equations          all equations, those of inner programs too
     axes_of, mentions          which named axes an equation refers to
     uses, made_by              who reads a variable, and who computes it (an index)
+    only_use, num_readers      whether nobody else reads it, the program's results too
     needed, following          what a value takes, and what depends on it
     forwarded                  which argument a result is, if nothing computes it
     results, evaluate, bind    a program or an equation, run on values
@@ -24,6 +25,7 @@ programs, and the names of their parameters, which change between versions of JA
     as_of                      has what is traced name the line of an equation
 """
 
+import collections
 import contextlib
 import math
 import weakref
@@ -242,7 +244,7 @@ class _Index(NamedTuple):
 
     uses: dict[Any, list[Use]]
     made: dict[Any, core.JaxprEqn]
-    results: set[Any]
+    results: collections.Counter[Any]  # how often the program returns them
 
 
 _indices: Any = weakref.WeakKeyDictionary()  # by program, which never changes
@@ -250,7 +252,7 @@ _indices: Any = weakref.WeakKeyDictionary()  # by program, which never changes
 
 def _index(jaxpr: core.Jaxpr) -> _Index:
     if jaxpr not in _indices:
-        index = _Index({}, {}, set(variables(jaxpr.outvars)))
+        index = _Index({}, {}, collections.Counter(variables(jaxpr.outvars)))
         for equation in jaxpr.eqns:
             index.made.update(dict.fromkeys(equation.outvars, equation))
             for i, x in enumerate(equation.invars):
@@ -265,9 +267,15 @@ def uses(jaxpr: core.Jaxpr, variable: Any) -> list[Use]:
     return _index(jaxpr).uses.get(variable, [])
 
 
-def is_result(jaxpr: core.Jaxpr, variable: Any) -> bool:
-    """Whether a program returns a variable."""
-    return variable in _index(jaxpr).results
+def num_readers(jaxpr: core.Jaxpr, variable: Any) -> int:
+    """How often a variable is read: by equations, and as a result of the program."""
+    return len(uses(jaxpr, variable)) + _index(jaxpr).results[variable]
+
+
+def only_use(jaxpr: core.Jaxpr, variable: Any) -> Use | None:
+    """The equation that reads a variable, if that is read once, and not returned."""
+    read = uses(jaxpr, variable)
+    return read[0] if read and num_readers(jaxpr, variable) == 1 else None
 
 
 def made_by(jaxpr: core.Jaxpr, variable: Any) -> core.JaxprEqn | None:
