@@ -7,7 +7,7 @@ import pytest
 from whole_programs import D, N, arguments, clipped
 
 import ga_optax as ga
-from ga_optax._partition import Rows, indexing, moves, reductions, writer
+from ga_optax._partition import Rows, indexing, moves, reductions, values, writer
 
 pytestmark = pytest.mark.usefixtures("optax_promotion", "fast_compilation")
 # In float64: of at most some thousand terms, conditioned no worse than 1e3.
@@ -145,6 +145,46 @@ def test_a_shift_gathers_the_rows_that_cross_alone():
         found = ga.batch_dependencies(loss_of(name), 4, has_aux=True)(w, batch["x"])
         gathered = [m.type.shape for m in found.meetings if m.kind == "stack"]
         assert gathered == [(1, D)]
+
+
+def composed(monkeypatch, number):
+    """How many tables of rows are made for so many rolls, each of the one before."""
+    plain, calls = moves._composed, []
+    monkeypatch.setattr(moves, "_composed", lambda *a: calls.append(a) or plain(*a))
+
+    def fun(w, x):
+        h = other = x @ w
+        total = 0.0
+        for _ in range(number):
+            other = jnp.roll(other, 1, 0)
+            total += ((h - other) ** 2).sum()
+        return total
+
+    [w], batch = arguments(1)
+    assert ga.batch_dependencies(fun, 4)(w, batch["x"]).whole == []
+    monkeypatch.setattr(moves, "_composed", plain)
+    return len(calls)
+
+
+def test_a_chain_of_rolls_makes_tables_in_proportion(monkeypatch):
+    few, more = (composed(monkeypatch, n) for n in (4, 8))
+    assert more <= 2.1 * few
+
+
+def test_tables_that_are_not_remembered_double_with_each_roll(monkeypatch):
+    class Forgets(dict):
+        def __contains__(self, _):
+            return False
+
+    new = values.Value.__init__
+
+    def forgetful(v, *args, **given):
+        new(v, *args, **given)
+        v.origins = Forgets()
+
+    monkeypatch.setattr(values.Value, "__init__", forgetful)
+    few, more = (composed(monkeypatch, n) for n in (4, 8))
+    assert more > 8 * few
 
 
 def test_a_backward_rule_gets_rows_that_do_not_divide(monkeypatch):
