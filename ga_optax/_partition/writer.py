@@ -233,7 +233,7 @@ class Writer:
 
     def all_whole(self, e: core.JaxprEqn, vs: list[Value]) -> list[Result]:
         """The results of an equation, computed whole."""
-        if ir.inner_programs(e):
+        if ir.inner_programs(e) or ir.calls_back(e):
             out = self.rules.passed_on(self, e, vs)
         else:
             out = self.bound(e, [self.whole(v) for v in vs])
@@ -291,11 +291,12 @@ class Writer:
     def _applied(self, e: core.JaxprEqn, vs: list[Value]) -> list[Result]:
         name = e.primitive.name
         kind = ir.kind(e) or name
-        if all(v.is_whole for v in vs):
-            return self.all_whole(e, vs)
         notes, rules = len(self.notes), self.rules
+        opens = kind in rules.nested and bool(e.outvars) and ir.calls_back(e)
+        if all(v.is_whole for v in vs) and not opens:
+            return self.all_whole(e, vs)
         with self.may_fail() as out:
-            if kind in rules.nested:
+            if kind in rules.nested and e.outvars:
                 out += rules.nested[kind](self, e, vs) or ()
             else:
                 if any(v.is_partial for v in vs):
@@ -383,7 +384,8 @@ class Rules(NamedTuple):
       linear: for those that are partial; None where the equation is not linear in them.
       nested: for equations with programs inside, by their kind or their name, for
         operands of all layouts.
-      passed_on: what an equation with programs inside gives, computed whole.
+      passed_on: what an equation gives, computed whole, that has programs inside or
+        calls back.
       uneven: the names of those that know of rows beyond the last, see `Rows`.
     """
 

@@ -8,6 +8,7 @@ programs, and the names of their parameters, which change between versions of JA
     chosen                     the branch of a conditional that the platform decides
     within, equations          all equations, those of inner programs too
     axes_of, mentions          which named axes an equation refers to
+    calls_back                 whether an equation prints or calls back, for that alone
     uses, made_by              who reads a variable, and who computes it (an index)
     only_use, num_readers      whether nobody else reads it, the program's results too
     needed, following          what a value takes, and what depends on it
@@ -194,6 +195,16 @@ def mentions(equation: core.JaxprEqn, axis: str) -> bool:
     return any(
         axis in axes_of(e) or axis in {getattr(x, "name", None) for x in e.effects}
         for e in within(equation)
+    )
+
+
+_CALLBACKS = ("debug_callback", "debug_print", "io_callback")
+
+
+def calls_back(equation: core.JaxprEqn) -> bool:
+    """Whether it, or one inside it, prints or calls back, and not for a result."""
+    return any(
+        e.primitive.name in _CALLBACKS and not e.outvars for e in within(equation)
     )
 
 
