@@ -170,7 +170,8 @@ def test_what_every_micro_batch_says_is_found(monkeypatch):
     monkeypatch.setattr(custom, "_run_once", lambda w, e, xs: w.bound(e, xs))
     want, _ = said_by(jax.value_and_grad(of_rows), W, X)
     got, _ = said_by(ga.value_and_grad(of_rows, K, whole_batch=True), W, X)
-    assert len(got) == K * len(want) and not same(got, want)
+    assert len(got) == K * len(want)
+    assert not same(got, want)
 
 
 def test_what_prints_prints_once(capfd):

@@ -197,6 +197,15 @@ def test_a_cast_that_keeps_all_numbers_counts_rows(name):
     assert not meet(n, *dtypes)
 
 
+def test_an_index_behind_a_transpose_counts_no_rows():
+    def fun(w, x):
+        index = jax.lax.broadcasted_iota(int, (N, N), 0)
+        index = jax.lax.reshape(index, (N, N), dimensions=(1, 0))[:, 3]
+        return jnp.sin((x @ w)[index, 1]).sum()
+
+    assert off(fun) < BOUND
+
+
 def test_casts_that_are_followed_blindly_are_found(monkeypatch):
     monkeypatch.setattr(indexing, "_holds", lambda dtype, n: True)
     n, *dtypes = WRAPS["bool"]

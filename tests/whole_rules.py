@@ -205,6 +205,10 @@ SHAPES = {
     "reshape": [
         lambda h, w, ids: h.reshape(-1, 2, 3),
         lambda h, w, ids: h.reshape(-1),
+        lambda h, w, ids: h.reshape(2, 3, -1, order="F"),
+        lambda h, w, ids: (
+            h * lax.reshape(jnp.arange(h.size).reshape(D, -1), h.shape, (1, 0))
+        ),
         lambda h, w, ids: h.reshape(D, -1),
     ],
     "concatenate": [
@@ -248,8 +252,14 @@ SHAPES = {
 # -- Products --------------------------------------------------------------------------
 
 
-def convolved(x, kernel):
-    return lax.conv_general_dilated(x, kernel, (1,), "SAME")
+def convolved(x, kernel, groups=1, **how):
+    how |= {"feature_group_count": groups}
+    return lax.conv_general_dilated(x, kernel, (1,), "SAME", **how)
+
+
+def kernels(h):
+    """Four filters of six channels for each row."""
+    return h[:, None, :, None] * jnp.sin(jnp.arange(12.0)).reshape(4, 1, 3)
 
 
 def solved(h, side):
@@ -272,6 +282,23 @@ PRODUCTS = {
             lambda kernel: jnp.sin(convolved(h[:, None], kernel)).sum()
         )(w[:2, None, :3]),
         lambda h, w, ids: convolved(w[None], h[:, :, None] * jnp.ones(3, h.dtype)),
+        # A kernel for each row, alone and in two groups; and its gradient.
+        lambda h, w, ids: jax.vmap(lambda x: convolved(w[None], x))(kernels(h)),
+        lambda h, w, ids: jax.vmap(lambda x: convolved(w[None], x, 2))(
+            kernels(h)[:, :, :3]
+        ),
+        lambda h, w, ids: jax.vmap(
+            jax.grad(lambda k, x: jnp.sin(convolved(x[None, None], k)).sum()), (None, 0)
+        )(w[:2, None, :3], h),
+        lambda h, w, ids: jax.vmap(
+            jax.grad(lambda k, x: jnp.sin(convolved(x, k, 2)).sum()), (None, 0)
+        )(w[:4, None, :3], h.reshape(len(h), 1, 2, 3)),
+        lambda h, w, ids: jax.grad(
+            lambda k: jnp.sin(convolved(h.reshape(-1, 2, 3), k, 2)).sum()
+        )(w[:4, None, :3]),
+        lambda h, w, ids: jax.vmap(
+            lambda x: convolved(x, w[:4, :1, None], batch_group_count=2)
+        )(h.reshape(-1, 2, 1, 3)),
     ],
     "cholesky": [lambda h, w, ids: jnp.linalg.cholesky(matrices(h))],
     "eig": [lambda h, w, ids: jnp.linalg.eigvals(matrices(h))],

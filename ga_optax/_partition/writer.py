@@ -277,6 +277,8 @@ class Writer:
         if ir.kind(e) == "call" and not references.is_group(e):
             [program] = ir.inner(e)
             return self.interpret(program.jaxpr, program.consts, vs)
+        if (program := ir.in_two(e)) is not None:
+            return self.interpret(program.jaxpr, program.consts, vs)
         self.level = max((v.level for v in vs), default=0)
         results = self._applied(e, vs)
         params, smooth = (any(getattr(v, a) for v in vs) for a in ("params", "smooth"))

@@ -5,6 +5,7 @@ programs, and the names of their parameters, which change between versions of JA
 
     calls, inner, scan_of      what is inside an equation, and how it runs it
     expanded                   the program of a primitive that JAX writes in JAX
+    in_two                     a reshape that transposes, as two equations
     chosen                     the branch of a conditional that the platform decides
     within, equations          all equations, those of inner programs too
     axes_of, mentions          which named axes an equation refers to
@@ -116,6 +117,20 @@ def expanded(equation: core.JaxprEqn) -> Program | None:
         )
 
     closed: Any = jax.make_jaxpr(run)(*types)
+    return Program(closed.jaxpr, closed.consts)
+
+
+def in_two(equation: core.JaxprEqn) -> Program | None:
+    """A reshape that transposes first, as one of `order="F"` does; or None."""
+    order = equation.params.get("dimensions")
+    if equation.primitive.name != "reshape" or order is None:
+        return None
+
+    def run(x: jax.Array) -> jax.Array:
+        return jax.lax.reshape(jax.lax.transpose(x, order), out.shape)
+
+    [x], [out] = equation.invars, [out.aval for out in equation.outvars]
+    closed: Any = jax.make_jaxpr(run)(jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype))
     return Program(closed.jaxpr, closed.consts)
 
 
