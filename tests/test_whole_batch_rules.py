@@ -60,6 +60,10 @@ def _ids(h):
     return jnp.arange(len(h)) * 5 % 3
 
 
+def _two(h):
+    return jax.lax.top_k(h, 2)[1]
+
+
 def _of_kernel(kernel, x):
     found = jax.lax.conv_general_dilated(x[None, None], kernel, (1,), "SAME")
     return jnp.sin(found).sum()
@@ -73,6 +77,17 @@ def _outer(h):
 OTHERS = {
     "set": lambda h, w: h.at[jnp.arange(len(h)), _ids(h)].set(0.5) @ w,
     "add": lambda h, w: h.at[jnp.arange(len(h)), _ids(h)].add(h[:, 0]),
+    "router": lambda h, w: (
+        jnp.zeros_like(h).at[jnp.arange(len(h))[:, None], _two(h)].set(h[:, :2]) @ w
+    ),
+    "flat router": lambda h, w: (
+        jnp.zeros_like(h)
+        .at[jnp.repeat(jnp.arange(len(h)), 2), _two(h).reshape(-1)]
+        .set(h[:, :2].reshape(-1))
+    ),
+    "chosen": lambda h, w: (
+        h * jnp.zeros(h.shape, bool).at[jnp.arange(len(h)), _two(h)[:, 0]].set(True)
+    ),
     "multiply": lambda h, w: h.at[jnp.arange(len(h)), _ids(h)].multiply(
         0.5, unique_indices=True
     ),

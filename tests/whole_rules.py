@@ -334,9 +334,15 @@ def counts(h):
     return jnp.arange(h.shape[0])
 
 
+def twice(ids):
+    """Two integers for each row, one after the other."""
+    return jnp.stack([ids, 3 * ids % 5], 1).reshape(-1)
+
+
 INDEXING = {
     "gather": [
         lambda h, w, ids: h[counts(h), ids],
+        lambda h, w, ids: h[jnp.repeat(counts(h), 2), twice(ids)],
         lambda h, w, ids: w[ids],
         lambda h, w, ids: h[jnp.array([5, 0, -1])],
         lambda h, w, ids: h[:, jnp.array([2, 0])],
@@ -349,6 +355,9 @@ INDEXING = {
     ],
     "scatter": [
         lambda h, w, ids: h.at[counts(h), ids].set(0.5),
+        lambda h, w, ids: jnp.zeros_like(w[0], shape=h.shape).at[counts(h), ids].set(1),
+        lambda h, w, ids: h.at[counts(h)[:, None], jnp.stack([ids, ids + 1], 1)].set(7),
+        lambda h, w, ids: h.at[jnp.repeat(counts(h), 2), twice(ids)].set(h[0, 0]),
         lambda h, w, ids: h.at[:, 1].set(h[:, 0] ** 2),
         lambda h, w, ids: h.at[2].set(7.0),
         lambda h, w, ids: h.at[jnp.array([1, -1])].set(w[:2]),
@@ -359,6 +368,9 @@ INDEXING = {
         lambda h, w, ids: w.at[ids].add(h),
         lambda h, w, ids: w.at[jnp.array([0, 2])].add(h[:2] * h[2:4]),
         lambda h, w, ids: h.at[counts(h), ids].add(h[:, 0]),
+        lambda h, w, ids: h.at[jnp.repeat(counts(h), 2), twice(ids)].add(
+            jnp.repeat(h[:, 0], 2)
+        ),
         lambda h, w, ids: jax.grad(lambda h: (h[ids] ** 2).sum())(h),
         lambda h, w, ids: jnp.bincount(ids, length=4),
     ],
