@@ -448,6 +448,13 @@ def layers(h, w, ids):
     return lax.scan(body, (h, w[0]), jnp.stack([w, w.T]))
 
 
+def halved(x):
+    """A row, halved until it is small, and how often that was."""
+    return lax.while_loop(
+        lambda c: jnp.abs(c[0]).max() > 0.3, lambda c: (c[0] * 0.5, c[1] + 1), (x, 0)
+    )
+
+
 def over_rows(h, w, ids):
     return lax.scan(lambda c, x: (c + x * x, jnp.tanh(x @ w)), w[0], h)
 
@@ -462,7 +469,12 @@ NESTED = {
     "while": [
         lambda h, w, ids: lax.while_loop(
             lambda c: c[1] < 3, lambda c: (numbered(c[0]), c[1] + 1), (h, 0)
-        )
+        ),
+        lambda h, w, ids: jax.vmap(halved)(h),
+        lambda h, w, ids: jax.vmap(halved, 1)(h),
+        lambda h, w, ids: jax.vmap(
+            lambda i: lax.fori_loop(0, i, lambda j, c: c + j, 1)
+        )(ids),
     ],
     "cond": [
         lambda h, w, ids: jnp.diagonal(h @ h.T),
