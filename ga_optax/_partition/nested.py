@@ -296,7 +296,8 @@ def while_(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
         new = run(index, [*consts[1], *carry])
         return list(map(functools.partial(_where, goes_on(carry)), new, carry))
 
-    one = not cond.jaxpr.outvars[0].aval.shape
+    test_of: Any = cond.jaxpr.outvars[0].aval
+    one = not test_of.shape
     out = jax.lax.while_loop(
         goes_on if one else lambda carry: goes_on(carry).any(),
         (lambda carry: run(index, [*consts[1], *carry])) if one else step,

@@ -126,11 +126,13 @@ def in_two(equation: core.JaxprEqn) -> Program | None:
     if equation.primitive.name != "reshape" or order is None:
         return None
 
-    def run(x: jax.Array) -> jax.Array:
-        return jax.lax.reshape(jax.lax.transpose(x, order), out.shape)
+    shape = equation.params["new_sizes"]
 
-    [x], [out] = equation.invars, [out.aval for out in equation.outvars]
-    closed: Any = jax.make_jaxpr(run)(jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype))
+    def run(x: jax.Array) -> jax.Array:
+        return jax.lax.reshape(jax.lax.transpose(x, order), shape)
+
+    [x] = (x.aval for x in [*equation.invars])
+    closed: Any = jax.make_jaxpr(run)(x)
     return Program(closed.jaxpr, closed.consts)
 
 
