@@ -305,14 +305,15 @@ class Writer:
                     out += rules.linear(self, e, vs) or ()
                 if not out:
                     vs = [self.reduced(v) if v.is_partial else v for v in vs]
-                    if all(v.is_whole for v in vs):
-                        return self.all_whole(e, vs)
-                    if name in rules.uneven or not any(v.extra for v in vs):
+                    even = name in rules.uneven or not any(v.extra for v in vs)
+                    if even and any(v.rows for v in vs):
                         rule = rules.known.get(name, _unknown)
                         out += rule(self, e, vs) or ()
         if self._fits(e, out):
             return out
         del self.notes[notes:]
+        if all(v.is_whole for v in vs):
+            return self.all_whole(e, vs)
         made = sum(ir.numbers(getattr(x.aval, "shape", (0,))) for x in e.outvars)
         read = sum(ir.numbers(v.shape) for v in vs if v.rows)
         line = places.line_of(e.source_info)
