@@ -229,3 +229,40 @@ def test_arguments_are_those_of_the_step_or_their_types():
     assert found.num_microbatches == 2 * K
     of_x = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
     assert str(find(types[0], of_x, types[2], False)) == str(found)
+
+
+# -- What to do ------------------------------------------------------------------------
+
+
+def _halved(h):
+    return jax.lax.while_loop(lambda h: jnp.abs(h).max() > 0.1, lambda h: h / 2, h)
+
+
+def _in_order(h):
+    return jax.vmap(lambda x: jnp.zeros_like(x).at[jnp.argsort(x)].set(x))(h)
+
+
+def _by_offsets(h):
+    first = jnp.arange(len(h))[:, None] * h.shape[1]
+    at = (jnp.argsort(h, 1) + first).reshape(-1)
+    return jnp.zeros(h.size).at[at].set(h.reshape(-1)).reshape(h.shape)
+
+
+ADVISED = {
+    "while": (_halved, jax.vmap(_halved)),
+    "scatter": (_by_offsets, _in_order),
+}
+
+
+@pytest.mark.parametrize("name", ADVISED)
+def test_what_is_computed_whole_says_what_to_do_and_that_helps(name):
+    w, x = jnp.ones((4, 4)), jnp.ones((16, 4))
+    tables = []
+    for f in ADVISED[name]:
+
+        def loss(w, x, f=f):
+            return jnp.mean(jnp.sin(x @ w) * jax.lax.stop_gradient(f(x @ w)))
+
+        tables.append(str(ga.batch_dependencies(loss, 4)(w, x)))
+    assert "jax.vmap" in tables[0]
+    assert "jax.vmap" not in tables[1]

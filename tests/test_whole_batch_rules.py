@@ -1,5 +1,6 @@
 """What rows do in the functions that losses use: each rule is right, and is used."""
 
+import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 from whole_programs import D, N, arguments, clipped
 
 import ga_optax as ga
-from ga_optax._partition import Rows, indexing, moves, reductions, writer
+from ga_optax._partition import Rows, indexing, moves, reductions, table, values, writer
 
 pytestmark = pytest.mark.usefixtures("optax_promotion", "fast_compilation")
 # In float64: of at most some thousand terms, conditioned no worse than 1e3.
@@ -59,6 +60,15 @@ def _ids(h):
     return jnp.arange(len(h)) * 5 % 3
 
 
+def _two(h):
+    return jax.lax.top_k(h, 2)[1]
+
+
+def _of_kernel(kernel, x):
+    found = jax.lax.conv_general_dilated(x[None, None], kernel, (1,), "SAME")
+    return jnp.sin(found).sum()
+
+
 def _outer(h):
     return h[:, :, None] * h[:, None, :] + 3 * jnp.eye(D)
 
@@ -67,6 +77,17 @@ def _outer(h):
 OTHERS = {
     "set": lambda h, w: h.at[jnp.arange(len(h)), _ids(h)].set(0.5) @ w,
     "add": lambda h, w: h.at[jnp.arange(len(h)), _ids(h)].add(h[:, 0]),
+    "router": lambda h, w: (
+        jnp.zeros_like(h).at[jnp.arange(len(h))[:, None], _two(h)].set(h[:, :2]) @ w
+    ),
+    "flat router": lambda h, w: (
+        jnp.zeros_like(h)
+        .at[jnp.repeat(jnp.arange(len(h)), 2), _two(h).reshape(-1)]
+        .set(h[:, :2].reshape(-1))
+    ),
+    "chosen": lambda h, w: (
+        h * jnp.zeros(h.shape, bool).at[jnp.arange(len(h)), _two(h)[:, 0]].set(True)
+    ),
     "multiply": lambda h, w: h.at[jnp.arange(len(h)), _ids(h)].multiply(
         0.5, unique_indices=True
     ),
@@ -96,6 +117,9 @@ OTHERS = {
     "determinant": lambda h, w: h * jnp.linalg.slogdet(_outer(h))[1][:, None],
     "decompose": lambda h, w: jnp.linalg.cholesky(_outer(h))[:, 1],
     "fft": lambda h, w: jnp.fft.fft(h, axis=1).real,
+    "gradients of kernels": lambda h, w: jax.vmap(jax.grad(_of_kernel), (None, 0))(
+        w[:2, None, :3], h
+    )[:, 0, 0],
     "bins": lambda h, w: h * jnp.searchsorted(jnp.linspace(-1, 1, 5), h[:, :1]),
 }
 RULES = MOVES | OTHERS
@@ -145,6 +169,78 @@ def test_a_shift_gathers_the_rows_that_cross_alone():
         found = ga.batch_dependencies(loss_of(name), 4, has_aux=True)(w, batch["x"])
         gathered = [m.type.shape for m in found.meetings if m.kind == "stack"]
         assert gathered == [(1, D)]
+
+
+def clipped_mean(kernel, x):
+    """The mean of clipped gradients of single rows, as in private training."""
+
+    def one(kernel, x):
+        found = jax.lax.conv(x[None], kernel, (1, 1), "SAME")
+        return jnp.sum(jnp.tanh(found).mean((2, 3)) ** 2)
+
+    grads = jax.vmap(jax.grad(one), (None, 0))(kernel, x)
+    norm = jnp.sqrt(jnp.sum(grads**2, (1, 2, 3, 4), keepdims=True) + 1e-6)
+    return jnp.mean(grads / jnp.maximum(1, norm), 0)
+
+
+def test_gradients_of_rows_through_a_convolution_take_the_memory_of_a_few():
+    kernel, x = jnp.ones((8, 3, 3, 3)) / 9, jnp.ones((32, 3, 16, 16))
+    whole, one = (
+        helpers.temporaries(jax.jit(clipped_mean), kernel, rows)
+        for rows in (x, x[: len(x) // 8])
+    )
+    got = helpers.temporaries(jax.jit(ga.microbatch(clipped_mean, 8)), kernel, x)
+    assert got < 1.2 * one < 0.5 * whole
+
+
+def test_without_its_rule_a_convolution_takes_that_of_all(monkeypatch):
+    kernel, x = jnp.ones((8, 3, 3, 3)) / 9, jnp.ones((32, 3, 16, 16))
+    monkeypatch.setitem(
+        table.RULES.known, "conv_general_dilated", lambda w, e, vs: None
+    )
+    one = helpers.temporaries(jax.jit(clipped_mean), kernel, x[:4])
+    got = helpers.temporaries(jax.jit(ga.microbatch(clipped_mean, 8)), kernel, x)
+    assert got > 2 * one
+
+
+def composed(monkeypatch, number):
+    """How many tables of rows are made for so many rolls, each of the one before."""
+    plain, calls = moves._composed, []
+    monkeypatch.setattr(moves, "_composed", lambda *a: calls.append(a) or plain(*a))
+
+    def fun(w, x):
+        h = other = x @ w
+        total = 0.0
+        for _ in range(number):
+            other = jnp.roll(other, 1, 0)
+            total += ((h - other) ** 2).sum()
+        return total
+
+    [w], batch = arguments(1)
+    assert ga.batch_dependencies(fun, 4)(w, batch["x"]).whole == []
+    monkeypatch.setattr(moves, "_composed", plain)
+    return len(calls)
+
+
+def test_a_chain_of_rolls_makes_tables_in_proportion(monkeypatch):
+    few, more = (composed(monkeypatch, n) for n in (4, 8))
+    assert more <= 2.1 * few
+
+
+def test_tables_that_are_not_remembered_double_with_each_roll(monkeypatch):
+    class Forgets(dict):
+        def __contains__(self, _):
+            return False
+
+    new = values.Value.__init__
+
+    def forgetful(v, *args, **given):
+        new(v, *args, **given)
+        v.origins = Forgets()
+
+    monkeypatch.setattr(values.Value, "__init__", forgetful)
+    few, more = (composed(monkeypatch, n) for n in (4, 8))
+    assert more > 8 * few
 
 
 def test_a_backward_rule_gets_rows_that_do_not_divide(monkeypatch):

@@ -10,7 +10,7 @@ import pytest
 
 import ga_optax as ga
 from ga_optax._inside.axis import report
-from ga_optax._partition import indexing
+from ga_optax._partition import indexing, linear
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 N, WIDTH = 8, 3
@@ -172,3 +172,56 @@ def test_plan_counts_what_a_window_keeps_between_its_levels():
     memory = helpers.needed(step(16, 10**6).lower(w, x).compile())
     assert planned(10**6) == 16
     assert planned(0) == 2
+
+
+# -- A sum that a product makes more of ------------------------------------------------
+
+EXPERTS, ROOM, INNER = 4, 8, 8 * WIDTH
+
+
+def experts(p, x):
+    """Rows go to experts by an index, and come back."""
+    gate = jax.nn.softmax(x @ p["gate"])
+    of_row, weight = gate.argmax(1), gate.max(1)
+    chosen = jax.nn.one_hot(of_row, EXPERTS, dtype=jnp.int32)
+    place = (jnp.cumsum(chosen, 0) * chosen).sum(1) - 1
+    sent = jnp.zeros((EXPERTS, ROOM, WIDTH)).at[of_row, place].add(x, mode="drop")
+    inner = jax.nn.gelu(jnp.einsum("ecd,edf->ecf", sent, p["in"]))
+    found = jnp.einsum("ecf,efd->ecd", inner, p["out"])[of_row, place]
+    return jnp.mean((x + found * weight[:, None]) ** 2)
+
+
+def sums_of_experts():
+    """The shapes of what is summed up, and how far the gradients are off."""
+    rng = np.random.default_rng(1)
+    shapes = {
+        "gate": (WIDTH, EXPERTS),
+        "in": (EXPERTS, WIDTH, INNER),
+        "out": (EXPERTS, INNER, WIDTH),
+    }
+    with jax.enable_x64(True):
+        p = {name: jnp.asarray(rng.normal(size=s)) for name, s in shapes.items()}
+        x = jnp.asarray(rng.normal(size=(N, WIDTH)))
+        step = ga.value_and_grad(
+            experts, 4, whole_batch=True, accumulator_dtype="float64"
+        )
+        pairs = zip(
+            *map(jax.tree.leaves, (step(p, x), jax.value_and_grad(experts)(p, x))),
+            strict=True,
+        )
+        error = max(float(jnp.abs(a - b).max()) for a, b in pairs)
+        found = ga.batch_dependencies(experts, 4)(p, x)
+    return [m.type.shape for m in found.meetings if m.kind == "sum"], error
+
+
+def test_of_experts_their_input_is_summed_up_and_not_their_hidden_layer():
+    shapes, error = sums_of_experts()
+    assert shapes == [(EXPERTS, ROOM, WIDTH)]
+    assert error < 1e-12
+
+
+def test_a_sum_that_waits_for_a_product_is_found(monkeypatch):
+    monkeypatch.setattr(linear, "_grows", lambda e, vs: False)
+    shapes, error = sums_of_experts()
+    assert shapes == [(EXPERTS, ROOM, INNER)]
+    assert error < 1e-12

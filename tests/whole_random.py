@@ -3,10 +3,12 @@
     python tests/whole_random.py 2000             # as many, from seed 0 on
     python tests/whole_random.py 100 --first 500
 
-A loss takes steps of `whole_programs` and `whole_steps`, of one batch argument or of
-several, with rows along one axis or another, and may return aux that has rows. A number
-is wrong if it is off by more than 1e-9 of the largest of its leaf, in float64, and by
-more than 1e4 times what a change of the parameters by an ulp makes of it.
+Every other loss is a graph of values of several shapes (`whole_graphs`), and goes
+through `value_and_grad` and `microbatch`, some of them also on four devices. The others
+take steps of `whole_programs` and `whole_steps`, of one batch argument or of several,
+with rows along one axis or another, and may return aux that has rows. A number is wrong
+if it is off by more than 1e-9 of the largest of its leaf, in float64, and by more than
+1e4 times what a change of the parameters by an ulp makes of it.
 """
 
 import argparse
@@ -19,6 +21,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+from whole_graphs import draw as draw_graph
 from whole_programs import LOSSES, STEPS, D, N
 from whole_steps import MORE_STEPS
 
@@ -70,10 +73,10 @@ class Program(NamedTuple):
         x = x.T if self.axis else x
         return (params, x, rest) if self.several else (params, rest | {"x": x})
 
-    def over_micro_batches(self):
+    def in_all_ways(self):
         x = self.axis
         rest = dict.fromkeys(("y", "ids", "mask"), 0)
-        return ga.value_and_grad(
+        yield ga.value_and_grad(
             self,
             self.k,
             batch_argnums=(1, 2) if self.several else 1,
@@ -85,6 +88,10 @@ class Program(NamedTuple):
 
 
 def draw(seed):
+    return draw_graph(seed) if seed % 2 else draw_steps(seed)
+
+
+def draw_steps(seed):
     rng = np.random.default_rng(seed)
     names = rng.choice([*STEPS, *MORE_STEPS], rng.integers(1, 5))
     return Program(
@@ -112,12 +119,12 @@ def check(program):
         args = program.arguments()
         reference = jax.jit(jax.value_and_grad(program, has_aux=program.has_aux))
         want = reference(*args)
-        got = jax.jit(program.over_micro_batches())(*args)
+        found = [jax.jit(step)(*args) for step in program.in_all_ways()]
         names = [note.name for part in parts for note in part.whole]
         failures = [error for part in parts for error in part.failures]
         if not all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(want)):
             return Checked(None, names, failures)
-        error = off(got, want)
+        error = max(off(got, want) for got in found)
         if error > BOUND:  # is it the numbers that are badly conditioned?
             near = jax.tree.map(lambda p: p * (1 + 2**-52), args[0])
             error = error if error > 1e4 * off(reference(near, *args[1:]), want) else 0
@@ -169,6 +176,7 @@ def main():
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     given = parser.parse_args()
     jax.config.update("jax_disable_most_optimizations", True)
+    jax.config.update("jax_num_cpu_devices", 4)
     counts, primitives = collections.Counter(), collections.Counter()
     for seed in range(given.first, given.first + given.number):
         counts["programs"] += 1

@@ -205,6 +205,10 @@ SHAPES = {
     "reshape": [
         lambda h, w, ids: h.reshape(-1, 2, 3),
         lambda h, w, ids: h.reshape(-1),
+        lambda h, w, ids: h.reshape(2, 3, -1, order="F"),
+        lambda h, w, ids: (
+            h * lax.reshape(jnp.arange(h.size).reshape(D, -1), h.shape, (1, 0))
+        ),
         lambda h, w, ids: h.reshape(D, -1),
     ],
     "concatenate": [
@@ -248,8 +252,14 @@ SHAPES = {
 # -- Products --------------------------------------------------------------------------
 
 
-def convolved(x, kernel):
-    return lax.conv_general_dilated(x, kernel, (1,), "SAME")
+def convolved(x, kernel, groups=1, **how):
+    how |= {"feature_group_count": groups}
+    return lax.conv_general_dilated(x, kernel, (1,), "SAME", **how)
+
+
+def kernels(h):
+    """Four filters of six channels for each row."""
+    return h[:, None, :, None] * jnp.sin(jnp.arange(12.0)).reshape(4, 1, 3)
 
 
 def solved(h, side):
@@ -272,6 +282,23 @@ PRODUCTS = {
             lambda kernel: jnp.sin(convolved(h[:, None], kernel)).sum()
         )(w[:2, None, :3]),
         lambda h, w, ids: convolved(w[None], h[:, :, None] * jnp.ones(3, h.dtype)),
+        # A kernel for each row, alone and in two groups; and its gradient.
+        lambda h, w, ids: jax.vmap(lambda x: convolved(w[None], x))(kernels(h)),
+        lambda h, w, ids: jax.vmap(lambda x: convolved(w[None], x, 2))(
+            kernels(h)[:, :, :3]
+        ),
+        lambda h, w, ids: jax.vmap(
+            jax.grad(lambda k, x: jnp.sin(convolved(x[None, None], k)).sum()), (None, 0)
+        )(w[:2, None, :3], h),
+        lambda h, w, ids: jax.vmap(
+            jax.grad(lambda k, x: jnp.sin(convolved(x, k, 2)).sum()), (None, 0)
+        )(w[:4, None, :3], h.reshape(len(h), 1, 2, 3)),
+        lambda h, w, ids: jax.grad(
+            lambda k: jnp.sin(convolved(h.reshape(-1, 2, 3), k, 2)).sum()
+        )(w[:4, None, :3]),
+        lambda h, w, ids: jax.vmap(
+            lambda x: convolved(x, w[:4, :1, None], batch_group_count=2)
+        )(h.reshape(-1, 2, 1, 3)),
     ],
     "cholesky": [lambda h, w, ids: jnp.linalg.cholesky(matrices(h))],
     "eig": [lambda h, w, ids: jnp.linalg.eigvals(matrices(h))],
@@ -307,9 +334,15 @@ def counts(h):
     return jnp.arange(h.shape[0])
 
 
+def twice(ids):
+    """Two integers for each row, one after the other."""
+    return jnp.stack([ids, 3 * ids % 5], 1).reshape(-1)
+
+
 INDEXING = {
     "gather": [
         lambda h, w, ids: h[counts(h), ids],
+        lambda h, w, ids: h[jnp.repeat(counts(h), 2), twice(ids)],
         lambda h, w, ids: w[ids],
         lambda h, w, ids: h[jnp.array([5, 0, -1])],
         lambda h, w, ids: h[:, jnp.array([2, 0])],
@@ -322,6 +355,9 @@ INDEXING = {
     ],
     "scatter": [
         lambda h, w, ids: h.at[counts(h), ids].set(0.5),
+        lambda h, w, ids: jnp.zeros_like(w[0], shape=h.shape).at[counts(h), ids].set(1),
+        lambda h, w, ids: h.at[counts(h)[:, None], jnp.stack([ids, ids + 1], 1)].set(7),
+        lambda h, w, ids: h.at[jnp.repeat(counts(h), 2), twice(ids)].set(h[0, 0]),
         lambda h, w, ids: h.at[:, 1].set(h[:, 0] ** 2),
         lambda h, w, ids: h.at[2].set(7.0),
         lambda h, w, ids: h.at[jnp.array([1, -1])].set(w[:2]),
@@ -332,6 +368,9 @@ INDEXING = {
         lambda h, w, ids: w.at[ids].add(h),
         lambda h, w, ids: w.at[jnp.array([0, 2])].add(h[:2] * h[2:4]),
         lambda h, w, ids: h.at[counts(h), ids].add(h[:, 0]),
+        lambda h, w, ids: h.at[jnp.repeat(counts(h), 2), twice(ids)].add(
+            jnp.repeat(h[:, 0], 2)
+        ),
         lambda h, w, ids: jax.grad(lambda h: (h[ids] ** 2).sum())(h),
         lambda h, w, ids: jnp.bincount(ids, length=4),
     ],
@@ -409,6 +448,13 @@ def layers(h, w, ids):
     return lax.scan(body, (h, w[0]), jnp.stack([w, w.T]))
 
 
+def halved(x):
+    """A row, halved until it is small, and how often that was."""
+    return lax.while_loop(
+        lambda c: jnp.abs(c[0]).max() > 0.3, lambda c: (c[0] * 0.5, c[1] + 1), (x, 0)
+    )
+
+
 def over_rows(h, w, ids):
     return lax.scan(lambda c, x: (c + x * x, jnp.tanh(x @ w)), w[0], h)
 
@@ -423,7 +469,12 @@ NESTED = {
     "while": [
         lambda h, w, ids: lax.while_loop(
             lambda c: c[1] < 3, lambda c: (numbered(c[0]), c[1] + 1), (h, 0)
-        )
+        ),
+        lambda h, w, ids: jax.vmap(halved)(h),
+        lambda h, w, ids: jax.vmap(halved, 1)(h),
+        lambda h, w, ids: jax.vmap(
+            lambda i: lax.fori_loop(0, i, lambda j, c: c + j, 1)
+        )(ids),
     ],
     "cond": [
         lambda h, w, ids: jnp.diagonal(h @ h.T),

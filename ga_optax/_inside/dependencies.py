@@ -64,8 +64,10 @@ class BatchDependencies:
         ]
         lines = ruled([("what meets", *_HEADER, "line"), *rows], left=(0, 4))
         end = f"In all: {passes}; {self.kept_bytes:,} bytes are kept."
+        legend = dict.fromkeys([_LEGEND, *(_TODO.get(x.name, "") for x in self.whole)])
+        told = [line for text in legend if text for line in wrap(text)]
         runs = self.forward_passes or self.backward_passes
-        return "\n".join([*lines, "", *wrap(_LEGEND), *([end] if runs else [])])
+        return "\n".join([*lines, "", *told, *([end] if runs else [])])
 
 
 _HEADER = ("bytes", "forward", "backward")
@@ -73,6 +75,18 @@ _LEGEND = (
     "forward, backward: how often what leads to the line runs over all rows. "
     "Elementwise functions cost little, and may run more often."
 )
+
+
+_OF_INDEX = (
+    "An index may reach any row. If each row has its own, such as the nodes of its own "
+    "graph, index inside of a row, by jax.vmap or take_along_axis, and add no offsets."
+)
+# What to do about what is computed whole.
+_TODO = {
+    "while": "A loop that runs until all rows are done has all of them in every "
+    "micro-batch. Give each row a loop of its own, by jax.vmap.",
+    **dict.fromkeys(("scatter", "scatter-max", "scatter-min"), _OF_INDEX),
+}
 
 
 def short(line: str) -> str:

@@ -312,32 +312,56 @@ def _is_linear(w: Writer, rule: _Vjp) -> bool:
 def passed_on(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Any]:
     """What an equation gives, computed whole.
 
-    If a rule in there is not linear, one micro-batch passes the results on.
+    If it calls back, or a rule in there is not linear, one micro-batch runs it, and
+    passes the results on.
     """
-    xs = [w.whole(v) for v in vs]
-    if not any(v.smooth for v in vs) or not _has_nonlinear_rule(w, e):
+    xs, types = [w.whole(v) for v in vs], types_of(e)
+    calls_back = ir.calls_back(e) and not any(map(_is_key, types))
+    if calls_back and not types:
+        _run_once(w, e, xs)
+        return []
+    bends = any(v.smooth for v in vs) and _has_nonlinear_rule(w, e)
+    passed = [i for i, x in enumerate(types) if calls_back or (bends and is_inexact(x))]
+    if not passed:
         return w.bound(e, xs)
-    w.level = max(v.level for v in vs) + 1
-    types = types_of(e)
-    smooth = [i for i, x in enumerate(types) if is_inexact(x)]
 
-    def run() -> list[Any]:
+    def run() -> list[jax.Array]:
         # The zeros of a rule that returns None have the types of its own arguments,
-        # and JAX compares those of the branches. Once: each run gives the same again.
+        # and JAX compares those of the branches.
         own = [jax.lax.copy_p.bind(x) if is_inexact(x) else x for x in xs]
-        out = w.bound(e, own)
-        return [out[i] for i in smooth]
+        return [_summable(x) for x in map(w.bound(e, own).__getitem__, passed)]
 
     # The others do not run it: a rule may make something of no cotangent.
-    found = jax.lax.cond(
-        w.index == 0,
-        run,
-        lambda: [jnp.zeros(types[i].shape, types[i].dtype) for i in smooth],
-    )
-    out = w.bound(e, xs) if len(smooth) < len(types) else [None] * len(types)
-    for i, x in zip(smooth, found, strict=True):
-        out[i] = w.sum(x)
+    nothing = [jnp.zeros(x.shape, x.dtype) for x in jax.eval_shape(run)]
+    found = jax.lax.cond(w.index == 0, run, lambda: nothing)
+    w.level += 1
+    out = w.bound(e, xs) if len(passed) < len(types) else [None] * len(types)
+    for i, x in zip(passed, found, strict=True):
+        out[i] = w.sum(x).astype(types[i].dtype)
     return out
+
+
+def _run_once(w: Writer, e: core.JaxprEqn, xs: list[Any]) -> None:
+    """Runs what only calls back in one micro-batch.
+
+    It is a loop of one iteration or of none: a conditional without results is lost in a
+    scan that is differentiated (jax 0.10 to 0.12).
+    """
+    xs = [jax.lax.stop_gradient(x) if is_inexact(x) else x for x in xs]
+
+    def body(_: jax.Array) -> jax.Array:
+        w.bound(e, xs)
+        return jnp.zeros((), bool)
+
+    jax.lax.while_loop(lambda due: due, body, w.index == 0)
+
+
+def _summable(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.int32) if x.dtype == jnp.bool_ else x
+
+
+def _is_key(aval: Any) -> bool:
+    return bool(jnp.issubdtype(aval.dtype, jax.dtypes.extended))
 
 
 def _has_nonlinear_rule(w: Writer, e: core.JaxprEqn) -> bool:

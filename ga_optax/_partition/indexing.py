@@ -14,6 +14,7 @@ from ga_optax._partition.values import (
     Result,
     Rows,
     Value,
+    can_split,
     is_inexact,
     types_of,
 )
@@ -22,8 +23,8 @@ from ga_optax._passes import ir
 
 Results = list[Result] | None
 
-# What an index may go through and stay the same: `jnp` wraps negative ones, and casts.
-_SAME = ("broadcast_in_dim", "reshape", "convert_element_type", "squeeze", "copy")
+# What an index may go through and stay the same. For casts there is `_holds`.
+_SAME = ("convert_element_type", "squeeze", "copy")
 
 
 def gather(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
@@ -135,30 +136,38 @@ def _picked(w: Writer, e: core.JaxprEqn, operand: Value, indices: Value) -> Any:
 def own_rows(
     w: Writer, operand: Value, indices: Value, index_map: tuple[int, ...]
 ) -> Any:
-    """Indices here, if those into the operand's rows are 0, 1, ..., n - 1; or None."""
-    if (
-        operand.rows is None
-        or operand.dim not in index_map
-        or operand.rows.segments > 1
-    ):
+    """Indices here, if those into the operand's rows are 0, 1, ..., n - 1; or None.
+
+    Each may come several times, one after the other: 0, 0, 1, 1, ...
+    """
+    rows = operand.rows
+    if rows is None or operand.dim not in index_map or rows.segments > 1:
         return None
     n, column = operand.shape[operand.dim], list(index_map).index(operand.dim)
-    if indices.shape[:1] != (n,) or not _counts(indices, column, n):
+    if not indices.shape[0] or indices.shape[0] % n or not _counts(indices, column, n):
         return None
-    x = w.part(indices, operand.rows.at(0))
-    here = jnp.arange(x.shape[0], dtype=x.dtype)
+    times = indices.shape[0] // n
+    if times > 1 and rows.extra:
+        return None
+    x = w.part(indices, rows.at(0))
+    here = (jnp.arange(x.shape[0]) // times).astype(x.dtype)
     here = here.reshape(-1, *[1] * (x.ndim - 2))
     return x.at[..., column].set(jnp.broadcast_to(here, x.shape[:-1]))
 
 
 def _counts(v: Value, column: int | None, n: int) -> bool:
-    """Whether an index, or a column of indices, counts the rows along axis 0."""
-    if v.made is None:
+    """Whether an index, or a column of indices, counts n rows along axis 0.
+
+    If that is longer, each row comes equally often, one after the other.
+    """
+    if v.made is None or not v.shape or v.shape[0] % n or not _holds(v.aval.dtype, n):
         return False
     e, vs, _ = v.made
     name = e.primitive.name
+    if v.shape[-1] == 1 and name != "concatenate":
+        column = None
     if name == "concatenate":
-        is_last = e.params["dimension"] == len(v.shape) - 1
+        is_last = e.params["dimension"] == len(v.shape) - 1 > 0
         if column is None or not is_last or any(u.shape[-1] != 1 for u in vs):
             return False
         return _counts(vs[column], None, n)
@@ -168,12 +177,20 @@ def _counts(v: Value, column: int | None, n: int) -> bool:
         return (
             e.params.get("which") is None and _wraps(vs) and _counts(vs[1], column, n)
         )
+    if name == "reshape":
+        same = column is None or vs[0].shape[-1:] == v.shape[-1:]
+        return same and _counts(vs[0], column, n)
+    keeps = name in _SAME
     if name == "broadcast_in_dim":
         keeps = e.params["broadcast_dimensions"][:1] == (0,)
-        return keeps and vs[0].shape[:1] == (n,) and _counts(vs[0], column, n)
-    if name in _SAME:
-        return vs[0].shape[:1] == (n,) and _counts(vs[0], column, n)
-    return False
+    return keeps and vs[0].shape[:1] == v.shape[:1] and _counts(vs[0], column, n)
+
+
+def _holds(dtype: Any, n: int) -> bool:
+    """Whether a dtype has all of 0, 1, ..., n - 1, so that a cast keeps them."""
+    ends = np.array([0, max(n - 2, 0), n - 1])
+    with np.errstate(all="ignore"):
+        return np.array_equal(ends.astype(dtype).astype(np.int64), ends)
 
 
 def _wraps(vs: list[Value]) -> bool:
@@ -245,9 +262,10 @@ def _scattered_own(
         return None
     for d in index_map:
         rows = Rows(d)
-        is_split = operand.layout == rows or updates.layout == Rows(batch[0])
-        same = operand.shape[d] == updates.shape[batch[0]]
-        if is_split and same and d in numbers.inserted_window_dims:
+        due = rows, Rows(0), Rows(batch[0])
+        is_split = any(v.layout == its for v, its in zip(vs, due, strict=True))
+        fits = can_split(operand.shape, rows, w.axis.size)
+        if is_split and fits and d in numbers.inserted_window_dims:
             like = Value(None, operand.aval, rows)
             own = own_rows(w, like, indices, index_map)
             if own is not None:

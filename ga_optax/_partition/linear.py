@@ -5,6 +5,7 @@ and a gradient that contracts over rows is one sum at the very end. (Shardy call
 `unreduced`.) A whole operand of an addition is shared out: `Σ xᵢ + y = Σ (xᵢ + y/k)`.
 """
 
+import math
 from collections.abc import Sequence
 
 import jax.numpy as jnp
@@ -52,7 +53,7 @@ def linear(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result] | None:
         return None
     if name == "gather" and e.params["fill_value"]:
         return None  # it is added once, and not by each micro-batch
-    if any(_is_late(v, vs) for v in vs):
+    if any(_is_late(v, vs) for v in vs) or (not w.apart and _grows(e, vs)):
         return None
     if name == "optimization_barrier":
         return [
@@ -91,6 +92,17 @@ def _is_late(v: Value, vs: list[Value]) -> bool:
     once more where they are read.
     """
     return v.is_partial and any(other.level > v.level for other in vs)
+
+
+def _grows(e: core.JaxprEqn, vs: list[Value]) -> bool:
+    """Whether a product makes more of a sum than it is.
+
+    Then each micro-batch would multiply all of it, and that many numbers would be added
+    up: of experts, to which rows are sent by an index, their hidden layer.
+    """
+    is_product = e.primitive.name in ("dot_general", "conv_general_dilated")
+    [made] = [math.prod(x.shape) for x in types_of(e)] if is_product else [0]
+    return any(v.is_partial and made > v.size for v in vs)
 
 
 def _rounds(e: core.JaxprEqn, v: Value) -> bool:

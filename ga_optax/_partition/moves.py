@@ -154,12 +154,15 @@ def _composed(w: Writer, table: Table, d: int) -> Table:
 
 
 def _made(w: Writer, v: Value, d: int) -> Table | None:
-    """How such an equation has made a value from rows."""
+    """How such an equation has made a value from rows; the value remembers it."""
     if v.made is None or not any(u.rows for u in v.made[1]):
         return None
     e, vs, i = v.made
-    moves_rows = _axes(e, vs[0].shape) == [d]
-    return _composed(w, _table(w, e, vs, d, i), d) if moves_rows else None
+    if d not in v.origins:
+        moves_rows = _axes(e, vs[0].shape) == [d]
+        table = _composed(w, _table(w, e, vs, d, i), d) if moves_rows else None
+        v.origins[d] = table
+    return v.origins[d]
 
 
 # -- What a micro-batch has of them ----------------------------------------------------

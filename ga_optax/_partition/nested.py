@@ -257,20 +257,17 @@ def _scan_over_rows(
 def _is_total(jaxpr: core.Jaxpr, i: int, how: ir.Scan) -> bool:
     """Whether iterations only add to number `i` of the carry."""
     x, out = jaxpr.invars[how.num_consts + i], jaxpr.outvars[i]
-    if not is_inexact(x.aval) or sum(v is out for v in jaxpr.outvars) > 1:
+    if not is_inexact(x.aval) or not ir.is_variable(out):
+        return False
+    if ir.num_readers(jaxpr, out) > 1:
         return False
     if out is x:
-        return not ir.uses(jaxpr, x)
-    made = ir.made_by(jaxpr, out)
-    if made is None or made.primitive.name not in ("add", "add_any"):
+        return True
+    use = ir.only_use(jaxpr, x)
+    if use is None or use[0] is not ir.made_by(jaxpr, out):
         return False
-    [*uses] = ir.uses(jaxpr, x)
-    return (
-        len(uses) == 1
-        and uses[0][0] is made
-        and not ir.uses(jaxpr, out)
-        and all(v.aval == x.aval for v in made.invars)
-    )
+    added = use[0].primitive.name in ("add", "add_any")
+    return added and all(v.aval == x.aval for v in use[0].invars)
 
 
 def while_(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
@@ -291,22 +288,41 @@ def while_(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
             ]
             due = [x if isinstance(x, Rows) else None for x in layouts]
             run = inner(w, body, [*of_body, *now], due)
+            test = inner(w, cond, [*of_cond, *now])
             joined = list(map(_join, layouts, run.layouts))
+            [rows] = test.layouts
+            if isinstance(rows, Rows):  # a loop for each row, by `jax.vmap`
+                joined = [rows] * len(carry)
             if joined == layouts:
                 break
+            if PARTIAL in joined or layouts == [rows] * len(carry):
+                raise RowsMeet
             layouts = joined
-        if PARTIAL in layouts:
-            raise RowsMeet
-        test = inner(w, cond, [*of_cond, *now], [WHOLE])
     start = [_strong(w.to(v, x), v) for v, x in zip(carry, layouts, strict=True)]
     consts = [v.x for v in of_cond], [v.x for v in of_body]
     index = w.index
+
+    def goes_on(carry: Sequence[Any]) -> jax.Array:
+        return test(index, [*consts[0], *carry])[0]
+
+    def step(carry: Sequence[Any]) -> Sequence[Any]:
+        new = run(index, [*consts[1], *carry])
+        return list(map(functools.partial(_where, goes_on(carry)), new, carry))
+
+    test_of: Any = cond.jaxpr.outvars[0].aval
+    one = not test_of.shape
     out = jax.lax.while_loop(
-        lambda c: test(index, [*consts[0], *c])[0],
-        lambda c: run(index, [*consts[1], *c]),
+        goes_on if one else lambda carry: goes_on(carry).any(),
+        (lambda carry: run(index, [*consts[1], *carry])) if one else step,
         start,
     )
     return list(zip(out, layouts, strict=True))
+
+
+def _where(goes: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
+    """What has new values where a loop goes on; axes of loops come first."""
+    goes = goes.reshape(*goes.shape, *[1] * (new.ndim - goes.ndim))
+    return jnp.where(goes, new, old)
 
 
 _WHILE = ("cond_jaxpr", "body_jaxpr")

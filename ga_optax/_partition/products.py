@@ -45,28 +45,49 @@ def dot_general(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
         at = place(side, vs[side].dim, numbers, ranks)
         return [(w.run(e, xs), vs[side].rows.at(at))]
     side = 0 if vs[0].rows else 1
-    v, other = vs[side], vs[1 - side]
-    rows = v.rows.at(contracted[1 - side][list(contracted[side]).index(v.dim)])
-    other = dataclasses.replace(other, x=w.part(other, rows), layout=rows)
-    xs = [w.filled(v, 0)] * 2
-    xs[1 - side] = w.filled(other, 0)
-    return [(w.run(e, xs), PARTIAL)]
+    i = list(contracted[side]).index(vs[side].dim)
+    axes = [of_side[i] for of_side in contracted]
+    return [(w.run(e, _split(w, vs, axes)), PARTIAL)]
 
 
 def convolution(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
+    """Rows are images, filters or groups of both, or what is summed over.
+
+    Of a gradient for each row, `jax.vmap` makes a group for each row.
+    """
     left, right = vs
-    numbers, p = e.params["dimension_numbers"], e.params
-    if p["batch_group_count"] != 1:
+    p, numbers = e.params, e.params["dimension_numbers"]
+    (images, channels, *_), (filters, summed, *_) = numbers[:2]
+    out_images, out_filters = numbers.out_spec[:2]
+    features, batches = p["feature_group_count"], p["batch_group_count"]
+    groups = features * batches  # one of them is 1
+    if left.dim == images and right.is_whole and left.rows.segments % batches == 0:
+        rows = left.rows.at(out_images)
+        rows = rows._replace(segments=rows.segments // batches)
+        return [(w.run(e, [left.x, right.x]), rows)]
+    grouped = channels if features > 1 else images
+    rows = left.rows if left.dim == grouped else right.rows
+    is_axis = left.dim == grouped or right.dim == filters
+    if is_axis and groups % (rows.segments * w.axis.size) == 0:
+        xs = [w.part(left, rows.at(grouped)), w.part(right, rows.at(filters))]
+        names = ("feature_group_count", "batch_group_count")
+        fewer = {name: max(1, p[name] // w.axis.size) for name in names}
+        return [(w.run(e, xs, **fewer), rows.at(out_filters))]
+    if right.dim == filters and right.rows.segments % groups == 0:
+        return [(w.run(e, [w.whole(left), right.x]), right.rows.at(out_filters))]
+    if features > 1 or (left.dim != channels and right.dim != summed):
         return None
-    if right.is_whole and left.dim == numbers.lhs_spec[0]:
-        return [(w.run(e, [left.x, right.x]), left.rows.at(numbers.out_spec[0]))]
-    over = left.dim == numbers.lhs_spec[1] and right.dim == numbers.rhs_spec[1]
-    same = left.rows and right.rows and left.rows.segments == right.rows.segments
-    if (
-        over and same and not left.extra and p["feature_group_count"] == 1
-    ):  # the gradient of a kernel
-        return [(w.run(e, [left.x, right.x]), PARTIAL)]
-    return None
+    return [(w.run(e, _split(w, vs, (channels, summed))), PARTIAL)]
+
+
+def _split(w: Writer, vs: list[Value], axes: Sequence[int]) -> list[Any]:
+    """Both factors' rows, along what is summed over; zeros beyond the last."""
+    rows = next(v.rows for v, d in zip(vs, axes, strict=True) if v.dim == d)
+    parts = (w.part(v, rows.at(d)) for v, d in zip(vs, axes, strict=True))
+    return [
+        w.filled(dataclasses.replace(v, x=x, layout=rows.at(d)), 0)
+        for v, x, d in zip(vs, parts, axes, strict=True)
+    ]
 
 
 def recut_dot(w: Writer, e: core.JaxprEqn, vs: list[Value], rows: Rows) -> Any:

@@ -115,15 +115,11 @@ def _only_stopped(jaxpr: core.Jaxpr, variable: Any) -> bool:
     """Whether no derivative goes through a variable, as in a `logsumexp`."""
     uses = ir.uses(jaxpr, variable)
     through = ("max", "broadcast_in_dim", "reshape", "select_n", "is_finite", "squeeze")
-    return (
-        bool(uses)
-        and not ir.is_result(jaxpr, variable)
-        and all(
-            e.primitive.name == "stop_gradient"
-            or (e.primitive.name in through and _only_stopped(jaxpr, e.outvars[0]))
-            or not is_inexact(e.outvars[0].aval)
-            for e, _ in uses
-        )
+    return 0 < ir.num_readers(jaxpr, variable) == len(uses) and all(
+        e.primitive.name == "stop_gradient"
+        or (e.primitive.name in through and _only_stopped(jaxpr, e.outvars[0]))
+        or not any(is_inexact(x.aval) for x in e.outvars)
+        for e, _ in uses
     )
 
 

@@ -48,6 +48,7 @@ class Value:
       smooth: whether it may have a derivative with respect to them.
       made: the equation that computes it, its operands, and which result it is.
       copies: the same in other layouts, as far as they were needed.
+      origins: where its rows are from along an axis, as far as that was asked.
     """
 
     x: Any
@@ -58,6 +59,7 @@ class Value:
     smooth: bool = False
     made: tuple[core.JaxprEqn, list["Value"], int] | None = None
     copies: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    origins: dict[int, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def rows(self) -> Any:  # Rows, or None

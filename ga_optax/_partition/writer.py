@@ -237,7 +237,7 @@ class Writer:
 
     def all_whole(self, e: core.JaxprEqn, vs: list[Value]) -> list[Result]:
         """The results of an equation, computed whole."""
-        if ir.inner_programs(e):
+        if ir.inner_programs(e) or ir.calls_back(e):
             out = self.rules.passed_on(self, e, vs)
         else:
             out = self.bound(e, [self.whole(v) for v in vs])
@@ -281,6 +281,8 @@ class Writer:
         if ir.kind(e) == "call" and not references.is_group(e):
             [program] = ir.inner(e)
             return self.interpret(program.jaxpr, program.consts, vs)
+        if (program := ir.in_two(e)) is not None:
+            return self.interpret(program.jaxpr, program.consts, vs)
         self.level = max((v.level for v in vs), default=0)
         results = self._applied(e, vs)
         params, smooth = (any(getattr(v, a) for v in vs) for a in ("params", "smooth"))
@@ -295,25 +297,27 @@ class Writer:
     def _applied(self, e: core.JaxprEqn, vs: list[Value]) -> list[Result]:
         name = e.primitive.name
         kind = ir.kind(e) or name
-        if all(v.is_whole for v in vs):
-            return self.all_whole(e, vs)
         notes, rules = len(self.notes), self.rules
+        opens = kind in rules.nested and bool(e.outvars) and ir.calls_back(e)
+        if all(v.is_whole for v in vs) and not opens:
+            return self.all_whole(e, vs)
         with self.may_fail(e) as out:
-            if kind in rules.nested:
+            if kind in rules.nested and e.outvars:
                 out += rules.nested[kind](self, e, vs) or ()
             else:
                 if any(v.is_partial for v in vs):
                     out += rules.linear(self, e, vs) or ()
                 if not out:
                     vs = [self.reduced(v) if v.is_partial else v for v in vs]
-                    if all(v.is_whole for v in vs):
-                        return self.all_whole(e, vs)
-                    if name in rules.uneven or not any(v.extra for v in vs):
+                    even = name in rules.uneven or not any(v.extra for v in vs)
+                    if even and any(v.rows for v in vs):
                         rule = rules.known.get(name, _unknown)
                         out += rule(self, e, vs) or ()
         if self._fits(e, out):
             return out
         del self.notes[notes:]
+        if all(v.is_whole for v in vs):
+            return self.all_whole(e, vs)
         made = sum(ir.numbers(getattr(x.aval, "shape", (0,))) for x in e.outvars)
         read = sum(ir.numbers(v.shape) for v in vs if v.rows)
         self.note(e, max(made, read))
@@ -421,7 +425,8 @@ class Rules(NamedTuple):
       linear: for those that are partial; None where the equation is not linear in them.
       nested: for equations with programs inside, by their kind or their name, for
         operands of all layouts.
-      passed_on: what an equation with programs inside gives, computed whole.
+      passed_on: what an equation gives, computed whole, that has programs inside or
+        calls back.
       uneven: the names of those that know of rows beyond the last, see `Rows`.
     """
 

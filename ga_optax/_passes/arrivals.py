@@ -29,12 +29,10 @@ def arrival(jaxpr: core.Jaxpr, variable: Any, way: str = "whole") -> str | None:
 
     None: anything else, such as a bare product, which has to be `accumulator.rounded`.
     """
-    read = ir.uses(jaxpr, variable)
-    if len(read) != 1 or ir.is_result(jaxpr, variable):
+    use = ir.only_use(jaxpr, variable)
+    if use is None or not variable.aval.size:  # a stack of no layers
         return None
-    if not variable.aval.size:
-        return None  # a stack of no layers
-    [(equation, i)] = read
+    equation, i = use
     name = equation.primitive.name
     if ir.kind(equation) in ir.THROUGH:
         return _inside(equation, i, way)

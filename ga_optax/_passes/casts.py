@@ -104,10 +104,10 @@ def _sinks(jaxpr: core.Jaxpr, cast: core.JaxprEqn, sliced: bool) -> bool:
 
 def _is_read_once(jaxpr: core.Jaxpr, variable: Any, sliced: bool) -> bool:
     """Whether it is read once, by a scan over its leading dimension or inside one."""
-    read = ir.uses(jaxpr, variable)
-    if len(read) != 1 or ir.is_result(jaxpr, variable):
+    use = ir.only_use(jaxpr, variable)
+    if use is None:
         return False
-    [(equation, i)] = read
+    equation, i = use
     if not ir.is_inline(equation):
         return ir.is_sliced(equation, i)
     [inner] = ir.inner_programs(equation)

@@ -5,11 +5,14 @@ programs, and the names of their parameters, which change between versions of JA
 
     calls, inner, scan_of      what is inside an equation, and how it runs it
     expanded                   the program of a primitive that JAX writes in JAX
+    in_two                     a reshape that transposes, as two equations
     chosen                     the branch of a conditional that the platform decides
     within, equations          all equations, those of inner programs too
     axes_of, mentions          which named axes an equation refers to
     is_mark                    what `checkpoint_name` marks
+    calls_back                 whether an equation prints or calls back, for that alone
     uses, made_by              who reads a variable, and who computes it (an index)
+    only_use, num_readers      whether nobody else reads it, the program's results too
     needed, following          what a value takes, and what depends on it
     live                       a program without what nobody reads, inside it too
     forwarded                  which argument a result is, if nothing computes it
@@ -26,6 +29,7 @@ programs, and the names of their parameters, which change between versions of JA
     as_of                      has what is traced name the line of an equation
 """
 
+import collections
 import contextlib
 import math
 import weakref
@@ -124,6 +128,22 @@ def expanded(equation: core.JaxprEqn) -> Program | None:
     return Program(closed.jaxpr, closed.consts)
 
 
+def in_two(equation: core.JaxprEqn) -> Program | None:
+    """A reshape that transposes first, as one of `order="F"` does; or None."""
+    order = equation.params.get("dimensions")
+    if equation.primitive.name != "reshape" or order is None:
+        return None
+
+    shape = equation.params["new_sizes"]
+
+    def run(x: jax.Array) -> jax.Array:
+        return jax.lax.reshape(jax.lax.transpose(x, order), shape)
+
+    [x] = (x.aval for x in [*equation.invars])
+    closed: Any = jax.make_jaxpr(run)(x)
+    return Program(closed.jaxpr, closed.consts)
+
+
 def chosen(equation: core.JaxprEqn, which: core.JaxprEqn | None) -> Program | None:
     """The branch of a conditional that is taken, if that is known; `which` computes it.
 
@@ -208,6 +228,16 @@ def is_mark(equation: core.JaxprEqn, name: str) -> bool:
     return equation.primitive.name == "name" and equation.params.get("name") == name
 
 
+_CALLBACKS = ("debug_callback", "debug_print", "io_callback")
+
+
+def calls_back(equation: core.JaxprEqn) -> bool:
+    """Whether it, or one inside it, prints or calls back, and not for a result."""
+    return any(
+        e.primitive.name in _CALLBACKS and not e.outvars for e in within(equation)
+    )
+
+
 def scan_of(equation: core.JaxprEqn) -> Scan:
     """How a scan runs. The roles of its arguments are in their shapes."""
     [body] = inner(equation)
@@ -256,7 +286,7 @@ class _Index(NamedTuple):
     uses: dict[Any, list[Use]]
     made: dict[Any, core.JaxprEqn]
     place: dict[int, int]  # where an equation stands, by its id
-    results: set[Any]
+    results: collections.Counter[Any]  # how often the program returns them
 
 
 _indices: Any = weakref.WeakKeyDictionary()  # by program, which never changes
@@ -264,7 +294,7 @@ _indices: Any = weakref.WeakKeyDictionary()  # by program, which never changes
 
 def _index(jaxpr: core.Jaxpr) -> _Index:
     if jaxpr not in _indices:
-        index = _Index({}, {}, {}, set(variables(jaxpr.outvars)))
+        index = _Index({}, {}, {}, collections.Counter(variables(jaxpr.outvars)))
         for place, equation in enumerate(jaxpr.eqns):
             index.place[id(equation)] = place
             index.made.update(dict.fromkeys(equation.outvars, equation))
@@ -280,9 +310,15 @@ def uses(jaxpr: core.Jaxpr, variable: Any) -> list[Use]:
     return _index(jaxpr).uses.get(variable, [])
 
 
-def is_result(jaxpr: core.Jaxpr, variable: Any) -> bool:
-    """Whether a program returns a variable."""
-    return variable in _index(jaxpr).results
+def num_readers(jaxpr: core.Jaxpr, variable: Any) -> int:
+    """How often a variable is read: by equations, and as a result of the program."""
+    return len(uses(jaxpr, variable)) + _index(jaxpr).results[variable]
+
+
+def only_use(jaxpr: core.Jaxpr, variable: Any) -> Use | None:
+    """The equation that reads a variable, if that is read once, and not returned."""
+    read = uses(jaxpr, variable)
+    return read[0] if read and num_readers(jaxpr, variable) == 1 else None
 
 
 def made_by(jaxpr: core.Jaxpr, variable: Any) -> core.JaxprEqn | None:

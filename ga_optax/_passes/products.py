@@ -106,8 +106,6 @@ class _Body:
         self._inside: dict[int, list[_Body]] = {}
         self._new: dict[int, list[core.JaxprEqn]] = {}
         self._made = {x: n for n, e in enumerate(jaxpr.eqns) for x in e.outvars}
-        read = [x for e in jaxpr.eqns for x in e.invars] + jaxpr.outvars
-        self._uses = collections.Counter(x for x in read if isinstance(x, core.Var))
 
     def equation(self, n: int) -> core.JaxprEqn:
         """The n-th equation as it is now."""
@@ -176,7 +174,7 @@ class _Body:
     def why_low(self, x: Any) -> str:
         """Why a sum is rounded before it is added."""
         made = ir.made_by(self.jaxpr, x)
-        if made is None or self._uses[x] != 1:
+        if made is None or ir.num_readers(self.jaxpr, x) != 1:
             return "a sum in low precision is read by more than its accumulator"
         return f"a sum comes out of {made.primitive.name} in low precision"
 
@@ -185,9 +183,9 @@ class _Body:
 
         `sliced` says whether it may be a stack.
         """
-        if not isinstance(x, core.Var) or self._uses[x] != 1 or x not in self._made:
+        if not isinstance(x, core.Var) or x not in self._made or not _is_low(x):
             return None
-        if not _is_low(x):
+        if ir.num_readers(self.jaxpr, x) != 1:
             return None
         n, wide = self._made[x], _widened(x)
         equation = self.equation(n)

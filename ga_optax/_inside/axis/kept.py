@@ -83,7 +83,6 @@ def _smallest(
     counter: Counter, end: int, border: Sequence[Any], num_microbatches: int
 ) -> list[Any]:
     """What to keep of the levels up to `end`; nothing if nothing runs too often."""
-    schedule = counter.schedule
     after, held = _behind(counter, border, end)
     depth: dict[Any, int] = {}
     sources, costly = [], set()

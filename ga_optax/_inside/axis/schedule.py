@@ -161,7 +161,7 @@ class Schedule:
 
     @property
     def again(self) -> dict[int, list[int]]:
-        """The buffers that are filled again on the way back, before a level goes back."""
+        """The buffers that are filled again before a level goes back."""
         found: dict[int, list[int]] = {}
         for j in sorted(j for its in self.dropped.values() for j in its):
             at = min(at for at in self.stays if at >= self.buffers[j].level)
