@@ -122,7 +122,10 @@ def window(
         (loss, kept), grads = run(call.params, batch)
     loss = loss.astype(trace.closed.out_avals[0].dtype)
     leaves = [loss, *put_together(trace, kept)]
-    return jax.tree.unflatten(jax.tree.structure(trace.out), leaves), grads
+    structure = jax.tree.structure(trace.out)
+    if len(leaves) > structure.num_leaves:  # the loss once more, whole
+        leaves[0] = leaves.pop()
+    return jax.tree.unflatten(structure, leaves), grads
 
 
 def prepared(given: dict[str, Any]) -> tuple[Options, Callable[..., Any]]:
@@ -388,9 +391,9 @@ def put_together(trace: Trace, kept: dict[str, Any]) -> list[Any]:
     """The results after the loss, as `fun` returns them for the whole batch."""
     rest = {name: iter(leaves) for name, leaves in kept.items()}
     found = []
-    for layout, due in zip(
-        trace.part.layouts[1:], trace.closed.out_avals[1:], strict=True
-    ):
+    loss, *others = trace.closed.out_avals
+    pairs = zip(trace.part.layouts[1:], [*others, loss], strict=False)
+    for layout, due in pairs:
         x = next(rest[_kind(layout)])
         if isinstance(layout, Rows):
             x = _joined(x, layout)

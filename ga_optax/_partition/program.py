@@ -1,5 +1,6 @@
 """The program of a micro-batch, from that of the whole batch."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -18,7 +19,8 @@ class Partitioned(NamedTuple):
     Attributes:
       jaxpr: the program, with collectives over the axis.
       consts: the values of its constants.
-      layouts: those of its results.
+      layouts: those of its results. There may be one more: the first again, whole, if
+        what micro-batches add to it may add up to NaN, see `Value`.
       whole: what is computed whole because nothing better is known of it.
       failures: of rules; what they were for is computed whole.
       uses_axis: whether it must run with the axis bound.
@@ -63,17 +65,23 @@ def partition(
         consts = given[:num_consts]
         out = w.interpret(jaxpr, [v.x for v in consts], given[num_consts:])
         layouts = [v.layout for v in out] if due is None else list(due)
-        found.update(layouts=layouts, notes=w.notes, failures=w.failures)
-        return list(map(w.to, out, layouts))
+        scaled = [i for i, v in enumerate(out) if v.scaled and due is None]
+        found.update(layouts=layouts, notes=w.notes, failures=w.failures, scaled=scaled)
+        pairs = zip([*out, *out[:1]], layouts, strict=False)
+        return [*itertools.starmap(w.to, pairs), *(w.whole(out[i]) for i in scaled)]
 
     types = [_type_here(a, axis.size) for a in arguments]
     closed: Any = jax.make_jaxpr(run, axis_env=[(axis.name, axis.size)])(types)
-    live = _without_dead(closed.jaxpr, axis.name)
+    layouts, outvars = found["layouts"], closed.jaxpr.outvars
+    live = _without_dead(closed.jaxpr, outvars[: len(layouts)], axis.name)
     uses_axis = any(axis.name in ir.axes_of(e) for e in ir.equations(live))
+    if uses_axis:
+        outvars, layouts = _exact(outvars, layouts, found["scaled"])
+        live = _without_dead(closed.jaxpr, outvars, axis.name)
     return Partitioned(
         live,
         closed.consts,
-        found["layouts"],
+        layouts,
         found["notes"],
         uses_axis,
         found["failures"],
@@ -90,11 +98,28 @@ def _type_here(a: Argument, size: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 
-def _without_dead(jaxpr: core.Jaxpr, axis: str) -> core.Jaxpr:
-    """The program without equations whose results nobody reads."""
+def _exact(
+    outvars: list[Any], layouts: list[Layout], scaled: list[int]
+) -> tuple[list[Any], list[Layout]]:
+    """The results with those whole whose parts may add up to NaN, see `Partitioned`.
+
+    `outvars` ends in those.
+    """
+    exact = dict(zip(scaled, outvars[len(layouts) :], strict=True))
+    chosen = [
+        (exact[i], WHOLE) if i and i in exact else pair
+        for i, pair in enumerate(zip(outvars, layouts, strict=False))
+    ]
+    if 0 in exact:  # It has a derivative, so micro-batches add to it, too.
+        chosen.append((exact[0], WHOLE))
+    return [x for x, _ in chosen], [layout for _, layout in chosen]
+
+
+def _without_dead(jaxpr: core.Jaxpr, outvars: list[Any], axis: str) -> core.Jaxpr:
+    """The program of some results, without equations that nobody reads."""
 
     def acts(e: core.JaxprEqn) -> bool:
         return any(getattr(effect, "name", "") != axis for effect in e.effects)
 
-    equations, _ = ir.needed(jaxpr, jaxpr.outvars, runs=acts)
-    return jaxpr.replace(eqns=equations)
+    equations, _ = ir.needed(jaxpr, outvars, runs=acts)
+    return jaxpr.replace(eqns=equations, outvars=outvars)
