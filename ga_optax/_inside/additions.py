@@ -1,6 +1,7 @@
 """How a gradient gets into its accumulator: one class for each way.
 
 ByHand             it leaves the backward pass, and is added to the sum
+Placed             it is of one micro-batch alone, and has its place in a stack
 NewValueKept       it is a new value (`merges`), of which the larger one is kept
 Scattered          each device adds the part of the sum over devices that it keeps
 InPlace            the backward pass adds it to a reference, slice by slice
@@ -34,12 +35,14 @@ class MicroStep(NamedTuple):
       skip: a weight that leaves them out if it is 0; None if all devices have to add.
       zero: see `accumulator.rounded`; None if nothing has to be rounded before.
       axes: the data axes that are bound.
+      index: which of the stacks of this device is the micro-batch's.
     """
 
     weight: jax.Array | None
     skip: jax.Array | None
     zero: jax.Array | None
     axes: Axes
+    index: jax.Array | None = None
 
     def add(self, total: jax.Array, term: jax.Array) -> jax.Array:
         """`total + term`, or `total` if the micro-batch has weight 0."""
@@ -80,6 +83,25 @@ class ByHand:
     def add(self, total: jax.Array, g: jax.Array, step: MicroStep) -> jax.Array:
         """The sum with this gradient in it."""
         return step.add(total, self.term(total, g, step))
+
+
+@dataclasses.dataclass(frozen=True)
+class Placed(ByHand):
+    """Is written to its place in a stack, or added to what is there.
+
+    Attributes:
+      begins: whether nothing is there.
+    """
+
+    begins: bool = False
+
+    def add(self, total: jax.Array, g: jax.Array, step: MicroStep) -> jax.Array:
+        g = step.counted(self.term(total[0], g, step)).astype(total.dtype)
+        if not self.begins:
+            g = accumulator.plus(
+                jax.lax.dynamic_index_in_dim(total, step.index, keepdims=False), g
+            )
+        return jax.lax.dynamic_update_index_in_dim(total, g, step.index, 0)
 
 
 class NewValueKept(ByHand):

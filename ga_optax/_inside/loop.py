@@ -63,6 +63,8 @@ class Loop:
       axes: the data axes that are bound.
       logical: whether it is compiled alike for one device and for many.
       begins: whether the accumulator is known to be empty, see `accumulator.begun`.
+      rows: how many leaves of the batch are differentiated, too: the first of them. The
+        next one is the index of the micro-batch.
     """
 
     program: Program
@@ -75,6 +77,7 @@ class Loop:
     axes: tuple[str, ...] = ()
     logical: bool = False
     begins: bool = False
+    rows: int = 0
 
     def __call__(self, operands: Operands) -> State:
         """Returns the last state, with all that was collected in it."""
@@ -183,7 +186,14 @@ class Loop:
             weight = weight.astype(acc.weight.dtype)
         carry, aux = rest[: len(state.carry)], rest[len(state.carry) :]
         zero = accumulator.unknown_zero(acc.count) if self.optimize else None
-        total = self.add_gradient(acc, additions, (loss, pullback), weight, zero)
+        # If the backward pass sums over devices, they all have to run it, and no one of
+        # them may leave out what came of it.
+        skip = None if self.sums_already else weight
+        index = batch[self.rows] % self.num_microbatches if self.rows else None
+        step = MicroStep(
+            weight if program.multiplies else None, skip, zero, self.axes, index
+        )
+        total = self.add_gradient(acc, additions, (loss, pullback), weight, step)
         with jax.named_scope("accumulate"):
             one = jnp.ones_like(acc.weight) if weight is None else weight
             follows = fences.next_count if self.optimize else accumulator.increment
@@ -203,6 +213,7 @@ class Loop:
         """The loss of a micro-batch, its pullback, and the other results of `fun`."""
         given = operands.consts, operands.params, batch, state.carry
         consts, params, batch, carry = self.fenced(given)
+        params, batch = [*params, *batch[: self.rows]], batch[self.rows :]
         keys = [jax.random.fold_in(key, state.acc.count) for key in operands.keys]
         program = ir.Program(self.program.jaxpr, consts)
         facts = Facts(optimize=self.optimize)
@@ -221,13 +232,13 @@ class Loop:
         additions: Additions,
         forward: tuple[jax.Array, Any],
         weight: jax.Array | None,
-        zero: jax.Array | None,
+        step: MicroStep,
     ) -> list[jax.Array]:
         """`acc.total` plus the weighted gradient of one micro-batch."""
-        (loss, pullback), multiplies = forward, self.program.multiplies
+        loss, pullback = forward
         # The backward pass is linear in the cotangent: with the weight for it, weighted
         # gradients come out, and nothing has to be multiplied, in place or not.
-        scaled = weight is not None and not multiplies
+        scaled = weight is not None and not self.program.multiplies
         cotangent = weight.astype(loss.dtype) if scaled else jnp.ones_like(loss)
         cotangent = trees.like(cotangent, loss)
 
@@ -235,10 +246,6 @@ class Loop:
             back = pullback.with_refs(*slots) if slots else pullback
             return back(cotangent)
 
-        # If the backward pass sums over devices, they all have to run it, and no one of
-        # them may leave out what came of it.
-        skip = None if self.sums_already else weight
-        step = MicroStep(weight if multiplies else None, skip, zero, self.axes)
         return additions.add(acc.total, step, pull)
 
     def vary(self, x: jax.Array, term: Any) -> jax.Array:

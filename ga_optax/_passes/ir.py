@@ -14,7 +14,7 @@ programs, and the names of their parameters, which change between versions of JA
     results, evaluate, bind    a program or an equation, run on values
     in_the_open                a rule for that: functions run as if they stood there
     checkpointed, scan         checkpoints and loops of other functions
-    key_of                     what equal equations have in common
+    key_of, form               what equal equations, or programs, have in common
     renamed, with_inner        a program with other variables, or other inner programs
     retyped                    a program with variables of other types
     as_call                    an equation as a jitted function of its own
@@ -242,6 +242,7 @@ class _Index(NamedTuple):
 
     uses: dict[Any, list[Use]]
     made: dict[Any, core.JaxprEqn]
+    place: dict[int, int]  # where an equation stands, by its id
     results: set[Any]
 
 
@@ -250,8 +251,9 @@ _indices: Any = weakref.WeakKeyDictionary()  # by program, which never changes
 
 def _index(jaxpr: core.Jaxpr) -> _Index:
     if jaxpr not in _indices:
-        index = _Index({}, {}, set(variables(jaxpr.outvars)))
-        for equation in jaxpr.eqns:
+        index = _Index({}, {}, {}, set(variables(jaxpr.outvars)))
+        for place, equation in enumerate(jaxpr.eqns):
+            index.place[id(equation)] = place
             index.made.update(dict.fromkeys(equation.outvars, equation))
             for i, x in enumerate(equation.invars):
                 if not isinstance(x, core.Literal):
@@ -276,24 +278,37 @@ def made_by(jaxpr: core.Jaxpr, variable: Any) -> core.JaxprEqn | None:
     return None if isinstance(variable, core.Literal) else made.get(variable)
 
 
+def place_of(jaxpr: core.Jaxpr, equation: core.JaxprEqn) -> int:
+    """Where an equation stands in a program."""
+    return _index(jaxpr).place[id(equation)]
+
+
 def needed(
     jaxpr: core.Jaxpr,
     wanted: Iterable[Any],
     known: Callable[[Any], bool] = lambda x: False,
-    runs: Callable[[core.JaxprEqn], bool] = lambda equation: False,
+    runs: Callable[[core.JaxprEqn], bool] | None = None,
 ) -> tuple[list[core.JaxprEqn], list[Any]]:
     """The equations that compute `wanted`, and the known variables that they read.
 
-    Those that `runs` names are among them for what they do, such as printing.
+    Those that `runs` names are among them for what they do, such as printing. Without
+    it, this takes time for what it finds, and not for the whole program.
     """
-    due = dict.fromkeys(variables(wanted))
-    found = []
-    for equation in reversed(jaxpr.eqns):
-        outs = [out for out in equation.outvars if out in due]
-        if any(not known(out) for out in outs) or runs(equation):
-            found.append(equation)
-            due |= dict.fromkeys(variables(equation.invars))
-    return found[::-1], [x for x in due if known(x)]
+    index, found = _index(jaxpr), {}
+    due, read = variables(wanted)[::-1], {}
+    acting = filter(runs, jaxpr.eqns) if runs else ()
+    for equation in acting:
+        found[index.place[id(equation)]] = equation
+        due += variables(equation.invars)
+    while due:
+        x = due.pop()
+        equation = index.made.get(x)
+        if known(x):
+            read[x] = None
+        elif equation is not None and index.place[id(equation)] not in found:
+            found[index.place[id(equation)]] = equation
+            due += variables(equation.invars)
+    return [found[place] for place in sorted(found)], list(read)
 
 
 def following(
@@ -360,6 +375,48 @@ def key_of(equation: core.JaxprEqn, of: Callable[[Any], Any]) -> Any:
     except TypeError:
         return None
     return key
+
+
+def form(jaxpr: core.Jaxpr) -> Any:
+    """What programs have in common that compute the same, whatever their variables.
+
+    It can be compared and hashed. What has no form of its own is equal to itself alone.
+    """
+    numbers: dict[Any, int] = {}
+
+    def atom(x: Any) -> Any:
+        if isinstance(x, core.Literal):
+            return x.aval, np.asarray(x.val).tobytes()
+        return numbers.setdefault(x, len(numbers))
+
+    def made(x: Any) -> Any:
+        return numbers.setdefault(x, len(numbers)), x.aval
+
+    given = tuple(map(made, (*jaxpr.constvars, *jaxpr.invars)))
+    equations = tuple(
+        (
+            e.primitive,
+            tuple(map(atom, e.invars)),
+            tuple(map(made, e.outvars)),
+            tuple((name, _form_of(x)) for name, x in e.params.items()),
+            id(getattr(e, "ctx", None)),
+        )
+        for e in jaxpr.eqns
+    )
+    return given, equations, tuple(map(atom, jaxpr.outvars))
+
+
+def _form_of(x: Any) -> Any:
+    if hasattr(x, "eqns"):
+        consts = tuple(map(id, getattr(x, "consts", ())))
+        return form(getattr(x, "jaxpr", x)), consts
+    if isinstance(x, (tuple, list)):
+        return tuple(map(_form_of, x))
+    try:
+        hash(x)
+    except TypeError:
+        return id(x)
+    return x
 
 
 # -- Running a program -----------------------------------------------------------------

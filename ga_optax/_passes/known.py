@@ -27,6 +27,10 @@ EXACT = {
     *("iota", "broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims"),
     *("slice", "concatenate", "pad", "rev", "select_n", CAST, "copy"),
 }
+# Their gradients need no operand, and no result.
+LINEAR = {*EXACT, SUM, SUM_OF_TWO, "add", "sub", "neg"} - {"select_n"}
+# The gradient of an operand needs the other one; that of a divisor both.
+OF_TWO = {PRODUCT, CONVOLUTION, "mul", "div"}
 # They broadcast their operands.
 ELEMENTWISE = {"add", "sub", "mul", "div", "max", "min", "pow"}
 CONSTRAINT = "sharding_constraint"

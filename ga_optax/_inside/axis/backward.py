@@ -15,10 +15,11 @@ from jax.extend import core
 from ga_optax import accumulator
 from ga_optax._checks import named_leaves
 from ga_optax._devices import collectives
+from ga_optax._devices.collectives import zeros
 from ga_optax._inside import additions, in_place, merges
 from ga_optax._inside.axis.forward import FOLDS
 from ga_optax._inside.axis.rules import own_part
-from ga_optax._inside.axis.values import Arrays, Values, start_of_sum
+from ga_optax._inside.axis.values import Arrays, Part, Values, start_of_sum, wide
 from ga_optax._inside.call import Call
 from ga_optax._inside.loop import Flat, Loop, Operands, State
 from ga_optax._inside.over_devices import all_reduced
@@ -52,6 +53,22 @@ class Task(NamedTuple):
     roots: Sequence[Any]
     wanted: Wanted | None = None
     cotangents: Cotangents | None = None
+
+
+class Read(NamedTuple):
+    """What a loop reads, by number.
+
+    Attributes:
+      params: parameters.
+      buffers: buffers that all micro-batches share and that have cotangents.
+      own: those of single micro-batches that have cotangents.
+      rigid: those that have none.
+    """
+
+    params: list[int]
+    buffers: list[int]
+    own: list[int]
+    rigid: list[int]
 
 
 class Backward:
@@ -94,17 +111,17 @@ class Backward:
         if not cotangents:
             return
         roots = [values.schedule.buffers[j].operand for j in cotangents]
-        params, buffers = self.read(roots, level + 0.5)
+        read = self.read(roots, level + 0.5)
 
         def evaluate(diff: Arrays) -> Arrays:
-            known = self.with_leaves(params, buffers, diff)
+            known = self.with_leaves(read, diff)
             return values.evaluate(roots, level + 0.5, known=known)
 
         with jax.named_scope("compute"):
-            out, pullback = jax.vjp(evaluate, self.leaves(params, buffers))
+            out, pullback = jax.vjp(evaluate, self.leaves(read))
             pairs = zip(out, cotangents.values(), strict=True)
             [grads] = pullback([ct.astype(x.dtype) for x, ct in pairs])
-        totals = [*(self.totals[i] for i in params), *map(self.so_far, buffers)]
+        totals = [*(self.totals[i] for i in read.params), *map(self.so_far, read.buffers)]
         for i, (old, g) in enumerate(zip(totals, grads, strict=True)):
             g = g.astype(old.dtype)
             if self.weight is not None:
@@ -112,7 +129,7 @@ class Backward:
             if axes and has_rule:  # The gradients are all-reduced later.
                 g = jnp.where(jax.lax.axis_index(axes) == 0, g, jnp.zeros_like(g))
             totals[i] = old + g
-        self.put(params, buffers, totals)
+        self.put(read, totals)
 
     def summed(self, level: float, across: bool = True) -> Cotangents:
         """The cotangents of a level, `across` devices; they are no longer due."""
@@ -134,33 +151,46 @@ class Backward:
 
     # -- What is differentiated --------------------------------------------------------
 
-    def read(self, roots: Sequence[Any], level: float) -> tuple[list[int], list[int]]:
-        """Which parameters and buffers with cotangents a level reads, by number."""
+    def read(
+        self, roots: Sequence[Any], level: float, wanted: Sequence[Any] = ()
+    ) -> Read:
+        """What a level reads for `roots`, and what it reads beside them."""
         schedule = self.values.schedule
-        _, read = self.values.needed(roots, level)
-        names = set(read)
+
+        def found(roots: Sequence[Any]) -> tuple[set[Any], list[int]]:
+            names = set(self.values.needed(roots, level)[1])
+            views = {schedule.views[x].buffer for x in names if x in schedule.views}
+            return names, sorted(views)
+
+        names, views = found(roots)
         params = [i for i, x in enumerate(self.values.of_params) if x in names]
-        views = {schedule.views[x].buffer for x in read if x in schedule.views}
         smooth = [
             j
-            for j in sorted(views)
+            for j in views
             if schedule.buffers[j].has_cotangent
             and schedule.buffers[j].level < schedule.end
         ]
-        return params, smooth
+        kinds = [schedule.buffers[j].kind for j in smooth]
+        pairs = list(zip(smooth, kinds, strict=True))
+        own = [j for j, kind in pairs if kind == "own"]
+        _, every = found([*roots, *wanted])
+        rigid = [j for j in every if schedule.buffers[j].kind == "own" and j not in own]
+        return Read(params, [j for j, kind in pairs if kind != "own"], own, rigid)
 
-    def leaves(self, params: list[int], buffers: list[int]) -> Arrays:
-        """Their values."""
+    def leaves(self, read: Read) -> Arrays:
+        """The values of what all micro-batches share."""
         values = self.values
-        some = [values.params[i] for i in params]
-        return some + [values.buffers[j] for j in buffers]
+        some = [values.params[i] for i in read.params]
+        return some + [values.buffers[j] for j in read.buffers]
 
-    def with_leaves(self, params: list[int], buffers: list[int], diff: Arrays) -> Any:
+    def with_leaves(self, read: Read, shared: Arrays, own: Sequence[Any] = ()) -> Any:
         """All parameters and buffers, with others in place of some."""
-        new, here = iter(diff), [*self.values.params]
-        for i in params:
+        new, here = iter(shared), [*self.values.params]
+        for i in read.params:
             here[i] = next(new)
-        return here, self.values.buffers | dict(zip(buffers, new, strict=True))
+        buffers = self.values.buffers | dict(zip(read.buffers, new, strict=True))
+        parts = map(Part, own)
+        return here, buffers | dict(zip([*read.own, *read.rigid], parts, strict=False))
 
     def so_far(self, j: int) -> jax.Array:
         """The sum of the cotangents of a buffer so far."""
@@ -169,45 +199,73 @@ class Backward:
         start = start_of_sum(self.values.buffers[j])
         return collectives.vary(start, self.values.axes)
 
-    def put(self, params: list[int], buffers: list[int], totals: Arrays) -> None:
+    def put(self, read: Read, totals: Arrays) -> None:
         """New sums of gradients and cotangents."""
         new = iter(totals)
-        for i in params:
+        for i in read.params:
             self.totals[i] = next(new)
-        self.cotangents |= dict(zip(buffers, new, strict=True))
+        self.cotangents |= dict(zip([*read.buffers, *read.own], new, strict=False))
 
     # -- Loops -------------------------------------------------------------------------
 
     def run(self, task: Task) -> Outcome:
-        """A `Loop` that adds gradients."""
-        params, buffers = self.read(task.roots, task.level)
-        diff = self.leaves(params, buffers)
-        first = [x[0] for x in self.values.xs]
+        """A `Loop` that adds gradients, and writes the cotangents of what is kept."""
+        values, options = self.values, self.call.options
+        read = self.read(task.roots, task.level, [x for x, _ in task.wanted or ()])
+        own, rigid = (
+            [values.buffers[j] for j in group] for group in (read.own, read.rigid)
+        )
+        parts = [ct for j, ct in (task.cotangents or {}).items() if self.is_own(j)]
+        batch = [*own, *values.xs, *rigid, *parts]
+        shared = self.leaves(read)
+        first = [x[0] for x in batch]
 
         def micro_batch(diff: Arrays, x: Arrays) -> Any:
-            return self.micro_batch(task, self.with_leaves(params, buffers, diff), x)
+            n, after = len(own), len(own) + len(values.xs)
+            kept = [*x[:n], *x[after : after + len(rigid)]]
+            known = self.with_leaves(read, diff, kept)
+            return self.micro_batch(task, known, x[n:after], x[after + len(rigid) :])
 
-        closed: Any = jax.make_jaxpr(micro_batch)(diff, first)
-        of_loop = self.program_of(task, closed.jaxpr, len(diff))
-        totals = [*(self.totals[i] for i in params), *map(self.so_far, buffers)]
+        closed: Any = jax.make_jaxpr(micro_batch)(shared, first)
+        of_loop = self.program_of(task, closed.jaxpr, len(shared))
+        totals = [*(self.totals[i] for i in read.params), *map(self.so_far, read.buffers)]
         # It is not empty, and its totals are added to.
         weight = jnp.zeros_like(self.start.weight)
         acc = Accumulator(totals, weight, jnp.ones([], jnp.int32))
-        operands = Operands(closed.consts, diff, self.values.xs, [], [], acc)
-        options = self.call.options
+        operands = Operands(closed.consts, shared, batch, [], [], acc)
         off = "" if options.optimize else "optimize=False"
         whys = in_place.reasons(off, of_loop, operands)
         names = [name for name, _ in named_leaves(self.call.params)]
-        in_place.report([names[i] for i in params], whys[: len(params)])
+        in_place.report([names[i] for i in read.params], whys[: len(read.params)])
+        ways, stacks = additions.choose(of_loop, totals, whys).ways, []
+        for j, x in zip(read.own, own, strict=True):
+            aval = jax.typeof(x[0])
+            begins = j not in self.cotangents
+            stacks.append(
+                values.room(wide(zeros(aval))) if begins else self.cotangents[j]
+            )
+            ways = [*ways, additions.Placed(aval, begins=begins)]
+        operands = operands._replace(acc=acc._replace(total=[*totals, *stacks]))
+        adds = additions.Additions(ways)
         k = options.num_microbatches
-        adds = additions.choose(of_loop, operands.acc.total, whys)
-        loop = Loop(of_loop, k, adds, options.optimize)
-        state = loop(operands)
-        self.put(params, buffers, state.acc.total)
+        loop = Loop(of_loop, k, adds, options.optimize, rows=len(own))
+        ways = tuple(ways), tuple(of_loop.modes), of_loop.weighted, of_loop.multiplies
+        key = ir.form(closed.jaxpr), *ways, task.cotangents is None
+        state = values.run(key, loop.__call__, operands)
+        self.put(read, state.acc.total)
+        values.came(state.acc.total)
+        values.rooms += parts
         return Outcome(loop, state)
 
-    def micro_batch(self, task: Task, known: Any, x: Arrays) -> Any:
-        """The loss, or what stands for it; a weight; and what else is wanted."""
+    def is_own(self, j: int) -> bool:
+        """Whether a buffer holds a value of each of this device's micro-batches."""
+        return self.values.schedule.buffers[j].kind == "own"
+
+    def micro_batch(self, task: Task, known: Any, x: Arrays, own: Arrays) -> Any:
+        """The loss, or what stands for it; a weight; and what else is wanted.
+
+        `own` are the parts of those cotangents that it alone has.
+        """
         values, program = self.values, self.program
         of_results = values.schedule.jaxpr.outvars
         first = program.weighted and task.cotangents is None
@@ -218,10 +276,10 @@ class Backward:
         out = values.evaluate(due, task.level, x, known, acts)
         loss, rest = out[: len(task.roots)], out[len(task.roots) :]
         if task.cotangents is not None:
-            kinds = [values.schedule.buffers[j].kind for j in task.cotangents]
+            mine = iter(own)
             parts = [
-                ct if kind in FOLDS else own_part(ct, x[0])
-                for kind, ct in zip(kinds, task.cotangents.values(), strict=True)
+                next(mine) if self.is_own(j) else self.part(j, ct, x[0])
+                for j, ct in task.cotangents.items()
             ]
             loss = [sum(map(_paired, parts, loss), jnp.zeros([], float))]
         if self.multiplied(task):
@@ -229,6 +287,11 @@ class Backward:
         elif self.as_mean and task.cotangents is None:
             rest = [jnp.asarray(1 / values.size, float), *rest]
         return *(loss or [jnp.zeros([], float)]), *rest
+
+    def part(self, j: int, cotangent: jax.Array, index: jax.Array) -> jax.Array:
+        """A micro-batch's part of the cotangent of what all of them share."""
+        folded = self.values.schedule.buffers[j].kind in FOLDS
+        return cotangent if folded else own_part(cotangent, index)
 
     def multiplied(self, task: Task) -> bool:
         """Whether the sum of the weights multiplies the gradients of the way back."""

@@ -1,38 +1,80 @@
 """Forward: the buffers of a level, in one pass over the micro-batches."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from ga_optax._devices.collectives import vary, zeros
-from ga_optax._inside.axis.values import Arrays, Buffers, Values, is_inexact, wide
+from ga_optax._inside.axis.values import (
+    Arrays,
+    Buffers,
+    Values,
+    is_inexact,
+    placed,
+    wide,
+)
+from ga_optax._passes import ir
 
 
-def fill(values: Values, level: float) -> None:
-    """Fills the buffers of a level."""
+def fill(values: Values, level: int) -> None:
+    """Fills the buffers of a level, and drops what no later one reads."""
     schedule = values.schedule
-    members = {j: schedule.buffers[j] for j in schedule.at(level)}
-    operands = [buffer.operand for buffer in members.values()]
-    start = {
-        j: vary(_start(buffer.operand.aval, buffer.kind), values.axes)
-        for j, buffer in members.items()
-        if buffer.kind in FOLDS
-    }
-
-    def step(folded: Any, x: Arrays) -> tuple[Any, Any]:
-        given = dict(zip(members, values.evaluate(operands, level, x), strict=True))
-        is_first = x[0] == values.xs[0][0]
-        new = {
-            j: _folded(members[j].kind, old, given[j], is_first)
-            for j, old in folded.items()
-        }
-        return new, {j: x for j, x in given.items() if j not in folded}
-
+    members = schedule.at(level)
     if members:
-        with jax.named_scope("forward"):
-            folded, stacked = jax.lax.scan(step, start, values.xs)
-        _add(values, folded | stacked)
+        _add(values, _filled(values, members, level))
+    values.drop(schedule.dropped.get(level, ()))
+
+
+def fill_again(values: Values, level: int) -> None:
+    """Fills what was dropped of the levels up to one, since the last that stays."""
+    members = values.schedule.again.get(level, ())
+    if members:
+        values.buffers |= _filled(values, members, level + 1)
+
+
+def _filled(values: Values, members: Sequence[int], level: int) -> Buffers:
+    """Some buffers, from what is known at a level: one loop."""
+    buffers = [values.schedule.buffers[j] for j in members]
+    kinds = [buffer.kind for buffer in buffers]
+    operands = [buffer.operand for buffer in buffers]
+    start = {
+        i: vary(_start(buffer.operand.aval, buffer.kind), values.axes)
+        if buffer.kind in FOLDS
+        else values.room(zeros(buffer.operand.aval))
+        for i, buffer in enumerate(buffers)
+        if not jnp.issubdtype(buffer.operand.aval.dtype, jax.dtypes.extended)
+    }
+    for i in [i for i in start if members[i] in values.seen][:1]:
+        # It takes arrays that were read before, so it must not begin until then.
+        start[i] = values.after_all(start[i])
+    values.seen.update(members)
+
+    first = [x[0] for x in values.xs]
+    closed: Any = jax.make_jaxpr(lambda x: values.evaluate(operands, level, x))(first)
+
+    def run(start: Any, xs: Arrays, consts: Arrays) -> Any:
+        def step(so_far: Any, x: Arrays) -> tuple[Any, Any]:
+            out = ir.results(ir.Program(closed.jaxpr, consts), x)
+            given = dict(enumerate(out))
+            is_first = x[0] == xs[0][0]
+            new = {
+                i: _folded(kinds[i], old, given[i], is_first)
+                if kinds[i] in FOLDS
+                else placed(old, given[i], x[0])
+                for i, old in so_far.items()
+            }
+            return new, {i: x for i, x in given.items() if i not in so_far}
+
+        return jax.lax.scan(step, start, xs)
+
+    with jax.named_scope("forward"):
+        key = ir.form(closed.jaxpr), tuple(kinds)
+        filled, keys = values.run(key, run, start, values.xs, closed.consts)
+    values.came(filled.values())
+    found = [(filled | keys)[i] for i in range(len(members))]
+    return dict(zip(members, found, strict=True))
 
 
 def fill_last(values: Values, results: Arrays) -> None:

@@ -2,14 +2,14 @@
 
 import contextlib
 import contextvars
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from jax.extend import core
 
 from ga_optax._inside.axis import cost
+from ga_optax._inside.axis.counts import Counter, Passes
 from ga_optax._inside.axis.forward import FOLDS
-from ga_optax._inside.axis.kept import Passes, passes
 from ga_optax._inside.axis.rules import is_collective
 from ga_optax._inside.axis.schedule import Schedule
 from ga_optax._inside.axis.unread import unread
@@ -100,12 +100,30 @@ def report(schedule: Schedule, size: int, num_microbatches: int) -> None:
 
 def _runs(schedule: Schedule) -> dict[int, Passes]:
     """The passes of every equation, without those in which nothing reads its result."""
-    runs = passes(schedule)
+    counter = Counter(schedule)
+    found = {}
+    for e in schedule.jaxpr.eqns:
+        if its := counter.passes(e):
+            found[id(e)] = its
     for level in range(1, schedule.end):
         for e in unread(schedule, level):
-            if its := runs.get(id(e)):
-                runs[id(e)] = its._replace(forward=its.forward - 1)
-    return runs
+            _add(found, e, -1)
+    for e in refilled(schedule):
+        _add(found, e, 1)
+    return found
+
+
+def _add(found: dict[int, Passes], equation: core.JaxprEqn, forward: int) -> None:
+    if its := found.get(id(equation)):
+        found[id(equation)] = its._replace(forward=its.forward + forward)
+
+
+def refilled(schedule: Schedule) -> Iterator[core.JaxprEqn]:
+    """What runs once more on the way back, to fill what was dropped."""
+    for level, members in schedule.again.items():
+        there = set(range(len(schedule.buffers))) - set(members)
+        operands = [schedule.buffers[j].operand for j in members]
+        yield from schedule.needed(operands, level + 1, held=there)[0]
 
 
 def _leading(schedule: Schedule, runs: dict[int, Passes]) -> dict[Any, tuple[int, int]]:

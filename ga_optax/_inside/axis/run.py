@@ -5,9 +5,8 @@ from typing import Any
 import jax
 
 from ga_optax._checks import named_leaves
-from ga_optax._inside.axis import after, cost, forward, kept
+from ga_optax._inside.axis import after, cost, forward, room
 from ga_optax._inside.axis.backward import Backward, Task
-from ga_optax._inside.axis.read import without_collectives
 from ga_optax._inside.axis.report import report
 from ga_optax._inside.axis.schedule import Schedule
 from ga_optax._inside.axis.shared import share
@@ -63,24 +62,16 @@ def _run(
 def _planned(
     call: Call, program: Program, operands: Operands, schedule: Schedule
 ) -> Schedule:
-    """The schedule with what is computed once, and what is kept."""
-    schedule = share(schedule)
-    kept.keep_marks(schedule)
-    rest = [x[0] for x in operands.batch], operands.keys, operands.carry
-    rest = [x for group in rest for x in group]
-    k = call.options.num_microbatches
+    """The schedule with what is kept, and what is computed once."""
+    k, given = call.options.num_microbatches, call.options.residual_bytes
 
-    def limit() -> int:
-        given = call.options.residual_bytes
-        if given is not None:
-            return given
-        leaves = [*operands.params, *rest]
-        closed = without_collectives(program, leaves, *call.axis_env[0])
+    def of_step() -> int:
+        params = program.jaxpr.invars[: len(operands.params)]
         carried = [b.operand for b in schedule.buffers if b.kind == "stack"]
-        of_step = cost.of_a_step(closed, operands.params, rest)
-        return max(of_step, k * sum(map(cost.nbytes, carried)))
+        taken = cost.of_a_step(program.jaxpr, params)
+        return max(taken, k * sum(map(cost.nbytes, carried)))
 
-    return kept.keep(schedule, k, limit)
+    return share(room.planned(schedule, k, of_step, given))
 
 
 def _wanted(
@@ -111,6 +102,8 @@ def _gradients(
         weight = outcome.state.acc.weight
         back.weight = jax.lax.psum(weight, axes) if axes else weight
     for level in reversed(range(schedule.end)):
+        back.values.drop(j for j in schedule.at(level) if back.is_own(j))
+        forward.fill_again(back.values, level)
         back.take_once(level)
         back.take(level)
     loss, rest, acc = back.finished(outcome, back.call, back.totals)

@@ -1,7 +1,8 @@
 """The schedule of a window: what is computed at which level, and from what."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+import functools
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -108,6 +109,10 @@ class Schedule:
       buffers: what the window keeps.
       views: how variables are read from it.
       index: the variables that are the index of the micro-batch.
+      numbers: which buffers are filled at a level.
+      stays: the levels after which all that is kept stays until the way back; what is
+        kept between two of them is dropped, and filled again on the way back.
+      dropped: the buffers that are dropped after a level on the way there.
     """
 
     jaxpr: core.Jaxpr
@@ -119,28 +124,44 @@ class Schedule:
     buffers: list[Buffer] = dataclasses.field(default_factory=list)
     views: dict[Any, View] = dataclasses.field(default_factory=dict)
     index: list[Any] = dataclasses.field(default_factory=list)
+    numbers: dict[float, list[int]] = dataclasses.field(default_factory=dict)
+    stays: tuple[int, ...] = ()
+    dropped: dict[int, list[int]] = dataclasses.field(default_factory=dict)
 
     @property
     def end(self) -> int:
         """The level of the loop that takes the gradients of the loss."""
         return self.last + 1
 
-    @property
+    @functools.cached_property
     def given(self) -> set[Any]:
         """What is there from the start."""
         return {*self.jaxpr.constvars, *self.jaxpr.invars, *self.index}
 
     def copy(self) -> "Schedule":
         """The same, to which buffers can be added."""
-        buffers, views = list(self.buffers), dict(self.views)
-        return dataclasses.replace(self, buffers=buffers, views=views)
+        return dataclasses.replace(
+            self,
+            buffers=list(self.buffers),
+            views=dict(self.views),
+            numbers={level: list(its) for level, its in self.numbers.items()},
+        )
 
     def fact(self, atom: Any) -> Fact:
         return Fact() if isinstance(atom, core.Literal) else self.facts[atom]
 
     def at(self, level: float) -> list[int]:
         """The buffers that are filled at a level."""
-        return [i for i, b in enumerate(self.buffers) if b.level == level]
+        return self.numbers.get(level, [])
+
+    @property
+    def again(self) -> dict[int, list[int]]:
+        """The buffers that are filled again on the way back, before a level goes back."""
+        found: dict[int, list[int]] = {}
+        for j in sorted(j for its in self.dropped.values() for j in its):
+            at = min(at for at in self.stays if at >= self.buffers[j].level)
+            found.setdefault(at, []).append(j)
+        return found
 
     def operands(self, level: float, smooth: bool = False) -> list[Any]:
         """What fills them; if `smooth`, that which has a cotangent."""
@@ -151,16 +172,24 @@ class Schedule:
         self,
         wanted: Iterable[Any],
         level: float,
-        runs: Callable[[core.JaxprEqn], bool] = lambda equation: False,
+        runs: Callable[[core.JaxprEqn], bool] | None = None,
+        held: Container[int] | None = None,
     ) -> tuple[list[core.JaxprEqn], list[Any]]:
         """The equations that compute `wanted` at a level, and the known that they read.
 
-        Those that `runs` names are among them for what they do, such as printing.
+        Those that `runs` names are among them for what they do, such as printing. Of
+        the buffers below the level those that are `held` are known, or all of them.
         """
-        given = self.given
 
         def known(x: Any) -> bool:
-            return x in given or self.is_known(x, level)
+            if x in self.given:
+                return True
+            view = self.views.get(x)
+            return (
+                view is not None
+                and self.buffers[view.buffer].level < level
+                and (held is None or view.buffer in held)
+            )
 
         return ir.needed(self.jaxpr, wanted, known, runs)
 
@@ -180,45 +209,21 @@ class Schedule:
         every = enumerate(self.jaxpr.outvars)
         return [x for i, x in every if i not in self.after]
 
-    def levels(self, roots: Callable[[int], list[Any]]) -> dict[int, int]:
-        """At which levels each equation runs for those roots: bit i for level i.
-
-        Equations stand under their ids; those that run at no level are left out.
-        """
-        due: dict[Any, int] = {}
-        for level in range(1, self.end + 1):
-            for x in variables(roots(level)):
-                due[x] = due.get(x, 0) | 1 << level
-        given, found = self.given, {}
-        for equation in reversed(self.jaxpr.eqns):
-            runs = 0
-            for out in equation.outvars:
-                if out in due and out not in given:
-                    runs |= due[out] & self._computed_at(out)
-            if runs:
-                found[id(equation)] = runs
-                for x in variables(equation.invars):
-                    due[x] = due.get(x, 0) | runs
-        return found
-
-    def _computed_at(self, variable: Any) -> int:
+    def computed_at(self, variable: Any) -> int:
         """The levels that cannot read it from a buffer, as bits."""
         view = self.views.get(variable)
-        return (
-            -1 if view is None else (1 << int(self.buffers[view.buffer].level) + 1) - 1
-        )
-
-    def is_known(self, variable: Any, level: float) -> bool:
-        """Whether it can be read from a buffer below a level."""
-        view = self.views.get(variable)
-        return view is not None and self.buffers[view.buffer].level < level
+        if view is None:
+            return -1
+        return (1 << int(self.buffers[view.buffer].level) + 1) - 1
 
     def buffer(self, operand: Any, kind: str, level: float) -> int:
         """The buffer of a value, a new one if there is none."""
-        for i, old in enumerate(self.buffers):
-            if old.operand is operand and old.kind == kind and old.level <= level:
+        for i in self.numbers.get(level, []):
+            old = self.buffers[i]
+            if old.operand is operand and old.kind == kind:
                 return i
         smooth = self.fact(operand).smooth and operand in self.reached
+        self.numbers.setdefault(level, []).append(len(self.buffers))
         self.buffers.append(Buffer(operand, kind, level, smooth))
         of = whole if kind == "once" else own_part
         if kind in ("stack", "own", "once") and ir.is_variable(operand):

@@ -10,26 +10,35 @@ is cheap and depends on parameters alone: a cast of all weights, kept, would be 
 copy of them.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 from jax.extend import core
 
 from ga_optax._inside.axis import cost, cut
+from ga_optax._inside.axis.counts import Counter
 from ga_optax._inside.axis.rules import is_collective
 from ga_optax._inside.axis.schedule import Schedule
-from ga_optax._passes.ir import following, variables
+from ga_optax._passes import ir
+from ga_optax._passes.ir import following
 
 _LITTLE = 1 / 20  # of the work of the rows
 
 
 def share(schedule: Schedule) -> Schedule:
     """The schedule with buffers for what is computed once."""
-    schedule = schedule.copy()
-    made = [e.outvars for e in schedule.jaxpr.eqns if is_collective(e, schedule.axis)]
-    gathered = following(schedule.jaxpr, [x for outs in made for x in outs])
+    counter = Counter(schedule.copy())
+    jaxpr = schedule.jaxpr
+    made = [e.outvars for e in jaxpr.eqns if is_collective(e, schedule.axis)]
+    gathered = following(jaxpr, [x for outs in made for x in outs])
+    of_rows = _work_of_rows(counter)
+    groups: dict[int, list[core.JaxprEqn]] = {}
+    for e in jaxpr.eqns:
+        if _is_shared(schedule, e):
+            level = max(schedule.facts[x].level for x in e.outvars)
+            groups.setdefault(level, []).append(e)
     for level in range(schedule.end):
-        runs = schedule.levels(schedule.roots)
-        group = [e for e in schedule.jaxpr.eqns if _is_shared(schedule, e, level, runs)]
+        group = [e for e in groups.get(level, ()) if counter.levels(e)]
         sources = [
             x
             for e in group
@@ -37,53 +46,59 @@ def share(schedule: Schedule) -> Schedule:
             or (cost.work(e) and not gathered.isdisjoint(e.outvars))
             for x in e.outvars
         ]
-        if sources and _is_much(schedule, group, runs):
-            for x in _smallest(schedule, group, sources, runs):
-                schedule.buffer(x, "once", level + 0.5)
-    return schedule
+        if sources and _is_much(counter, group, of_rows):
+            for x in _smallest(counter, group, sources):
+                counter.keep(x, "once", level + 0.5)
+    return counter.schedule
 
 
-def _is_shared(
-    schedule: Schedule, equation: core.JaxprEqn, level: int, runs: dict[int, int]
-) -> bool:
-    """Whether it runs in loops, but says the same in all micro-batches."""
-    facts = [schedule.facts[x] for x in equation.outvars]
-    here = bool(facts) and all(f.level == level and not f.own for f in facts)
+def _is_shared(schedule: Schedule, equation: core.JaxprEqn) -> bool:
+    """Whether it says the same in all micro-batches."""
+    own = any(schedule.facts[x].own for x in equation.outvars)
     alone = not is_collective(equation, schedule.axis) and not equation.effects
-    return here and alone and id(equation) in runs
+    return bool(equation.outvars) and not own and alone
+
+
+def _bits(levels: int) -> Iterator[int]:
+    """The levels that bits stand for."""
+    while levels:
+        yield levels.bit_length() - 1
+        levels ^= 1 << levels.bit_length() - 1
+
+
+def _work_of_rows(counter: Counter) -> dict[int, float]:
+    """The work of each level on what differs between micro-batches."""
+    schedule, found = counter.schedule, {}
+    for e in schedule.jaxpr.eqns:
+        if any(schedule.fact(x).own for x in e.outvars):
+            for level in _bits(counter.levels(e)):
+                found[level] = found.get(level, 0.0) + cost.work(e)
+    return found
 
 
 def _is_much(
-    schedule: Schedule, group: list[core.JaxprEqn], runs: dict[int, int]
+    counter: Counter, group: list[core.JaxprEqn], of_rows: dict[int, float]
 ) -> bool:
     """Whether it takes more than a little of the loops in which it runs."""
-
-    def total(equations: list[core.JaxprEqn], levels: int) -> float:
-        each = ((cost.work(e), runs.get(id(e), 0) & levels) for e in equations)
-        return sum(work * which.bit_count() for work, which in each)
-
     levels = 0
     for e in group:
-        levels |= runs[id(e)]
-    own = [
-        e for e in schedule.jaxpr.eqns if any(schedule.fact(x).own for x in e.outvars)
-    ]
-    return total(group, levels) > _LITTLE * total(own, levels)
+        levels |= counter.levels(e)
+    shared = sum(cost.work(e) * counter.levels(e).bit_count() for e in group)
+    return shared > _LITTLE * sum(of_rows.get(level, 0.0) for level in _bits(levels))
 
 
 def _smallest(
-    schedule: Schedule,
-    group: list[core.JaxprEqn],
-    sources: list[Any],
-    runs: dict[int, int],
+    counter: Counter, group: list[core.JaxprEqn], sources: list[Any]
 ) -> list[Any]:
     """The smallest set of shared values of which the loops compute the rest."""
     inside = {id(e) for e in group}
-    levels = range(1, schedule.end + 1)
-    sinks = {x for i in levels for x in variables(schedule.roots(i))}
-    for e in schedule.jaxpr.eqns:
-        if id(e) in runs and id(e) not in inside:
-            sinks.update(variables(e.invars))
+    sinks = set()
+    for e in group:
+        for x in e.outvars:
+            readers = (r for r, _ in ir.uses(counter.schedule.jaxpr, x))
+            outside = (r for r in readers if id(r) not in inside)
+            if counter.there.roots.get(x) or any(map(counter.levels, outside)):
+                sinks.add(x)
 
     def size(x: Any) -> float:
         return cost.nbytes(x) + 1.0

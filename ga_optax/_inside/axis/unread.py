@@ -12,13 +12,6 @@ from ga_optax._inside.axis.schedule import Schedule
 from ga_optax._passes import known
 from ga_optax._passes.ir import variables
 
-_PRODUCTS = (known.PRODUCT, known.CONVOLUTION)
-# Their gradients need no operand, and no result.
-_LINEAR = {*known.EXACT, "reduce_sum", "add", "add_any", "sub", "neg"} - {"select_n"}
-# The gradient of an operand needs the other one; that of a divisor both.
-_OF_TWO = {*_PRODUCTS, "mul", "div"}
-
-
 def unread(schedule: Schedule, level: int) -> list[core.JaxprEqn]:
     """The equations on the way back of a level whose results nothing reads there."""
     roots = schedule.operands(level, smooth=True)
@@ -27,7 +20,7 @@ def unread(schedule: Schedule, level: int) -> list[core.JaxprEqn]:
     for e in reversed(found):
         name, smooth = e.primitive.name, _is_smooth(schedule, e)
         runs = not read.isdisjoint(e.outvars)
-        if smooth and name not in _LINEAR | _OF_TWO:
+        if smooth and name not in known.LINEAR | known.OF_TWO:
             runs = True  # Its derivative may need what it returns.
         if not runs:
             without.append(e)
@@ -39,7 +32,7 @@ def unread(schedule: Schedule, level: int) -> list[core.JaxprEqn]:
 def _needed(schedule: Schedule, equation: core.JaxprEqn) -> list[Any]:
     """The operands that the gradient of a smooth equation needs, but not its result."""
     name = equation.primitive.name
-    if name in _LINEAR:
+    if name in known.LINEAR:
         return []
     one, two = equation.invars
     of_one, of_two = (schedule.fact(x).smooth for x in (one, two))

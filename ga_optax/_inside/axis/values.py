@@ -1,7 +1,7 @@
 """The values of a flat program: in one micro-batch, or the same in all of them."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Container, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +9,8 @@ import numpy as np
 from jax.extend import core
 
 from ga_optax import accumulator
+from ga_optax._devices import meshes
+from ga_optax._devices.collectives import vary
 from ga_optax._inside.axis import schedule as scheduling
 from ga_optax._inside.axis import waiting
 from ga_optax._inside.axis.read import flat
@@ -22,6 +24,12 @@ Arrays = list[jax.Array]
 Buffers = dict[int, jax.Array]
 
 
+class Part(NamedTuple):
+    """One micro-batch's part of a buffer, in place of the buffer."""
+
+    x: jax.Array
+
+
 class Values:
     """What a window has computed so far, and how to compute more.
 
@@ -33,7 +41,16 @@ class Values:
       of_params: their variables.
       schedule: what to compute when.
       buffers: the buffers that are filled, by number.
+      rooms: the arrays that can be written over, for what comes next.
+      late: something that was computed last.
+      made: how many arrays were made beside those.
+      seen: the buffers that were filled before.
+      functions: those of the levels, by what they do: layers that are alike share one.
     """
+
+    late: jax.Array | None = None
+    made: int = 0
+
 
     def __init__(self, call: Call, program: Program, operands: Operands) -> None:
         k, self.axes = call.options.num_microbatches, call.axes
@@ -46,6 +63,9 @@ class Values:
         self.xs = [index, *operands.batch, *keys]
         self.params = operands.params
         self.buffers: Buffers = {}
+        self.rooms: Arrays = []
+        self.seen: set[int] = set()
+        self.functions: dict[Any, Callable[..., Any]] = {}
 
         own, carry = [x[0] for x in self.xs[1:]], operands.carry
         groups = operands.consts, self.params, own, carry
@@ -68,11 +88,16 @@ class Values:
         self.schedule: Schedule = scheduling.make(jaxpr, axis, facts, whole)
 
     def needed(
-        self, wanted: Sequence[Any], level: float, acts: bool = False
+        self,
+        wanted: Sequence[Any],
+        level: float,
+        acts: bool = False,
+        buffers: Container[int] | None = None,
     ) -> tuple[list[core.JaxprEqn], list[Any]]:
         """The equations that compute `wanted` with the buffers below a level known.
 
-        If the loop `acts`, it also runs those that print or call back: each once.
+        If the loop `acts`, it also runs those that print or call back: each once. Of
+        `buffers`, or of those that are filled.
         """
         schedule = self.schedule
         # After the loops, those that read what only they have filled.
@@ -82,9 +107,10 @@ class Values:
             names = [getattr(effect, "name", "") for effect in equation.effects]
             others = any(name != schedule.axis for name in names)
             its = max((schedule.fact(x).level for x in equation.invars), default=0)
-            return acts and others and lowest <= its < level
+            return others and lowest <= its < level
 
-        return schedule.needed(wanted, level, runs)
+        held = self.buffers if buffers is None else buffers
+        return schedule.needed(wanted, level, runs if acts else None, held)
 
     def evaluate(
         self,
@@ -100,7 +126,7 @@ class Values:
           wanted: the variables.
           level: the buffers below it are read.
           x: a slice of `xs`, which is the micro-batch; None if it does not matter.
-          known: parameters and buffers in place of those here.
+          known: parameters and buffers, or parts of those, in place of those here.
           acts: whether to run what prints, too.
         """
         params, buffers = known or (self.params, self.buffers)
@@ -108,11 +134,12 @@ class Values:
         values = dict.fromkeys(self.schedule.index, index) | self.fixed
         values |= zip(self.of_params, params, strict=True)
         values |= zip(self.of_own, own, strict=True)
-        equations, read = self.needed(wanted, level, acts)
+        equations, read = self.needed(wanted, level, acts, buffers)
         for v in read:
             if v not in values:
                 place, of = self.schedule.views[v]
-                values[v] = of(buffers[place], index)
+                held = buffers[place]
+                values[v] = held.x if isinstance(held, Part) else of(held, index)
         given = [values[v] for v in read]
         out = bind(self.schedule.jaxpr, equations, read, wanted, given)
         return [
@@ -120,11 +147,68 @@ class Values:
             for v, x in zip(wanted, out, strict=True)
         ]
 
+    def room(self, like: jax.Array) -> jax.Array:
+        """A stack for a value of each micro-batch, whose content does not matter.
+
+        It is one that is no longer read, or else a new one.
+        """
+        k = len(self.xs[0])
+        new = vary(jnp.broadcast_to(like, (k, *like.shape)), self.axes)
+        for i, x in enumerate(self.rooms):
+            if jax.typeof(x) == jax.typeof(new):
+                return self.rooms.pop(i)
+        self.made += 1
+        return self.after_all(new)
+
+    def after_all(self, stack: jax.Array) -> jax.Array:
+        """A stack that is not there before what was computed last.
+
+        Otherwise XLA may write to it, and to what stands beside it, while much else is
+        still read: it begins with whatever needs nothing that is late.
+        """
+        late = self.late
+        if late is None or not is_inexact(stack) or _is_sharded(stack):
+            return stack
+        start = jnp.ravel(late)[self.made % late.size].astype(stack.dtype)
+        block = jax.lax.broadcast(start, (1,) * stack.ndim)
+        return jax.lax.dynamic_update_slice(stack, block, (0,) * stack.ndim)
+
+    def run(self, key: Any, fun: Callable[..., Any], *args: Any) -> Any:
+        """`fun(*args)`, as a function that was traced before if the key is the same.
+
+        JAX traces, differentiates and lowers it once. XLA inlines it.
+        """
+        if key not in self.functions:
+            self.functions[key] = jax.jit(lambda *args: fun(*args))
+        return self.functions[key](*args)
+
+    def came(self, new: Iterable[jax.Array]) -> None:
+        """Takes note of what was computed last."""
+        found = [x for x in new if is_inexact(x) and x.size and not _is_sharded(x)]
+        self.late = found[-1] if found else self.late
+
+    def drop(self, numbers: Iterable[int]) -> None:
+        """Leaves buffers of micro-batches to what comes next."""
+        for j in list(numbers):
+            if j in self.buffers:
+                self.rooms.append(self.buffers.pop(j))
+
     def zeros(self, buffer: Buffer) -> jax.Array:
         """A buffer before it is filled."""
         aval: Any = buffer.operand.aval
         more = {"stack": (self.size,), "own": (len(self.xs[0]),)}.get(buffer.kind, ())
         return jnp.zeros((*more, *aval.shape), aval.dtype)
+
+
+def _is_sharded(x: jax.Array) -> bool:
+    """Whether a mesh shards it by its type."""
+    return any(meshes.spec_of_type(x))
+
+
+def placed(stack: jax.Array, x: jax.Array, index: jax.Array) -> jax.Array:
+    """A stack with the value of one micro-batch in it, of this device or of all."""
+    index = index % len(stack)
+    return jax.lax.dynamic_update_index_in_dim(stack, x.astype(stack.dtype), index, 0)
 
 
 def _need_no_loop(program: Program, jaxpr: core.Jaxpr) -> list[int]:
