@@ -7,6 +7,7 @@ import pytest
 from jax.sharding import AxisType
 
 import ga_optax as ga
+from ga_optax._partition import writer
 from ga_optax._passes.ir import inner_programs
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
@@ -94,3 +95,61 @@ def test_what_needs_no_rows_is_computed_once_after_the_loop():
 
     assert times(program(with_metrics), "eigh") == 1
     assert times(program(each), "eigh") == K
+
+
+# -- Factors that are no numbers -------------------------------------------------------
+
+NUMBERS = [0.0, -0.0, 1.0, -2.5, np.inf, -np.inf, np.nan, 1e-300]
+FORMS = {
+    "over": lambda s, c: s / c,
+    "times": lambda s, c: s * c,
+    "over, and more": lambda s, c: 3 * (s / c) - 2,
+    "times the inverse": lambda s, c: s * (1 / c),
+    "of two": lambda s, c: s / c + s,
+    "a function of it": lambda s, c: jnp.exp(-s / c),
+    "chosen": lambda s, c: jnp.where(c == 0, 0.0, s / c),
+}
+
+
+def of_numbers(rng):
+    """A form of a sum of rows and of a number that rows add up to."""
+    form, c = rng.choice(list(FORMS)), float(rng.choice(NUMBERS))
+    x, p = rng.normal(size=(8, 3)), rng.normal(size=3)
+    parts = np.zeros(8)
+    parts[rng.integers(8)] = c
+
+    def fun(p, b):
+        sums = (b["x"] @ p).sum(), b["c"].sum()
+        return FORMS[form](*sums), FORMS[form](*map(jax.lax.stop_gradient, sums))
+
+    return fun, (p, {"x": x, "c": parts})
+
+
+def differs(fun, args):
+    """Where the value and the aux are another number, or none."""
+    with jax.enable_x64(True):
+        step = ga.value_and_grad(fun, K, whole_batch=True, has_aux=True)
+        got, _ = jax.jit(step)(*args)
+        due = jax.jit(fun)(*args)
+    pairs = zip(got, due, strict=True)
+    return [not np.isclose(x, y, 1e-9, 1e-12, equal_nan=True) for x, y in pairs]
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_a_sum_times_what_is_no_number_is_that_of_the_whole_batch(seed):
+    fun, args = of_numbers(np.random.default_rng(seed))
+    assert differs(fun, args) == [False, False]
+
+
+def test_the_parts_of_an_infinite_quotient_would_add_up_to_nan(monkeypatch):
+    """The twin: sums that wait are taken as they are."""
+
+    def fun(p, b):
+        total = (b["x"] @ p).sum()
+        return total / b["c"].sum(), total
+
+    rng = np.random.default_rng(0)
+    args = rng.normal(size=3), {"x": rng.normal(size=(8, 3)), "c": np.zeros(8)}
+    assert differs(fun, args) == [False, False]
+    monkeypatch.setattr(writer, "_is_scaled", lambda *args: False)
+    assert differs(fun, args) == [True, False]

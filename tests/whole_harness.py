@@ -81,7 +81,8 @@ def derivative(fun, args):
     def total(scale):
         def one(h, ids):
             leaves = *closed.consts, h * scale, w * scale, ids
-            [x] = jax.core.eval_jaxpr(part.jaxpr, part.consts, *leaves)
+            # There may be one more, the first again.
+            x, *_ = jax.core.eval_jaxpr(part.jaxpr, part.consts, *leaves)
             return x if part.layouts[0] == PARTIAL else x / K
 
         rows = h.reshape(K, -1, D)

@@ -143,9 +143,11 @@ def window(
         (loss, kept), grads = run(call.params, batch)
     loss = loss.astype(trace.closed.out_avals[0].dtype)
     leaves = [loss, *put_together(call, trace, kept)]
-    value = jax.tree.unflatten(jax.tree.structure(trace.out), leaves)
-    as_returned = jax.tree.map(_value_of, value, is_leaf=_is_own)
-    return as_returned, grads
+    structure = jax.tree.structure(trace.out)
+    if len(leaves) > structure.num_leaves:  # the loss once more, whole
+        leaves[0] = leaves.pop()
+    value = jax.tree.unflatten(structure, leaves)
+    return jax.tree.map(_value_of, value, is_leaf=_is_own), grads
 
 
 def prepared(given: dict[str, Any]) -> tuple[Options, Callable[..., Any]]:
@@ -472,9 +474,9 @@ def put_together(call: Call, trace: Trace, kept: dict[str, Any]) -> list[Any]:
     """The results after the loss, as `fun` returns them for the whole batch."""
     rest = {name: iter(leaves) for name, leaves in kept.items()}
     found = []
-    for layout, due in zip(
-        trace.part.layouts[1:], trace.closed.out_avals[1:], strict=True
-    ):
+    loss, *others = trace.closed.out_avals
+    pairs = zip(trace.part.layouts[1:], [*others, loss], strict=False)
+    for layout, due in pairs:
         x = next(rest[_kind(layout)])
         if isinstance(layout, Rows):
             x = _joined(call, x, layout)

@@ -1,5 +1,6 @@
 """The program of a micro-batch, from that of the whole batch."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -18,7 +19,8 @@ class Partitioned(NamedTuple):
     Attributes:
       jaxpr: the program, with collectives over the axis.
       consts: the values of its constants.
-      layouts: those of its results.
+      layouts: those of its results. There may be one more: the first again, whole, if
+        what micro-batches add to it may add up to NaN, see `Value`.
       whole: what is computed whole because nothing better is known of it.
       failures: of rules; what they were for is computed whole.
       meets: whether rows meet, in a collective over the axis.
@@ -78,22 +80,27 @@ def partition(
         consts = given[:num_consts]
         out = w.interpret(jaxpr, [v.x for v in consts], given[num_consts:])
         layouts = [v.layout for v in out] if due is None else list(due)
-        found.update(layouts=layouts, notes=w.notes, failures=w.failures)
-        return list(map(w.to, out, layouts))
+        scaled = [i for i, v in enumerate(out) if v.scaled and due is None]
+        found.update(layouts=layouts, notes=w.notes, failures=w.failures, scaled=scaled)
+        pairs = zip([*out, *out[:1]], layouts, strict=False)
+        return [*itertools.starmap(w.to, pairs), *(w.whole(out[i]) for i in scaled)]
 
     types = [_type_here(a, axis.size) for a in arguments]
     closed: Any = jax.make_jaxpr(run, axis_env=[(axis.name, axis.size)])(types)
-    live = ir.live(closed.jaxpr)
-    every = list(ir.equations(live))
-    names = {e.primitive.name for e in every if axis.name in ir.axes_of(e)}
+    layouts, outvars = found["layouts"], closed.jaxpr.outvars
+    live = ir.live(closed.jaxpr.replace(outvars=outvars[: len(layouts)]))
+    if _names(live, axis) - {_INDEX}:
+        outvars, layouts = _exact(outvars, layouts, found["scaled"])
+        live = ir.live(closed.jaxpr.replace(outvars=outvars))
+    names = _names(live, axis)
     return Partitioned(
         live,
         closed.consts,
-        found["layouts"],
+        layouts,
         found["notes"],
         bool(names - {_INDEX}),
         _INDEX in names,
-        any(ir.is_mark(e, axis.name) for e in every),
+        any(ir.is_mark(e, axis.name) for e in ir.equations(live)),
         found["failures"],
     )
 
@@ -106,3 +113,26 @@ def _type_here(a: Argument, size: int) -> jax.ShapeDtypeStruct:
     if a.layout != WHOLE or sharding is None or not any(sharding.spec):
         return jax.ShapeDtypeStruct(shape, dtype)
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+
+def _exact(
+    outvars: list[Any], layouts: list[Layout], scaled: list[int]
+) -> tuple[list[Any], list[Layout]]:
+    """The results with those whole whose parts may add up to NaN, see `Partitioned`.
+
+    `outvars` ends in those.
+    """
+    exact = dict(zip(scaled, outvars[len(layouts) :], strict=True))
+    chosen = [
+        (exact[i], WHOLE) if i and i in exact else pair
+        for i, pair in enumerate(zip(outvars, layouts, strict=False))
+    ]
+    if 0 in exact:  # It has a derivative, so micro-batches add to it, too.
+        chosen.append((exact[0], WHOLE))
+    return [x for x, _ in chosen], [layout for _, layout in chosen]
+
+
+def _names(jaxpr: core.Jaxpr, axis: Axis) -> set[str]:
+    """The primitives that refer to the axis."""
+    every = ir.equations(jaxpr)
+    return {e.primitive.name for e in every if axis.name in ir.axes_of(e)}

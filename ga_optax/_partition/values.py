@@ -46,6 +46,8 @@ class Value:
       level: how many collectives are on the longest way to it from the parameters.
       params: whether it depends on the parameters.
       smooth: whether it may have a derivative with respect to them.
+      scaled: whether it is a sum times, or over, what may be 0 or infinite. Then parts
+        may add up to NaN where the whole is none.
       made: the equation that computes it, its operands, and which result it is.
       copies: the same in other layouts, as far as they were needed.
       origins: where its rows are from along an axis, as far as that was asked.
@@ -57,6 +59,7 @@ class Value:
     level: int = 0
     params: bool = False
     smooth: bool = False
+    scaled: bool = False
     made: tuple[core.JaxprEqn, list["Value"], int] | None = None
     copies: dict[Any, Any] = dataclasses.field(default_factory=dict)
     origins: dict[int, Any] = dataclasses.field(default_factory=dict)

@@ -12,6 +12,7 @@ import numpy as np
 from jax.extend import core, source_info_util
 
 from ga_optax._partition.values import (
+    PARTIAL,
     WHOLE,
     Layout,
     Result,
@@ -100,16 +101,15 @@ class Writer:
         if WHOLE not in v.copies:
             if self.apart:
                 raise RowsMeet
-            if found := _reshaped(v):
-                e, source = found
-                x = self.run(e, [self.whole(source)])
+            if v.scaled or _is_reshaped(v):
+                v.copies[WHOLE] = self.made_again(v)
             elif v.is_partial:
-                x = self.sum(v.x)
+                v.copies[WHOLE] = self.sum(v.x), v.level + v.params
             else:
                 x = self.joined(v)
                 n = jnp.shape(x)[v.dim] - v.extra
                 x = jax.lax.slice_in_dim(x, 0, n, axis=v.dim) if v.extra else x
-            v.copies[WHOLE] = x, v.level + v.params
+                v.copies[WHOLE] = x, v.level + v.params
         x, level = v.copies[WHOLE]
         self.level = max(self.level, level)
         return x
@@ -118,7 +118,18 @@ class Writer:
         """The value, whole."""
         x = self.whole(v)
         level = v.level if v.is_whole else v.level + v.params
-        return dataclasses.replace(v, x=x, layout=WHOLE, level=level, copies={})
+        v = dataclasses.replace(v, x=x, layout=WHOLE, level=level, copies={})
+        v.scaled = False
+        return v
+
+    def made_again(self, v: Value) -> tuple[Any, int]:
+        """A value, whole, of what it is made of, and its level."""
+        assert v.made is not None
+        (e, vs, i), before, self.level = v.made, self.level, 0
+        xs = [jnp.asarray(self.whole(u), u.aval.dtype) for u in vs]
+        x = self.results(e, xs)[i]
+        level, self.level = self.level, before
+        return x, level
 
     def part(self, v: Value, rows: Rows) -> Any:
         """This micro-batch's rows of a value."""
@@ -146,7 +157,7 @@ class Writer:
         """What this micro-batch adds to a value; of a whole one, its share."""
         if v.is_partial:
             return v.x
-        if not self.shares and not _is_zero(v):
+        if not self.shares and _number(v) != 0:
             raise RowsMeet
         size = jnp.asarray(self.axis.size, v.aval.dtype)
         return jax.lax.div(
@@ -288,9 +299,16 @@ class Writer:
         params, smooth = (any(getattr(v, a) for v in vs) for a in ("params", "smooth"))
         smooth = smooth and e.primitive.name != "stop_gradient"
         return [
-            Value(x, var.aval, layout, self.level, params, smooth, (e, vs, i))
-            if is_inexact(var.aval)
-            else Value(x, var.aval, layout, self.level, params, False, (e, vs, i))
+            Value(
+                x,
+                var.aval,
+                layout,
+                self.level,
+                params,
+                smooth and is_inexact(var.aval),
+                layout == PARTIAL and _is_scaled(e, vs, ir.numbers(x.shape)),
+                (e, vs, i),
+            )
             for i, ((x, layout), var) in enumerate(zip(results, e.outvars, strict=True))
         ]
 
@@ -389,24 +407,42 @@ def _warn(e: core.JaxprEqn, error: Exception) -> None:
     )
 
 
-def _is_zero(v: Value) -> bool:
-    """Whether it is zeros for certain."""
+def _number(v: Value) -> Any:
+    """The number that all of it is for certain, or None."""
     if v.made is None:
-        is_number = isinstance(v.x, int | float | np.generic)
-        return is_number and v.x == 0
+        is_number = v.shape == () and not isinstance(v.x, jax.core.Tracer)
+        return np.asarray(v.x).item() if is_number else None
     e, vs, _ = v.made
     spread = ("broadcast_in_dim", "convert_element_type", "reshape")
-    return e.primitive.name in spread and _is_zero(vs[0])
+    return _number(vs[0]) if e.primitive.name in spread else None
 
 
-def _reshaped(v: Value) -> tuple[core.JaxprEqn, Value] | None:
-    """What this is in another shape: rows or a sum are kept once for both."""
+def _is_reshaped(v: Value) -> bool:
+    """Whether it is something in another shape: it is kept once for both."""
     if v.made is None or v.made[0].primitive.name not in _SHAPES:
-        return None
-    e, [source], _ = v.made
-    return None if source.is_whole else (e, source)
+        return False
+    return not v.made[1][0].is_whole
 
 
+def _is_scaled(e: core.JaxprEqn, vs: Sequence[Value], size: int) -> bool:
+    """Whether parts may add up to NaN here, see `Value`.
+
+    If so the sum of something else is taken, unless that is much larger.
+    """
+    name = e.primitive.name
+    summed, factors = [v for v in vs if v.is_partial], []
+    if name == "div":
+        summed, factors = vs[:1], vs[1:]
+    elif name == "mul":
+        factors = [v for v in vs if not v.is_partial]
+    if ir.inner_programs(e) or sum(v.size for v in summed) > max(size, _FEW):
+        return False
+    numbers = map(_number, factors)
+    finite = all(x is not None and np.isfinite(x) and x != 0 for x in numbers)
+    return any(v.scaled for v in vs) or not finite
+
+
+_FEW = 16  # numbers: so many more may be summed
 _SHAPES = ("transpose", "reshape", "squeeze")
 
 

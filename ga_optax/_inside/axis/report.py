@@ -9,6 +9,7 @@ from jax.extend import core
 
 from ga_optax._inside.axis import cost
 from ga_optax._inside.axis.counts import Counter, Passes
+from ga_optax._inside.axis.forward import FOLDS
 from ga_optax._inside.axis.room import largest_step
 from ga_optax._inside.axis.rules import is_collective
 from ga_optax._inside.axis.schedule import Schedule
@@ -97,7 +98,9 @@ def report(schedule: Schedule, size: int, num_microbatches: int) -> None:
         for x in e.outvars if is_collective(e, schedule.axis) else ():
             read.setdefault(schedule.views[x].buffer, x)
     stored, leading = [], _leading(schedule, runs)
-    for i, (operand, kind, *_) in enumerate(schedule.buffers):
+    for i, (operand, kind, level, _) in enumerate(schedule.buffers):
+        if level == schedule.end and kind in FOLDS:
+            continue  # no level reads it: it is a result, as the loss is
         nbytes = times.get(kind, 1) * cost.nbytes(operand)
         name, x = ("kept", operand) if kind == "own" else (kind, read.get(i, operand))
         line, shape = _line(schedule, x), tuple(x.aval.shape)
