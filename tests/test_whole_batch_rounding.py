@@ -121,7 +121,7 @@ def test_gradients_are_rounded_in_the_accumulator_alone(name, monkeypatch):
 
 
 @pytest.mark.grid(2, 6)
-@pytest.mark.parametrize("name", ["total", "sums", "once"])
+@pytest.mark.parametrize("name", ["total", "sums", "layers"])
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_so_they_are_on_a_mesh(kind, name, monkeypatch):
     rounded_once(name, monkeypatch, meshes(kind))

@@ -39,7 +39,7 @@ from ga_optax._partition import (
     Rows,
     partition,
 )
-from ga_optax._passes import ir, references
+from ga_optax._passes import ir, known, references
 
 # Why options have no place here.
 _NOT_NEEDED = {
@@ -414,8 +414,11 @@ def _scales_after(trace: Trace) -> bool:
     is not linear must see the cotangents of the whole batch, in the plain loop: over an
     axis that of each micro-batch is divided (`Backward.as_mean`).
     """
-    if trace.part.bends:
-        return not trace.part.meets
+    part = trace.part
+    if part.meets and known.deeds(part.jaxpr).bends:
+        return False
+    if part.bends and not part.meets:
+        return True
     jaxpr = trace.closed.jaxpr
     results = (x for e in ir.equations(jaxpr) for x in e.outvars)
     return not all(map(is_wide, (*jaxpr.invars, *results)))

@@ -110,7 +110,7 @@ def inner(
         w.jaxpr = jaxpr
     meets = any(ir.mentions(e, w.axis.name) for e in closed.jaxpr.eqns)
     live = ir.live(closed.jaxpr)
-    reads = bool(ir.uses(live, live.invars[0])) or ir.is_result(live, live.invars[0])
+    reads = ir.num_readers(live, live.invars[0]) > 0
     return Inner(closed, found["layouts"], found["levels"], meets, reads)
 
 

@@ -46,7 +46,7 @@ def with_parts(
             levels |= dict.fromkeys(e.outvars, its)
             equations += ir.renamed([e], parts)
     loss, *rest = jaxpr.outvars
-    if loss not in parts:
+    if not ir.is_variable(loss) or loss not in parts:
         return jaxpr
     outvars = [parts[loss], *rest]
     jaxpr = jaxpr.replace(eqns=equations, outvars=outvars)
