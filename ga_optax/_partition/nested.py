@@ -26,7 +26,7 @@ from ga_optax._partition.values import (
     local_shape,
 )
 from ga_optax._partition.writer import Writer
-from ga_optax._passes import ir
+from ga_optax._passes import feedback, ir
 
 Results = list[Result] | None
 
@@ -146,12 +146,13 @@ def scan(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     _, _, slices = how.split(vs)
     if any(v.dim == 0 for v in slices):
         return _scan_over_rows(w, e, vs, how)
-    if how.length > w.axis.longest:
-        with apart(w):
-            return _scan_of_rows(w, e, vs, how, True)
-    if (out := _scan_of_rows(w, e, vs, how, True)) is not None:
-        return out
-    return _scan_of_rows(w, e, vs, how, False)
+    notes = len(w.notes)
+    for waits in (True, False):
+        if (out := _scan_of_rows(w, e, vs, how, waits)) is not None:
+            return out
+        del w.notes[notes:]
+    with apart(w):
+        return _scan_of_rows(w, e, vs, how, True)
 
 
 def _scan_of_rows(
@@ -188,6 +189,8 @@ def _scan_of_rows(
         due = [WHOLE if x == PARTIAL else x for x in due]
     if due != run.layouts:
         run = inner(w, how.body, args, due)
+    if run.meets and not _can_meet(w, run, how):
+        return None
     start = [
         _strong(w.to(v, layout), v) for v, layout in zip(carry, layouts, strict=True)
     ]
@@ -197,6 +200,15 @@ def _scan_of_rows(
     w.level = max([level, *run.levels])
     stacked = [_outside(x) for x in due[how.num_carry :]]
     return list(zip(out, [*layouts, *stacked], strict=True))
+
+
+def _can_meet(w: Writer, run: Inner, how: ir.Scan) -> bool:
+    """Whether rows may meet in a loop: on its side at any length, see `feedback`."""
+    if how.length <= w.axis.longest:
+        return True
+    body = ir.Program(run.closed.jaxpr, run.closed.consts)
+    here = how._replace(body=body, num_consts=how.num_consts + 1)  # the index
+    return feedback.comes_apart(here, lambda e: w.axis.name in ir.axes_of(e))
 
 
 def _inside(v: Value) -> Layout:
