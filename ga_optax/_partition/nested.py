@@ -203,12 +203,14 @@ def _scan_of_rows(
 
 
 def _can_meet(w: Writer, run: Inner, how: ir.Scan) -> bool:
-    """Whether rows may meet in a loop: on its side at any length, see `feedback`."""
-    if how.length <= w.axis.longest:
-        return True
+    """Whether rows may meet in a loop: on its side they may at any length."""
     body = ir.Program(run.closed.jaxpr, run.closed.consts)
     here = how._replace(body=body, num_consts=how.num_consts + 1)  # the index
-    return feedback.comes_apart(here, lambda e: w.axis.name in ir.axes_of(e))
+
+    def meets(e: core.JaxprEqn) -> bool:
+        return ir.mentions(e, w.axis.name)
+
+    return feedback.comes_apart(here, meets, w.axis.longest)
 
 
 def _inside(v: Value) -> Layout:

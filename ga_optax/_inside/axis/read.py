@@ -12,7 +12,7 @@ from jax.extend import core
 from ga_optax._devices import collectives
 from ga_optax._inside.axis import stages
 from ga_optax._inside.axis.rules import RULES, is_collective
-from ga_optax._passes import ir, places, references
+from ga_optax._passes import feedback, ir, places, references
 from ga_optax._passes.ir import bind, variables
 
 # A scan of more iterations than this is an error if a collective in it depends on its
@@ -33,10 +33,17 @@ def is_mark(equation: core.JaxprEqn, axis: str) -> bool:
 
 
 class Opening(NamedTuple):
-    """What is put in the open: see `flat`."""
+    """How a program is put in the open.
+
+    Attributes:
+      axis: the name of the axis.
+      loops: for the body of a scan, the levels there of the arguments of the loops
+        inside, by their ids; else None. Each equation of a checkpoint then has one of
+        its own, for what is in one checkpoint may be of several stages.
+    """
 
     axis: str
-    singly: bool
+    loops: dict[int, list[int]] | None = None
 
 
 def flat(
@@ -44,8 +51,7 @@ def flat(
     args: Sequence[Any],
     axis: str,
     size: int,
-    *,
-    singly: bool = False,
+    loops: dict[int, list[int]] | None = None,
 ) -> tuple[core.Jaxpr, Sequence[Any]]:
     """The same program in one list of equations, and the values of its constants.
 
@@ -54,10 +60,10 @@ def flat(
       args: values for its constants and its arguments, or their types.
       axis: the name of the axis.
       size: its size.
-      singly: whether each equation of a checkpoint with collectives has one of its own.
+      loops: see `Opening`.
     """
     count = len(jaxpr.constvars)
-    opening = Opening(axis, singly)
+    opening = Opening(axis, loops)
 
     def run(*args: Any) -> list[Any]:
         return _opened(ir.Program(jaxpr, args[:count]), args[count:], opening)
@@ -115,8 +121,7 @@ def _opened(
 def _open(
     equation: core.JaxprEqn, values: list[Any], opening: Opening
 ) -> Sequence[Any] | None:
-    (axis, singly), kind = opening, ir.kind(equation)
-    name = equation.primitive.name
+    axis, kind, name = opening.axis, ir.kind(equation), equation.primitive.name
     if name in (*RULES, "axis_index") or is_mark(equation, axis):
         _check_collective(equation, axis)
         if dimensions := [x for x in ir.axes_of(equation) if isinstance(x, int)]:
@@ -124,9 +129,11 @@ def _open(
             return [collective(reduce(x, dimensions), axis) for x in values]
         return None
     if kind == "checkpoint":
-        return (_singly if singly else _checkpointed)(equation, values, axis)
+        if opening.loops is None:
+            return _checkpointed(equation, values, axis)
+        return _singly(equation, values, opening)
     if kind == "scan":
-        return _staged(equation, values, axis)
+        return _staged(equation, values, opening)
     raise NotImplementedError(_not_done(equation, axis))
 
 
@@ -174,11 +181,12 @@ def _checkpointed(equation: core.JaxprEqn, values: list[Any], axis: str) -> list
     return [_value(x, env) for x in program.outvars]
 
 
-def _singly(equation: core.JaxprEqn, values: list[Any], axis: str) -> list[Any]:
+def _singly(equation: core.JaxprEqn, values: list[Any], opening: Opening) -> list[Any]:
     """A `jax.checkpoint` of each equation, which the stages of a scan put together."""
     [(inside, inner_consts)] = ir.inner(equation)
-    values = [*inner_consts, *values]
-    program = ir.Program(*flat(inside, values, axis, jax.lax.psum(1, axis)))
+    values, (axis, loops) = [*inner_consts, *values], opening
+    size = jax.lax.psum(1, axis)
+    program = ir.Program(*flat(inside, values, axis, size, loops))
 
     def rule(e: core.JaxprEqn, values: list[Any]) -> list[Any] | None:
         if mentions(e, axis):
@@ -189,22 +197,27 @@ def _singly(equation: core.JaxprEqn, values: list[Any], axis: str) -> list[Any]:
     return ir.evaluate(program, values, rule)
 
 
-def _staged(equation: core.JaxprEqn, values: list[Any], axis: str) -> list[Any]:
+def _staged(equation: core.JaxprEqn, values: list[Any], opening: Opening) -> list[Any]:
     """A scan as scans without collectives, and these between them."""
-    how = ir.scan_of(equation)
+    how, axis = ir.scan_of(equation), opening.axis
     if not how.length:
         _, carry, _ = how.split(values)
         made = equation.outvars[how.num_carry :]
         return [*carry, *(collectives.zeros(x.aval) for x in made)]
-    (body, consts), size = how.body, jax.lax.psum(1, axis)
-    types = [*map(jax.typeof, consts), *(x.aval for x in body.invars)]
-    program = ir.Program(*flat(body, types, axis, size, singly=True))
-    how = how._replace(body=program, num_consts=len(consts) + how.num_consts)
+
+    def marks(e: core.JaxprEqn) -> bool:
+        return is_mark(e, axis)
 
     def meets(e: core.JaxprEqn) -> bool:
-        return e.primitive.name != "axis_index" and mentions(e, axis)
+        return e.primitive.name != "axis_index" and ir.mentions(e, axis)
 
-    by_stage = stages.Stages(how, meets)
+    loops = feedback.inside(how, meets) if opening.loops is None else opening.loops
+    (body, consts), size = how.body, jax.lax.psum(1, axis)
+    types = [*map(jax.typeof, consts), *(x.aval for x in body.invars)]
+    program = ir.Program(*flat(body, types, axis, size, loops))
+    how = how._replace(body=program, num_consts=len(consts) + how.num_consts)
+    start = loops.get(id(equation), [0] * len(body.invars))
+    by_stage = stages.Stages(how, meets, marks, [*[0] * len(consts), *start])
     if by_stage.unrolled and how.length > LONGEST:
         raise NotImplementedError(_not_done(equation, axis))
     return by_stage([*consts, *values])

@@ -12,6 +12,7 @@ from jax.extend import core
 from ga_optax._inside.axis.rules import RULES, Evaluate, is_collective, own_part, whole
 from ga_optax._inside.options import option_of
 from ga_optax._passes import ir
+from ga_optax._passes.feedback import depending
 from ga_optax._passes.ir import variables
 
 
@@ -71,10 +72,15 @@ def _facts(jaxpr: core.Jaxpr, axis: str, start: dict[Any, Fact]) -> dict[Any, Fa
             fact = fact._replace(level=fact.level + 1, own=RULES[name][2])
         elif name == "axis_index":
             fact = fact._replace(own=True)
+        own = set(equation.outvars)
+        if fact.own and ir.kind(equation) == "scan":
+            read = variables(equation.invars)
+            own = depending(equation, {x for x in read if facts.get(x, Fact()).own})
         for out in equation.outvars:
             dtype = getattr(out.aval, "dtype", np.dtype(bool))
             rigid = name == "stop_gradient" or not jnp.issubdtype(dtype, jnp.inexact)
-            facts[out] = fact._replace(smooth=fact.smooth and not rigid)
+            smooth = fact.smooth and not rigid
+            facts[out] = fact._replace(smooth=smooth, own=fact.own and out in own)
     return facts
 
 

@@ -38,6 +38,7 @@ class Stages:
     Attributes:
       how: the scan; all equations of its body are in the open.
       meets: whether an equation is a collective.
+      is_mark: whether it names what is kept for later levels.
       carry: what an iteration puts into each place of the carry.
       level: that of each variable of the body; `of_equation` by the id of equations.
       meetings: the collectives that leave the loop, by their level.
@@ -47,41 +48,41 @@ class Stages:
       ends: the last values of places of the carry.
     """
 
-    def __init__(self, how: ir.Scan, meets: feedback.Test) -> None:
-        self.how, self.meets = how, meets
+    def __init__(
+        self,
+        how: ir.Scan,
+        meets: feedback.Test,
+        is_mark: feedback.Test,
+        start: Sequence[int] | None = None,
+    ) -> None:
+        self.how, self.meets, self.is_mark = how, meets, is_mark
         self.program = how.body.jaxpr
         consts, carry, self.slices = how.split(self.program.invars)
         self.fixed = [*self.program.constvars, *consts]
         self.carry = dict(zip(carry, self.program.outvars, strict=False))
         self.meetings: dict[int, list[core.JaxprEqn]] = {}
         self.unrolled: set[int] = set()
+        self.level = dict.fromkeys(self.program.constvars, 0)
         self.of_equation: dict[int, int] = {}
-        self.level = dict.fromkeys([*self.fixed, *self.slices], 0) | self._levels()
+        self._find_levels(feedback.graph(how, lambda e: False, start))
         self.varying = ir.following(self.program, [*carry, *self.slices])
         self.smooth = _smooth(self.program)
         self.known: Values = {}
         self.stacks: Values = {}
         self.ends: Values = {}
 
-    def _levels(self) -> dict[Any, int]:
-        nodes = feedback.nodes_of(self.how)
-        levels: dict[int, int] = {}
-        for ring in feedback.rings(nodes):
-            equations = [e for e in feedback.equations(nodes, ring) if e is not None]
-            meetings = list(filter(self.meets, equations))
-            before = [levels[j] for i in ring for j in nodes[i].reads if j in levels]
-            level = max(before, default=0) + bool(meetings)
-            levels.update(dict.fromkeys(ring, level))
-            if meetings and feedback.is_ring(nodes, ring):
-                self.unrolled.add(level)
-            elif meetings:
-                self.meetings.setdefault(level, []).extend(meetings)
-        found = {x: levels[i] for i, x in enumerate(self.carry)}
-        for i, node in enumerate(nodes):
-            if node.equation is not None:
-                self.of_equation[id(node.equation)] = levels[i]
-                found |= dict.fromkeys(node.equation.outvars, levels[i])
-        return found
+    def _find_levels(self, graph: feedback.Graph) -> None:
+        names = [*self.program.invars, *self.carry]
+        for ring in graph.rings(self.meets):
+            for i in ring.members:
+                e = graph.nodes[i].equation
+                outs = [names[i]] if e is None else e.outvars
+                self.level |= dict.fromkeys(outs, ring.level)
+                self.of_equation[id(e)] = ring.level
+            if ring.counted and ring.closed:
+                self.unrolled.add(ring.level)
+            elif ring.counted:
+                self.meetings.setdefault(ring.level, []).extend(ring.counted)
 
     def __call__(self, values: Sequence[Any]) -> list[Any]:
         """The results of the scan."""
@@ -157,8 +158,8 @@ class Stages:
             env = dict(zip(fixed, given, strict=True))
             env |= zip(ends, state, strict=True)
             env |= zip(sliced, slices, strict=True)
-            self._run(equations, env, roots)
-            out = [_strong(env[x] if is_variable(x) else x.val, x.aval) for x in roots]
+            self._run(equations, env, roots, level in self.unrolled)
+            out = [_strong(_value(x, env), x.aval) for x in roots]
             return out[: len(ends)], out[len(ends) :]
 
         start = dict(zip(self.carry, self.start, strict=True))
@@ -167,11 +168,20 @@ class Stages:
         last, stacks = run(self.how, step, state, [self.stacks[x] for x in sliced])
         self.ends |= zip(ends, last, strict=True)
         self.stacks |= zip(wanted, stacks, strict=True)
+        for e in self._marks(level):
+            ends, values = (e.invars, e.outvars), [self.stacks[e.outvars[0]]]
+            self.stacks |= zip(
+                e.outvars, ir.bind(self.program, [e], *ends, values), strict=True
+            )
 
     def _run(
-        self, equations: list[core.JaxprEqn], env: Values, wanted: Sequence[Any]
+        self,
+        equations: list[core.JaxprEqn],
+        env: Values,
+        wanted: Sequence[Any],
+        marks: bool,
     ) -> None:
-        """Runs the equations of one iteration."""
+        """Runs the equations of one iteration; `marks`, if it marks for itself."""
         read = {x for e in equations for x in variables(e.invars)}
         read.update(variables(wanted))
         for group in self._groups(equations):
@@ -181,6 +191,8 @@ class Stages:
             values = [env[x] for x in xs]
             if self.meets(first):
                 values = self._collective(first, [_value(x, env) for x in first.invars])
+                made = first.outvars
+            elif self.is_mark(first) and not marks:
                 made = first.outvars
             elif _wish(first) is None:
                 values = ir.bind(self.program, group, xs, made, values)
@@ -196,8 +208,11 @@ class Stages:
         """Each collective alone, and between them what one checkpoint can hold."""
         level: Values = {}
 
+        def is_alone(e: core.JaxprEqn) -> bool:
+            return self.meets(e) or self.is_mark(e)
+
         def place(e: core.JaxprEqn) -> tuple[int, bool]:
-            alone = self.meets(e)
+            alone = is_alone(e)
             its = max((level.get(x, 0) for x in variables(e.invars)), default=0) + alone
             level.update(dict.fromkeys(e.outvars, its))
             return its, not alone
@@ -205,7 +220,7 @@ class Stages:
         places = {id(e): place(e) for e in equations}
         equations = sorted(equations, key=lambda e: places[id(e)])
         keys = itertools.groupby(
-            equations, lambda e: (id(e) if self.meets(e) else None, _wish(e))
+            equations, lambda e: (id(e) if is_alone(e) else None, _wish(e))
         )
         return [list(group) for _, group in keys]
 
@@ -227,6 +242,7 @@ class Stages:
         for e in itertools.chain(*self.meetings.values()):
             if not self.varying.isdisjoint(variables(e.invars)):
                 due += variables(e.invars)
+        due += [x for e in self._marks(level) for x in e.outvars]
         late = [x for c, x in self.carry.items() if self.level[c] > level]
         for e in self.program.eqns:
             alone = any(e is x for x in self.meetings.get(self.of_equation[id(e)], ()))
@@ -240,15 +256,23 @@ class Stages:
         due = own(due)
         return list(due | dict.fromkeys(self._between(level, due, own(late))))
 
+    def _marks(self, level: int) -> list[core.JaxprEqn]:
+        """Those of a stage whose iterations are not in the open."""
+        if level in self.unrolled:
+            return []
+        return [
+            e for e in self.program.eqns if self.is_mark(e) and self._is_of(e, level)
+        ]
+
     def _between(
         self, level: int, due: dict[Any, None], late: dict[Any, None]
     ) -> list[Any]:
-        """The smallest set of which later stages compute `late`; `due` takes nothing."""
+        """The smallest set that `late` is computed of; what is due takes nothing."""
         sources = [x for x in self.carry if self.level[x] == level]
         its = [e for e in self.program.eqns if self._is_of(e, level)]
         for e in its:
             dear = not cost.is_cheap(e) or self.meets(e)
-            if e.effects or (dear and _wish(e) is None):
+            if e.effects or self.is_mark(e) or (dear and _wish(e) is None):
                 sources += e.outvars
 
         def size(x: Any) -> float:
