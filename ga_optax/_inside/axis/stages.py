@@ -23,6 +23,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
 from ga_optax._inside.axis import cost, cut
@@ -166,13 +167,19 @@ class Stages:
         run = _unrolled if level in self.unrolled else _scanned
         state = [_strong(start[x], x.aval) for x in ends]
         last, stacks = run(self.how, step, state, [self.stacks[x] for x in sliced])
+        if any(map(self.is_mark, equations)) and level not in self.unrolled:
+            last, stacks = self._marked(equations, [last, stacks])
         self.ends |= zip(ends, last, strict=True)
         self.stacks |= zip(wanted, stacks, strict=True)
-        for e in self._marks(level):
-            ends, values = (e.invars, e.outvars), [self.stacks[e.outvars[0]]]
-            self.stacks |= zip(
-                e.outvars, ir.bind(self.program, [e], *ends, values), strict=True
-            )
+
+    def _marked(self, equations: list[core.JaxprEqn], out: Any) -> Any:
+        """What a stage returns, to be kept for later levels if something in it is.
+
+        All of it: then nothing of the stage runs there, and a rule in it that is not
+        linear sees all of its cotangent at once.
+        """
+        mark = next(filter(self.is_mark, equations))
+        return jax.tree.map(lambda x: checkpoint_name(x, mark.params["name"]), out)
 
     def _run(
         self,
@@ -242,7 +249,7 @@ class Stages:
         for e in itertools.chain(*self.meetings.values()):
             if not self.varying.isdisjoint(variables(e.invars)):
                 due += variables(e.invars)
-        due += [x for e in self._marks(level) for x in e.outvars]
+        due += [x for e in self.program.eqns if self.is_mark(e) for x in e.outvars]
         late = [x for c, x in self.carry.items() if self.level[c] > level]
         for e in self.program.eqns:
             alone = any(e is x for x in self.meetings.get(self.of_equation[id(e)], ()))
@@ -255,14 +262,6 @@ class Stages:
 
         due = own(due)
         return list(due | dict.fromkeys(self._between(level, due, own(late))))
-
-    def _marks(self, level: int) -> list[core.JaxprEqn]:
-        """Those of a stage whose iterations are not in the open."""
-        if level in self.unrolled:
-            return []
-        return [
-            e for e in self.program.eqns if self.is_mark(e) and self._is_of(e, level)
-        ]
 
     def _between(
         self, level: int, due: dict[Any, None], late: dict[Any, None]
