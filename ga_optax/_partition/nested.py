@@ -151,8 +151,10 @@ def scan(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
         if (out := _scan_of_rows(w, e, vs, how, waits)) is not None:
             return out
         del w.notes[notes:]
-    with apart(w):
-        return _scan_of_rows(w, e, vs, how, True)
+    with w.may_fail() as found, apart(w):
+        found += _scan_of_rows(w, e, vs, how, True) or ()
+    name = f"scan of {how.length} iterations, in whose carry rows meet,"
+    return found or w.noted(name, e, vs)
 
 
 def _scan_of_rows(

@@ -48,7 +48,7 @@ class Note(NamedTuple):
 
     name: str
     line: str
-    size: int  # numbers of its results, or of what it reads of all rows
+    size: int  # numbers that it computes, or reads of all rows
 
 
 @dataclasses.dataclass
@@ -310,11 +310,14 @@ class Writer:
         if self._fits(e, out):
             return out
         del self.notes[notes:]
-        made = sum(ir.numbers(getattr(x.aval, "shape", (0,))) for x in e.outvars)
+        name = "new_ref" if references.is_group(e) else ir.name_of(e)
+        return self.noted(name, e, vs)
+
+    def noted(self, name: str, e: core.JaxprEqn, vs: list[Value]) -> list[Result]:
+        """The results of an equation, computed whole, which is said under a name."""
         read = sum(ir.numbers(v.shape) for v in vs if v.rows)
         line = places.line_of(e.source_info)
-        name = "new_ref" if references.is_group(e) else ir.name_of(e)
-        self.notes.append(Note(name, line, max(made, read)))
+        self.notes.append(Note(name, line, max(ir.computed(e), read)))
         return self.all_whole(e, vs)
 
     @contextlib.contextmanager

@@ -15,9 +15,10 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from jax.extend import core
 
 from ga_optax._inside.axis import cost, kept
 from ga_optax._inside.axis.counts import Counter
@@ -35,6 +36,7 @@ class Life(NamedTuple):
       of_cotangent: what its cotangent takes.
       made: the level that fills it.
       last: the last level that reads it.
+      times: of how many iterations of a loop it is the stack.
     """
 
     number: int
@@ -42,6 +44,7 @@ class Life(NamedTuple):
     of_cotangent: int
     made: int
     last: int
+    times: int = 1
 
 
 def planned(
@@ -70,7 +73,9 @@ def planned(
         return full
     most = of_step() + _of_borders(lives) if limit is None else limit
     best = _segments(lives, full.end, most)
-    if limit is None or peak(lives, best, full.end) <= most:
+    # Segments make less of all but the stacks of loops: these stay or run again.
+    bounded = limit is not None or any(x.times > 1 for x in lives)
+    if not bounded or peak(lives, best, full.end) <= most:
         return _dropping(full, lives, best)
     return _less(marked, num_microbatches, most)
 
@@ -94,7 +99,16 @@ def _lives(schedule: Schedule, num_microbatches: int) -> Iterator[Life]:
             by = ir.made_by(schedule.jaxpr, x)
             marked = by is not None and is_mark(by, axis)
             end = schedule.end if marked else last.get(i, made)
-            yield Life(i, nbytes, wide * buffer.has_cotangent, made, end)
+            times = 1 if by is None else _times(by, x)
+            yield Life(i, nbytes, wide * buffer.has_cotangent, made, end, times)
+
+
+def _times(by: core.JaxprEqn, x: Any) -> int:
+    """Of how many iterations a value is the stack, if a loop made it."""
+    if ir.kind(by) != "scan":
+        return 1
+    how = ir.scan_of(by)
+    return 1 if x in by.outvars[: how.num_carry] else how.length
 
 
 def _dropping(
@@ -141,9 +155,12 @@ def peak(lives: Sequence[Life], stays: Sequence[int], end: int) -> int:
 
 
 def _of_borders(lives: Sequence[Life]) -> int:
-    """What 2·√L borders take: a border is what one level hands on to others."""
+    """What 2·√L borders take: a border is what one level hands on to others.
+
+    Of the stack of a loop it is one iteration's.
+    """
     sizes = [
-        sum(x.nbytes for x in lives if x.made <= level < x.last)
+        sum(x.nbytes // x.times for x in lives if x.made <= level < x.last)
         for level in sorted({x.made for x in lives})
     ]
     return int(2 * sum(sizes) / math.sqrt(len(sizes)))
