@@ -72,16 +72,28 @@ def _facts(jaxpr: core.Jaxpr, axis: str, start: dict[Any, Fact]) -> dict[Any, Fa
             fact = fact._replace(level=fact.level + 1, own=RULES[name][2])
         elif name == "axis_index":
             fact = fact._replace(own=True)
-        own = set(equation.outvars)
-        if fact.own and ir.kind(equation) == "scan":
-            read = variables(equation.invars)
-            own = depending(equation, {x for x in read if facts.get(x, Fact()).own})
         for out in equation.outvars:
             dtype = getattr(out.aval, "dtype", np.dtype(bool))
             rigid = name == "stop_gradient" or not jnp.issubdtype(dtype, jnp.inexact)
-            smooth = fact.smooth and not rigid
-            facts[out] = fact._replace(smooth=smooth, own=fact.own and out in own)
+            facts[out] = fact._replace(smooth=fact.smooth and not rigid)
     return facts
+
+
+def differing(schedule: "Schedule") -> set[Any]:
+    """What may differ between micro-batches, if each result of a loop is asked alone.
+
+    Facts are of equations: what a loop returns is computed where all of it can be.
+    """
+    jaxpr, axis = schedule.jaxpr, schedule.axis
+    found = {x for x in schedule.given if schedule.facts[x].own}
+    for e in jaxpr.eqns:
+        if is_collective(e, axis):
+            found.update(e.outvars if RULES[e.primitive.name][2] else ())
+        elif ir.kind(e) == "scan":
+            found |= depending(e, found)
+        elif not found.isdisjoint(variables(e.invars)):
+            found.update(e.outvars)
+    return found
 
 
 def _reached(jaxpr: core.Jaxpr, facts: dict[Any, Fact]) -> set[Any]:

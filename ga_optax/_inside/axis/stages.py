@@ -146,7 +146,7 @@ class Stages:
         roots = [*(self.carry[x] for x in ends), *wanted]
 
         def acts(e: core.JaxprEqn) -> bool:
-            return bool(e.effects) and self._is_of(e, level)
+            return _acts(e) and self._is_of(e, level)
 
         equations, read = ir.needed(self.program, roots, self._is_there, acts)
         if not roots and not equations:
@@ -271,7 +271,7 @@ class Stages:
         its = [e for e in self.program.eqns if self._is_of(e, level)]
         for e in its:
             dear = not cost.is_cheap(e) or self.meets(e)
-            if e.effects or self.is_mark(e) or (dear and _wish(e) is None):
+            if _acts(e) or self.is_mark(e) or (dear and _wish(e) is None):
                 sources += e.outvars
 
         def size(x: Any) -> float:
@@ -332,6 +332,11 @@ def _opened(e: core.JaxprEqn) -> list[core.JaxprEqn]:
     return ir.renamed(
         inside.eqns, known | dict(zip(inside.outvars, e.outvars, strict=True))
     )
+
+
+def _acts(e: core.JaxprEqn) -> bool:
+    """Whether it does more than compute, such as printing."""
+    return bool(e.effects) and e.primitive.name != "axis_index"
 
 
 def _smooth(jaxpr: core.Jaxpr) -> set[Any]:
