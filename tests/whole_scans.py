@@ -16,7 +16,7 @@ N, D = 6, 3
 BOUND = 1e-10  # in float64: some hundred terms, conditioned no worse than 1e3
 
 
-# -- Bodies: of rows and a total, with the slice of a matrix and what else is given ------
+# -- Bodies: of rows and a total, with a slice of matrices, and what else is given -----
 
 
 def carried(c, w, p):
@@ -158,16 +158,10 @@ def loss_of(body, how=How()):  # noqa: B008
 
 
 def _weighed(y):
-    """Each number counts for something else; rows do not."""
-    return (
-        jnp.sum(
-            jnp.sin(y)
-            * jnp.arange(1, len(y) + 1, dtype=y.dtype)[
-                (slice(None), *[None] * (y.ndim - 1))
-            ]
-        )
-        / y.size
-    )
+    """Each iteration counts for something else."""
+    each = jnp.arange(1, len(y) + 1, dtype=y.dtype)
+    each = each.reshape(-1, *[1] * (y.ndim - 1))
+    return jnp.sum(jnp.sin(y) * each) / max(y.size, 1)
 
 
 def arguments(length, n=N, dtype=jnp.float64):

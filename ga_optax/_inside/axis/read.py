@@ -258,7 +258,10 @@ def _not_done(equation: core.JaxprEqn, axis: str) -> str:
     if name == "scan":
         length = equation.params["length"]
         name = f"a scan of {length} iterations"
-        todo = f"Unroll those that communicate; up to {LONGEST} are unrolled for you."
+        todo = (
+            "Each iteration needs what it gave the one before, so they would be "
+            f"unrolled, up to {LONGEST} of them. Unroll them, or carry nothing of it."
+        )
     elif name.startswith("custom_"):
         todo = "Take the collective out of the function with the rule."
     elif references.is_group(equation):
