@@ -194,7 +194,7 @@ def _value_of(node: Any) -> Any:
 
 def _warn(call: Call, trace: Trace) -> bool:
     """Warns if something is computed whole that is larger than a micro-batch's step."""
-    step = _numbers(trace.closed.jaxpr) // num_parts(call)
+    step = sum(map(ir.computed, trace.closed.jaxpr.eqns)) // num_parts(call)
     large = [note for note in trace.part.whole if note.size > step]
     if large:
         note = max(large, key=lambda note: note.size)
@@ -207,16 +207,6 @@ def _warn(call: Call, trace: Trace) -> bool:
             stacklevel=4,
         )
     return bool(large)
-
-
-def _numbers(jaxpr: Any) -> int:
-    """How many numbers a program computes on its way."""
-    total = 0
-    for e in jaxpr.eqns:
-        inside = sum(map(_numbers, ir.inner_programs(e)))
-        own = sum(ir.numbers(x.aval.shape) for x in e.outvars)
-        total += ir.times(e) * inside or own
-    return total
 
 
 def num_parts(call: Call) -> int:

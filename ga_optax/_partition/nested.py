@@ -27,7 +27,7 @@ from ga_optax._partition.values import (
     local_shape,
 )
 from ga_optax._partition.writer import Writer
-from ga_optax._passes import ir
+from ga_optax._passes import feedback, ir
 
 Results = list[Result] | None
 
@@ -159,12 +159,15 @@ def scan(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     _, _, slices = how.split(vs)
     if any(v.dim == 0 for v in slices):
         return _scan_over_rows(w, e, vs, how)
-    if ir.times(e) > w.axis.longest:
-        with apart(w):
-            return _scan_of_rows(w, e, vs, how, True)
-    if (out := _scan_of_rows(w, e, vs, how, True)) is not None:
-        return out
-    return _scan_of_rows(w, e, vs, how, False)
+    notes = len(w.notes)
+    for waits in (True, False):
+        if (out := _scan_of_rows(w, e, vs, how, waits)) is not None:
+            return out
+        del w.notes[notes:]
+    with w.may_fail(e) as found, apart(w):
+        found += _scan_of_rows(w, e, vs, how, True) or ()
+    name = f"scan of {how.length} iterations, in whose carry rows meet,"
+    return found or w.noted(name, e, vs)
 
 
 def _scan_of_rows(
@@ -181,11 +184,15 @@ def _scan_of_rows(
     body_of = [x.aval for x in how.body.jaxpr.invars]
     given = [*consts, *carry, *slices]
     level, params = w.level, any(v.params for v in vs)
+    before, after = [level] * len(consts), [level] * len(slices)
+    levels = [level] * len(carry)
     while True:
         wanted = [*(v.layout for v in consts), *layouts, *map(_inside, slices)]
         args = [
-            Value(None, aval, layout, level, v.params or params, v.smooth or params)
-            for v, aval, layout in zip(given, body_of, wanted, strict=True)
+            Value(None, aval, layout, its, v.params or params, v.smooth or params)
+            for v, aval, layout, its in zip(
+                given, body_of, wanted, [*before, *levels, *after], strict=True
+            )
         ]
         run = inner(w, how.body, args)
         joined = [_join(a, b) for a, b in zip(layouts, run.layouts, strict=False)]
@@ -193,14 +200,18 @@ def _scan_of_rows(
             joined = [WHOLE if x == PARTIAL else x for x in joined]
         if joined == layouts:
             break
-        layouts = joined
-    if waits and run.meets and PARTIAL in layouts:
-        return None
+        # A sum that waits is as late as what iterations add to it.
+        layouts, levels = joined, list(map(max, levels, run.levels))
     due = [*layouts, *run.layouts[how.num_carry :]]
     if not waits:
         due = [WHOLE if x == PARTIAL else x for x in due]
     if due != run.layouts:
         run = inner(w, how.body, args, due)
+    if run.meets:
+        # In an unrolled loop, sums that wait would be one more at each place of it.
+        longest = 0 if waits and PARTIAL in layouts else w.axis.longest
+        if not _comes_apart(w, run, how, longest):
+            return None
     start = [
         _strong(w.to(v, layout), v) for v, layout in zip(carry, layouts, strict=True)
     ]
@@ -210,6 +221,17 @@ def _scan_of_rows(
     w.level = max([level, *run.levels])
     stacked = [_outside(x) for x in due[how.num_carry :]]
     return list(zip(out, [*layouts, *stacked], strict=True))
+
+
+def _comes_apart(w: Writer, run: Inner, how: ir.Scan, longest: int) -> bool:
+    """Whether rows meet only on the side of loops that are longer than that."""
+    body = ir.Program(run.closed.jaxpr, run.closed.consts)
+    here = how._replace(body=body, num_consts=how.num_consts + 1)  # the index
+
+    def meets(e: core.JaxprEqn) -> bool:
+        return ir.mentions(e, w.axis.name)
+
+    return feedback.comes_apart(here, meets, longest)
 
 
 def _inside(v: Value) -> Layout:

@@ -50,7 +50,7 @@ class Note(NamedTuple):
 
     name: str
     line: str
-    size: int  # numbers of its results, or of what it reads of all rows
+    size: int  # numbers that it computes, or reads of all rows
 
 
 @dataclasses.dataclass
@@ -336,14 +336,20 @@ class Writer:
         del self.notes[notes:]
         if all(v.is_whole for v in vs):
             return self.all_whole(e, vs)
-        made = sum(ir.numbers(getattr(x.aval, "shape", (0,))) for x in e.outvars)
+        return self.noted(None, e, vs)
+
+    def noted(
+        self, name: str | None, e: core.JaxprEqn, vs: list[Value]
+    ) -> list[Result]:
+        """The results of an equation, computed whole, which is said under a name."""
         read = sum(ir.numbers(v.shape) for v in vs if v.rows)
-        self.note(e, max(made, read))
+        self.note(e, max(ir.computed(e), read), name)
         return self.all_whole(e, vs)
 
-    def note(self, e: core.JaxprEqn, size: int) -> None:
+    def note(self, e: core.JaxprEqn, size: int, name: str | None = None) -> None:
         """Notes that an equation is computed whole."""
-        name = "new_ref" if references.is_group(e) else ir.name_of(e)
+        if name is None:
+            name = "new_ref" if references.is_group(e) else ir.name_of(e)
         names = source_info_util.current_name_stack()
         self.notes.append(Note(name, places.place_of(e.source_info, names), size))
 

@@ -25,7 +25,7 @@ programs, and the names of their parameters, which change between versions of JA
     as_call                    an equation as a jitted function of its own
     traced                     equations that compute what a Python function does
     name_of                    what an equation does, in a word for people
-    numbers                    how large an array is, about, if its sizes are open
+    numbers, computed          how large an array is, and all that an equation computes
     as_of                      has what is traced name the line of an equation
 """
 
@@ -103,6 +103,13 @@ def numbers(shape: Iterable[Any]) -> int:
 def times(equation: core.JaxprEqn) -> int:
     """How often what is inside an equation runs, to compare: once, unless it scans."""
     return numbers([scan_of(equation).length]) if kind(equation) == "scan" else 1
+
+
+def computed(equation: core.JaxprEqn) -> int:
+    """How many numbers an equation computes on its way, in all iterations of a loop."""
+    inside = sum(computed(e) for p in inner_programs(equation) for e in p.eqns)
+    made = sum(numbers(getattr(x.aval, "shape", (0,))) for x in equation.outvars)
+    return times(equation) * inside or made
 
 
 def name_of(equation: core.JaxprEqn) -> str:

@@ -3,19 +3,21 @@
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.extend import core
 
 from ga_optax._devices import collectives
+from ga_optax._inside.axis import stages
 from ga_optax._inside.axis.rules import RULES, is_collective
-from ga_optax._passes import ir, places, references
+from ga_optax._passes import feedback, ir, places, references
 from ga_optax._passes.ir import bind, is_mark, variables
 
-# A scan of more iterations than this with a collective in it is an error: each would
-# be a level of its own, which costs a pass over the window and compile time.
+# A scan of more iterations than this is an error if a collective in it depends on its
+# own results: each would be a level of its own, which costs a pass over the window and
+# compile time.
 LONGEST = 32
 
 
@@ -25,21 +27,41 @@ def mentions(equation: core.JaxprEqn, axis: str) -> bool:
     return marked or ir.mentions(equation, axis)
 
 
+class Opening(NamedTuple):
+    """How a program is put in the open.
+
+    Attributes:
+      axis: the name of the axis.
+      loops: for the body of a scan, the levels there of the arguments of the loops
+        inside, by their ids; else None. Each equation of a checkpoint then has one of
+        its own, for what is in one checkpoint may be of several stages.
+    """
+
+    axis: str
+    loops: dict[int, list[int]] | None = None
+
+
 def flat(
-    jaxpr: core.Jaxpr, args: Sequence[Any], axis: str, size: int
+    jaxpr: core.Jaxpr,
+    args: Sequence[Any],
+    axis: str,
+    size: int,
+    loops: dict[int, list[int]] | None = None,
 ) -> tuple[core.Jaxpr, Sequence[Any]]:
     """The same program in one list of equations, and the values of its constants.
 
     Args:
       jaxpr: the program.
-      args: values for its constants and its arguments.
+      args: values for its constants and its arguments, or their types.
       axis: the name of the axis.
       size: its size.
+      loops: see `Opening`.
     """
     count = len(jaxpr.constvars)
+    opening = Opening(axis, loops)
 
     def run(*args: Any) -> list[Any]:
-        return _opened(ir.Program(jaxpr, args[:count]), args[count:], axis)
+        return _opened(ir.Program(jaxpr, args[:count]), args[count:], opening)
 
     closed: Any = jax.make_jaxpr(run, axis_env=[(axis, size)])(*args)
     return closed.jaxpr, closed.consts
@@ -69,7 +91,7 @@ def without_collectives(closed: Any, args: Sequence[Any], axis: str, size: int) 
 
 
 def _opened(
-    program: ir.Program, args: Sequence[Any], axis: str, around: Any = None
+    program: ir.Program, args: Sequence[Any], opening: Opening, around: Any = None
 ) -> list[Any]:
     """The results of a program, with what is inside its equations in the open.
 
@@ -80,9 +102,9 @@ def _opened(
         placed = places.placed(equation, around)
         if ir.kind(equation) == "call" and not references.is_group(equation):
             [inner] = ir.inner(equation)
-            return _opened(inner, values, axis, placed.source_info)
-        if mentions(equation, axis):
-            return _open(equation, values, axis)
+            return _opened(inner, values, opening, placed.source_info)
+        if mentions(equation, opening.axis):
+            return _open(equation, values, opening)
         if placed is equation:
             return None
         return bind(program.jaxpr, [placed], placed.invars, placed.outvars, values)
@@ -92,9 +114,9 @@ def _opened(
 
 
 def _open(
-    equation: core.JaxprEqn, values: list[Any], axis: str
+    equation: core.JaxprEqn, values: list[Any], opening: Opening
 ) -> Sequence[Any] | None:
-    name, kind = equation.primitive.name, ir.kind(equation)
+    axis, kind, name = opening.axis, ir.kind(equation), equation.primitive.name
     if name in (*RULES, "axis_index") or is_mark(equation, axis):
         _check_collective(equation, axis)
         if dimensions := [x for x in ir.axes_of(equation) if isinstance(x, int)]:
@@ -102,9 +124,11 @@ def _open(
             return [collective(reduce(x, dimensions), axis) for x in values]
         return None
     if kind == "checkpoint":
-        return _checkpointed(equation, values, axis)
-    if kind == "scan" and ir.times(equation) <= LONGEST:
-        return _unrolled(ir.scan_of(equation), equation.outvars, values, axis)
+        if opening.loops is None:
+            return _checkpointed(equation, values, axis)
+        return _singly(equation, values, opening)
+    if kind == "scan":
+        return _staged(equation, values, opening)
     raise NotImplementedError(_not_done(equation, axis))
 
 
@@ -152,31 +176,46 @@ def _checkpointed(equation: core.JaxprEqn, values: list[Any], axis: str) -> list
     return [_value(x, env) for x in program.outvars]
 
 
-def _unrolled(
-    scan: ir.Scan, results: Sequence[Any], values: list[Any], axis: str
-) -> list[Any]:
-    """The iterations of a scan, one after the other."""
-    consts, carry, slices = scan.split(values)
-    slices, stacked = list(map(_along_axis_0, slices)), []
-    order = range(scan.length)
-    for i in reversed(order) if scan.reverse else order:
-        args = [*consts, *carry, *(x[i] for x in slices)]
-        out = _opened(scan.body, args, axis)
-        carry = out[: scan.num_carry]
-        stacked.append(out[scan.num_carry :])
-    if scan.reverse:
-        stacked.reverse()
-    if not stacked:
-        made = results[scan.num_carry :]
+def _singly(equation: core.JaxprEqn, values: list[Any], opening: Opening) -> list[Any]:
+    """A `jax.checkpoint` of each equation, which the stages of a scan put together."""
+    [(inside, inner_consts)] = ir.inner(equation)
+    values, (axis, loops) = [*inner_consts, *values], opening
+    size = jax.lax.psum(1, axis)
+    program = ir.Program(*flat(inside, values, axis, size, loops))
+
+    def rule(e: core.JaxprEqn, values: list[Any]) -> list[Any] | None:
+        if mentions(e, axis):
+            return None
+        one = stages.single(equation, program.jaxpr, e)
+        return bind(program.jaxpr, [one], e.invars, one.outvars, values)
+
+    return ir.evaluate(program, values, rule)
+
+
+def _staged(equation: core.JaxprEqn, values: list[Any], opening: Opening) -> list[Any]:
+    """A scan as scans without collectives, and these between them."""
+    how, axis = ir.scan_of(equation), opening.axis
+    if not how.length:
+        _, carry, _ = how.split(values)
+        made = equation.outvars[how.num_carry :]
         return [*carry, *(collectives.zeros(x.aval) for x in made)]
-    return [*carry, *(jnp.stack(xs) for xs in zip(*stacked, strict=True))]
 
+    def marks(e: core.JaxprEqn) -> bool:
+        return is_mark(e, axis)
 
-def _along_axis_0(x: jax.Array) -> list[jax.Array]:
-    if not jnp.issubdtype(x.dtype, jnp.inexact):
-        return list(x)
-    # A split, whose gradient is one concatenation, and not a sum of padded slices.
-    return [part.squeeze(0) for part in jax.lax.split(x, [1] * len(x))]
+    def meets(e: core.JaxprEqn) -> bool:
+        return e.primitive.name != "axis_index" and ir.mentions(e, axis)
+
+    loops = feedback.inside(how, meets) if opening.loops is None else opening.loops
+    (body, consts), size = how.body, jax.lax.psum(1, axis)
+    types = [*map(jax.typeof, consts), *(x.aval for x in body.invars)]
+    program = ir.Program(*flat(body, types, axis, size, loops))
+    how = how._replace(body=program, num_consts=len(consts) + how.num_consts)
+    start = loops.get(id(equation), [0] * len(body.invars))
+    by_stage = stages.Stages(how, meets, marks, [*[0] * len(consts), *start])
+    if by_stage.unrolled and how.length > LONGEST:
+        raise NotImplementedError(_not_done(equation, axis))
+    return by_stage([*consts, *values])
 
 
 def _value(x: Any, env: dict[Any, Any]) -> Any:
@@ -214,7 +253,10 @@ def _not_done(equation: core.JaxprEqn, axis: str) -> str:
     if name == "scan":
         length = equation.params["length"]
         name = f"a scan of {length} iterations"
-        todo = f"Unroll those that communicate; up to {LONGEST} are unrolled for you."
+        todo = (
+            "Each iteration needs what it gave the one before, so they would be "
+            f"unrolled, up to {LONGEST} of them. Unroll them, or carry nothing of it."
+        )
     elif name.startswith("custom_"):
         todo = "Take the collective out of the function with the rule."
     elif references.is_group(equation):

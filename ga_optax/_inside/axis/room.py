@@ -14,9 +14,10 @@ As `jax.checkpoint` over layers: about √L borders stay, and about √L are fil
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from jax.extend import core
 
 from ga_optax._inside.axis import cost, kept
 from ga_optax._inside.axis.counts import Counter
@@ -34,6 +35,7 @@ class Life(NamedTuple):
       of_cotangent: what its cotangent takes.
       made: the level that fills it.
       last: the last level that reads it.
+      times: of how many iterations of a loop it is the stack.
     """
 
     number: int
@@ -41,6 +43,7 @@ class Life(NamedTuple):
     of_cotangent: int
     made: int
     last: int
+    times: int = 1
 
 
 def planned(
@@ -71,7 +74,9 @@ def planned(
     full.peak = peak(lives, (), full.end)
     most = of_step() - largest_step(full) if limit is None else limit
     best = _segments(lives, full.end, most)
-    if limit is None or peak(lives, best, full.end) <= most:
+    # Segments make less of all but the stacks of loops: these stay or run again.
+    bounded = limit is not None or any(x.times > 1 for x in lives)
+    if not bounded or peak(lives, best, full.end) <= most:
         return _dropping(full, lives, best)
     return dataclasses.replace(_less(marked, num_microbatches, most), full=full)
 
@@ -95,7 +100,16 @@ def _lives(schedule: Schedule, num_microbatches: int) -> Iterator[Life]:
             by = ir.made_by(schedule.jaxpr, x)
             marked = by is not None and is_mark(by, axis)
             end = schedule.end if marked else last.get(i, made)
-            yield Life(i, nbytes, wide * buffer.has_cotangent, made, end)
+            times = 1 if by is None else _times(by, x)
+            yield Life(i, nbytes, wide * buffer.has_cotangent, made, end, times)
+
+
+def _times(by: core.JaxprEqn, x: Any) -> int:
+    """Of how many iterations a value is the stack, if a loop made it."""
+    if ir.kind(by) != "scan":
+        return 1
+    how = ir.scan_of(by)
+    return 1 if x in by.outvars[: how.num_carry] else how.length
 
 
 def _dropping(

@@ -8,7 +8,7 @@ from ga_optax._checks import named_leaves
 from ga_optax._inside.axis import after, cost, forward, room
 from ga_optax._inside.axis.backward import Backward, Task
 from ga_optax._inside.axis.report import report
-from ga_optax._inside.axis.schedule import Schedule
+from ga_optax._inside.axis.schedule import Schedule, differing
 from ga_optax._inside.axis.shared import share
 from ga_optax._inside.axis.values import Arrays, Values, is_inexact
 from ga_optax._inside.call import Call
@@ -119,9 +119,10 @@ def _check_auto(call: Call, program: Program, schedule: Schedule) -> None:
     aux = schedule.jaxpr.outvars[-tree.num_leaves :] if tree.num_leaves else []
     of_leaves = jax.tree.broadcast(call.options.aux, tree.unflatten(aux))
     gathered = following(schedule.jaxpr, schedule.views)
+    differ = differing(schedule)
     leaves = zip(jax.tree.leaves(of_leaves), program.modes[1:], aux, strict=True)
     for i, (asked, mode, x) in enumerate(leaves):
-        shared = is_variable(x) and x in gathered and not schedule.fact(x).own
+        shared = is_variable(x) and x in gathered and x not in differ
         if asked == "auto" and mode in ("sum", "concat") and shared:
             name, _ = named_leaves(tree.unflatten(range(tree.num_leaves)))[i]
             raise ValueError(

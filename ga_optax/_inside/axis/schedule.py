@@ -12,6 +12,7 @@ from jax.extend import core
 from ga_optax._inside.axis.rules import RULES, Evaluate, is_collective, own_part, whole
 from ga_optax._inside.options import option_of
 from ga_optax._passes import ir
+from ga_optax._passes.feedback import depending
 from ga_optax._passes.ir import variables
 
 
@@ -76,6 +77,23 @@ def _facts(jaxpr: core.Jaxpr, axis: str, start: dict[Any, Fact]) -> dict[Any, Fa
             rigid = name == "stop_gradient" or not jnp.issubdtype(dtype, jnp.inexact)
             facts[out] = fact._replace(smooth=fact.smooth and not rigid)
     return facts
+
+
+def differing(schedule: "Schedule") -> set[Any]:
+    """What may differ between micro-batches, if each result of a loop is asked alone.
+
+    Facts are of equations: what a loop returns is computed where all of it can be.
+    """
+    jaxpr, axis = schedule.jaxpr, schedule.axis
+    found = {x for x in schedule.given if schedule.facts[x].own}
+    for e in jaxpr.eqns:
+        if is_collective(e, axis):
+            found.update(e.outvars if RULES[e.primitive.name][2] else ())
+        elif ir.kind(e) == "scan":
+            found |= depending(e, found)
+        elif not found.isdisjoint(variables(e.invars)):
+            found.update(e.outvars)
+    return found
 
 
 def _reached(jaxpr: core.Jaxpr, facts: dict[Any, Fact]) -> set[Any]:

@@ -1,0 +1,207 @@
+"""What the body of a scan computes from its own results of earlier iterations.
+
+    node   an argument, an equation of the body, or a place of its carry
+    reads  what it is computed of; a place of the carry also reads what the iteration
+           before put there
+    ring   nodes that all depend on each other: a strongly connected component, found
+           as Kosaraju and Sharir did (Sharir, 1981)
+    level  how many equations that count are on the longest way to a node; a ring with
+           some counts as one
+
+What is on no ring can leave the loop: in all iterations it is one computation, on the
+stacks of what it reads.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from jax.extend import core
+
+from ga_optax._passes import ir
+
+Test = Callable[[core.JaxprEqn], bool]
+_Places = list[int | None]  # the nodes of values, by number; None for literals
+
+
+class Node(NamedTuple):
+    """One of a graph.
+
+    Attributes:
+      reads: the nodes that it is computed of, by number.
+      equation: for equations alone.
+      length: for places of a carry, how often the loop runs; 0 for others.
+      start: for arguments, their level.
+    """
+
+    reads: list[int]
+    equation: core.JaxprEqn | None = None
+    length: int = 0
+    start: int = 0
+
+
+class Ring(NamedTuple):
+    """Nodes that depend on each other, or one that may not.
+
+    Attributes:
+      members: the nodes, by number.
+      closed: whether they depend on themselves.
+      counted: the equations among them that count.
+      level: see above.
+    """
+
+    members: list[int]
+    closed: bool
+    counted: list[core.JaxprEqn]
+    level: int
+
+
+class Graph(NamedTuple):
+    """The nodes of a scan.
+
+    Attributes:
+      nodes: all of them; its arguments come first, and then the places of its carry.
+      loops: those of the arguments of each loop inside, by the loop's id.
+    """
+
+    nodes: list[Node]
+    loops: dict[int, _Places]
+
+    def rings(self, counts: Test) -> Iterator[Ring]:
+        """All nodes, in rings, each after what it reads; and which equations count."""
+        levels: dict[int, int] = {}
+        for members in _components([node.reads for node in self.nodes]):
+            nodes = [self.nodes[i] for i in members]
+            read = {j for node in nodes for j in node.reads}
+            closed = not read.isdisjoint(members)
+            counted = [x.equation for x in nodes if x.equation and counts(x.equation)]
+            before = [levels[j] for j in read if j in levels]
+            level = max([*before, *(node.start for node in nodes)]) + bool(counted)
+            levels.update(dict.fromkeys(members, level))
+            yield Ring(members, closed, counted, level)
+
+
+def graph(how: ir.Scan, opens: Test, start: Sequence[int] | None = None) -> Graph:
+    """The graph of a scan.
+
+    Args:
+      how: the scan.
+      opens: whether an equation is opened, and what is in it counts by itself.
+      start: the levels of its arguments.
+    """
+    arguments = [Node([], start=x) for x in start or [0] * len(how.body.jaxpr.invars)]
+    found = Graph(arguments, {})
+    _loop(found, how, list(range(len(arguments))), opens)
+    return found
+
+
+def inside(how: ir.Scan, counts: Test) -> dict[int, list[int]]:
+    """The levels of the arguments of each loop with equations that count, by its id."""
+    found = graph(how, counts)
+    levels = {i: ring.level for ring in found.rings(counts) for i in ring.members}
+    return {
+        loop: [0 if x is None else levels[x] for x in places]
+        for loop, places in found.loops.items()
+    }
+
+
+def comes_apart(how: ir.Scan, counts: Test, longest: int) -> bool:
+    """Whether no equation that counts depends on itself in a loop longer than that."""
+    found = graph(how, counts)
+    return not any(
+        ring.counted and any(found.nodes[i].length > longest for i in ring.members)
+        for ring in found.rings(counts)
+    )
+
+
+def depending(equation: core.JaxprEqn, start: set[Any]) -> set[Any]:
+    """The results of a scan that depend on some of its arguments."""
+    how, body = ir.scan_of(equation), ir.scan_of(equation).body.jaxpr
+    pairs = zip(body.invars, equation.invars, strict=True)
+    found = {x for x, given in pairs if ir.is_variable(given) and given in start}
+    _, carry, _ = how.split(body.invars)
+    while True:
+        after = ir.following(body, found)
+        back = zip(carry, body.outvars, strict=False)
+        new = {x for x, out in back if ir.is_variable(out) and out in after}
+        if new <= found:
+            break
+        found |= new
+    results = zip(equation.outvars, body.outvars, strict=True)
+    return {x for x, out in results if ir.is_variable(out) and out in after}
+
+
+# -- Nodes -----------------------------------------------------------------------------
+
+
+def _loop(found: Graph, how: ir.Scan, given: _Places, opens: Test) -> _Places:
+    """The nodes of the results of a scan."""
+    nodes = found.nodes
+    consts, carry, slices = how.split(given)
+    places = range(len(nodes), len(nodes) + len(carry))
+    nodes.extend(Node(_some([x]), length=how.length) for x in carry)
+    args = [*consts, *places, *slices]
+    out = _program(found, how.body.jaxpr, args, opens)
+    for place, x in zip(places, out, strict=False):
+        nodes[place].reads.extend(_some([x]))
+    return [*places, *out[len(places) :]]
+
+
+def _program(found: Graph, jaxpr: core.Jaxpr, given: _Places, opens: Test) -> _Places:
+    """The nodes of the results of a program."""
+    env: dict[Any, int | None] = dict(zip(jaxpr.invars, given, strict=True))
+
+    def places(atoms: Sequence[Any]) -> _Places:
+        return [env.get(x) if ir.is_variable(x) else None for x in atoms]
+
+    for e in jaxpr.eqns:
+        read, is_open = places(e.invars), opens(e)
+        if is_open and ir.is_inline(e):
+            [inner] = ir.inner_programs(e)
+            out = _program(found, inner, read, opens)
+        elif is_open and ir.kind(e) == "scan":
+            found.loops[id(e)] = read
+            out = _loop(found, ir.scan_of(e), read, opens)
+        else:
+            found.nodes.append(Node(_some(read), e))
+            out = [len(found.nodes) - 1] * len(e.outvars)
+        env.update(zip(e.outvars, out, strict=True))
+    return places(jaxpr.outvars)
+
+
+def _some(places: _Places) -> list[int]:
+    return [x for x in places if x is not None]
+
+
+# -- Components ------------------------------------------------------------------------
+
+
+def _components(reads: Sequence[Sequence[int]]) -> Iterator[list[int]]:
+    """The strongly connected ones of a graph, each after those that it reads."""
+    readers: list[list[int]] = [[] for _ in reads]
+    for i, read in enumerate(reads):
+        for j in read:
+            readers[j].append(i)
+    found: set[int] = set()
+    order = [i for root in range(len(reads)) for i in _from(root, readers, found)]
+    found = set()
+    for root in reversed(order):
+        if members := _from(root, reads, found):
+            yield members
+
+
+def _from(root: int, edges: Sequence[Sequence[int]], found: set[int]) -> list[int]:
+    """What a node leads to and is not found yet, each after what it leads to."""
+    if root in found:
+        return []
+    found.add(root)
+    order, work = [], [(root, iter(edges[root]))]
+    while work:
+        node, rest = work[-1]
+        new = next((x for x in rest if x not in found), None)
+        if new is None:
+            order.append(node)
+            work.pop()
+        else:
+            found.add(new)
+            work.append((new, iter(edges[new])))
+    return order

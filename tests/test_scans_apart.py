@@ -1,0 +1,288 @@
+"""Scans in whose bodies rows meet on the side: they stay scans, of any length."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+import whole_scans
+from helpers import temporaries
+from whole_scans import (
+    BODIES,
+    BOUND,
+    ON_THE_SIDE,
+    How,
+    K,
+    arguments,
+    decoder,
+    loss_of,
+    nothing,
+    off,
+    spread,
+)
+
+import ga_optax as ga
+from ga_optax._inside.axis import schedule, stages
+
+pytestmark = [
+    pytest.mark.usefixtures("optax_promotion", "fast_compilation"),
+    pytest.mark.filterwarnings("ignore:With whole_batch=True"),
+]
+ROWS = "rows"
+by_name = functools.partial(pytest.mark.parametrize, ids=lambda x: x.__name__)
+
+
+def off_by(body, how=How(), k=3, n=whole_scans.N, **options):  # noqa: B008
+    with jax.enable_x64(True):
+        return off(loss_of(body, how), arguments(how.length, n), k, **options)
+
+
+# -- Values and gradients --------------------------------------------------------------
+
+
+@pytest.mark.grid(3, 8)
+@pytest.mark.parametrize("how", [How(3, *x) for x in [(0, 0), (0, 1), (1, 0), (1, 1)]])
+@by_name("body", BODIES)
+def test_a_scan_has_the_value_and_gradients_of_the_whole_batch(body, how):
+    assert off_by(body, how) < BOUND
+
+
+@pytest.mark.grid(1, 3)
+@pytest.mark.parametrize("k", [2, 3, 6])
+@by_name("body", BODIES)
+def test_so_it_has_with_any_number_of_micro_batches(body, k):
+    assert off_by(body, How(2, remat=True), k) < BOUND
+
+
+@pytest.mark.grid(1, 3)
+@pytest.mark.parametrize("length", [0, 1, 6, 33, 48])
+@by_name("body", BODIES)
+def test_so_it_has_at_any_length(body, length):
+    assert off_by(body, How(length, remat=True), n=4, k=2) < 10 * BOUND
+
+
+@pytest.mark.grid(1, 2)
+@by_name("body", ON_THE_SIDE)
+def test_in_float32_it_is_as_close_as_rounding_is(body):
+    # Of some hundred terms, which are at most a hundred times the result.
+    bound = 1e4 * float(jnp.finfo(jnp.float32).eps)
+    loss, args = loss_of(body), arguments(3, dtype=jnp.float32)
+    assert off(loss, args, 3) < bound
+
+
+@pytest.mark.grid(2, 6)
+@pytest.mark.parametrize("seed", range(36))
+def test_so_have_random_bodies(seed):
+    assert whole_scans.check(seed) < BOUND
+
+
+def another_iteration(monkeypatch):
+    stacked = stages.Stages._stacked
+    roll = lambda *args: jnp.roll(stacked(*args), 1, 0)  # noqa: E731
+    monkeypatch.setattr(stages.Stages, "_stacked", roll)
+
+
+def always_forwards(monkeypatch):
+    scanned = stages._scanned
+    monkeypatch.setattr(
+        stages,
+        "_scanned",
+        lambda how, *rest: scanned(how._replace(reverse=False), *rest),
+    )
+
+
+def without_marks(monkeypatch):
+    monkeypatch.setattr(stages.Stages, "_marked", lambda self, equations, out: out)
+
+
+@pytest.mark.parametrize(
+    ("body", "how", "wrong"),
+    [
+        (whole_scans.logged, How(), another_iteration),
+        (whole_scans.carried, How(reverse=True), always_forwards),
+    ],
+)
+def test_the_comparison_sees_what_is_wrong(body, how, wrong, monkeypatch):
+    """The twin."""
+    wrong(monkeypatch)
+    assert off_by(body, how) > 1e-6
+
+
+def test_a_rule_in_a_loop_sees_all_of_its_cotangent_if_nothing_is_to_be_kept(
+    monkeypatch,
+):
+    assert off_by(whole_scans.with_rule, residual_bytes=0) < BOUND
+    without_marks(monkeypatch)
+    assert off_by(whole_scans.with_rule, residual_bytes=0) > 1e-6
+
+
+# -- What it costs ---------------------------------------------------------------------
+
+
+def step(loss, **options):
+    return jax.jit(ga.value_and_grad(loss, K, whole_batch=True, **options))
+
+
+def lines(layers):
+    loss, args = decoder(layers, nothing)
+    return len(step(loss).lower(*args).as_text().splitlines())
+
+
+def in_the_open(monkeypatch):
+    """Iterations stand one after the other."""
+    find = stages.Stages._find_levels
+
+    def found(self, graph):
+        find(self, graph)
+        self.unrolled.update(self.level.values())
+
+    monkeypatch.setattr(stages.Stages, "_find_levels", found)
+
+
+def test_a_program_has_as_many_lines_at_any_length(monkeypatch):
+    assert lines(48) == lines(6)
+    in_the_open(monkeypatch)
+    assert lines(6) > lines(3) + 300
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layers", [6, 32, 48])
+def test_it_takes_the_temporaries_of_plain_micro_batches(layers):
+    """1.05 to 1.08 of them: the rest is what the experts' shares are at all layers."""
+    loss, args = decoder(layers, nothing)
+    plain = temporaries(jax.jit(ga.value_and_grad(loss, K)), *args)
+    assert temporaries(step(loss), *args) < 1.1 * plain
+
+
+@pytest.mark.slow
+def test_it_does_not_if_its_iterations_stand_one_after_the_other(monkeypatch):
+    """The twin."""
+    in_the_open(monkeypatch)
+    loss, args = decoder(6, nothing)
+    plain = temporaries(jax.jit(ga.value_and_grad(loss, K)), *args)
+    assert temporaries(step(loss), *args) > 1.3 * plain
+
+
+def rows_of_all_layers(layers):
+    """The bytes of all rows between the layers of `decoder`."""
+    _, (_, tokens) = decoder(layers, spread)
+    rows, length = tokens.shape
+    return layers * rows * (length - 1) * whole_scans.WIDTH * 4
+
+
+def test_rows_of_all_layers_are_kept_if_a_step_takes_as_much_or_there_is_room():
+    loss, args = decoder(48, spread)
+    size = rows_of_all_layers(48)
+    found = ga.batch_dependencies(loss, K)(*args)
+    assert found.kept_bytes < size / 10
+    assert (found.forward_passes, found.backward_passes) == (5, 3)
+    room = ga.batch_dependencies(loss, K, residual_bytes=3 * size)(*args)
+    assert size < room.kept_bytes < 1.1 * size
+    assert (room.forward_passes, room.backward_passes) == (2, 1)
+
+
+@pytest.mark.slow
+def test_if_they_run_again_they_take_little():
+    loss, args = decoder(48, spread)
+    plain = temporaries(jax.jit(ga.value_and_grad(loss, K)), *args)
+    assert temporaries(step(loss), *args) < 1.45 * plain
+    room = step(loss, residual_bytes=3 * rows_of_all_layers(48))
+    assert temporaries(room, *args) > 5 * plain
+
+
+# -- What does not come apart ----------------------------------------------------------
+
+
+def whole(body, length):
+    with jax.enable_x64(True):
+        args = arguments(length)
+        return ga.batch_dependencies(loss_of(body, How(length)), 3)(*args).whole
+
+
+@by_name("body", [whole_scans.ring, whole_scans.ring_aside])
+def test_rows_that_meet_in_the_carry_are_computed_whole_in_a_long_scan(body):
+    assert whole(body, 32) == []
+    [(name, line, size)] = whole(body, 33)
+    assert name == "scan of 33 iterations, in whose carry rows meet,"
+    assert "whole_scans.py" in line
+    assert size > 33 * 2 * whole_scans.N * whole_scans.D  # it is not its results alone
+
+
+@by_name("body", [*ON_THE_SIDE, whole_scans.nested])
+def test_rows_that_meet_on_the_side_never_are(body):
+    assert whole(body, 33) == []
+
+
+def test_what_is_larger_than_a_step_is_said(recwarn):
+    loss = loss_of(whole_scans.ring, How(33))
+    args = arguments(33, dtype=jnp.float32)
+    jax.eval_shape(ga.value_and_grad(loss, 3, whole_batch=True), *args)
+    [text] = [str(w.message) for w in recwarn if "computed whole" in str(w.message)]
+    assert "scan of 33 iterations, in whose carry rows meet, at" in text
+
+
+def products(body, length):
+    """How many products are in the program."""
+    step = ga.value_and_grad(loss_of(body, How(length)), 3, whole_batch=True)
+    text = str(jax.make_jaxpr(step)(*arguments(length, dtype=jnp.float32)))
+    return text.count("dot_general")
+
+
+def test_what_comes_before_a_ring_stays_a_scan():
+    assert products(whole_scans.ring_aside, 5) == products(whole_scans.ring_aside, 3)
+    # The twin: rows that read what meets are part of the ring.
+    assert products(whole_scans.ring, 5) > products(whole_scans.ring, 3)
+
+
+# -- Collectives of the user's own -----------------------------------------------------
+
+
+def counted(p, x):
+    """A metric that all micro-batches share comes out of a loop with their own."""
+
+    def body(h, w):
+        h = jnp.tanh(h @ w)
+        count = 2 * jax.lax.psum((h > 0).sum(), ROWS)
+        return h, (count, (h * count).sum())
+
+    h, (counts, sums) = jax.lax.scan(body, x, p)
+    return (h**2).mean(), {"counts": counts.sum(), "sums": sums.sum()}
+
+
+def test_what_a_loop_returns_is_known_to_be_shared(monkeypatch):
+    step = ga.value_and_grad(counted, 3, axis_name=ROWS, has_aux=True)
+    args = jnp.ones((3, 3, 3)), jnp.ones((6, 3))
+    with pytest.raises(
+        ValueError, match=r"leaf \['counts'\] of the aux is a collective"
+    ):
+        jax.eval_shape(step, *args)
+    # The twin: all that a loop returns is as one of its arguments is.
+    monkeypatch.setattr(schedule, "depending", lambda e, start: set(e.outvars))
+    jax.eval_shape(step, *args)
+
+
+@pytest.mark.parametrize("length", [3, 40])
+def test_collectives_in_a_scan_are_those_of_a_vmapped_axis(length):
+    def loss(p, x):
+        @jax.checkpoint
+        def body(c, w):
+            h, a = c
+            h = jnp.tanh(h @ w)
+            m = jax.lax.pmean(h.mean(0), ROWS)
+            m = jax.ad_checkpoint.checkpoint_name(m, ROWS)
+            parts = jax.lax.all_gather(h.max(), ROWS) * jax.lax.axis_index(ROWS)
+            return (h, a + (m**2).sum()), jnp.sin(parts).sum()
+
+        (h, a), ys = jax.lax.scan(body, (x, 0.0), p)
+        return (h**2).mean() + a + ys.sum()
+
+    def due(p, x):
+        parts = x.reshape(3, -1, whole_scans.D)
+        return jax.vmap(lambda x: loss(p, x), axis_name=ROWS)(parts).mean()
+
+    with jax.enable_x64(True):
+        (p, x) = arguments(length)
+        want = jax.jit(jax.value_and_grad(due))(p["w"], x)
+        got = jax.jit(ga.value_and_grad(loss, 3, axis_name=ROWS))(p["w"], x)
+        pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+        assert all(jnp.allclose(a, b, rtol=BOUND, atol=BOUND) for a, b in pairs)

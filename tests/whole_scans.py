@@ -1,0 +1,314 @@
+"""Scans in whose bodies rows meet: by hand, and drawn at random.
+
+python tests/whole_scans.py 500    # as many random ones, and how far each is off
+"""
+
+import sys
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import ga_optax as ga
+
+N, D = 6, 3
+BOUND = 1e-10  # in float64: some hundred terms, conditioned no worse than 1e3
+
+
+# -- Bodies: of rows and a total, with a slice of matrices, and what else is given -----
+
+
+def carried(c, w, p):
+    h, a = c
+    h = jnp.tanh(h @ w)
+    return (h, 0.9 * a + h.mean(0) ** 2), ()
+
+
+def logged(c, w, p):
+    h, a = c
+    h = jnp.tanh(h @ w)
+    z = jax.nn.logsumexp(h, 1)
+    return (h, a + (z**2).mean()), (jnp.sqrt((h**2).sum()), h[:, 0] ** 2)
+
+
+def shares(c, w, p):
+    """A balance term: shares of the rows, which have no gradient, times mean gates."""
+    h, a = c
+    h = jnp.tanh(h @ w)
+    gates = jax.nn.softmax(h)
+    top = jax.nn.one_hot(gates.argmax(-1), D)
+    return (h, a), (top.mean(0) * gates.mean(0)).sum()
+
+
+def centred(c, w, p):
+    h, a = c
+    h = jnp.tanh(h @ w)
+    late = h - h.mean(0)
+    return (h, a + jnp.sqrt((late**2).mean())), (late**3).mean(0)
+
+
+def wide(c, w, p):
+    h, a = c
+    t = jnp.tanh(jnp.concatenate([h @ w] * 4, 1))
+    return (jnp.tanh(t[:, :D]), a + ((t - t.mean(0)) ** 4).mean()), ()
+
+
+def highest(c, w, p):
+    h, a = c
+    h = jnp.tanh(h @ w)
+    return (h, a + jnp.where(h == h.max(0), h, 0).sum(0)), h.max(0)
+
+
+def running(c, w, p):
+    """An extremum that is carried, and has no gradient."""
+    h, a = c
+    h = jnp.tanh(h @ w)
+    top = jax.lax.stop_gradient(jnp.maximum(a, h.max(0)))
+    return (h, top), jnp.log(jnp.exp(h - top).sum(0))
+
+
+def fixed(c, w, p):
+    """What meets is the same in all iterations, or what came before them."""
+    h, a = c
+    return (jnp.tanh(h @ w), (h**2).mean(0)), (a, w, 3.0, (p["x"] ** 2).mean(0) * a)
+
+
+def ring_aside(c, w, p):
+    """What meets is carried and read again, but not by rows that are carried."""
+    h, a = c
+    h = jnp.tanh(h @ w)
+    new = jnp.sin(a + (h * a).mean(0) ** 2)
+    return (h, new), (new * a, jnp.log1p((h**2).sum()))
+
+
+def ring(c, w, p):
+    h, a = c
+    h = jnp.tanh((h - h.mean(0)) @ w)
+    return (h, a + jnp.sqrt((h**2).mean())), h.mean() ** 2
+
+
+def nested(c, w, p):
+    """In the loop inside, one carry is late, and nothing in there says so."""
+
+    def body(c, v):
+        h, a = c
+        h = jnp.tanh(h @ w + v)
+        return (h, 0.9 * a), h.mean(0) ** 2
+
+    (h, a), ys = jax.lax.scan(jax.checkpoint(body), c, jnp.arange(2.0))
+    return (h, a + ys.sum(0)), a
+
+
+def nested_ring(c, w, p):
+    h, a = c
+
+    def body(c, v):
+        c = jnp.tanh(c * v + (h * c).mean(0) ** 2)
+        return c, c
+
+    b, ys = jax.lax.scan(body, jnp.ones(D), jnp.arange(2.0))
+    return (jnp.tanh(h @ w), a + b), ys
+
+
+@jax.custom_vjp
+def clipped(x):
+    return x
+
+
+clipped.defvjp(lambda x: (x, None), lambda _, ct: (jnp.clip(ct, -0.01, 0.01),))
+
+
+def with_rule(c, w, p):
+    """A rule that is not linear: it must see all of its cotangent at once."""
+    h, a = c
+    h = clipped(jnp.tanh(h @ w))
+    return (h, a + jnp.sqrt((h**2).mean())), ((h - h.mean(0)) ** 4).mean()
+
+
+ON_THE_SIDE = (carried, logged, shares, centred, wide, highest, running, fixed)
+RINGS = (ring_aside, ring, nested_ring)
+BODIES = (*ON_THE_SIDE, nested, with_rule, *RINGS)
+
+
+class How(NamedTuple):
+    """How a body is scanned."""
+
+    length: int = 3
+    remat: bool = False
+    reverse: bool = False
+
+
+def loss_of(body, how=How()):  # noqa: B008
+    """A loss that reads all that a scan returns."""
+
+    def loss(p, x):
+        def step(c, w):
+            return body(c, w, {"x": x})
+
+        h = jnp.tanh(x @ p["i"])
+        step = jax.checkpoint(step) if how.remat else step
+        start = h, jnp.full(D, 0.5, h.dtype)
+        (h, a), ys = jax.lax.scan(step, start, p["w"], reverse=how.reverse)
+        return (
+            (h**2).mean() + jnp.sin(a).sum() + sum(map(_weighed, jax.tree.leaves(ys)))
+        )
+
+    return loss
+
+
+def _weighed(y):
+    """Each iteration counts for something else."""
+    each = jnp.arange(1, len(y) + 1, dtype=y.dtype)
+    each = each.reshape(-1, *[1] * (y.ndim - 1))
+    return jnp.sum(jnp.sin(y) * each) / max(y.size, 1)
+
+
+def arguments(length, n=N, dtype=jnp.float64):
+    rng = np.random.default_rng(length)
+    w = rng.normal(size=(length, D, D))
+    p = {"i": rng.normal(size=(D, D)), "w": w}
+    return jax.tree.map(lambda x: jnp.asarray(x, dtype), (p, rng.normal(size=(n, D))))
+
+
+def off(loss, args, k, **options):
+    """How far value and gradients are off, of the largest number of a leaf."""
+    want = jax.jit(jax.value_and_grad(loss))(*args)
+    got = jax.jit(ga.value_and_grad(loss, k, whole_batch=True, **options))(*args)
+    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+    each = [jnp.abs(x - y).max() / (jnp.abs(y).max() + 1e-3) for x, y in pairs]
+    return max(float(x) if jnp.isfinite(x) else float("inf") for x in each)
+
+
+# -- A decoder whose layers have experts -----------------------------------------------
+
+K, BATCH, WIDTH, EXPERTS, WORDS = 8, 32, 64, 4, 256
+
+
+def decoder(layers, aside, width=WIDTH, length=32):
+    """Its loss, with what `aside(rows)` says of each layer, and types of arguments."""
+    array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
+    shapes = {
+        "qkv": array(layers, width, 3 * width),
+        "o": array(layers, width, width),
+        "router": array(layers, width, EXPERTS),
+        "up": array(layers, EXPERTS, width, 2 * width),
+        "down": array(layers, EXPERTS, 2 * width, width),
+    }
+
+    @jax.checkpoint
+    def body(c, p):
+        h, total = c
+        h, gates, top = _layer(h, p)
+        balance = EXPERTS * (top.mean((0, 1)) * gates.mean((0, 1))).sum()
+        return (h, total + balance + aside(h)), balance
+
+    def loss(p, tokens):
+        h = p["words"][tokens[:, :-1]]
+        (h, total), ys = jax.lax.scan(body, (h, jnp.zeros([])), p["layers"])
+        logp = jax.nn.log_softmax(_normal(h) @ p["words"].T)
+        logp = jnp.take_along_axis(logp, tokens[:, 1:, None], -1)
+        return 0.1 * total - logp.mean() + 0.01 * jnp.log1p(ys).sum()
+
+    p = {"words": array(WORDS, width), "layers": shapes}
+    return loss, (p, jax.ShapeDtypeStruct((BATCH, length + 1), jnp.int32))
+
+
+def _layer(h, p):
+    q, k, v = jnp.split(_normal(h) @ p["qkv"], 3, -1)
+    a = jnp.einsum("bqd,bkd->bqk", q, k) / 8
+    a = jnp.where(jnp.tril(jnp.ones(a.shape[1:], bool)), a, -1e9)
+    h = h + jax.nn.softmax(a) @ v @ p["o"]
+    x = _normal(h)
+    gates = jax.nn.softmax(x @ p["router"])
+    top = jax.nn.one_hot(gates.argmax(-1), EXPERTS)
+    up = jax.nn.gelu(jnp.einsum("bsd,edf->besf", x, p["up"]))
+    out = jnp.einsum("besf,efd->besd", up, p["down"])
+    return h + jnp.einsum("besd,bse->bsd", out, top * gates), gates, top
+
+
+def _normal(x):
+    return x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6)
+
+
+def nothing(h):
+    return 0.0
+
+
+def spread(h):
+    """It reads rows after a sum over rows."""
+    h = h - h.mean((0, 1))
+    return 1e-2 * jnp.sqrt((h * h).mean())
+
+
+# -- At random -------------------------------------------------------------------------
+
+
+class Drawn(NamedTuple):
+    """A random body, and how it is run."""
+
+    steps: tuple
+    out: tuple
+    how: How
+    k: int
+
+    def __call__(self, c, w, p):
+        h, a = c
+        pool = {"rows": [h, h], "vectors": [a]}
+        for kind, name, i, j in self.steps:
+            x, y = (pool[kind][n % len(pool[kind])] for n in (i, j))
+            v = pool["vectors"][j % len(pool["vectors"])]
+            target = "vectors" if name in _MEET else kind
+            pool[target].append(_DEEDS[name](x, y, v, w))
+        rows, vectors = pool["rows"], pool["vectors"]
+        i, j, *ys = self.out
+        stacked = [vectors[n % len(vectors)] for n in ys]
+        if ys[0] % 2:
+            stacked.append(rows[ys[0] % len(rows)])
+        return (rows[-1 - i % 2], vectors[j % len(vectors)]), stacked
+
+
+_DEEDS = {
+    "product": lambda x, y, v, w: jnp.tanh(x @ w),
+    "sum": lambda x, y, v, w: jnp.tanh(x + y),
+    "times": lambda x, y, v, w: x * jnp.cos(y),
+    "less": lambda x, y, v, w: x - v,
+    "mean": lambda x, y, v, w: x.mean(0) ** 2,
+    "root": lambda x, y, v, w: jnp.sqrt(1 + (x * y).sum(0) ** 2),
+    "highest": lambda x, y, v, w: x.max(0),
+    "stopped": lambda x, y, v, w: jax.lax.stop_gradient(x.mean(0)) * y.mean(0),
+    "decay": lambda x, y, v, w: 0.9 * x + jnp.sin(y),
+}
+_MEET = ("mean", "root", "highest", "stopped")
+_OF_ROWS = ("product", "product", "sum", "times", "less", *_MEET)
+_OF_VECTORS = ("sum", "times", "decay")
+
+
+def draw(seed):
+    rng = np.random.default_rng(seed)
+    steps = []
+    for _ in range(rng.integers(3, 9)):
+        kind = "rows" if rng.random() < 0.75 else "vectors"
+        names = _OF_ROWS if kind == "rows" else _OF_VECTORS
+        name = str(rng.choice(names))
+        steps.append((kind, name, *map(int, rng.integers(0, 20, 2))))
+    out = tuple(map(int, rng.integers(0, 20, rng.integers(3, 6))))
+    length = int(rng.choice([1, 2, 3, 40], p=[0.1, 0.4, 0.4, 0.1]))
+    how = How(length, *map(bool, rng.integers(0, 2, 2)))
+    return Drawn(tuple(steps), out, how, int(rng.choice([2, 3, 6])))
+
+
+def check(seed):
+    """How far a random one is off."""
+    drawn = draw(seed)
+    with jax.enable_x64(True):
+        return off(loss_of(drawn, drawn.how), arguments(drawn.how.length), drawn.k)
+
+
+if __name__ == "__main__":
+    first = int(sys.argv[2]) if len(sys.argv) > 2 else 0
+    for seed in range(first, first + int(sys.argv[1])):
+        found = check(seed)
+        if not found < BOUND:
+            print(seed, found, draw(seed), flush=True)
+    print("done")
