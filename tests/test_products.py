@@ -395,7 +395,40 @@ def test_products_that_share_an_operand_are_fenced_on_gpus(wrap, dtype, scans, s
     lowered = [step.lower(lowering_platforms=(name,)) for name in ("cuda", "tpu")]
     cuda, tpu = (x.as_text().count("optimization_barrier") for x in lowered)
     stays_narrow = scans and dtype == NARROW and not in_place.HAS_REFS
-    assert cuda - tpu == (3 if shares and not stays_narrow else 0)
+    apart = 3 if shares and not stays_narrow else 0
+    added_after = 3 if scans and in_place.HAS_REFS else 0
+    assert cuda - tpu == apart + added_after
+
+
+@pytest.mark.parametrize(
+    ("flags", "fences"),
+    [
+        ("", 1),
+        ("--xla_gpu_enable_triton_gemm=false", 0),
+        ("--xla_gpu_enable_triton_gemm=false --xla_gpu_enable_triton_gemm=true", 1),
+    ],
+)
+def test_a_product_of_triton_is_added_after_it_and_no_other_sum(
+    flags, fences, monkeypatch
+):
+    """On GPUs, if the matrix is a slice of a scan; a scale's sum stays one kernel."""
+    monkeypatch.setenv("XLA_FLAGS", flags)
+
+    @jax.checkpoint
+    def layer(h, w):
+        return jnp.tanh(h @ w["matrix"]) * w["scale"][None], None
+
+    def loss(w, h):
+        return jnp.mean(jax.lax.scan(layer, h, w)[0] ** 2)
+
+    def barriers(platform):
+        w = {"matrix": jnp.ones((3, 8, 8)), "scale": jnp.ones((3, 8))}
+        step = jax.jit(ga.value_and_grad(loss, 2)).trace(w, jnp.ones((32, 8)))
+        text = step.lower(lowering_platforms=(platform,)).as_text()
+        return text.count("optimization_barrier")
+
+    added_after = barriers("cuda") - barriers("tpu")
+    assert added_after == (fences if in_place.HAS_REFS else 0)
 
 
 def attended(params, x):
