@@ -13,7 +13,7 @@ from ga_optax._devices import collectives, meshes
 from ga_optax._inside import aux_modes, fences, trees
 from ga_optax._inside.additions import Additions, MicroStep
 from ga_optax._inside.program import Program
-from ga_optax._passes import ir, table
+from ga_optax._passes import casts, ir, table
 from ga_optax._passes.facts import Facts
 from ga_optax._passes.transformable import with_rules_of
 from ga_optax.accumulator import Accumulator
@@ -203,6 +203,11 @@ class Loop:
         """The loss of a micro-batch, its pullback, and the other results of `fun`."""
         given = operands.consts, operands.params, batch, state.carry
         consts, params, batch, carry = self.fenced(given)
+        if self.optimize and self.num_microbatches > 1:
+            jaxpr, zero = self.program.jaxpr, accumulator.unknown_zero(state.acc.count)
+            of_params = jaxpr.invars[: len(params)]
+            narrowed = [casts.is_narrowed(jaxpr, x) for x in of_params]
+            params = fences.cast_inside(params, narrowed, zero)
         keys = [jax.random.fold_in(key, state.acc.count) for key in operands.keys]
         program = ir.Program(self.program.jaxpr, consts)
         facts = Facts(optimize=self.optimize)
