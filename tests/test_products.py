@@ -1,6 +1,7 @@
 """In a bfloat16 model gradients are rounded in the accumulator, and not before."""
 
 import math
+import re
 
 import helpers
 import jax
@@ -398,6 +399,31 @@ def test_products_that_share_an_operand_are_fenced_on_gpus(wrap, dtype, scans, s
     apart = 3 if shares and not stays_narrow else 0
     added_after = 3 if scans and in_place.HAS_REFS else 0
     assert cuda - tpu == apart + added_after
+
+
+@pytest.mark.parametrize(
+    ("reads", "inside"),
+    [
+        (narrow, 1),
+        (jax.jit(narrow), 1),
+        (lambda w: w, 0),
+        (lambda w: narrow(w) + narrow(jnp.sum(w)), 0),  # it is read as it is, too
+        (lambda w: w.astype(jnp.float32), 0),
+    ],
+)
+def test_what_is_cast_as_a_whole_is_cast_in_the_loop_on_tpus(reads, inside):
+    def loss(w, x):
+        w = reads(w)
+        return jnp.mean((x.astype(w.dtype) @ w).astype(jnp.float32) ** 2)
+
+    def subtractions(k, platform):
+        step = jax.jit(ga.value_and_grad(loss, k)).trace(jnp.ones((8, 8)), x)
+        text = step.lower(lowering_platforms=(platform,)).as_text()
+        return len(re.findall(r"stablehlo.subtract .* tensor<8x8xf32>", text))
+
+    x = jnp.ones((16, 8))
+    assert [subtractions(2, name) for name in ("tpu", "cpu", "cuda")] == [inside, 0, 0]
+    assert not subtractions(1, "tpu")  # there is no loop
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,11 @@ if they are small; then kernels have to cut the result into pieces and add these
 they stay apart.
 
 Triton's products cannot add to the slice of a layer where it lies: XLA copies the slice
-out, adds to it in the product's kernel, and copies the sum back, two slices in six
-passes. Behind a fence the sum is one kernel in place, after the product: one slice in
-four. A product of cuBLAS takes two and none; so XLA's flag decides, which decides which
-of the two writes the products of the program, before any of them is timed.
+out, adds to it in the product's kernel, and copies the sum back. Behind a fence, the
+product is added by a kernel of its own, in place: one slice of memory less, and four
+reads and writes in place of six. A product of cuBLAS takes two, and must not be fenced.
+XLA's flag says which of them writes products; a device's choice comes too late for the
+addition (docs/accelerators.md).
 
 Only sums that go nowhere but into an accumulator are changed: the program of a
 micro-step is followed from its accumulators back to the products.
