@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ga_optax as ga
+from ga_optax._devices import meshes
 from ga_optax._inside import in_place, program
 from ga_optax._passes import products
 from ga_optax.testing import assert_trees_bitwise_equal
@@ -396,9 +397,7 @@ def test_products_that_share_an_operand_are_fenced_on_gpus(wrap, dtype, scans, s
     lowered = [step.lower(lowering_platforms=(name,)) for name in ("cuda", "tpu")]
     cuda, tpu = (x.as_text().count("optimization_barrier") for x in lowered)
     stays_narrow = scans and dtype == NARROW and not in_place.HAS_REFS
-    apart = 3 if shares and not stays_narrow else 0
-    added_after = 3 if scans and in_place.HAS_REFS else 0
-    assert cuda - tpu == apart + added_after
+    assert cuda - tpu == (3 if shares and not stays_narrow else 0)
 
 
 @pytest.mark.parametrize(
@@ -411,7 +410,11 @@ def test_products_that_share_an_operand_are_fenced_on_gpus(wrap, dtype, scans, s
         (lambda w: w.astype(jnp.float32), 0),
     ],
 )
-def test_what_is_cast_as_a_whole_is_cast_in_the_loop_on_tpus(reads, inside):
+def test_what_is_cast_as_a_whole_is_cast_in_the_loop_on_tpus(
+    reads, inside, monkeypatch
+):
+    monkeypatch.setattr(meshes, "is_open", lambda tree: False)  # there is one device
+
     def loss(w, x):
         w = reads(w)
         return jnp.mean((x.astype(w.dtype) @ w).astype(jnp.float32) ** 2)
@@ -439,6 +442,7 @@ def test_a_product_of_triton_is_added_after_it_and_no_other_sum(
 ):
     """On GPUs, if the matrix is a slice of a scan; a scale's sum stays one kernel."""
     monkeypatch.setenv("XLA_FLAGS", flags)
+    monkeypatch.setattr(meshes, "is_open", lambda tree: False)  # there is one device
 
     @jax.checkpoint
     def layer(h, w):
@@ -455,6 +459,9 @@ def test_a_product_of_triton_is_added_after_it_and_no_other_sum(
 
     added_after = barriers("cuda") - barriers("tpu")
     assert added_after == (fences if in_place.HAS_REFS else 0)
+    # If the compiler may distribute it, it has to take reductions past the addition.
+    monkeypatch.undo()
+    assert barriers("cuda") == barriers("tpu")
 
 
 def attended(params, x):

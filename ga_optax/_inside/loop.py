@@ -59,6 +59,7 @@ class Loop:
       optimize: whether to keep the bits in every grouping; False is the plain scan.
       last: how those of the last micro-batch are added, if it differs.
       rounds_once: whether gradients are rounded in the accumulator alone.
+      local: whether it is known that no compiler distributes it over devices.
       sums_already: whether the backward pass sums over devices.
       axes: the data axes that are bound.
       logical: whether it is compiled alike for one device and for many.
@@ -71,6 +72,7 @@ class Loop:
     optimize: bool = True
     last: Additions | None = None
     rounds_once: bool = False
+    local: bool = False
     sums_already: bool = False
     axes: tuple[str, ...] = ()
     logical: bool = False
@@ -91,6 +93,7 @@ class Loop:
         facts = Facts(
             sliced=self.program.sliced,
             rounds_once=self.rounds_once,
+            local=self.local,
             logical=self.logical,
         )
         closed, shapes = jax.make_jaxpr(self.as_written, return_shape=True)(operands)
@@ -203,7 +206,7 @@ class Loop:
         """The loss of a micro-batch, its pullback, and the other results of `fun`."""
         given = operands.consts, operands.params, batch, state.carry
         consts, params, batch, carry = self.fenced(given)
-        if self.optimize and self.num_microbatches > 1:
+        if self.optimize and self.local and self.num_microbatches > 1:
             jaxpr, zero = self.program.jaxpr, accumulator.unknown_zero(state.acc.count)
             of_params = jaxpr.invars[: len(params)]
             narrowed = [casts.is_narrowed(jaxpr, x) for x in of_params]

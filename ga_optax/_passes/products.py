@@ -17,7 +17,8 @@ out, adds to it in the product's kernel, and copies the sum back. Behind a fence
 product is added by a kernel of its own, in place: one slice of memory less, and four
 reads and writes in place of six. A product of cuBLAS takes two, and must not be fenced.
 XLA's flag says which of them writes products; a device's choice comes too late for the
-addition (docs/accelerators.md).
+addition (docs/accelerators.md). Where the compiler distributes a program there is no
+fence: it would keep a reduction over devices inside the loop.
 
 Only sums that go nowhere but into an accumulator are changed: the program of a
 micro-step is followed from its accumulators back to the products.
@@ -51,12 +52,12 @@ _PASSED = (*known.MOVES, *_SENT, "add", "add_any", "select_n", "custom_jvp_call"
 def added_inside(program: Program, facts: Facts) -> Program:
     """A loop, the first results of which are sums of gradients, added by products."""
     body = _Body(program.jaxpr)
-    _follow(body, dict(enumerate(facts.sliced)), (), facts.rounds_once)
+    _follow(body, dict(enumerate(facts.sliced)), (), facts)
     return program._replace(jaxpr=body.program())
 
 
 def _follow(
-    body: "_Body", results: Mapping[int, bool], refs: Iterable[int], rounds_once: bool
+    body: "_Body", results: Mapping[int, bool], refs: Iterable[int], facts: Facts
 ) -> dict[int, bool]:
     """Has what some results sum up, or references, added by products.
 
@@ -77,17 +78,17 @@ def _follow(
         if ir.kind(equation) in _CALLS and (outs or into):
             for inner in body.inside(n):
                 rest = len(ins) - len(inner.jaxpr.invars)  # a conditional's predicate
-                summed = _follow(inner, outs, [i - rest for i in into], rounds_once)
+                summed = _follow(inner, outs, [i - rest for i in into], facts)
                 more = [(ins[i + rest], its) for i, its in summed.items()]
                 sums.update((x, its) for x, its in more if isinstance(x, core.Var))
         elif name in (known.ADD_TO, known.WRITE) and into:
             sums[ins[1]] = True
-            if name == known.ADD_TO and _is_product(jaxpr, ins[1]):
+            if facts.local and name == known.ADD_TO and _is_product(jaxpr, ins[1]):
                 body.replace(n, *_added_after(equation))
         elif name == known.READ_OUT and outs:
             held.add(ins[0])
         elif name == known.CAST and outs:
-            if not (rounds_once and equation.params["new_dtype"] == _WIDE):
+            if not (facts.rounds_once and equation.params["new_dtype"] == _WIDE):
                 continue
             x = body.wide(ins[0], sliced)
             if x is not None:
