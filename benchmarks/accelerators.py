@@ -18,6 +18,7 @@ content, so a run that was stopped goes on where it was. `--quick` is small.
 """
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import gzip
@@ -58,6 +59,7 @@ K = 8
 TARGETS = ("h200", "v5e", "v5p", "v6e")
 # A real GPU picks a library for each matrix product. These programs have one alone.
 CUBLAS = "h200+cublas"
+CUBLAS_ALONE = "--xla_gpu_enable_triton_gemm=false"
 MESHES = {
     8: ("h200:8", "v5e:2x4", "v5p:2x2x2", "v6e:2x4"),
     64: ("v5e:8x8", "v5p:4x4x4", "v6e:8x8"),
@@ -113,7 +115,8 @@ def compiled(
     """
     machine, _, library = target.partition("+")
     options = {"xla_gpu_enable_triton_gemm": False} if library else options
-    with find(machine).arguments(args) as shapes:
+    more = CUBLAS_ALONE if library else ""
+    with find(machine).arguments(args) as shapes, flags(more):
         lowered = step.lower(*shapes)
     content = [target, str(versions()), lowered.as_text()]
     content += map(str, (options or {}).items())
@@ -134,6 +137,19 @@ def compiled(
         PROGRAMS.mkdir(exist_ok=True)
         path.write_bytes(gzip.compress(json.dumps(vars(program)).encode()))
     return Program(**json.loads(gzip.decompress(path.read_bytes())))
+
+
+@contextlib.contextmanager
+def flags(more: str) -> Iterator[None]:
+    """More in `XLA_FLAGS` while a program is traced, where `ga_optax` looks them up."""
+    before = os.environ["XLA_FLAGS"]
+    os.environ["XLA_FLAGS"] = f"{before} {more}"
+    if more:
+        jax.clear_caches()
+    yield
+    os.environ["XLA_FLAGS"] = before
+    if more:
+        jax.clear_caches()
 
 
 @functools.cache

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ga_optax as ga
+from ga_optax._devices import meshes
 from ga_optax._inside import in_place, program
 from ga_optax._passes import products
 from ga_optax.testing import assert_trees_bitwise_equal
@@ -411,6 +412,70 @@ def test_products_that_share_an_operand_are_fenced_on_gpus(wrap, dtype, scans, s
     cuda, tpu = (barriers(x.as_text()) for x in lowered)
     stays_narrow = scans and dtype == NARROW and not in_place.HAS_REFS
     assert cuda - tpu == (3 if shares and not stays_narrow else 0)
+
+
+@pytest.mark.parametrize(
+    ("reads", "inside"),
+    [
+        (narrow, 1),
+        (jax.jit(narrow), 1),
+        (lambda w: w, 0),
+        (lambda w: narrow(w) + narrow(jnp.sum(w)), 0),  # it is read as it is, too
+        (lambda w: w.astype(jnp.float32), 0),
+    ],
+)
+def test_what_is_cast_as_a_whole_is_cast_in_the_loop_on_tpus(
+    reads, inside, monkeypatch
+):
+    monkeypatch.setattr(meshes, "is_open", lambda tree: False)  # there is one device
+
+    def loss(w, x):
+        w = reads(w)
+        return jnp.mean((x.astype(w.dtype) @ w).astype(jnp.float32) ** 2)
+
+    def subtractions(k, platform):
+        step = jax.jit(ga.value_and_grad(loss, k)).trace(jnp.ones((8, 8)), x)
+        text = step.lower(lowering_platforms=(platform,)).as_text()
+        return len(re.findall(r"stablehlo.subtract .* tensor<8x8xf32>", text))
+
+    x = jnp.ones((16, 8))
+    assert [subtractions(2, name) for name in ("tpu", "cpu", "cuda")] == [inside, 0, 0]
+    assert not subtractions(1, "tpu")  # there is no loop
+
+
+@pytest.mark.parametrize(
+    ("flags", "fences"),
+    [
+        ("", 1),
+        ("--xla_gpu_enable_triton_gemm=false", 0),
+        ("--xla_gpu_enable_triton_gemm=false --xla_gpu_enable_triton_gemm=true", 1),
+    ],
+)
+def test_a_product_of_triton_is_added_after_it_and_no_other_sum(
+    flags, fences, monkeypatch
+):
+    """On GPUs, if the matrix is a slice of a scan; a scale's sum stays one kernel."""
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    monkeypatch.setattr(meshes, "is_open", lambda tree: False)  # there is one device
+
+    @jax.checkpoint
+    def layer(h, w):
+        return jnp.tanh(h @ w["matrix"]) * w["scale"][None], None
+
+    def loss(w, h):
+        return jnp.mean(jax.lax.scan(layer, h, w)[0] ** 2)
+
+    def barriers(platform):
+        w = {"matrix": jnp.ones((3, 8, 8)), "scale": jnp.ones((3, 8))}
+        step = jax.jit(ga.value_and_grad(loss, 2)).trace(w, jnp.ones((32, 8)))
+        text = step.lower(lowering_platforms=(platform,)).as_text()
+        return text.count("optimization_barrier")
+
+    added_after = barriers("cuda") - barriers("tpu")
+    assert added_after == (fences if in_place.HAS_REFS else 0)
+    # If the compiler may distribute it, it has to take reductions past the addition.
+    monkeypatch.undo()
+    assert barriers("cuda") == barriers("tpu")
 
 
 def attended(params, x):

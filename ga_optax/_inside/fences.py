@@ -41,6 +41,31 @@ def _is_value(x: Any) -> bool:
     return isinstance(jax.typeof(x), jax.core.ShapedArray)
 
 
+def cast_inside(
+    leaves: list[jax.Array], narrowed: list[bool], zero: jax.Array
+) -> list[jax.Array]:
+    """The leaves; XLA casts those that are `narrowed` in each micro-step.
+
+    On TPUs it drops barriers, casts such leaves before the loop over micro-batches, and
+    holds what comes out for as long as that runs. It cannot do so with what depends on
+    a zero that it does not know. The subtraction and the cast are one kernel, and x - 0
+    is x, whatever it is.
+    """
+    chosen = [x for x, its in zip(leaves, narrowed, strict=True) if its]
+    if not chosen:
+        return leaves
+
+    def inside(zero: jax.Array, *xs: jax.Array) -> list[jax.Array]:
+        return [x - zero.astype(x.dtype) for x in xs]
+
+    def as_given(_: jax.Array, *xs: jax.Array) -> list[jax.Array]:
+        return list(xs)
+
+    new = jax.lax.platform_dependent(zero, *chosen, tpu=inside, default=as_given)
+    found = iter(new)
+    return [next(found) if its else x for x, its in zip(leaves, narrowed, strict=True)]
+
+
 def alone(step: Callable[..., Any], start: Any, batch: list[jax.Array]) -> Any:
     """One micro-step, which XLA compiles by itself, as it does the body of a loop.
 

@@ -13,7 +13,7 @@ from ga_optax._devices import collectives, meshes
 from ga_optax._inside import aux_modes, fences, trees
 from ga_optax._inside.additions import Additions, MicroStep
 from ga_optax._inside.program import Program
-from ga_optax._passes import ir, table
+from ga_optax._passes import casts, ir, table
 from ga_optax._passes.facts import Facts
 from ga_optax._passes.transformable import with_rules_of
 from ga_optax.accumulator import Accumulator
@@ -67,6 +67,7 @@ class Loop:
       optimize: whether to keep the bits in every grouping; False is the plain scan.
       last: how those of the last micro-batch are added, if it differs.
       rounds_once: whether gradients are rounded in the accumulator alone.
+      local: whether it is known that no compiler distributes it over devices.
       sums_already: whether the backward pass sums over devices.
       axes: the data axes that are bound.
       logical: whether it is compiled alike for one device and for many.
@@ -81,6 +82,7 @@ class Loop:
     optimize: bool = True
     last: Additions | None = None
     rounds_once: bool = False
+    local: bool = False
     sums_already: bool = False
     axes: tuple[str, ...] = ()
     logical: bool = False
@@ -102,6 +104,7 @@ class Loop:
         facts = Facts(
             sliced=self.program.sliced,
             rounds_once=self.rounds_once,
+            local=self.local,
             logical=self.logical,
         )
         return after_passes(self.as_written, operands, facts)
@@ -217,6 +220,11 @@ class Loop:
         """The loss of a micro-batch, its pullback, and the other results of `fun`."""
         given = operands.consts, operands.params, batch, state.carry
         consts, params, batch, carry = self.fenced(given)
+        if self.optimize and self.local and self.num_microbatches > 1:
+            jaxpr, zero = self.program.jaxpr, accumulator.unknown_zero(state.acc.count)
+            of_params = jaxpr.invars[: len(params)]
+            narrowed = [casts.is_narrowed(jaxpr, x) for x in of_params]
+            params = fences.cast_inside(params, narrowed, zero)
         params, batch = [*params, *batch[: self.rows]], batch[self.rows :]
         keys = [jax.random.fold_in(key, state.acc.count) for key in operands.keys]
         program = ir.Program(self.program.jaxpr, consts)

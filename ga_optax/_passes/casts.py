@@ -6,6 +6,8 @@ layer is cast inside the scan, its gradient can be added there. The values are t
 
 Inside of a scan a cast goes on into what is rematerialised, or the scan would keep what
 it gives.
+
+A cast of a whole parameter stays where it is, in each micro-step: see `is_narrowed`.
 """
 
 import operator
@@ -112,6 +114,22 @@ def _is_read_once(jaxpr: core.Jaxpr, variable: Any, sliced: bool) -> bool:
         return ir.is_sliced(equation, i)
     [inner] = ir.inner_programs(equation)
     return sliced or _is_read_once(inner, inner.invars[i], sliced)
+
+
+def is_narrowed(jaxpr: core.Jaxpr, variable: Any) -> bool:
+    """Whether all that is read of a variable is a cast of it to fewer bits."""
+
+    def narrows(equation: core.JaxprEqn, i: int) -> bool:
+        if ir.is_inline(equation):
+            [inner] = ir.inner_programs(equation)
+            return is_narrowed(inner, inner.invars[i])
+        if equation.primitive.name != known.CAST:
+            return False
+        return equation.params["new_dtype"].itemsize < variable.aval.dtype.itemsize
+
+    read = ir.uses(jaxpr, variable)
+    unread = not read or ir.is_result(jaxpr, variable)
+    return not unread and all(narrows(*use) for use in read)
 
 
 def _slices(equation: core.JaxprEqn, i: int) -> bool:

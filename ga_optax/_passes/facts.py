@@ -18,6 +18,7 @@ class Facts(NamedTuple):
         by slice. If not, a stack of its slices stays in low precision, as it is there
         as a whole.
       rounds_once: whether gradients are rounded in those sums alone.
+      local: whether it is known that no compiler distributes the loop over devices.
       logical: whether the loop runs for logical devices.
     """
 
@@ -29,4 +30,5 @@ class Facts(NamedTuple):
     mesh: Any = None
     sliced: Sequence[bool] = ()
     rounds_once: bool = False
+    local: bool = False
     logical: bool = False

@@ -12,11 +12,20 @@ On GPUs XLA merges products that share an operand, such as those of query, key a
 if they are small; then kernels have to cut the result into pieces and add these. Here
 they stay apart.
 
+Triton's products cannot add to the slice of a layer where it lies: XLA copies the slice
+out, adds to it in the product's kernel, and copies the sum back. Behind a fence, the
+product is added by a kernel of its own, in place: one slice of memory less, and four
+reads and writes in place of six. A product of cuBLAS takes two, and must not be fenced.
+XLA's flag says which of them writes products; a device's choice comes too late for the
+addition (docs/accelerators.md). Where the compiler distributes a program there is no
+fence: it would keep a reduction over devices inside the loop.
+
 Only sums that go nowhere but into an accumulator are changed: the program of a
 micro-step is followed from its accumulators back to the products.
 """
 
 import collections
+import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -46,12 +55,12 @@ _PASSED = (*known.MOVES, *_SENT, *_LAYERS, *_ADDED)
 def added_inside(program: Program, facts: Facts) -> Program:
     """A loop, the first results of which are sums of gradients, added by products."""
     body = _Body(program.jaxpr)
-    _follow(body, dict(enumerate(facts.sliced)), (), facts.rounds_once)
+    _follow(body, dict(enumerate(facts.sliced)), (), facts)
     return program._replace(jaxpr=body.program())
 
 
 def _follow(
-    body: "_Body", results: Mapping[int, bool], refs: Iterable[int], rounds_once: bool
+    body: "_Body", results: Mapping[int, bool], refs: Iterable[int], facts: Facts
 ) -> dict[int, bool]:
     """Has what some results sum up, or references, added by products.
 
@@ -72,15 +81,17 @@ def _follow(
         if ir.kind(equation) in _CALLS and (outs or into):
             for inner in body.inside(n):
                 rest = len(ins) - len(inner.jaxpr.invars)  # a conditional's predicate
-                summed = _follow(inner, outs, [i - rest for i in into], rounds_once)
+                summed = _follow(inner, outs, [i - rest for i in into], facts)
                 more = [(ins[i + rest], its) for i, its in summed.items()]
                 sums.update((x, its) for x, its in more if isinstance(x, core.Var))
         elif name in (known.ADD_TO, known.WRITE) and into:
             sums[ins[1]] = True
+            if facts.local and name == known.ADD_TO and _is_product(jaxpr, ins[1]):
+                body.replace(n, *_added_after(equation))
         elif name == known.READ_OUT and outs:
             held.add(ins[0])
         elif name == known.CAST and outs:
-            if not (rounds_once and equation.params["new_dtype"] == _WIDE):
+            if not (facts.rounds_once and equation.params["new_dtype"] == _WIDE):
                 continue
             x = body.wide(ins[0], sliced)
             if x is not None:
@@ -289,6 +300,44 @@ def _product(
         return jax.lax.platform_dependent(*operands, **ways, default=direct)
 
     return product
+
+
+def _is_product(jaxpr: core.Jaxpr, x: Any) -> bool:
+    """Whether a value is a product of matrices, which may have been moved or cast."""
+    made = ir.made_by(jaxpr, x)
+    if made is None:
+        return False
+    if ir.is_inline(made):
+        [inner] = ir.inner_programs(made)
+        return _is_product(inner, inner.outvars[made.outvars.index(x)])
+    if made.primitive.name in (known.CAST, *known.MOVES):
+        return _is_product(jaxpr, made.invars[0])
+    return made.primitive.name == known.PRODUCT
+
+
+def _added_after(equation: core.JaxprEqn) -> list[core.JaxprEqn]:
+    """A product added to a slice; on GPUs by a kernel of its own, if it is Triton's."""
+    if _cublas_alone():
+        return [equation]
+    ref, x, *rest = equation.invars
+
+    def fenced(x: jax.Array) -> jax.Array:
+        # With the dimension that was sliced, or XLA does not add to the slice in place.
+        return _alone(x[None])[0]
+
+    def after(x: jax.Array) -> jax.Array:
+        return jax.lax.platform_dependent(x, cuda=fenced, default=lambda x: x)
+
+    new = core.Var(x.aval)
+    into = equation.replace(invars=[ref, new, *rest])
+    return [*ir.traced(after, [x], new), into]
+
+
+def _cublas_alone() -> bool:
+    """Whether XLA has no product written by Triton on GPUs; by default it has all."""
+    name, flags = "--xla_gpu_enable_triton_gemm=", os.environ.get("XLA_FLAGS", "")
+    said = [x.removeprefix(name) for x in flags.split() if x.startswith(name)]
+    return said[-1:] in (["false"], ["0"], ["False"])
 
 
 def _alone(operands: Any) -> Any:

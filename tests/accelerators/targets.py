@@ -5,10 +5,11 @@ compiled program the bytes, the kernels and the conditionals are exact; times ar
 be had. Import this before JAX starts a backend.
 """
 
+import contextlib
 import functools
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 # libtpu must not lock the machine. The plugin for GPUs must not look for a driver, and
@@ -31,6 +32,16 @@ jax.config.update("jax_enable_compilation_cache", False)
 TARGETS = ("h200", "v5e", "v5p", "v6e")
 
 
+@contextlib.contextmanager
+def flags(options: dict[str, Any]) -> Iterator[None]:
+    """Options in `XLA_FLAGS`, where they are looked up; XLA read it when it started."""
+    before = os.environ["XLA_FLAGS"]
+    said = [f"--{name}={str(value).lower()}" for name, value in options.items()]
+    os.environ["XLA_FLAGS"] = " ".join([before, *said])
+    yield
+    os.environ["XLA_FLAGS"] = before
+
+
 @functools.cache
 def device(target: str) -> Any:
     """The first device of a target."""
@@ -46,13 +57,14 @@ def compiled(
 ) -> jax.stages.Compiled:
     """`fun`, jitted and compiled for a target; only shapes of `args` are read.
 
-    Options are XLA's, as in `XLA_FLAGS`.
+    Options are XLA's, and in `XLA_FLAGS` while `fun` is traced.
     """
     sharding = SingleDeviceSharding(device(target))
     shapes = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args
     )
-    lowered = jax.jit(fun, donate_argnums=donate_argnums).lower(*shapes)
+    with flags(options):
+        lowered = jax.jit(fun, donate_argnums=donate_argnums).lower(*shapes)
     return lowered.compile(compiler_options=options)
 
 

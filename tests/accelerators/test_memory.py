@@ -11,6 +11,7 @@ import targets
 import ga_optax as ga
 from ga_optax._compiled import machines, plan
 from ga_optax._inside import in_place
+from ga_optax._passes import products
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 
@@ -50,7 +51,7 @@ CUBLAS = {"xla_gpu_enable_triton_gemm": False}
 
 @pytest.mark.parametrize(
     ("target", "options"),
-    [("h200", CUBLAS), ("v5e", {}), ("v5p", {}), ("v6e", {})],
+    [("h200", {}), ("h200", CUBLAS), ("v5e", {}), ("v5p", {}), ("v6e", {})],
 )
 def test_a_window_takes_the_temporaries_of_one_micro_batch(target, options):
     alone = targets.temporaries(step_of(target, 12, **options))
@@ -65,6 +66,15 @@ def test_a_second_gradient_tree_would_be_seen(monkeypatch):
     alone, window = (targets.temporaries(step_of("v6e", 12, k)) for k in (1, 8))
     step_of.cache_clear()
     assert window > 1.5 * alone
+
+
+def test_a_copy_of_the_slice_that_triton_adds_to_would_be_seen(monkeypatch):
+    """The twin: the product adds, to a copy and into another."""
+    monkeypatch.setattr(products, "_cublas_alone", lambda: True)
+    step_of.cache_clear()
+    alone, window = (targets.temporaries(step_of("h200", 12, k)) for k in (1, 8))
+    step_of.cache_clear()
+    assert window > 1.05 * alone
 
 
 def test_libtpu_checks_what_plan_counts_and_not_the_sum_of_the_parts():

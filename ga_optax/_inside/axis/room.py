@@ -74,8 +74,9 @@ def planned(
     full.peak = peak(lives, (), full.end)
     most = of_step() - largest_step(full) if limit is None else limit
     best = _segments(lives, full.end, most)
-    # Segments make less of all but the stacks of loops: these stay or run again.
-    bounded = limit is not None or any(x.times > 1 for x in lives)
+    # Segments do not make less of the stack of a loop: it stays, or the loop runs again.
+    stacks = (x.nbytes for x in lives if x.times > 1)
+    bounded = limit is not None or max(stacks, default=0) > most
     if not bounded or peak(lives, best, full.end) <= most:
         return _dropping(full, lives, best)
     return dataclasses.replace(_less(marked, num_microbatches, most), full=full)
@@ -109,7 +110,7 @@ def _times(by: core.JaxprEqn, x: Any) -> int:
     if ir.kind(by) != "scan":
         return 1
     how = ir.scan_of(by)
-    return 1 if x in by.outvars[: how.num_carry] else how.length
+    return 1 if x in by.outvars[: how.num_carry] else ir.times(by)
 
 
 def _dropping(
