@@ -74,7 +74,7 @@ def planned(
     full.peak = peak(lives, (), full.end)
     most = of_step() - largest_step(full) if limit is None else limit
     best = _segments(lives, full.end, most)
-    # Segments do not make less of the stack of a loop: it stays, or the loop runs again.
+    # Segments make no less of the stack of a loop: it stays, or the loop runs again.
     stacks = (x.nbytes for x in lives if x.times > 1)
     bounded = limit is not None or max(stacks, default=0) > most
     if not bounded or peak(lives, best, full.end) <= most:
