@@ -195,13 +195,13 @@ def test_products_add_what_they_compute(target, triton, dtype, before, monkeypat
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_a_product_of_triton_is_added_in_place_after_it(dtype, monkeypatch):
-    """By a kernel for each matrix, which is no other one's copy; and the vector."""
+    """By a kernel for each matrix, and none that copies its sum; one for the vector."""
     assert only("add", "h200", dtype) == 4
-    assert only("write", "h200", dtype) == 0
+    written = only("write", "h200", dtype)
     # The twin: inside the product, which does not write to the slice of the sum.
     monkeypatch.setattr(products, "_cublas_alone", lambda: True)
     assert only("add", "h200", dtype) == 1
-    assert only("write", "h200", dtype) == 3
+    assert only("write", "h200", dtype) == written + 3
 
 
 # -- A micro-step of an embedding ------------------------------------------------------
