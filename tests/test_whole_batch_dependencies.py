@@ -208,7 +208,7 @@ def test_the_table_has_a_line_for_what_is_alike_and_one_for_all():
     assert found.kept_bytes == sum(x.nbytes for x in (*found.meetings, *found.kept))
     passes = f"{found.forward_passes} forward pass"
     assert total.startswith(f"In all: {passes}")
-    assert total.endswith(f"{found.kept_bytes:,} bytes are kept.")
+    assert total.endswith(f"in about {found.peak_bytes:,} bytes.")
 
 
 def test_arguments_are_those_of_the_step_or_their_types():

@@ -9,7 +9,7 @@ import jax
 
 from ga_optax._devices.data_axis import DataAxis
 from ga_optax._inside import whole_batch
-from ga_optax._inside.axis.report import Report, Stored, recorded
+from ga_optax._inside.axis.report import Report, Stored, recorded, said_of
 from ga_optax._inside.call import Call
 from ga_optax._inside.microbatch import of_options, value_and_grad
 from ga_optax._inside.sizes import by_size, size_of
@@ -36,6 +36,11 @@ class BatchDependencies:
       forward_passes: how often any part of the loss runs forward, at most. Elementwise
         functions cost little, and are not counted where there is anything else.
       backward_passes: how often any part runs backward.
+      peak_bytes: about how many bytes a device needs at a time, beside arguments and
+        results: what is stored between the passes, its cotangents, and one
+        micro-batch's step. 0 where there is no pass but those of a plain loop.
+      more_room: `(residual_bytes, forward, backward)`: with how much room everything
+        stays, and how many passes that takes; None if more room changes nothing.
     """
 
     num_microbatches: int
@@ -44,10 +49,12 @@ class BatchDependencies:
     whole: list[Note]
     forward_passes: int
     backward_passes: int
+    peak_bytes: int
+    more_room: tuple[int, int, int] | None
 
     @property
     def kept_bytes(self) -> int:
-        """What a device keeps between the passes over the micro-batches."""
+        """What a device keeps between passes, each as long as it is read."""
         return sum(x.nbytes for x in (*self.meetings, *self.kept))
 
     def __str__(self) -> str:
@@ -63,11 +70,13 @@ class BatchDependencies:
             for name, line, size in dict.fromkeys(self.whole)
         ]
         lines = ruled([("what meets", *_HEADER, "line"), *rows], left=(0, 4))
-        end = f"In all: {passes}; {self.kept_bytes:,} bytes are kept."
+        end = f"In all: {passes}, in about {self.peak_bytes:,} bytes."
+        if self.more_room:
+            end += " " + said_of(self.more_room)
         legend = dict.fromkeys([_LEGEND, *(_TODO.get(x.name, "") for x in self.whole)])
         told = [line for text in legend if text for line in wrap(text)]
         runs = self.forward_passes or self.backward_passes
-        return "\n".join([*lines, "", *told, *([end] if runs else [])])
+        return "\n".join([*lines, "", *told, *(wrap(end) if runs else [])])
 
 
 _HEADER = ("bytes", "forward", "backward")
@@ -207,7 +216,7 @@ def _of_number(**given: Any) -> Callable[..., BatchDependencies]:
         last = reports[-1] if reports else plain_loop
         kept = [x for x in last.stored if x.kind in ("kept", "once")]
         meetings = [x for x in last.stored if x not in kept]
-        passes = last.forward, last.backward
+        passes = last.forward, last.backward, last.peak, last.room
         size, whole = whole_batch.num_parts(call), trace.part.whole
         return BatchDependencies(size, meetings, kept, whole, *passes)
 

@@ -128,7 +128,7 @@ def is_narrowed(jaxpr: core.Jaxpr, variable: Any) -> bool:
         return equation.params["new_dtype"].itemsize < variable.aval.dtype.itemsize
 
     read = ir.uses(jaxpr, variable)
-    unread = not read or ir.is_result(jaxpr, variable)
+    unread = ir.num_readers(jaxpr, variable) != len(read) or not read
     return not unread and all(narrows(*use) for use in read)
 
 

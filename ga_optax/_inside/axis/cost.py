@@ -90,7 +90,7 @@ def residuals(
         moving = [i for i, x in enumerate(e.invars) if _is_in(x, smooth)]
         if not moving:
             continue
-        outs = [x for x in e.outvars if jnp.issubdtype(x.aval.dtype, jnp.inexact)]
+        outs = [x for x in e.outvars if _is_inexact(x.aval)]
         smooth.update(outs)
         name, kind = e.primitive.name, ir.kind(e)
         programs = ir.inner_programs(e)
@@ -113,6 +113,10 @@ def _inside(e: core.JaxprEqn, program: core.Jaxpr, moving: Sequence[int]) -> int
     first = len(e.invars) - len(program.invars)
     smooth = [program.invars[i - first] for i in moving if i >= first]
     return residuals(program.eqns, smooth, (*program.constvars, *program.invars))
+
+
+def _is_inexact(aval: Any) -> bool:
+    return jnp.issubdtype(getattr(aval, "dtype", bool), jnp.inexact)
 
 
 def _is_in(x: Any, some: set[Any]) -> bool:

@@ -2,6 +2,8 @@
 
 import contextlib
 import contextvars
+import functools
+import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -51,6 +53,7 @@ class Report(NamedTuple):
       stored: what it stores between the levels.
       peak: about how many bytes a device needs at a time, beside arguments and results:
         what is stored and its cotangents, and one micro-batch's step.
+      kept: the bytes of what is kept and of its cotangents, at most at a time.
       room: for which `residual_bytes` everything would stay, and how often it would run
         forward and backward then; None if it does stay.
     """
@@ -60,6 +63,7 @@ class Report(NamedTuple):
     backward: int
     stored: tuple[Stored, ...]
     peak: int = 0
+    kept: int = 0
     room: tuple[int, int, int] | None = None
 
     def __str__(self) -> str:
@@ -71,15 +75,13 @@ class Report(NamedTuple):
             f"runs forward at most {self.forward} times and backward {self.backward}, "
             f"in about {self.peak / 2**20:.1f} MiB."
         )
-        return f"{said} {self.advice}" if self.room else said
+        return f"{said} {said_of(self.room)}" if self.room else said
 
-    @property
-    def advice(self) -> str:
-        """What more room would buy."""
-        if self.room is None:
-            return ""
-        nbytes, *passes = self.room
-        return f"With residual_bytes={nbytes:_}: {' and '.join(map(str, passes))}."
+
+def said_of(room: tuple[int, int, int]) -> str:
+    """What more room would buy."""
+    nbytes, forward, backward = room
+    return f"With residual_bytes={nbytes:_}: {forward} and {backward}."
 
 
 _reports: contextvars.ContextVar[list[Report]] = contextvars.ContextVar("_reports")
@@ -90,8 +92,13 @@ def recorded() -> contextlib.AbstractContextManager[list[Report]]:
     return listed(_reports)
 
 
-def report(schedule: Schedule, size: int, num_microbatches: int) -> None:
-    """Logs what a window does, and hands it to `recorded`; `size` is the axis's."""
+def report(
+    schedule: Schedule, size: int, num_microbatches: int, room_is_ours: bool = False
+) -> None:
+    """Logs what a window does, and hands it to `recorded`; `size` is the axis's.
+
+    Warns if it runs more often than it should, in the room that nobody asked for.
+    """
     runs, times = _runs(schedule), {"own": num_microbatches, "stack": size}
     read: dict[int, Any] = {}  # what the first collective of a buffer returns
     for e in schedule.jaxpr.eqns:
@@ -108,12 +115,32 @@ def report(schedule: Schedule, size: int, num_microbatches: int) -> None:
         most = (0, 0) if is_number else leading.get(operand, (0, 0))
         stored.append(Stored(line, name, operand.aval, nbytes, shape, *most))
     passes = _most(runs, schedule.jaxpr.eqns)
-    new = Report(schedule.end - 1, *passes, tuple(stored), _peak(schedule, times))
+    peak = _peak(schedule, times)
+    new = Report(schedule.end - 1, *passes, tuple(stored), peak, schedule.peak)
     if (full := schedule.full) is not None:
         more = full.peak, *_most(_runs(full), schedule.jaxpr.eqns)
         new = new._replace(room=more)
-    _reports.get([]).append(new)
+    if (found := _reports.get(None)) is not None:
+        found.append(new)
+    elif room_is_ours and (new.forward > _FORWARD or new.backward > _BACKWARD):
+        _warn(new)
     note(str(new))
+
+
+_FORWARD, _BACKWARD = 3, 1  # passes that segments take, however many levels there are
+
+
+@functools.cache  # once
+def _warn(report: Report) -> None:
+    more = said_of(report.room) if report.room else ""
+    warnings.warn(
+        f"No part of fun should run forward more than {_FORWARD} times and backward "
+        f"{_BACKWARD}, but in {report.levels} levels where rows meet some run forward "
+        f"{report.forward} times and backward {report.backward}, since what they need "
+        f"of each other takes more room than a micro-batch's step. {more} "
+        "ga_optax.batch_dependencies shows the lines.",
+        stacklevel=2,
+    )
 
 
 def _peak(schedule: Schedule, times: dict[str, int]) -> int:

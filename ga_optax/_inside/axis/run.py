@@ -44,7 +44,8 @@ def _run(
     _check_auto(call, program, values.schedule)
     values.schedule = _planned(call, program, operands, values.schedule)
     schedule = values.schedule
-    report(schedule, values.size, call.options.num_microbatches)
+    room_is_ours = call.options.residual_bytes is None
+    report(schedule, values.size, call.options.num_microbatches, room_is_ours)
     for level in range(schedule.end):
         forward.fill(values, level)
         forward.fill_once(values, level)
