@@ -201,24 +201,24 @@ def whole(body, length):
 
 @by_name("body", [whole_scans.ring, whole_scans.ring_aside])
 def test_rows_that_meet_in_the_carry_are_computed_whole_in_a_long_scan(body):
-    assert whole(body, 32) == []
-    [(name, line, size)] = whole(body, 33)
-    assert name == "scan of 33 iterations, in whose carry rows meet,"
+    assert whole(body, 64) == []
+    [(name, line, size)] = whole(body, 65)
+    assert name == "scan of 65 iterations, in whose carry rows meet,"
     assert "whole_scans.py" in line
-    assert size > 33 * 2 * whole_scans.N * whole_scans.D  # it is not its results alone
+    assert size > 65 * 2 * whole_scans.N * whole_scans.D  # it is not its results alone
 
 
 @by_name("body", [*ON_THE_SIDE, whole_scans.nested])
 def test_rows_that_meet_on_the_side_never_are(body):
-    assert whole(body, 33) == []
+    assert whole(body, 65) == []
 
 
 def test_what_is_larger_than_a_step_is_said(recwarn):
-    loss = loss_of(whole_scans.ring, How(33))
-    args = arguments(33, dtype=jnp.float32)
+    loss = loss_of(whole_scans.ring, How(65))
+    args = arguments(65, dtype=jnp.float32)
     jax.eval_shape(ga.value_and_grad(loss, 3, whole_batch=True), *args)
     [text] = [str(w.message) for w in recwarn if "computed whole" in str(w.message)]
-    assert "scan of 33 iterations, in whose carry rows meet, at" in text
+    assert "scan of 65 iterations, in whose carry rows meet, at" in text
 
 
 def products(body, length):

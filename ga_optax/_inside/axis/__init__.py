@@ -13,7 +13,10 @@ module for each step:
               what does not depend on the parameters, such as a token count, comes first
     waiting   a sum that is all of a loss waits: each micro-batch adds its part
     shared    what all micro-batches share is computed once
-    kept      what later levels would compute again is kept, as far as there is room
+    counts    at which levels each equation runs, kept up to date
+    kept      what later levels would compute again is kept
+    room      as far as there is room: what stays, and what is filled again
+    stages    a scan in whose body rows meet on the side is a scan for each level
     forward   fills the buffers of a level: one scan over the micro-batches
     backward  the loss, then level by level: a `Loop` each; the cotangents of buffers
               are gradients like those of parameters
@@ -25,9 +28,10 @@ filled, the micro-batches are independent again. `cost` and `cut` say what is wo
 keeping, `values` evaluates the program, `run` is the way through, and `report` says
 what was decided.
 
-By default no part of `fun` runs more than twice forward and once backward, if what has
-to be kept for that is at most what one micro-batch's step takes; `residual_bytes` is
-another limit, and `checkpoint_name(x, axis_name)` marks what is kept always.
+By default no part of `fun` runs more than three times forward and once backward, or
+twice if what has to be kept for that is at most what one micro-batch's step takes;
+`residual_bytes` is another limit, and `checkpoint_name(x, axis_name)` marks what is
+kept always.
 """
 
 from ga_optax._inside.axis.run import fold

@@ -18,7 +18,7 @@ from ga_optax._passes.ir import bind, is_mark, variables
 # A scan of more iterations than this is an error if a collective in it depends on its
 # own results: each would be a level of its own, which costs a pass over the window and
 # compile time.
-LONGEST = 32
+LONGEST = 64
 
 
 def mentions(equation: core.JaxprEqn, axis: str) -> bool:
