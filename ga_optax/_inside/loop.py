@@ -74,6 +74,8 @@ class Loop:
       begins: whether the accumulator is known to be empty, see `accumulator.begun`.
       rows: how many leaves of the batch are differentiated, too: the first of them. The
         next one is the index of the micro-batch.
+      moved: leaves of the batch that are read from a total, in which their place is
+        written over: `(leaf, total)`, by number.
     """
 
     program: Program
@@ -88,6 +90,7 @@ class Loop:
     logical: bool = False
     begins: bool = False
     rows: int = 0
+    moved: tuple[tuple[int, int], ...] = ()
 
     def __call__(self, operands: Operands) -> State:
         """Returns the last state, with all that was collected in it."""
@@ -186,6 +189,11 @@ class Loop:
     ) -> tuple[State, dict[str, list[jax.Array]]]:
         """The next state, and what to collect, by mode."""
         program, acc = self.program, state.acc
+        index = batch[self.rows] % self.num_microbatches if self.rows else None
+        batch = list(batch)
+        for leaf, total in self.moved:
+            at = jax.lax.dynamic_index_in_dim(acc.total[total], index, keepdims=False)
+            batch[leaf] = at
         loss, pullback, rest = self.forward(operands, state, batch)
         weight = None
         if program.weighted:
@@ -196,7 +204,6 @@ class Loop:
         # If the backward pass sums over devices, they all have to run it, and no one of
         # them may leave out what came of it.
         skip = None if self.sums_already else weight
-        index = batch[self.rows] % self.num_microbatches if self.rows else None
         step = MicroStep(
             weight if program.multiplies else None, skip, zero, self.axes, index
         )

@@ -256,26 +256,56 @@ class Backward:
         whys = in_place.reasons(off, of_loop, operands)
         names = [name for name, _ in named_leaves(self.call.params)]
         in_place.report([names[i] for i in read.params], whys[: len(read.params)])
-        ways, stacks = additions.choose(of_loop, totals, whys).ways, []
+        ways = additions.choose(of_loop, totals, whys).ways
+        stacks, moved = self.stacks(read, parts)
         for j, x in zip(read.own, own, strict=True):
-            aval = jax.typeof(x[0])
             begins = j not in self.cotangents
-            stacks.append(
-                values.room(wide(zeros(aval))) if begins else self.cotangents[j]
-            )
-            ways = [*ways, additions.Placed(aval, begins=begins)]
-        operands = operands._replace(acc=acc._replace(total=[*totals, *stacks]))
-        adds = additions.Additions(ways)
-        k = options.num_microbatches
-        once = of_loop.low_precision
-        loop = Loop(of_loop, k, adds, options.optimize, rounds_once=once, rows=len(own))
-        ways = tuple(ways), tuple(of_loop.modes), of_loop.weighted, of_loop.multiplies
-        key = ir.form(closed.jaxpr), *ways, task.cotangents is None
+            ways = [*ways, additions.Placed(jax.typeof(x[0]), begins=begins)]
+        first_part, first_stack = len(batch) - len(parts), len(totals)
+        for i in moved:
+            batch[first_part + i] = values.xs[0]  # it is read where it is written over
+        moves = tuple((first_part + i, first_stack + n) for i, n in moved.items())
+        acc = acc._replace(total=[*totals, *stacks])
+        operands = operands._replace(batch=batch, acc=acc)
+        loop = Loop(
+            of_loop,
+            options.num_microbatches,
+            additions.Additions(ways),
+            options.optimize,
+            rounds_once=of_loop.low_precision,
+            rows=len(own),
+            moved=moves,
+        )
+        does = tuple(ways), moves, tuple(of_loop.modes), of_loop.weighted
+        key = ir.form(closed.jaxpr), *does, of_loop.multiplies, task.cotangents is None
         state = values.run(key, loop.__call__, operands)
         self.put(read, state.acc.total)
         values.came(state.acc.total)
-        values.rooms += parts
+        values.rooms += [x for i, x in enumerate(parts) if i not in moved]
         return Outcome(loop, state)
+
+    def stacks(self, read: Read, parts: Arrays) -> tuple[Arrays, dict[int, int]]:
+        """The arrays for the cotangents of what single micro-batches keep.
+
+        Those that begin are written over `parts`, which are read in the same loop, as
+        far as they are alike: which of these, and what is written there, by number.
+        """
+        stacks: Arrays = []
+        moved: dict[int, int] = {}
+        for n, j in enumerate(read.own):
+            if j in self.cotangents:
+                stacks.append(self.cotangents[j])
+                continue
+            like = wide(zeros(jax.typeof(self.values.buffers[j][0])))
+            due = self.values.type_of_stack(like)
+            left = (i for i, x in enumerate(parts) if i not in moved)
+            same = next((i for i in left if jax.typeof(parts[i]) == due), None)
+            if same is None:
+                stacks.append(self.values.room(like))
+            else:
+                moved[same] = n
+                stacks.append(parts[same])
+        return stacks, moved
 
     def is_own(self, j: int) -> bool:
         """Whether a buffer holds a value of each of this device's micro-batches."""

@@ -11,6 +11,7 @@ As `jax.checkpoint` over layers: about √L borders stay, and about √L are fil
 (Chen, Xu, Zhang, Guestrin, "Training deep nets with sublinear memory cost", 2016).
 """
 
+import bisect
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -36,6 +37,8 @@ class Life(NamedTuple):
       made: the level that fills it.
       last: the last level that reads it.
       times: of how many iterations of a loop it is the stack.
+      follows: whether it follows from other values that the same level keeps: if these
+        stay at the end of a segment, it can be filled again with the next one.
     """
 
     number: int
@@ -44,6 +47,7 @@ class Life(NamedTuple):
     made: int
     last: int
     times: int = 1
+    follows: bool = False
 
 
 def planned(
@@ -86,7 +90,6 @@ def planned(
 
 
 def _lives(schedule: Schedule, num_microbatches: int) -> Iterator[Life]:
-    axis = schedule.axis
     last: dict[int, int] = {}
     for level in range(1, schedule.end + 1):
         for x in schedule.needed(schedule.roots(level), level)[1]:
@@ -94,15 +97,34 @@ def _lives(schedule: Schedule, num_microbatches: int) -> Iterator[Life]:
                 last[schedule.views[x].buffer] = level
     for i, buffer in enumerate(schedule.buffers):
         if buffer.kind == "own":
-            x = buffer.operand
-            nbytes = num_microbatches * cost.nbytes(x)
-            wide = num_microbatches * cost.nbytes_of_sum(x)
-            made = int(buffer.level)
-            by = ir.made_by(schedule.jaxpr, x)
-            marked = by is not None and is_mark(by, axis)
-            end = schedule.end if marked else last.get(i, made)
-            times = 1 if by is None else _times(by, x)
-            yield Life(i, nbytes, wide * buffer.has_cotangent, made, end, times)
+            x, made = buffer.operand, int(buffer.level)
+            by: Any = ir.made_by(schedule.jaxpr, x)
+            yield Life(
+                number=i,
+                nbytes=num_microbatches * cost.nbytes(x),
+                of_cotangent=num_microbatches
+                * (buffer.has_cotangent and cost.nbytes_of_sum(x)),
+                made=made,
+                last=schedule.end if is_mark(by, schedule.axis) else last.get(i, made),
+                times=_times(by, x),
+                follows=_follows(schedule, i),
+            )
+
+
+def _follows(schedule: Schedule, number: int) -> bool:
+    """Whether it is computed of what the same level keeps, and of no earlier rows."""
+    x, level = schedule.buffers[number].operand, schedule.buffers[number].level
+    others = set(range(len(schedule.buffers))) - {number}
+    found, read = schedule.needed([x], level + 1, held=others)
+    rows = [y for y in read if schedule.facts[y].own and y in schedule.views]
+    kept_too = [schedule.buffers[schedule.views[y].buffer] for y in rows]
+    own = [e for e in found if any(schedule.facts[y].own for y in e.outvars)]
+    return (
+        bool(rows)
+        and all(b.kind == "own" and b.level == level for b in kept_too)
+        and not any(schedule.facts[y].own for y in read if y in schedule.given)
+        and all(schedule.facts[e.outvars[0]].level == level - 1 for e in own)
+    )
 
 
 def _times(by: core.JaxprEqn, x: Any) -> int:
@@ -133,11 +155,18 @@ def _dropping(
 def staying(lives: Iterable[Life], stays: Sequence[int]) -> set[int]:
     """The buffers that are not filled again, if segments end after levels `stays`."""
     whole = max(stays, default=0)  # after it nothing is dropped
-    return {
-        x.number
-        for x in lives
-        if x.made > whole or any(x.made <= at < x.last for at in stays)
-    }
+    return _crossing(lives, stays) | {x.number for x in lives if x.last > whole}
+
+
+def _crossing(lives: Iterable[Life], stays: Sequence[int]) -> set[int]:
+    """The buffers that later segments read, or are computed of."""
+    return {x.number for x in lives if _crosses(x, stays)}
+
+
+def _crosses(x: Life, stays: Sequence[int]) -> bool:
+    """Whether a segment ends while it is read; `stays` are sorted."""
+    i = bisect.bisect_left(stays, x.made + x.follows)
+    return i < len(stays) and stays[i] < x.last
 
 
 def peak(lives: Sequence[Life], stays: Sequence[int], end: int) -> int:
@@ -154,11 +183,23 @@ def peak(lives: Sequence[Life], stays: Sequence[int], end: int) -> int:
             during(there, x.made, end, x.nbytes)
             during(back, x.made + 1, end, x.nbytes)
         else:
-            segment = min((at for at in stays if at >= x.made), default=end)
+            segment = stays[bisect.bisect_left(stays, x.last)]
             during(there, x.made, x.last, x.nbytes)
             during(back, x.made + 1, segment, x.nbytes)
-        during(back, x.made, x.last, x.of_cotangent)
-    return int(max(np.cumsum(there).max(), np.cumsum(back).max()))
+        during(back, x.made + 1, x.last, x.of_cotangent)
+    both = np.cumsum(back) + _consumed(lives, end)
+    return int(max(np.cumsum(there).max(), both.max()))
+
+
+def _consumed(lives: Sequence[Life], end: int) -> np.ndarray:
+    """What cotangents take that a level takes back, but for those written over."""
+    found = np.zeros(end + 2, int)
+    for nbytes in {x.of_cotangent for x in lives}:
+        alike = [x for x in lives if x.of_cotangent == nbytes]
+        gone = np.bincount([x.made for x in alike], minlength=end + 2)
+        begun = np.bincount([x.last for x in alike], minlength=end + 2)
+        found += nbytes * np.maximum(gone - begun, 0)
+    return found
 
 
 def largest_step(schedule: Schedule) -> int:
@@ -180,7 +221,8 @@ def _segments(lives: Sequence[Life], end: int, most: int) -> tuple[int, ...]:
 
     If there is no room for any, those that take least.
     """
-    ways = {()} | {_cut_at(lives, n) for n in _numbers(len(lives))}
+    total = sum(x.nbytes for x in lives)
+    ways = {()} | {_cut_at(lives, total * n // _PARTS) for n in range(1, _PARTS)}
 
     def again(stays: Sequence[int]) -> int:
         always = staying(lives, stays)
@@ -193,21 +235,26 @@ def _segments(lives: Sequence[Life], end: int, most: int) -> tuple[int, ...]:
     return min(ways, key=lambda stays: (sizes[stays], again(stays)))
 
 
-def _numbers(n: int) -> list[int]:
-    """Of how many segments to try it: about √n is best if borders are alike."""
-    return sorted(
-        {*range(2, min(n, 12) + 1), *(int(2**i) for i in range(4, n.bit_length()))}
-    )
+_PARTS = 40  # so many sizes of segments are tried
 
 
-def _cut_at(lives: Sequence[Life], number: int) -> tuple[int, ...]:
-    """The ends of so many segments, each with about as many bytes."""
-    total, so_far, stays = sum(x.nbytes for x in lives), 0, []
-    levels = itertools.groupby(sorted(lives, key=lambda x: x.made), lambda x: x.made)
-    for level, group in levels:
-        so_far += sum(x.nbytes for x in group)
-        if so_far * number >= total * (len(stays) + 1) and len(stays) < number - 1:
-            stays.append(level)
+def _cut_at(lives: Sequence[Life], most: int) -> tuple[int, ...]:
+    """The ends of segments that take at most so many bytes with all that stays below.
+
+    So they become shorter: when the way back begins, most stays.
+    """
+    inside, below, before = 0, 0, 0
+    stays: list[int] = []
+    left = sorted(lives, key=lambda x: x.made)
+    for level, group in itertools.groupby(left, lambda x: x.made):
+        new = sum(x.nbytes for x in group)
+        if inside and inside + new + below > most:
+            crossing = [x for x in left if _crosses(x, [before])]
+            left = [x for x in left if x.last > before and x not in crossing]
+            below += sum(x.nbytes for x in crossing)
+            stays.append(before)
+            inside = 0
+        inside, before = inside + new, level
     return tuple(stays)
 
 

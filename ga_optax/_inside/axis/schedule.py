@@ -181,9 +181,9 @@ class Schedule:
     def again(self) -> dict[int, list[int]]:
         """The buffers that are filled again before a level goes back."""
         found: dict[int, list[int]] = {}
-        for j in sorted(j for its in self.dropped.values() for j in its):
-            at = min(at for at in self.stays if at >= self.buffers[j].level)
-            found.setdefault(at, []).append(j)
+        for last, members in sorted(self.dropped.items()):
+            at = min(at for at in self.stays if at >= last)
+            found.setdefault(at, []).extend(members)
         return found
 
     def operands(self, level: float, smooth: bool = False) -> list[Any]:

@@ -151,13 +151,20 @@ class Values:
 
         It is one that is no longer read, or else a new one.
         """
-        k = len(self.xs[0])
-        new = vary(jnp.broadcast_to(like, (k, *like.shape)), self.axes)
+        due = self.type_of_stack(like)
         for i, x in enumerate(self.rooms):
-            if jax.typeof(x) == jax.typeof(new):
+            if jax.typeof(x) == due:
                 return self.rooms.pop(i)
         self.made += 1
-        return self.after_all(new)
+        return self.after_all(self._stack(like))
+
+    def type_of_stack(self, like: jax.Array) -> Any:
+        """The type of a stack of such values."""
+        return jax.typeof(self._stack(like))
+
+    def _stack(self, like: jax.Array) -> jax.Array:
+        stack = jnp.broadcast_to(like, (len(self.xs[0]), *like.shape))
+        return vary(stack, self.axes)
 
     def after_all(self, stack: jax.Array) -> jax.Array:
         """A stack that is not there before what was computed last.
