@@ -252,15 +252,11 @@ class Backward:
         weight = jnp.zeros_like(self.start.weight)
         acc = Accumulator(totals, weight, jnp.ones([], jnp.int32))
         operands = Operands(closed.consts, shared, batch, [], [], acc)
-        off = "" if options.optimize else "optimize=False"
-        whys = in_place.reasons(off, of_loop, operands)
-        names = [name for name, _ in named_leaves(self.call.params)]
-        in_place.report([names[i] for i in read.params], whys[: len(read.params)])
-        ways = additions.choose(of_loop, totals, whys).ways
+        ways = self.ways(of_loop, operands, read)
         stacks, moved = self.stacks(read, parts)
         for j, x in zip(read.own, own, strict=True):
             begins = j not in self.cotangents
-            ways = [*ways, additions.Placed(jax.typeof(x[0]), begins=begins)]
+            ways.append(additions.Placed(jax.typeof(x[0]), begins=begins))
         first_part, first_stack = len(batch) - len(parts), len(totals)
         for i in moved:
             batch[first_part + i] = values.xs[0]  # it is read where it is written over
@@ -276,13 +272,27 @@ class Backward:
             rows=len(own),
             moved=moves,
         )
-        does = tuple(ways), moves, tuple(of_loop.modes), of_loop.weighted
-        key = ir.form(closed.jaxpr), *does, of_loop.multiplies, task.cotangents is None
-        state = values.run(key, loop.__call__, operands)
+        state = self.applied(loop, operands, task.cotangents is None)
         self.put(read, state.acc.total)
-        values.came(state.acc.total)
         values.rooms += [x for i, x in enumerate(parts) if i not in moved]
         return Outcome(loop, state)
+
+    def applied(self, loop: Loop, operands: Operands, *more: Any) -> State:
+        """What a loop does; those that are alike are traced once."""
+        its, values = loop.program, self.values
+        does = tuple(loop.additions.ways), loop.moved, tuple(its.modes), its.weighted
+        key = ir.form(its.jaxpr), *does, its.multiplies, *more
+        state = values.run(key, loop.__call__, operands)
+        values.came(state.acc.total)
+        return state
+
+    def ways(self, of_loop: Program, operands: Operands, read: Read) -> list[Any]:
+        """How gradients of what all micro-batches share are added."""
+        off = "" if self.call.options.optimize else "optimize=False"
+        whys = in_place.reasons(off, of_loop, operands)
+        names = [name for name, _ in named_leaves(self.call.params)]
+        in_place.report([names[i] for i in read.params], whys[: len(read.params)])
+        return list(additions.choose(of_loop, operands.acc.total, whys).ways)
 
     def stacks(self, read: Read, parts: Arrays) -> tuple[Arrays, dict[int, int]]:
         """The arrays for the cotangents of what single micro-batches keep.
