@@ -14,6 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ga_optax as ga
+from ga_optax._inside import whole_batch as partitioned
 from ga_optax._partition import elementwise
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
@@ -671,3 +672,40 @@ def test_axes_of_explicit_type_are_taken_for_parameters_and_refused_for_rows():
         assert jnp.abs(grad - want[1]).max() < 1e-6
         with pytest.raises(ValueError, match="Pass data_axis='data'"):
             jax.jit(step)(w, jax.device_put(x, P("data")))
+
+
+# -- Derivatives of any function -------------------------------------------------------
+
+
+EXTREMA = {
+    "largest": lambda w, x: jnp.tanh(x @ w).max(0) ** 2,
+    "smallest": lambda w, x: x @ w - (x @ w).min(0, keepdims=True),
+    "softmax": lambda w, x: jax.nn.softmax(x @ w, axis=0) ** 2,
+    "sorted": lambda w, x: jnp.sort(x @ w, 0)[::2] ** 3,
+}
+
+
+def slopes(fun, argnum):
+    def total(*args):
+        return jnp.sum(fun(*args))
+
+    w, x = (jax.random.normal(jax.random.key(i), s) for i, s in enumerate(SHAPES))
+    return jax.grad(total, argnum)(w, x)
+
+
+SHAPES = (4, 3), (8, 4)
+
+
+@pytest.mark.filterwarnings("ignore:With whole_batch=True")
+@pytest.mark.parametrize("argnum", [0, 1])
+@pytest.mark.parametrize("name", EXTREMA)
+def test_a_function_over_micro_batches_has_its_derivatives(name, argnum, monkeypatch):
+    with jax.enable_x64(True):
+        want = slopes(EXTREMA[name], argnum)
+        got = slopes(ga.microbatch(EXTREMA[name], 4), argnum)
+        np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-12)
+        if name in ("largest", "smallest"):
+            # The twin: arguments that nobody differentiates with respect to.
+            monkeypatch.setattr(partitioned, "is_inexact", lambda aval: False)
+            wrong = slopes(ga.microbatch(EXTREMA[name], 4), argnum)
+            assert np.abs(wrong - want).max() > 1e-2

@@ -37,6 +37,7 @@ from ga_optax._partition import (
     Layout,
     Partitioned,
     Rows,
+    is_inexact,
     partition,
 )
 from ga_optax._passes import ir, known, references
@@ -291,16 +292,25 @@ def traced(
 def _arguments(
     jaxpr: Any, axes: Sequence[int], num_params: int, size: int, strided: bool
 ) -> list[Argument]:
-    """Constants, parameters, and the batch with its rows along these axes."""
+    """Constants, parameters, and the batch with its rows along these axes.
+
+    If nothing depends on the parameters, as in `microbatch`, nobody knows what somebody
+    may differentiate with respect to: then it may be anything.
+    """
     params, batch = jaxpr.invars[:num_params], jaxpr.invars[num_params:]
+    any_of_them = not any(ir.num_readers(jaxpr, x) for x in params)
+
+    def smooth(x: Any) -> bool:
+        return any_of_them and is_inexact(x.aval)
+
     arguments = [
-        *(Argument(x.aval, WHOLE) for x in jaxpr.constvars),
+        *(Argument(x.aval, WHOLE, smooth(x)) for x in jaxpr.constvars),
         *(Argument(x.aval, WHOLE, True) for x in params),
     ]
     for x, axis in zip(batch, axes, strict=True):
         segments = x.aval.shape[axis] // size if strided else 1
         layout = Rows(axis, segments) if size > 1 else WHOLE
-        arguments.append(Argument(x.aval, layout))
+        arguments.append(Argument(x.aval, layout, smooth(x)))
     return arguments
 
 
