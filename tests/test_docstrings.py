@@ -142,11 +142,18 @@ def trees_of_temporaries(fun, options, args):
     def larger(leaf):
         if isinstance(leaf, Accumulator):
             return leaf._replace(total=jax.tree.map(larger, leaf.total))
+        if isinstance(leaf, ga.MultiStepsState):
+            fields = {x: grown(y) for x, y in leaf._asdict().items()}
+            return leaf._replace(**fields | {"counters": leaf.counters})
         if leaf.shape or scalar:
             return jax.ShapeDtypeStruct((LARGER, *leaf.shape[1:]), leaf.dtype)
         return leaf
 
-    args = jax.tree.map(larger, args, is_leaf=lambda x: isinstance(x, Accumulator))
+    def grown(tree):
+        own = (Accumulator, ga.MultiStepsState)
+        return jax.tree.map(larger, tree, is_leaf=lambda x: isinstance(x, own))
+
+    args = grown(args)
     largest = max(map(helpers.nbytes, donated_leaves(fun, options, args)))
     assert largest > 1e6  # tiny programs have no temporaries
     kept = {name: x for name, x in options.items() if name != "donate_argnums"}

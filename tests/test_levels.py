@@ -356,3 +356,22 @@ def test_products_are_counted():
     assert products(ga.value_and_grad(plain, K), *args)[0] % K == 0
     once = operations(jax.value_and_grad(plain), *args)
     assert operations(ga.value_and_grad(plain, K), *args) == once
+
+
+@pytest.mark.parametrize("limit", [None, 0, 10**9])
+def test_what_prints_does_not_compute_again_what_is_kept(limit):
+    """It would be computed of the batch then, and have no cotangent."""
+
+    def printing(p, b):
+        def layer(h, w):
+            h = norm(h @ w)
+            jax.debug.callback(lambda x: None, h.sum())
+            return jnp.tanh(h)
+
+        h = b["x"]
+        for w in p["layers"]:
+            h = jax.checkpoint(layer)(h, w)
+        return jnp.mean((h @ p["head"] - b["y"]) ** 2)
+
+    args = arguments(4, rows=64)
+    assert off(printing, args, residual_bytes=limit) < 2e-5

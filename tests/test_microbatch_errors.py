@@ -107,12 +107,11 @@ def test_options_of_the_wrong_type_are_refused(options, message):
 
 
 @pytest.mark.parametrize("leaf", ["text", jnp.sin])
-@pytest.mark.parametrize("whole_batch", [False, True])
-def test_aux_that_is_no_number_is_refused(leaf, whole_batch):
+def test_aux_that_is_no_number_is_refused(leaf):
     def fun(w, x):
         return jnp.mean(x * w), {"kept": leaf}
 
-    step = ga.value_and_grad(fun, 2, has_aux=True, whole_batch=whole_batch)
+    step = ga.value_and_grad(fun, 2, has_aux=True)
     with pytest.raises(TypeError, match=r"aux must be arrays or numbers, but \['kept"):
         step(W, X)
 
@@ -393,13 +392,12 @@ def test_an_error_of_fun_says_what_it_was_given():
     assert "has shape (4,), split along axis 0 of (8,)." in note
 
 
-@pytest.mark.parametrize("whole_batch", [False, True])
-def test_aux_without_numbers_is_refused_by_name(whole_batch):
+def test_aux_without_numbers_is_refused_by_name():
     def fun(w, x):
         return loss(w, x), {"name": "train", "loss": loss(w, x)}
 
     with pytest.raises(TypeError, match=r"aux must be arrays.*\['name'\] is 'train'"):
-        ga.value_and_grad(fun, 2, has_aux=True, whole_batch=whole_batch)(W, X)
+        ga.value_and_grad(fun, 2, has_aux=True)(W, X)
 
 
 def test_a_loss_that_is_not_finite_is_that_of_the_whole_batch():

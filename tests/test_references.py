@@ -10,7 +10,7 @@ from ga_optax._passes import references
 
 pytestmark = [
     pytest.mark.usefixtures("optax_promotion", "fast_compilation"),
-    pytest.mark.filterwarnings("ignore:With whole_batch=True new_ref"),
+    pytest.mark.filterwarnings("ignore:With whole_batch=True (new_ref|scan)"),
     pytest.mark.skipif(not hasattr(jax, "new_ref"), reason="not in this JAX"),
 ]
 

@@ -553,7 +553,7 @@ def attained(w, x):
 
 def wrong_counts():
     """For how many of six problems another number of rows attains the maximum."""
-    step = jax.jit(ga.value_and_grad(attained, 4, whole_batch=True, has_aux=True))
+    step = jax.jit(ga.value_and_grad(attained, 2, whole_batch=True, has_aux=True))
     wrong = 0
     for seed in range(6):
         w = jax.random.normal(jax.random.key(seed), (4, 4))

@@ -145,7 +145,7 @@ HAVE_RULES = (
     *("norm", "max_rows", "softmax_rows", "attention", "gram", "columns", "pairs"),
     *("thirds", "twice", "cumsum", "cumprod", "eye", "tril", "entries", "along"),
     *("segments", "clipped", "doubled", "straight", "layers", "deep", "map", "vmap"),
-    *("checkpoint", "dropout", "noise", "row_keys", "capacity", "einsum"),
+    *("checkpoint", "dropout", "noise", "capacity", "einsum"),
 )
 
 

@@ -171,7 +171,7 @@ def test_plan_counts_what_a_window_keeps_between_its_levels():
 
     memory = helpers.needed(step(16, 10**6).lower(w, x).compile())
     assert planned(10**6) == 16
-    assert planned(0) == 2
+    assert planned(0) == 8
 
 
 # -- A sum that a product makes more of ------------------------------------------------

@@ -70,7 +70,8 @@ class BatchDependencies:
             for name, line, size in dict.fromkeys(self.whole)
         ]
         lines = ruled([("what meets", *_HEADER, "line"), *rows], left=(0, 4))
-        end = f"In all: {passes}, in about {self.peak_bytes:,} bytes."
+        room = f", in about {self.peak_bytes:,} bytes" if self.peak_bytes else ""
+        end = f"In all: {passes}{room}."
         if self.more_room:
             end += " " + said_of(self.more_room)
         legend = dict.fromkeys([_LEGEND, *(_TODO.get(x.name, "") for x in self.whole)])

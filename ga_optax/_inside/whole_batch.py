@@ -95,6 +95,10 @@ class Trace(NamedTuple):
         return ir.is_variable(loss) and loss in ir.following(jaxpr, params)
 
 
+class _MeetsInside(Exception):
+    """Rows meet in the program of a region, but not in the one outside of it."""
+
+
 def value_and_grad(core: Callable[[Options], Any], given: dict[str, Any]) -> Any:
     """`value_and_grad` with `whole_batch=True`; `core` is the one without."""
     options, fun = prepared(given)
@@ -138,10 +142,13 @@ def window(
     )
     given_whole = trace.closed.consts if call.mesh is None else call.others()
     batch = (*call.batch, *numbers), jax.tree.map(_as_data, given_whole)
-    if _scales_after(trace):
-        (loss, kept), grads = _scaled(call, *run(_widened(call.params), batch))
-    else:
-        (loss, kept), grads = run(call.params, batch)
+    after = _scales_after(trace)
+    try:
+        found = run(_widened(call.params) if after else call.params, batch)
+    except _MeetsInside:  # As it does in the region of a mesh alone.
+        part = trace.part._replace(meets=True)
+        return window(core, fun, call, trace._replace(part=part))
+    (loss, kept), grads = _scaled(call, *found) if after else found
     loss = loss.astype(trace.closed.out_avals[0].dtype)
     leaves = [loss, *put_together(call, trace, kept)]
     structure = jax.tree.structure(trace.out)
@@ -368,6 +375,8 @@ def micro_batch(
         if trace.part.meets:
             loss, *rest = ir.results(part, args)
         else:
+            if part.meets:
+                raise _MeetsInside
             index = numbers[0][0] if numbers else None
             loss, *rest = part.alone(index, args)
         loss = _addend(call, trace, loss)

@@ -186,8 +186,10 @@ def _counts(v: Value, column: int | None, n: int) -> bool:
     return keeps and vs[0].shape[:1] == v.shape[:1] and _counts(vs[0], column, n)
 
 
-def _holds(dtype: Any, n: int) -> bool:
+def _holds(dtype: Any, n: Any) -> bool:
     """Whether a dtype has all of 0, 1, ..., n - 1, so that a cast keeps them."""
+    if not isinstance(n, int):  # left open by `jax.export`
+        return np.issubdtype(dtype, np.integer) and np.dtype(dtype).itemsize >= 4
     ends = np.array([0, max(n - 2, 0), n - 1])
     with np.errstate(all="ignore"):
         return np.array_equal(ends.astype(dtype).astype(np.int64), ends)

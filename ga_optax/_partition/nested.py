@@ -155,6 +155,8 @@ def checkpoint(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
 
 
 def scan(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
+    if any(map(ir.is_reference, e.invars)):
+        return None
     how = ir.scan_of(e)
     _, _, slices = how.split(vs)
     if any(v.dim == 0 for v in slices):

@@ -528,9 +528,13 @@ def bind(
     outvars: Sequence[Any],
     values: Sequence[Any],
 ) -> list[Any]:
-    """The values of `outvars`, from those of `invars`, by equations of `jaxpr`."""
+    """The values of `outvars`, from those of `invars`, by equations of `jaxpr`.
+
+    What is given stays so, if an equation runs that computes it, such as one that prints.
+    """
     pairs = zip(invars, values, strict=True)
     known = {v: x for v, x in pairs if not isinstance(v, core.Literal)}
+    equations = [_without_results(e, known) for e in equations]
     effects = frozenset().union(*(equation.effects for equation in equations))
     program = jaxpr.replace(
         constvars=[],
@@ -540,6 +544,14 @@ def bind(
         effects=effects,
     )
     return jax.core.eval_jaxpr(program, (), *known.values())
+
+
+def _without_results(equation: core.JaxprEqn, known: Mapping[Any, Any]) -> Any:
+    """The equation with other variables in place of results that are known."""
+    if known.keys().isdisjoint(equation.outvars):
+        return equation
+    new = [core.Var(x.aval) if x in known else x for x in equation.outvars]
+    return equation.replace(outvars=new)
 
 
 def checkpointed(equation: core.JaxprEqn, body: Callable[..., Any]) -> Any:

@@ -18,6 +18,7 @@ from ga_optax._inside.axis.schedule import Buffer, Schedule
 from ga_optax._inside.call import Call
 from ga_optax._inside.loop import Operands
 from ga_optax._inside.program import Program
+from ga_optax._passes import ir
 from ga_optax._passes.ir import bind
 
 Arrays = list[jax.Array]
@@ -103,10 +104,8 @@ class Values:
         lowest = schedule.end if level > schedule.end else 0
 
         def runs(equation: core.JaxprEqn) -> bool:
-            names = [getattr(effect, "name", "") for effect in equation.effects]
-            others = any(name != schedule.axis for name in names)
             its = max((schedule.fact(x).level for x in equation.invars), default=0)
-            return others and lowest <= its < level
+            return lowest <= its < level and ir.calls_back(equation)
 
         held = self.buffers if buffers is None else buffers
         return schedule.needed(wanted, level, runs if acts else None, held)
