@@ -95,7 +95,7 @@ class Trace(NamedTuple):
         return ir.is_variable(loss) and loss in ir.following(jaxpr, params)
 
 
-class _MeetsInside(Exception):
+class _MeetsInsideError(Exception):
     """Rows meet in the program of a region, but not in the one outside of it."""
 
 
@@ -145,7 +145,7 @@ def window(
     after = _scales_after(trace)
     try:
         found = run(_widened(call.params) if after else call.params, batch)
-    except _MeetsInside:  # As it does in the region of a mesh alone.
+    except _MeetsInsideError:  # As it does in the region of a mesh alone.
         part = trace.part._replace(meets=True)
         return window(core, fun, call, trace._replace(part=part))
     (loss, kept), grads = _scaled(call, *found) if after else found
@@ -376,7 +376,7 @@ def micro_batch(
             loss, *rest = ir.results(part, args)
         else:
             if part.meets:
-                raise _MeetsInside
+                raise _MeetsInsideError
             index = numbers[0][0] if numbers else None
             loss, *rest = part.alone(index, args)
         loss = _addend(call, trace, loss)

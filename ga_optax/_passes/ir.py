@@ -530,7 +530,7 @@ def bind(
 ) -> list[Any]:
     """The values of `outvars`, from those of `invars`, by equations of `jaxpr`.
 
-    What is given stays so, if an equation runs that computes it, such as one that prints.
+    What is given stays so, if an equation that computes it runs because it prints.
     """
     pairs = zip(invars, values, strict=True)
     known = {v: x for v, x in pairs if not isinstance(v, core.Literal)}
