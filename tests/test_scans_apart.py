@@ -187,7 +187,7 @@ def test_if_they_run_again_they_take_little():
     plain = temporaries(jax.jit(ga.value_and_grad(loss, K)), *args)
     assert temporaries(step(loss), *args) < 1.45 * plain
     room = step(loss, residual_bytes=3 * rows_of_all_layers(48))
-    assert temporaries(room, *args) > 5 * plain
+    assert temporaries(room, *args) > plain + rows_of_all_layers(48)
 
 
 # -- What does not come apart ----------------------------------------------------------
