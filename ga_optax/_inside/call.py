@@ -172,9 +172,13 @@ class Call(NamedTuple):
 
         See `membership`.
         """
+        given = self.options.strided
+        return self.distributed if given is None else given
+
+    @property
+    def distributed(self) -> bool | None:
+        """Whether the compiler distributes it over devices; None if it is not known."""
         everything, options = (self.args, self.kwargs), self.options
-        if options.strided is not None:
-            return options.strided
         if options.axes or self.num_parts == 1:
             return False
         if options.optimize and meshes.is_open(everything) and membership.can_wait():

@@ -110,7 +110,7 @@ def _loop(
         begins=begins,
         last=adds.reduced(program, reduced) if reduced else None,
         rounds_once=once,
-        local=call.strided is False,
+        local=call.distributed is False,
         sums_already=sums_already,
         axes=call.axes,
     )

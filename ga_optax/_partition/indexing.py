@@ -150,7 +150,9 @@ def own_rows(
     if times > 1 and rows.extra:
         return None
     x = w.part(indices, rows.at(0))
-    here = (jnp.arange(x.shape[0]) // times).astype(x.dtype)
+    # XLA knows what an iota is, and keeps less for it than for a quotient.
+    here = jnp.arange(x.shape[0], dtype=x.dtype)
+    here = here // jnp.asarray(times, x.dtype) if times > 1 else here
     here = here.reshape(-1, *[1] * (x.ndim - 2))
     return x.at[..., column].set(jnp.broadcast_to(here, x.shape[:-1]))
 

@@ -269,6 +269,7 @@ class Backward:
             additions.Additions(ways),
             options.optimize,
             rounds_once=of_loop.low_precision,
+            local=self.call.distributed is False,
             rows=len(own),
             moved=moves,
         )
