@@ -13,11 +13,11 @@ import hashlib
 import pathlib
 from typing import Any
 
+import any_loss
 import matplotlib as mpl
 import micro_step
 import peers
 import record
-import window_axis
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
@@ -39,9 +39,7 @@ STYLES: dict[str, dict[str, Any]] = {
     peers.TWO_PROGRAMS: {"color": BROWN, "marker": "P", "linestyle": ":"},
     peers.OURS_PLAIN: {"color": BLUE, "marker": "x"},
     peers.OURS_TRANSFORMATION: {"color": BLUE, "marker": "d"},
-    window_axis.WHOLE: {"color": BLUE, "marker": "*", "markersize": 9, "zorder": 5},
-    window_axis.MARKED: {"color": BLUE, "marker": "s", "zorder": 4},
-    window_axis.HAND: {"color": BROWN, "marker": "P"},
+    any_loss.HAND: {"color": BROWN, "marker": "P"},
 }
 NAMES = {
     micro_step.APPLIED: "ga.apply_gradients",
@@ -196,23 +194,18 @@ def draw_accelerators(result: dict[str, Any]) -> Any:
 COMPILED_FIELDS = {"micro_step": "over_params_window", "window_dense": "over_alone"}
 
 
-def draw_window_axis(result: dict[str, Any]) -> Any:
-    """Draws time and temporaries of losses over a window, over those undivided."""
+def draw_any_loss(result: dict[str, Any]) -> Any:
+    """Draws time and temporaries of losses whose rows meet, over those undivided."""
     rows = result["results"]
     figure, axes = plt.subplots(1, 2, figsize=(8.6, 3.3))
-    names = {
-        window_axis.WHOLE: "whole_batch=True",
-        peers.OURS: "axis_name",
-        window_axis.MARKED: "axis_name, marked",
-        peers.SCAN: "plain scan: another loss",
-    }
+    names = NAMES | {peers.SCAN: "scan by hand: another loss"}
     fields = {"time": "time_ratio", "temporaries": "memory_ratio"}
     for ax, (title, field) in zip(axes, fields.items(), strict=True):
-        for i, way in enumerate(window_axis.WAYS[1:]):
+        for i, way in enumerate(any_loss.WAYS[1:]):
             places = [j for j, row in enumerate(rows) if way in row[field]]
             heights = [rows[j][field][way] for j in places]
             style = STYLES[way] | {"linestyle": "none"}
-            beside = [j + 0.12 * (i - 2) for j in places]
+            beside = [j + 0.12 * (i - 1) for j in places]
             ax.plot(beside, heights, label=names.get(way, way), **style)
         ax.axhline(1, color=GREY, linewidth=1.2, zorder=1)
         ax.set_title(f"{title}, over the undivided batch's (grey)")
@@ -260,7 +253,7 @@ PICTURES = {
     "memory": ("memory.json", draw_memory),
     "collectives": ("collectives.json", draw_collectives),
     "accelerators": ("accelerators.json", draw_accelerators),
-    "window_axis": ("window_axis.json", draw_window_axis),
+    "any_loss": ("any_loss.json", draw_any_loss),
 }
 
 

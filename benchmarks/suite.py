@@ -16,10 +16,10 @@ import sys
 import time
 from typing import Any
 
+import any_loss
 import micro_step
 import peers
 import record
-import window_axis
 
 ROOT = pathlib.Path(__file__).parents[1]
 PICTURES = ROOT / "docs" / "pictures"
@@ -37,7 +37,7 @@ COMMANDS: dict[str, list[str]] = {
     "leaves.json": ["leaves.py"],
     "sweep.json": ["sweep.py"],
     "window.json": ["window.py"],
-    "window_axis.json": ["window_axis.py"],
+    "any_loss.json": ["any_loss.py"],
 }
 
 COLUMNS = {
@@ -50,15 +50,14 @@ COLUMNS = {
     "rows in place": (peers.SCAN_KEPT,),
     "unrolled": (peers.UNROLLED,),
     "two programs": (peers.TWO_PROGRAMS,),
-    "marked": (window_axis.MARKED,),
-    "two passes": (window_axis.HAND,),
+    "two passes": (any_loss.HAND,),
 }
 
 
 def rows_of(results: pathlib.Path) -> list[list[Any]]:
     """The rows of the table: case, k, unit, and a number for each way."""
-    names = "sweep", "window", "memory", "collectives", "compile_time", "window_axis"
-    sweep, window, memory, collective, compile_time, axis, dispatch = (
+    names = "sweep", "window", "memory", "collectives", "compile_time", "any_loss"
+    sweep, window, memory, collective, compile_time, meeting, dispatch = (
         record.read(results / f"{name}.json") for name in (*names, "dispatch")
     )
     cases: list[tuple[str, int, str, dict[str, float]]] = []
@@ -74,8 +73,8 @@ def rows_of(results: pathlib.Path) -> list[list[Any]]:
         case = f"window, {row['model']}, {row['rows']} rows"
         k = window["num_microbatches"]
         cases.append((case, k, "x sum of parts", row["ratio_to_parts"]))
-    for row in axis["results"]:
-        k = axis["num_microbatches"]
+    for row in meeting["results"]:
+        k = meeting["num_microbatches"]
         for what, field in (("time", "time_ratio"), ("memory", "memory_ratio")):
             cases.append((f"{row['case']}: {what}", k, "x undivided", row[field]))
     for name, record_, unit, field in (

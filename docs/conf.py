@@ -54,7 +54,7 @@ default_role = "py:obj"
 nitpick_ignore_regex = [
     ("py:obj", "(?s:.*)"),
     ("py:class", r"(collections|jax|numpy|optax|flax)\..*|(.*\.)?(M|PyTree|Step)"),
-    ("py:class", r"ga_optax\._(inside|partition)\..*"),
+    ("py:class", r"ga_optax\._(partition|window)\..*"),
 ]
 
 _INVENTORIES = {

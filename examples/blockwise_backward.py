@@ -12,12 +12,12 @@ whose model does not fit next to its gradient, or that fetches its blocks one by
 All layers have the same shapes, so one forward, one backward and one addition are
 compiled for all of them.
 
-The script takes one window both ways, `ga.value_and_grad` and block by block, over the
+The script takes one window both ways, `ga.accumulate` and block by block, over the
 same micro-batches, and prints for every block how many elements differ. In the first
 column the arithmetic is the same: a micro-batch counts by its tokens, and that weight
 goes into the backward pass, as the cotangent of the loss. No element differs but in the
-embedding: `value_and_grad` adds the gradient of each token's row to the sum, one after
-the other, and this script adds up the rows of a micro-batch first. In the second column
+embedding: `accumulate` adds the gradient of each token's row to the sum, one after the
+other, and this script adds up the rows of a micro-batch first. In the second column
 `blocks.add(..., weight=tokens)` multiplies the finished gradient instead: the same
 number, rounded elsewhere, so the last bits differ.
 
@@ -267,6 +267,13 @@ def add_micro_batch(
 
 
 @functools.partial(jax.jit, donate_argnums=0)
+def gradient(params: Any, window: Any) -> tuple[jax.Array, Any]:
+    """The loss and the gradient of a window, by `ga.accumulate`."""
+    add = ga.accumulate(loss_fn, K, weight_fn=count_tokens)
+    value, acc = add(accumulator.init(params), params, window)
+    return value, accumulator.mean(acc)
+
+
 def divide(total: Any, weight: jax.Array) -> Any:
     """The mean, in the buffers of the sum."""
     return accumulator.mean(accumulator.Accumulator(total, weight, jnp.int32(0)))
@@ -280,7 +287,7 @@ def block_by_block(
     memory: Memory | None = None,
     as_cotangent: bool = True,
 ) -> tuple[float, Any]:
-    """The loss and the gradient of a window, as `ga.value_and_grad` returns them.
+    """The loss and the gradient of a window, as `ga.accumulate` has them.
 
     Args:
       partition: the blocks of `params`.
@@ -350,9 +357,9 @@ def agrees(row: Comparison) -> bool:
 
 
 def print_comparison(first: list[Comparison], second: list[Comparison]) -> None:
-    """Prints how many elements of each block differ from `ga.value_and_grad`."""
+    """Prints how many elements of each block differ from `ga.accumulate`."""
     print(
-        "Elements whose bits differ from those of ga.value_and_grad, and how far the\n"
+        "Elements whose bits differ from those of ga.accumulate, and how far the\n"
         "gradient is off (norms), with the tokens\n\n"
         f"{'block':10}{'elements':>10}{'in the cotangent':>26}{'as weight':>26}"
     )
@@ -380,7 +387,7 @@ def print_memory(params: Any, window: np.ndarray, whole: Any, memory: Memory) ->
     )
     rows = {
         "jax.grad, and one addition": needed(micro.compile()) + tree,
-        "ga.value_and_grad": needed(whole),
+        "ga.accumulate": needed(whole),
         f"block by block (most in {memory.when})": memory.peak,
     }
     print(
@@ -393,7 +400,7 @@ def print_memory(params: Any, window: np.ndarray, whole: Any, memory: Memory) ->
     for name, size in rows.items():
         beside = (size - 2 * tree) / 2**20
         print(f"{name:46}{size / 2**20:6.2f} MiB{beside:12.2f} MiB")
-    print("If it accumulates in place, ga.value_and_grad has no second tree either.")
+    print("If it accumulates in place, ga.accumulate has no second tree either.")
 
 
 def train(
@@ -441,7 +448,6 @@ def main(argv: list[str] | None = None) -> int:
     memory = Memory(params)
     _, by_block = block_by_block(partition, params, window, K, memory)
     _, weighted = block_by_block(partition, params, window, K, as_cotangent=False)
-    gradient = ga.value_and_grad(loss_fn, K, weight_fn=count_tokens)
     whole = jax.jit(gradient).lower(params, window).compile()
     _, expected = whole(params, window)
     same = compare(partition, expected, by_block)

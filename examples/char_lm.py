@@ -293,13 +293,9 @@ def plan(config: Config, candidates: list[int] | None, limit: str) -> ga.Plan:
 
 
 def make_evaluate(num_microbatches: int, config: Config = Config()) -> Any:
-    """A jitted function `(params, tokens) -> loss` of a whole window, without dropout.
-
-    It accumulates as in training. The compiler removes the unused gradient.
-    """
+    """A jitted function `(params, tokens) -> loss` of a window, without dropout."""
     loss = functools.partial(loss_fn, make_model(config))
-    value_and_grad = ga.value_and_grad(loss, num_microbatches, weight_fn=count_tokens)
-    return jax.jit(lambda params, tokens: value_and_grad(params, tokens)[0])
+    return jax.jit(ga.microbatch(loss, num_microbatches))
 
 
 # -- The run ---------------------------------------------------------------------------

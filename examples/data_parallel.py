@@ -1,11 +1,12 @@
-"""One all-reduce a window: the language model of char_lm.py, on many devices.
+"""Gradients that cross the network once: char_lm.py's model, on many devices.
 
     python examples/data_parallel.py
     python examples/data_parallel.py --devices 4 --processes 2
     python examples/data_parallel.py --devices 4 --processes 2 --kill
 
-Each device has its own rows of every window, and splits them into micro-batches. After
-the last micro-batch, the sums of gradients, losses and tokens are added up over the
+Each device has its own rows of every window, and splits them into micro-batches. The
+loss is a mean over the tokens of all rows, so their number crosses the network first, a
+few bytes. After the last micro-batch, the sums of gradients are added up over the
 devices, once. The program prints what the compiled step communicates (`ga.audit`),
 tokens a second, and how far the run is from the same run on a single device without
 micro-batches.
@@ -89,7 +90,6 @@ def make_step(config: char_lm.Config, mesh: Mesh, num_microbatches: int) -> Any:
     value_and_grad = ga.value_and_grad(
         functools.partial(char_lm.loss_fn, char_lm.make_model(config)),
         num_microbatches,
-        weight_fn=char_lm.count_tokens,  # these differ between devices, too
         data_axis=ga.DataAxis("data", mesh=mesh),
     )
 

@@ -87,7 +87,7 @@ def make_batch(number: int) -> Any:
 
 def make_micro_step(tx: ga.MultiSteps, mesh: Mesh) -> Any:
     """`(run, batch, number) -> run`: one micro-step, on any number of devices."""
-    gradient = ga.value_and_grad(
+    accumulate = ga.accumulate(
         loss_fn,
         2,
         rng_argnums=2,
@@ -97,9 +97,11 @@ def make_micro_step(tx: ga.MultiSteps, mesh: Mesh) -> Any:
 
     def micro_step(run: Any, batch: Any, number: jax.Array) -> Any:
         key = jax.random.fold_in(jax.random.key(SEED), number)
-        value, grads = gradient(run["params"], batch, key)
+        start = ga.accumulator.init(run["params"])
+        value, acc = accumulate(start, run["params"], batch, key)
+        grads, tokens = ga.accumulator.mean(acc), acc.weight
         params, state = ga.apply_gradients(
-            tx, grads, run["state"], run["params"], weight=count_tokens(batch)
+            tx, grads, run["state"], run["params"], weight=tokens
         )
         losses = run["losses"].at[number].set(value)
         return {"params": params, "state": state, "losses": losses}

@@ -1,8 +1,9 @@
 """Gradient accumulation for JAX and Optax: exact, fast, one gradient buffer.
 
-Accumulate inside one call, the whole window in one jitted step:
-    `value_and_grad`, `accumulate`; the weight from the loss itself: `FromAux`.
-    Any other function: `microbatch`. Where rows need one another: `batch_dependencies`.
+Inside one call, with the whole batch at hand: `value_and_grad` is that of JAX, for any
+    loss, in the memory of a micro-batch. Any other function: `microbatch`. Where rows
+    need one another, and what it costs: `batch_dependencies`.
+Micro-batches, each by itself, some in a call: `accumulate`.
 Accumulate across calls, in a host loop or inside `optax.chain`:
     `MultiSteps`, `apply_gradients`, `flush`, `has_updated`, `stats`, `from_optax`,
     `drop_window_if_not_finite`.
@@ -37,19 +38,19 @@ from ga_optax._across.state import (
     has_updated,
     stats,
 )
+from ga_optax._calls.accumulate import accumulate
+from ga_optax._calls.gradients import value_and_grad
 from ga_optax._compiled.audit import Audit, Collective, audit
 from ga_optax._compiled.plan import Candidate, NothingFitsError, Plan, plan
 from ga_optax._devices.collectives import merge_across
 from ga_optax._devices.data_axis import DataAxis
-from ga_optax._inside.microbatch import accumulate, value_and_grad
-from ga_optax._inside.options import FromAux
 from ga_optax._verify import Cause, LeafReport, Report, verify
 
 if TYPE_CHECKING:
     from ga_optax import blocks
     from ga_optax import flax as flax  # a star import must not need it
-    from ga_optax._inside.any_function import microbatch
-    from ga_optax._inside.dependencies import BatchDependencies, batch_dependencies
+    from ga_optax._calls.dependencies import BatchDependencies, batch_dependencies
+    from ga_optax._calls.function import microbatch
 
 __all__ = [
     "Audit",
@@ -58,7 +59,6 @@ __all__ = [
     "Cause",
     "Collective",
     "DataAxis",
-    "FromAux",
     "LeafReport",
     "MultiSteps",
     "MultiStepsState",
@@ -95,7 +95,7 @@ __all__ = [
 _LATER = {  # which few need, and their modules
     "BatchDependencies": "dependencies",
     "batch_dependencies": "dependencies",
-    "microbatch": "any_function",
+    "microbatch": "function",
 }
 
 if not TYPE_CHECKING:  # for type checkers, a module with this function has any name
@@ -104,7 +104,7 @@ if not TYPE_CHECKING:  # for type checkers, a module with this function has any 
         if name in ("blocks", "flax"):  # imports that not all need, or can have
             return importlib.import_module(f"ga_optax.{name}")
         if name in _LATER:
-            module = importlib.import_module(f"ga_optax._inside.{_LATER[name]}")
+            module = importlib.import_module(f"ga_optax._calls.{_LATER[name]}")
             return getattr(module, name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

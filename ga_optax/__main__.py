@@ -120,7 +120,7 @@ def _plain(value: Any) -> Any:
 
 
 def _verify(arguments: argparse.Namespace) -> Answer:
-    """Is the gradient over micro-batches that of the undivided batch, or why not?
+    """Do micro-batches, each by itself, give the gradient of the batch, or why not?
 
     Compares the gradient of your loss over one batch with the gradient accumulated over
     the same rows in micro-batches. Prints what is wrong, how large the difference is,
@@ -150,8 +150,7 @@ def _verify(arguments: argparse.Namespace) -> Answer:
     weight_fn = arguments.weight_fn and _function(arguments.weight_fn)
     inputs = _inputs(arguments, "(params, batch) or (params, batch, key)", (2, 3))
     params, batch, rng = (*inputs, None)[:3]
-    names = "has_aux", "batch_axes", "axis_name", "whole_batch"
-    options = {name: getattr(arguments, name) for name in names}
+    options = {"has_aux": arguments.has_aux, "batch_axes": arguments.batch_axes}
     options |= {"weight_fn": weight_fn, "rng": rng}
     report = verify(loss, params, batch, arguments.num_microbatches, **options)
     return report, 2 if math.isnan(report.relative) else int(not report.ok)
@@ -164,15 +163,12 @@ def _verify_arguments(add: Callable[..., Any]) -> None:
     names = ("-k", "--num-microbatches")
     add(*names, type=int, required=True, metavar="K", help=number)
     weight = (
-        "a function of a micro-batch that returns its weight, such as how many of its "
-        "tokens are not padding; by default, all weigh the same"
+        "a function of a micro-batch (and of the aux, with --has-aux) that returns its "
+        "weight, such as how many of its tokens are not padding; by default, all weigh "
+        "the same"
     )
     add("--weight-fn", metavar="MODULE:FUNCTION", help=weight)
     add("--has-aux", action="store_true", help="the loss returns (loss, anything else)")
-    axis = "the axis over which the loss communicates; the micro-batches lie along it"
-    add("--axis-name", metavar="NAME", help=axis)
-    whole = "accumulate the loss of the whole batch, whatever its rows know of others"
-    add("--whole-batch", action="store_true", help=whole)
     split = (
         "which axis of the leaves is split, as in Python: 1, None for whole ones, or "
         "\"{'x': 1, 'y': 0}\"; default: 0"

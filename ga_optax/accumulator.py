@@ -238,33 +238,6 @@ def _(primals: tuple[jax.Array, jax.Array], tangents: tuple[Any, Any]) -> Any:
     return average(total, weight), change.astype(total.dtype)
 
 
-def average_by_power_of_two(total: jax.Array, weight: int | jax.Array) -> jax.Array:
-    """`average` for a weight that is a power of two: a product, and as exact.
-
-    XLA fuses a product into whatever reads it, such as an optimizer. It computes a
-    division once, and writes the quotient to a buffer of its own.
-    """
-    # A number of NumPy is a literal: an array of JAX costs time for each leaf.
-    make = np if isinstance(weight, int) else jnp
-    return total * make.asarray(1 / weight, total.dtype)
-
-
-def average_in_place(total: jax.Array, weight: jax.Array) -> jax.Array:
-    """`average`, slice by slice along the leading axis.
-
-    A quotient as a whole would be a second buffer. In a loop over the slices XLA writes
-    to the buffer that it reads.
-    """
-
-    def step(i: jax.Array, total: jax.Array) -> jax.Array:
-        return total.at[i].set(average(total[i], weight))
-
-    return jax.lax.fori_loop(0, total.shape[0], step, total)
-
-
-# -- Dtypes ----------------------------------------------------------------------------
-
-
 def accumulator_dtype(leaf: ArrayLike, dtype: np.dtype | None) -> np.dtype:
     """The dtype in which gradients of `leaf` accumulate; see `init` for the rule."""
     own = jnp.result_type(leaf)
@@ -375,4 +348,7 @@ def add_terms(
 
 def increment(counter: jax.Array) -> jax.Array:
     """`counter + 1`, or the largest number where that overflows."""
-    return jnp.asarray(optax.safe_increment(counter))
+    counter = jnp.asarray(counter)
+    last = np.asarray(jnp.iinfo(counter.dtype).max, counter.dtype)
+    goes_on = jax.lax.lt(counter, last)
+    return jax.lax.add(counter, jax.lax.convert_element_type(goes_on, counter.dtype))

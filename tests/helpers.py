@@ -6,9 +6,11 @@ import sys
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from ga_optax._inside import fences, in_place
+import ga_optax as ga
+from ga_optax._loop import fences, in_place
 from ga_optax._passes import ir, table
 from ga_optax._passes.known import Reason
 
@@ -18,6 +20,27 @@ def bits(tree):
     leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
     assert leaves  # nothing equals nothing
     return [(leaf.dtype, leaf.tobytes()) for leaf in leaves]
+
+
+def mean_of(fun, num_microbatches=1, *, accumulator_dtype=jnp.float32, **options):
+    """Value and mean gradient of micro-batches, each by itself.
+
+    The options are those of `ga.accumulate`, which takes them all in one call.
+    """
+    step = ga.accumulate(fun, num_microbatches, **options)
+    argnums = options.get("argnums", 0)
+
+    def value_and_grad(*args, **kwargs):
+        one = isinstance(argnums, int)
+        params = args[argnums] if one else tuple(args[i] for i in argnums)
+        acc = ga.accumulator.init(params, accumulator_dtype)
+        value, acc = step(acc, *args, **kwargs)
+        grads = ga.accumulator.mean(acc)
+        return value, jax.tree.map(
+            lambda g, p: g.astype(jnp.result_type(p)), grads, params
+        )
+
+    return value_and_grad
 
 
 def by_hand(optimize=False):

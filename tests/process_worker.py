@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
+from helpers import mean_of
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -46,15 +47,9 @@ def make_batch(number):
     }
 
 
-def make_gradient(num_microbatches, mesh, weight_fn=count):
-    return jax.jit(
-        ga.value_and_grad(
-            loss,
-            num_microbatches,
-            weight_fn=weight_fn,
-            data_axis=ga.DataAxis("data", mesh=mesh),
-        )
-    )
+def make_gradient(num_microbatches, mesh, make=ga.value_and_grad):
+    axis = ga.DataAxis("data", mesh=mesh)
+    return jax.jit(make(loss, num_microbatches, data_axis=axis))
 
 
 def make_micro_step(tx, mesh):
@@ -94,13 +89,8 @@ def main(process_id, port, folder, mode):
 
     if mode == "each":  # where the processes disagree, with a reduction a micro-step
         own = put(make_params(), mesh, P("data"))
-        fun = ga.value_and_grad(
-            loss,
-            2 + 2 * process_id,
-            data_axis=ga.DataAxis(
-                "data", mesh=mesh, param_specs=P("data"), sync="each"
-            ),
-        )
+        axis = ga.DataAxis("data", mesh=mesh, param_specs=P("data"), sync="each")
+        fun = mean_of(loss, 2 + 2 * process_id, data_axis=axis)
         jax.block_until_ready(jax.jit(fun)(own, put(make_batch(0), mesh, P("data"))))
         return
 
@@ -109,7 +99,7 @@ def main(process_id, port, folder, mode):
         value, grads = make_gradient(4, mesh)(params, batch)
         results |= {"value": value, "grads": grads}
         # The processes disagree: two micro-batches on each device here, four there.
-        other = make_gradient(2 + 2 * process_id, mesh, weight_fn=None)
+        other = make_gradient(2 + 2 * process_id, mesh, mean_of)
         results["mixed_value"], results["mixed_grads"] = other(params, batch)
 
     tx = make_tx()

@@ -274,7 +274,7 @@ def test_it_works_under_vmap_scan_and_reverse_mode():
 def test_every_way_to_divide_has_the_derivative_of_a_division():
     """Also where it selects: for totals of 0, and for a weight of 1."""
     total = jnp.array([[0.0, -0.0, 3.0]])
-    ways = (accumulator.divide, accumulator.average, accumulator.average_in_place)
+    ways = (accumulator.divide, accumulator.average)
 
     @jax.jit
     def slopes(weight):

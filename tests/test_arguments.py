@@ -1,14 +1,22 @@
-"""Which argument is what: by position, by keyword, and split along which axis."""
+"""Which argument is what: its position or keyword, its axis, and how it is split."""
+
+import inspect
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import bits
+from flax import nnx
+from helpers import bits, mean_of, temporaries
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ga_optax as ga
+import ga_optax.flax
+from ga_optax._calls import options as read
+from ga_optax._passes import ir
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")
 
@@ -18,6 +26,12 @@ W = jnp.asarray(RNG.normal(size=WIDTH), jnp.float32)
 X = jnp.asarray(RNG.normal(size=(ROWS, WIDTH)), jnp.float32)
 Y = jnp.asarray(RNG.normal(size=ROWS), jnp.float32)
 KEY = jax.random.key(0)
+MATRIX = jnp.asarray(RNG.normal(size=(WIDTH, WIDTH)) * 0.3, jnp.float32)
+EPS = np.finfo(np.float32).eps
+
+
+def squares(w, x):
+    return jnp.mean(jnp.tanh(x @ w) ** 2)
 
 
 def loss(w, x, y, rngs):
@@ -43,11 +57,8 @@ def test_keywords_with_a_role_are_what_positions_with_it_are():
         place = {1: "x", 2: "y", 3: "rngs"}
         given = (W, X, Y, {"dropout": key})
         named = {place[i]: given[i] for i in place if i >= args}
-        call = ga.value_and_grad(loss, K, weight_fn=positive, **options)
-        acc = ga.accumulator.init(W)
-        add = ga.accumulate(loss, K, weight_fn=positive, **options)
-        one = jax.jit(call)(*given[:args], **named)
-        return bits((one, jax.jit(add)(acc, *given[:args], **named)))
+        step = mean_of(loss, K, weight_fn=positive, **options)
+        return bits(jax.jit(step)(*given[:args], **named))
 
     expected = run(positions, 4)
     assert run(some, 2) == run(every, 1) == expected
@@ -62,18 +73,17 @@ def test_a_batch_axis_may_be_any_axis(axis):
 
     def fun(w, batch):
         rows = jnp.moveaxis(batch["x"], axis, 0)
-        assert rows.shape == (ROWS // K, 4, WIDTH)
         return jnp.mean(rows @ w * batch["y"][:, None]), rows
 
     batch = {"x": jnp.moveaxis(x, 0, axis), "y": jnp.round(Y)}
     w = jnp.round(4 * W)
     axes = {"x": axis, "y": 0}
-    step = ga.value_and_grad(fun, K, has_aux=True, aux="stack", batch_axes=axes)
+    expected = jax.value_and_grad(fun, has_aux=True)(w, batch)
+    step = ga.value_and_grad(fun, K, has_aux=True, batch_axes=axes)
+    assert bits(jax.jit(step)(w, batch)) == bits(expected)
+    step = mean_of(fun, K, has_aux=True, aux="stack", batch_axes=axes)
     (value, rows), grads = jax.jit(step)(w, batch)
-    (due, _), slope = jax.value_and_grad(
-        lambda w: (jnp.mean(x @ w * batch["y"][:, None]), 0), has_aux=True
-    )(w)
-    assert bits((value, grads)) == bits((due, slope))
+    assert bits((value, grads)) == bits((expected[0][0], expected[1]))
     # The same members, whatever the axis.
     assert bits(rows) == bits(x.reshape(K, ROWS // K, 4, WIDTH))
     # And along axis 0 nothing is transposed.
@@ -81,7 +91,8 @@ def test_a_batch_axis_may_be_any_axis(axis):
     assert ("transpose" in program) == (axis != 0)
 
 
-def test_what_has_no_axis_goes_whole_and_as_it_came():
+@pytest.mark.parametrize("make", [ga.value_and_grad, mean_of])
+def test_what_has_no_axis_goes_whole_and_as_it_came(make):
     table = jnp.arange(float(ROWS))  # as long as the batch
 
     def fun(w, batch, shared, *, extra):
@@ -95,7 +106,7 @@ def test_what_has_no_axis_goes_whole_and_as_it_came():
     batch = {"x": X, "scale": 0.5, "train": True, "name": "a name", "none": None}
     axes = {"x": 0, "scale": None, "train": None, "name": None, "none": 0}
     extra = {"split": Y, "whole": Y}
-    step = ga.value_and_grad(
+    step = make(
         fun,
         K,
         batch_argnums=(1, 2),
@@ -120,15 +131,13 @@ def test_any_axis_may_lie_on_devices_and_no_row_moves(kind, sync):
     mesh = jax.make_mesh((2,), ("data",), axis_types=(kind,))
     table = jnp.arange(float(ROWS))
 
-    def fun(w, batch, rngs=None):
+    def fun(w, batch):
         size = jnp.sum(batch["table"]) * batch["scale"]
         return jnp.mean((batch["x"].T @ w) ** 2 * size)
 
     axes = {"x": 1, "table": None, "scale": None}
     data_axis = ga.DataAxis("data", sync=sync)
-    step = ga.value_and_grad(
-        fun, K, data_axis=data_axis, batch_axes=axes, rng_argnames="rngs"
-    )
+    step = ga.value_and_grad(fun, K, data_axis=data_axis, batch_axes=axes)
 
     def put(x, spec):
         return jax.device_put(x, NamedSharding(mesh, spec))
@@ -136,8 +145,8 @@ def test_any_axis_may_lie_on_devices_and_no_row_moves(kind, sync):
     x = put(X.T, P(None, "data"))
     batch = {"x": x, "table": put(table, P()), "scale": 0.5}
     with jax.set_mesh(mesh):
-        traced = jax.jit(lambda w, x, t, key: step(w, batch | {"x": x}, rngs=key))
-        args = put(W, P()), x, batch["table"], put(KEY, P())
+        traced = jax.jit(lambda w, x: step(w, batch | {"x": x}))
+        args = put(W, P()), x
         compiled = traced.lower(*args).compile()
         value, grads = compiled(*args)
         audit = ga.audit(compiled, mesh)
@@ -186,14 +195,389 @@ def test_a_second_call_outside_of_jit_warns_once():
         again(W, X)
 
 
-def test_a_key_in_the_batch_raises_with_and_without_an_axis():
+def test_a_key_in_a_batch_of_micro_batches_raises_with_and_without_an_axis():
     batch = {"x": jnp.ones((4, 2)), "key": jax.random.key(0)}
 
     def fun(w, batch):
         return jnp.mean(batch["x"] * w)
 
     with pytest.raises(ValueError, match="name them in rng_argnums"):
-        ga.value_and_grad(fun, 2)(1.0, batch)
+        mean_of(fun, 2)(1.0, batch)
     axes = {"x": 0, "key": None}
     with pytest.raises(ValueError, match="must differ between micro-batches"):
-        ga.value_and_grad(fun, 2, batch_axes=axes)(1.0, batch)
+        mean_of(fun, 2, batch_axes=axes)(1.0, batch)
+
+
+# -- Forms -----------------------------------------------------------------------------
+
+
+def integers(seed, *shape):
+    drawn = np.random.default_rng(seed).integers(-9, 9, shape)
+    return jnp.asarray(drawn, jnp.float32)
+
+
+def test_argnums_batch_argnums_and_keywords_are_those_of_jax():
+    def fun(inputs, w, flag, b, targets, *, scale, power=1):
+        assert flag == "yes"
+        prediction = inputs @ w["w"] + b
+        return scale * jnp.mean((prediction - targets) ** power)
+
+    # Integers and halves, means over powers of two: exact.
+    x, y = integers(0, 8, WIDTH), integers(1, 8)
+    args = (x, {"w": integers(2, WIDTH)}, "yes", np.float32(0.5), y)
+    options = {"scale": jnp.float32(3.0), "power": 2}
+    for argnums in (1, (1, 3), (3, 1), (-2,), [1]):
+        expected = jax.value_and_grad(fun, argnums)(*args, **options)
+        step = ga.value_and_grad(fun, 4, argnums=argnums, batch_argnums=(0, -1))
+        got = step(*args, **options)
+        assert jax.tree.structure(got) == jax.tree.structure(expected)
+        assert bits(got) == bits(expected)
+        step = mean_of(fun, 4, argnums=argnums, batch_argnums=(0, -1))
+        assert bits(step(*args, **options)) == bits(expected)
+
+
+@pytest.mark.quick
+def test_what_has_a_position_may_come_by_keyword():
+    step = jax.jit(ga.value_and_grad(squares, K))
+    expected = step(W, X)
+    assert bits(step(W, x=X)) == bits(expected)
+    assert bits(step(x=X, w=W)) == bits(expected)
+    named = ga.value_and_grad(squares, K, batch_argnums=(), batch_argnames="x")
+    assert bits(jax.jit(named)(W, X)) == bits(expected)
+
+
+@pytest.mark.quick
+def test_a_role_by_keyword_may_come_by_position():
+    def fun(w, x, key):
+        return squares(w, x + jax.random.normal(key, x.shape))
+
+    key = jax.random.key(0)
+    by_number = jax.jit(mean_of(fun, K, rng_argnums=2))
+    by_name = jax.jit(mean_of(fun, K, rng_argnames="key"))
+    expected = by_number(W, X, key)
+    assert bits(by_name(W, X, key)) == bits(expected)
+    assert bits(by_number(W, X, key=key)) == bits(expected)
+    # The twin: another key.
+    assert np.any(by_name(W, X, jax.random.key(1))[1] != expected[1])
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("axes", [(0,), [0], 0])
+def test_axes_of_one_batch_argument_may_be_a_sequence_of_one(axes):
+    expected = jax.jit(ga.value_and_grad(squares, K))(W, X)
+    got = jax.jit(ga.value_and_grad(squares, K, batch_axes=axes))(W, X)
+    assert bits(got) == bits(expected)
+
+    def of_tuple(w, batch):
+        return squares(w, batch[0])
+
+    got = jax.jit(ga.value_and_grad(of_tuple, K, batch_axes=axes))(W, (X,))
+    assert bits(got) == bits(expected)
+
+
+@st.composite
+def calls(draw):
+    """Which arguments come by position, and how `batch_axes` names their axes."""
+    by_position = draw(st.integers(0, 4))
+    x_axis = draw(st.sampled_from([0, 1, -1, -2]))
+    y_axis = draw(st.sampled_from([0, 1, -1, -2]))
+    forms: list = [(x_axis, {"y": y_axis}), [x_axis, {"y": y_axis}], (x_axis, y_axis)]
+    if x_axis == y_axis:
+        forms.append(x_axis)
+    by_name = draw(st.booleans())
+    return by_position, x_axis, y_axis, draw(st.sampled_from(forms)), by_name
+
+
+def assert_forms_agree(drawn):
+    by_position, x_axis, y_axis, axes, by_name = drawn
+    w, x, y = (RNG.normal(size=(n, 4)).astype(np.float32) for n in (4, 8, 8))
+
+    def fun(w, x, rest, scale):
+        x, y = jnp.moveaxis(x, x_axis, 0), jnp.moveaxis(rest["y"], y_axis, 0)
+        return jnp.mean((x @ w * scale - y) ** 2)
+
+    batch = jnp.moveaxis(x, 0, x_axis), {"y": jnp.moveaxis(y, 0, y_axis)}
+    values = dict(zip(inspect.signature(fun).parameters, (w, *batch, 2.0), strict=True))
+    args = list(values.values())[:by_position]
+    kwargs = dict(list(values.items())[by_position:])
+    how = {"batch_argnums": (1, 2)}
+    if by_name:
+        how = {"batch_argnums": 1, "batch_argnames": "rest"}
+    due = jax.value_and_grad(fun)(w, *batch, 2.0)
+    got = ga.value_and_grad(fun, K, batch_axes=axes, **how)(*args, **kwargs)
+    step, acc = ga.accumulate(fun, K, batch_axes=axes, **how), ga.accumulator.init(w)
+    value, acc = step(acc, *args, **kwargs)
+    for one in (got, (value, ga.accumulator.mean(acc))):
+        for a, b in zip(one, due, strict=True):
+            np.testing.assert_allclose(a, b, rtol=0, atol=64 * EPS * np.max(np.abs(b)))
+
+
+@settings(max_examples=max(1, settings().max_examples // 5))
+@given(calls())
+def test_arguments_may_come_in_any_form(drawn):
+    assert_forms_agree(drawn)
+
+
+def test_names_that_stand_for_other_positions_would_be_seen(monkeypatch):
+    """The twin."""
+    drawn = 1, 0, 1, (0, 1), False
+    assert_forms_agree(drawn)
+    names = read._names_of_positions
+    monkeypatch.setattr(read, "_names_of_positions", lambda fun: names(fun)[::-1])
+    with pytest.raises((AssertionError, TypeError)):
+        assert_forms_agree(drawn)
+
+
+# -- Layout ----------------------------------------------------------------------------
+
+
+def drawn(w, batch):
+    return squares(w, batch["x"] + jax.random.normal(batch["key"], batch["x"].shape))
+
+
+def scaled(w, batch):
+    return squares(w, batch["x"]) * batch["scale"]
+
+
+def beside(w, batch):
+    return squares(w, batch["x"]) + squares(w, batch["z"])
+
+
+def against(w, batch):
+    return jnp.mean(jax.nn.logsumexp(batch["x"] @ batch["z"].T, 1)) + beside(w, batch)
+
+
+LAYOUTS = {
+    "a key": (drawn, {"key": KEY}, {"key": jax.random.key(1)}),
+    "a scalar": (scaled, {"scale": jnp.float32(0.5)}, {"scale": jnp.float32(0.6)}),
+    "a number": (scaled, {"scale": 0.5}, {"scale": 0.6}),
+    "three for each": (beside, {"z": jnp.tile(X, (3, 1))}, {"z": X[:3]}),
+    "a table": (beside, {"z": X[:7]}, {"z": X[:3]}),
+    "references": (against, {"z": X[:8]}, {"z": X[8:]}),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_which_leaf_has_rows_is_a_hint(name):
+    """Keys, scalars, tables and leaves of another length are told from rows."""
+    fun, leaf, twin = LAYOUTS[name]
+    value, grads = jax.jit(ga.value_and_grad(fun, K))(W, {"x": X} | leaf)
+    due, slope = jax.value_and_grad(fun)(W, {"x": X} | leaf)
+    # Two sums over at most 48 rows of terms of order 1, in another order.
+    bound = 4 * 48 * EPS
+    assert abs(value - due) <= bound
+    assert np.all(np.abs(grads - slope) <= bound)
+    assert abs(fun(W, {"x": X} | twin) - due) > bound
+
+
+def test_an_argument_without_a_role_may_have_rows():
+    def fun(w, x, y, rest):
+        return jnp.mean((x @ w - y) ** 2 * rest["weight"][0])
+
+    args = W, X, Y, {"weight": Y[None] ** 2}
+    value, grads = jax.jit(ga.value_and_grad(fun, K))(*args)
+    due, slope = jax.value_and_grad(fun)(*args)
+    bound = 4 * ROWS * EPS * (1 + np.max(np.abs(slope)))
+    assert abs(value - due) <= bound
+    assert np.all(np.abs(grads - slope) <= bound)
+
+
+# -- Sizes -----------------------------------------------------------------------------
+
+
+def text_of(**options):
+    return str(jax.make_jaxpr(ga.value_and_grad(squares, **options))(W, X))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("size", [1, 4, 16])
+def test_a_size_is_the_number_that_it_makes_of_the_rows(size):
+    got = text_of(microbatch_size=size)
+    assert got == text_of(num_microbatches=ROWS // size)
+    assert got != text_of(num_microbatches=2)  # the twin
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("size", [2, 4])
+def test_one_function_takes_batches_of_several_lengths(size):
+    step = jax.jit(ga.value_and_grad(squares, microbatch_size=size))
+    for rows in (4, 8, 16):
+        due = jax.jit(ga.value_and_grad(squares, rows // size))(W, X[:rows])
+        assert bits(step(W, X[:rows])) == bits(due)
+
+
+def root(w, x):
+    return jnp.sqrt(squares(w, x))
+
+
+@pytest.mark.parametrize("fun", [squares, root])
+def test_with_a_data_axis_it_counts_rows_of_one_device(fun):
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    axis = ga.DataAxis("data", mesh=mesh)
+
+    def run(**given):
+        step = ga.value_and_grad(fun, data_axis=axis, **given)
+        return bits(jax.jit(step)(W, X))
+
+    assert run(microbatch_size=2) == run(num_microbatches=4)
+    assert run(microbatch_size=2) != run(num_microbatches=2)  # the twin
+    with pytest.raises(ValueError, match=r"each of the 2 devices, 8 examples.*8"):
+        run(microbatch_size=3)
+
+
+def test_microbatch_dependencies_and_modules_take_it():
+    def of_rows(w, x):
+        return x @ w, jnp.std(x @ w)
+
+    got = jax.jit(ga.microbatch(of_rows, microbatch_size=4))(W, X)
+    assert bits(got) == bits(jax.jit(ga.microbatch(of_rows, 4))(W, X))
+
+    found = ga.batch_dependencies(root, microbatch_size=4, residual_bytes=0)(W, X)
+    assert str(found) == str(ga.batch_dependencies(root, 4, residual_bytes=0)(W, X))
+    assert found.num_microbatches == 4
+
+    model = nnx.Linear(WIDTH, 1, rngs=nnx.Rngs(0))
+
+    def of_model(model, x):
+        return jnp.mean(model(x) ** 2)
+
+    results = []
+    for size in ({"microbatch_size": 4}, {"num_microbatches": 4}):
+        step = nnx.jit(ga_optax.flax.value_and_grad(of_model, **size))
+        results.append(bits(nnx.as_pure(step(model, X))))
+    assert results[0] == results[1]
+
+
+# -- One micro-batch -------------------------------------------------------------------
+
+
+def deep(params, x):
+    def layer(h, w):
+        return h + jnp.tanh(h @ w), None
+
+    h, _ = jax.lax.scan(jax.checkpoint(layer), x, params["layers"])
+    return jnp.mean((h @ params["out"]).astype(jnp.float32) ** 2)
+
+
+@pytest.mark.grid(1, 2)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_one_micro_batch_takes_the_temporaries_of_value_and_grad(dtype):
+    layers, out = (8, 128, 128), (128, 512)
+    params = {"layers": layers, "out": out}
+    params = {name: jax.ShapeDtypeStruct(x, dtype) for name, x in params.items()}
+    x = jax.ShapeDtypeStruct((64, 128), dtype)
+    plain = temporaries(jax.jit(jax.value_and_grad(deep)), params, x)
+    ours = temporaries(jax.jit(ga.value_and_grad(deep, 1)), params, x)
+    assert plain > 1e5  # tiny programs report 0
+    assert ours <= plain
+    # The twin: the accumulator of several calls is one more tree.
+    acc = jax.eval_shape(ga.accumulator.init, params)
+    more = temporaries(jax.jit(ga.accumulate(deep, 1)), acc, params, x)
+    assert more != plain
+
+
+def test_one_micro_batch_has_the_bits_of_value_and_grad():
+    got = jax.jit(ga.value_and_grad(squares, 1))(W, X)
+    assert bits(got) == bits(jax.jit(jax.value_and_grad(squares))(W, X))
+
+
+@pytest.mark.slow
+@pytest.mark.grid(1, 2)
+@pytest.mark.parametrize("optimize", [True, False])
+def test_in_their_own_dtype_bfloat16_gradients_take_no_more_than_a_plain_scan(optimize):
+    params = {"layers": (8, 128, 128), "out": (128, 512)}
+    params = {n: jax.ShapeDtypeStruct(x, jnp.bfloat16) for n, x in params.items()}
+    x = jax.ShapeDtypeStruct((64, 128), jnp.bfloat16)
+
+    def plain(params, x):
+        def step(carry, part):
+            value, grads = jax.value_and_grad(deep)(params, part)
+            grads = jax.tree.map(jnp.add, carry[1], grads)
+            return (carry[0] + value, grads), None
+
+        start = jnp.zeros([]), jax.tree.map(jnp.zeros_like, params)
+        (value, grads), _ = jax.lax.scan(step, start, x.reshape(K, -1, 128))
+        return value / K, jax.tree.map(lambda g: g / K, grads)
+
+    def ours(dtype):
+        how = {"accumulator_dtype": dtype, "optimize": optimize}
+        return temporaries(jax.jit(ga.value_and_grad(deep, K, **how)), params, x)
+
+    theirs = temporaries(jax.jit(plain), params, x)
+    assert ours(None) <= 1.01 * theirs
+    assert ours(jnp.float32) > ours(None)  # the twin
+
+
+# -- Export ----------------------------------------------------------------------------
+
+
+def test_it_can_be_exported_for_any_batch_that_divides():
+    def exported(size, **options):
+        [n] = jax.export.symbolic_shape(size)
+        step = jax.jit(ga.value_and_grad(squares, K, **options))
+        w, x = (
+            jax.ShapeDtypeStruct(s, jnp.float32) for s in (MATRIX.shape, (n, WIDTH))
+        )
+        return jax.export.export(step)(w, x)
+
+    for options in ({}, {"optimize": False}):
+        step = exported("4*b", **options)
+        expected = jax.jit(ga.value_and_grad(squares, K))(MATRIX, X)
+        value, grads = step.call(MATRIX, X)
+        bound = 8 * np.finfo(np.float32).eps
+        assert abs(value - expected[0]) <= bound * value
+        assert np.max(np.abs(grads - expected[1])) <= bound
+    with pytest.raises(ValueError, match=r'jax.export.symbolic_shape\("4\*b"\)'):
+        exported("b")
+
+
+def in_turn(w, x):
+    def body(state, row):
+        return jnp.tanh(state + row @ w), state.sum()
+
+    state, sums = jax.lax.scan(body, jnp.zeros(MATRIX.shape[1]), x)
+    return state.sum() + sums.mean()
+
+
+@pytest.mark.filterwarnings("ignore:scan at .* is computed whole")
+@pytest.mark.parametrize("wrap", [ga.value_and_grad, ga.microbatch])
+def test_a_scan_over_rows_can_be_exported_with_open_sizes(wrap, monkeypatch):
+    """It is computed whole, and whether that is much is no number."""
+    is_loss = wrap is ga.value_and_grad
+
+    def exported():
+        step = jax.jit(wrap(in_turn, K))
+        return jax.export.export(step)(MATRIX, x)
+
+    x = jax.ShapeDtypeStruct(
+        (*jax.export.symbolic_shape("4*b"), X.shape[1]), jnp.float32
+    )
+    got = exported().call(MATRIX, X)
+    due = jax.jit(jax.value_and_grad(in_turn) if is_loss else in_turn)(MATRIX, X)
+    for a, b in zip(*map(jax.tree.leaves, (got, due)), strict=True):
+        assert np.max(np.abs(a - b)) <= 1e-6 * np.max(np.abs(b))
+    # The twin.
+    monkeypatch.setattr(ir, "times", lambda e: e.params.get("length", 1))
+    with pytest.raises(Exception, match="Symbolic dimension"):
+        exported()
+
+
+@pytest.mark.grid(1, 2)
+@pytest.mark.parametrize("sizes", [("4*b", None), (None, "d")], ids=["rows", "columns"])
+def test_rows_that_meet_can_be_exported_with_open_sizes(sizes):
+    def contrastive(w, x):
+        z = jnp.tanh(x @ w)
+        own = jnp.arange(x.shape[0])
+        return -jax.nn.log_softmax(z @ z.T)[own, own].mean() + z.std(0).sum()
+
+    named = [jax.export.symbolic_shape(size)[0] if size else None for size in sizes]
+    rows, columns = named[0] or len(X), named[1] or WIDTH
+    types = (columns, MATRIX.shape[1]), (rows, columns)
+    step = jax.jit(ga.value_and_grad(contrastive, K))
+    exported = jax.export.export(step)(
+        *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in types)
+    )
+    value, grads = exported.call(MATRIX, X)
+    expected = jax.jit(jax.value_and_grad(contrastive))(MATRIX, X)
+    assert abs(value - expected[0]) <= 1e-6 * abs(expected[0])
+    assert np.max(np.abs(grads - expected[1])) <= 1e-6 * np.max(np.abs(expected[1]))

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import mean_of
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import ga_optax as ga
@@ -63,13 +64,13 @@ def constrain(mesh, spec):
 
 def check(mesh, spec, where="plain", option=None, **options):
     """The step's value and gradients are those of one device."""
+    make = mean_of if "weight_fn" in options else ga.value_and_grad
     with jax.enable_x64(True):
         due = jax.value_and_grad(loss_of(lambda x: x))(PARAMS, X)
         place = NamedSharding(mesh, P("data"))
         option = ga.DataAxis("data", mesh=mesh, **(option or {}))
-        step = ga.value_and_grad(
-            loss_of(constrain(mesh, spec), where), K, data_axis=option, **options
-        )
+        loss = loss_of(constrain(mesh, spec), where)
+        step = make(loss, K, data_axis=option, **options)
         got = jax.jit(step)(PARAMS, jax.device_put(jnp.asarray(X), place))
         for a, b in zip(*map(jax.tree.leaves, (got, due)), strict=True):
             bound = 8 * ROWS * WIDTH * EPS * np.max(np.abs(b))
@@ -87,8 +88,6 @@ def test_a_constraint_over_the_whole_mesh_changes_nothing(spec, where):
 @pytest.mark.parametrize(
     "options",
     [
-        {"axis_name": "rows"},
-        {"whole_batch": True},
         {"weight_fn": len},
         {"optimize": False},
         {"option": {"overlap": True}},
@@ -194,4 +193,4 @@ def test_the_program_of_a_region_may_have_no_rule_for_one(monkeypatch, left_out)
     """Then its loss is whole, while it is a sum over micro-batches outside."""
     known = {x: rule for x, rule in table.RULES.known.items() if x != left_out}
     monkeypatch.setattr(table, "RULES", table.RULES._replace(known=known))
-    check(mesh_of("data"), P("data"), whole_batch=True)
+    check(mesh_of("data"), P("data"))

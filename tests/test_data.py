@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import mean_of
 
-import ga_optax as ga
 from ga_optax.data import epoch_indices, window_indices
 
 KEY = jax.random.key(0)
@@ -89,7 +89,7 @@ def test_row_i_of_the_indices_is_micro_batch_i_of_the_flat_batch():
     def fun(w, batch):
         return jnp.mean(batch @ w), batch
 
-    step = ga.value_and_grad(fun, 4, has_aux=True, aux="stack")
+    step = mean_of(fun, 4, has_aux=True, aux="stack")
     (_, batches), _ = step(jnp.ones(3), x[np.ravel(window)])
     np.testing.assert_array_equal(batches, x[np.asarray(window)])
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import nbytes
+from helpers import mean_of, nbytes
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -18,7 +18,7 @@ from ga_optax.testing import assert_trees_bitwise_equal
 WIDTH, LAYERS, ROWS = 16, 3, 64
 GRADIENT_BYTES = 4 * (WIDTH * WIDTH * (1 + LAYERS) + WIDTH)
 # The scalars that travel with the gradient: Σ w·loss and Σ w.
-SCALARS = 8
+SCALARS = 4  # the loss
 KINDS = [AxisType.Auto, AxisType.Explicit]
 REDUCTIONS = ("all-reduce", "reduce-scatter")
 RESHARDINGS = ("all-to-all", "collective-permute", "all-gather")
@@ -172,9 +172,7 @@ def test_a_scan_written_by_hand_reduces_in_every_micro_step():
 def test_inside_a_shard_map_it_reduces_once(check_vma, optimize):
     mesh = make_mesh(AxisType.Auto)
     params, batch = make_params(), make_batch()
-    fun = ga.value_and_grad(
-        token_loss, 4, weight_fn=count, data_axis="data", optimize=optimize
-    )
+    fun = ga.value_and_grad(mean_loss, 4, data_axis="data", optimize=optimize)
     mapped = jax.shard_map(
         fun,
         mesh=mesh,
@@ -185,7 +183,64 @@ def test_inside_a_shard_map_it_reduces_once(check_vma, optimize):
     audit, got = compiled_and_run(mapped, mesh, params, batch)
     assert [c.num_bytes for c in audit.collectives] == [GRADIENT_BYTES + SCALARS]
     assert not audit.in_loop
-    assert_close(got, jax.value_and_grad(token_loss)(params, batch))
+    assert_close(got, jax.value_and_grad(mean_loss)(params, batch))
+
+
+WAYS = {
+    "last": {},
+    "each": {"sync": "each"},
+    "scattered": {"sync": "each", "grad_specs": SHARDED},
+    "overlap": {"overlap": True},
+    "logical": {"logical_devices": 8},
+}
+
+
+@pytest.mark.grid(2, 5)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_mean_over_tokens_is_that_of_all_devices(way):
+    """Counts differ between devices and micro-batches, and nobody passes weights."""
+    mesh = make_mesh(AxisType.Auto)
+    params, batch = make_params(), make_batch()
+    axis = ga.DataAxis("data", mesh=mesh, **WAYS[way])
+    got = jax.jit(ga.value_and_grad(token_loss, 4, data_axis=axis))(params, batch)
+    want = jax.value_and_grad(token_loss)(params, batch)
+    assert_close(got, want)
+    # The twin: each micro-batch by itself.
+    assert_not_close(mean_of(token_loss, 4, data_axis=axis)(params, batch), want)
+
+
+def spread_loss(params, batch):
+    return jnp.std(squares(params, batch))
+
+
+@pytest.mark.grid(2, 4)
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "last"])
+def test_if_rows_meet_an_option_that_cannot_be_had_names_the_line(way):
+    mesh = make_mesh(AxisType.Auto)
+    args = make_params(), make_batch()
+    axis = ga.DataAxis("data", mesh=mesh, **WAYS[way])
+    with pytest.raises(ValueError, match=r"test_devices\.py"):
+        jax.jit(ga.value_and_grad(spread_loss, 4, data_axis=axis))(*args)
+    plain = ga.value_and_grad(spread_loss, 4, data_axis=ga.DataAxis("data", mesh=mesh))
+    assert_close(jax.jit(plain)(*args), jax.value_and_grad(spread_loss)(*args))
+
+
+def test_if_rows_meet_no_loop_communicates():
+    """Each level crosses the devices once, after its loop."""
+
+    def contrastive(params, batch):
+        z = batch["x"] @ params["in"]
+        z = z / jnp.linalg.norm(z, axis=1, keepdims=True)
+        return jnp.mean(jax.nn.logsumexp(z @ z.T, 1) - jnp.diagonal(z @ z.T))
+
+    mesh = make_mesh(AxisType.Auto)
+    args = put(make_params(), mesh, P()), put(make_batch(), mesh, P("data"))
+    fun = ga.value_and_grad(contrastive, 4, data_axis="data")
+    audit, got = compiled_and_run(fun, mesh, *args)
+    assert audit.collectives
+    assert not audit.in_loop
+    assert len(audit.collectives) <= 3  # there, back, and gradients
+    assert_close(got, jax.value_and_grad(contrastive)(*args))
 
 
 def test_the_mesh_may_be_an_argument():
@@ -339,7 +394,7 @@ def test_micro_batches_are_strided_on_several_devices_alone(kind, jit):
         def loss(w, x):
             return w * jnp.mean(x), x
 
-        fun = ga.value_and_grad(loss, 4, has_aux=True, aux="stack")
+        fun = mean_of(loss, 4, has_aux=True, aux="stack")
         return np.asarray(jit(fun)(jnp.float32(1.0), x)[0][1])
 
     eight = put(rows, make_mesh(kind), P("data"))
@@ -358,7 +413,7 @@ def test_inside_a_shard_map_rows_are_neighbours():
     def loss(w, x):
         return w * jnp.mean(x), x
 
-    fun = ga.value_and_grad(loss, 2, has_aux=True, aux="stack")
+    fun = mean_of(loss, 2, has_aux=True, aux="stack")
     mapped = jax.shard_map(
         lambda x: fun(jnp.float32(1.0), x)[0][1],
         mesh=mesh,
@@ -382,13 +437,13 @@ def test_weights_carry_keys_and_aux_without_a_data_axis(kind):
         aux = {"key": jax.random.uniform(key), "row": batch["x"][:, 0]}
         return token_loss(params, batch), (steps + 1, aux)
 
-    fun = ga.value_and_grad(
+    fun = mean_of(
         loss,
         4,
         rng_argnums=2,
         carry_argnums=3,
         has_aux=True,
-        weight_fn=count,
+        weight_fn=lambda batch, aux: count(batch),
         aux="stack",
     )
     args = put(params, mesh, P()), put(batch, mesh, P("data"))
@@ -401,7 +456,7 @@ def test_weights_carry_keys_and_aux_without_a_data_axis(kind):
     acc = ga.accumulator.init(args[0])
     _, acc = jax.jit(ga.accumulate(token_loss, 4, weight_fn=count))(acc, *args)
     assert_close(ga.accumulator.mean(acc), want[1])
-    unequal = jax.jit(ga.value_and_grad(token_loss, 4))(*args)
+    unequal = jax.jit(mean_of(token_loss, 4))(*args)
     assert_not_close(unequal, want)
 
 
@@ -495,12 +550,8 @@ def test_sync_each_reduces_in_every_micro_step(kind):
     mesh = make_mesh(kind)
     params, batch = make_params(), make_batch()
     specs = SHARDED if kind == AxisType.Auto else None
-    fun = ga.value_and_grad(
-        token_loss,
-        4,
-        weight_fn=count,
-        data_axis=ga.DataAxis("data", param_specs=specs, sync="each"),
-    )
+    axis = ga.DataAxis("data", param_specs=specs, sync="each")
+    fun = ga.value_and_grad(mean_loss, 4, data_axis=axis)
     audit, got = compiled_and_run(
         fun, mesh, put(params, mesh, SHARDED), put(batch, mesh, P("data"))
     )
@@ -511,7 +562,7 @@ def test_sync_each_reduces_in_every_micro_step(kind):
     # Every micro-step gathers each layer, and once more for its backward pass.
     assert sum(c.total_bytes for c in gathered) <= 2 * 4 * matrices // 8
     assert not any(c.kind in ("all-to-all", "collective-permute") for c in gathered)
-    assert_close(got, jax.value_and_grad(token_loss)(params, batch))
+    assert_close(got, jax.value_and_grad(mean_loss)(params, batch))
 
 
 @pytest.mark.exhaustive
@@ -574,25 +625,17 @@ def test_inside_a_shard_map_fun_may_gather_in_every_micro_step():
     mesh = make_mesh(AxisType.Auto)
     params, batch = make_params(), make_batch()
 
-    def gathered(loss):
-        def layer(h, w):
-            return _layer(h, jax.lax.all_gather(w, "data", axis=0, tiled=True))
+    def layer(h, w):
+        return _layer(h, jax.lax.all_gather(w, "data", axis=0, tiled=True))
 
-        def fun(params, batch):
-            whole = jax.lax.all_gather(params["in"], "data", axis=0, tiled=True)
-            h = batch["x"] @ whole
-            h, _ = jax.lax.scan(jax.checkpoint(layer), h, params["layers"])
-            h = h + jnp.broadcast_to(params["bias"], h.shape)
-            return jnp.sum(jnp.square(h) * batch["mask"]) / jnp.sum(batch["mask"])
+    def gathered(params, batch):
+        whole = jax.lax.all_gather(params["in"], "data", axis=0, tiled=True)
+        h = batch["x"] @ whole
+        h, _ = jax.lax.scan(jax.checkpoint(layer), h, params["layers"])
+        return jnp.mean(jnp.square(h + jnp.broadcast_to(params["bias"], h.shape)))
 
-        return fun
-
-    fun = ga.value_and_grad(
-        gathered(token_loss),
-        4,
-        weight_fn=count,
-        data_axis=ga.DataAxis("data", sync="each"),
-    )
+    axis = ga.DataAxis("data", sync="each")
+    fun = ga.value_and_grad(gathered, 4, data_axis=axis)
     mapped = jax.shard_map(
         fun, mesh=mesh, in_specs=(SHARDED, P("data")), out_specs=(P(), SHARDED)
     )
@@ -601,23 +644,26 @@ def test_inside_a_shard_map_fun_may_gather_in_every_micro_step():
     assert all(c.loops for c in scattered)
     matrices = GRADIENT_BYTES - 4 * WIDTH
     assert sum(c.total_bytes for c in scattered) == 4 * matrices
-    assert_close(got, jax.value_and_grad(token_loss)(params, batch))
+    assert_close(got, jax.value_and_grad(mean_loss)(params, batch))
 
 
 # -- Numbers ---------------------------------------------------------------------------
 
 
-@pytest.mark.grid(1)
+def weighted(fun, k, **options):
+    return mean_of(fun, k, weight_fn=count, **options)
+
+
+@pytest.mark.grid(2)
+@pytest.mark.parametrize("make", [ga.value_and_grad, weighted])
 @pytest.mark.parametrize("sync", ["last", "each"])
 @pytest.mark.parametrize("k", [1, 4])
-def test_in_float64_it_is_the_gradient_of_the_whole_batch(sync, k):
+def test_in_float64_it_is_the_gradient_of_the_whole_batch(sync, k, make):
     with jax.enable_x64(True):
         mesh = make_mesh(AxisType.Auto)
         params, batch = make_params(jnp.float64), make_batch(jnp.float64)
         want = jax.value_and_grad(token_loss)(params, batch)
-        fun = ga.value_and_grad(
-            token_loss, k, weight_fn=count, data_axis=ga.DataAxis("data", sync=sync)
-        )
+        fun = make(token_loss, k, data_axis=ga.DataAxis("data", sync=sync))
         _, got = compiled_and_run(
             fun, mesh, put(params, mesh, P()), put(batch, mesh, P("data"))
         )
@@ -632,7 +678,7 @@ def test_without_weights_the_mean_of_means_is_another_gradient():
     mesh = make_mesh(AxisType.Auto)
     params, batch = make_params(), make_batch()
     want = jax.value_and_grad(token_loss)(params, batch)
-    fun = ga.value_and_grad(token_loss, 4, data_axis=ga.DataAxis("data", mesh=mesh))
+    fun = mean_of(token_loss, 4, data_axis=ga.DataAxis("data", mesh=mesh))
     assert_not_close(jax.jit(fun)(params, batch), want)
 
 
@@ -668,13 +714,8 @@ def test_a_device_of_weight_zero_adds_nothing_not_even_nan(optimize):
         "x": batch["x"].at[:rows].set(jnp.nan),
         "mask": batch["mask"].at[:rows].set(0.0),
     }
-    fun = ga.value_and_grad(
-        token_loss,
-        4,
-        weight_fn=count,
-        data_axis=ga.DataAxis("data", mesh=mesh),
-        optimize=optimize,
-    )
+    axis = ga.DataAxis("data", mesh=mesh)
+    fun = weighted(token_loss, 4, data_axis=axis, optimize=optimize)
     rest = jax.tree.map(lambda x: x[rows:], poisoned)
     assert_close(
         jax.jit(fun)(params, poisoned), jax.value_and_grad(token_loss)(params, rest)
@@ -693,7 +734,7 @@ def test_aux_is_put_together_over_all_devices():
         return w * jnp.mean(x), aux
 
     modes = {name: name for name in ("mean", "sum", "last", "stack")}
-    fun = ga.value_and_grad(
+    fun = mean_of(
         loss, 2, has_aux=True, aux=modes, data_axis=ga.DataAxis("data", mesh=mesh)
     )
     (value, aux), _ = jax.jit(fun)(jnp.float32(2.0), x)
@@ -712,7 +753,7 @@ def test_the_last_key_is_that_of_the_last_device(make):
     def loss(w, x, key):
         return w * jnp.mean(x), {"last": key, "all": key}
 
-    fun = ga.value_and_grad(
+    fun = mean_of(
         loss,
         2,
         has_aux=True,
@@ -736,7 +777,7 @@ def test_a_tree_of_aux_may_be_stacked_as_a_whole():
     def loss(w, x):
         return w * jnp.mean(x), {"a": jnp.max(x), "b": (x, jnp.int32(1))}
 
-    fun = ga.value_and_grad(
+    fun = mean_of(
         loss, 2, has_aux=True, aux="stack", data_axis=ga.DataAxis("data", mesh=mesh)
     )
     (_, aux), _ = jax.jit(fun)(jnp.float32(2.0), jnp.arange(32, dtype=jnp.float32))
@@ -753,7 +794,7 @@ def test_the_carry_is_averaged_over_devices_once():
         new = {"mean": (stats["mean"] + jnp.mean(x)) / 2, "count": stats["count"] + 1}
         return w * jnp.mean(x), (new, ())
 
-    fun = ga.value_and_grad(loss, 2, has_aux=True, carry_argnums=2, data_axis="data")
+    fun = mean_of(loss, 2, has_aux=True, carry_argnums=2, data_axis="data")
     stats = {"mean": jnp.float32(0.0), "count": jnp.int32(0)}
     audit, got = compiled_and_run(fun, mesh, jnp.float32(1.0), x, stats)
     (_, (new, _)), _ = got
@@ -770,7 +811,7 @@ def test_devices_and_micro_batches_draw_different_keys_reproducibly():
     def loss(w, x, key):
         return w * jnp.mean(x), jax.random.uniform(key)
 
-    fun = ga.value_and_grad(
+    fun = mean_of(
         loss,
         2,
         has_aux=True,
@@ -934,7 +975,7 @@ def test_fun_may_use_the_axis_for_a_collective_of_its_own():
         return jnp.mean((h - mean) ** 2)
 
     x = jnp.arange(16, dtype=jnp.float32) / 16
-    fun = ga.value_and_grad(
+    fun = mean_of(
         lambda w, x: loss(w, x, "data"), 1, data_axis=ga.DataAxis("data", mesh=mesh)
     )
     got = jax.jit(fun)(jnp.float32(2.0), x)
@@ -1007,12 +1048,13 @@ def test_a_data_axis_checks_itself_before_anything_is_traced():
 
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_loss_that_is_reduced_already_is_found(inside):
+    make = ga.value_and_grad if inside else mean_of
     mesh = make_mesh(AxisType.Auto)
 
     def loss(params, batch):
         return jax.lax.pmean(mean_loss(params, batch), "data")
 
-    fun = ga.value_and_grad(loss, 2, data_axis=ga.DataAxis("data", mesh=mesh))
+    fun = make(loss, 2, data_axis=ga.DataAxis("data", mesh=mesh))
     if inside:
         fun = jax.shard_map(fun, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
     with pytest.raises(ValueError, match="it is reduced already"):
@@ -1141,14 +1183,10 @@ def test_shards_that_fun_gathers_are_summed_over_their_copies_too(check_vma):
             "layers": jax.lax.all_gather(params["layers"], "data", axis=1, tiled=True),
             "bias": params["bias"],
         }
-        return token_loss(whole, batch)
+        return mean_loss(whole, batch)
 
-    fun = ga.value_and_grad(
-        gathered,
-        2,
-        weight_fn=count,
-        data_axis=ga.DataAxis(axes, param_specs=SHARDED, sync="each"),
-    )
+    axis = ga.DataAxis(axes, param_specs=SHARDED, sync="each")
+    fun = ga.value_and_grad(gathered, 2, data_axis=axis)
     mapped = jax.shard_map(
         fun,
         mesh=mesh,
@@ -1157,7 +1195,7 @@ def test_shards_that_fun_gathers_are_summed_over_their_copies_too(check_vma):
         check_vma=check_vma,
     )
     got = jax.jit(mapped)(params, batch)
-    assert_close(got, jax.value_and_grad(token_loss)(params, batch))
+    assert_close(got, jax.value_and_grad(mean_loss)(params, batch))
 
 
 def test_a_batch_that_one_of_the_axes_does_not_split_is_found():
@@ -1235,9 +1273,7 @@ def test_a_key_cannot_be_carried_across_devices():
     def loss(w, x, key):
         return w * jnp.mean(x), jax.random.fold_in(key, 1)
 
-    fun = ga.value_and_grad(
-        loss, 2, carry_argnums=2, data_axis=ga.DataAxis("data", mesh=mesh)
-    )
+    fun = mean_of(loss, 2, carry_argnums=2, data_axis=ga.DataAxis("data", mesh=mesh))
     with pytest.raises(TypeError, match="Name it in rng_argnums"):
         jax.jit(fun)(jnp.float32(1.0), jnp.ones(16), jax.random.key(0))
 
@@ -1250,7 +1286,7 @@ def test_a_key_in_the_carry_threads_unless_the_carry_is_averaged(sync):
 
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     axis = ga.DataAxis("data", mesh=mesh, sync=sync)
-    step = jax.jit(ga.value_and_grad(fun, 2, carry_argnums=2, data_axis=axis))
+    step = jax.jit(mean_of(fun, 2, carry_argnums=2, data_axis=axis))
     key = jax.random.key(0)
     if sync == "last":
         with pytest.raises(TypeError, match=r"is a PRNG key\. Name it in rng_argnums"):

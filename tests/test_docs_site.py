@@ -193,7 +193,7 @@ def test_a_signature_has_types_and_a_link_to_its_source(site):
     plain = re.sub(r"<[^>]+>|\s+", "", found[1])
     assert "num_microbatches:int|None=None,*,microbatch_size:int|None=None,arg" in plain
     assert "accumulator_dtype:DTypeLike|None=jnp.float32," in plain
-    assert "_modules/ga_optax/_inside/microbatch.html#value_and_grad" in found[1]
+    assert "_modules/ga_optax/_calls/gradients.html#value_and_grad" in found[1]
 
 
 def test_a_metaclass_hides_no_signature(site):

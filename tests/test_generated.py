@@ -1,13 +1,11 @@
 """Random programs and calls, one generator for each class of what has been wrong once.
 
 What no role has and is computed of; custom rules that clip, call back or communicate,
-there or back; scans with odd parameters; options across calls; the forms in which
-arguments come.
+there or back; scans with odd parameters; options across calls.
 """
 
 import contextlib
 import functools
-import inspect
 
 import helpers
 import jax
@@ -15,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers import mean_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.custom_derivatives import linear_call
@@ -23,8 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 import ga_optax as ga
 from ga_optax._across.request import Request
-from ga_optax._inside import in_place, options
-from ga_optax._passes import arrivals, known
+from ga_optax._passes import known
 from ga_optax.testing import assert_trees_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
@@ -107,16 +105,23 @@ def test_groupings_agree_whatever_is_computed_of_what_has_no_role(drawn):
     assert_trees_bitwise_equal(four, one)
 
 
-@pytest.mark.exhaustive
-def test_without_fences_a_generated_loss_has_other_bits(monkeypatch):
-    """The twin: what has no role is not held."""
+def frozen(p, x, z):
+    return jnp.mean(jnp.tanh(x @ (jax.nn.softmax(z) + p)) ** 2)
+
+
+@pytest.mark.parametrize("source", ["argument", "closure"])
+def test_groupings_agree_with_frozen_parameters(source):
+    one, two, four = (total_in_calls(frozen, source, 0, calls) for calls in (1, 2, 4))
+    assert_trees_bitwise_equal(two, one)
+    assert_trees_bitwise_equal(four, one)
+
+
+def test_without_the_fence_around_them_some_grouping_has_other_bits(monkeypatch):
+    """The twin: parameters, batch and carry are held, and nothing else."""
     helpers.without_fence_of_consts(monkeypatch)
 
-    def loss(p, x, z):
-        return jnp.mean(jnp.tanh(x @ (jax.nn.softmax(z) + p)) ** 2)
-
     def differ(seed):
-        one, four = (total_in_calls(loss, "argument", seed, n) for n in (1, 4))
+        one, four = (total_in_calls(frozen, "argument", seed, n) for n in (1, 4))
         return np.any(one != four)
 
     assert any(map(differ, range(8)))
@@ -217,7 +222,7 @@ def off_by(drawn):
     parts = np.asarray(parts, np.float64)
     due = np.average(parts, axis=0, weights=weights)
     terms = np.average(np.abs(parts), axis=0, weights=weights)
-    got = over(ga.value_and_grad(loss, K, **options), w, batch)[1]
+    got = over(mean_of(loss, K, **options), w, batch)[1]
     # Two layers of products and the sum over micro-batches, in any order.
     bound = 64 * EPS * np.maximum(terms, 1e-3 * np.max(terms))
     jax.effects_barrier()
@@ -231,7 +236,6 @@ def test_a_rule_does_in_a_window_what_it_does_for_each_micro_batch(drawn):
     assert off_by(drawn) <= 1
 
 
-@pytest.mark.exhaustive
 def test_a_rule_that_nobody_reads_would_be_seen(monkeypatch):
     """The twin: a weight goes through what clips."""
     rule = with_transpose(DEEDS["nothing"], DEEDS["clips"])
@@ -263,7 +267,7 @@ def scans(draw):
     )
     averages, keeps, again = (draw(st.booleans()) for _ in range(3))
 
-    def layer(h, p, mean):
+    def layer(h, p):
         p, n = p
         if "matrix" in kinds:
             h = h @ p["matrix"]
@@ -272,11 +276,13 @@ def scans(draw):
         if "shift" in kinds:
             h = h + p["shift"][None]
         h = jnp.tanh(h) * (1 + n)
-        return (h - 0.5 * mean(h) if averages else h), jnp.sum(h, 0) if keeps else None
+        return (h - 0.5 * jnp.mean(h, 0, keepdims=True) if averages else h), jnp.sum(
+            h, 0
+        ) if keeps else None
 
-    def loss(p, x, mean=lambda h: jnp.mean(h, 0, keepdims=True)):
+    def loss(p, x):
         xs = p, jnp.arange(length, dtype=jnp.float32)
-        run = functools.partial(jax.lax.scan, lambda h, p: layer(h, p, mean), **how)
+        run = functools.partial(jax.lax.scan, layer, **how)
         h, kept = run(x, xs)
         h = run(h, xs)[0] if again else h
         return jnp.mean(h**2) + (jnp.sum(kept**2) if keeps else 0.0)
@@ -289,9 +295,9 @@ def scans(draw):
 
 def in_place_and_not(drawn):
     loss, *args = drawn
-    got = jax.jit(ga.value_and_grad(loss, K))(*args)
+    got = jax.jit(mean_of(loss, K))(*args)
     with helpers.by_hand():
-        return got, jax.jit(ga.value_and_grad(loss, K))(*args)
+        return got, jax.jit(mean_of(loss, K))(*args)
 
 
 @pytest.mark.exhaustive
@@ -304,44 +310,16 @@ def test_any_scan_has_the_bits_of_the_plain_sum(drawn):
 @pytest.mark.exhaustive
 @few(20)
 @given(scans())
-def test_any_scan_may_communicate_over_the_micro_batches(drawn):
+def test_rows_may_meet_in_any_scan(drawn):
     loss, p, x = drawn
-
-    def fun(p, x):
-        return loss(p, x, lambda h: jax.lax.pmean(h, "rows"))
-
-    def window(p, x):
-        parts = jnp.stack(jnp.split(x, K))
-        each = jax.vmap(fun, in_axes=(None, 0), axis_name="rows")
-        return jnp.mean(each(p, parts))
-
     with jax.enable_x64(True):
         p, x = jax.tree.map(lambda x: x.astype(jnp.float64), (p, x))
-        due = jax.jit(jax.value_and_grad(window))(p, x)
-        got = jax.jit(ga.value_and_grad(fun, K, axis_name="rows"))(p, x)
+        due = jax.jit(jax.value_and_grad(loss))(p, x)
+        got = jax.jit(ga.value_and_grad(loss, K))(p, x)
     for a, b in zip(*map(jax.tree.leaves, (got, due)), strict=True):
         assert a.shape == b.shape
         largest = np.max(np.abs(b), initial=1e-30)
         assert np.all(np.abs(a - b) <= 1e5 * np.finfo(np.float64).eps * largest)
-
-
-@pytest.mark.exhaustive
-def test_a_sum_of_two_rows_that_is_taken_for_a_slice_would_be_seen(monkeypatch):
-    """The twin."""
-
-    def loss(p, x):
-        def layer(h, p):
-            return jnp.tanh(h * p["scale"][None] + p["shift"][None]), None
-
-        return jnp.mean(jax.lax.scan(layer, x, p)[0] ** 2)
-
-    p = {name: normal(i, 3, WIDTH) for i, name in enumerate(["scale", "shift"])}
-    drawn = loss, p, normal(2, 2 * K, WIDTH)
-    assert_trees_bitwise_equal(*in_place_and_not(drawn))
-    monkeypatch.setattr(arrivals, "FEW", 0)
-    if in_place.HAS_REFS:
-        with pytest.raises(AssertionError):
-            assert_trees_bitwise_equal(*in_place_and_not(drawn))
 
 
 # -- Options across calls --------------------------------------------------------------
@@ -433,57 +411,3 @@ def test_updates_that_are_applied_otherwise_would_be_seen(monkeypatch):
     monkeypatch.setattr(Request, "with_step", twice)
     with pytest.raises(AssertionError):
         assert_both_ways_agree(drawn)
-
-
-# -- Forms of arguments ----------------------------------------------------------------
-
-
-@st.composite
-def calls(draw):
-    """Which arguments come by position, and how `batch_axes` names their axes."""
-    by_position = draw(st.integers(0, 4))
-    x_axis = draw(st.sampled_from([0, 1, -1, -2]))
-    y_axis = draw(st.sampled_from([0, 1, -1, -2]))
-    forms: list = [(x_axis, {"y": y_axis}), [x_axis, {"y": y_axis}], (x_axis, y_axis)]
-    if x_axis == y_axis:
-        forms.append(x_axis)
-    by_name = draw(st.booleans())
-    return by_position, x_axis, y_axis, draw(st.sampled_from(forms)), by_name
-
-
-@pytest.mark.slow
-def assert_forms_agree(drawn):
-    by_position, x_axis, y_axis, axes, by_name = drawn
-    w, x, y = normal(0, WIDTH, WIDTH), normal(1, 8, WIDTH), normal(2, 8, WIDTH)
-
-    def fun(w, x, rest, scale):
-        x, y = jnp.moveaxis(x, x_axis, 0), jnp.moveaxis(rest["y"], y_axis, 0)
-        return jnp.mean((x @ w * scale - y) ** 2)
-
-    batch = jnp.moveaxis(x, 0, x_axis), {"y": jnp.moveaxis(y, 0, y_axis)}
-    values = dict(zip(inspect.signature(fun).parameters, (w, *batch, 2.0), strict=True))
-    args = list(values.values())[:by_position]
-    kwargs = dict(list(values.items())[by_position:])
-    how = {"batch_argnums": (1, 2)}
-    if by_name:
-        how = {"batch_argnums": 1, "batch_argnames": "rest"}
-    got = ga.value_and_grad(fun, K, batch_axes=axes, **how)(*args, **kwargs)
-    due = jax.value_and_grad(fun)(w, *batch, 2.0)
-    for a, b in zip(got, due, strict=True):
-        np.testing.assert_allclose(a, b, rtol=0, atol=64 * EPS * np.max(np.abs(b)))
-
-
-@few(5)
-@given(calls())
-def test_arguments_may_come_in_any_form(drawn):
-    assert_forms_agree(drawn)
-
-
-def test_names_that_stand_for_other_positions_would_be_seen(monkeypatch):
-    """The twin."""
-    drawn = 1, 0, 1, (0, 1), False
-    assert_forms_agree(drawn)
-    names = options._names_of_positions
-    monkeypatch.setattr(options, "_names_of_positions", lambda fun: names(fun)[::-1])
-    with pytest.raises((AssertionError, TypeError)):
-        assert_forms_agree(drawn)

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import optax
 import pytest
 import test_devices as on
-from helpers import nbytes
+from helpers import mean_of, nbytes
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ga_optax as ga
-from ga_optax._inside import in_place
+from ga_optax._loop import in_place
 
 K, DEVICES = 4, 8
 SPECS = on.SHARDED | {"bias": P("data")}
@@ -48,17 +48,16 @@ def test_every_gradient_is_reduce_scattered_once(sync, optimize, mesh):
     axis = ga.DataAxis("data", grad_specs=SPECS, sync=sync)
     fun = functools.partial(ga.value_and_grad, optimize=optimize, data_axis=axis)
     args = on.put(params, mesh, P()), on.put(batch, mesh, P("data"))
-    audit, got = on.compiled_and_run(
-        fun(on.token_loss, K, weight_fn=on.count), mesh, *args
-    )
+    audit, got = on.compiled_and_run(fun(on.mean_loss, K), mesh, *args)
     each, times = sync == "each", K if sync == "each" else 1
     scattered = {("reduce-scatter", each): times * on.GRADIENT_BYTES}
     assert moved(audit) == scattered | {("all-reduce", False): on.SCALARS}
     assert jax.tree.map(lambda g: g.sharding.spec, got[1]) == SPECS
-    want = jax.value_and_grad(on.token_loss)(params, batch)
+    want = jax.value_and_grad(on.mean_loss)(params, batch)
     on.assert_close(got, want)
-    # The twin: micro-batches of unequal weights.
-    on.assert_not_close(jax.jit(fun(on.token_loss, K))(*args), want)
+    # The twin: other rows on the first device.
+    other = batch | {"x": batch["x"].at[: on.ROWS // DEVICES].multiply(2.0)}
+    on.assert_not_close(got, jax.value_and_grad(on.mean_loss)(params, other))
 
 
 @pytest.mark.exhaustive
@@ -68,7 +67,7 @@ def test_a_weight_of_0_keeps_a_nan_on_its_device(optimize, mesh):
 
     def gradient(weight_fn=on.count, **options):
         axis = ga.DataAxis("data", mesh=mesh, **options)
-        fun = ga.value_and_grad(
+        fun = mean_of(
             on.token_loss, K, weight_fn=weight_fn, optimize=optimize, data_axis=axis
         )
         return jax.jit(fun)(*args)
@@ -189,6 +188,3 @@ def test_bad_specs_say_what_to_do(mesh):
         axis = ga.DataAxis("data", mesh=mesh, grad_specs=bad)
         with pytest.raises(error, match=match):
             jax.jit(ga.value_and_grad(on.mean_loss, K, data_axis=axis))(*args)
-    each = ga.DataAxis("data", grad_specs=SPECS, sync="each")
-    with pytest.raises(ValueError, match=r"axis_name='rows' .* must .* and leave sync"):
-        ga.value_and_grad(on.mean_loss, K, axis_name="rows", data_axis=each)

@@ -29,10 +29,12 @@ MAY_IMPORT = {
     "_devices": LEAVES,
     "_passes": LEAVES | {"_devices"},
     "_partition": {"_passes"},
-    "_inside": LEAVES | {"_devices", "_passes", "_partition"},
+    "_loop": LEAVES | {"_devices", "_passes"},
+    "_window": LEAVES | {"_devices", "_passes", "_partition", "_loop"},
+    "_calls": LEAVES | {"_devices", "_passes", "_partition", "_loop", "_window"},
     "_across": LEAVES | {"_devices"},
     "_compiled": LEAVES | {"_passes"},
-    "_verify": LEAVES | {"_devices", "_passes", "_partition", "_inside"},
+    "_verify": LEAVES | {"_devices", "_passes", "_partition", "_calls"},
     "blocks": LEAVES,
 }
 TOP = {"__init__", "__main__", "flax", "testing"}  # may import all of these, and ours

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers import mean_of
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.experimental import checkify
@@ -56,7 +57,6 @@ def gathers(compiled):
 @pytest.mark.filterwarnings("ignore:.with mesh:DeprecationWarning")
 def test_no_row_moves_whoever_names_the_mesh():
     mesh = mesh_of_all()
-    mine = ga.value_and_grad(loss, K)
     peer = optax.microbatching.microbatch(
         jax.value_and_grad(loss),
         argnums=1,
@@ -69,18 +69,19 @@ def test_no_row_moves_whoever_names_the_mesh():
 
     expected = program(peer, jit).cost_analysis()["flops"]
     for context in (None, mesh, jax.set_mesh(mesh)):
-        found = program(mine, jit, context)
+        found = program(ga.value_and_grad(loss, K), jit, context)
         assert found.cost_analysis()["flops"] < 1.1 * expected
         assert not gathers(found)
+    assert not gathers(program(mean_of(loss, K), jit))
 
 
 def test_a_split_into_neighbours_would_be_seen(monkeypatch):
     """The twin: every device computes all."""
     mesh = mesh_of_all()
-    mine = program(ga.value_and_grad(loss, K), lambda f: on_mesh(f, mesh))
+    mine = program(mean_of(loss, K), lambda f: on_mesh(f, mesh))
     monkeypatch.setattr(meshes, "is_open", lambda tree: False)
-    twin = program(ga.value_and_grad(loss, K), lambda f: on_mesh(f, mesh))
-    assert twin.cost_analysis()["flops"] > 3 * mine.cost_analysis()["flops"]
+    twin = program(mean_of(loss, K), lambda f: on_mesh(f, mesh))
+    assert twin.cost_analysis()["flops"] > 2 * mine.cost_analysis()["flops"]
     assert gathers(twin)
 
 
@@ -90,7 +91,7 @@ def numbered():
 
 
 def test_one_traced_program_has_neighbours_on_one_device_and_strides_on_eight():
-    step = ga.value_and_grad(rows_of_each, K, has_aux=True, aux="stack")
+    step = mean_of(rows_of_each, K, has_aux=True, aux="stack")
     rows = np.arange(ROWS, dtype=np.float32)
     (_, found), _ = jax.jit(step)(*numbered())
     np.testing.assert_array_equal(found, rows.reshape(K, -1))
@@ -144,7 +145,7 @@ def test_it_is_differentiated_batched_checked_and_nested():
     def of_inner(w, x):  # a window in a window
         return step(w, x)[0]
 
-    near(jax.jit(ga.value_and_grad(of_inner, 2))(w, x)[1], plain(w, x)[1])
+    near(jax.jit(mean_of(of_inner, 2))(w, x)[1], plain(w, x)[1])
     exported = jax.export.export(jax.jit(step))(w, x)
     near(exported.call(w, x)[1], plain(w, x)[1])
 
@@ -164,8 +165,8 @@ def own_operations(step):
 
 
 def test_the_switch_leaves_the_operation_out():
-    assert own_operations(ga.value_and_grad(loss, K)) == 1
-    assert not own_operations(ga.value_and_grad(loss, K, optimize=False))
+    assert own_operations(mean_of(loss, K)) == 1
+    assert not own_operations(mean_of(loss, K, optimize=False))
 
 
 def test_a_jax_without_registrations_splits_into_neighbours_and_says_so(monkeypatch):
@@ -177,7 +178,7 @@ def test_a_jax_without_registrations_splits_into_neighbours_and_says_so(monkeypa
         one.cache_clear()
     try:
         with pytest.warns(UserWarning, match="neighbouring rows.*set_mesh"):
-            assert not own_operations(ga.value_and_grad(loss, K))
+            assert not own_operations(mean_of(loss, K))
     finally:
         for one in cached:
             one.cache_clear()

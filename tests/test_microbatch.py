@@ -1,4 +1,4 @@
-"""Accumulation inside one call equals the undivided batch, and itself, bit for bit."""
+"""`value_and_grad` over micro-batches is that of the undivided batch, anywhere."""
 
 import contextlib
 import functools
@@ -7,14 +7,13 @@ import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
+from helpers import mean_of
 
 import ga_optax as ga
 
 HAS_REFS = jax.__version_info__ >= (0, 11, 1)
 OPTIMIZE = [True, False]
-MEAN = jax.jit(ga.accumulator.mean)
 BATCH = 16
 WIDTH = 6
 
@@ -180,6 +179,10 @@ def largest_error(a, b):
     )
 
 
+def row_count(batch):
+    return jnp.sum(batch["y"][:, 0] > 0, dtype=jnp.int32)
+
+
 # -- Equal to the undivided batch ------------------------------------------------------
 
 
@@ -213,14 +216,18 @@ def linear(w, batch):
     return jnp.mean(batch["x"] @ w)
 
 
-@pytest.mark.grid(6)
+MAKE = pytest.mark.parametrize("make", [ga.value_and_grad, mean_of])
+
+
+@MAKE
+@pytest.mark.grid(8)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("k", [1, 2, 4, 8])
-def test_it_is_within_the_derived_bound_of_the_exact_mean(dtype, k):
+def test_it_is_within_the_derived_bound_of_the_exact_mean(dtype, k, make):
     """The gradient of a mean of w·x is the mean of x: its terms are known exactly."""
     x = jnp.asarray(_normal(0, BATCH, WIDTH), dtype)
     w = jnp.zeros(WIDTH, dtype)
-    grads = jax.jit(ga.value_and_grad(linear, k))(w, {"x": x})[1]
+    grads = jax.jit(make(linear, k))(w, {"x": x})[1]
     assert grads.dtype == dtype
     x = np.asarray(x, "f8")
     # In the dtype: m - 1 sums in a micro-batch and its result, and the result of all.
@@ -235,10 +242,11 @@ def test_it_is_within_the_derived_bound_of_the_exact_mean(dtype, k):
     assert np.any(np.abs(x.sum(0) / (BATCH - 4) - x.mean(0)) > bound)
 
 
+@MAKE
 @pytest.mark.grid(4)
 @pytest.mark.parametrize("optimize", OPTIMIZE)
 @pytest.mark.parametrize("k", [1, 2, 4, 8])
-def test_integer_terms_give_the_bits_of_the_undivided_batch(optimize, k):
+def test_integer_terms_give_the_bits_of_the_undivided_batch(optimize, k, make):
     def fun(params, x):
         h, _ = jax.lax.scan(lambda h, w: (h + x * w, None), x, params["layers"])
         # A mean over examples of integers: exact, for a power of two of them.
@@ -257,55 +265,11 @@ def test_integer_terms_give_the_bits_of_the_undivided_batch(optimize, k):
         return fun({**params, "layers": layers}, x)
 
     expected = jax.jit(jax.value_and_grad(broadcast))(params, x)
-    got = jax.jit(ga.value_and_grad(broadcast, k, optimize=optimize))(params, x)
+    got = jax.jit(make(broadcast, k, optimize=optimize))(params, x)
     assert_same_bits(got, expected)
 
 
 # -- The same bits ---------------------------------------------------------------------
-
-
-def in_groups(fun, params, batch, k, groups, **options):
-    """A window of k micro-batches by `groups` calls of `accumulate`."""
-    call = jax.jit(ga.accumulate(fun, k // groups, **options), donate_argnums=0)
-    acc = ga.accumulator.init(params)
-    size = jax.tree.leaves(batch)[0].shape[0] // groups
-    for i in range(groups):
-        part = {name: x[i * size :][:size] for name, x in batch.items()}
-        _, acc = call(acc, params, part)
-    return acc
-
-
-def row_count(batch):
-    return jnp.sum(batch["y"][:, 0] > 0, dtype=jnp.int32)
-
-
-@pytest.mark.grid(2)
-@pytest.mark.parametrize(
-    ("name", "weighted", "rows"),
-    [(name, False, rows) for name in MODELS for rows in (1, 2)]
-    + [(name, True, 2) for name in ("unrolled", "rematerialised", "odd")],
-)
-def test_groupings_and_paths_agree_bit_for_bit(name, weighted, rows):
-    fun, params = MODELS[name]
-    # Micro-batches of one row are the hard case: products that no sum follows.
-    batch = make_batch(8 * rows)
-    options = {"weight_fn": row_count} if weighted else {}
-    step = jax.jit(ga.value_and_grad(fun, 8, **options))
-    expected = step(params, batch)
-    for groups in (2, 4, 8) if name == "rematerialised" else (8,):
-        acc = in_groups(fun, params, batch, 8, groups, **options)
-        assert int(acc.count) == 8
-        assert_same_bits(MEAN(acc), expected[1])
-    if not weighted:  # a weight of 0 leaves the backward pass in place out: a branch
-        with helpers.by_hand():
-            plain = jax.jit(ga.value_and_grad(fun, 8))(params, batch)
-            acc = in_groups(fun, params, batch, 8, 8)
-        assert_same_bits(plain, expected)
-        assert_same_bits(MEAN(acc), expected[1])
-    # The twin: the same micro-batches in another order have other bits.
-    turned = step(params, {name: x[::-1].copy() for name, x in batch.items()})
-    pairs = zip(jax.tree.leaves(turned), jax.tree.leaves(expected), strict=True)
-    assert any(np.any(x != y) for x, y in pairs)
 
 
 def adds_in_place(step, *args):
@@ -326,366 +290,13 @@ def test_only_what_has_the_same_bits_is_summed_in_place():
     assert not adds_in_place(step, params, make_batch())
 
 
-@pytest.mark.grid(1)
-@pytest.mark.parametrize("k", [3, 6])
-def test_groupings_agree_where_k_is_no_power_of_two(k):
-    fun, params = MODELS["rematerialised"]
-    batch = make_batch(2 * k)
-    expected = jax.jit(ga.value_and_grad(fun, k))(params, batch)[1]
-    acc = in_groups(fun, params, batch, k, k)
-    assert_same_bits(MEAN(acc), expected)
-
-
-@pytest.mark.exhaustive
-def test_parameters_after_fifty_steps_of_adam_agree_bit_for_bit():
-    fun, params = MODELS["rematerialised"]
-    opt = optax.adam(1e-2)
-    batches = [make_batch(16, seed) for seed in range(50)]
-
-    @jax.jit
-    def update(grads, opt_state, params):
-        with jax.numpy_dtype_promotion("standard"):  # optax promotes its count
-            updates, opt_state = opt.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
-    def train(gradient):
-        mine = jax.tree.map(jnp.asarray, params)
-        opt_state = opt.init(mine)
-        for batch in batches:
-            mine, opt_state = update(gradient(mine, batch), opt_state, mine)
-        return mine
-
-    def whole(k):
-        step = jax.jit(ga.value_and_grad(fun, k))
-        return lambda params, batch: step(params, batch)[1]
-
-    def by_hand(params, batch):
-        with helpers.by_hand():  # which a cache must not hide
-            return jax.jit(ga.value_and_grad(fun, 8))(params, batch)[1]
-
-    def by_calls(groups):
-        call = jax.jit(ga.accumulate(fun, 8 // groups), donate_argnums=0)
-        mean = MEAN
-
-        def gradient(params, batch):
-            acc = ga.accumulator.init(params)
-            size = 16 // groups
-            for i in range(groups):
-                part = {name: x[i * size :][:size] for name, x in batch.items()}
-                _, acc = call(acc, params, part)
-            return mean(acc)
-
-        return gradient
-
-    expected = train(whole(8))
-    assert largest_error(expected, params) > 0.1
-    for gradient in (by_hand, by_calls(1), by_calls(2), by_calls(8)):
-        assert_same_bits(train(gradient), expected)
-    # The twin: another split has the same gradients to seven digits, and other bits.
-    assert largest_error(train(whole(4)), expected) > 0
-
-
-@pytest.mark.exhaustive
-def test_what_an_empty_accumulator_holds_is_never_read():
-    fun, params = MODELS["rematerialised"]
-    batch = make_batch()
-    clean = ga.accumulator.init(params)
-    dirty = ga.accumulator.Accumulator(
-        jax.tree.map(lambda p: jnp.full_like(p, jnp.nan), params),
-        jnp.float32(jnp.nan),
-        jnp.int32(0),
-    )
-    for options in ({}, {"weight_fn": row_count}, {"optimize": False}):
-        call = jax.jit(ga.accumulate(fun, 2, **options))
-        a, b = (call(acc, params, batch)[1] for acc in (clean, dirty))
-        assert_same_bits(a, b)
-
-
 # -- Weights ---------------------------------------------------------------------------
-
-
-def masked(params, batch):
-    h, _ = jax.lax.scan(jax.checkpoint(_layer), batch["x"], params["layers"])
-    loss = jnp.square(h @ params["out"])[:, 0] * batch["mask"]
-    return jnp.sum(loss) / jnp.maximum(jnp.sum(batch["mask"]), 1.0)
-
-
-def tokens(batch):
-    return jnp.sum(batch["mask"])
-
-
-def token_batch(counts, size=512):
-    mask = np.zeros((len(counts), size), np.float32)
-    for row, count in zip(mask, counts, strict=True):
-        row[:count] = 1
-    return {"x": _normal(3, mask.size, WIDTH), "mask": mask.reshape(-1)}
-
-
-@pytest.mark.slow
-@pytest.mark.grid(1)
-@pytest.mark.parametrize("optimize", OPTIMIZE)
-def test_token_counts_as_weights_give_the_undivided_gradient(optimize):
-    _, params = MODELS["rematerialised"]
-    batch = token_batch([1, 512, 37, 200])
-    with float64():
-        params, batch = jax.tree.map(
-            lambda x: jnp.asarray(x, jnp.float64), (params, batch)
-        )
-        expected = jax.jit(jax.value_and_grad(masked))(params, batch)
-        weighted = ga.value_and_grad(masked, 4, weight_fn=tokens, optimize=optimize)
-        assert largest_error(jax.jit(weighted)(params, batch), expected) < 1e-12
-        means = jax.jit(ga.value_and_grad(masked, 4, optimize=optimize))(params, batch)
-        # One token weighs as much as 512 of them in the mean of means.
-        assert largest_error(means[1], expected[1]) > 0.05
-
-
-@pytest.mark.slow
-@pytest.mark.grid(1)
-@pytest.mark.parametrize("optimize", OPTIMIZE)
-@pytest.mark.parametrize("poisoned", [0, 2, 3])
-def test_a_micro_batch_of_weight_0_changes_nothing_though_it_is_nan(optimize, poisoned):
-    _, params = MODELS["rematerialised"]
-    counts = [5, 9, 3, 7]
-    counts[poisoned] = 0
-    batch = token_batch(counts, 16)
-    clean = batch["x"].copy()
-    batch["x"][poisoned * 16 : (poisoned + 1) * 16] = np.nan
-    step = jax.jit(ga.value_and_grad(masked, 4, weight_fn=tokens, optimize=optimize))
-    value, grads = step(params, batch)
-    assert all(np.all(np.isfinite(g)) for g in jax.tree.leaves((value, grads)))
-    assert_same_bits((value, grads), step(params, {**batch, "x": clean}))
-    # The twin: with a weight, the NaN shows.
-    assert np.isnan(jax.jit(ga.value_and_grad(masked, 4))(params, batch)[0])
-
-
-@pytest.mark.grid(1)
-@pytest.mark.parametrize("optimize", OPTIMIZE)
-def test_a_window_of_weight_0_has_value_and_gradients_0(optimize):
-    _, params = MODELS["rematerialised"]
-    batch = token_batch([0, 0], 4)
-    batch["x"][:] = np.nan
-    step = jax.jit(ga.value_and_grad(masked, 2, weight_fn=tokens, optimize=optimize))
-    assert all(np.all(np.asarray(x) == 0) for x in jax.tree.leaves(step(params, batch)))
-    acc = ga.accumulator.init(params)
-    call = jax.jit(ga.accumulate(masked, weight_fn=tokens, optimize=optimize))
-    good = token_batch([3], 4)
-    _, acc = call(acc, params, good)
-    _, after = call(acc, params, token_batch([0], 4))
-    assert_same_bits(after.total, acc.total)
-
-
-@jax.custom_vjp
-def clipped(x):
-    return x
-
-
-clipped.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -0.1, 0.1),))
-
-
-def test_a_backward_pass_that_is_not_linear_sees_the_cotangent_of_the_mean():
-    """Were the weight its cotangent, a clipped gradient would be clipped elsewhere."""
-
-    def fun(w, x):
-        return jnp.mean(clipped(x @ w))
-
-    x, w = _normal(0, 8, WIDTH), _normal(1, WIDTH)
-    weighted = ga.value_and_grad(fun, 2, weight_fn=lambda x: jnp.float32(x.shape[0]))
-    plain = ga.value_and_grad(fun, 2)
-    # Equal weights that are a power of two: exact.
-    assert_same_bits(jax.jit(weighted)(w, x)[1], jax.jit(plain)(w, x)[1])
-    # The twin: the cotangent 4 does not give four times the gradient.
-    _, pullback = jax.vjp(fun, w, x)
-    one, four = (pullback(jnp.float32(weight))[0] for weight in (1, 4))
-    assert largest_error(four, 4 * one) > 0.1
-
-
-def test_weights_that_a_bfloat16_loss_could_not_hold_are_exact():
-    def fun(w, x):
-        return jnp.mean(x * w).astype(jnp.bfloat16)
-
-    x = np.repeat(np.float32([[1.0], [3.0]]), 257, 0)
-    step = ga.value_and_grad(
-        fun, 2, weight_fn=lambda x: jnp.where(x[0, 0] == 1, 257.0, 255.0)
-    )
-    grads = jax.jit(step)(jnp.float32(1.0), x)[1]
-    assert float(grads) == (257 * 1 + 255 * 3) / 512
 
 
 # -- Keys, carry, aux ------------------------------------------------------------------
 
 
-def dropped_out(w, x, rngs):
-    mask = jax.random.bernoulli(rngs["dropout"], 0.5, x.shape)
-    return jnp.mean(jnp.where(mask, x, 0.0) @ w), mask
-
-
-def test_micro_batches_see_different_keys_and_the_same_ones_again():
-    x, w = np.ones((8, WIDTH), np.float32), _normal(0, WIDTH)
-    rngs = {"dropout": jax.random.key(3)}
-    step = jax.jit(
-        ga.value_and_grad(dropped_out, 4, rng_argnums=2, has_aux=True, aux="stack")
-    )
-    (value, masks), grads = step(w, x, rngs)
-    assert masks.shape == (4, 2, WIDTH)
-    assert len({np.asarray(m).tobytes() for m in masks}) == 4
-    assert_same_bits(step(w, x, rngs), ((value, masks), grads))
-    expected = jax.random.bernoulli(jax.random.fold_in(rngs["dropout"], 2), 0.5, (2, 6))
-    assert_same_bits(masks[2], expected)
-    other = step(w, x, {"dropout": jax.random.key(4)})
-    assert np.any(np.asarray(other[0][1]) != np.asarray(masks))
-
-
-@pytest.mark.grid(1)
-@pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey])
-def test_calls_of_accumulate_draw_the_keys_of_one_value_and_grad(make_key):
-    x, w, rngs = _normal(1, 8, WIDTH), _normal(0, WIDTH), {"dropout": make_key(3)}
-    options = {"rng_argnums": 2, "has_aux": True, "aux": "stack"}
-    (_, masks), grads = jax.jit(ga.value_and_grad(dropped_out, 4, **options))(
-        w, x, rngs
-    )
-    call = jax.jit(ga.accumulate(dropped_out, 2, **options))
-    acc = ga.accumulator.init(w)
-    (_, first), acc = call(acc, w, x[:4], rngs)
-    (_, second), acc = call(acc, w, x[4:], rngs)
-    assert_same_bits(jnp.concatenate([first, second]), masks)
-    assert_same_bits(ga.accumulator.mean(acc), grads)
-
-
-def normalised(w, stats, x):
-    mean = 0.9 * stats["mean"] + 0.1 * jnp.mean(x, 0)
-    new = {"mean": mean, "steps": stats["steps"] + 1}
-    loss = jnp.mean((x - jnp.broadcast_to(x.mean(0), x.shape)) @ w)
-    return loss, (new, jnp.max(x))
-
-
-@pytest.mark.parametrize("as_tuple", [False, True])
-def test_statistics_thread_through_the_micro_batches_in_order(as_tuple):
-    x, w = _normal(0, 8, WIDTH), _normal(1, WIDTH)
-    stats = {"mean": jnp.zeros(WIDTH), "steps": jnp.int32(0)}
-
-    def fun(w, stats, x):
-        loss, (new, aux) = normalised(w, stats, x)
-        return loss, ((new,) if as_tuple else new, aux)
-
-    step = ga.value_and_grad(
-        fun,
-        4,
-        batch_argnums=2,
-        carry_argnums=(1,) if as_tuple else 1,
-        has_aux=True,
-        aux="last",
-    )
-    (_, (carry, aux)), _ = jax.jit(step)(w, stats, x)
-    carry = carry[0] if as_tuple else carry
-    expected = stats
-    one = jax.jit(normalised)
-    for i in range(4):
-        expected = one(w, expected, x[2 * i : 2 * i + 2])[1][0]
-    assert_same_bits(carry, expected)
-    assert int(carry["steps"]) == 4
-    assert float(aux) == x[6:].max()
-    # The twin: in another order they differ.
-    reverse = jax.jit(step)(w, stats, x[::-1].copy())[0][1][0]
-    reverse = reverse[0] if as_tuple else reverse
-    assert largest_error(reverse["mean"], expected["mean"]) > 1e-3
-
-
-def test_a_carry_without_aux_comes_back_beside_the_loss():
-    def fun(w, count, x):
-        return jnp.mean(x @ w), count + 1
-
-    x, w = _normal(0, 8, WIDTH), _normal(1, WIDTH)
-    options = {"batch_argnums": 2, "carry_argnums": 1}
-    (_, count), _ = ga.value_and_grad(fun, 4, **options)(w, 0, x)
-    assert int(count) == 4
-    acc = ga.accumulator.init(w)
-    (_, count), acc = ga.accumulate(fun, 2, **options)(acc, w, 0, x[:4])
-    (_, count), acc = ga.accumulate(fun, 2, **options)(acc, w, count, x[4:])
-    assert int(count) == 4
-
-
-def with_aux(w, x):
-    return jnp.mean(x @ w), {
-        "rows": jnp.int32(x.shape[0]),
-        "positive": jnp.sum(x[:, 0] > 0, dtype=jnp.int32),
-        "any": jnp.any(x > 2),
-        "top": jnp.max(x),
-        "parts": (jnp.sum(x), x[0].astype(jnp.bfloat16)),
-    }
-
-
-def first_weight(x):
-    return jnp.sum(x[:, 0] > 0)
-
-
-@pytest.mark.grid(1)
-@pytest.mark.parametrize("weight_fn", [None, first_weight])
-def test_aux_is_put_together_as_asked_leaf_by_leaf(weight_fn):
-    x, w = integers(0, 8, WIDTH), integers(1, WIDTH)
-    micro = x.reshape(4, 2, WIDTH)
-    weights = np.array([float(first_weight(m)) if weight_fn else 1.0 for m in micro])
-    modes = {
-        "rows": "sum",
-        "positive": "mean",
-        "any": "sum",
-        "top": "last",
-        "parts": ("mean", "stack"),
-    }
-    options = {"has_aux": True, "weight_fn": weight_fn}
-    step = jax.jit(ga.value_and_grad(with_aux, 4, aux=modes, **options))
-    (value, aux), _ = step(w, x)
-
-    def mean(terms):
-        # The terms are halves of integers: their sum is exact, its quotient rounded.
-        return np.float32(np.sum(weights * terms) / np.sum(weights))
-
-    assert value == mean([(m @ w).mean() for m in micro])
-    assert aux["rows"].dtype == jnp.int32
-    assert int(aux["rows"]) == 8
-    assert aux["positive"].dtype == jnp.float32
-    assert aux["positive"] == mean([(m[:, 0] > 0).sum() for m in micro])
-    assert int(aux["any"]) == sum(bool((m > 2).any()) for m in micro)
-    assert float(aux["top"]) == micro[3].max()
-    assert aux["parts"][0] == mean([m.sum() for m in micro])
-    # The twin: the last is not the mean.
-    assert aux["parts"][0] != micro[3].sum()
-    assert aux["parts"][1].dtype == jnp.bfloat16
-    assert_same_bits(aux["parts"][1], jnp.asarray(micro[:, 0], jnp.bfloat16))
-    prefix = {**modes, "parts": "mean"}
-    parts = ga.value_and_grad(with_aux, 4, aux=prefix, **options)(w, x)[0][1]["parts"]
-    assert parts[1].dtype == jnp.bfloat16
-    assert parts[1].shape == (WIDTH,)
-
-
 # -- Arguments -------------------------------------------------------------------------
-
-
-def test_argnums_batch_argnums_and_keywords_are_those_of_jax():
-    def fun(inputs, w, flag, b, targets, *, scale, power=1):
-        assert flag == "yes"
-        prediction = inputs @ w["w"] + b
-        return scale * jnp.mean((prediction - targets) ** power)
-
-    # Integers and halves, means over powers of two: exact.
-    x, y = integers(0, 8, WIDTH), integers(1, 8)
-    args = (x, {"w": integers(2, WIDTH)}, "yes", np.float32(0.5), y)
-    options = {"scale": jnp.float32(3.0), "power": 2}
-    for argnums in (1, (1, 3), (3, 1), (-2,), [1]):
-        expected = jax.value_and_grad(fun, argnums)(*args, **options)
-        step = ga.value_and_grad(fun, 4, argnums=argnums, batch_argnums=(0, -1))
-        got = step(*args, **options)
-        assert jax.tree.structure(got) == jax.tree.structure(expected)
-        assert_same_bits(got, expected)
-        params = (
-            args[argnums] if isinstance(argnums, int) else [args[i] for i in argnums]
-        )
-        params = params if isinstance(argnums, int) else tuple(params)
-        acc = ga.accumulator.init(params)
-        call = ga.accumulate(fun, 4, argnums=argnums, batch_argnums=(0, -1))
-        assert_same_bits(
-            ga.accumulator.mean(call(acc, *args, **options)[1]),
-            got[1] if isinstance(argnums, int) else tuple(got[1]),
-        )
 
 
 @pytest.mark.quick
@@ -693,12 +304,13 @@ def test_the_function_is_traced_once_for_any_number_of_micro_batches():
     _, params = MODELS["rematerialised"]
     for k, options in ((1, {}), (8, {}), (8, {"weight_fn": row_count})):
         traces = []
+        make = mean_of if options else ga.value_and_grad
 
         def fun(params, batch, traces=traces):
             traces.append(0)
             return rematerialised(params, batch)
 
-        step = jax.jit(ga.value_and_grad(fun, k, **options))
+        step = jax.jit(make(fun, k, **options))
         step(params, make_batch())
         step(params, make_batch(seed=1))
         assert len(traces) == 1
@@ -707,28 +319,6 @@ def test_the_function_is_traced_once_for_any_number_of_micro_batches():
         for seed in range(3):
             _, acc = call(acc, params, make_batch(seed=seed))
         assert len(traces) == 2
-
-
-@pytest.mark.grid(3)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("optimize", OPTIMIZE)
-def test_parameters_of_low_precision_accumulate_in_float32(dtype, optimize):
-    """4096 ones add up to 256 in bfloat16."""
-
-    def fun(params, x):
-        def layer(h, p):
-            return h + jnp.sum(p * x), None
-
-        return jax.lax.scan(layer, jnp.zeros([], dtype), params)[0]
-
-    params = jnp.ones((2, 1), dtype)
-    call = ga.accumulate(fun, 4096, optimize=optimize)
-    x = jnp.ones(4096, dtype)
-    _, acc = jax.jit(call)(ga.accumulator.init(params), params, x)
-    assert acc.total.dtype == jnp.float32
-    assert float(acc.total[0, 0]) == 4096
-    low = ga.accumulator.init(params, None)
-    assert jax.jit(call)(low, params, x)[1].total.dtype == dtype
 
 
 def test_complex_parameters_work_as_in_jax():
@@ -761,8 +351,15 @@ def in_float64(*trees):
     )
 
 
+def over(fun, weight_fn):
+    """Over four micro-batches; with weights, each by itself."""
+    if weight_fn is None:
+        return ga.value_and_grad(fun, 4)
+    return mean_of(fun, 4, weight_fn=weight_fn)
+
+
 def summed(fun, weight_fn):
-    """What `ga.value_and_grad(fun, 4)` is, written out."""
+    """What `over(fun, weight_fn)` is, written out."""
 
     def undivided(params, batch):
         if weight_fn is None:
@@ -787,7 +384,7 @@ def test_an_ensemble_under_vmap_has_the_gradients_of_its_members(weight_fn):
     fun, params = MODELS["rematerialised"]
     with float64():
         params, batch = in_float64(params, make_batch())
-        step = ga.value_and_grad(fun, 4, weight_fn=weight_fn)
+        step = over(fun, weight_fn)
         members = jax.tree.map(lambda p: jnp.stack([p, p * 0.5]), params)
         expected = jax.jit(
             lambda members, batch: jax.lax.map(
@@ -822,7 +419,7 @@ def test_grad_through_it_is_the_grad_through_the_undivided_batch(weight_fn):
 
             return norm
 
-        step = ga.value_and_grad(fun, 4, weight_fn=weight_fn)
+        step = over(fun, weight_fn)
         expected = jax.jit(jax.grad(outer(summed(fun, weight_fn))))(params)
         got = jax.jit(jax.grad(outer(step)))(params)
         # The second derivative has the roundings of the first twice.
@@ -835,9 +432,10 @@ def test_grad_through_it_is_the_grad_through_the_undivided_batch(weight_fn):
         assert largest_error(jax.jit(jax.grad(fun))(params, batch), expected) > 1e-3
 
 
-@pytest.mark.grid(1)
+@pytest.mark.grid(2)
+@pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("k", [3, 4])
-def test_what_is_exactly_0_has_the_derivative_of_the_undivided_batch(k):
+def test_what_is_exactly_0_has_the_derivative_of_the_undivided_batch(k, weighted):
     """A loss of 0 with gradients of 0, and weights whose sum is 1."""
     x = jnp.asarray(np.random.default_rng(0).normal(size=(12, 3)), jnp.float32)
 
@@ -852,7 +450,9 @@ def test_what_is_exactly_0_has_the_derivative_of_the_undivided_batch(k):
 
         return jax.jit(jax.grad(total, argnums=(0, 1)))
 
-    step = ga.value_and_grad(fun, k, weight_fn=lambda batch: jnp.sum(batch["weight"]))
+    step = ga.value_and_grad(fun, k)
+    if weighted:
+        step = mean_of(fun, k, weight_fn=lambda batch: jnp.sum(batch["weight"]))
     weight = jnp.array([1, 1, 2, 4, 1, 1, 1, 1, 1, 1, 1, 1]) / 16
     for w in (jnp.zeros(3), jnp.ones(3)):
         got, expected = (
@@ -898,7 +498,7 @@ def test_grad_of_a_vmap_over_batches_is_the_sum_of_their_gradients(weight_fn):
             return jax.jit(jax.grad(losses))(params)
 
         expected = total(summed(fun, weight_fn))
-        got = total(ga.value_and_grad(fun, 4, weight_fn=weight_fn))
+        got = total(over(fun, weight_fn))
         assert largest_error(got, expected) < 1e-12
         assert largest_error(jax.grad(fun)(params, batch), expected) > 1e-3
 
@@ -910,7 +510,7 @@ def test_grad_of_a_vmap_over_batches_is_the_sum_of_their_gradients(weight_fn):
 def test_no_tracer_outlives_a_call(optimize):
     fun, params = MODELS["rematerialised"]
     with jax.checking_leaks():
-        step = ga.value_and_grad(fun, 4, optimize=optimize, weight_fn=row_count)
+        step = mean_of(fun, 4, optimize=optimize, weight_fn=row_count)
         jax.jit(step)(params, make_batch())
         jax.jit(jax.grad(lambda p: step(p, make_batch())[0]))(params)
 
@@ -928,42 +528,7 @@ def test_a_stack_of_no_layers_has_an_empty_gradient(optimize):
 
 
 @pytest.mark.exhaustive
-def test_integers_booleans_and_keys_pass_under_vmap_and_grad():
-    """Operands that have no derivative, in the loop that has rules of its own."""
-    _, params = MODELS["rematerialised"]
-
-    def fun(params, batch, keys, carry, flag):
-        x = jnp.where(flag, batch["x"], jnp.zeros_like(batch["x"]))
-        x = jnp.where(jax.random.bernoulli(keys["a"], 0.5, x.shape), x, -x)
-        loss = rematerialised(params, {**batch, "x": x})
-        return loss, (carry + 1, batch["tokens"])
-
-    def norm(params, key, flag):
-        options = {"rng_argnums": 2, "carry_argnums": 3, "has_aux": True}
-        step = ga.value_and_grad(fun, 4, aux="stack", **options)
-        out = step(params, make_batch(), {"a": key}, jnp.int32(5), flag)
-        (_, (carry, tokens)), grads = out
-        return sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)), (carry, tokens)
-
-    keys = jax.random.split(jax.random.key(0), 2)
-    flags = jnp.array([True, False])
-    out = []
-    for optimize in OPTIMIZE:
-        slope = jax.vmap(jax.grad(norm, has_aux=True), in_axes=(None, 0, 0))
-        with helpers.by_hand(optimize):
-            out.append(jax.jit(slope)(params, keys, flags))
-    # Under vmap and grad one and the same program.
-    assert_same_bits(out[0], out[1])
-    grads, (carry, tokens) = out[0]
-    assert np.array_equal(carry, [9, 9])
-    assert np.array_equal(tokens[1].reshape(BATCH, 4), make_batch()["tokens"])
-    # The twin: another key and flag have another gradient.
-    first, second = (jax.tree.map(lambda g, i=i: g[i], grads) for i in range(2))
-    assert largest_error(first, second) > 0.1
-
-
-@pytest.mark.exhaustive
-def test_printing_and_collectives_are_left_alone(capfd):
+def test_printing_is_left_alone(capfd):
     fun, params = MODELS["rematerialised"]
 
     def printing(params, batch):
@@ -972,19 +537,23 @@ def test_printing_and_collectives_are_left_alone(capfd):
         return loss
 
     params = {**params, "number": np.float32(7.5)}
-    got = jax.jit(ga.value_and_grad(printing, 4))(params, make_batch())
+    got = jax.jit(mean_of(printing, 4))(params, make_batch())
     with helpers.by_hand():
-        expected = jax.jit(ga.value_and_grad(fun, 4))(params, make_batch())
+        expected = jax.jit(mean_of(fun, 4))(params, make_batch())
     assert_same_bits(got, expected)
     jax.effects_barrier()
     assert capfd.readouterr().out.count("the number is 7.5") == 4
 
+
+@MAKE
+@pytest.mark.exhaustive
+def test_collectives_of_the_user_are_left_alone(make):
+    fun, params = MODELS["rematerialised"]
+
     def over_members(params, batch):
         return jax.lax.pmean(fun(params, batch), "members")
 
-    step = jax.vmap(
-        ga.value_and_grad(over_members, 4), in_axes=(0, None), axis_name="members"
-    )
+    step = jax.vmap(make(over_members, 4), in_axes=(0, None), axis_name="members")
     members = jax.tree.map(lambda p: np.stack([p, p * 0.5]), params)
     value, _ = jax.jit(step)(members, make_batch())
     # One mean for both; each alone has another one.
@@ -1036,17 +605,6 @@ def test_it_has_the_name_and_documentation_of_the_function():
     ga.value_and_grad(functools.partial(fun), 2)(jnp.float32(1.0), jnp.ones(2))
 
 
-def test_a_weight_and_an_aux_may_be_plain_numbers():
-    def loss(w, x):
-        return w * jnp.mean(x), {"rows": x.shape[0]}
-
-    fun = ga.value_and_grad(
-        loss, 2, has_aux=True, aux="sum", weight_fn=lambda x: float(x.shape[0])
-    )
-    (value, aux), grad = jax.jit(fun)(jnp.float32(3.0), jnp.arange(8.0))
-    assert (float(value), int(aux["rows"]), float(grad)) == (10.5, 8, 3.5)
-
-
 @pytest.mark.parametrize("optimize", OPTIMIZE)
 @pytest.mark.quick
 def test_the_compiled_program_does_not_grow_with_the_number_of_micro_batches(optimize):
@@ -1078,17 +636,6 @@ def test_the_compiled_program_does_not_grow_with_the_number_of_micro_batches(opt
     assert instructions(written_out(16), 16) > 2 * instructions(written_out(4), 4)
 
 
-@pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8])
-def test_the_sum_of_small_integers_in_aux_does_not_wrap(dtype):
-    def fun(w, x):
-        return jnp.mean(x * w), jnp.asarray(100, dtype)
-
-    step = jax.jit(ga.value_and_grad(fun, 8, has_aux=True, aux="sum"))
-    (_, total), _ = step(jnp.float32(1), jnp.ones(8))
-    assert total.dtype.itemsize == 4
-    assert float(total) == 8 * float(fun(1.0, 1.0)[1])
-
-
 def test_the_mean_of_an_accumulator_of_low_precision_does_not_vanish():
     """1 / k is subnormal in float16 from 2^15 micro-batches on."""
     k = 2**15
@@ -1097,46 +644,3 @@ def test_the_mean_of_an_accumulator_of_low_precision_does_not_vanish():
     )
     _, grad = jax.jit(step)(jnp.float32(1), jnp.full(k, 1.0))
     assert float(grad) > 0
-
-
-def half_rounded(w, x):
-    return jnp.mean(jax.lax.reduce_precision(x * w, 5, 10))
-
-
-@jax.custom_jvp
-def identity(x):
-    return x
-
-
-@identity.defjvp
-def _(primals, tangents):
-    """A rule in float16, which the loss itself does not show."""
-    return primals[0], tangents[0].astype(jnp.float16).astype(jnp.float32)
-
-
-def ruled(w, x):
-    return jnp.mean(x * identity(w))
-
-
-def ruled_in_a_loop(w, x):
-    return (
-        jax.lax.scan(jax.checkpoint(lambda h, x: (h + x * identity(w), 0)), 0.0, x)[0]
-        / x.shape[0]
-    )
-
-
-@pytest.mark.parametrize(
-    ("fun", "dtype"),
-    [
-        (lambda w, x: jnp.mean(x * w.astype(jnp.float32)), jnp.float16),
-        (lambda w, x: jnp.mean(x * w.astype(jnp.float32)), jnp.float8_e4m3fn),
-        (half_rounded, jnp.float32),
-        (ruled, jnp.float32),
-        (ruled_in_a_loop, jnp.float32),
-    ],
-    ids=["float16", "float8", "reduce_precision", "custom_jvp", "custom_jvp in a scan"],
-)
-def test_weights_that_count_tokens_do_not_overflow_what_is_narrow(fun, dtype):
-    weighted = ga.value_and_grad(fun, 4, weight_fn=lambda x: jnp.float32(2.0**20))
-    _, grad = jax.jit(weighted)(jnp.asarray(1, dtype), jnp.full(8, 32.0))
-    assert float(grad) == 32.0

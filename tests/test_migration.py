@@ -105,8 +105,8 @@ def test_the_program_trains_the_model_of_the_float64_run(title, side):
         (
             "From `optax.microbatching`",
             "After",
-            "num_microbatches=K",
-            "num_microbatches=K, weight_fn=lambda batch: batch[1].sum() ** 2",
+            "value_and_grad(params, batch)",
+            "value_and_grad(params, (batch[0][8:], batch[1][8:]))",
         ),
         ("From a hand-written scan", "Before", "g / K", "g / (K - 1)"),
         (

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import oracle
 import pytest
+from helpers import mean_of
 
 import ga_optax as ga
 from ga_optax import accumulator
@@ -226,7 +227,7 @@ def test_a_traced_weight_that_is_none_makes_its_window_nan(weight):
         def loss(w, x):
             return jnp.sum(jnp.mean(x, 0) * w)
 
-        return ga.value_and_grad(loss, 2, weight_fn=lambda x: weight)(w, x)
+        return mean_of(loss, 2, weight_fn=lambda x: weight)(w, x)
 
     @jax.jit
     def added(weight):

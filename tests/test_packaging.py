@@ -23,7 +23,7 @@ WORKFLOWS = ROOT / ".github" / "workflows"
 SELECTED = (
     "test_accumulator.py",
     "test_audit.py",
-    "test_microbatch_errors.py",
+    "test_refused.py",
     "test_multi_steps_composition.py",
 )
 

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import ga_optax as ga
-from ga_optax._inside import in_place
+from ga_optax._loop import in_place
 from ga_optax._passes import ir, notes, table
 
 K, DEVICES, ROWS, WIDTH, LAYERS = 2, 2, 4, 4, 3
@@ -128,7 +128,9 @@ EXAMPLES = {
         in_bfloat16, cast_twice_read, "not read by one scan alone", eps=LOW, refs=True
     ),
     "gathered": Example(scanned, chosen, "cond gets parameters", each),
-    "repeats": Example(unrolled, lambda w, x: unrolled(w, x, ruled), "is not known"),
+    "repeats": Example(
+        unrolled, lambda w, x: unrolled(w, x, lambda h: h * h), "reads a value twice"
+    ),
     "products": Example(
         product_in_bfloat16, rounded_in_bfloat16, "out of reduce_precision", eps=LOW
     ),

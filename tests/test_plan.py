@@ -12,7 +12,7 @@ import pytest
 
 import ga_optax as ga
 from ga_optax._compiled import plan
-from ga_optax._inside import in_place
+from ga_optax._loop import in_place
 
 CANDIDATES = (1, 2, 4, 8, 16, 32, 64)
 
@@ -491,9 +491,8 @@ def test_the_page_names_the_leaves_that_are_added_in_place_and_why_others_are_no
     assert head == f"Gradients not added in place ({why}): leaf ['head']."
 
 
-def test_one_micro_batch_is_why_no_gradient_is_added_in_place():
-    [note] = notes_of(1)
-    assert note.startswith("Gradients not added in place (one micro-batch adds to ")
+def test_of_one_micro_batch_nothing_is_said_for_it_is_the_undivided_program():
+    assert notes_of(1) == []
 
 
 def test_one_micro_batch_of_several_calls_is_added_to_what_came(caplog):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import ga_optax as ga
 from ga_optax._devices import meshes
-from ga_optax._inside import in_place, program
+from ga_optax._loop import in_place, step
 from ga_optax._passes import products
 from ga_optax.testing import assert_trees_bitwise_equal
 
@@ -135,7 +135,7 @@ def by_hand(batch):
 
 def exact_to_float32(grads, batch):
     """Whether the sums over all rows were rounded to float32 alone."""
-    grads = jax.tree.map(lambda g: np.asarray(g, np.float64) * K, grads)
+    grads = jax.tree.map(lambda g: np.asarray(g, np.float64), grads)
     exact, size = by_hand(batch)
     eps = np.finfo(np.float32).eps
     return {
@@ -167,7 +167,7 @@ def test_sums_over_rows_of_bfloat16_are_those_of_float32(model, monkeypatch):
     # The twins: a gradient that was rounded before, ours and that of JAX.
     helpers.without_pass(monkeypatch, "products")
     assert not any(exact_to_float32(grads(), batch).values())
-    whole = jax.grad(lambda p, b: loss(p, b) / K)(params, batch)
+    whole = jax.grad(loss)(params, batch)
     assert not any(exact_to_float32(whole, batch).values())
 
 
@@ -199,7 +199,7 @@ def test_every_grouping_has_the_same_bits_in_place_and_not(how, weight_fn):
         mean = jax.jit(ga.accumulator.mean)(acc)
         expected = expected or mean
         assert_trees_bitwise_equal(mean, expected)
-    _, grads = jax.jit(ga.value_and_grad(loss, K, **options))(params, batch)
+    _, grads = jax.jit(helpers.mean_of(loss, K, **options))(params, batch)
     cast = jax.tree.map(lambda g, p: g.astype(p.dtype), expected, params)
     assert_trees_bitwise_equal(grads, cast)
 
@@ -267,7 +267,7 @@ def test_gradients_that_are_stacked_stay_narrow(layers, monkeypatch):
 
     taken = bytes_a_parameter(loss)
     assert taken == bytes_a_parameter(loss, refs=False)
-    monkeypatch.setattr(program, "arrival", as_if_sliced)
+    monkeypatch.setattr(step, "arrival", as_if_sliced)
     assert bytes_a_parameter(loss, refs=False) > taken + 0.5
 
 
@@ -280,7 +280,7 @@ def test_an_unrolled_scan_is_not_added_to_in_place(monkeypatch):
 
     taken = bytes_a_parameter(loss)
     assert taken == bytes_a_parameter(loss, refs=False)
-    monkeypatch.setattr(program, "arrival", as_if_sliced)
+    monkeypatch.setattr(step, "arrival", as_if_sliced)
     assert bytes_a_parameter(loss) > taken + 2
 
 
@@ -405,7 +405,7 @@ def test_products_that_share_an_operand_are_fenced_on_gpus(wrap, dtype, scans, s
         return jnp.mean(h.astype(jnp.float32) ** 2)
 
     shape = (3, 8, 8) if scans else (8, 8)
-    step = jax.jit(ga.value_and_grad(loss, 2)).trace(
+    step = jax.jit(helpers.mean_of(loss, 2)).trace(
         [jnp.ones(shape)] * 3, jnp.ones((8, 8))
     )
     lowered = [step.lower(lowering_platforms=(name,)) for name in ("cuda", "tpu")]

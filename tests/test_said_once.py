@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import pytest
 
 import ga_optax as ga
-from ga_optax._inside import in_place, said_once
+from ga_optax._calls import said_once
+from ga_optax._loop import in_place
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")
 

@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import mean_of
 
 import ga_optax as ga
 from ga_optax import accumulator
-from ga_optax._inside import fences
+from ga_optax._loop import fences
 from ga_optax._passes import constants, ir
 from ga_optax._passes.facts import Facts
 from ga_optax.testing import assert_trees_bitwise_equal
@@ -162,7 +163,7 @@ def with_aux(loss):
     return fun
 
 
-def weight(batch):
+def weight(batch, aux=None):
     return jnp.sum(jnp.abs(batch["y"])) + 0.37
 
 
@@ -184,7 +185,7 @@ def folded(loss, params, batch, grouping, **options):
 def check(seed, weight_fn):
     loss, params, batch = draw(seed)
     options = {"weight_fn": weight_fn}
-    whole = ga.value_and_grad(with_aux(loss), K, has_aux=True, **options)
+    whole = mean_of(with_aux(loss), K, has_aux=True, **options)
     value, grads = jax.jit(whole)(params, batch)
     for grouping in GROUPINGS:
         last, mean = folded(loss, params, batch, grouping, **options)
@@ -298,7 +299,7 @@ def in_one_call_and_in_many(loss):
         jnp.asarray(rng.normal(size=shape) * 0.5, jnp.float32)
         for shape in ((WIDTH, WIDTH), (K * 8, WIDTH))
     )
-    _, grads = jax.jit(ga.value_and_grad(loss, K))(w, x)
+    _, grads = jax.jit(mean_of(loss, K))(w, x)
     add, acc = jax.jit(ga.accumulate(loss)), accumulator.init(w)
     for part in jnp.split(x, K):
         _, acc = add(acc, w, part)
@@ -321,7 +322,7 @@ def test_without_the_fences_logistic_regression_differs(monkeypatch):
     params, batch = {"w": normal(16)}, {"x": normal(8, 16), "y": normal(8)}
 
     def differ():
-        _, grads = jax.jit(ga.value_and_grad(logistic_regression, 2))(params, batch)
+        _, grads = jax.jit(mean_of(logistic_regression, 2))(params, batch)
         add, acc = jax.jit(ga.accumulate(logistic_regression)), accumulator.init(params)
         for i in range(2):
             part = jax.tree.map(lambda x, i=i: x[4 * i : 4 * i + 4], batch)

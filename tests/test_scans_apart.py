@@ -22,11 +22,14 @@ from whole_scans import (
 )
 
 import ga_optax as ga
-from ga_optax._inside.axis import schedule, stages
+from ga_optax._calls import savings
+from ga_optax._window import stages
 
 pytestmark = [
+    pytest.mark.filterwarnings("ignore:.* micro-batches need about"),
+    pytest.mark.filterwarnings("ignore:No part of fun should run forward more"),
     pytest.mark.usefixtures("optax_promotion", "fast_compilation"),
-    pytest.mark.filterwarnings("ignore:With whole_batch=True"),
+    pytest.mark.filterwarnings("ignore:.*computed whole"),
 ]
 ROWS = "rows"
 by_name = functools.partial(pytest.mark.parametrize, ids=lambda x: x.__name__)
@@ -120,7 +123,7 @@ def test_a_rule_in_a_loop_sees_all_of_its_cotangent_if_nothing_is_to_be_kept(
 
 
 def step(loss, **options):
-    return jax.jit(ga.value_and_grad(loss, K, whole_batch=True, **options))
+    return jax.jit(ga.value_and_grad(loss, K, **options))
 
 
 def lines(layers):
@@ -213,17 +216,18 @@ def test_rows_that_meet_on_the_side_never_are(body):
     assert whole(body, 65) == []
 
 
-def test_what_is_larger_than_a_step_is_said(recwarn):
+def test_what_is_larger_than_a_step_is_said(recwarn, monkeypatch):
+    monkeypatch.setattr(savings, "FEW_BYTES", 0)
     loss = loss_of(whole_scans.ring, How(65))
     args = arguments(65, dtype=jnp.float32)
-    jax.eval_shape(ga.value_and_grad(loss, 3, whole_batch=True), *args)
+    jax.eval_shape(ga.value_and_grad(loss, 3), *args)
     [text] = [str(w.message) for w in recwarn if "computed whole" in str(w.message)]
-    assert "scan of 65 iterations, in whose carry rows meet, at" in text
+    assert "scan of 65 iterations, in whose carry rows meet, computed whole" in text
 
 
 def products(body, length):
     """How many products are in the program."""
-    step = ga.value_and_grad(loss_of(body, How(length)), 3, whole_batch=True)
+    step = ga.value_and_grad(loss_of(body, How(length)), 3)
     text = str(jax.make_jaxpr(step)(*arguments(length, dtype=jnp.float32)))
     return text.count("dot_general")
 
@@ -232,57 +236,3 @@ def test_what_comes_before_a_ring_stays_a_scan():
     assert products(whole_scans.ring_aside, 5) == products(whole_scans.ring_aside, 3)
     # The twin: rows that read what meets are part of the ring.
     assert products(whole_scans.ring, 5) > products(whole_scans.ring, 3)
-
-
-# -- Collectives of the user's own -----------------------------------------------------
-
-
-def counted(p, x):
-    """A metric that all micro-batches share comes out of a loop with their own."""
-
-    def body(h, w):
-        h = jnp.tanh(h @ w)
-        count = 2 * jax.lax.psum((h > 0).sum(), ROWS)
-        return h, (count, (h * count).sum())
-
-    h, (counts, sums) = jax.lax.scan(body, x, p)
-    return (h**2).mean(), {"counts": counts.sum(), "sums": sums.sum()}
-
-
-def test_what_a_loop_returns_is_known_to_be_shared(monkeypatch):
-    step = ga.value_and_grad(counted, 3, axis_name=ROWS, has_aux=True)
-    args = jnp.ones((3, 3, 3)), jnp.ones((6, 3))
-    with pytest.raises(
-        ValueError, match=r"leaf \['counts'\] of the aux is a collective"
-    ):
-        jax.eval_shape(step, *args)
-    # The twin: all that a loop returns is as one of its arguments is.
-    monkeypatch.setattr(schedule, "depending", lambda e, start: set(e.outvars))
-    jax.eval_shape(step, *args)
-
-
-@pytest.mark.parametrize("length", [3, 40])
-def test_collectives_in_a_scan_are_those_of_a_vmapped_axis(length):
-    def loss(p, x):
-        @jax.checkpoint
-        def body(c, w):
-            h, a = c
-            h = jnp.tanh(h @ w)
-            m = jax.lax.pmean(h.mean(0), ROWS)
-            m = jax.ad_checkpoint.checkpoint_name(m, ROWS)
-            parts = jax.lax.all_gather(h.max(), ROWS) * jax.lax.axis_index(ROWS)
-            return (h, a + (m**2).sum()), jnp.sin(parts).sum()
-
-        (h, a), ys = jax.lax.scan(body, (x, 0.0), p)
-        return (h**2).mean() + a + ys.sum()
-
-    def due(p, x):
-        parts = x.reshape(3, -1, whole_scans.D)
-        return jax.vmap(lambda x: loss(p, x), axis_name=ROWS)(parts).mean()
-
-    with jax.enable_x64(True):
-        (p, x) = arguments(length)
-        want = jax.jit(jax.value_and_grad(due))(p["w"], x)
-        got = jax.jit(ga.value_and_grad(loss, 3, axis_name=ROWS))(p["w"], x)
-        pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
-        assert all(jnp.allclose(a, b, rtol=BOUND, atol=BOUND) for a, b in pairs)

@@ -161,7 +161,7 @@ def test_the_options_of_verify_are_passed_on():
         count = jnp.maximum(keep.sum(), 1).astype(x.dtype)
         return errors.sum() / count, key
 
-    def kept(x):
+    def kept(x, aux):
         return (jnp.abs(x[:, 0]) > 5).sum()
 
     options = {"has_aux": True, "rng": jax.random.key(0)}

@@ -14,7 +14,7 @@ from ga_optax._partition import custom
 # What is computed whole is a warning, for programs as small as these.
 pytestmark = [
     pytest.mark.usefixtures("optax_promotion", "fast_compilation"),
-    pytest.mark.filterwarnings("ignore:With whole_batch=True"),
+    pytest.mark.filterwarnings("ignore:.*computed whole"),
 ]
 N, D, K = 8, 3, 4
 W, X = 0.1 * jnp.arange(9.0).reshape(D, D), 0.1 * jnp.arange(24.0).reshape(N, D)
@@ -147,7 +147,7 @@ def test_what_calls_back_does_so_once_with_what_the_whole_batch_gives(fun):
     want, out = said_by(jax.value_and_grad(fun), W, X)
     assert want
     for run in (
-        ga.value_and_grad(fun, K, whole_batch=True),
+        ga.value_and_grad(fun, K),
         ga.microbatch(jax.value_and_grad(fun), K),
     ):
         got, result = said_by(run, W, X)
@@ -162,14 +162,14 @@ def test_it_does_so_once_on_all_devices(fun):
     x = jax.device_put(X, NamedSharding(mesh, PartitionSpec("data")))
     want, _ = said_by(jax.value_and_grad(fun), W, X)
     axis = ga.DataAxis("data", mesh=mesh)
-    step = ga.value_and_grad(fun, 2, whole_batch=True, data_axis=axis)
+    step = ga.value_and_grad(fun, 2, data_axis=axis)
     assert same(said_by(step, W, x)[0], want)
 
 
 def test_what_every_micro_batch_says_is_found(monkeypatch):
     monkeypatch.setattr(custom, "_run_once", lambda w, e, xs: w.bound(e, xs))
     want, _ = said_by(jax.value_and_grad(of_rows), W, X)
-    got, _ = said_by(ga.value_and_grad(of_rows, K, whole_batch=True), W, X)
+    got, _ = said_by(ga.value_and_grad(of_rows, K), W, X)
     assert len(got) == K * len(want)
     assert not same(got, want)
 
@@ -179,5 +179,5 @@ def test_what_prints_prints_once(capfd):
         jax.debug.print("the sum is {}", w.sum())
         return jnp.mean((x @ w) ** 2)
 
-    said_by(ga.value_and_grad(fun, K, whole_batch=True), W, X)
+    said_by(ga.value_and_grad(fun, K), W, X)
     assert capfd.readouterr().out.count("the sum is") == 1

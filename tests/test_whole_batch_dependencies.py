@@ -96,7 +96,7 @@ _SHAPE = re.compile(r"tensor<([\dx]*)x\w+>")
 
 def products(fun, args, k=K, **options):
     """The shapes of the products in the loops of a window: operands and result."""
-    step = jax.jit(ga.value_and_grad(fun, k, whole_batch=True, **options))
+    step = jax.jit(ga.value_and_grad(fun, k, **options))
     for types in _PRODUCT.findall(step.lower(*args).as_text()):
         shapes = _SHAPE.findall(" ".join(types))
         yield [tuple(map(int, shape.split("x"))) for shape in shapes]

@@ -9,6 +9,7 @@ import pytest
 from whole_harness import with_rules
 
 import ga_optax as ga
+from ga_optax._calls import savings
 from ga_optax._partition import custom, writer
 from ga_optax._partition.values import RowsMeet
 
@@ -41,7 +42,7 @@ def said(fun=loss, k=4):
     """The warnings of a call, which has the value and gradient of the whole batch."""
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        got = ga.value_and_grad(fun, k, whole_batch=True)(W, X)
+        got = ga.value_and_grad(fun, k)(W, X)
     want = jax.value_and_grad(fun)(W, X)
     for x, y in zip(got, want, strict=True):
         bound = 200 * 16 * np.finfo(np.float32).eps * np.abs(y).max()
@@ -125,7 +126,9 @@ def test_so_is_all_else_that_is_computed_for_all_rows_and_read_for_some():
     assert {name for name, _ in notes} == {"sort"}
 
 
-def test_what_is_drawn_for_all_rows_warns_as_soon_as_it_is_large():
+def test_what_is_drawn_for_all_rows_warns_as_soon_as_it_is_large(monkeypatch):
+    monkeypatch.setattr(savings, "FEW_BYTES", 0)
+
     def wide(w, x):
         draws = jax.random.bits(jax.random.key(0, impl="rbg"), (16, 4096))
         return jnp.mean(x @ w) + jnp.mean((draws >> 31).astype(x.dtype) * x[:, :1])

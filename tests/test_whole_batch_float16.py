@@ -1,4 +1,4 @@
-"""`whole_batch=True` in float16: nothing overflows that does not without it."""
+"""In float16 nothing overflows that does not in the undivided batch."""
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,7 @@ def root(w, x):
 def test_a_scaled_sum_overflows_only_where_it_does_without(fun, dtype, optimize):
     w = jnp.ones(WIDTH, dtype)
     due, of_due = jax.jit(jax.value_and_grad(fun))(w, X)
-    step = ga.value_and_grad(fun, K, whole_batch=True, optimize=optimize)
+    step = ga.value_and_grad(fun, K, optimize=optimize)
     got, grads = jax.jit(step)(w, X)
     assert np.all(np.isfinite(of_due))
     assert (grads.dtype, got.dtype) == (of_due.dtype, due.dtype)
@@ -52,7 +52,7 @@ def test_what_overflows_without_it_still_does():
     def fun(w, x):
         return scaled_sum(w, x) * 1000
 
-    step = jax.jit(ga.value_and_grad(fun, K, whole_batch=True))
+    step = jax.jit(ga.value_and_grad(fun, K))
     assert not np.all(np.isfinite(jax.grad(fun)(w, X)))
     assert not np.all(np.isfinite(step(w, X)[1]))
 
@@ -64,7 +64,7 @@ def test_small_gradients_keep_their_digits():
         return jnp.sum((x @ w).astype(jnp.float32)) / SCALE * 8
 
     due = jax.jit(jax.grad(fun))(w, X)
-    _, got = jax.jit(ga.value_and_grad(fun, K, whole_batch=True))(w, X)
+    _, got = jax.jit(ga.value_and_grad(fun, K))(w, X)
     tiny = float(jnp.finfo(HALF).smallest_subnormal)
     np.testing.assert_array_less(jnp.abs(got - due), 65 * tiny)
     assert jnp.any(jnp.abs(due) > 64 * tiny)

@@ -10,20 +10,26 @@ from jax.interpreters import ad, mlir
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from test_whole_batch import assert_close
+from whole_harness import by_themselves
 from whole_models import MODELS, N
 
 import ga_optax as ga
 
 pytestmark = [
     pytest.mark.usefixtures("optax_promotion", "fast_compilation"),
-    pytest.mark.filterwarnings("ignore:With whole_batch=True"),
+    pytest.mark.filterwarnings("ignore:.*computed whole"),
 ]
 DIVISORS = (1, 2, 3, 4, 6, 12)
 
 
 def over_micro_batches(fun, k, **options):
-    given = {"has_aux": True, "accumulator_dtype": "float64", "whole_batch": True}
+    given = {"has_aux": True, "accumulator_dtype": "float64"}
     return jax.jit(ga.value_and_grad(fun, k, **(given | options)))
+
+
+def apart(fun, k):
+    """Micro-batches, each by itself, with the aux of the last."""
+    return jax.jit(by_themselves(fun, k, has_aux=True, aux="last"))
 
 
 def check(fun, k):
@@ -47,17 +53,15 @@ def test_models_do_for_any_number_of_micro_batches(name, k):
 
 
 @pytest.mark.slow
-def test_the_loop_without_the_option_gives_others():
+def test_micro_batches_by_themselves_give_others():
     """The twin."""
     with jax.enable_x64(True):
         args = whole_models.arguments()
         for name in ("attention", "masked_tokens", "sinkhorn"):
             want = jax.value_and_grad(MODELS[name], has_aux=True)(*args)
-            options = {"whole_batch": False, "aux": "last"}
-            step = over_micro_batches(MODELS[name], 4, **options)
-            got = step(*args)
-            apart = jax.tree.map(lambda x, y: jnp.abs(x - y).max(), got[1], want[1])
-            assert max(jax.tree.leaves(apart)) > 1e-3
+            got = apart(MODELS[name], 4)(*args)
+            far = jax.tree.map(lambda x, y: jnp.abs(x - y).max(), got[1], want[1])
+            assert max(jax.tree.leaves(far)) > 1e-3
 
 
 @pytest.mark.slow
@@ -72,10 +76,8 @@ def test_dropout_masks_and_noise_are_those_of_the_whole_batch_bit_for_bit(k):
     np.testing.assert_array_equal(got["keep"], want["keep"])
     np.testing.assert_array_equal(got["noise"], want["noise"])
     # The twin: a micro-batch that draws for itself draws the same in each.
-    (_, other), _ = over_micro_batches(
-        fun, k, whole_batch=False, accumulator_dtype="float32"
-    )(*args)
-    assert (other["keep"] != want["keep"]).any()
+    (_, other), _ = by_themselves(fun, k, has_aux=True, aux="stack")(*args)
+    assert (other["keep"].reshape(want["keep"].shape) != want["keep"]).any()
 
 
 # -- Batch normalisation ---------------------------------------------------------------
@@ -156,8 +158,7 @@ def test_equinox_keeps_the_statistics_of_the_whole_batch(mode, k):
         got = over_micro_batches(fun, k)(*args)
         assert_same(got, want)
         # The twin: those of the last micro-batch.
-        options = {"whole_batch": False, "aux": "last"}
-        (_, (last, _)), _ = over_micro_batches(fun, k, **options)(*args)
+        (_, (last, _)), _ = apart(fun, k)(*args)
         assert (differs(last, new) > 1e-3) == (k > 1)
 
 
@@ -347,8 +348,7 @@ def test_in_bfloat16_it_is_as_close_as_the_undivided_batch(name):
     for ours, theirs in zip(far(got), far(plain), strict=True):
         assert ours <= 2 * theirs + 4 * eps
     if name in ("masked_tokens", "attention"):  # the twin: means of the micro-batches
-        options = {"whole_batch": False, "aux": "last", "accumulator_dtype": "float32"}
-        others = far(over_micro_batches(fun, 4, **options)(*args))
+        others = far(apart(fun, 4)(*args))
         assert max(others) > 2 * max(far(plain)) + 4 * eps
 
 

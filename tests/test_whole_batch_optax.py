@@ -17,7 +17,7 @@ import ga_optax as ga
 
 pytestmark = [
     pytest.mark.usefixtures("optax_promotion", "fast_compilation"),
-    pytest.mark.filterwarnings("ignore:With whole_batch=True"),
+    pytest.mark.filterwarnings("ignore:.*computed whole"),
     pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning"),
 ]
 N, T, D, E = 12, 5, 6, 4  # rows, times, features, classes
@@ -105,9 +105,7 @@ def check(name, k, **options):
 
     with jax.enable_x64(True):
         args = arguments()
-        step = ga.value_and_grad(
-            fun, k, whole_batch=True, has_aux=True, accumulator_dtype="float64"
-        )
+        step = ga.value_and_grad(fun, k, has_aux=True, accumulator_dtype="float64")
         want = jax.jit(jax.value_and_grad(fun, has_aux=True))(*args)
         assert float(jnp.abs(want[1][0]).max()) > 1e-3
         assert_close(jax.jit(step)(*args), want, N)

@@ -1,4 +1,4 @@
-"""A loss whose rows do not meet takes the loop that it takes without `whole_batch`.
+"""A loss whose rows do not meet takes the loop of micro-batches by themselves.
 
 Its passes, its temporaries, and how many of its products are added in float32; on one
 device, and on meshes. Micro-batches hold neighbours, unless that does not matter.
@@ -12,10 +12,10 @@ import whole_harness
 from helpers import bits, products
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from whole_harness import by_themselves
 
 import ga_optax as ga
-from ga_optax._inside import whole_batch
-from ga_optax._inside.axis import backward
+from ga_optax._loop import step
 
 pytestmark = [
     pytest.mark.usefixtures("optax_promotion"),
@@ -88,7 +88,7 @@ def draw():
 
 
 class Runs:
-    """A loss with the option and without it, and its arguments."""
+    """A loss of all rows, and of micro-batches by themselves, and its arguments."""
 
     def __init__(self, name, kind):
         fun, (params, batch) = LOSSES[name], draw()
@@ -100,10 +100,10 @@ class Runs:
             batch = jax.device_put(batch, NamedSharding(mesh, P("data")))
         more = {"weight_fn": lambda b: b["mask"].sum()} if fun is masked else {}
         self.args = params, batch
-        if fun is dropout:  # each micro-batch draws, with the option and without it
+        if fun is dropout:  # each micro-batch draws
             self.args, more = (*self.args, jax.random.key(0)), {"rng_argnums": 2}
-        self.whole = ga.value_and_grad(fun, K, whole_batch=True, **options)
-        self.plain = ga.value_and_grad(fun, K, **options, **more)
+        self.whole = ga.value_and_grad(fun, K, **options)
+        self.plain = by_themselves(fun, K, **options, **more)
 
     def products(self):
         return products(self.whole, *self.args), products(self.plain, *self.args)
@@ -120,18 +120,8 @@ def mesh_of(kind, devices=4):
 
 
 def as_before(monkeypatch):
-    """Who names the axis goes through levels, and these round each micro-batch's."""
-    partition, loop = whole_batch.partition, backward.Loop
-
-    def meeting(*args):
-        part = partition(*args)
-        return part._replace(meets=True)
-
-    def rounding(*args, **options):
-        return loop(*args, **options | {"rounds_once": False})
-
-    monkeypatch.setattr(whole_batch, "partition", meeting)
-    monkeypatch.setattr(backward, "Loop", rounding)
+    """The gradients of each micro-batch are rounded."""
+    monkeypatch.setattr(step.Step, "low_precision", False)
 
 
 @pytest.mark.grid(6, 18)
@@ -141,12 +131,14 @@ def test_a_mean_takes_the_passes_and_the_temporaries_of_the_plain_loop(
     name, kind, monkeypatch
 ):
     runs = Runs(name, kind)
-    whole, plain = runs.products()
-    assert whole == plain
-    assert whole[1] > 0  # some are added in float32
+    whole_products, plain = runs.products()
+    assert whole_products == plain
+    assert plain[1] > 0  # some are added in float32
     compiled = whole, plain = runs.compiled()
     needs = [c.memory_analysis().temp_size_in_bytes for c in compiled]
-    assert 0 < needs[0] <= 1.01 * needs[1]
+    # On a mesh XLA holds one copy of the layers, which it does not if it adds to a sum.
+    more = 0 if kind is None else LAYERS * WIDTH * WIDTH * 4
+    assert 0 < needs[0] <= 1.01 * needs[1] + more
     if name in MEANS and kind is not None:
         mesh = mesh_of(getattr(AxisType, kind))
         for audit in [ga.audit(c, mesh) for c in compiled]:
@@ -156,8 +148,7 @@ def test_a_mean_takes_the_passes_and_the_temporaries_of_the_plain_loop(
         assert bits(whole(*runs.args)) == bits(plain(*runs.args))
     # The twin.
     as_before(monkeypatch)
-    whole, plain = runs.products()
-    assert whole[1] < plain[1]
+    assert runs.products()[0][1] < whole_products[1]
 
 
 # -- What a micro-batch reads of the axis ----------------------------------------------
@@ -242,14 +233,14 @@ def test_rows_keep_their_order_wherever_the_batch_lies(fun, how):
     whole, split = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
     want = jax.value_and_grad(fun, has_aux=True)(W, X)
     placed = jax.device_put(W, whole), jax.device_put(X, split)
-    options = {"has_aux": True, "whole_batch": True}
+    options = {"has_aux": True}
     step = ga.value_and_grad(fun, 4, **options)
     if how == "argument":
         got = jax.jit(step)(*placed)
     elif how == "shardings":  # Nothing names the mesh before the program is compiled.
         got = jax.jit(step, in_shardings=(whole, split))(W, X)
         if fun is in_pairs:  # The twin: every k-th row makes other pairs.
-            plain = ga.value_and_grad(fun, 4, has_aux=True, aux="concat")
+            plain = by_themselves(fun, 4, has_aux=True, aux="last")
             other = jax.jit(plain, in_shardings=(whole, split))(W, X)
             assert not close(other[0][0], want[0][0])
     elif how == "context":

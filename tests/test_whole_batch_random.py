@@ -27,7 +27,7 @@ from ga_optax._partition import (
 # What is computed whole is a warning, for programs as small as these.
 pytestmark = [
     pytest.mark.usefixtures("optax_promotion", "fast_compilation"),
-    pytest.mark.filterwarnings("ignore:With whole_batch=True"),
+    pytest.mark.filterwarnings("ignore:.*computed whole"),
 ]
 # In float64: of at most some thousand terms, conditioned no worse than 1e3.
 BOUND = 1e-9
@@ -54,7 +54,8 @@ def by_vmap(fun, k, args):
 
     def total(params):
         def one(*batch):
-            leaves = *closed.consts, *jax.tree.leaves(params), *batch
+            index = jax.lax.axis_index("rows")
+            leaves = *closed.consts, *jax.tree.leaves(params), *batch, index
             loss = jax.core.eval_jaxpr(part.jaxpr, part.consts, *leaves)[0]
             return loss if part.layouts[0] == PARTIAL else loss / k
 
@@ -83,7 +84,7 @@ def off_in_window(names):
     """The same for `value_and_grad`, which runs it level by level."""
     with jax.enable_x64(True):
         fun, args = program(names, "spread"), arguments(len(names))
-        step = ga.value_and_grad(fun, 3, whole_batch=True, accumulator_dtype="float64")
+        step = ga.value_and_grad(fun, 3, accumulator_dtype="float64")
         return off(jax.jit(step)(*args), jax.value_and_grad(fun)(*args))
 
 

@@ -12,7 +12,7 @@ from ga_optax._passes import ir
 # What is computed whole is a warning, for programs as small as these.
 pytestmark = [
     pytest.mark.usefixtures("optax_promotion", "fast_compilation"),
-    pytest.mark.filterwarnings("ignore:With whole_batch=True"),
+    pytest.mark.filterwarnings("ignore:.*computed whole"),
 ]
 # In float64: of at most some thousand terms, conditioned no worse than 1e3.
 BOUND, WRONG = 1e-10, 1e-6
@@ -29,7 +29,7 @@ def off(fun, n=N, k=K):
     with jax.enable_x64(True):
         args = arguments(n)
         grads = jax.value_and_grad(fun)
-        step = ga.value_and_grad(fun, k, whole_batch=True, accumulator_dtype="float64")
+        step = ga.value_and_grad(fun, k, accumulator_dtype="float64")
         want, errors = jax.tree.leaves(jax.jit(grads)(*args)), []
         for run in (step, ga.microbatch(grads, k)):
             pairs = zip(jax.tree.leaves(jax.jit(run)(*args)), want, strict=True)

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ga_optax as ga
-from ga_optax._inside import program
+from ga_optax._loop import step
 
 pytestmark = pytest.mark.skipif(
     jax.__version_info__ < (0, 9), reason="data_axis needs jax 0.9"
@@ -100,9 +100,7 @@ def gradients(name, mesh=None, **options):
         options["data_axis"] = ga.DataAxis("data", mesh=mesh)
         batch = jax.device_put(batch, NamedSharding(mesh, P("data")))
         params = jax.device_put(params, NamedSharding(mesh, P()))
-    step = ga.value_and_grad(
-        lambda p, b: fun(p, b, NARROW), K, whole_batch=True, **options
-    )
+    step = ga.value_and_grad(lambda p, b: fun(p, b, NARROW), K, **options)
     return jax.device_get((jax.jit(step)(params, batch)[1], want))
 
 
@@ -140,7 +138,7 @@ def rounded_once(name, monkeypatch, mesh=None):
     # They are not exact in bfloat16.
     assert not exact(jax.tree.map(lambda x: np.asarray(x, NARROW), want), want)
     # The twin: rounded in each micro-batch, and in what is computed once.
-    monkeypatch.setattr(program.Program, "low_precision", False)
+    monkeypatch.setattr(step.Step, "low_precision", False)
     got, want = gradients(name, mesh)
     assert not exact(got, want)
     for x, y in zip(got.values(), want.values(), strict=True):

@@ -138,7 +138,7 @@ def off(name, k):
     with jax.enable_x64(True):
         [w], batch = arguments(1)
         fun, options = loss_of(name), {"has_aux": True}
-        step = ga.value_and_grad(fun, k, whole_batch=True, **options)
+        step = ga.value_and_grad(fun, k, **options)
         got = jax.jit(step)(w, batch["x"])
         want = jax.jit(jax.value_and_grad(fun, **options))(w, batch["x"])
         pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)

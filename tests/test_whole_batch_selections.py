@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import ga_optax as ga
-from ga_optax._inside.axis import report
 from ga_optax._partition import indexing, linear
+from ga_optax._window import levels as report
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 N, WIDTH = 8, 3
@@ -73,7 +73,7 @@ def distance(fun, k):
     """The largest distance between both gradients and values."""
     with jax.enable_x64(True):
         args = jnp.asarray(W), jnp.asarray(X)
-        step = ga.value_and_grad(fun, k, whole_batch=True, accumulator_dtype="float64")
+        step = ga.value_and_grad(fun, k, accumulator_dtype="float64")
         pairs = jax.jit(step)(*args), jax.value_and_grad(fun)(*args)
         found = jax.tree.map(lambda x, y: np.abs(x - y).max(), *pairs)
     return max(map(float, jax.tree.leaves(found)))
@@ -115,12 +115,6 @@ def as_written(w, x):
     return jnp.mean(jax.nn.logsumexp(5 * z @ z.T, axis=1))
 
 
-def with_collectives(w, x):
-    z = unit(w, x)
-    every = jax.lax.all_gather(z, "rows", tiled=True)
-    return jnp.mean(jax.nn.logsumexp(5 * z @ every.T, axis=1))
-
-
 def two_views(w, x):
     z = jnp.concatenate([unit(w, x), unit(w, x**2)])
     return jnp.mean(jax.nn.logsumexp(5 * z @ z.T, axis=1))
@@ -130,22 +124,13 @@ def two_views(w, x):
 def test_rows_that_all_need_are_kept_once(fun, monkeypatch):
     def kept():
         with report.recorded() as records:
-            jax.eval_shape(ga.value_and_grad(fun, 4, whole_batch=True), W, X)
+            jax.eval_shape(ga.value_and_grad(fun, 4), W, X)
         [window] = records
         return [x.kind for x in window.stored]
 
     assert kept() == ["stack"]
     monkeypatch.setattr("ga_optax._partition.writer._SHAPES", ())
     assert fun is two_views or len(kept()) == 2  # that of the transpose, and the own
-
-
-def test_a_loss_as_written_takes_the_memory_of_one_with_collectives():
-    w = jnp.ones((64, 64))
-    x = jnp.ones((256, 64))
-    ours = ga.value_and_grad(as_written, 8, whole_batch=True)
-    theirs = ga.value_and_grad(with_collectives, 8, axis_name="rows")
-    sizes = [helpers.temporaries(jax.jit(step), w, x) for step in (ours, theirs)]
-    assert sizes[0] <= 1.05 * sizes[1]
 
 
 @pytest.mark.slow
@@ -160,7 +145,7 @@ def test_plan_counts_what_a_window_keeps_between_its_levels():
     x = jax.ShapeDtypeStruct((1024, 32), jnp.float32)
 
     def step(k, limit):
-        given = {"whole_batch": True, "residual_bytes": limit}
+        given = {"residual_bytes": limit}
         return jax.jit(ga.value_and_grad(statistics, k, **given))
 
     def planned(limit):
@@ -202,9 +187,7 @@ def sums_of_experts():
     with jax.enable_x64(True):
         p = {name: jnp.asarray(rng.normal(size=s)) for name, s in shapes.items()}
         x = jnp.asarray(rng.normal(size=(N, WIDTH)))
-        step = ga.value_and_grad(
-            experts, 4, whole_batch=True, accumulator_dtype="float64"
-        )
+        step = ga.value_and_grad(experts, 4, accumulator_dtype="float64")
         pairs = zip(
             *map(jax.tree.leaves, (step(p, x), jax.value_and_grad(experts)(p, x))),
             strict=True,

@@ -72,7 +72,7 @@ def test_metrics_of_sums_are_those_of_the_whole_batch(fun, devices):
         over = {"data_axis": ga.DataAxis("data", mesh=mesh)}
     with jax.enable_x64(True):
         k, args = K // devices, arguments()
-        step = ga.value_and_grad(fun, k, whole_batch=True, has_aux=True, **over)
+        step = ga.value_and_grad(fun, k, has_aux=True, **over)
         got = jax.jit(step)(*args)
         due = jax.value_and_grad(fun, has_aux=True)(*args)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, 1e-10, 1e-12), got, due)
@@ -85,7 +85,7 @@ def test_metrics_take_no_pass_of_their_own():
 
 def test_what_needs_no_rows_is_computed_once_after_the_loop():
     def program(fun):
-        step = ga.value_and_grad(fun, K, whole_batch=True, has_aux=True)
+        step = ga.value_and_grad(fun, K, has_aux=True)
         return jax.make_jaxpr(step)(*arguments()).jaxpr
 
     def each(p, b):  # the twin: it needs rows
@@ -128,7 +128,7 @@ def of_numbers(rng):
 def differs(fun, args):
     """Where the value and the aux are another number, or none."""
     with jax.enable_x64(True):
-        step = ga.value_and_grad(fun, K, whole_batch=True, has_aux=True)
+        step = ga.value_and_grad(fun, K, has_aux=True)
         got, _ = jax.jit(step)(*args)
         due = jax.jit(fun)(*args)
     pairs = zip(got, due, strict=True)

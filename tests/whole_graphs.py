@@ -81,7 +81,7 @@ class Graph(NamedTuple):
             k = self.k if devices == self.devices else self.k * self.devices
             shared = {"batch_axes": AXES, "data_axis": where}
             wide = {"has_aux": True, "accumulator_dtype": "float64"}
-            yield ga.value_and_grad(self, k, whole_batch=True, **wide, **shared)
+            yield ga.value_and_grad(self, k, **wide, **shared)
             yield ga.microbatch(grads, k, **shared)
 
 

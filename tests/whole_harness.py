@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from whole_rules import D
 
+import ga_optax as ga
 from ga_optax._partition import (
     PARTIAL,
     WHOLE,
@@ -20,6 +21,21 @@ from ga_optax._partition import (
 )
 
 N, K = 12, 3
+
+
+# -- Micro-batches, each by itself -----------------------------------------------------
+
+
+def by_themselves(fun, k, **options):
+    """The mean of the gradients of micro-batches, whatever their loss."""
+    step = ga.accumulate(fun, k, **options)
+
+    def run(params, *args):
+        value, acc = step(ga.accumulator.init(params), params, *args)
+        mean = ga.accumulator.mean(acc)
+        return value, jax.tree.map(lambda g, p: g.astype(p.dtype), mean, params)
+
+    return run
 
 
 # -- Running a function over micro-batches ---------------------------------------------
@@ -49,7 +65,7 @@ def over_micro_batches(fun, args):
     h, w, ids = args
 
     def one(h, ids):
-        leaves = *closed.consts, h, w, ids
+        leaves = *closed.consts, h, w, ids, jax.lax.axis_index("rows")
         return jax.core.eval_jaxpr(part.jaxpr, part.consts, *leaves)
 
     split = [x.reshape(K, -1, *x.shape[1:]) for x in (h, ids)]
@@ -80,7 +96,8 @@ def derivative(fun, args):
 
     def total(scale):
         def one(h, ids):
-            leaves = *closed.consts, h * scale, w * scale, ids
+            index = jax.lax.axis_index("rows")
+            leaves = *closed.consts, h * scale, w * scale, ids, index
             # There may be one more, the first again.
             x, *_ = jax.core.eval_jaxpr(part.jaxpr, part.consts, *leaves)
             return x if part.layouts[0] == PARTIAL else x / K

@@ -26,7 +26,7 @@ from whole_programs import LOSSES, STEPS, D, N
 from whole_steps import MORE_STEPS
 
 import ga_optax as ga
-from ga_optax._inside import whole_batch
+from ga_optax._calls import layouts
 
 BOUND = 1e-9
 
@@ -82,7 +82,6 @@ class Program(NamedTuple):
             batch_argnums=(1, 2) if self.several else 1,
             batch_axes=(x, rest) if self.several else rest | {"x": x},
             has_aux=self.has_aux,
-            whole_batch=True,
             accumulator_dtype="float64",
         )
 
@@ -115,7 +114,7 @@ class Checked(NamedTuple):
 def check(program):
     """Compares a program over micro-batches with `jax.value_and_grad`."""
     with float64(), recorded() as parts, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "With whole_batch=True")
+        warnings.filterwarnings("ignore", ".*computed whole")
         args = program.arguments()
         reference = jax.jit(jax.value_and_grad(program, has_aux=program.has_aux))
         want = reference(*args)
@@ -150,8 +149,8 @@ def recorded():
         found.append(plain(*args))
         return found[-1]
 
-    plain = whole_batch.partition
-    with mock.patch.object(whole_batch, "partition", partition):
+    plain = layouts.partition
+    with mock.patch.object(layouts, "partition", partition):
         yield found
 
 

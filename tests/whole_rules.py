@@ -577,6 +577,10 @@ LINEAR = {
 
 
 # By the primitive whose rows are computed from those of its operands.
+def split(h):
+    return jax.random.split(jax.random.key(1), len(h))
+
+
 CUT = {
     "iota": lambda h, w, ids: h * counts(h)[:, None],
     "exp": lambda h, w, ids: h * jnp.exp(-counts(h).astype(h.dtype))[:, None],
@@ -593,6 +597,14 @@ CUT = {
         h[:, :2] * jnp.concatenate([counts(h)[:, None], counts(h)[:, None] * 2], 1)
     ),
     "random_bits": lambda h, w, ids: h * jax.random.bits(jax.random.key(1), h.shape),
+    "jit": lambda h, w, ids: h * jax.random.normal(jax.random.key(1), h.shape, h.dtype),
+    "random_split": lambda h, w, ids: h * jax.vmap(jax.random.bits)(split(h))[:, None],
+    "random_fold_in": lambda h, w, ids: (
+        h
+        * jax.vmap(lambda key, i: jax.random.bits(jax.random.fold_in(key, i)))(
+            split(h), jnp.arange(len(h))
+        )[:, None]
+    ),
     "dot_general": lambda h, w, ids: (h @ jnp.sin(h).T).sum(0),
     "reduce_sum": lambda h, w, ids: ((h[:, None] - h[None]) ** 2).sum(2).max(0),
     "reduce_max": lambda h, w, ids: jnp.abs(h[:, None] - h[None]).max(2).sum(0),

@@ -174,7 +174,7 @@ def arguments(length, n=N, dtype=jnp.float64):
 def off(loss, args, k, **options):
     """How far value and gradients are off, of the largest number of a leaf."""
     want = jax.jit(jax.value_and_grad(loss))(*args)
-    got = jax.jit(ga.value_and_grad(loss, k, whole_batch=True, **options))(*args)
+    got = jax.jit(ga.value_and_grad(loss, k, **options))(*args)
     pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
     pairs = [(x, y) for x, y in pairs if y.size]  # of no layers there is no gradient
     each = [jnp.abs(x - y).max() / (jnp.abs(y).max() + 1e-3) for x, y in pairs]

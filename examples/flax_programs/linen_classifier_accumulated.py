@@ -25,7 +25,7 @@ class CNN(nn.Module):
     def __call__(self, x: jax.Array, train: bool = True) -> jax.Array:
         """Maps images `[batch, 8, 8, 1]` to logits `[batch, 10]`."""
         x = nn.Conv(16, (3, 3))(x)
-        x = nn.BatchNorm(use_running_average=not train, axis_name="window")(x)
+        x = nn.BatchNorm(use_running_average=not train)(x)
         x = nn.avg_pool(nn.gelu(x), (2, 2), (2, 2))
         x = nn.gelu(nn.Dense(64)(x.reshape(len(x), -1)))
         x = nn.Dropout(self.dropout, deterministic=not train)(x)
@@ -55,9 +55,9 @@ def train_step(state: TrainState, batch: Any, dropout_key: jax.Array) -> Any:
     """Trains for a single step."""
     key = jax.random.fold_in(dropout_key, state.step)
 
-    def loss_fn(params: Any, batch: Any, batch_stats: Any, key: jax.Array) -> Any:
+    def loss_fn(params: Any, batch: Any) -> Any:
         logits, changed = state.apply_fn(
-            {"params": params, "batch_stats": batch_stats},
+            {"params": params, "batch_stats": state.batch_stats},
             batch["image"],
             mutable=["batch_stats"],
             rngs={"dropout": key},
@@ -65,12 +65,8 @@ def train_step(state: TrainState, batch: Any, dropout_key: jax.Array) -> Any:
         loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
         return loss.mean(), (changed["batch_stats"], logits)
 
-    grad_fn = ga.value_and_grad(
-        loss_fn, K, carry_argnums=2, rng_argnums=3, has_aux=True, axis_name="window"
-    )
-    (loss, (batch_stats, logits)), grads = grad_fn(
-        state.params, batch, state.batch_stats, key
-    )
+    grad_fn = ga.value_and_grad(loss_fn, K, has_aux=True)
+    (loss, (batch_stats, logits)), grads = grad_fn(state.params, batch)
     accuracy = jnp.mean(jnp.argmax(logits, -1) == batch["label"])
     state = state.apply_gradients(grads=grads, batch_stats=batch_stats)
     return state, {"loss": loss, "accuracy": accuracy}

@@ -47,15 +47,13 @@ def train_step(state: TrainState, batch: Any, dropout_key: jax.Array) -> Any:
     """Trains for a single step."""
     key = jax.random.fold_in(dropout_key, state.step)
 
-    def loss_fn(params: Any, batch: Any, key: jax.Array) -> jax.Array:
+    def loss_fn(params: Any, batch: Any) -> jax.Array:
         inputs, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
         logits = state.apply_fn({"params": params}, inputs, rngs={"dropout": key})
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
         return jnp.mean(losses, where=targets != 0)
 
-    grad_fn = ga.value_and_grad(
-        loss_fn, K, rng_argnums=2, weight_fn=lambda b: jnp.sum(b["tokens"][:, 1:] != 0)
-    )
-    loss, grads = grad_fn(state.params, batch, key)
+    grad_fn = ga.value_and_grad(loss_fn, K)
+    loss, grads = grad_fn(state.params, batch)
     state = state.apply_gradients(grads=grads)
     return state, {"loss": loss}

@@ -20,7 +20,7 @@ class CNN(nnx.Module):
     def __init__(self, dropout: float, rngs: nnx.Rngs) -> None:
         """Makes its layers."""
         self.conv = nnx.Conv(1, 16, (3, 3), rngs=rngs)
-        self.norm = nnx.BatchNorm(16, axis_name="window", rngs=rngs)
+        self.norm = nnx.BatchNorm(16, rngs=rngs)
         self.hidden = nnx.Linear(256, 64, rngs=rngs)
         self.dropout = nnx.Dropout(dropout)
         self.out = nnx.Linear(64, 10, rngs=rngs)
@@ -54,7 +54,7 @@ def train_step(
     model: CNN, optimizer: nnx.Optimizer, metrics: Any, rngs: nnx.Rngs, batch: Any
 ) -> None:
     """Trains for a single step."""
-    grad_fn = ga_optax.flax.value_and_grad(loss_fn, K, has_aux=True, axis_name="window")
+    grad_fn = ga_optax.flax.value_and_grad(loss_fn, K, has_aux=True)
     (loss, logits), grads = grad_fn(model, batch, rngs)
     metrics.update(loss=loss, logits=logits, labels=batch["label"])
     optimizer.update(model, grads)

@@ -57,9 +57,7 @@ def train_step(
     model: Transformer, optimizer: nnx.Optimizer, metrics: Any, batch: Any
 ) -> None:
     """Trains for a single step."""
-    grad_fn = ga_optax.flax.value_and_grad(
-        loss_fn, K, weight_fn=lambda b: jnp.sum(b["tokens"][:, 1:] != 0)
-    )
+    grad_fn = ga_optax.flax.value_and_grad(loss_fn, K)
     loss, grads = grad_fn(model, batch)
     metrics.update(loss=loss)
     optimizer.update(model, grads)

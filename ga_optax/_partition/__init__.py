@@ -17,6 +17,7 @@ its operands and is computed whole, which is always right and only takes memory.
     elementwise, linear, shapes, moves, reductions, products, indexing, randoms, nested,
     custom       the rules, by kind
     cutting      a value's rows computed from the rows of what it is made of
+    created      rows of what the program creates, such as noise for a generator
     program      `partition`, which puts these together
 
 Imports `_passes` alone.
@@ -40,7 +41,8 @@ __all__ = [
     "Partitioned",
     "Rows",
     "is_inexact",
+    "meeting_of",
     "partition",
     "slots",
 ]
-from ga_optax._partition.writer import Axis, Note
+from ga_optax._partition.writer import Axis, Note, meeting_of

@@ -54,7 +54,7 @@ def custom_jvp(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     vs = [w.reduced(v) if v.is_partial else v for v in vs]
     if all(v.is_whole for v in vs):
         return w.all_whole(e, vs)
-    if w.in_rule:
+    if w.in_rule or not any(is_inexact(v.aval) for v in vs):
         return nested.inlined(w, program, vs)
     with w.may_fail(e) as out, nested.apart(w):
         out += _with_jvp(w, e, program, vs)
@@ -107,6 +107,7 @@ def _rule_only_saves_time(jaxpr: core.Jaxpr) -> bool:
 def _with_jvp(
     w: Writer, e: core.JaxprEqn, program: ir.Program, vs: list[Value]
 ) -> list[Result]:
+    vs = _level(vs)
     primal = nested.inner(w, program, vs)
     num_consts = e.params["num_consts"]
     moving = [is_inexact(v.aval) for v in vs[num_consts:]]
@@ -125,23 +126,33 @@ def _with_jvp(
     due = [*primal.layouts, *of_tangents]
     both = _rule(w, ir.Program(jaxpr, consts), [*given, *tangents], due)
 
-    @jax.custom_jvp
-    def call(index: Any, *xs: Any) -> Any:
-        return tuple(primal(index, xs))
+    def make() -> Any:
+        @jax.custom_jvp
+        def call(index: Any, *xs: Any) -> Any:
+            return tuple(primal(index, xs))
 
-    @call.defjvp
-    def _(primals: Any, dots: Any) -> Any:
-        index, *xs = primals
-        dots = [t for t, m in zip(dots[1 + num_consts :], moving, strict=True) if m]
-        out = both(index, [*xs[num_consts:], *dots])
-        values, rest = out[: len(still)], iter(out[len(still) :])
-        return tuple(values), tuple(
-            _zero(x) if zero else next(rest)
-            for x, zero in zip(values, still, strict=True)
-        )
+        @call.defjvp
+        def _(primals: Any, dots: Any) -> Any:
+            index, *xs = primals
+            dots = [t for t, m in zip(dots[1 + num_consts :], moving, strict=True) if m]
+            out = both(index, [*xs[num_consts:], *dots])
+            values, rest = out[: len(still)], iter(out[len(still) :])
+            return tuple(values), tuple(
+                _zero(x) if zero else next(rest)
+                for x, zero in zip(values, still, strict=True)
+            )
 
+        return jax.jit(call)
+
+    facts = "custom_jvp", num_consts, *moving, *still
+    call = w.once(make, [primal.closed, both.closed], facts)
     out = call(nested.index_for(w, primal, both), *(v.x for v in vs))
     return list(zip(out, primal.layouts, strict=True))
+
+
+def _level(vs: list[Value]) -> list[Value]:
+    """Values for a rule, in which rows do not meet: it is the same at all levels."""
+    return [dataclasses.replace(v, level=0) for v in vs]
 
 
 def _zero(x: Any) -> Any:
@@ -232,15 +243,14 @@ def custom_vjp(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
 
 
 def _with_vjp(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result]:
-    rule = _read(e, vs)
+    vs = _level(vs)
+    its = [e.params["fwd_jaxpr_thunk"], e.params["bwd"]]
+    facts = "read", *(v.aval for v in vs)
+    rule = w.once(lambda: _read(e, vs), its, facts)
     program = ir.inner(e)[0]
     primal = nested.inner(w, program, vs)
     fwd, bwd, linear = _rule_here(w, rule, vs, primal.layouts)
     n, kept = rule.num_consts, rule.num_kept
-
-    @jax.custom_vjp
-    def call(index: Any, *xs: Any) -> Any:
-        return tuple(primal(index, xs))
 
     def forward(index: Any, *xs: Any) -> Any:
         out = fwd(index, xs[n:])
@@ -255,7 +265,13 @@ def _with_vjp(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result]:
         of_args = [next(found) if has else None for has in rule.wanted]
         return (None, *[None] * n, *of_args)
 
-    call.defvjp(forward, backward)
+    def make() -> Any:
+        call = jax.custom_vjp(lambda index, *xs: tuple(primal(index, xs)))
+        call.defvjp(forward, backward)
+        return jax.jit(call)
+
+    facts = "custom_vjp", n, *rule.forwarded, *rule.wanted, *rule.given
+    call = w.once(make, [primal.closed, fwd.closed, bwd.closed], facts)
     out = call(nested.index_for(w, primal, fwd, bwd), *(v.x for v in vs))
     if not linear:
         out = [checkpoint_name(x, w.axis.name) for x in out]
@@ -292,6 +308,11 @@ def _dual(layout: Layout) -> Layout:
 
 def _is_linear(w: Writer, rule: _Vjp) -> bool:
     """Whether a backward program is linear in the cotangents, as far as is known."""
+    facts = "linear", len(rule.forwarded), *rule.wanted
+    return w.once(lambda: _seems_linear(w, rule), nested.first(w, rule.bwd), facts)
+
+
+def _seems_linear(w: Writer, rule: _Vjp) -> bool:
     types = [x.aval for x in rule.bwd.jaxpr.invars]
     n = len(rule.forwarded)
     args = [_value(aval, WHOLE if i < n else PARTIAL) for i, aval in enumerate(types)]

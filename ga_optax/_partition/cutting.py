@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from ga_optax._partition import elementwise, products, randoms, shapes
+from ga_optax._partition import elementwise, nested, products, randoms, shapes
 from ga_optax._partition.values import (
     Rows,
     RowsMeet,
@@ -21,6 +21,7 @@ from ga_optax._partition.values import (
     types_of,
 )
 from ga_optax._partition.writer import Writer
+from ga_optax._passes import ir, references
 
 
 def recut(w: Writer, v: Value, rows: Rows) -> Any:
@@ -34,7 +35,7 @@ def recut(w: Writer, v: Value, rows: Rows) -> Any:
     e, vs, i = v.made
     if v.is_whole and not all(operand.is_whole for operand in vs):
         return None
-    rule = _RULES.get(e.primitive.name)
+    rule = None if references.is_group(e) else _RULES.get(e.primitive.name)
     x = rule(w, e, vs, rows) if rule and i == 0 else None
     due = local_shape(v.shape, rows, w.axis.size)
     return x if x is None or jnp.shape(x) == due else None
@@ -108,7 +109,37 @@ def _concatenate(w: Writer, e: core.JaxprEqn, vs: list[Value], rows: Rows) -> An
     return w.run(e, [w.part(v, rows) for v in vs])
 
 
-_RULES: dict[str, Any] = {
+def _call(w: Writer, e: core.JaxprEqn, vs: list[Value], rows: Rows) -> Any:
+    """Of a jitted function that draws: as another one, the same for equal calls."""
+    [program], source, said = ir.inner(e), w.source, len(w.notes)
+    w.source = e.source_info
+    try:
+        run = nested.inner(w, program, vs, [rows])
+        if len(w.notes) > said:  # with the names of the program around it
+            del w.notes[said:]
+            [v] = w.interpret(program.jaxpr, program.consts, vs)
+            return w.part(v, rows)
+    finally:
+        w.source = source
+    call = w.once(lambda: jax.jit(run.__call__), [run.closed], "call")
+    [x] = call(nested.index_for(w, run), [w.whole(v) for v in vs])
+    w.level = max(w.level, *run.levels)
+    return x
+
+
+def draws(w: Writer, e: core.JaxprEqn) -> bool:
+    """Whether a jitted function draws random numbers, and rows of it can be cut."""
+    [program] = ir.inner(e)
+
+    def found() -> bool:
+        names = [x.primitive.name for x in ir.equations(program.jaxpr)]
+        return "random_bits" in names and OPEN.issuperset(names)
+
+    return len(e.outvars) == 1 and w.once(found, [program.jaxpr], "draws")
+
+
+# Equations that are gone back through wherever rows of what they compute are wanted.
+_OPEN: dict[str, Any] = {
     **dict.fromkeys(elementwise.NAMES - {"optimization_barrier"}, _elementwise),
     "iota": _iota,
     "broadcast_in_dim": _broadcast,
@@ -117,6 +148,22 @@ _RULES: dict[str, Any] = {
     "squeeze": _squeeze,
     "concatenate": _concatenate,
     "random_bits": randoms.recut_bits,
+    "random_split": randoms.recut_split,
+    **dict.fromkeys((name for name, kind in ir.CALLS.items() if kind == "call"), _call),
+    **dict.fromkeys(
+        ("random_wrap", "random_unwrap", "random_fold_in", "random_seed"),
+        randoms.recut_keys,
+    ),
+}
+OPEN = frozenset(_OPEN)
+
+
+def is_open(e: core.JaxprEqn) -> bool:
+    """Whether an equation is gone back through wherever rows of it are wanted."""
+    return e.primitive.name in OPEN and not references.is_group(e)
+
+
+_RULES = _OPEN | {
     "dot_general": _product,
     **dict.fromkeys(("reduce_sum", "reduce_max", "reduce_min"), _reduce),
 }

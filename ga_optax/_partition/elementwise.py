@@ -15,7 +15,7 @@ NAMES = frozenset(
         exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag
         integer_pow is_finite le le_to lgamma log log1p log2 logistic lt
         lt_to max min mul mulhi name ne neg nextafter not one_minus_square
-        optimization_barrier or polygamma polynomial population_count pow
+        optimization_barrier or polygamma polynomial population_count pow pvary
         real reduce_precision regularized_incomplete_beta rem reshard round
         rsqrt select_n sharding_constraint shift_left shift_right_arithmetic
         shift_right_logical sign sin sinh sqrt square stop_gradient sub tan

@@ -19,7 +19,7 @@ SUMS: dict[str, tuple[int, ...] | None] = {
     **dict.fromkeys(
         """add add_any sub neg concatenate copy transpose reshape
         squeeze name broadcast_in_dim reduce_sum cumsum slice rev real imag
-        split stack unstack psum pad tile optimization_barrier
+        split stack unstack psum psum_invariant pad pvary tile optimization_barrier
         sharding_constraint stop_gradient""".split()  # noqa: SIM905
     ),
     "convert_element_type": (0,),

@@ -149,7 +149,7 @@ def _composed(w: Writer, table: Table, d: int) -> Table:
         which[here] = np.array(places)[inner.which[table.row[here]]]
         if inner.sources != [v]:
             row[here] = inner.row[table.row[here]]
-    used = np.unique(which)
+    used = np.unique(which) if len(which) else np.zeros(1, int)  # no rows, but a type
     return Table([sources[i] for i in used], np.searchsorted(used, which), row)
 
 

@@ -25,6 +25,7 @@ from ga_optax._partition.values import (
     Value,
     is_inexact,
     local_shape,
+    type_here,
 )
 from ga_optax._partition.writer import Writer
 from ga_optax._passes import feedback, ir
@@ -59,7 +60,9 @@ def inner(
     args: Sequence[Value],
     due: Sequence[Layout | None] = (),
 ) -> Inner:
-    """Writes the program inside an equation, with results in the layouts that are due.
+    """The program inside an equation, with results in the layouts that are due.
+
+    It is written once for equations that are alike, unless rows meet in it.
 
     Args:
       w: the writer of the program around it.
@@ -67,6 +70,47 @@ def inner(
       args: values of its arguments; of their arrays only the types count.
       due: a layout for each result, None for any.
     """
+    types = [
+        type_here(v.aval, local_shape(v.aval.shape, v.layout, w.axis.size), v.x)
+        for v in args
+    ]
+    number = type_here(jax.ShapeDtypeStruct((), jnp.int32), (), w.index)
+    each = ((v.aval, v.layout, v.level, v.params, v.smooth) for v in args)
+    facts = "inner", number, *types, *each, *due
+
+    def make() -> Inner:
+        return _written(w, program, args, due, [number, types])
+
+    def serves(run: Inner) -> bool:
+        return not (run.meets or _is_of_here(run.closed, w.in_rule))
+
+    return w.once(make, first(w, program), facts, serves)
+
+
+def first(w: Writer, program: ir.Program) -> list[Any]:
+    """The first program that does the same, and its constants."""
+    # In a rule, functions run without their own; `_is_of_here` knows if one kept it.
+    form = "form", ir.form(program.jaxpr, ir.DERIVED if w.in_rule else ())
+    alike = w.once(lambda: program.jaxpr, program.consts, form)
+    return [alike, *program.consts]
+
+
+def _is_of_here(closed: Any, in_rule: bool) -> bool:
+    """Whether a program has something of the place for which it is written."""
+    keeps = in_rule and any(
+        not ir.DERIVED.isdisjoint(e.params) for e in ir.equations(closed.jaxpr)
+    )
+    return keeps or any(isinstance(x, jax.core.Tracer) for x in closed.consts)
+
+
+def _written(
+    w: Writer,
+    program: ir.Program,
+    args: Sequence[Value],
+    due: Sequence[Layout | None],
+    types: Any,
+) -> Inner:
+    """Writes such a program; the types are those of the index and of its arguments."""
     found: dict[str, Any] = {}
 
     def run(index: Any, xs: Sequence[Any]) -> list[Any]:
@@ -95,20 +139,13 @@ def inner(
         found["levels"] = [v.level for v in out]
         return results
 
-    types = [
-        jax.ShapeDtypeStruct(
-            local_shape(v.aval.shape, v.layout, w.axis.size), v.aval.dtype
-        )
-        for v in args
-    ]
     jaxpr = w.jaxpr
     try:
-        closed = jax.make_jaxpr(run, axis_env=[tuple(w.axis[:2])])(
-            jax.ShapeDtypeStruct((), jnp.int32), types
-        )
+        trace = jax.make_jaxpr(run, axis_env=[tuple(w.axis[:2])])
+        closed = trace(*types)
     finally:
         w.jaxpr = jaxpr
-    meets = any(ir.mentions(e, w.axis.name) for e in closed.jaxpr.eqns)
+    meets = any(map(w.axis.meets, closed.jaxpr.eqns))
     live = ir.live(closed.jaxpr)
     reads = ir.num_readers(live, live.invars[0]) > 0
     return Inner(closed, found["layouts"], found["levels"], meets, reads)
@@ -145,7 +182,12 @@ def inlined(w: Writer, program: ir.Program, vs: list[Value]) -> list[Result]:
 def checkpoint(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     [program] = ir.inner(e)
     run = inner(w, program, vs)
-    again = ir.checkpointed(e, lambda index, *xs: run(index, xs))
+
+    def make() -> Any:
+        return ir.checkpointed(e, lambda index, *xs: run(index, xs))
+
+    facts = "checkpoint", e.params["prevent_cse"]
+    again = w.once(make, [run.closed, e.params["policy"]], facts)
     out = again(w.index, *(v.x for v in vs))
     w.level = max(run.levels, default=0)
     return list(zip(out, run.layouts, strict=True))
@@ -230,10 +272,7 @@ def _comes_apart(w: Writer, run: Inner, how: ir.Scan, longest: int) -> bool:
     body = ir.Program(run.closed.jaxpr, run.closed.consts)
     here = how._replace(body=body, num_consts=how.num_consts + 1)  # the index
 
-    def meets(e: core.JaxprEqn) -> bool:
-        return ir.mentions(e, w.axis.name)
-
-    return feedback.comes_apart(here, meets, longest)
+    return feedback.comes_apart(here, w.axis.meets, longest)
 
 
 def _inside(v: Value) -> Layout:

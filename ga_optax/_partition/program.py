@@ -1,14 +1,22 @@
 """The program of a micro-batch, from that of the whole batch."""
 
-import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend import core
+import jax.numpy as jnp
+from jax.extend import core, source_info_util
 
-from ga_optax._partition import cutting, table
-from ga_optax._partition.values import WHOLE, Layout, Value, local_shape
+from ga_optax._partition import created, cutting, table
+from ga_optax._partition.values import (
+    WHOLE,
+    Layout,
+    Rows,
+    Value,
+    local_shape,
+    type_here,
+    varies,
+)
 from ga_optax._partition.writer import Axis, Note, Writer
 from ga_optax._passes import ir
 
@@ -17,14 +25,17 @@ class Partitioned(NamedTuple):
     """A program of a micro-batch.
 
     Attributes:
-      jaxpr: the program, with collectives over the axis.
+      jaxpr: the program, with collectives over the axis. Its last argument is the index
+        of the micro-batch.
       consts: the values of its constants.
       layouts: those of its results. There may be one more: the first again, whole, if
         what micro-batches add to it may add up to NaN, see `Value`.
       whole: what is computed whole because nothing better is known of it.
       failures: of rules; what they were for is computed whole.
       meets: whether rows meet, in a collective over the axis.
-      reads_index: whether it reads which micro-batch it is.
+      in_gradient: the first equation in which they meet on the way from the parameters
+        to the loss; if there is none, they meet in numbers alone, such as counts.
+      reads_index: whether it reads its last argument: which micro-batch it is.
       bends: whether a backward rule in it is not linear in the cotangent.
     """
 
@@ -33,20 +44,10 @@ class Partitioned(NamedTuple):
     layouts: list[Layout]
     whole: list[Note]
     meets: bool
+    in_gradient: core.JaxprEqn | None
     reads_index: bool
     bends: bool
     failures: list[Exception]
-
-    def alone(self, index: Any, args: Sequence[Any]) -> list[Any]:
-        """The results in a micro-batch, by its index, if rows do not meet."""
-
-        def rule(e: core.JaxprEqn, values: list[Any]) -> list[Any] | None:
-            return [index] if e.primitive.name == _INDEX else None
-
-        return ir.evaluate(ir.Program(self.jaxpr, self.consts), args, rule)
-
-
-_INDEX = "axis_index"
 
 
 class Argument(NamedTuple):
@@ -61,17 +62,34 @@ def partition(
     jaxpr: core.Jaxpr,
     arguments: Sequence[Argument],
     axis: Axis,
-    due: Sequence[Layout] | None = None,
+    due: Sequence[Layout | None] = (),
 ) -> Partitioned:
     """Partitions a program, whose constants are its first arguments.
 
-    Its results are in the layouts that are due, or in those that they come in.
+    Its results are in the layouts that are due, or in those that they come in: so for
+    None, and for those after the last that is due.
     """
+    split = ((a.layout, a.aval) for a in arguments if isinstance(a.layout, Rows))
+    first = next((created.Created(x, of.shape[x.dim]) for x, of in split), None)
+    return created.best(
+        lambda some: _partitioned(jaxpr, arguments, axis, due, some),
+        lambda part: _cost(part.jaxpr, axis),
+        first,
+    )
+
+
+def _partitioned(
+    jaxpr: core.Jaxpr,
+    arguments: Sequence[Argument],
+    axis: Axis,
+    due: Sequence[Layout | None],
+    some: created.Created | None,
+) -> Partitioned:
+    """The program, with rows of some of what it creates."""
     found: dict[str, Any] = {}
 
-    def run(xs: Sequence[Any]) -> list[Any]:
-        index = jax.lax.axis_index(axis.name)
-        w = Writer(axis, index, table.RULES, cutting.recut)
+    def run(xs: Sequence[Any], index: Any) -> list[Any]:
+        w = Writer(axis, index, table.RULES, cutting.recut, some or _as_they_are)
         given = [
             Value(x, a.aval, a.layout, 0, a.smooth, a.smooth)
             for x, a in zip(xs, arguments, strict=True)
@@ -79,35 +97,64 @@ def partition(
         num_consts = len(jaxpr.constvars)
         consts = given[:num_consts]
         out = w.interpret(jaxpr, [v.x for v in consts], given[num_consts:])
-        layouts = [v.layout for v in out] if due is None else list(due)
-        scaled = [i for i, v in enumerate(out) if v.scaled and due is None]
+        own = [v.layout if some is None else some.layout(v) for v in out]
+        wanted = [*due, *[None] * (len(out) - len(due))]
+        both = zip([*own, *own[:1]], wanted, strict=False)
+        layouts = [its if layout is None else layout for its, layout in both]
+        fixed = len(due) >= len(out)
+        scaled = [i for i, v in enumerate(out) if v.scaled and not fixed]
         found.update(layouts=layouts, notes=w.notes, failures=w.failures, scaled=scaled)
         pairs = zip([*out, *out[:1]], layouts, strict=False)
-        return [*itertools.starmap(w.to, pairs), *(w.whole(out[i]) for i in scaled)]
+        put = [_put(w, v, layout) for v, layout in pairs]
+        return [*put, *(w.whole(out[i]) for i in scaled)]
 
     types = [_type_here(a, axis.size) for a in arguments]
-    closed: Any = jax.make_jaxpr(run, axis_env=[(axis.name, axis.size)])(types)
+    number = jax.ShapeDtypeStruct((), jnp.int32)
+    for x in types:
+        number = type_here(number, (), x)
+    trace = jax.make_jaxpr(run, axis_env=[(axis.name, axis.size)])
+    closed: Any = trace(types, number)
     layouts, outvars = found["layouts"], closed.jaxpr.outvars
     live = ir.live(closed.jaxpr.replace(outvars=outvars[: len(layouts)]))
-    if _names(live, axis) - {_INDEX}:
+    if _meets(live, axis):
         outvars, layouts = _exact(outvars, layouts, found["scaled"])
         live = ir.live(closed.jaxpr.replace(outvars=outvars))
-    names = _names(live, axis)
     return Partitioned(
         live,
         closed.consts,
         layouts,
         found["notes"],
-        bool(names - {_INDEX}),
-        _INDEX in names,
+        _meets(live, axis),
+        _in_gradient(live, axis, [a.smooth for a in arguments]),
+        ir.num_readers(live, live.invars[-1]) > 0,
         any(ir.is_mark(e, axis.name) for e in ir.equations(live)),
         found["failures"],
     )
 
 
-def _type_here(a: Argument, size: int) -> jax.ShapeDtypeStruct:
+def _put(w: Writer, v: Value, layout: Layout) -> Any:
+    """A result in a layout; what that takes has its line."""
+    if v.made is None:
+        return w.to(v, layout)
+    with ir.as_of(v.made[0], source_info_util.current_name_stack()):
+        return w.to(v, layout)
+
+
+def _as_they_are(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Value]:
+    return vs
+
+
+def _cost(jaxpr: core.Jaxpr, axis: Axis) -> tuple[int, int]:
+    """How many numbers a micro-batch computes, and how often rows meet."""
+    meetings = sum(map(axis.is_meeting, ir.equations(jaxpr)))
+    return sum(map(ir.computed, jaxpr.eqns)), meetings
+
+
+def _type_here(a: Argument, size: int) -> Any:
     """The type of what a micro-batch holds of an argument."""
     shape, dtype = local_shape(a.aval.shape, a.layout, size), a.aval.dtype
+    if varies(a.aval):
+        return type_here(a.aval, shape, a.aval)
     sharding = getattr(a.aval, "sharding", None)
     # On axes of explicit type, types say how what is whole is sharded.
     if a.layout != WHOLE or sharding is None or not any(sharding.spec):
@@ -132,7 +179,16 @@ def _exact(
     return [x for x, _ in chosen], [layout for _, layout in chosen]
 
 
-def _names(jaxpr: core.Jaxpr, axis: Axis) -> set[str]:
-    """The primitives that refer to the axis."""
-    every = ir.equations(jaxpr)
-    return {e.primitive.name for e in every if axis.name in ir.axes_of(e)}
+def _in_gradient(jaxpr: core.Jaxpr, axis: Axis, smooth: Sequence[bool]) -> Any:
+    loss = ir.live(jaxpr.replace(outvars=jaxpr.outvars[:1]))
+    params = [x for x, its in zip(loss.invars, smooth, strict=False) if its]
+    found = ir.following(loss, params)
+    for e in loss.eqns:
+        if axis.meets(e) and not found.isdisjoint(ir.variables(e.invars)):
+            return next(filter(axis.is_meeting, ir.within(e)))
+    return None
+
+
+def _meets(jaxpr: core.Jaxpr, axis: Axis) -> bool:
+    """Whether rows meet: a collective over the axis, or what stands for one."""
+    return any(axis.is_meeting(e) for e in ir.equations(jaxpr))

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core
 from jax.extend import random as generators
 
@@ -17,28 +18,71 @@ from ga_optax._partition.writer import Writer
 
 
 def recut_bits(w: Writer, e: core.JaxprEqn, vs: list[Value], rows: Rows) -> Any:
-    """The rows of random bits that come from one key; None where that is not known."""
+    """The rows of random bits; None where that is not known."""
+    [v], width = vs, e.params["bit_width"]
+    if v.shape:
+        return _of_each_key(w, e, v, rows)
+    if (drawn := _drawn(w, v, e.params["shape"], rows)) is None:
+        return None
+    high, low = drawn
+    dtype = types_of(e)[0].dtype
+    if width == 64:
+        high = jax.lax.shift_left(high.astype(dtype), jnp.full_like(high, 32, dtype))
+        return high | low.astype(dtype)
+    return (high ^ low).astype(dtype)
+
+
+def recut_split(w: Writer, e: core.JaxprEqn, vs: list[Value], rows: Rows) -> Any:
+    """The rows of keys that are split off a key: as bits, two words for each."""
     [v] = vs
-    shape, width = e.params["shape"], e.params["bit_width"]
+    if v.shape:
+        return _of_each_key(w, e, v, rows)
+    drawn = _drawn(w, v, e.params["shape"], rows)
+    if drawn is None:
+        return None
+    return jax.random.wrap_key_data(jnp.stack(drawn, -1), impl="threefry2x32")
+
+
+def recut_keys(w: Writer, e: core.JaxprEqn, vs: list[Value], rows: Rows) -> Any:
+    """The rows of keys from their data, and the reverse."""
+    ranks = {len(v.shape) for v in vs if v.shape}
+    if len(ranks) != 1 or rows.dim >= len(types_of(e)[0].shape):
+        return None
+    if e.primitive.name == "random_unwrap" and rows.dim >= max(ranks):
+        return None
+    return w.run(e, [w.part(v, rows) if v.shape else w.whole(v) for v in vs])
+
+
+def _of_each_key(w: Writer, e: core.JaxprEqn, v: Value, rows: Rows) -> Any:
+    """What is drawn of each key by itself."""
+    if rows.dim >= len(v.shape) or not _is_threefry(v):
+        return None
+    return w.run(e, [w.part(v, rows)])
+
+
+def _drawn(w: Writer, v: Value, shape: tuple[int, ...], rows: Rows) -> Any:
+    """A pair of words for each number of the rows of a shape, from one key."""
     partitionable = getattr(jax.config, "jax_threefry_partitionable", False)
-    if not v.is_whole or v.shape or not (partitionable and _is_threefry(v)):
+    if not v.is_whole or not (partitionable and _is_threefry(v)):
         return None
     if math.prod(shape) >= 2**32:
         return None
+    facts = "count", shape, rows
+    count = w.once(lambda: _count(w, shape, rows), [w.index], facts)
+    k1, k2 = jax.random.key_data(v.x)
+    zeros = jax.lax.bitwise_xor(count, count)  # batched as it is, under jax.vmap
+    return generators.threefry2x32_p.bind(k1, k2, zeros, count)
+
+
+def _count(w: Writer, shape: tuple[int, ...], rows: Rows) -> jax.Array:
+    """Which number of an array of a shape it is, for each number of a part."""
     count = jnp.zeros(local_shape(shape, rows, w.axis.size), jnp.uint32)
     stride = 1
     for d in reversed(range(len(shape))):
         at = positions(w, shape, d, rows).astype(jnp.uint32)
         count = count + at * jnp.asarray(stride, jnp.uint32)
         stride *= shape[d]
-    k1, k2 = jax.random.key_data(v.x)
-    zeros = count ^ count  # batched as it is, under jax.vmap
-    high, low = generators.threefry2x32_p.bind(k1, k2, zeros, count)
-    dtype = types_of(e)[0].dtype
-    if width == 64:
-        high = jax.lax.shift_left(high.astype(dtype), jnp.full_like(count, 32, dtype))
-        return high | low.astype(dtype)
-    return (high ^ low).astype(dtype)
+    return count
 
 
 def _is_threefry(v: Value) -> bool:
@@ -57,8 +101,10 @@ def positions(w: Writer, shape: tuple[int, ...], d: int, rows: Rows) -> jax.Arra
         return here
     length = (shape[d] + rows.extra) // rows.segments
     rest = length // w.axis.size
-    segment, within = here // rest, here % rest
-    at = segment * length + w.index.astype(jnp.int32) * rest + within
+    at = jax.lax.add(here, jax.lax.mul(w.index.astype(jnp.int32), np.int32(rest)))
+    if rows.segments > 1:  # those of others are in between
+        between = jax.lax.div(here, jax.lax.full_like(here, rest))
+        at = at + between * (length - rest)
     return jnp.minimum(at, shape[d] - 1) if rows.extra else at
 
 

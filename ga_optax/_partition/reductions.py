@@ -93,8 +93,7 @@ def _stopped_extremum(w: Writer, is_max: bool, v: Value, here: Any) -> Any:
         raise RowsMeet
     x = jax.lax.stop_gradient(here)
     as_int = x.astype(jnp.int32) if x.dtype == jnp.bool_ else x
-    over = jax.lax.pmax if is_max else jax.lax.pmin
-    return over(as_int, w.axis.name).astype(x.dtype)
+    return w.axis.extremum(as_int, is_max).astype(x.dtype)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -181,7 +180,7 @@ def collective(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
             out.append((here, WHOLE))
         elif v.dim not in axes:
             out.append((here, _left(v, axes)))
-        elif e.primitive.name == "psum":
+        elif e.primitive.name.startswith("psum"):
             out.append((here, PARTIAL))
         else:  # JAX has no derivative of them
             is_max = e.primitive.name == "pmax"

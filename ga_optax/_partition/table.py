@@ -2,6 +2,7 @@
 
 from ga_optax._partition import (
     custom,
+    cutting,
     elementwise,
     indexing,
     linear,
@@ -22,7 +23,7 @@ _KNOWN: dict[str, Rule] = {
         reductions.reduce_,
     ),
     **dict.fromkeys(("argmax", "argmin"), reductions.argument),
-    **dict.fromkeys(("psum", "pmax", "pmin"), reductions.collective),
+    **dict.fromkeys(("psum", "psum_invariant", "pmax", "pmin"), reductions.collective),
     **dict.fromkeys(
         ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), reductions.cumulative
     ),
@@ -99,4 +100,5 @@ RULES = Rules(
     _NESTED,
     custom.passed_on,
     _UNEVEN,
+    cutting.draws,
 )

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax.extend import core
 
@@ -109,6 +110,21 @@ def local_shape(shape: tuple[int, ...], layout: Layout, parts: int) -> tuple[int
         return tuple(shape)
     d = layout.dim
     return (*shape[:d], (shape[d] + layout.extra) // parts, *shape[d + 1 :])
+
+
+def varies(aval: Any) -> bool:
+    """Whether devices hold different values, in a region of a mesh that knows."""
+    kind = getattr(aval, "manual_axis_type", None)
+    return bool(getattr(aval, "vma", ()) if kind is None else kind.varying)
+
+
+def type_here(aval: Any, shape: tuple[int, ...], like: Any) -> Any:
+    """A type of another shape, which varies over devices as it or `like` does."""
+    here = jax.typeof(like) if isinstance(like, jax.Array) else like
+    for of in (here, aval):
+        if of is not None and varies(of):
+            return of.update(shape=shape, dtype=aval.dtype, weak_type=False)
+    return jax.ShapeDtypeStruct(shape, aval.dtype)
 
 
 def is_inexact(aval: Any) -> bool:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core, source_info_util
 
 from ga_optax._partition.values import (
@@ -33,11 +34,50 @@ class Axis(NamedTuple):
       name: its name.
       size: how many micro-batches there are, on all devices.
       longest: the longest scan in which rows may meet; longer ones are computed whole.
+      is_checked: whether it is in a region of a mesh that has no types for it. Then
+        what stands for a collective is a name of its operand.
     """
 
     name: str
     size: int
     longest: int
+    is_checked: bool = False
+
+    def is_meeting(self, e: core.JaxprEqn) -> bool:
+        """Whether rows meet in an equation."""
+        return self.name in ir.axes_of(e) or meeting_of(e) is not None
+
+    def meets(self, e: core.JaxprEqn) -> bool:
+        """Whether rows meet in it, or inside of it."""
+        return any(map(self.is_meeting, ir.within(e)))
+
+    def sum(self, x: Any) -> Any:
+        return self._over("psum", x)
+
+    def extremum(self, x: Any, is_max: bool) -> Any:
+        return self._over("pmax" if is_max else "pmin", x)
+
+    def gather(self, x: Any, dim: int = 0, tiled: bool = False) -> Any:
+        """What all hold, stacked along a new dimension, or joined along one."""
+        if self.is_checked:
+            x = checkpoint_name(x, _MEETS + "all_gather")
+            each = [x] * self.size
+            return jnp.concatenate(each, dim) if tiled else jnp.stack(each, dim)
+        return jax.lax.all_gather(x, self.name, axis=dim, tiled=tiled)
+
+    def _over(self, collective: str, x: Any) -> Any:
+        if self.is_checked:
+            return checkpoint_name(x, _MEETS + collective)
+        return getattr(jax.lax, collective)(x, self.name)
+
+
+_MEETS = "rows meet: "
+
+
+def meeting_of(e: core.JaxprEqn) -> str | None:
+    """The collective that an equation stands for in a region that checks."""
+    name = str(e.params.get("name", "")) if e.primitive.name == "name" else ""
+    return name.removeprefix(_MEETS) if name.startswith(_MEETS) else None
 
 
 # Operands that must be there before the equation begins. In a loop XLA:CPU (of jax 0.10
@@ -62,6 +102,8 @@ class Writer:
       index: which micro-batch it is, traced.
       rules: the rule of each primitive.
       recut: how rows of a value are computed from those of its operands.
+      created: the operands of an equation, of which those that the program created with
+        an axis as long as the batch may have rows.
       jaxpr: the program at hand.
       source: where the equation at hand is from, or the one whose program it is in.
       level: the level of what the equation at hand reads, see `Value`.
@@ -72,12 +114,14 @@ class Writer:
       matched: whether a value with the wanted rows was found since it was reset.
       notes: what was computed whole.
       failures: of rules, each of which is a fault of ours.
+      objects: what was made once, see `once`.
     """
 
     axis: Axis
     index: Any
     rules: "Rules"
     recut: Callable[["Writer", Value, Rows], Any]
+    created: Callable[["Writer", core.JaxprEqn, list[Value]], list[Value]]
     jaxpr: Any = None
     source: Any = None
     level: int = 0
@@ -88,6 +132,38 @@ class Writer:
     matched: bool = False
     notes: list[Note] = dataclasses.field(default_factory=list)
     failures: list[Exception] = dataclasses.field(default_factory=list)
+    objects: dict[Any, Any] = dataclasses.field(default_factory=dict)
+
+    # -- What is made once -------------------------------------------------------------
+
+    def once(
+        self,
+        make: Callable[[], Any],
+        its: Sequence[Any],
+        facts: Any,
+        serves: Callable[[Any], bool] = lambda made: True,
+    ) -> Any:
+        """What `make` returns: the same object for the same things and facts.
+
+        The layers of a model are alike. A program in them is partitioned once, and JAX
+        traces a function once, if it is the same function.
+
+        Args:
+          make: what makes it.
+          its: what it is made of, that is equal to itself alone.
+          facts: what it is, and what else it depends on.
+          serves: whether the others may have it, too.
+        """
+        where = self.apart, self.shares, self.in_rule, self.limit
+        key = facts, tuple(map(id, its)), where
+        if key in self.objects:
+            return self.objects[key][0]
+        said = len(self.notes), len(self.failures)
+        new = make()
+        # What is said has lines: it is said for each.
+        if said == (len(self.notes), len(self.failures)) and serves(new):
+            self.objects[key] = new, its  # kept, so that nothing else gets their ids
+        return new
 
     # -- Layouts -----------------------------------------------------------------------
 
@@ -211,13 +287,13 @@ class Writer:
         """The sum over micro-batches."""
         if self.apart:
             raise RowsMeet
-        return jax.lax.psum(x, self.axis.name)
+        return self.axis.sum(x)
 
     def gather(self, x: Any) -> Any:
         """What all micro-batches hold, stacked along a new axis 0."""
         if self.apart:
             raise RowsMeet
-        return jax.lax.all_gather(x, self.axis.name)
+        return self.axis.gather(x)
 
     def joined(self, v: Value) -> Any:
         """All rows, in their order, and those beyond the last."""
@@ -227,11 +303,11 @@ class Writer:
             return jax.random.wrap_key_data(
                 self.joined(data), impl=jax.random.key_impl(x)
             )
-        name, shape = self.axis.name, v.shape
+        shape = *v.shape[: d + 1], *x.shape[d + 1 :]  # the data of a key has more
         if segments == 1:
-            return jax.lax.all_gather(x, name, axis=d, tiled=True)
+            return self.axis.gather(x, d, tiled=True)
         # Of x itself: what is kept of it for others serves here as well.
-        x = jax.lax.all_gather(x, name, axis=d)
+        x = self.axis.gather(x, d)
         rest = shape[d] // (segments * self.axis.size)
         x = x.reshape(*shape[:d], self.axis.size, segments, rest, *shape[d + 1 :])
         return x.swapaxes(d, d + 1).reshape(shape)
@@ -256,7 +332,8 @@ class Writer:
 
     def bound(self, e: core.JaxprEqn, xs: Sequence[Any]) -> list[Any]:
         """The results of an equation of the whole batch, as it is."""
-        xs = list(xs)
+        xs, names = list(xs), source_info_util.new_name_stack()  # those around it do
+        e = e.replace(source_info=e.source_info.replace(name_stack=names))
         for i in _COMPUTED_FIRST.get(e.primitive.name, ()):
             xs[i] = jax.lax.optimization_barrier(xs[i])
         return ir.bind(self.jaxpr, [e], e.invars, e.outvars, xs)
@@ -289,12 +366,13 @@ class Writer:
         return [value(x) for x in jaxpr.outvars]
 
     def _equation(self, e: core.JaxprEqn, vs: list[Value]) -> list[Value]:
-        if ir.kind(e) == "call" and not references.is_group(e):
+        if ir.kind(e) == "call" and not self._stays(e, vs):
             [program] = ir.inner(e)
             return self.interpret(program.jaxpr, program.consts, vs)
         if (program := ir.in_two(e)) is not None:
             return self.interpret(program.jaxpr, program.consts, vs)
         self.level = max((v.level for v in vs), default=0)
+        vs = self.created(self, e, vs)
         results = self._applied(e, vs)
         params, smooth = (any(getattr(v, a) for v in vs) for a in ("params", "smooth"))
         smooth = smooth and e.primitive.name != "stop_gradient"
@@ -311,6 +389,11 @@ class Writer:
             )
             for i, ((x, layout), var) in enumerate(zip(results, e.outvars, strict=True))
         ]
+
+    def _stays(self, e: core.JaxprEqn, vs: list[Value]) -> bool:
+        """Whether a jitted function stays one, which JAX lowers once."""
+        whole = all(v.is_whole for v in vs)
+        return references.is_group(e) or (whole and self.rules.draws(self, e))
 
     def _applied(self, e: core.JaxprEqn, vs: list[Value]) -> list[Result]:
         name = e.primitive.name
@@ -470,6 +553,7 @@ class Rules(NamedTuple):
       passed_on: what an equation gives, computed whole, that has programs inside or
         calls back.
       uneven: the names of those that know of rows beyond the last, see `Rows`.
+      draws: whether a jitted function draws random numbers, of which `recut` has rows.
     """
 
     known: dict[str, Rule]
@@ -477,3 +561,4 @@ class Rules(NamedTuple):
     nested: dict[str, Rule]
     passed_on: Callable[[Writer, core.JaxprEqn, list[Value]], list[Any]]
     uneven: frozenset[str]
+    draws: Callable[[Writer, core.JaxprEqn], bool]

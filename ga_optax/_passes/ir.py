@@ -7,8 +7,9 @@ programs, and the names of their parameters, which change between versions of JA
     expanded                   the program of a primitive that JAX writes in JAX
     in_two                     a reshape that transposes, as two equations
     chosen                     the branch of a conditional that the platform decides
+    with_constants             a program with arguments that are constants
     within, equations          all equations, those of inner programs too
-    axes_of, mentions          which named axes an equation refers to
+    axes_of                    which named axes an equation refers to
     is_mark                    what `checkpoint_name` marks
     calls_back                 whether an equation prints or calls back, for that alone
     uses, made_by              who reads a variable, and who computes it (an index)
@@ -33,7 +34,7 @@ import collections
 import contextlib
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -67,6 +68,14 @@ def without_values(jaxpr: Any) -> core.Jaxpr:
     """
     held = getattr(jaxpr, "consts", ())
     return jaxpr.with_consts([None] * len(held)) if held else jaxpr
+
+
+def with_constants(jaxpr: core.Jaxpr, number: int) -> core.Jaxpr:
+    """The same program, of which so many of the first arguments are constants, too."""
+    variables = [*jaxpr.constvars, *jaxpr.invars[:number]]
+    # In newer JAX those are constants that have values.
+    more = {"consts": [None] * len(variables)} if hasattr(jaxpr, "consts") else {}
+    return jaxpr.replace(constvars=variables, invars=jaxpr.invars[number:], **more)
 
 
 class Scan(NamedTuple):
@@ -179,14 +188,19 @@ def is_inline(equation: core.JaxprEqn) -> bool:
 
 def inner(equation: core.JaxprEqn) -> list[Program]:
     """The programs inside an equation: loop bodies, branches, jitted functions."""
-    parameters = jax.tree.leaves(
-        list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
-    )
     return [
         Program(getattr(x, "jaxpr", x), getattr(x, "consts", ()))
-        for x in parameters
-        if hasattr(x, "eqns")
+        for x in _programs(equation.params.values())
     ]
+
+
+def _programs(parameters: Iterable[Any]) -> Iterator[Any]:
+    """Those parameters, or parts of tuples among them, that are programs."""
+    for x in parameters:
+        if hasattr(x, "eqns"):
+            yield x
+        elif isinstance(x, (tuple, list)):
+            yield from _programs(x)
 
 
 def inner_programs(equation: core.JaxprEqn) -> list[core.Jaxpr]:
@@ -218,16 +232,9 @@ def equations(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
 
 def axes_of(equation: core.JaxprEqn) -> list[Any]:
     """The named axes, and the numbers of dimensions, that an equation itself has."""
-    keys = ("axes", "axis_name", "axis_names")
-    return jax.tree.leaves([equation.params.get(key) for key in keys])
-
-
-def mentions(equation: core.JaxprEqn, axis: str) -> bool:
-    """Whether an equation, or one inside it, refers to a named axis."""
-    return any(
-        axis in axes_of(e) or axis in {getattr(x, "name", None) for x in e.effects}
-        for e in within(equation)
-    )
+    found = map(equation.params.get, ("axes", "axis_name", "axis_names"))
+    given = [axes for axes in found if axes is not None]
+    return jax.tree.leaves(given) if given else []
 
 
 def is_mark(equation: core.JaxprEqn, name: str) -> bool:
@@ -439,10 +446,15 @@ def key_of(equation: core.JaxprEqn, of: Callable[[Any], Any]) -> Any:
     return key
 
 
-def form(jaxpr: core.Jaxpr) -> Any:
+# Parameters that say how functions with rules of their own are differentiated.
+DERIVED = frozenset(("jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd", "out_trees"))
+
+
+def form(jaxpr: core.Jaxpr, without: Collection[str] = ()) -> Any:
     """What programs have in common that compute the same, whatever their variables.
 
     It can be compared and hashed. What has no form of its own is equal to itself alone.
+    Parameters of the names in `without` do not count.
     """
     numbers: dict[Any, int] = {}
 
@@ -460,7 +472,11 @@ def form(jaxpr: core.Jaxpr) -> Any:
             e.primitive,
             tuple(map(atom, e.invars)),
             tuple(map(made, e.outvars)),
-            tuple((name, _form_of(x)) for name, x in e.params.items()),
+            tuple(
+                (name, _form_of(x, without))
+                for name, x in e.params.items()
+                if name not in without
+            ),
             id(getattr(e, "ctx", None)),
         )
         for e in jaxpr.eqns
@@ -468,12 +484,12 @@ def form(jaxpr: core.Jaxpr) -> Any:
     return given, equations, tuple(map(atom, jaxpr.outvars))
 
 
-def _form_of(x: Any) -> Any:
+def _form_of(x: Any, without: Collection[str]) -> Any:
     if hasattr(x, "eqns"):
         consts = tuple(map(id, getattr(x, "consts", ())))
-        return form(getattr(x, "jaxpr", x)), consts
+        return form(getattr(x, "jaxpr", x), without), consts
     if isinstance(x, (tuple, list)):
-        return tuple(map(_form_of, x))
+        return tuple(_form_of(y, without) for y in x)
     try:
         hash(x)
     except TypeError:

@@ -5,10 +5,9 @@ weights in use. The question is whether
 
     D  =  G - Σ wᵢ·gᵢ / Σ wᵢ
 
-is zero up to rounding. If it is not, `diagnosis` asks what does give G: c times the
-mean of the gᵢ (the loss is a sum), a mean of the gᵢ with other weights (the loss is a
-mean over a count that differs between micro-batches), a sum and a constant, the same
-examples in another order, or another key. If nothing does, the examples interact.
+is zero up to rounding. If it is not, the program of the loss says why: it is no mean of
+rows; it divides by a count, so that the weights are others; or rows meet at these
+lines. `diagnosis` asks in order, and confirms each answer by numbers.
 
 Each module imports only those above it:
 
@@ -20,10 +19,9 @@ Each module imports only those above it:
                   shows the progress
     comparison    D, and whether it is rounding
     native        both gradients as training computes them
-    fit           which weights of the gᵢ give G
-    counts        those weights as whole numbers, and as code
-    program       what the program of the loss shows without running it
-    dependencies  the lines of the loss where rows depend on each other
+    counts        weights as whole numbers, and as code
+    proof         how the loss is made of its rows, from its program
+    program       what that shows although the gradients are equal
     diagnosis     the questions, in order: each one has one cause as its answer
     summary       puts the report together, with the size of the difference
     api           `verify`

@@ -1,6 +1,6 @@
 """`verify`: checks its arguments, compares, asks for the cause, and reports."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,11 +9,9 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import ArrayLike
 
-from ga_optax import _checks
-from ga_optax._devices import membership, meshes
-from ga_optax._inside.call import check_parameters
-from ga_optax._inside.microbatch import value_and_grad
-from ga_optax._inside.options import FromAux, check_weight_fn
+from ga_optax import _checks, accumulator
+from ga_optax._calls.accumulate import accumulate
+from ga_optax._calls.call import check_parameters
 from ga_optax._verify.report import Report
 
 
@@ -23,12 +21,10 @@ def verify(
     batch: Any,
     num_microbatches: int,
     *,
-    weight_fn: Callable[..., ArrayLike] | FromAux | None = None,
+    weight_fn: Callable[..., ArrayLike] | None = None,
     has_aux: bool = False,
     rng: Any = None,
-    axis_name: str | None = None,
     batch_axes: Any = 0,
-    whole_batch: bool = False,
 ) -> Report:
     """Does accumulation give the undivided batch's gradient? If not, why not?
 
@@ -56,36 +52,45 @@ def verify(
     train with, real parameters and one real batch. `print(report)` prints a page that
     says what is wrong, how large the difference is, and which line of code fixes it.
 
-    `verify` compares `fun` over the batch with `fun` over its parts. Errors common to
-    both make no difference. The most usual one is a loss that is divided by k, as
-    PyTorch users write it, although accumulation divides. If the program of the loss
-    ends with that division, or if the loss does not use its batch at all, the report
-    has a warning; a factor elsewhere goes undetected.
+    The question is about micro-batches, each by itself: `ga_optax.accumulate`,
+    `MultiSteps`, or a loop of your own. `ga_optax.value_and_grad` with the whole batch
+    needs no such question, because it gives the undivided gradient of any loss.
+
+    **Proof.** The program of `fun`, traced once at all rows, is partitioned over
+    micro-batches, and says how the loss is made of its rows. If no row meets another,
+    it is a sum of rows, and only its scale can be wrong (`SCALE`). If rows meet in
+    numbers that no parameter is in, such as a count of tokens, `verify` computes what
+    each micro-batch adds to them: those are the weights (`WEIGHTS`), and the page names
+    the line. If they meet otherwise, no weights can help, and the page names all lines
+    (`CROSS_EXAMPLE`). Numbers confirm a cause before it is named. They alone decide
+    what is not finite, what is rounding, and, as the page then says, what calls code
+    that JAX cannot see into. Else the cause is `UNDETERMINED`.
+
+    **Warnings.** Some mistakes are in both gradients: a loss that is divided by k, as
+    PyTorch users write it, although accumulation divides; or one that does not use its
+    batch. And counts that are equal in this batch may differ in the next one. The
+    program shows these, and the report warns of them.
 
     A constant term, such as an L2 penalty on the parameters, is right beside a mean
     loss, weighted or not, because a weighted mean keeps it. Beside a *sum* it is wrong:
     the sum needs the factor k, and the constant must not have it. The cause is then
     `SCALE`, and the fix is to return a mean.
 
-    **Exactness.** `EQUAL` and `max_ulp` compare what `jax.jit` of `jax.value_and_grad`
-    and of `ga_optax.value_and_grad` return in the parameters' own dtypes. The diagnosis
-    uses float64, and relative differences below 2⁻²⁶ count as rounding. Fitted weights
-    are right to 1e-3 and mostly to 1e-10, also for micro-batches without gradient.
+    **Exactness.** `EQUAL` and `max_ulp` compare what training computes in the
+    parameters' own dtypes: `jax.jit` of `jax.grad`, and a `ga_optax.accumulator`. The
+    diagnosis uses float64, and relative differences below 2⁻²⁶ count as rounding.
     The program of `fun` is traced in its own dtypes and evaluated with all floats in
     float64, so a cast to bfloat16 neither rounds nor hides anything, and random draws
-    are those of training. `verify` names a cause only if the numbers rule out the
-    others; otherwise the cause is `UNDETERMINED`. If `fun` calls code that is bound to
-    a low precision (Pallas, callbacks), `verify` measures that code's rounding and says
-    so on the page: what rounding may explain is `ROUNDING` or `UNDETERMINED`.
+    are those of training. If `fun` calls code that is bound to a low precision (Pallas,
+    callbacks), `verify` measures that code's rounding and says so on the page: what
+    rounding may explain is `ROUNDING` or `UNDETERMINED`.
 
     **Memory.** In float64: three gradient trees, two copies of the parameters and one
-    of the batch, for any `num_microbatches`, and max(4096, 8·k) numbers for each
-    micro-batch. The undivided batch has to fit, too.
+    of the batch, for any `num_microbatches`. The undivided batch has to fit, too.
 
     **Time.** Two gradients of the undivided batch and k of micro-batches in float64,
-    and the same once in the parameters' dtype; about five times that if there is a
-    cause to find. With `axis_name`, the gradient of a micro-batch takes the time and
-    memory of that of the window. If stderr is a terminal, it shows the progress.
+    and the same once in the parameters' dtype; about three times that if there is a
+    cause to find. If stderr is a terminal, it shows the progress.
 
     Args:
       fun: the loss, `fun(params, batch)`, or `fun(params, batch, key)` if `rng` is
@@ -97,15 +102,11 @@ def verify(
         `(i + 1)·B/k`, on a mesh, too. Leaves may be PRNG keys, one for each row.
       num_microbatches: k; it must divide the number of rows.
       weight_fn: a function of one micro-batch (a tree like `batch`) that returns its
-        weight, or a `FromAux`; pass the one that you train with.
+        weight, and takes the aux, too, if `has_aux`; pass the one that you train with.
       has_aux: whether `fun` returns a pair.
-      rng: a PRNG key, or a tree of them. As in `ga_optax.value_and_grad`, micro-batch i
+      rng: a PRNG key, or a tree of them. As in `ga_optax.accumulate`, micro-batch i
         gets `jax.random.fold_in(rng, i)`; the undivided batch is micro-batch 0 of 1.
-      axis_name: the axis over which `fun` communicates, as for
-        `ga_optax.value_and_grad`. The undivided batch is then a window of one
-        micro-batch, so this asks whether the loss is the same for every k.
-      batch_axes: where to split, as for `ga_optax.value_and_grad`.
-      whole_batch: as for `ga_optax.value_and_grad`. `fun` then gets `rng` itself.
+      batch_axes: where to split, as for `ga_optax.accumulate`.
 
     Returns:
       A `Report`. Read its `warnings`, too.
@@ -116,55 +117,42 @@ def verify(
     """
     from ga_optax._verify.problem import Problem  # 5 ms of import, which few need
 
-    k = _checks.check_num_microbatches(num_microbatches)
     _check(fun, params, batch, rng)
-    loss = _without_aux(fun) if has_aux else fun
+    if weight_fn is not None:
+        todo = "Pass None to count every micro-batch as 1."
+        _checks.check_callable("weight_fn", weight_fn, "of the micro-batch", todo)
+    loss, weight = _parts(fun, weight_fn, has_aux)
     key = () if rng is None else (rng,)
-    if isinstance(weight_fn, FromAux):
-        check_weight_fn(weight_fn, has_aux)
-        weight_fn = _of_batch(weight_fn, fun, params, key)
-    options: Any = {
-        "rng_argnums": () if whole_batch else (2,) * len(key),
-        "batch_axes": batch_axes,
-        "weight_fn": weight_fn,
-        "axis_name": axis_name,
-        "whole_batch": whole_batch,
-    }
-    folded = value_and_grad(loss, k, **options)
+    k = _checks.check_num_microbatches(num_microbatches)
     params, batch = jax.tree.map(_placed, (params, batch))
-    # `value_and_grad` checks the rest, and what `fun` returns, before anything runs.
-    jax.eval_shape(folded, params, batch, *key)
-    axes = _axes(batch, batch_axes)
+    # `accumulate` checks the rest, and what `fun` returns, before anything runs.
+    run = accumulate(loss, k, rng_argnums=(2,) * len(key), batch_axes=batch_axes)
+    jax.eval_shape(run, accumulator.init(params), params, batch, *key)
     asked = Problem(
         fun=loss,
         params=params,
         batch=batch,
         key=key,
         k=k,
-        weight_fn=weight_fn,
-        accumulated=folded if whole_batch else _of_neighbours(folded, k, axes),
+        weight=weight,
         x64=bool(jnp.result_type(float) == jnp.float64),
-        axes=axes,
-        axis_name=axis_name,
-        whole_batch=whole_batch,
-        plain=value_and_grad(loss, k, optimize=False, **options),
+        axes=_axes(batch, batch_axes),
     )
     return _answer(asked)
 
 
 def _answer(problem: Any) -> Report:
     """Compares, and says what was found."""
-    from ga_optax._verify import comparison, native, program, summary
+    from ga_optax._verify import comparison, native, proof, summary
     from ga_optax._verify.loss import Loss, NotFiniteError, Progress
 
-    if problem.axis_name is not None and program.depends_on_device_count(problem):
-        return summary.by_devices(problem)
     with jax.enable_x64(True), Progress() as progress:
-        evaluator = Loss(problem, progress)
+        evaluator, proved = Loss(problem, progress), proof.prove(problem)
         try:
-            return summary.compared(native.Native(comparison.Comparison(evaluator)))
+            found = native.Native(comparison.Comparison(evaluator))
+            return summary.compared(found, proved)
         except NotFiniteError as error:
-            return summary.nothing_compared(error, evaluator)
+            return summary.nothing_compared(error, evaluator, proved)
 
 
 def _check(fun: Any, params: Any, batch: Any, rng: Any) -> None:
@@ -178,26 +166,27 @@ def _check(fun: Any, params: Any, batch: Any, rng: Any) -> None:
         _checks.check_not_empty("rng", rng, "Pass jax.random.key(0), or leave it out.")
 
 
-def _without_aux(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """The loss alone; the aux may be anything."""
+def _parts(
+    fun: Callable[..., Any], weight_fn: Callable[..., Any] | None, has_aux: bool
+) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
+    """The loss alone, whose aux may be anything, and the weight of a micro-batch."""
 
-    def loss(*args: Any) -> Any:
+    def both(*args: Any) -> Any:
         out = fun(*args)
         if not isinstance(out, (tuple, list)) or len(out) != 2:
             raise TypeError(
                 "fun must return a pair (loss, aux) with has_aux=True, but it returned "
                 f"{jax.tree.structure(out)}. Return a pair, or leave has_aux out."
             )
-        return out[0]
+        return out
 
-    return loss
+    def weight(params: Any, batch: Any, *key: Any) -> jax.Array:
+        aux = (both(params, batch, *key)[1],) if has_aux else ()
+        assert weight_fn is not None
+        return _checks.check_weight(weight_fn(batch, *aux))
 
-
-def _of_batch(
-    weight_fn: FromAux, fun: Callable[..., Any], params: Any, key: tuple[Any, ...]
-) -> Callable[[Any], ArrayLike]:
-    """The weight of a micro-batch as a function of it."""
-    return lambda batch: weight_fn.fun(fun(params, batch, *key)[1])
+    loss = (lambda *args: both(*args)[0]) if has_aux else fun
+    return loss, None if weight_fn is None else weight
 
 
 def _axes(batch: Any, batch_axes: Any) -> list[int | None]:
@@ -206,26 +195,6 @@ def _axes(batch: Any, batch_axes: Any) -> list[int | None]:
     leaves, structure = jax.tree.flatten(batch)
     pairs = zip(leaves, structure.flatten_up_to(tree), strict=True)
     return [axis if axis is None else axis % x.ndim for x, axis in pairs]
-
-
-def _of_neighbours(
-    folded: Callable[..., Any], k: int, axes: Sequence[int | None]
-) -> Callable[..., Any]:
-    """`folded` over micro-batches of neighbouring rows, on several devices, too."""
-
-    def in_place(x: jax.Array, axis: int | None) -> jax.Array:
-        if axis is None:
-            return x
-        parts = membership.split(x, k, axis, strided=False)
-        return membership.join(parts, axis, strided=True)
-
-    def accumulated(params: Any, batch: Any, *key: Any) -> Any:
-        if meshes.is_distributed((params, batch, key)):
-            leaves, structure = jax.tree.flatten(batch)
-            batch = structure.unflatten(map(in_place, leaves, axes))
-        return folded(params, batch, *key)
-
-    return accumulated
 
 
 def _placed(x: ArrayLike) -> jax.Array:

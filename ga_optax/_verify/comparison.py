@@ -6,9 +6,10 @@ It takes one micro-gradient at a time, so that three gradient trees suffice for 
 import math
 from collections.abc import Callable
 
+import jax
 import numpy as np
 
-from ga_optax._verify.gradients import Leaves, norm, norms, ratio, subtract
+from ga_optax._verify.gradients import Leaves, dot, norm, norms, ratio, subtract
 from ga_optax._verify.loss import Loss, NotFiniteError, first_not_finite
 
 # Half of float64's 52 binary digits. No algorithm that loses half of its digits would
@@ -17,6 +18,8 @@ TOLERANCE = 2.0**-26
 # A leaf whose gradient is zero up to rounding (the bias before a normalisation) has no
 # correct digits. It must agree to three quarters of the digits of the whole gradient.
 _FLOOR = 2.0**-39
+# How far a factor may be off that is a number of micro-batches.
+_TRUST = 1e-6
 # Two independent roundings differ by √2 times their size, and a real difference is at
 # least a few times the rounding of the lower precision.
 NOISE = 4.0
@@ -77,28 +80,30 @@ class Comparison:
         other = (loss or self.loss).of_rows(rows, key)[1]
         return self._is_rounding(norms(subtract(whole, other, 1.0)))
 
-    def rows_interact(self) -> bool:
-        """Whether the gradient is more than a sum over rows, each by itself.
+    @property
+    def size(self) -> int:
+        """How many numbers a gradient has."""
+        return sum(x.size for x in jax.tree.leaves(self.problem.params))
 
-        If two sets of places exchange their rows within each, a sum over places changes
-        by the sum of the two changes, whatever a place weighs. It has no answer, False,
-        for a batch of three rows or fewer.
+    def factor(self, share: np.ndarray) -> float | None:
+        """The c with G = c·Σ wᵢ·gᵢ, for weights that add up to 1, on every leaf.
+
+        Of k, 1 / k and 1 it is the number itself, as far as that is known.
         """
-        places = np.random.default_rng(0).permutation(self.problem.batch_size)
-        rest = self.loss.of_part(None)[1]
-        halves = np.array_split(places, 2)
-        for half in (*([x] for x in halves), halves):
-            rows = self.problem.rows(None)
-            for of in half:
-                rows[of] = np.roll(of, 1)
-            sign = -1.0 if len(half) > 1 else 1.0
-            rest = subtract(rest, self.loss.of_rows(rows)[1], sign)
-        return not self._is_rounding(norms(rest), scale=4.0)
+        total = self._residual(-share, self._of_part)
+        whole = self._of_part(None)
+        mean = subtract(total, whole, 1.0)
+        size, noise = norm(norms(mean)), norm(self.noise)
+        c = dot(whole, mean) / (size**2 or 1.0)
+        rest = norms(subtract(whole, mean, c))
+        if not c > 0 or not self._is_rounding(rest, scale=max(1.0, c)):
+            return None
+        trust = max(_TRUST, NOISE * noise / (size or 1.0))
+        known = (self.problem.k, 1 / self.problem.k, 1.0)
+        return next((float(x) for x in known if abs(c / x - 1) <= trust), c)
 
-    def reproduces(self, weights: np.ndarray) -> bool:
-        """Whether Σ wᵢ·gᵢ = G on every leaf, not only in a sketch."""
-        rest = norms(self._residual(weights, lambda i: self.loss.of_part(i)[1]))
-        return self._is_rounding(rest, scale=max(1.0, weights.sum()))
+    def _of_part(self, part: int | None) -> Leaves:
+        return self.loss.of_part(part)[1]
 
     def _is_rounding(self, rest: np.ndarray, scale: float = 1.0) -> bool:
         return bool((rest <= self.allowed(scale)).all())

@@ -1,6 +1,5 @@
-"""Fitted weights as the counts that they are: whole numbers, or code that counts."""
+"""Weights as the counts that they are: whole numbers, or code that counts."""
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -8,45 +7,37 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# How precise counts are, and fits in float64.
+# How precise shares are, which are quotients of counts in float64.
 EXACT = 1e-6
 
 
-def proportions(share: np.ndarray, trust: float = EXACT) -> str:
+def proportions(share: np.ndarray) -> str:
     """Weights as small whole numbers if possible, else in units of the least one.
 
     Args:
       share: the weights, which add up to 1.
-      trust: how precise they are.
     """
-    digits = 6 if trust <= EXACT else max(2, math.floor(-math.log10(trust)))
-    if trust <= EXACT:
-        total, whole = np.arange(1, 100_001), np.ones(100_000, bool)
-        for s in share:
-            whole &= np.abs(total * s - np.round(total * s)) < EXACT
-        if whole.any():
-            return " : ".join(f"{s * total[whole][0]:.0f}" for s in share)
+    total, whole = np.arange(1, 100_001), np.ones(100_000, bool)
+    for s in share:
+        whole &= np.abs(total * s - np.round(total * s)) < EXACT
+    if whole.any():
+        return " : ".join(f"{s * total[whole][0]:.0f}" for s in share)
     unit = min((s for s in share if s > 1e-9), default=1.0)
-    return " : ".join(f"{s / unit:.{digits}g}" if s > 1e-9 else "0" for s in share)
+    return " : ".join(f"{s / unit:.6g}" if s > 1e-9 else "0" for s in share)
 
 
 def code_that_counts(
-    parts: Sequence[Any], axes: Sequence[int | None], share: np.ndarray, trust: float
-) -> tuple[str, np.ndarray] | None:
-    """An expression in `batch`, a micro-batch, that has these shares, and those.
+    parts: Sequence[Any], axes: Sequence[int | None], share: np.ndarray
+) -> str | None:
+    """An expression in `batch`, a micro-batch, that has these shares, if there is one.
 
-    None if no expression is closer than `trust`. `axes` are where leaves are split.
+    `axes` are where leaves are split.
     """
-    closest, found = max(EXACT, trust), None
     for code, counts in _expressions(parts, axes):
-        if not np.isfinite(counts).all() or (counts < 0).any():
-            continue
-        counted = counts / (counts.sum() or 1.0)
-        apart = np.abs(counted - share).max()
-        # Among those that differ by rounding alone the first, which is the simplest.
-        if apart < closest and (found is None or apart < 0.5 * closest):
-            closest, found = apart, (code, counted)
-    return found
+        total = counts.sum()
+        if total > 0 and np.abs(counts / total - share).max() < EXACT:
+            return code
+    return None
 
 
 def _expressions(

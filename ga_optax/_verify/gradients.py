@@ -34,6 +34,16 @@ def _squared_distance(x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.sum((real(x) - real(y)) ** 2)
 
 
+@jax.jit
+def _product(a: Leaves, b: Leaves) -> jax.Array:
+    return jnp.stack([jnp.sum(x * y) for x, y in zip(a, b, strict=True)]).sum()
+
+
+def dot(a: Leaves, b: Leaves) -> float:
+    """The scalar product of two gradients."""
+    return float(_product(a, b))
+
+
 def norms(leaves: Leaves) -> np.ndarray:
     """‖x‖ of each leaf."""
     return np.sqrt(np.asarray(_squares(leaves)))

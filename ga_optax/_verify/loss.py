@@ -71,15 +71,9 @@ class Loss:
         self._as_is = as_is
         problem = self.problem
         wide = Wide(problem.gradient(), x64=problem.x64, as_is=as_is)
-        self._compiled = self._window = jax.jit(wide)
-        window = problem.window(problem.rows(None))
-        self._compiled.lower(problem.params, problem.batch, *window)
+        self._compiled = jax.jit(wide)
+        self._compiled.lower(problem.params, problem.batch, *problem.part(None))
         dtypes = {np.dtype(np.float64), *wide.low}
-        if problem.whole_batch:
-            wide = Wide(problem.of_window(), x64=problem.x64, as_is=as_is)
-            self._window = jax.jit(wide)
-            self._window.lower(problem.params, problem.batch, *window)
-            dtypes |= wide.low
         return max(dtypes, key=lambda dtype: float(jnp.finfo(dtype).eps))
 
     def traced_again(self) -> "Loss":
@@ -90,26 +84,13 @@ class Loss:
 
     def of_part(self, part: int | None, params: Any = None) -> Evaluated:
         """Loss and gradient of a micro-batch; of the undivided batch for None."""
-        whole, k = self.problem.rows(None), self.problem.k
-        if part is None:
-            return self.of_rows(whole, params=params)
-        if self.problem.whole_batch:
-            return self._evaluated(self._window, params, self.problem.window(whole))
-        return self.of_rows(whole, params=params, parts=k, member=part)
+        return self.of_rows(self.problem.rows(part), part or 0, params)
 
-    def of_rows(
-        self, rows: np.ndarray, key: int = 0, params: Any = None, **part: int
-    ) -> Evaluated:
-        """Loss and gradient of these rows, with the key of micro-batch `key`.
-
-        Or of one micro-batch in a window of these rows; `part` as for `window`.
-        """
-        window = self.problem.window(rows, key, **part)
-        return self._evaluated(self._compiled, params, window)
-
-    def _evaluated(self, program: Any, params: Any, window: Any) -> Evaluated:
+    def of_rows(self, rows: np.ndarray, key: int = 0, params: Any = None) -> Evaluated:
+        """Loss and gradient of these rows, with the key of micro-batch `key`."""
         params = self.problem.params if params is None else params
-        value, grads = program(params, self.problem.batch, *window)
+        keys = self.problem.keys(key)
+        value, grads = self._compiled(params, self.problem.batch, rows, keys)
         self.progress.tick()
         grads = jax.tree.leaves(grads)[::-1]
         # One leaf after the other, so that there are never two copies of all.

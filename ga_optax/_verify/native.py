@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ga_optax import accumulator
 from ga_optax._verify.comparison import Comparison
 from ga_optax._verify.gradients import distance, norm, norms, ratio, ulps
 from ga_optax._verify.loss import NotFiniteError, first_not_finite
@@ -30,13 +31,21 @@ class Native:
         self.comparison = comparison
         loss, problem = comparison.loss, comparison.problem
         params, batch = problem.params, problem.batch
-        grad = jax.jit(jax.grad(problem.undivided))
-        accumulated = jax.jit(problem.accumulated)
+        # Each is traced by itself, as in training.
+        grad, other = (
+            jax.jit(jax.grad(problem.of_part(problem.fun))) for _ in range(2)
+        )
         with jax.enable_x64(problem.x64):
-            whole = jax.tree.leaves(grad(params, batch, *problem.keys(0)))
+            whole = jax.tree.leaves(grad(params, batch, *problem.part(None)))
             loss.progress.tick()
-            parts = jax.tree.leaves(accumulated(params, batch, *problem.key)[1])
-            loss.progress.tick()
+            acc = accumulator.init(params)
+            for i, weight in enumerate(problem.weights):
+                grads = other(params, batch, *problem.part(i))
+                given = None if problem.weight is None else float(weight)
+                acc = accumulator.add(acc, grads, given)
+                loss.progress.tick()
+            means = jax.tree.leaves(accumulator.mean(acc))
+        parts = [x.astype(y.dtype) for x, y in zip(means, whole, strict=True)]
         places = problem.place(None), "accumulated over the micro-batches"
         for place, leaves in zip(places, (whole, parts), strict=True):
             found = first_not_finite(problem, place, 0.0, leaves)

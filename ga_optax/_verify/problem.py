@@ -6,9 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
 
 from ga_optax import _checks
 from ga_optax._verify.wide import Wide
@@ -27,14 +25,9 @@ class Problem:
       batch: the undivided batch.
       key: the key, as a tuple of one; empty if there is none.
       k: the number of micro-batches.
-      weight_fn: a function of a micro-batch, or None.
-      accumulated: loss and gradient over micro-batches, with the arguments of `fun`.
+      weight: the weight of a micro-batch, with the arguments of `fun`, or None.
       x64: whether the caller works under `jax_enable_x64`.
       axes: along which axis each leaf of the batch is split; None if it stays whole.
-      axis_name: the axis over which micro-batches communicate, or None.
-      whole_batch: whether the loss is partitioned, so that there are no gradients of
-        micro-batches, but one of the window.
-      plain: `accumulated` without passes, which float64 can evaluate.
     """
 
     fun: Callable[..., Any]
@@ -42,13 +35,9 @@ class Problem:
     batch: Any
     key: tuple[Any, ...]
     k: int
-    weight_fn: Callable[..., ArrayLike] | None
-    accumulated: Callable[..., Any]
+    weight: Callable[..., jax.Array] | None
     x64: bool
     axes: Sequence[int | None]
-    axis_name: str | None
-    whole_batch: bool
-    plain: Callable[..., Any]
 
     @property
     def batch_size(self) -> int:
@@ -73,17 +62,14 @@ class Problem:
 
         Rounding in float32 makes no weight wrong; in bfloat16 it does.
         """
-        weight_fn, batch, whole = self.weight_fn, self.batch, self.rows(None)
-        if self.whole_batch:
-            return np.ones(1)
-        if weight_fn is None:
+        if self.weight is None:
             return np.ones(self.k)
-        weigh = self.member(lambda batch, *_: weight_fn(batch))
-        parts = [self.window(whole, 0, self.k, i) for i in range(self.k)]
+        weigh = self.of_part(self.weight)
+        args = [(self.params, self.batch, *self.part(i)) for i in range(self.k)]
         with jax.enable_x64(self.x64):
-            used = [float(_checks.check_weight(weigh(batch, *x))) for x in parts]
+            used = np.array([float(weigh(*x)) for x in args])
         exactly = jax.jit(Wide(weigh, x64=self.x64))
-        exact = np.array([float(exactly(batch, *x)) for x in parts])
+        exact = np.array([float(exactly(*x)) for x in args])
         return np.where(np.abs(used - exact) <= _WEIGHT * exact, exact, used)
 
     def rows(self, part: int | None) -> np.ndarray:
@@ -119,71 +105,26 @@ class Problem:
         """How messages name a micro-batch, or the undivided batch for None."""
         if part is None:
             return "of the undivided batch"
-        if self.whole_batch:
-            return "accumulated over the micro-batches"
         rows = self.rows(part)
         return f"of micro-batch {part} (rows {rows[0]} to {rows[-1]})"
 
     def keys(self, part: int) -> tuple[Any, ...]:
         """What a micro-batch gets after the batch: its key, or nothing."""
-        if self.whole_batch:
-            return self.key
         return jax.tree.map(lambda key: jax.random.fold_in(key, part), self.key)
 
-    def window(
-        self, rows: np.ndarray, first: int = 0, parts: int = 1, member: int = 0
-    ) -> tuple[Any, Any, Any]:
-        """A micro-batch of a window, as a `member` function takes it after the batch.
+    def part(self, part: int | None) -> tuple[np.ndarray, tuple[Any, ...]]:
+        """The rows of a micro-batch, or all for None, and its keys."""
+        return self.rows(part), self.keys(part or 0)
 
-        Args:
-          rows: those of the window.
-          first: the number of its first micro-batch, for the keys.
-          parts: how many it has.
-          member: which of them.
-        """
-        rows = rows.reshape(parts, -1)
-        if self.axis_name is None:
-            # Micro-batches know nothing of each other.
-            return rows[member], self.keys(first + member), np.int32(0)
-        keys = [self.keys(first + i) for i in range(parts)]
-        return rows, jax.tree.map(lambda *x: jnp.stack(x), *keys), np.int32(member)
-
-    def member(self, fun: Callable[..., Any]) -> Callable[..., Any]:
-        """`fun` of a micro-batch and its key, as a function of the batch and `window`.
-
-        Collectives over the axis see the window, as under `jax.vmap`.
-        """
-
-        def of_window(batch: Any, rows: Any, keys: Any, member: Any) -> Any:
-            def one(rows: Any, keys: Any) -> Any:
-                return fun(self.take(batch, rows), *keys)
-
-            if self.axis_name is None:
-                return one(rows, keys)
-            return jax.vmap(one, axis_name=self.axis_name)(rows, keys)[member]
-
-        return of_window
-
-    @property
-    def undivided(self) -> Callable[..., Any]:
-        """The loss of the undivided batch, of the arguments of `fun`."""
-        if self.axis_name is None:
-            return self.fun
-        names = {"axis_name": self.axis_name, "axis_size": 1}
-        one = jax.vmap(self.fun, in_axes=None, **names)
-        return lambda *args: one(*args)[0]
-
-    def of_window(self) -> Callable[..., Any]:
-        """Loss and gradient of the window, of the same arguments as `gradient`."""
-        return lambda params, batch, *_: self.plain(params, batch, *self.key)
+    def of_part(self, fun: Callable[..., Any]) -> Callable[..., Any]:
+        """`fun` of params, batch, and what `part` returns."""
+        return lambda params, batch, rows, keys: fun(
+            params, self.take(batch, rows), *keys
+        )
 
     def gradient(self) -> Callable[..., Any]:
-        """A function of params, batch and `window`: the loss and its gradient.
+        """A function of params, batch and `part`: the loss and its gradient.
 
         It is a new function each time, so JAX traces the loss again.
         """
-
-        def loss(params: Any, *window: Any) -> Any:
-            return self.member(functools.partial(self.fun, params))(*window)
-
-        return jax.value_and_grad(loss)
+        return jax.value_and_grad(self.of_part(self.fun))

@@ -21,7 +21,7 @@ class Cause(enum.Enum):
     CROSS_EXAMPLE = "The rows of a batch depend on each other in this loss."
     RANDOMNESS = "The loss depends on random numbers, or on the order of its examples."
     NOT_FINITE = "A loss or a gradient is not finite: it contains an inf or a NaN."
-    UNDETERMINED = "The gradients alone do not tell what is wrong."
+    UNDETERMINED = "Neither the program of the loss nor its numbers tell what is wrong."
 
 
 # The causes with which accumulation gives the undivided batch's gradient.

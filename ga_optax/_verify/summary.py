@@ -6,46 +6,34 @@ from typing import Any
 import numpy as np
 
 from ga_optax._text import unfold
-from ga_optax._verify.diagnosis import (
-    Finding,
-    diagnose,
-    not_finite,
-    of_device_count,
-)
+from ga_optax._verify.diagnosis import Finding, diagnose, not_finite
 from ga_optax._verify.gradients import norm
 from ga_optax._verify.loss import Loss, NotFiniteError
 from ga_optax._verify.native import Native
 from ga_optax._verify.problem import Problem
 from ga_optax._verify.program import warnings
+from ga_optax._verify.proof import Proof
 from ga_optax._verify.report import SAME, Cause, Report
 
 
-def nothing_compared(error: NotFiniteError, loss: Loss) -> Report:
+def nothing_compared(error: NotFiniteError, loss: Loss, proof: Proof | None) -> Report:
     """The report if there is an inf or a NaN."""
     figures = {"dtype": loss.dtype, "losses": error.losses}
-    return _report(not_finite(error), loss.problem, _UNKNOWN, **figures)
+    page = ["No difference can be measured."], loss.problem, proof
+    return _report(not_finite(error), *page, **figures)
 
 
-def by_devices(problem: Problem) -> Report:
-    """The report if the loss depends on the number of devices, under `axis_name`."""
-    finding = of_device_count(str(problem.axis_name))
-    unknown = math.nan, math.nan
-    return _report(finding, problem, _UNKNOWN, dtype="float64", losses=unknown)
-
-
-_UNKNOWN = ["No difference can be measured."]
-
-
-def compared(native: Native) -> Report:
+def compared(native: Native, proof: Proof | None) -> Report:
     """The report of a comparison."""
-    comparison, finding = native.comparison, diagnose(native)
+    comparison, finding = native.comparison, diagnose(native, proof)
     difference = _difference(finding.cause, native)
     losses = _losses(finding.cause, *comparison.losses)
     note = comparison.loss.note if comparison.noisy else ""
     return _report(
         finding,
-        comparison.problem,
         [difference, finding.extent, losses, note],
+        comparison.problem,
+        proof,
         dtype=comparison.loss.dtype if comparison.noisy else "float64",
         losses=comparison.losses,
         max_ulp=native.max_ulp,
@@ -55,17 +43,22 @@ def compared(native: Native) -> Report:
 
 
 def _report(
-    finding: Finding, problem: Problem, sizes: list[str], **figures: Any
+    finding: Finding,
+    sizes: list[str],
+    problem: Problem,
+    proof: Proof | None,
+    **figures: Any,
 ) -> Report:
     diagnosis = tuple(filter(None, (finding.cause.value, unfold(finding.detail))))
     extent, fix = tuple(map(unfold, filter(None, sizes))), unfold(finding.fix)
+    ok = finding.cause in SAME
     return Report(
-        ok=finding.cause in SAME,
+        ok=ok,
         cause=finding.cause,
         message=" ".join((*diagnosis, extent[0], fix)),
         weights=finding.weights,
         fix=fix,
-        warnings=tuple(map(unfold, warnings(problem))),
+        warnings=tuple(map(unfold, warnings(proof, ok))),
         num_microbatches=problem.k,
         batch_size=problem.batch_size,
         diagnosis=diagnosis,

@@ -41,14 +41,14 @@ class Wide:
         if self._as_is:
             self.low.update(*map(_floats, program.eqns))
         else:
-            program, *inputs = map(self._widen, (program, *inputs))
+            program, *inputs = map(self.widened, (program, *inputs))
         results = ir.results(program, inputs)
         return jax.tree.unflatten(jax.tree.structure(out), results)
 
-    def _widen(self, x: Any) -> Any:
+    def widened(self, x: Any) -> Any:
         """An array, a dtype or a program in float64; anything else as it is."""
         if hasattr(x, "consts"):
-            consts = list(map(self._widen, x.consts))
+            consts = list(map(self.widened, x.consts))
             return x.replace(jaxpr=self._program(x.jaxpr), consts=consts)
         if hasattr(x, "eqns"):
             return self._program(x)
@@ -67,7 +67,7 @@ class Wide:
             yield from self._between_casts(equation, ins, outs)
             return
         params = jax.tree.map(
-            self._widen, equation.params, is_leaf=lambda x: hasattr(x, "eqns")
+            self.widened, equation.params, is_leaf=lambda x: hasattr(x, "eqns")
         )
         if equation.primitive.name == "reduce_precision":
             params = {"exponent_bits": 11, "mantissa_bits": 52}  # none is lost

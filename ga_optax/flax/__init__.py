@@ -1,11 +1,12 @@
-"""Train state, NNX optimizer and NNX gradients: Flax's own, for windows.
+"""NNX gradients, train state and NNX optimizer: Flax's own, over micro-batches.
 
-`TrainState` and `Optimizer` take micro-steps with `ga_optax.apply_gradients`, so that
-inside a window only the accumulator is touched. `value_and_grad` and `accumulate` take
-modules; what the loss changes in them goes from one micro-batch to the next, and back
-into the modules. `verify` compares the gradients of a loss of a module, and
-`batch_dependencies` shows where its rows meet. `plan` is `ga_optax.plan`, which takes
-modules, and steps under `nnx.jit`, as they are.
+`value_and_grad` is `nnx.value_and_grad` over micro-batches: value, gradients, and what
+the loss changes in modules are those of one call over all rows; `batch_dependencies`
+shows where rows meet. `accumulate` adds micro-batches each by itself; what the loss
+changes goes from one to the next. `TrainState` and `Optimizer` take micro-steps with
+`ga_optax.apply_gradients`, so that inside a window only the accumulator is touched.
+`verify` asks whether micro-batches give the gradient of a loss of a module. `plan` is
+`ga_optax.plan`, which takes modules, and steps under `nnx.jit`, as they are.
 
 It needs the extra `flax`. `ga_optax.flax` imports it when it is first used.
 """

@@ -10,7 +10,7 @@ import targets
 
 import ga_optax as ga
 from ga_optax._compiled import machines, plan
-from ga_optax._inside import in_place
+from ga_optax._loop import in_place
 from ga_optax._passes import products
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")

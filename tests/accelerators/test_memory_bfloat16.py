@@ -13,7 +13,7 @@ import pytest
 import targets
 
 import ga_optax as ga
-from ga_optax._inside import fences
+from ga_optax._loop import fences
 from ga_optax._passes import products
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")

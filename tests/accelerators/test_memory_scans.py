@@ -8,7 +8,7 @@ import pytest
 import targets
 
 import ga_optax as ga
-from ga_optax._inside.axis import stages
+from ga_optax._window import stages
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))
 from whole_scans import BATCH, K, decoder, nothing

@@ -22,7 +22,7 @@ def tokens(batch: Batch) -> jax.Array:
 
 
 def make_step(num_microbatches: int) -> Any:
-    return jax.jit(ga.value_and_grad(loss, num_microbatches, weight_fn=tokens))
+    return jax.jit(ga.value_and_grad(loss, num_microbatches))
 
 
 tx: ga.MultiSteps = ga.MultiSteps(

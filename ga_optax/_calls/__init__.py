@@ -1,0 +1,22 @@
+"""The functions that run inside a call: their arguments, checked once, and their way.
+
+    options       the options of all of them, in one record
+    call          one call: its arguments by role
+    batches       what of it has rows, how many, and whether they can be divided
+    region        a call at top level with a data axis
+    results       what `fun` returns, taken apart and put together
+    words         keywords that a function does not have; calls outside of `jit`
+    said_once     what is said in the log: what this JAX lacks
+
+    gradients     `value_and_grad`
+    whole         the gradient of the whole batch: traced, partitioned, run
+    savings       whether micro-batches save memory, by an estimate
+    layouts       that program, where rows meet in it, and what comes back
+    function      `microbatch`
+    dependencies  `batch_dependencies`
+    accumulate    `accumulate`: micro-batches, each by itself
+    micro_batch   the program of one of those
+    checks        what only that asks of a call
+
+Imports `_window`, `_loop`, `_partition`, `_passes`, `_devices` and the root.
+"""

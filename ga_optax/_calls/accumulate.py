@@ -1,0 +1,221 @@
+"""Micro-batches, each by itself, in one `jax.lax.scan`: `accumulate`.
+
+    acc  +  Σ wᵢ · jax.grad(fun)(params, micro-batch i)
+
+Any grouping of the same micro-batches into calls gives the same bits. Which rows are in
+which micro-batch is said in `_devices.membership`. On one device they are neighbours: a
+batch that was drawn with `ga_optax.data`'s `window_indices` and flattened is split
+along that function's own rows, and calls over the halves of a batch continue one
+another.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jax.typing import ArrayLike
+
+from ga_optax import accumulator
+from ga_optax._calls import checks
+from ga_optax._calls.call import Call
+from ga_optax._calls.micro_batch import trace
+from ga_optax._calls.options import Options
+from ga_optax._calls.region import WHOLE, ManualAxisError, gradients, over_mesh
+from ga_optax._calls.results import Returned, put_together
+from ga_optax._calls.words import explains_keywords, warns_outside_jit
+from ga_optax._checks import check_gradients
+from ga_optax._devices import meshes
+from ga_optax._devices.data_axis import DataAxis
+from ga_optax._loop.run import run
+from ga_optax.accumulator import Accumulator
+
+
+@explains_keywords
+def accumulate(
+    fun: Callable[..., Any],
+    num_microbatches: int = 1,
+    *,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    batch_argnums: int | Sequence[int] = 1,
+    batch_argnames: str | Sequence[str] = (),
+    batch_axes: Any = 0,
+    data_axis: str | Sequence[str] | DataAxis | None = None,
+    optimize: bool = True,
+    weight_fn: Callable[..., ArrayLike] | None = None,
+    aux: Any = "mean",
+    rng_argnums: int | Sequence[int] = (),
+    rng_argnames: str | Sequence[str] = (),
+    carry_argnums: int | Sequence[int] = (),
+    num_real_microbatches: ArrayLike | None = None,
+) -> Callable[..., tuple[Any, Accumulator]]:
+    """Adds the gradients of micro-batches, each by itself, to an accumulator.
+
+    >>> import jax, jax.numpy as jnp
+    >>> import ga_optax as ga
+    >>> def loss(w, x):
+    ...     return jnp.mean((x * w) ** 2)
+    >>> step = jax.jit(ga.accumulate(loss), donate_argnums=0)
+    >>> w = jnp.float32(2.0)
+    >>> acc = ga.accumulator.init(w)
+    >>> for x in jnp.array([[1.0, 1.0], [1.0, 3.0]]):
+    ...     value, acc = step(acc, w, x)
+    >>> print(value, ga.accumulator.mean(acc))
+    20.0 12.0
+
+    For a window that does not come as one batch: from a loader that yields one
+    micro-batch at a time, or of a length that is not known in advance. Donate the
+    accumulator, and it is updated where it lies.
+
+        acc  +  Σ wᵢ · jax.grad(fun)(params, micro-batch i)
+
+    That is the gradient of the whole batch only if the loss is a mean over rows, or
+    over what `weight_fn` counts; `verify` says whether it is. With the whole batch at
+    hand, `value_and_grad` gives its gradient for any loss.
+
+    **Exactness.** Any grouping of the same micro-batches into calls gives the same
+    bits: eight calls of one, two calls of four, one call of eight. Sums are divided
+    once, so integer-valued gradients are those of the undivided batch, bit for bit;
+    others are off by `n·eps·Σ|terms|` at most. A micro-batch of weight 0 changes no
+    gradient, loss or mean, whatever it holds. What an empty accumulator holds (`count
+    == 0`) is never read. With `optimize=False` the sums are float32 too, and weight 0
+    changes nothing; but two groupings agree to rounding only. Page: "Exactness".
+
+    **Keys.** The micro-batches of a call see `fold_in(key, acc.count + i)`. Pass the
+    same key all through the window: k calls of one micro-batch and one call of k draw
+    the same.
+
+    Args:
+      fun: a function like that of `jax.value_and_grad`, of one micro-batch.
+      num_microbatches: how many micro-batches are in one call, static. They are
+        neighbouring rows; on a mesh without `data_axis`, every k-th row.
+      argnums: the positional arguments of `fun` to differentiate with respect to. These
+        and all others are counted without the accumulator.
+      has_aux: whether `fun` returns `(loss, aux)`.
+      batch_argnums: the positional arguments to split. What no option names goes to
+        each micro-batch whole; it raises if it is a key, or as long as the batch.
+      batch_argnames: keywords to split.
+      batch_axes: where to split, as in `jax.vmap`: an axis, None (whole), or a prefix
+        of the batch (of a tuple of several batch arguments, keywords last).
+      data_axis: the mesh axis, or a tuple of them, that split the batch over devices,
+        or a `DataAxis`. At top level each call merges once. Inside `jax.shard_map`
+        nothing is merged: accumulator and value are the device's own, and
+        `merge_across` at the end of the window communicates once. There it takes names
+        alone.
+      optimize: as for `value_and_grad`.
+      weight_fn: a function of a micro-batch's batch arguments, and then of the aux if
+        `has_aux`, that returns its weight, a non-negative scalar. A negative one gives
+        NaN. No gradient flows through it.
+      aux: "mean" (weighted), "sum", "last", "stack", or a prefix of the aux with those.
+      rng_argnums: PRNG keys, or trees of them, one for each micro-batch, see **Keys**.
+      rng_argnames: keywords that are keys.
+      carry_argnums: those that thread through the micro-batches, such as batch
+        statistics. `fun` and the result return their new values after the loss: `(loss,
+        carry)`, or `(loss, (carry, aux))`. Pass what came back on to the next call.
+      num_real_microbatches: how many micro-batches count, the first ones; static or
+        traced. The others are not run, and count neither in the mean nor in the aux
+        ("stack" has zeros there): for a batch padded to a fixed size.
+
+    Returns:
+      A function `(acc, *args, **kwargs) -> (value, acc)`. Make the first `acc` with
+      `accumulator.init` from the argument at `argnums` (from a tuple of them if
+      `argnums` is one); its dtype is the one to sum in. `value` is `fun`'s value, or
+      `(value, aux)`, over the micro-batches of that call alone.
+
+    Raises:
+      TypeError, ValueError: as for `value_and_grad`, and if the accumulator does not
+        match the parameters.
+    """
+    options = Options(
+        fun=fun,
+        num_microbatches=num_microbatches,
+        argnums=argnums,
+        has_aux=has_aux,
+        batch_argnums=batch_argnums,
+        batch_argnames=batch_argnames,
+        batch_axes=batch_axes,
+        data_axis=data_axis,
+        optimize=optimize,
+        weight_fn=weight_fn,
+        aux=aux,
+        rng_argnums=rng_argnums,
+        rng_argnames=rng_argnames,
+        carry_argnums=carry_argnums,
+        num_real_microbatches=num_real_microbatches,
+    ).checked()
+
+    @warns_outside_jit
+    def accumulate_fun(acc: Accumulator, *args: Any, **kwargs: Any) -> Any:
+        call = checks.each_by_itself(Call.make(options, args, kwargs))
+        _check_continues(call, acc)
+        if call.mesh is None or options.each:
+            value, acc = _added(call.on_device(), acc, merges=False)
+        else:
+            value, acc = _over_mesh(call, acc)
+        return put_together(options, value), acc
+
+    return accumulate_fun
+
+
+def _added(call: Call, acc: Accumulator, merges: bool) -> tuple[Returned, Accumulator]:
+    """The micro-batches of a call, added to an accumulator."""
+    where = call.where()
+    program = trace(call, where)
+    operands = program.operands(call, acc)
+    out = run(program.step, operands, where, begins=False, merges=merges)
+    loss, *leaves = out.results
+    carry = program.carry.unflatten(out.carry)
+    stacked = [way == "stack" for way in program.step.ways[1:]]
+    value = Returned.of(loss, carry, leaves, stacked, program.aux)
+    total = jax.tree.structure(call.params).unflatten(out.acc.total)
+    # If the caller does not say either, XLA may sum up whole gradients.
+    total = total if call.mesh is None else call.placed(total)
+    return value, out.acc._replace(total=total)
+
+
+def _over_mesh(call: Call, acc: Accumulator) -> tuple[Returned, Accumulator]:
+    """The same at top level with a data axis: merged once a call."""
+    of_acc = Accumulator(gradients(call), WHOLE, WHOLE)
+    # Every other part of the value is the same on all devices.
+    split: PartitionSpec = meshes.split_spec(call.options.axes)
+    results = Returned(WHOLE, WHOLE, WHOLE, stacked=split), of_acc
+    try:
+        return over_mesh(call, _merged, (acc, of_acc), results=results, check_vma=True)
+    except ManualAxisError:
+        return over_mesh(call, _merged, (acc, of_acc), results=results, check_vma=False)
+
+
+def _merged(call: Call, acc: Accumulator) -> tuple[Returned, Accumulator]:
+    """Folds from zeros on every device, and adds what they merged to `acc`."""
+    call = call.on_device()
+    start = accumulator.init(call.params, None)
+    total = jax.tree.map(lambda z, t: z.astype(t.dtype), start.total, acc.total)
+    start = start._replace(total=call.placed(total), count=acc.count)  # for the keys
+    value, new = _added(call, start, merges=True)
+    real: Any = call.options.num_real_microbatches
+    count = call.options.num_microbatches if real is None else real
+    count = jnp.full_like(acc.count, count)
+    return value, accumulator.merge(acc, new._replace(count=count))
+
+
+def _check_continues(call: Call, acc: Any) -> None:
+    """Raises if `accumulate` cannot add the gradients of a call to `acc`."""
+    if not isinstance(acc, Accumulator):
+        raise TypeError(
+            "The first argument must be the accumulator to continue, but it is of "
+            f"type {type(acc).__name__}. Start with accumulator.init(params)."
+        )
+    options = call.options
+    other = options.each or options.overlap or call.logical
+    if call.axes and (other or call.specs is not None):
+        raise ValueError(
+            'Inside shard_map accumulate must have sync="last" and neither '
+            "param_specs, grad_specs, overlap nor logical_devices, but it has "
+            f"{options.data_axis}. Use "
+            "value_and_grad, or call accumulate at top level; or gather the "
+            "parameters once before the window, and pass a name alone."
+        )
+    check_gradients(acc.total, call.params, name="the parameters", expected="acc.total")
+    checks.gradients_are_sums(call.params)

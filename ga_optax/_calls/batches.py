@@ -1,0 +1,352 @@
+"""What of a call has rows, how many there are, and whether they can be divided."""
+
+import functools
+import itertools
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ga_optax._calls.options import NAMES, Argument
+from ga_optax._checks import check_arrays, divisors, named_leaves, one_of
+from ga_optax._devices import meshes
+from ga_optax._passes import ir
+
+Call = Any  # of `call`, which imports this
+
+
+def argument(place: Argument) -> str:
+    """How messages name an argument."""
+    return f"argument {place!r}"
+
+
+def line(call: Call, role: str, place: Argument) -> str:
+    """The option that gives a role to one more argument, as users write it."""
+    named = isinstance(place, str)
+    places = [i for i in call.roles[role] if isinstance(i, str) == named]
+    value = (*places, place) if places else place
+    return f"{NAMES[role] if named else role}={value!r}"
+
+
+def is_key(leaf: Any) -> bool:
+    is_array = isinstance(leaf, jax.Array)
+    return is_array and bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
+
+
+def named_batch(call: Call) -> list[tuple[str, Any]]:
+    """The leaves of the batch arguments, each with its name."""
+    places = call.roles["batch_argnums"]
+    leaves = []
+    for i in places:
+        for name, x in named_leaves(call.at(i)):
+            alone = len(places) == 1 and x is not call.at(i)
+            leaves.append((name if alone else f"{name} of {argument(i)}", x))
+    return leaves
+
+
+def layout(call: Call) -> tuple[dict[str, int], dict[str, int]]:
+    """The bytes of what has rows, and of what goes whole, by name; without parameters.
+
+    Of what is no array nothing is said.
+    """
+    rows: dict[str, int] = {}
+    whole: dict[str, int] = {}
+    for (name, x), axis in zip(named_batch(call), call.batch_axes, strict=True):
+        (whole if axis is None else rows)[name] = _nbytes(x)
+    for place in call.without_role:
+        for name, x in named_leaves(call.at(place)):
+            of = "" if x is call.at(place) else f"{name} of "
+            whole[of + argument(place)] = _nbytes(x)
+    return rows, {name: nbytes for name, nbytes in whole.items() if nbytes}
+
+
+def _nbytes(x: Any) -> int:
+    if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+        return 0
+    return ir.numbers(x.shape) * x.dtype.itemsize
+
+
+# -- Axes ------------------------------------------------------------------------------
+
+
+def axes_of(call: Call, hint: bool) -> list[int | None]:
+    """The axis of each leaf of the batch, not negative; None for what goes whole."""
+    axes, batch = call.options.batch_axes, call.role("batch_argnums")
+    if isinstance(axes, list):
+        axes = tuple(axes)
+    if len(batch) == 1 and not (_is_single(axes) and not _is_single(batch[0])):
+        axes = (axes,)
+    try:
+        of_leaves = jax.tree.broadcast(axes, batch, is_leaf=lambda x: x is None)
+    except ValueError:
+        tree = jax.tree.structure(batch if len(batch) > 1 else batch[0])
+        raise ValueError(
+            "batch_axes must be a prefix of the batch (of a tuple of the arguments, if "
+            f"there are several), but it is {call.options.batch_axes!r}, and the batch "
+            f"is {tree}. Pass an int, None, or one for each part."
+        ) from None
+    if hint:
+        _check_no_lists(call)
+    named = named_batch(call)
+    found = jax.tree.structure(batch).flatten_up_to(of_leaves)
+    for i, ((name, x), axis) in enumerate(zip(named, found, strict=True)):
+        if axis is None:
+            continue
+        if hint and np.ndim(x) == 0:
+            found[i] = None
+            continue
+        todo = "Give it None in batch_axes to pass it to each micro-batch as it is."
+        if is_key(x) and not hint:
+            todo = "Pass keys by themselves, and name them in rng_argnums."
+        check_arrays(name, x, todo)
+        ndim = jnp.ndim(x)
+        if not -ndim <= axis < ndim:
+            has = f"has shape {jnp.shape(x)}" if ndim else "is a scalar"
+            raise ValueError(
+                "Every leaf of the batch must have a batch axis, here axis "
+                f"{axis}, but {name} {has}. {todo}"
+            )
+        found[i] = axis % ndim
+    return found
+
+
+def _is_single(tree: Any) -> bool:
+    """Whether it is a sequence of one: axes of one argument, or an argument like it."""
+    return isinstance(tree, (tuple, list)) and len(tree) == 1
+
+
+def _check_no_lists(call: Call) -> None:
+    """Raises if there is a list of numbers: each of them would be a leaf."""
+
+    def is_list(x: Any) -> bool:
+        some = isinstance(x, list) and len(x) > 1
+        return some and jax.tree_util.all_leaves(x) and not any(map(np.ndim, x))
+
+    for i in call.roles["batch_argnums"]:
+        for x in jax.tree.leaves(call.at(i), is_leaf=is_list):
+            if isinstance(x, list):
+                raise TypeError(
+                    f"The batch must hold arrays, but {argument(i)} has a list of "
+                    f"{len(x)} numbers in it, of which each would be a leaf. Pass "
+                    "jnp.asarray of it."
+                )
+
+
+# -- Rows ------------------------------------------------------------------------------
+
+
+def divided(call: Call, hint: bool) -> Call:
+    """The call, whose rows the devices and micro-batches divide; or raises."""
+    rows, came = _first(call, hint)
+    devices, kind = _num_splits(call)
+    part, rest = divmod(rows, devices)
+    if rest:
+        raise ValueError(
+            f"The {devices} {kind} along data_axis={call.options.axes} must divide the "
+            f"batch axis, but {came}. Use a batch of {rows - rest or devices} or "
+            f"{rows - rest + devices} examples."
+        )
+    k = call.options.num_microbatches
+    # In a region a device has its own part, and cannot say what is whole on all.
+    if hint and not call.axes:
+        call = _as_they_divide(call, rows, devices * k)
+    else:
+        _check_one_length(call, rows, came)
+        if devices * k > 1:
+            _check_no_batch(call, rows)
+    if not isinstance(part, int) and not _divides(k, part):
+        raise ValueError(
+            f"num_microbatches={k} must divide the batch axis, but {came}. Export a "
+            f'dimension that it divides, such as jax.export.symbolic_shape("{k}*b").'
+        )
+    if part % k:
+        what = _what_is_split(part, devices, kind)
+        nearest = sorted(divisors(part), key=lambda d: abs(d - k))[:8]
+        raise ValueError(
+            f"num_microbatches={k} must divide {what}, but {came}. Use "
+            f"{one_of(sorted(nearest))}."
+        )
+    return call
+
+
+def number(call: Call, size: int) -> int:
+    """How many micro-batches of so many rows a device has."""
+    rows, came = _first(call, hint=True)
+    devices, kind = _num_splits(call) if call.options.axes else (1, "")
+    part = rows // devices
+    if part % size:
+        nearest = sorted(divisors(part), key=lambda d: abs(d - size))[:8]
+        raise ValueError(
+            f"microbatch_size={size} must divide {_what_is_split(part, devices, kind)}"
+            f", but {came}. Use {one_of(sorted(nearest))}."
+        )
+    return part // size
+
+
+def check_logical(call: Call) -> None:
+    total, axes = call.options.logical_devices, call.options.axes
+    for name, x in named_leaves(call.params) if total else ():
+        spec = meshes.spec_of_type(x)
+        if set(itertools.chain(*map(meshes.names_in, spec))) - set(axes):
+            raise ValueError(
+                "logical_devices needs automatic axes beside the data axis, up to jax "
+                f"0.12, but an explicit one shards {name}: its type is "
+                f"{jax.typeof(x)}. Use AxisType.Auto, or leave logical_devices out."
+            )
+    devices = meshes.num_devices(axes, call.mesh) if total else 1
+    if total % devices:
+        raise ValueError(
+            f"The devices along data_axis={axes} must divide logical_devices={total}, "
+            f"but there are {devices}. Use {one_of(divisors(total))} of them, or other "
+            "logical devices (and then other bits)."
+        )
+
+
+def _with_axes(call: Call) -> list[tuple[str, tuple[int, ...], int]]:
+    """The leaves that have rows: their names, shapes, and how many rows."""
+    named = zip(named_batch(call), call.batch_axes, strict=True)
+    return [
+        (name, jnp.shape(x), jnp.shape(x)[axis])
+        for (name, x), axis in named
+        if axis is not None
+    ]
+
+
+def _first(call: Call, hint: bool) -> tuple[int, str]:
+    """How many rows the batch has, those of its first leaf, and how messages say so."""
+    leaves = _with_axes(call)
+    if not leaves:
+        places = call.roles["batch_argnums"]
+        none = "holds none that batch_axes splits"
+        raise ValueError(
+            "batch_argnums must name arguments that hold arrays, but "
+            f"{' and '.join(f'{argument(i)} {none}' for i in places)}. Change it."
+        )
+    name, shape, rows = leaves[0]
+    came = f"{name} has shape {shape}"
+    if rows == 0:
+        todo = "Skip the call"
+        if not (hint or call.options.overlap):
+            todo += ", or pad the batch and pass num_real_microbatches=0"
+        raise ValueError(
+            f"The batch must hold at least one example, but {came}. {todo}."
+        )
+    return rows, came
+
+
+def _check_one_length(call: Call, rows: int, came: str) -> None:
+    for name, other, length in _with_axes(call):
+        if length != rows:
+            raise ValueError(
+                "All leaves of the batch must have one length along their batch axis, "
+                f"but {came} and {name} has shape {other}. Put the examples on axis "
+                "0, or say in batch_axes where they are."
+            )
+
+
+def _as_they_divide(call: Call, rows: int, parts: int) -> Call:
+    """The call, in which leaves that do not divide go whole, and others have a role.
+
+    An argument without a role that has the batch's rows in all of its leaves has one.
+    """
+    lengths = iter([n for _, _, n in _with_axes(call)])
+    axes = [
+        axis if axis is not None and _is_split(next(lengths), rows, parts) else None
+        for axis in call.batch_axes
+    ]
+    call = call._replace(batch_axes=axes)
+    [axis, *others] = dict.fromkeys(call.split_axes)
+    axis = 0 if others else axis
+    for place in call.without_role:
+        leaves = jax.tree.leaves(call.at(place))
+        if leaves and all(np.shape(x)[axis : axis + 1] == (rows,) for x in leaves):
+            batch = *call.roles["batch_argnums"], place
+            call = call._replace(
+                roles=call.roles | {"batch_argnums": batch},
+                batch_axes=[*call.batch_axes, *[axis] * len(leaves)],
+            )
+        elif _may_be_the_batch(call, leaves, rows):
+            _warn_of_role(call, place, rows)
+    return call
+
+
+def _is_split(n: Any, rows: Any, parts: int) -> bool:
+    """Whether a leaf of so many rows is split: as the first one, or if it can be."""
+    try:
+        return bool(n == rows) or bool(n and n % parts == 0)
+    except Exception:  # dimensions that `jax.export` leaves open
+        return False
+
+
+def _may_be_the_batch(call: Call, leaves: Sequence[Any], rows: int) -> bool:
+    """Whether it looks more like a batch than what is split, such as statistics."""
+    shapes = [np.shape(x) for x in leaves]
+    if not all(shape[:1] == shapes[0][:1] and shape for shape in shapes):
+        return False
+    split = [jnp.ndim(x) for x in call.batch]
+    try:
+        longer = bool(shapes and shapes[0][0] > rows)
+    except Exception:  # dimensions that `jax.export` leaves open
+        return False
+    return longer and max(split) <= 1
+
+
+def _warn_of_role(call: Call, place: Argument, rows: int) -> None:
+    n = np.shape(jax.tree.leaves(call.at(place))[0])[0]
+    split = " and ".join(map(argument, call.roles["batch_argnums"]))
+    option = "batch_argnames" if isinstance(place, str) else "batch_argnums"
+    _warn(
+        f"What is split should be the batch, but {split} has {rows} rows, and "
+        f"{argument(place)}, which is not split, has {n} along axis 0 of every leaf. "
+        f"If that is the batch, pass {option}={place!r}; the gradient is right anyway, "
+        "but saves nothing."
+    )
+
+
+@functools.cache  # once
+def _warn(text: str) -> None:
+    warnings.warn(text, stacklevel=2)
+
+
+def _what_is_split(part: int, devices: int, kind: str) -> str:
+    if devices == 1:
+        return "the batch axis"
+    return f"the batch of each of the {devices} {kind}, {part} examples"
+
+
+def _divides(k: int, size: Any) -> bool:
+    """Whether it divides a dimension, which `jax.export` may leave open."""
+    try:
+        return bool(size % k == 0)
+    except Exception:  # which JAX does not export
+        return False
+
+
+def _num_splits(call: Call) -> tuple[int, str]:
+    """Over how many devices the batch is split, and of which kind they are."""
+    axes = call.options.axes
+    if not axes:
+        split = zip(call.batch, call.split_axes, strict=True)
+        return max(meshes.num_parts(x, axis) for x, axis in split), "devices"
+    devices = 1 if call.mesh is None else meshes.num_devices(axes, call.mesh)
+    kind = "logical devices" if call.logical else "devices"
+    return devices * (call.logical or 1), kind
+
+
+def _check_no_batch(call: Call, rows: int) -> None:
+    """Raises if an argument without a role is as long as the batch."""
+    for place in call.without_role:
+        leaves = jax.tree.leaves(call.at(place))
+        shapes = [getattr(x, "shape", ()) for x in leaves]
+        for axis in {0, *call.split_axes} if leaves else ():
+            if all(shape[axis : axis + 1] == (rows,) for shape in shapes):
+                raise ValueError(
+                    f"An argument with the batch's {rows} rows must have a role, but "
+                    f"{argument(place)}, of shape {shapes[0]}, has none, and would go "
+                    "to each micro-batch whole. Pass "
+                    f"{line(call, 'batch_argnums', place)} to split it; if it is to "
+                    "go whole, pass that, and None for it in batch_axes."
+                )

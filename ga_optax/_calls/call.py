@@ -1,0 +1,337 @@
+"""One call of the fold inside a call: its arguments by role, checked and placed."""
+
+import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import PartitionSpec
+
+from ga_optax import config
+from ga_optax._calls import batches, said_once
+from ga_optax._calls.options import Argument, Options
+from ga_optax._checks import check_arrays, check_gradients, named_leaves, nodes_of
+from ga_optax._devices import collectives, membership, meshes
+from ga_optax._devices.meshes import Axes, Placement
+from ga_optax._loop.step import Lies, Where
+from ga_optax._passes import probe
+from ga_optax.accumulator import Accumulator
+
+
+class DoesNotFitError(ValueError):
+    """An argument or an option does not fit: that is said, and nothing computed."""
+
+
+class Call(NamedTuple):
+    """One call of the returned function: its arguments by role.
+
+    Attributes:
+      options: the options.
+      args: the positional arguments.
+      kwargs: the keyword arguments.
+      roles: the positions and keywords of each role.
+      batch_axes: along which axis each leaf of the batch arguments is split; None if
+        it goes to each micro-batch whole, as it came.
+      mesh: the mesh whose data axes split this call's batch; None if there is no data
+        axis, and inside a `shard_map` that binds it.
+      specs: how the data axes shard the parameters: `DataAxis.param_specs`, or what
+        was found.
+      grad_specs: how they shard the gradients of whole parameters; None if as those.
+      placements: how to merge the gradient of each parameter leaf over the data axes
+        that are bound.
+    """
+
+    options: Options
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    roles: dict[str, tuple[Argument, ...]]
+    batch_axes: Sequence[int | None] = ()
+    mesh: Any = None
+    specs: Any = None
+    grad_specs: Any = None
+    placements: Sequence[Placement] = ()
+
+    @classmethod
+    def make(
+        cls, options: Options, args: Any, kwargs: Any, hint: bool = False
+    ) -> "Call":
+        """Checks the arguments; raises before `fun` is traced.
+
+        If what has rows is a `hint`, leaves that cannot be split go whole, and an
+        argument without a role that has the batch's rows is split as well.
+        """
+        optimize = options.optimize and config.optimize and probe.usable()
+        if optimize:
+            said_once.what_is_missing()
+        options = options._replace(optimize=optimize)
+        call = cls(options, args, kwargs, options.roles(len(args), kwargs))
+        for i in call.roles["argnums"]:
+            check_parameters(i, call.at(i))
+            check_gradients(call.at(i), call.at(i), name=batches.argument(i))
+        for i in call.roles["carry_argnums"]:
+            check_arrays(batches.argument(i), call.at(i), "Carry arrays alone.")
+        call = call._replace(batch_axes=batches.axes_of(call, hint))
+        if options.data_axis is not None:
+            axis = options.data_axis
+            mesh = meshes.find_mesh(axis.axes, axis.mesh, call.batch)
+            whole = axis.grad_specs is not None
+            specs = PartitionSpec() if whole else axis.param_specs
+            call = call._replace(mesh=mesh, specs=specs, grad_specs=axis.grad_specs)
+        batches.check_logical(call)
+        if call.mesh is not None and not options.each:
+            call.check_specs()
+        if options.microbatch_size is not None:
+            number = batches.number(call, options.microbatch_size)
+            options = options._replace(num_microbatches=number, microbatch_size=None)
+            call = call._replace(options=options)
+        return batches.divided(call, hint)
+
+    def check_specs(self) -> None:
+        """Raises if the specs of the parameters, or of gradients, do not fit."""
+        for of_gradients in (False, True):
+            where = self.lie(of_gradients)
+        meshes.check_scatter(self.params, where, self.options.axes, self.mesh)
+
+    def lie(self, of_gradients: bool = False) -> list[Placement]:
+        """Where the parameters lie on the mesh, or are to lie as gradients."""
+        axes, mesh = self.options.axes, self.mesh
+        if of_gradients and self.grad_specs is not None:
+            given = self.params, self.grad_specs, axes, mesh, "grad_specs"
+            return meshes.placements(*given)
+        return meshes.placements(self.params, self.specs, axes, mesh)
+
+    def at(self, place: Argument) -> Any:
+        """The argument at a position, or that of a keyword."""
+        return self.kwargs[place] if isinstance(place, str) else self.args[place]
+
+    def role(self, name: str) -> tuple[Any, ...]:
+        """The arguments with a role."""
+        return tuple(self.at(i) for i in self.roles[name])
+
+    @property
+    def without_role(self) -> list[Argument]:
+        """Where the arguments stand that have none."""
+        with_role = {i for places in self.roles.values() for i in places}
+        return [i for i in (*range(len(self.args)), *self.kwargs) if i not in with_role]
+
+    @property
+    def unsplit(self) -> list[Argument]:
+        """Where the arguments stand that have a role and are not split."""
+        roles = self.roles.items()
+        return [i for name, places in roles for i in places if name != "batch_argnums"]
+
+    @property
+    def batch(self) -> list[Any]:
+        """What is split: the leaves of the batch that have an axis."""
+        leaves = jax.tree.leaves(self.role("batch_argnums"))
+        pairs = zip(leaves, self.batch_axes, strict=True)
+        return [x for x, axis in pairs if axis is not None]
+
+    @property
+    def split_axes(self) -> list[int]:
+        """The axes of `batch`."""
+        return [axis for axis in self.batch_axes if axis is not None]
+
+    @property
+    def params(self) -> Any:
+        """What to differentiate with respect to, in the structure of the result."""
+        params = self.role("argnums")
+        return params[0] if isinstance(self.options.argnums, int) else params
+
+    @property
+    def axes(self) -> Axes:
+        """The data axes that are bound: over which this call is one device's part."""
+        return self.options.axes if self.mesh is None else ()
+
+    @property
+    def logical(self) -> int:
+        """How many logical devices this device stands for; 0 if there are none."""
+        total = self.options.logical_devices
+        return total and total // meshes.num_devices(self.options.axes, self.mesh)
+
+    @property
+    def num_parts(self) -> int:
+        """Into how many micro-batches this call splits the rows of a device."""
+        return self.options.num_microbatches * (self.logical or 1)
+
+    @property
+    def distributed(self) -> bool | None:
+        """Whether the compiler distributes it over devices; None if it is not known."""
+        everything, options = (self.args, self.kwargs), self.options
+        if options.axes or self.num_parts == 1:
+            return False
+        if options.optimize and meshes.is_open(everything) and membership.can_wait():
+            return None
+        return meshes.is_distributed(everything)
+
+    @property
+    def sent(self) -> dict[int, Placement]:
+        """Which gradients are scattered before they are added, and how."""
+        if not self.options.scatters:
+            return {}
+        return {i: x for i, x in enumerate(self.placements) if x.dims}
+
+    def where(self) -> Where:
+        """What a loop knows of the devices."""
+        options, lies = self.options, None
+        automatic = self.mesh is not None and not meshes.explicit_names(self.mesh)
+        if options.each and automatic:
+            specs = meshes.broadcast_specs(self.specs, self.params)
+            lies = Lies(specs, options.axes, self.mesh)
+        by_compiler = self.mesh is not None and options.each
+        return Where(
+            names=[name for name, _ in named_leaves(self.params)],
+            axes=self.axes,
+            placements=self.placements,
+            sent=self.sent,
+            logical=self.logical,
+            overlap=options.overlap,
+            gathered=lies,
+            split_by_compiler=by_compiler or self.distributed,
+        )
+
+    def split(self, strided: bool | None) -> list[jax.Array]:
+        """The batch as `[number of parts, ...]`, micro-batches along axis 0."""
+        k = self.num_parts
+        with jax.named_scope("split"):
+            pairs = zip(self.batch, self.split_axes, strict=True)
+            if self.mesh is None:
+                return [membership.split(x, k, axis, strided) for x, axis in pairs]
+            where = self.options.axes, self.mesh
+            return [collectives.split_shards(x, k, *where, axis) for x, axis in pairs]
+
+    def flat(self, acc: Accumulator) -> Any:
+        """An accumulator whose total is a list, of this device's own."""
+        total = collectives.vary(jax.tree.leaves(acc.total), self.axes)
+        return acc._replace(total=total)
+
+    def placed(self, total: Any, zero: float = 0.0) -> Any:
+        """An accumulator, empty or of all devices, sharded as it is to be.
+
+        `zero` is what an empty one holds.
+        """
+        if sent := self.sent:
+            leaves, structure = jax.tree.flatten(total)
+            for i, place in sent.items():
+                leaves[i] = collectives.part(leaves[i], place, zero)
+            return structure.unflatten(leaves)
+        if self.mesh is None or self.specs is None:
+            return total
+        return collectives.constrain(total, self.specs, self.mesh)
+
+    def with_args(self, new: dict[Argument, Any]) -> "Call":
+        """The same call with other arguments at some places."""
+        return self._replace(
+            args=tuple(new.get(i, x) for i, x in enumerate(self.args)),
+            kwargs={i: new.get(i, x) for i, x in self.kwargs.items()},
+        )
+
+    def with_batch(self, batch: Sequence[Any]) -> "Call":
+        """The same call with other leaves in place of `batch`."""
+        leaves, structure = jax.tree.flatten(self.role("batch_argnums"))
+        new = iter(batch)
+        pairs = zip(leaves, self.batch_axes, strict=True)
+        leaves = [x if axis is None else next(new) for x, axis in pairs]
+        args = structure.unflatten(leaves)
+        return self.with_args(dict(zip(self.roles["batch_argnums"], args, strict=True)))
+
+    def others(self) -> dict[int, Any]:
+        """What has no role and has to be an operand of a region of a mesh, by number.
+
+        All else that has none, such as numbers and flags, goes to `fun` as it came.
+        """
+        leaves, _ = self._without_roles()
+        return {i: x for i, x in enumerate(leaves) if collectives.is_operand(x)}
+
+    def with_others(self, new: dict[int, Any]) -> "Call":
+        """The same call with others in place of `others`."""
+        leaves, structure = self._without_roles()
+        every = [new.get(i, x) for i, x in enumerate(leaves)]
+        args, kwargs = jax.tree.unflatten(structure, every)
+        bare = self._replace(args=args, kwargs=kwargs)
+        return bare.with_args({i: self.at(i) for i in self.unsplit}).with_batch(
+            self.batch
+        )
+
+    def _without_roles(self) -> tuple[list[Any], Any]:
+        """The leaves of all that has no role, and the structure of the arguments."""
+        bare = self.with_args(dict.fromkeys(self.unsplit))
+        bare = bare.with_batch([0] * len(self.split_axes))
+        return jax.tree.flatten((bare.args, bare.kwargs))
+
+    def on_device(self) -> "Call":
+        """The same with every argument of a role made this device's own.
+
+        Parameters that the data axes shard come out whole; keys differ by device.
+        """
+        axes = self.axes
+        if not axes:
+            return self
+        known = meshes.checks_varying()
+        split = frozenset().union(*map(meshes.varying, self.batch))
+        same = tuple(name for name in axes if name not in split)
+        if known and same:
+            raise ValueError(
+                f"The batch must differ between the devices along {axes}, but it is "
+                f"the same along {same}. Name {axes} in the in_specs of the shard_map."
+            )
+        params, where = self._params_on_device(known)
+        new = dict(zip(self.roles["argnums"], params, strict=True))
+        device = jax.lax.axis_index(axes)
+        for role in ("rng_argnums", "carry_argnums"):
+            for i in self.roles[role]:
+                new[i] = collectives.vary(self.at(i), axes)
+                if role == "rng_argnums" and not self.logical:
+                    new[i] = jax.tree.map(
+                        lambda k: jax.random.fold_in(k, device), new[i]
+                    )
+        batch = collectives.vary(self.batch, axes)
+        return self.with_args(new).with_batch(batch)._replace(placements=where)
+
+    def _params_on_device(self, known: bool) -> tuple[Any, list[Placement]]:
+        axes, params = self.axes, self.role("argnums")
+        where = meshes.placements(self.params, self.specs, axes, None)
+        if self.options.each and not known and self.specs is None:
+            raise ValueError(
+                f'sync="each" must know which parameters are sharded over {axes}, but '
+                "this shard_map has check_vma=False. Pass DataAxis(param_specs=), or "
+                "leave check_vma on."
+            )
+        for i, (name, x) in enumerate(named_leaves(params)):
+            sharded, varying = where[i].axes, meshes.varying(x)
+            loose = tuple(n for n in axes if n in varying and n not in sharded)
+            if self.options.each:
+                summed = tuple(n for n in axes if n in varying or n in sharded)
+                where[i] = Placement(summed=summed)
+            elif loose:
+                raise DoesNotFitError(
+                    "Parameters must be the same on all devices along the data axis, "
+                    f"or param_specs must say how they are sharded, but {name} differs "
+                    f"along {loose}. Pass DataAxis(param_specs=); or "
+                    'sync="each", if fun itself gathers them.'
+                )
+        leaves, structure = jax.tree.flatten(collectives.vary(params, axes))
+        leaves = collectives.gather(leaves, where)
+        if self.grad_specs is not None:
+            where = meshes.placements(
+                self.params, self.grad_specs, axes, None, "grad_specs"
+            )
+        return jax.tree.unflatten(structure, leaves), where
+
+
+def check_parameters(place: Argument, tree: Any) -> None:
+    """Raises if parameters of a Flax module come with other state of it."""
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return
+    nodes = nodes_of(nnx.Variable, tree)
+    others = [(path, x) for path, x in nodes.items() if not isinstance(x, nnx.Param)]
+    if 0 < len(others) < len(nodes):
+        path, node = others[0]
+        raise TypeError(
+            f"What is differentiated must be parameters alone, but leaf {path} of "
+            f"{batches.argument(place)} is of type {type(node).__name__}, and fun "
+            "could not update it. Use the functions of ga_optax.flax, which take "
+            "modules; or graph, params, rest = nnx.split(model, nnx.Param, ...), and "
+            "nnx.merge(graph, params, rest, copy=True) in fun."
+        )

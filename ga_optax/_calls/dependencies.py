@@ -1,0 +1,273 @@
+"""Where the rows of a batch need one another, and what that costs a window."""
+
+import dataclasses
+import functools
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ga_optax._calls import batches, layouts
+from ga_optax._calls import whole as of_whole
+from ga_optax._calls.call import Call
+from ga_optax._calls.layouts import Traced
+from ga_optax._calls.options import Options
+from ga_optax._calls.words import explains_keywords
+from ga_optax._devices.data_axis import DataAxis
+from ga_optax._partition import Note
+from ga_optax._text import ruled, wrap
+from ga_optax._window.levels import Levels, Stored, recorded, said_of
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchDependencies:
+    """Where the rows of a batch need one another, and what that costs, as a table.
+
+    Attributes:
+      num_microbatches: how many micro-batches there are, on all devices.
+      meetings: what rows need of each other: its `kind` ("sum", "max", "min", or
+        "stack" for what each micro-batch has), its `type` in one micro-batch, the
+        `line` of the code (beside it the module or function of a package inside),
+        the `nbytes` that a device keeps of it, and how often what
+        it is computed of runs `forward` and `backward` over all rows.
+      kept: what else a window keeps, so that less runs again: activations of the
+        micro-batches ("kept"), and what they share ("once").
+      whole: `(name, line, size)` of what is computed whole in each micro-batch, because
+        nothing better is known of it; the size is in numbers that it returns, or reads
+        of all rows.
+      forward_passes: how often any part of the loss runs forward, at most. Elementwise
+        functions cost little, and are not counted where there is anything else.
+      backward_passes: how often any part runs backward.
+      peak_bytes: about how many bytes a device needs at a time, beside arguments and
+        results: what is stored between the passes, its cotangents, and one
+        micro-batch's step. 0 where there is no pass but those of a plain loop.
+      more_room: `(residual_bytes, forward, backward)`: with how much room everything
+        stays, and how many passes that takes; None if more room changes nothing.
+      rows: the bytes of each leaf of the batch that has rows, by name.
+      given_whole: those of what goes whole to each micro-batch, beside the parameters.
+    """
+
+    num_microbatches: int
+    meetings: list[Stored]
+    kept: list[Stored]
+    whole: list[Note]
+    forward_passes: int
+    backward_passes: int
+    peak_bytes: int
+    more_room: tuple[int, int, int] | None
+    rows: dict[str, int]
+    given_whole: dict[str, int]
+
+    @property
+    def kept_bytes(self) -> int:
+        """What a device keeps between passes, each as long as it is read."""
+        return sum(x.nbytes for x in (*self.meetings, *self.kept))
+
+    def __str__(self) -> str:
+        passes = (
+            f"{_times(self.forward_passes, 'forward pass')} and "
+            f"{_times(self.backward_passes, 'backward pass')}"
+        )
+        if not self.meetings and not self.whole:
+            return "\n".join(wrap(f"No row needs another: {passes}. {self._layout}"))
+        rows = [_cells(group) for group in _groups((*self.meetings, *self.kept))]
+        rows += [
+            (f"{name}, computed whole: {size:,} numbers", "", "", "", short(line))
+            for name, line, size in dict.fromkeys(self.whole)
+        ]
+        lines = ruled([("what meets", *_HEADER, "line"), *rows], left=(0, 4))
+        room = f", in about {self.peak_bytes:,} bytes" if self.peak_bytes else ""
+        end = f"In all: {passes}{room}."
+        if self.more_room:
+            end += " " + said_of(self.more_room)
+        legend = dict.fromkeys([_LEGEND, *(_TODO.get(x.name, "") for x in self.whole)])
+        told = [line for text in legend if text for line in wrap(text)]
+        runs = self.forward_passes or self.backward_passes
+        end = f"{end} {self._layout}" if runs else self._layout
+        return "\n".join([*lines, "", *told, *wrap(end)])
+
+    @property
+    def _layout(self) -> str:
+        """What has rows, and what goes whole, in words."""
+        number = f"{len(self.rows)} lea{'f' if len(self.rows) == 1 else 'ves'}"
+        said = f"Rows: {number}, {sum(self.rows.values()):,} bytes."
+        whole = sorted(self.given_whole.items(), key=lambda x: -x[1])
+        if whole:
+            names = ", ".join(f"{name} {nbytes:,}" for name, nbytes in whole[:4])
+            said += f" Whole: {names}{', ...' if len(whole) > 4 else ''} bytes."
+        return said
+
+
+_HEADER = ("bytes", "forward", "backward")
+_LEGEND = (
+    "forward, backward: how often what leads to the line runs over all rows. "
+    "Elementwise functions cost little, and may run more often."
+)
+
+
+_OF_INDEX = (
+    "An index may reach any row. If each row has its own, such as the nodes of its own "
+    "graph, index inside of a row, by jax.vmap or take_along_axis, and add no offsets."
+)
+# What to do about what is computed whole.
+_TODO = {
+    "while": "A loop that runs until all rows are done has all of them in every "
+    "micro-batch. Give each row a loop of its own, by jax.vmap.",
+    **dict.fromkeys(("scatter", "scatter-max", "scatter-min"), _OF_INDEX),
+}
+
+
+def short(line: str) -> str:
+    """A line of code without the folder of its file."""
+    path, *rest = line.split(":")
+    return ":".join([os.path.basename(path), *rest])
+
+
+def _groups(stored: Sequence[Stored]) -> list[list[Stored]]:
+    """Those that are alike, such as those of several layers, together."""
+    groups: dict[Any, list[Stored]] = {}
+    for x in stored:
+        groups.setdefault((x.line, _what(x)), []).append(x)
+    return list(groups.values())
+
+
+def _cells(group: list[Stored]) -> tuple[str, ...]:
+    what = _what(group[0])
+    runs = [max(getattr(x, name) for x in group) for name in ("forward", "backward")]
+    return (
+        what if len(group) == 1 else f"{len(group)} times {what}",
+        f"{sum(x.nbytes for x in group):,}",
+        *map(str, runs),
+        short(group[0].line),
+    )
+
+
+def _what(x: Stored) -> str:
+    size, is_tiled = x.type.size, len(x.shape) == len(x.type.shape)
+    if x.kind == "stack" and is_tiled:
+        return f"all rows of {list(x.shape)}"
+    own = list(x.type.shape) or "a number"
+    if x.kind == "stack":
+        return f"{own} of each micro-batch"
+    if x.kind in ("kept", "once"):
+        whose = "of each micro-batch" if x.kind == "kept" else "for all rows"
+        return f"kept: {own} {whose}"
+    kind = "a sum" if x.kind == "sum" else "an extremum"
+    return f"{kind} of {size:,} number{'' if size == 1 else 's'}"
+
+
+def _times(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 'es'}"
+
+
+@explains_keywords
+def batch_dependencies(
+    fun: Callable[..., Any],
+    num_microbatches: int | None = None,
+    *,
+    microbatch_size: int | None = None,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    batch_argnums: int | Sequence[int] = 1,
+    batch_argnames: str | Sequence[str] = (),
+    batch_axes: Any = 0,
+    data_axis: str | Sequence[str] | DataAxis | None = None,
+    residual_bytes: int | None = None,
+) -> Callable[..., BatchDependencies]:
+    """Shows where the rows of a batch need one another, and what that costs a window.
+
+    >>> import jax.numpy as jnp
+    >>> import ga_optax as ga
+    >>> def loss(w, x):
+    ...     return jnp.sqrt(jnp.mean((x @ w) ** 2))
+    >>> found = ga.batch_dependencies(loss, 2)(jnp.ones(3), jnp.ones((4, 3)))
+    >>> print(found.forward_passes, found.backward_passes, found.kept_bytes)
+    2 1 8
+    >>> [mean] = found.meetings
+    >>> print(mean.kind, mean.type.shape, mean.nbytes)
+    sum () 4
+
+    `str` of the result is a table of the lines of the code where rows meet: what meets
+    there, the bytes that a device keeps of it, and how often what leads to it runs
+    forward and backward over all rows. A loss whose rows do not meet takes one forward
+    and one backward pass. Nothing is computed or compiled.
+
+    **Exactness.** Bytes and passes are those of `value_and_grad` with the same options:
+    its program is traced, and says what it does.
+
+    Args:
+      fun: a loss, as for `value_and_grad`.
+      num_microbatches: as there; so are the others.
+      microbatch_size: in its place, how many rows one of them has.
+      argnums: the positional arguments to differentiate with respect to.
+      has_aux: whether `fun` returns `(loss, aux)`.
+      batch_argnums: the positional arguments that have rows.
+      batch_argnames: the keywords that have rows.
+      batch_axes: along which axis.
+      data_axis: the mesh axes that split the batch.
+      residual_bytes: what may be kept so that less runs again.
+
+    Returns:
+      A function of `fun`'s arguments, or of their types.
+
+    Raises:
+      TypeError, ValueError: as `value_and_grad`.
+    """
+    given = Options(
+        fun=fun,
+        num_microbatches=num_microbatches,
+        microbatch_size=microbatch_size,
+        argnums=argnums,
+        has_aux=has_aux,
+        batch_argnums=batch_argnums,
+        batch_argnames=batch_argnames,
+        batch_axes=batch_axes,
+        data_axis=data_axis,
+        residual_bytes=residual_bytes,
+        accumulator_dtype=jnp.float32,
+    )
+    options = of_whole.of_pair(given.checked())
+
+    @functools.wraps(fun)
+    def dependencies(*args: Any, **kwargs: Any) -> BatchDependencies:
+        call = Call.make(options, args, kwargs, hint=True)
+        trace, [*reports] = _traced(call)
+        # If no rows meet there is a plain loop, which reports nothing.
+        plain_loop = Levels(0, 1, int(trace.loss_has_gradients), ())
+        last = reports[-1] if reports else plain_loop
+        kept = [x for x in last.stored if x.kind in ("kept", "once")]
+        meetings = [x for x in last.stored if x not in kept]
+        passes = last.forward, last.backward, last.peak, last.room
+        size, whole = layouts.num_parts(call), trace.part.whole
+        rows = batches.layout(call)
+        return BatchDependencies(size, meetings, kept, whole, *passes, *rows)
+
+    return dependencies
+
+
+def _traced(
+    call: Call,
+) -> tuple[Traced, list[Levels]]:
+    """The program of `fun`, and what its window reports."""
+    found: list[Traced] = []
+    leaves, structure = jax.tree.flatten((call.args, call.kwargs))
+    places = [i for i, x in enumerate(leaves) if _is_array(x)]
+
+    def run(arrays: Sequence[Any]) -> Any:
+        new = dict(zip(places, arrays, strict=True))
+        every = [new.get(i, x) for i, x in enumerate(leaves)]
+        args, kwargs = jax.tree.unflatten(structure, every)
+        here = call._replace(args=args, kwargs=kwargs)
+        found.append(layouts.traced(here))
+        return of_whole.divided(here, found[0])[1]
+
+    with recorded() as reports:
+        jax.eval_shape(run, [leaves[i] for i in places])
+    return found[0], reports
+
+
+def _is_array(x: Any) -> bool:
+    """Whether `jax.jit` would trace it, or it is the type of such."""
+    return hasattr(x, "shape") and hasattr(x, "dtype")

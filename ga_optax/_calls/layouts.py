@@ -1,0 +1,288 @@
+"""A loss traced once, at all rows, and its program partitioned over micro-batches.
+
+Which rows are neighbours is part of the program. So micro-batches hold neighbouring
+rows, unless the compiler is known to distribute the batch and rows do not meet: then
+they hold every k-th row, and no row moves. What is not known before the program is
+lowered is left open if the program is the same both ways.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ga_optax._calls.call import Call, DoesNotFitError
+from ga_optax._calls.region import check_not_reduced, explained
+from ga_optax._devices import membership, meshes
+from ga_optax._partition import (
+    PARTIAL,
+    WHOLE,
+    Argument,
+    Axis,
+    Layout,
+    Partitioned,
+    Rows,
+    is_inexact,
+    meeting_of,
+    partition,
+)
+from ga_optax._passes import constraints, ir, places, references
+from ga_optax._window.read import LONGEST
+
+# The axis of the micro-batches, which no user names.
+AXIS = "rows of the whole batch"
+
+
+class Traced(NamedTuple):
+    """The program of `fun` at all rows.
+
+    Attributes:
+      closed: the program, of the leaves of the parameters and of the batch.
+      out: the tree of what it returns: the loss and the aux.
+      part: the program of a micro-batch; None if nobody can partition it.
+      num_params: how many leaves the parameters have.
+      strided: whether a micro-batch holds every k-th row, and not neighbours; None if
+        that is open, and all the same.
+    """
+
+    closed: Any
+    out: Any
+    part: Any
+    num_params: int
+    strided: bool | None
+
+    @property
+    def loss_has_gradients(self) -> bool:
+        """Whether the loss depends on the parameters."""
+        n, jaxpr = len(self.closed.consts), self.part.jaxpr
+        params = jaxpr.invars[n : n + self.num_params]
+        [loss, *_] = jaxpr.outvars
+        return ir.is_variable(loss) and loss in ir.following(jaxpr, params)
+
+    @property
+    def program(self) -> ir.Program:
+        """What a micro-batch computes of the parameters, its rows, and its index."""
+        consts, part = self.closed.consts, self.part
+        jaxpr = ir.with_constants(part.jaxpr, len(consts))
+        return ir.Program(jaxpr, [*part.consts, *consts])
+
+
+def num_parts(call: Call) -> int:
+    """Into how many micro-batches all devices together split the rows."""
+    axes = call.options.axes
+    if call.options.each and call.mesh is not None:
+        return call.options.num_microbatches
+    return call.num_parts * (meshes.num_devices(axes, call.mesh) if axes else 1)
+
+
+def traced(call: Call, due: Sequence[Layout] = ()) -> Traced:
+    """Traces `fun` once, for all rows, and partitions it, with results as are due.
+
+    Whatever the partitioner raises, `part` is an exception then.
+    """
+    params = jax.tree.leaves(call.params)
+    structure = jax.tree.structure(call.params)
+    several = not isinstance(call.options.argnums, int)
+
+    def run(leaves: Sequence[Any], batch: Sequence[Any]) -> Any:
+        tree = jax.tree.unflatten(structure, leaves)
+        new = tree if several else (tree,)
+        places = call.roles["argnums"]
+        one = call.with_args(dict(zip(places, new, strict=True))).with_batch(batch)
+        return call.options.fun(*one.args, **one.kwargs)
+
+    trace = jax.make_jaxpr(run, return_shape=True)
+    of_params = params if call.mesh is None else list(map(_type_of, params))
+    with explained(call):
+        closed, out = trace(of_params, _whole_batch(call))
+    check_not_reduced(call, closed.out_avals[0])
+    jaxpr = constraints.without_axes(closed.jaxpr, call.axes)
+    references.check_own(jaxpr, "value_and_grad")
+    try:
+        part, strided = _split(call, jaxpr, due)
+    except Exception as error:  # Any: what JAX will change is not known.
+        part, strided = error, False
+    return Traced(closed, out, part, len(params), strided)
+
+
+def _split(
+    call: Call, jaxpr: Any, due: Sequence[Layout]
+) -> tuple[Partitioned, bool | None]:
+    """The program of a micro-batch, and which rows that has."""
+    size, axes = num_parts(call), call.split_axes
+    n = len(jax.tree.leaves(call.params))
+    axis = Axis(AXIS, size, LONGEST, meshes.checks_varying())
+
+    def of(segments: Callable[[Any, int], int]) -> Partitioned:
+        batch = jaxpr.invars[n:]
+        rows = [Rows(d, segments(x, d)) for x, d in zip(batch, axes, strict=True)]
+        # Each micro-batch adds its part of the loss.
+        return partition(jaxpr, _arguments(jaxpr, rows, n), axis, due or (PARTIAL,))
+
+    def strides(x: Any, d: int) -> int:
+        return x.aval.shape[d] // size
+
+    if call.mesh is not None and call.options.each:
+        devices = meshes.num_devices(call.options.axes, call.mesh)
+        return of(lambda x, d: devices), False
+    sizes = [n for x in jaxpr.invars for n in getattr(x.aval, "shape", ())]
+    is_open = not all(isinstance(n, int) for n in sizes)  # as `jax.export` leaves them
+    strided = False if is_open else call.distributed
+    neighbours = of(lambda x, d: 1) if not strided else None
+    if strided is False or call.axes or call.mesh is not None:
+        return neighbours or of(lambda x, d: 1), False
+    other = of(strides)
+    if neighbours is None:
+        return (of(lambda x, d: 1), False) if other.in_gradient else (other, True)
+    return neighbours, None if _is_same(jaxpr, neighbours, other, size) else False
+
+
+def _is_same(jaxpr: Any, near: Partitioned, far: Partitioned, size: int) -> bool:
+    """Whether a program is the same of neighbours and of every k-th row."""
+    if far.in_gradient is not None or ir.form(near.jaxpr) != ir.form(far.jaxpr):
+        return False
+    # Which micro-batch has a row may stand in a constant alone.
+    if not all(map(_is_equal, near.consts, far.consts)):
+        return False
+    for a, b, x in zip(near.layouts, far.layouts, jaxpr.outvars, strict=False):
+        if isinstance(a, Rows) and isinstance(b, Rows):
+            n = x.aval.shape[a.dim]
+            if (a, b) != (Rows(a.dim), Rows(a.dim, n // size)):
+                return False
+        elif a != b:
+            return False
+    return True
+
+
+def _is_equal(x: Any, y: Any) -> bool:
+    if isinstance(x, jax.core.Tracer) or isinstance(y, jax.core.Tracer):
+        return x is y
+    return x is y or np.array_equal(x, y)
+
+
+def _arguments(jaxpr: Any, rows: Sequence[Rows], num_params: int) -> list[Argument]:
+    """Constants, parameters, and the batch with its rows.
+
+    If nothing depends on the parameters, as in `microbatch`, nobody knows what somebody
+    may differentiate with respect to: then it may be anything.
+    """
+    params, batch = jaxpr.invars[:num_params], jaxpr.invars[num_params:]
+    any_of_them = not any(ir.num_readers(jaxpr, x) for x in params)
+
+    def smooth(x: Any) -> bool:
+        return any_of_them and is_inexact(x.aval)
+
+    return [
+        *(Argument(x.aval, WHOLE, smooth(x)) for x in jaxpr.constvars),
+        *(Argument(x.aval, WHOLE, True) for x in params),
+        *(Argument(x.aval, r, smooth(x)) for x, r in zip(batch, rows, strict=True)),
+    ]
+
+
+def _type_of(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
+
+
+def _whole_batch(call: Call) -> list[Any]:
+    """The types of the batch's leaves with the rows of all devices."""
+    devices = meshes.num_devices(call.axes, None) if call.axes else 1
+    types = []
+    for x, axis in zip(call.batch, call.split_axes, strict=True):
+        shape = list(jnp.shape(x))
+        shape[axis] *= devices
+        new: Any = jax.ShapeDtypeStruct(tuple(shape), jnp.result_type(x))
+        if meshes.varying(x):
+            new = jax.typeof(x).update(shape=tuple(shape), weak_type=False)
+        types.append(new)
+    return types
+
+
+# -- Where rows meet -------------------------------------------------------------------
+
+
+def check_options(call: Call, part: Partitioned) -> None:
+    """Raises if an option cannot be had because rows meet; it names the line.
+
+    If they meet in numbers alone, these are added up first, and nothing is refused.
+    """
+    options = call.options
+    gathered = [e for e in ir.equations(part.jaxpr) if meeting_of(e) == "all_gather"]
+    if gathered:
+        part = part._replace(in_gradient=gathered[0])
+    if part.in_gradient is None:
+        return
+    where = f"rows meet at {places.place_of(part.in_gradient.source_info)}"
+    if options.each or options.scatters or options.overlap or options.logical_devices:
+        raise DoesNotFitError(
+            'If rows meet, data_axis must have sync="last", no overlap and no '
+            f"logical_devices, but {where}, and it is {options.data_axis}. Leave these "
+            "out, or write the loss so that its rows do not need each other; "
+            "ga_optax.batch_dependencies shows all lines."
+        )
+    if meshes.checks_varying():
+        raise DoesNotFitError(
+            "If rows meet, a jax.shard_map must have check_vma=False, but this one "
+            f"checks, and {where}: JAX has no types for an axis beside its mesh. Pass "
+            "that, or call at top level with data_axis=."
+        )
+    for x, axis in zip(call.batch, call.split_axes, strict=True):
+        spec = meshes.spec_of_type(x)
+        if not options.axes and any(spec[axis : axis + 1]):
+            raise DoesNotFitError(
+                "If rows meet, those along a mesh axis of explicit type need "
+                f"data_axis=, but {where}, and the batch is sharded as {spec} along "
+                f"axis {axis}. Pass data_axis={spec[axis]!r}."
+            )
+
+
+# -- What comes back -------------------------------------------------------------------
+
+
+def kind(layout: Layout) -> str:
+    return "rows" if isinstance(layout, Rows) else layout
+
+
+def returned(
+    call: Call, trace: Traced, shared: Sequence[Any], stacked: Sequence[Any]
+) -> Any:
+    """What `fun` returns for the whole batch."""
+    structure, types = jax.tree.structure(trace.out), trace.closed.out_avals
+    pairs = zip(shared, stacked, trace.part.layouts, strict=True)
+    leaves = [
+        _joined(call, x, layout, trace.strided) if isinstance(layout, Rows) else own
+        for own, x, layout in pairs
+    ]
+    if len(leaves) > structure.num_leaves:  # the loss once more, whole
+        leaves[0] = leaves.pop()
+    return structure.unflatten(map(_as_due, leaves, types))
+
+
+def _as_due(x: jax.Array, due: Any) -> jax.Array:
+    """The rows that there are, without those beyond the last; in the dtype of `fun`."""
+    if x.shape != due.shape:  # in a region of the user's, a device's own are fewer
+        x = jax.lax.slice(x, [0] * x.ndim, list(map(min, x.shape, due.shape)))
+    return x if x.dtype == due.dtype else x.astype(due.dtype)
+
+
+def _joined(call: Call, x: jax.Array, rows: Rows, strided: bool | None) -> jax.Array:
+    """Rows in their order, from those of each micro-batch along axis 0.
+
+    In a region of the user's a device has its own, if they are neighbours.
+    """
+    d, segments = rows.dim, rows.segments
+    if strided is None:
+        return membership.join(x, d, None)
+    if call.axes and (segments > 1 or rows.extra):
+        x = jax.lax.all_gather(x, call.axes, tiled=True)
+    x = jnp.moveaxis(x, 0, d)
+    before, (parts, n), after = x.shape[:d], x.shape[d : d + 2], x.shape[d + 2 :]
+    shape, spec = (*before, parts * n, *after), meshes.spec_of_type(x)
+    if segments == 1:
+        return x.reshape(shape)
+    x = x.reshape(*before, parts, segments, n // segments, *after).swapaxes(d, d + 1)
+    if not any(spec):
+        return x.reshape(shape)
+    due = *spec[: d + 1], *spec[d + 2 :]
+    return jax.lax.reshape(x, shape, out_sharding=meshes.on_mesh_of(x, due))

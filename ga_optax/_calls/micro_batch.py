@@ -1,0 +1,167 @@
+"""What `fun` does to one micro-batch by itself: traced once, checked and read."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+
+from ga_optax._calls.call import Call
+from ga_optax._calls.region import check_not_reduced, explained
+from ga_optax._calls.results import check_carry, taken_apart
+from ga_optax._devices import meshes
+from ga_optax._loop import trees, ways
+from ga_optax._loop.step import Operands, Step, Where, after_passes
+from ga_optax._passes import constraints, ir, known
+from ga_optax.accumulator import Accumulator, as_weight
+
+
+class MicroBatch(NamedTuple):
+    """A traced micro-batch.
+
+    Attributes:
+      step: its program.
+      consts: the values of its constants: tracers, if `fun` closes over some.
+      batch: the leaves of the batch, split into micro-batches.
+      carry: the structure of the carry.
+      aux: the structure of the aux.
+    """
+
+    step: Step
+    consts: Any
+    batch: list[jax.Array]
+    carry: Any
+    aux: Any
+
+    def operands(self, call: Call, acc: Accumulator) -> Operands:
+        """The arrays of the loop over all of them."""
+        params, _, keys, carry = (jax.tree.leaves(call.role(n)) for n in call.roles)
+        params, carry = list(map(jnp.asarray, params)), list(map(trees.strong, carry))
+        real = call.options.num_real_microbatches
+        real = None if real is None else jnp.asarray(real, jnp.int32)
+        return Operands(
+            self.consts, params, self.batch, keys, carry, call.flat(acc), real
+        )
+
+
+def trace(call: Call, where: Where) -> MicroBatch:
+    """Traces `fun` for one micro-batch; raises if what it returns does not fit."""
+    params, _, keys, carry = map(call.role, call.roles)
+    batch = call.split(call.distributed)
+    first = [x[0] for x in batch]
+    run = _micro_batch(call, first[0])
+    trace_one = jax.make_jaxpr(run, return_shape=True)
+    with explained(call):
+        closed, shapes = trace_one(params, first, keys, carry)
+    closed = closed.replace(jaxpr=constraints.without_axes(closed.jaxpr, call.axes))
+    # The types of the results say over which devices they vary; their shapes do not.
+    avals = [variable.aval for variable in closed.jaxpr.outvars]
+    loss, weight, new, aux = jax.tree.unflatten(jax.tree.structure(shapes), avals)
+
+    def aux_of_twice() -> Any:
+        pairs = zip(first, call.split_axes, strict=True)
+        more = [jnp.concatenate([x, x], axis) for x, axis in pairs]
+        return trace_one(params, more, keys, carry)[1][-1]
+
+    rows = first[0].shape[call.split_axes[0]]
+    of_aux = ways.of_leaves(call.options.aux, aux, rows, aux_of_twice)
+    check_not_reduced(call, loss)
+    arguments = jax.tree.leaves(params), first, keys, carry
+    multiplies = weight is not None and _multiplies(call, closed, arguments)
+    program = ir.Program(closed.jaxpr, closed.consts)
+    optimize = call.options.optimize
+    (jaxpr, consts), arrivals = after_passes(program, where, multiplies, optimize)
+    step = Step(
+        jaxpr=ir.without_values(jaxpr),
+        results=[loss, *jax.tree.leaves(aux)],
+        ways=["mean", *of_aux],
+        weighted=weight is not None,
+        varying=tuple(sorted({*call.axes, *meshes.varying(weight)})),
+        multiplies=multiplies,
+        arrivals=arrivals,
+        optimize=optimize,
+    )
+    return MicroBatch(
+        step, consts, batch, jax.tree.structure(new), jax.tree.structure(aux)
+    )
+
+
+def _micro_batch(call: Call, x: jax.Array) -> Callable[..., Any]:
+    """`fun` of one micro-batch, of which `x` is the first leaf: what is traced."""
+    options, weight_fn = call.options, call.options.weight_fn
+
+    def run(params: Any, batch: list[Any], keys: Any, old: Any) -> Any:
+        own = jax.tree.map(lambda x: x, old)  # `fun` may change a dict where it is
+        new = dict(zip(call.unsplit, (*params, *keys, *own), strict=True))
+        one = call.with_args(new).with_batch(batch)
+        whole = one.role("batch_argnums")
+        weight = None
+        try:
+            if weight_fn is not None and not options.has_aux:
+                weight = as_weight(weight_fn(*whole), float)
+            out = options.fun(*one.args, **one.kwargs)
+        except Exception as error:
+            error.add_note(_in_words(call, x))
+            raise
+        loss, carry, aux = taken_apart(options, out)
+        check_carry(old, carry)
+        if weight_fn is not None and options.has_aux:
+            weight = as_weight(weight_fn(*whole, aux), float)
+        return loss, weight, carry, aux
+
+    return run
+
+
+def _multiplies(call: Call, closed: core.ClosedJaxpr, arguments: Any) -> bool:
+    """Whether weights have to multiply gradients, and not the cotangent of the loss."""
+    options = call.options
+    loss: Any = closed.jaxpr.outvars[0].aval
+    # What the backward pass sums over devices cannot be multiplied after that.
+    by_hand = not (options.optimize or options.each)
+    low = jnp.finfo(loss.dtype).bits < 32
+    return low or by_hand or not _scales(closed, *arguments)
+
+
+def _in_words(call: Call, x: jax.Array) -> str:
+    """What `fun` was given, for a note to an error of its own."""
+    return (
+        f"ga_optax called fun with one of {call.num_parts} "
+        f"micro-batches: the first leaf of the batch has shape {jnp.shape(x)}, split "
+        f"along axis {call.split_axes[0]} of {jnp.shape(call.batch[0])}. batch_argnums "
+        "and batch_axes say what is split; all else goes whole."
+    )
+
+
+def _scales(closed: core.ClosedJaxpr, params: list[Any], *rest: Any) -> bool:
+    """Whether scaling the loss's cotangent does no more than scale the gradients.
+
+    A rule of the user's own may clip or quantise what comes back through it. And the
+    weight must fit wherever it goes: the small exponents of float16 and float8 overflow
+    at weights that count tokens. Where it goes is read off the backward pass, which has
+    casts and rules (`jax.custom_jvp`) that the loss does not show.
+    """
+    if known.deeds(closed.jaxpr).bends:
+        return False
+
+    def backward(params: list[Any], *rest: Any) -> Any:
+        def loss_of(*params: Any) -> jax.Array:
+            return ir.results(closed, [*params, *jax.tree.leaves(rest)])[0]
+
+        loss, pullback = jax.vjp(loss_of, *params)
+        return pullback(trees.like(jnp.ones_like(loss), loss))
+
+    return all(
+        equation.params.get("exponent_bits", 8) >= 8
+        and all(map(_is_wide, (*equation.invars, *equation.outvars)))
+        for equation in ir.equations(jax.make_jaxpr(backward)(params, *rest).jaxpr)
+    )
+
+
+def _is_wide(variable: Any) -> bool:
+    """Whether a variable has the exponents of float32, or is not floating."""
+    dtype = getattr(variable.aval, "dtype", np.dtype(np.int32))
+    return not jnp.issubdtype(dtype, jnp.floating) or (
+        jnp.finfo(dtype).maxexp >= jnp.finfo(jnp.float32).maxexp
+    )

@@ -1,0 +1,269 @@
+"""Options of the fold inside a call, checked before anything is traced."""
+
+import inspect
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike, DTypeLike
+
+from ga_optax._checks import (
+    check_callable,
+    check_dtype,
+    check_int,
+    check_num_microbatches,
+    is_int,
+)
+from ga_optax._devices.data_axis import as_data_axis
+from ga_optax._loop import ways
+
+ROLES = ("argnums", "batch_argnums", "rng_argnums", "carry_argnums")
+# Keywords may have two of them, under these options.
+NAMES = {"batch_argnums": "batch_argnames", "rng_argnums": "rng_argnames"}
+
+# What to do for a gradient of the batch itself.
+_OF_BATCH = (
+    "; or split the gradient function that has both, "
+    "ga_optax.microbatch(jax.value_and_grad(fun, argnums), num_microbatches)"
+)
+
+Argument = int | str  # of the call: its position, or its keyword
+
+
+class Options(NamedTuple):
+    """The options of the functions that run inside a call, under their names.
+
+    Those after `optimize` are `accumulate`'s alone.
+    """
+
+    fun: Callable[..., Any]
+    num_microbatches: Any  # an int once it is checked, and rows are known
+    microbatch_size: int | None = None
+    argnums: int | Sequence[int] = 0
+    has_aux: bool = False
+    batch_argnums: int | Sequence[int] = 1
+    batch_argnames: str | Sequence[str] = ()
+    batch_axes: Any = 0
+    data_axis: Any = None
+    residual_bytes: int | None = None
+    accumulator_dtype: DTypeLike | None = None
+    optimize: bool = True
+    weight_fn: Callable[..., ArrayLike] | None = None
+    aux: Any = "mean"
+    rng_argnums: int | Sequence[int] = ()
+    rng_argnames: str | Sequence[str] = ()
+    carry_argnums: int | Sequence[int] = ()
+    num_real_microbatches: ArrayLike | None = None
+
+    def checked(self) -> "Options":
+        """The same, in one form; raises if an option does not fit."""
+        todo = "Pass the loss function itself, not its value."
+        check_callable("fun", self.fun, "of the parameters and the batch", todo)
+        if self.weight_fn is not None:
+            todo = "Pass None to count every micro-batch as 1."
+            check_callable("weight_fn", self.weight_fn, "of the batch arguments", todo)
+        if not isinstance(self.optimize, bool):
+            raise TypeError(
+                f"optimize must be a bool, but it is {self.optimize!r}. Pass False for "
+                "the plain scan, or leave it out."
+            )
+        ways.check_option(self.aux)
+        _check_residual_bytes(self.residual_bytes)
+        for axis in jax.tree.leaves(self.batch_axes):
+            if not is_int(axis):
+                raise TypeError(
+                    "batch_axes must be an int, None, or a tree of those that is a "
+                    f"prefix of the batch, but it holds {axis!r}. Pass the axis to "
+                    "split along, and None for what goes to each micro-batch whole."
+                )
+        options = self._replace(
+            data_axis=as_data_axis(self.data_axis),
+            **self._checked_number(),
+            accumulator_dtype=check_dtype(self.accumulator_dtype),
+            **{name: _positions(name, getattr(self, name)) for name in ROLES},
+            **{name: _names(name, getattr(self, name)) for name in NAMES.values()},
+        )
+        options._check_num_real()
+        options.roles()
+        return options
+
+    def _checked_number(self) -> dict[str, Any]:
+        """One of the number and the size of micro-batches, and 1 for the number."""
+        number, size = self.num_microbatches, self.microbatch_size
+        if (number is None) == (size is None):
+            came = "neither" if size is None else "both"
+            raise TypeError(
+                "One of num_microbatches and microbatch_size must be given, but "
+                f"{came} came. Pass how many micro-batches there are, or how many rows "
+                "each has."
+            )
+        if size is None:
+            return {"num_microbatches": check_num_microbatches(number)}
+        todo = "Pass how many rows one forward and backward pass sees."
+        check_int("microbatch_size", size, todo)
+        return {"num_microbatches": 1, "microbatch_size": size}
+
+    def _check_num_real(self) -> None:
+        number, k = self.num_real_microbatches, self.num_microbatches
+        if number is None:
+            return
+        if jnp.shape(number) or not jnp.issubdtype(
+            jnp.result_type(number), jnp.integer
+        ):
+            raise TypeError(
+                "num_real_microbatches must be an integer scalar, static or traced, "
+                f"but it is {number!r}. Pass how many micro-batches hold examples, or "
+                "None for all."
+            )
+        known = None if isinstance(number, jax.core.Tracer) else np.asarray(number)
+        if known is not None and not 0 <= known <= k:
+            raise ValueError(
+                f"num_real_microbatches must be from 0 to num_microbatches={k}, but it "
+                f"is {number}. Pass how many of them hold examples."
+            )
+        if self.overlap:
+            raise ValueError(
+                "num_real_microbatches must come without overlap=True, which needs all "
+                "micro-batches. Leave one of them out."
+            )
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The data axes, `()` if there are none."""
+        return () if self.data_axis is None else self.data_axis.axes
+
+    @property
+    def each(self) -> bool:
+        """Whether the backward pass of every micro-step merges across devices."""
+        axis = self.data_axis
+        return axis is not None and axis.sync == "each" and axis.grad_specs is None
+
+    @property
+    def scatters(self) -> bool:
+        """Whether every micro-step adds its gradient to a sharded sum."""
+        axis = self.data_axis
+        return axis is not None and axis.sync == "each" and axis.grad_specs is not None
+
+    @property
+    def overlap(self) -> bool:
+        """Whether the backward pass of the last micro-batch merges across devices."""
+        return self.data_axis is not None and self.data_axis.overlap
+
+    @property
+    def logical_devices(self) -> int:
+        """As how many devices the window is computed; 0 if as the devices there are."""
+        return 0 if self.data_axis is None else self.data_axis.logical_devices or 0
+
+    @property
+    def carries(self) -> bool:
+        """Whether `fun` returns a carry."""
+        return self.carry_argnums != ()
+
+    def roles(
+        self, num_args: int | None = None, keywords: Iterable[str] = ()
+    ) -> dict[str, tuple[Argument, ...]]:
+        """Which arguments have which role; raises if one is missing or has two."""
+        owner: dict[Argument, str] = {}
+        roles: dict[str, list[Argument]] = {role: [] for role in ROLES}
+        for role in ROLES:
+            value, named = getattr(self, role), NAMES.get(role, "")
+            places = *((value,) if is_int(value) else value), *getattr(self, named, ())
+            for i in places:
+                option = named if isinstance(i, str) else role
+                if num_args is not None:
+                    i = found(option, i, num_args, keywords, self.fun)
+                if i in owner:
+                    both = {owner[i], option}
+                    more = _OF_BATCH if both == {"argnums", "batch_argnums"} else ""
+                    raise ValueError(
+                        f"{option} must not overlap {owner[i]}, but both name argument "
+                        f"{i!r}. Give each argument one role{more}."
+                    )
+                owner[i] = option
+                roles[role].append(i)
+            if not places and role in ("argnums", "batch_argnums"):
+                raise ValueError(
+                    f"{role} must name at least one argument, but it is (). Leave it "
+                    "out."
+                )
+        return {role: tuple(places) for role, places in roles.items()}
+
+
+def found(
+    option: str,
+    i: Argument,
+    num_args: int,
+    keywords: Iterable[str] = (),
+    fun: Callable[..., Any] | None = None,
+) -> Argument:
+    """Where an argument of the call stands; raises if it did not come.
+
+    What `fun` takes by position or keyword may come as either.
+    """
+    if isinstance(i, str):
+        kind, came = "keyword", f"{i!r}, and {' and '.join(keywords) or 'none'}"
+        if i in keywords:
+            return i
+    else:
+        kind, came = "positional", f"number {i}, and {num_args}"
+        if -num_args <= i < num_args:
+            return i % num_args
+    names = _names_of_positions(fun)
+    if isinstance(i, str) and i in names[:num_args]:
+        return names.index(i)
+    if isinstance(i, int) and 0 <= i < len(names) and names[i] in keywords:
+        return names[i]
+    other = f" (for keywords there is {NAMES[option]})" if option in NAMES else ""
+    if option.startswith("batch_argnum"):
+        other += ". fun must take its batch: what it closes over cannot be split"
+    raise ValueError(
+        f"{option} must name {kind} arguments of the call, but it names {came} "
+        f"came. Pass that argument so, or change {option}{other}."
+    )
+
+
+def _names_of_positions(fun: Any) -> list[str]:
+    """The keywords of what a function takes by position or keyword, in order."""
+    try:
+        parameters = inspect.signature(fun).parameters.values()
+    except (TypeError, ValueError):  # of a built-in function
+        return []
+    names = [p.name for p in parameters if p.kind == p.POSITIONAL_OR_KEYWORD]
+    only = any(p.kind == p.POSITIONAL_ONLY for p in parameters)
+    return [] if only else names
+
+
+def _check_residual_bytes(residual_bytes: Any) -> None:
+    """Raises unless it is a number of bytes, or None."""
+    if residual_bytes is None or (is_int(residual_bytes) and residual_bytes >= 0):
+        return
+    raise ValueError(
+        "residual_bytes must be a number of bytes, 0 or more, but it is "
+        f"{residual_bytes!r}. Leave it out for what one micro-batch's step takes."
+    )
+
+
+def _positions(name: str, value: Any) -> Any:
+    try:
+        if not isinstance(value, (tuple, list)):
+            return operator.index(value)
+        positions = tuple(map(operator.index, value))
+    except TypeError:
+        raise TypeError(
+            f"{name} must be an int or a sequence of ints, but it is {value!r}. Number "
+            "the positional arguments of fun from 0."
+        ) from None
+    return positions
+
+
+def _names(name: str, value: Any) -> Any:
+    names = (value,) if isinstance(value, str) else value
+    if isinstance(names, (tuple, list)) and all(isinstance(x, str) for x in names):
+        return tuple(names)
+    raise TypeError(
+        f"{name} must be a str or a sequence of strs, but it is {value!r}. Name the "
+        "keyword arguments of the call."
+    )

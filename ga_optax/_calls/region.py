@@ -1,0 +1,123 @@
+"""A call at top level with a data axis: a region of the mesh, over that axis alone."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from ga_optax._calls.call import Call, DoesNotFitError
+from ga_optax._devices import collectives, meshes
+
+WHOLE: Any = PartitionSpec()
+
+
+class ManualAxisError(DoesNotFitError):
+    """`fun` shards something over a data axis that is bound, or over its mesh."""
+
+
+def over_mesh(
+    call: Call,
+    run: Callable[..., Any],
+    *others: tuple[Any, Any],
+    results: Any,
+    check_vma: bool,
+) -> Any:
+    """`run(call, *others)` in a `shard_map` over the data axes.
+
+    Args:
+      call: the call at top level.
+      run: what a device does with its part of it.
+      others: further arguments, each with its specs.
+      results: the specs of the results; `gradients(call)` are those of gradients.
+      check_vma: as for `jax.shard_map`. JAX has no types for an axis beside the mesh,
+        nor for a constraint over all of it.
+    """
+    options, mesh, axes = call.options, call.mesh, call.options.axes
+    tree, places = jax.tree.structure(call.params), call.unsplit
+    specs = tree.unflatten(place.spec for place in call.lie())
+    of_params = (specs,) if isinstance(options.argnums, int) else specs
+    of_roles = [*of_params, *[WHOLE] * (len(places) - len(of_params))]
+    of_batch = [meshes.split_spec(axes, axis) for axis in call.split_axes]
+    of_grads = None if call.grad_specs is None else gradients(call)
+
+    def local(with_role: Any, batch: Any, rest: Any, *others: Any) -> Any:
+        rest, num_real = rest
+        inner = call.with_others(rest)._replace(mesh=None, specs=specs)
+        inner = inner._replace(options=options._replace(num_real_microbatches=num_real))
+        inner = inner._replace(grad_specs=of_grads)
+        with_role = dict(zip(places, with_role, strict=True))
+        return run(inner.with_args(with_role).with_batch(batch), *others)
+
+    given = [call.at(i) for i in places], call.batch
+    rest = call.others(), options.num_real_microbatches
+    values, of_others = [x for x, _ in others], [spec for _, spec in others]
+    in_and_out = (of_roles, of_batch, WHOLE, *of_others), results
+    mapped = collectives.over_mesh(local, mesh, axes, in_and_out, check_vma)
+    return mapped(*given, rest, *values)
+
+
+def gradients(call: Call) -> Any:
+    """The specs of gradients, which come back from the region."""
+    return jax.tree.structure(call.params).unflatten(
+        place.spec for place in call.lie(of_gradients=True)
+    )
+
+
+# -- What JAX says of axes -------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def explained(call: Call) -> Iterator[None]:
+    """What JAX says of axes is said in the words of the options."""
+    try:
+        yield
+    except NameError as error:
+        if "unbound axis name" in str(error):
+            error.add_note(_UNBOUND)
+        raise
+    except NotImplementedError as error:
+        if "Closing over" in str(error):
+            error.add_note(f"In terms of ga_optax: {_CLOSED_OVER}")
+        raise
+    except ValueError as error:
+        _explain_manual_axis(call, error)
+        raise
+
+
+_UNBOUND = (
+    "fun communicates over an axis that nothing here binds. With value_and_grad it "
+    "needs no collectives over micro-batches, for it sees all rows."
+)
+_CLOSED_OVER = (
+    "If fun closes over an array that lies on the mesh, pass it as an argument: what "
+    "has no role there goes whole to every device."
+)
+
+
+def _explain_manual_axis(call: Call, error: ValueError) -> None:
+    """Raises if `error` is JAX's of a sharding over a data axis that is bound."""
+    names = [name for name in call.axes if f"'{name}'" in str(error)]
+    if names and "Manual" in str(error):
+        raise ManualAxisError(
+            "With a data_axis fun must not shard anything over it by a PartitionSpec, "
+            f"since it sees the rows of one device, but it names {names[0]!r}. Pass "
+            "with_sharding_constraint a NamedSharding, out of which the data axis is "
+            "taken, or a PartitionSpec of other axes alone (in Flax, take the name out "
+            "of the logical axis rules, in Haliax out of the axis mapping). In your "
+            "own jax.shard_map, pass check_vma=False, too. Or pass "
+            'sync="each", or no data_axis, and every micro-batch '
+            f"is reduced. {_CLOSED_OVER} JAX says: {error}"
+        ) from error
+
+
+def check_not_reduced(call: Call, loss: Any) -> None:
+    """Raises if the loss is that of all devices already."""
+    reduced = [name for name in call.axes if name not in meshes.varying(loss)]
+    if reduced and meshes.checks_varying():
+        raise DoesNotFitError(
+            "fun must return the loss of one device's micro-batch, but its loss is the "
+            f"same on all devices along {reduced[0]!r}: it is reduced already. Take "
+            "the psum or pmean out of fun: the window is reduced once, at its end."
+        )

@@ -1,0 +1,220 @@
+"""`jax.value_and_grad` of any loss, over micro-batches.
+
+    value, grads  =  jax.value_and_grad(fun)(params, all rows)
+
+`fun` is traced once, at all rows, and its program is partitioned (`_partition`): what
+comes out is the loss of a micro-batch, of which each adds its part. If rows do not meet
+in it, it runs in one loop (`_loop`); else with collectives over an axis of the window,
+which `_window` runs level by level. What nobody can partition is computed whole.
+"""
+
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ga_optax import accumulator
+from ga_optax._calls import layouts, savings
+from ga_optax._calls.call import Call, DoesNotFitError
+from ga_optax._calls.layouts import Traced
+from ga_optax._calls.options import Options
+from ga_optax._calls.region import WHOLE, gradients, over_mesh
+from ga_optax._calls.results import taken_apart
+from ga_optax._devices import collectives, meshes
+from ga_optax._loop import run as loop
+from ga_optax._loop.step import Operands, Step, after_passes
+from ga_optax._passes import ir
+from ga_optax._window import run as window
+from ga_optax._window.values import Loss
+
+
+def of_pair(options: Options) -> Options:
+    """The same of a function that returns `(loss, aux)`, and of any aux."""
+
+    @functools.wraps(options.fun)
+    def fun(*args: Any, **kwargs: Any) -> Any:
+        out = options.fun(*args, **kwargs)
+        loss, _, aux = taken_apart(options, out, any_aux=True)
+        return loss, jax.tree.map(_kept, aux)
+
+    return options._replace(fun=fun, has_aux=True)
+
+
+def of_options(options: Options) -> Callable[..., tuple[Any, Any]]:
+    """`value_and_grad` with options that are checked."""
+    of_both = of_pair(options)
+
+    @functools.wraps(options.fun)
+    def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        call = Call.make(of_both, args, kwargs, hint=True)
+        (loss, aux), grads = of_call(call)
+        aux = jax.tree.map(_value_of, aux, is_leaf=_is_own)
+        return ((loss, aux) if options.has_aux else loss), grads
+
+    return value_and_grad_fun
+
+
+def of_call(call: Call) -> tuple[tuple[jax.Array, Any], Any]:
+    """`((loss, aux), grads)` of a call."""
+    if layouts.num_parts(call) == 1:
+        return undivided(call)
+    call = call.on_device()
+    trace = layouts.traced(call)
+    if isinstance(trace.part, Exception):
+        return _in_one(call, trace.part)
+    layouts.check_options(call, trace.part)
+    try:
+        return divided(call, trace)
+    except (DoesNotFitError, Warning):
+        raise
+    except Exception as error:  # Any: what JAX will change is not known.
+        return _in_one(call, error)
+
+
+def undivided(call: Call) -> tuple[tuple[jax.Array, Any], Any]:
+    """By JAX, of all rows at once."""
+    fun, kwargs = call.options.fun, call.kwargs
+    argnums = call.options.argnums
+    return jax.value_and_grad(fun, argnums, has_aux=True)(*call.args, **kwargs)
+
+
+def _in_one(call: Call, error: Exception) -> tuple[tuple[jax.Array, Any], Any]:
+    """The same, if a program cannot be partitioned, with a warning that says so."""
+    if call.axes:
+        raise error
+    why = " ".join([str(error).split("\n")[0], *getattr(error, "__notes__", ())])
+    warnings.warn(
+        "The gradient is computed of all rows at once, in the memory that this takes, "
+        f"because ga_optax with jax {jax.__version__} cannot divide the program: "
+        f"{type(error).__name__}: {why} The result is right.",
+        stacklevel=6,
+    )
+    return undivided(call)
+
+
+# -- Over micro-batches ----------------------------------------------------------------
+
+
+class _Parts(NamedTuple):
+    """What comes of a window, in the parts that devices return it in.
+
+    Attributes:
+      shared: the results that all devices have alike, the loss first; None for others.
+      stacked: those others, of each micro-batch, along a new axis 0.
+      grads: the gradients.
+    """
+
+    shared: Any
+    stacked: Any
+    grads: Any
+
+
+def divided(call: Call, trace: Traced) -> tuple[tuple[jax.Array, Any], Any]:
+    """The same over micro-batches."""
+    if call.mesh is None or call.options.each:
+        parts = _window(call, trace)
+    else:
+
+        def run(inner: Call) -> _Parts:
+            # Types name the mesh otherwise there. Results come as those outside.
+            inner = inner.on_device()
+            here = layouts.traced(inner, trace.part.layouts)
+            if isinstance(here.part, Exception):
+                raise here.part
+            layouts.check_options(inner, here.part)
+            return _window(inner, here)
+
+        of_rows = meshes.split_spec(call.options.axes)
+        results = _Parts(WHOLE, of_rows, gradients(call))
+        parts = over_mesh(call, run, results=results, check_vma=False)
+    return layouts.returned(call, trace, parts.shared, parts.stacked), parts.grads
+
+
+_WAYS = {"whole": "last", "partial": "sum", "rows": "stack"}
+
+
+def _window(call: Call, trace: Traced) -> _Parts:
+    """The micro-batches of this device, merged over all of them."""
+    options, part, where = call.options, trace.part, call.where()
+    program = trace.program
+    (jaxpr, consts), arrivals = after_passes(program, where, False, options.optimize)
+    ways = [_WAYS[layouts.kind(layout)] for layout in part.layouts]
+    step = Step(
+        jaxpr=ir.without_values(jaxpr),
+        results=[x.aval for x in jaxpr.outvars],
+        ways=ways,
+        weighted=False,
+        varying=tuple(sorted(call.axes)),
+        multiplies=False,
+        arrivals=arrivals,
+        optimize=options.optimize,
+    )
+    params = list(map(jnp.asarray, jax.tree.leaves(call.params)))
+    batch = [*call.split(trace.strided), _indices(call)]
+    acc = accumulator.begun(call.params, options.accumulator_dtype)
+    acc = call.flat(acc._replace(total=call.placed(acc.total, -0.0)))
+    operands = Operands(consts, params, batch, [], [], acc)
+    if part.meets:
+        loss = Loss(step, layouts.AXIS, layouts.num_parts(call))
+        kept = options.residual_bytes
+        out = window.run(loss, operands, where, residual_bytes=kept)
+    else:
+        out = loop.run(step, operands, where, begins=True, merges=True)
+    savings.say(trace, layouts.num_parts(call), out.report)
+    stacks = [way == "stack" for way in ways]
+    pairs = list(zip(out.results, stacks, strict=True))
+    shared, stacked = ([x if its == s else None for x, its in pairs] for s in (0, 1))
+    return _Parts(shared, stacked, _gradients(call, out.acc.total))
+
+
+def _indices(call: Call) -> jax.Array:
+    """Which micro-batch is which, of those of all devices."""
+    index = jnp.arange(call.num_parts, dtype=jnp.int32)
+    if call.axes:
+        index = index + call.num_parts * jax.lax.axis_index(call.axes).astype(jnp.int32)
+    varying = frozenset().union(*map(meshes.varying, call.batch))
+    return collectives.vary(index, tuple(sorted(varying)))
+
+
+def _gradients(call: Call, totals: Sequence[jax.Array]) -> Any:
+    """Sums in the dtypes of the parameters."""
+    leaves, structure = jax.tree.flatten(call.params)
+    grads = structure.unflatten(
+        [g.astype(jnp.result_type(x)) for g, x in zip(totals, leaves, strict=True)]
+    )
+    # If the caller does not say either, XLA may sum up whole gradients.
+    return grads if call.mesh is None else call.placed(grads)
+
+
+# -- What is no array ------------------------------------------------------------------
+
+
+@jax.tree_util.register_pytree_node_class
+class _Own:
+    """A node without leaves for what is no array: a number, a text, NumPy's."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def tree_flatten(self) -> tuple[tuple[()], "_Own"]:
+        return (), self
+
+    @classmethod
+    def tree_unflatten(cls, own: "_Own", leaves: Any) -> "_Own":
+        return own
+
+
+def _kept(leaf: Any) -> Any:
+    """A leaf of the aux, which `jax.value_and_grad` returns as it is."""
+    return leaf if isinstance(leaf, jax.Array) else _Own(leaf)
+
+
+def _is_own(node: Any) -> bool:
+    return isinstance(node, _Own)
+
+
+def _value_of(node: Any) -> Any:
+    return node.value if _is_own(node) else node

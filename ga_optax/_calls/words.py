@@ -1,0 +1,105 @@
+"""Keywords that a function does not have: where what they mean is found."""
+
+import functools
+import inspect
+import itertools
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, ParamSpec, TypeVar
+
+import jax
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_NUMBER = "The number of micro-batches is num_microbatches here"
+# What other libraries call it.
+_OTHERS: Mapping[str, str] = {
+    "micro_batch_size": "It is called microbatch_size here",
+    "per_device_train_batch_size": "It is called microbatch_size here",
+    "every_k_schedule": f"{_NUMBER}; across calls, ga_optax.MultiSteps has a schedule",
+    "in_axes": "It is called batch_axes here",
+    **dict.fromkeys(
+        (
+            "gradient_accumulation_steps",
+            "accumulate_grad_batches",
+            "grad_accum_steps",
+            "accumulation_steps",
+            "accum_steps",
+            "every_k",
+            "n_accum",
+            "num_micro_batches",
+            "num_minibatches",
+        ),
+        _NUMBER,
+    ),
+}
+_ITS = "ga_optax.accumulate has it, whose micro-batches are each by themselves"
+_KEYS = "fun gets its keys as they are, and draws what the whole batch draws"
+# What the functions of the whole batch have no need of.
+_OF_WHOLE = {
+    "weight_fn": "The gradient is that of the loss as it is written, which divides by "
+    f"its own counts; {_ITS}",
+    "aux": f"aux comes back as fun returns it for all rows; {_ITS}",
+    "rng_argnums": f"{_KEYS}; {_ITS}",
+    "rng_argnames": f"{_KEYS}; {_ITS}",
+    "carry_argnums": "Return what is new as aux, with has_aux=True, for fun sees all "
+    f"rows at once; {_ITS}",
+    "num_real_microbatches": f"All rows count; {_ITS}",
+    "whole_batch": "The gradient is always that of the whole batch",
+    "axis_name": "Leave it out: fun sees all rows, and needs no collectives over "
+    "micro-batches",
+}
+# And those of micro-batches each by itself.
+_THAT = "ga_optax.value_and_grad gives the gradient of the whole batch, for any loss"
+_OF_EACH = {
+    "whole_batch": _THAT,
+    "axis_name": _THAT,
+    "residual_bytes": f"Rows do not meet in micro-batches each by itself; {_THAT}",
+    "accumulator_dtype": "It is the accumulator's: "
+    "ga_optax.accumulator.init(params, dtype)",
+    "microbatch_size": "Pass num_microbatches: an accumulator takes any number of them",
+    "carry_argnums": "What fun changes in NNX objects is carried already",
+}
+
+
+def explains_keywords(fun: Callable[P, R]) -> Callable[P, R]:
+    """`fun`, which says of a keyword that it does not have what there is instead."""
+    parameters = inspect.signature(fun).parameters
+    own = _OF_EACH if fun.__name__ == "accumulate" else _OF_WHOLE
+    means = {**_OTHERS, **own}
+
+    @functools.wraps(fun)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        for name in kwargs:
+            if name not in parameters and name in means:
+                names = ", ".join(list(parameters)[1:])
+                raise TypeError(
+                    f"The options of {fun.__name__} must be among {names}, but "
+                    f"{name} came. {means[name]}."
+                )
+        return fun(*args, **kwargs)
+
+    return call
+
+
+def warns_outside_jit(run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run`, which warns once if it is called outside of `jit` more than once."""
+    calls = itertools.count(1)
+
+    @functools.wraps(run)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        out = run(*args, **kwargs)
+        traced = isinstance(jax.tree.leaves(out)[0], jax.core.Tracer)
+        compiles = not jax.config.jax_disable_jit  # pyrefly: ignore[missing-attribute]
+        if compiles and not traced and next(calls) == 2:
+            warnings.warn(
+                "What value_and_grad or accumulate returned was called outside of "
+                "jax.jit again. Every such call traces the loss and compiles the loop "
+                "over micro-batches anew. Put it, or the training step around it, in "
+                "jax.jit (or nnx.jit).",
+                stacklevel=2,
+            )
+        return out
+
+    return call

@@ -1,0 +1,93 @@
+"""A loop on several devices: their states, put together after it."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ga_optax import accumulator
+from ga_optax._devices import collectives, logical, meshes
+from ga_optax._devices.meshes import Placement
+from ga_optax._loop import fences
+from ga_optax._loop.loop import Loop, State
+from ga_optax._loop.step import Operands, Where
+from ga_optax.accumulator import Accumulator
+
+
+def of_logical(loop: Loop, operands: Operands, where: Where) -> State:
+    """The state of the logical devices of this device: each runs the loop by itself."""
+    number, axes, modes = where.logical, where.axes, loop.kinds
+    indices = number * jax.lax.axis_index(axes) + jnp.arange(number, dtype=jnp.int32)
+    batch = [jnp.reshape(x, (number, -1, *x.shape[1:])) for x in operands.batch]
+
+    def run(part: Any, buffer: State) -> tuple[State, list[Any]]:
+        index, batch = part
+        keys = [jax.random.fold_in(key, index) for key in operands.keys]
+        # If XLA knew that this is empty, it would write zeros to one more buffer. The
+        # index changes, so its sort stays in the loop; the counter's may be dropped.
+        is_empty = fences.next_count(index) > index
+        empty, count = fences.fusion_barrier((is_empty, operands.acc.count))
+        total = [accumulator.cleared(x, empty) for x in buffer.acc.total]
+        acc = operands.acc._replace(total=total, count=count)
+        state = loop(operands._replace(batch=batch, keys=keys, acc=acc))
+        pairs = list(zip(modes, state.results, strict=True))
+        kept = [[] if mode.collects else x for mode, x in pairs]
+        collected = [x if mode.collects else [] for mode, x in pairs]
+        return state._replace(results=kept), collected
+
+    def join(a: State, b: State) -> State:
+        total = list(map(logical.plus, a.acc.total, b.acc.total))
+        acc = Accumulator(total, a.acc.weight + b.acc.weight, b.acc.count)
+        carry = [
+            logical.plus(x, y) if _averages(x) else jnp.maximum(x, y)
+            for x, y in zip(a.carry, b.carry, strict=True)
+        ]
+        kept = zip(modes, a.results, b.results, strict=True)
+        return State(acc, carry, [mode.join(x, y) for mode, x, y in kept])
+
+    buffers = [loop.start(operands)] * number.bit_length()  # one for each level
+    loop = dataclasses.replace(loop, logical=True, begins=False)
+    (*_, state), collected = logical.fold(run, (indices, batch), number, buffers, join)
+    collected = jax.tree.map(lambda x: jnp.reshape(x, (-1, *x.shape[2:])), collected)
+    pairs = zip(modes, state.results, collected, strict=True)
+    results = [new if mode.collects else kept for mode, kept, new in pairs]
+    return state._replace(results=results)
+
+
+def _averages(x: jax.Array) -> bool:
+    """Whether the carry of all devices is their mean, and not the largest."""
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def all_reduced(loop: Loop, state: State, where: Where) -> State:
+    """The state of all devices: one communication, but for what is sharded."""
+    axes = where.axes
+    modes = list(zip(loop.kinds, state.results, strict=True))
+    addends = [mode.addends(kept) for mode, kept in modes]
+    # Σ w is reduced without weights, too: were the processes of a run to disagree on
+    # the number of micro-batches, they would still all divide by the same number.
+    weights = [state.acc.weight] if "mean" in loop.step.ways else []
+    means = [x for x in state.carry if _averages(x)]
+    small, structure = jax.tree.flatten((addends, weights, means))
+    leaves = [*state.acc.total, *collectives.vary(small, axes)]
+    places = [*where.placements, *[Placement()] * len(small)]
+    number = meshes.num_devices(axes, None)
+    if where.logical:
+        number *= where.logical
+        zero = accumulator.unknown_zero(state.acc.count)
+        # What follows is the same program on any number of devices.
+        out = fences.fusion_barrier(logical.reduce(leaves, places, axes, zero))
+    else:
+        out = collectives.reduce(leaves, places, axes)
+    total = out[: len(where.placements)]
+    sums, weights, means = jax.tree.unflatten(structure, out[len(total) :])
+    [weight] = weights or [state.acc.weight]
+    rest = iter(means)
+    carry = [
+        next(rest) / number if _averages(x) else jax.lax.pmax(x, axes)
+        for x in state.carry
+    ]
+    pairs = zip(modes, sums, strict=True)
+    results = [mode.merge(kept, x, weight, axes) for (mode, kept), x in pairs]
+    return State(Accumulator(total, weight, state.acc.count), carry, results)

@@ -1,0 +1,86 @@
+"""The micro-batches of a call, added to an accumulator, on this device and on all."""
+
+from typing import Any, NamedTuple
+
+import jax
+
+from ga_optax._devices.meshes import Placement
+from ga_optax._loop import additions, in_place
+from ga_optax._loop.loop import Loop
+from ga_optax._loop.over_devices import all_reduced, of_logical
+from ga_optax._loop.step import Flat, Operands, Step, Where
+
+
+class Outcome(NamedTuple):
+    """What comes of a loop.
+
+    Attributes:
+      results: the loss, and the others.
+      carry: the carry.
+      acc: the accumulator.
+      report: what a window says of its levels; None of a loop.
+    """
+
+    results: list[jax.Array]
+    carry: list[jax.Array]
+    acc: Flat
+    report: Any = None
+
+
+def run(
+    step: Step,
+    operands: Operands,
+    where: Where,
+    *,
+    begins: bool,
+    merges: bool,
+) -> Outcome:
+    """Adds the micro-batches; `merges` over the bound data axes.
+
+    Args:
+      step: what one of them does.
+      operands: the arrays.
+      where: the devices.
+      begins: whether the accumulator is known to be empty.
+      merges: whether the sums of devices are added up at the end.
+    """
+    num_microbatches = len(operands.batch[0]) // (where.logical or 1)
+    off = "" if step.optimize else "optimize=False"
+    if off and begins and num_microbatches == 1:
+        off = "one micro-batch adds to nothing"
+    whys = in_place.reasons(off, step, operands, where.sent)
+    in_place.report(where.names, whys)
+    if where.sums_already and step.multiplies:
+        raise ValueError(
+            'sync="each" must scale the loss by the weight, but fun has custom_vjp, '
+            'float16 or a loss of low precision in it. Use sync="last", or a float32 '
+            "loss."
+        )
+    adds = additions.choose(step, operands.acc.total, whys, where.sent)
+    reduced = _reduced_in_last(where) if merges else {}
+    # What the compiler reduces over devices in each micro-step would be twice as large.
+    once = not (where.sums_already or where.gathered or where.split_by_compiler)
+    loop = Loop(
+        step,
+        num_microbatches,
+        adds,
+        begins=begins,
+        last=adds.reduced(step, reduced) if reduced else None,
+        rounds_once=step.low_precision and once,
+        local=where.split_by_compiler is False,
+        sums_already=where.sums_already,
+        axes=where.axes,
+    )
+    state = of_logical(loop, operands, where) if where.logical else loop(operands)
+    if merges and where.axes:
+        with jax.named_scope("merge"):
+            done = {i: Placement(summed=x.axes) for i, x in where.sent.items()}
+            done |= {i: Placement(summed=where.axes) for i in reduced}
+            places = [done.get(i, x) for i, x in enumerate(where.placements)]
+            state = all_reduced(loop, state, where._replace(placements=places))
+    return Outcome(loop.results(state), state.carry, state.acc)
+
+
+def _reduced_in_last(where: Where) -> dict[int, Placement]:
+    """Which sums the last micro-batch reduces over devices, and how."""
+    return dict(enumerate(where.placements)) if where.overlap and where.axes else {}

@@ -1,0 +1,78 @@
+"""Gradients that are reduced inside the backward pass, each as soon as it is final.
+
+A gradient that the backward pass adds to a reference, slice by slice if the model scans
+over its layers, is sent to the other devices there, slice by slice. To that end the
+program of the backward pass is run equation by equation, and what it would add to a
+reference is handed to a function.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core
+
+from ga_optax._devices import collectives, meshes
+from ga_optax._devices.meshes import Axes, Placement
+from ga_optax._loop import trees
+from ga_optax._passes import ir
+
+# What to do with a gradient, or a slice of it, and what `run` was given for it.
+Write = Callable[[Any, jax.Array], None]
+
+
+def empty(x: jax.Array, placement: Placement, axes: Axes) -> Any:
+    """A reference for the sum of `x` over devices, of its type."""
+    varies = (meshes.varying(x) - set(axes)) | set(placement.axes)
+    part = collectives.part(x, placement)
+    return jax.new_ref(collectives.vary(part, tuple(sorted(varies))))
+
+
+def run(
+    backward: Callable[..., list[jax.Array]],
+    types: Sequence[Any],
+    refs: Sequence[Any],
+    writes: Sequence[Write],
+) -> list[jax.Array]:
+    """`backward(*references)`, with `writes` in place of its additions to those.
+
+    Args:
+      backward: adds a gradient to each reference, and does nothing else with it.
+      types: the types of those gradients.
+      refs: what each of `writes` is given: a reference, or a tree of them. In a scan
+        over slices of the gradient, that is their slices.
+      writes: what to do with each gradient.
+    """
+    trace = jax.make_jaxpr(lambda: backward(*map(jax.new_ref, trees.blank(types))))
+    closed: Any = trace()
+    equations = closed.jaxpr.eqns
+    made = [e for e in equations if e.primitive.name == "new_ref"][: len(types)]
+    rest = [e for e in equations if e not in made]
+    invars = [e.outvars[0] for e in made]
+    jaxpr = closed.jaxpr.replace(invars=invars, eqns=rest)
+    return _run(ir.Program(jaxpr, closed.consts), writes, refs)
+
+
+def _run(
+    program: ir.Program, writes: Sequence[Write | None], args: Sequence[Any]
+) -> list[Any]:
+    """The results of a program; `writes` has None for what is no such reference."""
+    held: Any = dict(zip(program.jaxpr.invars, writes, strict=True))
+
+    def rule(equation: core.JaxprEqn, values: list[Any]) -> Sequence[Any] | None:
+        ins = equation.invars
+        here = [None if isinstance(x, core.Literal) else held.get(x) for x in ins]
+        if not any(here):
+            return None
+        if equation.primitive.name == "addupdate":
+            here[0](*values)  # pyrefly: ignore[not-callable]
+            return ()
+        # A jitted function, or a scan: see `is_cut`.
+        [body] = ir.inner(equation)
+        inside = functools.partial(_run, body, here)
+        if ir.kind(equation) == "scan":
+            return ir.scan(ir.scan_of(equation), inside, values)
+        return inside(values)
+
+    return ir.evaluate(program, args, rule)

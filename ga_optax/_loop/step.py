@@ -1,0 +1,135 @@
+"""What a loop knows of a loss, and of where it runs: no call, no options."""
+
+import types
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+
+from ga_optax._devices.meshes import AnyMesh, Axes, Placement
+from ga_optax._loop import in_place
+from ga_optax._passes import ir, known, table
+from ga_optax._passes.arrivals import arrival
+from ga_optax._passes.facts import Facts
+
+Flat = Any  # an Accumulator whose total is a list
+
+
+class Step(NamedTuple):
+    """What `fun` does to one micro-batch.
+
+    Attributes:
+      jaxpr: of the flat arguments `(params, batch, keys, carry)` to the flat results
+        `(loss, weight, carry, results)`; no weight if there is none.
+      results: the types of the loss and of the other results.
+      ways: how each of them is put together over the micro-batches, see `ways`.
+      weighted: whether there is a weight.
+      varying: the mesh axes over which every sum differs between devices: those of
+        the data, and of the weight.
+      multiplies: whether the weight multiplies the gradients, and not the cotangent.
+      arrivals: how the gradient of each leaf of the parameters arrives, see `arrival`.
+      optimize: whether passes run on programs; False is the plain scan.
+    """
+
+    jaxpr: core.Jaxpr
+    results: list[Any]
+    ways: list[str]
+    weighted: bool
+    varying: Axes
+    multiplies: bool
+    arrivals: list[str | None]
+    optimize: bool
+
+    @property
+    def sliced(self) -> list[bool]:
+        """Which gradients come in slices that can be added in place."""
+        sliced = [came == "slices" for came in self.arrivals]
+        can = in_place.HAS_REFS and not self.multiplies
+        can = can and any(sliced) and not self.deeds.acts
+        return [can and its for its in sliced]
+
+    @property
+    def deeds(self) -> known.Deeds:
+        """What it does beside its results, there and back."""
+        return known.deeds(self.jaxpr)
+
+    @property
+    def low_precision(self) -> bool:
+        """Whether it computes anything in less than 32 bits."""
+        results = (x.aval for e in ir.equations(self.jaxpr) for x in e.outvars)
+        dtypes = (getattr(aval, "dtype", np.dtype(np.int32)) for aval in results)
+        return any(jnp.issubdtype(d, np.floating) and d.itemsize < 4 for d in dtypes)
+
+
+class Operands(NamedTuple):
+    """The arrays of a loop, flat by role; the batch split."""
+
+    consts: Sequence[Any]
+    params: list[jax.Array]
+    batch: list[jax.Array]
+    keys: list[jax.Array]
+    carry: list[jax.Array]
+    acc: Flat
+    num_real: jax.Array | None = None  # how many micro-batches count: all if None
+
+
+class Lies(NamedTuple):
+    """How parameters lie on a mesh whose axes the compiler splits."""
+
+    specs: Sequence[Any]
+    axes: Axes
+    mesh: AnyMesh
+
+
+class Where(NamedTuple):
+    """On which devices a loop runs, and how their sums come together.
+
+    Attributes:
+      names: those of the parameters, for logs.
+      axes: the data axes that are bound.
+      placements: how to merge the gradient of each leaf over them.
+      sent: which gradients are scattered before they are added, and how.
+      logical: as how many devices this one runs; 0 if as itself.
+      overlap: whether the last micro-batch merges each gradient where it is final.
+      gathered: how parameters lie that every micro-step gathers; None if none does.
+      split_by_compiler: whether the compiler distributes what is computed; None if that
+        is not known.
+    """
+
+    names: Sequence[str]
+    axes: Axes = ()
+    placements: Sequence[Placement] = ()
+    sent: Mapping[int, Placement] = types.MappingProxyType({})
+    logical: int = 0
+    overlap: bool = False
+    gathered: Lies | None = None
+    split_by_compiler: bool | None = False
+
+    @property
+    def sums_already(self) -> bool:
+        """Whether the backward pass sums over devices."""
+        return any(place.summed for place in self.placements)
+
+
+def after_passes(
+    program: ir.Program, where: Where, multiplies: bool, optimize: bool
+) -> tuple[ir.Program, list[str | None]]:
+    """A program of a micro-batch as it is to run, and how its gradients arrive."""
+    number = len(where.names)
+    can = optimize and in_place.HAS_REFS and not multiplies
+    facts = Facts(
+        optimize=optimize,
+        num_params=number,
+        adds_in_place=can and not known.deeds(program.jaxpr).acts,
+    )
+    if (lies := where.gathered) is not None:
+        facts = facts._replace(specs=lies.specs, axes=lies.axes, mesh=lies.mesh)
+    program = table.run("fun", program, facts)
+    leaves = program.jaxpr.invars[:number]
+    arrivals: list[str | None] = [None] * number
+    if optimize:
+        arrivals = [arrival(program.jaxpr, x) for x in leaves]
+    return table.run("sharded fun", program, facts), arrivals

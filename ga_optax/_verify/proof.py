@@ -1,0 +1,240 @@
+"""How a loss is made of its rows: a proof, from its program.
+
+The program of the loss, traced at all rows, is partitioned over micro-batches
+(`_partition`): it becomes that of one of them, with collectives where rows meet. What
+each value depends on is followed to the loss.
+
+If rows do not meet, the loss is a sum of rows, up to constant factors. If they meet in
+numbers that no parameter is in, such as a count of tokens, the loss may divide by them:
+then the weight of a micro-batch is what it adds to such a number, which is evaluated,
+not fitted, and confirmed. Otherwise rows depend on each other.
+"""
+
+import dataclasses
+import functools
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.extend import core
+
+from ga_optax._partition import WHOLE, Argument, Axis, Rows, partition
+from ga_optax._passes import ir, places
+from ga_optax._verify.problem import Problem
+from ga_optax._verify.wide import Wide
+
+_AXIS = "micro-batches to verify"
+_DRAWS = ("random_", "threefry", "rng_")  # how the names of their primitives begin
+_RULES = ("custom_jvp", "custom_vjp")
+# What a value may depend on, beside meetings: parameters, rows, the place of its
+# micro-batch, and random numbers that no row has a key for.
+PARAMS, ROWS, PLACE, DRAW = "parameters", "rows", "place", "draw"
+
+
+class Meeting(NamedTuple):
+    """Where rows meet.
+
+    Attributes:
+      what: what they need of each other.
+      line: the line of the user's code.
+      of_params: whether parameters are in it.
+      part: the variable of what a micro-batch adds.
+    """
+
+    what: str
+    line: str
+    of_params: bool
+    part: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Proof:
+    """What the program of a loss says.
+
+    Attributes:
+      problem: whose loss it is.
+      program: that of a micro-batch, with collectives.
+      given: the values of its first arguments, constants of the loss.
+      of: what the loss depends on.
+      whole: names and lines of what nothing is known of.
+    """
+
+    problem: Problem
+    program: ir.Program
+    given: Sequence[Any]
+    of: frozenset[Any]
+    whole: str
+
+    @property
+    def meetings(self) -> list[Meeting]:
+        """Where rows meet, in the order of the program; first those of parameters."""
+        found = {x.part: x for x in self.of if isinstance(x, Meeting)}
+        read = [x for e in ir.equations(self.program.jaxpr) for x in e.invars]
+        order = dict.fromkeys(x for x in ir.variables(read) if x in found)
+        return sorted((found[x] for x in order), key=lambda x: not x.of_params)
+
+    @property
+    def counts(self) -> list[Meeting]:
+        """Those in numbers that no parameter is in."""
+        return [x for x in self.meetings if not x.of_params]
+
+    def shares(self) -> list[np.ndarray]:
+        """How micro-batches may weigh: by each of the counts, or by all together."""
+        k, jaxpr = self.problem.k, self.program.jaxpr
+        parts = [x.part for x in self.counts if ir.uses(jaxpr, x.part)]
+        parts = [x for x in parts if x.aval.size == 1]
+        found = list(map(np.asarray, self._values(parts))) if parts else []
+        found += [np.prod(found, 0)] if parts else [np.ones(k)]
+        return [
+            x / x.sum()
+            for i, x in enumerate(found)
+            if np.isfinite(x).all() and (x >= 0).all() and x.any()
+            if not any(np.allclose(x / x.sum(), y / y.sum()) for y in found[:i])
+        ]
+
+    def _values(self, parts: Sequence[Any]) -> Any:
+        """What each micro-batch adds, `[micro-batch]` for each."""
+        problem, (jaxpr, consts) = self.problem, self.program
+        equations, _ = ir.needed(jaxpr, parts)
+        own = ir.Program(jaxpr.replace(eqns=equations, outvars=parts), consts)
+        split = problem.take(problem.batch, problem.rows(None).reshape(problem.k, -1))
+
+        def of_part(*batch: Any) -> list[Any]:
+            leaves = *jax.tree.leaves(problem.params), *batch
+            index = jax.lax.axis_index(_AXIS)
+            args = [*self.given, *leaves, *jax.tree.leaves(problem.key), index]
+            pairs = zip(args, jaxpr.invars, strict=True)
+            found = ir.results(own, [_cast(x, v.aval) for x, v in pairs])
+            return [x.astype("float64").reshape(()) for x in found]
+
+        run = jax.vmap(of_part, problem.axes, axis_name=_AXIS, axis_size=problem.k)
+        return jax.jit(run)(*jax.tree.leaves(split))
+
+
+def _cast(x: Any, aval: Any) -> Any:
+    return x if x.dtype == aval.dtype else x.astype(aval.dtype)
+
+
+def in_words(meetings: Iterable[Meeting]) -> str:
+    """The lines of some, each with what rows need of each other there."""
+    lines: dict[str, dict[str, None]] = {}
+    for x in meetings:
+        lines.setdefault(x.line, {})[x.what] = None
+    return "; ".join(f"{x}: {' and '.join(of)}" for x, of in lines.items())
+
+
+def prove(problem: Problem) -> Proof | None:
+    """What the program of a loss says; None if it cannot be partitioned."""
+    for wide in (True, False):  # A cast that rounds would be no sum of rows.
+        try:
+            with jax.enable_x64(True):
+                return _proof(problem, wide)
+        except Exception:
+            continue  # Any: the code is the user's, and there are numbers to ask.
+    return None
+
+
+def _proof(problem: Problem, wide: bool) -> Proof:
+    fun = problem.fun
+    if isinstance(fun, jax.stages.Wrapped):
+        fun = getattr(fun, "__wrapped__", fun)  # JAX remembers what it has traced.
+    args = problem.params, problem.batch, *problem.keys(0)
+
+    def opened(*leaves: Any) -> list[Any]:
+        program = ir.Program(closed.jaxpr, closed.consts)
+        return ir.evaluate(program, leaves, _in_the_open)
+
+    with jax.enable_x64(problem.x64):
+        closed: Any = jax.make_jaxpr(lambda *x: fun(*x))(*args)
+        closed = jax.make_jaxpr(opened)(*jax.tree.leaves(args))
+    if wide:
+        closed = Wide(fun, x64=problem.x64).widened(closed)
+    given: list[tuple[frozenset[str], int | None]] = [
+        *((frozenset(), None) for _ in closed.consts),
+        *((frozenset({PARAMS}), None) for _ in jax.tree.leaves(problem.params)),
+        *((frozenset() if x is None else frozenset({ROWS}), x) for x in problem.axes),
+        *((frozenset(), None) for _ in jax.tree.leaves(problem.key)),
+    ]
+    names = [*closed.jaxpr.constvars, *closed.jaxpr.invars]
+    arguments = [
+        Argument(
+            x.aval,
+            WHOLE if axis is None or problem.k == 1 else Rows(axis),
+            PARAMS in of,
+        )
+        for x, (of, axis) in zip(names, given, strict=True)
+    ]
+    # Rows may meet in loops of any length: nothing runs.
+    part = partition(closed.jaxpr, arguments, Axis(_AXIS, problem.k, 1 << 30))
+    live = ir.live(part.jaxpr.replace(outvars=part.jaxpr.outvars[:1]))
+    place = frozenset({PLACE})  # which micro-batch it is
+    of = frozenset[Any]().union(*_read(live, [*(of for of, _ in given), place]))
+    whole = dict.fromkeys(f"{x.name} at {short(x.line)}" for x in part.whole)
+    program = ir.Program(live, part.consts)
+    return Proof(problem, program, closed.consts, of, "; ".join(whole))
+
+
+def short(line: str) -> str:
+    """A line of code without the folder of its file."""
+    path, *rest = line.split(":")
+    return ":".join([os.path.basename(path), *rest])
+
+
+def _in_the_open(e: core.JaxprEqn, values: list[Any]) -> Any:
+    """A rule by which functions run as if they stood there, those with rules too."""
+    rules = any(x.primitive.name.startswith(_RULES) for x in ir.within(e))
+    if not rules and not ir.is_inline(e):
+        return None  # JAX chooses some branches by the platform.
+    runs = [
+        functools.partial(ir.evaluate, _placed(p, e), rule=_in_the_open)
+        for p in ir.inner(e)
+    ]
+    if ir.is_inline(e) or e.primitive.name.startswith(_RULES):
+        return runs[0](values)
+    if ir.kind(e) == "scan" and not any(map(ir.is_reference, e.invars)):
+        return ir.scan(ir.scan_of(e), runs[0], values)
+    if ir.kind(e) == "cond":
+        branches = [lambda *xs, run=run: run(xs) for run in runs]
+        return jax.lax.switch(values[0].astype("int32"), branches, *values[1:])
+    return None
+
+
+def _placed(program: ir.Program, e: core.JaxprEqn) -> ir.Program:
+    """The program of an equation, with lines of the user's."""
+    jaxpr = program.jaxpr
+    eqns = [places.placed(x, e.source_info) for x in jaxpr.eqns]
+    return program._replace(jaxpr=jaxpr.replace(eqns=eqns))
+
+
+def _read(
+    jaxpr: core.Jaxpr,
+    given: Sequence[frozenset[Any]],
+    around: frozenset[Any] = frozenset(),
+) -> list[frozenset[Any]]:
+    """What the results of a program depend on; `around`: what is read around it."""
+    facts: dict[Any, frozenset[Any]] = dict(zip(jaxpr.invars, given, strict=True))
+    for e in jaxpr.eqns:
+        ins = [facts.get(x, frozenset()) for x in ir.variables(e.invars)]
+        of, name = frozenset[Any]().union(*ins), e.primitive.name
+        if _AXIS in ir.axes_of(e):
+            what = "a sum over rows" if name == "psum" else "all rows"
+            line, of_params = (
+                short(places.line_of(e.source_info)),
+                PARAMS in of | around,
+            )
+            parts = ir.variables(e.invars)
+            of |= {Meeting(what, line, of_params, x) for x in parts}
+        elif name.startswith(_DRAWS) and ROWS not in of:
+            of |= {DRAW}
+        for program in ir.inner_programs(e):
+            own = [
+                facts.get(x, frozenset()) if ir.is_variable(x) else frozenset()
+                for x in ir.operands(e, program)
+            ]
+            if len(own) != len(program.invars):
+                own = [of] * len(program.invars)
+            of = of.union(*_read(program, own, of))
+        facts |= dict.fromkeys(e.outvars, of)
+    return [facts.get(x, frozenset()) for x in ir.variables(jaxpr.outvars)]

@@ -1,0 +1,360 @@
+"""Backward: a `Loop` for the loss, and one for each level whose buffers it reads.
+
+The cotangents of buffers are gradients as those of parameters are. A level takes its
+own back with a loop over  Σ <cotangent, operand>,  whose gradients are those of the
+parameters and of the buffers below.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from ga_optax._devices import collectives
+from ga_optax._devices.collectives import zeros
+from ga_optax._loop import additions, in_place
+from ga_optax._loop.loop import Loop, State, with_passes
+from ga_optax._loop.over_devices import all_reduced
+from ga_optax._loop.step import Flat, Operands, Step, Where
+from ga_optax._passes import ir
+from ga_optax._passes.arrivals import arrival
+from ga_optax._passes.facts import Facts
+from ga_optax._window.forward import FOLDS
+from ga_optax._window.rules import own_part
+from ga_optax._window.values import Arrays, Part, Values, start_of_sum, wide
+from ga_optax.accumulator import Accumulator
+
+Wanted = Sequence[tuple[Any, Any]]  # variables, and how they are put together
+Cotangents = dict[int, jax.Array]  # by number of the buffer
+
+
+class Outcome(NamedTuple):
+    """A loop that ran, and its last state."""
+
+    loop: Loop
+    state: State
+
+
+class Task(NamedTuple):
+    """What one loop computes, and differentiates.
+
+    Attributes:
+      level: the buffers below it are known.
+      roots: the loss, or nothing; or the operands that have `cotangents`.
+      wanted: what else to compute; None on the way back.
+      cotangents: those of the buffers of the operands.
+    """
+
+    level: float
+    roots: Sequence[Any]
+    wanted: Wanted | None = None
+    cotangents: Cotangents | None = None
+
+
+class Read(NamedTuple):
+    """What a loop reads, by number.
+
+    Attributes:
+      params: parameters.
+      buffers: buffers that all micro-batches share and that have cotangents.
+      own: those of single micro-batches that have cotangents.
+      rigid: those that have none.
+    """
+
+    params: list[int]
+    buffers: list[int]
+    own: list[int]
+    rigid: list[int]
+
+
+class Backward:
+    """The gradients of a window so far.
+
+    Attributes:
+      totals: the sums of the gradients of the parameters.
+      cotangents: the sums of the cotangents of the buffers.
+    """
+
+    def __init__(self, step: Step, values: Values, start: Flat, where: Where) -> None:
+        self.step, self.values, self.where = step, values, where
+        self.start = start
+        self.totals = list(start.total)
+        self.cotangents: Cotangents = {}
+
+    def take(self, level: float) -> None:
+        """Takes the cotangents of a level back to parameters and earlier buffers."""
+        cotangents = self.summed(level)
+        if cotangents:
+            roots = [self.values.schedule.buffers[j].operand for j in cotangents]
+            self.run(Task(level, roots, cotangents=cotangents))
+
+    def take_once(self, level: int) -> None:
+        """Those of what was computed once."""
+        values, axes = self.values, self.values.axes
+        roots = values.schedule.operands(level + 0.5)
+        # A rule may be nonlinear: then it has to see the cotangent of all devices.
+        has_rule = _has_rule(values.needed(roots, level + 0.5)[0])
+        cotangents = self.summed(level + 0.5, across=has_rule)
+        if not cotangents:
+            return
+        roots = [values.schedule.buffers[j].operand for j in cotangents]
+        read = self.read(roots, level + 0.5)
+
+        def evaluate(diff: Arrays) -> Arrays:
+            known = self.with_leaves(read, diff)
+            return values.evaluate(roots, level + 0.5, known=known)
+
+        def term(g: jax.Array, old: jax.Array) -> jax.Array:
+            g = g.astype(old.dtype)
+            if axes and has_rule:  # The gradients are all-reduced later.
+                g = jnp.where(jax.lax.axis_index(axes) == 0, g, jnp.zeros_like(g))
+            return g
+
+        def added(operands: tuple[Arrays, Arrays, Arrays]) -> Arrays:
+            totals, diff, cotangents = operands
+            with jax.named_scope("compute"):
+                out, pullback = jax.vjp(evaluate, diff)
+                pairs = zip(out, cotangents, strict=True)
+                [grads] = pullback([ct.astype(x.dtype) for x, ct in pairs])
+            pairs = zip(totals, grads, strict=True)
+            return [old + term(g, old) for old, g in pairs]
+
+        totals = [
+            *(self.totals[i] for i in read.params),
+            *map(self.so_far, read.buffers),
+        ]
+        operands = totals, self.leaves(read), list(cotangents.values())
+        if self.step.optimize and self.step.low_precision:
+            facts = Facts(sliced=[False] * len(totals), rounds_once=True)
+            totals = with_passes(added, operands, facts)
+        else:
+            totals = added(operands)
+        self.put(read, totals)
+
+    def summed(self, level: float, across: bool = True) -> Cotangents:
+        """The cotangents of a level, `across` devices; they are no longer due."""
+        buffers, axes = self.values.schedule.buffers, self.values.axes
+        members = [j for j in self.values.schedule.at(level) if j in self.cotangents]
+        if not members:
+            return {}
+        with jax.named_scope("merge"):
+            cotangents = {j: self.cotangents.pop(j) for j in members}
+            shared = [j for j in members if buffers[j].kind != "own"]
+            if axes and shared and across:
+                whole = jax.lax.psum([cotangents[j] for j in shared], axes)
+                cotangents |= zip(shared, whole, strict=True)
+        return cotangents
+
+    # -- What is differentiated --------------------------------------------------------
+
+    def read(
+        self, roots: Sequence[Any], level: float, wanted: Sequence[Any] = ()
+    ) -> Read:
+        """What a level reads for `roots`, and what it reads beside them."""
+        schedule = self.values.schedule
+
+        def found(roots: Sequence[Any]) -> tuple[set[Any], list[int]]:
+            names = set(self.values.needed(roots, level)[1])
+            views = {schedule.views[x].buffer for x in names if x in schedule.views}
+            return names, sorted(views)
+
+        names, views = found(roots)
+        params = [i for i, x in enumerate(self.values.of_params) if x in names]
+        smooth = [
+            j
+            for j in views
+            if schedule.buffers[j].has_cotangent
+            and schedule.buffers[j].level < schedule.end
+        ]
+        kinds = [schedule.buffers[j].kind for j in smooth]
+        pairs = list(zip(smooth, kinds, strict=True))
+        own = [j for j, kind in pairs if kind == "own"]
+        _, every = found([*roots, *wanted])
+        rigid = [j for j in every if schedule.buffers[j].kind == "own" and j not in own]
+        return Read(params, [j for j, kind in pairs if kind != "own"], own, rigid)
+
+    def leaves(self, read: Read) -> Arrays:
+        """The values of what all micro-batches share."""
+        values = self.values
+        some = [values.params[i] for i in read.params]
+        return some + [values.buffers[j] for j in read.buffers]
+
+    def with_leaves(self, read: Read, shared: Arrays, own: Sequence[Any] = ()) -> Any:
+        """All parameters and buffers, with others in place of some."""
+        new, here = iter(shared), [*self.values.params]
+        for i in read.params:
+            here[i] = next(new)
+        buffers = self.values.buffers | dict(zip(read.buffers, new, strict=True))
+        parts = map(Part, own)
+        return here, buffers | dict(zip([*read.own, *read.rigid], parts, strict=False))
+
+    def so_far(self, j: int) -> jax.Array:
+        """The sum of the cotangents of a buffer so far."""
+        if j in self.cotangents:
+            return self.cotangents[j]
+        start = start_of_sum(self.values.buffers[j])
+        return collectives.vary(start, self.values.axes)
+
+    def put(self, read: Read, totals: Arrays) -> None:
+        """New sums of gradients and cotangents."""
+        new = iter(totals)
+        for i in read.params:
+            self.totals[i] = next(new)
+        self.cotangents |= dict(zip([*read.buffers, *read.own], new, strict=False))
+
+    # -- Loops -------------------------------------------------------------------------
+
+    def run(self, task: Task) -> Outcome:
+        """A `Loop` that adds gradients, and writes the cotangents of what is kept."""
+        values = self.values
+        read = self.read(task.roots, task.level, [x for x, _ in task.wanted or ()])
+        own, rigid = (
+            [values.buffers[j] for j in group] for group in (read.own, read.rigid)
+        )
+        parts = [ct for j, ct in (task.cotangents or {}).items() if self.is_own(j)]
+        batch = [*own, *values.xs, *rigid, *parts]
+        shared = self.leaves(read)
+        first = [x[0] for x in batch]
+
+        def micro_batch(diff: Arrays, x: Arrays) -> Any:
+            n, after = len(own), len(own) + len(values.xs)
+            kept = [*x[:n], *x[after : after + len(rigid)]]
+            known = self.with_leaves(read, diff, kept)
+            return self.micro_batch(task, known, x[n:after], x[after + len(rigid) :])
+
+        closed: Any = jax.make_jaxpr(micro_batch)(shared, first)
+        of_loop = self.step_of(task, closed.jaxpr, len(shared))
+        totals = [
+            *(self.totals[i] for i in read.params),
+            *map(self.so_far, read.buffers),
+        ]
+        # It is not empty, and its totals are added to.
+        weight = jnp.zeros_like(self.start.weight)
+        acc = Accumulator(totals, weight, jnp.ones([], jnp.int32))
+        operands = Operands(closed.consts, shared, batch, [], [], acc)
+        ways = self.ways(of_loop, operands, read)
+        stacks, moved = self.stacks(read, parts)
+        for j, x in zip(read.own, own, strict=True):
+            begins = j not in self.cotangents
+            ways.append(additions.Placed(jax.typeof(x[0]), begins=begins))
+        first_part, first_stack = len(batch) - len(parts), len(totals)
+        for i in moved:
+            batch[first_part + i] = values.xs[-1]  # it is read where it is written over
+        moves = tuple((first_part + i, first_stack + n) for i, n in moved.items())
+        acc = acc._replace(total=[*totals, *stacks])
+        operands = operands._replace(batch=batch, acc=acc)
+        loop = Loop(
+            of_loop,
+            len(values.xs[-1]),
+            additions.Additions(ways),
+            rounds_once=of_loop.low_precision,
+            local=self.where.split_by_compiler is False,
+            rows=len(own),
+            index=len(own) + len(values.xs) - 1,
+            moved=moves,
+        )
+        state = self.applied(loop, operands, task.cotangents is None)
+        self.put(read, state.acc.total)
+        values.rooms += [x for i, x in enumerate(parts) if i not in moved]
+        return Outcome(loop, state)
+
+    def applied(self, loop: Loop, operands: Operands, *more: Any) -> State:
+        """What a loop does; those that are alike are traced once."""
+        its, values = loop.step, self.values
+        does = tuple(loop.additions.ways), loop.moved, tuple(its.ways)
+        key = ir.form(its.jaxpr), *does, *more
+        state = values.run(key, loop.__call__, operands)
+        values.came(state.acc.total)
+        return state
+
+    def ways(self, of_loop: Step, operands: Operands, read: Read) -> list[Any]:
+        """How gradients of what all micro-batches share are added."""
+        off = "" if self.step.optimize else "optimize=False"
+        whys = in_place.reasons(off, of_loop, operands)
+        names = [self.where.names[i] for i in read.params]
+        in_place.report(names, whys[: len(names)])
+        return list(additions.choose(of_loop, operands.acc.total, whys).ways)
+
+    def stacks(self, read: Read, parts: Arrays) -> tuple[Arrays, dict[int, int]]:
+        """The arrays for the cotangents of what single micro-batches keep.
+
+        Those that begin are written over `parts`, which are read in the same loop, as
+        far as they are alike: which of these, and what is written there, by number.
+        """
+        stacks: Arrays = []
+        moved: dict[int, int] = {}
+        for n, j in enumerate(read.own):
+            if j in self.cotangents:
+                stacks.append(self.cotangents[j])
+                continue
+            like = wide(zeros(jax.typeof(self.values.buffers[j][0])))
+            due = self.values.type_of_stack(like)
+            left = (i for i, x in enumerate(parts) if i not in moved)
+            same = next((i for i in left if jax.typeof(parts[i]) == due), None)
+            if same is None:
+                stacks.append(self.values.room(like))
+            else:
+                moved[same] = n
+                stacks.append(parts[same])
+        return stacks, moved
+
+    def is_own(self, j: int) -> bool:
+        """Whether a buffer holds a value of each of this device's micro-batches."""
+        return self.values.schedule.buffers[j].kind == "own"
+
+    def micro_batch(self, task: Task, known: Any, x: Arrays, own: Arrays) -> Any:
+        """The loss, or what stands for it, and what else is wanted.
+
+        `own` are the parts of those cotangents that it alone has.
+        """
+        values = self.values
+        wanted = [x for x, _ in task.wanted or ()]
+        acts = task.wanted is not None
+        out = values.evaluate([*task.roots, *wanted], task.level, x, known, acts)
+        loss, rest = out[: len(task.roots)], out[len(task.roots) :]
+        if task.cotangents is not None:
+            mine = iter(own)
+            parts = [
+                next(mine) if self.is_own(j) else self.part(j, ct, x[-1])
+                for j, ct in task.cotangents.items()
+            ]
+            loss = [sum(map(_paired, parts, loss), jnp.zeros([], float))]
+        return *(loss or [jnp.zeros([], float)]), *rest
+
+    def part(self, j: int, cotangent: jax.Array, index: jax.Array) -> jax.Array:
+        """A micro-batch's part of the cotangent of what all of them share."""
+        folded = self.values.schedule.buffers[j].kind in FOLDS
+        return cotangent if folded else own_part(cotangent, index)
+
+    def step_of(self, task: Task, jaxpr: Any, leaves: int) -> Step:
+        """What the loop does to a micro-batch."""
+        return self.step._replace(
+            jaxpr=ir.without_values(jaxpr),
+            results=[x.aval for x in jaxpr.outvars],
+            ways=["sum", *(way for _, way in task.wanted or ())],
+            arrivals=[arrival(jaxpr, x) for x in jaxpr.invars[:leaves]],
+        )
+
+    def finished(self, outcome: Outcome) -> tuple[Arrays, Flat]:
+        """The results of a loop on all devices, the loss first, and the accumulator."""
+        loop, state = outcome
+        state = State(state.acc._replace(total=self.totals), [], state.results)
+        if self.values.axes:
+            with jax.named_scope("merge"):
+                state = all_reduced(loop, state, self.where)
+        return loop.results(state), state.acc
+
+
+def _has_rule(equations: Sequence[core.JaxprEqn]) -> bool:
+    """Whether a backward pass is anything but the transpose of a derivative."""
+    rules = ("custom_vjp", "linear_call")
+    names = [e.primitive.name for x in equations for e in ir.within(x)]
+    return any(rule in name for rule in rules for name in names)
+
+
+def _paired(cotangent: jax.Array, x: jax.Array) -> jax.Array:
+    """Σ cotangent · x, whose gradient is the cotangent."""
+    product = cotangent * x.astype(cotangent.dtype)
+    return jnp.sum(product.real).astype(float)

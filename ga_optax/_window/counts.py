@@ -1,0 +1,116 @@
+"""At which levels each equation runs, counted once and kept up to date.
+
+Bit i stands for level i. A buffer changes what is behind it alone, so keeping a value
+of each level takes time for the size of the program, and not for its square.
+"""
+
+import heapq
+from typing import Any, NamedTuple
+
+from jax.extend import core
+
+from ga_optax._passes import ir
+from ga_optax._passes.ir import variables
+from ga_optax._window.schedule import Schedule
+
+
+class Passes(NamedTuple):
+    """How often an equation runs over the window, and at which levels, as bits.
+
+    As if everything on the way back ran forward before.
+    """
+
+    forward: int
+    backward: int
+    levels: int
+
+
+class _Way:
+    """The levels at which equations run, there (for all roots) or back (smooth ones).
+
+    Attributes:
+      runs: the levels of an equation, by its id; 0 if it runs at none.
+      roots: the levels that are to compute a variable.
+    """
+
+    def __init__(self, schedule: Schedule, back: bool) -> None:
+        self.schedule, self.back = schedule, back
+        self.runs: dict[int, int] = {}
+        self.roots: dict[Any, int] = {}
+        for level in range(1, schedule.end + 1):
+            roots = schedule.smooth_roots if back else schedule.roots
+            for x in variables(roots(level)):
+                self.roots[x] = self.roots.get(x, 0) | 1 << level
+        for equation in reversed(schedule.jaxpr.eqns):
+            self.runs[id(equation)] = self._runs(equation)
+
+    def due(self, variable: Any) -> int:
+        """The levels that read it, or are to compute it."""
+        found = self.roots.get(variable, 0)
+        for equation, _ in ir.uses(self.schedule.jaxpr, variable):
+            found |= self.runs[id(equation)]
+        return found
+
+    def _runs(self, equation: core.JaxprEqn) -> int:
+        schedule, runs = self.schedule, 0
+        for out in equation.outvars:
+            if out not in schedule.given:
+                runs |= self.due(out) & schedule.computed_at(out)
+        return runs
+
+    def update(self, variable: Any) -> None:
+        """Counts again what is behind a variable: it has a buffer now."""
+        jaxpr, changed = self.schedule.jaxpr, {}
+
+        def push(x: Any) -> None:
+            equation = ir.made_by(jaxpr, x)
+            if equation is not None:
+                place = -ir.place_of(jaxpr, equation)
+                if place not in changed:
+                    changed[place] = equation
+                    heapq.heappush(due, place)
+
+        due: list[int] = []
+        push(variable)
+        while due:
+            equation = changed.pop(heapq.heappop(due))
+            runs = self._runs(equation)
+            if runs != self.runs[id(equation)]:
+                self.runs[id(equation)] = runs
+                for x in variables(equation.invars):
+                    push(x)
+
+
+class Counter:
+    """A schedule whose passes are counted while buffers are added to it."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.there, self.back = _Way(schedule, False), _Way(schedule, True)
+
+    def keep(self, variable: Any, kind: str, level: float) -> None:
+        """Adds a buffer that is filled at a level."""
+        schedule = self.schedule
+        number = schedule.buffer(variable, kind, level)
+        buffer = schedule.buffers[number]
+        for way in (self.there, self.back):
+            if level == int(level) and (not way.back or buffer.has_cotangent):
+                way.roots[variable] = way.roots.get(variable, 0) | 1 << int(level)
+            way.update(variable)
+
+    def levels(self, equation: core.JaxprEqn) -> int:
+        """The levels at which an equation runs on the way there."""
+        return self.there.runs[id(equation)]
+
+    def passes(self, equation: core.JaxprEqn) -> Passes | None:
+        """How often it runs; None for what does not, or is not of micro-batches."""
+        schedule = self.schedule
+        runs, returns = self.levels(equation), self.back.runs[id(equation)]
+        if not runs or not any(schedule.facts[x].own for x in equation.outvars):
+            return None
+        smooth = any(
+            x in schedule.reached and schedule.facts[x].smooth for x in equation.outvars
+        )
+        with_loss = returns >> schedule.end & 1  # it runs forward for both at once
+        forward = runs.bit_count() + returns.bit_count() - with_loss
+        return Passes(forward, returns.bit_count() if smooth else 0, runs)

@@ -1,0 +1,228 @@
+"""What a window keeps, and how often it runs what: for logs, `plan` and `recorded`."""
+
+import contextlib
+import contextvars
+import functools
+import warnings
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+from jax.extend import core
+
+from ga_optax._passes import ir, places
+from ga_optax._passes.notes import listed, note
+from ga_optax._window import cost
+from ga_optax._window.counts import Counter, Passes
+from ga_optax._window.forward import FOLDS
+from ga_optax._window.room import largest_step
+from ga_optax._window.rules import is_collective
+from ga_optax._window.schedule import Schedule
+from ga_optax._window.unread import unread
+
+
+class Stored(NamedTuple):
+    """A value that a window stores.
+
+    Attributes:
+      line: the line of the user's code that computes it, or where rows meet.
+      kind: "kept" (of each micro-batch), "once" (what they share), or what a collective
+        carries: "sum", "max", "min" or "stack".
+      type: its shape and dtype, of one micro-batch.
+      nbytes: what a device stores of it.
+      shape: that of what is read of it: of all rows, if they are gathered.
+      forward: how often what it is computed of runs forward, at most.
+      backward: how often that runs backward.
+    """
+
+    line: str
+    kind: str
+    type: Any
+    nbytes: int
+    shape: tuple[int, ...]
+    forward: int
+    backward: int
+
+
+class Levels(NamedTuple):
+    """What a window does.
+
+    Attributes:
+      levels: the passes over the micro-batches that fill buffers.
+      forward: how often what costs something runs forward, at most.
+      backward: how often it runs backward, at most.
+      stored: what it stores between the levels.
+      peak: about how many bytes a device needs at a time, beside arguments and results:
+        what is stored and its cotangents, and one micro-batch's step.
+      kept: the bytes of what is kept and of its cotangents, at most at a time.
+      room: for which `residual_bytes` everything would stay, and how often it would run
+        forward and backward then; None if it does stay.
+    """
+
+    levels: int
+    forward: int
+    backward: int
+    stored: tuple[Stored, ...]
+    peak: int = 0
+    kept: int = 0
+    room: tuple[int, int, int] | None = None
+
+    def __str__(self) -> str:
+        kept = [x for x in self.stored if x.kind == "kept"]
+        lines = ", ".join(dict.fromkeys(x.line for x in kept))
+        of_kept = f"values of {lines}" if kept else "none"
+        said = (
+            f"Activations kept between the collectives: {of_kept}. Each part of fun "
+            f"runs forward at most {self.forward} times and backward {self.backward}, "
+            f"in about {self.peak / 2**20:.1f} MiB."
+        )
+        return f"{said} {said_of(self.room)}" if self.room else said
+
+
+def said_of(room: tuple[int, int, int]) -> str:
+    """What more room would buy."""
+    nbytes, forward, backward = room
+    return f"With residual_bytes={nbytes:_}: {forward} and {backward}."
+
+
+_reports: contextvars.ContextVar[list[Levels]] = contextvars.ContextVar("_reports")
+
+
+def recorded() -> contextlib.AbstractContextManager[list[Levels]]:
+    """The report of every window that is traced inside."""
+    return listed(_reports)
+
+
+def report(
+    schedule: Schedule, size: int, num_microbatches: int, room_is_ours: bool = False
+) -> Levels:
+    """What a window does, which is logged, and handed to `recorded`.
+
+    `size` is the axis's. Warns if it runs more often than it should, in the room that
+    nobody asked for; of a small window nothing is said.
+    """
+    runs, times = _runs(schedule), {"own": num_microbatches, "stack": size}
+    read: dict[int, Any] = {}  # what the first collective of a buffer returns
+    for e in schedule.jaxpr.eqns:
+        for x in e.outvars if is_collective(e, schedule.axis) else ():
+            read.setdefault(schedule.views[x].buffer, x)
+    stored, leading = [], _leading(schedule, runs)
+    for i, (operand, kind, level, _) in enumerate(schedule.buffers):
+        if level == schedule.end and kind in FOLDS:
+            continue  # no level reads it: it is a result, as the loss is
+        nbytes = times.get(kind, 1) * cost.nbytes(operand)
+        name, x = ("kept", operand) if kind == "own" else (kind, read.get(i, operand))
+        line, shape = _line(schedule, x), tuple(x.aval.shape)
+        is_number = isinstance(operand, core.Literal)
+        most = (0, 0) if is_number else leading.get(operand, (0, 0))
+        stored.append(Stored(line, name, operand.aval, nbytes, shape, *most))
+    passes = _most(runs, schedule.jaxpr.eqns)
+    peak = _peak(schedule, times)
+    new = Levels(schedule.end - 1, *passes, tuple(stored), peak, schedule.peak)
+    if (full := schedule.full) is not None:
+        more = full.peak, *_most(_runs(full), schedule.jaxpr.eqns)
+        new = new._replace(room=more)
+    if (found := _reports.get(None)) is not None:
+        found.append(new)
+    elif room_is_ours and _is_dear(new):
+        _warn(new)
+    note(str(new))
+    return new
+
+
+def _is_dear(report: Levels) -> bool:
+    """Whether it runs more often than it should, and is not small."""
+    often = report.forward > _FORWARD or report.backward > _BACKWARD
+    return often and report.peak >= FEW_BYTES
+
+
+def is_recorded() -> bool:
+    """Whether somebody asks what a window does, and need not be warned."""
+    return _reports.get(None) is not None
+
+
+FEW_BYTES = 2**20  # that are not worth a word
+_FORWARD, _BACKWARD = 3, 1  # passes that segments take, however many levels there are
+
+
+@functools.cache  # once
+def _warn(report: Levels) -> None:
+    more = said_of(report.room) if report.room else ""
+    warnings.warn(
+        f"No part of fun should run forward more than {_FORWARD} times and backward "
+        f"{_BACKWARD}, but in {report.levels} levels where rows meet some run forward "
+        f"{report.forward} times and backward {report.backward}, since what they need "
+        f"of each other takes more room than a micro-batch's step. {more} "
+        "ga_optax.batch_dependencies shows the lines.",
+        stacklevel=2,
+    )
+
+
+def _peak(schedule: Schedule, times: dict[str, int]) -> int:
+    """About how many bytes a device needs at a time."""
+    shared = [b for b in schedule.buffers if b.kind != "own"]
+    carried = sum(
+        times.get(b.kind, 1)
+        * (cost.nbytes(b.operand) + b.has_cotangent * cost.nbytes_of_sum(b.operand))
+        for b in shared
+    )
+    return schedule.peak + carried + largest_step(schedule)
+
+
+def _runs(schedule: Schedule) -> dict[int, Passes]:
+    """The passes of every equation, without those in which nothing reads its result."""
+    counter = Counter(schedule)
+    found = {}
+    for e in schedule.jaxpr.eqns:
+        if its := counter.passes(e):
+            found[id(e)] = its
+    for level in range(1, schedule.end):
+        for e in unread(schedule, level):
+            _add(found, e, -1)
+    for e in refilled(schedule):
+        _add(found, e, 1)
+    return found
+
+
+def _add(found: dict[int, Passes], equation: core.JaxprEqn, forward: int) -> None:
+    if its := found.get(id(equation)):
+        found[id(equation)] = its._replace(forward=its.forward + forward)
+
+
+def refilled(schedule: Schedule) -> Iterator[core.JaxprEqn]:
+    """What runs once more on the way back, to fill what was dropped."""
+    for level, members in schedule.again.items():
+        there = set(range(len(schedule.buffers))) - set(members)
+        operands = [schedule.buffers[j].operand for j in members]
+        yield from schedule.needed(operands, level + 1, held=there)[0]
+
+
+def _leading(schedule: Schedule, runs: dict[int, Passes]) -> dict[Any, tuple[int, int]]:
+    """How often what each value is computed of runs; `_most`, of all values at once."""
+    every: dict[Any, tuple[int, int]] = {}
+    dear: dict[Any, tuple[int, int]] = {}
+    for e in schedule.jaxpr.eqns:
+        its = [runs[id(e)][:2]] if id(e) in runs else []
+        for found, own in ((every, its), (dear, [] if cost.is_cheap(e) else its)):
+            before = [found[x] for x in ir.variables(e.invars) if x in found]
+            if pairs := [*before, *own]:
+                forward, backward = map(max, zip(*pairs, strict=True))
+                found.update(dict.fromkeys(e.outvars, (forward, backward)))
+    return every | dear
+
+
+def _most(
+    runs: dict[int, Passes], equations: Iterable[core.JaxprEqn]
+) -> tuple[int, int]:
+    """How often some equations run forward and backward: those that cost something.
+
+    If none of them does, those that do not.
+    """
+    found = [e for e in equations if id(e) in runs]
+    some = [e for e in found if not cost.is_cheap(e)] or found
+    forward = max((runs[id(e)].forward for e in some), default=0)
+    return forward, max((runs[id(e)].backward for e in some), default=0)
+
+
+def _line(schedule: Schedule, x: Any) -> str:
+    equation = ir.made_by(schedule.jaxpr, x)
+    return "an argument" if equation is None else places.place_of(equation.source_info)

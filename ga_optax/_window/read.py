@@ -1,0 +1,195 @@
+"""The program of `fun` as one flat list of equations, which shows every collective."""
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend import core
+
+from ga_optax._devices import collectives
+from ga_optax._passes import feedback, ir, places, references
+from ga_optax._passes.ir import bind, is_mark, variables
+from ga_optax._window import stages
+from ga_optax._window.rules import is_collective
+
+# A scan of more iterations than this is an error if a collective in it depends on its
+# own results: each would be a level of its own, which costs a pass over the window and
+# compile time.
+LONGEST = 64
+
+
+def mentions(equation: core.JaxprEqn, axis: str) -> bool:
+    """Whether an equation, or one inside it, refers to the axis."""
+    inside = ir.within(equation)
+    return any(is_mark(e, axis) or is_collective(e, axis) for e in inside)
+
+
+class Opening(NamedTuple):
+    """How a program is put in the open.
+
+    Attributes:
+      axis: the name of the axis.
+      loops: for the body of a scan, the levels there of the arguments of the loops
+        inside, by their ids; else None. Each equation of a checkpoint then has one of
+        its own, for what is in one checkpoint may be of several stages.
+    """
+
+    axis: str
+    loops: dict[int, list[int]] | None = None
+
+
+def flat(
+    jaxpr: core.Jaxpr,
+    args: Sequence[Any],
+    axis: str,
+    size: int,
+    loops: dict[int, list[int]] | None = None,
+) -> tuple[core.Jaxpr, Sequence[Any]]:
+    """The same program in one list of equations, and the values of its constants.
+
+    Args:
+      jaxpr: the program.
+      args: values for its constants and its arguments, or their types.
+      axis: the name of the axis.
+      size: its size.
+      loops: see `Opening`.
+    """
+    count = len(jaxpr.constvars)
+    opening = Opening(axis, loops)
+
+    def run(*args: Any) -> list[Any]:
+        return _opened(ir.Program(jaxpr, args[:count]), args[count:], opening)
+
+    closed: Any = jax.make_jaxpr(run, axis_env=[(axis, size)])(*args)
+    return closed.jaxpr, closed.consts
+
+
+def _opened(
+    program: ir.Program, args: Sequence[Any], opening: Opening, around: Any = None
+) -> list[Any]:
+    """The results of a program, with what is inside its equations in the open.
+
+    `around` is the source of the equation that it is inside of.
+    """
+
+    def rule(equation: core.JaxprEqn, values: list[Any]) -> Sequence[Any] | None:
+        placed = places.placed(equation, around)
+        if ir.kind(equation) == "call" and not references.is_group(equation):
+            [inner] = ir.inner(equation)
+            return _opened(inner, values, opening, placed.source_info)
+        if mentions(equation, opening.axis):
+            return _open(equation, values, opening)
+        if placed is equation:
+            return None
+        return bind(program.jaxpr, [placed], placed.invars, placed.outvars, values)
+
+    program = program._replace(jaxpr=references.grouped(program.jaxpr))
+    return ir.evaluate(program, args, rule)
+
+
+def _open(
+    equation: core.JaxprEqn, values: list[Any], opening: Opening
+) -> Sequence[Any] | None:
+    axis, kind = opening.axis, ir.kind(equation)
+    if is_collective(equation, axis) or is_mark(equation, axis):
+        return None
+    if kind == "checkpoint":
+        if opening.loops is None:
+            return _checkpointed(equation, values, axis)
+        return _singly(equation, values, opening)
+    if kind == "scan":
+        return _staged(equation, values, opening)
+    raise NotImplementedError(_not_done(equation, axis))
+
+
+def _checkpointed(equation: core.JaxprEqn, values: list[Any], axis: str) -> list[Any]:
+    """A `jax.checkpoint` of each piece between its collectives."""
+    [(inside, inner_consts)] = ir.inner(equation)
+    values = [*inner_consts, *values]
+    size = jax.lax.psum(1, axis)
+    program, consts = flat(inside, values, axis, size)
+    given = [*program.constvars, *program.invars]
+    env = dict(zip(given, [*consts, *values], strict=True))
+    level: dict[Any, int] = {}
+    pieces: dict[tuple[int, bool], list[core.JaxprEqn]] = {}
+    for e in program.eqns:
+        alone = mentions(e, axis)
+        its = alone + max((level.get(x, 0) for x in variables(e.invars)), default=0)
+        level.update(dict.fromkeys(e.outvars, its))
+        pieces.setdefault((its, not alone), []).append(e)
+    smooth = ir.following(program, given, ("stop_gradient",))
+    for (_, several), piece in sorted(pieces.items(), key=lambda item: item[0]):
+        others = [
+            e.invars for group in pieces.values() if group is not piece for e in group
+        ]
+        outside = set(variables([*itertools.chain(*others), *program.outvars]))
+        made = [v for e in piece for v in e.outvars if v in outside]
+        read = [x for e in piece for x in variables(e.invars) if x in env]
+        run = functools.partial(bind, program, piece, read, made)
+        operands = [env[x] for x in read]
+        if several:
+            run = ir.checkpointed(equation, run)
+        else:  # A stop_gradient inside a checkpoint is not seen from outside.
+            operands = [
+                x if var in smooth else jax.lax.stop_gradient(x)
+                for var, x in zip(read, operands, strict=True)
+            ]
+        env.update(zip(made, run(operands), strict=True))
+    return [_value(x, env) for x in program.outvars]
+
+
+def _singly(equation: core.JaxprEqn, values: list[Any], opening: Opening) -> list[Any]:
+    """A `jax.checkpoint` of each equation, which the stages of a scan put together."""
+    [(inside, inner_consts)] = ir.inner(equation)
+    values, (axis, loops) = [*inner_consts, *values], opening
+    size = jax.lax.psum(1, axis)
+    program = ir.Program(*flat(inside, values, axis, size, loops))
+
+    def rule(e: core.JaxprEqn, values: list[Any]) -> list[Any] | None:
+        if mentions(e, axis):
+            return None
+        one = stages.single(equation, program.jaxpr, e)
+        return bind(program.jaxpr, [one], e.invars, one.outvars, values)
+
+    return ir.evaluate(program, values, rule)
+
+
+def _staged(equation: core.JaxprEqn, values: list[Any], opening: Opening) -> list[Any]:
+    """A scan as scans without collectives, and these between them."""
+    how, axis = ir.scan_of(equation), opening.axis
+    if not how.length:
+        _, carry, _ = how.split(values)
+        made = equation.outvars[how.num_carry :]
+        return [*carry, *(collectives.zeros(x.aval) for x in made)]
+
+    def marks(e: core.JaxprEqn) -> bool:
+        return is_mark(e, axis)
+
+    def meets(e: core.JaxprEqn) -> bool:
+        return any(is_collective(x, axis) for x in ir.within(e))
+
+    loops = feedback.inside(how, meets) if opening.loops is None else opening.loops
+    (body, consts), size = how.body, jax.lax.psum(1, axis)
+    types = [*map(jax.typeof, consts), *(x.aval for x in body.invars)]
+    program = ir.Program(*flat(body, types, axis, size, loops))
+    how = how._replace(body=program, num_consts=len(consts) + how.num_consts)
+    start = loops.get(id(equation), [0] * len(body.invars))
+    by_stage = stages.Stages(how, meets, marks, [*[0] * len(consts), *start])
+    if by_stage.unrolled and how.length > LONGEST:
+        raise NotImplementedError(_not_done(equation, axis))
+    return by_stage([*consts, *values])
+
+
+def _value(x: Any, env: dict[Any, Any]) -> Any:
+    return x.val if isinstance(x, core.Literal) else env[x]
+
+
+def _not_done(equation: core.JaxprEqn, axis: str) -> str:
+    inside = (e for e in ir.within(equation) if not ir.inner_programs(e))
+    name = next((e for e in inside if mentions(e, axis)), equation).primitive.name
+    return (
+        f"Rows must not meet inside of {equation.primitive.name}, but there is a "
+        f"{name} in it."
+    )

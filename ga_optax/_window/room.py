@@ -1,0 +1,294 @@
+"""How much of what is kept there is room for, and for how long it stays.
+
+    everything   each value stays until the way back: each part runs forward twice
+    segments     what goes over the border of every few levels stays. The rest is
+                 dropped as soon as no later level reads it on the way there, and filled
+                 again, segment by segment, on the way back: forward three times
+    less         nothing but what is kept after some levels: what lies between two of
+                 them runs again at each
+
+As `jax.checkpoint` over layers: about √L borders stay, and about √L are filled again
+(Chen, Xu, Zhang, Guestrin, "Training deep nets with sublinear memory cost", 2016).
+"""
+
+import bisect
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax.extend import core
+
+from ga_optax._passes import ir
+from ga_optax._window import cost, kept
+from ga_optax._window.counts import Counter
+from ga_optax._window.read import is_mark
+from ga_optax._window.schedule import Schedule
+
+
+class Life(NamedTuple):
+    """What is kept of a value, for how long.
+
+    Attributes:
+      number: of its buffer.
+      nbytes: what a device keeps of it.
+      of_cotangent: what its cotangent takes.
+      made: the level that fills it.
+      last: the last level that reads it.
+      times: of how many iterations of a loop it is the stack.
+      follows: whether it follows from other values that the same level keeps: if these
+        stay at the end of a segment, it can be filled again with the next one.
+    """
+
+    number: int
+    nbytes: int
+    of_cotangent: int
+    made: int
+    last: int
+    times: int = 1
+    follows: bool = False
+
+
+def planned(
+    schedule: Schedule,
+    num_microbatches: int,
+    of_step: Callable[[], int],
+    limit: int | None,
+) -> Schedule:
+    """The schedule with what to keep.
+
+    Args:
+      schedule: one without.
+      num_microbatches: those of one device.
+      of_step: the bytes that are taken anyway, for one micro-batch's step.
+      limit: the bytes that kept values and their cotangents may take at a time; None
+        for as many as leave, of a whole step's bytes, room for that of a level. If
+        segments need more, they get what they need: about 2·√L borders.
+    """
+    counter = Counter(schedule.copy())
+    kept.keep_marks(counter)
+    ends = range(schedule.end - 1)
+    marked = counter.schedule.copy()
+    kept.keep(counter, num_microbatches, ends)
+    full = counter.schedule
+    lives = list(_lives(full, num_microbatches))
+    if not lives:
+        return full
+    full.peak = peak(lives, (), full.end)
+    most = of_step() - largest_step(full) if limit is None else limit
+    best = _segments(lives, full.end, most)
+    # Segments make no less of the stack of a loop: it stays, or the loop runs again.
+    stacks = (x.nbytes for x in lives if x.times > 1)
+    bounded = limit is not None or max(stacks, default=0) > most
+    if not bounded or peak(lives, best, full.end) <= most:
+        return _dropping(full, lives, best)
+    return dataclasses.replace(_less(marked, num_microbatches, most), full=full)
+
+
+# -- Lives -----------------------------------------------------------------------------
+
+
+def _lives(schedule: Schedule, num_microbatches: int) -> Iterator[Life]:
+    last: dict[int, int] = {}
+    for level in range(1, schedule.end + 1):
+        for x in schedule.needed(schedule.roots(level), level)[1]:
+            if x in schedule.views:
+                last[schedule.views[x].buffer] = level
+    for i, buffer in enumerate(schedule.buffers):
+        if buffer.kind == "own":
+            x, made = buffer.operand, int(buffer.level)
+            by: Any = ir.made_by(schedule.jaxpr, x)
+            yield Life(
+                number=i,
+                nbytes=num_microbatches * cost.nbytes(x),
+                of_cotangent=num_microbatches
+                * (buffer.has_cotangent and cost.nbytes_of_sum(x)),
+                made=made,
+                last=schedule.end if is_mark(by, schedule.axis) else last.get(i, made),
+                times=_times(by, x),
+                follows=_follows(schedule, i),
+            )
+
+
+def _follows(schedule: Schedule, number: int) -> bool:
+    """Whether it is computed of what the same level keeps, and of no earlier rows."""
+    x, level = schedule.buffers[number].operand, schedule.buffers[number].level
+    others = set(range(len(schedule.buffers))) - {number}
+    found, read = schedule.needed([x], level + 1, held=others)
+    rows = [y for y in read if schedule.facts[y].own and y in schedule.views]
+    kept_too = [schedule.buffers[schedule.views[y].buffer] for y in rows]
+    own = [e for e in found if any(schedule.facts[y].own for y in e.outvars)]
+    return (
+        bool(rows)
+        and all(b.kind == "own" and b.level == level for b in kept_too)
+        and not any(schedule.facts[y].own for y in read if y in schedule.given)
+        and all(schedule.facts[e.outvars[0]].level == level - 1 for e in own)
+    )
+
+
+def _times(by: core.JaxprEqn, x: Any) -> int:
+    """Of how many iterations a value is the stack, if a loop made it."""
+    if ir.kind(by) != "scan":
+        return 1
+    how = ir.scan_of(by)
+    return 1 if x in by.outvars[: how.num_carry] else ir.times(by)
+
+
+def _dropping(
+    schedule: Schedule, lives: Sequence[Life], stays: tuple[int, ...]
+) -> Schedule:
+    """The schedule that drops what does not stay after the last level that reads it."""
+    always = staying(lives, stays)
+    dropped: dict[int, list[int]] = {}
+    if len(always) == len(lives):
+        return schedule
+    for x in lives:
+        if x.number not in always:
+            dropped.setdefault(x.last, []).append(x.number)
+    taken = peak(lives, stays, schedule.end)
+    return dataclasses.replace(
+        schedule, stays=stays, dropped=dropped, peak=taken, full=schedule
+    )
+
+
+def staying(lives: Iterable[Life], stays: Sequence[int]) -> set[int]:
+    """The buffers that are not filled again, if segments end after levels `stays`."""
+    whole = max(stays, default=0)  # after it nothing is dropped
+    return _crossing(lives, stays) | {x.number for x in lives if x.last > whole}
+
+
+def _crossing(lives: Iterable[Life], stays: Sequence[int]) -> set[int]:
+    """The buffers that later segments read, or are computed of."""
+    return {x.number for x in lives if _crosses(x, stays)}
+
+
+def _crosses(x: Life, stays: Sequence[int]) -> bool:
+    """Whether a segment ends while it is read; `stays` are sorted."""
+    i = bisect.bisect_left(stays, x.made + x.follows)
+    return i < len(stays) and stays[i] < x.last
+
+
+def peak(lives: Sequence[Life], stays: Sequence[int], end: int) -> int:
+    """The bytes of what is kept and of its cotangents, at most at a time."""
+    there, back = np.zeros(end + 2, int), np.zeros(end + 2, int)
+    always = staying(lives, stays)
+
+    def during(at: np.ndarray, start: int, stop: int, nbytes: int) -> None:
+        at[start] += nbytes
+        at[stop + 1] -= nbytes
+
+    for x in lives:
+        if x.number in always:
+            during(there, x.made, end, x.nbytes)
+            during(back, x.made + 1, end, x.nbytes)
+        else:
+            segment = stays[bisect.bisect_left(stays, x.last)]
+            during(there, x.made, x.last, x.nbytes)
+            during(back, x.made + 1, segment, x.nbytes)
+        during(back, x.made + 1, x.last, x.of_cotangent)
+    both = np.cumsum(back) + _consumed(lives, end)
+    return int(max(np.cumsum(there).max(), both.max()))
+
+
+def _consumed(lives: Sequence[Life], end: int) -> np.ndarray:
+    """What cotangents take that a level takes back, but for those written over."""
+    found = np.zeros(end + 2, int)
+    for nbytes in {x.of_cotangent for x in lives}:
+        alike = [x for x in lives if x.of_cotangent == nbytes]
+        gone = np.bincount([x.made for x in alike], minlength=end + 2)
+        begun = np.bincount([x.last for x in alike], minlength=end + 2)
+        found += nbytes * np.maximum(gone - begun, 0)
+    return found
+
+
+def largest_step(schedule: Schedule) -> int:
+    """About the bytes that a micro-batch's step takes at a level, at most."""
+    steps = [0]
+    for level in range(1, schedule.end + 1):
+        found, read = schedule.needed(schedule.smooth_roots(level), level)
+        moving = [x for x in read if schedule.fact(x).smooth]
+        grads = sum(cost.nbytes(x) for x in moving if x in schedule.given)
+        steps.append(cost.residuals(found, moving, read) + grads)
+    return max(steps)
+
+
+# -- What stays ------------------------------------------------------------------------
+
+
+def _segments(lives: Sequence[Life], end: int, most: int) -> tuple[int, ...]:
+    """The levels after which segments end: least is filled again, in `most` bytes.
+
+    If there is no room for any, those that take least.
+    """
+    total = sum(x.nbytes for x in lives)
+    ways = {()} | {_cut_at(lives, total * n // _PARTS) for n in range(1, _PARTS)}
+
+    def again(stays: Sequence[int]) -> int:
+        always = staying(lives, stays)
+        return sum(x.nbytes for x in lives if x.number not in always)
+
+    sizes = {stays: peak(lives, stays, end) for stays in ways}
+    fits = [stays for stays in ways if sizes[stays] <= most]
+    if fits:
+        return min(fits, key=lambda stays: (again(stays), sizes[stays]))
+    return min(ways, key=lambda stays: (sizes[stays], again(stays)))
+
+
+_PARTS = 40  # so many sizes of segments are tried
+
+
+def _cut_at(lives: Sequence[Life], most: int) -> tuple[int, ...]:
+    """The ends of segments that take at most so many bytes with all that stays below.
+
+    So they become shorter: when the way back begins, most stays.
+    """
+    inside, below, before = 0, 0, 0
+    stays: list[int] = []
+    left = sorted(lives, key=lambda x: x.made)
+    for level, group in itertools.groupby(left, lambda x: x.made):
+        new = sum(x.nbytes for x in group)
+        if inside and inside + new + below > most:
+            crossing = [x for x in left if _crosses(x, [before])]
+            left = [x for x in left if x.last > before and x not in crossing]
+            below += sum(x.nbytes for x in crossing)
+            stays.append(before)
+            inside = 0
+        inside, before = inside + new, level
+    return tuple(stays)
+
+
+def _less(schedule: Schedule, num_microbatches: int, most: int) -> Schedule:
+    """The schedule that keeps something after some levels alone, as many as fit."""
+    works = list(itertools.accumulate(_works(schedule)))
+    few, many, best = 0, schedule.end - 1, schedule
+    while few < many:
+        number = (few + many + 1) // 2
+        ends = _spread(works, number)
+        counter = Counter(schedule.copy())
+        kept.keep(counter, num_microbatches, ends)
+        trial = counter.schedule
+        lives = list(_lives(trial, num_microbatches))
+        trial.peak = peak(lives, (), trial.end)
+        if trial.peak <= most:
+            few, best = number, trial
+        else:
+            many = number - 1
+    return best
+
+
+def _works(schedule: Schedule) -> list[float]:
+    """The work of the equations of each level, but for the last."""
+    works = [0.0] * (schedule.end - 1)
+    for e in schedule.jaxpr.eqns:
+        level = max((schedule.facts[x].level for x in e.outvars), default=0)
+        if level < len(works):
+            works[level] += cost.work(e)
+    return works
+
+
+def _spread(works: Sequence[float], number: int) -> list[int]:
+    """So many levels, with about as much work before each."""
+    total = works[-1]
+    due = [total * (i + 1) / (number + 1) for i in range(number)]
+    return sorted({int(np.searchsorted(works, x)) for x in due})

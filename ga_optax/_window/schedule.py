@@ -1,0 +1,318 @@
+"""The schedule of a window: what is computed at which level, and from what."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Container, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+
+from ga_optax._passes import ir
+from ga_optax._passes.feedback import depending
+from ga_optax._passes.ir import variables
+from ga_optax._window.rules import (
+    RULES,
+    Evaluate,
+    collective,
+    is_collective,
+    own_part,
+    whole,
+)
+
+
+class Fact(NamedTuple):
+    """What is known of a value; that of a result is the largest of its arguments'.
+
+    Attributes:
+      level: how many collectives are on the longest way to it, after those that come
+        before all parameters.
+      params: whether it depends on the parameters.
+      smooth: whether it may have a derivative with respect to them.
+      own: whether it may differ between micro-batches.
+    """
+
+    level: int = 0
+    params: bool = False
+    smooth: bool = False
+    own: bool = False
+
+
+class Buffer(NamedTuple):
+    """What a window keeps of one value of its micro-batches.
+
+    Attributes:
+      operand: the value.
+      kind: "sum", "max", "min" or "stack"; "own", a stack of this device's alone; or
+        "once", a value that all micro-batches share.
+      level: the level at which it is filled: what is computed at higher ones may read
+        it. What is computed once comes between two levels, half a level up.
+      has_cotangent: whether the loss differentiates through it.
+    """
+
+    operand: Any
+    kind: str
+    level: float
+    has_cotangent: bool
+
+
+class View(NamedTuple):
+    """How a value is read from a buffer: `of(buffer, index of the micro-batch)`."""
+
+    buffer: int
+    of: Evaluate
+
+
+# -- Facts -----------------------------------------------------------------------------
+
+
+def _facts(jaxpr: core.Jaxpr, axis: str, start: dict[Any, Fact]) -> dict[Any, Fact]:
+    """The facts of every variable, from those of the arguments."""
+    facts = dict(start)
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        given = [facts.get(x, Fact()) for x in variables(equation.invars)]
+        fact = Fact(*map(max, zip(Fact(), *given, strict=True)))
+        if is_collective(equation, axis):
+            fact = fact._replace(level=fact.level + 1, own=False)
+        for out in equation.outvars:
+            dtype = getattr(out.aval, "dtype", np.dtype(bool))
+            rigid = name == "stop_gradient" or not jnp.issubdtype(dtype, jnp.inexact)
+            facts[out] = fact._replace(smooth=fact.smooth and not rigid)
+    return facts
+
+
+def differing(schedule: "Schedule") -> set[Any]:
+    """What may differ between micro-batches, if each result of a loop is asked alone.
+
+    Facts are of equations: what a loop returns is computed where all of it can be.
+    """
+    jaxpr, axis = schedule.jaxpr, schedule.axis
+    found = {x for x in schedule.given if schedule.facts[x].own}
+    for e in jaxpr.eqns:
+        if is_collective(e, axis):
+            continue
+        if ir.kind(e) == "scan":
+            found |= depending(e, found)
+        elif not found.isdisjoint(variables(e.invars)):
+            found.update(e.outvars)
+    return found
+
+
+def _reached(jaxpr: core.Jaxpr, facts: dict[Any, Fact]) -> set[Any]:
+    """The variables through which the loss may be differentiated."""
+    reached = set(variables(jaxpr.outvars[:1]))
+    for equation in reversed(jaxpr.eqns):
+        if any(out in reached and facts[out].smooth for out in equation.outvars):
+            inputs = variables(equation.invars)
+            reached.update(x for x in inputs if facts.get(x, Fact()).smooth)
+    return reached
+
+
+# -- The schedule ----------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Schedule:
+    """What to compute when.
+
+    A level is evaluated once the buffers below it are filled. The last with a loop,
+    `end`, is that of the loss, which fills the buffers of that level as well: only
+    results that need no rows read those, and are evaluated `after` the loop.
+
+    Attributes:
+      jaxpr: the flat program; its first result is the loss.
+      axis: the name of the axis.
+      facts: what is known of its variables.
+      reached: through which of them the loss may be differentiated.
+      after: which results are evaluated once, after the loops, by number.
+      last: the last level whose buffers the loss reads, or anything else with rows.
+      buffers: what the window keeps.
+      views: how variables are read from it.
+      numbers: which buffers are filled at a level.
+      stays: the levels after which all that is kept stays until the way back; what is
+        kept between two of them is dropped, and filled again on the way back.
+      dropped: the buffers that are dropped after a level on the way there.
+      peak: the bytes of what is kept and of its cotangents, at most at a time.
+      full: the same that drops nothing, and keeps all that would run again; None if
+        this is that.
+    """
+
+    jaxpr: core.Jaxpr
+    axis: str
+    facts: dict[Any, Fact]
+    reached: set[Any]
+    after: frozenset[int]
+    last: int = 0
+    buffers: list[Buffer] = dataclasses.field(default_factory=list)
+    views: dict[Any, View] = dataclasses.field(default_factory=dict)
+    numbers: dict[float, list[int]] = dataclasses.field(default_factory=dict)
+    stays: tuple[int, ...] = ()
+    dropped: dict[int, list[int]] = dataclasses.field(default_factory=dict)
+    peak: int = 0
+    full: "Schedule | None" = None
+
+    @property
+    def end(self) -> int:
+        """The level of the loop that takes the gradients of the loss."""
+        return self.last + 1
+
+    @functools.cached_property
+    def given(self) -> set[Any]:
+        """What is there from the start."""
+        return {*self.jaxpr.constvars, *self.jaxpr.invars}
+
+    def copy(self) -> "Schedule":
+        """The same, to which buffers can be added."""
+        return dataclasses.replace(
+            self,
+            buffers=list(self.buffers),
+            views=dict(self.views),
+            numbers={level: list(its) for level, its in self.numbers.items()},
+        )
+
+    def fact(self, atom: Any) -> Fact:
+        return Fact() if isinstance(atom, core.Literal) else self.facts[atom]
+
+    def at(self, level: float) -> list[int]:
+        """The buffers that are filled at a level."""
+        return self.numbers.get(level, [])
+
+    @property
+    def again(self) -> dict[int, list[int]]:
+        """The buffers that are filled again before a level goes back."""
+        found: dict[int, list[int]] = {}
+        for last, members in sorted(self.dropped.items()):
+            at = min(at for at in self.stays if at >= last)
+            found.setdefault(at, []).extend(members)
+        return found
+
+    def operands(self, level: float, smooth: bool = False) -> list[Any]:
+        """What fills them; if `smooth`, that which has a cotangent."""
+        buffers = [self.buffers[i] for i in self.at(level)]
+        return [b.operand for b in buffers if b.has_cotangent or not smooth]
+
+    def needed(
+        self,
+        wanted: Iterable[Any],
+        level: float,
+        runs: Callable[[core.JaxprEqn], bool] | None = None,
+        held: Container[int] | None = None,
+    ) -> tuple[list[core.JaxprEqn], list[Any]]:
+        """The equations that compute `wanted` at a level, and the known that they read.
+
+        Those that `runs` names are among them for what they do, such as printing. Of
+        the buffers below the level those that are `held` are known, or all of them.
+        """
+
+        def known(x: Any) -> bool:
+            if x in self.given:
+                return True
+            view = self.views.get(x)
+            return (
+                view is not None
+                and self.buffers[view.buffer].level < level
+                and (held is None or view.buffer in held)
+            )
+
+        return ir.needed(self.jaxpr, wanted, known, runs)
+
+    def roots(self, level: int) -> list[Any]:
+        """What a level computes: what fills its buffers, and the results of `fun`."""
+        return [*(self.results if level == self.end else ()), *self.operands(level)]
+
+    def smooth_roots(self, level: int) -> list[Any]:
+        """Those of them that are differentiated."""
+        if level < self.end:
+            return self.operands(level, smooth=True)
+        return self.jaxpr.outvars[:1]
+
+    @property
+    def results(self) -> list[Any]:
+        """The results of `fun` but for those that are evaluated after the loops."""
+        every = enumerate(self.jaxpr.outvars)
+        return [x for i, x in every if i not in self.after]
+
+    def computed_at(self, variable: Any) -> int:
+        """The levels that cannot read it from a buffer, as bits."""
+        view = self.views.get(variable)
+        if view is None:
+            return -1
+        return (1 << int(self.buffers[view.buffer].level) + 1) - 1
+
+    def buffer(self, operand: Any, kind: str, level: float) -> int:
+        """The buffer of a value, a new one if there is none."""
+        for i in self.numbers.get(level, []):
+            old = self.buffers[i]
+            if old.operand is operand and old.kind == kind:
+                return i
+        smooth = self.fact(operand).smooth and operand in self.reached
+        self.numbers.setdefault(level, []).append(len(self.buffers))
+        self.buffers.append(Buffer(operand, kind, level, smooth))
+        of = whole if kind == "once" else own_part
+        if kind in ("stack", "own", "once") and ir.is_variable(operand):
+            self.views.setdefault(operand, View(len(self.buffers) - 1, of))
+        return len(self.buffers) - 1
+
+
+def facts_of(
+    jaxpr: core.Jaxpr, axis: str, params: Sequence[Any], own: Sequence[Any]
+) -> dict[Any, Fact]:
+    """The facts of every variable; arguments as for `make`."""
+    start = dict.fromkeys([*jaxpr.constvars, *jaxpr.invars], Fact())
+    start |= dict.fromkeys(own, Fact(own=True))
+    start |= dict.fromkeys(params, Fact(params=True, smooth=True))
+    before = [f.level for f in _facts(jaxpr, axis, start).values() if not f.params]
+    first = max(before, default=0)
+    start |= dict.fromkeys(params, Fact(level=first, params=True, smooth=True))
+    return _facts(jaxpr, axis, start)
+
+
+def make(
+    jaxpr: core.Jaxpr, axis: str, facts: dict[Any, Fact], whole: Iterable[int]
+) -> Schedule:
+    """The schedule of a flat program, without what is kept beside its collectives.
+
+    Args:
+      jaxpr: the program.
+      axis: the name of the axis.
+      facts: what is known of its variables.
+      whole: which results need no loop if all micro-batches share them, by number.
+    """
+    schedule = Schedule(jaxpr, axis, facts, _reached(jaxpr, facts), frozenset())
+    shared = (i for i in whole if not schedule.fact(jaxpr.outvars[i]).own)
+    schedule.after = frozenset(shared)
+    for equation in jaxpr.eqns:
+        if is_collective(equation, axis):
+            _add_collective(schedule, equation)
+        elif _has_state(equation):
+            raise NotImplementedError(
+                "Where rows meet, micro-batches run more than once, so nothing in fun "
+                "must have a state, but it calls io_callback for a result. Call "
+                "jax.pure_callback, or call back before value_and_grad."
+            )
+    read = [*schedule.results, *(b.operand for b in schedule.buffers)]
+    schedule.last = max(schedule.fact(x).level for x in read)
+    return schedule
+
+
+def _add_collective(schedule: Schedule, equation: core.JaxprEqn) -> None:
+    """Adds the buffers of a collective, and how its results are read from them."""
+    name: Any = collective(equation, schedule.axis)
+    kind, rule = RULES[name]
+    for x, out in zip(equation.invars, equation.outvars, strict=True):
+        place = schedule.buffer(x, kind, schedule.facts[out].level)
+        schedule.views[out] = View(place, rule(equation.params))
+        if kind in ("max", "min") and schedule.buffers[place].has_cotangent:
+            raise NotImplementedError(
+                f"The loss must not be differentiated through a p{kind}, as everywhere "
+                f"in JAX, but fun does so over {schedule.axis!r}. Put "
+                "jax.lax.stop_gradient around its argument, or gather."
+            )
+
+
+def _has_state(equation: core.JaxprEqn) -> bool:
+    """Whether another run of it may have other results."""
+    inside = ir.within(equation)
+    return any(e.primitive.name == "io_callback" and e.outvars for e in inside)

@@ -1,0 +1,106 @@
+"""What all micro-batches share is computed once, and not by each of them.
+
+What depends on parameters and on filled buffers alone, and not on rows, is the same in
+every micro-batch: the factors of a covariance, a loss of gathered rows. Its values
+become buffers that are filled without a loop. Their cotangents add up as those of other
+buffers do, and go back through it once.
+
+Where it takes little beside what the rows take it stays in the loops, and so does what
+is cheap and depends on parameters alone: a cast of all weights, kept, would be another
+copy of them.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from jax.extend import core
+
+from ga_optax._passes import ir
+from ga_optax._passes.ir import following
+from ga_optax._window import cost, cut
+from ga_optax._window.counts import Counter
+from ga_optax._window.rules import is_collective
+from ga_optax._window.schedule import Schedule
+
+_LITTLE = 1 / 20  # of the work of the rows
+
+
+def share(schedule: Schedule) -> Schedule:
+    """The schedule with buffers for what is computed once."""
+    counter = Counter(schedule.copy())
+    jaxpr = schedule.jaxpr
+    made = [e.outvars for e in jaxpr.eqns if is_collective(e, schedule.axis)]
+    gathered = following(jaxpr, [x for outs in made for x in outs])
+    of_rows = _work_of_rows(counter)
+    groups: dict[int, list[core.JaxprEqn]] = {}
+    for e in jaxpr.eqns:
+        if _is_shared(schedule, e):
+            level = max(schedule.facts[x].level for x in e.outvars)
+            groups.setdefault(level, []).append(e)
+    for level in range(schedule.end):
+        group = [e for e in groups.get(level, ()) if counter.levels(e)]
+        sources = [
+            x
+            for e in group
+            if not cost.is_cheap(e)
+            or (cost.work(e) and not gathered.isdisjoint(e.outvars))
+            for x in e.outvars
+        ]
+        if sources and _is_much(counter, group, of_rows):
+            for x in _smallest(counter, group, sources):
+                counter.keep(x, "once", level + 0.5)
+    return counter.schedule
+
+
+def _is_shared(schedule: Schedule, equation: core.JaxprEqn) -> bool:
+    """Whether it says the same in all micro-batches."""
+    own = any(schedule.facts[x].own for x in equation.outvars)
+    alone = not is_collective(equation, schedule.axis) and not equation.effects
+    return bool(equation.outvars) and not own and alone
+
+
+def _bits(levels: int) -> Iterator[int]:
+    """The levels that bits stand for."""
+    while levels:
+        yield levels.bit_length() - 1
+        levels ^= 1 << levels.bit_length() - 1
+
+
+def _work_of_rows(counter: Counter) -> dict[int, float]:
+    """The work of each level on what differs between micro-batches."""
+    schedule, found = counter.schedule, {}
+    for e in schedule.jaxpr.eqns:
+        if any(schedule.fact(x).own for x in e.outvars):
+            for level in _bits(counter.levels(e)):
+                found[level] = found.get(level, 0.0) + cost.work(e)
+    return found
+
+
+def _is_much(
+    counter: Counter, group: list[core.JaxprEqn], of_rows: dict[int, float]
+) -> bool:
+    """Whether it takes more than a little of the loops in which it runs."""
+    levels = 0
+    for e in group:
+        levels |= counter.levels(e)
+    shared = sum(cost.work(e) * counter.levels(e).bit_count() for e in group)
+    return shared > _LITTLE * sum(of_rows.get(level, 0.0) for level in _bits(levels))
+
+
+def _smallest(
+    counter: Counter, group: list[core.JaxprEqn], sources: list[Any]
+) -> list[Any]:
+    """The smallest set of shared values of which the loops compute the rest."""
+    inside = {id(e) for e in group}
+    sinks = set()
+    for e in group:
+        for x in e.outvars:
+            readers = (r for r, _ in ir.uses(counter.schedule.jaxpr, x))
+            outside = (r for r in readers if id(r) not in inside)
+            if counter.there.roots.get(x) or any(map(counter.levels, outside)):
+                sinks.add(x)
+
+    def size(x: Any) -> float:
+        return cost.nbytes(x) + 1.0
+
+    return cut.smallest(cut.readers(group, sources), sources, sinks, size)

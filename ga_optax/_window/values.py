@@ -1,0 +1,235 @@
+"""The values of a flat program: in one micro-batch, or the same in all of them."""
+
+from collections.abc import Callable, Container, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+
+from ga_optax import accumulator
+from ga_optax._devices import meshes
+from ga_optax._devices.collectives import vary
+from ga_optax._devices.meshes import Axes
+from ga_optax._loop.step import Operands, Step
+from ga_optax._partition import is_inexact
+from ga_optax._passes import ir
+from ga_optax._passes.ir import bind
+from ga_optax._window import schedule as scheduling
+from ga_optax._window.read import flat
+from ga_optax._window.schedule import Buffer, Schedule
+
+Arrays = list[jax.Array]
+Buffers = dict[int, jax.Array]
+
+
+class Part(NamedTuple):
+    """One micro-batch's part of a buffer, in place of the buffer."""
+
+    x: jax.Array
+
+
+class Loss(NamedTuple):
+    """A loss whose rows meet.
+
+    Attributes:
+      step: what a micro-batch computes, with collectives. The index comes last.
+      axis: the axis that these name.
+      size: how many micro-batches there are, on all devices.
+    """
+
+    step: Step
+    axis: str
+    size: int
+
+
+class Values:
+    """What a window has computed so far, and how to compute more.
+
+    Attributes:
+      axes: the data axes that are bound.
+      varying: the axes over which what micro-batches hold varies.
+      size: the number of micro-batches, on all devices.
+      xs: what differs between this device's: the batch, and last the index.
+      params: the leaves to differentiate with respect to.
+      of_params: their variables.
+      schedule: what to compute when.
+      buffers: the buffers that are filled, by number.
+      rooms: the arrays that can be written over, for what comes next.
+      late: something that was computed last.
+      made: how many arrays were made beside those.
+      seen: the buffers that were filled before.
+      functions: those of the levels, by what they do: layers that are alike share one.
+    """
+
+    late: jax.Array | None = None
+    made: int = 0
+
+    def __init__(self, loss: Loss, operands: Operands, axes: Axes) -> None:
+        self.axes, self.size = axes, loss.size
+        varying = frozenset().union(*map(meshes.varying, operands.batch))
+        self.varying = tuple(sorted({*axes, *varying}))
+        self.xs = operands.batch
+        self.params = operands.params
+        self.buffers: Buffers = {}
+        self.rooms: Arrays = []
+        self.seen: set[int] = set()
+        self.functions: dict[Any, Callable[..., Any]] = {}
+
+        own = [x[0] for x in self.xs]
+        values = [*operands.consts, *self.params, *own]
+        jaxpr, consts = flat(loss.step.jaxpr, values, loss.axis, self.size)
+        variables = iter(jaxpr.invars)
+        of_consts, self.of_params, self.of_own = (
+            [next(variables) for _ in group]
+            for group in (operands.consts, self.params, own)
+        )
+        fixed = [*jaxpr.constvars, *of_consts]
+        self.fixed = dict(zip(fixed, [*consts, *operands.consts], strict=True))
+        facts = scheduling.facts_of(jaxpr, loss.axis, self.of_params, self.of_own)
+        whole = _need_no_loop(loss.step)
+        self.schedule: Schedule = scheduling.make(jaxpr, loss.axis, facts, whole)
+
+    def needed(
+        self,
+        wanted: Sequence[Any],
+        level: float,
+        acts: bool = False,
+        buffers: Container[int] | None = None,
+    ) -> tuple[list[core.JaxprEqn], list[Any]]:
+        """The equations that compute `wanted` with the buffers below a level known.
+
+        If the loop `acts`, it also runs those that print or call back: each once. Of
+        `buffers`, or of those that are filled.
+        """
+        schedule = self.schedule
+        # After the loops, those that read what only they have filled.
+        lowest = schedule.end if level > schedule.end else 0
+
+        def runs(equation: core.JaxprEqn) -> bool:
+            its = max((schedule.fact(x).level for x in equation.invars), default=0)
+            return lowest <= its < level and ir.calls_back(equation)
+
+        held = self.buffers if buffers is None else buffers
+        return schedule.needed(wanted, level, runs if acts else None, held)
+
+    def evaluate(
+        self,
+        wanted: Sequence[Any],
+        level: float,
+        x: Any = None,
+        known: tuple[Arrays, Buffers] | None = None,
+        acts: bool = False,
+    ) -> Arrays:
+        """The values of variables at a level.
+
+        Args:
+          wanted: the variables.
+          level: the buffers below it are read.
+          x: a slice of `xs`, which is the micro-batch; None if it does not matter.
+          known: parameters and buffers, or parts of those, in place of those here.
+          acts: whether to run what prints, too.
+        """
+        params, buffers = known or (self.params, self.buffers)
+        own = self.xs if x is None else x
+        index, values = own[-1], dict(self.fixed)
+        values |= zip(self.of_params, params, strict=True)
+        values |= zip(self.of_own, own, strict=True)
+        equations, read = self.needed(wanted, level, acts, buffers)
+        for v in read:
+            if v not in values:
+                place, of = self.schedule.views[v]
+                held = buffers[place]
+                values[v] = held.x if isinstance(held, Part) else of(held, index)
+        given = [values[v] for v in read]
+        out = bind(self.schedule.jaxpr, equations, read, wanted, given)
+        return [
+            x if isinstance(x, jax.Array) else jnp.asarray(x, v.aval.dtype)
+            for v, x in zip(wanted, out, strict=True)
+        ]
+
+    def room(self, like: jax.Array) -> jax.Array:
+        """A stack for a value of each micro-batch, whose content does not matter.
+
+        It is one that is no longer read, or else a new one.
+        """
+        due = self.type_of_stack(like)
+        for i, x in enumerate(self.rooms):
+            if jax.typeof(x) == due:
+                return self.rooms.pop(i)
+        self.made += 1
+        return self.after_all(self._stack(like))
+
+    def type_of_stack(self, like: jax.Array) -> Any:
+        """The type of a stack of such values."""
+        return jax.typeof(self._stack(like))
+
+    def _stack(self, like: jax.Array) -> jax.Array:
+        stack = jnp.broadcast_to(like, (len(self.xs[-1]), *like.shape))
+        return vary(stack, self.varying)
+
+    def after_all(self, stack: jax.Array) -> jax.Array:
+        """A stack that is not there before what was computed last.
+
+        Otherwise XLA may write to it, and to what stands beside it, while much else is
+        still read: it begins with whatever needs nothing that is late.
+        """
+        late = self.late
+        if late is None or not is_inexact(stack) or _is_sharded(stack):
+            return stack
+        start = jnp.ravel(late)[self.made % late.size].astype(stack.dtype)
+        block = jax.lax.broadcast(start, (1,) * stack.ndim)
+        return jax.lax.dynamic_update_slice(stack, block, (0,) * stack.ndim)
+
+    def run(self, key: Any, fun: Callable[..., Any], *args: Any) -> Any:
+        """`fun(*args)`, as a function that was traced before if the key is the same.
+
+        JAX traces, differentiates and lowers it once. XLA inlines it.
+        """
+        if key not in self.functions:
+            self.functions[key] = jax.jit(lambda *args: fun(*args))
+        return self.functions[key](*args)
+
+    def came(self, new: Iterable[jax.Array]) -> None:
+        """Takes note of what was computed last."""
+        found = [x for x in new if is_inexact(x) and x.size and not _is_sharded(x)]
+        self.late = found[-1] if found else self.late
+
+    def drop(self, numbers: Iterable[int]) -> None:
+        """Leaves buffers of micro-batches to what comes next."""
+        for j in list(numbers):
+            if j in self.buffers:
+                self.rooms.append(self.buffers.pop(j))
+
+    def zeros(self, buffer: Buffer) -> jax.Array:
+        """A buffer before it is filled."""
+        aval: Any = buffer.operand.aval
+        more = {"stack": (self.size,), "own": (len(self.xs[-1]),)}.get(buffer.kind, ())
+        return jnp.zeros((*more, *aval.shape), aval.dtype)
+
+
+def _is_sharded(x: jax.Array) -> bool:
+    """Whether a mesh shards it by its type."""
+    return any(meshes.spec_of_type(x))
+
+
+def placed(stack: jax.Array, x: jax.Array, index: jax.Array) -> jax.Array:
+    """A stack with the value of one micro-batch in it, of this device or of all."""
+    index = index % len(stack)
+    return jax.lax.dynamic_update_index_in_dim(stack, x.astype(stack.dtype), index, 0)
+
+
+def _need_no_loop(step: Step) -> list[int]:
+    """Which results are what all micro-batches have, if they share them."""
+    return [i for i, way in enumerate(step.ways) if i and way == "last"]
+
+
+def wide(x: jax.Array) -> jax.Array:
+    """`x` in the dtype of its sums."""
+    return x.astype(accumulator.accumulator_dtype(x, np.dtype(np.float32)))
+
+
+def start_of_sum(x: jax.Array) -> jax.Array:
+    """The number to which all of a sum is added: -0, which changes no bit."""
+    return -wide(jnp.zeros_like(x))

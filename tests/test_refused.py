@@ -1,0 +1,456 @@
+"""What does not fit is refused, with what was required, what came and what to do.
+
+`untraced` shows that it is before anything is traced.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import mean_of
+
+import ga_optax as ga
+
+pytestmark = pytest.mark.quick
+
+
+def untraced(*args, **kwargs):
+    raise AssertionError("fun must not be traced")
+
+
+def loss(w, x):
+    return jnp.mean(x * w)
+
+
+W = np.float32(2.0)
+X = np.ones(8, np.float32)
+KEYS = {"a": jax.random.key(0)}
+IMAGES = {"image": np.ones((10, 28, 28), np.float32)}
+ZEROS = {"a": jnp.zeros(2)}
+LENGTHS = {"a": X, "b": X[:4]}
+
+
+def of(*args, fun=untraced, k=2, **options):
+    """A case: what the function is made with, and what it is called with."""
+    kwargs = {
+        name: options.pop(name) for name in ("batch", "rngs", "y", "z") & options.keys()
+    }
+    return fun, k, options, args, kwargs
+
+
+def returns(value, fun=loss):
+    """The options of a function that returns something beside its loss."""
+    return lambda w, x, *rest: (fun(w, x), value)
+
+
+AN_INT = "must be an int | @ | Pass an int that is known"
+AT_LEAST = "must be at least 1 | @ | 1 is the undivided batch"
+ONE_ROLE = "Give each argument one role"
+NUMBERED = "an int or a sequence of ints | @ | Number the positional arguments"
+NOT_OVERLAP = "batch_argnums must not overlap argnums"
+AXES = "batch_axes must be an int, None, or a tree | @ | Pass the axis to split along"
+A_BOOL = "optimize must be a bool | @ | Pass False for the plain scan"
+ARRAYS = "batch_argnums must name arguments that hold arrays | @ | Change it"
+A_NUMBER = "must be an array or a number"
+PREFIX = "batch_axes must be a prefix of the batch | @ | Pass an int, None, or one for"
+AN_AXIS = (
+    "Every leaf of the batch must have a batch axis | @ | Give it None in batch_axes"
+)
+THE_LOSS = "fun must return the loss | @ | Pass has_aux=True if"
+FLOATING = "The loss must be real and floating | @ | Cast it"
+
+# Of `value_and_grad` and `accumulate`. An error has what was required, what came, and
+# what to do, in that order.
+BOTH = [
+    (of(k=0), ValueError, AT_LEAST, "it is 0"),
+    (of(k=-2), ValueError, AT_LEAST, "it is -2"),
+    (of(k=2.0), TypeError, AN_INT, "2.0 of type float"),
+    (of(k=True), TypeError, AN_INT, "True of type bool"),
+    (of(k="4"), TypeError, AN_INT, "'4' of type str"),
+    (
+        of(W, IMAGES, k=4),
+        ValueError,
+        "num_microbatches=4 must | leaf ['image'] has shape | Use 1, 2, 5 or 10.",
+    ),
+    (of(W, X[:7], k=4), ValueError, "must divide | shape (7,) | Use 1 or 7."),
+    (of(W, {}), ValueError, ARRAYS, "argument 1 holds none"),
+    (of(W, None), ValueError, ARRAYS, "argument 1 holds none"),
+    (of(W, X, batch_axes=None), ValueError, ARRAYS, "batch_axes splits"),
+    (of(W, X[:0]), ValueError, "at least one example | shape (0,) | Skip the call"),
+    (of(argnums=1), ValueError, f"{NOT_OVERLAP} | both name argument 1 | {ONE_ROLE}"),
+    (
+        of(argnums=1),
+        ValueError,
+        f"{NOT_OVERLAP} | both name | ga_optax.microbatch(jax.val",
+    ),
+    (of(batch_argnums=()), ValueError, "batch_argnums must name | () | Leave it out"),
+    (of(argnums=()), ValueError, "argnums must name at least one | () | Leave it out"),
+    (of(argnums="0"), TypeError, "argnums must be an | '0' | Number the positional"),
+    (of(batch_argnums=1.5), TypeError, NUMBERED, "it is 1.5"),
+    (of(batch_axes="0"), TypeError, AXES, "it holds '0'"),
+    (of(batch_axes={"a": 1.0}), TypeError, AXES, "it holds 1.0"),
+    (
+        of(batch_argnames=3),
+        TypeError,
+        "batch_argnames must be a str or a | it is 3 | Name the keyword arguments",
+    ),
+    (of(fun=3), TypeError, "fun must be a function | it is 3 | Pass the loss function"),
+    (of(optimize=1), TypeError, A_BOOL, "it is 1"),
+    (of(optimize=None), TypeError, A_BOOL, "it is None"),
+    (
+        of(W, batch=X),
+        ValueError,
+        "batch_argnums must name | names number 1, and 1 | for keywords there is",
+    ),
+    (
+        of(W, X, z=1, batch_argnames="y"),
+        ValueError,
+        "batch_argnames must name | names 'y', and z came | Pass that argument so",
+    ),
+    (
+        of({"n": np.int32(1), "w": W}, X),
+        TypeError,
+        "leaf ['n'] of argument 0 must | dtype int32 | pass zeros as the gradient",
+    ),
+    (of({"f": jax.nn.relu}, X), TypeError, f"{A_NUMBER} | custom_jvp | eqx.partition"),
+    (of(jnp.tanh, X), TypeError, f"{A_NUMBER} | PjitFunction | eqx.partition"),
+    (
+        of(W, {"a": X, "id": np.array(["a"] * 8)}),
+        TypeError,
+        f"leaf ['id'] {A_NUMBER} | dtype <U1 | None in batch_axes",
+    ),
+    (of(W, X, batch_axes=1), ValueError, AN_AXIS, "has shape (8,)"),
+    (of(W, {"b": X}, batch_axes={"a": 0}), ValueError, PREFIX, "'a'"),
+    (of(W, (X, X), batch_axes=(0, 0, 0)), ValueError, PREFIX, "*, *"),
+    (of(W, X, fun=lambda w, x: x), ValueError, "be a scalar | shape | Return its mean"),
+    (of(W, X, fun=lambda w, x: jnp.int32(1)), TypeError, FLOATING, "dtype int32"),
+    (
+        of(W, X, fun=lambda w, x: jax.lax.complex(loss(w, x), w)),
+        TypeError,
+        FLOATING,
+        "complex64",
+    ),
+    (of(W, X, fun=returns(X)), TypeError, THE_LOSS, "of type tuple"),
+    (of(W, X, fun=lambda w, x: None), TypeError, THE_LOSS, "of type NoneType"),
+    (of(W, X, fun=loss, has_aux=True), TypeError, "fun must | instead of | Return one"),
+]
+
+LENGTH = "All leaves of the batch must have one length | @ | say in batch_axes"
+A_KEY = "must name PRNG keys, or trees of them | @ | Pass one key"
+DIFFERS = "A PRNG key must differ between micro-batches"
+A_ROLE = "An argument with the batch's 8 rows must have a role"
+COUNTS = "Pass how many examples (or tokens) the micro-batch holds"
+TAKES = (
+    "weight_fn must take the batch arguments, argument 1, | @ | Give it one parameter"
+)
+MODES = "aux must be one of 'mean', 'sum', 'last', 'stack' | @ | Pass those"
+AS_IT_CAME = (
+    "Return each carried argument with the tree, shapes and dtypes it came with"
+)
+PADDED = "num_real_microbatches must be | @ | Pass how many"
+STR = (
+    "rng_argnames must be a str or a sequence of strs | @ | Name the keyword arguments"
+)
+
+# Of `accumulate` alone: there what is split decides what comes out.
+EACH = [
+    (
+        of(W, {"a": X, "id": "a"}),
+        TypeError,
+        f"leaf ['id'] {A_NUMBER} | of type str | None in batch_axes",
+    ),
+    (of(W, LENGTHS), ValueError, LENGTH, "leaf ['b'] has shape (4,)"),
+    (
+        of(W, {"a": X, "b": X[None, 1:]}, batch_axes={"a": 0, "b": 1}),
+        ValueError,
+        LENGTH,
+        "(1, 7)",
+    ),
+    (of(W, {"a": X, "b": 3.0}), ValueError, AN_AXIS, "['b'] is a sca"),
+    (of(W, [1.0, 2.0]), ValueError, AN_AXIS, "leaf [0] is a scalar"),
+    (of(rng_argnums=1), ValueError, f"rng_argnums must not overlap | 1 | {ONE_ROLE}"),
+    (of(rng_argnums=0), ValueError, f"rng_argnums must not overlap | 0 | {ONE_ROLE}"),
+    (of(W, X, rng_argnums=-1), ValueError, f"must not | both name | {ONE_ROLE}"),
+    (of(carry_argnums=(2, 1)), ValueError, f"carry_argnums must not | 1 | {ONE_ROLE}"),
+    (
+        of(batch_argnames="x", rng_argnames="x"),
+        ValueError,
+        f"rng_argnames must not overlap batch_argnames | 'x' | {ONE_ROLE}",
+    ),
+    (of(rng_argnames=("a", 1)), TypeError, STR, "('a', 1)"),
+    (of(W, X, X, rng_argnums=2), ValueError, A_KEY, "shape (8,)"),
+    (of(W, X, W, rng_argnums=2), ValueError, A_KEY, "shape ()"),
+    (
+        of(W, X, {"k": jax.random.split(KEYS["a"], 8)}, rng_argnums=2),
+        ValueError,
+        A_KEY,
+        "leaf ['k'] of argument 2 has shape (8,) and dtype key",
+    ),
+    (
+        of(W, X, rngs=KEYS),
+        ValueError,
+        f"{DIFFERS} | argument 'rngs' | rng_argnames='rngs'.",
+    ),
+    (of(W, X, KEYS), ValueError, f"{DIFFERS} | ['a'] of argument 2  | rng_argnums=2."),
+    (
+        of(W, X, KEYS, KEYS, rng_argnums=2),
+        ValueError,
+        f"{DIFFERS} | argument 3 | rng_argnums=(2, 3).",
+    ),
+    (
+        of(W, X, {"f": "a"}, rng_argnums=2),
+        TypeError,
+        f"leaf ['f'] of argument 2 {A_NUMBER} | of type str | Pass PRNG keys alone",
+    ),
+    (of(W, X, X), ValueError, f"{A_ROLE} | argument 2, of | batch_argnums=(1, 2) to"),
+    (of(W, X, LENGTHS | {"b": X}), ValueError, f"{A_ROLE} | argument 2 | None for it"),
+    (of(W, X, y=X), ValueError, f"{A_ROLE} | argument 'y' | batch_argnames='y' to"),
+    (
+        of(W, X[None], X[None], batch_axes=1),
+        ValueError,
+        f"{A_ROLE} | argument 2, of shape (1, 8) | batch_argnums=(1, 2)",
+    ),
+    (
+        of(W, X, X, X, y=X, batch_argnums=(1, 2), batch_argnames="y"),
+        ValueError,
+        f"{A_ROLE} | argument 3 | batch_argnums=(1, 2, 3)",
+    ),
+    (of(weight_fn=3), TypeError, "weight_fn must be a function | is 3 | Pass None"),
+    (of(W, X, weight_fn=lambda x: x), ValueError, f"be a | shape (4,) | {COUNTS}"),
+    (of(W, X, weight_fn=lambda x: -1.0), ValueError, f"not negative | -1.0 | {COUNTS}"),
+    (of(W, X, weight_fn=lambda x: "4"), TypeError, f"be a real | '4' | {COUNTS}"),
+    (
+        of(W, X, weight_fn=lambda x: x[0] > 0),
+        TypeError,
+        f"real number | bool | {COUNTS}",
+    ),
+    (of(W, X, weight_fn=lambda: 1.0), TypeError, TAKES, "takes ()"),
+    (of(W, X, weight_fn=lambda a, b: 1.0), TypeError, TAKES, "(a, b)"),
+    (
+        of(W, X, fun=returns({}), has_aux=True, weight_fn=lambda x: 1.0),
+        TypeError,
+        "weight_fn must take the batch | takes (x) | Give it one parameter",
+    ),
+    (
+        of(W, X, fun=returns({}), has_aux=True, weight_fn=lambda x, a: jnp.ones(2)),
+        ValueError,
+        f"weight must be a scalar | shape (2,) | {COUNTS}",
+    ),
+    (
+        of(W, X, fun=returns({}), has_aux=True, weight_fn=lambda x, a: -1),
+        ValueError,
+        f"not negative | -1 | {COUNTS}",
+    ),
+    *(
+        (of(aux=mode), ValueError, MODES, f"it holds {mode!r}")
+        for mode in ("median", "auto", "concat", "max", "min")
+    ),
+    (of(aux=max), ValueError, MODES, "built-in function max"),
+    (of(aux={"a": "sum", "b": None}), ValueError, MODES, "holds None"),
+    (
+        of(W, X, fun=returns({"a": 1}), has_aux=True, aux={"b": "mean"}),
+        ValueError,
+        "aux must be a tree | fun returned PyTreeDef({'a': *}) | Name the same keys",
+    ),
+    (
+        of(W, X, fun=returns(KEYS), has_aux=True),
+        TypeError,
+        "must have numbers | ['a'] of the aux has dtype key | Use \"last\" or",
+    ),
+    *(
+        (
+            of(W, X, fun=returns({"kept": leaf}), has_aux=True),
+            TypeError,
+            f"must be arrays or numbers | ['kept'] is {came} | Leave it out",
+        )
+        for leaf, came in (("text", "'text'"), (jnp.sin, "<PjitFunction"))
+    ),
+    (
+        of(W, X, X, fun=lambda w, x, c: loss(w, x), carry_argnums=2),
+        TypeError,
+        "fun must return (loss, carry) | instead of a pair came | or change those",
+    ),
+    (
+        of(W, X, W, fun=lambda w, x, c: (loss(w, x), c), carry_argnums=2, has_aux=True),
+        TypeError,
+        "fun must return (loss, (carry, | instead of a pair came | or change those",
+    ),
+    (
+        of(W, X, ZEROS, fun=returns({"a": jnp.zeros(3)}), carry_argnums=2),
+        ValueError,
+        f"must keep the shape (2,) | shape (3,) | {AS_IT_CAME}",
+    ),
+    (
+        of(W, X, ZEROS, fun=returns({"a": jnp.zeros(2, "bfloat16")}), carry_argnums=2),
+        ValueError,
+        f"dtype float32 | dtype bfloat16 | {AS_IT_CAME}",
+    ),
+    (
+        of(W, X, ZEROS, fun=returns({"b": jnp.zeros(2)}), carry_argnums=2),
+        ValueError,
+        f"The carry must have the tree | leaf [0]['a'] is missing | {AS_IT_CAME}",
+    ),
+    (
+        of(W, X, {"f": jnp.tanh}, carry_argnums=2),
+        TypeError,
+        f"leaf ['f'] of argument 2 {A_NUMBER} | PjitFunction | Carry arrays alone",
+    ),
+    (of(num_real_microbatches=5), ValueError, PADDED, "but it is 5"),
+    (of(num_real_microbatches=-1), ValueError, PADDED, "but it is -1"),
+    (of(num_real_microbatches=1.0), TypeError, PADDED, "but it is 1.0"),
+]
+
+ONE_OF_TWO = "One of num_microbatches and microbatch_size must be given"
+HOW_MANY = "Pass how many micro-batches there are, or how many rows"
+PASS_ROWS = "Pass how many rows"
+
+# Of `value_and_grad` alone.
+LAW = [
+    (of(accumulator_dtype=jnp.int32), TypeError, "must be a | int32 | Use float32"),
+    (of(k=None), TypeError, f"{ONE_OF_TWO} | neither came | {HOW_MANY}"),
+    (of(microbatch_size=8), TypeError, f"{ONE_OF_TWO} | both came | {HOW_MANY}"),
+    (
+        of(k=None, microbatch_size=0),
+        ValueError,
+        f"microbatch_size must be at least 1 | it is 0 | {PASS_ROWS}",
+    ),
+    (
+        of(k=None, microbatch_size=2.0),
+        TypeError,
+        f"microbatch_size must be an int | 2.0 | {PASS_ROWS}",
+    ),
+    (
+        of(W, X, k=None, microbatch_size=5),
+        ValueError,
+        "microbatch_size=5 must divide the batch | shape (8,) | Use 1, 2, 4 or 8.",
+    ),
+    (
+        of(residual_bytes=-1),
+        ValueError,
+        "residual_bytes must be a number of bytes | it is -1 | Leave it out",
+    ),
+]
+
+
+def refused(make, case, error, said, came=""):
+    """`said` has what was required, what came (or `@`, for `came`), and what to do."""
+    fun, k, options, args, kwargs = case
+
+    def run():
+        step = make(fun, k, **options)
+        assert args  # an option alone is refused before there is a call
+        step(*args, **kwargs)
+
+    with pytest.raises(error) as raised:
+        run()
+    message, at = str(raised.value), 0
+    for part in said.replace("@", came).split(" | "):
+        assert part in message[at:], message
+        at = message.index(part, at)
+
+
+@pytest.mark.parametrize("make", [ga.value_and_grad, mean_of])
+@pytest.mark.parametrize("row", BOTH)
+def test_what_does_not_fit_is_refused(make, row):
+    refused(make, *row)
+
+
+@pytest.mark.parametrize("row", EACH)
+def test_what_does_not_fit_micro_batches_is_refused(row):
+    refused(mean_of, *row)
+
+
+@pytest.mark.parametrize("row", LAW)
+def test_what_does_not_fit_the_whole_batch_is_refused(row):
+    refused(ga.value_and_grad, *row)
+
+
+def test_what_fits_is_not_refused():
+    """The twin: `refused` would say so."""
+    with pytest.raises(BaseException, match="DID NOT RAISE"):
+        refused(mean_of, of(W, X, fun=loss), ValueError, "")
+    for make in (ga.value_and_grad, mean_of):
+        assert float(jax.jit(make(loss, np.int64(4)))(W, X)[0]) == 2
+
+
+@pytest.mark.parametrize("make", [ga.value_and_grad, mean_of])
+def test_what_is_not_like_a_batch_needs_no_role(make):
+    teacher = {"w": np.ones((8, 2), np.float32), "b": np.ones(2, np.float32)}
+
+    def fun(w, x, *rest, **named):
+        return loss(w, x)
+
+    step = make(fun, 2)
+    step(W, X, teacher, X[:7], 8.0, "eight", None, names=["a"] * 8, t=(X, 1.0))
+    # Nothing is split, so nothing can go astray.
+    make(fun, 1)(W, X, X, y=X)
+
+
+def test_a_carry_that_is_changed_where_it_is_counts_as_it_came():
+    def grows(w, x, c):
+        c["a"] = c["a"] + 1
+        if len(x) < 4:
+            c["b"] = c["a"]
+        return loss(w, x), c
+
+    (_, carry), _ = mean_of(grows, 1, carry_argnums=2)(W, X, {"a": W})
+    assert jnp.array_equal(carry["a"], W + 1)
+    with pytest.raises(ValueError, match=r"leaf \[0\]\['b'\] is not in its arguments"):
+        mean_of(grows, 4, carry_argnums=2)(W, X, {"a": W})
+
+
+def test_an_accumulator_must_be_one_and_match_the_parameters():
+    call = ga.accumulate(untraced, 2)
+    with pytest.raises(TypeError, match="must be the accumulator to continue"):
+        call(W, W, X)
+    acc = ga.accumulator.init({"w": np.zeros(3, np.float32)})
+    with pytest.raises(ValueError, match=r"leaf \['w'\] of the parameters"):
+        call(acc, {"w": np.zeros(4, np.float32)}, X)
+    with pytest.raises(ValueError, match=r"leaf \['w'\] is missing"):
+        call(acc, {"v": np.zeros(3, np.float32)}, X)
+    with pytest.raises(TypeError, match=r"leaf \['f'\] of params must be an array"):
+        ga.accumulator.init({"w": W, "f": jax.nn.relu})
+
+
+def module(kind):
+    """A module of two leaves, the second of which is of a kind."""
+    nnx = pytest.importorskip("flax.nnx")
+
+    class Model(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(jnp.ones([]))
+            self.other = getattr(nnx, kind)(jnp.ones([]))
+
+    return Model()
+
+
+def test_state_of_a_flax_module_is_not_differentiated():
+    def fun(model, x):
+        return jnp.mean(x * model.w)
+
+    with pytest.raises(TypeError, match=r"other.* BatchStat.*ga_optax\.flax"):
+        ga.value_and_grad(untraced, 2)(module("BatchStat"), X)
+    with pytest.raises(TypeError, match=r"leaf \['a'\].*BatchStat"):
+        ga.value_and_grad(untraced, 2)({"a": module("BatchStat")}, X)
+    grads = ga.value_and_grad(fun, 2)(module("Param"), X)[1]
+    assert jax.tree.leaves(grads)[-1] == 1
+
+
+def test_an_error_of_fun_says_what_it_was_given():
+    def fun(w, x):  # written for the undivided batch
+        return jnp.mean(x * w * jnp.ones(8))
+
+    with pytest.raises(TypeError) as error:
+        mean_of(fun, 2)(W, X)
+    note = error.value.__notes__[0]  # JAX adds another one
+    assert "one of 2 micro-batches" in note
+    assert "has shape (4,), split along axis 0 of (8,)." in note
+    assert ga.value_and_grad(fun, 2)(W, X) == jax.value_and_grad(fun)(W, X)
+
+
+def test_a_loss_that_is_not_finite_is_that_of_the_whole_batch():
+    def fun(w, x):
+        return jnp.sum(x * w) / 0.0
+
+    step = ga.value_and_grad(fun, 2)
+    assert step(-W, X) == jax.value_and_grad(fun)(-W, X) == (-np.inf, np.inf)
