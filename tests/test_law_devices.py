@@ -65,7 +65,7 @@ def norm(p, b):
     return jnp.mean(((h - h.mean(0)) / (h.std(0) + 0.1) - b["y"]) ** 2)
 
 
-APART = (mean, masked, relu, dropout, reversed_rows)
+APART = (mean, masked, relu, dropout)
 AXES = {
     "last": "data",
     "none": None,
@@ -120,7 +120,7 @@ def distance(got, loss):
     return max(errors)
 
 
-@pytest.mark.grid(6, 30)
+@pytest.mark.grid(6, 24)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("loss", APART)
 @pytest.mark.parametrize("name", AXES)
@@ -142,7 +142,7 @@ def test_where_rows_do_not_meet_every_option_is_there(name, loss, kind):
     assert distance(half, loss) > 1e-2
 
 
-@pytest.mark.grid(3, 15)
+@pytest.mark.grid(3, 12)
 @pytest.mark.parametrize("check_vma", [False, True])
 @pytest.mark.parametrize("loss", APART)
 @pytest.mark.parametrize("name", ["last", "overlap", "as 8"])
@@ -150,9 +150,10 @@ def test_so_it_is_in_a_region_of_the_users(name, loss, check_vma):
     assert distance(in_region(loss, name, check_vma), loss) < 1e-5
 
 
+@pytest.mark.parametrize("loss", [norm, reversed_rows])
 @pytest.mark.parametrize("name", ["last", "sharded", "scattered at the end"])
-def test_where_they_meet_those_are_there_that_merge_at_the_end(name):
-    assert distance(at_top_level(norm, name, AxisType.Auto), norm) < 1e-5
+def test_where_they_meet_those_are_there_that_merge_at_the_end(name, loss):
+    assert distance(at_top_level(loss, name, AxisType.Auto), loss) < 1e-5
 
 
 @pytest.mark.parametrize("name", NEEDS_NO_MEETING)
