@@ -18,6 +18,7 @@ from ga_optax._partition import WHOLE, Argument, Axis, Rows, partition
 pytestmark = [
     pytest.mark.usefixtures("optax_promotion"),
     pytest.mark.filterwarnings("ignore:.*computed whole"),
+    pytest.mark.filterwarnings("ignore:.* micro-batches need about"),
 ]
 K, WIDTH, ROWS = 8, 64, 1024
 

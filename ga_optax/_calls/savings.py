@@ -20,6 +20,7 @@ from ga_optax._passes.notes import note
 from ga_optax._window import cost
 from ga_optax._window.levels import FEW_BYTES, is_recorded
 
+_OF_LEVELS = 0.8  # what levels keep is said to be up to twice as much as it is
 ENOUGH = 0.47  # of what the undivided batch needs: half of it, less an error
 _MOST_LINES = 4
 
@@ -58,7 +59,8 @@ class Savings(NamedTuple):
     def is_little(self, num_microbatches: int) -> bool:
         """Whether a window of so many needs so much that it is to be said."""
         least = 1.3 / num_microbatches  # of two, a half is all that there is to save
-        return self.undivided >= FEW_BYTES and self.ratio > max(ENOUGH, least)
+        enough = ENOUGH if self.lines else _OF_LEVELS
+        return self.undivided >= FEW_BYTES and self.ratio > max(enough, least)
 
 
 def say(trace: Any, num_microbatches: int, report: Any) -> None:

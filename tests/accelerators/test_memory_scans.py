@@ -13,7 +13,11 @@ from ga_optax._window import stages
 sys.path.append(str(pathlib.Path(__file__).parents[1]))
 from whole_scans import BATCH, K, decoder, nothing
 
-pytestmark = pytest.mark.usefixtures("optax_promotion")
+pytestmark = [
+    pytest.mark.usefixtures("optax_promotion"),
+    pytest.mark.filterwarnings("ignore:No part of fun should run forward more"),
+    pytest.mark.filterwarnings("ignore:.* micro-batches need about"),
+]
 
 
 def temporaries(gradient, layers=6):
