@@ -4,6 +4,8 @@ Where rows do not meet, or in numbers alone such as counts, every option is ther
 a loop of micro-batches each by itself. Where they meet, the error names the line.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -163,6 +165,22 @@ def test_where_they_meet_the_error_names_the_line(name):
         at_top_level(norm, name, AxisType.Auto)
     assert 'data_axis must have sync="last"' in str(error.value)
     assert "batch_dependencies" in str(error.value)
+
+
+@pytest.mark.parametrize("sync", ["last", "each"])
+def test_specs_that_do_not_fit_are_refused_and_nothing_is_computed(sync):
+    params, batch = arguments()
+    axis = ga.DataAxis("data", mesh=mesh_of(AxisType.Auto), sync=sync)
+    step = ga.value_and_grad(mean, K, data_axis=axis)
+    assert distance(step(params, batch), mean) < 1e-5  # The twin: without specs.
+    for specs, said in (
+        ("data", "PartitionSpec"),
+        (P(None, None, None, "data"), "fit"),
+    ):
+        wrong = dataclasses.replace(axis, param_specs=specs)
+        step = ga.value_and_grad(mean, K, data_axis=wrong)
+        with pytest.raises((TypeError, ValueError), match=said):
+            step(params, batch)
 
 
 def test_in_a_region_that_checks_and_where_they_meet_the_error_names_the_line():

@@ -78,7 +78,7 @@ class Call(NamedTuple):
             specs = PartitionSpec() if whole else axis.param_specs
             call = call._replace(mesh=mesh, specs=specs, grad_specs=axis.grad_specs)
         batches.check_logical(call)
-        if call.mesh is not None and not options.each:
+        if call.mesh is not None:
             call.check_specs()
         if options.microbatch_size is not None:
             number = batches.number(call, options.microbatch_size)
@@ -88,9 +88,10 @@ class Call(NamedTuple):
 
     def check_specs(self) -> None:
         """Raises if the specs of the parameters, or of gradients, do not fit."""
-        for of_gradients in (False, True):
-            where = self.lie(of_gradients)
-        meshes.check_scatter(self.params, where, self.options.axes, self.mesh)
+        self.lie()
+        where, axes = self.lie(of_gradients=True), self.options.axes
+        if not self.options.each:
+            meshes.check_scatter(self.params, where, axes, self.mesh)
 
     def lie(self, of_gradients: bool = False) -> list[Placement]:
         """Where the parameters lie on the mesh, or are to lie as gradients."""
