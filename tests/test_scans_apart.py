@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 import whole_scans
+from helpers import mean_of as by_themselves
 from helpers import temporaries
-from whole_harness import by_themselves
 from whole_scans import (
     BODIES,
     BOUND,

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import whole_losses
 from helpers import bits
+from helpers import mean_of as by_themselves
 from jax.experimental import io_callback
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from whole_harness import by_themselves
 
 import ga_optax as ga
 from ga_optax._calls import layouts as partitioned

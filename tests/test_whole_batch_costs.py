@@ -3,8 +3,8 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from helpers import mean_of as by_themselves
 from helpers import temporaries
-from whole_harness import by_themselves
 
 import ga_optax as ga
 

@@ -5,12 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import whole_models
+from helpers import mean_of as by_themselves
 from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from test_whole_batch import assert_close
-from whole_harness import by_themselves
 from whole_models import MODELS, N
 
 import ga_optax as ga

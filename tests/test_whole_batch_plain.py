@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import whole_harness
 from helpers import bits, products
+from helpers import mean_of as by_themselves
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from whole_harness import by_themselves
 
 import ga_optax as ga
 from ga_optax._loop import step

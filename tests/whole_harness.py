@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 from whole_rules import D
 
-import ga_optax as ga
 from ga_optax._partition import (
     PARTIAL,
     WHOLE,
@@ -21,21 +20,6 @@ from ga_optax._partition import (
 )
 
 N, K = 12, 3
-
-
-# -- Micro-batches, each by itself -----------------------------------------------------
-
-
-def by_themselves(fun, k, **options):
-    """The mean of the gradients of micro-batches, whatever their loss."""
-    step = ga.accumulate(fun, k, **options)
-
-    def run(params, *args):
-        value, acc = step(ga.accumulator.init(params), params, *args)
-        mean = ga.accumulator.mean(acc)
-        return value, jax.tree.map(lambda g, p: g.astype(p.dtype), mean, params)
-
-    return run
 
 
 # -- Running a function over micro-batches ---------------------------------------------

@@ -3,7 +3,7 @@
 import functools
 import itertools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -157,17 +157,16 @@ def divided(call: Call, hint: bool) -> Call:
         _check_one_length(call, rows, came)
         if devices * k > 1:
             _check_no_batch(call, rows)
-    if not isinstance(part, int) and not _divides(k, part):
+    if not isinstance(part, int) and not _holds(lambda: part % k == 0):
         raise ValueError(
             f"num_microbatches={k} must divide the batch axis, but {came}. Export a "
             f'dimension that it divides, such as jax.export.symbolic_shape("{k}*b").'
         )
     if part % k:
         what = _what_is_split(part, devices, kind)
-        nearest = sorted(divisors(part), key=lambda d: abs(d - k))[:8]
         raise ValueError(
             f"num_microbatches={k} must divide {what}, but {came}. Use "
-            f"{one_of(sorted(nearest))}."
+            f"{_nearest(part, k)}."
         )
     return call
 
@@ -178,12 +177,17 @@ def number(call: Call, size: int) -> int:
     devices, kind = _num_splits(call) if call.options.axes else (1, "")
     part = rows // devices
     if part % size:
-        nearest = sorted(divisors(part), key=lambda d: abs(d - size))[:8]
         raise ValueError(
             f"microbatch_size={size} must divide {_what_is_split(part, devices, kind)}"
-            f", but {came}. Use {one_of(sorted(nearest))}."
+            f", but {came}. Use {_nearest(part, size)}."
         )
     return part // size
+
+
+def _nearest(part: int, number: int) -> str:
+    """The divisors of so many rows that are next to a number, in words."""
+    nearest = sorted(divisors(part), key=lambda d: abs(d - number))[:8]
+    return one_of(sorted(nearest))
 
 
 def check_logical(call: Call) -> None:
@@ -275,10 +279,7 @@ def _as_they_divide(call: Call, rows: int, parts: int) -> Call:
 
 def _is_split(n: Any, rows: Any, parts: int) -> bool:
     """Whether a leaf of so many rows is split: as the first one, or if it can be."""
-    try:
-        return bool(n == rows) or bool(n and n % parts == 0)
-    except Exception:  # dimensions that `jax.export` leaves open
-        return False
+    return _holds(lambda: n == rows) or _holds(lambda: n > 0 and n % parts == 0)
 
 
 def _may_be_the_batch(call: Call, leaves: Sequence[Any], rows: int) -> bool:
@@ -287,11 +288,7 @@ def _may_be_the_batch(call: Call, leaves: Sequence[Any], rows: int) -> bool:
     if not all(shape[:1] == shapes[0][:1] and shape for shape in shapes):
         return False
     split = [jnp.ndim(x) for x in call.batch]
-    try:
-        longer = bool(shapes and shapes[0][0] > rows)
-    except Exception:  # dimensions that `jax.export` leaves open
-        return False
-    return longer and max(split) <= 1
+    return max(split) <= 1 and _holds(lambda: bool(shapes) and shapes[0][0] > rows)
 
 
 def _warn_of_role(call: Call, place: Argument, rows: int) -> None:
@@ -317,10 +314,10 @@ def _what_is_split(part: int, devices: int, kind: str) -> str:
     return f"the batch of each of the {devices} {kind}, {part} examples"
 
 
-def _divides(k: int, size: Any) -> bool:
-    """Whether it divides a dimension, which `jax.export` may leave open."""
+def _holds(test: Callable[[], Any]) -> bool:
+    """Whether dimensions are as a test says; not if `jax.export` leaves that open."""
     try:
-        return bool(size % k == 0)
+        return bool(test())
     except Exception:  # which JAX does not export
         return False
 

@@ -41,7 +41,7 @@ class Traced(NamedTuple):
     Attributes:
       closed: the program, of the leaves of the parameters and of the batch.
       out: the tree of what it returns: the loss and the aux.
-      part: the program of a micro-batch; None if nobody can partition it.
+      part: the program of a micro-batch, or the exception for which there is none.
       num_params: how many leaves the parameters have.
       strided: whether a micro-batch holds every k-th row, and not neighbours; None if
         that is open, and all the same.
@@ -130,13 +130,12 @@ def _split(
     sizes = [n for x in jaxpr.invars for n in getattr(x.aval, "shape", ())]
     is_open = not all(isinstance(n, int) for n in sizes)  # as `jax.export` leaves them
     strided = False if is_open else call.distributed
-    neighbours = of(lambda x, d: 1) if not strided else None
-    if strided is False or call.axes or call.mesh is not None:
-        return neighbours or of(lambda x, d: 1), False
-    other = of(strides)
-    if neighbours is None:
-        return (of(lambda x, d: 1), False) if other.in_gradient else (other, True)
-    return neighbours, None if _is_same(jaxpr, neighbours, other, size) else False
+    far = None if strided is False else of(strides)
+    if strided and far and far.in_gradient is None:
+        return far, True
+    near = of(lambda x, d: 1)
+    same = strided is None and far and _is_same(jaxpr, near, far, size)
+    return near, None if same else False
 
 
 def _is_same(jaxpr: Any, near: Partitioned, far: Partitioned, size: int) -> bool:

@@ -71,9 +71,11 @@ def say(trace: Any, num_microbatches: int, report: Any) -> None:
       num_microbatches: how many there are.
       report: what a window says of its levels; None if there are none.
     """
+    if is_recorded():
+        return
     kept = report.peak if report else 0
     found = estimate(trace.closed, trace.part, trace.num_params, kept)
-    if found is None or not found.is_little(num_microbatches) or is_recorded():
+    if found is None or not found.is_little(num_microbatches):
         return
     text = said(found, num_microbatches, report.stored if report else ())
     note(text)

@@ -1,4 +1,4 @@
-"""Keywords that a function does not have: where what they mean is found."""
+"""What is said of a use: keywords that there are elsewhere, calls outside of `jit`."""
 
 import functools
 import inspect

@@ -11,6 +11,7 @@ import ga_optax as ga
 from ga_optax._window import stages
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))
+from helpers import mean_of
 from whole_scans import BATCH, K, decoder, nothing
 
 pytestmark = [
@@ -29,21 +30,10 @@ def of_the_whole_batch(loss):
     return ga.value_and_grad(loss, K)
 
 
-def by_themselves(loss):
-    """Micro-batches, whatever their rows have to do with those of others."""
-
-    def mean(params, batch):
-        start = ga.accumulator.init(params)
-        value, acc = ga.accumulate(loss, K)(start, params, batch)
-        return value, ga.accumulator.mean(acc)
-
-    return mean
-
-
 def test_it_takes_the_temporaries_of_plain_micro_batches_and_one_layers_rows(
     monkeypatch,
 ):
-    plain = temporaries(by_themselves)
+    plain = temporaries(lambda loss: mean_of(loss, K))
     # What the last layer hands to the head is kept of all rows.
     bound = 1.05 * plain + 4 * BATCH * 128 * 256
     assert temporaries(of_the_whole_batch) < bound
