@@ -1,7 +1,11 @@
 # Each target makes its own virtual environment: Python 3.11 or newer and make are enough.
 # It is the newest on the PATH that starts, as newer ones get a newer jax; PYTHON= overrides.
-PYTHON ?= $(shell for p in python3.14 python3.13 python3.12 python3.11 python3; do \
-  $$p -c "import venv" 2>/dev/null && echo $$p && break; done)
+ifndef PYTHON
+PYTHON := $(shell for p in python3.14 python3.13 python3.12 python3.11 python3; do \
+  command -v $$p >/dev/null || continue; \
+  why=$$($$p -c "import venv" 2>&1) && echo $$p && break; \
+  echo "Left out $$p, which does not start: $$(echo "$$why" | tail -n 1)" >&2; done)
+endif
 VENV ?= .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2

@@ -92,7 +92,7 @@ def draw_micro_step(result: dict[str, Any]) -> Any:
             lambda row: row["optimizer"].replace("-", "-\n"),
         ),
     }
-    figure, axes = plt.subplots(1, 3, figsize=(8.6, 3.1), sharey=True)
+    figure, axes = _panels(3, sharey=True)
     for ax, (title, (rows, label)) in zip(axes, panels.items(), strict=True):
         joined = ax is not axes[-1]  # optimizers have no order
         for way in rows[0]["over_floor"]:
@@ -106,16 +106,17 @@ def draw_micro_step(result: dict[str, Any]) -> Any:
         ax.set_yscale("log")
     highest = axes[0].get_ylim()[1]
     _ticks(axes[0].yaxis, [t for t in (0.5, 1, 2, 5, 10, 20, 50) if t <= highest])
-    axes[0].set_ylabel("time of a micro-step,\nover the floor (grey)")
+    for ax in axes:
+        ax.set_ylabel("time of a micro-step,\nover the floor (grey)")
     handles = axes[0].get_legend_handles_labels()
-    figure.legend(*handles, loc="outside lower center", ncols=3)
+    figure.legend(*handles, loc="outside lower center", ncols=2)
     return figure
 
 
 def draw_memory(result: dict[str, Any]) -> Any:
     """Draws the memory that a window needs, against the number of micro-batches."""
     rows = result["results"]
-    figure, ax = plt.subplots(figsize=(6.4, 3.6))
+    figure, ax = _panels(1, height=3.6)
     ways = (
         *(peers.OURS, peers.OURS_LOOP, peers.SCAN),
         *(peers.MICROBATCHING, peers.MULTI_STEPS, peers.TWO_PROGRAMS),
@@ -144,7 +145,7 @@ def draw_memory(result: dict[str, Any]) -> Any:
 def draw_collectives(result: dict[str, Any]) -> Any:
     """Draws the bytes that cross the network in a window, against k."""
     rows = result["results"]
-    figure, ax = plt.subplots(figsize=(6.4, 3.6))
+    figure, ax = _panels(1, height=3.6)
     ways = (
         *(peers.OURS, peers.SCAN, peers.SCAN_KEPT),
         *(peers.MICROBATCHING, peers.MULTI_STEPS),
@@ -173,7 +174,7 @@ def draw_accelerators(result: dict[str, Any]) -> Any:
             "window_dense"
         ),
     }
-    figure, axes = plt.subplots(1, 2, figsize=(8.6, 3.4))
+    figure, axes = _panels(2)
     lines: dict[str, Any] = {}
     for ax, (title, part) in zip(axes, panels.items(), strict=True):
         for row in result[part]:
@@ -187,7 +188,7 @@ def draw_accelerators(result: dict[str, Any]) -> Any:
         ax.set_title(title)
         ax.margins(x=0.1)
         ax.set_ylim(bottom=0)
-    figure.legend(lines.values(), lines, loc="outside lower center", ncols=3)
+    figure.legend(lines.values(), lines, loc="outside lower center", ncols=2)
     return figure
 
 
@@ -197,7 +198,7 @@ COMPILED_FIELDS = {"micro_step": "over_params_window", "window_dense": "over_alo
 def draw_any_loss(result: dict[str, Any]) -> Any:
     """Draws time and temporaries of losses whose rows meet, over those undivided."""
     rows = result["results"]
-    figure, axes = plt.subplots(1, 2, figsize=(8.6, 3.3))
+    figure, axes = _panels(2)
     names = NAMES | {peers.SCAN: "scan by hand: another loss"}
     fields = {"time": "time_ratio", "temporaries": "memory_ratio"}
     for ax, (title, field) in zip(axes, fields.items(), strict=True):
@@ -217,8 +218,13 @@ def draw_any_loss(result: dict[str, Any]) -> Any:
         ticks = (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20)
         _ticks(ax.yaxis, [t for t in ticks if lowest <= t <= highest])
     handles = axes[0].get_legend_handles_labels()
-    figure.legend(*handles, loc="outside lower center", ncols=3)
+    figure.legend(*handles, loc="outside lower center", ncols=2)
     return figure
+
+
+def _panels(number: int, height: float = 2.6, **options: Any) -> Any:
+    """A figure of panels on top of each other, to be read on a screen of 400 pixels."""
+    return plt.subplots(number, 1, figsize=(4.8, 0.6 + height * number), **options)
 
 
 def _lines(

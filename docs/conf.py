@@ -32,6 +32,7 @@ extensions = [
     "sphinx_copybutton",
     "benchmark_table",
     "command_help",
+    "lines_of_code",
 ]
 exclude_patterns = ["_build", "_ext", "**.ipynb_checkpoints"]
 html_theme = "furo"

@@ -2,7 +2,8 @@
 
 Inside one call, with the whole batch at hand: `value_and_grad` is that of JAX, for any
     loss, in the memory of a micro-batch. Any other function: `microbatch`. Where rows
-    need one another, and what it costs: `batch_dependencies`.
+    need one another, and what it costs: `batch_dependencies`. Of code that cannot be
+    read, that they do not: `rowwise`, `register_primitive`.
 Micro-batches, each by itself, some in a call: `accumulate`.
 Accumulate across calls, in a host loop or inside `optax.chain`:
     `MultiSteps`, `apply_gradients`, `flush`, `has_updated`, `stats`, `from_optax`,
@@ -44,6 +45,7 @@ from ga_optax._compiled.audit import Audit, Collective, audit
 from ga_optax._compiled.plan import Candidate, NothingFitsError, Plan, plan
 from ga_optax._devices.collectives import merge_across
 from ga_optax._devices.data_axis import DataAxis
+from ga_optax._passes.rowwise import rowwise
 from ga_optax._verify import Cause, LeafReport, Report, verify
 
 if TYPE_CHECKING:
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
     from ga_optax import flax as flax  # a star import must not need it
     from ga_optax._calls.dependencies import BatchDependencies, batch_dependencies
     from ga_optax._calls.function import microbatch
+    from ga_optax._partition.promised import register_primitive
 
 __all__ = [
     "Audit",
@@ -85,6 +88,8 @@ __all__ = [
     "microbatch",
     "noise_scale",
     "plan",
+    "register_primitive",
+    "rowwise",
     "schedules",
     "stats",
     "value_and_grad",
@@ -93,9 +98,10 @@ __all__ = [
 
 
 _LATER = {  # which few need, and their modules
-    "BatchDependencies": "dependencies",
-    "batch_dependencies": "dependencies",
-    "microbatch": "function",
+    "BatchDependencies": "_calls.dependencies",
+    "batch_dependencies": "_calls.dependencies",
+    "microbatch": "_calls.function",
+    "register_primitive": "_partition.promised",
 }
 
 if not TYPE_CHECKING:  # for type checkers, a module with this function has any name
@@ -104,7 +110,7 @@ if not TYPE_CHECKING:  # for type checkers, a module with this function has any 
         if name in ("blocks", "flax"):  # imports that not all need, or can have
             return importlib.import_module(f"ga_optax.{name}")
         if name in _LATER:
-            module = importlib.import_module(f"ga_optax._calls.{_LATER[name]}")
+            module = importlib.import_module(f"ga_optax.{_LATER[name]}")
             return getattr(module, name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -1,57 +1,65 @@
 """Options of the library for all calls.
 
 >>> import ga_optax as ga
->>> ga.config.optimize
-True
+>>> ga.config.optimize, ga.config.whole_draws
+(True, False)
 >>> ga.config.update("optimize", False)
 >>> ga.config.update("optimize", True)
 
-`optimize` (environment variable `GA_OPTAX_OPTIMIZE`: 0 or 1; True by default): False is
-`optimize=False` in every call of `value_and_grad` and `accumulate`. It is read when a
-call is traced: a function that `jax.jit` has compiled stays as it is.
+`optimize` (environment variable `GA_OPTAX_OPTIMIZE`; True by default): False is
+`optimize=False` in every call of `value_and_grad` and `accumulate`.
+
+`whole_draws` (`GA_OPTAX_WHOLE_DRAWS`; False by default): True has random numbers be
+those of the whole batch with every generator and on every platform. Of `rbg` and
+`unsafe_rbg` on TPUs each micro-batch then draws all rows, and takes its own.
+
+Variables are 0 or 1, options False or True. They are read when a call is traced: a
+function that `jax.jit` has compiled stays as it is.
 """
 
 import os
 from typing import Any
 
-__all__ = ["optimize", "update"]
+__all__ = ["optimize", "update", "whole_draws"]
 
-_VARIABLE = "GA_OPTAX_OPTIMIZE"
+_DEFAULTS = {"optimize": True, "whole_draws": False}
 
 
-def _from_environment() -> bool:
-    value = os.environ.get(_VARIABLE, "1")
+def _from_environment(name: str) -> bool:
+    variable = f"GA_OPTAX_{name.upper()}"
+    value = os.environ.get(variable, str(_DEFAULTS[name]))
     if value.lower() not in ("0", "1", "false", "true"):
         raise ValueError(
-            f"The environment variable {_VARIABLE} must be 0 or 1, but it is {value!r}."
+            f"The environment variable {variable} must be 0 or 1, but it is {value!r}."
             " Set one of these, or unset it."
         )
     return value.lower() in ("1", "true")
 
 
-optimize: bool = _from_environment()
+optimize: bool = _from_environment("optimize")
+whole_draws: bool = _from_environment("whole_draws")
 
 
 def update(name: str, value: Any) -> None:
     """Sets an option for all calls that are traced from now on.
 
     Args:
-      name: "optimize".
+      name: "optimize" or "whole_draws".
       value: a bool.
 
     Raises:
       AttributeError: if there is no such option.
       TypeError: if the value is not a bool.
     """
-    global optimize
-    if name != "optimize":
+    if name not in _DEFAULTS:
+        names = " or ".join(f'"{name}"' for name in _DEFAULTS)
         raise AttributeError(
-            f'ga_optax.config must be given the name of an option, "optimize", but it '
+            f"ga_optax.config must be given the name of an option, {names}, but it "
             f"got {name!r}. Pass that name."
         )
     if not isinstance(value, bool):
         raise TypeError(
-            f"ga_optax.config.optimize must be a bool, but it got {value!r}. Pass True "
+            f"ga_optax.config.{name} must be a bool, but it got {value!r}. Pass True "
             "or False."
         )
-    optimize = value
+    globals()[name] = value

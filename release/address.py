@@ -7,8 +7,8 @@ there is none. Nothing else holds it: this script writes what follows from it.
 
 - In documents: `pip install ga-optax`, or `pip install .` while it is empty.
 - In notebooks: the cell that installs the package, and a badge that opens the notebook
-  in Colab. While it is empty, the cell installs the checkout around the notebook, and
-  there is no badge.
+  in Colab. While it is empty, the cell installs a wheel that lies beside the notebook,
+  or the checkout around it, and there is no badge.
 - In CITATION.cff: the version, and the address.
 - In the built package, as a metadata hook of Hatch: the project's links, and the README
   with absolute links, because a package index has no other files. The links lead to the
@@ -133,6 +133,22 @@ def stamped_citation(text: str, release: Release) -> str:
     return text + line
 
 
+def install_cell(extras: str, others: str, release: Release) -> str:
+    """The cell that installs the package, where it is not installed, and other ones."""
+    find = ["import importlib.util"]
+    what, choose = f"ga-optax{extras} @ git+{release.address}", []
+    if not release.address:
+        find = ["import glob", *find]
+        what = f"{{found[-1]}}{extras}"
+        choose = [
+            "    # A wheel beside this notebook, or the checkout around it.",
+            '    found = ["..", *glob.glob("ga_optax-*.whl")]',
+        ]
+    test = 'if importlib.util.find_spec("ga_optax") is None:'
+    command = f'    %pip install -q "{what}"{others}'
+    return "\n".join([*find, "", test, *choose, command])
+
+
 def stamped_notebook(text: str, name: str, release: Release) -> str:
     """A notebook with its install cell, and with its badge if there is an address."""
     notebook = json.loads(text)
@@ -145,11 +161,10 @@ def stamped_notebook(text: str, name: str, release: Release) -> str:
     first["source"] = source.splitlines(keepends=True)
 
     command = "".join(install["source"])
-    extras = re.search(r"\[\w+\]", command)
-    what = f"ga-optax{{}} @ git+{release.address}" if release.address else "..{}"
-    what = what.format(extras[0] if extras else "")
-    command = re.sub(r'(?<=install -q )("[^"]*"|\S+)', f'"{what}"', command)
-    install["source"] = command.splitlines(keepends=True)
+    extras = (re.search(r"\[\w+\]", command) or [""])[0]
+    others = re.search(r'install -q "[^"]*"(.*)', command)
+    cell = install_cell(extras, others[1] if others else "", release)
+    install["source"] = cell.splitlines(keepends=True)
     return json.dumps(notebook, indent=1, ensure_ascii=False) + "\n"
 
 

@@ -1,8 +1,6 @@
 """`audit` reads every form in which XLA prints a collective."""
 
 import json
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -38,77 +36,162 @@ def only(text, mesh=None):
     return collective
 
 
-@pytest.mark.parametrize(
-    ("kind", "attributes"),
-    [
-        ("all-reduce", "replica_groups={{0,1}}, to_apply=%add"),
-        ("all-gather", "replica_groups={{0,1}}, dimensions={0}"),
-        ("reduce-scatter", "replica_groups={{0,1}}, dimensions={0}, to_apply=%add"),
-        ("all-to-all", "replica_groups={{0,1}}, dimensions={0}"),
-        ("collective-permute", "source_target_pairs={{0,1},{1,0}}"),
-        ("collective-broadcast", "replica_groups={{0,1}}"),
-        ("ragged-all-to-all", "replica_groups={{0,1}}"),
-    ],
-)
-def test_every_kind_is_found_with_its_operand_bytes(kind, attributes):
-    found = only(entry(PARAMETER, f"%c = f32[16,4]{{1,0}} {kind}(%p), {attributes}"))
+# -- What a collective looks like ------------------------------------------------------
+
+KINDS = {
+    "all-reduce": "replica_groups={{0,1}}, to_apply=%add",
+    "all-gather": "replica_groups={{0,1}}, dimensions={0}",
+    "reduce-scatter": "replica_groups={{0,1}}, dimensions={0}, to_apply=%add",
+    "all-to-all": "replica_groups={{0,1}}, dimensions={0}",
+    "collective-permute": "source_target_pairs={{0,1},{1,0}}",
+    "collective-broadcast": "replica_groups={{0,1}}",
+    "ragged-all-to-all": "replica_groups={{0,1}}",
+}
+REDUCED = f"all-reduce(%p), {KINDS['all-reduce']}"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_is_found_with_its_operand_bytes(kind):
+    found = only(entry(PARAMETER, f"%c = f32[16,4]{{1,0}} {kind}(%p), {KINDS[kind]}"))
     assert (found.kind, found.num_bytes, found.times) == (kind, 128, 1)
     assert found.replica_groups.startswith("{{0,1}")
 
 
-def test_operands_with_their_types_beside_them_count_as_much():
-    line = (
-        "%c = f32[8,4] all-reduce(f32[8,4]{1,0} %p), replica_groups={}, to_apply=%add"
+def computation(name, *lines, takes="q: f32[8,4]", gives="f32[8,4]"):
+    body = "".join(f"  {line}\n" for line in lines)
+    return f"%{name} ({takes}) -> {gives} {{\n{body}}}\n\n"
+
+
+Q = "%q = f32[8,4]{1,0} parameter(0)"
+OF_Q = REDUCED.replace("%p", "%q")
+R = "%r = f32[8,4]{1,0} parameter(1)"
+ASYNC = "((f32[8,4]{1,0}), f32[4,4]{1,0}, u32[])"
+RUNS = "calls=%wrapped"
+WRAPPED = computation(
+    "wrapped", Q, f"ROOT %rs = f32[4,4] reduce-scatter(%q), {KINDS['reduce-scatter']}"
+)
+OVER_FOUR = "replica_groups=[1,4]<=[4], to_apply=%add"
+SLICES = "dynamic_slice_sizes={2,4}"
+
+
+def sliced(operand):
+    return computation(
+        "kept",
+        Q,
+        f"%all-reduce.9 = f32[8,4] all-reduce(%q), {OVER_FOUR}",
+        "%zero = u32[] constant(0)",
+        f"ROOT %s = f32[2,4] dynamic-slice(%{operand}, %zero, %zero), {SLICES}",
+        gives="f32[2,4]",
     )
-    assert only(entry(PARAMETER, line)).num_bytes == 128
 
 
-def test_a_tuple_counts_all_of_its_operands():
-    found = only(
-        entry(
-            PARAMETER,
-            "%q = bf16[10]{0} parameter(1)",
-            "%c = (f32[8,4]{1,0}, /*index=1*/bf16[10]{0}) all-reduce(%p, %q), "
-            "replica_groups={{0,1}}, to_apply=%add",
+def sliced_pair(kept):
+    return computation(
+        "kept",
+        Q,
+        R,
+        f"%sum = (f32[8,4], f32[8,4]) all-reduce(%q, %r), {OVER_FOUR}",
+        "%zero = u32[] constant(0)",
+        "%g.0 = f32[8,4] get-tuple-element(%sum), index=0",
+        f"%s.0 = f32[2,4] dynamic-slice(%g.0, %zero, %zero), {SLICES}",
+        "%g.1 = f32[8,4] get-tuple-element(%sum), index=1",
+        f"%s.1 = f32[2,4] dynamic-slice(%g.1, %zero, %zero), {SLICES}",
+        f"ROOT %t = (f32[2,4], f32[2,4]) tuple(%s.0, {kept})",
+        takes="q: f32[8,4], r: f32[8,4]",
+    )
+
+
+KEEPS = "%f = f32[2,4] fusion(%p), kind=kCustom, calls=%kept"
+KEEPS_TWO = "%f = (f32[8,4], f32[8,4]) fusion(%p, %p), kind=kCustom, calls=%kept"
+
+
+@pytest.mark.parametrize(
+    ("lines", "before", "kind", "size"),
+    [
+        # Operands with their types beside them, and in a tuple.
+        (
+            ["%c = f32[8,4] all-reduce(f32[8,4]{1,0} %p), replica_groups={}"],
+            "",
+            "all-reduce",
+            128,
+        ),
+        (
+            [
+                "%q = bf16[10]{0} parameter(1)",
+                "%c = (f32[8,4]{1,0}, /*index=1*/bf16[10]{0}) "
+                + REDUCED.replace("%p", "%p, %q"),
+            ],
+            "",
+            "all-reduce",
+            128 + 20,
+        ),
+        # Asynchronous: a pair, and a call of what it wraps.
+        (
+            [
+                "%s = (f32[8,4]{1,0}, f32[16,4]{1,0}) all-gather-start(%p), "
+                + KINDS["all-gather"],
+                "%d = f32[16,4]{1,0} all-gather-done(%s)",
+            ],
+            "",
+            "all-gather",
+            128,
+        ),
+        (
+            [
+                f"%s = {ASYNC} async-start(%p), {RUNS}",
+                f"%u = {ASYNC} async-update(%s), {RUNS}",
+                f"%d = f32[4,4]{{1,0}} async-done(%u), {RUNS}",
+            ],
+            WRAPPED,
+            "reduce-scatter",
+            128,
+        ),
+        # An all-reduce whose fusion keeps a slice is a reduce-scatter; one whose slice
+        # is of something else, or that another kernel slices, sends all.
+        ([KEEPS], sliced("all-reduce.9"), "reduce-scatter", 128),
+        ([KEEPS], sliced("q"), "all-reduce", 128),
+        (
+            ["%f = f32[2,4] call(%p), to_apply=%kept"],
+            sliced("all-reduce.9"),
+            "all-reduce",
+            128,
+        ),
+        ([KEEPS_TWO], sliced_pair("%s.1"), "reduce-scatter", 256),
+        ([KEEPS_TWO], sliced_pair("%g.1"), "all-reduce", 256),
+    ],
+)
+def test_a_collective_counts_once_in_any_form(lines, before, kind, size):
+    found = only(entry(PARAMETER, *lines, before=before))
+    assert (found.kind, found.num_bytes) == (kind, size)
+
+
+def test_what_a_reduction_applies_to_scalars_does_not_count_as_run():
+    before = computation("apply", Q, f"ROOT %r = f32[8,4] {OF_Q}")
+    call = "%c = f32[8,4]{1,0} call(%p), to_apply=%apply"
+    reduce = "%c = f32[] reduce(%p, %z), dimensions={0,1}, to_apply=%apply"
+    assert len(ga.audit(entry(PARAMETER, call, before=before)).collectives) == 1
+    assert len(ga.audit(entry(PARAMETER, reduce, before=before)).collectives) == 0
+
+
+def test_the_parts_of_a_tpus_asynchronous_collective_count_once():
+    def part(name, chain):
+        return computation(
+            name,
+            "%q = f32[2,4]{1,0} parameter(0)",
+            f"ROOT %{name}.g = f32[8,4] all-gather(%q), dimensions={{0}}, channel_id=4,"
+            f' replica_groups=[1,4]<=[4], frontend_attributes={{chain_id="{chain}"}}',
+            takes="q: f32[2,4]",
         )
-    )
-    assert found.num_bytes == 128 + 20
+
+    names = ("start", "compute", "done", "other")
+    before = "".join(part(name, "01"[name == "other"]) for name in names)
+    fusions = [f"%f.{n} = f32[8,4] fusion(%q), kind=kCustom, calls=%{n}" for n in names]
+    audit = ga.audit(entry("%q = f32[2,4] parameter(0)", *fusions, before=before))
+    assert [c.name for c in audit.collectives] == ["start.g", "other.g"]
+    assert audit.total_bytes == 2 * 32
 
 
-def test_an_asynchronous_pair_counts_once():
-    found = only(
-        entry(
-            PARAMETER,
-            "%s = (f32[8,4]{1,0}, f32[16,4]{1,0}) all-gather-start(%p), "
-            "replica_groups={{0,1}}, dimensions={0}",
-            "%d = f32[16,4]{1,0} all-gather-done(%s)",
-        )
-    )
-    assert (found.kind, found.name, found.num_bytes) == ("all-gather", "s", 128)
-
-
-def test_an_asynchronous_call_counts_what_it_wraps_once():
-    wrapped = """\
-%async_computation (q: f32[8,4]) -> f32[4,4] {
-  %q = f32[8,4]{1,0} parameter(0)
-  ROOT %rs = f32[4,4]{1,0} reduce-scatter(%q), replica_groups={{0,1}}, dimensions={0}, \
-to_apply=%add
-}
-
-"""
-    found = only(
-        entry(
-            PARAMETER,
-            "%s = ((f32[8,4]{1,0}), f32[4,4]{1,0}, u32[]) async-start(%p), "
-            "calls=%async_computation",
-            "%u = ((f32[8,4]{1,0}), f32[4,4]{1,0}, u32[]) async-update(%s), "
-            "calls=%async_computation",
-            "%d = f32[4,4]{1,0} async-done(%u), calls=%async_computation",
-            before=wrapped,
-        )
-    )
-    assert (found.kind, found.num_bytes) == ("reduce-scatter", 128)
-
+# -- How often -------------------------------------------------------------------------
 
 LOOP = """\
 %body (t: (s32[], f32[8,4])) -> (s32[], f32[8,4]) {
@@ -136,29 +219,14 @@ def trips(n):
 WHILE = "%w = (s32[], f32[8,4]{1,0}) while(%t), condition=%condition, body=%body"
 
 
-def test_a_loop_says_how_often():
-    found = only(entry(PARAMETER, WHILE + trips(7), before=LOOP))
+ESCAPED = r', backend_config="{\"known_trip_count\":{\"n\":\"7\"}}"'
+
+
+@pytest.mark.parametrize("config", [trips(7), ESCAPED])
+def test_a_loop_says_how_often(config):
+    found = only(entry(PARAMETER, WHILE + config, before=LOOP))
     assert found.loops == (("w", 7),)
     assert (found.times, found.total_bytes) == (7, 7 * 128)
-
-
-def test_a_backend_config_with_escaped_quotes_says_how_often_too():
-    config = r', backend_config="{\"known_trip_count\":{\"n\":\"7\"}}"'
-    assert only(entry(PARAMETER, WHILE + config, before=LOOP)).times == 7
-
-
-def test_what_a_reduction_applies_to_scalars_does_not_count_as_run():
-    before = """\
-%apply (q: f32[8,4]) -> f32[8,4] {
-  %q = f32[8,4]{1,0} parameter(0)
-  ROOT %r = f32[8,4]{1,0} all-reduce(%q), replica_groups={{0,1}}, to_apply=%add
-}
-
-"""
-    call = "%c = f32[8,4]{1,0} call(%p), to_apply=%apply"
-    reduce = "%c = f32[] reduce(%p, %z), dimensions={0,1}, to_apply=%apply"
-    assert len(ga.audit(entry(PARAMETER, call, before=before)).collectives) == 1
-    assert len(ga.audit(entry(PARAMETER, reduce, before=before)).collectives) == 0
 
 
 def test_a_loop_of_unknown_length_is_said_to_be_so():
@@ -204,120 +272,32 @@ def test_a_counter_says_how_often():
     assert times(COUNTED, (COUNTER[0], COUNTER[2])) is None  # no such operand
 
 
-def test_the_parts_of_a_tpus_asynchronous_collective_count_once():
-    def part(name, chain):
-        return f"""\
-%{name} (q: f32[2,4]) -> f32[8,4] {{
-  %q = f32[2,4]{{1,0}} parameter(0)
-  ROOT %{name}.g = f32[8,4] all-gather(%q), channel_id=4, dimensions={{0}}, \
-replica_groups=[1,4]<=[4], frontend_attributes={{chain_id="{chain}"}}
-}}
-
-"""
-
-    names = ("start", "compute", "done", "other")
-    before = "".join(part(name, "01"[name == "other"]) for name in names)
-    fusions = [f"%f.{n} = f32[8,4] fusion(%q), kind=kCustom, calls=%{n}" for n in names]
-    audit = ga.audit(entry("%q = f32[2,4] parameter(0)", *fusions, before=before))
-    assert [c.name for c in audit.collectives] == ["start.g", "other.g"]
-    assert audit.total_bytes == 2 * 32
-
-
-@pytest.mark.parametrize(
-    ("sliced", "how", "kind"),
-    [
-        ("all-reduce.9", "fusion(%p), kind=kCustom, calls", "reduce-scatter"),
-        ("q", "fusion(%p), kind=kCustom, calls", "all-reduce"),
-        # All of it is sent, and another kernel slices.
-        ("all-reduce.9", "call(%p), to_apply", "all-reduce"),
-    ],
-)
-def test_an_all_reduce_whose_fusion_keeps_a_slice_is_a_reduce_scatter(
-    sliced, how, kind
-):
-    before = f"""\
-%all-reduce-scatter.1 (q: f32[8,4]) -> f32[2,4] {{
-  %q = f32[8,4]{{1,0}} parameter(0)
-  %all-reduce.9 = f32[8,4] all-reduce(%q), replica_groups=[1,4]<=[4], to_apply=%add
-  %zero = u32[] constant(0)
-  ROOT %s = f32[2,4] dynamic-slice(%{sliced}, %zero, %zero), \
-dynamic_slice_sizes={{2,4}}
-}}
-
-"""
-    line = f"%f = f32[2,4] {how}=%all-reduce-scatter.1"
-    found = only(entry(PARAMETER, line, before=before))
-    assert (found.kind, found.num_bytes) == (kind, 128)
-
-
-@pytest.mark.parametrize(
-    ("kept", "kind"), [("%s.1", "reduce-scatter"), ("%g.1", "all-reduce")]
-)
-def test_so_is_one_of_several_arrays_if_it_keeps_a_slice_of_each(kept, kind):
-    pair = "(f32[8,4], f32[8,4])"
-    before = f"""\
-%all-reduce-scatter.1 (q: f32[8,4], r: f32[8,4]) -> (f32[2,4], f32[2,4]) {{
-  %q = f32[8,4]{{1,0}} parameter(0)
-  %r = f32[8,4]{{1,0}} parameter(1)
-  %sum = {pair} all-reduce(%q, %r), replica_groups=[1,4]<=[4], to_apply=%add
-  %zero = u32[] constant(0)
-  %g.0 = f32[8,4] get-tuple-element(%sum), index=0
-  %s.0 = f32[2,4] dynamic-slice(%g.0, %zero, %zero), dynamic_slice_sizes={{2,4}}
-  %g.1 = f32[8,4] get-tuple-element(%sum), index=1
-  %s.1 = f32[2,4] dynamic-slice(%g.1, %zero, %zero), dynamic_slice_sizes={{2,4}}
-  ROOT %t = (f32[2,4], f32[2,4]) tuple(%s.0, {kept})
-}}
-
-"""
-    line = f"%f = {pair} fusion(%p, %p), kind=kCustom, calls=%all-reduce-scatter.1"
-    found = only(entry(PARAMETER, line, before=before))
-    assert (found.kind, found.num_bytes) == (kind, 256)
-
-
 def test_loops_in_loops_multiply():
-    outer = """\
-%outer_body (u: f32[8,4]) -> f32[8,4] {
-  %u = f32[8,4]{1,0} parameter(0)
-  %t = (s32[], f32[8,4]{1,0}) tuple(%u)
-  %w = (s32[], f32[8,4]{1,0}) while(%t), condition=%condition, body=%body, \
-backend_config={"known_trip_count":{"n":"5"}}
-}
-
-%never (u: f32[8,4]) -> pred[] {
-  %u = f32[8,4]{1,0} parameter(0)
-  ROOT %b = pred[] constant(false)
-}
-
-"""
-    line = (
-        "%v = f32[8,4]{1,0} while(%p), condition=%never, body=%outer_body, "
-        'backend_config={"known_trip_count":{"n":"3"}}'
+    outer = computation(
+        "outer_body",
+        "%u = f32[8,4]{1,0} parameter(0)",
+        "%t = (s32[], f32[8,4]{1,0}) tuple(%u)",
+        WHILE + trips(5),
+        takes="u: f32[8,4]",
     )
-    found = only(entry(PARAMETER, line, before=LOOP + outer))
+    never = computation("never", "ROOT %b = pred[] constant(false)", gives="pred[]")
+    line = "%v = f32[8,4] while(%p), condition=%never, body=%outer_body" + trips(3)
+    found = only(entry(PARAMETER, line, before=LOOP + outer + never))
     assert found.loops == (("v", 3), ("w", 5))
     assert found.total_bytes == 15 * 128
 
 
-def test_a_branch_is_marked():
-    branch = """\
-%yes (q: f32[8,4]) -> f32[8,4] {
-  %q = f32[8,4]{1,0} parameter(0)
-  ROOT %r = f32[8,4]{1,0} all-reduce(%q), replica_groups={{0,1}}, to_apply=%add
-}
-
-%no (q: f32[8,4]) -> f32[8,4] {
-  ROOT %q = f32[8,4]{1,0} parameter(0)
-}
-
-"""
-    for attribute in (
-        "branch_computations={%no, %yes}",
-        "true_computation=%yes, false_computation=%no",
-    ):
-        line = f"%c = f32[8,4]{{1,0}} conditional(%b, %p, %p), {attribute}"
-        audit = ga.audit(entry(PARAMETER, line, before=branch))
-        assert audit.collectives[0].conditional
-        assert "in a branch" in str(audit)
+@pytest.mark.parametrize(
+    "branches",
+    ["branch_computations={%no, %yes}", "true_computation=%yes, false_computation=%no"],
+)
+def test_a_branch_is_marked(branches):
+    yes = computation("yes", Q, f"ROOT %r = f32[8,4] {OF_Q}")
+    no = computation("no", f"ROOT {Q}")
+    line = f"%c = f32[8,4]{{1,0}} conditional(%b, %p, %p), {branches}"
+    audit = ga.audit(entry(PARAMETER, line, before=yes + no))
+    assert audit.collectives[0].conditional
+    assert "in a branch" in str(audit)
 
 
 @pytest.mark.parametrize(
@@ -433,18 +413,3 @@ def test_the_command_line_prints_the_table(tmp_path, capsys):
     file.write_text(entry(PARAMETER))
     assert main(["audit", str(file)]) == 0
     assert "No collectives" in capsys.readouterr().out
-
-
-@pytest.mark.exhaustive
-def test_the_command_line_says_what_it_cannot_read(tmp_path):
-    (tmp_path / "notes.txt").write_text("hello")
-    for name in ("notes.txt", "missing.txt"):
-        done = subprocess.run(
-            [sys.executable, "-m", "ga_optax", "audit", str(tmp_path / name)],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 2
-        assert "cannot read" in done.stderr
-        assert "Traceback" not in done.stderr

@@ -105,29 +105,3 @@ def test_inside_a_shard_map_every_device_has_its_rows():
         fun, mesh=mesh, in_specs=(P(), P("data")), out_specs=((P(), specs), P())
     )
     assert_trees_bitwise_equal(*jax.device_get((jax.jit(mapped)(W, X), undivided())))
-
-
-def token_loss(w, batch):
-    tokens = jnp.sum(batch["mask"])
-    error = jnp.square(batch["x"] * w[None]) * batch["mask"]
-    return jnp.sum(error) / jnp.maximum(tokens, 1), {"tokens": tokens}
-
-
-@pytest.mark.parametrize("make", [ga.value_and_grad, mean_of])
-@pytest.mark.parametrize("kind", KINDS)
-def test_tokens_of_all_devices_are_counted_or_weigh_each_micro_batch(kind, make):
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,))
-    lengths = 1 + np.arange(ROWS)[:, None] * (WIDTH - 1) // (ROWS - 1)
-    batch = {"x": X, "mask": (np.arange(WIDTH) < lengths).astype(np.float32)}
-    options = {"has_aux": True, "data_axis": ga.DataAxis("data", mesh=mesh)}
-    if make is mean_of:
-        options |= {"aux": "sum", "weight_fn": lambda batch, aux: aux["tokens"]}
-    with jax.set_mesh(mesh):
-        placed = jax.device_put(batch, jax.NamedSharding(mesh, P("data")))
-        w = jax.device_put(W, jax.NamedSharding(mesh, P()))
-        got = jax.device_get(jax.jit(make(token_loss, 2, **options))(w, placed))
-    (value, aux), grads = got
-    due, slope = jax.value_and_grad(token_loss, has_aux=True)(W, batch)
-    np.testing.assert_allclose(value, due[0], rtol=1e-5)
-    np.testing.assert_allclose(grads, slope, rtol=1e-5)
-    assert aux["tokens"] == due[1]["tokens"]

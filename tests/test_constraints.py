@@ -8,7 +8,6 @@ from helpers import mean_of
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import ga_optax as ga
-from ga_optax._partition import table
 
 P = PartitionSpec
 FREE = PartitionSpec.UNCONSTRAINED
@@ -102,19 +101,6 @@ def test_it_changes_nothing_with_any_other_option(names, options):
     check(mesh_of(*names), P("data"), **options)
 
 
-def test_accumulate_takes_it_too():
-    mesh = mesh_of("data", "model")
-    loss = loss_of(constrain(mesh, P("data")))
-    axis = ga.DataAxis("data", mesh=mesh)
-    step = jax.jit(ga.accumulate(loss, K, data_axis=axis))
-    _, acc = step(ga.accumulator.init(PARAMS), PARAMS, X)
-    due = jax.grad(loss_of(lambda x: x))(PARAMS, X)
-    for a, b in zip(
-        *map(jax.tree.leaves, (ga.accumulator.mean(acc), due)), strict=True
-    ):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
-
-
 def test_what_it_asks_of_other_axes_stays():
     """The twin: with no constraint the other axis has nothing to do."""
     mesh = mesh_of("data", "model")
@@ -180,17 +166,3 @@ def test_the_data_axis_is_refused_there_with_what_to_do(how):
             jax.jit(ga.value_and_grad(loss, K, data_axis="data"))(PARAMS, batch)
         each = ga.DataAxis("data", sync="each")  # there the model may
         jax.jit(ga.value_and_grad(loss, K, data_axis=each))(PARAMS, batch)
-
-
-def test_no_rows_are_gathered_for_it():
-    loss = loss_of(constrain(mesh_of("data"), P("data")))
-    found = ga.batch_dependencies(loss, K)(PARAMS, X)
-    assert (found.whole, found.meetings) == ([], [])
-
-
-@pytest.mark.parametrize("left_out", ["reshard", "sharding_constraint"])
-def test_the_program_of_a_region_may_have_no_rule_for_one(monkeypatch, left_out):
-    """Then its loss is whole, while it is a sum over micro-batches outside."""
-    known = {x: rule for x, rule in table.RULES.known.items() if x != left_out}
-    monkeypatch.setattr(table, "RULES", table.RULES._replace(known=known))
-    check(mesh_of("data"), P("data"))

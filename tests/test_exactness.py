@@ -126,41 +126,6 @@ def test_the_example_exits_with_1_where_something_is_broken(
     assert failed in capsys.readouterr().out
 
 
-def test_a_sum_over_the_examples_fails_in_the_example(exactness):
-    mean = exactness.loss
-
-    def total(params, batch):
-        return mean(params, batch) * jnp.float32(len(batch.labels))
-
-    exactness.loss = total
-    training, _ = exactness.digits.load_digits()
-    failures = []
-    exactness.check_network(
-        failures, exactness.make_params(), exactness.draw_window(training, 0)
-    )
-    assert len(failures) == 1
-    assert "verify" in failures[0]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--steps", "0"], "--steps must be at least 1, but it is 0."),
-        (
-            ["--splits", "8", "7"],
-            "--splits must be divisors of 64 from 2, but one is 7",
-        ),
-    ],
-)
-def test_the_example_refuses_numbers_that_make_no_run(
-    arguments, message, exactness, capsys
-):
-    with pytest.raises(SystemExit) as exit_:
-        exactness.main(arguments)
-    assert exit_.value.code == 2
-    assert message in capsys.readouterr().err
-
-
 # -- The page --------------------------------------------------------------------------
 
 

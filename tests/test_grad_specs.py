@@ -4,7 +4,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import optax
 import pytest
 import test_devices as on
 from helpers import mean_of, nbytes
@@ -80,42 +79,6 @@ def test_a_weight_of_0_keeps_a_nan_on_its_device(optimize, mesh):
 
 
 @pytest.mark.exhaustive
-def test_a_device_holds_its_part_of_the_sum_and_of_adams_state(mesh, optax_promotion):
-    params, batch = on.make_params(), on.make_batch()
-    data_axis = ga.DataAxis("data", mesh=mesh, grad_specs=SPECS, sync="each")
-    tx = optax.adam(1e-2)
-    whole = jax.tree.map(lambda _: P(), params)
-    specs = data_axis.specs(jax.eval_shape(tx.init, params))
-    state = on.put(tx.init(params), mesh, specs)
-    of_acc = ga.accumulator.Accumulator(SPECS, P(), P())
-    acc = on.put(ga.accumulator.init(params), mesh, of_acc)
-    args = acc, on.put(params, mesh, P()), on.put(batch, mesh, P("data"))
-
-    add = ga.accumulate(on.mean_loss, K, data_axis=data_axis)
-    program = jax.jit(add, donate_argnums=0).lower(*args).compile()
-    part = on.GRADIENT_BYTES // DEVICES
-    assert program.memory_analysis().alias_size_in_bytes == part + 8
-    assert nbytes(acc.total) == DEVICES * part
-
-    def step(params, state, grads):
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    out = on.shardings(mesh, (whole, specs))
-    _, acc = program(*args)
-    grads = jax.jit(ga.accumulator.mean)(acc)
-    update = jax.jit(step, out_shardings=out).lower(args[1], state, grads).compile()
-    assert {c.kind for c in ga.audit(update).collectives} == {"all-gather"}
-    # Sharded, the two moments; whole, the parameters; and the gradient.
-    taken = update.memory_analysis().argument_size_in_bytes
-    assert taken < (DEVICES + 2 + 1) * part + 64
-    want = jax.grad(on.mean_loss)(params, batch)
-    on.assert_close(
-        update(args[1], state, grads)[0], step(params, tx.init(params), want)[0]
-    )
-
-
-@pytest.mark.exhaustive
 @pytest.mark.skipif(not in_place.HAS_REFS, reason="gradients are whole for a moment")
 def test_a_model_that_scans_never_holds_a_whole_gradient(mesh):
     """The sum, and the gradient of one layer; all of it if layers are split."""
@@ -173,18 +136,3 @@ def test_specs_split_the_largest_dimension_that_can_be(mesh):
     }
     trees = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     assert axis.specs(trees) == list(shapes.values())
-
-
-def test_bad_specs_say_what_to_do(mesh):
-    both = {"param_specs": P("data"), "grad_specs": P("data")}
-    with pytest.raises(ValueError, match=r"grad_specs must be alone.*one of them out"):
-        ga.DataAxis("data", **both)
-    args = on.make_params(), on.make_batch()
-    for bad, error, match in (
-        (P(None, None, None, "data"), ValueError, "grad_specs must fit the parameters"),
-        ({"in": P()}, ValueError, "grad_specs must be a prefix"),
-        ("data", TypeError, "grad_specs must be a tree of PartitionSpec"),
-    ):
-        axis = ga.DataAxis("data", mesh=mesh, grad_specs=bad)
-        with pytest.raises(error, match=match):
-            jax.jit(ga.value_and_grad(on.mean_loss, K, data_axis=axis))(*args)

@@ -1,16 +1,52 @@
-"""One law for each function: what it equals, what it is called with, what it costs."""
+"""One law for each function: what it equals, its words, and what comes back."""
 
+import enum
 import inspect
+import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import mean_of, products, temporaries
+import whole_losses
+from helpers import mean_of
+from jax.experimental import io_callback
+from whole_losses import LOSSES, N
 
 import ga_optax as ga
+from ga_optax._calls import layouts
 
-K, ROWS, WIDTH, LAYERS = 4, 64, 64, 3
+pytestmark = pytest.mark.usefixtures("optax_promotion")
+EPS = np.finfo(np.float64).eps
+
+
+def assert_close(got, want, n=N, eps=EPS):
+    """Sums of `n` terms in another order: each leaf is off by `c·n·eps·max|leaf|`."""
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    assert jax.tree.leaves(want)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        x, y = np.asarray(x), np.asarray(y)
+        assert (x.shape, x.dtype) == (y.shape, y.dtype)
+        if np.issubdtype(y.dtype, np.inexact):
+            bound = 200 * n * eps * max(np.abs(y).max(initial=0), 1e-3)
+            np.testing.assert_allclose(x, y, rtol=0, atol=bound)
+        else:
+            np.testing.assert_array_equal(x, y)
+
+
+def in_float64(fun, *args, k=4, make=ga.value_and_grad, **options):
+    """What `value_and_grad` gives of `fun`, and what JAX does, in float64."""
+    has_aux = options.get("has_aux", False)
+    with jax.enable_x64(True):
+        args = jax.tree.map(_wide, args)
+        want = jax.jit(jax.value_and_grad(fun, has_aux=has_aux))(*args)
+        step = make(fun, k, accumulator_dtype=jnp.float64, **options)
+        return jax.jit(step)(*args), want
+
+
+def _wide(x):
+    return x.astype("float64") if x.dtype == jnp.float32 else x
+
 
 # -- What it is called with ------------------------------------------------------------
 
@@ -22,7 +58,7 @@ SIGNATURES = {
     | OF
     | {"residual_bytes": None, "accumulator_dtype": jnp.float32, "optimize": True},
     ga.batch_dependencies: ROWS_OF | OF | {"residual_bytes": None},
-    ga.microbatch: ROWS_OF,
+    ga.microbatch: ROWS_OF | {"remat": None},
     ga.accumulate: {"num_microbatches": 1, "optimize": True, "weight_fn": None}
     | BATCH
     | OF
@@ -88,162 +124,359 @@ def test_a_word_of_nobody_is_pythons_to_refuse():
 
 # -- What it equals --------------------------------------------------------------------
 
-
-def error(p, b):
-    return jnp.mean((jnp.tanh(b["x"] @ p["w"]) @ p["v"] - b["y"]) ** 2, 1)
+SOME = ("masked", "batch_norm", "clip", "hardest")
 
 
-def masked_mean(p, b):
-    return jnp.sum(error(p, b) * b["mask"]) / jnp.sum(b["mask"])
+@pytest.mark.grid(3, 12)
+@pytest.mark.usefixtures("fast_compilation")
+@pytest.mark.filterwarnings("ignore:.*computed whole")
+@pytest.mark.parametrize("name", LOSSES)
+def test_any_loss_has_the_value_gradients_and_aux_of_the_undivided_batch(name):
+    args = whole_losses.arguments(dtype=np.float32)
+    assert_close(*in_float64(LOSSES[name].fun, *args, has_aux=True))
 
 
-def contrastive(p, b):
-    z = b["x"] @ p["w"]
-    z = z / jnp.linalg.norm(z, axis=1, keepdims=True)
-    logits = z @ (b["y"] @ p["v"].T).T
-    return jnp.mean(jax.nn.logsumexp(logits, 1) - jnp.diagonal(logits))
+@pytest.mark.grid(1, 4)
+@pytest.mark.usefixtures("fast_compilation")
+@pytest.mark.filterwarnings("ignore:.*computed whole")
+@pytest.mark.parametrize("k", [1, 2, 6, N])
+@pytest.mark.parametrize("name", SOME)
+def test_so_it_has_for_any_number_of_micro_batches(name, k):
+    args = whole_losses.arguments(dtype=np.float32)
+    assert_close(*in_float64(LOSSES[name].fun, *args, k=k, has_aux=True))
 
 
-def batch_norm(p, b):
-    h = b["x"] @ p["w"]
-    h = (h - h.mean(0)[None]) / jnp.sqrt(h.var(0) + 1e-5)[None]
-    return jnp.mean((jnp.tanh(h) @ p["v"] - b["y"]) ** 2)
+@pytest.mark.quick
+@pytest.mark.parametrize("name", ["masked", "total"])
+def test_sums_and_masked_means_have_those_of_the_undivided_batch(name):
+    args = whole_losses.arguments(dtype=np.float32)
+    assert_close(*in_float64(LOSSES[name].value, *args))
 
 
-def balance(p, b):
-    share = jax.nn.softmax(b["x"] @ p["w"])
-    chosen = jax.nn.one_hot(share.argmax(1), WIDTH, dtype=share.dtype)
-    return error(p, b).mean() + WIDTH * jnp.sum(share.mean(0) * chosen.mean(0))
+@pytest.mark.parametrize("name", SOME)
+def test_the_twin_each_micro_batch_by_itself_has_others(name):
+    args = whole_losses.arguments(dtype=np.float32)
+    got, want = in_float64(LOSSES[name].value, *args, k=2, make=mean_of)
+    pairs = zip(*map(jax.tree.leaves, jax.device_get((got, want))), strict=True)
+    assert max(np.abs(x - y).max() for x, y in pairs) > 1e-4
 
 
-def deviation(p, b):
-    return jnp.std(error(p, b))
-
-
-def hardest(p, b):
-    return jax.lax.top_k(error(p, b), 5)[0].mean()
-
-
-LOSSES = [masked_mean, contrastive, batch_norm, balance, deviation, hardest]
-
-
-def normal(seed, *shape, dtype=np.float32):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
-
-
-@pytest.mark.parametrize("k", [1, K])
-@pytest.mark.parametrize("loss", LOSSES)
-def test_any_loss_has_the_gradient_of_the_undivided_batch(loss, k):
+@pytest.mark.usefixtures("fast_compilation")
+@pytest.mark.parametrize("name", ["tokens", "batch_norm"])
+def test_a_gradient_function_that_is_written_already_runs_over_micro_batches(name):
     with jax.enable_x64(True):
-        x, y = (normal(i, ROWS, n, dtype="f8") for i, n in enumerate((6, 5)))
-        batch = {"x": x, "y": y, "mask": (y[:, 0] > 0).astype(x.dtype)}
-        params = {n: normal(i, *s, dtype="f8") for i, (n, s) in enumerate(SHAPES)}
+        params, batch = whole_losses.arguments()
+        rows = {"x": batch.pop("x")}
 
-        def off(make, *options):
-            step = jax.jit(make(loss, *options))
-            pairs = zip(*map(jax.tree.leaves, (step(params, batch), due)), strict=True)
-            return max(np.max(np.abs(a - b)) / np.max(np.abs(b)) for a, b in pairs)
+        def fun(p, rows, b):
+            return LOSSES[name].value(p, rows | b)
 
-        due = jax.value_and_grad(loss)(params, batch)
-        assert off(ga.value_and_grad, k) < 1e-12
-        if k > 1:  # the twin: each micro-batch by itself
-            assert off(mean_of, k) > 1e-3
+        grads = jax.grad(fun, argnums=(0, 1))  # of rows, too
+        step = jax.jit(ga.microbatch(grads, 4, batch_argnums=(1, 2)))
+        assert_close(step(params, rows, batch), grads(params, rows, batch))
 
 
-SHAPES = [("w", (6, WIDTH)), ("v", (WIDTH, 5))]
+def test_any_function_gives_what_it_gives_for_the_undivided_batch():
+    def fun(x, w, y):
+        return {"rows": x @ w, "order": jnp.argsort(y), "n": len(x), "w": w}
 
-# -- What a mean costs -----------------------------------------------------------------
-
-
-def square(h):
-    return jnp.mean(jnp.square(h.astype(jnp.float32)))
-
-
-def scanned(p, x, layer=lambda h, w: jnp.tanh(h @ w)):
-    return square(jax.lax.scan(lambda h, w: (layer(h, w), None), x, p["w"])[0])
+    with jax.enable_x64(True):
+        params, batch = whole_losses.arguments()
+        args = batch["x"], params["in"], batch["x2"][:, 0]
+        got = jax.jit(ga.microbatch(fun, 4, batch_argnums=(0, -1)))(*args)
+        assert_close(got, fun(*args) | {"n": jnp.asarray(N)})
 
 
-def unrolled(p, x):
-    for w in p["w"]:
-        x = jnp.tanh(x @ w)
-    return square(x)
+@pytest.mark.usefixtures("fast_compilation")
+@pytest.mark.filterwarnings("ignore:.*computed whole")
+def test_dropout_and_noise_are_those_of_the_undivided_batch_bit_for_bit():
+    args, fun = whole_losses.arguments(dtype=np.float32), LOSSES["dropout"].fun
+    (_, want), _ = jax.jit(jax.value_and_grad(fun, has_aux=True))(*args)
+    (_, got), _ = jax.jit(ga.value_and_grad(fun, 3, has_aux=True))(*args)
+    assert want["keep"].sum() not in (0, want["keep"].size)
+    np.testing.assert_array_equal(got["keep"], want["keep"])
+    np.testing.assert_array_equal(got["noise"], want["noise"])
+    # The twin: a micro-batch that draws for itself draws the same in each.
+    (_, other), _ = mean_of(fun, 3, has_aux=True, aux="stack")(*args)
+    assert (other["keep"].reshape(want["keep"].shape) != want["keep"]).any()
 
 
-def rematerialised(p, x):
-    return scanned(p, x, jax.checkpoint(lambda h, w: jnp.tanh(h @ w)))
+@pytest.mark.grid(1, 3)
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
+@pytest.mark.filterwarnings("ignore:.*computed whole")
+def test_keys_of_rows_draw_what_they_draw_for_the_undivided_batch(impl):
+    def fun(w, b):
+        keys = jax.vmap(lambda key: jax.random.fold_in(key, 3))(b[1])
+        noise = [
+            jax.vmap(lambda k: jax.random.normal(k, (8,)))(k) for k in (b[1], keys)
+        ]
+        return ((b[0] @ w + sum(noise)) ** 2).mean()
+
+    keys = jax.random.split(jax.random.key(0, impl=impl), 8)
+    with jax.enable_x64(True):
+        x = jnp.sin(jnp.arange(64.0)).reshape(8, 8)
+        step = ga.value_and_grad(fun, 4, accumulator_dtype="float64")
+        want = jax.value_and_grad(fun)(x, (x, keys))
+        assert_close(jax.jit(step)(x, (x, keys)), want)
 
 
-def dropout(p, x, key):
-    return scanned(p, jnp.where(jax.random.bernoulli(key, 0.8, x.shape), x, 0))
+# -- aux -------------------------------------------------------------------------------
 
 
-def relu(p, x):
-    return scanned(p, x, lambda h, w: jax.nn.relu(h @ w))
+class Color(enum.Enum):
+    RED = 1
 
 
-def embedded(p, x):
-    rows = jnp.clip(jnp.abs(x * 4).astype(jnp.int32), 0, WIDTH - 1)
-    return scanned(p, p["table"][rows].mean(1))
+@pytest.mark.parametrize(
+    "leaf",
+    [3, True, 2.5, np.float64(2), np.arange(2), "text", Color.RED, len],
+    ids=str,
+)
+def test_aux_that_is_no_array_of_jax_comes_back_as_it_is(leaf):
+    def fun(w, x):
+        return jnp.mean((x @ w) ** 2), {"leaf": leaf, "rows": x @ w}
+
+    args = jnp.ones(3), jnp.ones((8, 3))
+    due = jax.value_and_grad(fun, has_aux=True)
+    step = ga.value_and_grad(fun, 4, has_aux=True)
+    assert step(*args)[0][1]["leaf"] is due(*args)[0][1]["leaf"] is leaf
+    if isinstance(leaf, int | float | np.generic | np.ndarray):
+        want, got = (jax.jit(f)(*args)[0][1]["leaf"] for f in (due, step))
+        assert (jax.typeof(got), got.weak_type) == (jax.typeof(want), want.weak_type)
+        np.testing.assert_array_equal(got, want)
+        return
+    # The twin: a loop over micro-batches has to put it together.
+    with pytest.raises(TypeError, match=r"leaves of aux must.*\['leaf'\] is"):
+        mean_of(fun, 4, has_aux=True)(*args)
+    with pytest.raises(TypeError, match="not a valid JAX type"):
+        jax.jit(step)(*args)
 
 
-def bfloat16(p, x):
-    return scanned({"w": p["w"].astype(jnp.bfloat16)}, x.astype(jnp.bfloat16))
+def test_a_slice_without_rows_comes_back():
+    def loss(w, x):
+        h = jnp.tanh(x @ w)
+        none = h[:0]
+        again = jnp.concatenate([none, h[::-1]])
+        return jnp.mean(h**2), (none, none[::-1], again, jnp.argmax(h, 1)[3:3])
+
+    args = jnp.ones((6, 4)), jnp.sin(jnp.arange(96.0)).reshape(16, 6)
+    (_, aux), _ = jax.jit(ga.value_and_grad(loss, 4, has_aux=True))(*args)
+    assert_close(aux, loss(*args)[1], eps=np.finfo(np.float32).eps)
 
 
-MEANS = [scanned, unrolled, rematerialised, dropout, relu, embedded, bfloat16]
+# -- What has rows is a hint -----------------------------------------------------------
 
 
-def arguments(fun):
-    params = {"w": normal(0, LAYERS, WIDTH, WIDTH) / 4}
-    if fun is embedded:
-        params["table"] = normal(1, WIDTH, WIDTH)
-    key = [jax.random.key(0)] if fun is dropout else []
-    return params, normal(2, 4 * ROWS, WIDTH), *key
+def array(*shape, seed=0):
+    rng = np.random.default_rng([seed, *shape])
+    return jnp.asarray(rng.normal(size=shape), jnp.float32)
 
 
-@pytest.mark.grid(3, 7)
-@pytest.mark.parametrize("fun", MEANS)
-def test_a_mean_costs_what_micro_batches_by_themselves_cost(fun):
-    """The same passes over the rows, the same products, and their temporaries."""
-    args = arguments(fun)
-    keys = {"rng_argnums": 2} if fun is dropout else {}
-
-    def costs(step):
-        text = jax.jit(step).lower(*args).compile().as_text()
-        return products(step, *args), text.count(" dot(")
-
-    law, each = ga.value_and_grad(fun, K), mean_of(fun, K, **keys)
-    assert costs(law) == costs(each)
-    needs = [temporaries(jax.jit(step), *args) for step in (law, each)]
-    assert 0 < needs[0] <= 1.01 * needs[1]
-    # The twin: where rows meet, the forward pass runs once more.
-    met = ga.value_and_grad(lambda *args: jnp.sqrt(fun(*args)), K, residual_bytes=0)
-    assert products(met, *args) > products(each, *args)
+def noisy(w, b):
+    noise = jax.random.normal(b["key"], b["x"].shape)
+    return jnp.mean(((b["x"] + noise) @ w) ** 2) * b["scale"]
 
 
-@pytest.mark.parametrize("held", [False, True])
-def test_gradients_of_bfloat16_models_are_rounded_once(held):
-    """By `u = eps / 2` of what comes out if parameters are held in bfloat16.
+def of_lengths(w, b):
+    own = jnp.mean((b["a"] @ w) ** 2)
+    return own + jnp.mean(jnp.abs(b["three"] @ w)) + jnp.mean(b["odd"] @ w)
 
-    Sums of the same terms in another order differ by `n·eps·Σ|terms|` in float32. The
-    terms are those of rows: `jax.grad` of each, of which each product is rounded.
-    """
-    params, x = arguments(bfloat16)
-    if held:
-        params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
-    step, acc = ga.accumulate(bfloat16, K), ga.accumulator.init(params)
-    _, acc = jax.jit(step)(acc, params, x)
-    sums = np.asarray(ga.accumulator.mean(acc)["w"], np.float64)
-    terms = jax.vmap(jax.grad(bfloat16), (None, 0))(params, x[:, None])["w"]
-    size = np.mean(np.abs(np.asarray(terms, np.float64)), 0)
-    rounding = float(jnp.finfo(jnp.bfloat16).eps) / 2 if held else 0.0
-    bound = rounding * np.abs(sums) + len(x) * np.finfo(np.float32).eps * size
 
-    def off(gradient):
-        got = np.asarray(jax.jit(gradient)(params, x)["w"], np.float64)
-        return np.max(np.abs(got - sums) / bound)
+def of_graphs(w, b):
+    messages = (b["nodes"] @ w)[b["from"]]
+    return jnp.mean(jax.ops.segment_sum(messages, b["to"], num_segments=16) ** 2)
 
-    assert off(lambda p, x: ga.value_and_grad(bfloat16, K)(p, x)[1]) <= 1
-    # The twin: they are added up in bfloat16.
-    twin = mean_of(bfloat16, K, accumulator_dtype=jnp.bfloat16)
-    assert off(lambda p, x: twin(p, x)[1]) > 1
+
+def of_lists(w, b):
+    [[x], [y]] = b
+    return jnp.mean((x @ w - y) ** 2)
+
+
+W, X = array(6, 4), array(16, 6)
+LAID_OUT = {  # a loss, its batch, and which leaves have rows; the others go whole
+    "scalars and keys": (
+        noisy,
+        {"x": X, "scale": jnp.float32(2), "key": jax.random.key(0)},
+        {"leaf ['x']"},
+    ),
+    "leaves of other lengths": (
+        of_lengths,
+        {"a": X, "three": array(48, 6), "odd": array(7, 6)},
+        {"leaf ['a']", "leaf ['three']"},
+    ),
+    "nodes and edges": (
+        of_graphs,
+        {"nodes": X, "from": jnp.arange(40) * 7 % 16, "to": jnp.arange(40) % 16},
+        {"leaf ['nodes']", "leaf ['from']", "leaf ['to']"},
+    ),
+    "lists of lists": (of_lists, [[X], [array(16, 4)]], {"leaf [0][0]", "leaf [1][0]"}),
+}
+
+
+@pytest.mark.parametrize("case", LAID_OUT)
+def test_leaves_without_rows_go_whole_by_themselves(case):
+    loss, batch, rows = LAID_OUT[case]
+    got, want = (
+        jax.jit(make)(W, batch)
+        for make in (ga.value_and_grad(loss, 4), jax.value_and_grad(loss))
+    )
+    assert_close(got, want, eps=np.finfo(np.float32).eps)
+    found = ga.batch_dependencies(loss, 4)(W, batch)
+    assert set(found.rows) == rows
+    assert len(found.given_whole) == len(jax.tree.leaves(batch)) - len(rows)
+
+
+def test_an_argument_without_a_role_with_the_rows_of_the_batch_is_split():
+    def loss(w, x, y, table):
+        return jnp.mean((x @ w @ table - y) ** 2)
+
+    args = W, X, array(16, 3), array(4, 3)
+    got = jax.jit(ga.value_and_grad(loss, 4))(*args)
+    assert_close(got, jax.value_and_grad(loss)(*args), eps=np.finfo(np.float32).eps)
+    found = ga.batch_dependencies(loss, 4)(*args)
+    assert (len(found.rows), list(found.given_whole.values())) == (2, [4 * 3 * 4])
+
+
+def of_statistics(w, stats, b):
+    return jnp.mean(((b["x"] - stats["mean"]) @ w) ** 2)
+
+
+def test_who_splits_the_statistics_and_not_the_batch_is_told():
+    args = array(8, 4), {"mean": array(8), "var": array(8, seed=1)}, {"x": array(32, 8)}
+    with pytest.warns(UserWarning, match="pass batch_argnums=2"):
+        got = ga.value_and_grad(of_statistics, 4)(*args)
+    np.testing.assert_allclose(got[0], of_statistics(*args), rtol=1e-5)
+    with warnings.catch_warnings():  # the twin
+        warnings.simplefilter("error")
+        ga.value_and_grad(of_statistics, 4, batch_argnums=2)(*args)
+
+
+def test_a_position_counts_the_arguments_that_came_and_no_defaults():
+    def fun(w, x, scale=2.0, *more, power=1):
+        return (x @ w * scale) ** power
+
+    w, x = jnp.arange(3.0), jnp.arange(24.0).reshape(8, 3)
+    run = jax.jit(ga.microbatch(fun, 4, batch_argnums=-1))
+    for args, named in (((w,), {"x": x}), ((w,), {"x": x, "power": 2}), ((w, x), {})):
+        np.testing.assert_array_equal(run(*args, **named), fun(*args, **named))
+    with pytest.raises(ValueError, match="argument 2 holds none"):  # the twin
+        run(w, x=x, scale=3.0)
+
+
+# -- Errors ----------------------------------------------------------------------------
+
+_LIST = {"x": array(4, 6), "y": [1.0, 2.0, 3.0, 4.0]}
+_TYPE = jax.ShapeDtypeStruct((2,), float)
+
+
+def _listed(w, b):
+    return jnp.mean((b["x"] @ w).sum(1) - jnp.asarray(b["y"]))
+
+
+def _of_x(w, x):
+    return jnp.mean(x @ w)
+
+
+def _with(leaf):
+    return lambda w, x: (jnp.mean(x @ w), {"leaf": leaf})
+
+
+def _mine(w, x):
+    raise KeyError("mine")
+
+
+def _scaled(w, scale=2.0, x=None):
+    return x @ w * scale
+
+
+ERRORS = {  # a call, its error, and what it says
+    "too few rows": (
+        lambda: ga.value_and_grad(_of_x, 4)(W, array(6, 6)),
+        (ValueError, r"num_microbatches=4 must divide the batch"),
+    ),
+    "no batch": (
+        lambda: ga.value_and_grad(lambda w: jnp.mean(X @ w), 4)(W),
+        (ValueError, "fun must take its batch: what it closes"),
+    ),
+    "a list": (
+        lambda: ga.value_and_grad(_listed, 4)(W, _LIST),
+        (TypeError, r"list of 4 numbers .*jnp\.asarray"),
+    ),
+    "a list in jit": (
+        lambda: jax.jit(ga.value_and_grad(_listed, 4))(W, _LIST),
+        (TypeError, r"list of 4 numbers .*jnp\.asarray"),
+    ),
+    "an error of the user's": (
+        lambda: ga.value_and_grad(_mine, 4)(W, X),
+        (KeyError, "mine"),
+    ),
+    "a text": (
+        lambda: ga.microbatch(lambda w, x: "text", 4)(W, X),
+        (TypeError, r"^(?!.*aux).*fun must return arrays.*the only leaf"),
+    ),
+    "no such position": (
+        lambda: ga.microbatch(lambda w, x: x @ w, 4, batch_argnums=-3)(W, X),
+        (ValueError, "names number -3, and 2 came"),
+    ),
+    "no batch by position": (
+        lambda: ga.microbatch(_scaled, 4, batch_argnums=2)(W, 3.0),
+        (ValueError, "names number 2, and 2 came"),
+    ),
+    "no function": (
+        lambda: ga.microbatch(None, 4),
+        (TypeError, "fun must be a function"),
+    ),
+    "an empty batch": (
+        lambda: ga.value_and_grad(_of_x, 2)(W, X[:0]),
+        (ValueError, r"(?s)^(?!.*num_real_microbatches).* but"),
+    ),
+    "an empty batch for microbatch": (
+        lambda: ga.microbatch(_of_x, 2)(W, X[:0]),
+        (ValueError, r"(?s)^(?!.*num_real_microbatches).* but"),
+    ),
+    "an empty batch, each by itself": (  # the twin: there is such an option
+        lambda: mean_of(_of_x, 2)(W, X[:0]),
+        (ValueError, "num_real_microbatches"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_errors_say_what_was_required_and_what_came(case):
+    call, (kind, said) = ERRORS[case]
+    with pytest.raises(kind, match=said):
+        call()
+
+
+@pytest.mark.parametrize("wrap", [ga.value_and_grad, mean_of])
+def test_a_type_as_aux_is_named_by_both(wrap):
+    with pytest.raises(TypeError, match=r"leaves of aux must.*\['leaf'\] is ShapeD"):
+        jax.jit(wrap(_with(_TYPE), 4, has_aux=True))(W, X)
+
+
+# -- What nobody can partition ---------------------------------------------------------
+
+
+def test_what_the_partitioner_cannot_do_is_computed_of_all_rows_and_said(monkeypatch):
+    def loss(w, x):
+        return jnp.mean((x @ w) ** 2), x.shape[0]
+
+    def broken(*args):
+        raise KeyError("a parameter that jax renamed")
+
+    want = jax.value_and_grad(loss, has_aux=True)(W, X)
+    monkeypatch.setattr(layouts, "partition", broken)
+    with pytest.warns(UserWarning, match=r"all rows at once.*KeyError: 'a parameter"):
+        got = ga.value_and_grad(loss, 4, has_aux=True)(W, X)
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def test_what_must_run_once_is_computed_of_all_rows_and_said():
+    def counts(w, x):
+        shape = jax.ShapeDtypeStruct((), jnp.float32)
+        return jnp.std(x @ w) * io_callback(lambda: np.float32(1), shape)
+
+    with pytest.warns(UserWarning, match="all rows at once.*calls io_callback"):
+        value, _ = ga.value_and_grad(counts, 2)(W, X)
+    assert value == jnp.std(X @ W)

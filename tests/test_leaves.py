@@ -42,21 +42,6 @@ def test_a_leaf_takes_no_more_temporaries_than_by_hand(name):
     assert found[peers.OURS_LOOP] <= found[peers.TWO_PROGRAMS] + SCALARS
 
 
-def test_a_select_after_the_addition_would_take_a_second_table():
-    """The twin: what `accumulator.add` must not do."""
-    kind = KINDS["embedding"]
-
-    def micro_step(total, empty, params, x):
-        grads = jax.grad(kind.loss)(params, x)
-        return jax.tree.map(lambda t, g: jnp.where(empty, g, t + g), total, grads)
-
-    micro = jax.ShapeDtypeStruct((leaves.ROWS, *kind.batch.shape[1:]), jnp.int32)
-    empty = jax.ShapeDtypeStruct((), bool)
-    step = jax.jit(micro_step, donate_argnums=0)
-    program = step.lower(kind.params, empty, kind.params, micro).compile()
-    assert program.memory_analysis().temp_size_in_bytes > bytes_of(kind.params) / 2
-
-
 @pytest.mark.grid(1)
 @pytest.mark.parametrize("weight", [None, 2.0])
 def test_a_poisoned_window_of_an_embedding_leaves_the_next_one_alone(weight):

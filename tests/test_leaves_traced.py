@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import ga_optax as ga
@@ -82,28 +81,3 @@ def cleared(params, dtype):
     acc = accumulator.init(params, dtype)
     clear = lambda x: accumulator.cleared(x, acc.count == 0)  # noqa: E731
     return acc._replace(total=jax.tree.map(clear, acc.total))
-
-
-@pytest.mark.parametrize("dtype", [np.float32, np.complex64])
-def test_a_window_begins_with_negative_zeros(dtype):
-    params = [jnp.ones(2, dtype), jnp.ones(2, dtype), jnp.ones(3, dtype)]
-    made = []
-
-    def begun(params):
-        made.append(accumulator.begun(params, np.dtype(np.float32)))
-        return made[0]
-
-    acc = jax.jit(begun)(params)
-    first, second, _ = made[0].total
-    assert first is second
-    for x, p in zip(acc.total, params, strict=True):
-        assert (x.shape, x.dtype) == (p.shape, dtype)
-        assert not np.any(x)
-        assert np.signbit(x.real).all()
-        assert np.signbit(x.imag).all() or dtype == np.float32
-
-
-def test_arrays_outside_of_a_program_are_not_shared():
-    params = [jnp.ones(2), jnp.ones(2)]
-    first, second = accumulator.begun(params, np.dtype(np.float32)).total
-    assert first is not second

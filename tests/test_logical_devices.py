@@ -14,8 +14,6 @@ from jax.sharding import PartitionSpec as P
 import ga_optax as ga
 from ga_optax import accumulator
 from ga_optax._loop import fences
-from ga_optax._passes import duplicates, ir
-from ga_optax._passes.facts import Facts
 
 L, WIDTH, ROWS = 8, 8, 32
 NUMBERS = (8, 4, 2, 1)
@@ -90,16 +88,10 @@ def train(n, k, *, of=L, steps=1, **options):
     return bits(jax.device_get((params, state, losses)))
 
 
-@pytest.mark.published
-def test_a_run_has_the_same_bits_on_one_device_and_on_four(optax_promotion):
-    assert train(1, 2, weight_fn=count) == train(4, 2, weight_fn=count)
-
-
 # With references (in place) from jax 0.11.1 on.
 @pytest.mark.published
 @pytest.mark.parametrize(
-    ("k", "options"),
-    [(1, {"weight_fn": count}), (2, {}), (4, {})],
+    ("k", "options"), [(1, {"weight_fn": count}), (2, {}), (4, {})]
 )
 def test_a_run_has_the_same_bits_on_any_number_of_devices(k, options, optax_promotion):
     first, *others = (train(n, k, steps=3, **options) for n in NUMBERS)
@@ -186,20 +178,6 @@ def test_two_axes_and_sharded_parameters_have_those_bits_too(spec):
     np.testing.assert_array_equal(got, tree_sum(list(batch)) / np.float32(L))
 
 
-@pytest.mark.exhaustive
-def test_an_accumulator_of_low_precision_is_rounded_at_every_level():
-    batch = jnp.asarray(normal(6, L, 64), jnp.bfloat16)
-    params = jnp.zeros(64, jnp.bfloat16)
-    results = [
-        gradient_on(
-            mesh, logical(mesh), params, batch, P(), accumulator_dtype=jnp.bfloat16
-        )
-        for mesh in map(make_mesh, (8, 2, 1))
-    ]
-    for other in results[1:]:
-        assert bits(other) == bits(results[0])
-
-
 # -- Everything else that crosses devices ----------------------------------------------
 
 
@@ -215,7 +193,7 @@ def with_aux(params, x, carry):
     return value, (new, aux)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_aux_of_every_mode_and_the_carry_are_those_of_the_logical_devices():
     params, batch = normal(7, WIDTH), normal(8, ROWS, WIDTH)
     carry = {"mean": np.float32(0.3), "steps": np.int32(5)}
@@ -254,75 +232,33 @@ def test_inside_a_shard_map_it_is_the_same():
     assert bits(got) == bits(expected)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "way",
-    ["MultiSteps", pytest.param("accumulate", marks=pytest.mark.published)],
-)
-def test_a_window_goes_on_in_the_middle_on_another_number_of_devices(
-    way, optax_promotion
-):
+@pytest.mark.slow
+def test_a_window_goes_on_in_the_middle_on_another_number_of_devices(optax_promotion):
     """Two calls a window; after each, the state moves to other devices."""
     batches = [normal(seed, ROWS, WIDTH) for seed in range(4)]
-    opt = optax.adam(1e-2, eps=1e-6)
-    tx = ga.MultiSteps(opt, 2)
+    tx = ga.MultiSteps(optax.adam(1e-2, eps=1e-6), 2)
 
     def compiled(mesh):
-        data_axis = logical(mesh)
-
+        @jax.jit
         def micro_step(params, state, batch):
-            _, grads = ga.value_and_grad(square, 2, data_axis=data_axis)(params, batch)
-            return ga.apply_gradients(tx, grads, state, params)
+            step = ga.value_and_grad(square, 2, data_axis=logical(mesh))
+            return ga.apply_gradients(tx, step(params, batch)[1], state, params)
 
-        def accumulate(params, state, batch):
-            acc, state = state
-            _, acc = ga.accumulate(square, 2, data_axis=data_axis)(acc, params, batch)
-
-            def close():
-                updates, new = opt.update(accumulator.mean(acc), state, params)
-                empty = acc._replace(count=jnp.zeros_like(acc.count))
-                return optax.apply_updates(params, updates), (empty, new)
-
-            return jax.lax.cond(acc.count == 4, close, lambda: (params, (acc, state)))
-
-        return jax.jit(micro_step if way == "MultiSteps" else accumulate)
+        return mesh, micro_step
 
     def run(numbers):
         params = normal(11, WIDTH, WIDTH)
         state = tx.init(params)
-        if way == "accumulate":
-            state = accumulator.init(params), opt.init(params)
         steps = {n: compiled(make_mesh(n)) for n in set(numbers)}
         for n, batch in zip(numbers, batches, strict=True):
-            mesh = make_mesh(n)
+            mesh, step = steps[n]
             args = put((params, state), mesh, P())
-            out = steps[n](*args, put(batch, mesh, P("data")))
-            params, state = jax.device_get(out)
+            params, state = jax.device_get(step(*args, put(batch, mesh, P("data"))))
         return params, state
 
     expected = run([4, 4, 4, 4])
     assert np.any(expected[0] != normal(11, WIDTH, WIDTH))
     assert bits(run([4, 1, 2, 1])) == bits(expected)
-
-
-@pytest.mark.exhaustive
-def test_the_calls_of_accumulate_draw_different_keys():
-    def noisy(params, x, key):
-        return jnp.mean(x @ params) + jax.random.normal(key)
-
-    mesh = make_mesh(2)
-    add = jax.jit(ga.accumulate(noisy, 2, rng_argnums=2, data_axis=logical(mesh)))
-    params, x = np.zeros(WIDTH, np.float32), normal(0, ROWS, WIDTH)
-    first, acc = add(accumulator.init(params), params, x, jax.random.key(0))
-    second, _ = add(acc, params, x, jax.random.key(0))
-    drawn = [
-        jax.random.normal(jax.random.fold_in(jax.random.fold_in(key, i), j))
-        for key in [jax.random.key(0)]
-        for i in range(L)
-        for j in range(4)
-    ]
-    drawn = np.reshape(drawn, (L, 2, 2)).mean((0, 2))
-    np.testing.assert_allclose([first, second], drawn, rtol=1e-5)
 
 
 def square(params, x):
@@ -384,40 +320,6 @@ def test_a_gradient_that_stays_sharded_is_not_gathered():
 # -- Why one device agrees -------------------------------------------------------------
 
 
-def merged(closed):
-    return duplicates.merged(ir.Program(closed.jaxpr), Facts()).jaxpr
-
-
-def test_equal_equations_become_one_also_in_loops_and_inner_jits():
-    def body(x, _):
-        a = jax.nn.softmax(x) + jnp.exp(x)
-        return a * jnp.exp(x) - jax.jit(jnp.exp)(x), jnp.sum(x)
-
-    def fun(x):
-        return jax.lax.scan(body, x, length=3)
-
-    x = jnp.asarray(normal(13, 4))
-    closed = jax.make_jaxpr(fun)(x)
-    new = merged(closed)
-    assert str(closed).count(" exp ") == 4
-    assert str(new).count(" exp ") == 2  # of x, and of x - max(x)
-    got = jax.core.eval_jaxpr(new, closed.consts, x)
-    assert bits(got) == bits(fun(x))
-
-
-def test_random_numbers_of_one_key_are_drawn_once_and_references_stay():
-    def fun(x):
-        ref = jax.new_ref(x)
-        ref[...] += x
-        first = ref[...]
-        ref[...] += x
-        return first, ref[...]
-
-    closed = jax.make_jaxpr(fun)(jnp.float32(1))
-    out = jax.jit(lambda x: jax.core.eval_jaxpr(merged(closed), (), x))(jnp.float32(1))
-    assert [float(x) for x in out] == [2.0, 3.0]
-
-
 def compiled(loss, n, *shape):
     """The bits of a window on n devices, and the program."""
     mesh = make_mesh(n)
@@ -434,7 +336,7 @@ def attention(params, x):
     return jnp.mean(jnp.sum(jax.nn.softmax(scores) * h[:, None], -1) ** 2)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_the_twin_without_merging_duplicates_differs_on_one_device(monkeypatch):
     (first, _), (second, _) = (compiled(attention, n, WIDTH) for n in (2, 1))
     assert first == second
@@ -453,10 +355,10 @@ def test_with_one_micro_batch_on_each_device_products_are_rounded(monkeypatch):
 
 
 def twice(params, x):
-    return jnp.linalg.norm(x @ params @ params)
+    return jnp.mean((x @ params @ params) ** 2)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_loop_over_logical_devices_is_not_compiled_as_one_function(monkeypatch):
     """XLA does that if the loop holds nothing that such functions do not support."""
     (first, _), (second, text) = (compiled(twice, n, 3, 3) for n in (L, 4))
@@ -464,40 +366,12 @@ def test_a_loop_over_logical_devices_is_not_compiled_as_one_function(monkeypatch
     assert "xla_cpu_small_call" not in text
     monkeypatch.setattr(fences, "next_count", accumulator.increment)
     (first, _), (second, text) = (compiled(twice, n, 3, 3) for n in (L, 4))
-    assert first != second
-    assert "xla_cpu_small_call" in text
+    assert "xla_cpu_small_call" in text  # the twin
+    if jax.__version_info__ >= (0, 11):  # before, these have the same bits by chance
+        assert first != second
 
 
 # -- Errors ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "words"),
-    [
-        ({"logical_devices": 6}, ValueError, "power of two.*it is 6. Use 4 or 8"),
-        ({"logical_devices": 0}, ValueError, "at least 1.*it is 0"),
-        ({"logical_devices": 8.0}, TypeError, "an int.*8.0"),
-        ({"logical_devices": 8, "sync": "each"}, ValueError, 'sync is "each"'),
-    ],
-)
-def test_logical_devices_that_cannot_be_raise(options, error, words):
-    with pytest.raises(error, match=words):
-        ga.DataAxis("data", **options)
-
-
-@pytest.mark.parametrize(
-    ("n", "rows", "k", "words"),
-    [
-        (3, 48, 1, "must divide logical_devices=8.*are 3. Use 1, 2, 4 or 8"),
-        (2, 12, 1, "8 logical devices.*(12, 8).*a batch of 8 or 16"),
-        (2, 32, 3, "each of the 8 logical devices, 4 examples.*Use 1, 2 or 4"),
-    ],
-)
-def test_devices_and_batches_that_do_not_divide_raise(n, rows, k, words):
-    mesh = make_mesh(n)
-    fun = ga.value_and_grad(_never, k, data_axis=logical(mesh))
-    with pytest.raises(ValueError, match=words):
-        fun(normal(0, WIDTH), normal(1, rows, WIDTH))
 
 
 def _never(*args):

@@ -1,11 +1,11 @@
-"""`ga-optax verify`: the page, the exit status, and what it says to typos."""
+"""`ga-optax`: the page, the exit status, and what it says to typos."""
 
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
-import textwrap
 import tomllib
 
 import pytest
@@ -19,6 +19,8 @@ MODULE = """
 import jax
 import jax.numpy as jnp
 import ga_optax as ga
+
+# -- What `verify` takes
 
 def make_inputs():
     mask = jnp.array([1.0] * 5 + [0] * 3)
@@ -75,12 +77,53 @@ class Losses:
     mean = staticmethod(mean)
 
 number = 3
+
+# -- What `plan` takes
+
+def make_step(num_microbatches):
+    def loss(w, x):
+        return jnp.mean(jnp.tanh(x @ w))
+
+    def step(w, x):
+        rows = x.reshape(num_microbatches, -1, x.shape[1])
+        add = lambda total, x: (total + jax.grad(loss)(w, x), None)
+        return w - jax.lax.scan(add, jnp.zeros_like(w), rows)[0]
+
+    return jax.jit(step, donate_argnums=0)
+
+def shapes():
+    shape = jax.ShapeDtypeStruct
+    return shape((64, 64), jnp.float32), shape((4096, 64), jnp.float32)
+
+def ragged():
+    w, x = shapes()
+    return w, {"x": x, "scale": jax.ShapeDtypeStruct((), jnp.float32)}
+
+def not_jitted(num_microbatches):
+    return len
+"""
+
+HLO = """\
+HloModule jit_step
+
+%add (x: f32[], y: f32[]) -> f32[] {
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %sum = f32[] add(%x, %y)
+}
+
+ENTRY %main (p: f32[8,4]) -> f32[8,4] {
+  %p = f32[8,4]{1,0} parameter(0)
+  ROOT %r = f32[8,4]{1,0} all-reduce(%p), replica_groups={{0,1}}, to_apply=%add
+}
 """
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def module(tmp_path, monkeypatch):
-    (tmp_path / "users_code.py").write_text(textwrap.dedent(MODULE))
+    (tmp_path / "code.txt").write_text(HLO)
+    (tmp_path / "notes.txt").write_text("hello")
+    (tmp_path / "users_code.py").write_text(MODULE)
     (tmp_path / "users_bug.py").write_text("import not_installed_anywhere")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [p for p in sys.path if p])
@@ -89,113 +132,167 @@ def module(tmp_path, monkeypatch):
         sys.modules.pop(name, None)
 
 
-def verify(loss, *options, make_inputs="make_inputs", k="4"):
-    names = [f"users_code:{name}" for name in (loss, make_inputs)]
-    return main(["verify", *names, "--num-microbatches", k, *options])
+@pytest.fixture
+def run(capsys):
+    """Status, output and errors of a command; names stand for those of the module."""
+
+    def command(line, *more):
+        words = line.split()
+        names = [
+            x if re.search(r"users_|:|\.txt", x) else f"users_code:{x}"
+            for x in words[1:3]
+        ]
+        try:
+            status = main([words[0], *names, *words[3:], *more])
+        except SystemExit as stop:
+            status = stop.code
+        return status, *capsys.readouterr()
+
+    return command
 
 
-@pytest.mark.grid(1, 2)
+VERIFY, PLAN = "make_inputs -k 4", "--memory-limit 1GiB --candidates 1 16"
+TURNED = ("--batch-axes", "{'x': 1, 'mask': 0}")
+
+
+@pytest.mark.grid(6, 16)
 @pytest.mark.parametrize(
-    ("loss", "options", "status", "word"),
+    ("line", "more", "status", "said"),
     [
-        ("mean", (), 0, "The same gradient"),
-        ("Losses.mean", (), 0, "The same gradient"),
-        ("with_aux", ("--has-aux",), 0, "The same gradient"),
-        ("total", (), 1, "(SCALE)"),
-        ("masked", (), 2, "(NOT_FINITE)"),
-        ("masked", ("--weight-fn", "users_code:count"), 0, "The same gradient"),
+        (f"verify mean {VERIFY}", (), 0, "The same gradient"),
+        (f"verify Losses.mean {VERIFY}", (), 0, "The same gradient"),
+        (f"verify with_aux {VERIFY} --has-aux", (), 0, "The same gradient"),
+        (f"verify total {VERIFY}", (), 1, "(SCALE)"),
+        (f"verify masked {VERIFY}", (), 2, "(NOT_FINITE)"),
         (
-            "masked_with_aux",
-            ("--has-aux", "--weight-fn", "users_code:given"),
+            f"verify masked {VERIFY} --weight-fn users_code:count",
+            (),
             0,
             "The same gradient",
         ),
+        (
+            f"verify masked_with_aux {VERIFY} --has-aux --weight-fn users_code:given",
+            (),
+            0,
+            "The same gradient",
+        ),
+        ("verify of_turned turned -k 4", TURNED, 0, "The same gradient"),
+        ("verify keyed with_key -k 4", (), 1, "(RANDOMNESS)"),
+        (f"plan make_step shapes {PLAN}", (), 0, "num_microbatches=1 of 4096 examples"),
+        (
+            f"plan make_step shapes --batch-size 4096 {PLAN}",
+            (),
+            0,
+            "num_microbatches=1 of 4096 examples",
+        ),
+        (
+            "plan make_step shapes --memory-limit 1500KiB --candidates 1 16",
+            (),
+            0,
+            "num_microbatches=16 of 256 examples needs 1.",
+        ),
+        (
+            "plan make_step shapes --memory-limit 1000KiB --candidates 1 16",
+            (),
+            1,
+            "must fit into 1000.00 KiB, but no candidate does",
+        ),
+        ("audit code.txt", (), 0, "1 collective, none in a loop"),
     ],
 )
-def test_it_prints_the_page_and_the_status_says_whether_it_is_equal(
-    module, capsys, loss, options, status, word
-):
-    assert verify(loss, *options) == status
-    out, err = capsys.readouterr()
-    assert word in out
-    assert err == ""
-
-
-@pytest.mark.exhaustive
-def test_it_is_told_of_axes_as_accumulate_is(module, capsys):
-    axes = "{'x': 1, 'mask': 0}"
-    assert verify("of_turned", "--batch-axes", axes, make_inputs="turned") == 0
-    assert capsys.readouterr().out.count("The same gradient") == 1
-    with pytest.raises(SystemExit):  # the twin
-        verify("of_turned", make_inputs="turned")
-
-
-@pytest.mark.exhaustive
-def test_a_key_that_make_inputs_returns_reaches_the_loss(module, capsys):
-    assert verify("keyed", make_inputs="with_key") == 1
-    assert "(RANDOMNESS)" in capsys.readouterr().out
+def test_the_status_says_what_the_page_does(run, line, more, status, said):
+    found, out, err = run(line, *more)
+    assert found == status, err
+    assert said in " ".join(out.split())
+    assert err == "" or "plan" in line  # progress
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("line", "more", "said"),
     [
-        (["users_code", "users_code:make_inputs"], "Write users_code:loss"),
-        (["users_code.py:mean", "users_code:make_inputs"], "Write users_code:mean"),
-        (["a/users_code.py:mean", "users_code:make_inputs"], "Write users_code:mean"),
-        (["no_such_module:f", "users_code:make_inputs"], "no 'no_such_module'"),
-        (["users_code:nothing", "users_code:make_inputs"], "no attribute 'nothing'"),
-        (["users_code:zzz", "users_code:make_inputs"], "Check the name."),
-        (["users_code:totals", "users_code:make_inputs"], "Did you mean total?"),
-        (["users_code:Losses.man", "users_code:make_inputs"], "Did you mean mean?"),
-        (["users_code:number", "users_code:make_inputs"], "it is of type int. Name"),
-        (["users_code:mean", "users_code:one_thing"], "a value of type int"),
-        (["users_code:mean", "users_code:make_inputs", "-k", "3"], "must divide"),
-        (["users_code:errors", "users_code:make_inputs"], "must be a scalar"),
-        (["users_code:with_aux", "users_code:make_inputs"], "Pass has_aux=True"),
+        ("verify users_code make_inputs -k 2", (), "Write users_code:loss"),
+        ("verify users_code.py:mean make_inputs -k 2", (), "Write users_code:mean"),
+        ("verify a/users_code.py:mean make_inputs -k 2", (), "Write users_code:mean"),
+        ("verify no_such_module:f make_inputs -k 2", (), "no 'no_such_module'"),
+        ("verify nothing make_inputs -k 2", (), "no attribute 'nothing'"),
+        ("verify zzz make_inputs -k 2", (), "Check the name."),
+        ("verify totals make_inputs -k 2", (), "Did you mean total?"),
+        ("verify Losses.man make_inputs -k 2", (), "Did you mean mean?"),
+        ("verify number make_inputs -k 2", (), "it is of type int. Name"),
+        ("verify mean one_thing -k 2", (), "a value of type int"),
+        ("verify mean make_inputs -k 3", (), "must divide"),
+        ("verify errors make_inputs -k 2", (), "must be a scalar"),
+        ("verify with_aux make_inputs -k 2", (), "Pass has_aux=True"),
+        ("verify of_turned turned -k 4", (), "leaf ['mask']"),
         (
-            ["users_code:mean", "users_code:make_inputs", "--batch-axes", "x: 1"],
+            "verify mean make_inputs -k 2",
+            ("--batch-axes", "x: 1"),
             "as Python writes it",
         ),
-        (
-            ["users_code:mean", "users_code:make_inputs", "--batch-axes", "{'x': 1}"],
-            "a prefix of the batch",
-        ),
+        ("verify mean make_inputs -k 2", ("--batch-axes", "{'x': 1}"), "a prefix of"),
+        ("plan make_step shapes --memory-limit 16G", (), "but it is '16G'"),
+        ("plan make_step one_thing", (), "must return the arguments of the step"),
+        ("plan make_step ragged", (), "no common axis 0. Pass --batch-size"),
+        ("plan make_steps shapes", (), "Did you mean make_step"),
+        ("plan not_jitted shapes --memory-limit 1GiB", (), "which has no `lower`"),
+        ("plan make_step shapes --memory-limit 1GiB --candidates 3", (), "but 3 does"),
+        ("plan make_step shapes --batch-size 0", (), "must be at"),
+        ("plan make_step shapes", (), "memory_limit must be given"),  # a CPU has none
+        ("plan make_step shapes --target mac", (), "target must be one of"),
+        ("audit notes.txt", (), "cannot read"),
+        ("audit missing.txt", (), "cannot read"),
     ],
 )
-def test_a_wrong_argument_is_status_2_and_says_what_to_do(
-    module, capsys, arguments, words
-):
-    with pytest.raises(SystemExit) as error:
-        main(["verify", "-k", "2", *arguments])
-    assert error.value.code == 2
-    err = capsys.readouterr().err
-    assert words in err
+def test_a_wrong_argument_is_status_2_and_says_what_to_do(run, line, more, said):
+    status, _, err = run(line, *more)
+    assert status == 2
+    assert said in " ".join(err.split())
     assert "Traceback" not in err
 
 
 @pytest.mark.parametrize(
-    ("loss", "make_inputs", "words"),
+    ("line", "file", "said"),
     [
-        ("broken", "make_inputs", "a bug of the user's"),
-        ("mean", "broken", "a bug of the user's"),
-        ("misused", "make_inputs", "must divide the batch axis"),
+        (f"verify broken {VERIFY}", "users_code.py", "a bug of the user's"),
+        ("verify mean broken -k 4", "users_code.py", "a bug of the user's"),
+        (f"verify misused {VERIFY}", "users_code.py", "must divide the batch axis"),
+        (f"verify users_bug:loss {VERIFY}", "users_bug.py", "not_installed_anywhere"),
+        (f"plan make_step broken {PLAN}", "users_code.py", "a bug of the user's"),
+        (f"plan broken shapes {PLAN}", "users_code.py", "a bug of the user's"),
+        (f"plan make_step ragged --batch-size 4096 {PLAN}", "users_code.py", "reshape"),
     ],
 )
-def test_code_that_raises_is_status_2_with_its_traceback(
-    module, capsys, loss, make_inputs, words
-):
-    assert verify(loss, make_inputs=make_inputs) == 2
-    err = capsys.readouterr().err
-    assert words in err
-    assert "users_code.py" in err
+def test_code_that_raises_is_status_2_with_its_traceback(run, line, file, said):
+    status, _, err = run(line)
+    assert status == 2
+    assert said in err
+    assert file in err
 
 
-def test_a_module_that_fails_to_import_is_status_2_with_its_traceback(module, capsys):
-    names = ["users_bug:loss", "users_code:make_inputs"]
-    assert main(["verify", *names, "-k", "2"]) == 2
-    err = capsys.readouterr().err
-    assert "not_installed_anywhere" in err
-    assert "users_bug.py" in err
+@pytest.mark.parametrize(
+    ("line", "status", "due"),
+    [
+        (f"verify total {VERIFY}", 1, {"cause": "SCALE", "ok": False}),
+        (f"verify masked {VERIFY}", 2, {"cause": "NOT_FINITE", "num_microbatches": 4}),
+        (f"plan make_step shapes {PLAN}", 0, {"num_microbatches": 1}),
+        ("audit code.txt", 0, {"in_loop": []}),
+    ],
+)
+def test_as_json_it_is_the_report(run, line, status, due):
+    def refuse(name):
+        raise AssertionError(f"{name} is not JSON")
+
+    found, out, _ = run(line, "--json")
+    report = json.loads(out, parse_constant=refuse)
+    assert found == status
+    assert {name: report[name] for name in due} == due
+
+
+def test_as_json_a_plan_that_does_not_fit_is_its_message(run):
+    few = "--memory-limit 1000KiB --candidates 1 16 --json"
+    status, out, _ = run(f"plan make_step shapes {few}")
+    assert status == 1
+    assert "no candidate does" in json.loads(out)["message"]
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["verify", "--help"]])
@@ -208,20 +305,6 @@ def test_the_help_is_a_page_to_read(capsys, arguments):
     assert max(map(len, out.split("\n"))) <= 100
 
 
-@pytest.mark.parametrize(
-    ("loss", "status", "cause"), [("total", 1, "SCALE"), ("masked", 2, "NOT_FINITE")]
-)
-def test_as_json_it_is_the_report(module, capsys, loss, status, cause):
-    def refuse(name):
-        raise AssertionError(f"{name} is not JSON")
-
-    assert verify(loss, "--json") == status
-    report = json.loads(capsys.readouterr().out, parse_constant=refuse)
-    assert report["cause"] == cause
-    assert report["ok"] is False
-    assert report["num_microbatches"] == 4
-
-
 def test_the_version_is_that_of_the_package(capsys):
     with pytest.raises(SystemExit) as stop:
         main(["--version"])
@@ -230,26 +313,34 @@ def test_the_version_is_that_of_the_package(capsys):
     project = tomllib.loads(text)["project"]
     assert capsys.readouterr().out == f"ga-optax {project['version']}\n"
     assert project["scripts"] == {"ga-optax": "ga_optax.__main__:main"}
-
-
-def test_no_command_is_status_2(capsys):
-    with pytest.raises(SystemExit) as error:
+    with pytest.raises(SystemExit) as stop:
         main([])
-    assert error.value.code == 2
+    assert stop.value.code == 2
 
 
-@pytest.mark.exhaustive
-def test_it_runs_as_a_module_in_a_directory_with_the_users_code(module):
-    run = subprocess.run(
-        [
-            *(sys.executable, "-m", "ga_optax", "verify"),
-            *("users_code:total", "users_code:make_inputs", "--num-microbatches", "2"),
-        ],
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("command", "status", "said"),
+    [
+        ("verify users_code:total users_code:make_inputs -k 2", 1, "2 times too small"),
+        (
+            "plan users_code:make_step users_code:shapes --memory-limit 16GiB",
+            0,
+            "num_microbatches=1 of 4096 examples",
+        ),
+    ],
+)
+def test_it_runs_as_a_module_in_a_directory_with_the_users_code(
+    module, command, status, said
+):
+    package = str(pathlib.Path(ga.__file__).parents[1])
+    done = subprocess.run(
+        [sys.executable, "-m", "ga_optax", *command.split()],
+        cwd=module,
+        env=os.environ | {"PYTHONPATH": package, "JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
-        cwd=module,
-        env={**os.environ, "PYTHONPATH": str(pathlib.Path(ga.__file__).parents[1])},
+        check=False,
     )
-    assert run.returncode == 1, run.stderr
-    assert "2 times too small" in run.stdout
-    assert run.stderr == ""
+    assert done.returncode == status, done.stderr
+    assert said in done.stdout

@@ -8,8 +8,6 @@ import numpy as np
 import optax
 import pytest
 from helpers import mean_of
-from hypothesis import given
-from hypothesis import strategies as st
 from jax.experimental import checkify
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -150,15 +148,6 @@ def test_it_is_differentiated_batched_checked_and_nested():
     near(exported.call(w, x)[1], plain(w, x)[1])
 
 
-@pytest.mark.slow
-def test_without_jit_an_array_says_where_it_lies():
-    w, x = jnp.eye(WIDTH) / 4, jnp.ones((ROWS, WIDTH))
-    expected = jax.grad(loss)(w, x)
-    with jax.disable_jit():
-        got = jax.grad(lambda w: ga.value_and_grad(loss, K)(w, x)[0])(w)
-    np.testing.assert_allclose(got, expected, rtol=0, atol=1e-6)
-
-
 def own_operations(step):
     text = str(jax.make_jaxpr(step)(jnp.eye(WIDTH), jnp.ones((ROWS, WIDTH))))
     return text.count("ga_optax_split")
@@ -182,36 +171,3 @@ def test_a_jax_without_registrations_splits_into_neighbours_and_says_so(monkeypa
     finally:
         for one in cached:
             one.cache_clear()
-
-
-@pytest.mark.slow
-@given(
-    shape=st.lists(st.integers(2, 2), max_size=2),
-    before=st.integers(0, 2),
-    number=st.integers(1, 3),
-    size=st.integers(1, 2),
-)
-def test_join_undoes_split_and_each_is_the_transpose_of_the_other(
-    shape, before, number, size
-):
-    axis = min(before, len(shape))
-    shape = [*shape[:axis], number * size, *shape[axis:]]
-    x = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
-
-    def there(x):
-        return membership.split(x, number, axis, None)
-
-    def back(x):
-        return membership.join(x, axis, None)
-
-    parts = there(x)
-    due = np.stack(np.split(x, number, axis))
-    np.testing.assert_array_equal(parts, due)
-    np.testing.assert_array_equal(back(parts), x)
-    for strided in (True, False):
-        parts = membership.split(x, number, axis, strided)
-        np.testing.assert_array_equal(membership.join(parts, axis, strided), x)
-    _, pull = jax.vjp(there, x)
-    np.testing.assert_array_equal(pull(jnp.asarray(due))[0], x)
-    _, pull = jax.vjp(back, jnp.asarray(due))
-    np.testing.assert_array_equal(pull(x)[0], due)

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 
-import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -290,12 +289,6 @@ def test_only_what_has_the_same_bits_is_summed_in_place():
     assert not adds_in_place(step, params, make_batch())
 
 
-# -- Weights ---------------------------------------------------------------------------
-
-
-# -- Keys, carry, aux ------------------------------------------------------------------
-
-
 # -- Arguments -------------------------------------------------------------------------
 
 
@@ -336,100 +329,7 @@ def test_complex_parameters_work_as_in_jax():
         assert np.any(np.abs(got.conj() - expected) > 1e-3)
 
 
-def test_nothing_to_differentiate_is_nothing():
-    value, grads = ga.value_and_grad(lambda p, x: jnp.mean(x), 2)({}, np.ones(4))
-    assert grads == {}
-    assert float(value) == 1
-
-
 # -- Composition -----------------------------------------------------------------------
-
-
-def in_float64(*trees):
-    return jax.tree.map(
-        lambda x: jnp.asarray(x, jnp.int32 if x.dtype == np.int32 else "f8"), trees
-    )
-
-
-def over(fun, weight_fn):
-    """Over four micro-batches; with weights, each by itself."""
-    if weight_fn is None:
-        return ga.value_and_grad(fun, 4)
-    return mean_of(fun, 4, weight_fn=weight_fn)
-
-
-def summed(fun, weight_fn):
-    """What `over(fun, weight_fn)` is, written out."""
-
-    def undivided(params, batch):
-        if weight_fn is None:
-            return jax.value_and_grad(fun)(params, batch)
-        parts = [{n: x[4 * i : 4 * i + 4] for n, x in batch.items()} for i in range(4)]
-        weights = [weight_fn(part).astype("f8") for part in parts]
-        terms = [jax.value_and_grad(fun)(params, part) for part in parts]
-
-        def mean(*xs):
-            return sum(w * x for w, x in zip(weights, xs, strict=True)) / sum(weights)
-
-        return jax.tree.map(mean, *terms)
-
-    return undivided
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "weight_fn", [pytest.param(None, marks=pytest.mark.published), row_count]
-)
-def test_an_ensemble_under_vmap_has_the_gradients_of_its_members(weight_fn):
-    fun, params = MODELS["rematerialised"]
-    with float64():
-        params, batch = in_float64(params, make_batch())
-        step = over(fun, weight_fn)
-        members = jax.tree.map(lambda p: jnp.stack([p, p * 0.5]), params)
-        expected = jax.jit(
-            lambda members, batch: jax.lax.map(
-                lambda member: summed(fun, weight_fn)(member, batch), members
-            )
-        )(members, batch)
-        outside = jax.jit(jax.vmap(step, in_axes=(0, None)))(members, batch)
-        inside = jax.vmap(jax.jit(step), in_axes=(0, None))(members, batch)
-        nested = jax.vmap(jax.vmap(step, in_axes=(0, None)), in_axes=(None, 0))
-        batches = jax.tree.map(lambda x: x[None], batch)
-        nested = jax.tree.map(lambda x: x[0], jax.jit(nested)(members, batches))
-        for got in (outside, inside, nested):
-            assert largest_error(got, expected) < 1e-12
-        # The twin: the members differ.
-        swapped = jax.tree.map(lambda x: x[::-1], expected)
-        assert largest_error(swapped, expected) > 1e-3
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "weight_fn", [pytest.param(None, marks=pytest.mark.published), row_count]
-)
-def test_grad_through_it_is_the_grad_through_the_undivided_batch(weight_fn):
-    fun, params = MODELS["rematerialised"]
-    with float64():
-        params, batch = in_float64(params, make_batch())
-
-        def outer(step):
-            def norm(params):
-                value, grads = step(params, batch)
-                return value + sum(jnp.sum(g**2) for g in jax.tree.leaves(grads))
-
-            return norm
-
-        step = over(fun, weight_fn)
-        expected = jax.jit(jax.grad(outer(summed(fun, weight_fn))))(params)
-        got = jax.jit(jax.grad(outer(step)))(params)
-        # The second derivative has the roundings of the first twice.
-        assert largest_error(got, expected) < 2e-12
-        members = jax.tree.map(lambda p: p[None], params)
-        ensemble = jax.jit(jax.vmap(jax.grad(outer(step))))(members)
-        ensemble = jax.tree.map(lambda x: x[0], ensemble)
-        assert largest_error(ensemble, expected) < 2e-12
-        # The twin: the gradient of the loss alone.
-        assert largest_error(jax.jit(jax.grad(fun))(params, batch), expected) > 1e-3
 
 
 @pytest.mark.grid(2)
@@ -462,59 +362,6 @@ def test_what_is_exactly_0_has_the_derivative_of_the_undivided_batch(k, weighted
         np.testing.assert_allclose(got[1], expected[1], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("optimize", OPTIMIZE)
-def test_forward_mode_and_hessian_vector_products_are_those_of_the_whole(optimize):
-    fun, params = MODELS["rematerialised"]
-    with float64():
-        params, batch = in_float64(params, make_batch())
-        ones = jax.tree.map(jnp.ones_like, params)
-
-        def slope(step):
-            def grads(params):
-                return step(params, batch)[1]
-
-            return jax.jit(lambda p: jax.jvp(grads, (p,), (ones,))[1])(params)
-
-        expected = slope(jax.value_and_grad(fun))
-        got = slope(ga.value_and_grad(fun, 4, optimize=optimize))
-        assert largest_error(got, expected) < 2e-12
-        assert largest_error(jax.grad(fun)(params, batch), expected) > 1e-3
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("weight_fn", [None, row_count])
-def test_grad_of_a_vmap_over_batches_is_the_sum_of_their_gradients(weight_fn):
-    """The weight is the same for all of them, and the gradient is not."""
-    fun, params = MODELS["rematerialised"]
-    with float64():
-        params, batch = in_float64(params, make_batch())
-        batches = jax.tree.map(lambda x: jnp.stack([x, x[::-1] * 2]), batch)
-
-        def total(step):
-            def losses(params):
-                return jnp.sum(jax.vmap(step, in_axes=(None, 0))(params, batches)[0])
-
-            return jax.jit(jax.grad(losses))(params)
-
-        expected = total(summed(fun, weight_fn))
-        got = total(over(fun, weight_fn))
-        assert largest_error(got, expected) < 1e-12
-        assert largest_error(jax.grad(fun)(params, batch), expected) > 1e-3
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "optimize", [True, pytest.param(False, marks=pytest.mark.published)]
-)
-def test_no_tracer_outlives_a_call(optimize):
-    fun, params = MODELS["rematerialised"]
-    with jax.checking_leaks():
-        step = mean_of(fun, 4, optimize=optimize, weight_fn=row_count)
-        jax.jit(step)(params, make_batch())
-        jax.jit(jax.grad(lambda p: step(p, make_batch())[0]))(params)
-
-
 @pytest.mark.grid(1)
 @pytest.mark.parametrize("optimize", OPTIMIZE)
 def test_a_stack_of_no_layers_has_an_empty_gradient(optimize):
@@ -525,41 +372,6 @@ def test_a_stack_of_no_layers_has_an_empty_gradient(optimize):
     due, slope = jax.value_and_grad(fun)(params, make_batch())
     assert jax.tree.map(jnp.shape, grads) == jax.tree.map(jnp.shape, slope)
     assert abs(value - due) < BATCH * WIDTH * jnp.finfo(jnp.float32).eps
-
-
-@pytest.mark.exhaustive
-def test_printing_is_left_alone(capfd):
-    fun, params = MODELS["rematerialised"]
-
-    def printing(params, batch):
-        loss = fun(params, batch)
-        jax.debug.print("the number is {}", params["number"])
-        return loss
-
-    params = {**params, "number": np.float32(7.5)}
-    got = jax.jit(mean_of(printing, 4))(params, make_batch())
-    with helpers.by_hand():
-        expected = jax.jit(mean_of(fun, 4))(params, make_batch())
-    assert_same_bits(got, expected)
-    jax.effects_barrier()
-    assert capfd.readouterr().out.count("the number is 7.5") == 4
-
-
-@MAKE
-@pytest.mark.exhaustive
-def test_collectives_of_the_user_are_left_alone(make):
-    fun, params = MODELS["rematerialised"]
-
-    def over_members(params, batch):
-        return jax.lax.pmean(fun(params, batch), "members")
-
-    step = jax.vmap(make(over_members, 4), in_axes=(0, None), axis_name="members")
-    members = jax.tree.map(lambda p: np.stack([p, p * 0.5]), params)
-    value, _ = jax.jit(step)(members, make_batch())
-    # One mean for both; each alone has another one.
-    assert value[0] == value[1]
-    alone = jax.jit(jax.value_and_grad(fun))(params, make_batch())[0]
-    assert abs(value[0] - alone) > 1e-3
 
 
 def test_it_closes_over_tracers():

@@ -86,58 +86,29 @@ def test_the_program_trains_the_model_of_the_float64_run(title, side):
 
 
 # The broken twins: another normaliser, a micro-batch dropped, a window of other length.
-@pytest.mark.parametrize(
-    ("title", "side", "good", "broken"),
-    [
-        (
-            "From `optax.MultiSteps`",
-            "Before",
-            "every_k_schedule=K",
-            "every_k_schedule=2",
-        ),
-        (
-            "From `optax.MultiSteps`",
-            "After",
-            "every_k_schedule=K",
-            "every_k_schedule=K, use_grad_mean=False",
-        ),
-        ("From `optax.microbatching`", "Before", "Type.MEAN", "Type.SUM"),
-        (
-            "From `optax.microbatching`",
-            "After",
-            "value_and_grad(params, batch)",
-            "value_and_grad(params, (batch[0][8:], batch[1][8:]))",
-        ),
-        ("From a hand-written scan", "Before", "g / K", "g / (K - 1)"),
-        (
-            "From a hand-written scan",
-            "Before",
-            "zero, parts",
-            "zero, (parts[0][1:], parts[1][1:])",
-        ),
-        (
-            "From a hand-written scan",
-            "After",
-            "step(params, state, batch)\n",
-            "step(params, state, (batch[0][8:], batch[1][8:]))\n",
-        ),
-        (
-            "From PyTorch's loop",
-            "After",
-            "every_k_schedule=K",
-            "every_k_schedule=K + 1",
-        ),
-        ("From Lightning", "After", "by_global_norm(1e3)", "by_global_norm(0.1)"),
-        ("From Keras", "After", "jax.grad(loss)", "jax.grad(lambda *a: loss(*a) / K)"),
-        ("From MaxText", "After", "errors) / tokens,", "errors) / (tokens + 1),"),
-    ],
-)
+BROKEN = [
+    ("From `optax.MultiSteps`", "Before", "schedule=K", "schedule=2"),
+    ("From `optax.MultiSteps`", "After", "schedule=K", "schedule=K, use_grad_mean=0"),
+    ("From `optax.microbatching`", "Before", "Type.MEAN", "Type.SUM"),
+    ("From `optax.microbatching`", "After", "(params, batch)", "(params, part(batch))"),
+    ("From a hand-written scan", "Before", "g / K", "g / (K - 1)"),
+    ("From a hand-written scan", "Before", "zero, parts", "zero, part(parts, 1)"),
+    ("From a hand-written scan", "After", "state, batch)\n", "state, part(batch))\n"),
+    ("From PyTorch's loop", "After", "schedule=K", "schedule=K + 1"),
+    ("From Lightning", "After", "by_global_norm(1e3)", "by_global_norm(0.1)"),
+    ("From Keras", "After", "jax.grad(loss)", "jax.grad(lambda *a: loss(*a) / K)"),
+    ("From MaxText", "After", "errors) / tokens,", "errors) / (tokens + 1),"),
+]
+PART = "def part(tree, n=8):\n    return tree[0][n:], tree[1][n:]\n\n"
+
+
+@pytest.mark.parametrize(("title", "side", "good", "broken"), BROKEN)
 def test_a_program_that_accumulates_otherwise_is_outside_the_bound(
     title, side, good, broken
 ):
     program = SECTIONS[title][side]
     assert good in program
-    w, namespace = train(program.replace(good, broken))
+    w, namespace = train(PART + program.replace(good, broken))
     expected, bound = oracle(namespace)
     assert np.any(np.abs(w - expected) > 100 * bound)
 

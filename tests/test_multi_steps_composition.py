@@ -1,6 +1,5 @@
-"""Inside every combinator of Optax, and inside a Flax train state."""
+"""Inside every combinator of Optax."""
 
-import flax.training.train_state
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -65,9 +64,9 @@ def test_extra_arguments_and_weights_arrive_and_the_state_is_found(name, jit):
     second, state = update(GRADS[1], state, PARAMS, rate=0.5, weight=1)
     assert ga.has_updated(state)
     assert int(ga.stats(state).steps) == 1
-    for name_, g, h in (("w", GRADS[0]["w"], GRADS[1]["w"]),):
-        expected = -0.5 * (3 * g + h) / 4
-        np.testing.assert_array_equal(second[name_], expected)
+    for leaf, update in second.items():
+        expected = -0.5 * (3 * GRADS[0][leaf] + GRADS[1][leaf]) / 4
+        np.testing.assert_array_equal(update, expected)
 
 
 def test_in_a_chain_optax_loses_the_extra_arguments():
@@ -78,64 +77,45 @@ def test_in_a_chain_optax_loses_the_extra_arguments():
         tx.update(GRADS[0], tx.init(PARAMS), PARAMS, rate=0.5)
 
 
+SGD = optax.sgd(1.0)
+BY_LEAF = {"w": "one", "b": "other"}
+
+
 def test_partition_and_masked_leave_the_other_leaves_alone():
-    tx = optax.partition(
-        {"accumulate": ga.MultiSteps(optax.sgd(1.0), 2), "plain": optax.sgd(1.0)},
-        {"w": "accumulate", "b": "plain"},
-    )
-    state = tx.init(PARAMS)
-    first, state = tx.update(GRADS[0], state, PARAMS)
+    def twice(tx, **options):
+        state, seen = tx.init(PARAMS), []
+        for grads in GRADS:
+            updates, state = jax.jit(tx.update)(grads, state, PARAMS, **options)
+            seen.append(updates)
+        return seen, state
+
+    tx = optax.partition({"one": ga.MultiSteps(SGD, 2), "other": SGD}, BY_LEAF)
+    (first, second), state = twice(tx)
     np.testing.assert_array_equal(first["w"], 0)
     np.testing.assert_array_equal(first["b"], -GRADS[0]["b"])
-    second, state = tx.update(GRADS[1], state, PARAMS)
     np.testing.assert_array_equal(second["w"], -MEAN["w"])
     assert ga.has_updated(state)
-
-
-def test_masked_inside_keeps_masked_nodes():
-    tx = ga.MultiSteps(optax.masked(optax.sgd(1.0), {"w": True, "b": False}), 2)
-    state = tx.init(PARAMS)
-    for grads in GRADS:
-        updates, state = jax.jit(tx.update)(grads, state, PARAMS)
+    inside = ga.MultiSteps(optax.masked(SGD, {"w": True, "b": False}), 2)
+    (_, updates), _ = twice(inside)
     np.testing.assert_array_equal(updates["w"], -MEAN["w"])
     np.testing.assert_array_equal(updates["b"], MEAN["b"])  # not transformed
-
-
-def test_a_tree_with_masked_nodes_is_a_tree():
     masked = {"w": PARAMS["w"], "b": optax.MaskedNode()}
-    tx = ga.MultiSteps(optax.sgd(1.0), 1)
-    updates, _ = tx.update({**masked}, tx.init(masked), masked)
+    one = ga.MultiSteps(SGD, 1)
+    updates, _ = one.update({**masked}, one.init(masked), masked)
     assert isinstance(updates["b"], optax.MaskedNode)
-
-
-def test_two_accumulators_in_one_state_are_named_and_none_is_guessed():
-    tx = optax.partition(
-        {"fast": ga.MultiSteps(optax.sgd(1.0), 1), "slow": ga.MultiSteps(ADAM, 4)},
-        {"w": "fast", "b": "slow"},
+    # A weight reaches every accumulator, and of two none is guessed.
+    both = optax.partition(
+        {name: ga.MultiSteps(SGD, 2) for name in BY_LEAF.values()}, BY_LEAF
     )
-    state = tx.init(PARAMS)
-    with pytest.raises(ValueError, match=r"there are 2: .*'fast'.*'slow'"):
-        ga.has_updated(state)
-    _, state = tx.update(GRADS[0], state, PARAMS)
-    one = state.inner_states["fast"]
-    assert ga.has_updated(one)
-
-
-def test_a_weight_reaches_every_accumulator():
-    def step(weights):
-        tx = optax.partition(
-            {name: ga.MultiSteps(optax.sgd(1.0), 2) for name in ("x", "y")},
-            {"w": "x", "b": "y"},
-        )
-        params, state = PARAMS, tx.init(PARAMS)
-        for grads, weight in zip(GRADS, weights, strict=True):
-            params, state = ga.apply_gradients(tx, grads, state, params, weight=weight)
-        return params
-
-    for name, p in step([3, 1]).items():
+    params, state = PARAMS, both.init(PARAMS)
+    for grads, weight in zip(GRADS, (3, 1), strict=True):
+        params, state = ga.apply_gradients(both, grads, state, params, weight=weight)
+    for name, p in params.items():
         mean = (3 * GRADS[0][name] + GRADS[1][name]) / 4
         np.testing.assert_array_equal(p, PARAMS[name] - mean)
-    assert step([1, 1])["b"] != step([3, 1])["b"]  # the twin
+    with pytest.raises(ValueError, match=r"there are 2: .*'one'.*'other'"):
+        ga.has_updated(state)
+    assert ga.has_updated(state.inner_states["one"])
 
 
 HALVING = optax.exponential_decay(1.0, 1, 0.5)
@@ -185,27 +165,6 @@ def test_what_counts_steps_is_not(tx):
 def test_a_state_without_an_accumulator_raises():
     with pytest.raises(ValueError, match="there is none"):
         ga.stats(ADAM.init(PARAMS))
-
-
-def test_it_is_the_tx_of_an_unmodified_flax_train_state():
-    def train(tx, batches):
-        state = flax.training.train_state.TrainState.create(
-            apply_fn=None, params=PARAMS, tx=tx
-        )
-        step = jax.jit(lambda state, grads: state.apply_gradients(grads=grads))
-        for grads in batches:
-            state = step(state, grads)
-        return state
-
-    ours = train(ga.MultiSteps(ADAM, 2), GRADS * 2)
-    plain = train(ADAM, [MEAN] * 2)
-    for a, b in zip(*map(jax.tree.leaves, (ours.params, plain.params)), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-6)
-    assert ga.has_updated(ours.opt_state)
-    assert int(ga.stats(ours.opt_state).micro_steps) == 4
-    # The twin: one of the two micro-batches, twice.
-    half = train(ga.MultiSteps(ADAM, 2), GRADS[1:] * 4)
-    assert np.abs(half.params["b"] - plain.params["b"]).max() > 1e-3
 
 
 # -- Schedules count steps -------------------------------------------------------------

@@ -68,54 +68,42 @@ def assert_same_run(ours, theirs, *, keys=None):
             )
 
 
-@pytest.mark.grid(3)
-@pytest.mark.parametrize(
-    ("args", "kwargs"),
-    [
-        ((optax.adam(1e-2), 3), {}),
-        ((optax.adam(1e-2),), {"every_k_schedule": 3}),
-        ((), {"opt": optax.sgd(0.1), "every_k_schedule": lambda step: 1 + step}),
-        ((optax.sgd(0.1), 2, False), {}),
-        ((optax.sgd(0.1), 2), {"use_grad_mean": False}),
-        ((optax.adamw(1e-2), 1), {}),
-        pytest.param(
-            (optax.adam(1e-2), 2, True, None, jnp.float32), {}, marks=HAS_DTYPE
-        ),
-        pytest.param(
-            (optax.adam(1e-2), 2), {"accumulator_dtype": None}, marks=HAS_DTYPE
-        ),
-        ((optax.adam(1e-2), 4, True, optax.skip_not_finite), {}),
-        (
-            (optax.sgd(0.1), 2),
-            {
-                "should_skip_update_fn": functools.partial(
-                    optax.skip_large_updates, max_squared_norm=9.0
-                )
-            },
-        ),
-    ],
-)
+SKIPS = {"should_skip_update_fn": optax.skip_not_finite}
+LARGE = functools.partial(optax.skip_large_updates, max_squared_norm=9.0)
+ADAM, SGD = optax.adam(1e-2), optax.sgd(0.1)
+RUNS = [
+    ((ADAM, 3), {}),
+    ((ADAM,), {"every_k_schedule": 3}),
+    ((), {"opt": SGD, "every_k_schedule": lambda step: 1 + step}),
+    ((SGD, 2, False), {}),
+    ((SGD, 2), {"use_grad_mean": False}),
+    ((optax.adamw(1e-2), 1), {}),
+    pytest.param((ADAM, 2, True, None, jnp.float32), {}, marks=HAS_DTYPE),
+    pytest.param((ADAM, 2), {"accumulator_dtype": None}, marks=HAS_DTYPE),
+    ((ADAM, 4, True, optax.skip_not_finite), {}),
+    ((ADAM, 3), {**SKIPS, "bad": (1, 5)}),
+    ((SGD, 2), {"should_skip_update_fn": LARGE}),
+]
+OF_SKIPS = ["params", "mini_step", "gradient_step", "inner", "skip_state"]
+
+
+@pytest.mark.grid(4)
+@pytest.mark.parametrize(("args", "kwargs"), RUNS)
 def test_a_run_gives_what_optax_gives(args, kwargs):
-    assert_same_run(
-        run(ga.MultiSteps, *args, **kwargs), run(optax.MultiSteps, *args, **kwargs)
+    ours, theirs = (
+        run(of, *args, **kwargs) for of in (ga.MultiSteps, optax.MultiSteps)
     )
-
-
-def test_a_run_that_skips_bad_gradients_gives_what_optax_gives():
-    kwargs = {"should_skip_update_fn": optax.skip_not_finite, "bad": (1, 5)}
-    ours = run(ga.MultiSteps, optax.adam(1e-2), 3, **kwargs)
-    theirs = run(optax.MultiSteps, optax.adam(1e-2), 3, **kwargs)
-    keys = ["params", "mini_step", "gradient_step", "inner", "skip_state"]
-    assert_same_run(ours, theirs, keys=keys)
-    assert bool(ours[1]["skip_state"]["should_skip"])
+    assert_same_run(ours, theirs, keys=OF_SKIPS if "bad" in kwargs else None)
+    for i in kwargs.get("bad", ()):
+        assert bool(ours[i]["skip_state"]["should_skip"])
 
 
 def test_has_updated_is_false_after_a_skip_where_optax_says_true():
-    kwargs = {"should_skip_update_fn": optax.skip_not_finite, "bad": (2,), "steps": 3}
-    ours = run(ga.MultiSteps, optax.sgd(0.1), 2, **kwargs)
-    theirs = run(optax.MultiSteps, optax.sgd(0.1), 2, **kwargs)
-    assert [bool(h["has_updated"]) for h in ours] == [False, True, False]
-    assert [bool(h["has_updated"]) for h in theirs] == [False, True, True]
+    ours, theirs = (
+        [bool(h["has_updated"]) for h in run(of, SGD, 2, bad=(2,), steps=3, **SKIPS)]
+        for of in (ga.MultiSteps, optax.MultiSteps)
+    )
+    assert (ours, theirs) == ([False, True, False], [False, True, True])
 
 
 def test_a_state_that_holds_no_sum_has_no_acc_grads():
@@ -212,38 +200,31 @@ def test_the_keyword_names_of_optax_work_in_update():
     jax.tree.map(np.testing.assert_array_equal, ours, theirs)
 
 
-def test_the_state_has_what_that_of_optax_has():
-    ours = ga.MultiSteps(optax.adam(1e-3), 2).init(PARAMS)
-    theirs = optax.MultiSteps(optax.adam(1e-3), 2).init(PARAMS)
+def test_the_state_has_what_that_of_optax_has_and_two_leaves_more():
+    """Each adds to the time of a call: the weight, and all counters together."""
+    ours, theirs = (
+        of(ADAM, 2).init(PARAMS) for of in (ga.MultiSteps, optax.MultiSteps)
+    )
     assert ours._fields[:3] == theirs._fields[:3]
     for name in theirs._fields:
         a, b = getattr(ours, name), getattr(theirs, name)
         jax.tree.map(np.testing.assert_array_equal, a, b)
         assert jax.tree.structure(a) == jax.tree.structure(b)
-
-
-def test_the_state_has_two_leaves_more_than_that_of_optax():
-    """Each adds to the time of a call: the weight, and all counters together."""
-    ours = ga.MultiSteps(optax.adam(1e-3), 2).init(PARAMS)
-    theirs = optax.MultiSteps(optax.adam(1e-3), 2).init(PARAMS)
     assert len(jax.tree.leaves(ours)) == len(jax.tree.leaves(theirs)) + 2
-    # The twin: what the properties read was a leaf each.
-    apart = {name: getattr(ours, name) for name in state.COUNTERS}
-    one = ours._replace(counters=apart)
-    assert len(jax.tree.leaves(one)) == len(jax.tree.leaves(theirs)) + 6
 
 
 def test_counters_are_read_and_replaced_by_name():
-    start = ga.MultiSteps(optax.adam(1e-3), 2).init(PARAMS)
+    start = ga.MultiSteps(ADAM, 2).init(PARAMS)
     new = start.counting(micro_steps=jnp.int32(3), emitted=jnp.bool_(True))
     read = {name: getattr(new, name) for name in state.COUNTERS}
     due = {**dict.fromkeys(state.COUNTERS, 0), "version": 1, "micro_steps": 3}
     assert {name: int(x) for name, x in read.items()} == due | {"emitted": 1}
-    assert {x.dtype.name for x in read.values()} == {"int32", "bool"}
-    assert all(x.shape == () for x in read.values())
+    assert {(x.dtype.name, x.shape) for x in read.values()} == {
+        ("int32", ()),
+        ("bool", ()),
+    }
     many = jax.vmap(lambda n: start.counting(micro_steps=n))(jnp.arange(3))
     np.testing.assert_array_equal(many.micro_steps, [0, 1, 2])
-    assert bool(jax.jit(lambda x: x.emitted)(new))
 
 
 def test_a_numpy_integer_is_an_int():
@@ -324,7 +305,7 @@ def _identity(updates, state, params=None):
 
 
 @pytest.mark.grid(2)
-@pytest.mark.parametrize("at", range(7))
+@pytest.mark.parametrize("at", [2, 3, 4, 0])
 @pytest.mark.parametrize("mean", [True, False], ids=["mean", "sum"])
 def test_from_optax_continues_the_run_from_any_micro_step(at, mean):
     args = (optax.adam(1e-2), 3, mean)

@@ -123,7 +123,12 @@ def test_the_config_and_the_argument_both_switch_it_off():
     ("value", "answer"), [("0", "False"), ("1", "True"), ("false", "False")]
 )
 def test_the_environment_sets_it(value, answer):
-    assert environment(value).stdout.strip() == answer
+    assert environment(value).stdout.split() == [answer, "False"]
+
+
+def test_the_environment_sets_the_other_options():
+    found = environment("1", "WHOLE_DRAWS").stdout.split()
+    assert found == [str(ga.config.optimize), "True"]
 
 
 def test_another_word_in_the_environment_raises():
@@ -132,9 +137,9 @@ def test_another_word_in_the_environment_raises():
     assert "GA_OPTAX_OPTIMIZE must be 0 or 1, but it is 'maybe'" in run.stderr
 
 
-def environment(value):
-    program = "import ga_optax; print(ga_optax.config.optimize)"
-    env = os.environ | {"GA_OPTAX_OPTIMIZE": value}
+def environment(value, name="OPTIMIZE"):
+    program = "from ga_optax import config; print(config.optimize, config.whole_draws)"
+    env = os.environ | {f"GA_OPTAX_{name}": value}
     return subprocess.run(
         [sys.executable, "-c", program], env=env, capture_output=True, text=True
     )
@@ -146,4 +151,6 @@ def test_an_unknown_option_or_value_raises():
         ga.config.update("optimise", False)
     with pytest.raises(TypeError, match="must be a bool, but it got 0"):
         ga.config.update("optimize", 0)
+    with pytest.raises(TypeError, match="whole_draws must be a bool, but it got 'yes'"):
+        ga.config.update("whole_draws", "yes")
     assert ga.config.optimize is True

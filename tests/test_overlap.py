@@ -123,44 +123,6 @@ def test_gradients_of_a_bfloat16_model_are_rounded_once_as_without(
 
 
 @pytest.mark.exhaustive
-def test_it_can_be_differentiated_and_continue_an_accumulator():
-    def loss(w, x):
-        return jnp.mean(jax.lax.scan(on._layer, x, w)[0] ** 2)
-
-    mesh = on.make_mesh(AxisType.Auto)
-    w, x = on.normal(0, 2, 4, 4), on.put(on.normal(1, 64, 4), mesh, P("data"))
-    results = []
-    for overlap in (False, True):
-        axis = ga.DataAxis("data", mesh=mesh, overlap=overlap)
-        gradient = ga.value_and_grad(loss, 2, data_axis=axis)
-
-        def norm(w, x, gradient=gradient):
-            return jnp.sum(gradient(w, x)[1] ** 2)
-
-        add = jax.jit(ga.accumulate(loss, 2, data_axis=axis))
-        acc = ga.accumulator.init(w)
-        for _ in range(2):
-            _, acc = add(acc, w, x)
-        results.append((acc, jax.jit(jax.grad(norm))(w, x)))
-    assert_trees_bitwise_equal(*results)
-
-
-@pytest.mark.exhaustive
-def test_the_model_may_compute_a_table_of_constants():
-    """It is an argument of the program, beside the parameters."""
-
-    def loss(params, batch):
-        turn = jnp.cos(jnp.arange(on.WIDTH, dtype=jnp.float32) * 0.377)[None]
-        return on.mean_loss(params, batch | {"x": batch["x"] * turn})
-
-    mesh = on.make_mesh(AxisType.Auto)
-    args = placed(mesh, "whole", on.make_batch())
-    (_, want), (audit, got) = both(loss, mesh, "whole", *args)
-    assert_trees_bitwise_equal(got, want)
-    assert len(in_loops(audit)) == in_place.HAS_REFS
-
-
-@pytest.mark.exhaustive
 def test_without_a_scan_the_last_micro_batch_reduces_and_no_bit_changes():
     def loss(params, x):
         for w in params[:-1]:
@@ -183,11 +145,3 @@ def test_without_a_scan_the_last_micro_batch_reduces_and_no_bit_changes():
     in_branch = [c for c in audit.collectives if c.conditional]
     assert sum(c.num_bytes for c in in_branch) == nbytes(params)
     assert not any(c.conditional for c in without.collectives)
-
-
-def test_bad_options_say_what_to_do():
-    with pytest.raises(TypeError, match="overlap must be a bool, but it is 1"):
-        ga.DataAxis("data", overlap=1)
-    for other in ({"sync": "each"}, {"logical_devices": 8}):
-        with pytest.raises(ValueError, match=r"overlap must have sync=\"last\" and no"):
-            ga.DataAxis("data", overlap=True, **other)

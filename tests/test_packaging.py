@@ -327,3 +327,35 @@ def test_a_workflow_that_calls_an_unknown_target_is_found():
     called, unknown = unknown_targets(jobs, {"pytest", "test"})
     assert called == ["pytest", "tset"]
     assert unknown == {"tset"}
+
+
+def test_make_takes_the_newest_python_that_starts_and_says_which_does_not(tmp_path):
+    if not shutil.which("make"):
+        pytest.skip("there is no make")
+    for name, text in (
+        ("python3.14", "echo 'pyenv: python3.14: command not found' >&2; exit 127"),
+        ("python3.13", f'exec "{sys.executable}" "$@"'),
+    ):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n", encoding="utf-8")
+        (tmp_path / name).chmod(0o755)
+    # Not what the `make` that runs this test was told: MAKEFLAGS overrides a variable.
+    told = ("PYTHON", "MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "MAKELEVEL")
+    env = {name: value for name, value in os.environ.items() if name not in told}
+    env["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
+
+    def made(**more):
+        return subprocess.run(
+            ["make", "-n", ".venv-nowhere/ready", "VENV=.venv-nowhere"],
+            cwd=ROOT,
+            env={**env, **more},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+
+    out = made()
+    assert "python3.13 -m venv" in out.stdout
+    said = "Left out python3.14, which does not start: pyenv: python3.14: command not"
+    assert out.stderr.count(said) == 1
+    out = made(PYTHON="python3.13")  # the twin: the one that is named is taken
+    assert out.stderr == ""

@@ -63,11 +63,6 @@ def bound(loss, w, x):
 # -- Known, or left alone --------------------------------------------------------------
 
 
-def printing(g):
-    jax.debug.callback(lambda _: None, jnp.sum(g), ordered=True)
-    return g
-
-
 @HAS_REFS
 def test_a_callback_in_a_backward_rule_keeps_its_order(monkeypatch):
     seen = []
@@ -94,40 +89,6 @@ def test_a_callback_in_a_backward_rule_keeps_its_order(monkeypatch):
     monkeypatch.setattr(known, "deeds", lambda jaxpr: known.Deeds())
     with pytest.raises(KeyError):  # the twin
         jax.jit(mean_of(loss, K))(w, x)
-
-
-@HAS_REFS
-def test_a_collective_in_a_backward_rule_is_batched_by_the_users_vmap(monkeypatch):
-    def loss(w, x):
-        return scanned(w, x, ruled(lambda g: jax.lax.psum(g, "i")))
-
-    w, x = stacked()
-
-    def total(gradient):
-        over = jax.vmap(gradient, in_axes=(None, 0), axis_name="i")
-        return over(w, jnp.stack([x, x + 1]))[1]
-
-    got = total(ga.value_and_grad(loss, K))
-    plain = total(ga.value_and_grad(loss, K, optimize=False))
-    assert_trees_bitwise_equal(got, plain)
-    monkeypatch.setattr(known, "deeds", lambda jaxpr: known.Deeds())
-    with pytest.raises((AssertionError, UserWarning)):  # the twin
-        total(ga.value_and_grad(loss, K))
-
-
-def test_what_is_known_of_a_program_is_read_from_rules_and_inner_programs():
-    def deeds(fun):
-        return known.deeds(jax.make_jaxpr(fun)(jnp.ones(3)).jaxpr)
-
-    quiet = ruled(lambda g: g)
-    assert deeds(jax.nn.relu) == known.Deeds()
-    assert deeds(quiet).acts is None
-    assert "custom_vjp_call" in deeds(quiet).bends.why
-    assert deeds(jax.jit(jax.checkpoint(ruled(printing)))).acts is not None
-    assert deeds(lambda x: jax.lax.map(quiet, x)).bends is not None
-    loud = deeds(lambda x: jax.debug.print("{}", x)).acts
-    assert "prints" in loud.why
-    assert "test_passes.py" in loud.line
 
 
 @HAS_REFS
@@ -180,12 +141,6 @@ def test_a_scanned_shift_has_the_bits_of_the_plain_sum(rows, monkeypatch):
 # -- The table -------------------------------------------------------------------------
 
 
-def test_every_pass_has_a_law_and_a_row_in_the_table():
-    for one in table.PASSES:
-        assert one.law
-        assert f" {one.name} " in table.__doc__
-
-
 def bfloat16_layers(w, x):
     """Something for each pass of a call without a mesh to do."""
     angles = jnp.cos(jnp.arange(WIDTH, dtype=jnp.float32) * 0.3)
@@ -200,22 +155,6 @@ def bfloat16_layers(w, x):
 
 def text_of(loss, *args, **options):
     return str(jax.make_jaxpr(mean_of(loss, K, **options))(*args))
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "constants",
-        *(pytest.param(name, marks=HAS_REFS) for name in ("products", "casts")),
-    ],
-)
-def test_without_a_pass_the_program_is_another_one(name, monkeypatch):
-    args = stacked()
-    with_all = text_of(bfloat16_layers, *args)
-    plain = text_of(bfloat16_layers, *args, optimize=False)
-    helpers.without_pass(monkeypatch, name)
-    assert text_of(bfloat16_layers, *args) not in (with_all, plain)
-    assert text_of(bfloat16_layers, *args, optimize=False) == plain
 
 
 def test_a_pass_that_raises_is_left_out_with_one_warning(monkeypatch):
@@ -285,30 +224,6 @@ def test_a_primitive_of_another_name_ends_in_the_plain_loop(name, monkeypatch):
     text_of(bfloat16_layers, *args)  # warns once
 
 
-PARAMETERS = [(name, p) for name, each in known.PARAMETERS.items() for p in each]
-
-
-@pytest.mark.usefixtures("next_jax")
-@pytest.mark.parametrize(("name", "parameter"), PARAMETERS)
-def test_a_parameter_that_is_gone_ends_in_the_plain_loop(name, parameter, monkeypatch):
-    args = stacked()
-    plain = text_of(bfloat16_layers, *args, optimize=False)
-    written = ir.equations
-
-    def without(jaxpr):
-        for e in written(jaxpr):
-            params = dict(e.params)
-            if e.primitive.name == name:
-                params.pop(parameter, None)
-            yield e.replace(params=params)
-
-    probe.usable.cache_clear()
-    monkeypatch.setattr(ir, "equations", without)
-    assert probe.differences() == [f"{name}'s parameter {parameter}"]
-    with pytest.warns(UserWarning, match=f"{name}'s parameter {parameter}"):
-        assert text_of(bfloat16_layers, *args) == plain
-
-
 @HAS_REFS
 def test_without_a_registration_nothing_is_added_in_place(monkeypatch):
     from jax.interpreters import mlir
@@ -365,43 +280,7 @@ def test_this_jax_is_as_known_in_any_context_of_the_first_call(context):
         assert found == [[]]
 
 
-def test_in_the_context_of_a_mesh_of_types_a_probe_finds_another_jax():
-    """The twin: without a thread of its own."""
-    with CONTEXTS["explicit mesh"]():
-        assert probe._differences() != []
-
-
 # -- The size of a program -------------------------------------------------------------
-
-
-def test_the_readers_of_all_variables_are_looked_up_once(monkeypatch):
-    """Or passes take the square of the number of leaves, as the twin does."""
-    looked_up = []
-    variables = ir.variables
-    monkeypatch.setattr(
-        ir, "variables", lambda atoms: looked_up.append(atoms) or variables(atoms)
-    )
-
-    def times(number):
-        def loss(params, x):
-            for w in params:
-                x = jnp.tanh(x * w[None])
-            return jnp.mean(x)
-
-        params = [jax.ShapeDtypeStruct((WIDTH,), jnp.float32)] * number
-        jaxpr = jax.make_jaxpr(loss)(params, jnp.ones((ROWS, WIDTH))).jaxpr
-        looked_up.clear()
-        for variable in jaxpr.invars[:number]:
-            assert arrivals.arrival(jaxpr, variable) == "whole"
-        return len(looked_up)
-
-    class Forgetful(dict):
-        def __contains__(self, _):
-            return False
-
-    assert times(30) == 1
-    monkeypatch.setattr(ir, "_indices", Forgetful())
-    assert times(30) >= 30
 
 
 @pytest.mark.quick
@@ -458,6 +337,7 @@ def test_nothing_that_is_traced_outlives_the_call(kind):
         jax.jit(lambda scale: window_of(kind, scale))(np.float32(2))
 
 
+@pytest.mark.slow
 @HAS_REFS
 def test_a_program_that_is_kept_with_its_values_would_be_seen(monkeypatch):
     """The twin."""

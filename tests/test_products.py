@@ -1,6 +1,5 @@
 """In a bfloat16 model gradients are rounded in the accumulator, and not before."""
 
-import math
 import re
 
 import helpers
@@ -8,12 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import ga_optax as ga
 from ga_optax._devices import meshes
-from ga_optax._loop import in_place, step
+from ga_optax._loop import in_place
 from ga_optax._passes import products
 from ga_optax.testing import assert_trees_bitwise_equal
 
@@ -204,98 +201,6 @@ def test_every_grouping_has_the_same_bits_in_place_and_not(how, weight_fn):
     assert_trees_bitwise_equal(grads, cast)
 
 
-@pytest.mark.exhaustive
-@IN_SCANS
-@pytest.mark.parametrize("held", [False, True])
-def test_layers_of_low_precision_take_one_gradient_and_no_copy(held):
-    """In place; the twin has all gradients at once."""
-    shape = 16, 128, 128
-    dtype = NARROW if held else jnp.float32
-    w, x = jax.ShapeDtypeStruct(shape, dtype), jnp.ones((K * 4, 128), NARROW)
-
-    def loss(w, x):
-        @jax.checkpoint
-        def layer(h, w):
-            return h + jnp.tanh(h @ w), None
-
-        h, _ = jax.lax.scan(layer, x, w.astype(NARROW))
-        return jnp.mean(h.astype(jnp.float32))
-
-    def taken(refs):
-        acc = jax.eval_shape(ga.accumulator.init, w)
-        jitted = jax.jit(ga.accumulate(loss, K), donate_argnums=0)
-        with helpers.by_hand(refs):
-            return helpers.temporaries(jitted, acc, w, x) / math.prod(shape)
-
-    assert taken(True) < 1
-    assert taken(False) > 4
-
-
-def scan_of(x, w, **how):
-    return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, w, **how)[0]
-
-
-def gated(x, w):
-    return jax.lax.scan(lambda h, w: (h + jnp.tanh(h @ w) @ w.T, None), x, w)[0]
-
-
-@jax.custom_vjp
-def ruled(h, w):
-    return jnp.tanh(h @ w)
-
-
-ruled.defvjp(lambda h, w: (ruled(h, w), (h, w)), lambda r, g: (g @ r[1].T, r[0].T @ g))
-
-# No scan slices the gradients of these where they could be added.
-WHOLE = {
-    "two scans": lambda x, w: scan_of(x, w) + scan_of(x + 1, w),
-    "used twice": gated,
-    "a rule": lambda x, w: jax.lax.scan(lambda h, w: (ruled(h, w), None), x, w)[0],
-    "transposed": lambda x, w: scan_of(x, w.swapaxes(1, 2)),
-    "rematerialised": jax.checkpoint(scan_of),
-}
-
-
-@pytest.mark.grid(1)
-@IN_SCANS
-@pytest.mark.parametrize("layers", WHOLE)
-def test_gradients_that_are_stacked_stay_narrow(layers, monkeypatch):
-    """In place or not; the twin widens stacks of them, and takes a copy in float32."""
-
-    def loss(w, x):
-        return jnp.mean(WHOLE[layers](x, narrow(w)).astype(jnp.float32) ** 2)
-
-    taken = bytes_a_parameter(loss)
-    assert taken == bytes_a_parameter(loss, refs=False)
-    monkeypatch.setattr(step, "arrival", as_if_sliced)
-    assert bytes_a_parameter(loss, refs=False) > taken + 0.5
-
-
-@IN_SCANS
-def test_an_unrolled_scan_is_not_added_to_in_place(monkeypatch):
-    """The twin adds layers one by one, in copies of the accumulator."""
-
-    def loss(w, x):
-        return jnp.mean(scan_of(x.astype(w.dtype), w, unroll=True) ** 2)
-
-    taken = bytes_a_parameter(loss)
-    assert taken == bytes_a_parameter(loss, refs=False)
-    monkeypatch.setattr(step, "arrival", as_if_sliced)
-    assert bytes_a_parameter(loss) > taken + 2
-
-
-def bytes_a_parameter(loss, refs=True):
-    w = jax.ShapeDtypeStruct((8, 128, 128), jnp.float32)
-    x = jax.ShapeDtypeStruct((K * 4, 128), NARROW)
-    with helpers.by_hand(refs):
-        grad = jax.jit(ga.value_and_grad(loss, K))
-        return helpers.temporaries(grad, w, x) / w.size
-
-
-def as_if_sliced(*_):
-    return "slices"
-
-
 def text_of(loss, *args, k=K, **options):
     return str(jax.make_jaxpr(ga.value_and_grad(loss, k, **options))(*args))
 
@@ -307,20 +212,6 @@ def changed(monkeypatch, loss, *args, **options):
     old = text_of(loss, *args, **options)
     of_cpus = "= platform_index["  # each has a form for CPUs
     return new.count(of_cpus) - old.count(of_cpus), new == old
-
-
-def test_the_products_of_the_forward_pass_stay_as_they_are(monkeypatch):
-    def loss(p, x):
-        @jax.checkpoint
-        def logits(h):
-            return (h @ narrow(p["head"])).astype(jnp.float32)
-
-        h = jnp.tanh(x @ narrow(p["w"]))
-        return jnp.mean(jax.nn.logsumexp(logits(h), -1))
-
-    params = {"w": jnp.ones((8, 8)), "head": jnp.ones((8, 16))}
-    x = jnp.ones((16, 8), NARROW)
-    assert changed(monkeypatch, loss, params, x) == (2, False)  # one for each leaf
 
 
 def test_a_product_over_rows_and_positions_runs_on_cpus():
@@ -516,72 +407,3 @@ def test_unrolled_layers_take_no_more_than_the_plain_scan(monkeypatch):
     monkeypatch.setattr(products, "_alone", lambda operands: operands)
     if in_place.HAS_REFS:  # XLA of jax 0.10 keeps none of them
         assert taken() > 1.05 * plain
-
-
-# -- Random programs -------------------------------------------------------------------
-
-WRAPPERS = {
-    "jit": jax.jit,
-    "checkpoint": jax.checkpoint,
-    "cond": lambda f: lambda h, w: jax.lax.cond(jnp.sum(h) > 9, f, f, h, w),
-    "transposed": lambda f: lambda h, w: f(h, jax.tree.map(jnp.transpose, w)),
-}
-
-
-@st.composite
-def programs(draw):
-    """A loss of nested layers, and parameters that it casts somewhere."""
-    kinds = st.lists(st.sampled_from([*WRAPPERS]), max_size=3)
-    inner, outer = draw(kinds), draw(kinds.filter(lambda x: "transposed" not in x))
-    first, held, scans = (draw(st.booleans()) for _ in range(3))
-
-    def layer(h, w):
-        a, b = map(narrow, (w["a"], w["b"]))
-        return h + jnp.tanh(h @ a) * (h @ b)
-
-    for name in inner:
-        layer = WRAPPERS[name](layer)
-
-    def layers(h, w):
-        if scans:
-            return jax.lax.scan(lambda h, w: (layer(h, w), None), h, w)[0]
-        for i in range(2):
-            h = layer(h, jax.tree.map(lambda x, i=i: x[i], w))
-        return h
-
-    for name in outer:
-        layers = WRAPPERS[name](layers)
-
-    def loss(params, x):
-        cast = jax.tree.map(narrow, params) if first else params
-        return jnp.mean(layers(x, cast).astype(jnp.float32) ** 2)
-
-    rng = np.random.default_rng(draw(st.integers(0, 9)))
-    dtype = NARROW if held else jnp.float32
-    params = {n: jnp.asarray(rng.normal(size=(2, WIDTH, WIDTH)), dtype) for n in "ab"}
-    return loss, params, jnp.asarray(rng.normal(size=(K * 8, WIDTH)), NARROW)
-
-
-@pytest.mark.exhaustive
-@settings(max_examples=settings().max_examples // 5)  # each compiles seven programs
-@given(programs())
-def test_nested_programs_agree_in_every_grouping(drawn):
-    loss, params, x = drawn
-
-    def total(calls, x):
-        add = jax.jit(ga.accumulate(loss, K // calls))
-        acc = ga.accumulator.init(params)
-        for part in jnp.split(x, calls):
-            acc = add(acc, params, part)[1]
-        return acc.total
-
-    sums = total(1, x)
-    assert_trees_bitwise_equal(total(K, x), sums)
-    with helpers.by_hand():
-        assert_trees_bitwise_equal(total(1, x), sums)
-    # Each gradient of a matrix is one product, rounded to bfloat16 by `jax.grad`.
-    grads = [jax.jit(jax.grad(loss))(params, part) for part in jnp.split(x, K)]
-    for new, *old in zip(*map(jax.tree.leaves, (sums, *grads)), strict=True):
-        old = np.asarray(old, np.float64)
-        bound = float(jnp.finfo(NARROW).eps) * np.sum(np.abs(old), axis=0)
-        assert np.all(np.abs(np.asarray(new) - old.sum(0)) <= bound)

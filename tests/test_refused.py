@@ -1,5 +1,6 @@
 """What does not fit is refused, with what was required, what came and what to do.
 
+A row is a call, the type of its error, and parts of the message in their order.
 `untraced` shows that it is before anything is traced.
 """
 
@@ -8,8 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import mean_of
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import ga_optax as ga
+from ga_optax import testing
 
 pytestmark = pytest.mark.quick
 
@@ -28,6 +32,9 @@ KEYS = {"a": jax.random.key(0)}
 IMAGES = {"image": np.ones((10, 28, 28), np.float32)}
 ZEROS = {"a": jnp.zeros(2)}
 LENGTHS = {"a": X, "b": X[:4]}
+
+
+V, T = ValueError, TypeError
 
 
 def of(*args, fun=untraced, k=2, **options):
@@ -62,77 +69,77 @@ FLOATING = "The loss must be real and floating | @ | Cast it"
 # Of `value_and_grad` and `accumulate`. An error has what was required, what came, and
 # what to do, in that order.
 BOTH = [
-    (of(k=0), ValueError, AT_LEAST, "it is 0"),
-    (of(k=-2), ValueError, AT_LEAST, "it is -2"),
-    (of(k=2.0), TypeError, AN_INT, "2.0 of type float"),
-    (of(k=True), TypeError, AN_INT, "True of type bool"),
-    (of(k="4"), TypeError, AN_INT, "'4' of type str"),
+    (of(k=0), V, AT_LEAST, "it is 0"),
+    (of(k=-2), V, AT_LEAST, "it is -2"),
+    (of(k=2.0), T, AN_INT, "2.0 of type float"),
+    (of(k=True), T, AN_INT, "True of type bool"),
+    (of(k="4"), T, AN_INT, "'4' of type str"),
     (
         of(W, IMAGES, k=4),
-        ValueError,
+        V,
         "num_microbatches=4 must | leaf ['image'] has shape | Use 1, 2, 5 or 10.",
     ),
-    (of(W, X[:7], k=4), ValueError, "must divide | shape (7,) | Use 1 or 7."),
-    (of(W, {}), ValueError, ARRAYS, "argument 1 holds none"),
-    (of(W, None), ValueError, ARRAYS, "argument 1 holds none"),
-    (of(W, X, batch_axes=None), ValueError, ARRAYS, "batch_axes splits"),
-    (of(W, X[:0]), ValueError, "at least one example | shape (0,) | Skip the call"),
-    (of(argnums=1), ValueError, f"{NOT_OVERLAP} | both name argument 1 | {ONE_ROLE}"),
+    (of(W, X[:7], k=4), V, "must divide | shape (7,) | Use 1 or 7."),
+    (of(W, {}), V, ARRAYS, "argument 1 holds none"),
+    (of(W, None), V, ARRAYS, "argument 1 holds none"),
+    (of(W, X, batch_axes=None), V, ARRAYS, "batch_axes splits"),
+    (of(W, X[:0]), V, "at least one example | shape (0,) | Skip the call"),
+    (of(argnums=1), V, f"{NOT_OVERLAP} | both name argument 1 | {ONE_ROLE}"),
     (
         of(argnums=1),
-        ValueError,
-        f"{NOT_OVERLAP} | both name | ga_optax.microbatch(jax.val",
+        V,
+        f"{NOT_OVERLAP} | both name | jax.value_and_grad(ga_optax.microbatch(",
     ),
-    (of(batch_argnums=()), ValueError, "batch_argnums must name | () | Leave it out"),
-    (of(argnums=()), ValueError, "argnums must name at least one | () | Leave it out"),
-    (of(argnums="0"), TypeError, "argnums must be an | '0' | Number the positional"),
-    (of(batch_argnums=1.5), TypeError, NUMBERED, "it is 1.5"),
-    (of(batch_axes="0"), TypeError, AXES, "it holds '0'"),
-    (of(batch_axes={"a": 1.0}), TypeError, AXES, "it holds 1.0"),
+    (of(batch_argnums=()), V, "batch_argnums must name | () | Leave it out"),
+    (of(argnums=()), V, "argnums must name at least one | () | Leave it out"),
+    (of(argnums="0"), T, "argnums must be an | '0' | Number the positional"),
+    (of(batch_argnums=1.5), T, NUMBERED, "it is 1.5"),
+    (of(batch_axes="0"), T, AXES, "it holds '0'"),
+    (of(batch_axes={"a": 1.0}), T, AXES, "it holds 1.0"),
     (
         of(batch_argnames=3),
-        TypeError,
+        T,
         "batch_argnames must be a str or a | it is 3 | Name the keyword arguments",
     ),
-    (of(fun=3), TypeError, "fun must be a function | it is 3 | Pass the loss function"),
-    (of(optimize=1), TypeError, A_BOOL, "it is 1"),
-    (of(optimize=None), TypeError, A_BOOL, "it is None"),
+    (of(fun=3), T, "fun must be a function | it is 3 | Pass the loss function"),
+    (of(optimize=1), T, A_BOOL, "it is 1"),
+    (of(optimize=None), T, A_BOOL, "it is None"),
     (
         of(W, batch=X),
-        ValueError,
+        V,
         "batch_argnums must name | names number 1, and 1 | for keywords there is",
     ),
     (
         of(W, X, z=1, batch_argnames="y"),
-        ValueError,
+        V,
         "batch_argnames must name | names 'y', and z came | Pass that argument so",
     ),
     (
         of({"n": np.int32(1), "w": W}, X),
-        TypeError,
+        T,
         "leaf ['n'] of argument 0 must | dtype int32 | pass zeros as the gradient",
     ),
-    (of({"f": jax.nn.relu}, X), TypeError, f"{A_NUMBER} | custom_jvp | eqx.partition"),
-    (of(jnp.tanh, X), TypeError, f"{A_NUMBER} | PjitFunction | eqx.partition"),
+    (of({"f": jax.nn.relu}, X), T, f"{A_NUMBER} | custom_jvp | eqx.partition"),
+    (of(jnp.tanh, X), T, f"{A_NUMBER} | PjitFunction | eqx.partition"),
     (
         of(W, {"a": X, "id": np.array(["a"] * 8)}),
-        TypeError,
+        T,
         f"leaf ['id'] {A_NUMBER} | dtype <U1 | None in batch_axes",
     ),
-    (of(W, X, batch_axes=1), ValueError, AN_AXIS, "has shape (8,)"),
-    (of(W, {"b": X}, batch_axes={"a": 0}), ValueError, PREFIX, "'a'"),
-    (of(W, (X, X), batch_axes=(0, 0, 0)), ValueError, PREFIX, "*, *"),
-    (of(W, X, fun=lambda w, x: x), ValueError, "be a scalar | shape | Return its mean"),
-    (of(W, X, fun=lambda w, x: jnp.int32(1)), TypeError, FLOATING, "dtype int32"),
+    (of(W, X, batch_axes=1), V, AN_AXIS, "has shape (8,)"),
+    (of(W, {"b": X}, batch_axes={"a": 0}), V, PREFIX, "'a'"),
+    (of(W, (X, X), batch_axes=(0, 0, 0)), V, PREFIX, "*, *"),
+    (of(W, X, fun=lambda w, x: x), V, "be a scalar | shape | Return its mean"),
+    (of(W, X, fun=lambda w, x: jnp.int32(1)), T, FLOATING, "dtype int32"),
     (
         of(W, X, fun=lambda w, x: jax.lax.complex(loss(w, x), w)),
-        TypeError,
+        T,
         FLOATING,
         "complex64",
     ),
-    (of(W, X, fun=returns(X)), TypeError, THE_LOSS, "of type tuple"),
-    (of(W, X, fun=lambda w, x: None), TypeError, THE_LOSS, "of type NoneType"),
-    (of(W, X, fun=loss, has_aux=True), TypeError, "fun must | instead of | Return one"),
+    (of(W, X, fun=returns(X)), T, THE_LOSS, "of type tuple"),
+    (of(W, X, fun=lambda w, x: None), T, THE_LOSS, "of type NoneType"),
+    (of(W, X, fun=loss, has_aux=True), T, "fun must | instead of | Return one"),
 ]
 
 LENGTH = "All leaves of the batch must have one length | @ | say in batch_axes"
@@ -156,148 +163,140 @@ STR = (
 EACH = [
     (
         of(W, {"a": X, "id": "a"}),
-        TypeError,
+        T,
         f"leaf ['id'] {A_NUMBER} | of type str | None in batch_axes",
     ),
-    (of(W, LENGTHS), ValueError, LENGTH, "leaf ['b'] has shape (4,)"),
+    (of(W, LENGTHS), V, LENGTH, "leaf ['b'] has shape (4,)"),
     (
         of(W, {"a": X, "b": X[None, 1:]}, batch_axes={"a": 0, "b": 1}),
-        ValueError,
+        V,
         LENGTH,
         "(1, 7)",
     ),
-    (of(W, {"a": X, "b": 3.0}), ValueError, AN_AXIS, "['b'] is a sca"),
-    (of(W, [1.0, 2.0]), ValueError, AN_AXIS, "leaf [0] is a scalar"),
-    (of(rng_argnums=1), ValueError, f"rng_argnums must not overlap | 1 | {ONE_ROLE}"),
-    (of(rng_argnums=0), ValueError, f"rng_argnums must not overlap | 0 | {ONE_ROLE}"),
-    (of(W, X, rng_argnums=-1), ValueError, f"must not | both name | {ONE_ROLE}"),
-    (of(carry_argnums=(2, 1)), ValueError, f"carry_argnums must not | 1 | {ONE_ROLE}"),
+    (of(W, {"a": X, "b": 3.0}), V, AN_AXIS, "['b'] is a sca"),
+    (of(W, [1.0, 2.0]), V, AN_AXIS, "leaf [0] is a scalar"),
+    (of(rng_argnums=1), V, f"rng_argnums must not overlap | 1 | {ONE_ROLE}"),
+    (of(rng_argnums=0), V, f"rng_argnums must not overlap | 0 | {ONE_ROLE}"),
+    (of(W, X, rng_argnums=-1), V, f"must not | both name | {ONE_ROLE}"),
+    (of(carry_argnums=(2, 1)), V, f"carry_argnums must not | 1 | {ONE_ROLE}"),
     (
         of(batch_argnames="x", rng_argnames="x"),
-        ValueError,
+        V,
         f"rng_argnames must not overlap batch_argnames | 'x' | {ONE_ROLE}",
     ),
-    (of(rng_argnames=("a", 1)), TypeError, STR, "('a', 1)"),
-    (of(W, X, X, rng_argnums=2), ValueError, A_KEY, "shape (8,)"),
-    (of(W, X, W, rng_argnums=2), ValueError, A_KEY, "shape ()"),
+    (of(rng_argnames=("a", 1)), T, STR, "('a', 1)"),
+    (of(W, X, X, rng_argnums=2), V, A_KEY, "shape (8,)"),
+    (of(W, X, W, rng_argnums=2), V, A_KEY, "shape ()"),
     (
         of(W, X, {"k": jax.random.split(KEYS["a"], 8)}, rng_argnums=2),
-        ValueError,
+        V,
         A_KEY,
         "leaf ['k'] of argument 2 has shape (8,) and dtype key",
     ),
-    (
-        of(W, X, rngs=KEYS),
-        ValueError,
-        f"{DIFFERS} | argument 'rngs' | rng_argnames='rngs'.",
-    ),
-    (of(W, X, KEYS), ValueError, f"{DIFFERS} | ['a'] of argument 2  | rng_argnums=2."),
+    (of(W, X, rngs=KEYS), V, f"{DIFFERS} | argument 'rngs' | rng_argnames='rngs'."),
+    (of(W, X, KEYS), V, f"{DIFFERS} | ['a'] of argument 2  | rng_argnums=2."),
     (
         of(W, X, KEYS, KEYS, rng_argnums=2),
-        ValueError,
+        V,
         f"{DIFFERS} | argument 3 | rng_argnums=(2, 3).",
     ),
     (
         of(W, X, {"f": "a"}, rng_argnums=2),
-        TypeError,
+        T,
         f"leaf ['f'] of argument 2 {A_NUMBER} | of type str | Pass PRNG keys alone",
     ),
-    (of(W, X, X), ValueError, f"{A_ROLE} | argument 2, of | batch_argnums=(1, 2) to"),
-    (of(W, X, LENGTHS | {"b": X}), ValueError, f"{A_ROLE} | argument 2 | None for it"),
-    (of(W, X, y=X), ValueError, f"{A_ROLE} | argument 'y' | batch_argnames='y' to"),
+    (of(W, X, X), V, f"{A_ROLE} | argument 2, of | batch_argnums=(1, 2) to"),
+    (of(W, X, LENGTHS | {"b": X}), V, f"{A_ROLE} | argument 2 | None for it"),
+    (of(W, X, y=X), V, f"{A_ROLE} | argument 'y' | batch_argnames='y' to"),
     (
         of(W, X[None], X[None], batch_axes=1),
-        ValueError,
+        V,
         f"{A_ROLE} | argument 2, of shape (1, 8) | batch_argnums=(1, 2)",
     ),
     (
         of(W, X, X, X, y=X, batch_argnums=(1, 2), batch_argnames="y"),
-        ValueError,
+        V,
         f"{A_ROLE} | argument 3 | batch_argnums=(1, 2, 3)",
     ),
-    (of(weight_fn=3), TypeError, "weight_fn must be a function | is 3 | Pass None"),
-    (of(W, X, weight_fn=lambda x: x), ValueError, f"be a | shape (4,) | {COUNTS}"),
-    (of(W, X, weight_fn=lambda x: -1.0), ValueError, f"not negative | -1.0 | {COUNTS}"),
-    (of(W, X, weight_fn=lambda x: "4"), TypeError, f"be a real | '4' | {COUNTS}"),
-    (
-        of(W, X, weight_fn=lambda x: x[0] > 0),
-        TypeError,
-        f"real number | bool | {COUNTS}",
-    ),
-    (of(W, X, weight_fn=lambda: 1.0), TypeError, TAKES, "takes ()"),
-    (of(W, X, weight_fn=lambda a, b: 1.0), TypeError, TAKES, "(a, b)"),
+    (of(weight_fn=3), T, "weight_fn must be a function | is 3 | Pass None"),
+    (of(W, X, weight_fn=lambda x: x), V, f"be a | shape (4,) | {COUNTS}"),
+    (of(W, X, weight_fn=lambda x: -1.0), V, f"not negative | -1.0 | {COUNTS}"),
+    (of(W, X, weight_fn=lambda x: "4"), T, f"be a real | '4' | {COUNTS}"),
+    (of(W, X, weight_fn=lambda x: x[0] > 0), T, f"real number | bool | {COUNTS}"),
+    (of(W, X, weight_fn=lambda: 1.0), T, TAKES, "takes ()"),
+    (of(W, X, weight_fn=lambda a, b: 1.0), T, TAKES, "(a, b)"),
     (
         of(W, X, fun=returns({}), has_aux=True, weight_fn=lambda x: 1.0),
-        TypeError,
+        T,
         "weight_fn must take the batch | takes (x) | Give it one parameter",
     ),
     (
         of(W, X, fun=returns({}), has_aux=True, weight_fn=lambda x, a: jnp.ones(2)),
-        ValueError,
+        V,
         f"weight must be a scalar | shape (2,) | {COUNTS}",
     ),
     (
         of(W, X, fun=returns({}), has_aux=True, weight_fn=lambda x, a: -1),
-        ValueError,
+        V,
         f"not negative | -1 | {COUNTS}",
     ),
     *(
-        (of(aux=mode), ValueError, MODES, f"it holds {mode!r}")
+        (of(aux=mode), V, MODES, f"it holds {mode!r}")
         for mode in ("median", "auto", "concat", "max", "min")
     ),
-    (of(aux=max), ValueError, MODES, "built-in function max"),
-    (of(aux={"a": "sum", "b": None}), ValueError, MODES, "holds None"),
+    (of(aux=max), V, MODES, "built-in function max"),
+    (of(aux={"a": "sum", "b": None}), V, MODES, "holds None"),
     (
         of(W, X, fun=returns({"a": 1}), has_aux=True, aux={"b": "mean"}),
-        ValueError,
+        V,
         "aux must be a tree | fun returned PyTreeDef({'a': *}) | Name the same keys",
     ),
     (
         of(W, X, fun=returns(KEYS), has_aux=True),
-        TypeError,
+        T,
         "must have numbers | ['a'] of the aux has dtype key | Use \"last\" or",
     ),
     *(
         (
             of(W, X, fun=returns({"kept": leaf}), has_aux=True),
-            TypeError,
+            T,
             f"must be arrays or numbers | ['kept'] is {came} | Leave it out",
         )
         for leaf, came in (("text", "'text'"), (jnp.sin, "<PjitFunction"))
     ),
     (
         of(W, X, X, fun=lambda w, x, c: loss(w, x), carry_argnums=2),
-        TypeError,
+        T,
         "fun must return (loss, carry) | instead of a pair came | or change those",
     ),
     (
         of(W, X, W, fun=lambda w, x, c: (loss(w, x), c), carry_argnums=2, has_aux=True),
-        TypeError,
+        T,
         "fun must return (loss, (carry, | instead of a pair came | or change those",
     ),
     (
         of(W, X, ZEROS, fun=returns({"a": jnp.zeros(3)}), carry_argnums=2),
-        ValueError,
+        V,
         f"must keep the shape (2,) | shape (3,) | {AS_IT_CAME}",
     ),
     (
         of(W, X, ZEROS, fun=returns({"a": jnp.zeros(2, "bfloat16")}), carry_argnums=2),
-        ValueError,
+        V,
         f"dtype float32 | dtype bfloat16 | {AS_IT_CAME}",
     ),
     (
         of(W, X, ZEROS, fun=returns({"b": jnp.zeros(2)}), carry_argnums=2),
-        ValueError,
+        V,
         f"The carry must have the tree | leaf [0]['a'] is missing | {AS_IT_CAME}",
     ),
     (
         of(W, X, {"f": jnp.tanh}, carry_argnums=2),
-        TypeError,
+        T,
         f"leaf ['f'] of argument 2 {A_NUMBER} | PjitFunction | Carry arrays alone",
     ),
-    (of(num_real_microbatches=5), ValueError, PADDED, "but it is 5"),
-    (of(num_real_microbatches=-1), ValueError, PADDED, "but it is -1"),
-    (of(num_real_microbatches=1.0), TypeError, PADDED, "but it is 1.0"),
+    (of(num_real_microbatches=5), V, PADDED, "but it is 5"),
+    (of(num_real_microbatches=-1), V, PADDED, "but it is -1"),
+    (of(num_real_microbatches=1.0), T, PADDED, "but it is 1.0"),
 ]
 
 ONE_OF_TWO = "One of num_microbatches and microbatch_size must be given"
@@ -306,30 +305,39 @@ PASS_ROWS = "Pass how many rows"
 
 # Of `value_and_grad` alone.
 LAW = [
-    (of(accumulator_dtype=jnp.int32), TypeError, "must be a | int32 | Use float32"),
-    (of(k=None), TypeError, f"{ONE_OF_TWO} | neither came | {HOW_MANY}"),
-    (of(microbatch_size=8), TypeError, f"{ONE_OF_TWO} | both came | {HOW_MANY}"),
+    (of(accumulator_dtype=jnp.int32), T, "must be a | int32 | Use float32"),
+    (of(k=None), T, f"{ONE_OF_TWO} | neither came | {HOW_MANY}"),
+    (of(microbatch_size=8), T, f"{ONE_OF_TWO} | both came | {HOW_MANY}"),
     (
         of(k=None, microbatch_size=0),
-        ValueError,
+        V,
         f"microbatch_size must be at least 1 | it is 0 | {PASS_ROWS}",
     ),
     (
         of(k=None, microbatch_size=2.0),
-        TypeError,
+        T,
         f"microbatch_size must be an int | 2.0 | {PASS_ROWS}",
     ),
     (
         of(W, X, k=None, microbatch_size=5),
-        ValueError,
+        V,
         "microbatch_size=5 must divide the batch | shape (8,) | Use 1, 2, 4 or 8.",
     ),
     (
         of(residual_bytes=-1),
-        ValueError,
+        V,
         "residual_bytes must be a number of bytes | it is -1 | Leave it out",
     ),
 ]
+
+
+def says(call, error, parts):
+    with pytest.raises(error) as raised:
+        call()
+    message, at = " ".join(str(raised.value).split()), 0
+    for part in parts.split(" | "):
+        assert part in message[at:], message
+        at = message.index(part, at)
 
 
 def refused(make, case, error, said, came=""):
@@ -341,12 +349,7 @@ def refused(make, case, error, said, came=""):
         assert args  # an option alone is refused before there is a call
         step(*args, **kwargs)
 
-    with pytest.raises(error) as raised:
-        run()
-    message, at = str(raised.value), 0
-    for part in said.replace("@", came).split(" | "):
-        assert part in message[at:], message
-        at = message.index(part, at)
+    says(run, error, said.replace("@", came))
 
 
 @pytest.mark.parametrize("make", [ga.value_and_grad, mean_of])
@@ -363,6 +366,169 @@ def test_what_does_not_fit_micro_batches_is_refused(row):
 @pytest.mark.parametrize("row", LAW)
 def test_what_does_not_fit_the_whole_batch_is_refused(row):
     refused(ga.value_and_grad, *row)
+
+
+# -- Other functions -------------------------------------------------------------------
+
+PARAMS = {"w": jnp.ones((3, 8, 16)), "b": jnp.ones(16)}
+
+
+def verify(fun=untraced, params=W, batch=X, k=2, **options):
+    return lambda: ga.verify(fun, params, batch, k, **options)
+
+
+def equivalent(params, batch):
+    return lambda: testing.assert_accumulation_equivalent(untraced, params, batch, 2)
+
+
+def plan(make=lambda k: jax.jit(untraced), **options):
+    return lambda: ga.plan(make, **({"batch_size": 64, "memory_limit": 1} | options))
+
+
+def axis(name="data", **options):
+    return lambda: ga.DataAxis(name, **options)
+
+
+def sharded(rows=64, k=4, n=8, name="data", params=PARAMS, **options):
+    """A call on a mesh of n devices."""
+
+    def call():
+        mesh = jax.make_mesh((n,), ("data",), axis_types=(AxisType.Auto,))
+        data_axis = ga.DataAxis(name, mesh=mesh, **options)
+        step = ga.value_and_grad(untraced, k, data_axis=data_axis)
+        jax.jit(step)(params, jnp.ones((rows, 16)))
+
+    return call
+
+
+def explicit():
+    """The types of the arrays name the devices."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+    x = jax.device_put(jnp.ones((64, 3)), NamedSharding(mesh, P("data")))
+    jax.jit(ga.value_and_grad(untraced, 16))(jnp.ones(3), x)
+
+
+NO_REDUCTION = 'overlap must have sync="last" and no'
+
+OTHERS = {
+    "verify": [
+        (verify(k=3), V, "must divide the batch axis"),
+        (verify(k=0), V, "at least 1"),
+        (verify(k=2.0), T, "must be an int"),
+        (verify(params={}), V, "params must | it has none | of type dict"),
+        (verify(params={"n": jnp.arange(3)}), T, "leaf ['n'] of params"),
+        (verify(batch=()), V, "batch must hold at least one array"),
+        (verify(batch={"x": 1.0}), V, "['x'] is a scalar. | Give it None"),
+        (verify(batch=LENGTHS), V, "['b'] has shape (4,)"),
+        (verify(batch=X[:0]), V, "at least one example"),
+        (verify(weight_fn=3), T, "weight_fn must be a function"),
+        (verify(rng=()), V, "rng must hold at least one array"),
+        (verify(rng=jnp.ones(3)), V, "PRNG key"),
+        (verify(3), T, "fun must be a function"),
+        (verify(lambda w, x: x * w), V, "must be a scalar"),
+        (verify(returns(1)), T, "has_aux=True"),
+        (verify(lambda w, x: jnp.int32(1)), T, "real and floating"),
+        (verify(loss, has_aux=True), T, "pair (loss, aux) with has_aux=True"),
+        (verify(loss, weight_fn=lambda x: x), V, "weight must be"),
+        (verify(loss, weight_fn=lambda x: -1.0), V, "weight must be"),
+        (verify(loss, weight_fn=lambda x: "two"), T, "weight must be"),
+        (equivalent({}, X), AssertionError, "at least one array"),
+        (equivalent(W, {}), AssertionError, "at least one array"),
+        (equivalent(np.arange(2), X), T, "floating or complex"),
+    ],
+    "plan": [
+        *(
+            (plan(memory_limit=limit), error, said)
+            for limit, error, said in (
+                ("16G", V, "but it is '16G'. | Pass bytes"),
+                ("GiB", V, "it is 'GiB'"),
+                ("-1GiB", V, "it is '-1GiB'"),
+                ("", V, "it is ''"),
+                (0, V, "at least one byte, | but it is 0"),
+                (-5, V, "it is -5"),
+                (float("nan"), V, "it is nan"),
+                (float("inf"), V, "it is inf"),
+                (True, T, "it is True of type bool"),
+                ([1], T, "of type list"),
+                (None, V, 'memory_limit must be given | "16GiB"'),
+            )
+        ),
+        (plan(batch_size=0), V, "batch_size must be at least 1, | it is 0"),
+        (plan(batch_size=6.0), T, "batch_size must be an int, | it is 6.0"),
+        (plan(batch_size=True), T, "it is True"),
+        (plan(candidates=[]), V, "candidates must not be empty"),
+        (plan(candidates=[1, 3]), V, "but 3 does not. | Choose from 1, 2, 4"),
+        (plan(candidates=[0]), V, "candidate must be at least 1 | it is 0"),
+        (plan(candidates=["4"]), T, "must be an int, | '4' of type str"),
+        (plan(3), T, "make_step must be a function | it is 3"),
+        (plan(lambda k: len), T, "no `lower`. | Return jax.jit"),
+    ],
+    "devices": [
+        (axis(None), T, "must name a mesh axis | data_axis=None"),
+        (axis(3), T, "must be the name of a mesh axis | it is 3"),
+        (axis(("data", "data")), T, "different names"),
+        (axis(sync="never"), V, 'sync must be "last" or "each"'),
+        (axis(overlap=1), T, "overlap must be a bool, but it is 1"),
+        (axis(overlap=True, sync="each"), V, NO_REDUCTION),
+        (axis(overlap=True, logical_devices=8), V, NO_REDUCTION),
+        (
+            axis(param_specs=P("data"), grad_specs=P("data")),
+            V,
+            "grad_specs must be alone | one of them out",
+        ),
+        (axis(logical_devices=6), V, "power of two | it is 6. | Use 4 or 8"),
+        (axis(logical_devices=0), V, "at least 1 | it is 0"),
+        (axis(logical_devices=8.0), T, "an int | 8.0"),
+        (axis(logical_devices=8, sync="each"), V, 'sync is "each"'),
+        (
+            lambda: ga.value_and_grad(untraced, 2, data_axis="data")(W, X),
+            V,
+            "there is none. | Call inside jax.set_mesh",
+        ),
+        (sharded(name="rows"), V, "must be an axis of the mesh | 'data' | splits"),
+        (sharded(60), V, "8 devices | must divide | (60, 16) | 56 or 64"),
+        (sharded(k=3), V, "num_microbatches=3 must divide | 8 examples | 1, 2, 4 or 8"),
+        (explicit, V, "of each of the 8 devices, 8 examples | 2, 4"),
+        (
+            sharded(48, 1, 3, logical_devices=8),
+            V,
+            "must divide logical_devices=8 | are 3. | Use 1, 2, 4 or 8",
+        ),
+        (
+            sharded(12, 1, 2, logical_devices=8),
+            V,
+            "8 logical devices | (12, 16) | a batch of 8 or 16",
+        ),
+        (
+            sharded(32, 3, 2, logical_devices=8),
+            V,
+            "each of the 8 logical devices, 4 examples | Use 1, 2 or 4",
+        ),
+        *(
+            (sharded(**{name: specs}), error, said)
+            for name in ("param_specs", "grad_specs")
+            for specs, error, said in (
+                ({"w": "data"}, T, f"{name} must be a tree of PartitionSpec"),
+                ({"w": P()}, V, f"{name} must be a prefix"),
+                (P(None, None, None, "data"), V, f"{name} must fit the param"),
+                (P("data"), V, "leaf ['w'] | (3, 8, 16)"),
+            )
+        ),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(row, id=f"{name} {row[2]}")
+        for name, rows in OTHERS.items()
+        for row in rows
+    ],
+)
+def test_other_functions_say_it_too(row):
+    call, error, parts = row
+    says(call, error, parts)
 
 
 def test_what_fits_is_not_refused():

@@ -71,7 +71,7 @@ def test_a_new_address_reaches_every_file_and_an_empty_one_leaves_no_trace(check
 @pytest.mark.parametrize(
     ("release", "what", "badges"),
     [
-        (EMPTY, r'"\.\.(\[\w+\])?"', 0),
+        (EMPTY, r'"\{found\[-1\]\}(\[\w+\])?"', 0),
         (SOMEWHERE, rf'"ga-optax(\[\w+\])? @ git\+{SOMEWHERE.address}"', 1),
     ],
     ids=["empty", "filled"],
@@ -80,8 +80,10 @@ def test_each_notebook_installs_the_package_if_it_is_not_there(release, what, ba
     for path, text in address.stamped(release).items():
         if path.suffix == ".ipynb":
             first, install, *_ = json.loads(text)["cells"]
-            guard, command = "".join(install["source"]).split("\n    ")
+            guard, *found, command = "".join(install["source"]).split("\n    ")
             assert guard.endswith('if importlib.util.find_spec("ga_optax") is None:')
+            wheel = 'found = ["..", *glob.glob("ga_optax-*.whl")]'
+            assert found[1:] == ([] if badges else [wheel])
             assert re.match(rf"%pip install -q {what}( [a-z-]+)*$", command)
             shown = "".join(first["source"])
             assert shown.count(address.BADGE) == badges

@@ -8,8 +8,6 @@ import pytest
 from jax.interpreters import ad
 
 import ga_optax as ga
-from ga_optax._passes import ir, places, repeats, table
-from ga_optax._passes.facts import Facts
 
 LAYERS, WIDTH = 6, 4
 OPTIMIZE = pytest.mark.parametrize("optimize", [True, False])
@@ -63,46 +61,6 @@ def test_the_program_is_that_without_the_pass(loss, dtype, optimize, monkeypatch
     assert text_of(loss, *args, optimize=optimize) == with_pass
 
 
-def test_without_passes_run_those_alone_that_change_no_program(monkeypatch):
-    ran, args = [], arguments(jnp.bfloat16)
-    plain = text_of(mixed, *args, optimize=False)
-
-    def counted(one):
-        def change(program, facts):
-            ran.append(one.name)
-            return one.change(program, facts)
-
-        return one._replace(change=change)
-
-    passes = tuple(map(counted, table.PASSES))
-    monkeypatch.setattr(table, "PASSES", passes)
-    assert text_of(mixed, *args, optimize=False) == plain
-    due = {one.name for one in passes if one.law == table.SAME_PROGRAM}
-    assert set(ran) == due == {"repeats"}
-    # The twin: a pass that changes the program says that it does not.
-    liars = [one._replace(law=table.SAME_PROGRAM) for one in passes]
-    monkeypatch.setattr(table, "PASSES", tuple(liars))
-    assert text_of(mixed, *args, optimize=False) != plain
-    assert set(ran) > due
-
-
-def test_a_program_that_reads_twice_needs_its_equation_as_it_is(monkeypatch):
-    """What comes back to `x` of `x * x` is added in the order of JAX's rules."""
-
-    def loss(params, x):
-        for w in params:
-            x = jax.lax.mul(x, x) + jnp.tanh(x @ w)
-        return jnp.mean(x)
-
-    with_pass = text_of(loss, *arguments())
-    with monkeypatch.context() as patch:
-        helpers.without_pass(patch, "repeats")
-        assert text_of(loss, *arguments()) == with_pass
-    if jax.__version_info__ >= (0, 11):  # jax 0.10 has one order for both
-        monkeypatch.setattr(repeats, "_twice", lambda read: False)
-        assert text_of(loss, *arguments()) != with_pass  # the twin calls it, too
-
-
 @OPTIMIZE
 def test_a_rule_is_run_once_for_all_layers(optimize, monkeypatch):
     runs = []
@@ -119,30 +77,3 @@ def test_a_rule_is_run_once_for_all_layers(optimize, monkeypatch):
     helpers.without_pass(monkeypatch, "repeats")
     jax.make_jaxpr(ga.value_and_grad(dense, 2, **options))(*arguments())
     assert len(runs) == 1 + LAYERS
-
-
-def test_names_and_lines_are_those_of_each_equation():
-    def loss(params, x):
-        for i, w in enumerate(params):
-            with jax.named_scope(f"layer{i}"):
-                x = jnp.tanh(x @ w)
-        return jnp.mean(x)
-
-    args = arguments()
-    program = ir.Program(jax.make_jaxpr(loss)(*args).jaxpr)
-    new = repeats.called(program, Facts())
-    calls = [e for e in new.jaxpr.eqns if ir.is_inline(e)]
-    assert len(calls) == 2 * LAYERS
-    flat = jax.make_jaxpr(lambda *xs: jax.core.eval_jaxpr(new.jaxpr, (), *xs))
-    for old, one in zip(
-        program.jaxpr.eqns, flat(*args[0], args[1]).jaxpr.eqns, strict=True
-    ):
-        assert str(one.source_info.name_stack) == str(old.source_info.name_stack)
-        assert places.line_of(one.source_info) == places.line_of(old.source_info)
-
-
-def test_a_jax_that_does_not_inline_keeps_the_equations(monkeypatch):
-    program = ir.Program(jax.make_jaxpr(dense)(*arguments()).jaxpr)
-    monkeypatch.setattr(ir, "as_call", lambda *_: None)
-    new = repeats.called(program, Facts())
-    assert all(map(lambda a, b: a is b, new.jaxpr.eqns, program.jaxpr.eqns))

@@ -1,9 +1,11 @@
-"""examples/resume.py: a run that is killed anywhere goes on with the same bits."""
+"""Checkpoints of open windows: cut anywhere, a run goes on with the same bits.
+
+They are saved as examples/resume.py does; test_examples.py kills that with SIGKILL.
+"""
 
 import hashlib
 import os
 import pathlib
-import shutil
 import signal
 import subprocess
 import sys
@@ -36,25 +38,6 @@ ENVIRONMENT = os.environ | {
 def resume():
     """The example as a module."""
     return helpers.load(EXAMPLE)
-
-
-# Four processes start here one after the other, each imports JAX, Flax and Orbax.
-@pytest.mark.published
-def test_a_run_that_is_killed_with_sigkill_ends_in_the_bits_of_the_other(tmp_path):
-    run = subprocess.run(
-        [sys.executable, str(EXAMPLE), "--steps", "2", "--kills", "1", "--seed", "8"],
-        env=ENVIRONMENT,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert "killed after micro-step 4 " in run.stdout
-    assert "restored after micro-step 3 (3 of 4 in its window)" in run.stdout
-    for name in NAMES:
-        assert f"    {name:12} same bits: state (" in run.stdout
-    assert "the model has float32[48]" in run.stdout
 
 
 # -- In one process, with the checkpoint on disk between the halves --------------------
@@ -122,50 +105,39 @@ def test_a_checkpoint_without_the_accumulator_is_told_by_the_comparison(resume, 
 GOOD = [jnp.array([float(i), -2.0 * i, 0.5]) for i in range(1, 9)]
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("before", "after"), [(8, 3), (8, 1), (2, 5), (4, 1), (1, 4), (1, 1)]
-)
+@pytest.mark.published
+@pytest.mark.parametrize(("before", "after"), [(8, 3), (2, 5), (4, 1), (1, 4), (1, 1)])
 def test_a_checkpoint_of_another_k_closes_its_window_sensibly(
     before, after, resume, tmp_path
 ):
     old, new = (ga.MultiSteps(optax.sgd(1.0, 0.5), k) for k in (before, after))
-    params = jnp.zeros(3)
-    state = old.init(params)
-    held = before - 1
-    for g in GOOD[:held]:
+    params, held = jnp.zeros(3), before - 1
+    fresh = state = old.init(params)
+    # Where no window is ever open, a whole step, for its momentum.
+    for g in GOOD[: max(held, 1)]:
         params, state = ga.apply_gradients(old, g, state, params)
-    if before == 1:  # no window is ever open: take a whole step, for its momentum
-        params, state = ga.apply_gradients(old, GOOD[0], state, params)
+    like = {"params": jnp.ones(3), "opt_state": fresh}
     with resume.open_checkpoints(tmp_path) as checkpoints:
         resume.save(checkpoints, 1, {"params": params, "opt_state": state})
-    like = {"params": jnp.ones(3), "opt_state": old.init(params)}
-    with resume.open_checkpoints(tmp_path) as checkpoints:
-        if (before == 1) != (after == 1) and after > 1:
+        if before == 1 < after:
             with pytest.raises(ValueError, match=r"opt_state/total.*nothing"):
                 resume.restore(checkpoints, 1, like | {"opt_state": new.init(params)})
         restored = resume.restore(checkpoints, 1, like)
     params, state = restored["params"], restored["opt_state"]
-    if before == 1 and after > 1:
+    if before == 1 < after:
         # It holds no accumulator. The error says so, and how to go on.
         with pytest.raises(ValueError, match=r"inner_opt_state.*_replace"):
             ga.apply_gradients(new, GOOD[0], state, params)
-        state = new.init(params)._replace(
-            inner_opt_state=state.inner_opt_state,
-            gradient_step=state.gradient_step,
-            counters=state.counters,
-        )
+        kept = {name: getattr(state, name) for name in ("inner_opt_state", "counters")}
+        state = new.init(params)._replace(**kept, gradient_step=state.gradient_step)
     start, momentum = params, state.inner_opt_state[0].trace
-    steps = int(ga.stats(state).steps)
-    closes_after = max(after - held, 1)
-    rest = GOOD[held:][:closes_after]
-    for i, g in enumerate(rest):
+    steps, closes_after = int(ga.stats(state).steps), max(after - held, 1)
+    for i, g in enumerate(GOOD[held:][:closes_after]):
         params, state = ga.apply_gradients(new, g, state, params)
         assert bool(ga.has_updated(state)) == (i + 1 == closes_after)
     mean = np.mean(np.stack(GOOD[: held + closes_after]), axis=0)
     np.testing.assert_allclose(params, start - (mean + 0.5 * momentum), rtol=1e-6)
-    assert int(ga.stats(state).steps) == steps + 1
-    assert int(ga.stats(state).fill) == 0
+    assert (int(ga.stats(state).steps), int(ga.stats(state).fill)) == (steps + 1, 0)
 
 
 # -- Checkpoints that do not fit -------------------------------------------------------
@@ -218,40 +190,23 @@ def flip(path, start, number=64):
     path.write_bytes(raw)
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_flipped_bytes_are_never_restored_in_silence(seed, resume, tmp_path):
-    rng = np.random.default_rng(seed)
-    tree = {"w": rng.normal(size=20_000).astype(np.float32), "b": np.zeros(3, np.int32)}
+@pytest.mark.parametrize("place", [0.0, 0.1, 0.3, 0.5, 0.7, 0.9])
+def test_flipped_bytes_are_never_restored_in_silence(place, resume, tmp_path):
+    rng = np.random.default_rng(0)
+    tree = {"w": rng.normal(size=40_000).astype(np.float32), "b": np.zeros(3, np.int32)}
     with resume.open_checkpoints(tmp_path) as checkpoints:
         resume.save(checkpoints, 1, tree)
-    largest = max(
-        (path for path in tmp_path.rglob("*") if path.is_file()),
-        key=lambda path: path.stat().st_size,
-    )
-    flip(largest, int(rng.integers(largest.stat().st_size)))
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    largest = max(files, key=lambda path: path.stat().st_size)
+    flip(largest, int(place * largest.stat().st_size))
     with resume.open_checkpoints(tmp_path) as checkpoints:
-        try:
-            restored = resume.restore(checkpoints, 1, tree)
+        try:  # the twin: Orbax alone may say nothing, and the numbers are others
+            alone = checkpoints.restore(1, args=resume.ocp.args.StandardRestore(tree))
         except ValueError:
-            return
-        testing.assert_trees_bitwise_equal(restored, tree)
-
-
-def test_orbax_restores_flipped_bytes_and_the_checksum_tells(resume, tmp_path):
-    tree = {"w": np.random.default_rng(0).normal(size=40_000).astype(np.float32)}
-    with resume.open_checkpoints(tmp_path) as checkpoints:
-        resume.save(checkpoints, 1, tree)
-    largest = max(
-        (path for path in tmp_path.rglob("*") if path.is_file()),
-        key=lambda path: path.stat().st_size,
-    )
-    flip(largest, largest.stat().st_size // 2)
-    with resume.open_checkpoints(tmp_path) as checkpoints:
-        # The twin: Orbax alone says nothing, and the numbers are others.
-        alone = checkpoints.restore(1, args=resume.ocp.args.StandardRestore(tree))
-        assert (alone["w"] != tree["w"]).any()
-        with pytest.raises(ValueError, match=r"SHA-256 .* changed on the disk"):
-            resume.restore(checkpoints, 1, tree)
+            alone = tree
+        if (alone["w"] != tree["w"]).any() or place == 0.5:
+            with pytest.raises(ValueError, match=r"SHA-256 .* changed on the disk"):
+                resume.restore(checkpoints, 1, tree)
 
 
 # -- Killed while it saves -------------------------------------------------------------
@@ -301,24 +256,3 @@ def test_a_process_killed_while_it_saves_leaves_the_last_complete_checkpoint(
         # And the run goes on: the number that was cut off is saved again.
         resume.save(checkpoints, 2, {"w": state["w"] + 1})
         assert checkpoints.latest_step() == 2
-
-
-def test_a_partial_temporary_folder_is_no_checkpoint(resume, tmp_path):
-    with resume.open_checkpoints(tmp_path) as checkpoints:
-        resume.save(checkpoints, 1, SAVED)
-    partial = tmp_path / "2.orbax-checkpoint-tmp"
-    shutil.copytree(tmp_path / "1", partial)
-    for path in list(partial.rglob("*"))[::2]:
-        if path.is_file():
-            path.unlink()
-    with resume.open_checkpoints(tmp_path) as checkpoints:
-        assert checkpoints.latest_step() == 1
-        testing.assert_trees_bitwise_equal(resume.restore(checkpoints, 1, SAVED), SAVED)
-
-
-@pytest.mark.parametrize("arguments", [["--steps", "0"], ["--kills", "400"]])
-def test_numbers_that_make_no_run_are_refused(arguments, resume, capsys):
-    with pytest.raises(SystemExit) as exit_:
-        resume.main(arguments)
-    assert exit_.value.code == 2
-    assert "--steps must be at least 1" in capsys.readouterr().err

@@ -1,7 +1,8 @@
-"""Any grouping of the same micro-batches into calls gives the same bits: random models.
+"""Any grouping of the same micro-batches into calls gives the same bits.
 
 A model is drawn from pieces whose last operation is a bare product, a sum, a scatter or
-a matrix product, in a loop or outside, with penalties on the parameters alone.
+a matrix product, in a loop or outside, with penalties on the parameters alone. Then
+what comes in another way: scans of any form, and what has no role.
 """
 
 import helpers
@@ -14,8 +15,6 @@ from helpers import mean_of
 import ga_optax as ga
 from ga_optax import accumulator
 from ga_optax._loop import fences
-from ga_optax._passes import constants, ir
-from ga_optax._passes.facts import Facts
 from ga_optax.testing import assert_trees_bitwise_equal
 
 WIDTH, K = 8, 4
@@ -201,36 +200,120 @@ OPEN = pytest.mark.xfail(
 )
 
 
-@pytest.mark.exhaustive
+@pytest.mark.published
 @pytest.mark.parametrize(
     ("seed", "weight_fn"),
     [
         pytest.param(0, weight, marks=OPEN),
-        (0, None),
-        pytest.param(1, weight, marks=pytest.mark.published),
-        pytest.param(2, None, marks=pytest.mark.published),
+        *((seed, weight_fn) for seed in range(1, 8) for weight_fn in (None, weight)),
     ],
 )
 def test_groupings_of_a_random_model_agree_bit_for_bit(seed, weight_fn):
-    check(seed, weight_fn)
-
-
-@pytest.mark.published
-@pytest.mark.parametrize("weight_fn", [None, weight], ids=["unweighted", "weighted"])
-@pytest.mark.parametrize("seed", range(3, 11))
-def test_groupings_of_more_random_models_agree_bit_for_bit(seed, weight_fn):
     with helpers.by_hand(bool(seed % 2)):
         check(seed, weight_fn)
 
 
-@pytest.mark.parametrize("seed", [100])
-def test_in_place_and_not_agree_bit_for_bit(seed):
-    loss, params, batch = draw(seed)
+def test_in_place_and_not_agree_bit_for_bit():
+    loss, params, batch = draw(100)
     results = []
     for optimize in (True, False):
         with helpers.by_hand(optimize):
             results.append(jax.jit(ga.value_and_grad(loss, K))(params, batch))
     assert_trees_bitwise_equal(*results)
+
+
+# -- Scans of any form -----------------------------------------------------------------
+
+FORMS = {
+    "backwards": {"reverse": True},
+    "two at once": {"unroll": 2},
+    "all at once": {"unroll": True},
+    "split": {"_split_transpose": True},
+}
+
+
+@pytest.mark.grid(2, 4)
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_scan_of_any_form_has_the_bits_of_the_plain_sum(form, again):
+    """Over matrices, scales and shifts, with what it keeps, once and again."""
+    rng = np.random.default_rng(0)
+    shapes = {"matrix": (3, 4, 4), "scale": (3, 4), "shift": (3, 4), "x": (2 * K, 4)}
+    params = {
+        n: jnp.asarray(rng.normal(size=s), jnp.float32) for n, s in shapes.items()
+    }
+    x = params.pop("x")
+
+    def layer(h, p):
+        h = jnp.tanh(h @ p["matrix"] * p["scale"][None] + p["shift"][None])
+        return h - 0.5 * jnp.mean(h, 0, keepdims=True), jnp.sum(h, 0)
+
+    def loss(params, x):
+        h, kept = jax.lax.scan(layer, x, params, **FORMS[form])
+        if again:
+            h, _ = jax.lax.scan(layer, h, params, **FORMS[form])
+        return jnp.mean(h**2) + jnp.sum(kept**2)
+
+    got = jax.jit(mean_of(loss, K))(params, x)
+    with helpers.by_hand():
+        assert_trees_bitwise_equal(got, jax.jit(mean_of(loss, K))(params, x))
+
+
+# -- What has no role ------------------------------------------------------------------
+
+
+def frozen(p, x, z):
+    return jnp.mean(jnp.tanh(x @ (jax.nn.softmax(z) + p)) ** 2)
+
+
+def carried(p, x, z):
+    return frozen(p, x, z), z
+
+
+# How the third argument comes: a function, and the options of `accumulate`.
+SOURCES = {
+    "argument": (lambda z: frozen, {}),
+    "closure": (lambda z: lambda p, x, _: frozen(p, x, z), {}),
+    "whole": (lambda z: frozen, {"batch_argnums": (1, 2), "batch_axes": (0, None)}),
+    "carry": (lambda z: carried, {"carry_argnums": 2}),
+}
+
+
+def total_in_calls(source, seed, calls):
+    """The sum of gradients of K micro-batches, in so many calls."""
+    make, options = SOURCES[source]
+    rng = np.random.default_rng(seed)
+    p, x, z = (
+        jnp.asarray(rng.normal(size=(rows, 16)), jnp.float32) for rows in (16, 24, 16)
+    )
+
+    @jax.jit
+    def step(acc, p, x, z):
+        return ga.accumulate(make(z), K // calls, **options)(acc, p, x, z)[1]
+
+    acc = ga.accumulator.init(p)
+    for part in jnp.split(x, calls):
+        acc = step(acc, p, part, z)
+    return acc.total
+
+
+@pytest.mark.grid(2, 4)
+@pytest.mark.parametrize("source", SOURCES)
+def test_groupings_agree_with_frozen_parameters(source):
+    one, two, four = (total_in_calls(source, 0, calls) for calls in (1, 2, 4))
+    assert_trees_bitwise_equal(two, one)
+    assert_trees_bitwise_equal(four, one)
+
+
+def test_without_the_fence_around_them_some_grouping_has_other_bits(monkeypatch):
+    """The twin: parameters, batch and carry are held, and nothing else."""
+    helpers.without_fence_of_consts(monkeypatch)
+
+    def differ(seed):
+        one, four = (total_in_calls("argument", seed, n) for n in (1, 4))
+        return np.any(one != four)
+
+    assert any(map(differ, range(8)))
 
 
 def rotary():
@@ -278,19 +361,6 @@ def test_with_a_table_that_the_loss_computes_groupings_agree(layer, monkeypatch)
     helpers.without_pass(monkeypatch, "constants")
     with pytest.raises(AssertionError):
         assert_trees_bitwise_equal(*in_one_call_and_in_many(loss))
-
-
-def test_a_mask_is_not_hoisted():
-    """It has the same bits anywhere, and need not be kept."""
-
-    def loss(w, x):
-        mask = jnp.tril(jnp.ones((8, 8)))
-        bias = jnp.where(mask == 0, -1e9, 0.0)
-        return jnp.mean(jax.nn.softmax(x @ w @ x.T + bias) ** 2)
-
-    closed = jax.make_jaxpr(loss)(jnp.ones((3, 3)), jnp.ones((8, 3)))
-    program = ir.Program(closed.jaxpr)
-    assert constants.hoisted(program, Facts()) is program
 
 
 def in_one_call_and_in_many(loss):

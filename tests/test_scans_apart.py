@@ -32,7 +32,6 @@ pytestmark = [
     pytest.mark.usefixtures("optax_promotion", "fast_compilation"),
     pytest.mark.filterwarnings("ignore:.*computed whole"),
 ]
-ROWS = "rows"
 by_name = functools.partial(pytest.mark.parametrize, ids=lambda x: x.__name__)
 
 
@@ -49,13 +48,6 @@ def off_by(body, how=How(), k=3, n=whole_scans.N, **options):  # noqa: B008
 @by_name("body", BODIES)
 def test_a_scan_has_the_value_and_gradients_of_the_whole_batch(body, how):
     assert off_by(body, how) < BOUND
-
-
-@pytest.mark.grid(1, 3)
-@pytest.mark.parametrize("k", [2, 3, 6])
-@by_name("body", BODIES)
-def test_so_it_has_with_any_number_of_micro_batches(body, k):
-    assert off_by(body, How(2, remat=True), k) < BOUND
 
 
 @pytest.mark.grid(1, 3)

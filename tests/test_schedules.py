@@ -102,30 +102,28 @@ def test_stepwise_follows_what_was_seen_at_every_step(size, ks, data):
     assert_same(ramp, stages(batches, boundaries), size, 120)
 
 
-def test_stepwise_in_steps_changes_exactly_there():
-    ramp = schedules.stepwise(
-        [512, 1024, 2048],
-        [50_000, 115_000],
-        microbatch_size=256,
-        boundaries_in_steps=True,
-    )
+# The sizes and boundaries of `stepwise`, in steps or not, and what each stage is.
+STEPS = [
+    # A batch that crosses two boundaries skips the stage between.
+    ([10, 20, 30], [11, 15], False, (0, 2), (1, 3)),
+    # A boundary that is met exactly begins its stage.
+    ([10, 20], [29], False, (0, 3), (1, 2)),
+    ([10, 20], [30], False, (0, 3), (1, 2)),
+    ([10, 20], [31], False, (0, 4), (1, 2)),
+    ([20, 40, 80], [50_000, 115_000], True, (0, 50_000, 115_000), (2, 4, 8)),
+]
+
+
+@pytest.mark.parametrize(("batches", "at", "in_steps", "first", "ks"), STEPS)
+def test_a_stage_begins_exactly_there(batches, at, in_steps, first, ks):
+    options = {"microbatch_size": 10, "boundaries_in_steps": in_steps}
+    ramp = schedules.stepwise(batches, at, **options)
+    assert ramp == schedules.Ramp(10, first, ks)
     k = jax.jit(ramp)
-    steps = [0, 1, 49_999, 50_000, 50_001, 114_999, 115_000, 115_001, 255_000]
-    assert [int(k(step)) for step in steps] == [2, 2, 2, 4, 4, 4, 8, 8, 8]
-    assert ramp.seen(115_000) == 50_000 * 512 + 65_000 * 1024
-    assert ramp.batch_sizes == (512, 1024, 2048)
-
-
-def test_a_batch_that_crosses_two_boundaries_skips_the_stage_between():
-    ramp = schedules.stepwise([10, 20, 30], [11, 15], microbatch_size=10)
-    assert ramp == schedules.Ramp(10, (0, 2), (1, 3))
-
-
-def test_a_boundary_that_is_met_exactly_begins_its_stage():
-    ramp = schedules.stepwise([10, 20], [30], microbatch_size=10)
-    assert ramp.first_steps == (0, 3)
-    assert schedules.stepwise([10, 20], [31], microbatch_size=10).first_steps == (0, 4)
-    assert schedules.stepwise([10, 20], [29], microbatch_size=10).first_steps == (0, 3)
+    for begin, stage in zip(first[1:], ks[1:], strict=True):
+        assert int(k(begin - 1)) < int(k(begin)) == int(k(begin + 1)) == stage
+    if in_steps:
+        assert ramp.seen(115_000) == 50_000 * 20 + 65_000 * 40
 
 
 def test_the_ramps_of_reports_come_out_as_reported():
@@ -200,64 +198,51 @@ def test_multi_steps_closes_its_windows_as_the_ramp_says(ramp):
 # -- Bad input -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "words"),
-    [
-        (
-            (10, 20, 5, 4),
-            ValueError,
-            r"start must be a multiple of .*=4, .* Use 8 or 12",
-        ),
-        ((2, 20, 5, 4), ValueError, r"it is 2\. Use 4"),
-        ((4, 22, 5, 4), ValueError, r"end must be a multiple"),
-        ((8, 4, 5, 4), ValueError, r"end must not be below start=8, but it is 4"),
-        ((4, 8, 0, 4), ValueError, r"duration must be at least 1, but it is 0"),
-        ((4, 8, 1.5, 4), TypeError, r"duration must be an int, but it is 1\.5"),
-        ((4, 8, 5, 0), ValueError, r"microbatch_size must be at least 1"),
-        ((4, 8, 5, True), TypeError, r"microbatch_size must be an int, .* True"),
-        ((0, 8, 5, 4), ValueError, r"start must be at least 1"),
-        ((4, 8, 5, 4, 3), ValueError, r"increment must be a multiple of .*=4"),
-        ((4, 12, 5, 4, 12), ValueError, r"must divide end - start = 8, but it is 12"),
-        ((1, 1 << 32, 5, 1), ValueError, r"at most 2\^31 - 1 micro-batches"),
-        ((1, 2, 1 << 40, 1), ValueError, r"must begin at a step below 2\^31"),
-    ],
-)
+LINEAR = [
+    ((10, 20, 5, 4), ValueError, r"start must be a multiple of .*=4, .* Use 8 or 12"),
+    ((2, 20, 5, 4), ValueError, r"it is 2\. Use 4"),
+    ((4, 22, 5, 4), ValueError, r"end must be a multiple"),
+    ((8, 4, 5, 4), ValueError, r"end must not be below start=8, but it is 4"),
+    ((4, 8, 0, 4), ValueError, r"duration must be at least 1, but it is 0"),
+    ((4, 8, 1.5, 4), TypeError, r"duration must be an int, but it is 1\.5"),
+    ((4, 8, 5, 0), ValueError, r"microbatch_size must be at least 1"),
+    ((4, 8, 5, True), TypeError, r"microbatch_size must be an int, .* True"),
+    ((0, 8, 5, 4), ValueError, r"start must be at least 1"),
+    ((4, 8, 5, 4, 3), ValueError, r"increment must be a multiple of .*=4"),
+    ((4, 12, 5, 4, 12), ValueError, r"must divide end - start = 8, but it is 12"),
+    ((1, 1 << 32, 5, 1), ValueError, r"at most 2\^31 - 1 micro-batches"),
+    ((1, 2, 1 << 40, 1), ValueError, r"must begin at a step below 2\^31"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "error", "words"), LINEAR)
 def test_a_linear_ramp_that_cannot_be_raises(arguments, error, words):
-    start, end, duration, size, *increment = arguments
+    *ramp, size, increment = arguments if len(arguments) == 5 else (*arguments, None)
     with pytest.raises(error, match=words):
-        schedules.linear(
-            start,
-            end,
-            duration,
-            microbatch_size=size,
-            increment=increment[0] if increment else None,
-        )
+        schedules.linear(*ramp, microbatch_size=size, increment=increment)
 
 
-@pytest.mark.parametrize(
-    ("batches", "boundaries", "error", "words"),
-    [
-        ([], [], ValueError, r"there are 0 batch sizes and 0 boundaries"),
-        ([2, 4], [], ValueError, r"2 batch sizes and 0 boundaries"),
-        ([2, 4], [0], ValueError, r"boundaries\[0\] must be at least 1"),
-        ([2, 4, 6], [5, 5], ValueError, r"boundaries\[1\] is 5, after 5"),
-        ([2, 3], [5], ValueError, r"batch_sizes\[1\] must be a multiple"),
-        ([2, 4.0], [5], TypeError, r"batch_sizes\[1\] must be an int, but it is 4\.0"),
-        ([2, 4], ["5"], TypeError, r"boundaries\[0\] must be an int"),
-        ([2, 4], [1 << 33], ValueError, r"begins at step 4294967296"),
-    ],
-)
+STEPWISE = [
+    ([], [], ValueError, r"there are 0 batch sizes and 0 boundaries"),
+    ([2, 4], [], ValueError, r"2 batch sizes and 0 boundaries"),
+    ([2, 4], [0], ValueError, r"boundaries\[0\] must be at least 1"),
+    ([2, 4, 6], [5, 5], ValueError, r"boundaries\[1\] is 5, after 5"),
+    ([2, 3], [5], ValueError, r"batch_sizes\[1\] must be a multiple"),
+    ([2, 4.0], [5], TypeError, r"batch_sizes\[1\] must be an int, but it is 4\.0"),
+    ([2, 4], ["5"], TypeError, r"boundaries\[0\] must be an int"),
+    ([2, 4], [1 << 33], ValueError, r"begins at step 4294967296"),
+]
+
+
+@pytest.mark.parametrize(("batches", "boundaries", "error", "words"), STEPWISE)
 def test_a_stepwise_ramp_that_cannot_be_raises(batches, boundaries, error, words):
     with pytest.raises(error, match=words):
         schedules.stepwise(batches, boundaries, microbatch_size=2)
 
 
-def test_a_boundary_beyond_the_last_step_raises():
+def test_a_step_that_is_none_raises():
     with pytest.raises(ValueError, match=r"begins at step 2147483648"):
         schedules.stepwise([2, 4], [2**31], microbatch_size=2, boundaries_in_steps=True)
-
-
-def test_a_step_that_is_none_raises():
     ramp = schedules.linear(1, 4, 9, microbatch_size=1)
     with pytest.raises(TypeError, match=r"dtype float32"):
         ramp(jnp.float32(1))

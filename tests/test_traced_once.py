@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import pytest
 
 import ga_optax as ga
-from ga_optax._partition import nested
 from ga_optax._partition.writer import Writer
 from ga_optax._passes import ir
 
@@ -46,30 +45,6 @@ def traced(layer, number, k=2, width=lambda i: 4):
 
     params = [jnp.ones(width(i)) for i in range(number)]
     return jax.make_jaxpr(ga.value_and_grad(loss, k))(params, jnp.ones((8, 4)))
-
-
-def written(monkeypatch, *args, **more):
-    """How many programs inside of equations the partitioner writes."""
-    found, write = [], nested._written
-    with monkeypatch.context() as m:
-        m.setattr(nested, "_written", lambda *a: found.append(1) or write(*a))
-        traced(*args, **more)
-    return len(found)
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_the_program_inside_of_alike_layers_is_written_once(name, monkeypatch):
-    few, many = (written(monkeypatch, LAYERS[name], n) for n in (2, 7))
-    assert few == many > 0
-    # The twins: those of layers that differ are as many as these, and so are all of
-    # them without the memory.
-    differ = [
-        written(monkeypatch, LAYERS[name], n, width=lambda i: i + 4) for n in (2, 7)
-    ]
-    assert differ[0] < differ[1]
-    monkeypatch.setattr(Writer, "once", lambda self, make, *its: make())
-    few, many = (written(monkeypatch, LAYERS[name], n) for n in (2, 7))
-    assert few < many
 
 
 @pytest.mark.parametrize("name", LAYERS)

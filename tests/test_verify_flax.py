@@ -1,7 +1,5 @@
 """`ga_optax.flax.verify` and `.plan`: losses and steps of modules."""
 
-import types
-
 import jax
 import jax.numpy as jnp
 import optax
@@ -11,7 +9,6 @@ from flax import nnx
 import ga_optax as ga
 import ga_optax.flax
 from ga_optax import Cause
-from ga_optax._compiled import machines
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")
 
@@ -121,14 +118,3 @@ def test_plan_takes_modules_and_modules_that_hold_shapes_alone():
     assert sizes[0] == sizes[1]
     found = plan(make_step, *make_inputs(), x, memory_limit=sizes[0] - 1, **options)
     assert found.num_microbatches == 16
-
-
-def test_a_target_takes_modules():
-    topology = types.SimpleNamespace(devices=jax.devices()[:1])
-    args = (*make_inputs(), X)
-    with machines.Target(topology, 1).arguments(args) as placed:
-        compiled = make_step(2).lower(*placed).compile()
-    assert isinstance(placed[0], Model)
-    leaves = jax.tree.leaves(placed)
-    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
-    assert compiled.memory_analysis().argument_size_in_bytes > 0

@@ -1,11 +1,20 @@
 """`verify` against losses made at random, whose cause is known by how they are made."""
 
+import pathlib
+import sys
+
 import numpy as np
 import pytest
 import verify_losses
 
 import ga_optax as ga
 from ga_optax import Cause
+
+BENCHMARKS = str(pathlib.Path(__file__).parents[1] / "benchmarks")
+sys.path.insert(0, BENCHMARKS)
+import verify_rates  # noqa: E402
+
+sys.path.remove(BENCHMARKS)
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")
 
@@ -104,3 +113,22 @@ def test_lines_are_those_of_the_user_in_functions_of_jax_too():
     [line] = report.diagnosis[1].partition("Where: ")[2].split("; ")
     assert line.startswith("verify_losses.py:"), report
     assert "(deviation): a sum over rows" in line
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("optax_promotion")
+@pytest.mark.parametrize(
+    ("dtype", "kind", "number"),
+    [
+        ("bfloat16", "right", 0),
+        pytest.param("bfloat16", "wrong", 13, marks=pytest.mark.published),
+        pytest.param("float64", "wrong", 24, marks=pytest.mark.published),
+    ],
+)
+def test_right_losses_are_ok_and_wrong_ones_have_their_cause(dtype, kind, number):
+    """Of those whose rates the page on exactness has."""
+    case, report = verify_rates.ask(dtype, kind, number)
+    assert verify_rates.outcome(case, report) == "right", f"{case.name}\n{report}"
+    # The twin: another cause is no right answer.
+    other = case._replace(causes=set(Cause) - case.causes - {report.cause})
+    assert verify_rates.outcome(other, report) != "right"

@@ -8,7 +8,7 @@ import pytest
 from whole_programs import D, N, arguments, clipped
 
 import ga_optax as ga
-from ga_optax._partition import Rows, indexing, moves, reductions, table, values, writer
+from ga_optax._partition import Rows, indexing, moves, reductions, table, values
 
 pytestmark = pytest.mark.usefixtures("optax_promotion", "fast_compilation")
 # In float64: of at most some thousand terms, conditioned no worse than 1e3.
@@ -64,19 +64,13 @@ def _two(h):
     return jax.lax.top_k(h, 2)[1]
 
 
-def _of_kernel(kernel, x):
-    found = jax.lax.conv_general_dilated(x[None, None], kernel, (1,), "SAME")
-    return jnp.sin(found).sum()
-
-
 def _outer(h):
     return h[:, :, None] * h[:, None, :] + 3 * jnp.eye(D)
 
 
-# Updates of rows, running values, functions of all pairs, a matrix for each row.
+# What takes several rules together; one by one they are in `test_whole_batch_table`.
 OTHERS = {
     "set": lambda h, w: h.at[jnp.arange(len(h)), _ids(h)].set(0.5) @ w,
-    "add": lambda h, w: h.at[jnp.arange(len(h)), _ids(h)].add(h[:, 0]),
     "router": lambda h, w: (
         jnp.zeros_like(h).at[jnp.arange(len(h))[:, None], _two(h)].set(h[:, :2]) @ w
     ),
@@ -85,42 +79,15 @@ OTHERS = {
         .at[jnp.repeat(jnp.arange(len(h)), 2), _two(h).reshape(-1)]
         .set(h[:, :2].reshape(-1))
     ),
-    "chosen": lambda h, w: (
-        h * jnp.zeros(h.shape, bool).at[jnp.arange(len(h)), _two(h)[:, 0]].set(True)
-    ),
-    "multiply": lambda h, w: h.at[jnp.arange(len(h)), _ids(h)].multiply(
-        0.5, unique_indices=True
-    ),
-    "max": lambda h, w: h.at[jnp.arange(len(h)), _ids(h)].max(0.5 * h[:, 0]),
-    "set a column": lambda h, w: h.at[:, 1].set(h[:, 0] ** 2),
-    "add columns": lambda h, w: h.at[:, jnp.array([0, 2])].add(h[:, :2] ** 2),
-    "columns of zeros": lambda h, w: jnp.zeros_like(h).at[:, 1].set(h[:, 0]),
-    "set a row": lambda h, w: h.at[0].set(h[5] * 2) @ w,
-    "add to rows": lambda h, w: h.at[jnp.array([1, -1, 1, 99])].add(w[:4], mode="drop"),
     "diagonal": lambda h, w: (h @ h.T).at[jnp.diag_indices(len(h))].set(-3.0) @ h,
-    "own pairs": lambda h, w: h * jnp.diagonal(h @ h.T)[:, None],
-    "subtract": lambda h, w: w[:3].at[_ids(h)].subtract(h),
-    "tridiagonal": lambda h, w: jax.lax.linalg.tridiagonal_solve(
-        h, 5 + h, h, h[..., None]
-    )[..., 0],
     "row of an extremum": lambda h, w: h * h[jnp.argmax(h[:, 0])],
-    "cumprod": lambda h, w: jnp.cumprod(jnp.tanh(h[::-1]) + 1, 0)[::-1],
     "cumlogsumexp": lambda h, w: jax.lax.cumlogsumexp(h, 0, reverse=True),
-    "cummax": lambda h, w: h * jax.lax.cummax(jax.lax.stop_gradient(h), 0),
-    "pairs": lambda h, w: jnp.logaddexp(h[:, None, 0], h[None, :, 1]) @ h,
     "xlogy": lambda h, w: jax.scipy.special.xlogy(
         h[None, :, 0] ** 2, h[:, None, 1] ** 2
     ),
-    "solve": lambda h, w: jnp.linalg.solve(_outer(h), h[..., None])[..., 0],
     "solve one": lambda h, w: jnp.linalg.solve(h.T @ h + jnp.eye(D), h.T).T,
     "inverse": lambda h, w: jnp.linalg.inv(_outer(h))[:, 0],
     "determinant": lambda h, w: h * jnp.linalg.slogdet(_outer(h))[1][:, None],
-    "decompose": lambda h, w: jnp.linalg.cholesky(_outer(h))[:, 1],
-    "fft": lambda h, w: jnp.fft.fft(h, axis=1).real,
-    "gradients of kernels": lambda h, w: jax.vmap(jax.grad(_of_kernel), (None, 0))(
-        w[:2, None, :3], h
-    )[:, 0, 0],
-    "bins": lambda h, w: h * jnp.searchsorted(jnp.linspace(-1, 1, 5), h[:, :1]),
 }
 RULES = MOVES | OTHERS
 
@@ -272,24 +239,6 @@ TWINS = {
         lambda n, *_: np.arange(n + 1) % n,
         "pad",
     ),
-    "rows beyond the last": (
-        writer.Writer,
-        "filled",
-        lambda self, v, fill: v.x,
-        "next sums",
-    ),
-}
-
-
-def _has_all(self, v, row):
-    place, _ = _HELD(self, v, row)
-    return place, place >= 0
-
-
-_HELD = writer.Writer.held
-TWINS |= {
-    "a row that all have": (writer.Writer, "held", _has_all, "set a row"),
-    "a row k times": (writer.Writer, "held", _has_all, "row of an extremum"),
     "updates of the first rows": (
         indexing,
         "own_rows",

@@ -11,8 +11,11 @@ import functools
 
 import jax
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 from whole_harness import (
     VIEWS,
+    K,
     arguments,
     changed,
     derivative,
@@ -21,14 +24,17 @@ from whole_harness import (
     off,
     other_rows,
     over_micro_batches,
+    partitioned,
     seen,
     whole_derivative,
     with_rules,
     with_seams,
 )
-from whole_rules import CASES, CUT, LINEAR, NEW
+from whole_rules import CASES, CUT, EXAMPLES, LINEAR, NEW
 
-from ga_optax._partition import cutting, elementwise, linear, table
+from ga_optax._partition import WHOLE, Rows, cutting, factors, table
+from ga_optax._passes import divided
+from ga_optax._passes.primitives import TABLE
 
 pytestmark = pytest.mark.usefixtures("optax_promotion", "fast_compilation")
 # In float64: of at most some hundred terms, conditioned no worse than 1e4.
@@ -54,7 +60,7 @@ def functions(key):
     views = list(VIEWS)
     if key.startswith("linear"):
         views = ["as they are"]
-    elif key in elementwise.NAMES and key not in TYPICAL:
+    elif key in TABLE and TABLE[key].dims == "..." and key not in TYPICAL:
         views = ["as they are", "uneven"]
     return [seen(case, view) for case in CASES[key] for view in views]
 
@@ -75,11 +81,15 @@ def of_each(keys, kept):
 
 
 def test_every_primitive_of_the_table_has_a_case():
-    sums = {*linear.SUMS, *linear.PRODUCTS, "select_n"}
+    sums = {x for x, row in TABLE.items() if row.sums or row.each}
     keys = {*RULES.known, *RULES.nested, *(f"linear {name}" for name in sums)}
-    # On several devices: test_constraints, test_devices, test_law_devices.
-    there = {"reshard", "pvary", "psum_invariant"}
+    # On several devices: test_constraints, test_devices, test_law_devices, and
+    # test_regions. JAX does not batch products of groups: test_ragged.
+    there = {"reshard", "pvary", "psum_invariant", "shard_map", "ragged_dot_general"}
     there |= {f"linear {name}" for name in there}
+    # Kernels, calls that say how they split: test_kernels. microbatch: test_anywhere.
+    there |= {"pallas_call", "custom_partitioning", divided.NAME}
+    there |= {f"dot_product_attention_{way}_wrapper" for way in ("fwd", "bwd")}
     assert keys - there == set(CASES)
     assert {cutting._RULES[name] for name in CUT} == set(cutting._RULES.values())
     assert RULES.uneven <= keys
@@ -90,6 +100,40 @@ def test_a_function_of_rows_is_that_of_the_whole_batch(key):
     args = arguments()
     for fun in functions(key):
         assert off(over_micro_batches(fun, args), fun(*args)) < BOUND
+
+
+def typed(x, spec, mesh):
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+
+
+def in_types(fun, args):
+    """The dimension of the rows of each result, as JAX's types of shardings have it."""
+    mesh = jax.make_mesh((K,), ("rows",), (AxisType.Explicit,), devices=DEVICES)
+    pairs = zip(args, (P("rows", None), P(None, None), P("rows")), strict=True)
+    with jax.set_mesh(mesh):
+        out = jax.eval_shape(fun, *(typed(x, spec, mesh) for x, spec in pairs))
+    specs = [[*x.sharding.spec] for x in out]
+    return [spec.index("rows") if "rows" in spec else None for spec in specs]
+
+
+DEVICES = jax.devices()[:K]
+# A constraint is an assertion there; the other selects from two shardings.
+UNTYPED = {"sharding_constraint", "cholesky"}
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="types of fewer primitives")
+def test_the_rows_of_the_table_are_where_those_of_the_types_of_jax_are():
+    args, found = arguments(), set()
+    for name in EXAMPLES.keys() - UNTYPED:
+        fun = seen(EXAMPLES[name], "as they are")
+        layouts = partitioned(fun, args)[1].layouts
+        rows = [x.dim if isinstance(x, Rows) else None for x in layouts]
+        assert rows == in_types(fun, args), name
+        found.update(rows)
+    assert found == {0, 1}
+    with without("transpose"):  # the twin
+        fun = seen(EXAMPLES["transpose"], "as they are")
+        assert partitioned(fun, args)[1].layouts == [WHOLE]
 
 
 # -- Twins -----------------------------------------------------------------------------
@@ -136,7 +180,7 @@ def names_of_rules():
     for key in CASES:
         if (rule := rule_of(key)) and key not in NEW:
             found.setdefault(rule, []).append(key)
-    found[elementwise.elementwise] = list(TYPICAL)
+    found[factors.forward] = list(TYPICAL)
     return {f"{keys[0]} and its kind": keys for keys in found.values()}
 
 

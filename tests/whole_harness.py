@@ -18,6 +18,7 @@ from ga_optax._partition import (
     table,
     writer,
 )
+from ga_optax._passes.rowwise import READ
 
 N, K = 12, 3
 
@@ -34,7 +35,7 @@ def arguments():
 
 def partitioned(fun, args):
     """The program of `fun`, and that of a micro-batch."""
-    closed = jax.make_jaxpr(fun)(*args)
+    closed = jax.make_jaxpr(fun, axis_env=READ)(*args)
     jaxpr = closed.jaxpr
     consts = [Argument(x.aval, WHOLE) for x in jaxpr.constvars]
     h, w, ids = (x.aval for x in jaxpr.invars)

@@ -1,19 +1,30 @@
-"""Random losses in which rows meet: each is a sequence of steps on `h`, of [n, d]."""
+"""Steps of random programs: `step(h, w, b)` of `h` [n, d], of which rows may meet.
+
+`w` is a matrix [d, d]; `b["ids"]` and `b["mask"]` have one row for each of `h`.
+`whole_random` draws programs of them, as graphs of values of several shapes.
+"""
+
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import pallas as pl
 
 N, D = 12, 6
 
 
-def _tied(h):
-    value = jnp.minimum(jnp.round(h), 0)
-    return h - jax.lax.stop_gradient(h) + jax.lax.stop_gradient(value)
+def arguments(length, n=N, seed=0):
+    """So many matrices, and a batch of two leaves."""
+    rng = np.random.default_rng(seed)
+    params = [jnp.asarray(rng.normal(size=(D, D)) * 0.4) for _ in range(length)]
+    x, y = (jnp.asarray(rng.normal(size=(n, D))) for _ in range(2))
+    return params, {"x": x, "y": y}
 
 
-def _unit(h):
-    return h / jnp.sqrt((h**2).sum(-1, keepdims=True) + 0.1)
+# -- Functions with rules of their own -------------------------------------------------
 
 
 @jax.custom_vjp
@@ -40,9 +51,7 @@ def straight(h):
     return jnp.round(h * 4) / 4
 
 
-@straight.defjvp
-def _(primals, tangents):
-    return straight(*primals), 0.5 * tangents[0]
+straight.defjvp(lambda xs, dots: (straight(*xs), 0.5 * dots[0]))
 
 
 @jax.custom_vjp
@@ -53,208 +62,339 @@ def centred(h):  # rows meet inside of it
 centred.defvjp(lambda h: (h - h.mean(0), None), lambda _, ct: (ct - 0.5 * ct.mean(0),))
 
 
-def _layers(h, w, length):
-    ws = jnp.stack([w * (1 + 0.1 * i) for i in range(length)])
-
-    def body(h, w):
-        h = jnp.tanh(h @ w) + 0.1 * h.mean(0)
-        return h, (h**2).sum()
-
-    h, ys = jax.lax.scan(body, h, ws)
-    return h + ys.sum() * 0.01
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def reversed_gradient(h, scale):
+    return h * 1.5
 
 
-def _deep(h, w, length=40):
-    ws = jnp.stack([w * 0.5] * length)
-    return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w + h), None), h, ws)[0]
+reversed_gradient.defvjp(
+    lambda h, scale: (h * 1.5, h.shape), lambda scale, _, ct: (-scale * ct,)
+)
 
 
-def _meets_deep(h, w):
-    return jax.lax.scan(lambda h, w: (h - 0.1 * h.mean(0), None), h, jnp.zeros(40))[0]
+@jax.custom_vjp
+def looked_up(table, ids):
+    return table[ids]
 
 
-def _running(h, w):
-    def body(total, x):
-        return total + jnp.tanh(x), jnp.sin(x)
-
-    total, ys = jax.lax.scan(body, jnp.zeros_like(h[0]), h)
-    return ys + 0.1 * total
+looked_up.defvjp(
+    lambda table, ids: (table[ids], (ids, table)),
+    lambda saved, ct: (jnp.zeros_like(saved[1]).at[saved[0]].add(2 * ct), None),
+)
 
 
-def _carried(h, w):
-    return jax.lax.scan(lambda c, x: (0.5 * c + x, c), jnp.zeros_like(h[0]), h)[1]
+@jax.custom_vjp
+def two_results(h, w):
+    return jnp.tanh(h @ w), h.sum(0)
 
 
-def _while(h, w):
-    return jax.lax.fori_loop(0, 3, lambda i, h: jnp.tanh(h + i), h)
+two_results.defvjp(
+    lambda h, w: (two_results(h, w), (h, w, jnp.tanh(h @ w))),
+    lambda saved, cts: (
+        (cts[0] * (1 - saved[2] ** 2)) @ saved[1].T + 0.5 * cts[1],
+        saved[0].T @ (cts[0] * (1 - saved[2] ** 2)),
+    ),
+)
 
 
-def _cond(h, w):
-    return jax.lax.cond(w.sum() > 0, lambda h: h @ w, lambda h: jnp.sin(h), h)
+def _kernel(h_ref, b_ref, out_ref):
+    out_ref[...] = jnp.sin(h_ref[...]) * b_ref[...]
 
 
-def _cond_meets(h, w):
-    return jax.lax.cond(h.mean() > 0, lambda h: h - h.mean(0), jnp.sin, h)
+def _called(h, b):
+    spec, whole = (pl.BlockSpec((1, h.shape[1]), f) for f in (_of_row, _of_all))
+    out = jax.ShapeDtypeStruct(h.shape, h.dtype)
+    how = {"grid": (len(h),), "in_specs": [spec, whole], "out_specs": spec}
+    return pl.pallas_call(_kernel, out, **how, interpret=True)(h, b[None])
 
 
-def _attention(h, w):
-    scores = (h @ w) @ h.T / 3
-    return jax.nn.softmax(scores, -1) @ h
+def _of_row(i):
+    return i, 0
 
 
-def _capacity(h, w):
+def _of_all(i):
+    return 0, 0
+
+
+@jax.custom_vjp
+def sines(h, b):
+    return _called(h, b)
+
+
+sines.defvjp(
+    lambda h, b: (_called(h, b), (h, b)),
+    lambda r, ct: (_called(r[0] + jnp.pi / 2, r[1]) * ct, (jnp.sin(r[0]) * ct).sum(0)),
+)
+
+# -- Row by row ------------------------------------------------------------------------
+
+
+def _narrow(h, w, b):
+    return h + h.astype(jnp.float32).astype(h.dtype) ** 2 / 9
+
+
+def _each_inverse(h, w, b):
+    matrices = jax.vmap(lambda x: jnp.outer(x, x) + 2 * jnp.eye(x.size))(h)
+    return jnp.einsum("nij,nj->ni", jnp.linalg.inv(matrices), h)
+
+
+def _over_features(h, w, b):
+    def body(c, x):
+        c = jnp.tanh(c + x)
+        return c, c
+
+    return lax.scan(body, jnp.zeros_like(h[:, 0]), h.T, unroll=2)[1].T
+
+
+def _each_cond(h, w, b):
+    def one(x, flag):
+        return lax.cond(flag, jnp.sin, lambda x: x * 0.5, x)
+
+    return jax.vmap(one)(h, b["mask"])
+
+
+def _until(h, w, b):
+    x, turns = lax.stop_gradient(h), 0
+    body = lambda c: (c[0] * 1.5, c[1] + 1)  # noqa: E731
+    x, turns = lax.while_loop(lambda c: c[1] < 4, body, (x, turns))
+    return h + 0.01 * x + turns
+
+
+def _row_keys(h, w, b):
+    def one(i):
+        key = jax.random.fold_in(jax.random.key(8), i)
+        return jax.random.normal(key, h.shape[1:], h.dtype)
+
+    return h + jax.vmap(one)(b["ids"])
+
+
+def _slope(h, w, b):
+    return h + 0.1 * jax.grad(lambda h: jnp.tanh(h @ w).sum())(h)
+
+
+BY_ROW = {
+    "dense": lambda h, w, b: jnp.tanh(h @ w),
+    "relu": lambda h, w, b: jax.nn.relu(h @ w) + 0.1 * h,
+    "layer norm": lambda h, w, b: h - h.mean(1, keepdims=True),
+    "unit": lambda h, w, b: h / jnp.sqrt((h**2).sum(-1, keepdims=True) + 0.1),
+    "softmax": lambda h, w, b: jax.nn.softmax(h) * h.sum(1, keepdims=True),
+    "own entry": lambda h, w, b: (
+        h + jax.nn.log_softmax(h)[jnp.arange(len(h)), b["ids"] % h.shape[1]][:, None]
+    ),
+    "along": lambda h, w, b: h * jnp.take_along_axis(h, h.argmax(1)[:, None], 1),
+    "sorted features": lambda h, w, b: jnp.sort(h, 1),
+    "top k": lambda h, w, b: h + lax.top_k(h, 1)[0],
+    "masked": lambda h, w, b: jnp.where(b["mask"][:, None] & (h > -1), h, 0.2 * h),
+    "gathered": lambda h, w, b: h + w[b["ids"] % len(w)],
+    "bilinear": lambda h, w, b: h + 0.1 * jnp.einsum("nd,de,ne->n", h, w, h)[:, None],
+    "narrow": _narrow,
+    "complex": lambda h, w, b: jnp.abs(h + 1j * (0.5 + w[0] ** 2)),
+    "spectrum": lambda h, w, b: h + 0.1 * jnp.abs(jnp.fft.fft(h, axis=1)) ** 2 / 6,
+    "conv": lambda h, w, b: lax.conv_general_dilated(
+        h[:, None], w[:1, None, :2], (1,), "SAME"
+    )[:, 0],
+    "pool": lambda h, w, b: lax.reduce_window(
+        h, -jnp.inf, lax.max, (1, 3), (1, 1), "SAME"
+    ),
+    "inverse": _each_inverse,
+    "over features": _over_features,
+    "branches": _each_cond,
+    "until": _until,
+    "mapped": lambda h, w, b: lax.map(lambda x: jnp.tanh(x @ w), h),
+    "keys of rows": _row_keys,
+    "slope": _slope,
+    "kernel": lambda h, w, b: sines(h, w[0]),
+    "doubled": lambda h, w, b: doubled(h, w[0]),
+    "straight": lambda h, w, b: straight(h) + h,
+    "reversed gradient": lambda h, w, b: reversed_gradient(h, 0.3),
+    "looked up": lambda h, w, b: h + looked_up(w, b["ids"] % len(w)),
+}
+
+# -- Rows meet -------------------------------------------------------------------------
+
+
+def _heads(h, w, b):
+    q, k, v = (jnp.tanh(h @ w * s) for s in (1.0, 0.5, -0.7))
+    scores = jnp.where(jnp.tril(jnp.ones((len(h),) * 2, bool)), q @ k.T, -1e9)
+    return jax.nn.softmax(scores) @ v
+
+
+def _contrast(h, w, b):
+    z = h / jnp.sqrt((h**2).sum(1, keepdims=True) + 0.1)
+    same = (b["ids"][:, None] == b["ids"][None]) & ~jnp.eye(len(h), dtype=bool)
+    each = jnp.where(same, jax.nn.log_softmax(z @ z.T, 1), 0).sum(1)
+    return h - (each / jnp.maximum(same.sum(1), 1))[:, None]
+
+
+def _hardest(h, w, b):
+    far = ((h[:, None] - h[None]) ** 2).sum(-1)
+    same = b["ids"][:, None] == b["ids"][None]
+    worst = jnp.where(same, far, 0).max(1) - jnp.where(same, 99.0, far).min(1)
+    return h + jax.nn.relu(worst + 1)[:, None] * 0.1
+
+
+def _capacity(h, w, b):
     gate = jax.nn.softmax(h)
     chosen = jax.nn.one_hot(gate.argmax(-1), h.shape[1])
     place = (jnp.cumsum(chosen, 0) * chosen).sum(-1)
     return jnp.where((place <= 3)[:, None], gate * 2, 0.1 * h)
 
 
-def _ids(h):
-    return jnp.arange(len(h)) * 5 % 3
+def _group_softmax(h, w, b):
+    top = jax.ops.segment_max(h, b["ids"], 3)
+    e = jnp.exp(h - jnp.where(jnp.isfinite(top), top, 0)[b["ids"]])
+    return h + e / jax.ops.segment_sum(e, b["ids"], 3)[b["ids"]]
 
 
-STEPS = {
-    "matmul": lambda h, w: jnp.tanh(h @ w),
-    "relu": lambda h, w: jax.nn.relu(h @ w) + 0.1 * h,
-    "gelu": lambda h, w: jax.nn.gelu(h),
-    "norm": lambda h, w: (h - h.mean(0)) / jnp.sqrt(h.var(0) + 0.1),
-    "layer_norm": lambda h, w: h - h.mean(1, keepdims=True),
-    "unit": lambda h, w: _unit(h),
-    "softmax_rows": lambda h, w: jax.nn.softmax(h, 0),
-    "softmax": lambda h, w: jax.nn.softmax(h),
-    "logsumexp_rows": lambda h, w: h - jax.nn.logsumexp(h, 0),
-    "max_rows": lambda h, w: h - 0.3 * h.max(0),
-    "min_rows": lambda h, w: h * (h == h.min(0)) + 0.1 * h,
-    "max_ties": lambda h, w: h + jnp.maximum(h, 0).max(0) + jnp.minimum(h, 0).max(0),
-    "penalty": lambda h, w: h.mean() + (w**2).sum() + h * w[0, 0],
-    "ties": lambda h, w: h + _tied(h).max(0),
-    "attention": _attention,
-    "kernel": lambda h, w: jnp.exp(-((h[:, None] - h[None]) ** 2).sum(-1)) @ h,
-    "gram": lambda h, w: h @ (h.T @ h) / len(h),
-    "transposed": lambda h, w: (jnp.sin(h.T) @ jnp.eye(len(h))).T,
-    "columns": lambda h, w: h + (h @ h.T).max(0)[:, None] * 0.1,
-    "pairs": lambda h, w: (
-        h.reshape(-1, 2, h.shape[1])[:, ::-1].reshape(h.shape) * 0.5 + h
+def _experts(h, w, b):
+    order = jnp.argsort(b["ids"])
+    sizes = jnp.bincount(b["ids"], length=3).astype(jnp.int32)
+    each = w * jnp.cos(jnp.arange(3.0))[:, None, None]
+    return jnp.zeros_like(h).at[order].set(lax.ragged_dot(h[order], each, sizes))
+
+
+def _places(h, w, b):
+    mine = jax.nn.one_hot(b["ids"], 3, dtype=jnp.int32)
+    place = (jnp.cumsum(mine, 0) * mine).sum(1) - 1
+    return jnp.where((place < 3)[:, None], h, 0.2 * h)
+
+
+def _layers(h, w, b):
+    @jax.checkpoint
+    def body(h, w):
+        h = jnp.tanh(h @ w)
+        return (h - h.mean(0)) / jnp.sqrt(h.var(0) + 0.1), h.max()
+
+    h, tops = lax.scan(body, h, jnp.stack([w, w.T]))
+    return h + tops.sum() * 0.1
+
+
+def _running(h, w, b):
+    def body(total, x):
+        return 0.5 * total + jnp.tanh(x), total
+
+    total, ys = lax.scan(body, jnp.zeros_like(h[0]), h, reverse=True)
+    return ys + 0.1 * total
+
+
+def _recurrence(h, w, b):
+    def combine(x, y):
+        return x[0] * y[0], y[0] * x[1] + y[1]
+
+    return lax.associative_scan(combine, (jax.nn.sigmoid(h), h))[1]
+
+
+def _tied(h, w, b):
+    value = jnp.minimum(jnp.round(h), 0)
+    return h + (h - lax.stop_gradient(h) + lax.stop_gradient(value)).max(0)
+
+
+def _adapted(h, w, b):
+    return jnp.tanh(h @ (w - 0.1 * jax.grad(lambda w: ((h @ w) ** 2).mean())(w)))
+
+
+def _whitened(h, w, b):
+    z = h - h.mean(0)
+    factor = jnp.linalg.cholesky(z.T @ z / len(h) + jnp.eye(h.shape[1]))
+    return jax.scipy.linalg.solve_triangular(factor, z.T, lower=True).T
+
+
+def _ranks(h, w, b):
+    order = jnp.argsort(jnp.argsort(h[:, 0])) / len(h)
+    return h * (1 + order.astype(h.dtype))[:, None]
+
+
+def _called_back(h, w, b):
+    kind = jax.ShapeDtypeStruct(h.shape, h.dtype)
+    found = jax.pure_callback(lambda x: np.sort(x, 0), kind, lax.stop_gradient(h))
+    return h + 0.1 * found
+
+
+def _mixup(h, w, b):
+    key, other = jax.random.split(jax.random.key(9))
+    share = jax.random.uniform(key, dtype=h.dtype)
+    return share * h + (1 - share) * h[jax.random.permutation(other, len(h))]
+
+
+def _named(h, w):
+    x = checkpoint_name(jnp.tanh(h @ w), "kept")
+    return jnp.sin(x) - x.mean(0)
+
+
+_POLICIES = jax.checkpoint_policies
+
+MEETING = {
+    "norm": lambda h, w, b: (h - h.mean(0)) / jnp.sqrt(h.var(0) + 0.1),
+    "softmax of rows": lambda h, w, b: jax.nn.softmax(h, 0),
+    "less the largest": lambda h, w, b: h - 0.3 * h.max(0),
+    "those that attain it": lambda h, w, b: h * (h == h.min(0)) + 0.1 * h,
+    "ties": _tied,
+    "attention": _heads,
+    "distances": lambda h, w, b: jnp.exp(-((h[:, None] - h[None]) ** 2).sum(-1)) @ h,
+    "gram": lambda h, w, b: h @ (h.T @ h) / len(h),
+    "contrast": _contrast,
+    "hardest": _hardest,
+    "diagonal": lambda h, w, b: h * jnp.diagonal(h @ h.T)[:, None] * 0.1,
+    "triangle": lambda h, w, b: jnp.tril(h @ h.T) @ h / len(h),
+    "transposed": lambda h, w, b: h + 0.3 * h.T.reshape(h.shape),
+    "halves": lambda h, w, b: jnp.concatenate([h[len(h) // 2 :], h[: len(h) // 2]]),
+    "thirds": lambda h, w, b: jnp.concatenate([h, -h, h * w[0]])[len(h) : 2 * len(h)],
+    "padded": lambda h, w, b: jnp.concatenate([h, w[:1], h])[1 : len(h) + 1],
+    "interleaved": lambda h, w, b: jnp.stack([h, jnp.sin(h)], 1).reshape(
+        -1, h.shape[1]
+    )[::2],
+    "repeated": lambda h, w, b: (
+        jnp.repeat(h, 2, 0)[::2] + jnp.tile(h, (2, 1))[: len(h)]
     ),
-    "thirds": lambda h, w: jnp.concatenate([h, -h, h * w[0]])[len(h) : 2 * len(h)],
-    "twice": lambda h, w: jnp.concatenate([h, jnp.sin(h)]).reshape(2, *h.shape).sum(0),
-    "halves": lambda h, w: jnp.concatenate([h[len(h) // 2 :], h[: len(h) // 2]]),
-    "shift": lambda h, w: h - 0.5 * jnp.roll(h, 1, 0),
-    "flip": lambda h, w: h + h[::-1],
-    "sort_rows": lambda h, w: jnp.sort(h, 0),
-    "sorted": lambda h, w: h - 0.5 * jnp.sort(h, 0),
-    "sort": lambda h, w: jnp.sort(h, 1),
-    "top_k": lambda h, w: h + jax.lax.top_k(h, 2)[0].sum(-1, keepdims=True),
-    "cumsum": lambda h, w: jnp.cumsum(h, 0) / len(h),
-    "cumsum_reverse": lambda h, w: jax.lax.cumsum(h, 0, reverse=True) / len(h),
-    "cumprod": lambda h, w: jnp.cumprod(jnp.tanh(h) + 1.0, 0) * 0.1,
-    "cummax": lambda h, w: jax.lax.cummax(h, 0),
-    "prod": lambda h, w: h * jnp.prod(1 + 0.01 * jnp.tanh(h), 0),
-    "any": lambda h, w: jnp.where((h > 1).any(0), h, 0.5 * h),
-    "mask": lambda h, w: jnp.where(jnp.arange(len(h))[:, None] < 5, h, -h),
-    "eye": lambda h, w: (jnp.eye(len(h)) * 2 - 1) @ h / 4,
-    "tril": lambda h, w: jnp.tril(h @ h.T) @ h / len(h),
-    "diagonal": lambda h, w: h * jnp.diagonal(h @ h.T)[:, None] * 0.1,
-    "take": lambda h, w: h[jnp.arange(len(h)) * 7 % len(h)],
-    "rows_take": lambda h, w: h[jnp.argsort(h[:, 0])],
-    "first": lambda h, w: h - h[0] + h[jnp.array([1, 3])].sum(0),
-    "entries": lambda h, w: h + h[jnp.arange(len(h)), _ids(h)][:, None],
-    "along": lambda h, w: h * jnp.take_along_axis(h, h.argmax(1)[:, None], 1),
-    "segments": lambda h, w: h - jax.ops.segment_sum(h, _ids(h), 3)[_ids(h)] / 4,
-    "scatter": lambda h, w: h + jnp.zeros_like(h).at[h.argmax(0), 0].add(h[0]),
-    "argmax": lambda h, w: h + h[h.argmax(0)].sum(0) * 0.1,
-    "set": lambda h, w: h.at[0].set(h[1]),
-    "median": lambda h, w: h - jnp.median(h, 0),
-    "clipped": lambda h, w: clipped(h) + 0.1 * clipped(w).sum(0),
-    "clipped_twice": lambda h, w: (lambda c: c + c.mean(0))(clipped(h)),
-    "clipped_mean": lambda h, w: h - clipped(h.mean(0)),
-    "doubled": lambda h, w: doubled(h, w[0]),
-    "doubled_sum": lambda h, w: doubled(h - h.mean(0), h.mean(0)),
-    "straight": lambda h, w: straight(h) + h,
-    "centred": lambda h, w: centred(h),
-    "layers": lambda h, w: _layers(h, w, 2),
-    "deep": _deep,
-    "meets_deep": _meets_deep,
-    "running": _running,
-    "carried": _carried,
-    "while": _while,
-    "cond": _cond,
-    "cond_meets": _cond_meets,
-    "map": lambda h, w: jax.lax.map(lambda x: jnp.tanh(x @ w), h),
-    "vmap": lambda h, w: jax.vmap(lambda x: jnp.outer(x, x) @ w[0])(h),
-    "vmap_rows": lambda h, w: jax.vmap(lambda c: jnp.cumsum(c), 1, 1)(h) * 0.1,
-    "checkpoint": jax.checkpoint(lambda h, w: jnp.tanh(h @ w) - h.mean(0)),
-    "checkpoint_dots": jax.checkpoint(
-        lambda h, w: jnp.sin(jnp.sin(h @ w)),
-        policy=jax.checkpoint_policies.dots_saveable,
+    "others' rows": lambda h, w, b: h[jnp.argsort(h[:, 0])] - h[0],
+    "segments": lambda h, w, b: h - jax.ops.segment_sum(h, b["ids"], 3)[b["ids"]] / 4,
+    "largest of groups": lambda h, w, b: (
+        h - jnp.full((3, h.shape[1]), -5.0, h.dtype).at[b["ids"]].max(h)[b["ids"]] / 5
     ),
-    "dropout": lambda h, w: jnp.where(
-        jax.random.bernoulli(jax.random.key(1), 0.7, h.shape), h, 0.0
+    "softmax of groups": _group_softmax,
+    "counts": lambda h, w, b: (
+        h / (1 + jnp.bincount(b["ids"], length=3)[b["ids"]])[:, None]
     ),
-    "noise": lambda h, w: h + jax.random.normal(jax.random.key(2), h.shape, h.dtype),
-    "row_keys": lambda h, w: (
-        h
-        * jax.vmap(lambda k: jax.random.uniform(k, (D,), h.dtype))(
-            jax.random.split(jax.random.key(3), len(h))
-        )
-    ),
-    "shuffle": lambda h, w: h[jax.random.permutation(jax.random.key(4), len(h))],
+    "places": _places,
     "capacity": _capacity,
-    "solve": lambda h, w: jnp.linalg.solve(h.T @ h + 3 * jnp.eye(D), h.T).T,
-    "einsum": lambda h, w: jnp.einsum("nd,de,me,mf->nf", h, w, h, h) * 0.02,
-    "stack": lambda h, w: jnp.stack([h, h * 2], 1).sum(1) - jnp.stack([h, h]).max(0),
-    "repeat": lambda h, w: jnp.repeat(h, 2, 0)[::2],
-    "tile": lambda h, w: jnp.tile(h, (2, 1))[: len(h)] * 0.5,
-    "pad": lambda h, w: jnp.pad(h, ((1, 0), (0, 0)))[:-1],
-    "conv": lambda h, w: jax.lax.conv_general_dilated(
-        h[:, None], w[:3].reshape(3, 1, -1)[:1], (1,), "SAME"
-    )[:, 0],
-    "pool": lambda h, w: jax.lax.reduce_window(
-        h, -jnp.inf, jax.lax.max, (1, 3), (1, 1), "SAME"
+    "experts": _experts,
+    "set": lambda h, w, b: h.at[0].set(h[1]).at[:, -1].set(h.mean(1)),
+    "ranks": _ranks,
+    "bits": lambda h, w, b: h * (1 + (jnp.bitwise_xor.reduce(b["ids"]) & 1)),
+    "some": lambda h, w, b: jnp.where((b["mask"] & (h[:, 0] > 0)).any(), h, 0.5 * h),
+    "median": lambda h, w, b: h - jnp.median(h, 0),
+    "product": lambda h, w, b: h * jnp.prod(1 + 0.01 * jnp.tanh(h), 0),
+    "flat": lambda h, w, b: jnp.tanh(h.ravel() - h.mean()).reshape(h.shape),
+    "clipped": lambda h, w, b: clipped(h) + 0.1 * clipped(w).sum(0),
+    "clipped mean": lambda h, w, b: h - clipped(h.mean(0)),
+    "centred": lambda h, w, b: centred(h),
+    "two results": lambda h, w, b: sum(two_results(h, w)),
+    "layers": _layers,
+    "running": _running,
+    "recurrence": _recurrence,
+    "branch": lambda h, w, b: lax.switch(
+        b["ids"].max(), [jnp.sin, jnp.tanh, lambda h: h - h.mean(0)], h
     ),
-    "callback": lambda h, w: (
-        h
-        + jax.lax.stop_gradient(
-            jax.pure_callback(
-                lambda x: np.asarray(x).mean(0),
-                jax.ShapeDtypeStruct((D,), h.dtype),
-                jax.lax.stop_gradient(h),
-            )
-        )
+    "loop": lambda h, w, b: lax.fori_loop(0, 3, lambda i, h: jnp.tanh(h - h[0] + i), h),
+    "saved by name": jax.checkpoint(
+        lambda h, w, b: _named(h, w), policy=_POLICIES.save_only_these_names("kept")
     ),
+    "saved products": jax.checkpoint(
+        lambda h, w, b: _named(h, w), policy=_POLICIES.dots_saveable
+    ),
+    "adapted": _adapted,
+    "whitened": _whitened,
+    "volume": lambda h, w, b: (
+        h + 0.1 * jnp.linalg.slogdet(h.T @ h + jnp.eye(len(w)))[1]
+    ),
+    "waves": lambda h, w, b: jnp.real(
+        jnp.fft.ifft(jnp.fft.fft(h, axis=0) * 0.5, axis=0)
+    ),
+    "noise": lambda h, w, b: (
+        h * jax.random.bernoulli(jax.random.key(1), 0.7, h.shape)
+        + jax.random.normal(jax.random.key(2), h.shape, h.dtype)
+    ),
+    "mixup": _mixup,
+    "called back": _called_back,
 }
-
-LOSSES = {
-    "mean": lambda h, w, y: ((h - y) ** 2).mean(),
-    "root": lambda h, w, y: jnp.sqrt(((h - y) ** 2).sum() + 1),
-    "ratio": lambda h, w, y: (h * y).sum() / ((h**2).sum() + 1),
-    "entropy": lambda h, w, y: -(jax.nn.log_softmax(h) * jax.nn.softmax(y)).mean(),
-    "max": lambda h, w, y: (h * y).max() + (w**2).sum(),
-    "spread": lambda h, w, y: jnp.std(h, 0).sum() + (h @ y.T).std(),
-}
-
-
-def program(names, loss):
-    """The loss that takes these steps, one weight for each."""
-
-    def fun(params, batch):
-        h = batch["x"]
-        for name, w in zip(names, params, strict=True):
-            h = STEPS[name](h, w)
-        return LOSSES[loss](h, params[0], batch["y"])
-
-    return fun
-
-
-def arguments(length, n=N, seed=0):
-    rng = np.random.default_rng(seed)
-    params = [jnp.asarray(rng.normal(size=(D, D)) * 0.4) for _ in range(length)]
-    x, y = (jnp.asarray(rng.normal(size=(n, D))) for _ in range(2))
-    return params, {"x": x, "y": y}
-
-
-def draw(seed):
-    """A random program: its steps and its loss."""
-    rng = np.random.default_rng(seed)
-    names = rng.choice(list(STEPS), rng.integers(1, 5))
-    return [str(x) for x in names], str(rng.choice(list(LOSSES)))
+STEPS = BY_ROW | MEETING

@@ -13,6 +13,7 @@
     savings       whether micro-batches save memory, by an estimate
     layouts       that program, where rows meet in it, and what comes back
     function      `microbatch`
+    equation      a call of that as one equation, and what runs it
     dependencies  `batch_dependencies`
     accumulate    `accumulate`: micro-batches, each by itself
     micro_batch   the program of one of those

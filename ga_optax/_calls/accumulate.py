@@ -29,6 +29,7 @@ from ga_optax._checks import check_gradients
 from ga_optax._devices import meshes
 from ga_optax._devices.data_axis import DataAxis
 from ga_optax._loop.run import run
+from ga_optax._passes import notes
 from ga_optax.accumulator import Accumulator
 
 
@@ -164,6 +165,10 @@ def _added(call: Call, acc: Accumulator, merges: bool) -> tuple[Returned, Accumu
     where = call.where()
     program = trace(call, where)
     operands = program.operands(call, acc)
+    if notes.plans() is not None:
+        from ga_optax._window import plans  # the engine, which takes 80 ms
+
+        plans.of_loop(program.step, operands)
     out = run(program.step, operands, where, begins=False, merges=merges)
     loss, *leaves = out.results
     carry = program.carry.unflatten(out.carry)

@@ -32,13 +32,15 @@ class Call(NamedTuple):
       roles: the positions and keywords of each role.
       batch_axes: along which axis each leaf of the batch arguments is split; None if
         it goes to each micro-batch whole, as it came.
-      mesh: the mesh whose data axes split this call's batch; None if there is no data
-        axis, and inside a `shard_map` that binds it.
+      mesh: the mesh that is yet to bind the data axes; None if none is: there are no
+        such axes, or a `shard_map` around the call binds them.
       specs: how the data axes shard the parameters: `DataAxis.param_specs`, or what
         was found.
       grad_specs: how they shard the gradients of whole parameters; None if as those.
       placements: how to merge the gradient of each parameter leaf over the data axes
         that are bound.
+      rows: how many leaves of the batch are differentiated, too: the first of them.
+      sums: whether gradients come in the dtypes of their sums.
     """
 
     options: Options
@@ -50,6 +52,8 @@ class Call(NamedTuple):
     specs: Any = None
     grad_specs: Any = None
     placements: Sequence[Placement] = ()
+    rows: int = 0
+    sums: bool = False
 
     @classmethod
     def make(
@@ -64,6 +68,8 @@ class Call(NamedTuple):
         if optimize:
             said_once.what_is_missing()
         options = options._replace(optimize=optimize)
+        if meshes.sees_all_rows(options.axes):  # in another call with that data axis
+            options = options._replace(data_axis=None)
         call = cls(options, args, kwargs, options.roles(len(args), kwargs))
         for i in call.roles["argnums"]:
             check_parameters(i, call.at(i))

@@ -1,8 +1,9 @@
 """Where the rows of a batch need one another, and what that costs a window."""
 
+import collections
 import dataclasses
 import functools
-import os
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from ga_optax._calls.options import Options
 from ga_optax._calls.words import explains_keywords
 from ga_optax._devices.data_axis import DataAxis
 from ga_optax._partition import Note
+from ga_optax._passes import known, places
 from ga_optax._text import ruled, wrap
 from ga_optax._window.levels import Levels, Stored, recorded, said_of
 
@@ -37,6 +39,10 @@ class BatchDependencies:
       whole: `(name, line, size)` of what is computed whole in each micro-batch, because
         nothing better is known of it; the size is in numbers that it returns, or reads
         of all rows.
+      drawn: the same of random numbers that each micro-batch draws by itself: on CPUs
+        and GPUs those of the whole batch, elsewhere another draw of the distribution.
+      promised: the same of what `rowwise` or `register_primitive` says that its rows do
+        not need each other.
       forward_passes: how often any part of the loss runs forward, at most. Elementwise
         functions cost little, and are not counted where there is anything else.
       backward_passes: how often any part runs backward.
@@ -53,6 +59,8 @@ class BatchDependencies:
     meetings: list[Stored]
     kept: list[Stored]
     whole: list[Note]
+    drawn: list[Note]
+    promised: list[Note]
     forward_passes: int
     backward_passes: int
     peak_bytes: int
@@ -70,23 +78,34 @@ class BatchDependencies:
             f"{_times(self.forward_passes, 'forward pass')} and "
             f"{_times(self.backward_passes, 'backward pass')}"
         )
-        if not self.meetings and not self.whole:
+        if not (self.meetings or any(self._notes.values())):
             return "\n".join(wrap(f"No row needs another: {passes}. {self._layout}"))
         rows = [_cells(group) for group in _groups((*self.meetings, *self.kept))]
         rows += [
-            (f"{name}, computed whole: {size:,} numbers", "", "", "", short(line))
-            for name, line, size in dict.fromkeys(self.whole)
+            (f"{name}, {how}: {size:,} numbers", "", "", "", places.short(line))
+            for how, notes in self._notes.items()
+            for name, line, size in dict.fromkeys(notes)
         ]
         lines = ruled([("what meets", *_HEADER, "line"), *rows], left=(0, 4))
         room = f", in about {self.peak_bytes:,} bytes" if self.peak_bytes else ""
         end = f"In all: {passes}{room}."
         if self.more_room:
             end += " " + said_of(self.more_room)
-        legend = dict.fromkeys([_LEGEND, *(_TODO.get(x.name, "") for x in self.whole)])
+        todo = [_TODO.get(x.name, "") for x in self.whole] + [_DRAWN] * bool(self.drawn)
+        legend = dict.fromkeys([_LEGEND, *todo])
         told = [line for text in legend if text for line in wrap(text)]
         runs = self.forward_passes or self.backward_passes
         end = f"{end} {self._layout}" if runs else self._layout
-        return "\n".join([*lines, "", *told, *wrap(end)])
+        told += [x for text in (end, _advice(self.whole)) if text for x in wrap(text)]
+        return "\n".join([*lines, "", *told])
+
+    @property
+    def _notes(self) -> dict[str, list[Note]]:
+        return {
+            "computed whole": self.whole,
+            "drawn by each micro-batch": self.drawn,
+            "promised": self.promised,
+        }
 
     @property
     def _layout(self) -> str:
@@ -111,51 +130,56 @@ _OF_INDEX = (
     "An index may reach any row. If each row has its own, such as the nodes of its own "
     "graph, index inside of a row, by jax.vmap or take_along_axis, and add no offsets."
 )
+_DRAWN = (
+    "Drawn by each micro-batch: on CPUs and GPUs the numbers of the whole batch, "
+    "elsewhere another draw of the same distribution. With "
+    'ga_optax.config.update("whole_draws", True) they are those of the whole batch, '
+    "in the memory of all rows."
+)
 # What to do about what is computed whole.
 _TODO = {
     "while": "A loop that runs until all rows are done has all of them in every "
     "micro-batch. Give each row a loop of its own, by jax.vmap.",
-    **dict.fromkeys(("scatter", "scatter-max", "scatter-min"), _OF_INDEX),
+    **dict.fromkeys(("gather", "scatter", "scatter-max", "scatter-min"), _OF_INDEX),
+    "reshape": "Rows are taken apart by a reshape into pieces of which not each micro-"
+    "batch has as many: choose a number of pieces that num_microbatches divides.",
 }
 
 
-def short(line: str) -> str:
-    """A line of code without the folder of its file."""
-    path, *rest = line.split(":")
-    return ":".join([os.path.basename(path), *rest])
+def _advice(whole: Sequence[Note]) -> str:
+    """What to do about code that cannot be read; nothing if there is none."""
+    hidden = {x: known.hidden(x.name) for x in whole if known.hidden(x.name)}
+    if not hidden:
+        return ""
+    counts = collections.Counter(hidden.values())
+    kinds = [f"{n} {kind}{'' if n == 1 else 's'}" for kind, n in counts.items()]
+    are = "is" if len(hidden) == 1 else "are"
+    lines = (re.match(r"(.*?:\d+):\d+ \((.*?)\)", places.short(x.line)) for x in hidden)
+    named = dict.fromkeys(f"{x[2]} ({x[1]})" for x in lines if x)
+    what = " and ".join(named) or "what calls it"
+    return (
+        f"{' and '.join(kinds)} {are} computed whole: wrap {what} in ga_optax.rowwise "
+        "if its rows do not need each other."
+    )
 
 
 def _groups(stored: Sequence[Stored]) -> list[list[Stored]]:
     """Those that are alike, such as those of several layers, together."""
     groups: dict[Any, list[Stored]] = {}
     for x in stored:
-        groups.setdefault((x.line, _what(x)), []).append(x)
+        groups.setdefault((x.line, x.what), []).append(x)
     return list(groups.values())
 
 
 def _cells(group: list[Stored]) -> tuple[str, ...]:
-    what = _what(group[0])
+    what = group[0].what
     runs = [max(getattr(x, name) for x in group) for name in ("forward", "backward")]
     return (
         what if len(group) == 1 else f"{len(group)} times {what}",
         f"{sum(x.nbytes for x in group):,}",
         *map(str, runs),
-        short(group[0].line),
+        places.short(group[0].line),
     )
-
-
-def _what(x: Stored) -> str:
-    size, is_tiled = x.type.size, len(x.shape) == len(x.type.shape)
-    if x.kind == "stack" and is_tiled:
-        return f"all rows of {list(x.shape)}"
-    own = list(x.type.shape) or "a number"
-    if x.kind == "stack":
-        return f"{own} of each micro-batch"
-    if x.kind in ("kept", "once"):
-        whose = "of each micro-batch" if x.kind == "kept" else "for all rows"
-        return f"kept: {own} {whose}"
-    kind = "a sum" if x.kind == "sum" else "an extremum"
-    return f"{kind} of {size:,} number{'' if size == 1 else 's'}"
 
 
 def _times(number: int, what: str) -> str:
@@ -240,9 +264,9 @@ def batch_dependencies(
         kept = [x for x in last.stored if x.kind in ("kept", "once")]
         meetings = [x for x in last.stored if x not in kept]
         passes = last.forward, last.backward, last.peak, last.room
-        size, whole = layouts.num_parts(call), trace.part.whole
-        rows = batches.layout(call)
-        return BatchDependencies(size, meetings, kept, whole, *passes, *rows)
+        size, part = layouts.num_parts(call), trace.part
+        said, rows = (part.whole, part.drawn, part.promised), batches.layout(call)
+        return BatchDependencies(size, meetings, kept, *said, *passes, *rows)
 
     return dependencies
 
@@ -253,10 +277,10 @@ def _traced(
     """The program of `fun`, and what its window reports."""
     found: list[Traced] = []
     leaves, structure = jax.tree.flatten((call.args, call.kwargs))
-    places = [i for i, x in enumerate(leaves) if _is_array(x)]
+    arrays = [i for i, x in enumerate(leaves) if _is_array(x)]
 
-    def run(arrays: Sequence[Any]) -> Any:
-        new = dict(zip(places, arrays, strict=True))
+    def run(values: Sequence[Any]) -> Any:
+        new = dict(zip(arrays, values, strict=True))
         every = [new.get(i, x) for i, x in enumerate(leaves)]
         args, kwargs = jax.tree.unflatten(structure, every)
         here = call._replace(args=args, kwargs=kwargs)
@@ -264,7 +288,7 @@ def _traced(
         return of_whole.divided(here, found[0])[1]
 
     with recorded() as reports:
-        jax.eval_shape(run, [leaves[i] for i in places])
+        jax.eval_shape(run, [leaves[i] for i in arrays])
     return found[0], reports
 
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ga_optax import config
 from ga_optax._calls.call import Call, DoesNotFitError
 from ga_optax._calls.region import check_not_reduced, explained
 from ga_optax._devices import membership, meshes
@@ -28,7 +29,7 @@ from ga_optax._partition import (
     meeting_of,
     partition,
 )
-from ga_optax._passes import constraints, ir, places, references
+from ga_optax._passes import constraints, ir, places, references, rowwise
 from ga_optax._window.read import LONGEST
 
 # The axis of the micro-batches, which no user names.
@@ -93,12 +94,15 @@ def traced(call: Call, due: Sequence[Layout] = ()) -> Traced:
         one = call.with_args(dict(zip(places, new, strict=True))).with_batch(batch)
         return call.options.fun(*one.args, **one.kwargs)
 
-    trace = jax.make_jaxpr(run, return_shape=True)
-    of_params = params if call.mesh is None else list(map(_type_of, params))
+    apart = call.options.each and call.mesh is not None
+    env = meshes.of_all_rows(() if apart else call.options.axes)
+    trace = jax.make_jaxpr(run, axis_env=[*rowwise.READ, *env], return_shape=True)
+    of_params = params if call.mesh is None else list(map(type_of, params))
     with explained(call):
         closed, out = trace(of_params, _whole_batch(call))
     check_not_reduced(call, closed.out_avals[0])
-    jaxpr = constraints.without_axes(closed.jaxpr, call.axes)
+    # A loss that is rounded does not add up; before that it has the same gradient.
+    jaxpr = ir.unrounded(constraints.without_axes(closed.jaxpr, call.axes), [0])
     references.check_own(jaxpr, "value_and_grad")
     try:
         part, strided = _split(call, jaxpr, due)
@@ -113,13 +117,15 @@ def _split(
     """The program of a micro-batch, and which rows that has."""
     size, axes = num_parts(call), call.split_axes
     n = len(jax.tree.leaves(call.params))
-    axis = Axis(AXIS, size, LONGEST, meshes.checks_varying())
+    checks = meshes.checks_varying()
+    axis = Axis(AXIS, size, LONGEST, checks, config.whole_draws)
 
     def of(segments: Callable[[Any, int], int]) -> Partitioned:
         batch = jaxpr.invars[n:]
         rows = [Rows(d, segments(x, d)) for x, d in zip(batch, axes, strict=True)]
         # Each micro-batch adds its part of the loss.
-        return partition(jaxpr, _arguments(jaxpr, rows, n), axis, due or (PARTIAL,))
+        arguments = _arguments(call, jaxpr, rows)
+        return partition(jaxpr, arguments, axis, due or (PARTIAL,))
 
     def strides(x: Any, d: int) -> int:
         return x.aval.shape[d] // size
@@ -161,32 +167,34 @@ def _is_equal(x: Any, y: Any) -> bool:
     return x is y or np.array_equal(x, y)
 
 
-def _arguments(jaxpr: Any, rows: Sequence[Rows], num_params: int) -> list[Argument]:
+def _arguments(call: Call, jaxpr: Any, rows: Sequence[Rows]) -> list[Argument]:
     """Constants, parameters, and the batch with its rows.
 
     If nothing depends on the parameters, as in `microbatch`, nobody knows what somebody
     may differentiate with respect to: then it may be anything.
     """
-    params, batch = jaxpr.invars[:num_params], jaxpr.invars[num_params:]
-    any_of_them = not any(ir.num_readers(jaxpr, x) for x in params)
+    n = len(jaxpr.invars) - len(rows)
+    params, batch = jaxpr.invars[:n], jaxpr.invars[n:]
+    any_of_them = not (call.sums or any(ir.num_readers(jaxpr, x) for x in params))
 
     def smooth(x: Any) -> bool:
         return any_of_them and is_inexact(x.aval)
 
+    of_batch = enumerate(zip(batch, rows, strict=True), -call.rows)
     return [
         *(Argument(x.aval, WHOLE, smooth(x)) for x in jaxpr.constvars),
         *(Argument(x.aval, WHOLE, True) for x in params),
-        *(Argument(x.aval, r, smooth(x)) for x, r in zip(batch, rows, strict=True)),
+        *(Argument(x.aval, r, i < 0 or smooth(x)) for i, (x, r) in of_batch),
     ]
 
 
-def _type_of(x: Any) -> jax.ShapeDtypeStruct:
+def type_of(x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
 
 
 def _whole_batch(call: Call) -> list[Any]:
     """The types of the batch's leaves with the rows of all devices."""
-    devices = meshes.num_devices(call.axes, None) if call.axes else 1
+    devices = meshes.num_devices(call.axes) if call.axes else 1
     types = []
     for x, axis in zip(call.batch, call.split_axes, strict=True):
         shape = list(jnp.shape(x))
@@ -256,6 +264,32 @@ def returned(
     if len(leaves) > structure.num_leaves:  # the loss once more, whole
         leaves[0] = leaves.pop()
     return structure.unflatten(map(_as_due, leaves, types))
+
+
+def of_rows(call: Call, trace: Traced, stacks: Sequence[jax.Array]) -> list[jax.Array]:
+    """Gradients of leaves of the batch, from those of each micro-batch along axis 0."""
+    whole = _whole_batch(call)
+    triples = zip(stacks, whole, call.split_axes, strict=False)
+    return [
+        _joined(call, x, _rows(call, trace, due, d), trace.strided)
+        for x, due, d in triples
+    ]
+
+
+def axes_of_results(call: Call, trace: Traced) -> list[int | None]:
+    """Along which axis results have the rows of the batch, or None."""
+    pairs = zip(trace.closed.out_avals, trace.part.layouts, strict=False)
+    return [
+        layout.dim
+        if isinstance(layout, Rows) and layout == _rows(call, trace, x, layout.dim)
+        else None
+        for x, layout in pairs
+    ]
+
+
+def _rows(call: Call, trace: Traced, x: Any, d: int) -> Rows:
+    """The rows of the batch along an axis of something."""
+    return Rows(d, x.shape[d] // num_parts(call) if trace.strided else 1)
 
 
 def _as_due(x: jax.Array, due: Any) -> jax.Array:

@@ -26,8 +26,8 @@ NAMES = {"batch_argnums": "batch_argnames", "rng_argnums": "rng_argnames"}
 
 # What to do for a gradient of the batch itself.
 _OF_BATCH = (
-    "; or split the gradient function that has both, "
-    "ga_optax.microbatch(jax.value_and_grad(fun, argnums), num_microbatches)"
+    "; or differentiate what is split, "
+    "jax.value_and_grad(ga_optax.microbatch(fun, num_microbatches), argnums)"
 )
 
 Argument = int | str  # of the call: its position, or its keyword

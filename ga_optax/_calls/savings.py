@@ -63,13 +63,14 @@ class Savings(NamedTuple):
         return self.undivided >= FEW_BYTES and self.ratio > max(enough, least)
 
 
-def say(trace: Any, num_microbatches: int, report: Any) -> None:
+def say(trace: Any, num_microbatches: int, report: Any, knob: str) -> None:
     """Warns, once, if a window saves little, and lets `plan` say it.
 
     Args:
       trace: the program of all rows, and that of a micro-batch, see `layouts`.
       num_microbatches: how many there are.
       report: what a window says of its levels; None if there are none.
+      knob: the option that keeps less between levels.
     """
     if is_recorded():
         return
@@ -77,7 +78,8 @@ def say(trace: Any, num_microbatches: int, report: Any) -> None:
     found = estimate(trace.closed, trace.part, trace.num_params, kept)
     if found is None or not found.is_little(num_microbatches):
         return
-    text = said(found, num_microbatches, report.stored if report else ())
+    stored = report.stored if report else ()
+    text = said(found, num_microbatches, stored, knob)
     note(text)
     lines = tuple(x.line for x in found.lines)
     if lines not in _said:
@@ -108,7 +110,7 @@ def estimate(
     results = zip(closed.out_avals, part.layouts, strict=False)
     stacks = sum(_bytes(a) for a, layout in results if isinstance(layout, Rows))
     # Levels take less than a whole step at a time, but beside what is kept for others.
-    window = max(_needs(own, params), kept + _largest(own) // 2) + stacks
+    window = max(_residuals(own, params), kept) + _passing(own) + stacks
     return Savings(undivided, window, tuple(_lines(whole, part, window)))
 
 
@@ -132,9 +134,29 @@ def _bytes(aval: Any) -> int:
 
 def _needs(jaxpr: core.Jaxpr, params: Sequence[Any]) -> int:
     """What one forward and one backward pass need, at their largest moment."""
+    return _residuals(jaxpr, params) + _passing(jaxpr)
+
+
+def _residuals(jaxpr: core.Jaxpr, params: Sequence[Any]) -> int:
+    """What the way back reads of the way there."""
     given = [*jaxpr.constvars, *jaxpr.invars]
-    kept = cost.residuals(jaxpr.eqns, params, given)
-    return kept + _largest(jaxpr) // 2  # much of it is among what is kept
+    return cost.residuals(jaxpr.eqns, params, given)
+
+
+def _passing(jaxpr: core.Jaxpr) -> int:
+    """What is there for a moment; half of the largest is among what is kept."""
+    return max(_largest(jaxpr) // 2, _again(jaxpr))
+
+
+def _again(jaxpr: core.Jaxpr) -> int:
+    """The most that is kept while one checkpointed piece is computed again."""
+    pieces = (
+        program
+        for e in ir.equations(jaxpr)
+        if ir.kind(e) == "checkpoint"
+        for program in ir.inner_programs(e)
+    )
+    return max((cost.residuals(p.eqns, p.invars, p.invars) for p in pieces), default=0)
 
 
 def _largest(jaxpr: core.Jaxpr) -> int:
@@ -198,15 +220,22 @@ _PARTS = 20  # a line that takes less of a window than one of these is not named
 _NAMES = {"all_gather": "a copy"}
 
 
-def said(found: Savings, num_microbatches: int, stored: Sequence[Any] = ()) -> str:
+def said(
+    found: Savings,
+    num_microbatches: int,
+    stored: Sequence[Any] = (),
+    knob: str = "residual_bytes=0",
+) -> str:
     """What to tell a user whose window saves little, of which this is stored."""
     largest = sorted(stored, key=lambda x: -x.nbytes)[:_MOST_LINES]
     where = "; ".join(dict.fromkeys(x.line for x in largest)) or "where rows meet"
     why = f"most of it is kept from one level to another, at {where}"
-    todo = "Pass residual_bytes=0 to compute that again"
+    todo = f"Pass {knob} to compute that again"
     if found.lines:
         why = "; ".join(f"{x.name}, at {x.line}" for x in found.lines)
         todo = "Write that with other functions"
+        if any(known.hidden(x.name.partition(",")[0]) for x in found.lines):
+            todo = "Wrap that in ga_optax.rowwise if its rows do not need each other"
     return (
         f"{num_microbatches} micro-batches need about {_size(found.window)} beside "
         f"arguments and gradients, {found.ratio:.0%} of what the undivided batch needs "

@@ -27,6 +27,7 @@ from ga_optax._devices import collectives, meshes
 from ga_optax._loop import run as loop
 from ga_optax._loop.step import Operands, Step, after_passes
 from ga_optax._passes import ir
+from ga_optax._window import plans
 from ga_optax._window import run as window
 from ga_optax._window.values import Loss
 
@@ -58,7 +59,7 @@ def of_options(options: Options) -> Callable[..., tuple[Any, Any]]:
 
 
 def of_call(call: Call) -> tuple[tuple[jax.Array, Any], Any]:
-    """`((loss, aux), grads)` of a call."""
+    """`((loss, aux), grads)` of a call; with `sums`, `(grads, those of rows)`."""
     if layouts.num_parts(call) == 1:
         return undivided(call)
     call = call.on_device()
@@ -78,7 +79,14 @@ def undivided(call: Call) -> tuple[tuple[jax.Array, Any], Any]:
     """By JAX, of all rows at once."""
     fun, kwargs = call.options.fun, call.kwargs
     argnums = call.options.argnums
-    return jax.value_and_grad(fun, argnums, has_aux=True)(*call.args, **kwargs)
+    if not call.sums:
+        return jax.value_and_grad(fun, argnums, has_aux=True)(*call.args, **kwargs)
+    params, rows = call.roles["argnums"], call.roles["batch_argnums"][: call.rows]
+    both: Any = *params, *rows
+    if not both:
+        return fun(*call.args), ((), ())
+    out, grads = jax.value_and_grad(fun, both, has_aux=True)(*call.args)
+    return out, (grads[: len(params)], grads[len(params) :])
 
 
 def _in_one(call: Call, error: Exception) -> tuple[tuple[jax.Array, Any], Any]:
@@ -105,11 +113,13 @@ class _Parts(NamedTuple):
       shared: the results that all devices have alike, the loss first; None for others.
       stacked: those others, of each micro-batch, along a new axis 0.
       grads: the gradients.
+      rows: those of leaves of the batch, of each micro-batch along axis 0.
     """
 
     shared: Any
     stacked: Any
     grads: Any
+    rows: Any = ()
 
 
 def divided(call: Call, trace: Traced) -> tuple[tuple[jax.Array, Any], Any]:
@@ -128,9 +138,12 @@ def divided(call: Call, trace: Traced) -> tuple[tuple[jax.Array, Any], Any]:
             return _window(inner, here)
 
         of_rows = meshes.split_spec(call.options.axes)
-        results = _Parts(WHOLE, of_rows, gradients(call))
+        results = _Parts(WHOLE, of_rows, gradients(call), of_rows)
         parts = over_mesh(call, run, results=results, check_vma=False)
-    return layouts.returned(call, trace, parts.shared, parts.stacked), parts.grads
+    out = layouts.returned(call, trace, parts.shared, parts.stacked)
+    if not call.sums:
+        return out, parts.grads
+    return out, (parts.grads, layouts.of_rows(call, trace, parts.rows))
 
 
 _WAYS = {"whole": "last", "partial": "sum", "rows": "stack"}
@@ -156,18 +169,21 @@ def _window(call: Call, trace: Traced) -> _Parts:
     batch = [*call.split(trace.strided), _indices(call)]
     acc = accumulator.begun(call.params, options.accumulator_dtype)
     acc = call.flat(acc._replace(total=call.placed(acc.total, -0.0)))
-    operands = Operands(consts, params, batch, [], [], acc)
+    operands = Operands(consts, params, batch, [], [], acc, rows=call.rows)
     if part.meets:
         loss = Loss(step, layouts.AXIS, layouts.num_parts(call))
         kept = options.residual_bytes
         out = window.run(loss, operands, where, residual_bytes=kept)
     else:
+        plans.of_loop(step, operands, layouts.num_parts(call))
         out = loop.run(step, operands, where, begins=True, merges=True)
-    savings.say(trace, layouts.num_parts(call), out.report)
+    knob = "remat=True" if call.sums else "residual_bytes=0"
+    savings.say(trace, layouts.num_parts(call), out.report, knob)
     stacks = [way == "stack" for way in ways]
     pairs = list(zip(out.results, stacks, strict=True))
     shared, stacked = ([x if its == s else None for x, its in pairs] for s in (0, 1))
-    return _Parts(shared, stacked, _gradients(call, out.acc.total))
+    grads = _gradients(call, out.acc.total)
+    return _Parts(shared, stacked, grads, tuple(out.rows))
 
 
 def _indices(call: Call) -> jax.Array:
@@ -182,8 +198,9 @@ def _indices(call: Call) -> jax.Array:
 def _gradients(call: Call, totals: Sequence[jax.Array]) -> Any:
     """Sums in the dtypes of the parameters."""
     leaves, structure = jax.tree.flatten(call.params)
+    pairs = zip(totals, leaves, strict=True)
     grads = structure.unflatten(
-        [g.astype(jnp.result_type(x)) for g, x in zip(totals, leaves, strict=True)]
+        [g if call.sums else g.astype(jnp.result_type(x)) for g, x in pairs]
     )
     # If the caller does not say either, XLA may sum up whole gradients.
     return grads if call.mesh is None else call.placed(grads)

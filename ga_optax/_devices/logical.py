@@ -90,7 +90,7 @@ def reduce(
     Every device gets its share of all sums, adds them up, and sends the total to the
     others, if it is not to keep it: as many bytes as a ring's all-reduce.
     """
-    number = meshes.num_devices(axes, None)
+    number = meshes.num_devices(axes)
     if number == 1:
         return collectives.reduce(leaves, where, axes)
     result: list[Any] = list(leaves)
@@ -141,7 +141,7 @@ def _of_leaf(
 
 def _everywhere(x: jax.Array, axes: Axes, zero: jax.Array) -> jax.Array:
     """The sum over `axes`, on all of their devices."""
-    number = meshes.num_devices(axes, None)
+    number = meshes.num_devices(axes)
     shape, size = x.shape, x.size
     dim = next((i for i in range(x.ndim) if shape[i] % number == 0), None)
     if dim is None:

@@ -3,6 +3,7 @@
 Only questions and checks stand here. What communicates is in `_collectives`.
 """
 
+import contextlib
 import math
 import warnings
 from collections.abc import Sequence
@@ -77,6 +78,24 @@ def check_data_axis(data_axis: Any) -> Axes:
     return tuple(names)
 
 
+def without_mesh() -> contextlib.AbstractContextManager[Any]:
+    """Where programs are traced that know of no mesh."""
+    return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
+
+
+def of_all_rows(axes: Axes) -> list[tuple[str, int]]:
+    """What a program is traced under that sees the rows of all devices along axes."""
+    return [(f"all rows along {name}", 1) for name in axes]
+
+
+def sees_all_rows(axes: Axes) -> bool:
+    """Whether what is traced sees the rows of all devices along axes already."""
+    try:
+        return all(jax.lax.axis_size(name) for name, _ in of_all_rows(axes))
+    except NameError:
+        return False
+
+
 def context_mesh() -> AnyMesh:
     """The mesh of `jax.set_mesh`, or else that of a `with mesh:` block; may be empty.
 
@@ -93,10 +112,11 @@ def context_mesh() -> AnyMesh:
 
 
 def find_mesh(axes: Axes, mesh: AnyMesh | None, batch: Any = ()) -> Any:
-    """The mesh whose `axes` are still to be bound; None inside their `shard_map`.
+    """The mesh that is yet to bind `axes`; None inside a `shard_map` that does.
 
-    If `mesh` is None it is that of the context, of `jax.set_mesh` or of a `with mesh:`
-    block, or else the one that `batch` lies on.
+    That is what None means wherever a mesh is handed on. Here alone, where `mesh` is
+    the user's option, None looks for one: that of the context, of `jax.set_mesh` or of
+    a `with mesh:` block, or else the one that `batch` lies on.
 
     Raises:
       ValueError: if there is no mesh, or if it lacks an axis.
@@ -167,10 +187,14 @@ def is_distributed(tree: Any) -> bool:
     return False
 
 
-def num_devices(axes: Axes, mesh: AnyMesh | None) -> int:
+def num_devices(axes: Axes, mesh: AnyMesh | None = None) -> int:
     """Into how many parts `axes` split a batch; `mesh` as `find_mesh` returns it."""
-    shape = (jax.sharding.get_abstract_mesh() if mesh is None else mesh).shape
-    return math.prod(shape[name] for name in axes)
+    return math.prod(_sizes(mesh)[name] for name in axes)
+
+
+def _sizes(mesh: AnyMesh | None) -> Any:
+    """The size of each axis, of those that are bound as well."""
+    return (jax.sharding.get_abstract_mesh() if mesh is None else mesh).shape
 
 
 def in_words(names: Sequence[str]) -> str:
@@ -242,8 +266,7 @@ def placements(
         found = [None if mesh is None else _known_spec(leaf) for _, leaf in leaves]
     else:
         found = broadcast_specs(specs, params, option)
-    shape = (jax.sharding.get_abstract_mesh() if mesh is None else mesh).shape
-    result = []
+    shape, result = _sizes(mesh), []
     for (name, leaf), spec in zip(leaves, found, strict=True):
         split = enumerate([] if spec is None else list(spec))
         dims = ((dim, tuple(n for n in names_in(x) if n in axes)) for dim, x in split)
@@ -290,9 +313,9 @@ def on_mesh_of(x: jax.Array, spec: Sequence[Any]) -> NamedSharding:
     return NamedSharding(jax.typeof(x).sharding.mesh, PartitionSpec(*spec))
 
 
-def same_mesh(x: jax.Array, y: jax.Array) -> bool:
-    """Whether the types of `x` and `y` agree on the mesh, as explicit axes require."""
-    a, b = (jax.typeof(z).sharding.mesh for z in (x, y))
+def same_mesh(x: Any, y: Any) -> bool:
+    """Whether two types of arrays agree on the mesh, as explicit axes require."""
+    a, b = x.sharding.mesh, y.sharding.mesh
     return a == b or not (explicit_names(a) or explicit_names(b))
 
 

@@ -249,6 +249,11 @@ class Additions(NamedTuple):
                 ways[i] = ReducedInPlace(way.type, way.by_hand, after.pop(i))
         return Additions(ways, after)
 
+    def placing(self, rows: Sequence[jax.Array]) -> "Additions":
+        """With those of leaves of the batch, each micro-batch of which has its own."""
+        placed = [Placed(jax.typeof(x[0]), begins=True) for x in rows]
+        return self._replace(ways=[*self.ways, *placed])
+
     def add(
         self, totals: Sequence[jax.Array], step: MicroStep, pull: Callable[..., Any]
     ) -> list[jax.Array]:

@@ -71,7 +71,11 @@ def reasons(
                 jnp.finfo(dtype).bits < jnp.finfo(param.dtype).bits,
                 f"it is {param.dtype}, and its accumulator {dtype}",
             ),
-            (not meshes.same_mesh(total, param), "its accumulator has another mesh"),
+            (
+                # That of its gradient: a program may be written without a mesh.
+                not meshes.same_mesh(jax.typeof(total), step.jaxpr.invars[i].aval),
+                "its accumulator has another mesh",
+            ),
             (jnp.finfo(dtype).bits < 32, f"{dtype} would round too often"),
         )
         why = next((why for holds, why in checks if holds), None)

@@ -72,7 +72,7 @@ def all_reduced(loop: Loop, state: State, where: Where) -> State:
     small, structure = jax.tree.flatten((addends, weights, means))
     leaves = [*state.acc.total, *collectives.vary(small, axes)]
     places = [*where.placements, *[Placement()] * len(small)]
-    number = meshes.num_devices(axes, None)
+    number = meshes.num_devices(axes)
     if where.logical:
         number *= where.logical
         zero = accumulator.unknown_zero(state.acc.count)

@@ -1,12 +1,14 @@
 """The micro-batches of a call, added to an accumulator, on this device and on all."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from ga_optax._devices.meshes import Placement
 from ga_optax._loop import additions, in_place
-from ga_optax._loop.loop import Loop
+from ga_optax._loop.loop import Loop, State
 from ga_optax._loop.over_devices import all_reduced, of_logical
 from ga_optax._loop.step import Flat, Operands, Step, Where
 
@@ -19,12 +21,14 @@ class Outcome(NamedTuple):
       carry: the carry.
       acc: the accumulator.
       report: what a window says of its levels; None of a loop.
+      rows: the gradients of leaves of the batch, of each micro-batch along axis 0.
     """
 
     results: list[jax.Array]
     carry: list[jax.Array]
     acc: Flat
     report: Any = None
+    rows: Sequence[jax.Array] = ()
 
 
 def run(
@@ -63,22 +67,39 @@ def run(
     loop = Loop(
         step,
         num_microbatches,
-        adds,
+        adds.placing(operands.batch[: operands.rows]),
         begins=begins,
         last=adds.reduced(step, reduced) if reduced else None,
         rounds_once=step.low_precision and once,
         local=where.split_by_compiler is False,
         sums_already=where.sums_already,
         axes=where.axes,
+        rows=operands.rows,
+        index=len(operands.batch) - 1,
     )
+    operands = _with_stacks(operands)
     state = of_logical(loop, operands, where) if where.logical else loop(operands)
+    state, stacks = _without_stacks(state, operands.rows)
     if merges and where.axes:
         with jax.named_scope("merge"):
             done = {i: Placement(summed=x.axes) for i, x in where.sent.items()}
             done |= {i: Placement(summed=where.axes) for i in reduced}
             places = [done.get(i, x) for i, x in enumerate(where.placements)]
             state = all_reduced(loop, state, where._replace(placements=places))
-    return Outcome(loop.results(state), state.carry, state.acc)
+    return Outcome(loop.results(state), state.carry, state.acc, rows=stacks)
+
+
+def _with_stacks(operands: Operands) -> Operands:
+    """With sums that are the gradients of each micro-batch, one after the other."""
+    own = operands.batch[: operands.rows]
+    total = [*operands.acc.total, *map(jnp.zeros_like, own)]
+    return operands._replace(acc=operands.acc._replace(total=total))
+
+
+def _without_stacks(state: State, rows: int) -> tuple[State, list[jax.Array]]:
+    total = state.acc.total
+    sums, stacks = total[: len(total) - rows], total[len(total) - rows :]
+    return state._replace(acc=state.acc._replace(total=sums)), stacks
 
 
 def _reduced_in_last(where: Where) -> dict[int, Placement]:

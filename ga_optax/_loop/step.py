@@ -65,7 +65,13 @@ class Step(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """The arrays of a loop, flat by role; the batch split."""
+    """The arrays of a loop, flat by role; the batch split.
+
+    Attributes:
+      num_real: how many micro-batches count; None for all.
+      rows: how many leaves of the batch are differentiated, too: the first of them. The
+        last is the index of the micro-batch then.
+    """
 
     consts: Sequence[Any]
     params: list[jax.Array]
@@ -73,7 +79,8 @@ class Operands(NamedTuple):
     keys: list[jax.Array]
     carry: list[jax.Array]
     acc: Flat
-    num_real: jax.Array | None = None  # how many micro-batches count: all if None
+    num_real: jax.Array | None = None
+    rows: int = 0
 
 
 class Lies(NamedTuple):

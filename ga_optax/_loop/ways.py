@@ -150,7 +150,7 @@ class Last(Mode):
         return list(map(trees.strong, leaves))
 
     def merge(self, kept: Any, sums: Leaves, weight: jax.Array, axes: Axes) -> Leaves:
-        is_last = jax.lax.axis_index(axes) == meshes.num_devices(axes, None) - 1
+        is_last = jax.lax.axis_index(axes) == meshes.num_devices(axes) - 1
 
         def last(x: jax.Array) -> jax.Array:
             if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):

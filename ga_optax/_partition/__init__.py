@@ -13,11 +13,17 @@ its operands and is computed whole, which is always right and only takes memory.
 
     values       the layouts, and a value in one
     writer       the program of a micro-batch while it is written; changes of layout
-    table        which rule each primitive has
-    elementwise, linear, shapes, moves, reductions, products, indexing, randoms, nested,
-    custom       the rules, by kind
+    factors      what follows from a row of the table of primitives, in `_passes`
+    table        which rule each primitive has beside or without a row
+    linear, shapes, moves, reductions, products, indexing, randoms, nested, custom
+                 the rules, by kind
+    generators   random numbers of XLA's own generator
+    promised     the rules of what the user says
+    kernels      those of Pallas kernels, of which each micro-batch runs a part
+    declared     those of calls that say themselves how they split
     cutting      a value's rows computed from the rows of what it is made of
     created      rows of what the program creates, such as noise for a generator
+    divided      what runs over micro-batches of its own: `microbatch` in a loss
     program      `partition`, which puts these together
 
 Imports `_passes` alone.
@@ -29,7 +35,8 @@ from ga_optax._partition.program import (
     Partitioned,
     partition,
 )
-from ga_optax._partition.values import PARTIAL, WHOLE, Layout, Rows, is_inexact
+from ga_optax._partition.values import PARTIAL, WHOLE, Layout, Rows
+from ga_optax._passes.ir import is_inexact
 
 __all__ = [
     "PARTIAL",

@@ -6,6 +6,9 @@ What comes from no leaf of the batch is whole, and cut where it meets rows (`cut
 Here it meets none. Then the first equation that `cutting` cannot go back through, a
 *root*, may get rows of it, and what follows has rows as if `z` were in the batch.
 
+The same goes for an index that takes rows in another order, such as by their experts:
+its own rows may be taken by each micro-batch, or all by all.
+
 An axis may be as long as the batch by chance, like that of a table of positions: then
 rows would be gathered again. So the program is partitioned both ways, and the way
 counts in which a micro-batch computes less.
@@ -17,7 +20,7 @@ from typing import Any
 
 from jax.extend import core
 
-from ga_optax._partition import cutting
+from ga_optax._partition import cutting, indexing
 from ga_optax._partition.values import Layout, Rows, Value
 from ga_optax._partition.writer import Writer
 from ga_optax._passes import ir, places
@@ -49,9 +52,11 @@ class Created:
         """The operands of an equation; one has rows if it is a root to cut."""
         if cutting.is_open(e) or w.in_rule or w.limit is not None:
             return vs
-        if not vs or not all(v.is_whole for v in vs):
-            return vs
-        found = [i for i, v in enumerate(vs) if self._is_one(v)]
+        found = []
+        if vs and all(v.is_whole for v in vs):
+            found = [i for i, v in enumerate(vs) if self._is_one(v)]
+        elif e.primitive.name == "gather" and indexing.reorders(w, e, *vs):
+            found = [1] if vs[1].shape[0] == self.length else []
         size = max([ir.computed(e), *(vs[i].size for i in found)])
         if not found or size < _LARGE * ir.numbers([self.length]):
             return vs

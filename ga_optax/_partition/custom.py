@@ -23,7 +23,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
-from ga_optax._partition import elementwise, nested
+from ga_optax._partition import factors, nested
 from ga_optax._partition.values import (
     PARTIAL,
     WHOLE,
@@ -32,11 +32,12 @@ from ga_optax._partition.values import (
     Rows,
     RowsMeet,
     Value,
-    is_inexact,
+    type_here,
     types_of,
 )
 from ga_optax._partition.writer import Writer
-from ga_optax._passes import ir
+from ga_optax._passes import ir, primitives
+from ga_optax._passes.ir import is_inexact
 
 Results = list[Result] | None
 _JAX = os.path.dirname(jax.__file__)
@@ -56,12 +57,13 @@ def custom_jvp(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
         return w.all_whole(e, vs)
     if w.in_rule or not any(is_inexact(v.aval) for v in vs):
         return nested.inlined(w, program, vs)
-    with w.may_fail(e) as out, nested.apart(w):
-        out += _with_jvp(w, e, program, vs)
+    apart = w.within(apart=True)
+    with w.may_fail(e) as out:
+        out += _with_jvp(apart, e, program, vs)
     if not out and not w.apart and (fitted := _fitted(w, e, vs)) != vs:
         vs = fitted
-        with w.may_fail(e) as out, nested.apart(w):
-            out += _with_jvp(w, e, program, vs)
+        with w.may_fail(e) as out:
+            out += _with_jvp(apart, e, program, vs)
     if not out and not w.apart and _rule_only_saves_time(program.jaxpr):
         return nested.inlined(w, program, vs)
     return out or None
@@ -69,30 +71,23 @@ def custom_jvp(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
 
 def _fitted(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Value]:
     """Operands as if it worked number by number, such as on all pairs of rows."""
-    shape = types_of(e)[0].shape
-    rows = elementwise.target(vs, shape)
-    if rows is None:
+    shapes = tuple(v.shape for v in vs), (types_of(e)[0].shape,)
+    if (found := factors.chosen(vs, primitives.read("...", *shapes))) is None:
         return vs
-    fitted: list[Value] = []
-    for v in vs:
-        if v.is_whole or v.layout == rows:
-            fitted.append(v)
-            continue
-        x = elementwise.fitted(w, v, rows, shape)
-        layout = WHOLE if elementwise.is_spread(v, rows, shape) else rows
-        fitted.append(dataclasses.replace(v, x=x, layout=layout, copies={}))
-    return fitted
+    rows, way = found
+    return [
+        v
+        if v.is_whole or v.layout == layout
+        else dataclasses.replace(v, x=w.to(v, layout), layout=layout, copies={})
+        for v, layout in zip(vs, factors.layouts(rows, way.ins), strict=True)
+    ]
 
 
 def _rule(
     w: Writer, program: ir.Program, args: list[Value], due: Sequence[Layout | None]
 ) -> nested.Inner:
     """The program of a rule. Functions with rules of their own run without them."""
-    before, w.in_rule = w.in_rule, True
-    try:
-        return nested.inner(w, program, args, due)
-    finally:
-        w.in_rule = before
+    return nested.inner(w.within(in_rule=True), program, args, due)
 
 
 def _rule_only_saves_time(jaxpr: core.Jaxpr) -> bool:
@@ -220,12 +215,9 @@ def _read(e: core.JaxprEqn, vs: Sequence[Value]) -> _Vjp:
             if has
         ]
 
-    types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in residuals]
-    cts = [
-        jax.ShapeDtypeStruct(x.shape, x.dtype)
-        for x, has in zip(types_of(e), given, strict=True)
-        if has
-    ]
+    types = [type_here(x, x.shape, None) for x in residuals]
+    results = zip(types_of(e), given, strict=True)
+    cts = [type_here(x, x.shape, None) for x, has in results if has]
     closed: Any = jax.make_jaxpr(backward)(types, cts)
     bwd = ir.Program(closed.jaxpr, closed.consts)
     return _Vjp(num_consts, ir.Program(jaxpr, consts), bwd, forwarded, wanted, given)
@@ -237,8 +229,8 @@ def custom_vjp(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
         return None
     if w.in_rule:
         return nested.inlined(w, ir.inner(e)[0], vs)
-    with w.may_fail(e) as out, nested.apart(w):
-        out += _with_vjp(w, e, vs)
+    with w.may_fail(e) as out:
+        out += _with_vjp(w.within(apart=True), e, vs)
     return out or None
 
 
@@ -316,14 +308,11 @@ def _seems_linear(w: Writer, rule: _Vjp) -> bool:
     types = [x.aval for x in rule.bwd.jaxpr.invars]
     n = len(rule.forwarded)
     args = [_value(aval, WHOLE if i < n else PARTIAL) for i, aval in enumerate(types)]
-    before, w.shares = w.shares, False
+    w = w.within(shares=False, apart=True)
     try:
-        with nested.apart(w):
-            _rule(w, rule.bwd, args, [PARTIAL] * sum(rule.wanted))
+        _rule(w, rule.bwd, args, [PARTIAL] * sum(rule.wanted))
     except RowsMeet:
         return False
-    finally:
-        w.shares = before
     return True
 
 
@@ -341,7 +330,7 @@ def passed_on(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Any]:
     if calls_back and not types:
         _run_once(w, e, xs)
         return []
-    bends = any(v.smooth for v in vs) and _has_nonlinear_rule(w, e)
+    bends = any(v.smooth for v in vs) and has_nonlinear_rule(w, e)
     passed = [i for i, x in enumerate(types) if calls_back or (bends and is_inexact(x))]
     if not passed:
         return w.bound(e, xs)
@@ -385,10 +374,10 @@ def _is_key(aval: Any) -> bool:
     return bool(jnp.issubdtype(aval.dtype, jax.dtypes.extended))
 
 
-def _has_nonlinear_rule(w: Writer, e: core.JaxprEqn) -> bool:
+def has_nonlinear_rule(w: Writer, e: core.JaxprEqn) -> bool:
     if e.primitive.name == "custom_vjp_call":
         if e.params["symbolic_zeros"]:
             return True
         vs = [Value(None, x.aval) for x in e.invars]
         return not _is_linear(w, _read(e, vs))
-    return any(_has_nonlinear_rule(w, x) for p in ir.inner_programs(e) for x in p.eqns)
+    return any(has_nonlinear_rule(w, x) for p in ir.inner_programs(e) for x in p.eqns)

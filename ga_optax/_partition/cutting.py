@@ -10,18 +10,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend import core
+from jax.extend.random import threefry2x32_p
 
-from ga_optax._partition import elementwise, nested, products, randoms, shapes
+from ga_optax._partition import factors, nested, products, randoms, shapes
 from ga_optax._partition.values import (
     Rows,
-    RowsMeet,
     Value,
     can_split,
     local_shape,
     types_of,
 )
 from ga_optax._partition.writer import Writer
-from ga_optax._passes import ir, references
+from ga_optax._passes import ir, primitives, references
 
 
 def recut(w: Writer, v: Value, rows: Rows) -> Any:
@@ -37,16 +37,18 @@ def recut(w: Writer, v: Value, rows: Rows) -> Any:
         return None
     rule = None if references.is_group(e) else _RULES.get(e.primitive.name)
     x = rule(w, e, vs, rows) if rule and i == 0 else None
+    if e.primitive is threefry2x32_p:
+        x = _bits(w, e, vs, rows)[i]
     due = local_shape(v.shape, rows, w.axis.size)
     return x if x is None or jnp.shape(x) == due else None
 
 
-def _elementwise(w: Writer, e: core.JaxprEqn, vs: list[Value], rows: Rows) -> Any:
-    shape = types_of(e)[0].shape
-    casts_bits = e.primitive.name == "bitcast_convert_type"
-    if len(e.outvars) > 1 or (casts_bits and shape != vs[0].shape):
-        return None
-    return w.run(e, [elementwise.fitted(w, v, rows, shape) for v in vs])
+def _bits(w: Writer, e: core.JaxprEqn, vs: list[Value], rows: Rows) -> list[Any]:
+    """Pairs of words for pairs of counts, as a draw is that was cut before."""
+    ways = primitives.ways(primitives.Row("..."), e)
+    way = next(x for x in ways if x.outs[0] == rows.dim)
+    xs = w.parts(vs, rows, way.ins)
+    return w.once(lambda: w.results(e, xs), xs, ("bits", rows))
 
 
 def _iota(w: Writer, e: core.JaxprEqn, vs: list[Value], rows: Rows) -> Any:
@@ -56,57 +58,9 @@ def _iota(w: Writer, e: core.JaxprEqn, vs: list[Value], rows: Rows) -> Any:
     )
 
 
-def _broadcast(w: Writer, e: core.JaxprEqn, vs: list[Value], rows: Rows) -> Any:
-    v, shape = vs[0], e.params["shape"]
-    where = list(e.params["broadcast_dimensions"])
-    x = None
-    if rows.dim in where:
-        d = where.index(rows.dim)
-        if v.shape[d] == shape[rows.dim]:
-            x = w.part(v, rows.at(d))
-    x = w.whole(v) if x is None else x
-    return jax.lax.broadcast_in_dim(x, local_shape(shape, rows, w.axis.size), where)
-
-
-def _reshape(w: Writer, e: core.JaxprEqn, vs: list[Value], rows: Rows) -> Any:
-    v, shape, parts = vs[0], types_of(e)[0].shape, w.axis.size
-    before = shapes.reshaped(shape, v.shape, rows, parts)
-    if before is None or shapes.reshaped(v.shape, shape, before, parts) != rows:
-        return None
-    return w.part(v, before).reshape(local_shape(shape, rows, parts))
-
-
-def _transpose(w: Writer, e: core.JaxprEqn, vs: list[Value], rows: Rows) -> Any:
-    return w.run(e, [w.part(vs[0], rows.at(e.params["permutation"][rows.dim]))])
-
-
-def _squeeze(w: Writer, e: core.JaxprEqn, vs: list[Value], rows: Rows) -> Any:
-    gone = [d % len(vs[0].shape) for d in e.params["dimensions"]]
-    left = [d for d in range(len(vs[0].shape)) if d not in gone]
-    return w.run(e, [w.part(vs[0], rows.at(left[rows.dim]))])
-
-
 def _reduce(w: Writer, e: core.JaxprEqn, vs: list[Value], rows: Rows) -> Any:
-    axes = e.params["axes"]
-    left = [d for d in range(len(vs[0].shape)) if d not in axes]
-    if w.limit is None:
-        return None  # a reduction is there already
-    return w.run(e, [w.part(vs[0], rows.at(left[rows.dim]))])
-
-
-def _product(w: Writer, e: core.JaxprEqn, vs: list[Value], rows: Rows) -> Any:
-    if w.limit is None:
-        return None
-    out = products.recut_dot(w, e, vs, rows)
-    if out is None:
-        raise RowsMeet
-    return out
-
-
-def _concatenate(w: Writer, e: core.JaxprEqn, vs: list[Value], rows: Rows) -> Any:
-    if rows.dim == e.params["dimension"]:
-        return None
-    return w.run(e, [w.part(v, rows) for v in vs])
+    """Those of a product that is turned; a reduction is there already."""
+    return None if w.limit is None else factors.wanted(w, e, vs, rows)
 
 
 def _call(w: Writer, e: core.JaxprEqn, vs: list[Value], rows: Rows) -> Any:
@@ -140,13 +94,9 @@ def draws(w: Writer, e: core.JaxprEqn) -> bool:
 
 # Equations that are gone back through wherever rows of what they compute are wanted.
 _OPEN: dict[str, Any] = {
-    **dict.fromkeys(elementwise.NAMES - {"optimization_barrier"}, _elementwise),
+    **{name: factors.wanted for name, row in primitives.TABLE.items() if row.is_open},
     "iota": _iota,
-    "broadcast_in_dim": _broadcast,
-    "reshape": _reshape,
-    "transpose": _transpose,
-    "squeeze": _squeeze,
-    "concatenate": _concatenate,
+    "reshape": shapes.reshape_wanted,
     "random_bits": randoms.recut_bits,
     "random_split": randoms.recut_split,
     **dict.fromkeys((name for name, kind in ir.CALLS.items() if kind == "call"), _call),
@@ -164,6 +114,6 @@ def is_open(e: core.JaxprEqn) -> bool:
 
 
 _RULES = _OPEN | {
-    "dot_general": _product,
+    "dot_general": products.dot_wanted,
     **dict.fromkeys(("reduce_sum", "reduce_max", "reduce_min"), _reduce),
 }

@@ -15,11 +15,11 @@ from ga_optax._partition.values import (
     Rows,
     Value,
     can_split,
-    is_inexact,
     types_of,
 )
 from ga_optax._partition.writer import Writer
 from ga_optax._passes import ir
+from ga_optax._passes.ir import is_inexact
 
 Results = list[Result] | None
 
@@ -40,6 +40,17 @@ def gather(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
         return None
     xs = [w.whole(operand), indices.x]
     return [(w.run(e, xs), indices.rows.at(_batch(e)[indices.dim]))]
+
+
+def reorders(w: Writer, e: core.JaxprEqn, operand: Value, indices: Value) -> bool:
+    """Whether an index that is whole takes as many numbers of other rows."""
+    numbers, picks = e.params["dimension_numbers"], e.params["slice_sizes"]
+    if not operand.rows or not indices.is_whole or numbers.operand_batching_dims:
+        return False
+    own = operand.dim in numbers.start_index_map and picks[operand.dim] == 1
+    as_many = ir.numbers(types_of(e)[0].shape) >= operand.size
+    index_map = numbers.start_index_map
+    return own and as_many and own_rows(w, operand, indices, index_map) is None
 
 
 def _batch(e: core.JaxprEqn) -> list[int]:

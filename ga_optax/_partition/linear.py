@@ -11,32 +11,11 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from jax.extend import core
 
-from ga_optax._partition.values import PARTIAL, Result, Value, is_inexact, types_of
+from ga_optax._partition import shapes
+from ga_optax._partition.values import PARTIAL, Result, Value, types_of
 from ga_optax._partition.writer import Writer
-
-# The operands in all of which together they are linear; None for all operands.
-SUMS: dict[str, tuple[int, ...] | None] = {
-    **dict.fromkeys(
-        """add add_any sub neg concatenate copy transpose reshape
-        squeeze name broadcast_in_dim reduce_sum cumsum slice rev real imag
-        split stack unstack psum psum_invariant pad pvary tile optimization_barrier
-        sharding_constraint stop_gradient""".split()  # noqa: SIM905
-    ),
-    "convert_element_type": (0,),
-    "dynamic_slice": (0,),
-    "gather": (0,),
-    "dynamic_update_slice": (0, 1),
-    "scatter-add": (0, 2),
-    "scatter-sub": (0, 2),
-}
-# The operands in each of which they are linear while the others stay as they are.
-PRODUCTS = {
-    "mul": (0, 1),
-    "div": (0,),
-    "dot_general": (0, 1),
-    "conv_general_dilated": (0, 1),
-    "triangular_solve": (1,),
-}
+from ga_optax._passes.ir import is_inexact
+from ga_optax._passes.primitives import TABLE, Row
 
 
 def linear(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result] | None:
@@ -56,23 +35,17 @@ def linear(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result] | None:
     if any(_is_late(v, vs) for v in vs) or (not w.apart and _grows(e, vs)):
         return None
     if name == "optimization_barrier":
-        return [
-            (x, v.layout) for x, v in zip(w.run(e, [v.x for v in vs]), vs, strict=True)
-        ]
+        return shapes.barrier(w, e, vs)
     xs = [w.addend(v) if i in places else v.x for i, v in enumerate(vs)]
     return [(x, PARTIAL) for x in w.results(e, xs)]
 
 
 def slots(e: core.JaxprEqn, partial: Sequence[int]) -> Sequence[int] | None:
     """In which operands together it is linear; None if some `partial` is not among."""
-    name = e.primitive.name
-    if name == "select_n":
-        found = range(1, len(e.invars))
-    elif name in SUMS:
-        found = SUMS[name] or range(len(e.invars))
-    else:
-        found = partial if len(partial) == 1 else ()
-        found = [i for i in found if i in PRODUCTS.get(name, ())]
+    row = TABLE.get(e.primitive.name, Row())
+    found = row.linear_in(len(e.invars))
+    if not found and len(partial) == 1:
+        found = [i for i in partial if i in row.each]
     return found if set(partial) <= set(found) else None
 
 

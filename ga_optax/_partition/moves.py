@@ -21,9 +21,9 @@ from ga_optax._partition.values import (
     Rows,
     Value,
     can_split,
-    is_inexact,
 )
 from ga_optax._partition.writer import Writer
+from ga_optax._passes.ir import is_inexact
 
 
 class Table(NamedTuple):

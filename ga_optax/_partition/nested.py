@@ -4,10 +4,10 @@ A jitted function is opened. A checkpoint stays one. Where rows must not meet, i
 branch or in a long loop, an equation is computed whole if they do.
 """
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,12 +23,12 @@ from ga_optax._partition.values import (
     Rows,
     RowsMeet,
     Value,
-    is_inexact,
     local_shape,
     type_here,
 )
 from ga_optax._partition.writer import Writer
 from ga_optax._passes import feedback, ir
+from ga_optax._passes.ir import is_inexact
 
 Results = list[Result] | None
 
@@ -114,37 +114,28 @@ def _written(
     found: dict[str, Any] = {}
 
     def run(index: Any, xs: Sequence[Any]) -> list[Any]:
-        outer, level = w.index, w.level
-        w.index = index
+        here = w.within(index=index)
         new = [
             Value(x, v.aval, v.layout, v.level, v.params, v.smooth)
             for x, v in zip(xs, args, strict=True)
         ]
-        try:
-            out = w.interpret(program.jaxpr, program.consts, new)
-            wanted = due or [None] * len(out)
-            layouts = [
-                v.layout if layout is None else layout
-                for v, layout in zip(out, wanted, strict=True)
-            ]
-            results = [
-                jnp.asarray(w.to(v, layout), v.aval.dtype)
-                if not jnp.issubdtype(v.aval.dtype, jax.dtypes.extended)
-                else w.to(v, layout)
-                for v, layout in zip(out, layouts, strict=True)
-            ]
-        finally:
-            w.index, w.level = outer, level
+        out = here.interpret(program.jaxpr, program.consts, new)
+        wanted = due or [None] * len(out)
+        layouts = [
+            v.layout if layout is None else layout
+            for v, layout in zip(out, wanted, strict=True)
+        ]
+        results = [
+            jnp.asarray(here.to(v, layout), v.aval.dtype)
+            if not jnp.issubdtype(v.aval.dtype, jax.dtypes.extended)
+            else here.to(v, layout)
+            for v, layout in zip(out, layouts, strict=True)
+        ]
         found["layouts"] = layouts
         found["levels"] = [v.level for v in out]
         return results
 
-    jaxpr = w.jaxpr
-    try:
-        trace = jax.make_jaxpr(run, axis_env=[tuple(w.axis[:2])])
-        closed = trace(*types)
-    finally:
-        w.jaxpr = jaxpr
+    closed = jax.make_jaxpr(run, axis_env=[tuple(w.axis[:2])])(*types)
     meets = any(map(w.axis.meets, closed.jaxpr.eqns))
     live = ir.live(closed.jaxpr)
     reads = ir.num_readers(live, live.invars[0]) > 0
@@ -157,16 +148,6 @@ def index_for(w: Writer, *runs: Inner) -> Any:
     What is handed to a rule of the user's counts as read.
     """
     return w.index if any(run.reads for run in runs) else np.int32(0)
-
-
-@contextlib.contextmanager
-def apart(w: Writer) -> Iterator[None]:
-    """Where rows must not meet."""
-    before, w.apart = w.apart, True
-    try:
-        yield
-    finally:
-        w.apart = before
 
 
 # -- Checkpoints -----------------------------------------------------------------------
@@ -208,8 +189,10 @@ def scan(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
         if (out := _scan_of_rows(w, e, vs, how, waits)) is not None:
             return out
         del w.notes[notes:]
-    with w.may_fail(e) as found, apart(w):
-        found += _scan_of_rows(w, e, vs, how, True) or ()
+    with w.may_fail(e) as found:
+        here = w.within(apart=True)
+        found += _scan_of_rows(here, e, vs, how, True) or ()
+        w.level = here.level
     name = f"scan of {how.length} iterations, in whose carry rows meet,"
     return found or w.noted(name, e, vs)
 
@@ -307,7 +290,11 @@ def _scan_over_rows(
     rows = max((v.rows for v in slices if v.dim == 0), key=lambda rows: -rows.segments)
     if rows.segments > 1 or how.length % parts:
         return None
-    if not all(_is_total(how.body.jaxpr, i, how) for i in range(len(carry))):
+    body = how.body.jaxpr
+    totals = zip(
+        body.invars[how.num_consts :], body.outvars[: len(carry)], strict=False
+    )
+    if not all(_is_total(body, x, out) for x, out in totals):
         return None
     start = [w.addend(v) for v in carry]
     xs = [*map(w.whole, consts), *start, *(w.part(v, rows) for v in slices)]
@@ -317,20 +304,33 @@ def _scan_over_rows(
     return [(x, PARTIAL if i < n else rows) for i, x in enumerate(out)]
 
 
-def _is_total(jaxpr: core.Jaxpr, i: int, how: ir.Scan) -> bool:
-    """Whether iterations only add to number `i` of the carry."""
-    x, out = jaxpr.invars[how.num_consts + i], jaxpr.outvars[i]
+def _is_total(jaxpr: core.Jaxpr, x: Any, out: Any) -> bool:
+    """Whether a program only adds to an argument, which is that result then."""
     if not is_inexact(x.aval) or not ir.is_variable(out):
         return False
     if ir.num_readers(jaxpr, out) > 1:
         return False
     if out is x:
         return True
-    use = ir.only_use(jaxpr, x)
-    if use is None or use[0] is not ir.made_by(jaxpr, out):
+    e, use = ir.made_by(jaxpr, out), ir.only_use(jaxpr, x)
+    if e is None or use is None:
         return False
-    added = use[0].primitive.name in ("add", "add_any")
-    return added and all(v.aval == x.aval for v in use[0].invars)
+    [same, *_] = use[0].outvars
+    if use[0].primitive.name == "convert_element_type" and _is_alike(x, same):
+        return _is_total(jaxpr, same, out)  # of a weak type, or from one
+    if use[0] is not e:
+        return False
+    if ir.is_inline(e):
+        [program] = ir.inner_programs(e)
+        argument = program.invars[ir.operands(e, program).index(x)]
+        return _is_total(program, argument, program.outvars[e.outvars.index(out)])
+    added = e.primitive.name in ("add", "add_any")
+    return added and all(_is_alike(x, v) for v in e.invars)
+
+
+def _is_alike(x: Any, y: Any) -> bool:
+    """Whether two variables have the same type, be it weak or not."""
+    return (x.aval.shape, x.aval.dtype) == (y.aval.shape, y.aval.dtype)
 
 
 def while_(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
@@ -343,24 +343,24 @@ def while_(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
         [w.reduced(v) if v.is_partial else v for v in group]
         for group in (of_cond, of_body)
     )
-    with apart(w):
-        while True:
-            now = [
-                Value(None, v.aval, x, v.level, v.params, v.smooth)
-                for v, x in zip(carry, layouts, strict=True)
-            ]
-            due = [x if isinstance(x, Rows) else None for x in layouts]
-            run = inner(w, body, [*of_body, *now], due)
-            test = inner(w, cond, [*of_cond, *now])
-            joined = list(map(_join, layouts, run.layouts))
-            [rows] = test.layouts
-            if isinstance(rows, Rows):  # a loop for each row, by `jax.vmap`
-                joined = [rows] * len(carry)
-            if joined == layouts:
-                break
-            if PARTIAL in joined or layouts == [rows] * len(carry):
-                raise RowsMeet
-            layouts = joined
+    here = w.within(apart=True)
+    while True:
+        now = [
+            Value(None, v.aval, x, v.level, v.params, v.smooth)
+            for v, x in zip(carry, layouts, strict=True)
+        ]
+        due = [x if isinstance(x, Rows) else None for x in layouts]
+        run = inner(here, body, [*of_body, *now], due)
+        test = inner(here, cond, [*of_cond, *now])
+        joined = list(map(_join, layouts, run.layouts))
+        [rows] = test.layouts
+        if isinstance(rows, Rows):  # a loop for each row, by `jax.vmap`
+            joined = [rows] * len(carry)
+        if joined == layouts:
+            break
+        if PARTIAL in joined or layouts == [rows] * len(carry):
+            raise RowsMeet
+        layouts = joined
     start = [_strong(w.to(v, x), v) for v, x in zip(carry, layouts, strict=True)]
     consts = [v.x for v in of_cond], [v.x for v in of_body]
     index = w.index
@@ -397,19 +397,71 @@ def cond(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
         return inlined(w, branch, operands)
     choice = w.whole(which)
     branches = ir.inner(e)
-    with apart(w):
-        found = [inner(w, branch, operands).layouts for branch in branches]
-        due = []
-        for layouts in zip(*found, strict=True):
-            joined = layouts[0]
-            for layout in layouts[1:]:
-                joined = _join(joined, layout)
-            due.append(joined)
-        runs = [inner(w, branch, operands, due) for branch in branches]
+    here = w.within(apart=True)
+    found = [inner(here, branch, operands).layouts for branch in branches]
+    due = []
+    for layouts in zip(*found, strict=True):
+        joined = layouts[0]
+        for layout in layouts[1:]:
+            joined = _join(joined, layout)
+        due.append(joined)
+    runs = [inner(here, branch, operands, due) for branch in branches]
     index, xs = w.index, [v.x for v in operands]
     choose = [lambda *args, run=run: run(index, args) for run in runs]
     out = jax.lax.switch(choice.astype(jnp.int32), choose, *xs)
     return list(zip(out, due, strict=True))
+
+
+# -- Devices ---------------------------------------------------------------------------
+
+
+def shard_map(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
+    """A function that devices run, each on a part of every row, or on its own rows."""
+    p, [program] = e.params, ir.inner(e)
+    vs = [w.reduced(v) if v.is_partial else v for v in vs]
+    sizes = p["mesh"].shape
+    own = [
+        _on_device(v.layout, s, sizes) for v, s in zip(vs, p["in_specs"], strict=True)
+    ]
+    if w.axis.is_checked or None in own:
+        return None
+    found: list[Value] = []
+
+    def run(index: Any, *xs: Any) -> tuple[Any, ...]:
+        names = program.jaxpr.invars
+        args = [
+            Value(x, name.aval, layout, v.level, v.params, v.smooth)
+            for x, name, layout, v in zip(xs, names, own, vs, strict=True)
+        ]
+        # What is made once for what is alike has types of the region that it is in.
+        here = w.within(apart=True, index=index, objects={})
+        found[:] = here.interpret(program.jaxpr, program.consts, args)
+        return tuple(v.x for v in found)
+
+    out = jax.shard_map(
+        run,
+        mesh=p["mesh"],
+        in_specs=(jax.P(), *p["in_specs"]),
+        out_specs=tuple(p["out_specs"]),
+        axis_names=set(p["newly_manual_axes"]),
+        check_vma=p["check_vma"],
+    )(w.index, *(v.x for v in vs))
+    w.level = max([w.level, *(v.level for v in found)])
+    pairs = zip(found, p["out_specs"], strict=True)
+    due = [_on_device(v.layout, spec, sizes, back=True) for v, spec in pairs]
+    return list(zip(out, due, strict=True))
+
+
+def _on_device(layout: Layout, spec: Any, sizes: Any, back: bool = False) -> Any:
+    """The layout of what a device has of an array, or `back`; None if there is none."""
+    names = spec[layout.dim : layout.dim + 1] if isinstance(layout, Rows) else ()
+    parts = math.prod(sizes[name] for name in jax.tree.leaves(tuple(names)))
+    if not isinstance(layout, Rows) or parts == 1:
+        return layout
+    if layout.extra or (not back and layout.segments % parts):
+        return None
+    segments = layout.segments * parts if back else layout.segments // parts
+    return layout._replace(segments=segments)
 
 
 # -- Systems of equations --------------------------------------------------------------
@@ -425,11 +477,11 @@ def linear_solve(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
         start += n
     sides = [_sides(w, v, vs[:start]) for v in vs[start:]]
     due = [v.layout for v in sides]
-    with apart(w):
-        runs = [
-            p and inner(w, ir.Program(p.jaxpr, p.consts), [*given, *sides], due)
-            for p, given in zip(programs, consts, strict=True)
-        ]
+    here = w.within(apart=True)
+    runs = [
+        p and inner(here, ir.Program(p.jaxpr, p.consts), [*given, *sides], due)
+        for p, given in zip(programs, consts, strict=True)
+    ]
     index = w.index
 
     def part(i: int) -> Any:

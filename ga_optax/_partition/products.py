@@ -1,53 +1,71 @@
 """Products: those over rows are sums over micro-batches."""
 
-import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
 from jax.extend import core
 
-from ga_optax._partition.values import PARTIAL, Result, Rows, Value
+from ga_optax._partition import factors
+from ga_optax._partition.values import PARTIAL, Result, Rows, RowsMeet, Value
 from ga_optax._partition.writer import Writer
 
 Results = list[Result] | None
 
 
-def place(side: int, d: int, numbers: Any, ranks: Sequence[int]) -> int:
-    """The axis of the result of a product that is axis `d` of one of its factors."""
-    contracted, batched = numbers
-    if d in batched[side]:
-        return list(batched[side]).index(d)
-    gone = (*contracted[side], *batched[side])
-    rest = [i for i in range(ranks[side]) if i not in gone]
-    start = len(batched[0])
-    if side:
-        start += ranks[0] - len(contracted[0]) - len(batched[0])
-    return start + rest.index(d)
+def dot_wanted(w: Writer, e: core.JaxprEqn, vs: list[Value], rows: Rows) -> Any:
+    """The rows of a product along another axis, where they cost no more than its own.
+
+    To split the columns of a matrix, of which all rows are here, is another thing.
+    """
+    if w.limit is None:
+        return None
+    way = next(x for x in factors.ways(e) if x.outs == (rows.dim,))
+    pairs = [(v, d) for v, d in zip(vs, way.ins, strict=True) if d is not None]
+    if len(pairs) == 1 and any(v.layout != rows.at(d) for v, d in pairs):
+        raise RowsMeet
+    return factors.wanted(w, e, vs, rows)
 
 
-def dot_general(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
-    numbers = e.params["dimension_numbers"]
-    contracted, batched = numbers
-    ranks = [len(v.shape) for v in vs]
-    for side, v in enumerate(vs):  # one product for each row
-        if v.rows and v.dim in batched[side]:
-            i = list(batched[side]).index(v.dim)
-            rows = v.rows.at(batched[1 - side][i])
-            xs = [v.x, v.x]
-            xs[1 - side] = w.part(vs[1 - side], rows)
-            return [(w.run(e, xs), v.rows.at(i))]
-    free = [
-        side for side, v in enumerate(vs) if v.rows and v.dim not in contracted[side]
-    ]
-    if free:
-        side = max(free, key=lambda side: (vs[side].size, -side))
-        xs = [w.whole(v) if i != side else v.x for i, v in enumerate(vs)]
-        at = place(side, vs[side].dim, numbers, ranks)
-        return [(w.run(e, xs), vs[side].rows.at(at))]
-    side = 0 if vs[0].rows else 1
-    i = list(contracted[side]).index(vs[side].dim)
-    axes = [of_side[i] for of_side in contracted]
-    return [(w.run(e, _split(w, vs, axes)), PARTIAL)]
+def ragged_dot(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
+    """Products of groups of rows, one after the other, as of tokens sorted by expert.
+
+    A micro-batch has its rows of some groups: so many of each as lie among its own.
+    """
+    left, right, sizes = vs
+    numbers = e.params["ragged_dot_dimension_numbers"]
+    [ragged], dots = numbers.lhs_ragged_dimensions, numbers.dot_dimension_numbers
+    pairs = [pair for axes in dots for pair in zip(*axes, strict=True)]
+    back = {b: a for a, b in pairs}
+    rows = left.rows or (right.dim in back and right.rows.at(back[right.dim]))
+    contracted, batched = dots[0][0], dots[1][0]
+    if not rows or ragged in batched or e.params["group_offset"] is not None:
+        return None
+    of_sizes = w.whole(sizes)
+    if rows.dim == ragged:
+        if rows.segments > 1:
+            return None
+        of_sizes = _sizes_here(of_sizes, w.index, left.shape[ragged] // w.axis.size)
+    elif len(sizes.shape) > 1:
+        if rows.dim not in batched:
+            return None
+        of_sizes = w.part(sizes, rows.at(list(batched).index(rows.dim)))
+    at = dict(pairs).get(rows.dim)
+    other = w.whole(right) if at is None else w.part(right, rows.at(at))
+    x = w.run(e, [w.part(left, rows), other, of_sizes])
+    if rows.dim in contracted:
+        return [(x, PARTIAL)]
+    groups_first = ragged in contracted  # they are a new dimension
+    kept = [d for d in range(len(left.shape)) if d not in (*contracted, *batched)]
+    d = [*batched, *kept].index(rows.dim)
+    return [(x, rows.at(d + groups_first))]
+
+
+def _sizes_here(sizes: Any, index: Any, length: int) -> Any:
+    """How many of each group's rows are among those of a micro-batch."""
+    first = index.astype(sizes.dtype) * jnp.asarray(length, sizes.dtype)
+    ends = jnp.cumsum(sizes, -1, dtype=sizes.dtype)
+    here = [jnp.clip(x - first, 0, length) for x in (ends - sizes, ends)]
+    return here[1] - here[0]
 
 
 def convolution(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
@@ -77,61 +95,6 @@ def convolution(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
         return [(w.run(e, [w.whole(left), right.x]), right.rows.at(out_filters))]
     if features > 1 or (left.dim != channels and right.dim != summed):
         return None
-    return [(w.run(e, _split(w, vs, (channels, summed))), PARTIAL)]
-
-
-def _split(w: Writer, vs: list[Value], axes: Sequence[int]) -> list[Any]:
-    """Both factors' rows, along what is summed over; zeros beyond the last."""
+    axes = channels, summed
     rows = next(v.rows for v, d in zip(vs, axes, strict=True) if v.dim == d)
-    parts = (w.part(v, rows.at(d)) for v, d in zip(vs, axes, strict=True))
-    return [
-        w.filled(dataclasses.replace(v, x=x, layout=rows.at(d)), 0)
-        for v, x, d in zip(vs, parts, axes, strict=True)
-    ]
-
-
-def recut_dot(w: Writer, e: core.JaxprEqn, vs: list[Value], rows: Rows) -> Any:
-    """The rows of a product along another axis of its result, or None."""
-    numbers = e.params["dimension_numbers"]
-    ranks = [len(v.shape) for v in vs]
-    for side, v in enumerate(vs):
-        for d in range(ranks[side]):
-            if d in numbers[0][side] or place(side, d, numbers, ranks) != rows.dim:
-                continue
-            if d in numbers[1][side]:
-                d0, d1 = (list(numbers[1][i])[rows.dim] for i in (0, 1))
-                return w.run(
-                    e, [w.part(vs[0], rows.at(d0)), w.part(vs[1], rows.at(d1))]
-                )
-            if v.layout != rows.at(d):
-                return None  # to split the columns of a matrix is another thing
-            xs = [w.part(v, rows.at(d))] * 2
-            xs[1 - side] = w.whole(vs[1 - side])
-            return w.run(e, xs)
-    return None
-
-
-def batched(num_core: int) -> Any:
-    """A rule for what works on the last axes alone, such as a decomposition."""
-
-    def rule(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
-        v = max((v for v in vs if v.rows), key=lambda v: len(v.shape))
-        if v.dim >= len(v.shape) - num_core:
-            return None
-        xs = [w.part(u, v.rows) for u in vs]
-        return [(x, v.rows) for x in w.results(e, xs)]
-
-    return rule
-
-
-def triangular_solve(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
-    """For each row a system, or a right side."""
-    matrix, side = vs
-    rank = len(side.shape)
-    if matrix.is_whole and side.dim == rank - (1 if e.params["left_side"] else 2):
-        return [(w.run(e, [matrix.x, side.x]), side.rows)]
-    return batched(2)(w, e, vs)
-
-
-def fourier(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
-    return batched(len(e.params["fft_lengths"]))(w, e, vs)
+    return [(w.run(e, factors.terms(w, vs, rows, axes)), PARTIAL)]

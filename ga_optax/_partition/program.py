@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core, source_info_util
 
-from ga_optax._partition import created, cutting, table
+from ga_optax._partition import created, cutting, generators, table
 from ga_optax._partition.values import (
     WHOLE,
     Layout,
@@ -17,7 +17,7 @@ from ga_optax._partition.values import (
     type_here,
     varies,
 )
-from ga_optax._partition.writer import Axis, Note, Writer
+from ga_optax._partition.writer import Axis, Drawn, Note, Writer
 from ga_optax._passes import ir
 
 
@@ -31,6 +31,9 @@ class Partitioned(NamedTuple):
       layouts: those of its results. There may be one more: the first again, whole, if
         what micro-batches add to it may add up to NaN, see `Value`.
       whole: what is computed whole because nothing better is known of it.
+      drawn: what micro-batches draw, each by itself: on some platforms another draw of
+        the same distribution than that of the whole batch.
+      promised: what is split because the user says so.
       failures: of rules; what they were for is computed whole.
       meets: whether rows meet, in a collective over the axis.
       in_gradient: the first equation in which they meet on the way from the parameters
@@ -43,6 +46,8 @@ class Partitioned(NamedTuple):
     consts: Sequence[Any]
     layouts: list[Layout]
     whole: list[Note]
+    drawn: list[Note]
+    promised: list[Note]
     meets: bool
     in_gradient: core.JaxprEqn | None
     reads_index: bool
@@ -85,11 +90,33 @@ def _partitioned(
     due: Sequence[Layout | None],
     some: created.Created | None,
 ) -> Partitioned:
-    """The program, with rows of some of what it creates."""
+    """The program, with rows of some of what it creates.
+
+    Once more with draws whole that not all in it would read the same.
+    """
+    draws = generators.draws(jaxpr, axis.draws_whole)
+    while True:
+        closed, found = _traced(jaxpr, arguments, axis, due, (some, draws))
+        part = _live(closed, found, axis, [a.smooth for a in arguments])
+        if not (more := draws.divided(part.jaxpr)):
+            return part
+        draws = generators.Draws(draws.whole | more)
+
+
+def _traced(
+    jaxpr: core.Jaxpr,
+    arguments: Sequence[Argument],
+    axis: Axis,
+    due: Sequence[Layout | None],
+    of: tuple[created.Created | None, generators.Draws],
+) -> tuple[Any, dict[str, Any]]:
+    """The program of what is created and drawn so, and what was found on the way."""
+    some, draws = of
     found: dict[str, Any] = {}
 
     def run(xs: Sequence[Any], index: Any) -> list[Any]:
-        w = Writer(axis, index, table.RULES, cutting.recut, some or _as_they_are)
+        create = some or _as_they_are
+        w = Writer(axis, index, table.RULES, cutting.recut, create, draws)
         given = [
             Value(x, a.aval, a.layout, 0, a.smooth, a.smooth)
             for x, a in zip(xs, arguments, strict=True)
@@ -103,7 +130,9 @@ def _partitioned(
         layouts = [its if layout is None else layout for its, layout in both]
         fixed = len(due) >= len(out)
         scaled = [i for i, v in enumerate(out) if v.scaled and not fixed]
-        found.update(layouts=layouts, notes=w.notes, failures=w.failures, scaled=scaled)
+        # Not the writer, which holds what is traced.
+        found.update(layouts=layouts, scaled=scaled, notes=w.notes)
+        found.update(promised=w.promised, failures=w.failures)
         pairs = zip([*out, *out[:1]], layouts, strict=False)
         put = [_put(w, v, layout) for v, layout in pairs]
         return [*put, *(w.whole(out[i]) for i in scaled)]
@@ -113,7 +142,13 @@ def _partitioned(
     for x in types:
         number = type_here(number, (), x)
     trace = jax.make_jaxpr(run, axis_env=[(axis.name, axis.size)])
-    closed: Any = trace(types, number)
+    return trace(types, number), found
+
+
+def _live(
+    closed: Any, found: dict[str, Any], axis: Axis, smooth: list[bool]
+) -> Partitioned:
+    """Such a program without what nobody reads."""
     layouts, outvars = found["layouts"], closed.jaxpr.outvars
     live = ir.live(closed.jaxpr.replace(outvars=outvars[: len(layouts)]))
     if _meets(live, axis):
@@ -123,9 +158,11 @@ def _partitioned(
         live,
         closed.consts,
         layouts,
-        found["notes"],
+        [x for x in found["notes"] if not isinstance(x, Drawn)],
+        [x for x in found["notes"] if isinstance(x, Drawn)],
+        found["promised"],
         _meets(live, axis),
-        _in_gradient(live, axis, [a.smooth for a in arguments]),
+        _in_gradient(live, axis, smooth),
         ir.num_readers(live, live.invars[-1]) > 0,
         any(ir.is_mark(e, axis.name) for e in ir.equations(live)),
         found["failures"],

@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
-from jax.extend import random as generators
+from jax.extend.random import threefry2x32_p
 
+from ga_optax._partition import generators
 from ga_optax._partition.values import Result, Rows, Value, local_shape, types_of
 from ga_optax._partition.writer import Writer
 
@@ -20,6 +21,8 @@ from ga_optax._partition.writer import Writer
 def recut_bits(w: Writer, e: core.JaxprEqn, vs: list[Value], rows: Rows) -> Any:
     """The rows of random bits; None where that is not known."""
     [v], width = vs, e.params["bit_width"]
+    if (drawn := generators.part(w, e, v, rows)) is not None:
+        return drawn
     if v.shape:
         return _of_each_key(w, e, v, rows)
     if (drawn := _drawn(w, v, e.params["shape"], rows)) is None:
@@ -71,7 +74,7 @@ def _drawn(w: Writer, v: Value, shape: tuple[int, ...], rows: Rows) -> Any:
     count = w.once(lambda: _count(w, shape, rows), [w.index], facts)
     k1, k2 = jax.random.key_data(v.x)
     zeros = jax.lax.bitwise_xor(count, count)  # batched as it is, under jax.vmap
-    return generators.threefry2x32_p.bind(k1, k2, zeros, count)
+    return threefry2x32_p.bind(k1, k2, zeros, count)
 
 
 def _count(w: Writer, shape: tuple[int, ...], rows: Rows) -> jax.Array:
@@ -111,9 +114,8 @@ def positions(w: Writer, shape: tuple[int, ...], d: int, rows: Rows) -> jax.Arra
 def random_bits(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result] | None:
     """Bits from a key for each row."""
     [v] = vs
-    if not _is_threefry(v):
-        return None
-    return [(w.run(e, [v.x]), v.rows)]
+    drawn = recut_bits(w, e, vs, v.rows)
+    return None if drawn is None else [(drawn, v.rows)]
 
 
 def keys(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result] | None:

@@ -6,8 +6,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
+from ga_optax._partition import factors
 from ga_optax._partition.values import (
     PARTIAL,
     WHOLE,
@@ -16,43 +18,63 @@ from ga_optax._partition.values import (
     RowsMeet,
     Value,
     can_split,
-    is_inexact,
 )
 from ga_optax._partition.writer import Writer
 from ga_optax._passes import ir
+from ga_optax._passes.ir import is_inexact
 
 Results = list[Result] | None
 
 
-def _left(v: Value, axes: tuple[int, ...]) -> Rows:
-    """The rows after a reduction of other axes."""
-    return v.rows.at(v.dim - sum(a < v.dim for a in axes))
+def compared(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
+    """Keeps what is compared with a value of a later level, such as its own extremum.
+
+    If it were computed again there, it might round otherwise, and no row would attain
+    the extremum.
+    """
+    last = max(v.level for v in vs)
+    # Levels are counted from the parameters, and any function may have none.
+    later = not any(v.params for v in vs) and any(map(_is_of_rows, vs))
+    for v in vs:
+        behind = v.level < last if v.params else later and v.made is not None
+        if behind and v.rows and is_inexact(v.aval) and not w.apart:
+            v.x = checkpoint_name(v.x, w.axis.name)
+    return factors.forward(w, e, vs)
+
+
+def _is_of_rows(v: Value) -> bool:
+    """Whether a value that has no rows was computed of some that have: they met."""
+    todo, seen = ([v] if v.is_whole else []), set()
+    while todo:
+        u = todo.pop()
+        if u.rows or u.is_partial:
+            return True
+        if id(u) not in seen and u.made is not None:
+            seen.add(id(u))
+            todo += u.made[1]
+    return False
 
 
 def reduce_(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     [v] = vs
     name, axes = e.primitive.name, tuple(e.params["axes"])
-    if v.dim not in axes:
-        return [(w.run(e, [v.x]), _left(v, axes))]
     if found := turned(w, v, axes):
         rows, x = found
         left = rows.at(rows.dim - sum(a < rows.dim for a in axes))
         return [(w.run(e, [x]), left)]
+    if name == "reduce_sum":
+        return factors.summed(w, e, vs)
     if v.extra:
         v = dataclasses.replace(v, x=w.filled(v, _neutral(name, v)))
     if name in ("reduce_max", "reduce_min"):
         return [(_extremum(w, e, v), WHOLE)]
     here = w.run(e, [v.x])
-    if name == "reduce_sum":
-        return [(here, PARTIAL)]
     parts = _gathered(w, v, here)
     return [(w.run(e, [parts], axes=(0,)), WHOLE)]
 
 
 def _neutral(name: str, v: Value) -> Any:
-    """What changes no sum, maximum or minimum."""
-    if name == "reduce_sum":
-        return 0
+    """What changes no maximum or minimum."""
     ends = jnp.finfo if is_inexact(v.aval) else jnp.iinfo
     if v.aval.dtype == jnp.bool_:
         return name == "reduce_min"
@@ -134,16 +156,14 @@ def turned(w: Writer, v: Value, axes: tuple[int, ...]) -> tuple[Rows, Any] | Non
         rows = Rows(d)
         if d in axes or not can_split(v.shape, rows, w.axis.size):
             continue
-        w.limit, w.matched, level, w.level = v.size - 1, False, w.level, 0
+        trial = w.within(limit=v.size - 1, matches=[], level=0)
         try:
-            x = w.recut(w, v, rows)
+            x = w.recut(trial, v, rows)
         except RowsMeet:
-            x = None
-        finally:
-            w.limit = None
-        if x is not None and w.matched:
+            continue
+        if x is not None and trial.matches:
+            w.level = trial.level
             return rows, x
-        w.level = level
     return None
 
 
@@ -151,8 +171,6 @@ def argument(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     """`argmax` and `argmin`: the first micro-batch that attains it says where."""
     [v] = vs
     axes = tuple(e.params["axes"])
-    if v.dim not in axes:
-        return [(w.run(e, [v.x]), _left(v, axes))]
     if v.rows.segments > 1 or len(axes) > 1:
         return None
     [axis], x = axes, jax.lax.stop_gradient(v.x)
@@ -179,7 +197,8 @@ def collective(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
         if v.rows is None:
             out.append((here, WHOLE))
         elif v.dim not in axes:
-            out.append((here, _left(v, axes)))
+            left = v.rows.at(v.dim - sum(a < v.dim for a in axes))
+            out.append((here, left))
         elif e.primitive.name.startswith("psum"):
             out.append((here, PARTIAL))
         else:  # JAX has no derivative of them
@@ -192,8 +211,6 @@ def cumulative(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     """Sums from the first row on: those here, after the totals of those before."""
     [v] = vs
     axis, reverse = e.params["axis"], e.params["reverse"]
-    if axis != v.dim:
-        return [(w.run(e, [v.x]), v.rows)]
     name = e.primitive.name
     # At ties JAX has a derivative that depends on where in the whole batch they are.
     is_extremum = name in ("cummax", "cummin")
@@ -220,25 +237,3 @@ _JOINED: dict[str, Any] = {
     "cummin": jnp.minimum,
     "cumlogsumexp": jnp.logaddexp,
 }
-
-
-def along(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
-    """`sort`, `top_k` and others along an axis without rows."""
-    params = e.params
-    axis = params.get("dimension", params.get("axis", len(vs[0].shape) - 1))
-    rows = max((v for v in vs if v.rows), key=lambda v: v.size).rows
-    if axis == rows.dim:
-        return None
-    return [(x, rows) for x in w.results(e, [w.part(v, rows) for v in vs])]
-
-
-def windows(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
-    """Pooling over axes without rows."""
-    v = next(v for v in vs if v.rows)
-    d, p = v.dim, e.params
-    padding = p.get("padding") or ((0, 0),) * len(v.shape)
-    size = p["window_dimensions"][d] * (p["window_strides"] or [1] * (d + 1))[d]
-    if size != 1 or tuple(padding[d]) != (0, 0):
-        return None
-    xs = [w.part(u, v.rows) if u.shape else w.whole(u) for u in vs]
-    return [(x, v.rows) for x in w.results(e, xs)]

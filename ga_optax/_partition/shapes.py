@@ -3,7 +3,6 @@
 import math
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.extend import core
 
@@ -13,35 +12,17 @@ from ga_optax._partition.values import (
     Result,
     Rows,
     Value,
-    is_inexact,
     local_shape,
     types_of,
 )
 from ga_optax._partition.writer import Writer
+from ga_optax._passes.ir import is_inexact
 
 Results = list[Result] | None
 
 
-def transpose(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
-    [v] = vs
-    return [(w.run(e, [v.x]), v.rows.at(e.params["permutation"].index(v.dim)))]
-
-
-def squeeze(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
-    [v] = vs
-    gone = sum(d < v.dim for d in e.params["dimensions"])
-    return [(w.run(e, [v.x]), v.rows.at(v.dim - gone))]
-
-
-def broadcast_in_dim(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
-    v = vs[0]
-    rows = v.rows.at(e.params["broadcast_dimensions"][v.dim])
-    return [(_broadcast(w, e, v.x, rows), rows)]
-
-
-def _broadcast(w: Writer, e: core.JaxprEqn, x: Any, rows: Rows) -> Any:
-    shape = local_shape(e.params["shape"], rows, w.axis.size)
-    return jax.lax.broadcast_in_dim(x, shape, e.params["broadcast_dimensions"])
+def barrier(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
+    return list(zip(w.run(e, [v.x for v in vs]), (v.layout for v in vs), strict=True))
 
 
 def reshape(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
@@ -73,70 +54,37 @@ def reshaped(
     return None
 
 
-def concatenate(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
-    d = e.params["dimension"]
-    others = [v for v in vs if v.rows and v.dim != d]
-    if others:
-        rows = max(others, key=lambda v: v.size).rows
-        return [(w.run(e, [w.part(v, rows) for v in vs]), rows)]
-    return moves.moved(w, e, vs, d)
-
-
-def stack(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
-    rows, axis = max((v for v in vs if v.rows), key=lambda v: v.size).rows, _axis(e)
-    xs = [w.part(v, rows) for v in vs]
-    return [(w.run(e, xs), rows.at(rows.dim + (rows.dim >= axis)))]
-
-
-def unstack(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
-    [v] = vs
-    if v.dim == _axis(e):
+def reshape_wanted(w: Writer, e: core.JaxprEqn, vs: list[Value], rows: Rows) -> Any:
+    v, shape, parts = vs[0], types_of(e)[0].shape, w.axis.size
+    before = reshaped(shape, v.shape, rows, parts)
+    if before is None or reshaped(v.shape, shape, before, parts) != rows:
         return None
-    rows = v.rows.at(v.dim - (v.dim > _axis(e)))
-    return [(x, rows) for x in w.run(e, [v.x])]
+    return w.part(v, before).reshape(local_shape(shape, rows, parts))
 
 
-def _axis(e: core.JaxprEqn) -> int:
-    return e.params["axis"]
+def concatenate(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
+    return moves.moved(w, e, vs, e.params["dimension"])
 
 
 def split(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
-    [v] = vs
-    if _axis(e) == v.dim:
-        return moves.moved(w, e, vs, v.dim)
-    return [(x, v.rows) for x in w.run(e, [v.x])]
+    return moves.moved(w, e, vs, e.params["axis"])
 
 
 def tile(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     [v] = vs
     times = e.params["reps"][v.dim]
-    if v.extra and times > 1:
-        return None
     rows = v.rows._replace(segments=v.rows.segments * times)
     return [(w.run(e, [v.x]), rows)]
 
 
 def dynamic_slice(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
+    """One row, of which the others have zeros."""
     v, *starts = vs
-    sizes = list(e.params["slice_sizes"])
-    if v.rows is None or sizes[v.dim] not in (1, v.shape[v.dim]):
+    one_row = v.rows and e.params["slice_sizes"][v.dim] == 1
+    if not one_row or not is_inexact(v.aval):
         return None
     xs = [w.whole(start) for start in starts]
-    if sizes[v.dim] == v.shape[v.dim]:
-        sizes[v.dim] = v.x.shape[v.dim]
-        return [(w.run(e, [v.x, *xs], slice_sizes=tuple(sizes)), v.rows)]
-    if not is_inexact(v.aval):
-        return None
     row = jnp.clip(xs[v.dim], 0, v.shape[v.dim] - 1)
     xs[v.dim], mine = w.held(v, row)
     x = w.run(e, [v.x, *xs])
     return [(jnp.where(mine, x, jnp.zeros_like(x)), PARTIAL)]
-
-
-def dynamic_update_slice(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
-    v, update, *starts = vs
-    rows = v.rows or update.rows
-    if update.shape[rows.dim] != v.shape[rows.dim]:
-        return None
-    xs = [w.part(v, rows), w.part(update, rows), *map(w.whole, starts)]
-    return [(w.run(e, xs), rows)]

@@ -1,72 +1,61 @@
-"""Which rule each primitive has. What is not here is computed whole."""
+"""Which rule each primitive has. What has none is computed whole.
+
+A primitive with a row of dimensions needs no more (`_passes.primitives`). The rules
+here are for what a row cannot say; where it says something, they come after it.
+"""
 
 from ga_optax._partition import (
     custom,
     cutting,
-    elementwise,
+    declared,
+    divided,
+    factors,
     indexing,
+    kernels,
     linear,
     moves,
     nested,
     products,
+    promised,
     randoms,
     reductions,
     shapes,
 )
 from ga_optax._partition.writer import Rule, Rules
+from ga_optax._passes.divided import NAME
+from ga_optax._passes.primitives import TABLE
 
-_KNOWN: dict[str, Rule] = {
-    **dict.fromkeys(elementwise.NAMES, elementwise.elementwise),
-    **dict.fromkeys(
-        """reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or
-        reduce_xor""".split(),  # noqa: SIM905
-        reductions.reduce_,
-    ),
-    **dict.fromkeys(("argmax", "argmin"), reductions.argument),
-    **dict.fromkeys(("psum", "psum_invariant", "pmax", "pmin"), reductions.collective),
-    **dict.fromkeys(
-        ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), reductions.cumulative
-    ),
-    **dict.fromkeys(("sort", "top_k", "approx_top_k"), reductions.along),
-    **dict.fromkeys(
-        """reduce_window_sum reduce_window_max reduce_window_min
-        select_and_scatter_add select_and_gather_add""".split(),  # noqa: SIM905
-        reductions.windows,
-    ),
-    "transpose": shapes.transpose,
-    "squeeze": shapes.squeeze,
-    "broadcast_in_dim": shapes.broadcast_in_dim,
-    "reshape": shapes.reshape,
-    "concatenate": shapes.concatenate,
-    "stack": shapes.stack,
-    "unstack": shapes.unstack,
-    "split": shapes.split,
-    **dict.fromkeys(("slice", "pad", "rev"), moves.move),
-    "tile": shapes.tile,
-    "dynamic_slice": shapes.dynamic_slice,
-    "dynamic_update_slice": shapes.dynamic_update_slice,
-    "dot_general": products.dot_general,
-    "conv_general_dilated": products.convolution,
-    **dict.fromkeys(
-        """cholesky eig eigh householder_product lu qr geqrf schur svd
-        tridiagonal_solve""".split(),  # noqa: SIM905
-        products.batched(2),
-    ),
-    "lu_pivots_to_permutation": products.batched(1),
-    "triangular_solve": products.triangular_solve,
-    "fft": products.fourier,
-    "gather": indexing.gather,
-    **dict.fromkeys(
-        """scatter scatter-add scatter-sub scatter-mul scatter-max
-        scatter-min""".split(),  # noqa: SIM905
-        indexing.scatter,
-    ),
-    "random_bits": randoms.random_bits,
-    **dict.fromkeys(
-        """random_wrap random_unwrap random_seed random_fold_in
-        random_split""".split(),  # noqa: SIM905
-        randoms.keys,
-    ),
+# A rule that is not among these would take the rows beyond the last for rows of the
+# batch. A row never does: they are copies of the last.
+_UNEVEN: dict[Rule, str] = {
+    reductions.reduce_: "reduce_sum reduce_max reduce_min",
+    reductions.argument: "argmax argmin",
+    reductions.cumulative: "cumsum",
+    shapes.barrier: "optimization_barrier",
+    shapes.reshape: "reshape",
+    shapes.concatenate: "concatenate",
+    shapes.split: "split",
+    moves.move: "slice pad rev",
+    shapes.dynamic_slice: "dynamic_slice",
+    factors.summed: "dot_general",
+    products.convolution: "conv_general_dilated",
+    indexing.gather: "gather",
+    promised.rowwise: "rowwise",
+    randoms.random_bits: "random_bits",
+    randoms.keys: "random_wrap random_unwrap random_seed random_fold_in random_split",
+}
+_EVEN: dict[Rule, str] = {
+    reductions.reduce_: "reduce_prod reduce_and reduce_or reduce_xor",
+    reductions.collective: "psum psum_invariant pmax pmin",
+    reductions.cumulative: "cumprod cummax cummin cumlogsumexp",
+    shapes.tile: "tile",
+    products.ragged_dot: "ragged_dot_general",
+    indexing.scatter: "scatter scatter-add scatter-sub scatter-mul scatter-max "
+    "scatter-min",
+    kernels.pallas_call: "pallas_call",
+    declared.custom_partitioning: "custom_partitioning",
+    declared.cudnn_attention: "dot_product_attention_fwd_wrapper "
+    "dot_product_attention_bwd_wrapper",
 }
 
 _NESTED: dict[str, Rule] = {
@@ -75,30 +64,35 @@ _NESTED: dict[str, Rule] = {
     "while": nested.while_,
     "cond": nested.cond,
     "custom_linear_solve": nested.linear_solve,
+    "shard_map": nested.shard_map,
     "call_hi_primitive": nested.expanded,
     "custom_jvp_call": custom.custom_jvp,
     "custom_vjp_call": custom.custom_vjp,
+    NAME: divided.divided,
 }
 
-# A rule that is not here would take the rows beyond the last for rows of the batch.
-_UNEVEN = elementwise.NAMES | {
-    *("reduce_sum", "reduce_max", "reduce_min", "argmax", "argmin", "cumsum"),
-    *("sort", "top_k", "transpose", "squeeze", "broadcast_in_dim", "reshape"),
-    *("concatenate", "stack", "unstack", "split", "slice", "pad", "rev"),
-    *("dynamic_slice", "dot_general", "conv_general_dilated", "gather"),
-    *("cholesky", "eig", "eigh", "householder_product", "lu", "qr", "geqrf", "schur"),
-    *("svd", "lu_pivots_to_permutation", "tridiagonal_solve", "triangular_solve"),
-    *("fft", "random_bits", "random_wrap", "random_unwrap", "random_seed"),
-    *("reduce_window_sum", "reduce_window_max", "reduce_window_min", "approx_top_k"),
-    *("select_and_scatter_add", "select_and_gather_add", "random_fold_in"),
-    "random_split",
+
+def _named(rules: dict[Rule, str]) -> dict[str, Rule]:
+    return {name: rule for rule, names in rules.items() for name in names.split()}
+
+
+_ROWS = {name for name, row in TABLE.items() if row.dims is not None}
+_OWN = _named(_UNEVEN) | _named(_EVEN)
+_KNOWN: dict[str, Rule] = {
+    **dict.fromkeys(sorted(_ROWS), factors.forward),
+    **dict.fromkeys(("eq", "ne", "lt", "le", "gt", "ge"), reductions.compared),
+    **{
+        name: factors.before(rule) if name in _ROWS else rule
+        for name, rule in _OWN.items()
+    },
 }
 
 RULES = Rules(
     _KNOWN,
+    promised.registered,
     linear.linear,
     _NESTED,
     custom.passed_on,
-    _UNEVEN,
+    frozenset(_KNOWN.keys() - _named(_EVEN).keys()),
     cutting.draws,
 )

@@ -1,6 +1,7 @@
 """Values of the whole batch, and how a micro-batch holds them."""
 
 import dataclasses
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -112,10 +113,33 @@ def local_shape(shape: tuple[int, ...], layout: Layout, parts: int) -> tuple[int
     return (*shape[:d], (shape[d] + layout.extra) // parts, *shape[d + 1 :])
 
 
-def varies(aval: Any) -> bool:
-    """Whether devices hold different values, in a region of a mesh that knows."""
+def own(x: Any, rows: Rows, index: Any, parts: int) -> Any:
+    """The rows that a micro-batch has of an array that all hold."""
+    d = rows.dim
+    if rows.extra:
+        last = jax.lax.slice_in_dim(x, jnp.shape(x)[d] - 1, None, axis=d)
+        x = jax.lax.concatenate([x, *[last] * rows.extra], d)
+    shape = jnp.shape(x)
+    rest = shape[d] // (rows.segments * parts)
+    x = jnp.reshape(x, (*shape[:d], rows.segments, parts, rest, *shape[d + 1 :]))
+    x = jax.lax.dynamic_index_in_dim(x, index, d + 1, keepdims=False)
+    return jnp.reshape(x, local_shape(shape, Rows(d), parts))
+
+
+def varies(aval: Any) -> frozenset[Any]:
+    """Over which axes devices hold different values, where a mesh keeps track."""
     kind = getattr(aval, "manual_axis_type", None)
-    return bool(getattr(aval, "vma", ()) if kind is None else kind.varying)
+    return frozenset(getattr(aval, "vma", ()) if kind is None else kind.varying)
+
+
+def varying(xs: Sequence[Any], axes: Iterable[Any] = ()) -> list[Any]:
+    """Operands that vary over some axes, and over those over which any of them does."""
+    each = [varies(jax.typeof(x)) for x in xs]
+    every = frozenset(axes).union(*each)
+    return [
+        jax.lax.pcast(x, tuple(every - its), to="varying") if its != every else x
+        for x, its in zip(xs, each, strict=True)
+    ]
 
 
 def type_here(aval: Any, shape: tuple[int, ...], like: Any) -> Any:
@@ -125,11 +149,6 @@ def type_here(aval: Any, shape: tuple[int, ...], like: Any) -> Any:
         if of is not None and varies(of):
             return of.update(shape=shape, dtype=aval.dtype, weak_type=False)
     return jax.ShapeDtypeStruct(shape, aval.dtype)
-
-
-def is_inexact(aval: Any) -> bool:
-    dtype = getattr(aval, "dtype", None)
-    return dtype is not None and bool(jnp.issubdtype(dtype, jnp.inexact))
 
 
 def types_of(equation: core.JaxprEqn) -> list[Any]:

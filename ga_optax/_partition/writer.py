@@ -20,11 +20,13 @@ from ga_optax._partition.values import (
     Rows,
     RowsMeet,
     Value,
-    is_inexact,
     local_shape,
+    own,
     types_of,
+    varying,
 )
 from ga_optax._passes import ir, known, places, references
+from ga_optax._passes.ir import is_inexact
 
 
 class Axis(NamedTuple):
@@ -36,12 +38,14 @@ class Axis(NamedTuple):
       longest: the longest scan in which rows may meet; longer ones are computed whole.
       is_checked: whether it is in a region of a mesh that has no types for it. Then
         what stands for a collective is a name of its operand.
+      draws_whole: whether all that XLA's generator draws is that of the whole batch.
     """
 
     name: str
     size: int
     longest: int
     is_checked: bool = False
+    draws_whole: bool = False
 
     def is_meeting(self, e: core.JaxprEqn) -> bool:
         """Whether rows meet in an equation."""
@@ -86,16 +90,22 @@ _COMPUTED_FIRST = {"dynamic_update_slice": (1,)}
 
 
 class Note(NamedTuple):
-    """An equation that was computed whole, because nothing better is known of it."""
+    """An equation that was computed whole, or that the user made a promise of."""
 
     name: str
     line: str
     size: int  # numbers that it computes, or reads of all rows
 
 
+class Drawn(Note):
+    """One that draws, in each micro-batch by itself where a platform has no better."""
+
+
 @dataclasses.dataclass
 class Writer:
-    """What rules write a program with.
+    """What rules write a program with, at one place of it.
+
+    Elsewhere is another, `within`; what is noted and made once is one list for all.
 
     Attributes:
       axis: the axis of the micro-batches.
@@ -104,15 +114,18 @@ class Writer:
       recut: how rows of a value are computed from those of its operands.
       created: the operands of an equation, of which those that the program created with
         an axis as long as the batch may have rows.
+      draws: which random numbers micro-batches may draw, each by itself.
       jaxpr: the program at hand.
       source: where the equation at hand is from, or the one whose program it is in.
       level: the level of what the equation at hand reads, see `Value`.
       apart: whether rows must not meet here.
       shares: whether what is whole may be shared out among addends.
       in_rule: whether it writes a rule, which is not derived once more.
+      again: whether what it writes will be partitioned once more.
       limit: how many numbers may be gathered for one value; None for any.
-      matched: whether a value with the wanted rows was found since it was reset.
+      matches: values with the wanted rows, as they are found under a limit.
       notes: what was computed whole.
+      promised: what was split because the user says so.
       failures: of rules, each of which is a fault of ours.
       objects: what was made once, see `once`.
     """
@@ -122,17 +135,24 @@ class Writer:
     rules: "Rules"
     recut: Callable[["Writer", Value, Rows], Any]
     created: Callable[["Writer", core.JaxprEqn, list[Value]], list[Value]]
+    draws: Any
     jaxpr: Any = None
     source: Any = None
     level: int = 0
     apart: bool = False
     shares: bool = True
     in_rule: bool = False
+    again: bool = False
     limit: int | None = None
-    matched: bool = False
+    matches: list[Value] = dataclasses.field(default_factory=list)
     notes: list[Note] = dataclasses.field(default_factory=list)
+    promised: list[Note] = dataclasses.field(default_factory=list)
     failures: list[Exception] = dataclasses.field(default_factory=list)
     objects: dict[Any, Any] = dataclasses.field(default_factory=dict)
+
+    def within(self, **other: Any) -> "Writer":
+        """The writer of a place where some of this is otherwise."""
+        return dataclasses.replace(self, **other)
 
     # -- What is made once -------------------------------------------------------------
 
@@ -154,7 +174,7 @@ class Writer:
           facts: what it is, and what else it depends on.
           serves: whether the others may have it, too.
         """
-        where = self.apart, self.shares, self.in_rule, self.limit
+        where = self.apart, self.shares, self.in_rule, self.again, self.limit
         key = facts, tuple(map(id, its)), where
         if key in self.objects:
             return self.objects[key][0]
@@ -201,33 +221,38 @@ class Writer:
     def made_again(self, v: Value) -> tuple[Any, int]:
         """A value, whole, of what it is made of, and its level."""
         assert v.made is not None
-        (e, vs, i), before, self.level = v.made, self.level, 0
-        xs = [jnp.asarray(self.whole(u), u.aval.dtype) for u in vs]
-        x = self.results(e, xs)[i]
-        level, self.level = self.level, before
-        return x, level
+        (e, vs, i), here = v.made, self.within(level=0)
+        xs = [jnp.asarray(here.whole(u), u.aval.dtype) for u in vs]
+        return here.results(e, xs)[i], here.level
 
     def part(self, v: Value, rows: Rows) -> Any:
         """This micro-batch's rows of a value."""
-        if v.layout == rows or (rows in v.copies and not v.is_whole):
-            self.matched = True
+        alike = v.layout == rows or (rows in v.copies and not v.is_whole)
+        if alike and self.limit is not None:
+            self.matches.append(v)
         if v.layout == rows:
             self.level = max(self.level, v.level)
             return v.x
         if rows not in v.copies:
-            x, before, self.level = None, self.level, 0
+            x, here = None, self.within(level=0)
             if v.is_whole or self.limit is not None:
-                x = self.recut(self, v, rows)
+                x = self.recut(here, v, rows)
             if x is None:
-                x = self.own(self.whole(v), rows)
+                x = self.own(here.whole(v), rows)
                 if found := _computed(v):
                     e, vs = found
                     self.note(e, max(u.size for u in (v, *vs)))  # for these rows alone
-            v.copies[rows] = x, self.level
-            self.level = before
+            v.copies[rows] = x, here.level
         x, level = v.copies[rows]
         self.level = max(self.level, level)
         return x
+
+    def parts(self, vs: list[Value], rows: Rows, dims: Sequence[int | None]) -> Any:
+        """The operands of a call, which have such rows along a dimension of each."""
+        pairs = zip(vs, dims, strict=True)
+        return [
+            self.whole(v) if d is None else self.part(v, rows.at(d)) for v, d in pairs
+        ]
 
     def addend(self, v: Value) -> Any:
         """What this micro-batch adds to a value; of a whole one, its share."""
@@ -254,15 +279,7 @@ class Writer:
 
     def own(self, x: Any, rows: Rows) -> Any:
         """This micro-batch's rows of an array that all hold."""
-        d, parts = rows.dim, self.axis.size
-        if rows.extra:
-            last = jax.lax.slice_in_dim(x, jnp.shape(x)[d] - 1, None, axis=d)
-            x = jax.lax.concatenate([x, *[last] * rows.extra], d)
-        shape = jnp.shape(x)
-        rest = shape[d] // (rows.segments * parts)
-        x = jnp.reshape(x, (*shape[:d], rows.segments, parts, rest, *shape[d + 1 :]))
-        x = jax.lax.dynamic_index_in_dim(x, self.index, d + 1, keepdims=False)
-        return jnp.reshape(x, local_shape(shape, Rows(d), parts))
+        return own(x, rows, self.index, self.axis.size)
 
     def filled(self, v: Value, fill: Any) -> Any:
         """What a micro-batch holds, with a number in the rows beyond the last."""
@@ -297,6 +314,8 @@ class Writer:
 
     def joined(self, v: Value) -> Any:
         """All rows, in their order, and those beyond the last."""
+        if self.apart:
+            raise RowsMeet
         x, d, segments = v.x, v.dim, v.rows.segments
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             data = dataclasses.replace(v, x=jax.random.key_data(x), copies={})
@@ -316,6 +335,10 @@ class Writer:
 
     def run(self, e: core.JaxprEqn, xs: Sequence[Any], **params: Any) -> Any:
         """The result of an equation, or a list of them, with other parameters."""
+        if self.axis.is_checked:
+            if e.primitive.name == "pvary":  # some of it may vary already
+                return varying(xs, e.params["axes"])[0]
+            xs = varying(xs)
         return e.primitive.bind(*xs, **(e.params | params))
 
     def results(self, e: core.JaxprEqn, xs: Sequence[Any], **params: Any) -> list[Any]:
@@ -332,6 +355,8 @@ class Writer:
 
     def bound(self, e: core.JaxprEqn, xs: Sequence[Any]) -> list[Any]:
         """The results of an equation of the whole batch, as it is."""
+        if e.primitive.name == "pvary":
+            return self.results(e, xs)
         xs, names = list(xs), source_info_util.new_name_stack()  # those around it do
         e = e.replace(source_info=e.source_info.replace(name_stack=names))
         for i in _COMPUTED_FIRST.get(e.primitive.name, ()):
@@ -352,17 +377,15 @@ class Writer:
         def value(x: Any) -> Value:
             return Value(x.val, x.aval) if isinstance(x, core.Literal) else env[x]
 
-        before, self.jaxpr = self.jaxpr, jaxpr
-        outer, around = source_info_util.current_name_stack(), self.source
+        here, outer = self.within(jaxpr=jaxpr), source_info_util.current_name_stack()
         for e in jaxpr.eqns:
-            e = places.placed(e, around)
-            info = self.source = e.source_info
+            e = places.placed(e, self.source)
+            info = here.source = e.source_info
             with source_info_util.user_context(
                 info.traceback, name_stack=outer + info.name_stack
             ):
-                out = self._equation(e, [value(x) for x in e.invars])
+                out = here._equation(e, [value(x) for x in e.invars])
             env.update(zip(e.outvars, out, strict=True))
-        self.jaxpr, self.source = before, around
         return [value(x) for x in jaxpr.outvars]
 
     def _equation(self, e: core.JaxprEqn, vs: list[Value]) -> list[Value]:
@@ -412,7 +435,7 @@ class Writer:
                     vs = [self.reduced(v) if v.is_partial else v for v in vs]
                     even = name in rules.uneven or not any(v.extra for v in vs)
                     if even and any(v.rows for v in vs):
-                        rule = rules.known.get(name, _unknown)
+                        rule = rules.known.get(name, rules.others)
                         out += rule(self, e, vs) or ()
         if self._fits(e, out):
             return out
@@ -429,12 +452,24 @@ class Writer:
         self.note(e, max(ir.computed(e), read), name)
         return self.all_whole(e, vs)
 
-    def note(self, e: core.JaxprEqn, size: int, name: str | None = None) -> None:
-        """Notes that an equation is computed whole."""
+    def note(
+        self,
+        e: core.JaxprEqn,
+        size: int,
+        name: str | None = None,
+        kind: type[Note] = Note,
+    ) -> None:
+        """Notes that an equation is computed whole, or by another kind."""
         if name is None:
-            name = "new_ref" if references.is_group(e) else ir.name_of(e)
+            name = "new_ref" if references.is_group(e) else known.hides(e)
+        self.notes.append(self.about(e, size, name or ir.name_of(e), kind))
+
+    def about(
+        self, e: core.JaxprEqn, size: int, name: str, kind: type[Note] = Note
+    ) -> Note:
+        """What is said of an equation."""
         names = source_info_util.current_name_stack()
-        self.notes.append(Note(name, places.place_of(e.source_info, names), size))
+        return kind(name, places.place_of(e.source_info, names), size)
 
     @contextlib.contextmanager
     def may_fail(self, e: core.JaxprEqn) -> Iterator[list[Any]]:
@@ -444,16 +479,14 @@ class Writer:
         result is right all the same.
         """
         found: list[Any] = []
-        before = self.level, self.index, self.jaxpr, self.source
-        where = self.apart, self.in_rule, self.limit
+        level = self.level
         try:
             yield found
         except Exception as error:
             now = self.apart or self.limit is not None
             if isinstance(error, RowsMeet) and now:
                 raise
-            self.level, self.index, self.jaxpr, self.source = before
-            self.apart, self.in_rule, self.limit = where
+            self.level = level
             found.clear()
             if not isinstance(error, RowsMeet):
                 self.failures.append(error)
@@ -538,15 +571,12 @@ _SHAPES = ("transpose", "reshape", "squeeze")
 Rule = Callable[[Writer, core.JaxprEqn, list[Value]], list[Result] | None]
 
 
-def _unknown(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> None:
-    """The rule of a primitive that has none."""
-
-
 class Rules(NamedTuple):
     """The rules of primitives.
 
     Attributes:
       known: for operands with rows.
+      others: for those of primitives that are not known.
       linear: for those that are partial; None where the equation is not linear in them.
       nested: for equations with programs inside, by their kind or their name, for
         operands of all layouts.
@@ -557,6 +587,7 @@ class Rules(NamedTuple):
     """
 
     known: dict[str, Rule]
+    others: Rule
     linear: Rule
     nested: dict[str, Rule]
     passed_on: Callable[[Writer, core.JaxprEqn, list[Value]], list[Any]]

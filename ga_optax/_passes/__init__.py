@@ -12,11 +12,15 @@
     ir             programs: how to read one, to run it, and to change it
     references     what a program does with the mutable arrays that it makes
     places         which line of the user's code an equation is from
+    primitives     what each primitive does with dimensions: one row a primitive
     known          what is known of primitives; effects and rules of a program
     notes          what is said of a program in the log
     arrivals       how a gradient comes out of the backward pass
     probe          whether this JAX writes programs as they are read here
+    rowwise        functions whose rows do not need each other, as the user promises
+    closures       a function with other values in the place of what it closes over
     transformable  a loop with references, which is transformed as the plain one
+    divided        a function over micro-batches as one equation, and its derivatives
 
 A pass is a function from programs to programs. Imports `_devices` and the root.
 """

@@ -14,7 +14,6 @@ whatever is around them.
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.extend import core
 
 from ga_optax._passes import ir, known
@@ -76,7 +75,7 @@ def _split(jaxpr: core.Jaxpr, given: set[Any]) -> _Split:
             if _counts(equation) or not counted.isdisjoint(ins):
                 counted.update(equation.outvars)
                 if _rounds(equation) or not rounded.isdisjoint(ins):
-                    rounded.update(filter(_is_inexact, equation.outvars))
+                    rounded.update(filter(ir.is_inexact, equation.outvars))
             rest.append(equation)  # others may read what is no table
             continue
         more: list[Any] = []
@@ -130,10 +129,6 @@ def _takes_more(equation: core.JaxprEqn) -> bool:
     return ir.is_inline(equation) and alike
 
 
-def _is_inexact(x: Any) -> bool:
-    return jnp.issubdtype(x.aval.dtype, jnp.inexact)
-
-
 def _counts(equation: core.JaxprEqn) -> bool:
     """Whether it makes an array of different numbers. XLA knows those of equal ones."""
     return any(e.primitive.name == "iota" for e in ir.within(equation))
@@ -144,6 +139,6 @@ def _rounds(equation: core.JaxprEqn) -> bool:
     return any(
         not ir.inner_programs(e)
         and e.primitive.name not in known.EXACT
-        and any(map(_is_inexact, e.outvars))
+        and any(map(ir.is_inexact, e.outvars))
         for e in ir.within(equation)
     )

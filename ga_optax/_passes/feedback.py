@@ -113,23 +113,6 @@ def comes_apart(how: ir.Scan, counts: Test, longest: int) -> bool:
     )
 
 
-def depending(equation: core.JaxprEqn, start: set[Any]) -> set[Any]:
-    """The results of a scan that depend on some of its arguments."""
-    how, body = ir.scan_of(equation), ir.scan_of(equation).body.jaxpr
-    pairs = zip(body.invars, equation.invars, strict=True)
-    found = {x for x, given in pairs if ir.is_variable(given) and given in start}
-    _, carry, _ = how.split(body.invars)
-    while True:
-        after = ir.following(body, found)
-        back = zip(carry, body.outvars, strict=False)
-        new = {x for x, out in back if ir.is_variable(out) and out in after}
-        if new <= found:
-            break
-        found |= new
-    results = zip(equation.outvars, body.outvars, strict=True)
-    return {x for x, out in results if ir.is_variable(out) and out in after}
-
-
 # -- Nodes -----------------------------------------------------------------------------
 
 

@@ -8,6 +8,7 @@ programs, and the names of their parameters, which change between versions of JA
     in_two                     a reshape that transposes, as two equations
     chosen                     the branch of a conditional that the platform decides
     with_constants             a program with arguments that are constants
+    without_constants          the reverse
     within, equations          all equations, those of inner programs too
     axes_of                    which named axes an equation refers to
     is_mark                    what `checkpoint_name` marks
@@ -15,6 +16,7 @@ programs, and the names of their parameters, which change between versions of JA
     uses, made_by              who reads a variable, and who computes it (an index)
     only_use, num_readers      whether nobody else reads it, the program's results too
     needed, following          what a value takes, and what depends on it
+    unrounded                  a program with results that are not rounded yet
     live                       a program without what nobody reads, inside it too
     forwarded                  which argument a result is, if nothing computes it
     results, evaluate, bind    a program or an equation, run on values
@@ -38,6 +40,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import core, source_info_util
 from jax.interpreters import partial_eval
@@ -76,6 +79,12 @@ def with_constants(jaxpr: core.Jaxpr, number: int) -> core.Jaxpr:
     # In newer JAX those are constants that have values.
     more = {"consts": [None] * len(variables)} if hasattr(jaxpr, "consts") else {}
     return jaxpr.replace(constvars=variables, invars=jaxpr.invars[number:], **more)
+
+
+def without_constants(jaxpr: core.Jaxpr) -> core.Jaxpr:
+    """The same program, whose constants are its first arguments."""
+    more = {"consts": []} if hasattr(jaxpr, "consts") else {}
+    return jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars], **more)
 
 
 class Scan(NamedTuple):
@@ -286,6 +295,12 @@ def is_reference(x: Any) -> bool:
     return hasattr(x.aval, "inner_aval")
 
 
+def is_inexact(x: Any) -> bool:
+    """Whether what has a type, or is one, holds real or complex numbers."""
+    dtype = getattr(getattr(x, "aval", x), "dtype", None)
+    return dtype is not None and bool(jnp.issubdtype(dtype, jnp.inexact))
+
+
 def variables(atoms: Iterable[Any]) -> list[Any]:
     """Those that are no literals."""
     return [x for x in atoms if not isinstance(x, core.Literal)]
@@ -407,6 +422,25 @@ def forwarded(jaxpr: core.Jaxpr) -> list[int | None]:
             same[out] = None if x is None else same.get(x, x)
     results = (x if is_variable(x) else None for x in jaxpr.outvars)
     return [numbers.get(same.get(x, x)) for x in results]
+
+
+def unrounded(jaxpr: core.Jaxpr, results: Iterable[int]) -> core.Jaxpr:
+    """The program whose numbers among some results come before a last rounding."""
+    outvars = list(jaxpr.outvars)
+    for i in results:
+        e = made_by(jaxpr, outvars[i])
+        if e is not None and e.primitive.name == "convert_element_type":
+            [x] = e.invars
+            due: Any = outvars[i]
+            if due.aval.shape == () and _bits(x) > _bits(due) > 0:
+                outvars[i] = x
+    return jaxpr.replace(outvars=outvars)
+
+
+def _bits(x: Any) -> int:
+    """Those of a real number that is no integer; 0 of others."""
+    dtype = x.aval.dtype
+    return jnp.finfo(dtype).bits if jnp.issubdtype(dtype, jnp.floating) else 0
 
 
 def _handed_on(equation: core.JaxprEqn) -> list[Any]:

@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend import core
 
-from ga_optax._passes import ir, places
+from ga_optax._passes import ir, places, primitives
 
 CAST = "convert_element_type"
 PRODUCT, CONVOLUTION = "dot_general", "conv_general_dilated"
@@ -28,7 +27,9 @@ EXACT = {
     *("slice", "concatenate", "pad", "rev", "select_n", CAST, "copy"),
 }
 # Their gradients need no operand, and no result.
-LINEAR = {*EXACT, SUM, SUM_OF_TWO, "add", "sub", "neg"} - {"select_n"}
+LINEAR = {"iota", "expand_dims", CAST} | {
+    name for name, row in primitives.TABLE.items() if row.sums == slice(None)
+}
 # The gradient of an operand needs the other one; that of a divisor both.
 OF_TWO = {PRODUCT, CONVOLUTION, "mul", "div"}
 # They broadcast their operands.
@@ -47,43 +48,54 @@ PARAMETERS = {
     **dict.fromkeys((NEW_REF, ADD_TO, WRITE, READ_OUT), ()),
 }
 
-# Those of jax.lax whose transposes are linear and do nothing else.
-_NAMES = """
-abs acos acosh add add_any after_all all_gather all_gather_invariant
-all_gather_reduced all_to_all and approx_top_k argmax argmin asin asinh atan atan2
-atanh axis_index bessel_i0e bessel_i1e bitcast_convert_type broadcast_in_dim cbrt ceil
-cholesky clamp clz complex concatenate conj conv_general_dilated convert_element_type
-copy copy_p cos cosh cumlogsumexp cummax cummin cumprod cumsum digamma div dot_general
-dynamic_slice dynamic_update_slice eig eigh empty2 eq eq_to erf erf_inv erfc exp exp2
-expand_dims expm1 fft floor gather ge gt hessenberg householder_product igamma
-igamma_grad_a igammac imag integer_pow iota is_finite le le_to lgamma log log1p log2
-logistic lt lt_to lu max min mul mulhi name ne neg nextafter not one_minus_square
-optimization_barrier or pad pbroadcast pcast pmax pmin polygamma polynomial
-population_count pow ppermute psum psum2 psum_invariant pvary qr ragged_all_to_all
-random_bits random_clone random_fold_in random_gamma random_seed random_split
-random_unwrap random_wrap real reduce reduce_and reduce_max reduce_min reduce_or
-reduce_precision reduce_prod reduce_scatter reduce_sum reduce_window reduce_window_max
-reduce_window_min reduce_window_sum reduce_xor regularized_incomplete_beta rem reshape
-reshard rev rng_bit_generator round rsqrt scatter scatter-add scatter-max scatter-min
-scatter-mul scatter-sub scatter_add scatter_max scatter_min scatter_mul scatter_sub
-schur select_and_gather_add select_and_scatter select_and_scatter_add select_n
-sharding_constraint shift_left shift_right_arithmetic shift_right_logical sign sin
-sinh slice sort split sqrt square squeeze stack stop_gradient sub svd tan tanh
-threefry2x32 tile top_k transpose triangular_solve tridiagonal tridiagonal_solve
-unstack xor zeta
+# Those of jax.lax without a row, whose transposes are linear and do nothing else.
+_OTHERS = """
+after_all all_gather all_gather_invariant all_gather_reduced all_to_all axis_index
+copy_p empty2 eq_to expand_dims iota pbroadcast pcast pmax pmin ppermute psum2
+random_clone random_fold_in random_seed random_split random_unwrap random_wrap reduce
+reduce_scatter scatter scatter-max scatter-min scatter-mul scatter_add scatter_max
+scatter_min scatter_mul scatter_sub
 """
-_BUILT_IN = frozenset(_NAMES.split())
-# Those that are worth keeping the results of; XLA fuses the others into their readers.
+# Of these the results are worth keeping; XLA fuses the others into their readers.
 _DEAR = """
-approx_top_k cholesky conv_general_dilated cumlogsumexp cummax cummin cumprod cumsum
-dot_general eig eigh fft hessenberg householder_product igamma igamma_grad_a igammac lu
-polygamma qr random_bits random_gamma ragged_all_to_all reduce_window reduce_window_max
-reduce_window_min reduce_window_sum regularized_incomplete_beta rng_bit_generator schur
-select_and_gather_add select_and_scatter select_and_scatter_add sort svd threefry2x32
-top_k triangular_solve tridiagonal tridiagonal_solve zeta
+hessenberg ragged_all_to_all random_bits random_gamma reduce_window rng_bit_generator
+select_and_scatter threefry2x32 tridiagonal
 """
-CHEAP = _BUILT_IN - frozenset(_DEAR.split())
+_BUILT_IN = frozenset(primitives.TABLE) | frozenset(f"{_OTHERS} {_DEAR}".split())
+CHEAP = frozenset(_OTHERS.split()) | {
+    name for name, row in primitives.TABLE.items() if not row.is_dear
+}
 _RUNS = {"custom_jvp_call"}  # its rule is run as JAX differentiates it
+
+
+# Code into which JAX cannot see, in a word for people, by primitive.
+_HIDDEN = {
+    "pallas_call": "kernel",
+    "dot_product_attention_fwd_wrapper": "kernel",  # of cuDNN
+    "dot_product_attention_bwd_wrapper": "kernel",
+    "pure_callback": "callback",
+    "io_callback": "callback",
+    "ffi_call": "custom call",
+    "custom_partitioning": "custom call",
+    "ragged_dot_general": "ragged product",
+}
+
+
+_OPEN = _BUILT_IN | PARAMETERS.keys() | ir.CALLS.keys() | _RUNS
+_OPEN |= {"custom_vjp_call", "custom_linear_solve", "call_hi_primitive", "shard_map"}
+_OPEN |= {"empty", "get", "debug_callback", "debug_print", "rowwise", "ga_optax_window"}
+
+
+def hidden(name: str) -> str | None:
+    """The kind of code that cannot be read, by its name; None for what can be."""
+    is_open = name in _OPEN or not name.isidentifier()
+    return _HIDDEN.get(name, None if is_open else "primitive")
+
+
+def hides(equation: core.JaxprEqn) -> str | None:
+    """The primitive in an equation that hides what it does; None if there is none."""
+    names = (e.primitive.name for e in ir.within(equation))
+    return next(filter(hidden, names), None)
 
 
 def constrained_to(equation: core.JaxprEqn) -> Any:
@@ -172,8 +184,8 @@ def _deeds_of(jaxpr: core.Jaxpr, equation: core.JaxprEqn) -> Deeds:
 def backward(jaxpr: core.Jaxpr, equation: core.JaxprEqn) -> core.Jaxpr:
     """The program that computes an equation and takes a cotangent back through it."""
     ins = list(dict.fromkeys(ir.variables(equation.invars)))
-    smooth = [i for i, x in enumerate(ins) if _is_smooth(x)]
-    outs = [x for x in equation.outvars if _is_smooth(x)]
+    smooth = [i for i, x in enumerate(ins) if ir.is_inexact(x)]
+    outs = [x for x in equation.outvars if ir.is_inexact(x)]
 
     def run(*values: Any) -> Any:
         def of_smooth(*some: Any) -> list[Any]:
@@ -187,7 +199,3 @@ def backward(jaxpr: core.Jaxpr, equation: core.JaxprEqn) -> core.Jaxpr:
 
     closed: Any = jax.make_jaxpr(run)(*(x.aval for x in ins))
     return closed.jaxpr
-
-
-def _is_smooth(x: Any) -> bool:
-    return jnp.issubdtype(getattr(x.aval, "dtype", np.dtype(bool)), jnp.inexact)

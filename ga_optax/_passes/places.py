@@ -26,6 +26,12 @@ def line_of(source: Any) -> str:
     return line or "an unknown line"
 
 
+def short(line: str) -> str:
+    """A line of code without the folder of its file."""
+    path, *rest = line.split(":")
+    return ":".join([os.path.basename(path), *rest])
+
+
 def place_of(source: Any, around: Any = None) -> str:
     """The line, and beside it the module or the function of a package inside of it.
 

@@ -27,6 +27,12 @@ def is_group(equation: core.JaxprEqn) -> bool:
     return any(_touches(e) for program in programs for e in program.eqns)
 
 
+def effects(jaxpr: core.Jaxpr) -> frozenset[Any]:
+    """What others can see of a program: not that it makes references for itself."""
+    own = "InternalMutableArrayEffect"
+    return frozenset(x for x in jaxpr.effects if type(x).__name__ != own)
+
+
 def check_own(jaxpr: core.Jaxpr, option: str) -> None:
     """Raises if a program reads or writes a reference that it has not made."""
     if any(map(ir.is_reference, (*jaxpr.constvars, *jaxpr.invars))):

@@ -9,11 +9,13 @@ is run as the program with references, and batched, differentiated and checked
 import functools
 import sys
 import warnings
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.extend import core
+from jax.interpreters import ad, batching, mlir, partial_eval
 
 from ga_optax._passes import ir
 
@@ -64,12 +66,6 @@ def _primitive() -> core.Primitive | None:
 
 
 def _registered() -> core.Primitive:
-    from jax.experimental import checkify
-    from jax.interpreters import ad, batching, mlir
-
-    def run(*args: Any, program: Any, **_: Any) -> Any:
-        return core.jaxpr_as_fun(program)(*args)
-
     def derived(args: Any, tangents: Any, *, plain: Any, **_: Any) -> Any:
         moved = [i for i, x in enumerate(tangents) if not isinstance(x, ad.Zero)]
 
@@ -79,39 +75,125 @@ def _registered() -> core.Primitive:
 
         return jax.jvp(of_moved, [args[i] for i in moved], [tangents[i] for i in moved])
 
-    new = core.Primitive("ga_optax_window")
+    def batched(_: Any, args: Any, axes: Any, *, plain: Any, **__: Any) -> Any:
+        out = jax.vmap(plain, in_axes=axes)(*args)
+        return out, [0] * len(out)
+
+    how = How(
+        ran,
+        lambda *args, types, **_: (types, core.no_effects),
+        lambda program, plain, **_: (plain, len(program.in_avals)),
+        batched,
+        derived,
+    )
+    return primitive("ga_optax_window", how)
+
+
+# -- Primitives of ours ----------------------------------------------------------------
+
+
+class How(NamedTuple):
+    """What JAX does with a primitive, whose results are a list.
+
+    Attributes:
+      run: what its operands give.
+      types: those of its results, and its effects.
+      plain: of its parameters, the function that it is, and its number of operands.
+      batched: its results and their axes, of the axis, operands and their axes.
+      derived: its results and their tangents.
+    """
+
+    run: Callable[..., Any]
+    types: Callable[..., tuple[Any, Any]]
+    plain: Callable[..., Any]
+    batched: Callable[..., tuple[Any, Any]]
+    derived: Callable[..., tuple[Any, Any]]
+
+
+def primitive(name: str, how: How) -> core.Primitive:
+    new = core.Primitive(name)
     new.multiple_results = True
-    new.def_impl(run)
-    new.def_abstract_eval(lambda *args, types, **_: types)
-    checks = sys.modules[checkify.checkify.__module__].error_checks
-    mlir.register_lowering(new, mlir.lower_fun(run, multiple_results=True))
-    batching.primitive_batchers[new] = _batched
-    ad.primitive_jvps[new] = derived
-    checks[new] = functools.partial(_checked, checks)
+    new.def_impl(how.run)
+    new.def_effectful_abstract_eval(how.types)
+    mlir.register_lowering(new, mlir.lower_fun(how.run, multiple_results=True))
+    batching.fancy_primitive_batchers[new] = how.batched
+    ad.primitive_jvps[new] = how.derived
+    checked(new, how.plain)
     return new
 
 
-def _batched(args: Any, axes: Any, *, plain: Any, **_: Any) -> tuple[Any, Any]:
-    out = jax.vmap(plain, in_axes=axes)(*args)
-    return out, [0] * len(out)
+def ran(*args: Any, program: Any, **_: Any) -> Any:
+    """The results of a primitive that has its program as a parameter."""
+    return core.jaxpr_as_fun(program)(*args)
 
 
-def _checked(checks: Any, *args: Any, program: Any, plain: Any, **_: Any) -> Any:
-    """What `checkify` makes of the plain program: what it makes of a jitted function.
+def in_front(xs: Sequence[Any], dims: Sequence[int | None]) -> list[Any]:
+    """Operands whose batched axes are the first."""
+    pairs = zip(xs, dims, strict=True)
+    return [x if d is None else jnp.moveaxis(x, d, 0) for x, d in pairs]
 
-    Before the values, its rules have arguments that differ between versions of JAX.
+
+def transposed(primitive: core.Primitive, rule: Callable[..., Sequence[Any]]) -> None:
+    """Gives a primitive its transpose.
+
+    Of the operands, of which some are linear, and the cotangents by the numbers of the
+    results that have one, `rule` returns the cotangents of what is linear.
     """
-    number = len(args) - len(program.in_avals)
-    before, values = args[:number], args[number:]
-    closed: Any = jax.make_jaxpr(jax.jit(plain))(*values)
-    errors: list[Any] = []
 
-    def rule(equation: core.JaxprEqn, values: list[Any]) -> Any:
-        check = checks[equation.primitive]
-        error, out = check(*before, *values, **equation.params)
-        errors.append(error)
-        return out
+    def every(cts: Any, *xs: Any, **params: Any) -> list[Any]:
+        linear = [i for i, x in enumerate(xs) if ad.is_undefined_primal(x)]
+        given = {i: ct for i, ct in enumerate(cts) if not isinstance(ct, ad.Zero)}
+        found = dict(zip(linear, rule(xs, linear, given, **params), strict=True))
+        return [found.get(i) for i in range(len(xs))]
 
-    results = ir.evaluate(closed, values, rule)
-    [error] = errors  # of the jitted function
-    return error, results
+    ad.primitive_transposes[primitive] = every
+
+
+def checked(primitive: core.Primitive, plain: Callable[..., Any]) -> None:
+    """Has `checkify` check a primitive as the jitted function that does the same.
+
+    Of the parameters of an equation `plain` returns that, and its number of operands.
+    """
+    from jax.experimental import checkify
+
+    checks = sys.modules[checkify.checkify.__module__].error_checks
+
+    def rule(*args: Any, **params: Any) -> Any:
+        fun, number = plain(**params)
+        # Before the values, rules have arguments that differ between versions of JAX.
+        before, values = args[: len(args) - number], args[len(args) - number :]
+        closed: Any = jax.make_jaxpr(jax.jit(fun))(*values)
+        errors: list[Any] = []
+
+        def of_function(equation: core.JaxprEqn, values: list[Any]) -> Any:
+            check = checks[equation.primitive]
+            error, out = check(*before, *values, **equation.params)
+            errors.append(error)
+            return out
+
+        results = ir.evaluate(closed, values, of_function)
+        [error] = errors
+        return error, results
+
+    checks[primitive] = rule
+
+
+def without_unused(primitive: core.Primitive, only: Callable[..., Any]) -> None:
+    """Has JAX leave out what nobody reads of a primitive.
+
+    Of the parameters of an equation, and some results by number, `only` returns those
+    of the equation with these results alone.
+    """
+
+    def rule(used: list[bool], *more: Any) -> tuple[list[bool], Any]:
+        equation: core.JaxprEqn = more[-1]  # before it, newer JAX has more to say
+        every = [True] * len(equation.invars)
+        if all(used):
+            return every, equation
+        if not any(used) and not equation.effects:
+            return [False] * len(every), None
+        kept = [i for i, its in enumerate(used) if its]
+        outs, params = [equation.outvars[i] for i in kept], equation.params
+        return every, equation.replace(outvars=outs, params=only(**params, kept=kept))
+
+    partial_eval.dce_rules[primitive] = rule

@@ -21,6 +21,7 @@ Each module imports only those above it:
     native        both gradients as training computes them
     counts        weights as whole numbers, and as code
     proof         how the loss is made of its rows, from its program
+    promises      whether what `rowwise` promises is so
     program       what that shows although the gradients are equal
     diagnosis     the questions, in order: each one has one cause as its answer
     summary       puts the report together, with the size of the difference

@@ -62,7 +62,8 @@ def verify(
     numbers that no parameter is in, such as a count of tokens, `verify` computes what
     each micro-batch adds to them: those are the weights (`WEIGHTS`), and the page names
     the line. If they meet otherwise, no weights can help, and the page names all lines
-    (`CROSS_EXAMPLE`). Numbers confirm a cause before it is named. They alone decide
+    (`CROSS_EXAMPLE`). What `ga_optax.rowwise` promises is believed, unless the numbers
+    say otherwise (`PROMISE`). Numbers confirm a cause before it is named, and alone say
     what is not finite, what is rounding, and, as the page then says, what calls code
     that JAX cannot see into. Else the cause is `UNDETERMINED`.
 

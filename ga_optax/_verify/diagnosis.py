@@ -17,6 +17,7 @@ from ga_optax._verify.counts import code_that_counts, proportions
 from ga_optax._verify.gradients import norm
 from ga_optax._verify.loss import Loss, NotFiniteError
 from ga_optax._verify.native import Native
+from ga_optax._verify.promises import broken
 from ga_optax._verify.proof import DRAW, PLACE, ROWS, Proof, in_words, prove
 from ga_optax._verify.report import Cause
 
@@ -66,6 +67,8 @@ def diagnose(native: Native, proof: Proof | None) -> Finding:
         fix = f"""Run verify with the code that is bound to {dtype} replaced by plain
             JAX, which it evaluates in float64."""
         return Finding(Cause.UNDETERMINED, fix, detail)
+    if lines := broken(comparison):
+        return _broken(lines)
     if proof is None:
         return _unknown()
     asked = Asked(comparison, proof)
@@ -108,6 +111,16 @@ def _rounding(native: Native) -> Finding:
             large numbers, with few correct digits in {native.dtype}. Compute that part
             of the loss in a wider dtype."""
     return Finding(Cause.ROUNDING, fix, extent=extent)
+
+
+def _broken(lines: list[str]) -> Finding:
+    detail = f"""With the rows of a micro-batch it gives another result, or gradient,
+        than with all rows: {"; ".join(lines)}. ga_optax.value_and_grad would be as
+        wrong."""
+    fix = """Take ga_optax.rowwise off that function, or put into it only what works row
+        by row. What needs all rows, such as batch statistics, belongs outside: there
+        ga_optax.value_and_grad computes it of all rows."""
+    return Finding(Cause.PROMISE, fix, detail)
 
 
 # -- If they differ --------------------------------------------------------------------

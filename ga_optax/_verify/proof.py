@@ -12,7 +12,6 @@ not fitted, and confirmed. Otherwise rows depend on each other.
 
 import dataclasses
 import functools
-import os
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -22,6 +21,7 @@ from jax.extend import core
 
 from ga_optax._partition import WHOLE, Argument, Axis, Rows, partition
 from ga_optax._passes import ir, places
+from ga_optax._passes.rowwise import READ
 from ga_optax._verify.problem import Problem
 from ga_optax._verify.wide import Wide
 
@@ -147,7 +147,7 @@ def _proof(problem: Problem, wide: bool) -> Proof:
         return ir.evaluate(program, leaves, _in_the_open)
 
     with jax.enable_x64(problem.x64):
-        closed: Any = jax.make_jaxpr(lambda *x: fun(*x))(*args)
+        closed: Any = jax.make_jaxpr(lambda *x: fun(*x), axis_env=READ)(*args)
         closed = jax.make_jaxpr(opened)(*jax.tree.leaves(args))
     if wide:
         closed = Wide(fun, x64=problem.x64).widened(closed)
@@ -171,15 +171,9 @@ def _proof(problem: Problem, wide: bool) -> Proof:
     live = ir.live(part.jaxpr.replace(outvars=part.jaxpr.outvars[:1]))
     place = frozenset({PLACE})  # which micro-batch it is
     of = frozenset[Any]().union(*_read(live, [*(of for of, _ in given), place]))
-    whole = dict.fromkeys(f"{x.name} at {short(x.line)}" for x in part.whole)
+    whole = dict.fromkeys(f"{x.name} at {places.short(x.line)}" for x in part.whole)
     program = ir.Program(live, part.consts)
     return Proof(problem, program, closed.consts, of, "; ".join(whole))
-
-
-def short(line: str) -> str:
-    """A line of code without the folder of its file."""
-    path, *rest = line.split(":")
-    return ":".join([os.path.basename(path), *rest])
 
 
 def _in_the_open(e: core.JaxprEqn, values: list[Any]) -> Any:
@@ -187,11 +181,17 @@ def _in_the_open(e: core.JaxprEqn, values: list[Any]) -> Any:
     rules = any(x.primitive.name.startswith(_RULES) for x in ir.within(e))
     if not rules and not ir.is_inline(e):
         return None  # JAX chooses some branches by the platform.
+    if e.primitive.name.startswith(_RULES):
+        return ir.evaluate(_placed(ir.inner(e)[0], e), values, _in_the_open)
+    return opened(e, values, _in_the_open)
+
+
+def opened(e: core.JaxprEqn, values: list[Any], rule: ir.Rule) -> Any:
+    """What an equation gives whose programs run by a rule; None if it has none."""
     runs = [
-        functools.partial(ir.evaluate, _placed(p, e), rule=_in_the_open)
-        for p in ir.inner(e)
+        functools.partial(ir.evaluate, _placed(p, e), rule=rule) for p in ir.inner(e)
     ]
-    if ir.is_inline(e) or e.primitive.name.startswith(_RULES):
+    if ir.is_inline(e):
         return runs[0](values)
     if ir.kind(e) == "scan" and not any(map(ir.is_reference, e.invars)):
         return ir.scan(ir.scan_of(e), runs[0], values)
@@ -221,7 +221,7 @@ def _read(
         if _AXIS in ir.axes_of(e):
             what = "a sum over rows" if name == "psum" else "all rows"
             line, of_params = (
-                short(places.line_of(e.source_info)),
+                places.short(places.line_of(e.source_info)),
                 PARAMS in of | around,
             )
             parts = ir.variables(e.invars)

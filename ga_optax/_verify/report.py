@@ -19,6 +19,7 @@ class Cause(enum.Enum):
     WEIGHTS = "The micro-batches' gradients are right, but their weights are wrong."
     AXIS = "The batch is split along the wrong axis: its examples lie along another."
     CROSS_EXAMPLE = "The rows of a batch depend on each other in this loss."
+    PROMISE = "A promise of ga_optax.rowwise does not hold: its rows need each other."
     RANDOMNESS = "The loss depends on random numbers, or on the order of its examples."
     NOT_FINITE = "A loss or a gradient is not finite: it contains an inf or a NaN."
     UNDETERMINED = "Neither the program of the loss nor its numbers tell what is wrong."

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from ga_optax._passes import ir
+from ga_optax._passes import ir, rowwise
 
 # Primitives that read or make the bits of a float, or run code for certain dtypes.
 _FIXED = ("bitcast", "callback", "pallas", "ffi", "custom_call", "cudnn", "scaled")
@@ -69,7 +69,9 @@ class Wide:
         params = jax.tree.map(
             self.widened, equation.params, is_leaf=lambda x: hasattr(x, "eqns")
         )
-        if equation.primitive.name == "reduce_precision":
+        if equation.primitive.name == rowwise.NAME:
+            params["promise"] = _between(equation, outs)
+        elif equation.primitive.name == "reduce_precision":
             params = {"exponent_bits": 11, "mantissa_bits": 52}  # none is lost
         elif "precision" in params:
             params["precision"] = None  # may name a dtype
@@ -84,6 +86,22 @@ class Wide:
         yield from _casts(equation, ins, own_ins)
         yield equation.replace(invars=own_ins, outvars=own_outs)
         yield from _casts(equation, own_outs, outs)
+
+
+def _between(equation: core.JaxprEqn, outs: list[Any]) -> Any:
+    """What a call promises, of a function between casts."""
+    promise = equation.params["promise"]
+
+    def cast(xs: Any, like: Any) -> list[Any]:
+        pairs = zip(xs, like, strict=True)
+        return [
+            x if x.dtype == v.aval.dtype else x.astype(v.aval.dtype) for x, v in pairs
+        ]
+
+    def fun(*xs: Any) -> list[Any]:
+        return cast(promise.fun(*cast(xs, equation.invars)), outs)
+
+    return promise._replace(fun=fun)
 
 
 def _wide_dtype(dtype: Any) -> Any:

@@ -10,13 +10,14 @@ import jax
 import jax.numpy as jnp
 
 from ga_optax._loop import ways
+from ga_optax._window.schedule import Level, Phase
 from ga_optax._window.values import Arrays, Values
 
 
 def results(values: Values) -> Arrays:
     """Those results, once the last buffers are filled; what depends on them prints."""
     schedule = values.schedule
-    level, outvars = schedule.end + 1, schedule.jaxpr.outvars
+    level, outvars = Level(schedule.end, Phase.ONCE), schedule.jaxpr.outvars
     wanted = [outvars[i] for i in sorted(schedule.after)]
     with jax.named_scope("after"):
         if values.needed([], level, acts=True)[0]:
@@ -27,7 +28,7 @@ def results(values: Values) -> Arrays:
     return found
 
 
-def _print(values: Values, level: int, x: Any) -> tuple[None, None]:
+def _print(values: Values, level: Level, x: Any) -> tuple[None, None]:
     """What prints, does so once for each micro-batch."""
     values.evaluate([], level, x, acts=True)
     return None, None

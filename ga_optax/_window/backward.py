@@ -23,6 +23,7 @@ from ga_optax._passes.arrivals import arrival
 from ga_optax._passes.facts import Facts
 from ga_optax._window.forward import FOLDS
 from ga_optax._window.rules import own_part
+from ga_optax._window.schedule import Level, Phase
 from ga_optax._window.values import Arrays, Part, Values, start_of_sum, wide
 from ga_optax.accumulator import Accumulator
 
@@ -47,7 +48,7 @@ class Task(NamedTuple):
       cotangents: those of the buffers of the operands.
     """
 
-    level: float
+    level: Level
     roots: Sequence[Any]
     wanted: Wanted | None = None
     cotangents: Cotangents | None = None
@@ -77,34 +78,46 @@ class Backward:
       cotangents: the sums of the cotangents of the buffers.
     """
 
-    def __init__(self, step: Step, values: Values, start: Flat, where: Where) -> None:
+    def __init__(
+        self, step: Step, values: Values, operands: Operands, where: Where
+    ) -> None:
         self.step, self.values, self.where = step, values, where
-        self.start = start
-        self.totals = list(start.total)
+        self.start = operands.acc
+        self.totals = list(self.start.total)
         self.cotangents: Cotangents = {}
+        pairs = zip(values.of_own[: operands.rows], values.xs, strict=False)
+        self.rows = {values.given(x, stack): stack for x, stack in pairs}
 
-    def take(self, level: float) -> None:
+    def of_rows(self) -> Arrays:
+        """The cotangents of the leaves of the batch that have some, at the end."""
+        return [
+            self.cotangents.get(j, jnp.zeros_like(stack))
+            for j, stack in self.rows.items()
+        ]
+
+    def take(self, level: int) -> None:
         """Takes the cotangents of a level back to parameters and earlier buffers."""
-        cotangents = self.summed(level)
+        cotangents = self.summed(Level(level))
         if cotangents:
             roots = [self.values.schedule.buffers[j].operand for j in cotangents]
-            self.run(Task(level, roots, cotangents=cotangents))
+            self.run(Task(Level(level), roots, cotangents=cotangents))
 
-    def take_once(self, level: int) -> None:
+    def take_once(self, number: int) -> None:
         """Those of what was computed once."""
         values, axes = self.values, self.values.axes
-        roots = values.schedule.operands(level + 0.5)
+        level, buffers = Level(number, Phase.ONCE), values.schedule.buffers
+        roots = [buffers[j].operand for j in values.schedule.at(*level)]
         # A rule may be nonlinear: then it has to see the cotangent of all devices.
-        has_rule = _has_rule(values.needed(roots, level + 0.5)[0])
-        cotangents = self.summed(level + 0.5, across=has_rule)
+        has_rule = _has_rule(values.needed(roots, level)[0])
+        cotangents = self.summed(level, across=has_rule)
         if not cotangents:
             return
-        roots = [values.schedule.buffers[j].operand for j in cotangents]
-        read = self.read(roots, level + 0.5)
+        roots = [buffers[j].operand for j in cotangents]
+        read = self.read(roots, level)
 
         def evaluate(diff: Arrays) -> Arrays:
             known = self.with_leaves(read, diff)
-            return values.evaluate(roots, level + 0.5, known=known)
+            return values.evaluate(roots, level, known=known)
 
         def term(g: jax.Array, old: jax.Array) -> jax.Array:
             g = g.astype(old.dtype)
@@ -133,10 +146,10 @@ class Backward:
             totals = added(operands)
         self.put(read, totals)
 
-    def summed(self, level: float, across: bool = True) -> Cotangents:
+    def summed(self, level: Level, across: bool = True) -> Cotangents:
         """The cotangents of a level, `across` devices; they are no longer due."""
         buffers, axes = self.values.schedule.buffers, self.values.axes
-        members = [j for j in self.values.schedule.at(level) if j in self.cotangents]
+        members = [j for j in self.values.schedule.at(*level) if j in self.cotangents]
         if not members:
             return {}
         with jax.named_scope("merge"):
@@ -150,7 +163,7 @@ class Backward:
     # -- What is differentiated --------------------------------------------------------
 
     def read(
-        self, roots: Sequence[Any], level: float, wanted: Sequence[Any] = ()
+        self, roots: Sequence[Any], level: Level, wanted: Sequence[Any] = ()
     ) -> Read:
         """What a level reads for `roots`, and what it reads beside them."""
         schedule = self.values.schedule

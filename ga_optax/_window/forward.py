@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from ga_optax._devices.collectives import vary, zeros
 from ga_optax._partition import is_inexact
 from ga_optax._passes import ir
+from ga_optax._window.schedule import Level, Phase
 from ga_optax._window.values import (
     Arrays,
     Buffers,
@@ -52,7 +53,11 @@ def _filled(values: Values, members: Sequence[int], level: int) -> Buffers:
     values.seen.update(members)
 
     first = [x[0] for x in values.xs]
-    closed: Any = jax.make_jaxpr(lambda x: values.evaluate(operands, level, x))(first)
+
+    def micro_batch(x: Any) -> Arrays:
+        return values.evaluate(operands, Level(level), x)
+
+    closed: Any = jax.make_jaxpr(micro_batch)(first)
 
     def run(start: Any, xs: Arrays, consts: Arrays) -> Any:
         def step(so_far: Any, x: Arrays) -> tuple[Any, Any]:
@@ -90,11 +95,11 @@ def fill_last(values: Values, results: Arrays) -> None:
 def fill_once(values: Values, level: int) -> None:
     """Computes what follows from the buffers up to a level, and from no rows."""
     schedule = values.schedule
-    members = schedule.at(level + 0.5)
+    members = schedule.at(level, Phase.ONCE)
     operands = [schedule.buffers[j].operand for j in members]
     if members:
         with jax.named_scope("forward"):
-            new = values.evaluate(operands, level + 0.5)
+            new = values.evaluate(operands, Level(level, Phase.ONCE))
         values.buffers |= zip(members, new, strict=True)
 
 

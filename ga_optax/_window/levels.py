@@ -4,7 +4,7 @@ import contextlib
 import contextvars
 import functools
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from jax.extend import core
@@ -12,12 +12,11 @@ from jax.extend import core
 from ga_optax._passes import ir, places
 from ga_optax._passes.notes import listed, note
 from ga_optax._window import cost
-from ga_optax._window.counts import Counter, Passes
+from ga_optax._window.counts import Passes, counted
 from ga_optax._window.forward import FOLDS
 from ga_optax._window.room import largest_step
 from ga_optax._window.rules import is_collective
 from ga_optax._window.schedule import Schedule
-from ga_optax._window.unread import unread
 
 
 class Stored(NamedTuple):
@@ -41,6 +40,21 @@ class Stored(NamedTuple):
     shape: tuple[int, ...]
     forward: int
     backward: int
+
+    @property
+    def what(self) -> str:
+        """What it is, in words."""
+        size, is_tiled = self.type.size, len(self.shape) == len(self.type.shape)
+        if self.kind == "stack" and is_tiled:
+            return f"all rows of {list(self.shape)}"
+        own = list(self.type.shape) or "a number"
+        if self.kind == "stack":
+            return f"{own} of each micro-batch"
+        if self.kind in ("kept", "once"):
+            whose = "of each micro-batch" if self.kind == "kept" else "for all rows"
+            return f"kept: {own} {whose}"
+        kind = "a sum" if self.kind == "sum" else "an extremum"
+        return f"{kind} of {size:,} number{'' if size == 1 else 's'}"
 
 
 class Levels(NamedTuple):
@@ -100,12 +114,32 @@ def report(
     `size` is the axis's. Warns if it runs more often than it should, in the room that
     nobody asked for; of a small window nothing is said.
     """
-    runs, times = _runs(schedule), {"own": num_microbatches, "stack": size}
+    runs = counted(schedule)
+    passes = _most(runs, schedule.jaxpr.eqns)
+    peak = _peak(schedule, _times(size, num_microbatches))
+    its = tuple(stored(schedule, size, num_microbatches, runs).values())
+    new = Levels(schedule.end - 1, *passes, its, peak, schedule.peak)
+    if (full := schedule.full) is not None:
+        more = full.peak, *_most(counted(full), schedule.jaxpr.eqns)
+        new = new._replace(room=more)
+    if (found := _reports.get(None)) is not None:
+        found.append(new)
+    elif room_is_ours and _is_dear(new):
+        _warn(new)
+    note(str(new))
+    return new
+
+
+def stored(
+    schedule: Schedule, size: int, num_microbatches: int, runs: dict[int, Passes]
+) -> dict[int, Stored]:
+    """What a window stores, by the number of its buffer; `runs` as `counted`."""
+    times, leading = _times(size, num_microbatches), _leading(schedule, runs)
     read: dict[int, Any] = {}  # what the first collective of a buffer returns
     for e in schedule.jaxpr.eqns:
         for x in e.outvars if is_collective(e, schedule.axis) else ():
             read.setdefault(schedule.views[x].buffer, x)
-    stored, leading = [], _leading(schedule, runs)
+    found = {}
     for i, (operand, kind, level, _) in enumerate(schedule.buffers):
         if level == schedule.end and kind in FOLDS:
             continue  # no level reads it: it is a result, as the loss is
@@ -114,19 +148,13 @@ def report(
         line, shape = _line(schedule, x), tuple(x.aval.shape)
         is_number = isinstance(operand, core.Literal)
         most = (0, 0) if is_number else leading.get(operand, (0, 0))
-        stored.append(Stored(line, name, operand.aval, nbytes, shape, *most))
-    passes = _most(runs, schedule.jaxpr.eqns)
-    peak = _peak(schedule, times)
-    new = Levels(schedule.end - 1, *passes, tuple(stored), peak, schedule.peak)
-    if (full := schedule.full) is not None:
-        more = full.peak, *_most(_runs(full), schedule.jaxpr.eqns)
-        new = new._replace(room=more)
-    if (found := _reports.get(None)) is not None:
-        found.append(new)
-    elif room_is_ours and _is_dear(new):
-        _warn(new)
-    note(str(new))
-    return new
+        found[i] = Stored(line, name, operand.aval, nbytes, shape, *most)
+    return found
+
+
+def _times(size: int, num_microbatches: int) -> dict[str, int]:
+    """How many values buffers of a kind hold; of others it is one."""
+    return {"own": num_microbatches, "stack": size}
 
 
 def _is_dear(report: Levels) -> bool:
@@ -166,34 +194,6 @@ def _peak(schedule: Schedule, times: dict[str, int]) -> int:
         for b in shared
     )
     return schedule.peak + carried + largest_step(schedule)
-
-
-def _runs(schedule: Schedule) -> dict[int, Passes]:
-    """The passes of every equation, without those in which nothing reads its result."""
-    counter = Counter(schedule)
-    found = {}
-    for e in schedule.jaxpr.eqns:
-        if its := counter.passes(e):
-            found[id(e)] = its
-    for level in range(1, schedule.end):
-        for e in unread(schedule, level):
-            _add(found, e, -1)
-    for e in refilled(schedule):
-        _add(found, e, 1)
-    return found
-
-
-def _add(found: dict[int, Passes], equation: core.JaxprEqn, forward: int) -> None:
-    if its := found.get(id(equation)):
-        found[id(equation)] = its._replace(forward=its.forward + forward)
-
-
-def refilled(schedule: Schedule) -> Iterator[core.JaxprEqn]:
-    """What runs once more on the way back, to fill what was dropped."""
-    for level, members in schedule.again.items():
-        there = set(range(len(schedule.buffers))) - set(members)
-        operands = [schedule.buffers[j].operand for j in members]
-        yield from schedule.needed(operands, level + 1, held=there)[0]
 
 
 def _leading(schedule: Schedule, runs: dict[int, Passes]) -> dict[Any, tuple[int, int]]:

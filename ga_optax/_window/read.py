@@ -112,24 +112,18 @@ def _checkpointed(equation: core.JaxprEqn, values: list[Any], axis: str) -> list
     program, consts = flat(inside, values, axis, size)
     given = [*program.constvars, *program.invars]
     env = dict(zip(given, [*consts, *values], strict=True))
-    level: dict[Any, int] = {}
-    pieces: dict[tuple[int, bool], list[core.JaxprEqn]] = {}
-    for e in program.eqns:
-        alone = mentions(e, axis)
-        its = alone + max((level.get(x, 0) for x in variables(e.invars)), default=0)
-        level.update(dict.fromkeys(e.outvars, its))
-        pieces.setdefault((its, not alone), []).append(e)
     smooth = ir.following(program, given, ("stop_gradient",))
-    for (_, several), piece in sorted(pieces.items(), key=lambda item: item[0]):
-        others = [
-            e.invars for group in pieces.values() if group is not piece for e in group
-        ]
+    alone = functools.partial(mentions, axis=axis)
+    pairs = itertools.groupby(stages.apart(program.eqns, alone), alone)
+    pieces = [(meets, list(group)) for meets, group in pairs]
+    for meets, piece in pieces:
+        others = [e.invars for _, its in pieces if its is not piece for e in its]
         outside = set(variables([*itertools.chain(*others), *program.outvars]))
         made = [v for e in piece for v in e.outvars if v in outside]
         read = [x for e in piece for x in variables(e.invars) if x in env]
         run = functools.partial(bind, program, piece, read, made)
         operands = [env[x] for x in read]
-        if several:
+        if not meets:
             run = ir.checkpointed(equation, run)
         else:  # A stop_gradient inside a checkpoint is not seen from outside.
             operands = [
@@ -137,7 +131,7 @@ def _checkpointed(equation: core.JaxprEqn, values: list[Any], axis: str) -> list
                 for var, x in zip(read, operands, strict=True)
             ]
         env.update(zip(made, run(operands), strict=True))
-    return [_value(x, env) for x in program.outvars]
+    return [stages.value(x, env) for x in program.outvars]
 
 
 def _singly(equation: core.JaxprEqn, values: list[Any], opening: Opening) -> list[Any]:
@@ -180,10 +174,6 @@ def _staged(equation: core.JaxprEqn, values: list[Any], opening: Opening) -> lis
     if by_stage.unrolled and how.length > LONGEST:
         raise NotImplementedError(_not_done(equation, axis))
     return by_stage([*consts, *values])
-
-
-def _value(x: Any, env: dict[Any, Any]) -> Any:
-    return x.val if isinstance(x, core.Literal) else env[x]
 
 
 def _not_done(equation: core.JaxprEqn, axis: str) -> str:

@@ -24,7 +24,7 @@ from ga_optax._passes import ir
 from ga_optax._window import cost, kept
 from ga_optax._window.counts import Counter
 from ga_optax._window.read import is_mark
-from ga_optax._window.schedule import Schedule
+from ga_optax._window.schedule import Level, Schedule
 
 
 class Life(NamedTuple):
@@ -92,12 +92,12 @@ def planned(
 def _lives(schedule: Schedule, num_microbatches: int) -> Iterator[Life]:
     last: dict[int, int] = {}
     for level in range(1, schedule.end + 1):
-        for x in schedule.needed(schedule.roots(level), level)[1]:
+        for x in schedule.needed(schedule.roots(level), Level(level))[1]:
             if x in schedule.views:
                 last[schedule.views[x].buffer] = level
     for i, buffer in enumerate(schedule.buffers):
         if buffer.kind == "own":
-            x, made = buffer.operand, int(buffer.level)
+            x, made = buffer.operand, buffer.level
             by: Any = ir.made_by(schedule.jaxpr, x)
             yield Life(
                 number=i,
@@ -115,7 +115,7 @@ def _follows(schedule: Schedule, number: int) -> bool:
     """Whether it is computed of what the same level keeps, and of no earlier rows."""
     x, level = schedule.buffers[number].operand, schedule.buffers[number].level
     others = set(range(len(schedule.buffers))) - {number}
-    found, read = schedule.needed([x], level + 1, held=others)
+    found, read = schedule.needed([x], Level(level + 1), held=others)
     rows = [y for y in read if schedule.facts[y].own and y in schedule.views]
     kept_too = [schedule.buffers[schedule.views[y].buffer] for y in rows]
     own = [e for e in found if any(schedule.facts[y].own for y in e.outvars)]
@@ -206,7 +206,7 @@ def largest_step(schedule: Schedule) -> int:
     """About the bytes that a micro-batch's step takes at a level, at most."""
     steps = [0]
     for level in range(1, schedule.end + 1):
-        found, read = schedule.needed(schedule.smooth_roots(level), level)
+        found, read = schedule.needed(schedule.smooth_roots(level), Level(level))
         moving = [x for x in read if schedule.fact(x).smooth]
         grads = sum(cost.nbytes(x) for x in moving if x in schedule.given)
         steps.append(cost.residuals(found, moving, read) + grads)

@@ -10,10 +10,10 @@ from ga_optax._loop.run import Outcome
 from ga_optax._loop.step import Operands, Step, Where
 from ga_optax._passes import ir
 from ga_optax._passes.arrivals import arrival
-from ga_optax._window import after, cost, forward, room
+from ga_optax._window import after, cost, forward, plans, room
 from ga_optax._window.backward import Backward, Task
 from ga_optax._window.levels import report
-from ga_optax._window.schedule import Schedule
+from ga_optax._window.schedule import Level, Schedule
 from ga_optax._window.shared import share
 from ga_optax._window.values import Loss, Values
 
@@ -38,14 +38,16 @@ def run(
     values.schedule = _planned(loss, operands, values.schedule, residual_bytes)
     schedule = values.schedule
     done = report(schedule, values.size, k, residual_bytes is None)
+    plans.of_window(schedule, values.size, k, done)
     for level in range(schedule.end):
         forward.fill(values, level)
         forward.fill_once(values, level)
     if not any(b.has_cotangent for b in schedule.buffers):
         return _counted(loss.step, values, operands, where)._replace(report=done)
-    back = Backward(loss.step, values, operands.acc, where)
+    back = Backward(loss.step, values, operands, where)
     results, acc = _gradients(back)
-    return Outcome(results, [], acc._replace(count=operands.acc.count + k), done)
+    acc = acc._replace(count=operands.acc.count + k)
+    return Outcome(results, [], acc, done, back.of_rows())
 
 
 def _planned(
@@ -74,7 +76,7 @@ def _counted(step: Step, values: Values, operands: Operands, where: Where) -> Ou
 
     def micro_batch(params: Any, x: Any) -> Any:
         known = params, values.buffers
-        return values.evaluate(roots, schedule.end, x, known, acts=True)
+        return values.evaluate(roots, Level(schedule.end), x, known, acts=True)
 
     first = [x[0] for x in operands.batch]
     closed: Any = jax.make_jaxpr(micro_batch)(operands.params, first)
@@ -127,7 +129,7 @@ def _gradients(back: Backward) -> tuple[list[jax.Array], Any]:
     values, wanted = back.values, _wanted(back.step, back.values)
     schedule = values.schedule
     every = [*wanted.values(), *_of_last(values)]
-    outcome = back.run(Task(schedule.end, schedule.jaxpr.outvars[:1], every))
+    outcome = back.run(Task(Level(schedule.end), schedule.jaxpr.outvars[:1], every))
     for level in reversed(range(schedule.end)):
         values.drop(j for j in schedule.at(level) if back.is_own(j))
         forward.fill_again(values, level)

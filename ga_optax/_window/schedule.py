@@ -1,6 +1,7 @@
 """The schedule of a window: what is computed at which level, and from what."""
 
 import dataclasses
+import enum
 import functools
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -10,7 +11,6 @@ import numpy as np
 from jax.extend import core
 
 from ga_optax._passes import ir
-from ga_optax._passes.feedback import depending
 from ga_optax._passes.ir import variables
 from ga_optax._window.rules import (
     RULES,
@@ -22,6 +22,20 @@ from ga_optax._window.rules import (
 )
 
 
+class Phase(enum.IntEnum):
+    """A level has two: a loop over the micro-batches, and what they share, once."""
+
+    ROWS = 0
+    ONCE = 1
+
+
+class Level(NamedTuple):
+    """When something is computed; what came before is known. They compare in order."""
+
+    number: int
+    phase: Phase = Phase.ROWS
+
+
 class Fact(NamedTuple):
     """What is known of a value; that of a result is the largest of its arguments'.
 
@@ -29,7 +43,7 @@ class Fact(NamedTuple):
       level: how many collectives are on the longest way to it, after those that come
         before all parameters.
       params: whether it depends on the parameters.
-      smooth: whether it may have a derivative with respect to them.
+      smooth: whether the loss may be differentiated through it, with respect to them.
       own: whether it may differ between micro-batches.
     """
 
@@ -46,15 +60,20 @@ class Buffer(NamedTuple):
       operand: the value.
       kind: "sum", "max", "min" or "stack"; "own", a stack of this device's alone; or
         "once", a value that all micro-batches share.
-      level: the level at which it is filled: what is computed at higher ones may read
-        it. What is computed once comes between two levels, half a level up.
+      level: the number of the level at which it is filled.
       has_cotangent: whether the loss differentiates through it.
     """
 
     operand: Any
     kind: str
-    level: float
+    level: int
     has_cotangent: bool
+
+    @property
+    def filled(self) -> Level:
+        """When it is filled; what comes later may read it."""
+        phase = Phase.ONCE if self.kind == "once" else Phase.ROWS
+        return Level(self.level, phase)
 
 
 class View(NamedTuple):
@@ -83,31 +102,18 @@ def _facts(jaxpr: core.Jaxpr, axis: str, start: dict[Any, Fact]) -> dict[Any, Fa
     return facts
 
 
-def differing(schedule: "Schedule") -> set[Any]:
-    """What may differ between micro-batches, if each result of a loop is asked alone.
-
-    Facts are of equations: what a loop returns is computed where all of it can be.
-    """
-    jaxpr, axis = schedule.jaxpr, schedule.axis
-    found = {x for x in schedule.given if schedule.facts[x].own}
-    for e in jaxpr.eqns:
-        if is_collective(e, axis):
-            continue
-        if ir.kind(e) == "scan":
-            found |= depending(e, found)
-        elif not found.isdisjoint(variables(e.invars)):
-            found.update(e.outvars)
-    return found
-
-
-def _reached(jaxpr: core.Jaxpr, facts: dict[Any, Fact]) -> set[Any]:
-    """The variables through which the loss may be differentiated."""
-    reached = set(variables(jaxpr.outvars[:1]))
+def _of_loss(
+    jaxpr: core.Jaxpr, facts: dict[Any, Fact], loss: Sequence[Any]
+) -> dict[Any, Fact]:
+    """The facts, of which what `loss` is not differentiated through is not smooth."""
+    reached = set(variables(loss))
     for equation in reversed(jaxpr.eqns):
         if any(out in reached and facts[out].smooth for out in equation.outvars):
-            inputs = variables(equation.invars)
-            reached.update(x for x in inputs if facts.get(x, Fact()).smooth)
-    return reached
+            reached.update(variables(equation.invars))
+    return {
+        x: fact if x in reached else fact._replace(smooth=False)
+        for x, fact in facts.items()
+    }
 
 
 # -- The schedule ----------------------------------------------------------------------
@@ -117,15 +123,14 @@ def _reached(jaxpr: core.Jaxpr, facts: dict[Any, Fact]) -> set[Any]:
 class Schedule:
     """What to compute when.
 
-    A level is evaluated once the buffers below it are filled. The last with a loop,
-    `end`, is that of the loss, which fills the buffers of that level as well: only
-    results that need no rows read those, and are evaluated `after` the loop.
+    A level is evaluated once the buffers below it are filled. The last, `end`, is that
+    of the loss, whose loop fills the buffers of that level as well: only results that
+    need no rows read those, and are evaluated once, `after` the loop.
 
     Attributes:
       jaxpr: the flat program; its first result is the loss.
       axis: the name of the axis.
       facts: what is known of its variables.
-      reached: through which of them the loss may be differentiated.
       after: which results are evaluated once, after the loops, by number.
       last: the last level whose buffers the loss reads, or anything else with rows.
       buffers: what the window keeps.
@@ -142,12 +147,11 @@ class Schedule:
     jaxpr: core.Jaxpr
     axis: str
     facts: dict[Any, Fact]
-    reached: set[Any]
     after: frozenset[int]
     last: int = 0
     buffers: list[Buffer] = dataclasses.field(default_factory=list)
     views: dict[Any, View] = dataclasses.field(default_factory=dict)
-    numbers: dict[float, list[int]] = dataclasses.field(default_factory=dict)
+    numbers: dict[Level, list[int]] = dataclasses.field(default_factory=dict)
     stays: tuple[int, ...] = ()
     dropped: dict[int, list[int]] = dataclasses.field(default_factory=dict)
     peak: int = 0
@@ -175,9 +179,9 @@ class Schedule:
     def fact(self, atom: Any) -> Fact:
         return Fact() if isinstance(atom, core.Literal) else self.facts[atom]
 
-    def at(self, level: float) -> list[int]:
+    def at(self, level: int, phase: Phase = Phase.ROWS) -> list[int]:
         """The buffers that are filled at a level."""
-        return self.numbers.get(level, [])
+        return self.numbers.get(Level(level, phase), [])
 
     @property
     def again(self) -> dict[int, list[int]]:
@@ -188,15 +192,15 @@ class Schedule:
             found.setdefault(at, []).extend(members)
         return found
 
-    def operands(self, level: float, smooth: bool = False) -> list[Any]:
-        """What fills them; if `smooth`, that which has a cotangent."""
+    def operands(self, level: int, smooth: bool = False) -> list[Any]:
+        """What fills those of its loop; if `smooth`, that which has a cotangent."""
         buffers = [self.buffers[i] for i in self.at(level)]
         return [b.operand for b in buffers if b.has_cotangent or not smooth]
 
     def needed(
         self,
         wanted: Iterable[Any],
-        level: float,
+        level: Level,
         runs: Callable[[core.JaxprEqn], bool] | None = None,
         held: Container[int] | None = None,
     ) -> tuple[list[core.JaxprEqn], list[Any]]:
@@ -212,7 +216,7 @@ class Schedule:
             view = self.views.get(x)
             return (
                 view is not None
-                and self.buffers[view.buffer].level < level
+                and self.buffers[view.buffer].filled < level
                 and (held is None or view.buffer in held)
             )
 
@@ -239,17 +243,18 @@ class Schedule:
         view = self.views.get(variable)
         if view is None:
             return -1
-        return (1 << int(self.buffers[view.buffer].level) + 1) - 1
+        return (1 << self.buffers[view.buffer].level + 1) - 1
 
-    def buffer(self, operand: Any, kind: str, level: float) -> int:
+    def buffer(self, operand: Any, kind: str, level: int) -> int:
         """The buffer of a value, a new one if there is none."""
-        for i in self.numbers.get(level, []):
+        new = Buffer(operand, kind, level, self.fact(operand).smooth)
+        its = self.numbers.setdefault(new.filled, [])
+        for i in its:
             old = self.buffers[i]
             if old.operand is operand and old.kind == kind:
                 return i
-        smooth = self.fact(operand).smooth and operand in self.reached
-        self.numbers.setdefault(level, []).append(len(self.buffers))
-        self.buffers.append(Buffer(operand, kind, level, smooth))
+        its.append(len(self.buffers))
+        self.buffers.append(new)
         of = whole if kind == "once" else own_part
         if kind in ("stack", "own", "once") and ir.is_variable(operand):
             self.views.setdefault(operand, View(len(self.buffers) - 1, of))
@@ -257,16 +262,33 @@ class Schedule:
 
 
 def facts_of(
-    jaxpr: core.Jaxpr, axis: str, params: Sequence[Any], own: Sequence[Any]
+    jaxpr: core.Jaxpr,
+    axis: str,
+    params: Sequence[Any],
+    own: Sequence[Any],
+    loss: Sequence[Any] | None = None,
 ) -> dict[Any, Fact]:
-    """The facts of every variable; arguments as for `make`."""
+    """The facts of every variable, of a program with these arguments.
+
+    Args:
+      jaxpr: the program.
+      axis: the name of the axis.
+      params: what is differentiated.
+      own: what differs between micro-batches; some of that may be differentiated.
+      loss: the results that are differentiated; None for the first.
+    """
     start = dict.fromkeys([*jaxpr.constvars, *jaxpr.invars], Fact())
     start |= dict.fromkeys(own, Fact(own=True))
-    start |= dict.fromkeys(params, Fact(params=True, smooth=True))
+
+    def at(level: int) -> dict[Any, Fact]:
+        return {x: Fact(level, params=True, smooth=True, own=x in own) for x in params}
+
+    start |= at(0)
     before = [f.level for f in _facts(jaxpr, axis, start).values() if not f.params]
     first = max(before, default=0)
-    start |= dict.fromkeys(params, Fact(level=first, params=True, smooth=True))
-    return _facts(jaxpr, axis, start)
+    start |= at(first)
+    loss = jaxpr.outvars[:1] if loss is None else loss
+    return _of_loss(jaxpr, _facts(jaxpr, axis, start), loss)
 
 
 def make(
@@ -280,7 +302,7 @@ def make(
       facts: what is known of its variables.
       whole: which results need no loop if all micro-batches share them, by number.
     """
-    schedule = Schedule(jaxpr, axis, facts, _reached(jaxpr, facts), frozenset())
+    schedule = Schedule(jaxpr, axis, facts, frozenset())
     shared = (i for i in whole if not schedule.fact(jaxpr.outvars[i]).own)
     schedule.after = frozenset(shared)
     for equation in jaxpr.eqns:

@@ -48,7 +48,7 @@ def share(schedule: Schedule) -> Schedule:
         ]
         if sources and _is_much(counter, group, of_rows):
             for x in _smallest(counter, group, sources):
-                counter.keep(x, "once", level + 0.5)
+                counter.keep(x, "once", level)
     return counter.schedule
 
 

@@ -157,7 +157,7 @@ class Stages:
             env |= zip(ends, state, strict=True)
             env |= zip(sliced, slices, strict=True)
             self._run(equations, env, roots, level in self.unrolled)
-            out = [_strong(_value(x, env), x.aval) for x in roots]
+            out = [_strong(value(x, env), x.aval) for x in roots]
             return out[: len(ends)], out[len(ends) :]
 
         start = dict(zip(self.carry, self.start, strict=True))
@@ -194,7 +194,7 @@ class Stages:
             xs = [x for x in dict.fromkeys(variables(xs)) if x in env]
             values = [env[x] for x in xs]
             if self.meets(first):
-                values = self._collective(first, [_value(x, env) for x in first.invars])
+                values = self._collective(first, [value(x, env) for x in first.invars])
                 made = first.outvars
             elif self.is_mark(first) and not marks:
                 made = first.outvars
@@ -210,21 +210,13 @@ class Stages:
         self, equations: Sequence[core.JaxprEqn]
     ) -> Iterable[list[core.JaxprEqn]]:
         """Each collective alone, and between them what one checkpoint can hold."""
-        level: Values = {}
 
         def is_alone(e: core.JaxprEqn) -> bool:
             return self.meets(e) or self.is_mark(e)
 
-        def place(e: core.JaxprEqn) -> tuple[int, bool]:
-            alone = is_alone(e)
-            its = max((level.get(x, 0) for x in variables(e.invars)), default=0) + alone
-            level.update(dict.fromkeys(e.outvars, its))
-            return its, not alone
-
-        places = {id(e): place(e) for e in equations}
-        equations = sorted(equations, key=lambda e: places[id(e)])
         keys = itertools.groupby(
-            equations, lambda e: (id(e) if is_alone(e) else None, _wish(e))
+            apart(equations, is_alone),
+            lambda e: (id(e) if is_alone(e) else None, _wish(e)),
         )
         return [list(group) for _, group in keys]
 
@@ -306,6 +298,21 @@ def _along_axis_0(x: jax.Array) -> list[jax.Array]:
 # -- Equations -------------------------------------------------------------------------
 
 
+def apart(
+    equations: Iterable[core.JaxprEqn], is_alone: feedback.Test
+) -> list[core.JaxprEqn]:
+    """Equations in an order in which few of those that stand alone part the others."""
+    level: dict[Any, int] = {}
+    places: dict[int, tuple[int, bool]] = {}
+    equations = list(equations)
+    for e in equations:
+        alone = is_alone(e)
+        its = alone + max((level.get(x, 0) for x in variables(e.invars)), default=0)
+        level |= dict.fromkeys(e.outvars, its)
+        places[id(e)] = its, not alone
+    return sorted(equations, key=lambda e: places[id(e)])
+
+
 def single(checkpoint: core.JaxprEqn, jaxpr: core.Jaxpr, e: core.JaxprEqn) -> Any:
     """A checkpoint of one equation of a program, which `Stages` puts together again."""
     read = list(dict.fromkeys(variables(e.invars)))
@@ -354,5 +361,5 @@ def _strong(x: Any, aval: Any) -> Any:
     return x if is_extended else jax.lax.convert_element_type(x, aval.dtype)
 
 
-def _value(x: Any, env: Values) -> Any:
+def value(x: Any, env: Values) -> Any:
     return env[x] if is_variable(x) else x.val

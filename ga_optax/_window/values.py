@@ -18,7 +18,7 @@ from ga_optax._passes import ir
 from ga_optax._passes.ir import bind
 from ga_optax._window import schedule as scheduling
 from ga_optax._window.read import flat
-from ga_optax._window.schedule import Buffer, Schedule
+from ga_optax._window.schedule import Buffer, Level, Schedule, View
 
 Arrays = list[jax.Array]
 Buffers = dict[int, jax.Array]
@@ -87,14 +87,15 @@ class Values:
         )
         fixed = [*jaxpr.constvars, *of_consts]
         self.fixed = dict(zip(fixed, [*consts, *operands.consts], strict=True))
-        facts = scheduling.facts_of(jaxpr, loss.axis, self.of_params, self.of_own)
+        smooth = [*self.of_params, *self.of_own[: operands.rows]]
+        facts = scheduling.facts_of(jaxpr, loss.axis, smooth, self.of_own)
         whole = _need_no_loop(loss.step)
         self.schedule: Schedule = scheduling.make(jaxpr, loss.axis, facts, whole)
 
     def needed(
         self,
         wanted: Sequence[Any],
-        level: float,
+        level: Level,
         acts: bool = False,
         buffers: Container[int] | None = None,
     ) -> tuple[list[core.JaxprEqn], list[Any]]:
@@ -105,11 +106,12 @@ class Values:
         """
         schedule = self.schedule
         # After the loops, those that read what only they have filled.
-        lowest = schedule.end if level > schedule.end else 0
+        after = level > Level(schedule.end)
+        lowest, end = schedule.end if after else 0, level.number + after
 
         def runs(equation: core.JaxprEqn) -> bool:
             its = max((schedule.fact(x).level for x in equation.invars), default=0)
-            return lowest <= its < level and ir.calls_back(equation)
+            return lowest <= its < end and ir.calls_back(equation)
 
         held = self.buffers if buffers is None else buffers
         return schedule.needed(wanted, level, runs if acts else None, held)
@@ -117,7 +119,7 @@ class Values:
     def evaluate(
         self,
         wanted: Sequence[Any],
-        level: float,
+        level: Level,
         x: Any = None,
         known: tuple[Arrays, Buffers] | None = None,
         acts: bool = False,
@@ -138,16 +140,27 @@ class Values:
         values |= zip(self.of_own, own, strict=True)
         equations, read = self.needed(wanted, level, acts, buffers)
         for v in read:
-            if v not in values:
-                place, of = self.schedule.views[v]
-                held = buffers[place]
-                values[v] = held.x if isinstance(held, Part) else of(held, index)
+            view = self.schedule.views.get(v)
+            held = buffers.get(view.buffer) if view else None
+            if isinstance(held, Part):
+                values[v] = held.x
+            elif view and held is not None and v not in values:
+                values[v] = view.of(held, index)
         given = [values[v] for v in read]
         out = bind(self.schedule.jaxpr, equations, read, wanted, given)
         return [
             x if isinstance(x, jax.Array) else jnp.asarray(x, v.aval.dtype)
             for v, x in zip(wanted, out, strict=True)
         ]
+
+    def given(self, x: Any, stack: jax.Array) -> int:
+        """The buffer of what is there from the start, of each micro-batch."""
+        schedule = self.schedule
+        j = len(schedule.buffers)
+        schedule.buffers.append(Buffer(x, "own", -1, schedule.facts[x].smooth))
+        schedule.views[x] = View(j, scheduling.own_part)
+        self.buffers[j] = stack
+        return j
 
     def room(self, like: jax.Array) -> jax.Array:
         """A stack for a value of each micro-batch, whose content does not matter.
@@ -178,7 +191,9 @@ class Values:
         late = self.late
         if late is None or not is_inexact(stack) or _is_sharded(stack):
             return stack
-        start = jnp.ravel(late)[self.made % late.size].astype(stack.dtype)
+        is_open = not isinstance(late.size, int)  # as `jax.export` leaves it
+        place = 0 if is_open else self.made % late.size
+        start = jnp.ravel(late)[place].astype(stack.dtype)
         block = jax.lax.broadcast(start, (1,) * stack.ndim)
         return jax.lax.dynamic_update_slice(stack, block, (0,) * stack.ndim)
 

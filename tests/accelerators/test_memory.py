@@ -92,3 +92,25 @@ def test_libtpu_checks_what_plan_counts_and_not_the_sum_of_the_parts():
         step_of("v5e", 27)
     layer = (rest - 4 * ROWS * WIDTH) / 26
     assert total + layer + (total - rest) / 26 > limit
+
+
+def dropped(params, x, key):
+    h = jnp.tanh(x @ params["up"][0])
+    h = jnp.where(jax.random.bernoulli(key, 0.9, h.shape), h, 0) @ params["down"][0]
+    return jnp.mean(jnp.where(jax.random.bernoulli(key, 0.9, h.shape), h, 0) ** 2)
+
+
+@pytest.mark.parametrize("target", ["h200", "v6e"])
+def test_what_is_drawn_takes_the_memory_of_a_micro_batch(target):
+    """Of all rows that are drawn on a GPU, XLA computes those that are read."""
+    key = jax.eval_shape(lambda: jax.random.key(0, impl="rbg"))
+    shapes = {"up": (1, WIDTH, 4 * WIDTH), "down": (1, 4 * WIDTH, WIDTH)}
+    params = {n: jax.ShapeDtypeStruct(s, jnp.float32) for n, s in shapes.items()}
+
+    def needs(k, rows):
+        x = jax.ShapeDtypeStruct((rows, WIDTH), jnp.float32)
+        step = ga.value_and_grad(dropped, k) if k > 1 else jax.value_and_grad(dropped)
+        return targets.temporaries(targets.compiled(target, step, params, x, key))
+
+    grads = 4 * 2 * 4 * WIDTH**2  # of a micro-batch, and their sum
+    assert needs(8, 8 * ROWS) <= needs(1, ROWS) + 2 * grads < needs(1, 8 * ROWS) / 2

@@ -127,10 +127,7 @@ def test_a_product_of_triton_takes_a_slice_more_to_add_than_to_write(
     def run(how, total, x, g):
         def body(i, total):
             product = jax.lax.dot_general(
-                x[i],
-                g[i],
-                (((0,), (0,)), ((), ())),
-                preferred_element_type=jnp.float32,
+                x[i], g[i], (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32
             )
             return getattr(total.at[i], how)(product)
 

@@ -1,0 +1,176 @@
+"""A function over micro-batches as one equation, and what runs it.
+
+A function runs as the law has it: the window of a loss, of which only the aux counts. A
+gradient is the law's gradient of Σ cotangent · result, or of one scalar result, with
+respect to what has rows, too.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ga_optax._calls import layouts, whole
+from ga_optax._calls.call import Call
+from ga_optax._calls.options import ROLES, Argument
+from ga_optax._calls.results import is_value
+from ga_optax._checks import named_leaves
+from ga_optax._devices import meshes
+from ga_optax._passes import ir, rowwise
+from ga_optax._passes.divided import Divided, Gradient, paired
+
+
+def of_call(call: Call, remat: bool | None) -> Any:
+    """What `fun` returns for all rows, by an equation that can be differentiated."""
+    options, others, rows = call.options, call.others(), call.batch
+    fun = options.fun
+
+    def of_args(*args: Any, **kwargs: Any) -> Any:
+        return _checked(fun(*args[:-1], **kwargs))
+
+    def flat(*xs: Any) -> Any:
+        rest = dict(zip(others, xs[len(rows) :], strict=True))
+        new = call.with_others(rest).with_batch(xs[: len(rows)])
+        return of_args(*new.args, **new.kwargs)
+
+    if layouts.num_parts(call) == 1:
+        return of_args(*call.args, **call.kwargs)
+    if not _is_one(call):
+        call = call._replace(options=options._replace(fun=_with_loss(of_args)))
+        return whole.of_call(call)[0][1]
+    xs = [*rows, *others.values()]
+    closed, out = _traced(flat, xs, call)
+    how = call._replace(args=(), kwargs={}, options=options._replace(fun=_unknown))
+    its = Divided.of_program(
+        closed,
+        (*call.split_axes, *[None] * len(others)),
+        name=getattr(fun, "__name__", "a function"),
+        number=options.num_microbatches,
+        remat=remat,
+        runs=functools.partial(_run, how),
+        finds=functools.partial(_axes_of_results, how),
+    )
+    # What fun closes over may be differentiated, too.
+    return jax.tree.unflatten(jax.tree.structure(out), its.bind([*closed.consts, *xs]))
+
+
+def _traced(flat: Callable[..., Any], xs: Sequence[Any], call: Call) -> tuple[Any, Any]:
+    """The program, and the types of its results.
+
+    In the region of a mesh types name that otherwise, so it must not be in a program.
+    """
+    env = [*rowwise.READ, *meshes.of_all_rows(call.options.axes)]
+    trace = jax.make_jaxpr(flat, axis_env=env, return_shape=True)
+    if call.mesh is None:
+        return trace(*xs)
+    with meshes.without_mesh():
+        return trace(*map(layouts.type_of, xs))
+
+
+def _is_one(call: Call) -> bool:
+    """Whether it can be one equation: JAX has one program for all devices."""
+    options, mesh = call.options, call.mesh
+    if not options.axes:
+        return True
+    plain = not (options.each or options.scatters or options.logical_devices)
+    return plain and mesh is not None and not meshes.explicit_names(mesh)
+
+
+def _checked(out: Any) -> Any:
+    for name, leaf in named_leaves(out):
+        if not is_value(leaf):
+            raise TypeError(
+                f"fun must return arrays or numbers, but {name} of what it returned is "
+                f"{leaf!r}. Leave it out, or return a number in its place."
+            )
+    return out
+
+
+def _run(how: Call, its: Divided, xs: Sequence[Any]) -> list[Any]:
+    """The results of an equation, over micro-batches."""
+    if isinstance(of := its.of, Gradient):
+        return _gradient(how, its, of, xs)
+    call = _call(how, _with_loss(its.flat), its, xs)
+    return whole.of_call(call)[0][1]
+
+
+def _axes_of_results(how: Call, its: Divided) -> list[int | None]:
+    """Where its results have rows, if devices may have them between them."""
+    axes: list[int | None] = [None] * len(its.results)
+
+    def run(*xs: Any) -> None:
+        call = _call(how, _with_loss(its.flat), its, xs)
+        if call.mesh is None and call.distributed is False:
+            return
+        trace = layouts.traced(call)
+        if not isinstance(trace.part, Exception):
+            axes[:] = layouts.axes_of_results(call, trace)[1:]
+
+    jax.eval_shape(run, *its.types)
+    return axes
+
+
+def _gradient(how: Call, its: Divided, of: Gradient, xs: Sequence[Any]) -> list[Any]:
+    """Those of a gradient: as that of a loss, the sum of cotangents times results."""
+    n, program = len(of.base.types), of.base.program
+    jaxpr = ir.unrounded(program.jaxpr, of.given)
+    smooth = [jaxpr.outvars[i] for i in of.given]
+    outs = [program.jaxpr.outvars[i] for i in of.outs]
+    program = ir.Program(jaxpr.replace(outvars=[*smooth, *outs]), program.consts)
+
+    def loss(*xs: Any) -> tuple[jax.Array, list[Any]]:
+        out = ir.results(program, xs[:n])
+        terms, rest = out[: len(smooth)], out[len(smooth) :]
+        if not outs:  # else there is one alone, whose cotangent is 1
+            terms = [paired(x, ct) for x, ct in zip(terms, xs[n:], strict=True)]
+        return functools.reduce(jnp.add, terms), rest
+
+    call = _call(how, loss, its, xs, of.wrt)
+    (_, out), (grads, of_rows) = whole.of_call(call)
+    found = dict(zip(call.roles["argnums"], grads, strict=True))
+    found |= zip(call.roles["batch_argnums"], of_rows, strict=False)
+    due = its.results[len(of.outs) :]
+    grads = [found[i].astype(x.dtype) for i, x in zip(of.wrt, due, strict=True)]
+    return [*out, *grads]
+
+
+def _call(
+    how: Call,
+    fun: Callable[..., Any],
+    its: Divided,
+    xs: Sequence[Any],
+    wrt: Sequence[int] = (),
+) -> Call:
+    """A call like another, of a function of arrays, each of which is an argument."""
+    split = [i for i, axis in enumerate(its.axes) if axis is not None]
+    rows = [i for i in split if i in wrt]
+    params = tuple(i for i in wrt if i not in rows)
+    batch = (*rows, *(i for i in split if i not in rows))
+    roles: dict[str, tuple[Argument, ...]] = dict.fromkeys(ROLES, ())
+    roles |= {"argnums": params, "batch_argnums": batch}
+    options = how.options._replace(
+        fun=fun, num_microbatches=its.number, argnums=params, batch_argnums=batch
+    )
+    return Call(
+        options,
+        tuple(xs),
+        {},
+        roles=roles,
+        batch_axes=[its.axes[i] for i in batch],
+        mesh=how.mesh,
+        rows=len(rows),
+        sums=True,
+    )
+
+
+def _unknown(*args: Any) -> None:
+    """In place of a function, so that nothing keeps what it closes over."""
+
+
+def _with_loss(fun: Callable[..., Any]) -> Callable[..., Any]:
+    def with_loss(*args: Any, **kwargs: Any) -> tuple[jax.Array, Any]:
+        return jnp.zeros([]), fun(*args, **kwargs)
+
+    return with_loss

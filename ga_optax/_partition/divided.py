@@ -1,0 +1,50 @@
+"""What runs over micro-batches of its own, such as a head in a model: `microbatch`.
+
+In a micro-batch of a window it has that one's rows. If it had more micro-batches than
+the window, so many are left that one of them has as few rows as before. Where its rows
+meet, it is its program, as if that stood there itself, and so is a derivative of it.
+"""
+
+from jax.extend import core
+
+from ga_optax._partition import nested
+from ga_optax._partition.values import Result, Value
+from ga_optax._partition.writer import Writer
+from ga_optax._passes.divided import Divided
+
+
+def divided(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result]:
+    its: Divided = e.params["its"]
+    vs = [w.reduced(v) if v.is_partial else v for v in vs]
+    number = _number(w, its, vs)
+    if number > 1 and not its.is_derivative and not its.program.jaxpr.effects:
+        with w.may_fail(e) as out:
+            out += _divided(w, its, vs, number)
+        if out:
+            return out
+    return nested.inlined(w, its.program, vs)
+
+
+def _number(w: Writer, its: Divided, vs: list[Value]) -> int:
+    """How many micro-batches are left of it; 1 if none of its own."""
+    pairs = [(v, d) for v, d in zip(vs, its.axes, strict=True) if d is not None]
+    same = [v.dim == d for v, d in pairs]
+    if not any(same):
+        return its.number
+    if not all(same):
+        return 1
+    v, d = pairs[0]
+    rows = (v.shape[d] + v.extra) // w.axis.size
+    if not isinstance(rows, int):  # `jax.export` leaves it open
+        return 1
+    least = -(-its.number // w.axis.size)
+    return next((n for n in range(least, rows + 1) if rows % n == 0), 1)
+
+
+def _divided(w: Writer, its: Divided, vs: list[Value], number: int) -> list[Result]:
+    run = nested.inner(w.within(apart=True, again=True), its.program, vs)
+    here = its.with_program(run.closed, (None, *its.axes), number)
+    index = nested.index_for(w, run)
+    out = here.bind([*run.closed.consts, index, *(v.x for v in vs)])
+    w.level = max(run.levels, default=0)
+    return list(zip(out, run.layouts, strict=True))

@@ -1,0 +1,126 @@
+"""What follows from a row of the table of primitives: rows there, and rows back.
+
+A factor is a dimension that operands and results share (`_passes.primitives`).
+
+    forward     rows along a factor of an operand are rows of each result that has it
+    summed      if no result has it: each micro-batch has a part of a sum
+    wanted      rows of a result, from the rows of the operands that have its factor
+
+In what an equation is linear, by its row, `linear` follows sums that wait.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from jax.extend import core
+
+from ga_optax._partition.values import (
+    PARTIAL,
+    WHOLE,
+    Layout,
+    Result,
+    Rows,
+    Value,
+    types_of,
+)
+from ga_optax._partition.writer import Rule, Writer
+from ga_optax._passes import primitives
+from ga_optax._passes.primitives import Axes, Way
+
+Results = list[Result] | None
+
+
+def ways(e: core.JaxprEqn) -> list[Way]:
+    """The ways to split an equation, by its row."""
+    return primitives.ways(primitives.TABLE[e.primitive.name], e)
+
+
+def chosen(vs: Sequence[Value], some: Sequence[Way]) -> tuple[Rows, Way] | None:
+    """The rows of an operand, and a way along them that leaves every result its part.
+
+    It is the one for which the fewest numbers are gathered.
+    """
+    found = [
+        (v.rows, way, v.size)
+        for i, v in enumerate(vs)
+        if v.rows
+        for way in some
+        if way.ins[i] == v.dim and None not in way.outs
+    ]
+
+    def gathered(x: tuple[Rows, Way, int]) -> tuple[int, int]:
+        due = zip(vs, layouts(x[0], x[1].ins), strict=True)
+        moved = (u.size for u, layout in due if u.layout not in (WHOLE, layout))
+        return sum(moved), -x[2]
+
+    if not found:
+        return None
+    rows, way, _ = min(found, key=gathered) if len(found) > 1 else found[0]
+    return rows, way
+
+
+def layouts(rows: Rows, dims: Axes) -> list[Layout]:
+    """Those of operands that have rows along a dimension, or go whole."""
+    return [WHOLE if d is None else rows.at(d) for d in dims]
+
+
+def forward(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
+    """Rows that stay rows; None if those of all operands go another way."""
+    if (found := chosen(vs, ways(e))) is None:
+        return None
+    rows, way = found
+    out = _along(w, e, vs, rows, way)
+    return list(zip(out, layouts(rows, way.outs), strict=True))
+
+
+def summed(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
+    """Parts of sums over rows."""
+    found = [
+        (v.rows, way.ins)
+        for i, v in enumerate(vs)
+        for way in ways(e)
+        if v.rows and way.ins[i] == v.dim
+    ]
+    if not found:
+        return None
+    return [(x, PARTIAL) for x in w.results(e, terms(w, vs, *found[0]))]
+
+
+def terms(w: Writer, vs: list[Value], rows: Rows, dims: Axes) -> list[Any]:
+    """The rows of operands along what is summed over; zeros beyond the last."""
+    its = zip(vs, w.parts(vs, rows, dims), layouts(rows, dims), strict=True)
+    return [w.filled(dataclasses.replace(v, x=x, layout=of), 0) for v, x, of in its]
+
+
+@functools.cache
+def before(rule: Rule) -> Rule:
+    """A rule for rows that do not stay rows by the row of the primitive."""
+
+    def both(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
+        return forward(w, e, vs) or rule(w, e, vs)
+
+    return both
+
+
+def wanted(w: Writer, e: core.JaxprEqn, vs: list[Value], rows: Rows) -> Any:
+    """The rows of its one result; None if that takes more than rows of the operands."""
+    if len(e.outvars) > 1:
+        return None
+    way = next((x for x in ways(e) if x.outs == (rows.dim,)), None)
+    return None if way is None else _along(w, e, vs, rows, way)[0]
+
+
+def _along(
+    w: Writer, e: core.JaxprEqn, vs: list[Value], rows: Rows, way: Way
+) -> list[Any]:
+    """The results of a micro-batch's part along a factor."""
+    xs = w.parts(vs, rows, way.ins)
+    if not (key := primitives.TABLE[e.primitive.name].shape):
+        return w.results(e, xs)
+    shape, [d] = list(e.params[key]), way.outs
+    assert d is not None
+    shape[d] = (types_of(e)[0].shape[d] + rows.extra) // w.axis.size
+    places = {"sharding": None} if "sharding" in e.params else {}
+    return w.results(e, xs, **{key: tuple(shape)}, **places)

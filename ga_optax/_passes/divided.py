@@ -1,0 +1,375 @@
+"""A function over micro-batches as one equation, and the derivatives of that equation.
+
+    divided           xs -> fun(*xs), at all rows
+    tangent           (xs, ts) -> those of the results
+    gradient          (xs, cts) -> the cotangents of some xs
+
+All three are functions over micro-batches themselves, so one primitive serves them. Its
+derivative is a tangent; the transpose of a tangent is a gradient, which runs `fun` once
+more. If one scalar alone moves, its gradient comes with its value instead: the tangent
+is Σ gradient · t, and nothing runs twice. Whatever else JAX does to the equation, such
+as another derivative, it does to the function as one would write it.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+from jax.interpreters import ad
+
+from ga_optax._devices import collectives, meshes
+from ga_optax._passes import ir, references, transformable
+
+NAME = "ga_optax_microbatch"
+Flat = Callable[..., list[Any]]
+
+
+class Tangent(NamedTuple):
+    """Of what an equation is the tangent: of those results that move with operands."""
+
+    base: "Divided"
+    moving: tuple[int, ...]
+    smooth: tuple[int, ...]
+
+
+class Gradient(NamedTuple):
+    """Of what an equation is the gradient.
+
+    Attributes:
+      base: the function. Its operands come first, then the cotangents.
+      wrt: the operands to differentiate with respect to.
+      given: the results that have a cotangent.
+      outs: the results that come back before the gradients. If there are some, the
+        cotangent of the one that is given is 1, and no operand; and gradients have the
+        dtypes of their sums.
+    """
+
+    base: "Divided"
+    wrt: tuple[int, ...]
+    given: tuple[int, ...]
+    outs: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Divided:
+    """A function of arrays, to run over micro-batches.
+
+    Attributes:
+      name: of the function, for people.
+      number: how many micro-batches there are.
+      remat: whether the backward pass computes everything again; None to choose.
+      runs: what runs it over micro-batches, given this and the operands.
+      finds: what says along which axis its results have rows, given this.
+      flat: the function, at all rows, as one would write it.
+      types: those of its operands.
+      results: those of its results.
+      axes: along which axis its operands have rows; None for no rows.
+      of: what it is, if it is a derivative.
+      traced: its program at all rows, if there is one already.
+    """
+
+    name: str
+    number: int
+    remat: bool | None
+    runs: Callable[["Divided", Sequence[Any]], list[Any]]
+    finds: Callable[["Divided"], Sequence[int | None]]
+    flat: Flat
+    types: Sequence[Any]
+    results: Sequence[Any]
+    axes: tuple[int | None, ...]
+    of: Tangent | Gradient | None = None
+    traced: ir.Program | None = None
+
+    @classmethod
+    def of_program(
+        cls, closed: Any, axes: Sequence[int | None], **more: Any
+    ) -> "Divided":
+        """A program. What it closes over are its first operands, without rows."""
+        return cls(**_read(closed, axes), **more)
+
+    def with_program(
+        self, closed: Any, axes: Sequence[int | None], number: int
+    ) -> "Divided":
+        """The same with another program, and another number of micro-batches."""
+        return self._with(number=number, **_read(closed, axes))
+
+    @property
+    def is_derivative(self) -> bool:
+        return self.of is not None
+
+    @property
+    def acts(self) -> bool:
+        """Whether it calls back for what it returns."""
+        return self._has_effect("IO")
+
+    def _has_effect(self, name: str) -> bool:
+        """Whether it has an effect whose type JAX calls so."""
+        return any(name in type(x).__name__ for x in self.program.jaxpr.effects)
+
+    def __repr__(self) -> str:
+        return f"{self.name} over {self.number} micro-batches"
+
+    @functools.cached_property
+    def program(self) -> ir.Program:
+        """Its program, at all rows."""
+        if self.traced is not None:
+            return self.traced
+        closed: Any = jax.make_jaxpr(self.flat)(*self.types)
+        return ir.Program(closed.jaxpr, closed.consts)
+
+    @functools.cached_property
+    def axes_of_results(self) -> Sequence[int | None]:
+        """Along which axis its results have rows, as far as it matters; or None."""
+        return self.finds(self)
+
+    def bind(self, xs: Sequence[Any]) -> list[Any]:
+        """Its results over micro-batches."""
+        return _primitive().bind(*xs, its=self)
+
+    def _with(self, **new: Any) -> "Divided":
+        """Another function over the same micro-batches."""
+        return dataclasses.replace(self, **({"of": None, "traced": None} | new))
+
+    def only(self, used: Sequence[int]) -> "Divided":
+        """The same with some of its results alone."""
+        if isinstance(of := self.of, Tangent):
+            return of.base.tangent(of.moving, tuple(of.smooth[i] for i in used))
+        if isinstance(of, Gradient):
+            n = len(of.outs)
+            wrt = tuple(of.wrt[i - n] for i in used if i >= n)
+            outs = tuple(of.outs[i] for i in used if i < n)
+            if wrt and (outs or not of.outs):
+                return of.base.gradient(of._replace(wrt=wrt, outs=outs))
+            if outs:
+                return of.base.only(outs)
+
+        def flat(*xs: Any) -> list[Any]:
+            out = self.flat(*xs)
+            return [out[i] for i in used]
+
+        return self._with(flat=flat, results=tuple(self.results[i] for i in used))
+
+    # -- Derivatives -------------------------------------------------------------------
+
+    def read(self, operands: Iterable[int]) -> tuple[int, ...]:
+        """Those of some operands that it reads."""
+        jaxpr = self.program.jaxpr
+        return tuple(i for i in operands if ir.num_readers(jaxpr, jaxpr.invars[i]))
+
+    def moved(self, moving: tuple[int, ...]) -> tuple[int, ...]:
+        """The results that have a tangent if some operands have one."""
+        smooth = _depending(self.program.jaxpr, moving)
+        smooth = tuple(i for i in smooth if ir.is_inexact(self.results[i]))
+        if len(smooth) < 2:
+            return smooth
+        # A loop, or a function, may hand on what does not move beside what does.
+        tangents = self.tangent(moving, smooth)
+        last = range(len(self.types), len(tangents.types))
+        return tuple(smooth[i] for i in _depending(tangents.program.jaxpr, last))
+
+    def tangent(self, moving: tuple[int, ...], smooth: tuple[int, ...]) -> "Divided":
+        """The tangents of `smooth` results, if operands move."""
+
+        def flat(*both: Any) -> list[Any]:
+            xs, dots = both[: len(self.types)], both[len(self.types) :]
+
+            def of_moving(*some: Any) -> list[Any]:
+                out = self.flat(*_put(xs, moving, some))
+                return [out[i] for i in smooth]
+
+            return jax.jvp(of_moving, tuple(xs[i] for i in moving), dots)[1]
+
+        return self._with(
+            flat=flat,
+            types=(*self.types, *(self.types[i] for i in moving)),
+            results=tuple(self.results[i] for i in smooth),
+            axes=(*self.axes, *(self.axes[i] for i in moving)),
+            of=Tangent(self, moving, smooth),
+        )
+
+    def gradient(self, of: Gradient) -> "Divided":
+        """Its gradient."""
+        n, seeds = len(self.types), () if of.outs else of.given
+
+        def flat(*both: Any) -> list[Any]:
+            xs, cts = both[:n], list(both[n:])
+
+            def of_some(*some: Any) -> tuple[list[Any], list[Any]]:
+                out = self.flat(*_put(xs, of.wrt, some))
+                return [out[i] for i in of.given], [out[i] for i in of.outs]
+
+            some = [xs[i] for i in of.wrt]
+            out, pull, rest = jax.vjp(of_some, *some, has_aux=True)
+            grads = pull(cts if seeds else list(map(_one, out)))
+            if not seeds:
+                grads = [g.astype(sum_dtype(g)) for g in grads]
+            return [*rest, *grads]
+
+        of_wrt = [self.types[i] for i in of.wrt]
+        if not seeds:
+            of_wrt = [x.update(dtype=sum_dtype(x), weak_type=False) for x in of_wrt]
+        return self._with(
+            flat=flat,
+            types=(*self.types, *(self.results[i] for i in seeds)),
+            results=(*(self.results[i] for i in of.outs), *of_wrt),
+            axes=(*self.axes, *(self.axes_of_results[i] for i in seeds)),
+            of=of,
+        )
+
+    def comes_with_value(self, smooth: Sequence[int], moving: Sequence[int]) -> bool:
+        """Whether its gradient is to come with its value.
+
+        In float16 a gradient that is not scaled yet may vanish. If the function
+        communicates, cotangents of others come into it.
+        """
+        if self.is_derivative or self._has_effect("NamedAxis"):
+            return False
+        results = [self.results[i] for i in smooth]
+        is_one = len(results) == 1 and results[0].shape == ()
+        is_one = is_one and jnp.issubdtype(results[0].dtype, jnp.floating)
+        if self.remat is False and results and not is_one:
+            raise ValueError(
+                "With remat=False exactly one result must be differentiated, a real "
+                f"scalar, but of {self.name} come {[str(x) for x in results]}. Leave "
+                "remat out, or put stop_gradient around the others."
+            )
+        operands = [self.types[i] for i in moving]
+        half = any(x.dtype == jnp.float16 for x in (*results, *operands))
+        return is_one and (not half if self.remat is None else not self.remat)
+
+    def batched(self, vmap: Any, xs: Sequence[Any], mapped: Sequence[bool]) -> Any:
+        """The results of operands of which some have one more axis, the first."""
+        along = [0 if its else None for its in mapped]
+        closed = jax.make_jaxpr(vmap(self.flat, along))(*xs)
+        pairs = zip(self.axes, mapped, strict=True)
+        axes = [d if d is None else d + its for d, its in pairs]
+        new = self.with_program(closed, axes, self.number)
+        new = dataclasses.replace(new, remat=self.remat or None)
+        return new.bind([*closed.consts, *xs])
+
+
+def _read(closed: Any, axes: Sequence[int | None]) -> dict[str, Any]:
+    """The fields of a `Divided` that are those of a program."""
+    jaxpr = references.grouped(ir.without_constants(closed.jaxpr))
+    program = ir.Program(jaxpr)
+
+    def flat(*xs: Any) -> list[Any]:
+        return ir.results(program, xs)
+
+    return {
+        "flat": flat,
+        "types": tuple(x.aval for x in jaxpr.invars),
+        "results": tuple(x.aval for x in jaxpr.outvars),
+        "axes": (*[None] * len(closed.consts), *axes),
+        "traced": program,
+    }
+
+
+def sum_dtype(x: Any) -> Any:
+    """The dtype in which gradients like it are added up: 32 bits or more."""
+    return np.promote_types(x.dtype, np.float32)
+
+
+def _depending(jaxpr: core.Jaxpr, operands: Iterable[int]) -> list[int]:
+    """The results of a program that depend on some of its operands."""
+    found = ir.following(jaxpr, [jaxpr.invars[i] for i in operands])
+    pairs = enumerate(jaxpr.outvars)
+    return [i for i, x in pairs if ir.is_variable(x) and x in found]
+
+
+def _one(x: jax.Array) -> jax.Array:
+    """The cotangent of a scalar that is to have its gradient."""
+    return collectives.vary(jnp.ones_like(x), tuple(meshes.varying(x)))
+
+
+def _put(xs: Sequence[Any], places: Sequence[int], new: Sequence[Any]) -> list[Any]:
+    """The values, with others at some places."""
+    return list((dict(enumerate(xs)) | dict(zip(places, new, strict=True))).values())
+
+
+# -- The primitive ---------------------------------------------------------------------
+
+
+@functools.cache
+def _primitive() -> core.Primitive:
+    def run(*xs: Any, its: Divided) -> list[Any]:
+        return its.runs(its, xs)
+
+    def plain(its: Divided) -> tuple[Flat, int]:
+        return its.flat, len(its.types)
+
+    how = transformable.How(run, _types, plain, _batched, _derived)
+    new = transformable.primitive(NAME, how)
+    transformable.transposed(new, _transposed)
+    transformable.without_unused(new, lambda its, kept: {"its": its.only(kept)})
+    return new
+
+
+def _types(*types: Any, its: Divided) -> tuple[Any, Any]:
+    # What a derivative calls back, the function itself has called.
+    if its.of is None or any(map(meshes.varying, types)):
+        jaxpr = its.program.jaxpr
+        effects = references.effects(jaxpr) if its.of is None else frozenset()
+        return [x.aval for x in jaxpr.outvars], effects
+    return list(its.results), frozenset()
+
+
+def _batched(axis: Any, xs: Any, dims: Any, *, its: Divided) -> tuple[Any, Any]:
+    if all(d is None for d in dims):
+        return its.bind(xs), [None] * len(its.results)
+    # It may communicate along the axis.
+    names = {"axis_name": axis.name, "spmd_axis_name": axis.spmd_name}
+    vmap = functools.partial(jax.vmap, axis_size=axis.size, **names)
+    xs = transformable.in_front(xs, dims)
+    out = its.batched(vmap, xs, [d is not None for d in dims])
+    return out, [0] * len(out)
+
+
+def _derived(xs: Any, dots: Any, *, its: Divided) -> tuple[list[Any], list[Any]]:
+    moving = its.read(i for i, t in enumerate(dots) if not isinstance(t, ad.Zero))
+    dots, smooth = [dots[i] for i in moving], its.moved(moving)
+    if its.comes_with_value(smooth, moving):
+        every = tuple(range(len(its.results)))
+        found = its.gradient(Gradient(its, moving, smooth, every)).bind(xs)
+        out, gradients = found[: len(every)], found[len(every) :]
+        pairs = zip(gradients, dots, strict=True)
+        sum_of_all = functools.reduce(jnp.add, [paired(g, t) for g, t in pairs])
+        tangents = [sum_of_all.astype(out[smooth[0]].dtype)]
+    elif its.acts:  # It may return something else the second time.
+
+        def of_moving(*some: Any) -> tuple[list[Any], list[Any]]:
+            out = its.flat(*_put(xs, moving, some))
+            return [out[i] for i in smooth], out
+
+        some = [xs[i] for i in moving]
+        _, tangents, out = jax.jvp(of_moving, some, dots, has_aux=True)
+    else:
+        out = its.bind(xs)
+        tangents = its.tangent(moving, smooth).bind([*xs, *dots]) if smooth else []
+    by_result = dict(zip(smooth, tangents, strict=True))
+    return out, [
+        by_result[i] if i in by_result else ad.Zero(jax.typeof(x).to_tangent_aval())
+        for i, x in enumerate(out)
+    ]
+
+
+def paired(x: jax.Array, y: jax.Array) -> jax.Array:
+    """Σ x · y, in the dtype of `x`, of which each is the gradient of the other."""
+    return jnp.sum(x * y.astype(x.dtype)).real.astype(float)
+
+
+def _transposed(xs: Any, linear: Any, cts: Any, *, its: Divided) -> list[Any]:
+    if isinstance(of := its.of, Tangent):
+        n = len(of.base.types)
+        wrt, given = [of.moving[i - n] for i in linear], [of.smooth[i] for i in cts]
+        base, operands = of.base, xs[:n]
+    else:  # It is linear: where it is differentiated does not matter.
+        zeros = [jnp.zeros(its.types[i].shape, its.types[i].dtype) for i in linear]
+        given, wrt, base, operands = cts, linear, its, _put(xs, linear, zeros)
+    gradient = base.gradient(Gradient(base, tuple(wrt), tuple(given)))
+    return gradient.bind([*operands, *cts.values()])

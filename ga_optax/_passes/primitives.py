@@ -1,0 +1,353 @@
+"""What each primitive does with dimensions: one row a primitive.
+
+The notation is that of Shardy's sharding rules. Each dimension has a *factor*, by name:
+
+    "b t c, c d -> b t d"    b, t and d are kept, and c is summed
+    "b t _, _ -> b t _"      a part along b or t needs the same part; _ is needed whole
+    "... _ _"                of all operands and results the last two are needed whole
+
+A part along a factor needs the same part of the operands that have it, and all of the
+others. If some result does not have it, the parts of that result are added up. Where
+dimensions depend on parameters, a function of the equation returns them.
+
+A row is all that there is to say of such a primitive: `_partition.factors` follows rows
+there and back by it, and the tests run its example. What a row cannot say, such as
+control flow and gathers, has a rule in `_partition`, which its `table` names; a row
+without dimensions says the rest, such as in what it is linear.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from jax.extend import core
+
+Axes = tuple[int | None, ...]
+Shape = tuple[Any, ...]
+Dims = tuple[Sequence[Sequence[Any]], Sequence[Sequence[Any]]]
+
+
+class Way(NamedTuple):
+    """A factor: a way to split a call.
+
+    Attributes:
+      ins: the dimension of each operand that has it; None for one that goes whole.
+      outs: that of each result; None for a sum over parts.
+    """
+
+    ins: Axes
+    outs: Axes
+
+
+class Row(NamedTuple):
+    """What a primitive does with dimensions.
+
+    Attributes:
+      dims: the factors of its operands and results, or of an equation; None if that is
+        a rule's.
+      example: what the tests run, of `h`, rows; `w`, a matrix that has none; and `ids`,
+        an integer for each row.
+      sums: the operands in all of which together it is linear.
+      each: the operands in each of which it is linear while the others stay.
+      shape: the parameter that is the shape of its result.
+      is_open: whether rows that are wanted of it are computed from those of operands.
+      is_dear: whether it takes more than to read its result.
+    """
+
+    dims: str | Callable[[core.JaxprEqn], str | Dims] | None = None
+    example: str = ""
+    sums: slice | tuple[int, ...] = ()
+    each: tuple[int, ...] = ()
+    shape: str = ""
+    is_open: bool = False
+    is_dear: bool = False
+
+    def linear_in(self, number: int) -> Sequence[int]:
+        """The operands, of so many, in which together it is linear."""
+        return range(number)[self.sums] if isinstance(self.sums, slice) else self.sums
+
+
+# -- The notation ----------------------------------------------------------------------
+
+
+def ways(row: Row, e: core.JaxprEqn) -> list[Way]:
+    """The ways to split an equation."""
+    dims = row.dims(e) if callable(row.dims) else row.dims
+    if dims is None:
+        return []
+    if not isinstance(dims, str):
+        return ways_of(dims)
+    return read(dims, *(tuple(map(_shape, x)) for x in (e.invars, e.outvars)))
+
+
+@functools.lru_cache(1024)  # a model has many layers of the same shapes
+def read(dims: str, ins: tuple[Shape, ...], outs: tuple[Shape, ...]) -> list[Way]:
+    """The ways to split a call with operands and results of such shapes."""
+    if "->" in dims:
+        return ways_of(named(dims))
+    largest = max((*outs, *ins), key=len)  # operands may be broadcast
+    kept = len(largest) - dims.count("_")
+
+    def of(shape: Shape) -> list[int | None]:
+        pairs = enumerate(zip(shape, largest, strict=False))
+        return [d if d < kept and n == due else None for d, (n, due) in pairs]
+
+    return ways_of((list(map(of, ins)), list(map(of, outs))))
+
+
+def named(dims: str) -> Dims:
+    """The factors that are named, such as in "b t _, _ -> b t _"."""
+    ins, outs = [[x.split() for x in side.split(",")] for side in dims.split("->")]
+    return [*map(_blank, ins)], [*map(_blank, outs)]
+
+
+def _blank(names: Sequence[Any]) -> list[Any]:
+    return [None if x == "_" else x for x in names]
+
+
+def ways_of(dims: Dims) -> list[Way]:
+    """A way for each factor, in the order of their names' first places."""
+    factors = dict.fromkeys(x for side in dims for names in side for x in names)
+    factors.pop(None, None)
+
+    def places(x: Any, side: Sequence[Sequence[Any]]) -> Axes:
+        return tuple(list(of).index(x) if x in of else None for of in side)
+
+    return [Way(*(places(x, side) for side in dims)) for x in factors]
+
+
+# -- Dimensions that depend on parameters ----------------------------------------------
+
+
+def _shape(x: Any) -> Shape:
+    return x.aval.shape
+
+
+def _rank(e: core.JaxprEqn, i: int = 0) -> int:
+    return len(_shape(e.invars[i]))
+
+
+def _along(key: str) -> Callable[[core.JaxprEqn], Dims]:
+    """Those of what works along an axis, which is needed whole."""
+
+    def dims(e: core.JaxprEqn) -> Dims:
+        axis = e.params.get(key, -1) % _rank(e)
+        names = [None if d == axis else d for d in range(_rank(e))]
+        return [names] * len(e.invars), [names] * len(e.outvars)
+
+    return dims
+
+
+def _gone(key: str) -> Callable[[core.JaxprEqn], Dims]:
+    """Some dimensions are summed, or have one number."""
+
+    def dims(e: core.JaxprEqn) -> Dims:
+        gone = [d % _rank(e) for d in e.params[key]]
+        return [range(_rank(e))], [[d for d in range(_rank(e)) if d not in gone]]
+
+    return dims
+
+
+def _turned(e: core.JaxprEqn) -> Dims:
+    return [range(_rank(e))], [e.params["permutation"]]
+
+
+def _bitcast(e: core.JaxprEqn) -> str:
+    return "..." if _shape(e.invars[0]) == _shape(e.outvars[0]) else "... _"
+
+
+def _fourier(e: core.JaxprEqn) -> str:
+    return "... " + "_ " * len(e.params["fft_lengths"])
+
+
+def _broadcast(e: core.JaxprEqn) -> Dims:
+    shape, where = e.params["shape"], e.params["broadcast_dimensions"]
+    pairs = zip(_shape(e.invars[0]), where, strict=True)
+    own = [d if n == shape[d] else None for n, d in pairs]
+    return [own, *([] for _ in e.invars[1:])], [range(len(shape))]
+
+
+def _stacked(e: core.JaxprEqn) -> Dims:
+    names, axis = list(range(_rank(e))), e.params["axis"]
+    return [names] * len(e.invars), [[*names[:axis], None, *names[axis:]]]
+
+
+def _unstacked(e: core.JaxprEqn) -> Dims:
+    [names], _ = _along("axis")(e)
+    return [names], [[d for d in names if d is not None]] * len(e.outvars)
+
+
+def _window(e: core.JaxprEqn) -> Dims:
+    """Windows of one number leave a dimension as it is."""
+    p, rank = e.params, _rank(e)
+    padding = p.get("padding") or ((0, 0),) * rank
+    sizes = zip(
+        p["window_dimensions"], p["window_strides"] or [1] * rank, padding, strict=True
+    )
+    names = [
+        d if (*x[:2], *x[2]) == (1, 1, 0, 0) else None for d, x in enumerate(sizes)
+    ]
+    ins = [names if _shape(x) else [] for x in e.invars]
+    return ins, [names] * len(e.outvars)
+
+
+def _of_slice(e: core.JaxprEqn) -> Dims:
+    """Dimensions of which a slice has all."""
+    is_update = e.primitive.name == "dynamic_update_slice"
+    cut = _shape(e.invars[1] if is_update else e.outvars[0])
+    pairs = zip(_shape(e.invars[0]), cut, strict=True)
+    names = [d if n == due else None for d, (n, due) in enumerate(pairs)]
+    ins = [names] * (1 + is_update)
+    return [*ins, *([] for _ in e.invars[len(ins) :])], [names]
+
+
+def _product(e: core.JaxprEqn) -> Dims:
+    contracted, batched = e.params["dimension_numbers"]
+    names = [
+        [
+            ("sum", contracted[side].index(d))
+            if d in contracted[side]
+            else ("batch", batched[side].index(d))
+            if d in batched[side]
+            else (side, d)
+            for d in range(_rank(e, side))
+        ]
+        for side in (0, 1)
+    ]
+    batch = [("batch", i) for i in range(len(batched[0]))]
+    free = [x for side in (0, 1) for x in names[side] if x[0] == side]
+    return names, [[*batch, *free]]
+
+
+def _solved(e: core.JaxprEqn) -> Dims:
+    """For each row a system, or a right side."""
+    batch, sides = list(range(_rank(e) - 2)), [None, "side"]
+    names = [*batch, *(sides if e.params["left_side"] else sides[::-1])]
+    return [[*batch, None, None], names], [names]
+
+
+# -- The table -------------------------------------------------------------------------
+
+TABLE: dict[str, Row] = {}
+Fact = dict[str, Any]
+
+OPEN: Fact = {"is_open": True}
+DEAR: Fact = {"is_dear": True}
+LINEAR: Fact = {"sums": slice(None)}
+_SHAPE: Fact = {"shape": "shape"}
+_SIZES: Fact = {"shape": "slice_sizes"}
+
+
+def _in(*sums: int) -> Fact:
+    """Linear in some operands together."""
+    return {"sums": sums}
+
+
+def _each(*each: int) -> Fact:
+    """Linear in each of some operands."""
+    return {"each": each}
+
+
+def _row(names: str, dims: Any = None, example: str = "", *facts: Fact) -> None:
+    """The row of some primitives. In their example, `{}` is the name of each."""
+    for name in names.split():
+        row = Row(dims, example.replace("{}", name), is_open=dims == "...")
+        for fact in facts:
+            row = row._replace(**fact)
+        TABLE[name] = row
+
+
+# Number by number.
+_row("abs acos asin asinh atan atanh bessel_i0e bessel_i1e", "...", "lax.{}(unit(h))")
+_row("cbrt cos cosh digamma erf erf_inv erfc exp exp2 expm1", "...", "lax.{}(unit(h))")
+_row("lgamma log log1p logistic rsqrt sin sinh sqrt", "...", "lax.{}(unit(h))")
+_row("square tan tanh", "...", "lax.{}(unit(h))")
+_row("acosh ceil floor round", "...", "lax.{}(1 + 9 * unit(h))")
+_row("sign", "...", "lax.sign(h)")
+_row("neg stop_gradient", "...", "lax.{}(h)", LINEAR)
+_row("conj", "...", "lax.conj(complexes(h))")
+_row("imag real", "...", "lax.{}(complexes(h))", LINEAR)
+_row("integer_pow", "...", "lax.integer_pow(h, 3)")
+_row("log2", "...", "bound('log2')(unit(h), accuracy=None)")
+_row("one_minus_square", "...", "bound('one_minus_square')(h)")
+_row("polynomial", "...", "jnp.polyval(jnp.arange(4.0), h)")
+_row("reduce_precision", "...", "lax.reduce_precision(h, 8, 7)")
+_row("is_finite", "...", "lax.is_finite(1 / lax.max(h, 0.0))")
+_row("clz not population_count", "...", "bound('{}')(ids)")
+_row("add sub", "...", "lax.{}(unit(h), unit(-h) ** 2)", LINEAR)
+_row("add_any", "...", "jax.grad(lambda h: (h * jnp.sin(h)).sum())(h)", LINEAR)
+_row("mul", "...", "h * unit(h)", _each(0, 1))
+_row("div", "...", "h / unit(h)", _each(0))
+_row("atan2 ge gt le lt max min", "...", "lax.{}(unit(h), unit(-h) ** 2)")
+_row("nextafter pow rem", "...", "lax.{}(unit(h), unit(-h) ** 2)")
+_row("le_to lt_to", "...", "bound('{}')(h, h[..., ::-1])")
+_row("and eq ne or xor", "...", "bound('{}')(ids, ids % 2)")
+_row("shift_left shift_right_arithmetic", "...", "lax.{}(ids, ids % 2)")
+_row("shift_right_logical", "...", "lax.{}(ids, ids % 2)")
+_row("mulhi", "...", "lax.mulhi(ids * 10**9, 7 + ids)")
+_row("complex", "...", "lax.complex(h, unit(h))")
+_row("clamp", "...", "lax.clamp(-0.1, h, 0.2)")
+_row("select_n", "...", "jnp.where(h > 0, jnp.sin(h), h)", {"sums": slice(1, None)})
+_row("igamma igamma_grad_a igammac", "...", "lax.{}(unit(h), unit(-h) ** 2)", DEAR)
+_row("polygamma", "...", "lax.polygamma(1.0 + 0 * h, unit(h))", DEAR)
+_row("regularized_incomplete_beta", "...", "lax.betainc(*[unit(h)] * 3)", DEAR)
+_row("zeta", "...", "lax.zeta(2 + unit(h), unit(-h))", DEAR)
+_row("convert_element_type", "...", "ids.astype(h.dtype)", _in(0))
+_row("bitcast_convert_type", _bitcast, "lax.{}(ids, jnp.uint32)", OPEN)
+_row("copy", "...", "jnp.copy(h)", LINEAR)
+_row("name", "...", "jax.ad_checkpoint.checkpoint_name(h, 'kept')", LINEAR)
+_row("sharding_constraint", "...", "placed(h)", LINEAR)
+_row("pvary", "...", "", LINEAR)  # these two on several devices
+_row("reshard", "...")
+
+# Where numbers are.
+_row("transpose", _turned, "h.T", OPEN, LINEAR)
+_row("squeeze", _gone("dimensions"), "lax.{}(h[None, :, None], (0, 2))", OPEN, LINEAR)
+_row("broadcast_in_dim", _broadcast, "h[:, None]", OPEN, LINEAR, _SHAPE)
+_row("concatenate", _along("dimension"), "jnp.hstack([h, jnp.sin(h)])", OPEN, LINEAR)
+_row("stack", _stacked, "jnp.stack([h, h * h]), jnp.stack([h, h], 1)", LINEAR)
+_row("unstack", _unstacked, "jnp.unstack(h, axis=1)", LINEAR)
+_row("split", _along("axis"), "jnp.split(h, 2, 1)", LINEAR)
+_row("dynamic_slice", _of_slice, "lax.{}_in_dim(h, ids[3], 2, 1)", _in(0), _SIZES)
+_row("dynamic_update_slice", _of_slice, "lax.{}_in_dim(h, -h, ids[3], 1)", _in(0, 1))
+_row("optimization_barrier pad psum psum_invariant", None, "", LINEAR)
+_row("reshape rev slice tile", None, "", LINEAR)
+_row("gather", None, "", _in(0))
+_row("scatter-add scatter-sub", None, "", _in(0, 2))
+
+# Along axes.
+_row("reduce_sum", _gone("axes"), "h.sum(1)", LINEAR)
+_row("reduce_max", _gone("axes"), "h.max(1)")
+_row("reduce_min", _gone("axes"), "h.min(1)")
+_row("reduce_prod", _gone("axes"), "h.prod(1)")
+_row("reduce_and", _gone("axes"), "(h > -1).all(1)")
+_row("reduce_or", _gone("axes"), "(h > 1.5).any(1)")
+_row("reduce_xor", _gone("axes"), "lax.reduce_xor(jnp.stack([ids, ids * 3]), (0,))")
+_row("argmax argmin", _gone("axes"), "jnp.{}(h, 1)")
+_row("cumsum", _along("axis"), "jnp.cumsum(h, 1)", DEAR, LINEAR)
+_row("cumlogsumexp cumprod", _along("axis"), "lax.{}(h, 1)", DEAR)
+_row("cummax cummin", _along("axis"), "lax.{}(lax.stop_gradient(h), 1)", DEAR)
+_row("sort", _along("dimension"), "jnp.sort(h, 1)", DEAR)
+_row("top_k", _along("axis"), "lax.top_k(h, 2)", DEAR)
+_row("approx_top_k", _along("reduction_dimension"), "lax.approx_max_k(h, 2)", DEAR)
+_row("reduce_window_sum", _window, "pooled(h, 0.0, lax.add)", DEAR)
+_row("reduce_window_max", _window, "pooled(h, -jnp.inf, lax.max)", DEAR)
+_row("reduce_window_min", _window, "pooled(h, jnp.inf, lax.min)", DEAR)
+_row("select_and_gather_add", _window, "jax.jvp(largest, (h,), (jnp.sin(h),))", DEAR)
+_row("select_and_scatter_add", _window, "jax.vjp(largest, h)[1](largest(h))", DEAR)
+
+# Products, and what works on the last axes alone.
+_row("dot_general", _product, "h @ w", DEAR, _each(0, 1))
+_row("conv_general_dilated", None, "", DEAR, _each(0, 1))
+_row("triangular_solve", _solved, "solved(matrices(h), h[:, :3, None])", DEAR, _each(1))
+_row("cholesky", "... _ _", "jnp.linalg.cholesky(matrices(h))", DEAR)
+_row("eig", "... _ _", "jnp.linalg.eigvals(matrices(h))", DEAR)
+_row("eigh", "... _ _", "jnp.linalg.eigvalsh(matrices(h))", DEAR)
+_row("geqrf", "... _ _", "jnp.linalg.qr(matrices(h), mode='raw')", DEAR)
+_row("householder_product", "... _ _", "lax.linalg.{}(matrices(h), h[:, :3])", DEAR)
+_row("lu schur", "... _ _", "lax.linalg.{}(matrices(h))", DEAR)
+_row("lu_pivots_to_permutation", "... _", "lax.linalg.{}(pivots(ids), 3)", DEAR)
+_row("qr", "... _ _", "lax.linalg.qr(matrices(h), full_matrices=False)", DEAR)
+_row("svd", "... _ _", "jnp.linalg.svd(matrices(h), compute_uv=False)", DEAR)
+_row("tridiagonal_solve", "... _ _", "lax.linalg.{}(h, 5 + h, h, h[..., None])", DEAR)
+_row("fft", _fourier, "jnp.fft.fft(h)", DEAR)

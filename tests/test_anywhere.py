@@ -1,0 +1,729 @@
+"""`ga.microbatch` anywhere in a program: it and its derivatives are those of `fun`.
+
+Programs are compared in float64, where sums of some thousand terms are off by 1e-12 at
+most; so a twin that is wrong somewhere is off by much more. Memory is in parts of all
+logits, which the undivided program has at least once.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import io_callback
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from whole_random import off
+
+import ga_optax as ga
+from ga_optax._calls import layouts
+from ga_optax._devices import meshes
+from ga_optax._passes import divided, references
+
+pytestmark = [
+    pytest.mark.usefixtures("optax_promotion"),
+    pytest.mark.filterwarnings("ignore:.*micro-batches need about"),
+]
+WORDS, TOKENS, WIDTH, K = 96, 32, 6, 4
+BOUND = 1e-11
+
+
+def normal(i, *shape):
+    return jax.random.normal(jax.random.key(i), shape, dtype=float) / WIDTH**0.5
+
+
+def arrays():
+    labels = jax.random.randint(jax.random.key(2), (TOKENS,), 0, WORDS)
+    return normal(0, WIDTH, WORDS), normal(1, TOKENS, WIDTH), labels
+
+
+def each(w, h, labels):
+    """A loss for each token."""
+    z = h @ w
+    own = jnp.take_along_axis(z, labels[:, None], 1)[:, 0]
+    return jax.nn.logsumexp(z, -1) - own
+
+
+def head(w, h, labels):
+    return jnp.mean(each(w, h, labels))
+
+
+def normed(w, h, labels):
+    """Rows that meet."""
+    z = jnp.tanh(h @ w)
+    z = (z - z.mean(0, keepdims=True)) / jnp.sqrt(z.var(0, keepdims=True) + 0.1)
+    return jnp.mean(jax.nn.logsumexp(z, -1) ** 2) + 0.0 * jnp.sum(labels)
+
+
+def normed_each(w, h, labels):
+    z = jnp.tanh(h @ w)
+    return jax.nn.logsumexp(z - z.mean(0, keepdims=True), -1) + 0.0 * labels
+
+
+@jax.custom_vjp
+def own_rule(h):
+    return jnp.tanh(h)
+
+
+own_rule.defvjp(lambda h: (jnp.tanh(h), h), lambda h, ct: (3.0 * ct * h,))
+
+
+def ruled(w, h, labels):
+    return head(w, own_rule(h), labels)
+
+
+def over(f, k=K, **more):
+    return ga.microbatch(f, k, batch_argnums=(1, 2), **more)
+
+
+def squared(f):
+    return lambda *xs: jnp.mean(f(*xs) ** 2)
+
+
+def model(f):
+    return lambda p, x, y: 0.7 * f(p[1], jnp.tanh(x @ p[0]), y)
+
+
+def grad(f):
+    return jax.value_and_grad(f, (0, 1))
+
+
+def params():
+    return (normal(3, WIDTH, WIDTH), normal(0, WIDTH, WORDS))
+
+
+# -- Ways to use a function of (w, h, labels): `way(f)(*args)` -------------------------
+
+
+def pushed(f):
+    def run(w, h, y):
+        return jax.jvp(lambda *xs: f(*xs, y), (w, h), (jnp.cos(w), jnp.sin(h)))
+
+    return run
+
+
+def linearized(f):
+    def run(w, h, y):
+        value, push = jax.linearize(lambda w: f(w, h, y), w)
+        return value, push(jnp.cos(w))
+
+    return run
+
+
+def pulled(f):
+    def run(w, h, y):
+        value, pull = jax.vjp(lambda *xs: f(*xs, y), w, h)
+        return value, pull(jnp.cos(value))
+
+    return run
+
+
+def forward_over_reverse(f):
+    def run(w, h, y):
+        gradient = jax.grad(lambda *xs: f(*xs, y), (0, 1))
+        return jax.jvp(gradient, (w, h), (jnp.cos(w), jnp.sin(h)))
+
+    return run
+
+
+def reverse_over_reverse(f):
+    def dot(w, h, y):
+        a, b = jax.grad(f, (0, 1))(w, h, y)
+        return jnp.vdot(a, jnp.cos(a)) + jnp.vdot(b, jnp.sin(b))
+
+    return jax.grad(dot, (0, 1))
+
+
+def of_four(axes, inside=False):
+    """The gradient of each of four, by `vmap` of it or the other way round."""
+
+    def way(f):
+        def run(w, h, y):
+            four = jnp.arange(4.0).reshape(4, 1, 1)
+            args = [
+                x if axis is None else jnp.stack([x] * 4) if x.ndim == 1 else x + four
+                for x, axis in zip((w, h, y), axes, strict=True)
+            ]
+            if not inside:
+                return jax.vmap(grad(f), axes)(*args)
+            total = lambda w, h: jnp.sum(jax.vmap(f, axes)(w, h, args[2]) ** 2)  # noqa: E731
+            return jax.value_and_grad(total, (0, 1))(*args[:2])
+
+        return run
+
+    return way
+
+
+def in_region(check_vma):
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(AxisType.Auto,))
+    specs = PartitionSpec(), PartitionSpec("d"), PartitionSpec("d")
+
+    def way(f):
+        def local(w, h, y):
+            return jax.lax.pmean(f(w, h, y), "d")
+
+        how = {"mesh": mesh, "in_specs": specs, "out_specs": PartitionSpec()}
+        return grad(jax.shard_map(local, **how, check_vma=check_vma))
+
+    return way
+
+
+def in_window(f):
+    return ga.value_and_grad(model(f), 2, batch_argnums=(1, 2))
+
+
+def in_another(k):
+    return lambda f: jax.value_and_grad(over(model(f), k))
+
+
+def in_model(f):
+    return jax.value_and_grad(model(f))
+
+
+_CHECKS = "in a region that checks"
+OF_LOSSES = {
+    "value": lambda f: f,
+    "gradient": grad,
+    "gradient of rows alone": lambda f: jax.grad(f, 1),
+    "gradient of the weights alone": jax.grad,
+    "jvp": pushed,
+    "linearize": linearized,
+    "vjp": pulled,
+    "second derivatives, forward over reverse": forward_over_reverse,
+    "second derivatives, reverse over reverse": reverse_over_reverse,
+    "vmap of the gradient, of h": of_four((None, 0, None)),
+    "vmap of the gradient, of h and labels": of_four((None, 0, 0)),
+    "vmap of the gradient, of the weights": of_four((0, None, None)),
+    "gradient of vmap": of_four((None, 0, None), inside=True),
+    "in a region of a mesh": in_region(False),
+    _CHECKS: in_region(True),
+}
+OF_MODELS = {  # inside of steps and loops of any kind: test_law_random
+    "in a model": in_model,
+    "in a checkpoint": lambda f: jax.value_and_grad(jax.checkpoint(model(f))),
+    "in a window": in_window,
+    "in another": in_another(2),
+    "in a finer one": in_another(16),
+}
+FUNCTIONS = {
+    "a mean": head,
+    "rows": each,
+    "rows that meet": normed,
+    "rows that meet, and come back": normed_each,
+    "a rule": ruled,
+}
+_FORWARD = ("jvp", "linearize", "second derivatives, forward over reverse")
+
+
+def cases():
+    for of, f in FUNCTIONS.items():
+        for name in (*OF_LOSSES, *OF_MODELS):
+            no_forward_mode = f is ruled and name in _FORWARD
+            has_no_types = f in (normed, normed_each) and name == _CHECKS
+            if not (no_forward_mode or has_no_types):
+                yield of, name
+
+
+def compared(of, name, over=over):
+    f = FUNCTIONS[of]
+    is_model = name in OF_MODELS
+    way = (OF_MODELS | OF_LOSSES)[name]
+    is_scalar = f in (head, normed, ruled) or name in ("value", "vjp", "jvp")
+    scalar = (lambda f: f) if is_scalar else squared
+    args = (params(), *arrays()[1:]) if is_model else arrays()
+    steps = way(scalar(over(f))), (in_model if is_model else way)(scalar(f))
+    return off(*(jax.jit(step)(*args) for step in steps))
+
+
+@pytest.mark.grid(12, 40)
+@pytest.mark.usefixtures("fast_compilation")
+@pytest.mark.parametrize(("of", "name"), list(cases()))
+def test_it_is_the_function_wherever_it_stands(of, name):
+    with jax.enable_x64(True):
+        assert compared(of, name) < BOUND
+
+
+@pytest.mark.parametrize("of", ["a mean", "rows"])
+def test_the_comparison_sees_rows_in_another_order(of, monkeypatch):
+    """The twin: gradients of the batch come back upside down."""
+    joined = layouts.of_rows
+
+    def flipped(call, trace, stacks):
+        return [x[::-1] for x in joined(call, trace, stacks)]
+
+    monkeypatch.setattr(layouts, "of_rows", flipped)
+    with jax.enable_x64(True):
+        assert compared(of, "in a model") > 1e-2
+
+
+# -- What comes in, and what comes out: programs of `divide(f, argnums)` ---------------
+
+
+def whole(f, argnums=(1, 2), **options):
+    return f
+
+
+def in_pieces(f, argnums=(1, 2), **options):
+    return ga.microbatch(f, K, batch_argnums=argnums, **options)
+
+
+def several_results(divide):
+    def several(w, h, labels):
+        z = h @ w
+        lse, right = jax.nn.logsumexp(z, -1), z.argmax(-1) == labels
+        loss = jnp.mean(lse - jnp.take_along_axis(z, labels[:, None], 1)[:, 0])
+        return {"loss": loss, "z": jnp.mean(lse**2), "right": right}
+
+    def of_some(w, h, y):
+        out = divide(several)(w, h, y)
+        return out["loss"] + 1e-2 * out["z"], out["right"]
+
+    def both(*args):
+        first = jax.value_and_grad(of_some, (0, 1), has_aux=True)(*args)
+        return first, grad(lambda *xs: divide(several)(*xs)["z"])(*args)  # of one alone
+
+    return both
+
+
+def closed_over(divide):
+    def run(w, h, y):
+        return divide(lambda h, y: head(w, jnp.tanh(h), y), (0, 1))(h, y)
+
+    return grad(run)
+
+
+def keys_and_integers(divide):
+    def noisy(key, scale, w, h, y):
+        kept = jax.random.bernoulli(key, 0.9, h.shape)
+        return head(w, jnp.where(kept, h, 0.0) * scale, y)
+
+    key, scale = jax.random.key(7), jnp.int32(3)
+    return grad(lambda *args: divide(noisy, (3, 4))(key, scale, *args))
+
+
+def communicating(divide):
+    """Rows and weights less their means over an axis of `jax.vmap`."""
+
+    def centred(w, h, labels):
+        w, h = (x - jax.lax.pmean(x, "models") for x in (w, h))
+        return head(w, h, labels)
+
+    def run(*args):
+        args = [
+            jnp.stack([x, 2 * x]) if x.ndim > 1 else jnp.stack([x, x]) for x in args
+        ]
+        step = jax.value_and_grad(divide(centred), (0, 1))
+        return jax.vmap(step, axis_name="models")(*args)
+
+    return run
+
+
+def cotangents_of_others(divide):
+    """Maps that communicate, each with a cotangent of its own."""
+
+    def spread(h):
+        return jnp.mean(jnp.tanh(h - jax.lax.pmean(h, "v")) ** 2)
+
+    def one(h, scale):
+        return jax.grad(lambda h: jnp.sin(divide(spread, 0)(h)) * scale)(h)
+
+    def run(w, h, y):
+        scales = jnp.array([1.0, 5.0, -2.0])
+        return jax.vmap(one, axis_name="v")(jnp.stack([h, h * 2, h[::-1]]), scales)
+
+    return run
+
+
+def keywords(divide):
+    """Trees hold nothing and None, and keywords are in any order."""
+
+    def f(params, *, batch, scale=None):
+        return head(params["w"], batch[0], batch[2]) * (2 if scale is None else scale)
+
+    def run(w, h, y):
+        step = jax.value_and_grad(divide(f, (), batch_argnames="batch"))
+        own = {"w": w, "none": None, "empty": ()}
+        return [step(own, batch=(h, None, y), scale=s) for s in (None, 3.0)]
+
+    return run
+
+
+def results_of_any_kind(divide):
+    def f(w, h, labels):
+        kinds = {"number": 2.0, "none": None, "empty": (), "whole": w, "rows": [h, {}]}
+        return kinds | {"loss": head(w, h, labels), "integer": labels + 1, "bool": True}
+
+    return divide(f)
+
+
+def complex_numbers(divide):
+    def of_complex(w, h, labels):
+        return each(jnp.abs(w), h.real + h.imag**2, labels)
+
+    def run(w, h, y):
+        step = grad(squared(divide(of_complex)))
+        return step(jax.lax.complex(w, w[::-1]), jax.lax.complex(h, 2 - h), y)
+
+    return run
+
+
+def referring(i):
+    """The loss, added up in a reference; and a row of logits, read from another."""
+
+    def f(w, h, labels):
+        total, kept = jax.new_ref(jnp.zeros([])), jax.new_ref(jnp.zeros(w.shape[1]))
+        kept[...] = jnp.tanh(jnp.sum(h @ w, axis=0))
+        for part in (head(w, h, labels), jnp.sum(h**2)):
+            total[...] += part
+        return total[...], kept[...]
+
+    def program(divide):
+        return grad(lambda *args: jnp.sum(jnp.cos(divide(f)(*args)[i])))
+
+    return program
+
+
+def along(axis):
+    """Rows need be no batch: tokens of a sequence, or channels."""
+
+    def program(divide):
+        def tiled(p, x):
+            width = 1 if axis in (2, -1) else 2
+            h = jnp.tanh(jnp.moveaxis(x, width, -1) @ p)
+            return jnp.moveaxis(h, -1, width)
+
+        def run(w, h, y):
+            x = normal(4, 4, 8, 12)
+            width = x.shape[1 if axis in (2, -1) else 2]
+            step = grad(squared(divide(tiled, 1, batch_axes=axis)))
+            return step(normal(5, width, width), x)
+
+        return run
+
+    return program
+
+
+PROGRAMS = {
+    "several results": several_results,
+    "what it closes over": closed_over,
+    "keys and integers": keys_and_integers,
+    "an axis of vmap": communicating,
+    "cotangents of others": cotangents_of_others,
+    "keywords": keywords,
+    "results of any kind": results_of_any_kind,
+    "complex numbers": complex_numbers,
+    "a reference": referring(0),
+    "another reference": referring(1),
+} | {f"along axis {axis}": along(axis) for axis in (0, 1, 2, -1)}
+
+
+def apart(name, divide=in_pieces):
+    steps = PROGRAMS[name](divide), PROGRAMS[name](whole)
+    return off(*(jax.jit(step)(*arrays()) for step in steps))
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_what_comes_in_and_out_is_that_of_the_function(name):
+    if "reference" in name and not hasattr(jax, "new_ref"):
+        pytest.skip("this version of JAX has no references")
+    with jax.enable_x64(True):
+        assert apart(name) < BOUND
+
+
+needs_references = pytest.mark.skipif(
+    not hasattr(jax, "new_ref"), reason="this version of JAX has no references"
+)
+
+
+def blind(monkeypatch):
+    """A derivative does not see what is written to a reference and read from it."""
+    monkeypatch.setattr(references, "grouped", lambda jaxpr: jaxpr)
+
+
+def early(monkeypatch):
+    """A gradient that came with the value, times the own cotangent."""
+    monkeypatch.setattr(divided.Divided, "comes_with_value", lambda *_: True)
+
+
+def deaf(monkeypatch):
+    """The way back of results with rows does not see their cotangents."""
+    pairs = divided.paired
+    ones = lambda x, ct: pairs(x, jnp.ones_like(ct))  # noqa: E731
+    monkeypatch.setattr("ga_optax._calls.equation.paired", ones)
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        pytest.param("a reference", blind, marks=needs_references),
+        ("cotangents of others", early),
+        ("complex numbers", deaf),
+    ],
+)
+def test_the_comparison_sees_what_is_left_out(name, fault, monkeypatch):
+    fault(monkeypatch)
+    with jax.enable_x64(True):
+        assert apart(name) > 1e-2
+
+
+def test_nothing_is_promoted_in_silence():
+    low = [x.astype(jnp.bfloat16) if x.ndim > 1 else x for x in arrays()]
+    with jax.numpy_dtype_promotion("strict"):
+        for f in (head, lambda *args: jnp.sum(each(*args))):
+            grads = jax.grad(over(f), (0, 1))(*low)
+            assert [g.dtype for g in grads] == [jnp.bfloat16] * 2
+        jax.jvp(lambda w: over(each)(w, *low[1:]), low[:1], low[:1])
+
+
+def test_integers_have_a_cotangent_of_no_bits():
+    scaled = over(lambda s, h, y: jnp.mean(h) * s)
+    _, pull = jax.vjp(lambda s: scaled(s, *arrays()[1:]), jnp.int32(3))
+    assert pull(jnp.ones([]))[0].dtype == jax.dtypes.float0
+
+
+def test_it_is_exported_with_its_derivative():
+    pytest.importorskip("flatbuffers")
+    with jax.enable_x64(True):
+        for f in (head, normed):
+            exported = jax.export.export(jax.jit(over(f)))(*arrays())
+            read = jax.export.deserialize(exported.serialize(vjp_order=1))
+            got, want = (jax.grad(g)(*arrays()) for g in (read.call, f))
+            assert off(got, want) < BOUND
+
+
+def test_rows_that_meet_may_have_a_size_that_is_left_open():
+    def loss(f):
+        def run(w, h):
+            return jnp.mean(
+                f(lambda w, h: jnp.tanh(h @ w) - jnp.tanh(h @ w).mean(0))(w, h) ** 2
+            )
+
+        return jax.jit(grad(run))
+
+    with jax.enable_x64(True):
+        w, h, _ = arrays()
+        n = jax.export.symbolic_shape(f"{K}*n")[0]
+        rows = jax.ShapeDtypeStruct((n, WIDTH), h.dtype)
+        # A warning, which is an error here, would say that it is computed whole.
+        exported = jax.export.export(loss(lambda f: in_pieces(f, 1)))(w, rows)
+        plain = loss(lambda f: f)
+        assert off(exported.call(w, h), plain(w, h)) < BOUND
+        assert off(exported.call(w, h), plain(w, h[::-1] * 2)) > 1e-2  # the twin
+
+
+def test_what_acts_runs_once(capfd):
+    """The twin is a callback that is pure: on the way back it runs once more."""
+    seen = []
+
+    def drawn_by(call, **more):
+        def of_host(h):
+            seen.append(len(h))
+            return np.full_like(h, len(seen))
+
+        def fun(w, h):
+            jax.debug.print("here")
+            noise = call(of_host, h, jax.lax.stop_gradient(h), **more)
+            return noise * jnp.tanh(h @ w[:, :WIDTH])
+
+        return fun
+
+    def times(fun):
+        seen.clear()
+        f = squared(ga.microbatch(fun, K, batch_argnums=1))
+        jax.block_until_ready(jax.jit(grad(f))(*arrays()[:2]))
+        jax.effects_barrier()
+        return len(seen)
+
+    assert times(drawn_by(io_callback)) == 1
+    assert capfd.readouterr().out.count("here") == 1
+    assert times(drawn_by(jax.pure_callback, vmap_method="sequential")) > 1
+
+
+def test_buffers_may_be_donated():
+    mine = jax.jit(grad(over(head)), donate_argnums=(0, 1))
+    w, h, labels = arrays()
+    want = grad(head)(w, h, labels)
+    assert off(mine(w.copy(), h.copy(), labels), want) < 1e-5  # in float32
+
+
+# -- On a mesh -------------------------------------------------------------------------
+
+
+def summed(w, h):
+    return jnp.sum(jnp.tanh(h @ w)) / WORDS
+
+
+def in_calls_on_a_mesh(inner, outer):
+    """A sum over rows in a call with a data axis, in another with that data axis."""
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
+    axes = {None: None, "name": "d", "axis": ga.DataAxis("d", mesh=mesh)}
+
+    def loss(w, h):
+        f = ga.microbatch(summed, 2, batch_argnums=1, data_axis=axes[inner])
+        return f(w, h) ** 2
+
+    if outer == "axis":
+        return ga.value_and_grad(loss, 2, data_axis=axes["axis"])
+    specs = PartitionSpec(), PartitionSpec("d")
+    how = {"mesh": mesh, "in_specs": specs, "out_specs": PartitionSpec()}
+    region = lambda w, h: ga.value_and_grad(loss, 2, data_axis="d")(w, h)  # noqa: E731
+    return jax.shard_map(region, **how, check_vma=False)
+
+
+def of_sums(inner, outer):
+    args = arrays()[:2]
+    got = jax.jit(in_calls_on_a_mesh(inner, outer))(*args)
+    return off(got, jax.value_and_grad(lambda w, h: summed(w, h) ** 2)(*args))
+
+
+@pytest.mark.grid(2, 6)
+@pytest.mark.parametrize("outer", ["axis", "name"])
+@pytest.mark.parametrize("inner", ["axis", "name", None])
+def test_in_a_call_with_its_data_axis_it_has_the_rows_of_all_devices(inner, outer):
+    with jax.enable_x64(True):
+        assert of_sums(inner, outer) < BOUND
+
+
+def test_the_twin_that_takes_them_for_the_rows_of_one_device_is_off(monkeypatch):
+    monkeypatch.setattr(meshes, "sees_all_rows", lambda axes: False)
+    with jax.enable_x64(True):
+        assert of_sums("axis", "axis") > 1e-2
+
+
+@pytest.mark.parametrize("data_axis", [None, "d"])
+@pytest.mark.parametrize("of", ["a mean", "rows", "rows that meet"])
+def test_devices_that_have_the_rows_between_them_exchange_sums_alone(of, data_axis):
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
+    f = FUNCTIONS[of]
+    scalar = squared if f is each else lambda f: f
+    k = K if data_axis is None else 2
+    mine = in_model(scalar(over(f, k, data_axis=data_axis)))
+
+    def put(x, *spec):
+        return jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
+
+    _, h, labels = arrays()
+    args = jax.tree.map(put, params()), put(h, "d"), put(labels, "d")
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(mine).lower(*args).compile()
+        got = compiled(*args)
+    want = in_model(scalar(f))(params(), h, labels)
+    assert off(got, want) < 1e-4  # in float32
+    if f is not normed or data_axis:
+        moves = "all-to-all", "all-gather", "collective-permute"
+        assert not any(f" {name}(" in compiled.as_text() for name in moves)
+
+
+# -- Cost ------------------------------------------------------------------------------
+
+
+SIZE_OF_WORDS, SIZE_OF_TOKENS = 2048, 512
+
+
+def costs(step, dtype="float32"):
+    """Products, each in a loop over all rows, and temporaries, in all logits."""
+    shapes = (16, SIZE_OF_WORDS), (SIZE_OF_TOKENS, 16), (SIZE_OF_TOKENS,)
+    dtypes = dtype, dtype, "int32"
+    lowered = jax.jit(step).lower(*map(jax.ShapeDtypeStruct, shapes, dtypes))
+    memory = lowered.compile().memory_analysis().temp_size_in_bytes
+    products = lowered.as_text().count("stablehlo.dot_general")
+    return products, memory / (4 * SIZE_OF_WORDS * SIZE_OF_TOKENS)
+
+
+WINDOW = ga.value_and_grad(over(head, 16), 4, argnums=0, batch_argnums=(1, 2))
+COSTS = {  # products, and temporaries at most
+    "value": (over(head, 16), 1, 0.1),
+    "gradient": (grad(over(head, 16)), 3, 0.2),
+    "gradient of the weights": (jax.grad(over(head, 16)), 2, 0.2),
+    "gradient of rows": (jax.grad(over(head, 16), 1), 2, 0.2),
+    "remat": (grad(over(head, 16, remat=True)), 4, 0.2),
+    "remat, with the gradient of its own": (grad(over(head, 16, remat=False)), 3, 0.2),
+    "rows": (grad(squared(over(each, 16))), 4, 0.2),
+    "in a checkpoint": (grad(jax.checkpoint(over(head, 16))), 4, 0.2),
+    "jvp": (pushed(over(head, 16)), 3, 0.3),
+    "in a window": (WINDOW, 2, 0.2),
+    "in a finer one": (grad(over(over(head, 2), 16)), 3, 0.2),
+}
+
+
+@pytest.mark.parametrize("name", COSTS)
+def test_nothing_runs_twice_that_need_not(name):
+    step, due, most = COSTS[name]
+    ran, memory = costs(step)
+    assert ran == due
+    assert memory < most
+
+
+def test_the_twin_undivided_takes_what_it_is_compared_with():
+    assert costs(grad(head))[1] > 1.9
+
+
+@pytest.mark.parametrize(("dtype", "due"), [("bfloat16", 3), ("float16", 4)])
+def test_in_float16_alone_the_gradient_waits_for_its_cotangent(dtype, due):
+    """One that is not scaled yet may be 0."""
+    assert costs(grad(over(head, 16)), dtype)[0] == due
+    args = [x.astype(dtype) if x.ndim > 1 else x for x in arrays()]
+    scale = 2.0**14
+
+    def step(f):
+        def scaled(w):
+            small = f(w, *args[1:]) * jnp.asarray(2**-20, dtype)
+            return scale * small.astype(jnp.float32)
+
+        return jax.grad(scaled)(args[0])
+
+    got, want = step(over(head)), step(head)
+    assert jnp.abs(want).max() > 0
+    eps = jnp.finfo(dtype).eps
+    assert jnp.abs(got - want).max() <= 2 * eps * jnp.abs(want).max()
+
+
+def test_draws_in_a_window_are_cut_twice():
+    """Once for the window, and once for what runs over micro-batches inside of it."""
+
+    def noisy(w, h, labels):
+        z = h @ w
+        kept = jax.random.bernoulli(jax.random.key(1), 0.9, z.shape)
+        return jnp.mean(jax.nn.logsumexp(jnp.where(kept, z, 0.0), -1) ** 2)
+
+    def window(k):
+        return ga.value_and_grad(over(noisy, k), 4, batch_argnums=(1, 2))
+
+    assert costs(window(16))[1] < 0.6
+    assert costs(window(1))[1] > 0.8  # those of all that the window has
+    args = arrays()
+    want = jax.value_and_grad(noisy)(*args)
+    assert off(window(16)(*args), want) < 1e-4  # in float32
+
+
+def test_sums_are_rounded_once():
+    """Of whole numbers, whose float32 sums are exact: 0.7 times those, rounded."""
+    x = jnp.arange(1.0, 65.0).reshape(8, 8).astype(jnp.bfloat16)
+
+    def total(w, x):
+        return jnp.sum((x * w).astype(jnp.float32))
+
+    w = jnp.ones(8, jnp.bfloat16)
+    f = ga.microbatch(total, 4)
+    got = jax.jit(jax.grad(lambda w: jnp.float32(0.7) * f(w, x)))(w)
+    exact = x.astype(jnp.float32).sum(0)
+    want = (jnp.float32(0.7) * exact).astype(jnp.bfloat16)
+    assert (got == want).all()
+    # The twin: rounded before it is scaled.
+    twice = jnp.bfloat16(0.7) * exact.astype(jnp.bfloat16)
+    assert (twice != want).any()
+
+
+# -- Errors ----------------------------------------------------------------------------
+
+
+def test_an_option_that_does_not_fit_is_refused():
+    with pytest.raises(
+        TypeError, match="remat must be True, False or None, but it is 1"
+    ):
+        ga.microbatch(head, 4, remat=1)
+    mine = ga.microbatch(each, K, batch_argnums=(1, 2), remat=False)
+    with pytest.raises(ValueError, match="With remat=False exactly one result must be"):
+        grad(squared(mine))(*arrays())
+
+
+def test_the_equation_says_what_it_is():
+    assert "head over 4 micro-batches" in str(jax.make_jaxpr(over(head))(*arrays()))

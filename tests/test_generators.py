@@ -1,0 +1,386 @@
+"""Keys of `rbg` and `unsafe_rbg`: micro-batches draw their part of what XLA draws.
+
+On CPUs with the bits of the whole batch. What other platforms do, which have another
+draw, runs here too: `elsewhere` has it that this generator's state cannot seek.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import temporaries
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import ga_optax as ga
+from ga_optax._calls import savings
+from ga_optax._partition import Rows, generators
+
+pytestmark = [
+    pytest.mark.usefixtures("optax_promotion"),
+    pytest.mark.filterwarnings("ignore:.*computed whole"),
+]
+N, D, K = 16, 6, 4
+IMPLS = ["rbg", "unsafe_rbg"]
+
+
+@pytest.fixture
+def elsewhere(monkeypatch):
+    """As on a platform whose generator cannot begin in the middle."""
+    monkeypatch.setattr(generators, "_has_parts", lambda platform: False)
+
+
+@pytest.fixture
+def whole_draws():
+    ga.config.update("whole_draws", True)
+    yield
+    ga.config.update("whole_draws", False)
+
+
+# -- Bits ------------------------------------------------------------------------------
+
+
+CUTS = [
+    ((16, 6), Rows(0)),  # whole blocks
+    ((12, 5), Rows(0)),  # not whole ones
+    ((3, 8, 5), Rows(1)),
+    ((16, 3), Rows(0, 4)),
+    ((2, 3, 4), Rows(2)),
+    ((40,), Rows(0)),
+]
+
+
+def parts(cut, way):
+    key = jnp.array([1, 2, 2**32 - 5, 3], jnp.uint32)  # its count is about to carry
+    return [getattr(cut, way)(key, jnp.int32(i)) for i in range(K)]
+
+
+def cut(shape, rows, width=32):
+    return generators._Cut(shape, width, "rbg", rows, K)
+
+
+@pytest.mark.parametrize(("shape", "rows"), CUTS)
+@pytest.mark.parametrize("width", [8, 16, 32, 64])
+def test_a_part_has_the_bits_of_the_whole(shape, rows, width, monkeypatch):
+    with jax.enable_x64(width == 64):
+        one = cut(shape, rows, width)
+        want = parts(one, "of_whole")
+        np.testing.assert_array_equal(parts(one, "from_own_count"), want)
+        # The twin: all begin at the first block.
+        monkeypatch.setattr(generators, "_advanced", lambda key, blocks: key)
+        assert not np.array_equal(parts(one, "from_own_count"), want)
+
+
+def test_keys_of_micro_batches_are_not_those_that_users_fold_in():
+    key = jax.random.key(0, impl="rbg")
+    own = cut((K, 8), Rows(0)).from_own_key
+    mine = [own(jax.random.key_data(key), jnp.int32(i)) for i in range(K)]
+    theirs = [jax.random.bits(jax.random.fold_in(key, i), (1, 8)) for i in range(K)]
+    every = [np.asarray(x).tobytes() for x in (*mine, *theirs)]
+    assert len(set(every)) == 2 * K
+
+
+# -- Losses ----------------------------------------------------------------------------
+
+
+def arguments(n=N, width=D):
+    rng = np.random.default_rng(0)
+    params = {name: rng.normal(size=(2, width, width)) / width**0.5 for name in "ab"}
+    return jax.tree.map(jnp.float32, params), jnp.float32(rng.normal(size=(n, width)))
+
+
+def dropped(h, key):
+    return jnp.where(jax.random.bernoulli(key, 0.7, h.shape), h, 0.0)
+
+
+def layer(h, of):
+    w, key = of
+    return dropped(jnp.tanh(h @ w), key)
+
+
+def plain(p, x, key):
+    keys = jax.random.split(key)
+    return (layer(layer(x, (p["a"][0], keys[0])), (p["b"][0], keys[1])) ** 2).mean()
+
+
+def over_layers(p, x, key):
+    h, _ = jax.lax.scan(
+        lambda h, of: (layer(h, of), None), x, (p["a"], jax.random.split(key))
+    )
+    return (h * jax.random.normal(key, h.shape)).mean()
+
+
+def again(p, x, key):
+    def run(h, of):
+        return jax.checkpoint(layer)(h, of), None
+
+    h, _ = jax.lax.scan(run, x, (p["a"], jax.random.split(key)))
+    return (h**2).mean()
+
+
+def of_columns(p, x, key):
+    """Rows are the second axis of what is drawn, and the last."""
+    h = jnp.einsum("nd,tde->tne", x, p["a"])
+    h = dropped(h, key)
+    return (dropped(h.swapaxes(1, 2), jax.random.fold_in(key, 1)) ** 2).mean()
+
+
+def of_keys(p, x, key):
+    """A key for each row; XLA draws for all from the first."""
+    h = x @ p["a"][0]
+    return (jax.vmap(dropped)(h, jax.random.split(key, len(x))) ** 2).mean()
+
+
+def of_pairs(p, x, key):
+    """Two segments of rows, and rows that meet."""
+    h = dropped(jnp.concatenate([x @ p["a"][0], jnp.sin(x)]), key)
+    return jnp.sqrt((h**2).mean(0)).sum()
+
+
+def uneven(p, x, key):
+    return (dropped((x @ p["a"][0])[1:], key) ** 2).mean()
+
+
+LOSSES = [plain, over_layers, again, of_columns, of_keys, of_pairs, uneven]
+
+
+def off(got, want):
+    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+    return max(
+        float(jnp.abs(x - y).max() / (jnp.abs(y).max() + 1e-3)) for x, y in pairs
+    )
+
+
+BOUND = 1e-5  # float32, sums of at most a thousand terms: c n eps with c about 1/10
+
+
+def compared(fun, impl="rbg", k=K, **options):
+    """How far the value and the gradients are off those of the whole batch."""
+    key = jax.random.key(3, impl=impl)
+    args = arguments()
+    want = jax.jit(jax.value_and_grad(fun))(*args, key)
+    return off(jax.jit(ga.value_and_grad(fun, k, **options))(*args, key), want)
+
+
+@pytest.mark.grid(7, 14)
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("fun", LOSSES)
+def test_value_and_gradients_are_those_of_the_whole_batch(fun, impl):
+    assert compared(fun, impl) < BOUND
+
+
+@pytest.mark.grid(3, 6)
+@pytest.mark.parametrize("fun", [f for f in LOSSES if f is not uneven])
+@pytest.mark.usefixtures("elsewhere")
+def test_elsewhere_they_are_of_another_draw_unless_it_is_asked_for(fun, whole_draws):
+    assert compared(fun) < BOUND
+    ga.config.update("whole_draws", False)
+    assert compared(fun) > 1e-3  # the twin
+    assert compared(fun, k=1) < BOUND
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_what_is_drawn_elsewhere_has_the_same_distribution():
+    def fun(w, x, key):
+        return (w * x).mean(), jax.random.uniform(key, x.shape)
+
+    x, key = jnp.ones((64, 256)), jax.random.key(0, impl="rbg")
+    _, drawn = jax.jit(ga.microbatch(fun, 8))(1.0, x, key)
+    assert len(np.unique(drawn)) > 0.99 * drawn.size  # no micro-batch draws another's
+    bound = 5 / np.sqrt(12 * drawn.size)
+    assert abs(drawn.mean() - 0.5) < bound
+    assert np.abs(drawn.mean(1) - 0.5).max() < 5 / np.sqrt(12 * 256)
+
+
+# -- One draw, several readers ---------------------------------------------------------
+
+
+def read_whole(p, x, key):
+    """By rows, and by a sort of all."""
+    u = jax.random.uniform(key, x.shape)
+    gap = (u + 0 * x).sum() - jnp.sort(u.ravel()).sum()
+    return (p["a"][0, 0] * x * u).mean(), (gap, u)
+
+
+def read_by_others(p, x, key):
+    """The columns and the rows of one square draw."""
+    h = x[:, :1] @ p["a"][0, :1, :1]
+    u = jax.random.uniform(key, (len(x), len(x)))
+    return (h * u + h.T * u.T).mean(), ((h * 0 + u) - (h.T * 0 + u), u)
+
+
+def drawn_again(p, x, key):
+    """The same, drawn twice."""
+    u = jax.random.uniform(key, x.shape)
+    again = jnp.sort(jax.random.uniform(key, x.shape).ravel())
+    return (p["a"][0, 0] * x * u).mean(), ((u + 0 * x).sum() - again.sum(), u)
+
+
+@jax.custom_vjp
+def masked(h, key):
+    return dropped(h, key)
+
+
+# The backward rule draws the mask again.
+masked.defvjp(
+    lambda h, key: (dropped(h, key), key), lambda key, ct: (dropped(ct, key), None)
+)
+
+
+def with_a_rule(p, x, key):
+    return (masked(x + p["a"][0, 0], key) ** 2).mean()
+
+
+@pytest.mark.parametrize("fun", [read_whole, read_by_others, drawn_again])
+@pytest.mark.usefixtures("elsewhere")
+def test_all_who_read_a_draw_read_the_same(fun, monkeypatch):
+    args = *arguments(), jax.random.key(3, impl="rbg")
+
+    def gap():
+        step = jax.jit(ga.value_and_grad(fun, K, has_aux=True))
+        (_, (gap, drawn)), _ = step(*args)
+        return float(jnp.abs(gap).max()), drawn
+
+    found, drawn = gap()
+    assert found < 1e-3
+    np.testing.assert_array_equal(drawn, fun(*args)[1][1])
+    # The twin: each reader for itself.
+    monkeypatch.setattr(generators.Draws, "divided", lambda self, jaxpr: set())
+    assert gap()[0] > 1e-3
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_a_rule_of_the_users_draws_what_its_function_draws(monkeypatch):
+    assert compared(with_a_rule) < BOUND
+    # The twin: the function alone draws for itself.
+    monkeypatch.setattr(generators.Draws, "divided", lambda self, jaxpr: set())
+    params, x = arguments()
+    key = jax.random.key(3, impl="rbg")
+    value = jax.jit(ga.microbatch(with_a_rule, K))(params, x, key)
+    assert off(value, jax.value_and_grad(with_a_rule)(params, x, key)[0]) > 1e-3
+
+
+# -- Transformations -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fun", [plain, of_columns])
+@pytest.mark.parametrize("ways", [(0, None), (0, 0), (None, 0)])
+def test_under_vmap_it_draws_what_the_whole_batch_draws(fun, ways):
+    """With keys for each, XLA draws for all from the first."""
+    p, x = arguments()
+    keys = jax.random.split(jax.random.key(1, impl="rbg"), 3)
+    several = jnp.stack([x, x + 1, x - 1]), keys
+    given = [v if way == 0 else v[0] for v, way in zip(several, ways, strict=True)]
+    ways = None, *ways
+    want = jax.jit(jax.vmap(jax.value_and_grad(fun), ways))(p, *given)
+    step = ga.value_and_grad(fun, K)
+    assert off(jax.jit(jax.vmap(step, ways))(p, *given), want) < BOUND
+    if ways == (None, None, 0):  # the twin: a loop has the draws of each key
+        each = jax.lax.map(lambda key: step(p, x, key), keys)
+        assert off(each, want) > 1e-3
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_elsewhere_too_under_vmap():
+    test_under_vmap_it_draws_what_the_whole_batch_draws(plain, (0, 0))
+
+
+@pytest.mark.grid(2, 4)
+@pytest.mark.parametrize("fun", [plain, of_pairs])
+@pytest.mark.parametrize("how", ["argument", "axis"])
+@pytest.mark.skipif(jax.__version_info__ < (0, 9), reason="data_axis needs jax 0.9")
+def test_over_devices_it_draws_what_the_whole_batch_draws(fun, how):
+    mesh = jax.make_mesh((4,), ("data",), (AxisType.Auto,), devices=jax.devices()[:4])
+    params, x = arguments()
+    key = jax.random.key(3, impl="rbg")
+    want = jax.jit(jax.value_and_grad(fun))(params, x, key)
+    params, key = jax.device_put((params, key), NamedSharding(mesh, P()))
+    x = jax.device_put(x, NamedSharding(mesh, P("data")))
+    over = {"data_axis": ga.DataAxis("data", mesh=mesh)} if how == "axis" else {}
+    assert off(jax.jit(ga.value_and_grad(fun, 2, **over))(params, x, key), want) < BOUND
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 9), reason="data_axis needs jax 0.9")
+def test_in_a_shard_map_it_draws_what_the_whole_batch_draws():
+    mesh = jax.make_mesh((4,), ("data",), (AxisType.Auto,), devices=jax.devices()[:4])
+    params, x = arguments()
+    key = jax.random.key(3, impl="rbg")
+    step = ga.value_and_grad(plain, 2, data_axis="data")
+    specs = P(), P("data"), P()
+    run = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=P()))
+    want = jax.jit(jax.value_and_grad(plain))(params, x, key)
+    assert off(run(params, x, key), want) < BOUND
+
+
+# -- What it takes, and what is said ---------------------------------------------------
+
+
+@pytest.mark.parametrize("fun", [plain, over_layers])
+@pytest.mark.parametrize("where", ["here", "elsewhere"])
+def test_it_takes_the_memory_of_a_micro_batch(fun, where, request):
+    if where == "elsewhere":
+        request.getfixturevalue(where)
+    args = *arguments(512, 128), jax.random.key(0, impl="rbg")
+
+    def needs():
+        return temporaries(jax.jit(ga.value_and_grad(fun, 8)), *args)
+
+    undivided = temporaries(jax.jit(jax.value_and_grad(fun)), *args)
+    one = jax.jit(jax.value_and_grad(fun)), args[0], args[1][:64], args[2]
+    grads = 2 * 4 * 128 * 128 * 2 * 2  # both trees, of the window and of a micro-batch
+    assert needs() < temporaries(*one) + grads < undivided / 2
+    if where == "elsewhere":  # the twin: all rows of a draw are 262 kB
+        alone = needs()
+        request.getfixturevalue("whole_draws")
+        assert needs() > alone + 512 * 128 * 4 / 2
+
+
+def lowered(platform):
+    args = *arguments(), jax.random.key(0, impl="rbg")
+    traced = jax.jit(ga.value_and_grad(plain, K)).trace(*args)
+    return traced.lower(lowering_platforms=(platform,)).as_text()
+
+
+def test_the_platform_chooses_when_it_is_known():
+    drawn = {f"tensor<{N // K * D}xui32>": "cpu"}  # in a row, from its count
+    drawn |= {f"tensor<{N // K}x{D}xui32>": "tpu", f"tensor<{N}x{D}xui32>": "cuda"}
+    for platform in ("cpu", "tpu", "cuda"):
+        text = lowered(platform)
+        calls = [x for x in text.splitlines() if "rng_bit_generator" in x]
+        assert calls
+        for words, where in drawn.items():
+            assert any(words in x for x in calls) == (where == platform)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_batch_dependencies_lists_what_micro_batches_draw(impl, whole_draws):
+    def said():
+        key = jax.random.key(0, impl=impl)
+        found = ga.batch_dependencies(plain, K)(*arguments(), key)
+        return found, str(found)
+
+    found, _ = said()
+    assert found.drawn == found.whole == []  # on a CPU
+    ga.config.update("whole_draws", False)
+    found, text = said()
+    assert {(x.name, x.size) for x in found.drawn} == {("random_bits", N * D)}
+    assert f"random_bits, drawn by each micro-batch: {N * D} numbers" in text
+    assert "another draw of the same distribution" in text.replace("\n", " ")
+    assert found.whole == []
+
+
+@pytest.mark.usefixtures("elsewhere", "whole_draws")
+def test_draws_that_are_whole_are_listed_and_warn_if_they_are_large(
+    monkeypatch,
+):
+    key = jax.random.key(0, impl="rbg")
+    found = ga.batch_dependencies(plain, K)(*arguments(), key)
+    assert {x.name for x in found.whole} == {"random_bits"}
+    monkeypatch.setattr(savings, "FEW_BYTES", 0)
+    with pytest.warns(UserWarning, match="random_bits, computed whole"):
+        jax.eval_shape(ga.value_and_grad(wide, 16), jnp.ones(()), jnp.ones((16, 2)))
+
+
+def wide(w, x):
+    draws = jax.random.bits(jax.random.key(0, impl="rbg"), (len(x), 4096))
+    return w * jnp.mean((draws >> 31).astype(x.dtype) * x[:, :1])

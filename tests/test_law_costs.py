@@ -1,0 +1,557 @@
+"""What any loss costs: passes, counted in the program, and bytes that XLA takes.
+
+A loss whose rows do not meet takes the loop of micro-batches by themselves. Others run
+forward two or three times, if there is room for what must be kept. A norm over rows is
+two levels, its mean and its variance.
+"""
+
+import collections
+import functools
+import itertools
+import math
+import re
+
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import whole_losses
+from helpers import bits, mean_of, products, temporaries
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from whole_losses import LOSSES, D, E, N
+
+import ga_optax as ga
+from ga_optax._passes import ir
+from ga_optax._window.values import Values
+
+pytestmark = [
+    pytest.mark.usefixtures("optax_promotion"),
+    # What is said, and of what, is another test's: test_law_told.
+    pytest.mark.filterwarnings("ignore:.* micro-batches need about"),
+    pytest.mark.filterwarnings("ignore:.*computed whole"),
+]
+needs_meshes = pytest.mark.skipif(
+    jax.__version_info__ < (0, 9), reason="data_axis needs jax 0.9"
+)
+
+
+def array(*shape, scale=1.0, seed=0):
+    rng = np.random.default_rng([seed, *shape])
+    return jnp.asarray(rng.normal(size=shape) * scale, jnp.float32)
+
+
+def mesh_of(devices=4, kind=AxisType.Auto):
+    chosen = jax.devices()[:devices]
+    return jax.make_mesh((devices,), ("data",), axis_types=(kind,), devices=chosen)
+
+
+def said(fun, k, args, **options):
+    found = ga.batch_dependencies(fun, k, **options)(*args)
+    return found.forward_passes, found.backward_passes
+
+
+# -- Losses of the table ---------------------------------------------------------------
+
+
+def of_inputs(fun, *args):
+    """How many products of rows with `p["in"]` there are, and to its gradient.
+
+    In the text of a program each stands once for a loop, which runs over all rows.
+    """
+    found = np.zeros(2, int)
+    text = jax.jit(fun).lower(*args).as_text()
+    for types in re.findall(r"stablehlo\.dot_general.*: \((.*)\n", text):
+        shapes = re.findall(r"tensor<([\dx]*)x\w+>", types)
+        *given, out = (math.prod(map(int, shape.split("x"))) for shape in shapes)
+        # That of one row is of a sum of rows.
+        found += [out > E and D * E in given, out == D * E]
+    return found
+
+
+# Of several products, one may run more often than another.
+SEVERAL = "clip siglip simclr barlow vicreg softmax_over_rows sinkhorn mmd deep_cluster"
+SEVERAL += " gradient_penalty experts routed tokens"
+ONE_PRODUCT = [name for name in LOSSES if name not in SEVERAL.split()]
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_passes_are_those_of_the_table(name):
+    args = whole_losses.arguments(dtype=np.float32)
+    assert said(LOSSES[name].value, 3, args) == LOSSES[name].passes
+
+
+@pytest.mark.grid(20, 60)
+@pytest.mark.parametrize("limit", [None, 0, 2000])
+@pytest.mark.parametrize("name", ONE_PRODUCT)
+def test_passes_are_those_that_are_counted_in_the_program(name, limit):
+    fun, args = LOSSES[name].value, whole_losses.arguments(dtype=np.float32)
+    once = of_inputs(jax.grad(fun), *args)
+    step = ga.value_and_grad(fun, 3, residual_bytes=limit)
+    passes = of_inputs(step, *args) / once
+    assert tuple(passes) == said(fun, 3, args, residual_bytes=limit)
+
+
+@pytest.mark.grid(6, 20)
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_memory_is_the_tables_share_of_that_of_the_undivided_batch(name):
+    pairs_of_all = ("experts", "sinkhorn", "hard_triplet", "routed")
+    n = 256 if name in pairs_of_all else 1024
+    loss, args = LOSSES[name], whole_losses.arguments(n, np.float32, 64)
+    makers = ga.value_and_grad(loss.value, 8), jax.value_and_grad(loss.value)
+    ours, undivided = (temporaries(jax.jit(step), *args) for step in makers)
+    assert 0 < ours <= loss.share * undivided
+
+
+def test_what_is_kept_is_in_the_room_there_is():
+    args = whole_losses.arguments(512, np.float32)
+    limits = 0, 100_000, 10**9
+    every = [
+        ga.batch_dependencies(LOSSES["layers"].value, 4, residual_bytes=limit)(*args)
+        for limit in limits
+    ]
+    forward = [found.forward_passes for found in every]
+    assert forward[0] > forward[1] > forward[2] >= 1
+    kept = [sum(x.nbytes for x in found.kept) for found in every]
+    assert kept[0] == 0
+    assert all(0 < n <= limit for n, limit in zip(kept[1:], limits[1:], strict=True))
+
+
+@needs_meshes
+@pytest.mark.parametrize("name", ["mean", "masked", "clip", "batch_norm"])
+def test_passes_over_devices_are_those_of_one(name):
+    fun, args = LOSSES[name].value, whole_losses.arguments(24, np.float32)
+    enough = {"residual_bytes": 10**9}
+    over = {"data_axis": ga.DataAxis("data", mesh=mesh_of(2))} | enough
+    alone = ga.batch_dependencies(fun, 4, **enough)(*args)
+    found = ga.batch_dependencies(fun, 2, **over)(*args)
+    assert said(fun, 2, args, **over) == said(fun, 4, args, **enough)
+    assert found.num_microbatches == 4
+    # What is gathered, or the same for all, is on every device; of its own activations
+    # each has its part.
+    assert [x.nbytes for x in found.meetings] == [x.nbytes for x in alone.meetings]
+    halves = [(1 + (x.kind == "kept")) * x.nbytes for x in found.kept]
+    assert halves == [x.nbytes for x in alone.kept]
+
+
+# -- What meets ------------------------------------------------------------------------
+
+
+def balanced(p, b):
+    """Classes count alike, however many rows they have."""
+    of_class = jax.nn.one_hot(b["c"], 3, dtype=b["x"].dtype)
+    each = (whole_losses.hidden(p, b["x"]) ** 2).sum(1)
+    return (each @ of_class / of_class.sum(0)).mean()
+
+
+def one_view(p, b):
+    z = whole_losses.unit(whole_losses.hidden(p, b["x"]))
+    return jax.nn.logsumexp(5 * z @ z.T, axis=1).mean()
+
+
+def positions(p, b):
+    """A table of as many places as there are rows, learned."""
+    at = jnp.sin(jnp.arange(N)[:, None] / jnp.arange(1.0, 1 + D))
+    return (
+        jnp.tanh(b["x"][:, None] + whole_losses.hidden(p, at) @ p["in"].T) ** 2
+    ).mean()
+
+
+def random_features(p, b):
+    directions = jax.random.normal(jax.random.key(0), (N, E))
+    return (jnp.cos(whole_losses.hidden(p, b["x"]) @ directions.T) ** 2).mean()
+
+
+def mask(p, b):
+    weights = jnp.tril(jnp.ones((N, N)))
+    h = whole_losses.hidden(p, b["x"])[:, None] + jnp.zeros((N, 1))
+    return (jnp.einsum("st,btd->bsd", weights, h) ** 2).mean()
+
+
+MEET = {  # a loss, and the shapes of what its rows need of each other
+    "a masked mean waits for its count alone": (LOSSES["masked"].value, [()]),
+    "a mean of classes for their counts": (balanced, [(3,)]),
+    "counts that parameters change": (LOSSES["dice"].value, [(), (), ()]),
+    "of a gram matrix rows are kept once": (one_view, [(N // 3, E)]),
+    "of two views only numbers that are picked": (
+        LOSSES["simclr"].value,
+        [(2 * N,), (2 * N // 3, E)],
+    ),
+    "of experts their input, and no hidden layer": (
+        LOSSES["routed"].value,
+        [(1, E), (E, 8, D)],
+    ),
+    "a table as long as the batch by chance": (positions, []),
+    "features as many as rows by chance": (random_features, []),
+    "a mask as large as the batch by chance": (mask, []),
+}
+
+
+@pytest.mark.parametrize("case", MEET)
+def test_only_what_must_meets(case):
+    fun, shapes = MEET[case]
+    found = ga.batch_dependencies(fun, 3)(*whole_losses.arguments(dtype=np.float32))
+    assert sorted(x.type.shape for x in found.meetings) == sorted(shapes)
+
+
+def test_a_gradient_that_is_written_already_takes_its_two_passes_and_no_more():
+    fun = jax.value_and_grad(LOSSES["classes"].value)
+    args = whole_losses.arguments(dtype=np.float32)
+    step = lambda p, b: (jnp.zeros([]), fun(p, b))  # noqa: E731
+    found = ga.batch_dependencies(step, 4, has_aux=True)(*args)
+    assert (found.meetings, found.whole) == ([], [])
+    # Of what it computes itself; nothing is left to differentiate.
+    assert (found.forward_passes, found.backward_passes) == (1, 0)
+
+
+def test_what_needs_no_rows_is_computed_once_after_the_loop():
+    def program(fun):
+        step = ga.value_and_grad(fun, 4, has_aux=True)
+        args = whole_losses.arguments(dtype=np.float32)
+        return jax.make_jaxpr(step)(*args).jaxpr
+
+    def times(jaxpr):
+        found = 0
+        for e in jaxpr.eqns:
+            length = e.params["length"] if e.primitive.name == "scan" else 1
+            found += (e.primitive.name == "eigh") + length * sum(
+                map(times, ir.inner_programs(e))
+            )
+        return found
+
+    def of_sums(p, b):
+        h = whole_losses.hidden(p, b["x"])
+        return (h**2).mean(), jnp.linalg.eigvalsh(h.T @ h)
+
+    def of_rows(p, b):  # the twin
+        h = whole_losses.hidden(p, b["x"])
+        squares = jax.vmap(lambda row: jnp.linalg.eigvalsh(jnp.outer(row, row)))
+        return (h**2).mean(), squares(h)
+
+    assert (times(program(of_sums)), times(program(of_rows))) == (1, 4)
+
+
+# -- A loss whose rows do not meet takes the loop of micro-batches by themselves -------
+
+WIDTH, DEPTH, ROWS, K = 64, 3, 128, 4
+LOW = jnp.bfloat16
+
+
+def of_logits(h, p, b):
+    logits = (h @ p["head"].astype(LOW)).astype(jnp.float32)
+    return -jnp.take_along_axis(jax.nn.log_softmax(logits), b["label"][:, None], 1)[
+        :, 0
+    ]
+
+
+def scanned(p, b, layer=lambda h, w: jnp.tanh(h @ w), end=jnp.mean):
+    def step(h, w):
+        return layer(h, w.astype(LOW)), None
+
+    return end(of_logits(jax.lax.scan(step, b["x"], p["layers"])[0], p, b))
+
+
+def unrolled(p, b):
+    h = b["x"]
+    for w in p["layers"]:
+        h = jnp.tanh(h @ w.astype(LOW))
+    return of_logits(h, p, b).mean()
+
+
+def embedded(p, b):
+    rows = jnp.clip(jnp.abs(b["x"] * 4).astype(jnp.int32), 0, WIDTH - 1)
+    return scanned(p, b | {"x": p["layers"][0, rows[:, :8]].mean(1).astype(LOW)})
+
+
+def dropout(p, b, key):
+    def layer(h, w):
+        return jnp.where(jax.random.bernoulli(key, 0.9, h.shape), jnp.tanh(h @ w), 0)
+
+    return scanned(p, b, layer)
+
+
+def masked(p, b):
+    return scanned(p, b, end=lambda x: (x * b["mask"]).sum() / b["mask"].sum())
+
+
+MEANS = {
+    "scanned": scanned,
+    "unrolled": unrolled,
+    "rematerialised": lambda p, b: scanned(
+        p, b, jax.checkpoint(lambda h, w: jnp.tanh(h @ w))
+    ),
+    "relu": lambda p, b: scanned(p, b, lambda h, w: jax.nn.relu(h @ w)),
+    "embedded": embedded,
+    "dropout": dropout,
+    "masked": masked,
+}
+
+
+def plain_and_ours(name, kind):
+    """Steps of micro-batches by themselves and of all rows, and their arguments."""
+    fun, key = MEANS[name], [jax.random.key(0)]
+    p = {"layers": array(DEPTH, WIDTH, WIDTH, scale=WIDTH**-0.5)}
+    p["head"] = array(WIDTH, 8)
+    b = {"x": array(ROWS, WIDTH).astype(LOW), "label": jnp.arange(ROWS) * 5 % 8}
+    b["mask"] = jnp.float32(jnp.arange(ROWS) % 3 > 0)
+    options, more = {}, {}
+    if kind is not None:
+        mesh = mesh_of(kind=getattr(AxisType, kind))
+        options["data_axis"] = ga.DataAxis("data", mesh=mesh)
+        p = jax.device_put(p, NamedSharding(mesh, P()))
+        b = jax.device_put(b, NamedSharding(mesh, P("data")))
+    if name == "masked":
+        more["weight_fn"] = lambda b: b["mask"].sum()
+    if name == "dropout":  # each micro-batch draws
+        more["rng_argnums"] = 2
+    steps = mean_of(fun, K, **options, **more), ga.value_and_grad(fun, K, **options)
+    return *steps, (p, b, *(key if name == "dropout" else ()))
+
+
+@needs_meshes
+@pytest.mark.grid(6, 14)
+@pytest.mark.parametrize("kind", [None, "Auto", "Explicit"])
+@pytest.mark.parametrize("name", MEANS)
+def test_a_mean_costs_what_micro_batches_by_themselves_cost(name, kind):
+    """The same products, added in float32, their temporaries, and their bits."""
+    plain, ours, args = plain_and_ours(name, kind)
+    due = products(plain, *args)
+    assert products(ours, *args) == due
+    assert due[1] > 0  # some are added in float32
+    compiled = [jax.jit(step).lower(*args).compile() for step in (plain, ours)]
+    of_plain, of_ours = (c.memory_analysis().temp_size_in_bytes for c in compiled)
+    # On a mesh XLA holds one copy of the layers, which it does not if it adds to a sum.
+    more = 0 if kind is None else DEPTH * WIDTH * WIDTH * 4
+    assert 0 < of_ours <= 1.01 * of_plain + more
+    if name not in ("masked", "dropout"):
+        assert bits(compiled[0](*args)) == bits(compiled[1](*args))
+    if name != "masked" and kind is not None:
+        audit = ga.audit(compiled[1], mesh_of(kind=getattr(AxisType, kind)))
+        assert (len(audit.collectives), len(audit.in_loop)) == (1, 0)
+    # The twin: where rows meet, the forward pass runs once more.
+    met = ga.value_and_grad(lambda *a: jnp.sqrt(MEANS[name](*a)), K, residual_bytes=0)
+    assert kind is not None or products(met, *args) > due
+
+
+# -- Networks of many levels -----------------------------------------------------------
+
+WIDE, MANY, OVER = 32, 1024, 8
+
+
+def of_layers(layers, rows=MANY):
+    of_layer = functools.partial(array, WIDE, WIDE, scale=WIDE**-0.5)
+    params = {"layers": [of_layer(seed=i) for i in range(layers)]}
+    params["head"] = array(WIDE, 1, scale=WIDE**-0.5)
+    return params, {"x": array(rows, WIDE) * 16, "y": array(rows, 1)}
+
+
+def norm(h):
+    return (h - h.mean(0)) / jnp.sqrt(h.var(0) + 1e-5)
+
+
+def network(p, b, layer):
+    h = b["x"]
+    for w in p["layers"]:
+        h = layer(h, w)
+    return jnp.mean((h @ p["head"] - b["y"]) ** 2)
+
+
+def residual(p, b):
+    return network(p, b, lambda h, w: h + jnp.tanh(norm(h @ w)))
+
+
+def straight(p, b):
+    return network(p, b, lambda h, w: jnp.tanh(norm(h @ w)))
+
+
+def plain(p, b):
+    """The same without a norm: micro-batches of it need no levels."""
+    return network(p, b, lambda h, w: h + jnp.tanh(h @ w))
+
+
+def printing(p, b):
+    """What prints does not compute again what is kept: it would have no cotangent."""
+
+    def layer(h, w):
+        h = norm(h @ w)
+        jax.debug.callback(lambda x: None, h.sum())
+        return jnp.tanh(h)
+
+    return network(p, b, jax.checkpoint(layer))
+
+
+def window(fun, **options):
+    return jax.jit(ga.value_and_grad(fun, OVER, **options))
+
+
+@pytest.mark.grid(2, 6)
+@pytest.mark.usefixtures("fast_compilation")
+@pytest.mark.parametrize("borders", [None, 0, 3])
+@pytest.mark.parametrize("fun", [residual, straight, printing])
+def test_gradients_are_those_of_the_whole_batch_whatever_stays(fun, borders):
+    args = of_layers(5, rows=64)
+    limit = None if borders is None else borders * args[1]["x"].nbytes
+    got = window(fun, residual_bytes=limit)(*args)
+    want = jax.jit(jax.value_and_grad(fun))(*args)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert jnp.abs(x - y).max() < 2e-5 * jnp.abs(y).max()  # norms of 64 rows
+
+
+@pytest.mark.parametrize("fun", [residual, straight])
+@pytest.mark.parametrize("layers", [2, 8])
+def test_by_default_nothing_runs_more_than_three_times_and_once_back(fun, layers):
+    forward, backward = said(fun, OVER, of_layers(layers))
+    assert forward <= 3
+    assert backward == 1
+    # The twin: without room it is a multiple of the levels.
+    none = said(fun, OVER, of_layers(layers), residual_bytes=0)
+    assert layers == 2 or none > (2 * layers, layers)
+
+
+@pytest.mark.slow
+def test_two_levels_a_layer_are_kept_in_what_room_there_is():
+    args = of_layers(6)
+    border = args[1]["x"].nbytes
+    runs = [said(straight, OVER, args, residual_bytes=n * border) for n in range(9)]
+    # At three borders what is kept after some levels alone is no longer all there is.
+    few, segments, everything = [(13, 7), (9, 5)], [(2, 1)] * 3, [(1, 1)] * 2
+    assert runs == [(24, 13)] * 2 + few + segments + everything
+
+
+@pytest.mark.grid(0, 2)
+@pytest.mark.parametrize("fun", [residual, straight])
+def test_segments_take_a_few_borders_and_not_one_of_each_layer(fun):
+    layers = 16
+    args = of_layers(layers)
+    border = args[1]["x"].nbytes * (2 if fun is residual else 1)  # what goes on
+    taken = temporaries(window(fun), *args)
+    of_step = temporaries(jax.jit(ga.value_and_grad(plain, OVER)), *args)
+    assert taken < of_step + 2 * np.sqrt(layers) * border
+    everything = temporaries(window(fun, residual_bytes=10**9), *args)
+    assert taken < everything / 1.5
+
+
+@pytest.mark.slow
+def test_buffers_are_used_again_and_filled_when_they_are_needed(monkeypatch):
+    args = of_layers(12)
+    taken = temporaries(window(residual), *args)
+    # The twin: XLA fills them while later cotangents are still there.
+    monkeypatch.setattr(Values, "after_all", lambda values, stack: stack)
+    assert temporaries(window(residual), *args) > 1.25 * taken
+
+
+@pytest.mark.grid(0, 2)
+@pytest.mark.parametrize("fun", [residual, straight])
+def test_the_peak_that_is_said_is_what_the_compiler_says(fun):
+    args = of_layers(10)
+    for limit in (None, 10**9):
+        options = {"residual_bytes": limit}
+        found = ga.batch_dependencies(fun, OVER, **options)(*args)
+        taken = temporaries(window(fun, **options), *args)
+        assert abs(found.peak_bytes - taken) < 0.15 * taken
+    # The twin: what is kept, all in all, is another number by default.
+    kept = ga.batch_dependencies(fun, OVER)(*args).kept_bytes
+    assert kept > 1.15 * temporaries(window(fun), *args)
+
+
+def conv(x, w):
+    layout = "NHWC", "HWIO", "NHWC"
+    return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=layout)
+
+
+def images(p, b):
+    """A residual network with two norms over rows and pixels in each block."""
+
+    def normed(h):
+        return (h - h.mean((0, 1, 2))) * jax.lax.rsqrt(h.var((0, 1, 2)) + 1e-5)
+
+    h = jax.nn.relu(normed(conv(b["x"], p["stem"])))
+    for one, two in p["blocks"]:
+        h = jax.nn.relu(h + normed(conv(jax.nn.relu(normed(conv(h, one))), two)))
+    return jnp.mean((h.mean((1, 2)) @ p["head"] - b["y"]) ** 2)
+
+
+def convolutions(fun, *args):
+    def count(jaxpr):
+        inner = (max(map(count, ir.inner_programs(e)), default=0) for e in jaxpr.eqns)
+        return sum(
+            (e.primitive.name == "conv_general_dilated") + e.params.get("length", 1) * n
+            for e, n in zip(jaxpr.eqns, inner, strict=True)
+        )
+
+    return count(jax.make_jaxpr(lambda *args: fun(*args))(*args).jaxpr)
+
+
+@pytest.mark.slow
+def test_a_residual_network_runs_little_more_than_undivided():
+    block = (array(3, 3, 16, 16, scale=1 / 12),) * 2
+    params = {"stem": array(3, 3, 3, 16, scale=0.2), "blocks": [block] * 6}
+    params["head"] = array(16, 1)
+    args = params, {"x": array(32, 8, 8, 3) * 9, "y": array(32, 1)}
+    whole = OVER * convolutions(jax.value_and_grad(images), *args)
+    assert ga.batch_dependencies(images, OVER)(*args).forward_passes <= 3
+    assert convolutions(ga.value_and_grad(images, OVER), *args) < 1.7 * whole
+    # The twin: if nothing is kept, each level runs all before it.
+    none = ga.value_and_grad(images, OVER, residual_bytes=0)
+    assert convolutions(none, *args) > 4 * whole
+
+
+@pytest.mark.slow
+def test_layers_that_are_alike_are_functions_that_are_called(monkeypatch):
+    def lines():
+        step = jax.jit(ga.value_and_grad(residual, OVER))
+        return len(step.lower(*of_layers(20, rows=64)).as_text().splitlines())
+
+    once = lines()
+    # The twin: each level is traced by itself.
+    monkeypatch.setattr(ir, "form", lambda jaxpr: object())
+    assert lines() > 2 * once
+
+
+@pytest.mark.slow
+def test_planning_grows_as_the_program_does(monkeypatch):
+    visited = collections.Counter()
+
+    def counting(name):
+        original = getattr(ir, name)
+
+        def counted(*args, **kwargs):
+            out = original(*args, **kwargs)
+            visited[name] += len(out[0]) if name == "needed" else 1
+            return out
+
+        monkeypatch.setattr(ir, name, counted)
+
+    counting("needed")  # the equations that are found, in all queries
+    counting("uses")
+    seen = []
+    for layers in (10, 20, 40):
+        visited.clear()
+        jax.eval_shape(ga.value_and_grad(residual, OVER), *of_layers(layers, rows=64))
+        seen.append(dict(visited))
+    for name in seen[0]:
+        for few, many in itertools.pairwise(seen):
+            assert many[name] < 2.3 * few[name], (name, seen)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fast_compilation")
+def test_plan_counts_what_a_window_keeps_between_its_levels():
+    def statistics(w, x):
+        for _ in range(4):
+            x = jnp.tanh((x - x.mean(0)) @ w)
+        return jnp.mean(x**2)
+
+    args = array(32, 32), array(1024, 32)
+
+    def step(k, limit):
+        return jax.jit(ga.value_and_grad(statistics, k, residual_bytes=limit))
+
+    def planned(limit):
+        make = functools.partial(step, limit=limit)
+        options = {"batch_size": 1024, "candidates": (2, 8, 16, 32)}
+        return ga.plan(make, *args, memory_limit=memory, **options).num_microbatches
+
+    memory = helpers.needed(step(16, 10**6).lower(*args).compile())
+    assert (planned(10**6), planned(0)) == (16, 8)

@@ -1,0 +1,266 @@
+"""What happens to models of bfloat16 and float16: what rounds, and what overflows."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import whole_losses
+from helpers import mean_of
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import ga_optax as ga
+from ga_optax._loop import step as loop
+
+pytestmark = pytest.mark.skipif(
+    jax.__version_info__ < (0, 9), reason="data_axis needs jax 0.9"
+)
+
+# -- bfloat16: gradients are rounded once, also where rows meet and on a mesh ----------
+#
+# All numbers are integers: those of the activations and their cotangents are exact in
+# bfloat16, gradients are exact in float32, and in bfloat16 they are not. So gradients
+# are those of float32, to the last bit, unless something rounds them on their way.
+
+ROWS, WIDTH, GROUPS, K = 512, 8, 16, 4
+WIDE, NARROW = jnp.float32, jnp.bfloat16
+
+
+def network(p, b, dtype):
+    """Activations of two layers, and of the first alone, at most 64 and 8."""
+    w, v = (x.astype(dtype) for x in (p["w"], p["v"]))
+    first = b["x"].astype(dtype) @ w
+    return (first @ v).astype(WIDE), first.astype(WIDE)
+
+
+def total(p, b, dtype):
+    """Rows do not meet."""
+    return jnp.sum(network(p, b, dtype)[0] * b["slope"])
+
+
+def sums(p, b, dtype):
+    """They meet in sums, the slopes of whose absolute values are 1 or -1."""
+    both = (jnp.abs(jnp.sum(h * b["sign"], 0)) for h in network(p, b, dtype))
+    return total(p, b, dtype) + sum(map(jnp.sum, both))
+
+
+def layers(p, b, dtype):
+    """The same in a scan."""
+
+    def layer(x, w):
+        h = x @ w.astype(dtype)
+        return h, jnp.abs(jnp.sum(h.astype(WIDE) * b["sign"], 0))
+
+    h, met = jax.lax.scan(layer, b["x"].astype(dtype), jnp.stack([p["w"], p["v"]]))
+    return jnp.sum(h.astype(WIDE) * b["slope"]) + jnp.sum(met)
+
+
+def pairs(p, b, dtype):
+    """All rows are gathered; the slope of a row counts those of its group."""
+    _, first = network(p, b, dtype)
+    near = (b["group"][:, None] == b["group"][None]).astype(WIDE)
+    return jnp.sum(jnp.abs(first[:, None] - first[None]) * near[..., None])
+
+
+def once(p, b, dtype):
+    """What follows from sums over groups of rows is computed once."""
+    of_group = jax.ops.segment_sum(network(p, b, dtype)[1], b["group"], GROUPS)
+    return jnp.sum(of_group.astype(NARROW).astype(dtype) @ p["v"].astype(dtype))
+
+
+def masked(p, b, dtype):
+    """A mean over some rows, of a number that is a power of two."""
+    h = network(p, b, dtype)[0] * b["slope"] * b["mask"]
+    return jnp.sum(h) / jnp.sum(b["mask"]) * (ROWS // 2)
+
+
+LOSSES = (total, sums, layers, pairs, once, masked)
+
+
+def integers():
+    rng = np.random.default_rng(0)
+
+    def one_of(numbers, *shape):
+        return jnp.asarray(rng.choice(numbers, shape), WIDE)
+
+    params = {name: one_of([-1, 1], WIDTH, WIDTH) for name in "wv"}
+    batch = {
+        "x": one_of([0, 1], ROWS, WIDTH),
+        "slope": one_of([1, 2, 3], ROWS, WIDTH),
+        "sign": one_of([-1, 1], ROWS, WIDTH),
+        "mask": jnp.asarray(rng.permutation(ROWS) < ROWS // 2, WIDE)[:, None],
+        "group": jnp.asarray(rng.integers(0, GROUPS, ROWS)),
+    }
+    return params, batch
+
+
+def gradients(fun, kind=None, **options):
+    """Those of micro-batches in bfloat16, and those in float32."""
+    params, batch = integers()
+    want = jax.jit(jax.grad(lambda p, b: fun(p, b, WIDE)))(params, batch)
+    if kind is not None:
+        devices, kinds = jax.devices()[:2], (getattr(AxisType, kind),)
+        mesh = jax.make_mesh((2,), ("data",), kinds, devices=devices)
+        options["data_axis"] = ga.DataAxis("data", mesh=mesh)
+        batch = jax.device_put(batch, NamedSharding(mesh, P("data")))
+        params = jax.device_put(params, NamedSharding(mesh, P()))
+    step = ga.value_and_grad(lambda p, b: fun(p, b, NARROW), K, **options)
+    return jax.device_get((jax.jit(step)(params, batch)[1], want))
+
+
+def exact(got, want):
+    return all(np.array_equal(got[name], want[name]) for name in want)
+
+
+@pytest.mark.grid(5, 12)
+@pytest.mark.parametrize("kind", [None, "Auto", "Explicit"])
+@pytest.mark.parametrize("fun", LOSSES)
+def test_gradients_are_rounded_in_the_accumulator_alone(fun, kind, monkeypatch):
+    got, want = gradients(fun, kind)
+    assert exact(got, want)
+    # They are not exact in bfloat16.
+    assert not exact(jax.tree.map(lambda x: np.asarray(x, NARROW), want), want)
+    # The twin: rounded in each micro-batch, and in what is computed once.
+    monkeypatch.setattr(loop.Step, "low_precision", False)
+    assert not exact(*gradients(fun, kind))
+
+
+def test_without_passes_they_are_rounded_as_by_jax():
+    got, want = gradients(sums, optimize=False)
+    assert not exact(got, want)
+    for x, y in zip(got.values(), want.values(), strict=True):
+        np.testing.assert_allclose(x, y, rtol=0, atol=2**-7 * np.abs(y).max())
+
+
+def square(p, x):
+    def layer(h, w):
+        return jnp.tanh(h @ w), None
+
+    h, _ = jax.lax.scan(layer, x.astype(NARROW), p.astype(NARROW))
+    return jnp.mean(jnp.square(h.astype(WIDE)))
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_gradients_of_bfloat16_models_are_rounded_once(held):
+    """By `u = eps / 2` of what comes out if parameters are held in bfloat16.
+
+    Sums of the same terms in another order differ by `n·eps·Σ|terms|` in float32. The
+    terms are those of rows: `jax.grad` of each, of which each product is rounded.
+    """
+    rng = np.random.default_rng(0)
+    p = jnp.asarray(rng.normal(size=(3, 64, 64)) / 4, NARROW if held else WIDE)
+    x = jnp.asarray(rng.normal(size=(256, 64)), WIDE)
+    acc = ga.accumulator.init(p)
+    _, acc = jax.jit(ga.accumulate(square, K))(acc, p, x)
+    due = np.asarray(ga.accumulator.mean(acc), np.float64)
+    terms = jax.vmap(jax.grad(square), (None, 0))(p, x[:, None])
+    size = np.mean(np.abs(np.asarray(terms, np.float64)), 0)
+    rounding = float(jnp.finfo(NARROW).eps) / 2 if held else 0.0
+    bound = rounding * np.abs(due) + len(x) * np.finfo(np.float32).eps * size
+
+    def off(step):
+        got = np.asarray(jax.jit(step)(p, x)[1], np.float64)
+        return np.max(np.abs(got - due) / bound)
+
+    assert off(ga.value_and_grad(square, K)) <= 1
+    # The twin: they are added up in bfloat16.
+    assert off(mean_of(square, K, accumulator_dtype=NARROW)) > 1
+
+
+@pytest.mark.usefixtures("optax_promotion", "fast_compilation")
+@pytest.mark.grid(1, 3)
+@pytest.mark.parametrize("name", ["masked", "clip", "vicreg"])
+def test_in_bfloat16_it_is_as_close_as_the_undivided_batch(name):
+    """Both round what they compute, in another order; each is compared with float64."""
+    fun = whole_losses.LOSSES[name].fun
+    args = whole_losses.arguments(dtype=NARROW)
+    plain = jax.jit(jax.value_and_grad(fun, has_aux=True))(*args)
+    got = jax.jit(ga.value_and_grad(fun, 4, has_aux=True))(*args)
+    assert jax.tree.map(_type, got) == jax.tree.map(_type, plain)
+    with jax.enable_x64(True):
+        wide = [
+            x.astype("f8") if x.dtype == NARROW else x for x in jax.tree.leaves(args)
+        ]
+        wide = jax.tree.unflatten(jax.tree.structure(args), wide)
+        want = jax.device_get(jax.value_and_grad(fun, has_aux=True)(*wide))
+
+    def far(out):  # of the value and the gradients, each of its largest number
+        each = (out[0][0], *out[1].values()), (want[0][0], *want[1].values())
+        pairs = [(np.float64(x), y) for x, y in zip(*each, strict=True)]
+        return [float(np.abs(x - y).max() / (np.abs(y).max() or 1)) for x, y in pairs]
+
+    for ours, theirs in zip(far(got), far(plain), strict=True):
+        assert ours <= 2 * theirs + 4 * float(jnp.finfo(NARROW).eps)
+
+
+def _type(x):
+    return x.shape, x.dtype
+
+
+# -- float16: nothing overflows that does not in the undivided batch -------------------
+
+HALF, SCALE = jnp.float16, 32768.0  # as loss scaling starts with
+X = jnp.asarray(np.random.default_rng(0).normal(size=(64, 4)) / 100, HALF)
+
+
+def scaled_sum(w, x):
+    return jnp.sum((x @ w.astype(HALF)).astype(jnp.float32)) * SCALE
+
+
+def sum_in_half(w, x):
+    return jnp.sum((x @ w.astype(HALF)) * HALF(SCALE / 2))
+
+
+def root(w, x):
+    return jnp.sqrt(scaled_sum(w, x) ** 2 + 1)
+
+
+@pytest.mark.usefixtures("fast_compilation")
+@pytest.mark.grid(2, 12)
+@pytest.mark.parametrize("optimize", [True, False])
+@pytest.mark.parametrize("dtype", [HALF, jnp.float32], ids=["half", "float32"])
+@pytest.mark.parametrize("fun", [scaled_sum, sum_in_half, root])
+def test_a_scaled_sum_overflows_only_where_it_does_without(fun, dtype, optimize):
+    w = jnp.ones(4, dtype)
+    due, of_due = jax.jit(jax.value_and_grad(fun))(w, X)
+    got, grads = jax.jit(ga.value_and_grad(fun, 8, optimize=optimize))(w, X)
+    assert np.all(np.isfinite(of_due))
+    assert (grads.dtype, got.dtype) == (of_due.dtype, due.dtype)
+    # Products of 64 rows are rounded to 11 bits; their sum is in float32 or wider.
+    size = SCALE * jnp.sum(jnp.abs(X.astype(jnp.float32)), 0)
+    bound = 4 * float(jnp.finfo(HALF).eps) * size
+    np.testing.assert_array_less(jnp.abs(grads - of_due), bound)
+    np.testing.assert_allclose(got, due, rtol=0, atol=float(jnp.sum(bound)))
+
+
+def test_what_overflows_without_it_still_does():
+    """The twin: the gradients are as large as they are."""
+
+    def fun(w, x):
+        return scaled_sum(w, x) * 1000
+
+    w = jnp.ones(4, HALF)
+    assert not np.all(np.isfinite(jax.grad(fun)(w, X)))
+    assert not np.all(np.isfinite(jax.jit(ga.value_and_grad(fun, 8))(w, X)[1]))
+
+
+def test_a_sum_in_float16_overflows_where_that_of_the_whole_batch_does():
+    def total(w, x):
+        return jnp.sum(x * w)
+
+    w, x = jnp.float16(1), jnp.full(8, 5000, jnp.float16)
+    value, _ = ga.value_and_grad(total, 4)(w, x)
+    assert value.dtype == jnp.float16
+    assert value == total(w, x) == 40000
+
+
+def test_small_gradients_keep_their_digits():
+    def fun(w, x):
+        return jnp.sum((x @ w).astype(jnp.float32)) / SCALE * 8
+
+    w = jnp.ones(4, HALF)
+    due = jax.jit(jax.grad(fun))(w, X)
+    _, got = jax.jit(ga.value_and_grad(fun, 8))(w, X)
+    tiny = float(jnp.finfo(HALF).smallest_subnormal)
+    np.testing.assert_array_less(jnp.abs(got - due), 65 * tiny)
+    assert jnp.any(jnp.abs(due) > 64 * tiny)

@@ -1,0 +1,142 @@
+"""All of `optax.losses` over micro-batches, as they give it for the whole batch.
+
+Losses are found by inspection, and arguments by their names. So one that is new in
+optax is tested as the others are, or fails here if its arguments are not known.
+"""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax.losses
+import pytest
+from test_law import assert_close
+
+import ga_optax as ga
+
+pytestmark = [
+    pytest.mark.usefixtures("optax_promotion", "fast_compilation"),
+    pytest.mark.filterwarnings("ignore:.*computed whole"),
+    pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning"),
+]
+N, T, D, E = 12, 5, 6, 4  # rows, times, features, classes
+
+
+def fenchel_young(scores, targets):
+    return optax.losses.make_fenchel_young_loss(jax.nn.logsumexp)(scores, targets)
+
+
+def found():
+    """The public functions of `optax.losses`."""
+    every = {
+        name: fun
+        for name, fun in vars(optax.losses).items()
+        if inspect.isfunction(fun) and not name.startswith("_")
+    }
+    return every | {"make_fenchel_young_loss": fenchel_young}
+
+
+LOSSES = found()
+INTEGERS = ("integer", "multiclass_hinge", "multiclass_perc", "multiclass_spar", "ntx")
+SIGNS = ("hinge_loss", "perceptron_loss", "sparsemax_loss")
+
+
+def arguments():
+    rng = np.random.default_rng(3)
+    params = [jnp.asarray(rng.normal(size=(D, E)) * 0.6) for _ in range(3)]
+    batch = {
+        "x": rng.normal(size=(N, T, D)),
+        "q": rng.dirichlet(np.ones(E), size=(N, T)),
+        "c": rng.integers(0, 3, (N, T)).astype(np.int32),
+        "sign": rng.integers(0, 2, (N, T, E)) * 2.0 - 1,
+        "keep": rng.random((N, T, E)) < 0.7,
+        "frames": (np.arange(T) >= rng.integers(3, T + 1, (N, 1))).astype(float),
+        "letters": (np.arange(2) >= rng.integers(1, 3, (N, 1))).astype(float),
+    }
+    batch["keep"][..., 0] = True
+    return params, jax.tree.map(jnp.asarray, batch)
+
+
+def labels_of(name, b):
+    if any(part in name for part in INTEGERS):
+        return b["c"]
+    return b["sign"] if name.startswith(SIGNS) else b["q"]
+
+
+def call(name, params, b, **options):
+    """The loss of such a name, of numbers that depend on the parameters."""
+    z, second, third = (b["x"] @ w for w in params)
+    target = labels_of(name, b)
+    given = {
+        **dict.fromkeys(("predictions", "predictor_outputs", "logits", "scores"), z),
+        "log_predictions": jax.nn.log_softmax(z),
+        "log_targets": jnp.log(b["q"]),
+        "embeddings": z[:, 0],
+        "anchors": z,
+        "positives": second,
+        "negatives": third,
+        "targets": target,
+        "labels": target,
+        "alpha": 0.1,
+        "logit_paddings": b["frames"],
+        "label_paddings": b["letters"],
+    }
+    if name.startswith("ctc"):
+        given["labels"] = b["c"][:, :2] + 1
+    if name in ("ntxent", "multiclass_sparsemax_loss"):  # without times
+        given |= {"scores": z[:, 0], "labels": b["c"][:, 0]}
+    if name == "smooth_labels":
+        given["labels"] = jax.nn.softmax(z)
+    parameters = inspect.signature(LOSSES[name]).parameters.values()
+    needed = [p.name for p in parameters if p.default is p.empty]
+    return LOSSES[name](*(given[p] for p in needed), **options)
+
+
+def check(name, k, **options):
+    """A mean of what it returns, and what is not one; with what it returns as aux."""
+
+    def fun(params, b):
+        out = call(name, params, b, **{o: f(b) for o, f in options.items()})
+        parts = jax.tree.leaves(out)
+        finite = [jnp.where(x > -1e4, x, 0) for x in parts]  # log(0) of ctc
+        roots = [jnp.sqrt(jnp.mean(x**2) + 1e-3) for x in finite]
+        return sum(x.mean() for x in finite) + sum(roots), out
+
+    with jax.enable_x64(True):
+        args = arguments()
+        step = ga.value_and_grad(fun, k, has_aux=True, accumulator_dtype="float64")
+        want = jax.jit(jax.value_and_grad(fun, has_aux=True))(*args)
+        assert float(jnp.abs(want[1][0]).max()) > 1e-3
+        assert_close(jax.jit(step)(*args), want, N)
+
+
+def takes(option):
+    return {n for n, f in LOSSES.items() if option in inspect.signature(f).parameters}
+
+
+# One adds over axes, and one has a label for each of the others.
+NOT_ALONG = {"dice_loss", "softmax_cross_entropy_with_integer_labels"}
+WITH_OPTIONS = {  # which losses, over how many micro-batches, and with which option
+    "as they are": (set(LOSSES), 4, {}),
+    "over one row": (set(LOSSES), N, {}),
+    "along the rows": (takes("axis") - NOT_ALONG, 3, {"axis": lambda b: 0}),
+    "over rows and times": ({"dice_loss"}, 4, {"axis": lambda b: (0, 1)}),
+    "with a mask": (takes("where"), 4, {"where": lambda b: b["keep"]}),
+}
+
+
+@pytest.mark.grid(4, 8)
+@pytest.mark.parametrize(
+    ("option", "name"),
+    [(o, name) for o, (names, *_) in WITH_OPTIONS.items() for name in sorted(names)],
+)
+def test_every_loss_of_optax_has_the_gradients_of_the_whole_batch(option, name):
+    _, k, options = WITH_OPTIONS[option]
+    check(name, k, **options)
+
+
+@pytest.mark.quick
+def test_there_are_as_many_losses_as_were_found():
+    assert len(LOSSES) >= 30
+    assert {"ctc_loss", "ntxent", "dice_loss", "softmax_cross_entropy"} <= set(LOSSES)

@@ -1,0 +1,71 @@
+"""Random programs of every form are those of the whole batch; see `whole_random`.
+
+`python tests/whole_random.py 2000`, which `make fuzz` runs too, checks as many of them.
+"""
+
+import jax
+import jax.numpy as jnp
+import pytest
+import whole_random
+from whole_programs import STEPS
+from whole_random import AXES, BOUND, WAYS, Insides, Program, check, draw
+
+import ga_optax as ga
+
+pytestmark = pytest.mark.usefixtures("optax_promotion", "fast_compilation")
+
+
+@pytest.mark.grid(3, 100)
+@pytest.mark.parametrize("seed", range(100))
+def test_random_programs_are_those_of_the_whole_batch(seed):
+    assert (check(draw(seed)) or 0) < BOUND  # of some steps numbers overflow
+
+
+@pytest.mark.grid(2, 8)
+@pytest.mark.parametrize("name", STEPS)
+def test_every_step_is_right_by_itself(name):
+    assert check(Program(3, names=(name,))) < BOUND
+
+
+@pytest.mark.grid(1)
+@pytest.mark.parametrize("way", ["window", "of a gradient", "gradient of it", "twice"])
+def test_the_twin_whose_rows_come_in_another_order_is_off(way, monkeypatch):
+    ours, theirs = WAYS[way]
+
+    def turned(fun, *args, **options):
+        def other(params, batch):
+            turned = {name: jnp.flip(batch[name], AXES[name]) for name in "xyz"}
+            return fun(params, batch | turned)
+
+        return ours(other, *args, **options)
+
+    program = Program(3, names=("running",), ways=(way,))
+    assert check(program) < BOUND
+    monkeypatch.setitem(WAYS, way, (turned, theirs))
+    assert check(program) > 1e-6
+
+
+def test_the_twin_whose_micro_batches_inside_are_turned_is_off(monkeypatch):
+    def turned(f, k, axes):
+        divided = ga.microbatch(f, k, batch_argnums=(1, 2), batch_axes=axes)
+        return lambda w, h, b: divided(w, h[::-1], b)
+
+    program = Program(6, names=("around",), ways=("inside alone",))
+    assert "micro-batches" in str(program)
+    assert check(program) < BOUND
+    monkeypatch.setattr(whole_random, "Insides", lambda: Insides(divide=turned))
+    assert check(program) > 1e-6
+
+
+def test_programs_are_of_every_kind():
+    drawn = [draw(seed) for seed in range(100)]
+    assert len({program.length for program in drawn}) > 4
+    assert {program.devices for program in drawn} == {1, 4}
+    assert {way for program in drawn for way in program.ways} == set(WAYS)
+    said = str(drawn[0])
+    assert said == str(drawn[0])
+    assert len(said.split(", ")) > drawn[0].length
+    with jax.enable_x64(True):
+        value, aux, _ = drawn[0].run(*drawn[0].arguments())
+    assert value.shape == ()
+    assert set(aux) == {"last", "one", "id", "count", "first"}

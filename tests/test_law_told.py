@@ -1,0 +1,425 @@
+"""What `batch_dependencies` and warnings say: where rows meet, and what to do."""
+
+import contextlib
+import os
+import re
+import types
+import warnings
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import whole_losses
+from helpers import temporaries
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from whole_harness import with_rules
+from whole_losses import LOSSES
+
+import ga_optax as ga
+from ga_optax._calls import savings
+from ga_optax._partition import writer
+from ga_optax._partition.values import RowsMeet
+from ga_optax._window import levels
+
+pytestmark = pytest.mark.usefixtures("optax_promotion")
+HERE = os.path.dirname(__file__) + os.sep
+K, ROWS = 4, 16
+W, X = np.random.default_rng(0).normal(size=(2, ROWS, ROWS)).astype(np.float32)
+
+
+def found(fun, *args, **options):
+    return ga.batch_dependencies(fun, K, **options)(*args)
+
+
+def lines_of(fun, *args, **options):
+    it = found(fun, *args, **options)
+    return [x.line for x in (*it.meetings, *it.kept)] + [x for _, x, _ in it.whole]
+
+
+def line_in(fun, offset):
+    return f"{os.path.basename(__file__)}:{fun.__code__.co_firstlineno + offset}"
+
+
+def warned(call):
+    """What a call warns of."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        call()
+    return [str(x.message) for x in told]
+
+
+# -- Lines -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_no_line_of_a_loss_is_empty_or_of_a_package(part):
+    args = whole_losses.arguments(dtype=np.float32)
+    losses = [loss.fun for loss in LOSSES.values()][part::4]
+    lines = [x for fun in losses for x in lines_of(fun, *args, has_aux=True)]
+    assert lines
+    assert [line for line in lines if not line.startswith(HERE)] == []
+
+
+def spread(w, x):
+    h = x @ w
+    return jnp.var(h, 0).sum()  # its two sums are in a jitted function of JAX's
+
+
+def entropies(w, x):
+    every = x @ w @ w.T @ x.T
+    return optax.softmax_cross_entropy(every, jnp.eye(len(every))).mean() ** 2
+
+
+@pytest.mark.parametrize("fun", [spread, entropies])
+def test_what_packages_do_is_said_of_the_line_that_calls_them(fun):
+    for line in lines_of(fun, W, X):
+        path, number, _ = line.split(":", 2)
+        assert path == __file__
+        assert 0 < int(number) - fun.__code__.co_firstlineno <= 2
+
+
+class Network(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for _ in range(2):
+            x = nn.BatchNorm(use_running_average=False)(nn.Dense(4)(x))
+        return x
+
+
+def test_beside_the_line_stands_the_module_inside():
+    variables = Network().init(jax.random.key(0), X)
+
+    def fun(p, x):
+        out, _ = Network().apply(variables | p, x, mutable=["batch_stats"])
+        return jnp.mean((out * jnp.linspace(0, 1, ROWS)[:, None]) ** 2)
+
+    table = str(found(fun, {"params": variables["params"]}, X))
+    rows = [row for row in table.splitlines() if "a sum of" in row]
+    scopes = [f"Network/BatchNorm_{i}" for i in range(2)]
+    assert [row.rpartition(", in ")[2] for row in rows] == scopes
+
+
+def test_beside_the_line_stands_the_function_of_a_package_inside():
+    def fun(w, x):
+        return optax.losses.ntxent(x @ w, jnp.arange(ROWS) % 4) ** 2
+
+    assert any(line.endswith(", in ntxent") for line in lines_of(fun, W, X))
+    # JAX's own functions are known by their names in the line.
+    assert not any(", in " in line for line in lines_of(spread, W, X))
+
+
+@pytest.mark.parametrize(("depth", "name"), [(1, "head"), (2, "head/head")])
+def test_the_name_of_a_scope_is_printed_as_often_as_it_is_entered(depth, name):
+    def fun(w, x):
+        with contextlib.ExitStack() as scopes:
+            for _ in range(depth):
+                scopes.enter_context(jax.named_scope("head"))
+            h = x @ w
+            return jnp.var(h, 0).sum() ** 2 + jnp.std(h, 0).sum() ** 2
+
+    assert {x.rpartition(", in ")[2] for x in lines_of(fun, W, X)} >= {name}
+    assert not any("head/head" in x for x in lines_of(fun, W, X)) or depth == 2
+
+
+# -- The table -------------------------------------------------------------------------
+
+
+def test_the_table_has_a_line_for_what_is_alike_and_one_for_all():
+    def layers(p, x):
+        def body(h, w):
+            return jnp.tanh(h @ w - h.mean(0)), None
+
+        return (jax.lax.scan(body, x, p)[0] ** 2).mean()
+
+    it = found(layers, jnp.ones((3, 32, 32)), jnp.ones((ROWS, 32)))
+    table, told = str(it).split("\n\n")
+    header, _, *rows = table.splitlines()
+    assert header.split("  ")[0] == "what meets"
+    [sums] = [row for row in rows if "a sum of 32 numbers" in row]
+    assert sums.startswith("3 times a sum of 32 numbers")
+    assert " 384 " in sums
+    assert f"{line_in(layers, 2)}:" in sums
+    assert told.startswith("forward, backward: how often")
+    total = told[told.index("In all") :].replace("\n", " ")
+    assert total.startswith(f"In all: {it.forward_passes} forward pass")
+    assert f"in about {it.peak_bytes:,} bytes." in total
+    assert it.kept_bytes == sum(x.nbytes for x in (*it.meetings, *it.kept))
+
+
+TEXTS = {  # a loss, and whether its text has this
+    "no row needs another": (
+        lambda w, x: jnp.mean(x @ w),
+        "No row needs another",
+        True,
+    ),
+    "rows are gathered": (
+        lambda w, x: jax.nn.logsumexp(x @ w @ x.T, 1).mean(),
+        "all rows of [16, 16]",
+        True,
+    ),
+    "what runs in no pass is computed whole": (
+        lambda w, x: jnp.mean(jnp.sort(x, 0)),
+        "sort, computed whole",
+        True,
+    ),
+    "and has no line for all": (
+        lambda w, x: jnp.mean(jnp.sort(x, 0)),
+        "In all:",
+        False,
+    ),
+    "as one of a pass has": (
+        lambda w, x: jnp.mean(jnp.sort(x @ w, 0)),
+        "In all:",
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", TEXTS)
+def test_the_text_says_what_there_is(case):
+    fun, text, is_there = TEXTS[case]
+    assert (text in str(found(fun, W, X))) == is_there
+
+
+def test_arguments_are_those_of_the_step_or_their_types():
+    def fun(p, x, key, train, scale=1.0):
+        keep = jax.random.bernoulli(key, 0.5, x.shape) if train else 1.0
+        return jnp.sqrt((jnp.tanh((x * keep) @ p) ** 2).mean()) * scale
+
+    p, x, key = jnp.ones((8, 8)), jnp.ones((ROWS, 8)), jax.random.key(0)
+    types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (p, x, key))
+    it = found(fun, p, x, key, True)
+    assert str(found(fun, *types, True)) == str(it)
+    assert it.forward_passes == 2
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+    x = jax.device_put(x, NamedSharding(mesh, PartitionSpec("data")))
+    it = found(fun, p, x, key, False, data_axis="data")
+    of_x = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+    assert it.num_microbatches == 2 * K
+    assert str(found(fun, types[0], of_x, key, False, data_axis="data")) == str(it)
+
+
+# -- What to do ------------------------------------------------------------------------
+
+
+def _halved(h):
+    return jax.lax.while_loop(lambda h: jnp.abs(h).max() > 0.1, lambda h: h / 2, h)
+
+
+def _in_order(h):
+    return jax.vmap(lambda x: jnp.zeros_like(x).at[jnp.argsort(x)].set(x))(h)
+
+
+def _by_offsets(h):
+    first = jnp.arange(len(h))[:, None] * h.shape[1]
+    at = (jnp.argsort(h, 1) + first).reshape(-1)
+    return jnp.zeros(h.size).at[at].set(h.reshape(-1)).reshape(h.shape)
+
+
+@pytest.mark.parametrize(
+    ("whole", "better"), [(_halved, jax.vmap(_halved)), (_by_offsets, _in_order)]
+)
+def test_what_is_computed_whole_says_what_to_do_and_that_helps(whole, better):
+    def text(f):
+        def loss(w, x):
+            return jnp.mean(jnp.sin(x @ w) * jax.lax.stop_gradient(f(x @ w)))
+
+        return str(found(loss, W[:, :4], X))
+
+    assert "jax.vmap" in text(whole)
+    assert "jax.vmap" not in text(better)
+
+
+def shuffled(w, x, key):
+    order = jax.random.permutation(key, len(x)).astype(x.dtype)
+    return jnp.mean((x @ w) * order[:, None])
+
+
+def noisy(w, x, key):
+    keep = jax.random.bernoulli(key, 0.5, (len(x), w.shape[1]))
+    return jnp.mean(jnp.where(keep, x @ w, 0))
+
+
+@pytest.mark.parametrize(("fun", "whole"), [(shuffled, {"sort"}), (noisy, set())])
+def test_what_is_computed_for_all_rows_and_read_for_some_is_listed(fun, whole):
+    assert {x.name for x in found(fun, W, X, jax.random.key(0)).whole} == whole
+
+
+# -- Warnings --------------------------------------------------------------------------
+
+BIG = jnp.zeros((512, 32)), {"in": jnp.ones((32, 256)), "mid": jnp.ones((256, 256))}
+
+
+def sorted_rows(p, x):
+    return (jnp.tanh(jnp.sort(jnp.tanh(x @ p["in"]), 0) @ p["mid"]) ** 2).mean()
+
+
+def sorted_in_jit(p, x):
+    return jax.jit(sorted_rows)(p, x)
+
+
+def with_factors(p, x):
+    h = x @ p["in"]
+    return jnp.log(jnp.diagonal(jnp.linalg.cholesky(h @ h.T + jnp.eye(len(h))))).sum()
+
+
+def by_rows(p, x):
+    return (jnp.tanh(jnp.tanh(x @ p["in"]) @ p["mid"]) ** 2).mean()
+
+
+LITTLE = {  # a loss, and the line that keeps it from saving memory, from its first
+    sorted_rows: (sorted_rows, 1),
+    sorted_in_jit: (sorted_rows, 1),
+    with_factors: (with_factors, 2),
+    by_rows: None,  # the twin
+}
+
+
+@pytest.mark.parametrize("fun", LITTLE)
+def test_what_saves_little_is_said_once_with_its_line(fun, monkeypatch):
+    monkeypatch.setattr(savings, "_said", set())
+    x, p = BIG
+    step = ga.value_and_grad(fun, 8)
+    told = warned(lambda: jax.eval_shape(step, p, x))
+    assert len(told) == (LITTLE[fun] is not None)
+    if told:
+        assert f"{line_in(*LITTLE[fun])}:" in told[0]
+        assert "computed whole" in told[0]
+        assert "Write that with other functions" in told[0]
+        assert not warned(lambda: jax.eval_shape(lambda *a: step(*a), p, x))
+        # Of so small a loss nothing is said.
+        monkeypatch.setattr(savings, "_said", set())
+        assert not warned(lambda: jax.eval_shape(step, p, x[:16]))
+
+
+def rematerialised(p, x):
+    """Layers that keep little, and compute much again."""
+
+    @jax.checkpoint
+    def layer(h):
+        wide = jnp.tanh(jnp.tanh(jnp.tanh(h @ p["in"]) @ p["mid"]) @ p["mid"])
+        return h + wide @ p["in"].T
+
+    for _ in range(4):
+        x = layer(x)
+    return (x**2).mean()
+
+
+def test_what_a_checkpointed_layer_computes_again_counts(monkeypatch):
+    x, p = BIG
+    args = p, jnp.tile(x, (8, 1))
+    closed = jax.make_jaxpr(rematerialised)(*args)
+    program = closed.jaxpr
+
+    def estimate():
+        return savings._needs(program, program.invars[:2])
+
+    undivided = temporaries(jax.jit(jax.value_and_grad(rematerialised)), *args)
+    assert 0.4 < estimate() / undivided < 2
+    monkeypatch.setattr(savings, "_again", lambda jaxpr: 0)  # the twin
+    assert estimate() / undivided < 0.4
+
+
+@pytest.mark.quick
+def test_sizes_that_are_left_open_have_no_estimate(monkeypatch):
+    """And no comparison of a number that is not known."""
+    monkeypatch.setattr(savings, "_said", set())
+    x, p = BIG
+    [n] = jax.export.symbolic_shape("8*n")
+    open_x = jax.ShapeDtypeStruct((n, 32), x.dtype)
+    export = jax.export.export(jax.jit(ga.value_and_grad(by_rows, 8)))
+    assert not warned(lambda: export(p, open_x))
+
+
+def test_what_is_kept_between_levels_is_named_if_nothing_is_whole():
+    little = savings.Savings(2**21, 2**21, ())
+    stored = [types.SimpleNamespace(nbytes=n, line=f"a.py:{n}") for n in (3, 9)]
+    text = savings.said(little, 8, stored)
+    for words in (
+        "at a.py:9; a.py:3.",
+        "residual_bytes=0",
+        "8 micro-batches need about 2.0 MiB",
+        "100% of what the undivided batch needs",
+    ):
+        assert words in text
+
+
+def centred(p, b):
+    """Layers in a scan whose rows minus their mean are read at the end."""
+
+    def layer(h, w):
+        h = jnp.tanh(h @ w)
+        return h, h - h.mean(0)
+
+    return jnp.mean(jax.lax.scan(layer, b, p)[1] ** 2)
+
+
+@pytest.mark.filterwarnings("ignore:.* micro-batches need about")
+def test_who_runs_more_often_than_room_would_cost_is_warned_once(monkeypatch):
+    monkeypatch.setattr(levels, "FEW_BYTES", 0)
+    levels._warn.cache_clear()
+    args = jnp.ones((12, 32, 32)) / 32, jnp.ones((1024, 32))
+    step = ga.value_and_grad(centred, 8)
+    told = [
+        warned(lambda: jax.eval_shape(lambda *a: step(*a), *args)) for _ in range(2)
+    ]
+    assert [sum("With residual_bytes=" in x for x in some) for some in told] == [1, 0]
+    it = ga.batch_dependencies(centred, 8)(*args)
+    nbytes, forward, backward = it.more_room
+    more = ga.batch_dependencies(centred, 8, residual_bytes=nbytes)(*args)
+    assert (more.forward_passes, more.backward_passes) == (forward, backward)
+    assert more.more_room is None
+    assert f"With residual_bytes={nbytes:_}: {forward} and" in " ".join(str(it).split())
+
+
+# -- Rules that fail -------------------------------------------------------------------
+
+
+@jax.custom_jvp
+def halved(x):
+    return x / 2
+
+
+halved.defjvp(lambda xs, dots: (xs[0] / 2, dots[0] / 2))
+
+
+def cumulated(w, x):
+    return jnp.mean(jnp.cumsum(jnp.tanh(halved(x @ w)), axis=1) ** 2)
+
+
+def failures(key, error):
+    """What is said of the value, which is right, if one rule raises an error."""
+
+    def rule(*args):
+        raise error
+
+    step = ga.value_and_grad(cumulated, K)
+    got = []
+    with with_rules(lambda name, plain: rule if name == key else plain):
+        told = warned(lambda: got.append(step(W, X)))
+    for x, y in zip(*got, jax.value_and_grad(cumulated)(W, X), strict=False):
+        bound = 200 * ROWS * np.finfo(np.float32).eps * np.abs(y).max()
+        np.testing.assert_allclose(x, y, rtol=0, atol=bound)
+    return [text for text in told if "failed" in text]
+
+
+def test_a_rule_that_fails_is_said_once_and_the_value_is_right(monkeypatch):
+    monkeypatch.setattr(writer, "_failed", set())
+    [said] = failures("cumsum", TypeError("cumsum got an axis more"))
+    for words in (
+        "The rule of ga_optax for cumsum failed",
+        f"with jax {jax.__version__}",
+        "TypeError: cumsum got an axis more",
+        os.path.basename(__file__),
+        "computed whole",
+        "the result is right, but takes more memory",
+    ):
+        assert words in said
+    assert failures("cumsum", TypeError("again")) == []
+    [said] = failures("custom_jvp_call", KeyError("jvp_jaxpr_fun"))
+    assert re.search("for custom_jvp_call failed.*KeyError: 'jvp_jaxpr_fun'", said)
+    # The twins: rows meet where they cannot, or nothing is broken.
+    assert failures("tanh", RowsMeet()) == failures("nothing", None) == []

@@ -1,0 +1,174 @@
+"""Products of groups of rows, and experts that get all rows sent to them (dropless)."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import temporaries
+from jax import lax
+
+import ga_optax as ga
+from ga_optax._partition import indexing, products
+
+pytestmark = [
+    pytest.mark.usefixtures("optax_promotion"),
+    pytest.mark.filterwarnings("ignore:.*computed whole"),
+]
+N, D, H, E, K = 16, 6, 5, 4, 4
+BOUND = 1e-12  # in float64: sums of at most some hundred terms
+SIZES = [(5, 0, 7, 4), (1, 2, 3, 2), (16, 0, 0, 0), (0, 0, 0, 0)]
+
+
+@pytest.fixture(autouse=True)
+def float64():
+    with jax.enable_x64(True):
+        yield
+
+
+def arguments(n=N, width=D, hidden=H):
+    rng = np.random.default_rng(0)
+    shapes = (width, E), (E, width, hidden), (E, hidden, width)
+    params = [jnp.asarray(rng.normal(size=s) / s[-1] ** 0.5) for s in shapes]
+    return params, jnp.asarray(rng.normal(size=(n, width)))
+
+
+def ragged(left, right, sizes, dots, ragged=0, group=(0,)):
+    numbers = lax.RaggedDotDimensionNumbers(dots, [ragged], list(group))
+    return lax.ragged_dot_general(left, right, sizes, numbers)
+
+
+def layers(p, x, sizes):
+    return lax.ragged_dot(jnp.tanh(lax.ragged_dot(x, p[1], sizes)), p[2], sizes)
+
+
+def of_groups(p, x, sizes):
+    """Of each group, a product that sums over its rows; JAX has no derivative of it."""
+    dots = (([0], [0]), ([], []))
+    found = ragged(jnp.tanh(x), jnp.sin(x[:, :3]), sizes, dots, 0, ())
+    return found + p[0][0, 0]
+
+
+def of_others(p, x, sizes):
+    """Groups along one axis, rows along another: of a factor, and of the other one."""
+    h = x * jnp.arange(1.0, N + 1)[:, None, None]
+    return ragged(h, p[1], sizes, (([2], [1]), ([], [])))
+
+
+def of_each(p, x, sizes):
+    """Groups of each row."""
+    h = x.reshape(N, 3, 2)
+    each = jnp.stack([h.swapaxes(1, 2)] * E) * p[1][:, None, :2, :3]
+    return ragged(h, each, jnp.minimum(sizes, 1), (([2], [2]), ([0], [1])), 1)
+
+
+def of_sizes(p, x, sizes):
+    """Sizes of each row, as by `jax.vmap`."""
+    each = jnp.minimum(sizes, 1 + (x[:, :1] > 0).astype(sizes.dtype))
+    h = x.reshape(N, 3, 2)
+    right = jnp.stack([h.swapaxes(1, 2)] * E) * p[1][:, None, :2, :3]
+    return ragged(h, right, each, (([2], [2]), ([0], [1])), 1)
+
+
+def summed(p, x, sizes):
+    """What is summed over is rows, and no groups."""
+    right = jnp.stack([x[:, :3]] * E) * p[1][:, :1, :1]
+    return lax.ragged_dot(x.T, right, jnp.minimum(sizes, 2))
+
+
+def summed_by_other(p, x, sizes):
+    """Only the second factor has rows."""
+    right = jnp.stack([x[:, :3]] * E)
+    return lax.ragged_dot(p[0][:3, :1] * jnp.ones(N), right, jnp.minimum(sizes, 1))
+
+
+CASES = [layers, of_groups, of_others, of_each, of_sizes, summed, summed_by_other]
+
+
+def off(got, want):
+    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+    return max(float(np.abs(x - y).max() / (np.abs(y).max() + 1e-3)) for x, y in pairs)
+
+
+def loss(case, sizes):
+    sizes = jnp.asarray(sizes, jnp.int32)
+
+    def total(p, x):
+        found = case(p, x, sizes)
+        return (jnp.sin(found) * jnp.arange(found.size).reshape(found.shape)).sum()
+
+    return total
+
+
+def compared(case, sizes):
+    fun, args = loss(case, sizes), arguments()
+    want = jax.jit(jax.value_and_grad(fun))(*args)
+    step = ga.value_and_grad(fun, K, accumulator_dtype="float64")
+    return off(jax.jit(step)(*args), want)
+
+
+@pytest.mark.grid(7, 28)
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("case", CASES)
+def test_products_of_groups_are_those_of_the_whole_batch(case, sizes):
+    assert compared(case, sizes) < BOUND
+    found = ga.batch_dependencies(loss(case, sizes), K)(*arguments())
+    assert "ragged_dot_general" not in {note.name for note in found.whole}
+
+
+@pytest.mark.parametrize("case", [layers, of_groups])
+def test_sizes_of_the_whole_batch_in_a_micro_batch_are_found(case, monkeypatch):
+    monkeypatch.setattr(products, "_sizes_here", lambda sizes, index, length: sizes)
+    assert compared(case, SIZES[0]) > 1e-3
+
+
+# -- Dropless experts ------------------------------------------------------------------
+
+
+def dropless(p, x):
+    """Rows sorted by their experts, multiplied by groups, and put back."""
+    gates = jax.nn.softmax(x @ p[0])
+    expert = gates.argmax(1)
+    order = jnp.argsort(expert)
+    h = layers(p, x[order], jnp.bincount(expert, length=E))
+    return (h[jnp.argsort(order)] ** 2 * gates.max(1, keepdims=True)).mean()
+
+
+def shuffled(p, x):
+    """Rows meet others as large as they are: of a mixture."""
+    order = jnp.argsort(x[:, 0])
+    return (jnp.tanh(jnp.tanh((x + x[order]) @ p[1][0]) @ p[2][0]) ** 2).mean()
+
+
+@pytest.mark.parametrize("fun", [dropless, shuffled])
+@pytest.mark.parametrize("k", [1, 4, 16])
+def test_rows_in_another_order_have_the_gradients_of_the_whole_batch(fun, k):
+    args = arguments()
+    want = jax.jit(jax.value_and_grad(fun))(*args)
+    step = jax.jit(ga.value_and_grad(fun, k, accumulator_dtype="float64"))
+    assert off(step(*args), want) < BOUND
+    other = args[0], args[1].at[0].multiply(1.1)
+    assert off(step(*other), want) > 1e-6  # the twin
+
+
+def test_dropless_experts_take_the_memory_of_a_micro_batch(monkeypatch):
+    params, x = jax.tree.map(jnp.float32, arguments(1024, 32, 128))
+    undivided = temporaries(jax.jit(jax.value_and_grad(dropless)), params, x)
+    one = temporaries(jax.jit(jax.value_and_grad(dropless)), params, x[:128])
+
+    def needs():
+        return temporaries(jax.jit(ga.value_and_grad(dropless, 8)), params, x)
+
+    rows = 4 * x.nbytes  # sorted and back, and their cotangents
+    assert needs() < one + rows < undivided / 2
+    monkeypatch.setattr(indexing, "reorders", lambda *args: False)
+    assert needs() > 0.8 * undivided
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 9), reason="data_axis needs jax 0.9")
+def test_dropless_experts_on_four_devices():
+    mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
+    args = arguments()
+    want = jax.jit(jax.value_and_grad(dropless))(*args)
+    over = {"data_axis": ga.DataAxis("data", mesh=mesh)}
+    step = ga.value_and_grad(dropless, 2, accumulator_dtype="float64", **over)
+    assert off(jax.jit(step)(*args), want) < BOUND

@@ -1,0 +1,184 @@
+"""A `jax.shard_map` inside of a loss: devices have parts of rows, or their own rows."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import temporaries
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from test_generators import off
+
+import ga_optax as ga
+from ga_optax._partition import nested
+
+pytestmark = [
+    pytest.mark.usefixtures("optax_promotion"),
+    pytest.mark.filterwarnings("ignore:.*computed whole"),
+    pytest.mark.skipif(jax.__version_info__ < (0, 9), reason="mesh axes with types"),
+]
+N, D, H, K = 32, 8, 12, 4
+BOUND = 1e-5  # float32, sums of at most a thousand terms
+
+
+def mesh_of():
+    return jax.make_mesh((2, 2), ("data", "model"), (AxisType.Auto,) * 2)
+
+
+def arguments(n=N, width=D, hidden=H):
+    rng = np.random.default_rng(0)
+    shapes = {"up": (width, hidden), "down": (hidden, width)}
+    params = {k: rng.normal(size=s) / s[0] ** 0.5 for k, s in shapes.items()}
+    return jax.tree.map(jnp.float32, params), jnp.float32(rng.normal(size=(n, width)))
+
+
+WHOLE = P()
+
+
+def over(in_specs, out_specs=WHOLE, **options):
+    """A function of devices of the mesh."""
+
+    def decorated(f):
+        specs = {"in_specs": in_specs, "out_specs": out_specs, **options}
+        return functools.wraps(f)(
+            lambda *args: jax.shard_map(f, mesh=mesh_of(), **specs)(*args)
+        )
+
+    return decorated
+
+
+WEIGHTS = P(None, "model"), P("model")
+
+
+def of_weights(p, x):
+    """Every device has all rows, and a part of the weights."""
+
+    @over((P(), *WEIGHTS))
+    def run(x, up, down):
+        return jax.lax.psum(jnp.tanh(x @ up) @ down, "model")
+
+    return (run(x, p["up"], p["down"]) ** 2).mean()
+
+
+def of_rows(p, x):
+    """And rows of its own."""
+
+    @over((P("data"), *WEIGHTS), P("data"))
+    def run(x, up, down):
+        return jax.lax.psum(jnp.tanh(x @ up) @ down, "model")
+
+    return (run(x, p["up"], p["down"]) * jnp.linspace(0, 1, len(x))[:, None]).mean()
+
+
+def of_columns(p, x):
+    """Rows are the second axis; parts of their numbers are elsewhere."""
+
+    @over((P("model", "data"), P("model")), P(None, "data"))
+    def run(x, up):
+        return jnp.tanh(jax.lax.psum(up.T @ x, "model"))
+
+    return ((p["down"].T @ run(x.T, p["up"])) ** 2).mean()
+
+
+def of_a_sum(p, x):
+    """What comes back is summed over rows and devices."""
+
+    @over((P("data"), P()))
+    def run(x, up):
+        return jax.lax.psum((jnp.tanh(x @ up) ** 2).sum(0), "data")
+
+    return jnp.tanh(run(x, p["up"]) / len(x)) @ p["down"].sum(1)
+
+
+def unchecked(p, x):
+    """Only one axis of the mesh is the function's, and nothing keeps track."""
+
+    @over((P(), *WEIGHTS), axis_names={"model"}, check_vma=False)
+    def run(x, up, down):
+        return jax.lax.psum(jnp.tanh(x @ up) @ down, "model")
+
+    return (run(x, p["up"], p["down"]) ** 2).mean()
+
+
+def dropped(p, x):
+    """A key that all have draws the same for all."""
+
+    @over((P(), P(), *WEIGHTS))
+    def run(x, key, up, down):
+        h = jax.lax.psum(jnp.tanh(x @ up) @ down, "model")
+        return jnp.where(jax.random.bernoulli(key, 0.7, h.shape), h, 0)
+
+    return (run(x, jax.random.key(0), p["up"], p["down"]) ** 2).mean()
+
+
+def of_places(p, x):
+    """The place of a row among those of a device."""
+
+    @over((P("data"), P()), P("data"))
+    def run(x, up):
+        return jnp.tanh(x @ up) * jnp.arange(len(x), dtype=x.dtype)[:, None]
+
+    return (run(x, p["up"]) @ p["down"]).mean()
+
+
+def meets(p, x):
+    @over((P("data"), P()), P("data"))
+    def run(x, up):
+        h = jnp.tanh(x @ up)
+        return h - jax.lax.pmean(h.mean(0), "data")
+
+    return ((run(x, p["up"]) @ p["down"]) ** 2).mean()
+
+
+LOSSES = [of_weights, of_rows, of_columns, of_a_sum, unchecked, dropped, of_places]
+
+
+def compared(fun, **options):
+    args = arguments()
+    want = jax.jit(jax.value_and_grad(fun))(*args)
+    return off(jax.jit(ga.value_and_grad(fun, K, **options))(*args), want)
+
+
+@pytest.mark.parametrize("fun", [*LOSSES, meets])
+def test_value_and_gradients_are_those_of_the_whole_batch(fun):
+    assert compared(fun) < BOUND
+
+
+def listed(fun, **options):
+    found = ga.batch_dependencies(fun, K, **options)(*arguments())
+    return {note.name for note in found.whole}
+
+
+def each():
+    """Of micro-batches whose rows lie on all devices."""
+    return {"data_axis": ga.DataAxis("data", mesh=mesh_of(), sync="each")}
+
+
+@pytest.mark.parametrize("fun", LOSSES)
+def test_where_rows_do_not_meet_nothing_is_computed_whole(fun):
+    assert "shard_map" not in listed(fun, **each())
+
+
+def test_where_they_meet_inside_it_is_computed_whole_and_said():
+    assert "shard_map" in listed(meets)
+
+
+def test_rows_that_are_taken_for_those_of_others_are_found(monkeypatch):
+    assert compared(of_places, **each()) < BOUND
+    monkeypatch.setattr(nested, "_on_device", lambda layout, *args, **kw: layout)
+    assert compared(of_places, **each()) > 1e-3
+
+
+def test_it_takes_the_memory_of_a_micro_batch(monkeypatch):
+    params, x = arguments(1024, 32, 128)
+
+    def needs():
+        return temporaries(jax.jit(ga.value_and_grad(of_weights, 8)), params, x)
+
+    undivided = temporaries(jax.jit(jax.value_and_grad(of_weights)), params, x)
+    split = 2 * x.nbytes  # the batch, as micro-batches have it
+    assert needs() - split < undivided / 4
+    monkeypatch.setattr(nested, "_on_device", lambda *args, **kw: None)
+    assert needs() > 0.9 * undivided
