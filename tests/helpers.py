@@ -2,12 +2,15 @@
 
 import contextlib
 import importlib.util
+import os
+import subprocess
 import sys
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 import ga_optax as ga
 from ga_optax._loop import fences, in_place
@@ -72,6 +75,42 @@ def without_fence_of_consts(monkeypatch):
         return whole(tree)
 
     monkeypatch.setattr(fences, "fusion_barrier", without_consts)
+
+
+def leaves_of(*trees):
+    """The leaves of trees side by side, which have as many."""
+    return zip(*map(jax.tree.leaves, trees), strict=True)
+
+
+def times_rate():
+    """An optimizer that returns minus the gradient times the extra argument `rate`."""
+
+    def update(updates, state, params=None, *, rate, **extra_args):
+        del params, extra_args
+        return jax.tree.map(lambda g: -g * rate, updates), state
+
+    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
+
+
+def started(*arguments, cwd=None, **environment):
+    """Python in a process of its own, which finds what this one finds."""
+    path, pipe = os.pathsep.join(filter(None, sys.path)), subprocess.PIPE
+    env = os.environ | {"PYTHONPATH": path} | environment
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.Popen(
+        command, cwd=cwd, env=env, stdout=pipe, stderr=pipe, text=True
+    )
+
+
+def python(*arguments, timeout=300, **options):
+    """What such a process says, and its exit status, once it has ended."""
+    with started(*arguments, **options) as process:
+        try:
+            said = process.communicate(timeout=timeout)
+        except BaseException:
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(arguments, process.returncode, *said)
 
 
 def load(path):

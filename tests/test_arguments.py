@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import bits, mean_of, temporaries
+from helpers import bits, leaves_of, mean_of, temporaries
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
@@ -466,7 +466,7 @@ def test_it_can_be_exported_with_open_sizes(fun, rows, columns, options):
     plain = fun if "make" in options else jax.value_and_grad(fun)
     due = jax.jit(plain)(MATRIX, X)
     other = jax.jit(plain)(MATRIX, X[: ROWS // 2])  # the twin
-    for a, b, c in zip(*map(jax.tree.leaves, (got, due, other)), strict=True):
+    for a, b, c in leaves_of(got, due, other):
         bound = 1e-6 * np.max(np.abs(b))
         assert np.max(np.abs(a - b)) <= bound
         assert a.shape != c.shape or np.max(np.abs(a - c)) > bound

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from helpers import leaves_of
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -359,7 +360,7 @@ def test_a_sharded_accumulator_stays_sharded(make, by):
     acc = add_all(p, accumulator.init(params), params)
     acc = acc._replace(weight=put(acc.weight), count=put(acc.count))
     acc = add_all(p, acc, params, 2.0)
-    for got, want in zip(*map(jax.tree.leaves, (acc.total, params)), strict=True):
+    for got, want in leaves_of(acc.total, params):
         assert got.sharding == want.sharding
         np.testing.assert_array_equal(got, 3 * want)
     assert float(acc.weight) == 3

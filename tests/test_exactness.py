@@ -1,10 +1,7 @@
 """examples/exactness.py and docs/exactness.md: they run, and their checks can fail."""
 
-import os
 import pathlib
 import re
-import subprocess
-import sys
 
 import helpers
 import jax
@@ -23,20 +20,9 @@ pytestmark = [pytest.mark.published, pytest.mark.usefixtures("optax_promotion")]
 
 # Two processes that compile thirty programs each, side by side.
 def test_two_processes_print_the_same_tables_bit_for_bit():
-    environment = os.environ | {
-        "XLA_FLAGS": "--xla_backend_optimization_level=0",
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-    }
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(EXAMPLE), "--steps", "2", "--splits", "8", "64"],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(2)
-    ]
+    command = EXAMPLE, "--steps", "2", "--splits", "8", "64"
+    flags = "--xla_backend_optimization_level=0"
+    processes = [helpers.started(*command, XLA_FLAGS=flags) for _ in range(2)]
     (out, err), other = (process.communicate(timeout=600) for process in processes)
     assert [process.returncode for process in processes] == [0, 0], out + err
     assert (out, err) == other
@@ -73,11 +59,7 @@ def exactness(monkeypatch):
     return module
 
 
-ACCUMULATE, VALUE_AND_GRAD, MULTI_STEPS = (
-    ga.accumulate,
-    ga.value_and_grad,
-    ga.MultiSteps,
-)
+ACCUMULATE, MULTI_STEPS = ga.accumulate, ga.MultiSteps
 
 
 def one_rounding_more(fun, k, **options):
@@ -133,13 +115,7 @@ def test_every_python_block_of_the_page_runs_and_prints_what_it_says():
     blocks = re.findall(r"```(python|text)\n(.*?)```", PAGE.read_text("utf-8"), re.S)
     program = "\n".join(block for language, block in blocks if language == "python")
     printed = "".join(block for language, block in blocks if language == "text")
-    run = subprocess.run(
-        [sys.executable, "-W", "error", "-c", program],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    run = helpers.python("-W", "error", "-c", program)
     assert run.returncode == 0, run.stderr
     assert run.stdout == printed
     assert printed.count("\n") >= 5

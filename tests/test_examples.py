@@ -5,11 +5,9 @@
 
 import ast
 import json
-import os
 import pathlib
 import re
 import signal
-import subprocess
 import sys
 import time
 import tomllib
@@ -118,29 +116,21 @@ RUNS = {
     "tasks": Run("--width 64 --rounds 3 --out OUT", PICTURE, oks=4),
 }
 # Most of the time goes into compiling, and most of that into LLVM's optimizer.
-ENVIRONMENT = os.environ | {
-    "PYTHONPATH": os.pathsep.join(filter(None, ["", *sys.path])),
-    "XLA_FLAGS": "--xla_backend_optimization_level=0",
-}
+FLAGS = "--xla_backend_optimization_level=0"
 
 
 def command(name, arguments, out):
     words = [str(out) if word == "OUT" else word for word in arguments.split()]
-    return [sys.executable, str(FOLDER / f"{name}.py"), *words]
+    return [str(FOLDER / f"{name}.py"), *words]
 
 
 @published
 @pytest.mark.parametrize("name", RUNS)
 def test_the_example_runs_and_ends_as_it_says(name, tmp_path):
     example = RUNS[name]
-    run = subprocess.run(
-        command(name, example.arguments, tmp_path),
-        cwd=tmp_path,
-        env=ENVIRONMENT | {"TMPDIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
+    words = command(name, example.arguments, tmp_path)
+    place = {"cwd": tmp_path, "TMPDIR": str(tmp_path), "timeout": 400}
+    run = helpers.python(*words, **place, XLA_FLAGS=FLAGS)
     printed = run.stdout
     assert run.returncode == 0, printed + run.stderr
     assert re.search(example.ends, printed.rstrip()), printed
@@ -168,9 +158,7 @@ def test_a_language_model_that_is_killed_goes_on_with_the_same_bits(tmp_path):
 
     def start(folder):
         words = command("char_lm", f"{CHAR_LM} --steps 24 --out OUT", tmp_path / folder)
-        pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
-        env = ENVIRONMENT | cache
-        return subprocess.Popen(words, env=env, stdout=pipe, stderr=nothing, text=True)
+        return helpers.started(*words, XLA_FLAGS=FLAGS, **cache)
 
     def outcome(folder):
         """What a run leaves, but for its speed."""
@@ -543,13 +531,7 @@ for path in sys.argv[1:]:
 
 @pytest.mark.published
 def test_every_script_has_help():
-    run = subprocess.run(
-        [sys.executable, "-c", HELP, *map(str, SCRIPTS)],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, ["", *sys.path]))},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    run = helpers.python("-c", HELP, *SCRIPTS)
     assert run.returncode == 0, run.stderr
     for path in SCRIPTS:
         assert f"usage: {path.name} [-h]" in run.stdout

@@ -1,8 +1,6 @@
 """Train state, NNX optimizer and NNX gradients: as Flax's own, for windows."""
 
 import functools
-import subprocess
-import sys
 
 import flax.linen as nn
 import flax.struct
@@ -14,7 +12,7 @@ import optax
 import pytest
 from flax import nnx
 from flax.training import dynamic_scale
-from helpers import bits
+from helpers import bits, leaves_of, python
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import ga_optax as ga
@@ -74,10 +72,8 @@ def test_without_one_accumulator_there_is_no_window():
     with pytest.raises(TypeError, match="flush needs tx to be"):
         ours.flush()
     both = {"a": ga.MultiSteps(ADAM, 2), "b": ga.MultiSteps(ADAM, 3)}
-    params, tx = (
-        dict.fromkeys(both, PARAMS),
-        optax.partition(both, {"a": "a", "b": "b"}),
-    )
+    params = dict.fromkeys(both, PARAMS)
+    tx = optax.partition(both, {"a": "a", "b": "b"})
     state = TrainState.create(apply_fn=None, params=params, tx=tx)
     state = state.apply_gradients(grads=params)
     assert int(state.step) == 1
@@ -257,7 +253,7 @@ def test_an_nnx_optimizer_accumulates_like_the_undivided_batch(cls):
             assert counts == divmod(i + 1, 4)
     assert seen == [1, 2, 3, 4]
     ours, theirs, before = (nnx.state(m, nnx.Param) for m in (model, big, start))
-    for a, b in zip(*map(jax.tree.leaves, (ours, theirs)), strict=True):
+    for a, b in leaves_of(ours, theirs):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
     assert bits(before) != bits(ours)  # the twin
 
@@ -336,7 +332,7 @@ def distance(ours, theirs):
     """How far two trees are apart, in `n·eps` of the largest number; integers equal."""
     assert jax.tree.structure(ours) == jax.tree.structure(theirs)
     ours, theirs = as_numbers(ours), as_numbers(theirs)
-    pairs = list(zip(*map(jax.tree.leaves, (ours, theirs)), strict=True))
+    pairs = list(leaves_of(ours, theirs))
     assert pairs
     found = [0.0]
     for a, b in pairs:
@@ -501,11 +497,11 @@ def test_whatever_fun_does_to_modules_is_done_as_by_nnx(fun):
     got = nnx.jit(value_and_grad(fun, K))(ours, x=x)  # rows may come by their name
     due = nnx.jit(nnx.value_and_grad(fun))(theirs, x)
     assert jax.tree.structure(got) == jax.tree.structure(due)
-    for a, b in zip(*map(jax.tree.leaves, (got, due)), strict=True):
+    for a, b in leaves_of(got, due):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
     assert nnx.graphdef(ours) == nnx.graphdef(theirs)
     left, due, old = map(nnx.state, (ours, theirs, before))
-    for a, b in zip(*map(jax.tree.leaves, (left, due)), strict=True):
+    for a, b in leaves_of(left, due):
         np.testing.assert_allclose(a, b, rtol=1e-6)
     # The twin: it is not what there was before.
     changes = nnx.graphdef(ours) != nnx.graphdef(before) or bits(left) != bits(old)
@@ -658,12 +654,7 @@ def test_the_package_imports_flax_when_it_is_first_asked_for():
     ask = "sys.modules['ga_optax'].flax.TrainState"
     program = f"import sys, ga_optax; {ask}; print('flax' in sys.modules)"
     missing = f"import sys; sys.modules['flax'] = None; import ga_optax; {ask}"
-    found, failed = (
-        subprocess.run(
-            [sys.executable, "-c", text], capture_output=True, text=True, check=False
-        )
-        for text in (program, missing)
-    )
+    found, failed = (python("-c", text) for text in (program, missing))
     assert found.stdout == "True\n", found.stderr
     last = failed.stderr.splitlines()[-1]
     assert last.startswith("ImportError: ga_optax.flax needs Flax"), failed.stderr
@@ -726,7 +717,7 @@ def test_fp8_scales_are_those_of_the_whole_batch(data_axis, name):
     tolerance = 16 * np.finfo(np.float32).eps
     close = functools.partial(np.testing.assert_allclose, rtol=tolerance)
     jax.tree.map(close, got[REPLACED], due[REPLACED])
-    for x, y in zip(*map(jax.tree.leaves, (got["params"], due["params"])), strict=True):
+    for x, y in leaves_of(got["params"], due["params"]):
         np.testing.assert_allclose(x, y, atol=tolerance * np.abs(y).max(), rtol=0)
     # The twin: a micro-batch by itself has larger cotangents, and its own statistics.
     alone = jax.jit(jax.grad(loss))(params, x0[:4])

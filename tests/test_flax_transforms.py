@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from helpers import leaves_of
+from test_flax import in_float64
 
 import ga_optax as ga
 import ga_optax.flax
@@ -34,14 +36,6 @@ def of_two(rngs):
 
 def stacked():
     return of_two(nnx.Rngs(0))
-
-
-def in_float64(module):
-    def wide(x):
-        return x.astype(jnp.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x
-
-    nnx.update(module, jax.tree.map(wide, nnx.state(module)))
-    return module
 
 
 def apply(block, x):
@@ -170,8 +164,7 @@ def test_what_a_transform_assigns_to_parameters_is_as_in_nnx(name):
         ours, due = (run(make, call, of) for of in (of_rows, nnx.value_and_grad))
         assert_close(ours, due)
         before = nnx.as_pure(nnx.state(in_float64(make()), nnx.Param))
-        pairs = zip(*map(jax.tree.leaves, (before, due[0][1])), strict=True)
-        assert all(a.shape == b.shape for a, b in pairs)
+        assert all(a.shape == b.shape for a, b in leaves_of(before, due[0][1]))
         kernel = due[1]["linear"]["kernel"]
         moved = name in ("swap", "shift")  # which leave the kernel alone
         assert moved == np.array_equal(before["linear"]["kernel"], kernel)

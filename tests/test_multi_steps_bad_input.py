@@ -125,6 +125,7 @@ VALUE = [
     (apply(value=3.0, state=STATE, **AVERAGES), r"each of mean_argnames.*\(arg_totals"),
     # States.
     (lambda: of("apply", SGD, weight=2.0), "there is none"),
+    (lambda: ga.stats(SGD.init(PARAMS)), "there is none"),
     (update(k=4, state=init(1)()), r"every_k_schedule=1.*_replace"),
     (apply(k=1, emit=False), "every_k_schedule=1"),
     (apply(k=1, emit=jnp.array(True)), "must hold an accumulator"),

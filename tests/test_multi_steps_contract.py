@@ -15,6 +15,7 @@ import numpy as np
 import optax
 import optimizers
 import pytest
+from helpers import leaves_of
 
 import ga_optax as ga
 
@@ -56,7 +57,9 @@ class Case:
         state = jax.eval_shape(self.opt.init, self.params)
         self.state_dtypes = jax.tree.map(lambda s: s.dtype, state)
         # Inside, it sees the accumulator's dtype, where it can take it.
-        self.precision = max(jnp.finfo(dtype), jnp.finfo(jnp.float32), key=_bits)
+        self.precision = max(
+            jnp.finfo(dtype), jnp.finfo(jnp.float32), key=lambda info: info.bits
+        )
         seen = jax.tree.map(lambda g: g.astype(self.precision.dtype), self.mean)
         try:
             expected = step(seen)
@@ -87,7 +90,7 @@ class Case:
         if self.name in optimizers.DIFFERENCES:
             atol += float(jnp.finfo(self.dtype).eps) * parameters
         assert jax.tree.structure(updates) == jax.tree.structure(self.expected)
-        for u, e in zip(*map(jax.tree.leaves, (updates, self.expected)), strict=True):
+        for u, e in leaves_of(updates, self.expected):
             assert u.dtype == e.dtype
             np.testing.assert_allclose(
                 np.asarray(u, np.float64),
@@ -95,10 +98,6 @@ class Case:
                 rtol=float(jnp.finfo(e.dtype).eps),
                 atol=atol,
             )
-
-
-def _bits(info):
-    return info.bits
 
 
 def _size(tree):

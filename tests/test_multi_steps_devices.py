@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers import leaves_of
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -18,6 +19,8 @@ pytestmark = pytest.mark.usefixtures("optax_promotion", "fast_compilation")
 WIDTH, ROWS, K = 16, 64, 4
 MESH = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
 ADAM, SGD = optax.adam(1e-2), optax.sgd(0.1)
+SKIPS = {"should_skip_update_fn": optax.skip_not_finite}
+DROPS = {"should_drop_window_fn": ga.drop_window_if_not_finite}
 GRADIENT = 4 * (WIDTH * WIDTH + WIDTH)  # bytes
 
 
@@ -105,7 +108,7 @@ FIRST, SECOND = slice(0, K), slice(K, 2 * K)
 
 def assert_close(got, want):
     """Adam's first steps are sign-like: a bound on the mean's rounding, times 1e-2."""
-    for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+    for a, b in leaves_of(got, want):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=0, atol=1e-5)
 
 
@@ -217,16 +220,8 @@ def test_a_window_that_is_closed_early_is_merged():
 @pytest.mark.parametrize(
     ("options", "counts", "kept"),
     [
-        (
-            {"should_skip_update_fn": optax.skip_not_finite},
-            (1, 0, 1, K - 1),
-            np.array([0, 2, 3, 4]),
-        ),
-        (
-            {"should_drop_window_fn": ga.drop_window_if_not_finite},
-            (0, 1, 1, 0),
-            SECOND,
-        ),
+        (SKIPS, (1, 0, 1, K - 1), np.array([0, 2, 3, 4])),
+        (DROPS, (0, 1, 1, 0), SECOND),
     ],
     ids=["step", "window"],
 )
@@ -321,13 +316,10 @@ def test_a_window_with_what_is_not_finite_in_one_shard_is_dropped(kind, bad):
     """The maximum over CPUs leaves out a NaN of one of them."""
     mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,))
     params = jax.device_put(jnp.ones((8, 4)), NamedSharding(mesh, P("data", None)))
-    drops = {"should_drop_window_fn": ga.drop_window_if_not_finite}
-    tx = ga.MultiSteps(optax.sgd(1.0), 2, **drops)
+    tx = ga.MultiSteps(optax.sgd(1.0), 2, **DROPS)
     with jax.set_mesh(mesh):
-        state, step = (
-            tx.init(params),
-            jax.jit(functools.partial(ga.apply_gradients, tx)),
-        )
+        state = tx.init(params)
+        step = jax.jit(functools.partial(ga.apply_gradients, tx))
         first = jax.device_put(jnp.arange(32).reshape(8, 4) == 0, params.sharding)
         good, grads = params, jnp.where(first, bad, params)
         for g, due in ((good, 1), (grads, 1), (good, 1), (good, 0)):

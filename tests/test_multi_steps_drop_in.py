@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers import bits, leaves_of
 
 import ga_optax as ga
 from ga_optax._across import state
@@ -139,7 +140,7 @@ def test_integer_parameters_are_updated_as_by_optax(opt, dtype):
     theirs = train_integers(optax.MultiSteps, opt, grads)
     for applies in (False, True):
         ours = train_integers(ga.MultiSteps, opt, grads, applies=applies)
-        for a, b in zip(*map(jax.tree.leaves, (ours, theirs)), strict=True):
+        for a, b in leaves_of(ours, theirs):
             assert a.dtype == b.dtype
             np.testing.assert_allclose(a, b, rtol=1e-6)
     other = train_integers(ga.MultiSteps, optax.sgd(4.0), grads)  # the twin
@@ -156,17 +157,6 @@ def test_flush_and_a_k_of_1_take_integer_parameters():
         ends.append(ga.flush(tx, state, params)[0])
     np.testing.assert_array_equal(ends[0]["n"], [2, 4])
     jax.tree.map(np.testing.assert_array_equal, *ends)
-
-
-def test_parameters_that_are_none_have_gradients_that_are_none():
-    frozen = {**PARAMS, "frozen": None}
-    grads = {**jax.tree.map(jnp.ones_like, PARAMS), "frozen": None}
-    tx = ga.MultiSteps(optax.adamw(0.1), 2)
-    params, state = frozen, tx.init(frozen)
-    for _ in range(2):
-        params, state = ga.apply_gradients(tx, grads, state, params)
-    assert params["frozen"] is None
-    assert (params["w"] != PARAMS["w"]).all()
 
 
 def test_the_comparison_of_runs_can_fail():
@@ -230,13 +220,6 @@ def test_counters_are_read_and_replaced_by_name():
 def test_a_numpy_integer_is_an_int():
     # Optax calls it, and raises.
     assert len(run(ga.MultiSteps, optax.sgd(0.1), np.int64(3))) == 9
-
-
-def test_a_schedule_may_return_a_float_as_optax_schedules_do():
-    schedule = optax.piecewise_constant_schedule(2.0, {2: 2.0})
-    ours = run(ga.MultiSteps, optax.sgd(0.1), schedule, steps=12)
-    steps = [int(h["gradient_step"]) for h in ours]
-    assert steps == [0, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 4]
 
 
 def test_it_survives_copying_and_is_a_static_argument():
@@ -396,11 +379,10 @@ def test_a_state_of_an_earlier_version_is_read_and_goes_on_with_the_same_bits(
     read = ga.from_saved(saved, new.init(PARAMS))
     assert jax.tree.structure(read) == jax.tree.structure(new.init(PARAMS))
     got = ga.apply_gradients(new, PARAMS, read, params)[0]
-    for a, b in zip(*map(jax.tree.leaves, (got, expected)), strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert bits(got) == bits(expected)
     # The twin: a new state in its place gives other parameters.
     other = ga.apply_gradients(new, PARAMS, new.init(PARAMS), params)[0]
-    assert not np.array_equal(jax.tree.leaves(other)[0], jax.tree.leaves(expected)[0])
+    assert bits(other) != bits(expected)
 
 
 def test_the_shapes_of_a_new_state_are_enough_if_nothing_is_missing():
@@ -408,8 +390,7 @@ def test_the_shapes_of_a_new_state_are_enough_if_nothing_is_missing():
     _, state = open_window(tx)
     saved, shapes = as_saved(state), jax.eval_shape(tx.init, PARAMS)
     read = ga.from_saved(saved, shapes)
-    for a, b in zip(*map(jax.tree.leaves, (read, state)), strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert bits(read) == bits(state)
     del saved["skip_state"]
     drops = {"should_drop_window_fn": ga.drop_window_if_not_finite}
     shapes = jax.eval_shape(ga.MultiSteps(optax.adam(0.1), 2, **drops).init, PARAMS)
@@ -429,8 +410,7 @@ def test_a_state_of_numpy_arrays_goes_on_with_the_same_bits_outside_of_jit():
     _, state = ga.apply_gradients(tx, grads[0], tx.init(params), params)
     own = [(params, state), (as_arrays(params), as_arrays(state))]
     same = [ga.apply_gradients(tx, grads[1], s, p) for p, s in own]
-    for a, b in zip(*map(jax.tree.leaves, same), strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert bits(same[0]) == bits(same[1])
     _, state = inner.update(grads[0], inner.init(params), params)
     theirs = [inner.update(grads[1], s, params)[0] for s in (state, as_arrays(state))]
     assert not np.array_equal(*theirs)
@@ -487,5 +467,4 @@ def test_orbax_refuses_a_state_that_lacks_a_field_and_from_saved_reads_it(tmp_pa
     with pytest.raises(ValueError, match="drop_state"):
         checkpointer.restore(tmp_path / "old", tx.init(PARAMS))
     read = ga.from_saved(checkpointer.restore(tmp_path / "old"), tx.init(PARAMS))
-    for a, b in zip(*map(jax.tree.leaves, (read, state)), strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert bits(read) == bits(state)

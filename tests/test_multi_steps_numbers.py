@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import oracle
 import pytest
-from helpers import bits, mean_of
+from helpers import bits, leaves_of, mean_of, times_rate
 
 import ga_optax as ga
 from ga_optax import accumulator
@@ -138,31 +138,6 @@ def test_4096_ones_in_bfloat16_sum_to_4096_unless_the_accumulator_is_bfloat16(
 
 
 # -- Weights ---------------------------------------------------------------------------
-
-
-def test_token_counts_as_weights_give_the_undivided_batch():
-    rng, lengths = np.random.default_rng(0), [3, 17, 0, 256]
-    x = jnp.asarray(rng.normal(size=(4, 256, 6)), jnp.float32)
-    y, p = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((4, 256), 6))
-    mask = jnp.arange(256)[None] < jnp.array(lengths)[:, None]
-
-    def loss(p, x, y, mask):
-        error = jnp.where(mask, jnp.square(x @ p - y), 0.0)
-        return jnp.sum(error) / jnp.maximum(jnp.sum(mask), 1)
-
-    grads = [jax.grad(loss)(p, x[i], y[i], mask[i]) for i in range(4)]
-    undivided = jax.grad(loss)(p, x, y, mask)
-
-    def error(weights):
-        params, _ = train(ga.MultiSteps(SGD, 4), grads, p, weights)[-1]
-        return np.abs(np.asarray(p - params) - np.asarray(undivided)).max()
-
-    # 276 terms of at most `largest`: 2 (n + 1) eps Σ|terms| / n, and the update's own.
-    largest = float(jnp.abs(x).max() ** 2 * 60)
-    bound = 2 * 277 * np.finfo(np.float32).eps / 2 * largest
-    assert error([float(n) for n in lengths]) < bound
-    assert error([n / 276 for n in lengths]) < bound  # fractions of the window
-    assert error(None) > 10 * bound  # the twin: the mean of means
 
 
 @pytest.mark.grid(3)
@@ -419,16 +394,6 @@ def test_a_narrow_schedule_closes_the_window_when_it_is_full(dtype):
 # -- The mean of extra arguments -------------------------------------------------------
 
 
-def times_rate():
-    """An optimizer that returns minus the gradient times the extra argument `rate`."""
-
-    def update(updates, state, params=None, *, rate, **extra_args):
-        del params, extra_args
-        return jax.tree.map(lambda g: -g * rate, updates), state
-
-    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
-
-
 GRADS, RATES = (2.0, 6.0, np.nan, 4.0), (1.0, 3.0, np.nan, 2.0)
 
 
@@ -492,7 +457,7 @@ def test_any_tree_of_parameters_works(name, k, options):
     params, tx = TREES[name], ga.MultiSteps(optax.sgd(0.5), k, **options)
     after, state = train(tx, [params] * k, params)[-1]
     assert jax.tree.structure(after) == jax.tree.structure(params)
-    for a, p in zip(*map(jax.tree.leaves, (after, params)), strict=True):
+    for a, p in leaves_of(after, params):
         assert a.dtype == p.dtype
         np.testing.assert_array_equal(a, 0.5 * p)
     assert ga.has_updated(state)

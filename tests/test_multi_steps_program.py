@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
-from helpers import bits
+from helpers import bits, leaves_of
 
 import ga_optax as ga
 from ga_optax._passes import ir
@@ -286,7 +286,7 @@ def test_apply_gradients_is_update_and_apply_updates(dtype):
     # for what is left in the accumulator.
     (p, a), (q, b) = ours, theirs
     assert bits(a._replace(total=a.acc_grads)) == bits(b._replace(total=b.acc_grads))
-    for x, y in zip(*map(jax.tree.leaves, (p, q)), strict=True):
+    for x, y in leaves_of(p, q):
         assert x.dtype == y.dtype
         eps = float(jnp.finfo(x.dtype).eps)
         x, y = (np.asarray(z, float) for z in (x, y))

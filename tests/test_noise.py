@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from helpers import bits, temporaries
+from helpers import bits, leaves_of, temporaries
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -357,7 +357,7 @@ def test_through_an_orbax_checkpoint_it_goes_on_with_the_same_bits(
         checkpointer.save(tmp_path / "half", half)
         checkpointer.wait_until_finished()
         restored = checkpointer.restore(tmp_path / "half", half)
-    for a, b in zip(*map(jax.tree.leaves, (restored, half)), strict=True):
+    for a, b in leaves_of(restored, half):
         assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
     testing.assert_trees_bitwise_equal(go_on(*restored, grads[cut:]), expected)
     # The twin: a noise that starts anew has seen less.

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.published
 
 FOLDER = pathlib.Path(__file__).parents[1] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+assert [path.name[0] for path in NOTEBOOKS] == list("123456")
 
 
 def execute(notebook, folder):
@@ -105,7 +106,3 @@ def test_a_plot_in_black_or_in_white_is_found(grey):
     assert least_contrast(picture) > 2
     picture[0, 0, :3] = grey
     assert least_contrast(picture) < 2
-
-
-def test_there_are_six_notebooks():
-    assert [path.name[0] for path in NOTEBOOKS] == list("123456")

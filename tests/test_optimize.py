@@ -1,16 +1,15 @@
 """`optimize=False`: the plain scan, in the argument, the environment and the config."""
 
-import os
-import subprocess
-import sys
+import collections
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import mean_of
+from helpers import mean_of, python
 
 import ga_optax as ga
+from ga_optax._passes import ir
 
 W = jnp.full((3, 3), 0.1)
 X = jnp.arange(24.0).reshape(8, 3) / 24
@@ -34,20 +33,8 @@ def by_hand(w, x):
 
 def names(fun, *args):
     """The primitives of a program and of its loop, with how often."""
-    counts = {}
-
-    def count(jaxpr):
-        for equation in jaxpr.eqns:
-            name = equation.primitive.name
-            counts[name] = counts.get(name, 0) + 1
-            for x in jax.tree.leaves(
-                list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
-            ):
-                if hasattr(x, "eqns"):
-                    count(getattr(x, "jaxpr", x))
-
-    count(jax.make_jaxpr(fun)(*args).jaxpr)
-    return counts
+    jaxpr = jax.make_jaxpr(fun)(*args).jaxpr
+    return collections.Counter(e.primitive.name for e in ir.equations(jaxpr))
 
 
 FENCES = {"optimization_barrier", "ga_optax_window", "sort", "xor", "cond", "new_ref"}
@@ -104,6 +91,9 @@ def is_plain(**options):
     return not FENCES & found.keys()
 
 
+WORDS = {"0": "False", "1": "True", "false": "False"}
+
+
 def test_the_config_and_the_argument_both_switch_it_off():
     assert not is_plain()
     assert is_plain(optimize=False)
@@ -118,17 +108,16 @@ def test_the_config_and_the_argument_both_switch_it_off():
     assert not is_plain()
 
 
-@pytest.mark.grid(1, 3)
+@pytest.mark.grid(2, 4)
 @pytest.mark.parametrize(
-    ("value", "answer"), [("0", "False"), ("1", "True"), ("false", "False")]
+    ("name", "value", "answer"),
+    [
+        *(("OPTIMIZE", word, [is_on, "False"]) for word, is_on in WORDS.items()),
+        ("WHOLE_DRAWS", "1", [str(ga.config.optimize), "True"]),
+    ],
 )
-def test_the_environment_sets_it(value, answer):
-    assert environment(value).stdout.split() == [answer, "False"]
-
-
-def test_the_environment_sets_the_other_options():
-    found = environment("1", "WHOLE_DRAWS").stdout.split()
-    assert found == [str(ga.config.optimize), "True"]
+def test_the_environment_sets_it(name, value, answer):
+    assert environment(value, name).stdout.split() == answer
 
 
 def test_another_word_in_the_environment_raises():
@@ -139,10 +128,7 @@ def test_another_word_in_the_environment_raises():
 
 def environment(value, name="OPTIMIZE"):
     program = "from ga_optax import config; print(config.optimize, config.whole_draws)"
-    env = os.environ | {f"GA_OPTAX_{name}": value}
-    return subprocess.run(
-        [sys.executable, "-c", program], env=env, capture_output=True, text=True
-    )
+    return python("-c", program, **{f"GA_OPTAX_{name}": value})
 
 
 @pytest.mark.quick

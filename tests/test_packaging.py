@@ -17,7 +17,6 @@ import pytest
 import ga_optax
 
 ROOT = pathlib.Path(__file__).parents[1]
-PROGRAMS = ROOT / "tests" / "typing"
 WORKFLOWS = ROOT / ".github" / "workflows"
 # A few of every kind: numbers, errors, other transformations, what a step compiles to.
 SELECTED = (
@@ -171,15 +170,11 @@ def run_tests(installed, site):
 
 # It takes more than ten seconds: a hundred tests, in a process that starts JAX.
 @built
-def test_tests_pass_against_the_wheel_with_its_source_gone(installed):
+def test_tests_pass_against_the_wheel_with_its_source_gone(installed, tmp_path):
     run = run_tests(installed, installed.site)
     assert run.returncode == 0, run.stdout
     assert re.search(r"\b\d\d+ passed", run.stdout)
-
-
-@built
-def test_the_same_tests_fail_against_a_broken_wheel(installed, tmp_path):
-    """The twin: they test what is installed, not the checkout."""
+    # The twin: they test what is installed, not the checkout.
     broken = shutil.copytree(installed.site, tmp_path / "site")
     path = broken / "ga_optax" / "accumulator.py"
     text = path.read_text(encoding="utf-8")
@@ -206,13 +201,8 @@ def brought(module, site):
 @built
 def test_importing_it_imports_nothing_else_that_optax_does_not(installed):
     assert brought("ga_optax", installed.site) == {"ga_optax"}
-
-
-@built
-def test_importing_its_flax_part_is_seen_to_import_flax(installed):
-    """The twin."""
     pytest.importorskip("flax")
-    assert "flax" in brought("ga_optax.flax", installed.site)
+    assert "flax" in brought("ga_optax.flax", installed.site)  # the twin
 
 
 # -- Types -----------------------------------------------------------------------------
@@ -229,18 +219,14 @@ def type_check(program, site):
 
 
 @built
-def test_the_type_checker_passes_on_a_users_program_which_runs(installed):
-    program = installed.source / "tests" / "typing" / "user_program.py"
+def test_types_pass_in_a_users_program_which_runs_and_every_mistake_is_found(installed):
+    programs = installed.source / "tests" / "typing"
+    program = programs / "user_program.py"
     run = type_check(program, installed.site)
     assert run.returncode == 0, run.stdout + run.stderr
     assert "0 errors" in run.stdout + run.stderr
     assert succeed(program, cwd=installed.source, site=installed.site)
-
-
-@built
-def test_the_type_checker_finds_every_mistake_of_the_wrong_program(installed):
-    """The twin."""
-    program = installed.source / "tests" / "typing" / "wrong_program.py"
+    program = programs / "wrong_program.py"  # the twin
     lines = program.read_text(encoding="utf-8").splitlines()
     marked = {n for n, line in enumerate(lines, 1) if "# wrong:" in line}
     assert len(marked) > 10
@@ -299,6 +285,8 @@ def test_workflows_parse_and_call_make_targets_that_exist():
     called, unknown = unknown_targets(jobs, targets)
     assert {"docs", "lint", "oldest", "pytest", "release-check", "types"} <= set(called)
     assert unknown == set()
+    twin = [{"steps": [{"run": "make pytest WORKERS=4\nmake tset"}]}]
+    assert unknown_targets(twin, {"pytest", "test"}) == (["pytest", "tset"], {"tset"})
     for flow in flows:
         assert flow["permissions"] == {"contents": "read"}
     for job in jobs:
@@ -319,14 +307,6 @@ def test_documents_name_make_targets_that_exist():
         named = set(re.findall(r"(?:^ {4}|`)make ([a-z-]+)", text, re.M))
         assert named
         assert named <= targets
-
-
-def test_a_workflow_that_calls_an_unknown_target_is_found():
-    """The twin."""
-    jobs = [{"steps": [{"run": "make pytest WORKERS=4\nmake tset"}]}]
-    called, unknown = unknown_targets(jobs, {"pytest", "test"})
-    assert called == ["pytest", "tset"]
-    assert unknown == {"tset"}
 
 
 def test_make_takes_the_newest_python_that_starts_and_says_which_does_not(tmp_path):

@@ -2,7 +2,6 @@
 
 import logging
 import pathlib
-import subprocess
 import sys
 
 import helpers
@@ -249,7 +248,8 @@ def test_this_jax_is_as_known_and_nothing_is_registered_at_import():
         "for made in (probe.usable, transformable._primitive):\n"
         "    assert made.cache_info().currsize == 0\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    run = helpers.python("-c", code)
+    assert run.returncode == 0, run.stderr
 
 
 def mesh(kind):

@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import sys
-import zipfile
 
 import helpers
 import pytest
@@ -139,58 +138,17 @@ def test_on_a_package_index_every_link_of_the_readme_is_absolute_and_leads_to_a_
     ("readme", "word"),
     [
         ("[a](https://x.org) [page](docs/page.md)", "docs/page.md"),
-        ("![a](https://x.org) ![a picture](docs/picture.svg)", "docs/picture.svg"),
         ('![a](#b) <img width="9" src="docs/picture.svg">', "docs/picture.svg"),
         ("nothing", "no links"),
     ],
 )
-def test_a_link_that_leads_nowhere_from_there_is_found(readme, word):
+def test_a_link_that_leads_nowhere_or_another_version_is_found(readme, word):
     """The twin."""
     [wrong] = check.wrong_metadata(metadata(SOMEWHERE, readme), SOMEWHERE)
     assert word in wrong
-
-
-def test_metadata_of_another_version_or_without_links_is_found():
     text = metadata(EMPTY._replace(version="9"), "[a](https://x.org)")
     wrong = check.wrong_metadata(text, SOMEWHERE)
     assert len(wrong) == 1 + len(address.project_urls(SOMEWHERE))
-
-
-# -- Where it is tried out -------------------------------------------------------------
-
-
-def test_a_python_is_found_from_any_folder_and_a_missing_one_is_an_error(
-    tmp_path, monkeypatch, capsys
-):
-    (tmp_path / "bin").mkdir()
-    link = tmp_path / "bin" / "python"
-    link.symlink_to(sys.executable)
-    monkeypatch.chdir(tmp_path)
-    assert check.interpreter("bin/python") == str(link)  # an environment's own
-    monkeypatch.setattr(sys, "argv", ["check.py", "bin/no_such_python"])
-    with pytest.raises(SystemExit):
-        check.main()
-    assert "there is no program 'bin/no_such_python'" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("pythons", [1, 2])
-def test_it_is_ready_only_if_it_was_tried_on_both_ends(
-    pythons, checkout, tmp_path, monkeypatch, capsys
-):
-    root = checkout(SOMEWHERE.address)
-    text = address.with_absolute_links((root / "README.md").read_text(), SOMEWHERE)
-    wheel = tmp_path / "a.whl"
-    with zipfile.ZipFile(wheel, "w") as files:
-        files.writestr("a.dist-info/METADATA", metadata(SOMEWHERE, text))
-    monkeypatch.setattr(check.address, "read", lambda: SOMEWHERE)
-    monkeypatch.setattr(check, "build", lambda folder: wheel)
-    monkeypatch.setattr(check, "wrong_documents", lambda root, release: [])
-    monkeypatch.setattr(check, "try_out", lambda python, wheel, version: [])
-    monkeypatch.setattr(sys, "argv", ["check.py", *[sys.executable] * pythons])
-    assert check.main() == 2 - pythons
-    out = capsys.readouterr().out
-    assert ("only one Python was named" in out) == (pythons == 1)
-    assert ("Ready." in out) == (pythons == 2)
 
 
 # -- What stops a release --------------------------------------------------------------
