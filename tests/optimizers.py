@@ -140,9 +140,7 @@ def extra_arguments(name, params, mean, loss):
         return {}
     if name == "sophia":
         return {"obj_fn": loss}
-    if name in ("momo", "momo_adam", "polyak_sgd", "scale_by_polyak"):
-        return {"value": loss(params)}
-    if name == "reduce_on_plateau":
+    if "momo" in name or "polyak" in name or name == "reduce_on_plateau":
         return {"value": loss(params)}
     if "lbfgs" in name or "linesearch" in name:
         return {"value": loss(params), "grad": mean, "value_fn": loss}

@@ -242,10 +242,8 @@ def added(grads, weight=None, params=PARAMS):
     return lambda jit: jit(accumulator.add)(accumulator.init(params), grads, weight)
 
 
-def weighed(weight):
-    return lambda jit: added(PARAMS, weight)(
-        lambda add: add
-    )  # a traced one is not read
+def weighed(weight):  # a traced one is not read
+    return lambda jit: added(PARAMS, weight)(lambda add: add)
 
 
 def made(dtype):
@@ -260,7 +258,6 @@ def merged(one, other):
 BIAS, KERNEL = r"\['dense'\]\['bias'\]", r"\['dense'\]\['kernel'\]"
 ERRORS = [
     (added(spoil(bias=None)), ValueError, f"{BIAS} is missing"),
-    (added(None), ValueError, f"{BIAS} is missing"),
     (added([PARAMS]), ValueError, BIAS),
     (added(spoil(extra=jnp.ones(1))), ValueError, r"\['extra'\].* not in"),
     (added(spoil(bias=jnp.ones(4))), ValueError, rf"{BIAS}.*\(3,\).*\(4,\)"),
@@ -270,15 +267,11 @@ ERRORS = [
     (added(PARAMS, jnp.ones(2)), ValueError, r"scalar.*\(2,\)"),
     (weighed(-1), ValueError, "not negative.*-1"),
     (weighed(float("nan")), ValueError, "finite.*nan"),
-    (weighed(np.inf), ValueError, "finite.*inf"),
     (weighed(jnp.float32(-2.0)), ValueError, "not negative.*-2"),
     (weighed(True), TypeError, "bool"),
-    (weighed("3"), TypeError, "str"),
     (weighed(1j), TypeError, "complex"),
     (weighed(jnp.array(True)), TypeError, "bool"),
-    (weighed([1.0]), TypeError, "list"),
     (made(jnp.int32), TypeError, "floating dtype"),
-    (made(bool), TypeError, "floating dtype"),
     (made(jnp.complex64), TypeError, "floating dtype"),
     (merged(jnp.ones(2), jnp.ones(3)), ValueError, r"\['a'\].*\(2,\).*\(3,\)"),
 ]

@@ -312,25 +312,17 @@ def test_which_leaf_has_rows_is_a_hint(name):
 # -- Sizes -----------------------------------------------------------------------------
 
 
-def text_of(**options):
-    return str(jax.make_jaxpr(ga.value_and_grad(squares, **options))(W, X))
-
-
 @pytest.mark.quick
-@pytest.mark.parametrize("size", [1, 4, 16])
+@pytest.mark.parametrize("size", [2, 4, 8])
 def test_a_size_is_the_number_that_it_makes_of_the_rows(size):
-    got = text_of(microbatch_size=size)
-    assert got == text_of(num_microbatches=ROWS // size)
-    assert got != text_of(num_microbatches=2)  # the twin
+    step = ga.value_and_grad(squares, microbatch_size=size)
+    for rows in (8, 16):
 
+        def program(step, x=X[:rows]):
+            return str(jax.make_jaxpr(step)(W, x))
 
-@pytest.mark.quick
-@pytest.mark.parametrize("size", [2, 4])
-def test_one_function_takes_batches_of_several_lengths(size):
-    step = jax.jit(ga.value_and_grad(squares, microbatch_size=size))
-    for rows in (4, 8, 16):
-        due = jax.jit(ga.value_and_grad(squares, rows // size))(W, X[:rows])
-        assert bits(step(W, X[:rows])) == bits(due)
+        assert program(step) == program(ga.value_and_grad(squares, rows // size))
+        assert program(step) != program(ga.value_and_grad(squares, rows))  # the twin
 
 
 def root(w, x):

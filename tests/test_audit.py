@@ -105,63 +105,43 @@ KEEPS = "%f = f32[2,4] fusion(%p), kind=kCustom, calls=%kept"
 KEEPS_TWO = "%f = (f32[8,4], f32[8,4]) fusion(%p, %p), kind=kCustom, calls=%kept"
 
 
-@pytest.mark.parametrize(
-    ("lines", "before", "kind", "size"),
-    [
-        # Operands with their types beside them, and in a tuple.
-        (
-            ["%c = f32[8,4] all-reduce(f32[8,4]{1,0} %p), replica_groups={}"],
-            "",
-            "all-reduce",
-            128,
-        ),
-        (
-            [
-                "%q = bf16[10]{0} parameter(1)",
-                "%c = (f32[8,4]{1,0}, /*index=1*/bf16[10]{0}) "
-                + REDUCED.replace("%p", "%p, %q"),
-            ],
-            "",
-            "all-reduce",
-            128 + 20,
-        ),
-        # Asynchronous: a pair, and a call of what it wraps.
-        (
-            [
-                "%s = (f32[8,4]{1,0}, f32[16,4]{1,0}) all-gather-start(%p), "
-                + KINDS["all-gather"],
-                "%d = f32[16,4]{1,0} all-gather-done(%s)",
-            ],
-            "",
-            "all-gather",
-            128,
-        ),
-        (
-            [
-                f"%s = {ASYNC} async-start(%p), {RUNS}",
-                f"%u = {ASYNC} async-update(%s), {RUNS}",
-                f"%d = f32[4,4]{{1,0}} async-done(%u), {RUNS}",
-            ],
-            WRAPPED,
-            "reduce-scatter",
-            128,
-        ),
-        # An all-reduce whose fusion keeps a slice is a reduce-scatter; one whose slice
-        # is of something else, or that another kernel slices, sends all.
-        ([KEEPS], sliced("all-reduce.9"), "reduce-scatter", 128),
-        ([KEEPS], sliced("q"), "all-reduce", 128),
-        (
-            ["%f = f32[2,4] call(%p), to_apply=%kept"],
-            sliced("all-reduce.9"),
-            "all-reduce",
-            128,
-        ),
-        ([KEEPS_TWO], sliced_pair("%s.1"), "reduce-scatter", 256),
-        ([KEEPS_TWO], sliced_pair("%g.1"), "all-reduce", 256),
-    ],
-)
-def test_a_collective_counts_once_in_any_form(lines, before, kind, size):
-    found = only(entry(PARAMETER, *lines, before=before))
+TYPED = "%c = f32[8,4] all-reduce(f32[8,4]{1,0} %p), replica_groups={}"
+AND_HALF = "%c = (f32[8,4]{1,0}, /*index=1*/bf16[10]{0}) "
+GATHERS = "%s = (f32[8,4]{1,0}, f32[16,4]{1,0}) all-gather-start(%p), "
+LATER = [
+    f"%s = {ASYNC} async-start(%p), {RUNS}",
+    f"%u = {ASYNC} async-update(%s), {RUNS}",
+    f"%d = f32[4,4]{{1,0}} async-done(%u), {RUNS}",
+]
+CALLS = "%f = f32[2,4] call(%p), to_apply=%kept"
+# The kind, the bytes, the instructions, and computations before them.
+FORMS = [
+    # Operands with their types beside them, and in a tuple.
+    ("all-reduce", 128, [TYPED]),
+    (
+        *("all-reduce", 128 + 20),
+        ["%q = bf16[10]{0} parameter(1)", AND_HALF + REDUCED.replace("%p", "%p, %q")],
+    ),
+    # Asynchronous: a pair, and a call of what it wraps.
+    (
+        *("all-gather", 128),
+        [GATHERS + KINDS["all-gather"], "%d = f32[16,4]{1,0} all-gather-done(%s)"],
+    ),
+    ("reduce-scatter", 128, LATER, WRAPPED),
+    # An all-reduce whose fusion keeps a slice is a reduce-scatter; one whose slice
+    # is of something else, or that another kernel slices, sends all.
+    ("reduce-scatter", 128, [KEEPS], sliced("all-reduce.9")),
+    ("all-reduce", 128, [KEEPS], sliced("q")),
+    ("all-reduce", 128, [CALLS], sliced("all-reduce.9")),
+    ("reduce-scatter", 256, [KEEPS_TWO], sliced_pair("%s.1")),
+    ("all-reduce", 256, [KEEPS_TWO], sliced_pair("%g.1")),
+]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_collective_counts_once_in_any_form(form):
+    kind, size, lines, *before = form
+    found = only(entry(PARAMETER, *lines, before="".join(before)))
     assert (found.kind, found.num_bytes) == (kind, size)
 
 
@@ -325,43 +305,30 @@ def test_a_mesh_gives_the_groups_their_names(groups, axes):
     assert only(entry(PARAMETER, line)).replica_groups == groups
 
 
-def test_a_compiled_program_is_read_as_it_runs():
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_compiled_program_is_read_as_it_runs(inside):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
 
     def step(x):
         def body(acc, _):
-            return jnp.tanh(acc + x), None
+            return jnp.tanh(acc + (jax.lax.psum(acc, "data") if inside else x)), None
 
-        acc, _ = jax.lax.scan(body, jnp.zeros_like(x), length=6)
-        return jax.lax.psum(acc, "data")
+        acc = jax.lax.scan(body, x, length=6)[0]
+        return acc if inside else jax.lax.psum(acc, "data")
 
-    mapped = jax.shard_map(
-        step, mesh=mesh, in_specs=P("data"), out_specs=P(), check_vma=False
-    )
-    audit = ga.audit(jax.jit(mapped).lower(jnp.ones((8, 100))).compile())
-    assert not audit.in_loop
-    assert audit.total_bytes == 400
-    assert "1 collective, none in a loop: 400 bytes" in str(audit)
-
-
-def test_what_stands_in_a_loop_is_what_to_worry_about():
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-
-    def step(x):
-        def body(acc, _):
-            return jnp.tanh(acc + jax.lax.psum(acc, "data")), None
-
-        return jax.lax.scan(body, x, length=6)[0]
-
-    mapped = jax.shard_map(
-        step, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False
-    )
+    specs = {"in_specs": P("data"), "out_specs": P("data") if inside else P()}
+    mapped = jax.shard_map(step, mesh=mesh, check_vma=False, **specs)
     audit = ga.audit(jax.jit(mapped).lower(jnp.ones((8, 100))).compile(), mesh)
+    if not inside:
+        assert not audit.in_loop
+        assert audit.total_bytes == 400
+        assert "1 collective, none in a loop: 400 bytes" in str(audit)
+        return
+    # What stands in a loop is what to worry about.
     assert audit.total_bytes == 6 * 400
     assert audit.in_loop[0].axes == ("data",)
-    page = str(audit)
-    assert "loop of 6" in page
-    assert "data_axis=" in page
+    assert "loop of 6" in str(audit)
+    assert "data_axis=" in str(audit)
 
 
 def test_who_passed_data_axis_is_not_told_to_pass_it():

@@ -48,15 +48,9 @@ def undivided(w=W, x=X):
 def test_every_leaf_is_that_of_the_undivided_batch(k):
     got = jax.jit(ga.value_and_grad(loss, k, has_aux=True))(W, X)
     assert_trees_bitwise_equal(got, undivided())
-
-
-def test_an_axis_is_known_and_not_guessed_from_its_length():
-    """The twin: with k = 4 the features are as many as the rows of a micro-batch."""
-    (_, aux), _ = jax.jit(ga.value_and_grad(loss, 4, has_aux=True))(W, X)
-    one = loss(W, X[:4])[1]
-    assert one["scores"].shape == one["mean of features"].shape
-    assert aux["scores"].shape == (16,)
-    assert aux["mean of features"].shape == (4,)
+    if k == 4:  # features are as many as rows: an axis is not guessed from its length
+        one = loss(W, X[:4])[1]
+        assert one["scores"].shape == one["mean of features"].shape
 
 
 # -- On devices ------------------------------------------------------------------------

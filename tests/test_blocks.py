@@ -4,6 +4,7 @@ import functools
 import time
 from typing import NamedTuple
 
+import helpers
 import hypothesis
 import hypothesis.extra.numpy as hnp
 import hypothesis.strategies as st
@@ -34,8 +35,7 @@ class Layer(NamedTuple):
 
 
 def bits(tree):  # of any tree, an empty one too
-    leaves = map(np.asarray, jax.tree.leaves(tree))
-    return [(leaf.dtype, leaf.tobytes()) for leaf in leaves]
+    return jax.tree.leaves(tree) and helpers.bits(tree)
 
 
 def model(layers=3, width=4, seed=0):
@@ -59,6 +59,7 @@ def stacked(layers=3, width=4, seed=0):
 
 
 NAMES = ["embed", "layers/0", "layers/1", "layers/2", "head"]
+SIZES = dict(zip(NAMES, [28, 20, 20, 20, 28], strict=True))
 STACKED_BY = ["embed", blocks.Stacked("layers"), "head"]
 BOTH = pytest.mark.parametrize(
     ("make", "by"), [(model, NAMES), (stacked, STACKED_BY)], ids=["list", "stack"]
@@ -73,6 +74,11 @@ def add_all(p, acc, grads, weight=None, order=reversed):
 
 # -- Partitions ------------------------------------------------------------------------
 
+
+def by_bias(path):
+    return "b" if path.endswith("/b") else "rest"
+
+
 HAIKU = {"mlp/~/linear_0": {"w": jnp.ones(2)}, "mlp/~/linear_01": jnp.ones(3)}
 
 
@@ -80,21 +86,13 @@ HAIKU = {"mlp/~/linear_0": {"w": jnp.ones(2)}, "mlp/~/linear_01": jnp.ones(3)}
     ("tree", "by", "sizes"),
     [
         (model(), 1, {"embed": 28, "head": 28, "layers": 60}),
-        (
-            model(),
-            2,
-            {"embed": 28, "head/w": 28, **{f"layers/{i}": 20 for i in range(3)}},
-        ),
-        (model(), NAMES, dict(zip(NAMES, [28, 20, 20, 20, 28], strict=True))),
-        (stacked(), STACKED_BY, dict(zip(NAMES, [28, 20, 20, 20, 28], strict=True))),
+        (model(), 2, {"embed": 28, "head/w": 28, **dict.fromkeys(NAMES[1:4], 20)}),
+        (model(), NAMES, SIZES),
+        (stacked(), STACKED_BY, SIZES),
         (model(), "", {"": 116}),
         # A prefix ends where a key ends.
         (HAIKU, list(HAIKU), dict(zip(HAIKU, [2, 3], strict=True))),
-        (
-            model(),
-            lambda s: "b" if s.endswith("/b") else "rest",
-            {"rest": 104, "b": 12},
-        ),
+        (model(), by_bias, {"rest": 104, "b": 12}),
         (
             stacked(),
             lambda s: blocks.Stacked("deep") if "layers" in s else "shallow",
@@ -120,7 +118,7 @@ def test_a_block_is_the_tree_at_its_path_and_otherwise_one_with_none():
     assert blocks.select(p, params, "embed") is params["embed"]
     layer = blocks.select(blocks.partition(stacked(), STACKED_BY), stacked(), NAMES[2])
     assert bits(layer) == bits(params["layers"][1])
-    p = blocks.partition(params, lambda s: "b" if s.endswith("/b") else "rest")
+    p = blocks.partition(params, by_bias)
     chosen = blocks.select(p, params, "b")
     assert (chosen["embed"], chosen["layers"][0].w) == (None, None)
     assert bits(chosen["layers"][2].b) == bits(params["layers"][2].b)
@@ -137,7 +135,7 @@ def test_a_partition_is_hashable_static_and_a_tree_without_leaves():
     for got in (
         as_tree(p, params),
         as_tree(same, params),
-        by_number(p, params, "layers/1"),
+        by_number(p, params, NAMES[2]),
     ):
         assert bits(got) == bits(params["layers"][1])
     assert as_tree._cache_size() == 1
@@ -421,11 +419,8 @@ def test_24_blocks_take_one_computation_and_one_transfer(make, by, function):
     with jax.transfer_guard("disallow"):
         result = function(p, tree)
     assert len(compilations) == before + 1  # nothing runs but this one program
-    assert (len(p), type(result), len(jax.device_get(result))) == (
-        24,
-        type(tree["embed"]),
-        24,
-    )
+    assert len(p) == len(jax.device_get(result)) == 24
+    assert isinstance(result, jax.Array)
 
 
 # -- Misuse ----------------------------------------------------------------------------
@@ -478,15 +473,11 @@ ERRORS = [
     (divided(["embed", "head"]), ValueError, r"\[0\].w .* has none of the pref"),
     (divided([*FOUR, "layers/0"]), ValueError, "has the prefixes 'layers', 'layers/0'"),
     (divided([*FOUR, "tail"]), ValueError, "'tail' has none"),
-    (divided([*FOUR, 3]), TypeError, "it is 3 of type int"),
     (divided(0), ValueError, "it is 0. Use 1"),
     (divided(True), TypeError, "it is True"),
-    (divided(None), TypeError, "it is None"),
-    (divided(2.0), TypeError, "it is 2.0"),
     (divided(lambda _: None), ValueError, r"for leaf \['embed'\] .* it is None"),
     (divided(lambda _: 7), TypeError, "function returns .* it is 7 of type int"),
     (divided(blocks.Stacked("")), ValueError, "one leading axis"),
-    (divided(blocks.Stacked(""), {"s": jnp.ones(())}), ValueError, r"has shape \(\)"),
     (divided(blocks.Stacked(""), {"a": jnp.ones((0, 3))}), ValueError, r"\(0, 3\)"),
     (two_names("a", "a/0"), ValueError, "have one name, but 'a/0'"),
     (two_names("a", "a"), ValueError, "Give them different names"),
@@ -504,25 +495,20 @@ ERRORS = [
     (twice(None, None, FIRST), ValueError, "of one partition, but 'embed'"),
     (lambda: opened().total, AttributeError, "lacks 'embed', 'layers/0', 'layers/1'"),
     (lambda: opened().weight, AttributeError, OPEN),
-    (lambda: opened().count, AttributeError, OPEN),
     (lambda: opened().sum, AttributeError, "has no attribute 'sum'"),
     (lambda: accumulator.mean(opened()), AttributeError, OPEN),
     (lambda: accumulator.add(opened(), model()), AttributeError, OPEN),
     (lambda: accumulator.merge(EMPTY, opened()), AttributeError, OPEN),
     # Weights.
-    (twice(None, 2.0), ValueError, "'embed' gets .* 'head' got"),
     (twice(2.0, None), ValueError, "'embed' gets .* 'head' got"),
     (twice(2.0, 3.0), ValueError, "'embed' gets .* 'head' got"),
     (twice(2.0, jnp.float32(2)), ValueError, "'embed' gets .* 'head' got"),
     (twice(jnp.float32(2), jnp.float32(2)), ValueError, "the very same array"),
     (lambda: opened(-1.0), ValueError, "not negative, but it is -1.0"),
-    (lambda: opened(float("nan")), ValueError, "it is nan"),
-    (lambda: opened([1.0]), TypeError, "of type list"),
     (lambda: opened(jnp.ones(2)), ValueError, r"shape \(2,\)"),
     (lambda: opened(jnp.ones((), bool)), TypeError, "dtype bool"),
     # Vectors and reports.
     (unflat(VECTOR[:-1]), ValueError, r"'layers/0' must have .*20,.*\(19,\)"),
-    (unflat(VECTOR.reshape(4, 5)), ValueError, r"it has shape \(4, 5\)"),
     (unflat(VECTOR.astype("bfloat16")), TypeError, "float32.*bfloat16"),
     (unflat(q=NARROW), ValueError, "'layers/0', which has 12 .* it has 20"),
     (unflat(q=FIRST), ValueError, "it is 'layers/0'. Use 'embed'"),

@@ -53,7 +53,7 @@ def gathers(compiled):
 
 
 @pytest.mark.filterwarnings("ignore:.with mesh:DeprecationWarning")
-def test_no_row_moves_whoever_names_the_mesh():
+def test_no_row_moves_whoever_names_the_mesh(monkeypatch):
     mesh = mesh_of_all()
     peer = optax.microbatching.microbatch(
         jax.value_and_grad(loss),
@@ -70,15 +70,11 @@ def test_no_row_moves_whoever_names_the_mesh():
         found = program(ga.value_and_grad(loss, K), jit, context)
         assert found.cost_analysis()["flops"] < 1.1 * expected
         assert not gathers(found)
-    assert not gathers(program(mean_of(loss, K), jit))
-
-
-def test_a_split_into_neighbours_would_be_seen(monkeypatch):
-    """The twin: every device computes all."""
-    mesh = mesh_of_all()
-    mine = program(mean_of(loss, K), lambda f: on_mesh(f, mesh))
+    mine = program(mean_of(loss, K), jit)
+    assert not gathers(mine)
+    # The twin splits into neighbours: every device computes all.
     monkeypatch.setattr(meshes, "is_open", lambda tree: False)
-    twin = program(mean_of(loss, K), lambda f: on_mesh(f, mesh))
+    twin = program(mean_of(loss, K), jit)
     assert twin.cost_analysis()["flops"] > 2 * mine.cost_analysis()["flops"]
     assert gathers(twin)
 

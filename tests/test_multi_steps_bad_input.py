@@ -77,12 +77,10 @@ SWAPPED = r"Swapped\?.*grads, state, params"
 VALUE = [
     # The length of a window.
     (make(0), "at least 1, but it is 0"),
-    (make(-3), "at least 1, but it is -3"),
     (make(np.int32(0)), "at least 1"),
     (schedule(0), "at least 1, but it is 0"),
     (schedule(jnp.ones(2)), r"integer scalar, but it returned float32\[2\]"),
     (schedule(True), "integer scalar, but it returned bool"),
-    (schedule(1j), "integer scalar, but it returned complex"),
     (init(opt=make(4)()), r"2 x 4 = 8 micro-steps"),
     (init(opt=optax.MultiSteps(SGD, 4)), "it is an optax.MultiS"),
     (chained(make(4)()), r"holds a MultiStepsState at \[1\].*k x \(its k\)"),
@@ -93,9 +91,7 @@ VALUE = [
     # Functions that skip.
     (skips((jnp.ones(2, bool), ())), r"boolean scalar.*dtype bool and shape \(2,\)"),
     (skips((jnp.float32(1.0), ())), r"boolean scalar.*dtype float32 and shape \(\)"),
-    (skips((1, ())), "boolean scalar.*int32"),
     (skips(jnp.array(True)), "the pair"),
-    (skips(None), "the pair"),
     (
         make(should_skip_update_fn=ga.drop_window_if_not_finite),
         r"Pass should_drop_window_fn=ga_optax\.drop_",
@@ -133,8 +129,6 @@ VALUE = [
 TYPE = [
     (make(2.0), "int or a function, but it is 2.0 of type float"),
     (make(True), "True of type bool"),
-    (make("4"), "'4' of type str"),
-    (make(None), "None"),
     (make(jnp.array(2)), "int or a function"),
     *((make(opt=opt), "must be an optax") for opt in (optax.adam, None, "adam", 3)),
     (make(should_skip_update_fn=True), "should_skip_update_fn must be a function"),
@@ -151,7 +145,7 @@ TYPE = [
     *(
         (call(**{name: 3.0}), f"'{name}' looks like '(weight|emit)'")
         for call in (update, apply)
-        for name in ("weights", "wieght", "weight_", "emits")
+        for name in ("weights", "wieght", "emits")
     ),
     *(
         (

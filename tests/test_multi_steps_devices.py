@@ -236,16 +236,6 @@ def test_a_nan_on_one_device_is_skipped_on_all(options, counts, kept):
     assert_close(got, alone(kept))
 
 
-def test_a_window_without_weight_is_no_step():
-    def harmless(params, batch):  # 0 / 0 otherwise, which has weight 0 but is loud
-        return loss(params, batch | {"mask": batch["mask"] + 1})
-
-    empty = dict(BATCHES, mask=jnp.zeros_like(BATCHES["mask"]))
-    new, state = run(across(), empty, steps=K, loss=harmless)
-    assert int(ga.stats(state).skipped_windows) == 1
-    jax.tree.map(np.testing.assert_array_equal, new, PARAMS)
-
-
 @pytest.mark.slow
 def test_extra_arguments_are_averaged_over_devices_and_the_data_may_end_a_window():
     tx = across(2 * K, optax.sgd(1.0), mean_argnames=("value",))

@@ -77,17 +77,11 @@ def test_weights_aux_carry_and_keys_are_the_same(k):
         value = jnp.sum(errors * batch["mask"]) / kept
         return value, (seen + 1, jnp.sum(jnp.where(batch["mask"] > 0, errors, 0.0)))
 
+    roles = {"rng_argnums": 2, "carry_argnums": 3, "has_aux": True}
+    roles["weight_fn"] = lambda batch, aux: on.count(batch)
+    args = params, batch, jax.random.key(0), jnp.int32(0)
     (_, want), (audit, got) = both(
-        loss,
-        mesh,
-        "whole",
-        *(params, batch, jax.random.key(0), jnp.int32(0)),
-        k=k,
-        make=mean_of,
-        weight_fn=lambda batch, aux: on.count(batch),
-        rng_argnums=2,
-        carry_argnums=3,
-        has_aux=True,
+        loss, mesh, "whole", *args, k=k, make=mean_of, **roles
     )
     assert len(in_loops(audit)) == in_place.HAS_REFS
     assert jnp.isfinite(want[1]["layers"]).all()
@@ -132,14 +126,7 @@ def test_without_a_scan_the_last_micro_batch_reduces_and_no_bit_changes():
     mesh = on.make_mesh(AxisType.Auto)
     params = [*on.normal(0, 3, 16, 16), on.normal(1, 16)]
     args = on.put(params, mesh, P()), on.put(on.normal(2, 64, 16), mesh, P("data"))
-    (without, want), (audit, got) = (
-        on.compiled_and_run(
-            ga.value_and_grad(loss, K, data_axis=ga.DataAxis("data", overlap=overlap)),
-            mesh,
-            *args,
-        )
-        for overlap in (False, True)
-    )
+    (without, want), (audit, got) = both(loss, mesh, "whole", *args)
     assert_trees_bitwise_equal(got, want)
     assert audit.total_bytes == without.total_bytes
     in_branch = [c for c in audit.collectives if c.conditional]

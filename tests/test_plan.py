@@ -165,17 +165,13 @@ def test_nothing_fits_and_failures_are_told_together():
 @pytest.mark.parametrize(
     ("given", "size"),
     [
-        (12345, 12345),
         (np.int64(7), 7),
         (0.9 * 1000, 900),
         ("16GiB", 16 * 2**30),
-        ("16 gib", 16 * 2**30),
         ("16GB", 16 * 10**9),
         ("1.5MiB", 3 * 2**19),
         (".5KiB", 512),
-        ("80B", 80),
         ("1024", 1024),
-        ("2TiB", 2**41),
     ],
 )
 def test_a_limit_is_bytes_or_a_string_with_a_unit(given, size):

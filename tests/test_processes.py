@@ -99,10 +99,7 @@ def test_two_processes_have_the_numbers_of_one(peace):
             (results["grads"], whole[1]),
         ):
             np.testing.assert_allclose(got, want, rtol=0, atol=bound())
-
-
-def test_a_process_that_dropped_its_rows_would_be_seen(peace):
-    """The twin: half of the rows have another gradient, far outside the bound."""
+    # The twin: half of the rows have another gradient, far outside the bound.
     half = jax.tree.map(lambda x: x[: worker.ROWS // 2], worker.make_batch(0))
     grads = jax.grad(worker.loss)(worker.make_params(), half)
     assert np.max(np.abs(peace[0]["grads"] - grads)) > 10 * bound()

