@@ -77,6 +77,15 @@ def without_fence_of_consts(monkeypatch):
     monkeypatch.setattr(fences, "fusion_barrier", without_consts)
 
 
+def normal(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+def squares(w, x):
+    """A loss whose rows do not meet."""
+    return jnp.mean(jnp.tanh(x @ w) ** 2)
+
+
 def leaves_of(*trees):
     """The leaves of trees side by side, which have as many."""
     return zip(*map(jax.tree.leaves, trees), strict=True)

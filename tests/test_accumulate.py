@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import leaves_of, mean_of
+from helpers import leaves_of, mean_of, squares
 from jax.custom_derivatives import linear_call
 from test_microbatch import (
     MODELS,
@@ -600,10 +600,6 @@ def test_only_the_real_micro_batches_count(weight_fn, optimize):
     assert len(traces) == 1
     (value, aux), grads = step(np.int32(0), layers, np.full_like(rows, np.nan))
     assert float(value) == float(aux["rows"]) == float(jnp.sum(jnp.abs(grads))) == 0
-
-
-def squares(w, x):
-    return jnp.mean(jnp.tanh(x @ w) ** 2)
 
 
 def test_a_padded_call_goes_on_with_an_accumulator():

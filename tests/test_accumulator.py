@@ -257,10 +257,7 @@ def merged(one, other):
 
 BIAS, KERNEL = r"\['dense'\]\['bias'\]", r"\['dense'\]\['kernel'\]"
 ERRORS = [
-    (added(spoil(bias=None)), ValueError, f"{BIAS} is missing"),
     (added([PARAMS]), ValueError, BIAS),
-    (added(spoil(extra=jnp.ones(1))), ValueError, r"\['extra'\].* not in"),
-    (added(spoil(bias=jnp.ones(4))), ValueError, rf"{BIAS}.*\(3,\).*\(4,\)"),
     (added(spoil(kernel=jnp.ones((2, 3), int))), TypeError, f"{KERNEL}.*int32"),
     (added(spoil(bias=jnp.ones(3, "complex64"))), TypeError, f"{BIAS}.*complex64"),
     (added([jnp.ones(1)], None, (jnp.ones(1),)), ValueError, "containers differ"),

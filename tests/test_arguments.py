@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import bits, leaves_of, mean_of, temporaries
+from helpers import bits, leaves_of, mean_of, squares, temporaries
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
@@ -26,10 +26,6 @@ Y = jnp.asarray(RNG.normal(size=ROWS), jnp.float32)
 KEY = jax.random.key(0)
 MATRIX = jnp.asarray(RNG.normal(size=(WIDTH, WIDTH)) * 0.3, jnp.float32)
 EPS = np.finfo(np.float32).eps
-
-
-def squares(w, x):
-    return jnp.mean(jnp.tanh(x @ w) ** 2)
 
 
 @pytest.mark.parametrize("axis", [0, 1, -2])
@@ -365,13 +361,17 @@ def deep(params, x):
     return jnp.mean((h @ params["out"]).astype(jnp.float32) ** 2)
 
 
+def shapes(dtype):
+    """Of parameters and rows of the deep model."""
+    sizes = {"layers": (8, 128, 128), "out": (128, 512), "x": (64, 128)}
+    found = {name: jax.ShapeDtypeStruct(x, dtype) for name, x in sizes.items()}
+    return found, found.pop("x")
+
+
 @pytest.mark.grid(1, 2)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_one_micro_batch_takes_the_temporaries_of_value_and_grad(dtype):
-    layers, out = (8, 128, 128), (128, 512)
-    params = {"layers": layers, "out": out}
-    params = {name: jax.ShapeDtypeStruct(x, dtype) for name, x in params.items()}
-    x = jax.ShapeDtypeStruct((64, 128), dtype)
+    params, x = shapes(dtype)
     plain = temporaries(jax.jit(jax.value_and_grad(deep)), params, x)
     ours = temporaries(jax.jit(ga.value_and_grad(deep, 1)), params, x)
     assert plain > 1e5  # tiny programs report 0
@@ -391,9 +391,7 @@ def test_one_micro_batch_has_the_bits_of_value_and_grad():
 @pytest.mark.grid(1, 2)
 @pytest.mark.parametrize("optimize", [True, False])
 def test_in_their_own_dtype_bfloat16_gradients_take_no_more_than_a_plain_scan(optimize):
-    params = {"layers": (8, 128, 128), "out": (128, 512)}
-    params = {n: jax.ShapeDtypeStruct(x, jnp.bfloat16) for n, x in params.items()}
-    x = jax.ShapeDtypeStruct((64, 128), jnp.bfloat16)
+    params, x = shapes(jnp.bfloat16)
 
     def plain(params, x):
         def step(carry, part):

@@ -1,8 +1,7 @@
 """The README and the pages of docs/: they run, and say what was measured.
 
 The blocks of Python of a page are one program, and run in their order. What they print
-stands in the block of text that follows, and nowhere else. (docs/exactness.md is a
-program that tests/test_exactness.py runs in the same way, in a process of its own.)
+stands in the block of text that follows, and nowhere else.
 """
 
 import contextlib
@@ -17,7 +16,6 @@ import ga_optax
 
 ROOT = pathlib.Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-ELSEWHERE = {"exactness.md"}
 # What no test environment has, so a program of it is shown and not run.
 ELSEWHERE_FRAMEWORKS = re.compile(
     r"^(?:from|import) (?:torch|lightning|keras|maxtext|transformers|accelerate)\b",
@@ -34,7 +32,7 @@ def pages():
     return {
         name: path.read_text("utf-8")
         for name, path in found.items()
-        if name not in ELSEWHERE and "```python" in path.read_text("utf-8")
+        if "```python" in path.read_text("utf-8")
     }
 
 
@@ -105,6 +103,13 @@ def test_no_block_of_python_escapes():
         )
         assert len(fences) == len(run_here) + len(marked), name
         assert all(ELSEWHERE_FRAMEWORKS.search(code) for code in marked), name
+
+
+def test_every_file_that_a_page_names_exists():
+    pattern = re.compile(r"`((?:examples|tests|ga_optax)/[\w/]+\.\w+)`")
+    names = {name for text in PAGES.values() for name in pattern.findall(text)}
+    assert len(names) >= 2
+    assert [name for name in names if not (ROOT / name).exists()] == []
 
 
 def test_a_recipe_is_at_most_twenty_lines_and_ends_with_its_check():

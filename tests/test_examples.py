@@ -1,6 +1,6 @@
 """Every example runs, ends as it says, refuses bad numbers, and tells a wrong build.
 
-`examples/exactness.py` is in test_exactness.py, with the page that it belongs to.
+`examples/exactness.py` is in test_exactness.py.
 """
 
 import ast

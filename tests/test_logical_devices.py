@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 import test_same_bits
-from helpers import bits, mean_of, nbytes
+from helpers import bits, mean_of, nbytes, squares
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -104,7 +104,7 @@ def test_without_logical_devices_the_bits_depend_on_the_devices():
     results = []
     for n, k in ((8, 1), (4, 2)):
         mesh = make_mesh(n)
-        fun = ga.value_and_grad(square, k, data_axis=ga.DataAxis("data", mesh=mesh))
+        fun = ga.value_and_grad(squares, k, data_axis=ga.DataAxis("data", mesh=mesh))
         args = put(params, mesh, P()), put(batch, mesh, P("data"))
         results.append(bits(jax.jit(fun)(*args)))
     assert results[0] != results[1]
@@ -226,7 +226,7 @@ def test_a_window_goes_on_in_the_middle_on_another_number_of_devices(optax_promo
     def compiled(mesh):
         @jax.jit
         def micro_step(params, state, batch):
-            step = ga.value_and_grad(square, 2, data_axis=logical(mesh))
+            step = ga.value_and_grad(squares, 2, data_axis=logical(mesh))
             return ga.apply_gradients(tx, step(params, batch)[1], state, params)
 
         return mesh, micro_step
@@ -244,10 +244,6 @@ def test_a_window_goes_on_in_the_middle_on_another_number_of_devices(optax_promo
     expected = run([4, 4, 4, 4])
     assert np.any(expected[0] != normal(11, WIDTH, WIDTH))
     assert bits(run([4, 1, 2, 1])) == bits(expected)
-
-
-def square(params, x):
-    return jnp.mean(jnp.tanh(x @ params) ** 2)
 
 
 # -- What it sends ---------------------------------------------------------------------
@@ -270,7 +266,7 @@ def test_it_sends_as_many_bytes_as_an_all_reduce(n):
     params, batch = np.zeros((256, 128), np.float32), normal(12, ROWS, 256)
 
     def audit(data_axis):
-        fun = jax.jit(ga.value_and_grad(square, 2, data_axis=data_axis))
+        fun = jax.jit(ga.value_and_grad(squares, 2, data_axis=data_axis))
         args = put(params, mesh, P()), put(batch, mesh, P("data"))
         return ga.audit(fun.lower(*args).compile(), mesh)
 
@@ -289,7 +285,7 @@ def test_a_gradient_that_stays_sharded_is_not_gathered():
     mesh = make_mesh(4)
     params, batch = np.zeros((256, 128), np.float32), normal(12, ROWS, 256)
     data_axis = logical(mesh, param_specs=P("data"))
-    fun = jax.jit(ga.value_and_grad(square, 2, data_axis=data_axis))
+    fun = jax.jit(ga.value_and_grad(squares, 2, data_axis=data_axis))
     args = put(params, mesh, P("data")), put(batch, mesh, P("data"))
     found = ga.audit(fun.lower(*args).compile(), mesh).collectives
     large = [(c.kind, c.num_bytes) for c in found if c.num_bytes > 100]

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import mean_of
+from helpers import mean_of, squares
 from jax.experimental import checkify
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -20,13 +20,9 @@ pytestmark = pytest.mark.usefixtures("fast_compilation")
 K, ROWS, WIDTH, DEVICES = 4, 64, 16, 8
 
 
-def loss(w, x):
-    return jnp.mean(jnp.tanh(x @ w) ** 2)
-
-
 def rows_of_each(w, x):
     """A loss, and the numbers of its rows."""
-    return loss(w, x), x[:, 0]
+    return squares(w, x), x[:, 0]
 
 
 def mesh_of_all():
@@ -55,26 +51,23 @@ def gathers(compiled):
 @pytest.mark.filterwarnings("ignore:.with mesh:DeprecationWarning")
 def test_no_row_moves_whoever_names_the_mesh(monkeypatch):
     mesh = mesh_of_all()
-    peer = optax.microbatching.microbatch(
-        jax.value_and_grad(loss),
-        argnums=1,
-        microbatch_size=ROWS // K,
-        accumulator=optax.microbatching.AccumulationType.MEAN,
-    )
+    options = {"argnums": 1, "microbatch_size": ROWS // K}
+    options["accumulator"] = optax.microbatching.AccumulationType.MEAN
+    peer = optax.microbatching.microbatch(jax.value_and_grad(squares), **options)
 
     def jit(step):
         return on_mesh(step, mesh)
 
     expected = program(peer, jit).cost_analysis()["flops"]
     for context in (None, mesh, jax.set_mesh(mesh)):
-        found = program(ga.value_and_grad(loss, K), jit, context)
+        found = program(ga.value_and_grad(squares, K), jit, context)
         assert found.cost_analysis()["flops"] < 1.1 * expected
         assert not gathers(found)
-    mine = program(mean_of(loss, K), jit)
+    mine = program(mean_of(squares, K), jit)
     assert not gathers(mine)
     # The twin splits into neighbours: every device computes all.
     monkeypatch.setattr(meshes, "is_open", lambda tree: False)
-    twin = program(mean_of(loss, K), jit)
+    twin = program(mean_of(squares, K), jit)
     assert twin.cost_analysis()["flops"] > 2 * mine.cost_analysis()["flops"]
     assert gathers(twin)
 
@@ -99,10 +92,10 @@ def test_one_traced_program_has_neighbours_on_one_device_and_strides_on_eight():
 
 def test_the_log_names_nothing_and_one_device_has_the_program_it_had(monkeypatch):
     """The operation of its own leaves nothing in the compiled program."""
-    step = ga.value_and_grad(loss, K)
+    step = ga.value_and_grad(squares, K)
     mine = program(step)
     monkeypatch.setattr(meshes, "is_open", lambda tree: False)
-    plain = program(ga.value_and_grad(loss, K))
+    plain = program(ga.value_and_grad(squares, K))
     for what in ("flops", "bytes accessed"):
         assert mine.cost_analysis()[what] == plain.cost_analysis()[what]
 
@@ -118,7 +111,7 @@ def test_rows_that_fun_returns_come_back_in_their_order(jit):
 def test_it_is_differentiated_batched_checked_and_nested():
     w = jnp.eye(WIDTH) / 4
     x = jnp.sin(jnp.arange(ROWS * WIDTH, dtype=jnp.float32)).reshape(ROWS, WIDTH)
-    step, plain = ga.value_and_grad(loss, K), jax.value_and_grad(loss)
+    step, plain = ga.value_and_grad(squares, K), jax.value_and_grad(squares)
 
     def near(got, due):
         np.testing.assert_allclose(got, due, rtol=0, atol=1e-6)
@@ -134,7 +127,7 @@ def test_it_is_differentiated_batched_checked_and_nested():
     error, (_, grads) = jax.jit(checkify.checkify(step))(w, x)
     error.throw()
     near(grads, plain(w, x)[1])
-    near(jax.grad(lambda x: step(w, x)[0])(x), jax.grad(lambda x: loss(w, x))(x))
+    near(jax.grad(lambda x: step(w, x)[0])(x), jax.grad(lambda x: squares(w, x))(x))
 
     def of_inner(w, x):  # a window in a window
         return step(w, x)[0]
@@ -150,8 +143,8 @@ def own_operations(step):
 
 
 def test_the_switch_leaves_the_operation_out():
-    assert own_operations(mean_of(loss, K)) == 1
-    assert not own_operations(mean_of(loss, K, optimize=False))
+    assert own_operations(mean_of(squares, K)) == 1
+    assert not own_operations(mean_of(squares, K, optimize=False))
 
 
 def test_a_jax_without_registrations_splits_into_neighbours_and_says_so(monkeypatch):
@@ -163,7 +156,7 @@ def test_a_jax_without_registrations_splits_into_neighbours_and_says_so(monkeypa
         one.cache_clear()
     try:
         with pytest.warns(UserWarning, match="neighbouring rows.*set_mesh"):
-            assert not own_operations(mean_of(loss, K))
+            assert not own_operations(mean_of(squares, K))
     finally:
         for one in cached:
             one.cache_clear()

@@ -14,7 +14,6 @@ import pytest
 from helpers import bits, leaves_of
 
 import ga_optax as ga
-from ga_optax._across import state
 
 pytestmark = pytest.mark.usefixtures("optax_promotion", "fast_compilation")
 
@@ -201,20 +200,6 @@ def test_the_state_has_what_that_of_optax_has_and_two_leaves_more():
         jax.tree.map(np.testing.assert_array_equal, a, b)
         assert jax.tree.structure(a) == jax.tree.structure(b)
     assert len(jax.tree.leaves(ours)) == len(jax.tree.leaves(theirs)) + 2
-
-
-def test_counters_are_read_and_replaced_by_name():
-    start = ga.MultiSteps(ADAM, 2).init(PARAMS)
-    new = start.counting(micro_steps=jnp.int32(3), emitted=jnp.bool_(True))
-    read = {name: getattr(new, name) for name in state.COUNTERS}
-    due = {**dict.fromkeys(state.COUNTERS, 0), "version": 1, "micro_steps": 3}
-    assert {name: int(x) for name, x in read.items()} == due | {"emitted": 1}
-    assert {(x.dtype.name, x.shape) for x in read.values()} == {
-        ("int32", ()),
-        ("bool", ()),
-    }
-    many = jax.vmap(lambda n: start.counting(micro_steps=n))(jnp.arange(3))
-    np.testing.assert_array_equal(many.micro_steps, [0, 1, 2])
 
 
 def test_a_numpy_integer_is_an_int():

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import mean_of
+from helpers import mean_of, normal
 from jax.experimental import checkify
 from jax.sharding import AxisType
 
@@ -21,10 +21,6 @@ from ga_optax.testing import assert_trees_bitwise_equal
 
 K, ROWS, WIDTH, LAYERS = 2, 4, 4, 3
 HAS_REFS = pytest.mark.skipif(not in_place.HAS_REFS, reason="before jax 0.11.1")
-
-
-def normal(*shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
 
 def stacked():

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import normal
 from jax.sharding import PartitionSpec as P
 
 import ga_optax as ga
@@ -37,10 +38,6 @@ class Example(NamedTuple):
     options: Any = lambda mesh: {}
     eps: float = float(np.finfo(np.float32).eps)
     refs: bool = False
-
-
-def normal(*shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
 
 def arguments():

@@ -92,13 +92,11 @@ def test_two_processes_have_the_numbers_of_one(peace):
     value, grads = alone()
     whole = jax.value_and_grad(worker.loss)(worker.make_params(), worker.make_batch(0))
     for results in peace:
-        for got, want in (
-            (results["value"], value),
-            (results["grads"], grads),
-            (results["value"], whole[0]),
-            (results["grads"], whole[1]),
-        ):
-            np.testing.assert_allclose(got, want, rtol=0, atol=bound())
+        for due in ((value, grads), whole):
+            for got, want in zip(
+                (results["value"], results["grads"]), due, strict=True
+            ):
+                np.testing.assert_allclose(got, want, rtol=0, atol=bound())
     # The twin: half of the rows have another gradient, far outside the bound.
     half = jax.tree.map(lambda x: x[: worker.ROWS // 2], worker.make_batch(0))
     grads = jax.grad(worker.loss)(worker.make_params(), half)

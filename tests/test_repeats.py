@@ -3,18 +3,14 @@
 import helpers
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
+from helpers import normal
 from jax.interpreters import ad
 
 import ga_optax as ga
 
 LAYERS, WIDTH = 6, 4
 OPTIMIZE = pytest.mark.parametrize("optimize", [True, False])
-
-
-def normal(*shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
 
 def dense(params, x):

@@ -10,6 +10,7 @@ import types
 import jax
 import jax.numpy as jnp
 import pytest
+from helpers import squares
 from jax.experimental import topologies
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
@@ -38,12 +39,8 @@ def machine(monkeypatch):
     return asked
 
 
-def loss(w, x):
-    return jnp.mean(jnp.tanh(x @ w) ** 2)
-
-
 def make_step(num_microbatches):
-    grad = ga.value_and_grad(loss, num_microbatches)
+    grad = ga.value_and_grad(squares, num_microbatches)
     return jax.jit(lambda w, x: w - grad(w, x)[1])
 
 
@@ -85,7 +82,7 @@ def test_arguments_keep_their_specs_over_the_devices_of_the_target(machine):
     seen = []
 
     def make_sharded_step(num_microbatches):
-        grad = ga.value_and_grad(loss, num_microbatches, data_axis="data")
+        grad = ga.value_and_grad(squares, num_microbatches, data_axis="data")
 
         def step(w, x):
             seen.append(jax.sharding.get_abstract_mesh().shape_tuple)
