@@ -172,7 +172,7 @@ def test_every_public_name_is_in_the_reference(site):
         (
             "inside_a_call",
             "value_and_grad",
-            "=None,*,microbatch_size:int|None=None,arg",
+            "num_microbatches:int|None=None,*,microbatch_size:int|None=None,arg",
         ),
         ("inside_a_call", "value_and_grad", "accumulator_dtype:DTypeLike|None=jnp.fl"),
         ("flax", "flax.Optimizer", "(model,tx,*,wrt,"),  # which a metaclass has

@@ -1,7 +1,4 @@
-"""Every example runs, ends as it says, refuses bad numbers, and tells a wrong build.
-
-`examples/exactness.py` is in test_exactness.py.
-"""
+"""Every example runs, ends as it says, refuses bad numbers, and tells a wrong build."""
 
 import ast
 import json
@@ -148,6 +145,34 @@ def test_every_example_is_run():
     scripts = {str(path.relative_to(FOLDER))[:-3] for path in EXAMPLES}
     beside = {name for name in scripts if re.search("flax_programs/(linen|nnx)", name)}
     assert scripts - beside - {"exactness"} == {*RUNS}
+
+
+# Two processes that compile thirty programs each, side by side.
+@published
+def test_two_processes_print_the_tables_of_exactness_bit_for_bit():
+    words = command("exactness", "--steps 2 --splits 8 64", None)
+    processes = [helpers.started(*words, XLA_FLAGS=FLAGS) for _ in range(2)]
+    (out, err), other = (process.communicate(timeout=600) for process in processes)
+    assert [process.returncode for process in processes] == [0, 0], out + err
+    assert (out, err) == other
+    assert "FAILED" not in out
+
+    row = r"^(\d+ x \d+) +(\S.*?)  +(\S+) +(0x1\S*) +(\S+) +(0x1\S*) +([\d,]+|-)$"
+    rows = re.findall(row, out, re.MULTILINE)
+    assert {row[0] for row in rows} == {"1 x 64", "8 x 8", "64 x 1"}
+    assert len(rows) == 1 + 2 * 4
+    for _, _, decimal, bits, validation, validation_bits, _ in rows:
+        for number, exact in ((decimal, bits), (validation, validation_bits)):
+            assert np.float32(float(number)) == float.fromhex(exact)
+    # The twin of the second table: in the first, most splits have other bits.
+    assert sum(row[-1] not in ("-", "0") for row in rows) > 4
+    answers = re.findall(r"^accumulate.* (yes|NO)$", out, re.M)
+    assert answers == ["yes"] * 3
+    placed = re.findall(r"^(.* logical .*?)  .* (yes|no)$", out, re.M)
+    same = [name for name, answer in placed if answer == "yes"]
+    assert same == [f"8 logical devices on {n}" for n in (8, 4, 2, 1)]
+    assert len(placed) == 10
+    assert re.search(r"^optax\.MultiSteps +no$", out, re.MULTILINE)
 
 
 @published
@@ -300,6 +325,49 @@ def verified_without_weights(char_lm, patch):
     patch.setattr(ga, "verify", lambda *args, weight_fn: verify(*args))
 
 
+def small(exactness, patch):
+    """Two groupings into calls; what verify finds is tested where verify is."""
+    patch.setattr(exactness, "GROUPINGS", (1, 2))
+    patch.setattr(exactness, "make_placed", lambda fun, opt: {})
+    patch.setattr(exactness, "check_network", lambda *_: None)
+
+
+def one_rounding_more(exactness, patch):
+    """An accumulator whose sum is moved by a bit, as another order of adding would."""
+    make = ga.accumulate
+
+    def moved(fun, k, **options):
+        def call(acc, *args):
+            value, acc = make(fun, k, **options)(acc, *args)
+            total = jax.tree.map(lambda t: t * jnp.float32(1 + 2**-23), acc.total)
+            return value, acc._replace(total=total)
+
+        return call
+
+    small(exactness, patch)
+    patch.setattr(ga, "accumulate", moved)
+
+
+def mean_over_one_less(exactness, patch):
+    def wrong(fun, k, **options):
+        def value_and_grad(params, batch):
+            parts = jax.tree.map(lambda x: x.reshape(k, -1, *x.shape[1:]), batch)
+            values, grads = jax.vmap(jax.value_and_grad(fun), (None, 0))(params, parts)
+            less = jnp.float32(1 / (k - 1))
+            return jnp.mean(values), jax.tree.map(lambda g: g.sum(0) * less, grads)
+
+        return value_and_grad
+
+    small(exactness, patch)
+    patch.setattr(ga, "value_and_grad", wrong)
+
+
+def sum_for_mean(exactness, patch):
+    make = ga.MultiSteps
+    small(exactness, patch)
+    patch.setattr(ga, "MultiSteps", lambda opt, k: make(opt, k, use_grad_mean=False))
+
+
 def nothing_known(example, patch):
     tx = ga.MultiSteps(optax.sgd(0.1), 8, track_noise=True)
     row = example.Row(25, 1.0, ga.noise_scale(tx.init(jnp.ones(2))), 70.0)
@@ -328,6 +396,14 @@ WRONG = [
         a_lost_micro_batch_and_the_whole_tree,
         "--layers 2 --width 32 --steps 3",
         4,
+    ),
+    *(
+        ("exactness", spoil, "--steps 1 --splits 8", said)
+        for spoil, said in (
+            (one_rounding_more, "the bits of accumulate, 2 x 4"),
+            (mean_over_one_less, "given gradients, ga.value_and_grad"),
+            (sum_for_mean, "undivided batch: ga.MultiSteps"),
+        )
     ),
     ("noise_scale", nothing_known, "", "never became known"),
     ("tasks", windows_of_two_tasks_without_weights, "--width 64 --rounds 3", 3),

@@ -8,14 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
-from helpers import bits, leaves_of, temporaries
+from helpers import bits, temporaries
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ga_optax as ga
-from ga_optax import testing
 from ga_optax._across import noise_scale
 
 pytestmark = pytest.mark.usefixtures("optax_promotion", "fast_compilation")
@@ -297,7 +295,7 @@ def test_inside_a_chain_it_measures_what_reaches_it_and_is_found_under_jit():
         assert float(scale.trace) != float(other.trace)
 
 
-# -- Several devices, and checkpoints --------------------------------------------------
+# -- Several devices -------------------------------------------------------------------
 
 
 def sharded_setup(kind=AxisType.Auto):
@@ -334,37 +332,6 @@ def test_sharded_parameters_give_the_bits_of_one_device_and_move_scalars_alone(k
 
     assert 0 < sent(tx) <= 16
     assert sent(ga.MultiSteps(optax.sgd(0.125), 4)) == 0
-
-
-@pytest.mark.grid(1)
-@pytest.mark.parametrize("cut", [3, 4])
-@pytest.mark.parametrize("on_devices", [1, 8])
-def test_through_an_orbax_checkpoint_it_goes_on_with_the_same_bits(
-    cut, on_devices, tmp_path
-):
-    tx, grads, sharded, _ = sharded_setup()
-    grads = grads if on_devices == 1 else sharded
-    step = jax.jit(functools.partial(ga.apply_gradients, tx))
-
-    def go_on(params, state, part):
-        for g in part:
-            params, state = step(g, state, params)
-        return params, state
-
-    start = (grads[0], tx.init(grads[0]))
-    expected, half = go_on(*start, grads), go_on(*start, grads[:cut])
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "half", half)
-        checkpointer.wait_until_finished()
-        restored = checkpointer.restore(tmp_path / "half", half)
-    for a, b in leaves_of(restored, half):
-        assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
-    testing.assert_trees_bitwise_equal(go_on(*restored, grads[cut:]), expected)
-    # The twin: a noise that starts anew has seen less.
-    params, state = restored
-    forgotten = state._replace(noise=tx.init(params).noise)
-    lost = go_on(params, forgotten, grads[cut:])[1]
-    assert bits(lost.noise) != bits(expected[1].noise)
 
 
 # -- Unknown ---------------------------------------------------------------------------

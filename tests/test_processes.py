@@ -93,10 +93,8 @@ def test_two_processes_have_the_numbers_of_one(peace):
     whole = jax.value_and_grad(worker.loss)(worker.make_params(), worker.make_batch(0))
     for results in peace:
         for due in ((value, grads), whole):
-            for got, want in zip(
-                (results["value"], results["grads"]), due, strict=True
-            ):
-                np.testing.assert_allclose(got, want, rtol=0, atol=bound())
+            for name, want in zip(("value", "grads"), due, strict=True):
+                np.testing.assert_allclose(results[name], want, rtol=0, atol=bound())
     # The twin: half of the rows have another gradient, far outside the bound.
     half = jax.tree.map(lambda x: x[: worker.ROWS // 2], worker.make_batch(0))
     grads = jax.grad(worker.loss)(worker.make_params(), half)
