@@ -1,13 +1,16 @@
 """What several test files use; oracle.py has the oracles, conftest.py the policy."""
 
 import contextlib
+import functools
 import importlib.util
+import math
 import sys
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import ga_optax as ga
 from ga_optax._loop import fences, in_place
@@ -20,6 +23,50 @@ def bits(tree):
     leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
     assert leaves  # nothing equals nothing
     return [(leaf.dtype, leaf.tobytes()) for leaf in leaves]
+
+
+def off(got, want):
+    """The largest difference, of the largest number of its leaf.
+
+    Shapes, dtypes, integers and what is not finite are equal, or it is infinite.
+    """
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    assert jax.tree.leaves(want)  # nothing equals nothing
+    return max(map(_off, jax.tree.leaves(got), jax.tree.leaves(want)))
+
+
+def _off(x, y):
+    x, y = np.asarray(x), np.asarray(y)
+    if (x.shape, x.dtype) != (y.shape, y.dtype):
+        return np.inf
+    if not jnp.issubdtype(y.dtype, jnp.inexact):
+        return 0.0 if np.array_equal(x, y) else np.inf
+    wide = complex if np.iscomplexobj(y) else float
+    x, y = x.astype(wide), y.astype(wide)
+    with np.errstate(invalid="ignore"):
+        same = (x == y) | (np.isnan(x) & np.isnan(y))
+        error = np.abs(np.where(same, 0, x - y)).max(initial=0)
+    largest = np.abs(np.where(np.isfinite(y), y, 0)).max(initial=1e-3)
+    return float(error / largest) if np.isfinite(error) else np.inf
+
+
+def apart(ours, plain, *args):
+    """How far two functions, compiled, are from each other."""
+    return off(jax.jit(ours)(*args), jax.jit(plain)(*args))
+
+
+def mesh_of(*sizes, names=("data",), kind=AxisType.Auto):
+    """A mesh of the first devices: four, unless sizes are given."""
+    sizes = sizes or (4,)
+    devices = jax.devices()[: math.prod(sizes)]
+    return jax.make_mesh(sizes, names, (kind,) * len(names), devices=devices)
+
+
+def put(tree, mesh, specs):
+    """A tree where a spec, or a tree of specs, says on a mesh."""
+    is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
+    place = functools.partial(NamedSharding, mesh)
+    return jax.device_put(tree, jax.tree.map(place, specs, is_leaf=is_spec))
 
 
 def mean_of(fun, num_microbatches=1, *, accumulator_dtype=jnp.float32, **options):

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import mean_of, needed
+from helpers import mean_of, needed, put
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -72,18 +72,6 @@ def count(batch):
 
 def make_mesh(kind, shape=(8,), names=("data",)):
     return jax.make_mesh(shape, names, axis_types=(kind,) * len(names))
-
-
-def put(tree, mesh, specs):
-    return jax.device_put(tree, shardings(mesh, specs))
-
-
-def shardings(mesh, specs):
-    return jax.tree.map(
-        lambda spec: NamedSharding(mesh, spec),
-        specs,
-        is_leaf=lambda x: isinstance(x, P),
-    )
 
 
 def compiled_and_run(fun, mesh, *args):
@@ -179,45 +167,6 @@ def test_inside_a_shard_map_it_reduces_once(check_vma, optimize):
     assert [c.num_bytes for c in audit.collectives] == [GRADIENT_BYTES + SCALARS]
     assert not audit.in_loop
     assert_close(got, jax.value_and_grad(mean_loss)(params, batch))
-
-
-WAYS = {
-    "last": {},
-    "each": {"sync": "each"},
-    "scattered": {"sync": "each", "grad_specs": SHARDED},
-    "overlap": {"overlap": True},
-    "logical": {"logical_devices": 8},
-}
-
-
-@pytest.mark.grid(2, 5)
-@pytest.mark.parametrize("way", WAYS)
-def test_a_mean_over_tokens_is_that_of_all_devices(way):
-    """Counts differ between devices and micro-batches, and nobody passes weights."""
-    mesh = make_mesh(AxisType.Auto)
-    params, batch = make_params(), make_batch()
-    axis = ga.DataAxis("data", mesh=mesh, **WAYS[way])
-    got = jax.jit(ga.value_and_grad(token_loss, 4, data_axis=axis))(params, batch)
-    want = jax.value_and_grad(token_loss)(params, batch)
-    assert_close(got, want)
-    # The twin: each micro-batch by itself.
-    assert_not_close(mean_of(token_loss, 4, data_axis=axis)(params, batch), want)
-
-
-def spread_loss(params, batch):
-    return jnp.std(squares(params, batch))
-
-
-@pytest.mark.grid(2, 4)
-@pytest.mark.parametrize("way", [way for way in WAYS if way != "last"])
-def test_if_rows_meet_an_option_that_cannot_be_had_names_the_line(way):
-    mesh = make_mesh(AxisType.Auto)
-    args = make_params(), make_batch()
-    axis = ga.DataAxis("data", mesh=mesh, **WAYS[way])
-    with pytest.raises(ValueError, match=r"test_devices\.py"):
-        jax.jit(ga.value_and_grad(spread_loss, 4, data_axis=axis))(*args)
-    plain = ga.value_and_grad(spread_loss, 4, data_axis=ga.DataAxis("data", mesh=mesh))
-    assert_close(jax.jit(plain)(*args), jax.value_and_grad(spread_loss)(*args))
 
 
 def test_if_rows_meet_no_loop_communicates():

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import whole_kernels
-from helpers import mean_of
+from helpers import apart, mean_of, off
 from jax.interpreters import mlir
 
 import ga_optax as ga
@@ -36,8 +36,7 @@ def tail(y):
 
 def distance(loss, *args):
     """How far the gradient is off, of its largest number."""
-    got = jax.jit(ga.value_and_grad(loss, K))(*args)
-    return whole_kernels.off(got, jax.jit(jax.value_and_grad(loss))(*args))
+    return apart(ga.value_and_grad(loss, K), jax.value_and_grad(loss), *args)
 
 
 def computed_whole(loss, *args):
@@ -386,7 +385,7 @@ def test_attention_takes_the_memory_of_the_plain_loop(kernel, time, segments):
     _, plain = compiled(mean_of(loss, K), *args)
     assert ours <= 1.1 * plain
     want = jax.jit(jax.value_and_grad(loss))(*args)
-    assert whole_kernels.off(step(*args), want) < BOUND
+    assert off(step(*args), want) < BOUND
 
 
 @pytest.mark.slow

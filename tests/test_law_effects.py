@@ -4,9 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import mesh_of, put
 from jax import lax
 from jax.experimental import io_callback
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 import ga_optax as ga
 
@@ -154,8 +155,8 @@ def test_what_calls_back_does_so_once_with_what_the_whole_batch_gives(name):
 @pytest.mark.grid(1, 3)
 @pytest.mark.parametrize("name", ["rows", "numbers", "weights"])
 def test_it_does_so_once_on_all_devices(name):
-    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
-    x = jax.device_put(X, NamedSharding(mesh, PartitionSpec("data")))
+    mesh = mesh_of(2)
+    x = put(X, mesh, PartitionSpec("data"))
     want, _ = said_by(jax.value_and_grad(LOSSES[name]), W, X)
     axis = ga.DataAxis("data", mesh=mesh)
     step = ga.value_and_grad(LOSSES[name], 2, data_axis=axis)

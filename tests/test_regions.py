@@ -6,10 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import temporaries
-from jax.sharding import AxisType
+from helpers import apart, mesh_of, temporaries
 from jax.sharding import PartitionSpec as P
-from test_generators import off
 
 import ga_optax as ga
 from ga_optax._partition import nested
@@ -23,8 +21,7 @@ N, D, H, K = 32, 8, 12, 4
 BOUND = 1e-5  # float32, sums of at most a thousand terms
 
 
-def mesh_of():
-    return jax.make_mesh((2, 2), ("data", "model"), (AxisType.Auto,) * 2)
+MESH = mesh_of(2, 2, names=("data", "model"))
 
 
 def arguments(n=N, width=D, hidden=H):
@@ -43,7 +40,7 @@ def over(in_specs, out_specs=WHOLE, **options):
     def decorated(f):
         specs = {"in_specs": in_specs, "out_specs": out_specs, **options}
         return functools.wraps(f)(
-            lambda *args: jax.shard_map(f, mesh=mesh_of(), **specs)(*args)
+            lambda *args: jax.shard_map(f, mesh=MESH, **specs)(*args)
         )
 
     return decorated
@@ -136,9 +133,8 @@ LOSSES = [of_weights, of_rows, of_columns, of_a_sum, unchecked, dropped, of_plac
 
 
 def compared(fun, **options):
-    args = arguments()
-    want = jax.jit(jax.value_and_grad(fun))(*args)
-    return off(jax.jit(ga.value_and_grad(fun, K, **options))(*args), want)
+    step = ga.value_and_grad(fun, K, **options)
+    return apart(step, jax.value_and_grad(fun), *arguments())
 
 
 @pytest.mark.parametrize("fun", [*LOSSES, meets])
@@ -153,7 +149,7 @@ def listed(fun, **options):
 
 def each():
     """Of micro-batches whose rows lie on all devices."""
-    return {"data_axis": ga.DataAxis("data", mesh=mesh_of(), sync="each")}
+    return {"data_axis": ga.DataAxis("data", mesh=MESH, sync="each")}
 
 
 @pytest.mark.parametrize("fun", LOSSES)

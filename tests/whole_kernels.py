@@ -18,6 +18,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from helpers import off
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -301,13 +302,6 @@ def check(seed):
     want = jax.jit(jax.value_and_grad(loss))(*args)
     notes = ga.batch_dependencies(loss, k)(*args).whole
     return Checked(off(got, want), [note.name for note in notes])
-
-
-def off(got, want):
-    """The largest difference, of the largest number of the leaf."""
-    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
-    each = [jnp.abs(x - y).max() / (jnp.abs(y).max() + 1e-3) for x, y in pairs]
-    return max(float(x) if jnp.isfinite(x) else float("inf") for x in each)
 
 
 def main():

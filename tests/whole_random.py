@@ -18,10 +18,12 @@ import argparse
 import collections
 import contextlib
 import math
+import operator
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -191,22 +193,10 @@ def float64():
 
 
 def off(got, want):
-    """The largest difference, of the largest number of its leaf; integers are equal."""
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    errors = [0.0]
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert (x.shape, x.dtype, _is_weak(x)) == (y.shape, y.dtype, _is_weak(y))
-        x, y = np.asarray(x), np.asarray(y)
-        if not np.issubdtype(y.dtype, np.inexact):
-            errors.append(0.0 if np.array_equal(x, y) else np.inf)
-        elif y.size:
-            error = np.abs(x - y).max() / (np.abs(y).max() + 1e-3)
-            errors.append(float(error) if np.isfinite(error) else np.inf)
-    return max(errors)
-
-
-def _is_weak(x):
-    return getattr(x, "weak_type", False)
+    """As `helpers.off`, if the types are weak alike."""
+    weak = (jax.tree.map(lambda x: getattr(x, "weak_type", 0), t) for t in (got, want))
+    assert operator.eq(*weak)
+    return helpers.off(got, want)
 
 
 # -- The values that are there ---------------------------------------------------------

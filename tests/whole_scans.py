@@ -9,6 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from helpers import apart
 
 import ga_optax as ga
 
@@ -172,13 +173,9 @@ def arguments(length, n=N, dtype=jnp.float64):
 
 
 def off(loss, args, k, **options):
-    """How far value and gradients are off, of the largest number of a leaf."""
-    want = jax.jit(jax.value_and_grad(loss))(*args)
-    got = jax.jit(ga.value_and_grad(loss, k, **options))(*args)
-    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
-    pairs = [(x, y) for x, y in pairs if y.size]  # of no layers there is no gradient
-    each = [jnp.abs(x - y).max() / (jnp.abs(y).max() + 1e-3) for x, y in pairs]
-    return max(float(x) if jnp.isfinite(x) else float("inf") for x in each)
+    """How far value and gradients are off."""
+    step = ga.value_and_grad(loss, k, **options)
+    return apart(step, jax.value_and_grad(loss), *args)
 
 
 # -- A decoder whose layers have experts -----------------------------------------------
