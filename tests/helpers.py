@@ -1,5 +1,7 @@
 """What several test files use; oracle.py has the oracles, conftest.py the policy."""
 
+import argparse
+import collections
 import contextlib
 import functools
 import importlib.util
@@ -53,6 +55,11 @@ def _off(x, y):
 def apart(ours, plain, *args):
     """How far two functions, compiled, are from each other."""
     return off(jax.jit(ours)(*args), jax.jit(plain)(*args))
+
+
+def array(*shape, scale=1.0, seed=0):
+    rng = np.random.default_rng([seed, *shape])
+    return jnp.asarray(rng.normal(size=shape) * scale, jnp.float32)
 
 
 def mesh_of(*sizes, names=("data",), kind=AxisType.Auto):
@@ -129,6 +136,32 @@ def load(path):
     module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def search(doc, outcome):
+    """Runs a script by as many seeds as its arguments say.
+
+    `outcome(seed)` says of which kind it is, and what is wrong with it, if anything.
+    """
+    parser = argparse.ArgumentParser(description=doc.partition("\n")[0])
+    parser.add_argument("number", type=int)
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    given = parser.parse_args()
+    jax.config.update("jax_disable_most_optimizations", True)
+    jax.config.update("jax_num_cpu_devices", 4)
+    counts = collections.Counter()
+    for done in range(given.number):
+        seed = given.first + done
+        kind, wrong = outcome(seed)
+        counts[kind] += 1
+        if wrong:
+            counts["wrong"] += 1
+            print(f"seed {seed}: {wrong}", flush=True)
+        if done % 50 == 49:
+            jax.clear_caches()
+            print(f"{done + 1} so far, {dict(counts)}", flush=True)
+    print(f"of {given.number}: {dict(counts)}")
+    raise SystemExit(counts["wrong"] > 0)
 
 
 def temporaries(jitted, *args):

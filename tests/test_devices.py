@@ -12,7 +12,6 @@ from jax.sharding import PartitionSpec as P
 
 import ga_optax as ga
 from ga_optax._devices import collectives
-from ga_optax.testing import assert_trees_bitwise_equal
 
 WIDTH, LAYERS, ROWS = 16, 3, 64
 GRADIENT_BYTES = 4 * (WIDTH * WIDTH * (1 + LAYERS) + WIDTH)
@@ -393,22 +392,6 @@ def test_memory_with_sync_each_falls_with_the_number_of_devices():
         assert need(devices, "last") > 2 * size
         # Parameters, accumulator and result are shards; a few layers are whole.
         assert need(devices, "each") < 4 * size / devices + 6 * size / layers
-
-
-# -- Numbers ---------------------------------------------------------------------------
-
-
-def test_integers_have_the_bits_of_the_whole_batch():
-    mesh = make_mesh(AxisType.Auto)
-    x = jnp.asarray(np.random.default_rng(0).integers(-8, 8, (ROWS, 4)), jnp.float32)
-
-    def loss(w, x):  # the mean over a power of two: exact
-        return jnp.mean(x @ w)
-
-    w = jnp.arange(4, dtype=jnp.float32)
-    fun = ga.value_and_grad(loss, 4, data_axis=ga.DataAxis("data", mesh=mesh))
-    got, want = jax.jit(fun)(w, x), jax.value_and_grad(loss)(w, x)
-    assert_trees_bitwise_equal(jax.device_get(got), jax.device_get(want))
 
 
 # -- Each micro-batch by itself --------------------------------------------------------

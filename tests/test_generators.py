@@ -127,9 +127,11 @@ def of_columns(p, x, key):
 
 
 def of_keys(p, x, key):
-    """A key for each row; XLA draws for all from the first."""
-    h = x @ p["a"][0]
-    return (jax.vmap(dropped)(h, jax.random.split(key, len(x))) ** 2).mean()
+    """A key for each row, and one of each; XLA draws for all from the first."""
+    keys = jax.random.split(key, len(x))
+    h = jax.vmap(dropped)(x @ p["a"][0], keys)
+    of_each = jax.vmap(lambda key: jax.random.fold_in(key, 3))(keys)
+    return (jax.vmap(dropped)(h, of_each) ** 2).mean()
 
 
 def of_pairs(p, x, key):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import whole_losses
-from helpers import mean_of, off
+from helpers import array, mean_of, off
 from jax.experimental import io_callback
 from whole_losses import LOSSES, N
 
@@ -160,17 +160,6 @@ def test_a_gradient_function_that_is_written_already_runs_over_micro_batches(nam
         assert_close(step(params, rows, batch), grads(params, rows, batch))
 
 
-def test_any_function_gives_what_it_gives_for_the_undivided_batch():
-    def fun(x, w, y):
-        return {"rows": x @ w, "order": jnp.argsort(y), "n": len(x), "w": w}
-
-    with jax.enable_x64(True):
-        params, batch = whole_losses.arguments()
-        args = batch["x"], params["in"], batch["x2"][:, 0]
-        got = jax.jit(ga.microbatch(fun, 4, batch_argnums=(0, -1)))(*args)
-        assert_close(got, fun(*args) | {"n": jnp.asarray(N)})
-
-
 @pytest.mark.usefixtures("fast_compilation")
 @pytest.mark.filterwarnings("ignore:.*computed whole")
 def test_dropout_and_noise_are_those_of_the_undivided_batch_bit_for_bit():
@@ -183,25 +172,6 @@ def test_dropout_and_noise_are_those_of_the_undivided_batch_bit_for_bit():
     # The twin: a micro-batch that draws for itself draws the same in each.
     (_, other), _ = mean_of(fun, 3, has_aux=True, aux="stack")(*args)
     assert (other["keep"].reshape(want["keep"].shape) != want["keep"]).any()
-
-
-@pytest.mark.grid(1, 3)
-@pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
-@pytest.mark.filterwarnings("ignore:.*computed whole")
-def test_keys_of_rows_draw_what_they_draw_for_the_undivided_batch(impl):
-    def fun(w, b):
-        keys = jax.vmap(lambda key: jax.random.fold_in(key, 3))(b[1])
-        noise = [
-            jax.vmap(lambda k: jax.random.normal(k, (8,)))(k) for k in (b[1], keys)
-        ]
-        return ((b[0] @ w + sum(noise)) ** 2).mean()
-
-    keys = jax.random.split(jax.random.key(0, impl=impl), 8)
-    with jax.enable_x64(True):
-        x = jnp.sin(jnp.arange(64.0)).reshape(8, 8)
-        step = ga.value_and_grad(fun, 4, accumulator_dtype="float64")
-        want = jax.value_and_grad(fun)(x, (x, keys))
-        assert_close(jax.jit(step)(x, (x, keys)), want)
 
 
 # -- aux -------------------------------------------------------------------------------
@@ -249,11 +219,6 @@ def test_a_slice_without_rows_comes_back():
 
 
 # -- What has rows is a hint -----------------------------------------------------------
-
-
-def array(*shape, seed=0):
-    rng = np.random.default_rng([seed, *shape])
-    return jnp.asarray(rng.normal(size=shape), jnp.float32)
 
 
 def noisy(w, b):
@@ -374,10 +339,6 @@ def _scaled(w, scale=2.0, x=None):
 
 
 ERRORS = {  # a call, its error, and what it says
-    "too few rows": (
-        lambda: ga.value_and_grad(_of_x, 4)(W, array(6, 6)),
-        (ValueError, r"num_microbatches=4 must divide the batch"),
-    ),
     "no batch": (
         lambda: ga.value_and_grad(lambda w: jnp.mean(X @ w), 4)(W),
         (ValueError, "fun must take its batch: what it closes"),

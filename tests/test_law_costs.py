@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import whole_losses
-from helpers import apart, bits, mean_of, mesh_of, products, put, temporaries
+from helpers import apart, array, bits, mean_of, mesh_of, products, put, temporaries
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from whole_losses import LOSSES, D, E, N
@@ -35,11 +35,6 @@ pytestmark = [
 needs_meshes = pytest.mark.skipif(
     jax.__version_info__ < (0, 9), reason="data_axis needs jax 0.9"
 )
-
-
-def array(*shape, scale=1.0, seed=0):
-    rng = np.random.default_rng([seed, *shape])
-    return jnp.asarray(rng.normal(size=shape) * scale, jnp.float32)
 
 
 def said(fun, k, args, **options):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import whole_losses
 from helpers import mean_of, mesh_of, off, put
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import ga_optax as ga
@@ -188,20 +188,6 @@ def test_in_a_region_that_checks_and_where_they_meet_the_error_names_the_line():
 def test_rows_along_an_explicit_axis_without_data_axis_must_not_meet():
     with pytest.raises(ValueError, match="data_axis='data'"):
         at_top_level(norm, "none", AxisType.Explicit)
-
-
-def test_a_mean_that_names_no_mesh_moves_no_rows():
-    params, batch = arguments()
-    where = tuple(NamedSharding(mesh_of(), spec) for spec in (P(), P("data")))
-
-    def kinds(loss):
-        step = jax.jit(ga.value_and_grad(loss, 4), in_shardings=where)
-        compiled = step.lower(params, batch).compile()
-        return {x.kind for x in ga.audit(compiled).collectives}
-
-    assert kinds(mean) == {"all-reduce"}
-    # The twin: neighbours are part of what this loss says.
-    assert kinds(reversed_rows) - {"all-reduce"}
 
 
 # -- Wherever the batch lies -----------------------------------------------------------

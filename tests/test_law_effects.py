@@ -169,12 +169,3 @@ def test_the_twin_each_micro_batch_by_itself_says_it_as_often():
     got, _ = said_by(step, ga.accumulator.init(W), W, X)
     assert len(got) == K * len(want)
     assert not same(got, want)
-
-
-def test_what_prints_prints_once(capfd):
-    def fun(w, x):
-        jax.debug.print("the sum is {}", w.sum())
-        return loss(w, x)
-
-    said_by(ga.value_and_grad(fun, K), W, X)
-    assert capfd.readouterr().out.count("the sum is") == 1

@@ -177,31 +177,22 @@ def tied(w, x):
 
 
 LOSSES = {
-    "uneven rows": uneven,
     "sums before": before(False),
     "sums behind": before(True),
-    "sums up to": after,
-    "swapped sums": swapped,
-    "a sum that is kept": kept,
-    "sorted extrema": sorted_with,
-    "counted extrema": counted,
     "filled entries": lambda w, x: picked(w, x, mode="fill", fill_value=0.5),
     "clipped entries": lambda w, x: picked(w, x, mode="clip"),
     "entries inside": lambda w, x: picked(
         w, x, np.array([5, 0, 3, 3], np.int8), mode="promise_in_bounds"
     ),
-    "rows of two views": of_segments,
-    "columns": of_columns,
     "a sum filled with 0": filled_sum(0.0),
     "a sum filled with 7": filled_sum(7.0),
-    "an index behind a transpose": behind_a_transpose,
-    "overwritten rows": overwritten,
-    "as many features as rows": square_batch,
-    "a rule that is no derivative": not_its_derivative,
-    "a softmax in a checkpoint": checkpointed_softmax,
-    "stacked and unstacked": stacked,
-    "rows that attain an extremum": attained,
-    "unequal ties": tied,
+} | {
+    f.__name__: f
+    for f in (
+        *(after, swapped, kept, sorted_with, counted, of_segments, of_columns),
+        *(behind_a_transpose, overwritten, square_batch, uneven, not_its_derivative),
+        *(checkpointed_softmax, stacked, attained, tied),
+    )
 }
 
 

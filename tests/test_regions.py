@@ -49,24 +49,36 @@ def over(in_specs, out_specs=WHOLE, **options):
 WEIGHTS = P(None, "model"), P("model")
 
 
+def product(x, up, down):
+    return jax.lax.psum(jnp.tanh(x @ up) @ down, "model")
+
+
 def of_weights(p, x):
     """Every device has all rows, and a part of the weights."""
-
-    @over((P(), *WEIGHTS))
-    def run(x, up, down):
-        return jax.lax.psum(jnp.tanh(x @ up) @ down, "model")
-
-    return (run(x, p["up"], p["down"]) ** 2).mean()
+    return (over((P(), *WEIGHTS))(product)(x, p["up"], p["down"]) ** 2).mean()
 
 
 def of_rows(p, x):
     """And rows of its own."""
+    h = over((P("data"), *WEIGHTS), P("data"))(product)(x, p["up"], p["down"])
+    return (h * jnp.linspace(0, 1, len(x))[:, None]).mean()
 
-    @over((P("data"), *WEIGHTS), P("data"))
-    def run(x, up, down):
-        return jax.lax.psum(jnp.tanh(x @ up) @ down, "model")
 
-    return (run(x, p["up"], p["down"]) * jnp.linspace(0, 1, len(x))[:, None]).mean()
+def unchecked(p, x):
+    """Only one axis of the mesh is the function's, and nothing keeps track."""
+    run = over((P(), *WEIGHTS), axis_names={"model"}, check_vma=False)(product)
+    return (run(x, p["up"], p["down"]) ** 2).mean()
+
+
+def dropped(p, x):
+    """A key that all have draws the same for all."""
+
+    @over((P(), P(), *WEIGHTS))
+    def run(x, key, up, down):
+        h = product(x, up, down)
+        return jnp.where(jax.random.bernoulli(key, 0.7, h.shape), h, 0)
+
+    return (run(x, jax.random.key(0), p["up"], p["down"]) ** 2).mean()
 
 
 def of_columns(p, x):
@@ -87,27 +99,6 @@ def of_a_sum(p, x):
         return jax.lax.psum((jnp.tanh(x @ up) ** 2).sum(0), "data")
 
     return jnp.tanh(run(x, p["up"]) / len(x)) @ p["down"].sum(1)
-
-
-def unchecked(p, x):
-    """Only one axis of the mesh is the function's, and nothing keeps track."""
-
-    @over((P(), *WEIGHTS), axis_names={"model"}, check_vma=False)
-    def run(x, up, down):
-        return jax.lax.psum(jnp.tanh(x @ up) @ down, "model")
-
-    return (run(x, p["up"], p["down"]) ** 2).mean()
-
-
-def dropped(p, x):
-    """A key that all have draws the same for all."""
-
-    @over((P(), P(), *WEIGHTS))
-    def run(x, key, up, down):
-        h = jax.lax.psum(jnp.tanh(x @ up) @ down, "model")
-        return jnp.where(jax.random.bernoulli(key, 0.7, h.shape), h, 0)
-
-    return (run(x, jax.random.key(0), p["up"], p["down"]) ** 2).mean()
 
 
 def of_places(p, x):
