@@ -24,26 +24,23 @@ RESHARDINGS = ("all-to-all", "collective-permute", "all-gather")
 SHARDED = {"in": P("data"), "layers": P(None, "data"), "bias": P()}
 
 
-def normal(seed, *shape, dtype=jnp.float32):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+def normal(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
 
-def make_params(dtype=jnp.float32):
+def make_params():
     return {
-        "in": normal(0, WIDTH, WIDTH, dtype=dtype) / 4,
-        "layers": normal(1, LAYERS, WIDTH, WIDTH, dtype=dtype) / 4,
-        "bias": normal(2, WIDTH, dtype=dtype),
+        "in": normal(0, WIDTH, WIDTH) / 4,
+        "layers": normal(1, LAYERS, WIDTH, WIDTH) / 4,
+        "bias": normal(2, WIDTH),
     }
 
 
-def make_batch(dtype=jnp.float32, rows=ROWS):
-    return {"x": normal(3, rows, WIDTH, dtype=dtype), "mask": make_mask(rows, dtype)}
-
-
-def make_mask(rows, dtype):
-    """1 to WIDTH of the tokens of a row count, fewer in the first rows."""
+def make_batch(rows=ROWS):
+    """Of the tokens of a row 1 to WIDTH count, fewer in the first rows."""
     lengths = 1 + np.arange(rows) * (WIDTH - 1) // (rows - 1)
-    return jnp.asarray(np.arange(WIDTH) < lengths[:, None], dtype)
+    mask = jnp.asarray(np.arange(WIDTH) < lengths[:, None], jnp.float32)
+    return {"x": normal(3, rows, WIDTH), "mask": mask}
 
 
 def _layer(h, w):
@@ -79,17 +76,13 @@ def compiled_and_run(fun, mesh, *args):
         return ga.audit(compiled, mesh), compiled(*args)
 
 
-def bound(dtype, rows=ROWS):
-    """c·n·eps, for sums over the rows in another order; the terms are of order 1."""
-    return 4 * rows * float(jnp.finfo(dtype).eps)
-
-
-def assert_close(got, want, dtype=jnp.float32):
+def assert_close(got, want):
+    """By c·n·eps, for sums over the rows in another order; the terms are of order 1."""
     got, want = jax.device_get((got, want))
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        scale = max(1.0, float(np.max(np.abs(b))))
-        np.testing.assert_allclose(a, b, rtol=0, atol=bound(dtype) * scale)
+        bound = 4 * ROWS * np.finfo(np.float32).eps * max(1.0, np.max(np.abs(b)))
+        np.testing.assert_allclose(a, b, rtol=0, atol=bound)
 
 
 def assert_not_close(got, want):

@@ -61,7 +61,7 @@ def of_inputs(fun, *args):
 
 
 # Of several products, one may run more often than another.
-SEVERAL = "clip siglip simclr barlow vicreg softmax_over_rows sinkhorn mmd deep_cluster"
+SEVERAL = "clip simclr barlow vicreg softmax_over_rows sinkhorn mmd deep_cluster"
 SEVERAL += " gradient_penalty experts routed tokens"
 ONE_PRODUCT = [name for name in LOSSES if name not in SEVERAL.split()]
 

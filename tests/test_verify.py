@@ -611,7 +611,9 @@ MEET = {
     "a softmax of errors": Case(
         lambda p, b: jnp.sum(jax.nn.softmax(errors(p, b)) * errors(p, b))
     ),
-    "sorted": Case(lambda p, b: jnp.mean(jnp.sort(errors(p, b))[: len(b["y"]) // 2])),
+    "sorted": Case(
+        lambda p, b: jnp.mean(jnp.sort(errors(p, b) ** 2)[: len(b["y"]) // 2])
+    ),
     "root": Case(root, "train on the mean itself", line="a sum over rows"),
     "a small term": Case(lambda p, b: mean_loss(p, b) + 1e-5 * jnp.std(errors(p, b))),
     "one parameter": Case(spread_of_one, k=8, **ONE),
