@@ -170,7 +170,8 @@ TURNED = "verify of_turned turned -k 4"
         (f"verify masked {VERIFY} --weight-fn users_code:count", 0, SAME),
         (
             f"verify masked_with_aux {VERIFY} --has-aux --weight-fn users_code:given",
-            *(0, SAME),
+            0,
+            SAME,
         ),
         (f"{TURNED} --batch-axes \"{{'x': 1, 'mask': 0}}\"", 0, SAME),
         ("verify keyed with_key -k 4", 1, "(RANDOMNESS)"),

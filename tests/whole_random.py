@@ -16,7 +16,6 @@ it is off by more than 1e-9 of the largest of its leaf, in float64, and by more 
 
 import contextlib
 import math
-import operator
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -192,8 +191,8 @@ def float64():
 
 def off(got, want):
     """As `helpers.off`, if the types are weak alike."""
-    weak = (jax.tree.map(lambda x: getattr(x, "weak_type", 0), t) for t in (got, want))
-    assert operator.eq(*weak)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert getattr(x, "weak_type", False) == getattr(y, "weak_type", False)
     return helpers.off(got, want)
 
 
