@@ -36,6 +36,12 @@ def optax_promotion():
 
 
 @pytest.fixture
+def float64():
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.fixture
 def fast_compilation():
     """For programs that compile far longer than they run: XLA optimises little."""
     jax.config.update("jax_disable_most_optimizations", True)

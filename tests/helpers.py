@@ -1,7 +1,11 @@
 """What several test files use; oracle.py has the oracles, conftest.py the policy."""
 
+import argparse
+import collections
 import contextlib
+import functools
 import importlib.util
+import math
 import os
 import subprocess
 import sys
@@ -11,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import ga_optax as ga
 from ga_optax._loop import fences, in_place
@@ -23,6 +28,55 @@ def bits(tree):
     leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
     assert leaves  # nothing equals nothing
     return [(leaf.dtype, leaf.tobytes()) for leaf in leaves]
+
+
+def off(got, want):
+    """The largest difference, of the largest number of its leaf.
+
+    Shapes, dtypes, integers and what is not finite are equal, or it is infinite.
+    """
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    assert jax.tree.leaves(want)  # nothing equals nothing
+    return max(map(_off, jax.tree.leaves(got), jax.tree.leaves(want)))
+
+
+def _off(x, y):
+    x, y = np.asarray(x), np.asarray(y)
+    if (x.shape, x.dtype) != (y.shape, y.dtype):
+        return np.inf
+    if not jnp.issubdtype(y.dtype, jnp.inexact):
+        return 0.0 if np.array_equal(x, y) else np.inf
+    wide = complex if np.iscomplexobj(y) else float
+    x, y = x.astype(wide), y.astype(wide)
+    with np.errstate(invalid="ignore"):
+        same = (x == y) | (np.isnan(x) & np.isnan(y))
+        error = np.abs(np.where(same, 0, x - y)).max(initial=0)
+    largest = np.abs(np.where(np.isfinite(y), y, 0)).max(initial=1e-3)
+    return float(error / largest) if np.isfinite(error) else np.inf
+
+
+def apart(ours, plain, *args):
+    """How far two functions, compiled, are from each other."""
+    return off(jax.jit(ours)(*args), jax.jit(plain)(*args))
+
+
+def array(*shape, scale=1.0, seed=0):
+    rng = np.random.default_rng([seed, *shape])
+    return jnp.asarray(rng.normal(size=shape) * scale, jnp.float32)
+
+
+def mesh_of(*sizes, names=("data",), kind=AxisType.Auto):
+    """A mesh of the first devices: four, unless sizes are given."""
+    sizes = sizes or (4,)
+    devices = jax.devices()[: math.prod(sizes)]
+    return jax.make_mesh(sizes, names, (kind,) * len(names), devices=devices)
+
+
+def put(tree, mesh, specs):
+    """A tree where a spec, or a tree of specs, says on a mesh."""
+    is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
+    place = functools.partial(NamedSharding, mesh)
+    return jax.device_put(tree, jax.tree.map(place, specs, is_leaf=is_spec))
 
 
 def mean_of(fun, num_microbatches=1, *, accumulator_dtype=jnp.float32, **options):
@@ -130,6 +184,32 @@ def load(path):
     module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def search(doc, outcome):
+    """Runs a script by as many seeds as its arguments say.
+
+    `outcome(seed)` says of which kind it is, and what is wrong with it, if anything.
+    """
+    parser = argparse.ArgumentParser(description=doc.partition("\n")[0])
+    parser.add_argument("number", type=int)
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    given = parser.parse_args()
+    jax.config.update("jax_disable_most_optimizations", True)
+    jax.config.update("jax_num_cpu_devices", 4)
+    counts = collections.Counter()
+    for done in range(given.number):
+        seed = given.first + done
+        kind, wrong = outcome(seed)
+        counts[kind] += 1
+        if wrong:
+            counts["wrong"] += 1
+            print(f"seed {seed}: {wrong}", flush=True)
+        if done % 50 == 49:
+            jax.clear_caches()
+            print(f"{done + 1} so far, {dict(counts)}", flush=True)
+    print(f"of {given.number}: {dict(counts)}")
+    raise SystemExit(counts["wrong"] > 0)
 
 
 def temporaries(jitted, *args):

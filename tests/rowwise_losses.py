@@ -169,14 +169,9 @@ def flash_attention(p, x, promise):
 
 
 LOSSES = {
-    "with_arguments": with_arguments,
-    "with_closure": with_closure,
-    "jitted": jitted,
-    "in_layers": in_layers,
-    "mapped_rows": mapped_rows,
-    "mapped_experts": mapped_experts,
-    "gradient_inside": gradient_inside,
-    "callback": callback,
-    "custom_call": custom_call,
-    "flash_attention": flash_attention,
+    f.__name__: f
+    for f in (
+        *(with_arguments, with_closure, jitted, in_layers, mapped_rows, mapped_experts),
+        *(gradient_inside, callback, custom_call, flash_attention),
+    )
 }

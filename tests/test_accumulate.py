@@ -13,16 +13,14 @@ from test_microbatch import (
     WIDTH,
     _layer,
     _normal,
-    assert_same_bits,
-    float64,
     integers,
-    largest_error,
     make_batch,
     row_count,
 )
 
 import ga_optax as ga
 from ga_optax._passes import known
+from ga_optax.testing import assert_trees_bitwise_equal as assert_same_bits
 
 MEAN = jax.jit(ga.accumulator.mean)
 
@@ -127,15 +125,16 @@ def token_batch(counts, size=512):
 def test_token_counts_as_weights_give_the_undivided_gradient(optimize):
     _, params = MODELS["rematerialised"]
     batch = token_batch([1, 512, 37, 200])
-    with float64():
-        wide = lambda x: jnp.asarray(x, jnp.float64)  # noqa: E731
-        params, batch = jax.tree.map(wide, (params, batch))
+    with jax.enable_x64(True):
+        params, batch = jax.tree.map(
+            lambda x: jnp.asarray(x, jnp.float64), (params, batch)
+        )
         expected = jax.jit(jax.value_and_grad(masked))(params, batch)
         weighted = mean_of(masked, 4, weight_fn=tokens, optimize=optimize)
-        assert largest_error(jax.jit(weighted)(params, batch), expected) < 1e-12
+        assert helpers.off(jax.jit(weighted)(params, batch), expected) < 1e-12
         means = jax.jit(mean_of(masked, 4, optimize=optimize))(params, batch)
         # One token weighs as much as 512 of them in the mean of means.
-        assert largest_error(means[1], expected[1]) > 0.05
+        assert helpers.off(means[1], expected[1]) > 0.05
 
 
 @pytest.mark.slow
@@ -386,7 +385,7 @@ def test_statistics_thread_through_the_micro_batches_in_order(as_tuple):
     # The twin: in another order they differ.
     reverse = jax.jit(step)(w, stats, x[::-1].copy())[0][1][0]
     reverse = reverse[0] if as_tuple else reverse
-    assert largest_error(reverse["mean"], expected["mean"]) > 1e-3
+    assert helpers.off(reverse["mean"], expected["mean"]) > 1e-3
 
 
 def test_a_carry_without_aux_comes_back_beside_the_loss():

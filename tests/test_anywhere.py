@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import mesh_of, put
 from jax.experimental import io_callback
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 from whole_random import off
 
 import ga_optax as ga
@@ -153,7 +154,7 @@ def of_four(axes, inside=False):
 
 
 def in_region(check_vma):
-    mesh = jax.make_mesh((1,), ("d",), axis_types=(AxisType.Auto,))
+    mesh = mesh_of(1, names=("d",))
     specs = PartitionSpec(), PartitionSpec("d"), PartitionSpec("d")
 
     def way(f):
@@ -553,7 +554,7 @@ def summed(w, h):
 
 def in_calls_on_a_mesh(inner, outer):
     """A sum over rows in a call with a data axis, in another with that data axis."""
-    mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
+    mesh = mesh_of(names=("d",))
     axes = {None: None, "name": "d", "axis": ga.DataAxis("d", mesh=mesh)}
 
     def loss(w, h):
@@ -591,17 +592,14 @@ def test_the_twin_that_takes_them_for_the_rows_of_one_device_is_off(monkeypatch)
 @pytest.mark.parametrize("data_axis", [None, "d"])
 @pytest.mark.parametrize("of", ["a mean", "rows", "rows that meet"])
 def test_devices_that_have_the_rows_between_them_exchange_sums_alone(of, data_axis):
-    mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
+    mesh = mesh_of(names=("d",))
     f = FUNCTIONS[of]
     scalar = squared if f is each else lambda f: f
     k = K if data_axis is None else 2
     mine = in_model(scalar(over(f, k, data_axis=data_axis)))
-
-    def put(x, *spec):
-        return jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
-
     _, h, labels = arrays()
-    args = jax.tree.map(put, params()), put(h, "d"), put(labels, "d")
+    specs = PartitionSpec(), PartitionSpec("d"), PartitionSpec("d")
+    args = put((params(), h, labels), mesh, specs)
     with jax.set_mesh(mesh):
         compiled = jax.jit(mine).lower(*args).compile()
         got = compiled(*args)

@@ -4,12 +4,13 @@ On CPUs with the bits of the whole batch. What other platforms do, which have an
 draw, runs here too: `elsewhere` has it that this generator's state cannot seek.
 """
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import temporaries
-from jax.sharding import AxisType, NamedSharding
+from helpers import apart, mesh_of, off, put, temporaries
 from jax.sharding import PartitionSpec as P
 
 import ga_optax as ga
@@ -126,9 +127,11 @@ def of_columns(p, x, key):
 
 
 def of_keys(p, x, key):
-    """A key for each row; XLA draws for all from the first."""
-    h = x @ p["a"][0]
-    return (jax.vmap(dropped)(h, jax.random.split(key, len(x))) ** 2).mean()
+    """A key for each row, and one of each; XLA draws for all from the first."""
+    keys = jax.random.split(key, len(x))
+    h = jax.vmap(dropped)(x @ p["a"][0], keys)
+    of_each = jax.vmap(lambda key: jax.random.fold_in(key, 3))(keys)
+    return (jax.vmap(dropped)(h, of_each) ** 2).mean()
 
 
 def of_pairs(p, x, key):
@@ -144,22 +147,14 @@ def uneven(p, x, key):
 LOSSES = [plain, over_layers, again, of_columns, of_keys, of_pairs, uneven]
 
 
-def off(got, want):
-    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
-    return max(
-        float(jnp.abs(x - y).max() / (jnp.abs(y).max() + 1e-3)) for x, y in pairs
-    )
-
-
 BOUND = 1e-5  # float32, sums of at most a thousand terms: c n eps with c about 1/10
 
 
 def compared(fun, impl="rbg", k=K, **options):
     """How far the value and the gradients are off those of the whole batch."""
     key = jax.random.key(3, impl=impl)
-    args = arguments()
-    want = jax.jit(jax.value_and_grad(fun))(*args, key)
-    return off(jax.jit(ga.value_and_grad(fun, k, **options))(*args, key), want)
+    step = ga.value_and_grad(fun, k, **options)
+    return apart(step, jax.value_and_grad(fun), *arguments(), key)
 
 
 @pytest.mark.grid(7, 14)
@@ -262,54 +257,47 @@ def test_a_rule_of_the_users_draws_what_its_function_draws(monkeypatch):
 
 # -- Transformations -------------------------------------------------------------------
 
+WAYS = [(0, None), (0, 0), (None, 0)]
 
-@pytest.mark.parametrize("fun", [plain, of_columns])
-@pytest.mark.parametrize("ways", [(0, None), (0, 0), (None, 0)])
-def test_under_vmap_it_draws_what_the_whole_batch_draws(fun, ways):
+
+@pytest.mark.parametrize(
+    ("fun", "ways", "where"),
+    [
+        *itertools.product([plain, of_columns], WAYS, ["here"]),
+        (plain, (0, 0), "elsewhere"),
+    ],
+)
+def test_under_vmap_it_draws_what_the_whole_batch_draws(fun, ways, where, request):
     """With keys for each, XLA draws for all from the first."""
+    if where == "elsewhere":
+        request.getfixturevalue(where)
     p, x = arguments()
     keys = jax.random.split(jax.random.key(1, impl="rbg"), 3)
     several = jnp.stack([x, x + 1, x - 1]), keys
     given = [v if way == 0 else v[0] for v, way in zip(several, ways, strict=True)]
     ways = None, *ways
-    want = jax.jit(jax.vmap(jax.value_and_grad(fun), ways))(p, *given)
     step = ga.value_and_grad(fun, K)
+    want = jax.jit(jax.vmap(jax.value_and_grad(fun), ways))(p, *given)
     assert off(jax.jit(jax.vmap(step, ways))(p, *given), want) < BOUND
     if ways == (None, None, 0):  # the twin: a loop has the draws of each key
         each = jax.lax.map(lambda key: step(p, x, key), keys)
         assert off(each, want) > 1e-3
 
 
-@pytest.mark.usefixtures("elsewhere")
-def test_elsewhere_too_under_vmap():
-    test_under_vmap_it_draws_what_the_whole_batch_draws(plain, (0, 0))
-
-
-@pytest.mark.grid(2, 4)
+@pytest.mark.grid(3, 5)
 @pytest.mark.parametrize("fun", [plain, of_pairs])
-@pytest.mark.parametrize("how", ["argument", "axis"])
+@pytest.mark.parametrize("how", ["argument", "axis", "region"])
 @pytest.mark.skipif(jax.__version_info__ < (0, 9), reason="data_axis needs jax 0.9")
 def test_over_devices_it_draws_what_the_whole_batch_draws(fun, how):
-    mesh = jax.make_mesh((4,), ("data",), (AxisType.Auto,), devices=jax.devices()[:4])
-    params, x = arguments()
-    key = jax.random.key(3, impl="rbg")
-    want = jax.jit(jax.value_and_grad(fun))(params, x, key)
-    params, key = jax.device_put((params, key), NamedSharding(mesh, P()))
-    x = jax.device_put(x, NamedSharding(mesh, P("data")))
-    over = {"data_axis": ga.DataAxis("data", mesh=mesh)} if how == "axis" else {}
-    assert off(jax.jit(ga.value_and_grad(fun, 2, **over))(params, x, key), want) < BOUND
-
-
-@pytest.mark.skipif(jax.__version_info__ < (0, 9), reason="data_axis needs jax 0.9")
-def test_in_a_shard_map_it_draws_what_the_whole_batch_draws():
-    mesh = jax.make_mesh((4,), ("data",), (AxisType.Auto,), devices=jax.devices()[:4])
-    params, x = arguments()
-    key = jax.random.key(3, impl="rbg")
-    step = ga.value_and_grad(plain, 2, data_axis="data")
-    specs = P(), P("data"), P()
-    run = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=P()))
-    want = jax.jit(jax.value_and_grad(plain))(params, x, key)
-    assert off(run(params, x, key), want) < BOUND
+    mesh, specs = mesh_of(), (P(), P("data"), P())
+    args = *arguments(), jax.random.key(3, impl="rbg")
+    want = jax.jit(jax.value_and_grad(fun))(*args)
+    axis = {"argument": None, "axis": ga.DataAxis("data", mesh=mesh), "region": "data"}
+    step = ga.value_and_grad(fun, 2, data_axis=axis[how])
+    if how == "region":
+        specs_of = {"mesh": mesh, "in_specs": specs, "out_specs": P()}
+        step = jax.shard_map(step, **specs_of, check_vma=fun is plain)
+    assert off(jax.jit(step)(*put(args, mesh, specs)), want) < BOUND
 
 
 # -- What it takes, and what is said ---------------------------------------------------

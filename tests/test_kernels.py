@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import whole_kernels
-from helpers import mean_of
+from helpers import apart, mean_of, off
 from jax.interpreters import mlir
+from whole_kernels import array, kernel
 
 import ga_optax as ga
 from ga_optax._compiled.plan import temporaries
@@ -36,8 +37,7 @@ def tail(y):
 
 def distance(loss, *args):
     """How far the gradient is off, of its largest number."""
-    got = jax.jit(ga.value_and_grad(loss, K))(*args)
-    return whole_kernels.off(got, jax.jit(jax.value_and_grad(loss))(*args))
+    return apart(ga.value_and_grad(loss, K), jax.value_and_grad(loss), *args)
 
 
 def computed_whole(loss, *args):
@@ -52,213 +52,119 @@ def compiled(fun, *args):
 
 # -- One kernel ------------------------------------------------------------------------
 
-
-def double(x, o):
-    o[...] = jnp.sin(x[...])
+FEW = W[: whole_kernels.D, : whole_kernels.D], X[: whole_kernels.N, : whole_kernels.D]
 
 
-def block(index, *shape):
-    return pl.BlockSpec(shape or (4, D), index)
+def loss_of(kernel):
+    return lambda w, x: tail(kernel(x) @ w)
 
 
-def called(program, ins=None, outs=None, grid=(), shape=None, **options):
-    """A loss in which a kernel has blocks of four rows."""
-    straight = block(lambda i, *_: (i, 0))
+def called(program, index=lambda i: i, scalars=(), **options):
+    """What `whole_kernels` has not; `index` says which row a program reads."""
 
-    def loss(w, x):
-        call = pl.pallas_call(
-            program,
-            grid=(len(x) // 4, *grid),
-            in_specs=[ins or straight],
-            out_specs=outs or straight,
-            out_shape=jax.ShapeDtypeStruct(shape or x.shape, x.dtype),
-            interpret=True,
-            **options,
-        )
-        return tail(call(x) @ w)
-
-    return loss
-
-
-def larger_blocks(w, x):
-    spec = block(lambda i: (i, 0), N // 2, D)
-    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    options = {
-        "in_specs": [spec],
-        "out_specs": spec,
-        "out_shape": shape,
-        "interpret": True,
-    }
-    return tail(pl.pallas_call(double, grid=(2,), **options)(x) @ w)
-
-
-def without_grid(w, x):
-    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    return tail(pl.pallas_call(double, shape, interpret=True)(x) @ w)
-
-
-def by_heads(w, x):
-    """Queries by row and head in one axis, and keys by row."""
-
-    def program(q, kv, o):
-        o[...] = q[...] * jnp.sum(kv[...])
-
-    q = jnp.sin(x).reshape(-1, D // 4)
-    of_q, of_kv = block(lambda g: (g, 0), 1, D // 4), block(lambda g: (g // 4, 0), 1, D)
-    y = pl.pallas_call(
-        program,
-        grid=(len(q),),
-        in_specs=[of_q, of_kv],
-        out_specs=of_q,
-        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
-        interpret=True,
-    )(q, x)
-    return tail(y.reshape(-1, D) @ w)
-
-
-def in_segments(w, x):
-    return called(double)(w, jnp.concatenate([x, 2 * x]))
-
-
-def mapped(w, x):
-    shape = jax.ShapeDtypeStruct((D,), x.dtype)
-    return tail(
-        jax.vmap(pl.pallas_call(double, out_shape=shape, interpret=True))(x) @ w
-    )
-
-
-def with_scratch(first, *semantics):
-    """Each program adds to what the one before left, from the first one on."""
-
-    def program(x, o, kept):
-        @pl.when(pl.program_id(1) == 0)
-        def _():
-            kept[...] = first(kept[...])
-
-        kept[...] += x[...]
-        o[...] = kept[...]
-
-    spec = block(lambda i, j: (i, j), 4, D // 2)
-    options = {}
-    if semantics:
-        options["compiler_params"] = pltpu.CompilerParams(dimension_semantics=semantics)
-    scratch = [pltpu.VMEM((4, D // 2), jnp.float32)]
-    return called(program, spec, spec, (2,), scratch_shapes=scratch, **options)
-
-
-def with_scalars(index):
-    """A kernel with numbers that are there before its blocks are."""
-
-    def program(numbers, x, o):
-        o[...] = jnp.sin(x[...]) * numbers[1].astype(jnp.float32)
-
-    def loss(w, x):
-        spec = block(lambda i, numbers: (index(i, numbers), 0))
+    def kernel(x):
+        spec = pl.BlockSpec((1, x.shape[1]), lambda i, *xs: (index(i, *xs), 0))
         grid = pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1, grid=(len(x) // 4,), in_specs=[spec], out_specs=spec
+            num_scalar_prefetch=len(scalars),
+            grid=(len(x),),
+            in_specs=[spec],
+            out_specs=spec,
         )
-        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
-        call = pl.pallas_call(program, grid_spec=grid, out_shape=shape, interpret=True)
-        return tail(call(jnp.arange(len(x) // 4, dtype=jnp.int32), x) @ w)
+        how = {"grid_spec": grid, "interpret": True, **options}
+        return pl.pallas_call(program, whole_kernels.SHAPE, **how)(*scalars, x)
 
-    return loss
+    return loss_of(kernel)
+
+
+NUMBERS = (jnp.arange(whole_kernels.N, dtype=jnp.int32),)
+
+
+def scaled(numbers, x, o):
+    o[...] = jnp.sin(x[...]) * numbers[1].astype(jnp.float32)
 
 
 def of_some(x, o):
-    """The other rows of the block stay what they are."""
-    o[:2] = jnp.sin(x[:2])
+    """The other numbers of the block stay what they are."""
+    o[:, :2] = jnp.sin(x[:, :2])
 
 
-def in_place(w, x):
-    return called(of_some, input_output_aliases={0: 0})(w, 2 * x)
+def asks_in_a_branch(x, o):
+    @pl.when(x[0, 0] > 0)
+    def _():
+        o[...] = x[...] * pl.program_id(0).astype(jnp.float32)
 
 
-ESTIMATE = {"flops": 100, "bytes_accessed": 100, "transcendentals": 100}
+def mapped(x):
+    def double(x, o):
+        o[...] = jnp.sin(x[...])
+
+    shape = jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
+    return jax.vmap(pl.pallas_call(double, out_shape=shape, interpret=True))(x)
+
+
+HALF_OF_A_ROW = array()._replace(
+    block=(1, whole_kernels.D // 2), maps=(("itself", 0, 0), ("itself", 1, 1))
+)
+TWICE = {"grid": (whole_kernels.N, 2), "body": {"scratch"}}
+HALVES = HALF_OF_A_ROW, HALF_OF_A_ROW
+SEGMENTS = array("segments"), array("segments")
+HEADS_AND_ROWS = array("heads"), array("rows", "shared"), array("heads")
 SPLIT = {
-    "plain": called(double),
-    "number of programs": called(
-        lambda x, o: o.__setitem__(..., x[...] / pl.num_programs(0))
-    ),
-    "estimated": called(double, cost_estimate=pl.CostEstimate(**ESTIMATE)),
-    "by heads": by_heads,
-    "segments": in_segments,
-    "mapped": mapped,
-    "in place": in_place,
-    "scalars": with_scalars(lambda i, numbers: i),
-    "scratch": with_scratch(jnp.zeros_like, "parallel", "arbitrary"),
+    "plain": loss_of(kernel()),
+    "number of programs": loss_of(kernel(body={"number"})),
+    "by heads": lambda w, x: tail(kernel(*HEADS_AND_ROWS, grid=(16,))(x, x) @ w),
+    "segments": loss_of(kernel(*SEGMENTS, grid=(16,))),
+    "mapped": loss_of(mapped),
+    "in place": lambda w, x: called(of_some, input_output_aliases={0: 0})(w, 2 * x),
+    "scalars": called(scaled, lambda i, numbers: i, NUMBERS),
+    "scratch": loss_of(kernel(*HALVES, **TWICE, semantics=("parallel", "arbitrary"))),
 }
 
 
 @pytest.mark.parametrize("name", SPLIT)
 def test_a_kernel_whose_programs_have_their_own_rows_is_split(name):
-    loss = SPLIT[name]
-    assert computed_whole(loss, W, X) == set()
-    assert distance(loss, W, X) < BOUND
+    assert computed_whole(SPLIT[name], *FEW) == set()
+    assert distance(SPLIT[name], *FEW) < BOUND
 
 
-def asks(x, o):
-    o[...] = x[...] * pl.program_id(0).astype(jnp.float32)
+ALL = array(kind=None, block=whole_kernels.N)
+FIRST, FACTOR = array(kind=None), array(None, None)
+LARGE = array(block=whole_kernels.N // 2)
 
 
-def asks_in_a_branch(x, o):
-    pl.when(x[0, 0] > 0)(lambda: asks(x, o))
-
-
-def adds_up(x, o):
-    o[...] = jnp.nan_to_num(o[...]) + x[...]
-
-
-def of_halves(w, x):
+def of_halves(x):
     """Each program leaves the half of a factor to the next."""
-
-    def program(factor, x, o):
-        factor[...] = factor[...] * 0.5
-        o[...] = x[...] * factor[...]
-
-    rows, shape = block(lambda i: (i, 0)), jax.ShapeDtypeStruct(x.shape, x.dtype)
-    call = pl.pallas_call(
-        program,
-        grid=(len(x) // 4,),
-        in_specs=[block(lambda i: (0, 0), 1, D), rows],
-        out_specs=rows,
-        out_shape=shape,
-        interpret=True,
-    )
-    return tail(call(jnp.ones((1, D)), x) @ w)
+    run = kernel(array(), FACTOR, array(), body={"writes"})
+    return run(x, jnp.ones((1, whole_kernels.D)))
 
 
-def reads_all(x, o):
-    rows = x[...]
-    o[...] = jnp.full(o.shape, jnp.sum(rows**2))
-
-
-ALL = block(lambda i: (0, 0))
 # What is wrong if a kernel is split that must not be: a condition, as if it held.
 WHOLE = {
-    "asks where it is": (called(asks), "_depends"),
-    "scratch goes on": (with_scratch(jnp.nan_to_num), "_depends"),
+    "asks where it is": (kernel(body={"place"}), "_depends"),
+    "scratch goes on": (kernel(*HALVES, **TWICE), "_depends"),
     "an operand is written": (of_halves, "_depends"),
-    "written over others": (called(double, ALL, input_output_aliases={0: 0}), None),
-    "next rows": (called(double, block(lambda i: ((i + 1) % (N // 4), 0))), "_moves"),
-    "flipped": (called(double, block(lambda i: (N // 4 - 1 - i, 0))), "_moves"),
-    "a sum": (called(adds_up, outs=ALL, shape=(4, D)), None),
-    "all rows": (called(reads_all, block(lambda i: (0, 0), N, D)), None),
-    "larger blocks": (larger_blocks, None),
-    "no grid": (without_grid, None),
-    "scalars say which": (with_scalars(lambda i, numbers: numbers[i]), None),
+    "written over others": (kernel(FIRST, array(), body={"alias"}), None),
+    "next rows": (kernel(array(kind="next"), array()), "_moves"),
+    "flipped": (kernel(array(kind="flipped"), array()), "_moves"),
+    "a sum": (kernel(array(), FACTOR, body={"adds"}), None),
+    "all rows": (kernel(ALL, array()), None),
+    "larger blocks": (kernel(LARGE, LARGE, grid=(2,)), None),
+    "no grid": (kernel(ALL, ALL, grid=()), None),
 }
+WHOLE = {name: (loss_of(k), how) for name, (k, how) in WHOLE.items()}
+WHOLE["scalars say which"] = called(scaled, lambda i, xs: xs[i], NUMBERS), None
 
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_any_other_kernel_is_computed_whole(name):
     loss, _ = WHOLE[name]
-    assert computed_whole(loss, W, X) == {"pallas_call"}
-    assert distance(loss, W, X) < BOUND
+    assert computed_whole(loss, *FEW) == {"pallas_call"}
+    assert distance(loss, *FEW) < BOUND
 
 
 def test_one_that_asks_in_a_branch_is_found():
     """JAX does not interpret it, so it only is traced."""
-    assert computed_whole(called(asks_in_a_branch), W, X) == {"pallas_call"}
+    assert computed_whole(called(asks_in_a_branch), *FEW) == {"pallas_call"}
 
 
 def as_if_it_held(monkeypatch, condition):
@@ -272,41 +178,25 @@ def as_if_it_held(monkeypatch, condition):
 def test_the_numbers_of_one_that_is_split_all_the_same_are_wrong(name, monkeypatch):
     loss, condition = WHOLE[name]
     as_if_it_held(monkeypatch, condition)
-    assert computed_whole(loss, W, X) == set()
-    assert not distance(loss, W, X) < BOUND
+    assert computed_whole(loss, *FEW) == set()
+    assert not distance(loss, *FEW) < BOUND
 
 
 # -- In a model ------------------------------------------------------------------------
 
 
-def waves(x, y, _):
-    """A kernel that is a function's rule, of blocks of four rows."""
-
-    def program(x, y, o):
-        o[...] = jnp.sin(x[...]) * jnp.cos(y[...])
-
-    spec = block(lambda i: (i, 0))
-    return pl.pallas_call(
-        program,
-        grid=(len(x) // 4,),
-        in_specs=[spec, spec],
-        out_specs=spec,
-        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
-        interpret=True,
-    )(x, y)
-
-
 def test_in_layers_that_are_scanned_and_under_checkpoint_it_is_split_too():
-    fun = whole_kernels.function(waves, waves)
+    one = kernel(array(), array(), array(), array())
+    fun, given = whole_kernels.function(one, one), jnp.ones_like(FEW[1])
 
     @jax.checkpoint
     def layer(h, w):
-        return h + fun(h @ w, w), None
+        return h + fun(h @ w, given), None
 
     def loss(params, x):
         return tail(jax.lax.scan(layer, x, params)[0])
 
-    args = jnp.stack([W, W.T]), X
+    args = jnp.stack([FEW[0], FEW[0].T]), FEW[1]
     assert computed_whole(loss, *args) == set()
     assert distance(loss, *args) < BOUND
 
@@ -386,7 +276,7 @@ def test_attention_takes_the_memory_of_the_plain_loop(kernel, time, segments):
     _, plain = compiled(mean_of(loss, K), *args)
     assert ours <= 1.1 * plain
     want = jax.jit(jax.value_and_grad(loss))(*args)
-    assert whole_kernels.off(step(*args), want) < BOUND
+    assert off(step(*args), want) < BOUND
 
 
 @pytest.mark.slow

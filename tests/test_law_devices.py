@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import whole_losses
-from helpers import mean_of
-from jax.sharding import AxisType, NamedSharding
+from helpers import mean_of, mesh_of, off, put
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import ga_optax as ga
@@ -91,19 +91,11 @@ AXES = {
 NEEDS_NO_MEETING = ("each", "each, sharded", "scattered", "overlap", "as 4", "as 8")
 
 
-def mesh_of(kind):
-    return jax.make_mesh((4,), ("data",), axis_types=(kind,))
-
-
 def at_top_level(loss, name, kind, k=K):
     params, batch = arguments()
-    mesh = mesh_of(kind)
-    sharded = "sharded" in name
-    specs = SPECS if sharded else dict.fromkeys(SPECS, P())
-    params = {
-        x: jax.device_put(params[x], NamedSharding(mesh, specs[x])) for x in SPECS
-    }
-    batch = jax.device_put(batch, NamedSharding(mesh, P("data")))
+    mesh = mesh_of(kind=kind)
+    params = put(params, mesh, SPECS if "sharded" in name else P())
+    batch = put(batch, mesh, P("data"))
     with jax.set_mesh(mesh):
         return jax.jit(ga.value_and_grad(loss, k, data_axis=AXES[name]))(params, batch)
 
@@ -112,7 +104,7 @@ def in_region(loss, name, check_vma, kind=AxisType.Auto):
     params, batch = arguments()
     step = jax.shard_map(
         ga.value_and_grad(loss, K, data_axis=AXES[name]),
-        mesh=mesh_of(kind),
+        mesh=mesh_of(kind=kind),
         in_specs=(P(), P("data")),
         out_specs=P(),
         check_vma=check_vma,
@@ -121,13 +113,7 @@ def in_region(loss, name, check_vma, kind=AxisType.Auto):
 
 
 def distance(got, loss):
-    want = jax.jit(jax.value_and_grad(loss))(*arguments())
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    errors = [
-        np.abs(np.asarray(x) - np.asarray(y)).max() / np.abs(y).max()
-        for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
-    ]
-    return max(errors)
+    return off(got, jax.jit(jax.value_and_grad(loss))(*arguments()))
 
 
 @pytest.mark.grid(6, 30)
@@ -178,7 +164,7 @@ def test_where_they_meet_the_error_names_the_line(name):
 @pytest.mark.parametrize("sync", ["last", "each"])
 def test_specs_that_do_not_fit_are_refused_and_nothing_is_computed(sync):
     params, batch = arguments()
-    axis = ga.DataAxis("data", mesh=mesh_of(AxisType.Auto), sync=sync)
+    axis = ga.DataAxis("data", mesh=mesh_of(), sync=sync)
     step = ga.value_and_grad(mean, K, data_axis=axis)
     assert distance(step(params, batch), mean) < 1e-5  # The twin: without specs.
     for specs, said in (
@@ -202,35 +188,6 @@ def test_in_a_region_that_checks_and_where_they_meet_the_error_names_the_line():
 def test_rows_along_an_explicit_axis_without_data_axis_must_not_meet():
     with pytest.raises(ValueError, match="data_axis='data'"):
         at_top_level(norm, "none", AxisType.Explicit)
-
-
-@pytest.mark.parametrize("name", ["none", "last", "each", "scattered at the end"])
-def test_a_window_communicates_as_often_as_its_option_says(name):
-    params, batch = arguments()
-    mesh = mesh_of(AxisType.Auto)
-    params = jax.device_put(params, NamedSharding(mesh, P()))
-    batch = jax.device_put(batch, NamedSharding(mesh, P("data")))
-    with jax.set_mesh(mesh):
-        step = jax.jit(ga.value_and_grad(mean, 4, data_axis=AXES[name]))
-        audit = ga.audit(step.lower(params, batch).compile(), mesh)
-    assert bool(audit.in_loop) == (name in ("none", "each"))
-    kinds = {x.kind for x in audit.collectives}
-    assert ("reduce-scatter" in kinds) == (name == "scattered at the end")
-
-
-def test_a_mean_that_names_no_mesh_moves_no_rows():
-    params, batch = arguments()
-    where = (NamedSharding(mesh_of(AxisType.Auto), spec) for spec in (P(), P("data")))
-    where = tuple(where)
-
-    def kinds(loss):
-        step = jax.jit(ga.value_and_grad(loss, 4), in_shardings=where)
-        compiled = step.lower(params, batch).compile()
-        return {x.kind for x in ga.audit(compiled).collectives}
-
-    assert kinds(mean) == {"all-reduce"}
-    # The twin: neighbours are part of what this loss says.
-    assert kinds(reversed_rows) - {"all-reduce"}
 
 
 # -- Wherever the batch lies -----------------------------------------------------------
@@ -267,14 +224,13 @@ W, X = jnp.arange(1.0, 4.0), jnp.sin(jnp.arange(96.0)).reshape(32, 3)
 
 def at(how, fun, check_vma=False):
     """A step of four micro-batches, or of four on a device, and its results."""
-    mesh, options = mesh_of(AxisType.Auto), {"has_aux": True}
-    whole, split = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
-    placed = jax.device_put(W, whole), jax.device_put(X, split)
+    mesh, options = mesh_of(), {"has_aux": True}
+    placed = put((W, X), mesh, (P(), P("data")))
     step = ga.value_and_grad(fun, 4, **options)
     if how == "argument":
         return jax.jit(step)(*placed)
     if how == "shardings":  # nothing names the mesh before the program is compiled
-        return jax.jit(step, in_shardings=(whole, split))(W, X)
+        return jax.jit(step, in_shardings=tuple(x.sharding for x in placed))(W, X)
     if how == "context":
         with jax.set_mesh(mesh):
             return jax.jit(step)(*placed)
@@ -289,11 +245,7 @@ def at(how, fun, check_vma=False):
 
 
 def close(got, want):
-    bound = 100 * 32 * np.finfo(np.float32).eps
-    return all(
-        x.shape == y.shape and np.abs(np.asarray(x) - np.asarray(y)).max() < bound
-        for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
-    )
+    return off(got, want) < 100 * 32 * np.finfo(np.float32).eps
 
 
 @pytest.mark.parametrize("fun", [in_pairs, by_row, with_noise, ratio, one_row])
@@ -314,7 +266,7 @@ def test_in_a_region_that_checks_a_sum_of_rows_is_refused():
 
 
 def test_so_it_is_without_a_data_axis():
-    mesh, specs = mesh_of(AxisType.Auto), {"in_specs": (P(), P("data"))}
+    mesh, specs = mesh_of(), {"in_specs": (P(), P("data"))}
 
     def of_parts(check_vma):
         step = ga.value_and_grad(lambda w, x: ratio(w, x)[0], 2)
@@ -338,24 +290,19 @@ OVER_DEVICES = ("attention", "experts", "dropout", "masked", "batch_norm", "gene
 @pytest.mark.parametrize("fsdp", [False, True], ids=["replicated", "fsdp"])
 @pytest.mark.parametrize("name", OVER_DEVICES)
 def test_losses_of_the_table_are_right_over_devices(name, fsdp):
-    mesh = mesh_of(AxisType.Auto)
+    mesh = mesh_of()
     fun = whole_losses.LOSSES[name].fun
     with jax.enable_x64(True):
         params, batch = whole_losses.arguments(24, width=8)
         want = jax.jit(jax.value_and_grad(fun, has_aux=True))(params, batch)
-        specs = PLACED if fsdp else dict.fromkeys(PLACED, P())
-        params = {
-            k: jax.device_put(v, NamedSharding(mesh, specs[k]))
-            for k, v in params.items()
-        }
-        split = jax.device_put(batch, NamedSharding(mesh, P("data")))
-        axis = ga.DataAxis("data", mesh=mesh, param_specs=specs if fsdp else None)
+        specs = PLACED if fsdp else None
+        params = put(params, mesh, specs or P())
+        split = put(batch, mesh, P("data"))
+        axis = ga.DataAxis("data", mesh=mesh, param_specs=specs)
         options = {"has_aux": True, "accumulator_dtype": "float64", "data_axis": axis}
         step = jax.jit(ga.value_and_grad(fun, 3, **options))
         got = step(params, split)
-        for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-            assert (x.shape, x.dtype) == (y.shape, y.dtype)
-            np.testing.assert_allclose(x, y, rtol=0, atol=1e-11)  # of numbers below 9
+        assert off(got, want) < 1e-11
         assert not fsdp or got[1]["mid"].sharding.spec == P("data")
         # The twin: another first row.
         moved = split | {"x": split["x"].at[0].multiply(2.0)}
@@ -388,13 +335,11 @@ def frozen(use):
 @pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
 @pytest.mark.parametrize("use", ["product", "index", "full_like", "key"])
 def test_an_argument_without_a_role_may_lie_on_the_mesh(use, kind):
-    mesh, fun, draw = mesh_of(kind), frozen(use), np.random.default_rng(0)
-    whole, split = (NamedSharding(mesh, spec) for spec in (P(), P("data")))
+    mesh, fun, draw = mesh_of(kind=kind), frozen(use), np.random.default_rng(0)
     w, table, x = (jnp.asarray(draw.normal(size=(n, 3)), "f4") for n in (3, 7, 16))
     batch, key = {"x": x, "id": jnp.arange(16) * 3 % 7}, jax.random.key(0)
     want = jax.value_and_grad(fun, has_aux=True)(w, batch, table, key)
-    w, table, key = jax.device_put((w, table, key), whole)
-    args = w, jax.device_put(batch, split), table, key
+    args = put((w, batch, table, key), mesh, (P(), P("data"), P(), P()))
     axis = {"data_axis": ga.DataAxis("data", mesh=mesh)}
     step = ga.value_and_grad(fun, 2, has_aux=True, **axis)
     of_grad = ga.microbatch(jax.value_and_grad(fun, has_aux=True), 2, **axis)
@@ -409,22 +354,21 @@ def test_an_argument_without_a_role_may_lie_on_the_mesh(use, kind):
 @pytest.mark.parametrize("make", [ga.value_and_grad, mean_of])
 @pytest.mark.parametrize("use", ["product", "index"])
 def test_who_closes_over_an_array_of_the_mesh_is_told_what_to_do(use, make):
-    mesh = mesh_of(AxisType.Explicit)
-    whole, split = (NamedSharding(mesh, spec) for spec in (P(), P("data")))
-    w, table = jax.device_put((jnp.eye(3), jnp.ones((7, 3))), whole)
+    mesh = mesh_of(kind=AxisType.Explicit)
+    w, table = put((jnp.eye(3), jnp.ones((7, 3))), mesh, P())
     batch = {"x": jnp.ones((16, 3)), "id": jnp.zeros(16, int)}
     fun = lambda w, b: frozen(use)(w, b, table, None)[0]  # noqa: E731
     step = make(fun, 2, data_axis=ga.DataAxis("data", mesh=mesh))
     told = ValueError, NotImplementedError, UserWarning  # the last if it goes on
     with pytest.raises(told) as raised:
-        step(w, jax.device_put(batch, split))
+        step(w, put(batch, mesh, P("data")))
     said = [str(raised.value), *getattr(raised.value, "__notes__", ())]
     assert any("closes over an array that lies on the mesh" in words for words in said)
 
 
 def test_axes_of_explicit_type_are_taken_for_parameters():
     params, batch = arguments()
-    mesh = mesh_of(AxisType.Explicit)
+    mesh = mesh_of(kind=AxisType.Explicit)
     step = ga.value_and_grad(norm, 4)
     with jax.set_mesh(mesh):
         params = {x: jax.device_put(params[x], SPECS[x]) for x in SPECS}

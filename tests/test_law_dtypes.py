@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import whole_losses
-from helpers import mean_of
-from jax.sharding import AxisType, NamedSharding
+from helpers import mean_of, mesh_of, put
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import ga_optax as ga
@@ -99,11 +99,9 @@ def gradients(fun, kind=None, **options):
     params, batch = integers()
     want = jax.jit(jax.grad(lambda p, b: fun(p, b, WIDE)))(params, batch)
     if kind is not None:
-        devices, kinds = jax.devices()[:2], (getattr(AxisType, kind),)
-        mesh = jax.make_mesh((2,), ("data",), kinds, devices=devices)
+        mesh = mesh_of(2, kind=getattr(AxisType, kind))
         options["data_axis"] = ga.DataAxis("data", mesh=mesh)
-        batch = jax.device_put(batch, NamedSharding(mesh, P("data")))
-        params = jax.device_put(params, NamedSharding(mesh, P()))
+        params, batch = put((params, batch), mesh, (P(), P("data")))
     step = ga.value_and_grad(lambda p, b: fun(p, b, NARROW), K, **options)
     return jax.device_get((jax.jit(step)(params, batch)[1], want))
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import apart
 from jax import lax
 
 import ga_optax as ga
@@ -33,11 +34,7 @@ def off(fun, n=N, k=K):
     with jax.enable_x64(True):
         args, grads = arguments(n), jax.value_and_grad(fun)
         step = ga.value_and_grad(fun, k, accumulator_dtype="float64")
-        want, errors = jax.tree.leaves(jax.jit(grads)(*args)), []
-        for run in (step, ga.microbatch(grads, k)):
-            pairs = zip(jax.tree.leaves(jax.jit(run)(*args)), want, strict=True)
-            errors += [float(jnp.abs(x - y).max() / jnp.abs(y).max()) for x, y in pairs]
-        return max(errors)
+        return max(apart(run, grads, *args) for run in (step, ga.microbatch(grads, k)))
 
 
 # -- What others read too --------------------------------------------------------------
@@ -165,18 +162,6 @@ def stacked(w, x):
     return (first * rest[0] + rest[1]).std() + (mean * total).sum()
 
 
-def rolled(w, x):
-    """A chain, whose time to trace doubled with each: 30 never ended."""
-    h = jnp.tanh(x @ w)
-    for _ in range(30):
-        h = jnp.roll(h, 1, 0)
-    return (h * x).std()
-
-
-def largest(w, x):
-    return (jnp.tanh(x @ w).max(0) ** 2).sum() + (x @ w - (x @ w).min(0)).sum()
-
-
 def attained(w, x):
     """Rows that attain an extremum are found, however XLA rounds in another level."""
     h = jnp.where(x > 0, x @ w, jnp.tanh(x @ w) / 2)
@@ -191,48 +176,23 @@ def tied(w, x):
     return (h + ties.max(0)).std()
 
 
-def private(w, x):
-    """Gradients of each row's convolution, as with differential privacy."""
-
-    def one(w, row):
-        image = row.reshape(1, 1, 2, 2)
-        out = lax.conv_general_dilated(image, w[:2, None, :2, None], (1, 1), "SAME")
-        return jnp.sum(jnp.tanh(out) ** 2)
-
-    each = jax.vmap(jax.grad(one), (None, 0))(w, x)
-    norm = jnp.sqrt((each**2).sum((1, 2), keepdims=True) + 1e-3)
-    return (each / jnp.maximum(norm, 1)).sum() + jnp.sum((x @ w) ** 2)
-
-
 LOSSES = {
-    "uneven rows": uneven,
     "sums before": before(False),
     "sums behind": before(True),
-    "sums up to": after,
-    "swapped sums": swapped,
-    "a sum that is kept": kept,
-    "sorted extrema": sorted_with,
-    "counted extrema": counted,
     "filled entries": lambda w, x: picked(w, x, mode="fill", fill_value=0.5),
     "clipped entries": lambda w, x: picked(w, x, mode="clip"),
     "entries inside": lambda w, x: picked(
         w, x, np.array([5, 0, 3, 3], np.int8), mode="promise_in_bounds"
     ),
-    "rows of two views": of_segments,
-    "columns": of_columns,
     "a sum filled with 0": filled_sum(0.0),
     "a sum filled with 7": filled_sum(7.0),
-    "an index behind a transpose": behind_a_transpose,
-    "overwritten rows": overwritten,
-    "as many features as rows": square_batch,
-    "a rule that is no derivative": not_its_derivative,
-    "a softmax in a checkpoint": checkpointed_softmax,
-    "stacked and unstacked": stacked,
-    "a chain of rolls": rolled,
-    "extrema": largest,
-    "rows that attain an extremum": attained,
-    "unequal ties": tied,
-    "gradients of rows": private,
+} | {
+    f.__name__: f
+    for f in (
+        *(after, swapped, kept, sorted_with, counted, of_segments, of_columns),
+        *(behind_a_transpose, overwritten, square_batch, uneven, not_its_derivative),
+        *(checkpointed_softmax, stacked, attained, tied),
+    )
 }
 
 

@@ -8,7 +8,7 @@ import whole_losses
 from helpers import mean_of
 from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
-from test_law import assert_close
+from test_law import assert_close, in_float64
 
 import ga_optax as ga
 
@@ -17,13 +17,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*computed whole"),
 ]
 N = whole_losses.N
-
-
-def in_float64(fun, *args, k=4):
-    """What `value_and_grad` gives and what JAX does; of arguments of float64."""
-    want = jax.jit(jax.value_and_grad(fun, has_aux=True))(*args)
-    step = ga.value_and_grad(fun, k, has_aux=True, accumulator_dtype="float64")
-    return jax.jit(step)(*args), want
 
 
 def wide(tree):
@@ -112,7 +105,7 @@ def test_statistics_of_networks_are_those_of_the_whole_batch(name, k):
     with jax.enable_x64(True):
         fun, params, state = NETWORKS[name]()
         args = params, whole_losses.arguments()[1], state
-        got, want = in_float64(fun, *args, k=k)
+        got, want = in_float64(fun, *args, k=k, has_aux=True)
         new = want[0][1][0]
         assert differs(new, state) > 1e-3  # it was updated
         # Forty sums after one another; that of a bias is rounding of the others alone.
@@ -156,7 +149,7 @@ def collectives(p, b):
 def test_vmap_inside_is_no_other_than_the_program_that_it_writes(fun):
     with jax.enable_x64(True):
         args = whole_losses.arguments(width=4)
-        assert_close(*in_float64(fun, *args))
+        assert_close(*in_float64(fun, *args, has_aux=True))
         assert ga.batch_dependencies(fun, 4, has_aux=True)(*args).whole == []
 
 

@@ -11,9 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax.losses
 import pytest
-from test_law import assert_close
-
-import ga_optax as ga
+from test_law import assert_close, in_float64
 
 pytestmark = [
     pytest.mark.usefixtures("optax_promotion", "fast_compilation"),
@@ -104,11 +102,9 @@ def check(name, k, **options):
         return sum(x.mean() for x in finite) + sum(roots), out
 
     with jax.enable_x64(True):
-        args = arguments()
-        step = ga.value_and_grad(fun, k, has_aux=True, accumulator_dtype="float64")
-        want = jax.jit(jax.value_and_grad(fun, has_aux=True))(*args)
+        got, want = in_float64(fun, *arguments(), k=k, has_aux=True)
         assert float(jnp.abs(want[1][0]).max()) > 1e-3
-        assert_close(jax.jit(step)(*args), want, N)
+        assert_close(got, want, N)
 
 
 def takes(option):

@@ -50,7 +50,7 @@ def test_the_twin_whose_micro_batches_inside_are_turned_is_off(monkeypatch):
         divided = ga.microbatch(f, k, batch_argnums=(1, 2), batch_axes=axes)
         return lambda w, h, b: divided(w, h[::-1], b)
 
-    program = Program(6, names=("around",), ways=("inside alone",))
+    program = Program(0, names=("around",), ways=("inside alone",))
     assert "micro-batches" in str(program)
     assert check(program) < BOUND
     monkeypatch.setattr(whole_random, "Insides", lambda: Insides(divide=turned))

@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -136,14 +137,14 @@ def module(tmp_path, monkeypatch):
 def run(capsys):
     """Status, output and errors of a command; names stand for those of the module."""
 
-    def command(line, *more):
-        words = line.split()
+    def command(line):
+        words = shlex.split(line)
         names = [
-            x if re.search(r"users_|:|\.txt", x) else f"users_code:{x}"
+            x if re.search(r"users_|:|\.txt|^-", x) else f"users_code:{x}"
             for x in words[1:3]
         ]
         try:
-            status = main([words[0], *names, *words[3:], *more])
+            status = main([words[0], *names, *words[3:]])
         except SystemExit as stop:
             status = stop.code
         return status, *capsys.readouterr()
@@ -152,99 +153,76 @@ def run(capsys):
 
 
 VERIFY, PLAN = "make_inputs -k 4", "--memory-limit 1GiB --candidates 1 16"
-TURNED = ("--batch-axes", "{'x': 1, 'mask': 0}")
+STEP, FEW = "plan make_step shapes", "--candidates 1 16 --memory-limit"
+SAME, ALL = "The same gradient", "num_microbatches=1 of 4096 examples"
+TURNED = "verify of_turned turned -k 4"
 
 
 @pytest.mark.grid(6, 16)
 @pytest.mark.parametrize(
-    ("line", "more", "status", "said"),
+    ("line", "status", "said"),
     [
-        (f"verify mean {VERIFY}", (), 0, "The same gradient"),
-        (f"verify Losses.mean {VERIFY}", (), 0, "The same gradient"),
-        (f"verify with_aux {VERIFY} --has-aux", (), 0, "The same gradient"),
-        (f"verify total {VERIFY}", (), 1, "(SCALE)"),
-        (f"verify masked {VERIFY}", (), 2, "(NOT_FINITE)"),
-        (
-            f"verify masked {VERIFY} --weight-fn users_code:count",
-            (),
-            0,
-            "The same gradient",
-        ),
+        (f"verify mean {VERIFY}", 0, SAME),
+        (f"verify Losses.mean {VERIFY}", 0, SAME),
+        (f"verify with_aux {VERIFY} --has-aux", 0, SAME),
+        (f"verify total {VERIFY}", 1, "(SCALE)"),
+        (f"verify masked {VERIFY}", 2, "(NOT_FINITE)"),
+        (f"verify masked {VERIFY} --weight-fn users_code:count", 0, SAME),
         (
             f"verify masked_with_aux {VERIFY} --has-aux --weight-fn users_code:given",
-            (),
             0,
-            "The same gradient",
+            SAME,
         ),
-        ("verify of_turned turned -k 4", TURNED, 0, "The same gradient"),
-        ("verify keyed with_key -k 4", (), 1, "(RANDOMNESS)"),
-        (f"plan make_step shapes {PLAN}", (), 0, "num_microbatches=1 of 4096 examples"),
-        (
-            f"plan make_step shapes --batch-size 4096 {PLAN}",
-            (),
-            0,
-            "num_microbatches=1 of 4096 examples",
-        ),
-        (
-            "plan make_step shapes --memory-limit 1500KiB --candidates 1 16",
-            (),
-            0,
-            "num_microbatches=16 of 256 examples needs 1.",
-        ),
-        (
-            "plan make_step shapes --memory-limit 1000KiB --candidates 1 16",
-            (),
-            1,
-            "must fit into 1000.00 KiB, but no candidate does",
-        ),
-        ("audit code.txt", (), 0, "1 collective, none in a loop"),
+        (f"{TURNED} --batch-axes \"{{'x': 1, 'mask': 0}}\"", 0, SAME),
+        ("verify keyed with_key -k 4", 1, "(RANDOMNESS)"),
+        (f"{STEP} {PLAN}", 0, ALL),
+        (f"{STEP} --batch-size 4096 {PLAN}", 0, ALL),
+        (f"{STEP} {FEW} 1500KiB", 0, "num_microbatches=16 of 256 examples needs 1."),
+        (f"{STEP} {FEW} 1000KiB", 1, "fit into 1000.00 KiB, but no candidate does"),
+        ("audit code.txt", 0, "1 collective, none in a loop"),
     ],
 )
-def test_the_status_says_what_the_page_does(run, line, more, status, said):
-    found, out, err = run(line, *more)
+def test_the_status_says_what_the_page_does(run, line, status, said):
+    found, out, err = run(line)
     assert found == status, err
     assert said in " ".join(out.split())
     assert err == "" or "plan" in line  # progress
 
 
 @pytest.mark.parametrize(
-    ("line", "more", "said"),
+    ("line", "said"),
     [
-        ("verify users_code make_inputs -k 2", (), "Write users_code:loss"),
-        ("verify users_code.py:mean make_inputs -k 2", (), "Write users_code:mean"),
-        ("verify a/users_code.py:mean make_inputs -k 2", (), "Write users_code:mean"),
-        ("verify no_such_module:f make_inputs -k 2", (), "no 'no_such_module'"),
-        ("verify nothing make_inputs -k 2", (), "no attribute 'nothing'"),
-        ("verify zzz make_inputs -k 2", (), "Check the name."),
-        ("verify totals make_inputs -k 2", (), "Did you mean total?"),
-        ("verify Losses.man make_inputs -k 2", (), "Did you mean mean?"),
-        ("verify number make_inputs -k 2", (), "it is of type int. Name"),
-        ("verify mean one_thing -k 2", (), "a value of type int"),
-        ("verify mean make_inputs -k 3", (), "must divide"),
-        ("verify errors make_inputs -k 2", (), "must be a scalar"),
-        ("verify with_aux make_inputs -k 2", (), "Pass has_aux=True"),
-        ("verify of_turned turned -k 4", (), "leaf ['mask']"),
-        (
-            "verify mean make_inputs -k 2",
-            ("--batch-axes", "x: 1"),
-            "as Python writes it",
-        ),
-        ("verify mean make_inputs -k 2", ("--batch-axes", "{'x': 1}"), "a prefix of"),
-        ("plan make_step shapes --memory-limit 16G", (), "but it is '16G'"),
-        ("plan make_step one_thing", (), "must return the arguments of the step"),
-        ("plan make_step ragged", (), "no common axis 0. Pass --batch-size"),
-        ("plan make_steps shapes", (), "Did you mean make_step"),
-        ("plan not_jitted shapes --memory-limit 1GiB", (), "which has no `lower`"),
-        ("plan make_step shapes --memory-limit 1GiB --candidates 3", (), "but 3 does"),
-        ("plan make_step shapes --batch-size 0", (), "must be at"),
-        ("plan make_step shapes", (), "memory_limit must be given"),  # a CPU has none
-        ("plan make_step shapes --target mac", (), "target must be one of"),
-        ("audit notes.txt", (), "cannot read"),
-        ("audit missing.txt", (), "cannot read"),
+        ("verify users_code make_inputs -k 2", "Write users_code:loss"),
+        ("verify users_code.py:mean make_inputs -k 2", "Write users_code:mean"),
+        ("verify a/users_code.py:mean make_inputs -k 2", "Write users_code:mean"),
+        ("verify no_such_module:f make_inputs -k 2", "no 'no_such_module'"),
+        ("verify nothing make_inputs -k 2", "no attribute 'nothing'"),
+        ("verify zzz make_inputs -k 2", "Check the name."),
+        ("verify totals make_inputs -k 2", "Did you mean total?"),
+        ("verify Losses.man make_inputs -k 2", "Did you mean mean?"),
+        ("verify number make_inputs -k 2", "it is of type int. Name"),
+        ("verify mean one_thing -k 2", "a value of type int"),
+        ("verify mean make_inputs -k 3", "must divide"),
+        ("verify errors make_inputs -k 2", "must be a scalar"),
+        ("verify with_aux make_inputs -k 2", "Pass has_aux=True"),
+        ("verify of_turned turned -k 4", "leaf ['mask']"),
+        (f"verify mean {VERIFY} --batch-axes 'x: 1'", "as Python writes it"),
+        (f"verify mean {VERIFY} --batch-axes \"{{'x': 1}}\"", "a prefix of"),
+        (f"{STEP} --memory-limit 16G", "but it is '16G'"),
+        ("plan make_step one_thing", "must return the arguments of the step"),
+        ("plan make_step ragged", "no common axis 0. Pass --batch-size"),
+        ("plan make_steps shapes", "Did you mean make_step"),
+        ("plan not_jitted shapes --memory-limit 1GiB", "which has no `lower`"),
+        (f"{STEP} --memory-limit 1GiB --candidates 3", "but 3 does"),
+        (f"{STEP} --batch-size 0", "must be at"),
+        (STEP, "memory_limit must be given"),  # a CPU has none
+        (f"{STEP} --target mac", "target must be one of"),
+        ("audit notes.txt", "cannot read"),
+        ("audit missing.txt", "cannot read"),
     ],
 )
-def test_a_wrong_argument_is_status_2_and_says_what_to_do(run, line, more, said):
-    status, _, err = run(line, *more)
+def test_a_wrong_argument_is_status_2_and_says_what_to_do(run, line, said):
+    status, _, err = run(line)
     assert status == 2
     assert said in " ".join(err.split())
     assert "Traceback" not in err
@@ -274,7 +252,7 @@ def test_code_that_raises_is_status_2_with_its_traceback(run, line, file, said):
     [
         (f"verify total {VERIFY}", 1, {"cause": "SCALE", "ok": False}),
         (f"verify masked {VERIFY}", 2, {"cause": "NOT_FINITE", "num_microbatches": 4}),
-        (f"plan make_step shapes {PLAN}", 0, {"num_microbatches": 1}),
+        (f"{STEP} {PLAN}", 0, {"num_microbatches": 1}),
         ("audit code.txt", 0, {"in_loop": []}),
     ],
 )
@@ -282,15 +260,14 @@ def test_as_json_it_is_the_report(run, line, status, due):
     def refuse(name):
         raise AssertionError(f"{name} is not JSON")
 
-    found, out, _ = run(line, "--json")
+    found, out, _ = run(f"{line} --json")
     report = json.loads(out, parse_constant=refuse)
     assert found == status
     assert {name: report[name] for name in due} == due
 
 
 def test_as_json_a_plan_that_does_not_fit_is_its_message(run):
-    few = "--memory-limit 1000KiB --candidates 1 16 --json"
-    status, out, _ = run(f"plan make_step shapes {few}")
+    status, out, _ = run(f"{STEP} {FEW} 1000KiB --json")
     assert status == 1
     assert "no candidate does" in json.loads(out)["message"]
 
@@ -323,11 +300,7 @@ def test_the_version_is_that_of_the_package(capsys):
     ("command", "status", "said"),
     [
         ("verify users_code:total users_code:make_inputs -k 2", 1, "2 times too small"),
-        (
-            "plan users_code:make_step users_code:shapes --memory-limit 16GiB",
-            0,
-            "num_microbatches=1 of 4096 examples",
-        ),
+        (f"plan users_code:make_step users_code:shapes {PLAN}", 0, ALL),
     ],
 )
 def test_it_runs_as_a_module_in_a_directory_with_the_users_code(

@@ -1,26 +1,20 @@
 """`value_and_grad` over micro-batches is that of the undivided batch, anywhere."""
 
-import contextlib
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import mean_of
+from helpers import mean_of, off
 
 import ga_optax as ga
+from ga_optax.testing import assert_trees_bitwise_equal
 
 HAS_REFS = jax.__version_info__ >= (0, 11, 1)
 OPTIMIZE = [True, False]
 BATCH = 16
 WIDTH = 6
-
-
-@contextlib.contextmanager
-def float64():
-    with jax.enable_x64(True):
-        yield
 
 
 # -- Models, one for each kind of parameter that has its own rule ----------------------
@@ -155,29 +149,6 @@ def make_batch(size=BATCH, seed=0):
     }
 
 
-def assert_same_bits(a, b):
-    leaves, others = jax.tree.leaves(a), jax.tree.leaves(b)
-    assert leaves
-    for x, y in zip(leaves, others, strict=True):
-        x, y = np.asarray(x), np.asarray(y)
-        assert x.dtype == y.dtype
-        assert x.shape == y.shape
-        # Bytes, so that -0 and 0 differ; the first line is for the message.
-        np.testing.assert_array_equal(x, y, strict=True)
-        assert x.tobytes() == y.tobytes()
-
-
-def largest_error(a, b):
-    """The largest error, relative to the largest entry of the leaf it is in."""
-    leaves, others = jax.tree.leaves(a), jax.tree.leaves(b)
-    assert leaves
-    return max(
-        float(np.max(np.abs(np.asarray(x, "f8") - np.asarray(y, "f8"))))
-        / max(float(np.max(np.abs(np.asarray(y, "f8")))), 1e-30)
-        for x, y in zip(leaves, others, strict=True)
-    )
-
-
 def row_count(batch):
     return jnp.sum(batch["y"][:, 0] > 0, dtype=jnp.int32)
 
@@ -190,7 +161,7 @@ def row_count(batch):
 @pytest.mark.parametrize("optimize", OPTIMIZE)
 def test_it_equals_the_undivided_batch_to_twelve_digits_in_float64(name, optimize):
     fun, params = MODELS[name]
-    with float64():
+    with jax.enable_x64(True):
         params, batch = (
             jax.tree.map(
                 lambda x: jnp.asarray(x, jnp.int32 if x.dtype == np.int32 else "f8"), t
@@ -203,12 +174,12 @@ def test_it_equals_the_undivided_batch_to_twelve_digits_in_float64(name, optimiz
         for k in (1, 2, 4, 8) if optimize else (4,):
             got = jax.jit(ga.value_and_grad(fun, k, optimize=optimize))(params, batch)
             assert jax.tree.structure(got) == jax.tree.structure(expected)
-            assert largest_error(got, expected) < 1e-12
+            assert off(got, expected) < 1e-12
         # The twins: a dropped micro-batch, and the sum for the mean.
         less = {name: x[: BATCH // 2] for name, x in batch.items()}
-        assert largest_error(undivided(params, less), expected) > 1e-3
+        assert off(undivided(params, less), expected) > 1e-3
         total = jax.tree.map(lambda x: x * 2, expected)
-        assert largest_error(total, expected) > 0.5
+        assert off(total, expected) > 0.5
 
 
 def linear(w, batch):
@@ -265,7 +236,7 @@ def test_integer_terms_give_the_bits_of_the_undivided_batch(optimize, k, make):
 
     expected = jax.jit(jax.value_and_grad(broadcast))(params, x)
     got = jax.jit(make(broadcast, k, optimize=optimize))(params, x)
-    assert_same_bits(got, expected)
+    assert_trees_bitwise_equal(got, expected)
 
 
 # -- The same bits ---------------------------------------------------------------------
@@ -318,7 +289,7 @@ def test_complex_parameters_work_as_in_jax():
     def fun(w, x):
         return jnp.mean(jnp.square(jnp.abs(x.astype(jnp.complex128) @ w)))
 
-    with float64():
+    with jax.enable_x64(True):
         w = jnp.asarray(_normal(0, WIDTH) + 1j * _normal(1, WIDTH), jnp.complex128)
         x = jnp.asarray(_normal(2, 8, WIDTH), jnp.float64)
         expected = jax.grad(fun)(w, x)
@@ -403,7 +374,9 @@ def test_donated_inputs_and_a_scan_over_steps_change_nothing(optimize):
     def scan(params):
         return jax.lax.scan(lambda p, _: (descend(p, batch), None), params, length=3)[0]
 
-    assert_same_bits(jax.jit(scan)(jax.tree.map(jnp.asarray, params)), expected)
+    assert_trees_bitwise_equal(
+        jax.jit(scan)(jax.tree.map(jnp.asarray, params)), expected
+    )
 
 
 def test_it_has_the_name_and_documentation_of_the_function():

@@ -4,25 +4,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import temporaries
+from helpers import apart, mesh_of, off, temporaries
 from jax import lax
 
 import ga_optax as ga
 from ga_optax._partition import indexing, products
 
 pytestmark = [
-    pytest.mark.usefixtures("optax_promotion"),
+    pytest.mark.usefixtures("optax_promotion", "float64"),
     pytest.mark.filterwarnings("ignore:.*computed whole"),
 ]
 N, D, H, E, K = 16, 6, 5, 4, 4
 BOUND = 1e-12  # in float64: sums of at most some hundred terms
 SIZES = [(5, 0, 7, 4), (1, 2, 3, 2), (16, 0, 0, 0), (0, 0, 0, 0)]
-
-
-@pytest.fixture(autouse=True)
-def float64():
-    with jax.enable_x64(True):
-        yield
 
 
 def arguments(n=N, width=D, hidden=H):
@@ -84,11 +78,6 @@ def summed_by_other(p, x, sizes):
 CASES = [layers, of_groups, of_others, of_each, of_sizes, summed, summed_by_other]
 
 
-def off(got, want):
-    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
-    return max(float(np.abs(x - y).max() / (np.abs(y).max() + 1e-3)) for x, y in pairs)
-
-
 def loss(case, sizes):
     sizes = jnp.asarray(sizes, jnp.int32)
 
@@ -101,9 +90,8 @@ def loss(case, sizes):
 
 def compared(case, sizes):
     fun, args = loss(case, sizes), arguments()
-    want = jax.jit(jax.value_and_grad(fun))(*args)
     step = ga.value_and_grad(fun, K, accumulator_dtype="float64")
-    return off(jax.jit(step)(*args), want)
+    return apart(step, jax.value_and_grad(fun), *args)
 
 
 @pytest.mark.grid(7, 28)
@@ -166,9 +154,6 @@ def test_dropless_experts_take_the_memory_of_a_micro_batch(monkeypatch):
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 9), reason="data_axis needs jax 0.9")
 def test_dropless_experts_on_four_devices():
-    mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
-    args = arguments()
-    want = jax.jit(jax.value_and_grad(dropless))(*args)
-    over = {"data_axis": ga.DataAxis("data", mesh=mesh)}
+    over = {"data_axis": ga.DataAxis("data", mesh=mesh_of())}
     step = ga.value_and_grad(dropless, 2, accumulator_dtype="float64", **over)
-    assert off(jax.jit(step)(*args), want) < BOUND
+    assert apart(step, jax.value_and_grad(dropless), *arguments()) < BOUND

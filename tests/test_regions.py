@@ -6,10 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import temporaries
-from jax.sharding import AxisType
+from helpers import apart, mesh_of, temporaries
 from jax.sharding import PartitionSpec as P
-from test_generators import off
 
 import ga_optax as ga
 from ga_optax._partition import nested
@@ -23,8 +21,7 @@ N, D, H, K = 32, 8, 12, 4
 BOUND = 1e-5  # float32, sums of at most a thousand terms
 
 
-def mesh_of():
-    return jax.make_mesh((2, 2), ("data", "model"), (AxisType.Auto,) * 2)
+MESH = mesh_of(2, 2, names=("data", "model"))
 
 
 def arguments(n=N, width=D, hidden=H):
@@ -43,7 +40,7 @@ def over(in_specs, out_specs=WHOLE, **options):
     def decorated(f):
         specs = {"in_specs": in_specs, "out_specs": out_specs, **options}
         return functools.wraps(f)(
-            lambda *args: jax.shard_map(f, mesh=mesh_of(), **specs)(*args)
+            lambda *args: jax.shard_map(f, mesh=MESH, **specs)(*args)
         )
 
     return decorated
@@ -52,24 +49,36 @@ def over(in_specs, out_specs=WHOLE, **options):
 WEIGHTS = P(None, "model"), P("model")
 
 
+def product(x, up, down):
+    return jax.lax.psum(jnp.tanh(x @ up) @ down, "model")
+
+
 def of_weights(p, x):
     """Every device has all rows, and a part of the weights."""
-
-    @over((P(), *WEIGHTS))
-    def run(x, up, down):
-        return jax.lax.psum(jnp.tanh(x @ up) @ down, "model")
-
-    return (run(x, p["up"], p["down"]) ** 2).mean()
+    return (over((P(), *WEIGHTS))(product)(x, p["up"], p["down"]) ** 2).mean()
 
 
 def of_rows(p, x):
     """And rows of its own."""
+    h = over((P("data"), *WEIGHTS), P("data"))(product)(x, p["up"], p["down"])
+    return (h * jnp.linspace(0, 1, len(x))[:, None]).mean()
 
-    @over((P("data"), *WEIGHTS), P("data"))
-    def run(x, up, down):
-        return jax.lax.psum(jnp.tanh(x @ up) @ down, "model")
 
-    return (run(x, p["up"], p["down"]) * jnp.linspace(0, 1, len(x))[:, None]).mean()
+def unchecked(p, x):
+    """Only one axis of the mesh is the function's, and nothing keeps track."""
+    run = over((P(), *WEIGHTS), axis_names={"model"}, check_vma=False)(product)
+    return (run(x, p["up"], p["down"]) ** 2).mean()
+
+
+def dropped(p, x):
+    """A key that all have draws the same for all."""
+
+    @over((P(), P(), *WEIGHTS))
+    def run(x, key, up, down):
+        h = product(x, up, down)
+        return jnp.where(jax.random.bernoulli(key, 0.7, h.shape), h, 0)
+
+    return (run(x, jax.random.key(0), p["up"], p["down"]) ** 2).mean()
 
 
 def of_columns(p, x):
@@ -90,27 +99,6 @@ def of_a_sum(p, x):
         return jax.lax.psum((jnp.tanh(x @ up) ** 2).sum(0), "data")
 
     return jnp.tanh(run(x, p["up"]) / len(x)) @ p["down"].sum(1)
-
-
-def unchecked(p, x):
-    """Only one axis of the mesh is the function's, and nothing keeps track."""
-
-    @over((P(), *WEIGHTS), axis_names={"model"}, check_vma=False)
-    def run(x, up, down):
-        return jax.lax.psum(jnp.tanh(x @ up) @ down, "model")
-
-    return (run(x, p["up"], p["down"]) ** 2).mean()
-
-
-def dropped(p, x):
-    """A key that all have draws the same for all."""
-
-    @over((P(), P(), *WEIGHTS))
-    def run(x, key, up, down):
-        h = jax.lax.psum(jnp.tanh(x @ up) @ down, "model")
-        return jnp.where(jax.random.bernoulli(key, 0.7, h.shape), h, 0)
-
-    return (run(x, jax.random.key(0), p["up"], p["down"]) ** 2).mean()
 
 
 def of_places(p, x):
@@ -136,9 +124,8 @@ LOSSES = [of_weights, of_rows, of_columns, of_a_sum, unchecked, dropped, of_plac
 
 
 def compared(fun, **options):
-    args = arguments()
-    want = jax.jit(jax.value_and_grad(fun))(*args)
-    return off(jax.jit(ga.value_and_grad(fun, K, **options))(*args), want)
+    step = ga.value_and_grad(fun, K, **options)
+    return apart(step, jax.value_and_grad(fun), *arguments())
 
 
 @pytest.mark.parametrize("fun", [*LOSSES, meets])
@@ -153,7 +140,7 @@ def listed(fun, **options):
 
 def each():
     """Of micro-batches whose rows lie on all devices."""
-    return {"data_axis": ga.DataAxis("data", mesh=mesh_of(), sync="each")}
+    return {"data_axis": ga.DataAxis("data", mesh=MESH, sync="each")}
 
 
 @pytest.mark.parametrize("fun", LOSSES)

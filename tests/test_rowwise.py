@@ -8,10 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import rowwise_losses
-from helpers import bits, temporaries
+from helpers import bits, mesh_of, off, put, temporaries
 from jax.extend import core
 from jax.interpreters import ad, mlir
-from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from rowwise_losses import LOSSES, ROWS, arguments, as_it_is, mixed
 
@@ -31,15 +30,6 @@ def of(name, promise=ga.rowwise):
     return functools.partial(LOSSES[name], promise=promise)
 
 
-def distance(got, want):
-    """The largest difference, of the largest number of its leaf."""
-    return max(
-        float(np.abs(np.asarray(x) - np.asarray(y)).max() / np.abs(y).max())
-        for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
-        if np.any(y)
-    )
-
-
 # Sums over rows in another order, of numbers conditioned no worse than 10.
 BOUND = 10 * ROWS * float(np.finfo(np.float32).eps)
 
@@ -54,11 +44,11 @@ def test_the_gradient_is_that_of_the_undivided_batch(name):
     args = arguments()
     want = jax.jit(jax.value_and_grad(of(name, as_it_is)))(*args)
     got = jax.jit(ga.value_and_grad(of(name), K))(*args)
-    assert distance(got, want) < BOUND
+    assert off(got, want) < BOUND
     # The twin: a micro-batch is left out.
     fewer = jax.jit(jax.value_and_grad(of(name, as_it_is)))
     fewer = fewer(args[0], args[1][: -ROWS // K])
-    assert distance(fewer, want) > 10 * BOUND
+    assert off(fewer, want) > 10 * BOUND
 
 
 @pytest.mark.grid(2, 20)
@@ -89,13 +79,13 @@ def test_the_twin_without_a_promise_is_computed_whole(name):
 @pytest.mark.grid(1, 2)
 @pytest.mark.parametrize("name", ["with_closure", "gradient_inside"])
 def test_on_a_mesh_it_is_the_same(name):
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    mesh = mesh_of()
     params, x = arguments()
     want = jax.jit(jax.value_and_grad(of(name, as_it_is)))(params, x)
-    split = jax.device_put(x, NamedSharding(mesh, P("data")))
+    split = put(x, mesh, P("data"))
     axis = ga.DataAxis("data", mesh=mesh)
     got = jax.jit(ga.value_and_grad(of(name), 2, data_axis=axis))(params, split)
-    assert distance(got, want) < BOUND
+    assert off(got, want) < BOUND
     region = jax.shard_map(
         ga.value_and_grad(of(name), 2, data_axis="data"),
         mesh=mesh,
@@ -103,7 +93,7 @@ def test_on_a_mesh_it_is_the_same(name):
         out_specs=P(),
         check_vma=False,
     )
-    assert distance(jax.jit(region)(params, x), want) < BOUND
+    assert off(jax.jit(region)(params, x), want) < BOUND
 
 
 def test_microbatch_calls_it_with_the_rows_of_a_micro_batch():
@@ -118,7 +108,7 @@ def test_microbatch_calls_it_with_the_rows_of_a_micro_batch():
 
     w, x = jnp.ones((4, 2)), jnp.arange(24.0).reshape(6, 4)
     got = jax.jit(ga.microbatch(scores, 3))(w, x)
-    assert distance(got, scores(w, x)) < BOUND
+    assert off(got, scores(w, x)) < BOUND
     assert set(seen) == {(6, 4), (2, 4)}
 
 
@@ -139,7 +129,7 @@ def test_in_a_microbatch_in_a_loss_the_rows_are_those_of_the_inner_one():
     want = jax.value_and_grad(lambda w, x: layer(x, w) / x.size)(w, x)
     for step in (jax.value_and_grad(loss), ga.value_and_grad(loss, 2)):
         seen.clear()
-        assert distance(jax.jit(step)(w, x), want) < BOUND
+        assert off(jax.jit(step)(w, x), want) < BOUND
         assert 4 in seen
 
 
@@ -155,7 +145,7 @@ def test_results_that_nobody_reads_are_not_computed():
     assert "sinh" in str(program)
     assert "sinh" not in str(ir.live(program))
     step = jax.jit(ga.value_and_grad(loss, 4))
-    assert distance(step(*args), jax.value_and_grad(loss)(*args)) < BOUND
+    assert off(step(*args), jax.value_and_grad(loss)(*args)) < BOUND
 
 
 def test_rows_that_do_not_divide_are_split_all_the_same():
@@ -165,7 +155,7 @@ def test_rows_that_do_not_divide_are_split_all_the_same():
 
     w, x = jnp.ones((4, 2)), jnp.linspace(-1, 1, 32).reshape(8, 4)
     want = jax.value_and_grad(loss)(w, x)
-    assert distance(jax.jit(ga.value_and_grad(loss, 4))(w, x), want) < BOUND
+    assert off(jax.jit(ga.value_and_grad(loss, 4))(w, x), want) < BOUND
     assert ga.batch_dependencies(loss, 4)(w, x).whole == []
 
 
@@ -177,7 +167,7 @@ def test_sizes_may_be_left_open():
     x = jax.ShapeDtypeStruct((n, *args[1].shape[1:]), jnp.float32)
     exported = jax.export.export(jax.jit(ga.value_and_grad(fun, 4)))(args[0], x)
     want = jax.value_and_grad(of("with_closure", as_it_is))(*args)
-    assert distance(exported.call(*args), want) < BOUND
+    assert off(exported.call(*args), want) < BOUND
 
 
 def test_it_is_traced_in_the_context_in_which_it_was_called():
@@ -217,7 +207,7 @@ UNDER = {
     "scan": lambda f: lambda x, w: jax.lax.scan(lambda h, _: (f(h, w), h), x, length=3),
     "shard_map": lambda f: jax.shard_map(
         f,
-        mesh=jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,)),
+        mesh=mesh_of(2, names=("d",)),
         in_specs=(P("d"), P()),
         out_specs=P("d"),
     ),
@@ -273,7 +263,7 @@ def test_a_rule_that_is_not_linear_has_the_whole_cotangent():
 
     w, x = arguments()[0]["router"], arguments()[1][:, 0]
     want = jax.value_and_grad(loss)(w, x, as_it_is)
-    assert distance(jax.jit(ga.value_and_grad(loss, 4))(w, x), want) < BOUND
+    assert off(jax.jit(ga.value_and_grad(loss, 4))(w, x), want) < BOUND
 
 
 # -- Promises that do not hold ---------------------------------------------------------
@@ -326,7 +316,7 @@ def few():
 def test_a_broken_promise_is_found_by_numbers_and_named(fun):
     w, x = few()
     got, want = ga.value_and_grad(fun, 4)(w, x), jax.value_and_grad(fun)(w, x)
-    assert distance(got, want) > 0.1
+    assert off(got, want) > 0.1
     report = ga.verify(fun, w, x, 4)
     assert (report.ok, report.cause) == (False, ga.Cause.PROMISE)
     assert re.search(r"normalised at test_rowwise.py:\d+", report.message)
@@ -354,7 +344,7 @@ def test_what_does_not_take_fewer_rows_is_computed_whole_and_said(loss, why):
     said = rf"rowwise of fun must .* any number of rows, .* it {why}"
     with pytest.warns(UserWarning, match=said):
         got = jax.jit(ga.value_and_grad(loss, 8))(w, x)
-    assert distance(got, jax.value_and_grad(loss)(w, x)) < BOUND
+    assert off(got, jax.value_and_grad(loss)(w, x)) < BOUND
     with pytest.warns(UserWarning, match="any number of rows"):
         found = ga.batch_dependencies(loss, 8)(w, x)
     assert ([x.name for x in found.whole], found.promised) == (["rowwise of fun"], [])
@@ -541,7 +531,7 @@ def test_a_primitive_is_computed_in_parts_if_it_is_registered():
     found = ga.batch_dependencies(fun, K)(*args)
     assert (found.whole, [x.name for x in found.promised]) == ([], [op.name])
     step = jax.jit(ga.value_and_grad(fun, K))
-    assert distance(step(*args), want) < BOUND
+    assert off(step(*args), want) < BOUND
     assert temporaries(step, *args) < 0.5 * before
 
 
@@ -550,9 +540,9 @@ def test_the_twin_of_which_something_else_is_said_is_wrong():
     fun = centred(op, along=0)  # rows are what it takes the mean of
     want = jax.value_and_grad(fun)(*args)
     ga.register_primitive(op, "b t _, _ -> b t _")
-    assert distance(ga.value_and_grad(fun, K)(*args), want) < BOUND
+    assert off(ga.value_and_grad(fun, K)(*args), want) < BOUND
     ga.register_primitive(op, "b t c, c -> b t c")
-    assert distance(ga.value_and_grad(fun, K)(*args), want) > 100 * BOUND
+    assert off(ga.value_and_grad(fun, K)(*args), want) > 100 * BOUND
 
 
 def test_a_primitive_of_other_dimensions_than_registered_is_computed_whole():
@@ -561,4 +551,4 @@ def test_a_primitive_of_other_dimensions_than_registered_is_computed_whole():
     want = jax.value_and_grad(centred(op))(*args)
     with pytest.warns(UserWarning, match=r"has operands and results of \[3, 1, 3\]"):
         got = ga.value_and_grad(centred(op), K)(*args)
-    assert distance(got, want) < BOUND
+    assert off(got, want) < BOUND

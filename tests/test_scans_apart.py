@@ -66,12 +66,6 @@ def test_in_float32_it_is_as_close_as_rounding_is(body):
     assert off(loss, args, 3) < bound
 
 
-@pytest.mark.grid(2, 6)
-@pytest.mark.parametrize("seed", range(36))
-def test_so_have_random_bodies(seed):
-    assert whole_scans.check(seed) < BOUND
-
-
 def another_iteration(monkeypatch):
     stacked = stages.Stages._stacked
     roll = lambda *args: jnp.roll(stacked(*args), 1, 0)  # noqa: E731

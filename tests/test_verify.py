@@ -1,12 +1,13 @@
 """`verify` against losses whose right answer is known, one small model each.
 
 `CASES` is the table: of each cause losses that have it, what the page must say, and the
-weights that it must find. Causes of losses made at random are in
-test_verify_generated.py.
+weights that it must find. Losses made at random are in benchmarks/verify_rates.py.
 """
 
 import gc
+import pathlib
 import re
+import sys
 from typing import Any, NamedTuple
 
 import hypothesis
@@ -22,6 +23,12 @@ from ga_optax import Cause, testing
 from ga_optax._verify.counts import proportions
 from ga_optax._verify.loss import Progress
 from ga_optax._verify.wide import Wide
+
+BENCHMARKS = str(pathlib.Path(__file__).parents[1] / "benchmarks")
+sys.path.insert(0, BENCHMARKS)
+import verify_rates  # noqa: E402
+
+sys.path.remove(BENCHMARKS)
 
 # The programs are small, and compile far longer than they run.
 pytestmark = pytest.mark.usefixtures("fast_compilation")
@@ -81,8 +88,11 @@ class Case(NamedTuple):
 # -- Losses ----------------------------------------------------------------------------
 
 
-def errors(params, batch):
+def plain(params, batch):
     return jnp.tanh(batch["x"] @ params["w"] + params["b"]) - batch["y"]
+
+
+errors = plain  # a test puts other programs in its place
 
 
 def mean_loss(params, batch):
@@ -152,6 +162,22 @@ def exponential(params, batch):
     return jnp.sum(weight * errors(params, batch) ** 2) / jnp.sum(weight)
 
 
+def normalised_weights(params, batch):
+    weight = jnp.exp(batch["y"])
+    return jnp.sum(weight / jnp.sum(weight) * errors(params, batch) ** 2)
+
+
+def beside_its_like(params, batch):
+    """Two counts of the same: one weight is right for both."""
+    turned = {**batch, "x": -batch["x"]}
+    return token_loss(params, batch) + token_loss(params, turned)
+
+
+def of_two_counts(params, batch):
+    """A ratio of a ratio: the weights are products of two counts."""
+    return token_loss(params, batch) / jnp.sum(batch["live"])
+
+
 def partly_flat(params, batch):
     """Tokens whose loss is flat count in the mean all the same."""
     return unguarded(params, {**batch, "y": jnp.where(batch["live"], batch["y"], 0)})
@@ -197,14 +223,21 @@ def balanced(params, batch):
     return jnp.mean(out**2) + 0.01 * balance
 
 
-def largest(params, batch):
-    """The weights 0 : 1 : 0 : 0 reproduce it, at other parameters nearby as well."""
-    return jnp.max(errors(params, batch) ** 2)
-
-
 def root(params, batch):
     """Its weights depend on the parameters, so no count of the batch can give them."""
     return jnp.sqrt(mean_loss(params, batch))
+
+
+def deviation(params, batch):
+    """`jnp.std` is jitted, and knows nothing of its caller."""
+    return jnp.std(jax.checkpoint(errors)(params, batch))
+
+
+def advantages(params, batch):
+    """Rewards that are normalised over the batch, which no parameter is in."""
+    reward = batch["y"]
+    reward = (reward - jnp.mean(reward)) / jnp.std(reward)
+    return jnp.mean(reward * errors(params, batch) ** 2)
 
 
 def spread_of_one(w, batch):
@@ -348,7 +381,6 @@ LONG = token_batch([289, 301, 311, 0], length=100)
 WHOLE_FIX = "No weight_fn can fix it | ga_optax.value_and_grad(loss"
 
 RIGHT = {
-    "a penalty": Case(lambda p, b: mean_loss(p, b) + penalty(p)),
     "complex": Case(
         lambda p, b: jnp.mean(jnp.abs(b["x"].astype(p.dtype) @ p) ** 2),
         params=jax.lax.complex(draw(5), draw(5, seed=1)),
@@ -422,6 +454,9 @@ SCALES = {
         batch=TOKENS,
         **MASK,
     ),
+    "a mean and a sum": Case(
+        lambda p, b: mean_loss(p, b) + jnp.sum(jnp.sin(errors(p, b)))
+    ),
     "foreign code": Case(
         lambda p, b: foreign(p, b).sum(), "calls code that computes in float32"
     ),
@@ -432,7 +467,7 @@ WEIGHTS = {
     **{
         f"tokens {counts}": Case(
             token_loss,
-            SUM,
+            f"{SUM} | test_verify.py:",
             batch=token_batch(counts),
             k=len(counts),
             weights=counts,
@@ -478,6 +513,20 @@ WEIGHTS = {
         "returns the number your loss divides by",
         weights=np.exp(linear_batch()["y"]).reshape(K, -1).sum(1),
         right=lambda batch: jnp.exp(batch["y"]).sum(),
+    ),
+    "normalised weights": Case(
+        normalised_weights,
+        weights=np.exp(linear_batch()["y"]).reshape(K, -1).sum(1),
+        right=lambda batch: jnp.exp(batch["y"]).sum(),
+    ),
+    "beside its like": Case(
+        beside_its_like, batch=TOKENS, weights=COUNTS, right=count_tokens
+    ),
+    "two counts": Case(
+        of_two_counts,
+        "too large by a factor",
+        batch={**TOKENS, "live": jnp.arange(1.0, 17)},
+        weights=COUNTS * np.array([10, 26, 42, 58]),
     ),
     "fractions, off by a thousandth": Case(
         exponential,
@@ -546,7 +595,25 @@ MEET = {
     "statistics": Case(normalised, WHOLE_FIX, line="a sum over rows", **NORMALISED),
     "contrastive": Case(contrastive, line="all rows", **MATRIX),
     "experts": Case(balanced, line="a sum over rows", **EXPERTS),
-    "largest": Case(largest, line="all rows"),
+    "deviation": Case(deviation, line="a sum over rows"),
+    "largest": Case(lambda p, b: jnp.max(errors(p, b) ** 2)),
+    "advantages": Case(advantages),
+    "two ratios": Case(
+        lambda p, b: token_loss(p, b) + exponential(p, b),
+        batch=TOKENS,
+    ),
+    "a ratio and a mean": Case(
+        lambda p, b: token_loss(p, b) + jnp.mean(jnp.sin(errors(p, b))), batch=TOKENS
+    ),
+    "a product of means": Case(
+        lambda p, b: mean_loss(p, b) * jnp.mean(jnp.sin(errors(p, b)))
+    ),
+    "a softmax of errors": Case(
+        lambda p, b: jnp.sum(jax.nn.softmax(errors(p, b)) * errors(p, b))
+    ),
+    "sorted": Case(
+        lambda p, b: jnp.mean(jnp.sort(errors(p, b) ** 2)[: len(b["y"]) // 2])
+    ),
     "root": Case(root, "train on the mean itself", line="a sum over rows"),
     "a small term": Case(lambda p, b: mean_loss(p, b) + 1e-5 * jnp.std(errors(p, b))),
     "one parameter": Case(spread_of_one, k=8, **ONE),
@@ -703,6 +770,84 @@ def test_the_page_names_the_cause_and_what_to_do(cause, name):
         assert ask(case, weight_fn=weight_fn).ok
 
 
+def scanned(params, batch):
+    """The same numbers in another program."""
+
+    def of_part(h, parts):
+        return h + parts[0] @ parts[1], None
+
+    parts = jnp.moveaxis(batch["x"], -1, 0)[..., None], params["w"][:, None]
+    h, _ = jax.lax.scan(of_part, jnp.zeros_like(batch["y"]), parts)
+    return jnp.tanh(h + params["b"]) - batch["y"]
+
+
+def mapped(params, batch):
+    def of_row(x, y):
+        return plain(params, {"x": x, "y": y})
+
+    return jax.vmap(of_row)(batch["x"], batch["y"])
+
+
+def in_bfloat16(params, batch):
+    given = params, {name: batch[name] for name in ("x", "y")}
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), given)
+    return plain(*half).astype(jnp.float32)
+
+
+PROGRAMS = {
+    "scanned": scanned,
+    "mapped": mapped,
+    "checkpointed": jax.checkpoint(plain),
+    "in bfloat16": in_bfloat16,
+}
+OF_ERRORS = {  # of each cause, losses that are computed of `errors`
+    Cause.ROUNDING: ("right weights", "another value"),
+    Cause.SCALE: ("a sum", "a penalty", "a mean and a sum", "another factor"),
+    Cause.WEIGHTS: ("labels", "fractions", "normalised weights", "beside its like"),
+    Cause.CROSS_EXAMPLE: (
+        *("deviation", "largest", "advantages", "two ratios", "a ratio and a mean"),
+        *("a product of means", "a softmax of errors", "sorted", "root", "neighbours"),
+    ),
+    Cause.RANDOMNESS: ("by position", "neighbours and dropout"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.grid(2, 12)
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize(
+    ("cause", "name"),
+    [(cause, name) for cause, names in OF_ERRORS.items() for name in names],
+)
+def test_it_names_the_cause_in_any_program(cause, name, program, monkeypatch):
+    monkeypatch.setitem(globals(), "errors", PROGRAMS[program])
+    case = CASES[cause][name]
+    # JAX keeps what it traced of a function.
+    report = ask(case._replace(loss=lambda *args: case.loss(*args)))
+    assert report.ok if cause is Cause.ROUNDING else report.cause is cause, report
+    if not report.ok:
+        assert "ga_optax.value_and_grad(loss, 4)" in report.fix
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("optax_promotion")
+@pytest.mark.parametrize(
+    ("dtype", "kind", "number"),
+    [
+        ("bfloat16", "right", 0),
+        pytest.param("bfloat16", "wrong", 13, marks=pytest.mark.published),
+        pytest.param("float64", "wrong", 24, marks=pytest.mark.published),
+    ],
+)
+def test_right_losses_are_ok_and_wrong_ones_have_their_cause(dtype, kind, number):
+    """Of those whose rates the page on exactness has."""
+    case, report = verify_rates.ask(dtype, kind, number)
+    assert verify_rates.outcome(case, report) == "right", f"{case.name}\n{report}"
+    # The twin: another cause is no right answer.
+    other = case._replace(causes=set(Cause) - case.causes - {report.cause})
+    assert verify_rates.outcome(other, report) != "right"
+
+
 # -- Right as it is --------------------------------------------------------------------
 
 
@@ -755,6 +900,16 @@ def test_a_gradient_that_is_right_by_chance_is_warned_of(loss, k, warning):
     assert bool(said) == bool(warning)
     assert [part for part in warning.split(" | ") if part not in said] == []
     assert said in " ".join(str(report).split())
+
+
+def test_equal_counts_are_right_in_this_batch_and_warned_of():
+    equal = token_batch([9, 9, 9, 9])
+    [warning] = ga.verify(token_loss, linear_params(), equal, K).warnings
+    assert "test_verify.py:" in warning
+    assert "weight_fn" in warning
+    # The twins: with weights, and with a loss that reads no count.
+    for loss, options in ((token_loss, {"weight_fn": count_tokens}), (mean_loss, {})):
+        assert not ga.verify(loss, linear_params(), equal, K, **options).warnings
 
 
 def test_what_the_report_warns_of_is_a_warning_of_the_assertion():

@@ -3,12 +3,11 @@
 import helpers
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from whole_programs import D, N, arguments, clipped
 
 import ga_optax as ga
-from ga_optax._partition import Rows, indexing, moves, reductions, table, values
+from ga_optax._partition import moves, table, values
 
 pytestmark = pytest.mark.usefixtures("optax_promotion", "fast_compilation")
 # In float64: of at most some thousand terms, conditioned no worse than 1e3.
@@ -106,28 +105,17 @@ def off(name, k):
         [w], batch = arguments(1)
         fun, options = loss_of(name), {"has_aux": True}
         step = ga.value_and_grad(fun, k, **options)
-        got = jax.jit(step)(w, batch["x"])
-        want = jax.jit(jax.value_and_grad(fun, **options))(w, batch["x"])
-        pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
-        assert all(x.shape == y.shape for x, y in pairs)
-        pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
-        return max(float(jnp.abs(x - y).max() / jnp.abs(y).max()) for x, y in pairs)
+        return helpers.apart(step, jax.value_and_grad(fun, **options), w, batch["x"])
 
 
 @pytest.mark.grid(2, 8)
+@pytest.mark.parametrize("k", [4, 1, 2, N])
 @pytest.mark.parametrize("name", RULES)
-def test_what_has_a_rule_is_right_and_is_not_computed_whole(name):
-    assert off(name, 4) < BOUND
-    [w], batch = arguments(1)
-    found = ga.batch_dependencies(loss_of(name), 4, has_aux=True)(w, batch["x"])
-    assert found.whole == []
-
-
-@pytest.mark.published
-@pytest.mark.parametrize("k", [1, 2, N])
-@pytest.mark.parametrize("name", RULES)
-def test_what_has_a_rule_is_right_for_any_number_of_micro_batches(name, k):
+def test_what_has_a_rule_is_right_and_is_not_computed_whole(name, k):
     assert off(name, k) < BOUND
+    [w], batch = arguments(1)
+    found = ga.batch_dependencies(loss_of(name), k, has_aux=True)(w, batch["x"])
+    assert found.whole == []
 
 
 def test_a_shift_gathers_the_rows_that_cross_alone():
@@ -225,39 +213,12 @@ def test_what_has_no_rule_for_rows_that_do_not_divide_says_so(monkeypatch):
 # -- Twins -----------------------------------------------------------------------------
 
 
-def _beside(v, k, row):
-    owner, place = _PLACE(v, k, row)
-    return owner, (place + 1) % v.x.shape[v.dim]
+def test_rows_in_the_place_of_those_beside_them_are_found(monkeypatch):
+    place = moves._place
 
+    def beside(v, k, row):
+        owner, at = place(v, k, row)
+        return owner, (at + 1) % v.x.shape[v.dim]
 
-_PLACE = moves._place
-TWINS = {
-    "the rows beside": (moves, "_place", _beside, "roll"),
-    "rows that stay where they are": (
-        moves,
-        "_padded",
-        lambda n, *_: np.arange(n + 1) % n,
-        "pad",
-    ),
-    "updates of the first rows": (
-        indexing,
-        "own_rows",
-        lambda w, operand, indices, index_map: w.part(indices, Rows(0)),
-        "set",
-    ),
-    "nothing before": (
-        reductions,
-        "_JOINED",
-        dict.fromkeys(reductions._JOINED, lambda here, before: here),
-        "cumlogsumexp",
-    ),
-}
-
-
-@pytest.mark.grid(1, 2)
-@pytest.mark.parametrize("twin", TWINS)
-def test_a_rule_made_wrong_is_found(monkeypatch, twin):
-    where, attribute, wrong, name = TWINS[twin]
-    assert off(name, 4) < BOUND
-    monkeypatch.setattr(where, attribute, wrong)
-    assert off(name, 4) > 1e-6
+    monkeypatch.setattr(moves, "_place", beside)
+    assert off("roll", 4) > 1e-6

@@ -11,6 +11,7 @@ import functools
 
 import jax
 import pytest
+from helpers import mesh_of, off
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from whole_harness import (
@@ -21,7 +22,6 @@ from whole_harness import (
     derivative,
     in_rule,
     noted,
-    off,
     other_rows,
     over_micro_batches,
     partitioned,
@@ -36,19 +36,13 @@ from ga_optax._partition import WHOLE, Rows, cutting, factors, table
 from ga_optax._passes import divided
 from ga_optax._passes.primitives import TABLE
 
-pytestmark = pytest.mark.usefixtures("optax_promotion", "fast_compilation")
+pytestmark = pytest.mark.usefixtures("optax_promotion", "fast_compilation", "float64")
 # In float64: of at most some hundred terms, conditioned no worse than 1e4.
 BOUND = 1e-10
 WRONG = 1e-6
 RULES = table.RULES
 
 CASES = CASES | {f"linear {name}": [case] for name, case in LINEAR.items()}
-
-
-@pytest.fixture(autouse=True)
-def float64():
-    with jax.enable_x64(True):
-        yield
 
 
 # Of the primitives that work number by number, these have rows in all ways.
@@ -108,7 +102,7 @@ def typed(x, spec, mesh):
 
 def in_types(fun, args):
     """The dimension of the rows of each result, as JAX's types of shardings have it."""
-    mesh = jax.make_mesh((K,), ("rows",), (AxisType.Explicit,), devices=DEVICES)
+    mesh = mesh_of(K, names=("rows",), kind=AxisType.Explicit)
     pairs = zip(args, (P("rows", None), P(None, None), P("rows")), strict=True)
     with jax.set_mesh(mesh):
         out = jax.eval_shape(fun, *(typed(x, spec, mesh) for x, spec in pairs))
@@ -116,7 +110,6 @@ def in_types(fun, args):
     return [spec.index("rows") if "rows" in spec else None for spec in specs]
 
 
-DEVICES = jax.devices()[:K]
 # A constraint is an assertion there; the other selects from two shardings.
 UNTYPED = {"sharding_constraint", "cholesky"}
 

@@ -114,23 +114,6 @@ def _weighted(fun):
     return total
 
 
-def off(got, want):
-    """The largest difference, of the largest number of its array."""
-    errors = [0.0]
-    for x, y in zip(map(np.asarray, got), map(np.asarray, want), strict=True):
-        if (x.shape, x.dtype) != (y.shape, y.dtype):
-            return np.inf
-        with np.errstate(invalid="ignore"):
-            same = (x == y) | ((x != x) & (y != y))
-            if not np.issubdtype(y.dtype, np.inexact):
-                errors.append(0.0 if same.all() else np.inf)
-                continue
-            error = np.abs(np.where(same, 0, x - y)).max(initial=0)
-            largest = np.abs(np.where(np.isfinite(y), y, 0)).max(initial=1e-3)
-        errors.append(error / largest if np.isfinite(error) else np.inf)
-    return max(errors)
-
-
 # -- Where the rows are ----------------------------------------------------------------
 
 

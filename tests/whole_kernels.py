@@ -10,14 +10,13 @@ differentiated; the others are the forward rule of a function, and another rando
 is the backward rule.
 """
 
-import argparse
-import collections
 import warnings
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from helpers import off, search
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -25,6 +24,8 @@ import ga_optax as ga
 
 N, D, HEADS = 8, 4, 2
 BOUND = 1e-4  # in float32, of sums of at most some hundred terms of either sign
+
+SHAPE = jax.ShapeDtypeStruct((N, D), jnp.float32)
 
 # Where the rows of an operand are, and how a result of that shape becomes `[N, D]`.
 VIEWS = {
@@ -180,6 +181,22 @@ class Kernel(NamedTuple):
         return jnp.mean(old)
 
 
+# -- By hand ---------------------------------------------------------------------------
+
+
+def array(view="rows", kind="itself", block=1):
+    """An array with such blocks of rows, one for each place on the first axis."""
+    shape = (1, D) if view is None else jax.eval_shape(VIEWS[view][0], SHAPE).shape
+    maps = (kind and (kind, 0, 0), *[None] * (len(shape) - 1))
+    return Array(view, shape, (block, *shape[1:]), maps)
+
+
+def kernel(*arrays, grid=(N,), body=(), semantics=None):
+    """A kernel of operands and a result; from each row to itself if none are given."""
+    arrays = arrays or (array(), array())
+    return Kernel(grid, arrays, frozenset(body), 0, None, semantics)
+
+
 # -- Drawing ---------------------------------------------------------------------------
 
 
@@ -250,9 +267,6 @@ def _array(rng, view, place):
     return Array(view, shape, tuple(block), tuple(maps))
 
 
-SHAPE = jax.ShapeDtypeStruct((N, D), jnp.float32)
-
-
 # -- Checking --------------------------------------------------------------------------
 
 
@@ -303,28 +317,11 @@ def check(seed):
     return Checked(off(got, want), [note.name for note in notes])
 
 
-def off(got, want):
-    """The largest difference, of the largest number of the leaf."""
-    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
-    each = [jnp.abs(x - y).max() / (jnp.abs(y).max() + 1e-3) for x, y in pairs]
-    return max(float(x) if jnp.isfinite(x) else float("inf") for x in each)
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("number", type=int)
-    parser.add_argument("--first", type=int, default=0)
-    given = parser.parse_args()
-    jax.config.update("jax_disable_most_optimizations", True)
-    counts: collections.Counter[str] = collections.Counter()
-    for seed in range(given.first, given.first + given.number):
-        error, whole = check(seed)
-        counts["whole" if whole else "split"] += 1
-        if not error < BOUND:
-            counts["wrong"] += 1
-            print(f"seed {seed} is off by {error}\n{drawn(seed)}", flush=True)
-    print(f"of {given.number}: {dict(counts)}")
+def outcome(seed):
+    error, whole = check(seed)
+    is_wrong = not error < BOUND
+    return "whole" if whole else "split", is_wrong and f"{error}\n{drawn(seed)}"
 
 
 if __name__ == "__main__":
-    main()
+    search(__doc__, outcome)

@@ -80,11 +80,6 @@ def classes(p, b):
     return each.mean(), {"each": each}
 
 
-def classes_by_index(p, b):
-    log = jax.nn.log_softmax(jax.nn.gelu(hidden(p, b["x"])) @ p["out"])
-    return -log[jnp.arange(len(log)), b["c"]].mean(), {"best": log.argmax(1)}
-
-
 def masked(p, b):
     """A mean over what counts, and metrics that are computed of sums."""
     each = entropies(hidden(p, b["x"]) @ p["out"], b["c"])
@@ -92,10 +87,6 @@ def masked(p, b):
     share = (each > 1).sum() / (each > 0.1).sum()
     aux = {"perplexity": jnp.exp(loss), "root": jnp.sqrt((each**4).mean())}
     return loss, aux | {"share": share, "range": each.max() - each.min()}
-
-
-def where_mean(p, b):
-    return ((b["x"] @ p["in"]) ** 2).mean(1).mean(where=b["m"]), None
 
 
 def tokens(p, b):
@@ -151,12 +142,6 @@ def clip(p, b):
     logits, labels = p["s"] * images @ texts.T, jnp.arange(len(images))
     each = entropies(logits, labels) + entropies(logits.T, labels)
     return each.mean() / 2, {"logits": logits}
-
-
-def siglip(p, b):
-    images, texts = map(unit, both(p, b))
-    logits, n = p["s"] * images @ texts.T, len(images)
-    return -jnp.sum(jax.nn.log_sigmoid((2 * jnp.eye(n) - 1) * logits)) / n, None
 
 
 def simclr(p, b):
@@ -376,9 +361,9 @@ class Loss(NamedTuple):
 
 _TWICE = (2, 1)
 _TABLE = (
-    *map(Loss, (mean, total, classes, classes_by_index, masked, where_mean, tokens)),
+    *map(Loss, (mean, total, classes, masked, tokens)),
     *map(Loss, (dropout, pairs, checkpointed, generated, advantages, deep_cluster)),
-    *(Loss(f, _TWICE) for f in (root, dice, clip, siglip, simclr, hard_triplet)),
+    *(Loss(f, _TWICE) for f in (root, dice, clip, simclr, hard_triplet)),
     *(Loss(f, _TWICE) for f in (softmax_over_rows, largest, segments, ranked, hardest)),
     *(Loss(f, _TWICE) for f in (sinkhorn, mmd, average_precision, survival)),
     Loss(gradient_penalty, _TWICE),

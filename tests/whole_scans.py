@@ -1,14 +1,11 @@
-"""Scans in whose bodies rows meet: by hand, and drawn at random.
+"""Scans in whose bodies rows meet; `whole_random` draws others."""
 
-python tests/whole_scans.py 500    # as many random ones, and how far each is off
-"""
-
-import sys
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from helpers import apart
 
 import ga_optax as ga
 
@@ -172,13 +169,9 @@ def arguments(length, n=N, dtype=jnp.float64):
 
 
 def off(loss, args, k, **options):
-    """How far value and gradients are off, of the largest number of a leaf."""
-    want = jax.jit(jax.value_and_grad(loss))(*args)
-    got = jax.jit(ga.value_and_grad(loss, k, **options))(*args)
-    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
-    pairs = [(x, y) for x, y in pairs if y.size]  # of no layers there is no gradient
-    each = [jnp.abs(x - y).max() / (jnp.abs(y).max() + 1e-3) for x, y in pairs]
-    return max(float(x) if jnp.isfinite(x) else float("inf") for x in each)
+    """How far value and gradients are off."""
+    step = ga.value_and_grad(loss, k, **options)
+    return apart(step, jax.value_and_grad(loss), *args)
 
 
 # -- A decoder whose layers have experts -----------------------------------------------
@@ -240,77 +233,3 @@ def spread(h):
     """It reads rows after a sum over rows."""
     h = h - h.mean((0, 1))
     return 1e-2 * jnp.sqrt((h * h).mean())
-
-
-# -- At random -------------------------------------------------------------------------
-
-
-class Drawn(NamedTuple):
-    """A random body, and how it is run."""
-
-    steps: tuple
-    out: tuple
-    how: How
-    k: int
-
-    def __call__(self, c, w, p):
-        h, a = c
-        pool = {"rows": [h, h], "vectors": [a]}
-        for kind, name, i, j in self.steps:
-            x, y = (pool[kind][n % len(pool[kind])] for n in (i, j))
-            v = pool["vectors"][j % len(pool["vectors"])]
-            target = "vectors" if name in _MEET else kind
-            pool[target].append(_DEEDS[name](x, y, v, w))
-        rows, vectors = pool["rows"], pool["vectors"]
-        i, j, *ys = self.out
-        stacked = [vectors[n % len(vectors)] for n in ys]
-        if ys[0] % 2:
-            stacked.append(rows[ys[0] % len(rows)])
-        ends = rows[-1 - i % 2], vectors[j % len(vectors)]
-        return tuple(map(jnp.tanh, ends)), stacked  # what grows is chaotic
-
-
-_DEEDS = {
-    "product": lambda x, y, v, w: jnp.tanh(x @ w),
-    "sum": lambda x, y, v, w: jnp.tanh(x + y),
-    "times": lambda x, y, v, w: x * jnp.cos(y),
-    "less": lambda x, y, v, w: x - v,
-    "mean": lambda x, y, v, w: x.mean(0) ** 2,
-    "root": lambda x, y, v, w: jnp.sqrt(1 + (x * y).sum(0) ** 2),
-    "highest": lambda x, y, v, w: x.max(0),
-    "stopped": lambda x, y, v, w: jax.lax.stop_gradient(x.mean(0)) * y.mean(0),
-    "decay": lambda x, y, v, w: 0.9 * x + jnp.sin(y),
-}
-_MEET = ("mean", "root", "highest", "stopped")
-_OF_ROWS = ("product", "product", "sum", "times", "less", *_MEET)
-_OF_VECTORS = ("sum", "times", "decay")
-
-
-def draw(seed):
-    rng = np.random.default_rng(seed)
-    steps = []
-    for _ in range(rng.integers(3, 9)):
-        kind = "rows" if rng.random() < 0.75 else "vectors"
-        names = _OF_ROWS if kind == "rows" else _OF_VECTORS
-        name = str(rng.choice(names))
-        steps.append((kind, name, *map(int, rng.integers(0, 20, 2))))
-    out = tuple(map(int, rng.integers(0, 20, rng.integers(3, 6))))
-    length = int(rng.choice([1, 2, 3, 40], p=[0.1, 0.4, 0.4, 0.1]))
-    how = How(length, *map(bool, rng.integers(0, 2, 2)))
-    return Drawn(tuple(steps), out, how, int(rng.choice([2, 3, 6])))
-
-
-def check(seed):
-    """How far a random one is off."""
-    drawn = draw(seed)
-    with jax.enable_x64(True):
-        return off(loss_of(drawn, drawn.how), arguments(drawn.how.length), drawn.k)
-
-
-if __name__ == "__main__":
-    first = int(sys.argv[2]) if len(sys.argv) > 2 else 0
-    for seed in range(first, first + int(sys.argv[1])):
-        found = check(seed)
-        if not found < BOUND:
-            print(seed, found, draw(seed), flush=True)
-    print("done")
