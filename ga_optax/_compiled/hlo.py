@@ -143,8 +143,6 @@ class Module:
         loops: Loops = (),
         conditional: bool = False,
         fused: bool = False,
-        *,
-        into_fusions: bool = True,
     ) -> Iterator[Placed]:
         """All instructions that run, in order, through loops, branches and calls.
 
@@ -153,19 +151,15 @@ class Module:
           loops: the loops around it.
           conditional: whether it is in a branch.
           fused: whether it is in a fusion.
-          into_fusions: whether the instructions of a fusion follow it. If False, it
-            counts as the one kernel that it is.
         """
         for instruction in self.computations.get(name or self.entry, {}).values():
             yield Placed(instruction, loops, conditional, fused)
-            if instruction.opcode == "fusion" and not into_fusions:
-                continue
             opcode, inside = instruction.opcode, loops
             if opcode == "while":
                 inside = (*loops, (instruction.name, self.trips(instruction)))
             kind = conditional or opcode == "conditional", fused or opcode == "fusion"
             for called in instruction.called:
-                yield from self.walk(called, inside, *kind, into_fusions=into_fusions)
+                yield from self.walk(called, inside, *kind)
 
     def trips(self, loop: Instruction) -> int | None:
         """How often the body of a `while` runs; None if the program does not say.
