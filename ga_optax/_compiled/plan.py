@@ -280,9 +280,8 @@ class _Search:
         else:
             analysis = _analysed(k, step, compiled)
             kinds = "argument", "output", "alias"
-            sizes = [getattr(analysis, f"{kind}_size_in_bytes") for kind in kinds]
-            sizes = [temporaries(analysis), *map(int, sizes)]
-            found = Candidate(k, *sizes, notes=tuple(lines))
+            sizes: Any = {x: getattr(analysis, f"{x}_size_in_bytes") for x in kinds}
+            found = Candidate(k, temporaries(analysis), **sizes, notes=tuple(lines))
         found = dataclasses.replace(
             found,
             fits=found.bytes is not None and found.bytes <= self._limit,
