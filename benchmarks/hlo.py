@@ -62,7 +62,9 @@ def count_adds(text: str, shapes: Iterable[Shape], k: int | None = None) -> Adds
     module = hlo.parse(text)
     counts = dict.fromkeys((f.name for f in dataclasses.fields(Adds)), 0)
     found = k is None
-    for placed in module.walk(into_fusions=False):
+    for placed in module.walk():
+        if placed.fused:  # a part of one kernel
+            continue
         loops = placed.loops
         if k is not None:
             if not loops or loops[0][1] != k:

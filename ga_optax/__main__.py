@@ -40,10 +40,6 @@ Answer = tuple[object, int]
 _INPUTS = "MODULE:MAKE_INPUTS"
 
 
-class _WrongInputError(Exception):
-    """What the user typed is wrong: the message says it all, without a traceback."""
-
-
 class _Version(argparse.Action):
     """Looks the version up if asked: a copy that is not installed has none."""
 
@@ -97,8 +93,8 @@ def _is_about_an_argument(error: Exception) -> bool:
     here = str(pathlib.Path(__file__).parent)
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
     ours = all(frame.f_code.co_filename.startswith(here) for frame in frames)
-    checked = isinstance(error, (_WrongInputError, ValueError, TypeError))
-    return ours and checked and error.__cause__ is None
+    checked = isinstance(error, (ValueError, TypeError)) and error.__cause__ is None
+    return ours and checked
 
 
 def _plain(value: Any) -> Any:
@@ -212,16 +208,13 @@ def _plan(arguments: argparse.Namespace) -> Answer:
       2  there is no plan: an argument is wrong, or your code raised
     """
     make_step, limit = _function(arguments.make_step), arguments.memory_limit
-    try:
-        limit = limit and parse_bytes(limit)
-    except ValueError as wrong:
-        raise _WrongInputError(str(wrong)) from None
+    limit = limit and parse_bytes(limit)
     inputs = _inputs(arguments, "the arguments of the step")
     batch_size = arguments.batch_size
     if batch_size is None:
         rows = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(inputs[-1])}
         if len(rows) != 1 or rows == {()}:
-            raise _WrongInputError(
+            raise ValueError(
                 "the batch size must be known, but the leaves of the last argument of "
                 "the step have no common axis 0. Pass --batch-size."
             )
@@ -274,7 +267,7 @@ def _audit(arguments: argparse.Namespace) -> Answer:
     try:
         found = audit(pathlib.Path(arguments.file).read_text(encoding="utf-8"))
     except (OSError, ValueError) as wrong:
-        raise _WrongInputError(f"cannot read {arguments.file}: {wrong}") from None
+        raise ValueError(f"cannot read {arguments.file}: {wrong}") from None
     return found, int(bool(found.in_loop))
 
 
@@ -298,7 +291,7 @@ def _function(name: str) -> Callable[..., Any]:
     path = pathlib.PurePath(module_name)
     if not (module_name and attribute) or path.suffix == ".py" or len(path.parts) > 1:
         module, function = path.stem or "train", attribute or "loss"
-        raise _WrongInputError(
+        raise ValueError(
             f"functions are named MODULE:FUNCTION, but {name!r} is not. Write "
             f"{module}:{function} for {function} in {module}.py, and run this in the "
             "directory that holds it."
@@ -309,18 +302,18 @@ def _function(name: str) -> Callable[..., Any]:
         # A module that the user's module imports deserves its traceback.
         if not f"{module_name}.".startswith(f"{missing.name}."):
             raise
-        raise _WrongInputError(
+        raise ValueError(
             f"there must be a module {module_name!r} for {name!r}, but Python finds no "
             f"{missing.name!r}. Run this in the directory that holds it, or install it."
         ) from None
     try:
         found = operator.attrgetter(attribute)(found)
     except AttributeError as missing:
-        raise _WrongInputError(
+        raise ValueError(
             f"{name!r} must name a function, but {missing}.{_meant(missing)}"
         ) from None
     if not callable(found):
-        raise _WrongInputError(
+        raise ValueError(
             f"{name!r} must be a function, but it is of type {type(found).__name__}. "
             "Name the function, not its value."
         )
@@ -344,7 +337,7 @@ def _inputs(
         if inputs and (not lengths or len(inputs) in lengths):
             return tuple(inputs)
         what += f" and length {len(inputs)}"
-    raise _WrongInputError(
+    raise ValueError(
         f"{arguments.make_inputs} must return {expected}, but it returned {what}. "
         "Return a tuple of those."
     )

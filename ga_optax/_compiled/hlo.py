@@ -11,7 +11,6 @@ import itertools
 import math
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
@@ -143,8 +142,6 @@ class Module:
         loops: Loops = (),
         conditional: bool = False,
         fused: bool = False,
-        *,
-        into_fusions: bool = True,
     ) -> Iterator[Placed]:
         """All instructions that run, in order, through loops, branches and calls.
 
@@ -153,19 +150,15 @@ class Module:
           loops: the loops around it.
           conditional: whether it is in a branch.
           fused: whether it is in a fusion.
-          into_fusions: whether the instructions of a fusion follow it. If False, it
-            counts as the one kernel that it is.
         """
         for instruction in self.computations.get(name or self.entry, {}).values():
             yield Placed(instruction, loops, conditional, fused)
-            if instruction.opcode == "fusion" and not into_fusions:
-                continue
             opcode, inside = instruction.opcode, loops
             if opcode == "while":
                 inside = (*loops, (instruction.name, self.trips(instruction)))
             kind = conditional or opcode == "conditional", fused or opcode == "fusion"
             for called in instruction.called:
-                yield from self.walk(called, inside, *kind, into_fusions=into_fusions)
+                yield from self.walk(called, inside, *kind)
 
     def trips(self, loop: Instruction) -> int | None:
         """How often the body of a `while` runs; None if the program does not say.
@@ -281,30 +274,34 @@ def _along_mesh(groups: str) -> list[list[int]] | None:
     `'b':(2)4` is the part of the axis with 4 elements after a part with 2.
     """
     mesh, _, over = groups.partition("]")
+    axes = re.findall(r"'([^']*)'\s*=\s*(\d+)", mesh)
+    sizes = {name: int(size) for name, size in axes}
     parts = [
-        (name, int(before or 1), int(before or 1) * int(size or 2**31))
+        (name, int(before or 1), int(size or sizes[name]))
         for name, before, size in re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", over)
     ]
-    sizes: dict[tuple[str, int], int] = {}
-    for name, size in re.findall(r"'([^']*)'\s*=\s*(\d+)", mesh):
-        ends = (end for part in parts if part[0] == name for end in part[1:])
-        cuts = sorted({1, int(size), *(end for end in ends if end < int(size))})
-        sizes |= {(name, low): high // low for low, high in itertools.pairwise(cuts)}
-    chosen = [
-        key
-        for key in sizes
-        if any(name == key[0] and low <= key[1] < high for name, low, high in parts)
-    ]
-    return groups_over(sizes, chosen)
+    return groups_over(sizes, parts)
 
 
-def groups_over(sizes: dict[Any, int], over: Sequence[Any]) -> list[list[int]]:
-    """The groups of devices along some axes of a mesh, whose `sizes` are by name."""
-    ids = np.arange(math.prod(sizes.values())).reshape(list(sizes.values()))
-    kept = [i for i, name in enumerate(sizes) if name not in over]
-    moved = [i for i, name in enumerate(sizes) if name in over]
-    size = math.prod(ids.shape[i] for i in moved)
-    return ids.transpose(kept + moved).reshape(-1, size).tolist()
+def groups_over(
+    sizes: dict[str, int], parts: Sequence[tuple[str, int, int]]
+) -> list[list[int]]:
+    """The groups of devices along parts of the axes of a mesh.
+
+    Args:
+      sizes: those of its axes, by name, outermost first.
+      parts: the name of an axis, how many elements of it come before the part, and how
+        many the part has.
+    """
+    names, shape = list(sizes), list(sizes.values())
+    devices = np.arange(math.prod(shape))
+    first = devices  # of the group of each
+    for name, before, size in parts:
+        outside = math.prod(shape[: names.index(name)]) * before
+        inside = len(devices) // (outside * size)
+        first = first - devices // inside % size * inside
+    number = math.prod(size for _, _, size in parts)
+    return np.argsort(first, kind="stable").reshape(-1, number).tolist()
 
 
 def axes_of(groups: str, mesh: Mesh | AbstractMesh | None) -> tuple[str, ...] | None:
@@ -319,7 +316,8 @@ def axes_of(groups: str, mesh: Mesh | AbstractMesh | None) -> tuple[str, ...] | 
     found = set(map(frozenset, members))
     for number in range(len(wide) + 1):
         for over in itertools.combinations(wide, number):
-            if set(map(frozenset, groups_over(sizes, over))) == found:
+            parts = [(name, 1, sizes[name]) for name in over]
+            if set(map(frozenset, groups_over(sizes, parts))) == found:
                 return over
     return None
 

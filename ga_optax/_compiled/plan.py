@@ -20,7 +20,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import jax
 import numpy as np
@@ -198,35 +198,8 @@ def plan(
     seen = tuple(search.tried[k] for k in sorted(search.tried))
     untried = tuple(k for k in choices if k not in search.tried)
     if answer is None:
-        page = _page(seen, untried, batch_size, "Nothing fits.")
-        raise _nothing_fits(seen, limit, page) from search.cause(seen)
+        search.nothing_fits(_page(seen, untried, batch_size, "Nothing fits."))
     return Plan(answer, batch_size, limit, seen, untried)
-
-
-def _nothing_fits(seen: Sequence[Candidate], limit: int, page: str) -> ValueError:
-    """The error if there is no answer."""
-    needs = [(c.bytes, c.num_microbatches) for c in seen if c.bytes is not None]
-    todo = (
-        "Allow more micro-batches, donate the arguments that the step replaces, use "
-        f"jax.checkpoint, or shard over more devices.\n{page}"
-    )
-    if all(_is_too_large(c) for c in seen):
-        return NothingFitsError(
-            f"The step must fit into {format_bytes(limit)}, but the compiler says of "
-            f"every candidate that it does not. {todo}"
-        )
-    if not needs:
-        return ValueError(
-            f"At least one candidate must compile, but all {len(seen)} that were "
-            f"tried failed; num_microbatches={seen[0].num_microbatches} with "
-            f"{seen[0].error}. Call make_step yourself, and its lower(*args)."
-        )
-    need, k = min(needs)
-    return NothingFitsError(
-        f"The step must fit into {format_bytes(limit)}, but no candidate does: the "
-        f"smallest need is {format_bytes(need)} ({need} bytes), with "
-        f"num_microbatches={k}. {todo}"
-    )
 
 
 def _is_too_large(candidate: Candidate) -> bool:
@@ -263,11 +236,32 @@ class _Search:
                 rest = rest[middle + 1 :]
         return answer
 
-    def cause(self, seen: Sequence[Candidate]) -> Exception | None:
-        """The error of a candidate, if none of them could be sized."""
-        if all(_is_too_large(c) for c in seen):
-            return self._causes[-1]
-        return None if any(c.error is None for c in seen) else self._causes[0]
+    def nothing_fits(self, page: str) -> NoReturn:
+        """Raises, because there is no answer."""
+        needs = [(c.bytes, k) for k, c in self.tried.items() if c.bytes is not None]
+        limit = format_bytes(self._limit)
+        todo = (
+            "Allow more micro-batches, donate the arguments that the step replaces, "
+            f"use jax.checkpoint, or shard over more devices.\n{page}"
+        )
+        if needs:
+            need, k = min(needs)
+            raise NothingFitsError(
+                f"The step must fit into {limit}, but no candidate does: the smallest "
+                f"need is {format_bytes(need)} ({need} bytes), with "
+                f"num_microbatches={k}. {todo}"
+            )
+        if all(map(_is_too_large, self.tried.values())):
+            raise NothingFitsError(
+                f"The step must fit into {limit}, but the compiler says of every "
+                f"candidate that it does not. {todo}"
+            ) from self._causes[-1]
+        k = min(self.tried)
+        raise ValueError(
+            f"At least one candidate must compile, but all {len(self.tried)} that were "
+            f"tried failed; num_microbatches={k} with {self.tried[k].error}. Call "
+            "make_step yourself, and its lower(*args)."
+        ) from self._causes[0]
 
     def _fits(self, k: int, args: tuple[Any, ...]) -> bool | None:
         """Whether k fits; None if it failed, which says nothing about memory."""
@@ -284,8 +278,10 @@ class _Search:
             message = f"{type(error).__name__}: {str(error).strip() or 'no message'}"
             found = Candidate(k, error=message.splitlines()[0])
         else:
-            _check_compiled(k, step, compiled)
-            found = _sized(k, compiled, lines)
+            analysis = _analysed(k, step, compiled)
+            kinds = "argument", "output", "alias"
+            sizes: Any = {x: getattr(analysis, f"{x}_size_in_bytes") for x in kinds}
+            found = Candidate(k, temporaries(analysis), **sizes, notes=tuple(lines))
         found = dataclasses.replace(
             found,
             fits=found.bytes is not None and found.bytes <= self._limit,
@@ -300,28 +296,21 @@ class _Search:
         return None if found.error and not _is_too_large(found) else found.fits
 
 
-def _check_compiled(k: int, step: Any, compiled: Any) -> None:
+def _analysed(k: int, step: Any, compiled: Any) -> Any:
+    """What XLA says of the memory of a compiled step; raises if it says nothing."""
     if compiled is None:
         raise TypeError(
             "make_step must return a jitted function, but for num_microbatches="
             f"{k} it returned a {type(step).__name__}, which has no `lower`. Return "
             "jax.jit(step)."
         )
-    if compiled.memory_analysis() is None:
+    analysis = compiled.memory_analysis()
+    if analysis is None:
         raise ValueError(
             "The backend must report the memory of compiled programs, but "
             f"{jax.default_backend()!r} reports none. Plan on another backend."
         )
-
-
-def _sized(k: int, compiled: Any, lines: Sequence[str]) -> Candidate:
-    """What a compiled step needs, and what was said of it when it was traced."""
-    analysis = compiled.memory_analysis()
-    sizes: Any = {
-        kind: int(getattr(analysis, f"{kind}_size_in_bytes"))
-        for kind in ("argument", "output", "alias")
-    }
-    return Candidate(k, temporaries(analysis), **sizes, notes=tuple(lines))
+    return analysis
 
 
 def temporaries(analysis: Any) -> int:

@@ -17,14 +17,13 @@ Each module imports only those above it:
     problem       the user's arguments, and how the batch is divided
     loss          evaluates the loss in float64, if it can; names the first inf or NaN;
                   shows the progress
-    comparison    D, and whether it is rounding
-    native        both gradients as training computes them
+    comparison    D, and whether it is rounding; both gradients in training
     counts        weights as whole numbers, and as code
     proof         how the loss is made of its rows, from its program
     promises      whether what `rowwise` promises is so
     program       what that shows although the gradients are equal
     diagnosis     the questions, in order: each one has one cause as its answer
-    summary       puts the report together, with the size of the difference
+    summary       asks, and puts the report together, with the size of the difference
     api           `verify`
 """
 

@@ -116,7 +116,7 @@ def verify(
       TypeError, ValueError: if an argument does not fit, before `fun` is traced; if
         what `fun` returns does not fit, before anything runs.
     """
-    from ga_optax._verify.problem import Problem  # 5 ms of import, which few need
+    from ga_optax._verify import problem, summary  # 5 ms of import, which few need
 
     _check(fun, params, batch, rng)
     if weight_fn is not None:
@@ -129,7 +129,7 @@ def verify(
     # `accumulate` checks the rest, and what `fun` returns, before anything runs.
     run = accumulate(loss, k, rng_argnums=(2,) * len(key), batch_axes=batch_axes)
     jax.eval_shape(run, accumulator.init(params), params, batch, *key)
-    asked = Problem(
+    asked = problem.Problem(
         fun=loss,
         params=params,
         batch=batch,
@@ -139,21 +139,7 @@ def verify(
         x64=bool(jnp.result_type(float) == jnp.float64),
         axes=_axes(batch, batch_axes),
     )
-    return _answer(asked)
-
-
-def _answer(problem: Any) -> Report:
-    """Compares, and says what was found."""
-    from ga_optax._verify import comparison, native, proof, summary
-    from ga_optax._verify.loss import Loss, NotFiniteError, Progress
-
-    with jax.enable_x64(True), Progress() as progress:
-        evaluator, proved = Loss(problem, progress), proof.prove(problem)
-        try:
-            found = native.Native(comparison.Comparison(evaluator))
-            return summary.compared(found, proved)
-        except NotFiniteError as error:
-            return summary.nothing_compared(error, evaluator, proved)
+    return summary.answered(asked)
 
 
 def _check(fun: Any, params: Any, batch: Any, rng: Any) -> None:

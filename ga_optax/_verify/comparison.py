@@ -1,16 +1,21 @@
 """D, the undivided gradient less the accumulated one, and whether it is rounding.
 
 It takes one micro-gradient at a time, so that three gradient trees suffice for any k.
+`Native` has both gradients as training computes them, in the parameters' own dtypes.
 """
 
 import math
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from ga_optax import accumulator
+from ga_optax._verify import gradients
 from ga_optax._verify.gradients import Leaves, dot, norm, norms, ratio, subtract
-from ga_optax._verify.loss import Loss, NotFiniteError, first_not_finite
+from ga_optax._verify.loss import Loss, NotFiniteError, first_not_finite, moved
+from ga_optax._verify.report import LeafReport
 
 # Half of float64's 52 binary digits. No algorithm that loses half of its digits would
 # train, and 2⁻²⁶ = 1.5e-8 is below the 6e-8 to which float32 rounds.
@@ -58,9 +63,9 @@ class Comparison:
         self.noisy = not self.agrees and loss.eps > np.finfo(np.float64).eps
         if self.noisy:
             # At parameters that are moved by the rounding of the low precision.
-            near = loss.nearby(2 * loss.eps, seed=1)
-            moved = self._residual(self.share, lambda i: loss.of_part(i, near)[1])
-            self.noise = norms(subtract(moved, difference, 1.0))
+            near = moved(self.problem.params, 2 * loss.eps)
+            other = self._residual(self.share, lambda i: loss.of_part(i, near)[1])
+            self.noise = norms(subtract(other, difference, 1.0))
             self.agrees = self._is_rounding(self.difference)
         # Code that is bound to a low precision may lose half of its digits, too.
         lost = math.sqrt(loss.eps) * self.terms
@@ -80,11 +85,6 @@ class Comparison:
         other = (loss or self.loss).of_rows(rows, key)[1]
         return self._is_rounding(norms(subtract(whole, other, 1.0)))
 
-    @property
-    def size(self) -> int:
-        """How many numbers a gradient has."""
-        return sum(x.size for x in jax.tree.leaves(self.problem.params))
-
     def factor(self, share: np.ndarray) -> float | None:
         """The c with G = c·Σ wᵢ·gᵢ, for weights that add up to 1, on every leaf.
 
@@ -94,7 +94,7 @@ class Comparison:
         whole = self._of_part(None)
         mean = subtract(total, whole, 1.0)
         size, noise = norm(norms(mean)), norm(self.noise)
-        c = dot(whole, mean) / (size**2 or 1.0)
+        c = float(dot(whole, mean)) / (size**2 or 1.0)
         rest = norms(subtract(whole, mean, c))
         if not c > 0 or not self._is_rounding(rest, scale=max(1.0, c)):
             return None
@@ -140,3 +140,74 @@ class Comparison:
 
     def _not_finite(self, part: int | None, value: float, grads: Leaves) -> str | None:
         return first_not_finite(self.problem, self.problem.place(part), value, grads)
+
+
+# -- As training computes them ---------------------------------------------------------
+
+
+class Native:
+    """How the two gradients differ as training computes them.
+
+    Attributes:
+      comparison: the two gradients in float64, if the loss runs in float64.
+      leaves: a report for each leaf.
+      max_ulp: the largest of the leaves.
+      distance: ‖G - M‖, G undivided and M accumulated.
+      relative: that over ‖G‖.
+      errors: ‖x - G‖ / ‖G‖ of each of the two, with G in float64.
+      dtype: the floating dtype of the lowest precision in it.
+      has_few_digits: whether less than half of that dtype's digits are right.
+    """
+
+    def __init__(self, comparison: Comparison) -> None:
+        self.comparison = comparison
+        loss, problem = comparison.loss, comparison.problem
+        params, batch = problem.params, problem.batch
+        # Each is traced by itself, as in training.
+        grad, other = (
+            jax.jit(jax.grad(problem.of_part(problem.fun))) for _ in range(2)
+        )
+        with jax.enable_x64(problem.x64):
+            whole = jax.tree.leaves(grad(params, batch, *problem.part(None)))
+            loss.progress.tick()
+            acc = accumulator.init(params)
+            for i, weight in enumerate(problem.weights):
+                grads = other(params, batch, *problem.part(i))
+                given = None if problem.weight is None else float(weight)
+                acc = accumulator.add(acc, grads, given)
+                loss.progress.tick()
+            means = jax.tree.leaves(accumulator.mean(acc))
+        parts = [x.astype(y.dtype) for x, y in zip(means, whole, strict=True)]
+        places = problem.place(None), "accumulated over the micro-batches"
+        for place, leaves in zip(places, (whole, parts), strict=True):
+            found = first_not_finite(problem, place, 0.0, leaves)
+            if found is not None:
+                raise NotFiniteError(found, low_precision=True)
+        names, relative = problem.names, comparison.relative
+        self.leaves = tuple(map(_compare_leaf, names, whole, parts, relative))
+        self.max_ulp = max(leaf.max_ulp for leaf in self.leaves)
+        dtypes = {loss.dtype, *(x.dtype.name for x in whole)}
+        eps, self.dtype = max((float(jnp.finfo(d).eps), d) for d in dtypes)
+        exact = loss.of_part(None)[1]
+        size = norm(norms(exact))
+        self.distance = gradients.distance(whole, parts)
+        self.relative = ratio(self.distance, size)
+        self.has_few_digits = self.distance > math.sqrt(eps) * norm(comparison.terms)
+        self.errors = [
+            ratio(gradients.distance(x, exact), size) for x in (whole, parts)
+        ]
+
+
+def _compare_leaf(
+    name: str, whole: jax.Array, parts: jax.Array, relative: float
+) -> LeafReport:
+    a, b = np.asarray(whole), np.asarray(parts)
+    wide = np.complex128 if np.iscomplexobj(a) else np.float64
+    return LeafReport(
+        name=name,
+        shape=a.shape,
+        dtype=a.dtype.name,
+        max_ulp=int(gradients.ulps(a, b).max(initial=0)),
+        max_abs=float(np.abs(a.astype(wide) - b.astype(wide)).max(initial=0.0)),
+        relative=float(relative),
+    )

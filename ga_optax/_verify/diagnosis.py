@@ -10,13 +10,13 @@ import dataclasses
 import functools
 from typing import Any
 
+import jax
 import numpy as np
 
-from ga_optax._verify.comparison import Comparison
+from ga_optax._verify.comparison import Comparison, Native
 from ga_optax._verify.counts import code_that_counts, proportions
 from ga_optax._verify.gradients import norm
 from ga_optax._verify.loss import Loss, NotFiniteError
-from ga_optax._verify.native import Native
 from ga_optax._verify.promises import broken
 from ga_optax._verify.proof import DRAW, PLACE, ROWS, Proof, in_words, prove
 from ga_optax._verify.report import Cause
@@ -143,12 +143,13 @@ class Asked:
         """Weights, and a factor, with which micro-batches give the whole gradient."""
         proof, found = self.proof, None
         k, alike = proof.problem.k, proof.counts == proof.meetings
+        size = sum(x.size for x in jax.tree.leaves(proof.problem.params))
         for share in proof.shares() if alike or proof.whole else ():
             c = self.comparison.factor(share)
             if c is not None and c in (1, k, 1 / k):
                 return share, c
             # One number is a multiple of any other.
-            if c and alike and (not proof.meetings or self.comparison.size > 1):
+            if c and alike and (not proof.meetings or size > 1):
                 found = share, c
         return found
 

@@ -35,13 +35,9 @@ def _squared_distance(x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 @jax.jit
-def _product(a: Leaves, b: Leaves) -> jax.Array:
-    return jnp.stack([jnp.sum(x * y) for x, y in zip(a, b, strict=True)]).sum()
-
-
-def dot(a: Leaves, b: Leaves) -> float:
+def dot(a: Leaves, b: Leaves) -> jax.Array:
     """The scalar product of two gradients."""
-    return float(_product(a, b))
+    return jnp.stack([jnp.sum(x * y) for x, y in zip(a, b, strict=True)]).sum()
 
 
 def norms(leaves: Leaves) -> np.ndarray:

@@ -70,7 +70,9 @@ class Loss:
         """Makes the program; returns the coarsest floating dtype in it."""
         self._as_is = as_is
         problem = self.problem
-        wide = Wide(problem.gradient(), x64=problem.x64, as_is=as_is)
+        # A new function each time, so that JAX traces the loss again.
+        gradient = jax.value_and_grad(problem.of_part(problem.fun))
+        wide = Wide(gradient, x64=problem.x64, as_is=as_is)
         self._compiled = jax.jit(wide)
         self._compiled.lower(problem.params, problem.batch, *problem.part(None))
         dtypes = {np.dtype(np.float64), *wide.low}
@@ -96,15 +98,14 @@ class Loss:
         # One leaf after the other, so that there are never two copies of all.
         return float(value), [real(grads.pop()) for _ in range(len(grads))]
 
-    def nearby(self, size: float, seed: int) -> Any:
-        """The parameters, each moved by a random part of itself, at most `size`."""
-        return _moved(self.problem.params, jax.random.key(seed), size)
-
 
 @jax.jit
-def _moved(params: Any, key: jax.Array, size: ArrayLike) -> Any:
+def moved(params: Any, size: ArrayLike) -> Any:
+    """The parameters, each moved by a random part of itself, at most `size`."""
+
     def move(x: jax.Array, i: int) -> jax.Array:
-        part = jax.random.uniform(jax.random.fold_in(key, i), x.shape, jnp.float32)
+        key = jax.random.fold_in(jax.random.key(1), i)
+        part = jax.random.uniform(key, x.shape, jnp.float32)
         part = (size * (2 * part - 1)).astype(x.dtype)
         # A zero does not move by a part of itself.
         return jnp.where(x == 0, part, x * (1 + part))

@@ -117,14 +117,7 @@ class Problem:
         return self.rows(part), self.keys(part or 0)
 
     def of_part(self, fun: Callable[..., Any]) -> Callable[..., Any]:
-        """`fun` of params, batch, and what `part` returns."""
+        """`fun` of params, batch, and what `part` returns; a new function each time."""
         return lambda params, batch, rows, keys: fun(
             params, self.take(batch, rows), *keys
         )
-
-    def gradient(self) -> Callable[..., Any]:
-        """A function of params, batch and `part`: the loss and its gradient.
-
-        It is a new function each time, so JAX traces the loss again.
-        """
-        return jax.value_and_grad(self.of_part(self.fun))

@@ -14,11 +14,11 @@ from jax.extend import core
 
 from ga_optax._checks import divisors
 from ga_optax._passes import ir, places
-from ga_optax._passes.rowwise import NAME, READ
+from ga_optax._passes.rowwise import NAME
 from ga_optax._verify.comparison import Comparison
 from ga_optax._verify.loss import Loss
 from ga_optax._verify.problem import Problem
-from ga_optax._verify.proof import opened
+from ga_optax._verify.proof import opened, read_by
 
 
 def broken(comparison: Comparison) -> list[str]:
@@ -55,13 +55,7 @@ def _in_parts(
             return opened(e, values, rule)
         return None
 
-    def loss(*args: Any) -> Any:
-        trace = jax.make_jaxpr(lambda *x: problem.fun(*x), axis_env=READ)
-        closed: Any = trace(*args)
-        program = ir.Program(closed.jaxpr, closed.consts)
-        return ir.evaluate(program, jax.tree.leaves(args), rule)[0]
-
-    return loss
+    return lambda *args: read_by(problem.fun, rule)(*args)[0]
 
 
 def _joined(e: core.JaxprEqn, values: list[Any], k: int) -> list[Any]:

@@ -12,7 +12,7 @@ not fitted, and confirmed. Otherwise rows depend on each other.
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +23,7 @@ from ga_optax._partition import WHOLE, Argument, Axis, Rows, partition
 from ga_optax._passes import ir, places
 from ga_optax._passes.rowwise import READ
 from ga_optax._verify.problem import Problem
-from ga_optax._verify.wide import Wide
+from ga_optax._verify.wide import Wide, cast
 
 _AXIS = "micro-batches to verify"
 _DRAWS = ("random_", "threefry", "rng_")  # how the names of their primitives begin
@@ -105,16 +105,12 @@ class Proof:
             leaves = *jax.tree.leaves(problem.params), *batch
             index = jax.lax.axis_index(_AXIS)
             args = [*self.given, *leaves, *jax.tree.leaves(problem.key), index]
-            pairs = zip(args, jaxpr.invars, strict=True)
-            found = ir.results(own, [_cast(x, v.aval) for x, v in pairs])
+            pairs: Any = zip(args, jaxpr.invars, strict=True)
+            found = ir.results(own, [cast(x, v.aval.dtype) for x, v in pairs])
             return [x.astype("float64").reshape(()) for x in found]
 
         run = jax.vmap(of_part, problem.axes, axis_name=_AXIS, axis_size=problem.k)
         return jax.jit(run)(*jax.tree.leaves(split))
-
-
-def _cast(x: Any, aval: Any) -> Any:
-    return x if x.dtype == aval.dtype else x.astype(aval.dtype)
 
 
 def in_words(meetings: Iterable[Meeting]) -> str:
@@ -141,14 +137,8 @@ def _proof(problem: Problem, wide: bool) -> Proof:
     if isinstance(fun, jax.stages.Wrapped):
         fun = getattr(fun, "__wrapped__", fun)  # JAX remembers what it has traced.
     args = problem.params, problem.batch, *problem.keys(0)
-
-    def opened(*leaves: Any) -> list[Any]:
-        program = ir.Program(closed.jaxpr, closed.consts)
-        return ir.evaluate(program, leaves, _in_the_open)
-
     with jax.enable_x64(problem.x64):
-        closed: Any = jax.make_jaxpr(lambda *x: fun(*x), axis_env=READ)(*args)
-        closed = jax.make_jaxpr(opened)(*jax.tree.leaves(args))
+        closed: Any = jax.make_jaxpr(read_by(fun, _in_the_open))(*args)
     if wide:
         closed = Wide(fun, x64=problem.x64).widened(closed)
     given: list[tuple[frozenset[str], int | None]] = [
@@ -170,10 +160,21 @@ def _proof(problem: Problem, wide: bool) -> Proof:
     part = partition(closed.jaxpr, arguments, Axis(_AXIS, problem.k, 1 << 30))
     live = ir.live(part.jaxpr.replace(outvars=part.jaxpr.outvars[:1]))
     place = frozenset({PLACE})  # which micro-batch it is
-    of = frozenset[Any]().union(*_read(live, [*(of for of, _ in given), place]))
+    of = _read(live, [*(of for of, _ in given), place])
     whole = dict.fromkeys(f"{x.name} at {places.short(x.line)}" for x in part.whole)
     program = ir.Program(live, part.consts)
     return Proof(problem, program, closed.consts, of, "; ".join(whole))
+
+
+def read_by(fun: Callable[..., Any], rule: ir.Rule) -> Callable[..., list[Any]]:
+    """A function of the arguments of `fun`: its program, promises too, by a rule."""
+
+    def run(*args: Any) -> list[Any]:
+        closed: Any = jax.make_jaxpr(lambda *x: fun(*x), axis_env=READ)(*args)
+        program = ir.Program(closed.jaxpr, closed.consts)
+        return ir.evaluate(program, jax.tree.leaves(args), rule)
+
+    return run
 
 
 def _in_the_open(e: core.JaxprEqn, values: list[Any]) -> Any:
@@ -212,29 +213,26 @@ def _read(
     jaxpr: core.Jaxpr,
     given: Sequence[frozenset[Any]],
     around: frozenset[Any] = frozenset(),
-) -> list[frozenset[Any]]:
+) -> frozenset[Any]:
     """What the results of a program depend on; `around`: what is read around it."""
     facts: dict[Any, frozenset[Any]] = dict(zip(jaxpr.invars, given, strict=True))
+
+    def fact(x: Any) -> frozenset[Any]:
+        return facts.get(x, frozenset()) if ir.is_variable(x) else frozenset()
+
     for e in jaxpr.eqns:
-        ins = [facts.get(x, frozenset()) for x in ir.variables(e.invars)]
-        of, name = frozenset[Any]().union(*ins), e.primitive.name
+        of, name = frozenset[Any]().union(*map(fact, e.invars)), e.primitive.name
         if _AXIS in ir.axes_of(e):
             what = "a sum over rows" if name == "psum" else "all rows"
-            line, of_params = (
-                places.short(places.line_of(e.source_info)),
-                PARAMS in of | around,
-            )
-            parts = ir.variables(e.invars)
+            line = places.short(places.line_of(e.source_info))
+            parts, of_params = ir.variables(e.invars), PARAMS in of | around
             of |= {Meeting(what, line, of_params, x) for x in parts}
         elif name.startswith(_DRAWS) and ROWS not in of:
             of |= {DRAW}
         for program in ir.inner_programs(e):
-            own = [
-                facts.get(x, frozenset()) if ir.is_variable(x) else frozenset()
-                for x in ir.operands(e, program)
-            ]
+            own = list(map(fact, ir.operands(e, program)))
             if len(own) != len(program.invars):
                 own = [of] * len(program.invars)
-            of = of.union(*_read(program, own, of))
+            of |= _read(program, own, of)
         facts |= dict.fromkeys(e.outvars, of)
-    return [facts.get(x, frozenset()) for x in ir.variables(jaxpr.outvars)]
+    return frozenset[Any]().union(*map(fact, jaxpr.outvars))

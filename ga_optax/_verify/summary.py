@@ -3,27 +3,33 @@
 import math
 from typing import Any
 
+import jax
 import numpy as np
 
 from ga_optax._text import unfold
+from ga_optax._verify.comparison import Comparison, Native
 from ga_optax._verify.diagnosis import Finding, diagnose, not_finite
 from ga_optax._verify.gradients import norm
-from ga_optax._verify.loss import Loss, NotFiniteError
-from ga_optax._verify.native import Native
+from ga_optax._verify.loss import Loss, NotFiniteError, Progress
 from ga_optax._verify.problem import Problem
 from ga_optax._verify.program import warnings
-from ga_optax._verify.proof import Proof
+from ga_optax._verify.proof import Proof, prove
 from ga_optax._verify.report import SAME, Cause, Report
 
 
-def nothing_compared(error: NotFiniteError, loss: Loss, proof: Proof | None) -> Report:
-    """The report if there is an inf or a NaN."""
-    figures = {"dtype": loss.dtype, "losses": error.losses}
-    page = ["No difference can be measured."], loss.problem, proof
-    return _report(not_finite(error), *page, **figures)
+def answered(problem: Problem) -> Report:
+    """Compares, and says what was found."""
+    with jax.enable_x64(True), Progress() as progress:
+        loss, proof = Loss(problem, progress), prove(problem)
+        try:
+            return _compared(Native(Comparison(loss)), proof)
+        except NotFiniteError as error:
+            figures = {"dtype": loss.dtype, "losses": error.losses}
+            page = ["No difference can be measured."], problem, proof
+            return _report(not_finite(error), *page, **figures)
 
 
-def compared(native: Native, proof: Proof | None) -> Report:
+def _compared(native: Native, proof: Proof | None) -> Report:
     """The report of a comparison."""
     comparison, finding = native.comparison, diagnose(native, proof)
     difference = _difference(finding.cause, native)

@@ -6,6 +6,7 @@ and each of its floats is evaluated in float64. A cast to bfloat16 then changes 
 and what is left is the mathematics of the loss, with the random draws of training.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -54,8 +55,7 @@ class Wide:
             return self._program(x)
         if isinstance(x, np.dtype):
             return _wide_dtype(x)
-        old = getattr(x, "dtype", None)
-        return x if old == _wide_dtype(old) else x.astype(_wide_dtype(old))
+        return cast(x, _wide_dtype(x.dtype)) if hasattr(x, "dtype") else x
 
     def _program(self, jaxpr: core.Jaxpr) -> core.Jaxpr:
         return ir.retyped(jaxpr, _wide_type, self._written)
@@ -88,25 +88,26 @@ class Wide:
         yield from _casts(equation, own_outs, outs)
 
 
+def cast(x: Any, dtype: Any) -> Any:
+    """An array of that dtype; itself if it is."""
+    return x if x.dtype == dtype else x.astype(dtype)
+
+
 def _between(equation: core.JaxprEqn, outs: list[Any]) -> Any:
     """What a call promises, of a function between casts."""
     promise = equation.params["promise"]
-
-    def cast(xs: Any, like: Any) -> list[Any]:
-        pairs = zip(xs, like, strict=True)
-        return [
-            x if x.dtype == v.aval.dtype else x.astype(v.aval.dtype) for x, v in pairs
-        ]
+    ends: Any = equation.invars, outs
+    before, after = ([x.aval.dtype for x in xs] for xs in ends)
 
     def fun(*xs: Any) -> list[Any]:
-        return cast(promise.fun(*cast(xs, equation.invars)), outs)
+        return list(map(cast, promise.fun(*map(cast, xs, before)), after))
 
     return promise._replace(fun=fun)
 
 
 def _wide_dtype(dtype: Any) -> Any:
     """The dtype to compute in instead of this one."""
-    if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
+    if not jnp.issubdtype(dtype, jnp.inexact):
         return dtype
     is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
     return np.dtype(np.complex128 if is_complex else np.float64)
@@ -115,9 +116,7 @@ def _wide_dtype(dtype: Any) -> Any:
 def _wide_type(aval: Any) -> Any:
     if hasattr(aval, "inner_aval"):  # a reference
         return aval.update(inner_aval=_wide_type(aval.inner_aval))
-    return (
-        aval.update(dtype=_wide_dtype(aval.dtype)) if hasattr(aval, "dtype") else aval
-    )
+    return aval.update(dtype=_wide_dtype(aval.dtype)) if ir.is_inexact(aval) else aval
 
 
 def _own(atom: Any, wide: Any) -> Any:
@@ -131,15 +130,13 @@ def _casts(
     """Casts of variables to others, in the context of an equation."""
     for old, new in zip(olds, news, strict=True):
         if old is not new:
-            dtype, cast = new.aval.dtype, jax.lax.convert_element_type_p
-            params = {"new_dtype": dtype, "weak_type": False, "sharding": None}
-            ends = {"invars": [old], "outvars": [new], "effects": core.no_effects}
-            yield equation.replace(primitive=cast, params=params, **ends)
+            fun = functools.partial(cast, dtype=new.aval.dtype)
+            for e in ir.traced(fun, [old], new):
+                yield e.replace(source_info=equation.source_info)
 
 
 def _floats(equation: core.JaxprEqn) -> Iterator[np.dtype]:
     """The floating dtypes that an equation reads, or one inside it."""
-    for atom in (x for e in ir.within(equation) for x in e.invars):
-        dtype = getattr(atom.aval, "dtype", None)
-        if dtype is not None and jnp.issubdtype(dtype, jnp.inexact):
-            yield np.dtype(jnp.finfo(dtype).dtype)
+    read: Iterator[Any] = (x for e in ir.within(equation) for x in e.invars)
+    for atom in filter(ir.is_inexact, read):
+        yield np.dtype(jnp.finfo(atom.aval.dtype).dtype)

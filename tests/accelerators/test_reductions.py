@@ -79,8 +79,8 @@ def hidden(program, in_loops=True):
     module = hlo.parse(program.as_text())
     bodies = [
         p.instruction.computation
-        for p in module.walk(into_fusions=False)
-        if bool(p.loops) == in_loops
+        for p in module.walk()
+        if bool(p.loops) == in_loops and not p.fused
     ]
     found = []
     for body in {id(body): body for body in bodies}.values():
