@@ -21,6 +21,7 @@ programs, and the names of their parameters, which change between versions of JA
     forwarded                  which argument a result is, if nothing computes it
     results, evaluate, bind    a program or an equation, run on values
     in_the_open                a rule for that: functions run as if they stood there
+    of_some, put               a function of some of its operands alone
     checkpointed, scan         checkpoints and loops of other functions
     key_of, form               what equal equations, or programs, have in common
     renamed, with_inner        a program with other variables, or other inner programs
@@ -602,6 +603,23 @@ def _without_results(equation: core.JaxprEqn, known: Mapping[Any, Any]) -> Any:
         return equation
     new = [core.Var(x.aval) if x in known else x for x in equation.outvars]
     return equation.replace(outvars=new)
+
+
+def of_some(
+    fun: Callable[..., Any], xs: Sequence[Any], places: Iterable[int]
+) -> Callable[..., Any]:
+    """A function of its operands at some places alone; the others are those of `xs`."""
+    places = list(places)
+
+    def run(*some: Any) -> Any:
+        return fun(*put(xs, places, some))
+
+    return run
+
+
+def put(xs: Sequence[Any], places: Iterable[int], new: Sequence[Any]) -> list[Any]:
+    """The values, with others at some places."""
+    return list((dict(enumerate(xs)) | dict(zip(places, new, strict=True))).values())
 
 
 def checkpointed(equation: core.JaxprEqn, body: Callable[..., Any]) -> Any:
