@@ -191,7 +191,7 @@ def test_a_pass_that_changes_types_is_left_out(monkeypatch):
         jaxpr = program.jaxpr
         return program._replace(jaxpr=jaxpr.replace(outvars=jaxpr.outvars[1:]))
 
-    one = table.Pass("shorter", "fun", "none", lambda facts: True, shorter)
+    one = table.Pass("shorter", "fun", "none", shorter)
     monkeypatch.setattr(table, "PASSES", (one,))
     monkeypatch.setattr(table, "_failed", set())
     closed = jax.make_jaxpr(lambda x: (x, x))(1.0)
