@@ -116,10 +116,7 @@ class Divided:
     @functools.cached_property
     def program(self) -> ir.Program:
         """Its program, at all rows."""
-        if self.traced is not None:
-            return self.traced
-        closed: Any = jax.make_jaxpr(self.flat)(*self.types)
-        return ir.Program(closed.jaxpr, closed.consts)
+        return self.traced or ir.program_of(self.flat, *self.types)
 
     @functools.cached_property
     def axes_of_results(self) -> Sequence[int | None]:

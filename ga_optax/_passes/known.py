@@ -192,5 +192,4 @@ def backward(jaxpr: core.Jaxpr, equation: core.JaxprEqn) -> core.Jaxpr:
         out, pullback = jax.vjp(of_smooth, *(values[i] for i in smooth))
         return pullback(list(map(jnp.ones_like, out)))
 
-    closed: Any = jax.make_jaxpr(run)(*(x.aval for x in ins))
-    return closed.jaxpr
+    return ir.program_of(run, *(x.aval for x in ins)).jaxpr
