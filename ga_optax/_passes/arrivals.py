@@ -104,7 +104,5 @@ def _num_scanned(jaxpr: core.Jaxpr, variable: Any) -> int:
 
 def use_of(jaxpr: core.Jaxpr, variable: Any) -> str:
     """The line of the user's code that says most about how a parameter is used."""
-    lines = [
-        places.line_of(equation.source_info) for equation, _ in ir.uses(jaxpr, variable)
-    ]
-    return lines[-1] if lines else "nowhere"
+    read = ir.uses(jaxpr, variable)
+    return places.line_of(read[-1][0].source_info) if read else "nowhere"

@@ -50,7 +50,7 @@ def _sunk(jaxpr: core.Jaxpr, params: set[Any], sliced: bool = False) -> core.Jax
         e.outvars[0]: e
         for e in jaxpr.eqns
         if e.primitive.name == known.CAST
-        and _is_one(e.invars[0], params)
+        and ir.is_among(e.invars[0], params)
         and _sinks(jaxpr, e, sliced)
     }
     equations = []
@@ -58,13 +58,13 @@ def _sunk(jaxpr: core.Jaxpr, params: set[Any], sliced: bool = False) -> core.Jax
         kind = ir.kind(equation)
         if kind in ir.THROUGH:
             ins: list[Any] = equation.invars
-            cast = [casts[x] if _is_one(x, casts) else None for x in ins]
+            cast = [casts[x] if ir.is_among(x, casts) else None for x in ins]
             ins = [e.invars[0] if e else x for e, x in zip(cast, ins, strict=True)]
 
             def inside(inner: core.Jaxpr, kind=kind, ins=ins, cast=cast) -> core.Jaxpr:
                 inner = _with_casts(inner, cast)
                 pairs = zip(inner.invars, ins, strict=True)
-                own = {v for v, x in pairs if _is_one(x, params)}
+                own = {v for v, x in pairs if ir.is_among(x, params)}
                 return _sunk(inner, own, sliced or kind == "scan") if own else inner
 
             equation = ir.with_inner(equation, inside)
@@ -74,10 +74,6 @@ def _sunk(jaxpr: core.Jaxpr, params: set[Any], sliced: bool = False) -> core.Jax
             equations.append(equation)
     same = all(map(operator.is_, equations, jaxpr.eqns))
     return jaxpr if same else jaxpr.replace(eqns=equations)
-
-
-def _is_one(x: Any, of: Any) -> bool:
-    return isinstance(x, core.Var) and x in of  # a literal has no hash
 
 
 def _with_casts(jaxpr: core.Jaxpr, casts: Sequence[core.JaxprEqn | None]) -> core.Jaxpr:
@@ -99,7 +95,7 @@ def _sinks(jaxpr: core.Jaxpr, cast: core.JaxprEqn, sliced: bool) -> bool:
     [out] = cast.outvars
     if cast.params["sharding"] is None and _is_read_once(jaxpr, out, sliced):
         return True
-    if any(_slices(*use) for use in ir.uses(jaxpr, out)):
+    if any(ir.is_sliced(*use) for use in ir.uses_inside(jaxpr, out)):
         left_alone(cast, "it is sharded, or not read by one scan alone")
     return False
 
@@ -130,11 +126,3 @@ def is_narrowed(jaxpr: core.Jaxpr, variable: Any) -> bool:
     read = ir.uses(jaxpr, variable)
     unread = ir.num_readers(jaxpr, variable) != len(read) or not read
     return not unread and all(narrows(*use) for use in read)
-
-
-def _slices(equation: core.JaxprEqn, i: int) -> bool:
-    """Whether a scan, there or inside a function, runs over an argument."""
-    if not ir.is_inline(equation):
-        return ir.is_sliced(equation, i)
-    [inner] = ir.inner_programs(equation)
-    return any(_slices(*use) for use in ir.uses(inner, inner.invars[i]))

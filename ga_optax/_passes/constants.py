@@ -31,21 +31,19 @@ def hoisted(program: Program, facts: Facts) -> Program:
     split = _split(jaxpr, set())
     if not split.tables:
         return program
-    made = ir.needed(jaxpr.replace(eqns=split.made), split.tables)[0]
-    values = ir.bind(jaxpr, made, [], list(split.tables), [])
+    values = ir.bind(jaxpr, split.made, [], list(split.tables), [])
     consts = [*consts, *map(jax.lax.optimization_barrier, values)]
+    variables = [*jaxpr.constvars, *split.tables.values()]
     # In jax 0.12 a program without its constants has them among its arguments.
-    attached = {"consts": consts} if hasattr(jaxpr, "consts") else {}
-    constvars = [*jaxpr.constvars, *split.tables.values()]
-    return Program(split.rest.replace(constvars=constvars, **attached), consts)
+    return Program(ir.closing_over(split.rest, variables, consts, jaxpr.invars), consts)
 
 
 class _Split(NamedTuple):
     """A program in two.
 
     Attributes:
-      made: equations of constants alone.
-      tables: tables among their results, and the variables that the rest reads instead.
+      made: equations of constants alone, which compute the tables.
+      tables: those, and the variables that the rest reads instead.
       rest: the program without those equations.
     """
 
@@ -63,9 +61,8 @@ def _split(jaxpr: core.Jaxpr, given: set[Any]) -> _Split:
 
     def read(x: Any) -> Any:
         """The variable that has the value of `x` for what is no constant."""
-        if isinstance(x, core.Literal) or x not in rounded or x in given:
-            return x
-        return tables.setdefault(x, core.Var(x.aval))
+        is_table = ir.is_among(x, rounded) and x not in given
+        return tables.setdefault(x, core.Var(x.aval)) if is_table else x
 
     for equation in jaxpr.eqns:
         ins = ir.variables(equation.invars)
@@ -91,9 +88,10 @@ def _split(jaxpr: core.Jaxpr, given: set[Any]) -> _Split:
         rest.append(equation.replace(invars=list(map(read, [*equation.invars, *more]))))
     outvars = list(map(read, jaxpr.outvars))
     if not tables:
-        return _Split(made, {}, jaxpr)
+        return _Split([], {}, jaxpr)
     due = jaxpr.replace(eqns=rest, outvars=outvars)
     rest, _ = ir.needed(due, outvars, runs=lambda e: fixed.isdisjoint(e.outvars))
+    made, _ = ir.needed(jaxpr.replace(eqns=made), tables)
     return _Split(made, tables, due.replace(eqns=rest))
 
 
@@ -107,19 +105,18 @@ def _lifted(
     """
     [inner] = ir.inner_programs(equation)
     pairs = list(zip(inner.invars, equation.invars, strict=True))
-    own = {v for v, x in pairs if ir.is_variable(x) and x in tables}
+    own = {v for v, x in pairs if ir.is_among(x, tables)}
     split = _split(inner, own)
     if not split.tables:
         return equation, [], []
-    made = ir.needed(inner.replace(eqns=split.made), split.tables)[0]
     names = dict[Any, Any](pairs)
-    names |= {x: core.Var(x.aval) for e in made for x in e.outvars}
+    names |= {x: core.Var(x.aval) for e in split.made for x in e.outvars}
     rest = split.rest.replace(invars=[*inner.invars, *split.tables.values()])
     equation = ir.with_inner(equation, lambda _: rest)
     params, more = equation.params, len(split.tables)
     longer = {k: (*params[k], *params[k][:1] * more) for k in _ONE_EACH if k in params}
     equation = equation.replace(params=params | longer)
-    return equation, ir.renamed(made, names), ir.rename(split.tables, names)
+    return equation, ir.renamed(split.made, names), ir.rename(split.tables, names)
 
 
 def _takes_more(equation: core.JaxprEqn) -> bool:

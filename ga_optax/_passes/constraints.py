@@ -5,6 +5,8 @@ device of some axes has no say in those: what the constraint asks of them holds 
 What it asks of the other axes stays.
 """
 
+from typing import Any
+
 import jax
 from jax.extend import core
 from jax.sharding import NamedSharding, PartitionSpec
@@ -38,8 +40,15 @@ def _without(
 
     here = jax.sharding.get_abstract_mesh()
     sharding = NamedSharding(here, PartitionSpec(*map(kept, place.spec)))
-    [x], [out] = equation.invars, equation.outvars
-    [new] = jax.make_jaxpr(lambda x: jax.lax.with_sharding_constraint(x, sharding))(
-        x.aval
-    ).jaxpr.eqns
-    return new.replace(invars=[x], outvars=[out])
+    [out] = equation.outvars
+    return placed(equation.invars[0], out, sharding)
+
+
+def placed(x: Any, result: core.Var, sharding: NamedSharding) -> core.JaxprEqn:
+    """An equation whose result is `x`, which is to lie so."""
+
+    def constrained(x: jax.Array) -> jax.Array:
+        return jax.lax.with_sharding_constraint(x, sharding)
+
+    [equation] = ir.traced(constrained, [x], result)
+    return equation

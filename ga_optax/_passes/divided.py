@@ -20,7 +20,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
-from jax.interpreters import ad
 
 from ga_optax._devices import collectives, meshes
 from ga_optax._passes import ir, references, transformable
@@ -117,10 +116,7 @@ class Divided:
     @functools.cached_property
     def program(self) -> ir.Program:
         """Its program, at all rows."""
-        if self.traced is not None:
-            return self.traced
-        closed: Any = jax.make_jaxpr(self.flat)(*self.types)
-        return ir.Program(closed.jaxpr, closed.consts)
+        return self.traced or ir.program_of(self.flat, *self.types)
 
     @functools.cached_property
     def axes_of_results(self) -> Sequence[int | None]:
@@ -178,11 +174,9 @@ class Divided:
         def flat(*both: Any) -> list[Any]:
             xs, dots = both[: len(self.types)], both[len(self.types) :]
 
-            def of_moving(*some: Any) -> list[Any]:
-                out = self.flat(*_put(xs, moving, some))
-                return [out[i] for i in smooth]
-
-            return jax.jvp(of_moving, tuple(xs[i] for i in moving), dots)[1]
+            of_moving = ir.of_some(self.flat, xs, moving)
+            tangents = jax.jvp(of_moving, tuple(xs[i] for i in moving), dots)[1]
+            return [tangents[i] for i in smooth]
 
         return self._with(
             flat=flat,
@@ -200,7 +194,7 @@ class Divided:
             xs, cts = both[:n], list(both[n:])
 
             def of_some(*some: Any) -> tuple[list[Any], list[Any]]:
-                out = self.flat(*_put(xs, of.wrt, some))
+                out = self.flat(*ir.put(xs, of.wrt, some))
                 return [out[i] for i in of.given], [out[i] for i in of.outs]
 
             some = [xs[i] for i in of.wrt]
@@ -287,11 +281,6 @@ def _one(x: jax.Array) -> jax.Array:
     return collectives.vary(jnp.ones_like(x), tuple(meshes.varying(x)))
 
 
-def _put(xs: Sequence[Any], places: Sequence[int], new: Sequence[Any]) -> list[Any]:
-    """The values, with others at some places."""
-    return list((dict(enumerate(xs)) | dict(zip(places, new, strict=True))).values())
-
-
 # -- The primitive ---------------------------------------------------------------------
 
 
@@ -319,20 +308,20 @@ def _types(*types: Any, its: Divided) -> tuple[Any, Any]:
     return list(its.results), frozenset()
 
 
-def _batched(axis: Any, xs: Any, dims: Any, *, its: Divided) -> tuple[Any, Any]:
-    if all(d is None for d in dims):
-        return its.bind(xs), [None] * len(its.results)
+def _batched(axis: Any, xs: Any, dims: Any, *, its: Divided) -> list[Any]:
     # It may communicate along the axis.
     names = {"axis_name": axis.name, "spmd_axis_name": axis.spmd_name}
     vmap = functools.partial(jax.vmap, axis_size=axis.size, **names)
     xs = transformable.in_front(xs, dims)
-    out = its.batched(vmap, xs, [d is not None for d in dims])
-    return out, [0] * len(out)
+    return its.batched(vmap, xs, [d is not None for d in dims])
 
 
-def _derived(xs: Any, dots: Any, *, its: Divided) -> tuple[list[Any], list[Any]]:
-    moving = its.read(i for i, t in enumerate(dots) if not isinstance(t, ad.Zero))
-    dots, smooth = [dots[i] for i in moving], its.moved(moving)
+def _derived(
+    xs: Any, moved: list[int], dots: list[Any], *, its: Divided
+) -> tuple[list[Any], dict[int, Any]]:
+    moving = its.read(moved)
+    dots = [dots[moved.index(i)] for i in moving]
+    smooth = its.moved(moving)
     if its.comes_with_value(smooth, moving):
         every = tuple(range(len(its.results)))
         found = its.gradient(Gradient(its, moving, smooth, every)).bind(xs)
@@ -341,21 +330,13 @@ def _derived(xs: Any, dots: Any, *, its: Divided) -> tuple[list[Any], list[Any]]
         sum_of_all = functools.reduce(jnp.add, [paired(g, t) for g, t in pairs])
         tangents = [sum_of_all.astype(out[smooth[0]].dtype)]
     elif its.acts:  # It may return something else the second time.
-
-        def of_moving(*some: Any) -> tuple[list[Any], list[Any]]:
-            out = its.flat(*_put(xs, moving, some))
-            return [out[i] for i in smooth], out
-
-        some = [xs[i] for i in moving]
-        _, tangents, out = jax.jvp(of_moving, some, dots, has_aux=True)
+        of_moving = ir.of_some(its.flat, xs, moving)
+        out, tangents = jax.jvp(of_moving, [xs[i] for i in moving], dots)
+        tangents = [tangents[i] for i in smooth]
     else:
         out = its.bind(xs)
         tangents = its.tangent(moving, smooth).bind([*xs, *dots]) if smooth else []
-    by_result = dict(zip(smooth, tangents, strict=True))
-    return out, [
-        by_result[i] if i in by_result else ad.Zero(jax.typeof(x).to_tangent_aval())
-        for i, x in enumerate(out)
-    ]
+    return out, dict(zip(smooth, tangents, strict=True))
 
 
 def paired(x: jax.Array, y: jax.Array) -> jax.Array:
@@ -370,6 +351,6 @@ def _transposed(xs: Any, linear: Any, cts: Any, *, its: Divided) -> list[Any]:
         base, operands = of.base, xs[:n]
     else:  # It is linear: where it is differentiated does not matter.
         zeros = [jnp.zeros(its.types[i].shape, its.types[i].dtype) for i in linear]
-        given, wrt, base, operands = cts, linear, its, _put(xs, linear, zeros)
+        given, wrt, base, operands = cts, linear, its, ir.put(xs, linear, zeros)
     gradient = base.gradient(Gradient(base, tuple(wrt), tuple(given)))
     return gradient.bind([*operands, *cts.values()])

@@ -8,12 +8,11 @@ it: what crosses the network is that, and its gradient, by a reduce-scatter.
 
 from typing import Any
 
-import jax
 from jax.extend import core
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ga_optax._devices import meshes
-from ga_optax._passes import ir, known
+from ga_optax._passes import constraints, ir, known
 from ga_optax._passes.facts import Facts
 from ga_optax._passes.ir import Program
 from ga_optax._passes.notes import left_alone
@@ -44,36 +43,18 @@ def _used(jaxpr: core.Jaxpr, sharded: dict[Any, Entries], mesh: Any) -> core.Jax
     sharded, whole = dict(sharded), {}
     equations: list[core.JaxprEqn] = []
 
-    def gather(x: Any, reader: core.JaxprEqn) -> Any:
-        if isinstance(x, core.Literal) or x not in sharded:
-            return x
-        if x not in whole:
-            sharding = NamedSharding(mesh, PartitionSpec(*sharded[x]))
-            constrain = jax.make_jaxpr(
-                lambda y: jax.lax.with_sharding_constraint(y, sharding)
-            )
-            like = jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype)
-            [equation] = constrain(like).jaxpr.eqns
-            whole[x] = core.Var(x.aval)
-            ends = {"invars": [x], "outvars": [whole[x]]}
-            equations.append(equation.replace(**ends, source_info=reader.source_info))
-        return whole[x]
-
     for equation in jaxpr.eqns:
-        ins = equation.invars
-        here = {
-            i for i, x in enumerate(ins) if isinstance(x, core.Var) and x in sharded
-        }
+        ins: list[Any] = equation.invars
+        here = [x for x in ir.variables(ins) if x in sharded]
         if equation.primitive.name == known.CAST and here:
             sharded[equation.outvars[0]] = sharded[ins[0]]
         elif ir.kind(equation) in ir.THROUGH and here:
 
-            def inside(inner: core.Jaxpr, here=here, ins=ins) -> core.Jaxpr:
-                own: list[Any] = inner.invars
-                now = {}
-                for i in here:  # a scan slices along the leading dimension
-                    entries = sharded[ins[i]]
-                    now[own[i]] = entries[len(entries) - own[i].aval.ndim :]
+            def inside(inner: core.Jaxpr, ins=ins) -> core.Jaxpr:
+                pairs: Any = zip(inner.invars, ins, strict=True)
+                now = {v: sharded[x] for v, x in pairs if ir.is_among(x, sharded)}
+                # A scan slices along the leading dimension.
+                now = {v: its[len(its) - v.aval.ndim :] for v, its in now.items()}
                 return _used(inner, now, mesh)
 
             equation = ir.with_inner(equation, inside)
@@ -81,6 +62,12 @@ def _used(jaxpr: core.Jaxpr, sharded: dict[Any, Entries], mesh: Any) -> core.Jax
             if ir.inner_programs(equation):
                 name = equation.primitive.name
                 left_alone(equation, f"{name} gets parameters that are gathered before")
-            equation = equation.replace(invars=[gather(x, equation) for x in ins])
+            for x in here:
+                if x not in whole:
+                    whole[x] = core.Var(x.aval)
+                    sharding = NamedSharding(mesh, PartitionSpec(*sharded[x]))
+                    one = constraints.placed(x, whole[x], sharding)
+                    equations.append(one.replace(source_info=equation.source_info))
+            equation = equation.replace(invars=ir.rename(ins, whole))
         equations.append(equation)
     return jaxpr.replace(eqns=equations)

@@ -9,11 +9,13 @@ programs, and the names of their parameters, which change between versions of JA
     chosen                     the branch of a conditional that the platform decides
     with_constants             a program with arguments that are constants
     without_constants          the reverse
+    closing_over               a program with other constants and arguments
     within, equations          all equations, those of inner programs too
     axes_of                    which named axes an equation refers to
     is_mark                    what `checkpoint_name` marks
     calls_back                 whether an equation prints or calls back, for that alone
-    uses, made_by              who reads a variable, and who computes it (an index)
+    uses, uses_inside          who reads a variable; functions opened, too
+    made_by                    who computes a variable (both by an index)
     only_use, num_readers      whether nobody else reads it, the program's results too
     needed, following          what a value takes, and what depends on it
     unrounded                  a program with results that are not rounded yet
@@ -21,11 +23,14 @@ programs, and the names of their parameters, which change between versions of JA
     forwarded                  which argument a result is, if nothing computes it
     results, evaluate, bind    a program or an equation, run on values
     in_the_open                a rule for that: functions run as if they stood there
+    of_some, put               a function of some of its operands alone
     checkpointed, scan         checkpoints and loops of other functions
     key_of, form               what equal equations, or programs, have in common
     renamed, with_inner        a program with other variables, or other inner programs
     retyped                    a program with variables of other types
+    calling                    a program that calls some equations, jitted
     as_call                    an equation as a jitted function of its own
+    program_of                 what a Python function computes
     traced                     equations that compute what a Python function does
     name_of                    what an equation does, in a word for people
     numbers, computed          how large an array is, and all that an equation computes
@@ -64,6 +69,12 @@ class Program(NamedTuple):
     consts: Sequence[Any] = ()
 
 
+def program_of(fun: Callable[..., Any], *types: Any) -> Program:
+    """What a function computes of arguments of these types."""
+    closed: Any = jax.make_jaxpr(fun)(*types)
+    return Program(closed.jaxpr, closed.consts)
+
+
 def without_values(jaxpr: Any) -> core.Jaxpr:
     """The program alone; newer JAX holds the values of its constants in it, too.
 
@@ -76,15 +87,22 @@ def without_values(jaxpr: Any) -> core.Jaxpr:
 def with_constants(jaxpr: core.Jaxpr, number: int) -> core.Jaxpr:
     """The same program, of which so many of the first arguments are constants, too."""
     variables = [*jaxpr.constvars, *jaxpr.invars[:number]]
-    # In newer JAX those are constants that have values.
-    more = {"consts": [None] * len(variables)} if hasattr(jaxpr, "consts") else {}
-    return jaxpr.replace(constvars=variables, invars=jaxpr.invars[number:], **more)
+    values = [None] * len(variables)
+    return closing_over(jaxpr, variables, values, jaxpr.invars[number:])
 
 
 def without_constants(jaxpr: core.Jaxpr) -> core.Jaxpr:
     """The same program, whose constants are its first arguments."""
-    more = {"consts": []} if hasattr(jaxpr, "consts") else {}
-    return jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars], **more)
+    return closing_over(jaxpr, [], [], [*jaxpr.constvars, *jaxpr.invars])
+
+
+def closing_over(
+    jaxpr: core.Jaxpr, constants: Sequence[Any], values: Sequence[Any], invars: Any
+) -> core.Jaxpr:
+    """The same program with other constants and arguments."""
+    # In newer JAX a program holds the values of its constants, too.
+    more = {"consts": values} if hasattr(jaxpr, "consts") else {}
+    return jaxpr.replace(constvars=constants, invars=invars, **more)
 
 
 class Scan(NamedTuple):
@@ -145,12 +163,9 @@ def expanded(equation: core.JaxprEqn) -> Program | None:
     types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
 
     def run(*leaves: Any) -> Any:
-        return jax.tree.leaves(
-            primitive.expand(*jax.tree.unflatten(primitive.in_tree, leaves))
-        )
+        return primitive.expand(*jax.tree.unflatten(primitive.in_tree, leaves))
 
-    closed: Any = jax.make_jaxpr(run)(*types)
-    return Program(closed.jaxpr, closed.consts)
+    return program_of(run, *types)
 
 
 def in_two(equation: core.JaxprEqn) -> Program | None:
@@ -164,9 +179,7 @@ def in_two(equation: core.JaxprEqn) -> Program | None:
     def run(x: jax.Array) -> jax.Array:
         return jax.lax.reshape(jax.lax.transpose(x, order), shape)
 
-    [x] = (x.aval for x in [*equation.invars])
-    closed: Any = jax.make_jaxpr(run)(x)
-    return Program(closed.jaxpr, closed.consts)
+    return program_of(run, equation.invars[0].aval)
 
 
 def chosen(equation: core.JaxprEqn, which: core.JaxprEqn | None) -> Program | None:
@@ -290,6 +303,11 @@ def is_variable(x: Any) -> bool:
     return not isinstance(x, core.Literal)
 
 
+def is_among(x: Any, some: Collection[Any]) -> bool:
+    """Whether it is one of some variables; a literal has no hash."""
+    return is_variable(x) and x in some
+
+
 def is_reference(x: Any) -> bool:
     """Whether it is a mutable array, as `jax.new_ref` makes it."""
     return hasattr(x.aval, "inner_aval")
@@ -337,6 +355,16 @@ def _index(jaxpr: core.Jaxpr) -> _Index:
 def uses(jaxpr: core.Jaxpr, variable: Any) -> list[Use]:
     """The equations that read a variable, and as which of their arguments."""
     return _index(jaxpr).uses.get(variable, [])
+
+
+def uses_inside(jaxpr: core.Jaxpr, variable: Any) -> Iterator[Use]:
+    """Those, with what reads it inside functions and checkpoints in place of these."""
+    for equation, i in uses(jaxpr, variable):
+        if is_inline(equation):
+            [inner] = inner_programs(equation)
+            yield from uses_inside(inner, inner.invars[i])
+        else:
+            yield equation, i
 
 
 def num_readers(jaxpr: core.Jaxpr, variable: Any) -> int:
@@ -466,18 +494,19 @@ def key_of(equation: core.JaxprEqn, of: Callable[[Any], Any]) -> Any:
 
     `of` gives what their variables have in common; literals are equal by value.
     """
-    operands = tuple(
-        (str(x.aval), np.asarray(x.val).tobytes())
-        if isinstance(x, core.Literal)
-        else of(x)
-        for x in equation.invars
-    )
+    ins = equation.invars
+    operands = tuple(of(x) if is_variable(x) else _value_of(x) for x in ins)
     key = equation.primitive, operands, tuple(sorted(equation.params.items()))
     try:
         hash(key)
     except TypeError:
         return None
     return key
+
+
+def _value_of(literal: Any) -> tuple[Any, bytes]:
+    """What equal literals have in common."""
+    return literal.aval, np.asarray(literal.val).tobytes()
 
 
 # Parameters that say how functions with rules of their own are differentiated.
@@ -494,7 +523,7 @@ def form(jaxpr: core.Jaxpr, without: Collection[str] = ()) -> Any:
 
     def atom(x: Any) -> Any:
         if isinstance(x, core.Literal):
-            return x.aval, np.asarray(x.val).tobytes()
+            return _value_of(x)
         return numbers.setdefault(x, len(numbers))
 
     def made(x: Any) -> Any:
@@ -604,6 +633,23 @@ def _without_results(equation: core.JaxprEqn, known: Mapping[Any, Any]) -> Any:
     return equation.replace(outvars=new)
 
 
+def of_some(
+    fun: Callable[..., Any], xs: Sequence[Any], places: Iterable[int]
+) -> Callable[..., Any]:
+    """A function of its operands at some places alone; the others are those of `xs`."""
+    places = list(places)
+
+    def run(*some: Any) -> Any:
+        return fun(*put(xs, places, some))
+
+    return run
+
+
+def put(xs: Sequence[Any], places: Iterable[int], new: Sequence[Any]) -> list[Any]:
+    """The values, with others at some places."""
+    return list((dict(enumerate(xs)) | dict(zip(places, new, strict=True))).values())
+
+
 def checkpointed(equation: core.JaxprEqn, body: Callable[..., Any]) -> Any:
     """`jax.checkpoint` of another function, as an equation has it."""
     keep = {key: equation.params[key] for key in ("prevent_cse", "policy")}
@@ -641,14 +687,10 @@ def renamed(
 Write = Callable[[core.JaxprEqn, list[Any], list[Any]], Iterable[core.JaxprEqn]]
 
 
-def _as_it_is(
-    equation: core.JaxprEqn, ins: list[Any], outs: list[Any]
-) -> list[core.JaxprEqn]:
-    return [equation.replace(invars=ins, outvars=outs)]
-
-
 def retyped(
-    jaxpr: core.Jaxpr, type_of: Callable[[Any], Any], write: Write = _as_it_is
+    jaxpr: core.Jaxpr,
+    type_of: Callable[[Any], Any],
+    write: Write = lambda e, ins, outs: [e.replace(invars=ins, outvars=outs)],
 ) -> core.Jaxpr:
     """The program with variables and literals of other types, from their types."""
     known: dict[Any, Any] = {}
@@ -690,25 +732,36 @@ def with_inner(
     equation: core.JaxprEqn, change: Callable[[core.Jaxpr], core.Jaxpr]
 ) -> core.JaxprEqn:
     """The equation, with each program inside it changed; itself if none is."""
+    programs = inner_programs(equation)
+    new = {id(program): change(program) for program in programs}
+    if all(new[id(program)] is program for program in programs):
+        return equation
 
     def changed(x: Any) -> Any:
         if not hasattr(x, "eqns"):
             return x
         program = getattr(x, "jaxpr", x)
-        new = change(program)
-        if new is program:
-            return x
-        return x.replace(jaxpr=new) if program is not x else new
+        return new[id(x)] if program is x else x.replace(jaxpr=new[id(program)])
 
     params = {
         key: tuple(map(changed, x)) if isinstance(x, tuple) else changed(x)
         for key, x in equation.params.items()
     }
-    same = all(
-        x is y or (isinstance(x, tuple) and all(map(lambda a, b: a is b, x, y)))
-        for x, y in zip(params.values(), equation.params.values(), strict=True)
-    )
-    return equation if same else equation.replace(params=params)
+    return equation.replace(params=params)
+
+
+def calling(
+    jaxpr: core.Jaxpr,
+    equations: Sequence[core.JaxprEqn],
+    invars: Sequence[Any],
+    outvars: Sequence[Any],
+) -> core.Jaxpr:
+    """A program that calls equations of `jaxpr`, as `bind` runs them, jitted."""
+
+    def run(*values: Any) -> list[Any]:
+        return bind(jaxpr, equations, invars, outvars, values)
+
+    return program_of(jax.jit(run), *(x.aval for x in invars)).jaxpr
 
 
 def as_call(jaxpr: core.Jaxpr, equation: core.JaxprEqn) -> core.JaxprEqn | None:
@@ -720,11 +773,7 @@ def as_call(jaxpr: core.Jaxpr, equation: core.JaxprEqn) -> core.JaxprEqn | None:
     read, outs = variables(equation.invars), equation.outvars
     # Where it is inlined it is named and placed as the call is.
     bare = equation.replace(source_info=source_info_util.new_source_info())
-
-    def run(*values: Any) -> Any:
-        return bind(jaxpr, [bare], read, outs, values)
-
-    program: Any = jax.make_jaxpr(jax.jit(run))(*(x.aval for x in read)).jaxpr
+    program = calling(jaxpr, [bare], read, outs)
     call = program.eqns[-1]
     how = call.params.get("inline")
     same = [x.aval for x in call.outvars] == [x.aval for x in outs]

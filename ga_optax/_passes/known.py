@@ -107,7 +107,7 @@ def constrained_to(equation: core.JaxprEqn) -> Any:
 def is_known(equation: core.JaxprEqn) -> bool:
     """Whether a pass may move an equation: it and all inside it are known."""
     return all(
-        is_built_in(e) or (not e.effects and (ir.kind(e) or e.primitive.name) in _PURE)
+        not e.effects and (is_built_in(e) or ir.kind(e) or e.primitive.name in _RUNS)
         for e in ir.within(equation)
     )
 
@@ -115,9 +115,6 @@ def is_known(equation: core.JaxprEqn) -> bool:
 def is_built_in(equation: core.JaxprEqn) -> bool:
     """Whether it is a primitive of `jax.lax` that does nothing but compute."""
     return not equation.effects and equation.primitive.name in _BUILT_IN
-
-
-_PURE = {"call", "checkpoint", "scan", "while", "cond", *_RUNS}
 
 
 # -- What a program does beside its results --------------------------------------------
@@ -187,15 +184,12 @@ def backward(jaxpr: core.Jaxpr, equation: core.JaxprEqn) -> core.Jaxpr:
     smooth = [i for i, x in enumerate(ins) if ir.is_inexact(x)]
     outs = [x for x in equation.outvars if ir.is_inexact(x)]
 
-    def run(*values: Any) -> Any:
-        def of_smooth(*some: Any) -> list[Any]:
-            new = [*values]
-            for i, x in zip(smooth, some, strict=True):
-                new[i] = x
-            return ir.bind(jaxpr, [equation], ins, outs, new)
+    def forward(*values: Any) -> list[Any]:
+        return ir.bind(jaxpr, [equation], ins, outs, values)
 
+    def run(*values: Any) -> Any:
+        of_smooth = ir.of_some(forward, values, smooth)
         out, pullback = jax.vjp(of_smooth, *(values[i] for i in smooth))
         return pullback(list(map(jnp.ones_like, out)))
 
-    closed: Any = jax.make_jaxpr(run)(*(x.aval for x in ins))
-    return closed.jaxpr
+    return ir.program_of(run, *(x.aval for x in ins)).jaxpr

@@ -39,9 +39,8 @@ from ga_optax._passes.facts import Facts
 from ga_optax._passes.ir import Program
 from ga_optax._passes.notes import left_alone
 
-_WIDE = np.dtype(
-    np.float32
-)  # in which products of matrices of low precision are summed
+# In which products of matrices of low precision are summed.
+_WIDE = np.dtype(np.float32)
 _ALGORITHMS = (jax.lax.DotAlgorithm, jax.lax.DotAlgorithmPreset)
 _CALLS = (*ir.THROUGH, "cond")
 # What a gradient passes between its cast and the accumulator.
@@ -68,8 +67,8 @@ def _follow(
     be added in slices.
     """
     jaxpr = body.jaxpr
-    ends = [(jaxpr.outvars[i], sliced) for i, sliced in results.items()]
-    sums = {x: sliced for x, sliced in ends if isinstance(x, core.Var)}
+    ends = ((jaxpr.outvars[i], sliced) for i, sliced in results.items())
+    sums = {x: sliced for x, sliced in ends if ir.is_variable(x)}
     held = {jaxpr.invars[i] for i in refs}
     for n in reversed(range(len(jaxpr.eqns))):
         equation = body.equation(n)
@@ -77,13 +76,13 @@ def _follow(
         ins: list[Any] = equation.invars
         outs = {i: sums[x] for i, x in enumerate(equation.outvars) if x in sums}
         sliced = all(outs.values())
-        into = [i for i, x in enumerate(ins) if isinstance(x, core.Var) and x in held]
+        into = [i for i, x in enumerate(ins) if ir.is_among(x, held)]
         if ir.kind(equation) in _CALLS and (outs or into):
             for inner in body.inside(n):
                 rest = len(ins) - len(inner.jaxpr.invars)  # a conditional's predicate
                 summed = _follow(inner, outs, [i - rest for i in into], facts)
-                more = [(ins[i + rest], its) for i, its in summed.items()]
-                sums.update((x, its) for x, its in more if isinstance(x, core.Var))
+                more = ((ins[i + rest], its) for i, its in summed.items())
+                sums.update((x, its) for x, its in more if ir.is_variable(x))
         elif name in (known.ADD_TO, known.WRITE) and into:
             sums[ins[1]] = True
             if facts.local and name == known.ADD_TO and _is_product(jaxpr, ins[1]):
@@ -101,7 +100,7 @@ def _follow(
         elif name == known.PRODUCT and outs:
             body.products[n] = equation.outvars[0]
         elif name in _PASSED and outs and len(outs) == len(equation.outvars):
-            sums.update((x, sliced) for x in ins if isinstance(x, core.Var))
+            sums.update(dict.fromkeys(ir.variables(ins), sliced))
     return {i: sums[x] for i, x in enumerate(jaxpr.invars) if x in sums}
 
 
@@ -116,7 +115,6 @@ class _Body:
         self._outvars = list(jaxpr.outvars)
         self._inside: dict[int, list[_Body]] = {}
         self._new: dict[int, list[core.JaxprEqn]] = {}
-        self._made = {x: n for n, e in enumerate(jaxpr.eqns) for x in e.outvars}
 
     def equation(self, n: int) -> core.JaxprEqn:
         """The n-th equation as it is now."""
@@ -175,12 +173,10 @@ class _Body:
 
     def _origin(self, x: Any) -> Any:
         """What an operand was before it was moved."""
-        while not isinstance(x, core.Literal) and x in self._made:
-            equation = self.jaxpr.eqns[self._made[x]]
-            if equation.primitive.name not in known.MOVES:
-                break
-            x = equation.invars[0]
-        return id(x)
+        made = ir.made_by(self.jaxpr, x)
+        if made is None or made.primitive.name not in known.MOVES:
+            return id(x)
+        return self._origin(made.invars[0])
 
     def why_low(self, x: Any) -> str:
         """Why a sum is rounded before it is added."""
@@ -194,11 +190,10 @@ class _Body:
 
         `sliced` says whether it may be a stack.
         """
-        if not isinstance(x, core.Var) or x not in self._made or not _is_low(x):
+        made = ir.made_by(self.jaxpr, x)
+        if made is None or not _is_low(x) or ir.num_readers(self.jaxpr, x) != 1:
             return None
-        if ir.num_readers(self.jaxpr, x) != 1:
-            return None
-        n, wide = self._made[x], _widened(x)
+        n, wide = ir.place_of(self.jaxpr, made), _widened(x)
         equation = self.equation(n)
         if equation.primitive.name in (known.PRODUCT, known.CONVOLUTION):
             if isinstance(equation.params["precision"], _ALGORITHMS):
@@ -260,10 +255,9 @@ class _Body:
         [inner] = self.inside(n)
         own: Any = inner.jaxpr.outvars[i]
         if ir.kind(equation) == "scan":
-            if own.aval.ndim == x.aval.ndim:
-                return False  # a sum over its iterations
-            if not sliced:
-                return False  # all layers would be twice as large
+            is_sum = own.aval.ndim == x.aval.ndim  # over its iterations
+            if is_sum or not sliced:  # all layers would be twice as large
+                return False
         new = inner.wide(own, sliced)
         if new is None:
             return False

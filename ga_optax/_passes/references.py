@@ -9,7 +9,6 @@ again, sees them as one equation: a jitted function that nobody opens.
 
 from typing import Any
 
-import jax
 from jax.extend import core
 
 from ga_optax._passes import ir
@@ -83,10 +82,7 @@ def _as_one(
     inputs = [x for x in reads if x not in made]
     results = [x for x in made if x in ends]
 
-    def run(*values: Any) -> list[Any]:
-        return ir.bind(jaxpr, group, inputs, results, list(values))
-
-    program: Any = jax.make_jaxpr(jax.jit(run))(*(x.aval for x in inputs)).jaxpr
+    program = ir.calling(jaxpr, group, inputs, results)
     known = dict(zip(program.invars, inputs, strict=True))
     pairs = list(zip(program.outvars, results, strict=True))
     same = {result: known[x] for x, result in pairs if x in known}

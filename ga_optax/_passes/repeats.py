@@ -38,18 +38,12 @@ def called(program: Program, facts: Facts) -> Program:
                         equation,
                         "a function of it would give other types, or is not inlined",
                     )
-            equation = _through(calls[key], equation)
+            if (call := calls[key]) is not None:
+                operands = ir.variables(equation.invars)
+                how = {"primitive": call.primitive, "params": call.params}
+                equation = equation.replace(invars=operands, **how)
         equations.append(equation)
     return program._replace(jaxpr=jaxpr.replace(eqns=equations))
-
-
-def _through(call: core.JaxprEqn | None, equation: core.JaxprEqn) -> core.JaxprEqn:
-    """The equation by a call of one like it; itself if that cannot be called."""
-    if call is None:
-        return equation
-    operands = ir.variables(equation.invars)
-    how = {"primitive": call.primitive, "params": call.params}
-    return equation.replace(invars=operands, **how)
 
 
 def _key(equation: core.JaxprEqn) -> Any:
@@ -69,11 +63,8 @@ def _why_not(equation: core.JaxprEqn) -> str:
     """Why an equation stays as it is."""
     if not known.is_built_in(equation):
         return f"{equation.primitive.name} is not known"
-    return "it reads a value twice" if _twice(ir.variables(equation.invars)) else ""
-
-
-def _twice(read: list[Any]) -> bool:
-    return len(set(read)) < len(read)
+    read = ir.variables(equation.invars)
+    return "it reads a value twice" if len(set(read)) < len(read) else ""
 
 
 def _say(equations: Sequence[core.JaxprEqn]) -> None:

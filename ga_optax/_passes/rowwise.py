@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.extend import core
-from jax.interpreters import ad
 
 from ga_optax._checks import check_callable, named_leaves
 from ga_optax._passes import closures, ir, transformable
@@ -86,12 +85,11 @@ def rowwise(
             return out
         leaves, structure = jax.tree.flatten(args)
         given = [i for i, d in enumerate(axes) if d is not None]
-        fixed = {i: x for i, x in enumerate(leaves) if i not in given}
+        fixed = [x if d is None else None for x, d in zip(leaves, axes, strict=True)]
 
         def flat(*xs: Any) -> Any:
-            every = fixed | dict(zip(given, xs, strict=True))
-            rest = [every[i] for i in range(len(every))]
-            return fun(*jax.tree.unflatten(structure, rest), **kwargs)
+            every = ir.put(fixed, given, xs)
+            return fun(*jax.tree.unflatten(structure, every), **kwargs)
 
         xs = [leaves[i] for i in given]
         own = _Function(flat, xs)
@@ -279,11 +277,8 @@ def _primitive() -> core.Primitive:
 
 def _batched(
     axis: Any, args: Any, dims: Any, *, promise: Promise, program: Any
-) -> tuple[Any, Any]:
+) -> list[Any]:
     front = (0,) * len(program.out_avals)
-    if all(d is None for d in dims):
-        out = _primitive().bind(*args, promise=promise, program=program)
-        return out, [None] * len(front)
     xs = transformable.in_front(args, dims)
     ins = tuple(None if d is None else 0 for d in dims)
     ways = [
@@ -292,7 +287,7 @@ def _batched(
     if not program.effects:  # such as a sum over the axis
         ways.append(Way(ins, front))
     fun = jax.vmap(promise.fun, ins, axis_name=axis.name)
-    return bound(Promise(fun, tuple(ways), promise.name), xs), front
+    return bound(Promise(fun, tuple(ways), promise.name), xs)
 
 
 def _behind(axes: Axes, new: Axes) -> Axes:
@@ -301,29 +296,27 @@ def _behind(axes: Axes, new: Axes) -> Axes:
     return tuple(d if d is None or first is None else d + 1 for d, first in pairs)
 
 
-def _derived(args: Any, dots: Any, *, promise: Promise, program: Any) -> Any:
-    moved = [i for i, t in enumerate(dots) if not isinstance(t, ad.Zero)]
+def _derived(
+    args: Any, moved: list[int], dots: Any, *, promise: Promise, program: Any
+) -> Any:
     smooth = [i for i, x in enumerate(program.out_avals) if ir.is_inexact(x)]
+    n = len(args)
 
     def both(*operands: Any) -> Any:
-        def of_moved(*some: Any) -> list[Any]:
-            new = dict(zip(moved, some, strict=True))
-            return promise.fun(*(new.get(i, operands[i]) for i in range(len(args))))
+        xs, ts = operands[:n], list(operands[n:])
+        of_moved = ir.of_some(promise.fun, xs, moved)
+        return jax.jvp(of_moved, [xs[i] for i in moved], ts)
 
-        ts = list(operands[len(args) :])
-        return jax.jvp(of_moved, [operands[i] for i in moved], ts)
-
-    operands = *args, *(dots[i] for i in moved)
     if program.effects or not _is_read():  # so that nothing happens twice
-        return both(*operands)
+        out, tangents = both(*args, *dots)
+        return out, dict(enumerate(tangents))
     out = _primitive().bind(*args, promise=promise, program=program)
-    n, places = len(args), [*range(len(args)), *moved]
     dot = promise.of(
-        lambda *xs: [both(*xs)[1][i] for i in smooth], places, [n + i for i in smooth]
+        lambda *xs: [both(*xs)[1][i] for i in smooth],
+        [*range(n), *moved],
+        [n + i for i in smooth],
     )
-    found = dict(zip(smooth, bound(dot, operands), strict=True))
-    zeros = [ad.Zero(x.to_tangent_aval()) for x in program.out_avals]
-    return out, [found.get(i, zero) for i, zero in enumerate(zeros)]
+    return out, dict(zip(smooth, bound(dot, [*args, *dots]), strict=True))
 
 
 def _transposed(
@@ -333,13 +326,13 @@ def _transposed(
     n = len(given)
 
     def back(*operands: Any) -> list[Any]:
-        xs = dict(zip([*known, *linear], operands[n:], strict=True))
+        xs = ir.put(args, [*known, *linear], operands[n:])
 
-        def of_linear(*some: Any) -> list[Any]:
-            new = xs | dict(zip(linear, some, strict=True))
-            out = promise.fun(*(new[i] for i in range(len(args))))
+        def wanted(*every: Any) -> list[Any]:
+            out = promise.fun(*every)
             return [out[i] for i in given]
 
+        of_linear = ir.of_some(wanted, xs, linear)
         types = [jax.typeof(xs[i]) for i in linear]
         return list(jax.linear_transpose(of_linear, *types)(list(operands[:n])))
 

@@ -46,15 +46,15 @@ class Pass(NamedTuple):
       scope: which programs it is for: of "fun", "sharded fun", "micro-step" (what is
         differentiated), or the "loop".
       law: what its results equal, and how exactly.
-      applies: whether it has something to do in a call.
       change: from a program to one that does the same.
+      applies: whether it has something to do in a call.
     """
 
     name: str
     scope: str
     law: str
-    applies: Callable[[Facts], bool]
     change: Callable[[Program, Facts], Program]
+    applies: Callable[[Facts], bool] = lambda facts: True
 
     def runs(self, scope: str, facts: Facts) -> bool:
         """Whether it runs on a program of this scope in a call."""
@@ -63,35 +63,23 @@ class Pass(NamedTuple):
 
 
 PASSES = (
-    Pass(
-        "constants",
-        "fun",
-        "same bits in every grouping",
-        lambda facts: True,
-        constants.hoisted,
-    ),
-    Pass("casts", "fun", "same bits", lambda facts: facts.adds_in_place, casts.sunk),
+    Pass("constants", "fun", "same bits in every grouping", constants.hoisted),
+    Pass("casts", "fun", "same bits", casts.sunk, lambda its: its.adds_in_place),
     Pass(
         "gathered",
         "sharded fun",
         "same to rounding",
-        lambda facts: facts.mesh is not None,
         gathered.gathered,
+        lambda its: its.mesh is not None,
     ),
-    Pass("repeats", "micro-step", SAME_PROGRAM, lambda facts: True, repeats.called),
-    Pass(
-        "products",
-        "loop",
-        "rounded once",
-        lambda facts: True,
-        products.added_inside,
-    ),
+    Pass("repeats", "micro-step", SAME_PROGRAM, repeats.called),
+    Pass("products", "loop", "rounded once", products.added_inside),
     Pass(
         "duplicates",
         "loop",
         "same bits on any number of devices",
-        lambda facts: facts.logical,
         duplicates.merged,
+        lambda its: its.logical,
     ),
 )
 _failed: set[str] = set()

@@ -66,18 +66,13 @@ def _primitive() -> core.Primitive | None:
 
 
 def _registered() -> core.Primitive:
-    def derived(args: Any, tangents: Any, *, plain: Any, **_: Any) -> Any:
-        moved = [i for i, x in enumerate(tangents) if not isinstance(x, ad.Zero)]
-
-        def of_moved(*some: jax.Array) -> list[jax.Array]:
-            new = dict(zip(moved, some, strict=True))
-            return plain(*[new.get(i, x) for i, x in enumerate(args)])
-
-        return jax.jvp(of_moved, [args[i] for i in moved], [tangents[i] for i in moved])
+    def derived(args: Any, moved: Any, dots: Any, *, plain: Any, **_: Any) -> Any:
+        some = [args[i] for i in moved]
+        out, tangents = jax.jvp(ir.of_some(plain, args, moved), some, dots)
+        return out, dict(enumerate(tangents))
 
     def batched(_: Any, args: Any, axes: Any, *, plain: Any, **__: Any) -> Any:
-        out = jax.vmap(plain, in_axes=axes)(*args)
-        return out, [0] * len(out)
+        return jax.vmap(plain, in_axes=axes)(*args)
 
     how = How(
         ran,
@@ -99,25 +94,41 @@ class How(NamedTuple):
       run: what its operands give.
       types: those of its results, and its effects.
       plain: of its parameters, the function that it is, and its number of operands.
-      batched: its results and their axes, of the axis, operands and their axes.
-      derived: its results and their tangents.
+      batched: its results, all batched along the first axis, of the axis, operands and
+        their axes.
+      derived: its results, and tangents by the numbers of the results that have one; of
+        operands, the numbers of those that move, and their tangents.
     """
 
     run: Callable[..., Any]
     types: Callable[..., tuple[Any, Any]]
     plain: Callable[..., Any]
-    batched: Callable[..., tuple[Any, Any]]
-    derived: Callable[..., tuple[Any, Any]]
+    batched: Callable[..., Sequence[Any]]
+    derived: Callable[..., tuple[Any, dict[int, Any]]]
 
 
 def primitive(name: str, how: How) -> core.Primitive:
     new = core.Primitive(name)
+
+    def batched(axis: Any, xs: Any, dims: Any, **params: Any) -> tuple[Any, Any]:
+        if all(d is None for d in dims):
+            out = new.bind(*xs, **params)
+            return out, [None] * len(out)
+        out = how.batched(axis, xs, dims, **params)
+        return out, [0] * len(out)
+
+    def derived(xs: Any, dots: Any, **params: Any) -> tuple[Any, Any]:
+        moved = [i for i, t in enumerate(dots) if not isinstance(t, ad.Zero)]
+        out, found = how.derived(xs, moved, [dots[i] for i in moved], **params)
+        zeros = (ad.Zero(jax.typeof(x).to_tangent_aval()) for x in out)
+        return out, [found.get(i, zero) for i, zero in enumerate(zeros)]
+
     new.multiple_results = True
     new.def_impl(how.run)
     new.def_effectful_abstract_eval(how.types)
     mlir.register_lowering(new, mlir.lower_fun(how.run, multiple_results=True))
-    batching.fancy_primitive_batchers[new] = how.batched
-    ad.primitive_jvps[new] = how.derived
+    batching.fancy_primitive_batchers[new] = batched
+    ad.primitive_jvps[new] = derived
     checked(new, how.plain)
     return new
 
