@@ -35,14 +35,15 @@ def run(
     """
     k = len(operands.batch[-1])
     values = Values(loss, operands, where.axes)
-    values.schedule = _planned(loss, operands, values.schedule, residual_bytes)
-    schedule = values.schedule
+    schedule = _planned(loss, operands, values.schedule, residual_bytes)
     done = report(schedule, values.size, k, residual_bytes is None)
     plans.of_window(schedule, values.size, k, done)
+    goes_back = any(b.has_cotangent for b in schedule.buffers)
+    values.begin(schedule, operands.params)
     for level in range(schedule.end):
         forward.fill(values, level)
         forward.fill_once(values, level)
-    if not any(b.has_cotangent for b in schedule.buffers):
+    if not goes_back:
         return _counted(loss.step, values, operands, where)._replace(report=done)
     back = Backward(loss.step, values, operands, where)
     results, acc = _gradients(back)
@@ -75,7 +76,7 @@ def _counted(step: Step, values: Values, operands: Operands, where: Where) -> Ou
     roots = [schedule.jaxpr.outvars[0], *(x for x, _ in pairs)]
 
     def micro_batch(params: Any, x: Any) -> Any:
-        known = params, values.buffers
+        known = values.buffers | dict(zip(values.params, params, strict=True))
         return values.evaluate(roots, Level(schedule.end), x, known, acts=True)
 
     first = [x[0] for x in operands.batch]
@@ -135,5 +136,5 @@ def _gradients(back: Backward) -> tuple[list[jax.Array], Any]:
         forward.fill_again(values, level)
         back.take_once(level)
         back.take(level)
-    results, acc = back.finished(outcome)
+    results, acc = back.finished(*outcome)
     return _put_together(values, wanted, results), acc

@@ -52,8 +52,8 @@ class Values:
       varying: the axes over which what micro-batches hold varies.
       size: the number of micro-batches, on all devices.
       xs: what differs between this device's: the batch, and last the index.
-      params: the leaves to differentiate with respect to.
-      of_params: their variables.
+      of_params: the variables of the leaves to differentiate with respect to.
+      params: their buffers, which are there from the start.
       schedule: what to compute when.
       buffers: the buffers that are filled, by number.
       rooms: the arrays that can be written over, for what comes next.
@@ -71,19 +71,19 @@ class Values:
         varying = frozenset().union(*map(meshes.varying, operands.batch))
         self.varying = tuple(sorted({*axes, *varying}))
         self.xs = operands.batch
-        self.params = operands.params
+        self.params: list[int] = []
         self.buffers: Buffers = {}
         self.rooms: Arrays = []
         self.seen: set[int] = set()
         self.functions: dict[Any, Callable[..., Any]] = {}
 
         own = [x[0] for x in self.xs]
-        values = [*operands.consts, *self.params, *own]
+        values = [*operands.consts, *operands.params, *own]
         jaxpr, consts = flat(loss.step.jaxpr, values, loss.axis, self.size)
         variables = iter(jaxpr.invars)
         of_consts, self.of_params, self.of_own = (
             [next(variables) for _ in group]
-            for group in (operands.consts, self.params, own)
+            for group in (operands.consts, operands.params, own)
         )
         fixed = [*jaxpr.constvars, *of_consts]
         self.fixed = dict(zip(fixed, [*consts, *operands.consts], strict=True))
@@ -91,6 +91,12 @@ class Values:
         facts = scheduling.facts_of(jaxpr, loss.axis, smooth, self.of_own)
         whole = _need_no_loop(loss.step)
         self.schedule: Schedule = scheduling.make(jaxpr, loss.axis, facts, whole)
+
+    def begin(self, schedule: Schedule, params: Arrays) -> None:
+        """Goes by a schedule from here on."""
+        self.schedule = schedule
+        pairs = zip(self.of_params, params, strict=True)
+        self.params = [self.given(Buffer(x, "once", -1, True), p) for x, p in pairs]
 
     def needed(
         self,
@@ -121,7 +127,7 @@ class Values:
         wanted: Sequence[Any],
         level: Level,
         x: Any = None,
-        known: tuple[Arrays, Buffers] | None = None,
+        buffers: Buffers | None = None,
         acts: bool = False,
     ) -> Arrays:
         """The values of variables at a level.
@@ -130,13 +136,12 @@ class Values:
           wanted: the variables.
           level: the buffers below it are read.
           x: a slice of `xs`, which is the micro-batch; None if it does not matter.
-          known: parameters and buffers, or parts of those, in place of those here.
+          buffers: buffers, or parts of those, in place of those here.
           acts: whether to run what prints, too.
         """
-        params, buffers = known or (self.params, self.buffers)
+        buffers = self.buffers if buffers is None else buffers
         own = self.xs if x is None else x
         index, values = own[-1], dict(self.fixed)
-        values |= zip(self.of_params, params, strict=True)
         values |= zip(self.of_own, own, strict=True)
         equations, read = self.needed(wanted, level, acts, buffers)
         for v in read:
@@ -153,13 +158,14 @@ class Values:
             for v, x in zip(wanted, out, strict=True)
         ]
 
-    def given(self, x: Any, stack: jax.Array) -> int:
-        """The buffer of what is there from the start, of each micro-batch."""
+    def given(self, buffer: Buffer, value: jax.Array) -> int:
+        """The number of a buffer that is there from the start."""
         schedule = self.schedule
         j = len(schedule.buffers)
-        schedule.buffers.append(Buffer(x, "own", -1, schedule.facts[x].smooth))
-        schedule.views[x] = View(j, scheduling.own_part)
-        self.buffers[j] = stack
+        schedule.buffers.append(buffer)
+        of = scheduling.own_part if buffer.kind == "own" else scheduling.whole
+        schedule.views[buffer.operand] = View(j, of)
+        self.buffers[j] = value
         return j
 
     def room(self, like: jax.Array) -> jax.Array:
@@ -216,12 +222,6 @@ class Values:
         for j in list(numbers):
             if j in self.buffers:
                 self.rooms.append(self.buffers.pop(j))
-
-    def zeros(self, buffer: Buffer) -> jax.Array:
-        """A buffer before it is filled."""
-        aval: Any = buffer.operand.aval
-        more = {"stack": (self.size,), "own": (len(self.xs[-1]),)}.get(buffer.kind, ())
-        return jnp.zeros((*more, *aval.shape), aval.dtype)
 
 
 def _is_sharded(x: jax.Array) -> bool:
