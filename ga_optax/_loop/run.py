@@ -61,7 +61,8 @@ def run(
             "loss."
         )
     adds = additions.choose(step, operands.acc.total, whys, where.sent)
-    reduced = _reduced_in_last(where) if merges else {}
+    ends = merges and where.overlap and where.axes
+    reduced = dict(enumerate(where.placements)) if ends else {}
     # What the compiler reduces over devices in each micro-step would be twice as large.
     once = not (where.sums_already or where.gathered or where.split_by_compiler)
     loop = Loop(
@@ -100,8 +101,3 @@ def _without_stacks(state: State, rows: int) -> tuple[State, list[jax.Array]]:
     total = state.acc.total
     sums, stacks = total[: len(total) - rows], total[len(total) - rows :]
     return state._replace(acc=state.acc._replace(total=sums)), stacks
-
-
-def _reduced_in_last(where: Where) -> dict[int, Placement]:
-    """Which sums the last micro-batch reduces over devices, and how."""
-    return dict(enumerate(where.placements)) if where.overlap and where.axes else {}

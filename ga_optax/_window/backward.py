@@ -66,6 +66,7 @@ class Backward:
     """The gradients of a window so far.
 
     Attributes:
+      names: those of the parameters, by number.
       cotangents: the sums of the cotangents of the buffers; those of parameters are
         their gradients.
     """
@@ -75,6 +76,7 @@ class Backward:
     ) -> None:
         self.step, self.values, self.where = step, values, where
         self.start = operands.acc
+        self.names = dict(zip(values.params, where.names, strict=True))
         self.cotangents = dict(zip(values.params, self.start.total, strict=True))
         facts, own = values.schedule.facts, values.of_own[: operands.rows]
         self.rows = {
@@ -102,7 +104,9 @@ class Backward:
         level, buffers = Level(number, Phase.ONCE), values.schedule.buffers
         roots = [buffers[j].operand for j in values.schedule.at(*level)]
         # A rule may be nonlinear: then it has to see the cotangent of all devices.
-        has_rule = _has_rule(values.needed(roots, level)[0])
+        has_rule = _has_rule(
+            values.schedule.needed(roots, level, held=values.buffers)[0]
+        )
         cotangents = self.summed(level, across=has_rule)
         if not cotangents:
             return
@@ -156,21 +160,23 @@ class Backward:
         self, roots: Sequence[Any], level: Level, wanted: Sequence[Any] = ()
     ) -> Read:
         """What a level reads for `roots`, and what it reads beside them."""
-        values, buffers = self.values, self.values.schedule.buffers
+        schedule, held = self.values.schedule, self.values.buffers
+        buffers = schedule.buffers
 
         def found(roots: Sequence[Any]) -> list[int]:
-            views = map(values.schedule.views.get, values.needed(roots, level)[1])
+            its = schedule.needed(roots, level, held=held)[1]
+            views = map(schedule.views.get, its)
             numbers = {view.buffer for view in views if view}
-            return sorted(numbers, key=lambda j: (j not in values.params, j))
+            return sorted(numbers, key=lambda j: (j not in self.names, j))
 
         smooth = [
             j
             for j in found(roots)
-            if buffers[j].has_cotangent and buffers[j].level < values.schedule.end
+            if buffers[j].has_cotangent and buffers[j].level < schedule.end
         ]
         own = list(filter(self.is_own, smooth))
         every = filter(self.is_own, found([*roots, *wanted]))
-        shared = [j for j in smooth if j not in own]
+        shared = [j for j in smooth if not self.is_own(j)]
         return Read(shared, own, [j for j in every if j not in own])
 
     def held(self, numbers: Sequence[int]) -> Arrays:
@@ -259,8 +265,7 @@ class Backward:
         """How gradients of what all micro-batches share are added."""
         off = "" if self.step.optimize else "optimize=False"
         whys = in_place.reasons(off, of_loop, operands)
-        pairs = zip(self.values.params, self.where.names, strict=True)
-        names = [name for j, name in pairs if j in read.shared]
+        names = [self.names[j] for j in read.shared if j in self.names]
         in_place.report(names, whys[: len(names)])
         return list(additions.choose(of_loop, operands.acc.total, whys).ways)
 
@@ -325,7 +330,7 @@ class Backward:
 
     def finished(self, loop: Loop, state: State) -> tuple[Arrays, Flat]:
         """The results of a loop on all devices, the loss first, and the accumulator."""
-        acc = state.acc._replace(total=[self.cotangents[j] for j in self.values.params])
+        acc = state.acc._replace(total=[self.cotangents[j] for j in self.names])
         state = State(acc, [], state.results)
         if self.values.axes:
             with jax.named_scope("merge"):

@@ -40,10 +40,10 @@ def keep_marks(counter: Counter) -> None:
                 counter.keep(x, "own", level)
 
 
-def keep(counter: Counter, num_microbatches: int, ends: Iterable[int]) -> None:
+def keep(counter: Counter, ends: Iterable[int]) -> None:
     """Keeps what later levels would run again, after each of `ends`, in their order."""
     for end, border in _borders(counter, ends):
-        for x in _smallest(counter, end, border, num_microbatches):
+        for x in _smallest(counter, end, border):
             counter.keep(x, "own", end + 1)
 
 
@@ -79,9 +79,7 @@ def _last_readers(counter: Counter) -> dict[Any, int]:
     return last
 
 
-def _smallest(
-    counter: Counter, end: int, border: Sequence[Any], num_microbatches: int
-) -> list[Any]:
+def _smallest(counter: Counter, end: int, border: Sequence[Any]) -> list[Any]:
     """What to keep of the levels up to `end`; nothing if nothing runs too often."""
     after, held = _behind(counter, border, end)
     depth: dict[Any, int] = {}
@@ -102,7 +100,7 @@ def _smallest(
 
     def size(x: Any) -> float:
         price = _AGAIN if x in held else 1.0
-        nbytes = price * num_microbatches * cost.nbytes(x) + 1
+        nbytes = price * counter.schedule.times["own"] * cost.nbytes(x) + 1
         return nbytes if x not in costly else math.inf
 
     if not sources:

@@ -13,8 +13,8 @@ from ga_optax._loop.step import Operands, Step
 from ga_optax._passes import ir, notes, places
 from ga_optax._text import wrap
 from ga_optax._window import schedule as scheduling
-from ga_optax._window.counts import Counter, counted, refilling
-from ga_optax._window.levels import Levels, stored
+from ga_optax._window.counts import Counter, refilling
+from ga_optax._window.levels import Levels
 from ga_optax._window.schedule import Fact, Level, Phase, Schedule
 
 _MOST = 12  # primitives that are named of one line
@@ -64,15 +64,16 @@ def of_loop(step: Step, operands: Operands, size: int = 0) -> None:
     found.append(f"Rows do not meet: one loop.\n\n{loss}")
 
 
-def of_window(schedule: Schedule, size: int, num: int, report: Levels) -> None:
-    """Describes one whose rows meet; `size` is the axis's, `num` those of a device."""
+def of_window(schedule: Schedule, report: Levels) -> None:
+    """Describes one whose rows meet."""
     if (found := notes.plans()) is None:
         return
     fills = {
-        i: f"{x.what}, {x.nbytes:,} bytes, at {places.short(x.line)}"
-        for i, x in stored(schedule, size, num, counted(schedule)).items()
+        x.number: f"{x.what}, {x.nbytes:,} bytes, at {places.short(x.line)}"
+        for x in report.stored
     }
-    stages = "\n\n".join(map(str, _stages(schedule, fills, _loop(num, size))))
+    loop = _loop(schedule.times["own"], schedule.times["stack"])
+    stages = "\n\n".join(map(str, _stages(schedule, fills, loop)))
     found.append(
         f"Rows meet: {report.levels} level{'s' * (report.levels != 1)} before the "
         f"loss.\n\n{stages}\n\nIn all: at most {report.forward} forward and "

@@ -33,11 +33,10 @@ def run(
       where: the devices.
       residual_bytes: how many bytes of activations may be kept between levels.
     """
-    k = len(operands.batch[-1])
     values = Values(loss, operands, where.axes)
     schedule = _planned(loss, operands, values.schedule, residual_bytes)
-    done = report(schedule, values.size, k, residual_bytes is None)
-    plans.of_window(schedule, values.size, k, done)
+    done = report(schedule, residual_bytes is None)
+    plans.of_window(schedule, done)
     goes_back = any(b.has_cotangent for b in schedule.buffers)
     values.begin(schedule, operands.params)
     for level in range(schedule.end):
@@ -47,7 +46,7 @@ def run(
         return _counted(loss.step, values, operands, where)._replace(report=done)
     back = Backward(loss.step, values, operands, where)
     results, acc = _gradients(back)
-    acc = acc._replace(count=operands.acc.count + k)
+    acc = acc._replace(count=operands.acc.count + schedule.times["own"])
     return Outcome(results, [], acc, done, back.of_rows())
 
 
@@ -55,15 +54,15 @@ def _planned(
     loss: Loss, operands: Operands, schedule: Schedule, given: int | None
 ) -> Schedule:
     """The schedule with what is kept, and what is computed once."""
-    k, jaxpr = len(operands.batch[-1]), loss.step.jaxpr
 
     def of_step() -> int:
+        jaxpr = loss.step.jaxpr
         params = jaxpr.invars[: len(operands.params)]
         carried = [b.operand for b in schedule.buffers if b.kind == "stack"]
         taken = cost.of_a_step(jaxpr, params)
-        return max(taken, k * sum(map(cost.nbytes, carried)))
+        return max(taken, schedule.times["own"] * sum(map(cost.nbytes, carried)))
 
-    return share(room.planned(schedule, k, of_step, given))
+    return share(room.planned(schedule, of_step, given))
 
 
 def _counted(step: Step, values: Values, operands: Operands, where: Where) -> Outcome:

@@ -1,12 +1,11 @@
 """The values of a flat program: in one micro-batch, or the same in all of them."""
 
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core
 
 from ga_optax import accumulator
 from ga_optax._devices import meshes
@@ -14,7 +13,6 @@ from ga_optax._devices.collectives import vary
 from ga_optax._devices.meshes import Axes
 from ga_optax._loop.step import Operands, Step
 from ga_optax._partition import is_inexact
-from ga_optax._passes import ir
 from ga_optax._passes.ir import bind
 from ga_optax._window import schedule as scheduling
 from ga_optax._window.read import flat
@@ -50,7 +48,6 @@ class Values:
     Attributes:
       axes: the data axes that are bound.
       varying: the axes over which what micro-batches hold varies.
-      size: the number of micro-batches, on all devices.
       xs: what differs between this device's: the batch, and last the index.
       of_params: the variables of the leaves to differentiate with respect to.
       params: their buffers, which are there from the start.
@@ -67,7 +64,7 @@ class Values:
     made: int = 0
 
     def __init__(self, loss: Loss, operands: Operands, axes: Axes) -> None:
-        self.axes, self.size = axes, loss.size
+        self.axes = axes
         varying = frozenset().union(*map(meshes.varying, operands.batch))
         self.varying = tuple(sorted({*axes, *varying}))
         self.xs = operands.batch
@@ -79,7 +76,7 @@ class Values:
 
         own = [x[0] for x in self.xs]
         values = [*operands.consts, *operands.params, *own]
-        jaxpr, consts = flat(loss.step.jaxpr, values, loss.axis, self.size)
+        jaxpr, consts = flat(loss.step.jaxpr, values, loss.axis, loss.size)
         variables = iter(jaxpr.invars)
         of_consts, self.of_params, self.of_own = (
             [next(variables) for _ in group]
@@ -90,37 +87,14 @@ class Values:
         smooth = [*self.of_params, *self.of_own[: operands.rows]]
         facts = scheduling.facts_of(jaxpr, loss.axis, smooth, self.of_own)
         whole = _need_no_loop(loss.step)
-        self.schedule: Schedule = scheduling.make(jaxpr, loss.axis, facts, whole)
+        times = {"own": len(self.xs[-1]), "stack": loss.size}
+        self.schedule = scheduling.make(jaxpr, loss.axis, facts, whole, times)
 
     def begin(self, schedule: Schedule, params: Arrays) -> None:
         """Goes by a schedule from here on."""
         self.schedule = schedule
         pairs = zip(self.of_params, params, strict=True)
         self.params = [self.given(Buffer(x, "once", -1, True), p) for x, p in pairs]
-
-    def needed(
-        self,
-        wanted: Sequence[Any],
-        level: Level,
-        acts: bool = False,
-        buffers: Container[int] | None = None,
-    ) -> tuple[list[core.JaxprEqn], list[Any]]:
-        """The equations that compute `wanted` with the buffers below a level known.
-
-        If the loop `acts`, it also runs those that print or call back: each once. Of
-        `buffers`, or of those that are filled.
-        """
-        schedule = self.schedule
-        # After the loops, those that read what only they have filled.
-        after = level > Level(schedule.end)
-        lowest, end = schedule.end if after else 0, level.number + after
-
-        def runs(equation: core.JaxprEqn) -> bool:
-            its = max((schedule.fact(x).level for x in equation.invars), default=0)
-            return lowest <= its < end and ir.calls_back(equation)
-
-        held = self.buffers if buffers is None else buffers
-        return schedule.needed(wanted, level, runs if acts else None, held)
 
     def evaluate(
         self,
@@ -143,7 +117,7 @@ class Values:
         own = self.xs if x is None else x
         index, values = own[-1], dict(self.fixed)
         values |= zip(self.of_own, own, strict=True)
-        equations, read = self.needed(wanted, level, acts, buffers)
+        equations, read = self.schedule.needed(wanted, level, acts, buffers)
         for v in read:
             view = self.schedule.views.get(v)
             held = buffers.get(view.buffer) if view else None
