@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from ga_optax._devices.meshes import Placement
 from ga_optax._loop import additions, in_place
-from ga_optax._loop.loop import Loop, State
+from ga_optax._loop.loop import Loop
 from ga_optax._loop.over_devices import all_reduced, of_logical
 from ga_optax._loop.step import Flat, Operands, Step, Where
 
@@ -78,9 +78,10 @@ def run(
         rows=operands.rows,
         index=len(operands.batch) - 1,
     )
-    operands = _with_stacks(operands)
+    sums, operands = len(operands.acc.total), _with_stacks(operands)
     state = of_logical(loop, operands, where) if where.logical else loop(operands)
-    state, stacks = _without_stacks(state, operands.rows)
+    stacks = state.acc.total[sums:]
+    state = state._replace(acc=state.acc._replace(total=state.acc.total[:sums]))
     if merges and where.axes:
         with jax.named_scope("merge"):
             done = {i: Placement(summed=x.axes) for i, x in where.sent.items()}
@@ -95,9 +96,3 @@ def _with_stacks(operands: Operands) -> Operands:
     own = operands.batch[: operands.rows]
     total = [*operands.acc.total, *map(jnp.zeros_like, own)]
     return operands._replace(acc=operands.acc._replace(total=total))
-
-
-def _without_stacks(state: State, rows: int) -> tuple[State, list[jax.Array]]:
-    total = state.acc.total
-    sums, stacks = total[: len(total) - rows], total[len(total) - rows :]
-    return state._replace(acc=state.acc._replace(total=sums)), stacks

@@ -102,11 +102,9 @@ class Backward:
         """Those of what was computed once."""
         values, axes = self.values, self.values.axes
         level, buffers = Level(number, Phase.ONCE), values.schedule.buffers
-        roots = [buffers[j].operand for j in values.schedule.at(*level)]
         # A rule may be nonlinear: then it has to see the cotangent of all devices.
-        has_rule = _has_rule(
-            values.schedule.needed(roots, level, held=values.buffers)[0]
-        )
+        every = values.schedule.operands(*level)
+        has_rule = _has_rule(values.schedule.needed(every, level)[0])
         cotangents = self.summed(level, across=has_rule)
         if not cotangents:
             return

@@ -82,6 +82,7 @@ def _last_readers(counter: Counter) -> dict[Any, int]:
 def _smallest(counter: Counter, end: int, border: Sequence[Any]) -> list[Any]:
     """What to keep of the levels up to `end`; nothing if nothing runs too often."""
     after, held = _behind(counter, border, end)
+    up_to = (1 << end + 2) - 1  # the levels that run no later than what is kept here
     depth: dict[Any, int] = {}
     sources, costly = [], set()
     for e in after:
@@ -90,7 +91,7 @@ def _smallest(counter: Counter, end: int, border: Sequence[Any]) -> list[Any]:
         )
         depth.update(dict.fromkeys(e.outvars, steps))
         its: Any = counter.passes(e)
-        ran = bool(its.levels & _up_to(end))
+        ran = bool(its.levels & up_to)
         dear = not cost.is_cheap(e) or steps % _LONGEST == 0
         if ran and dear and (its.forward > _FORWARD or its.backward > _BACKWARD):
             sources += e.outvars
@@ -132,8 +133,3 @@ def _behind(
             found[place] = e
             due += variables(e.invars)
     return [found[place] for place in sorted(found)], list(held)
-
-
-def _up_to(end: int) -> int:
-    """The levels that run no later than what is kept of `end`, as bits."""
-    return (1 << end + 2) - 1

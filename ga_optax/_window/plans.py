@@ -95,15 +95,12 @@ def _stages(schedule: Schedule, fills: dict[int, str], loop: str) -> list[Stage]
         return [fills[j] for j in members if j in fills]
 
     def add(name: str, level: Level, how: str = loop) -> None:
-        members = schedule.at(*level)
-        roots = [schedule.buffers[j].operand for j in members]
-        lines = _lines(schedule.needed(roots, level)[0])
-        if members:
+        if members := schedule.at(*level):
+            lines = _lines(schedule.needed(schedule.operands(*level), level)[0])
             found.append(Stage(name, how, lines, {}, filled(members)))
 
     def back(name: str, level: Level, how: str = loop) -> None:
-        its = (schedule.buffers[j] for j in schedule.at(*level))
-        roots = [b.operand for b in its if b.has_cotangent]
+        roots = schedule.operands(*level, smooth=True)
         runs = schedule.needed(roots, level)[0]
         loops = level.phase == Phase.ROWS
         here = [e for e in runs if again[id(e)] >> level.number & 1 or not loops]

@@ -100,9 +100,7 @@ def _wanted(step: Step, values: Values) -> dict[int, tuple[Any, str]]:
     """
     schedule = values.schedule
     pairs = zip(schedule.jaxpr.outvars, step.ways, strict=True)
-    every = {i: pair for i, pair in enumerate(pairs) if i not in schedule.after}
-    del every[0]
-    return every
+    return {i: pair for i, pair in enumerate(pairs) if i and i not in schedule.after}
 
 
 def _of_last(values: Values) -> list[tuple[Any, str]]:

@@ -194,9 +194,11 @@ class Schedule:
             found.setdefault(at, []).extend(members)
         return found
 
-    def operands(self, level: int, smooth: bool = False) -> list[Any]:
-        """What fills those of its loop; if `smooth`, that which has a cotangent."""
-        buffers = [self.buffers[i] for i in self.at(level)]
+    def operands(
+        self, level: int, phase: Phase = Phase.ROWS, *, smooth: bool = False
+    ) -> list[Any]:
+        """What fills those buffers; if `smooth`, that which has a cotangent."""
+        buffers = [self.buffers[i] for i in self.at(level, phase)]
         return [b.operand for b in buffers if b.has_cotangent or not smooth]
 
     def needed(

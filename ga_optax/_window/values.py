@@ -86,7 +86,8 @@ class Values:
         self.fixed = dict(zip(fixed, [*consts, *operands.consts], strict=True))
         smooth = [*self.of_params, *self.of_own[: operands.rows]]
         facts = scheduling.facts_of(jaxpr, loss.axis, smooth, self.of_own)
-        whole = _need_no_loop(loss.step)
+        # These need no loop if all micro-batches share them.
+        whole = [i for i, way in enumerate(loss.step.ways) if i and way == "last"]
         times = {"own": len(self.xs[-1]), "stack": loss.size}
         self.schedule = scheduling.make(jaxpr, loss.axis, facts, whole, times)
 
@@ -207,11 +208,6 @@ def placed(stack: jax.Array, x: jax.Array, index: jax.Array) -> jax.Array:
     """A stack with the value of one micro-batch in it, of this device or of all."""
     index = index % len(stack)
     return jax.lax.dynamic_update_index_in_dim(stack, x.astype(stack.dtype), index, 0)
-
-
-def _need_no_loop(step: Step) -> list[int]:
-    """Which results are what all micro-batches have, if they share them."""
-    return [i for i, way in enumerate(step.ways) if i and way == "last"]
 
 
 def wide(x: jax.Array) -> jax.Array:
