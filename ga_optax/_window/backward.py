@@ -1,8 +1,8 @@
 """Backward: a `Loop` for the loss, and one for each level whose buffers it reads.
 
-The cotangents of buffers are gradients as those of parameters are. A level takes its
-own back with a loop over  Σ <cotangent, operand>,  whose gradients are those of the
-parameters and of the buffers below.
+Parameters are buffers that are there from the start, and the cotangents of all buffers
+are gradients as theirs are. A level takes its own back with a loop over
+Σ <cotangent, operand>,  whose gradients are those of the buffers below.
 """
 
 from collections.abc import Sequence

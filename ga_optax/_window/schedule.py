@@ -60,7 +60,8 @@ class Buffer(NamedTuple):
       operand: the value.
       kind: "sum", "max", "min" or "stack"; "own", a stack of this device's alone; or
         "once", a value that all micro-batches share.
-      level: the number of the level at which it is filled.
+      level: the number of the level at which it is filled; -1 for what is there from
+        the start.
       has_cotangent: whether the loss differentiates through it.
     """
 
