@@ -280,6 +280,7 @@ class Additions(NamedTuple):
         return [sums[i] for i in range(len(self.ways))]
 
 
+@dataclasses.dataclass
 class Backward:
     """The backward pass of one micro-step: the gradients that it does not add itself.
 
@@ -288,21 +289,19 @@ class Backward:
       rest: the leaves that it adds to none.
     """
 
-    def __init__(
-        self,
-        ways: Sequence[Any],
-        totals: Sequence[jax.Array],
-        step: MicroStep,
-        pull: Callable[..., Any],
-    ) -> None:
-        self.ways, self.totals, self.step, self.pull = ways, totals, step, pull
+    ways: Sequence[Any]
+    totals: Sequence[jax.Array]
+    step: MicroStep
+    pull: Callable[..., Any]
+
+    def __post_init__(self) -> None:
         self.refs = {
-            i: way.reference(totals[i], step.axes)
-            for i, way in enumerate(ways)
+            i: way.reference(self.totals[i], self.step.axes)
+            for i, way in enumerate(self.ways)
             if isinstance(way, InPlace)
         }
-        self.rest = [i for i in range(len(ways)) if i not in self.refs]
-        self.due = [ways[i].type for i in self.rest]
+        self.rest = [i for i in range(len(self.ways)) if i not in self.refs]
+        self.due = [self.ways[i].type for i in self.rest]
 
     def __call__(self) -> list[jax.Array]:
         with jax.named_scope("compute"):

@@ -58,10 +58,9 @@ def cast_inside(
     def inside(zero: jax.Array, *xs: jax.Array) -> list[jax.Array]:
         return [x - zero.astype(x.dtype) for x in xs]
 
-    def as_given(_: jax.Array, *xs: jax.Array) -> list[jax.Array]:
-        return list(xs)
-
-    new = jax.lax.platform_dependent(zero, *chosen, tpu=inside, default=as_given)
+    new = jax.lax.platform_dependent(
+        zero, *chosen, tpu=inside, default=lambda _, *xs: [*xs]
+    )
     found = iter(new)
     return [next(found) if its else x for x, its in zip(leaves, narrowed, strict=True)]
 

@@ -100,16 +100,13 @@ class Loop:
     def as_written(self, operands: Operands) -> State:
         """The loop itself."""
         batch, state = operands.batch, self.start(operands)
+        step: Any = functools.partial(self.micro_step, operands, self.additions)
         if self.last is not None:
-            before = [x[:-1] for x in batch]
-            step = functools.partial(self.micro_step, operands, self.additions)
-            state, collected = jax.lax.scan(step, state, before)
+            state, first = jax.lax.scan(step, state, [x[:-1] for x in batch])
             step = functools.partial(self.micro_step, operands, self.last)
             state, more = self.once(step, state, [x[-1] for x in batch])
-            both = collected, more
-            collected = jax.tree.map(lambda *parts: jnp.concatenate(parts), *both)
+            collected = jax.tree.map(lambda *x: jnp.concatenate(x), first, more)
         else:
-            step: Any = functools.partial(self.micro_step, operands, self.additions)
             if operands.num_real is not None:
                 step, batch = self.counted(step, operands)
             if self.num_microbatches > 1:

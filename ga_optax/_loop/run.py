@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from ga_optax._devices.meshes import Placement
 from ga_optax._loop import additions, in_place
-from ga_optax._loop.loop import Loop, State
+from ga_optax._loop.loop import Loop
 from ga_optax._loop.over_devices import all_reduced, of_logical
 from ga_optax._loop.step import Flat, Operands, Step, Where
 
@@ -61,7 +61,8 @@ def run(
             "loss."
         )
     adds = additions.choose(step, operands.acc.total, whys, where.sent)
-    reduced = _reduced_in_last(where) if merges else {}
+    ends = merges and where.overlap and where.axes
+    reduced = dict(enumerate(where.placements)) if ends else {}
     # What the compiler reduces over devices in each micro-step would be twice as large.
     once = not (where.sums_already or where.gathered or where.split_by_compiler)
     loop = Loop(
@@ -77,9 +78,10 @@ def run(
         rows=operands.rows,
         index=len(operands.batch) - 1,
     )
-    operands = _with_stacks(operands)
+    sums, operands = len(operands.acc.total), _with_stacks(operands)
     state = of_logical(loop, operands, where) if where.logical else loop(operands)
-    state, stacks = _without_stacks(state, operands.rows)
+    stacks = state.acc.total[sums:]
+    state = state._replace(acc=state.acc._replace(total=state.acc.total[:sums]))
     if merges and where.axes:
         with jax.named_scope("merge"):
             done = {i: Placement(summed=x.axes) for i, x in where.sent.items()}
@@ -94,14 +96,3 @@ def _with_stacks(operands: Operands) -> Operands:
     own = operands.batch[: operands.rows]
     total = [*operands.acc.total, *map(jnp.zeros_like, own)]
     return operands._replace(acc=operands.acc._replace(total=total))
-
-
-def _without_stacks(state: State, rows: int) -> tuple[State, list[jax.Array]]:
-    total = state.acc.total
-    sums, stacks = total[: len(total) - rows], total[len(total) - rows :]
-    return state._replace(acc=state.acc._replace(total=sums)), stacks
-
-
-def _reduced_in_last(where: Where) -> dict[int, Placement]:
-    """Which sums the last micro-batch reduces over devices, and how."""
-    return dict(enumerate(where.placements)) if where.overlap and where.axes else {}

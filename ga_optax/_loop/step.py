@@ -46,10 +46,9 @@ class Step(NamedTuple):
     @property
     def sliced(self) -> list[bool]:
         """Which gradients come in slices that can be added in place."""
-        sliced = [came == "slices" for came in self.arrivals]
-        can = in_place.HAS_REFS and not self.multiplies
-        can = can and any(sliced) and not self.deeds.acts
-        return [can and its for its in sliced]
+        can = in_place.HAS_REFS and not self.multiplies and "slices" in self.arrivals
+        can = can and not self.deeds.acts
+        return [can and came == "slices" for came in self.arrivals]
 
     @property
     def deeds(self) -> known.Deeds:

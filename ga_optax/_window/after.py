@@ -20,7 +20,7 @@ def results(values: Values) -> Arrays:
     level, outvars = Level(schedule.end, Phase.ONCE), schedule.jaxpr.outvars
     wanted = [outvars[i] for i in sorted(schedule.after)]
     with jax.named_scope("after"):
-        if values.needed([], level, acts=True)[0]:
+        if schedule.needed([], level, acts=True)[0]:
             jax.lax.scan(lambda _, x: _print(values, level, x), None, values.xs)
         found = values.evaluate(wanted, level)
     if values.axes:  # They are alike on all devices.

@@ -1,8 +1,8 @@
 """Backward: a `Loop` for the loss, and one for each level whose buffers it reads.
 
-The cotangents of buffers are gradients as those of parameters are. A level takes its
-own back with a loop over  Σ <cotangent, operand>,  whose gradients are those of the
-parameters and of the buffers below.
+Parameters are buffers that are there from the start, and the cotangents of all buffers
+are gradients as theirs are. A level takes its own back with a loop over
+Σ <cotangent, operand>,  whose gradients are those of the buffers below.
 """
 
 from collections.abc import Sequence
@@ -23,19 +23,12 @@ from ga_optax._passes.arrivals import arrival
 from ga_optax._passes.facts import Facts
 from ga_optax._window.forward import FOLDS
 from ga_optax._window.rules import own_part
-from ga_optax._window.schedule import Level, Phase
+from ga_optax._window.schedule import Buffer, Level, Phase
 from ga_optax._window.values import Arrays, Part, Values, start_of_sum, wide
 from ga_optax.accumulator import Accumulator
 
 Wanted = Sequence[tuple[Any, Any]]  # variables, and how they are put together
 Cotangents = dict[int, jax.Array]  # by number of the buffer
-
-
-class Outcome(NamedTuple):
-    """A loop that ran, and its last state."""
-
-    loop: Loop
-    state: State
 
 
 class Task(NamedTuple):
@@ -44,13 +37,13 @@ class Task(NamedTuple):
     Attributes:
       level: the buffers below it are known.
       roots: the loss, or nothing; or the operands that have `cotangents`.
-      wanted: what else to compute; None on the way back.
-      cotangents: those of the buffers of the operands.
+      wanted: what else to compute.
+      cotangents: those of the buffers of the operands; None on the way there.
     """
 
     level: Level
     roots: Sequence[Any]
-    wanted: Wanted | None = None
+    wanted: Wanted = ()
     cotangents: Cotangents | None = None
 
 
@@ -58,14 +51,13 @@ class Read(NamedTuple):
     """What a loop reads, by number.
 
     Attributes:
-      params: parameters.
-      buffers: buffers that all micro-batches share and that have cotangents.
+      shared: buffers that all micro-batches share and that have cotangents; parameters
+        come first.
       own: those of single micro-batches that have cotangents.
       rigid: those that have none.
     """
 
-    params: list[int]
-    buffers: list[int]
+    shared: list[int]
     own: list[int]
     rigid: list[int]
 
@@ -74,8 +66,9 @@ class Backward:
     """The gradients of a window so far.
 
     Attributes:
-      totals: the sums of the gradients of the parameters.
-      cotangents: the sums of the cotangents of the buffers.
+      names: those of the parameters, by number.
+      cotangents: the sums of the cotangents of the buffers; those of parameters are
+        their gradients.
     """
 
     def __init__(
@@ -83,10 +76,13 @@ class Backward:
     ) -> None:
         self.step, self.values, self.where = step, values, where
         self.start = operands.acc
-        self.totals = list(self.start.total)
-        self.cotangents: Cotangents = {}
-        pairs = zip(values.of_own[: operands.rows], values.xs, strict=False)
-        self.rows = {values.given(x, stack): stack for x, stack in pairs}
+        self.names = dict(zip(values.params, where.names, strict=True))
+        self.cotangents = dict(zip(values.params, self.start.total, strict=True))
+        facts, own = values.schedule.facts, values.of_own[: operands.rows]
+        self.rows = {
+            values.given(Buffer(x, "own", -1, facts[x].smooth), stack): stack
+            for x, stack in zip(own, values.xs, strict=False)
+        }
 
     def of_rows(self) -> Arrays:
         """The cotangents of the leaves of the batch that have some, at the end."""
@@ -106,9 +102,9 @@ class Backward:
         """Those of what was computed once."""
         values, axes = self.values, self.values.axes
         level, buffers = Level(number, Phase.ONCE), values.schedule.buffers
-        roots = [buffers[j].operand for j in values.schedule.at(*level)]
         # A rule may be nonlinear: then it has to see the cotangent of all devices.
-        has_rule = _has_rule(values.needed(roots, level)[0])
+        every = values.schedule.operands(*level)
+        has_rule = _has_rule(values.schedule.needed(every, level)[0])
         cotangents = self.summed(level, across=has_rule)
         if not cotangents:
             return
@@ -116,8 +112,7 @@ class Backward:
         read = self.read(roots, level)
 
         def evaluate(diff: Arrays) -> Arrays:
-            known = self.with_leaves(read, diff)
-            return values.evaluate(roots, level, known=known)
+            return values.evaluate(roots, level, buffers=self.known(read, diff))
 
         def term(g: jax.Array, old: jax.Array) -> jax.Array:
             g = g.astype(old.dtype)
@@ -134,11 +129,8 @@ class Backward:
             pairs = zip(totals, grads, strict=True)
             return [old + term(g, old) for old, g in pairs]
 
-        totals = [
-            *(self.totals[i] for i in read.params),
-            *map(self.so_far, read.buffers),
-        ]
-        operands = totals, self.leaves(read), list(cotangents.values())
+        totals = list(map(self.so_far, read.shared))
+        operands = totals, self.held(read.shared), list(cotangents.values())
         if self.step.optimize and self.step.low_precision:
             facts = Facts(sliced=[False] * len(totals), rounds_once=True)
             totals = with_passes(added, operands, facts)
@@ -166,42 +158,36 @@ class Backward:
         self, roots: Sequence[Any], level: Level, wanted: Sequence[Any] = ()
     ) -> Read:
         """What a level reads for `roots`, and what it reads beside them."""
-        schedule = self.values.schedule
+        schedule, held = self.values.schedule, self.values.buffers
+        buffers = schedule.buffers
 
-        def found(roots: Sequence[Any]) -> tuple[set[Any], list[int]]:
-            names = set(self.values.needed(roots, level)[1])
-            views = {schedule.views[x].buffer for x in names if x in schedule.views}
-            return names, sorted(views)
+        def found(roots: Sequence[Any]) -> list[int]:
+            its = schedule.needed(roots, level, held=held)[1]
+            views = map(schedule.views.get, its)
+            numbers = {view.buffer for view in views if view}
+            return sorted(numbers, key=lambda j: (j not in self.names, j))
 
-        names, views = found(roots)
-        params = [i for i, x in enumerate(self.values.of_params) if x in names]
         smooth = [
             j
-            for j in views
-            if schedule.buffers[j].has_cotangent
-            and schedule.buffers[j].level < schedule.end
+            for j in found(roots)
+            if buffers[j].has_cotangent and buffers[j].level < schedule.end
         ]
-        kinds = [schedule.buffers[j].kind for j in smooth]
-        pairs = list(zip(smooth, kinds, strict=True))
-        own = [j for j, kind in pairs if kind == "own"]
-        _, every = found([*roots, *wanted])
-        rigid = [j for j in every if schedule.buffers[j].kind == "own" and j not in own]
-        return Read(params, [j for j, kind in pairs if kind != "own"], own, rigid)
+        own = list(filter(self.is_own, smooth))
+        every = filter(self.is_own, found([*roots, *wanted]))
+        shared = [j for j in smooth if not self.is_own(j)]
+        return Read(shared, own, [j for j in every if j not in own])
 
-    def leaves(self, read: Read) -> Arrays:
-        """The values of what all micro-batches share."""
-        values = self.values
-        some = [values.params[i] for i in read.params]
-        return some + [values.buffers[j] for j in read.buffers]
+    def held(self, numbers: Sequence[int]) -> Arrays:
+        """The values of some buffers."""
+        return [self.values.buffers[j] for j in numbers]
 
-    def with_leaves(self, read: Read, shared: Arrays, own: Sequence[Any] = ()) -> Any:
-        """All parameters and buffers, with others in place of some."""
-        new, here = iter(shared), [*self.values.params]
-        for i in read.params:
-            here[i] = next(new)
-        buffers = self.values.buffers | dict(zip(read.buffers, new, strict=True))
-        parts = map(Part, own)
-        return here, buffers | dict(zip([*read.own, *read.rigid], parts, strict=False))
+    def known(self, read: Read, shared: Arrays, own: Sequence[Any] = ()) -> Any:
+        """All buffers, with others in place of some; `own` are parts of them."""
+        numbers, new = (
+            [*read.shared, *read.own, *read.rigid],
+            [*shared, *map(Part, own)],
+        )
+        return self.values.buffers | dict(zip(numbers, new, strict=False))
 
     def so_far(self, j: int) -> jax.Array:
         """The sum of the cotangents of a buffer so far."""
@@ -212,37 +198,28 @@ class Backward:
 
     def put(self, read: Read, totals: Arrays) -> None:
         """New sums of gradients and cotangents."""
-        new = iter(totals)
-        for i in read.params:
-            self.totals[i] = next(new)
-        self.cotangents |= dict(zip([*read.buffers, *read.own], new, strict=False))
+        self.cotangents |= zip([*read.shared, *read.own], totals, strict=False)
 
     # -- Loops -------------------------------------------------------------------------
 
-    def run(self, task: Task) -> Outcome:
+    def run(self, task: Task) -> tuple[Loop, State]:
         """A `Loop` that adds gradients, and writes the cotangents of what is kept."""
         values = self.values
-        read = self.read(task.roots, task.level, [x for x, _ in task.wanted or ()])
-        own, rigid = (
-            [values.buffers[j] for j in group] for group in (read.own, read.rigid)
-        )
+        read = self.read(task.roots, task.level, [x for x, _ in task.wanted])
+        own, rigid, shared = map(self.held, (read.own, read.rigid, read.shared))
         parts = [ct for j, ct in (task.cotangents or {}).items() if self.is_own(j)]
-        batch = [*own, *values.xs, *rigid, *parts]
-        shared = self.leaves(read)
-        first = [x[0] for x in batch]
 
-        def micro_batch(diff: Arrays, x: Arrays) -> Any:
-            n, after = len(own), len(own) + len(values.xs)
-            kept = [*x[:n], *x[after : after + len(rigid)]]
-            known = self.with_leaves(read, diff, kept)
-            return self.micro_batch(task, known, x[n:after], x[after + len(rigid) :])
+        def micro_batch(diff: Arrays, x: Any) -> Any:
+            own, xs, rigid, parts = x
+            known = self.known(read, diff, [*own, *rigid])
+            return self.micro_batch(task, known, xs, parts)
 
+        groups = own, values.xs, rigid, parts
+        first = jax.tree.map(lambda x: x[0], groups)
         closed: Any = jax.make_jaxpr(micro_batch)(shared, first)
+        batch = jax.tree.leaves(groups)
         of_loop = self.step_of(task, closed.jaxpr, len(shared))
-        totals = [
-            *(self.totals[i] for i in read.params),
-            *map(self.so_far, read.buffers),
-        ]
+        totals = list(map(self.so_far, read.shared))
         # It is not empty, and its totals are added to.
         weight = jnp.zeros_like(self.start.weight)
         acc = Accumulator(totals, weight, jnp.ones([], jnp.int32))
@@ -271,7 +248,7 @@ class Backward:
         state = self.applied(loop, operands, task.cotangents is None)
         self.put(read, state.acc.total)
         values.rooms += [x for i, x in enumerate(parts) if i not in moved]
-        return Outcome(loop, state)
+        return loop, state
 
     def applied(self, loop: Loop, operands: Operands, *more: Any) -> State:
         """What a loop does; those that are alike are traced once."""
@@ -286,7 +263,7 @@ class Backward:
         """How gradients of what all micro-batches share are added."""
         off = "" if self.step.optimize else "optimize=False"
         whys = in_place.reasons(off, of_loop, operands)
-        names = [self.where.names[i] for i in read.params]
+        names = [self.names[j] for j in read.shared if j in self.names]
         in_place.report(names, whys[: len(names)])
         return list(additions.choose(of_loop, operands.acc.total, whys).ways)
 
@@ -323,8 +300,7 @@ class Backward:
         `own` are the parts of those cotangents that it alone has.
         """
         values = self.values
-        wanted = [x for x, _ in task.wanted or ()]
-        acts = task.wanted is not None
+        wanted, acts = [x for x, _ in task.wanted], task.cotangents is None
         out = values.evaluate([*task.roots, *wanted], task.level, x, known, acts)
         loss, rest = out[: len(task.roots)], out[len(task.roots) :]
         if task.cotangents is not None:
@@ -346,14 +322,14 @@ class Backward:
         return self.step._replace(
             jaxpr=ir.without_values(jaxpr),
             results=[x.aval for x in jaxpr.outvars],
-            ways=["sum", *(way for _, way in task.wanted or ())],
+            ways=["sum", *(way for _, way in task.wanted)],
             arrivals=[arrival(jaxpr, x) for x in jaxpr.invars[:leaves]],
         )
 
-    def finished(self, outcome: Outcome) -> tuple[Arrays, Flat]:
+    def finished(self, loop: Loop, state: State) -> tuple[Arrays, Flat]:
         """The results of a loop on all devices, the loss first, and the accumulator."""
-        loop, state = outcome
-        state = State(state.acc._replace(total=self.totals), [], state.results)
+        acc = state.acc._replace(total=[self.cotangents[j] for j in self.names])
+        state = State(acc, [], state.results)
         if self.values.axes:
             with jax.named_scope("merge"):
                 state = all_reduced(loop, state, self.where)

@@ -17,25 +17,21 @@ _SOURCE, _SINK = (None, "source"), (None, "sink")
 
 
 def readers(
-    equations: Iterable[core.JaxprEqn],
-    sources: Iterable[Any],
-    counts: Callable[[Any], bool] = lambda x: True,
+    equations: Iterable[core.JaxprEqn], sources: Iterable[Any]
 ) -> dict[Any, list[Any]]:
     """What is computed of each of `sources`, of what that is, and so on.
 
     Args:
       equations: those that compute it, in their order.
       sources: the values to begin with.
-      counts: whether a result belongs to it.
     """
     found: dict[Any, list[Any]] = {x: [] for x in sources}
     for e in equations:
         inputs = [x for x in variables(e.invars) if x in found]
-        made = list(filter(counts, e.outvars))
         for x in inputs:
-            found[x] += made
+            found[x] += e.outvars
         if inputs:
-            found |= {x: [] for x in made if x not in found}
+            found |= {x: [] for x in e.outvars if x not in found}
     return found
 
 

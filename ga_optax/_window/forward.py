@@ -94,12 +94,10 @@ def fill_last(values: Values, results: Arrays) -> None:
 
 def fill_once(values: Values, level: int) -> None:
     """Computes what follows from the buffers up to a level, and from no rows."""
-    schedule = values.schedule
-    members = schedule.at(level, Phase.ONCE)
-    operands = [schedule.buffers[j].operand for j in members]
-    if members:
+    due = Level(level, Phase.ONCE)
+    if members := values.schedule.at(*due):
         with jax.named_scope("forward"):
-            new = values.evaluate(operands, Level(level, Phase.ONCE))
+            new = values.evaluate(values.schedule.operands(*due), due)
         values.buffers |= zip(members, new, strict=True)
 
 

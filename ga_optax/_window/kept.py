@@ -40,10 +40,10 @@ def keep_marks(counter: Counter) -> None:
                 counter.keep(x, "own", level)
 
 
-def keep(counter: Counter, num_microbatches: int, ends: Iterable[int]) -> None:
+def keep(counter: Counter, ends: Iterable[int]) -> None:
     """Keeps what later levels would run again, after each of `ends`, in their order."""
     for end, border in _borders(counter, ends):
-        for x in _smallest(counter, end, border, num_microbatches):
+        for x in _smallest(counter, end, border):
             counter.keep(x, "own", end + 1)
 
 
@@ -79,11 +79,10 @@ def _last_readers(counter: Counter) -> dict[Any, int]:
     return last
 
 
-def _smallest(
-    counter: Counter, end: int, border: Sequence[Any], num_microbatches: int
-) -> list[Any]:
+def _smallest(counter: Counter, end: int, border: Sequence[Any]) -> list[Any]:
     """What to keep of the levels up to `end`; nothing if nothing runs too often."""
     after, held = _behind(counter, border, end)
+    up_to = (1 << end + 2) - 1  # the levels that run no later than what is kept here
     depth: dict[Any, int] = {}
     sources, costly = [], set()
     for e in after:
@@ -92,7 +91,7 @@ def _smallest(
         )
         depth.update(dict.fromkeys(e.outvars, steps))
         its: Any = counter.passes(e)
-        ran = bool(its.levels & _up_to(end))
+        ran = bool(its.levels & up_to)
         dear = not cost.is_cheap(e) or steps % _LONGEST == 0
         if ran and dear and (its.forward > _FORWARD or its.backward > _BACKWARD):
             sources += e.outvars
@@ -102,7 +101,7 @@ def _smallest(
 
     def size(x: Any) -> float:
         price = _AGAIN if x in held else 1.0
-        nbytes = price * num_microbatches * cost.nbytes(x) + 1
+        nbytes = price * counter.schedule.times["own"] * cost.nbytes(x) + 1
         return nbytes if x not in costly else math.inf
 
     if not sources:
@@ -134,8 +133,3 @@ def _behind(
             found[place] = e
             due += variables(e.invars)
     return [found[place] for place in sorted(found)], list(held)
-
-
-def _up_to(end: int) -> int:
-    """The levels that run no later than what is kept of `end`, as bits."""
-    return (1 << end + 2) - 1

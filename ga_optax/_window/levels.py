@@ -4,7 +4,7 @@ import contextlib
 import contextvars
 import functools
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from jax.extend import core
@@ -23,6 +23,7 @@ class Stored(NamedTuple):
     """A value that a window stores.
 
     Attributes:
+      number: of its buffer.
       line: the line of the user's code that computes it, or where rows meet.
       kind: "kept" (of each micro-batch), "once" (what they share), or what a collective
         carries: "sum", "max", "min" or "stack".
@@ -33,6 +34,7 @@ class Stored(NamedTuple):
       backward: how often that runs backward.
     """
 
+    number: int
     line: str
     kind: str
     type: Any
@@ -106,22 +108,17 @@ def recorded() -> contextlib.AbstractContextManager[list[Levels]]:
     return listed(_reports)
 
 
-def report(
-    schedule: Schedule, size: int, num_microbatches: int, room_is_ours: bool = False
-) -> Levels:
+def report(schedule: Schedule, room_is_ours: bool = False) -> Levels:
     """What a window does, which is logged, and handed to `recorded`.
 
-    `size` is the axis's. Warns if it runs more often than it should, in the room that
+    Warns if it runs more often than it should, in the room that
     nobody asked for; of a small window nothing is said.
     """
     runs = counted(schedule)
-    passes = _most(runs, schedule.jaxpr.eqns)
-    peak = _peak(schedule, _times(size, num_microbatches))
-    its = tuple(stored(schedule, size, num_microbatches, runs).values())
-    new = Levels(schedule.end - 1, *passes, its, peak, schedule.peak)
+    its, peak = tuple(_stored(schedule, runs)), _peak(schedule)
+    new = Levels(schedule.end - 1, *_most(runs, schedule), its, peak, schedule.peak)
     if (full := schedule.full) is not None:
-        more = full.peak, *_most(counted(full), schedule.jaxpr.eqns)
-        new = new._replace(room=more)
+        new = new._replace(room=(full.peak, *_most(counted(full), full)))
     if (found := _reports.get(None)) is not None:
         found.append(new)
     elif room_is_ours and _is_dear(new):
@@ -130,31 +127,23 @@ def report(
     return new
 
 
-def stored(
-    schedule: Schedule, size: int, num_microbatches: int, runs: dict[int, Passes]
-) -> dict[int, Stored]:
-    """What a window stores, by the number of its buffer; `runs` as `counted`."""
-    times, leading = _times(size, num_microbatches), _leading(schedule, runs)
+def _stored(schedule: Schedule, runs: dict[int, Passes]) -> Iterator[Stored]:
+    """What a window stores; `runs` as `counted`."""
+    leading = _leading(schedule, runs)
     read: dict[int, Any] = {}  # what the first collective of a buffer returns
     for e in schedule.jaxpr.eqns:
         for x in e.outvars if is_collective(e, schedule.axis) else ():
             read.setdefault(schedule.views[x].buffer, x)
-    found = {}
-    for i, (operand, kind, level, _) in enumerate(schedule.buffers):
-        if level == schedule.end and kind in FOLDS:
+    for i, buffer in enumerate(schedule.buffers):
+        operand, kind = buffer.operand, buffer.kind
+        if buffer.level == schedule.end and kind in FOLDS:
             continue  # no level reads it: it is a result, as the loss is
-        nbytes = times.get(kind, 1) * cost.nbytes(operand)
+        nbytes = schedule.nbytes(buffer, cost.nbytes)
         name, x = ("kept", operand) if kind == "own" else (kind, read.get(i, operand))
         line, shape = _line(schedule, x), tuple(x.aval.shape)
         is_number = isinstance(operand, core.Literal)
         most = (0, 0) if is_number else leading.get(operand, (0, 0))
-        found[i] = Stored(line, name, operand.aval, nbytes, shape, *most)
-    return found
-
-
-def _times(size: int, num_microbatches: int) -> dict[str, int]:
-    """How many values buffers of a kind hold; of others it is one."""
-    return {"own": num_microbatches, "stack": size}
+        yield Stored(i, line, name, operand.aval, nbytes, shape, *most)
 
 
 def _is_dear(report: Levels) -> bool:
@@ -185,13 +174,13 @@ def _warn(report: Levels) -> None:
     )
 
 
-def _peak(schedule: Schedule, times: dict[str, int]) -> int:
+def _peak(schedule: Schedule) -> int:
     """About how many bytes a device needs at a time."""
-    shared = [b for b in schedule.buffers if b.kind != "own"]
     carried = sum(
-        times.get(b.kind, 1)
-        * (cost.nbytes(b.operand) + b.has_cotangent * cost.nbytes_of_sum(b.operand))
-        for b in shared
+        schedule.nbytes(b, cost.nbytes)
+        + b.has_cotangent * schedule.nbytes(b, cost.nbytes_of_sum)
+        for b in schedule.buffers
+        if b.kind != "own"
     )
     return schedule.peak + carried + largest_step(schedule)
 
@@ -210,14 +199,12 @@ def _leading(schedule: Schedule, runs: dict[int, Passes]) -> dict[Any, tuple[int
     return every | dear
 
 
-def _most(
-    runs: dict[int, Passes], equations: Iterable[core.JaxprEqn]
-) -> tuple[int, int]:
-    """How often some equations run forward and backward: those that cost something.
+def _most(runs: dict[int, Passes], schedule: Schedule) -> tuple[int, int]:
+    """How often equations run forward and backward, at most: those that cost something.
 
     If none of them does, those that do not.
     """
-    found = [e for e in equations if id(e) in runs]
+    found = [e for e in schedule.jaxpr.eqns if id(e) in runs]
     some = [e for e in found if not cost.is_cheap(e)] or found
     forward = max((runs[id(e)].forward for e in some), default=0)
     return forward, max((runs[id(e)].backward for e in some), default=0)

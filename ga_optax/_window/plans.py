@@ -13,8 +13,8 @@ from ga_optax._loop.step import Operands, Step
 from ga_optax._passes import ir, notes, places
 from ga_optax._text import wrap
 from ga_optax._window import schedule as scheduling
-from ga_optax._window.counts import Counter, counted, refilling
-from ga_optax._window.levels import Levels, stored
+from ga_optax._window.counts import Counter, refilling
+from ga_optax._window.levels import Levels
 from ga_optax._window.schedule import Fact, Level, Phase, Schedule
 
 _MOST = 12  # primitives that are named of one line
@@ -64,15 +64,16 @@ def of_loop(step: Step, operands: Operands, size: int = 0) -> None:
     found.append(f"Rows do not meet: one loop.\n\n{loss}")
 
 
-def of_window(schedule: Schedule, size: int, num: int, report: Levels) -> None:
-    """Describes one whose rows meet; `size` is the axis's, `num` those of a device."""
+def of_window(schedule: Schedule, report: Levels) -> None:
+    """Describes one whose rows meet."""
     if (found := notes.plans()) is None:
         return
     fills = {
-        i: f"{x.what}, {x.nbytes:,} bytes, at {places.short(x.line)}"
-        for i, x in stored(schedule, size, num, counted(schedule)).items()
+        x.number: f"{x.what}, {x.nbytes:,} bytes, at {places.short(x.line)}"
+        for x in report.stored
     }
-    stages = "\n\n".join(map(str, _stages(schedule, fills, _loop(num, size))))
+    loop = _loop(schedule.times["own"], schedule.times["stack"])
+    stages = "\n\n".join(map(str, _stages(schedule, fills, loop)))
     found.append(
         f"Rows meet: {report.levels} level{'s' * (report.levels != 1)} before the "
         f"loss.\n\n{stages}\n\nIn all: at most {report.forward} forward and "
@@ -94,15 +95,12 @@ def _stages(schedule: Schedule, fills: dict[int, str], loop: str) -> list[Stage]
         return [fills[j] for j in members if j in fills]
 
     def add(name: str, level: Level, how: str = loop) -> None:
-        members = schedule.at(*level)
-        roots = [schedule.buffers[j].operand for j in members]
-        lines = _lines(schedule.needed(roots, level)[0])
-        if members:
+        if members := schedule.at(*level):
+            lines = _lines(schedule.needed(schedule.operands(*level), level)[0])
             found.append(Stage(name, how, lines, {}, filled(members)))
 
     def back(name: str, level: Level, how: str = loop) -> None:
-        its = (schedule.buffers[j] for j in schedule.at(*level))
-        roots = [b.operand for b in its if b.has_cotangent]
+        roots = schedule.operands(*level, smooth=True)
         runs = schedule.needed(roots, level)[0]
         loops = level.phase == Phase.ROWS
         here = [e for e in runs if again[id(e)] >> level.number & 1 or not loops]

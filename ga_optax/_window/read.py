@@ -158,9 +158,6 @@ def _staged(equation: core.JaxprEqn, values: list[Any], opening: Opening) -> lis
         made = equation.outvars[how.num_carry :]
         return [*carry, *(collectives.zeros(x.aval) for x in made)]
 
-    def marks(e: core.JaxprEqn) -> bool:
-        return is_mark(e, axis)
-
     def meets(e: core.JaxprEqn) -> bool:
         return any(is_collective(x, axis) for x in ir.within(e))
 
@@ -170,6 +167,7 @@ def _staged(equation: core.JaxprEqn, values: list[Any], opening: Opening) -> lis
     program = ir.Program(*flat(body, types, axis, size, loops))
     how = how._replace(body=program, num_consts=len(consts) + how.num_consts)
     start = loops.get(id(equation), [0] * len(body.invars))
+    marks = functools.partial(is_mark, name=axis)
     by_stage = stages.Stages(how, meets, marks, [*[0] * len(consts), *start])
     if by_stage.unrolled and how.length > LONGEST:
         raise NotImplementedError(_not_done(equation, axis))

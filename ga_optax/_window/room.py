@@ -51,16 +51,12 @@ class Life(NamedTuple):
 
 
 def planned(
-    schedule: Schedule,
-    num_microbatches: int,
-    of_step: Callable[[], int],
-    limit: int | None,
+    schedule: Schedule, of_step: Callable[[], int], limit: int | None
 ) -> Schedule:
     """The schedule with what to keep.
 
     Args:
       schedule: one without.
-      num_microbatches: those of one device.
       of_step: the bytes that are taken anyway, for one micro-batch's step.
       limit: the bytes that kept values and their cotangents may take at a time; None
         for as many as leave, of a whole step's bytes, room for that of a level. If
@@ -70,9 +66,9 @@ def planned(
     kept.keep_marks(counter)
     ends = range(schedule.end - 1)
     marked = counter.schedule.copy()
-    kept.keep(counter, num_microbatches, ends)
+    kept.keep(counter, ends)
     full = counter.schedule
-    lives = list(_lives(full, num_microbatches))
+    lives = list(_lives(full))
     if not lives:
         return full
     full.peak = peak(lives, (), full.end)
@@ -83,13 +79,13 @@ def planned(
     bounded = limit is not None or max(stacks, default=0) > most
     if not bounded or peak(lives, best, full.end) <= most:
         return _dropping(full, lives, best)
-    return dataclasses.replace(_less(marked, num_microbatches, most), full=full)
+    return dataclasses.replace(_less(marked, most), full=full)
 
 
 # -- Lives -----------------------------------------------------------------------------
 
 
-def _lives(schedule: Schedule, num_microbatches: int) -> Iterator[Life]:
+def _lives(schedule: Schedule) -> Iterator[Life]:
     last: dict[int, int] = {}
     for level in range(1, schedule.end + 1):
         for x in schedule.needed(schedule.roots(level), Level(level))[1]:
@@ -101,9 +97,9 @@ def _lives(schedule: Schedule, num_microbatches: int) -> Iterator[Life]:
             by: Any = ir.made_by(schedule.jaxpr, x)
             yield Life(
                 number=i,
-                nbytes=num_microbatches * cost.nbytes(x),
-                of_cotangent=num_microbatches
-                * (buffer.has_cotangent and cost.nbytes_of_sum(x)),
+                nbytes=schedule.nbytes(buffer, cost.nbytes),
+                of_cotangent=buffer.has_cotangent
+                * schedule.nbytes(buffer, cost.nbytes_of_sum),
                 made=made,
                 last=schedule.end if is_mark(by, schedule.axis) else last.get(i, made),
                 times=_times(by, x),
@@ -155,16 +151,11 @@ def _dropping(
 def staying(lives: Iterable[Life], stays: Sequence[int]) -> set[int]:
     """The buffers that are not filled again, if segments end after levels `stays`."""
     whole = max(stays, default=0)  # after it nothing is dropped
-    return _crossing(lives, stays) | {x.number for x in lives if x.last > whole}
-
-
-def _crossing(lives: Iterable[Life], stays: Sequence[int]) -> set[int]:
-    """The buffers that later segments read, or are computed of."""
-    return {x.number for x in lives if _crosses(x, stays)}
+    return {x.number for x in lives if x.last > whole or _crosses(x, stays)}
 
 
 def _crosses(x: Life, stays: Sequence[int]) -> bool:
-    """Whether a segment ends while it is read; `stays` are sorted."""
+    """Whether later segments read it, or are computed of it; `stays` are sorted."""
     i = bisect.bisect_left(stays, x.made + x.follows)
     return i < len(stays) and stays[i] < x.last
 
@@ -179,13 +170,11 @@ def peak(lives: Sequence[Life], stays: Sequence[int], end: int) -> int:
         at[stop + 1] -= nbytes
 
     for x in lives:
-        if x.number in always:
-            during(there, x.made, end, x.nbytes)
-            during(back, x.made + 1, end, x.nbytes)
-        else:
-            segment = stays[bisect.bisect_left(stays, x.last)]
-            during(there, x.made, x.last, x.nbytes)
-            during(back, x.made + 1, segment, x.nbytes)
+        last = segment = end
+        if x.number not in always:
+            last, segment = x.last, stays[bisect.bisect_left(stays, x.last)]
+        during(there, x.made, last, x.nbytes)
+        during(back, x.made + 1, segment, x.nbytes)
         during(back, x.made + 1, x.last, x.of_cotangent)
     both = np.cumsum(back) + _consumed(lives, end)
     return int(max(np.cumsum(there).max(), both.max()))
@@ -258,7 +247,7 @@ def _cut_at(lives: Sequence[Life], most: int) -> tuple[int, ...]:
     return tuple(stays)
 
 
-def _less(schedule: Schedule, num_microbatches: int, most: int) -> Schedule:
+def _less(schedule: Schedule, most: int) -> Schedule:
     """The schedule that keeps something after some levels alone, as many as fit."""
     works = list(itertools.accumulate(_works(schedule)))
     few, many, best = 0, schedule.end - 1, schedule
@@ -266,9 +255,9 @@ def _less(schedule: Schedule, num_microbatches: int, most: int) -> Schedule:
         number = (few + many + 1) // 2
         ends = _spread(works, number)
         counter = Counter(schedule.copy())
-        kept.keep(counter, num_microbatches, ends)
+        kept.keep(counter, ends)
         trial = counter.schedule
-        lives = list(_lives(trial, num_microbatches))
+        lives = list(_lives(trial))
         trial.peak = peak(lives, (), trial.end)
         if trial.peak <= most:
             few, best = number, trial

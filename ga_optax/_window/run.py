@@ -33,20 +33,20 @@ def run(
       where: the devices.
       residual_bytes: how many bytes of activations may be kept between levels.
     """
-    k = len(operands.batch[-1])
     values = Values(loss, operands, where.axes)
-    values.schedule = _planned(loss, operands, values.schedule, residual_bytes)
-    schedule = values.schedule
-    done = report(schedule, values.size, k, residual_bytes is None)
-    plans.of_window(schedule, values.size, k, done)
+    schedule = _planned(loss, operands, values.schedule, residual_bytes)
+    done = report(schedule, residual_bytes is None)
+    plans.of_window(schedule, done)
+    goes_back = any(b.has_cotangent for b in schedule.buffers)
+    values.begin(schedule, operands.params)
     for level in range(schedule.end):
         forward.fill(values, level)
         forward.fill_once(values, level)
-    if not any(b.has_cotangent for b in schedule.buffers):
+    if not goes_back:
         return _counted(loss.step, values, operands, where)._replace(report=done)
     back = Backward(loss.step, values, operands, where)
     results, acc = _gradients(back)
-    acc = acc._replace(count=operands.acc.count + k)
+    acc = acc._replace(count=operands.acc.count + schedule.times["own"])
     return Outcome(results, [], acc, done, back.of_rows())
 
 
@@ -54,15 +54,15 @@ def _planned(
     loss: Loss, operands: Operands, schedule: Schedule, given: int | None
 ) -> Schedule:
     """The schedule with what is kept, and what is computed once."""
-    k, jaxpr = len(operands.batch[-1]), loss.step.jaxpr
 
     def of_step() -> int:
+        jaxpr = loss.step.jaxpr
         params = jaxpr.invars[: len(operands.params)]
         carried = [b.operand for b in schedule.buffers if b.kind == "stack"]
         taken = cost.of_a_step(jaxpr, params)
-        return max(taken, k * sum(map(cost.nbytes, carried)))
+        return max(taken, schedule.times["own"] * sum(map(cost.nbytes, carried)))
 
-    return share(room.planned(schedule, k, of_step, given))
+    return share(room.planned(schedule, of_step, given))
 
 
 def _counted(step: Step, values: Values, operands: Operands, where: Where) -> Outcome:
@@ -75,7 +75,7 @@ def _counted(step: Step, values: Values, operands: Operands, where: Where) -> Ou
     roots = [schedule.jaxpr.outvars[0], *(x for x, _ in pairs)]
 
     def micro_batch(params: Any, x: Any) -> Any:
-        known = params, values.buffers
+        known = values.buffers | dict(zip(values.params, params, strict=True))
         return values.evaluate(roots, Level(schedule.end), x, known, acts=True)
 
     first = [x[0] for x in operands.batch]
@@ -100,9 +100,7 @@ def _wanted(step: Step, values: Values) -> dict[int, tuple[Any, str]]:
     """
     schedule = values.schedule
     pairs = zip(schedule.jaxpr.outvars, step.ways, strict=True)
-    every = {i: pair for i, pair in enumerate(pairs) if i not in schedule.after}
-    del every[0]
-    return every
+    return {i: pair for i, pair in enumerate(pairs) if i and i not in schedule.after}
 
 
 def _of_last(values: Values) -> list[tuple[Any, str]]:
@@ -135,5 +133,5 @@ def _gradients(back: Backward) -> tuple[list[jax.Array], Any]:
         forward.fill_again(values, level)
         back.take_once(level)
         back.take(level)
-    results, acc = back.finished(outcome)
+    results, acc = back.finished(*outcome)
     return _put_together(values, wanted, results), acc

@@ -60,7 +60,8 @@ class Buffer(NamedTuple):
       operand: the value.
       kind: "sum", "max", "min" or "stack"; "own", a stack of this device's alone; or
         "once", a value that all micro-batches share.
-      level: the number of the level at which it is filled.
+      level: the number of the level at which it is filled; -1 for what is there from
+        the start.
       has_cotangent: whether the loss differentiates through it.
     """
 
@@ -132,6 +133,7 @@ class Schedule:
       axis: the name of the axis.
       facts: what is known of its variables.
       after: which results are evaluated once, after the loops, by number.
+      times: how many values a device holds in buffers of a kind; of others it is one.
       last: the last level whose buffers the loss reads, or anything else with rows.
       buffers: what the window keeps.
       views: how variables are read from it.
@@ -148,6 +150,7 @@ class Schedule:
     axis: str
     facts: dict[Any, Fact]
     after: frozenset[int]
+    times: dict[str, int] = dataclasses.field(default_factory=dict)
     last: int = 0
     buffers: list[Buffer] = dataclasses.field(default_factory=list)
     views: dict[Any, View] = dataclasses.field(default_factory=dict)
@@ -192,23 +195,28 @@ class Schedule:
             found.setdefault(at, []).extend(members)
         return found
 
-    def operands(self, level: int, smooth: bool = False) -> list[Any]:
-        """What fills those of its loop; if `smooth`, that which has a cotangent."""
-        buffers = [self.buffers[i] for i in self.at(level)]
+    def operands(
+        self, level: int, phase: Phase = Phase.ROWS, *, smooth: bool = False
+    ) -> list[Any]:
+        """What fills those buffers; if `smooth`, that which has a cotangent."""
+        buffers = [self.buffers[i] for i in self.at(level, phase)]
         return [b.operand for b in buffers if b.has_cotangent or not smooth]
 
     def needed(
         self,
         wanted: Iterable[Any],
         level: Level,
-        runs: Callable[[core.JaxprEqn], bool] | None = None,
+        acts: bool = False,
         held: Container[int] | None = None,
     ) -> tuple[list[core.JaxprEqn], list[Any]]:
         """The equations that compute `wanted` at a level, and the known that they read.
 
-        Those that `runs` names are among them for what they do, such as printing. Of
-        the buffers below the level those that are `held` are known, or all of them.
+        If it `acts`, those that print or call back are among them: each at one level.
+        Of the buffers below the level those that are `held` are known, or all of them.
         """
+        # After the loops, those that read what only they have filled.
+        after = level > Level(self.end)
+        lowest, end = self.end if after else 0, level.number + after
 
         def known(x: Any) -> bool:
             if x in self.given:
@@ -220,7 +228,11 @@ class Schedule:
                 and (held is None or view.buffer in held)
             )
 
-        return ir.needed(self.jaxpr, wanted, known, runs)
+        def runs(equation: core.JaxprEqn) -> bool:
+            its = max((self.fact(x).level for x in equation.invars), default=0)
+            return lowest <= its < end and ir.calls_back(equation)
+
+        return ir.needed(self.jaxpr, wanted, known, runs if acts else None)
 
     def roots(self, level: int) -> list[Any]:
         """What a level computes: what fills its buffers, and the results of `fun`."""
@@ -237,6 +249,10 @@ class Schedule:
         """The results of `fun` but for those that are evaluated after the loops."""
         every = enumerate(self.jaxpr.outvars)
         return [x for i, x in every if i not in self.after]
+
+    def nbytes(self, buffer: Buffer, of_one: Callable[[Any], int]) -> int:
+        """The bytes that it takes, of which `of_one` is those of one value."""
+        return self.times.get(buffer.kind, 1) * of_one(buffer.operand)
 
     def computed_at(self, variable: Any) -> int:
         """The levels that cannot read it from a buffer, as bits."""
@@ -292,7 +308,11 @@ def facts_of(
 
 
 def make(
-    jaxpr: core.Jaxpr, axis: str, facts: dict[Any, Fact], whole: Iterable[int]
+    jaxpr: core.Jaxpr,
+    axis: str,
+    facts: dict[Any, Fact],
+    whole: Iterable[int],
+    times: dict[str, int],
 ) -> Schedule:
     """The schedule of a flat program, without what is kept beside its collectives.
 
@@ -301,8 +321,9 @@ def make(
       axis: the name of the axis.
       facts: what is known of its variables.
       whole: which results need no loop if all micro-batches share them, by number.
+      times: see `Schedule`.
     """
-    schedule = Schedule(jaxpr, axis, facts, frozenset())
+    schedule = Schedule(jaxpr, axis, facts, frozenset(), times)
     shared = (i for i in whole if not schedule.fact(jaxpr.outvars[i]).own)
     schedule.after = frozenset(shared)
     for equation in jaxpr.eqns:

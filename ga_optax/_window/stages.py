@@ -42,7 +42,9 @@ class Stages:
       meets: whether an equation is a collective.
       is_mark: whether it names what is kept for later levels.
       carry: what an iteration puts into each place of the carry.
-      level: that of each variable of the body; `of_equation` by the id of equations.
+      level: that of each variable of the body.
+      of_equation: the stage that runs an equation, by its id; -1 for a collective that
+        leaves the loop.
       meetings: the collectives that leave the loop, by their level.
       unrolled: the levels of the stages with others.
       known: values that are the same in all iterations.
@@ -85,6 +87,7 @@ class Stages:
                 self.unrolled.add(ring.level)
             elif ring.counted:
                 self.meetings.setdefault(ring.level, []).extend(ring.counted)
+                self.of_equation |= {id(e): -1 for e in ring.counted}
 
     def __call__(self, values: Sequence[Any]) -> list[Any]:
         """The results of the scan."""
@@ -143,7 +146,7 @@ class Stages:
         roots = [*(self.carry[x] for x in ends), *wanted]
 
         def acts(e: core.JaxprEqn) -> bool:
-            return _acts(e) and self._is_of(e, level)
+            return bool(e.effects) and self.of_equation[id(e)] == level
 
         equations, read = ir.needed(self.program, roots, self._is_there, acts)
         if not roots and not equations:
@@ -225,13 +228,6 @@ class Stages:
     def _is_there(self, x: Any) -> bool:
         return x in self.known or x in self.stacks
 
-    def _is_of(self, equation: core.JaxprEqn, level: int) -> bool:
-        """Whether a stage runs it."""
-        alone = self.meetings.get(level, ())
-        return self.of_equation[id(equation)] == level and all(
-            e is not equation for e in alone
-        )
-
     def _wanted(self, level: int) -> list[Any]:
         """What a stage stacks: what collectives and results read, and later stages."""
         due = variables(self.program.outvars[self.how.num_carry :])
@@ -241,8 +237,7 @@ class Stages:
         due += [x for e in self.program.eqns if self.is_mark(e) for x in e.outvars]
         late = [x for c, x in self.carry.items() if self.level[c] > level]
         for e in self.program.eqns:
-            alone = any(e is x for x in self.meetings.get(self.of_equation[id(e)], ()))
-            if self.of_equation[id(e)] > level and not alone:
+            if self.of_equation[id(e)] > level:
                 late += e.invars
 
         def own(atoms: Sequence[Any]) -> dict[Any, None]:
@@ -257,10 +252,10 @@ class Stages:
     ) -> list[Any]:
         """The smallest set that `late` is computed of; what is due takes nothing."""
         sources = [x for x in self.carry if self.level[x] == level]
-        its = [e for e in self.program.eqns if self._is_of(e, level)]
+        its = [e for e in self.program.eqns if self.of_equation[id(e)] == level]
         for e in its:
             dear = not cost.is_cheap(e) or self.meets(e)
-            if _acts(e) or self.is_mark(e) or (dear and _wish(e) is None):
+            if e.effects or self.is_mark(e) or (dear and _wish(e) is None):
                 sources += e.outvars
 
         def size(x: Any) -> float:
@@ -336,11 +331,6 @@ def _opened(e: core.JaxprEqn) -> list[core.JaxprEqn]:
     return ir.renamed(
         inside.eqns, known | dict(zip(inside.outvars, e.outvars, strict=True))
     )
-
-
-def _acts(e: core.JaxprEqn) -> bool:
-    """Whether it does more than compute, such as printing."""
-    return bool(e.effects)
 
 
 def _smooth(jaxpr: core.Jaxpr) -> set[Any]:

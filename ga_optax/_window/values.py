@@ -1,12 +1,11 @@
 """The values of a flat program: in one micro-batch, or the same in all of them."""
 
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core
 
 from ga_optax import accumulator
 from ga_optax._devices import meshes
@@ -14,7 +13,6 @@ from ga_optax._devices.collectives import vary
 from ga_optax._devices.meshes import Axes
 from ga_optax._loop.step import Operands, Step
 from ga_optax._partition import is_inexact
-from ga_optax._passes import ir
 from ga_optax._passes.ir import bind
 from ga_optax._window import schedule as scheduling
 from ga_optax._window.read import flat
@@ -50,10 +48,9 @@ class Values:
     Attributes:
       axes: the data axes that are bound.
       varying: the axes over which what micro-batches hold varies.
-      size: the number of micro-batches, on all devices.
       xs: what differs between this device's: the batch, and last the index.
-      params: the leaves to differentiate with respect to.
-      of_params: their variables.
+      of_params: the variables of the leaves to differentiate with respect to.
+      params: their buffers, which are there from the start.
       schedule: what to compute when.
       buffers: the buffers that are filled, by number.
       rooms: the arrays that can be written over, for what comes next.
@@ -67,61 +64,45 @@ class Values:
     made: int = 0
 
     def __init__(self, loss: Loss, operands: Operands, axes: Axes) -> None:
-        self.axes, self.size = axes, loss.size
+        self.axes = axes
         varying = frozenset().union(*map(meshes.varying, operands.batch))
         self.varying = tuple(sorted({*axes, *varying}))
         self.xs = operands.batch
-        self.params = operands.params
+        self.params: list[int] = []
         self.buffers: Buffers = {}
         self.rooms: Arrays = []
         self.seen: set[int] = set()
         self.functions: dict[Any, Callable[..., Any]] = {}
 
         own = [x[0] for x in self.xs]
-        values = [*operands.consts, *self.params, *own]
-        jaxpr, consts = flat(loss.step.jaxpr, values, loss.axis, self.size)
+        values = [*operands.consts, *operands.params, *own]
+        jaxpr, consts = flat(loss.step.jaxpr, values, loss.axis, loss.size)
         variables = iter(jaxpr.invars)
         of_consts, self.of_params, self.of_own = (
             [next(variables) for _ in group]
-            for group in (operands.consts, self.params, own)
+            for group in (operands.consts, operands.params, own)
         )
         fixed = [*jaxpr.constvars, *of_consts]
         self.fixed = dict(zip(fixed, [*consts, *operands.consts], strict=True))
         smooth = [*self.of_params, *self.of_own[: operands.rows]]
         facts = scheduling.facts_of(jaxpr, loss.axis, smooth, self.of_own)
-        whole = _need_no_loop(loss.step)
-        self.schedule: Schedule = scheduling.make(jaxpr, loss.axis, facts, whole)
+        # These need no loop if all micro-batches share them.
+        whole = [i for i, way in enumerate(loss.step.ways) if i and way == "last"]
+        times = {"own": len(self.xs[-1]), "stack": loss.size}
+        self.schedule = scheduling.make(jaxpr, loss.axis, facts, whole, times)
 
-    def needed(
-        self,
-        wanted: Sequence[Any],
-        level: Level,
-        acts: bool = False,
-        buffers: Container[int] | None = None,
-    ) -> tuple[list[core.JaxprEqn], list[Any]]:
-        """The equations that compute `wanted` with the buffers below a level known.
-
-        If the loop `acts`, it also runs those that print or call back: each once. Of
-        `buffers`, or of those that are filled.
-        """
-        schedule = self.schedule
-        # After the loops, those that read what only they have filled.
-        after = level > Level(schedule.end)
-        lowest, end = schedule.end if after else 0, level.number + after
-
-        def runs(equation: core.JaxprEqn) -> bool:
-            its = max((schedule.fact(x).level for x in equation.invars), default=0)
-            return lowest <= its < end and ir.calls_back(equation)
-
-        held = self.buffers if buffers is None else buffers
-        return schedule.needed(wanted, level, runs if acts else None, held)
+    def begin(self, schedule: Schedule, params: Arrays) -> None:
+        """Goes by a schedule from here on."""
+        self.schedule = schedule
+        pairs = zip(self.of_params, params, strict=True)
+        self.params = [self.given(Buffer(x, "once", -1, True), p) for x, p in pairs]
 
     def evaluate(
         self,
         wanted: Sequence[Any],
         level: Level,
         x: Any = None,
-        known: tuple[Arrays, Buffers] | None = None,
+        buffers: Buffers | None = None,
         acts: bool = False,
     ) -> Arrays:
         """The values of variables at a level.
@@ -130,15 +111,14 @@ class Values:
           wanted: the variables.
           level: the buffers below it are read.
           x: a slice of `xs`, which is the micro-batch; None if it does not matter.
-          known: parameters and buffers, or parts of those, in place of those here.
+          buffers: buffers, or parts of those, in place of those here.
           acts: whether to run what prints, too.
         """
-        params, buffers = known or (self.params, self.buffers)
+        buffers = self.buffers if buffers is None else buffers
         own = self.xs if x is None else x
         index, values = own[-1], dict(self.fixed)
-        values |= zip(self.of_params, params, strict=True)
         values |= zip(self.of_own, own, strict=True)
-        equations, read = self.needed(wanted, level, acts, buffers)
+        equations, read = self.schedule.needed(wanted, level, acts, buffers)
         for v in read:
             view = self.schedule.views.get(v)
             held = buffers.get(view.buffer) if view else None
@@ -153,13 +133,14 @@ class Values:
             for v, x in zip(wanted, out, strict=True)
         ]
 
-    def given(self, x: Any, stack: jax.Array) -> int:
-        """The buffer of what is there from the start, of each micro-batch."""
+    def given(self, buffer: Buffer, value: jax.Array) -> int:
+        """The number of a buffer that is there from the start."""
         schedule = self.schedule
         j = len(schedule.buffers)
-        schedule.buffers.append(Buffer(x, "own", -1, schedule.facts[x].smooth))
-        schedule.views[x] = View(j, scheduling.own_part)
-        self.buffers[j] = stack
+        schedule.buffers.append(buffer)
+        of = scheduling.own_part if buffer.kind == "own" else scheduling.whole
+        schedule.views[buffer.operand] = View(j, of)
+        self.buffers[j] = value
         return j
 
     def room(self, like: jax.Array) -> jax.Array:
@@ -217,12 +198,6 @@ class Values:
             if j in self.buffers:
                 self.rooms.append(self.buffers.pop(j))
 
-    def zeros(self, buffer: Buffer) -> jax.Array:
-        """A buffer before it is filled."""
-        aval: Any = buffer.operand.aval
-        more = {"stack": (self.size,), "own": (len(self.xs[-1]),)}.get(buffer.kind, ())
-        return jnp.zeros((*more, *aval.shape), aval.dtype)
-
 
 def _is_sharded(x: jax.Array) -> bool:
     """Whether a mesh shards it by its type."""
@@ -233,11 +208,6 @@ def placed(stack: jax.Array, x: jax.Array, index: jax.Array) -> jax.Array:
     """A stack with the value of one micro-batch in it, of this device or of all."""
     index = index % len(stack)
     return jax.lax.dynamic_update_index_in_dim(stack, x.astype(stack.dtype), index, 0)
-
-
-def _need_no_loop(step: Step) -> list[int]:
-    """Which results are what all micro-batches have, if they share them."""
-    return [i for i, way in enumerate(step.ways) if i and way == "last"]
 
 
 def wide(x: jax.Array) -> jax.Array:
