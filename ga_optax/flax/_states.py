@@ -254,7 +254,8 @@ class Optimizer(nnx.Optimizer[M]):
 def _stats(opt_state: Any) -> state.Stats | None:
     """The counters of the `MultiSteps` in a state, None if there is none."""
     _check_accumulator(opt_state)
-    return state.stats(opt_state) if state.find_states(opt_state) else None
+    found = nodes_of(state.MultiStepsState, opt_state)
+    return state.stats(opt_state) if found else None
 
 
 def _check_accumulator(opt_state: Any) -> None:
