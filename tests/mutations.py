@@ -240,8 +240,8 @@ MUTATIONS = [
     Mutation(
         "a sum for a mean across calls",
         "_across/storage.py",
-        "        grads = jax.tree.map(divide, grads) if self.use_grad_mean else grads\n",
-        "",
+        "jax.tree.map(divide, grads) if self.use_grad_mean else grads\n",
+        "grads\n",
         "test_multi_steps_numbers.py",
     ),
     Mutation(

@@ -1,6 +1,7 @@
 """What a `MultiSteps` was made with, and what follows from that alone."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -35,6 +36,12 @@ class Config:
     mean_argnames: tuple[str, ...]
 
     @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments alone, by their names."""
+        names = (field.name for field in dataclasses.fields(self))
+        return {name: getattr(self, name) for name in names}
+
+    @functools.cached_property  # so that it is one object
     def inner(self) -> optax.GradientTransformationExtraArgs:
         """The inner optimizer, with support for extra arguments."""
         return optax.with_extra_args_support(self.opt)

@@ -231,10 +231,10 @@ class MultiSteps(optax.GradientTransformationExtraArgs):
         return optax.GradientTransformationExtraArgs(*iterable)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return functools.partial(type(self), **vars(self._config)), ()
+        return functools.partial(type(self), **self._config.arguments), ()
 
     def __repr__(self) -> str:
-        arguments = (f"{name}={x}" for name, x in vars(self._config).items())
+        arguments = (f"{name}={x}" for name, x in self._config.arguments.items())
         return f"MultiSteps({', '.join(arguments)})"
 
 
