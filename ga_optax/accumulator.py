@@ -326,6 +326,11 @@ def _by_part(
     return jax.lax.complex(operation(x.real, weight), operation(x.imag, weight))
 
 
+def parts(x: jax.Array) -> tuple[jax.Array, ...]:
+    """The real and the imaginary part of complex numbers, and others as they are."""
+    return (x.real, x.imag) if jnp.iscomplexobj(x) else (x,)
+
+
 def cleared(total: jax.Array, empty: jax.Array) -> jax.Array:
     """`total`, or -0.0 everywhere if it holds nothing yet."""
     return jnp.where(empty, -jnp.zeros([], total.dtype), total)

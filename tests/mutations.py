@@ -233,15 +233,15 @@ MUTATIONS = [
     Mutation(
         "a window without a weight for its micro-batches",
         "_across/window.py",
-        "after = accumulator.add(self.before, values, self.weight)",
+        "after = accumulator.add(self.before, values, weight)",
         "after = accumulator.add(self.before, values)",
         "test_multi_steps_numbers.py",
     ),
     Mutation(
         "a sum for a mean across calls",
         "_across/storage.py",
-        "    grads = jax.tree.map(divide, grads) if use_grad_mean else grads\n",
-        "",
+        "jax.tree.map(divide, grads) if self.use_grad_mean else grads\n",
+        "grads\n",
         "test_multi_steps_numbers.py",
     ),
     Mutation(

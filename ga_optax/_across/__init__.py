@@ -8,7 +8,6 @@ the inner optimizer where a window closes.
     state        the state, and what reads it
     saved        reading a state that was saved by another version
     choices      a choice that is known when traced, or is not
-    reuse        updates that take over the accumulator's buffer
     noise_scale  the gradient noise scale
 
 Imports `_devices` and the root.

@@ -1,6 +1,7 @@
 """What a `MultiSteps` was made with, and what follows from that alone."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,66 +13,65 @@ from jax.typing import ArrayLike
 
 from ga_optax import accumulator
 from ga_optax._across import noise_scale
-from ga_optax._across.state import (
-    MultiStepsState,
-    new_counters,
-    state_type,
-)
-from ga_optax._across.storage import ManyDevices, OneDevice
+from ga_optax._across.state import MultiStepsState, new_counters, state_type
+from ga_optax._across.storage import Held, Storage
 from ga_optax._checks import check_int, is_int, nodes_of
-from ga_optax.accumulator import Accumulator
 
 SkipFn = Callable[[Any, Any, Any], tuple[Any, Any]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Config:
-    """The arguments of a `MultiSteps`, checked.
+    """The arguments of a `MultiSteps` under their names, checked; see there."""
 
-    Attributes:
-      inner: the inner optimizer.
-      every_k: k, or a function of the step that returns it.
-      should_skip: whether a micro-step is left out, or None.
-      should_drop: whether a window is left out, or None.
-      dtype: of the accumulator; None for that of each leaf.
-      track_noise: whether the state holds what `noise_scale` reads.
-      track_norm: whether it holds the norm of the last window's gradient.
-      mean_argnames: the extra arguments to average.
-      storage: where the sum of a window is kept between calls.
-    """
-
-    inner: optax.GradientTransformationExtraArgs
-    every_k: int | Callable[[jax.Array], ArrayLike]
-    should_skip: SkipFn | None
-    should_drop: SkipFn | None
-    dtype: np.dtype | None
+    opt: optax.GradientTransformation
+    every_k_schedule: int | Callable[[jax.Array], ArrayLike]
+    use_grad_mean: bool
+    should_skip_update_fn: SkipFn | None
+    accumulator_dtype: np.dtype | None
+    should_drop_window_fn: SkipFn | None
     track_noise: bool
     track_norm: bool
+    data_axis: tuple[str, ...] | None
     mean_argnames: tuple[str, ...]
-    storage: OneDevice | ManyDevices
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments alone, by their names."""
+        names = (field.name for field in dataclasses.fields(self))
+        return {name: getattr(self, name) for name in names}
+
+    @functools.cached_property  # so that it is one object
+    def inner(self) -> optax.GradientTransformationExtraArgs:
+        """The inner optimizer, with support for extra arguments."""
+        return optax.with_extra_args_support(self.opt)
+
+    @property
+    def storage(self) -> Storage:
+        """Where the sum of a window is kept between calls."""
+        return Storage(self.use_grad_mean, self.data_axis or ())
 
     def init(self, params: optax.Params) -> MultiStepsState:
         """The state before the first micro-step."""
         acc = self.empty(params)
         held = self.storage.start(acc)
         skip_state, drop_state = (), ()
-        if self.should_skip is not None:
+        if (skips := self.should_skip_update_fn) is not None:
             zeros = optax.tree.zeros_like(params)
-            _, skip_state = checked(self.should_skip(zeros, acc.count, params))
-        if self.should_drop is not None:
-            zeros, _ = sums(acc)
-            _, drop_state = checked(self.should_drop(zeros, acc.count, params))
-        total, arg_totals = sums(held)
+            _, skip_state = checked(skips(zeros, acc.count, params))
+        if (drops := self.should_drop_window_fn) is not None:
+            _, drop_state = checked(drops(acc.total[0], acc.count, params))
+        total, arg_totals = held.total
         inner = self.inner.init(params)
         for kind in (MultiStepsState, optax.MultiStepsState):
             for path in nodes_of(kind, inner):
                 held = f"its state holds a {kind.__name__} at {path}"
-                raise windows_of_windows(held, self.every_k)
-        return state_type(self.storage.use_grad_mean)(
+                raise windows_of_windows(held, self.every_k_schedule)
+        return state_type(self.use_grad_mean)(
             mini_step=acc.count,
             gradient_step=jnp.zeros([], jnp.int32),
             inner_opt_state=inner,
-            total=() if self.every_k == 1 else total,
+            total=() if self.every_k_schedule == 1 else total,
             skip_state=skip_state,
             drop_state=drop_state,
             weight=held.weight,
@@ -81,17 +81,17 @@ class Config:
             grad_norm=jnp.zeros([], float) if self.track_norm else (),
         )
 
-    def empty(self, params: Any) -> Accumulator:
+    def empty(self, params: Any) -> Held:
         """An empty accumulator for gradients and the extra arguments to average."""
-        acc = accumulator.init(params, self.dtype)
+        acc = accumulator.init(params, self.accumulator_dtype)
         args = {name: jnp.zeros_like(acc.weight) for name in self.mean_argnames}
         return acc._replace(total=(acc.total, args))
 
     def window_length(self, step: jax.Array) -> int | jax.Array:
         """The k of this step: an int if it is known."""
-        if isinstance(self.every_k, int):
-            return self.every_k
-        k = self.every_k(step)
+        if isinstance(self.every_k_schedule, int):
+            return self.every_k_schedule
+        k = self.every_k_schedule(step)
         if isinstance(k, int) and not isinstance(k, bool):
             return check_every_k(k)
         dtype, shape = jnp.result_type(k), jnp.shape(k)
@@ -103,12 +103,6 @@ class Config:
                 "window that the step belongs to."
             )
         return jnp.asarray(k)
-
-
-def sums(acc: Accumulator) -> tuple[Any, dict[str, jax.Array]]:
-    """The sum of gradients, and those of extra arguments."""
-    total: Any = acc.total
-    return total
 
 
 def check_every_k(k: Any) -> Any:

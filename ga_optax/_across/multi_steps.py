@@ -22,25 +22,19 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from ga_optax._across import window
-from ga_optax._across.config import (
-    Config,
-    SkipFn,
-    check_every_k,
-    windows_of_windows,
-)
+from ga_optax._across.config import Config, SkipFn, check_every_k, windows_of_windows
 from ga_optax._across.request import Request
 from ga_optax._across.state import (
     MultiStepsState,
-    find_states,
     has_updated,
     some_states,
     state_type,
     warn_of_counts,
 )
-from ga_optax._across.storage import ManyDevices, OneDevice
-from ga_optax._checks import check_callable, check_dtype, check_gradients
+from ga_optax._checks import check_callable, check_dtype, check_gradients, nodes_of
 from ga_optax._devices import meshes
 from ga_optax._text import listed
+from ga_optax.accumulator import parts
 
 
 def drop_window_if_not_finite(
@@ -82,14 +76,10 @@ def drop_window_if_not_finite(
         & ~jnp.isnan(jnp.sum(part))
         for leaf in jax.tree.leaves(updates)
         if leaf.size
-        for part in _parts(leaf)
+        for part in parts(leaf)
     ]
     should_skip = ~jnp.all(jnp.array(finite, bool))
     return should_skip, {"should_skip": should_skip}
-
-
-def _parts(x: jax.Array) -> tuple[jax.Array, ...]:
-    return (x.real, x.imag) if jnp.iscomplexobj(x) else (x,)
 
 
 _DECIDE = {
@@ -170,7 +160,6 @@ class MultiSteps(optax.GradientTransformationExtraArgs):
     """
 
     _config: Config
-    _arguments: dict[str, Any]
 
     def __new__(
         cls,
@@ -187,34 +176,24 @@ class MultiSteps(optax.GradientTransformationExtraArgs):
         data_axis: str | Sequence[str] | None = None,
     ) -> "MultiSteps":
         """Builds the pair of pure functions; see the class for the arguments."""
-        axes, mean = meshes.check_data_axis(data_axis), bool(use_grad_mean)
+        axes = meshes.check_data_axis(data_axis)
         _check_decides(should_skip_update_fn, should_drop_window_fn)
         _check_tracks(track_noise, track_norm, data_axis)
+        _check_opt(opt, every_k_schedule)
         config = Config(
-            inner=_check_opt(opt, every_k_schedule),
-            every_k=check_every_k(every_k_schedule),
-            should_skip=should_skip_update_fn,
-            should_drop=should_drop_window_fn,
-            dtype=check_dtype(accumulator_dtype),
+            opt=opt,
+            every_k_schedule=check_every_k(every_k_schedule),
+            use_grad_mean=bool(use_grad_mean),
+            should_skip_update_fn=should_skip_update_fn,
+            accumulator_dtype=check_dtype(accumulator_dtype),
+            should_drop_window_fn=should_drop_window_fn,
             track_noise=track_noise,
             track_norm=track_norm,
+            data_axis=axes or None,
             mean_argnames=_check_argnames(mean_argnames),
-            storage=ManyDevices(mean, axes) if axes else OneDevice(mean),
         )
         self = super().__new__(cls, config.init, _update_of(config))
         self._config = config
-        self._arguments = {
-            "opt": opt,
-            "every_k_schedule": config.every_k,
-            "use_grad_mean": mean,
-            "should_skip_update_fn": should_skip_update_fn,
-            "accumulator_dtype": config.dtype,
-            "should_drop_window_fn": should_drop_window_fn,
-            "track_noise": track_noise,
-            "track_norm": track_norm,
-            "data_axis": axes or None,
-            "mean_argnames": config.mean_argnames,
-        }
         return self
 
     @property
@@ -234,9 +213,9 @@ class MultiSteps(optax.GradientTransformationExtraArgs):
         (P('data',), P())
         """
         specs: dict[str, Any] = dict.fromkeys(MultiStepsState._fields, PartitionSpec())
-        storage = self._config.storage
-        specs |= dict.fromkeys(("total", "weight", "arg_totals"), storage.spec)
-        return state_type(storage.use_grad_mean)(**specs)
+        of_devices = self._config.storage.spec
+        specs |= dict.fromkeys(("total", "weight", "arg_totals"), of_devices)
+        return state_type(self._config.use_grad_mean)(**specs)
 
     def has_updated(self, state: optax.OptState) -> jax.Array:
         """Whether the last call emitted; see the function `has_updated`."""
@@ -252,12 +231,11 @@ class MultiSteps(optax.GradientTransformationExtraArgs):
         return optax.GradientTransformationExtraArgs(*iterable)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return functools.partial(type(self), **self._arguments), ()
+        return functools.partial(type(self), **self._config.arguments), ()
 
     def __repr__(self) -> str:
-        return (
-            f"MultiSteps({', '.join(f'{k}={v}' for k, v in self._arguments.items())})"
-        )
+        arguments = (f"{name}={x}" for name, x in self._config.arguments.items())
+        return f"MultiSteps({', '.join(arguments)})"
 
 
 def _update_of(config: Config) -> Callable[..., Any]:
@@ -274,8 +252,9 @@ def _update_of(config: Config) -> Callable[..., Any]:
         """Adds a gradient; the updates are zero until the window closes."""
         _check_spelling(extra_args)
         _check_order(grads=grads, params=params)
-        request = Request(config, state, grads, params, extra_args, applies=False)
-        return window.micro_step(request, weight, emit=None)
+        return window.micro_step(
+            Request(config, state, grads, params, extra_args, weight, applies=False)
+        )
 
     @functools.wraps(update)
     def update_as_in_optax(*args: Any, **kwargs: Any) -> Any:
@@ -369,10 +348,11 @@ def apply_gradients(
     _check_order(grads=grads, params=params)
     check_gradients(params, grads, expected="params", integers=True)
     if isinstance(tx, MultiSteps):
-        _check_taken(tx._arguments["opt"], extra_args)
         config = tx._config
-        request = Request(config, state, grads, params, extra_args, applies=True)
-        return window.micro_step(request, weight, emit)
+        _check_taken(config.opt, extra_args)
+        return window.micro_step(
+            Request(config, state, grads, params, extra_args, weight, emit)
+        )
 
     if emit is not None:
         raise TypeError(_need_multi_steps("emit", tx))
@@ -422,17 +402,15 @@ def flush(
     """
     if not isinstance(tx, MultiSteps):
         raise TypeError(_need_multi_steps("flush", tx))
-    _check_taken(tx._arguments["opt"], extra_args)
-    _check_order(params=params)
     config = tx._config
+    _check_taken(config.opt, extra_args)
+    _check_order(params=params)
     extra_args |= dict.fromkeys(config.mean_argnames, 0.0)  # only their types are read
-    return window.flush(
-        Request(config, state, params, params, extra_args, applies=True)
-    )
+    return window.flush(Request(config, state, params, params, extra_args))
 
 
-def _check_opt(opt: Any, k: Any) -> optax.GradientTransformationExtraArgs:
-    """Returns the inner optimizer with support for extra arguments, or raises."""
+def _check_opt(opt: Any, k: Any) -> None:
+    """Raises unless `opt` is an optimizer that does not accumulate itself."""
     if not (hasattr(opt, "init") and hasattr(opt, "update")):
         raise TypeError(
             "opt must be an optax.GradientTransformation, but it is "
@@ -440,10 +418,9 @@ def _check_opt(opt: Any, k: Any) -> optax.GradientTransformationExtraArgs:
         )
     if isinstance(opt, MultiSteps):
         what = "it is a ga_optax.MultiSteps"
-        raise windows_of_windows(what, k, opt._config.every_k)
+        raise windows_of_windows(what, k, opt._config.every_k_schedule)
     if isinstance(opt, optax.MultiSteps):
         raise windows_of_windows("it is an optax.MultiSteps", k)
-    return optax.with_extra_args_support(opt)
 
 
 def _check_decides(skip: Any, drop: Any) -> None:
@@ -479,7 +456,7 @@ def _check_tracks(track_noise: Any, track_norm: Any, data_axis: Any) -> None:
 def _check_order(**trees: Any) -> None:
     """Raises if one of the trees is, or holds, the state: they were swapped."""
     for name, tree in trees.items():
-        for path in find_states(tree):
+        for path in nodes_of(MultiStepsState, tree):
             raise TypeError(
                 f"{name} must not hold the state of a MultiSteps, but there is one at "
                 f"{path or 'its top'}. Swapped? The order is apply_gradients(tx, "

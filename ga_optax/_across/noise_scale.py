@@ -29,6 +29,7 @@ import optax
 from jax.typing import ArrayLike
 
 from ga_optax._checks import nodes_of
+from ga_optax.accumulator import parts
 
 # The decay of the exponential moving averages. They are as good as a plain mean of
 # (1 + 0.98) / (1 - 0.98) = 99 windows: the estimates of one window are often off by
@@ -279,7 +280,7 @@ def squared_norm(tree: optax.Updates) -> jax.Array:
     terms = [
         jnp.sum(jnp.square(part.astype(jnp.promote_types(part.dtype, jnp.float32))))
         for leaf in map(jnp.asarray, jax.tree.leaves(tree))
-        for part in ((leaf.real, leaf.imag) if jnp.iscomplexobj(leaf) else (leaf,))
+        for part in parts(leaf)
     ]
     dtype = jnp.result_type(float)
     return sum((term.astype(dtype) for term in terms), jnp.zeros([], dtype))

@@ -28,6 +28,8 @@ class Request:
       grads: gradients with the dtypes that the bare optimizer would be given.
       params: the parameters, if known.
       extra_args: for the inner optimizer.
+      weight: how much the micro-batch counts; None for 1.
+      emit: whether the window closes; None if its state counts.
       applies: whether the call returns the parameters, with the updates applied to
         them, or the updates.
     """
@@ -37,7 +39,9 @@ class Request:
     grads: optax.Updates
     params: Any
     extra_args: dict[str, Any]
-    applies: bool
+    weight: ArrayLike | None = None
+    emit: choices.Predicate | None = None
+    applies: bool = True
 
     def __post_init__(self) -> None:
         state, names = check_state(self.state), self.config.mean_argnames
@@ -70,6 +74,11 @@ class Request:
     def gradients(self) -> optax.Updates:
         """The gradients as they are added: floating ones for integer parameters."""
         return jax.tree.map(_floating, self.grads)
+
+    @property
+    def values(self) -> Any:
+        """What is added: gradients, and extra arguments."""
+        return self.gradients, self.averaged
 
     @functools.cached_property
     def bare(self) -> Any:
@@ -109,13 +118,12 @@ class Request:
         return grads
 
     def ask(
-        self, decides: str, updates: optax.Updates, state: MultiStepsState
+        self, field: str, updates: optax.Updates, state: MultiStepsState
     ) -> tuple[jax.Array, Any]:
-        """Whether to "skip" or "drop", and what the state keeps of the answer."""
-        fn, name = getattr(self.config, f"should_{decides}"), _ARGUMENTS[decides]
+        """What a function decides, and what a field of the state keeps of that."""
+        name, held = _DECIDES[field], getattr(state, field)
+        fn = getattr(self.config, name)
         answer, new = checked(fn(updates, state.gradient_step, self.params))
-        field = f"{decides}_state"
-        held = getattr(state, field)
         if jax.tree.structure(new) != jax.tree.structure(held):
             raise ValueError(
                 f"The field {field} of the state must have the structure of what "
@@ -124,7 +132,7 @@ class Request:
                 "function, or with another one. Put that of a new state into it: "
                 f"state._replace({field}=tx.init(params).{field})."
             )
-        return answer, new
+        return answer, choices.cast_like(new, held)
 
     def check_params(self) -> None:
         """Raises if the parameters are no arrays, or missing and needed."""
@@ -167,7 +175,10 @@ def _floating(grads: ArrayLike) -> ArrayLike:
     return jnp.asarray(grads, float) if integers else grads
 
 
-_ARGUMENTS = {"skip": "should_skip_update_fn", "drop": "should_drop_window_fn"}
+_DECIDES = {
+    "skip_state": "should_skip_update_fn",
+    "drop_state": "should_drop_window_fn",
+}
 
 _AVERAGED = "mean_argnames names it: pass the value of the micro-batch in every call."
 

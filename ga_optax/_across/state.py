@@ -322,11 +322,6 @@ def state_type(use_grad_mean: bool) -> type[MultiStepsState]:
 # -- Finding it ------------------------------------------------------------------------
 
 
-def find_states(state: optax.OptState) -> dict[str, MultiStepsState]:
-    """Every `MultiStepsState` in a tree, by its path."""
-    return nodes_of(MultiStepsState, state)
-
-
 def find_state(state: optax.OptState) -> MultiStepsState:
     """The one `MultiStepsState` in a tree; raises if there is none, or another."""
     found = some_states(state)
@@ -340,7 +335,7 @@ def find_state(state: optax.OptState) -> MultiStepsState:
 
 def some_states(state: optax.OptState) -> dict[str, MultiStepsState]:
     """Every `MultiStepsState` in a tree, by its path; raises if there is none."""
-    if found := find_states(state):
+    if found := nodes_of(MultiStepsState, state):
         return found
     hint = "Wrap the optimizer in ga_optax.MultiSteps."
     if nodes_of(optax.MultiStepsState, state):

@@ -12,49 +12,48 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike
 
 from ga_optax import accumulator
 from ga_optax._across import choices, noise_scale
 from ga_optax._across.choices import Predicate
 from ga_optax._across.closing import Closing
-from ga_optax._across.config import sums
 from ga_optax._across.request import Request
-from ga_optax._across.reuse import Reuse, reused
 from ga_optax._across.state import MultiStepsState
-from ga_optax._across.storage import Buffer, When
+from ga_optax._across.storage import Held
 from ga_optax._checks import check_gradients, check_leaves, check_weight
 from ga_optax.accumulator import Accumulator
 
 
-def micro_step(
-    request: Request, weight: ArrayLike | None, emit: Predicate | None
-) -> tuple[Any, MultiStepsState]:
+def micro_step(request: Request) -> tuple[Any, MultiStepsState]:
     """Adds a gradient, and closes the window if it is full."""
-    storage = request.config.storage
+    storage, weight, emit = request.config.storage, request.weight, request.emit
     k = request.config.window_length(request.state.gradient_step)
     if emit is None and isinstance(k, int) and k == 1:
         emit = True
     held = storage.load(_held(request.state))
-    _check(request, held, weight, emit)
+    _check(request, held, emit)
     skip, state = _ask_whether_to_skip(request)
     keeps = not _keeps_nothing(request)
     before = held if keeps else request.config.empty(request.gradients)
-    addition = _Addition(request, before, weight, skip)
+    addition = _Addition(request, before, skip)
     acc = addition.done()
     if keeps:
         state = addition.noise(state)
     emits = _is_full(acc.count, k) if emit is None else emit
     closes = choices.both(emits, choices.negated(skip))
-    buffer = addition.finish(acc, closes) if keeps else addition.alone(acc, closes)
+    if keeps or weight is not None:
+        acc = storage.finish(acc, closes)
+    else:  # a window of one micro-step: the mean of one is that one
+        acc = acc._replace(total=choices.cast_like(request.values, acc.total))
     if emit is True:
-        buffer = storage.fence(buffer)
+        acc = storage.fence(acc)
+    choose, recomputed = choices.branch, addition.recomputed
+    if isinstance(emit, bool):
+        choose, recomputed = choices.pick, None
     # Without a weight this micro-batch counts 1, so that the window's is not 0.
-    weighs = _always if weight is None else _has_weight
-    static = isinstance(emit, bool)
-    when = When(closes, weighs, choices.pick if static else choices.branch)
-    reuse = Reuse() if static else Reuse(reused(request), addition.recomputed)
-    out, state = Closing(request, state, when, reuse).close(buffer)
+    weighted = weight is not None
+    closing = Closing(request, state, closes, weighted, choose, recomputed)
+    out, state = closing.close(acc)
     state = state._replace(total=state.total if keeps else ())
     return out, state.counting(
         micro_steps=choices.count_if(choices.negated(skip), state.micro_steps),
@@ -69,16 +68,14 @@ def flush(request: Request) -> tuple[Any, MultiStepsState]:
         return request.params, state
     acc = storage.load(_held(state))
     check_leaves(
-        sums(acc)[0],
+        acc.total[0],
         request.params,
         name="params",
         expected="the state",
         todo="Pass the parameters of this state.",
     )
     closes = acc.count > 0
-    when = When(closes, _has_weight, choices.branch)
-    buffer = storage.finish(acc, closes)
-    out, flushed = Closing(request, state, when, Reuse()).close(buffer)
+    out, flushed = Closing(request, state, closes).close(storage.finish(acc, closes))
     emitted = jnp.where(closes, flushed.emitted, state.emitted)
     return out, flushed.counting(emitted=emitted)
 
@@ -89,46 +86,34 @@ class _Addition(NamedTuple):
     Attributes:
       request: the call that brings it.
       before: what the window holds so far.
-      weight: how much the micro-batch counts; None for 1.
       skip: whether it is left out.
     """
 
     request: Request
-    before: Accumulator
-    weight: ArrayLike | None
+    before: Held
     skip: Predicate
 
-    def done(self) -> Accumulator:
+    def done(self) -> Held:
         """The accumulator with the gradient in it."""
         with jax.named_scope("ga_optax.accumulate"):
-            values = self.request.gradients, self.request.averaged
-            after = accumulator.add(self.before, values, self.weight)
+            values, weight = self.request.values, self.request.weight
+            after = accumulator.add(self.before, values, weight)
             return choices.select(self.skip, self.before, after)
 
-    def finish(self, acc: Accumulator, closes: Predicate) -> Buffer:
-        """What the state holds of it, divided if the window closes."""
-        return self.request.config.storage.finish(acc, closes)
-
-    def alone(self, acc: Accumulator, closes: Predicate) -> Buffer:
-        """The same in a window of one micro-step: the mean of one is that one."""
-        if self.weight is not None:
-            return self.finish(acc, closes)
-        values = self.request.gradients, self.request.averaged
-        return Buffer(*acc)._replace(values=choices.cast_like(values, acc.total))
-
-    def recomputed(self, buffer: Buffer, closes: bool) -> Buffer:
-        """`buffer`, computed once more in a branch; on CPUs it is `buffer` itself.
+    def recomputed(self, acc: Held, closes: bool) -> Held:
+        """`acc`, computed once more in a branch; on CPUs it is `acc` itself.
 
         XLA for GPUs copies what was computed before a conditional and is passed on by
         a branch.
         """
-        grads, args = buffer.values
+        grads, args = acc.total
+        finish = self.request.config.storage.finish
         grads = jax.lax.platform_dependent(
             grads,
             cpu=lambda grads: grads,
-            default=lambda _: self.finish(self.done(), closes).values[0],
+            default=lambda _: finish(self.done(), closes).total[0],
         )
-        return buffer._replace(values=(grads, args))
+        return acc._replace(total=(grads, args))
 
     def noise(self, state: MultiStepsState) -> MultiStepsState:
         """The state with this gradient in what `noise_scale` reads."""
@@ -136,16 +121,11 @@ class _Addition(NamedTuple):
             return state
         with jax.named_scope("ga_optax.noise"):
             grads, first = self.request.gradients, state.mini_step == 0
-            noise = noise_scale.add(state.noise, grads, self.weight, first)
+            noise = noise_scale.add(state.noise, grads, self.request.weight, first)
             return state._replace(noise=choices.select(self.skip, state.noise, noise))
 
 
-def _check(
-    request: Request,
-    held: Accumulator,
-    weight: ArrayLike | None,
-    emit: Predicate | None,
-) -> None:
+def _check(request: Request, held: Held, emit: Predicate | None) -> None:
     """Raises if gradients, parameters or the weight do not fit the state."""
     names, extra_args = request.averaged, request.extra_args
     others = {name: x for name, x in extra_args.items() if name not in names}
@@ -154,22 +134,21 @@ def _check(
     keeps_nothing = _keeps_nothing(request)
     if keeps_nothing and emit is not True:
         raise ValueError(_NO_ACCUMULATOR)
-    required = request.params if keeps_nothing else sums(held)[0]
+    required = request.params if keeps_nothing else held.total[0]
     if required is not None:
         check_gradients(required, request.gradients)
-    if weight is not None:
-        check_weight(weight)
+    if request.weight is not None:
+        check_weight(request.weight)
     request.check_params()
 
 
 def _ask_whether_to_skip(request: Request) -> tuple[Predicate, MultiStepsState]:
     """Whether the micro-step is left out, and the state with what was answered."""
     state, config = request.state, request.config
-    if config.should_skip is None:
+    if config.should_skip_update_fn is None:
         return False, state
-    answer = request.ask("skip", request.grads, state)
+    answer = request.ask("skip_state", request.grads, state)
     skip, skip_state = config.storage.agree(answer)
-    skip_state = choices.cast_like(skip_state, state.skip_state)
     return skip, state._replace(skip_state=skip_state)
 
 
@@ -189,19 +168,10 @@ def _is_full(count: jax.Array, k: int | jax.Array) -> jax.Array:
     return count.astype(wide) >= k.astype(wide)
 
 
-def _held(state: MultiStepsState) -> Accumulator:
+def _held(state: MultiStepsState) -> Held:
     """The accumulator that a state holds."""
     total = state.total, state.arg_totals
     return Accumulator(total, state.weight, state.mini_step)
-
-
-def _always(buffer: Buffer) -> bool:
-    del buffer
-    return True
-
-
-def _has_weight(buffer: Buffer) -> jax.Array:
-    return buffer.weight != 0  # a NaN is not 0
 
 
 _NO_ACCUMULATOR = (

@@ -20,8 +20,12 @@ except ImportError as error:
     ) from error
 
 from ga_optax._compiled.plan import plan
-from ga_optax.flax._modules import accumulate, batch_dependencies, value_and_grad
-from ga_optax.flax._questions import verify
+from ga_optax.flax._modules import (
+    accumulate,
+    batch_dependencies,
+    value_and_grad,
+    verify,
+)
 from ga_optax.flax._states import Optimizer, TrainState
 
 __all__ = [

@@ -6,7 +6,7 @@
                                               before it left in the modules
 
 So to the functions of pure arguments, which do the work, variables that change are aux
-in the first, and a carry in the second.
+in the first, and a carry in the second. `verify` asks whether both give one gradient.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,10 +18,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import ArrayLike, DTypeLike
 
+from ga_optax import _verify
 from ga_optax._calls import accumulate as of_each
 from ga_optax._calls import dependencies, gradients
 from ga_optax._calls.options import found
 from ga_optax._calls.words import explains_keywords, warns_outside_jit
+from ga_optax._checks import check_not_empty
 from ga_optax._devices.data_axis import DataAxis
 from ga_optax.accumulator import Accumulator
 from ga_optax.flax._objects import Objects, in_context, like, number_of
@@ -95,23 +97,20 @@ def value_and_grad(
       TypeError, ValueError: if an argument does not fit, as in
         `ga_optax.value_and_grad`; if `argnums` selects no variable.
     """
-
-    def core(run: Callable[..., Any]) -> Callable[..., Any]:
-        return gradients.value_and_grad(
-            run,
-            num_microbatches,
-            microbatch_size=microbatch_size,
-            argnums=jax.tree.map(number_of, argnums),
-            has_aux=True,
-            batch_argnums=batch_argnums,
-            batch_argnames=batch_argnames,
-            batch_axes=batch_axes,
-            data_axis=data_axis,
-            residual_bytes=residual_bytes,
-            accumulator_dtype=accumulator_dtype,
-            optimize=optimize,
-        )
-
+    core = partial(
+        gradients.value_and_grad,
+        num_microbatches=num_microbatches,
+        microbatch_size=microbatch_size,
+        argnums=jax.tree.map(number_of, argnums),
+        has_aux=True,
+        batch_argnums=batch_argnums,
+        batch_argnames=batch_argnames,
+        batch_axes=batch_axes,
+        data_axis=data_axis,
+        residual_bytes=residual_bytes,
+        accumulator_dtype=accumulator_dtype,
+        optimize=optimize,
+    )
     core(fun)  # checks the options
 
     @warns_outside_jit
@@ -176,21 +175,18 @@ def batch_dependencies(
     Raises:
       TypeError, ValueError: as `value_and_grad`.
     """
-
-    def core(run: Callable[..., Any]) -> Callable[..., Any]:
-        return dependencies.batch_dependencies(
-            run,
-            num_microbatches,
-            microbatch_size=microbatch_size,
-            argnums=jax.tree.map(number_of, argnums),
-            has_aux=True,
-            batch_argnums=batch_argnums,
-            batch_argnames=batch_argnames,
-            batch_axes=batch_axes,
-            data_axis=data_axis,
-            residual_bytes=residual_bytes,
-        )
-
+    core = partial(
+        dependencies.batch_dependencies,
+        num_microbatches=num_microbatches,
+        microbatch_size=microbatch_size,
+        argnums=jax.tree.map(number_of, argnums),
+        has_aux=True,
+        batch_argnums=batch_argnums,
+        batch_argnames=batch_argnames,
+        batch_axes=batch_axes,
+        data_axis=data_axis,
+        residual_bytes=residual_bytes,
+    )
     core(fun)  # checks the options
 
     @in_context
@@ -297,26 +293,20 @@ def accumulate(
         "rng_argnums": rng_argnums,
     }
 
-    def core(
-        run: Callable[..., Any], numbers: Any, carry_argnums: Any = ()
-    ) -> Callable[..., Any]:
-        return of_each.accumulate(
-            run,
-            num_microbatches,
-            **numbers,
-            has_aux=has_aux,
-            batch_argnames=batch_argnames,
-            batch_axes=batch_axes,
-            data_axis=data_axis,
-            optimize=optimize,
-            weight_fn=weight_fn,
-            aux=aux,
-            rng_argnames=rng_argnames,
-            carry_argnums=carry_argnums,
-            num_real_microbatches=num_real_microbatches,
-        )
-
-    core(fun, numbers)  # checks the options
+    core = partial(
+        of_each.accumulate,
+        num_microbatches=num_microbatches,
+        has_aux=has_aux,
+        batch_argnames=batch_argnames,
+        batch_axes=batch_axes,
+        data_axis=data_axis,
+        optimize=optimize,
+        weight_fn=weight_fn,
+        aux=aux,
+        rng_argnames=rng_argnames,
+        num_real_microbatches=num_real_microbatches,
+    )
+    core(fun, **numbers)  # checks the options
 
     @warns_outside_jit
     @in_context
@@ -324,7 +314,8 @@ def accumulate(
     def add(acc: Accumulator, *args: Any, **kwargs: Any) -> tuple[Any, Accumulator]:
         objects = Objects(fun, argnums, args, kwargs, keys=data_axis is not None)
         run, places = _of_micro_batch(objects, has_aux), _places(numbers, len(args))
-        return _one_after_another(core(run, places, len(args)), objects, acc, has_aux)
+        of_places = core(run, **places, carry_argnums=len(args))
+        return _one_after_another(of_places, objects, acc, has_aux)
 
     return add
 
@@ -370,3 +361,65 @@ def _one_after_another(
     aux = objects.update(new, aux)
     acc_new = acc_new._replace(total=like(acc.total, acc_new.total))
     return ((loss, aux) if has_aux else loss), acc_new
+
+
+# -- Whether the second is the first --------------------------------------------------
+
+
+def verify(
+    fun: Callable[..., Any],
+    model: Any,
+    batch: Any,
+    num_microbatches: int,
+    *,
+    wrt: Any = nnx.Param,
+    **options: Any,
+) -> _verify.Report:
+    """`ga_optax.verify` for a loss of a module: is it the undivided batch's gradient?
+
+    >>> import jax.numpy as jnp, ga_optax as ga
+    >>> from flax import nnx
+    >>> model = nnx.Sequential(
+    ...     nnx.Linear(2, 4, rngs=nnx.Rngs(0)), nnx.BatchNorm(4, rngs=nnx.Rngs(1)))
+    >>> def loss(model, x):
+    ...     return jnp.mean(model(x)[:, 0] ** 3)
+    >>> ga.flax.verify(loss, model, jnp.eye(8, 2), num_microbatches=4).cause.name
+    'CROSS_EXAMPLE'
+    >>> model.eval()  # with the running averages, rows are independent
+    >>> ga.flax.verify(loss, model, jnp.eye(8, 2), num_microbatches=4).ok
+    True
+
+    Every gradient starts from the variables that `model` has. It changes none of them,
+    whatever `fun` does to its copy. Random streams in the model draw the same numbers
+    each time: if the loss uses dropout, call `model.eval()` first, or find
+    `RANDOMNESS`.
+
+    **Exactness**, **Memory**, **Time.** As for `ga_optax.verify`.
+
+    Args:
+      fun: the loss, `fun(model, batch)`, or `fun(model, batch, key)` if `rng` is given.
+      model: the module, or a tree of modules and other NNX objects.
+      batch: the undivided batch, as for `ga_optax.verify`.
+      num_microbatches: k; it must divide the number of rows.
+      wrt: a filter: what is differentiated, `nnx.LoRAParam` for example.
+      **options: all other options of `ga_optax.verify`.
+
+    Returns:
+      A `Report`, whose leaves are those of `nnx.state(model, wrt)`.
+
+    Raises:
+      TypeError, ValueError: if an argument does not fit, as in `ga_optax.verify`; if
+        `wrt` selects no variable.
+    """
+    graph, params, rest = nnx.split(model, wrt, ...)
+    todo = "Select parameters with wrt=, a filter of NNX."
+    check_not_empty("What wrt selects of the model", params, todo)
+    structure = jax.tree.structure(params)
+
+    def of_params(pure: Any, *batch_and_key: Any) -> Any:
+        own = jax.tree.unflatten(structure, jax.tree.leaves(pure))
+        # A copy: the variables of another trace cannot be assigned to.
+        return fun(nnx.merge(graph, own, rest, copy=True), *batch_and_key)
+
+    pure = nnx.as_pure(params)
+    return _verify.verify(of_params, pure, batch, num_microbatches, **options)

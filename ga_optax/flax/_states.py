@@ -74,14 +74,12 @@ class TrainState(train_state.TrainState):
     @property
     def optimizer_steps(self) -> jax.Array:
         """Updates of the inner optimizer so far, which its schedules count."""
-        stats = _stats(self.opt_state)
-        return jnp.asarray(self.step) if stats is None else stats.steps
+        return _counter("steps", self.opt_state, jnp.asarray(self.step))
 
     @property
     def micro_step(self) -> jax.Array:
         """Micro-steps in the open window; 0 if `tx` does not accumulate."""
-        stats = _stats(self.opt_state)
-        return jnp.int32(0) if stats is None else stats.fill
+        return _counter("fill", self.opt_state, jnp.int32(0))
 
     def apply_gradients(
         self,
@@ -188,14 +186,12 @@ class Optimizer(nnx.Optimizer[M]):
     @property
     def optimizer_steps(self) -> jax.Array:
         """Updates of the inner optimizer so far, which its schedules count."""
-        stats = _stats(nnx.as_pure(self.opt_state))
-        return self.step[...] if stats is None else stats.steps
+        return _counter("steps", nnx.as_pure(self.opt_state), self.step[...])
 
     @property
     def micro_step(self) -> jax.Array:
         """Micro-steps in the open window; 0 if `tx` does not accumulate."""
-        stats = _stats(nnx.as_pure(self.opt_state))
-        return jnp.int32(0) if stats is None else stats.fill
+        return _counter("fill", nnx.as_pure(self.opt_state), jnp.int32(0))
 
     def update(  # pyrefly: ignore[bad-override]  # returns no updates
         self,
@@ -251,10 +247,11 @@ class Optimizer(nnx.Optimizer[M]):
         nnx.update(self.opt_state, nnx.state(opt_state, graph=self.graph))
 
 
-def _stats(opt_state: Any) -> state.Stats | None:
-    """The counters of the `MultiSteps` in a state, None if there is none."""
+def _counter(name: str, opt_state: Any, otherwise: jax.Array) -> jax.Array:
+    """A counter of the `MultiSteps` in a state, `otherwise` if there is none."""
     _check_accumulator(opt_state)
-    return state.stats(opt_state) if state.find_states(opt_state) else None
+    accumulates = nodes_of(state.MultiStepsState, opt_state)
+    return getattr(state.stats(opt_state), name) if accumulates else otherwise
 
 
 def _check_accumulator(opt_state: Any) -> None:
