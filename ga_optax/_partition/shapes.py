@@ -9,7 +9,7 @@ from jax.extend import core
 from ga_optax._partition import moves
 from ga_optax._partition.values import (
     PARTIAL,
-    Result,
+    Results,
     Rows,
     Value,
     local_shape,
@@ -17,8 +17,6 @@ from ga_optax._partition.values import (
 )
 from ga_optax._partition.writer import Writer
 from ga_optax._passes.ir import is_inexact
-
-Results = list[Result] | None
 
 
 def barrier(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
