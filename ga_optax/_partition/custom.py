@@ -29,6 +29,7 @@ from ga_optax._partition.values import (
     WHOLE,
     Layout,
     Result,
+    Results,
     Rows,
     RowsMeet,
     Value,
@@ -39,7 +40,6 @@ from ga_optax._partition.writer import Writer
 from ga_optax._passes import ir, primitives
 from ga_optax._passes.ir import is_inexact
 
-Results = list[Result] | None
 _JAX = os.path.dirname(jax.__file__)
 
 

@@ -13,16 +13,15 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from ga_optax._partition.values import (
     PARTIAL,
-    Result,
+    Results,
     Rows,
     Value,
-    local_shape,
+    local_types,
     types_of,
 )
 from ga_optax._partition.writer import Writer
 from ga_optax._passes import ir, primitives
 
-Results = list[Result] | None
 Dims = list[int | None]  # the dimension of each array that has the rows
 
 
@@ -94,10 +93,7 @@ def _as_a_device(
         call: Any = _traced(e, dims, w.axis.size, xs)
     except Exception:  # of the user's function, which may refuse this
         return None
-    due = [
-        (local_shape(x.shape, rows.at(d), w.axis.size), x.dtype)
-        for x, d in zip(types_of(e), of_results, strict=True)
-    ]
+    due = local_types(e, map(rows.at, of_results), w.axis.size)
     meets = any(_AXIS in ir.axes_of(x) for x in ir.equations(call.jaxpr))
     if meets or call.consts or [(x.shape, x.dtype) for x in call.out_avals] != due:
         return None

@@ -20,7 +20,7 @@ from ga_optax._partition.values import (
     PARTIAL,
     WHOLE,
     Layout,
-    Result,
+    Results,
     Rows,
     Value,
     types_of,
@@ -28,8 +28,6 @@ from ga_optax._partition.values import (
 from ga_optax._partition.writer import Rule, Writer
 from ga_optax._passes import primitives
 from ga_optax._passes.primitives import Axes, Way
-
-Results = list[Result] | None
 
 
 def ways(e: core.JaxprEqn) -> list[Way]:

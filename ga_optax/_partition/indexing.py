@@ -11,7 +11,7 @@ from jax.extend import core
 from ga_optax._partition import reductions
 from ga_optax._partition.values import (
     PARTIAL,
-    Result,
+    Results,
     Rows,
     Value,
     can_split,
@@ -20,8 +20,6 @@ from ga_optax._partition.values import (
 from ga_optax._partition.writer import Writer
 from ga_optax._passes import ir
 from ga_optax._passes.ir import is_inexact
-
-Results = list[Result] | None
 
 # What an index may go through and stay the same. For casts there is `_holds`.
 _SAME = ("convert_element_type", "squeeze", "copy")

@@ -19,11 +19,10 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from ga_optax._partition.values import Result, Rows, Value, local_shape
+from ga_optax._partition.values import Results, Rows, Value, local_shape
 from ga_optax._partition.writer import Writer
 from ga_optax._passes import ir
 
-Results = list[Result] | None
 Dims = list[int | None]  # the dimension of each array that has the rows
 
 _MOST_POINTS = 2**20  # of a grid, at which functions of it are evaluated

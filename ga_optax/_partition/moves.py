@@ -54,10 +54,16 @@ def move(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result] | None:
         shape = (*x.shape[:d], v.shape[d], *x.shape[d + 1 :])
         aval = jax.ShapeDtypeStruct(shape, x.dtype)
         v = dataclasses.replace(v, x=x, aval=aval, made=None, copies={})
-    return moved(w, e, [v, *fill], d)
+    return _moved(w, e, [v, *fill], d)
 
 
-def moved(w: Writer, e: core.JaxprEqn, vs: list[Value], d: int) -> list[Result]:
+def join(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result]:
+    """`concatenate` and `split`: along the one axis that they have."""
+    [d] = _axes(e, vs[0].shape)
+    return _moved(w, e, vs, d)
+
+
+def _moved(w: Writer, e: core.JaxprEqn, vs: list[Value], d: int) -> list[Result]:
     """The results of an equation, whose rows move along axis `d`."""
     tables = [_table(w, e, vs, d, i) for i in range(len(e.outvars))]
     return [_picked(w, _composed(w, x, d), d) for x in tables]

@@ -20,6 +20,7 @@ from ga_optax._partition.values import (
     WHOLE,
     Layout,
     Result,
+    Results,
     Rows,
     RowsMeet,
     Value,
@@ -29,8 +30,6 @@ from ga_optax._partition.values import (
 from ga_optax._partition.writer import Writer
 from ga_optax._passes import feedback, ir
 from ga_optax._passes.ir import is_inexact
-
-Results = list[Result] | None
 
 
 class Inner(NamedTuple):

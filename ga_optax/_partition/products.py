@@ -6,10 +6,8 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from ga_optax._partition import factors
-from ga_optax._partition.values import PARTIAL, Result, Rows, RowsMeet, Value
+from ga_optax._partition.values import PARTIAL, Results, Rows, RowsMeet, Value
 from ga_optax._partition.writer import Writer
-
-Results = list[Result] | None
 
 
 def dot_wanted(w: Writer, e: core.JaxprEqn, vs: list[Value], rows: Rows) -> Any:

@@ -15,10 +15,10 @@ from jax.extend import core
 from ga_optax._partition import custom
 from ga_optax._partition.values import (
     PARTIAL,
-    Result,
+    Results,
     Rows,
     Value,
-    local_shape,
+    local_types,
     types_of,
 )
 from ga_optax._partition.writer import Writer
@@ -26,8 +26,6 @@ from ga_optax._passes import ir, places, primitives
 from ga_optax._passes.ir import is_inexact
 from ga_optax._passes.primitives import Row, Way
 from ga_optax._passes.rowwise import NAME, bound
-
-Results = list[Result] | None
 
 
 def rowwise(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
@@ -73,10 +71,7 @@ def _split(
             continue
         xs = w.parts(vs, rows, ins)
         layouts = [PARTIAL if d is None else rows.at(d) for d in outs]
-        due = [
-            (local_shape(x.shape, layout, w.axis.size), x.dtype)
-            for x, layout in zip(types_of(e), layouts, strict=True)
-        ]
+        due = local_types(e, layouts, w.axis.size)
         try:
             program: Any = jax.make_jaxpr(fun)(*xs)
         except Exception as error:  # Any: the code is the user's.

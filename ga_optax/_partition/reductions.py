@@ -14,6 +14,7 @@ from ga_optax._partition.values import (
     PARTIAL,
     WHOLE,
     Result,
+    Results,
     Rows,
     RowsMeet,
     Value,
@@ -22,8 +23,6 @@ from ga_optax._partition.values import (
 from ga_optax._partition.writer import Writer
 from ga_optax._passes import ir
 from ga_optax._passes.ir import is_inexact
-
-Results = list[Result] | None
 
 
 def compared(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:

@@ -6,10 +6,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend import core
 
-from ga_optax._partition import moves
 from ga_optax._partition.values import (
     PARTIAL,
-    Result,
+    Results,
     Rows,
     Value,
     local_shape,
@@ -17,8 +16,6 @@ from ga_optax._partition.values import (
 )
 from ga_optax._partition.writer import Writer
 from ga_optax._passes.ir import is_inexact
-
-Results = list[Result] | None
 
 
 def barrier(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
@@ -60,14 +57,6 @@ def reshape_wanted(w: Writer, e: core.JaxprEqn, vs: list[Value], rows: Rows) -> 
     if before is None or reshaped(v.shape, shape, before, parts) != rows:
         return None
     return w.part(v, before).reshape(local_shape(shape, rows, parts))
-
-
-def concatenate(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
-    return moves.moved(w, e, vs, e.params["dimension"])
-
-
-def split(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
-    return moves.moved(w, e, vs, e.params["axis"])
 
 
 def tile(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:

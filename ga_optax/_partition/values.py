@@ -97,6 +97,7 @@ class Value:
 
 
 Result = tuple[Any, Layout]  # what a rule returns for each result: array and layout
+Results = list[Result] | None  # None if a rule does not apply
 
 
 def can_split(shape: tuple[int, ...], rows: Rows, parts: int) -> bool:
@@ -111,6 +112,16 @@ def local_shape(shape: tuple[int, ...], layout: Layout, parts: int) -> tuple[int
         return tuple(shape)
     d = layout.dim
     return (*shape[:d], (shape[d] + layout.extra) // parts, *shape[d + 1 :])
+
+
+def local_types(
+    equation: core.JaxprEqn, layouts: Iterable[Layout], parts: int
+) -> list[tuple[tuple[int, ...], Any]]:
+    """The shape and dtype of what a micro-batch holds of each result."""
+    return [
+        (local_shape(x.shape, layout, parts), x.dtype)
+        for x, layout in zip(types_of(equation), layouts, strict=True)
+    ]
 
 
 def own(x: Any, rows: Rows, index: Any, parts: int) -> Any:

@@ -17,6 +17,7 @@ from ga_optax._partition.values import (
     WHOLE,
     Layout,
     Result,
+    Results,
     Rows,
     RowsMeet,
     Value,
@@ -568,7 +569,7 @@ _FEW = 16  # numbers: so many more may be summed
 _SHAPES = ("transpose", "reshape", "squeeze")
 
 
-Rule = Callable[[Writer, core.JaxprEqn, list[Value]], list[Result] | None]
+Rule = Callable[[Writer, core.JaxprEqn, list[Value]], Results]
 
 
 class Rules(NamedTuple):
