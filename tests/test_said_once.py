@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import ga_optax as ga
-from ga_optax._calls import said_once
+from ga_optax._calls import words
 from ga_optax._loop import in_place
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")
@@ -33,7 +33,7 @@ def said(caplog):
 
 
 def forget():
-    said_once.what_is_missing.cache_clear()
+    words.what_is_missing.cache_clear()
 
 
 def run(**options):

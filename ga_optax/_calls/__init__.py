@@ -5,8 +5,8 @@
     batches       what of it has rows, how many, and whether they can be divided
     region        a call at top level with a data axis
     results       what `fun` returns, taken apart and put together
-    words         keywords that a function does not have; calls outside of `jit`
-    said_once     what is said in the log: what this JAX lacks
+    words         keywords that there are elsewhere, calls outside of `jit`, what this
+                  JAX lacks
 
     gradients     `value_and_grad`
     whole         the gradient of the whole batch: traced, partitioned, run

@@ -63,10 +63,13 @@ def layout(call: Call) -> tuple[dict[str, int], dict[str, int]]:
     return rows, {name: nbytes for name, nbytes in whole.items() if nbytes}
 
 
+def is_array(x: Any) -> bool:
+    """Whether `jax.jit` would trace it, or it is the type of such."""
+    return hasattr(x, "shape") and hasattr(x, "dtype")
+
+
 def _nbytes(x: Any) -> int:
-    if not hasattr(x, "shape") or not hasattr(x, "dtype"):
-        return 0
-    return ir.numbers(x.shape) * x.dtype.itemsize
+    return ir.numbers(x.shape) * x.dtype.itemsize if is_array(x) else 0
 
 
 # -- Axes ------------------------------------------------------------------------------

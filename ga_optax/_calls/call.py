@@ -8,7 +8,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from ga_optax import config
-from ga_optax._calls import batches, said_once
+from ga_optax._calls import batches, words
 from ga_optax._calls.options import Argument, Options
 from ga_optax._checks import check_arrays, check_gradients, named_leaves, nodes_of
 from ga_optax._devices import collectives, membership, meshes
@@ -66,7 +66,7 @@ class Call(NamedTuple):
         """
         optimize = options.optimize and config.optimize and probe.usable()
         if optimize:
-            said_once.what_is_missing()
+            words.what_is_missing()
         options = options._replace(optimize=optimize)
         if meshes.sees_all_rows(options.axes):  # in another call with that data axis
             options = options._replace(data_axis=None)

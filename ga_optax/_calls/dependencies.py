@@ -271,13 +271,11 @@ def batch_dependencies(
     return dependencies
 
 
-def _traced(
-    call: Call,
-) -> tuple[Traced, list[Levels]]:
+def _traced(call: Call) -> tuple[Traced, list[Levels]]:
     """The program of `fun`, and what its window reports."""
     found: list[Traced] = []
     leaves, structure = jax.tree.flatten((call.args, call.kwargs))
-    arrays = [i for i, x in enumerate(leaves) if _is_array(x)]
+    arrays = [i for i, x in enumerate(leaves) if batches.is_array(x)]
 
     def run(values: Sequence[Any]) -> Any:
         new = dict(zip(arrays, values, strict=True))
@@ -290,8 +288,3 @@ def _traced(
     with recorded() as reports:
         jax.eval_shape(run, [leaves[i] for i in arrays])
     return found[0], reports
-
-
-def _is_array(x: Any) -> bool:
-    """Whether `jax.jit` would trace it, or it is the type of such."""
-    return hasattr(x, "shape") and hasattr(x, "dtype")

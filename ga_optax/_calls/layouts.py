@@ -83,15 +83,11 @@ def traced(call: Call, due: Sequence[Layout] = ()) -> Traced:
 
     Whatever the partitioner raises, `part` is an exception then.
     """
-    params = jax.tree.leaves(call.params)
-    structure = jax.tree.structure(call.params)
-    several = not isinstance(call.options.argnums, int)
+    params, structure = jax.tree.flatten(call.role("argnums"))
 
     def run(leaves: Sequence[Any], batch: Sequence[Any]) -> Any:
-        tree = jax.tree.unflatten(structure, leaves)
-        new = tree if several else (tree,)
-        places = call.roles["argnums"]
-        one = call.with_args(dict(zip(places, new, strict=True))).with_batch(batch)
+        new = zip(call.roles["argnums"], structure.unflatten(leaves), strict=True)
+        one = call.with_args(dict(new)).with_batch(batch)
         return call.options.fun(*one.args, **one.kwargs)
 
     apart = call.options.each and call.mesh is not None

@@ -250,13 +250,12 @@ def _positions(name: str, value: Any) -> Any:
     try:
         if not isinstance(value, (tuple, list)):
             return operator.index(value)
-        positions = tuple(map(operator.index, value))
+        return tuple(map(operator.index, value))
     except TypeError:
         raise TypeError(
             f"{name} must be an int or a sequence of ints, but it is {value!r}. Number "
             "the positional arguments of fun from 0."
         ) from None
-    return positions
 
 
 def _names(name: str, value: Any) -> Any:

@@ -1,5 +1,6 @@
 """What `fun` returns: loss, carry and aux, taken apart, checked and put together."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -31,12 +32,16 @@ class Returned(NamedTuple):
         cls, loss: Any, carry: Any, leaves: list[Any], stacked: list[bool], tree: Any
     ) -> "Returned":
         """From the leaves of the aux, its structure, and which of them are stacked."""
-        pairs = list(zip(leaves, stacked, strict=True))
-        shared, own = (
-            tree.unflatten([x if its == asked else None for x, its in pairs])
-            for asked in (False, True)
-        )
+        shared, own = map(tree.unflatten, apart(leaves, stacked))
         return cls(loss, carry, shared, own)
+
+
+def apart(leaves: Sequence[Any], stacked: Sequence[bool]) -> list[list[Any]]:
+    """The leaves that are not stacked, and those that are; None for the others."""
+    pairs = list(zip(leaves, stacked, strict=True))
+    return [
+        [x if its == asked else None for x, its in pairs] for asked in (False, True)
+    ]
 
 
 def put_together(options: Options, value: Returned) -> Any:

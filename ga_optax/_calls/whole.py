@@ -22,7 +22,7 @@ from ga_optax._calls.call import Call, DoesNotFitError
 from ga_optax._calls.layouts import Traced
 from ga_optax._calls.options import Options
 from ga_optax._calls.region import WHOLE, gradients, over_mesh
-from ga_optax._calls.results import taken_apart
+from ga_optax._calls.results import apart, taken_apart
 from ga_optax._devices import collectives, meshes
 from ga_optax._loop import run as loop
 from ga_optax._loop.step import Operands, Step, after_passes
@@ -179,9 +179,7 @@ def _window(call: Call, trace: Traced) -> _Parts:
         out = loop.run(step, operands, where, begins=True, merges=True)
     knob = "remat=True" if call.sums else "residual_bytes=0"
     savings.say(trace, layouts.num_parts(call), out.report, knob)
-    stacks = [way == "stack" for way in ways]
-    pairs = list(zip(out.results, stacks, strict=True))
-    shared, stacked = ([x if its == s else None for x, its in pairs] for s in (0, 1))
+    shared, stacked = apart(out.results, [way == "stack" for way in ways])
     grads = _gradients(call, out.acc.total)
     return _Parts(shared, stacked, grads, tuple(out.rows))
 

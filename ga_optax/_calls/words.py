@@ -1,13 +1,21 @@
-"""What is said of a use: keywords that there are elsewhere, calls outside of `jit`."""
+"""What is said of a use: keywords that there are elsewhere, calls outside of `jit`.
+
+And once in a process, in the log `ga_optax` at the level INFO, what this JAX lacks.
+"""
 
 import functools
 import inspect
 import itertools
+import logging
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 import jax
+
+from ga_optax._loop import in_place
+
+_logger = logging.getLogger("ga_optax")
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -103,3 +111,15 @@ def warns_outside_jit(run: Callable[..., Any]) -> Callable[..., Any]:
         return out
 
     return call
+
+
+@functools.cache
+def what_is_missing() -> None:
+    """Says what this version of JAX cannot do."""
+    if not in_place.HAS_REFS:
+        _logger.info(
+            "jax %s cannot add gradients in place: inside a call, a model that scans "
+            "over its layers needs a second gradient buffer. Results are the same. "
+            "With Python 3.12 install jax 0.11.1 or newer.",
+            jax.__version__,
+        )

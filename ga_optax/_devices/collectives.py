@@ -239,16 +239,6 @@ def split_shards(
     return over_mesh(local, mesh, axes, specs)(x)
 
 
-def join_shards(x: Any, axes: Axes, mesh: AnyMesh) -> jax.Array:
-    """The reverse of `split_shards`."""
-
-    def local(x: jax.Array) -> jax.Array:
-        return jnp.reshape(x, (-1, *x.shape[2:]))
-
-    specs = (meshes.split_spec(axes, 1),), meshes.split_spec(axes)
-    return over_mesh(local, mesh, axes, specs)(x)
-
-
 def constrain(tree: Any, specs: Any, mesh: AnyMesh) -> Any:
     """Tells the compiler where automatic axes have to shard `tree`."""
     if meshes.explicit_names(mesh):
