@@ -280,7 +280,7 @@ class Additions(NamedTuple):
         return [sums[i] for i in range(len(self.ways))]
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)  # JAX wants functions that can be hashed
 class Backward:
     """The backward pass of one micro-step: the gradients that it does not add itself.
 
