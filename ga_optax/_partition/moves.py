@@ -178,7 +178,7 @@ def _picked(w: Writer, table: Table, d: int) -> Result:
     """A micro-batch's rows of the result; all of them if they are few."""
     w.level = max(v.level for v in table.sources)
     n, k = len(table.row), w.axis.size
-    if n < k:
+    if n < max(k, 2):  # a single row is nobody's, even of one micro-batch
         return _few(w, table, d)
     lengths = {v.shape[d] // v.rows.segments for v in table.sources if v.dim == d}
     fit = [Rows(d, n // m) for m in sorted(lengths) if n % m == 0]
