@@ -41,14 +41,14 @@ def reshaped(
         found = [d for d in found if math.prod(new[:d]) == before]
         return rows.at(found[0]) if found else None
     before = math.prod(old[: rows.dim]) * rows.segments
-    outer = 1
+    outer, found = 1, None
     for d, size in enumerate(new):
         if outer > before or not size:
-            return None
+            break
         if before % outer == 0 and size % (before // outer * parts) == 0:
-            return Rows(d, before // outer)
+            found = Rows(d, before // outer)  # of one part several fit: the last
         outer *= size
-    return None
+    return found
 
 
 def reshape_wanted(w: Writer, e: core.JaxprEqn, vs: list[Value], rows: Rows) -> Any:
