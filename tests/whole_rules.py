@@ -358,6 +358,15 @@ def clipped(h):
 clipped.defvjp(lambda h: (jnp.sin(h), h), lambda h, ct: (jnp.clip(ct, -0.2, 0.2) * h,))
 
 
+def numbered(h):
+    """Rows times their numbers."""
+    return h * jnp.arange(len(h))[:, None]
+
+
+ranked = jax.custom_vjp(numbered)
+ranked.defvjp(lambda h: (numbered(h), None), lambda _, ct: (numbered(ct),))
+
+
 def layers(h, w, ids):
     def body(c, w):
         h, total = c
@@ -428,6 +437,7 @@ NESTED = {
     "custom_vjp_call": [
         lambda h, w, ids: doubled(h, w[0]),
         lambda h, w, ids: clipped(h),
+        lambda h, w, ids: ranked(h),
     ],
 }
 
