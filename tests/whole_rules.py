@@ -358,11 +358,6 @@ def clipped(h):
 clipped.defvjp(lambda h: (jnp.sin(h), h), lambda h, ct: (jnp.clip(ct, -0.2, 0.2) * h,))
 
 
-def numbered(h):
-    """Rows times their numbers."""
-    return h * jnp.arange(len(h))[:, None]
-
-
 ranked = jax.custom_vjp(numbered)
 ranked.defvjp(lambda h: (numbered(h), None), lambda _, ct: (numbered(ct),))
 
