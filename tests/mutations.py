@@ -98,12 +98,6 @@ OF_THE_LAW = [
             "test_law_models",
         ),
         (
-            "rows beyond the last count",
-            _PART + "writer.py",
-            method_gives("filled", "given[1].x"),
-            "test_law_mended",
-        ),
-        (
             "a draw without its offset",
             _PART + "randoms.py",
             ("if d != rows.dim:\n        return here", "return here"),

@@ -4,10 +4,10 @@ import helpers
 import jax
 import jax.numpy as jnp
 import pytest
-from whole_programs import D, N, arguments, clipped
+from whole_programs import D, N, arguments
 
 import ga_optax as ga
-from ga_optax._partition import moves, table, values
+from ga_optax._partition import moves, table
 
 pytestmark = pytest.mark.usefixtures("optax_promotion", "fast_compilation")
 # In float64: of at most some thousand terms, conditioned no worse than 1e3.
@@ -118,12 +118,15 @@ def test_what_has_a_rule_is_right_and_is_not_computed_whole(name, k):
     assert found.whole == []
 
 
-def test_a_shift_gathers_the_rows_that_cross_alone():
+def test_halves_of_two_views_stay_where_they_are():
     [w], batch = arguments(1)
-    for name in ("differences", "roll", "pad"):
+
+    def gathered(name):
         found = ga.batch_dependencies(loss_of(name), 4, has_aux=True)(w, batch["x"])
-        gathered = [m.type.shape for m in found.meetings if m.kind == "stack"]
-        assert gathered == [(1, D)]
+        return [m.type.shape for m in found.meetings if m.kind == "stack"]
+
+    assert gathered("halves of two views") == []
+    assert gathered("roll") == [(N // 4, D)]
 
 
 def clipped_mean(kernel, x):
@@ -158,67 +161,10 @@ def test_without_its_rule_a_convolution_takes_that_of_all(monkeypatch):
     assert got > 2 * one
 
 
-def composed(monkeypatch, number):
-    """How many tables of rows are made for so many rolls, each of the one before."""
-    plain, calls = moves._composed, []
-    monkeypatch.setattr(moves, "_composed", lambda *a: calls.append(a) or plain(*a))
-
-    def fun(w, x):
-        h = other = x @ w
-        total = 0.0
-        for _ in range(number):
-            other = jnp.roll(other, 1, 0)
-            total += ((h - other) ** 2).sum()
-        return total
-
-    [w], batch = arguments(1)
-    assert ga.batch_dependencies(fun, 4)(w, batch["x"]).whole == []
-    monkeypatch.setattr(moves, "_composed", plain)
-    return len(calls)
-
-
-def test_a_chain_of_rolls_makes_tables_in_proportion(monkeypatch):
-    few, more = (composed(monkeypatch, n) for n in (4, 8))
-    assert more <= 2.1 * few
-
-
-def test_tables_that_are_not_remembered_double_with_each_roll(monkeypatch):
-    class Forgets(dict):
-        def __contains__(self, _):
-            return False
-
-    new = values.Value.__init__
-
-    def forgetful(v, *args, **given):
-        new(v, *args, **given)
-        v.origins = Forgets()
-
-    monkeypatch.setattr(values.Value, "__init__", forgetful)
-    few, more = (composed(monkeypatch, n) for n in (4, 8))
-    assert more > 8 * few
-
-
-def test_a_backward_rule_gets_rows_that_do_not_divide(monkeypatch):
-    monkeypatch.setitem(RULES, "vjp", lambda h, w: clipped(h[1:]) * clipped(h[:-1]))
-    assert off("vjp", 4) < BOUND
-
-
-def test_what_has_no_rule_for_rows_that_do_not_divide_says_so(monkeypatch):
-    monkeypatch.setitem(RULES, "prod", lambda h, w: h * jnp.prod(1 + h[1:], 0))
-    [w], batch = arguments(1)
-    found = ga.batch_dependencies(loss_of("prod"), 4, has_aux=True)(w, batch["x"])
-    assert [name for name, *_ in found.whole] == ["reduce_prod"]
-
-
 # -- Twins -----------------------------------------------------------------------------
 
 
 def test_rows_in_the_place_of_those_beside_them_are_found(monkeypatch):
-    place = moves._place
-
-    def beside(v, k, row):
-        owner, at = place(v, k, row)
-        return owner, (at + 1) % v.x.shape[v.dim]
-
-    monkeypatch.setattr(moves, "_place", beside)
-    assert off("roll", 4) > 1e-6
+    at = moves._at
+    monkeypatch.setattr(moves, "_at", lambda x, places, d: at(x, places[::-1], d))
+    assert off("halves of two views", 4) > 1e-6

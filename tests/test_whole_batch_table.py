@@ -86,7 +86,6 @@ def test_every_primitive_of_the_table_has_a_case():
     there |= {f"dot_product_attention_{way}_wrapper" for way in ("fwd", "bwd")}
     assert keys - there == set(CASES)
     assert {cutting._RULES[name] for name in CUT} == set(cutting._RULES.values())
-    assert RULES.uneven <= keys
 
 
 @of_each(CASES, 4)
@@ -177,10 +176,9 @@ def names_of_rules():
     return {f"{keys[0]} and its kind": keys for keys in found.values()}
 
 
-# What may be wrong: sums beyond the last row, which nothing reads, and the number of
-# the micro-batch in a search and in a promise of rows, which have no use for it.
+# What may be wrong: the number of the micro-batch in a search and in a promise of rows,
+# which have no use for it.
 EQUIVALENT = {
-    ("cumsum and its kind", "filled"),
     ("call_hi_primitive and its kind", "index"),
     ("rowwise and its kind", "index"),
 }
@@ -241,13 +239,4 @@ def test_rows_that_are_not_computed_from_others_are_cut_from_all(monkeypatch, ke
     monkeypatch.delitem(cutting._RULES, key)
     for view in VIEWS:
         fun = seen(CUT[key], view)
-        assert off(over_micro_batches(fun, args), fun(*args)) < BOUND
-
-
-@of_each(sorted(RULES.uneven & CASES.keys()), 2)
-def test_rows_that_do_not_divide_are_computed_whole_by_others(monkeypatch, key):
-    args, uneven = arguments(), RULES.uneven - {key}
-    monkeypatch.setattr(table, "RULES", RULES._replace(uneven=uneven))
-    for case in CASES[key]:
-        fun = seen(case, "uneven")
         assert off(over_micro_batches(fun, args), fun(*args)) < BOUND

@@ -212,14 +212,13 @@ def in_rule(key, act):
     return change
 
 
-# What a rule has of other micro-batches, made wrong: nothing is gathered or summed, the
-# rows beyond the last count, all have every row, a whole addend is added k times, and
-# each micro-batch takes itself for the first.
+# What a rule has of other micro-batches, made wrong: nothing is gathered or summed, all
+# have every row, a whole addend is added k times, and each micro-batch takes itself for
+# the first.
 SEAMS = {
     "sum": lambda self, plain, x: x,
     "gather": lambda self, plain, x: jnp.broadcast_to(x, (K, *x.shape)),
     "joined": lambda self, plain, v: jnp.concatenate([v.x] * K, v.dim),
-    "filled": lambda self, plain, v, fill: v.x,
     "held": lambda self, plain, v, row: (plain(v, row)[0], row == row),
     "addend": lambda self, plain, v: v.x,
     "index": lambda self, plain: jnp.zeros_like(plain()),

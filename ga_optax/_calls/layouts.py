@@ -303,7 +303,7 @@ def _joined(call: Call, x: jax.Array, rows: Rows, strided: bool | None) -> jax.A
     d, segments = rows.dim, rows.segments
     if strided is None:
         return membership.join(x, d, None)
-    if call.axes and (segments > 1 or rows.extra):
+    if call.axes and segments > 1:
         x = jax.lax.all_gather(x, call.axes, tiled=True)
     x = jnp.moveaxis(x, 0, d)
     before, (parts, n), after = x.shape[:d], x.shape[d : d + 2], x.shape[d + 2 :]

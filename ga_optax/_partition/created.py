@@ -67,9 +67,7 @@ class Created:
         if root not in self.cut:
             return vs
         rows = self._rows_of(vs[i])
-        cut = dataclasses.replace(
-            vs[i], x=w.part(vs[i], rows), layout=rows, copies={}, origins={}
-        )
+        cut = dataclasses.replace(vs[i], x=w.part(vs[i], rows), layout=rows, copies={})
         return [*vs[:i], cut, *vs[i + 1 :]]
 
     def layout(self, v: Value) -> Layout:

@@ -281,7 +281,7 @@ def _rule_here(
     of_residuals = [next(saved) if i is None else vs[i].layout for i in rule.forwarded]
     linear = _is_linear(w, rule)
     of_cts = [_dual(x) for x, has in zip(layouts, rule.given, strict=True) if has]
-    if not linear and any(not isinstance(x, Rows) or x.extra for x in of_cts):
+    if not linear and any(not isinstance(x, Rows) for x in of_cts):
         raise RowsMeet
     types = [x.aval for x in rule.bwd.jaxpr.invars]
     pairs = zip(types, [*of_residuals, *of_cts], strict=True)

@@ -34,7 +34,7 @@ def _number(w: Writer, its: Divided, vs: list[Value]) -> int:
     if not all(same):
         return 1
     v, d = pairs[0]
-    rows = (v.shape[d] + v.extra) // w.axis.size
+    rows = v.shape[d] // w.axis.size
     if not isinstance(rows, int):  # `jax.export` leaves it open
         return 1
     least = -(-its.number // w.axis.size)

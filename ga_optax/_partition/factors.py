@@ -9,7 +9,6 @@ A factor is a dimension that operands and results share (`_passes.primitives`).
 In what an equation is linear, by its row, `linear` follows sums that wait.
 """
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -83,13 +82,7 @@ def summed(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     ]
     if not found:
         return None
-    return [(x, PARTIAL) for x in w.results(e, terms(w, vs, *found[0]))]
-
-
-def terms(w: Writer, vs: list[Value], rows: Rows, dims: Axes) -> list[Any]:
-    """The rows of operands along what is summed over; zeros beyond the last."""
-    its = zip(vs, w.parts(vs, rows, dims), layouts(rows, dims), strict=True)
-    return [w.filled(dataclasses.replace(v, x=x, layout=of), 0) for v, x, of in its]
+    return [(x, PARTIAL) for x in w.results(e, w.parts(vs, *found[0]))]
 
 
 @functools.cache
@@ -119,6 +112,6 @@ def _along(
         return w.results(e, xs)
     shape, [d] = list(e.params[key]), way.outs
     assert d is not None
-    shape[d] = (types_of(e)[0].shape[d] + rows.extra) // w.axis.size
+    shape[d] = types_of(e)[0].shape[d] // w.axis.size
     places = {"sharding": None} if "sharding" in e.params else {}
     return w.results(e, xs, **{key: tuple(shape)}, **places)

@@ -80,7 +80,7 @@ def part(w: Writer, e: core.JaxprEqn, v: Value, rows: Rows) -> Any:
     """The rows of bits that XLA draws; None if nothing better is known than to cut."""
     shape, width = draw = _draw(e)
     known = all(isinstance(n, int) for n in shape) and math.prod(shape) < 2**32
-    if "rbg" not in str(v.aval) or rows.extra or not known:
+    if "rbg" not in str(v.aval) or not known:
         return None
     w.draws.read.add((draw, None if w.in_rule else rows))
     is_own = draw not in w.draws.whole and not w.in_rule

@@ -156,8 +156,6 @@ def own_rows(
     if not indices.shape[0] or indices.shape[0] % n or not _counts(indices, column, n):
         return None
     times = indices.shape[0] // n
-    if times > 1 and rows.extra:
-        return None
     x = w.part(indices, rows.at(0))
     # XLA knows what an iota is, and keeps less for it than for a quotient.
     here = jnp.arange(x.shape[0], dtype=x.dtype)

@@ -1,13 +1,12 @@
 """Primitives that move rows: slices, reversals, padding and concatenations.
 
-Each row of the result is a row of an operand, and which one is known beforehand. So
-there is a table; a chain of such primitives has one, too: `roll` is a concatenation of
-two slices. What a micro-batch holds itself stays there. Of the other rows it gathers
-those places in a micro-batch that any other one needs: after a shift by one row, one.
+Each row of the result is a row of an operand, and which one is known beforehand. If a
+micro-batch holds all of its rows itself, as after `concatenate([x, y])[:n]`, they stay
+where they are. A few rows are a sum over micro-batches, of which one has each. For all
+else, such as a shift, all rows are gathered, and cut again if k divides them.
 """
 
-import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +17,7 @@ from ga_optax._partition.values import (
     PARTIAL,
     WHOLE,
     Result,
+    Results,
     Rows,
     Value,
     can_split,
@@ -26,262 +26,101 @@ from ga_optax._partition.writer import Writer
 from ga_optax._passes.ir import is_inexact
 
 
-class Table(NamedTuple):
-    """Where the rows of a result are from.
-
-    Attributes:
-      sources: values that have the same shape but for the number of rows.
-      which: for each row, the number of its source.
-      row: for each row, the number that it has there.
-    """
-
-    sources: list[Value]
-    which: np.ndarray
-    row: np.ndarray
-
-
-def move(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result] | None:
-    """`slice`, `rev` and `pad`: along other axes first, then along that of the rows."""
-    v, *fill = vs
-    d, axes = v.dim, _axes(e, v.shape)
-    if d is None:
+def move(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
+    """The results of what moves rows; None if its operands never had any."""
+    origin = next(filter(None, (v.origin for v in vs)), None)
+    if origin is None:
         return None
-    if axes != [d]:
-        local = _along_others(e, d, v.x.shape[d])
-        x = w.run(e, [v.x, *map(w.whole, fill)], **local)
-        if d not in axes:
-            return [(x, v.rows)]
-        shape = (*x.shape[:d], v.shape[d], *x.shape[d + 1 :])
-        aval = jax.ShapeDtypeStruct(shape, x.dtype)
-        v = dataclasses.replace(v, x=x, aval=aval, made=None, copies={})
-    return _moved(w, e, [v, *fill], d)
+    if any(v.rows for v in vs) and (found := _here(w, e, vs, *origin)):
+        return found
+
+    def cut(x: Any) -> Result:
+        rows = _splits(w, x.shape[origin[0]], *origin)
+        return (w.own(x, rows[-1]), rows[-1]) if rows else (x, WHOLE)
+
+    return [cut(x) for x, _ in w.all_whole(e, vs)]
 
 
-def join(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result]:
-    """`concatenate` and `split`: along the one axis that they have."""
-    [d] = _axes(e, vs[0].shape)
-    return _moved(w, e, vs, d)
-
-
-def _moved(w: Writer, e: core.JaxprEqn, vs: list[Value], d: int) -> list[Result]:
-    """The results of an equation, whose rows move along axis `d`."""
-    tables = [_table(w, e, vs, d, i) for i in range(len(e.outvars))]
-    return [_picked(w, _composed(w, x, d), d) for x in tables]
-
-
-# -- What an equation does along an axis -----------------------------------------------
-
-
-def _axes(e: core.JaxprEqn, shape: tuple[int, ...]) -> list[int]:
-    """The axes along which an equation moves numbers; none if it is of another kind."""
-    name, p = e.primitive.name, e.params
-    if name in ("concatenate", "split"):
-        return [p["dimension" if name == "concatenate" else "axis"]]
-    if name == "rev":
-        return sorted(p["dimensions"])
-    if name == "pad":
-        return [i for i, x in enumerate(p["padding_config"]) if tuple(x) != (0, 0, 0)]
-    if name == "slice":
-        strides = p["strides"] or (1,) * len(shape)
-        cut = zip(p["start_indices"], p["limit_indices"], strides, shape, strict=True)
-        return [i for i, (*cut, n) in enumerate(cut) if cut != [0, n, 1]]
-    return []
-
-
-def _along_others(e: core.JaxprEqn, d: int, n: int) -> dict[str, Any]:
-    """The parameters of the same equation with nothing along `d`, of length `n`."""
-    name, p = e.primitive.name, e.params
-
-    def at(key: str, new: Any) -> tuple[Any, ...]:
-        return (*p[key][:d], new, *p[key][d + 1 :])
-
-    if name == "rev":
-        return {"dimensions": tuple(i for i in p["dimensions"] if i != d)}
-    if name == "pad":
-        return {"padding_config": at("padding_config", (0, 0, 0))}
-    strides = p["strides"] and at("strides", 1)
-    cut = {"start_indices": at("start_indices", 0), "strides": strides}
-    return {"limit_indices": at("limit_indices", n), **cut}
-
-
-def _table(w: Writer, e: core.JaxprEqn, vs: list[Value], d: int, i: int) -> Table:
-    """Where the rows of result `i` of an equation are from."""
-    name, p = e.primitive.name, e.params
-    n = vs[0].shape[d]
-    if name == "concatenate":
-        return _joined([(v, np.arange(v.shape[d])) for v in vs])
-    if name == "rev":
-        return _joined([(vs[0], np.arange(n)[::-1])])
-    if name == "split":
-        start = sum(p["sizes"][:i])
-        return _joined([(vs[0], np.arange(start, start + p["sizes"][i]))])
-    if name == "slice":
-        stride = p["strides"][d] if p["strides"] else 1
-        rows = np.arange(p["start_indices"][d], p["limit_indices"][d], stride)
-        return _joined([(vs[0], rows)])
-    row = _padded(n, *p["padding_config"][d])
-    one = (*vs[0].shape[:d], 1, *vs[0].shape[d + 1 :])
-    fill = jnp.broadcast_to(w.whole(vs[1]), one)
-    filler = dataclasses.replace(vs[1], x=fill, layout=WHOLE, made=None, copies={})
-    filler.aval = jax.ShapeDtypeStruct(one, fill.dtype)
-    return Table([vs[0], filler], (row < 0).astype(int), np.maximum(row, 0))
-
-
-def _padded(n: int, low: int, high: int, interior: int) -> np.ndarray:
-    """For each row after padding, its number before that; -1 for a new one."""
-    rows = np.full(n + max(n - 1, 0) * interior, -1)
-    rows[:: interior + 1] = np.arange(n)
-    rows = np.pad(rows, (max(low, 0), max(high, 0)), constant_values=-1)
-    return rows[max(-low, 0) : len(rows) - max(-high, 0)]
-
-
-def _joined(pieces: list[tuple[Value, np.ndarray]]) -> Table:
-    which = [np.full(len(rows), i) for i, (_, rows) in enumerate(pieces)]
-    rows = np.concatenate([rows for _, rows in pieces])
-    return Table([v for v, _ in pieces], np.concatenate(which), rows)
-
-
-def _composed(w: Writer, table: Table, d: int) -> Table:
-    """The same rows, from sources that no such equation has made."""
-    sources: list[Value] = []
-    which, row = np.zeros_like(table.which), table.row.copy()
-    for i, v in enumerate(table.sources):
-        here = table.which == i
-        inner = _made(w, v, d) or Table([v], np.zeros(v.shape[d], int), row)
-        for u in inner.sources:
-            if not any(u is s for s in sources):
-                sources.append(u)
-        places = [[u is s for s in sources].index(True) for u in inner.sources]
-        which[here] = np.array(places)[inner.which[table.row[here]]]
-        if inner.sources != [v]:
-            row[here] = inner.row[table.row[here]]
-    used = np.unique(which) if len(which) else np.zeros(1, int)  # no rows, but a type
-    return Table([sources[i] for i in used], np.searchsorted(used, which), row)
-
-
-def _made(w: Writer, v: Value, d: int) -> Table | None:
-    """How such an equation has made a value from rows; the value remembers it."""
-    if v.made is None or not any(u.rows for u in v.made[1]):
-        return None
-    e, vs, i = v.made
-    if d not in v.origins:
-        moves_rows = _axes(e, vs[0].shape) == [d]
-        table = _composed(w, _table(w, e, vs, d, i), d) if moves_rows else None
-        v.origins[d] = table
-    return v.origins[d]
-
-
-# -- What a micro-batch has of them ----------------------------------------------------
-
-
-def _picked(w: Writer, table: Table, d: int) -> Result:
-    """A micro-batch's rows of the result; all of them if they are few."""
-    w.level = max(v.level for v in table.sources)
-    n, k = len(table.row), w.axis.size
-    if n < max(k, 2):  # a single row is nobody's, even of one micro-batch
-        return _few(w, table, d)
-    lengths = {v.shape[d] // v.rows.segments for v in table.sources if v.dim == d}
-    fit = [Rows(d, n // m) for m in sorted(lengths) if n % m == 0]
-    choices = [Rows(d, 1, -n % k), *fit]
+def _splits(w: Writer, n: int, d: int, length: int) -> list[Rows]:
+    """How so many rows may be split: as neighbours, or in segments of such a length."""
+    some = [Rows(d), *([Rows(d, n // length)] if n % length == 0 else [])]
     shape = (1,) * d + (n,)
-    orders = {x: _order(n, x, k) for x in choices if can_split(shape, x, k)}
-    own = np.arange(k)[:, None]
+    # A single row is nobody's, even of one micro-batch.
+    return [rows for rows in some if n > 1 and can_split(shape, rows, w.axis.size)]
 
-    def cost(rows: Rows) -> int:
-        return sum(map(len, _needed(w, table, d, orders[rows], own)))
 
-    rows = min(orders, key=cost)
-    pool, places = _pool(w, table, d, orders[rows], own)
-    return _taken(w, pool, places, d), rows
+def _here(w: Writer, e: core.JaxprEqn, vs: list[Value], d: int, length: int) -> Results:
+    """The results, if a micro-batch has its rows of them, or if they are few."""
+    held, start, xs = [], 0, []
+    for v in vs if e.primitive.name != "pad" else ():
+        # What comes from no row may be split like what does.
+        rows = v.rows or next(reversed(_splits(w, v.shape[d], d, length)), None)
+        if rows is None:
+            return None
+        held.append(start + _order(v.shape[d], rows, w.axis.size))
+        xs.append(w.part(v, rows))
+        start += v.shape[d]
+    if not xs:
+        return None
+    here = np.concatenate(held, 1)  # the numbers of the rows that each has
+    owner, place = np.divmod(here.argsort(None), here.shape[1])
+    x = jax.lax.concatenate(xs, d) if len(xs) > 1 else _along_others(w, e, xs[0], d)
+    found: list[Result] = []
+    for numbers in _numbers(e, d, start):
+        if len(numbers) < max(w.axis.size, 2) and is_inexact(x):
+            few, shape = _at(x, place[numbers], d), [1] * x.ndim
+            shape[d] = len(numbers)
+            is_own = jnp.asarray(owner[numbers], jnp.int32).reshape(shape) == w.index
+            found.append((jnp.where(is_own, few, jnp.zeros_like(few)), PARTIAL))
+        for rows in _splits(w, len(numbers), d, length):
+            order = numbers[_order(len(numbers), rows, w.axis.size)]
+            is_own = owner[order] == np.arange(w.axis.size)[:, None]
+            if is_own.all() and (place[order] == place[order[0]]).all():
+                found.append((_at(x, place[order[0]], d), rows))
+                break
+    return found if len(found) == len(e.outvars) else None
 
 
 def _order(n: int, rows: Rows, k: int) -> np.ndarray:
     """The numbers of the rows that each micro-batch holds, `[k, n / k]`."""
-    every = np.minimum(np.arange(n + rows.extra), n - 1)
-    return every.reshape(rows.segments, k, -1).swapaxes(0, 1).reshape(k, -1)
+    return np.arange(n).reshape(rows.segments, k, -1).swapaxes(0, 1).reshape(k, -1)
 
 
-def _place(v: Value, k: int, row: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Which micro-batches hold rows, and where they have them."""
-    length = (v.shape[v.dim] + v.rows.extra) // v.rows.segments
-    segment, within = np.divmod(row, length)
-    owner, rest = np.divmod(within, length // k)
-    return owner, segment * (length // k) + rest
+def _numbers(e: core.JaxprEqn, d: int, n: int) -> list[np.ndarray]:
+    """For each result, which of the `n` rows of all operands it has."""
+    p, rows = e.params, np.arange(n)
+    if e.primitive.name == "rev":
+        return [rows[::-1]]
+    if e.primitive.name == "slice":
+        stride = p["strides"][d] if p["strides"] else 1
+        return [rows[p["start_indices"][d] : p["limit_indices"][d] : stride]]
+    return np.split(rows, np.cumsum(p.get("sizes", n))[:-1])
 
 
-def _needed(
-    w: Writer, table: Table, d: int, order: np.ndarray, own: np.ndarray
-) -> list[np.ndarray]:
-    """The places in a micro-batch that another one needs, of each source."""
-    which, row = table.which[order], table.row[order]
-    found = []
-    for i, v in enumerate(table.sources):
-        away = np.array([], int)
-        if v.dim == d:
-            owner, place = _place(v, w.axis.size, row)
-            away = np.unique(place[(which == i) & (owner != own)])
-        found.append(away)
-    return found
+def _along_others(w: Writer, e: core.JaxprEqn, x: Any, d: int) -> Any:
+    """What an equation makes of an array along the axes other than `d`."""
+    p, name = e.params, e.primitive.name
+    if name == "rev" and len(p["dimensions"]) > 1:
+        return w.run(e, [x], dimensions=[i for i in p["dimensions"] if i != d])
+    if name != "slice":
+        return x
+
+    def at(key: str, new: int) -> Any:
+        return p[key] and (*p[key][:d], new, *p[key][d + 1 :])
+
+    ends = {"start_indices": at("start_indices", 0), "strides": at("strides", 1)}
+    ends["limit_indices"] = at("limit_indices", x.shape[d])
+    whole = (0,) * x.ndim, x.shape
+    is_all = (ends["start_indices"], ends["limit_indices"]) == whole
+    return x if is_all and not p["strides"] else w.run(e, [x], **ends)
 
 
-def _pool(
-    w: Writer, table: Table, d: int, order: np.ndarray, own: np.ndarray
-) -> tuple[Any, np.ndarray]:
-    """An array with all rows that a micro-batch may need, and where they are in it."""
-    arrays: list[Any] = []
-    which, row = table.which[order], table.row[order]
-    places, needed = np.zeros_like(row), _needed(w, table, d, order, own)
-    for i, (v, away) in enumerate(zip(table.sources, needed, strict=True)):
-        start, at = sum(x.shape[d] for x in arrays), row
-        # Two slices that need most of the rows share all of them.
-        if v.dim != d or 2 * len(away) > v.x.shape[d]:
-            arrays.append(w.whole(v))
-        else:
-            owner, at = _place(v, w.axis.size, np.where(which == i, row, 0))
-            arrays.append(v.x)
-            if len(away):
-                arrays.append(_gathered(w, v, away, d))
-                theirs = owner * len(away) + np.searchsorted(away, at)
-                at = np.where(owner == own, at, theirs + v.x.shape[d])
-        places = np.where(which == i, at + start, places)
-    return jax.lax.concatenate(arrays, d) if len(arrays) > 1 else arrays[0], places
-
-
-def _gathered(w: Writer, v: Value, places: np.ndarray, d: int) -> Any:
-    """The rows at some places of every micro-batch."""
-    w.level = max(w.level, v.level + v.params)
-    return w.joined(Value(_at(v.x, places, d), v.aval, Rows(d)))
-
-
-def _taken(w: Writer, pool: Any, places: np.ndarray, d: int) -> Any:
-    """The rows of an array at a micro-batch's places."""
-    if (places == places[0]).all():
-        return _at(pool, places[0], d)
-    if (np.diff(places, axis=1) == 1).all():
-        start = jnp.asarray(places[:, 0], jnp.int32)[w.index]
-        return jax.lax.dynamic_slice_in_dim(pool, start, places.shape[1], d)
-    return _at(pool, jnp.asarray(places, jnp.int32)[w.index], d)
-
-
-def _at(x: Any, places: Any, d: int) -> Any:
-    """Rows at some places; a slice if they are evenly spaced."""
-    if isinstance(places, np.ndarray) and len(places):
-        step = places[1] - places[0] if len(places) > 1 else 1
-        if step < 0 and (np.diff(places) == step).all():
-            return jax.lax.rev(_at(x, places[::-1], d), (d,))
-        if step > 0 and (np.diff(places) == step).all():
-            return jax.lax.slice_in_dim(x, places[0], places[-1] + 1, step, d)
+def _at(x: Any, places: np.ndarray, d: int) -> Any:
+    """The rows of an array at some places; a slice if they are evenly spaced."""
+    steps = np.unique(np.diff(places))
+    if len(places) == x.shape[d] and (steps == 1).all():
+        return x
+    if len(places) and len(steps) < 2 and (steps > 0).all():
+        step = steps[0] if len(steps) else 1
+        return jax.lax.slice_in_dim(x, places[0], places[-1] + 1, step, d)
     return x.at[(slice(None),) * d + (places,)].get(mode="promise_in_bounds")
-
-
-def _few(w: Writer, table: Table, d: int) -> Result:
-    """Fewer rows than micro-batches: all of them, from those that have them."""
-    v, row = table.sources[0], table.row
-    if len(table.sources) == 1 and v.dim == d and is_inexact(v.aval):
-        owner, place = _place(v, w.axis.size, row)
-        where = [1] * d + [-1] + [1] * (len(v.shape) - d - 1)
-        is_own = (jnp.asarray(owner, jnp.int32) == w.index).reshape(where)
-        x = _at(v.x, place, d)
-        return jnp.where(is_own, x, jnp.zeros_like(x)), PARTIAL
-    pool, places = _pool(w, table, d, np.arange(len(row))[None], np.array([[-1]]))
-    return _at(pool, places[0], d), WHOLE

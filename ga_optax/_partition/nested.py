@@ -457,7 +457,7 @@ def _on_device(layout: Layout, spec: Any, sizes: Any, back: bool = False) -> Any
     parts = math.prod(sizes[name] for name in jax.tree.leaves(tuple(names)))
     if not isinstance(layout, Rows) or parts == 1:
         return layout
-    if layout.extra or (not back and layout.segments % parts):
+    if not back and layout.segments % parts:
         return None
     segments = layout.segments * parts if back else layout.segments // parts
     return layout._replace(segments=segments)

@@ -95,4 +95,4 @@ def convolution(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
         return None
     axes = channels, summed
     rows = next(v.rows for v, d in zip(vs, axes, strict=True) if v.dim == d)
-    return [(w.run(e, factors.terms(w, vs, rows, axes)), PARTIAL)]
+    return [(w.run(e, w.parts(vs, rows, axes)), PARTIAL)]

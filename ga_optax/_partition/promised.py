@@ -67,7 +67,7 @@ def _split(
     """The results of a function that can be split in some ways; None if in no one."""
     for ins, outs in ways:
         rows = _rows(vs, ins)
-        if rows is None or (rows.extra and None in outs):
+        if rows is None:
             continue
         xs = w.parts(vs, rows, ins)
         layouts = [PARTIAL if d is None else rows.at(d) for d in outs]

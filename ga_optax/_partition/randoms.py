@@ -102,13 +102,13 @@ def positions(w: Writer, shape: tuple[int, ...], d: int, rows: Rows) -> jax.Arra
     here = jax.lax.broadcasted_iota(jnp.int32, local, d)
     if d != rows.dim:
         return here
-    length = (shape[d] + rows.extra) // rows.segments
+    length = shape[d] // rows.segments
     rest = length // w.axis.size
     at = jax.lax.add(here, jax.lax.mul(w.index.astype(jnp.int32), np.int32(rest)))
     if rows.segments > 1:  # those of others are in between
         between = jax.lax.div(here, jax.lax.full_like(here, rest))
         at = at + between * (length - rest)
-    return jnp.minimum(at, shape[d] - 1) if rows.extra else at
+    return at
 
 
 def random_bits(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result] | None:

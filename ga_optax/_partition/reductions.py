@@ -1,6 +1,5 @@
 """Primitives that reduce or scan along axes: here first, then over micro-batches."""
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -63,23 +62,11 @@ def reduce_(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
         return [(w.run(e, [x]), left)]
     if name == "reduce_sum":
         return factors.summed(w, e, vs)
-    if v.extra:
-        v = dataclasses.replace(v, x=w.filled(v, _neutral(name, v)))
     if name in ("reduce_max", "reduce_min"):
         return [(_extremum(w, e, v), WHOLE)]
     here = w.run(e, [v.x])
     parts = _gathered(w, v, here)
     return [(w.run(e, [parts], axes=(0,)), WHOLE)]
-
-
-def _neutral(name: str, v: Value) -> Any:
-    """What changes no maximum or minimum."""
-    ends = jnp.finfo if is_inexact(v.aval) else jnp.iinfo
-    if v.aval.dtype == jnp.bool_:
-        return name == "reduce_min"
-    if is_inexact(v.aval):
-        return -jnp.inf if name == "reduce_max" else jnp.inf
-    return ends(v.aval.dtype).min if name == "reduce_max" else ends(v.aval.dtype).max
 
 
 def _gathered(w: Writer, v: Value, here: Any) -> Any:
@@ -213,9 +200,9 @@ def cumulative(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     name = e.primitive.name
     # At ties JAX has a derivative that depends on where in the whole batch they are.
     is_extremum = name in ("cummax", "cummin")
-    if v.rows.segments > 1 or (is_extremum and v.smooth) or (v.extra and reverse):
+    if v.rows.segments > 1 or (is_extremum and v.smooth):
         return None
-    here = w.run(e, [w.filled(v, 0)])
+    here = w.run(e, [v.x])
     edge = 0 if reverse else here.shape[axis] - 1
     total = jax.lax.index_in_dim(here, edge, axis, keepdims=True)
     totals = _gathered(w, v, total)

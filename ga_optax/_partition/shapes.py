@@ -35,11 +35,6 @@ def reshaped(
     old: tuple[int, ...], new: tuple[int, ...], rows: Rows, parts: int
 ) -> Rows | None:
     """Where rows are after a reshape: `[before, k, rest]` of the same numbers."""
-    if rows.extra:  # as an axis of its own
-        found = [d for d, n in enumerate(new) if n == old[rows.dim]]
-        before = math.prod(old[: rows.dim])
-        found = [d for d in found if math.prod(new[:d]) == before]
-        return rows.at(found[0]) if found else None
     before = math.prod(old[: rows.dim]) * rows.segments
     outer, found = 1, None
     for d, size in enumerate(new):

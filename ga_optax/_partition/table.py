@@ -21,36 +21,31 @@ from ga_optax._partition import (
     reductions,
     shapes,
 )
+from ga_optax._partition.values import MOVES
 from ga_optax._partition.writer import Rule, Rules
 from ga_optax._passes.divided import NAME
 from ga_optax._passes.primitives import TABLE
 
-# A rule that is not among these would take the rows beyond the last for rows of the
-# batch. A row never does: they are copies of the last.
-_UNEVEN: dict[Rule, str] = {
-    reductions.reduce_: "reduce_sum reduce_max reduce_min",
+_OWN: dict[Rule, str] = {
+    reductions.reduce_: "reduce_sum reduce_max reduce_min reduce_prod reduce_and "
+    "reduce_or reduce_xor",
     reductions.argument: "argmax argmin",
-    reductions.cumulative: "cumsum",
+    reductions.cumulative: "cumsum cumprod cummax cummin cumlogsumexp",
+    reductions.collective: "psum psum_invariant pmax pmin",
     shapes.barrier: "optimization_barrier",
     shapes.reshape: "reshape",
-    moves.join: "concatenate split",
-    moves.move: "slice pad rev",
+    shapes.tile: "tile",
+    moves.move: " ".join(MOVES),
     shapes.dynamic_slice: "dynamic_slice",
     factors.summed: "dot_general",
     products.convolution: "conv_general_dilated",
+    products.ragged_dot: "ragged_dot_general",
     indexing.gather: "gather",
+    indexing.scatter: "scatter scatter-add scatter-sub scatter-mul scatter-max "
+    "scatter-min",
     promised.rowwise: "rowwise",
     randoms.random_bits: "random_bits",
     randoms.keys: "random_wrap random_unwrap random_seed random_fold_in random_split",
-}
-_EVEN: dict[Rule, str] = {
-    reductions.reduce_: "reduce_prod reduce_and reduce_or reduce_xor",
-    reductions.collective: "psum psum_invariant pmax pmin",
-    reductions.cumulative: "cumprod cummax cummin cumlogsumexp",
-    shapes.tile: "tile",
-    products.ragged_dot: "ragged_dot_general",
-    indexing.scatter: "scatter scatter-add scatter-sub scatter-mul scatter-max "
-    "scatter-min",
     kernels.pallas_call: "pallas_call",
     declared.custom_partitioning: "custom_partitioning",
     declared.cudnn_attention: "dot_product_attention_fwd_wrapper "
@@ -71,18 +66,14 @@ _NESTED: dict[str, Rule] = {
 }
 
 
-def _named(rules: dict[Rule, str]) -> dict[str, Rule]:
-    return {name: rule for rule, names in rules.items() for name in names.split()}
-
-
 _ROWS = {name for name, row in TABLE.items() if row.dims is not None}
-_OWN = _named(_UNEVEN) | _named(_EVEN)
 _KNOWN: dict[str, Rule] = {
     **dict.fromkeys(sorted(_ROWS), factors.forward),
     **dict.fromkeys(("eq", "ne", "lt", "le", "gt", "ge"), reductions.compared),
     **{
         name: factors.before(rule) if name in _ROWS else rule
-        for name, rule in _OWN.items()
+        for rule, names in _OWN.items()
+        for name in names.split()
     },
 }
 
@@ -92,6 +83,5 @@ RULES = Rules(
     linear.linear,
     _NESTED,
     custom.passed_on,
-    frozenset(_KNOWN.keys() - _named(_EVEN).keys()),
     cutting.draws,
 )

@@ -1,6 +1,7 @@
 """Values of the whole batch, and how a micro-batch holds them."""
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -15,19 +16,19 @@ class Rows(NamedTuple):
     """A dimension that is split over micro-batches.
 
     Globally it is `[segments, k, rest]`, and a micro-batch holds `[segments, rest]`.
-    There are several segments after `concatenate([x, y])`, or in time-major data. A
-    number of rows that k does not divide, as after `x[1:]`, has `extra` ones at the
-    end, which are copies of the last: whatever is computed there is computed elsewhere.
+    There are several segments after `concatenate([x, y])`, or in time-major data. Rows
+    that k does not divide, as after `x[1:]`, are whole.
     """
 
     dim: int
     segments: int = 1
-    extra: int = 0
 
     def at(self, dim: int) -> "Rows":
         return self._replace(dim=dim)
 
 
+# What only moves numbers, along axes that stay what they are.
+MOVES = ("concatenate", "pad", "rev", "slice", "split")
 # All micro-batches hold all of it; or it is the sum of what they hold.
 WHOLE, PARTIAL = "whole", "partial"
 Layout = str | Rows
@@ -52,7 +53,6 @@ class Value:
         may add up to NaN where the whole is none.
       made: the equation that computes it, its operands, and which result it is.
       copies: the same in other layouts, as far as they were needed.
-      origins: where its rows are from along an axis, as far as that was asked.
     """
 
     x: Any
@@ -64,7 +64,6 @@ class Value:
     scaled: bool = False
     made: tuple[core.JaxprEqn, list["Value"], int] | None = None
     copies: dict[Any, Any] = dataclasses.field(default_factory=dict)
-    origins: dict[int, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def rows(self) -> Any:  # Rows, or None
@@ -74,9 +73,17 @@ class Value:
     def dim(self) -> Any:
         return self.layout.dim if isinstance(self.layout, Rows) else None
 
-    @property
-    def extra(self) -> int:
-        return self.layout.extra if isinstance(self.layout, Rows) else 0
+    @functools.cached_property
+    def origin(self) -> tuple[int, int] | None:
+        """Along which axis it has rows, and how many a segment has.
+
+        They may be gathered since: `MOVES` leave them along the same axis.
+        """
+        if self.rows:
+            return self.dim, self.shape[self.dim] // self.rows.segments
+        if self.made is None or self.made[0].primitive.name not in MOVES:
+            return None
+        return next(filter(None, (v.origin for v in self.made[1])), None)
 
     @property
     def is_whole(self) -> bool:
@@ -103,7 +110,7 @@ Results = list[Result] | None  # None if a rule does not apply
 def can_split(shape: tuple[int, ...], rows: Rows, parts: int) -> bool:
     """Whether an array can have such rows."""
     n = shape[rows.dim]
-    return n > 0 and (n + rows.extra) % (rows.segments * parts) == 0
+    return n > 0 and n % (rows.segments * parts) == 0
 
 
 def local_shape(shape: tuple[int, ...], layout: Layout, parts: int) -> tuple[int, ...]:
@@ -111,7 +118,7 @@ def local_shape(shape: tuple[int, ...], layout: Layout, parts: int) -> tuple[int
     if not isinstance(layout, Rows):
         return tuple(shape)
     d = layout.dim
-    return (*shape[:d], (shape[d] + layout.extra) // parts, *shape[d + 1 :])
+    return (*shape[:d], shape[d] // parts, *shape[d + 1 :])
 
 
 def local_types(
@@ -126,11 +133,7 @@ def local_types(
 
 def own(x: Any, rows: Rows, index: Any, parts: int) -> Any:
     """The rows that a micro-batch has of an array that all hold."""
-    d = rows.dim
-    if rows.extra:
-        last = jax.lax.slice_in_dim(x, jnp.shape(x)[d] - 1, None, axis=d)
-        x = jax.lax.concatenate([x, *[last] * rows.extra], d)
-    shape = jnp.shape(x)
+    d, shape = rows.dim, jnp.shape(x)
     rest = shape[d] // (rows.segments * parts)
     x = jnp.reshape(x, (*shape[:d], rows.segments, parts, rest, *shape[d + 1 :]))
     x = jax.lax.dynamic_index_in_dim(x, index, d + 1, keepdims=False)

@@ -13,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core, source_info_util
 
 from ga_optax._partition.values import (
+    MOVES,
     PARTIAL,
     WHOLE,
     Layout,
@@ -203,10 +204,7 @@ class Writer:
             elif v.is_partial:
                 v.copies[WHOLE] = self.sum(v.x), v.level + v.params
             else:
-                x = self.joined(v)
-                n = jnp.shape(x)[v.dim] - v.extra
-                x = jax.lax.slice_in_dim(x, 0, n, axis=v.dim) if v.extra else x
-                v.copies[WHOLE] = x, v.level + v.params
+                v.copies[WHOLE] = self.joined(v), v.level + v.params
         x, level = v.copies[WHOLE]
         self.level = max(self.level, level)
         return x
@@ -282,14 +280,6 @@ class Writer:
         """This micro-batch's rows of an array that all hold."""
         return own(x, rows, self.index, self.axis.size)
 
-    def filled(self, v: Value, fill: Any) -> Any:
-        """What a micro-batch holds, with a number in the rows beyond the last."""
-        if not v.extra:
-            return v.x
-        first = self.index.astype(jnp.int32) * v.x.shape[v.dim]
-        at = first + jax.lax.broadcasted_iota(jnp.int32, v.x.shape, v.dim)
-        return jnp.where(at < v.shape[v.dim], v.x, jnp.asarray(fill, v.x.dtype))
-
     def held(self, v: Value, row: Any) -> tuple[Any, Any]:
         """Where a micro-batch has rows of a value, and whether it has them.
 
@@ -314,7 +304,7 @@ class Writer:
         return self.axis.gather(x)
 
     def joined(self, v: Value) -> Any:
-        """All rows, in their order, and those beyond the last."""
+        """All rows, in their order."""
         if self.apart:
             raise RowsMeet
         x, d, segments = v.x, v.dim, v.rows.segments
@@ -424,7 +414,7 @@ class Writer:
         kind = ir.kind(e) or name
         notes, rules = len(self.notes), self.rules
         opens = kind in rules.nested and bool(e.outvars) and ir.calls_back(e)
-        if all(v.is_whole for v in vs) and not opens:
+        if all(v.is_whole for v in vs) and not opens and name not in MOVES:
             return self.all_whole(e, vs)
         with self.may_fail(e) as out:
             if kind in rules.nested and e.outvars:
@@ -434,8 +424,7 @@ class Writer:
                     out += rules.linear(self, e, vs) or ()
                 if not out:
                     vs = [self.reduced(v) if v.is_partial else v for v in vs]
-                    even = name in rules.uneven or not any(v.extra for v in vs)
-                    if even and any(v.rows for v in vs):
+                    if any(v.rows for v in vs) or name in MOVES:
                         rule = rules.known.get(name, rules.others)
                         out += rule(self, e, vs) or ()
         if self._fits(e, out):
@@ -583,7 +572,6 @@ class Rules(NamedTuple):
         operands of all layouts.
       passed_on: what an equation gives, computed whole, that has programs inside or
         calls back.
-      uneven: the names of those that know of rows beyond the last, see `Rows`.
       draws: whether a jitted function draws random numbers, of which `recut` has rows.
     """
 
@@ -592,5 +580,4 @@ class Rules(NamedTuple):
     linear: Rule
     nested: dict[str, Rule]
     passed_on: Callable[[Writer, core.JaxprEqn, list[Value]], list[Any]]
-    uneven: frozenset[str]
     draws: Callable[[Writer, core.JaxprEqn], bool]

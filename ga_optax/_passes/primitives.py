@@ -20,6 +20,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 from jax.extend import core
 
 Axes = tuple[int | None, ...]
@@ -128,11 +129,11 @@ def _rank(e: core.JaxprEqn, i: int = 0) -> int:
 
 
 def _along(key: str) -> Callable[[core.JaxprEqn], Dims]:
-    """Those of what works along an axis, which is needed whole."""
+    """Those of what works along an axis, or several, which are needed whole."""
 
     def dims(e: core.JaxprEqn) -> Dims:
-        axis = e.params.get(key, -1) % _rank(e)
-        names = [None if d == axis else d for d in range(_rank(e))]
+        axes = [d % _rank(e) for d in jax.tree.leaves(e.params.get(key, -1))]
+        names = [None if d in axes else d for d in range(_rank(e))]
         return [names] * len(e.invars), [names] * len(e.outvars)
 
     return dims
@@ -158,6 +159,11 @@ def _bitcast(e: core.JaxprEqn) -> str:
 
 def _fourier(e: core.JaxprEqn) -> str:
     return "... " + "_ " * len(e.params["fft_lengths"])
+
+
+def _padded(e: core.JaxprEqn) -> Dims:
+    names = [None if any(x) else d for d, x in enumerate(e.params["padding_config"])]
+    return [names, []], [names]
 
 
 def _broadcast(e: core.JaxprEqn) -> Dims:
@@ -310,8 +316,10 @@ _row("unstack", _unstacked, "jnp.unstack(h, axis=1)", LINEAR)
 _row("split", _along("axis"), "jnp.split(h, 2, 1)", LINEAR)
 _row("dynamic_slice", _of_slice, "lax.{}_in_dim(h, ids[3], 2, 1)", _in(0), _SIZES)
 _row("dynamic_update_slice", _of_slice, "lax.{}_in_dim(h, -h, ids[3], 1)", _in(0, 1))
-_row("optimization_barrier pad psum psum_invariant", None, "", LINEAR)
-_row("reshape rev slice tile", None, "", LINEAR)
+_row("slice", _of_slice, "h[:, 1:]", LINEAR, {"shape": "limit_indices"})
+_row("rev", _along("dimensions"), "h[:, ::-1]", LINEAR)
+_row("pad", _padded, "jnp.pad(h, ((0, 0), (1, 2)))", LINEAR)
+_row("optimization_barrier psum psum_invariant reshape tile", None, "", LINEAR)
 _row("gather", None, "", _in(0))
 _row("scatter-add scatter-sub", None, "", _in(0, 2))
 
