@@ -67,8 +67,7 @@ class Created:
         if root not in self.cut:
             return vs
         rows = self._rows_of(vs[i])
-        cut = dataclasses.replace(vs[i], x=w.part(vs[i], rows), layout=rows, copies={})
-        return [*vs[:i], cut, *vs[i + 1 :]]
+        return ir.put(vs, [i], [vs[i].held(w.part(vs[i], rows), rows)])
 
     def layout(self, v: Value) -> Layout:
         """That of a result, which has rows if it is created and large."""

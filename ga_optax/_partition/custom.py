@@ -52,7 +52,7 @@ def _value(aval: Any, layout: Layout) -> Value:
 
 def custom_jvp(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     [program] = ir.inner(e)
-    vs = [w.reduced(v) if v.is_partial else v for v in vs]
+    vs = w.summed(vs)
     if all(v.is_whole for v in vs):
         return w.all_whole(e, vs)
     if w.in_rule or not any(is_inexact(v.aval) for v in vs):
@@ -66,7 +66,7 @@ def custom_jvp(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
             out += _with_jvp(apart, e, program, vs)
     if not out and not w.apart and _rule_only_saves_time(program.jaxpr):
         return nested.inlined(w, program, vs)
-    return out or None
+    return out
 
 
 def _fitted(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Value]:
@@ -76,9 +76,7 @@ def _fitted(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Value]:
         return vs
     rows, way = found
     return [
-        v
-        if v.is_whole or v.layout == layout
-        else dataclasses.replace(v, x=w.to(v, layout), layout=layout, copies={})
+        v if v.layout in (WHOLE, layout) else v.held(w.to(v, layout), layout)
         for v, layout in zip(vs, factors.layouts(rows, way.ins), strict=True)
     ]
 
@@ -224,14 +222,14 @@ def _read(e: core.JaxprEqn, vs: Sequence[Value]) -> _Vjp:
 
 
 def custom_vjp(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
-    vs = [w.reduced(v) if v.is_partial else v for v in vs]
+    vs = w.summed(vs)
     if e.params["symbolic_zeros"] or all(v.is_whole for v in vs):
         return None
     if w.in_rule:
         return nested.inlined(w, ir.inner(e)[0], vs)
     with w.may_fail(e) as out:
         out += _with_vjp(w.within(apart=True), e, vs)
-    return out or None
+    return out
 
 
 def _with_vjp(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result]:

@@ -15,7 +15,7 @@ from ga_optax._passes.divided import Divided
 
 def divided(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result]:
     its: Divided = e.params["its"]
-    vs = [w.reduced(v) if v.is_partial else v for v in vs]
+    vs = w.summed(vs)
     number = _number(w, its, vs)
     if number > 1 and not its.is_derivative and not its.program.jaxpr.effects:
         with w.may_fail(e) as out:

@@ -110,8 +110,10 @@ def _along(
     xs = w.parts(vs, rows, way.ins)
     if not (key := primitives.TABLE[e.primitive.name].shape):
         return w.results(e, xs)
-    shape, [d] = list(e.params[key]), way.outs
+    shape, of, [d] = list(e.params[key]), types_of(e)[0].shape, way.outs
     assert d is not None
-    shape[d] = types_of(e)[0].shape[d] // w.axis.size
+    place = d if key == "shape" else way.ins[0]
+    if place is not None and shape[place] == of[d]:
+        shape[place] = of[d] // w.axis.size
     places = {"sharding": None} if "sharding" in e.params else {}
     return w.results(e, xs, **{key: tuple(shape)}, **places)

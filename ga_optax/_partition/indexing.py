@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from ga_optax._partition import reductions
+from ga_optax._partition import factors, reductions
 from ga_optax._partition.values import (
     PARTIAL,
     Results,
@@ -26,18 +26,21 @@ _SAME = ("convert_element_type", "squeeze", "copy")
 
 
 def gather(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
+    """What each row picks of itself, or of other rows."""
     operand, indices = vs
-    if found := _aligned(w, e, operand, indices):
-        return found
-    turned = _turned(w, operand)
-    if turned is not None and (found := _aligned(w, e, turned, indices)):
-        return found
-    if operand.rows and (picked := _picked(w, e, operand, indices)) is not None:
-        return [(picked, PARTIAL)]
-    if indices.rows is None or indices.dim == len(indices.shape) - 1:
-        return None
-    xs = [w.whole(operand), indices.x]
-    return [(w.run(e, xs), indices.rows.at(_batch(e)[indices.dim]))]
+    numbers = e.params["dimension_numbers"]
+    if operand.dim in numbers.collapsed_slice_dims:
+        for its in filter(None, (operand, _turned(w, operand))):
+            if any(way.ins[0] == its.dim for way in factors.ways(e)):
+                return factors.forward(w, e, [its, indices])
+            own = own_rows(w, its, indices, numbers.start_index_map)
+            collapsed = its.dim in numbers.collapsed_slice_dims
+            if own is not None and collapsed and not numbers.operand_batching_dims:
+                [d, *_] = _batch(e)
+                return [(w.run(e, [its.x, own]), its.rows.at(d))]
+        if (picked := _picked(w, e, operand, indices)) is not None:
+            return [(picked, PARTIAL)]
+    return factors.forward(w, e, vs)
 
 
 def reorders(w: Writer, e: core.JaxprEqn, operand: Value, indices: Value) -> bool:
@@ -59,56 +62,13 @@ def _batch(e: core.JaxprEqn) -> list[int]:
     ]
 
 
-def _aligned(w: Writer, e: core.JaxprEqn, operand: Value, indices: Value) -> Results:
-    """What each row picks of itself; None if it picks of other rows."""
-    numbers, batch = e.params["dimension_numbers"], _batch(e)
-    of_batch = dict(
-        zip(
-            numbers.operand_batching_dims,
-            numbers.start_indices_batching_dims,
-            strict=True,
-        )
-    )
-    if operand.rows and operand.dim in of_batch:
-        d = of_batch[operand.dim]
-        xs = [operand.x, w.part(indices, operand.rows.at(d))]
-        return [(w.run(e, xs), operand.rows.at(batch[d]))]
-    if indices.rows and indices.dim in of_batch.values():
-        [d] = [d for d, i in of_batch.items() if i == indices.dim]
-        xs = [w.part(operand, indices.rows.at(d)), indices.x]
-        return [(w.run(e, xs), indices.rows.at(batch[indices.dim]))]
-    if operand.rows and (window := _window(w, e, operand)):
-        sizes, d = window
-        xs = [operand.x, w.whole(indices)]
-        return [(w.run(e, xs, slice_sizes=sizes), operand.rows.at(d))]
-    own = own_rows(w, operand, indices, numbers.start_index_map)
-    collapsed = operand.dim in numbers.collapsed_slice_dims
-    if own is not None and batch and not of_batch and collapsed:
-        return [(w.run(e, [operand.x, own]), operand.rows.at(batch[0]))]
-    return None
-
-
 def _turned(w: Writer, operand: Value) -> Value | None:
     """A product of rows with rows, whose other factor is split where it was whole."""
-    found = operand.rows and reductions.turned(w, operand, (operand.dim,))
+    found = reductions.turned(w, operand, (operand.dim,))
     if not found:
         return None
     rows, x = found
-    return dataclasses.replace(operand, x=x, layout=rows, level=w.level, copies={})
-
-
-def _window(
-    w: Writer, e: core.JaxprEqn, operand: Value
-) -> tuple[tuple[int, ...], int] | None:
-    """The slices of an operand that hold all its rows, and where those are after it."""
-    numbers, sizes = e.params["dimension_numbers"], list(e.params["slice_sizes"])
-    d = operand.dim
-    gone = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
-    if d in gone or d in numbers.start_index_map or sizes[d] != operand.shape[d]:
-        return None
-    kept = [i for i in range(len(sizes)) if i not in gone]
-    sizes[d] = operand.x.shape[d]
-    return tuple(sizes), numbers.offset_dims[kept.index(d)]
+    return dataclasses.replace(operand.held(x, rows), level=w.level)
 
 
 def _picked(w: Writer, e: core.JaxprEqn, operand: Value, indices: Value) -> Any:
@@ -136,9 +96,7 @@ def _picked(w: Writer, e: core.JaxprEqn, operand: Value, indices: Value) -> Any:
     here, mine = w.held(operand, row)
     at = at.at[..., column].set(here)
     picked = w.run(e, [operand.x, jnp.where(mine[..., None], at, 0)])
-    rank = len(aval.shape)
-    batch = [i for i in range(rank) if i not in numbers.offset_dims]
-    mine = jax.lax.broadcast_in_dim(mine, aval.shape, batch)
+    mine = jax.lax.broadcast_in_dim(mine, aval.shape, _batch(e))
     return jnp.where(mine, picked, jnp.zeros_like(picked))
 
 
@@ -214,64 +172,30 @@ def _wraps(vs: list[Value]) -> bool:
 
 
 def scatter(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
-    operand, indices, updates = vs
-    numbers = e.params["dimension_numbers"]
-    rank = len(updates.shape)
-    batch = [d for d in range(rank) if d not in numbers.update_window_dims]
-    of_batch = dict(
-        zip(
-            numbers.operand_batching_dims,
-            numbers.scatter_indices_batching_dims,
-            strict=True,
-        )
-    )
-    rows_of_batch = [
-        (v.rows, d)
-        for v, dims in ((operand, of_batch), (indices, of_batch.values()))
-        if v.rows
-        for d in of_batch
-        if v.dim in dims and v.dim == (d if v is operand else of_batch[d])
-    ]
-    if rows_of_batch:
-        rows, d = rows_of_batch[0]
-        i = of_batch[d]
-        parts = rows.at(d), rows.at(i), rows.at(batch[i])
-        xs = [w.part(v, r) for v, r in zip(vs, parts, strict=True)]
-        return [(w.run(e, xs), rows.at(d))]
-    for rule in (_scattered_own, _scattered_beside, _scattered_into):
-        if (found := rule(w, e, vs, batch)) is not None:
+    """Updates of each row itself, of some rows, or sums over rows of updates."""
+    for rule in (_scattered_own, _scattered_into):
+        if (found := rule(w, e, vs)) is not None:
             return found
+    operand, *others = vs
     sums = e.primitive.name in ("scatter-add", "scatter-sub")
-    if not sums or not is_inexact(operand.aval):
+    if not sums or not is_inexact(operand.aval) or operand.rows:
         return None
-    if operand.rows:
-        return None
-    if indices.rows:
-        rows, d = indices.rows, indices.dim
-    elif updates.rows and updates.dim in batch:
-        rows, d = updates.rows, batch.index(updates.dim)
-    else:
-        return None
-    if d >= len(batch):
-        return None
-    xs = [
-        w.addend(operand),
-        w.part(indices, rows.at(d)),
-        w.part(updates, rows.at(batch[d])),
-    ]
-    return [(w.run(e, xs), PARTIAL)]
+    for way in factors.ways(e):
+        for v, d in zip(others, way.ins[1:], strict=True):
+            if v.rows and v.dim == d and way.outs == (None,):
+                xs = w.parts(others, v.rows, way.ins[1:])
+                return [(w.run(e, [w.addend(operand), *xs]), PARTIAL)]
+    return None
 
 
-def _scattered_own(
-    w: Writer, e: core.JaxprEqn, vs: list[Value], batch: list[int]
-) -> Results:
+def _scattered_own(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     """Each row's updates go to that row, as after `logits[arange(n), labels]`."""
     operand, indices, updates = vs
     numbers = e.params["dimension_numbers"]
     index_map = numbers.scatter_dims_to_operand_dims
-    if not batch:
-        return None
-    for d in index_map:
+    rank, window = len(updates.shape), numbers.update_window_dims
+    batch = [d for d in range(rank) if d not in window]
+    for d in index_map if batch else ():
         rows = Rows(d)
         due = rows, Rows(0), Rows(batch[0])
         is_split = any(v.layout == its for v, its in zip(vs, due, strict=True))
@@ -285,27 +209,7 @@ def _scattered_own(
     return None
 
 
-def _scattered_beside(
-    w: Writer, e: core.JaxprEqn, vs: list[Value], batch: list[int]
-) -> Results:
-    """The same places of all rows get updates, as after `x.at[:, 3]`."""
-    operand, indices, updates = vs
-    numbers = e.params["dimension_numbers"]
-    gone = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
-    kept = [d for d in range(len(operand.shape)) if d not in gone]
-    for d, of_update in zip(kept, numbers.update_window_dims, strict=True):
-        rows = operand.rows or (updates.rows and updates.rows.at(d))
-        is_split = operand.dim == d or (not operand.rows and updates.dim == of_update)
-        all_of_it = operand.shape[d] == updates.shape[of_update]
-        if is_split and all_of_it and d not in numbers.scatter_dims_to_operand_dims:
-            new = w.part(updates, rows.at(of_update))
-            return [(w.run(e, [w.part(operand, rows), w.whole(indices), new]), rows)]
-    return None
-
-
-def _scattered_into(
-    w: Writer, e: core.JaxprEqn, vs: list[Value], batch: list[int]
-) -> Results:
+def _scattered_into(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     """Some rows get updates, as after `x.at[0]`: here those that are held here."""
     operand, indices, updates = vs
     numbers, d = e.params["dimension_numbers"], operand.dim

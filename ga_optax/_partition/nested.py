@@ -4,10 +4,10 @@ A jitted function is opened. A checkpoint stays one. Where rows must not meet, i
 branch or in a long loop, an equation is computed whole if they do.
 """
 
-import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -124,15 +124,9 @@ def _written(
             v.layout if layout is None else layout
             for v, layout in zip(out, wanted, strict=True)
         ]
-        results = [
-            jnp.asarray(here.to(v, layout), v.aval.dtype)
-            if not jnp.issubdtype(v.aval.dtype, jax.dtypes.extended)
-            else here.to(v, layout)
-            for v, layout in zip(out, layouts, strict=True)
-        ]
         found["layouts"] = layouts
         found["levels"] = [v.level for v in out]
-        return results
+        return _begun(here, out, layouts)
 
     closed = jax.make_jaxpr(run, axis_env=[tuple(w.axis[:2])])(*types)
     meets = any(map(w.axis.meets, closed.jaxpr.eqns))
@@ -179,81 +173,72 @@ def checkpoint(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
 def scan(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     if any(map(ir.is_reference, e.invars)):
         return None
-    how = ir.scan_of(e)
-    _, _, slices = how.split(vs)
-    if any(v.dim == 0 for v in slices):
-        return _scan_over_rows(w, e, vs, how)
-    notes = len(w.notes)
-    for waits in (True, False):
-        if (out := _scan_of_rows(w, e, vs, how, waits)) is not None:
-            return out
+    how, notes = ir.scan_of(e), len(w.notes)
+    if any(v.dim == 0 for v in how.split(vs)[2]):
+        return _scan_over_rows(w, vs, how)
+    # Sums wait for its end; or they are complete in it; or rows do not meet in it.
+    for here, waits in (w, True), (w, False), (w.within(apart=True), True):
         del w.notes[notes:]
-    with w.may_fail(e) as found:
-        here = w.within(apart=True)
-        found += _scan_of_rows(here, e, vs, how, True) or ()
-        w.level = here.level
+        with w.may_fail(e) as found:
+            found += _scan_of_rows(here, vs, how, waits) or ()
+        if found:
+            w.level = here.level
+            return found
     name = f"scan of {how.length} iterations, in whose carry rows meet,"
-    return found or w.noted(name, e, vs)
+    return w.noted(name, e, vs)
 
 
-def _scan_of_rows(
-    w: Writer, e: core.JaxprEqn, vs: list[Value], how: ir.Scan, waits: bool
-) -> Results:
+def _scan_of_rows(w: Writer, vs: list[Value], how: ir.Scan, waits: bool) -> Results:
     """A scan whose iterations work on rows; `waits` if sums may wait for its end."""
+    vs = vs if waits else w.summed(vs)
     consts, carry, slices = how.split(vs)
-    if not waits:
-        consts, carry, slices = (
-            [w.reduced(v) if v.is_partial else v for v in group]
-            for group in (consts, carry, slices)
-        )
-    layouts = [v.layout for v in carry]
-    body_of = [x.aval for x in how.body.jaxpr.invars]
-    given = [*consts, *carry, *slices]
-    level, params = w.level, any(v.params for v in vs)
-    before, after = [level] * len(consts), [level] * len(slices)
-    levels = [level] * len(carry)
+    level, params, n = w.level, any(v.params for v in vs), len(carry)
+
+    def due(layouts: Iterable[Layout]) -> list[Layout]:
+        return [WHOLE if x == PARTIAL and not waits else x for x in layouts]
+
+    layouts, levels = [v.layout for v in carry], [level] * n
     while True:
-        wanted = [*(v.layout for v in consts), *layouts, *map(_inside, slices)]
+        each = zip(
+            vs,
+            how.body.jaxpr.invars,
+            [*(v.layout for v in consts), *layouts, *map(_inside, slices)],
+            [*[level] * len(consts), *levels, *[level] * len(slices)],
+            strict=True,
+        )
         args = [
-            Value(None, aval, layout, its, v.params or params, v.smooth or params)
-            for v, aval, layout, its in zip(
-                given, body_of, wanted, [*before, *levels, *after], strict=True
-            )
+            Value(None, x.aval, layout, its, params, v.smooth or params)
+            for v, x, layout, its in each
         ]
         run = inner(w, how.body, args)
-        joined = [_join(a, b) for a, b in zip(layouts, run.layouts, strict=False)]
-        if not waits:
-            joined = [WHOLE if x == PARTIAL else x for x in joined]
+        joined = due(map(_join, layouts, run.layouts))
         if joined == layouts:
             break
         # A sum that waits is as late as what iterations add to it.
         layouts, levels = joined, list(map(max, levels, run.levels))
-    due = [*layouts, *run.layouts[how.num_carry :]]
-    if not waits:
-        due = [WHOLE if x == PARTIAL else x for x in due]
-    if due != run.layouts:
-        run = inner(w, how.body, args, due)
-    if run.meets:
-        # In an unrolled loop, sums that wait would be one more at each place of it.
-        longest = 0 if waits and PARTIAL in layouts else w.axis.longest
-        if not _comes_apart(w, run, how, longest):
-            return None
-    start = [
-        _strong(w.to(v, layout), v) for v, layout in zip(carry, layouts, strict=True)
-    ]
+    of_results = due([*layouts, *run.layouts[n:]])
+    if of_results != run.layouts:
+        run = inner(w, how.body, args, of_results)
+    # In an unrolled loop, sums that wait would be one more at each place of it.
+    longest = 0 if waits and PARTIAL in layouts else w.axis.longest
+    if run.meets and not _comes_apart(w, run, how, longest):
+        return None
+    start = _begun(w, carry, layouts)
     xs = [*(v.x for v in consts), *start, *(v.x for v in slices)]
-    index = w.index
-    out = ir.scan(how, lambda args: run(index, args), xs)
+    out = ir.scan(how, lambda args: run(w.index, args), xs)
     w.level = max([level, *run.levels])
-    stacked = [_outside(x) for x in due[how.num_carry :]]
-    return list(zip(out, [*layouts, *stacked], strict=True))
+    return list(zip(out, [*layouts, *map(_outside, of_results[n:])], strict=True))
+
+
+def _begun(w: Writer, carry: Sequence[Value], layouts: Sequence[Layout]) -> list[Any]:
+    """What a loop begins with."""
+    return [_strong(w.to(v, x), v) for v, x in zip(carry, layouts, strict=True)]
 
 
 def _comes_apart(w: Writer, run: Inner, how: ir.Scan, longest: int) -> bool:
     """Whether rows meet only on the side of loops that are longer than that."""
     body = ir.Program(run.closed.jaxpr, run.closed.consts)
     here = how._replace(body=body, num_consts=how.num_consts + 1)  # the index
-
     return feedback.comes_apart(here, w.axis.meets, longest)
 
 
@@ -277,54 +262,48 @@ def _strong(x: Any, v: Value) -> Any:
     return x if is_extended else jax.lax.convert_element_type(x, v.aval.dtype)
 
 
-def _scan_over_rows(
-    w: Writer, e: core.JaxprEqn, vs: list[Value], how: ir.Scan
-) -> Results:
+def _scan_over_rows(w: Writer, vs: list[Value], how: ir.Scan) -> Results:
     """A scan over the rows themselves: each micro-batch has its own iterations.
 
     It has no carry, as in `jax.lax.map`, or one to which every iteration adds.
     """
     consts, carry, slices = how.split(vs)
-    parts = w.axis.size
     rows = max((v.rows for v in slices if v.dim == 0), key=lambda rows: -rows.segments)
-    if rows.segments > 1 or how.length % parts:
+    if rows.segments > 1 or how.length % w.axis.size:
         return None
-    body = how.body.jaxpr
-    totals = zip(
-        body.invars[how.num_consts :], body.outvars[: len(carry)], strict=False
-    )
-    if not all(_is_total(body, x, out) for x, out in totals):
+    if carry and not _only_adds(how):
         return None
     start = [w.addend(v) for v in carry]
     xs = [*map(w.whole, consts), *start, *(w.part(v, rows) for v in slices)]
-    how = how._replace(length=how.length // parts)
+    how = how._replace(length=how.length // w.axis.size)
     out = ir.scan(how, functools.partial(ir.results, how.body), xs)
     n = len(carry)
     return [(x, PARTIAL if i < n else rows) for i, x in enumerate(out)]
 
 
+def _only_adds(how: ir.Scan) -> bool:
+    """Whether all that iterations do with a carry is to add to it."""
+    flat = functools.partial(ir.evaluate, how.body, rule=ir.in_the_open)
+    types = [x.aval for x in how.body.jaxpr.invars]
+    jaxpr = ir.program_of(lambda *xs: flat(xs), *types).jaxpr
+    _, totals, _ = how.split(jaxpr.invars)
+    return all(map(functools.partial(_is_total, jaxpr), totals, jaxpr.outvars))
+
+
 def _is_total(jaxpr: core.Jaxpr, x: Any, out: Any) -> bool:
     """Whether a program only adds to an argument, which is that result then."""
-    if not is_inexact(x.aval) or not ir.is_variable(out):
+    if not is_inexact(x.aval):
         return False
-    if ir.num_readers(jaxpr, out) > 1:
-        return False
-    if out is x:
-        return True
-    e, use = ir.made_by(jaxpr, out), ir.only_use(jaxpr, x)
-    if e is None or use is None:
-        return False
-    [same, *_] = use[0].outvars
-    if use[0].primitive.name == "convert_element_type" and _is_alike(x, same):
-        return _is_total(jaxpr, same, out)  # of a weak type, or from one
-    if use[0] is not e:
-        return False
-    if ir.is_inline(e):
-        [program] = ir.inner_programs(e)
-        argument = program.invars[ir.operands(e, program).index(x)]
-        return _is_total(program, argument, program.outvars[e.outvars.index(out)])
-    added = e.primitive.name in ("add", "add_any")
-    return added and all(_is_alike(x, v) for v in e.invars)
+    while x is not out:
+        if (use := ir.only_use(jaxpr, x)) is None:
+            return False
+        e, _ = use
+        # A cast is of a weak type, or from one.
+        adds = e.primitive.name in ("add", "add_any", "convert_element_type")
+        if not adds or not all(_is_alike(y, e.outvars[0]) for y in e.invars):
+            return False
+        [x] = e.outvars
+    return ir.num_readers(jaxpr, out) == 1
 
 
 def _is_alike(x: Any, y: Any) -> bool:
@@ -333,16 +312,11 @@ def _is_alike(x: Any, y: Any) -> bool:
 
 
 def while_(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
-    num_cond, num_body = e.params["cond_nconsts"], e.params["body_nconsts"]
-    of_cond, of_body = vs[:num_cond], vs[num_cond : num_cond + num_body]
-    carry = vs[num_cond + num_body :]
+    vs, n = w.summed(vs), e.params["cond_nconsts"]
+    m = n + e.params["body_nconsts"]
+    of_cond, of_body, carry = vs[:n], vs[n:m], vs[m:]
     cond, body = (ir.Program(e.params[k].jaxpr, e.params[k].consts) for k in _WHILE)
-    layouts = [v.layout if not v.is_partial else WHOLE for v in carry]
-    of_cond, of_body = (
-        [w.reduced(v) if v.is_partial else v for v in group]
-        for group in (of_cond, of_body)
-    )
-    here = w.within(apart=True)
+    layouts, here = [v.layout for v in carry], w.within(apart=True)
     while True:
         now = [
             Value(None, v.aval, x, v.level, v.params, v.smooth)
@@ -360,24 +334,21 @@ def while_(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
         if PARTIAL in joined or layouts == [rows] * len(carry):
             raise RowsMeet
         layouts = joined
-    start = [_strong(w.to(v, x), v) for v, x in zip(carry, layouts, strict=True)]
-    consts = [v.x for v in of_cond], [v.x for v in of_body]
-    index = w.index
+    is_one = not test.closed.out_avals[0].shape
 
     def goes_on(carry: Sequence[Any]) -> jax.Array:
-        return test(index, [*consts[0], *carry])[0]
+        return test(w.index, [*(v.x for v in of_cond), *carry])[0]
+
+    def any_goes_on(carry: Sequence[Any]) -> jax.Array:
+        return goes_on(carry) if is_one else goes_on(carry).any()
 
     def step(carry: Sequence[Any]) -> Sequence[Any]:
-        new = run(index, [*consts[1], *carry])
+        new = run(w.index, [*(v.x for v in of_body), *carry])
+        if is_one:
+            return new
         return list(map(functools.partial(_where, goes_on(carry)), new, carry))
 
-    test_of: Any = cond.jaxpr.outvars[0].aval
-    one = not test_of.shape
-    out = jax.lax.while_loop(
-        goes_on if one else lambda carry: goes_on(carry).any(),
-        (lambda carry: run(index, [*consts[1], *carry])) if one else step,
-        start,
-    )
+    out = jax.lax.while_loop(any_goes_on, step, _begun(w, carry, layouts))
     return list(zip(out, layouts, strict=True))
 
 
@@ -398,16 +369,10 @@ def cond(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     branches = ir.inner(e)
     here = w.within(apart=True)
     found = [inner(here, branch, operands).layouts for branch in branches]
-    due = []
-    for layouts in zip(*found, strict=True):
-        joined = layouts[0]
-        for layout in layouts[1:]:
-            joined = _join(joined, layout)
-        due.append(joined)
+    due = [functools.reduce(_join, layouts) for layouts in zip(*found, strict=True)]
     runs = [inner(here, branch, operands, due) for branch in branches]
-    index, xs = w.index, [v.x for v in operands]
-    choose = [lambda *args, run=run: run(index, args) for run in runs]
-    out = jax.lax.switch(choice.astype(jnp.int32), choose, *xs)
+    choose = [lambda *args, run=run: run(w.index, args) for run in runs]
+    out = jax.lax.switch(choice.astype(jnp.int32), choose, *(v.x for v in operands))
     return list(zip(out, due, strict=True))
 
 
@@ -417,7 +382,7 @@ def cond(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
 def shard_map(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     """A function that devices run, each on a part of every row, or on its own rows."""
     p, [program] = e.params, ir.inner(e)
-    vs = [w.reduced(v) if v.is_partial else v for v in vs]
+    vs = w.summed(vs)
     sizes = p["mesh"].shape
     own = [
         _on_device(v.layout, s, sizes) for v, s in zip(vs, p["in_specs"], strict=True)
@@ -468,45 +433,34 @@ def _on_device(layout: Layout, spec: Any, sizes: Any, back: bool = False) -> Any
 
 def linear_solve(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     """A `jax.lax.custom_linear_solve` in which rows do not meet."""
-    vs = [w.reduced(v) if v.is_partial else v for v in vs]
+    vs = w.summed(vs)
     lengths, programs = e.params["const_lengths"], e.params["jaxprs"]
-    consts, start = [], 0
-    for n in lengths:
-        consts.append(vs[start : start + n])
-        start += n
-    sides = [_sides(w, v, vs[:start]) for v in vs[start:]]
-    due = [v.layout for v in sides]
-    here = w.within(apart=True)
-    runs = [
-        p and inner(here, ir.Program(p.jaxpr, p.consts), [*given, *sides], due)
-        for p, given in zip(programs, consts, strict=True)
-    ]
-    index = w.index
+    num_consts = sum(lengths)
+    sides = [_sides(w, v, vs[:num_consts]) for v in vs[num_consts:]]
+    due, rest = [v.layout for v in sides], iter(vs)
 
-    def part(i: int) -> Any:
-        xs = [v.x for v in consts[i]]
-        return runs[i] and (lambda b: runs[i](index, [*xs, *b]))
+    def part(program: Any, number: int) -> Any:
+        given = list(itertools.islice(rest, number))
+        if program is None:
+            return None
+        xs, its = [v.x for v in given], ir.Program(program.jaxpr, program.consts)
+        run = inner(w.within(apart=True), its, [*given, *sides], due)
+        return lambda *b: run(w.index, [*xs, *b[-1]])
 
-    def solve(i: int) -> Any:
-        return runs[i] and (lambda _, b: part(i)(b))
-
+    matvec, _, solve, transposed = map(part, programs, lengths)
     symmetric = programs[1] is programs[0]
     out = jax.lax.custom_linear_solve(
-        part(0), [v.x for v in sides], solve(2), solve(3), symmetric
+        matvec, [v.x for v in sides], solve, transposed, symmetric
     )
     return list(zip(out, due, strict=True))
 
 
 def _sides(w: Writer, v: Value, matrices: list[Value]) -> Value:
     """The right side of a system; with rows, if the matrices have some."""
-    rows = [
-        u.rows
-        for u in matrices
-        if u.rows and u.shape[: u.dim + 1] == v.shape[: u.dim + 1]
-    ]
-    if not rows or not v.is_whole:
-        return v
-    return dataclasses.replace(v, x=w.part(v, rows[0]), layout=rows[0], copies={})
+    for u in matrices if v.is_whole else ():
+        if u.rows and u.shape[: u.dim + 1] == v.shape[: u.dim + 1]:
+            return v.held(w.part(v, u.rows), u.rows)
+    return v
 
 
 # -- Primitives with a program of their own --------------------------------------------

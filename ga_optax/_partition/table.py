@@ -40,7 +40,6 @@ _OWN: dict[Rule, str] = {
     factors.summed: "dot_general",
     products.convolution: "conv_general_dilated",
     products.ragged_dot: "ragged_dot_general",
-    indexing.gather: "gather",
     indexing.scatter: "scatter scatter-add scatter-sub scatter-mul scatter-max "
     "scatter-min",
     promised.rowwise: "rowwise",
@@ -75,6 +74,7 @@ _KNOWN: dict[str, Rule] = {
         for rule, names in _OWN.items()
         for name in names.split()
     },
+    "gather": indexing.gather,  # which follows its row by itself
 }
 
 RULES = Rules(

@@ -65,6 +65,10 @@ class Value:
     made: tuple[core.JaxprEqn, list["Value"], int] | None = None
     copies: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
+    def held(self, x: Any, layout: Layout) -> "Value":
+        """The same value, of which micro-batches hold something else."""
+        return dataclasses.replace(self, x=x, layout=layout, copies={})
+
     @property
     def rows(self) -> Any:  # Rows, or None
         return self.layout if isinstance(self.layout, Rows) else None

@@ -211,11 +211,13 @@ class Writer:
 
     def reduced(self, v: Value) -> Value:
         """The value, whole."""
-        x = self.whole(v)
         level = v.level if v.is_whole else v.level + v.params
-        v = dataclasses.replace(v, x=x, layout=WHOLE, level=level, copies={})
-        v.scaled = False
-        return v
+        new = v.held(self.whole(v), WHOLE)
+        return dataclasses.replace(new, level=level, scaled=False)
+
+    def summed(self, vs: Sequence[Value]) -> list[Value]:
+        """Values, of which those that are partial are whole."""
+        return [self.reduced(v) if v.is_partial else v for v in vs]
 
     def made_again(self, v: Value) -> tuple[Any, int]:
         """A value, whole, of what it is made of, and its level."""
@@ -309,10 +311,8 @@ class Writer:
             raise RowsMeet
         x, d, segments = v.x, v.dim, v.rows.segments
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            data = dataclasses.replace(v, x=jax.random.key_data(x), copies={})
-            return jax.random.wrap_key_data(
-                self.joined(data), impl=jax.random.key_impl(x)
-            )
+            data = self.joined(v.held(jax.random.key_data(x), v.layout))
+            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
         shape = *v.shape[: d + 1], *x.shape[d + 1 :]  # the data of a key has more
         if segments == 1:
             return self.axis.gather(x, d, tiled=True)
@@ -423,7 +423,7 @@ class Writer:
                 if any(v.is_partial for v in vs):
                     out += rules.linear(self, e, vs) or ()
                 if not out:
-                    vs = [self.reduced(v) if v.is_partial else v for v in vs]
+                    vs = self.summed(vs)
                     if any(v.rows for v in vs) or name in MOVES:
                         rule = rules.known.get(name, rules.others)
                         out += rule(self, e, vs) or ()

@@ -50,7 +50,7 @@ class Row(NamedTuple):
         an integer for each row.
       sums: the operands in all of which together it is linear.
       each: the operands in each of which it is linear while the others stay.
-      shape: the parameter that is the shape of its result.
+      shape: the parameter that is the shape of its result, or of what it takes.
       is_open: whether rows that are wanted of it are computed from those of operands.
       is_dear: whether it takes more than to read its result.
     """
@@ -207,6 +207,40 @@ def _of_slice(e: core.JaxprEqn) -> Dims:
     return [*ins, *([] for _ in e.invars[len(ins) :])], [names]
 
 
+def _indexed(e: core.JaxprEqn) -> Dims:
+    """Those of a gather, and of a scatter, which is the reverse.
+
+    What is gathered of rows of indices, or in each part of a batch, or of all that an
+    index does not choose.
+    """
+    numbers: Any = e.params["dimension_numbers"]
+    if gathers := e.primitive.name == "gather":
+        part, window = _shape(e.outvars[0]), numbers.offset_dims
+        gone, chosen = numbers.collapsed_slice_dims, numbers.start_index_map
+        batch = numbers.start_indices_batching_dims
+    else:
+        part, window = _shape(e.invars[2]), numbers.update_window_dims
+        gone, chosen = (
+            numbers.inserted_window_dims,
+            numbers.scatter_dims_to_operand_dims,
+        )
+        batch = numbers.scatter_indices_batching_dims
+    whole, indices = _shape(e.invars[0]), [*range(_rank(e, 1) - 1), None]
+    rest = iter(indices)
+    of_part: list[Any] = [None if d in window else next(rest) for d in range(len(part))]
+    of_whole: list[Any] = [None] * len(whole)
+    batched = numbers.operand_batching_dims
+    for d, i in zip(batched, batch, strict=True):
+        of_whole[d] = i
+    kept = [d for d in range(len(whole)) if d not in (*gone, *batched)]
+    for d, at in zip(kept, window, strict=True):
+        if d not in chosen and whole[d] == part[at]:
+            of_whole[d] = of_part[at] = ("window", d)
+    if gathers:
+        return [of_whole, indices], [of_part]
+    return [of_whole, indices, of_part], [of_whole]
+
+
 def _product(e: core.JaxprEqn) -> Dims:
     contracted, batched = e.params["dimension_numbers"]
     names = [
@@ -320,8 +354,9 @@ _row("slice", _of_slice, "h[:, 1:]", LINEAR, {"shape": "limit_indices"})
 _row("rev", _along("dimensions"), "h[:, ::-1]", LINEAR)
 _row("pad", _padded, "jnp.pad(h, ((0, 0), (1, 2)))", LINEAR)
 _row("optimization_barrier psum psum_invariant reshape tile", None, "", LINEAR)
-_row("gather", None, "", _in(0))
-_row("scatter-add scatter-sub", None, "", _in(0, 2))
+_row("gather", _indexed, "", _in(0), _SIZES)
+_row("scatter scatter-mul scatter-max scatter-min", _indexed)
+_row("scatter-add scatter-sub", _indexed, "", _in(0, 2))
 
 # Along axes.
 _row("reduce_sum", _gone("axes"), "h.sum(1)", LINEAR)
