@@ -471,7 +471,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a promise that is not checked",
-        "_partition/promised.py",
+        "_partition/factors.py",
         "if came != due:",
         "if not came:",
         "test_rowwise.py",

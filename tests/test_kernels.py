@@ -14,7 +14,7 @@ from whole_kernels import array, kernel
 
 import ga_optax as ga
 from ga_optax._compiled.plan import temporaries
-from ga_optax._partition import declared, kernels, table
+from ga_optax._partition import factors, kernels, table
 from ga_optax._passes import ir
 
 pl = pytest.importorskip("jax.experimental.pallas")
@@ -490,7 +490,7 @@ def test_its_gradients_are_those_of_the_undivided_batch(name, cudnn):
 
 def test_a_gradient_of_a_bias_that_is_no_sum_would_be_seen(cudnn, monkeypatch):
     """The twin."""
-    monkeypatch.setattr(declared, "PARTIAL", "whole")
+    monkeypatch.setattr(factors, "PARTIAL", "whole")
     loss = functools.partial(fused, FUSED["a bias for all"])
     assert not distance(loss, *arguments()) < 4 * ROUNDED
 

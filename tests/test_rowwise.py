@@ -148,7 +148,7 @@ def test_results_that_nobody_reads_are_not_computed():
     assert off(step(*args), jax.value_and_grad(loss)(*args)) < BOUND
 
 
-def test_rows_that_do_not_divide_are_split_all_the_same():
+def test_rows_that_do_not_divide_are_right_all_the_same():
     def loss(w, x):
         h = ga.rowwise(lambda x: jnp.tanh(x @ w))(x[1:])
         return jnp.mean(h**2)

@@ -5,30 +5,24 @@ is only passed through, from operands to each result, may be split over devices;
 may over micro-batches, which run what one of k devices would.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 from jax.extend import core
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from ga_optax._partition.values import (
-    PARTIAL,
-    Results,
-    Rows,
-    Value,
-    local_types,
-    types_of,
-)
+from ga_optax._partition import factors
+from ga_optax._partition.values import Results, Value, types_of
 from ga_optax._partition.writer import Writer
 from ga_optax._passes import ir, primitives
-
-Dims = list[int | None]  # the dimension of each array that has the rows
-
+from ga_optax._passes.primitives import Way
 
 # -- Rules of the user's ---------------------------------------------------------------
 
 
 def custom_partitioning(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
+    """What one of several devices would run that have the rows between them."""
     rule = e.params["sharding_rule"]
     if not hasattr(rule, "operand_mappings"):
         return None  # none, or a function of MLIR's types
@@ -36,15 +30,15 @@ def custom_partitioning(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results
     dims = _dims(rule, shapes)
     if [len(names) for side in dims for names in side] != list(map(len, shapes)):
         return None  # a rule for something else
-    for v in sorted((v for v in vs if v.rows), key=lambda v: -v.size):
-        due, i = v.shape[v.dim], vs.index(v)
-        for way in primitives.ways_of(dims):
-            places = *way.ins, *way.outs
-            pairs = zip(shapes, places, strict=True)
-            fits = all(d is None or x[d] == due for x, d in pairs)
-            if way.ins[i] == v.dim and None not in way.outs and fits:
-                return _as_a_device(w, e, vs, (v.rows, list(places)))
-    return None
+    ways = [way for way in primitives.ways_of(dims) if None not in way.outs]
+
+    def run(way: Way, *xs: Any) -> list[Any]:
+        return w.results(e, xs, call=_of_a_device(e, way, w.axis.size, xs))
+
+    try:
+        return factors.split(w, e, vs, ways, run)
+    except factors.Refused:  # by the user's function
+        return None
 
 
 def _dims(rule: Any, shapes: list[Any]) -> primitives.Dims:
@@ -82,51 +76,37 @@ def _factors(mapping: Any, rank: int) -> list[Any]:
 _COMPOUND = "CompoundFactor"  # several factors in one dimension
 
 
-def _as_a_device(
-    w: Writer, e: core.JaxprEqn, vs: list[Value], cut: tuple[Rows, Dims]
-) -> Results:
-    """What one of several devices would run that have the rows between them."""
-    rows, dims = cut
-    of_results: list[Any] = dims[len(vs) :]
-    xs = w.parts(vs, rows, dims[: len(vs)])
-    try:
-        call: Any = _traced(e, dims, w.axis.size, xs)
-    except Exception:  # of the user's function, which may refuse this
-        return None
-    due = local_types(e, map(rows.at, of_results), w.axis.size)
-    meets = any(_AXIS in ir.axes_of(x) for x in ir.equations(call.jaxpr))
-    if meets or call.consts or [(x.shape, x.dtype) for x in call.out_avals] != due:
-        return None
-    found = w.results(e, xs, call=call)
-    return [(x, rows.at(d)) for x, d in zip(found, of_results, strict=True)]
-
-
 _AXIS = "rows"
 
 
-def _traced(e: core.JaxprEqn, dims: Dims, parts: int, xs: list[Any]) -> Any:
+def _of_a_device(e: core.JaxprEqn, way: Way, parts: int, xs: Sequence[Any]) -> Any:
     """The program that a rule has for one device."""
-    p, mesh, number = e.params, AbstractMesh((parts,), (_AXIS,)), len(e.invars)
+    p, mesh = e.params, AbstractMesh((parts,), (_AXIS,))
 
     def typed(x: Any, d: int | None) -> Any:
-        spec = PartitionSpec(*(_AXIS if i == d else None for i in range(len(x.shape))))
-        return jax.ShapeDtypeStruct(
-            x.shape, x.dtype, sharding=NamedSharding(mesh, spec)
-        )
+        spec = PartitionSpec(*(_AXIS if i == d else None for i in range(x.aval.ndim)))
+        sharding = NamedSharding(mesh, spec)
+        return jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype, sharding=sharding)
 
-    types = [
-        typed(x.aval, d) for x, d in zip([*e.invars, *e.outvars], dims, strict=True)
-    ]
-    given = jax.tree.unflatten(p["in_tree"], types[:number])
-    wanted = jax.tree.unflatten(p["out_tree"], types[number:])
-    _, lower, outs, ins = p["partition"](*p["static_args"], mesh, given, wanted)
-    if not _are_as_wanted([*jax.tree.leaves(ins), *jax.tree.leaves(outs)], types):
+    ins, outs = (
+        list(map(typed, e.invars, way.ins)),
+        list(map(typed, e.outvars, way.outs)),
+    )
+    given, due = (
+        jax.tree.unflatten(p["in_tree"], ins),
+        jax.tree.unflatten(p["out_tree"], outs),
+    )
+    _, lower, of_outs, of_ins = p["partition"](*p["static_args"], mesh, given, due)
+    if not _are_as_wanted(jax.tree.leaves((of_ins, of_outs)), [*ins, *outs]):
         raise ValueError("other shardings are needed")
 
     def call(*xs: Any) -> list[Any]:
         return jax.tree.leaves(lower(*jax.tree.unflatten(p["in_tree"], xs)))
 
-    return jax.make_jaxpr(call, axis_env=[(_AXIS, parts)])(*xs)
+    found: Any = jax.make_jaxpr(call, axis_env=[(_AXIS, parts)])(*xs)
+    if found.consts or any(_AXIS in ir.axes_of(x) for x in ir.equations(found.jaxpr)):
+        raise ValueError("it communicates, or closes over something")
+    return found
 
 
 def _are_as_wanted(shardings: list[Any], types: list[Any]) -> bool:
@@ -145,31 +125,27 @@ def _are_as_wanted(shardings: list[Any], types: list[Any]) -> bool:
 # The operands of `jax.nn.dot_product_attention(implementation="cudnn")` are queries,
 # keys, values, a bias, the lengths of queries and keys, offsets of several sequences in
 # one row (two), and tables of pages (two). Backward there are three more.
-_BIAS, _PACKED, _FORWARD, _BACKWARD = 3, slice(6, 10), 10, 13
+_PACKED, _FORWARD, _BACKWARD = slice(6, 10), 10, 13
 
 
 def cudnn_attention(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
-    """Rows are along dimension 0 of all operands; a bias may be the same for all."""
+    """Rows are along dimension 0 of all operands; a bias may be the same for all.
+
+    Then its gradient is a sum.
+    """
     p, is_backward = e.params, "bwd" in e.primitive.name
-    rows = max((v for v in vs if v.rows), key=lambda v: v.size).rows
-    is_given = [v.shape[0] > 0 for v in vs]  # what there is none of is empty
     n = vs[0].shape[0]
-    has_rows = [its and v.shape[0] == n for its, v in zip(is_given, vs, strict=True)]
+    given = [v.shape[0] for v in vs]  # 0 of what there is none of
+    dims = [0 if x == n > 1 else None for x in given]
+    every = (0, 1, 2, *range(_FORWARD, len(vs)), *(i for i in (4, 5) if given[i]))
     if (
         len(vs) != (_BACKWARD if is_backward else _FORWARD)
-        or rows.dim != 0
-        or n == 1
         or p["dropout_rate"] > 0  # drawn for the whole batch
         or p.get("score_mod") is not None
-        or any(is_given[_PACKED])
-        or not all(has_rows[i] for i in (0, 1, 2, *range(_FORWARD, len(vs))))
-        or not all(
-            its for its, x in zip(has_rows[4:6], is_given[4:6], strict=True) if x
-        )
+        or any(given[_PACKED])
+        or any(dims[i] is None for i in every)
     ):
         return None
-    dims: Dims = [0 if its else None for its in has_rows]
-    layouts: list[Any] = [rows] * len(e.outvars)
-    if is_backward and len(layouts) > _BIAS and not has_rows[_BIAS]:
-        layouts[_BIAS] = PARTIAL  # the gradient of what is the same for all rows
-    return list(zip(w.results(e, w.parts(vs, rows, dims)), layouts, strict=True))
+    outs = [dims[i] if is_backward else 0 for i in range(len(e.outvars))]
+    way = Way(tuple(dims), tuple(outs))
+    return factors.split(w, e, vs, [way], lambda _, *xs: w.results(e, xs))

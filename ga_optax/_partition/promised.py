@@ -8,19 +8,11 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
-from ga_optax._partition import custom
-from ga_optax._partition.values import (
-    PARTIAL,
-    Results,
-    Rows,
-    Value,
-    local_types,
-    types_of,
-)
+from ga_optax._partition import custom, factors
+from ga_optax._partition.values import Results, Value, types_of
 from ga_optax._partition.writer import Writer
 from ga_optax._passes import ir, places, primitives
 from ga_optax._passes.ir import is_inexact
@@ -64,33 +56,15 @@ def _split(
     ways: Sequence[Way],
     fun: Callable[..., Any],
 ) -> Results:
-    """The results of a function that can be split in some ways; None if in no one."""
-    for ins, outs in ways:
-        rows = _rows(vs, ins)
-        if rows is None:
-            continue
-        xs = w.parts(vs, rows, ins)
-        layouts = [PARTIAL if d is None else rows.at(d) for d in outs]
-        due = local_types(e, layouts, w.axis.size)
-        try:
-            program: Any = jax.make_jaxpr(fun)(*xs)
-        except Exception as error:  # Any: the code is the user's.
-            return _warn(e, f"raised {type(error).__name__}: {error}")
-        came = [(x.shape, x.dtype) for x in program.out_avals]
-        if came != due:
-            return _warn(e, f"returned {came} and not {due}")
+    """The results of a promise, which is noted, or warned of if it does not hold."""
+    try:
+        out = factors.split(w, e, vs, ways, lambda _, *xs: fun(*xs))
+    except factors.Refused as error:
+        return _warn(e, str(error))
+    if out:
         size = sum(ir.numbers(x.shape) for x in types_of(e))
         w.promised.append(w.about(e, size, _name(e)))
-        return list(zip(ir.results(program, xs), layouts, strict=True))
-    return None
-
-
-def _rows(vs: Sequence[Value], ins: Sequence[int | None]) -> Rows | None:
-    """The rows that some operand has where it can be split, if all have as many."""
-    split = [(v, d) for v, d in zip(vs, ins, strict=True) if d is not None]
-    if len({v.shape[d] for v, d in split}) != 1:
-        return None
-    return next((v.rows for v, d in split if v.dim == d), None)
+    return out
 
 
 def _name(e: core.JaxprEqn) -> str:
