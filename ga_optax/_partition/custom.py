@@ -14,7 +14,8 @@ with a rule has the cotangents of the mean over micro-batches, see `Backward.as_
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import compress
 from typing import Any, NamedTuple
 
 import jax
@@ -101,47 +102,46 @@ def _rule_only_saves_time(jaxpr: core.Jaxpr) -> bool:
 def _with_jvp(
     w: Writer, e: core.JaxprEqn, program: ir.Program, vs: list[Value]
 ) -> list[Result]:
-    vs = _level(vs)
+    vs, n = _level(vs), e.params["num_consts"]
     primal = nested.inner(w, program, vs)
-    num_consts = e.params["num_consts"]
-    moving = [is_inexact(v.aval) for v in vs[num_consts:]]
-    jaxpr, consts, still = e.params["jvp_jaxpr_fun"].call_wrapped(
-        *(not moves for moves in moving)
-    )
-    given = vs[num_consts:]
-    tangents = [
-        _value(v.aval, v.layout)
-        for v, moves in zip(given, moving, strict=True)
-        if moves
-    ]
-    of_tangents = [
-        layout for layout, zero in zip(primal.layouts, still, strict=True) if not zero
-    ]
-    due = [*primal.layouts, *of_tangents]
-    both = _rule(w, ir.Program(jaxpr, consts), [*given, *tangents], due)
+    moving = [is_inexact(v.aval) for v in vs[n:]]
+    fixed = [not moves for moves in moving]
+    jaxpr, consts, still = e.params["jvp_jaxpr_fun"].call_wrapped(*fixed)
+    tangents = [_value(v.aval, v.layout) for v in compress(vs[n:], moving)]
+    moved = [not zero for zero in still]
+    due = [*primal.layouts, *compress(primal.layouts, moved)]
+    both = _rule(w, ir.Program(jaxpr, consts), [*vs[n:], *tangents], due)
 
     def make() -> Any:
-        @jax.custom_jvp
-        def call(index: Any, *xs: Any) -> Any:
-            return tuple(primal(index, xs))
+        call = jax.custom_jvp(lambda index, *xs: tuple(primal(index, xs)))
 
         @call.defjvp
         def _(primals: Any, dots: Any) -> Any:
             index, *xs = primals
-            dots = [t for t, m in zip(dots[1 + num_consts :], moving, strict=True) if m]
-            out = both(index, [*xs[num_consts:], *dots])
-            values, rest = out[: len(still)], iter(out[len(still) :])
+            out = both(index, [*xs[n:], *compress(dots[1 + n :], moving)])
+            values, rest = out[: len(moved)], iter(out[len(moved) :])
+            pairs = zip(values, moved, strict=True)
             return tuple(values), tuple(
-                _zero(x) if zero else next(rest)
-                for x, zero in zip(values, still, strict=True)
+                next(rest) if moves else _zero(x) for x, moves in pairs
             )
 
-        return jax.jit(call)
+        return call
 
-    facts = "custom_jvp", num_consts, *moving, *still
-    call = w.once(make, [primal.closed, both.closed], facts)
-    out = call(nested.index_for(w, primal, both), *(v.x for v in vs))
-    return list(zip(out, primal.layouts, strict=True))
+    return _called(w, make, vs, [primal, both], ("custom_jvp", n, *moving, *moved))
+
+
+def _called(
+    w: Writer,
+    make: Callable[[], Any],
+    vs: Sequence[Value],
+    runs: Sequence[nested.Inner],
+    facts: Any,
+) -> list[Result]:
+    """The results of a function with a rule that is made of programs, its own first."""
+    its = [run.closed for run in runs]
+    call = w.once(lambda: jax.jit(make()), its, facts)
+    out = call(nested.index_for(w, *runs), *(v.x for v in vs))
+    return list(zip(out, runs[0].layouts, strict=True))
 
 
 def _level(vs: list[Value]) -> list[Value]:
@@ -150,6 +150,7 @@ def _level(vs: list[Value]) -> list[Value]:
 
 
 def _zero(x: Any) -> Any:
+    """The tangent, or the cotangent, of what does not move."""
     if is_inexact(x):
         return jnp.zeros_like(x)
     return np.zeros(x.shape, jax.dtypes.float0)
@@ -184,42 +185,29 @@ class _Vjp(NamedTuple):
 
 
 def _read(e: core.JaxprEqn, vs: Sequence[Value]) -> _Vjp:
-    p = e.params
-    num_consts = p["num_consts"]
-    wanted = [is_inexact(v.aval) for v in vs[num_consts:]]
+    p, args = e.params, vs[e.params["num_consts"] :]
+    wanted = [is_inexact(v.aval) for v in args]
     jaxpr, consts = p["fwd_jaxpr_thunk"].call_wrapped(*wanted)
-    _, tree, forwarded = p["out_trees"]()
-    kept = iter(
-        jaxpr.outvars[: tree.num_leaves - sum(i is not None for i in forwarded)]
-    )
+    _, _, forwarded = p["out_trees"]()
+    kept = iter(jaxpr.outvars)
     residuals = [next(kept).aval if i is None else vs[i].aval for i in forwarded]
     given = [is_inexact(x.aval) for x in e.outvars]
 
     def backward(residuals: list[Any], cotangents: list[Any]) -> list[Any]:
-        arriving = iter(cotangents)
-        every = [
-            next(arriving) if has else np.zeros(x.shape, jax.dtypes.float0)
-            for x, has in zip(types_of(e), given, strict=True)
-        ]
+        arriving, pairs = iter(cotangents), zip(types_of(e), given, strict=True)
+        every = [next(arriving) if has else _zero(x) for x, has in pairs]
         out = p["bwd"].call_wrapped(*residuals, *every)
-        if (
-            isinstance(out, tuple)
-            and len(out) == 2
-            and isinstance(out[0], list | tuple)
-        ):
+        if len(out) == 2 and isinstance(out[0], list | tuple):
             out = out[0]  # beside logs, in newer versions of jax
         return [
             x if isinstance(x, jax.Array) else jnp.zeros(v.aval.shape, v.aval.dtype)
-            for x, v, has in zip(out, vs[num_consts:], wanted, strict=True)
-            if has
+            for x, v in compress(zip(out, args, strict=True), wanted)
         ]
 
     types = [type_here(x, x.shape, None) for x in residuals]
-    results = zip(types_of(e), given, strict=True)
-    cts = [type_here(x, x.shape, None) for x, has in results if has]
-    closed: Any = jax.make_jaxpr(backward)(types, cts)
-    bwd = ir.Program(closed.jaxpr, closed.consts)
-    return _Vjp(num_consts, ir.Program(jaxpr, consts), bwd, forwarded, wanted, given)
+    cts = [type_here(x, x.shape, None) for x in compress(types_of(e), given)]
+    bwd, fwd = ir.program_of(backward, types, cts), ir.Program(jaxpr, consts)
+    return _Vjp(p["num_consts"], fwd, bwd, forwarded, wanted, given)
 
 
 def custom_vjp(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
@@ -238,8 +226,7 @@ def _with_vjp(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result]:
     its = [e.params["fwd_jaxpr_thunk"], e.params["bwd"]]
     facts = "read", *(v.aval for v in vs)
     rule = w.once(lambda: _read(e, vs), its, facts)
-    program = ir.inner(e)[0]
-    primal = nested.inner(w, program, vs)
+    primal = nested.inner(w, ir.inner(e)[0], vs)
     fwd, bwd, linear = _rule_here(w, rule, vs, primal.layouts)
     n, kept = rule.num_consts, rule.num_kept
 
@@ -251,44 +238,38 @@ def _with_vjp(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result]:
 
     def backward(saved: Any, cotangents: Any) -> Any:
         index, residuals = saved
-        cts = [ct for ct, has in zip(cotangents, rule.given, strict=True) if has]
-        found = iter(bwd(index, [*residuals, *cts]))
+        found = iter(bwd(index, [*residuals, *compress(cotangents, rule.given)]))
         of_args = [next(found) if has else None for has in rule.wanted]
         return (None, *[None] * n, *of_args)
 
     def make() -> Any:
         call = jax.custom_vjp(lambda index, *xs: tuple(primal(index, xs)))
         call.defvjp(forward, backward)
-        return jax.jit(call)
+        return call
 
     facts = "custom_vjp", n, *rule.forwarded, *rule.wanted, *rule.given
-    call = w.once(make, [primal.closed, fwd.closed, bwd.closed], facts)
-    out = call(nested.index_for(w, primal, fwd, bwd), *(v.x for v in vs))
-    if not linear:
-        out = [checkpoint_name(x, w.axis.name) for x in out]
-    return list(zip(out, primal.layouts, strict=True))
+    out = _called(w, make, vs, [primal, fwd, bwd], facts)
+    if linear:
+        return out
+    return [(checkpoint_name(x, w.axis.name), layout) for x, layout in out]
 
 
 def _rule_here(
     w: Writer, rule: _Vjp, vs: list[Value], layouts: list[Layout]
 ) -> tuple[nested.Inner, nested.Inner, bool]:
     """The rule of a micro-batch, and whether it is linear in the cotangents."""
-    n, kept = rule.num_consts, rule.num_kept
-    due = [*[None] * kept, *layouts]
-    fwd = _rule(w, rule.fwd, vs[n:], due)
-    saved = iter(fwd.layouts[:kept])
+    args = vs[rule.num_consts :]
+    fwd = _rule(w, rule.fwd, args, [*[None] * rule.num_kept, *layouts])
+    saved = iter(fwd.layouts)
     of_residuals = [next(saved) if i is None else vs[i].layout for i in rule.forwarded]
     linear = _is_linear(w, rule)
-    of_cts = [_dual(x) for x, has in zip(layouts, rule.given, strict=True) if has]
-    if not linear and any(not isinstance(x, Rows) for x in of_cts):
+    of_cts = [_dual(x) for x in compress(layouts, rule.given)]
+    if not linear and not all(isinstance(x, Rows) for x in of_cts):
         raise RowsMeet
     types = [x.aval for x in rule.bwd.jaxpr.invars]
-    pairs = zip(types, [*of_residuals, *of_cts], strict=True)
-    args = [_value(aval, layout) for aval, layout in pairs]
-    wanted = [
-        _dual(v.layout) for v, has in zip(vs[n:], rule.wanted, strict=True) if has
-    ]
-    return fwd, _rule(w, rule.bwd, args, wanted), linear
+    given = list(map(_value, types, [*of_residuals, *of_cts]))
+    wanted = [_dual(v.layout) for v in compress(args, rule.wanted)]
+    return fwd, _rule(w, rule.bwd, given, wanted), linear
 
 
 def _dual(layout: Layout) -> Layout:
@@ -299,20 +280,22 @@ def _dual(layout: Layout) -> Layout:
 
 def _is_linear(w: Writer, rule: _Vjp) -> bool:
     """Whether a backward program is linear in the cotangents, as far as is known."""
-    facts = "linear", len(rule.forwarded), *rule.wanted
-    return w.once(lambda: _seems_linear(w, rule), nested.first(w, rule.bwd), facts)
+    n, types = len(rule.forwarded), [x.aval for x in rule.bwd.jaxpr.invars]
 
+    def seems_linear() -> bool:
+        layouts = [WHOLE] * n + [PARTIAL] * (len(types) - n)
+        args, here = (
+            list(map(_value, types, layouts)),
+            w.within(shares=False, apart=True),
+        )
+        try:
+            _rule(here, rule.bwd, args, [PARTIAL] * sum(rule.wanted))
+        except RowsMeet:
+            return False
+        return True
 
-def _seems_linear(w: Writer, rule: _Vjp) -> bool:
-    types = [x.aval for x in rule.bwd.jaxpr.invars]
-    n = len(rule.forwarded)
-    args = [_value(aval, WHOLE if i < n else PARTIAL) for i, aval in enumerate(types)]
-    w = w.within(shares=False, apart=True)
-    try:
-        _rule(w, rule.bwd, args, [PARTIAL] * sum(rule.wanted))
-    except RowsMeet:
-        return False
-    return True
+    facts = "linear", n, *rule.wanted
+    return w.once(seems_linear, nested.first(w, rule.bwd), facts)
 
 
 # -- Computed whole --------------------------------------------------------------------
@@ -325,7 +308,8 @@ def passed_on(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Any]:
     passes the results on.
     """
     xs, types = [w.whole(v) for v in vs], types_of(e)
-    calls_back = ir.calls_back(e) and not any(map(_is_key, types))
+    is_key = (jnp.issubdtype(x.dtype, jax.dtypes.extended) for x in types)
+    calls_back = ir.calls_back(e) and not any(is_key)
     if calls_back and not types:
         _run_once(w, e, xs)
         return []
@@ -338,7 +322,8 @@ def passed_on(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Any]:
         # The zeros of a rule that returns None have the types of its own arguments,
         # and JAX compares those of the branches.
         own = [jax.lax.copy_p.bind(x) if is_inexact(x) else x for x in xs]
-        return [_summable(x) for x in map(w.bound(e, own).__getitem__, passed)]
+        some = map(w.bound(e, own).__getitem__, passed)
+        return [x.astype(jnp.int32) if x.dtype == jnp.bool_ else x for x in some]
 
     # The others do not run it: a rule may make something of no cotangent.
     nothing = [jnp.zeros(x.shape, x.dtype) for x in jax.eval_shape(run)]
@@ -363,14 +348,6 @@ def _run_once(w: Writer, e: core.JaxprEqn, xs: list[Any]) -> None:
         return jnp.zeros((), bool)
 
     jax.lax.while_loop(lambda due: due, body, w.index == 0)
-
-
-def _summable(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.int32) if x.dtype == jnp.bool_ else x
-
-
-def _is_key(aval: Any) -> bool:
-    return bool(jnp.issubdtype(aval.dtype, jax.dtypes.extended))
 
 
 def has_nonlinear_rule(w: Writer, e: core.JaxprEqn) -> bool:
