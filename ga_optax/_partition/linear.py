@@ -21,8 +21,10 @@ from ga_optax._passes.primitives import TABLE, Row
 def linear(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result] | None:
     """The results, partial; None if the equation is not linear in what is partial."""
     name = e.primitive.name
-    if name == "div" and _waits_above(vs):
-        vs = [vs[0], w.reduced(vs[1])]
+    if name == "div" and vs[0].is_partial and vs[0].params and not vs[1].params:
+        # What does not depend on the parameters, such as a count of tokens, is known
+        # before all that does.
+        vs = [vs[0], *w.summed(vs[1:])]
     if any(v.rows for v in vs) or not all(is_inexact(x.aval) for x in e.outvars):
         return None
     places = slots(e, [i for i, v in enumerate(vs) if v.is_partial])
@@ -49,15 +51,6 @@ def slots(e: core.JaxprEqn, partial: Sequence[int]) -> Sequence[int] | None:
     return found if set(partial) <= set(found) else None
 
 
-def _waits_above(vs: list[Value]) -> bool:
-    """Whether the dividend of two sums can wait, and the divisor be reduced first.
-
-    What does not depend on the parameters, such as a count of tokens, is known before
-    all that does.
-    """
-    return all(v.is_partial for v in vs) and vs[0].params and not vs[1].params
-
-
 def _is_late(v: Value, vs: list[Value]) -> bool:
     """Whether the others come after collectives that `v` may take part in as well.
 
@@ -81,9 +74,7 @@ def _grows(e: core.JaxprEqn, vs: list[Value]) -> bool:
 def _rounds(e: core.JaxprEqn, v: Value) -> bool:
     """Whether a cast drops digits: then the sum is rounded, and not its terms."""
     old, new = v.aval.dtype, types_of(e)[0].dtype
-    if not jnp.issubdtype(old, jnp.inexact):
+    if not is_inexact(v.aval):
         return True
-    complex_to_real = jnp.issubdtype(old, jnp.complexfloating) and not jnp.issubdtype(
-        new, jnp.complexfloating
-    )
-    return complex_to_real or jnp.finfo(new).bits < jnp.finfo(old).bits
+    to_real = old.kind == "c" and new.kind != "c"
+    return to_real or jnp.finfo(new).bits < jnp.finfo(old).bits

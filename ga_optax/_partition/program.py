@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core, source_info_util
 
-from ga_optax._partition import created, cutting, generators, table
+from ga_optax._partition import created, generators, table
 from ga_optax._partition.values import (
     WHOLE,
     Layout,
@@ -115,8 +115,7 @@ def _traced(
     found: dict[str, Any] = {}
 
     def run(xs: Sequence[Any], index: Any) -> list[Any]:
-        create = some or _as_they_are
-        w = Writer(axis, index, table.RULES, cutting.recut, create, draws)
+        w = Writer(axis, index, table.RULES, some, draws)
         given = [
             Value(x, a.aval, a.layout, 0, a.smooth, a.smooth)
             for x, a in zip(xs, arguments, strict=True)
@@ -175,10 +174,6 @@ def _put(w: Writer, v: Value, layout: Layout) -> Any:
         return w.to(v, layout)
     with ir.as_of(v.made[0], source_info_util.current_name_stack()):
         return w.to(v, layout)
-
-
-def _as_they_are(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Value]:
-    return vs
 
 
 def _cost(jaxpr: core.Jaxpr, axis: Axis) -> tuple[int, int]:

@@ -71,7 +71,7 @@ def reduce_(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
 
 def _gathered(w: Writer, v: Value, here: Any) -> Any:
     """What all micro-batches found, along a new axis 0."""
-    w.level = max(w.level, v.level + v.params)
+    w.meet(v)
     return w.gather(here)
 
 
@@ -96,9 +96,7 @@ def _extremum(w: Writer, e: core.JaxprEqn, v: Value) -> Any:
 
 def _stopped_extremum(w: Writer, is_max: bool, v: Value, here: Any) -> Any:
     """The same where it has no derivative."""
-    w.level = max(w.level, v.level + v.params)
-    if w.apart:
-        raise RowsMeet
+    w.meet(v)
     x = jax.lax.stop_gradient(here)
     as_int = x.astype(jnp.int32) if x.dtype == jnp.bool_ else x
     return w.axis.extremum(as_int, is_max).astype(x.dtype)
@@ -144,7 +142,7 @@ def turned(w: Writer, v: Value, axes: tuple[int, ...]) -> tuple[Rows, Any] | Non
             continue
         trial = w.within(limit=v.size - 1, matches=[], level=0)
         try:
-            x = w.recut(trial, v, rows)
+            x = w.rules.recut(trial, v, rows)
         except RowsMeet:
             continue
         if x is not None and trial.matches:

@@ -83,5 +83,6 @@ RULES = Rules(
     linear.linear,
     _NESTED,
     custom.passed_on,
+    cutting.recut,
     cutting.draws,
 )

@@ -113,9 +113,8 @@ class Writer:
       axis: the axis of the micro-batches.
       index: which micro-batch it is, traced.
       rules: the rule of each primitive.
-      recut: how rows of a value are computed from those of its operands.
       created: the operands of an equation, of which those that the program created with
-        an axis as long as the batch may have rows.
+        an axis as long as the batch may have rows; None if they stay as they are.
       draws: which random numbers micro-batches may draw, each by itself.
       jaxpr: the program at hand.
       source: where the equation at hand is from, or the one whose program it is in.
@@ -135,8 +134,7 @@ class Writer:
     axis: Axis
     index: Any
     rules: "Rules"
-    recut: Callable[["Writer", Value, Rows], Any]
-    created: Callable[["Writer", core.JaxprEqn, list[Value]], list[Value]]
+    created: Callable[["Writer", core.JaxprEqn, list[Value]], list[Value]] | None
     draws: Any
     jaxpr: Any = None
     source: Any = None
@@ -197,8 +195,7 @@ class Writer:
         if self.limit is not None and v.size > self.limit:
             raise RowsMeet
         if WHOLE not in v.copies:
-            if self.apart:
-                raise RowsMeet
+            self.meet()
             if v.scaled or _is_reshaped(v):
                 v.copies[WHOLE] = self.made_again(v)
             elif v.is_partial:
@@ -237,7 +234,7 @@ class Writer:
         if rows not in v.copies:
             x, here = None, self.within(level=0)
             if v.is_whole or self.limit is not None:
-                x = self.recut(here, v, rows)
+                x = self.rules.recut(here, v, rows)
             if x is None:
                 x = self.own(here.whole(v), rows)
                 if found := _computed(v):
@@ -293,22 +290,26 @@ class Writer:
         place = row // (rest * parts) * rest + row % rest
         return jnp.where(inside, place, v.shape[v.dim]), owner == self.index
 
-    def sum(self, x: Any) -> Any:
-        """The sum over micro-batches."""
+    def meet(self, v: Value | None = None) -> None:
+        """Rows meet, those of a value; not where they must not."""
         if self.apart:
             raise RowsMeet
+        if v is not None:
+            self.level = max(self.level, v.level + v.params)
+
+    def sum(self, x: Any) -> Any:
+        """The sum over micro-batches."""
+        self.meet()
         return self.axis.sum(x)
 
     def gather(self, x: Any) -> Any:
         """What all micro-batches hold, stacked along a new axis 0."""
-        if self.apart:
-            raise RowsMeet
+        self.meet()
         return self.axis.gather(x)
 
     def joined(self, v: Value) -> Any:
         """All rows, in their order."""
-        if self.apart:
-            raise RowsMeet
+        self.meet()
         x, d, segments = v.x, v.dim, v.rows.segments
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             data = self.joined(v.held(jax.random.key_data(x), v.layout))
@@ -386,7 +387,7 @@ class Writer:
         if (program := ir.in_two(e)) is not None:
             return self.interpret(program.jaxpr, program.consts, vs)
         self.level = max((v.level for v in vs), default=0)
-        vs = self.created(self, e, vs)
+        vs = self.created(self, e, vs) if self.created else vs
         results = self._applied(e, vs)
         params, smooth = (any(getattr(v, a) for v in vs) for a in ("params", "smooth"))
         smooth = smooth and e.primitive.name != "stop_gradient"
@@ -572,6 +573,7 @@ class Rules(NamedTuple):
         operands of all layouts.
       passed_on: what an equation gives, computed whole, that has programs inside or
         calls back.
+      recut: the rows of a value, from those of its operands.
       draws: whether a jitted function draws random numbers, of which `recut` has rows.
     """
 
@@ -580,4 +582,5 @@ class Rules(NamedTuple):
     linear: Rule
     nested: dict[str, Rule]
     passed_on: Callable[[Writer, core.JaxprEqn, list[Value]], list[Any]]
+    recut: Callable[[Writer, Value, Rows], Any]
     draws: Callable[[Writer, core.JaxprEqn], bool]
