@@ -100,10 +100,6 @@ _OPEN: dict[str, Any] = {
     "random_bits": randoms.recut_bits,
     "random_split": randoms.recut_split,
     **dict.fromkeys((name for name, kind in ir.CALLS.items() if kind == "call"), _call),
-    **dict.fromkeys(
-        ("random_wrap", "random_unwrap", "random_fold_in", "random_seed"),
-        randoms.recut_keys,
-    ),
 }
 OPEN = frozenset(_OPEN)
 

@@ -16,6 +16,7 @@ from jax.extend.random import threefry2x32_p
 from ga_optax._partition import generators
 from ga_optax._partition.values import Result, Rows, Value, local_shape, types_of
 from ga_optax._partition.writer import Writer
+from ga_optax._passes import primitives
 
 
 def recut_bits(w: Writer, e: core.JaxprEqn, vs: list[Value], rows: Rows) -> Any:
@@ -46,27 +47,16 @@ def recut_split(w: Writer, e: core.JaxprEqn, vs: list[Value], rows: Rows) -> Any
     return jax.random.wrap_key_data(jnp.stack(drawn, -1), impl="threefry2x32")
 
 
-def recut_keys(w: Writer, e: core.JaxprEqn, vs: list[Value], rows: Rows) -> Any:
-    """The rows of keys from their data, and the reverse."""
-    ranks = {len(v.shape) for v in vs if v.shape}
-    if len(ranks) != 1 or rows.dim >= len(types_of(e)[0].shape):
-        return None
-    if e.primitive.name == "random_unwrap" and rows.dim >= max(ranks):
-        return None
-    return w.run(e, [w.part(v, rows) if v.shape else w.whole(v) for v in vs])
-
-
 def _of_each_key(w: Writer, e: core.JaxprEqn, v: Value, rows: Rows) -> Any:
     """What is drawn of each key by itself."""
-    if rows.dim >= len(v.shape) or not _is_threefry(v):
-        return None
-    return w.run(e, [w.part(v, rows)])
+    is_own = rows.dim < len(v.shape) and primitives.is_threefry(v.aval)
+    return w.run(e, [w.part(v, rows)]) if is_own else None
 
 
 def _drawn(w: Writer, v: Value, shape: tuple[int, ...], rows: Rows) -> Any:
     """A pair of words for each number of the rows of a shape, from one key."""
     partitionable = getattr(jax.config, "jax_threefry_partitionable", False)
-    if not v.is_whole or not (partitionable and _is_threefry(v)):
+    if not v.is_whole or not (partitionable and primitives.is_threefry(v.aval)):
         return None
     if math.prod(shape) >= 2**32:
         return None
@@ -86,14 +76,6 @@ def _count(w: Writer, shape: tuple[int, ...], rows: Rows) -> jax.Array:
         count = count + at * jnp.asarray(stride, jnp.uint32)
         stride *= shape[d]
     return count
-
-
-def _is_threefry(v: Value) -> bool:
-    """Whether keys are those of `threefry2x32`, which draws for each key by itself.
-
-    Under `jax.vmap` the others draw for all rows from the key of the first.
-    """
-    return str(jax.random.key_impl(v.x)) == "threefry2x32"
 
 
 def positions(w: Writer, shape: tuple[int, ...], d: int, rows: Rows) -> jax.Array:
@@ -116,18 +98,3 @@ def random_bits(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result] | 
     [v] = vs
     drawn = recut_bits(w, e, vs, v.rows)
     return None if drawn is None else [(drawn, v.rows)]
-
-
-def keys(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result] | None:
-    """Keys from data for each row, and the reverse."""
-    v = next(v for v in vs if v.rows)
-    wraps = e.primitive.name == "random_wrap" and v.dim == len(v.shape) - 1
-    if wraps or (e.primitive.name == "random_seed" and v.dim >= len(v.shape)):
-        return None
-    derives = e.primitive.name in ("random_fold_in", "random_split")
-    if derives and not _is_threefry(vs[0]):
-        return None
-    xs = [w.part(u, v.rows) if u.shape else w.whole(u) for u in vs]
-    if any(u.shape and u.shape != v.shape for u in vs):
-        return None
-    return [(w.run(e, xs), v.rows)]

@@ -44,7 +44,6 @@ _OWN: dict[Rule, str] = {
     "scatter-min",
     promised.rowwise: "rowwise",
     randoms.random_bits: "random_bits",
-    randoms.keys: "random_wrap random_unwrap random_seed random_fold_in random_split",
     kernels.pallas_call: "pallas_call",
     declared.custom_partitioning: "custom_partitioning",
     declared.cudnn_attention: "dot_product_attention_fwd_wrapper "

@@ -52,8 +52,8 @@ PARAMETERS = {
 _OTHERS = """
 after_all all_gather all_gather_invariant all_gather_reduced all_to_all axis_index
 copy_p empty2 eq_to expand_dims iota pbroadcast pcast pmax pmin ppermute psum2
-random_clone random_fold_in random_seed random_split random_unwrap random_wrap reduce
-reduce_scatter scatter_add scatter_max scatter_min scatter_mul scatter_sub
+random_clone reduce reduce_scatter scatter_add scatter_max scatter_min scatter_mul
+scatter_sub
 """
 # Of these the results are worth keeping; XLA fuses the others into their readers.
 _DEAR = """

@@ -183,6 +183,21 @@ def _unstacked(e: core.JaxprEqn) -> Dims:
     return [names], [[d for d in names if d is not None]] * len(e.outvars)
 
 
+def is_threefry(aval: Any) -> bool:
+    """Whether keys are those of `threefry2x32`, which draws for each key by itself.
+
+    Under `jax.vmap` the others draw for all rows from the key of the first.
+    """
+    return str(aval).startswith("key<fry>")
+
+
+def _of_keys(e: core.JaxprEqn) -> Dims:
+    ins = [range(_rank(e, i)) for i in range(len(e.invars))]
+    own = range(max(map(len, ins)) if is_threefry(e.invars[0].aval) else 0)
+    new = [None] * (len(_shape(e.outvars[0])) - len(own))
+    return ins, [[*own, *new]]
+
+
 def _window(e: core.JaxprEqn) -> Dims:
     """Windows of one number leave a dimension as it is."""
     p, rank = e.params, _rank(e)
@@ -357,6 +372,10 @@ _row("optimization_barrier psum psum_invariant reshape tile", None, "", LINEAR)
 _row("gather", _indexed, "", _in(0), _SIZES)
 _row("scatter scatter-mul scatter-max scatter-min", _indexed)
 _row("scatter-add scatter-sub", _indexed, "", _in(0, 2))
+_row("random_wrap random_unwrap", "... _", "", OPEN)
+_row("random_seed", "...")
+_row("random_fold_in", _of_keys, "", OPEN)
+_row("random_split", _of_keys)
 
 # Along axes.
 _row("reduce_sum", _gone("axes"), "h.sum(1)", LINEAR)
