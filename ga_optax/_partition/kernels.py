@@ -45,7 +45,7 @@ def pallas_call(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
 
 def _can_be_read(e: core.JaxprEqn, vs: list[Value]) -> bool:
     """Whether operands and results are all that its programs share."""
-    p, grid, kernel = e.params, e.params["grid_mapping"], _kernel(e)
+    [kernel], p, grid = ir.inner_programs(e), e.params, e.params["grid_mapping"]
     return (
         p.get("mesh") is None
         and grid.grid_names is None
@@ -57,11 +57,6 @@ def _can_be_read(e: core.JaxprEqn, vs: list[Value]) -> bool:
             part in x.primitive.name for x in ir.equations(kernel) for part in _HIDDEN
         )
     )
-
-
-def _kernel(e: core.JaxprEqn) -> core.Jaxpr:
-    """What each program does: a function of references to blocks, and of scratch."""
-    return getattr(e.params["jaxpr"], "jaxpr", e.params["jaxpr"])
 
 
 # -- Which blocks a program has --------------------------------------------------------
@@ -112,22 +107,21 @@ def _moves(block: Any, d: int, x: Any, rows: Rows, parts: int) -> bool | None:
     """
     if x is None:
         return None
-    n, size, part = (
-        block.array_aval.shape[d],
-        _size(block.block_shape[d]),
-        len(x) // parts,
-    )
-    if rows.segments > 1:  # then blocks must be in the order of programs
-        if (x == x[:1]).all():
-            return False
-        order = np.arange(len(x)).reshape(-1, *[1] * (x.ndim - 1))
-        return True if n == len(x) * size and (x == order).all() else None
-    steps, first = x[part:] - x[:-part], x[:part]
-    if (steps == 0).all():
+    segments, others = rows.segments, x.shape[1:]
+    # Those of a micro-batch, by the same function, and those that it has now.
+    local = x[: len(x) // parts].reshape(segments, 1, -1, *others)
+    now = x.reshape(segments, parts, -1, *others)
+    if (now == local).all():
         return False
-    here = n // (parts * size) if size and n % (parts * size) == 0 else 0
-    is_next = (steps == here).all() and first.min() >= 0 and first.max() < here
-    return True if is_next else None
+    here, rest = divmod(block.array_aval.shape[d], parts * segments)
+    size = _size(block.block_shape[d])
+    if rest or not size or here % size:
+        return None
+    here //= size
+    segment, within = np.divmod(local, here)
+    number = np.arange(parts).reshape(-1, *[1] * x.ndim)
+    is_next = now == (segment * parts + number) * here + within
+    return True if is_next.all() and local.max() < segments * here else None
 
 
 def _size(dim: Any) -> int:
@@ -141,7 +135,7 @@ def _size(dim: Any) -> int:
 
 def _depends(e: core.JaxprEqn, g: int, dims: Dims) -> bool:
     """Whether a program may depend on where along `g` it is, or on others along it."""
-    grid, kernel = e.params["grid_mapping"], _kernel(e)
+    grid, [kernel] = e.params["grid_mapping"], ir.inner_programs(e)
     effects: Any = kernel.effects
     outs = dims[len(dims) - grid.num_outputs :]
     if any(dims[i] != outs[o] for i, o in e.params["input_output_aliases"]):
