@@ -76,72 +76,64 @@ def partition(
     """
     split = ((a.layout, a.aval) for a in arguments if isinstance(a.layout, Rows))
     first = next((created.Created(x, of.shape[x.dim]) for x, of in split), None)
-    return created.best(
-        lambda some: _partitioned(jaxpr, arguments, axis, due, some),
-        lambda part: _cost(part.jaxpr, axis),
-        first,
-    )
+    whole = _Whole(jaxpr, arguments, axis, due)
+    return created.best(whole.partitioned, lambda x: _cost(x.jaxpr, axis), first)
 
 
-def _partitioned(
-    jaxpr: core.Jaxpr,
-    arguments: Sequence[Argument],
-    axis: Axis,
-    due: Sequence[Layout | None],
-    some: created.Created | None,
-) -> Partitioned:
-    """The program, with rows of some of what it creates.
+class _Whole(NamedTuple):
+    """A program of the whole batch, see `partition`."""
 
-    Once more with draws whole that not all in it would read the same.
-    """
-    draws = generators.draws(jaxpr, axis.draws_whole)
-    while True:
-        closed, found = _traced(jaxpr, arguments, axis, due, (some, draws))
-        part = _live(closed, found, axis, [a.smooth for a in arguments])
-        if not (more := draws.divided(part.jaxpr)):
-            return part
-        draws = generators.Draws(draws.whole | more)
+    jaxpr: core.Jaxpr
+    arguments: Sequence[Argument]
+    axis: Axis
+    due: Sequence[Layout | None]
 
+    def partitioned(self, some: created.Created | None) -> Partitioned:
+        """The program, with rows of some of what it creates.
 
-def _traced(
-    jaxpr: core.Jaxpr,
-    arguments: Sequence[Argument],
-    axis: Axis,
-    due: Sequence[Layout | None],
-    of: tuple[created.Created | None, generators.Draws],
-) -> tuple[Any, dict[str, Any]]:
-    """The program of what is created and drawn so, and what was found on the way."""
-    some, draws = of
-    found: dict[str, Any] = {}
+        Once more with draws whole that not all in it would read the same.
+        """
+        draws, axis = generators.draws(self.jaxpr, self.axis.draws_whole), self.axis
+        while True:
+            closed, found = self._traced(some, draws)
+            part = _live(closed, found, axis, [a.smooth for a in self.arguments])
+            if not (more := draws.divided(part.jaxpr)):
+                return part
+            draws = generators.Draws(draws.whole | more)
 
-    def run(xs: Sequence[Any], index: Any) -> list[Any]:
-        w = Writer(axis, index, table.RULES, some, draws)
-        given = [
-            Value(x, a.aval, a.layout, 0, a.smooth, a.smooth)
-            for x, a in zip(xs, arguments, strict=True)
-        ]
-        num_consts = len(jaxpr.constvars)
-        consts = given[:num_consts]
-        out = w.interpret(jaxpr, [v.x for v in consts], given[num_consts:])
-        own = [v.layout if some is None else some.layout(v) for v in out]
-        wanted = [*due, *[None] * (len(out) - len(due))]
-        both = zip([*own, *own[:1]], wanted, strict=False)
-        layouts = [its if layout is None else layout for its, layout in both]
-        fixed = len(due) >= len(out)
-        scaled = [i for i, v in enumerate(out) if v.scaled and not fixed]
-        # Not the writer, which holds what is traced.
-        found.update(layouts=layouts, scaled=scaled, notes=w.notes)
-        found.update(promised=w.promised, failures=w.failures)
-        pairs = zip([*out, *out[:1]], layouts, strict=False)
-        put = [_put(w, v, layout) for v, layout in pairs]
-        return [*put, *(w.whole(out[i]) for i in scaled)]
+    def _traced(
+        self, some: created.Created | None, draws: generators.Draws
+    ) -> tuple[Any, dict[str, Any]]:
+        """The program of what is created and drawn so, and what was found."""
+        jaxpr, axis, due, found = self.jaxpr, self.axis, self.due, {}
 
-    types = [_type_here(a, axis.size) for a in arguments]
-    number = jax.ShapeDtypeStruct((), jnp.int32)
-    for x in types:
-        number = type_here(number, (), x)
-    trace = jax.make_jaxpr(run, axis_env=[(axis.name, axis.size)])
-    return trace(types, number), found
+        def run(xs: Sequence[Any], index: Any) -> list[Any]:
+            w = Writer(axis, index, table.RULES, some, draws)
+            given = [
+                Value(x, a.aval, a.layout, 0, a.smooth, a.smooth)
+                for x, a in zip(xs, self.arguments, strict=True)
+            ]
+            n = len(jaxpr.constvars)
+            out = w.interpret(jaxpr, [v.x for v in given[:n]], given[n:])
+            own = [v.layout if some is None else some.layout(v) for v in out]
+            wanted = [*due, *[None] * (len(out) - len(due))]
+            both = zip([*own, *own[:1]], wanted, strict=False)
+            layouts = [its if layout is None else layout for its, layout in both]
+            free = len(due) < len(out)
+            scaled = [i for i, v in enumerate(out) if v.scaled and free]
+            # Not the writer, which holds what is traced.
+            found.update(layouts=layouts, scaled=scaled, notes=w.notes)
+            found.update(promised=w.promised, failures=w.failures)
+            pairs = zip([*out, *out[:1]], layouts, strict=False)
+            put = [_put(w, v, layout) for v, layout in pairs]
+            return [*put, *(w.whole(out[i]) for i in scaled)]
+
+        types = [_type_here(a, axis.size) for a in self.arguments]
+        number = jax.ShapeDtypeStruct((), jnp.int32)
+        for x in types:
+            number = type_here(number, (), x)
+        trace = jax.make_jaxpr(run, axis_env=[(axis.name, axis.size)])
+        return trace(types, number), found
 
 
 def _live(

@@ -12,7 +12,6 @@ So derivatives are those of the function, by its own rules. `jax.vmap` adds a wa
 split a call, for along its axis no example needs another.
 """
 
-import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -203,10 +202,11 @@ class _Function:
     def __call__(self, *operands: Any) -> list[Any]:
         types, known = _types(operands), self._known(operands)
         if types not in self._programs:
-            with contextlib.ExitStack() as as_before:
-                as_before.enter_context(jax.enable_x64(self._x64))
-                as_before.enter_context(jax.default_matmul_precision(self._precision))
-                as_before.enter_context(jax.numpy_dtype_promotion(self._promotion))
+            with (
+                jax.enable_x64(self._x64),
+                jax.default_matmul_precision(self._precision),
+                jax.numpy_dtype_promotion(self._promotion),
+            ):
                 self._programs[types] = jax.make_jaxpr(self._again)(*operands)
         closed = self._programs[types]
         # What is found in no closure, such as what an object holds, is a constant.
