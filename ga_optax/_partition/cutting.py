@@ -35,7 +35,10 @@ def recut(w: Writer, v: Value, rows: Rows) -> Any:
     e, vs, i = v.made
     if v.is_whole and not all(operand.is_whole for operand in vs):
         return None
-    rule = None if references.is_group(e) else _RULES.get(e.primitive.name)
+    name = e.primitive.name
+    if references.is_group(e) or (name in _TURNED and w.limit is None):
+        return None
+    rule = _RULES.get(name)
     x = rule(w, e, vs, rows) if rule and i == 0 else None
     if e.primitive is threefry2x32_p:
         x = _bits(w, e, vs, rows)[i]
@@ -56,11 +59,6 @@ def _iota(w: Writer, e: core.JaxprEqn, vs: list[Value], rows: Rows) -> Any:
     return randoms.positions(w, aval.shape, e.params["dimension"], rows).astype(
         aval.dtype
     )
-
-
-def _reduce(w: Writer, e: core.JaxprEqn, vs: list[Value], rows: Rows) -> Any:
-    """Those of a product that is turned; a reduction is there already."""
-    return None if w.limit is None else factors.wanted(w, e, vs, rows)
 
 
 def _call(w: Writer, e: core.JaxprEqn, vs: list[Value], rows: Rows) -> Any:
@@ -109,7 +107,7 @@ def is_open(e: core.JaxprEqn) -> bool:
     return e.primitive.name in OPEN and not references.is_group(e)
 
 
-_RULES = _OPEN | {
-    "dot_general": products.dot_wanted,
-    **dict.fromkeys(("reduce_sum", "reduce_max", "reduce_min"), _reduce),
-}
+# And those of a product that is turned; at other times these are there already.
+_TURNED = ("dot_general", "reduce_sum", "reduce_max", "reduce_min")
+_RULES = _OPEN | dict.fromkeys(_TURNED, factors.wanted)
+_RULES["dot_general"] = products.dot_wanted

@@ -24,7 +24,7 @@ from ga_optax._partition.values import (
     Results,
     Rows,
     Value,
-    local_types,
+    local_shape,
     types_of,
 )
 from ga_optax._partition.writer import Rule, Writer
@@ -114,7 +114,8 @@ def split(
     rows, way = found
     xs = w.parts(vs, rows, way.ins)
     of_results = [PARTIAL if d is None else rows.at(d) for d in way.outs]
-    due = local_types(e, of_results, w.axis.size)
+    pairs = zip(types_of(e), of_results, strict=True)
+    due = [(local_shape(x.shape, of, w.axis.size), x.dtype) for x, of in pairs]
     try:
         program: Any = jax.make_jaxpr(functools.partial(fun, way))(*xs)
     except Exception as error:  # Any: the code is the user's.

@@ -125,16 +125,6 @@ def local_shape(shape: tuple[int, ...], layout: Layout, parts: int) -> tuple[int
     return (*shape[:d], shape[d] // parts, *shape[d + 1 :])
 
 
-def local_types(
-    equation: core.JaxprEqn, layouts: Iterable[Layout], parts: int
-) -> list[tuple[tuple[int, ...], Any]]:
-    """The shape and dtype of what a micro-batch holds of each result."""
-    return [
-        (local_shape(x.shape, layout, parts), x.dtype)
-        for x, layout in zip(types_of(equation), layouts, strict=True)
-    ]
-
-
 def own(x: Any, rows: Rows, index: Any, parts: int) -> Any:
     """The rows that a micro-batch has of an array that all hold."""
     d, shape = rows.dim, jnp.shape(x)
