@@ -187,23 +187,54 @@ class Writer:
 
     # -- Layouts -----------------------------------------------------------------------
 
+    def to(self, v: Value, layout: Layout) -> Any:
+        """The value in a layout; it remembers those that it was in."""
+        limit, is_there = self.limit, v.layout == layout
+        if layout == PARTIAL and not is_there:
+            if not is_inexact(v.aval):
+                raise RowsMeet
+            return self.addend(self.reduced(v))
+        if limit is not None and layout != WHOLE:
+            if is_there or (layout in v.copies and not v.is_whole):
+                self.matches.append(v)
+        elif limit is not None and not is_there and v.size > limit:
+            raise RowsMeet
+        x, level = v.x, v.level
+        if not is_there:
+            if layout not in v.copies:
+                here = self.within(level=0)
+                is_rows = isinstance(layout, Rows)
+                made = here._cut(v, layout) if is_rows else here._all_of(v)
+                v.copies[layout] = made, here.level
+            x, level = v.copies[layout]
+        self.level = max(self.level, level)
+        return x
+
     def whole(self, v: Value) -> Any:
         """All of a value: a sum or a stack over micro-batches, unless it is whole."""
-        if v.is_whole:
-            self.level = max(self.level, v.level)
-            return v.x
-        if self.limit is not None and v.size > self.limit:
-            raise RowsMeet
-        if WHOLE not in v.copies:
-            self.meet()
-            if v.scaled or _is_reshaped(v):
-                v.copies[WHOLE] = self.made_again(v)
-            elif v.is_partial:
-                v.copies[WHOLE] = self.sum(v.x), v.level + v.params
-            else:
-                v.copies[WHOLE] = self.joined(v), v.level + v.params
-        x, level = v.copies[WHOLE]
-        self.level = max(self.level, level)
+        return self.to(v, WHOLE)
+
+    def part(self, v: Value, rows: Rows) -> Any:
+        """This micro-batch's rows of a value."""
+        return self.to(v, rows)
+
+    def _all_of(self, v: Value) -> Any:
+        self.meet()
+        if v.made is not None and (v.scaled or _is_reshaped(v)):
+            e, vs, i = v.made  # of what it is made of, whole
+            xs = [jnp.asarray(self.whole(u), u.aval.dtype) for u in vs]
+            return self.results(e, xs)[i]
+        self.level = v.level + v.params
+        return self.sum(v.x) if v.is_partial else self.joined(v)
+
+    def _cut(self, v: Value, rows: Rows) -> Any:
+        seeks = v.is_whole or self.limit is not None
+        if seeks and (x := self.rules.recut(self, v, rows)) is not None:
+            return x
+        x = self.own(self.whole(v), rows)
+        if found := _computed(v):
+            e, vs = found
+            self.note(e, max(u.size for u in (v, *vs)))  # for these rows alone
         return x
 
     def reduced(self, v: Value) -> Value:
@@ -215,35 +246,6 @@ class Writer:
     def summed(self, vs: Sequence[Value]) -> list[Value]:
         """Values, of which those that are partial are whole."""
         return [self.reduced(v) if v.is_partial else v for v in vs]
-
-    def made_again(self, v: Value) -> tuple[Any, int]:
-        """A value, whole, of what it is made of, and its level."""
-        assert v.made is not None
-        (e, vs, i), here = v.made, self.within(level=0)
-        xs = [jnp.asarray(here.whole(u), u.aval.dtype) for u in vs]
-        return here.results(e, xs)[i], here.level
-
-    def part(self, v: Value, rows: Rows) -> Any:
-        """This micro-batch's rows of a value."""
-        alike = v.layout == rows or (rows in v.copies and not v.is_whole)
-        if alike and self.limit is not None:
-            self.matches.append(v)
-        if v.layout == rows:
-            self.level = max(self.level, v.level)
-            return v.x
-        if rows not in v.copies:
-            x, here = None, self.within(level=0)
-            if v.is_whole or self.limit is not None:
-                x = self.rules.recut(here, v, rows)
-            if x is None:
-                x = self.own(here.whole(v), rows)
-                if found := _computed(v):
-                    e, vs = found
-                    self.note(e, max(u.size for u in (v, *vs)))  # for these rows alone
-            v.copies[rows] = x, here.level
-        x, level = v.copies[rows]
-        self.level = max(self.level, level)
-        return x
 
     def parts(self, vs: list[Value], rows: Rows, dims: Sequence[int | None]) -> Any:
         """The operands of a call, which have such rows along a dimension of each."""
@@ -262,18 +264,6 @@ class Writer:
         return jax.lax.div(
             jnp.asarray(v.x, v.aval.dtype), jnp.broadcast_to(size, v.shape)
         )
-
-    def to(self, v: Value, layout: Layout) -> Any:
-        """The value in a layout."""
-        if v.layout == layout:
-            return v.x
-        if isinstance(layout, Rows):
-            return self.part(v, layout)
-        if layout == WHOLE:
-            return self.whole(v)
-        if not is_inexact(v.aval):
-            raise RowsMeet
-        return self.addend(v if v.is_whole else self.reduced(v))
 
     def own(self, x: Any, rows: Rows) -> Any:
         """This micro-batch's rows of an array that all hold."""
