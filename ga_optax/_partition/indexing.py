@@ -1,6 +1,7 @@
 """Gathers and scatters: `logits[arange(n), labels]`, `x[ids]`, `segment_sum`."""
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -30,7 +31,7 @@ def gather(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     operand, indices = vs
     numbers = e.params["dimension_numbers"]
     if operand.dim in numbers.collapsed_slice_dims:
-        for its in filter(None, (operand, _turned(w, operand))):
+        for its in _or_turned(w, operand):
             if any(way.ins[0] == its.dim for way in factors.ways(e)):
                 return factors.forward(w, e, [its, indices])
             own = own_rows(w, its, indices, numbers.start_index_map)
@@ -62,13 +63,12 @@ def _batch(e: core.JaxprEqn) -> list[int]:
     ]
 
 
-def _turned(w: Writer, operand: Value) -> Value | None:
-    """A product of rows with rows, whose other factor is split where it was whole."""
-    found = reductions.turned(w, operand, (operand.dim,))
-    if not found:
-        return None
-    rows, x = found
-    return dataclasses.replace(operand.held(x, rows), level=w.level)
+def _or_turned(w: Writer, operand: Value) -> Iterator[Value]:
+    """It, and if it is a product of rows with rows, split where the other factor is."""
+    yield operand
+    if found := reductions.turned(w, operand, (operand.dim,)):
+        rows, x = found
+        yield dataclasses.replace(operand.held(x, rows), level=w.level)
 
 
 def _picked(w: Writer, e: core.JaxprEqn, operand: Value, indices: Value) -> Any:
