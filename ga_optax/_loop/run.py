@@ -61,6 +61,7 @@ def run(
             "loss."
         )
     adds = additions.choose(step, operands.acc.total, whys, where.sent)
+    stacks = list(map(additions.placed, operands.batch[: operands.rows]))
     ends = merges and where.overlap and where.axes
     reduced = dict(enumerate(where.placements)) if ends else {}
     # What the compiler reduces over devices in each micro-step would be twice as large.
@@ -68,9 +69,9 @@ def run(
     loop = Loop(
         step,
         num_microbatches,
-        adds.placing(operands.batch[: operands.rows]),
+        [*adds, *stacks],
         begins=begins,
-        last=adds.reduced(step, reduced) if reduced else None,
+        last=[*additions.reduced(adds, step, reduced), *stacks] if reduced else None,
         rounds_once=step.low_precision and once,
         local=where.split_by_compiler is False,
         sums_already=where.sums_already,
