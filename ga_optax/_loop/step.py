@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from ga_optax._devices.meshes import AnyMesh, Axes, Placement
+from ga_optax._devices.meshes import Axes, Placement
 from ga_optax._loop import in_place
 from ga_optax._passes import ir, known, table
 from ga_optax._passes.arrivals import arrival
-from ga_optax._passes.facts import Facts
+from ga_optax._passes.facts import Facts, Lies
 
 Flat = Any  # an Accumulator whose total is a list
 
@@ -82,14 +82,6 @@ class Operands(NamedTuple):
     rows: int = 0
 
 
-class Lies(NamedTuple):
-    """How parameters lie on a mesh whose axes the compiler splits."""
-
-    specs: Sequence[Any]
-    axes: Axes
-    mesh: AnyMesh
-
-
 class Where(NamedTuple):
     """On which devices a loop runs, and how their sums come together.
 
@@ -130,9 +122,8 @@ def after_passes(
         optimize=optimize,
         num_params=number,
         adds_in_place=can and not known.deeds(program.jaxpr).acts,
+        lies=where.gathered,
     )
-    if (lies := where.gathered) is not None:
-        facts = facts._replace(specs=lies.specs, axes=lies.axes, mesh=lies.mesh)
     program = table.run("fun", program, facts)
     leaves = program.jaxpr.invars[:number]
     arrivals: list[str | None] = [None] * number

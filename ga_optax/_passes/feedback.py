@@ -3,8 +3,7 @@
     node   an argument, an equation of the body, or a place of its carry
     reads  what it is computed of; a place of the carry also reads what the iteration
            before put there
-    ring   nodes that all depend on each other: a strongly connected component, found
-           as Kosaraju and Sharir did (Sharir, 1981)
+    ring   nodes that all depend on each other: a strongly connected component
     level  how many equations that count are on the longest way to a node; a ring with
            some counts as one
 
@@ -158,33 +157,18 @@ def _some(places: _Places) -> list[int]:
 # -- Components ------------------------------------------------------------------------
 
 
-def _components(reads: Sequence[Sequence[int]]) -> Iterator[list[int]]:
-    """The strongly connected ones of a graph, each after those that it reads."""
-    readers: list[list[int]] = [[] for _ in reads]
-    for i, read in enumerate(reads):
-        for j in read:
-            readers[j].append(i)
-    found: set[int] = set()
-    order = [i for root in range(len(reads)) for i in _from(root, readers, found)]
-    found = set()
-    for root in reversed(order):
-        if members := _from(root, reads, found):
-            yield members
+def _components(reads: Sequence[Sequence[int]]) -> list[list[int]]:
+    """The strongly connected ones of a graph, each after those that it reads.
 
-
-def _from(root: int, edges: Sequence[Sequence[int]], found: set[int]) -> list[int]:
-    """What a node leads to and is not found yet, each after what it leads to."""
-    if root in found:
-        return []
-    found.add(root)
-    order, work = [], [(root, iter(edges[root]))]
-    while work:
-        node, rest = work[-1]
-        new = next((x for x in rest if x not in found), None)
-        if new is None:
-            order.append(node)
-            work.pop()
-        else:
-            found.add(new)
-            work.append((new, iter(edges[new])))
-    return order
+    Their nodes reach the same ones, and more than those that they read.
+    """
+    reached, before = [1 << i for i in range(len(reads))], []  # a bit for each node
+    while reached != before:
+        before = list(reached)
+        for i, read in enumerate(reads):
+            for j in read:
+                reached[i] |= reached[j]
+    found: dict[int, list[int]] = {}
+    for i, nodes in enumerate(reached):
+        found.setdefault(nodes, []).append(i)
+    return [found[nodes] for nodes in sorted(found, key=int.bit_count)]

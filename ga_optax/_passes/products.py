@@ -26,7 +26,7 @@ micro-step is followed from its accumulators back to the products.
 
 import collections
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -53,137 +53,128 @@ _PASSED = (*known.MOVES, *_SENT, *_LAYERS, *_ADDED)
 
 def added_inside(program: Program, facts: Facts) -> Program:
     """A loop, the first results of which are sums of gradients, added by products."""
-    body = _Body(program.jaxpr)
-    _follow(body, dict(enumerate(facts.sliced)), (), facts)
+    body = _Body(program.jaxpr, facts, {})
+    body.follow(dict(enumerate(facts.sliced)), ())
     return program._replace(jaxpr=body.program())
 
 
-def _follow(
-    body: "_Body", results: Mapping[int, bool], refs: Iterable[int], facts: Facts
-) -> dict[int, bool]:
-    """Has what some results sum up, or references, added by products.
-
-    Returns which arguments are summed up, and of each, as of `results`, whether it can
-    be added in slices.
-    """
-    jaxpr = body.jaxpr
-    ends = ((jaxpr.outvars[i], sliced) for i, sliced in results.items())
-    sums = {x: sliced for x, sliced in ends if ir.is_variable(x)}
-    held = {jaxpr.invars[i] for i in refs}
-    for n in reversed(range(len(jaxpr.eqns))):
-        equation = body.equation(n)
-        name = equation.primitive.name
-        ins: list[Any] = equation.invars
-        outs = {i: sums[x] for i, x in enumerate(equation.outvars) if x in sums}
-        sliced = all(outs.values())
-        into = [i for i, x in enumerate(ins) if ir.is_among(x, held)]
-        if ir.kind(equation) in _CALLS and (outs or into):
-            for inner in body.inside(n):
-                rest = len(ins) - len(inner.jaxpr.invars)  # a conditional's predicate
-                summed = _follow(inner, outs, [i - rest for i in into], facts)
-                more = ((ins[i + rest], its) for i, its in summed.items())
-                sums.update((x, its) for x, its in more if ir.is_variable(x))
-        elif name in (known.ADD_TO, known.WRITE) and into:
-            sums[ins[1]] = True
-            if facts.local and name == known.ADD_TO and _is_product(jaxpr, ins[1]):
-                body.replace(n, *_added_after(equation))
-        elif name == known.READ_OUT and outs:
-            held.add(ins[0])
-        elif name == known.CAST and outs:
-            if not (facts.rounds_once and equation.params["new_dtype"] == _WIDE):
-                continue
-            x = body.wide(ins[0], sliced)
-            if x is not None:
-                body.replace(n, equation.replace(invars=[x]))
-            elif _is_low(ins[0]):
-                left_alone(equation, body.why_low(ins[0]))
-        elif name == known.PRODUCT and outs:
-            body.products[n] = equation.outvars[0]
-        elif name in _PASSED and outs and len(outs) == len(equation.outvars):
-            sums.update(dict.fromkeys(ir.variables(ins), sliced))
-    return {i: sums[x] for i, x in enumerate(jaxpr.invars) if x in sums}
-
-
 class _Body:
-    """The equations of a program, some of them replaced."""
+    """A program, some equations of which are replaced."""
 
-    def __init__(self, jaxpr: core.Jaxpr, kinds: dict[Any, Any] | None = None) -> None:
-        self.jaxpr = jaxpr
-        # Calls of products, by what those that are alike have in common.
-        self._kinds: dict[Any, core.JaxprEqn] = {} if kinds is None else kinds
+    def __init__(self, jaxpr: core.Jaxpr, facts: Facts, kinds: dict[Any, Any]) -> None:
+        self.jaxpr, self.facts = jaxpr, facts
+        self._kinds = kinds  # calls of products, by what those alike have in common
         self.products: dict[int, core.Var] = {}  # of gradients: where, and the result
+        self._new = [[e] for e in jaxpr.eqns]  # what is in the place of each
         self._outvars = list(jaxpr.outvars)
         self._inside: dict[int, list[_Body]] = {}
-        self._new: dict[int, list[core.JaxprEqn]] = {}
+
+    def follow(
+        self, results: Mapping[int, bool], refs: Iterable[int]
+    ) -> dict[int, bool]:
+        """Has what some results sum up, or references, added by products.
+
+        Returns which arguments are summed up, and of each, as of `results`, whether it
+        can be added in slices.
+        """
+        jaxpr, facts = self.jaxpr, self.facts
+        ends = ((jaxpr.outvars[i], sliced) for i, sliced in results.items())
+        sums = {x: sliced for x, sliced in ends if ir.is_variable(x)}
+        held = {jaxpr.invars[i] for i in refs}
+        for n in reversed(range(len(jaxpr.eqns))):
+            equation = self.equation(n)
+            name = equation.primitive.name
+            ins: list[Any] = equation.invars
+            outs = {i: sums[x] for i, x in enumerate(equation.outvars) if x in sums}
+            sliced = all(outs.values())
+            into = [i for i, x in enumerate(ins) if ir.is_among(x, held)]
+            if ir.kind(equation) in _CALLS and (outs or into):
+                for inner in self.inside(n):
+                    rest = len(ins) - len(inner.jaxpr.invars)  # a predicate
+                    summed = inner.follow(outs, [i - rest for i in into])
+                    more = ((ins[i + rest], its) for i, its in summed.items())
+                    sums.update((x, its) for x, its in more if ir.is_variable(x))
+            elif name in (known.ADD_TO, known.WRITE) and into:
+                sums[ins[1]] = True
+                if facts.local and name == known.ADD_TO and _is_product(jaxpr, ins[1]):
+                    self._new[n] = _added_after(equation)
+            elif name == known.READ_OUT and outs:
+                held.add(ins[0])
+            elif name == known.CAST and outs:
+                if facts.rounds_once and equation.params["new_dtype"] == _WIDE:
+                    self._cast_earlier(n, sliced)
+            elif name == known.PRODUCT and outs:
+                self.products[n] = equation.outvars[0]
+            elif name in _PASSED and outs and len(outs) == len(equation.outvars):
+                sums.update(dict.fromkeys(ir.variables(ins), sliced))
+        return {i: sums[x] for i, x in enumerate(jaxpr.invars) if x in sums}
 
     def equation(self, n: int) -> core.JaxprEqn:
         """The n-th equation as it is now."""
-        return self._now(n)[-1]
-
-    def _now(self, n: int) -> list[core.JaxprEqn]:
-        return self._new.get(n, [self.jaxpr.eqns[n]])
-
-    def replace(self, n: int, *equations: core.JaxprEqn) -> None:
-        """Replaces it; what was put before it stays."""
-        if equations != (self.equation(n),):
-            self._new[n] = [*self._now(n)[:-1], *equations]
+        return self._new[n][-1]
 
     def inside(self, n: int) -> list["_Body"]:
         """The programs inside the n-th equation."""
         if n not in self._inside:
             programs = ir.inner_programs(self.jaxpr.eqns[n])
-            self._inside[n] = [_Body(program, self._kinds) for program in programs]
+            shared = self.facts, self._kinds
+            self._inside[n] = [_Body(program, *shared) for program in programs]
         return self._inside[n]
 
     def program(self) -> core.Jaxpr:
         """The program as it is now; itself if nothing is replaced."""
         for n, bodies in self._inside.items():
             new = {id(body.jaxpr): body.program() for body in bodies}
-            self.replace(
-                n, ir.with_inner(self.equation(n), lambda p, new=new: new[id(p)])
+            self._new[n][-1] = ir.with_inner(
+                self.equation(n), lambda p, new=new: new[id(p)]
             )
         self._replace_products()
-        if not self._new:
-            return self.jaxpr
-        eqns = [e for n in range(len(self.jaxpr.eqns)) for e in self._now(n)]
-        return self.jaxpr.replace(eqns=eqns, outvars=self._outvars)
+        new = dict(zip(map(id, self.jaxpr.eqns), self._new, strict=True))
+        changed = ir.changed(self.jaxpr, lambda e: new[id(e)])
+        same = changed is self.jaxpr
+        return changed if same else changed.replace(outvars=self._outvars)
 
     def _replace_products(self) -> None:
         """Some of them are wider now, and some have to stay apart."""
-        equations = {n: self.equation(n) for n in self.products}
-        read = {n: set(map(self._origin, e.invars)) for n, e in equations.items()}
+        now = {n: self.equation(n) for n in self.products}
+        read = {
+            n: {id(_before(self.jaxpr, x, known.MOVES)) for x in e.invars}
+            for n, e in now.items()
+        }
         number = collections.Counter(x for both in read.values() for x in both)
-        for n, result in self.products.items():
+        for n, e in now.items():
+            result = self.products[n]
+            casts = result not in e.outvars
             shares = any(number[x] > 1 for x in read[n])
-            fences = shares and equations[n].primitive.name == known.PRODUCT
-            if fences or result not in equations[n].outvars:
-                self.replace(n, self._product(equations[n], result, fences))
+            fences = shares and e.primitive.name == known.PRODUCT
+            if casts or fences:
+                self._new[n][-1] = self._product(e, result, casts, fences)
 
     def _product(
-        self, equation: core.JaxprEqn, result: core.Var, fences: bool
+        self, equation: core.JaxprEqn, result: core.Var, casts: bool, fences: bool
     ) -> core.JaxprEqn:
         """A product with another result, or kept apart: one function of all alike."""
-        casts, ins = result not in equation.outvars, equation.invars
-        kind = ir.key_of(equation, lambda x: x.aval), casts, fences
-        if kind[0] is None or kind not in self._kinds:
+        ins, key = equation.invars, ir.key_of(equation, lambda x: x.aval)
+        kind = key, casts, fences
+        if kind not in self._kinds:
             product = jax.jit(_product(equation, casts, fences))
-            [self._kinds[kind]] = ir.traced(product, ins, result)
+            [self._kinds[kind]] = ir.traced(product, ins, result, equation)
         ends = {"invars": ins, "outvars": [result]}
         return self._kinds[kind].replace(source_info=equation.source_info, **ends)
 
-    def _origin(self, x: Any) -> Any:
-        """What an operand was before it was moved."""
-        made = ir.made_by(self.jaxpr, x)
-        if made is None or made.primitive.name not in known.MOVES:
-            return id(x)
-        return self._origin(made.invars[0])
-
-    def why_low(self, x: Any) -> str:
-        """Why a sum is rounded before it is added."""
-        made = ir.made_by(self.jaxpr, x)
-        if made is None or ir.num_readers(self.jaxpr, x) != 1:
-            return "a sum in low precision is read by more than its accumulator"
-        return f"a sum comes out of {made.primitive.name} in low precision"
+    def _cast_earlier(self, n: int, sliced: bool) -> None:
+        """Replaces a cast of a sum by one that comes before it is rounded."""
+        cast = self.equation(n)
+        [x] = cast.invars
+        wide = self.wide(x, sliced)
+        if wide is not None:
+            self._new[n][-1] = cast.replace(invars=[wide])
+        elif _is_low(x):
+            made = ir.made_by(self.jaxpr, x)
+            why = "a sum in low precision is read by more than its accumulator"
+            if made is not None and ir.num_readers(self.jaxpr, x) == 1:
+                why = f"a sum comes out of {made.primitive.name} in low precision"
+            left_alone(cast, why)
 
     def wide(self, x: Any, sliced: bool) -> Any:
         """The sum `x` before it was rounded; None if it is none, or is read twice.
@@ -193,60 +184,44 @@ class _Body:
         made = ir.made_by(self.jaxpr, x)
         if made is None or not _is_low(x) or ir.num_readers(self.jaxpr, x) != 1:
             return None
-        n, wide = ir.place_of(self.jaxpr, made), _widened(x)
-        equation = self.equation(n)
-        if equation.primitive.name in (known.PRODUCT, known.CONVOLUTION):
-            if isinstance(equation.params["precision"], _ALGORITHMS):
+        n, wide = ir.place_of(self.jaxpr, made), core.Var(_in_float32(x.aval))
+        equation, casts = self.equation(n), []
+        name, ins, params = equation.primitive.name, equation.invars, equation.params
+
+        def cast(y: Any) -> Any:
+            new = core.Var(_in_float32(y.aval))
+            casts.extend(ir.traced(lambda y: y.astype(_WIDE), [y], new, equation))
+            return new
+
+        if name in (known.PRODUCT, known.CONVOLUTION):
+            if isinstance(params["precision"], _ALGORITHMS):
                 return None  # it names the dtype
             self.products[n] = wide
             return wide
-        casts: list[core.JaxprEqn] = []
-        ins = self._operands(n, x, sliced, casts)
-        if ins is None:
+        if name in known.MOVES:
+            new = [self.wide(ins[0], sliced), *ins[1:]]
+        elif name == known.SUM_OF_TWO:
+            new = [self.wide(y, sliced) for y in ins]
+            if new != [None, None]:
+                new = [part or cast(y) for part, y in zip(new, ins, strict=True)]
+        elif name == known.SUM:
+            new = [self.wide(ins[0], sliced) or cast(ins[0])]
+        elif name == known.SCATTER:
+            table, rows, updates = ins
+            new = [cast(table), rows, cast(updates)]
+            number = jax.ShapeDtypeStruct((), _WIDE)
+            adds = ir.program_of(jax.lax.add, number, number).jaxpr
+            params = params | {"update_jaxpr": adds}
+        elif ir.kind(equation) in ir.THROUGH and self._widens_inside(n, x, sliced):
+            new = list(ins)
+        else:
+            return None
+        if None in new:
             return None
         outs = [wide if y is x else y for y in equation.outvars]
-        params = equation.params
-        if equation.primitive.name == known.SCATTER:
-            adds = ir.retyped(params["update_jaxpr"], _in_float32)
-            params = params | {"update_jaxpr": adds}
-        new = equation.replace(invars=ins, outvars=outs, params=params)
-        self.replace(n, *casts, new)
+        changed = equation.replace(invars=new, outvars=outs, params=params)
+        self._new[n][-1:] = [*casts, changed]
         return wide
-
-    def _operands(
-        self, n: int, x: Any, sliced: bool, casts: list[core.JaxprEqn]
-    ) -> list[Any] | None:
-        """What the n-th equation must read for `x` to be wide; None if it cannot be.
-
-        Casts that this takes are appended to `casts`.
-        """
-        equation = self.equation(n)
-        name, ins = equation.primitive.name, equation.invars
-
-        def cast(y: Any) -> Any:
-            new = _widened(y)
-            how = {"new_dtype": _WIDE, "weak_type": False, "sharding": None}
-            ends = {"invars": [y], "outvars": [new], "effects": core.no_effects}
-            primitive = jax.lax.convert_element_type_p
-            casts.append(equation.replace(primitive=primitive, params=how, **ends))
-            return new
-
-        if name in known.MOVES:
-            source = self.wide(ins[0], sliced)
-            return None if source is None else [source, *ins[1:]]
-        if name == known.SUM_OF_TWO:
-            parts = [self.wide(y, sliced) for y in ins]
-            if parts == [None, None]:
-                return None
-            return [new or cast(y) for new, y in zip(parts, ins, strict=True)]
-        if name == known.SUM:
-            return [self.wide(ins[0], sliced) or cast(ins[0])]
-        if name == known.SCATTER:
-            table, rows, updates = ins
-            return [cast(table), rows, cast(updates)]
-        if ir.kind(equation) in ir.THROUGH:
-            return list(ins) if self._widens_inside(n, x, sliced) else None
-        return None
 
     def _widens_inside(self, n: int, x: Any, sliced: bool) -> bool:
         """Whether the program inside an equation can return `x` wide; then it does."""
@@ -254,15 +229,14 @@ class _Body:
         [i] = [i for i, y in enumerate(equation.outvars) if y is x]
         [inner] = self.inside(n)
         own: Any = inner.jaxpr.outvars[i]
-        if ir.kind(equation) == "scan":
-            is_sum = own.aval.ndim == x.aval.ndim  # over its iterations
-            if is_sum or not sliced:  # all layers would be twice as large
-                return False
-        new = inner.wide(own, sliced)
-        if new is None:
+        # All layers would be twice as large.
+        is_sum = own.aval.ndim == x.aval.ndim  # over the iterations of a scan
+        if ir.kind(equation) == "scan" and (is_sum or not sliced):
             return False
-        inner._outvars[i] = new
-        return True
+        new = inner.wide(own, sliced)
+        if new is not None:
+            inner._outvars[i] = new
+        return new is not None
 
 
 def _product(
@@ -296,17 +270,23 @@ def _product(
     return product
 
 
+def _before(jaxpr: core.Jaxpr, x: Any, names: Collection[str]) -> Any:
+    """What a value was before equations of these names."""
+    made = ir.made_by(jaxpr, x)
+    while made is not None and made.primitive.name in names:
+        x = made.invars[0]
+        made = ir.made_by(jaxpr, x)
+    return x
+
+
 def _is_product(jaxpr: core.Jaxpr, x: Any) -> bool:
     """Whether a value is a product of matrices, which may have been moved or cast."""
+    x = _before(jaxpr, x, (known.CAST, *known.MOVES))
     made = ir.made_by(jaxpr, x)
-    if made is None:
-        return False
-    if ir.is_inline(made):
+    if made is not None and ir.is_inline(made):
         [inner] = ir.inner_programs(made)
         return _is_product(inner, inner.outvars[made.outvars.index(x)])
-    if made.primitive.name in (known.CAST, *known.MOVES):
-        return _is_product(jaxpr, made.invars[0])
-    return made.primitive.name == known.PRODUCT
+    return made is not None and made.primitive.name == known.PRODUCT
 
 
 def _added_after(equation: core.JaxprEqn) -> list[core.JaxprEqn]:
@@ -324,7 +304,7 @@ def _added_after(equation: core.JaxprEqn) -> list[core.JaxprEqn]:
 
     new = core.Var(x.aval)
     into = equation.replace(invars=[ref, new, *rest])
-    return [*ir.traced(after, [x], new), into]
+    return [*ir.traced(after, [x], new, equation), into]
 
 
 def _cublas_alone() -> bool:
@@ -343,10 +323,6 @@ def _is_low(x: Any) -> bool:
     """Whether it is floating, of 16 bits or fewer."""
     dtype: Any = getattr(x.aval, "dtype", _WIDE)
     return jnp.issubdtype(dtype, np.floating) and dtype.itemsize <= 2
-
-
-def _widened(x: Any) -> Any:
-    return core.Var(_in_float32(x.aval))
 
 
 def _in_float32(aval: Any) -> Any:

@@ -70,7 +70,7 @@ PASSES = (
         "sharded fun",
         "same to rounding",
         gathered.gathered,
-        lambda its: its.mesh is not None,
+        lambda its: its.lies is not None,
     ),
     Pass("repeats", "micro-step", SAME_PROGRAM, repeats.called),
     Pass("products", "loop", "rounded once", products.added_inside),
