@@ -246,7 +246,7 @@ def _unless(
 
     What went into a reference cannot be selected away afterwards.
     """
-    jaxpr = jax.make_jaxpr(backward)().jaxpr
+    jaxpr = ir.program_of(backward).jaxpr
     depending = ir.following(jaxpr, jaxpr.constvars)
     grads = jax.lax.cond(skips, lambda: zeros, backward)
     # XLA leaves out the addition of a zero, but not of one that a branch returns: of

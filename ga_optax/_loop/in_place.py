@@ -13,11 +13,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend import core
 
 from ga_optax._devices import meshes
 from ga_optax._passes import ir, notes
 from ga_optax._passes.arrivals import is_cut, use_of
-from ga_optax._passes.known import Reason
+from ga_optax._passes.known import Reason, deeds
 
 # `jax.vjp(...).with_refs` transposes `lax.scan` correctly from jax 0.11.0 on (jax PR
 # 38929), and a `custom_vmap` may have references inside it from 0.11.1 on.
@@ -26,6 +27,11 @@ HAS_REFS = jax.__version_info__ >= (0, 11, 1)
 # A leaf of so small a part of the largest saves no memory. And the sum of a vector,
 # such as a bias, is no product that could add it: it would take a kernel a layer.
 _SMALL = 1000
+
+
+def can_add(jaxpr: core.Jaxpr, multiplies: bool) -> bool:
+    """Whether gradients of a program may be added in place, unless weights multiply."""
+    return HAS_REFS and not multiplies and not deeds(jaxpr).acts
 
 
 def reasons(

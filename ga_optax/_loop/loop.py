@@ -12,7 +12,7 @@ from ga_optax import accumulator
 from ga_optax._devices import collectives, meshes
 from ga_optax._loop import additions, fences, trees, ways
 from ga_optax._loop.additions import Additions, MicroStep
-from ga_optax._loop.step import Flat, Operands, Step
+from ga_optax._loop.step import Flat, Operands, Step, Where
 from ga_optax._passes import casts, ir, table
 from ga_optax._passes.facts import Facts
 from ga_optax._passes.transformable import with_rules_of
@@ -57,13 +57,11 @@ class Loop:
 
     Attributes:
       step: what `fun` does to one of them.
+      where: the devices.
       num_microbatches: how many there are.
       additions: how gradients are added.
       last: how those of the last micro-batch are added, if it differs.
       rounds_once: whether gradients are rounded in the accumulator alone.
-      local: whether it is known that no compiler distributes it over devices.
-      sums_already: whether the backward pass sums over devices.
-      axes: the data axes that are bound.
       logical: whether it is compiled alike for one device and for many.
       begins: whether the accumulator is known to be empty, see `accumulator.begun`.
       rows: how many leaves of the batch are differentiated, too: the first of them.
@@ -73,13 +71,11 @@ class Loop:
     """
 
     step: Step
+    where: Where
     num_microbatches: int
     additions: Additions
     last: Additions | None = None
     rounds_once: bool = False
-    local: bool = False
-    sums_already: bool = False
-    axes: tuple[str, ...] = ()
     logical: bool = False
     begins: bool = False
     rows: int = 0
@@ -102,7 +98,7 @@ class Loop:
         facts = Facts(
             sliced=self.step.sliced,
             rounds_once=self.rounds_once,
-            local=self.local,
+            local=self.where.is_local,
             logical=self.logical,
         )
         return with_passes(self.as_written, operands, facts)
@@ -193,8 +189,8 @@ class Loop:
         zero = accumulator.unknown_zero(acc.count) if its.optimize else None
         # If the backward pass sums over devices, they all have to run it, and no one of
         # them may leave out what came of it.
-        skip = None if self.sums_already else weight
-        step = MicroStep(factor, skip, zero, self.axes, index)
+        skip = None if self.where.sums_already else weight
+        step = MicroStep(factor, skip, zero, self.where.axes, index)
         pull = functools.partial(_pull, pullback, trees.like(cotangent, loss))
         total = additions.add(adds, acc.total, step, pull)
         with jax.named_scope("accumulate"):
@@ -234,7 +230,7 @@ class Loop:
         """The loss of a micro-batch, its pullback, and the other results of `fun`."""
         given = operands.consts, operands.params, batch, state.carry
         consts, params, batch, carry = self.fenced(given)
-        if self.step.optimize and self.local and self.num_microbatches > 1:
+        if self.step.optimize and self.where.is_local and self.num_microbatches > 1:
             jaxpr, zero = self.step.jaxpr, accumulator.unknown_zero(state.acc.count)
             of_params = jaxpr.invars[: len(params)]
             narrowed = [casts.is_narrowed(jaxpr, x) for x in of_params]

@@ -68,14 +68,12 @@ def run(
     once = not (where.sums_already or where.gathered or where.split_by_compiler)
     loop = Loop(
         step,
+        where,
         num_microbatches,
         [*adds, *stacks],
         begins=begins,
         last=[*additions.reduced(adds, step, reduced), *stacks] if reduced else None,
         rounds_once=step.low_precision and once,
-        local=where.split_by_compiler is False,
-        sums_already=where.sums_already,
-        axes=where.axes,
         rows=operands.rows,
         index=len(operands.batch) - 1,
     )

@@ -46,9 +46,9 @@ class Step(NamedTuple):
     @property
     def sliced(self) -> list[bool]:
         """Which gradients come in slices that can be added in place."""
-        can = in_place.HAS_REFS and not self.multiplies and "slices" in self.arrivals
-        can = can and not self.deeds.acts
-        return [can and came == "slices" for came in self.arrivals]
+        found = [came == "slices" for came in self.arrivals]
+        can = any(found) and in_place.can_add(self.jaxpr, self.multiplies)
+        return found if can else [False] * len(found)
 
     @property
     def deeds(self) -> known.Deeds:
@@ -107,6 +107,11 @@ class Where(NamedTuple):
     split_by_compiler: bool | None = False
 
     @property
+    def is_local(self) -> bool:
+        """Whether it is known that no compiler distributes what is computed."""
+        return self.split_by_compiler is False
+
+    @property
     def sums_already(self) -> bool:
         """Whether the backward pass sums over devices."""
         return any(place.summed for place in self.placements)
@@ -117,11 +122,10 @@ def after_passes(
 ) -> tuple[ir.Program, list[str | None]]:
     """A program of a micro-batch as it is to run, and how its gradients arrive."""
     number = len(where.names)
-    can = optimize and in_place.HAS_REFS and not multiplies
     facts = Facts(
         optimize=optimize,
         num_params=number,
-        adds_in_place=can and not known.deeds(program.jaxpr).acts,
+        adds_in_place=optimize and in_place.can_add(program.jaxpr, multiplies),
         lies=where.gathered,
     )
     program = table.run("fun", program, facts)

@@ -78,7 +78,7 @@ def _sinks(jaxpr: core.Jaxpr, cast: core.JaxprEqn, sliced: bool) -> bool:
     [out] = cast.outvars
     if cast.params["sharding"] is None and _is_read_once(jaxpr, out, sliced):
         return True
-    if any(ir.is_sliced(*use) for use in ir.uses_inside(jaxpr, out)):
+    if any(use and ir.is_sliced(*use) for use in ir.uses_inside(jaxpr, out)):
         left_alone(cast, "it is sharded, or not read by one scan alone")
     return False
 
@@ -98,14 +98,10 @@ def _is_read_once(jaxpr: core.Jaxpr, variable: Any, sliced: bool) -> bool:
 def is_narrowed(jaxpr: core.Jaxpr, variable: Any) -> bool:
     """Whether all that is read of a variable is a cast of it to fewer bits."""
 
-    def narrows(equation: core.JaxprEqn, i: int) -> bool:
-        if ir.is_inline(equation):
-            [inner] = ir.inner_programs(equation)
-            return is_narrowed(inner, inner.invars[i])
-        if equation.primitive.name != known.CAST:
-            return False
-        return equation.params["new_dtype"].itemsize < variable.aval.dtype.itemsize
+    def narrows(equation: core.JaxprEqn, _: int) -> bool:
+        is_cast = equation.primitive.name == known.CAST
+        size = variable.aval.dtype.itemsize
+        return is_cast and equation.params["new_dtype"].itemsize < size
 
-    read = ir.uses(jaxpr, variable)
-    unread = ir.num_readers(jaxpr, variable) != len(read) or not read
-    return not unread and all(narrows(*use) for use in read)
+    read = list(ir.uses_inside(jaxpr, variable))
+    return bool(read) and all(use and narrows(*use) for use in read)

@@ -57,12 +57,12 @@ def _merged(jaxpr: core.Jaxpr) -> core.Jaxpr:
                 aval = old.outvars[0].aval
                 invars = [broadcast(x, aval, old) for x in equation.invars]
                 equation = equation.replace(invars=invars)
-            inner = _inlined(equation)
-            if inner is not None:
+            if _is_inlined(equation):
+                [inner] = ir.inner_programs(equation)
                 pairs = zip(inner.invars, equation.invars, strict=True)
                 outvars = visit(inner, dict(pairs))
             else:
-                if ir.kind(equation) in _RUNS:
+                if ir.kind(equation) not in (None, "call"):
                     equation = ir.with_inner(equation, again)
                 avals = [v.aval for v in equation.outvars]
                 outvars = append(_key(equation), avals, equation)
@@ -73,20 +73,16 @@ def _merged(jaxpr: core.Jaxpr) -> core.Jaxpr:
     return jaxpr.replace(eqns=equations, outvars=outvars)
 
 
-_RUNS = ("scan", "while", "cond", "checkpoint")
-
-
-def _inlined(equation: core.JaxprEqn) -> core.Jaxpr | None:
-    """The program of a `jit` that does no more than name it."""
+def _is_inlined(equation: core.JaxprEqn) -> bool:
+    """Whether it is a `jit` that does no more than name its program."""
     if ir.kind(equation) != "call":
-        return None
+        return False
     [inner] = ir.inner(equation)
     places = [equation.params.get(k, ()) for k in ("in_shardings", "out_shardings")]
     told = any(type(x).__name__ != "UnspecifiedValue" for its in places for x in its)
     if told or inner.consts:
         left_alone(equation, "a jitted function with shardings or constants")
-        return None
-    return inner.jaxpr
+    return not (told or inner.consts)
 
 
 def _key(equation: core.JaxprEqn) -> Any:

@@ -358,8 +358,12 @@ def uses(jaxpr: core.Jaxpr, variable: Any) -> list[Use]:
     return _index(jaxpr).uses.get(variable, [])
 
 
-def uses_inside(jaxpr: core.Jaxpr, variable: Any) -> Iterator[Use]:
-    """Those, with what reads it inside functions and checkpoints in place of these."""
+def uses_inside(jaxpr: core.Jaxpr, variable: Any) -> Iterator[Use | None]:
+    """Those, with what reads it inside functions and checkpoints in place of these.
+
+    And None for each result that it is, inside of those, too.
+    """
+    yield from [None] * _index(jaxpr).results[variable]
     for equation, i in uses(jaxpr, variable):
         if is_inline(equation):
             [inner] = inner_programs(equation)

@@ -237,10 +237,10 @@ class Backward:
         operands = operands._replace(batch=batch, acc=acc)
         loop = Loop(
             of_loop,
+            self.where,
             len(values.xs[-1]),
             ways,
             rounds_once=of_loop.low_precision,
-            local=self.where.split_by_compiler is False,
             rows=len(own),
             index=len(own) + len(values.xs) - 1,
             moved=moves,
