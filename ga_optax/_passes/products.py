@@ -26,7 +26,7 @@ micro-step is followed from its accumulators back to the products.
 
 import collections
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import jax
@@ -54,101 +54,143 @@ _PASSED = (*known.MOVES, *_SENT, *_LAYERS, *_ADDED)
 def added_inside(program: Program, facts: Facts) -> Program:
     """A loop, the first results of which are sums of gradients, added by products."""
     body = _Body(program.jaxpr, facts, {})
-    body.follow(dict(enumerate(facts.sliced)), ())
-    return program._replace(jaxpr=body.program())
+    jaxpr, _ = body.added(dict(enumerate(facts.sliced)), [], ())
+    return program._replace(jaxpr=jaxpr)
 
 
 class _Body:
-    """A program, some equations of which are replaced."""
+    """A program, which is followed back from its results."""
 
     def __init__(self, jaxpr: core.Jaxpr, facts: Facts, kinds: dict[Any, Any]) -> None:
         self.jaxpr, self.facts = jaxpr, facts
-        self._kinds = kinds  # calls of products, by what those alike have in common
+        self.kinds = kinds  # calls of products, by what those alike have in common
+        self.sums: dict[Any, bool] = {}  # and whether each can be added in slices
+        self.held: set[Any] = set()  # references
+        self.wide: dict[Any, core.Var] = {}  # in place of what is not to be rounded
         self.products: dict[int, core.Var] = {}  # of gradients: where, and the result
-        self._new = [[e] for e in jaxpr.eqns]  # what is in the place of each
-        self._outvars = list(jaxpr.outvars)
-        self._inside: dict[int, list[_Body]] = {}
 
-    def follow(
-        self, results: Mapping[int, bool], refs: Iterable[int]
-    ) -> dict[int, bool]:
-        """Has what some results sum up, or references, added by products.
+    def added(
+        self, sums: dict[int, bool], wide: list[int], refs: Iterable[int]
+    ) -> tuple[core.Jaxpr, dict[int, bool]]:
+        """The program, in which products add to some results, or to references.
 
-        Returns which arguments are summed up, and of each, as of `results`, whether it
-        can be added in slices.
+        Args:
+          sums: those results, and whether each can be added in slices.
+          wide: those of them that are to come before they are rounded.
+          refs: the references among the arguments.
+
+        Returns: the program, and which arguments are summed up, as `sums`.
         """
-        jaxpr, facts = self.jaxpr, self.facts
-        ends = ((jaxpr.outvars[i], sliced) for i, sliced in results.items())
-        sums = {x: sliced for x, sliced in ends if ir.is_variable(x)}
-        held = {jaxpr.invars[i] for i in refs}
-        for n in reversed(range(len(jaxpr.eqns))):
-            equation = self.equation(n)
-            name = equation.primitive.name
-            ins: list[Any] = equation.invars
-            outs = {i: sums[x] for i, x in enumerate(equation.outvars) if x in sums}
-            sliced = all(outs.values())
-            into = [i for i, x in enumerate(ins) if ir.is_among(x, held)]
-            if ir.kind(equation) in _CALLS and (outs or into):
-                for inner in self.inside(n):
-                    rest = len(ins) - len(inner.jaxpr.invars)  # a predicate
-                    summed = inner.follow(outs, [i - rest for i in into])
-                    more = ((ins[i + rest], its) for i, its in summed.items())
-                    sums.update((x, its) for x, its in more if ir.is_variable(x))
-            elif name in (known.ADD_TO, known.WRITE) and into:
-                sums[ins[1]] = True
-                if facts.local and name == known.ADD_TO and _is_product(jaxpr, ins[1]):
-                    self._new[n] = _added_after(equation)
-            elif name == known.READ_OUT and outs:
-                held.add(ins[0])
-            elif name == known.CAST and outs:
-                if facts.rounds_once and equation.params["new_dtype"] == _WIDE:
-                    self._cast_earlier(n, sliced)
-            elif name == known.PRODUCT and outs:
-                self.products[n] = equation.outvars[0]
-            elif name in _PASSED and outs and len(outs) == len(equation.outvars):
-                sums.update(dict.fromkeys(ir.variables(ins), sliced))
-        return {i: sums[x] for i, x in enumerate(jaxpr.invars) if x in sums}
+        eqns, invars, outvars = self.jaxpr.eqns, self.jaxpr.invars, self.jaxpr.outvars
+        ends = ((outvars[i], sliced) for i, sliced in sums.items())
+        self.sums.update((x, sliced) for x, sliced in ends if ir.is_variable(x))
+        self.held.update(invars[i] for i in refs)
+        self.wide.update((outvars[i], _widened(outvars[i])) for i in wide)
+        new = {n: self._changed(n, eqns[n]) for n in reversed(range(len(eqns)))}
+        self._replace_products(new)
+        places = dict(zip(map(id, eqns), range(len(eqns)), strict=True))
+        jaxpr = ir.changed(self.jaxpr, lambda e: new[places[id(e)]])
+        if wide:
+            jaxpr = jaxpr.replace(outvars=ir.rename(outvars, self.wide))
+        return jaxpr, {i: self.sums[x] for i, x in enumerate(invars) if x in self.sums}
 
-    def equation(self, n: int) -> core.JaxprEqn:
-        """The n-th equation as it is now."""
-        return self._new[n][-1]
+    def _changed(self, n: int, equation: core.JaxprEqn) -> list[core.JaxprEqn]:
+        """What is in the place of the n-th equation; those that read it are done."""
+        name = equation.primitive.name
+        ins: list[Any] = equation.invars
+        outs = [x for x in equation.outvars if x in self.sums]
+        wide = [x for x in equation.outvars if x in self.wide]
+        into = [i for i, x in enumerate(ins) if ir.is_among(x, self.held)]
+        sliced = all(self.sums[x] for x in outs)
+        if ir.kind(equation) in _CALLS and (outs or wide or into):
+            return [self._call(equation, into)]
+        if name in (known.PRODUCT, known.CONVOLUTION) and wide:
+            self.products[n] = self.wide[wide[0]]
+        elif wide:
+            return self._unrounded(equation, sliced)
+        elif name in (known.ADD_TO, known.WRITE) and into:
+            self.sums[ins[1]] = True
+            adds = self.facts.local and name == known.ADD_TO
+            if adds and _is_product(self.jaxpr, ins[1]):
+                return _added_after(equation)
+        elif name == known.READ_OUT and outs:
+            self.held.add(ins[0])
+        elif name == known.CAST and outs:
+            if self.facts.rounds_once and equation.params["new_dtype"] == _WIDE:
+                return [self._cast(equation, sliced)]
+        elif name == known.PRODUCT and outs:
+            self.products[n] = outs[0]
+        elif name in _PASSED and outs and len(outs) == len(equation.outvars):
+            self.sums.update(dict.fromkeys(ir.variables(ins), sliced))
+        return [equation]
 
-    def inside(self, n: int) -> list["_Body"]:
-        """The programs inside the n-th equation."""
-        if n not in self._inside:
-            programs = ir.inner_programs(self.jaxpr.eqns[n])
-            shared = self.facts, self._kinds
-            self._inside[n] = [_Body(program, *shared) for program in programs]
-        return self._inside[n]
+    def _call(self, equation: core.JaxprEqn, into: list[int]) -> core.JaxprEqn:
+        """A call, the programs inside of which are changed."""
+        ins, pairs = equation.invars, list(enumerate(equation.outvars))
+        sums = {i: self.sums[x] for i, x in pairs if x in self.sums}
+        wide = [i for i, x in pairs if x in self.wide]
 
-    def program(self) -> core.Jaxpr:
-        """The program as it is now; itself if nothing is replaced."""
-        for n, bodies in self._inside.items():
-            new = {id(body.jaxpr): body.program() for body in bodies}
-            self._new[n][-1] = ir.with_inner(
-                self.equation(n), lambda p, new=new: new[id(p)]
-            )
-        self._replace_products()
-        new = dict(zip(map(id, self.jaxpr.eqns), self._new, strict=True))
-        changed = ir.changed(self.jaxpr, lambda e: new[id(e)])
-        same = changed is self.jaxpr
-        return changed if same else changed.replace(outvars=self._outvars)
+        def change(inner: core.Jaxpr) -> core.Jaxpr:
+            rest = len(ins) - len(inner.invars)  # a conditional's predicate
+            body = _Body(inner, self.facts, self.kinds)
+            new, summed = body.added(sums, wide, [i - rest for i in into])
+            more = ((ins[i + rest], its) for i, its in summed.items())
+            self.sums.update((x, its) for x, its in more if ir.is_variable(x))
+            return new
 
-    def _replace_products(self) -> None:
+        new = ir.with_inner(equation, change)
+        if wide:
+            new = new.replace(outvars=ir.rename(equation.outvars, self.wide))
+        return new
+
+    def _cast(self, cast: core.JaxprEqn, sliced: bool) -> core.JaxprEqn:
+        """A cast of a sum, of what comes before that is rounded, if it can."""
+        [x] = cast.invars
+        if _can_be_wide(self.jaxpr, x, sliced):
+            self.sums[x], self.wide[x] = sliced, _widened(x)
+            return cast.replace(invars=[self.wide[x]])
+        if _is_low(x):
+            made = ir.made_by(self.jaxpr, x)
+            why = "a sum in low precision is read by more than its accumulator"
+            if made is not None and ir.num_readers(self.jaxpr, x) == 1:
+                why = f"a sum comes out of {made.primitive.name} in low precision"
+            left_alone(cast, why)
+        return cast
+
+    def _unrounded(self, equation: core.JaxprEqn, sliced: bool) -> list[core.JaxprEqn]:
+        """An equation whose result is wide, and casts of what it reads."""
+        [out] = equation.outvars
+        name, params, casts = equation.primitive.name, equation.params, []
+        ins: list[Any] = list(equation.invars)
+        for i, x in enumerate(ins):
+            if (i and name in known.MOVES) or (i == 1 and name == known.SCATTER):
+                continue  # it says where
+            ins[i] = _widened(x)
+            if name != known.SCATTER and _can_be_wide(self.jaxpr, x, sliced):
+                self.sums[x], self.wide[x] = sliced, ins[i]
+            else:
+                casts += ir.traced(lambda y: y.astype(_WIDE), [x], ins[i], equation)
+        if name == known.SCATTER:
+            number = jax.ShapeDtypeStruct((), _WIDE)
+            adds = ir.program_of(jax.lax.add, number, number).jaxpr
+            params = params | {"update_jaxpr": adds}
+        ends = {"invars": ins, "outvars": [self.wide[out]]}
+        return [*casts, equation.replace(params=params, **ends)]
+
+    def _replace_products(self, new: dict[int, list[core.JaxprEqn]]) -> None:
         """Some of them are wider now, and some have to stay apart."""
-        now = {n: self.equation(n) for n in self.products}
         read = {
-            n: {id(_before(self.jaxpr, x, known.MOVES)) for x in e.invars}
-            for n, e in now.items()
+            n: {id(_before(self.jaxpr, x, known.MOVES)) for x in new[n][-1].invars}
+            for n in self.products
         }
         number = collections.Counter(x for both in read.values() for x in both)
-        for n, e in now.items():
-            result = self.products[n]
-            casts = result not in e.outvars
+        for n, result in self.products.items():
+            [equation] = new[n]
+            casts = result not in equation.outvars
             shares = any(number[x] > 1 for x in read[n])
-            fences = shares and e.primitive.name == known.PRODUCT
+            fences = shares and equation.primitive.name == known.PRODUCT
             if casts or fences:
-                self._new[n][-1] = self._product(e, result, casts, fences)
+                new[n] = [self._product(equation, result, casts, fences)]
 
     def _product(
         self, equation: core.JaxprEqn, result: core.Var, casts: bool, fences: bool
@@ -156,87 +198,36 @@ class _Body:
         """A product with another result, or kept apart: one function of all alike."""
         ins, key = equation.invars, ir.key_of(equation, lambda x: x.aval)
         kind = key, casts, fences
-        if kind not in self._kinds:
+        if kind not in self.kinds:
             product = jax.jit(_product(equation, casts, fences))
-            [self._kinds[kind]] = ir.traced(product, ins, result, equation)
+            [self.kinds[kind]] = ir.traced(product, ins, result, equation)
         ends = {"invars": ins, "outvars": [result]}
-        return self._kinds[kind].replace(source_info=equation.source_info, **ends)
+        return self.kinds[kind].replace(source_info=equation.source_info, **ends)
 
-    def _cast_earlier(self, n: int, sliced: bool) -> None:
-        """Replaces a cast of a sum by one that comes before it is rounded."""
-        cast = self.equation(n)
-        [x] = cast.invars
-        wide = self.wide(x, sliced)
-        if wide is not None:
-            self._new[n][-1] = cast.replace(invars=[wide])
-        elif _is_low(x):
-            made = ir.made_by(self.jaxpr, x)
-            why = "a sum in low precision is read by more than its accumulator"
-            if made is not None and ir.num_readers(self.jaxpr, x) == 1:
-                why = f"a sum comes out of {made.primitive.name} in low precision"
-            left_alone(cast, why)
 
-    def wide(self, x: Any, sliced: bool) -> Any:
-        """The sum `x` before it was rounded; None if it is none, or is read twice.
+def _can_be_wide(jaxpr: core.Jaxpr, x: Any, sliced: bool) -> bool:
+    """Whether a sum of products can come before it is rounded, and is read once.
 
-        `sliced` says whether it may be a stack.
-        """
-        made = ir.made_by(self.jaxpr, x)
-        if made is None or not _is_low(x) or ir.num_readers(self.jaxpr, x) != 1:
-            return None
-        n, wide = ir.place_of(self.jaxpr, made), core.Var(_in_float32(x.aval))
-        equation, casts = self.equation(n), []
-        name, ins, params = equation.primitive.name, equation.invars, equation.params
-
-        def cast(y: Any) -> Any:
-            new = core.Var(_in_float32(y.aval))
-            casts.extend(ir.traced(lambda y: y.astype(_WIDE), [y], new, equation))
-            return new
-
-        if name in (known.PRODUCT, known.CONVOLUTION):
-            if isinstance(params["precision"], _ALGORITHMS):
-                return None  # it names the dtype
-            self.products[n] = wide
-            return wide
-        if name in known.MOVES:
-            new = [self.wide(ins[0], sliced), *ins[1:]]
-        elif name == known.SUM_OF_TWO:
-            new = [self.wide(y, sliced) for y in ins]
-            if new != [None, None]:
-                new = [part or cast(y) for part, y in zip(new, ins, strict=True)]
-        elif name == known.SUM:
-            new = [self.wide(ins[0], sliced) or cast(ins[0])]
-        elif name == known.SCATTER:
-            table, rows, updates = ins
-            new = [cast(table), rows, cast(updates)]
-            number = jax.ShapeDtypeStruct((), _WIDE)
-            adds = ir.program_of(jax.lax.add, number, number).jaxpr
-            params = params | {"update_jaxpr": adds}
-        elif ir.kind(equation) in ir.THROUGH and self._widens_inside(n, x, sliced):
-            new = list(ins)
-        else:
-            return None
-        if None in new:
-            return None
-        outs = [wide if y is x else y for y in equation.outvars]
-        changed = equation.replace(invars=new, outvars=outs, params=params)
-        self._new[n][-1:] = [*casts, changed]
-        return wide
-
-    def _widens_inside(self, n: int, x: Any, sliced: bool) -> bool:
-        """Whether the program inside an equation can return `x` wide; then it does."""
-        equation = self.equation(n)
-        [i] = [i for i, y in enumerate(equation.outvars) if y is x]
-        [inner] = self.inside(n)
-        own: Any = inner.jaxpr.outvars[i]
-        # All layers would be twice as large.
+    `sliced` says whether it may be a stack.
+    """
+    made = ir.made_by(jaxpr, x)
+    if made is None or not _is_low(x) or ir.num_readers(jaxpr, x) != 1:
+        return False
+    name, ins = made.primitive.name, made.invars
+    if name in (known.PRODUCT, known.CONVOLUTION):
+        return not isinstance(made.params["precision"], _ALGORITHMS)  # it names a dtype
+    if name in known.MOVES:
+        return _can_be_wide(jaxpr, ins[0], sliced)
+    if name == known.SUM_OF_TWO:
+        return any(_can_be_wide(jaxpr, y, sliced) for y in ins)
+    if ir.kind(made) in ir.THROUGH:
+        [inner] = ir.inner_programs(made)
+        own: Any = inner.outvars[made.outvars.index(x)]
         is_sum = own.aval.ndim == x.aval.ndim  # over the iterations of a scan
-        if ir.kind(equation) == "scan" and (is_sum or not sliced):
-            return False
-        new = inner.wide(own, sliced)
-        if new is not None:
-            inner._outvars[i] = new
-        return new is not None
+        # All layers would be twice as large.
+        stays = ir.kind(made) == "scan" and (is_sum or not sliced)
+        return not stays and _can_be_wide(inner, own, sliced)
+    return name in (known.SUM, known.SCATTER)
 
 
 def _product(
@@ -325,5 +316,6 @@ def _is_low(x: Any) -> bool:
     return jnp.issubdtype(dtype, np.floating) and dtype.itemsize <= 2
 
 
-def _in_float32(aval: Any) -> Any:
-    return aval.update(dtype=_WIDE)
+def _widened(x: Any) -> core.Var:
+    """A variable for `x` before it is rounded."""
+    return core.Var(x.aval.update(dtype=_WIDE))
