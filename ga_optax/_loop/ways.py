@@ -35,9 +35,9 @@ class Now(NamedTuple):
 
     def rounded(self, x: Any) -> Any:
         """A leaf, rounded before it is added."""
-        return (
-            x if self.zero is None else accumulator.rounded(jnp.asarray(x), self.zero)
-        )
+        if self.zero is None:
+            return x
+        return accumulator.rounded(jnp.asarray(x), self.zero)
 
 
 class Way(NamedTuple):

@@ -11,7 +11,7 @@ What is on no ring can leave the loop: in all iterations it is one computation, 
 stacks of what it reads.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from jax.extend import core
@@ -65,9 +65,10 @@ class Graph(NamedTuple):
     nodes: list[Node]
     loops: dict[int, _Places]
 
-    def rings(self, counts: Test) -> Iterator[Ring]:
-        """All nodes, in rings, each after what it reads; and which equations count."""
+    def rings(self, counts: Test) -> list[Ring]:
+        """All nodes, in rings, by their first ones; and which equations count."""
         levels: dict[int, int] = {}
+        found: list[Ring] = []
         for members in _components([node.reads for node in self.nodes]):
             nodes = [self.nodes[i] for i in members]
             read = {j for node in nodes for j in node.reads}
@@ -76,7 +77,8 @@ class Graph(NamedTuple):
             before = [levels[j] for j in read if j in levels]
             level = max([*before, *(node.start for node in nodes)]) + bool(counted)
             levels.update(dict.fromkeys(members, level))
-            yield Ring(members, closed, counted, level)
+            found.append(Ring(members, closed, counted, level))
+        return sorted(found, key=lambda ring: ring.members)
 
 
 def graph(how: ir.Scan, opens: Test, start: Sequence[int] | None = None) -> Graph:
