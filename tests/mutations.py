@@ -332,15 +332,15 @@ MUTATIONS = [
     Mutation(
         "each by itself: a weight forgotten in the mean of a loss",
         "_loop/ways.py",
-        "accumulator.weighted(x, weight, d, own)",
-        "x.astype(d)",
+        "accumulator.weighted(x, now.weight, kept.dtype, now.own)",
+        "x.astype(kept.dtype)",
         "test_accumulate.py",
     ),
     Mutation(
         "each by itself: a sum of aux that loses the rows before",
         "_loop/ways.py",
-        "[s + x.astype(s.dtype) for s, x in pairs]",
-        "[x.astype(s.dtype) for s, x in pairs]",
+        "kept + now.rounded(x)",
+        "now.rounded(x)",
         "test_accumulate.py",
     ),
     Mutation(

@@ -166,7 +166,7 @@ def doubling(one):
         jaxpr, consts = one.change(program, facts)
         old, *rest = jaxpr.outvars
         new = type(jaxpr.invars[0])(old.aval)
-        more = ir.traced(lambda x: x + x, [old], new)
+        more = ir.traced(lambda x: x + x, [old], new, jaxpr.eqns[-1])
         eqns = [*jaxpr.eqns, *more]
         return ir.Program(jaxpr.replace(eqns=eqns, outvars=[new, *rest]), consts)
 

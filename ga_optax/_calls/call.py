@@ -13,8 +13,9 @@ from ga_optax._calls.options import Argument, Options
 from ga_optax._checks import check_arrays, check_gradients, named_leaves, nodes_of
 from ga_optax._devices import collectives, membership, meshes
 from ga_optax._devices.meshes import Axes, Placement
-from ga_optax._loop.step import Lies, Where
+from ga_optax._loop.step import Where
 from ga_optax._passes import probe
+from ga_optax._passes.facts import Lies
 from ga_optax.accumulator import Accumulator
 
 

@@ -6,8 +6,8 @@ no call.
     step          these two, and the arrays of a loop
     run           a loop on this device, merged over all of them
     loop          the scan itself
-    additions     how a gradient gets into its accumulator: one class for each way
-    ways          how other results are put together: one class for each way
+    additions     how a gradient gets into its accumulator
+    ways          how other results are put together: one record for each way
     in_place      which gradients the backward pass adds itself, and why not all
     sending       gradients that are reduced inside the backward pass
     over_devices  the states of devices, put together

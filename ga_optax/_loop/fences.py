@@ -31,8 +31,7 @@ def fusion_barrier(tree: Any) -> Any:
             groups.setdefault(meshes.varying(x), []).append(i)
     for members in groups.values():
         fenced = jax.lax.optimization_barrier([leaves[i] for i in members])
-        for i, x in zip(members, fenced, strict=True):
-            leaves[i] = x
+        leaves = ir.put(leaves, members, fenced)
     return jax.tree.unflatten(structure, leaves)
 
 
@@ -51,18 +50,18 @@ def cast_inside(
     a zero that it does not know. The subtraction and the cast are one kernel, and x - 0
     is x, whatever it is.
     """
-    chosen = [x for x, its in zip(leaves, narrowed, strict=True) if its]
+    chosen = [i for i, its in enumerate(narrowed) if its]
     if not chosen:
         return leaves
 
     def inside(zero: jax.Array, *xs: jax.Array) -> list[jax.Array]:
         return [x - zero.astype(x.dtype) for x in xs]
 
+    xs = [leaves[i] for i in chosen]
     new = jax.lax.platform_dependent(
-        zero, *chosen, tpu=inside, default=lambda _, *xs: [*xs]
+        zero, *xs, tpu=inside, default=lambda _, *xs: [*xs]
     )
-    found = iter(new)
-    return [next(found) if its else x for x, its in zip(leaves, narrowed, strict=True)]
+    return ir.put(leaves, chosen, new)
 
 
 def alone(step: Callable[..., Any], start: Any, batch: list[jax.Array]) -> Any:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -10,9 +10,9 @@ import jax.numpy as jnp
 
 from ga_optax import accumulator
 from ga_optax._devices import collectives, meshes
-from ga_optax._loop import fences, trees, ways
+from ga_optax._loop import additions, fences, trees, ways
 from ga_optax._loop.additions import Additions, MicroStep
-from ga_optax._loop.step import Flat, Operands, Step
+from ga_optax._loop.step import Flat, Operands, Step, Where
 from ga_optax._passes import casts, ir, table
 from ga_optax._passes.facts import Facts
 from ga_optax._passes.transformable import with_rules_of
@@ -33,13 +33,22 @@ class State(NamedTuple):
     Attributes:
       acc: the accumulator so far.
       carry: the carried arguments.
-      results: what each mode of aux keeps, in the order of `ways.kinds`; after the
-        loop, or what it collected. The loss is the first leaf of "mean".
+      results: what the way of each result keeps of it; after the loop, or what it
+        collected. The loss is the first.
+      seen: the weight and the number of the micro-batches of this call, which the way
+        "mean" divides by; empty without one.
     """
 
     acc: Flat
     carry: list[jax.Array]
     results: list[Any]
+    seen: Sequence[jax.Array]
+
+
+def with_collected(state: State, collected: Mapping[int, Any]) -> State:
+    """The state with what was collected, by number of the result."""
+    results = [collected.get(i, x) for i, x in enumerate(state.results)]
+    return state._replace(results=results)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,13 +57,11 @@ class Loop:
 
     Attributes:
       step: what `fun` does to one of them.
+      where: the devices.
       num_microbatches: how many there are.
       additions: how gradients are added.
       last: how those of the last micro-batch are added, if it differs.
       rounds_once: whether gradients are rounded in the accumulator alone.
-      local: whether it is known that no compiler distributes it over devices.
-      sums_already: whether the backward pass sums over devices.
-      axes: the data axes that are bound.
       logical: whether it is compiled alike for one device and for many.
       begins: whether the accumulator is known to be empty, see `accumulator.begun`.
       rows: how many leaves of the batch are differentiated, too: the first of them.
@@ -64,13 +71,11 @@ class Loop:
     """
 
     step: Step
+    where: Where
     num_microbatches: int
     additions: Additions
     last: Additions | None = None
     rounds_once: bool = False
-    local: bool = False
-    sums_already: bool = False
-    axes: tuple[str, ...] = ()
     logical: bool = False
     begins: bool = False
     rows: int = 0
@@ -79,10 +84,11 @@ class Loop:
 
     def __call__(self, operands: Operands) -> State:
         """Returns the last state, with all that was collected in it."""
-        if not self.additions.in_place:
+        if not any(x.in_place for x in self.additions):
             return self.run(operands)
-        last = self.last and self.last.by_hand
-        plain = dataclasses.replace(self, additions=self.additions.by_hand, last=last)
+        by_hand = additions.by_hand
+        last = None if self.last is None else by_hand(self.last)
+        plain = dataclasses.replace(self, additions=by_hand(self.additions), last=last)
         return with_rules_of(plain.run, self.run, last is not None)(operands)
 
     def run(self, operands: Operands) -> State:
@@ -92,7 +98,7 @@ class Loop:
         facts = Facts(
             sliced=self.step.sliced,
             rounds_once=self.rounds_once,
-            local=self.local,
+            local=self.where.is_local,
             logical=self.logical,
         )
         return with_passes(self.as_written, operands, facts)
@@ -107,21 +113,21 @@ class Loop:
             state, more = self.once(step, state, [x[-1] for x in batch])
             collected = jax.tree.map(lambda *x: jnp.concatenate(x), first, more)
         else:
+            xs: Any = batch
             if operands.num_real is not None:
-                step, batch = self.counted(step, operands)
+                step = functools.partial(_if_real, step, operands.num_real)
+                xs = jnp.arange(self.num_microbatches, dtype=jnp.int32), batch
             if self.num_microbatches > 1:
-                state, collected = jax.lax.scan(step, state, batch)
+                state, collected = jax.lax.scan(step, state, xs)
             else:
-                first = jax.tree.map(lambda x: x[0], batch)
+                first = jax.tree.map(lambda x: x[0], xs)
                 state, collected = self.once(step, state, first)
-        kept = zip(self.kinds, state.results, strict=True)
-        results = [collected[x.name] if x.collects else kept for x, kept in kept]
-        return state._replace(results=results)
+        return with_collected(state, collected)
 
-    @property
-    def kinds(self) -> list[ways.Mode]:
-        """The modes of aux that there are."""
-        return ways.kinds(self.step.ways)
+    def collected(self, results: Sequence[Any]) -> dict[int, Any]:
+        """Those of the results that are collected, by number."""
+        pairs = enumerate(zip(self.step.ways, results, strict=True))
+        return {i: x for i, (name, x) in pairs if ways.WAYS[name].collects}
 
     def start(self, operands: Operands) -> State:
         """The state before the first micro-batch."""
@@ -133,23 +139,13 @@ class Loop:
         weight = self.vary(weight, count)
         # A known counter would be no fence: XLA computes what follows from it.
         acc = Accumulator(total, weight, self.fenced(count))
-        groups = ways.by_mode(self.step.results, self.step.ways)
-        modes = zip(self.kinds, groups, strict=True)
-        return State(
-            acc, operands.carry, [x.init(group, self.vary) for x, group in modes]
-        )
-
-    def counted(
-        self, step: Callable[..., Any], operands: Operands
-    ) -> tuple[Callable[..., Any], Any]:
-        """A micro-step that is left out from `num_real` on, and what to scan over."""
-        index = jnp.arange(self.num_microbatches, dtype=jnp.int32)
-
-        def step_if_real(state: State, x: Any) -> Any:
-            i, batch = x
-            return fences.if_holds(i < operands.num_real, step, state, batch)
-
-        return step_if_real, (index, operands.batch)
+        pairs = zip(self.step.ways, self.step.results, strict=True)
+        results = [ways.WAYS[name].init(x, self.vary) for name, x in pairs]
+        seen: list[Any] = []
+        if "mean" in self.step.ways:
+            zero = jnp.zeros([], float)
+            seen = [self.vary(zero, zero), jnp.zeros([], jnp.int32)]
+        return State(acc, operands.carry, results, seen)
 
     def once(
         self, step: Callable[..., Any], start: State, batch: Any
@@ -166,11 +162,11 @@ class Loop:
     def micro_step(
         self,
         operands: Operands,
-        additions: Additions,
+        adds: Additions,
         state: State,
         batch: list[jax.Array],
-    ) -> tuple[State, dict[str, list[jax.Array]]]:
-        """The next state, and what to collect, by way."""
+    ) -> tuple[State, dict[int, Any]]:
+        """The next state, and what to collect."""
         its, acc = self.step, state.acc
         index = batch[self.index] % self.num_microbatches if self.rows else None
         batch = list(batch)
@@ -178,31 +174,55 @@ class Loop:
             at = jax.lax.dynamic_index_in_dim(acc.total[total], index, keepdims=False)
             batch[leaf] = at
         loss, pullback, rest = self.forward(operands, state, batch)
-        weight = None
+        weight = factor = None
+        cotangent = jnp.ones_like(loss)
         if its.weighted:
             weight, *rest = rest
             weight = weight.astype(acc.weight.dtype)
+            # The backward pass is linear in the cotangent: with the weight for it,
+            # weighted gradients come out, and nothing has to be multiplied.
+            if its.multiplies:
+                factor = weight
+            else:
+                cotangent = weight.astype(loss.dtype)
         carry, aux = rest[: len(state.carry)], rest[len(state.carry) :]
-        zero = accumulator.unknown_zero(acc.count) if self.step.optimize else None
+        zero = accumulator.unknown_zero(acc.count) if its.optimize else None
         # If the backward pass sums over devices, they all have to run it, and no one of
         # them may leave out what came of it.
-        skip = None if self.sums_already else weight
-        step = MicroStep(
-            weight if its.multiplies else None, skip, zero, self.axes, index
-        )
-        total = self.add_gradient(acc, additions, (loss, pullback), weight, step)
+        skip = None if self.where.sums_already else weight
+        step = MicroStep(factor, skip, zero, self.where.axes, index)
+        pull = functools.partial(_pull, pullback, trees.like(cotangent, loss))
+        total = additions.add(adds, acc.total, step, pull)
         with jax.named_scope("accumulate"):
             one = jnp.ones_like(acc.weight) if weight is None else weight
-            follows = fences.next_count if self.step.optimize else accumulator.increment
+            follows = fences.next_count if its.optimize else accumulator.increment
             weights = self.vary(acc.weight + one, one)
             acc = Accumulator(total, weights, follows(acc.count))
             pairs = zip(carry, state.carry, strict=True)
             carry = [trees.like(trees.strong(new), old) for new, old in pairs]
-            groups = ways.by_mode([loss, *aux], its.ways)
-            modes = list(zip(self.kinds, groups, state.results, strict=True))
-            results = [x.step(kept, leaves, weight, zero) for x, leaves, kept in modes]
-            collected = {x.name: leaves for x, leaves, _ in modes if x.collects}
-        return State(acc, carry, results), collected
+            results, seen = self.put([loss, *aux], state, weight, zero)
+        return State(acc, carry, results, seen), self.collected([loss, *aux])
+
+    def put(
+        self,
+        leaves: Sequence[Any],
+        state: State,
+        weight: jax.Array | None,
+        zero: jax.Array | None,
+    ) -> tuple[list[Any], list[jax.Array]]:
+        """What is kept of the results, and seen, after one more micro-batch."""
+        own, seen = None, []
+        if state.seen:
+            total, count = state.seen
+            # Of this counter: with the loop's own zero XLA on CPUs (jaxlib 0.12) orders
+            # the loop so that a weighted model of unrolled layers holds one more leaf.
+            if weight is not None and zero is not None:
+                own = accumulator.unknown_zero(count)
+            one = jnp.ones_like(total) if weight is None else weight
+            seen = [total + one, accumulator.increment(count)]
+        now = ways.Now(weight, zero, own)
+        triples = zip(self.step.ways, state.results, leaves, strict=True)
+        return [ways.WAYS[name].step(kept, x, now) for name, kept, x in triples], seen
 
     def forward(
         self, operands: Operands, state: State, batch: list[jax.Array]
@@ -210,7 +230,7 @@ class Loop:
         """The loss of a micro-batch, its pullback, and the other results of `fun`."""
         given = operands.consts, operands.params, batch, state.carry
         consts, params, batch, carry = self.fenced(given)
-        if self.step.optimize and self.local and self.num_microbatches > 1:
+        if self.step.optimize and self.where.is_local and self.num_microbatches > 1:
             jaxpr, zero = self.step.jaxpr, accumulator.unknown_zero(state.acc.count)
             of_params = jaxpr.invars[: len(params)]
             narrowed = [casts.is_narrowed(jaxpr, x) for x in of_params]
@@ -228,40 +248,28 @@ class Loop:
         with jax.named_scope("compute"):
             return jax.vjp(evaluate, *params, has_aux=True)
 
-    def add_gradient(
-        self,
-        acc: Flat,
-        additions: Additions,
-        forward: tuple[jax.Array, Any],
-        weight: jax.Array | None,
-        step: MicroStep,
-    ) -> list[jax.Array]:
-        """`acc.total` plus the weighted gradient of one micro-batch."""
-        loss, pullback = forward
-        # The backward pass is linear in the cotangent: with the weight for it, weighted
-        # gradients come out, and nothing has to be multiplied, in place or not.
-        scaled = weight is not None and not self.step.multiplies
-        cotangent = weight.astype(loss.dtype) if scaled else jnp.ones_like(loss)
-        cotangent = trees.like(cotangent, loss)
-
-        def pull(*slots: Any) -> Sequence[jax.Array]:
-            back = pullback.with_refs(*slots) if slots else pullback
-            return back(cotangent)
-
-        return additions.add(acc.total, step, pull)
-
     def vary(self, x: jax.Array, term: Any) -> jax.Array:
         """Marks a sum as varying over devices as `term` does, one of its terms."""
         return collectives.vary(x, (*self.step.varying, *meshes.varying(term)))
 
     def results(self, state: State) -> list[jax.Array]:
         """The loss and the leaves of the aux, of all micro-batches."""
-        modes = zip(self.kinds, state.results, strict=True)
-        leaves = ways.in_order(
-            [way.finish(kept) for way, kept in modes], self.step.ways
-        )
+        weight = state.seen[0] if state.seen else None
+        kept = zip(self.step.ways, state.results, strict=True)
+        leaves = [ways.WAYS[name].finish(x, weight) for name, x in kept]
         pairs = zip(leaves, self.step.results, strict=True)
         return [
             x.astype(due.dtype) if jnp.issubdtype(due.dtype, jnp.inexact) else x
             for x, due in pairs
         ]
+
+
+def _if_real(step: Callable[..., Any], number: Any, state: State, x: Any) -> Any:
+    """A micro-step that is left out from a number on."""
+    i, batch = x
+    return fences.if_holds(i < number, step, state, batch)
+
+
+def _pull(pullback: Any, cotangent: jax.Array, *slots: Any) -> Sequence[jax.Array]:
+    back = pullback.with_refs(*slots) if slots else pullback
+    return back(cotangent)

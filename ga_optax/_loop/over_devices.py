@@ -10,18 +10,19 @@ from ga_optax import accumulator
 from ga_optax._devices import collectives, logical, meshes
 from ga_optax._devices.meshes import Placement
 from ga_optax._loop import fences
-from ga_optax._loop.loop import Loop, State
+from ga_optax._loop.loop import Loop, State, with_collected
 from ga_optax._loop.step import Operands, Where
+from ga_optax._loop.ways import WAYS
 from ga_optax.accumulator import Accumulator
 
 
 def of_logical(loop: Loop, operands: Operands, where: Where) -> State:
     """The state of the logical devices of this device: each runs the loop by itself."""
-    number, axes, modes = where.logical, where.axes, loop.kinds
+    number, axes = where.logical, where.axes
     indices = number * jax.lax.axis_index(axes) + jnp.arange(number, dtype=jnp.int32)
     batch = [jnp.reshape(x, (number, -1, *x.shape[1:])) for x in operands.batch]
 
-    def run(part: Any, buffer: State) -> tuple[State, list[Any]]:
+    def run(part: Any, buffer: State) -> tuple[State, dict[int, Any]]:
         index, batch = part
         keys = [jax.random.fold_in(key, index) for key in operands.keys]
         # If XLA knew that this is empty, it would write zeros to one more buffer. The
@@ -31,10 +32,8 @@ def of_logical(loop: Loop, operands: Operands, where: Where) -> State:
         total = [accumulator.cleared(x, empty) for x in buffer.acc.total]
         acc = operands.acc._replace(total=total, count=count)
         state = loop(operands._replace(batch=batch, keys=keys, acc=acc))
-        pairs = list(zip(modes, state.results, strict=True))
-        kept = [[] if mode.collects else x for mode, x in pairs]
-        collected = [x if mode.collects else [] for mode, x in pairs]
-        return state._replace(results=kept), collected
+        collected = loop.collected(state.results)
+        return with_collected(state, dict.fromkeys(collected, ())), collected
 
     def join(a: State, b: State) -> State:
         total = list(map(logical.plus, a.acc.total, b.acc.total))
@@ -43,16 +42,16 @@ def of_logical(loop: Loop, operands: Operands, where: Where) -> State:
             logical.plus(x, y) if _averages(x) else jnp.maximum(x, y)
             for x, y in zip(a.carry, b.carry, strict=True)
         ]
-        kept = zip(modes, a.results, b.results, strict=True)
-        return State(acc, carry, [mode.join(x, y) for mode, x, y in kept])
+        kept = zip(loop.step.ways, a.results, b.results, strict=True)
+        results = [WAYS[name].join(x, y) for name, x, y in kept]
+        seen = a.seen and [a.seen[0] + b.seen[0], b.seen[1]]
+        return State(acc, carry, results, seen)
 
     buffers = [loop.start(operands)] * number.bit_length()  # one for each level
     loop = dataclasses.replace(loop, logical=True, begins=False)
     (*_, state), collected = logical.fold(run, (indices, batch), number, buffers, join)
     collected = jax.tree.map(lambda x: jnp.reshape(x, (-1, *x.shape[2:])), collected)
-    pairs = zip(modes, state.results, collected, strict=True)
-    results = [new if mode.collects else kept for mode, kept, new in pairs]
-    return state._replace(results=results)
+    return with_collected(state, collected)
 
 
 def _averages(x: jax.Array) -> bool:
@@ -63,8 +62,9 @@ def _averages(x: jax.Array) -> bool:
 def all_reduced(loop: Loop, state: State, where: Where) -> State:
     """The state of all devices: one communication, but for what is sharded."""
     axes = where.axes
-    modes = list(zip(loop.kinds, state.results, strict=True))
-    addends = [mode.addends(kept) for mode, kept in modes]
+    merges = [WAYS[name].merge for name in loop.step.ways]
+    kept = list(zip(merges, state.results, strict=True))
+    addends = [x for merge, x in kept if merge is None]
     # Σ w is reduced without weights, too: were the processes of a run to disagree on
     # the number of micro-batches, they would still all divide by the same number.
     weights = [state.acc.weight] if "mean" in loop.step.ways else []
@@ -88,6 +88,7 @@ def all_reduced(loop: Loop, state: State, where: Where) -> State:
         next(rest) / number if _averages(x) else jax.lax.pmax(x, axes)
         for x in state.carry
     ]
-    pairs = zip(modes, sums, strict=True)
-    results = [mode.merge(kept, x, weight, axes) for (mode, kept), x in pairs]
-    return State(Accumulator(total, weight, state.acc.count), carry, results)
+    added = iter(sums)
+    results = [merge(x, axes) if merge else next(added) for merge, x in kept]
+    seen = state.seen and [weight, state.seen[1]]
+    return State(Accumulator(total, weight, state.acc.count), carry, results, seen)

@@ -61,24 +61,26 @@ def run(
             "loss."
         )
     adds = additions.choose(step, operands.acc.total, whys, where.sent)
+    own = operands.batch[: operands.rows]
+    stacks = list(map(additions.placed, own))
     ends = merges and where.overlap and where.axes
     reduced = dict(enumerate(where.placements)) if ends else {}
     # What the compiler reduces over devices in each micro-step would be twice as large.
     once = not (where.sums_already or where.gathered or where.split_by_compiler)
     loop = Loop(
         step,
+        where,
         num_microbatches,
-        adds.placing(operands.batch[: operands.rows]),
+        [*adds, *stacks],
         begins=begins,
-        last=adds.reduced(step, reduced) if reduced else None,
+        last=[*additions.reduced(adds, step, reduced), *stacks] if reduced else None,
         rounds_once=step.low_precision and once,
-        local=where.split_by_compiler is False,
-        sums_already=where.sums_already,
-        axes=where.axes,
         rows=operands.rows,
         index=len(operands.batch) - 1,
     )
-    sums, operands = len(operands.acc.total), _with_stacks(operands)
+    sums, acc = len(operands.acc.total), operands.acc
+    acc = acc._replace(total=[*acc.total, *map(jnp.zeros_like, own)])
+    operands = operands._replace(acc=acc)
     state = of_logical(loop, operands, where) if where.logical else loop(operands)
     stacks = state.acc.total[sums:]
     state = state._replace(acc=state.acc._replace(total=state.acc.total[:sums]))
@@ -89,10 +91,3 @@ def run(
             places = [done.get(i, x) for i, x in enumerate(where.placements)]
             state = all_reduced(loop, state, where._replace(placements=places))
     return Outcome(loop.results(state), state.carry, state.acc, rows=stacks)
-
-
-def _with_stacks(operands: Operands) -> Operands:
-    """With sums that are the gradients of each micro-batch, one after the other."""
-    own = operands.batch[: operands.rows]
-    total = [*operands.acc.total, *map(jnp.zeros_like, own)]
-    return operands._replace(acc=operands.acc._replace(total=total))

@@ -16,7 +16,7 @@ from jax.extend import core
 from ga_optax._devices import collectives, meshes
 from ga_optax._devices.meshes import Axes, Placement
 from ga_optax._loop import trees
-from ga_optax._passes import ir
+from ga_optax._passes import ir, known
 
 # What to do with a gradient, or a slice of it, and what `run` was given for it.
 Write = Callable[[Any, jax.Array], None]
@@ -44,14 +44,13 @@ def run(
         over slices of the gradient, that is their slices.
       writes: what to do with each gradient.
     """
-    trace = jax.make_jaxpr(lambda: backward(*map(jax.new_ref, trees.blank(types))))
-    closed: Any = trace()
-    equations = closed.jaxpr.eqns
-    made = [e for e in equations if e.primitive.name == "new_ref"][: len(types)]
+    program = ir.program_of(lambda: backward(*map(jax.new_ref, trees.blank(types))))
+    equations = program.jaxpr.eqns
+    made = [e for e in equations if e.primitive.name == known.NEW_REF][: len(types)]
     rest = [e for e in equations if e not in made]
     invars = [e.outvars[0] for e in made]
-    jaxpr = closed.jaxpr.replace(invars=invars, eqns=rest)
-    return _run(ir.Program(jaxpr, closed.consts), writes, refs)
+    jaxpr = program.jaxpr.replace(invars=invars, eqns=rest)
+    return _run(program._replace(jaxpr=jaxpr), writes, refs)
 
 
 def _run(
@@ -62,10 +61,10 @@ def _run(
 
     def rule(equation: core.JaxprEqn, values: list[Any]) -> Sequence[Any] | None:
         ins = equation.invars
-        here = [None if isinstance(x, core.Literal) else held.get(x) for x in ins]
+        here = [held.get(x) if ir.is_variable(x) else None for x in ins]
         if not any(here):
             return None
-        if equation.primitive.name == "addupdate":
+        if equation.primitive.name == known.ADD_TO:
             here[0](*values)  # pyrefly: ignore[not-callable]
             return ()
         # A jitted function, or a scan: see `is_cut`.

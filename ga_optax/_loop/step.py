@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from ga_optax._devices.meshes import AnyMesh, Axes, Placement
+from ga_optax._devices.meshes import Axes, Placement
 from ga_optax._loop import in_place
 from ga_optax._passes import ir, known, table
 from ga_optax._passes.arrivals import arrival
-from ga_optax._passes.facts import Facts
+from ga_optax._passes.facts import Facts, Lies
 
 Flat = Any  # an Accumulator whose total is a list
 
@@ -46,9 +46,9 @@ class Step(NamedTuple):
     @property
     def sliced(self) -> list[bool]:
         """Which gradients come in slices that can be added in place."""
-        can = in_place.HAS_REFS and not self.multiplies and "slices" in self.arrivals
-        can = can and not self.deeds.acts
-        return [can and came == "slices" for came in self.arrivals]
+        found = [came == "slices" for came in self.arrivals]
+        can = any(found) and in_place.can_add(self.jaxpr, self.multiplies)
+        return found if can else [False] * len(found)
 
     @property
     def deeds(self) -> known.Deeds:
@@ -82,14 +82,6 @@ class Operands(NamedTuple):
     rows: int = 0
 
 
-class Lies(NamedTuple):
-    """How parameters lie on a mesh whose axes the compiler splits."""
-
-    specs: Sequence[Any]
-    axes: Axes
-    mesh: AnyMesh
-
-
 class Where(NamedTuple):
     """On which devices a loop runs, and how their sums come together.
 
@@ -115,6 +107,11 @@ class Where(NamedTuple):
     split_by_compiler: bool | None = False
 
     @property
+    def is_local(self) -> bool:
+        """Whether it is known that no compiler distributes what is computed."""
+        return self.split_by_compiler is False
+
+    @property
     def sums_already(self) -> bool:
         """Whether the backward pass sums over devices."""
         return any(place.summed for place in self.placements)
@@ -125,14 +122,12 @@ def after_passes(
 ) -> tuple[ir.Program, list[str | None]]:
     """A program of a micro-batch as it is to run, and how its gradients arrive."""
     number = len(where.names)
-    can = optimize and in_place.HAS_REFS and not multiplies
     facts = Facts(
         optimize=optimize,
         num_params=number,
-        adds_in_place=can and not known.deeds(program.jaxpr).acts,
+        adds_in_place=optimize and in_place.can_add(program.jaxpr, multiplies),
+        lies=where.gathered,
     )
-    if (lies := where.gathered) is not None:
-        facts = facts._replace(specs=lies.specs, axes=lies.axes, mesh=lies.mesh)
     program = table.run("fun", program, facts)
     leaves = program.jaxpr.invars[:number]
     arrivals: list[str | None] = [None] * number

@@ -1,11 +1,11 @@
 """How results of the micro-batches are put together: one way for each leaf.
 
-A mode is a class, and works on all leaves of that mode at once. The loss is one more
-leaf of mode "mean". A new mode is one more class in `WAYS`.
+A way is a few functions of one leaf. The loss is one more leaf, of the way "mean". A
+new one is one more record in `WAYS`.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,206 +16,128 @@ from ga_optax._checks import named_leaves
 from ga_optax._devices import collectives, logical, meshes
 from ga_optax._devices.meshes import Axes
 from ga_optax._loop import trees
-from ga_optax.accumulator import Accumulator
 
-Leaves = list[Any]
 Vary = Callable[[Any, Any], Any]
-Weight = jax.Array | None
-Zero = jax.Array | None
 
 
-class Mode:
-    """What every mode can be asked; `kept` is what it carries through the loop.
-
-    The defaults are those of a mode that carries nothing, and collects.
+class Now(NamedTuple):
+    """What the leaves of one micro-batch have in common.
 
     Attributes:
-      adds: whether it adds leaves up. They have to be numbers, and not those of
-        different examples.
-      collects: whether it keeps the leaves of every micro-batch, along a new axis 0,
-        which the loop does. What it has `kept` after the loop is those.
-      name: how the loop names what it collects.
+      weight: its weight; None for 1.
+      zero: see `accumulator.rounded`; None if nothing has to be rounded before.
+      own: such a zero of what is weighted.
     """
 
-    adds = False
-    collects = False
-    name = ""
+    weight: jax.Array | None
+    zero: jax.Array | None
+    own: jax.Array | None
 
-    def init(self, leaves: Leaves, vary: Vary) -> Any:
-        """What is kept before the first micro-batch.
-
-        Args:
-          leaves: the types of the leaves.
-          vary: marks a sum as varying over devices as one of its terms does.
-        """
-        return []
-
-    def step(self, kept: Any, leaves: Leaves, weight: Weight, zero: Zero) -> Any:
-        """What is kept after one more micro-batch; `zero` is that of `rounded`."""
-        return kept
-
-    def join(self, a: Any, b: Any) -> Any:
-        """What is kept of two logical devices, neighbours."""
-        return b
-
-    def addends(self, kept: Any) -> Leaves:
-        """What is summed over devices, in one communication with the gradients."""
-        return []
-
-    def merge(self, kept: Any, sums: Leaves, weight: jax.Array, axes: Axes) -> Any:
-        """What is kept of all devices.
-
-        Args:
-          kept: what this device kept.
-          sums: the `addends`, summed over devices.
-          weight: Σ w over all devices.
-          axes: the data axes, bound.
-        """
-        return kept
-
-    def finish(self, kept: Any) -> Leaves:
-        """The leaves of the result."""
-        return kept
+    def rounded(self, x: Any) -> Any:
+        """A leaf, rounded before it is added."""
+        if self.zero is None:
+            return x
+        return accumulator.rounded(jnp.asarray(x), self.zero)
 
 
-class Mean(Mode):
-    """Σ w·x / Σ w, weighted as the loss is. The mean of integers is float32."""
+class Way(NamedTuple):
+    """How a leaf is put together; `kept` is what a loop carries of it.
 
-    adds = True
+    Attributes:
+      init: what is kept before the first micro-batch, of the type of the leaf, and of
+        what marks a sum as varying over devices as one of its terms does.
+      step: what is kept after one more micro-batch.
+      join: what is kept of two logical devices, neighbours.
+      merge: what is kept of all devices, of what one kept and of the data axes, which
+        are bound. None for a sum: it is reduced with the gradients.
+      finish: the leaf of the result, of what is kept and of Σ w.
+      adds: whether it adds leaves up. They have to be numbers, and not those of
+        different examples.
+      collects: whether it keeps the leaves of every micro-batch, along a new axis 0:
+        the loop does that, and what it has kept after the loop is those.
+    """
 
-    def init(self, leaves: Leaves, vary: Vary) -> Accumulator:
-        terms = [_inexact(x) for x in trees.blank(leaves)]
-        kept: Any = accumulator.init(terms)
-        total = [
-            vary(-zero, term) for zero, term in zip(kept.total, terms, strict=True)
-        ]
-        return kept._replace(total=total, weight=vary(kept.weight, kept.weight))
-
-    def step(self, kept: Any, leaves: Leaves, weight: Weight, zero: Zero) -> Any:
-        terms = list(map(_inexact, _rounded(leaves, zero)))
-        one = jnp.ones_like(kept.weight) if weight is None else weight
-        if weight is not None:
-            dtypes = [t.dtype for t in kept.total]
-            pairs = zip(terms, dtypes, strict=True)
-            # Of this counter: with the loop's own zero XLA on CPUs (jaxlib 0.12) orders
-            # the loop so that a weighted model of unrolled layers holds one more leaf.
-            own = None if zero is None else accumulator.unknown_zero(kept.count)
-            terms = [accumulator.weighted(x, weight, d, own) for x, d in pairs]
-        total: Any = accumulator.add_terms(kept.total, terms, weight)
-        return Accumulator(total, kept.weight + one, accumulator.increment(kept.count))
-
-    def join(self, a: Any, b: Any) -> Accumulator:
-        total: Any = list(map(logical.plus, a.total, b.total))
-        return Accumulator(total, a.weight + b.weight, b.count)
-
-    def addends(self, kept: Any) -> Leaves:
-        return kept.total
-
-    def merge(self, kept: Any, sums: Leaves, weight: jax.Array, axes: Axes) -> Any:
-        return Accumulator(sums, weight, kept.count)
-
-    def finish(self, kept: Accumulator) -> Any:
-        return accumulator.mean(kept)
+    init: Callable[[Any, Vary], Any] = lambda x, vary: ()
+    step: Callable[[Any, Any, Now], Any] = lambda kept, x, now: kept
+    join: Callable[[Any, Any], Any] = lambda a, b: b
+    merge: Callable[[Any, Axes], Any] | None = None
+    finish: Callable[[Any, Any], Any] = lambda kept, weight: kept
+    adds: bool = False
+    collects: bool = False
 
 
-class Sum(Mode):
-    """Σ x, unweighted: counts as counts, and added up in 32 bits at least."""
-
-    adds = True
-
-    def init(self, leaves: Leaves, vary: Vary) -> Leaves:
-        return [vary(jnp.zeros(x.shape, _sum_dtype(x.dtype)), x) for x in leaves]
-
-    def step(self, kept: Any, leaves: Leaves, weight: Weight, zero: Zero) -> Leaves:
-        pairs = zip(kept, _rounded(leaves, zero), strict=True)
-        return [s + x.astype(s.dtype) for s, x in pairs]
-
-    def join(self, a: Leaves, b: Leaves) -> Leaves:
-        return list(map(logical.plus, a, b))
-
-    def addends(self, kept: Leaves) -> Leaves:
-        return kept
-
-    def merge(self, kept: Any, sums: Leaves, weight: jax.Array, axes: Axes) -> Leaves:
-        return sums
+def _start_of_mean(x: Any, vary: Vary) -> Any:
+    [term] = map(_inexact, trees.blank([x]))
+    kept: Any = accumulator.init(term).total
+    return vary(-kept, term)
 
 
-class Last(Mode):
-    """The last micro-batch's; of several devices, the last device's."""
-
-    def init(self, leaves: Leaves, vary: Vary) -> Leaves:
-        return trees.blank(leaves)
-
-    def step(self, kept: Any, leaves: Leaves, weight: Weight, zero: Zero) -> Leaves:
-        return list(map(trees.strong, leaves))
-
-    def merge(self, kept: Any, sums: Leaves, weight: jax.Array, axes: Axes) -> Leaves:
-        is_last = jax.lax.axis_index(axes) == meshes.num_devices(axes) - 1
-
-        def last(x: jax.Array) -> jax.Array:
-            if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-                data = last(jax.random.key_data(x))
-                return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-            count = x.astype(_sum_dtype(x.dtype))
-            here = jnp.where(is_last, count, -jnp.zeros_like(count))  # -0.0 + x is x
-            return jax.lax.psum(here, axes).astype(x.dtype)
-
-        return list(map(last, collectives.vary(kept, axes)))
+def _mean(kept: Any, x: Any, now: Now) -> Any:
+    """Σ w·x, weighted as the loss is; that of integers is float32."""
+    x = _inexact(now.rounded(x))
+    if now.weight is not None:
+        x = accumulator.weighted(x, now.weight, kept.dtype, now.own)
+    [kept] = accumulator.add_terms([kept], [x], now.weight)
+    return kept
 
 
-class Stack(Mode):
-    """Every micro-batch's, along a new axis 0; of several devices, in their order."""
+def of_last_device(xs: list[jax.Array], axes: Axes) -> list[jax.Array]:
+    """What the last device has, on all of them."""
+    is_last = jax.lax.axis_index(axes) == meshes.num_devices(axes) - 1
 
-    collects = True
-    name = "stack"
+    def last(x: jax.Array) -> jax.Array:
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            data = last(jax.random.key_data(x))
+            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+        count = x.astype(_sum_dtype(x.dtype))
+        here = jnp.where(is_last, count, -jnp.zeros_like(count))  # -0.0 + x is x
+        return jax.lax.psum(here, axes).astype(x.dtype)
+
+    return list(map(last, collectives.vary(xs, axes)))
 
 
-class Extremum(Mode):
+def _extremum(fun: Any, across: Any) -> Way:
     """The largest or the smallest of all: of numbers that rows need of each other."""
 
-    adds = True
+    def join(a: Any, b: Any) -> Any:
+        (x, m), (y, n) = a, b
+        return trees.like(jnp.where(m == 0, y, fun(x, y)), x), m + n
 
-    def __init__(self, fun: Any, across: Any) -> None:
-        self.fun, self.across = fun, across
-
-    def init(self, leaves: Leaves, vary: Vary) -> Any:
-        return trees.blank(leaves), jnp.zeros([], jnp.int32)
-
-    def step(self, kept: Any, leaves: Leaves, weight: Weight, zero: Zero) -> Any:
-        return self.join(kept, (list(map(trees.strong, leaves)), jnp.int32(1)))
-
-    def join(self, a: Any, b: Any) -> Any:
-        (xs, m), (ys, n) = a, b
-        new = [
-            trees.like(jnp.where(m == 0, y, self.fun(x, y)), x)
-            for x, y in zip(xs, ys, strict=True)
-        ]
-        return new, m + n
-
-    def merge(self, kept: Any, sums: Leaves, weight: jax.Array, axes: Axes) -> Any:
-        leaves, count = kept
-        leaves = collectives.vary(leaves, axes)
-        return [self.across(x, axes) for x in leaves], count
-
-    def finish(self, kept: Any) -> Leaves:
-        return kept[0]
+    return Way(
+        init=lambda x, vary: (*trees.blank([x]), jnp.zeros([], jnp.int32)),
+        step=lambda kept, x, now: join(kept, (trees.strong(x), jnp.int32(1))),
+        join=join,
+        merge=lambda kept, axes: (
+            across(collectives.vary(kept[0], axes), axes),
+            kept[1],
+        ),
+        finish=lambda kept, weight: kept[0],
+        adds=True,
+    )
 
 
 # Those of the option `aux`, and two that only a window needs.
 OPTIONS = ("mean", "sum", "last", "stack")
 WAYS = {
-    "mean": Mean(),
-    "sum": Sum(),
-    "last": Last(),
-    "stack": Stack(),
-    "max": Extremum(jnp.maximum, jax.lax.pmax),
-    "min": Extremum(jnp.minimum, jax.lax.pmin),
+    "mean": Way(_start_of_mean, _mean, logical.plus, None, accumulator.average, True),
+    # Unweighted: counts as counts, and added up in 32 bits at least.
+    "sum": Way(
+        init=lambda x, vary: vary(jnp.zeros(x.shape, _sum_dtype(x.dtype)), x),
+        step=lambda kept, x, now: kept + now.rounded(x).astype(kept.dtype),
+        join=logical.plus,
+        adds=True,
+    ),
+    # Of several devices, the last device's.
+    "last": Way(
+        init=lambda x, vary: trees.blank([x])[0],
+        step=lambda kept, x, now: trees.strong(x),
+        merge=lambda kept, axes: of_last_device([kept], axes)[0],
+    ),
+    # Of several devices, in their order.
+    "stack": Way(merge=lambda kept, axes: kept, collects=True),
+    "max": _extremum(jnp.maximum, jax.lax.pmax),
+    "min": _extremum(jnp.minimum, jax.lax.pmin),
 }
-
-
-def kinds(modes: Sequence[str]) -> list[Mode]:
-    """The modes that there are, in the order in which they come first."""
-    return [WAYS[name] for name in dict.fromkeys(modes)]
 
 
 # -- The option ------------------------------------------------------------------------
@@ -270,30 +192,11 @@ def of_leaves(option: Any, aux: Any, rows: int, grown: Callable[[], Any]) -> lis
     return modes
 
 
-def by_mode(leaves: Sequence[Any], modes: Sequence[str]) -> list[Leaves]:
-    """The leaves of each mode, in the order of `kinds`."""
-    pairs = list(zip(leaves, modes, strict=True))
-    return [[x for x, mode in pairs if mode == name] for name in dict.fromkeys(modes)]
-
-
-def in_order(groups: Sequence[Leaves], modes: Sequence[str]) -> Leaves:
-    """The reverse of `by_mode`."""
-    remaining = dict(zip(dict.fromkeys(modes), map(iter, groups), strict=True))
-    return [next(remaining[mode]) for mode in modes]
-
-
 # -- Leaves ----------------------------------------------------------------------------
 
 
 def _inexact(x: jax.Array) -> jax.Array:
     return x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(jnp.float32)
-
-
-def _rounded(leaves: Leaves, zero: Zero) -> Leaves:
-    """The leaves, rounded before they are added, if there is a zero for that."""
-    if zero is None:
-        return leaves
-    return [accumulator.rounded(jnp.asarray(x), zero) for x in leaves]
 
 
 def _sum_dtype(dtype: np.dtype) -> np.dtype:

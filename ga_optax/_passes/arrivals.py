@@ -54,16 +54,14 @@ def arrival(jaxpr: core.Jaxpr, variable: Any, way: str = "whole") -> str | None:
 def _inside(equation: core.JaxprEqn, i: int, way: str) -> str | None:
     """How the gradient of an argument comes out of a program inside an equation."""
     [inner] = ir.inner_programs(equation)
-    kind = ir.kind(equation)
-    if kind == "scan":
+    if ir.kind(equation) == "scan":
         if not ir.is_sliced(equation, i):
             return None  # used in every iteration
-        rolled = ir.scan_of(equation).unroll < ir.times(equation)
-        way = "slices" if rolled else way
-        return arrival(inner, inner.invars[i], way)
+        if ir.scan_of(equation).unroll < ir.times(equation):
+            way = "slices"
     found = arrival(inner, inner.invars[i], way)
-    passes = kind != "checkpoint" or way == "slices"
-    return "whole" if found == "slices" and not passes else found
+    ends = ir.kind(equation) == "checkpoint" and way != "slices"
+    return "whole" if found == "slices" and ends else found
 
 
 def _num_terms(equation: core.JaxprEqn, i: int) -> int:

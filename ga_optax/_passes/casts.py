@@ -10,8 +10,6 @@ it gives.
 A cast of a whole parameter stays where it is, in each micro-step: see `is_narrowed`.
 """
 
-import operator
-from collections.abc import Sequence
 from typing import Any
 
 from jax.extend import core
@@ -29,65 +27,50 @@ def sunk(program: Program, facts: Facts) -> Program:
     A stack of gradients, if it still were one, would be wider.
     """
     jaxpr = program.jaxpr
-    leaves = jaxpr.invars[: facts.num_params]
-    moved = _sunk(jaxpr, set(leaves))
-    if moved is jaxpr:
-        return program
-    sliced = {x for x in leaves if arrival(moved, x) == "slices"}
-    for x in leaves:
-        for cast, _ in ir.uses(jaxpr, x) if x not in sliced else ():
+    for x in jaxpr.invars[: facts.num_params]:
+        moved = _sunk(jaxpr, x)
+        if arrival(moved, x) == "slices":
+            jaxpr = moved
+            continue
+        for cast, _ in ir.uses(jaxpr, x):
             if cast.primitive.name == known.CAST and _sinks(jaxpr, cast, False):
                 left_alone(cast, "its gradient does not come in slices")
-    return program._replace(jaxpr=_sunk(jaxpr, sliced))
+    return program._replace(jaxpr=jaxpr)
 
 
-def _sunk(jaxpr: core.Jaxpr, params: set[Any], sliced: bool = False) -> core.Jaxpr:
-    """The program, with casts of these arguments inside of the scans over them.
+def _sunk(jaxpr: core.Jaxpr, x: Any, sliced: bool = False) -> core.Jaxpr:
+    """The program, with a cast of an argument inside of the scan over it.
 
     `sliced` says that it is the body of such a scan.
     """
-    casts = {
-        e.outvars[0]: e
-        for e in jaxpr.eqns
-        if e.primitive.name == known.CAST
-        and ir.is_among(e.invars[0], params)
-        and _sinks(jaxpr, e, sliced)
-    }
-    equations = []
-    for equation in jaxpr.eqns:
-        kind = ir.kind(equation)
-        if kind in ir.THROUGH:
-            ins: list[Any] = equation.invars
-            cast = [casts[x] if ir.is_among(x, casts) else None for x in ins]
-            ins = [e.invars[0] if e else x for e, x in zip(cast, ins, strict=True)]
-
-            def inside(inner: core.Jaxpr, kind=kind, ins=ins, cast=cast) -> core.Jaxpr:
-                inner = _with_casts(inner, cast)
-                pairs = zip(inner.invars, ins, strict=True)
-                own = {v for v, x in pairs if ir.is_among(x, params)}
-                return _sunk(inner, own, sliced or kind == "scan") if own else inner
-
-            equation = ir.with_inner(equation, inside)
-            if any(cast):
-                equation = equation.replace(invars=ins)
-        if casts.keys().isdisjoint(equation.outvars):
-            equations.append(equation)
-    same = all(map(operator.is_, equations, jaxpr.eqns))
-    return jaxpr if same else jaxpr.replace(eqns=equations)
-
-
-def _with_casts(jaxpr: core.Jaxpr, casts: Sequence[core.JaxprEqn | None]) -> core.Jaxpr:
-    """The program of arguments some of which are yet to be cast."""
-    if not any(casts):
+    use, cast = ir.only_use(jaxpr, x), None
+    if use and use[0].primitive.name == known.CAST and _sinks(jaxpr, use[0], sliced):
+        cast = use[0]
+        use = ir.only_use(jaxpr, cast.outvars[0])
+    if use is None or ir.kind(use[0]) not in ir.THROUGH:
         return jaxpr
-    invars, first = list[Any](jaxpr.invars), []
-    for i, cast in enumerate(casts):
+    equation, i = use
+
+    def inside(inner: core.Jaxpr) -> core.Jaxpr:
         if cast is not None:
-            whole: Any = cast.invars[0].aval
-            invars[i] = core.Var(jaxpr.invars[i].aval.update(dtype=whole.dtype))
-            ends = {"invars": [invars[i]], "outvars": [jaxpr.invars[i]]}
-            first.append(cast.replace(**ends))
-    return jaxpr.replace(invars=invars, eqns=[*first, *jaxpr.eqns])
+            inner = _with_cast(inner, i, cast)
+        return _sunk(inner, inner.invars[i], sliced or ir.kind(equation) == "scan")
+
+    new = ir.with_inner(equation, inside)
+    if new is equation:
+        return jaxpr
+    new = new.replace(invars=ir.put(equation.invars, [i], [x]))
+    eqns = [new if e is equation else e for e in jaxpr.eqns if e is not cast]
+    return jaxpr.replace(eqns=eqns)
+
+
+def _with_cast(jaxpr: core.Jaxpr, i: int, cast: core.JaxprEqn) -> core.Jaxpr:
+    """The program of arguments the i-th of which is yet to be cast."""
+    whole: Any = cast.invars[0].aval
+    x = core.Var(jaxpr.invars[i].aval.update(dtype=whole.dtype))
+    first = cast.replace(invars=[x], outvars=[jaxpr.invars[i]])
+    invars = ir.put(jaxpr.invars, [i], [x])
+    return jaxpr.replace(invars=invars, eqns=[first, *jaxpr.eqns])
 
 
 def _sinks(jaxpr: core.Jaxpr, cast: core.JaxprEqn, sliced: bool) -> bool:
@@ -95,7 +78,7 @@ def _sinks(jaxpr: core.Jaxpr, cast: core.JaxprEqn, sliced: bool) -> bool:
     [out] = cast.outvars
     if cast.params["sharding"] is None and _is_read_once(jaxpr, out, sliced):
         return True
-    if any(ir.is_sliced(*use) for use in ir.uses_inside(jaxpr, out)):
+    if any(use and ir.is_sliced(*use) for use in ir.uses_inside(jaxpr, out)):
         left_alone(cast, "it is sharded, or not read by one scan alone")
     return False
 
@@ -115,14 +98,10 @@ def _is_read_once(jaxpr: core.Jaxpr, variable: Any, sliced: bool) -> bool:
 def is_narrowed(jaxpr: core.Jaxpr, variable: Any) -> bool:
     """Whether all that is read of a variable is a cast of it to fewer bits."""
 
-    def narrows(equation: core.JaxprEqn, i: int) -> bool:
-        if ir.is_inline(equation):
-            [inner] = ir.inner_programs(equation)
-            return is_narrowed(inner, inner.invars[i])
-        if equation.primitive.name != known.CAST:
-            return False
-        return equation.params["new_dtype"].itemsize < variable.aval.dtype.itemsize
+    def narrows(equation: core.JaxprEqn, _: int) -> bool:
+        is_cast = equation.primitive.name == known.CAST
+        size = variable.aval.dtype.itemsize
+        return is_cast and equation.params["new_dtype"].itemsize < size
 
-    read = ir.uses(jaxpr, variable)
-    unread = ir.num_readers(jaxpr, variable) != len(read) or not read
-    return not unread and all(narrows(*use) for use in read)
+    read = list(ir.uses_inside(jaxpr, variable))
+    return bool(read) and all(use and narrows(*use) for use in read)

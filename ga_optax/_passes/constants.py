@@ -21,6 +21,8 @@ from ga_optax._passes.facts import Facts
 from ga_optax._passes.ir import Program
 from ga_optax._passes.notes import left_alone
 
+# What depends on others; on constants alone: equal numbers, different ones, a table.
+_OTHER, _EQUAL, _COUNTED, _TABLE = range(-1, 3)
 # What a jitted function has for each argument.
 _ONE_EACH = ("in_shardings", "in_layouts", "donated_invars")
 
@@ -54,43 +56,41 @@ class _Split(NamedTuple):
 
 def _split(jaxpr: core.Jaxpr, given: set[Any]) -> _Split:
     """Takes the tables out of a program; `given` are arguments that are tables."""
-    fixed, counted, rounded = set(given), set(given), set(given)
+    grade = dict.fromkeys(given, _TABLE)  # of what depends on constants alone
     made: list[core.JaxprEqn] = []
     tables: dict[Any, core.Var] = {}
     rest: list[core.JaxprEqn] = []
 
     def read(x: Any) -> Any:
         """The variable that has the value of `x` for what is no constant."""
-        is_table = ir.is_among(x, rounded) and x not in given
+        is_table = ir.is_variable(x) and grade.get(x) == _TABLE and x not in given
         return tables.setdefault(x, core.Var(x.aval)) if is_table else x
 
     for equation in jaxpr.eqns:
-        ins = ir.variables(equation.invars)
-        if fixed.issuperset(ins) and known.is_known(equation):
+        ins, more = ir.variables(equation.invars), []
+        grades = [grade.get(x, _OTHER) for x in ins]
+        its = _OTHER if _OTHER in grades else max([_counts(equation), *grades])
+        if its != _OTHER and known.is_known(equation):
             made.append(equation)
-            fixed.update(equation.outvars)
-            if _counts(equation) or not counted.isdisjoint(ins):
-                counted.update(equation.outvars)
-                if _rounds(equation) or not rounded.isdisjoint(ins):
-                    rounded.update(filter(ir.is_inexact, equation.outvars))
+            its += its == _COUNTED and _rounds(equation)
+            for x in equation.outvars:
+                grade[x] = its if ir.is_inexact(x) else min(its, _COUNTED)
             rest.append(equation)  # others may read what is no table
             continue
-        more: list[Any] = []
-        if not _takes_more(equation):
-            makes = _counts(equation) or not counted.isdisjoint(ins)
-            if makes and fixed.issuperset(ins):
-                name = equation.primitive.name
-                left_alone(equation, f"a table is made by {name}, which is not known")
-        else:
-            equation, lifted, more = _lifted(equation, rounded.intersection(ins))
+        if _takes_more(equation):
+            own = {x for x in ins if grade.get(x) == _TABLE}
+            equation, lifted, more = _lifted(equation, own)
             made += lifted
-            rounded.update(more)
+            grade |= dict.fromkeys(more, _TABLE)
+        elif its >= _COUNTED:
+            name = equation.primitive.name
+            left_alone(equation, f"a table is made by {name}, which is not known")
         rest.append(equation.replace(invars=list(map(read, [*equation.invars, *more]))))
     outvars = list(map(read, jaxpr.outvars))
     if not tables:
         return _Split([], {}, jaxpr)
     due = jaxpr.replace(eqns=rest, outvars=outvars)
-    rest, _ = ir.needed(due, outvars, runs=lambda e: fixed.isdisjoint(e.outvars))
+    rest, _ = ir.needed(due, outvars, runs=lambda e: grade.keys().isdisjoint(e.outvars))
     made, _ = ir.needed(jaxpr.replace(eqns=made), tables)
     return _Split(made, tables, due.replace(eqns=rest))
 

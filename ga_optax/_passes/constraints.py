@@ -17,38 +17,43 @@ from ga_optax._passes import ir, known
 
 def without_axes(jaxpr: core.Jaxpr, axes: meshes.Axes) -> core.Jaxpr:
     """The program, in which no constraint names `axes`, inside their `shard_map`."""
-    if not axes or not any(map(known.constrained_to, ir.equations(jaxpr))):
+    if not axes:
         return jaxpr
-    equations = []
-    for equation in jaxpr.eqns:
+
+    def change(equation: core.JaxprEqn) -> list[core.JaxprEqn]:
         place = known.constrained_to(equation)
         if isinstance(place, NamedSharding):
             equation = _without(equation, place, axes)
-        equation = ir.with_inner(equation, lambda inner: without_axes(inner, axes))
-        equations.append(equation)
-    return jaxpr.replace(eqns=equations)
+        return [ir.with_inner(equation, lambda inner: without_axes(inner, axes))]
+
+    return ir.changed(jaxpr, change)
 
 
 def _without(
     equation: core.JaxprEqn, place: NamedSharding, axes: meshes.Axes
 ) -> core.JaxprEqn:
-    def kept(entry: object) -> object:
-        if entry is PartitionSpec.UNCONSTRAINED:
-            return entry
-        names = meshes.names_in(entry)
-        return meshes.as_entry(tuple(name for name in names if name not in axes))
-
     here = jax.sharding.get_abstract_mesh()
-    sharding = NamedSharding(here, PartitionSpec(*map(kept, place.spec)))
+    kept = (without(entry, axes) for entry in place.spec)
+    sharding = NamedSharding(here, PartitionSpec(*kept))
     [out] = equation.outvars
-    return placed(equation.invars[0], out, sharding)
+    return placed(equation.invars[0], out, sharding, equation)
 
 
-def placed(x: Any, result: core.Var, sharding: NamedSharding) -> core.JaxprEqn:
+def without(entry: Any, axes: meshes.Axes) -> Any:
+    """An entry of a spec without some axes."""
+    if entry is PartitionSpec.UNCONSTRAINED:
+        return entry
+    names = meshes.names_in(entry)
+    return meshes.as_entry(tuple(name for name in names if name not in axes))
+
+
+def placed(
+    x: Any, result: core.Var, sharding: NamedSharding, at: core.JaxprEqn
+) -> core.JaxprEqn:
     """An equation whose result is `x`, which is to lie so."""
 
     def constrained(x: jax.Array) -> jax.Array:
         return jax.lax.with_sharding_constraint(x, sharding)
 
-    [equation] = ir.traced(constrained, [x], result)
+    [equation] = ir.traced(constrained, [x], result, at)
     return equation

@@ -35,18 +35,18 @@ def _merged(jaxpr: core.Jaxpr) -> core.Jaxpr:
             equations.append(equation.replace(outvars=found[key]))
         return found[key]
 
-    def broadcast(x: Any, like: Any) -> Any:
+    def broadcast(x: Any, like: Any, at: core.JaxprEqn) -> Any:
         """`x` in the shape of the result, which every reader would broadcast itself."""
         if isinstance(x, core.Literal) or x.aval.shape == like.shape:
             return x
         place = like.sharding if any(like.sharding.spec) else None
-        params = {
-            "shape": like.shape,
-            "broadcast_dimensions": tuple(range(x.aval.ndim)),
-            "sharding": place,
-        }
-        new = core.new_jaxpr_eqn([x], [], jax.lax.broadcast_in_dim_p, params, set())
         aval = x.aval.update(shape=like.shape, sharding=like.sharding)
+
+        def run(y: jax.Array) -> jax.Array:
+            dims = range(y.ndim)
+            return jax.lax.broadcast_in_dim(y, like.shape, dims, out_sharding=place)
+
+        [new] = ir.traced(run, [x], core.Var(aval), at)
         return append((x, like.shape), [aval], new)[0]
 
     def visit(jaxpr: core.Jaxpr, names: dict[Any, Any]) -> list[Any]:
@@ -55,14 +55,14 @@ def _merged(jaxpr: core.Jaxpr) -> core.Jaxpr:
             equation = old.replace(invars=ir.rename(old.invars, names))
             if equation.primitive.name in known.ELEMENTWISE:
                 aval = old.outvars[0].aval
-                invars = [broadcast(x, aval) for x in equation.invars]
+                invars = [broadcast(x, aval, old) for x in equation.invars]
                 equation = equation.replace(invars=invars)
-            inner = _inlined(equation)
-            if inner is not None:
+            if _is_inlined(equation):
+                [inner] = ir.inner_programs(equation)
                 pairs = zip(inner.invars, equation.invars, strict=True)
                 outvars = visit(inner, dict(pairs))
             else:
-                if ir.kind(equation) in _RUNS:
+                if ir.kind(equation) not in (None, "call"):
                     equation = ir.with_inner(equation, again)
                 avals = [v.aval for v in equation.outvars]
                 outvars = append(_key(equation), avals, equation)
@@ -73,20 +73,16 @@ def _merged(jaxpr: core.Jaxpr) -> core.Jaxpr:
     return jaxpr.replace(eqns=equations, outvars=outvars)
 
 
-_RUNS = ("scan", "while", "cond", "checkpoint")
-
-
-def _inlined(equation: core.JaxprEqn) -> core.Jaxpr | None:
-    """The program of a `jit` that does no more than name it."""
+def _is_inlined(equation: core.JaxprEqn) -> bool:
+    """Whether it is a `jit` that does no more than name its program."""
     if ir.kind(equation) != "call":
-        return None
+        return False
     [inner] = ir.inner(equation)
     places = [equation.params.get(k, ()) for k in ("in_shardings", "out_shardings")]
     told = any(type(x).__name__ != "UnspecifiedValue" for its in places for x in its)
     if told or inner.consts:
         left_alone(equation, "a jitted function with shardings or constants")
-        return None
-    return inner.jaxpr
+    return not (told or inner.consts)
 
 
 def _key(equation: core.JaxprEqn) -> Any:

@@ -3,6 +3,16 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from ga_optax._devices.meshes import AnyMesh, Axes
+
+
+class Lies(NamedTuple):
+    """How parameters lie on a mesh, along whose data axes the compiler splits."""
+
+    specs: Sequence[Any]
+    axes: Axes
+    mesh: AnyMesh
+
 
 class Facts(NamedTuple):
     """What passes must know of a call.
@@ -11,9 +21,7 @@ class Facts(NamedTuple):
       optimize: whether passes that change the program run.
       num_params: how many of the program's first arguments are parameters.
       adds_in_place: whether gradients may be added inside the backward pass.
-      specs: how the parameters lie on a mesh.
-      axes: the data axes.
-      mesh: the mesh, if parameters are to be gathered where they are used.
+      lies: how parameters lie that are to be gathered where they are used.
       sliced: of each sum of gradients, the first results, whether it can be added slice
         by slice. If not, a stack of its slices stays in low precision, as it is there
         as a whole.
@@ -25,9 +33,7 @@ class Facts(NamedTuple):
     optimize: bool = True
     num_params: int = 0
     adds_in_place: bool = False
-    specs: Sequence[Any] = ()
-    axes: Any = ()
-    mesh: Any = None
+    lies: Lies | None = None
     sliced: Sequence[bool] = ()
     rounds_once: bool = False
     local: bool = False

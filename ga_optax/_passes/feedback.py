@@ -3,8 +3,7 @@
     node   an argument, an equation of the body, or a place of its carry
     reads  what it is computed of; a place of the carry also reads what the iteration
            before put there
-    ring   nodes that all depend on each other: a strongly connected component, found
-           as Kosaraju and Sharir did (Sharir, 1981)
+    ring   nodes that all depend on each other: a strongly connected component
     level  how many equations that count are on the longest way to a node; a ring with
            some counts as one
 
@@ -12,7 +11,7 @@ What is on no ring can leave the loop: in all iterations it is one computation, 
 stacks of what it reads.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from jax.extend import core
@@ -66,9 +65,10 @@ class Graph(NamedTuple):
     nodes: list[Node]
     loops: dict[int, _Places]
 
-    def rings(self, counts: Test) -> Iterator[Ring]:
-        """All nodes, in rings, each after what it reads; and which equations count."""
+    def rings(self, counts: Test) -> list[Ring]:
+        """All nodes, in rings, by their first ones; and which equations count."""
         levels: dict[int, int] = {}
+        found: list[Ring] = []
         for members in _components([node.reads for node in self.nodes]):
             nodes = [self.nodes[i] for i in members]
             read = {j for node in nodes for j in node.reads}
@@ -77,7 +77,8 @@ class Graph(NamedTuple):
             before = [levels[j] for j in read if j in levels]
             level = max([*before, *(node.start for node in nodes)]) + bool(counted)
             levels.update(dict.fromkeys(members, level))
-            yield Ring(members, closed, counted, level)
+            found.append(Ring(members, closed, counted, level))
+        return sorted(found, key=lambda ring: ring.members)
 
 
 def graph(how: ir.Scan, opens: Test, start: Sequence[int] | None = None) -> Graph:
@@ -158,33 +159,18 @@ def _some(places: _Places) -> list[int]:
 # -- Components ------------------------------------------------------------------------
 
 
-def _components(reads: Sequence[Sequence[int]]) -> Iterator[list[int]]:
-    """The strongly connected ones of a graph, each after those that it reads."""
-    readers: list[list[int]] = [[] for _ in reads]
-    for i, read in enumerate(reads):
-        for j in read:
-            readers[j].append(i)
-    found: set[int] = set()
-    order = [i for root in range(len(reads)) for i in _from(root, readers, found)]
-    found = set()
-    for root in reversed(order):
-        if members := _from(root, reads, found):
-            yield members
+def _components(reads: Sequence[Sequence[int]]) -> list[list[int]]:
+    """The strongly connected ones of a graph, each after those that it reads.
 
-
-def _from(root: int, edges: Sequence[Sequence[int]], found: set[int]) -> list[int]:
-    """What a node leads to and is not found yet, each after what it leads to."""
-    if root in found:
-        return []
-    found.add(root)
-    order, work = [], [(root, iter(edges[root]))]
-    while work:
-        node, rest = work[-1]
-        new = next((x for x in rest if x not in found), None)
-        if new is None:
-            order.append(node)
-            work.pop()
-        else:
-            found.add(new)
-            work.append((new, iter(edges[new])))
-    return order
+    Their nodes reach the same ones, and more than those that they read.
+    """
+    reached, before = [1 << i for i in range(len(reads))], []  # a bit for each node
+    while reached != before:
+        before = list(reached)
+        for i, read in enumerate(reads):
+            for j in read:
+                reached[i] |= reached[j]
+    found: dict[int, list[int]] = {}
+    for i, nodes in enumerate(reached):
+        found.setdefault(nodes, []).append(i)
+    return [found[nodes] for nodes in sorted(found, key=int.bit_count)]

@@ -11,7 +11,6 @@ from typing import Any
 from jax.extend import core
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ga_optax._devices import meshes
 from ga_optax._passes import constraints, ir, known
 from ga_optax._passes.facts import Facts
 from ga_optax._passes.ir import Program
@@ -21,53 +20,49 @@ Entries = tuple[Any, ...]  # of a PartitionSpec, one for each dimension
 
 
 def gathered(program: Program, facts: Facts) -> Program:
-    """The program; of its first arguments, parameters, `specs` says how they lie."""
-    jaxpr = program.jaxpr
-
-    def rest(entry: Any) -> Any:
-        return meshes.as_entry(
-            tuple(n for n in meshes.names_in(entry) if n not in facts.axes)
-        )
-
-    sharded = {}
-    params: list[Any] = jaxpr.invars[: len(facts.specs)]
-    for x, spec in zip(params, facts.specs, strict=True):
+    """The program, whose first arguments are parameters that lie as `facts` says."""
+    jaxpr, lies, sharded = program.jaxpr, facts.lies, {}
+    if lies is None:
+        return program
+    params: list[Any] = jaxpr.invars[: len(lies.specs)]
+    for x, spec in zip(params, lies.specs, strict=True):
         entries = tuple(spec or ())
         entries += (None,) * (x.aval.ndim - len(entries))
-        if any(rest(entry) != entry for entry in entries):
-            sharded[x] = tuple(map(rest, entries))
-    return program._replace(jaxpr=_used(jaxpr, sharded, facts.mesh))
+        rest = tuple(constraints.without(entry, lies.axes) for entry in entries)
+        if rest != entries:
+            sharded[x] = rest
+    return program._replace(jaxpr=_used(jaxpr, sharded, lies.mesh))
 
 
 def _used(jaxpr: core.Jaxpr, sharded: dict[Any, Entries], mesh: Any) -> core.Jaxpr:
-    sharded, whole = dict(sharded), {}
-    equations: list[core.JaxprEqn] = []
+    sharded, whole = dict(sharded), dict[Any, core.Var]()
 
-    for equation in jaxpr.eqns:
+    def change(equation: core.JaxprEqn) -> list[core.JaxprEqn]:
         ins: list[Any] = equation.invars
         here = [x for x in ir.variables(ins) if x in sharded]
         if equation.primitive.name == known.CAST and here:
             sharded[equation.outvars[0]] = sharded[ins[0]]
         elif ir.kind(equation) in ir.THROUGH and here:
 
-            def inside(inner: core.Jaxpr, ins=ins) -> core.Jaxpr:
+            def inside(inner: core.Jaxpr) -> core.Jaxpr:
                 pairs: Any = zip(inner.invars, ins, strict=True)
                 now = {v: sharded[x] for v, x in pairs if ir.is_among(x, sharded)}
                 # A scan slices along the leading dimension.
                 now = {v: its[len(its) - v.aval.ndim :] for v, its in now.items()}
                 return _used(inner, now, mesh)
 
-            equation = ir.with_inner(equation, inside)
+            return [ir.with_inner(equation, inside)]
         elif here:
             if ir.inner_programs(equation):
                 name = equation.primitive.name
                 left_alone(equation, f"{name} gets parameters that are gathered before")
-            for x in here:
+            new = []
+            for x in dict.fromkeys(here):
                 if x not in whole:
                     whole[x] = core.Var(x.aval)
                     sharding = NamedSharding(mesh, PartitionSpec(*sharded[x]))
-                    one = constraints.placed(x, whole[x], sharding)
-                    equations.append(one.replace(source_info=equation.source_info))
-            equation = equation.replace(invars=ir.rename(ins, whole))
-        equations.append(equation)
-    return jaxpr.replace(eqns=equations)
+                    new.append(constraints.placed(x, whole[x], sharding, equation))
+            return [*new, equation.replace(invars=ir.rename(ins, whole))]
+        return [equation]
+
+    return ir.changed(jaxpr, change)

@@ -22,11 +22,11 @@ programs, and the names of their parameters, which change between versions of JA
     live                       a program without what nobody reads, inside it too
     forwarded                  which argument a result is, if nothing computes it
     results, evaluate, bind    a program or an equation, run on values
-    in_the_open                a rule for that: functions run as if they stood there
     of_some, put               a function of some of its operands alone
     checkpointed, scan         checkpoints and loops of other functions
     key_of, form               what equal equations, or programs, have in common
-    renamed, with_inner        a program with other variables, or other inner programs
+    changed, with_inner        a program with other equations, or other inner programs
+    renamed                    equations with other variables
     retyped                    a program with variables of other types
     calling                    a program that calls some equations, jitted
     as_call                    an equation as a jitted function of its own
@@ -40,6 +40,7 @@ programs, and the names of their parameters, which change between versions of JA
 import collections
 import contextlib
 import math
+import operator
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -357,8 +358,12 @@ def uses(jaxpr: core.Jaxpr, variable: Any) -> list[Use]:
     return _index(jaxpr).uses.get(variable, [])
 
 
-def uses_inside(jaxpr: core.Jaxpr, variable: Any) -> Iterator[Use]:
-    """Those, with what reads it inside functions and checkpoints in place of these."""
+def uses_inside(jaxpr: core.Jaxpr, variable: Any) -> Iterator[Use | None]:
+    """Those, with what reads it inside functions and checkpoints in place of these.
+
+    And None for each result that it is, inside of those, too.
+    """
+    yield from [None] * _index(jaxpr).results[variable]
     for equation, i in uses(jaxpr, variable):
         if is_inline(equation):
             [inner] = inner_programs(equation)
@@ -443,13 +448,23 @@ def forwarded(jaxpr: core.Jaxpr) -> list[int | None]:
 
     A checkpoint returns what it only hands on as something new.
     """
-    numbers = {x: i for i, x in enumerate(jaxpr.invars)}
-    same: dict[Any, Any] = {}
+    found: dict[Any, int | None] = {x: i for i, x in enumerate(jaxpr.invars)}
+
+    def of(x: Any) -> int | None:
+        return found.get(x) if is_variable(x) else None
+
     for equation in jaxpr.eqns:
-        for out, x in zip(equation.outvars, _handed_on(equation), strict=True):
-            same[out] = None if x is None else same.get(x, x)
-    results = (x if is_variable(x) else None for x in jaxpr.outvars)
-    return [numbers.get(same.get(x, x)) for x in results]
+        how, every = kind(equation), []
+        programs = inner_programs(equation) if how not in (None, "while") else ()
+        for program in programs:
+            given = list(map(of, operands(equation, program)))
+            places = forwarded(program)
+            if how == "scan":
+                places = list(map(scan_of(equation).kept, range(len(places)), places))
+            every.append([None if i is None else given[i] for i in places])
+        for out, *its in zip(equation.outvars, *every, strict=bool(every)):
+            found[out] = its[0] if len({*its}) == 1 else None
+    return list(map(of, jaxpr.outvars))
 
 
 def unrounded(jaxpr: core.Jaxpr, results: Iterable[int]) -> core.Jaxpr:
@@ -471,37 +486,24 @@ def _bits(x: Any) -> int:
     return jnp.finfo(dtype).bits if jnp.issubdtype(dtype, jnp.floating) else 0
 
 
-def _handed_on(equation: core.JaxprEqn) -> list[Any]:
-    """For each result of an equation the variable that it is, or None."""
-    how, nothing = kind(equation), [None] * len(equation.outvars)
-    if how is None or how == "while":
-        return nothing
-    found = []
-    for program in inner_programs(equation):
-        given, places = operands(equation, program), forwarded(program)
-        if how == "scan":
-            places = list(map(scan_of(equation).kept, range(len(places)), places))
-        found.append([None if i is None else given[i] for i in places])
-    first, *others = found
-    return [
-        x if is_variable(x) and all(its[i] is x for its in others) else None
-        for i, x in enumerate(first)
-    ]
+def key_of(
+    equation: core.JaxprEqn, of: Callable[[Any], Any], without: Collection[str] = ()
+) -> Any:
+    """What equal equations have in common, which can be compared and hashed.
 
-
-def key_of(equation: core.JaxprEqn, of: Callable[[Any], Any]) -> Any:
-    """What equal equations have in common; None for one that cannot be compared.
-
-    `of` gives what their variables have in common; literals are equal by value.
+    `of` gives what their variables have in common; literals are equal by value, and
+    programs by their `form`. What has none of its own is equal to itself alone.
+    Parameters of the names in `without` do not count.
     """
     ins = equation.invars
     operands = tuple(of(x) if is_variable(x) else _value_of(x) for x in ins)
-    key = equation.primitive, operands, tuple(sorted(equation.params.items()))
-    try:
-        hash(key)
-    except TypeError:
-        return None
-    return key
+    params = tuple(
+        (name, _form_of(x, without))
+        for name, x in sorted(equation.params.items())
+        if name not in without
+    )
+    # What it was traced under: a mesh, a type of computation.
+    return equation.primitive, operands, params, id(getattr(equation, "ctx", None))
 
 
 def _value_of(literal: Any) -> tuple[Any, bytes]:
@@ -514,37 +516,18 @@ DERIVED = frozenset(("jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd", "out_trees"))
 
 
 def form(jaxpr: core.Jaxpr, without: Collection[str] = ()) -> Any:
-    """What programs have in common that compute the same, whatever their variables.
-
-    It can be compared and hashed. What has no form of its own is equal to itself alone.
-    Parameters of the names in `without` do not count.
-    """
+    """What programs have in common that compute the same, whatever their variables."""
     numbers: dict[Any, int] = {}
 
-    def atom(x: Any) -> Any:
-        if isinstance(x, core.Literal):
-            return _value_of(x)
-        return numbers.setdefault(x, len(numbers))
+    def number(x: Any) -> Any:
+        return numbers.setdefault(x, len(numbers)) if is_variable(x) else _value_of(x)
 
-    def made(x: Any) -> Any:
-        return numbers.setdefault(x, len(numbers)), x.aval
+    def made(xs: Iterable[Any]) -> Any:
+        return tuple((number(x), x.aval) for x in xs)
 
-    given = tuple(map(made, (*jaxpr.constvars, *jaxpr.invars)))
-    equations = tuple(
-        (
-            e.primitive,
-            tuple(map(atom, e.invars)),
-            tuple(map(made, e.outvars)),
-            tuple(
-                (name, _form_of(x, without))
-                for name, x in e.params.items()
-                if name not in without
-            ),
-            id(getattr(e, "ctx", None)),
-        )
-        for e in jaxpr.eqns
-    )
-    return given, equations, tuple(map(atom, jaxpr.outvars))
+    given = made((*jaxpr.constvars, *jaxpr.invars))
+    equations = [(key_of(e, number, without), made(e.outvars)) for e in jaxpr.eqns]
+    return given, tuple(equations), tuple(map(number, jaxpr.outvars))
 
 
 def _form_of(x: Any, without: Collection[str]) -> Any:
@@ -585,14 +568,6 @@ def evaluate(program: Program, args: Sequence[Any], rule: Rule) -> list[Any]:
             out = bind(jaxpr, [equation], *ends, values)
         env.update(zip(equation.outvars, out, strict=True))
     return list(map(value, jaxpr.outvars))
-
-
-def in_the_open(equation: core.JaxprEqn, values: list[Any]) -> list[Any] | None:
-    """A rule by which functions and checkpoints run as if they stood there."""
-    if not is_inline(equation):
-        return None
-    [program] = inner(equation)
-    return evaluate(program, values, in_the_open)
 
 
 def results(program: Any, args: Sequence[Any]) -> list[Any]:
@@ -690,7 +665,7 @@ Write = Callable[[core.JaxprEqn, list[Any], list[Any]], Iterable[core.JaxprEqn]]
 def retyped(
     jaxpr: core.Jaxpr,
     type_of: Callable[[Any], Any],
-    write: Write = lambda e, ins, outs: [e.replace(invars=ins, outvars=outs)],
+    write: Write,
 ) -> core.Jaxpr:
     """The program with variables and literals of other types, from their types."""
     known: dict[Any, Any] = {}
@@ -721,6 +696,15 @@ def retyped(
     ends = ("constvars", "invars", "outvars")
     new_ends = {end: all_of(getattr(jaxpr, end)) for end in ends}
     return jaxpr.replace(eqns=eqns, effects=of_new(jaxpr.effects), **new_ends)
+
+
+def changed(
+    jaxpr: core.Jaxpr, change: Callable[[core.JaxprEqn], Iterable[core.JaxprEqn]]
+) -> core.Jaxpr:
+    """The program, with others in place of each equation; itself if none is new."""
+    eqns = [new for equation in jaxpr.eqns for new in change(equation)]
+    same = len(eqns) == len(jaxpr.eqns) and all(map(operator.is_, eqns, jaxpr.eqns))
+    return jaxpr if same else jaxpr.replace(eqns=eqns)
 
 
 def rename(atoms: Iterable[Any], known: Mapping[Any, Any]) -> list[Any]:
@@ -784,12 +768,16 @@ def as_call(jaxpr: core.Jaxpr, equation: core.JaxprEqn) -> core.JaxprEqn | None:
 
 
 def traced(
-    fun: Callable[..., Any], invars: Sequence[Any], result: core.Var
+    fun: Callable[..., Any], invars: Sequence[Any], result: core.Var, at: core.JaxprEqn
 ) -> list[core.JaxprEqn]:
-    """Equations that compute `result` as `fun` of other values of a program."""
-    jaxpr = jax.make_jaxpr(fun)(*(x.aval for x in invars)).jaxpr
+    """Equations that compute `result` as `fun` of other values of a program.
+
+    They have the line of the equation `at`.
+    """
+    jaxpr = program_of(fun, *(x.aval for x in invars)).jaxpr
     known = dict(zip(jaxpr.invars, invars, strict=True)) | {jaxpr.outvars[0]: result}
-    return renamed(jaxpr.eqns, known)
+    new = renamed(jaxpr.eqns, known)
+    return [e.replace(source_info=at.source_info) for e in new]
 
 
 def traced_once(fun: Callable[..., Any], *args: Any) -> tuple[Callable[..., Any], Any]:

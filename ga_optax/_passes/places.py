@@ -19,11 +19,7 @@ _OWN = 2  # how much a line of the user's is one
 
 def line_of(source: Any) -> str:
     """The file, line and function of an equation's source, as far as JAX tells."""
-    try:
-        _, line = _ranked(source)
-    except Exception:  # Any: it only adds to a message.
-        line = ""
-    return line or "an unknown line"
+    return _ranked(source)[1] or "an unknown line"
 
 
 def short(line: str) -> str:
@@ -48,13 +44,9 @@ def place_of(source: Any, around: Any = None) -> str:
 
 def _function(source: Any) -> str:
     """The innermost function of a package that a line of the user's code calls."""
-    try:
-        rank, line = _ranked(source)
-        innermost = _calls(source)[0]
-    except Exception:  # Any: it only adds to a message.
-        return ""
-    called = rank == _OWN and innermost != line
-    return innermost.rpartition("(")[2].rstrip(")") if called else ""
+    rank, line = _ranked(source)
+    innermost = _calls(source)[0] if rank == _OWN else line
+    return innermost.rpartition("(")[2].rstrip(")") if innermost != line else ""
 
 
 def placed(equation: core.JaxprEqn, around: Any) -> core.JaxprEqn:
@@ -67,10 +59,7 @@ def placed(equation: core.JaxprEqn, around: Any) -> core.JaxprEqn:
     A function of JAX's that is jitted, such as `jnp.var`, knows nothing of its caller.
     """
     source = equation.source_info
-    try:
-        if around is None or _ranked(around)[0] <= _ranked(source)[0]:
-            return equation
-    except Exception:  # Any: it only adds to messages.
+    if around is None or _ranked(around)[0] <= _ranked(source)[0]:
         return equation
     here = source.replace(traceback=around.traceback)
     return equation.replace(source_info=here)
@@ -85,5 +74,8 @@ def _ranked(source: Any) -> tuple[int, str]:
 
 def _calls(source: Any) -> list[str]:
     """The calls that led to an equation but JAX's and ours; the innermost first."""
-    calls = source_info_util.summarize(source, _DEEPEST).splitlines()[::-1]
+    try:
+        calls = source_info_util.summarize(source, _DEEPEST).splitlines()[::-1]
+    except Exception:  # Any: they only add to messages.
+        return []
     return [x for x in calls if x and not x.startswith(_OURS)]

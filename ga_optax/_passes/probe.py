@@ -45,15 +45,13 @@ def _differences() -> list[str]:
         with jax.disable_jit(False), jax.numpy_dtype_promotion("standard"):
             equations = list(ir.equations(_program()))
         found: dict[str, Any] = {e.primitive.name: e for e in equations}
-        missing = [
-            f"the primitive {name}" for name in known.PARAMETERS if name not in found
-        ]
-        missing += [
-            f"{name}'s parameter {parameter}"
-            for name, parameters in known.PARAMETERS.items()
-            for parameter in parameters
-            if name in found and parameter not in found[name].params
-        ]
+        missing = []
+        for name, parameters in known.PARAMETERS.items():
+            if name not in found:
+                missing.append(f"the primitive {name}")
+            else:
+                gone = set(parameters) - found[name].params.keys()
+                missing += [f"{name}'s parameter {x}" for x in parameters if x in gone]
         if not missing:
             scan = ir.scan_of(found["scan"])
             roles = scan.num_consts, scan.num_carry, len(scan.body.jaxpr.invars)

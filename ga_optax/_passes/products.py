@@ -26,7 +26,7 @@ micro-step is followed from its accumulators back to the products.
 
 import collections
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import jax
@@ -53,216 +53,181 @@ _PASSED = (*known.MOVES, *_SENT, *_LAYERS, *_ADDED)
 
 def added_inside(program: Program, facts: Facts) -> Program:
     """A loop, the first results of which are sums of gradients, added by products."""
-    body = _Body(program.jaxpr)
-    _follow(body, dict(enumerate(facts.sliced)), (), facts)
-    return program._replace(jaxpr=body.program())
-
-
-def _follow(
-    body: "_Body", results: Mapping[int, bool], refs: Iterable[int], facts: Facts
-) -> dict[int, bool]:
-    """Has what some results sum up, or references, added by products.
-
-    Returns which arguments are summed up, and of each, as of `results`, whether it can
-    be added in slices.
-    """
-    jaxpr = body.jaxpr
-    ends = ((jaxpr.outvars[i], sliced) for i, sliced in results.items())
-    sums = {x: sliced for x, sliced in ends if ir.is_variable(x)}
-    held = {jaxpr.invars[i] for i in refs}
-    for n in reversed(range(len(jaxpr.eqns))):
-        equation = body.equation(n)
-        name = equation.primitive.name
-        ins: list[Any] = equation.invars
-        outs = {i: sums[x] for i, x in enumerate(equation.outvars) if x in sums}
-        sliced = all(outs.values())
-        into = [i for i, x in enumerate(ins) if ir.is_among(x, held)]
-        if ir.kind(equation) in _CALLS and (outs or into):
-            for inner in body.inside(n):
-                rest = len(ins) - len(inner.jaxpr.invars)  # a conditional's predicate
-                summed = _follow(inner, outs, [i - rest for i in into], facts)
-                more = ((ins[i + rest], its) for i, its in summed.items())
-                sums.update((x, its) for x, its in more if ir.is_variable(x))
-        elif name in (known.ADD_TO, known.WRITE) and into:
-            sums[ins[1]] = True
-            if facts.local and name == known.ADD_TO and _is_product(jaxpr, ins[1]):
-                body.replace(n, *_added_after(equation))
-        elif name == known.READ_OUT and outs:
-            held.add(ins[0])
-        elif name == known.CAST and outs:
-            if not (facts.rounds_once and equation.params["new_dtype"] == _WIDE):
-                continue
-            x = body.wide(ins[0], sliced)
-            if x is not None:
-                body.replace(n, equation.replace(invars=[x]))
-            elif _is_low(ins[0]):
-                left_alone(equation, body.why_low(ins[0]))
-        elif name == known.PRODUCT and outs:
-            body.products[n] = equation.outvars[0]
-        elif name in _PASSED and outs and len(outs) == len(equation.outvars):
-            sums.update(dict.fromkeys(ir.variables(ins), sliced))
-    return {i: sums[x] for i, x in enumerate(jaxpr.invars) if x in sums}
+    body = _Body(program.jaxpr, facts, {})
+    jaxpr, _ = body.added(dict(enumerate(facts.sliced)), [], ())
+    return program._replace(jaxpr=jaxpr)
 
 
 class _Body:
-    """The equations of a program, some of them replaced."""
+    """A program, which is followed back from its results."""
 
-    def __init__(self, jaxpr: core.Jaxpr, kinds: dict[Any, Any] | None = None) -> None:
-        self.jaxpr = jaxpr
-        # Calls of products, by what those that are alike have in common.
-        self._kinds: dict[Any, core.JaxprEqn] = {} if kinds is None else kinds
+    def __init__(self, jaxpr: core.Jaxpr, facts: Facts, kinds: dict[Any, Any]) -> None:
+        self.jaxpr, self.facts = jaxpr, facts
+        self.kinds = kinds  # calls of products, by what those alike have in common
+        self.sums: dict[Any, bool] = {}  # and whether each can be added in slices
+        self.held: set[Any] = set()  # references
+        self.wide: dict[Any, core.Var] = {}  # in place of what is not to be rounded
         self.products: dict[int, core.Var] = {}  # of gradients: where, and the result
-        self._outvars = list(jaxpr.outvars)
-        self._inside: dict[int, list[_Body]] = {}
-        self._new: dict[int, list[core.JaxprEqn]] = {}
 
-    def equation(self, n: int) -> core.JaxprEqn:
-        """The n-th equation as it is now."""
-        return self._now(n)[-1]
+    def added(
+        self, sums: dict[int, bool], wide: list[int], refs: Iterable[int]
+    ) -> tuple[core.Jaxpr, dict[int, bool]]:
+        """The program, in which products add to some results, or to references.
 
-    def _now(self, n: int) -> list[core.JaxprEqn]:
-        return self._new.get(n, [self.jaxpr.eqns[n]])
+        Args:
+          sums: those results, and whether each can be added in slices.
+          wide: those of them that are to come before they are rounded.
+          refs: the references among the arguments.
 
-    def replace(self, n: int, *equations: core.JaxprEqn) -> None:
-        """Replaces it; what was put before it stays."""
-        if equations != (self.equation(n),):
-            self._new[n] = [*self._now(n)[:-1], *equations]
-
-    def inside(self, n: int) -> list["_Body"]:
-        """The programs inside the n-th equation."""
-        if n not in self._inside:
-            programs = ir.inner_programs(self.jaxpr.eqns[n])
-            self._inside[n] = [_Body(program, self._kinds) for program in programs]
-        return self._inside[n]
-
-    def program(self) -> core.Jaxpr:
-        """The program as it is now; itself if nothing is replaced."""
-        for n, bodies in self._inside.items():
-            new = {id(body.jaxpr): body.program() for body in bodies}
-            self.replace(
-                n, ir.with_inner(self.equation(n), lambda p, new=new: new[id(p)])
-            )
-        self._replace_products()
-        if not self._new:
-            return self.jaxpr
-        eqns = [e for n in range(len(self.jaxpr.eqns)) for e in self._now(n)]
-        return self.jaxpr.replace(eqns=eqns, outvars=self._outvars)
-
-    def _replace_products(self) -> None:
-        """Some of them are wider now, and some have to stay apart."""
-        equations = {n: self.equation(n) for n in self.products}
-        read = {n: set(map(self._origin, e.invars)) for n, e in equations.items()}
-        number = collections.Counter(x for both in read.values() for x in both)
-        for n, result in self.products.items():
-            shares = any(number[x] > 1 for x in read[n])
-            fences = shares and equations[n].primitive.name == known.PRODUCT
-            if fences or result not in equations[n].outvars:
-                self.replace(n, self._product(equations[n], result, fences))
-
-    def _product(
-        self, equation: core.JaxprEqn, result: core.Var, fences: bool
-    ) -> core.JaxprEqn:
-        """A product with another result, or kept apart: one function of all alike."""
-        casts, ins = result not in equation.outvars, equation.invars
-        kind = ir.key_of(equation, lambda x: x.aval), casts, fences
-        if kind[0] is None or kind not in self._kinds:
-            product = jax.jit(_product(equation, casts, fences))
-            [self._kinds[kind]] = ir.traced(product, ins, result)
-        ends = {"invars": ins, "outvars": [result]}
-        return self._kinds[kind].replace(source_info=equation.source_info, **ends)
-
-    def _origin(self, x: Any) -> Any:
-        """What an operand was before it was moved."""
-        made = ir.made_by(self.jaxpr, x)
-        if made is None or made.primitive.name not in known.MOVES:
-            return id(x)
-        return self._origin(made.invars[0])
-
-    def why_low(self, x: Any) -> str:
-        """Why a sum is rounded before it is added."""
-        made = ir.made_by(self.jaxpr, x)
-        if made is None or ir.num_readers(self.jaxpr, x) != 1:
-            return "a sum in low precision is read by more than its accumulator"
-        return f"a sum comes out of {made.primitive.name} in low precision"
-
-    def wide(self, x: Any, sliced: bool) -> Any:
-        """The sum `x` before it was rounded; None if it is none, or is read twice.
-
-        `sliced` says whether it may be a stack.
+        Returns: the program, and which arguments are summed up, as `sums`.
         """
-        made = ir.made_by(self.jaxpr, x)
-        if made is None or not _is_low(x) or ir.num_readers(self.jaxpr, x) != 1:
-            return None
-        n, wide = ir.place_of(self.jaxpr, made), _widened(x)
-        equation = self.equation(n)
-        if equation.primitive.name in (known.PRODUCT, known.CONVOLUTION):
-            if isinstance(equation.params["precision"], _ALGORITHMS):
-                return None  # it names the dtype
-            self.products[n] = wide
-            return wide
-        casts: list[core.JaxprEqn] = []
-        ins = self._operands(n, x, sliced, casts)
-        if ins is None:
-            return None
-        outs = [wide if y is x else y for y in equation.outvars]
-        params = equation.params
-        if equation.primitive.name == known.SCATTER:
-            adds = ir.retyped(params["update_jaxpr"], _in_float32)
-            params = params | {"update_jaxpr": adds}
-        new = equation.replace(invars=ins, outvars=outs, params=params)
-        self.replace(n, *casts, new)
-        return wide
+        eqns, invars, outvars = self.jaxpr.eqns, self.jaxpr.invars, self.jaxpr.outvars
+        ends = ((outvars[i], sliced) for i, sliced in sums.items())
+        self.sums.update((x, sliced) for x, sliced in ends if ir.is_variable(x))
+        self.held.update(invars[i] for i in refs)
+        self.wide.update((outvars[i], _widened(outvars[i])) for i in wide)
+        new = {n: self._changed(n, eqns[n]) for n in reversed(range(len(eqns)))}
+        self._replace_products(new)
+        places = dict(zip(map(id, eqns), range(len(eqns)), strict=True))
+        jaxpr = ir.changed(self.jaxpr, lambda e: new[places[id(e)]])
+        if wide:
+            jaxpr = jaxpr.replace(outvars=ir.rename(outvars, self.wide))
+        return jaxpr, {i: self.sums[x] for i, x in enumerate(invars) if x in self.sums}
 
-    def _operands(
-        self, n: int, x: Any, sliced: bool, casts: list[core.JaxprEqn]
-    ) -> list[Any] | None:
-        """What the n-th equation must read for `x` to be wide; None if it cannot be.
+    def _changed(self, n: int, equation: core.JaxprEqn) -> list[core.JaxprEqn]:
+        """What is in the place of the n-th equation; those that read it are done."""
+        name = equation.primitive.name
+        ins: list[Any] = equation.invars
+        outs = [x for x in equation.outvars if x in self.sums]
+        wide = [x for x in equation.outvars if x in self.wide]
+        into = [i for i, x in enumerate(ins) if ir.is_among(x, self.held)]
+        sliced = all(self.sums[x] for x in outs)
+        if ir.kind(equation) in _CALLS and (outs or wide or into):
+            return [self._call(equation, into)]
+        if name in (known.PRODUCT, known.CONVOLUTION) and wide:
+            self.products[n] = self.wide[wide[0]]
+        elif wide:
+            return self._unrounded(equation, sliced)
+        elif name in (known.ADD_TO, known.WRITE) and into:
+            self.sums[ins[1]] = True
+            adds = self.facts.local and name == known.ADD_TO
+            if adds and _is_product(self.jaxpr, ins[1]):
+                return _added_after(equation)
+        elif name == known.READ_OUT and outs:
+            self.held.add(ins[0])
+        elif name == known.CAST and outs:
+            if self.facts.rounds_once and equation.params["new_dtype"] == _WIDE:
+                return [self._cast(equation, sliced)]
+        elif name == known.PRODUCT and outs:
+            self.products[n] = outs[0]
+        elif name in _PASSED and outs and len(outs) == len(equation.outvars):
+            self.sums.update(dict.fromkeys(ir.variables(ins), sliced))
+        return [equation]
 
-        Casts that this takes are appended to `casts`.
-        """
-        equation = self.equation(n)
-        name, ins = equation.primitive.name, equation.invars
+    def _call(self, equation: core.JaxprEqn, into: list[int]) -> core.JaxprEqn:
+        """A call, the programs inside of which are changed."""
+        ins, pairs = equation.invars, list(enumerate(equation.outvars))
+        sums = {i: self.sums[x] for i, x in pairs if x in self.sums}
+        wide = [i for i, x in pairs if x in self.wide]
 
-        def cast(y: Any) -> Any:
-            new = _widened(y)
-            how = {"new_dtype": _WIDE, "weak_type": False, "sharding": None}
-            ends = {"invars": [y], "outvars": [new], "effects": core.no_effects}
-            primitive = jax.lax.convert_element_type_p
-            casts.append(equation.replace(primitive=primitive, params=how, **ends))
+        def change(inner: core.Jaxpr) -> core.Jaxpr:
+            rest = len(ins) - len(inner.invars)  # a conditional's predicate
+            body = _Body(inner, self.facts, self.kinds)
+            new, summed = body.added(sums, wide, [i - rest for i in into])
+            more = ((ins[i + rest], its) for i, its in summed.items())
+            self.sums.update((x, its) for x, its in more if ir.is_variable(x))
             return new
 
-        if name in known.MOVES:
-            source = self.wide(ins[0], sliced)
-            return None if source is None else [source, *ins[1:]]
-        if name == known.SUM_OF_TWO:
-            parts = [self.wide(y, sliced) for y in ins]
-            if parts == [None, None]:
-                return None
-            return [new or cast(y) for new, y in zip(parts, ins, strict=True)]
-        if name == known.SUM:
-            return [self.wide(ins[0], sliced) or cast(ins[0])]
-        if name == known.SCATTER:
-            table, rows, updates = ins
-            return [cast(table), rows, cast(updates)]
-        if ir.kind(equation) in ir.THROUGH:
-            return list(ins) if self._widens_inside(n, x, sliced) else None
-        return None
+        new = ir.with_inner(equation, change)
+        if wide:
+            new = new.replace(outvars=ir.rename(equation.outvars, self.wide))
+        return new
 
-    def _widens_inside(self, n: int, x: Any, sliced: bool) -> bool:
-        """Whether the program inside an equation can return `x` wide; then it does."""
-        equation = self.equation(n)
-        [i] = [i for i, y in enumerate(equation.outvars) if y is x]
-        [inner] = self.inside(n)
-        own: Any = inner.jaxpr.outvars[i]
-        if ir.kind(equation) == "scan":
-            is_sum = own.aval.ndim == x.aval.ndim  # over its iterations
-            if is_sum or not sliced:  # all layers would be twice as large
-                return False
-        new = inner.wide(own, sliced)
-        if new is None:
-            return False
-        inner._outvars[i] = new
-        return True
+    def _cast(self, cast: core.JaxprEqn, sliced: bool) -> core.JaxprEqn:
+        """A cast of a sum, of what comes before that is rounded, if it can."""
+        [x] = cast.invars
+        if _can_be_wide(self.jaxpr, x, sliced):
+            self.sums[x], self.wide[x] = sliced, _widened(x)
+            return cast.replace(invars=[self.wide[x]])
+        if _is_low(x):
+            made = ir.made_by(self.jaxpr, x)
+            why = "a sum in low precision is read by more than its accumulator"
+            if made is not None and ir.num_readers(self.jaxpr, x) == 1:
+                why = f"a sum comes out of {made.primitive.name} in low precision"
+            left_alone(cast, why)
+        return cast
+
+    def _unrounded(self, equation: core.JaxprEqn, sliced: bool) -> list[core.JaxprEqn]:
+        """An equation whose result is wide, and casts of what it reads."""
+        [out] = equation.outvars
+        name, params, casts = equation.primitive.name, equation.params, []
+        ins: list[Any] = list(equation.invars)
+        for i, x in enumerate(ins):
+            if (i and name in known.MOVES) or (i == 1 and name == known.SCATTER):
+                continue  # it says where
+            ins[i] = _widened(x)
+            if name != known.SCATTER and _can_be_wide(self.jaxpr, x, sliced):
+                self.sums[x], self.wide[x] = sliced, ins[i]
+            else:
+                casts += ir.traced(lambda y: y.astype(_WIDE), [x], ins[i], equation)
+        if name == known.SCATTER:
+            number = jax.ShapeDtypeStruct((), _WIDE)
+            adds = ir.program_of(jax.lax.add, number, number).jaxpr
+            params = params | {"update_jaxpr": adds}
+        ends = {"invars": ins, "outvars": [self.wide[out]]}
+        return [*casts, equation.replace(params=params, **ends)]
+
+    def _replace_products(self, new: dict[int, list[core.JaxprEqn]]) -> None:
+        """Some of them are wider now, and some have to stay apart."""
+        read = {
+            n: {id(_before(self.jaxpr, x, known.MOVES)) for x in new[n][-1].invars}
+            for n in self.products
+        }
+        number = collections.Counter(x for both in read.values() for x in both)
+        for n, result in self.products.items():
+            [equation] = new[n]
+            casts = result not in equation.outvars
+            shares = any(number[x] > 1 for x in read[n])
+            fences = shares and equation.primitive.name == known.PRODUCT
+            if casts or fences:
+                new[n] = [self._product(equation, result, casts, fences)]
+
+    def _product(
+        self, equation: core.JaxprEqn, result: core.Var, casts: bool, fences: bool
+    ) -> core.JaxprEqn:
+        """A product with another result, or kept apart: one function of all alike."""
+        ins, key = equation.invars, ir.key_of(equation, lambda x: x.aval)
+        kind = key, casts, fences
+        if kind not in self.kinds:
+            product = jax.jit(_product(equation, casts, fences))
+            [self.kinds[kind]] = ir.traced(product, ins, result, equation)
+        ends = {"invars": ins, "outvars": [result]}
+        return self.kinds[kind].replace(source_info=equation.source_info, **ends)
+
+
+def _can_be_wide(jaxpr: core.Jaxpr, x: Any, sliced: bool) -> bool:
+    """Whether a sum of products can come before it is rounded, and is read once.
+
+    `sliced` says whether it may be a stack.
+    """
+    made = ir.made_by(jaxpr, x)
+    if made is None or not _is_low(x) or ir.num_readers(jaxpr, x) != 1:
+        return False
+    name, ins = made.primitive.name, made.invars
+    if name in (known.PRODUCT, known.CONVOLUTION):
+        return not isinstance(made.params["precision"], _ALGORITHMS)  # it names a dtype
+    if name in known.MOVES:
+        return _can_be_wide(jaxpr, ins[0], sliced)
+    if name == known.SUM_OF_TWO:
+        return any(_can_be_wide(jaxpr, y, sliced) for y in ins)
+    if ir.kind(made) in ir.THROUGH:
+        [inner] = ir.inner_programs(made)
+        own: Any = inner.outvars[made.outvars.index(x)]
+        is_sum = own.aval.ndim == x.aval.ndim  # over the iterations of a scan
+        # All layers would be twice as large.
+        stays = ir.kind(made) == "scan" and (is_sum or not sliced)
+        return not stays and _can_be_wide(inner, own, sliced)
+    return name in (known.SUM, known.SCATTER)
 
 
 def _product(
@@ -296,17 +261,23 @@ def _product(
     return product
 
 
+def _before(jaxpr: core.Jaxpr, x: Any, names: Collection[str]) -> Any:
+    """What a value was before equations of these names."""
+    made = ir.made_by(jaxpr, x)
+    while made is not None and made.primitive.name in names:
+        x = made.invars[0]
+        made = ir.made_by(jaxpr, x)
+    return x
+
+
 def _is_product(jaxpr: core.Jaxpr, x: Any) -> bool:
     """Whether a value is a product of matrices, which may have been moved or cast."""
+    x = _before(jaxpr, x, (known.CAST, *known.MOVES))
     made = ir.made_by(jaxpr, x)
-    if made is None:
-        return False
-    if ir.is_inline(made):
+    if made is not None and ir.is_inline(made):
         [inner] = ir.inner_programs(made)
         return _is_product(inner, inner.outvars[made.outvars.index(x)])
-    if made.primitive.name in (known.CAST, *known.MOVES):
-        return _is_product(jaxpr, made.invars[0])
-    return made.primitive.name == known.PRODUCT
+    return made is not None and made.primitive.name == known.PRODUCT
 
 
 def _added_after(equation: core.JaxprEqn) -> list[core.JaxprEqn]:
@@ -324,7 +295,7 @@ def _added_after(equation: core.JaxprEqn) -> list[core.JaxprEqn]:
 
     new = core.Var(x.aval)
     into = equation.replace(invars=[ref, new, *rest])
-    return [*ir.traced(after, [x], new), into]
+    return [*ir.traced(after, [x], new, equation), into]
 
 
 def _cublas_alone() -> bool:
@@ -345,9 +316,6 @@ def _is_low(x: Any) -> bool:
     return jnp.issubdtype(dtype, np.floating) and dtype.itemsize <= 2
 
 
-def _widened(x: Any) -> Any:
-    return core.Var(_in_float32(x.aval))
-
-
-def _in_float32(aval: Any) -> Any:
-    return aval.update(dtype=_WIDE)
+def _widened(x: Any) -> core.Var:
+    """A variable for `x` before it is rounded."""
+    return core.Var(x.aval.update(dtype=_WIDE))

@@ -51,19 +51,15 @@ def _with_group(jaxpr: core.Jaxpr) -> core.Jaxpr:
     """All equations that touch references, and those in between, as one."""
     first = [e for e in jaxpr.eqns if _touches(e)]
     after = ir.following(jaxpr, (x for e in first for x in e.outvars))
-    due = {x for e in first for x in ir.variables(e.invars)}
+    before, _ = ir.needed(jaxpr, (x for e in first for x in e.invars))
+    between = [e for e in before if not after.isdisjoint(e.outvars)]
+    due = set(map(id, (*first, *between)))
     group: list[core.JaxprEqn] = []
     rest: list[core.JaxprEqn] = []
     later: list[core.JaxprEqn] = []
-    for e in reversed(jaxpr.eqns):
-        if _touches(e) or (
-            not due.isdisjoint(e.outvars) and not after.isdisjoint(e.outvars)
-        ):
-            group.insert(0, e)
-            due.update(ir.variables(e.invars))
-        else:
-            follows = not after.isdisjoint(ir.variables(e.invars))
-            (later if follows else rest).insert(0, e)
+    for e in jaxpr.eqns:
+        follows = not after.isdisjoint(ir.variables(e.invars))
+        (group if id(e) in due else later if follows else rest).append(e)
     one, same = _as_one(jaxpr, group, [*rest, *later])
     return jaxpr.replace(
         eqns=[*rest, *one, *ir.renamed(later, same)],

@@ -54,9 +54,7 @@ def _key(equation: core.JaxprEqn) -> Any:
     """
     if not ir.variables(equation.invars) or _why_not(equation):
         return None
-    key = ir.key_of(equation, lambda x: x.aval)
-    # What it was traced under: a mesh, a type of computation.
-    return key and (*key, id(getattr(equation, "ctx", None)))
+    return ir.key_of(equation, lambda x: x.aval)
 
 
 def _why_not(equation: core.JaxprEqn) -> str:

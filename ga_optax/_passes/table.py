@@ -56,22 +56,11 @@ class Pass(NamedTuple):
     change: Callable[[Program, Facts], Program]
     applies: Callable[[Facts], bool] = lambda facts: True
 
-    def runs(self, scope: str, facts: Facts) -> bool:
-        """Whether it runs on a program of this scope in a call."""
-        wanted = facts.optimize or self.law == SAME_PROGRAM
-        return wanted and self.scope == scope and self.applies(facts)
-
 
 PASSES = (
     Pass("constants", "fun", "same bits in every grouping", constants.hoisted),
     Pass("casts", "fun", "same bits", casts.sunk, lambda its: its.adds_in_place),
-    Pass(
-        "gathered",
-        "sharded fun",
-        "same to rounding",
-        gathered.gathered,
-        lambda its: its.mesh is not None,
-    ),
+    Pass("gathered", "sharded fun", "same to rounding", gathered.gathered),
     Pass("repeats", "micro-step", SAME_PROGRAM, repeats.called),
     Pass("products", "loop", "rounded once", products.added_inside),
     Pass(
@@ -94,7 +83,8 @@ def run(scope: str, program: Program, facts: Facts) -> Program:
       facts: what is known of the call.
     """
     for one in PASSES:
-        if one.runs(scope, facts):
+        wanted = facts.optimize or one.law == SAME_PROGRAM
+        if wanted and one.scope == scope and one.applies(facts):
             try:
                 with notes.of_pass(one.name):
                     new = one.change(program, facts)

@@ -131,8 +131,7 @@ def _casts(
     for old, new in zip(olds, news, strict=True):
         if old is not new:
             fun = functools.partial(cast, dtype=new.aval.dtype)
-            for e in ir.traced(fun, [old], new):
-                yield e.replace(source_info=equation.source_info)
+            yield from ir.traced(fun, [old], new, equation)
 
 
 def _floats(equation: core.JaxprEqn) -> Iterator[np.dtype]:

@@ -228,7 +228,7 @@ class Backward:
         stacks, moved = self.stacks(read, parts)
         for j, x in zip(read.own, own, strict=True):
             begins = j not in self.cotangents
-            ways.append(additions.Placed(jax.typeof(x[0]), begins=begins))
+            ways.append(additions.placed(x, begins))
         first_part, first_stack = len(batch) - len(parts), len(totals)
         for i in moved:
             batch[first_part + i] = values.xs[-1]  # it is read where it is written over
@@ -237,10 +237,10 @@ class Backward:
         operands = operands._replace(batch=batch, acc=acc)
         loop = Loop(
             of_loop,
+            self.where,
             len(values.xs[-1]),
-            additions.Additions(ways),
+            ways,
             rounds_once=of_loop.low_precision,
-            local=self.where.split_by_compiler is False,
             rows=len(own),
             index=len(own) + len(values.xs) - 1,
             moved=moves,
@@ -253,7 +253,7 @@ class Backward:
     def applied(self, loop: Loop, operands: Operands, *more: Any) -> State:
         """What a loop does; those that are alike are traced once."""
         its, values = loop.step, self.values
-        does = tuple(loop.additions.ways), loop.moved, tuple(its.ways)
+        does = tuple(loop.additions), loop.moved, tuple(its.ways)
         key = ir.form(its.jaxpr), *does, *more
         state = values.run(key, loop.__call__, operands)
         values.came(state.acc.total)
@@ -262,10 +262,10 @@ class Backward:
     def ways(self, of_loop: Step, operands: Operands, read: Read) -> list[Any]:
         """How gradients of what all micro-batches share are added."""
         off = "" if self.step.optimize else "optimize=False"
-        whys = in_place.reasons(off, of_loop, operands)
+        whys = in_place.reasons(off, of_loop, operands, {})
         names = [self.names[j] for j in read.shared if j in self.names]
         in_place.report(names, whys[: len(names)])
-        return list(additions.choose(of_loop, operands.acc.total, whys).ways)
+        return additions.choose(of_loop, operands.acc.total, whys, {})
 
     def stacks(self, read: Read, parts: Arrays) -> tuple[Arrays, dict[int, int]]:
         """The arrays for the cotangents of what single micro-batches keep.
@@ -329,7 +329,7 @@ class Backward:
     def finished(self, loop: Loop, state: State) -> tuple[Arrays, Flat]:
         """The results of a loop on all devices, the loss first, and the accumulator."""
         acc = state.acc._replace(total=[self.cotangents[j] for j in self.names])
-        state = State(acc, [], state.results)
+        state = state._replace(acc=acc, carry=[])
         if self.values.axes:
             with jax.named_scope("merge"):
                 state = all_reduced(loop, state, self.where)
