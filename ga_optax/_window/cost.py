@@ -88,7 +88,7 @@ def residuals(
     read: dict[Any, int] = {}
     inside = 0
     for e in equations:
-        moving = [i for i, x in enumerate(e.invars) if _is_in(x, smooth)]
+        moving = [i for i, x in enumerate(e.invars) if ir.is_among(x, smooth)]
         if not moving:
             continue
         outs = [x for x in e.outvars if is_inexact(x.aval)]
@@ -118,10 +118,6 @@ def _inside(e: core.JaxprEqn, program: core.Jaxpr, moving: Sequence[int]) -> int
         consts, _, slices = ir.scan_of(e).split(program.invars)
         given = [*program.constvars, *consts, *slices]
     return residuals(program.eqns, smooth, given)
-
-
-def _is_in(x: Any, some: set[Any]) -> bool:
-    return ir.is_variable(x) and x in some
 
 
 def _communicates(equation: core.JaxprEqn) -> bool:

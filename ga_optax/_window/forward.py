@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from ga_optax._devices.collectives import vary, zeros
 from ga_optax._partition import is_inexact
 from ga_optax._passes import ir
-from ga_optax._window.schedule import Level, Phase
+from ga_optax._window.schedule import Level
 from ga_optax._window.values import (
     Arrays,
     Buffers,
@@ -22,8 +22,7 @@ from ga_optax._window.values import (
 def fill(values: Values, level: int) -> None:
     """Fills the buffers of a level, and drops what no later one reads."""
     schedule = values.schedule
-    members = schedule.at(level)
-    if members:
+    if members := schedule.at(Level(level)):
         _add(values, _filled(values, members, level))
     values.drop(schedule.dropped.get(level, ()))
 
@@ -85,7 +84,7 @@ def _filled(values: Values, members: Sequence[int], level: int) -> Buffers:
 def fill_last(values: Values, results: Arrays) -> None:
     """Fills the buffers of the loss's level, of what its loop put together."""
     schedule = values.schedule
-    for j, x in zip(schedule.at(schedule.end), results, strict=True):
+    for j, x in zip(schedule.at(Level(schedule.end)), results, strict=True):
         buffer = schedule.buffers[j]
         if values.axes and buffer.kind == "stack":
             [x] = _gather([x], values.axes)
@@ -94,10 +93,10 @@ def fill_last(values: Values, results: Arrays) -> None:
 
 def fill_once(values: Values, level: int) -> None:
     """Computes what follows from the buffers up to a level, and from no rows."""
-    due = Level(level, Phase.ONCE)
-    if members := values.schedule.at(*due):
+    due = Level(level, once=True)
+    if members := values.schedule.at(due):
         with jax.named_scope("forward"):
-            new = values.evaluate(values.schedule.operands(*due), due)
+            new = values.evaluate(values.schedule.operands(due), due)
         values.buffers |= zip(members, new, strict=True)
 
 

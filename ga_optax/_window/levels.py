@@ -12,11 +12,13 @@ from jax.extend import core
 from ga_optax._passes import ir, places
 from ga_optax._passes.notes import listed, note
 from ga_optax._window import cost
-from ga_optax._window.counts import Passes, counted
 from ga_optax._window.forward import FOLDS
+from ga_optax._window.passes import counted
 from ga_optax._window.room import largest_step
 from ga_optax._window.rules import is_collective
 from ga_optax._window.schedule import Schedule
+
+_Runs = dict[int, tuple[int, int]]  # see `counted`
 
 
 class Stored(NamedTuple):
@@ -116,9 +118,9 @@ def report(schedule: Schedule, room_is_ours: bool = False) -> Levels:
     """
     runs = counted(schedule)
     its, peak = tuple(_stored(schedule, runs)), _peak(schedule)
-    new = Levels(schedule.end - 1, *_most(runs, schedule), its, peak, schedule.peak)
+    new = Levels(schedule.end - 1, *_most(schedule, runs), its, peak, schedule.peak)
     if (full := schedule.full) is not None:
-        new = new._replace(room=(full.peak, *_most(counted(full), full)))
+        new = new._replace(room=(full.peak, *_most(full, counted(full))))
     if (found := _reports.get(None)) is not None:
         found.append(new)
     elif room_is_ours and _is_dear(new):
@@ -127,7 +129,7 @@ def report(schedule: Schedule, room_is_ours: bool = False) -> Levels:
     return new
 
 
-def _stored(schedule: Schedule, runs: dict[int, Passes]) -> Iterator[Stored]:
+def _stored(schedule: Schedule, runs: _Runs) -> Iterator[Stored]:
     """What a window stores; `runs` as `counted`."""
     leading = _leading(schedule, runs)
     read: dict[int, Any] = {}  # what the first collective of a buffer returns
@@ -138,12 +140,11 @@ def _stored(schedule: Schedule, runs: dict[int, Passes]) -> Iterator[Stored]:
         operand, kind = buffer.operand, buffer.kind
         if buffer.level == schedule.end and kind in FOLDS:
             continue  # no level reads it: it is a result, as the loss is
-        nbytes = schedule.nbytes(buffer, cost.nbytes)
         name, x = ("kept", operand) if kind == "own" else (kind, read.get(i, operand))
         line, shape = _line(schedule, x), tuple(x.aval.shape)
         is_number = isinstance(operand, core.Literal)
         most = (0, 0) if is_number else leading.get(operand, (0, 0))
-        yield Stored(i, line, name, operand.aval, nbytes, shape, *most)
+        yield Stored(i, line, name, operand.aval, buffer.nbytes, shape, *most)
 
 
 def _is_dear(report: Levels) -> bool:
@@ -176,38 +177,38 @@ def _warn(report: Levels) -> None:
 
 def _peak(schedule: Schedule) -> int:
     """About how many bytes a device needs at a time."""
-    carried = sum(
-        schedule.nbytes(b, cost.nbytes)
-        + b.has_cotangent * schedule.nbytes(b, cost.nbytes_of_sum)
-        for b in schedule.buffers
-        if b.kind != "own"
-    )
-    return schedule.peak + carried + largest_step(schedule)
+    carried = (b.nbytes + b.of_cotangent for b in schedule.buffers if b.kind != "own")
+    return schedule.peak + sum(carried) + largest_step(schedule)
 
 
-def _leading(schedule: Schedule, runs: dict[int, Passes]) -> dict[Any, tuple[int, int]]:
-    """How often what each value is computed of runs; `_most`, of all values at once."""
-    every: dict[Any, tuple[int, int]] = {}
-    dear: dict[Any, tuple[int, int]] = {}
+def _leading(schedule: Schedule, runs: _Runs) -> dict[Any, tuple[int, int]]:
+    """How often what each value is computed of runs, at most."""
+    found: dict[Any, _Cost] = {}
     for e in schedule.jaxpr.eqns:
-        its = [runs[id(e)][:2]] if id(e) in runs else []
-        for found, own in ((every, its), (dear, [] if cost.is_cheap(e) else its)):
-            before = [found[x] for x in ir.variables(e.invars) if x in found]
-            if pairs := [*before, *own]:
-                forward, backward = map(max, zip(*pairs, strict=True))
-                found.update(dict.fromkeys(e.outvars, (forward, backward)))
-    return every | dear
+        its = [found[x] for x in ir.variables(e.invars) if x in found]
+        if its := [*its, *_own(e, runs)]:
+            found.update(dict.fromkeys(e.outvars, _largest(its)))
+    return {x: its[1:] for x, its in found.items()}
 
 
-def _most(runs: dict[int, Passes], schedule: Schedule) -> tuple[int, int]:
-    """How often equations run forward and backward, at most: those that cost something.
+def _most(schedule: Schedule, runs: _Runs) -> tuple[int, int]:
+    """How often anything runs, at most."""
+    return _largest([x for e in schedule.jaxpr.eqns for x in _own(e, runs)])[1:]
 
-    If none of them does, those that do not.
-    """
-    found = [e for e in schedule.jaxpr.eqns if id(e) in runs]
-    some = [e for e in found if not cost.is_cheap(e)] or found
-    forward = max((runs[id(e)].forward for e in some), default=0)
-    return forward, max((runs[id(e)].backward for e in some), default=0)
+
+_Cost = tuple[bool, int, int]  # whether it costs something; forward, backward
+
+
+def _own(equation: core.JaxprEqn, runs: _Runs) -> list[_Cost]:
+    """What an equation itself takes; nothing if it does not run over rows."""
+    i = id(equation)
+    return [(not cost.is_cheap(equation), *runs[i])] if i in runs else []
+
+
+def _largest(some: list[_Cost]) -> _Cost:
+    """The most of those that cost something; if none of them does, of all."""
+    dear = [x for x in some if x[0]] or some or [(False, 0, 0)]
+    return bool(dear[0][0]), max(x[1] for x in dear), max(x[2] for x in dear)
 
 
 def _line(schedule: Schedule, x: Any) -> str:

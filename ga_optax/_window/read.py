@@ -112,7 +112,6 @@ def _checkpointed(equation: core.JaxprEqn, values: list[Any], axis: str) -> list
     program, consts = flat(inside, values, axis, size)
     given = [*program.constvars, *program.invars]
     env = dict(zip(given, [*consts, *values], strict=True))
-    smooth = ir.following(program, given, ("stop_gradient",))
     alone = functools.partial(mentions, axis=axis)
     pairs = itertools.groupby(stages.apart(program.eqns, alone), alone)
     pieces = [(meets, list(group)) for meets, group in pairs]
@@ -122,15 +121,9 @@ def _checkpointed(equation: core.JaxprEqn, values: list[Any], axis: str) -> list
         made = [v for e in piece for v in e.outvars if v in outside]
         read = [x for e in piece for x in variables(e.invars) if x in env]
         run = functools.partial(bind, program, piece, read, made)
-        operands = [env[x] for x in read]
         if not meets:
             run = ir.checkpointed(equation, run)
-        else:  # A stop_gradient inside a checkpoint is not seen from outside.
-            operands = [
-                x if var in smooth else jax.lax.stop_gradient(x)
-                for var, x in zip(read, operands, strict=True)
-            ]
-        env.update(zip(made, run(operands), strict=True))
+        env.update(zip(made, run([env[x] for x in read]), strict=True))
     return [stages.value(x, env) for x in program.outvars]
 
 

@@ -91,20 +91,14 @@ def _lives(schedule: Schedule) -> Iterator[Life]:
         for x in schedule.needed(schedule.roots(level), Level(level))[1]:
             if x in schedule.views:
                 last[schedule.views[x].buffer] = level
-    for i, buffer in enumerate(schedule.buffers):
-        if buffer.kind == "own":
-            x, made = buffer.operand, buffer.level
+    for i, b in enumerate(schedule.buffers):
+        if b.kind == "own":
+            x, made = b.operand, b.level
             by: Any = ir.made_by(schedule.jaxpr, x)
-            yield Life(
-                number=i,
-                nbytes=schedule.nbytes(buffer, cost.nbytes),
-                of_cotangent=buffer.has_cotangent
-                * schedule.nbytes(buffer, cost.nbytes_of_sum),
-                made=made,
-                last=schedule.end if is_mark(by, schedule.axis) else last.get(i, made),
-                times=_times(by, x),
-                follows=_follows(schedule, i),
-            )
+            marked = is_mark(by, schedule.axis)
+            until = schedule.end if marked else last.get(i, made)
+            more = until, _times(by, x), _follows(schedule, i)
+            yield Life(i, b.nbytes, b.of_cotangent, made, *more)
 
 
 def _follows(schedule: Schedule, number: int) -> bool:
@@ -195,7 +189,8 @@ def largest_step(schedule: Schedule) -> int:
     """About the bytes that a micro-batch's step takes at a level, at most."""
     steps = [0]
     for level in range(1, schedule.end + 1):
-        found, read = schedule.needed(schedule.smooth_roots(level), Level(level))
+        roots = schedule.roots(level, smooth=True)
+        found, read = schedule.needed(roots, Level(level))
         moving = [x for x in read if schedule.fact(x).smooth]
         grads = sum(cost.nbytes(x) for x in moving if x in schedule.given)
         steps.append(cost.residuals(found, moving, read) + grads)
@@ -213,15 +208,12 @@ def _segments(lives: Sequence[Life], end: int, most: int) -> tuple[int, ...]:
     total = sum(x.nbytes for x in lives)
     ways = {()} | {_cut_at(lives, total * n // _PARTS) for n in range(1, _PARTS)}
 
-    def again(stays: Sequence[int]) -> int:
-        always = staying(lives, stays)
-        return sum(x.nbytes for x in lives if x.number not in always)
+    def taken(stays: tuple[int, ...]) -> tuple[int, int, int]:
+        size, always = peak(lives, stays, end), staying(lives, stays)
+        again = sum(x.nbytes for x in lives if x.number not in always)
+        return (0 if size <= most else size), again, size
 
-    sizes = {stays: peak(lives, stays, end) for stays in ways}
-    fits = [stays for stays in ways if sizes[stays] <= most]
-    if fits:
-        return min(fits, key=lambda stays: (again(stays), sizes[stays]))
-    return min(ways, key=lambda stays: (sizes[stays], again(stays)))
+    return min(ways, key=taken)
 
 
 _PARTS = 40  # so many sizes of segments are tried

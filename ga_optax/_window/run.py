@@ -8,10 +8,8 @@ import jax
 from ga_optax._loop import run as loop
 from ga_optax._loop.run import Outcome
 from ga_optax._loop.step import Operands, Step, Where
-from ga_optax._passes import ir
-from ga_optax._passes.arrivals import arrival
 from ga_optax._window import after, cost, forward, plans, room
-from ga_optax._window.backward import Backward, Task
+from ga_optax._window.backward import Backward, step_of
 from ga_optax._window.levels import report
 from ga_optax._window.schedule import Level, Schedule
 from ga_optax._window.shared import share
@@ -80,14 +78,7 @@ def _counted(step: Step, values: Values, operands: Operands, where: Where) -> Ou
 
     first = [x[0] for x in operands.batch]
     closed: Any = jax.make_jaxpr(micro_batch)(operands.params, first)
-    jaxpr = closed.jaxpr
-    leaves = jaxpr.invars[: len(operands.params)]
-    step = step._replace(
-        jaxpr=ir.without_values(jaxpr),
-        results=[x.aval for x in jaxpr.outvars],
-        ways=["sum", *(way for _, way in pairs)],
-        arrivals=[arrival(jaxpr, x) if step.optimize else None for x in leaves],
-    )
+    step = step_of(step, closed.jaxpr, len(operands.params), pairs)
     operands = operands._replace(consts=closed.consts)
     out = loop.run(step, operands, where, begins=True, merges=True)
     return out._replace(results=_put_together(values, wanted, out.results))
@@ -106,7 +97,7 @@ def _wanted(step: Step, values: Values) -> dict[int, tuple[Any, str]]:
 def _of_last(values: Values) -> list[tuple[Any, str]]:
     """What the loop of the loss fills of buffers."""
     schedule = values.schedule
-    members = [schedule.buffers[j] for j in schedule.at(schedule.end)]
+    members = [schedule.buffers[j] for j in schedule.at(Level(schedule.end))]
     return [(b.operand, b.kind) for b in members]
 
 
@@ -127,9 +118,9 @@ def _gradients(back: Backward) -> tuple[list[jax.Array], Any]:
     values, wanted = back.values, _wanted(back.step, back.values)
     schedule = values.schedule
     every = [*wanted.values(), *_of_last(values)]
-    outcome = back.run(Task(Level(schedule.end), schedule.jaxpr.outvars[:1], every))
+    outcome = back.run(Level(schedule.end), schedule.jaxpr.outvars[:1], every)
     for level in reversed(range(schedule.end)):
-        values.drop(j for j in schedule.at(level) if back.is_own(j))
+        values.drop(j for j in schedule.at(Level(level)) if back.is_own(j))
         forward.fill_again(values, level)
         back.take_once(level)
         back.take(level)

@@ -54,9 +54,8 @@ def share(schedule: Schedule) -> Schedule:
 
 def _is_shared(schedule: Schedule, equation: core.JaxprEqn) -> bool:
     """Whether it says the same in all micro-batches."""
-    own = any(schedule.facts[x].own for x in equation.outvars)
     alone = not is_collective(equation, schedule.axis) and not equation.effects
-    return bool(equation.outvars) and not own and alone
+    return bool(equation.outvars) and not schedule.is_own(equation) and alone
 
 
 def _bits(levels: int) -> Iterator[int]:
@@ -70,7 +69,7 @@ def _work_of_rows(counter: Counter) -> dict[int, float]:
     """The work of each level on what differs between micro-batches."""
     schedule, found = counter.schedule, {}
     for e in schedule.jaxpr.eqns:
-        if any(schedule.fact(x).own for x in e.outvars):
+        if schedule.is_own(e):
             for level in _bits(counter.levels(e)):
                 found[level] = found.get(level, 0.0) + cost.work(e)
     return found

@@ -26,7 +26,6 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
-from ga_optax._partition import is_inexact
 from ga_optax._passes import feedback, ir
 from ga_optax._passes.ir import is_variable, variables
 from ga_optax._window import cost, cut
@@ -70,7 +69,6 @@ class Stages:
         self.of_equation: dict[int, int] = {}
         self._find_levels(feedback.graph(how, lambda e: False, start))
         self.varying = ir.following(self.program, [*carry, *self.slices])
-        self.smooth = _smooth(self.program)
         self.known: Values = {}
         self.stacks: Values = {}
         self.ends: Values = {}
@@ -129,11 +127,6 @@ class Stages:
             self.stacks |= zip(equation.outvars, out, strict=True)
 
     def _collective(self, equation: core.JaxprEqn, xs: Sequence[Any]) -> list[Any]:
-        # A stop_gradient inside a loop is not seen from outside.
-        xs = [
-            jax.lax.stop_gradient(x) if is_variable(v) and v not in self.smooth else x
-            for v, x in zip(equation.invars, xs, strict=True)
-        ]
         ends = equation.invars, equation.outvars
         return ir.bind(self.program, [equation], *ends, xs)
 
@@ -331,18 +324,6 @@ def _opened(e: core.JaxprEqn) -> list[core.JaxprEqn]:
     return ir.renamed(
         inside.eqns, known | dict(zip(inside.outvars, e.outvars, strict=True))
     )
-
-
-def _smooth(jaxpr: core.Jaxpr) -> set[Any]:
-    """The variables that may have a derivative."""
-    given = [*jaxpr.constvars, *jaxpr.invars]
-    found = {x for x in given if is_inexact(x.aval)}
-    for e in jaxpr.eqns:
-        inside = _opened(e)[0] if _wish(e) is not None else e
-        stops = inside.primitive.name == "stop_gradient"
-        if not stops and not found.isdisjoint(variables(e.invars)):
-            found.update(x for x in e.outvars if is_inexact(x.aval))
-    return found
 
 
 def _strong(x: Any, aval: Any) -> Any:
