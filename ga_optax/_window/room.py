@@ -241,13 +241,12 @@ def _cut_at(lives: Sequence[Life], most: int) -> tuple[int, ...]:
 
 def _less(schedule: Schedule, most: int) -> Schedule:
     """The schedule that keeps something after some levels alone, as many as fit."""
-    works = list(itertools.accumulate(_works(schedule)))
     few, many, best = 0, schedule.end - 1, schedule
     while few < many:
         number = (few + many + 1) // 2
-        ends = _spread(works, number)
+        ends = {(i + 1) * (schedule.end - 1) // (number + 1) for i in range(number)}
         counter = Counter(schedule.copy())
-        kept.keep(counter, ends)
+        kept.keep(counter, sorted(ends))
         trial = counter.schedule
         lives = list(_lives(trial))
         trial.peak = peak(lives, (), trial.end)
@@ -256,20 +255,3 @@ def _less(schedule: Schedule, most: int) -> Schedule:
         else:
             many = number - 1
     return best
-
-
-def _works(schedule: Schedule) -> list[float]:
-    """The work of the equations of each level, but for the last."""
-    works = [0.0] * (schedule.end - 1)
-    for e in schedule.jaxpr.eqns:
-        level = max((schedule.facts[x].level for x in e.outvars), default=0)
-        if level < len(works):
-            works[level] += cost.work(e)
-    return works
-
-
-def _spread(works: Sequence[float], number: int) -> list[int]:
-    """So many levels, with about as much work before each."""
-    total = works[-1]
-    due = [total * (i + 1) / (number + 1) for i in range(number)]
-    return sorted({int(np.searchsorted(works, x)) for x in due})

@@ -1,6 +1,6 @@
 """Runs a window: forward level by level, the loss, and back."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -9,7 +9,7 @@ from ga_optax._loop import run as loop
 from ga_optax._loop.run import Outcome
 from ga_optax._loop.step import Operands, Step, Where
 from ga_optax._window import after, cost, forward, plans, room
-from ga_optax._window.backward import Backward, step_of
+from ga_optax._window.backward import Backward, Wanted, step_of
 from ga_optax._window.levels import report
 from ga_optax._window.schedule import Level, Schedule
 from ga_optax._window.shared import share
@@ -68,9 +68,8 @@ def _counted(step: Step, values: Values, operands: Operands, where: Where) -> Ou
 
     So it has all that a loop has of devices.
     """
-    schedule, wanted = values.schedule, _wanted(step, values)
-    pairs = [*wanted.values(), *_of_last(values)]
-    roots = [schedule.jaxpr.outvars[0], *(x for x, _ in pairs)]
+    schedule, wanted = values.schedule, _wanted(step, values.schedule)
+    roots = [schedule.jaxpr.outvars[0], *(x for x, _ in wanted)]
 
     def micro_batch(params: Any, x: Any) -> Any:
         known = values.buffers | dict(zip(values.params, params, strict=True))
@@ -78,46 +77,37 @@ def _counted(step: Step, values: Values, operands: Operands, where: Where) -> Ou
 
     first = [x[0] for x in operands.batch]
     closed: Any = jax.make_jaxpr(micro_batch)(operands.params, first)
-    step = step_of(step, closed.jaxpr, len(operands.params), pairs)
+    step = step_of(step, closed.jaxpr, len(operands.params), wanted)
     operands = operands._replace(consts=closed.consts)
     out = loop.run(step, operands, where, begins=True, merges=True)
-    return out._replace(results=_put_together(values, wanted, out.results))
+    return out._replace(results=_put_together(values, out.results))
 
 
-def _wanted(step: Step, values: Values) -> dict[int, tuple[Any, str]]:
-    """The results but for the loss, and how those of micro-batches are put together.
+def _wanted(step: Step, schedule: Schedule) -> Wanted:
+    """What the loop of the loss computes beside it, and how that is put together.
 
-    By number, without those that come after the loops.
+    Results, without those that come after the loops; and what fills buffers.
     """
-    schedule = values.schedule
-    pairs = zip(schedule.jaxpr.outvars, step.ways, strict=True)
-    return {i: pair for i, pair in enumerate(pairs) if i and i not in schedule.after}
+    pairs = enumerate(zip(schedule.jaxpr.outvars, step.ways, strict=True))
+    results = [pair for i, pair in pairs if i and i not in schedule.after]
+    last = [schedule.buffers[j] for j in schedule.at(Level(schedule.end))]
+    return [*results, *((b.operand, b.kind) for b in last)]
 
 
-def _of_last(values: Values) -> list[tuple[Any, str]]:
-    """What the loop of the loss fills of buffers."""
-    schedule = values.schedule
-    members = [schedule.buffers[j] for j in schedule.at(Level(schedule.end))]
-    return [(b.operand, b.kind) for b in members]
-
-
-def _put_together(
-    values: Values, wanted: Iterable[int], found: Sequence[jax.Array]
-) -> list[jax.Array]:
+def _put_together(values: Values, found: Sequence[jax.Array]) -> list[jax.Array]:
     """All results, in order, from those of the loop of the loss; that is the first."""
-    loss, *rest = found
-    results = dict(zip(wanted, rest, strict=False)) | {0: loss}
-    forward.fill_last(values, rest[len(results) - 1 :])
-    after_it = sorted(values.schedule.after)
-    results |= zip(after_it, after.results(values), strict=True)
-    return [results[i] for i in sorted(results)]
+    schedule = values.schedule
+    number = len(schedule.results)
+    forward.fill_last(values, found[number:])
+    own, late = iter(found[:number]), iter(after.results(values))
+    every = range(len(schedule.jaxpr.outvars))
+    return [next(late if i in schedule.after else own) for i in every]
 
 
 def _gradients(back: Backward) -> tuple[list[jax.Array], Any]:
     """The results, and the accumulator: the loss's loop, and back."""
-    values, wanted = back.values, _wanted(back.step, back.values)
-    schedule = values.schedule
-    every = [*wanted.values(), *_of_last(values)]
+    values, schedule = back.values, back.values.schedule
+    every = _wanted(back.step, schedule)
     outcome = back.run(Level(schedule.end), schedule.jaxpr.outvars[:1], every)
     for level in reversed(range(schedule.end)):
         values.drop(j for j in schedule.at(Level(level)) if back.is_own(j))
@@ -125,4 +115,4 @@ def _gradients(back: Backward) -> tuple[list[jax.Array], Any]:
         back.take_once(level)
         back.take(level)
     results, acc = back.finished(*outcome)
-    return _put_together(values, wanted, results), acc
+    return _put_together(values, results), acc

@@ -10,7 +10,10 @@ is cheap and depends on parameters alone: a cast of all weights, kept, would be 
 copy of them.
 """
 
-from collections.abc import Iterator
+import collections
+import functools
+import operator
+from collections.abc import Mapping
 from typing import Any
 
 from jax.extend import core
@@ -31,7 +34,9 @@ def share(schedule: Schedule) -> Schedule:
     jaxpr = schedule.jaxpr
     made = [e.outvars for e in jaxpr.eqns if is_collective(e, schedule.axis)]
     gathered = following(jaxpr, [x for outs in made for x in outs])
-    of_rows = _work_of_rows(counter)
+    of_rows: collections.Counter[int] = collections.Counter()  # by their levels
+    for e in filter(schedule.is_own, jaxpr.eqns):
+        of_rows[counter.levels(e)] += cost.work(e)
     groups: dict[int, list[core.JaxprEqn]] = {}
     for e in jaxpr.eqns:
         if _is_shared(schedule, e):
@@ -58,32 +63,14 @@ def _is_shared(schedule: Schedule, equation: core.JaxprEqn) -> bool:
     return bool(equation.outvars) and not schedule.is_own(equation) and alone
 
 
-def _bits(levels: int) -> Iterator[int]:
-    """The levels that bits stand for."""
-    while levels:
-        yield levels.bit_length() - 1
-        levels ^= 1 << levels.bit_length() - 1
-
-
-def _work_of_rows(counter: Counter) -> dict[int, float]:
-    """The work of each level on what differs between micro-batches."""
-    schedule, found = counter.schedule, {}
-    for e in schedule.jaxpr.eqns:
-        if schedule.is_own(e):
-            for level in _bits(counter.levels(e)):
-                found[level] = found.get(level, 0.0) + cost.work(e)
-    return found
-
-
 def _is_much(
-    counter: Counter, group: list[core.JaxprEqn], of_rows: dict[int, float]
+    counter: Counter, group: list[core.JaxprEqn], of_rows: Mapping[int, float]
 ) -> bool:
     """Whether it takes more than a little of the loops in which it runs."""
-    levels = 0
-    for e in group:
-        levels |= counter.levels(e)
+    levels = functools.reduce(operator.or_, map(counter.levels, group))
     shared = sum(cost.work(e) * counter.levels(e).bit_count() for e in group)
-    return shared > _LITTLE * sum(of_rows.get(level, 0.0) for level in _bits(levels))
+    rows = sum(x * (levels & its).bit_count() for its, x in of_rows.items())
+    return shared > _LITTLE * rows
 
 
 def _smallest(

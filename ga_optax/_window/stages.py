@@ -112,23 +112,20 @@ class Stages:
 
     def _meet(self, equation: core.JaxprEqn) -> None:
         """A collective of all iterations; or once, of what is the same in all."""
-
-        def run(*xs: Any) -> list[Any]:
-            return self._collective(equation, xs)
-
-        xs = variables(equation.invars)
-        if self.varying.isdisjoint(xs):
-            equations, read = ir.needed(self.program, xs, self.known.__contains__)
+        xs, outs = equation.invars, equation.outvars
+        if self.varying.isdisjoint(variables(xs)):
+            is_known = self.known.__contains__
+            equations, read = ir.needed(self.program, outs, is_known)
             given = [self.known[x] for x in read]
-            out = ir.bind(self.program, equations, read, equation.invars, given)
-            self.known |= zip(equation.outvars, run(*out), strict=True)
+            out = ir.bind(self.program, equations, read, outs, given)
+            self.known |= zip(outs, out, strict=True)
         else:
-            out = jax.vmap(run)(*map(self._stacked, equation.invars))
-            self.stacks |= zip(equation.outvars, out, strict=True)
 
-    def _collective(self, equation: core.JaxprEqn, xs: Sequence[Any]) -> list[Any]:
-        ends = equation.invars, equation.outvars
-        return ir.bind(self.program, [equation], *ends, xs)
+            def run(*values: Any) -> list[Any]:
+                return ir.bind(self.program, [equation], xs, outs, values)
+
+            stacks = jax.vmap(run)(*map(self._stacked, xs))
+            self.stacks |= zip(outs, stacks, strict=True)
 
     # -- Stages ------------------------------------------------------------------------
 
@@ -184,37 +181,27 @@ class Stages:
         """Runs the equations of one iteration; `marks`, if it marks for itself."""
         read = {x for e in equations for x in variables(e.invars)}
         read.update(variables(wanted))
-        for group in self._groups(equations):
-            made = [x for e in group for x in e.outvars if x in read]
-            first, xs = group[0], [x for e in group for x in e.invars]
-            xs = [x for x in dict.fromkeys(variables(xs)) if x in env]
-            values = [env[x] for x in xs]
-            if self.meets(first):
-                values = self._collective(first, [value(x, env) for x in first.invars])
-                made = first.outvars
-            elif self.is_mark(first) and not marks:
-                made = first.outvars
-            elif _wish(first) is None:
-                values = ir.bind(self.program, group, xs, made, values)
-            else:
-                inside = [e for one in group for e in _opened(one)]
-                run = functools.partial(ir.bind, self.program, inside, xs, made)
-                values = ir.checkpointed(first, run)(values)
-            env.update(zip(made, values, strict=True))
-
-    def _groups(
-        self, equations: Sequence[core.JaxprEqn]
-    ) -> Iterable[list[core.JaxprEqn]]:
-        """Each collective alone, and between them what one checkpoint can hold."""
 
         def is_alone(e: core.JaxprEqn) -> bool:
             return self.meets(e) or self.is_mark(e)
 
-        keys = itertools.groupby(
-            apart(equations, is_alone),
-            lambda e: (id(e) if is_alone(e) else None, _wish(e)),
-        )
-        return [list(group) for _, group in keys]
+        def key(e: core.JaxprEqn) -> Any:
+            """Each collective is alone; between them one checkpoint holds the rest."""
+            return is_alone(e) and id(e), _wish(e)
+
+        for _, members in itertools.groupby(apart(equations, is_alone), key):
+            group = list(members)
+            made = [x for e in group for x in e.outvars if x in read]
+            xs = variables(x for e in group for x in e.invars)
+            xs = [x for x in dict.fromkeys(xs) if x in env]
+            values = [env[x] for x in xs]
+            if _wish(group[0]) is not None:
+                inside = [e for one in group for e in _opened(one)]
+                run = functools.partial(ir.bind, self.program, inside, xs, made)
+                values = ir.checkpointed(group[0], run)(values)
+            elif marks or not self.is_mark(group[0]):
+                values = ir.bind(self.program, group, xs, made, values)
+            env.update(zip(made, values, strict=True))
 
     # -- What goes over to later stages ------------------------------------------------
 
