@@ -2,25 +2,17 @@
 
 Bit i stands for level i. A `Counter` is kept up to date: a buffer changes what is
 behind it alone, so keeping a value of each level takes time for the size of the
-program, and not for its square. `passes` counts what is planned.
+program, and not for its square. `passes` counts what comes of it.
 """
 
 import heapq
-from typing import Any, NamedTuple
+from typing import Any
 
 from jax.extend import core
 
 from ga_optax._passes import ir
 from ga_optax._passes.ir import variables
 from ga_optax._window.schedule import Schedule
-
-
-class Passes(NamedTuple):
-    """How often an equation runs over the window, and at which levels, as bits."""
-
-    forward: int
-    backward: int
-    levels: int
 
 
 class _Way:
@@ -95,15 +87,10 @@ class Counter:
         """The levels at which an equation runs on the way there."""
         return self.there.runs[id(equation)]
 
-    def passes(self, equation: core.JaxprEqn) -> Passes | None:
-        """How often it runs; None for what does not, or is not of micro-batches.
-
-        As if everything on the way back ran forward before.
-        """
-        schedule = self.schedule
+    def is_often(self, equation: core.JaxprEqn, forward: int, backward: int) -> bool:
+        """Whether it runs more often than that, if all on the way back runs before."""
         runs, returns = self.levels(equation), self.back.runs[id(equation)]
-        if not runs or not schedule.is_own(equation):
-            return None
-        with_loss = returns >> schedule.end & 1  # it runs forward for both at once
-        forward = runs.bit_count() + returns.bit_count() - with_loss
-        return Passes(forward, schedule.is_smooth(equation) * returns.bit_count(), runs)
+        with_loss = returns >> self.schedule.end & 1  # it runs forward for both at once
+        back = self.schedule.is_smooth(equation) * returns.bit_count()
+        there = runs.bit_count() + returns.bit_count() - with_loss
+        return there > forward or back > backward

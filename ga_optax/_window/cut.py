@@ -6,7 +6,7 @@ of one size, that which is found is nearer to it.
 """
 
 import collections
-from collections.abc import Callable, Container, Hashable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
 from jax.extend import core
@@ -17,41 +17,22 @@ _Node = tuple[Any, str]  # a value where it comes in, or where it goes out
 _SOURCE, _SINK = (None, "source"), (None, "sink")
 
 
-def readers(
-    equations: Iterable[core.JaxprEqn], sources: Iterable[Any]
-) -> dict[Any, list[Any]]:
-    """What is computed of each of `sources`, of what that is, and so on.
-
-    Args:
-      equations: those that compute it, in their order.
-      sources: the values to begin with.
-    """
-    found: dict[Any, list[Any]] = {x: [] for x in sources}
-    for e in equations:
-        inputs = [x for x in variables(e.invars) if x in found]
-        for x in inputs:
-            found[x] += e.outvars
-        if inputs:
-            found |= {x: [] for x in e.outvars if x not in found}
-    return found
-
-
 def smallest(
-    readers: Mapping[Any, Iterable[Any]],
-    sources: Iterable[Hashable],
+    equations: Iterable[core.JaxprEqn],
+    sources: Iterable[Any],
     sinks: Container[Any],
     size: Callable[[Any], float],
 ) -> list[Any]:
     """The values to keep; of two choices of one size, that which is nearer to `sinks`.
 
     Args:
-      readers: what is computed of each value, see `readers`.
+      equations: those that compute one of another, in their order.
       sources: the values that must not be computed again.
       sinks: those that have to be known, if they are computed of `sources`.
       size: what keeping a value takes; infinite if it cannot be kept. One on each way
         is finite.
     """
-    inf = float("inf")
+    inf, readers = float("inf"), _readers(equations, sources)
     room: dict[_Node, dict[_Node, float]] = collections.defaultdict(dict)
     edges = [((x, "out"), (x, "in"), size(x)) for x in readers]
     edges += [((y, "in"), (x, "out"), inf) for x, ys in readers.items() for y in ys]
@@ -70,6 +51,20 @@ def smallest(
             room[a][b] -= width
             room[b][a] += width
     return [x for x in readers if (x, "out") in came and (x, "in") not in came]
+
+
+def _readers(
+    equations: Iterable[core.JaxprEqn], sources: Iterable[Any]
+) -> dict[Any, list[Any]]:
+    """What is computed of each of `sources`, of what that is, and so on."""
+    found: dict[Any, list[Any]] = {x: [] for x in sources}
+    for e in equations:
+        inputs = [x for x in variables(e.invars) if x in found]
+        for x in inputs:
+            found[x] += e.outvars
+        if inputs:
+            found |= {x: [] for x in e.outvars if x not in found}
+    return found
 
 
 def _reached(room: Mapping[_Node, Mapping[_Node, float]]) -> dict[_Node, _Node]:

@@ -19,7 +19,7 @@ from typing import Any
 from jax.extend import core
 
 from ga_optax._passes import ir
-from ga_optax._passes.ir import is_variable, variables
+from ga_optax._passes.ir import variables
 from ga_optax._window import cost, cut
 from ga_optax._window.counts import Counter
 from ga_optax._window.read import is_mark
@@ -86,14 +86,11 @@ def _smallest(counter: Counter, end: int, border: Sequence[Any]) -> list[Any]:
     depth: dict[Any, int] = {}
     sources, costly = [], set()
     for e in after:
-        steps = 1 + max(
-            (depth.get(x, 0) for x in e.invars if is_variable(x)), default=0
-        )
+        steps = 1 + max((depth.get(x, 0) for x in variables(e.invars)), default=0)
         depth.update(dict.fromkeys(e.outvars, steps))
-        its: Any = counter.passes(e)
-        ran = bool(its.levels & up_to)
+        ran = bool(counter.levels(e) & up_to)
         dear = not cost.is_cheap(e) or steps % _LONGEST == 0
-        if ran and dear and (its.forward > _FORWARD or its.backward > _BACKWARD):
+        if ran and dear and counter.is_often(e, _FORWARD, _BACKWARD):
             sources += e.outvars
         # To keep what comes of it would run it where nothing else does.
         if (dear and not ran) or not costly.isdisjoint(variables(e.invars)):
@@ -107,7 +104,7 @@ def _smallest(counter: Counter, end: int, border: Sequence[Any]) -> list[Any]:
     if not sources:
         return []
     sources += held
-    found = cut.smallest(cut.readers(after, sources), sources, set(border), size)
+    found = cut.smallest(after, sources, set(border), size)
     return [x for x in found if x not in held]
 
 
@@ -128,8 +125,7 @@ def _behind(
         place = None if e is None else ir.place_of(schedule.jaxpr, e)
         if e is None or place in found:
             continue
-        its = counter.passes(e)
-        if its is not None and its.levels >> end + 2:
+        if counter.levels(e) >> end + 2 and schedule.is_own(e):
             found[place] = e
             due += variables(e.invars)
     return [found[place] for place in sorted(found)], list(held)

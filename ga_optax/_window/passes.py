@@ -36,7 +36,7 @@ class Stage(NamedTuple):
 def stages(schedule: Schedule) -> Iterator[Stage]:
     """Those of a window, in the order in which they run."""
     levels = [Level(n, once) for n in range(schedule.end) for once in (False, True)]
-    last, again = Level(schedule.end), schedule.again
+    last = Level(schedule.end)
 
     def name(level: Level) -> str:
         return f"level {level.number}{', shared' * level.once}"
@@ -51,7 +51,7 @@ def stages(schedule: Schedule) -> Iterator[Stage]:
     )
     yield Stage("the loss", last, runs, back, schedule.at(last))
     for level in reversed(levels):
-        if level.once and (members := again.get(level.number)):
+        if level.once and (members := schedule.again.get(level.number)):
             stage = f"level {level.number}, filled again"
             after = Level(level.number + 1)
             there = set(range(len(schedule.buffers))) - set(members)

@@ -72,8 +72,6 @@ def _opened(
             return _opened(inner, values, opening, placed.source_info)
         if mentions(equation, opening.axis):
             return _open(equation, values, opening)
-        if placed is equation:
-            return None
         return bind(program.jaxpr, [placed], placed.invars, placed.outvars, values)
 
     program = program._replace(jaxpr=references.grouped(program.jaxpr))
@@ -152,8 +150,6 @@ def _staged(equation: core.JaxprEqn, values: list[Any], opening: Opening) -> lis
     start = loops.get(id(equation), [0] * len(body.invars))
     marks = functools.partial(is_mark, name=axis)
     by_stage = stages.Stages(how, meets, marks, [*[0] * len(consts), *start])
-    if by_stage.unrolled and how.length > LONGEST:
-        raise NotImplementedError(_not_done(equation, axis))
     return by_stage([*consts, *values])
 
 

@@ -131,15 +131,17 @@ def _dropping(
     """The schedule that drops what does not stay after the last level that reads it."""
     always = staying(lives, stays)
     dropped: dict[int, list[int]] = {}
-    if len(always) == len(lives):
-        return schedule
-    for x in lives:
+    again: dict[int, list[int]] = {}
+    for x in sorted(lives, key=lambda x: x.last):
         if x.number not in always:
             dropped.setdefault(x.last, []).append(x.number)
-    taken = peak(lives, stays, schedule.end)
-    return dataclasses.replace(
-        schedule, stays=stays, dropped=dropped, peak=taken, full=schedule
-    )
+            end = stays[bisect.bisect_left(stays, x.last)]
+            again.setdefault(end, []).append(x.number)
+    if not dropped:
+        return schedule
+    new = dataclasses.replace(schedule, dropped=dropped, again=again, full=schedule)
+    new.peak = peak(lives, stays, schedule.end)
+    return new
 
 
 def staying(lives: Iterable[Life], stays: Sequence[int]) -> set[int]:

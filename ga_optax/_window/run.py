@@ -1,6 +1,5 @@
 """Runs a window: forward level by level, the loss, and back."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -94,7 +93,7 @@ def _wanted(step: Step, schedule: Schedule) -> Wanted:
     return [*results, *((b.operand, b.kind) for b in last)]
 
 
-def _put_together(values: Values, found: Sequence[jax.Array]) -> list[jax.Array]:
+def _put_together(values: Values, found: list[jax.Array]) -> list[jax.Array]:
     """All results, in order, from those of the loop of the loss; that is the first."""
     schedule = values.schedule
     number = len(schedule.results)

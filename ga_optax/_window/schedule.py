@@ -161,9 +161,8 @@ class Schedule:
       buffers: what the window keeps.
       views: how variables are read from it.
       numbers: which buffers are filled at a level.
-      stays: the levels after which all that is kept stays until the way back; what is
-        kept between two of them is dropped, and filled again on the way back.
       dropped: the buffers that are dropped after a level on the way there.
+      again: those that are filled again before a level goes back.
       peak: the bytes of what is kept and of its cotangents, at most at a time.
       full: the same that drops nothing, and keeps all that would run again; None if
         this is that.
@@ -178,8 +177,8 @@ class Schedule:
     buffers: list[Buffer] = dataclasses.field(default_factory=list)
     views: dict[Any, View] = dataclasses.field(default_factory=dict)
     numbers: dict[Level, list[int]] = dataclasses.field(default_factory=dict)
-    stays: tuple[int, ...] = ()
     dropped: dict[int, list[int]] = dataclasses.field(default_factory=dict)
+    again: dict[int, list[int]] = dataclasses.field(default_factory=dict)
     peak: int = 0
     full: "Schedule | None" = None
 
@@ -216,15 +215,6 @@ class Schedule:
     def at(self, level: Level) -> list[int]:
         """The buffers that are filled at a level."""
         return self.numbers.get(level, [])
-
-    @property
-    def again(self) -> dict[int, list[int]]:
-        """The buffers that are filled again before a level goes back."""
-        found: dict[int, list[int]] = {}
-        for last, members in sorted(self.dropped.items()):
-            at = min(at for at in self.stays if at >= last)
-            found.setdefault(at, []).extend(members)
-        return found
 
     def operands(self, level: Level, *, smooth: bool = False) -> list[Any]:
         """What fills those buffers; if `smooth`, that which has a cotangent."""

@@ -34,7 +34,7 @@ def share(schedule: Schedule) -> Schedule:
     jaxpr = schedule.jaxpr
     made = [e.outvars for e in jaxpr.eqns if is_collective(e, schedule.axis)]
     gathered = following(jaxpr, [x for outs in made for x in outs])
-    of_rows: collections.Counter[int] = collections.Counter()  # by their levels
+    of_rows: dict[int, float] = collections.defaultdict(float)  # by their levels
     for e in filter(schedule.is_own, jaxpr.eqns):
         of_rows[counter.levels(e)] += cost.work(e)
     groups: dict[int, list[core.JaxprEqn]] = {}
@@ -89,4 +89,4 @@ def _smallest(
     def size(x: Any) -> float:
         return cost.nbytes(x) + 1.0
 
-    return cut.smallest(cut.readers(group, sources), sources, sinks, size)
+    return cut.smallest(group, sources, sinks, size)

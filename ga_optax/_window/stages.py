@@ -241,7 +241,7 @@ class Stages:
         def size(x: Any) -> float:
             return 0.0 if x in due else 1.0 + cost.nbytes(x)
 
-        return cut.smallest(cut.readers(its, sources), sources, late, size)
+        return cut.smallest(its, sources, late, size)
 
 
 # -- Loops -----------------------------------------------------------------------------
