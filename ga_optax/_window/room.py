@@ -113,7 +113,7 @@ def _follows(schedule: Schedule, number: int) -> bool:
         bool(rows)
         and all(b.kind == "own" and b.level == level for b in kept_too)
         and not any(schedule.facts[y].own for y in read if y in schedule.given)
-        and all(schedule.facts[e.outvars[0]].level == level - 1 for e in own)
+        and all(schedule.level_of(e) == level - 1 for e in own)
     )
 
 

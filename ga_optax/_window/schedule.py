@@ -204,6 +204,10 @@ class Schedule:
     def fact(self, atom: Any) -> Fact:
         return Fact() if isinstance(atom, core.Literal) else self.facts[atom]
 
+    def level_of(self, equation: core.JaxprEqn) -> int:
+        """How many collectives are on the longest way to what it computes."""
+        return self.facts[equation.outvars[0]].level
+
     def is_own(self, equation: core.JaxprEqn) -> bool:
         """Whether what it computes may differ between micro-batches."""
         return any(self.facts[x].own for x in equation.outvars)

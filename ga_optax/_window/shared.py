@@ -40,8 +40,7 @@ def share(schedule: Schedule) -> Schedule:
     groups: dict[int, list[core.JaxprEqn]] = {}
     for e in jaxpr.eqns:
         if _is_shared(schedule, e):
-            level = max(schedule.facts[x].level for x in e.outvars)
-            groups.setdefault(level, []).append(e)
+            groups.setdefault(schedule.level_of(e), []).append(e)
     for level in range(schedule.end):
         group = [e for e in groups.get(level, ()) if counter.levels(e)]
         sources = [
