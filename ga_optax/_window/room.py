@@ -14,7 +14,7 @@ As `jax.checkpoint` over layers: about √L borders stay, and about √L are fil
 import bisect
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -129,14 +129,12 @@ def _dropping(
     schedule: Schedule, lives: Sequence[Life], stays: tuple[int, ...]
 ) -> Schedule:
     """The schedule that drops what does not stay after the last level that reads it."""
-    always = staying(lives, stays)
     dropped: dict[int, list[int]] = {}
     again: dict[int, list[int]] = {}
     for x in sorted(lives, key=lambda x: x.last):
-        if x.number not in always:
+        if (at := _again(x, stays)) is not None:
             dropped.setdefault(x.last, []).append(x.number)
-            end = stays[bisect.bisect_left(stays, x.last)]
-            again.setdefault(end, []).append(x.number)
+            again.setdefault(at, []).append(x.number)
     if not dropped:
         return schedule
     new = dataclasses.replace(schedule, dropped=dropped, again=again, full=schedule)
@@ -144,33 +142,28 @@ def _dropping(
     return new
 
 
-def staying(lives: Iterable[Life], stays: Sequence[int]) -> set[int]:
-    """The buffers that are not filled again, if segments end after levels `stays`."""
-    whole = max(stays, default=0)  # after it nothing is dropped
-    return {x.number for x in lives if x.last > whole or _crosses(x, stays)}
+def _again(x: Life, stays: Sequence[int]) -> int | None:
+    """The end of the segment with which it is filled again; None if it stays.
 
-
-def _crosses(x: Life, stays: Sequence[int]) -> bool:
-    """Whether later segments read it, or are computed of it; `stays` are sorted."""
-    i = bisect.bisect_left(stays, x.made + x.follows)
-    return i < len(stays) and stays[i] < x.last
+    Segments end after levels `stays`, which are sorted. It stays if later segments read
+    it, or are computed of it; and after the last of them nothing is dropped.
+    """
+    first, last = (bisect.bisect_left(stays, n) for n in (x.made + x.follows, x.last))
+    return stays[last] if first >= last < len(stays) else None
 
 
 def peak(lives: Sequence[Life], stays: Sequence[int], end: int) -> int:
     """The bytes of what is kept and of its cotangents, at most at a time."""
     there, back = np.zeros(end + 2, int), np.zeros(end + 2, int)
-    always = staying(lives, stays)
 
     def during(at: np.ndarray, start: int, stop: int, nbytes: int) -> None:
         at[start] += nbytes
         at[stop + 1] -= nbytes
 
     for x in lives:
-        last = segment = end
-        if x.number not in always:
-            last, segment = x.last, stays[bisect.bisect_left(stays, x.last)]
-        during(there, x.made, last, x.nbytes)
-        during(back, x.made + 1, segment, x.nbytes)
+        again = _again(x, stays)
+        during(there, x.made, end if again is None else x.last, x.nbytes)
+        during(back, x.made + 1, end if again is None else again, x.nbytes)
         during(back, x.made + 1, x.last, x.of_cotangent)
     both = np.cumsum(back) + _consumed(lives, end)
     return int(max(np.cumsum(there).max(), both.max()))
@@ -211,8 +204,8 @@ def _segments(lives: Sequence[Life], end: int, most: int) -> tuple[int, ...]:
     ways = {()} | {_cut_at(lives, total * n // _PARTS) for n in range(1, _PARTS)}
 
     def taken(stays: tuple[int, ...]) -> tuple[int, int, int]:
-        size, always = peak(lives, stays, end), staying(lives, stays)
-        again = sum(x.nbytes for x in lives if x.number not in always)
+        size = peak(lives, stays, end)
+        again = sum(x.nbytes for x in lives if _again(x, stays) is not None)
         return (0 if size <= most else size), again, size
 
     return min(ways, key=taken)
@@ -232,7 +225,7 @@ def _cut_at(lives: Sequence[Life], most: int) -> tuple[int, ...]:
     for level, group in itertools.groupby(left, lambda x: x.made):
         new = sum(x.nbytes for x in group)
         if inside and inside + new + below > most:
-            crossing = [x for x in left if _crosses(x, [before])]
+            crossing = [x for x in left if x.made + x.follows <= before < x.last]
             left = [x for x in left if x.last > before and x not in crossing]
             below += sum(x.nbytes for x in crossing)
             stays.append(before)

@@ -108,22 +108,16 @@ def _differentiable(equation: core.JaxprEqn, moving: list[bool]) -> list[bool]:
     its = any(moving) and equation.primitive.name != "stop_gradient"
     if not its or ir.kind(equation) not in ir.THROUGH:
         return [its and ir.is_inexact(x) for x in equation.outvars]
-    [program] = ir.inner_programs(equation)
-    while True:
-        pairs = zip(program.invars, moving, strict=True)
-        smooth = {x for x, moves in pairs if moves}
-        for e in program.eqns:
-            found = _differentiable(e, [ir.is_among(x, smooth) for x in e.invars])
-            smooth.update(x for x, its in zip(e.outvars, found, strict=True) if its)
-        found = [ir.is_among(x, smooth) for x in program.outvars]
-        if ir.kind(equation) != "scan":
-            return found
-        # What an iteration makes of the carry is what the next one is given.
+    if ir.kind(equation) == "scan":  # Of its carry it is not known.
         consts, carry, slices = ir.scan_of(equation).split(moving)
-        new = [*consts, *map(max, carry, found), *slices]
-        if new == moving:
-            return found
-        moving = new
+        moving = [*consts, *map(ir.is_inexact, equation.outvars[: len(carry)]), *slices]
+    [program] = ir.inner_programs(equation)
+    pairs = zip(program.invars, moving, strict=True)
+    smooth = {x for x, moves in pairs if moves}
+    for e in program.eqns:
+        found = _differentiable(e, [ir.is_among(x, smooth) for x in e.invars])
+        smooth.update(x for x, its in zip(e.outvars, found, strict=True) if its)
+    return [ir.is_among(x, smooth) for x in program.outvars]
 
 
 def _of_loss(
