@@ -38,13 +38,11 @@ class Fact(NamedTuple):
     Attributes:
       level: how many collectives are on the longest way to it, after those that come
         before all parameters.
-      params: whether it depends on the parameters.
       smooth: whether the loss may be differentiated through it, with respect to them.
       own: whether it may differ between micro-batches.
     """
 
     level: int = 0
-    params: bool = False
     smooth: bool = False
     own: bool = False
 
@@ -118,20 +116,6 @@ def _differentiable(equation: core.JaxprEqn, moving: list[bool]) -> list[bool]:
         found = _differentiable(e, [ir.is_among(x, smooth) for x in e.invars])
         smooth.update(x for x, its in zip(e.outvars, found, strict=True) if its)
     return [ir.is_among(x, smooth) for x in program.outvars]
-
-
-def _of_loss(
-    jaxpr: core.Jaxpr, facts: dict[Any, Fact], loss: Sequence[Any]
-) -> dict[Any, Fact]:
-    """The facts, of which what `loss` is not differentiated through is not smooth."""
-    reached = set(variables(loss))
-    for equation in reversed(jaxpr.eqns):
-        if any(out in reached and facts[out].smooth for out in equation.outvars):
-            reached.update(variables(equation.invars))
-    return {
-        x: fact if x in reached else fact._replace(smooth=False)
-        for x, fact in facts.items()
-    }
 
 
 # -- The schedule ----------------------------------------------------------------------
@@ -309,18 +293,24 @@ def facts_of(
       own: what differs between micro-batches; some of that may be differentiated.
       loss: the results that are differentiated; None for the first.
     """
-    start = dict.fromkeys([*jaxpr.constvars, *jaxpr.invars], Fact())
-    start |= dict.fromkeys(own, Fact(own=True))
 
-    def at(level: int) -> dict[Any, Fact]:
-        return {x: Fact(level, params=True, smooth=True, own=x in own) for x in params}
+    def facts_at(level: int) -> dict[Any, Fact]:
+        """Those if the parameters come after so many collectives."""
+        start = dict.fromkeys([*jaxpr.constvars, *jaxpr.invars], Fact())
+        start |= dict.fromkeys(own, Fact(own=True))
+        of_params = {x: Fact(level, smooth=True, own=x in own) for x in params}
+        return _facts(jaxpr, axis, start | of_params)
 
-    start |= at(0)
-    before = [f.level for f in _facts(jaxpr, axis, start).values() if not f.params]
-    first = max(before, default=0)
-    start |= at(first)
-    loss = jaxpr.outvars[:1] if loss is None else loss
-    return _of_loss(jaxpr, _facts(jaxpr, axis, start), loss)
+    behind = ir.following(jaxpr, params)
+    before = [fact.level for x, fact in facts_at(0).items() if x not in behind]
+    facts = facts_at(max(before, default=0))
+    # What the loss is not differentiated through is not smooth.
+    reached = set(variables(jaxpr.outvars[:1] if loss is None else loss))
+    for e in reversed(jaxpr.eqns):
+        if any(x in reached and facts[x].smooth for x in e.outvars):
+            reached.update(variables(e.invars))
+    stopped = facts.keys() - reached
+    return facts | {x: facts[x]._replace(smooth=False) for x in stopped}
 
 
 def make(
@@ -363,12 +353,6 @@ def _add_collective(schedule: Schedule, equation: core.JaxprEqn) -> None:
     for x, out in zip(equation.invars, equation.outvars, strict=True):
         place = schedule.buffer(x, kind, schedule.facts[out].level)
         schedule.views[out] = View(place, rule(equation.params))
-        if kind in ("max", "min") and schedule.buffers[place].has_cotangent:
-            raise NotImplementedError(
-                f"The loss must not be differentiated through a p{kind}, as everywhere "
-                f"in JAX, but fun does so over {schedule.axis!r}. Put "
-                "jax.lax.stop_gradient around its argument, or gather."
-            )
 
 
 def _has_state(equation: core.JaxprEqn) -> bool:
