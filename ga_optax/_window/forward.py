@@ -1,6 +1,6 @@
 """Forward: the buffers of a level, in one pass over the micro-batches."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -23,7 +23,7 @@ def fill(values: Values, level: int) -> None:
     """Fills the buffers of a level, and drops what no later one reads."""
     schedule = values.schedule
     if members := schedule.at(Level(level)):
-        _add(values, _filled(values, members, level))
+        _add(values, _filled(values, members, level), _ACROSS)
     values.drop(schedule.dropped.get(level, ()))
 
 
@@ -83,12 +83,8 @@ def _filled(values: Values, members: Sequence[int], level: int) -> Buffers:
 
 def fill_last(values: Values, results: Arrays) -> None:
     """Fills the buffers of the loss's level, of what its loop put together."""
-    schedule = values.schedule
-    for j, x in zip(schedule.at(Level(schedule.end)), results, strict=True):
-        buffer = schedule.buffers[j]
-        if values.axes and buffer.kind == "stack":
-            [x] = _gather([x], values.axes)
-        values.buffers[j] = vary(x.astype(buffer.operand.aval.dtype), values.axes)
+    members = values.schedule.at(Level(values.schedule.end))
+    _add(values, dict(zip(members, results, strict=True)), ["stack"])
 
 
 def fill_once(values: Values, level: int) -> None:
@@ -100,13 +96,13 @@ def fill_once(values: Values, level: int) -> None:
         values.buffers |= zip(members, new, strict=True)
 
 
-def _add(values: Values, new: Buffers) -> None:
-    """Adds the buffers of a level, of all devices, in the dtypes of values."""
+def _add(values: Values, new: Buffers, kinds: Iterable[str]) -> None:
+    """Adds the buffers of a level, those of some kinds of all devices."""
     axes, buffers = values.axes, values.schedule.buffers
-    if axes:
-        for kind, across in _ACROSS.items():
-            group = [j for j in new if buffers[j].kind == kind]
-            new |= zip(group, across([new[j] for j in group], axes), strict=True)
+    for kind in kinds if axes else ():
+        group = [j for j in new if buffers[j].kind == kind]
+        whole = _ACROSS[kind]([new[j] for j in group], axes)
+        new |= zip(group, whole, strict=True)
     for j, x in new.items():
         dtype: Any = buffers[j].operand.aval.dtype
         x = x if x.dtype == dtype else x.astype(dtype)

@@ -7,18 +7,13 @@ import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from jax.extend import core
-
 from ga_optax._passes import ir, places
 from ga_optax._passes.notes import listed, note
-from ga_optax._window import cost
 from ga_optax._window.forward import FOLDS
-from ga_optax._window.passes import counted
+from ga_optax._window.passes import Passes, counted, most
 from ga_optax._window.room import largest_step
 from ga_optax._window.rules import is_collective
 from ga_optax._window.schedule import Schedule
-
-_Runs = dict[int, tuple[int, int]]  # see `counted`
 
 
 class Stored(NamedTuple):
@@ -117,19 +112,20 @@ def report(schedule: Schedule, room_is_ours: bool = False) -> Levels:
     nobody asked for; of a small window nothing is said.
     """
     runs = counted(schedule)
-    its, peak = tuple(_stored(schedule, runs)), _peak(schedule)
-    new = Levels(schedule.end - 1, *_most(schedule, runs), its, peak, schedule.peak)
+    passes, its = most(runs.values())[1:], tuple(_stored(schedule, runs))
+    new = Levels(schedule.end - 1, *passes, its, _peak(schedule), schedule.peak)
     if (full := schedule.full) is not None:
-        new = new._replace(room=(full.peak, *_most(full, counted(full))))
+        new = new._replace(room=(full.peak, *most(counted(full).values())[1:]))
+    often = new.forward > _FORWARD or new.backward > _BACKWARD
     if (found := _reports.get(None)) is not None:
         found.append(new)
-    elif room_is_ours and _is_dear(new):
+    elif room_is_ours and often and new.peak >= FEW_BYTES:
         _warn(new)
     note(str(new))
     return new
 
 
-def _stored(schedule: Schedule, runs: _Runs) -> Iterator[Stored]:
+def _stored(schedule: Schedule, runs: dict[int, Passes]) -> Iterator[Stored]:
     """What a window stores; `runs` as `counted`."""
     leading = _leading(schedule, runs)
     read: dict[int, Any] = {}  # what the first collective of a buffer returns
@@ -142,15 +138,8 @@ def _stored(schedule: Schedule, runs: _Runs) -> Iterator[Stored]:
             continue  # no level reads it: it is a result, as the loss is
         name, x = ("kept", operand) if kind == "own" else (kind, read.get(i, operand))
         line, shape = _line(schedule, x), tuple(x.aval.shape)
-        is_number = isinstance(operand, core.Literal)
-        most = (0, 0) if is_number else leading.get(operand, (0, 0))
-        yield Stored(i, line, name, operand.aval, buffer.nbytes, shape, *most)
-
-
-def _is_dear(report: Levels) -> bool:
-    """Whether it runs more often than it should, and is not small."""
-    often = report.forward > _FORWARD or report.backward > _BACKWARD
-    return often and report.peak >= FEW_BYTES
+        own = leading.get(operand, Passes()) if ir.is_variable(operand) else Passes()
+        yield Stored(i, line, name, operand.aval, buffer.nbytes, shape, *own[1:])
 
 
 def is_recorded() -> bool:
@@ -181,34 +170,14 @@ def _peak(schedule: Schedule) -> int:
     return schedule.peak + sum(carried) + largest_step(schedule)
 
 
-def _leading(schedule: Schedule, runs: _Runs) -> dict[Any, tuple[int, int]]:
+def _leading(schedule: Schedule, runs: dict[int, Passes]) -> dict[Any, Passes]:
     """How often what each value is computed of runs, at most."""
-    found: dict[Any, _Cost] = {}
+    found: dict[Any, Passes] = {}
     for e in schedule.jaxpr.eqns:
         its = [found[x] for x in ir.variables(e.invars) if x in found]
-        if its := [*its, *_own(e, runs)]:
-            found.update(dict.fromkeys(e.outvars, _largest(its)))
-    return {x: its[1:] for x, its in found.items()}
-
-
-def _most(schedule: Schedule, runs: _Runs) -> tuple[int, int]:
-    """How often anything runs, at most."""
-    return _largest([x for e in schedule.jaxpr.eqns for x in _own(e, runs)])[1:]
-
-
-_Cost = tuple[bool, int, int]  # whether it costs something; forward, backward
-
-
-def _own(equation: core.JaxprEqn, runs: _Runs) -> list[_Cost]:
-    """What an equation itself takes; nothing if it does not run over rows."""
-    i = id(equation)
-    return [(not cost.is_cheap(equation), *runs[i])] if i in runs else []
-
-
-def _largest(some: list[_Cost]) -> _Cost:
-    """The most of those that cost something; if none of them does, of all."""
-    dear = [x for x in some if x[0]] or some or [(False, 0, 0)]
-    return bool(dear[0][0]), max(x[1] for x in dear), max(x[2] for x in dear)
+        if its := [*its, *([runs[id(e)]] if id(e) in runs else [])]:
+            found.update(dict.fromkeys(e.outvars, most(its)))
+    return found
 
 
 def _line(schedule: Schedule, x: Any) -> str:

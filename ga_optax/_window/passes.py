@@ -5,13 +5,14 @@ way back does not run forward, because nothing reads it, and what it fills again
 """
 
 import collections
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from jax.extend import core
 
 from ga_optax._passes import known
 from ga_optax._passes.ir import variables
+from ga_optax._window import cost
 from ga_optax._window.schedule import Level, Schedule
 
 
@@ -68,14 +69,32 @@ def stages(schedule: Schedule) -> Iterator[Stage]:
         yield Stage("after the loops", after, runs)
 
 
-def counted(schedule: Schedule) -> dict[int, tuple[int, int]]:
-    """How often equations of micro-batches run forward and backward, by their ids."""
+class Passes(NamedTuple):
+    """How often something runs over the rows, and whether it costs something."""
+
+    costs: bool = False
+    forward: int = 0
+    backward: int = 0
+
+
+def counted(schedule: Schedule) -> dict[int, Passes]:
+    """The passes of every equation of micro-batches that runs, by its id."""
     forward, backward = collections.Counter(), collections.Counter()
     for stage in stages(schedule):
         forward.update(map(id, stage.forward))
         backward.update(id(e) for e in stage.back if schedule.is_smooth(e))
-    every = [e for e in schedule.jaxpr.eqns if schedule.is_own(e)]
-    return {id(e): (forward[id(e)], backward[id(e)]) for e in every if forward[id(e)]}
+    every = [e for e in schedule.jaxpr.eqns if schedule.is_own(e) and forward[id(e)]]
+    return {
+        id(e): Passes(not cost.is_cheap(e), forward[id(e)], backward[id(e)])
+        for e in every
+    }
+
+
+def most(some: Iterable[Passes]) -> Passes:
+    """The most of those that cost something; if none of them does, of all."""
+    found = list(some)
+    dear = [x for x in found if x.costs] or found
+    return Passes(*map(max, zip(Passes(), *dear, strict=True)))
 
 
 def _read_back(

@@ -27,9 +27,8 @@ def of_loop(step: Step, operands: Operands, size: int = 0) -> None:
     """
     if (found := notes.plans()) is None:
         return
-    given, count = iter(step.jaxpr.invars), len(operands.params)
-    params = [next(given) for _ in range(count)]
-    own = list(given)
+    count = len(operands.params)
+    params, own = step.jaxpr.invars[:count], step.jaxpr.invars[count:]
     facts = scheduling.facts_of(step.jaxpr, "", [*params, *own[: operands.rows]], own)
     schedule = Schedule(step.jaxpr, "", facts, after=frozenset())
     loss = _in_words(schedule, _loop(len(operands.batch[0]), size), {})

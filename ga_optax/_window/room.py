@@ -106,14 +106,13 @@ def _follows(schedule: Schedule, number: int) -> bool:
     x, level = schedule.buffers[number].operand, schedule.buffers[number].level
     others = set(range(len(schedule.buffers))) - {number}
     found, read = schedule.needed([x], Level(level + 1), held=others)
-    rows = [y for y in read if schedule.facts[y].own and y in schedule.views]
-    kept_too = [schedule.buffers[schedule.views[y].buffer] for y in rows]
-    own = [e for e in found if any(schedule.facts[y].own for y in e.outvars)]
+    rows = [y for y in read if schedule.facts[y].own]
+    views = [schedule.views[y] for y in rows if y in schedule.views]
+    kept_too = [schedule.buffers[view.buffer] for view in views]
     return (
         bool(rows)
-        and all(b.kind == "own" and b.level == level for b in kept_too)
-        and not any(schedule.facts[y].own for y in read if y in schedule.given)
-        and all(schedule.level_of(e) == level - 1 for e in own)
+        and [b.level for b in kept_too if b.kind == "own"] == [level] * len(rows)
+        and all(schedule.level_of(e) == level - 1 for e in found if schedule.is_own(e))
     )
 
 
