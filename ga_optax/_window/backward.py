@@ -24,7 +24,7 @@ from ga_optax._passes.facts import Facts
 from ga_optax._window.forward import FOLDS
 from ga_optax._window.rules import own_part
 from ga_optax._window.schedule import Buffer, Level
-from ga_optax._window.values import Arrays, Part, Values, start_of_sum, wide
+from ga_optax._window.values import Arrays, Part, Values, wide
 from ga_optax.accumulator import Accumulator
 
 Wanted = Sequence[tuple[Any, str]]  # variables, and how they are put together
@@ -48,17 +48,15 @@ class Backward:
         self.names = dict(zip(values.params, where.names, strict=True))
         self.cotangents = dict(zip(values.params, self.start.total, strict=True))
         facts, own = values.schedule.facts, values.of_own[: operands.rows]
-        self.rows = {
-            values.given(Buffer(x, "own", -1, facts[x].smooth), stack): stack
+        self.rows = [
+            values.given(Buffer(x, "own", -1, facts[x].smooth), stack)
             for x, stack in zip(own, values.xs, strict=False)
-        }
+        ]
 
     def of_rows(self) -> Arrays:
         """The cotangents of the leaves of the batch that have some, at the end."""
-        return [
-            self.cotangents.get(j, jnp.zeros_like(stack))
-            for j, stack in self.rows.items()
-        ]
+        zeros_of = map(jnp.zeros_like, self.held(self.rows))
+        return list(map(self.cotangents.get, self.rows, zeros_of))
 
     def take(self, number: int) -> None:
         """Takes the cotangents of a level back to parameters and earlier buffers."""
@@ -156,7 +154,8 @@ class Backward:
         """The sum of the cotangents of a buffer so far."""
         if j in self.cotangents:
             return self.cotangents[j]
-        start = start_of_sum(self.values.buffers[j])
+        # The number to which all of a sum is added is -0, which changes no bit.
+        start = -wide(jnp.zeros_like(self.values.buffers[j]))
         return collectives.vary(start, self.values.axes)
 
     # -- Loops -------------------------------------------------------------------------

@@ -143,10 +143,9 @@ class Stages:
             return
         fixed = [x for x in read if x in self.known]
         sliced = [x for x in read if x not in self.known]
-        given = [self.known[x] for x in fixed]
 
         def step(state: Any, slices: Any) -> Any:
-            env = dict(zip(fixed, given, strict=True))
+            env = {x: self.known[x] for x in fixed}
             env |= zip(ends, state, strict=True)
             env |= zip(sliced, slices, strict=True)
             self._run(equations, env, roots, level in self.unrolled)

@@ -214,8 +214,3 @@ def placed(stack: jax.Array, x: jax.Array, index: jax.Array) -> jax.Array:
 def wide(x: jax.Array) -> jax.Array:
     """`x` in the dtype of its sums."""
     return x.astype(accumulator.accumulator_dtype(x, np.dtype(np.float32)))
-
-
-def start_of_sum(x: jax.Array) -> jax.Array:
-    """The number to which all of a sum is added: -0, which changes no bit."""
-    return -wide(jnp.zeros_like(x))
