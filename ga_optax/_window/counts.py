@@ -41,10 +41,9 @@ class _Way:
         return found
 
     def _runs(self, equation: core.JaxprEqn) -> int:
-        schedule, runs = self.schedule, 0
+        runs = 0
         for out in equation.outvars:
-            if out not in schedule.given:
-                runs |= self.due(out) & schedule.computed_at(out)
+            runs |= self.due(out) & self.schedule.computed_at(out)
         return runs
 
     def update(self, variable: Any) -> None:
@@ -57,8 +56,7 @@ class _Way:
 
         push(variable)
         while due:
-            place = heapq.heappop(due)
-            equation = jaxpr.eqns[-place]
+            equation = jaxpr.eqns[-heapq.heappop(due)]
             runs = self._runs(equation)
             if runs != self.runs[id(equation)]:
                 self.runs[id(equation)] = runs
