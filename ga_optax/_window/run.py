@@ -42,8 +42,16 @@ def run(
     if not goes_back:
         return _counted(loss.step, values, operands, where)._replace(report=done)
     back = Backward(loss.step, values, operands, where)
-    results, acc = _gradients(back)
+    last, wanted = Level(schedule.end), _wanted(loss.step, schedule)
+    outcome = back.run(last, schedule.jaxpr.outvars[:1], wanted)
+    for level in reversed(range(schedule.end)):
+        values.drop(j for j in schedule.at(Level(level)) if back.is_own(j))
+        forward.fill_again(values, level)
+        back.take_once(level)
+        back.take(level)
+    found, acc = back.finished(*outcome)
     acc = acc._replace(count=operands.acc.count + schedule.times["own"])
+    results = _put_together(values, found)
     return Outcome(results, [], acc, done, back.of_rows())
 
 
@@ -101,17 +109,3 @@ def _put_together(values: Values, found: list[jax.Array]) -> list[jax.Array]:
     own, late = iter(found[:number]), iter(after.results(values))
     every = range(len(schedule.jaxpr.outvars))
     return [next(late if i in schedule.after else own) for i in every]
-
-
-def _gradients(back: Backward) -> tuple[list[jax.Array], Any]:
-    """The results, and the accumulator: the loss's loop, and back."""
-    values, schedule = back.values, back.values.schedule
-    every = _wanted(back.step, schedule)
-    outcome = back.run(Level(schedule.end), schedule.jaxpr.outvars[:1], every)
-    for level in reversed(range(schedule.end)):
-        values.drop(j for j in schedule.at(Level(level)) if back.is_own(j))
-        forward.fill_again(values, level)
-        back.take_once(level)
-        back.take(level)
-    results, acc = back.finished(*outcome)
-    return _put_together(values, results), acc
