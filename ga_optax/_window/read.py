@@ -72,6 +72,8 @@ def _opened(
             return _opened(inner, values, opening, placed.source_info)
         if mentions(equation, opening.axis):
             return _open(equation, values, opening)
+        if placed is equation:
+            return None
         return bind(program.jaxpr, [placed], placed.invars, placed.outvars, values)
 
     program = program._replace(jaxpr=references.grouped(program.jaxpr))
