@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ga_optax._passes import notes
+from ga_optax._passes import ir, notes
 from ga_optax._verify import verify
 from ga_optax._verify.gradients import ulps
 from ga_optax._window import levels
@@ -69,15 +69,13 @@ def describe(fun: Callable[..., Any]) -> Callable[..., str]:
         leaves, structure = jax.tree.flatten((args, kwargs))
         traced = [i for i, x in enumerate(leaves) if hasattr(x, "dtype")]
 
-        def run(arrays: list[Any]) -> Any:
-            every = leaves.copy()
-            for i, x in zip(traced, arrays, strict=True):
-                every[i] = x
-            args, kwargs = jax.tree.unflatten(structure, every)
+        def run(*leaves: Any) -> Any:
+            args, kwargs = jax.tree.unflatten(structure, leaves)
             return jax.tree.leaves(fun(*args, **kwargs))
 
         with notes.described() as found, levels.recorded():
-            jax.jit(run).lower([leaves[i] for i in traced])
+            run = jax.jit(ir.of_some(run, leaves, traced))
+            run.lower(*(leaves[i] for i in traced))
         if not found:
             raise ValueError(
                 "describe needs a function that calls ga_optax.value_and_grad, "

@@ -21,8 +21,8 @@ for each step:
 A collective fills a *buffer*: a sum or an extremum over the window, or the stack of its
 operands. Its result is a *view* of that buffer. Once the buffers below a level are
 filled, the micro-batches are independent again. `cost` and `cut` say what is worth
-keeping, `values` evaluates the program, `run` is the way through, `levels` says what
-was decided, and `plans` shows it, loop by loop.
+keeping, `values` evaluates the program, and `run` is the way through. `passes` lists
+what runs, stage by stage; `levels` says what was decided, and `plans` shows it.
 
 By default no part of `fun` runs more than three times forward and once backward, or
 twice if what has to be kept for that is at most what one micro-batch's step takes;

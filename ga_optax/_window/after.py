@@ -9,14 +9,14 @@ from typing import Any
 import jax
 
 from ga_optax._loop import ways
-from ga_optax._window.schedule import Level, Phase
+from ga_optax._window.schedule import Level
 from ga_optax._window.values import Arrays, Values
 
 
 def results(values: Values) -> Arrays:
     """Those results, once the last buffers are filled; what depends on them prints."""
     schedule = values.schedule
-    level, outvars = Level(schedule.end, Phase.ONCE), schedule.jaxpr.outvars
+    level, outvars = Level(schedule.end, once=True), schedule.jaxpr.outvars
     wanted = [outvars[i] for i in sorted(schedule.after)]
     with jax.named_scope("after"):
         if schedule.needed([], level, acts=True)[0]:

@@ -5,8 +5,8 @@ are gradients as theirs are. A level takes its own back with a loop over
 Σ <cotangent, operand>,  whose gradients are those of the buffers below.
 """
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,43 +23,12 @@ from ga_optax._passes.arrivals import arrival
 from ga_optax._passes.facts import Facts
 from ga_optax._window.forward import FOLDS
 from ga_optax._window.rules import own_part
-from ga_optax._window.schedule import Buffer, Level, Phase
-from ga_optax._window.values import Arrays, Part, Values, start_of_sum, wide
+from ga_optax._window.schedule import Buffer, Level
+from ga_optax._window.values import Arrays, Part, Values, wide
 from ga_optax.accumulator import Accumulator
 
-Wanted = Sequence[tuple[Any, Any]]  # variables, and how they are put together
+Wanted = Sequence[tuple[Any, str]]  # variables, and how they are put together
 Cotangents = dict[int, jax.Array]  # by number of the buffer
-
-
-class Task(NamedTuple):
-    """What one loop computes, and differentiates.
-
-    Attributes:
-      level: the buffers below it are known.
-      roots: the loss, or nothing; or the operands that have `cotangents`.
-      wanted: what else to compute.
-      cotangents: those of the buffers of the operands; None on the way there.
-    """
-
-    level: Level
-    roots: Sequence[Any]
-    wanted: Wanted = ()
-    cotangents: Cotangents | None = None
-
-
-class Read(NamedTuple):
-    """What a loop reads, by number.
-
-    Attributes:
-      shared: buffers that all micro-batches share and that have cotangents; parameters
-        come first.
-      own: those of single micro-batches that have cotangents.
-      rigid: those that have none.
-    """
-
-    shared: list[int]
-    own: list[int]
-    rigid: list[int]
 
 
 class Backward:
@@ -79,40 +48,37 @@ class Backward:
         self.names = dict(zip(values.params, where.names, strict=True))
         self.cotangents = dict(zip(values.params, self.start.total, strict=True))
         facts, own = values.schedule.facts, values.of_own[: operands.rows]
-        self.rows = {
-            values.given(Buffer(x, "own", -1, facts[x].smooth), stack): stack
+        self.rows = [
+            values.given(Buffer(x, "own", -1, facts[x].smooth), stack)
             for x, stack in zip(own, values.xs, strict=False)
-        }
+        ]
 
     def of_rows(self) -> Arrays:
         """The cotangents of the leaves of the batch that have some, at the end."""
-        return [
-            self.cotangents.get(j, jnp.zeros_like(stack))
-            for j, stack in self.rows.items()
-        ]
+        zeros_of = map(jnp.zeros_like, self.held(self.rows))
+        return list(map(self.cotangents.get, self.rows, zeros_of))
 
-    def take(self, level: int) -> None:
+    def take(self, number: int) -> None:
         """Takes the cotangents of a level back to parameters and earlier buffers."""
-        cotangents = self.summed(Level(level))
-        if cotangents:
-            roots = [self.values.schedule.buffers[j].operand for j in cotangents]
-            self.run(Task(Level(level), roots, cotangents=cotangents))
+        level = Level(number)
+        if cotangents := self.summed(level):
+            self.run(level, self.operands(cotangents), cotangents=cotangents)
 
     def take_once(self, number: int) -> None:
         """Those of what was computed once."""
-        values, axes = self.values, self.values.axes
-        level, buffers = Level(number, Phase.ONCE), values.schedule.buffers
+        values, axes, level = self.values, self.values.axes, Level(number, once=True)
         # A rule may be nonlinear: then it has to see the cotangent of all devices.
-        every = values.schedule.operands(*level)
+        every = values.schedule.operands(level)
         has_rule = _has_rule(values.schedule.needed(every, level)[0])
         cotangents = self.summed(level, across=has_rule)
         if not cotangents:
             return
-        roots = [buffers[j].operand for j in cotangents]
-        read = self.read(roots, level)
+        roots = self.operands(cotangents)
+        read, _ = self.read(roots, level)
 
         def evaluate(diff: Arrays) -> Arrays:
-            return values.evaluate(roots, level, buffers=self.known(read, diff))
+            known = values.buffers | dict(zip(read, diff, strict=True))
+            return values.evaluate(roots, level, buffers=known)
 
         def term(g: jax.Array, old: jax.Array) -> jax.Array:
             g = g.astype(old.dtype)
@@ -129,19 +95,19 @@ class Backward:
             pairs = zip(totals, grads, strict=True)
             return [old + term(g, old) for old, g in pairs]
 
-        totals = list(map(self.so_far, read.shared))
-        operands = totals, self.held(read.shared), list(cotangents.values())
+        totals = list(map(self.so_far, read))
+        operands = totals, self.held(read), list(cotangents.values())
         if self.step.optimize and self.step.low_precision:
             facts = Facts(sliced=[False] * len(totals), rounds_once=True)
             totals = with_passes(added, operands, facts)
         else:
             totals = added(operands)
-        self.put(read, totals)
+        self.cotangents |= zip(read, totals, strict=True)
 
     def summed(self, level: Level, across: bool = True) -> Cotangents:
         """The cotangents of a level, `across` devices; they are no longer due."""
         buffers, axes = self.values.schedule.buffers, self.values.axes
-        members = [j for j in self.values.schedule.at(*level) if j in self.cotangents]
+        members = [j for j in self.values.schedule.at(level) if j in self.cotangents]
         if not members:
             return {}
         with jax.named_scope("merge"):
@@ -154,120 +120,133 @@ class Backward:
 
     # -- What is differentiated --------------------------------------------------------
 
-    def read(
-        self, roots: Sequence[Any], level: Level, wanted: Sequence[Any] = ()
-    ) -> Read:
-        """What a level reads for `roots`, and what it reads beside them."""
-        schedule, held = self.values.schedule, self.values.buffers
-        buffers = schedule.buffers
-
-        def found(roots: Sequence[Any]) -> list[int]:
-            its = schedule.needed(roots, level, held=held)[1]
-            views = map(schedule.views.get, its)
-            numbers = {view.buffer for view in views if view}
-            return sorted(numbers, key=lambda j: (j not in self.names, j))
-
-        smooth = [
-            j
-            for j in found(roots)
-            if buffers[j].has_cotangent and buffers[j].level < schedule.end
-        ]
-        own = list(filter(self.is_own, smooth))
-        every = filter(self.is_own, found([*roots, *wanted]))
-        shared = [j for j in smooth if not self.is_own(j)]
-        return Read(shared, own, [j for j in every if j not in own])
+    def operands(self, numbers: Iterable[int]) -> list[Any]:
+        """What fills some buffers."""
+        return [self.values.schedule.buffers[j].operand for j in numbers]
 
     def held(self, numbers: Sequence[int]) -> Arrays:
         """The values of some buffers."""
         return [self.values.buffers[j] for j in numbers]
 
-    def known(self, read: Read, shared: Arrays, own: Sequence[Any] = ()) -> Any:
-        """All buffers, with others in place of some; `own` are parts of them."""
-        numbers, new = (
-            [*read.shared, *read.own, *read.rigid],
-            [*shared, *map(Part, own)],
-        )
-        return self.values.buffers | dict(zip(numbers, new, strict=False))
+    def is_own(self, j: int) -> bool:
+        """Whether a buffer holds a value of each of this device's micro-batches."""
+        return self.values.schedule.buffers[j].kind == "own"
+
+    def read(self, roots: Sequence[Any], level: Level) -> tuple[list[int], list[int]]:
+        """The buffers with cotangents that a level reads for `roots`, by number.
+
+        First those that all micro-batches share, of which parameters come first; then
+        those of single ones.
+        """
+        schedule, held = self.values.schedule, self.values.buffers
+        views = map(schedule.views.get, schedule.needed(roots, level, held=held)[1])
+        smooth = [
+            j
+            for j in {view.buffer for view in views if view}
+            if schedule.buffers[j].has_cotangent
+            and schedule.buffers[j].level < schedule.end
+        ]
+        smooth.sort(key=lambda j: (j not in self.names, j))
+        own = list(filter(self.is_own, smooth))
+        return [j for j in smooth if j not in own], own
 
     def so_far(self, j: int) -> jax.Array:
         """The sum of the cotangents of a buffer so far."""
         if j in self.cotangents:
             return self.cotangents[j]
-        start = start_of_sum(self.values.buffers[j])
+        # The number to which all of a sum is added is -0, which changes no bit.
+        start = -wide(jnp.zeros_like(self.values.buffers[j]))
         return collectives.vary(start, self.values.axes)
-
-    def put(self, read: Read, totals: Arrays) -> None:
-        """New sums of gradients and cotangents."""
-        self.cotangents |= zip([*read.shared, *read.own], totals, strict=False)
 
     # -- Loops -------------------------------------------------------------------------
 
-    def run(self, task: Task) -> tuple[Loop, State]:
-        """A `Loop` that adds gradients, and writes the cotangents of what is kept."""
+    def run(
+        self,
+        level: Level,
+        roots: Sequence[Any],
+        wanted: Wanted = (),
+        cotangents: Cotangents | None = None,
+    ) -> tuple[Loop, State]:
+        """A `Loop` that adds gradients, and writes the cotangents of what is kept.
+
+        Args:
+          level: the buffers below it are known.
+          roots: the loss; or the operands that have `cotangents`.
+          wanted: what else to compute.
+          cotangents: those of the buffers of the operands; None on the way there.
+        """
         values = self.values
-        read = self.read(task.roots, task.level, [x for x, _ in task.wanted])
-        own, rigid, shared = map(self.held, (read.own, read.rigid, read.shared))
-        parts = [ct for j, ct in (task.cotangents or {}).items() if self.is_own(j)]
+        shared, own = self.read(roots, level)
+        parts = [ct for j, ct in (cotangents or {}).items() if self.is_own(j)]
+        every = [*roots, *(x for x, _ in wanted)]
 
-        def micro_batch(diff: Arrays, x: Any) -> Any:
-            own, xs, rigid, parts = x
-            known = self.known(read, diff, [*own, *rigid])
-            return self.micro_batch(task, known, xs, parts)
+        def micro_batch(diff: Arrays, x: Any) -> Arrays:
+            its, xs, parts = x
+            given = [*diff, *map(Part, its)]
+            known: Any = dict(zip([*shared, *own], given, strict=True))
+            known = values.buffers | known
+            out = values.evaluate(every, level, xs, known, acts=cotangents is None)
+            if cotangents is None:
+                return out
+            return [self.paired(out, cotangents, parts, xs[-1])]
 
-        groups = own, values.xs, rigid, parts
+        params, groups = self.held(shared), (self.held(own), values.xs, parts)
         first = jax.tree.map(lambda x: x[0], groups)
-        closed: Any = jax.make_jaxpr(micro_batch)(shared, first)
-        batch = jax.tree.leaves(groups)
-        of_loop = self.step_of(task, closed.jaxpr, len(shared))
-        totals = list(map(self.so_far, read.shared))
+        closed: Any = jax.make_jaxpr(micro_batch)(params, first)
         # It is not empty, and its totals are added to.
-        weight = jnp.zeros_like(self.start.weight)
-        acc = Accumulator(totals, weight, jnp.ones([], jnp.int32))
-        operands = Operands(closed.consts, shared, batch, [], [], acc)
-        ways = self.ways(of_loop, operands, read)
-        stacks, moved = self.stacks(read, parts)
-        for j, x in zip(read.own, own, strict=True):
+        weight, count = jnp.zeros_like(self.start.weight), jnp.ones([], jnp.int32)
+        acc = Accumulator(list(map(self.so_far, shared)), weight, count)
+        batch = jax.tree.leaves(groups)
+        operands = Operands(closed.consts, params, batch, [], [], acc)
+        step = step_of(self.step, closed.jaxpr, len(shared), wanted)
+        return self.added(step, operands, [*shared, *own], parts)
+
+    def added(
+        self, step: Step, operands: Operands, read: list[int], parts: Arrays
+    ) -> tuple[Loop, State]:
+        """Adds to the cotangents of what a loop reads, and writes those of its own.
+
+        Those that begin are written over `parts`, the last of the batch.
+        """
+        values, batch, totals = self.values, list(operands.batch), operands.acc.total
+        shared, own = read[: len(totals)], read[len(totals) :]
+        ways = self.ways(step, operands, shared)
+        stacks, moved = self.stacks(own, parts)
+        for j, x in zip(own, batch, strict=False):
             begins = j not in self.cotangents
             ways.append(additions.placed(x, begins))
-        first_part, first_stack = len(batch) - len(parts), len(totals)
+        first = len(batch) - len(parts)
         for i in moved:
-            batch[first_part + i] = values.xs[-1]  # it is read where it is written over
-        moves = tuple((first_part + i, first_stack + n) for i, n in moved.items())
-        acc = acc._replace(total=[*totals, *stacks])
-        operands = operands._replace(batch=batch, acc=acc)
+            batch[first + i] = values.xs[-1]  # it is read where it is written over
         loop = Loop(
-            of_loop,
+            step,
             self.where,
             len(values.xs[-1]),
             ways,
-            rounds_once=of_loop.low_precision,
+            rounds_once=step.low_precision,
             rows=len(own),
             index=len(own) + len(values.xs) - 1,
-            moved=moves,
+            moved=tuple((first + i, len(totals) + n) for i, n in moved.items()),
         )
-        state = self.applied(loop, operands, task.cotangents is None)
-        self.put(read, state.acc.total)
+        acc = operands.acc._replace(total=[*totals, *stacks])
+        # Those that are alike are traced once.
+        key = ir.form(step.jaxpr), tuple(ways), loop.moved, tuple(step.ways)
+        given = operands._replace(batch=batch, acc=acc)
+        state = values.run(key, loop.__call__, given)
+        values.came(state.acc.total)
+        self.cotangents |= zip(read, state.acc.total, strict=True)
         values.rooms += [x for i, x in enumerate(parts) if i not in moved]
         return loop, state
 
-    def applied(self, loop: Loop, operands: Operands, *more: Any) -> State:
-        """What a loop does; those that are alike are traced once."""
-        its, values = loop.step, self.values
-        does = tuple(loop.additions), loop.moved, tuple(its.ways)
-        key = ir.form(its.jaxpr), *does, *more
-        state = values.run(key, loop.__call__, operands)
-        values.came(state.acc.total)
-        return state
-
-    def ways(self, of_loop: Step, operands: Operands, read: Read) -> list[Any]:
+    def ways(self, of_loop: Step, operands: Operands, shared: list[int]) -> list[Any]:
         """How gradients of what all micro-batches share are added."""
         off = "" if self.step.optimize else "optimize=False"
         whys = in_place.reasons(off, of_loop, operands, {})
-        names = [self.names[j] for j in read.shared if j in self.names]
+        names = [self.names[j] for j in shared if j in self.names]
         in_place.report(names, whys[: len(names)])
         return additions.choose(of_loop, operands.acc.total, whys, {})
 
-    def stacks(self, read: Read, parts: Arrays) -> tuple[Arrays, dict[int, int]]:
+    def stacks(self, own: list[int], parts: Arrays) -> tuple[Arrays, dict[int, int]]:
         """The arrays for the cotangents of what single micro-batches keep.
 
         Those that begin are written over `parts`, which are read in the same loop, as
@@ -275,7 +254,7 @@ class Backward:
         """
         stacks: Arrays = []
         moved: dict[int, int] = {}
-        for n, j in enumerate(read.own):
+        for n, j in enumerate(own):
             if j in self.cotangents:
                 stacks.append(self.cotangents[j])
                 continue
@@ -290,41 +269,21 @@ class Backward:
                 stacks.append(parts[same])
         return stacks, moved
 
-    def is_own(self, j: int) -> bool:
-        """Whether a buffer holds a value of each of this device's micro-batches."""
-        return self.values.schedule.buffers[j].kind == "own"
-
-    def micro_batch(self, task: Task, known: Any, x: Arrays, own: Arrays) -> Any:
-        """The loss, or what stands for it, and what else is wanted.
+    def paired(
+        self, xs: Arrays, cotangents: Cotangents, own: Arrays, index: jax.Array
+    ) -> jax.Array:
+        """What stands for the loss of a micro-batch: Σ <cotangent, operand>.
 
         `own` are the parts of those cotangents that it alone has.
         """
-        values = self.values
-        wanted, acts = [x for x, _ in task.wanted], task.cotangents is None
-        out = values.evaluate([*task.roots, *wanted], task.level, x, known, acts)
-        loss, rest = out[: len(task.roots)], out[len(task.roots) :]
-        if task.cotangents is not None:
-            mine = iter(own)
-            parts = [
-                next(mine) if self.is_own(j) else self.part(j, ct, x[-1])
-                for j, ct in task.cotangents.items()
-            ]
-            loss = [sum(map(_paired, parts, loss), jnp.zeros([], float))]
-        return *(loss or [jnp.zeros([], float)]), *rest
-
-    def part(self, j: int, cotangent: jax.Array, index: jax.Array) -> jax.Array:
-        """A micro-batch's part of the cotangent of what all of them share."""
-        folded = self.values.schedule.buffers[j].kind in FOLDS
-        return cotangent if folded else own_part(cotangent, index)
-
-    def step_of(self, task: Task, jaxpr: Any, leaves: int) -> Step:
-        """What the loop does to a micro-batch."""
-        return self.step._replace(
-            jaxpr=ir.without_values(jaxpr),
-            results=[x.aval for x in jaxpr.outvars],
-            ways=["sum", *(way for _, way in task.wanted)],
-            arrivals=[arrival(jaxpr, x) for x in jaxpr.invars[:leaves]],
-        )
+        mine, buffers = iter(own), self.values.schedule.buffers
+        parts = [
+            next(mine)
+            if self.is_own(j)
+            else (ct if buffers[j].kind in FOLDS else own_part(ct, index))
+            for j, ct in cotangents.items()
+        ]
+        return sum(map(_paired, parts, xs), jnp.zeros([], float))
 
     def finished(self, loop: Loop, state: State) -> tuple[Arrays, Flat]:
         """The results of a loop on all devices, the loss first, and the accumulator."""
@@ -334,6 +293,16 @@ class Backward:
             with jax.named_scope("merge"):
                 state = all_reduced(loop, state, self.where)
         return loop.results(state), state.acc
+
+
+def step_of(step: Step, jaxpr: core.Jaxpr, leaves: int, wanted: Wanted) -> Step:
+    """What a loop does whose program has so many leaves, and results after the loss."""
+    return step._replace(
+        jaxpr=ir.without_values(jaxpr),
+        results=[x.aval for x in jaxpr.outvars],
+        ways=["sum", *(way for _, way in wanted)],
+        arrivals=[arrival(jaxpr, x) for x in jaxpr.invars[:leaves]],
+    )
 
 
 def _has_rule(equations: Sequence[core.JaxprEqn]) -> bool:

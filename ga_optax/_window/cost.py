@@ -88,7 +88,7 @@ def residuals(
     read: dict[Any, int] = {}
     inside = 0
     for e in equations:
-        moving = [i for i, x in enumerate(e.invars) if _is_in(x, smooth)]
+        moving = [i for i, x in enumerate(e.invars) if ir.is_among(x, smooth)]
         if not moving:
             continue
         outs = [x for x in e.outvars if is_inexact(x.aval)]
@@ -98,8 +98,7 @@ def residuals(
         if kind == "checkpoint":
             read |= {x: nbytes(x) for x in ir.variables(e.invars)}
         elif programs:
-            times = ir.scan_of(e).length if kind == "scan" else 1
-            inside += times * max(_inside(e, program, moving) for program in programs)
+            inside += ir.times(e) * max(_inside(e, p, smooth) for p in programs)
         elif name in known.OF_TWO:
             pair = e.invars
             others = [pair[1 - i] for i in moving] + [pair[1]] * (name == "div")
@@ -109,19 +108,15 @@ def residuals(
     return inside + sum(n for x, n in read.items() if x not in given)
 
 
-def _inside(e: core.JaxprEqn, program: core.Jaxpr, moving: Sequence[int]) -> int:
+def _inside(e: core.JaxprEqn, program: core.Jaxpr, outside: set[Any]) -> int:
     """What a program inside an equation keeps, of which some operands move."""
-    first = len(e.invars) - len(program.invars)
-    smooth = [program.invars[i - first] for i in moving if i >= first]
+    pairs = zip(program.invars, ir.operands(e, program), strict=False)
+    smooth = [x for x, operand in pairs if ir.is_among(operand, outside)]
     given = [*program.constvars, *program.invars]
     if ir.kind(e) == "scan":  # Of its carry each iteration has one of its own.
         consts, _, slices = ir.scan_of(e).split(program.invars)
         given = [*program.constvars, *consts, *slices]
     return residuals(program.eqns, smooth, given)
-
-
-def _is_in(x: Any, some: set[Any]) -> bool:
-    return ir.is_variable(x) and x in some
 
 
 def _communicates(equation: core.JaxprEqn) -> bool:

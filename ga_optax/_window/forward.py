@@ -1,6 +1,6 @@
 """Forward: the buffers of a level, in one pass over the micro-batches."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from ga_optax._devices.collectives import vary, zeros
 from ga_optax._partition import is_inexact
 from ga_optax._passes import ir
-from ga_optax._window.schedule import Level, Phase
+from ga_optax._window.schedule import Level
 from ga_optax._window.values import (
     Arrays,
     Buffers,
@@ -22,9 +22,8 @@ from ga_optax._window.values import (
 def fill(values: Values, level: int) -> None:
     """Fills the buffers of a level, and drops what no later one reads."""
     schedule = values.schedule
-    members = schedule.at(level)
-    if members:
-        _add(values, _filled(values, members, level))
+    if members := schedule.at(Level(level)):
+        _add(values, _filled(values, members, level), _ACROSS)
     values.drop(schedule.dropped.get(level, ()))
 
 
@@ -84,30 +83,26 @@ def _filled(values: Values, members: Sequence[int], level: int) -> Buffers:
 
 def fill_last(values: Values, results: Arrays) -> None:
     """Fills the buffers of the loss's level, of what its loop put together."""
-    schedule = values.schedule
-    for j, x in zip(schedule.at(schedule.end), results, strict=True):
-        buffer = schedule.buffers[j]
-        if values.axes and buffer.kind == "stack":
-            [x] = _gather([x], values.axes)
-        values.buffers[j] = vary(x.astype(buffer.operand.aval.dtype), values.axes)
+    members = values.schedule.at(Level(values.schedule.end))
+    _add(values, dict(zip(members, results, strict=True)), ["stack"])
 
 
 def fill_once(values: Values, level: int) -> None:
     """Computes what follows from the buffers up to a level, and from no rows."""
-    due = Level(level, Phase.ONCE)
-    if members := values.schedule.at(*due):
+    due = Level(level, once=True)
+    if members := values.schedule.at(due):
         with jax.named_scope("forward"):
-            new = values.evaluate(values.schedule.operands(*due), due)
+            new = values.evaluate(values.schedule.operands(due), due)
         values.buffers |= zip(members, new, strict=True)
 
 
-def _add(values: Values, new: Buffers) -> None:
-    """Adds the buffers of a level, of all devices, in the dtypes of values."""
+def _add(values: Values, new: Buffers, kinds: Iterable[str]) -> None:
+    """Adds the buffers of a level, those of some kinds of all devices."""
     axes, buffers = values.axes, values.schedule.buffers
-    if axes:
-        for kind, across in _ACROSS.items():
-            group = [j for j in new if buffers[j].kind == kind]
-            new |= zip(group, across([new[j] for j in group], axes), strict=True)
+    for kind in kinds if axes else ():
+        group = [j for j in new if buffers[j].kind == kind]
+        whole = _ACROSS[kind]([new[j] for j in group], axes)
+        new |= zip(group, whole, strict=True)
     for j, x in new.items():
         dtype: Any = buffers[j].operand.aval.dtype
         x = x if x.dtype == dtype else x.astype(dtype)

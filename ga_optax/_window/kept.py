@@ -12,6 +12,7 @@ in a residual network the sum so far is kept, and not each of its terms, of whic
 later level would have to add it up. `room` says which of them stay, and for how long.
 """
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 from jax.extend import core
 
 from ga_optax._passes import ir
-from ga_optax._passes.ir import is_variable, variables
+from ga_optax._passes.ir import variables
 from ga_optax._window import cost, cut
 from ga_optax._window.counts import Counter
 from ga_optax._window.read import is_mark
@@ -49,34 +50,25 @@ def keep(counter: Counter, ends: Iterable[int]) -> None:
 
 def _borders(counter: Counter, ends: Iterable[int]) -> Iterator[tuple[int, list[Any]]]:
     """The values of micro-batches up to each level that something after it reads."""
-    facts, last = counter.schedule.facts, _last_readers(counter)
-    made: dict[int, list[Any]] = {}
-    for x in last:
-        made.setdefault(facts[x].level, []).append(x)
-    now, level = [], -1
+    schedule, made = counter.schedule, {}
+    for e in filter(schedule.is_own, schedule.jaxpr.eqns):
+        made.setdefault(schedule.level_of(e), []).extend(e.outvars)
+    last = {x: _last_reader(counter, x) for its in made.values() for x in its}
+    now, first = [], 0
     for end in ends:
-        while level < end:
-            level += 1
-            now += made.get(level, [])
-        now = [x for x in now if last[x] > end]
+        new = (made.get(level, ()) for level in range(first, end + 1))
+        now = [x for x in itertools.chain(now, *new) if last[x] > end]
+        first = end + 1
         yield end, now
 
 
-def _last_readers(counter: Counter) -> dict[Any, int]:
-    """The level of the last that reads each value that differs by micro-batch."""
-    schedule, last = counter.schedule, {}
-
-    def read(atoms: Iterable[Any], level: int) -> None:
-        for x in variables(atoms):
-            if schedule.facts[x].own and x not in schedule.given:
-                last[x] = max(last.get(x, level), level)
-
-    for e in schedule.jaxpr.eqns:
-        if counter.levels(e):
-            read(e.invars, schedule.facts[e.outvars[0]].level)
-    for level in range(1, schedule.end + 1):
-        read(schedule.roots(level), level - 1)
-    return last
+def _last_reader(counter: Counter, variable: Any) -> int:
+    """The level of the last that reads it; less than any if nothing does."""
+    schedule = counter.schedule
+    readers = (e for e, _ in ir.uses(schedule.jaxpr, variable))
+    levels = [schedule.level_of(e) for e in readers if counter.levels(e)]
+    # What a level is to compute may be of the one before.
+    return max([counter.there.roots.get(variable, 0).bit_length() - 2, *levels])
 
 
 def _smallest(counter: Counter, end: int, border: Sequence[Any]) -> list[Any]:
@@ -86,14 +78,11 @@ def _smallest(counter: Counter, end: int, border: Sequence[Any]) -> list[Any]:
     depth: dict[Any, int] = {}
     sources, costly = [], set()
     for e in after:
-        steps = 1 + max(
-            (depth.get(x, 0) for x in e.invars if is_variable(x)), default=0
-        )
+        steps = 1 + max((depth.get(x, 0) for x in variables(e.invars)), default=0)
         depth.update(dict.fromkeys(e.outvars, steps))
-        its: Any = counter.passes(e)
-        ran = bool(its.levels & up_to)
+        ran = bool(counter.levels(e) & up_to)
         dear = not cost.is_cheap(e) or steps % _LONGEST == 0
-        if ran and dear and (its.forward > _FORWARD or its.backward > _BACKWARD):
+        if ran and dear and counter.is_often(e, _FORWARD, _BACKWARD):
             sources += e.outvars
         # To keep what comes of it would run it where nothing else does.
         if (dear and not ran) or not costly.isdisjoint(variables(e.invars)):
@@ -107,7 +96,7 @@ def _smallest(counter: Counter, end: int, border: Sequence[Any]) -> list[Any]:
     if not sources:
         return []
     sources += held
-    found = cut.smallest(cut.readers(after, sources), sources, set(border), size)
+    found = cut.smallest(after, sources, set(border), size)
     return [x for x in found if x not in held]
 
 
@@ -115,21 +104,14 @@ def _behind(
     counter: Counter, border: Sequence[Any], end: int
 ) -> tuple[list[core.JaxprEqn], list[Any]]:
     """What runs after a level to compute its border, and what it reads that is kept."""
-    schedule, found = counter.schedule, {}
-    held: dict[Any, None] = {}
-    due = list(border)
-    while due:
-        x = due.pop()
-        if x in schedule.views:
-            if schedule.buffers[schedule.views[x].buffer].kind == "own":
-                held[x] = None
-            continue
-        e = ir.made_by(schedule.jaxpr, x)
-        place = None if e is None else ir.place_of(schedule.jaxpr, e)
-        if e is None or place in found:
-            continue
-        its = counter.passes(e)
-        if its is not None and its.levels >> end + 2:
-            found[place] = e
-            due += variables(e.invars)
-    return [found[place] for place in sorted(found)], list(held)
+    schedule = counter.schedule
+    jaxpr, views, buffers = schedule.jaxpr, schedule.views, schedule.buffers
+
+    def is_known(x: Any) -> bool:
+        e = ir.made_by(jaxpr, x)
+        runs = e is not None and counter.levels(e) >> end + 2 and schedule.is_own(e)
+        return x in views or not runs
+
+    found, read = ir.needed(jaxpr, border, is_known)
+    kept = (x for x in read if x in views)
+    return found, [x for x in kept if buffers[views[x].buffer].kind == "own"]

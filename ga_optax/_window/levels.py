@@ -7,13 +7,10 @@ import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from jax.extend import core
-
 from ga_optax._passes import ir, places
 from ga_optax._passes.notes import listed, note
-from ga_optax._window import cost
-from ga_optax._window.counts import Passes, counted
 from ga_optax._window.forward import FOLDS
+from ga_optax._window.passes import Passes, counted, most
 from ga_optax._window.room import largest_step
 from ga_optax._window.rules import is_collective
 from ga_optax._window.schedule import Schedule
@@ -115,13 +112,14 @@ def report(schedule: Schedule, room_is_ours: bool = False) -> Levels:
     nobody asked for; of a small window nothing is said.
     """
     runs = counted(schedule)
-    its, peak = tuple(_stored(schedule, runs)), _peak(schedule)
-    new = Levels(schedule.end - 1, *_most(runs, schedule), its, peak, schedule.peak)
+    passes, its = most(runs.values())[1:], tuple(_stored(schedule, runs))
+    new = Levels(schedule.end - 1, *passes, its, _peak(schedule), schedule.peak)
     if (full := schedule.full) is not None:
-        new = new._replace(room=(full.peak, *_most(counted(full), full)))
+        new = new._replace(room=(full.peak, *most(counted(full).values())[1:]))
+    often = new.forward > _FORWARD or new.backward > _BACKWARD
     if (found := _reports.get(None)) is not None:
         found.append(new)
-    elif room_is_ours and _is_dear(new):
+    elif room_is_ours and often and new.peak >= FEW_BYTES:
         _warn(new)
     note(str(new))
     return new
@@ -138,18 +136,10 @@ def _stored(schedule: Schedule, runs: dict[int, Passes]) -> Iterator[Stored]:
         operand, kind = buffer.operand, buffer.kind
         if buffer.level == schedule.end and kind in FOLDS:
             continue  # no level reads it: it is a result, as the loss is
-        nbytes = schedule.nbytes(buffer, cost.nbytes)
         name, x = ("kept", operand) if kind == "own" else (kind, read.get(i, operand))
         line, shape = _line(schedule, x), tuple(x.aval.shape)
-        is_number = isinstance(operand, core.Literal)
-        most = (0, 0) if is_number else leading.get(operand, (0, 0))
-        yield Stored(i, line, name, operand.aval, nbytes, shape, *most)
-
-
-def _is_dear(report: Levels) -> bool:
-    """Whether it runs more often than it should, and is not small."""
-    often = report.forward > _FORWARD or report.backward > _BACKWARD
-    return often and report.peak >= FEW_BYTES
+        own = leading.get(operand, Passes()) if ir.is_variable(operand) else Passes()
+        yield Stored(i, line, name, operand.aval, buffer.nbytes, shape, *own[1:])
 
 
 def is_recorded() -> bool:
@@ -176,38 +166,18 @@ def _warn(report: Levels) -> None:
 
 def _peak(schedule: Schedule) -> int:
     """About how many bytes a device needs at a time."""
-    carried = sum(
-        schedule.nbytes(b, cost.nbytes)
-        + b.has_cotangent * schedule.nbytes(b, cost.nbytes_of_sum)
-        for b in schedule.buffers
-        if b.kind != "own"
-    )
-    return schedule.peak + carried + largest_step(schedule)
+    carried = (b.nbytes + b.of_cotangent for b in schedule.buffers if b.kind != "own")
+    return schedule.peak + sum(carried) + largest_step(schedule)
 
 
-def _leading(schedule: Schedule, runs: dict[int, Passes]) -> dict[Any, tuple[int, int]]:
-    """How often what each value is computed of runs; `_most`, of all values at once."""
-    every: dict[Any, tuple[int, int]] = {}
-    dear: dict[Any, tuple[int, int]] = {}
+def _leading(schedule: Schedule, runs: dict[int, Passes]) -> dict[Any, Passes]:
+    """How often what each value is computed of runs, at most."""
+    found: dict[Any, Passes] = {}
     for e in schedule.jaxpr.eqns:
-        its = [runs[id(e)][:2]] if id(e) in runs else []
-        for found, own in ((every, its), (dear, [] if cost.is_cheap(e) else its)):
-            before = [found[x] for x in ir.variables(e.invars) if x in found]
-            if pairs := [*before, *own]:
-                forward, backward = map(max, zip(*pairs, strict=True))
-                found.update(dict.fromkeys(e.outvars, (forward, backward)))
-    return every | dear
-
-
-def _most(runs: dict[int, Passes], schedule: Schedule) -> tuple[int, int]:
-    """How often equations run forward and backward, at most: those that cost something.
-
-    If none of them does, those that do not.
-    """
-    found = [e for e in schedule.jaxpr.eqns if id(e) in runs]
-    some = [e for e in found if not cost.is_cheap(e)] or found
-    forward = max((runs[id(e)].forward for e in some), default=0)
-    return forward, max((runs[id(e)].backward for e in some), default=0)
+        its = [found[x] for x in ir.variables(e.invars) if x in found]
+        if its := [*its, *([runs[id(e)]] if id(e) in runs else [])]:
+            found.update(dict.fromkeys(e.outvars, most(its)))
+    return found
 
 
 def _line(schedule: Schedule, x: Any) -> str:

@@ -31,39 +31,30 @@ class Opening(NamedTuple):
 
     Attributes:
       axis: the name of the axis.
+      size: its size.
       loops: for the body of a scan, the levels there of the arguments of the loops
         inside, by their ids; else None. Each equation of a checkpoint then has one of
         its own, for what is in one checkpoint may be of several stages.
     """
 
     axis: str
+    size: int
     loops: dict[int, list[int]] | None = None
 
 
-def flat(
-    jaxpr: core.Jaxpr,
-    args: Sequence[Any],
-    axis: str,
-    size: int,
-    loops: dict[int, list[int]] | None = None,
-) -> tuple[core.Jaxpr, Sequence[Any]]:
-    """The same program in one list of equations, and the values of its constants.
+def flat(jaxpr: core.Jaxpr, args: Sequence[Any], opening: Opening) -> ir.Program:
+    """The same program in one list of equations.
 
-    Args:
-      jaxpr: the program.
-      args: values for its constants and its arguments, or their types.
-      axis: the name of the axis.
-      size: its size.
-      loops: see `Opening`.
+    `args` are values for its constants and its arguments, or their types.
     """
     count = len(jaxpr.constvars)
-    opening = Opening(axis, loops)
 
     def run(*args: Any) -> list[Any]:
         return _opened(ir.Program(jaxpr, args[:count]), args[count:], opening)
 
-    closed: Any = jax.make_jaxpr(run, axis_env=[(axis, size)])(*args)
-    return closed.jaxpr, closed.consts
+    axes = [(opening.axis, opening.size)]
+    closed: Any = jax.make_jaxpr(run, axis_env=axes)(*args)
+    return ir.Program(closed.jaxpr, closed.consts)
 
 
 def _opened(
@@ -96,24 +87,23 @@ def _open(
     if is_collective(equation, axis) or is_mark(equation, axis):
         return None
     if kind == "checkpoint":
-        if opening.loops is None:
-            return _checkpointed(equation, values, axis)
-        return _singly(equation, values, opening)
+        apart = _checkpointed if opening.loops is None else _singly
+        return apart(equation, values, opening)
     if kind == "scan":
         return _staged(equation, values, opening)
     raise NotImplementedError(_not_done(equation, axis))
 
 
-def _checkpointed(equation: core.JaxprEqn, values: list[Any], axis: str) -> list[Any]:
+def _checkpointed(
+    equation: core.JaxprEqn, values: list[Any], opening: Opening
+) -> list[Any]:
     """A `jax.checkpoint` of each piece between its collectives."""
     [(inside, inner_consts)] = ir.inner(equation)
     values = [*inner_consts, *values]
-    size = jax.lax.psum(1, axis)
-    program, consts = flat(inside, values, axis, size)
+    program, consts = flat(inside, values, opening)
     given = [*program.constvars, *program.invars]
     env = dict(zip(given, [*consts, *values], strict=True))
-    smooth = ir.following(program, given, ("stop_gradient",))
-    alone = functools.partial(mentions, axis=axis)
+    alone = functools.partial(mentions, axis=opening.axis)
     pairs = itertools.groupby(stages.apart(program.eqns, alone), alone)
     pieces = [(meets, list(group)) for meets, group in pairs]
     for meets, piece in pieces:
@@ -122,27 +112,20 @@ def _checkpointed(equation: core.JaxprEqn, values: list[Any], axis: str) -> list
         made = [v for e in piece for v in e.outvars if v in outside]
         read = [x for e in piece for x in variables(e.invars) if x in env]
         run = functools.partial(bind, program, piece, read, made)
-        operands = [env[x] for x in read]
         if not meets:
             run = ir.checkpointed(equation, run)
-        else:  # A stop_gradient inside a checkpoint is not seen from outside.
-            operands = [
-                x if var in smooth else jax.lax.stop_gradient(x)
-                for var, x in zip(read, operands, strict=True)
-            ]
-        env.update(zip(made, run(operands), strict=True))
+        env.update(zip(made, run([env[x] for x in read]), strict=True))
     return [stages.value(x, env) for x in program.outvars]
 
 
 def _singly(equation: core.JaxprEqn, values: list[Any], opening: Opening) -> list[Any]:
     """A `jax.checkpoint` of each equation, which the stages of a scan put together."""
     [(inside, inner_consts)] = ir.inner(equation)
-    values, (axis, loops) = [*inner_consts, *values], opening
-    size = jax.lax.psum(1, axis)
-    program = ir.Program(*flat(inside, values, axis, size, loops))
+    values = [*inner_consts, *values]
+    program = flat(inside, values, opening)
 
     def rule(e: core.JaxprEqn, values: list[Any]) -> list[Any] | None:
-        if mentions(e, axis):
+        if mentions(e, opening.axis):
             return None
         one = stages.single(equation, program.jaxpr, e)
         return bind(program.jaxpr, [one], e.invars, one.outvars, values)
@@ -162,15 +145,13 @@ def _staged(equation: core.JaxprEqn, values: list[Any], opening: Opening) -> lis
         return any(is_collective(x, axis) for x in ir.within(e))
 
     loops = feedback.inside(how, meets) if opening.loops is None else opening.loops
-    (body, consts), size = how.body, jax.lax.psum(1, axis)
+    body, consts = how.body
     types = [*map(jax.typeof, consts), *(x.aval for x in body.invars)]
-    program = ir.Program(*flat(body, types, axis, size, loops))
+    program = flat(body, types, opening._replace(loops=loops))
     how = how._replace(body=program, num_consts=len(consts) + how.num_consts)
     start = loops.get(id(equation), [0] * len(body.invars))
     marks = functools.partial(is_mark, name=axis)
     by_stage = stages.Stages(how, meets, marks, [*[0] * len(consts), *start])
-    if by_stage.unrolled and how.length > LONGEST:
-        raise NotImplementedError(_not_done(equation, axis))
     return by_stage([*consts, *values])
 
 

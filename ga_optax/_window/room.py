@@ -14,7 +14,7 @@ As `jax.checkpoint` over layers: about √L borders stay, and about √L are fil
 import bisect
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -91,20 +91,14 @@ def _lives(schedule: Schedule) -> Iterator[Life]:
         for x in schedule.needed(schedule.roots(level), Level(level))[1]:
             if x in schedule.views:
                 last[schedule.views[x].buffer] = level
-    for i, buffer in enumerate(schedule.buffers):
-        if buffer.kind == "own":
-            x, made = buffer.operand, buffer.level
+    for i, b in enumerate(schedule.buffers):
+        if b.kind == "own":
+            x, made = b.operand, b.level
             by: Any = ir.made_by(schedule.jaxpr, x)
-            yield Life(
-                number=i,
-                nbytes=schedule.nbytes(buffer, cost.nbytes),
-                of_cotangent=buffer.has_cotangent
-                * schedule.nbytes(buffer, cost.nbytes_of_sum),
-                made=made,
-                last=schedule.end if is_mark(by, schedule.axis) else last.get(i, made),
-                times=_times(by, x),
-                follows=_follows(schedule, i),
-            )
+            marked = is_mark(by, schedule.axis)
+            until = schedule.end if marked else last.get(i, made)
+            more = until, _times(by, x), _follows(schedule, i)
+            yield Life(i, b.nbytes, b.of_cotangent, made, *more)
 
 
 def _follows(schedule: Schedule, number: int) -> bool:
@@ -112,14 +106,13 @@ def _follows(schedule: Schedule, number: int) -> bool:
     x, level = schedule.buffers[number].operand, schedule.buffers[number].level
     others = set(range(len(schedule.buffers))) - {number}
     found, read = schedule.needed([x], Level(level + 1), held=others)
-    rows = [y for y in read if schedule.facts[y].own and y in schedule.views]
-    kept_too = [schedule.buffers[schedule.views[y].buffer] for y in rows]
-    own = [e for e in found if any(schedule.facts[y].own for y in e.outvars)]
+    rows = [y for y in read if schedule.facts[y].own]
+    views = [schedule.views[y] for y in rows if y in schedule.views]
+    kept_too = [schedule.buffers[view.buffer] for view in views]
     return (
         bool(rows)
-        and all(b.kind == "own" and b.level == level for b in kept_too)
-        and not any(schedule.facts[y].own for y in read if y in schedule.given)
-        and all(schedule.facts[e.outvars[0]].level == level - 1 for e in own)
+        and [b.level for b in kept_too if b.kind == "own"] == [level] * len(rows)
+        and all(schedule.level_of(e) == level - 1 for e in found if schedule.is_own(e))
     )
 
 
@@ -135,46 +128,41 @@ def _dropping(
     schedule: Schedule, lives: Sequence[Life], stays: tuple[int, ...]
 ) -> Schedule:
     """The schedule that drops what does not stay after the last level that reads it."""
-    always = staying(lives, stays)
     dropped: dict[int, list[int]] = {}
-    if len(always) == len(lives):
-        return schedule
-    for x in lives:
-        if x.number not in always:
+    again: dict[int, list[int]] = {}
+    for x in sorted(lives, key=lambda x: x.last):
+        if (at := _again(x, stays)) is not None:
             dropped.setdefault(x.last, []).append(x.number)
-    taken = peak(lives, stays, schedule.end)
-    return dataclasses.replace(
-        schedule, stays=stays, dropped=dropped, peak=taken, full=schedule
-    )
+            again.setdefault(at, []).append(x.number)
+    if not dropped:
+        return schedule
+    new = dataclasses.replace(schedule, dropped=dropped, again=again, full=schedule)
+    new.peak = peak(lives, stays, schedule.end)
+    return new
 
 
-def staying(lives: Iterable[Life], stays: Sequence[int]) -> set[int]:
-    """The buffers that are not filled again, if segments end after levels `stays`."""
-    whole = max(stays, default=0)  # after it nothing is dropped
-    return {x.number for x in lives if x.last > whole or _crosses(x, stays)}
+def _again(x: Life, stays: Sequence[int]) -> int | None:
+    """The end of the segment with which it is filled again; None if it stays.
 
-
-def _crosses(x: Life, stays: Sequence[int]) -> bool:
-    """Whether later segments read it, or are computed of it; `stays` are sorted."""
-    i = bisect.bisect_left(stays, x.made + x.follows)
-    return i < len(stays) and stays[i] < x.last
+    Segments end after levels `stays`, which are sorted. It stays if later segments read
+    it, or are computed of it; and after the last of them nothing is dropped.
+    """
+    first, last = (bisect.bisect_left(stays, n) for n in (x.made + x.follows, x.last))
+    return stays[last] if first >= last < len(stays) else None
 
 
 def peak(lives: Sequence[Life], stays: Sequence[int], end: int) -> int:
     """The bytes of what is kept and of its cotangents, at most at a time."""
     there, back = np.zeros(end + 2, int), np.zeros(end + 2, int)
-    always = staying(lives, stays)
 
     def during(at: np.ndarray, start: int, stop: int, nbytes: int) -> None:
         at[start] += nbytes
         at[stop + 1] -= nbytes
 
     for x in lives:
-        last = segment = end
-        if x.number not in always:
-            last, segment = x.last, stays[bisect.bisect_left(stays, x.last)]
-        during(there, x.made, last, x.nbytes)
-        during(back, x.made + 1, segment, x.nbytes)
+        again = _again(x, stays)
+        during(there, x.made, end if again is None else x.last, x.nbytes)
+        during(back, x.made + 1, end if again is None else again, x.nbytes)
         during(back, x.made + 1, x.last, x.of_cotangent)
     both = np.cumsum(back) + _consumed(lives, end)
     return int(max(np.cumsum(there).max(), both.max()))
@@ -195,7 +183,8 @@ def largest_step(schedule: Schedule) -> int:
     """About the bytes that a micro-batch's step takes at a level, at most."""
     steps = [0]
     for level in range(1, schedule.end + 1):
-        found, read = schedule.needed(schedule.smooth_roots(level), Level(level))
+        roots = schedule.roots(level, smooth=True)
+        found, read = schedule.needed(roots, Level(level))
         moving = [x for x in read if schedule.fact(x).smooth]
         grads = sum(cost.nbytes(x) for x in moving if x in schedule.given)
         steps.append(cost.residuals(found, moving, read) + grads)
@@ -213,15 +202,12 @@ def _segments(lives: Sequence[Life], end: int, most: int) -> tuple[int, ...]:
     total = sum(x.nbytes for x in lives)
     ways = {()} | {_cut_at(lives, total * n // _PARTS) for n in range(1, _PARTS)}
 
-    def again(stays: Sequence[int]) -> int:
-        always = staying(lives, stays)
-        return sum(x.nbytes for x in lives if x.number not in always)
+    def taken(stays: tuple[int, ...]) -> tuple[int, int, int]:
+        size = peak(lives, stays, end)
+        again = sum(x.nbytes for x in lives if _again(x, stays) is not None)
+        return (0 if size <= most else size), again, size
 
-    sizes = {stays: peak(lives, stays, end) for stays in ways}
-    fits = [stays for stays in ways if sizes[stays] <= most]
-    if fits:
-        return min(fits, key=lambda stays: (again(stays), sizes[stays]))
-    return min(ways, key=lambda stays: (sizes[stays], again(stays)))
+    return min(ways, key=taken)
 
 
 _PARTS = 40  # so many sizes of segments are tried
@@ -238,7 +224,7 @@ def _cut_at(lives: Sequence[Life], most: int) -> tuple[int, ...]:
     for level, group in itertools.groupby(left, lambda x: x.made):
         new = sum(x.nbytes for x in group)
         if inside and inside + new + below > most:
-            crossing = [x for x in left if _crosses(x, [before])]
+            crossing = [x for x in left if x.made + x.follows <= before < x.last]
             left = [x for x in left if x.last > before and x not in crossing]
             below += sum(x.nbytes for x in crossing)
             stays.append(before)
@@ -249,13 +235,12 @@ def _cut_at(lives: Sequence[Life], most: int) -> tuple[int, ...]:
 
 def _less(schedule: Schedule, most: int) -> Schedule:
     """The schedule that keeps something after some levels alone, as many as fit."""
-    works = list(itertools.accumulate(_works(schedule)))
     few, many, best = 0, schedule.end - 1, schedule
     while few < many:
         number = (few + many + 1) // 2
-        ends = _spread(works, number)
+        ends = {(i + 1) * (schedule.end - 1) // (number + 1) for i in range(number)}
         counter = Counter(schedule.copy())
-        kept.keep(counter, ends)
+        kept.keep(counter, sorted(ends))
         trial = counter.schedule
         lives = list(_lives(trial))
         trial.peak = peak(lives, (), trial.end)
@@ -264,20 +249,3 @@ def _less(schedule: Schedule, most: int) -> Schedule:
         else:
             many = number - 1
     return best
-
-
-def _works(schedule: Schedule) -> list[float]:
-    """The work of the equations of each level, but for the last."""
-    works = [0.0] * (schedule.end - 1)
-    for e in schedule.jaxpr.eqns:
-        level = max((schedule.facts[x].level for x in e.outvars), default=0)
-        if level < len(works):
-            works[level] += cost.work(e)
-    return works
-
-
-def _spread(works: Sequence[float], number: int) -> list[int]:
-    """So many levels, with about as much work before each."""
-    total = works[-1]
-    due = [total * (i + 1) / (number + 1) for i in range(number)]
-    return sorted({int(np.searchsorted(works, x)) for x in due})

@@ -1,6 +1,5 @@
 """Runs a window: forward level by level, the loss, and back."""
 
-from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -8,10 +7,8 @@ import jax
 from ga_optax._loop import run as loop
 from ga_optax._loop.run import Outcome
 from ga_optax._loop.step import Operands, Step, Where
-from ga_optax._passes import ir
-from ga_optax._passes.arrivals import arrival
 from ga_optax._window import after, cost, forward, plans, room
-from ga_optax._window.backward import Backward, Task
+from ga_optax._window.backward import Backward, Wanted, step_of
 from ga_optax._window.levels import report
 from ga_optax._window.schedule import Level, Schedule
 from ga_optax._window.shared import share
@@ -45,8 +42,16 @@ def run(
     if not goes_back:
         return _counted(loss.step, values, operands, where)._replace(report=done)
     back = Backward(loss.step, values, operands, where)
-    results, acc = _gradients(back)
+    last, wanted = Level(schedule.end), _wanted(loss.step, schedule)
+    outcome = back.run(last, schedule.jaxpr.outvars[:1], wanted)
+    for level in reversed(range(schedule.end)):
+        values.drop(j for j in schedule.at(Level(level)) if back.is_own(j))
+        forward.fill_again(values, level)
+        back.take_once(level)
+        back.take(level)
+    found, acc = back.finished(*outcome)
     acc = acc._replace(count=operands.acc.count + schedule.times["own"])
+    results = _put_together(values, found)
     return Outcome(results, [], acc, done, back.of_rows())
 
 
@@ -70,9 +75,8 @@ def _counted(step: Step, values: Values, operands: Operands, where: Where) -> Ou
 
     So it has all that a loop has of devices.
     """
-    schedule, wanted = values.schedule, _wanted(step, values)
-    pairs = [*wanted.values(), *_of_last(values)]
-    roots = [schedule.jaxpr.outvars[0], *(x for x, _ in pairs)]
+    schedule, wanted = values.schedule, _wanted(step, values.schedule)
+    roots = [schedule.jaxpr.outvars[0], *(x for x, _ in wanted)]
 
     def micro_batch(params: Any, x: Any) -> Any:
         known = values.buffers | dict(zip(values.params, params, strict=True))
@@ -80,58 +84,28 @@ def _counted(step: Step, values: Values, operands: Operands, where: Where) -> Ou
 
     first = [x[0] for x in operands.batch]
     closed: Any = jax.make_jaxpr(micro_batch)(operands.params, first)
-    jaxpr = closed.jaxpr
-    leaves = jaxpr.invars[: len(operands.params)]
-    step = step._replace(
-        jaxpr=ir.without_values(jaxpr),
-        results=[x.aval for x in jaxpr.outvars],
-        ways=["sum", *(way for _, way in pairs)],
-        arrivals=[arrival(jaxpr, x) if step.optimize else None for x in leaves],
-    )
+    step = step_of(step, closed.jaxpr, len(operands.params), wanted)
     operands = operands._replace(consts=closed.consts)
     out = loop.run(step, operands, where, begins=True, merges=True)
-    return out._replace(results=_put_together(values, wanted, out.results))
+    return out._replace(results=_put_together(values, out.results))
 
 
-def _wanted(step: Step, values: Values) -> dict[int, tuple[Any, str]]:
-    """The results but for the loss, and how those of micro-batches are put together.
+def _wanted(step: Step, schedule: Schedule) -> Wanted:
+    """What the loop of the loss computes beside it, and how that is put together.
 
-    By number, without those that come after the loops.
+    Results, without those that come after the loops; and what fills buffers.
     """
-    schedule = values.schedule
-    pairs = zip(schedule.jaxpr.outvars, step.ways, strict=True)
-    return {i: pair for i, pair in enumerate(pairs) if i and i not in schedule.after}
+    pairs = enumerate(zip(schedule.jaxpr.outvars, step.ways, strict=True))
+    results = [pair for i, pair in pairs if i and i not in schedule.after]
+    last = [schedule.buffers[j] for j in schedule.at(Level(schedule.end))]
+    return [*results, *((b.operand, b.kind) for b in last)]
 
 
-def _of_last(values: Values) -> list[tuple[Any, str]]:
-    """What the loop of the loss fills of buffers."""
-    schedule = values.schedule
-    members = [schedule.buffers[j] for j in schedule.at(schedule.end)]
-    return [(b.operand, b.kind) for b in members]
-
-
-def _put_together(
-    values: Values, wanted: Iterable[int], found: Sequence[jax.Array]
-) -> list[jax.Array]:
+def _put_together(values: Values, found: list[jax.Array]) -> list[jax.Array]:
     """All results, in order, from those of the loop of the loss; that is the first."""
-    loss, *rest = found
-    results = dict(zip(wanted, rest, strict=False)) | {0: loss}
-    forward.fill_last(values, rest[len(results) - 1 :])
-    after_it = sorted(values.schedule.after)
-    results |= zip(after_it, after.results(values), strict=True)
-    return [results[i] for i in sorted(results)]
-
-
-def _gradients(back: Backward) -> tuple[list[jax.Array], Any]:
-    """The results, and the accumulator: the loss's loop, and back."""
-    values, wanted = back.values, _wanted(back.step, back.values)
     schedule = values.schedule
-    every = [*wanted.values(), *_of_last(values)]
-    outcome = back.run(Task(Level(schedule.end), schedule.jaxpr.outvars[:1], every))
-    for level in reversed(range(schedule.end)):
-        values.drop(j for j in schedule.at(level) if back.is_own(j))
-        forward.fill_again(values, level)
-        back.take_once(level)
-        back.take(level)
-    results, acc = back.finished(*outcome)
-    return _put_together(values, wanted, results), acc
+    number = len(schedule.results)
+    forward.fill_last(values, found[number:])
+    own, late = iter(found[:number]), iter(after.results(values))
+    every = range(len(schedule.jaxpr.outvars))
+    return [next(late if i in schedule.after else own) for i in every]

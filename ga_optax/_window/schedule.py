@@ -1,17 +1,15 @@
 """The schedule of a window: what is computed at which level, and from what."""
 
 import dataclasses
-import enum
 import functools
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
-import numpy as np
 from jax.extend import core
 
 from ga_optax._passes import ir
 from ga_optax._passes.ir import variables
+from ga_optax._window import cost
 from ga_optax._window.rules import (
     RULES,
     Evaluate,
@@ -22,18 +20,16 @@ from ga_optax._window.rules import (
 )
 
 
-class Phase(enum.IntEnum):
-    """A level has two: a loop over the micro-batches, and what they share, once."""
-
-    ROWS = 0
-    ONCE = 1
-
-
 class Level(NamedTuple):
-    """When something is computed; what came before is known. They compare in order."""
+    """When something is computed; what came before is known. They compare in order.
+
+    Attributes:
+      number: its own.
+      once: whether it is what micro-batches share, computed once after their loop.
+    """
 
     number: int
-    phase: Phase = Phase.ROWS
+    once: bool = False
 
 
 class Fact(NamedTuple):
@@ -42,13 +38,11 @@ class Fact(NamedTuple):
     Attributes:
       level: how many collectives are on the longest way to it, after those that come
         before all parameters.
-      params: whether it depends on the parameters.
       smooth: whether the loss may be differentiated through it, with respect to them.
       own: whether it may differ between micro-batches.
     """
 
     level: int = 0
-    params: bool = False
     smooth: bool = False
     own: bool = False
 
@@ -63,18 +57,21 @@ class Buffer(NamedTuple):
       level: the number of the level at which it is filled; -1 for what is there from
         the start.
       has_cotangent: whether the loss differentiates through it.
+      nbytes: what a device stores of it.
+      of_cotangent: what its cotangent takes.
     """
 
     operand: Any
     kind: str
     level: int
     has_cotangent: bool
+    nbytes: int = 0
+    of_cotangent: int = 0
 
     @property
     def filled(self) -> Level:
         """When it is filled; what comes later may read it."""
-        phase = Phase.ONCE if self.kind == "once" else Phase.ROWS
-        return Level(self.level, phase)
+        return Level(self.level, self.kind == "once")
 
 
 class View(NamedTuple):
@@ -91,30 +88,34 @@ def _facts(jaxpr: core.Jaxpr, axis: str, start: dict[Any, Fact]) -> dict[Any, Fa
     """The facts of every variable, from those of the arguments."""
     facts = dict(start)
     for equation in jaxpr.eqns:
-        name = equation.primitive.name
-        given = [facts.get(x, Fact()) for x in variables(equation.invars)]
+        given = [facts[x] if ir.is_variable(x) else Fact() for x in equation.invars]
         fact = Fact(*map(max, zip(Fact(), *given, strict=True)))
         if is_collective(equation, axis):
             fact = fact._replace(level=fact.level + 1, own=False)
-        for out in equation.outvars:
-            dtype = getattr(out.aval, "dtype", np.dtype(bool))
-            rigid = name == "stop_gradient" or not jnp.issubdtype(dtype, jnp.inexact)
-            facts[out] = fact._replace(smooth=fact.smooth and not rigid)
+        smooth = _differentiable(equation, [x.smooth for x in given])
+        for out, its in zip(equation.outvars, smooth, strict=True):
+            facts[out] = fact._replace(smooth=its)
     return facts
 
 
-def _of_loss(
-    jaxpr: core.Jaxpr, facts: dict[Any, Fact], loss: Sequence[Any]
-) -> dict[Any, Fact]:
-    """The facts, of which what `loss` is not differentiated through is not smooth."""
-    reached = set(variables(loss))
-    for equation in reversed(jaxpr.eqns):
-        if any(out in reached and facts[out].smooth for out in equation.outvars):
-            reached.update(variables(equation.invars))
-    return {
-        x: fact if x in reached else fact._replace(smooth=False)
-        for x, fact in facts.items()
-    }
+def _differentiable(equation: core.JaxprEqn, moving: list[bool]) -> list[bool]:
+    """Which results may have a derivative, if these of the operands have one.
+
+    It looks inside of loops and checkpoints: what stops a gradient may stand there.
+    """
+    its = any(moving) and equation.primitive.name != "stop_gradient"
+    if not its or ir.kind(equation) not in ir.THROUGH:
+        return [its and ir.is_inexact(x) for x in equation.outvars]
+    if ir.kind(equation) == "scan":  # Of its carry it is not known.
+        consts, carry, slices = ir.scan_of(equation).split(moving)
+        moving = [*consts, *map(ir.is_inexact, equation.outvars[: len(carry)]), *slices]
+    [program] = ir.inner_programs(equation)
+    pairs = zip(program.invars, moving, strict=True)
+    smooth = {x for x, moves in pairs if moves}
+    for e in program.eqns:
+        found = _differentiable(e, [ir.is_among(x, smooth) for x in e.invars])
+        smooth.update(x for x, its in zip(e.outvars, found, strict=True) if its)
+    return [ir.is_among(x, smooth) for x in program.outvars]
 
 
 # -- The schedule ----------------------------------------------------------------------
@@ -138,9 +139,8 @@ class Schedule:
       buffers: what the window keeps.
       views: how variables are read from it.
       numbers: which buffers are filled at a level.
-      stays: the levels after which all that is kept stays until the way back; what is
-        kept between two of them is dropped, and filled again on the way back.
       dropped: the buffers that are dropped after a level on the way there.
+      again: those that are filled again before a level goes back.
       peak: the bytes of what is kept and of its cotangents, at most at a time.
       full: the same that drops nothing, and keeps all that would run again; None if
         this is that.
@@ -155,8 +155,8 @@ class Schedule:
     buffers: list[Buffer] = dataclasses.field(default_factory=list)
     views: dict[Any, View] = dataclasses.field(default_factory=dict)
     numbers: dict[Level, list[int]] = dataclasses.field(default_factory=dict)
-    stays: tuple[int, ...] = ()
     dropped: dict[int, list[int]] = dataclasses.field(default_factory=dict)
+    again: dict[int, list[int]] = dataclasses.field(default_factory=dict)
     peak: int = 0
     full: "Schedule | None" = None
 
@@ -182,24 +182,25 @@ class Schedule:
     def fact(self, atom: Any) -> Fact:
         return Fact() if isinstance(atom, core.Literal) else self.facts[atom]
 
-    def at(self, level: int, phase: Phase = Phase.ROWS) -> list[int]:
+    def level_of(self, equation: core.JaxprEqn) -> int:
+        """How many collectives are on the longest way to what it computes."""
+        return self.facts[equation.outvars[0]].level
+
+    def is_own(self, equation: core.JaxprEqn) -> bool:
+        """Whether what it computes may differ between micro-batches."""
+        return any(self.facts[x].own for x in equation.outvars)
+
+    def is_smooth(self, equation: core.JaxprEqn) -> bool:
+        """Whether the loss may be differentiated through it."""
+        return any(self.facts[x].smooth for x in equation.outvars)
+
+    def at(self, level: Level) -> list[int]:
         """The buffers that are filled at a level."""
-        return self.numbers.get(Level(level, phase), [])
+        return self.numbers.get(level, [])
 
-    @property
-    def again(self) -> dict[int, list[int]]:
-        """The buffers that are filled again before a level goes back."""
-        found: dict[int, list[int]] = {}
-        for last, members in sorted(self.dropped.items()):
-            at = min(at for at in self.stays if at >= last)
-            found.setdefault(at, []).extend(members)
-        return found
-
-    def operands(
-        self, level: int, phase: Phase = Phase.ROWS, *, smooth: bool = False
-    ) -> list[Any]:
+    def operands(self, level: Level, *, smooth: bool = False) -> list[Any]:
         """What fills those buffers; if `smooth`, that which has a cotangent."""
-        buffers = [self.buffers[i] for i in self.at(level, phase)]
+        buffers = [self.buffers[i] for i in self.at(level)]
         return [b.operand for b in buffers if b.has_cotangent or not smooth]
 
     def needed(
@@ -234,25 +235,21 @@ class Schedule:
 
         return ir.needed(self.jaxpr, wanted, known, runs if acts else None)
 
-    def roots(self, level: int) -> list[Any]:
-        """What a level computes: what fills its buffers, and the results of `fun`."""
-        return [*(self.results if level == self.end else ()), *self.operands(level)]
+    def roots(self, level: int, *, smooth: bool = False) -> list[Any]:
+        """What a level computes: what fills its buffers, and the results of `fun`.
 
-    def smooth_roots(self, level: int) -> list[Any]:
-        """Those of them that are differentiated."""
+        If `smooth`, what is differentiated of that: of results the loss alone.
+        """
         if level < self.end:
-            return self.operands(level, smooth=True)
-        return self.jaxpr.outvars[:1]
+            return self.operands(Level(level), smooth=smooth)
+        loss = self.jaxpr.outvars[:1]
+        return loss if smooth else [*self.results, *self.operands(Level(level))]
 
     @property
     def results(self) -> list[Any]:
         """The results of `fun` but for those that are evaluated after the loops."""
         every = enumerate(self.jaxpr.outvars)
         return [x for i, x in every if i not in self.after]
-
-    def nbytes(self, buffer: Buffer, of_one: Callable[[Any], int]) -> int:
-        """The bytes that it takes, of which `of_one` is those of one value."""
-        return self.times.get(buffer.kind, 1) * of_one(buffer.operand)
 
     def computed_at(self, variable: Any) -> int:
         """The levels that cannot read it from a buffer, as bits."""
@@ -263,7 +260,10 @@ class Schedule:
 
     def buffer(self, operand: Any, kind: str, level: int) -> int:
         """The buffer of a value, a new one if there is none."""
-        new = Buffer(operand, kind, level, self.fact(operand).smooth)
+        smooth, times = self.fact(operand).smooth, self.times.get(kind, 1)
+        of_cotangent = smooth and times * cost.nbytes_of_sum(operand)
+        nbytes = times * cost.nbytes(operand)
+        new = Buffer(operand, kind, level, smooth, nbytes, of_cotangent)
         its = self.numbers.setdefault(new.filled, [])
         for i in its:
             old = self.buffers[i]
@@ -293,18 +293,24 @@ def facts_of(
       own: what differs between micro-batches; some of that may be differentiated.
       loss: the results that are differentiated; None for the first.
     """
-    start = dict.fromkeys([*jaxpr.constvars, *jaxpr.invars], Fact())
-    start |= dict.fromkeys(own, Fact(own=True))
 
-    def at(level: int) -> dict[Any, Fact]:
-        return {x: Fact(level, params=True, smooth=True, own=x in own) for x in params}
+    def facts_at(level: int) -> dict[Any, Fact]:
+        """Those if the parameters come after so many collectives."""
+        start = dict.fromkeys([*jaxpr.constvars, *jaxpr.invars], Fact())
+        start |= dict.fromkeys(own, Fact(own=True))
+        of_params = {x: Fact(level, smooth=True, own=x in own) for x in params}
+        return _facts(jaxpr, axis, start | of_params)
 
-    start |= at(0)
-    before = [f.level for f in _facts(jaxpr, axis, start).values() if not f.params]
-    first = max(before, default=0)
-    start |= at(first)
-    loss = jaxpr.outvars[:1] if loss is None else loss
-    return _of_loss(jaxpr, _facts(jaxpr, axis, start), loss)
+    behind = ir.following(jaxpr, params)
+    before = [fact.level for x, fact in facts_at(0).items() if x not in behind]
+    facts = facts_at(max(before, default=0))
+    # What the loss is not differentiated through is not smooth.
+    reached = set(variables(jaxpr.outvars[:1] if loss is None else loss))
+    for e in reversed(jaxpr.eqns):
+        if any(x in reached and facts[x].smooth for x in e.outvars):
+            reached.update(variables(e.invars))
+    stopped = facts.keys() - reached
+    return facts | {x: facts[x]._replace(smooth=False) for x in stopped}
 
 
 def make(
@@ -347,12 +353,6 @@ def _add_collective(schedule: Schedule, equation: core.JaxprEqn) -> None:
     for x, out in zip(equation.invars, equation.outvars, strict=True):
         place = schedule.buffer(x, kind, schedule.facts[out].level)
         schedule.views[out] = View(place, rule(equation.params))
-        if kind in ("max", "min") and schedule.buffers[place].has_cotangent:
-            raise NotImplementedError(
-                f"The loss must not be differentiated through a p{kind}, as everywhere "
-                f"in JAX, but fun does so over {schedule.axis!r}. Put "
-                "jax.lax.stop_gradient around its argument, or gather."
-            )
 
 
 def _has_state(equation: core.JaxprEqn) -> bool:

@@ -10,7 +10,10 @@ is cheap and depends on parameters alone: a cast of all weights, kept, would be 
 copy of them.
 """
 
-from collections.abc import Iterator
+import collections
+import functools
+import operator
+from collections.abc import Mapping
 from typing import Any
 
 from jax.extend import core
@@ -31,12 +34,13 @@ def share(schedule: Schedule) -> Schedule:
     jaxpr = schedule.jaxpr
     made = [e.outvars for e in jaxpr.eqns if is_collective(e, schedule.axis)]
     gathered = following(jaxpr, [x for outs in made for x in outs])
-    of_rows = _work_of_rows(counter)
+    of_rows: dict[int, float] = collections.defaultdict(float)  # by their levels
+    for e in filter(schedule.is_own, jaxpr.eqns):
+        of_rows[counter.levels(e)] += cost.work(e)
     groups: dict[int, list[core.JaxprEqn]] = {}
     for e in jaxpr.eqns:
         if _is_shared(schedule, e):
-            level = max(schedule.facts[x].level for x in e.outvars)
-            groups.setdefault(level, []).append(e)
+            groups.setdefault(schedule.level_of(e), []).append(e)
     for level in range(schedule.end):
         group = [e for e in groups.get(level, ()) if counter.levels(e)]
         sources = [
@@ -54,37 +58,18 @@ def share(schedule: Schedule) -> Schedule:
 
 def _is_shared(schedule: Schedule, equation: core.JaxprEqn) -> bool:
     """Whether it says the same in all micro-batches."""
-    own = any(schedule.facts[x].own for x in equation.outvars)
     alone = not is_collective(equation, schedule.axis) and not equation.effects
-    return bool(equation.outvars) and not own and alone
-
-
-def _bits(levels: int) -> Iterator[int]:
-    """The levels that bits stand for."""
-    while levels:
-        yield levels.bit_length() - 1
-        levels ^= 1 << levels.bit_length() - 1
-
-
-def _work_of_rows(counter: Counter) -> dict[int, float]:
-    """The work of each level on what differs between micro-batches."""
-    schedule, found = counter.schedule, {}
-    for e in schedule.jaxpr.eqns:
-        if any(schedule.fact(x).own for x in e.outvars):
-            for level in _bits(counter.levels(e)):
-                found[level] = found.get(level, 0.0) + cost.work(e)
-    return found
+    return bool(equation.outvars) and not schedule.is_own(equation) and alone
 
 
 def _is_much(
-    counter: Counter, group: list[core.JaxprEqn], of_rows: dict[int, float]
+    counter: Counter, group: list[core.JaxprEqn], of_rows: Mapping[int, float]
 ) -> bool:
     """Whether it takes more than a little of the loops in which it runs."""
-    levels = 0
-    for e in group:
-        levels |= counter.levels(e)
+    levels = functools.reduce(operator.or_, map(counter.levels, group))
     shared = sum(cost.work(e) * counter.levels(e).bit_count() for e in group)
-    return shared > _LITTLE * sum(of_rows.get(level, 0.0) for level in _bits(levels))
+    rows = sum(x * (levels & its).bit_count() for its, x in of_rows.items())
+    return shared > _LITTLE * rows
 
 
 def _smallest(
@@ -103,4 +88,4 @@ def _smallest(
     def size(x: Any) -> float:
         return cost.nbytes(x) + 1.0
 
-    return cut.smallest(cut.readers(group, sources), sources, sinks, size)
+    return cut.smallest(group, sources, sinks, size)

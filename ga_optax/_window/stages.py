@@ -26,7 +26,6 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
-from ga_optax._partition import is_inexact
 from ga_optax._passes import feedback, ir
 from ga_optax._passes.ir import is_variable, variables
 from ga_optax._window import cost, cut
@@ -70,7 +69,6 @@ class Stages:
         self.of_equation: dict[int, int] = {}
         self._find_levels(feedback.graph(how, lambda e: False, start))
         self.varying = ir.following(self.program, [*carry, *self.slices])
-        self.smooth = _smooth(self.program)
         self.known: Values = {}
         self.stacks: Values = {}
         self.ends: Values = {}
@@ -114,28 +112,20 @@ class Stages:
 
     def _meet(self, equation: core.JaxprEqn) -> None:
         """A collective of all iterations; or once, of what is the same in all."""
-
-        def run(*xs: Any) -> list[Any]:
-            return self._collective(equation, xs)
-
-        xs = variables(equation.invars)
-        if self.varying.isdisjoint(xs):
-            equations, read = ir.needed(self.program, xs, self.known.__contains__)
+        xs, outs = equation.invars, equation.outvars
+        if self.varying.isdisjoint(variables(xs)):
+            is_known = self.known.__contains__
+            equations, read = ir.needed(self.program, outs, is_known)
             given = [self.known[x] for x in read]
-            out = ir.bind(self.program, equations, read, equation.invars, given)
-            self.known |= zip(equation.outvars, run(*out), strict=True)
+            out = ir.bind(self.program, equations, read, outs, given)
+            self.known |= zip(outs, out, strict=True)
         else:
-            out = jax.vmap(run)(*map(self._stacked, equation.invars))
-            self.stacks |= zip(equation.outvars, out, strict=True)
 
-    def _collective(self, equation: core.JaxprEqn, xs: Sequence[Any]) -> list[Any]:
-        # A stop_gradient inside a loop is not seen from outside.
-        xs = [
-            jax.lax.stop_gradient(x) if is_variable(v) and v not in self.smooth else x
-            for v, x in zip(equation.invars, xs, strict=True)
-        ]
-        ends = equation.invars, equation.outvars
-        return ir.bind(self.program, [equation], *ends, xs)
+            def run(*values: Any) -> list[Any]:
+                return ir.bind(self.program, [equation], xs, outs, values)
+
+            stacks = jax.vmap(run)(*map(self._stacked, xs))
+            self.stacks |= zip(outs, stacks, strict=True)
 
     # -- Stages ------------------------------------------------------------------------
 
@@ -153,10 +143,9 @@ class Stages:
             return
         fixed = [x for x in read if x in self.known]
         sliced = [x for x in read if x not in self.known]
-        given = [self.known[x] for x in fixed]
 
         def step(state: Any, slices: Any) -> Any:
-            env = dict(zip(fixed, given, strict=True))
+            env = {x: self.known[x] for x in fixed}
             env |= zip(ends, state, strict=True)
             env |= zip(sliced, slices, strict=True)
             self._run(equations, env, roots, level in self.unrolled)
@@ -191,37 +180,27 @@ class Stages:
         """Runs the equations of one iteration; `marks`, if it marks for itself."""
         read = {x for e in equations for x in variables(e.invars)}
         read.update(variables(wanted))
-        for group in self._groups(equations):
-            made = [x for e in group for x in e.outvars if x in read]
-            first, xs = group[0], [x for e in group for x in e.invars]
-            xs = [x for x in dict.fromkeys(variables(xs)) if x in env]
-            values = [env[x] for x in xs]
-            if self.meets(first):
-                values = self._collective(first, [value(x, env) for x in first.invars])
-                made = first.outvars
-            elif self.is_mark(first) and not marks:
-                made = first.outvars
-            elif _wish(first) is None:
-                values = ir.bind(self.program, group, xs, made, values)
-            else:
-                inside = [e for one in group for e in _opened(one)]
-                run = functools.partial(ir.bind, self.program, inside, xs, made)
-                values = ir.checkpointed(first, run)(values)
-            env.update(zip(made, values, strict=True))
-
-    def _groups(
-        self, equations: Sequence[core.JaxprEqn]
-    ) -> Iterable[list[core.JaxprEqn]]:
-        """Each collective alone, and between them what one checkpoint can hold."""
 
         def is_alone(e: core.JaxprEqn) -> bool:
             return self.meets(e) or self.is_mark(e)
 
-        keys = itertools.groupby(
-            apart(equations, is_alone),
-            lambda e: (id(e) if is_alone(e) else None, _wish(e)),
-        )
-        return [list(group) for _, group in keys]
+        def key(e: core.JaxprEqn) -> Any:
+            """Each collective is alone; between them one checkpoint holds the rest."""
+            return is_alone(e) and id(e), _wish(e)
+
+        for _, members in itertools.groupby(apart(equations, is_alone), key):
+            group = list(members)
+            made = [x for e in group for x in e.outvars if x in read]
+            xs = variables(x for e in group for x in e.invars)
+            xs = [x for x in dict.fromkeys(xs) if x in env]
+            values = [env[x] for x in xs]
+            if _wish(group[0]) is not None:
+                inside = [e for one in group for e in _opened(one)]
+                run = functools.partial(ir.bind, self.program, inside, xs, made)
+                values = ir.checkpointed(group[0], run)(values)
+            elif marks or not self.is_mark(group[0]):
+                values = ir.bind(self.program, group, xs, made, values)
+            env.update(zip(made, values, strict=True))
 
     # -- What goes over to later stages ------------------------------------------------
 
@@ -261,7 +240,7 @@ class Stages:
         def size(x: Any) -> float:
             return 0.0 if x in due else 1.0 + cost.nbytes(x)
 
-        return cut.smallest(cut.readers(its, sources), sources, late, size)
+        return cut.smallest(its, sources, late, size)
 
 
 # -- Loops -----------------------------------------------------------------------------
@@ -331,18 +310,6 @@ def _opened(e: core.JaxprEqn) -> list[core.JaxprEqn]:
     return ir.renamed(
         inside.eqns, known | dict(zip(inside.outvars, e.outvars, strict=True))
     )
-
-
-def _smooth(jaxpr: core.Jaxpr) -> set[Any]:
-    """The variables that may have a derivative."""
-    given = [*jaxpr.constvars, *jaxpr.invars]
-    found = {x for x in given if is_inexact(x.aval)}
-    for e in jaxpr.eqns:
-        inside = _opened(e)[0] if _wish(e) is not None else e
-        stops = inside.primitive.name == "stop_gradient"
-        if not stops and not found.isdisjoint(variables(e.invars)):
-            found.update(x for x in e.outvars if is_inexact(x.aval))
-    return found
 
 
 def _strong(x: Any, aval: Any) -> Any:

@@ -15,7 +15,7 @@ from ga_optax._loop.step import Operands, Step
 from ga_optax._partition import is_inexact
 from ga_optax._passes.ir import bind
 from ga_optax._window import schedule as scheduling
-from ga_optax._window.read import flat
+from ga_optax._window.read import Opening, flat
 from ga_optax._window.schedule import Buffer, Level, Schedule, View
 
 Arrays = list[jax.Array]
@@ -76,7 +76,8 @@ class Values:
 
         own = [x[0] for x in self.xs]
         values = [*operands.consts, *operands.params, *own]
-        jaxpr, consts = flat(loss.step.jaxpr, values, loss.axis, loss.size)
+        opening = Opening(loss.axis, loss.size)
+        jaxpr, consts = flat(loss.step.jaxpr, values, opening)
         variables = iter(jaxpr.invars)
         of_consts, self.of_params, self.of_own = (
             [next(variables) for _ in group]
@@ -213,8 +214,3 @@ def placed(stack: jax.Array, x: jax.Array, index: jax.Array) -> jax.Array:
 def wide(x: jax.Array) -> jax.Array:
     """`x` in the dtype of its sums."""
     return x.astype(accumulator.accumulator_dtype(x, np.dtype(np.float32)))
-
-
-def start_of_sum(x: jax.Array) -> jax.Array:
-    """The number to which all of a sum is added: -0, which changes no bit."""
-    return -wide(jnp.zeros_like(x))
