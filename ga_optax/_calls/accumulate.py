@@ -14,16 +14,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from ga_optax import accumulator
 from ga_optax._calls import checks
 from ga_optax._calls.call import Call
-from ga_optax._calls.micro_batch import trace
+from ga_optax._calls.micro_batch import traced
 from ga_optax._calls.options import Options
 from ga_optax._calls.region import WHOLE, ManualAxisError, gradients, over_mesh
-from ga_optax._calls.results import Returned, put_together
+from ga_optax._calls.results import put_together
 from ga_optax._calls.words import explains_keywords, warns_outside_jit
 from ga_optax._checks import check_gradients
 from ga_optax._devices import meshes
@@ -129,23 +128,7 @@ def accumulate(
       TypeError, ValueError: as for `value_and_grad`, and if the accumulator does not
         match the parameters.
     """
-    options = Options(
-        fun=fun,
-        num_microbatches=num_microbatches,
-        argnums=argnums,
-        has_aux=has_aux,
-        batch_argnums=batch_argnums,
-        batch_argnames=batch_argnames,
-        batch_axes=batch_axes,
-        data_axis=data_axis,
-        optimize=optimize,
-        weight_fn=weight_fn,
-        aux=aux,
-        rng_argnums=rng_argnums,
-        rng_argnames=rng_argnames,
-        carry_argnums=carry_argnums,
-        num_real_microbatches=num_real_microbatches,
-    ).checked()
+    options = Options(**locals()).checked()
 
     @warns_outside_jit
     def accumulate_fun(acc: Accumulator, *args: Any, **kwargs: Any) -> Any:
@@ -160,39 +143,37 @@ def accumulate(
     return accumulate_fun
 
 
-def _added(call: Call, acc: Accumulator, merges: bool) -> tuple[Returned, Accumulator]:
-    """The micro-batches of a call, added to an accumulator."""
+def _added(call: Call, acc: Accumulator, merges: bool) -> tuple[Any, Accumulator]:
+    """The micro-batches of a call, added to an accumulator: loss, carry and aux."""
     where = call.where()
-    program = trace(call, where)
-    operands = program.operands(call, acc)
+    step, operands, (of_carry, of_aux) = traced(call, where, acc)
     if notes.plans() is not None:
         from ga_optax._window import plans  # the engine, which takes 80 ms
 
-        plans.of_loop(program.step, operands)
-    out = run(program.step, operands, where, begins=False, merges=merges)
+        plans.of_loop(step, operands)
+    out = run(step, operands, where, begins=False, merges=merges)
     loss, *leaves = out.results
-    carry = program.carry.unflatten(out.carry)
-    stacked = [way == "stack" for way in program.step.ways[1:]]
-    value = Returned.of(loss, carry, leaves, stacked, program.aux)
+    value = loss, of_carry.unflatten(out.carry), of_aux.unflatten(leaves)
     total = jax.tree.structure(call.params).unflatten(out.acc.total)
     # If the caller does not say either, XLA may sum up whole gradients.
     total = total if call.mesh is None else call.placed(total)
     return value, out.acc._replace(total=total)
 
 
-def _over_mesh(call: Call, acc: Accumulator) -> tuple[Returned, Accumulator]:
+def _over_mesh(call: Call, acc: Accumulator) -> tuple[Any, Accumulator]:
     """The same at top level with a data axis: merged once a call."""
     of_acc = Accumulator(gradients(call), WHOLE, WHOLE)
-    # Every other part of the value is the same on all devices.
-    split: PartitionSpec = meshes.split_spec(call.options.axes)
-    results = Returned(WHOLE, WHOLE, WHOLE, stacked=split), of_acc
+    # Of what is stacked each device has its own; all else is the same on all of them.
+    split = meshes.split_spec(call.options.axes)
+    of_aux = jax.tree.map(lambda x: split if x == "stack" else WHOLE, call.options.aux)
+    results = (WHOLE, WHOLE, of_aux), of_acc
     try:
         return over_mesh(call, _merged, (acc, of_acc), results=results, check_vma=True)
     except ManualAxisError:
         return over_mesh(call, _merged, (acc, of_acc), results=results, check_vma=False)
 
 
-def _merged(call: Call, acc: Accumulator) -> tuple[Returned, Accumulator]:
+def _merged(call: Call, acc: Accumulator) -> tuple[Any, Accumulator]:
     """Folds from zeros on every device, and adds what they merged to `acc`."""
     call = call.on_device()
     start = accumulator.init(call.params, None)

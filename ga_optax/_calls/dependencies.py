@@ -239,20 +239,8 @@ def batch_dependencies(
     Raises:
       TypeError, ValueError: as `value_and_grad`.
     """
-    given = Options(
-        fun=fun,
-        num_microbatches=num_microbatches,
-        microbatch_size=microbatch_size,
-        argnums=argnums,
-        has_aux=has_aux,
-        batch_argnums=batch_argnums,
-        batch_argnames=batch_argnames,
-        batch_axes=batch_axes,
-        data_axis=data_axis,
-        residual_bytes=residual_bytes,
-        accumulator_dtype=jnp.float32,
-    )
-    options = of_whole.of_pair(given.checked())
+    options = Options(**locals(), accumulator_dtype=jnp.float32).checked()
+    options = of_whole.of_pair(options)
 
     @functools.wraps(fun)
     def dependencies(*args: Any, **kwargs: Any) -> BatchDependencies:
@@ -274,17 +262,13 @@ def batch_dependencies(
 def _traced(call: Call) -> tuple[Traced, list[Levels]]:
     """The program of `fun`, and what its window reports."""
     found: list[Traced] = []
-    leaves, structure = jax.tree.flatten((call.args, call.kwargs))
-    arrays = [i for i, x in enumerate(leaves) if batches.is_array(x)]
+    arrays = {n: x for n, x in call.leaves().items() if batches.is_array(x)}
 
-    def run(values: Sequence[Any]) -> Any:
-        new = dict(zip(arrays, values, strict=True))
-        every = [new.get(i, x) for i, x in enumerate(leaves)]
-        args, kwargs = jax.tree.unflatten(structure, every)
-        here = call._replace(args=args, kwargs=kwargs)
+    def run(values: dict[int, Any]) -> Any:
+        here = call.with_leaves(values)
         found.append(layouts.traced(here))
         return of_whole.divided(here, found[0])[1]
 
     with recorded() as reports:
-        jax.eval_shape(run, [leaves[i] for i in arrays])
+        jax.eval_shape(run, arrays)
     return found[0], reports

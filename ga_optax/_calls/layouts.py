@@ -83,17 +83,19 @@ def traced(call: Call, due: Sequence[Layout] = ()) -> Traced:
 
     Whatever the partitioner raises, `part` is an exception then.
     """
-    params, structure = jax.tree.flatten(call.role("argnums"))
+    params, places = call.leaves("argnums"), call.leaves("batch_argnums")
 
     def run(leaves: Sequence[Any], batch: Sequence[Any]) -> Any:
-        new = zip(call.roles["argnums"], structure.unflatten(leaves), strict=True)
-        one = call.with_args(dict(new)).with_batch(batch)
+        new = zip([*params, *places], [*leaves, *batch], strict=True)
+        one = call.with_leaves(dict(new))
         return call.options.fun(*one.args, **one.kwargs)
 
     apart = call.options.each and call.mesh is not None
     env = meshes.of_all_rows(() if apart else call.options.axes)
     trace = jax.make_jaxpr(run, axis_env=[*rowwise.READ, *env], return_shape=True)
-    of_params = params if call.mesh is None else list(map(type_of, params))
+    of_params = list(params.values())
+    if call.mesh is not None:
+        of_params = list(map(type_of, of_params))
     with explained(call):
         closed, out = trace(of_params, _whole_batch(call))
     check_not_reduced(call, closed.out_avals[0])
@@ -243,19 +245,12 @@ def check_options(call: Call, part: Partitioned) -> None:
 # -- What comes back -------------------------------------------------------------------
 
 
-def kind(layout: Layout) -> str:
-    return "rows" if isinstance(layout, Rows) else layout
-
-
-def returned(
-    call: Call, trace: Traced, shared: Sequence[Any], stacked: Sequence[Any]
-) -> Any:
-    """What `fun` returns for the whole batch."""
+def returned(call: Call, trace: Traced, results: Sequence[Any]) -> Any:
+    """What `fun` returns for the whole batch; of rows came those of micro-batches."""
     structure, types = jax.tree.structure(trace.out), trace.closed.out_avals
-    pairs = zip(shared, stacked, trace.part.layouts, strict=True)
     leaves = [
-        _joined(call, x, layout, trace.strided) if isinstance(layout, Rows) else own
-        for own, x, layout in pairs
+        _joined(call, x, layout, trace.strided) if isinstance(layout, Rows) else x
+        for x, layout in zip(results, trace.part.layouts, strict=True)
     ]
     if len(leaves) > structure.num_leaves:  # the loss once more, whole
         leaves[0] = leaves.pop()

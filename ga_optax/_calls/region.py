@@ -35,27 +35,28 @@ def over_mesh(
         nor for a constraint over all of it.
     """
     options, mesh, axes = call.options, call.mesh, call.options.axes
-    tree, places = jax.tree.structure(call.params), call.unsplit
-    specs = tree.unflatten(place.spec for place in call.lie())
-    of_params = (specs,) if isinstance(options.argnums, int) else specs
-    of_roles = [*of_params, *[WHOLE] * (len(places) - len(of_params))]
+    operands, specs = call.others, dict.fromkeys(call.others, WHOLE)
+    for role in call.roles:
+        operands |= call.leaves(role)
+        specs |= dict.fromkeys(call.leaves(role), WHOLE)
+    lie = [place.spec for place in call.lie()]
+    specs |= zip(call.leaves("argnums"), lie, strict=True)
     of_batch = [meshes.split_spec(axes, axis) for axis in call.split_axes]
-    of_grads = None if call.grad_specs is None else gradients(call)
+    specs |= zip(call.leaves("batch_argnums"), of_batch, strict=True)
+    inside = call._replace(
+        mesh=None,
+        specs=jax.tree.structure(call.params).unflatten(lie),
+        grad_specs=None if call.grad_specs is None else gradients(call),
+    )
 
-    def local(with_role: Any, batch: Any, rest: Any, *others: Any) -> Any:
-        rest, num_real = rest
-        inner = call.with_others(rest)._replace(mesh=None, specs=specs)
-        inner = inner._replace(options=options._replace(num_real_microbatches=num_real))
-        inner = inner._replace(grad_specs=of_grads)
-        with_role = dict(zip(places, with_role, strict=True))
-        return run(inner.with_args(with_role).with_batch(batch), *others)
+    def local(leaves: Any, num_real: Any, *others: Any) -> Any:
+        its = options._replace(num_real_microbatches=num_real)
+        return run(inside.with_leaves(leaves)._replace(options=its), *others)
 
-    given = [call.at(i) for i in places], call.batch
-    rest = call.others(), options.num_real_microbatches
     values, of_others = [x for x, _ in others], [spec for _, spec in others]
-    in_and_out = (of_roles, of_batch, WHOLE, *of_others), results
+    in_and_out = (specs, WHOLE, *of_others), results
     mapped = collectives.over_mesh(local, mesh, axes, in_and_out, check_vma)
-    return mapped(*given, rest, *values)
+    return mapped(operands, options.num_real_microbatches, *values)
 
 
 def gradients(call: Call) -> Any:
