@@ -132,9 +132,10 @@ def accumulate(
 
     @warns_outside_jit
     def accumulate_fun(acc: Accumulator, *args: Any, **kwargs: Any) -> Any:
-        call = checks.each_by_itself(Call.make(options, args, kwargs))
+        call = Call.make(options, args, kwargs)
+        checks.each_by_itself(call)
         _check_continues(call, acc)
-        if call.mesh is None or options.each:
+        if call.mesh is None or call.by_compiler:
             value, acc = _added(call.on_device(), acc, merges=False)
         else:
             value, acc = _over_mesh(call, acc)

@@ -152,7 +152,15 @@ def divided(call: Call, hint: bool) -> Call:
             f"batch axis, but {came}. Use a batch of {rows - rest or devices} or "
             f"{rows - rest + devices} examples."
         )
-    k = call.options.num_microbatches
+    of_all = rows, f"the batch axis, but {came}"
+    each = f"the batch of each of the {devices} {kind}, {part} examples, but {came}"
+    own = of_all if devices == 1 else (part, each)
+    options = call.options
+    if (size := options.microbatch_size) is not None:
+        number = _quotient("microbatch_size", size, own if options.axes else of_all)
+        options = options._replace(num_microbatches=number, microbatch_size=None)
+        call = call._replace(options=options)
+    k = options.num_microbatches
     # In a region a device has its own part, and cannot say what is whole on all.
     if hint and not call.axes:
         call = _as_they_divide(call, rows, devices * k)
@@ -165,32 +173,19 @@ def divided(call: Call, hint: bool) -> Call:
             f"num_microbatches={k} must divide the batch axis, but {came}. Export a "
             f'dimension that it divides, such as jax.export.symbolic_shape("{k}*b").'
         )
-    if part % k:
-        what = _what_is_split(part, devices, kind)
-        raise ValueError(
-            f"num_microbatches={k} must divide {what}, but {came}. Use "
-            f"{_nearest(part, k)}."
-        )
+    _quotient("num_microbatches", k, own)
     return call
 
 
-def number(call: Call, size: int) -> int:
-    """How many micro-batches of so many rows a device has."""
-    rows, came = _first(call, hint=True)
-    devices, kind = _num_splits(call) if call.options.axes else (1, "")
-    part = rows // devices
-    if part % size:
+def _quotient(option: str, number: int, rows: tuple[int, str]) -> int:
+    """How often a number divides rows, of which there are so many; or raises."""
+    part, what = rows
+    if part % number:
+        nearest = sorted(divisors(part), key=lambda d: abs(d - number))[:8]
         raise ValueError(
-            f"microbatch_size={size} must divide {_what_is_split(part, devices, kind)}"
-            f", but {came}. Use {_nearest(part, size)}."
+            f"{option}={number} must divide {what}. Use {one_of(sorted(nearest))}."
         )
-    return part // size
-
-
-def _nearest(part: int, number: int) -> str:
-    """The divisors of so many rows that are next to a number, in words."""
-    nearest = sorted(divisors(part), key=lambda d: abs(d - number))[:8]
-    return one_of(sorted(nearest))
+    return part // number
 
 
 def check_logical(call: Call) -> None:
@@ -311,12 +306,6 @@ def _warn(text: str) -> None:
     warnings.warn(text, stacklevel=2)
 
 
-def _what_is_split(part: int, devices: int, kind: str) -> str:
-    if devices == 1:
-        return "the batch axis"
-    return f"the batch of each of the {devices} {kind}, {part} examples"
-
-
 def _holds(test: Callable[[], Any]) -> bool:
     """Whether dimensions are as a test says; not if `jax.export` leaves that open."""
     try:
@@ -329,8 +318,7 @@ def _num_splits(call: Call) -> tuple[int, str]:
     """Over how many devices the batch is split, and of which kind they are."""
     axes = call.options.axes
     if not axes:
-        split = zip(call.batch, call.split_axes, strict=True)
-        return max(meshes.num_parts(x, axis) for x, axis in split), "devices"
+        return max(map(meshes.num_parts, call.batch, call.split_axes)), "devices"
     devices = 1 if call.mesh is None else meshes.num_devices(axes, call.mesh)
     kind = "logical devices" if call.logical else "devices"
     return devices * (call.logical or 1), kind

@@ -87,10 +87,6 @@ class Call(NamedTuple):
         batches.check_logical(call)
         if call.mesh is not None:
             call.check_specs()
-        if options.microbatch_size is not None:
-            number = batches.number(call, options.microbatch_size)
-            options = options._replace(num_microbatches=number, microbatch_size=None)
-            call = call._replace(options=options)
         return batches.divided(call, hint)
 
     def check_specs(self) -> None:
@@ -170,6 +166,11 @@ class Call(NamedTuple):
         return self.options.axes if self.mesh is None else ()
 
     @property
+    def by_compiler(self) -> bool:
+        """Whether the compiler merges over devices: sync="each" at top level."""
+        return self.options.each and self.mesh is not None
+
+    @property
     def logical(self) -> int:
         """How many logical devices this device stands for; 0 if there are none."""
         total = self.options.logical_devices
@@ -200,11 +201,9 @@ class Call(NamedTuple):
     def where(self) -> Where:
         """What a loop knows of the devices."""
         options, lies = self.options, None
-        automatic = self.mesh is not None and not meshes.explicit_names(self.mesh)
-        if options.each and automatic:
+        if self.by_compiler and not meshes.explicit_names(self.mesh):
             specs = meshes.broadcast_specs(self.specs, self.params)
             lies = Lies(specs, options.axes, self.mesh)
-        by_compiler = self.mesh is not None and options.each
         return Where(
             names=[name for name, _ in named_leaves(self.params)],
             axes=self.axes,
@@ -213,7 +212,7 @@ class Call(NamedTuple):
             logical=self.logical,
             overlap=options.overlap,
             gathered=lies,
-            split_by_compiler=by_compiler or self.distributed,
+            split_by_compiler=self.by_compiler or self.distributed,
         )
 
     def split(self, strided: bool | None) -> list[jax.Array]:

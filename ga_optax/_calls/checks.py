@@ -15,14 +15,13 @@ from ga_optax._checks import check_arrays, named_leaves
 _REPLACED = "_overwrite_with_gradient"
 
 
-def each_by_itself(call: Call) -> Call:
-    """The call; raises if its micro-batches cannot be by themselves."""
+def each_by_itself(call: Call) -> None:
+    """Raises if the micro-batches of a call cannot be by themselves."""
     for i in call.roles["rng_argnums"]:
         _check_keys(i, call.at(i))
     _check_no_keys(call)
     _check_carry(call)
     _check_weight_fn(call)
-    return call
 
 
 def gradients_are_sums(params: Any) -> None:
@@ -52,27 +51,27 @@ def _check_keys(place: Argument, tree: Any) -> None:
 
 def _check_no_keys(call: Call) -> None:
     """Raises if a PRNG key would be the same in all micro-batches: so would masks."""
-    for place in call.without_role:
-        for name, leaf in named_leaves(call.at(place)):
-            if is_key(leaf):
-                raise ValueError(
-                    f"A PRNG key must differ between micro-batches, but {name} of "
-                    f"{argument(place)} goes to each as it is. Pass keys by "
-                    f"themselves, and {line(call, 'rng_argnums', place)}."
-                )
-    for (name, leaf), axis in zip(named_batch(call), call.batch_axes, strict=True):
-        if axis is None and is_key(leaf):
+
+    def check(name: str, leaf: Any, todo: str) -> None:
+        if is_key(leaf):
             raise ValueError(
                 f"A PRNG key must differ between micro-batches, but {name} goes to "
-                "each as it is. Pass it by itself, and name it in rng_argnums."
+                f"each as it is. {todo}"
             )
+
+    for place in call.without_role:
+        todo = f"Pass keys by themselves, and {line(call, 'rng_argnums', place)}."
+        for name, leaf in named_leaves(call.at(place)):
+            check(f"{name} of {argument(place)}", leaf, todo)
+    for (name, leaf), axis in zip(named_batch(call), call.batch_axes, strict=True):
+        if axis is None:
+            check(name, leaf, "Pass it by itself, and name it in rng_argnums.")
 
 
 def _check_carry(call: Call) -> None:
     """Raises if a key is in a carry that is averaged over devices or micro-batches."""
     # At top level with sync="each" no data axis is ever bound, and it threads.
-    is_global = call.mesh is not None and call.options.each
-    if not call.options.axes or is_global:
+    if not call.options.axes or call.by_compiler:
         return
     for name, leaf in named_leaves(call.role("carry_argnums")):
         if is_key(leaf):

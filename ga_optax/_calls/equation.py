@@ -27,7 +27,7 @@ def of_call(call: Call, remat: bool | None) -> Any:
     leaves = call.leaves("batch_argnums") | call.others
 
     def of_args(*args: Any, **kwargs: Any) -> Any:
-        out = fun(*args[:-1], **kwargs)
+        out = fun(*args, **kwargs)
         check_values("What fun returns", out)
         return out
 

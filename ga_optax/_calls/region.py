@@ -74,43 +74,40 @@ def explained(call: Call) -> Iterator[None]:
     """What JAX says of axes is said in the words of the options."""
     try:
         yield
-    except NameError as error:
-        if "unbound axis name" in str(error):
-            error.add_note(_UNBOUND)
-        raise
-    except NotImplementedError as error:
-        if "Closing over" in str(error):
-            error.add_note(f"In terms of ga_optax: {_CLOSED_OVER}")
-        raise
-    except ValueError as error:
-        _explain_manual_axis(call, error)
+    except (NameError, NotImplementedError, ValueError) as error:
+        text = str(error)
+        for words, todo in _NOTES.items():
+            if words in text:
+                error.add_note(todo)
+        names = [name for name in call.axes if f"'{name}'" in text]
+        if names and "Manual" in text:
+            raise ManualAxisError(f"{_manual(names[0])} JAX says: {error}") from error
         raise
 
 
-_UNBOUND = (
-    "fun communicates over an axis that nothing here binds. With value_and_grad it "
-    "needs no collectives over micro-batches, for it sees all rows."
-)
 _CLOSED_OVER = (
     "If fun closes over an array that lies on the mesh, pass it as an argument: what "
     "has no role there goes whole to every device."
 )
+_NOTES = {
+    "unbound axis name": "fun communicates over an axis that nothing here binds. With "
+    "value_and_grad it needs no collectives over micro-batches, for it sees all rows.",
+    "Closing over": f"In terms of ga_optax: {_CLOSED_OVER}",
+}
 
 
-def _explain_manual_axis(call: Call, error: ValueError) -> None:
-    """Raises if `error` is JAX's of a sharding over a data axis that is bound."""
-    names = [name for name in call.axes if f"'{name}'" in str(error)]
-    if names and "Manual" in str(error):
-        raise ManualAxisError(
-            "With a data_axis fun must not shard anything over it by a PartitionSpec, "
-            f"since it sees the rows of one device, but it names {names[0]!r}. Pass "
-            "with_sharding_constraint a NamedSharding, out of which the data axis is "
-            "taken, or a PartitionSpec of other axes alone (in Flax, take the name out "
-            "of the logical axis rules, in Haliax out of the axis mapping). In your "
-            "own jax.shard_map, pass check_vma=False, too. Or pass "
-            'sync="each", or no data_axis, and every micro-batch '
-            f"is reduced. {_CLOSED_OVER} JAX says: {error}"
-        ) from error
+def _manual(name: str) -> str:
+    """What to do about a sharding over a data axis that is bound."""
+    return (
+        "With a data_axis fun must not shard anything over it by a PartitionSpec, "
+        f"since it sees the rows of one device, but it names {name!r}. Pass "
+        "with_sharding_constraint a NamedSharding, out of which the data axis is "
+        "taken, or a PartitionSpec of other axes alone (in Flax, take the name out "
+        "of the logical axis rules, in Haliax out of the axis mapping). In your "
+        "own jax.shard_map, pass check_vma=False, too. Or pass "
+        'sync="each", or no data_axis, and every micro-batch '
+        f"is reduced. {_CLOSED_OVER}"
+    )
 
 
 def check_not_reduced(call: Call, loss: Any) -> None:

@@ -79,16 +79,19 @@ def of_call(call: Call) -> tuple[tuple[jax.Array, Any], Any]:
 
 def undivided(call: Call) -> tuple[tuple[jax.Array, Any], Any]:
     """By JAX, of all rows at once."""
-    fun, kwargs = call.options.fun, call.kwargs
-    argnums = call.options.argnums
+    fun = call.options.fun
+    argnums: Any = call.options.argnums
+    if rows := call.roles["batch_argnums"][: call.rows]:
+        argnums = (*call.roles["argnums"], *rows)
+    if argnums == ():
+        out, grads = fun(*call.args, **call.kwargs), ()
+    else:
+        value_and_grad = jax.value_and_grad(fun, argnums, has_aux=True)
+        out, grads = value_and_grad(*call.args, **call.kwargs)
     if not call.sums:
-        return jax.value_and_grad(fun, argnums, has_aux=True)(*call.args, **kwargs)
-    params, rows = call.roles["argnums"], call.roles["batch_argnums"][: call.rows]
-    both: Any = *params, *rows
-    if not both:
-        return fun(*call.args), ((), ())
-    out, grads = jax.value_and_grad(fun, both, has_aux=True)(*call.args)
-    return out, (grads[: len(params)], grads[len(params) :])
+        return out, grads
+    number = len(call.roles["argnums"])
+    return out, (grads[:number], grads[number:])
 
 
 def _in_one(call: Call, error: Exception) -> tuple[tuple[jax.Array, Any], Any]:
@@ -110,7 +113,7 @@ def _in_one(call: Call, error: Exception) -> tuple[tuple[jax.Array, Any], Any]:
 
 def divided(call: Call, trace: Traced) -> tuple[tuple[jax.Array, Any], Any]:
     """The same over micro-batches."""
-    if call.mesh is None or call.options.each:
+    if call.mesh is None or call.by_compiler:
         results, grads, rows = _window(call, trace)
     else:
 

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.flatten_util import ravel_pytree
 
 from ga_optax import accumulator
 from ga_optax._devices import collectives, meshes
@@ -101,13 +102,10 @@ def reduce(
         else:
             packs.setdefault(x.dtype, []).append(i)
     for members in packs.values():
-        flat = jnp.concatenate([jnp.ravel(leaves[i]) for i in members])
-        flat = _of_leaf(flat, Placement(), axes, zero)
-        start = 0
-        for i in members:
-            part = flat[start : start + leaves[i].size]
-            result[i] = jnp.reshape(part, leaves[i].shape)
-            start += leaves[i].size
+        flat, apart = ravel_pytree([leaves[i] for i in members])
+        sums = apart(_of_leaf(flat, Placement(), axes, zero))
+        for i, x in zip(members, sums, strict=True):
+            result[i] = x
     return result
 
 
