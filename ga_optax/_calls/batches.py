@@ -3,7 +3,7 @@
 import functools
 import itertools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -254,10 +254,10 @@ def _as_they_divide(call: Call, rows: int, parts: int) -> Call:
 
     An argument without a role that has the batch's rows in all of its leaves has one.
     """
-    lengths = iter([n for _, _, n in _with_axes(call)])
+    leaves = jax.tree.leaves(call.role("batch_argnums"))
     axes = [
-        axis if axis is not None and _is_split(next(lengths), rows, parts) else None
-        for axis in call.batch_axes
+        None if axis is None or not _is_split(np.shape(x)[axis], rows, parts) else axis
+        for x, axis in zip(leaves, call.batch_axes, strict=True)
     ]
     call = call._replace(batch_axes=axes)
     [axis, *others] = dict.fromkeys(call.split_axes)
@@ -270,7 +270,7 @@ def _as_they_divide(call: Call, rows: int, parts: int) -> Call:
                 roles=call.roles | {"batch_argnums": batch},
                 batch_axes=[*call.batch_axes, *[axis] * len(leaves)],
             )
-        elif _may_be_the_batch(call, leaves, rows):
+        else:
             _warn_of_role(call, place, rows)
     return call
 
@@ -280,24 +280,21 @@ def _is_split(n: Any, rows: Any, parts: int) -> bool:
     return _holds(lambda: n == rows) or _holds(lambda: n > 0 and n % parts == 0)
 
 
-def _may_be_the_batch(call: Call, leaves: Sequence[Any], rows: int) -> bool:
-    """Whether it looks more like a batch than what is split, such as statistics."""
-    shapes = [np.shape(x) for x in leaves]
-    if not all(shape[:1] == shapes[0][:1] and shape for shape in shapes):
-        return False
-    split = [jnp.ndim(x) for x in call.batch]
-    return max(split) <= 1 and _holds(lambda: bool(shapes) and shapes[0][0] > rows)
-
-
 def _warn_of_role(call: Call, place: Argument, rows: int) -> None:
-    n = np.shape(jax.tree.leaves(call.at(place))[0])[0]
+    """Warns if it looks more like a batch than what is split, such as statistics."""
+    lengths = {np.shape(x)[:1] for x in jax.tree.leaves(call.at(place))}
+    if len(lengths) != 1 or max(map(jnp.ndim, call.batch)) > 1:
+        return
+    [length] = lengths
+    if not (length and _holds(lambda: length[0] > rows)):
+        return
     split = " and ".join(map(argument, call.roles["batch_argnums"]))
     option = "batch_argnames" if isinstance(place, str) else "batch_argnums"
     _warn(
         f"What is split should be the batch, but {split} has {rows} rows, and "
-        f"{argument(place)}, which is not split, has {n} along axis 0 of every leaf. "
-        f"If that is the batch, pass {option}={place!r}; the gradient is right anyway, "
-        "but saves nothing."
+        f"{argument(place)}, which is not split, has {length[0]} along axis 0 of every "
+        f"leaf. If that is the batch, pass {option}={place!r}; the gradient is right "
+        "anyway, but saves nothing."
     )
 
 

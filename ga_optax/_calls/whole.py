@@ -41,7 +41,10 @@ def of_pair(options: Options) -> Options:
     def fun(*args: Any, **kwargs: Any) -> Any:
         out = options.fun(*args, **kwargs)
         loss, _, aux = taken_apart(options, out, any_aux=True)
-        return loss, jax.tree.map(_kept, aux)
+        # What is no array `jax.value_and_grad` returns as it is.
+        return loss, jax.tree.map(
+            lambda x: x if isinstance(x, jax.Array) else _Own(x), aux
+        )
 
     return options._replace(fun=fun, has_aux=True)
 
@@ -54,7 +57,11 @@ def of_options(options: Options) -> Callable[..., tuple[Any, Any]]:
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         call = Call.make(of_both, args, kwargs, hint=True)
         (loss, aux), grads = of_call(call)
-        aux = jax.tree.map(_value_of, aux, is_leaf=_is_own)
+        aux = jax.tree.map(
+            lambda x: x.value if isinstance(x, _Own) else x,
+            aux,
+            is_leaf=lambda x: isinstance(x, _Own),
+        )
         return ((loss, aux) if options.has_aux else loss), grads
 
     return value_and_grad_fun
@@ -206,16 +213,3 @@ class _Own:
     """A node without leaves for what is no array: a number, a text, NumPy's."""
 
     value: Any
-
-
-def _kept(leaf: Any) -> Any:
-    """A leaf of the aux, which `jax.value_and_grad` returns as it is."""
-    return leaf if isinstance(leaf, jax.Array) else _Own(leaf)
-
-
-def _is_own(node: Any) -> bool:
-    return isinstance(node, _Own)
-
-
-def _value_of(node: Any) -> Any:
-    return node.value if _is_own(node) else node
