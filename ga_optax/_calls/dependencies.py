@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from ga_optax._calls import batches, layouts
 from ga_optax._calls import whole as of_whole
 from ga_optax._calls.call import Call
-from ga_optax._calls.layouts import Traced
 from ga_optax._calls.options import Options
 from ga_optax._calls.words import explains_keywords
 from ga_optax._devices.data_axis import DataAxis
@@ -80,7 +79,7 @@ class BatchDependencies:
         )
         if not (self.meetings or any(self._notes.values())):
             return "\n".join(wrap(f"No row needs another: {passes}. {self._layout}"))
-        rows = [_cells(group) for group in _groups((*self.meetings, *self.kept))]
+        rows = list(_rows((*self.meetings, *self.kept)))
         rows += [
             (f"{name}, {how}: {size:,} numbers", "", "", "", places.short(line))
             for how, notes in self._notes.items()
@@ -163,23 +162,19 @@ def _advice(whole: Sequence[Note]) -> str:
     )
 
 
-def _groups(stored: Sequence[Stored]) -> list[list[Stored]]:
-    """Those that are alike, such as those of several layers, together."""
-    groups: dict[Any, list[Stored]] = {}
+def _rows(stored: Sequence[Stored]) -> Iterator[tuple[str, ...]]:
+    """Those of the table: what is alike, such as that of several layers, in one."""
+    groups: dict[tuple[str, str], list[Stored]] = {}
     for x in stored:
         groups.setdefault((x.line, x.what), []).append(x)
-    return list(groups.values())
-
-
-def _cells(group: list[Stored]) -> tuple[str, ...]:
-    what = group[0].what
-    runs = [max(getattr(x, name) for x in group) for name in ("forward", "backward")]
-    return (
-        what if len(group) == 1 else f"{len(group)} times {what}",
-        f"{sum(x.nbytes for x in group):,}",
-        *map(str, runs),
-        places.short(group[0].line),
-    )
+    for (line, what), group in groups.items():
+        runs = max(x.forward for x in group), max(x.backward for x in group)
+        yield (
+            what if len(group) == 1 else f"{len(group)} times {what}",
+            f"{sum(x.nbytes for x in group):,}",
+            *map(str, runs),
+            places.short(line),
+        )
 
 
 def _times(number: int, what: str) -> str:
@@ -259,9 +254,9 @@ def batch_dependencies(
     return dependencies
 
 
-def _traced(call: Call) -> tuple[Traced, list[Levels]]:
+def _traced(call: Call) -> tuple[layouts.Traced, list[Levels]]:
     """The program of `fun`, and what its window reports."""
-    found: list[Traced] = []
+    found: list[layouts.Traced] = []
     arrays = {n: x for n, x in call.leaves().items() if batches.is_array(x)}
 
     def run(values: dict[int, Any]) -> Any:

@@ -16,7 +16,6 @@ import numpy as np
 from jax.extend import core
 
 from ga_optax._calls import layouts
-from ga_optax._calls.layouts import Traced
 from ga_optax._partition import Note, Partitioned, Rows
 from ga_optax._passes import ir, known, places
 from ga_optax._passes.notes import note
@@ -53,7 +52,7 @@ class Savings(NamedTuple):
         return self.undivided >= FEW_BYTES and self.ratio > max(enough, least)
 
 
-def say(trace: Traced, num_microbatches: int, report: Any, knob: str) -> None:
+def say(trace: layouts.Traced, num_microbatches: int, report: Any, knob: str) -> None:
     """Warns, once, if a window saves little, and lets `plan` say it.
 
     Args:
@@ -78,7 +77,7 @@ def say(trace: Traced, num_microbatches: int, report: Any, knob: str) -> None:
 _said: set[tuple[str, ...]] = set()  # of which lines, each once
 
 
-def _estimate(trace: Traced, kept: int) -> Savings:
+def _estimate(trace: layouts.Traced, kept: int) -> Savings:
     """What a window saves, about, which keeps so many bytes between its levels."""
     whole, part = trace.closed.jaxpr, trace.part
     own, num_consts, num_params = part.jaxpr, len(whole.constvars), trace.num_params

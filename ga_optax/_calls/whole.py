@@ -20,7 +20,6 @@ import jax.numpy as jnp
 from ga_optax import accumulator
 from ga_optax._calls import layouts, savings
 from ga_optax._calls.call import Call, DoesNotFitError
-from ga_optax._calls.layouts import Traced
 from ga_optax._calls.options import Options
 from ga_optax._calls.region import WHOLE, gradients, over_mesh
 from ga_optax._calls.results import taken_apart
@@ -118,7 +117,7 @@ def _in_one(call: Call, error: Exception) -> tuple[tuple[jax.Array, Any], Any]:
 # -- Over micro-batches ----------------------------------------------------------------
 
 
-def divided(call: Call, trace: Traced) -> tuple[tuple[jax.Array, Any], Any]:
+def divided(call: Call, trace: layouts.Traced) -> tuple[tuple[jax.Array, Any], Any]:
     """The same over micro-batches."""
     if call.mesh is None or call.by_compiler:
         results, grads, rows = _window(call, trace)
@@ -143,7 +142,7 @@ def divided(call: Call, trace: Traced) -> tuple[tuple[jax.Array, Any], Any]:
     return value, (grads, layouts.of_rows(call, trace, rows))
 
 
-def _window(call: Call, trace: Traced) -> tuple[list[Any], Any, list[Any]]:
+def _window(call: Call, trace: layouts.Traced) -> tuple[list[Any], Any, list[Any]]:
     """The micro-batches of this device, merged over all of them.
 
     Returns: the results, of which those with rows are stacked; the gradients; those of
