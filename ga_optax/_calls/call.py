@@ -129,10 +129,10 @@ class Call(NamedTuple):
             found[i] = [(n, x) for x, n in zip(leaves, count, strict=False)]
         chosen = found if role is None else self.roles[role]
         pairs = [pair for i in chosen for pair in found[i]]
-        if role == "batch_argnums":
-            split = zip(pairs, self.batch_axes, strict=True)
-            pairs = [pair for pair, axis in split if axis is not None]
-        return dict(pairs)
+        if role != "batch_argnums":
+            return dict(pairs)
+        split = zip(pairs, self.batch_axes, strict=True)
+        return dict(pair for pair, axis in split if axis is not None)
 
     @property
     def others(self) -> dict[int, Any]:
@@ -147,7 +147,9 @@ class Call(NamedTuple):
     @property
     def batch(self) -> list[Any]:
         """What is split: the leaves of the batch that have an axis."""
-        return list(self.leaves("batch_argnums").values())
+        leaves = jax.tree.leaves(self.role("batch_argnums"))
+        pairs = zip(leaves, self.batch_axes, strict=True)
+        return [x for x, axis in pairs if axis is not None]
 
     @property
     def split_axes(self) -> list[int]:
