@@ -55,12 +55,12 @@ def layout(call: Call) -> tuple[dict[str, int], dict[str, int]]:
     rows: dict[str, int] = {}
     whole: dict[str, int] = {}
     for (name, x), axis in zip(named_batch(call), call.batch_axes, strict=True):
-        (whole if axis is None else rows)[name] = _nbytes(x)
+        (whole if axis is None else rows)[name] = nbytes(x)
     for place in call.without_role:
         for name, x in named_leaves(call.at(place)):
             of = "" if x is call.at(place) else f"{name} of "
-            whole[of + argument(place)] = _nbytes(x)
-    return rows, {name: nbytes for name, nbytes in whole.items() if nbytes}
+            whole[of + argument(place)] = nbytes(x)
+    return rows, {name: n for name, n in whole.items() if n}
 
 
 def is_array(x: Any) -> bool:
@@ -68,7 +68,8 @@ def is_array(x: Any) -> bool:
     return hasattr(x, "shape") and hasattr(x, "dtype")
 
 
-def _nbytes(x: Any) -> int:
+def nbytes(x: Any) -> int:
+    """The bytes of an array, or of a type; 0 of what is none."""
     return ir.numbers(x.shape) * x.dtype.itemsize if is_array(x) else 0
 
 

@@ -12,10 +12,10 @@ import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 from jax.extend import core
 
 from ga_optax._calls import layouts
+from ga_optax._calls.batches import nbytes
 from ga_optax._partition import Note, Partitioned, Rows
 from ga_optax._passes import ir, known, places
 from ga_optax._passes.notes import note
@@ -83,7 +83,7 @@ def _estimate(trace: layouts.Traced, kept: int) -> Savings:
     own, num_consts, num_params = part.jaxpr, len(whole.constvars), trace.num_params
     params = own.invars[num_consts : num_consts + num_params]
     results = zip(trace.closed.out_avals, part.layouts, strict=False)
-    stacks = sum(_bytes(a) for a, layout in results if isinstance(layout, Rows))
+    stacks = sum(nbytes(a) for a, layout in results if isinstance(layout, Rows))
     # Levels take less than a whole step at a time, but beside what is kept for others.
     window = _needs(own, params, kept) + stacks
     undivided = _needs(whole, whole.invars[:num_params])
@@ -92,11 +92,6 @@ def _estimate(trace: layouts.Traced, kept: int) -> Savings:
 
 def _shape(aval: Any) -> tuple[Any, ...]:
     return getattr(aval, "shape", ())
-
-
-def _bytes(aval: Any) -> int:
-    size = getattr(getattr(aval, "dtype", np.dtype(bool)), "itemsize", 0)
-    return ir.numbers(_shape(aval)) * size
 
 
 # -- Of a program ----------------------------------------------------------------------
@@ -133,8 +128,8 @@ def _largest(jaxpr: core.Jaxpr) -> int:
         inside = max((_largest(p) for p in ir.inner_programs(e)), default=0)
         for x in e.outvars:
             if x in last and not _is_fused(e):
-                now += _bytes(x.aval)
-                gone[last[x]] += _bytes(x.aval)
+                now += nbytes(x.aval)
+                gone[last[x]] += nbytes(x.aval)
         most = max(most, now + inside)
         now -= gone[i]
     return most
@@ -159,7 +154,7 @@ def _lines(whole: core.Jaxpr, part: Partitioned, least: int) -> list[Note]:
     ]
     if not found and (n := _length(whole, part.jaxpr)):
         for e in ir.equations(part.jaxpr):
-            sizes = [_bytes(x.aval) for x in e.outvars if n in _shape(x.aval)]
+            sizes = [nbytes(x.aval) for x in e.outvars if n in _shape(x.aval)]
             if max(sizes, default=0) > least and not ir.inner_programs(e):
                 name = _NAMES.get(e.primitive.name, ir.name_of(e))
                 line = places.line_of(e.source_info)
