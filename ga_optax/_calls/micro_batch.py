@@ -29,8 +29,9 @@ def traced(
     """
     options, batch = call.options, call.split(call.distributed)
     params, _, keys, carry = (list(call.leaves(role).values()) for role in call.roles)
-    arguments = params, [x[0] for x in batch], keys, carry
-    trace = jax.make_jaxpr(_micro_batch(call, batch[0][0]), return_shape=True)
+    first = [x[0] for x in batch]
+    arguments = params, first, keys, carry
+    trace = jax.make_jaxpr(_micro_batch(call, first[0]), return_shape=True)
     with explained(call):
         closed, shapes = trace(*arguments)
     closed = closed.replace(jaxpr=constraints.without_axes(closed.jaxpr, call.axes))
@@ -39,11 +40,11 @@ def traced(
     loss, weight, new, aux = jax.tree.unflatten(jax.tree.structure(shapes), avals)
 
     def aux_of_twice() -> Any:
-        pairs = zip(arguments[1], call.split_axes, strict=True)
+        pairs = zip(first, call.split_axes, strict=True)
         more = [jnp.concatenate([x, x], axis) for x, axis in pairs]
         return trace(params, more, keys, carry)[1][-1]
 
-    rows = arguments[1][0].shape[call.split_axes[0]]
+    rows = first[0].shape[call.split_axes[0]]
     of_aux = ways.of_leaves(options.aux, aux, rows, aux_of_twice)
     check_not_reduced(call, loss)
     multiplies = weight is not None and _multiplies(call, closed, arguments)
