@@ -275,12 +275,13 @@ class Call(NamedTuple):
             return self
         split = frozenset().union(*map(meshes.varying, self.batch))
         same = tuple(name for name in axes if name not in split)
-        if meshes.checks_varying() and same:
+        known = meshes.checks_varying()
+        if known and same:
             raise ValueError(
                 f"The batch must differ between the devices along {axes}, but it is "
                 f"the same along {same}. Name {axes} in the in_specs of the shard_map."
             )
-        where = self._placed_in_region()
+        where = self._placed_in_region(known)
         own = {role: collectives.vary(self.leaves(role), axes) for role in self.roles}
         params = collectives.gather(list(own["argnums"].values()), where)
         own["argnums"] = dict(zip(own["argnums"], params, strict=True))
@@ -293,10 +294,10 @@ class Call(NamedTuple):
         new = {n: x for leaves in own.values() for n, x in leaves.items()}
         return self.with_leaves(new)._replace(placements=where)
 
-    def _placed_in_region(self) -> list[Placement]:
+    def _placed_in_region(self, known: bool) -> list[Placement]:
         """Where the parameters lie that a region of a mesh holds; or raises."""
         axes, where, each = self.axes, self.lie(), self.options.each
-        if each and not meshes.checks_varying() and self.specs is None:
+        if each and not known and self.specs is None:
             raise ValueError(
                 f'sync="each" must know which parameters are sharded over {axes}, but '
                 "this shard_map has check_vma=False. Pass DataAxis(param_specs=), or "
