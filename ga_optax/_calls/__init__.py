@@ -17,7 +17,6 @@
     dependencies  `batch_dependencies`
     accumulate    `accumulate`: micro-batches, each by itself
     micro_batch   the program of one of those
-    checks        what only that asks of a call
 
 Imports `_window`, `_loop`, `_partition`, `_passes`, `_devices` and the root.
 """

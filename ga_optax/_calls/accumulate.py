@@ -9,23 +9,23 @@ along that function's own rows, and calls over the halves of a batch continue on
 another.
 """
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from ga_optax import accumulator
-from ga_optax._calls import checks
+from ga_optax._calls.batches import argument, is_key, line, named_batch
 from ga_optax._calls.call import Call
-from ga_optax._calls.micro_batch import trace
-from ga_optax._calls.options import Options
+from ga_optax._calls.micro_batch import traced
+from ga_optax._calls.options import Argument, Options
 from ga_optax._calls.region import WHOLE, ManualAxisError, gradients, over_mesh
-from ga_optax._calls.results import Returned, put_together
+from ga_optax._calls.results import put_together
 from ga_optax._calls.words import explains_keywords, warns_outside_jit
-from ga_optax._checks import check_gradients
+from ga_optax._checks import check_arrays, check_gradients, named_leaves
 from ga_optax._devices import meshes
 from ga_optax._devices.data_axis import DataAxis
 from ga_optax._loop.run import run
@@ -129,29 +129,18 @@ def accumulate(
       TypeError, ValueError: as for `value_and_grad`, and if the accumulator does not
         match the parameters.
     """
-    options = Options(
-        fun=fun,
-        num_microbatches=num_microbatches,
-        argnums=argnums,
-        has_aux=has_aux,
-        batch_argnums=batch_argnums,
-        batch_argnames=batch_argnames,
-        batch_axes=batch_axes,
-        data_axis=data_axis,
-        optimize=optimize,
-        weight_fn=weight_fn,
-        aux=aux,
-        rng_argnums=rng_argnums,
-        rng_argnames=rng_argnames,
-        carry_argnums=carry_argnums,
-        num_real_microbatches=num_real_microbatches,
-    ).checked()
+    options = Options(**locals()).checked()
 
     @warns_outside_jit
     def accumulate_fun(acc: Accumulator, *args: Any, **kwargs: Any) -> Any:
-        call = checks.each_by_itself(Call.make(options, args, kwargs))
+        call = Call.make(options, args, kwargs)
+        for i in call.roles["rng_argnums"]:
+            _check_keys(i, call.at(i))
+        _check_no_keys(call)
+        _check_carry(call)
+        _check_weight_fn(call)
         _check_continues(call, acc)
-        if call.mesh is None or options.each:
+        if call.mesh is None or call.by_compiler:
             value, acc = _added(call.on_device(), acc, merges=False)
         else:
             value, acc = _over_mesh(call, acc)
@@ -160,39 +149,37 @@ def accumulate(
     return accumulate_fun
 
 
-def _added(call: Call, acc: Accumulator, merges: bool) -> tuple[Returned, Accumulator]:
-    """The micro-batches of a call, added to an accumulator."""
+def _added(call: Call, acc: Accumulator, merges: bool) -> tuple[Any, Accumulator]:
+    """The micro-batches of a call, added to an accumulator: loss, carry and aux."""
     where = call.where()
-    program = trace(call, where)
-    operands = program.operands(call, acc)
+    step, operands, (of_carry, of_aux) = traced(call, where, acc)
     if notes.plans() is not None:
         from ga_optax._window import plans  # the engine, which takes 80 ms
 
-        plans.of_loop(program.step, operands)
-    out = run(program.step, operands, where, begins=False, merges=merges)
+        plans.of_loop(step, operands)
+    out = run(step, operands, where, begins=False, merges=merges)
     loss, *leaves = out.results
-    carry = program.carry.unflatten(out.carry)
-    stacked = [way == "stack" for way in program.step.ways[1:]]
-    value = Returned.of(loss, carry, leaves, stacked, program.aux)
+    value = loss, of_carry.unflatten(out.carry), of_aux.unflatten(leaves)
     total = jax.tree.structure(call.params).unflatten(out.acc.total)
     # If the caller does not say either, XLA may sum up whole gradients.
     total = total if call.mesh is None else call.placed(total)
     return value, out.acc._replace(total=total)
 
 
-def _over_mesh(call: Call, acc: Accumulator) -> tuple[Returned, Accumulator]:
+def _over_mesh(call: Call, acc: Accumulator) -> tuple[Any, Accumulator]:
     """The same at top level with a data axis: merged once a call."""
     of_acc = Accumulator(gradients(call), WHOLE, WHOLE)
-    # Every other part of the value is the same on all devices.
-    split: PartitionSpec = meshes.split_spec(call.options.axes)
-    results = Returned(WHOLE, WHOLE, WHOLE, stacked=split), of_acc
+    # Of what is stacked each device has its own; all else is the same on all of them.
+    split = meshes.split_spec(call.options.axes)
+    of_aux = jax.tree.map(lambda x: split if x == "stack" else WHOLE, call.options.aux)
+    results = (WHOLE, WHOLE, of_aux), of_acc
     try:
         return over_mesh(call, _merged, (acc, of_acc), results=results, check_vma=True)
     except ManualAxisError:
         return over_mesh(call, _merged, (acc, of_acc), results=results, check_vma=False)
 
 
-def _merged(call: Call, acc: Accumulator) -> tuple[Returned, Accumulator]:
+def _merged(call: Call, acc: Accumulator) -> tuple[Any, Accumulator]:
     """Folds from zeros on every device, and adds what they merged to `acc`."""
     call = call.on_device()
     start = accumulator.init(call.params, None)
@@ -203,6 +190,12 @@ def _merged(call: Call, acc: Accumulator) -> tuple[Returned, Accumulator]:
     count = call.options.num_microbatches if real is None else real
     count = jnp.full_like(acc.count, count)
     return value, accumulator.merge(acc, new._replace(count=count))
+
+
+# -- What only this asks of a call -----------------------------------------------------
+
+# Flax's name of what is to be overwritten with its gradient: `flax.linen.fp8_ops`.
+_REPLACED = "_overwrite_with_gradient"
 
 
 def _check_continues(call: Call, acc: Any) -> None:
@@ -223,4 +216,80 @@ def _check_continues(call: Call, acc: Any) -> None:
             "parameters once before the window, and pass a name alone."
         )
     check_gradients(acc.total, call.params, name="the parameters", expected="acc.total")
-    checks.gradients_are_sums(call.params)
+    _check_are_sums(call.params)
+
+
+def _check_are_sums(params: Any) -> None:
+    """Raises if a leaf has its new value for a gradient, of which no sum is right."""
+    for name, _ in named_leaves(params):
+        if _REPLACED in name:
+            raise ValueError(
+                "accumulate must have gradients to add up, but that of "
+                f"{name} is its new value, of which the largest counts. Use "
+                "value_and_grad, or do not differentiate with respect to it."
+            )
+
+
+def _check_keys(place: Argument, tree: Any) -> None:
+    check_arrays(argument(place), tree, "Pass PRNG keys alone.")
+    for name, leaf in named_leaves(tree):
+        shape, dtype = jnp.shape(leaf), jnp.result_type(leaf)
+        typed = jnp.issubdtype(dtype, jax.dtypes.prng_key) and shape == ()
+        raw = dtype == jnp.uint32 and len(shape) == 1
+        if not (typed or raw):
+            raise ValueError(
+                "rng_argnums and rng_argnames must name PRNG keys, or trees of them, "
+                f"but {name} of {argument(place)} has shape {shape} and dtype "
+                f"{dtype.name}. Pass one key; every micro-batch derives its own."
+            )
+
+
+def _check_no_keys(call: Call) -> None:
+    """Raises if a PRNG key would be the same in all micro-batches: so would masks."""
+
+    def check(name: str, leaf: Any, todo: str) -> None:
+        if is_key(leaf):
+            raise ValueError(
+                f"A PRNG key must differ between micro-batches, but {name} goes to "
+                f"each as it is. {todo}"
+            )
+
+    for place in call.without_role:
+        todo = f"Pass keys by themselves, and {line(call, 'rng_argnums', place)}."
+        for name, leaf in named_leaves(call.at(place)):
+            check(f"{name} of {argument(place)}", leaf, todo)
+    for (name, leaf), axis in zip(named_batch(call), call.batch_axes, strict=True):
+        if axis is None:
+            check(name, leaf, "Pass it by itself, and name it in rng_argnums.")
+
+
+def _check_carry(call: Call) -> None:
+    """Raises if a key is in a carry that is averaged over devices or micro-batches."""
+    # At top level with sync="each" no data axis is ever bound, and it threads.
+    if not call.options.axes or call.by_compiler:
+        return
+    for name, leaf in named_leaves(call.role("carry_argnums")):
+        if is_key(leaf):
+            raise TypeError(
+                "With a data_axis the carry must hold numbers to average, but "
+                f"{name} of it is a PRNG key. Name it in rng_argnums."
+            )
+
+
+def _check_weight_fn(call: Call) -> None:
+    has_aux = call.options.has_aux
+    if call.options.weight_fn is None:
+        return
+    try:
+        signature = inspect.signature(call.options.weight_fn)
+    except ValueError:  # of a built-in function
+        return
+    try:
+        signature.bind(*call.role("batch_argnums"), *[None] * has_aux)
+    except TypeError as error:
+        due = " and ".join(map(argument, call.roles["batch_argnums"]))
+        and_aux = " and then the aux" if has_aux else ""
+        raise TypeError(
+            f"weight_fn must take the batch arguments, {due},{and_aux} by position, "
+            f"but it takes {signature}: {error}. Give it one parameter for each."
+        ) from None

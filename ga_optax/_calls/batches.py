@@ -3,7 +3,7 @@
 import functools
 import itertools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -55,12 +55,12 @@ def layout(call: Call) -> tuple[dict[str, int], dict[str, int]]:
     rows: dict[str, int] = {}
     whole: dict[str, int] = {}
     for (name, x), axis in zip(named_batch(call), call.batch_axes, strict=True):
-        (whole if axis is None else rows)[name] = _nbytes(x)
+        (whole if axis is None else rows)[name] = nbytes(x)
     for place in call.without_role:
         for name, x in named_leaves(call.at(place)):
             of = "" if x is call.at(place) else f"{name} of "
-            whole[of + argument(place)] = _nbytes(x)
-    return rows, {name: nbytes for name, nbytes in whole.items() if nbytes}
+            whole[of + argument(place)] = nbytes(x)
+    return rows, {name: n for name, n in whole.items() if n}
 
 
 def is_array(x: Any) -> bool:
@@ -68,7 +68,8 @@ def is_array(x: Any) -> bool:
     return hasattr(x, "shape") and hasattr(x, "dtype")
 
 
-def _nbytes(x: Any) -> int:
+def nbytes(x: Any) -> int:
+    """The bytes of an array, or of a type; 0 of what is none."""
     return ir.numbers(x.shape) * x.dtype.itemsize if is_array(x) else 0
 
 
@@ -152,7 +153,15 @@ def divided(call: Call, hint: bool) -> Call:
             f"batch axis, but {came}. Use a batch of {rows - rest or devices} or "
             f"{rows - rest + devices} examples."
         )
-    k = call.options.num_microbatches
+    of_all = rows, f"the batch axis, but {came}"
+    each = f"the batch of each of the {devices} {kind}, {part} examples, but {came}"
+    own = of_all if devices == 1 else (part, each)
+    options = call.options
+    if (size := options.microbatch_size) is not None:
+        number = _quotient("microbatch_size", size, own if options.axes else of_all)
+        options = options._replace(num_microbatches=number, microbatch_size=None)
+        call = call._replace(options=options)
+    k = options.num_microbatches
     # In a region a device has its own part, and cannot say what is whole on all.
     if hint and not call.axes:
         call = _as_they_divide(call, rows, devices * k)
@@ -165,32 +174,19 @@ def divided(call: Call, hint: bool) -> Call:
             f"num_microbatches={k} must divide the batch axis, but {came}. Export a "
             f'dimension that it divides, such as jax.export.symbolic_shape("{k}*b").'
         )
-    if part % k:
-        what = _what_is_split(part, devices, kind)
-        raise ValueError(
-            f"num_microbatches={k} must divide {what}, but {came}. Use "
-            f"{_nearest(part, k)}."
-        )
+    _quotient("num_microbatches", k, own)
     return call
 
 
-def number(call: Call, size: int) -> int:
-    """How many micro-batches of so many rows a device has."""
-    rows, came = _first(call, hint=True)
-    devices, kind = _num_splits(call) if call.options.axes else (1, "")
-    part = rows // devices
-    if part % size:
+def _quotient(option: str, number: int, rows: tuple[int, str]) -> int:
+    """How often a number divides rows, of which there are so many; or raises."""
+    part, what = rows
+    if part % number:
+        nearest = sorted(divisors(part), key=lambda d: abs(d - number))[:8]
         raise ValueError(
-            f"microbatch_size={size} must divide {_what_is_split(part, devices, kind)}"
-            f", but {came}. Use {_nearest(part, size)}."
+            f"{option}={number} must divide {what}. Use {one_of(sorted(nearest))}."
         )
-    return part // size
-
-
-def _nearest(part: int, number: int) -> str:
-    """The divisors of so many rows that are next to a number, in words."""
-    nearest = sorted(divisors(part), key=lambda d: abs(d - number))[:8]
-    return one_of(sorted(nearest))
+    return part // number
 
 
 def check_logical(call: Call) -> None:
@@ -259,10 +255,10 @@ def _as_they_divide(call: Call, rows: int, parts: int) -> Call:
 
     An argument without a role that has the batch's rows in all of its leaves has one.
     """
-    lengths = iter([n for _, _, n in _with_axes(call)])
+    leaves = jax.tree.leaves(call.role("batch_argnums"))
     axes = [
-        axis if axis is not None and _is_split(next(lengths), rows, parts) else None
-        for axis in call.batch_axes
+        None if axis is None or not _is_split(np.shape(x)[axis], rows, parts) else axis
+        for x, axis in zip(leaves, call.batch_axes, strict=True)
     ]
     call = call._replace(batch_axes=axes)
     [axis, *others] = dict.fromkeys(call.split_axes)
@@ -275,7 +271,7 @@ def _as_they_divide(call: Call, rows: int, parts: int) -> Call:
                 roles=call.roles | {"batch_argnums": batch},
                 batch_axes=[*call.batch_axes, *[axis] * len(leaves)],
             )
-        elif _may_be_the_batch(call, leaves, rows):
+        else:
             _warn_of_role(call, place, rows)
     return call
 
@@ -285,36 +281,27 @@ def _is_split(n: Any, rows: Any, parts: int) -> bool:
     return _holds(lambda: n == rows) or _holds(lambda: n > 0 and n % parts == 0)
 
 
-def _may_be_the_batch(call: Call, leaves: Sequence[Any], rows: int) -> bool:
-    """Whether it looks more like a batch than what is split, such as statistics."""
-    shapes = [np.shape(x) for x in leaves]
-    if not all(shape[:1] == shapes[0][:1] and shape for shape in shapes):
-        return False
-    split = [jnp.ndim(x) for x in call.batch]
-    return max(split) <= 1 and _holds(lambda: bool(shapes) and shapes[0][0] > rows)
-
-
 def _warn_of_role(call: Call, place: Argument, rows: int) -> None:
-    n = np.shape(jax.tree.leaves(call.at(place))[0])[0]
+    """Warns if it looks more like a batch than what is split, such as statistics."""
+    lengths = {np.shape(x)[:1] for x in jax.tree.leaves(call.at(place))}
+    if len(lengths) != 1 or max(map(jnp.ndim, call.batch)) > 1:
+        return
+    [length] = lengths
+    if not (length and _holds(lambda: length[0] > rows)):
+        return
     split = " and ".join(map(argument, call.roles["batch_argnums"]))
     option = "batch_argnames" if isinstance(place, str) else "batch_argnums"
     _warn(
         f"What is split should be the batch, but {split} has {rows} rows, and "
-        f"{argument(place)}, which is not split, has {n} along axis 0 of every leaf. "
-        f"If that is the batch, pass {option}={place!r}; the gradient is right anyway, "
-        "but saves nothing."
+        f"{argument(place)}, which is not split, has {length[0]} along axis 0 of every "
+        f"leaf. If that is the batch, pass {option}={place!r}; the gradient is right "
+        "anyway, but saves nothing."
     )
 
 
 @functools.cache  # once
 def _warn(text: str) -> None:
     warnings.warn(text, stacklevel=2)
-
-
-def _what_is_split(part: int, devices: int, kind: str) -> str:
-    if devices == 1:
-        return "the batch axis"
-    return f"the batch of each of the {devices} {kind}, {part} examples"
 
 
 def _holds(test: Callable[[], Any]) -> bool:
@@ -329,8 +316,7 @@ def _num_splits(call: Call) -> tuple[int, str]:
     """Over how many devices the batch is split, and of which kind they are."""
     axes = call.options.axes
     if not axes:
-        split = zip(call.batch, call.split_axes, strict=True)
-        return max(meshes.num_parts(x, axis) for x, axis in split), "devices"
+        return max(map(meshes.num_parts, call.batch, call.split_axes)), "devices"
     devices = 1 if call.mesh is None else meshes.num_devices(axes, call.mesh)
     kind = "logical devices" if call.logical else "devices"
     return devices * (call.logical or 1), kind

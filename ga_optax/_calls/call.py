@@ -1,7 +1,8 @@
 """One call of the fold inside a call: its arguments by role, checked and placed."""
 
+import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -87,10 +88,6 @@ class Call(NamedTuple):
         batches.check_logical(call)
         if call.mesh is not None:
             call.check_specs()
-        if options.microbatch_size is not None:
-            number = batches.number(call, options.microbatch_size)
-            options = options._replace(num_microbatches=number, microbatch_size=None)
-            call = call._replace(options=options)
         return batches.divided(call, hint)
 
     def check_specs(self) -> None:
@@ -101,12 +98,12 @@ class Call(NamedTuple):
             meshes.check_scatter(self.params, where, axes, self.mesh)
 
     def lie(self, of_gradients: bool = False) -> list[Placement]:
-        """Where the parameters lie on the mesh, or are to lie as gradients."""
-        axes, mesh = self.options.axes, self.mesh
+        """How the data axes shard the parameters, or are to shard their gradients."""
+        specs, option = self.specs, "param_specs"
         if of_gradients and self.grad_specs is not None:
-            given = self.params, self.grad_specs, axes, mesh, "grad_specs"
-            return meshes.placements(*given)
-        return meshes.placements(self.params, self.specs, axes, mesh)
+            specs, option = self.grad_specs, "grad_specs"
+        axes = self.options.axes
+        return meshes.placements(self.params, specs, axes, self.mesh, option)
 
     def at(self, place: Argument) -> Any:
         """The argument at a position, or that of a keyword."""
@@ -122,11 +119,31 @@ class Call(NamedTuple):
         with_role = {i for places in self.roles.values() for i in places}
         return [i for i in (*range(len(self.args)), *self.kwargs) if i not in with_role]
 
+    def leaves(self, role: str | None = None) -> dict[int, Any]:
+        """The leaves of the arguments with a role, or of all, by their numbers.
+
+        Of the batch those that have an axis.
+        """
+        count, found = itertools.count(), {}
+        for i in (*range(len(self.args)), *self.kwargs):
+            leaves = jax.tree.leaves(self.at(i))
+            found[i] = [(n, x) for x, n in zip(leaves, count, strict=False)]
+        chosen = found if role is None else self.roles[role]
+        pairs = [pair for i in chosen for pair in found[i]]
+        if role != "batch_argnums":
+            return dict(pairs)
+        split = zip(pairs, self.batch_axes, strict=True)
+        return dict(pair for pair, axis in split if axis is not None)
+
     @property
-    def unsplit(self) -> list[Argument]:
-        """Where the arguments stand that have a role and are not split."""
-        roles = self.roles.items()
-        return [i for name, places in roles for i in places if name != "batch_argnums"]
+    def others(self) -> dict[int, Any]:
+        """What else has to be an operand of a region of a mesh, by number.
+
+        All that has no role either, such as numbers and flags, goes to `fun` as it is.
+        """
+        known = {n for role in self.roles for n in self.leaves(role)}
+        leaves = self.leaves().items()
+        return {n: x for n, x in leaves if n not in known and collectives.is_operand(x)}
 
     @property
     def batch(self) -> list[Any]:
@@ -150,6 +167,11 @@ class Call(NamedTuple):
     def axes(self) -> Axes:
         """The data axes that are bound: over which this call is one device's part."""
         return self.options.axes if self.mesh is None else ()
+
+    @property
+    def by_compiler(self) -> bool:
+        """Whether the compiler merges over devices: sync="each" at top level."""
+        return self.options.each and self.mesh is not None
 
     @property
     def logical(self) -> int:
@@ -182,11 +204,9 @@ class Call(NamedTuple):
     def where(self) -> Where:
         """What a loop knows of the devices."""
         options, lies = self.options, None
-        automatic = self.mesh is not None and not meshes.explicit_names(self.mesh)
-        if options.each and automatic:
+        if self.by_compiler and not meshes.explicit_names(self.mesh):
             specs = meshes.broadcast_specs(self.specs, self.params)
             lies = Lies(specs, options.axes, self.mesh)
-        by_compiler = self.mesh is not None and options.each
         return Where(
             names=[name for name, _ in named_leaves(self.params)],
             axes=self.axes,
@@ -195,7 +215,7 @@ class Call(NamedTuple):
             logical=self.logical,
             overlap=options.overlap,
             gathered=lies,
-            split_by_compiler=by_compiler or self.distributed,
+            split_by_compiler=self.by_compiler or self.distributed,
         )
 
     def split(self, strided: bool | None) -> list[jax.Array]:
@@ -227,45 +247,24 @@ class Call(NamedTuple):
             return total
         return collectives.constrain(total, self.specs, self.mesh)
 
-    def with_args(self, new: dict[Argument, Any]) -> "Call":
-        """The same call with other arguments at some places."""
-        return self._replace(
-            args=tuple(new.get(i, x) for i, x in enumerate(self.args)),
-            kwargs={i: new.get(i, x) for i, x in self.kwargs.items()},
-        )
+    def with_leaves(self, new: Mapping[int, Any]) -> "Call":
+        """The same call with other leaves in place of some, by their numbers.
 
-    def with_batch(self, batch: Sequence[Any]) -> "Call":
-        """The same call with other leaves in place of `batch`."""
-        leaves, structure = jax.tree.flatten(self.role("batch_argnums"))
-        new = iter(batch)
-        pairs = zip(leaves, self.batch_axes, strict=True)
-        leaves = [x if axis is None else next(new) for x, axis in pairs]
-        args = structure.unflatten(leaves)
-        return self.with_args(dict(zip(self.roles["batch_argnums"], args, strict=True)))
-
-    def others(self) -> dict[int, Any]:
-        """What has no role and has to be an operand of a region of a mesh, by number.
-
-        All else that has none, such as numbers and flags, goes to `fun` as it came.
+        All else goes to `fun` as it came.
         """
-        leaves, _ = self._without_roles()
-        return {i: x for i, x in enumerate(leaves) if collectives.is_operand(x)}
+        count = itertools.count()
 
-    def with_others(self, new: dict[int, Any]) -> "Call":
-        """The same call with others in place of `others`."""
-        leaves, structure = self._without_roles()
-        every = [new.get(i, x) for i, x in enumerate(leaves)]
-        args, kwargs = jax.tree.unflatten(structure, every)
-        bare = self._replace(args=args, kwargs=kwargs)
-        return bare.with_args({i: self.at(i) for i in self.unsplit}).with_batch(
-            self.batch
+        def renewed(tree: Any) -> Any:
+            leaves, structure = jax.tree.flatten(tree)
+            own = [(n, x) for x, n in zip(leaves, count, strict=False)]
+            if not any(n in new for n, _ in own):
+                return tree
+            return structure.unflatten(new.get(n, x) for n, x in own)
+
+        args = tuple(map(renewed, self.args))
+        return self._replace(
+            args=args, kwargs={i: renewed(x) for i, x in self.kwargs.items()}
         )
-
-    def _without_roles(self) -> tuple[list[Any], Any]:
-        """The leaves of all that has no role, and the structure of the arguments."""
-        bare = self.with_args(dict.fromkeys(self.unsplit))
-        bare = bare.with_batch([0] * len(self.split_axes))
-        return jax.tree.flatten((bare.args, bare.kwargs))
 
     def on_device(self) -> "Call":
         """The same with every argument of a role made this device's own.
@@ -275,40 +274,40 @@ class Call(NamedTuple):
         axes = self.axes
         if not axes:
             return self
-        known = meshes.checks_varying()
         split = frozenset().union(*map(meshes.varying, self.batch))
         same = tuple(name for name in axes if name not in split)
+        known = meshes.checks_varying()
         if known and same:
             raise ValueError(
                 f"The batch must differ between the devices along {axes}, but it is "
                 f"the same along {same}. Name {axes} in the in_specs of the shard_map."
             )
-        params, where = self._params_on_device(known)
-        new = dict(zip(self.roles["argnums"], params, strict=True))
-        device = jax.lax.axis_index(axes)
-        for role in ("rng_argnums", "carry_argnums"):
-            for i in self.roles[role]:
-                new[i] = collectives.vary(self.at(i), axes)
-                if role == "rng_argnums" and not self.logical:
-                    new[i] = jax.tree.map(
-                        lambda k: jax.random.fold_in(k, device), new[i]
-                    )
-        batch = collectives.vary(self.batch, axes)
-        return self.with_args(new).with_batch(batch)._replace(placements=where)
+        where = self._placed_in_region(known)
+        own = {role: collectives.vary(self.leaves(role), axes) for role in self.roles}
+        params = collectives.gather(list(own["argnums"].values()), where)
+        own["argnums"] = dict(zip(own["argnums"], params, strict=True))
+        if not self.logical:
+            device = jax.lax.axis_index(axes)
+            keys = own["rng_argnums"].items()
+            own["rng_argnums"] = {n: jax.random.fold_in(k, device) for n, k in keys}
+        if self.grad_specs is not None:
+            where = self.lie(of_gradients=True)
+        new = {n: x for leaves in own.values() for n, x in leaves.items()}
+        return self.with_leaves(new)._replace(placements=where)
 
-    def _params_on_device(self, known: bool) -> tuple[Any, list[Placement]]:
-        axes, params = self.axes, self.role("argnums")
-        where = meshes.placements(self.params, self.specs, axes, None)
-        if self.options.each and not known and self.specs is None:
+    def _placed_in_region(self, known: bool) -> list[Placement]:
+        """Where the parameters lie that a region of a mesh holds; or raises."""
+        axes, where, each = self.axes, self.lie(), self.options.each
+        if each and not known and self.specs is None:
             raise ValueError(
                 f'sync="each" must know which parameters are sharded over {axes}, but '
                 "this shard_map has check_vma=False. Pass DataAxis(param_specs=), or "
                 "leave check_vma on."
             )
-        for i, (name, x) in enumerate(named_leaves(params)):
+        for i, (name, x) in enumerate(named_leaves(self.role("argnums"))):
             sharded, varying = where[i].axes, meshes.varying(x)
             loose = tuple(n for n in axes if n in varying and n not in sharded)
-            if self.options.each:
+            if each:
                 summed = tuple(n for n in axes if n in varying or n in sharded)
                 where[i] = Placement(summed=summed)
             elif loose:
@@ -318,13 +317,7 @@ class Call(NamedTuple):
                     f"along {loose}. Pass DataAxis(param_specs=); or "
                     'sync="each", if fun itself gathers them.'
                 )
-        leaves, structure = jax.tree.flatten(collectives.vary(params, axes))
-        leaves = collectives.gather(leaves, where)
-        if self.grad_specs is not None:
-            where = meshes.placements(
-                self.params, self.grad_specs, axes, None, "grad_specs"
-            )
-        return jax.tree.unflatten(structure, leaves), where
+        return where
 
 
 def check_parameters(place: Argument, tree: Any) -> None:

@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from ga_optax._calls import batches, layouts
 from ga_optax._calls import whole as of_whole
 from ga_optax._calls.call import Call
-from ga_optax._calls.layouts import Traced
 from ga_optax._calls.options import Options
 from ga_optax._calls.words import explains_keywords
 from ga_optax._devices.data_axis import DataAxis
@@ -80,7 +79,7 @@ class BatchDependencies:
         )
         if not (self.meetings or any(self._notes.values())):
             return "\n".join(wrap(f"No row needs another: {passes}. {self._layout}"))
-        rows = [_cells(group) for group in _groups((*self.meetings, *self.kept))]
+        rows = list(_rows((*self.meetings, *self.kept)))
         rows += [
             (f"{name}, {how}: {size:,} numbers", "", "", "", places.short(line))
             for how, notes in self._notes.items()
@@ -163,23 +162,19 @@ def _advice(whole: Sequence[Note]) -> str:
     )
 
 
-def _groups(stored: Sequence[Stored]) -> list[list[Stored]]:
-    """Those that are alike, such as those of several layers, together."""
-    groups: dict[Any, list[Stored]] = {}
+def _rows(stored: Sequence[Stored]) -> Iterator[tuple[str, ...]]:
+    """Those of the table: what is alike, such as that of several layers, in one."""
+    groups: dict[tuple[str, str], list[Stored]] = {}
     for x in stored:
         groups.setdefault((x.line, x.what), []).append(x)
-    return list(groups.values())
-
-
-def _cells(group: list[Stored]) -> tuple[str, ...]:
-    what = group[0].what
-    runs = [max(getattr(x, name) for x in group) for name in ("forward", "backward")]
-    return (
-        what if len(group) == 1 else f"{len(group)} times {what}",
-        f"{sum(x.nbytes for x in group):,}",
-        *map(str, runs),
-        places.short(group[0].line),
-    )
+    for (line, what), group in groups.items():
+        runs = max(x.forward for x in group), max(x.backward for x in group)
+        yield (
+            what if len(group) == 1 else f"{len(group)} times {what}",
+            f"{sum(x.nbytes for x in group):,}",
+            *map(str, runs),
+            places.short(line),
+        )
 
 
 def _times(number: int, what: str) -> str:
@@ -239,20 +234,8 @@ def batch_dependencies(
     Raises:
       TypeError, ValueError: as `value_and_grad`.
     """
-    given = Options(
-        fun=fun,
-        num_microbatches=num_microbatches,
-        microbatch_size=microbatch_size,
-        argnums=argnums,
-        has_aux=has_aux,
-        batch_argnums=batch_argnums,
-        batch_argnames=batch_argnames,
-        batch_axes=batch_axes,
-        data_axis=data_axis,
-        residual_bytes=residual_bytes,
-        accumulator_dtype=jnp.float32,
-    )
-    options = of_whole.of_pair(given.checked())
+    options = Options(**locals(), accumulator_dtype=jnp.float32).checked()
+    options = of_whole.of_pair(options)
 
     @functools.wraps(fun)
     def dependencies(*args: Any, **kwargs: Any) -> BatchDependencies:
@@ -271,20 +254,16 @@ def batch_dependencies(
     return dependencies
 
 
-def _traced(call: Call) -> tuple[Traced, list[Levels]]:
+def _traced(call: Call) -> tuple[layouts.Traced, list[Levels]]:
     """The program of `fun`, and what its window reports."""
-    found: list[Traced] = []
-    leaves, structure = jax.tree.flatten((call.args, call.kwargs))
-    arrays = [i for i, x in enumerate(leaves) if batches.is_array(x)]
+    found: list[layouts.Traced] = []
+    arrays = {n: x for n, x in call.leaves().items() if batches.is_array(x)}
 
-    def run(values: Sequence[Any]) -> Any:
-        new = dict(zip(arrays, values, strict=True))
-        every = [new.get(i, x) for i, x in enumerate(leaves)]
-        args, kwargs = jax.tree.unflatten(structure, every)
-        here = call._replace(args=args, kwargs=kwargs)
+    def run(values: dict[int, Any]) -> Any:
+        here = call.with_leaves(values)
         found.append(layouts.traced(here))
         return of_whole.divided(here, found[0])[1]
 
     with recorded() as reports:
-        jax.eval_shape(run, [leaves[i] for i in arrays])
+        jax.eval_shape(run, arrays)
     return found[0], reports

@@ -15,8 +15,7 @@ import jax.numpy as jnp
 from ga_optax._calls import layouts, whole
 from ga_optax._calls.call import Call
 from ga_optax._calls.options import ROLES, Argument
-from ga_optax._calls.results import is_value
-from ga_optax._checks import named_leaves
+from ga_optax._calls.results import check_values
 from ga_optax._devices import meshes
 from ga_optax._passes import ir, rowwise
 from ga_optax._passes.divided import Divided, Gradient, paired
@@ -24,15 +23,16 @@ from ga_optax._passes.divided import Divided, Gradient, paired
 
 def of_call(call: Call, remat: bool | None) -> Any:
     """What `fun` returns for all rows, by an equation that can be differentiated."""
-    options, others, rows = call.options, call.others(), call.batch
-    fun = options.fun
+    options, fun = call.options, call.options.fun
+    leaves = call.leaves("batch_argnums") | call.others
 
     def of_args(*args: Any, **kwargs: Any) -> Any:
-        return _checked(fun(*args[:-1], **kwargs))
+        out = fun(*args, **kwargs)
+        check_values("What fun returns", out)
+        return out
 
     def flat(*xs: Any) -> Any:
-        rest = dict(zip(others, xs[len(rows) :], strict=True))
-        new = call.with_others(rest).with_batch(xs[: len(rows)])
+        new = call.with_leaves(dict(zip(leaves, xs, strict=True)))
         return of_args(*new.args, **new.kwargs)
 
     if layouts.num_parts(call) == 1:
@@ -40,12 +40,12 @@ def of_call(call: Call, remat: bool | None) -> Any:
     if not _is_one(call):
         call = call._replace(options=options._replace(fun=_with_loss(of_args)))
         return whole.of_call(call)[0][1]
-    xs = [*rows, *others.values()]
+    xs = list(leaves.values())
     closed, out = _traced(flat, xs, call)
     how = call._replace(args=(), kwargs={}, options=options._replace(fun=_unknown))
     its = Divided.of_program(
         closed,
-        (*call.split_axes, *[None] * len(others)),
+        (*call.split_axes, *[None] * len(call.others)),
         name=getattr(fun, "__name__", "a function"),
         number=options.num_microbatches,
         remat=remat,
@@ -76,16 +76,6 @@ def _is_one(call: Call) -> bool:
         return True
     plain = not (options.each or options.scatters or options.logical_devices)
     return plain and mesh is not None and not meshes.explicit_names(mesh)
-
-
-def _checked(out: Any) -> Any:
-    for name, leaf in named_leaves(out):
-        if not is_value(leaf):
-            raise TypeError(
-                f"fun must return arrays or numbers, but {name} of what it returned is "
-                f"{leaf!r}. Leave it out, or return a number in its place."
-            )
-    return out
 
 
 def _run(how: Call, its: Divided, xs: Sequence[Any]) -> list[Any]:

@@ -1,14 +1,13 @@
 """Any function of a batch over micro-batches."""
 
 import functools
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
 from ga_optax._calls.call import Call
-from ga_optax._calls.options import Options, found
+from ga_optax._calls.options import Options
 from ga_optax._calls.words import explains_keywords
 from ga_optax._checks import check_callable
 from ga_optax._devices.data_axis import DataAxis
@@ -94,24 +93,19 @@ def microbatch(
         fun,
         num_microbatches,
         microbatch_size=microbatch_size,
-        argnums=-1,
-        batch_argnums=_before_last(batch_argnums),
+        argnums=(),
+        batch_argnums=batch_argnums,
         batch_argnames=batch_argnames,
         batch_axes=batch_axes,
         has_aux=True,
         data_axis=data_axis,
         residual_bytes=0 if remat else None,
         accumulator_dtype=jnp.float32,
-    ).checked()
-    positions = [batch_argnums] if isinstance(batch_argnums, int) else batch_argnums
+    ).checked(differentiates=False)
 
     @functools.wraps(fun)
     def microbatch_fun(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = _by_position(fun, args, kwargs)
-        for i in positions:
-            found("batch_argnums of microbatch", i, len(args))
-        # A last argument, so that there is something to differentiate.
-        call = Call.make(options, (*args, jnp.zeros([])), kwargs, hint=True)
+        call = Call.make(options, args, kwargs, hint=True)
         from ga_optax._calls import equation  # 80 ms of import, which not all need
 
         return equation.of_call(call, remat)
@@ -120,33 +114,3 @@ def microbatch(
 
 
 _TODO = "Pass what is to run over micro-batches."
-
-
-def _by_position(
-    fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with those by position that `fun` takes so, if it says."""
-    if not kwargs:
-        return args, kwargs
-    try:
-        signature = inspect.signature(fun)
-        bound = signature.bind(*args, **kwargs)
-    except (TypeError, ValueError):
-        return args, kwargs
-    places = [
-        p
-        for p in signature.parameters.values()
-        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ]
-    # Defaults fill gaps alone: what comes after the last argument is none of the call.
-    while places and places[-1].name not in bound.arguments:
-        places.pop()
-    bound.arguments = {p.name: p.default for p in places} | bound.arguments
-    return bound.args, bound.kwargs
-
-
-def _before_last(positions: Any) -> Any:
-    """Positions of arguments, if one more comes last."""
-    if isinstance(positions, tuple | list):
-        return tuple(map(_before_last, positions))
-    return positions - 1 if isinstance(positions, int) and positions < 0 else positions

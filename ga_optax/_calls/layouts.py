@@ -72,10 +72,9 @@ class Traced(NamedTuple):
 
 def num_parts(call: Call) -> int:
     """Into how many micro-batches all devices together split the rows."""
-    axes = call.options.axes
-    if call.options.each and call.mesh is not None:
-        return call.options.num_microbatches
-    return call.num_parts * (meshes.num_devices(axes, call.mesh) if axes else 1)
+    if call.by_compiler:
+        return call.num_parts
+    return call.num_parts * meshes.num_devices(call.options.axes, call.mesh)
 
 
 def traced(call: Call, due: Sequence[Layout] = ()) -> Traced:
@@ -83,17 +82,18 @@ def traced(call: Call, due: Sequence[Layout] = ()) -> Traced:
 
     Whatever the partitioner raises, `part` is an exception then.
     """
-    params, structure = jax.tree.flatten(call.role("argnums"))
+    params, places = call.leaves("argnums"), call.leaves("batch_argnums")
 
     def run(leaves: Sequence[Any], batch: Sequence[Any]) -> Any:
-        new = zip(call.roles["argnums"], structure.unflatten(leaves), strict=True)
-        one = call.with_args(dict(new)).with_batch(batch)
+        new = zip([*params, *places], [*leaves, *batch], strict=True)
+        one = call.with_leaves(dict(new))
         return call.options.fun(*one.args, **one.kwargs)
 
-    apart = call.options.each and call.mesh is not None
-    env = meshes.of_all_rows(() if apart else call.options.axes)
+    env = meshes.of_all_rows(() if call.by_compiler else call.options.axes)
     trace = jax.make_jaxpr(run, axis_env=[*rowwise.READ, *env], return_shape=True)
-    of_params = params if call.mesh is None else list(map(type_of, params))
+    of_params = list(params.values())
+    if call.mesh is not None:
+        of_params = list(map(type_of, of_params))
     with explained(call):
         closed, out = trace(of_params, _whole_batch(call))
     check_not_reduced(call, closed.out_avals[0])
@@ -126,12 +126,10 @@ def _split(
     def strides(x: Any, d: int) -> int:
         return x.aval.shape[d] // size
 
-    if call.mesh is not None and call.options.each:
+    if call.by_compiler:
         devices = meshes.num_devices(call.options.axes, call.mesh)
         return of(lambda x, d: devices), False
-    sizes = [n for x in jaxpr.invars for n in getattr(x.aval, "shape", ())]
-    is_open = not all(isinstance(n, int) for n in sizes)  # as `jax.export` leaves them
-    strided = False if is_open else call.distributed
+    strided = False if is_open(jaxpr) else call.distributed
     far = None if strided is False else of(strides)
     if strided and far and far.in_gradient is None:
         return far, True
@@ -140,27 +138,30 @@ def _split(
     return near, None if same else False
 
 
+def is_open(jaxpr: Any) -> bool:
+    """Whether sizes are left open, as by `jax.export`."""
+    sizes = [n for x in jaxpr.invars for n in getattr(x.aval, "shape", ())]
+    return not all(isinstance(n, int) for n in sizes)
+
+
 def _is_same(jaxpr: Any, near: Partitioned, far: Partitioned, size: int) -> bool:
     """Whether a program is the same of neighbours and of every k-th row."""
     if far.in_gradient is not None or ir.form(near.jaxpr) != ir.form(far.jaxpr):
         return False
     # Which micro-batch has a row may stand in a constant alone.
-    if not all(map(_is_equal, near.consts, far.consts)):
-        return False
-    for a, b, x in zip(near.layouts, far.layouts, jaxpr.outvars, strict=False):
-        if isinstance(a, Rows) and isinstance(b, Rows):
-            n = x.aval.shape[a.dim]
-            if (a, b) != (Rows(a.dim), Rows(a.dim, n // size)):
-                return False
-        elif a != b:
+    for x, y in zip(near.consts, far.consts, strict=True):
+        traced = isinstance(x, jax.core.Tracer) or isinstance(y, jax.core.Tracer)
+        if x is not y and (traced or not np.array_equal(x, y)):
             return False
-    return True
 
+    def strided(layout: Layout, x: Any) -> Any:
+        if not isinstance(layout, Rows):
+            return layout
+        d, is_plain = layout.dim, layout == Rows(layout.dim)
+        return Rows(d, x.aval.shape[d] // size) if is_plain else None
 
-def _is_equal(x: Any, y: Any) -> bool:
-    if isinstance(x, jax.core.Tracer) or isinstance(y, jax.core.Tracer):
-        return x is y
-    return x is y or np.array_equal(x, y)
+    pairs = zip(near.layouts, far.layouts, jaxpr.outvars, strict=False)
+    return all(b == strided(a, x) for a, b, x in pairs)
 
 
 def _arguments(call: Call, jaxpr: Any, rows: Sequence[Rows]) -> list[Argument]:
@@ -190,7 +191,7 @@ def type_of(x: Any) -> jax.ShapeDtypeStruct:
 
 def _whole_batch(call: Call) -> list[Any]:
     """The types of the batch's leaves with the rows of all devices."""
-    devices = meshes.num_devices(call.axes) if call.axes else 1
+    devices = meshes.num_devices(call.axes)
     types = []
     for x, axis in zip(call.batch, call.split_axes, strict=True):
         shape = list(jnp.shape(x))
@@ -243,19 +244,12 @@ def check_options(call: Call, part: Partitioned) -> None:
 # -- What comes back -------------------------------------------------------------------
 
 
-def kind(layout: Layout) -> str:
-    return "rows" if isinstance(layout, Rows) else layout
-
-
-def returned(
-    call: Call, trace: Traced, shared: Sequence[Any], stacked: Sequence[Any]
-) -> Any:
-    """What `fun` returns for the whole batch."""
+def returned(call: Call, trace: Traced, results: Sequence[Any]) -> Any:
+    """What `fun` returns for the whole batch; of rows came those of micro-batches."""
     structure, types = jax.tree.structure(trace.out), trace.closed.out_avals
-    pairs = zip(shared, stacked, trace.part.layouts, strict=True)
     leaves = [
-        _joined(call, x, layout, trace.strided) if isinstance(layout, Rows) else own
-        for own, x, layout in pairs
+        _joined(call, x, layout, trace.strided) if isinstance(layout, Rows) else x
+        for x, layout in zip(results, trace.part.layouts, strict=True)
     ]
     if len(leaves) > structure.num_leaves:  # the loss once more, whole
         leaves[0] = leaves.pop()
@@ -301,15 +295,13 @@ def _joined(call: Call, x: jax.Array, rows: Rows, strided: bool | None) -> jax.A
     In a region of the user's a device has its own, if they are neighbours.
     """
     d, segments = rows.dim, rows.segments
-    if strided is None:
-        return membership.join(x, d, None)
     if call.axes and segments > 1:
         x = jax.lax.all_gather(x, call.axes, tiled=True)
+    if strided is None or segments == 1:
+        return membership.join(x, d, None if strided is None else False)
     x = jnp.moveaxis(x, 0, d)
     before, (parts, n), after = x.shape[:d], x.shape[d : d + 2], x.shape[d + 2 :]
     shape, spec = (*before, parts * n, *after), meshes.spec_of_type(x)
-    if segments == 1:
-        return x.reshape(shape)
     x = x.reshape(*before, parts, segments, n // segments, *after).swapaxes(d, d + 1)
     if not any(spec):
         return x.reshape(shape)

@@ -1,7 +1,8 @@
 """What `fun` does to one micro-batch by itself: traced once, checked and read."""
 
+import itertools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,43 +19,21 @@ from ga_optax._passes import constraints, ir, known
 from ga_optax.accumulator import Accumulator, as_weight
 
 
-class MicroBatch(NamedTuple):
-    """A traced micro-batch.
+def traced(
+    call: Call, where: Where, acc: Accumulator
+) -> tuple[Step, Operands, tuple[Any, Any]]:
+    """`fun` of one micro-batch; raises if what it returns does not fit.
 
-    Attributes:
-      step: its program.
-      consts: the values of its constants: tracers, if `fun` closes over some.
-      batch: the leaves of the batch, split into micro-batches.
-      carry: the structure of the carry.
-      aux: the structure of the aux.
+    Returns: its program; the arrays of the loop over all of them; the structures of the
+    carry and of the aux.
     """
-
-    step: Step
-    consts: Any
-    batch: list[jax.Array]
-    carry: Any
-    aux: Any
-
-    def operands(self, call: Call, acc: Accumulator) -> Operands:
-        """The arrays of the loop over all of them."""
-        params, _, keys, carry = (jax.tree.leaves(call.role(n)) for n in call.roles)
-        params, carry = list(map(jnp.asarray, params)), list(map(trees.strong, carry))
-        real = call.options.num_real_microbatches
-        real = None if real is None else jnp.asarray(real, jnp.int32)
-        return Operands(
-            self.consts, params, self.batch, keys, carry, call.flat(acc), real
-        )
-
-
-def trace(call: Call, where: Where) -> MicroBatch:
-    """Traces `fun` for one micro-batch; raises if what it returns does not fit."""
-    params, _, keys, carry = map(call.role, call.roles)
-    batch = call.split(call.distributed)
+    options, batch = call.options, call.split(call.distributed)
+    params, _, keys, carry = (list(call.leaves(role).values()) for role in call.roles)
     first = [x[0] for x in batch]
-    run = _micro_batch(call, first[0])
-    trace_one = jax.make_jaxpr(run, return_shape=True)
+    arguments = params, first, keys, carry
+    trace = jax.make_jaxpr(_micro_batch(call, first[0]), return_shape=True)
     with explained(call):
-        closed, shapes = trace_one(params, first, keys, carry)
+        closed, shapes = trace(*arguments)
     closed = closed.replace(jaxpr=constraints.without_axes(closed.jaxpr, call.axes))
     # The types of the results say over which devices they vary; their shapes do not.
     avals = [variable.aval for variable in closed.jaxpr.outvars]
@@ -63,15 +42,14 @@ def trace(call: Call, where: Where) -> MicroBatch:
     def aux_of_twice() -> Any:
         pairs = zip(first, call.split_axes, strict=True)
         more = [jnp.concatenate([x, x], axis) for x, axis in pairs]
-        return trace_one(params, more, keys, carry)[1][-1]
+        return trace(params, more, keys, carry)[1][-1]
 
     rows = first[0].shape[call.split_axes[0]]
-    of_aux = ways.of_leaves(call.options.aux, aux, rows, aux_of_twice)
+    of_aux = ways.of_leaves(options.aux, aux, rows, aux_of_twice)
     check_not_reduced(call, loss)
-    arguments = jax.tree.leaves(params), first, keys, carry
     multiplies = weight is not None and _multiplies(call, closed, arguments)
     program = ir.Program(closed.jaxpr, closed.consts)
-    optimize = call.options.optimize
+    optimize = options.optimize
     (jaxpr, consts), arrivals = after_passes(program, where, multiplies, optimize)
     step = Step(
         jaxpr=ir.without_values(jaxpr),
@@ -83,21 +61,23 @@ def trace(call: Call, where: Where) -> MicroBatch:
         arrivals=arrivals,
         optimize=optimize,
     )
-    return MicroBatch(
-        step, consts, batch, jax.tree.structure(new), jax.tree.structure(aux)
-    )
+    params, carry = list(map(jnp.asarray, params)), list(map(trees.strong, carry))
+    real: Any = options.num_real_microbatches
+    real = None if real is None else jnp.asarray(real, jnp.int32)
+    operands = Operands(consts, params, batch, keys, carry, call.flat(acc), real)
+    return step, operands, (jax.tree.structure(new), jax.tree.structure(aux))
 
 
 def _micro_batch(call: Call, x: jax.Array) -> Callable[..., Any]:
     """`fun` of one micro-batch, of which `x` is the first leaf: what is traced."""
     options, weight_fn = call.options, call.options.weight_fn
+    numbers = [n for role in call.roles for n in call.leaves(role)]
 
-    def run(params: Any, batch: list[Any], keys: Any, old: Any) -> Any:
-        own = jax.tree.map(lambda x: x, old)  # `fun` may change a dict where it is
-        new = dict(zip(call.unsplit, (*params, *keys, *own), strict=True))
-        one = call.with_args(new).with_batch(batch)
-        whole = one.role("batch_argnums")
-        weight = None
+    def run(*leaves: list[Any]) -> Any:
+        one = call.with_leaves(
+            dict(zip(numbers, itertools.chain(*leaves), strict=True))
+        )
+        whole, weight = one.role("batch_argnums"), None
         try:
             if weight_fn is not None and not options.has_aux:
                 weight = as_weight(weight_fn(*whole), float)
@@ -106,7 +86,7 @@ def _micro_batch(call: Call, x: jax.Array) -> Callable[..., Any]:
             error.add_note(_in_words(call, x))
             raise
         loss, carry, aux = taken_apart(options, out)
-        check_carry(old, carry)
+        check_carry(call.role("carry_argnums"), carry)
         if weight_fn is not None and options.has_aux:
             weight = as_weight(weight_fn(*whole, aux), float)
         return loss, weight, carry, aux

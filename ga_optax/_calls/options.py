@@ -58,8 +58,11 @@ class Options(NamedTuple):
     carry_argnums: int | Sequence[int] = ()
     num_real_microbatches: ArrayLike | None = None
 
-    def checked(self) -> "Options":
-        """The same, in one form; raises if an option does not fit."""
+    def checked(self, differentiates: bool = True) -> "Options":
+        """The same, in one form; raises if an option does not fit.
+
+        What only runs `fun`, and `differentiates` nothing, has no `argnums`.
+        """
         todo = "Pass the loss function itself, not its value."
         check_callable("fun", self.fun, "of the parameters and the batch", todo)
         if self.weight_fn is not None:
@@ -87,7 +90,13 @@ class Options(NamedTuple):
             **{name: _names(name, getattr(self, name)) for name in NAMES.values()},
         )
         options._check_num_real()
-        options.roles()
+        roles = options.roles()
+        for name in ("argnums",) * differentiates + ("batch_argnums",):
+            if not roles[name]:
+                raise ValueError(
+                    f"{name} must name at least one argument, but it is (). Leave it "
+                    "out."
+                )
         return options
 
     def _checked_number(self) -> dict[str, Any]:
@@ -184,11 +193,6 @@ class Options(NamedTuple):
                     )
                 owner[i] = option
                 roles[role].append(i)
-            if not places and role in ("argnums", "batch_argnums"):
-                raise ValueError(
-                    f"{role} must name at least one argument, but it is (). Leave it "
-                    "out."
-                )
         return {role: tuple(places) for role, places in roles.items()}
 
 

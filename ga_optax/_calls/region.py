@@ -35,27 +35,28 @@ def over_mesh(
         nor for a constraint over all of it.
     """
     options, mesh, axes = call.options, call.mesh, call.options.axes
-    tree, places = jax.tree.structure(call.params), call.unsplit
-    specs = tree.unflatten(place.spec for place in call.lie())
-    of_params = (specs,) if isinstance(options.argnums, int) else specs
-    of_roles = [*of_params, *[WHOLE] * (len(places) - len(of_params))]
+    operands, specs = call.others, dict.fromkeys(call.others, WHOLE)
+    for role in call.roles:
+        operands |= call.leaves(role)
+        specs |= dict.fromkeys(call.leaves(role), WHOLE)
+    lie = [place.spec for place in call.lie()]
+    specs |= zip(call.leaves("argnums"), lie, strict=True)
     of_batch = [meshes.split_spec(axes, axis) for axis in call.split_axes]
-    of_grads = None if call.grad_specs is None else gradients(call)
+    specs |= zip(call.leaves("batch_argnums"), of_batch, strict=True)
+    inside = call._replace(
+        mesh=None,
+        specs=jax.tree.structure(call.params).unflatten(lie),
+        grad_specs=None if call.grad_specs is None else gradients(call),
+    )
 
-    def local(with_role: Any, batch: Any, rest: Any, *others: Any) -> Any:
-        rest, num_real = rest
-        inner = call.with_others(rest)._replace(mesh=None, specs=specs)
-        inner = inner._replace(options=options._replace(num_real_microbatches=num_real))
-        inner = inner._replace(grad_specs=of_grads)
-        with_role = dict(zip(places, with_role, strict=True))
-        return run(inner.with_args(with_role).with_batch(batch), *others)
+    def local(leaves: Any, num_real: Any, *others: Any) -> Any:
+        its = options._replace(num_real_microbatches=num_real)
+        return run(inside.with_leaves(leaves)._replace(options=its), *others)
 
-    given = [call.at(i) for i in places], call.batch
-    rest = call.others(), options.num_real_microbatches
     values, of_others = [x for x, _ in others], [spec for _, spec in others]
-    in_and_out = (of_roles, of_batch, WHOLE, *of_others), results
+    in_and_out = (specs, WHOLE, *of_others), results
     mapped = collectives.over_mesh(local, mesh, axes, in_and_out, check_vma)
-    return mapped(*given, rest, *values)
+    return mapped(operands, options.num_real_microbatches, *values)
 
 
 def gradients(call: Call) -> Any:
@@ -73,43 +74,40 @@ def explained(call: Call) -> Iterator[None]:
     """What JAX says of axes is said in the words of the options."""
     try:
         yield
-    except NameError as error:
-        if "unbound axis name" in str(error):
-            error.add_note(_UNBOUND)
-        raise
-    except NotImplementedError as error:
-        if "Closing over" in str(error):
-            error.add_note(f"In terms of ga_optax: {_CLOSED_OVER}")
-        raise
-    except ValueError as error:
-        _explain_manual_axis(call, error)
+    except (NameError, NotImplementedError, ValueError) as error:
+        text = str(error)
+        for words, todo in _NOTES.items():
+            if words in text:
+                error.add_note(todo)
+        names = [name for name in call.axes if f"'{name}'" in text]
+        if names and "Manual" in text:
+            raise ManualAxisError(f"{_manual(names[0])} JAX says: {error}") from error
         raise
 
 
-_UNBOUND = (
-    "fun communicates over an axis that nothing here binds. With value_and_grad it "
-    "needs no collectives over micro-batches, for it sees all rows."
-)
 _CLOSED_OVER = (
     "If fun closes over an array that lies on the mesh, pass it as an argument: what "
     "has no role there goes whole to every device."
 )
+_NOTES = {
+    "unbound axis name": "fun communicates over an axis that nothing here binds. With "
+    "value_and_grad it needs no collectives over micro-batches, for it sees all rows.",
+    "Closing over": f"In terms of ga_optax: {_CLOSED_OVER}",
+}
 
 
-def _explain_manual_axis(call: Call, error: ValueError) -> None:
-    """Raises if `error` is JAX's of a sharding over a data axis that is bound."""
-    names = [name for name in call.axes if f"'{name}'" in str(error)]
-    if names and "Manual" in str(error):
-        raise ManualAxisError(
-            "With a data_axis fun must not shard anything over it by a PartitionSpec, "
-            f"since it sees the rows of one device, but it names {names[0]!r}. Pass "
-            "with_sharding_constraint a NamedSharding, out of which the data axis is "
-            "taken, or a PartitionSpec of other axes alone (in Flax, take the name out "
-            "of the logical axis rules, in Haliax out of the axis mapping). In your "
-            "own jax.shard_map, pass check_vma=False, too. Or pass "
-            'sync="each", or no data_axis, and every micro-batch '
-            f"is reduced. {_CLOSED_OVER} JAX says: {error}"
-        ) from error
+def _manual(name: str) -> str:
+    """What to do about a sharding over a data axis that is bound."""
+    return (
+        "With a data_axis fun must not shard anything over it by a PartitionSpec, "
+        f"since it sees the rows of one device, but it names {name!r}. Pass "
+        "with_sharding_constraint a NamedSharding, out of which the data axis is "
+        "taken, or a PartitionSpec of other axes alone (in Flax, take the name out "
+        "of the logical axis rules, in Haliax out of the axis mapping). In your "
+        "own jax.shard_map, pass check_vma=False, too. Or pass "
+        'sync="each", or no data_axis, and every micro-batch '
+        f"is reduced. {_CLOSED_OVER}"
+    )
 
 
 def check_not_reduced(call: Call, loss: Any) -> None:

@@ -1,7 +1,6 @@
 """What `fun` returns: loss, carry and aux, taken apart, checked and put together."""
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,55 +10,15 @@ from ga_optax._calls.options import Options
 from ga_optax._checks import check_structure, named_leaves
 
 
-class Returned(NamedTuple):
-    """The value of micro-batches, in the parts that devices return it in.
-
-    Attributes:
-      loss: the loss.
-      carry: the carry, a tuple.
-      shared: the aux, with None for leaves that were stacked: of those each of several
-        devices has its own part.
-      stacked: those leaves, in the tree of the aux, with None for the others.
-    """
-
-    loss: Any
-    carry: Any
-    shared: Any
-    stacked: Any
-
-    @classmethod
-    def of(
-        cls, loss: Any, carry: Any, leaves: list[Any], stacked: list[bool], tree: Any
-    ) -> "Returned":
-        """From the leaves of the aux, its structure, and which of them are stacked."""
-        shared, own = map(tree.unflatten, apart(leaves, stacked))
-        return cls(loss, carry, shared, own)
-
-
-def apart(leaves: Sequence[Any], stacked: Sequence[bool]) -> list[list[Any]]:
-    """The leaves that are not stacked, and those that are; None for the others."""
-    pairs = list(zip(leaves, stacked, strict=True))
-    return [
-        [x if its == asked else None for x, its in pairs] for asked in (False, True)
-    ]
-
-
-def put_together(options: Options, value: Returned) -> Any:
-    """The value in the form in which `fun` returns it."""
-    carry, rest = value.carry, []
-    if options.has_aux:
-        rest = [
-            jax.tree.map(
-                lambda x, y: y if x is None else x,
-                *(value.shared, value.stacked),
-                is_leaf=lambda x: x is None,
-            )
-        ]
+def put_together(options: Options, value: tuple[Any, Any, Any]) -> Any:
+    """Loss, carry (a tuple) and aux in the form in which `fun` returns them."""
+    loss, carry, aux = value
+    rest = [aux] if options.has_aux else []
     if options.carries:
         rest = [carry[0] if isinstance(options.carry_argnums, int) else carry, *rest]
     if not rest:
-        return value.loss
-    return value.loss, rest[0] if len(rest) == 1 else tuple(rest)
+        return loss
+    return loss, rest[0] if len(rest) == 1 else tuple(rest)
 
 
 def taken_apart(
@@ -81,14 +40,7 @@ def taken_apart(
     elif has_aux:
         form = "(loss, aux)"
         loss, aux = _pair(out, form)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(aux):
-        kept = any_aux and not isinstance(leaf, jax.ShapeDtypeStruct)
-        if not (kept or is_value(leaf)):
-            raise TypeError(
-                "The leaves of aux must be arrays or numbers, but "
-                f"{jax.tree_util.keystr(path) or 'aux itself'} is {leaf!r}. Leave it "
-                "out, or return a number in its place."
-            )
+    check_values("The leaves of aux", aux, any_aux)
     if not isinstance(loss, (jax.Array, np.ndarray, np.generic, int, float, complex)):
         raise TypeError(
             f"fun must return {form}, but its loss is of type {type(loss).__name__}. "
@@ -106,10 +58,21 @@ def taken_apart(
     return loss, (carry,) if isinstance(options.carry_argnums, int) else carry, aux
 
 
-def is_value(leaf: Any) -> bool:
-    """Whether JAX has a type for it, and it is no type itself."""
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return False
+def check_values(what: str, tree: Any, any_leaf: bool = False) -> None:
+    """Raises unless JAX has a type for each leaf, which is no type itself.
+
+    With `any_leaf` it may be anything but a type.
+    """
+    for name, leaf in named_leaves(tree):
+        is_type = isinstance(leaf, jax.ShapeDtypeStruct)
+        if is_type or not (any_leaf or _has_type(leaf)):
+            raise TypeError(
+                f"{what} must be arrays or numbers, but {name} is {leaf!r}. Leave it "
+                "out, or return a number in its place."
+            )
+
+
+def _has_type(leaf: Any) -> bool:
     try:
         jax.typeof(leaf)
     except TypeError:

@@ -7,14 +7,16 @@ Both are counted alike, without arguments, gradients and results of the undivide
 so that their ratio means something: it is compared with what XLA needs, see the tests.
 """
 
+import collections
 import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 from jax.extend import core
 
-from ga_optax._partition import Partitioned, Rows
+from ga_optax._calls import layouts
+from ga_optax._calls.batches import nbytes
+from ga_optax._partition import Note, Partitioned, Rows
 from ga_optax._passes import ir, known, places
 from ga_optax._passes.notes import note
 from ga_optax._window import cost
@@ -25,32 +27,19 @@ ENOUGH = 0.47  # of what the undivided batch needs: half of it, less an error
 _MOST_LINES = 4
 
 
-class Line(NamedTuple):
-    """A line that computes all rows in each micro-batch.
-
-    Attributes:
-      name: what it computes, by its primitive, and how.
-      line: of the user's code.
-      nbytes: about what it takes, to compare.
-    """
-
-    name: str
-    line: str
-    nbytes: int
-
-
 class Savings(NamedTuple):
     """What a window needs of what the undivided batch does, in bytes.
 
     Attributes:
       undivided: what the undivided batch needs beside arguments and results.
       window: what a window needs beside those.
-      lines: where a micro-batch computes all rows; the largest first.
+      lines: where a micro-batch computes all rows, by a primitive's name and the line
+        of the user's code, and about how many bytes that takes; the largest first.
     """
 
     undivided: int
     window: int
-    lines: tuple[Line, ...]
+    lines: Sequence[Note]
 
     @property
     def ratio(self) -> float:
@@ -63,7 +52,7 @@ class Savings(NamedTuple):
         return self.undivided >= FEW_BYTES and self.ratio > max(enough, least)
 
 
-def say(trace: Any, num_microbatches: int, report: Any, knob: str) -> None:
+def say(trace: layouts.Traced, num_microbatches: int, report: Any, knob: str) -> None:
     """Warns, once, if a window saves little, and lets `plan` say it.
 
     Args:
@@ -72,14 +61,12 @@ def say(trace: Any, num_microbatches: int, report: Any, knob: str) -> None:
       report: what a window says of its levels; None if there are none.
       knob: the option that keeps less between levels.
     """
-    if is_recorded():
+    if is_recorded() or layouts.is_open(trace.closed.jaxpr):
         return
-    kept = report.peak if report else 0
-    found = estimate(trace.closed, trace.part, trace.num_params, kept)
-    if found is None or not found.is_little(num_microbatches):
+    found = _estimate(trace, report.peak if report else 0)
+    if not found.is_little(num_microbatches):
         return
-    stored = report.stored if report else ()
-    text = said(found, num_microbatches, stored, knob)
+    text = said(found, num_microbatches, report.stored if report else (), knob)
     note(text)
     lines = tuple(x.line for x in found.lines)
     if lines not in _said:
@@ -90,62 +77,35 @@ def say(trace: Any, num_microbatches: int, report: Any, knob: str) -> None:
 _said: set[tuple[str, ...]] = set()  # of which lines, each once
 
 
-def estimate(
-    closed: Any, part: Partitioned, num_params: int, kept: int = 0
-) -> Savings | None:
-    """What a window saves, about; None if sizes are left open, as by `jax.export`.
-
-    Args:
-      closed: the program of all rows, of the leaves of the parameters and the others.
-      part: that of a micro-batch.
-      num_params: how many leaves the parameters have.
-      kept: the bytes that a window keeps between its levels.
-    """
-    whole, own = closed.jaxpr, part.jaxpr
-    if not (_is_known(whole) and _is_known(own)):
-        return None
-    num_consts = len(whole.constvars)
+def _estimate(trace: layouts.Traced, kept: int) -> Savings:
+    """What a window saves, about, which keeps so many bytes between its levels."""
+    whole, part = trace.closed.jaxpr, trace.part
+    own, num_consts, num_params = part.jaxpr, len(whole.constvars), trace.num_params
     params = own.invars[num_consts : num_consts + num_params]
-    undivided = _needs(whole, whole.invars[:num_params])
-    results = zip(closed.out_avals, part.layouts, strict=False)
-    stacks = sum(_bytes(a) for a, layout in results if isinstance(layout, Rows))
+    results = zip(trace.closed.out_avals, part.layouts, strict=False)
+    stacks = sum(nbytes(a) for a, layout in results if isinstance(layout, Rows))
     # Levels take less than a whole step at a time, but beside what is kept for others.
-    window = max(_residuals(own, params), kept) + _passing(own) + stacks
-    return Savings(undivided, window, tuple(_lines(whole, part, window)))
-
-
-def _is_known(jaxpr: core.Jaxpr) -> bool:
-    """Whether all sizes are numbers."""
-    values = [*jaxpr.invars, *(x for e in jaxpr.eqns for x in e.outvars)]
-    return all(isinstance(n, int) for x in values for n in _shape(x.aval))
+    window = _needs(own, params, kept) + stacks
+    undivided = _needs(whole, whole.invars[:num_params])
+    return Savings(undivided, window, _lines(whole, part, window // _PARTS))
 
 
 def _shape(aval: Any) -> tuple[Any, ...]:
     return getattr(aval, "shape", ())
 
 
-def _bytes(aval: Any) -> int:
-    size = getattr(getattr(aval, "dtype", np.dtype(bool)), "itemsize", 0)
-    return ir.numbers(_shape(aval)) * size
-
-
 # -- Of a program ----------------------------------------------------------------------
 
 
-def _needs(jaxpr: core.Jaxpr, params: Sequence[Any]) -> int:
-    """What one forward and one backward pass need, at their largest moment."""
-    return _residuals(jaxpr, params) + _passing(jaxpr)
+def _needs(jaxpr: core.Jaxpr, params: Sequence[Any], kept: int = 0) -> int:
+    """What one forward and one backward pass need, at their largest moment.
 
-
-def _residuals(jaxpr: core.Jaxpr, params: Sequence[Any]) -> int:
-    """What the way back reads of the way there."""
+    That is what the way back reads of the way there, or what is kept if that is more;
+    and what is there for a moment, half of whose largest is among that.
+    """
     given = [*jaxpr.constvars, *jaxpr.invars]
-    return cost.residuals(jaxpr.eqns, params, given)
-
-
-def _passing(jaxpr: core.Jaxpr) -> int:
-    """What is there for a moment; half of the largest is among what is kept."""
-    return max(_largest(jaxpr) // 2, _again(jaxpr))
+    read = cost.residuals(jaxpr.eqns, params, given)
+    return max(read, kept) + max(_largest(jaxpr) // 2, _again(jaxpr))
 
 
 def _again(jaxpr: core.Jaxpr) -> int:
@@ -163,17 +123,15 @@ def _largest(jaxpr: core.Jaxpr) -> int:
     """The most that values take at a time which are not fused into their readers."""
     most = now = 0
     last = {x: i for i, e in enumerate(jaxpr.eqns) for x in ir.variables(e.invars)}
-    gone: dict[int, int] = {}
+    gone: collections.Counter[int] = collections.Counter()
     for i, e in enumerate(jaxpr.eqns):
         inside = max((_largest(p) for p in ir.inner_programs(e)), default=0)
-        new = 0
         for x in e.outvars:
             if x in last and not _is_fused(e):
-                new += _bytes(x.aval)
-                gone[last[x]] = gone.get(last[x], 0) + _bytes(x.aval)
-        now += new
+                now += nbytes(x.aval)
+                gone[last[x]] += nbytes(x.aval)
         most = max(most, now + inside)
-        now -= gone.pop(i, 0)
+        now -= gone[i]
     return most
 
 
@@ -187,24 +145,24 @@ _MADE = {"gather", "scatter", "scatter-add", "concatenate", "all_gather", "pad"}
 # -- Lines -----------------------------------------------------------------------------
 
 
-def _lines(whole: core.Jaxpr, part: Partitioned, window: int) -> list[Line]:
+def _lines(whole: core.Jaxpr, part: Partitioned, least: int) -> list[Note]:
     """What is computed whole; if nothing is, what else has all rows."""
-    found: dict[str, Line] = {}
-
-    def add(name: str, line: str, nbytes: int) -> None:
-        so_far = found[line].nbytes if line in found else window // _PARTS
-        if nbytes > so_far:
-            found[line] = Line(name, line, nbytes)
-
-    for x in part.whole:
-        add(f"{x.name.rstrip(',')}, computed whole", x.line, x.size * _WORD)
+    found = [
+        Note(f"{x.name.rstrip(',')}, computed whole", x.line, x.size * _WORD)
+        for x in part.whole
+        if x.size * _WORD > least
+    ]
     if not found and (n := _length(whole, part.jaxpr)):
         for e in ir.equations(part.jaxpr):
-            sizes = [_bytes(x.aval) for x in e.outvars if n in _shape(x.aval)]
-            if sizes and not ir.inner_programs(e):
+            sizes = [nbytes(x.aval) for x in e.outvars if n in _shape(x.aval)]
+            if max(sizes, default=0) > least and not ir.inner_programs(e):
                 name = _NAMES.get(e.primitive.name, ir.name_of(e))
-                add(f"{name} of all rows", places.line_of(e.source_info), max(sizes))
-    return sorted(found.values(), key=lambda x: -x.nbytes)[:_MOST_LINES]
+                line = places.line_of(e.source_info)
+                found.append(Note(f"{name} of all rows", line, max(sizes)))
+    largest: dict[str, Note] = {}
+    for x in sorted(found, key=lambda x: -x.size):
+        largest.setdefault(x.line, x)
+    return list(largest.values())[:_MOST_LINES]
 
 
 def _length(whole: core.Jaxpr, own: core.Jaxpr) -> int:

@@ -8,10 +8,11 @@ in it, it runs in one loop (`_loop`); else with collectives over an axis of the 
 which `_window` runs level by level. What nobody can partition is computed whole.
 """
 
+import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,13 +20,13 @@ import jax.numpy as jnp
 from ga_optax import accumulator
 from ga_optax._calls import layouts, savings
 from ga_optax._calls.call import Call, DoesNotFitError
-from ga_optax._calls.layouts import Traced
 from ga_optax._calls.options import Options
 from ga_optax._calls.region import WHOLE, gradients, over_mesh
-from ga_optax._calls.results import apart, taken_apart
+from ga_optax._calls.results import taken_apart
 from ga_optax._devices import collectives, meshes
 from ga_optax._loop import run as loop
 from ga_optax._loop.step import Operands, Step, after_passes
+from ga_optax._partition import Rows
 from ga_optax._passes import ir
 from ga_optax._window import plans
 from ga_optax._window import run as window
@@ -39,7 +40,10 @@ def of_pair(options: Options) -> Options:
     def fun(*args: Any, **kwargs: Any) -> Any:
         out = options.fun(*args, **kwargs)
         loss, _, aux = taken_apart(options, out, any_aux=True)
-        return loss, jax.tree.map(_kept, aux)
+        # What is no array `jax.value_and_grad` returns as it is.
+        return loss, jax.tree.map(
+            lambda x: x if isinstance(x, jax.Array) else _Own(x), aux
+        )
 
     return options._replace(fun=fun, has_aux=True)
 
@@ -52,7 +56,11 @@ def of_options(options: Options) -> Callable[..., tuple[Any, Any]]:
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         call = Call.make(of_both, args, kwargs, hint=True)
         (loss, aux), grads = of_call(call)
-        aux = jax.tree.map(_value_of, aux, is_leaf=_is_own)
+        aux = jax.tree.map(
+            lambda x: x.value if isinstance(x, _Own) else x,
+            aux,
+            is_leaf=lambda x: isinstance(x, _Own),
+        )
         return ((loss, aux) if options.has_aux else loss), grads
 
     return value_and_grad_fun
@@ -77,16 +85,19 @@ def of_call(call: Call) -> tuple[tuple[jax.Array, Any], Any]:
 
 def undivided(call: Call) -> tuple[tuple[jax.Array, Any], Any]:
     """By JAX, of all rows at once."""
-    fun, kwargs = call.options.fun, call.kwargs
-    argnums = call.options.argnums
+    fun = call.options.fun
+    argnums: Any = call.options.argnums
+    if rows := call.roles["batch_argnums"][: call.rows]:
+        argnums = (*call.roles["argnums"], *rows)
+    if argnums == ():
+        out, grads = fun(*call.args, **call.kwargs), ()
+    else:
+        value_and_grad = jax.value_and_grad(fun, argnums, has_aux=True)
+        out, grads = value_and_grad(*call.args, **call.kwargs)
     if not call.sums:
-        return jax.value_and_grad(fun, argnums, has_aux=True)(*call.args, **kwargs)
-    params, rows = call.roles["argnums"], call.roles["batch_argnums"][: call.rows]
-    both: Any = *params, *rows
-    if not both:
-        return fun(*call.args), ((), ())
-    out, grads = jax.value_and_grad(fun, both, has_aux=True)(*call.args)
-    return out, (grads[: len(params)], grads[len(params) :])
+        return out, grads
+    number = len(call.roles["argnums"])
+    return out, (grads[:number], grads[number:])
 
 
 def _in_one(call: Call, error: Exception) -> tuple[tuple[jax.Array, Any], Any]:
@@ -106,29 +117,13 @@ def _in_one(call: Call, error: Exception) -> tuple[tuple[jax.Array, Any], Any]:
 # -- Over micro-batches ----------------------------------------------------------------
 
 
-class _Parts(NamedTuple):
-    """What comes of a window, in the parts that devices return it in.
-
-    Attributes:
-      shared: the results that all devices have alike, the loss first; None for others.
-      stacked: those others, of each micro-batch, along a new axis 0.
-      grads: the gradients.
-      rows: those of leaves of the batch, of each micro-batch along axis 0.
-    """
-
-    shared: Any
-    stacked: Any
-    grads: Any
-    rows: Any = ()
-
-
-def divided(call: Call, trace: Traced) -> tuple[tuple[jax.Array, Any], Any]:
+def divided(call: Call, trace: layouts.Traced) -> tuple[tuple[jax.Array, Any], Any]:
     """The same over micro-batches."""
-    if call.mesh is None or call.options.each:
-        parts = _window(call, trace)
+    if call.mesh is None or call.by_compiler:
+        results, grads, rows = _window(call, trace)
     else:
 
-        def run(inner: Call) -> _Parts:
+        def run(inner: Call) -> Any:
             # Types name the mesh otherwise there. Results come as those outside.
             inner = inner.on_device()
             here = layouts.traced(inner, trace.part.layouts)
@@ -137,24 +132,26 @@ def divided(call: Call, trace: Traced) -> tuple[tuple[jax.Array, Any], Any]:
             layouts.check_options(inner, here.part)
             return _window(inner, here)
 
-        of_rows = meshes.split_spec(call.options.axes)
-        results = _Parts(WHOLE, of_rows, gradients(call), of_rows)
-        parts = over_mesh(call, run, results=results, check_vma=False)
-    out = layouts.returned(call, trace, parts.shared, parts.stacked)
+        split = meshes.split_spec(call.options.axes)
+        specs = [split if isinstance(x, Rows) else WHOLE for x in trace.part.layouts]
+        out = specs, gradients(call), split
+        results, grads, rows = over_mesh(call, run, results=out, check_vma=False)
+    value = layouts.returned(call, trace, results)
     if not call.sums:
-        return out, parts.grads
-    return out, (parts.grads, layouts.of_rows(call, trace, parts.rows))
+        return value, grads
+    return value, (grads, layouts.of_rows(call, trace, rows))
 
 
-_WAYS = {"whole": "last", "partial": "sum", "rows": "stack"}
+def _window(call: Call, trace: layouts.Traced) -> tuple[list[Any], Any, list[Any]]:
+    """The micro-batches of this device, merged over all of them.
 
-
-def _window(call: Call, trace: Traced) -> _Parts:
-    """The micro-batches of this device, merged over all of them."""
+    Returns: the results, of which those with rows are stacked; the gradients; those of
+    leaves of the batch, of each micro-batch along axis 0.
+    """
     options, part, where = call.options, trace.part, call.where()
     program = trace.program
     (jaxpr, consts), arrivals = after_passes(program, where, False, options.optimize)
-    ways = [_WAYS[layouts.kind(layout)] for layout in part.layouts]
+    ways = ["stack" if isinstance(x, Rows) else _WAYS[x] for x in part.layouts]
     step = Step(
         jaxpr=ir.without_values(jaxpr),
         results=[x.aval for x in jaxpr.outvars],
@@ -179,9 +176,11 @@ def _window(call: Call, trace: Traced) -> _Parts:
         out = loop.run(step, operands, where, begins=True, merges=True)
     knob = "remat=True" if call.sums else "residual_bytes=0"
     savings.say(trace, layouts.num_parts(call), out.report, knob)
-    shared, stacked = apart(out.results, [way == "stack" for way in ways])
-    grads = _gradients(call, out.acc.total)
-    return _Parts(shared, stacked, grads, tuple(out.rows))
+    return out.results, _gradients(call, out.acc.total), list(out.rows)
+
+
+# How results come together over micro-batches that have no rows.
+_WAYS = {"whole": "last", "partial": "sum"}
 
 
 def _indices(call: Call) -> jax.Array:
@@ -207,29 +206,9 @@ def _gradients(call: Call, totals: Sequence[jax.Array]) -> Any:
 # -- What is no array ------------------------------------------------------------------
 
 
-@jax.tree_util.register_pytree_node_class
+@jax.tree_util.register_static
+@dataclasses.dataclass(eq=False)
 class _Own:
     """A node without leaves for what is no array: a number, a text, NumPy's."""
 
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def tree_flatten(self) -> tuple[tuple[()], "_Own"]:
-        return (), self
-
-    @classmethod
-    def tree_unflatten(cls, own: "_Own", leaves: Any) -> "_Own":
-        return own
-
-
-def _kept(leaf: Any) -> Any:
-    """A leaf of the aux, which `jax.value_and_grad` returns as it is."""
-    return leaf if isinstance(leaf, jax.Array) else _Own(leaf)
-
-
-def _is_own(node: Any) -> bool:
-    return isinstance(node, _Own)
-
-
-def _value_of(node: Any) -> Any:
-    return node.value if _is_own(node) else node
+    value: Any

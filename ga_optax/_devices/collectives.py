@@ -147,13 +147,10 @@ def merge_across(acc: Accumulator, data_axis: str | Sequence[str]) -> Accumulato
                 f"acc.total is the same along {same}: it is summed over them already. "
                 f"Accumulate with data_axis=, or {meshes.OWN_COPY}"
             )
-    leaves, structure = jax.tree.flatten(acc.total)
     empty = acc.count == 0
-    leaves = [jnp.where(empty, jnp.zeros_like(x), x) for x in leaves]
-    *leaves, weight = reduce(
-        vary([*leaves, acc.weight], axes), [Placement()] * (len(leaves) + 1), axes
-    )
-    return Accumulator(jax.tree.unflatten(structure, leaves), weight, acc.count)
+    total = jax.tree.map(lambda x: jnp.where(empty, jnp.zeros_like(x), x), acc.total)
+    total, weight = jax.lax.psum(vary((total, acc.weight), axes), axes)
+    return Accumulator(total, weight, acc.count)
 
 
 # -- At top level ----------------------------------------------------------------------

@@ -9,11 +9,13 @@ adds up is a whole subtree, and one sum leaves it, as without logical devices.
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.flatten_util import ravel_pytree
 
 from ga_optax import accumulator
 from ga_optax._devices import collectives, meshes
@@ -101,13 +103,10 @@ def reduce(
         else:
             packs.setdefault(x.dtype, []).append(i)
     for members in packs.values():
-        flat = jnp.concatenate([jnp.ravel(leaves[i]) for i in members])
-        flat = _of_leaf(flat, Placement(), axes, zero)
-        start = 0
-        for i in members:
-            part = flat[start : start + leaves[i].size]
-            result[i] = jnp.reshape(part, leaves[i].shape)
-            start += leaves[i].size
+        flat, apart = ravel_pytree([leaves[i] for i in members])
+        sums = apart(_of_leaf(flat, Placement(), axes, zero))
+        for i, x in zip(members, sums, strict=True):
+            result[i] = x
     return result
 
 
@@ -125,15 +124,14 @@ def _of_leaf(
             size //= sizes[name]
         shape.append(size)
     x = jnp.reshape(x, shape)
-    whole: list[str] = []
-    for name in (*reversed(axes), None):  # neighbours first
-        if name is not None and name not in at:
-            whole.insert(0, name)
+    sharded = set(at)
+    # Neighbours first.
+    for shards, names in itertools.groupby(reversed(axes), lambda n: n in sharded):
+        if not shards:
+            x = _everywhere(x, tuple(names)[::-1], zero)
             continue
-        if whole:
-            x, whole = _everywhere(x, tuple(whole), zero), []
-        if name is not None:
-            dim = at.pop(name)
+        for name in names:
+            dim = at[name]
             x = _added(jax.lax.all_to_all(x, name, dim, 0), zero)
             at = {other: i - (i > dim) for other, i in at.items()}
     return x

@@ -133,8 +133,8 @@ def find_mesh(axes: Axes, mesh: AnyMesh | None, batch: Any = ()) -> Any:
     if mesh is None or context.manual_axes:  # inside a shard_map over other axes
         mesh = context if context.manual_axes else context_mesh()
     if mesh.empty:
-        found = [m for m in map(_mesh_of, jax.tree.leaves(batch)) if not m.empty]
-        mesh = found[0] if found else mesh
+        meshes = map(_mesh_of, jax.tree.leaves(batch))
+        mesh = next((its for its in meshes if not its.empty), mesh)
     if mesh.empty:
         raise ValueError(
             f"data_axis={in_words(axes)} must be an axis of a mesh, but there is none. "
@@ -260,8 +260,6 @@ def placements(
       option: whose specs they are; "grad_specs" are those of whole parameters.
     """
     leaves = named_leaves(params)
-    if not axes:
-        return [Placement() for _ in leaves]
     if specs is None:
         found = [None if mesh is None else _known_spec(leaf) for _, leaf in leaves]
     else:
@@ -301,11 +299,9 @@ def spec_of_type(x: Any) -> tuple[Any, ...]:
 
 def num_parts(x: Any, dim: int) -> int:
     """Into how many parts explicit mesh axes split a dimension, by the type of `x`."""
-    spec = spec_of_type(x)
-    if len(spec) <= dim:
-        return 1
-    mesh = jax.typeof(x).sharding.mesh
-    return math.prod(mesh.shape[name] for name in names_in(spec[dim]))
+    entries = spec_of_type(x)[dim : dim + 1]
+    names = [name for entry in entries for name in names_in(entry)]
+    return math.prod(jax.typeof(x).sharding.mesh.shape[name] for name in names)
 
 
 def on_mesh_of(x: jax.Array, spec: Sequence[Any]) -> NamedSharding:
