@@ -69,11 +69,6 @@ def both(a: Predicate, b: Predicate) -> Predicate:
     return a & b
 
 
-def negated(a: Predicate) -> Predicate:
-    """Not `a`."""
-    return not a if isinstance(a, bool) else ~a
-
-
 def count_if(happened: Predicate, counter: jax.Array) -> jax.Array:
     """A counter, one higher if something happened."""
     return jnp.where(happened, accumulator.increment(counter), counter)

@@ -206,10 +206,9 @@ class MultiSteps(optax.GradientTransformationExtraArgs):
         >>> tx.state_specs.total, tx.state_specs.inner_opt_state
         (P('data',), P())
         """
-        specs: dict[str, Any] = dict.fromkeys(MultiStepsState._fields, PartitionSpec())
-        of_devices = self._config.storage.spec
-        specs |= dict.fromkeys(("total", "weight", "arg_totals"), of_devices)
-        return state_type(self._config.use_grad_mean)(**specs)
+        kind, spec = state_type(self._config.use_grad_mean), self._config.storage.spec
+        specs: Any = kind._make([PartitionSpec()] * len(kind._fields))
+        return specs._replace(total=spec, weight=spec, arg_totals=spec)
 
     def has_updated(self, state: optax.OptState) -> jax.Array:
         """Whether the last call emitted; see the function `has_updated`."""

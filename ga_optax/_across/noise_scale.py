@@ -176,7 +176,7 @@ def noise_scale(state: optax.OptState) -> NoiseScale:
       2018, https://arxiv.org/abs/1812.06162, appendix A.1.
       Fieller, "Some Problems in Interval Estimation", JRSS B 16, 1954.
     """
-    noise: NoiseState = find_state(state, track_noise="noise").noise
+    noise: NoiseState = find_state(state, "noise").noise
     squared_norm, trace, window = (noise.mean[..., i] for i in range(3))
     known = (noise.windows > 0) & (squared_norm > 0)
     some = jnp.where(known, squared_norm, jnp.ones_like(squared_norm))

@@ -13,9 +13,8 @@ from jax.typing import ArrayLike
 
 from ga_optax._across import choices
 from ga_optax._across.config import Config, checked
-from ga_optax._across.state import check_state
+from ga_optax._across.state import OPTIONS, check_state
 from ga_optax._checks import check_arrays, check_number, is_integer
-from ga_optax._devices import collectives
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -56,7 +55,7 @@ class Request:
         if due != held:
             raise ValueError(
                 f"The field {field} of the state must have the structure that "
-                f"{_OPTIONS[field]} gives it, {due}, but it is {held}: the state was "
+                f"{OPTIONS[field]} gives it, {due}, but it is {held}: the state was "
                 "made without that option, or with another one. Put that of a new "
                 "state into it (arg_totals and noise while no window is open): "
                 f"state._replace({field}=tx.init(params).{field})."
@@ -68,8 +67,6 @@ class Request:
         trees = (), self.state.total, self.grads
         nothing, held, needed = map(jax.tree.structure, trees)
         return held != nothing or needed == nothing
-
-    # -- What the inner optimizer is given ---------------------------------------------
 
     @functools.cached_property
     def averaged(self) -> dict[str, jax.Array]:
@@ -126,7 +123,7 @@ class Request:
 
     def ask(self, field: str, updates: optax.Updates) -> tuple[jax.Array, Any]:
         """What a function decides, and what a field of the state keeps of that."""
-        fn = getattr(self.config, _OPTIONS[field])
+        fn = getattr(self.config, OPTIONS[field])
         answer, new = checked(fn(updates, self.state.gradient_step, self.params))
         self._check_field(field, new)
         return answer, choices.cast_like(new, getattr(self.state, field))
@@ -144,19 +141,6 @@ class Request:
                 raise error from None  # it fails for another reason
             raise ValueError(_NO_PARAMS) from error
 
-    # -- What the call returns ---------------------------------------------------------
-
-    def without_step(self) -> Any:
-        """What the call returns if there is no step."""
-        if self.applies:
-            return self.params
-        return jax.tree.map(collectives.zeros, self.bare)
-
-    def with_step(self, updates: optax.Updates) -> Any:
-        """What the call returns after a step."""
-        updates = choices.cast_like(updates, self.bare)
-        return optax.apply_updates(self.params, updates) if self.applies else updates
-
 
 def _as_array(x: Any) -> Any:
     """An array of NumPy, as some checkpoints give it, as one of JAX.
@@ -171,14 +155,6 @@ def _floating(grads: ArrayLike) -> ArrayLike:
     integers = is_integer(getattr(grads, "dtype", np.dtype(float)))
     return jnp.asarray(grads, float) if integers else grads
 
-
-_OPTIONS = {  # fields of the state that are as an option needs them
-    "skip_state": "should_skip_update_fn",
-    "drop_state": "should_drop_window_fn",
-    "arg_totals": "mean_argnames",
-    "noise": "track_noise=True",
-    "grad_norm": "track_norm=True",
-}
 
 _AVERAGED = "mean_argnames names it: pass the value of the micro-batch in every call."
 

@@ -10,6 +10,7 @@ from jax.typing import ArrayLike
 
 from ga_optax._across import noise_scale
 from ga_optax._across.state import (
+    OPTIONS,
     MultiStepsState,
     check_version,
     new_counters,
@@ -84,10 +85,6 @@ def from_optax(
     )
 
 
-# What a state may lack: it was saved before they were added, or with other arguments.
-_OPTIONAL = ("skip_state", "drop_state", "arg_totals", "noise", "grad_norm")
-
-
 def from_saved(saved: Any, like: optax.OptState) -> optax.OptState:
     """Reads a state that an earlier version saved, or a run with other arguments.
 
@@ -141,7 +138,7 @@ def from_saved(saved: Any, like: optax.OptState) -> optax.OptState:
     def missing(name: str, new: Any) -> Any:
         """The leaf of a new state in the place of one that was not saved."""
         folder, field = place(name)
-        if field not in _OPTIONAL or isinstance(new, jax.ShapeDtypeStruct):
+        if field not in OPTIONS or isinstance(new, jax.ShapeDtypeStruct):
             raise _error(f"{name} was not saved")
         opened = found.get(f"{folder}mini_step", 0) > 0
         if field == "arg_totals" and opened:
@@ -152,7 +149,7 @@ def from_saved(saved: Any, like: optax.OptState) -> optax.OptState:
 
     for name, x in found.items():
         if name not in due:
-            if place(name)[1] not in _OPTIONAL:
+            if place(name)[1] not in OPTIONS:
                 raise _error(f"a new state has no {name}")
         elif (came := _kind(x)) != (want := _kind(due[name])):
             raise _error(f"{name} is {came}, and a new state has {want}")

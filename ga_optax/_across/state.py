@@ -26,6 +26,16 @@ COUNTERS = (
     "skipped_windows",
 )
 
+# What a state holds as an option needs it, and what it may lack if it was saved before
+# that option was added, or with other arguments.
+OPTIONS = {
+    "skip_state": "should_skip_update_fn",
+    "drop_state": "should_drop_window_fn",
+    "arg_totals": "mean_argnames",
+    "noise": "track_noise=True",
+    "grad_norm": "track_norm=True",
+}
+
 
 class MultiStepsState(NamedTuple):
     """State of `MultiSteps`.
@@ -234,7 +244,7 @@ def grad_norm(state: optax.OptState) -> jax.Array:
     Raises:
       ValueError: if there is none in it, or more than one, or if it tracks no norm.
     """
-    return find_state(state, track_norm="grad_norm").grad_norm
+    return find_state(state, "grad_norm").grad_norm
 
 
 def state_type(use_grad_mean: bool) -> type[MultiStepsState]:
@@ -245,20 +255,20 @@ def state_type(use_grad_mean: bool) -> type[MultiStepsState]:
 # -- Finding it ------------------------------------------------------------------------
 
 
-def find_state(state: optax.OptState, **tracking: str) -> MultiStepsState:
+def find_state(state: optax.OptState, field: str | None = None) -> MultiStepsState:
     """The one `MultiStepsState` in a tree; raises if there is none, or another.
 
-    `tracking` names an option and its field: then it is the one that has that.
+    If a field is given, it is the one that holds something there.
     """
     found = some_states(state)
-    for option, field in tracking.items():
-        held = {path: jax.tree.leaves(getattr(x, field)) for path, x in found.items()}
-        found = {path: x for path, x in found.items() if held[path]}
+    if field is not None:
+        full = {path: jax.tree.leaves(getattr(x, field)) for path, x in found.items()}
+        found = {path: x for path, x in found.items() if full[path]}
         if not found:
             raise ValueError(
-                f"The state must be that of a MultiSteps with {option}=True, but there "
-                f"is none whose field {field} holds anything. Make one with "
-                f"{option}=True, and its init."
+                f"The state must be that of a MultiSteps with {OPTIONS[field]}, but "
+                f"there is none whose field {field} holds anything. Make one with "
+                "that, and its init."
             )
     if len(found) > 1:
         raise ValueError(

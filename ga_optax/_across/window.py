@@ -23,6 +23,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from ga_optax import accumulator
 from ga_optax._across import choices, noise_scale
@@ -31,6 +32,7 @@ from ga_optax._across.request import Request
 from ga_optax._across.state import MultiStepsState
 from ga_optax._across.storage import Held
 from ga_optax._checks import check_gradients, check_leaves, check_weight
+from ga_optax._devices import collectives
 from ga_optax.accumulator import Accumulator
 
 
@@ -44,6 +46,7 @@ def micro_step(request: Request) -> tuple[Any, MultiStepsState]:
     held = storage.load(_held(request.state))
     _check(request, held, emit)
     skip, state = _ask_whether_to_skip(request)
+    taken = not skip if isinstance(skip, bool) else ~skip
     before = held if keeps else config.empty(request.gradients)
 
     def added() -> Held:
@@ -58,7 +61,7 @@ def micro_step(request: Request) -> tuple[Any, MultiStepsState]:
             noise = noise_scale.add(state.noise, request.gradients, weight, first)
             state = state._replace(noise=choices.select(skip, state.noise, noise))
     emits = _is_full(acc.count, k) if emit is None else emit
-    closes = choices.both(emits, choices.negated(skip))
+    closes = choices.both(emits, taken)
     if keeps or weight is not None:
         acc = storage.finish(acc, closes)
     else:  # a window of one micro-step: the mean of one is that one
@@ -72,8 +75,7 @@ def micro_step(request: Request) -> tuple[Any, MultiStepsState]:
     # Without a weight this micro-batch counts 1, so that the window's is not 0.
     weighted, static = weight is not None, isinstance(emit, bool)
     closing = _Closing(request, state, closes, weighted, static, sums)
-    happened = {"micro_steps": choices.negated(skip), "skipped_micro_steps": skip}
-    out, state = closing.close(acc, **happened)
+    out, state = closing.close(acc, micro_steps=taken, skipped_micro_steps=skip)
     return out, state._replace(total=state.total if keeps else ())
 
 
@@ -276,12 +278,16 @@ class _Closing:
                 "grad_norm": norm,
                 **changed,
             }
-            yes = jnp.ones_like(state.mini_step, bool)
-            return request.with_step(updates), yes, changed
+            out = choices.cast_like(updates, request.bare)
+            if request.applies:
+                out = optax.apply_updates(request.params, out)
+            return out, jnp.ones_like(state.mini_step, bool), changed
 
     def _leave(self, acc: Held, **changed: Any) -> _Done:
         """Leaves everything as it is."""
-        out = self.request.without_step()
+        out = self.request.params
+        if not self.request.applies:
+            out = jax.tree.map(collectives.zeros, self.request.bare)
         if self._reused:  # sums in the place of zero updates
             out = choices.by_leaf(self._reused, acc.total[0], out)
         before = {name: getattr(self.state, name) for name in _CHANGED}

@@ -313,31 +313,32 @@ def accumulate(
     @wraps(fun)
     def add(acc: Accumulator, *args: Any, **kwargs: Any) -> tuple[Any, Accumulator]:
         objects = Objects(fun, argnums, args, kwargs, keys=data_axis is not None)
-
-        def run(*inside: Any, **kwargs: Any) -> Any:
-            *args, rest, scalars = inside
-            keys = {
-                i: jnp.stack(x).reshape(objects.keys[i].shape)
-                for i, x in scalars.items()
-            }
-            out, left = objects.run(tuple(args), kwargs, {**keys, **rest})
-            new = objects.carry(left)
-            return _beside(new, out) if has_aux else (out, new)
-
-        is_acc = isinstance(acc, Accumulator)  # of others `core` says what it needs
-        pure = acc._replace(total=nnx.as_pure(acc.total)) if is_acc else acc
         # One key a device and micro-batch is derived of each, so they come one by one.
         scalars = {i: list(key.reshape(-1)) for i, key in objects.keys.items()}
         inside = *objects.args, objects.rest, scalars
-        places = _places(numbers, len(args))
+        run, places = _of_micro_batch(objects, has_aux), _places(numbers, len(args))
         of_places = core(run, **places, carry_argnums=len(args))
-        (loss, new), added = of_places(pure, *inside, **objects.kwargs)
-        new, aux = new if has_aux else (new, ())
-        aux = objects.update(new, aux)
+        (loss, new), added = of_places(nnx.as_pure(acc), *inside, **objects.kwargs)
+        aux = objects.update(*new) if has_aux else objects.update(new, ())
         added = added._replace(total=like(acc.total, added.total))
         return ((loss, aux) if has_aux else loss), added
 
     return add
+
+
+def _of_micro_batch(objects: Objects, has_aux: bool) -> Callable[..., Any]:
+    """`fun` of pure arguments: what it changes is the carry."""
+
+    def run(*inside: Any, **kwargs: Any) -> Any:
+        *args, rest, scalars = inside
+        keys = {
+            i: jnp.stack(x).reshape(objects.keys[i].shape) for i, x in scalars.items()
+        }
+        out, left = objects.run(tuple(args), kwargs, {**keys, **rest})
+        new = objects.carry(left)
+        return _beside(new, out) if has_aux else (out, new)
+
+    return run
 
 
 def _places(numbers: dict[str, Any], num_args: int) -> dict[str, Any]:
