@@ -317,8 +317,8 @@ MUTATIONS = [
     Mutation(
         "norms without the imaginary parts",
         "blocks/_summary.py",
-        "return square(x.real) + square(x.imag)",
-        "return square(x.real)",
+        "for x in parts(leaf)])",
+        "for x in parts(leaf)[:1]])",
         "test_blocks.py",
     ),
     Mutation(
