@@ -30,11 +30,10 @@ from ga_optax._across.multi_steps import (
     flush,
 )
 from ga_optax._across.noise_scale import NoiseScale, noise_scale
-from ga_optax._across.saved import from_saved
+from ga_optax._across.saved import from_optax, from_saved
 from ga_optax._across.state import (
     MultiStepsState,
     Stats,
-    from_optax,
     grad_norm,
     has_updated,
     stats,
@@ -97,9 +96,11 @@ __all__ = [
 ]
 
 
-_LATER = {  # which few need, and their modules
+_LATER = {  # which few need, or can have, and the modules that they are or are in
     "BatchDependencies": "_calls.dependencies",
     "batch_dependencies": "_calls.dependencies",
+    "blocks": "blocks",
+    "flax": "flax",
     "microbatch": "_calls.function",
     "register_primitive": "_partition.promised",
 }
@@ -107,12 +108,10 @@ _LATER = {  # which few need, and their modules
 if not TYPE_CHECKING:  # for type checkers, a module with this function has any name
 
     def __getattr__(name: str) -> Any:
-        if name in ("blocks", "flax"):  # imports that not all need, or can have
-            return importlib.import_module(f"ga_optax.{name}")
-        if name in _LATER:
-            module = importlib.import_module(f"ga_optax.{_LATER[name]}")
-            return getattr(module, name)
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        if name not in _LATER:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        module = importlib.import_module(f"ga_optax.{_LATER[name]}")
+        return module if name == _LATER[name] else getattr(module, name)
 
 
 def __dir__() -> list[str]:

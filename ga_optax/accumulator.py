@@ -340,10 +340,9 @@ def add_terms(
     totals: list[jax.Array],
     terms: list[jax.Array],
     weight: jax.Array | None,
-    how: Callable[[jax.Array, jax.Array], jax.Array] = plus,
 ) -> list[jax.Array]:
-    """`totals + terms` (or another `how`); `totals` if a weight is given and is 0."""
-    sums = [how(x, y) for x, y in zip(totals, terms, strict=True)]
+    """`totals + terms`; `totals` if a weight is given and is 0."""
+    sums = [plus(x, y) for x, y in zip(totals, terms, strict=True)]
     if weight is None:
         return sums
     # Selected, not multiplied by the weight alone: NaN · 0 is NaN.

@@ -227,8 +227,8 @@ MUTATIONS = [
     Mutation(
         "a window without a weight for its micro-batches",
         "_across/window.py",
-        "after = accumulator.add(self.before, values, weight)",
-        "after = accumulator.add(self.before, values)",
+        "after = accumulator.add(before, request.values, weight)",
+        "after = accumulator.add(before, request.values)",
         "test_multi_steps_numbers.py",
     ),
     Mutation(
@@ -254,16 +254,16 @@ MUTATIONS = [
     ),
     Mutation(
         "a dropped window that steps",
-        "_across/closing.py",
+        "_across/window.py",
         "            ~drop,\n",
         "            drop,\n",
         "test_multi_steps_numbers.py",
     ),
     Mutation(
         "a window that begins with a fill of 1",
-        "_across/closing.py",
-        "mini_step=jnp.where(closes, jnp.zeros_like(count), count)",
-        "mini_step=jnp.where(closes, jnp.ones_like(count), count)",
+        "_across/window.py",
+        "mini_step=jnp.where(self.closes, jnp.zeros_like(count), count)",
+        "mini_step=jnp.where(self.closes, jnp.ones_like(count), count)",
         "test_multi_steps_numbers.py",
     ),
     Mutation(
@@ -275,7 +275,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a running mean taken for a sum",
-        "_across/state.py",
+        "_across/saved.py",
         "return a * count.astype(a.dtype) if use_grad_mean else a",
         "return a",
         "test_multi_steps_drop_in.py",
@@ -311,8 +311,8 @@ MUTATIONS = [
     Mutation(
         "norms without the imaginary parts",
         "blocks/_summary.py",
-        "return square(x.real) + square(x.imag)",
-        "return square(x.real)",
+        "for x in parts(leaf)])",
+        "for x in parts(leaf)[:1]])",
         "test_blocks.py",
     ),
     Mutation(

@@ -118,7 +118,7 @@ VALUE = [
     (make(opt=PLATEAU, mean_argnames="weight"), "mean_argnames must name"),
     (make(opt=PLATEAU, mean_argnames=("value", 3)), "mean_argnames must name"),
     (apply(value=W, **AVERAGES), r"value must be a scalar.*\(1,\)"),
-    (apply(value=3.0, state=STATE, **AVERAGES), r"each of mean_argnames.*\(arg_totals"),
+    (apply(value=3.0, state=STATE, **AVERAGES), r"mean_argnames.*\(arg_totals"),
     # States.
     (lambda: of("apply", SGD, weight=2.0), "there is none"),
     (lambda: ga.stats(SGD.init(PARAMS)), "there is none"),

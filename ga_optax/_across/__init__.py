@@ -1,12 +1,12 @@
 """The fold across calls: `MultiSteps`, `apply_gradients`, `flush`.
 
-The way of a gradient: `multi_steps` makes a `request` of a call, `window` adds its
-gradient to what `storage` keeps (the sum of one device, or of many), and `closing` runs
-the inner optimizer where a window closes.
+The way of a gradient: `multi_steps` makes a `request` of a call, and `window` adds its
+gradient to what `storage` keeps (the sum of one device, or of many) and runs the inner
+optimizer where a window closes.
 
     config       what a `MultiSteps` was made with
     state        the state, and what reads it
-    saved        reading a state that was saved by another version
+    saved        reading a state of Optax, or one that was saved by another version
     choices      a choice that is known when traced, or is not
     noise_scale  the gradient noise scale
 

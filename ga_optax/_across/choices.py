@@ -1,7 +1,7 @@
 """Choices that may be known when the program is traced, and may not.
 
 A predicate is a Python bool, and then there is no choice in the program, or a traced
-one. `branch` and `pick` have one signature, so that a caller can be given either.
+one.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,10 +16,17 @@ Predicate = bool | jax.Array
 T = TypeVar("T")
 
 
-def branch(predicate: Predicate, do: Callable[[], T], leave: Callable[[], T]) -> T:
-    """`do()` if the predicate holds, else `leave()`: one of them runs."""
+def branch(
+    predicate: Predicate, do: Callable[[], T], leave: Callable[[], T], both: bool
+) -> T:
+    """`do()` if the predicate holds, else `leave()`: one of them runs.
+
+    With `both` there is no conditional: they both run, and one result is selected.
+    """
     if isinstance(predicate, bool):
         return do() if predicate else leave()
+    if both:
+        return select(predicate, do(), leave())
     return jax.lax.cond(predicate, _fenced(do), _fenced(leave))
 
 
@@ -37,13 +44,6 @@ def _fenced(way: Callable[[], T]) -> Callable[[], T]:
         return jax.tree.unflatten(structure, leaves)
 
     return run
-
-
-def pick(predicate: Predicate, do: Callable[[], T], leave: Callable[[], T]) -> T:
-    """The same without a conditional: both run, and one result is selected."""
-    if isinstance(predicate, bool):
-        return do() if predicate else leave()
-    return select(predicate, do(), leave())
 
 
 def select(predicate: Predicate, on_true: T, on_false: T) -> T:
@@ -67,11 +67,6 @@ def both(a: Predicate, b: Predicate) -> Predicate:
     if isinstance(b, bool):
         return a if b else False
     return a & b
-
-
-def negated(a: Predicate) -> Predicate:
-    """Not `a`."""
-    return not a if isinstance(a, bool) else ~a
 
 
 def count_if(happened: Predicate, counter: jax.Array) -> jax.Array:

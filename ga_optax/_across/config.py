@@ -38,8 +38,7 @@ class Config:
     @property
     def arguments(self) -> dict[str, Any]:
         """The arguments alone, by their names."""
-        names = (field.name for field in dataclasses.fields(self))
-        return {name: getattr(self, name) for name in names}
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
     @functools.cached_property  # so that it is one object
     def inner(self) -> optax.GradientTransformationExtraArgs:
@@ -54,14 +53,13 @@ class Config:
     def init(self, params: optax.Params) -> MultiStepsState:
         """The state before the first micro-step."""
         acc = self.empty(params)
-        held = self.storage.start(acc)
+        (total, arg_totals), weight, _ = self.storage.start(acc)
         skip_state, drop_state = (), ()
         if (skips := self.should_skip_update_fn) is not None:
             zeros = optax.tree.zeros_like(params)
             _, skip_state = checked(skips(zeros, acc.count, params))
         if (drops := self.should_drop_window_fn) is not None:
             _, drop_state = checked(drops(acc.total[0], acc.count, params))
-        total, arg_totals = held.total
         inner = self.inner.init(params)
         for kind in (MultiStepsState, optax.MultiStepsState):
             for path in nodes_of(kind, inner):
@@ -74,18 +72,23 @@ class Config:
             total=() if self.every_k_schedule == 1 else total,
             skip_state=skip_state,
             drop_state=drop_state,
-            weight=held.weight,
+            weight=weight,
             counters=new_counters(),
-            arg_totals=arg_totals,
-            noise=noise_scale.init(acc.weight) if self.track_noise else (),
-            grad_norm=jnp.zeros([], float) if self.track_norm else (),
+            **(self.tracked() | {"arg_totals": arg_totals}),
         )
 
     def empty(self, params: Any) -> Held:
         """An empty accumulator for gradients and the extra arguments to average."""
         acc = accumulator.init(params, self.accumulator_dtype)
-        args = {name: jnp.zeros_like(acc.weight) for name in self.mean_argnames}
-        return acc._replace(total=(acc.total, args))
+        return acc._replace(total=(acc.total, self.tracked()["arg_totals"]))
+
+    def tracked(self) -> dict[str, Any]:
+        """What a new state holds for an option alone, by its field."""
+        return {
+            "arg_totals": {name: jnp.zeros([], float) for name in self.mean_argnames},
+            "noise": noise_scale.init() if self.track_noise else (),
+            "grad_norm": jnp.zeros([], float) if self.track_norm else (),
+        }
 
     def window_length(self, step: jax.Array) -> int | jax.Array:
         """The k of this step: an int if it is known."""
@@ -95,8 +98,7 @@ class Config:
         if isinstance(k, int) and not isinstance(k, bool):
             return check_every_k(k)
         dtype, shape = jnp.result_type(k), jnp.shape(k)
-        kinds = (jnp.integer, jnp.floating)
-        if shape != () or not any(jnp.issubdtype(dtype, kind) for kind in kinds):
+        if shape != () or dtype == jnp.bool_ or jnp.iscomplexobj(k):
             raise ValueError(
                 "every_k_schedule must return an integer scalar, but it returned "
                 f"{dtype}{list(shape)}. Return the number of micro-steps in the "

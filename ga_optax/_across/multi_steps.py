@@ -82,12 +82,6 @@ def drop_window_if_not_finite(
     return should_skip, {"should_skip": should_skip}
 
 
-_DECIDE = {
-    "should_skip_update_fn": "optax.skip_not_finite",
-    "should_drop_window_fn": "ga_optax.drop_window_if_not_finite",
-}
-
-
 class MultiSteps(optax.GradientTransformationExtraArgs):
     """Accumulates gradients over k micro-steps, then runs `opt` once on their mean.
 
@@ -212,10 +206,9 @@ class MultiSteps(optax.GradientTransformationExtraArgs):
         >>> tx.state_specs.total, tx.state_specs.inner_opt_state
         (P('data',), P())
         """
-        specs: dict[str, Any] = dict.fromkeys(MultiStepsState._fields, PartitionSpec())
-        of_devices = self._config.storage.spec
-        specs |= dict.fromkeys(("total", "weight", "arg_totals"), of_devices)
-        return state_type(self._config.use_grad_mean)(**specs)
+        kind, spec = state_type(self._config.use_grad_mean), self._config.storage.spec
+        specs: Any = kind._make([PartitionSpec()] * len(kind._fields))
+        return specs._replace(total=spec, weight=spec, arg_totals=spec)
 
     def has_updated(self, state: optax.OptState) -> jax.Array:
         """Whether the last call emitted; see the function `has_updated`."""
@@ -333,7 +326,8 @@ def apply_gradients(
       UserWarning: if a schedule, or anything else that counts, stands around a
         `MultiSteps` inside of `tx`, or beside it in a chain: it counts micro-steps.
     """
-    if not (emit is None or isinstance(emit, bool) or _is_bool_scalar(emit)):
+    is_scalar = isinstance(emit, jax.Array) and (emit.dtype, emit.shape) == (bool, ())
+    if not (emit is None or isinstance(emit, bool) or is_scalar):
         raise TypeError(
             "emit must be None, a Python bool, or a bool scalar of JAX, but it is "
             f"{emit!r}. If the host loop counts, jit with static_argnames='emit'; or "
@@ -431,9 +425,12 @@ def _check_decides(skip: Any, drop: Any) -> None:
             "drop_window_if_not_finite, which decides on a window. Pass "
             "should_drop_window_fn=ga_optax.drop_window_if_not_finite."
         )
-    for (name, example), fn in zip(_DECIDE.items(), (skip, drop), strict=True):
+    what = "(updates, step, params) -> (skip, skip_state)"
+    for name, fn, example in (
+        ("should_skip_update_fn", skip, "optax.skip_not_finite"),
+        ("should_drop_window_fn", drop, "ga_optax.drop_window_if_not_finite"),
+    ):
         if fn is not None:
-            what = "(updates, step, params) -> (skip, skip_state)"
             todo = f"Pass {example}, for example, or None."
             check_callable(name, fn, what, todo)
 
@@ -463,10 +460,6 @@ def _check_order(**trees: Any) -> None:
                 "grads, state, params), tx.update(grads, state, params), and flush(tx, "
                 "state, params)."
             )
-
-
-def _is_bool_scalar(x: Any) -> bool:
-    return isinstance(x, jax.Array) and (x.dtype, x.shape) == (jnp.bool_, ())
 
 
 def _check_spelling(extra_args: dict[str, Any]) -> None:

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from ga_optax._checks import nodes_of
+from ga_optax._across.state import find_state
 from ga_optax.accumulator import parts
 
 # The decay of the exponential moving averages. They are as good as a plain mean of
@@ -176,7 +176,7 @@ def noise_scale(state: optax.OptState) -> NoiseScale:
       2018, https://arxiv.org/abs/1812.06162, appendix A.1.
       Fieller, "Some Problems in Interval Estimation", JRSS B 16, 1954.
     """
-    noise = _the_only(state)
+    noise: NoiseState = find_state(state, "noise").noise
     squared_norm, trace, window = (noise.mean[..., i] for i in range(3))
     known = (noise.windows > 0) & (squared_norm > 0)
     some = jnp.where(known, squared_norm, jnp.ones_like(squared_norm))
@@ -196,14 +196,17 @@ def noise_scale(state: optax.OptState) -> NoiseScale:
 # -- What MultiSteps does --------------------------------------------------------------
 
 
-def init(like: jax.Array) -> NoiseState:
-    """Returns the state without any estimate, in the dtype of `like`."""
+def init(squares: ArrayLike = 0.0) -> NoiseState:
+    """Returns the state without any estimate.
+
+    If `squares` is inf, the open window will be left out.
+    """
     return NoiseState(
-        squares=jnp.zeros([], like.dtype),
+        squares=jnp.asarray(squares, float),
         count=jnp.zeros([], jnp.int32),
         windows=jnp.zeros([], jnp.int32),
-        mean=jnp.zeros(3, like.dtype),
-        deviation=jnp.zeros(3, like.dtype),
+        mean=jnp.zeros(3, float),
+        deviation=jnp.zeros(3, float),
     )
 
 
@@ -264,12 +267,6 @@ def close(
         mean=jnp.where(counts, mean, noise.mean),
         deviation=jnp.where(counts, deviation, noise.deviation),
     )
-
-
-def spoiled(noise: NoiseState, open_: jax.Array) -> NoiseState:
-    """Excludes the open window, if there is one, from the estimates."""
-    missing = jnp.where(open_, jnp.full_like(noise.squares, jnp.inf), noise.squares)
-    return noise._replace(squares=missing)
 
 
 def squared_norm(tree: optax.Updates) -> jax.Array:
@@ -339,17 +336,3 @@ def _t_quantile(freedom: jax.Array) -> jax.Array:
     second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
     third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
     return z + (first + (second + third / freedom) / freedom) / freedom
-
-
-def _the_only(state: optax.OptState) -> NoiseState:
-    """The one `NoiseState` in a tree; raises if there is none, or more than one."""
-    found = nodes_of(NoiseState, state)
-    if len(found) == 1:
-        return next(iter(found.values()))
-    there = f"there are {len(found)}: {', '.join(found)}. Pass the one that you mean."
-    if not found:
-        there = f"there is none in a {type(state).__name__}. Make one with its init."
-    raise ValueError(
-        "noise_scale needs the state of one ga_optax.MultiSteps with track_noise=True, "
-        f"but {there}"
-    )

@@ -11,11 +11,10 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
-from ga_optax._across import choices, noise_scale
+from ga_optax._across import choices
 from ga_optax._across.config import Config, checked
-from ga_optax._across.state import MultiStepsState, check_state
+from ga_optax._across.state import OPTIONS, check_state
 from ga_optax._checks import check_arrays, check_number, is_integer
-from ga_optax._devices import collectives
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -44,22 +43,30 @@ class Request:
     applies: bool = True
 
     def __post_init__(self) -> None:
-        state, names = check_state(self.state), self.config.mean_argnames
-        noise = state.noise
-        if self.config.track_noise and not isinstance(noise, noise_scale.NoiseState):
-            raise ValueError(_NO_NOISE)
-        if self.config.track_norm and not jax.tree.leaves(state.grad_norm):
-            raise ValueError(_NO_NORM)
-        if sorted(state.arg_totals) != sorted(names):
-            raise ValueError(
-                "The state must hold a sum for each of mean_argnames, "
-                f"{names}, but it holds {tuple(state.arg_totals)}. Put "
-                "those of a new state into it while no window is open: "
-                "state._replace(arg_totals=tx.init(params).arg_totals)."
-            )
+        check_state(self.state)
+        for field, new in jax.eval_shape(self.config.tracked).items():
+            if new != ():
+                self._check_field(field, new)
         _ = self.averaged  # raises if one is no number
 
-    # -- What the inner optimizer is given ---------------------------------------------
+    def _check_field(self, field: str, new: Any) -> None:
+        """Raises unless the state holds what the option of a field needs."""
+        due, held = map(jax.tree.structure, (new, getattr(self.state, field)))
+        if due != held:
+            raise ValueError(
+                f"The field {field} of the state must have the structure that "
+                f"{OPTIONS[field]} gives it, {due}, but it is {held}: the state was "
+                "made without that option, or with another one. Put that of a new "
+                "state into it (arg_totals and noise while no window is open): "
+                f"state._replace({field}=tx.init(params).{field})."
+            )
+
+    @functools.cached_property
+    def keeps_sum(self) -> bool:
+        """Whether the state has an accumulator, or the gradient needs none."""
+        trees = (), self.state.total, self.grads
+        nothing, held, needed = map(jax.tree.structure, trees)
+        return held != nothing or needed == nothing
 
     @functools.cached_property
     def averaged(self) -> dict[str, jax.Array]:
@@ -83,12 +90,9 @@ class Request:
     @functools.cached_property
     def bare(self) -> Any:
         """The shapes and dtypes of what the inner optimizer alone would return."""
-
-        def update(values: Any, state: optax.OptState, params: Any) -> Any:
-            return self.update(values, state, params)[0]
-
         values = self.config.storage.of_all((self.grads, self.averaged))
-        return jax.eval_shape(update, values, self.state.inner_opt_state, self.params)
+        given = values, self.state.inner_opt_state, self.params
+        return jax.eval_shape(self.update, *given)[0]
 
     def update(self, values: Any, state: optax.OptState, params: Any) -> Any:
         """Runs the inner optimizer on gradients and the means of extra arguments."""
@@ -117,22 +121,12 @@ class Request:
             return as_given
         return grads
 
-    def ask(
-        self, field: str, updates: optax.Updates, state: MultiStepsState
-    ) -> tuple[jax.Array, Any]:
+    def ask(self, field: str, updates: optax.Updates) -> tuple[jax.Array, Any]:
         """What a function decides, and what a field of the state keeps of that."""
-        name, held = _DECIDES[field], getattr(state, field)
-        fn = getattr(self.config, name)
-        answer, new = checked(fn(updates, state.gradient_step, self.params))
-        if jax.tree.structure(new) != jax.tree.structure(held):
-            raise ValueError(
-                f"The field {field} of the state must have the structure of what "
-                f"{name} returns, {jax.tree.structure(new)}, but it is "
-                f"{jax.tree.structure(held)}: the state was made without that "
-                "function, or with another one. Put that of a new state into it: "
-                f"state._replace({field}=tx.init(params).{field})."
-            )
-        return answer, choices.cast_like(new, held)
+        fn = getattr(self.config, OPTIONS[field])
+        answer, new = checked(fn(updates, self.state.gradient_step, self.params))
+        self._check_field(field, new)
+        return answer, choices.cast_like(new, getattr(self.state, field))
 
     def check_params(self) -> None:
         """Raises if the parameters are no arrays, or missing and needed."""
@@ -146,19 +140,6 @@ class Request:
             except Exception:
                 raise error from None  # it fails for another reason
             raise ValueError(_NO_PARAMS) from error
-
-    # -- What the call returns ---------------------------------------------------------
-
-    def without_step(self) -> Any:
-        """What the call returns if there is no step."""
-        if self.applies:
-            return self.params
-        return jax.tree.map(collectives.zeros, self.bare)
-
-    def with_step(self, updates: optax.Updates) -> Any:
-        """What the call returns after a step."""
-        updates = choices.cast_like(updates, self.bare)
-        return optax.apply_updates(self.params, updates) if self.applies else updates
 
 
 def _as_array(x: Any) -> Any:
@@ -175,26 +156,9 @@ def _floating(grads: ArrayLike) -> ArrayLike:
     return jnp.asarray(grads, float) if integers else grads
 
 
-_DECIDES = {
-    "skip_state": "should_skip_update_fn",
-    "drop_state": "should_drop_window_fn",
-}
-
 _AVERAGED = "mean_argnames names it: pass the value of the micro-batch in every call."
 
 _NO_PARAMS = (
     "The inner optimizer needs the parameters, but params is None. Pass them: "
     "update(grads, state, params)."
-)
-
-_NO_NORM = (
-    "The state must hold a grad_norm if track_norm=True, but that field is empty: it "
-    "was made without. Put that of a new state into it: "
-    "state._replace(grad_norm=tx.init(params).grad_norm)."
-)
-
-_NO_NOISE = (
-    "The state must hold a NoiseState if track_noise=True, but its field noise is "
-    "empty: it was made without. Put the noise of a new state into this one while no "
-    "window is open: state._replace(noise=tx.init(params).noise)."
 )

@@ -11,7 +11,7 @@ import optax
 from jax.typing import ArrayLike
 
 from ga_optax import accumulator
-from ga_optax._across import noise_scale
+from ga_optax._across.choices import Predicate, count_if
 from ga_optax._checks import nodes_of
 
 VERSION = 1  # of the state's format; it grows if an older state is read otherwise
@@ -25,6 +25,16 @@ COUNTERS = (
     "skipped_micro_steps",
     "skipped_windows",
 )
+
+# What a state holds as an option needs it, and what it may lack if it was saved before
+# that option was added, or with other arguments.
+OPTIONS = {
+    "skip_state": "should_skip_update_fn",
+    "drop_state": "should_drop_window_fn",
+    "arg_totals": "mean_argnames",
+    "noise": "track_noise=True",
+    "grad_norm": "track_norm=True",
+}
 
 
 class MultiStepsState(NamedTuple):
@@ -105,13 +115,12 @@ class MultiStepsState(NamedTuple):
             counters = counters.addressable_data(0)  # the same everywhere
         return _read(counters, i)
 
-    def counting(self, **new: ArrayLike) -> "MultiStepsState":
-        """The state with some of its counters replaced."""
-        counters, place = self.counters, jnp.arange(len(COUNTERS), dtype=jnp.int32)
-        for name, x in new.items():
-            value = jnp.asarray(x, jnp.int32)[..., None]
-            counters = jnp.where(place == COUNTERS.index(name), value, counters)
-        return self._replace(counters=counters)
+    def counting(self, **happened: Predicate) -> "MultiStepsState":
+        """The state after a call in which some of what it counts happened."""
+        of_this_call = np.array([name == "emitted" for name in COUNTERS])
+        counters = jnp.where(of_this_call, 0, self.counters)
+        events = [jnp.asarray(happened.get(name, False)) for name in COUNTERS]
+        return self._replace(counters=count_if(jnp.stack(events, -1), counters))
 
     @property
     def acc_grads(self) -> optax.Updates:
@@ -235,83 +244,7 @@ def grad_norm(state: optax.OptState) -> jax.Array:
     Raises:
       ValueError: if there is none in it, or more than one, or if it tracks no norm.
     """
-    norm = find_state(state).grad_norm
-    if not jax.tree.leaves(norm):
-        raise ValueError(
-            "grad_norm needs the state of a MultiSteps with track_norm=True, but its "
-            "field grad_norm is empty. Make one with track_norm=True, and its init."
-        )
-    return norm
-
-
-def from_optax(
-    state: optax.OptState, *, use_grad_mean: bool = True, track_noise: bool = False
-) -> optax.OptState:
-    """Turns the state of `optax.MultiSteps` into ours, in the middle of a window too.
-
-    >>> import jax.numpy as jnp, optax, ga_optax as ga
-    >>> params, grads = jnp.zeros(1), jnp.array([4.0])
-    >>> theirs = optax.MultiSteps(optax.sgd(1.0), 2)
-    >>> _, state = theirs.update(grads, theirs.init(params), params)
-    >>> ours = ga.MultiSteps(optax.sgd(1.0), 2)
-    >>> ours.update(jnp.array([2.0]), ga.from_optax(state), params)[0]
-    Array([-3.], dtype=float32)
-
-    **Exactness.** Optax keeps the running mean of the window and we keep its sum, which
-    is `mini_step` times that mean: one rounding. Optax did not count micro-steps, so
-    that counter starts with those of the open window. Nor did it square their
-    gradients, so `noise_scale` leaves the open window out. Nor did it sum extra
-    arguments, so begin with `mean_argnames` between two windows.
-
-    Args:
-      state: an `optax.MultiStepsState`, or any state that holds some.
-      use_grad_mean: what the `optax.MultiSteps` was made with.
-      track_noise: what our `MultiSteps` is made with.
-
-    Returns:
-      The same state with each of them replaced by a `MultiStepsState`.
-
-    Raises:
-      ValueError: if there is none in it.
-    """
-    if not nodes_of(optax.MultiStepsState, state):
-        raise ValueError(
-            "from_optax needs an optax.MultiStepsState, or a state that holds one, but "
-            f"it found none in a {type(state).__name__}. Pass the state that the "
-            "optax.MultiSteps returned."
-        )
-
-    def convert(leaf: Any) -> Any:
-        if not isinstance(leaf, optax.MultiStepsState):
-            return leaf
-        count = jnp.asarray(leaf.mini_step, jnp.int32)
-
-        def total(a: ArrayLike) -> jax.Array:
-            a = jnp.asarray(a)
-            return a * count.astype(a.dtype) if use_grad_mean else a
-
-        weight = count.astype(jnp.result_type(float))
-        return state_type(use_grad_mean)(
-            mini_step=count,
-            gradient_step=jnp.asarray(leaf.gradient_step, jnp.int32),
-            inner_opt_state=leaf.inner_opt_state,
-            total=jax.tree.map(total, leaf.acc_grads),
-            skip_state=leaf.skip_state,
-            drop_state=(),
-            weight=weight,
-            counters=new_counters(),
-            arg_totals={},
-            noise=noise_scale.spoiled(noise_scale.init(weight), count > 0)
-            if track_noise
-            else (),
-        ).counting(
-            emitted=(count == 0) & (jnp.asarray(leaf.gradient_step) > 0),
-            micro_steps=count,
-        )
-
-    return jax.tree.map(
-        convert, state, is_leaf=lambda x: isinstance(x, optax.MultiStepsState)
-    )
+    return find_state(state, "grad_norm").grad_norm
 
 
 def state_type(use_grad_mean: bool) -> type[MultiStepsState]:
@@ -322,9 +255,21 @@ def state_type(use_grad_mean: bool) -> type[MultiStepsState]:
 # -- Finding it ------------------------------------------------------------------------
 
 
-def find_state(state: optax.OptState) -> MultiStepsState:
-    """The one `MultiStepsState` in a tree; raises if there is none, or another."""
+def find_state(state: optax.OptState, field: str | None = None) -> MultiStepsState:
+    """The one `MultiStepsState` in a tree; raises if there is none, or another.
+
+    If a field is given, it is the one that holds something there.
+    """
     found = some_states(state)
+    if field is not None:
+        full = {path: jax.tree.leaves(getattr(x, field)) for path, x in found.items()}
+        found = {path: x for path, x in found.items() if full[path]}
+        if not found:
+            raise ValueError(
+                f"The state must be that of a MultiSteps with {OPTIONS[field]}, but "
+                f"there is none whose field {field} holds anything. Make one with "
+                "that, and its init."
+            )
     if len(found) > 1:
         raise ValueError(
             "There must be one MultiStepsState in the state, but there are "
@@ -384,9 +329,10 @@ def _counts_calls(count: tuple[Any, ...], window: tuple[Any, ...]) -> bool:
     return getattr(before, "name", "") != "inner_states"
 
 
-def new_counters() -> jax.Array:
-    """The counters of a new state."""
-    return jnp.zeros(len(COUNTERS), jnp.int32).at[0].set(VERSION)
+def new_counters(emitted: ArrayLike = 0, micro_steps: ArrayLike = 0) -> jax.Array:
+    """The counters of a state before its first call, or of one that did not count."""
+    counters = map(jnp.asarray, (VERSION, emitted, micro_steps, 0, 0))
+    return jnp.stack([x.astype(jnp.int32) for x in counters], -1)
 
 
 def check_version(counters: Any) -> None:

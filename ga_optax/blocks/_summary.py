@@ -14,7 +14,7 @@ import optax
 from jax.typing import ArrayLike, DTypeLike
 
 from ga_optax import _checks, _text
-from ga_optax.accumulator import accumulator_dtype
+from ga_optax.accumulator import accumulator_dtype, parts
 from ga_optax.blocks._partition import Partition, leaves_of, partition, shown
 
 # -- On the device ---------------------------------------------------------------------
@@ -53,13 +53,10 @@ def _norms(partition: Partition, leaves: list[ArrayLike]) -> jax.Array:
     wide = any(jnp.result_type(x) in (jnp.float64, jnp.complex128) for x in leaves)
     dtype = np.float64 if wide else np.float32
 
-    def square(leaf: ArrayLike) -> jax.Array:
-        x = jnp.asarray(leaf)
-        if jnp.iscomplexobj(x):
-            return square(x.real) + square(x.imag)
-        return jnp.square(x.astype(dtype))
-
-    squares = [square(leaf) for leaf in leaves]
+    squares = [
+        functools.reduce(jnp.add, [jnp.square(x.astype(dtype)) for x in parts(leaf)])
+        for leaf in map(jnp.asarray, leaves)
+    ]
     return jnp.sqrt(_per_block(partition, squares, jnp.sum, jnp.add, dtype))
 
 

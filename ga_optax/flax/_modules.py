@@ -101,8 +101,6 @@ def value_and_grad(
         gradients.value_and_grad,
         num_microbatches=num_microbatches,
         microbatch_size=microbatch_size,
-        argnums=jax.tree.map(number_of, argnums),
-        has_aux=True,
         batch_argnums=batch_argnums,
         batch_argnames=batch_argnames,
         batch_axes=batch_axes,
@@ -111,19 +109,14 @@ def value_and_grad(
         accumulator_dtype=accumulator_dtype,
         optimize=optimize,
     )
-    core(fun)  # checks the options
 
-    @warns_outside_jit
-    @in_context
-    @wraps(fun)
-    def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        objects = Objects(fun, argnums, args, kwargs)
-        (loss, (changed, aux)), grads = _of_all_rows(core, objects, fun, has_aux)
+    def then(objects: Objects, out: Any) -> tuple[Any, Any]:
+        (loss, (changed, aux)), grads = out
         aux = objects.update(changed, aux)
         grads = like(objects.differentiated, grads)
         return ((loss, aux) if has_aux else loss), grads
 
-    return value_and_grad_fun
+    return warns_outside_jit(_of_all_rows(core, fun, argnums, has_aux, then))
 
 
 @explains_keywords
@@ -179,36 +172,43 @@ def batch_dependencies(
         dependencies.batch_dependencies,
         num_microbatches=num_microbatches,
         microbatch_size=microbatch_size,
-        argnums=jax.tree.map(number_of, argnums),
-        has_aux=True,
         batch_argnums=batch_argnums,
         batch_argnames=batch_argnames,
         batch_axes=batch_axes,
         data_axis=data_axis,
         residual_bytes=residual_bytes,
     )
+    return _of_all_rows(core, fun, argnums, has_aux, then=lambda _, out: out)
+
+
+def _of_all_rows(
+    core: Callable[..., Any],
+    fun: Callable[..., Any],
+    argnums: Argnums,
+    has_aux: bool,
+    then: Callable[[Objects, Any], Any],
+) -> Callable[..., Any]:
+    """A function of `fun`'s arguments: `then` of what `core` returns for pure ones.
+
+    In those, what `fun` changes is in the aux.
+    """
+    core = partial(core, argnums=jax.tree.map(number_of, argnums), has_aux=True)
     core(fun)  # checks the options
 
     @in_context
     @wraps(fun)
-    def of_arguments(*args: Any, **kwargs: Any) -> dependencies.BatchDependencies:
+    def of_arguments(*args: Any, **kwargs: Any) -> Any:
         objects = Objects(fun, argnums, args, kwargs)
-        return _of_all_rows(core, objects, fun, has_aux)
+
+        @wraps(fun)  # whose names for its arguments `core` looks up
+        def run(*args: Any, nnx_variables: Any, **kwargs: Any) -> Any:
+            out, left = objects.run(args, kwargs, nnx_variables)
+            return _beside(objects.changed(left), out if has_aux else (out, ()))
+
+        own = core(run)(*objects.args, **objects.kwargs, nnx_variables=objects.rest)
+        return then(objects, own)
 
     return of_arguments
-
-
-def _of_all_rows(
-    core: Callable[..., Any], objects: Objects, fun: Callable[..., Any], has_aux: bool
-) -> Any:
-    """What `core` returns for pure arguments: what `fun` changes is in the aux."""
-
-    @wraps(fun)  # whose names for its arguments `core` looks up
-    def run(*args: Any, nnx_variables: Any, **kwargs: Any) -> Any:
-        out, left = objects.run(args, kwargs, nnx_variables)
-        return _beside(objects.changed(left), out if has_aux else (out, ()))
-
-    return core(run)(*objects.args, **objects.kwargs, nnx_variables=objects.rest)
 
 
 def _beside(new: Any, out: Any) -> Any:
@@ -313,24 +313,17 @@ def accumulate(
     @wraps(fun)
     def add(acc: Accumulator, *args: Any, **kwargs: Any) -> tuple[Any, Accumulator]:
         objects = Objects(fun, argnums, args, kwargs, keys=data_axis is not None)
+        # One key a device and micro-batch is derived of each, so they come one by one.
+        scalars = {i: list(key.reshape(-1)) for i, key in objects.keys.items()}
+        inside = *objects.args, objects.rest, scalars
         run, places = _of_micro_batch(objects, has_aux), _places(numbers, len(args))
         of_places = core(run, **places, carry_argnums=len(args))
-        return _one_after_another(of_places, objects, acc, has_aux)
+        (loss, new), added = of_places(nnx.as_pure(acc), *inside, **objects.kwargs)
+        aux = objects.update(*new) if has_aux else objects.update(new, ())
+        added = added._replace(total=like(acc.total, added.total))
+        return ((loss, aux) if has_aux else loss), added
 
     return add
-
-
-def _places(numbers: dict[str, Any], num_args: int) -> dict[str, Any]:
-    """Options that count positional arguments, none of them negative.
-
-    Behind those stand the variables, and the keys that are kept apart.
-    """
-    places = {
-        name: jax.tree.map(partial(found, name, num_args=num_args), of)
-        for name, of in numbers.items()
-    }
-    of_keys = *jax.tree.leaves(places["rng_argnums"]), num_args + 1
-    return places | {"rng_argnums": of_keys}
 
 
 def _of_micro_batch(objects: Objects, has_aux: bool) -> Callable[..., Any]:
@@ -348,19 +341,17 @@ def _of_micro_batch(objects: Objects, has_aux: bool) -> Callable[..., Any]:
     return run
 
 
-def _one_after_another(
-    add: Callable[..., Any], objects: Objects, acc: Accumulator, has_aux: bool
-) -> tuple[Any, Accumulator]:
-    is_acc = isinstance(acc, Accumulator)  # of others `add` says what it needs
-    pure = acc._replace(total=nnx.as_pure(acc.total)) if is_acc else acc
-    # One key a device and micro-batch is derived of each, so they come one by one.
-    scalars = {i: list(key.reshape(-1)) for i, key in objects.keys.items()}
-    inside = *objects.args, objects.rest, scalars
-    (loss, new), acc_new = add(pure, *inside, **objects.kwargs)
-    new, aux = new if has_aux else (new, ())
-    aux = objects.update(new, aux)
-    acc_new = acc_new._replace(total=like(acc.total, acc_new.total))
-    return ((loss, aux) if has_aux else loss), acc_new
+def _places(numbers: dict[str, Any], num_args: int) -> dict[str, Any]:
+    """Options that count positional arguments, none of them negative.
+
+    Behind those stand the variables, and the keys that are kept apart.
+    """
+    places = {
+        name: jax.tree.map(partial(found, name, num_args=num_args), of)
+        for name, of in numbers.items()
+    }
+    of_keys = *jax.tree.leaves(places["rng_argnums"]), num_args + 1
+    return places | {"rng_argnums": of_keys}
 
 
 # -- Whether the second is the first --------------------------------------------------

@@ -107,7 +107,7 @@ class Objects:
         left, self._left = jax.tree.flatten(nodes)
         number = {id(x): i for i, x in enumerate(came)}
         self._places = [number.get(id(x)) for x in left]
-        if not {i for i in numbers if self._is_fixed(i)} <= {*self._places}:
+        if not {*numbers} - {*self.rest} <= {*self._places}:
             # What an `nnx.remat` inside of `fun` only hands on comes back as another
             # array. Then the program tells.
             closed = jax.make_jaxpr(lambda came: jax.tree.leaves(of(came)[1]))(came)
@@ -129,7 +129,7 @@ class Objects:
         )
         if _graphs(nodes) != _graphs(self._nodes):
             raise ValueError(_GRAPH)
-        if any(self._is_fixed(i) and x != i for i, x in enumerate(self._places)):
+        if any(i not in self.rest and x != i for i, x in enumerate(self._places)):
             raise ValueError(_ASSIGNED)
         return {i: left[i] for i in self.rest}
 
@@ -145,10 +145,6 @@ class Objects:
         ]
         left = jax.tree.unflatten(self._left, leaves)
         return nnx.from_tree((left, out), is_inner=False, ctxtag=_TAG)[1]
-
-    def _is_fixed(self, i: int) -> bool:
-        """Whether a variable is differentiated, or a key that is kept apart."""
-        return i not in self.rest
 
     def _apart(self, tree: Any, prefix: Any, check_aliasing: bool = True) -> Any:
         def split(ctx: Any, path: Any, wanted: nnx.DiffState, x: Any) -> NodeStates:

@@ -108,22 +108,10 @@ class TrainState(train_state.TrainState):
         _check_accumulator(self.opt_state)
         fields = {field.name for field in dataclasses.fields(self)}
         replaced = {name: kwargs.pop(name) for name in fields & kwargs.keys()}
-        # As in Flax: the gradient of an fp8 scaling factor is its new value.
-        overwrites = isinstance(grads, Mapping) and _OVERWRITTEN in grads
-        params, opt_state = multi_steps.apply_gradients(
-            self.tx,
-            grads["params"] if overwrites else grads,
-            self.opt_state,
-            self.params["params"] if overwrites else self.params,
-            weight=weight,
-            emit=emit,
-            **kwargs,
-        )
-        if overwrites:
-            params = {"params": params, _OVERWRITTEN: grads[_OVERWRITTEN]}
-        return self.replace(
-            step=self.step + 1, params=params, opt_state=opt_state, **replaced
-        )
+        pure, overwrites = _apart(grads)
+        named = {"weight": weight, "emit": emit, **kwargs}
+        change = partial(multi_steps.apply_gradients, self.tx, pure, **named)
+        return self._run(change, overwrites, step=self.step + 1, **replaced)
 
     def flush(self, **extra_args: Any) -> "TrainState":
         """Closes the window early, see `ga_optax.flush`; `step` stays as it is.
@@ -137,13 +125,26 @@ class TrainState(train_state.TrainState):
         Raises:
           TypeError: if `tx` is not a `MultiSteps`.
         """
-        overwrites = isinstance(self.params, Mapping) and _OVERWRITTEN in self.params
-        params = self.params["params"] if overwrites else self.params
-        tx: Any = self.tx
-        params, opt_state = multi_steps.flush(tx, self.opt_state, params, **extra_args)
-        if overwrites:
-            params = {**self.params, "params": params}
-        return self.replace(params=params, opt_state=opt_state)
+        change = partial(multi_steps.flush, self.tx, **extra_args)
+        return self._run(change, _apart(self.params)[1])
+
+    def _run(
+        self, change: Callable[..., Any], overwrites: dict[str, Any], **replaced: Any
+    ) -> "TrainState":
+        """The state with what `change(state, params)` returns, and other fields."""
+        params, opt_state = change(self.opt_state, _apart(self.params)[0])
+        params = {"params": params, **overwrites} if overwrites else params
+        return self.replace(params=params, opt_state=opt_state, **replaced)
+
+
+def _apart(tree: Any) -> tuple[Any, dict[str, Any]]:
+    """What the optimizer sees of parameters or gradients, and fp8 scaling factors.
+
+    As in Flax: the gradient of such a factor is its new value.
+    """
+    if isinstance(tree, Mapping) and _OVERWRITTEN in tree:
+        return tree["params"], {_OVERWRITTEN: tree[_OVERWRITTEN]}
+    return tree, {}
 
 
 class Optimizer(nnx.Optimizer[M]):
