@@ -88,8 +88,7 @@ def leaf_name(path: tuple[Any, ...]) -> str:
 
 def named_leaves(tree: Any) -> list[tuple[str, Any]]:
     """The leaves of a tree, each with its name."""
-    paths = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return [(leaf_name(path), leaf) for path, leaf in paths]
+    return [(leaf_name(path), x) for path, x in jax.tree.leaves_with_path(tree)]
 
 
 _ARRAYS_ALONE = (
@@ -159,6 +158,7 @@ def check_leaves(
     name: str,
     expected: str,
     todo: str = _OF_PARAMS,
+    dtypes: bool = False,
 ) -> None:
     """Raises unless `tree` has the structure and shapes of `reference`.
 
@@ -168,29 +168,17 @@ def check_leaves(
       name: what the message calls `tree`.
       expected: what the message calls `reference`.
       todo: what the message says to do.
+      dtypes: whether they must have its dtypes, too.
     """
     check_structure(reference, tree, name=name, expected=expected, todo=todo)
-    pairs = zip(jax.tree.leaves(reference), jax.tree.leaves(tree), strict=True)
-    for i, shapes in enumerate(tuple(map(jnp.shape, pair)) for pair in pairs):
-        if shapes[0] != shapes[1]:
-            raise ValueError(
-                f"{named_leaves(reference)[i][0]} of {name} must have shape "
-                f"{shapes[0]}, as in {expected}, but it has shape {shapes[1]}. {todo}"
-            )
-
-
-def check_dtypes(
-    reference: Any, tree: Any, *, name: str, expected: str, todo: str
-) -> None:
-    """Raises unless the leaves of `tree` have the dtypes of those of `reference`."""
-    pairs = zip(named_leaves(reference), jax.tree.leaves(tree), strict=True)
-    for (leaf, want), got in pairs:
-        due, dtype = jnp.result_type(want), jnp.result_type(got)
-        if due != dtype:
-            raise ValueError(
-                f"{leaf} of {name} must have dtype {due.name}, as in {expected}, but "
-                f"it has dtype {dtype.name}. {todo}"
-            )
+    pairs = [*zip(jax.tree.leaves(reference), jax.tree.leaves(tree), strict=True)]
+    for what, of in (("shape", jnp.shape), ("dtype", jnp.result_type))[: 1 + dtypes]:
+        for i, (due, came) in enumerate((of(x), of(y)) for x, y in pairs):
+            if due != came:
+                raise ValueError(
+                    f"{named_leaves(reference)[i][0]} of {name} must have {what} {due}"
+                    f", as in {expected}, but it has {what} {came}. {todo}"
+                )
 
 
 def check_gradients(
@@ -239,11 +227,9 @@ def is_integer(dtype: np.dtype) -> bool:
 
 def nodes_of(kind: type, tree: Any) -> dict[str, Any]:
     """Every node of a type in a tree, by its path."""
-    found = jax.tree_util.tree_flatten_with_path(
-        tree, is_leaf=lambda node: isinstance(node, kind)
-    )[0]
-    pairs = ((path, node) for path, node in found if isinstance(node, kind))
-    return {jax.tree_util.keystr(path): node for path, node in pairs}
+    pairs = jax.tree.leaves_with_path(tree, lambda node: isinstance(node, kind))
+    found = ((path, node) for path, node in pairs if isinstance(node, kind))
+    return {jax.tree_util.keystr(path): node for path, node in found}
 
 
 # -- Weights and dtypes ----------------------------------------------------------------
