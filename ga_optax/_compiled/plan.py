@@ -165,9 +165,8 @@ def plan(
       ValueError: if an argument is invalid, or if no candidate compiles.
       TypeError: if an argument, or what `make_step` returns, has the wrong type.
     """
-    batch_size = _checks.check_int(
-        "batch_size", batch_size, "Pass how many examples one step sees."
-    )
+    todo = "Pass how many examples one step sees."
+    batch_size = _checks.check_int("batch_size", batch_size, todo)
     machine: Any = None
     if target is not None:
         from ga_optax._compiled import machines  # few need it
@@ -177,13 +176,9 @@ def plan(
         memory_limit = machine.memory_limit if machine else _device_limit()
     limit = parse_bytes(memory_limit)
     choices = _check_candidates(candidates, batch_size)
-    _checks.check_callable(
-        "make_step",
-        make_step,
-        "of num_microbatches that returns a jitted function",
-        "Pass the function that builds your step.",
-    )
-
+    what = "of num_microbatches that returns a jitted function"
+    todo = "Pass the function that builds your step."
+    _checks.check_callable("make_step", make_step, what, todo)
     place = machine.arguments if machine else contextlib.nullcontext
     with place(args) as args:
         search = _Search(make_step, args, limit)

@@ -209,12 +209,10 @@ class Native:
     """
 
     def __init__(self, comparison: Comparison) -> None:
-        self.comparison = comparison
-        problem = comparison.problem
+        self.comparison, problem = comparison, comparison.problem
         # Each is traced by itself, as in training.
-        grad, other = (
-            jax.jit(jax.grad(problem.of_part(problem.fun))) for _ in range(2)
-        )
+        funs = problem.of_part(problem.fun), problem.of_part(problem.fun)
+        grad, other = (jax.jit(jax.grad(fun)) for fun in funs)
         with jax.enable_x64(problem.x64):
             whole = jax.tree.leaves(grad(*problem.args(None)))
             problem.progress.tick()
@@ -241,9 +239,8 @@ class Native:
         self.distance = gradients.distance(whole, parts)
         self.relative = ratio(self.distance, size)
         self.has_few_digits = self.distance > math.sqrt(eps) * norm(comparison.terms)
-        self.errors = [
-            ratio(gradients.distance(x, exact), size) for x in (whole, parts)
-        ]
+        off = [gradients.distance(x, exact) for x in (whole, parts)]
+        self.errors = [ratio(x, size) for x in off]
 
 
 def _compare_leaf(

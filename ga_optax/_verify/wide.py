@@ -102,7 +102,7 @@ def _as_it_is(
 ) -> list[core.JaxprEqn]:
     """An equation in its own dtypes, between casts."""
     ends: Any = equation.invars, equation.outvars
-    nothing = ir.program_of(lambda: []).jaxpr
+    nothing = ir.program_of(tuple).jaxpr
     fun = functools.partial(ir.bind, nothing, [equation], *ends)
     run = _between_casts(lambda *xs: fun(xs), equation, outs)
     program = jax.make_jaxpr(run)(*(x.aval for x in ins)).jaxpr
