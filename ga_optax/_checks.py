@@ -158,7 +158,6 @@ def check_leaves(
     name: str,
     expected: str,
     todo: str = _OF_PARAMS,
-    dtypes: bool = False,
 ) -> None:
     """Raises unless `tree` has the structure and shapes of `reference`.
 
@@ -168,17 +167,29 @@ def check_leaves(
       name: what the message calls `tree`.
       expected: what the message calls `reference`.
       todo: what the message says to do.
-      dtypes: whether they must have its dtypes, too.
     """
     check_structure(reference, tree, name=name, expected=expected, todo=todo)
-    pairs = [*zip(jax.tree.leaves(reference), jax.tree.leaves(tree), strict=True)]
-    for what, of in (("shape", jnp.shape), ("dtype", jnp.result_type))[: 1 + dtypes]:
-        for i, (due, came) in enumerate((of(x), of(y)) for x, y in pairs):
-            if due != came:
-                raise ValueError(
-                    f"{named_leaves(reference)[i][0]} of {name} must have {what} {due}"
-                    f", as in {expected}, but it has {what} {came}. {todo}"
-                )
+    pairs = zip(jax.tree.leaves(reference), jax.tree.leaves(tree), strict=True)
+    for i, shapes in enumerate(tuple(map(jnp.shape, pair)) for pair in pairs):
+        if shapes[0] != shapes[1]:
+            raise ValueError(
+                f"{named_leaves(reference)[i][0]} of {name} must have shape "
+                f"{shapes[0]}, as in {expected}, but it has shape {shapes[1]}. {todo}"
+            )
+
+
+def check_dtypes(
+    reference: Any, tree: Any, *, name: str, expected: str, todo: str
+) -> None:
+    """Raises unless the leaves of `tree` have the dtypes of those of `reference`."""
+    pairs = zip(named_leaves(reference), jax.tree.leaves(tree), strict=True)
+    for (leaf, want), got in pairs:
+        due, dtype = jnp.result_type(want), jnp.result_type(got)
+        if due != dtype:
+            raise ValueError(
+                f"{leaf} of {name} must have dtype {due.name}, as in {expected}, but "
+                f"it has dtype {dtype.name}. {todo}"
+            )
 
 
 def check_gradients(

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from ga_optax._checks import check_leaves
+from ga_optax._checks import check_dtypes, check_leaves
 from ga_optax.blocks._partition import Block, Partition, leaves_of, shown
 
 
@@ -83,7 +83,8 @@ def replace(partition: Partition, tree: Any, name: str, block: Any) -> Any:
     own, what = like(known, old), f"block {name!r}"
     todo = "Pass a tree like the one of blocks.select."
     said = {"name": "the new tree", "expected": what, "todo": todo}
-    check_leaves(own, block, **said, dtypes=True)
+    check_leaves(own, block, **said)
+    check_dtypes(own, block, **said)
     if known.index is not None:
         new = with_slices(old, on_device(known.index), new)
     return put(partition, known, leaves, new)
