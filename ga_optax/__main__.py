@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return arguments.error(str(error))  # exits with status 2
         traceback.print_exc()
         return 2
-    print(json.dumps(_plain(page), indent=2) if arguments.json else page)
+    print(_json(page) if arguments.json else page)
     return status
 
 
@@ -97,19 +97,20 @@ def _is_about_an_argument(error: Exception) -> bool:
     return ours and checked
 
 
-def _plain(value: Any) -> Any:
-    """What JSON can hold: the fields and the properties of a page; null for a NaN."""
-    if dataclasses.is_dataclass(value):
+def _json(page: object) -> str:
+    """The fields and the properties of a page as JSON; null for a NaN."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, enum.Enum):
+            return value.name
+        if isinstance(value, Exception):
+            return {"message": str(value)}
         names = [field.name for field in dataclasses.fields(value)]
         names += [n for n, x in vars(type(value)).items() if isinstance(x, property)]
-        return {name: _plain(getattr(value, name)) for name in names}
-    if isinstance(value, (tuple, list)):
-        return [_plain(item) for item in value]
-    if isinstance(value, enum.Enum):
-        return value.name
-    if isinstance(value, Exception):
-        return {"message": str(value)}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        return {name: getattr(value, name) for name in names}
+
+    text = json.dumps(page, default=plain)
+    return json.dumps(json.loads(text, parse_constant=lambda _: None), indent=2)
 
 
 # -- The commands ----------------------------------------------------------------------
@@ -309,8 +310,11 @@ def _function(name: str) -> Callable[..., Any]:
     try:
         found = operator.attrgetter(attribute)(found)
     except AttributeError as missing:
+        names = [x for x in dir(missing.obj) if not x.startswith("_")]
+        close = one_of(difflib.get_close_matches(str(missing.name), names))
+        todo = f"Did you mean {close}?" if close else "Check the name."
         raise ValueError(
-            f"{name!r} must name a function, but {missing}.{_meant(missing)}"
+            f"{name!r} must name a function, but {missing}. {todo}"
         ) from None
     if not callable(found):
         raise ValueError(
@@ -318,13 +322,6 @@ def _function(name: str) -> Callable[..., Any]:
             "Name the function, not its value."
         )
     return found
-
-
-def _meant(missing: AttributeError) -> str:
-    """The public names that are there, if they look like the one that is missing."""
-    names = [name for name in dir(missing.obj) if not name.startswith("_")]
-    close = difflib.get_close_matches(str(missing.name), names)
-    return f" Did you mean {one_of(close)}?" if close else " Check the name."
 
 
 def _inputs(

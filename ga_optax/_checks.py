@@ -88,8 +88,7 @@ def leaf_name(path: tuple[Any, ...]) -> str:
 
 def named_leaves(tree: Any) -> list[tuple[str, Any]]:
     """The leaves of a tree, each with its name."""
-    paths = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return [(leaf_name(path), leaf) for path, leaf in paths]
+    return [(leaf_name(path), x) for path, x in jax.tree.leaves_with_path(tree)]
 
 
 _ARRAYS_ALONE = (
@@ -239,11 +238,9 @@ def is_integer(dtype: np.dtype) -> bool:
 
 def nodes_of(kind: type, tree: Any) -> dict[str, Any]:
     """Every node of a type in a tree, by its path."""
-    found = jax.tree_util.tree_flatten_with_path(
-        tree, is_leaf=lambda node: isinstance(node, kind)
-    )[0]
-    pairs = ((path, node) for path, node in found if isinstance(node, kind))
-    return {jax.tree_util.keystr(path): node for path, node in pairs}
+    pairs = jax.tree.leaves_with_path(tree, lambda node: isinstance(node, kind))
+    found = ((path, node) for path, node in pairs if isinstance(node, kind))
+    return {jax.tree_util.keystr(path): node for path, node in found}
 
 
 # -- Weights and dtypes ----------------------------------------------------------------

@@ -21,7 +21,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import ga_optax as ga
 from ga_optax import Cause, testing
 from ga_optax._verify.counts import proportions
-from ga_optax._verify.loss import Progress
+from ga_optax._verify.problem import Progress
 from ga_optax._verify.wide import Wide
 
 BENCHMARKS = str(pathlib.Path(__file__).parents[1] / "benchmarks")

@@ -129,7 +129,23 @@ def accumulate(
       TypeError, ValueError: as for `value_and_grad`, and if the accumulator does not
         match the parameters.
     """
-    options = Options(**locals()).checked()
+    options = Options(
+        fun=fun,
+        num_microbatches=num_microbatches,
+        argnums=argnums,
+        has_aux=has_aux,
+        batch_argnums=batch_argnums,
+        batch_argnames=batch_argnames,
+        batch_axes=batch_axes,
+        data_axis=data_axis,
+        optimize=optimize,
+        weight_fn=weight_fn,
+        aux=aux,
+        rng_argnums=rng_argnums,
+        rng_argnames=rng_argnames,
+        carry_argnums=carry_argnums,
+        num_real_microbatches=num_real_microbatches,
+    ).checked()
 
     @warns_outside_jit
     def accumulate_fun(acc: Accumulator, *args: Any, **kwargs: Any) -> Any:

@@ -234,8 +234,20 @@ def batch_dependencies(
     Raises:
       TypeError, ValueError: as `value_and_grad`.
     """
-    options = Options(**locals(), accumulator_dtype=jnp.float32).checked()
-    options = of_whole.of_pair(options)
+    given = Options(
+        fun=fun,
+        num_microbatches=num_microbatches,
+        microbatch_size=microbatch_size,
+        argnums=argnums,
+        has_aux=has_aux,
+        batch_argnums=batch_argnums,
+        batch_argnames=batch_argnames,
+        batch_axes=batch_axes,
+        data_axis=data_axis,
+        residual_bytes=residual_bytes,
+        accumulator_dtype=jnp.float32,
+    )
+    options = of_whole.of_pair(given.checked())
 
     @functools.wraps(fun)
     def dependencies(*args: Any, **kwargs: Any) -> BatchDependencies:

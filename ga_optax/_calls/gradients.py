@@ -87,7 +87,20 @@ def value_and_grad(
       TypeError, ValueError: if an argument does not fit, before `fun` is traced; if
         what `fun` returned does not fit, before anything runs.
     """
-    options = Options(**locals()).checked()
     from ga_optax._calls import whole  # 80 ms of import, which not all need
 
-    return warns_outside_jit(whole.of_options(options))
+    options = Options(
+        fun=fun,
+        num_microbatches=num_microbatches,
+        microbatch_size=microbatch_size,
+        argnums=argnums,
+        has_aux=has_aux,
+        batch_argnums=batch_argnums,
+        batch_argnames=batch_argnames,
+        batch_axes=batch_axes,
+        data_axis=data_axis,
+        residual_bytes=residual_bytes,
+        accumulator_dtype=accumulator_dtype,
+        optimize=optimize,
+    )
+    return warns_outside_jit(whole.of_options(options.checked()))

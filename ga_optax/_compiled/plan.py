@@ -20,7 +20,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -31,13 +31,6 @@ from ga_optax._passes import notes
 
 class NothingFitsError(ValueError):
     """No candidate fits. The message says how much memory the smallest need is."""
-
-
-class Step(Protocol):
-    """A jitted function: what `make_step` returns."""
-
-    def lower(self, *args: Any) -> Any:
-        """As `jax.jit(f).lower`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +107,7 @@ class Plan:
 
 
 def plan(
-    make_step: Callable[[int], Step],
+    make_step: Callable[[int], Any],
     *args: Any,
     batch_size: int,
     memory_limit: int | float | str | None = None,
@@ -172,9 +165,8 @@ def plan(
       ValueError: if an argument is invalid, or if no candidate compiles.
       TypeError: if an argument, or what `make_step` returns, has the wrong type.
     """
-    batch_size = _checks.check_int(
-        "batch_size", batch_size, "Pass how many examples one step sees."
-    )
+    todo = "Pass how many examples one step sees."
+    batch_size = _checks.check_int("batch_size", batch_size, todo)
     machine: Any = None
     if target is not None:
         from ga_optax._compiled import machines  # few need it
@@ -184,17 +176,13 @@ def plan(
         memory_limit = machine.memory_limit if machine else _device_limit()
     limit = parse_bytes(memory_limit)
     choices = _check_candidates(candidates, batch_size)
-    _checks.check_callable(
-        "make_step",
-        make_step,
-        "of num_microbatches that returns a jitted function",
-        "Pass the function that builds your step.",
-    )
-
-    search = _Search(make_step, limit)
+    what = "of num_microbatches that returns a jitted function"
+    todo = "Pass the function that builds your step."
+    _checks.check_callable("make_step", make_step, what, todo)
     place = machine.arguments if machine else contextlib.nullcontext
     with place(args) as args:
-        answer = search.smallest_that_fits(choices, args)
+        search = _Search(make_step, args, limit)
+        answer = search.smallest_that_fits(choices)
     seen = tuple(search.tried[k] for k in sorted(search.tried))
     untried = tuple(k for k in choices if k not in search.tried)
     if answer is None:
@@ -214,57 +202,54 @@ class _Search:
       tried: what was found, by the number of micro-batches.
     """
 
-    def __init__(self, make_step: Callable[[int], Step], limit: int) -> None:
+    def __init__(
+        self, make_step: Callable[[int], Any], args: tuple[Any, ...], limit: int
+    ) -> None:
         self.tried: dict[int, Candidate] = {}
-        self._make_step, self._limit = make_step, limit
+        self._make_step, self._args, self._limit = make_step, args, limit
         self._causes: list[Exception] = []
 
-    def smallest_that_fits(self, todo: list[int], args: tuple[Any, ...]) -> int | None:
+    def smallest_that_fits(self, todo: list[int]) -> int | None:
         """The smallest candidate that fits, if the need falls after the first one."""
-        first, *rest = todo
-        if self._fits(first, args):
-            return first
-        answer = None
+        answer, rest, at = None, todo, 0
         while rest:
-            middle = len(rest) // 2
-            fits = self._fits(rest[middle], args)
-            if fits is None:
-                del rest[middle]
-            elif fits:
-                answer, rest = rest[middle], rest[:middle]
+            k = rest[at]
+            found = self._measured(k)
+            if found.fits:
+                answer, rest = k, rest[:at]
+            elif found.error and not _is_too_large(found):
+                rest = rest[:at] + rest[at + 1 :]  # which says nothing about memory
             else:
-                rest = rest[middle + 1 :]
+                rest = rest[at + 1 :]
+            at = len(rest) // 2
         return answer
 
     def nothing_fits(self, page: str) -> NoReturn:
         """Raises, because there is no answer."""
         needs = [(c.bytes, k) for k, c in self.tried.items() if c.bytes is not None]
-        limit = format_bytes(self._limit)
-        todo = (
-            "Allow more micro-batches, donate the arguments that the step replaces, "
-            f"use jax.checkpoint, or shard over more devices.\n{page}"
-        )
         if needs:
             need, k = min(needs)
-            raise NothingFitsError(
-                f"The step must fit into {limit}, but no candidate does: the smallest "
-                f"need is {format_bytes(need)} ({need} bytes), with "
-                f"num_microbatches={k}. {todo}"
+            said = (
+                f"no candidate does: the smallest need is {format_bytes(need)} "
+                f"({need} bytes), with num_microbatches={k}"
             )
-        if all(map(_is_too_large, self.tried.values())):
-            raise NothingFitsError(
-                f"The step must fit into {limit}, but the compiler says of every "
-                f"candidate that it does not. {todo}"
-            ) from self._causes[-1]
-        k = min(self.tried)
-        raise ValueError(
-            f"At least one candidate must compile, but all {len(self.tried)} that were "
-            f"tried failed; num_microbatches={k} with {self.tried[k].error}. Call "
-            "make_step yourself, and its lower(*args)."
-        ) from self._causes[0]
+        elif all(map(_is_too_large, self.tried.values())):
+            said = "the compiler says of every candidate that it does not"
+        else:
+            k = min(self.tried)
+            raise ValueError(
+                f"At least one candidate must compile, but all {len(self.tried)} that "
+                f"were tried failed; num_microbatches={k} with {self.tried[k].error}. "
+                "Call make_step yourself, and its lower(*args)."
+            ) from self._causes[0]
+        raise NothingFitsError(
+            f"The step must fit into {format_bytes(self._limit)}, but {said}. Allow "
+            "more micro-batches, donate the arguments that the step replaces, use "
+            f"jax.checkpoint, or shard over more devices.\n{page}"
+        ) from (None if needs else self._causes[0])
 
-    def _fits(self, k: int, args: tuple[Any, ...]) -> bool | None:
-        """Whether k fits; None if it failed, which says nothing about memory."""
+    def _measured(self, k: int) -> Candidate:
+        """Compiles a candidate, and says what it needs."""
         say = functools.partial(print, file=sys.stderr, flush=True)
         say(f"plan: num_microbatches={k}: compiling ...", end="")
         start = time.perf_counter()
@@ -272,28 +257,25 @@ class _Search:
             with notes.recorded() as lines:
                 step = self._make_step(k)
                 lower = getattr(step, "lower", None)
-                compiled = None if lower is None else lower(*args).compile()
+                compiled = None if lower is None else lower(*self._args).compile()
         except Exception as error:  # of the user's code or of the compiler: reported
             self._causes.append(error)
             message = f"{type(error).__name__}: {str(error).strip() or 'no message'}"
             found = Candidate(k, error=message.splitlines()[0])
+            outcome = f"failed: {found.error}"
         else:
             analysis = _analysed(k, step, compiled)
             kinds = "argument", "output", "alias"
             sizes: Any = {x: getattr(analysis, f"{x}_size_in_bytes") for x in kinds}
             found = Candidate(k, temporaries(analysis), **sizes, notes=tuple(lines))
-        found = dataclasses.replace(
-            found,
-            fits=found.bytes is not None and found.bytes <= self._limit,
-            seconds=time.perf_counter() - start,
-        )
-        self.tried[k] = found
-        outcome = f"failed: {found.error}"
-        if found.bytes is not None:
-            fits = "fits" if found.fits else "does not fit"
-            outcome = f"{format_bytes(found.bytes)}, {fits}"
-        say(f" {outcome} ({found.seconds:.1f} s)")
-        return None if found.error and not _is_too_large(found) else found.fits
+            fits = (found.bytes or 0) <= self._limit
+            found = dataclasses.replace(found, fits=fits)
+            size = format_bytes(found.bytes or 0)
+            outcome = f"{size}, {'fits' if fits else 'does not fit'}"
+        seconds = time.perf_counter() - start
+        say(f" {outcome} ({seconds:.1f} s)")
+        self.tried[k] = dataclasses.replace(found, seconds=seconds)
+        return self.tried[k]
 
 
 def _analysed(k: int, step: Any, compiled: Any) -> Any:

@@ -14,10 +14,10 @@ Each module imports only those above it:
     report        what the user gets, and the page that it prints
     gradients     norms and differences of gradients, and ULPs
     wide          the same function with every float in float64
-    problem       the user's arguments, and how the batch is divided
-    loss          evaluates the loss in float64, if it can; names the first inf or NaN;
-                  shows the progress
-    comparison    D, and whether it is rounding; both gradients in training
+    problem       the user's arguments, and how the batch is divided; evaluates the loss
+                  in float64, if it can, and shows the progress
+    comparison    D, and whether it is rounding, or what is not finite; both gradients
+                  in training
     counts        weights as whole numbers, and as code
     proof         how the loss is made of its rows, from its program
     promises      whether what `rowwise` promises is so

@@ -4,8 +4,11 @@ It takes one micro-gradient at a time, so that three gradient trees suffice for 
 `Native` has both gradients as training computes them, in the parameters' own dtypes.
 """
 
+import dataclasses
+import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +16,8 @@ import numpy as np
 
 from ga_optax import accumulator
 from ga_optax._verify import gradients
-from ga_optax._verify.gradients import Leaves, dot, norm, norms, ratio, subtract
-from ga_optax._verify.loss import Loss, NotFiniteError, first_not_finite, moved
+from ga_optax._verify.gradients import Leaves, norm, norms, ratio, subtract
+from ga_optax._verify.problem import Problem
 from ga_optax._verify.report import LeafReport
 
 # Half of float64's 52 binary digits. No algorithm that loses half of its digits would
@@ -34,7 +37,7 @@ class Comparison:
     """D = G - Σ wᵢ·gᵢ / Σ wᵢ, and how large it may be.
 
     Attributes:
-      loss: what evaluates G and the gᵢ.
+      problem: what evaluates G and the gᵢ.
       weighted: whether the micro-batches count differently.
       share: the weights in use, divided by their sum.
       undivided: ‖G‖ of each leaf.
@@ -49,9 +52,8 @@ class Comparison:
       losses: the undivided batch's loss, and the accumulated one.
     """
 
-    def __init__(self, loss: Loss) -> None:
-        self.loss, self.problem = loss, loss.problem
-        weights = self.problem.weights
+    def __init__(self, problem: Problem) -> None:
+        self.problem, weights = problem, problem.weights
         self.weighted = not (weights == 1).all()
         self.share = weights / (weights.sum() or 1.0)
         difference = self._residual(self.share, self._recorded)
@@ -60,15 +62,17 @@ class Comparison:
         self.relative_norm = ratio(norm(self.difference), norm(self.undivided))
         self.noise = np.zeros_like(self.difference)
         self.agrees = self._is_rounding(self.difference)
-        self.noisy = not self.agrees and loss.eps > np.finfo(np.float64).eps
+        eps = float(jnp.finfo(problem.low).eps)
+        self.noisy = not self.agrees and eps > np.finfo(np.float64).eps
         if self.noisy:
             # At parameters that are moved by the rounding of the low precision.
-            near = moved(self.problem.params, 2 * loss.eps)
-            other = self._residual(self.share, lambda i: loss.of_part(i, near)[1])
+            near = _moved(problem.params, 2 * eps)
+            beside = functools.partial(problem.gradient, params=near)
+            other = self._residual(self.share, beside)
             self.noise = norms(subtract(other, difference, 1.0))
             self.agrees = self._is_rounding(self.difference)
         # Code that is bound to a low precision may lose half of its digits, too.
-        lost = math.sqrt(loss.eps) * self.terms
+        lost = math.sqrt(eps) * self.terms
         self.decidable = not self.noisy or bool((self.difference > lost).any())
 
     def allowed(self, scale: float = 1.0) -> np.ndarray:
@@ -76,34 +80,29 @@ class Comparison:
         terms = scale * self.terms
         return TOLERANCE * terms + _FLOOR * norm(terms) + NOISE * self.noise
 
-    def same(
-        self, *, loss: Loss | None = None, rows: np.ndarray | None = None, key: int = 0
-    ) -> bool:
-        """Whether another loss, other rows or another key have the gradient G, too."""
-        rows = self.problem.rows(None) if rows is None else rows
-        whole = self.loss.of_part(None)[1]
-        other = (loss or self.loss).of_rows(rows, key)[1]
-        return self._is_rounding(norms(subtract(whole, other, 1.0)))
+    def same(self, problem: Problem | None = None, **other: Any) -> bool:
+        """Whether another loss, or other rows or keys, have the gradient G, too."""
+        found = (problem or self.problem).gradient(**other)
+        return self._is_rounding(norms(subtract(self.problem.gradient(), found, 1.0)))
 
     def factor(self, share: np.ndarray) -> float | None:
         """The c with G = c·Σ wᵢ·gᵢ, for weights that add up to 1, on every leaf.
 
         Of k, 1 / k and 1 it is the number itself, as far as that is known.
         """
-        total = self._residual(-share, self._of_part)
-        whole = self._of_part(None)
+        total = self._residual(-share, self.problem.gradient)
+        whole = self.problem.gradient()
         mean = subtract(total, whole, 1.0)
-        size, noise = norm(norms(mean)), norm(self.noise)
-        c = float(dot(whole, mean)) / (size**2 or 1.0)
-        rest = norms(subtract(whole, mean, c))
-        if not c > 0 or not self._is_rounding(rest, scale=max(1.0, c)):
+        size = norm(norms(mean))
+        c = ratio(norm(self.undivided), size)
+        if c in (0.0, math.inf):
             return None
-        trust = max(_TRUST, NOISE * noise / (size or 1.0))
+        rest = norms(subtract(whole, mean, c))
+        if not self._is_rounding(rest, scale=max(1.0, c)):
+            return None
+        trust = max(_TRUST, NOISE * norm(self.noise) / size)
         known = (self.problem.k, 1 / self.problem.k, 1.0)
         return next((float(x) for x in known if abs(c / x - 1) <= trust), c)
-
-    def _of_part(self, part: int | None) -> Leaves:
-        return self.loss.of_part(part)[1]
 
     def _is_rounding(self, rest: np.ndarray, scale: float = 1.0) -> bool:
         return bool((rest <= self.allowed(scale)).all())
@@ -120,7 +119,7 @@ class Comparison:
 
     def _recorded(self, part: int | None) -> Leaves:
         """G or gᵢ, which enter the sums; raises if there is an inf or a NaN."""
-        value, grads = self.loss.of_part(part)
+        value, grads = self.problem.evaluate(part)
         if part is None:
             self.undivided = self.terms = norms(grads)
             self.losses = value, 0.0
@@ -134,12 +133,62 @@ class Comparison:
         if part is None and len(self.share) > 1:
             # Which micro-batch it comes from. One of weight 0 may hold anything.
             parts = map(int, np.flatnonzero(self.share))
-            bad = (self._not_finite(i, *self.loss.of_part(i)) for i in parts)
+            bad = (self._not_finite(i, *self.problem.evaluate(i)) for i in parts)
             found = next(filter(None, bad), found)
         raise NotFiniteError(found, self.losses, only_part=part is not None)
 
     def _not_finite(self, part: int | None, value: float, grads: Leaves) -> str | None:
-        return first_not_finite(self.problem, self.problem.place(part), value, grads)
+        return _first_not_finite(self.problem, self.problem.place(part), value, grads)
+
+
+def _moved(params: Any, size: float) -> Any:
+    """The parameters, each moved by a random part of itself, at most `size`."""
+    rng = np.random.default_rng(1)
+
+    def move(x: jax.Array) -> jax.Array:
+        part = jnp.asarray(rng.uniform(-size, size, x.shape), x.dtype)
+        # A zero does not move by a part of itself.
+        return jnp.where(x == 0, part, x * (1 + part))
+
+    return jax.tree.map(move, params)
+
+
+# -- What cannot be compared -----------------------------------------------------------
+
+
+@dataclasses.dataclass(eq=False)
+class NotFiniteError(Exception):
+    """There is an inf or a NaN, so that nothing can be compared.
+
+    Attributes:
+      first: which the first one is, in words.
+      losses: the undivided batch's loss, and the accumulated one, as far as known.
+      only_part: whether the undivided batch has none.
+      low_precision: whether float64 has none.
+    """
+
+    first: str
+    losses: tuple[float, float] = (math.nan, math.nan)
+    only_part: bool = False
+    low_precision: bool = False
+
+
+def _first_not_finite(
+    problem: Problem, place: str, value: float, grads: Leaves
+) -> str | None:
+    """Names the first inf or NaN of the gradient, else of the loss, if there is one."""
+    finite = [bool(jnp.isfinite(x).all()) for x in grads]
+    if all(finite):
+        return None if math.isfinite(value) else f"the loss {place}: {value}"
+    leaf = finite.index(False)
+    array = np.asarray(grads[leaf])
+    index = tuple(map(int, np.argwhere(~np.isfinite(array))[0]))
+    found = array[index]
+    # Without the part of a complex number.
+    index = index[array.ndim - jnp.ndim(jax.tree.leaves(problem.params)[leaf]) :]
+    at = f" at index {index}" if index else ""
+    loss = "" if math.isfinite(value) else f", and the loss there is {value}"
+    return f"the gradient {place}, {problem.names[leaf]}{at}: {found}{loss}"
 
 
 # -- As training computes them ---------------------------------------------------------
@@ -160,42 +209,38 @@ class Native:
     """
 
     def __init__(self, comparison: Comparison) -> None:
-        self.comparison = comparison
-        loss, problem = comparison.loss, comparison.problem
-        params, batch = problem.params, problem.batch
+        self.comparison, problem = comparison, comparison.problem
         # Each is traced by itself, as in training.
-        grad, other = (
-            jax.jit(jax.grad(problem.of_part(problem.fun))) for _ in range(2)
-        )
+        funs = problem.of_part(problem.fun), problem.of_part(problem.fun)
+        grad, other = (jax.jit(jax.grad(fun)) for fun in funs)
         with jax.enable_x64(problem.x64):
-            whole = jax.tree.leaves(grad(params, batch, *problem.part(None)))
-            loss.progress.tick()
-            acc = accumulator.init(params)
+            whole = jax.tree.leaves(grad(*problem.args(None)))
+            problem.progress.tick()
+            acc = accumulator.init(problem.params)
             for i, weight in enumerate(problem.weights):
-                grads = other(params, batch, *problem.part(i))
+                grads = other(*problem.args(i))
                 given = None if problem.weight is None else float(weight)
                 acc = accumulator.add(acc, grads, given)
-                loss.progress.tick()
+                problem.progress.tick()
             means = jax.tree.leaves(accumulator.mean(acc))
         parts = [x.astype(y.dtype) for x, y in zip(means, whole, strict=True)]
         places = problem.place(None), "accumulated over the micro-batches"
         for place, leaves in zip(places, (whole, parts), strict=True):
-            found = first_not_finite(problem, place, 0.0, leaves)
+            found = _first_not_finite(problem, place, 0.0, leaves)
             if found is not None:
                 raise NotFiniteError(found, low_precision=True)
         names, relative = problem.names, comparison.relative
         self.leaves = tuple(map(_compare_leaf, names, whole, parts, relative))
         self.max_ulp = max(leaf.max_ulp for leaf in self.leaves)
-        dtypes = {loss.dtype, *(x.dtype.name for x in whole)}
+        dtypes = {problem.low.name, *(x.dtype.name for x in whole)}
         eps, self.dtype = max((float(jnp.finfo(d).eps), d) for d in dtypes)
-        exact = loss.of_part(None)[1]
-        size = norm(norms(exact))
+        exact = problem.gradient()
+        size = norm(comparison.undivided)
         self.distance = gradients.distance(whole, parts)
         self.relative = ratio(self.distance, size)
         self.has_few_digits = self.distance > math.sqrt(eps) * norm(comparison.terms)
-        self.errors = [
-            ratio(gradients.distance(x, exact), size) for x in (whole, parts)
-        ]
+        off = [gradients.distance(x, exact) for x in (whole, parts)]
+        self.errors = [ratio(x, size) for x in off]
 
 
 def _compare_leaf(

@@ -1,11 +1,12 @@
 """Weights as the counts that they are: whole numbers, or code that counts."""
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from ga_optax._verify.problem import Problem
 
 # How precise shares are, which are quotients of counts in float64.
 EXACT = 1e-6
@@ -26,33 +27,25 @@ def proportions(share: np.ndarray) -> str:
     return " : ".join(f"{s / unit:.6g}" if s > 1e-9 else "0" for s in share)
 
 
-def code_that_counts(
-    parts: Sequence[Any], axes: Sequence[int | None], share: np.ndarray
-) -> str | None:
-    """An expression in `batch`, a micro-batch, that has these shares, if there is one.
-
-    `axes` are where leaves are split.
-    """
-    for code, counts in _expressions(parts, axes):
+def code_that_counts(problem: Problem, share: np.ndarray) -> str | None:
+    """An expression in `batch`, a micro-batch, with these shares, if there is one."""
+    for code, counts in _expressions(problem):
         total = counts.sum()
         if total > 0 and np.abs(counts / total - share).max() < EXACT:
             return code
     return None
 
 
-def _expressions(
-    parts: Sequence[Any], axes: Sequence[int | None]
-) -> Iterator[tuple[str, np.ndarray]]:
+def _expressions(problem: Problem) -> Iterator[tuple[str, np.ndarray]]:
     """What a loss may divide by, as code, with its value in each micro-batch."""
+    parts = [problem.take(problem.batch, problem.rows(i)) for i in range(problem.k)]
     leaves = zip(*map(jax.tree.leaves, parts), strict=True)
-    names = [
-        jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(parts[0])
-    ]
-    for name, axis, of_parts in zip(names, axes, leaves, strict=True):
-        leaf, name = of_parts[0], f"batch{name}"
+    paths = jax.tree.leaves_with_path(problem.batch)
+    for (path, leaf), axis, xs in zip(paths, problem.axes, leaves, strict=True):
+        name = f"batch{jax.tree_util.keystr(path)}"
         if not jnp.issubdtype(leaf.dtype, np.number) and leaf.dtype != jnp.bool_:
             continue
-        values = np.stack([np.asarray(x).astype(np.float64) for x in of_parts])
+        values = np.stack([np.asarray(x).astype(np.float64) for x in xs])
         # A sum in half a float would round the count.
         half = jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize < 4
         dtype = "dtype='float32'" if half else ""
@@ -68,4 +61,4 @@ def _expressions(
                 (f"({view} >= 0).sum()", x >= 0),
                 (f"({view} != -100).sum()", x != -100),  # PyTorch's ignored label
             ):
-                yield code, counted.reshape(len(parts), -1).sum(1).astype(np.float64)
+                yield code, counted.reshape(len(x), -1).sum(1).astype(np.float64)

@@ -1,24 +1,22 @@
 """Why the two gradients differ: questions in order, until one of them has the answer.
 
 The program of the loss has the answers (`proof`), and numbers confirm them. A question
-is a function of both that returns a `Finding`, or None if the cause is another one. To
+is a function of both that returns a cause and what to say, or None if it is another. To
 add a cause, add a member to `Cause`, write its question, and put the question into
 `_QUESTIONS`, before the more general ones.
 """
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import numpy as np
 
-from ga_optax._verify.comparison import Comparison, Native
+from ga_optax._verify.comparison import Comparison, Native, NotFiniteError
 from ga_optax._verify.counts import code_that_counts, proportions
 from ga_optax._verify.gradients import norm
-from ga_optax._verify.loss import Loss, NotFiniteError
 from ga_optax._verify.promises import broken
-from ga_optax._verify.proof import DRAW, PLACE, ROWS, Proof, in_words, prove
+from ga_optax._verify.proof import Proof, in_words, prove
 from ga_optax._verify.report import Cause
 
 
@@ -52,7 +50,7 @@ def diagnose(native: Native, proof: Proof | None) -> Finding:
         return Finding(Cause.EQUAL, _NOTHING)
     # Two traces can differ by more than rounding.
     drawn = not comparison.agrees or native.has_few_digits
-    if drawn and not comparison.same(loss=comparison.loss.traced_again()):
+    if drawn and not comparison.same(dataclasses.replace(comparison.problem)):
         detail = """Traced a second time, the loss gave another gradient for the same
             batch. It draws random numbers that are not JAX's, from numpy.random for
             example."""
@@ -62,7 +60,7 @@ def diagnose(native: Native, proof: Proof | None) -> Finding:
     if comparison.agrees:
         return _rounding(native)
     if not comparison.decidable:
-        dtype = comparison.loss.dtype
+        dtype = comparison.problem.low.name
         detail = f"The difference is so small that it may be the rounding of {dtype}."
         fix = f"""Run verify with the code that is bound to {dtype} replaced by plain
             JAX, which it evaluates in float64."""
@@ -70,10 +68,8 @@ def diagnose(native: Native, proof: Proof | None) -> Finding:
     if lines := broken(comparison):
         return _broken(lines)
     if proof is None:
-        return _unknown()
-    asked = Asked(comparison, proof)
-    findings = (question(asked) for question in _QUESTIONS)
-    return next(finding for finding in findings if finding is not None)
+        return Finding(*_UNKNOWN)
+    return Asked(comparison, proof).finding()
 
 
 def not_finite(error: NotFiniteError) -> Finding:
@@ -138,64 +134,75 @@ class Asked:
     comparison: Comparison
     proof: Proof
 
+    def finding(self) -> Finding:
+        """The answer of the first question that has one, and what holds for each."""
+        answers = (question(self) for question in _QUESTIONS)
+        answer = next(filter(None, answers), None)
+        if answer is None:
+            return Finding(*_UNKNOWN)
+        cause, fix, detail = answer
+        if self.proof.whole:
+            detail += f""" Nothing is known of {self.proof.whole}, so this is by the
+                numbers of this batch alone."""
+        fix += f""" Or call ga_optax.value_and_grad(loss, {self.proof.problem.k}) with
+            the undivided batch: it gives the gradient of any loss as it is written."""
+        share, c = self.weights or (np.empty(0), 1.0)
+        return Finding(cause, fix, detail, weights=tuple((c * share).tolist()) or None)
+
     @functools.cached_property
     def weights(self) -> tuple[np.ndarray, float] | None:
         """Weights, and a factor, with which micro-batches give the whole gradient."""
         proof, found = self.proof, None
-        k, alike = proof.problem.k, proof.counts == proof.meetings
+        k, alike = proof.problem.k, proof.meets_in_counts
         size = sum(x.size for x in jax.tree.leaves(proof.problem.params))
         for share in proof.shares() if alike or proof.whole else ():
             c = self.comparison.factor(share)
-            if c is not None and c in (1, k, 1 / k):
+            if c is None:
+                continue
+            if c in (1, k, 1 / k):
                 return share, c
             # One number is a multiple of any other.
-            if c and alike and (not proof.meetings or size > 1):
+            if alike and (not proof.meetings or size > 1):
                 found = share, c
         return found
 
     @functools.cached_property
     def order_matters(self) -> bool:
         """Whether the same rows in another order have another gradient."""
-        rows = self.proof.problem.rows(None)
-        other = np.random.default_rng(1).permutation(rows)
-        if (other == rows).all():  # of two or three rows
-            other = rows[::-1].copy()
-        return not self.comparison.same(rows=other)
+        rows = np.roll(self.proof.problem.rows(None), 1)
+        return not self.comparison.same(rows=rows)
 
     @functools.cached_property
     def draws(self) -> bool:
         """Whether random numbers that no row has a key for change the gradient."""
-        key = self.proof.problem.key
-        another = bool(key) and not self.comparison.same(key=1)
-        return DRAW in self.proof.of and (another or self.order_matters)
-
-    def finding(self, cause: Cause, fix: str, detail: str, **found: Any) -> Finding:
-        """One that says what holds for each."""
-        if self.proof.whole:
-            detail += f""" Nothing is known of {self.proof.whole}, so this is by the
-                numbers of this batch alone."""
-        fix += f""" Or call ga_optax.value_and_grad(loss, {self.proof.problem.k}) with
-            the undivided batch: it gives the gradient of any loss as it is written."""
-        return Finding(cause, fix, detail, **found)
+        keys = self.proof.problem.keys(1)
+        return self.proof.draws and (
+            (bool(keys) and not self.comparison.same(keys=keys)) or self.order_matters
+        )
 
 
-def _scale(asked: Asked) -> Finding | None:
+# What a question returns: the cause, what fixes it, and what it means here.
+Answer = tuple[Cause, str, str] | None
+
+
+def _scale(asked: Asked) -> Answer:
     """Whether the loss depends on the batch size, with weights that are right."""
     comparison, k = asked.comparison, asked.proof.problem.k
     if asked.weights is None:
         return None
     share, c = asked.weights
     in_use = comparison.weighted and np.allclose(share, comparison.share, rtol=1e-6)
-    if not in_use and (c == 1 or not np.allclose(share, 1 / k, rtol=1e-9)):
-        return None
-    detail = f"The undivided gradient is {c:.6g} times the mean of the micro-batches'."
-    fix = "Return jnp.mean(...), with no factor that depends on the batch size."
     if in_use:
         detail = f"""The weights are right, but the undivided gradient is {c:.6g} times
             the accumulated one."""
         fix = """Return the mean over what weight_fn counts, and remove any other
             division by a size or a number of parts."""
-    elif c == k:
+        return Cause.SCALE, fix, detail
+    if c == 1 or not np.allclose(share, 1 / k, rtol=1e-9):
+        return None
+    detail = f"The undivided gradient is {c:.6g} times the mean of the micro-batches'."
+    fix = "Return jnp.mean(...), with no factor that depends on the batch size."
+    if c == k:
         detail = f"""The mean of the micro-batches' gradients is {k} times too small,
             and there are {k} of them: the loss is a sum over its rows, or it is divided
             by a count over the whole batch."""
@@ -207,26 +214,22 @@ def _scale(asked: Asked) -> Finding | None:
         detail = f"""The mean of the micro-batches' gradients is {k} times too large,
             and there are {k} of them: the loss is divided by its batch size twice."""
         fix = "Return jnp.mean(...), and do not divide it by the batch size again."
-    if comparison.weighted and not in_use:
+    if comparison.weighted:
         detail += f""" In addition, weight_fn weighs the micro-batches as
             {proportions(comparison.share)}; this loss needs equal weights."""
         fix += """ Leave weight_fn out, or make the loss a mean over what weight_fn
             counts, within the batch that it gets."""
-    weights = tuple((c * share).tolist())
-    return asked.finding(Cause.SCALE, fix, detail, weights=weights)
+    return Cause.SCALE, fix, detail
 
 
-def _weights(asked: Asked) -> Finding | None:
+def _weights(asked: Asked) -> Answer:
     """Whether G = Σ wᵢ·gᵢ with weights that depend on the batch alone."""
     if asked.weights is None:
         return None
     (share, c), comparison = asked.weights, asked.comparison
-    problem, counts = asked.proof.problem, asked.proof.counts
     used = f"as {proportions(comparison.share)}" if comparison.weighted else "equally"
     shown = proportions(share)
     detail = f"They count {used} now, but must count as {shown}"
-    parts = [problem.take(problem.batch, problem.rows(i)) for i in range(problem.k)]
-    code = code_that_counts(parts, problem.axes, share)
     if not asked.proof.meetings:
         fix = "Leave weight_fn out."
         detail += ": the loss is a plain mean, and needs no weights."
@@ -235,8 +238,8 @@ def _weights(asked: Asked) -> Finding | None:
             loss divides by: {shown} for these micro-batches, or a multiple."""
         detail += f""" or a multiple of that. The loss divides by a number that differs
             between micro-batches, most likely a count of the tokens that are not
-            padding. Where: {in_words(counts)}."""
-        if code:
+            padding. Where: {in_words(asked.proof.counts)}."""
+        if code := code_that_counts(asked.proof.problem, share):
             fix = f"""Pass weight_fn=lambda batch: {code} to ga_optax.accumulate. With
                 ga_optax.MultiSteps, pass weight={code} with every micro-batch."""
     if c != 1:
@@ -244,18 +247,17 @@ def _weights(asked: Asked) -> Finding | None:
         detail += f""" In addition, the accumulated gradient is too {size} by a factor
             of {factor:.6g}: the loss is also divided by a size or a number of parts."""
         fix += " Then remove the other division from the loss."
-    weights = tuple((c * share).tolist())
-    return asked.finding(Cause.WEIGHTS, fix, detail, weights=weights)
+    return Cause.WEIGHTS, fix, detail
 
 
-def _another_axis(asked: Asked) -> Finding | None:
+def _another_axis(asked: Asked) -> Answer:
     """Whether the batch is [time, batch, ...], so that axis 1 holds the examples."""
     problem = asked.proof.problem.along_another_axis()
     proof = None if problem is None else prove(problem)
-    if proof is None or ROWS not in proof.of or not asked.proof.meetings:
+    if proof is None or not proof.has_rows or not asked.proof.meetings:
         return None
     try:
-        other = Comparison(Loss(proof.problem, asked.comparison.loss.progress))
+        other = Comparison(proof.problem)
         right = other.agrees or (Asked(other, proof).weights or (0, 0))[1] == 1
     except Exception:
         return None  # Any: the code is the user's, and may not take such a batch.
@@ -267,10 +269,10 @@ def _another_axis(asked: Asked) -> Finding | None:
         batch, jnp.swapaxes(x, 0, 1), and let the loss swap them back."""
     if not other.agrees:
         fix += " Then run verify again, because the weights are wrong, too."
-    return asked.finding(Cause.AXIS, fix, detail) if right else None
+    return (Cause.AXIS, fix, detail) if right else None
 
 
-def _random(asked: Asked) -> Finding | None:
+def _random(asked: Asked) -> Answer:
     """Whether micro-batches draw other numbers than the undivided batch."""
     detail = """The loss draws random numbers for the whole batch at once, most likely
         for dropout with one key. Then micro-batches draw other numbers than the
@@ -279,30 +281,27 @@ def _random(asked: Asked) -> Finding | None:
         deterministic=True), or give each example a key of its own: put
         jax.random.split(key, batch_size) into the batch and draw under jax.vmap. A
         second cause may be hidden: run verify again without randomness."""
-    return asked.finding(Cause.RANDOMNESS, fix, detail) if asked.draws else None
+    return (Cause.RANDOMNESS, fix, detail) if asked.draws else None
 
 
-def _each_by_itself(asked: Asked) -> Finding | None:
+def _each_by_itself(asked: Asked) -> Answer:
     """Whether rows do not meet at parameters, but no factor fixes it."""
     proof, k = asked.proof, asked.proof.problem.k
-    if proof.counts != proof.meetings or ROWS not in proof.of:
+    if not proof.meets_in_counts or not proof.has_rows:
         return None
-    if PLACE in proof.of and asked.order_matters:
+    if proof.has_place and asked.order_matters:
         detail = """The same examples in another order give another gradient: the loss
             weighs examples by position."""
-        fix = "Give each example its weight in its own row."
-        return asked.finding(Cause.RANDOMNESS, fix, detail)
-    if proof.meetings:
-        return None
+        return Cause.RANDOMNESS, "Give each example its weight in its own row.", detail
     detail = f"""Rows do not need each other, but no single factor fixes it: the loss is
         a sum over examples plus a term that is none, such as an L2 penalty on the
         parameters, or a mean. Accumulation keeps that and divides the sum by {k}."""
     fix = """Return the mean over the examples, jnp.mean(...) instead of jnp.sum(...),
         plus the penalty as it is, with its coefficient chosen for a mean."""
-    return asked.finding(Cause.SCALE, fix, detail)
+    return None if proof.meetings else (Cause.SCALE, fix, detail)
 
 
-def _meet(asked: Asked) -> Finding | None:
+def _meet(asked: Asked) -> Answer:
     """Whether rows depend on each other."""
     found = [x for x in asked.proof.meetings if x.of_params] or asked.proof.meetings
     detail = f"""The program of the loss does more with values of all rows than weigh
@@ -312,16 +311,13 @@ def _meet(asked: Asked) -> Finding | None:
         normalisation; train on the mean itself, without its root or logarithm; put rows
         that belong together, such as the steps of a sequence, into one row of the
         batch, [batch, time, ...]."""
-    return asked.finding(Cause.CROSS_EXAMPLE, fix, detail) if found else None
+    return (Cause.CROSS_EXAMPLE, fix, detail) if found else None
 
 
-def _unknown(_: Asked | None = None) -> Finding:
-    fix = """Look for what the loss does otherwise for a batch of another size, such as
-        an `if` that asks for it. With ga_optax.value_and_grad and the undivided batch
-        the loss sees all rows at once."""
-    return Finding(Cause.UNDETERMINED, fix)
-
-
-_QUESTIONS = (
-    *(_scale, _weights, _another_axis, _random, _each_by_itself, _meet, _unknown),
+_QUESTIONS = (_scale, _weights, _another_axis, _random, _each_by_itself, _meet)
+_UNKNOWN = (
+    Cause.UNDETERMINED,
+    """Look for what the loss does otherwise for a batch of another size, such as an
+    `if` that asks for it. With ga_optax.value_and_grad and the undivided batch the loss
+    sees all rows at once.""",
 )

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 
 Leaves = list[jax.Array]
-Evaluated = tuple[float, Leaves]  # a loss and its gradient
 
 
 def real(x: jax.Array) -> jax.Array:
@@ -32,12 +31,6 @@ def _squares(leaves: Leaves) -> jax.Array:
 @jax.jit
 def _squared_distance(x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.sum((real(x) - real(y)) ** 2)
-
-
-@jax.jit
-def dot(a: Leaves, b: Leaves) -> jax.Array:
-    """The scalar product of two gradients."""
-    return jnp.stack([jnp.sum(x * y) for x, y in zip(a, b, strict=True)]).sum()
 
 
 def norms(leaves: Leaves) -> np.ndarray:

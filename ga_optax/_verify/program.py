@@ -8,7 +8,7 @@ import numpy as np
 from jax.extend import core
 
 from ga_optax._passes import ir
-from ga_optax._verify.proof import ROWS, Proof, in_words
+from ga_optax._verify.proof import Proof, in_words
 
 _SAME_VALUE = ("convert_element_type", "copy", "copy_p")
 
@@ -26,7 +26,7 @@ def warnings(proof: Proof | None, ok: bool) -> tuple[str, ...]:
 def _ignored_batch(proof: Proof) -> str:
     """If the loss does not use its batch."""
     k = proof.problem.k
-    if k == 1 or ROWS in proof.of:
+    if k == 1 or proof.has_rows:
         return ""
     shapes = {np.shape(x) for x in proof.given}
     data = sorted(shape for shape in shapes if proof.problem.batch_size in shape)
@@ -39,8 +39,8 @@ def _ignored_batch(proof: Proof) -> str:
 
 def _equal_counts(proof: Proof) -> str:
     """If the micro-batches count alike in this batch, and maybe not in another."""
-    mixed = not proof.counts or proof.counts != proof.meetings
-    if proof.problem.weight is not None or mixed:
+    alone = proof.meetings and proof.meets_in_counts
+    if proof.problem.weight is not None or not alone:
         return ""
     return f"""The gradients agree because the micro-batches of this batch count alike.
         Those of another may not, for the loss reads a number of all rows. Where:

@@ -12,7 +12,7 @@ not fitted, and confirmed. Otherwise rows depend on each other.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -28,9 +28,6 @@ from ga_optax._verify.wide import Wide, cast
 _AXIS = "micro-batches to verify"
 _DRAWS = ("random_", "threefry", "rng_")  # how the names of their primitives begin
 _RULES = ("custom_jvp", "custom_vjp")
-# What a value may depend on, beside meetings: parameters, rows, the place of its
-# micro-batch, and random numbers that no row has a key for.
-PARAMS, ROWS, PLACE, DRAW = "parameters", "rows", "place", "draw"
 
 
 class Meeting(NamedTuple):
@@ -57,28 +54,31 @@ class Proof:
       problem: whose loss it is.
       program: that of a micro-batch, with collectives.
       given: the values of its first arguments, constants of the loss.
-      of: what the loss depends on.
+      meetings: where rows meet; first those that parameters are in.
+      has_rows: whether the loss depends on rows.
+      has_place: whether it depends on which micro-batch it is of.
+      draws: whether it draws random numbers that no row has a key for.
       whole: names and lines of what nothing is known of.
     """
 
     problem: Problem
     program: ir.Program
     given: Sequence[Any]
-    of: frozenset[Any]
+    meetings: Sequence[Meeting]
+    has_rows: bool
+    has_place: bool
+    draws: bool
     whole: str
 
     @property
-    def meetings(self) -> list[Meeting]:
-        """Where rows meet, in the order of the program; first those of parameters."""
-        found = {x.part: x for x in self.of if isinstance(x, Meeting)}
-        read = [x for e in ir.equations(self.program.jaxpr) for x in e.invars]
-        order = dict.fromkeys(x for x in ir.variables(read) if x in found)
-        return sorted((found[x] for x in order), key=lambda x: not x.of_params)
+    def counts(self) -> list[Meeting]:
+        """Where they meet in numbers that no parameter is in."""
+        return [x for x in self.meetings if not x.of_params]
 
     @property
-    def counts(self) -> list[Meeting]:
-        """Those in numbers that no parameter is in."""
-        return [x for x in self.meetings if not x.of_params]
+    def meets_in_counts(self) -> bool:
+        """Whether they meet nowhere else."""
+        return self.counts == self.meetings
 
     def shares(self) -> list[np.ndarray]:
         """How micro-batches may weigh: by each of the counts, or by all together."""
@@ -141,29 +141,30 @@ def _proof(problem: Problem, wide: bool) -> Proof:
         closed: Any = jax.make_jaxpr(read_by(fun, _in_the_open))(*args)
     if wide:
         closed = Wide(fun, x64=problem.x64).widened(closed)
-    given: list[tuple[frozenset[str], int | None]] = [
-        *((frozenset(), None) for _ in closed.consts),
-        *((frozenset({PARAMS}), None) for _ in jax.tree.leaves(problem.params)),
-        *((frozenset() if x is None else frozenset({ROWS}), x) for x in problem.axes),
-        *((frozenset(), None) for _ in jax.tree.leaves(problem.key)),
-    ]
-    names = [*closed.jaxpr.constvars, *closed.jaxpr.invars]
-    arguments = [
-        Argument(
-            x.aval,
-            WHOLE if axis is None or problem.k == 1 else Rows(axis),
-            PARAMS in of,
-        )
-        for x, (of, axis) in zip(names, given, strict=True)
-    ]
+    trees = closed.consts, problem.params, problem.key
+    consts, params, keys = (len(jax.tree.leaves(tree)) for tree in trees)
+    axes = [*[None] * (consts + params), *problem.axes, *[None] * keys]
+    smooth = range(consts, consts + params)
+    rows = [None if problem.k == 1 or d is None else Rows(d) for d in axes]
+    names = enumerate([*closed.jaxpr.constvars, *closed.jaxpr.invars])
+    arguments = [Argument(x.aval, rows[i] or WHOLE, i in smooth) for i, x in names]
     # Rows may meet in loops of any length: nothing runs.
     part = partition(closed.jaxpr, arguments, Axis(_AXIS, problem.k, 1 << 30))
     live = ir.live(part.jaxpr.replace(outvars=part.jaxpr.outvars[:1]))
-    place = frozenset({PLACE})  # which micro-batch it is
-    of = _read(live, [*(of for of, _ in given), place])
+    split = {x for x, d in zip(live.invars, axes, strict=False) if d is not None}
+    found = list(_read(live, {live.invars[i] for i in smooth}, split))
+    meetings = {x.part: x for x in found if x is not None}
     whole = dict.fromkeys(f"{x.name} at {places.short(x.line)}" for x in part.whole)
-    program = ir.Program(live, part.consts)
-    return Proof(problem, program, closed.consts, of, "; ".join(whole))
+    return Proof(
+        problem,
+        ir.Program(live, part.consts),
+        closed.consts,
+        sorted(meetings.values(), key=lambda x: not x.of_params),
+        has_rows=any(ir.num_readers(live, x) for x in split),
+        has_place=ir.num_readers(live, live.invars[-1]) > 0,
+        draws=None in found,
+        whole="; ".join(whole),
+    )
 
 
 def read_by(fun: Callable[..., Any], rule: ir.Rule) -> Callable[..., list[Any]]:
@@ -210,29 +211,35 @@ def _placed(program: ir.Program, e: core.JaxprEqn) -> ir.Program:
 
 
 def _read(
-    jaxpr: core.Jaxpr,
-    given: Sequence[frozenset[Any]],
-    around: frozenset[Any] = frozenset(),
-) -> frozenset[Any]:
-    """What the results of a program depend on; `around`: what is read around it."""
-    facts: dict[Any, frozenset[Any]] = dict(zip(jaxpr.invars, given, strict=True))
+    jaxpr: core.Jaxpr, params: set[Any], rows: set[Any], around: bool = False
+) -> Iterator[Meeting | None]:
+    """Where rows meet in a program; None where it draws what no row has a key for.
 
-    def fact(x: Any) -> frozenset[Any]:
-        return facts.get(x, frozenset()) if ir.is_variable(x) else frozenset()
-
+    Args:
+      jaxpr: the program, of which all is read.
+      params: its arguments that depend on parameters.
+      rows: those that depend on rows.
+      around: whether parameters are in what is read around it.
+    """
+    params, rows = ir.following(jaxpr, params), ir.following(jaxpr, rows)
     for e in jaxpr.eqns:
-        of, name = frozenset[Any]().union(*map(fact, e.invars)), e.primitive.name
+        read, name = ir.variables(e.invars), e.primitive.name
+        of_params = not params.isdisjoint(read)
         if _AXIS in ir.axes_of(e):
             what = "a sum over rows" if name == "psum" else "all rows"
             line = places.short(places.line_of(e.source_info))
-            parts, of_params = ir.variables(e.invars), PARAMS in of | around
-            of |= {Meeting(what, line, of_params, x) for x in parts}
-        elif name.startswith(_DRAWS) and ROWS not in of:
-            of |= {DRAW}
+            yield from (Meeting(what, line, of_params or around, x) for x in read)
+        elif name.startswith(_DRAWS) and rows.isdisjoint(read):
+            yield None
         for program in ir.inner_programs(e):
-            own = list(map(fact, ir.operands(e, program)))
-            if len(own) != len(program.invars):
-                own = [of] * len(program.invars)
-            of |= _read(program, own, of)
-        facts |= dict.fromkeys(e.outvars, of)
-    return frozenset[Any]().union(*map(fact, jaxpr.outvars))
+            own = _inside(e, program, params), _inside(e, program, rows)
+            yield from _read(program, *own, of_params)
+
+
+def _inside(e: core.JaxprEqn, program: core.Jaxpr, some: set[Any]) -> set[Any]:
+    """The arguments of a program inside an equation that are some of its operands."""
+    own = ir.operands(e, program)
+    if len(own) != len(program.invars):
+        return set() if some.isdisjoint(ir.variables(e.invars)) else {*program.invars}
+    pairs = zip(own, program.invars, strict=True)
+    return {inner for x, inner in pairs if ir.is_among(x, some)}

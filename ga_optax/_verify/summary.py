@@ -7,70 +7,63 @@ import jax
 import numpy as np
 
 from ga_optax._text import unfold
-from ga_optax._verify.comparison import Comparison, Native
+from ga_optax._verify.comparison import Comparison, Native, NotFiniteError
 from ga_optax._verify.diagnosis import Finding, diagnose, not_finite
 from ga_optax._verify.gradients import norm
-from ga_optax._verify.loss import Loss, NotFiniteError, Progress
 from ga_optax._verify.problem import Problem
 from ga_optax._verify.program import warnings
-from ga_optax._verify.proof import Proof, prove
+from ga_optax._verify.proof import prove
 from ga_optax._verify.report import SAME, Cause, Report
 
 
 def answered(problem: Problem) -> Report:
     """Compares, and says what was found."""
-    with jax.enable_x64(True), Progress() as progress:
-        loss, proof = Loss(problem, progress), prove(problem)
+    with jax.enable_x64(True), problem.progress:
+        proof = prove(problem)
         try:
-            return _compared(Native(Comparison(loss)), proof)
+            native = Native(Comparison(problem))
+            finding = diagnose(native, proof)
         except NotFiniteError as error:
-            figures = {"dtype": loss.dtype, "losses": error.losses}
-            page = ["No difference can be measured."], problem, proof
-            return _report(not_finite(error), *page, **figures)
-
-
-def _compared(native: Native, proof: Proof | None) -> Report:
-    """The report of a comparison."""
-    comparison, finding = native.comparison, diagnose(native, proof)
-    difference = _difference(finding.cause, native)
-    losses = _losses(finding.cause, *comparison.losses)
-    note = comparison.loss.note if comparison.noisy else ""
-    return _report(
-        finding,
-        [difference, finding.extent, losses, note],
-        comparison.problem,
-        proof,
-        dtype=comparison.loss.dtype if comparison.noisy else "float64",
-        losses=comparison.losses,
-        max_ulp=native.max_ulp,
-        relative=comparison.relative_norm,
-        leaves=native.leaves,
-    )
-
-
-def _report(
-    finding: Finding,
-    sizes: list[str],
-    problem: Problem,
-    proof: Proof | None,
-    **figures: Any,
-) -> Report:
+            finding, sizes = not_finite(error), ["No difference can be measured."]
+            figures: Any = {"dtype": problem.low.name, "losses": error.losses}
+        else:
+            sizes, figures = _sizes(finding, native), _figures(native)
+        said = warnings(proof, finding.cause in SAME)
     diagnosis = tuple(filter(None, (finding.cause.value, unfold(finding.detail))))
     extent, fix = tuple(map(unfold, filter(None, sizes))), unfold(finding.fix)
-    ok = finding.cause in SAME
     return Report(
-        ok=ok,
+        ok=finding.cause in SAME,
         cause=finding.cause,
         message=" ".join((*diagnosis, extent[0], fix)),
         weights=finding.weights,
         fix=fix,
-        warnings=tuple(map(unfold, warnings(proof, ok))),
+        warnings=tuple(map(unfold, said)),
         num_microbatches=problem.k,
         batch_size=problem.batch_size,
         diagnosis=diagnosis,
         extent=extent,
         **figures,
     )
+
+
+def _figures(native: Native) -> dict[str, Any]:
+    """The numbers of a report."""
+    comparison = native.comparison
+    return {
+        "dtype": comparison.problem.low.name if comparison.noisy else "float64",
+        "losses": comparison.losses,
+        "max_ulp": native.max_ulp,
+        "relative": comparison.relative_norm,
+        "leaves": native.leaves,
+    }
+
+
+def _sizes(finding: Finding, native: Native) -> list[str]:
+    """How large the difference is, in sentences."""
+    comparison = native.comparison
+    losses = _losses(finding.cause, *comparison.losses)
+    note = comparison.problem.note if comparison.noisy else ""
+    return [_difference(finding.cause, native), finding.extent, losses, note]
 
 
 def _difference(cause: Cause, native: Native) -> str:

@@ -43,8 +43,7 @@ class Wide:
             self.low.update(*map(_floats, program.eqns))
         else:
             program, *inputs = map(self.widened, (program, *inputs))
-        results = ir.results(program, inputs)
-        return jax.tree.unflatten(jax.tree.structure(out), results)
+        return jax.tree.structure(out).unflatten(ir.results(program, inputs))
 
     def widened(self, x: Any) -> Any:
         """An array, a dtype or a program in float64; anything else as it is."""
@@ -62,30 +61,22 @@ class Wide:
 
     def _written(
         self, equation: core.JaxprEqn, ins: list[Any], outs: list[Any]
-    ) -> Iterator[core.JaxprEqn]:
+    ) -> list[core.JaxprEqn]:
         if any(name in equation.primitive.name for name in _FIXED):
-            yield from self._between_casts(equation, ins, outs)
-            return
+            self.low.update(_floats(equation))
+            return _as_it_is(equation, ins, outs)
         params = jax.tree.map(
             self.widened, equation.params, is_leaf=lambda x: hasattr(x, "eqns")
         )
         if equation.primitive.name == rowwise.NAME:
-            params["promise"] = _between(equation, outs)
+            promise = params["promise"]
+            fun = _between_casts(promise.fun, equation, outs)
+            params["promise"] = promise._replace(fun=fun)
         elif equation.primitive.name == "reduce_precision":
             params = {"exponent_bits": 11, "mantissa_bits": 52}  # none is lost
         elif "precision" in params:
             params["precision"] = None  # may name a dtype
-        yield equation.replace(invars=ins, outvars=outs, params=params)
-
-    def _between_casts(
-        self, equation: core.JaxprEqn, ins: list[Any], outs: list[Any]
-    ) -> Iterator[core.JaxprEqn]:
-        self.low.update(_floats(equation))
-        own_ins = list(map(_own, equation.invars, ins))
-        own_outs = list(map(_own, equation.outvars, outs))
-        yield from _casts(equation, ins, own_ins)
-        yield equation.replace(invars=own_ins, outvars=own_outs)
-        yield from _casts(equation, own_outs, outs)
+        return [equation.replace(invars=ins, outvars=outs, params=params)]
 
 
 def cast(x: Any, dtype: Any) -> Any:
@@ -93,16 +84,31 @@ def cast(x: Any, dtype: Any) -> Any:
     return x if x.dtype == dtype else x.astype(dtype)
 
 
-def _between(equation: core.JaxprEqn, outs: list[Any]) -> Any:
-    """What a call promises, of a function between casts."""
-    promise = equation.params["promise"]
+def _between_casts(
+    fun: Callable[..., Any], equation: core.JaxprEqn, outs: list[Any]
+) -> Callable[..., Any]:
+    """A function of wide operands of an equation, with wide results."""
     ends: Any = equation.invars, outs
     before, after = ([x.aval.dtype for x in xs] for xs in ends)
 
-    def fun(*xs: Any) -> list[Any]:
-        return list(map(cast, promise.fun(*map(cast, xs, before)), after))
+    def run(*xs: Any) -> list[Any]:
+        return list(map(cast, fun(*map(cast, xs, before)), after))
 
-    return promise._replace(fun=fun)
+    return run
+
+
+def _as_it_is(
+    equation: core.JaxprEqn, ins: list[Any], outs: list[Any]
+) -> list[core.JaxprEqn]:
+    """An equation in its own dtypes, between casts."""
+    ends: Any = equation.invars, equation.outvars
+    nothing = ir.program_of(tuple).jaxpr
+    fun = functools.partial(ir.bind, nothing, [equation], *ends)
+    run = _between_casts(lambda *xs: fun(xs), equation, outs)
+    program = jax.make_jaxpr(run)(*(x.aval for x in ins)).jaxpr
+    pairs = zip([*program.invars, *program.outvars], [*ins, *outs], strict=True)
+    eqns = ir.renamed(program.eqns, dict(pairs))
+    return [e.replace(source_info=equation.source_info) for e in eqns]
 
 
 def _wide_dtype(dtype: Any) -> Any:
@@ -117,21 +123,6 @@ def _wide_type(aval: Any) -> Any:
     if hasattr(aval, "inner_aval"):  # a reference
         return aval.update(inner_aval=_wide_type(aval.inner_aval))
     return aval.update(dtype=_wide_dtype(aval.dtype)) if ir.is_inexact(aval) else aval
-
-
-def _own(atom: Any, wide: Any) -> Any:
-    """A variable of the type that an atom has; its wide twin if that is the same."""
-    return wide if wide.aval == atom.aval else core.Var(atom.aval)
-
-
-def _casts(
-    equation: core.JaxprEqn, olds: list[Any], news: list[Any]
-) -> Iterator[core.JaxprEqn]:
-    """Casts of variables to others, in the context of an equation."""
-    for old, new in zip(olds, news, strict=True):
-        if old is not new:
-            fun = functools.partial(cast, dtype=new.aval.dtype)
-            yield from ir.traced(fun, [old], new, equation)
 
 
 def _floats(equation: core.JaxprEqn) -> Iterator[np.dtype]:
