@@ -368,7 +368,7 @@ MUTATIONS = [
         "_devices/collectives.py",
         "sums = jax.lax.psum([result[i] for i in members], left)",
         "sums = [result[i] for i in members]",
-        "test_aux.py",
+        "test_law_devices.py",
     ),
     Mutation(
         "devices: the last aux is that of the first device",

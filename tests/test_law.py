@@ -151,10 +151,7 @@ def test_a_gradient_function_that_is_written_already_runs_over_micro_batches(nam
     with jax.enable_x64(True):
         params, batch = whole_losses.arguments()
         rows = {"x": batch.pop("x")}
-
-        def fun(p, rows, b):
-            return LOSSES[name].value(p, rows | b)
-
+        fun = lambda p, rows, b: LOSSES[name].value(p, rows | b)  # noqa: E731
         grads = jax.grad(fun, argnums=(0, 1))  # of rows, too
         step = jax.jit(ga.microbatch(grads, 4, batch_argnums=(1, 2)))
         assert_close(step(params, rows, batch), grads(params, rows, batch))
