@@ -527,6 +527,24 @@ def test_in_float16_alone_the_gradient_waits_for_its_cotangent(dtype, due):
     assert jnp.abs(got - want).max() <= 2 * eps * jnp.abs(want).max()
 
 
+def test_draws_in_a_window_are_cut_twice():
+    """Once for the window, and once for what runs over micro-batches inside of it."""
+
+    def noisy(w, h, labels):
+        z = h @ w
+        kept = jax.random.bernoulli(jax.random.key(1), 0.9, z.shape)
+        return jnp.mean(jax.nn.logsumexp(jnp.where(kept, z, 0.0), -1) ** 2)
+
+    def window(k):
+        return ga.value_and_grad(over(noisy, k), 4, batch_argnums=(1, 2))
+
+    assert costs(window(16))[1] < 0.6
+    assert costs(window(1))[1] > 0.8  # those of all that the window has
+    args = arrays()
+    want = jax.value_and_grad(noisy)(*args)
+    assert off(window(16)(*args), want) < 1e-4  # in float32
+
+
 def test_sums_are_rounded_once():
     """Of whole numbers, whose float32 sums are exact: 0.7 times those, rounded."""
     x = jnp.arange(1.0, 65.0).reshape(8, 8).astype(jnp.bfloat16)

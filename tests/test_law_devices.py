@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import whole_losses
 from helpers import bits, mean_of, mesh_of, off, put
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -294,35 +293,6 @@ def test_in_a_region_that_checks_sums_of_rows_that_meet_are_refused(data_axis):
     parts = [X] if data_axis else X.reshape(4, -1, 3)
     due = sum(ratio(W, part)[0] for part in parts) / len(parts)
     assert abs(of_parts(False) - due) < 1e-5
-
-
-PLACED = {"in": P(None, "data"), "mid": P("data"), "out": P(), "s": P()}
-OVER_DEVICES = ("attention", "experts", "dropout", "masked", "batch_norm")
-
-
-@pytest.mark.grid(2, 8)
-@pytest.mark.usefixtures("fast_compilation")
-@pytest.mark.filterwarnings("ignore:.*computed whole")
-@pytest.mark.parametrize("fsdp", [False, True], ids=["replicated", "fsdp"])
-@pytest.mark.parametrize("name", OVER_DEVICES)
-def test_losses_of_the_table_are_right_over_devices(name, fsdp):
-    mesh = mesh_of()
-    fun = whole_losses.LOSSES[name].fun
-    with jax.enable_x64(True):
-        params, batch = whole_losses.arguments(24, width=8)
-        want = jax.jit(jax.value_and_grad(fun, has_aux=True))(params, batch)
-        specs = PLACED if fsdp else None
-        params = put(params, mesh, specs or P())
-        split = put(batch, mesh, P("data"))
-        axis = ga.DataAxis("data", mesh=mesh, param_specs=specs)
-        options = {"has_aux": True, "accumulator_dtype": "float64", "data_axis": axis}
-        step = jax.jit(ga.value_and_grad(fun, 3, **options))
-        got = step(params, split)
-        assert off(got, want) < 1e-11
-        assert not fsdp or got[1]["mid"].sharding.spec == P("data")
-        # The twin: another first row.
-        moved = split | {"x": split["x"].at[0].multiply(2.0)}
-        assert jnp.abs(step(params, moved)[1]["in"] - want[1]["in"]).max() > 1e-6
 
 
 # -- What else lies on the mesh --------------------------------------------------------

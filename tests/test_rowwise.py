@@ -421,15 +421,13 @@ def holders():
     jax.tree_util.register_pytree_node(
         Holder, lambda x: ((x.w,), None), lambda _, xs: Holder(*xs)
     )
-    inner = lambda x: x @ X.T  # noqa: E731
     return {
-        "default": default,
         "method": Holder(X).run,
         "partial": functools.partial(lambda w, x: x @ w.T, X),
         "tree": lambda x: x @ tree["w"].T,
         "function": lambda x: default(x),
         "itself alone": recursive,
-        "a global": inner,
+        "a global": lambda x: x @ X.T,
     }
 
 
