@@ -327,7 +327,7 @@ def test_a_carry_without_aux_comes_back_beside_the_loss():
         return jnp.mean(x @ w), count + 1
 
     x, w = _normal(0, 8, WIDTH), _normal(1, WIDTH)
-    add = ga.accumulate(fun, 2, batch_argnums=2, carry_argnums=1)
+    add = jax.jit(ga.accumulate(fun, 2, batch_argnums=2, carry_argnums=1))
     (_, count), acc = add(ga.accumulator.init(w), w, 0, x[:4])
     (_, count), acc = add(acc, w, count, x[4:])
     assert int(count) == 4

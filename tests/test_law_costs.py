@@ -11,7 +11,6 @@ import itertools
 import math
 import re
 
-import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -444,25 +443,3 @@ def test_planning_grows_as_the_program_does(monkeypatch):
     for name in seen[0]:
         for few, many in itertools.pairwise(seen):
             assert many[name] < 2.3 * few[name], (name, seen)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("fast_compilation")
-def test_plan_counts_what_a_window_keeps_between_its_levels():
-    def statistics(w, x):
-        for _ in range(4):
-            x = jnp.tanh((x - x.mean(0)) @ w)
-        return jnp.mean(x**2)
-
-    args = array(32, 32), array(1024, 32)
-
-    def step(k, limit):
-        return jax.jit(ga.value_and_grad(statistics, k, residual_bytes=limit))
-
-    def planned(limit):
-        make = functools.partial(step, limit=limit)
-        options = {"batch_size": 1024, "candidates": (2, 8, 16, 32)}
-        return ga.plan(make, *args, memory_limit=memory, **options).num_microbatches
-
-    memory = helpers.needed(step(16, 10**6).lower(*args).compile())
-    assert (planned(10**6), planned(0)) == (16, 8)

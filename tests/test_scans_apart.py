@@ -23,7 +23,6 @@ from whole_scans import (
 )
 
 import ga_optax as ga
-from ga_optax._calls import savings
 from ga_optax._window import stages
 
 pytestmark = [
@@ -174,15 +173,6 @@ def test_rows_that_meet_in_the_carry_are_computed_whole_in_a_long_scan(body):
 @by_name("body", [*ON_THE_SIDE, whole_scans.nested])
 def test_rows_that_meet_on_the_side_never_are(body):
     assert whole(body, 65) == []
-
-
-def test_what_is_larger_than_a_step_is_said(recwarn, monkeypatch):
-    monkeypatch.setattr(savings, "FEW_BYTES", 0)
-    loss = loss_of(whole_scans.ring, How(65))
-    args = arguments(65, dtype=jnp.float32)
-    jax.eval_shape(ga.value_and_grad(loss, 3), *args)
-    [text] = [str(w.message) for w in recwarn if "computed whole" in str(w.message)]
-    assert "scan of 65 iterations, in whose carry rows meet, computed whole" in text
 
 
 def products(body, length):
