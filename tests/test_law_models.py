@@ -22,7 +22,15 @@ N = whole_losses.N
 # -- Batch normalisation ---------------------------------------------------------------
 
 
-def linen_network(use_fast_variance):
+def differs(got, want):
+    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+    return max(float(jnp.abs(x - y).max()) for x, y in pairs if x.dtype == jnp.float64)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("use_fast_variance", [False, True])
+def test_statistics_of_networks_are_those_of_the_whole_batch(use_fast_variance):
     nn = pytest.importorskip("flax.linen")
     options = {"use_fast_variance": use_fast_variance, "param_dtype": jnp.float64}
 
@@ -39,32 +47,17 @@ def linen_network(use_fast_variance):
         out, new = Network().apply(variables, b["x"], mutable=["batch_stats"])
         return jnp.mean(out**3), (new["batch_stats"], out)
 
-    x = jnp.zeros((N, whole_losses.D))
-    variables = Network().init(jax.random.key(0), x)
-    return fun, variables["params"], variables["batch_stats"]
-
-
-def differs(got, want):
-    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
-    return max(float(jnp.abs(x - y).max()) for x, y in pairs if x.dtype == jnp.float64)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("use_fast_variance", [False, True])
-def test_statistics_of_networks_are_those_of_the_whole_batch(use_fast_variance):
-    k = 4
-    with jax.enable_x64(True):
-        fun, params, state = linen_network(use_fast_variance)
-        args = params, whole_losses.arguments()[1], state
-        got, want = in_float64(fun, *args, k=k, has_aux=True)
-        new = want[0][1][0]
-        assert differs(new, state) > 1e-3  # it was updated
-        # Forty sums after one another; that of a bias is rounding of the others alone.
-        assert jax.tree.structure(got) == jax.tree.structure(want)
-        assert differs(got, want) < 40 * N * np.finfo(np.float64).eps
-        # The twin: those of the last micro-batch.
-        (_, (last, _)), _ = mean_of(fun, k, has_aux=True, aux="last")(*args)
-        assert differs(last, new) > 1e-3
+    batch = whole_losses.arguments()[1]
+    params, state = Network().init(jax.random.key(0), batch["x"]).values()
+    got, want = in_float64(fun, params, batch, state, has_aux=True)
+    new = want[0][1][0]
+    assert differs(new, state) > 1e-3  # it was updated
+    # Forty sums after one another; that of a bias is rounding of the others alone.
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    assert differs(got, want) < 40 * N * np.finfo(np.float64).eps
+    # The twin: those of the last micro-batch.
+    twin = mean_of(fun, 4, has_aux=True, aux="last")(params, batch, state)
+    assert differs(twin[0][1][0], new) > 1e-3
 
 
 # -- vmap inside and outside -----------------------------------------------------------
