@@ -3,9 +3,6 @@
 Each takes `promise`: `ga_optax.rowwise`, or a function that changes nothing.
 """
 
-import functools
-import warnings
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -48,11 +45,6 @@ def dropless(x, router, experts):
     found = jax.lax.ragged_dot(tokens[order], experts, sizes.astype(jnp.int32))
     found = jnp.zeros_like(found).at[order].set(found)
     return (found * jnp.max(gates, axis=1, keepdims=True)).reshape(x.shape)
-
-
-def with_arguments(p, x, promise):
-    layer = promise(dropless, in_axes=(0, None, None))
-    return ends(x + layer(x, p["router"], p["experts"]))
 
 
 def with_closure(p, x, promise):
@@ -149,29 +141,10 @@ def custom_call(p, x, promise):
     return ends(promise(opaque, in_axes=(0, None))(h, p["router"][:, 0]))
 
 
-@functools.cache
-def kernel():
-    """JAX's own attention for GPUs, interpreted."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        from jax.experimental.pallas.ops.gpu import attention
-    sizes = attention.BlockSizes(*[TIME] * 6)
-
-    def attend(q, k, v):
-        return attention.mha(q, k, v, None, 0.25, True, sizes, interpret=True)
-
-    return attend
-
-
-def flash_attention(p, x, promise):
-    heads = [(x @ w).reshape(*x.shape[:2], 2, 16) for w in p["experts"][:3]]
-    return ends(promise(kernel())(*heads))
-
-
 LOSSES = {
     f.__name__: f
     for f in (
-        *(with_arguments, with_closure, jitted, in_layers, mapped_rows, mapped_experts),
-        *(gradient_inside, callback, custom_call, flash_attention),
+        *(with_closure, jitted, in_layers, mapped_rows, mapped_experts),
+        *(gradient_inside, callback, custom_call),
     )
 }

@@ -7,17 +7,12 @@ logits, which the undivided program has at least once.
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from helpers import mesh_of, put
-from jax.experimental import io_callback
 from jax.sharding import PartitionSpec
 from whole_random import off
 
 import ga_optax as ga
-from ga_optax._calls import layouts
-from ga_optax._devices import meshes
-from ga_optax._passes import divided, references
 
 pytestmark = [
     pytest.mark.usefixtures("optax_promotion"),
@@ -223,36 +218,18 @@ def cases():
                 yield of, name
 
 
-def compared(of, name, over=over):
-    f = FUNCTIONS[of]
-    is_model = name in OF_MODELS
-    way = (OF_MODELS | OF_LOSSES)[name]
-    is_scalar = f in (head, normed, ruled) or name in ("value", "vjp", "jvp")
-    scalar = (lambda f: f) if is_scalar else squared
-    args = (params(), *arrays()[1:]) if is_model else arrays()
-    steps = way(scalar(over(f))), (in_model if is_model else way)(scalar(f))
-    return off(*(jax.jit(step)(*args) for step in steps))
-
-
 @pytest.mark.grid(12, 40)
 @pytest.mark.usefixtures("fast_compilation")
 @pytest.mark.parametrize(("of", "name"), list(cases()))
 def test_it_is_the_function_wherever_it_stands(of, name):
+    f, way = FUNCTIONS[of], (OF_MODELS | OF_LOSSES)[name]
+    is_scalar = f in (head, normed, ruled) or name in ("value", "vjp", "jvp")
+    scalar = (lambda f: f) if is_scalar else squared
+    plain = in_model if name in OF_MODELS else way
     with jax.enable_x64(True):
-        assert compared(of, name) < BOUND
-
-
-@pytest.mark.parametrize("of", ["a mean", "rows"])
-def test_the_comparison_sees_rows_in_another_order(of, monkeypatch):
-    """The twin: gradients of the batch come back upside down."""
-    joined = layouts.of_rows
-
-    def flipped(call, trace, stacks):
-        return [x[::-1] for x in joined(call, trace, stacks)]
-
-    monkeypatch.setattr(layouts, "of_rows", flipped)
-    with jax.enable_x64(True):
-        assert compared(of, "in a model") > 1e-2
+        args = (params() if name in OF_MODELS else arrays()[0], *arrays()[1:])
+        steps = way(scalar(over(f))), plain(scalar(f))
+        assert off(*(jax.jit(step)(*args) for step in steps)) < BOUND
 
 
 # -- What comes in, and what comes out: programs of `divide(f, argnums)` ---------------
@@ -382,26 +359,6 @@ def referring(i):
     return program
 
 
-def along(axis):
-    """Rows need be no batch: tokens of a sequence, or channels."""
-
-    def program(divide):
-        def tiled(p, x):
-            width = 1 if axis in (2, -1) else 2
-            h = jnp.tanh(jnp.moveaxis(x, width, -1) @ p)
-            return jnp.moveaxis(h, -1, width)
-
-        def run(w, h, y):
-            x = normal(4, 4, 8, 12)
-            width = x.shape[1 if axis in (2, -1) else 2]
-            step = grad(squared(divide(tiled, 1, batch_axes=axis)))
-            return step(normal(5, width, width), x)
-
-        return run
-
-    return program
-
-
 PROGRAMS = {
     "several results": several_results,
     "what it closes over": closed_over,
@@ -413,12 +370,7 @@ PROGRAMS = {
     "complex numbers": complex_numbers,
     "a reference": referring(0),
     "another reference": referring(1),
-} | {f"along axis {axis}": along(axis) for axis in (0, 1, 2, -1)}
-
-
-def apart(name, divide=in_pieces):
-    steps = PROGRAMS[name](divide), PROGRAMS[name](whole)
-    return off(*(jax.jit(step)(*arrays()) for step in steps))
+}
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -426,43 +378,8 @@ def test_what_comes_in_and_out_is_that_of_the_function(name):
     if "reference" in name and not hasattr(jax, "new_ref"):
         pytest.skip("this version of JAX has no references")
     with jax.enable_x64(True):
-        assert apart(name) < BOUND
-
-
-needs_references = pytest.mark.skipif(
-    not hasattr(jax, "new_ref"), reason="this version of JAX has no references"
-)
-
-
-def blind(monkeypatch):
-    """A derivative does not see what is written to a reference and read from it."""
-    monkeypatch.setattr(references, "grouped", lambda jaxpr: jaxpr)
-
-
-def early(monkeypatch):
-    """A gradient that came with the value, times the own cotangent."""
-    monkeypatch.setattr(divided.Divided, "comes_with_value", lambda *_: True)
-
-
-def deaf(monkeypatch):
-    """The way back of results with rows does not see their cotangents."""
-    pairs = divided.paired
-    ones = lambda x, ct: pairs(x, jnp.ones_like(ct))  # noqa: E731
-    monkeypatch.setattr("ga_optax._calls.equation.paired", ones)
-
-
-@pytest.mark.parametrize(
-    ("name", "fault"),
-    [
-        pytest.param("a reference", blind, marks=needs_references),
-        ("cotangents of others", early),
-        ("complex numbers", deaf),
-    ],
-)
-def test_the_comparison_sees_what_is_left_out(name, fault, monkeypatch):
-    fault(monkeypatch)
-    with jax.enable_x64(True):
-        assert apart(name) > 1e-2
+        steps = PROGRAMS[name](in_pieces), PROGRAMS[name](whole)
+        assert off(*(jax.jit(step)(*arrays()) for step in steps)) < BOUND
 
 
 def test_nothing_is_promoted_in_silence():
@@ -490,61 +407,6 @@ def test_it_is_exported_with_its_derivative():
             assert off(got, want) < BOUND
 
 
-def test_rows_that_meet_may_have_a_size_that_is_left_open():
-    def loss(f):
-        def run(w, h):
-            return jnp.mean(
-                f(lambda w, h: jnp.tanh(h @ w) - jnp.tanh(h @ w).mean(0))(w, h) ** 2
-            )
-
-        return jax.jit(grad(run))
-
-    with jax.enable_x64(True):
-        w, h, _ = arrays()
-        n = jax.export.symbolic_shape(f"{K}*n")[0]
-        rows = jax.ShapeDtypeStruct((n, WIDTH), h.dtype)
-        # A warning, which is an error here, would say that it is computed whole.
-        exported = jax.export.export(loss(lambda f: in_pieces(f, 1)))(w, rows)
-        plain = loss(lambda f: f)
-        assert off(exported.call(w, h), plain(w, h)) < BOUND
-        assert off(exported.call(w, h), plain(w, h[::-1] * 2)) > 1e-2  # the twin
-
-
-def test_what_acts_runs_once(capfd):
-    """The twin is a callback that is pure: on the way back it runs once more."""
-    seen = []
-
-    def drawn_by(call, **more):
-        def of_host(h):
-            seen.append(len(h))
-            return np.full_like(h, len(seen))
-
-        def fun(w, h):
-            jax.debug.print("here")
-            noise = call(of_host, h, jax.lax.stop_gradient(h), **more)
-            return noise * jnp.tanh(h @ w[:, :WIDTH])
-
-        return fun
-
-    def times(fun):
-        seen.clear()
-        f = squared(ga.microbatch(fun, K, batch_argnums=1))
-        jax.block_until_ready(jax.jit(grad(f))(*arrays()[:2]))
-        jax.effects_barrier()
-        return len(seen)
-
-    assert times(drawn_by(io_callback)) == 1
-    assert capfd.readouterr().out.count("here") == 1
-    assert times(drawn_by(jax.pure_callback, vmap_method="sequential")) > 1
-
-
-def test_buffers_may_be_donated():
-    mine = jax.jit(grad(over(head)), donate_argnums=(0, 1))
-    w, h, labels = arrays()
-    want = grad(head)(w, h, labels)
-    assert off(mine(w.copy(), h.copy(), labels), want) < 1e-5  # in float32
-
-
 # -- On a mesh -------------------------------------------------------------------------
 
 
@@ -569,24 +431,15 @@ def in_calls_on_a_mesh(inner, outer):
     return jax.shard_map(region, **how, check_vma=False)
 
 
-def of_sums(inner, outer):
-    args = arrays()[:2]
-    got = jax.jit(in_calls_on_a_mesh(inner, outer))(*args)
-    return off(got, jax.value_and_grad(lambda w, h: summed(w, h) ** 2)(*args))
-
-
 @pytest.mark.grid(2, 6)
 @pytest.mark.parametrize("outer", ["axis", "name"])
 @pytest.mark.parametrize("inner", ["axis", "name", None])
 def test_in_a_call_with_its_data_axis_it_has_the_rows_of_all_devices(inner, outer):
     with jax.enable_x64(True):
-        assert of_sums(inner, outer) < BOUND
-
-
-def test_the_twin_that_takes_them_for_the_rows_of_one_device_is_off(monkeypatch):
-    monkeypatch.setattr(meshes, "sees_all_rows", lambda axes: False)
-    with jax.enable_x64(True):
-        assert of_sums("axis", "axis") > 1e-2
+        args = arrays()[:2]
+        got = jax.jit(in_calls_on_a_mesh(inner, outer))(*args)
+        want = jax.value_and_grad(lambda w, h: summed(w, h) ** 2)(*args)
+        assert off(got, want) < BOUND
 
 
 @pytest.mark.parametrize("data_axis", [None, "d"])

@@ -1,10 +1,9 @@
 """With sync="each" parameters are gathered where they are used, and no activations."""
 
-import helpers
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
+from helpers import array, mesh_of, put, without_pass
 from jax.sharding import PartitionSpec as P
 
 import ga_optax as ga
@@ -13,6 +12,8 @@ K, DEVICES, LAYERS, WIDTH = 2, 4, 2, 64
 
 
 def loss(params, x):
+    low = lambda x: x.astype(jnp.bfloat16)  # noqa: E731
+
     @jax.checkpoint
     def layer(h, p):
         h = h * jax.lax.rsqrt(jnp.mean(h**2, -1, keepdims=True) + 1e-6)
@@ -23,42 +24,22 @@ def loss(params, x):
     return jnp.mean(jax.lax.scan(layer, h, params["layers"])[0] ** 2)
 
 
-def low(x):
-    return x.astype(jnp.bfloat16)
-
-
-def arguments(mesh):
-    rng = np.random.default_rng(0)
-
-    def normal(*shape):
-        return jnp.asarray(rng.normal(size=shape) / 8, jnp.float32)
-
-    layers = {
-        "gain": normal(LAYERS, WIDTH),
-        "up": normal(LAYERS, WIDTH, 2 * WIDTH),
-        "down": normal(LAYERS, 2 * WIDTH, WIDTH),
-    }
-    params = {"table": normal(32, WIDTH), "layers": layers}
-    specs = jax.tree.map(lambda p: P(*[None] * (p.ndim - 1), "data"), params)
-    places = jax.tree.map(lambda s: jax.NamedSharding(mesh, s), specs)
-    rows = jax.NamedSharding(mesh, P("data"))
-    tokens = jnp.asarray(rng.integers(0, 32, (K * DEVICES * 2, 128)))
-    x = jax.device_put(tokens, rows)
-    return specs, jax.device_put(params, places), x
-
-
 @pytest.mark.slow
 @pytest.mark.grid(1)
 @pytest.mark.parametrize("kind", ["gathered", "left to the compiler"])
 def test_parameters_and_gradients_cross_the_network_and_nothing_else(kind, monkeypatch):
-    auto = jax.sharding.AxisType.Auto
-    mesh = jax.make_mesh((DEVICES,), ("data",), axis_types=(auto,))
-    specs, params, x = arguments(mesh)
+    mesh, layers = mesh_of(DEVICES), (LAYERS, WIDTH)
+    params = {"up": array(*layers, 2 * WIDTH), "down": array(LAYERS, 2 * WIDTH, WIDTH)}
+    params = {"table": array(32, WIDTH), "layers": params | {"gain": array(*layers)}}
+    specs = jax.tree.map(lambda p: P(*[None] * (p.ndim - 1), "data"), params)
+    tokens = jnp.arange(K * DEVICES * 2 * 128).reshape(-1, 128) * 7 % 32
+    args = put(params, mesh, specs), put(tokens, mesh, P("data"))
     if kind != "gathered":  # the twin
-        helpers.without_pass(monkeypatch, "gathered")
+        without_pass(monkeypatch, "gathered")
     each = ga.DataAxis("data", mesh=mesh, param_specs=specs, sync="each")
-    step = jax.jit(ga.value_and_grad(loss, K, data_axis=each)).lower(params, x)
-    compiled = step.compile()
+    compiled = (
+        jax.jit(ga.value_and_grad(loss, K, data_axis=each)).lower(*args).compile()
+    )
     found = ga.audit(compiled, mesh).collectives
     kinds = {c.kind for c in found}
     size = sum(p.nbytes for p in jax.tree.leaves(params))

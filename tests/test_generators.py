@@ -14,7 +14,6 @@ from helpers import apart, mesh_of, off, put, temporaries
 from jax.sharding import PartitionSpec as P
 
 import ga_optax as ga
-from ga_optax._calls import savings
 from ga_optax._partition import Rows, generators
 
 pytestmark = [
@@ -204,13 +203,6 @@ def read_by_others(p, x, key):
     return (h * u + h.T * u.T).mean(), ((h * 0 + u) - (h.T * 0 + u), u)
 
 
-def drawn_again(p, x, key):
-    """The same, drawn twice."""
-    u = jax.random.uniform(key, x.shape)
-    again = jnp.sort(jax.random.uniform(key, x.shape).ravel())
-    return (p["a"][0, 0] * x * u).mean(), ((u + 0 * x).sum() - again.sum(), u)
-
-
 @jax.custom_vjp
 def masked(h, key):
     return dropped(h, key)
@@ -226,7 +218,7 @@ def with_a_rule(p, x, key):
     return (masked(x + p["a"][0, 0], key) ** 2).mean()
 
 
-@pytest.mark.parametrize("fun", [read_whole, read_by_others, drawn_again])
+@pytest.mark.parametrize("fun", [read_whole, read_by_others])
 @pytest.mark.usefixtures("elsewhere")
 def test_all_who_read_a_draw_read_the_same(fun, monkeypatch):
     args = *arguments(), jax.random.key(3, impl="rbg")
@@ -355,20 +347,3 @@ def test_batch_dependencies_lists_what_micro_batches_draw(impl, whole_draws):
     assert f"random_bits, drawn by each micro-batch: {N * D} numbers" in text
     assert "another draw of the same distribution" in text.replace("\n", " ")
     assert found.whole == []
-
-
-@pytest.mark.usefixtures("elsewhere", "whole_draws")
-def test_draws_that_are_whole_are_listed_and_warn_if_they_are_large(
-    monkeypatch,
-):
-    key = jax.random.key(0, impl="rbg")
-    found = ga.batch_dependencies(plain, K)(*arguments(), key)
-    assert {x.name for x in found.whole} == {"random_bits"}
-    monkeypatch.setattr(savings, "FEW_BYTES", 0)
-    with pytest.warns(UserWarning, match="random_bits, computed whole"):
-        jax.eval_shape(ga.value_and_grad(wide, 16), jnp.ones(()), jnp.ones((16, 2)))
-
-
-def wide(w, x):
-    draws = jax.random.bits(jax.random.key(0, impl="rbg"), (len(x), 4096))
-    return w * jnp.mean((draws >> 31).astype(x.dtype) * x[:, :1])

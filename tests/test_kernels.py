@@ -7,14 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import whole_kernels
 from helpers import apart, mean_of, off
 from jax.interpreters import mlir
-from whole_kernels import array, kernel
 
 import ga_optax as ga
 from ga_optax._compiled.plan import temporaries
-from ga_optax._partition import factors, kernels, table
+from ga_optax._partition import kernels
 from ga_optax._passes import ir
 
 pl = pytest.importorskip("jax.experimental.pallas")
@@ -52,7 +50,43 @@ def compiled(fun, *args):
 
 # -- One kernel ------------------------------------------------------------------------
 
-FEW = W[: whole_kernels.D, : whole_kernels.D], X[: whole_kernels.N, : whole_kernels.D]
+FEW = W[:4, :4], X[:8, :4]
+# Where the rows of an operand are, and how a result of that shape becomes `[8, 4]`.
+VIEWS = {
+    "rows": (lambda h: h, lambda o: o),
+    "heads": (lambda h: h.reshape(16, 2), lambda o: o.reshape(8, 4)),
+    "segments": (lambda h: jnp.concatenate([h, 2 * h]), lambda o: o[:8] + o[8:]),
+    "one": (lambda h: jnp.ones((1, 4)), lambda o: o + jnp.zeros((8, 4))),
+}
+
+
+def array(view="rows", index=lambda i, *_: i, block=(1, 4), column=lambda *_: 0):
+    """An operand or a result: a block of it for each program, at an index."""
+    return view, pl.BlockSpec(block, lambda *ids: (index(*ids), column(*ids)))
+
+
+def tanh(*refs):
+    *ins, out = refs
+    of = [x[...] for x in ins]
+    of = [x if x.shape == out.shape else jnp.full(out.shape, x.mean()) for x in of]
+    out[...] = sum((i + 1) * jnp.tanh(x) for i, x in enumerate(of))
+
+
+def kernel(program=tanh, ins=None, out=None, grid=(8,), **more):
+    """A kernel of `[8, 4]`; from each row to itself if no arrays are given."""
+    ins, (to, spec) = ins or [array()], out or array()
+    shape = jax.eval_shape(VIEWS[to][0], jnp.ones((8, 4)))
+    more |= {"in_specs": [spec for _, spec in ins], "out_specs": spec}
+    more["cost_estimate"] = pl.CostEstimate(64, 64, 64)  # which is split, too
+    call = pl.pallas_call(program, shape, grid=grid, interpret=True, **more)
+
+    def run(*xs):
+        xs = xs if len(xs) == len(ins) else xs * len(ins)
+        given = [VIEWS[view][0](x) for (view, _), x in zip(ins, xs, strict=True)]
+        found = call(*given)
+        return VIEWS[to][1](jnp.nan_to_num(found))  # what no program wrote
+
+    return run
 
 
 def loss_of(kernel):
@@ -60,7 +94,7 @@ def loss_of(kernel):
 
 
 def called(program, index=lambda i: i, scalars=(), **options):
-    """What `whole_kernels` has not; `index` says which row a program reads."""
+    """With scalars, of which `index` may say which row a program reads."""
 
     def kernel(x):
         spec = pl.BlockSpec((1, x.shape[1]), lambda i, *xs: (index(i, *xs), 0))
@@ -71,12 +105,12 @@ def called(program, index=lambda i: i, scalars=(), **options):
             out_specs=spec,
         )
         how = {"grid_spec": grid, "interpret": True, **options}
-        return pl.pallas_call(program, whole_kernels.SHAPE, **how)(*scalars, x)
+        return pl.pallas_call(program, jax.typeof(x), **how)(*scalars, x)
 
     return loss_of(kernel)
 
 
-NUMBERS = (jnp.arange(whole_kernels.N, dtype=jnp.int32),)
+NUMBERS = (jnp.arange(8, dtype=jnp.int32),)
 
 
 def scaled(numbers, x, o):
@@ -88,10 +122,41 @@ def of_some(x, o):
     o[:, :2] = jnp.sin(x[:, :2])
 
 
+def divided(x, o):
+    o[...] = x[...] / pl.num_programs(0)
+
+
+def asks(x, o):
+    o[...] = x[...] * pl.program_id(0).astype(jnp.float32)
+
+
 def asks_in_a_branch(x, o):
-    @pl.when(x[0, 0] > 0)
-    def _():
-        o[...] = x[...] * pl.program_id(0).astype(jnp.float32)
+    pl.when(x[0, 0] > 0)(lambda: asks(x, o))
+
+
+def writes(x, factor, o):
+    """Each program leaves the half of a factor to the next."""
+    tanh(x, factor, o)
+    factor[...] = factor[...] * 0.5
+
+
+def adds(x, o):
+    o[...] = jnp.nan_to_num(o[...]) + x[...]
+
+
+def carries(begins, x, o, scratch):
+    """What earlier programs left, from the last that began anew."""
+    old = jnp.nan_to_num(scratch[...])
+    old = jnp.where(pl.program_id(1) == 0, 0.0, old) if begins else old
+    scratch[...] = old + jnp.mean(x[...])
+    o[...] = jnp.tanh(x[...]) + jnp.mean(old)
+
+
+def with_scratch(begins, **more):
+    half = array(block=(1, 2), column=lambda i, j: j)
+    program = functools.partial(carries, begins)
+    scratch = {"scratch_shapes": [pltpu.VMEM((1, 4), jnp.float32)]}
+    return kernel(program, [half], half, (8, 2), **scratch, **more)
 
 
 def mapped(x):
@@ -102,22 +167,18 @@ def mapped(x):
     return jax.vmap(pl.pallas_call(double, out_shape=shape, interpret=True))(x)
 
 
-HALF_OF_A_ROW = array()._replace(
-    block=(1, whole_kernels.D // 2), maps=(("itself", 0, 0), ("itself", 1, 1))
-)
-TWICE = {"grid": (whole_kernels.N, 2), "body": {"scratch"}}
-HALVES = HALF_OF_A_ROW, HALF_OF_A_ROW
-SEGMENTS = array("segments"), array("segments")
-HEADS_AND_ROWS = array("heads"), array("rows", "shared"), array("heads")
+IN_TURN = pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"))
+HEADS_OF, SEGMENTS = array("heads", block=(1, 2)), array("segments")
+SHARED, ONE = array(index=lambda i: i // 2), array("one", lambda i: 0)
 SPLIT = {
     "plain": loss_of(kernel()),
-    "number of programs": loss_of(kernel(body={"number"})),
-    "by heads": lambda w, x: tail(kernel(*HEADS_AND_ROWS, grid=(16,))(x, x) @ w),
-    "segments": loss_of(kernel(*SEGMENTS, grid=(16,))),
+    "number of programs": loss_of(kernel(divided)),
+    "by heads": loss_of(kernel(tanh, [HEADS_OF, SHARED], HEADS_OF, (16,))),
+    "segments": loss_of(kernel(tanh, [SEGMENTS], SEGMENTS, (16,))),
     "mapped": loss_of(mapped),
     "in place": lambda w, x: called(of_some, input_output_aliases={0: 0})(w, 2 * x),
     "scalars": called(scaled, lambda i, numbers: i, NUMBERS),
-    "scratch": loss_of(kernel(*HALVES, **TWICE, semantics=("parallel", "arbitrary"))),
+    "scratch": loss_of(with_scratch(True, compiler_params=IN_TURN)),
 }
 
 
@@ -127,29 +188,24 @@ def test_a_kernel_whose_programs_have_their_own_rows_is_split(name):
     assert distance(SPLIT[name], *FEW) < BOUND
 
 
-ALL = array(kind=None, block=whole_kernels.N)
-FIRST, FACTOR = array(kind=None), array(None, None)
-LARGE = array(block=whole_kernels.N // 2)
-
-
-def of_halves(x):
-    """Each program leaves the half of a factor to the next."""
-    run = kernel(array(), FACTOR, array(), body={"writes"})
-    return run(x, jnp.ones((1, whole_kernels.D)))
-
-
+ALL, FIRST = array(index=lambda *_: 0, block=(8, 4)), array(index=lambda i: 0)
+NEXT, FLIPPED = array(index=lambda i: (i + 1) % 8), array(index=lambda i: 7 - i)
+LARGE = array(block=(4, 4))
 # What is wrong if a kernel is split that must not be: a condition, as if it held.
 WHOLE = {
-    "asks where it is": (kernel(body={"place"}), "_depends"),
-    "scratch goes on": (kernel(*HALVES, **TWICE), "_depends"),
-    "an operand is written": (of_halves, "_depends"),
-    "written over others": (kernel(FIRST, array(), body={"alias"}), None),
-    "next rows": (kernel(array(kind="next"), array()), "_moves"),
-    "flipped": (kernel(array(kind="flipped"), array()), "_moves"),
-    "a sum": (kernel(array(), FACTOR, body={"adds"}), None),
-    "all rows": (kernel(ALL, array()), None),
-    "larger blocks": (kernel(LARGE, LARGE, grid=(2,)), None),
-    "no grid": (kernel(ALL, ALL, grid=()), None),
+    "asks where it is": (kernel(asks), "_depends"),
+    "scratch goes on": (with_scratch(False), "_depends"),
+    "an operand is written": (kernel(writes, [array(), ONE]), "_depends"),
+    "written over others": (
+        kernel(tanh, [FIRST], input_output_aliases={0: 0}),
+        None,
+    ),
+    "next rows": (kernel(tanh, [NEXT]), "_moves"),
+    "flipped": (kernel(tanh, [FLIPPED]), "_moves"),
+    "a sum": (kernel(adds, [array()], ONE), None),
+    "all rows": (kernel(tanh, [ALL]), None),
+    "larger blocks": (kernel(tanh, [LARGE], LARGE, (2,)), None),
+    "no grid": (kernel(tanh, [ALL], ALL, ()), None),
 }
 WHOLE = {name: (loss_of(k), how) for name, (k, how) in WHOLE.items()}
 WHOLE["scalars say which"] = called(scaled, lambda i, xs: xs[i], NUMBERS), None
@@ -167,17 +223,13 @@ def test_one_that_asks_in_a_branch_is_found():
     assert computed_whole(called(asks_in_a_branch), *FEW) == {"pallas_call"}
 
 
-def as_if_it_held(monkeypatch, condition):
+@pytest.mark.parametrize("name", [name for name, (_, how) in WHOLE.items() if how])
+def test_the_numbers_of_one_that_is_split_all_the_same_are_wrong(name, monkeypatch):
+    loss, condition = WHOLE[name]
     if condition == "_depends":
         monkeypatch.setattr(kernels, "_depends", lambda *_: False)
     else:  # Any index map that is no constant goes along the rows.
         monkeypatch.setattr(kernels, "_moves", lambda b, d, x, *_: x is None or x.any())
-
-
-@pytest.mark.parametrize("name", [name for name, (_, how) in WHOLE.items() if how])
-def test_the_numbers_of_one_that_is_split_all_the_same_are_wrong(name, monkeypatch):
-    loss, condition = WHOLE[name]
-    as_if_it_held(monkeypatch, condition)
     assert computed_whole(loss, *FEW) == set()
     assert not distance(loss, *FEW) < BOUND
 
@@ -186,12 +238,13 @@ def test_the_numbers_of_one_that_is_split_all_the_same_are_wrong(name, monkeypat
 
 
 def test_in_layers_that_are_scanned_and_under_checkpoint_it_is_split_too():
-    one = kernel(array(), array(), array(), array())
-    fun, given = whole_kernels.function(one, one), jnp.ones_like(FEW[1])
+    fun = jax.custom_vjp(kernel())
+    back = kernel(tanh, [array(), array()])
+    fun.defvjp(lambda h: (fun(h), h), lambda h, ct: (back(h, ct),))
 
     @jax.checkpoint
     def layer(h, w):
-        return h + fun(h @ w, given), None
+        return h + fun(h @ w), None
 
     def loss(params, x):
         return tail(jax.lax.scan(layer, x, params)[0])
@@ -201,114 +254,31 @@ def test_in_layers_that_are_scanned_and_under_checkpoint_it_is_split_too():
     assert distance(loss, *args) < BOUND
 
 
-ROWS, TIME, HEADS, WIDTH = 16, 16, 2, 32
-OF_GPUS, OF_TPUS = "gpu.attention", "tpu.flash_attention"
-SPLASH = "tpu.splash_attention.splash_attention_kernel"
-
-
-def ops(name):
-    """A module of JAX's own kernels, which move from version to version."""
-    return pytest.importorskip(f"jax.experimental.pallas.ops.{name}")
-
-
-def on_gpus(q, k, v, of=None, causal=True):
-    gpu = ops(OF_GPUS)
-    sizes = gpu.BlockSizes(*[q.shape[1]] * 6)
-    return gpu.mha(q, k, v, of, 0.1, causal, sizes, interpret=True)
-
-
-def on_tpus(q, k, v):
-    tpu, swap = ops(OF_TPUS), functools.partial(jnp.swapaxes, axis1=1, axis2=2)
-    return swap(tpu.flash_attention(*map(swap, (q, k, v)), causal=True))
-
-
-def splash(q, k, v):
-    swap = functools.partial(jnp.swapaxes, axis1=1, axis2=2)
-    masks = ops("tpu.splash_attention.splash_attention_mask")
-    causal = masks.CausalMask((q.shape[1], q.shape[1]))
-    mask = masks.MultiHeadMask([causal] * q.shape[2])
-    kernel = ops(SPLASH).make_splash_mha_single_device(mask, interpret=True)
-    return swap(jax.vmap(kernel)(*map(swap, (q, k, v))))
-
-
-def attention(kernel, params, batch):
-    x, of = batch
-    shape = *x.shape[:2], HEADS, -1
-    q, k, v = (jnp.reshape(x @ w, shape) for w in params)
-    more = {"of": of, "causal": of is None} if kernel is on_gpus else {}
-    return jnp.mean(kernel(q, k, v, **more) ** 2)
-
-
-def attention_of(kernel, time, has_segments=False):
-    params = jnp.asarray(RNG.normal(size=(3, WIDTH, WIDTH)) / 8, jnp.float32)
-    x = jnp.asarray(RNG.normal(size=(ROWS, time, WIDTH)), jnp.float32)
-    of = np.sort(RNG.integers(0, 3, (ROWS, time)), 1).astype(np.int32)
-    batch = x, jnp.asarray(of) if has_segments else None
-    return functools.partial(attention, kernel), params, batch
-
-
-@pytest.fixture
-def interpreted(monkeypatch):
-    """Kernels that do not ask for it, of TPUs, run as JAX."""
-    call = functools.partial(pl.pallas_call, interpret=True)
-    monkeypatch.setattr(pl, "pallas_call", call)
-
-
-slow = pytest.mark.slow
-
-
 # Its estimate counts results that are kept until a cotangent is complete.
 @pytest.mark.filterwarnings("ignore:.*micro-batches need about")
-@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize(
-    ("kernel", "time", "segments"),
-    [
-        pytest.param(on_gpus, TIME, False, id="GPUs, causal"),
-        pytest.param(on_gpus, TIME, True, id="GPUs, segments", marks=slow),
-        pytest.param(on_tpus, 128, False, id="TPUs", marks=slow),
-        pytest.param(splash, 128, False, id="TPUs, splash", marks=slow),
-    ],
+    "segments", [False, pytest.param(True, marks=pytest.mark.slow)]
 )
-def test_attention_takes_the_memory_of_the_plain_loop(kernel, time, segments):
-    loss, *args = attention_of(kernel, time, segments)
+def test_attention_takes_the_memory_of_the_plain_loop(segments):
+    gpu = pytest.importorskip("jax.experimental.pallas.ops.gpu.attention")
+    rows, time, width = 16, 16, 32
+    sizes = gpu.BlockSizes(*[time] * 6)
+
+    def loss(params, batch):
+        x, of = batch
+        heads = (jnp.reshape(x @ w, (*x.shape[:2], 2, -1)) for w in params)
+        out = gpu.mha(*heads, of, 0.1, of is None, sizes, interpret=True)
+        return jnp.mean(out**2)
+
+    params = jnp.asarray(RNG.normal(size=(3, width, width)) / 8, jnp.float32)
+    x = jnp.asarray(RNG.normal(size=(rows, time, width)), jnp.float32)
+    of = jnp.arange(rows * time, dtype=jnp.int32).reshape(rows, time) % time // 6
+    args = params, (x, of if segments else None)
     assert computed_whole(loss, *args) == set()
     step, ours = compiled(ga.value_and_grad(loss, K), *args)
     _, plain = compiled(mean_of(loss, K), *args)
     assert ours <= 1.1 * plain
-    want = jax.jit(jax.value_and_grad(loss))(*args)
-    assert off(step(*args), want) < BOUND
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("interpreted")
-def test_without_the_rule_it_takes_more_than_twice_as_much(monkeypatch):
-    monkeypatch.delitem(table.RULES.known, "pallas_call")
-    loss, *args = attention_of(on_gpus, TIME)
-    _, ours = compiled(ga.value_and_grad(loss, K), *args)
-    _, plain = compiled(mean_of(loss, K), *args)
-    assert ours > 2 * plain
-
-
-# -- Random kernels --------------------------------------------------------------------
-
-
-@pytest.mark.grid(4, 20)
-@pytest.mark.usefixtures("fast_compilation")
-@pytest.mark.parametrize("seed", range(200))
-def test_random_kernels(seed):
-    """`python tests/whole_kernels.py` runs more of them."""
-    assert whole_kernels.check(seed).error < whole_kernels.BOUND
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("fast_compilation")
-@pytest.mark.parametrize("seed", [5, 27])  # One asks where it is, one has scratch.
-def test_random_kernels_that_are_split_all_the_same_are_wrong(seed, monkeypatch):
-    assert whole_kernels.check(seed).whole == ["pallas_call"]
-    as_if_it_held(monkeypatch, "_depends")
-    error, whole = whole_kernels.check(seed)
-    assert whole == []
-    assert not error < 100 * whole_kernels.BOUND
+    assert off(step(*args), jax.jit(jax.value_and_grad(loss))(*args)) < BOUND
 
 
 # -- Calls that say how they split -----------------------------------------------------
@@ -441,8 +411,6 @@ def fused(options, params, batch):
 
 
 FUSED = {
-    "plain": {},
-    "causal": {"is_causal": True},
     "windows": {"is_causal": True, "local_window_size": (16, 0)},
     "lengths": {"query_seq_lengths": True},
     "a bias for all": {"bias": "shared"},
@@ -472,27 +440,17 @@ def traced(loss):
 CALLS = [f"dot_product_attention_{way}_wrapper" for way in ("fwd", "bwd")]
 
 
-@pytest.mark.parametrize("name", FUSED)
-def test_attention_of_cudnn_is_called_with_the_rows_of_a_micro_batch(name, cudnn):
-    calls, whole = traced(functools.partial(fused, FUSED[name]))
-    assert whole == set()
-    assert calls == {(name, (SHAPE[0] // K, *SHAPE[1:])) for name in CALLS}
-
-
 # A sum over rows is rounded once for each micro-batch, to 8 bits.
 ROUNDED = K * 2.0**-8
 
 
-@pytest.mark.parametrize("name", ["lengths", "a bias for all", "a bias for each"])
-def test_its_gradients_are_those_of_the_undivided_batch(name, cudnn):
-    assert distance(functools.partial(fused, FUSED[name]), *arguments()) < ROUNDED
-
-
-def test_a_gradient_of_a_bias_that_is_no_sum_would_be_seen(cudnn, monkeypatch):
-    """The twin."""
-    monkeypatch.setattr(factors, "PARTIAL", "whole")
-    loss = functools.partial(fused, FUSED["a bias for all"])
-    assert not distance(loss, *arguments()) < 4 * ROUNDED
+@pytest.mark.parametrize("name", FUSED)
+def test_attention_of_cudnn_is_called_with_the_rows_of_a_micro_batch(name, cudnn):
+    loss = functools.partial(fused, FUSED[name])
+    calls, whole = traced(loss)
+    assert whole == set()
+    assert calls == {(name, (SHAPE[0] // K, *SHAPE[1:])) for name in CALLS}
+    assert distance(loss, *arguments()) < ROUNDED
 
 
 def with_dropout(params, batch):

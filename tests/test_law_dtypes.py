@@ -229,27 +229,9 @@ def test_a_scaled_sum_overflows_only_where_it_does_without(fun, dtype, optimize)
     bound = 4 * float(jnp.finfo(HALF).eps) * size
     np.testing.assert_array_less(jnp.abs(grads - of_due), bound)
     np.testing.assert_allclose(got, due, rtol=0, atol=float(jnp.sum(bound)))
-
-
-def test_what_overflows_without_it_still_does():
-    """The twin: the gradients are as large as they are."""
-
-    def fun(w, x):
-        return scaled_sum(w, x) * 1000
-
-    w = jnp.ones(4, HALF)
-    assert not np.all(np.isfinite(jax.grad(fun)(w, X)))
-    assert not np.all(np.isfinite(jax.jit(ga.value_and_grad(fun, 8))(w, X)[1]))
-
-
-def test_a_sum_in_float16_overflows_where_that_of_the_whole_batch_does():
-    def total(w, x):
-        return jnp.sum(x * w)
-
-    w, x = jnp.float16(1), jnp.full(8, 5000, jnp.float16)
-    value, _ = ga.value_and_grad(total, 4)(w, x)
-    assert value.dtype == jnp.float16
-    assert value == total(w, x) == 40000
+    if fun is scaled_sum:  # The twin: what overflows without it still does.
+        step = ga.value_and_grad(lambda w, x: fun(w, x) * 1000, 8, optimize=optimize)
+        assert not np.all(np.isfinite(jax.jit(step)(w, X)[1]))
 
 
 def test_small_gradients_keep_their_digits():

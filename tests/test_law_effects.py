@@ -146,7 +146,8 @@ def test_what_calls_back_does_so_once_with_what_the_whole_batch_gives(name):
     fun = LOSSES[name]
     want, out = said_by(jax.value_and_grad(fun), W, X)
     assert want
-    for run in (ga.value_and_grad(fun, K), ga.microbatch(jax.value_and_grad(fun), K)):
+    grads, of_fun = jax.value_and_grad(fun), jax.value_and_grad(ga.microbatch(fun, K))
+    for run in (ga.value_and_grad(fun, K), ga.microbatch(grads, K), of_fun):
         got, result = said_by(run, W, X)
         assert same(got, want), (got, want)
         assert jnp.allclose(result[1], out[1], atol=1e-6)

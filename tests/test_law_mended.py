@@ -206,18 +206,13 @@ def test_a_loss_that_is_easily_wrong_is_that_of_the_undivided_batch(name):
 
 CASTS = {  # how many rows, dtypes, and whether rows meet
     "bool": (8, [bool], True),
-    "uint2": (8, [jnp.uint2], True),
     "int4": (16, [jnp.int4], True),
-    "int8, wraps": (256, [jnp.int8], True),
     "int8": (128, [jnp.int8], False),
     "uint8, wraps": (512, [jnp.uint8], True),
     "uint8": (256, [jnp.uint8], False),
-    "bfloat16, rounds": (512, [jnp.bfloat16], True),
     "bfloat16": (256, [jnp.bfloat16], False),
     "float8, rounds": (32, [jnp.float8_e4m3fn], True),
     "float16, rounds": (4096, [jnp.float16], True),
-    "float16": (2048, [jnp.float16], False),
-    "float32": (4096, [jnp.float32], False),
     "there and back": (512, [jnp.int32, jnp.bfloat16, jnp.float32], True),
 }
 
@@ -326,16 +321,6 @@ def test_rules_get_the_cotangent_of_the_whole_batch_once(of):
         return sum(OF_RULES[of](rule, w, x) for rule in RULES.values())
 
     assert off(fun) < BOUND
-
-
-def test_the_twin_a_rule_that_sees_the_half_of_a_cotangent_clips_less():
-    def parts(w):
-        return OF_RULES["rows"](RULES["clips"], w, arguments()[1]) / 2
-
-    with jax.enable_x64(True):
-        w = arguments()[0]
-        of_half, of_all = jax.grad(parts)(w), jax.grad(lambda w: 2 * parts(w))(w)
-        assert np.abs(2 * of_half - of_all).max() > 1e-3
 
 
 @jax.custom_vjp

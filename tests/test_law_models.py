@@ -19,50 +19,18 @@ pytestmark = [
 N = whole_losses.N
 
 
-def wide(tree):
-    def one(x):
-        is_number = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.floating)
-        return x.astype(jnp.float64) if is_number else x
-
-    return jax.tree.map(one, tree)
-
-
 # -- Batch normalisation ---------------------------------------------------------------
 
 
-def equinox_network(mode):
-    """A loss of a network with batch normalisation in two layers; its state is aux."""
-    eqx = pytest.importorskip("equinox")
-
-    class Network(eqx.Module):
-        first: eqx.nn.Linear
-        norm: eqx.nn.BatchNorm
-        last: eqx.nn.Linear
-        again: eqx.nn.BatchNorm
-
-        def __init__(self, key):
-            one, two = jax.random.split(key)
-            self.first = eqx.nn.Linear(whole_losses.D, N, key=one)  # as long as rows
-            self.norm = eqx.nn.BatchNorm(N, "batch", mode=mode)
-            self.last = eqx.nn.Linear(N, 3, key=two)
-            self.again = eqx.nn.BatchNorm(3, "batch", mode=mode)
-
-        def __call__(self, x, state):
-            h, state = self.norm(self.first(x), state)
-            return self.again(self.last(jnp.tanh(h)), state)
-
-    model, state = eqx.nn.make_with_state(Network)(jax.random.key(0))
-    params, static = eqx.partition(wide(model), eqx.is_inexact_array)
-
-    def fun(params, b, state):
-        run = jax.vmap(eqx.combine(params, static), (0, None), (0, None), "batch")
-        out, state = run(b["x"], state)
-        return jnp.mean(out**3), (state, out)
-
-    return fun, params, wide(state)
+def differs(got, want):
+    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+    return max(float(jnp.abs(x - y).max()) for x, y in pairs if x.dtype == jnp.float64)
 
 
-def linen_network(use_fast_variance):
+@pytest.mark.slow
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("use_fast_variance", [False, True])
+def test_statistics_of_networks_are_those_of_the_whole_batch(use_fast_variance):
     nn = pytest.importorskip("flax.linen")
     options = {"use_fast_variance": use_fast_variance, "param_dtype": jnp.float64}
 
@@ -79,41 +47,17 @@ def linen_network(use_fast_variance):
         out, new = Network().apply(variables, b["x"], mutable=["batch_stats"])
         return jnp.mean(out**3), (new["batch_stats"], out)
 
-    x = jnp.zeros((N, whole_losses.D))
-    variables = Network().init(jax.random.key(0), x)
-    return fun, variables["params"], variables["batch_stats"]
-
-
-NETWORKS = {
-    "equinox, batch": lambda: equinox_network("batch"),
-    "equinox, ema": lambda: equinox_network("ema"),
-    "linen": lambda: linen_network(False),
-    "linen, fast": lambda: linen_network(True),
-}
-
-
-def differs(got, want):
-    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
-    return max(float(jnp.abs(x - y).max()) for x, y in pairs if x.dtype == jnp.float64)
-
-
-@pytest.mark.slow
-@pytest.mark.grid(2, 4)
-@pytest.mark.parametrize("k", [4, N])
-@pytest.mark.parametrize("name", NETWORKS)
-def test_statistics_of_networks_are_those_of_the_whole_batch(name, k):
-    with jax.enable_x64(True):
-        fun, params, state = NETWORKS[name]()
-        args = params, whole_losses.arguments()[1], state
-        got, want = in_float64(fun, *args, k=k, has_aux=True)
-        new = want[0][1][0]
-        assert differs(new, state) > 1e-3  # it was updated
-        # Forty sums after one another; that of a bias is rounding of the others alone.
-        assert jax.tree.structure(got) == jax.tree.structure(want)
-        assert differs(got, want) < 40 * N * np.finfo(np.float64).eps
-        # The twin: those of the last micro-batch.
-        (_, (last, _)), _ = mean_of(fun, k, has_aux=True, aux="last")(*args)
-        assert differs(last, new) > 1e-3
+    batch = whole_losses.arguments()[1]
+    params, state = Network().init(jax.random.key(0), batch["x"]).values()
+    got, want = in_float64(fun, params, batch, state, has_aux=True)
+    new = want[0][1][0]
+    assert differs(new, state) > 1e-3  # it was updated
+    # Forty sums after one another; that of a bias is rounding of the others alone.
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    assert differs(got, want) < 40 * N * np.finfo(np.float64).eps
+    # The twin: those of the last micro-batch.
+    twin = mean_of(fun, 4, has_aux=True, aux="last")(params, batch, state)
+    assert differs(twin[0][1][0], new) > 1e-3
 
 
 # -- vmap inside and outside -----------------------------------------------------------
@@ -151,25 +95,6 @@ def test_vmap_inside_is_no_other_than_the_program_that_it_writes(fun):
         args = whole_losses.arguments(width=4)
         assert_close(*in_float64(fun, *args, has_aux=True))
         assert ga.batch_dependencies(fun, 4, has_aux=True)(*args).whole == []
-
-
-@pytest.mark.slow
-def test_collectives_over_an_axis_around_the_call_leave_rows_where_they_are():
-    def fun(p, x):
-        h = jnp.tanh(x @ p["in"])
-        h = h - jax.lax.pmean(h, "members")
-        return jnp.sqrt((h**2).mean() + 0.1), h
-
-    def of_members(run):
-        return jax.vmap(run, (0, None), axis_name="members")
-
-    with jax.enable_x64(True):
-        params, batch = whole_losses.arguments()
-        params = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), params)
-        want = of_members(jax.value_and_grad(fun, has_aux=True))(params, batch["x"])
-        options = {"has_aux": True, "accumulator_dtype": "float64"}
-        run = of_members(ga.value_and_grad(fun, 4, **options))
-        assert_close(jax.jit(run)(params, batch["x"]), want)
 
 
 # -- What nothing is known of ----------------------------------------------------------

@@ -3,14 +3,10 @@
 `python tests/whole_random.py 2000`, which `make fuzz` runs too, checks as many of them.
 """
 
-import jax
 import jax.numpy as jnp
 import pytest
-import whole_random
 from whole_programs import STEPS
-from whole_random import AXES, BOUND, WAYS, Insides, Program, check, draw
-
-import ga_optax as ga
+from whole_random import AXES, BOUND, WAYS, Program, check, draw
 
 pytestmark = pytest.mark.usefixtures("optax_promotion", "fast_compilation")
 
@@ -43,29 +39,3 @@ def test_the_twin_whose_rows_come_in_another_order_is_off(way, monkeypatch):
     assert check(program) < BOUND
     monkeypatch.setitem(WAYS, way, (turned, theirs))
     assert check(program) > 1e-6
-
-
-def test_the_twin_whose_micro_batches_inside_are_turned_is_off(monkeypatch):
-    def turned(f, k, axes):
-        divided = ga.microbatch(f, k, batch_argnums=(1, 2), batch_axes=axes)
-        return lambda w, h, b: divided(w, h[::-1], b)
-
-    program = Program(0, names=("around",), ways=("inside alone",))
-    assert "micro-batches" in str(program)
-    assert check(program) < BOUND
-    monkeypatch.setattr(whole_random, "Insides", lambda: Insides(divide=turned))
-    assert check(program) > 1e-6
-
-
-def test_programs_are_of_every_kind():
-    drawn = [draw(seed) for seed in range(100)]
-    assert len({program.length for program in drawn}) > 4
-    assert {program.devices for program in drawn} == {1, 4}
-    assert {way for program in drawn for way in program.ways} == set(WAYS)
-    said = str(drawn[0])
-    assert said == str(drawn[0])
-    assert len(said.split(", ")) > drawn[0].length
-    with jax.enable_x64(True):
-        value, aux, _ = drawn[0].run(*drawn[0].arguments())
-    assert value.shape == ()
-    assert set(aux) == {"last", "one", "id", "count", "first"}

@@ -157,10 +157,12 @@ def row_count(batch):
 
 
 @pytest.mark.grid(2)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, "no layers"])
 @pytest.mark.parametrize("optimize", OPTIMIZE)
 def test_it_equals_the_undivided_batch_to_twelve_digits_in_float64(name, optimize):
-    fun, params = MODELS[name]
+    fun, params = MODELS.get(name, MODELS["rematerialised"])
+    if name == "no layers":
+        params = params | {"layers": jax.tree.map(lambda p: p[:0], params["layers"])}
     with jax.enable_x64(True):
         params, batch = (
             jax.tree.map(
@@ -182,30 +184,21 @@ def test_it_equals_the_undivided_batch_to_twelve_digits_in_float64(name, optimiz
         assert off(total, expected) > 0.5
 
 
-def linear(w, batch):
-    return jnp.mean(batch["x"] @ w)
-
-
 MAKE = pytest.mark.parametrize("make", [ga.value_and_grad, mean_of])
 
 
 @MAKE
-@pytest.mark.grid(8)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("k", [1, 2, 4, 8])
-def test_it_is_within_the_derived_bound_of_the_exact_mean(dtype, k, make):
+@pytest.mark.grid(2)
+@pytest.mark.parametrize("k", [1, 8])
+def test_it_is_within_the_derived_bound_of_the_exact_mean(k, make):
     """The gradient of a mean of w·x is the mean of x: its terms are known exactly."""
-    x = jnp.asarray(_normal(0, BATCH, WIDTH), dtype)
-    w = jnp.zeros(WIDTH, dtype)
-    grads = jax.jit(make(linear, k))(w, {"x": x})[1]
-    assert grads.dtype == dtype
-    x = np.asarray(x, "f8")
-    # In the dtype: m - 1 sums in a micro-batch and its result, and the result of all.
-    # In float32: k - 1 sums and a division. The terms x/m are exact, m a power of two.
-    unit = float(jnp.finfo(dtype).eps) / 2
-    roundings = (BATCH // k + 1) * unit + k * float(jnp.finfo("float32").eps) / 2
-    # Two of them make up for the products of roundings.
-    bound = (roundings + 2 * unit) * np.sum(np.abs(x), 0) / BATCH
+    x = _normal(0, BATCH, WIDTH)
+    grads = jax.jit(make(lambda w, x: jnp.mean(x @ w), k))(jnp.zeros(WIDTH), x)[1]
+    x = x.astype("f8")
+    # m - 1 sums in a micro-batch and its result, k - 1 sums of those and a division;
+    # two more make up for the products of roundings. The terms x/m are exact.
+    roundings = BATCH // k + k + 3
+    bound = roundings * np.finfo(np.float32).eps / 2 * np.sum(np.abs(x), 0) / BATCH
     assert np.all(np.abs(np.asarray(grads, "f8") - x.mean(0)) <= bound)
     # The twins: half of the batch dropped, and a wrong normaliser.
     assert np.any(np.abs(x[: BATCH // 2].mean(0) - x.mean(0)) > bound)
@@ -218,24 +211,15 @@ def test_it_is_within_the_derived_bound_of_the_exact_mean(dtype, k, make):
 @pytest.mark.parametrize("k", [1, 2, 4, 8])
 def test_integer_terms_give_the_bits_of_the_undivided_batch(optimize, k, make):
     def fun(params, x):
-        h, _ = jax.lax.scan(lambda h, w: (h + x * w, None), x, params["layers"])
+        step = lambda h, w: (h + x * jnp.broadcast_to(w, x.shape), None)  # noqa: E731
+        h, _ = jax.lax.scan(step, x, params["layers"])
         # A mean over examples of integers: exact, for a power of two of them.
         return jnp.sum(h @ params["out"]) / x.shape[0]
 
-    rng = np.random.default_rng(0)
-    x = rng.integers(-9, 9, (BATCH, 4)).astype(np.float32)
-    params = {
-        "layers": rng.integers(-9, 9, (3, BATCH // k, 4)).astype(np.float32)[:, :1],
-        "out": rng.integers(-9, 9, (4,)).astype(np.float32),
-    }
-
-    def broadcast(params, x):
-        shape = (params["layers"].shape[0], *x.shape)
-        layers = jnp.broadcast_to(params["layers"], shape)
-        return fun({**params, "layers": layers}, x)
-
-    expected = jax.jit(jax.value_and_grad(broadcast))(params, x)
-    got = jax.jit(make(broadcast, k, optimize=optimize))(params, x)
+    x = integers(0, BATCH, 4)
+    params = {"layers": integers(1, 3, 1, 4), "out": integers(2, 4)}
+    expected = jax.jit(jax.value_and_grad(fun))(params, x)
+    got = jax.jit(make(fun, k, optimize=optimize))(params, x)
     assert_trees_bitwise_equal(got, expected)
 
 
@@ -292,23 +276,19 @@ def test_complex_parameters_work_as_in_jax():
     with jax.enable_x64(True):
         w = jnp.asarray(_normal(0, WIDTH) + 1j * _normal(1, WIDTH), jnp.complex128)
         x = jnp.asarray(_normal(2, 8, WIDTH), jnp.float64)
-        expected = jax.grad(fun)(w, x)
-        got = ga.value_and_grad(fun, 4)(w, x)[1]
-        assert got.dtype == expected.dtype
-        np.testing.assert_allclose(got, expected, rtol=1e-12)
-        # The twin: JAX's convention is the conjugate of the other one.
-        assert np.any(np.abs(got.conj() - expected) > 1e-3)
+        got, expected = ga.value_and_grad(fun, 4)(w, x), jax.value_and_grad(fun)(w, x)
+        assert off(got, expected) < 1e-12
+        assert off(got[1].conj(), expected[1]) > 1e-3  # the other convention
 
 
 # -- Composition -----------------------------------------------------------------------
 
 
-@pytest.mark.grid(2)
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("k", [3, 4])
-def test_what_is_exactly_0_has_the_derivative_of_the_undivided_batch(k, weighted):
+def test_what_is_exactly_0_has_the_derivative_of_the_undivided_batch(weighted):
     """A loss of 0 with gradients of 0, and weights whose sum is 1."""
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(12, 3)), jnp.float32)
+    x = jnp.asarray(_normal(0, 12, 3))
 
     def fun(w, batch):
         errors = (batch["x"] @ w) ** 2 + batch["x"] @ w
@@ -321,9 +301,9 @@ def test_what_is_exactly_0_has_the_derivative_of_the_undivided_batch(k, weighted
 
         return jax.jit(jax.grad(total, argnums=(0, 1)))
 
-    step = ga.value_and_grad(fun, k)
+    step = ga.value_and_grad(fun, 3)
     if weighted:
-        step = mean_of(fun, k, weight_fn=lambda batch: jnp.sum(batch["weight"]))
+        step = mean_of(fun, 3, weight_fn=lambda batch: jnp.sum(batch["weight"]))
     weight = jnp.array([1, 1, 2, 4, 1, 1, 1, 1, 1, 1, 1, 1]) / 16
     for w in (jnp.zeros(3), jnp.ones(3)):
         got, expected = (
@@ -331,18 +311,6 @@ def test_what_is_exactly_0_has_the_derivative_of_the_undivided_batch(k, weighted
         )
         np.testing.assert_allclose(got[0], expected[0], rtol=1e-4, atol=1e-5)
         np.testing.assert_allclose(got[1], expected[1], rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.grid(1)
-@pytest.mark.parametrize("optimize", OPTIMIZE)
-def test_a_stack_of_no_layers_has_an_empty_gradient(optimize):
-    fun, params = MODELS["rematerialised"]
-    params = {**params, "layers": jax.tree.map(lambda p: p[:0], params["layers"])}
-    step = ga.value_and_grad(fun, 4, optimize=optimize)
-    value, grads = jax.jit(step)(params, make_batch())
-    due, slope = jax.value_and_grad(fun)(params, make_batch())
-    assert jax.tree.map(jnp.shape, grads) == jax.tree.map(jnp.shape, slope)
-    assert abs(value - due) < BATCH * WIDTH * jnp.finfo(jnp.float32).eps
 
 
 def test_it_closes_over_tracers():

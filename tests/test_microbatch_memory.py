@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from helpers import mean_of
+from helpers import mean_of, mesh_of
 from optax import microbatching
 
 import ga_optax as ga
@@ -120,7 +120,7 @@ def test_a_donated_accumulator_is_updated_where_it_lies():
 @pytest.mark.exhaustive
 def test_on_many_devices_a_window_takes_one_tree_more_for_the_reduction():
     """The all-reduce of XLA:CPU is not in place: its result is a second tree."""
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = mesh_of(8)
     tree = sum(x.size * 4 for x in jax.tree.leaves(PARAMS)) / 1e6
     bound = with_adam(ga.value_and_grad(loss, K), BATCH) + 1.05 * tree
 

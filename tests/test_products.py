@@ -159,35 +159,27 @@ def test_sums_over_rows_of_bfloat16_are_those_of_float32(model, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.grid(1)
-@pytest.mark.parametrize("weight_fn", [None, lambda b: 1.0 + jnp.abs(b["slope"][0, 0])])
 @pytest.mark.parametrize("how", ["scanned", "cast_before", "held"])
-def test_every_grouping_has_the_same_bits_in_place_and_not(how, weight_fn):
+def test_every_grouping_has_the_same_bits_in_place_and_not(how):
     params, batch = draw(stacked=True)
-    options = {"weight_fn": weight_fn}
+    model = scanned if how == "scanned" else cast_before
     if how == "held":
         params = jax.tree.map(narrow, params)
 
     def loss(p, batch):
-        model = scanned if how == "scanned" else cast_before
         return jnp.mean(jnp.tanh(losses_of(model)(p, batch) / ROWS))
 
-    expected = None
-    ways = [(True, 1), (True, K)]
-    ways += [] if weight_fn else [(False, 1), (False, K)]
-    for refs, calls in ways:
-        add = ga.accumulate(loss, K // calls, **options)
-        acc = ga.accumulator.init(params)
+    def mean(calls):
+        add, acc = jax.jit(ga.accumulate(loss, K // calls)), ga.accumulator.init(params)
         for i in range(calls):
-            size = ROWS // calls
-            part = jax.tree.map(lambda x, i=i, n=size: x[i * n : (i + 1) * n], batch)
-            with helpers.by_hand(refs):
-                acc = jax.jit(add)(acc, params, part)[1]
-        mean = jax.jit(ga.accumulator.mean)(acc)
-        expected = expected or mean
-        assert_trees_bitwise_equal(mean, expected)
-    _, grads = jax.jit(helpers.mean_of(loss, K, **options))(params, batch)
-    cast = jax.tree.map(lambda g, p: g.astype(p.dtype), expected, params)
-    assert_trees_bitwise_equal(grads, cast)
+            here = slice(i * ROWS // calls, (i + 1) * ROWS // calls)
+            _, acc = add(acc, params, jax.tree.map(lambda x: x[here], batch))  # noqa: B023
+        return jax.jit(ga.accumulator.mean)(acc)
+
+    expected = mean(1)
+    for refs, calls in ((True, K), (False, 1), (False, K)):
+        with helpers.by_hand(refs):
+            assert_trees_bitwise_equal(mean(calls), expected)
 
 
 def text_of(loss, *args, k=K, **options):
@@ -204,7 +196,7 @@ def changed(monkeypatch, loss, *args, **options):
 
 
 def test_a_product_over_rows_and_positions_runs_on_cpus():
-    """XLA:CPU cannot run the gradient of `x @ w` in float32 without casts."""
+    """XLA:CPU cannot run that of `x @ w` without casts: BF16 x BF16 = F32."""
 
     def loss(w, x):
         return jnp.mean((x @ narrow(w)).astype(jnp.float32) ** 2)
@@ -213,41 +205,31 @@ def test_a_product_over_rows_and_positions_runs_on_cpus():
     grads = jax.jit(ga.value_and_grad(loss, 2))(w, x)[1]
     assert_trees_bitwise_equal(grads, jax.grad(loss)(w, x))  # powers of two
 
-    def without_casts(x, ct):
-        over = ((0, 1), (0, 1)), ((), ())
-        return jax.lax.dot_general(ct, x, over, preferred_element_type=jnp.float32).T
 
-    with pytest.raises(jax.errors.JaxRuntimeError, match="BF16 x BF16"):
-        jax.jit(without_casts)(x, jnp.ones((4, 4, 4), NARROW)).block_until_ready()
+KEEP = {  # what does not go on in float32: the dtype of the model, and options
+    "a float32 model": (jnp.float32, lambda mesh: {}),
+    "a narrow accumulator": (NARROW, lambda mesh: {"accumulator_dtype": NARROW}),
+    "what the compiler reduces over devices": (
+        NARROW,
+        lambda mesh: {"data_axis": ga.DataAxis("data", mesh=mesh, sync="each")},
+    ),
+    "rows on devices": (NARROW, lambda mesh: {}),
+    "none": (NARROW, lambda mesh: {"data_axis": ga.DataAxis("data", mesh=mesh)}),
+}
 
 
-@pytest.mark.parametrize("why", ["float32 model", "narrow accumulator"])
+@pytest.mark.parametrize("why", KEEP)
 def test_what_is_not_rounded_twice_keeps_its_program(why, monkeypatch):
-    dtype = jnp.float32 if why == "float32 model" else NARROW
+    (dtype, options), mesh = KEEP[why], helpers.mesh_of(2)
 
     def loss(w, x):
         return jnp.mean((x.astype(dtype) @ w.astype(dtype)).astype(jnp.float32) ** 2)
 
-    options = {"accumulator_dtype": NARROW} if why == "narrow accumulator" else {}
-    args = jnp.ones((8, 8)), jnp.ones((16, 8))
-    assert changed(monkeypatch, loss, *args, **options) == (0, True)
-
-
-def test_what_the_compiler_reduces_over_devices_stays_narrow(monkeypatch):
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    rows = jax.NamedSharding(mesh, jax.P("data"))
-    x = jax.device_put(jnp.ones((16, 8), NARROW), rows)
-
-    def loss(w, x):
-        return jnp.mean((x @ narrow(w)).astype(jnp.float32) ** 2)
-
-    args, each = (jnp.ones((8, 8)), x), ga.DataAxis("data", mesh=mesh, sync="each")
-    assert changed(monkeypatch, loss, *args, data_axis=each) == (0, True)
-    monkeypatch.undo()
-    assert changed(monkeypatch, loss, *args) == (0, True)
-    monkeypatch.undo()
-    last = ga.DataAxis("data", mesh=mesh)
-    assert changed(monkeypatch, loss, *args, data_axis=last) == (1, False)
+    x = jnp.ones((16, 8), NARROW)
+    if "devices" in why or why == "none":
+        x = helpers.put(x, mesh, jax.P("data"))
+    found = changed(monkeypatch, loss, jnp.ones((8, 8)), x, **options(mesh))
+    assert found == ((1, False) if why == "none" else (0, True))
 
 
 def barriers(text):

@@ -8,7 +8,7 @@ from helpers import apart, mesh_of, off, temporaries
 from jax import lax
 
 import ga_optax as ga
-from ga_optax._partition import indexing, products
+from ga_optax._partition import indexing
 
 pytestmark = [
     pytest.mark.usefixtures("optax_promotion", "float64"),
@@ -101,12 +101,6 @@ def test_products_of_groups_are_those_of_the_whole_batch(case, sizes):
     assert compared(case, sizes) < BOUND
     found = ga.batch_dependencies(loss(case, sizes), K)(*arguments())
     assert "ragged_dot_general" not in {note.name for note in found.whole}
-
-
-@pytest.mark.parametrize("case", [layers, of_groups])
-def test_sizes_of_the_whole_batch_in_a_micro_batch_are_found(case, monkeypatch):
-    monkeypatch.setattr(products, "_sizes_here", lambda sizes, index, length: sizes)
-    assert compared(case, SIZES[0]) > 1e-3
 
 
 # -- Dropless experts ------------------------------------------------------------------

@@ -23,7 +23,6 @@ from whole_scans import (
 )
 
 import ga_optax as ga
-from ga_optax._calls import savings
 from ga_optax._window import stages
 
 pytestmark = [
@@ -55,15 +54,6 @@ def test_a_scan_has_the_value_and_gradients_of_the_whole_batch(body, how):
 @by_name("body", BODIES)
 def test_so_it_has_at_any_length(body, length):
     assert off_by(body, How(length, remat=True), n=4, k=2) < 10 * BOUND
-
-
-@pytest.mark.grid(1, 2)
-@by_name("body", ON_THE_SIDE)
-def test_in_float32_it_is_as_close_as_rounding_is(body):
-    # Of some hundred terms, which are at most a hundred times the result.
-    bound = 1e4 * float(jnp.finfo(jnp.float32).eps)
-    loss, args = loss_of(body), arguments(3, dtype=jnp.float32)
-    assert off(loss, args, 3) < bound
 
 
 def another_iteration(monkeypatch):
@@ -144,15 +134,6 @@ def test_it_takes_the_temporaries_of_plain_micro_batches(layers):
     assert temporaries(step(loss), *args) < 1.1 * plain
 
 
-@pytest.mark.slow
-def test_it_does_not_if_its_iterations_stand_one_after_the_other(monkeypatch):
-    """The twin."""
-    in_the_open(monkeypatch)
-    loss, args = decoder(6, nothing)
-    plain = temporaries(jax.jit(by_themselves(loss, K)), *args)
-    assert temporaries(step(loss), *args) > 1.2 * plain
-
-
 def rows_of_all_layers(layers):
     """The bytes of all rows between the layers of `decoder`."""
     _, (_, tokens) = decoder(layers, spread)
@@ -169,15 +150,6 @@ def test_rows_of_all_layers_are_kept_if_a_step_takes_as_much_or_there_is_room():
     room = ga.batch_dependencies(loss, K, residual_bytes=3 * size)(*args)
     assert size < room.kept_bytes < 1.1 * size
     assert (room.forward_passes, room.backward_passes) == (2, 1)
-
-
-@pytest.mark.slow
-def test_if_they_run_again_they_take_little():
-    loss, args = decoder(48, spread)
-    plain = temporaries(jax.jit(by_themselves(loss, K)), *args)
-    assert temporaries(step(loss), *args) < 1.45 * plain
-    room = step(loss, residual_bytes=3 * rows_of_all_layers(48))
-    assert temporaries(room, *args) > plain + rows_of_all_layers(48)
 
 
 # -- What does not come apart ----------------------------------------------------------
@@ -201,15 +173,6 @@ def test_rows_that_meet_in_the_carry_are_computed_whole_in_a_long_scan(body):
 @by_name("body", [*ON_THE_SIDE, whole_scans.nested])
 def test_rows_that_meet_on_the_side_never_are(body):
     assert whole(body, 65) == []
-
-
-def test_what_is_larger_than_a_step_is_said(recwarn, monkeypatch):
-    monkeypatch.setattr(savings, "FEW_BYTES", 0)
-    loss = loss_of(whole_scans.ring, How(65))
-    args = arguments(65, dtype=jnp.float32)
-    jax.eval_shape(ga.value_and_grad(loss, 3), *args)
-    [text] = [str(w.message) for w in recwarn if "computed whole" in str(w.message)]
-    assert "scan of 65 iterations, in whose carry rows meet, computed whole" in text
 
 
 def products(body, length):

@@ -3,20 +3,22 @@
 For each primitive of the table there are functions of rows (`whole_rules`), and rows
 are as they are, in two segments, not divisible, or along another axis. The program of a
 micro-batch gives what the function gives. It does not, if the rule of the primitive
-gives something else, or if it has something else of the other micro-batches: so a test
-would find a rule that is wrong. And it does, if the rule is left out.
+gives something else: so a test would find a rule that is wrong. And it does, if the
+rule is left out. What takes several rules together is a row of `MOVES`.
 """
 
 import functools
 
 import jax
+import jax.numpy as jnp
 import pytest
-from helpers import mesh_of, off
+from helpers import apart, mesh_of, off, temporaries
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from whole_harness import (
     VIEWS,
     K,
+    N,
     arguments,
     changed,
     derivative,
@@ -28,11 +30,12 @@ from whole_harness import (
     seen,
     whole_derivative,
     with_rules,
-    with_seams,
 )
-from whole_rules import CASES, CUT, EXAMPLES, LINEAR, NEW
+from whole_programs import clipped
+from whole_rules import CASES, CUT, EXAMPLES, LINEAR, NEW, D
 
-from ga_optax._partition import WHOLE, Rows, cutting, factors, table
+import ga_optax as ga
+from ga_optax._partition import WHOLE, Rows, cutting, table
 from ga_optax._passes import divided
 from ga_optax._passes.primitives import TABLE
 
@@ -144,68 +147,21 @@ def test_a_rule_that_gives_something_else_is_found(key):
     assert found == given != set()
 
 
-@pytest.mark.slow
-@pytest.mark.grid(3)
-@pytest.mark.parametrize("name", CUT)
-def test_rows_computed_from_those_of_something_else_are_found(monkeypatch, name):
-    args, rule = arguments(), cutting._RULES[name]
-    functions = [seen(CUT[name], view) for view in VIEWS]
+@of_each(CUT, 3)
+def test_rows_computed_from_those_of_something_else_are_found(monkeypatch, key):
+    args, rule = arguments(), cutting._RULES[key]
+    functions = [seen(CUT[key], view) for view in VIEWS]
     assert all(off(over_micro_batches(f, args), f(*args)) < BOUND for f in functions)
 
     def broken(w, e, vs, rows):
         x = rule(w, e, vs, rows)
         return x if x is None else other_rows(x, rows.dim)
 
-    monkeypatch.setitem(cutting._RULES, name, broken)
+    monkeypatch.setitem(cutting._RULES, key, broken)
     assert any(is_wrong(fun, args) for fun in functions)
-
-
-def rule_of(key):
-    if key.startswith("linear"):
-        return RULES.linear
-    return RULES.known.get(key) or RULES.nested.get(key)
-
-
-def names_of_rules():
-    """The primitives of each rule; of those number by number, two will do."""
-    found = {}
-    for key in CASES:
-        if (rule := rule_of(key)) and key not in NEW:
-            found.setdefault(rule, []).append(key)
-    found[factors.forward] = list(TYPICAL)
-    return {f"{keys[0]} and its kind": keys for keys in found.values()}
-
-
-# What may be wrong: the number of the micro-batch in a search and in a promise of rows,
-# which have no use for it.
-EQUIVALENT = {
-    ("call_hi_primitive and its kind", "index"),
-    ("rowwise and its kind", "index"),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.grid(4)
-@pytest.mark.parametrize("name", names_of_rules())
-def test_a_rule_that_has_something_else_of_the_others_is_found(name):
-    keys, args = names_of_rules()[name], arguments()
-    each = [fun for key in keys for fun in functions(key)]
-    if "select_n" in keys:
-        each += [seen(case, "as they are") for case in CUT.values()]
-
-    def is_within(key, rule):
-        return key in keys or rule is rule_of(keys[0])
-
-    due, found = set(), set()
-    for fun in each:
-        met = set()
-        with with_seams(is_within, None, met):
-            over_micro_batches(fun, args)
-        due |= met
-        for seam in met - found:
-            with with_seams(is_within, seam, set()):
-                found |= {seam} if is_wrong(fun, args) else set()
-    assert due - found == {seam for rule, seam in EQUIVALENT if rule == name}
+    # And without a rule they are cut from all.
+    monkeypatch.delitem(cutting._RULES, key)
+    assert all(off(over_micro_batches(f, args), f(*args)) < BOUND for f in functions)
 
 
 # -- Without a rule --------------------------------------------------------------------
@@ -233,10 +189,98 @@ def test_its_derivative_is_right_with_the_rule_and_without_it(key):
                 assert off([derivative(fun, args)], [want]) < BOUND
 
 
-@of_each(CUT, 2)
-def test_rows_that_are_not_computed_from_others_are_cut_from_all(monkeypatch, key):
-    args = arguments()
-    monkeypatch.delitem(cutting._RULES, key)
-    for view in VIEWS:
-        fun = seen(CUT[key], view)
-        assert off(over_micro_batches(fun, args), fun(*args)) < BOUND
+# -- Several rules together ------------------------------------------------------------
+
+
+def _half(h):
+    return h[: len(h) // 2], h[len(h) // 2 :]
+
+
+def _turned(one, two):
+    return one[0] * two[0], two[0] * one[1] + two[1]
+
+
+# Rows that move: `z[:n], z[n:]`, temporal differences, other rows as negatives.
+MOVES = {
+    "halves": lambda h, w: _half(h)[0] * _half(h)[1],
+    "halves of two views": lambda h, w: _half(jnp.concatenate([h, jnp.sin(h)]))[1] * h,
+    "swapped halves": lambda h, w: h * jnp.concatenate(_half(h)[::-1]),
+    "strided": lambda h, w: h[::2] * jnp.tanh(h[1::2] @ w),
+    "differences": lambda h, w: jnp.tanh(h[1:] @ w) - h[:-1],
+    "next rows": lambda h, w: jax.nn.softmax(h[:-1] @ h[1:].T),
+    "next sums": lambda h, w: h[1:].sum(0) * h[:-1].T.sum(1) + h[2:].max(0),
+    "next labels": lambda h, w: h[1:][jnp.arange(len(h) - 1), 1] * h[:-1].mean(1),
+    "dropped": lambda h, w: (
+        h[1:] * jax.random.bernoulli(jax.random.key(1), 0.7, h[1:].shape)
+    ),
+    "running": lambda h, w: jnp.cumsum(h[1:], 0),
+    "rows and columns": lambda h, w: jnp.pad(h[1:, 1:], ((0, 1), (1, 2)))[::-1, ::-1],
+    "roll": lambda h, w: h * jnp.roll(h, 1, 0),
+    "roll far": lambda h, w: h * jnp.roll(h, -5, (0, 1)),
+    "pad": lambda h, w: h * jnp.pad(h, ((1, 0), (0, 0)))[:-1],
+    "queue": lambda h, w: jax.nn.softmax(h @ jnp.concatenate([h, w, w[:1]]).T),
+    "repeat": lambda h, w: jnp.repeat(h, 2, 0) @ w,
+    "scan by doubling": lambda h, w: jax.lax.associative_scan(
+        _turned, (0.9 * jnp.ones_like(h), h)
+    )[1],
+    "a backward rule": lambda h, w: clipped(h[1:]) * clipped(h[:-1]),
+    "diagonal": lambda h, w: (h @ h.T).at[jnp.diag_indices(len(h))].set(-3.0) @ h,
+    "row of an extremum": lambda h, w: h * h[jnp.argmax(h[:, 0])],
+}
+
+
+def loss_of(move):
+    def fun(w, x):
+        h = move(jnp.tanh(x @ w), w)
+        return jnp.sqrt((h**2).sum() + 1) + jnp.sin(h).mean(), h
+
+    return fun
+
+
+def dependencies(move, k=4):
+    h, w, _ = arguments()
+    return ga.batch_dependencies(loss_of(move), k, has_aux=True)(w, h)
+
+
+@pytest.mark.grid(2, 8)
+@pytest.mark.parametrize("k", [4, 1, 2, N])
+@pytest.mark.parametrize("name", MOVES)
+def test_rows_that_move_are_right_and_not_computed_whole(name, k):
+    h, w, _ = arguments()
+    fun, options = loss_of(MOVES[name]), {"has_aux": True}
+    step = ga.value_and_grad(fun, k, **options)
+    assert apart(step, jax.value_and_grad(fun, **options), w, h) < 10 * BOUND
+    assert dependencies(MOVES[name], k).whole == []
+
+
+@pytest.mark.parametrize(("name", "rows"), [("halves of two views", []), ("roll", [N])])
+def test_halves_of_two_views_stay_where_they_are(name, rows):
+    meetings = dependencies(MOVES[name]).meetings
+    found = [m.type.shape for m in meetings if m.kind == "stack"]
+    assert found == [(n // 4, D) for n in rows]
+
+
+def clipped_mean(kernel, x):
+    """The mean of clipped gradients of single rows, as in private training."""
+
+    def one(kernel, x):
+        found = jax.lax.conv(x[None], kernel, (1, 1), "SAME")
+        return jnp.sum(jnp.tanh(found).mean((2, 3)) ** 2)
+
+    grads = jax.vmap(jax.grad(one), (None, 0))(kernel, x)
+    norm = jnp.sqrt(jnp.sum(grads**2, (1, 2, 3, 4), keepdims=True) + 1e-6)
+    return jnp.mean(grads / jnp.maximum(1, norm), 0)
+
+
+def test_gradients_of_rows_through_a_convolution_take_the_memory_of_a_few(monkeypatch):
+    kernel, x = jnp.ones((8, 3, 3, 3), "f4") / 9, jnp.ones((32, 3, 16, 16), "f4")
+    whole, one = (
+        temporaries(jax.jit(clipped_mean), kernel, rows) for rows in (x, x[:4])
+    )
+
+    def taken():
+        return temporaries(jax.jit(ga.microbatch(clipped_mean, 8)), kernel, x)
+
+    assert taken() < 1.2 * one < 0.5 * whole
+    monkeypatch.delitem(RULES.known, "conv_general_dilated")  # the twin
+    assert taken() > 2 * one

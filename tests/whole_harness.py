@@ -16,7 +16,6 @@ from ga_optax._partition import (
     Rows,
     partition,
     table,
-    writer,
 )
 from ga_optax._passes.rowwise import READ
 
@@ -210,62 +209,3 @@ def in_rule(key, act):
         return (lambda *args: act(rule(*args))) if name == key else rule
 
     return change
-
-
-# What a rule has of other micro-batches, made wrong: nothing is gathered or summed, all
-# have every row, a whole addend is added k times, and each micro-batch takes itself for
-# the first.
-SEAMS = {
-    "sum": lambda self, plain, x: x,
-    "gather": lambda self, plain, x: jnp.broadcast_to(x, (K, *x.shape)),
-    "joined": lambda self, plain, v: jnp.concatenate([v.x] * K, v.dim),
-    "held": lambda self, plain, v, row: (plain(v, row)[0], row == row),
-    "addend": lambda self, plain, v: v.x,
-    "index": lambda self, plain: jnp.zeros_like(plain()),
-}
-
-
-@contextlib.contextmanager
-def with_seams(is_within, broken, met):
-    """What rules read of the writer is noted in `met`, and `broken` of it is wrong.
-
-    That holds within the rules for which `is_within(key, rule)`, and not in others that
-    these call.
-    """
-    stack, patches = [], contextlib.ExitStack()
-
-    def change(key, rule):
-        def run(*args):
-            stack.append(is_within(key, rule))
-            try:
-                return rule(*args)
-            finally:
-                stack.pop()
-
-        return run
-
-    def seam(name, plain):
-        def run(self, *args):
-            if not (stack and stack[-1]):
-                return plain(self, *args)
-            met.add(name)
-            if name != broken:
-                return plain(self, *args)
-            return SEAMS[name](self, lambda *given: plain(self, *given), *args)
-
-        return run
-
-    def write(self, index):
-        self.__dict__["index"] = index
-
-    index = property(seam("index", lambda self: self.__dict__["index"]), write)
-    with patches, with_rules(change):
-        for name in SEAMS:
-            new = index
-            if name != "index":
-                new = seam(name, getattr(writer.Writer, name))
-            create = name == "index"
-            patches.enter_context(
-                mock.patch.object(writer.Writer, name, new, create=create)
-            )
-        yield

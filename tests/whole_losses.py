@@ -118,18 +118,7 @@ def checkpointed(p, b):
     return (h**2).mean(), None
 
 
-def generated(p, b):
-    """A generator and a critic: what is made has rows, too."""
-    z = jax.random.normal(jax.random.key(3), (len(b["x"]), len(p["mid"])), p["s"].dtype)
-    made, real = jnp.tanh(z @ p["mid"]) @ p["out"], hidden(p, b["x"]) @ p["out"]
-    return (jax.nn.softplus(made) + jax.nn.softplus(-real)).mean(), {"noise": z}
-
-
 # -- Rows meet -------------------------------------------------------------------------
-
-
-def root(p, b):
-    return jnp.sqrt((hidden(p, b["x"]) ** 2).mean()), None
 
 
 def dice(p, b):
@@ -200,13 +189,6 @@ def hard_triplet(p, b):
     same = b["c"][:, None] == b["c"][None]
     worst = jnp.where(same, d, 0).max(1) - jnp.where(same, 9.0, d).min(1)
     return jax.nn.relu(worst + 0.3).mean(), None
-
-
-def barlow(p, b):
-    one, two = (standard(z) for z in both(p, b))
-    c = one.T @ two / len(one)
-    off = c - jnp.diag(jnp.diagonal(c))
-    return ((jnp.diagonal(c) - 1) ** 2).sum() + 0.1 * (off**2).sum(), None
 
 
 def vicreg(p, b):
@@ -285,36 +267,6 @@ def sinkhorn(p, b):
     return (plan * cost).sum() / len(x), {"f": f, "plan": plan}
 
 
-def mmd(p, b):
-    x, y = both(p, b)
-
-    def kernel(x, y):
-        d = (x**2).sum(1)[:, None] + (y**2).sum(1)[None] - 2 * x @ y.T
-        return sum(jnp.exp(-d / s) for s in (4.0, 16.0))
-
-    n, k = len(x), kernel(x, y)
-    within = kernel(x, x).sum() + kernel(y, y).sum() - 4 * n
-    return within / (n * (n - 1)) - 2 * k.mean(), {"k": k}
-
-
-def deep_cluster(p, b):
-    """Rows to their nearest prototypes, as equal shares of which as can be (SwAV)."""
-    one, two = (h @ p["mid"] for h in both(p, b))
-    q = jnp.exp(jax.lax.stop_gradient(one) / 2)
-    for _ in range(3):
-        q = q / q.sum(0)
-        q = q / q.sum(1, keepdims=True)
-    return -(q * jax.nn.log_softmax(two)).sum(1).mean(), {"share": q.mean(0)}
-
-
-def average_precision(p, b):
-    s = hidden(p, b["x"]).sum(1)
-    above = jax.nn.sigmoid((s[None] - s[:, None]) * 2)
-    positive = b["m"].astype(s.dtype)
-    rank, of_positives = 0.5 + above.sum(1), 0.5 + (above * positive).sum(1)
-    return 1 - (of_positives / rank * positive).sum() / positive.sum(), {"rank": rank}
-
-
 def survival(p, b):
     """Cox: each row against all that come after it in time."""
     time, risk = b["x2"][:, 0], hidden(p, b["x"]).sum(1)
@@ -362,17 +314,15 @@ class Loss(NamedTuple):
 _TWICE = (2, 1)
 _TABLE = (
     *map(Loss, (mean, total, classes, masked, tokens)),
-    *map(Loss, (dropout, pairs, checkpointed, generated, advantages, deep_cluster)),
-    *(Loss(f, _TWICE) for f in (root, dice, clip, simclr, hard_triplet)),
+    *map(Loss, (dropout, pairs, checkpointed, advantages)),
+    *(Loss(f, _TWICE) for f in (dice, clip, simclr, hard_triplet)),
     *(Loss(f, _TWICE) for f in (softmax_over_rows, largest, segments, ranked, hardest)),
-    *(Loss(f, _TWICE) for f in (sinkhorn, mmd, average_precision, survival)),
-    Loss(gradient_penalty, _TWICE),
+    *(Loss(f, _TWICE) for f in (sinkhorn, survival, gradient_penalty)),
     Loss(batch_norm, share=0.55),  # the rows of each layer are kept
     Loss(layers, (2, 1)),
     # What rows have of each other is most of what there is.
     Loss(experts, _TWICE, 0.65),
     Loss(vicreg, _TWICE, 0.7),
-    Loss(barlow, _TWICE, 0.75),
     Loss(routed, _TWICE, 0.9),
     Loss(attention, _TWICE, 1.25),
     Loss(shifted, _TWICE, 1.5),

@@ -13,15 +13,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 
-N, D = 12, 6
-
-
-def arguments(length, n=N, seed=0):
-    """So many matrices, and a batch of two leaves."""
-    rng = np.random.default_rng(seed)
-    params = [jnp.asarray(rng.normal(size=(D, D)) * 0.4) for _ in range(length)]
-    x, y = (jnp.asarray(rng.normal(size=(n, D))) for _ in range(2))
-    return params, {"x": x, "y": y}
+N = 12
 
 
 # -- Functions with rules of their own -------------------------------------------------
@@ -129,10 +121,6 @@ sines.defvjp(
 # -- Row by row ------------------------------------------------------------------------
 
 
-def _narrow(h, w, b):
-    return h + h.astype(jnp.float32).astype(h.dtype) ** 2 / 9
-
-
 def _each_inverse(h, w, b):
     matrices = jax.vmap(lambda x: jnp.outer(x, x) + 2 * jnp.eye(x.size))(h)
     return jnp.einsum("nij,nj->ni", jnp.linalg.inv(matrices), h)
@@ -174,20 +162,9 @@ def _slope(h, w, b):
 
 BY_ROW = {
     "dense": lambda h, w, b: jnp.tanh(h @ w),
-    "relu": lambda h, w, b: jax.nn.relu(h @ w) + 0.1 * h,
-    "layer norm": lambda h, w, b: h - h.mean(1, keepdims=True),
-    "unit": lambda h, w, b: h / jnp.sqrt((h**2).sum(-1, keepdims=True) + 0.1),
-    "softmax": lambda h, w, b: jax.nn.softmax(h) * h.sum(1, keepdims=True),
     "own entry": lambda h, w, b: (
         h + jax.nn.log_softmax(h)[jnp.arange(len(h)), b["ids"] % h.shape[1]][:, None]
     ),
-    "along": lambda h, w, b: h * jnp.take_along_axis(h, h.argmax(1)[:, None], 1),
-    "sorted features": lambda h, w, b: jnp.sort(h, 1),
-    "top k": lambda h, w, b: h + lax.top_k(h, 1)[0],
-    "masked": lambda h, w, b: jnp.where(b["mask"][:, None] & (h > -1), h, 0.2 * h),
-    "gathered": lambda h, w, b: h + w[b["ids"] % len(w)],
-    "bilinear": lambda h, w, b: h + 0.1 * jnp.einsum("nd,de,ne->n", h, w, h)[:, None],
-    "narrow": _narrow,
     "complex": lambda h, w, b: jnp.abs(h + 1j * (0.5 + w[0] ** 2)),
     "spectrum": lambda h, w, b: h + 0.1 * jnp.abs(jnp.fft.fft(h, axis=1)) ** 2 / 6,
     "conv": lambda h, w, b: lax.conv_general_dilated(
@@ -200,7 +177,6 @@ BY_ROW = {
     "over features": _over_features,
     "branches": _each_cond,
     "until": _until,
-    "mapped": lambda h, w, b: lax.map(lambda x: jnp.tanh(x @ w), h),
     "keys of rows": _row_keys,
     "slope": _slope,
     "kernel": lambda h, w, b: sines(h, w[0]),
@@ -211,33 +187,6 @@ BY_ROW = {
 }
 
 # -- Rows meet -------------------------------------------------------------------------
-
-
-def _heads(h, w, b):
-    q, k, v = (jnp.tanh(h @ w * s) for s in (1.0, 0.5, -0.7))
-    scores = jnp.where(jnp.tril(jnp.ones((len(h),) * 2, bool)), q @ k.T, -1e9)
-    return jax.nn.softmax(scores) @ v
-
-
-def _contrast(h, w, b):
-    z = h / jnp.sqrt((h**2).sum(1, keepdims=True) + 0.1)
-    same = (b["ids"][:, None] == b["ids"][None]) & ~jnp.eye(len(h), dtype=bool)
-    each = jnp.where(same, jax.nn.log_softmax(z @ z.T, 1), 0).sum(1)
-    return h - (each / jnp.maximum(same.sum(1), 1))[:, None]
-
-
-def _hardest(h, w, b):
-    far = ((h[:, None] - h[None]) ** 2).sum(-1)
-    same = b["ids"][:, None] == b["ids"][None]
-    worst = jnp.where(same, far, 0).max(1) - jnp.where(same, 99.0, far).min(1)
-    return h + jax.nn.relu(worst + 1)[:, None] * 0.1
-
-
-def _capacity(h, w, b):
-    gate = jax.nn.softmax(h)
-    chosen = jax.nn.one_hot(gate.argmax(-1), h.shape[1])
-    place = (jnp.cumsum(chosen, 0) * chosen).sum(-1)
-    return jnp.where((place <= 3)[:, None], gate * 2, 0.1 * h)
 
 
 def _group_softmax(h, w, b):
@@ -251,12 +200,6 @@ def _experts(h, w, b):
     sizes = jnp.bincount(b["ids"], length=3).astype(jnp.int32)
     each = w * jnp.cos(jnp.arange(3.0))[:, None, None]
     return jnp.zeros_like(h).at[order].set(lax.ragged_dot(h[order], each, sizes))
-
-
-def _places(h, w, b):
-    mine = jax.nn.one_hot(b["ids"], 3, dtype=jnp.int32)
-    place = (jnp.cumsum(mine, 0) * mine).sum(1) - 1
-    return jnp.where((place < 3)[:, None], h, 0.2 * h)
 
 
 def _layers(h, w, b):
@@ -299,11 +242,6 @@ def _whitened(h, w, b):
     return jax.scipy.linalg.solve_triangular(factor, z.T, lower=True).T
 
 
-def _ranks(h, w, b):
-    order = jnp.argsort(jnp.argsort(h[:, 0])) / len(h)
-    return h * (1 + order.astype(h.dtype))[:, None]
-
-
 def _called_back(h, w, b):
     kind = jax.ShapeDtypeStruct(h.shape, h.dtype)
     found = jax.pure_callback(lambda x: np.sort(x, 0), kind, lax.stop_gradient(h))
@@ -325,46 +263,20 @@ _POLICIES = jax.checkpoint_policies
 
 MEETING = {
     "norm": lambda h, w, b: (h - h.mean(0)) / jnp.sqrt(h.var(0) + 0.1),
-    "softmax of rows": lambda h, w, b: jax.nn.softmax(h, 0),
-    "less the largest": lambda h, w, b: h - 0.3 * h.max(0),
     "those that attain it": lambda h, w, b: h * (h == h.min(0)) + 0.1 * h,
     "ties": _tied,
-    "attention": _heads,
     "distances": lambda h, w, b: jnp.exp(-((h[:, None] - h[None]) ** 2).sum(-1)) @ h,
     "gram": lambda h, w, b: h @ (h.T @ h) / len(h),
-    "contrast": _contrast,
-    "hardest": _hardest,
-    "diagonal": lambda h, w, b: h * jnp.diagonal(h @ h.T)[:, None] * 0.1,
-    "triangle": lambda h, w, b: jnp.tril(h @ h.T) @ h / len(h),
-    "transposed": lambda h, w, b: h + 0.3 * h.T.reshape(h.shape),
     "halves": lambda h, w, b: jnp.concatenate([h[len(h) // 2 :], h[: len(h) // 2]]),
     "thirds": lambda h, w, b: jnp.concatenate([h, -h, h * w[0]])[len(h) : 2 * len(h)],
     "padded": lambda h, w, b: jnp.concatenate([h, w[:1], h])[1 : len(h) + 1],
     "interleaved": lambda h, w, b: jnp.stack([h, jnp.sin(h)], 1).reshape(
         -1, h.shape[1]
     )[::2],
-    "repeated": lambda h, w, b: (
-        jnp.repeat(h, 2, 0)[::2] + jnp.tile(h, (2, 1))[: len(h)]
-    ),
     "others' rows": lambda h, w, b: h[jnp.argsort(h[:, 0])] - h[0],
     "segments": lambda h, w, b: h - jax.ops.segment_sum(h, b["ids"], 3)[b["ids"]] / 4,
-    "largest of groups": lambda h, w, b: (
-        h - jnp.full((3, h.shape[1]), -5.0, h.dtype).at[b["ids"]].max(h)[b["ids"]] / 5
-    ),
     "softmax of groups": _group_softmax,
-    "counts": lambda h, w, b: (
-        h / (1 + jnp.bincount(b["ids"], length=3)[b["ids"]])[:, None]
-    ),
-    "places": _places,
-    "capacity": _capacity,
     "experts": _experts,
-    "set": lambda h, w, b: h.at[0].set(h[1]).at[:, -1].set(h.mean(1)),
-    "ranks": _ranks,
-    "bits": lambda h, w, b: h * (1 + (jnp.bitwise_xor.reduce(b["ids"]) & 1)),
-    "some": lambda h, w, b: jnp.where((b["mask"] & (h[:, 0] > 0)).any(), h, 0.5 * h),
-    "median": lambda h, w, b: h - jnp.median(h, 0),
-    "product": lambda h, w, b: h * jnp.prod(1 + 0.01 * jnp.tanh(h), 0),
-    "flat": lambda h, w, b: jnp.tanh(h.ravel() - h.mean()).reshape(h.shape),
     "clipped": lambda h, w, b: clipped(h) + 0.1 * clipped(w).sum(0),
     "clipped mean": lambda h, w, b: h - clipped(h.mean(0)),
     "centred": lambda h, w, b: centred(h),
@@ -384,16 +296,6 @@ MEETING = {
     ),
     "adapted": _adapted,
     "whitened": _whitened,
-    "volume": lambda h, w, b: (
-        h + 0.1 * jnp.linalg.slogdet(h.T @ h + jnp.eye(len(w)))[1]
-    ),
-    "waves": lambda h, w, b: jnp.real(
-        jnp.fft.ifft(jnp.fft.fft(h, axis=0) * 0.5, axis=0)
-    ),
-    "noise": lambda h, w, b: (
-        h * jax.random.bernoulli(jax.random.key(1), 0.7, h.shape)
-        + jax.random.normal(jax.random.key(2), h.shape, h.dtype)
-    ),
     "mixup": _mixup,
     "called back": _called_back,
 }

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from whole_programs import BY_ROW, STEPS, N, clipped
+from whole_programs import BY_ROW, STEPS, N
 
 import ga_optax as ga
 
@@ -78,7 +78,7 @@ class Program(NamedTuple):
             new = of_matrix(values, name) if name in STEPS else GRAPH[name](values)
             if new is not None and 0 < new.size <= MOST:
                 steps.append(f"{name} {list(new.shape)}")
-                values.add(new)
+                values.values.append(new)
         return *values.loss(), [*steps, *values.inside]
 
     def arguments(self):
@@ -97,8 +97,7 @@ class Program(NamedTuple):
 
 
 def _drawn_name(values):
-    table = values.pick(GRAPH, STEPS, STEPS)
-    return str(values.rng.choice(list(table)))
+    return str(values.rng.choice(list(values.pick(GRAPH, GRAPH, STEPS))))
 
 
 def draw(seed):
@@ -205,14 +204,7 @@ class _Values:
     def __init__(self, seed, params, batch, insides):
         self.rng, self.batch, self.insides = np.random.default_rng(seed), batch, insides
         self.params, self.values = params, [*params, *(batch[n] for n in SHAPES)]
-        self.ids = [batch["ids"], jnp.arange(N, dtype=jnp.int32)]
         self.inside: list[Any] = []
-
-    def add(self, new):
-        if jnp.issubdtype(new.dtype, jnp.inexact):
-            self.values.append(new)
-        else:
-            self.ids.append(new.astype(jnp.int32))
 
     def one(self, least=0):
         """A value with so many axes; later ones are drawn more often."""
@@ -221,7 +213,7 @@ class _Values:
 
     def index(self):
         """Integers along one axis."""
-        return self.pick(*(v for v in self.ids if v.ndim == 1))
+        return self.pick(self.batch["ids"], jnp.arange(N, dtype=jnp.int32))
 
     def axis(self, v):
         return int(self.rng.integers(v.ndim))
@@ -253,7 +245,7 @@ class _Values:
         value = sum(jnp.sin(v + 0.3 * i).mean() for i, v in enumerate(last))
         if self.rng.random() < 0.5:
             value = jnp.sqrt(1 + value**2) * jnp.tanh(last[1]).sum()
-        aux = {"last": last[0], "one": last[2], "id": self.ids[-1]}
+        aux = {"last": last[0], "one": last[2], "id": self.batch["ids"] + 1}
         return value, aux | {"count": self.batch["mask"].sum(), "first": self.params[0]}
 
 
@@ -399,11 +391,6 @@ def reduced(g):
     return small(f(v + 0.01, axis=g.pick(g.axis(v), None), keepdims=keep))
 
 
-def searched(g):
-    v = g.one(1)
-    return g.pick(jnp.argmax, jnp.argmin, jnp.argsort)(v, axis=g.axis(v)) % N
-
-
 def along(g):
     v = g.one(1)
     f = g.pick(
@@ -446,12 +433,6 @@ def product(g):
     return small(jnp.tensordot(v, u, ((d,), (u.shape.index(v.shape[d]),))))
 
 
-def of_pairs(g):
-    v = g.one(1)
-    v = v.reshape(v.shape[0], -1)
-    return small((v[:, None] - v[None]).sum(-1) * g.pick(1.0, 0.1))
-
-
 def of_each(g):
     v = g.one(2)
     d = g.axis(v)
@@ -468,24 +449,6 @@ def of_each(g):
 def looked_up(g):
     v, i = g.one(1), g.index()
     return jnp.take(v, i, axis=g.axis(v), mode=g.pick("wrap", "clip"))
-
-
-def with_entries(g):
-    """Entries of rows, which are picked or changed by an index."""
-    v, i = g.one(2), g.index()
-    if v.shape[0] != i.shape[0]:
-        return None
-    at = v.at[jnp.arange(len(i)), i % v.shape[1]]
-    return g.pick(at.get, lambda: at.set(0.5), lambda: at.add(v[:, 0]))()
-
-
-def added_up(g):
-    v, i = g.one(1), g.index()
-    if v.shape[0] != i.shape[0]:
-        return None
-    f = g.pick(jax.ops.segment_sum, jax.ops.segment_max)
-    found = f(v, i % 4, g.pick(4, N))
-    return small(jnp.where(jnp.isfinite(found), found, 0.0))
 
 
 def updated(g):
@@ -507,57 +470,17 @@ def scanned(g):
     return small(g.pick(*lax.scan(f, jnp.zeros_like(v[0]), v, reverse=reverse)))
 
 
-def looped(g):
-    v, w = g.one(1), g.one()
-    f = g.pick(
-        lambda i, x: jnp.tanh(x + i),
-        lambda i, x: x - 0.1 * x.mean(0),
-        lambda i, x: x * jnp.sin(w.mean()),
-    )
-    return lax.fori_loop(0, int(g.pick(2, 3)), f, v)
-
-
-def branched(g):
-    v, w = g.one(1), g.one()
-    f = g.pick(jnp.sin, lambda x: x - x.mean(0), lambda x: x[::-1])
-    return lax.cond(w.sum() > 0.3, f, jnp.tanh, v)
-
-
-def again(g):
-    v = g.one(1)
-    d = g.axis(v)
-    return jax.checkpoint(lambda v: jnp.sin(v) - jnp.sin(v).mean(d, keepdims=True))(v)
-
-
-def with_rule(g):
-    return g.pick(clipped, jax.nn.silu, jax.nn.relu6, jax.nn.logsumexp)(g.one(1))
-
-
 def drawn(g):
     v = g.one(1)
     key = jax.random.key(int(g.rng.integers(9)))
     return v * g.pick(jax.random.normal, jax.random.uniform)(key, v.shape, v.dtype)
 
 
-def one_hot(g):
-    return jax.nn.one_hot(g.index() % 4, 4, dtype=jnp.float64)
-
-
-def counted(g):
-    v = g.one(1)
-    return v * lax.broadcasted_iota(jnp.float64, v.shape, g.axis(v)) / N
-
-
-def cast(g):
-    return jnp.arange(N).astype(g.pick(jnp.int8, bool, jnp.uint8)).astype(jnp.int32)
-
-
 GRAPH = {
     f.__name__: f
     for f in (
-        *(around, around, by_number, of_two, reduced, searched, along, moved, reshaped),
-        *(product, of_pairs, of_each, looked_up, with_entries, added_up, updated),
-        *(scanned, looped, branched, again, with_rule, drawn, one_hot, counted, cast),
+        *(around, around, by_number, of_two, reduced, along, moved, reshaped),
+        *(product, of_each, looked_up, updated, scanned, drawn),
     )
 }
 

@@ -29,32 +29,11 @@ def logged(c, w, p):
     return (h, a + (z**2).mean()), (jnp.sqrt((h**2).sum()), h[:, 0] ** 2)
 
 
-def shares(c, w, p):
-    """A balance term: shares of the rows, which have no gradient, times mean gates."""
-    h, a = c
-    h = jnp.tanh(h @ w)
-    gates = jax.nn.softmax(h)
-    top = jax.nn.one_hot(gates.argmax(-1), D)
-    return (h, a), (top.mean(0) * gates.mean(0)).sum()
-
-
 def centred(c, w, p):
     h, a = c
     h = jnp.tanh(h @ w)
     late = h - h.mean(0)
     return (h, a + jnp.sqrt((late**2).mean())), (late**3).mean(0)
-
-
-def wide(c, w, p):
-    h, a = c
-    t = jnp.tanh(jnp.concatenate([h @ w] * 4, 1))
-    return (jnp.tanh(t[:, :D]), a + ((t - t.mean(0)) ** 4).mean()), ()
-
-
-def highest(c, w, p):
-    h, a = c
-    h = jnp.tanh(h @ w)
-    return (h, a + jnp.where(h == h.max(0), h, 0).sum(0)), h.max(0)
 
 
 def running(c, w, p):
@@ -123,7 +102,7 @@ def with_rule(c, w, p):
     return (h, a + jnp.sqrt((h**2).mean())), ((h - h.mean(0)) ** 4).mean()
 
 
-ON_THE_SIDE = (carried, logged, shares, centred, wide, highest, running, fixed)
+ON_THE_SIDE = (carried, logged, centred, running, fixed)
 RINGS = (ring_aside, ring, nested_ring)
 BODIES = (*ON_THE_SIDE, nested, with_rule, *RINGS)
 

@@ -1,0 +1,192 @@
+"""What is alike is traced, differentiated and partitioned once."""
+
+import helpers
+import jax
+import jax.numpy as jnp
+import pytest
+from helpers import normal
+from jax.interpreters import ad
+
+import ga_optax as ga
+from ga_optax import accumulator
+from ga_optax._partition.writer import Writer
+from ga_optax._passes import ir
+
+# -- Equations that are alike are differentiated once ----------------------------------
+
+LAYERS, WIDTH = 6, 4
+OPTIMIZE = pytest.mark.parametrize("optimize", [True, False])
+
+
+def dense(params, x):
+    for w in params:
+        x = jnp.tanh(x @ w + 0.5 * jnp.square(x))
+    return jnp.mean(x * x)
+
+
+def arguments(dtype=jnp.float32):
+    ws = [normal(WIDTH, WIDTH, seed=i).astype(dtype) for i in range(LAYERS)]
+    return ws, normal(8, WIDTH, seed=9).astype(dtype)
+
+
+def mixed(params, x):
+    """Layers with a jitted function, a rule, a checkpoint, keys and a scan."""
+
+    @jax.checkpoint
+    def layer(x, w):
+        return jax.nn.relu(jax.nn.softmax(x @ w) - 0.2)
+
+    for i, w in enumerate(params):
+        keep = jax.random.bernoulli(
+            jax.random.fold_in(jax.random.key(0), i), 0.5, (WIDTH,)
+        )
+        table = jnp.sin(jnp.arange(WIDTH, dtype=x.dtype) * 0.7)
+        x = x + jnp.where(keep[None], layer(x, w), 0) * table[None]
+    stacked = jnp.stack(params)
+    x = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, stacked)[0]
+    return jnp.mean(jnp.square(x))
+
+
+@OPTIMIZE
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("loss", [dense, mixed])
+def test_the_program_is_that_without_the_pass(loss, dtype, optimize, monkeypatch):
+    def text():
+        step = jax.jit(ga.value_and_grad(loss, 2, optimize=optimize))
+        return step.lower(*arguments(dtype)).as_text()
+
+    with_pass = text()
+    helpers.without_pass(monkeypatch, "repeats")
+    assert text() == with_pass
+
+
+@OPTIMIZE
+def test_a_rule_is_run_once_for_all_layers(optimize, monkeypatch):
+    rule, runs = ad.primitive_jvps[jax.lax.tanh_p], []
+
+    def number():
+        runs.clear()
+        jax.make_jaxpr(ga.value_and_grad(dense, 2, optimize=optimize))(*arguments())
+        return len(runs)
+
+    counted = lambda *args, **how: runs.append(1) or rule(*args, **how)  # noqa: E731
+    monkeypatch.setitem(ad.primitive_jvps, jax.lax.tanh_p, counted)
+    assert number() == 1
+    helpers.without_pass(monkeypatch, "repeats")
+    assert number() == LAYERS
+
+
+# -- What layers have in common is partitioned once ------------------------------------
+
+
+@jax.custom_vjp
+def clipped(x):
+    return jnp.sin(x)
+
+
+clipped.defvjp(
+    lambda x: (jnp.sin(x), x), lambda x, ct: (jnp.clip(ct, -1, 1) * jnp.cos(x),)
+)
+ALIKE = {
+    # Each time a new function.
+    "checkpoint": lambda x: jax.checkpoint(lambda x: jnp.tanh(x) * 2)(x),
+    "jvp": jax.nn.relu,
+    "vjp": clipped,
+    "draw": lambda x: jnp.where(
+        jax.random.bernoulli(jax.random.key(0), 0.9, x.shape), x, 0.0
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_jax_runs_the_rules_of_alike_layers_on_one_program(name, monkeypatch):
+    def loss(params, x):
+        for i, w in enumerate(params):
+            x = ALIKE[name](x[:, :1] * w[None]) + float(i)
+        return jnp.mean(x**2)
+
+    def programs(number):
+        args = [jnp.ones(4)] * number, jnp.ones((8, 4))
+        step = jax.make_jaxpr(ga.value_and_grad(loss, 2))(*args)
+        loops = [e.params["jaxpr"] for e in step.eqns if e.primitive.name == "scan"]
+        every = [e for loop in loops for e in loop.eqns]
+        found = [e.params["jaxpr"] for e in every if ir.is_inline(e)]
+        return len({id(getattr(x, "jaxpr", x)) for x in found}), len(found)
+
+    (few, calls), (many, more) = map(programs, (2, 7))
+    assert few == many
+    assert calls < more
+    monkeypatch.setattr(Writer, "once", lambda self, make, *its: make())  # the twin
+    assert programs(2)[0] < programs(7)[0]
+
+
+# -- What each leaf of the parameters adds to a program --------------------------------
+
+K = 4
+
+
+def scaled(params, x):
+    for scale in params:
+        x = jnp.tanh(x * scale)
+    return jnp.mean(jnp.square(x))
+
+
+def terms(params, x):
+    """Each matrix in a term of its own: all their products share an operand."""
+    products = (x.astype(w.dtype) @ w for w in params)
+    return sum(jnp.mean(jnp.square(y)).astype(jnp.float32) for y in products)
+
+
+def plain_scan(loss):
+    def window(params, x):
+        def micro_step(carry, x):
+            new = jax.value_and_grad(loss)(params, x)
+            return jax.tree.map(lambda t, g: t + g.astype(t.dtype), carry, new), None
+
+        wide = [jnp.zeros(w.shape, jnp.float32) for w in params]
+        parts = jnp.reshape(x, (K, -1, *x.shape[1:]))
+        value, grads = jax.lax.scan(micro_step, (jnp.zeros([]), wide), parts)[0]
+        means = [(g / K).astype(w.dtype) for g, w in zip(grads, params, strict=True)]
+        return value / K, means
+
+    return window
+
+
+def of_a_leaf(step, leaf):
+    """How many lines one leaf more adds to a program."""
+    x = jax.ShapeDtypeStruct((2 * K, 3), jnp.float32)
+    few, many = (jax.jit(step).lower([leaf] * n, x).as_text() for n in (8, 24))
+    return (len(many.splitlines()) - len(few.splitlines())) / 16
+
+
+def test_a_leaf_adds_to_a_program_what_it_adds_to_a_plain_scan(monkeypatch):
+    leaf = jax.ShapeDtypeStruct((1, 3), jnp.float32)
+    plain = of_a_leaf(plain_scan(scaled), leaf)
+    assert of_a_leaf(ga.value_and_grad(scaled, K), leaf) <= plain
+
+    def cleared(params, dtype):
+        acc = accumulator.init(params, dtype)
+        clear = lambda x: accumulator.cleared(x, acc.count == 0)  # noqa: E731
+        return acc._replace(total=jax.tree.map(clear, acc.total))
+
+    # The twin begins with zeros that it clears, one by one.
+    monkeypatch.setattr(accumulator, "begun", cleared)
+    assert of_a_leaf(ga.value_and_grad(scaled, K), leaf) > plain
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_products_that_are_alike_are_traced_once_and_are_one_function(
+    dtype, monkeypatch
+):
+    leaf, traced = jax.ShapeDtypeStruct((3, 3), dtype), []
+    once = ir.traced
+    monkeypatch.setattr(ir, "traced", lambda *a: traced.append(1) or once(*a))
+    plain = of_a_leaf(plain_scan(terms), leaf)
+    # A mean in bfloat16 is rounded once, where the sum of all rows is.
+    more = 1.3 if dtype == jnp.bfloat16 else 1.0
+    assert of_a_leaf(ga.value_and_grad(terms, K), leaf) <= more * plain
+    assert len(traced) == 2  # of two programs
+    # The twin has no name for what they have in common.
+    monkeypatch.setattr(ir, "key_of", lambda *_: object())
+    assert of_a_leaf(ga.value_and_grad(terms, K), leaf) > 1.2 * plain
+    assert len(traced) == 2 + 24 + 8
