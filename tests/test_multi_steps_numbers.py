@@ -504,5 +504,3 @@ def test_a_window_without_a_step_keeps_the_norm_and_without_track_norm_there_is_
         ga.grad_norm(plain.init(params))
     with pytest.raises(ValueError, match="_replace\\(grad_norm="):
         tx.update(params, plain.init(params), params)
-    with pytest.raises(TypeError, match="track_norm must be a Python bool"):
-        ga.MultiSteps(SGD, 2, track_norm=1)

@@ -445,29 +445,3 @@ def test_the_states_dtypes_and_structure_do_not_drift(dtype):
     assert (
         int(step(jnp.copy(grads[0]), tx.init(grads[0]), grads[1])[1].noise.count) == 1
     )
-
-
-# -- Bad input -------------------------------------------------------------------------
-
-NOISY, PLAIN = tracking(2), ga.MultiSteps(FROZEN, 2)
-STATE, OTHER = PLAIN.init(G), NOISY.init(G)
-ERRORS = [
-    (lambda: ga.MultiSteps(FROZEN, 2, track_noise=1), TypeError, "a Python bool"),
-    (lambda: ga.noise_scale(STATE), ValueError, "track_noise=True, but there is none"),
-    (lambda: ga.noise_scale(optax.EmptyState()), ValueError, "none in a EmptyState"),
-    (
-        lambda: ga.noise_scale((OTHER, OTHER)),
-        ValueError,
-        r"2: \[0\].*, \[1\].*Pass the",
-    ),
-    (lambda: ga.apply_gradients(NOISY, G, STATE, G), ValueError, r"_replace\(noise="),
-    (lambda: ga.flush(NOISY, STATE, G), ValueError, r"_replace\(noise="),
-]
-
-
-@pytest.mark.parametrize(("call", "error", "words"), ERRORS)
-def test_what_does_not_fit_is_refused_by_name(call, error, words):
-    with pytest.raises(error, match=words):
-        call()
-    # What the message says to do, works.
-    ga.apply_gradients(NOISY, G, STATE._replace(noise=OTHER.noise), G)
