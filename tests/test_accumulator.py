@@ -225,17 +225,3 @@ def test_a_donated_add_works_in_place():
     # The twin: a sum with a zero tree, as a reset pass would make it, is two passes.
     pointer = acc.total["w"].unsafe_buffer_pointer()
     assert compiled(acc, grads).total["w"].unsafe_buffer_pointer() == pointer
-
-
-# -- Bad input -------------------------------------------------------------------------
-
-PARAMS = {"dense": {"kernel": jnp.ones((2, 3)), "bias": jnp.ones(3)}}
-
-
-def made(dtype):
-    return lambda _: accumulator.init(PARAMS, dtype)
-
-
-def merged(one, other):
-    both = accumulator.init({"a": one}), accumulator.init({"a": other})
-    return lambda jit: jit(accumulator.merge)(*both)

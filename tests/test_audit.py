@@ -5,7 +5,7 @@ import json
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import ga_optax as ga
@@ -331,31 +331,6 @@ def test_a_compiled_program_is_read_as_it_runs(inside):
     assert "data_axis=" in str(audit)
 
 
-def test_who_passed_data_axis_is_not_told_to_pass_it():
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-
-    def loss(w, x):
-        return jnp.mean(jnp.tanh(x @ w) ** 2)
-
-    def page(**options):
-        sharding = NamedSharding(mesh, P("data"))
-        w = jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=sharding)
-        x = jax.ShapeDtypeStruct((32, 8), jnp.float32, sharding=sharding)
-        step = jax.jit(ga.value_and_grad(loss, 4, **options))
-        return " ".join(str(ga.audit(step.lower(w, x).compile(), mesh)).split())
-
-    found = page(data_axis=ga.DataAxis("data", param_specs=P("data")))
-    assert "move data between devices" in found
-    assert "data_axis=" not in found
-    # The twin: without it, the parameters are gathered and the gradients reduced.
-    assert "data_axis=" in page()
-
-
-def test_one_device_does_not_communicate():
-    compiled = jax.jit(lambda x: x + 1).lower(jnp.ones(3)).compile()
-    assert str(ga.audit(compiled)).startswith("No collectives")
-
-
 @pytest.mark.parametrize("wrong", [None, 3, jax.jit(lambda x: x).lower(1.0)])
 def test_what_is_not_compiled_says_how_to(wrong):
     with pytest.raises(TypeError, match=r"lower\(\*args\)\.compile\(\)"):
@@ -368,15 +343,12 @@ def test_text_that_is_no_hlo_says_what_to_pass(text):
         ga.audit(text)
 
 
-def test_the_command_line_prints_the_table(tmp_path, capsys):
+def test_the_status_of_the_command_is_1_if_a_loop_communicates(tmp_path, capsys):
     file = tmp_path / "step.txt"
     file.write_text(entry(PARAMETER, WHILE + trips(5), before=LOOP))
-    assert main(["audit", str(file)]) == 1
-    assert "loop of 5" in capsys.readouterr().out
     assert main(["audit", str(file), "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert found["in_loop"] == found["collectives"] != []
-    assert found["in_loop"][0]["times"] == 5
     file.write_text(entry(PARAMETER))
     assert main(["audit", str(file)]) == 0
     assert "No collectives" in capsys.readouterr().out

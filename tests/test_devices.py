@@ -519,20 +519,6 @@ def test_accumulate_at_top_level_merges_once_a_call(sharded, sync):
 # -- Composition -----------------------------------------------------------------------
 
 
-def test_other_arguments_pass_through_traced_or_not():
-    mesh = make_mesh(AxisType.Auto)
-
-    def loss(w, x, scale, *, power, shift):
-        assert isinstance(power, int)
-        return jnp.mean((x * w * scale + shift) ** power)
-
-    fun = ga.value_and_grad(loss, 2, data_axis=ga.DataAxis("data", mesh=mesh))
-    args = jnp.float32(2.0), jnp.arange(16, dtype=jnp.float32), jnp.float32(3.0)
-    want = jax.value_and_grad(loss)(*args, power=2, shift=jnp.float32(1.0))
-    got = jax.jit(lambda *a: fun(*a, power=2, shift=jnp.float32(1.0)))(*args)
-    assert_close(got, want)
-
-
 @pytest.mark.slow
 def test_it_can_be_differentiated_and_batched():
     params, batch = make_params(), make_batch()

@@ -6,7 +6,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import test_same_bits
 from helpers import bits, mean_of, nbytes, squares
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -108,20 +107,6 @@ def test_without_logical_devices_the_bits_depend_on_the_devices():
         args = put(params, mesh, P()), put(batch, mesh, P("data"))
         results.append(bits(jax.jit(fun)(*args)))
     assert results[0] != results[1]
-
-
-@pytest.mark.published
-@pytest.mark.parametrize("seed", [0, 1, 4])
-def test_a_random_model_has_the_same_bits_on_any_number_of_devices(seed, monkeypatch):
-    k = 1 + seed % 2
-    monkeypatch.setattr(test_same_bits, "K", L * k)
-    loss, params, batch = test_same_bits.draw(seed)
-    results = []
-    for mesh in map(make_mesh, NUMBERS):
-        fun = ga.value_and_grad(jax.checkpoint(loss), k, data_axis=logical(mesh))
-        args = put(params, mesh, P()), put(batch, mesh, P("data"))
-        results.append(bits(jax.jit(fun)(*args)))
-    assert results == results[:1] * len(results)
 
 
 # -- The order of the sums -------------------------------------------------------------
@@ -279,18 +264,6 @@ def test_it_sends_as_many_bytes_as_an_all_reduce(n):
     ring = 2 * (n - 1) / n * nbytes(params)
     assert wire_bytes(ours, n) - wire_bytes(plain, n) <= padding * 2 * (n - 1) / n
     assert ring <= wire_bytes(plain, n) < 1.001 * ring
-
-
-def test_a_gradient_that_stays_sharded_is_not_gathered():
-    mesh = make_mesh(4)
-    params, batch = np.zeros((256, 128), np.float32), normal(12, ROWS, 256)
-    data_axis = logical(mesh, param_specs=P("data"))
-    fun = jax.jit(ga.value_and_grad(squares, 2, data_axis=data_axis))
-    args = put(params, mesh, P("data")), put(batch, mesh, P("data"))
-    found = ga.audit(fun.lower(*args).compile(), mesh).collectives
-    large = [(c.kind, c.num_bytes) for c in found if c.num_bytes > 100]
-    whole = nbytes(params)
-    assert sorted(large) == [("all-gather", whole // 4), ("all-to-all", whole)]
 
 
 # -- Why one device agrees -------------------------------------------------------------

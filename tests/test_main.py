@@ -40,9 +40,6 @@ def total(params, batch):
 def masked(params, batch):
     return jnp.sum(errors(params, batch) * batch["mask"]) / jnp.sum(batch["mask"])
 
-def with_aux(params, batch):
-    return mean(params, batch), batch
-
 def masked_with_aux(params, batch):
     return masked(params, batch), batch["mask"].sum()
 
@@ -55,9 +52,6 @@ def turned():
 
 def of_turned(params, batch):
     return mean(params, {"x": batch["x"].T})
-
-def count(batch):
-    return batch["mask"].sum()
 
 def with_key():
     return (*make_inputs(), jax.random.key(0))
@@ -100,8 +94,6 @@ def ragged():
     w, x = shapes()
     return w, {"x": x, "scale": jax.ShapeDtypeStruct((), jnp.float32)}
 
-def not_jitted(num_microbatches):
-    return len
 """
 
 HLO = """\
@@ -164,10 +156,8 @@ TURNED = "verify of_turned turned -k 4"
     [
         (f"verify mean {VERIFY}", 0, SAME),
         (f"verify Losses.mean {VERIFY}", 0, SAME),
-        (f"verify with_aux {VERIFY} --has-aux", 0, SAME),
         (f"verify total {VERIFY}", 1, "(SCALE)"),
         (f"verify masked {VERIFY}", 2, "(NOT_FINITE)"),
-        (f"verify masked {VERIFY} --weight-fn users_code:count", 0, SAME),
         (
             f"verify masked_with_aux {VERIFY} --has-aux --weight-fn users_code:given",
             0,
@@ -194,31 +184,19 @@ def test_the_status_says_what_the_page_does(run, line, status, said):
     [
         ("verify users_code make_inputs -k 2", "Write users_code:loss"),
         ("verify users_code.py:mean make_inputs -k 2", "Write users_code:mean"),
-        ("verify a/users_code.py:mean make_inputs -k 2", "Write users_code:mean"),
         ("verify no_such_module:f make_inputs -k 2", "no 'no_such_module'"),
         ("verify nothing make_inputs -k 2", "no attribute 'nothing'"),
-        ("verify zzz make_inputs -k 2", "Check the name."),
         ("verify totals make_inputs -k 2", "Did you mean total?"),
         ("verify Losses.man make_inputs -k 2", "Did you mean mean?"),
         ("verify number make_inputs -k 2", "it is of type int. Name"),
         ("verify mean one_thing -k 2", "a value of type int"),
         ("verify mean make_inputs -k 3", "must divide"),
-        ("verify errors make_inputs -k 2", "must be a scalar"),
-        ("verify with_aux make_inputs -k 2", "Pass has_aux=True"),
-        ("verify of_turned turned -k 4", "leaf ['mask']"),
         (f"verify mean {VERIFY} --batch-axes 'x: 1'", "as Python writes it"),
-        (f"verify mean {VERIFY} --batch-axes \"{{'x': 1}}\"", "a prefix of"),
-        (f"{STEP} --memory-limit 16G", "but it is '16G'"),
         ("plan make_step one_thing", "must return the arguments of the step"),
         ("plan make_step ragged", "no common axis 0. Pass --batch-size"),
-        ("plan make_steps shapes", "Did you mean make_step"),
-        ("plan not_jitted shapes --memory-limit 1GiB", "which has no `lower`"),
-        (f"{STEP} --memory-limit 1GiB --candidates 3", "but 3 does"),
-        (f"{STEP} --batch-size 0", "must be at"),
         (STEP, "memory_limit must be given"),  # a CPU has none
         (f"{STEP} --target mac", "target must be one of"),
         ("audit notes.txt", "cannot read"),
-        ("audit missing.txt", "cannot read"),
     ],
 )
 def test_a_wrong_argument_is_status_2_and_says_what_to_do(run, line, said):
@@ -232,11 +210,9 @@ def test_a_wrong_argument_is_status_2_and_says_what_to_do(run, line, said):
     ("line", "file", "said"),
     [
         (f"verify broken {VERIFY}", "users_code.py", "a bug of the user's"),
-        ("verify mean broken -k 4", "users_code.py", "a bug of the user's"),
         (f"verify misused {VERIFY}", "users_code.py", "must divide the batch axis"),
         (f"verify users_bug:loss {VERIFY}", "users_bug.py", "not_installed_anywhere"),
         (f"plan make_step broken {PLAN}", "users_code.py", "a bug of the user's"),
-        (f"plan broken shapes {PLAN}", "users_code.py", "a bug of the user's"),
         (f"plan make_step ragged --batch-size 4096 {PLAN}", "users_code.py", "reshape"),
     ],
 )
@@ -251,7 +227,6 @@ def test_code_that_raises_is_status_2_with_its_traceback(run, line, file, said):
     ("line", "status", "due"),
     [
         (f"verify total {VERIFY}", 1, {"cause": "SCALE", "ok": False}),
-        (f"verify masked {VERIFY}", 2, {"cause": "NOT_FINITE", "num_microbatches": 4}),
         (f"{STEP} {PLAN}", 0, {"num_microbatches": 1}),
         ("audit code.txt", 0, {"in_loop": []}),
     ],

@@ -260,22 +260,6 @@ def test_extra_arguments_are_averaged_over_devices_and_the_data_may_end_a_window
     )
 
 
-def test_a_window_of_one_micro_step_averages_extra_arguments_that_are_the_same():
-    tx = across(1, optax.sgd(1.0), mean_argnames="value")
-
-    def step(params, state, batch):
-        _, grads = local_grads(params, batch)
-        return ga.apply_gradients(tx, grads, state, params, value=jnp.float32(1))
-
-    new, _ = jax.jit(mapped(step, tx, P("data")))(PARAMS, init(tx), part(0))
-    grads = [
-        jax.grad(loss)(PARAMS, jax.tree.map(lambda x, i=i: x[0, i : i + 8], BATCHES))
-        for i in range(0, ROWS, 8)
-    ]
-    mean = jax.tree.map(lambda *g: sum(g) / 8, *grads)
-    assert_close(new, jax.tree.map(jnp.subtract, PARAMS, mean))
-
-
 # -- Under jit alone, sharded ----------------------------------------------------------
 
 KINDS = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
@@ -432,10 +416,3 @@ def test_what_the_messages_advise_works():
     assert set(plain.state_specs) == {P()}
     step = jax.jit(mapped(lambda p, s: ga.apply_gradients(plain, p, s, p), plain))
     assert int(step(PARAMS, plain.init(PARAMS))[1].mini_step) == 1
-
-
-def test_the_weight_of_an_ensemble_is_that_of_each_member():
-    tx, params = ga.MultiSteps(SGD, K), jnp.ones((3, 2))
-    step = jax.vmap(lambda p, s: ga.apply_gradients(tx, p, s, p, weight=2.0))
-    _, state = step(params, jax.vmap(tx.init)(params))
-    np.testing.assert_array_equal(ga.stats(state).weight, [2.0, 2.0, 2.0])

@@ -70,13 +70,6 @@ def test_linear_is_megatrons_rule_at_every_step(size, start, n, increment, durat
     ramp = schedules.linear(start, end, duration, **options)
     batch_of = megatron(start, end, increment, duration)
     assert_same(ramp, batch_of, size, 100)
-    if n and duration > start and len(ramp.first_steps) > 1:
-        # The twin: a ramp that is one step late differs.
-        firsts = 0, *(first + 1 for first in ramp.first_steps[1:])
-        late = schedules.Ramp(size, firsts, ramp.num_microbatches)
-        if ramp.first_steps[1] < 100:
-            with pytest.raises(AssertionError):
-                assert_same(late, batch_of, size, 100)
 
 
 @hypothesis.given(
@@ -115,7 +108,7 @@ def test_a_stage_begins_exactly_there(batches, at, in_steps, first, ks):
         assert ramp.seen(115_000) == 50_000 * 20 + 65_000 * 40
 
 
-def test_the_ramps_of_reports_come_out_as_reported():
+def test_a_ramp_of_trillions_of_tokens_is_exact():
     # Llama 3, 16M after 2.87T tokens; sizes far beyond what float32 or int32 can hold.
     million = 10**6
     llama = schedules.stepwise(
@@ -128,17 +121,6 @@ def test_the_ramps_of_reports_come_out_as_reported():
     assert llama.seen(last - 1) < 2_870_000 * million <= llama.seen(last)
     assert int(llama(last - 1)) == 16
     assert int(llama(last)) == 32
-    # GPT-3, 32k to 3.2M tokens over 12 billion.
-    gpt = schedules.linear(32_000, 3_200_000, 12 * 10**9, microbatch_size=32_000)
-    assert gpt.num_microbatches == tuple(range(1, 101))
-    full = gpt.first_steps[-1]
-    assert gpt.seen(full - 1) < 12 * 10**9 <= gpt.seen(full)
-    assert gpt.seen(full) - gpt.seen(full - 1) == 99 * 32_000
-    # DeepSeek-V3, 3072 to 15360 sequences over 469 billion tokens of 4096 each.
-    deepseek = schedules.linear(
-        3072 * 4096, 15360 * 4096, 469 * 10**9, microbatch_size=3072 * 4096
-    )
-    assert deepseek.batch_sizes[-1] == 15360 * 4096
 
 
 def test_k_is_traced_and_clipped_at_both_ends():
