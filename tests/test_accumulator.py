@@ -64,10 +64,6 @@ def test_integer_gradients_accumulate_without_rounding(k):
     # Correctly rounded: what NumPy's division gives. XLA's x / scalar does not.
     mean = jax.jit(accumulator.mean)(acc)
     np.testing.assert_array_equal(mean, grads.sum(0) / np.float32(k))
-    # The twin: a product with the reciprocal would be seen.
-    g = jnp.arange(1.0, 500.0)
-    inverse = jax.jit(lambda t, w: t * (1 / w))(g * 41, 41.0)
-    assert (np.asarray(inverse) != g).any()
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])

@@ -1,6 +1,5 @@
 """Logical devices: the same bits on any number of devices that divides them."""
 
-import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -283,24 +282,6 @@ def attention(params, x):
     h = x * params[None]
     scores = h[:, :, None] * h[:, None] / 3
     return jnp.mean(jnp.sum(jax.nn.softmax(scores) * h[:, None], -1) ** 2)
-
-
-@pytest.mark.slow
-def test_the_twin_without_merging_duplicates_differs_on_one_device(monkeypatch):
-    (first, _), (second, _) = (compiled(attention, n, WIDTH) for n in (2, 1))
-    assert first == second
-    helpers.without_pass(monkeypatch, "duplicates")
-    (first, _), (second, _) = (compiled(attention, n, WIDTH) for n in (2, 1))
-    assert first != second
-
-
-def test_with_one_micro_batch_on_each_device_products_are_rounded(monkeypatch):
-    """The fence is in the program if the counter is not known, and else is not."""
-    _, text = compiled(attention, L, WIDTH)
-    assert " xor(" in text
-    monkeypatch.setattr(fences, "fusion_barrier", lambda tree: tree)
-    _, text = compiled(attention, L, WIDTH)
-    assert " xor(" not in text
 
 
 def twice(params, x):

@@ -95,14 +95,6 @@ def test_a_run_gives_what_optax_gives(args, kwargs):
         assert bool(ours[i]["skip_state"]["should_skip"])
 
 
-def test_has_updated_is_false_after_a_skip_where_optax_says_true():
-    ours, theirs = (
-        [bool(h["has_updated"]) for h in run(of, SGD, 2, bad=(2,), steps=3, **SKIPS)]
-        for of in (ga.MultiSteps, optax.MultiSteps)
-    )
-    assert (ours, theirs) == ([False, True, False], [False, True, True])
-
-
 def test_a_state_that_holds_no_sum_has_no_acc_grads():
     state = ga.MultiSteps(optax.sgd(0.1), 1).init(PARAMS)
     with pytest.raises(AttributeError, match=r"one sum of gradients.*total"):

@@ -357,15 +357,6 @@ def test_the_optimizer_sees_the_mean_of_an_extra_argument(weights, mean, flushed
     assert abs(mean_rate - RATES[-1]) > 0.01 or weights == (1, 1, 1, 1)
 
 
-def test_the_mean_of_one_extra_argument_is_that_one():
-    tx = ga.MultiSteps(times_rate(), 1, mean_argnames=("rate",))
-    params, state = jnp.zeros(1), tx.init(jnp.zeros(1))
-    for rate in (0.5, 3.0):
-        params, state = ga.apply_gradients(tx, jnp.ones(1), state, params, rate=rate)
-        assert float(state.arg_totals["rate"]) == rate
-    assert float(params[0]) == -3.5
-
-
 # -- Trees -----------------------------------------------------------------------------
 
 TREES = {

@@ -1,11 +1,10 @@
 """The last micro-batch merges inside its backward pass, and no bit changes."""
 
-import helpers
 import jax
 import jax.numpy as jnp
 import pytest
 import test_devices as on
-from helpers import mean_of, nbytes
+from helpers import mean_of
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -86,49 +85,3 @@ def test_weights_aux_carry_and_keys_are_the_same(k):
     assert len(in_loops(audit)) == in_place.HAS_REFS
     assert jnp.isfinite(want[1]["layers"]).all()
     assert_trees_bitwise_equal(got, want)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "options", [{"overlap": True}, {"grad_specs": on.SHARDED, "sync": "each"}]
-)
-def test_gradients_of_a_bfloat16_model_are_rounded_once_as_without(
-    options, monkeypatch
-):
-    mesh = on.make_mesh(AxisType.Auto)
-    params, batch = placed(mesh, "whole", on.make_batch())
-
-    def layer(h, w):
-        return jnp.tanh(h @ w.astype(jnp.bfloat16)), None
-
-    def loss(params, batch):
-        h, _ = jax.lax.scan(layer, batch["x"].astype(jnp.bfloat16), params["layers"])
-        return jnp.sum(jnp.square(h.astype(jnp.float32)))
-
-    def gradient(**options):
-        axis = ga.DataAxis("data", mesh=mesh, **options)
-        step = ga.value_and_grad(loss, K, data_axis=axis)
-        return jax.jit(step)(params, batch)[1]["layers"]
-
-    want, got = gradient(), gradient(**options)
-    on.assert_close(got, want)
-    helpers.without_pass(monkeypatch, "products")  # the twin
-    on.assert_not_close(gradient(**options), want)
-
-
-@pytest.mark.exhaustive
-def test_without_a_scan_the_last_micro_batch_reduces_and_no_bit_changes():
-    def loss(params, x):
-        for w in params[:-1]:
-            x = jnp.tanh(x @ w)
-        return jnp.mean((x + params[-1][None]) ** 2)
-
-    mesh = on.make_mesh(AxisType.Auto)
-    params = [*on.normal(0, 3, 16, 16), on.normal(1, 16)]
-    args = on.put(params, mesh, P()), on.put(on.normal(2, 64, 16), mesh, P("data"))
-    (without, want), (audit, got) = both(loss, mesh, "whole", *args)
-    assert_trees_bitwise_equal(got, want)
-    assert audit.total_bytes == without.total_bytes
-    in_branch = [c for c in audit.collectives if c.conditional]
-    assert sum(c.num_bytes for c in in_branch) == nbytes(params)
-    assert not any(c.conditional for c in without.collectives)

@@ -81,25 +81,19 @@ FLOATING = "The loss must be real and floating | @ | Cast it"
 # what to do, in that order.
 BOTH = [
     of(k=0)(V, AT_LEAST, "it is 0"),
-    of(k=2.0)(T, AN_INT, "2.0 of type float"),
     of(k=True)(T, AN_INT, "True of type bool"),
     of(W, IMAGES, k=4)(
         V, "num_microbatches=4 must | leaf ['image'] has shape | Use 1, 2, 5 or 10."
     ),
-    of(W, X[:7], k=4)(V, "must divide | shape (7,) | Use 1 or 7."),
     of(W, {})(V, ARRAYS, "argument 1 holds none"),
-    of(W, X, batch_axes=None)(V, ARRAYS, "batch_axes splits"),
     of(W, X[:0])(V, "at least one example | shape (0,) | Skip the call"),
-    of(argnums=1)(V, f"{NOT_OVERLAP} | both name argument 1 | {ONE_ROLE}"),
     of(argnums=1)(
-        V, f"{NOT_OVERLAP} | both name | jax.value_and_grad(ga_optax.microbatch("
+        V, f"{NOT_OVERLAP} | name argument 1 | {ONE_ROLE} | ga_optax.microbatch("
     ),
     of(batch_argnums=())(V, "batch_argnums must name | () | Leave it out"),
     of(argnums=())(V, "argnums must name at least one | () | Leave it out"),
-    of(argnums="0")(T, "argnums must be an | '0' | Number the positional"),
     of(batch_argnums=1.5)(T, NUMBERED, "it is 1.5"),
     of(batch_axes="0")(T, AXES, "it holds '0'"),
-    of(batch_axes={"a": 1.0})(T, AXES, "it holds 1.0"),
     of(batch_argnames=3)(
         T, "batch_argnames must be a str or a | it is 3 | Name the keyword arguments"
     ),
@@ -124,7 +118,6 @@ BOTH = [
     of(W, (X, X), batch_axes=(0, 0, 0))(V, PREFIX, "*, *"),
     of(W, X, fun=lambda w, x: x)(V, "be a scalar | shape | Return its mean"),
     of(W, X, fun=lambda w, x: jnp.int32(1))(T, FLOATING, "dtype int32"),
-    of(W, X, fun=lambda w, x: jax.lax.complex(loss(w, x), w))(T, FLOATING, "complex64"),
     of(W, X, fun=returns(X))(T, THE_LOSS, "of type tuple"),
     of(W, X, fun=loss, has_aux=True)(T, "fun must | instead of | Return one"),
 ]
@@ -152,7 +145,6 @@ EACH = [
         T, f"leaf ['id'] {A_NUMBER} | of type str | None in batch_axes"
     ),
     of(W, LENGTHS)(V, LENGTH, "leaf ['b'] has shape (4,)"),
-    of(W, {"a": X, "b": X[None, 1:]}, batch_axes={"a": 0, "b": 1})(V, LENGTH, "(1, 7)"),
     of(W, {"a": X, "b": 3.0})(V, AN_AXIS, "['b'] is a sca"),
     of(rng_argnums=1)(V, f"rng_argnums must not overlap | 1 | {ONE_ROLE}"),
     of(W, X, rng_argnums=-1)(V, f"must not | both name | {ONE_ROLE}"),
@@ -167,25 +159,17 @@ EACH = [
     ),
     of(W, X, rngs=KEYS)(V, f"{DIFFERS} | argument 'rngs' | rng_argnames='rngs'."),
     of(W, X, KEYS)(V, f"{DIFFERS} | ['a'] of argument 2  | rng_argnums=2."),
-    of(W, X, KEYS, KEYS, rng_argnums=2)(
-        V, f"{DIFFERS} | argument 3 | rng_argnums=(2, 3)."
-    ),
     of(W, X, {"f": "a"}, rng_argnums=2)(
         T, f"leaf ['f'] of argument 2 {A_NUMBER} | of type str | Pass PRNG keys alone"
     ),
     of(W, X, X)(V, f"{A_ROLE} | argument 2, of | batch_argnums=(1, 2) to"),
     of(W, X, LENGTHS | {"b": X})(V, f"{A_ROLE} | argument 2 | None for it"),
-    of(W, X, y=X)(V, f"{A_ROLE} | argument 'y' | batch_argnames='y' to"),
-    of(W, X[None], X[None], batch_axes=1)(
-        V, f"{A_ROLE} | argument 2, of shape (1, 8) | batch_argnums=(1, 2)"
-    ),
     of(W, X, X, X, y=X, batch_argnums=(1, 2), batch_argnames="y")(
         V, f"{A_ROLE} | argument 3 | batch_argnums=(1, 2, 3)"
     ),
     of(weight_fn=3)(T, "weight_fn must be a function | is 3 | Pass None"),
     of(W, X, weight_fn=lambda x: x)(V, f"be a | shape (4,) | {COUNTS}"),
     of(W, X, weight_fn=lambda x: -1.0)(V, f"not negative | -1.0 | {COUNTS}"),
-    of(W, X, weight_fn=lambda x: x[0] > 0)(T, f"real number | bool | {COUNTS}"),
     of(W, X, weight_fn=lambda a, b: 1.0)(T, TAKES, "(a, b)"),
     of(W, X, fun=returns({}), has_aux=True, weight_fn=lambda x: 1.0)(
         T, "weight_fn must take the batch | takes (x) | Give it one parameter"
@@ -200,7 +184,6 @@ EACH = [
         of(aux=mode)(V, MODES, f"it holds {mode!r}")
         for mode in ("median", "auto", "concat", "max")
     ),
-    of(aux={"a": "sum", "b": None})(V, MODES, "holds None"),
     of(W, X, fun=returns({"a": 1}), has_aux=True, aux={"b": "mean"})(
         V, "aux must be a tree | fun returned PyTreeDef({'a': *}) | Name the same keys"
     ),
@@ -232,7 +215,6 @@ EACH = [
         T, f"leaf ['f'] of argument 2 {A_NUMBER} | PjitFunction | Carry arrays alone"
     ),
     of(num_real_microbatches=5)(V, PADDED, "but it is 5"),
-    of(num_real_microbatches=1.0)(T, PADDED, "but it is 1.0"),
 ]
 
 ONE_OF_TWO = "One of num_microbatches and microbatch_size must be given"
@@ -279,20 +261,13 @@ def refused(make, case, error, said):
     says(run, error, said)
 
 
-@pytest.mark.parametrize("make", [ga.value_and_grad, mean_of])
-@pytest.mark.parametrize("row", BOTH)
+@pytest.mark.parametrize(
+    ("make", "row"),
+    [(ga.value_and_grad, row) for row in BOTH + LAW]
+    + [(mean_of, row) for row in BOTH + EACH],
+)
 def test_what_does_not_fit_is_refused(make, row):
     refused(make, *row)
-
-
-@pytest.mark.parametrize("row", EACH)
-def test_what_does_not_fit_micro_batches_is_refused(row):
-    refused(mean_of, *row)
-
-
-@pytest.mark.parametrize("row", LAW)
-def test_what_does_not_fit_the_whole_batch_is_refused(row):
-    refused(ga.value_and_grad, *row)
 
 
 # -- Other functions -------------------------------------------------------------------
@@ -688,12 +663,9 @@ FOLDS = [
         "batch_size=10 and num_examples=5",
     ),
     (linear(10, 20, 5, size=4), V, "start must be a multiple of | =4, | Use 8 or 12"),
-    (linear(4, 22, 5, size=4), V, "end must be a multiple"),
     (linear(8, 4, 5, size=4), V, "end must not be below start=8, but it is 4"),
     (linear(4, 8, 0, size=4), V, "duration must be at least 1, but it is 0"),
     (linear(4, 8, 5, size=0), V, "microbatch_size must be at least 1"),
-    (linear(4, 8, 5, size=True), T, "microbatch_size must be an int, | True"),
-    (linear(0, 8, 5, size=4), V, "start must be at least 1"),
     (linear(4, 8, 5, size=4, increment=3), V, "increment must be a multiple of | =4"),
     (linear(4, 12, 5, size=4, increment=12), V, "divide end - start = 8, but it is 12"),
     (linear(1, 1 << 32, 5, size=1), V, "at most 2^31 - 1 micro-batches"),
@@ -701,7 +673,6 @@ FOLDS = [
     (stepwise([], []), V, "there are 0 batch sizes and 0 boundaries"),
     (stepwise([2, 4], [0]), V, "boundaries[0] must be at least 1"),
     (stepwise([2, 4, 6], [5, 5]), V, "boundaries[1] is 5, after 5"),
-    (stepwise([2, 3], [5]), V, "batch_sizes[1] must be a multiple"),
     (stepwise([2, 4.0], [5]), T, "batch_sizes[1] must be an int, but it is 4.0"),
     (stepwise([2, 4], [1 << 33]), V, "begins at step 4294967296"),
     (
