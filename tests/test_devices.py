@@ -195,7 +195,7 @@ def rows_that_move(compiled):
 @pytest.mark.filterwarnings("ignore:.with mesh:DeprecationWarning")
 @pytest.mark.grid(2)
 @pytest.mark.parametrize(
-    "way", ["arrays", "explicit", "constraint", "shapes", "jit", "with"]
+    "way", ["arrays", "explicit", "constraint", "shapes", "jit", "with", "set_mesh"]
 )
 def test_no_row_moves_however_the_mesh_is_known(way):
     names, axes = ("replica", "data", "model"), ("replica", "data")
@@ -219,9 +219,10 @@ def test_no_row_moves_however_the_mesh_is_known(way):
     else:  # nothing but the parameters names the mesh, or not even they
         params, batch = put(params, mesh, P()), jax.device_get(batch)
         options = {"in_shardings": (NamedSharding(mesh, P()), place)}
-    if way == "with":
+    if way in ("with", "set_mesh"):
         params = jax.eval_shape(make_params)
-    with mesh if way == "with" else contextlib.nullcontext():
+    contexts = {"with": lambda: mesh, "set_mesh": lambda: jax.set_mesh(mesh)}
+    with contexts.get(way, contextlib.nullcontext)():
         moved = rows_that_move(jax.jit(fun, **options).lower(params, batch).compile())
     # In its backward pass JAX gathers what was broadcast along explicit axes.
     assert [c for c in moved if way != "explicit" or not c.loops] == []
@@ -418,20 +419,12 @@ def test_accumulate_stays_on_the_device_until_the_merge():
 @pytest.mark.parametrize("sync", ["last", "each"])
 def test_accumulate_at_top_level_merges_once_a_call(sharded, sync):
     mesh = make_mesh(AxisType.Auto)
-    specs = SHARDED if sharded else P()
     params, batch = make_params(), make_batch()
-    step = jax.jit(
-        ga.accumulate(
-            token_loss,
-            2,
-            weight_fn=count,
-            data_axis=ga.DataAxis(
-                "data", mesh=mesh, param_specs=SHARDED if sharded else None, sync=sync
-            ),
-        ),
-        donate_argnums=0,
-    )
-    placed = put(params, mesh, specs)
+    specs = SHARDED if sharded else None
+    axis = ga.DataAxis("data", mesh=mesh, param_specs=specs, sync=sync)
+    add = ga.accumulate(token_loss, 2, weight_fn=count, data_axis=axis)
+    step = jax.jit(add, donate_argnums=0)
+    placed = put(params, mesh, specs or P())
     acc = ga.accumulator.init(placed)
     for i in range(2):
         half = jax.tree.map(lambda x, i=i: x[i * 32 : (i + 1) * 32], batch)

@@ -1,11 +1,8 @@
 """Which rows are in which micro-batch, where nothing names the mesh of a program."""
 
-import contextlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from helpers import mean_of, squares
 from jax.sharding import AxisType, NamedSharding
@@ -33,42 +30,11 @@ def on_mesh(step, mesh):
     return jax.jit(step, in_shardings=specs)
 
 
-def program(step, jit=jax.jit, context=None):
+def program(step):
     """Compiled for shapes that have no sharding."""
     shapes = (WIDTH, WIDTH), (ROWS, WIDTH)
-    with context or contextlib.nullcontext():
-        lowered = jit(step).lower(
-            *(jax.ShapeDtypeStruct(x, jnp.float32) for x in shapes)
-        )
-    return lowered.compile()
-
-
-def gathers(compiled):
-    return [c for c in ga.audit(compiled).collectives if c.kind != "all-reduce"]
-
-
-@pytest.mark.filterwarnings("ignore:.with mesh:DeprecationWarning")
-def test_no_row_moves_whoever_names_the_mesh(monkeypatch):
-    mesh = mesh_of_all()
-    options = {"argnums": 1, "microbatch_size": ROWS // K}
-    options["accumulator"] = optax.microbatching.AccumulationType.MEAN
-    peer = optax.microbatching.microbatch(jax.value_and_grad(squares), **options)
-
-    def jit(step):
-        return on_mesh(step, mesh)
-
-    expected = program(peer, jit).cost_analysis()["flops"]
-    for context in (None, mesh, jax.set_mesh(mesh)):
-        found = program(ga.value_and_grad(squares, K), jit, context)
-        assert found.cost_analysis()["flops"] < 1.1 * expected
-        assert not gathers(found)
-    mine = program(mean_of(squares, K), jit)
-    assert not gathers(mine)
-    # The twin splits into neighbours: every device computes all.
-    monkeypatch.setattr(meshes, "is_open", lambda tree: False)
-    twin = program(mean_of(squares, K), jit)
-    assert twin.cost_analysis()["flops"] > 2 * mine.cost_analysis()["flops"]
-    assert gathers(twin)
+    args = (jax.ShapeDtypeStruct(x, jnp.float32) for x in shapes)
+    return jax.jit(step).lower(*args).compile()
 
 
 def numbered():
