@@ -1,5 +1,6 @@
 """Logical devices: the same bits on any number of devices that divides them."""
 
+import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -282,6 +283,21 @@ def attention(params, x):
     h = x * params[None]
     scores = h[:, :, None] * h[:, None] / 3
     return jnp.mean(jnp.sum(jax.nn.softmax(scores) * h[:, None], -1) ** 2)
+
+
+def attention(params, x):
+    h = x * params[None]
+    scores = h[:, :, None] * h[:, None] / 3
+    return jnp.mean(jnp.sum(jax.nn.softmax(scores) * h[:, None], -1) ** 2)
+
+
+@pytest.mark.slow
+def test_the_twin_without_merging_duplicates_differs_on_one_device(monkeypatch):
+    (first, _), (second, _) = (compiled(attention, n, WIDTH) for n in (2, 1))
+    assert first == second
+    helpers.without_pass(monkeypatch, "duplicates")
+    (first, _), (second, _) = (compiled(attention, n, WIDTH) for n in (2, 1))
+    assert first != second
 
 
 def twice(params, x):
