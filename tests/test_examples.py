@@ -16,7 +16,7 @@ import pytest
 for package in ("orbax.checkpoint", "sklearn", "tqdm"):
     pytest.importorskip(package)
 image = pytest.importorskip("matplotlib.image")
-nn = pytest.importorskip("flax.linen")
+pytest.importorskip("flax")
 
 ROOT = pathlib.Path(__file__).parents[1]
 FOLDER = ROOT / "examples"

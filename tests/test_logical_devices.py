@@ -285,12 +285,6 @@ def attention(params, x):
     return jnp.mean(jnp.sum(jax.nn.softmax(scores) * h[:, None], -1) ** 2)
 
 
-def attention(params, x):
-    h = x * params[None]
-    scores = h[:, :, None] * h[:, None] / 3
-    return jnp.mean(jnp.sum(jax.nn.softmax(scores) * h[:, None], -1) ** 2)
-
-
 @pytest.mark.slow
 def test_the_twin_without_merging_duplicates_differs_on_one_device(monkeypatch):
     (first, _), (second, _) = (compiled(attention, n, WIDTH) for n in (2, 1))
