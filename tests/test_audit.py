@@ -5,7 +5,7 @@ import json
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ga_optax as ga
@@ -329,6 +329,26 @@ def test_a_compiled_program_is_read_as_it_runs(inside):
     assert audit.in_loop[0].axes == ("data",)
     assert "loop of 6" in str(audit)
     assert "data_axis=" in str(audit)
+
+
+def test_who_passed_data_axis_is_not_told_to_pass_it():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+
+    def loss(w, x):
+        return jnp.mean(jnp.tanh(x @ w) ** 2)
+
+    def page(**options):
+        sharding = NamedSharding(mesh, P("data"))
+        w = jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=sharding)
+        x = jax.ShapeDtypeStruct((32, 8), jnp.float32, sharding=sharding)
+        step = jax.jit(ga.value_and_grad(loss, 4, **options))
+        return " ".join(str(ga.audit(step.lower(w, x).compile(), mesh)).split())
+
+    found = page(data_axis=ga.DataAxis("data", param_specs=P("data")))
+    assert "move data between devices" in found
+    assert "data_axis=" not in found
+    # The twin: without it, the parameters are gathered and the gradients reduced.
+    assert "data_axis=" in page()
 
 
 @pytest.mark.parametrize("wrong", [None, 3, jax.jit(lambda x: x).lower(1.0)])

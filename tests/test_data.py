@@ -59,7 +59,8 @@ def test_an_epoch_sees_every_example_once_and_the_next_in_another_order():
     for epoch in epochs:
         np.testing.assert_array_equal(np.sort(epoch), np.arange(24))
     assert np.any(epochs[0] != epochs[1])
-    # The twin: with replacement some come twice.
+    # The twin: with replacement some come twice, and a window may be larger.
+    assert window_indices(KEY, 0, 5, 10, 1).shape == (1, 10)
     drawn = [np.ravel(window_indices(KEY, step, 24, 6, 3)) for step in range(4)]
     assert len(set(np.concatenate(drawn).tolist())) < 24
 

@@ -3,6 +3,7 @@
 import copy
 import functools
 import inspect
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -222,6 +223,24 @@ def test_from_optax_continues_the_run_from_any_micro_step(at, mean):
         params = optax.apply_updates(params, updates)
     assert int(state.gradient_step) == 3
     assert_same_run([{"params": params}], [{"params": finished["params"]}])
+
+
+def test_from_optax_finds_the_state_inside_a_chain():
+    def chain(multi_steps):
+        accumulate = multi_steps(optax.sgd(1.0), 2)
+        return optax.chain(
+            optax.clip(10.0),
+            optax.GradientTransformation(accumulate.init, accumulate.update),
+        )
+
+    theirs, ours = chain(optax.MultiSteps), chain(ga.MultiSteps)
+    first, second = itertools.islice(gradients(2), 2)
+    _, state = theirs.update(first, theirs.init(PARAMS), PARAMS)
+    expected, _ = theirs.update(second, state, PARAMS)
+    actual, _ = ours.update(second, ga.from_optax(state), PARAMS)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-6), actual, expected
+    )
 
 
 def test_from_optax_of_something_else_raises():

@@ -742,6 +742,9 @@ def test_equal_counts_are_right_in_this_batch_and_warned_of():
     # The twins: with weights, and with a loss that reads no count.
     for loss, options in ((token_loss, {"weight_fn": count_tokens}), (mean_loss, {})):
         assert not ga.verify(loss, linear_params(), equal, K, **options).warnings
+        testing.assert_accumulation_equivalent(
+            loss, linear_params(), equal, K, **options
+        )
 
 
 @pytest.mark.slow
