@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import mean_of, needed, put
+from helpers import mean_of, mesh_of, needed, normal, put
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -23,15 +23,11 @@ RESHARDINGS = ("all-to-all", "collective-permute", "all-gather")
 SHARDED = {"in": P("data"), "layers": P(None, "data"), "bias": P()}
 
 
-def normal(seed, *shape):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
-
-
 def make_params():
     return {
-        "in": normal(0, WIDTH, WIDTH) / 4,
-        "layers": normal(1, LAYERS, WIDTH, WIDTH) / 4,
-        "bias": normal(2, WIDTH),
+        "in": normal(WIDTH, WIDTH, seed=0) / 4,
+        "layers": normal(LAYERS, WIDTH, WIDTH, seed=1) / 4,
+        "bias": normal(WIDTH, seed=2),
     }
 
 
@@ -39,7 +35,7 @@ def make_batch(rows=ROWS):
     """Of the tokens of a row 1 to WIDTH count, fewer in the first rows."""
     lengths = 1 + np.arange(rows) * (WIDTH - 1) // (rows - 1)
     mask = jnp.asarray(np.arange(WIDTH) < lengths[:, None], jnp.float32)
-    return {"x": normal(3, rows, WIDTH), "mask": mask}
+    return {"x": normal(rows, WIDTH, seed=3), "mask": mask}
 
 
 def _layer(h, w):
@@ -63,10 +59,6 @@ def token_loss(params, batch):
 
 def count(batch):
     return jnp.sum(batch["mask"])
-
-
-def make_mesh(kind, shape=(8,), names=("data",)):
-    return jax.make_mesh(shape, names, axis_types=(kind,) * len(names))
 
 
 def compiled_and_run(fun, mesh, *args):
@@ -110,7 +102,7 @@ def gradient_reductions(audit):
 @pytest.mark.parametrize("k", [1, 4, 16])
 def test_one_all_reduce_for_any_number_of_micro_batches(kind, optimize, k):
     options = {"data_axis": "data", "optimize": optimize}
-    audit, _ = window(make_mesh(kind), k, rows=128, **options)
+    audit, _ = window(mesh_of(8, kind=kind), k, rows=128, **options)
     [reduction] = audit.collectives  # nothing else, so no row of the batch moved
     assert (reduction.kind, reduction.loops, reduction.axes) == (
         "all-reduce",
@@ -124,7 +116,7 @@ def test_one_all_reduce_for_any_number_of_micro_batches(kind, optimize, k):
 @pytest.mark.parametrize("optimize", [True, False])
 @pytest.mark.quick
 def test_inside_a_shard_map_it_reduces_once(check_vma, optimize):
-    mesh = make_mesh(AxisType.Auto)
+    mesh = mesh_of(8)
     params, batch = make_params(), make_batch()
     fun = ga.value_and_grad(mean_loss, 4, data_axis="data", optimize=optimize)
     mapped = jax.shard_map(
@@ -144,7 +136,7 @@ def test_if_rows_meet_no_loop_communicates():
         z = z / jnp.linalg.norm(z, axis=1, keepdims=True)
         return jnp.mean(jax.nn.logsumexp(z @ z.T, 1) - jnp.diagonal(z @ z.T))
 
-    mesh = make_mesh(AxisType.Auto)
+    mesh = mesh_of(8)
     args = put(make_params(), mesh, P()), put(make_batch(), mesh, P("data"))
     fun = ga.value_and_grad(contrastive, 4, data_axis="data")
     audit, got = compiled_and_run(fun, mesh, *args)
@@ -158,7 +150,7 @@ def test_if_rows_meet_no_loop_communicates():
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("sync", ["last", "each"])
 def test_the_mesh_may_be_that_of_the_batch(kind, sync):
-    mesh = make_mesh(kind)
+    mesh = mesh_of(8, kind=kind)
     params, batch = make_params(), make_batch()
     fun = ga.value_and_grad(mean_loss, 2, data_axis=ga.DataAxis("data", sync=sync))
     placed = put(params, mesh, P()), put(batch, mesh, P("data"))
@@ -200,7 +192,7 @@ def rows_that_move(compiled):
 def test_no_row_moves_however_the_mesh_is_known(way):
     names, axes = ("replica", "data", "model"), ("replica", "data")
     kind = AxisType.Explicit if way == "explicit" else AxisType.Auto
-    mesh = make_mesh(kind, (2, 2, 2), names)
+    mesh = mesh_of(2, 2, 2, names=names, kind=kind)
     place = NamedSharding(mesh, P(axes))
     params, batch = make_params(), make_batch(rows=MANY)
     fun, options = ga.value_and_grad(mean_loss, 4), {}
@@ -234,7 +226,7 @@ def test_no_row_moves_however_the_mesh_is_known(way):
 @pytest.mark.grid(1)
 @pytest.mark.parametrize("optimize", [True, False])
 def test_a_model_axis_stays_with_the_compiler(optimize):
-    mesh = make_mesh(AxisType.Auto, (4, 2), ("data", "model"))
+    mesh = mesh_of(4, 2, names=("data", "model"))
     specs = {"in": P(None, "model"), "layers": P(None, "model"), "bias": P()}
     audit, _ = window(mesh, 4, specs, data_axis="data", optimize=optimize)
     over_data = [c for c in audit.collectives if "data" in c.axes]
@@ -254,7 +246,7 @@ def test_a_model_axis_stays_with_the_compiler(optimize):
 def test_sharded_parameters_cost_one_gather_and_one_reduce_scatter(kind, k):
     specs = SHARDED if kind == AxisType.Auto else None  # explicit types say it
     axis = ga.DataAxis("data", param_specs=specs)
-    audit, got = window(make_mesh(kind), k, SHARDED, rows=128, data_axis=axis)
+    audit, got = window(mesh_of(8, kind=kind), k, SHARDED, rows=128, data_axis=axis)
     assert not audit.in_loop
     matrices = GRADIENT_BYTES - 4 * WIDTH
     by_kind = {
@@ -281,7 +273,7 @@ WHOLE_IF_EXPLICIT = pytest.mark.xfail(reason="computed of all rows, with a warni
 def test_sync_each_reduces_in_every_micro_step(kind):
     specs = SHARDED if kind == AxisType.Auto else None
     axis = ga.DataAxis("data", param_specs=specs, sync="each")
-    audit, _ = window(make_mesh(kind), 4, SHARDED, data_axis=axis)
+    audit, _ = window(mesh_of(8, kind=kind), 4, SHARDED, data_axis=axis)
     matrices = GRADIENT_BYTES - 4 * WIDTH
     reduced = [c for c in audit.in_loop if c.kind in REDUCTIONS]
     assert 4 * matrices <= sum(c.total_bytes for c in reduced) <= 5 * matrices
@@ -301,13 +293,10 @@ def test_memory_with_sync_each_falls_with_the_number_of_devices():
         return jnp.mean(jnp.square(h))
 
     def need(devices, sync):
-        some = jax.devices()[:devices]
-        mesh = jax.make_mesh(
-            (devices,), ("data",), axis_types=(AxisType.Auto,), devices=some
-        )
+        mesh = mesh_of(devices)
         spec = P(None, "data")
-        params = put(normal(0, layers, width, width) / 16, mesh, spec)
-        x = put(normal(1, 4 * k * devices, width), mesh, P("data"))
+        params = put(normal(layers, width, width, seed=0) / 16, mesh, spec)
+        x = put(normal(4 * k * devices, width, seed=1), mesh, P("data"))
         axis = ga.DataAxis("data", mesh=mesh, param_specs=spec, sync=sync)
         fun = jax.jit(ga.value_and_grad(loss, k, data_axis=axis))
         return needed(fun.lower(params, x).compile())
@@ -325,7 +314,7 @@ def test_memory_with_sync_each_falls_with_the_number_of_devices():
 @pytest.mark.grid(1)
 @pytest.mark.parametrize("optimize", [True, False])
 def test_a_device_of_weight_zero_adds_nothing_not_even_nan(optimize):
-    mesh = make_mesh(AxisType.Auto)
+    mesh = mesh_of(8)
     params, batch = make_params(), make_batch()
     rows = ROWS // 8
     poisoned = {
@@ -355,7 +344,7 @@ def test_aux_keys_and_the_carry_are_put_together_over_all_devices():
     fun = mean_of(loss, 2, aux=(modes, keys), data_axis="data", **options)
     stats = {"mean": jnp.float32(0.0), "count": jnp.int32(0)}
     args = jnp.float32(2.0), x, jax.random.key(0), stats
-    mesh = make_mesh(AxisType.Auto)
+    mesh = mesh_of(8)
     audit, ((value, (new, (aux, keys))), _) = compiled_and_run(fun, mesh, *args)
     assert not audit.in_loop
     assert (float(value), float(aux["mean"]), int(aux["sum"])) == (31.0, 15.5, 32)
@@ -377,7 +366,7 @@ def test_a_key_in_the_carry_threads_unless_the_carry_is_averaged(sync):
         key, own = jax.random.split(key)
         return jnp.mean((x * w + jax.random.normal(own, x.shape)) ** 2), key
 
-    axis = ga.DataAxis("data", mesh=make_mesh(AxisType.Auto), sync=sync)
+    axis = ga.DataAxis("data", mesh=mesh_of(8), sync=sync)
     step = jax.jit(mean_of(fun, 2, carry_argnums=2, data_axis=axis))
     key = jax.random.key(0)
     if sync == "last":
@@ -393,7 +382,7 @@ def test_a_key_in_the_carry_threads_unless_the_carry_is_averaged(sync):
 
 
 def test_accumulate_stays_on_the_device_until_the_merge():
-    mesh = make_mesh(AxisType.Auto)
+    mesh = mesh_of(8)
     params, batch = make_params(), make_batch()
     add = ga.accumulate(token_loss, 2, weight_fn=count, data_axis="data")
 
@@ -418,7 +407,7 @@ def test_accumulate_stays_on_the_device_until_the_merge():
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("sync", ["last", "each"])
 def test_accumulate_at_top_level_merges_once_a_call(sharded, sync):
-    mesh = make_mesh(AxisType.Auto)
+    mesh = mesh_of(8)
     params, batch = make_params(), make_batch()
     specs = SHARDED if sharded else None
     axis = ga.DataAxis("data", mesh=mesh, param_specs=specs, sync=sync)
@@ -446,7 +435,7 @@ def test_accumulate_at_top_level_merges_once_a_call(sharded, sync):
 @pytest.mark.slow
 def test_it_can_be_differentiated_and_batched():
     params, batch = make_params(), make_batch()
-    axis = ga.DataAxis("data", mesh=make_mesh(AxisType.Auto))
+    axis = ga.DataAxis("data", mesh=mesh_of(8))
     plain = jax.value_and_grad(mean_loss)
     fun = ga.value_and_grad(mean_loss, 2, data_axis=axis)
 
@@ -465,7 +454,7 @@ def test_it_can_be_differentiated_and_batched():
 
 def test_fun_may_use_the_axis_for_a_collective_of_its_own():
     """Such as batch statistics over all devices, with the gradient through them."""
-    mesh = make_mesh(AxisType.Auto)
+    mesh = mesh_of(8)
 
     def loss(w, x, axis=None):
         h = x * w
@@ -487,7 +476,7 @@ def test_fun_may_use_the_axis_for_a_collective_of_its_own():
 
 @pytest.mark.filterwarnings("ignore:.with mesh:DeprecationWarning")
 def test_a_with_block_names_the_mesh_too():
-    mesh = make_mesh(AxisType.Auto)
+    mesh = mesh_of(8)
     fun = jax.jit(ga.value_and_grad(mean_loss, 2, data_axis="data"))
     params, batch = make_params(), make_batch()
     with mesh:
@@ -508,7 +497,7 @@ WHOLE, ROWS_APART = P(), (P(), P("data"))
 
 def inside(fun, in_specs=ROWS_APART, out_specs=WHOLE, axes=("data",), **options):
     """A call inside a shard_map."""
-    mesh = make_mesh(AxisType.Auto, (2, 4), ("replica", "data"))
+    mesh = mesh_of(2, 4, names=("replica", "data"))
 
     def call():
         specs = {"in_specs": in_specs, "out_specs": out_specs, **options}
@@ -538,12 +527,12 @@ def reduced_already(params, batch):
 
 
 def outside():
-    with jax.set_mesh(make_mesh(AxisType.Auto)):
+    with jax.set_mesh(mesh_of(8)):
         ga.merge_across(ga.accumulator.init(make_params()), "data")
 
 
 def reduced_at_top_level():
-    axis = ga.DataAxis("data", mesh=make_mesh(AxisType.Auto))
+    axis = ga.DataAxis("data", mesh=mesh_of(8))
     mean_of(reduced_already, 2, data_axis=axis)(make_params(), make_batch())
 
 
@@ -592,7 +581,7 @@ def test_what_would_be_wrong_in_quiet_is_refused(call, message):
 @pytest.mark.parametrize("sync", ["last", "each"])
 def test_shards_inside_a_shard_map_are_summed_over_their_copies_too(sync, check_vma):
     """Sharded over "data", copied over "replica" (HSDP); with "each" `fun` gathers."""
-    mesh = make_mesh(AxisType.Auto, (2, 4), ("replica", "data"))
+    mesh = mesh_of(2, 4, names=("replica", "data"))
     axes = ("replica", "data")
     params, batch = make_params(), make_batch()
 

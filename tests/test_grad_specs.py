@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 import test_devices as on
-from helpers import mean_of, nbytes
-from jax.sharding import AxisType, NamedSharding
+from helpers import mean_of, mesh_of, nbytes, put
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ga_optax as ga
@@ -18,7 +18,7 @@ SPECS = on.SHARDED | {"bias": P("data")}
 
 @pytest.fixture
 def mesh():
-    return on.make_mesh(AxisType.Auto)
+    return mesh_of(8)
 
 
 def moved(audit):
@@ -109,7 +109,7 @@ def both(fun, mesh, place, *args, k=K, make=ga.value_and_grad, **options):
 
 def placed(mesh, place, batch):
     specs = PLACES[place].get("param_specs", P())
-    return on.put(on.make_params(), mesh, specs), on.put(batch, mesh, P("data"))
+    return put(on.make_params(), mesh, specs), put(batch, mesh, P("data"))
 
 
 def in_loops(audit):
@@ -120,7 +120,7 @@ def in_loops(audit):
 @pytest.mark.grid(1)
 @pytest.mark.parametrize("place", PLACES)
 def test_each_layer_meets_in_the_backward_loop_and_no_bit_changes(place):
-    mesh = on.make_mesh(AxisType.Auto)
+    mesh = mesh_of(8)
     args = placed(mesh, place, on.make_batch())
     (without, want), (audit, got) = both(on.mean_loss, mesh, place, *args)
     assert_trees_bitwise_equal(got, want)
@@ -139,7 +139,7 @@ def test_each_layer_meets_in_the_backward_loop_and_no_bit_changes(place):
 @pytest.mark.parametrize("k", [1, K])
 def test_weights_aux_carry_and_keys_are_the_same(k):
     """And a micro-batch of weight 0 keeps its NaN to itself, the last one too."""
-    mesh = on.make_mesh(AxisType.Auto)
+    mesh = mesh_of(8)
     batch = on.make_batch()
     last = slice(-64 // 8 // k, None)
     batch["mask"] = batch["mask"].at[last].set(0.0)
