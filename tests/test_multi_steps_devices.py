@@ -343,7 +343,7 @@ def by(tx, of=local_grads, state=None, **options):
         more = {name: x(value, batch) for name, x in options.items()}
         return ga.apply_gradients(tx, grads, held, params, **more)
 
-    refused(tx, step, specs=state and (P(), state))
+    refused(tx, step, specs=None if state is None else (P(), state))
 
 
 def gathered(params, batch):
