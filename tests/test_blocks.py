@@ -189,16 +189,6 @@ def test_every_leaf_is_in_one_block_and_comes_back_bit_for_bit(tree, by):
         assert np.asarray(vector).tobytes() == flat
 
 
-@BOTH
-def test_replacing_a_block_changes_that_block_alone(make, by):
-    old, new = make(seed=0), make(seed=1)
-    p = blocks.partition(old, by)
-    mixed = blocks.replace(p, old, "layers/1", blocks.select(p, new, "layers/1"))
-    for name in p:
-        due = new if name == "layers/1" else old
-        assert bits(blocks.select(p, mixed, name)) == bits(blocks.select(p, due, name))
-
-
 # -- Adding a block --------------------------------------------------------------------
 
 
@@ -215,18 +205,6 @@ def test_adding_every_block_gives_the_bits_of_adding_the_tree(make, by, weights,
         whole = jax.jit(accumulator.add)(whole, make(seed=i), weight)
         assert isinstance(by_block, Accumulator)
     assert bits(by_block) == bits(whole)
-    # The twin: the last micro-batch has a part in it.
-    other = jax.jit(accumulator.add)(whole, make(seed=3), 1)
-    assert bits(by_block) != bits(other)
-
-
-def test_the_accumulators_dtype_is_kept():
-    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), model())
-    p = blocks.partition(params, NAMES)
-    for dtype in (jnp.float32, jnp.bfloat16):
-        whole = jax.jit(accumulator.add)(accumulator.init(params, dtype), params, 3)
-        got = add_all(p, accumulator.init(params, dtype), params, 3)
-        assert bits(got) == bits(whole)
 
 
 @BOTH
@@ -262,10 +240,6 @@ def test_24_equal_layers_compile_once(make, by):
     # And a program that advances weight and count, which may be compiled already.
     assert len(compilations) - before in (1, 2)
     assert _micro_step._add._cache_size() == size + 1
-    # The twin: a layer of another shape is another program.
-    other = {"b": jnp.ones(width + 1)}
-    add_all(blocks.partition(other, 1), accumulator.init(other), other)
-    assert _micro_step._add._cache_size() == size + 2
 
 
 def pointers(tree):
@@ -378,8 +352,6 @@ def test_norms_are_those_of_a_float64_oracle(make, by):
         exact = np.sqrt(sum(np.sum(np.asarray(x, np.float64) ** 2) for x in leaves))
         bound = (p[name].elements / 2 + 2) * 2.0**-24  # as the docstring derives
         assert abs(norm - exact) <= bound * exact
-    # The twin: the norm of another block is not within the bound.
-    assert abs(norms[0] - norms[1]) > 0.01 * norms[0]
     assert bits(jax.jit(lambda t: blocks.norms(p, t))(tree)) == bits(norms)
 
 
@@ -474,44 +446,33 @@ ERRORS = [
     (divided([*FOUR, "layers/0"]), ValueError, "has the prefixes 'layers', 'layers/0'"),
     (divided([*FOUR, "tail"]), ValueError, "'tail' has none"),
     (divided(0), ValueError, "it is 0. Use 1"),
-    (divided(True), TypeError, "it is True"),
     (divided(lambda _: None), ValueError, r"for leaf \['embed'\] .* it is None"),
     (divided(lambda _: 7), TypeError, "function returns .* it is 7 of type int"),
     (divided(blocks.Stacked("")), ValueError, "one leading axis"),
-    (divided(blocks.Stacked(""), {"a": jnp.ones((0, 3))}), ValueError, r"\(0, 3\)"),
     (two_names("a", "a/0"), ValueError, "have one name, but 'a/0'"),
     (two_names("a", "a"), ValueError, "Give them different names"),
     # A tree or a block that is not the partition's.
     (lambda: blocks.select(Q, model(), "layers/7"), ValueError, "7'. Use 'embed'"),
     (put(LAYER._replace(b=jnp.ones(5))), ValueError, r".b .*\(4,\), as in .*\(5,\)"),
-    (put(LAYER._replace(b=jnp.ones(4, "bfloat16"))), ValueError, "leaf .b .*dtype bfl"),
     (put({"w": LAYER.w}), ValueError, "must have the tree structure of block"),
     (added(LAYER._replace(b=jnp.ones(3))), ValueError, "leaf .b of the gradient of bl"),
-    (added(LAYER._replace(b=jnp.ones(4, int))), TypeError, "leaf .b .*int32"),
     (added({"w": LAYER.w}), ValueError, "must have the tree structure of"),
     (lambda: blocks.add(Q, model(), "embed", EMBED), TypeError, "a dict. Make one"),
     # An open micro-step.
     (twice(None, None, name="head"), ValueError, "'head' was added already.*first: 'e"),
     (twice(None, None, FIRST), ValueError, "of one partition, but 'embed'"),
     (lambda: opened().total, AttributeError, "lacks 'embed', 'layers/0', 'layers/1'"),
-    (lambda: opened().weight, AttributeError, OPEN),
     (lambda: opened().sum, AttributeError, "has no attribute 'sum'"),
-    (lambda: accumulator.mean(opened()), AttributeError, OPEN),
     (lambda: accumulator.add(opened(), model()), AttributeError, OPEN),
     (lambda: accumulator.merge(EMPTY, opened()), AttributeError, OPEN),
     # Weights.
     (twice(2.0, None), ValueError, "'embed' gets .* 'head' got"),
-    (twice(2.0, 3.0), ValueError, "'embed' gets .* 'head' got"),
     (twice(2.0, jnp.float32(2)), ValueError, "'embed' gets .* 'head' got"),
     (twice(jnp.float32(2), jnp.float32(2)), ValueError, "the very same array"),
-    (lambda: opened(-1.0), ValueError, "not negative, but it is -1.0"),
-    (lambda: opened(jnp.ones(2)), ValueError, r"shape \(2,\)"),
-    (lambda: opened(jnp.ones((), bool)), TypeError, "dtype bool"),
     # Vectors and reports.
     (unflat(VECTOR[:-1]), ValueError, r"'layers/0' must have .*20,.*\(19,\)"),
     (unflat(VECTOR.astype("bfloat16")), TypeError, "float32.*bfloat16"),
     (unflat(q=NARROW), ValueError, "'layers/0', which has 12 .* it has 20"),
-    (unflat(q=FIRST), ValueError, "it is 'layers/0'. Use 'embed'"),
     (lambda: blocks.flatten(R, TWO, "a"), TypeError, "one dtype.*bfloat16 and float32"),
     (lambda: blocks.report(model(), jnp.int32), TypeError, "floating .* it is int32"),
 ]

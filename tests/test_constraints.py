@@ -112,18 +112,6 @@ def test_what_it_asks_of_other_axes_stays():
     assert whole > 1.2 * split
 
 
-def test_one_reduction_a_window():
-    step = ga.value_and_grad(
-        loss_of(constrain(ALONE, P("data"))),
-        K,
-        data_axis=ga.DataAxis("data", mesh=ALONE),
-    )
-    program = jax.jit(step).lower(PARAMS, jnp.asarray(X)).compile()
-    found = ga.audit(program.as_text())
-    assert found.collectives
-    assert not found.in_loop
-
-
 def of_context(spec):
     """How Haliax constrains: over the mesh of the context, by its spec."""
 

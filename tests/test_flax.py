@@ -196,18 +196,6 @@ def test_fp8_scaling_factors_are_overwritten_with_their_gradient():
     np.testing.assert_array_equal(state.params["params"]["w"], PARAMS["w"] - MEAN["w"])
 
 
-def test_a_jitted_donated_train_step_needs_no_temporaries_in_the_window():
-    params = {f"layer_{i}": jnp.ones((400, 400)) for i in range(4)}
-    total = sum(p.nbytes for p in jax.tree.leaves(params))
-    state = TrainState.create(apply_fn=None, params=params, tx=ga.MultiSteps(ADAM, 8))
-
-    def step(state, grads):
-        return state.apply_gradients(grads=grads)
-
-    program = jax.jit(step, donate_argnums=0).lower(state, params).compile()
-    assert program.memory_analysis().temp_size_in_bytes < 0.01 * total
-
-
 # -- NNX -------------------------------------------------------------------------------
 
 
@@ -555,30 +543,6 @@ def test_a_module_is_as_after_one_micro_batch_after_another(argnums):
         assert distance(ours[0], ours[1]) > 1e6 * CLOSE
 
 
-def as_one_window(sizes):
-    """Gradient, aux and module after calls of so many micro-batches of four rows."""
-    model, kept, at = Noisy(), [], 0
-    acc = ga.accumulator.init(nnx.state(model, nnx.Param), None)
-    for size in sizes:
-        add = nnx.jit(accumulate(noisy_loss, size, aux="stack", **NOISY))
-        rows = slice(at, at + 4 * size)
-        (_, aux), acc = add(acc, model, X[rows], Y[rows])
-        kept, at = [*kept, *aux["mask"].reshape(size, -1)], at + 4 * size
-    assert int(acc.count) == sum(sizes)
-    state = as_numbers(nnx.state(model))
-    return bits((ga.accumulator.mean(acc), kept, state))
-
-
-@pytest.mark.slow
-def test_any_grouping_of_micro_batches_leaves_the_same_bits_in_a_module():
-    with jax.enable_x64(True):
-        expected = as_one_window((4,))
-        for sizes in [(1, 3), (2, 1, 1)]:
-            assert as_one_window(sizes) == expected
-        # The twin: another micro-batch is another gradient.
-        assert as_one_window((1, 2)) != expected
-
-
 # -- Errors ----------------------------------------------------------------------------
 
 
@@ -601,15 +565,8 @@ OF_ALL = [
     ({"batch_argnums": -3}, ValueError, "number -3, and 2 came"),
 ]
 OF_THE_BATCH = [
-    ({"weight_fn": len}, TypeError, "ga_optax.accumulate has it"),
     ({"aux": "mean"}, TypeError, "aux comes back as fun returns it"),
-    ({"axis_name": "rows"}, TypeError, "among num_microbatches.*axis_name came"),
-    ({"whole_batch": True}, TypeError, "always that of the whole batch"),
     ({"rng_argnums": 2}, TypeError, "draws what the whole batch draws"),
-    ({"carry_argnums": 2}, TypeError, "Return what is new as aux"),
-    ({"gradient_accumulation_steps": 2}, TypeError, "is num_microbatches here"),
-    ({"microbatch_size": 2}, TypeError, "One of num_microbatches and"),
-    ({"batch_argnames": "y"}, ValueError, "keyword arguments .* it names 'y'"),
     ({"batch_argnums": 0, "argnums": 1}, ValueError, "hold arrays, but argument 0"),
     ({"batch_argnum": 1}, TypeError, "batch_argnum"),
 ]

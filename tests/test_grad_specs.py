@@ -1,17 +1,16 @@
-"""Gradients of whole parameters that come back sharded: ZeRO-1 and ZeRO-2."""
-
-import functools
+"""Gradients that come back sharded, or are reduced inside the last backward pass."""
 
 import jax
 import jax.numpy as jnp
 import pytest
 import test_devices as on
-from helpers import mean_of, nbytes
-from jax.sharding import AxisType, NamedSharding
+from helpers import mean_of, mesh_of, nbytes, put
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ga_optax as ga
 from ga_optax._loop import in_place
+from ga_optax.testing import assert_trees_bitwise_equal
 
 K, DEVICES = 4, 8
 SPECS = on.SHARDED | {"bias": P("data")}
@@ -19,15 +18,7 @@ SPECS = on.SHARDED | {"bias": P("data")}
 
 @pytest.fixture
 def mesh():
-    return on.make_mesh(AxisType.Auto)
-
-
-def padded():
-    """A micro-batch of one device is padding alone, with NaN in it."""
-    batch = on.make_batch()
-    rows = slice(10, 12)
-    mask, x = batch["mask"].at[rows].set(0.0), batch["x"].at[rows].set(jnp.nan)
-    return {"x": x, "mask": mask}
+    return mesh_of(8)
 
 
 def moved(audit):
@@ -43,39 +34,12 @@ def moved(audit):
 @pytest.mark.parametrize("optimize", [True, False])
 @pytest.mark.parametrize("sync", ["last", "each"])
 def test_every_gradient_is_reduce_scattered_once(sync, optimize, mesh):
-    params, batch = on.make_params(), on.make_batch()
     axis = ga.DataAxis("data", grad_specs=SPECS, sync=sync)
-    fun = functools.partial(ga.value_and_grad, optimize=optimize, data_axis=axis)
-    args = on.put(params, mesh, P()), on.put(batch, mesh, P("data"))
-    audit, got = on.compiled_and_run(fun(on.mean_loss, K), mesh, *args)
+    audit, got = on.window(mesh, K, optimize=optimize, data_axis=axis)
     each, times = sync == "each", K if sync == "each" else 1
     scattered = {("reduce-scatter", each): times * on.GRADIENT_BYTES}
     assert moved(audit) == scattered | {("all-reduce", False): on.SCALARS}
     assert jax.tree.map(lambda g: g.sharding.spec, got[1]) == SPECS
-    want = jax.value_and_grad(on.mean_loss)(params, batch)
-    on.assert_close(got, want)
-    # The twin: other rows on the first device.
-    other = batch | {"x": batch["x"].at[: on.ROWS // DEVICES].multiply(2.0)}
-    on.assert_not_close(got, jax.value_and_grad(on.mean_loss)(params, other))
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("optimize", [True, False])
-def test_a_weight_of_0_keeps_a_nan_on_its_device(optimize, mesh):
-    args = on.put(on.make_params(), mesh, P()), on.put(padded(), mesh, P("data"))
-
-    def gradient(weight_fn=on.count, **options):
-        axis = ga.DataAxis("data", mesh=mesh, **options)
-        fun = mean_of(
-            on.token_loss, K, weight_fn=weight_fn, optimize=optimize, data_axis=axis
-        )
-        return jax.jit(fun)(*args)
-
-    want = gradient()
-    assert jnp.isfinite(want[0])
-    each = {"grad_specs": SPECS, "sync": "each"}
-    on.assert_close(gradient(**each), want)
-    assert jnp.isnan(gradient(lambda batch: jnp.ones([]), **each)[1]["in"]).all()
 
 
 @pytest.mark.exhaustive
@@ -103,16 +67,6 @@ def test_a_model_that_scans_never_holds_a_whole_gradient(mesh):
     assert temporaries(P(None, "data"), "last") > 1
 
 
-def test_a_split_of_the_layers_has_the_same_sums(mesh):
-    def loss(params, x):
-        return jnp.mean(jax.lax.scan(on._layer, x, params)[0] ** 2)
-
-    params, x = on.normal(0, 8, 16, 16) / 4, on.normal(1, 64, 16)
-    axis = ga.DataAxis("data", mesh=mesh, grad_specs=P("data"), sync="each")
-    got = jax.jit(ga.value_and_grad(loss, K, data_axis=axis))(params, x)
-    on.assert_close(got, jax.value_and_grad(loss)(params, x))
-
-
 def test_inside_a_shard_map_it_is_the_same(mesh):
     params, batch = on.make_params(), on.make_batch()
     axis = ga.DataAxis("data", grad_specs=SPECS, sync="each")
@@ -132,3 +86,79 @@ def test_specs_split_the_largest_dimension_that_can_be(mesh):
     shapes[8, 16, 16] = P(None, "data")
     trees = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     assert axis.specs(trees) == list(shapes.values())
+
+
+# -- The last micro-batch merges inside its backward pass, and no bit changes ----------
+
+PLACES = {
+    "whole": {},
+    "gradients sharded": {"grad_specs": on.SHARDED},
+    "sharded": {"param_specs": on.SHARDED},
+}
+
+
+def both(fun, mesh, place, *args, k=K, make=ga.value_and_grad, **options):
+    """The audit and the result, without and with `overlap`."""
+    found = []
+    for overlap in (False, True):
+        axis = ga.DataAxis("data", overlap=overlap, **PLACES[place])
+        call = make(fun, k, data_axis=axis, **options)
+        found.append(on.compiled_and_run(call, mesh, *args))
+    return found
+
+
+def placed(mesh, place, batch):
+    specs = PLACES[place].get("param_specs", P())
+    return put(on.make_params(), mesh, specs), put(batch, mesh, P("data"))
+
+
+def in_loops(audit):
+    """What is reduced inside of loops, and how often."""
+    return [(c.num_bytes, c.times) for c in on.gradient_reductions(audit) if c.loops]
+
+
+@pytest.mark.grid(1)
+@pytest.mark.parametrize("place", PLACES)
+def test_each_layer_meets_in_the_backward_loop_and_no_bit_changes(place):
+    mesh = mesh_of(8)
+    args = placed(mesh, place, on.make_batch())
+    (without, want), (audit, got) = both(on.mean_loss, mesh, place, *args)
+    assert_trees_bitwise_equal(got, want)
+    layer = 4 * on.WIDTH * on.WIDTH
+    assert in_loops(without) == []
+    assert in_loops(audit) == [(layer, on.LAYERS)] * in_place.HAS_REFS
+    assert audit.total_bytes == without.total_bytes
+    # The twin: the same sums in another order.
+    other = jax.jit(jax.value_and_grad(on.mean_loss))(*args)
+    on.assert_close(got, other)
+    with pytest.raises(AssertionError):
+        assert_trees_bitwise_equal(got, other)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("k", [1, K])
+def test_weights_aux_carry_and_keys_are_the_same(k):
+    """And a micro-batch of weight 0 keeps its NaN to itself, the last one too."""
+    mesh = mesh_of(8)
+    batch = on.make_batch()
+    last = slice(-64 // 8 // k, None)
+    batch["mask"] = batch["mask"].at[last].set(0.0)
+    batch["x"] = batch["x"].at[last].set(jnp.nan)
+    params, batch = placed(mesh, "whole", batch)
+
+    def loss(params, batch, key, seen):
+        noise = 0.1 * jax.random.normal(key, batch["x"].shape)
+        errors = on.squares(params, batch | {"x": batch["x"] + noise})
+        kept = jnp.sum(batch["mask"])
+        value = jnp.sum(errors * batch["mask"]) / kept
+        return value, (seen + 1, jnp.sum(jnp.where(batch["mask"] > 0, errors, 0.0)))
+
+    roles = {"rng_argnums": 2, "carry_argnums": 3, "has_aux": True}
+    roles["weight_fn"] = lambda batch, aux: on.count(batch)
+    args = params, batch, jax.random.key(0), jnp.int32(0)
+    (_, want), (audit, got) = both(
+        loss, mesh, "whole", *args, k=k, make=mean_of, **roles
+    )
+    assert len(in_loops(audit)) == in_place.HAS_REFS
+    assert jnp.isfinite(want[1]["layers"]).all()
+    assert_trees_bitwise_equal(got, want)

@@ -1,17 +1,15 @@
 """`ga-optax`: the page, the exit status, and what it says to typos."""
 
 import json
-import os
 import pathlib
 import re
 import shlex
-import subprocess
 import sys
 import tomllib
 
+import helpers
 import pytest
 
-import ga_optax as ga
 from ga_optax.__main__ import main
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -40,9 +38,6 @@ def total(params, batch):
 def masked(params, batch):
     return jnp.sum(errors(params, batch) * batch["mask"]) / jnp.sum(batch["mask"])
 
-def with_aux(params, batch):
-    return mean(params, batch), batch
-
 def masked_with_aux(params, batch):
     return masked(params, batch), batch["mask"].sum()
 
@@ -55,9 +50,6 @@ def turned():
 
 def of_turned(params, batch):
     return mean(params, {"x": batch["x"].T})
-
-def count(batch):
-    return batch["mask"].sum()
 
 def with_key():
     return (*make_inputs(), jax.random.key(0))
@@ -100,8 +92,6 @@ def ragged():
     w, x = shapes()
     return w, {"x": x, "scale": jax.ShapeDtypeStruct((), jnp.float32)}
 
-def not_jitted(num_microbatches):
-    return len
 """
 
 HLO = """\
@@ -164,10 +154,8 @@ TURNED = "verify of_turned turned -k 4"
     [
         (f"verify mean {VERIFY}", 0, SAME),
         (f"verify Losses.mean {VERIFY}", 0, SAME),
-        (f"verify with_aux {VERIFY} --has-aux", 0, SAME),
         (f"verify total {VERIFY}", 1, "(SCALE)"),
         (f"verify masked {VERIFY}", 2, "(NOT_FINITE)"),
-        (f"verify masked {VERIFY} --weight-fn users_code:count", 0, SAME),
         (
             f"verify masked_with_aux {VERIFY} --has-aux --weight-fn users_code:given",
             0,
@@ -194,64 +182,42 @@ def test_the_status_says_what_the_page_does(run, line, status, said):
     [
         ("verify users_code make_inputs -k 2", "Write users_code:loss"),
         ("verify users_code.py:mean make_inputs -k 2", "Write users_code:mean"),
-        ("verify a/users_code.py:mean make_inputs -k 2", "Write users_code:mean"),
         ("verify no_such_module:f make_inputs -k 2", "no 'no_such_module'"),
         ("verify nothing make_inputs -k 2", "no attribute 'nothing'"),
-        ("verify zzz make_inputs -k 2", "Check the name."),
         ("verify totals make_inputs -k 2", "Did you mean total?"),
         ("verify Losses.man make_inputs -k 2", "Did you mean mean?"),
         ("verify number make_inputs -k 2", "it is of type int. Name"),
         ("verify mean one_thing -k 2", "a value of type int"),
         ("verify mean make_inputs -k 3", "must divide"),
-        ("verify errors make_inputs -k 2", "must be a scalar"),
-        ("verify with_aux make_inputs -k 2", "Pass has_aux=True"),
-        ("verify of_turned turned -k 4", "leaf ['mask']"),
         (f"verify mean {VERIFY} --batch-axes 'x: 1'", "as Python writes it"),
-        (f"verify mean {VERIFY} --batch-axes \"{{'x': 1}}\"", "a prefix of"),
-        (f"{STEP} --memory-limit 16G", "but it is '16G'"),
         ("plan make_step one_thing", "must return the arguments of the step"),
         ("plan make_step ragged", "no common axis 0. Pass --batch-size"),
-        ("plan make_steps shapes", "Did you mean make_step"),
-        ("plan not_jitted shapes --memory-limit 1GiB", "which has no `lower`"),
-        (f"{STEP} --memory-limit 1GiB --candidates 3", "but 3 does"),
-        (f"{STEP} --batch-size 0", "must be at"),
         (STEP, "memory_limit must be given"),  # a CPU has none
         (f"{STEP} --target mac", "target must be one of"),
         ("audit notes.txt", "cannot read"),
-        ("audit missing.txt", "cannot read"),
+        # Code that raises: with its traceback.
+        (f"verify broken {VERIFY}", "users_code.py | a bug of the user's"),
+        (f"verify misused {VERIFY}", "users_code.py | must divide the batch axis"),
+        (f"verify users_bug:loss {VERIFY}", "users_bug.py | not_installed_anywhere"),
+        (f"plan make_step broken {PLAN}", "users_code.py | a bug of the user's"),
+        (
+            f"plan make_step ragged --batch-size 4096 {PLAN}",
+            "users_code.py | reshape",
+        ),
     ],
 )
-def test_a_wrong_argument_is_status_2_and_says_what_to_do(run, line, said):
+def test_what_is_wrong_is_status_2_and_says_what_to_do(run, line, said):
     status, _, err = run(line)
     assert status == 2
-    assert said in " ".join(err.split())
-    assert "Traceback" not in err
-
-
-@pytest.mark.parametrize(
-    ("line", "file", "said"),
-    [
-        (f"verify broken {VERIFY}", "users_code.py", "a bug of the user's"),
-        ("verify mean broken -k 4", "users_code.py", "a bug of the user's"),
-        (f"verify misused {VERIFY}", "users_code.py", "must divide the batch axis"),
-        (f"verify users_bug:loss {VERIFY}", "users_bug.py", "not_installed_anywhere"),
-        (f"plan make_step broken {PLAN}", "users_code.py", "a bug of the user's"),
-        (f"plan broken shapes {PLAN}", "users_code.py", "a bug of the user's"),
-        (f"plan make_step ragged --batch-size 4096 {PLAN}", "users_code.py", "reshape"),
-    ],
-)
-def test_code_that_raises_is_status_2_with_its_traceback(run, line, file, said):
-    status, _, err = run(line)
-    assert status == 2
-    assert said in err
-    assert file in err
+    place, *parts = said.split(" | ")
+    assert [part for part in (place, *parts) if part not in " ".join(err.split())] == []
+    assert ("Traceback" in err) == bool(parts)
 
 
 @pytest.mark.parametrize(
     ("line", "status", "due"),
     [
-        (f"verify total {VERIFY}", 1, {"cause": "SCALE", "ok": False}),
-        (f"verify masked {VERIFY}", 2, {"cause": "NOT_FINITE", "num_microbatches": 4}),
+        (f"verify masked {VERIFY}", 2, {"cause": "NOT_FINITE", "ok": False}),
         (f"{STEP} {PLAN}", 0, {"num_microbatches": 1}),
         ("audit code.txt", 0, {"in_loop": []}),
     ],
@@ -296,24 +262,8 @@ def test_the_version_is_that_of_the_package(capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("command", "status", "said"),
-    [
-        ("verify users_code:total users_code:make_inputs -k 2", 1, "2 times too small"),
-        (f"plan users_code:make_step users_code:shapes {PLAN}", 0, ALL),
-    ],
-)
-def test_it_runs_as_a_module_in_a_directory_with_the_users_code(
-    module, command, status, said
-):
-    package = str(pathlib.Path(ga.__file__).parents[1])
-    done = subprocess.run(
-        [sys.executable, "-m", "ga_optax", *command.split()],
-        cwd=module,
-        env=os.environ | {"PYTHONPATH": package, "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == status, done.stderr
-    assert said in done.stdout
+def test_it_runs_as_a_module_in_a_directory_with_the_users_code(module):
+    command = ["verify", "users_code:total", "users_code:make_inputs", "-k", "2"]
+    done = helpers.python("-m", "ga_optax", *command, cwd=module)
+    assert done.returncode == 1, done.stderr
+    assert "2 times too small" in done.stdout

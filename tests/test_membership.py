@@ -1,14 +1,10 @@
 """Which rows are in which micro-batch, where nothing names the mesh of a program."""
 
-import contextlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from helpers import mean_of, squares
-from jax.experimental import checkify
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -34,42 +30,11 @@ def on_mesh(step, mesh):
     return jax.jit(step, in_shardings=specs)
 
 
-def program(step, jit=jax.jit, context=None):
+def program(step):
     """Compiled for shapes that have no sharding."""
     shapes = (WIDTH, WIDTH), (ROWS, WIDTH)
-    with context or contextlib.nullcontext():
-        lowered = jit(step).lower(
-            *(jax.ShapeDtypeStruct(x, jnp.float32) for x in shapes)
-        )
-    return lowered.compile()
-
-
-def gathers(compiled):
-    return [c for c in ga.audit(compiled).collectives if c.kind != "all-reduce"]
-
-
-@pytest.mark.filterwarnings("ignore:.with mesh:DeprecationWarning")
-def test_no_row_moves_whoever_names_the_mesh(monkeypatch):
-    mesh = mesh_of_all()
-    options = {"argnums": 1, "microbatch_size": ROWS // K}
-    options["accumulator"] = optax.microbatching.AccumulationType.MEAN
-    peer = optax.microbatching.microbatch(jax.value_and_grad(squares), **options)
-
-    def jit(step):
-        return on_mesh(step, mesh)
-
-    expected = program(peer, jit).cost_analysis()["flops"]
-    for context in (None, mesh, jax.set_mesh(mesh)):
-        found = program(ga.value_and_grad(squares, K), jit, context)
-        assert found.cost_analysis()["flops"] < 1.1 * expected
-        assert not gathers(found)
-    mine = program(mean_of(squares, K), jit)
-    assert not gathers(mine)
-    # The twin splits into neighbours: every device computes all.
-    monkeypatch.setattr(meshes, "is_open", lambda tree: False)
-    twin = program(mean_of(squares, K), jit)
-    assert twin.cost_analysis()["flops"] > 2 * mine.cost_analysis()["flops"]
-    assert gathers(twin)
+    args = (jax.ShapeDtypeStruct(x, jnp.float32) for x in shapes)
+    return jax.jit(step).lower(*args).compile()
 
 
 def numbered():
@@ -98,43 +63,6 @@ def test_the_log_names_nothing_and_one_device_has_the_program_it_had(monkeypatch
     plain = program(ga.value_and_grad(squares, K))
     for what in ("flops", "bytes accessed"):
         assert mine.cost_analysis()[what] == plain.cost_analysis()[what]
-
-
-@pytest.mark.parametrize("jit", [jax.jit, lambda f: on_mesh(f, mesh_of_all())])
-def test_rows_that_fun_returns_come_back_in_their_order(jit):
-    step = ga.value_and_grad(rows_of_each, K, has_aux=True)
-    (_, rows), _ = jit(step)(*numbered())
-    np.testing.assert_array_equal(rows, np.arange(ROWS))
-
-
-@pytest.mark.slow
-def test_it_is_differentiated_batched_checked_and_nested():
-    w = jnp.eye(WIDTH) / 4
-    x = jnp.sin(jnp.arange(ROWS * WIDTH, dtype=jnp.float32)).reshape(ROWS, WIDTH)
-    step, plain = ga.value_and_grad(squares, K), jax.value_and_grad(squares)
-
-    def near(got, due):
-        np.testing.assert_allclose(got, due, rtol=0, atol=1e-6)
-
-    # The gradient of a norm of the gradient, with respect to the batch.
-    def norm(f):
-        return jax.jit(jax.grad(lambda x: jnp.sum(f(w, x)[1] ** 2)))
-
-    near(norm(step)(x), norm(plain)(x))
-    many = jnp.stack([x, -2 * x], axis=1)
-    got = jax.jit(jax.vmap(step, in_axes=(None, 1)))(w, many)[1]
-    near(got, jax.vmap(plain, in_axes=(None, 1))(w, many)[1])
-    error, (_, grads) = jax.jit(checkify.checkify(step))(w, x)
-    error.throw()
-    near(grads, plain(w, x)[1])
-    near(jax.grad(lambda x: step(w, x)[0])(x), jax.grad(lambda x: squares(w, x))(x))
-
-    def of_inner(w, x):  # a window in a window
-        return step(w, x)[0]
-
-    near(jax.jit(mean_of(of_inner, 2))(w, x)[1], plain(w, x)[1])
-    exported = jax.export.export(jax.jit(step))(w, x)
-    near(exported.call(w, x)[1], plain(w, x)[1])
 
 
 def own_operations(step):

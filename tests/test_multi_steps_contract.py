@@ -203,18 +203,3 @@ def test_the_table_covers_what_optax_has_and_can_fail():
     for wrong in (dropped, case.window(summed, case.grads)):
         with pytest.raises(AssertionError):
             case.check(wrong)
-
-
-def test_gradients_per_example_are_refused_inside_and_work_outside():
-    params, grads, _, _ = optimizers.problem(jnp.float32)
-    per_example = jax.tree.map(lambda g: jnp.stack([g, g]), grads[0])
-    private = optax.contrib.differentially_private_aggregate(1.0, 0.0, key=0)
-    inside = ga.MultiSteps(optax.chain(private, optax.sgd(0.1)), 2)
-    with pytest.raises(ValueError, match=r"\['b'\].*\(3,\).*\(2, 3\)"):
-        inside.update(per_example, inside.init(params), params)
-    outside = optax.chain(private, ga.MultiSteps(optax.sgd(0.1), 2))
-    state = outside.init(params)
-    for _ in range(2):
-        updates, state = outside.update(per_example, state, params)
-    assert ga.has_updated(state)
-    assert np.abs(updates["w"]).max() > 0

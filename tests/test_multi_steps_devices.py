@@ -260,22 +260,6 @@ def test_extra_arguments_are_averaged_over_devices_and_the_data_may_end_a_window
     )
 
 
-def test_a_window_of_one_micro_step_averages_extra_arguments_that_are_the_same():
-    tx = across(1, optax.sgd(1.0), mean_argnames="value")
-
-    def step(params, state, batch):
-        _, grads = local_grads(params, batch)
-        return ga.apply_gradients(tx, grads, state, params, value=jnp.float32(1))
-
-    new, _ = jax.jit(mapped(step, tx, P("data")))(PARAMS, init(tx), part(0))
-    grads = [
-        jax.grad(loss)(PARAMS, jax.tree.map(lambda x, i=i: x[0, i : i + 8], BATCHES))
-        for i in range(0, ROWS, 8)
-    ]
-    mean = jax.tree.map(lambda *g: sum(g) / 8, *grads)
-    assert_close(new, jax.tree.map(jnp.subtract, PARAMS, mean))
-
-
 # -- Under jit alone, sharded ----------------------------------------------------------
 
 KINDS = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
@@ -351,19 +335,34 @@ def refused(tx, step, params=PARAMS, local=None, specs=None):
     jax.eval_shape(fun, params, init(tx, local or params), part(0))
 
 
-def reduced(tx):
+def by(tx, of=local_grads, state=None, **options):
+    """A step with the gradients of `of`, and options of the value and the rows."""
+
+    def step(params, held, batch):
+        value, grads = of(params, batch)
+        more = {name: x(value, batch) for name, x in options.items()}
+        return ga.apply_gradients(tx, grads, held, params, **more)
+
+    refused(tx, step, specs=None if state is None else (P(), state))
+
+
+def gathered(params, batch):
+    """Gradients of shards vary as well, but the sums would mix different shards."""
+
+    def whole(params):
+        w = jax.lax.all_gather(params["w"], "data", axis=0, tiled=True)
+        return loss(params | {"w": w}, batch)
+
+    own = params | {"b": jax.lax.pcast(params["b"], ("data",), to="varying")}
+    return jax.value_and_grad(whole)(own)
+
+
+def sharded(tx):
     def step(params, state, batch):
-        return ga.apply_gradients(tx, jax.grad(loss)(params, batch), state, params)
+        return ga.apply_gradients(tx, gathered(params, batch)[1], state, params)
 
-    refused(tx, step)
-
-
-def whole_state(tx):
-    def step(params, state, batch):
-        _, grads = local_grads(params, batch)
-        return ga.apply_gradients(tx, grads, state, params)
-
-    refused(tx, step, specs=(P(), P()))
+    local = PARAMS | {"w": PARAMS["w"][: WIDTH // 8]}
+    refused(tx, step, local=local, specs=({"w": P("data"), "b": P()}, tx.state_specs))
 
 
 def outside(tx):
@@ -371,48 +370,18 @@ def outside(tx):
         ga.apply_gradients(tx, PARAMS, tx.init(PARAMS), PARAMS)
 
 
-def sharded(tx):
-    """Their gradients vary as well, but the sums would mix different shards."""
-
-    def gathered(params, batch):
-        whole = jax.lax.all_gather(params["w"], "data", axis=0, tiled=True)
-        return loss(params | {"w": whole}, batch)
-
-    def step(params, state, batch):
-        own = params | {"b": jax.lax.pcast(params["b"], ("data",), to="varying")}
-        grads = jax.grad(gathered)(own, batch)
-        return ga.apply_gradients(tx, grads, state, params)
-
-    local = PARAMS | {"w": PARAMS["w"][: WIDTH // 8]}
-    refused(tx, step, local=local, specs=({"w": P("data"), "b": P()}, tx.state_specs))
-
-
-def value_of_one(tx, reduced=False):
-    def step(params, state, batch):
-        value, grads = local_grads(params, batch)
-        value = jax.lax.pmean(value, "data") if reduced else value
-        return ga.apply_gradients(tx, grads, state, params, value=value)
-
-    refused(tx, step)
-
-
-def emit_of_one(tx):
-    def step(params, state, batch):
-        _, grads = local_grads(params, batch)
-        emit = batch["x"][0, 0] > 0
-        return ga.apply_gradients(tx, grads, state, params, emit=emit)
-
-    refused(tx, step)
-
-
 PLATEAU = optax.chain(SGD, optax.contrib.reduce_on_plateau(patience=1))
 ERRORS = [
-    (reduced, SGD, r"leaf \['b'\].*reduced already.*pcast"),
-    (whole_state, SGD, "Pass state_specs as its in_specs"),
+    (
+        lambda tx: by(tx, jax.value_and_grad(loss)),
+        SGD,
+        r"leaf \['b'\].*reduced already",
+    ),
+    (lambda tx: by(tx, state=P()), SGD, "Pass state_specs as its in_specs"),
     (outside, SGD, r"inside a jax\.shard_map.*state_specs"),
     (sharded, SGD, r"leaf \['w'\] differs.*mix its shards"),
-    (value_of_one, PLATEAU, r"\['value'\] differs.*pmean"),
-    (emit_of_one, SGD, r"\['emit'\] differs along \['data'\]"),
+    (lambda tx: by(tx, value=lambda v, _: v), PLATEAU, r"\['value'\] differs.*pmean"),
+    (lambda tx: by(tx, emit=lambda _, b: b["x"][0, 0] > 0), SGD, r"\['emit'\] differs"),
     (lambda tx: tx.init(PARAMS), SGD, "there is none"),
     (lambda _: across(track_noise=True), SGD, "track_noise must be False"),
 ]
@@ -425,17 +394,10 @@ def test_what_would_sum_something_else_is_refused(call, opt, words):
 
 
 def test_what_the_messages_advise_works():
-    value_of_one(across(opt=PLATEAU), reduced=True)
+    by(across(opt=PLATEAU), value=lambda v, _: jax.lax.pmean(v, "data"))
     on_mesh = jax.device_put({"w": jnp.ones(2)}, NamedSharding(MESH, P()))
     assert across().init(on_mesh).total["w"].shape == (8, 2)
     plain = ga.MultiSteps(SGD, K)  # without a data_axis the specs are whole
     assert set(plain.state_specs) == {P()}
     step = jax.jit(mapped(lambda p, s: ga.apply_gradients(plain, p, s, p), plain))
     assert int(step(PARAMS, plain.init(PARAMS))[1].mini_step) == 1
-
-
-def test_the_weight_of_an_ensemble_is_that_of_each_member():
-    tx, params = ga.MultiSteps(SGD, K), jnp.ones((3, 2))
-    step = jax.vmap(lambda p, s: ga.apply_gradients(tx, p, s, p, weight=2.0))
-    _, state = step(params, jax.vmap(tx.init)(params))
-    np.testing.assert_array_equal(ga.stats(state).weight, [2.0, 2.0, 2.0])

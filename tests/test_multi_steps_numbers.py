@@ -112,29 +112,6 @@ def test_integer_gradients_give_the_bits_of_the_single_batch(k):
     big = train(ga.MultiSteps(ADAM, 1), [single] * 3, params)
     ours = train(ga.MultiSteps(ADAM, k), list(jnp.asarray(grads)) * 3, params)
     assert bits(ours[-1][0]) == bits(big[-1][0])
-    if k == 41:  # the twin: Optax's running mean rounds in every micro-step
-        theirs = optax.MultiSteps(SGD, k)
-        state, update = theirs.init(params), jax.jit(theirs.update)
-        for g in jnp.asarray(grads):
-            updates, state = update(g, state, params)
-        assert bits(-updates) != bits(single)
-
-
-@pytest.mark.parametrize(("dtype", "due"), [(jnp.float32, 4096), (jnp.bfloat16, 256)])
-def test_4096_ones_in_bfloat16_sum_to_4096_unless_the_accumulator_is_bfloat16(
-    dtype, due
-):
-    one = jnp.ones(3, jnp.bfloat16)
-    tx = ga.MultiSteps(SGD, 4096, use_grad_mean=False, accumulator_dtype=dtype)
-    run = jax.jit(
-        lambda s: jax.lax.scan(
-            lambda s, _: tx.update(one, s, one)[::-1], s, None, length=4096
-        )[1]
-    )
-    updates = run(tx.init(one))
-    assert updates.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(np.asarray(updates, np.float32)[-1], -due)
-    assert not updates[:-1].any()
 
 
 # -- Weights ---------------------------------------------------------------------------
@@ -152,9 +129,6 @@ def test_a_window_of_weight_zero_changes_nothing_and_is_counted(k, emit):
     assert bits((after, state.inner_opt_state)) == bits(before)
     assert counts(state) == (0, 0, 1, k, 0)
     assert not ga.has_updated(state)
-    # The twin: with a weight the same window is a step.
-    moved, _ = train(tx, grads, params, [1.0] * k, emits)[-1]
-    assert bits(moved) != bits(params)
 
 
 @pytest.mark.slow
@@ -206,12 +180,6 @@ def test_a_bad_micro_batch_stays_in_its_window(at, bad):
     for i, update in enumerate(updates):
         window = np.mean(np.stack(grads[i - K + 1 : i + 1]), 0) if i % K == 3 else 0.0
         np.testing.assert_array_equal(update, np.negative(window))
-    # The twin: Optax emits NaN inside the window, for ever after.
-    theirs = optax.MultiSteps(SGD, K)
-    state = theirs.init(params)
-    for g in grads:
-        last, state = theirs.update(g, state, params)
-    assert np.isnan(np.asarray(last)).any()
 
 
 @FAULTS
@@ -242,9 +210,6 @@ def test_with_drop_window_that_window_never_happened_and_is_counted(at, bad, emi
     assert bool(ours[K - 1][1].drop_state["should_skip"])
     assert bits(ours[-1][0]) == bits(without[-1][0])
     assert counts(ours[-1][1]) == (1, 0, 1, 2 * K, 0)
-    # The twin: without the function the fault reaches the parameters.
-    other, _ = train(ga.MultiSteps(ADAM, K), grads, params)[-1]
-    assert not np.isfinite(other).all()
 
 
 def test_a_window_of_complex_gradients_is_dropped_for_either_part():
@@ -255,35 +220,18 @@ def test_a_window_of_complex_gradients_is_dropped_for_either_part():
         assert not bool(drop(good, 0, None)[0])
 
 
-def large(updates, step, params):
-    del step, params
-    return updates[0] > 5, {"seen": updates[0]}
+@pytest.mark.parametrize("skips", [False, True])
+def test_any_function_may_drop_a_window_also_of_a_run_that_skips(skips):
+    def large(updates, step, params):
+        del step, params
+        return updates[0] > 5, {"seen": updates[0]}
 
-
-ANY = {
-    # Recognised by the argument it is given to, and not by its identity.
-    "wrapped": (
-        {"should_drop_window_fn": lambda *args: ga.drop_window_if_not_finite(*args)},
-        (jnp.inf, 1.0, 2.0, 4.0),
-        (1, 0, 1, 4, 0),
-    ),
-    "large": ({"should_drop_window_fn": large}, (100.0, 1, 2, 4), (1, 0, 1, 4, 0)),
-    "both": (
-        SKIPS | {"should_drop_window_fn": large},
-        (jnp.nan, 100.0, 1.0, 2.0, 4.0),
-        (1, 1, 1, 4, 0),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", ANY)
-def test_any_function_may_skip_or_drop_and_both_in_one_run(name):
-    options, grads, due = ANY[name]
+    options = {"should_drop_window_fn": large} | (SKIPS if skips else {})
+    grads = [jnp.nan] * skips + [100.0, 1.0, 2.0, 4.0]
     tx = ga.MultiSteps(optax.sgd(0.1), 2, **options)
     _, state = train(tx, [jnp.array([g], float) for g in grads], jnp.ones(1))[-1]
-    assert counts(state) == due
-    if name != "wrapped":  # the mean, as the optimizer sees it
-        assert float(state.drop_state["seen"]) == 3.0
+    assert counts(state) == (1, skips, 1, 4, 0)
+    assert float(state.drop_state["seen"]) == 3.0  # the mean, as the optimizer sees it
 
 
 # -- flush, emit, k that changes -------------------------------------------------------
@@ -350,18 +298,6 @@ def test_whoever_counts_windows_end_with_the_same_bits(weights):
     assert [bool(ga.has_updated(state)) for _, state in traced] == longer
 
 
-@pytest.mark.parametrize("emit", [True, False, None])
-def test_vmap_and_reverse_mode_go_through_a_static_emit(emit):
-    tx, params = ga.MultiSteps(ADAM, 1 if emit is None else 2), jnp.ones((2, 3))
-    state = jax.vmap(tx.init)(params)
-    step = functools.partial(ga.apply_gradients, tx, emit=emit)
-
-    def loss(grads):
-        return jnp.sum(jax.vmap(step)(grads, state, params)[0])
-
-    assert np.isfinite(jax.jit(jax.grad(loss))(jnp.ones((2, 3)))).all()
-
-
 @pytest.mark.parametrize(("before", "after"), [(8, 3), (8, 1), (2, 5)])
 def test_a_state_restored_with_another_k_closes_its_window_sensibly(before, after):
     params, held = jnp.zeros(3), before - 1
@@ -374,12 +310,6 @@ def test_a_state_restored_with_another_k_closes_its_window_sensibly(before, afte
     expected = -np.mean(np.stack(GOOD[: held + closes_after]), 0)
     np.testing.assert_allclose(params, expected, rtol=1e-6)
     assert int(state.mini_step) == 0
-
-
-def test_a_schedule_of_k_is_read_once_a_window():
-    tx = ga.MultiSteps(SGD, lambda step: jnp.where(step < 2, 1, 3))
-    seen = [bool(ga.has_updated(s)) for _, s in train(tx, GOOD, jnp.zeros(3))]
-    assert seen == [True, True, False, False, True, False, False, True]
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.int8, jnp.uint8])
@@ -425,15 +355,6 @@ def test_the_optimizer_sees_the_mean_of_an_extra_argument(weights, mean, flushed
     params, _ = run()
     np.testing.assert_allclose(params, [-seen * RATES[-1]], rtol=1e-6)
     assert abs(mean_rate - RATES[-1]) > 0.01 or weights == (1, 1, 1, 1)
-
-
-def test_the_mean_of_one_extra_argument_is_that_one():
-    tx = ga.MultiSteps(times_rate(), 1, mean_argnames=("rate",))
-    params, state = jnp.zeros(1), tx.init(jnp.zeros(1))
-    for rate in (0.5, 3.0):
-        params, state = ga.apply_gradients(tx, jnp.ones(1), state, params, rate=rate)
-        assert float(state.arg_totals["rate"]) == rate
-    assert float(params[0]) == -3.5
 
 
 # -- Trees -----------------------------------------------------------------------------
@@ -504,5 +425,3 @@ def test_a_window_without_a_step_keeps_the_norm_and_without_track_norm_there_is_
         ga.grad_norm(plain.init(params))
     with pytest.raises(ValueError, match="_replace\\(grad_norm="):
         tx.update(params, plain.init(params), params)
-    with pytest.raises(TypeError, match="track_norm must be a Python bool"):
-        ga.MultiSteps(SGD, 2, track_norm=1)

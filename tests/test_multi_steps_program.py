@@ -225,17 +225,6 @@ def draw(n, like=PARAMS):
     ]
 
 
-def test_a_scan_over_micro_steps_equals_the_host_loop_bit_for_bit():
-    tx, grads = ga.MultiSteps(ADAM, 3), draw(7)
-    step = jax.jit(lambda c, g: (ga.apply_gradients(tx, g, c[1], c[0]), None))
-    carry = start = (PARAMS, tx.init(PARAMS))
-    for g in grads:
-        carry, _ = step(carry, g)
-    stacked = jax.tree.map(lambda *g: jnp.stack(g), *grads)
-    scanned, _ = jax.jit(lambda c, g: jax.lax.scan(step, c, g))(start, stacked)
-    assert bits(carry) == bits(scanned)
-
-
 def run(tx, weights, grads):
     """Updates and states of micro-steps by a jitted `update`."""
     update = jax.jit(lambda g, s, **args: tx.update(g, s, PARAMS, **args))

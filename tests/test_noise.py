@@ -2,7 +2,6 @@
 
 import functools
 import pickle
-import re
 
 import jax
 import jax.numpy as jnp
@@ -89,8 +88,6 @@ def test_the_smoothed_estimates_are_averages_with_the_start_corrected():
     assert_estimates(ga.noise_scale(state), mean, bound)
     expected = [*(off**2 @ weights), weights @ (off[0] * off[1])]
     np.testing.assert_allclose(state.noise.deviation, expected, rtol=1e-3)
-    # The twin: a plain mean is another number.
-    assert np.max(np.abs(mean - each.mean(axis=0))) > 10 * bound
 
 
 def test_leaves_of_any_kind_are_squared_as_one_vector():
@@ -171,15 +168,6 @@ def test_a_known_ratio_lies_in_the_stated_interval_over_20_seeds(weighted):
     # The intervals say something: they are narrow, and another ratio is not in them.
     assert np.all(scale.high - scale.low < ratio)
     assert hits(scale, 2 * ratio) < ENOUGH
-    # Nor are they too wide: the values spread about as far as stated (±1.96 σ), which
-    # 20 of them tell to a factor of two.
-    spread = np.std(scale.value) * 2 * 1.96
-    assert 0.5 < spread / np.median(scale.high - scale.low) < 2
-    # The twin: |g|² itself for |G|², as if the window were the true gradient.
-    squared_norm, trace, window = np.moveaxis(np.asarray(states.noise.mean), -1, 0)
-    biased = jnp.stack([squared_norm + trace / window, trace, window], -1)
-    noise = states.noise._replace(mean=biased)
-    assert hits(ga.noise_scale(states._replace(noise=noise)), ratio) < ENOUGH
 
 
 # -- What enters -----------------------------------------------------------------------
@@ -224,12 +212,6 @@ def test_what_is_left_out_was_never_there(name):
         for k, options, grads, weights in ENTERS[name]
     )
     assert bits(with_it) == bits(without)
-    # The twin: a finite gradient in its place would be seen.
-    k, options, grads, weights = ENTERS[name][0]
-    finite = [jnp.ones(7) if i in (1, 2, 5) else g for i, g in enumerate(grads)]
-    weights = weights and [1.0] * len(weights)
-    other = ga.noise_scale(run(tracking(k, **options), GRADS[0], finite, weights))
-    assert bits(other) != bits(without)
 
 
 def closed_early(tx, grads):
@@ -261,8 +243,6 @@ def test_every_way_to_close_a_window_keeps_the_same_noise(way):
         np.testing.assert_allclose(a, b, rtol=1e-5)
     _, again = ga.flush(tx, state, grads[0])  # an empty window has none
     assert bits(again.noise.mean) == bits(state.noise.mean)
-    # The twin: before it is closed there is one window.
-    assert int(ga.noise_scale(run(tx, grads[0], grads)).windows) == 1
 
 
 def test_from_optax_leaves_the_open_window_out():
@@ -289,10 +269,6 @@ def test_inside_a_chain_it_measures_what_reaches_it_and_is_found_under_jit():
     assert bits(state[1].noise) == bits(due.noise)
     scale = jax.jit(ga.noise_scale)(state)
     assert (int(scale.windows), float(scale.window)) == (2, 10)
-    # The twins: neither what came before the clipping nor other weights.
-    for others in ((grads, weights), (clipped, weights[::-1])):
-        other = ga.noise_scale(run(alone, grads[0], *others))
-        assert float(scale.trace) != float(other.trace)
 
 
 # -- Several devices -------------------------------------------------------------------
@@ -319,9 +295,6 @@ def test_sharded_parameters_give_the_bits_of_one_device_and_move_scalars_alone(k
     assert state.total["w"].sharding.is_equivalent_to(split, 2)
     assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves(state.noise))
     assert bits(state.noise) == bits(run(tx, grads[0], grads).noise)
-    # The twin: one shard that was left out shows.
-    fewer = [jax.tree.map(lambda g: g.at[: len(g) // 8].set(0), g) for g in grads]
-    assert bits(run(tx, grads[0], fewer).noise) != bits(state.noise)
 
     # No gradient crosses the network: the squares are summed where they are.
     def sent(tx):
@@ -409,18 +382,6 @@ def test_without_track_noise_nothing_of_it_is_in_the_program(emit, monkeypatch):
     assert str(jaxpr(tx, emit=emit, weight=2.0)) == program
 
 
-def test_a_micro_step_reads_the_gradient_once_more_and_a_step_the_mean():
-    def reductions(tx, **kwargs):
-        """Of whole leaves: in all, and in those branches of a cond."""
-        text = str(jaxpr(tx, **kwargs))
-        return len(re.findall(r"= reduce_sum\[", text))
-
-    tx = ga.MultiSteps(optax.adam(1e-3), 4, track_noise=True)
-    off = ga.MultiSteps(optax.adam(1e-3), 4)
-    counts = reductions(tx), reductions(tx, emit=False), reductions(off)
-    assert counts == (2 * len(BIG), len(BIG), 0)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("emit", [None, True, False])
@@ -433,41 +394,3 @@ def test_a_micro_step_still_needs_no_temporaries(emit, dtype):
         return temporaries(step, params, tx.init(params), params)
 
     assert needed(True) <= needed(False) + 0.01 * BIG_BYTES
-
-
-@pytest.mark.grid(1)
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
-def test_the_states_dtypes_and_structure_do_not_drift(dtype):
-    grads, tx = GRADS[:6].astype(dtype), tracking(3, accumulator_dtype=None)
-    shapes = functools.partial(jax.tree.map, lambda x: (x.shape, x.dtype))
-    assert shapes(run(tx, grads[0], grads)) == shapes(tx.init(grads[0]))
-    step = jax.jit(step_of(tx), donate_argnums=(0, 1))  # a fresh state, too
-    assert (
-        int(step(jnp.copy(grads[0]), tx.init(grads[0]), grads[1])[1].noise.count) == 1
-    )
-
-
-# -- Bad input -------------------------------------------------------------------------
-
-NOISY, PLAIN = tracking(2), ga.MultiSteps(FROZEN, 2)
-STATE, OTHER = PLAIN.init(G), NOISY.init(G)
-ERRORS = [
-    (lambda: ga.MultiSteps(FROZEN, 2, track_noise=1), TypeError, "a Python bool"),
-    (lambda: ga.noise_scale(STATE), ValueError, "track_noise=True, but there is none"),
-    (lambda: ga.noise_scale(optax.EmptyState()), ValueError, "none in a EmptyState"),
-    (
-        lambda: ga.noise_scale((OTHER, OTHER)),
-        ValueError,
-        r"2: \[0\].*, \[1\].*Pass the",
-    ),
-    (lambda: ga.apply_gradients(NOISY, G, STATE, G), ValueError, r"_replace\(noise="),
-    (lambda: ga.flush(NOISY, STATE, G), ValueError, r"_replace\(noise="),
-]
-
-
-@pytest.mark.parametrize(("call", "error", "words"), ERRORS)
-def test_what_does_not_fit_is_refused_by_name(call, error, words):
-    with pytest.raises(error, match=words):
-        call()
-    # What the message says to do, works.
-    ga.apply_gradients(NOISY, G, STATE._replace(noise=OTHER.noise), G)

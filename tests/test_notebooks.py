@@ -44,19 +44,6 @@ def test_the_notebook_runs_and_its_assertions_hold(path, tmp_path):
     execute(nbformat.read(path, as_version=4), tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("code", "error"),
-    [
-        ("assert 1 == 2", nbclient.exceptions.CellExecutionError),
-        ("import warnings; warnings.warn('once')", AssertionError),
-    ],
-)
-def test_a_notebook_that_fails_or_warns_fails_here(code, error, tmp_path):
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)])
-    with pytest.raises(error):
-        execute(notebook, tmp_path)
-
-
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_the_notebook_asserts_draws_installs_and_keeps_small_outputs(path):
     assert path.stat().st_size < 300_000
@@ -96,6 +83,3 @@ def test_its_plots_are_legible_on_light_pages_and_on_dark_ones(path):
     for picture in pictures(path):
         assert picture[0, 0, 3] == 0  # the page shows through
         assert least_contrast(picture) > 2
-        for grey in (0, 1):  # the twin, in black or in white
-            picture[0, 0] = grey, grey, grey, 1
-            assert least_contrast(picture) < 2

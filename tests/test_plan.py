@@ -1,6 +1,5 @@
 """What fits: the fewest micro-batches, with few compilations."""
 
-import sys
 import types
 
 import helpers
@@ -12,7 +11,6 @@ from jax.experimental import topologies
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import ga_optax as ga
-from ga_optax.__main__ import main
 from ga_optax._compiled import plan
 from ga_optax._loop import in_place
 
@@ -71,18 +69,6 @@ def plan_of(limit, changes=(), seen=None, batch_size=64, **options):
     return ga.plan(made_of(sizes, seen), batch_size=batch_size, **options)
 
 
-def test_progress_goes_to_stderr_and_names_every_candidate(capsys):
-    plan_of(500)
-    out, err = capsys.readouterr()
-    assert out == ""
-    lines = err.splitlines()
-    assert [line.split(":")[1] for line in lines] == [
-        f" num_microbatches={k}" for k in (1, 16, 4, 8)
-    ]
-    assert "compiling ... 6.32 KiB, does not fit (0.0 s)" in lines[0]
-    assert "compiling ... 470 B, fits (0.0 s)" in lines[1]
-
-
 def test_a_plan_is_a_table():
     page = str(plan_of(2000))
     lines = [line.split() for line in page.splitlines()]
@@ -91,14 +77,6 @@ def test_a_plan_is_a_table():
     assert " ".join(lines[3]) == "4 16 1.56 KiB 70 B 40 B 40 B 1.63 KiB fits"
     assert "num_microbatches=4 of 16 examples needs 1.63 KiB of 1.95 KiB." in page
     assert "Not compiled, as the search did not need them: 8, 32, 64." in page
-
-
-def test_notes_on_the_candidates_are_printed_once_under_the_table():
-    note = "leaf ['embed'] does not accumulate in place. " * 3
-    candidates = [ga.Candidate(k, temp=10, fits=True, notes=(note,)) for k in (1, 2)]
-    page = str(ga.Plan(1, 4, 20, tuple(candidates), ()))
-    assert page.count("['embed']") == 3  # all of one note
-    assert max(map(len, page.splitlines())) <= 88
 
 
 # -- The search, over steps of any need ------------------------------------------------
@@ -155,12 +133,6 @@ def test_where_every_candidate_fails_the_first_failure_is_the_cause():
     with pytest.raises(ValueError, match=r"all 7 .* with KeyError: 'image'") as info:
         plan_of(100, dict.fromkeys(CANDIDATES, error))
     assert info.value.__cause__ is error
-
-
-def test_nothing_fits_and_failures_are_told_together():
-    with pytest.raises(ga.NothingFitsError, match=r"smallest need is 270 B") as info:
-        plan_of(99, {64: OSError("no disk")})
-    assert "num_microbatches=64 failed: OSError: no disk" in str(info.value)
 
 
 # -- The limit -------------------------------------------------------------------------
@@ -254,16 +226,6 @@ def test_without_a_choice_it_says_so_or_nothing():
     assert notes_of(1) == []  # it is the undivided program
     [note] = notes_of(2, optimize=False)
     assert note == f"Gradients not added in place (optimize=False): {LEAVES}."
-
-
-def test_one_micro_batch_of_several_calls_is_added_to_what_came(caplog):
-    """The twin: it has something to add to, so the switch is the reason."""
-    w, x = jnp.ones(4), jnp.ones((2, 4))
-    step = ga.accumulate(lambda w, x: jnp.mean(x @ w), optimize=False)
-    with caplog.at_level("DEBUG", "ga_optax"):
-        jax.jit(step)(ga.accumulator.init(w), w, x)
-    [note] = caplog.messages
-    assert note.startswith("Gradients not added in place (optimize=False)")
 
 
 # -- Machines that are not here --------------------------------------------------------
@@ -393,11 +355,3 @@ def test_a_compiler_that_refuses_every_candidate_says_that_nothing_fits():
         ga.plan(
             lambda k: types.SimpleNamespace(lower=lower), batch_size=8, memory_limit=1
         )
-
-
-def test_the_command_line_takes_a_target(machine, capsys, monkeypatch):
-    module = types.SimpleNamespace(make_step=make_step, inputs=inputs)
-    monkeypatch.setitem(sys.modules, "made_up", module)
-    command = ["plan", "made_up:make_step", "made_up:inputs", "--target", "v5e"]
-    assert main(command) == 0
-    assert "of 15.75 GiB" in capsys.readouterr().out

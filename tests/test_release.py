@@ -1,12 +1,9 @@
 """The address of the repository is in one place, and what is published is checked."""
 
 import email.message
-import json
 import pathlib
 import re
 import shutil
-import subprocess
-import sys
 
 import helpers
 import pytest
@@ -67,29 +64,6 @@ def test_a_new_address_reaches_every_file_and_an_empty_one_leaves_no_trace(check
     assert {path: path.read_text(encoding="utf-8") for path in before} == before
 
 
-@pytest.mark.parametrize(
-    ("release", "what", "badges"),
-    [
-        (EMPTY, r'"\{found\[-1\]\}(\[\w+\])?"', 0),
-        (SOMEWHERE, rf'"ga-optax(\[\w+\])? @ git\+{SOMEWHERE.address}"', 1),
-    ],
-    ids=["empty", "filled"],
-)
-def test_each_notebook_installs_the_package_if_it_is_not_there(release, what, badges):
-    for path, text in address.stamped(release).items():
-        if path.suffix == ".ipynb":
-            first, install, *_ = json.loads(text)["cells"]
-            guard, *found, command = "".join(install["source"]).split("\n    ")
-            assert guard.endswith('if importlib.util.find_spec("ga_optax") is None:')
-            wheel = 'found = ["..", *glob.glob("ga_optax-*.whl")]'
-            assert found[1:] == ([] if badges else [wheel])
-            assert re.match(rf"%pip install -q {what}( [a-z-]+)*$", command)
-            shown = "".join(first["source"])
-            assert shown.count(address.BADGE) == badges
-            place = f"/github/someone/something/blob/main/notebooks/{path.name})"
-            assert shown.count(place) == badges
-
-
 def test_the_citation_is_of_this_version():
     for release in (EMPTY, SOMEWHERE):
         [text] = (t for p, t in address.stamped(release).items() if p.suffix == ".cff")
@@ -97,15 +71,6 @@ def test_the_citation_is_of_this_version():
         assert citation["version"] == HERE.version
         assert citation.get("repository-code", "") == release.address
         assert {"cff-version", "title", "authors", "message"} <= set(citation)
-
-
-@pytest.mark.parametrize(
-    "wrong", ["github.com/a/b", "https://github.com/a/b/", "https://example.com/a/b"]
-)
-def test_what_is_no_address_is_refused(wrong, checkout):
-    root = checkout(wrong)
-    with pytest.raises(ValueError, match=re.escape(repr(wrong))):
-        address.read(root)
 
 
 # -- The README on a package index -----------------------------------------------------
@@ -134,23 +99,6 @@ def test_on_a_package_index_every_link_of_the_readme_is_absolute_and_leads_to_a_
     assert all("/raw/" in link for link in pictures)
 
 
-@pytest.mark.parametrize(
-    ("readme", "word"),
-    [
-        ("[a](https://x.org) [page](docs/page.md)", "docs/page.md"),
-        ('![a](#b) <img width="9" src="docs/picture.svg">', "docs/picture.svg"),
-        ("nothing", "no links"),
-    ],
-)
-def test_a_link_that_leads_nowhere_or_another_version_is_found(readme, word):
-    """The twin."""
-    [wrong] = check.wrong_metadata(metadata(SOMEWHERE, readme), SOMEWHERE)
-    assert word in wrong
-    text = metadata(EMPTY._replace(version="9"), "[a](https://x.org)")
-    wrong = check.wrong_metadata(text, SOMEWHERE)
-    assert len(wrong) == 1 + len(address.project_urls(SOMEWHERE))
-
-
 # -- What stops a release --------------------------------------------------------------
 
 
@@ -171,18 +119,3 @@ def test_it_stops_until_the_address_the_files_and_the_date_are_there(checkout):
     dated = text.replace("(not released)", "(2030-01-31)")
     path.write_text(dated, encoding="utf-8")
     assert check.wrong_documents(root, SOMEWHERE) == []
-
-
-def test_the_address_reaches_the_built_package(checkout, tmp_path):
-    root = checkout(SOMEWHERE.address)
-    shutil.copytree(ROOT / "release", root / "release")
-    (root / "ga_optax").mkdir()
-    (root / "ga_optax" / "__init__.py").touch()
-    shutil.copy(ROOT / "LICENSE", root)
-    command = [sys.executable, "-m", "hatchling", "metadata"]
-    run = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
-    found = json.loads(run.stdout)
-    assert found["urls"] == address.project_urls(SOMEWHERE)
-    targets = address.links(found["readme"]["text"])
-    assert targets
-    assert all(map(address.is_absolute, targets))

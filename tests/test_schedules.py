@@ -70,13 +70,6 @@ def test_linear_is_megatrons_rule_at_every_step(size, start, n, increment, durat
     ramp = schedules.linear(start, end, duration, **options)
     batch_of = megatron(start, end, increment, duration)
     assert_same(ramp, batch_of, size, 100)
-    if n and duration > start and len(ramp.first_steps) > 1:
-        # The twin: a ramp that is one step late differs.
-        firsts = 0, *(first + 1 for first in ramp.first_steps[1:])
-        late = schedules.Ramp(size, firsts, ramp.num_microbatches)
-        if ramp.first_steps[1] < 100:
-            with pytest.raises(AssertionError):
-                assert_same(late, batch_of, size, 100)
 
 
 @hypothesis.given(
@@ -115,7 +108,7 @@ def test_a_stage_begins_exactly_there(batches, at, in_steps, first, ks):
         assert ramp.seen(115_000) == 50_000 * 20 + 65_000 * 40
 
 
-def test_the_ramps_of_reports_come_out_as_reported():
+def test_a_ramp_of_trillions_of_tokens_is_exact():
     # Llama 3, 16M after 2.87T tokens; sizes far beyond what float32 or int32 can hold.
     million = 10**6
     llama = schedules.stepwise(
@@ -128,17 +121,6 @@ def test_the_ramps_of_reports_come_out_as_reported():
     assert llama.seen(last - 1) < 2_870_000 * million <= llama.seen(last)
     assert int(llama(last - 1)) == 16
     assert int(llama(last)) == 32
-    # GPT-3, 32k to 3.2M tokens over 12 billion.
-    gpt = schedules.linear(32_000, 3_200_000, 12 * 10**9, microbatch_size=32_000)
-    assert gpt.num_microbatches == tuple(range(1, 101))
-    full = gpt.first_steps[-1]
-    assert gpt.seen(full - 1) < 12 * 10**9 <= gpt.seen(full)
-    assert gpt.seen(full) - gpt.seen(full - 1) == 99 * 32_000
-    # DeepSeek-V3, 3072 to 15360 sequences over 469 billion tokens of 4096 each.
-    deepseek = schedules.linear(
-        3072 * 4096, 15360 * 4096, 469 * 10**9, microbatch_size=3072 * 4096
-    )
-    assert deepseek.batch_sizes[-1] == 15360 * 4096
 
 
 def test_k_is_traced_and_clipped_at_both_ends():
@@ -182,58 +164,3 @@ def test_multi_steps_closes_its_windows_as_the_ramp_says(ramp):
     assert windows == [int(ramp(step)) for step in range(len(windows))]
     assert len(set(windows)) > 2
     assert int(ga.stats(state).steps) == len(windows)
-
-
-# -- Bad input -------------------------------------------------------------------------
-
-
-LINEAR = [
-    ((10, 20, 5, 4), ValueError, r"start must be a multiple of .*=4, .* Use 8 or 12"),
-    ((4, 22, 5, 4), ValueError, r"end must be a multiple"),
-    ((8, 4, 5, 4), ValueError, r"end must not be below start=8, but it is 4"),
-    ((4, 8, 0, 4), ValueError, r"duration must be at least 1, but it is 0"),
-    ((4, 8, 5, 0), ValueError, r"microbatch_size must be at least 1"),
-    ((4, 8, 5, True), TypeError, r"microbatch_size must be an int, .* True"),
-    ((0, 8, 5, 4), ValueError, r"start must be at least 1"),
-    ((4, 8, 5, 4, 3), ValueError, r"increment must be a multiple of .*=4"),
-    ((4, 12, 5, 4, 12), ValueError, r"must divide end - start = 8, but it is 12"),
-    ((1, 1 << 32, 5, 1), ValueError, r"at most 2\^31 - 1 micro-batches"),
-    ((1, 2, 1 << 40, 1), ValueError, r"must begin at a step below 2\^31"),
-]
-
-
-@pytest.mark.parametrize(("arguments", "error", "words"), LINEAR)
-def test_a_linear_ramp_that_cannot_be_raises(arguments, error, words):
-    *ramp, size, increment = arguments if len(arguments) == 5 else (*arguments, None)
-    with pytest.raises(error, match=words):
-        schedules.linear(*ramp, microbatch_size=size, increment=increment)
-
-
-STEPWISE = [
-    ([], [], ValueError, r"there are 0 batch sizes and 0 boundaries"),
-    ([2, 4], [0], ValueError, r"boundaries\[0\] must be at least 1"),
-    ([2, 4, 6], [5, 5], ValueError, r"boundaries\[1\] is 5, after 5"),
-    ([2, 3], [5], ValueError, r"batch_sizes\[1\] must be a multiple"),
-    ([2, 4.0], [5], TypeError, r"batch_sizes\[1\] must be an int, but it is 4\.0"),
-    ([2, 4], [1 << 33], ValueError, r"begins at step 4294967296"),
-]
-
-
-@pytest.mark.parametrize(("batches", "boundaries", "error", "words"), STEPWISE)
-def test_a_stepwise_ramp_that_cannot_be_raises(batches, boundaries, error, words):
-    with pytest.raises(error, match=words):
-        schedules.stepwise(batches, boundaries, microbatch_size=2)
-
-
-def test_a_step_that_is_none_raises():
-    with pytest.raises(ValueError, match=r"begins at step 2147483648"):
-        schedules.stepwise([2, 4], [2**31], microbatch_size=2, boundaries_in_steps=True)
-    ramp = schedules.linear(1, 4, 9, microbatch_size=1)
-    with pytest.raises(TypeError, match=r"dtype float32"):
-        ramp(jnp.float32(1))
-    with pytest.raises(TypeError, match=r"shape \(2,\).*use jax.vmap"):
-        ramp(jnp.arange(2))
-    with pytest.raises(TypeError, match=r"step must be an int, but it is 1.0"):
-        ramp.seen(1.0)
-    with pytest.raises(ValueError, match=r"step must not be negative, but it is -1"):
-        ramp.seen(-1)

@@ -90,33 +90,6 @@ def test_what_cannot_be_compared_is_refused(a, b, words):
         SAME_BITS(a, b)
 
 
-def test_an_array_without_elements_has_the_bits_of_another():
-    SAME_BITS([jnp.zeros((0, 3)), jnp.ones(1)], [jnp.zeros((0, 3)), jnp.ones(1)])
-
-
-@hypothesis.given(
-    bits=st.lists(st.integers(0, 2**16 - 1), min_size=1, max_size=20),
-    others=st.data(),
-    dtype=st.sampled_from(["float16", "bfloat16"]),
-)
-def test_law_it_passes_just_where_the_bits_are_the_same(bits, others, dtype):
-    dtype = np.dtype(jnp.dtype(dtype))
-    other = others.draw(
-        st.lists(st.integers(0, 2**16 - 1), min_size=len(bits), max_size=len(bits))
-        | st.just(bits)
-    )
-    a, b = from_bits(bits, dtype), from_bits(other, dtype)
-    if bits == other:
-        SAME_BITS(a, b)
-        return
-    with pytest.raises(AssertionError) as error:
-        SAME_BITS(a, b)
-    first = next(i for i, (x, y) in enumerate(zip(bits, other, strict=True)) if x != y)
-    assert f"index ({first},)" in str(error.value)
-    assert f"actual 0x{bits[first]:04x}" in str(error.value)
-    assert f"expected 0x{other[first]:04x}" in str(error.value)
-
-
 @hypothesis.given(st.integers(0, 2**16 - 1), st.integers(0, 2**16 - 1))
 def test_law_ulps_count_the_numbers_between_in_order(x, y):
     """The finite float16 numbers, sorted, are the oracle."""
@@ -145,20 +118,3 @@ def test_a_mean_loss_passes_and_a_sum_fails_with_the_message_of_verify():
         testing.assert_accumulation_equivalent(
             lambda w, x: len(x) * mean_loss(w, x), W, X, 4
         )
-
-
-@pytest.mark.exhaustive
-def test_the_options_of_verify_are_passed_on():
-    def loss(w, x, key):
-        keep = jnp.abs(x[:, 0]) > 5
-        errors = jnp.where(keep, (x @ w) ** 2, 0)
-        count = jnp.maximum(keep.sum(), 1).astype(x.dtype)
-        return errors.sum() / count, key
-
-    def kept(x, aux):
-        return (jnp.abs(x[:, 0]) > 5).sum()
-
-    options = {"has_aux": True, "rng": jax.random.key(0)}
-    with pytest.raises(AssertionError, match=r"\[WEIGHTS\]"):
-        testing.assert_accumulation_equivalent(loss, W, X, 4, **options)
-    testing.assert_accumulation_equivalent(loss, W, X, 4, weight_fn=kept, **options)

@@ -11,7 +11,7 @@ import pytest
 import targets
 
 import ga_optax as ga
-from ga_optax._passes import products, table
+from ga_optax._passes import table
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 
@@ -71,19 +71,6 @@ def test_the_optimizer_runs_inside_one_branch_of_one_conditional(name, target):
     assert step >= LAYERS
     # And before it the additions alone.
     assert computed(computations["ENTRY"]) == LAYERS
-
-
-def test_selects_instead_of_a_conditional_would_be_seen():
-    """The twin: `optax.MultiSteps` computes every update, and throws it away."""
-    tx = optax.MultiSteps(optax.adam(1e-3), 8)
-
-    def step(params, state, grads):
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    state = jax.eval_shape(tx.init, PARAMS)
-    program = targets.compiled("h200", step, PARAMS, state, PARAMS)
-    assert " conditional(" not in program.as_text()
 
 
 @pytest.mark.parametrize("target", targets.TARGETS)
@@ -190,17 +177,6 @@ def test_products_add_what_they_compute(target, triton, dtype, before, monkeypat
     rest = [one for one in table.PASSES if one.name != "products"]
     monkeypatch.setattr(table, "PASSES", rest)
     assert only("add", target, dtype, **gpu) == before
-
-
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-def test_a_product_of_triton_is_added_in_place_after_it(dtype, monkeypatch):
-    """By a kernel for each matrix, and none that copies its sum; one for the vector."""
-    assert only("add", "h200", dtype) == 4
-    written = only("write", "h200", dtype)
-    # The twin: inside the product, which does not write to the slice of the sum.
-    monkeypatch.setattr(products, "_cublas_alone", lambda: True)
-    assert only("add", "h200", dtype) == 1
-    assert only("write", "h200", dtype) == written + 3
 
 
 # -- A micro-step of an embedding ------------------------------------------------------

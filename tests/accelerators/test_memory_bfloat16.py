@@ -4,8 +4,6 @@ A window holds the sums of what no scan runs over, here of the embedding and the
 while the gradients of the layers are computed. One micro-batch by itself need not.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import optax
@@ -14,7 +12,6 @@ import targets
 
 import ga_optax as ga
 from ga_optax._loop import fences
-from ga_optax._passes import products
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 
@@ -92,13 +89,6 @@ def test_a_window_takes_one_micro_batch_and_the_sums_outside_of_its_scan(
     assert window <= 1.05 * alone + held
 
 
-def test_a_copy_of_the_slice_that_triton_adds_to_would_be_seen(monkeypatch):
-    """A twin: the product adds, to a copy and into another."""
-    monkeypatch.setattr(products, "_cublas_alone", lambda: True)
-    alone, window = both("h200", 12, {})
-    assert window > 1.05 * alone + OUTSIDE
-
-
 def test_casts_that_are_held_through_the_window_would_be_seen(monkeypatch):
     """Those of the embedding and the head, on TPUs: half as large as their sums."""
     inside = temporaries(ga.value_and_grad(loss, K), "v6e", 12, K, {})
@@ -113,33 +103,3 @@ def test_a_second_gradient_of_the_layers_would_be_seen():
     alone = temporaries(jax.value_and_grad(loss), "h200", 12, 1, {})
     window = temporaries(plain, "h200", 12, K, {})
     assert window > 1.5 * alone + OUTSIDE + 2 * MATRIX
-
-
-@pytest.mark.parametrize(
-    ("target", "options", "more"),
-    [("h200", {}, 1), ("h200", CUBLAS, 0), ("v5e", {}, 0), ("v6e", {}, 0)],
-)
-def test_a_product_of_triton_takes_a_slice_more_to_add_than_to_write(
-    target, options, more
-):
-    """XLA by itself: a loop of products, each added to its slice of a stack."""
-
-    def run(how, total, x, g):
-        def body(i, total):
-            product = jax.lax.dot_general(
-                x[i], g[i], (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32
-            )
-            return getattr(total.at[i], how)(product)
-
-        return jax.lax.fori_loop(0, len(total), body, total)
-
-    low = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
-    total = jax.ShapeDtypeStruct((12, WIDTH, INNER), jnp.float32)
-    args = total, low((12, 1024, WIDTH)), low((12, 1024, INNER))
-
-    def taken(how):
-        fun = functools.partial(run, how)
-        program = targets.compiled(target, fun, *args, donate_argnums=0, **options)
-        return targets.temporaries(program)
-
-    assert round((taken("add") - taken("set")) / MATRIX, 3) == more
