@@ -331,7 +331,7 @@ def _counts_calls(count: tuple[Any, ...], window: tuple[Any, ...]) -> bool:
 
 def new_counters(emitted: ArrayLike = 0, micro_steps: ArrayLike = 0) -> jax.Array:
     """The counters of a state before its first call, or of one that did not count."""
-    counters = map(jnp.asarray, (VERSION, emitted, micro_steps, 0, 0))
+    counters = jnp.broadcast_arrays(VERSION, emitted, micro_steps, 0, 0)
     return jnp.stack([x.astype(jnp.int32) for x in counters], -1)
 
 
