@@ -350,7 +350,7 @@ ERRORS = {  # a call, its error, and what it says
     ),
     "a text": (
         lambda: ga.microbatch(lambda w, x: "text", 4)(W, X),
-        (TypeError, r"^(?!.*aux).*fun must return arrays.*the only leaf"),
+        (TypeError, r"^(?!.*aux).*fun returns must be arrays.*the only leaf"),
     ),
     "no such position": (
         lambda: ga.microbatch(lambda w, x: x @ w, 4, batch_argnums=-3)(W, X),

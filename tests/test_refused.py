@@ -524,7 +524,7 @@ ACROSS = [
     (
         called("apply", value=3.0, state=STATE, **AVERAGES),
         V,
-        "each of mean_argnames | (arg_totals",
+        "mean_argnames | (arg_totals",
     ),
     *(
         (called("apply", **given, **AVERAGES), T, "value must be a real | every call")

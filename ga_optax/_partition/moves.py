@@ -101,7 +101,7 @@ def _along_others(w: Writer, e: core.JaxprEqn, x: Any, d: int) -> Any:
     """What an equation makes of an array along the axes other than `d`."""
     p, name = e.params, e.primitive.name
     if name == "rev" and len(p["dimensions"]) > 1:
-        return w.run(e, [x], dimensions=[i for i in p["dimensions"] if i != d])
+        return w.run(e, [x], dimensions=tuple(i for i in p["dimensions"] if i != d))
     if name != "slice":
         return x
 

@@ -26,6 +26,11 @@ def is_group(equation: core.JaxprEqn) -> bool:
     return any(_touches(e) for program in programs for e in program.eqns)
 
 
+def are_inside(equation: core.JaxprEqn) -> bool:
+    """Whether an equation works on references, or one inside it."""
+    return any(map(_touches, ir.within(equation)))
+
+
 def effects(jaxpr: core.Jaxpr) -> frozenset[Any]:
     """What others can see of a program: not that it makes references for itself."""
     own = "InternalMutableArrayEffect"

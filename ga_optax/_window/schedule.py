@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from jax.extend import core
 
-from ga_optax._passes import ir
+from ga_optax._passes import ir, references
 from ga_optax._passes.ir import variables
 from ga_optax._window import cost
 from ga_optax._window.rules import (
@@ -102,9 +102,11 @@ def _differentiable(equation: core.JaxprEqn, moving: list[bool]) -> list[bool]:
     """Which results may have a derivative, if these of the operands have one.
 
     It looks inside of loops and checkpoints: what stops a gradient may stand there.
+    What is written to a reference comes back from it.
     """
     its = any(moving) and equation.primitive.name != "stop_gradient"
-    if not its or ir.kind(equation) not in ir.THROUGH:
+    is_open = ir.kind(equation) in ir.THROUGH and not references.are_inside(equation)
+    if not (its and is_open):
         return [its and ir.is_inexact(x) for x in equation.outvars]
     if ir.kind(equation) == "scan":  # Of its carry it is not known.
         consts, carry, slices = ir.scan_of(equation).split(moving)
