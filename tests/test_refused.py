@@ -524,7 +524,7 @@ ACROSS = [
     (
         called("apply", value=3.0, state=STATE, **AVERAGES),
         V,
-        "mean_argnames | (arg_totals",
+        "must have the structure that mean_argnames gives it | (arg_totals",
     ),
     *(
         (called("apply", **given, **AVERAGES), T, "value must be a real | every call")
