@@ -103,8 +103,8 @@ class Divided:
 
     @property
     def acts(self) -> bool:
-        """Whether it calls back for what it returns."""
-        return self._has_effect("IO")
+        """Whether it calls back for what it returns, or in an order with others."""
+        return self._has_effect("IO") or self._has_effect("Ordered")
 
     def _has_effect(self, name: str) -> bool:
         """Whether it has an effect whose type JAX calls so."""
@@ -300,12 +300,14 @@ def _primitive() -> core.Primitive:
 
 
 def _types(*types: Any, its: Divided) -> tuple[Any, Any]:
-    # What a derivative calls back, the function itself has called.
+    results, first = its.results, its
     if its.of is None or any(map(meshes.varying, types)):
-        jaxpr = its.program.jaxpr
-        effects = references.effects(jaxpr) if its.of is None else frozenset()
-        return [x.aval for x in jaxpr.outvars], effects
-    return list(its.results), frozenset()
+        results = [x.aval for x in its.program.jaxpr.outvars]
+    if isinstance(its.of, Gradient) and its.of.outs:  # with the value, in its place
+        first = its.of.base
+    # What other derivatives call back, the function itself has called.
+    acts = first.of is None
+    return list(results), references.effects(first.program.jaxpr) if acts else set()
 
 
 def _batched(axis: Any, xs: Any, dims: Any, *, its: Divided) -> list[Any]:
@@ -329,7 +331,7 @@ def _derived(
         pairs = zip(gradients, dots, strict=True)
         sum_of_all = functools.reduce(jnp.add, [paired(g, t) for g, t in pairs])
         tangents = [sum_of_all.astype(out[smooth[0]].dtype)]
-    elif its.acts:  # It may return something else the second time.
+    elif its.acts:  # Not twice: it may return something else then.
         of_moving = ir.of_some(its.flat, xs, moving)
         out, tangents = jax.jvp(of_moving, [xs[i] for i in moving], dots)
         tangents = [tangents[i] for i in smooth]
