@@ -1,0 +1,123 @@
+"""What a change of the library costs: bytes and passes, before and after.
+
+    python benchmarks/compare.py --json before.json
+    python benchmarks/compare.py --to before.json
+
+The losses of the tests' corpora and of the benchmarks are compiled with
+`value_and_grad`, and as the gradient of `microbatch`; nothing runs. A row has the bytes
+of temporaries, how often parts of the loss run, and the bytes kept between levels. With
+`--to` what differs is printed, and the exit status is 1 if something got worse.
+PYTHONPATH= names another checkout to measure, and `--target h200` the compiler of that
+machine, which `make accelerators` installs.
+"""
+
+import contextlib
+import functools
+import io
+import pathlib
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import any_loss
+import jax
+import jax.numpy as jnp
+import peers
+import record
+
+import ga_optax as ga
+
+HERE = pathlib.Path(__file__).parents[1]
+K, ROWS, WIDTH = 4, 96, 64
+Case = tuple[Callable[..., jax.Array], Any, Any]  # a loss, parameters and a batch
+
+
+def cases() -> Iterator[tuple[str, Case]]:
+    """All losses, by name."""
+    sys.path.append(str(HERE / "tests"))
+    import whole_losses
+    import whole_scans
+
+    args = whole_losses.arguments(ROWS, jnp.float32, WIDTH)
+    for name, row in whole_losses.LOSSES.items():
+        yield name, (row.value, *args)
+    for body in whole_scans.BODIES:
+        for how in (whole_scans.How(8), whole_scans.How(8, remat=True)):
+            name = f"scan {body.__name__}{', remat' * how.remat}"
+            args = whole_scans.arguments(how.length, ROWS, jnp.float32)
+            yield name, (whole_scans.loss_of(body, how), *args)
+    for aside in (whole_scans.nothing, whole_scans.spread):
+        loss, args = whole_scans.decoder(4, aside)
+        yield f"decoder, {aside.__name__}", (loss, *args)
+    rows = jax.random.normal(jax.random.key(1), (ROWS, WIDTH))
+    for scanned, loss in ((True, peers.scanned_loss), (False, peers.unrolled_loss)):
+        params = peers.make_params(4, WIDTH, scanned=scanned)
+        for dtype in (jnp.float32, jnp.bfloat16):
+            cast = functools.partial(jax.tree.map, lambda x, to=dtype: x.astype(to))
+            name = f"{'scanned' if scanned else 'unrolled'} layers, {dtype.__name__}"
+            yield name, (loss, cast(params), rows.astype(dtype))
+    for name, case in any_loss.cases(2, WIDTH).items():
+        both = jnp.hstack([rows, rows]) if name == "contrastive" else rows
+        yield name, (case.loss, case.params, both)
+
+
+def measured(case: Case, target: str | None) -> dict[str, dict[str, int]]:
+    """The figures of a loss, by what is differentiated."""
+    loss, *args = case
+    ways = {
+        "value_and_grad": lambda k: jax.jit(ga.value_and_grad(loss, k)),
+        "microbatch": lambda k: jax.jit(jax.value_and_grad(ga.microbatch(loss, k))),
+    }
+    found: dict[str, dict[str, int]] = {}
+    for way, make in ways.items():
+        how = {"batch_size": K, "candidates": [K], "memory_limit": 2**50}
+        with contextlib.redirect_stderr(io.StringIO()):
+            plan = ga.plan(make, *args, **how, target=target)
+        found[way] = {"temporaries": plan.candidates[0].temp}
+    its = ga.batch_dependencies(loss, K)(*args)
+    found["value_and_grad"] |= {
+        "forward": its.forward_passes,
+        "backward": its.backward_passes,
+        "kept": its.kept_bytes,
+    }
+    return found
+
+
+def rows_of(before: dict[str, Any], after: dict[str, Any]) -> list[list[Any]]:
+    """What differs: the loss, the figure, and what it was and is."""
+    nothing: dict[str, Any] = {}
+    return [
+        [name, f"{way}: {figure}", was, now]
+        for name, ways in after.items()
+        for way, figures in ways.items()
+        for figure, now in figures.items()
+        if (was := before.get(name, nothing).get(way, nothing).get(figure, now)) != now
+    ]
+
+
+def main() -> int:
+    """Prints what differs, and writes the JSON if asked to."""
+    parser = record.make_parser(__doc__)
+    parser.add_argument("--target", help='the compiler of a machine, such as "h200"')
+    parser.add_argument("--only", default="", help="a word of the names of losses")
+    parser.add_argument("--to", type=pathlib.Path, help="print what differs from this")
+    args = parser.parse_args()
+    found: dict[str, Any] = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what is computed whole is among the figures
+        for name, case in cases():
+            if args.only in name and not (args.quick and len(found) == 2):
+                found[name] = measured(case, args.target)
+    record.write(args.json, {"target": args.target, "results": found})
+    if args.to is None:
+        print(f"{len(found)} losses.")
+        return 0
+    differ = rows_of(record.read(args.to)["results"], found)
+    record.print_table(["loss", "figure", "before", "after"], differ)
+    print(f"{len(found)} losses, {len(differ)} figures differ.")
+    return int(any(now > was for *_, was, now in differ))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
