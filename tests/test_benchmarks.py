@@ -29,9 +29,11 @@ sys.path.remove(str(ROOT / "benchmarks"))
 
 
 def run(script, *arguments, **environment):
-    """Runs a script of the benchmarks; warnings are errors there, too."""
+    """What a script of the benchmarks prints; warnings are errors there, too."""
     command = "-W", "error", f"benchmarks/{script}", *arguments
-    return python(*command, cwd=ROOT, PYTHONWARNINGS="error", **environment)
+    done = python(*command, cwd=ROOT, PYTHONWARNINGS="error", **environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 # -- What the files say ----------------------------------------------------------------
@@ -45,12 +47,11 @@ def check_provenance(result):
         assert re.match(r"\d+\.\d+", result["versions"][name])
 
 
-# By compilers that the suite does without.
+# By compilers that the suite does without, and by trainers.
 COMPILED = {
     "accelerators.json": "python benchmarks/accelerators.py --json",
     "head_compiled.json": "python benchmarks/head.py --targets",
 }
-# By trainers that the suite does without.
 OF_TRAINERS = {"trainers.json": "python benchmarks/trainers.py --json"}
 
 
@@ -73,11 +74,8 @@ def test_the_claims_of_the_committed_files_hold():
         assert row["megabytes"]["ga_optax"] <= row["megabytes"]["undivided"] / 2
     assert any(row["off"]["their accumulation"] > 0.01 for row in rows)
     for row in read["dispatch.json"]["results"]:
-        more = {
-            way: n - row["state_leaves"]["optax.MultiSteps"]
-            for way, n in row["state_leaves"].items()
-        }
-        assert set(more.values()) == {0, 2}
+        leaves = row["state_leaves"]
+        assert {n - leaves["optax.MultiSteps"] for n in leaves.values()} == {0, 2}
     sent = read["collectives.json"]
     for row in sent["results"]:  # the gradient and the value, once
         assert row["bytes"]["ga_optax"] <= sent["gradient_bytes"] + 64
@@ -99,21 +97,10 @@ def test_the_claims_of_the_committed_files_hold():
 # -- The suite, quick ------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def quick(tmp_path_factory):
-    """The folders of a quick run of all of it, and what it printed."""
-    folder = tmp_path_factory.mktemp("quick")
-    results, drawn = folder / "results", folder / "pictures"
-    done = run("suite.py", "--quick", "--results", results, "--pictures", drawn)
-    assert done.returncode == 0, done.stderr
-    return results, drawn, done.stdout
-
-
 # Eleven benchmarks, each in a process of its own, and the pictures.
 def test_the_suite_writes_its_files_draws_them_and_ends_with_one_table(tmp_path):
     results, drawn = tmp_path / "results", tmp_path / "pictures"
-    done = run("suite.py", "--quick", "--results", results, "--pictures", drawn)
-    assert done.returncode == 0, done.stderr
+    said = run("suite.py", "--quick", "--results", results, "--pictures", drawn)
     assert {path.name for path in results.iterdir()} == set(suite.COMMANDS)
     for name in suite.COMMANDS:
         check_provenance(record.read(results / name))
@@ -122,7 +109,7 @@ def test_the_suite_writes_its_files_draws_them_and_ends_with_one_table(tmp_path)
             text = (drawn / f"{name}.svg").read_text()
             assert pictures.digest(results / file) in text
     rows = suite.rows_of(results)
-    *_, last = done.stdout.strip().splitlines()
+    *_, last = said.strip().splitlines()
     assert len(rows) >= 15
     assert last.startswith(rows[-1][0])
     assert re.findall(r"\d+\.\d\d|-", last)[-len(suite.COLUMNS) :] == rows[-1][3:]
@@ -130,13 +117,11 @@ def test_the_suite_writes_its_files_draws_them_and_ends_with_one_table(tmp_path)
 
 def test_every_file_of_results_is_made_by_the_suite_and_by_its_own_command():
     ours = {p.name for p in COMMITTED.glob("*.json") if not p.name.startswith("gpu_")}
-    outside = COMPILED | OF_TRAINERS
-    assert ours == {*suite.COMMANDS, *outside}
-    starts = {
-        name: " ".join(["python", f"benchmarks/{command[0]}", *command[1:]])
-        for name, command in suite.COMMANDS.items()
-    }
-    for name, start in (starts | outside).items():
+    starts = COMPILED | OF_TRAINERS
+    for name, command in suite.COMMANDS.items():
+        starts[name] = " ".join(["python", f"benchmarks/{command[0]}", *command[1:]])
+    assert ours == set(starts)
+    for name, start in starts.items():
         result = record.read(COMMITTED / name)
         check_provenance(result)
         assert result["command"].startswith(start), name
@@ -171,37 +156,25 @@ def integer_loss(params, x):
     return jnp.mean(jnp.sum(x @ params["w"], axis=1))
 
 
-def integers():
-    rng = np.random.default_rng(0)
-    batch = 4.0 * rng.integers(-4, 5, size=(K * ROWS, 3)).astype(np.float32)
-    params = {"w": jnp.asarray(rng.integers(-4, 5, size=(3, 2)), jnp.float32)}
-    # The gradient of the mean over rows, and a step of SGD with rate 1.
-    expected = params["w"] - batch.mean(axis=0)[:, None]
-    return params, jnp.asarray(batch), np.asarray(expected)
-
-
-def all_ways(k):
-    opt = optax.sgd(1.0)
-    one = peers.in_one_call(integer_loss, k, ROWS)
-    one[peers.UNROLLED] = peers.unrolled_loop(integer_loss, k)
-    many = peers.in_many_calls(integer_loss, opt, k)
-    ours = peers.ga.MultiSteps(opt, k)
-    many["counts"] = peers.HostLoop(integer_loss, ours, k, counts=True)
-    return opt, one, many
-
-
 @pytest.mark.usefixtures("optax_promotion")
 def test_every_way_that_is_compared_gives_the_same_parameters():
-    params, batch, expected = integers()
-    opt, one, many = all_ways(K)
-    assert len(one) + len(many) >= 8
-    for way, gradient in one.items():
-        copy_ = jax.tree.map(jnp.copy, params)
-        state, _ = peers.step_of(gradient, opt)((copy_, opt.init(params)), batch)
-        np.testing.assert_array_equal(state[0]["w"], expected, err_msg=way)
-    for way, loop in many.items():
-        state, _ = loop(loop.init(params), batch)
-        got = jax.tree.leaves(state)[0]
+    rng = np.random.default_rng(0)
+    batch = 4.0 * jnp.asarray(rng.integers(-4, 5, size=(K * ROWS, 3)), jnp.float32)
+    params = {"w": jnp.asarray(rng.integers(-4, 5, size=(3, 2)), jnp.float32)}
+    # The gradient of the mean over rows, and a step of SGD with rate 1.
+    expected = np.asarray(params["w"] - batch.mean(axis=0)[:, None])
+    opt = optax.sgd(1.0)
+    one = peers.in_one_call(integer_loss, K, ROWS)
+    one[peers.UNROLLED] = peers.unrolled_loop(integer_loss, K)
+    loops = peers.in_many_calls(integer_loss, opt, K)
+    ours = peers.ga.MultiSteps(opt, K)
+    loops["counts"] = peers.HostLoop(integer_loss, ours, K, counts=True)
+    assert len(one) + len(loops) >= 8
+    steps = {way: peers.step_of(gradient, opt) for way, gradient in one.items()}
+    for way, step in (steps | loops).items():
+        own = jax.tree.map(jnp.copy, params)
+        state = step.init(own) if way in loops else (own, opt.init(own))
+        got = jax.tree.leaves(step(state, batch)[0])[0]
         np.testing.assert_array_equal(got, expected, err_msg=way)
 
 
@@ -210,9 +183,8 @@ def test_every_way_that_is_compared_gives_the_same_parameters():
 
 # It compiles fifteen programs.
 def test_the_gpu_benchmark_runs_from_end_to_end():
-    done = run("gpu.py", "--tiny", JAX_DISABLE_MOST_OPTIMIZATIONS="1")
-    assert done.returncode == 0, done.stderr
+    said = run("gpu.py", "--tiny", JAX_DISABLE_MOST_OPTIMIZATIONS="1")
     for title in ("Peak", "Tokens a second", "A micro-step", "Kernels"):
-        assert title in done.stdout
-    [planned] = re.findall(r"^ga_optax +- +([\d,]+) +[\d,]+$", done.stdout, re.M)
+        assert title in said
+    [planned] = re.findall(r"^ga_optax +- +([\d,]+) +[\d,]+$", said, re.M)
     assert int(planned.replace(",", "")) > 0

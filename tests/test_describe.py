@@ -2,6 +2,7 @@
 
 import re
 
+import helpers
 import jax
 import jax.numpy as jnp
 import pytest
@@ -30,30 +31,28 @@ def norms(w, x):
     return jnp.mean(h**2)
 
 
-def described(call, *args):
-    return testing.describe(call)(*args)
+VERBS = "computes", "goes back", "fills"
 
 
 def stages(text):
-    """`{name: (how, lines of work, what is left)}` of the stages of a plan."""
+    """`{name: (how, lines that it computes, goes back, fills)}` of a plan's stages."""
     found = {}
     for part in text.split("\n\n"):
-        part = re.sub(r"\n  (?!computes|goes back|fills)", " ", part)  # one line each
+        part = re.sub(rf"\n  (?!{'|'.join(VERBS)})", " ", part)  # one line each
         head, *rest = part.splitlines()
         if re.match(r"(the loss|level \d.*|after the loops): ", head):
             name, how = head.split(": ", 1)
-            found[name] = (
-                how,
-                *(
-                    [x for x in rest if x.startswith(f"  {verb}")]
-                    for verb in ("computes", "goes back", "fills")
-                ),
-            )
+            lines = ([x for x in rest if x.startswith(f"  {verb}")] for verb in VERBS)
+            found[name] = (how, *lines)
     return found
 
 
-def of(fun, k=K, **options):
-    return stages(described(ga.value_and_grad(fun, k, **options), W, X))
+def described(fun, *args, k=K, **options):
+    return testing.describe(ga.value_and_grad(fun, k, **options))(*args or (W, X))
+
+
+def of(fun, **options):
+    return stages(described(fun, **options))
 
 
 LOOP = f"a loop over {K} micro-batches"
@@ -110,10 +109,9 @@ def test_cotangents_go_through_no_stop_gradient_in_a_checkpoint_either():
     def fun(w, x):
         return jnp.mean(stopped(x @ w) ** 2)
 
-    _, computes, back, _ = of(fun)["the loss"]
     computes, back = (
-        {name for line in its for name in line.rsplit(": ", 1)[1].split(", ")}
-        for its in (computes, back)
+        {name for line in lines for name in line.rsplit(": ", 1)[1].split(", ")}
+        for lines in of(fun)["the loss"][1:3]
     )
     assert {"tanh", "stop_gradient", "mul"} <= computes
     assert computes - back == {"tanh", "stop_gradient"}
@@ -121,21 +119,16 @@ def test_cotangents_go_through_no_stop_gradient_in_a_checkpoint_either():
 
 def test_bytes_and_passes_are_those_of_batch_dependencies():
     known = ga.batch_dependencies(root, K)(W, X)
-    text = described(ga.value_and_grad(root, K), W, X)
+    text = described(root)
     sizes = [int(n.replace(",", "")) for n in re.findall(r"([\d,]+) bytes, at", text)]
     assert sum(sizes) == known.kept_bytes > 0
     assert f"{known.forward_passes} forward and {known.backward_passes} back" in text
 
 
 def test_results_that_need_no_rows_come_after_the_loops():
-    found = of(with_metric, has_aux=True)
+    found = of(lambda *args: (mean(*args), jnp.exp(root(*args))), has_aux=True)
     assert list(found)[-1] == "after the loops"
     assert found["after the loops"][0] == ONCE
-
-
-def with_metric(w, x):
-    loss = mean(w, x)
-    return loss, jnp.exp(root(w, x))
 
 
 def test_what_is_dropped_on_the_way_is_filled_again_before_it_is_read():
@@ -146,39 +139,35 @@ def test_what_is_dropped_on_the_way_is_filled_again_before_it_is_read():
             x = x + h / jnp.sqrt(h.var(0, keepdims=True) + 1e-5)
         return jnp.mean(x**2)
 
-    w, x = jnp.eye(D), jnp.ones((N, D))
-    text = described(ga.value_and_grad(deep, K), w, x)
+    text = described(deep, jnp.eye(D), X)
     found = stages(text)
-    again = [name.split(",")[0] for name in found if "filled again" in name]
-    assert again
-    assert all(found[f"{name}, filled again"][3] for name in again)
     names = list(found)
+    again = [name for name in found if "filled again" in name]
+    assert again
     for name in again:
-        place = names.index(f"{name}, filled again")
-        assert names.index("the loss") < place < names.index(f"{name}, back")
+        assert found[name][3]
+        back = names.index(name.replace("filled again", "back"))
+        assert names.index("the loss") < names.index(name) < back
     assert "at most 3 forward and 1 backward" in text
 
 
-@pytest.mark.parametrize("call", ["microbatch", "accumulate", "step"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        ga.microbatch(mean, K),
+        lambda w, x: ga.accumulate(mean, K)(ga.accumulator.init(w), w, x),
+        lambda w, x: w - ga.value_and_grad(mean, K)(w, x)[1],
+    ],
+)
 def test_any_call_of_ours_is_described_in_any_program(call):
-    def step(w, x):
-        loss, grads = ga.value_and_grad(mean, K)(w, x)
-        return loss, w - grads
-
-    if call == "accumulate":
-        acc = ga.accumulator.init(W)
-        text = described(ga.accumulate(mean, K), acc, W, X)
-    else:
-        text = described(ga.microbatch(mean, K) if call == "microbatch" else step, W, X)
-    assert list(stages(text))[-1] == "the loss"
+    assert list(stages(testing.describe(call)(W, X)))[-1] == "the loss"
 
 
 @pytest.mark.parametrize("fun", [mean, root])
 def test_on_a_mesh_a_loop_is_that_of_each_device(fun):
-    mesh = jax.make_mesh((2,), ("data",))
-    axis = ga.DataAxis("data", mesh=mesh)
-    how, *_ = of(fun, K // 2, data_axis=axis)["the loss"]
-    assert how.startswith(f"a loop over {K // 2} micro-batches on each of 2 devices, ")
+    axis = ga.DataAxis("data", mesh=helpers.mesh_of(2))
+    how, *_ = of(fun, k=2, data_axis=axis)["the loss"]
+    assert how.startswith("a loop over 2 micro-batches on each of 2 devices, ")
 
 
 def test_types_and_numbers_will_do_and_nothing_runs():
@@ -187,10 +176,9 @@ def test_types_and_numbers_will_do_and_nothing_runs():
         return jnp.mean((x @ w) ** power)
 
     types = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (W, X))
-    text = described(ga.value_and_grad(scaled, K), *types, 2)
-    assert "the loss" in stages(text)
+    assert "the loss" in stages(described(scaled, *types, 2))
 
 
 def test_who_passes_nothing_of_ours_is_told_what_to_pass():
     with pytest.raises(ValueError, match=r"describe needs .* Pass ga_optax\.value_and"):
-        described(jax.grad(mean), W, X)
+        testing.describe(jax.grad(mean))(W, X)

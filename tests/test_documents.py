@@ -23,29 +23,19 @@ ELSEWHERE_FRAMEWORKS = re.compile(
 )
 
 
-def pages():
-    """The pages with Python in them, by name."""
-    found = {"README.md": ROOT / "README.md"}
-    for path in sorted(DOCS.rglob("*.md")):
-        if not path.is_relative_to(DOCS / "_build"):
-            found[str(path.relative_to(DOCS))] = path
-    return {
-        name: path.read_text("utf-8")
-        for name, path in found.items()
-        if "```python" in path.read_text("utf-8")
-    }
-
-
-PAGES = pages()
+README = (ROOT / "README.md").read_text("utf-8")
+TEXTS = {"README.md": README} | {
+    str(path.relative_to(DOCS)): path.read_text("utf-8")
+    for path in sorted(DOCS.rglob("*.md"))
+    if not path.is_relative_to(DOCS / "_build")
+}
+PAGES = {name: text for name, text in TEXTS.items() if "```python" in text}
 
 
 def blocks(text):
     """`[(language, line, code)]` of the fenced blocks of Python and of output."""
-    pattern = re.compile(r"^```(python|text)\n(.*?)^```$", re.M | re.S)
-    return [
-        (match[1], text.count("\n", 0, match.start()) + 2, match[2])
-        for match in pattern.finditer(text)
-    ]
+    found = re.finditer(r"^```(python|text)\n(.*?)^```$", text, re.M | re.S)
+    return [(m[1], text.count("\n", 0, m.start()) + 2, m[2]) for m in found]
 
 
 def run(name, text):
@@ -80,8 +70,9 @@ def test_every_block_of_the_page_runs_and_prints_what_it_says(name):
 
 def test_no_block_of_python_escapes():
     """Marked as not run is only what needs another framework."""
-    assert {"get_started.md", "guide.md", "migrating.md", "pitfalls.md"} <= set(PAGES)
-    assert {"huggingface.md", "recipes.md", "switch.md"} <= set(PAGES)
+    names = {name.removesuffix(".md") for name in PAGES}
+    assert {"get_started", "guide", "migrating", "pitfalls"} <= names
+    assert {"huggingface", "recipes", "switch"} <= names
     for name, text in PAGES.items():
         fences = re.findall(r"^ *```+ *(\{code-block\} *)?(py\w*)", text, re.M)
         run_here = [language for language, *_ in blocks(text) if language == "python"]
@@ -112,67 +103,56 @@ def test_a_recipe_is_at_most_twenty_lines_and_ends_with_its_check():
 
 
 def result(name):
-    text = (ROOT / "benchmarks/results" / f"{name}.json").read_text(encoding="utf-8")
-    return json.loads(text)
+    return json.loads((ROOT / f"benchmarks/results/{name}.json").read_text("utf-8"))
 
 
-def readme_table():
-    """Rows of the table of figures: what, theirs, ours, the command."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    table = re.search("<!-- numbers -->(.*)<!-- end of numbers -->", text, re.S)[1]
-    table = re.sub(r"^\|.*\n\|( --- \|)+\n", "", table, flags=re.M)  # the head
-    rows = [
-        [cell.strip() for cell in line.strip("|").split("|")]
-        for line in table.splitlines()
-        if line.startswith("|")
-    ]
-    return {name: cells for name, *cells in rows}
+# Rows of the table of figures: what, theirs, ours, the command.
+TABLE = [
+    [cell.strip() for cell in line.strip("|").split("|")]
+    for line in re.split("<!-- .*numbers -->", README)[1].splitlines()
+    if line.startswith("|") and " --- " not in line
+][1:]
 
 
 def recorded():
     """The same numbers, theirs and ours, out of the files that the commands wrote."""
-    step, memory, wire, rows = map(
-        result, ("micro_step", "memory", "collectives", "any_loss")
-    )
+    step, rows = result("micro_step"), result("any_loss")
     assert "--optimizers adam" in step["command"]
-    theirs, ours = (
-        next(row for row in step["rows"] if row["side"] == side)
-        for side in ("optax.MultiSteps", "ga apply_gradients")
-    )
+    ms = {row["side"]: f"{row['ms']:.0f} ms" for row in reversed(step["rows"])}
     megabytes, gradients = (
-        next(row for row in record["results"] if row["k"] == 16)[unit]
-        for record, unit in ((memory, "mb"), (wire, "over_gradient"))
+        next(row for row in result(name)["results"] if row["k"] == 16)[unit]
+        for name, unit in (("memory", "mb"), ("collectives", "over_gradient"))
     )
     # Like with like: a loop across calls with a loop, a call with a call.
     inside = "optax.microbatching", "ga_optax"
     assert (rows["rows"], rows["num_microbatches"]) == (2048, 8)
     [contrastive] = [row for row in rows["results"] if row["case"] == "contrastive"]
+    trainers = [result("trainers")["results"][i] for i in (3, 5, 7)]
     return [
         [f"{megabytes[way]:.0f} MB" for way in inside],
-        [f"{theirs['ms']:.0f} ms", f"{ours['ms']:.0f} ms"],
+        [ms["optax.MultiSteps"], ms["ga apply_gradients"]],
         [f"{gradients[way]:.2f}" for way in inside],
         [f"{contrastive['mb'][way]:.0f} MB" for way in ("undivided", "ga_optax")],
-        *(of_trainer(result("trainers")["results"][i]) for i in TRAINERS),
-    ]
-
-
-TRAINERS = 3, 5, 7  # the rows of three trainers
-
-
-def of_trainer(row):
-    theirs, ours = "their accumulation", "ga_optax"
-    off, mb = row["off"], row["megabytes"]
-    return [
-        f"{off[theirs]:.0%}, {mb[theirs]:.0f} MB",
-        f"{off[ours]:.0e}, {mb[ours]:.0f} MB",
+        *(
+            [
+                f"{row['off'][way]:{digits}}, {row['megabytes'][way]:.0f} MB"
+                for way, digits in (("their accumulation", ".0%"), ("ga_optax", ".0e"))
+            ]
+            for row in trainers
+        ),
     ]
 
 
 def test_the_numbers_in_the_readme_are_those_of_the_benchmarks():
-    rows = [
-        [cell.split(" (")[0] for cell in row[:2]] for row in readme_table().values()
-    ]
+    rows = [[cell.split(" (")[0] for cell in row[1:3]] for row in TABLE]
     assert rows == recorded()
+
+
+def test_each_number_in_the_readme_has_its_command():
+    for name, _, _, command in TABLE:
+        script = re.fullmatch(r"`python (\S+\.py)[^`]*`|the same", command)
+        assert script, name
+        assert (ROOT / (script[1] or "")).exists()
 
 
 LAW = "replace `jax.value_and_grad(loss)` by `ga.value_and_grad(loss, 8)`"
@@ -181,12 +161,11 @@ BEGIN = ("index", "guide", "any_loss", "migrating", "recipes", "pitfalls", "swit
 
 @pytest.mark.quick
 def test_the_readme_fits_on_two_screens_and_begins_with_the_law():
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert text.count("\n") <= 110
-    first = " ".join(text.split("```")[0].lower().split())
+    assert README.count("\n") <= 110
+    first = " ".join(README.split("```")[0].lower().split())
     assert LAW in first
     assert first.count("pip install") == 1
-    step = re.search(r"@jax.jit\n.*?\n\n", text, re.S)[0]
+    step = re.search(r"@jax.jit\n.*?\n\n", README, re.S)[0]
     assert len(step.strip().splitlines()) == 5
     assert "ga.value_and_grad(loss, 8)(params, batch)" in step
 
@@ -194,19 +173,10 @@ def test_the_readme_fits_on_two_screens_and_begins_with_the_law():
 @pytest.mark.quick
 @pytest.mark.parametrize("name", BEGIN)
 def test_the_page_begins_with_the_law(name):
-    text = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
-    beginning = " ".join(text.split("```")[0].split())
+    beginning = " ".join(TEXTS[f"{name}.md"].split("```")[0].split())
     assert "jax.value_and_grad(loss)" in beginning
     assert re.search(r"ga\.value_and_grad\(loss, [48]\)", beginning)
     assert "the same gradient" in beginning
-
-
-def test_each_number_in_the_readme_has_its_command():
-    for name, (_, _, command) in readme_table().items():
-        script = re.fullmatch(r"`python (\S+\.py)[^`]*`|the same", command)
-        assert script, name
-        if script[1]:
-            assert (ROOT / script[1]).exists()
 
 
 @pytest.mark.quick

@@ -14,6 +14,8 @@ import tokenize
 
 import pytest
 
+import ga_optax
+
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = ROOT / "ga_optax"
 
@@ -45,64 +47,49 @@ MOST_FILES, MOST_LINES, MOST_ARGUMENTS = 12, 50, 5
 # -- Reading ---------------------------------------------------------------------------
 
 
-def modules(package=PACKAGE):
-    """The syntax of each module, by its name without `ga_optax.`."""
+def modules():
+    """The text of each module, by its name without `ga_optax.`."""
     found = {}
-    for path in sorted(package.rglob("*.py")):
-        parts = path.relative_to(package).with_suffix("").parts
-        parts = parts[:-1] if len(parts) > 1 and parts[-1] == "__init__" else parts
-        found[".".join(parts)] = ast.parse(path.read_text(encoding="utf-8"))
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+        found[name.removesuffix(".__init__")] = path.read_text(encoding="utf-8")
     return found
 
 
 def imports(tree, names):
-    """The modules that one imports, those inside of functions included."""
-    found = set()
+    """The modules of ours that one imports, those inside of functions included."""
+    wanted = []
     for node in ast.walk(tree):
-        wanted = []
-        if isinstance(node, ast.Import):
-            wanted = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, "imports are absolute"
-            whole = f"{node.module}."
-            wanted = [whole + alias.name for alias in node.names]
-        elif isinstance(node, ast.Call) and node.args:
-            first = node.args[0]  # of importlib.import_module("...")
-            if ast.unparse(node.func).endswith("import_module") and isinstance(
-                first, ast.Constant
-            ):
-                wanted = [first.value]
-        for name in wanted:
-            if name.partition(".")[0] != "ga_optax":
-                continue
-            name = name.partition(".")[2]
-            while name and name not in names:  # a name of a module: its module
-                name = name.rpartition(".")[0]
+        match node:
+            case ast.Import():
+                wanted += [alias.name for alias in node.names]
+            case ast.ImportFrom():
+                assert node.level == 0, "imports are absolute"
+                wanted += [f"{node.module}.{alias.name}" for alias in node.names]
+            case ast.Call(args=[ast.Constant(str(name)), *_]):
+                if ast.unparse(node.func).endswith("import_module"):
+                    wanted.append(name)
+    found = set()
+    for name in wanted:
+        package, _, name = name.partition(".")
+        while name and name not in names:  # a name of a module: its module
+            name = name.rpartition(".")[0]
+        if package == "ga_optax":
             found.add(name or "__init__")
     return found
 
 
-def graph(package=PACKAGE):
+def graph():
     """What each module imports of ours."""
-    found = modules(package)
-    return {name: imports(tree, found) - {name} for name, tree in found.items()}
+    found = modules()
+    return {
+        name: imports(ast.parse(text), found) - {name} for name, text in found.items()
+    }
 
 
 def folder(name):
     """The folder of a module, or the module itself if it is at the root."""
     return name.partition(".")[0]
-
-
-def forbidden(edges):
-    """`[(module, imported)]` between folders that the table above does not allow."""
-    return [
-        (name, other)
-        for name, others in sorted(edges.items())
-        for other in sorted(others)
-        if folder(name) != folder(other)
-        and folder(name) not in TOP
-        and folder(other) not in MAY_IMPORT.get(folder(name), set())
-    ]
 
 
 def functions(tree, prefix=""):
@@ -115,23 +102,10 @@ def functions(tree, prefix=""):
         yield from functions(node, name)
 
 
-def docstring_lines(node):
-    """The lines of the docstring of a module, a class or a function."""
-    if ast.get_docstring(node) is None:
-        return set()
-    return set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
-
-
-def length(node, lines):
-    """The lines of code of a function, from `def` to its end."""
-    return len(lines & set(range(node.lineno, node.end_lineno + 1)))
-
-
 def arguments(node):
     """How many arguments a function takes by position or by keyword, but for self."""
     names = [a.arg for a in node.args.posonlyargs + node.args.args]
-    names = names[1:] if names[:1] in (["self"], ["cls"]) else names
-    return len(names) + len(node.args.kwonlyargs)
+    return len(names) + len(node.args.kwonlyargs) - (names[:1] in (["self"], ["cls"]))
 
 
 def is_private(module, name):
@@ -139,18 +113,12 @@ def is_private(module, name):
 
     Those that `ga_optax` exports are public wherever they are, with all their options.
     """
-    import ga_optax
-
     last = name.rpartition(".")[2]
     if last.startswith("__"):
         return False
-    exported = last in ga_optax.__all__ or module in (
-        "blocks._select",
-        "flax._modules",
-        "flax._states",
-    )
-    inside = any(part.startswith("_") for part in module.split("."))
-    return last.startswith("_") or (inside and not exported)
+    open_to_users = "blocks._select", "flax._modules", "flax._states"
+    exported = last in ga_optax.__all__ or module in open_to_users
+    return last.startswith("_") or ("._" in f".{module}" and not exported)
 
 
 def code_lines(text):
@@ -162,21 +130,21 @@ def code_lines(text):
         if token.type not in skip:
             lines |= set(range(token.start[0], token.end[0] + 1))
     for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
-            lines -= docstring_lines(node)
+        documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+        if documented and ast.get_docstring(node) is not None:
+            lines -= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
     return lines
 
 
-def measured(package=PACKAGE):
+def measured():
     """`(lines of code by folder, of functions, arguments of private functions)`."""
     total, lengths, counts = collections.Counter(), {}, {}
-    for path in sorted(package.rglob("*.py")):
-        text = path.read_text(encoding="utf-8")
-        parts = path.relative_to(package).with_suffix("").parts
-        module, lines = ".".join(parts), code_lines(text)
-        total[parts[0]] += len(lines)
+    for module, text in modules().items():
+        lines = code_lines(text)
+        total[folder(module)] += len(lines)
         for name, node in functions(ast.parse(text)):
-            lengths[module + name] = length(node, lines)
+            inside = range(node.lineno, node.end_lineno + 1)
+            lengths[module + name] = len(lines & set(inside))
             if is_private(module, name):
                 counts[module + name] = arguments(node)
     return total, lengths, counts
@@ -188,10 +156,8 @@ def main():
     for name, count in total.items():
         print(f"{count:7,}  {name}")
     print(f"{sum(total.values()):7,}  lines of code")
-    for what, of, most in (
-        ("lines", lengths, MOST_LINES),
-        ("arguments", counts, MOST_ARGUMENTS),
-    ):
+    kinds = ("lines", lengths, MOST_LINES), ("arguments", counts, MOST_ARGUMENTS)
+    for what, of, most in kinds:
         for name, count in sorted(of.items(), key=lambda item: -item[1]):
             if count > most:
                 print(f"{count:7,}  {what}: {name}")
@@ -205,12 +171,19 @@ def test_imports_between_folders_point_one_way():
     edges = graph()
     known = set(MAY_IMPORT) | TOP
     assert {folder(name) for name in edges} <= known, "a folder that the table lacks"
-    assert forbidden(edges) == []
-    order = list(graphlib.TopologicalSorter(MAY_IMPORT).static_order())
-    assert set(order) == set(MAY_IMPORT)  # and the table itself has no cycle
+    forbidden = [
+        (name, other)
+        for name, others in edges.items()
+        for other in others
+        if folder(name) not in TOP
+        and folder(other) not in MAY_IMPORT[folder(name)] | {folder(name)}
+    ]
+    assert forbidden == []
+    order = graphlib.TopologicalSorter(MAY_IMPORT).static_order()
+    assert {*order} == {*MAY_IMPORT}  # and the table itself has no cycle
 
-    # No modules import each other in a cycle.
-    # A package stands for its modules where one of them is imported by its name.
+    # No modules import each other in a cycle. A package stands for its modules where
+    # one of them is imported by its name.
     edges = {name: others - {"__init__"} for name, others in edges.items()}
     graphlib.TopologicalSorter(edges).prepare()
 

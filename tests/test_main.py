@@ -41,35 +41,24 @@ def masked(params, batch):
 def masked_with_aux(params, batch):
     return masked(params, batch), batch["mask"].sum()
 
-def given(batch, count):
-    return count
+given = lambda batch, count: count
 
 def turned():
     params, batch = make_inputs()
     return params, {**batch, "x": batch["x"].T}
 
-def of_turned(params, batch):
-    return mean(params, {"x": batch["x"].T})
-
-def with_key():
-    return (*make_inputs(), jax.random.key(0))
-
-def keyed(params, batch, key):
-    return mean(params, batch) * jax.random.uniform(key)
-
-def one_thing():
-    return 1
+of_turned = lambda params, batch: mean(params, {"x": batch["x"].T})
+with_key = lambda: (*make_inputs(), jax.random.key(0))
+keyed = lambda params, batch, key: mean(params, batch) * jax.random.uniform(key)
+one_thing = lambda: 1
+misused = lambda params, batch: ga.value_and_grad(mean, 3)(params, batch)[0]
+number = 3
 
 def broken(*args):
     raise RuntimeError("a bug of the user's")
 
-def misused(params, batch):
-    return ga.value_and_grad(mean, 3)(params, batch)[0]
-
 class Losses:
     mean = staticmethod(mean)
-
-number = 3
 
 # -- What `plan` takes
 
@@ -84,28 +73,17 @@ def make_step(num_microbatches):
 
     return jax.jit(step, donate_argnums=0)
 
-def shapes():
-    shape = jax.ShapeDtypeStruct
-    return shape((64, 64), jnp.float32), shape((4096, 64), jnp.float32)
-
-def ragged():
-    w, x = shapes()
-    return w, {"x": x, "scale": jax.ShapeDtypeStruct((), jnp.float32)}
-
+shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.float32)
+shapes = lambda: (shape(64, 64), shape(4096, 64))
+ragged = lambda: (shape(64, 64), {"x": shape(4096, 64), "scale": shape()})
 """
 
 HLO = """\
 HloModule jit_step
 
-%add (x: f32[], y: f32[]) -> f32[] {
-  %x = f32[] parameter(0)
-  %y = f32[] parameter(1)
-  ROOT %sum = f32[] add(%x, %y)
-}
-
-ENTRY %main (p: f32[8,4]) -> f32[8,4] {
+ENTRY %main (p: f32[8,4]) -> f32[16,4] {
   %p = f32[8,4]{1,0} parameter(0)
-  ROOT %r = f32[8,4]{1,0} all-reduce(%p), replica_groups={{0,1}}, to_apply=%add
+  ROOT %r = f32[16,4]{1,0} all-gather(%p), replica_groups={{0,1}}, dimensions={0}
 }
 """
 
@@ -129,12 +107,11 @@ def run(capsys):
 
     def command(line):
         words = shlex.split(line)
-        names = [
-            x if re.search(r"users_|:|\.txt|^-", x) else f"users_code:{x}"
-            for x in words[1:3]
-        ]
+        for i, word in enumerate(words[1:3], 1):
+            if not re.search(r"users_|:|\.txt|^-", word):
+                words[i] = f"users_code:{word}"
         try:
-            status = main([words[0], *names, *words[3:]])
+            status = main(words)
         except SystemExit as stop:
             status = stop.code
         return status, *capsys.readouterr()
@@ -146,6 +123,7 @@ VERIFY, PLAN = "make_inputs -k 4", "--memory-limit 1GiB --candidates 1 16"
 STEP, FEW = "plan make_step shapes", "--candidates 1 16 --memory-limit"
 SAME, ALL = "The same gradient", "num_microbatches=1 of 4096 examples"
 TURNED = "verify of_turned turned -k 4"
+BY_AUX = "--has-aux --weight-fn users_code:given"
 
 
 @pytest.mark.grid(6, 16)
@@ -156,11 +134,7 @@ TURNED = "verify of_turned turned -k 4"
         (f"verify Losses.mean {VERIFY}", 0, SAME),
         (f"verify total {VERIFY}", 1, "(SCALE)"),
         (f"verify masked {VERIFY}", 2, "(NOT_FINITE)"),
-        (
-            f"verify masked_with_aux {VERIFY} --has-aux --weight-fn users_code:given",
-            0,
-            SAME,
-        ),
+        (f"verify masked_with_aux {VERIFY} {BY_AUX}", 0, SAME),
         (f"{TURNED} --batch-axes \"{{'x': 1, 'mask': 0}}\"", 0, SAME),
         ("verify keyed with_key -k 4", 1, "(RANDOMNESS)"),
         (f"{STEP} {PLAN}", 0, ALL),
@@ -200,26 +174,24 @@ def test_the_status_says_what_the_page_does(run, line, status, said):
         (f"verify misused {VERIFY}", "users_code.py | must divide the batch axis"),
         (f"verify users_bug:loss {VERIFY}", "users_bug.py | not_installed_anywhere"),
         (f"plan make_step broken {PLAN}", "users_code.py | a bug of the user's"),
-        (
-            f"plan make_step ragged --batch-size 4096 {PLAN}",
-            "users_code.py | reshape",
-        ),
+        (f"plan make_step ragged --batch-size 4096 {PLAN}", "users_code.py | reshape"),
     ],
 )
 def test_what_is_wrong_is_status_2_and_says_what_to_do(run, line, said):
     status, _, err = run(line)
     assert status == 2
-    place, *parts = said.split(" | ")
-    assert [part for part in (place, *parts) if part not in " ".join(err.split())] == []
-    assert ("Traceback" in err) == bool(parts)
+    place, *of_code = said.split(" | ")
+    assert {part in " ".join(err.split()) for part in (place, *of_code)} == {True}
+    assert ("Traceback" in err) == bool(of_code)
 
 
 @pytest.mark.parametrize(
     ("line", "status", "due"),
     [
-        (f"verify masked {VERIFY}", 2, {"cause": "NOT_FINITE", "ok": False}),
-        (f"{STEP} {PLAN}", 0, {"num_microbatches": 1}),
-        ("audit code.txt", 0, {"in_loop": []}),
+        (f"verify masked {VERIFY}", 2, '"cause": "NOT_FINITE" | "ok": false'),
+        (f"{STEP} {PLAN}", 0, '"num_microbatches": 1'),
+        (f"{STEP} {FEW} 1000KiB", 1, '"message": | no candidate does'),
+        ("audit code.txt", 0, '"in_loop": []'),
     ],
 )
 def test_as_json_it_is_the_report(run, line, status, due):
@@ -227,38 +199,24 @@ def test_as_json_it_is_the_report(run, line, status, due):
         raise AssertionError(f"{name} is not JSON")
 
     found, out, _ = run(f"{line} --json")
-    report = json.loads(out, parse_constant=refuse)
+    report = json.dumps(json.loads(out, parse_constant=refuse))
     assert found == status
-    assert {name: report[name] for name in due} == due
+    assert {part in report for part in due.split(" | ")} == {True}
 
 
-def test_as_json_a_plan_that_does_not_fit_is_its_message(run):
-    status, out, _ = run(f"{STEP} {FEW} 1000KiB --json")
-    assert status == 1
-    assert "no candidate does" in json.loads(out)["message"]
-
-
-@pytest.mark.parametrize("arguments", [["--help"], ["verify", "--help"]])
-def test_the_help_is_a_page_to_read(capsys, arguments):
-    with pytest.raises(SystemExit) as error:
-        main(arguments)
-    assert error.value.code == 0
-    out = capsys.readouterr().out
+@pytest.mark.parametrize("line", ["--help", "verify --help"])
+def test_the_help_is_a_page_to_read(run, line):
+    status, out, _ = run(line)
+    assert status == 0
     assert "ga-optax verify" in out or "ga-optax COMMAND" in out
     assert max(map(len, out.split("\n"))) <= 100
 
 
-def test_the_version_is_that_of_the_package(capsys):
-    with pytest.raises(SystemExit) as stop:
-        main(["--version"])
-    assert stop.value.code == 0
-    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    project = tomllib.loads(text)["project"]
-    assert capsys.readouterr().out == f"ga-optax {project['version']}\n"
+def test_the_version_is_that_of_the_package(run):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    assert run("--version") == (0, f"ga-optax {project['version']}\n", "")
     assert project["scripts"] == {"ga-optax": "ga_optax.__main__:main"}
-    with pytest.raises(SystemExit) as stop:
-        main([])
-    assert stop.value.code == 2
+    assert run("")[0] == 2
 
 
 @pytest.mark.slow

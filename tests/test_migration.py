@@ -19,30 +19,27 @@ EPS = float(np.finfo(np.float32).eps)
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 
 
-def sections():
-    """`{title: {"Before": program, "After": program}}`, and the common beginning."""
-    beginning, *rest = re.split(r"^## ", PAGE.read_text("utf-8"), flags=re.M)
-    python = re.compile(r"^```python\n(.*?)^```$", re.M | re.S)
-    (common,) = python.findall(beginning)
-    return common, {
-        text.partition("\n")[0]: {
-            program.partition("\n")[0].removeprefix("# "): program
-            for program in python.findall(text)
-        }
-        for text in rest
+def programs(text):
+    return re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)
+
+
+# `{title: {"Before": program, "After": program}}`, and what they begin with.
+BEGINNING, *REST = re.split(r"^## ", PAGE.read_text("utf-8"), flags=re.M)
+[COMMON] = programs(BEGINNING)
+SECTIONS = {
+    text.partition("\n")[0]: {
+        program.partition("\n")[0].removeprefix("# "): program
+        for program in programs(text)
     }
-
-
-COMMON, SECTIONS = sections()
-PROGRAMS = [(title, side) for title, sides in SECTIONS.items() for side in sides]
+    for text in REST
+}
 
 
 def train(program):
-    """The parameters that a program ends with, and the namespace it ran in."""
+    """The parameters that a program ends with; those in float64, and the bound."""
     namespace = {}
-    exec(COMMON, namespace)
-    exec(program, namespace)
-    return np.asarray(namespace["params"]["w"]), namespace
+    exec(COMMON + program, namespace)
+    return np.asarray(namespace["params"]["w"]), *oracle(namespace)
 
 
 def oracle(namespace):
@@ -76,10 +73,11 @@ def test_each_section_has_a_program_after_and_one_before_if_it_can_run():
         assert set(sides) == ({"After"} if elsewhere else {"Before", "After"})
 
 
-@pytest.mark.parametrize(("title", "side"), PROGRAMS)
+@pytest.mark.parametrize(
+    ("title", "side"), [(title, side) for title in SECTIONS for side in SECTIONS[title]]
+)
 def test_the_program_trains_the_model_of_the_float64_run(title, side):
-    w, namespace = train(SECTIONS[title][side])
-    expected, bound = oracle(namespace)
+    w, expected, bound = train(SECTIONS[title][side])
     assert w.dtype == np.float32
     assert np.max(np.abs(w)) > 0.1
     assert np.all(np.abs(w - expected) <= bound)
@@ -100,6 +98,5 @@ def test_a_program_that_accumulates_otherwise_is_outside_the_bound(
 ):
     program = SECTIONS[title][side]
     assert good in program
-    w, namespace = train(PART + program.replace(good, broken))
-    expected, bound = oracle(namespace)
+    w, expected, bound = train(PART + program.replace(good, broken))
     assert np.any(np.abs(w - expected) > 100 * bound)

@@ -7,7 +7,7 @@ import os
 import pathlib
 import sys
 
-import matplotlib.font_manager
+import matplotlib.font_manager  # makes its cache, of which a notebook would warn
 import matplotlib.image
 import nbclient
 import nbformat
@@ -21,37 +21,33 @@ NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 assert [path.name[0] for path in NOTEBOOKS] == list("123456")
 
 
-def execute(notebook, folder):
-    """Runs a notebook in a process of its own; raises where a cell does, or warns."""
-    nbclient.NotebookClient(
-        notebook, timeout=300, resources={"metadata": {"path": str(folder)}}
-    ).execute()
-    for cell in notebook.cells:
-        for output in cell.get("outputs", []):
-            assert output.get("name") != "stderr", output["text"]
+each = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
-@pytest.fixture(autouse=True)
-def environment(monkeypatch):
-    """A new user's, but that our own sources are found."""
+@each
+def test_the_notebook_runs_and_its_assertions_hold(path, tmp_path, monkeypatch):
+    # A new user's environment, but that our own sources are found.
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
     monkeypatch.delenv("XLA_FLAGS", raising=False)
+    notebook = nbformat.read(path, as_version=4)
+    place = {"metadata": {"path": str(tmp_path)}}
+    nbclient.NotebookClient(notebook, timeout=300, resources=place).execute()
+    for output in outputs_of(notebook):
+        assert output.get("name") != "stderr", output["text"]
 
 
-# A network or two are trained in each: ten seconds on two CPU cores.
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_the_notebook_runs_and_its_assertions_hold(path, tmp_path):
-    execute(nbformat.read(path, as_version=4), tmp_path)
+def outputs_of(notebook):
+    return [x for cell in notebook["cells"] for x in cell.get("outputs", [])]
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@each
 def test_the_notebook_asserts_draws_installs_and_keeps_small_outputs(path):
     assert path.stat().st_size < 300_000
     notebook = json.loads(path.read_text("utf-8"))
     code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     assert "%pip install" in "".join(code[0]["source"])
     assert any("assert " in line for cell in code for line in cell["source"])
-    outputs = [output for cell in code for output in cell["outputs"]]
+    outputs = outputs_of(notebook)
     assert any("image/png" in output.get("data", {}) for output in outputs)
     assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
     assert "/home/" not in json.dumps(outputs)
@@ -70,16 +66,10 @@ def least_contrast(picture):
     return min(1.05 / (np.max(drawn) + 0.05), (np.min(drawn) + 0.05) / (black + 0.05))
 
 
-def pictures(path):
-    for cell in json.loads(path.read_text("utf-8"))["cells"]:
-        for output in cell.get("outputs", []):
-            if "image/png" in output.get("data", {}):
-                png = base64.b64decode(output["data"]["image/png"])
-                yield matplotlib.image.imread(io.BytesIO(png))
-
-
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@each
 def test_its_plots_are_legible_on_light_pages_and_on_dark_ones(path):
-    for picture in pictures(path):
-        assert picture[0, 0, 3] == 0  # the page shows through
-        assert least_contrast(picture) > 2
+    for output in outputs_of(json.loads(path.read_text("utf-8"))):
+        if png := output.get("data", {}).get("image/png"):
+            picture = matplotlib.image.imread(io.BytesIO(base64.b64decode(png)))
+            assert picture[0, 0, 3] == 0  # the page shows through
+            assert least_contrast(picture) > 2

@@ -1,7 +1,6 @@
 """What is published works by itself: built, installed elsewhere, its source gone."""
 
 import importlib.metadata
-import importlib.util
 import os
 import pathlib
 import re
@@ -12,6 +11,7 @@ import tarfile
 import zipfile
 from typing import NamedTuple
 
+import helpers
 import pytest
 
 import ga_optax
@@ -19,21 +19,8 @@ import ga_optax
 ROOT = pathlib.Path(__file__).parents[1]
 WORKFLOWS = ROOT / ".github" / "workflows"
 # A few of every kind: numbers, errors, other transformations, what a step compiles to.
-SELECTED = (
-    "test_accumulator.py",
-    "test_audit.py",
-    "test_refused.py",
-    "test_multi_steps_composition.py",
-)
-
-
-def built(test):
-    """Marks a test of the built package, which needs the tool that builds it."""
-    missing = pytest.mark.skipif(
-        importlib.util.find_spec("hatchling") is None,
-        reason="the package is built with hatchling: the dependency group `dev`",
-    )
-    return pytest.mark.published(missing(test))
+SELECTED = "accumulator", "audit", "refused", "multi_steps_composition"
+published = pytest.mark.published
 
 
 class Installed(NamedTuple):
@@ -43,21 +30,9 @@ class Installed(NamedTuple):
     source: pathlib.Path  # the unpacked sdist, without the package
 
 
-def call(*args, cwd, site=None):
-    """Runs Python elsewhere, with `site` before whatever else is installed."""
-    env = os.environ | {"PYTHONPATH": str(site or "")}
-    return subprocess.run(
-        [sys.executable, *map(str, args)],
-        cwd=cwd,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-
-
-def succeed(*args, **options):
-    run = call(*args, **options)
+def succeed(*args, cwd, site=""):
+    """What Python says elsewhere, with `site` before whatever else is installed."""
+    run = helpers.python(*args, cwd=cwd, PYTHONPATH=str(site))
     assert run.returncode == 0, run.stdout + run.stderr
     return run.stdout
 
@@ -65,6 +40,7 @@ def succeed(*args, **options):
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
     """The wheel, built from the sdist; then the sdist's own package is deleted."""
+    pytest.importorskip("hatchling", reason="it builds: the dependency group `dev`")
     tmp = tmp_path_factory.mktemp("packaging")
     dist, site = tmp / "dist", tmp / "site"
     succeed("-m", "hatchling", "build", "-t", "sdist", "-d", dist, cwd=ROOT)
@@ -85,7 +61,7 @@ def installed(tmp_path_factory):
 # -- What is in it ---------------------------------------------------------------------
 
 
-@built
+@published
 def test_the_wheel_holds_every_module_the_type_marker_and_no_test(installed):
     package = {
         path.relative_to(ROOT).as_posix() for path in (ROOT / "ga_optax").rglob("*.py")
@@ -97,30 +73,28 @@ def test_the_wheel_holds_every_module_the_type_marker_and_no_test(installed):
     assert any(name.endswith("/LICENSE") for name in rest)
 
 
-@built
+@published
 def test_the_sdist_holds_what_a_reader_and_a_tester_need(installed):
     due = {"LICENSE", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile"}
     due |= {"CITATION.cff", "SECURITY.md"}
     folders = "tests", "examples", "benchmarks", "docs", "notebooks", "release"
-    for folder in (*folders, ".github"):
-        due |= {
-            str(path.relative_to(ROOT))
-            for suffix in ("py", "md", "ipynb", "json", "yml")
-            for path in (ROOT / folder).rglob(f"*.{suffix}")
-            if not {"_build", ".ipynb_checkpoints"} & set(path.parts)
-        }
+    due |= {
+        str(path.relative_to(ROOT))
+        for folder in (*folders, ".github")
+        for path in (ROOT / folder).rglob("*.*")
+        if path.suffix in (".py", ".md", ".ipynb", ".json", ".yml")
+        and not {"_build", ".ipynb_checkpoints"} & set(path.parts)
+    }
     assert due - installed.in_sdist == set()
 
 
-@built
+@published
 def test_at_run_time_it_requires_jax_and_optax_alone(installed):
     [found] = importlib.metadata.distributions(path=[str(installed.site)])
     always = [r for r in found.requires or () if "extra ==" not in r]
     assert sorted(re.split(r"[^\w-]", r)[0] for r in always) == ["jax", "optax"]
-    extras = found.metadata.get_all("Provides-Extra") or []
-    assert set(extras) == {
-        *("cuda12", "cuda13", "flax", "target-gpu", "target-tpu", "testing")
-    }
+    extras = " ".join(sorted(found.metadata.get_all("Provides-Extra") or ()))
+    assert extras == "cuda12 cuda13 flax target-gpu target-tpu testing"
     changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     assert f"\n## {found.version} " in changelog
 
@@ -128,19 +102,27 @@ def test_at_run_time_it_requires_jax_and_optax_alone(installed):
 # -- It works by itself ----------------------------------------------------------------
 
 
-@built
+@published
 def test_its_command_runs(installed):
     command = installed.site / "bin" / "ga-optax"
     printed = succeed(command, "--version", cwd=installed.source, site=installed.site)
     assert printed == "ga-optax 0.1.0\n"
 
 
-@built
-def test_it_imports_where_neither_flax_nor_chex_is(installed):
+@published
+def test_it_imports_nothing_that_optax_does_not_and_needs_no_flax_or_chex(
+    installed,
+):
     program = """
 import importlib, pkgutil, sys
-import jax, optax  # whatever they import themselves
+import jax.extend, optax
 
+before = set(sys.modules)
+import ga_optax
+
+print(*{name.split(".")[0] for name in set(sys.modules) - before})
+for name in set(sys.modules) - before:
+    del sys.modules[name]
 sys.modules["flax"] = sys.modules["chex"] = None
 import ga_optax
 
@@ -154,35 +136,19 @@ for name in ga_optax.__all__:
     getattr(ga_optax, name)
 print(ga_optax.__file__)
 """
-    *needy, path = succeed(
-        "-c", program, cwd=installed.source, site=installed.site
-    ).splitlines()
-    assert path == str(installed.site / "ga_optax" / "__init__.py")
-    assert needy == ["needs more: flax", "needs more: testing"]
+    site = installed.site
+    said = succeed("-c", program, cwd=installed.source, site=site).splitlines()
+    assert said[:-1] == ["ga_optax", "needs more: flax", "needs more: testing"]
+    assert said[-1] == str(site / "ga_optax" / "__init__.py")
 
 
 # It takes more than ten seconds: a hundred tests, in a process that starts JAX.
-@built
+@published
 def test_tests_pass_against_the_wheel_with_its_source_gone(installed):
-    tests = [installed.source / "tests" / name for name in SELECTED]
-    options = ("-q", "-x", "-m", "not fuzz", "-p", "no:cacheprovider")
-    printed = succeed(
-        *("-m", "pytest", *options, *tests), cwd=installed.source, site=installed.site
-    )
+    tests = [f"tests/test_{name}.py" for name in SELECTED]
+    command = "-m", "pytest", "-q", "-x", "-m", "not fuzz", *tests
+    printed = succeed(*command, cwd=installed.source, site=installed.site)
     assert re.search(r"\b\d\d+ passed", printed)
-
-
-# -- What importing it costs -----------------------------------------------------------
-
-
-@built
-def test_importing_it_imports_nothing_else_that_optax_does_not(installed):
-    program = (
-        "import sys, optax, jax.extend; before = set(sys.modules); import ga_optax;"
-        "print(*{name.split('.')[0] for name in set(sys.modules) - before})"
-    )
-    printed = succeed("-c", program, cwd=installed.site, site=installed.site)
-    assert printed.split() == ["ga_optax"]
 
 
 # -- Types -----------------------------------------------------------------------------
@@ -190,27 +156,23 @@ def test_importing_it_imports_nothing_else_that_optax_does_not(installed):
 
 def type_check(program, site):
     pytest.importorskip("pyrefly", reason="types are checked with pyrefly")
-    return call(
-        *("-m", "pyrefly", "check", "--output-format", "min-text"),
-        *("--python-interpreter-path", sys.executable),
-        *("--site-package-path", site, program),
-        cwd=site,
-    )
+    command = "-m", "pyrefly", "check", "--output-format", "min-text"
+    places = "--python-interpreter-path", sys.executable, "--site-package-path", site
+    return helpers.python(*command, *places, program, cwd=site, PYTHONPATH="")
 
 
-@built
+@published
 def test_types_pass_in_a_users_program_which_runs_and_every_mistake_is_found(installed):
     programs = installed.source / "tests" / "typing"
-    program = programs / "user_program.py"
-    run = type_check(program, installed.site)
+    right, wrong = programs / "user_program.py", programs / "wrong_program.py"
+    run = type_check(right, installed.site)
     assert run.returncode == 0, run.stdout + run.stderr
     assert "0 errors" in run.stdout + run.stderr
-    assert succeed(program, cwd=installed.source, site=installed.site)
-    program = programs / "wrong_program.py"  # the twin
-    lines = program.read_text(encoding="utf-8").splitlines()
+    assert succeed(right, cwd=installed.source, site=installed.site)
+    lines = wrong.read_text(encoding="utf-8").splitlines()  # the twin
     marked = {n for n, line in enumerate(lines, 1) if "# wrong:" in line}
     assert len(marked) > 10
-    run = type_check(program, installed.site)
+    run = type_check(wrong, installed.site)
     assert run.returncode == 1
     found = re.findall(r"wrong_program\.py:(\d+):", run.stdout + run.stderr)
     assert set(map(int, found)) == marked
@@ -228,16 +190,15 @@ def test_the_changelog_names_every_public_name():
 # -- Workflows -------------------------------------------------------------------------
 
 
-def make_targets(text):
-    return set(re.findall(r"^([a-z-]+):", text, re.M))
+MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
+TARGETS = set(re.findall(r"^([a-z-]+):", MAKEFILE, re.M))
 
 
 def test_workflows_parse_and_call_make_targets_that_exist():
     yaml = pytest.importorskip("yaml")
     texts = [path.read_text(encoding="utf-8") for path in WORKFLOWS.glob("*.yml")]
-    targets = make_targets((ROOT / "Makefile").read_text(encoding="utf-8"))
     called = set(re.findall(r"^ *(?:- run: )?make ([a-z-]+)", "\n".join(texts), re.M))
-    assert {"docs", "lint", "oldest", "pytest", "release-check"} <= called <= targets
+    assert {"docs", "lint", "oldest", "pytest", "release-check"} <= called <= TARGETS
     flows = list(map(yaml.safe_load, texts))
     for flow in flows:
         assert flow["permissions"] == {"contents": "read"}
@@ -253,9 +214,33 @@ def test_workflows_parse_and_call_make_targets_that_exist():
 
 
 def test_documents_name_make_targets_that_exist():
-    targets = make_targets((ROOT / "Makefile").read_text(encoding="utf-8"))
     for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"):
         text = (ROOT / name).read_text(encoding="utf-8")
         named = set(re.findall(r"(?:^ {4}|`)make ([a-z-]+)", text, re.M))
         assert named
-        assert named <= targets
+        assert named <= TARGETS
+
+
+@pytest.mark.skipif(not shutil.which("make"), reason="there is no make")
+def test_make_takes_the_newest_python_that_starts_and_says_which_does_not(tmp_path):
+    for name, text in (
+        ("python3.14", "echo 'no such command' >&2; exit 127"),
+        ("python3.13", f'exec "{sys.executable}" "$@"'),
+    ):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n", encoding="utf-8")
+        (tmp_path / name).chmod(0o755)
+    # Not what the `make` that runs this test was told: MAKEFLAGS overrides a variable.
+    told = ("PYTHON", "MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "MAKELEVEL")
+    env = {name: value for name, value in os.environ.items() if name not in told}
+    env["PATH"] = f"{tmp_path}:{env['PATH']}"
+
+    def made(**more):
+        command = ["make", "-n", ".venv-nowhere/ready", "VENV=.venv-nowhere"]
+        return subprocess.check_output(
+            command, cwd=ROOT, env=env | more, stderr=subprocess.STDOUT, text=True
+        )
+
+    said = made()
+    assert "python3.13 -m venv" in said
+    assert said.count("Left out python3.14, which does not start: no such command") == 1
+    assert "Left out" not in made(PYTHON="python3.13")  # the twin: it is named

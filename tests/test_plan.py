@@ -1,5 +1,6 @@
 """What fits: the fewest micro-batches, with few compilations."""
 
+import re
 import types
 
 import helpers
@@ -8,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import topologies
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import ga_optax as ga
 from ga_optax._compiled import plan
@@ -34,24 +36,14 @@ def test_it_predicts_the_program_that_it_names_and_nothing_runs():
         ga.plan(lambda k: jitted, *args, **options | {"memory_limit": found.bytes - 1})
 
 
-def made_of(sizes, seen=None):
-    """`make_step` for a step whose compiled program needs `sizes[k]`."""
+OTHERS = {"argument": 60, "output": 40, "alias": 30}
+FALLING = {k: 6400 // k for k in CANDIDATES}
 
-    def make(k):
-        if seen is not None:
-            seen.append(k)
-        size = sizes[k]
-        if isinstance(size, Exception):
-            raise size
-        memory = types.SimpleNamespace(
-            temp_size_in_bytes=size,
-            argument_size_in_bytes=70,
-            output_size_in_bytes=40,
-            alias_size_in_bytes=40,
-        )
-        return step_of(memory)
 
-    return make
+def memory_of(temp):
+    """What XLA says of a program with these temporaries."""
+    sizes = OTHERS | {"temp": temp}
+    return types.SimpleNamespace(**{f"{x}_size_in_bytes": n for x, n in sizes.items()})
 
 
 def step_of(memory):
@@ -60,13 +52,19 @@ def step_of(memory):
     return types.SimpleNamespace(lower=lambda *args: lowered)
 
 
-FALLING = {k: 6400 // k for k in CANDIDATES}
-
-
-def plan_of(limit, changes=(), seen=None, batch_size=64, **options):
+def plan_of(limit, changes=(), seen=None, **options):
+    """A plan for steps with temporaries that fall with k, but for the changes."""
     sizes = FALLING | dict(changes)
-    options = {"candidates": CANDIDATES, "memory_limit": limit} | options
-    return ga.plan(made_of(sizes, seen), batch_size=batch_size, **options)
+
+    def make(k):
+        if seen is not None:
+            seen.append(k)
+        if isinstance(sizes[k], Exception):
+            raise sizes[k]
+        return step_of(memory_of(sizes[k]))
+
+    given = {"batch_size": 64, "candidates": CANDIDATES, "memory_limit": limit}
+    return ga.plan(make, **given | options)
 
 
 def test_a_plan_is_a_table():
@@ -74,7 +72,7 @@ def test_a_plan_is_a_table():
     lines = [line.split() for line in page.splitlines()]
     assert lines[0][:3] == ["micro-batches", "examples", "temp"]
     assert [line[0] for line in lines[1:5]] == ["1", "2", "4", "16"]
-    assert " ".join(lines[3]) == "4 16 1.56 KiB 70 B 40 B 40 B 1.63 KiB fits"
+    assert " ".join(lines[3]) == "4 16 1.56 KiB 60 B 40 B 30 B 1.63 KiB fits"
     assert "num_microbatches=4 of 16 examples needs 1.63 KiB of 1.95 KiB." in page
     assert "Not compiled, as the search did not need them: 8, 32, 64." in page
 
@@ -116,7 +114,15 @@ def test_what_is_odd_about_a_need_is_said(limit, changes, answer, said, capsys):
     failed = {c.num_microbatches for c in found.candidates if c.error}
     assert failed <= {k for k, x in changes.items() if isinstance(x, Exception)}
     assert (8 in failed) == isinstance(changes.get(8), Exception)
-    assert ("... failed: " in capsys.readouterr().err) == bool(failed)
+    out, err = capsys.readouterr()  # the progress, in the order of the search
+    told = re.findall(r"plan: num_microbatches=(\d+): compiling \.\.\. (.*)\n", err)
+    due = {
+        c.num_microbatches: "failed: " if c.error else ("does not fit", "fits")[c.fits]
+        for c in found.candidates
+    }
+    assert sorted(int(k) for k, _ in told) == sorted(due)
+    assert [how for k, how in told if due[int(k)] not in how] == []
+    assert out == ""
 
 
 def test_all_divisors_are_candidates_by_default():
@@ -164,16 +170,12 @@ def test_the_limit_is_that_of_the_smallest_device(monkeypatch):
     assert (found.memory_limit, found.num_microbatches) == (900, 8)
 
 
-# -- Bad input -------------------------------------------------------------------------
-
-
 def test_the_total_is_taken_where_it_is_reported():
     """On TPUs the parts are more than what libtpu reserves."""
-    sizes = {"argument": 70, "output": 40, "alias": 30, "temp": 900}
-    memory = {f"{kind}_size_in_bytes": size for kind, size in sizes.items()}
-    assert plan.temporaries(types.SimpleNamespace(**memory)) == 900
-    memory["total_allocation_bytes"] = 800
-    assert plan.temporaries(types.SimpleNamespace(**memory)) == 800 - 70 - 10
+    memory = memory_of(900)
+    assert plan.temporaries(memory) == 900
+    memory.total_allocation_bytes = 800
+    assert plan.temporaries(memory) == 800 - 60 - 10
 
 
 def test_a_backend_that_reports_no_memory_raises():
@@ -193,13 +195,13 @@ def notes_of(num_microbatches, **options):
     def loss(params, x):
         return jnp.mean(jax.lax.scan(layer, x, params["layers"])[0] @ params["head"])
 
-    def make_step(k):
-        return jax.jit(ga.value_and_grad(loss, k, **options))
-
     params = {"layers": jnp.ones((3, 4, 4)), "head": jnp.ones((4, 2))}
-    arrays, limit = (params, jnp.ones((8, 4))), {"memory_limit": "1GiB"}
     plan = ga.plan(
-        make_step, *arrays, batch_size=8, candidates=[num_microbatches], **limit
+        lambda k: jax.jit(ga.value_and_grad(loss, k, **options)),
+        *(params, jnp.ones((8, 4))),
+        batch_size=8,
+        candidates=[num_microbatches],
+        memory_limit="1GiB",
     )
     [candidate] = plan.candidates
     page = " ".join(str(plan).split())
@@ -259,14 +261,15 @@ def make_step(num_microbatches):
     return jax.jit(lambda w, x: w - grad(w, x)[1])
 
 
-def inputs(mesh=None):
-    shapes = ((16, 16), PartitionSpec()), ((64, 16), PartitionSpec("data"))
-    return tuple(
+def planned(target, mesh=None, make=make_step, **options):
+    """A plan for a target, of arguments without a mesh or with one."""
+    args = [
         jax.ShapeDtypeStruct(
-            shape, jnp.float32, sharding=mesh and NamedSharding(mesh, spec)
+            (rows, 16), jnp.float32, sharding=mesh and NamedSharding(mesh, spec)
         )
-        for shape, spec in shapes
-    )
+        for rows, spec in ((16, P()), (64, P("data")))
+    ]
+    return ga.plan(make, *args, batch_size=64, target=target, **options)
 
 
 @pytest.mark.parametrize(
@@ -274,17 +277,14 @@ def inputs(mesh=None):
     [("v5e", 15.75 * 2**30), ("h100", 0.75 * 84929347584), ("v6e", 31.24 * 2**30)],
 )
 def test_the_limit_is_what_programs_may_use_of_the_target(machine, name, limit):
-    plan = ga.plan(make_step, *inputs(), batch_size=64, target=name)
-    assert plan.memory_limit == int(limit)
-    assert plan.num_microbatches == 1
-    given = {"batch_size": 64, "target": name, "memory_limit": "1GiB"}
-    assert ga.plan(make_step, *inputs(), **given).memory_limit == 2**30
+    plan = planned(name)
+    assert (plan.memory_limit, plan.num_microbatches) == (int(limit), 1)
+    assert planned(name, memory_limit="1GiB").memory_limit == 2**30
 
 
 def test_the_name_says_what_the_compiler_is_asked_for(machine):
     for name in ("v5e", "v5p", "v5p:4x4x8", "h200:8"):
-        args = inputs() if name != "h200:8" else inputs(MESH)
-        ga.plan(make_step, *args, batch_size=64, candidates=[1], target=name)
+        planned(name, MESH if name == "h200:8" else None, candidates=[1])
     tpu, v5p, torus, gpu = machine
     assert (tpu, v5p) == ((("v5e:1x1", "tpu"), {}), (("v5p:1x1x1", "tpu"), {}))
     assert torus == (("v5p:4x4x8", "tpu"), {"wrap": (True, True, True)})
@@ -305,32 +305,30 @@ def test_arguments_keep_their_specs_over_the_devices_of_the_target(machine):
 
         return jax.jit(step)
 
-    options = {"batch_size": 64, "candidates": [2]}
-    plan = ga.plan(make_sharded_step, *inputs(MESH), **options, target="v5e:2x4")
+    [one] = planned("v5e:2x4", MESH, make_sharded_step, candidates=[2]).candidates
     assert seen == [(("data", 8),)]
-    [candidate] = plan.candidates
-    assert candidate.argument == (16 * 16 + 64 * 16 // 8) * 4  # an eighth of the rows
+    assert one.argument == (16 * 16 + 64 * 16 // 8) * 4  # an eighth of the rows
     # The twin: on one device all rows are there.
-    plan = ga.plan(make_step, *inputs(), **options, target="v5e")
-    assert plan.candidates[0].argument == (16 * 16 + 64 * 16) * 4
+    [one] = planned("v5e", candidates=[2]).candidates
+    assert one.argument == (16 * 16 + 64 * 16) * 4
 
 
-def test_arguments_that_do_not_lie_on_the_target_raise(machine):
-    def plan(args, target):
-        ga.plan(make_step, *args, batch_size=64, candidates=[1], target=target)
-
-    with pytest.raises(
-        ValueError, match=r"how they lie on the 8 devices .*AbstractMesh"
-    ):
-        plan(inputs(), "h100:8")
-    with pytest.raises(ValueError, match=r"one mesh of the 1 devices .*\{'data': 8\}"):
-        plan(inputs(MESH), "h100")
+UNKNOWN = r"target must be one of a100, .* but it is"
 
 
-@pytest.mark.parametrize("name", ["mac", "h100:2x", "v5e-4", "", 8])
-def test_a_target_that_is_not_known_raises(name):
-    with pytest.raises(ValueError, match=r"target must be one of a100, .* but it is"):
-        ga.plan(make_step, *inputs(), batch_size=64, target=name)
+@pytest.mark.parametrize(
+    ("target", "mesh", "said"),
+    [
+        ("h100:8", None, r"how they lie on the 8 devices .*AbstractMesh"),
+        ("h100", MESH, r"one mesh of the 1 devices .*\{'data': 8\}"),
+        *((name, None, UNKNOWN) for name in ("mac", "h100:2x", "v5e-4", "", 8)),
+    ],
+)
+def test_an_unknown_target_and_arguments_that_do_not_lie_on_it_raise(
+    machine, target, mesh, said
+):
+    with pytest.raises(ValueError, match=said):
+        planned(target, mesh)
 
 
 @pytest.mark.parametrize(
@@ -344,14 +342,13 @@ def test_a_missing_compiler_is_named_with_the_line_that_installs_it(
 
     monkeypatch.setattr(topologies, "get_topology_desc", missing)
     with pytest.raises(ValueError, match=rf'pip install "ga_optax\[{extra}\]"'):
-        ga.plan(make_step, *inputs(), batch_size=64, target=name)
+        planned(name)
 
 
 def test_a_compiler_that_refuses_every_candidate_says_that_nothing_fits():
     def lower(*args):
         raise RuntimeError("RESOURCE_EXHAUSTED: 48.03G exceeds available HBM (15.75G)")
 
+    step = types.SimpleNamespace(lower=lower)
     with pytest.raises(ga.NothingFitsError, match=r"(?s)compiler says .*Nothing fits"):
-        ga.plan(
-            lambda k: types.SimpleNamespace(lower=lower), batch_size=8, memory_limit=1
-        )
+        ga.plan(lambda k: step, batch_size=8, memory_limit=1)

@@ -13,8 +13,8 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
-from helpers import mean_of
-from jax.sharding import AxisType, NamedSharding
+from helpers import mean_of, mesh_of, put
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import ga_optax as ga
@@ -37,8 +37,6 @@ KEYS = {"a": jax.random.key(0)}
 IMAGES = {"image": np.ones((10, 28, 28), np.float32)}
 ZEROS = {"a": jnp.zeros(2)}
 LENGTHS = {"a": X, "b": X[:4]}
-
-
 V, T = ValueError, TypeError
 
 
@@ -49,11 +47,8 @@ def of(*args, fun=untraced, k=2, **options):
     """
     named = ("batch", "rngs", "y", "z") & options.keys()
     kwargs = {name: options.pop(name) for name in named}
-
-    def says(error, said, came=""):
-        return (fun, k, options, args, kwargs), error, said.replace("@", came)
-
-    return says
+    case = fun, k, options, args, kwargs
+    return lambda error, said, came="": (case, error, said.replace("@", came))
 
 
 def returns(value, fun=loss):
@@ -61,8 +56,6 @@ def returns(value, fun=loss):
     return lambda w, x, *rest: (fun(w, x), value)
 
 
-AN_INT = "must be an int | @ | Pass an int that is known"
-AT_LEAST = "must be at least 1 | @ | 1 is the undivided batch"
 ONE_ROLE = "Give each argument one role"
 NUMBERED = "an int or a sequence of ints | @ | Number the positional arguments"
 NOT_OVERLAP = "batch_argnums must not overlap argnums"
@@ -75,13 +68,13 @@ AN_AXIS = (
     "Every leaf of the batch must have a batch axis | @ | Give it None in batch_axes"
 )
 THE_LOSS = "fun must return the loss | @ | Pass has_aux=True if"
-FLOATING = "The loss must be real and floating | @ | Cast it"
+FLOATING = "The loss must be real and floating | dtype int32 | Cast it"
 
 # Of `value_and_grad` and `accumulate`. An error has what was required, what came, and
 # what to do, in that order.
 BOTH = [
-    of(k=0)(V, AT_LEAST, "it is 0"),
-    of(k=True)(T, AN_INT, "True of type bool"),
+    of(k=0)(V, "must be at least 1 | it is 0 | 1 is the undivided batch"),
+    of(k=True)(T, "must be an int | True of type bool | Pass an int that is known"),
     of(W, IMAGES, k=4)(
         V, "num_microbatches=4 must | leaf ['image'] has shape | Use 1, 2, 5 or 10."
     ),
@@ -117,7 +110,7 @@ BOTH = [
     of(W, {"b": X}, batch_axes={"a": 0})(V, PREFIX, "'a'"),
     of(W, (X, X), batch_axes=(0, 0, 0))(V, PREFIX, "*, *"),
     of(W, X, fun=lambda w, x: x)(V, "be a scalar | shape | Return its mean"),
-    of(W, X, fun=lambda w, x: jnp.int32(1))(T, FLOATING, "dtype int32"),
+    of(W, X, fun=lambda w, x: jnp.int32(1))(T, FLOATING),
     of(W, X, fun=returns(X))(T, THE_LOSS, "of type tuple"),
     of(W, X, fun=loss, has_aux=True)(T, "fun must | instead of | Return one"),
 ]
@@ -250,8 +243,13 @@ def says(call, error, parts):
         at = message.index(part, at)
 
 
-def refused(make, case, error, said):
-    fun, k, options, args, kwargs = case
+@pytest.mark.parametrize(
+    ("make", "row"),
+    [(ga.value_and_grad, row) for row in BOTH + LAW]
+    + [(mean_of, row) for row in BOTH + EACH],
+)
+def test_what_does_not_fit_is_refused(make, row):
+    (fun, k, options, args, kwargs), error, said = row
 
     def run():
         step = make(fun, k, **options)
@@ -259,15 +257,6 @@ def refused(make, case, error, said):
         step(*args, **kwargs)
 
     says(run, error, said)
-
-
-@pytest.mark.parametrize(
-    ("make", "row"),
-    [(ga.value_and_grad, row) for row in BOTH + LAW]
-    + [(mean_of, row) for row in BOTH + EACH],
-)
-def test_what_does_not_fit_is_refused(make, row):
-    refused(make, *row)
 
 
 # -- Other functions -------------------------------------------------------------------
@@ -291,22 +280,20 @@ def axis(name="data", **options):
     return lambda: ga.DataAxis(name, **options)
 
 
-def sharded(rows=64, k=4, n=8, name="data", params=PARAMS, **options):
+def sharded(rows=64, k=4, n=8, name="data", **options):
     """A call on a mesh of n devices."""
 
     def call():
-        mesh = jax.make_mesh((n,), ("data",), axis_types=(AxisType.Auto,))
-        data_axis = ga.DataAxis(name, mesh=mesh, **options)
+        data_axis = ga.DataAxis(name, mesh=mesh_of(n), **options)
         step = ga.value_and_grad(untraced, k, data_axis=data_axis)
-        jax.jit(step)(params, jnp.ones((rows, 16)))
+        jax.jit(step)(PARAMS, jnp.ones((rows, 16)))
 
     return call
 
 
 def explicit():
     """The types of the arrays name the devices."""
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
-    x = jax.device_put(jnp.ones((64, 3)), NamedSharding(mesh, P("data")))
+    x = put(jnp.ones((64, 3)), mesh_of(8, kind=AxisType.Explicit), P("data"))
     jax.jit(ga.value_and_grad(untraced, 16))(jnp.ones(3), x)
 
 
@@ -461,6 +448,7 @@ OF_OPTAX = optax.MultiSteps(SGD, 4)
 SKIP, DROP = "should_skip_update_fn", "should_drop_window_fn"
 NAME = "leaf ['name'] of params | partition"
 A_K = "int or a function"
+MISSPELT = "weights", "wieght", "emits"
 TAKES_NONE = "plain GradientTransformation | 'loss'"
 KERNEL, BIAS = "['dense']['kernel']", "['dense']['bias']"
 
@@ -535,11 +523,7 @@ ACROSS = [
     *(
         (called(way, **{name: 3.0}), T, f"'{name}' looks like '{due}'")
         for way in ("update", "apply")
-        for name, due in (
-            ("weights", "weight"),
-            ("wieght", "weight"),
-            ("emits", "emit"),
-        )
+        for name, due in zip(MISSPELT, ("weight", "weight", "emit"), strict=True)
     ),
     *(
         (called("apply", tx, loss=3.0), T, TAKES_NONE)
@@ -601,8 +585,13 @@ def merged(one, other):
     return lambda: ga.accumulator.merge(*both)
 
 
-def init(dtype):
-    return lambda: ga.accumulator.init(DENSE, dtype)
+def init(dtype=None, params=DENSE):
+    return lambda: ga.accumulator.init(params, dtype)
+
+
+def continued(acc, params):
+    acc = acc if acc is W else ga.accumulator.init(acc)
+    return lambda: ga.accumulate(untraced, 2)(acc, params, X)
 
 
 def linear(*ramp, size, **options):
@@ -615,6 +604,8 @@ def stepwise(batches, boundaries, **options):
 
 
 RAMP = linear(1, 4, 9, size=1)()
+NO_STEPS = 2**32, np.int64(2**32), np.array(2**40), np.int8(-1), np.array(-3)
+SMALL, TOO_LATE = (ga.data.epoch_indices, jax.random.key(0), 0, 5, 10, 1), [2**31]
 
 FOLDS = [
     (added([DENSE]), V, BIAS),
@@ -630,6 +621,10 @@ FOLDS = [
     (added(weight=jnp.array(True)), T, "bool"),
     (init(jnp.int32), T, "floating dtype"),
     (init(jnp.complex64), T, "floating dtype"),
+    (init(params={"w": W, "f": jax.nn.relu}), T, "leaf ['f'] of params must be an arr"),
+    (continued(W, W), T, "must be the accumulator to continue"),
+    (continued(DENSE, OTHER), V, f"{KERNEL} of the parameters"),
+    (continued(DENSE, {"dense": {"bias": ONE}}), V, f"{KERNEL} is missing"),
     (merged(jnp.ones(2), jnp.ones(3)), V, "['a'] | (2,) | (3,)"),
     *(
         (functools.partial(draw, jax.random.key(0), *args), error, said)
@@ -645,23 +640,10 @@ FOLDS = [
             ((-1, 100, 10, 1), V, "step must not be negative"),
             ((0.5, 100, 10, 1), T, "step must be an integer scalar"),
             ((np.arange(2), 100, 10, 1), T, "has shape (2,)"),
-            *(
-                ((step, 100, 10, 1), V, "must | from 0")
-                for step in (
-                    2**32,
-                    np.int64(2**32),
-                    np.array(2**40),
-                    np.int8(-1),
-                    np.array(-3),
-                )
-            ),
+            *(((step, 100, 10, 1), V, "must | from 0") for step in NO_STEPS),
         )
     ),
-    (
-        lambda: ga.data.epoch_indices(jax.random.key(0), 0, 5, 10, 1),
-        V,
-        "batch_size=10 and num_examples=5",
-    ),
+    (functools.partial(*SMALL), V, "batch_size=10 and num_examples=5"),
     (linear(10, 20, 5, size=4), V, "start must be a multiple of | =4, | Use 8 or 12"),
     (linear(8, 4, 5, size=4), V, "end must not be below start=8, but it is 4"),
     (linear(4, 8, 0, size=4), V, "duration must be at least 1, but it is 0"),
@@ -675,11 +657,7 @@ FOLDS = [
     (stepwise([2, 4, 6], [5, 5]), V, "boundaries[1] is 5, after 5"),
     (stepwise([2, 4.0], [5]), T, "batch_sizes[1] must be an int, but it is 4.0"),
     (stepwise([2, 4], [1 << 33]), V, "begins at step 4294967296"),
-    (
-        stepwise([2, 4], [2**31], boundaries_in_steps=True),
-        V,
-        "begins at step 2147483648",
-    ),
+    (stepwise([2, 4], TOO_LATE, boundaries_in_steps=True), V, "at step 2147483648"),
     (lambda: RAMP(jnp.float32(1)), T, "dtype float32"),
     (lambda: RAMP(jnp.arange(2)), T, "shape (2,) | use jax.vmap"),
     (lambda: RAMP.seen(1.0), T, "step must be an int, but it is 1.0"),
@@ -691,21 +669,16 @@ OTHERS |= {"across calls": ACROSS, "folds": FOLDS}
 @pytest.mark.usefixtures("optax_promotion")
 @pytest.mark.parametrize(
     "row",
-    [
-        pytest.param(row, id=f"{name} {row[2]}")
-        for name, rows in OTHERS.items()
-        for row in rows
-    ],
+    [pytest.param(row, id=f"{at} {row[2]}") for at in OTHERS for row in OTHERS[at]],
 )
 def test_other_functions_say_it_too(row):
-    call, error, parts = row
-    says(call, error, parts)
+    says(*row)
 
 
 def test_what_fits_is_not_refused():
-    """The twin: `refused` would say so."""
+    """The twin."""
     with pytest.raises(BaseException, match="DID NOT RAISE"):
-        refused(mean_of, *of(W, X, fun=loss)(V, ""))
+        test_what_does_not_fit_is_refused(mean_of, of(W, X, fun=loss)(V, ""))
     for make in (ga.value_and_grad, mean_of):
         assert float(jax.jit(make(loss, np.int64(4)))(W, X)[0]) == 2
 
@@ -734,19 +707,6 @@ def test_a_carry_that_is_changed_where_it_is_counts_as_it_came():
     assert jnp.array_equal(carry["a"], W + 1)
     with pytest.raises(ValueError, match=r"leaf \[0\]\['b'\] is not in its arguments"):
         mean_of(grows, 4, carry_argnums=2)(W, X, {"a": W})
-
-
-def test_an_accumulator_must_be_one_and_match_the_parameters():
-    call = ga.accumulate(untraced, 2)
-    with pytest.raises(TypeError, match="must be the accumulator to continue"):
-        call(W, W, X)
-    acc = ga.accumulator.init({"w": np.zeros(3, np.float32)})
-    with pytest.raises(ValueError, match=r"leaf \['w'\] of the parameters"):
-        call(acc, {"w": np.zeros(4, np.float32)}, X)
-    with pytest.raises(ValueError, match=r"leaf \['w'\] is missing"):
-        call(acc, {"v": np.zeros(3, np.float32)}, X)
-    with pytest.raises(TypeError, match=r"leaf \['f'\] of params must be an array"):
-        ga.accumulator.init({"w": W, "f": jax.nn.relu})
 
 
 def module(kind):
@@ -804,8 +764,7 @@ def test_what_those_messages_advise_works():
     called("apply", chain, value=3.0, weight=2)()  # all members of a chain get them
     for k in (1, 2):
         called("update", params=None, of_tx={"k": k})()  # this one needs no parameters
-    old, new = started(1)(), started(4)()
-    new = new._replace(inner_opt_state=old.inner_opt_state)
+    new = started(4)()._replace(inner_opt_state=started(1)().inner_opt_state)
     called("update", state=new, of_tx={"k": 4})()
     _, state = called("apply", of_tx={SKIP: lambda *_: (True, ())})()
     assert int(ga.stats(state).skipped_micro_steps) == 1
@@ -860,18 +819,18 @@ def test_the_gradient_of_an_integer_that_jax_makes_raises():
 
 @pytest.mark.usefixtures("optax_promotion")
 @pytest.mark.parametrize(
-    ("field", "decides"),
+    ("field", "name", "decides"),
     [
-        ("skip_state", {SKIP: optax.skip_not_finite}),
-        ("drop_state", {DROP: ga.drop_window_if_not_finite}),
+        ("skip_state", SKIP, optax.skip_not_finite),
+        ("drop_state", DROP, ga.drop_window_if_not_finite),
     ],
 )
-@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
-def test_a_state_made_without_what_decides_names_the_argument(field, decides, jit):
-    (name,) = decides
-    tx = ga.MultiSteps(SGD, 2, **decides)
-    apply = functools.partial(ga.apply_gradients, tx)
-    apply = jax.jit(apply) if jit else apply
+@pytest.mark.parametrize("jit", [lambda fun: fun, jax.jit], ids=["eager", "jit"])
+def test_a_state_made_without_what_decides_names_the_argument(
+    field, name, decides, jit
+):
+    tx = ga.MultiSteps(SGD, 2, **{name: decides})
+    apply = jit(functools.partial(ga.apply_gradients, tx))
     for old in (
         STATE,
         ga.from_optax(optax.MultiSteps(SGD, 2).init(DENSE)),

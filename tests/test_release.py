@@ -25,8 +25,8 @@ def checkout(tmp_path):
     """A copy of what a release writes to, with an address to be filled in."""
     for name in ("README.md", "CITATION.cff", "CHANGELOG.md", "pyproject.toml"):
         shutil.copy(ROOT / name, tmp_path)
-    shutil.copytree(ROOT / "docs", tmp_path / "docs", symlinks=True)
-    shutil.copytree(ROOT / "notebooks", tmp_path / "notebooks")
+    for name in ("docs", "notebooks"):
+        shutil.copytree(ROOT / name, tmp_path / name, symlinks=True)
 
     def fill(value):
         path = tmp_path / "pyproject.toml"
@@ -41,9 +41,6 @@ def checkout(tmp_path):
 def write(files):
     for path, text in files.items():
         path.write_text(text, encoding="utf-8")
-
-
-# -- One place -------------------------------------------------------------------------
 
 
 def test_every_file_has_what_follows_from_the_address():
@@ -73,22 +70,15 @@ def test_the_citation_is_of_this_version():
         assert {"cff-version", "title", "authors", "message"} <= set(citation)
 
 
-# -- The README on a package index -----------------------------------------------------
-
-
-def metadata(release, readme):
-    message = email.message.Message()
-    message["Version"] = release.version
-    for name, url in address.project_urls(release).items():
-        message["Project-URL"] = f"{name}, {url}"
-    message.set_payload(readme)
-    return message.as_string()
-
-
 def test_on_a_package_index_every_link_of_the_readme_is_absolute_and_leads_to_a_file():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     published = address.with_absolute_links(text, SOMEWHERE)
-    assert check.wrong_metadata(metadata(SOMEWHERE, published), SOMEWHERE) == []
+    message = email.message.Message()
+    message["Version"] = HERE.version
+    for name, url in address.project_urls(SOMEWHERE).items():
+        message["Project-URL"] = f"{name}, {url}"
+    message.set_payload(published)
+    assert check.wrong_metadata(message.as_string(), SOMEWHERE) == []
     tagged = f"{SOMEWHERE.address}/(?:blob|raw)/v{HERE.version}/(.*)"
     found = [re.fullmatch(tagged, link) for link in address.links(published)]
     paths = [match[1].partition("#")[0] for match in found if match]
@@ -99,23 +89,17 @@ def test_on_a_package_index_every_link_of_the_readme_is_absolute_and_leads_to_a_
     assert all("/raw/" in link for link in pictures)
 
 
-# -- What stops a release --------------------------------------------------------------
-
-
 def test_it_stops_until_the_address_the_files_and_the_date_are_there(checkout):
     root = checkout("")
     assert any("is empty" in line for line in check.wrong_documents(root, EMPTY))
     root = checkout(SOMEWHERE.address)
-    stale = [
-        line for line in check.wrong_documents(root, SOMEWHERE) if "out of" in line
-    ]
+    stale = [x for x in check.wrong_documents(root, SOMEWHERE) if "out of" in x]
     assert len(stale) == len(address.stamped(SOMEWHERE, root))
     write(address.stamped(SOMEWHERE, root))
     path = root / "CHANGELOG.md"
     text = path.read_text(encoding="utf-8")
-    path.write_text(f"## {HERE.version} (not released)\n", encoding="utf-8")
+    write({path: f"## {HERE.version} (not released)\n"})
     [undated] = check.wrong_documents(root, SOMEWHERE)
     assert "YYYY-MM-DD" in undated
-    dated = text.replace("(not released)", "(2030-01-31)")
-    path.write_text(dated, encoding="utf-8")
+    write({path: text.replace("(not released)", "(2030-01-31)")})
     assert check.wrong_documents(root, SOMEWHERE) == []

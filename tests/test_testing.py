@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import squares
 
 from ga_optax import testing
 from ga_optax._verify.gradients import ulps
@@ -30,16 +31,15 @@ def test_equal_bits_pass_and_one_flipped_bit_fails(dtype):
 
 
 def test_the_message_names_leaf_index_both_values_in_hex_and_ulps():
-    one = np.float32(1)
-    a = {"layer": [jnp.zeros(2), jnp.array([[1.0, 1.0]])]}
-    b = {"layer": [jnp.zeros(2), jnp.array([[1.0, np.nextafter(one, one * 2)]])]}
+    a, b = (
+        {"layer": [jnp.zeros(2), jnp.array([[1.0, x]])]}
+        for x in (1.0, np.nextafter(np.float32(1), np.float32(2)))
+    )
     with pytest.raises(AssertionError) as error:
         SAME_BITS(a, b)
-    text = str(error.value)
-    assert "layer/1" in text
-    assert "index (0, 1)" in text
-    assert "actual 0x3f800000 (1.0), expected 0x3f800001 (1.0000001)" in text
-    assert "1 ULPs apart" in text
+    values = "actual 0x3f800000 (1.0), expected 0x3f800001 (1.0000001)"
+    for part in ("layer/1", "index (0, 1)", values, "1 ULPs apart"):
+        assert part in str(error.value)
 
 
 def test_bits_count_and_not_numbers():
@@ -51,30 +51,26 @@ def test_bits_count_and_not_numbers():
         SAME_BITS(jnp.zeros(1), -jnp.zeros(1))
 
 
-def test_complex_leaves_name_the_part():
-    a = np.array([1 + 2j, 3 + 4j], np.complex64)
-    SAME_BITS(a, a.copy())
-    with pytest.raises(AssertionError, match=r"index \(1,\), imaginary part: .*0x4080"):
-        SAME_BITS(a, a + np.array([0, 1j], np.complex64))
+C, KEY = np.array([1 + 2j, 3 + 4j], np.complex64), jax.random.key(1)
+EMPTY = "at least one array"
 
 
-def test_keys_compare_by_their_data_and_their_generator():
-    SAME_BITS(jax.random.key(1), jax.random.key(1))
-    with pytest.raises(AssertionError, match="elements differ"):
-        SAME_BITS(jax.random.key(1), jax.random.key(2))
-    with pytest.raises(AssertionError, match="dtypes differ"):
-        SAME_BITS(jax.random.key(1), jax.random.key_data(jax.random.key(1)))
-
-
-@pytest.mark.parametrize("empty", [{}, (), [None], None])
-def test_empty_trees_are_refused(empty):
-    with pytest.raises(AssertionError, match="at least one array"):
-        SAME_BITS(empty, empty)
+@pytest.mark.parametrize("one", [C, KEY])
+def test_complex_numbers_and_keys_equal_themselves(one):
+    SAME_BITS(one, one.copy())
 
 
 @pytest.mark.parametrize(
     ("a", "b", "words"),
     [
+        # A part of complex leaves; of keys the data and the generator.
+        (C, C + np.array([0, 1j], C.dtype), r"index \(1,\), imaginary part: .*0x4080"),
+        (KEY, jax.random.key(2), "elements differ"),
+        (KEY, jax.random.key_data(KEY), "dtypes differ"),
+        ({}, {}, EMPTY),
+        ((), (), EMPTY),
+        ([None], [None], EMPTY),
+        (None, None, EMPTY),
         (jnp.zeros(2), jnp.zeros(2, jnp.bfloat16), "dtypes differ"),
         (jnp.zeros(2), jnp.zeros(3), "shapes differ"),
         (jnp.zeros(2), jnp.zeros((2, 1)), "shapes differ"),
@@ -85,7 +81,7 @@ def test_empty_trees_are_refused(empty):
         ("text", "text", "must be arrays"),
     ],
 )
-def test_what_cannot_be_compared_is_refused(a, b, words):
+def test_what_differs_or_cannot_be_compared_is_refused(a, b, words):
     with pytest.raises(AssertionError, match=words):
         SAME_BITS(a, b)
 
@@ -101,20 +97,10 @@ def test_law_ulps_count_the_numbers_between_in_order(x, y):
     assert int(ulps(a, b)[0]) == abs(apart)
 
 
-# -- assert_accumulation_equivalent ----------------------------------------------------
-
-
-def mean_loss(w, x):
-    return jnp.mean((x @ w) ** 2)
-
-
-W, X = jnp.array([1.0, -0.5]), jnp.arange(16.0).reshape(8, 2)
-
-
 @pytest.mark.slow
 def test_a_mean_loss_passes_and_a_sum_fails_with_the_message_of_verify():
-    testing.assert_accumulation_equivalent(mean_loss, W, X, 4)
+    equivalent = testing.assert_accumulation_equivalent
+    given = jnp.array([1.0, -0.5]), jnp.arange(16.0).reshape(8, 2), 4
+    equivalent(squares, *given)
     with pytest.raises(AssertionError, match=r"\[SCALE\].*4 times too small.*jnp.mean"):
-        testing.assert_accumulation_equivalent(
-            lambda w, x: len(x) * mean_loss(w, x), W, X, 4
-        )
+        equivalent(lambda w, x: len(x) * squares(w, x), *given)

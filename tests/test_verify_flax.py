@@ -38,8 +38,8 @@ def test_batch_normalisation_of_a_module_is_a_cross_example_term():
     assert "leaf ['first']['kernel']" in names
     # The bias before the normalisation has no gradient, so it differs the most.
     assert "the most on leaf ['first']['bias']" not in report.message
-    for old, new in zip(before, jax.tree.leaves(nnx.state(model)), strict=True):
-        assert old is new  # of running statistics, too
+    # Of running statistics, too.
+    assert [*map(id, before)] == [*map(id, jax.tree.leaves(nnx.state(model)))]
     model.eval()
     assert ga_optax.flax.verify(loss, model, X, 4).ok
 
@@ -50,16 +50,14 @@ def test_a_module_where_parameters_belong_is_told_of_both_ways_that_work():
     with pytest.raises(TypeError, match=r"nnx.merge\(.*, copy=True\)"):
         ga.verify(loss, model, X, 4)
     graph, params, rest = nnx.split(model, nnx.Param, ...)
-    report = ga.verify(
-        lambda params, x: loss(nnx.merge(graph, params, rest, copy=True), x),
-        params,
-        X,
-        4,
-    )
-    assert report.cause is Cause.CROSS_EXAMPLE
+
+    def merged(**how):
+        return lambda params, x: loss(nnx.merge(graph, params, rest, **how), x)
+
+    assert ga.verify(merged(copy=True), params, X, 4).cause is Cause.CROSS_EXAMPLE
     # The twin: what the message said before.
     with pytest.raises(Exception, match="different trace level"):
-        ga.verify(lambda p, x: loss(nnx.merge(graph, p, rest), x), params, X, 4)
+        ga.verify(merged(), params, X, 4)
 
 
 @pytest.mark.slow
@@ -89,11 +87,6 @@ def test_all_options_of_verify_reach_a_loss_of_a_module():
         verify(masked, model, batch, 2, wrt=nnx.LoRAParam, **by_mask)
 
 
-def make_inputs():
-    model = Model(nnx.Rngs(0))
-    return model, nnx.Optimizer(model, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)
-
-
 def make_step(num_microbatches):
     gradient = ga_optax.flax.value_and_grad(loss, num_microbatches)
 
@@ -108,13 +101,15 @@ def make_step(num_microbatches):
 
 @pytest.mark.slow
 def test_plan_takes_modules_and_modules_that_hold_shapes_alone():
-    options = {"batch_size": 4096, "candidates": [1, 16]}
-    x = jax.ShapeDtypeStruct((4096, 3), jnp.float32)
-    plan = ga_optax.flax.plan
-    sizes = [
-        plan(make_step, *inputs, x, memory_limit="1GiB", **options).bytes
-        for inputs in (make_inputs(), nnx.eval_shape(make_inputs))
-    ]
-    assert sizes[0] == sizes[1]
-    found = plan(make_step, *make_inputs(), x, memory_limit=sizes[0] - 1, **options)
-    assert found.num_microbatches == 16
+    def make_inputs():
+        model = Model(nnx.Rngs(0))
+        return model, nnx.Optimizer(model, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)
+
+    def planned(inputs, limit):
+        options = {"batch_size": 4096, "candidates": [1, 16], "memory_limit": limit}
+        x = jax.ShapeDtypeStruct((4096, 3), jnp.float32)
+        return ga_optax.flax.plan(make_step, *inputs, x, **options)
+
+    size = planned(make_inputs(), "1GiB").bytes
+    assert planned(nnx.eval_shape(make_inputs), "1GiB").bytes == size
+    assert planned(make_inputs(), size - 1).num_microbatches == 16
