@@ -60,6 +60,11 @@ def apart(ours, plain, *args):
     return off(jax.jit(ours)(*args), jax.jit(plain)(*args))
 
 
+def error(fun, k, *args, **options):
+    """How far value and gradients of micro-batches are off those of the whole batch."""
+    return apart(ga.value_and_grad(fun, k, **options), jax.value_and_grad(fun), *args)
+
+
 def array(*shape, scale=1.0, seed=0):
     rng = np.random.default_rng([seed, *shape])
     return jnp.asarray(rng.normal(size=shape) * scale, jnp.float32)
@@ -100,6 +105,35 @@ def mean_of(fun, num_microbatches=1, *, accumulator_dtype=jnp.float32, **options
     return value_and_grad
 
 
+def plain_scan(loss, k, dtype=None):
+    """What one would write: a scan that adds up values and gradients."""
+
+    def window(params, x):
+        def micro_step(carry, part):
+            new = jax.value_and_grad(loss)(params, part)
+            return jax.tree.map(lambda t, g: t + g.astype(t.dtype), carry, new), None
+
+        start = jax.tree.map(lambda p: jnp.zeros(p.shape, dtype or p.dtype), params)
+        parts = jnp.reshape(x, (k, -1, *x.shape[1:]))
+        sums, _ = jax.lax.scan(micro_step, (jnp.zeros([]), start), parts)
+        means = jax.tree.map(lambda g, p: (g / k).astype(p.dtype), sums[1], params)
+        return sums[0] / k, means
+
+    return window
+
+
+def in_calls(fun, params, batch, grouping, **options):
+    """The last value and the mean of a window, in calls of so many micro-batches."""
+    acc, start = ga.accumulator.init(params), 0
+    size = len(jax.tree.leaves(batch)[0]) // sum(grouping)
+    for number in grouping:
+        here = slice(start * size, (start + number) * size)
+        part = jax.tree.map(lambda x, here=here: x[here], batch)
+        value, acc = jax.jit(ga.accumulate(fun, number, **options))(acc, params, part)
+        start += number
+    return value, jax.jit(ga.accumulator.mean)(acc)
+
+
 def by_hand(optimize=False):
     """What is traced inside adds no gradient in place; nothing else changes."""
     if optimize:
@@ -119,6 +153,14 @@ def without_pass(monkeypatch, name):
     monkeypatch.setattr(table, "PASSES", rest)
 
 
+def with_pass(monkeypatch, name, change):
+    """Puts another pass in the place of one."""
+    assert name in {one.name for one in table.PASSES}
+    passes = ((one, one._replace(change=change)) for one in table.PASSES)
+    new = tuple(other if one.name == name else one for one, other in passes)
+    monkeypatch.setattr(table, "PASSES", new)
+
+
 def without_fence_of_consts(monkeypatch):
     """Leaves what has no role, as frozen parameters, out of the fence of a loop."""
     whole = fences.fusion_barrier
@@ -135,6 +177,11 @@ def normal(*shape, seed=0):
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
 
+def integers(*shape, seed=0):
+    """Small ones, in float32, whose sums are exact."""
+    return np.random.default_rng(seed).integers(-9, 9, shape).astype(np.float32)
+
+
 def squares(w, x):
     """A loss whose rows do not meet."""
     return jnp.mean(jnp.tanh(x @ w) ** 2)
@@ -143,6 +190,13 @@ def squares(w, x):
 def leaves_of(*trees):
     """The leaves of trees side by side, which have as many."""
     return zip(*map(jax.tree.leaves, trees), strict=True)
+
+
+def ruled(back, fun=lambda x: x):
+    """A function, the identity if none is given, with a rule for its cotangent."""
+    rule = jax.custom_vjp(fun)
+    rule.defvjp(lambda x: (fun(x), None), lambda _, ct: (back(ct),))
+    return rule
 
 
 def times_rate():

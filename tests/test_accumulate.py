@@ -5,40 +5,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import mean_of, squares
+from helpers import in_calls, integers, mean_of, ruled, squares
 from jax.custom_derivatives import linear_call
-from test_microbatch import (
-    MODELS,
-    OPTIMIZE,
-    WIDTH,
-    _layer,
-    _normal,
-    integers,
-    make_batch,
-    row_count,
-)
+from test_microbatch import MODELS, OPTIMIZE, WIDTH, _layer, _normal, _wide, make_batch
 
 import ga_optax as ga
 from ga_optax._passes import known
 from ga_optax.testing import assert_trees_bitwise_equal as assert_same_bits
 
-MEAN = jax.jit(ga.accumulator.mean)
 
-# -- The same bits ---------------------------------------------------------------------
-
-
-def in_groups(fun, params, batch, k, groups, **options):
-    """A window of k micro-batches by `groups` calls of `accumulate`."""
-    call = jax.jit(ga.accumulate(fun, k // groups, **options), donate_argnums=0)
-    acc = ga.accumulator.init(params)
-    size = jax.tree.leaves(batch)[0].shape[0] // groups
-    for i in range(groups):
-        part = {name: x[i * size :][:size] for name, x in batch.items()}
-        _, acc = call(acc, params, part)
-    return acc
+def positive(x):
+    return jnp.sum(x[:, 0] > 0, dtype=jnp.int32)
 
 
-@pytest.mark.parametrize("options", [{}, {"weight_fn": row_count}, {"optimize": False}])
+@pytest.mark.parametrize(
+    "options", [{}, {"weight_fn": lambda b: positive(b["y"])}, {"optimize": False}]
+)
 def test_what_an_empty_accumulator_holds_is_never_read(options):
     fun, params = MODELS["embedded"]
     clean = ga.accumulator.init(params)
@@ -76,9 +58,7 @@ def test_token_counts_as_weights_give_the_undivided_gradient(optimize):
     _, params = MODELS["rematerialised"]
     batch = token_batch([1, 512, 37, 200])
     with jax.enable_x64(True):
-        params, batch = jax.tree.map(
-            lambda x: jnp.asarray(x, jnp.float64), (params, batch)
-        )
+        params, batch = jax.tree.map(_wide, (params, batch))
         expected = jax.jit(jax.value_and_grad(masked))(params, batch)
         weighted = mean_of(masked, 4, weight_fn=tokens, optimize=optimize)
         assert helpers.off(jax.jit(weighted)(params, batch), expected) < 1e-12
@@ -101,7 +81,7 @@ def test_a_micro_batch_of_weight_0_changes_nothing_though_it_is_nan(optimize, po
     step = jax.jit(mean_of(masked, 4, weight_fn=tokens, optimize=optimize))
     value, grads = step(params, batch)
     assert all(np.all(np.isfinite(g)) for g in jax.tree.leaves((value, grads)))
-    assert_same_bits((value, grads), step(params, {**batch, "x": clean}))
+    assert_same_bits((value, grads), step(params, batch | {"x": clean}))
     # The twin: with a weight, the NaN shows.
     assert np.isnan(jax.jit(mean_of(masked, 4))(params, batch)[0])
 
@@ -110,24 +90,14 @@ def test_a_micro_batch_of_weight_0_changes_nothing_though_it_is_nan(optimize, po
 @pytest.mark.parametrize("optimize", OPTIMIZE)
 def test_a_window_of_weight_0_has_value_and_gradients_0(optimize):
     _, params = MODELS["rematerialised"]
-    batch = token_batch([0, 0], 4)
-    batch["x"][:] = np.nan
-    step = jax.jit(mean_of(masked, 2, weight_fn=tokens, optimize=optimize))
-    assert all(np.all(np.asarray(x) == 0) for x in jax.tree.leaves(step(params, batch)))
-    acc = ga.accumulator.init(params)
-    call = jax.jit(ga.accumulate(masked, weight_fn=tokens, optimize=optimize))
-    good = token_batch([3], 4)
-    _, acc = call(acc, params, good)
-    _, after = call(acc, params, token_batch([0], 4))
-    assert_same_bits(after.total, acc.total)
-
-
-@jax.custom_vjp
-def clipped(x):
-    return x
-
-
-clipped.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -0.1, 0.1),))
+    good, none = token_batch([3, 2], 4), token_batch([0, 0], 4)
+    none["x"][:] = np.nan
+    add = jax.jit(ga.accumulate(masked, 2, weight_fn=tokens, optimize=optimize))
+    start = ga.accumulator.init(params)
+    value, acc = add(start, params, none)
+    assert not any(map(np.any, jax.tree.leaves((value, ga.accumulator.mean(acc)))))
+    _, acc = add(start, params, good)
+    assert_same_bits(add(acc, params, none)[1].total, acc.total)
 
 
 def half_rounded(w, x):
@@ -179,19 +149,11 @@ DEEDS = {
 
 
 def with_vjp(there, back):
-    @jax.custom_vjp
-    def rule(h):
-        return there(h)
-
-    rule.defvjp(lambda h: (there(h), None), lambda _, g: (back(g),))
-    return rule
+    return ruled(back, there)
 
 
 def with_jvp(there, back):
-    @jax.custom_jvp
-    def rule(h):
-        return there(h)
-
+    rule = jax.custom_jvp(there)
     rule.defjvp(lambda h, t: (there(h[0]), 2 * t[0]))
     return rule
 
@@ -203,17 +165,14 @@ def with_transpose(there, back):
 def off_by(make, there, back, scans, weighted):
     """How far a window is from one gradient after another, in units of the bound."""
     rule, k = make(DEEDS[there], DEEDS[back]), 4
-    weights = [1.0, 100.0, 3.0, 7.0] if weighted else [1.0] * k
-    batch = {"x": _normal(1, 2 * k, 4), "weight": np.repeat(np.float32(weights), 2)}
-    w = _normal(0, 3, 4, 4) / 2
+    weights = np.float32([1, 100, 3, 7] if weighted else [1] * k)
+    w, x = _normal(0, 3, 4, 4) / 2, _normal(1, 2 * k, 4)
 
-    def fun(w, batch):
-        h = batch["x"]
+    def fun(w, x, _):
         if scans:
-            h = jax.lax.scan(lambda h, w: (rule(jnp.tanh(h @ w)), None), h, w)[0]
-        else:
-            h = rule(h @ w[0])
-        return jnp.mean(h**2) if scans else jnp.mean(h)
+            h, _ = jax.lax.scan(lambda h, w: (rule(jnp.tanh(h @ w)), None), x, w)
+            return jnp.mean(h**2)
+        return jnp.mean(rule(x @ w[0]))
 
     def over(gradient, *args):
         if "sums" not in (there, back):
@@ -222,24 +181,25 @@ def off_by(make, there, back, scans, weighted):
         out = jax.jit(jax.vmap(gradient, axis_name="i"))(*both)
         return jax.tree.map(lambda g: g[0], out)
 
-    parts = [
-        over(jax.grad(fun), w, {n: x[2 * i : 2 * i + 2] for n, x in batch.items()})
-        for i in range(k)
-    ]
+    parts = [over(jax.grad(fun), w, x[2 * i : 2 * i + 2], 0.0) for i in range(k)]
     parts = np.asarray(parts, np.float64)
     due = np.average(parts, axis=0, weights=weights)
     terms = np.average(np.abs(parts), axis=0, weights=weights)
-    weight_fn = (lambda batch: batch["weight"][0]) if weighted else None
-    got = over(mean_of(fun, k, weight_fn=weight_fn), w, batch)[1]
+    options = {"weight_fn": lambda x, weight: weight[0]} if weighted else {}
+    step = mean_of(fun, k, batch_argnums=(1, 2), **options)
+    got = over(step, w, x, np.repeat(weights, 2))[1]
     # Three layers of products and the sum over micro-batches, in any order.
     bound = 64 * np.finfo(np.float32).eps * np.maximum(terms, 1e-3 * np.max(terms))
     jax.effects_barrier()
     return np.max(np.abs(got - due) / bound)
 
 
+CLIPS = with_transpose, "nothing", "clips", False, True
+
+
 @pytest.mark.grid(3, 8)
 @pytest.mark.parametrize(
-    ("make", "there", "back", "scans", "weighted"),
+    "how",  # what makes it, what it does there and back, whether in a scan and weighted
     [
         (with_vjp, "nothing", "clips", True, True),
         (with_vjp, "calls", "prints", False, True),
@@ -248,19 +208,14 @@ def off_by(make, there, back, scans, weighted):
         (with_jvp, "calls", "nothing", True, True),
         (with_jvp, "sums", "nothing", False, True),
         (with_transpose, "nothing", "clips", True, False),
-        (with_transpose, "nothing", "clips", False, True),
+        CLIPS,
     ],
 )
-def test_a_rule_does_in_a_window_what_it_does_for_each_micro_batch(
-    make, there, back, scans, weighted
-):
-    assert off_by(make, there, back, scans, weighted) <= 1
-
-
-def test_a_rule_that_nobody_reads_would_be_seen(monkeypatch):
-    """The twin: a weight goes through what clips."""
-    monkeypatch.setattr(known, "deeds", lambda jaxpr: known.Deeds())
-    assert off_by(with_transpose, "nothing", "clips", False, True) > 1
+def test_a_rule_does_in_a_window_what_it_does_for_each_micro_batch(how, monkeypatch):
+    assert off_by(*how) <= 1
+    if how == CLIPS:  # the twin: a weight goes through what clips
+        monkeypatch.setattr(known, "deeds", lambda jaxpr: known.Deeds())
+        assert off_by(*how) > 1
 
 
 # -- Keys and carry --------------------------------------------------------------------
@@ -281,56 +236,50 @@ def test_micro_batches_see_keys_of_their_own_in_any_number_of_calls(make_key):
     assert_same_bits(masks[2], jax.random.bernoulli(due, 0.5, (2, WIDTH)))
     assert len({np.asarray(m).tobytes() for m in masks}) == 4
     call = jax.jit(ga.accumulate(dropped_out, 2, **options))
-    acc = ga.accumulator.init(w)
-    (_, first), acc = call(acc, w, x[:4], rngs)
+    (_, first), acc = call(ga.accumulator.init(w), w, x[:4], rngs)
     (_, second), acc = call(acc, w, x[4:], rngs)
     assert_same_bits(jnp.concatenate([first, second]), masks)
     assert_same_bits(ga.accumulator.mean(acc), grads)
 
 
-def normalised(w, stats, x):
-    mean = 0.9 * stats["mean"] + 0.1 * jnp.mean(x, 0)
-    new = {"mean": mean, "steps": stats["steps"] + 1}
-    loss = jnp.mean((x - jnp.broadcast_to(x.mean(0), x.shape)) @ w)
-    return loss, (new, jnp.max(x))
-
-
+@pytest.mark.parametrize("has_aux", [False, True])
 @pytest.mark.parametrize("as_tuple", [False, True])
-def test_statistics_thread_through_the_micro_batches_in_order(as_tuple):
+def test_statistics_thread_through_micro_batches_in_order(as_tuple, has_aux):
+    """And on through calls."""
     x, w = _normal(0, 8, WIDTH), _normal(1, WIDTH)
-    stats = {"mean": jnp.zeros(WIDTH), "steps": jnp.int32(0)}
+
+    def of(stats, x):
+        mean = 0.9 * stats["mean"] + 0.1 * jnp.mean(x, 0)
+        return {"mean": mean, "steps": stats["steps"] + 1}
 
     def fun(w, stats, x):
-        loss, (new, aux) = normalised(w, stats, x)
-        return loss, ((new,) if as_tuple else new, aux)
+        new = (of(stats, x),) if as_tuple else of(stats, x)
+        loss = jnp.mean((x - jnp.broadcast_to(x.mean(0), x.shape)) @ w)
+        return loss, (new, jnp.max(x)) if has_aux else new
 
     options = {"batch_argnums": 2, "carry_argnums": (1,) if as_tuple else 1}
-    step = jax.jit(mean_of(fun, 4, has_aux=True, aux="last", **options))
+    options |= {"has_aux": True, "aux": "last"} if has_aux else {}
+    add, acc = jax.jit(ga.accumulate(fun, 2, **options)), ga.accumulator.init(w)
+    start = {"mean": jnp.zeros(WIDTH), "steps": jnp.int32(0)}
 
     def threaded(x):
-        (_, (carry, aux)), _ = step(w, stats, x)
-        assert float(aux) == x[6:].max()
-        return carry[0] if as_tuple else carry
+        carry = start
+        for part in jnp.split(x, 2):
+            (_, carry), _ = add(acc, w, carry, part)
+            if has_aux:
+                carry, aux = carry
+                assert float(aux) == part[2:].max()
+            carry = carry[0] if as_tuple else carry
+        return carry
 
-    expected, one = stats, jax.jit(normalised)
+    expected = start
     for part in jnp.split(x, 4):
-        expected = one(w, expected, part)[1][0]
+        expected = jax.jit(of)(expected, part)
     assert_same_bits(threaded(x), expected)
     assert int(expected["steps"]) == 4
     # The twin: in another order they differ.
     reverse = threaded(x[::-1].copy())
     assert helpers.off(reverse["mean"], expected["mean"]) > 1e-3
-
-
-def test_a_carry_without_aux_comes_back_beside_the_loss():
-    def fun(w, count, x):
-        return jnp.mean(x @ w), count + 1
-
-    x, w = _normal(0, 8, WIDTH), _normal(1, WIDTH)
-    add = jax.jit(ga.accumulate(fun, 2, batch_argnums=2, carry_argnums=1))
-    (_, count), acc = add(ga.accumulator.init(w), w, 0, x[:4])
-    (_, count), acc = add(acc, w, count, x[4:])
-    assert int(count) == 4
 
 
 # -- Aux -------------------------------------------------------------------------------
@@ -339,23 +288,19 @@ def test_a_carry_without_aux_comes_back_beside_the_loss():
 def with_aux(w, x):
     return jnp.mean(x @ w), {
         "rows": jnp.int32(x.shape[0]),
-        "positive": jnp.sum(x[:, 0] > 0, dtype=jnp.int32),
+        "positive": positive(x),
         "any": jnp.any(x > 2),
         "top": jnp.max(x),
         "parts": (jnp.sum(x), x[0].astype(jnp.bfloat16)),
     }
 
 
-def first_weight(x, aux=None):
-    return jnp.sum(x[:, 0] > 0)
-
-
 @pytest.mark.grid(1)
-@pytest.mark.parametrize("weight_fn", [None, first_weight])
+@pytest.mark.parametrize("weight_fn", [None, lambda x, aux: positive(x)])
 def test_aux_is_put_together_as_asked_leaf_by_leaf(weight_fn):
-    x, w = integers(0, 8, WIDTH), integers(1, WIDTH)
+    x, w = integers(8, WIDTH), integers(WIDTH, seed=1)
     micro = x.reshape(4, 2, WIDTH)
-    weights = np.array([float(first_weight(m)) if weight_fn else 1.0 for m in micro])
+    weights = np.array([float(positive(m)) if weight_fn else 1.0 for m in micro])
     modes = {"rows": "sum", "positive": "mean", "any": "sum", "top": "last"}
     modes["parts"] = "mean", "stack"
     options = {"has_aux": True, "weight_fn": weight_fn}
@@ -367,21 +312,18 @@ def test_aux_is_put_together_as_asked_leaf_by_leaf(weight_fn):
         return np.float32(np.sum(weights * terms) / np.sum(weights))
 
     assert value == mean([(m @ w).mean() for m in micro])
-    assert aux["rows"].dtype == jnp.int32
-    assert int(aux["rows"]) == 8
-    assert aux["positive"].dtype == jnp.float32
-    assert aux["positive"] == mean([(m[:, 0] > 0).sum() for m in micro])
-    assert int(aux["any"]) == sum(bool((m > 2).any()) for m in micro)
-    assert float(aux["top"]) == micro[3].max()
-    assert aux["parts"][0] == mean([m.sum() for m in micro])
-    # The twin: the last is not the mean.
-    assert aux["parts"][0] != micro[3].sum()
-    assert aux["parts"][1].dtype == jnp.bfloat16
-    assert_same_bits(aux["parts"][1], jnp.asarray(micro[:, 0], jnp.bfloat16))
-    prefix = {**modes, "parts": "mean"}
+    due = {
+        "rows": np.int32(8),
+        "positive": mean([positive(m) for m in micro]),
+        "any": np.int32(sum((m > 2).any() for m in micro)),
+        "top": micro[3].max(),
+        "parts": (mean([m.sum() for m in micro]), micro[:, 0].astype(jnp.bfloat16)),
+    }
+    assert_same_bits(aux, due)
+    assert due["parts"][0] != micro[3].sum()  # the twin: the last is not the mean
+    prefix = modes | {"parts": "mean"}
     parts = mean_of(with_aux, 4, aux=prefix, **options)(w, x)[0][1]["parts"]
-    assert parts[1].dtype == jnp.bfloat16
-    assert parts[1].shape == (WIDTH,)
+    assert (parts[1].dtype, parts[1].shape) == (jnp.bfloat16, (WIDTH,))
 
 
 def of_rows(w, x):
@@ -391,7 +333,7 @@ def of_rows(w, x):
 @pytest.mark.quick
 @pytest.mark.parametrize("mode", ["mean", "sum"])
 def test_rows_of_different_examples_are_not_added_up(mode):
-    x, w = integers(0, 16, 4), integers(1, 4)
+    x, w = integers(16, 4), integers(4, seed=1)
     words = r"\['scores'\].*shape \(4,\) for 4 rows.*stack"
     with pytest.raises(ValueError, match=words):
         mean_of(of_rows, 4, has_aux=True, aux=mode)(w, x)
@@ -414,8 +356,8 @@ def test_fun_is_traced_again_only_if_a_leaf_may_have_rows():
 
     def traced(aux):
         traces.clear()
-        x, w = integers(0, 16, 4), integers(1, 4)
-        jax.eval_shape(mean_of(fun, 4, has_aux=True, aux=aux), w, x)
+        step = mean_of(fun, 4, has_aux=True, aux=aux)
+        jax.eval_shape(step, integers(4), integers(16, 4))
         return traces
 
     assert traced("last") == traced("stack") == [(4, 4)]
@@ -446,49 +388,30 @@ def token_losses(w, batch):
     return jnp.sum(error) / jnp.maximum(tokens, 1), {"tokens": tokens}
 
 
-def of_batch(batch, aux):
-    return jnp.sum(jnp.cbrt(batch["mask"]))
-
-
-def of_aux(batch, aux):
-    return aux["tokens"]
-
-
-def masked_batch(rows=16, width=4):
-    lengths = 1 + np.arange(rows)[:, None] * (width - 1) // (rows - 1)
-    mask = (np.arange(width) < lengths).astype(np.float32)
-    return {"x": integers(1, rows, width), "mask": mask}
-
-
-WITH_TOKENS = {"has_aux": True, "aux": "sum"}
-
-
 @pytest.mark.quick
 def test_the_weight_of_the_aux_is_that_of_the_batch_bit_for_bit():
-    w, batch = integers(0, 4) + np.float32(0.1), masked_batch()
+    """And what it and the loss need is computed once."""
+    w, lengths = integers(4) + np.float32(0.1), 1 + np.arange(16)[:, None] // 5
+    batch = {"x": integers(16, 4), "mask": np.float32(np.arange(4) < lengths)}
     # One weighs nothing, and changes nothing whatever it holds.
     batch["mask"][4:8], batch["x"][4:8] = 0, np.nan
+    options = {"has_aux": True, "aux": "sum"}
 
-    def run(weight_fn):
-        fun = mean_of(token_losses, 4, weight_fn=weight_fn, **WITH_TOKENS)
+    def run(weight_fn, roots):
+        fun = mean_of(token_losses, 4, weight_fn=weight_fn, **options)
+        assert str(jax.make_jaxpr(fun)(w, batch)).count("cbrt") == roots
         return jax.jit(fun)(w, batch)
 
-    expected = run(of_batch)
+    expected = run(lambda batch, aux: jnp.sum(jnp.cbrt(batch["mask"])), roots=2)
     assert np.isfinite(expected[1]).all()
-    assert_same_bits(run(of_aux), expected)
-    acc = in_groups(token_losses, w, batch, 4, 2, weight_fn=of_aux, **WITH_TOKENS)
-    assert_same_bits(MEAN(acc), expected[1])
+    of_aux = lambda batch, aux: aux["tokens"]  # noqa: E731
+    assert_same_bits(run(of_aux, roots=1), expected)
+    options["weight_fn"] = of_aux
+    _, mean = in_calls(token_losses, w, batch, [2, 2], **options)
+    assert_same_bits(mean, expected[1])
     # The twin: without weights it is another gradient.
-    assert np.any(np.asarray(run(None)[1]) != np.asarray(expected[1]))
-
-
-def test_what_a_weight_and_the_loss_need_is_computed_once():
-    def roots(weight_fn):
-        fun = mean_of(token_losses, 4, weight_fn=weight_fn, **WITH_TOKENS)
-        return str(jax.make_jaxpr(fun)(integers(0, 4), masked_batch())).count("cbrt")
-
-    assert roots(of_aux) == 1
-    assert roots(of_batch) == 2
+    del options["weight_fn"]
+    assert np.any(np.asarray(run(None, roots=1)[1]) != np.asarray(expected[1]))
 
 
 # -- Windows that are not full ---------------------------------------------------------

@@ -359,6 +359,18 @@ def referring(i):
     return program
 
 
+def gradients_of_examples(divide):
+    """Clipped one by one, and added up."""
+
+    def clipped(w, h, labels):
+        one = jax.grad(lambda w, h, y: head(w, h[None], y[None]))
+        grads = jax.vmap(one, (None, 0, 0))(w, h, labels)
+        norms = jnp.sqrt(jnp.sum(grads**2, (1, 2), keepdims=True))
+        return jnp.sum(grads * jnp.minimum(1, 0.5 / norms), 0)
+
+    return divide(clipped)
+
+
 PROGRAMS = {
     "several results": several_results,
     "what it closes over": closed_over,
@@ -368,6 +380,7 @@ PROGRAMS = {
     "keywords": keywords,
     "results of any kind": results_of_any_kind,
     "complex numbers": complex_numbers,
+    "gradients of examples": gradients_of_examples,
     "a reference": referring(0),
     "another reference": referring(1),
 }

@@ -6,7 +6,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import bits, leaves_of, mean_of, mesh_of, off, put, squares, temporaries
+from helpers import (
+    bits,
+    integers,
+    leaves_of,
+    mean_of,
+    mesh_of,
+    normal,
+    off,
+    plain_scan,
+    put,
+    squares,
+    temporaries,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType
@@ -18,26 +30,22 @@ import ga_optax.flax
 pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 K, ROWS, WIDTH = 4, 16, 3
-RNG = np.random.default_rng(0)
-W = jnp.asarray(RNG.normal(size=WIDTH), jnp.float32)
-X = jnp.asarray(RNG.normal(size=(ROWS, WIDTH)), jnp.float32)
-Y = jnp.asarray(RNG.normal(size=ROWS), jnp.float32)
-MATRIX = jnp.asarray(RNG.normal(size=(WIDTH, WIDTH)) * 0.3, jnp.float32)
+W, X, Y = normal(WIDTH), normal(ROWS, WIDTH, seed=1), normal(ROWS, seed=2)
+MATRIX = normal(WIDTH, WIDTH, seed=3) * 0.3
 EPS = np.finfo(np.float32).eps
 
 
 @pytest.mark.parametrize("axis", [0, 1, -2])
 def test_a_batch_axis_may_be_any_axis(axis):
     """Integers, so the order of a sum does not matter."""
-    x = jnp.asarray(RNG.integers(-4, 4, (ROWS, 4, WIDTH)), jnp.float32)
+    x = integers(ROWS, 4, WIDTH)
 
     def fun(w, batch):
         rows = jnp.moveaxis(batch["x"], axis, 0)
         return jnp.mean(rows @ w * batch["y"][:, None]), rows
 
-    batch = {"x": jnp.moveaxis(x, 0, axis), "y": jnp.round(Y)}
-    w = jnp.round(4 * W)
-    axes = {"x": axis, "y": 0}
+    batch = {"x": jnp.moveaxis(x, 0, axis), "y": integers(ROWS)}
+    w, axes = integers(WIDTH), {"x": axis, "y": 0}
     expected = jax.value_and_grad(fun, has_aux=True)(w, batch)
     step = ga.value_and_grad(fun, K, has_aux=True, batch_axes=axes)
     assert bits(jax.jit(step)(w, batch)) == bits(expected)
@@ -76,7 +84,7 @@ def test_what_has_no_axis_goes_whole_and_as_it_came(make):
     value, grads = step(W, batch, table, extra=extra)
     due, slope = jax.value_and_grad(fun)(W, batch, table, extra=extra)
     # Two sums of at most 2·16·3 terms of which each is below 2·16².
-    bound = 2 * ROWS * WIDTH * np.finfo(np.float32).eps * 2 * ROWS**2
+    bound = 2 * ROWS * WIDTH * EPS * 2 * ROWS**2
     assert abs(value - due) < bound
     assert np.all(np.abs(grads - slope) < bound)
     # The twin: another row in the sum.
@@ -127,25 +135,7 @@ def test_a_second_call_outside_of_jit_warns_once():
         again(W, X)
 
 
-def test_a_key_in_a_batch_of_micro_batches_raises_with_and_without_an_axis():
-    batch = {"x": jnp.ones((4, 2)), "key": jax.random.key(0)}
-
-    def fun(w, batch):
-        return jnp.mean(batch["x"] * w)
-
-    with pytest.raises(ValueError, match="name them in rng_argnums"):
-        mean_of(fun, 2)(1.0, batch)
-    axes = {"x": 0, "key": None}
-    with pytest.raises(ValueError, match="must differ between micro-batches"):
-        mean_of(fun, 2, batch_axes=axes)(1.0, batch)
-
-
 # -- Forms -----------------------------------------------------------------------------
-
-
-def integers(seed, *shape):
-    drawn = np.random.default_rng(seed).integers(-9, 9, shape)
-    return jnp.asarray(drawn, jnp.float32)
 
 
 def test_argnums_batch_argnums_and_keywords_are_those_of_jax():
@@ -155,17 +145,16 @@ def test_argnums_batch_argnums_and_keywords_are_those_of_jax():
         return scale * jnp.mean((prediction - targets) ** power)
 
     # Integers and halves, means over powers of two: exact.
-    x, y = integers(0, 8, WIDTH), integers(1, 8)
-    args = (x, {"w": integers(2, WIDTH)}, "yes", np.float32(0.5), y)
+    args = (integers(8, WIDTH), {"w": integers(WIDTH)}, "yes", np.float32(0.5))
+    args = (*args, integers(8))
     options = {"scale": jnp.float32(3.0), "power": 2}
     for argnums in (1, (1, 3), (3, 1), (-2,), [1]):
         expected = jax.value_and_grad(fun, argnums)(*args, **options)
-        step = ga.value_and_grad(fun, 4, argnums=argnums, batch_argnums=(0, -1))
-        got = step(*args, **options)
-        assert jax.tree.structure(got) == jax.tree.structure(expected)
-        assert bits(got) == bits(expected)
-        step = mean_of(fun, 4, argnums=argnums, batch_argnums=(0, -1))
-        assert bits(step(*args, **options)) == bits(expected)
+        for make in (ga.value_and_grad, mean_of):
+            step = make(fun, 4, argnums=argnums, batch_argnums=(0, -1))
+            got = step(*args, **options)
+            assert jax.tree.structure(got) == jax.tree.structure(expected)
+            assert bits(got) == bits(expected)
 
 
 @pytest.mark.quick
@@ -209,7 +198,7 @@ def calls(draw):
 @given(calls())
 def test_arguments_may_come_in_any_form(drawn):
     by_position, x_axis, y_axis, axes, by_name = drawn
-    w, x, y = (RNG.normal(size=(n, 4)).astype(np.float32) for n in (4, 8, 8))
+    w, x, y = normal(4, 4), normal(8, 4), normal(8, 4, seed=1)
 
     def fun(w, x, rest, scale):
         x, y = jnp.moveaxis(x, x_axis, 0), jnp.moveaxis(rest["y"], y_axis, 0)
@@ -223,12 +212,11 @@ def test_arguments_may_come_in_any_form(drawn):
     if by_name:
         how = {"batch_argnums": 1, "batch_argnames": "rest"}
     due = jax.value_and_grad(fun)(w, *batch, 2.0)
-    got = ga.value_and_grad(fun, K, batch_axes=axes, **how)(*args, **kwargs)
     step, acc = ga.accumulate(fun, K, batch_axes=axes, **how), ga.accumulator.init(w)
     value, acc = step(acc, *args, **kwargs)
-    for one in (got, (value, ga.accumulator.mean(acc))):
-        for a, b in zip(one, due, strict=True):
-            np.testing.assert_allclose(a, b, rtol=0, atol=64 * EPS * np.max(np.abs(b)))
+    assert off((value, ga.accumulator.mean(acc)), due) <= 64 * EPS
+    step = ga.value_and_grad(fun, K, batch_axes=axes, **how)
+    assert off(step(*args, **kwargs), due) <= 64 * EPS
 
 
 # -- Sizes -----------------------------------------------------------------------------
@@ -236,15 +224,16 @@ def test_arguments_may_come_in_any_form(drawn):
 
 @pytest.mark.quick
 @pytest.mark.parametrize("size", [2, 4, 8])
-def test_a_size_is_the_number_that_it_makes_of_the_rows(size):
-    step = ga.value_and_grad(squares, microbatch_size=size)
+@pytest.mark.parametrize("make", [ga.value_and_grad, ga.microbatch])
+def test_a_size_is_the_number_that_it_makes_of_the_rows(make, size):
     for rows in (8, 16):
 
-        def program(step, x=X[:rows]):
-            return str(jax.make_jaxpr(step)(W, x))
+        def program(*number, **given):
+            step = make(squares, *number, **given)
+            return str(jax.make_jaxpr(step)(W, X[:rows]))  # noqa: B023
 
-        assert program(step) == program(ga.value_and_grad(squares, rows // size))
-        assert program(step) != program(ga.value_and_grad(squares, rows))  # the twin
+        assert program(microbatch_size=size) == program(rows // size)
+        assert program(microbatch_size=size) != program(rows)  # the twin
 
 
 def root(w, x):
@@ -265,14 +254,9 @@ def test_with_a_data_axis_it_counts_rows_of_one_device(fun):
         run(microbatch_size=3)
 
 
-def test_microbatch_and_batch_dependencies_take_it():
-    def of_rows(w, x):
-        return x @ w, jnp.std(x @ w)
-
-    got = jax.jit(ga.microbatch(of_rows, microbatch_size=4))(W, X)
-    assert bits(got) == bits(jax.jit(ga.microbatch(of_rows, 4))(W, X))
-    found = ga.batch_dependencies(root, microbatch_size=4, residual_bytes=0)(W, X)
-    assert str(found) == str(ga.batch_dependencies(root, 4, residual_bytes=0)(W, X))
+def test_batch_dependencies_takes_it():
+    found = ga.batch_dependencies(root, microbatch_size=8, residual_bytes=0)(W, X)
+    assert str(found) == str(ga.batch_dependencies(root, 2, residual_bytes=0)(W, X))
 
 
 # -- One micro-batch -------------------------------------------------------------------
@@ -295,45 +279,30 @@ def shapes(dtype):
 
 @pytest.mark.grid(1, 2)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_one_micro_batch_takes_the_temporaries_of_value_and_grad(dtype):
-    params, x = shapes(dtype)
-    plain = temporaries(jax.jit(jax.value_and_grad(deep)), params, x)
-    ours = temporaries(jax.jit(ga.value_and_grad(deep, 1)), params, x)
-    assert plain > 1e5  # tiny programs report 0
-    assert ours <= plain
+def test_one_micro_batch_has_the_bits_and_temporaries_of_value_and_grad(dtype):
+    ours, plain = jax.jit(ga.value_and_grad(deep, 1)), jax.jit(jax.value_and_grad(deep))
+    types = shapes(dtype)
+    assert temporaries(plain, *types) > 1e5  # tiny programs report 0
+    assert temporaries(ours, *types) <= temporaries(plain, *types)
     # The twin: the accumulator of several calls is one more tree.
-    acc = jax.eval_shape(ga.accumulator.init, params)
-    more = temporaries(jax.jit(ga.accumulate(deep, 1)), acc, params, x)
-    assert more != plain
-
-
-def test_one_micro_batch_has_the_bits_of_value_and_grad():
-    got = jax.jit(ga.value_and_grad(squares, 1))(W, X)
-    assert bits(got) == bits(jax.jit(jax.value_and_grad(squares))(W, X))
+    acc = jax.eval_shape(ga.accumulator.init, types[0])
+    more = temporaries(jax.jit(ga.accumulate(deep, 1)), acc, *types)
+    assert more != temporaries(plain, *types)
+    args = jax.tree.map(lambda x: (normal(*x.shape) / 9).astype(dtype), types)
+    assert bits(ours(*args)) == bits(plain(*args))
 
 
 @pytest.mark.slow
 @pytest.mark.grid(1, 2)
 @pytest.mark.parametrize("optimize", [True, False])
 def test_in_their_own_dtype_bfloat16_gradients_take_no_more_than_a_plain_scan(optimize):
-    params, x = shapes(jnp.bfloat16)
-
-    def plain(params, x):
-        def step(carry, part):
-            value, grads = jax.value_and_grad(deep)(params, part)
-            grads = jax.tree.map(jnp.add, carry[1], grads)
-            return (carry[0] + value, grads), None
-
-        start = jnp.zeros([]), jax.tree.map(jnp.zeros_like, params)
-        (value, grads), _ = jax.lax.scan(step, start, x.reshape(K, -1, 128))
-        return value / K, jax.tree.map(lambda g: g / K, grads)
+    types = shapes(jnp.bfloat16)
 
     def ours(dtype):
         how = {"accumulator_dtype": dtype, "optimize": optimize}
-        return temporaries(jax.jit(ga.value_and_grad(deep, K, **how)), params, x)
+        return temporaries(jax.jit(ga.value_and_grad(deep, K, **how)), *types)
 
-    theirs = temporaries(jax.jit(plain), params, x)
-    assert ours(None) <= 1.01 * theirs
+    assert ours(None) <= 1.01 * temporaries(jax.jit(plain_scan(deep, K)), *types)
     assert ours(jnp.float32) > ours(None)  # the twin
 
 
@@ -384,12 +353,9 @@ def exported(fun, rows, columns=None, make=ga.value_and_grad, **options):
 def test_it_can_be_exported_with_open_sizes(fun, rows, columns, options):
     got = exported(fun, rows, columns, **options)
     plain = fun if options.get("make") is ga.microbatch else jax.value_and_grad(fun)
-    due = jax.jit(plain)(MATRIX, X)
-    other = jax.jit(plain)(MATRIX, X[: ROWS // 2])  # the twin
-    for a, b, c in leaves_of(got, due, other):
-        bound = 1e-6 * np.max(np.abs(b))
-        assert np.max(np.abs(a - b)) <= bound
-        assert a.shape != c.shape or np.max(np.abs(a - c)) > bound
+    assert off(got, jax.jit(plain)(MATRIX, X)) <= 1e-6
+    for a, b in leaves_of(got, jax.jit(plain)(MATRIX, X[: ROWS // 2])):  # the twin
+        assert off(a, b) > 1e-6
 
 
 def test_an_open_size_that_k_may_not_divide_says_what_to_do():

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import apart, mesh_of, off, put, temporaries
+from helpers import apart, error, mesh_of, normal, off, put, temporaries
 from jax.sharding import PartitionSpec as P
 
 import ga_optax as ga
@@ -40,41 +40,38 @@ def whole_draws():
 # -- Bits ------------------------------------------------------------------------------
 
 
-CUTS = [
-    ((16, 6), Rows(0)),  # whole blocks
-    ((12, 5), Rows(0)),  # not whole ones
-    ((3, 8, 5), Rows(1)),
-    ((16, 3), Rows(0, 4)),
-    ((2, 3, 4), Rows(2)),
-    ((40,), Rows(0)),
-]
-
-
-def parts(cut, way):
-    key = jnp.array([1, 2, 2**32 - 5, 3], jnp.uint32)  # its count is about to carry
+def parts(way, key, shape, rows, width=32):
+    """What each micro-batch draws of numbers of so many bits."""
+    cut = generators._Cut(shape, width, "rbg", rows, K)
     return [getattr(cut, way)(key, jnp.int32(i)) for i in range(K)]
 
 
-def cut(shape, rows, width=32):
-    return generators._Cut(shape, width, "rbg", rows, K)
-
-
-@pytest.mark.parametrize(("shape", "rows"), CUTS)
+@pytest.mark.parametrize(
+    ("shape", "rows"),
+    [
+        ((16, 6), Rows(0)),  # whole blocks
+        ((12, 5), Rows(0)),  # not whole ones
+        ((3, 8, 5), Rows(1)),
+        ((16, 3), Rows(0, 4)),
+        ((2, 3, 4), Rows(2)),
+        ((40,), Rows(0)),
+    ],
+)
 @pytest.mark.parametrize("width", [8, 16, 32, 64])
 def test_a_part_has_the_bits_of_the_whole(shape, rows, width, monkeypatch):
     with jax.enable_x64(width == 64):
-        one = cut(shape, rows, width)
-        want = parts(one, "of_whole")
-        np.testing.assert_array_equal(parts(one, "from_own_count"), want)
+        key = jnp.array([1, 2, 2**32 - 5, 3], jnp.uint32)  # its count is about to carry
+        cut = key, shape, rows, width
+        want = parts("of_whole", *cut)
+        np.testing.assert_array_equal(parts("from_own_count", *cut), want)
         # The twin: all begin at the first block.
         monkeypatch.setattr(generators, "_advanced", lambda key, blocks: key)
-        assert not np.array_equal(parts(one, "from_own_count"), want)
+        assert not np.array_equal(parts("from_own_count", *cut), want)
 
 
 def test_keys_of_micro_batches_are_not_those_that_users_fold_in():
     key = jax.random.key(0, impl="rbg")
-    own = cut((K, 8), Rows(0)).from_own_key
-    mine = [own(jax.random.key_data(key), jnp.int32(i)) for i in range(K)]
+    mine = parts("from_own_key", jax.random.key_data(key), (K, 8), Rows(0))
     theirs = [jax.random.bits(jax.random.fold_in(key, i), (1, 8)) for i in range(K)]
     every = [np.asarray(x).tobytes() for x in (*mine, *theirs)]
     assert len(set(every)) == 2 * K
@@ -83,10 +80,10 @@ def test_keys_of_micro_batches_are_not_those_that_users_fold_in():
 # -- Losses ----------------------------------------------------------------------------
 
 
-def arguments(n=N, width=D):
-    rng = np.random.default_rng(0)
-    params = {name: rng.normal(size=(2, width, width)) / width**0.5 for name in "ab"}
-    return jax.tree.map(jnp.float32, params), jnp.float32(rng.normal(size=(n, width)))
+def arguments(n=N, width=D, impl="rbg"):
+    params = [normal(2, width, width, seed=i) / width**0.5 for i in (1, 2)]
+    params = dict(zip("ab", params, strict=True))
+    return params, normal(n, width), jax.random.key(3, impl=impl)
 
 
 def dropped(h, key):
@@ -103,19 +100,14 @@ def plain(p, x, key):
     return (layer(layer(x, (p["a"][0], keys[0])), (p["b"][0], keys[1])) ** 2).mean()
 
 
-def over_layers(p, x, key):
-    h, _ = jax.lax.scan(
-        lambda h, of: (layer(h, of), None), x, (p["a"], jax.random.split(key))
-    )
+def over_layers(p, x, key, layer=layer):
+    keys = jax.random.split(key)
+    h, _ = jax.lax.scan(lambda h, of: (layer(h, of), None), x, (p["a"], keys))
     return (h * jax.random.normal(key, h.shape)).mean()
 
 
 def again(p, x, key):
-    def run(h, of):
-        return jax.checkpoint(layer)(h, of), None
-
-    h, _ = jax.lax.scan(run, x, (p["a"], jax.random.split(key)))
-    return (h**2).mean()
+    return over_layers(p, x, key, jax.checkpoint(layer))
 
 
 def of_columns(p, x, key):
@@ -149,28 +141,21 @@ LOSSES = [plain, over_layers, again, of_columns, of_keys, of_pairs, uneven]
 BOUND = 1e-5  # float32, sums of at most a thousand terms: c n eps with c about 1/10
 
 
-def compared(fun, impl="rbg", k=K, **options):
-    """How far the value and the gradients are off those of the whole batch."""
-    key = jax.random.key(3, impl=impl)
-    step = ga.value_and_grad(fun, k, **options)
-    return apart(step, jax.value_and_grad(fun), *arguments(), key)
-
-
 @pytest.mark.grid(7, 14)
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("fun", LOSSES)
 def test_value_and_gradients_are_those_of_the_whole_batch(fun, impl):
-    assert compared(fun, impl) < BOUND
+    assert error(fun, K, *arguments(impl=impl)) < BOUND
 
 
 @pytest.mark.grid(3, 6)
 @pytest.mark.parametrize("fun", [f for f in LOSSES if f is not uneven])
 @pytest.mark.usefixtures("elsewhere")
 def test_elsewhere_they_are_of_another_draw_unless_it_is_asked_for(fun, whole_draws):
-    assert compared(fun) < BOUND
+    assert error(fun, K, *arguments()) < BOUND
     ga.config.update("whole_draws", False)
-    assert compared(fun) > 1e-3  # the twin
-    assert compared(fun, k=1) < BOUND
+    assert error(fun, K, *arguments()) > 1e-3  # the twin
+    assert error(fun, 1, *arguments()) < BOUND
 
 
 @pytest.mark.usefixtures("elsewhere")
@@ -218,33 +203,30 @@ def with_a_rule(p, x, key):
     return (masked(x + p["a"][0, 0], key) ** 2).mean()
 
 
+def each_reader_for_itself(monkeypatch):
+    monkeypatch.setattr(generators.Draws, "divided", lambda self, jaxpr: set())
+
+
 @pytest.mark.parametrize("fun", [read_whole, read_by_others])
 @pytest.mark.usefixtures("elsewhere")
 def test_all_who_read_a_draw_read_the_same(fun, monkeypatch):
-    args = *arguments(), jax.random.key(3, impl="rbg")
-
     def gap():
         step = jax.jit(ga.value_and_grad(fun, K, has_aux=True))
-        (_, (gap, drawn)), _ = step(*args)
+        (_, (gap, drawn)), _ = step(*arguments())
         return float(jnp.abs(gap).max()), drawn
 
     found, drawn = gap()
     assert found < 1e-3
-    np.testing.assert_array_equal(drawn, fun(*args)[1][1])
-    # The twin: each reader for itself.
-    monkeypatch.setattr(generators.Draws, "divided", lambda self, jaxpr: set())
+    np.testing.assert_array_equal(drawn, fun(*arguments())[1][1])
+    each_reader_for_itself(monkeypatch)  # the twin
     assert gap()[0] > 1e-3
 
 
 @pytest.mark.usefixtures("elsewhere")
 def test_a_rule_of_the_users_draws_what_its_function_draws(monkeypatch):
-    assert compared(with_a_rule) < BOUND
-    # The twin: the function alone draws for itself.
-    monkeypatch.setattr(generators.Draws, "divided", lambda self, jaxpr: set())
-    params, x = arguments()
-    key = jax.random.key(3, impl="rbg")
-    value = jax.jit(ga.microbatch(with_a_rule, K))(params, x, key)
-    assert off(value, jax.value_and_grad(with_a_rule)(params, x, key)[0]) > 1e-3
+    assert error(with_a_rule, K, *arguments()) < BOUND
+    each_reader_for_itself(monkeypatch)  # the twin: as the function alone
+    assert apart(ga.microbatch(with_a_rule, K), with_a_rule, *arguments()) > 1e-3
 
 
 # -- Transformations -------------------------------------------------------------------
@@ -263,7 +245,7 @@ def test_under_vmap_it_draws_what_the_whole_batch_draws(fun, ways, where, reques
     """With keys for each, XLA draws for all from the first."""
     if where == "elsewhere":
         request.getfixturevalue(where)
-    p, x = arguments()
+    p, x, _ = arguments()
     keys = jax.random.split(jax.random.key(1, impl="rbg"), 3)
     several = jnp.stack([x, x + 1, x - 1]), keys
     given = [v if way == 0 else v[0] for v, way in zip(several, ways, strict=True)]
@@ -282,13 +264,13 @@ def test_under_vmap_it_draws_what_the_whole_batch_draws(fun, ways, where, reques
 @pytest.mark.skipif(jax.__version_info__ < (0, 9), reason="data_axis needs jax 0.9")
 def test_over_devices_it_draws_what_the_whole_batch_draws(fun, how):
     mesh, specs = mesh_of(), (P(), P("data"), P())
-    args = *arguments(), jax.random.key(3, impl="rbg")
-    want = jax.jit(jax.value_and_grad(fun))(*args)
+    args = arguments()
     axis = {"argument": None, "axis": ga.DataAxis("data", mesh=mesh), "region": "data"}
     step = ga.value_and_grad(fun, 2, data_axis=axis[how])
     if how == "region":
         specs_of = {"mesh": mesh, "in_specs": specs, "out_specs": P()}
         step = jax.shard_map(step, **specs_of, check_vma=fun is plain)
+    want = jax.jit(jax.value_and_grad(fun))(*args)
     assert off(jax.jit(step)(*put(args, mesh, specs)), want) < BOUND
 
 
@@ -300,13 +282,13 @@ def test_over_devices_it_draws_what_the_whole_batch_draws(fun, how):
 def test_it_takes_the_memory_of_a_micro_batch(fun, where, request):
     if where == "elsewhere":
         request.getfixturevalue(where)
-    args = *arguments(512, 128), jax.random.key(0, impl="rbg")
+    args = arguments(512, 128)
 
     def needs():
         return temporaries(jax.jit(ga.value_and_grad(fun, 8)), *args)
 
     undivided = temporaries(jax.jit(jax.value_and_grad(fun)), *args)
-    one = jax.jit(jax.value_and_grad(fun)), args[0], args[1][:64], args[2]
+    one = jax.jit(jax.value_and_grad(fun)), *arguments(64, 128)
     grads = 2 * 4 * 128 * 128 * 2 * 2  # both trees, of the window and of a micro-batch
     assert needs() < temporaries(*one) + grads < undivided / 2
     if where == "elsewhere":  # the twin: all rows of a draw are 262 kB
@@ -315,17 +297,12 @@ def test_it_takes_the_memory_of_a_micro_batch(fun, where, request):
         assert needs() > alone + 512 * 128 * 4 / 2
 
 
-def lowered(platform):
-    args = *arguments(), jax.random.key(0, impl="rbg")
-    traced = jax.jit(ga.value_and_grad(plain, K)).trace(*args)
-    return traced.lower(lowering_platforms=(platform,)).as_text()
-
-
 def test_the_platform_chooses_when_it_is_known():
     drawn = {f"tensor<{N // K * D}xui32>": "cpu"}  # in a row, from its count
     drawn |= {f"tensor<{N // K}x{D}xui32>": "tpu", f"tensor<{N}x{D}xui32>": "cuda"}
     for platform in ("cpu", "tpu", "cuda"):
-        text = lowered(platform)
+        traced = jax.jit(ga.value_and_grad(plain, K)).trace(*arguments())
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
         calls = [x for x in text.splitlines() if "rng_bit_generator" in x]
         assert calls
         for words, where in drawn.items():
@@ -334,15 +311,11 @@ def test_the_platform_chooses_when_it_is_known():
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_batch_dependencies_lists_what_micro_batches_draw(impl, whole_draws):
-    def said():
-        key = jax.random.key(0, impl=impl)
-        found = ga.batch_dependencies(plain, K)(*arguments(), key)
-        return found, str(found)
-
-    found, _ = said()
+    found = ga.batch_dependencies(plain, K)(*arguments(impl=impl))
     assert found.drawn == found.whole == []  # on a CPU
     ga.config.update("whole_draws", False)
-    found, text = said()
+    found = ga.batch_dependencies(plain, K)(*arguments(impl=impl))
+    text = str(found)
     assert {(x.name, x.size) for x in found.drawn} == {("random_bits", N * D)}
     assert f"random_bits, drawn by each micro-batch: {N * D} numbers" in text
     assert "another draw of the same distribution" in text.replace("\n", " ")

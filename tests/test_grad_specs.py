@@ -1,10 +1,10 @@
-"""Gradients that come back sharded, or are reduced inside the last backward pass."""
+"""Gradients that come back sharded, or reduced; parameters that are gathered."""
 
 import jax
 import jax.numpy as jnp
 import pytest
 import test_devices as on
-from helpers import mean_of, mesh_of, nbytes, put
+from helpers import mean_of, mesh_of, nbytes, normal, put, temporaries, without_pass
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -16,9 +16,7 @@ K, DEVICES = 4, 8
 SPECS = on.SHARDED | {"bias": P("data")}
 
 
-@pytest.fixture
-def mesh():
-    return mesh_of(8)
+MESH = mesh_of(8)
 
 
 def moved(audit):
@@ -33,9 +31,9 @@ def moved(audit):
 @pytest.mark.grid(1)
 @pytest.mark.parametrize("optimize", [True, False])
 @pytest.mark.parametrize("sync", ["last", "each"])
-def test_every_gradient_is_reduce_scattered_once(sync, optimize, mesh):
+def test_every_gradient_is_reduce_scattered_once(sync, optimize):
     axis = ga.DataAxis("data", grad_specs=SPECS, sync=sync)
-    audit, got = on.window(mesh, K, optimize=optimize, data_axis=axis)
+    audit, got = on.window(MESH, K, optimize=optimize, data_axis=axis)
     each, times = sync == "each", K if sync == "each" else 1
     scattered = {("reduce-scatter", each): times * on.GRADIENT_BYTES}
     assert moved(audit) == scattered | {("all-reduce", False): on.SCALARS}
@@ -44,7 +42,7 @@ def test_every_gradient_is_reduce_scattered_once(sync, optimize, mesh):
 
 @pytest.mark.exhaustive
 @pytest.mark.skipif(not in_place.HAS_REFS, reason="gradients are whole for a moment")
-def test_a_model_that_scans_never_holds_a_whole_gradient(mesh):
+def test_a_model_that_scans_never_holds_a_whole_gradient():
     """The sum, and the gradient of one layer; all of it if layers are split."""
     layers, width = 8, 128
 
@@ -54,36 +52,39 @@ def test_a_model_that_scans_never_holds_a_whole_gradient(mesh):
 
     params = jax.ShapeDtypeStruct((layers, width, width), jnp.float32)
     x = jax.ShapeDtypeStruct((4 * K * DEVICES, width), jnp.float32)
-    x = x.update(sharding=NamedSharding(mesh, P("data")))
+    x = x.update(sharding=NamedSharding(MESH, P("data")))
 
-    def temporaries(spec, sync="each"):
-        axis = ga.DataAxis("data", mesh=mesh, grad_specs=spec, sync=sync)
+    def taken(spec, sync="each"):
+        axis = ga.DataAxis("data", mesh=MESH, grad_specs=spec, sync=sync)
         step = jax.jit(ga.value_and_grad(loss, K, data_axis=axis))
-        memory = step.lower(params, x).compile().memory_analysis()
-        return memory.temp_size_in_bytes / nbytes(params)
+        return temporaries(step, params, x) / nbytes(params)
 
-    assert temporaries(P(None, "data")) < 1 / DEVICES + 2 / layers
-    assert temporaries(P("data")) > 1
-    assert temporaries(P(None, "data"), "last") > 1
+    assert taken(P(None, "data")) < 1 / DEVICES + 2 / layers
+    assert taken(P("data")) > 1
+    assert taken(P(None, "data"), "last") > 1
 
 
-def test_inside_a_shard_map_it_is_the_same(mesh):
+def test_inside_a_shard_map_it_is_the_same():
     params, batch = on.make_params(), on.make_batch()
     axis = ga.DataAxis("data", grad_specs=SPECS, sync="each")
     fun = ga.value_and_grad(on.mean_loss, K, data_axis=axis)
     mapped = jax.shard_map(
-        fun, mesh=mesh, in_specs=(P(), P("data")), out_specs=(P(), SPECS)
+        fun, mesh=MESH, in_specs=(P(), P("data")), out_specs=(P(), SPECS)
     )
-    audit, got = on.compiled_and_run(mapped, mesh, params, batch)
+    audit, got = on.compiled_and_run(mapped, MESH, params, batch)
     assert moved(audit)["reduce-scatter", True] == K * on.GRADIENT_BYTES
     on.assert_close(got, jax.value_and_grad(on.mean_loss)(params, batch))
 
 
-def test_specs_split_the_largest_dimension_that_can_be(mesh):
-    axis = ga.DataAxis("data", mesh=mesh)
+def test_specs_split_the_largest_dimension_that_can_be():
+    axis = ga.DataAxis("data", mesh=MESH)
     assert axis.specs(on.make_params()) == SPECS
-    shapes = {(): P(), (12, 3): P(), (16, 99, 8): P("data")}
-    shapes[8, 16, 16] = P(None, "data")
+    shapes = {
+        (): P(),
+        (12, 3): P(),
+        (16, 99, 8): P("data"),
+        (8, 16, 16): P(None, "data"),
+    }
     trees = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     assert axis.specs(trees) == list(shapes.values())
 
@@ -97,19 +98,19 @@ PLACES = {
 }
 
 
-def both(fun, mesh, place, *args, k=K, make=ga.value_and_grad, **options):
+def both(fun, place, *args, k=K, make=ga.value_and_grad, **options):
     """The audit and the result, without and with `overlap`."""
     found = []
     for overlap in (False, True):
         axis = ga.DataAxis("data", overlap=overlap, **PLACES[place])
         call = make(fun, k, data_axis=axis, **options)
-        found.append(on.compiled_and_run(call, mesh, *args))
+        found.append(on.compiled_and_run(call, MESH, *args))
     return found
 
 
-def placed(mesh, place, batch):
+def placed(place, batch):
     specs = PLACES[place].get("param_specs", P())
-    return put(on.make_params(), mesh, specs), put(batch, mesh, P("data"))
+    return put(on.make_params(), MESH, specs), put(batch, MESH, P("data"))
 
 
 def in_loops(audit):
@@ -120,9 +121,8 @@ def in_loops(audit):
 @pytest.mark.grid(1)
 @pytest.mark.parametrize("place", PLACES)
 def test_each_layer_meets_in_the_backward_loop_and_no_bit_changes(place):
-    mesh = mesh_of(8)
-    args = placed(mesh, place, on.make_batch())
-    (without, want), (audit, got) = both(on.mean_loss, mesh, place, *args)
+    args = placed(place, on.make_batch())
+    (without, want), (audit, got) = both(on.mean_loss, place, *args)
     assert_trees_bitwise_equal(got, want)
     layer = 4 * on.WIDTH * on.WIDTH
     assert in_loops(without) == []
@@ -139,12 +139,11 @@ def test_each_layer_meets_in_the_backward_loop_and_no_bit_changes(place):
 @pytest.mark.parametrize("k", [1, K])
 def test_weights_aux_carry_and_keys_are_the_same(k):
     """And a micro-batch of weight 0 keeps its NaN to itself, the last one too."""
-    mesh = mesh_of(8)
     batch = on.make_batch()
     last = slice(-64 // 8 // k, None)
     batch["mask"] = batch["mask"].at[last].set(0.0)
     batch["x"] = batch["x"].at[last].set(jnp.nan)
-    params, batch = placed(mesh, "whole", batch)
+    params, batch = placed("whole", batch)
 
     def loss(params, batch, key, seen):
         noise = 0.1 * jax.random.normal(key, batch["x"].shape)
@@ -156,9 +155,46 @@ def test_weights_aux_carry_and_keys_are_the_same(k):
     roles = {"rng_argnums": 2, "carry_argnums": 3, "has_aux": True}
     roles["weight_fn"] = lambda batch, aux: on.count(batch)
     args = params, batch, jax.random.key(0), jnp.int32(0)
-    (_, want), (audit, got) = both(
-        loss, mesh, "whole", *args, k=k, make=mean_of, **roles
-    )
+    (_, want), (audit, got) = both(loss, "whole", *args, k=k, make=mean_of, **roles)
     assert len(in_loops(audit)) == in_place.HAS_REFS
     assert jnp.isfinite(want[1]["layers"]).all()
     assert_trees_bitwise_equal(got, want)
+
+
+# -- With sync="each" parameters are gathered where they are used, and no activations --
+
+
+def half_in_bfloat16(params, x):
+    low = lambda x: x.astype(jnp.bfloat16)  # noqa: E731
+
+    @jax.checkpoint
+    def layer(h, p):
+        h = h * jax.lax.rsqrt(jnp.mean(h**2, -1, keepdims=True) + 1e-6)
+        y = jnp.tanh((h * p["gain"][None, None]).astype(jnp.bfloat16) @ low(p["up"]))
+        return h + (y @ low(p["down"])).astype(jnp.float32), None
+
+    h = low(params["table"])[x].astype(jnp.float32)
+    return jnp.mean(jax.lax.scan(layer, h, params["layers"])[0] ** 2)
+
+
+@pytest.mark.slow
+@pytest.mark.grid(1)
+@pytest.mark.parametrize("kind", ["gathered", "left to the compiler"])
+def test_parameters_and_gradients_cross_the_network_and_nothing_else(kind, monkeypatch):
+    mesh, k, width = mesh_of(4), 2, 64
+    layers = {"up": (width, 2 * width), "down": (2 * width, width), "gain": (width,)}
+    layers = {name: normal(2, *shape) for name, shape in layers.items()}
+    params = {"table": normal(32, width), "layers": layers}
+    specs = jax.tree.map(lambda p: P(*[None] * (p.ndim - 1), "data"), params)
+    tokens = jnp.arange(k * 4 * 2 * 128).reshape(-1, 128) * 7 % 32
+    args = put(params, mesh, specs), put(tokens, mesh, P("data"))
+    if kind != "gathered":  # the twin
+        without_pass(monkeypatch, "gathered")
+    each = ga.DataAxis("data", mesh=mesh, param_specs=specs, sync="each")
+    step = jax.jit(ga.value_and_grad(half_in_bfloat16, k, data_axis=each))
+    found = ga.audit(step.lower(*args).compile(), mesh).collectives
+    kinds = {c.kind for c in found}
+    size = nbytes(params)
+    moved = sum(c.total_bytes for c in found if c.loops)
+    is_small = moved <= 2 * k * size and kinds <= {"all-gather", "all-reduce"}
+    assert is_small == (kind == "gathered"), (kinds, moved / size)

@@ -1,17 +1,15 @@
 """Kernels run on the part of their grid that goes over a micro-batch's rows."""
 
 import functools
-import importlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import apart, mean_of, off
+from helpers import error, mean_of, normal, temporaries
 from jax.interpreters import mlir
 
 import ga_optax as ga
-from ga_optax._compiled.plan import temporaries
 from ga_optax._partition import kernels
 from ga_optax._passes import ir
 
@@ -22,10 +20,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*computed whole"),
     pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning"),
 ]
-N, D, K = 32, 16, 4
-RNG = np.random.default_rng(0)
-W = jnp.asarray(RNG.normal(size=(D, D)) / 4, jnp.float32)
-X = jnp.asarray(RNG.normal(size=(N, D)), jnp.float32)
+K = 4
+W, X = normal(16, 16) / 4, normal(32, 16, seed=1)
 BOUND = 1e-5  # in float32, of sums of a hundred terms
 
 
@@ -33,19 +29,8 @@ def tail(y):
     return jnp.mean(y**2) + jnp.mean(y) ** 2
 
 
-def distance(loss, *args):
-    """How far the gradient is off, of its largest number."""
-    return apart(ga.value_and_grad(loss, K), jax.value_and_grad(loss), *args)
-
-
 def computed_whole(loss, *args):
     return {note.name for note in ga.batch_dependencies(loss, K)(*args).whole}
-
-
-def compiled(fun, *args):
-    """A step, and the bytes of its temporaries."""
-    step = jax.jit(fun).lower(*args).compile()
-    return step, temporaries(step.memory_analysis())
 
 
 # -- One kernel ------------------------------------------------------------------------
@@ -54,36 +39,70 @@ FEW = W[:4, :4], X[:8, :4]
 # Where the rows of an operand are, and how a result of that shape becomes `[8, 4]`.
 VIEWS = {
     "rows": (lambda h: h, lambda o: o),
+    "columns": (lambda h: h.T, lambda o: o.T),
     "heads": (lambda h: h.reshape(16, 2), lambda o: o.reshape(8, 4)),
     "segments": (lambda h: jnp.concatenate([h, 2 * h]), lambda o: o[:8] + o[8:]),
     "one": (lambda h: jnp.ones((1, 4)), lambda o: o + jnp.zeros((8, 4))),
 }
 
 
+def shape_of(view):
+    return jax.eval_shape(VIEWS[view][0], jnp.ones((8, 4)))
+
+
 def array(view="rows", index=lambda i, *_: i, block=(1, 4), column=lambda *_: 0):
     """An operand or a result: a block of it for each program, at an index."""
-    return view, pl.BlockSpec(block, lambda *ids: (index(*ids), column(*ids)))
+    turn = -1 if view == "columns" else 1
+    at = lambda *ids: (index(*ids), column(*ids))[::turn]  # noqa: E731
+    return view, pl.BlockSpec(block[::turn], at)
 
 
-def tanh(*refs):
-    *ins, out = refs
-    of = [x[...] for x in ins]
-    of = [x if x.shape == out.shape else jnp.full(out.shape, x.mean()) for x in of]
-    out[...] = sum((i + 1) * jnp.tanh(x) for i, x in enumerate(of))
+def kernel(does="", ins=None, out=None, grid=(8,), axis=0, maps=None, **more):
+    """A kernel of `[8, 4]`; from each row to itself if no arrays are given.
 
-
-def kernel(program=tanh, ins=None, out=None, grid=(8,), **more):
-    """A kernel of `[8, 4]`; from each row to itself if no arrays are given."""
+    Its programs may do more than to read and to write: ask for their place on an axis
+    of the grid, write to their last operand, and keep scratch. `jax.vmap` maps some
+    operands.
+    """
     ins, (to, spec) = ins or [array()], out or array()
-    shape = jax.eval_shape(VIEWS[to][0], jnp.ones((8, 4)))
-    more |= {"in_specs": [spec for _, spec in ins], "out_specs": spec}
+    more |= {"in_specs": [spec for _, spec in ins], "out_specs": spec, "grid": grid}
     more["cost_estimate"] = pl.CostEstimate(64, 64, 64)  # which is split, too
-    call = pl.pallas_call(program, shape, grid=grid, interpret=True, **more)
+    if "scratch" in does:
+        more["scratch_shapes"] = [pltpu.VMEM((1, 4), jnp.float32)]
+    if "begins" in does:
+        turns = *["parallel"] * (len(grid) - 1), "arbitrary"
+        more["compiler_params"] = pltpu.CompilerParams(dimension_semantics=turns)
+
+    def program(*refs):
+        out, *scratch = refs[len(ins) :]
+        of = [x[...] for x in refs[: len(ins)]]
+        of = [x if x.shape == out.shape else jnp.full(out.shape, x.mean()) for x in of]
+        value = sum((i + 1) * jnp.tanh(x) for i, x in enumerate(of))
+        if "asks" in does:
+            value = value * (1 + pl.program_id(axis)).astype(value.dtype)
+        if "divides" in does:
+            value = value / pl.num_programs(axis)
+        if "writes" in does:  # each leaves the half of it to the next
+            refs[len(ins) - 1][...] *= 0.5
+        for kept in scratch:  # what earlier ones left, from the last that began anew
+            old = jnp.nan_to_num(kept[...])
+            if "begins" in does:
+                old = jnp.where(pl.program_id(len(grid) - 1) == 0, 0.0, old)
+            kept[...] = old + jnp.mean(value)
+            value = value + jnp.mean(old)
+        if "adds" in does:
+            value = value + jnp.nan_to_num(out[...])
+        out[...] = value
+
+    call = pl.pallas_call(program, shape_of(to), interpret=True, **more)
 
     def run(*xs):
         xs = xs if len(xs) == len(ins) else xs * len(ins)
         given = [VIEWS[view][0](x) for (view, _), x in zip(ins, xs, strict=True)]
-        found = call(*given)
+        if maps:
+            pairs = zip(given, maps, strict=True)
+            given = [x if way is None else jnp.stack([x, 2 * x]) for x, way in pairs]
+        found = jax.vmap(call, maps)(*given).sum(0) if maps else call(*given)
         return VIEWS[to][1](jnp.nan_to_num(found))  # what no program wrote
 
     return run
@@ -122,41 +141,10 @@ def of_some(x, o):
     o[:, :2] = jnp.sin(x[:, :2])
 
 
-def divided(x, o):
-    o[...] = x[...] / pl.num_programs(0)
-
-
-def asks(x, o):
-    o[...] = x[...] * pl.program_id(0).astype(jnp.float32)
-
-
 def asks_in_a_branch(x, o):
-    pl.when(x[0, 0] > 0)(lambda: asks(x, o))
-
-
-def writes(x, factor, o):
-    """Each program leaves the half of a factor to the next."""
-    tanh(x, factor, o)
-    factor[...] = factor[...] * 0.5
-
-
-def adds(x, o):
-    o[...] = jnp.nan_to_num(o[...]) + x[...]
-
-
-def carries(begins, x, o, scratch):
-    """What earlier programs left, from the last that began anew."""
-    old = jnp.nan_to_num(scratch[...])
-    old = jnp.where(pl.program_id(1) == 0, 0.0, old) if begins else old
-    scratch[...] = old + jnp.mean(x[...])
-    o[...] = jnp.tanh(x[...]) + jnp.mean(old)
-
-
-def with_scratch(begins, **more):
-    half = array(block=(1, 2), column=lambda i, j: j)
-    program = functools.partial(carries, begins)
-    scratch = {"scratch_shapes": [pltpu.VMEM((1, 4), jnp.float32)]}
-    return kernel(program, [half], half, (8, 2), **scratch, **more)
+    @pl.when(x[0, 0] > 0)
+    def _():
+        o[...] = x[...] * pl.program_id(0).astype(jnp.float32)
 
 
 def mapped(x):
@@ -167,25 +155,25 @@ def mapped(x):
     return jax.vmap(pl.pallas_call(double, out_shape=shape, interpret=True))(x)
 
 
-IN_TURN = pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"))
+HALF_OF = array(block=(1, 2), column=lambda i, j: j)
 HEADS_OF, SEGMENTS = array("heads", block=(1, 2)), array("segments")
 SHARED, ONE = array(index=lambda i: i // 2), array("one", lambda i: 0)
 SPLIT = {
     "plain": loss_of(kernel()),
-    "number of programs": loss_of(kernel(divided)),
-    "by heads": loss_of(kernel(tanh, [HEADS_OF, SHARED], HEADS_OF, (16,))),
-    "segments": loss_of(kernel(tanh, [SEGMENTS], SEGMENTS, (16,))),
+    "number of programs": loss_of(kernel("divides")),
+    "by heads": loss_of(kernel("", [HEADS_OF, SHARED], HEADS_OF, (16,))),
+    "segments": loss_of(kernel("", [SEGMENTS], SEGMENTS, (16,))),
     "mapped": loss_of(mapped),
     "in place": lambda w, x: called(of_some, input_output_aliases={0: 0})(w, 2 * x),
     "scalars": called(scaled, lambda i, numbers: i, NUMBERS),
-    "scratch": loss_of(with_scratch(True, compiler_params=IN_TURN)),
+    "scratch": loss_of(kernel("scratch begins", [HALF_OF], HALF_OF, (8, 2))),
 }
 
 
 @pytest.mark.parametrize("name", SPLIT)
 def test_a_kernel_whose_programs_have_their_own_rows_is_split(name):
     assert computed_whole(SPLIT[name], *FEW) == set()
-    assert distance(SPLIT[name], *FEW) < BOUND
+    assert error(SPLIT[name], K, *FEW) < BOUND
 
 
 ALL, FIRST = array(index=lambda *_: 0, block=(8, 4)), array(index=lambda i: 0)
@@ -193,19 +181,16 @@ NEXT, FLIPPED = array(index=lambda i: (i + 1) % 8), array(index=lambda i: 7 - i)
 LARGE = array(block=(4, 4))
 # What is wrong if a kernel is split that must not be: a condition, as if it held.
 WHOLE = {
-    "asks where it is": (kernel(asks), "_depends"),
-    "scratch goes on": (with_scratch(False), "_depends"),
-    "an operand is written": (kernel(writes, [array(), ONE]), "_depends"),
-    "written over others": (
-        kernel(tanh, [FIRST], input_output_aliases={0: 0}),
-        None,
-    ),
-    "next rows": (kernel(tanh, [NEXT]), "_moves"),
-    "flipped": (kernel(tanh, [FLIPPED]), "_moves"),
-    "a sum": (kernel(adds, [array()], ONE), None),
-    "all rows": (kernel(tanh, [ALL]), None),
-    "larger blocks": (kernel(tanh, [LARGE], LARGE, (2,)), None),
-    "no grid": (kernel(tanh, [ALL], ALL, ()), None),
+    "asks where it is": (kernel("asks"), "_depends"),
+    "scratch goes on": (kernel("scratch", [HALF_OF], HALF_OF, (8, 2)), "_depends"),
+    "an operand is written": (kernel("writes", [array(), ONE]), "_depends"),
+    "written over others": (kernel("", [FIRST], input_output_aliases={0: 0}), None),
+    "next rows": (kernel("", [NEXT]), "_moves"),
+    "flipped": (kernel("", [FLIPPED]), "_moves"),
+    "a sum": (kernel("adds", [array()], ONE), None),
+    "all rows": (kernel("", [ALL]), None),
+    "larger blocks": (kernel("", [LARGE], LARGE, (2,)), None),
+    "no grid": (kernel("", [ALL], ALL, ()), None),
 }
 WHOLE = {name: (loss_of(k), how) for name, (k, how) in WHOLE.items()}
 WHOLE["scalars say which"] = called(scaled, lambda i, xs: xs[i], NUMBERS), None
@@ -215,7 +200,7 @@ WHOLE["scalars say which"] = called(scaled, lambda i, xs: xs[i], NUMBERS), None
 def test_any_other_kernel_is_computed_whole(name):
     loss, _ = WHOLE[name]
     assert computed_whole(loss, *FEW) == {"pallas_call"}
-    assert distance(loss, *FEW) < BOUND
+    assert error(loss, K, *FEW) < BOUND
 
 
 def test_one_that_asks_in_a_branch_is_found():
@@ -231,7 +216,72 @@ def test_the_numbers_of_one_that_is_split_all_the_same_are_wrong(name, monkeypat
     else:  # Any index map that is no constant goes along the rows.
         monkeypatch.setattr(kernels, "_moves", lambda b, d, x, *_: x is None or x.any())
     assert computed_whole(loss, *FEW) == set()
-    assert not distance(loss, *FEW) < BOUND
+    assert not error(loss, K, *FEW) < BOUND
+
+
+# -- Random kernels --------------------------------------------------------------------
+
+MAPS = (  # which of n blocks a program has
+    lambda i, n: i % n,
+    lambda i, n: i // 2 % n,
+    lambda i, n: (i + 1) % n,
+    lambda i, n: n - 1 - i % n,
+    lambda i, n: i * 3 % n,
+)
+DOES = {"asks": 0.1, "divides": 0.1, "writes": 0.1, "adds": 0.15, "scratch": 0.15}
+
+
+def drawn(rng):
+    """A kernel of two operands; most go straight along the rows."""
+    strange, some = rng.random() < 0.2, lambda xs: xs[rng.integers(len(xs))]
+    grid = [2] * rng.integers(1, 4)
+    axis = int(rng.integers(len(grid)))
+    grid[axis] = int(some([4, 8, 8, 16]))
+    # Rows in segments are not next to those that lie otherwise.
+    views = ["segments"] if rng.random() < 0.2 else sorted(VIEWS.keys() - {"segments"})
+
+    def one(view):
+        rows, width = shape_of(view).shape[:: -1 if view == "columns" else 1]
+        size, along = max(rows // grid[axis], 1), int(rng.integers(len(grid)))
+        way = some(MAPS) if strange else MAPS[rows < grid[axis]]
+        columns = some([1, 2]) if along != axis or strange else 1
+        return array(
+            view,
+            lambda *ids: way(ids[axis], rows // size),
+            (size, width // columns),
+            lambda *ids: ids[along] % columns,
+        )
+
+    does = " ".join(word for word, p in DOES.items() if rng.random() < p)
+    more = {"grid": tuple(grid), "axis": axis}
+    if "scratch" in does and rng.random() < 0.6:
+        does += " begins"
+    if rng.random() < 0.2:
+        more["maps"] = some([(0, 0), (None, 0), (0, None)])
+    ins = [one(some(views)) for _ in range(2)]
+    out = one(some([view for view in views if view != "one"]))
+    return kernel(does, ins, out, **more)
+
+
+def drawn_loss(seed):
+    """Of what has no derivative, or of a function and its rule: two such kernels."""
+    rng = np.random.default_rng(seed)
+    there, back = drawn(rng), drawn(rng)
+    fun = jax.custom_vjp(lambda h: there(h, jnp.sin(h)))
+    fun.defvjp(lambda h: (fun(h), h), lambda h, ct: (back(h, ct),))
+    return lambda w, x: tail(fun(x) @ w if seed % 2 else fun(x @ w))
+
+
+@pytest.mark.usefixtures("fast_compilation")
+@pytest.mark.grid(6, 30)
+@pytest.mark.parametrize("seed", range(100))
+def test_a_random_kernel_is_that_of_the_whole_batch(seed):
+    assert error(drawn_loss(seed), K, *FEW) < 10 * BOUND  # they add up more
+
+
+def test_of_random_kernels_some_are_split_and_some_are_not():
+    losses = map(drawn_loss, range(8))
+    assert {bool(computed_whole(loss, *FEW)) for loss in losses} == {True, False}
 
 
 # -- In a model ------------------------------------------------------------------------
@@ -239,7 +289,7 @@ def test_the_numbers_of_one_that_is_split_all_the_same_are_wrong(name, monkeypat
 
 def test_in_layers_that_are_scanned_and_under_checkpoint_it_is_split_too():
     fun = jax.custom_vjp(kernel())
-    back = kernel(tanh, [array(), array()])
+    back = kernel("", [array(), array()])
     fun.defvjp(lambda h: (fun(h), h), lambda h, ct: (back(h, ct),))
 
     @jax.checkpoint
@@ -251,14 +301,13 @@ def test_in_layers_that_are_scanned_and_under_checkpoint_it_is_split_too():
 
     args = jnp.stack([FEW[0], FEW[0].T]), FEW[1]
     assert computed_whole(loss, *args) == set()
-    assert distance(loss, *args) < BOUND
+    assert error(loss, K, *args) < BOUND
 
 
 # Its estimate counts results that are kept until a cotangent is complete.
 @pytest.mark.filterwarnings("ignore:.*micro-batches need about")
-@pytest.mark.parametrize(
-    "segments", [False, pytest.param(True, marks=pytest.mark.slow)]
-)
+@pytest.mark.grid(1, 2)
+@pytest.mark.parametrize("segments", [False, True])
 def test_attention_takes_the_memory_of_the_plain_loop(segments):
     gpu = pytest.importorskip("jax.experimental.pallas.ops.gpu.attention")
     rows, time, width = 16, 16, 32
@@ -270,27 +319,33 @@ def test_attention_takes_the_memory_of_the_plain_loop(segments):
         out = gpu.mha(*heads, of, 0.1, of is None, sizes, interpret=True)
         return jnp.mean(out**2)
 
-    params = jnp.asarray(RNG.normal(size=(3, width, width)) / 8, jnp.float32)
-    x = jnp.asarray(RNG.normal(size=(rows, time, width)), jnp.float32)
+    params, x = normal(3, width, width) / 8, normal(rows, time, width)
     of = jnp.arange(rows * time, dtype=jnp.int32).reshape(rows, time) % time // 6
     args = params, (x, of if segments else None)
     assert computed_whole(loss, *args) == set()
-    step, ours = compiled(ga.value_and_grad(loss, K), *args)
-    _, plain = compiled(mean_of(loss, K), *args)
+    steps = ga.value_and_grad(loss, K), mean_of(loss, K)
+    ours, plain = (temporaries(jax.jit(step), *args) for step in steps)
     assert ours <= 1.1 * plain
-    assert off(step(*args), jax.jit(jax.value_and_grad(loss))(*args)) < BOUND
+    assert error(loss, K, *args) < BOUND
 
 
 # -- Calls that say how they split -----------------------------------------------------
 
 
-def partitioned(rule, lower=lambda x, scale: jnp.tanh(x) * scale, ins=None):
+NAME = "custom_partitioning"
+custom = pytest.importorskip(f"jax.experimental.{NAME}")
+
+
+def scaled_tanh(x, scale):
+    return jnp.tanh(x) * scale
+
+
+def partitioned(rule, lower=scaled_tanh, ins=None):
     """A loss whose call has a rule for shardings; `lower` is what a device runs."""
-    custom = pytest.importorskip("jax.experimental.custom_partitioning")
 
     @custom.custom_partitioning
     def call(x, scale):
-        return jnp.tanh(x) * scale
+        return scaled_tanh(x, scale)
 
     def partition(mesh, args, out):
         given = tuple(x.sharding for x in args)
@@ -305,55 +360,43 @@ def partitioned(rule, lower=lambda x, scale: jnp.tanh(x) * scale, ins=None):
 
 
 def whole_rows(mesh, given):
-    nothing = jax.sharding.PartitionSpec()
-    return jax.sharding.NamedSharding(mesh, nothing), given[1]
+    return jax.NamedSharding(mesh, jax.P()), given[1]
 
 
-def rule_of(name):
-    custom = pytest.importorskip("jax.experimental.custom_partitioning")
-    n, rule = "n", functools.partial(custom.SdyShardingRule)
-    if name == "object":
-        maps = (custom.BATCHING, "d")
-        return rule((maps, ("d",)), (maps,))
-    if name == "compound":
-        n = custom.CompoundFactor("n", "m")
-        return rule(((n, "t", "d"), ("d",)), ((n, "t", "d"),), n=4, m=8)
-    maps = ((n, "t", "d"), ("d",)), ((n, "t", "d"),)
-    return rule(*maps, need_replication_factors=("n",))
-
-
-@pytest.mark.parametrize("rule", ["n t d, d -> n t d", "... d, d -> ... d", "object"])
-def test_a_call_with_a_rule_for_shardings_is_split(rule):
-    loss = partitioned(rule if "->" in rule else rule_of(rule))
-    assert computed_whole(loss, W, X) == set()
-    assert distance(loss, W, X) < BOUND
+def object_of(*rows, **more):
+    """A rule that is no text, in which these are the dimensions of rows."""
+    return custom.SdyShardingRule(((*rows, "d"), ("d",)), ((*rows, "d"),), **more)
 
 
 STRAIGHT = "n t d, d -> n t d"
-REFUSED = {
-    "a function": lambda: partitioned(lambda *args: STRAIGHT),
-    "part of a dimension": lambda: partitioned(rule_of("compound")),
-    "needed whole": lambda: partitioned(rule_of("whole")),
-    "other shardings": lambda: partitioned(STRAIGHT, ins=whole_rows),
-    "devices that speak": lambda: partitioned(
-        STRAIGHT, lambda x, s: jnp.tanh(x) * s + 0 * jax.lax.psum(x.sum(), "rows")
-    ),
-    "another result": lambda: partitioned(STRAIGHT, lambda x, s: jnp.tanh(x[:, :1])),
-    "of something else": lambda: partitioned("n d, d -> n d"),
+COMPOUND = custom.CompoundFactor("n", "m")
+PASSES_ROWS_ON = {
+    "a text": [STRAIGHT],
+    "dots": ["... d, d -> ... d"],
+    "an object": [object_of(custom.BATCHING)],
+}
+DOES_NOT = {
+    "a function": [lambda *args: STRAIGHT],
+    "part of a dimension": [object_of(COMPOUND, "t", n=4, m=8)],
+    "needed whole": [object_of("n", "t", need_replication_factors=("n",))],
+    "other shardings": [STRAIGHT, scaled_tanh, whole_rows],
+    "devices that speak": [STRAIGHT, lambda x, s: s * jax.lax.pmean(x, "rows")],
+    "another result": [STRAIGHT, lambda x, s: jnp.tanh(x[:, :1])],
+    "of something else": ["n d, d -> n d"],
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_call_whose_rule_does_not_only_pass_rows_on_is_computed_whole(name):
-    loss = REFUSED[name]()
-    assert computed_whole(loss, W, X) == {"custom_partitioning"}
-    assert distance(loss, W, X) < BOUND
+@pytest.mark.parametrize("name", PASSES_ROWS_ON | DOES_NOT)
+def test_a_call_is_split_if_its_rule_for_shardings_only_passes_rows_on(name):
+    loss = partitioned(*(PASSES_ROWS_ON | DOES_NOT)[name])
+    assert computed_whole(loss, W, X) == ({NAME} if name in DOES_NOT else set())
+    assert error(loss, K, W, X) < BOUND
 
 
 def test_what_a_device_runs_is_what_a_micro_batch_runs():
     """The twin: what it runs on several devices is wrong, and so is the gradient."""
-    loss = partitioned(STRAIGHT, lambda x, scale: jnp.tanh(x + 1) * scale)
-    assert distance(loss, W, X) > 0.1
+    loss = partitioned(STRAIGHT, lambda x, scale: scaled_tanh(x + 1, scale))
+    assert error(loss, K, W, X) > 0.1
 
 
 # -- cuDNN -----------------------------------------------------------------------------
@@ -393,77 +436,62 @@ def cudnn(monkeypatch):
         primitive = getattr(attention, f"_dot_product_attention_{way}_p_wrapper")
         rule = mlir.lower_fun(fun, multiple_results=True)
         mlir.register_lowering(primitive, rule, platform="cpu")
+    return attention
+
+
+FUSED = {  # options, of a bias for all rows, the rows and the length of each
+    "windows": lambda *_: {"is_causal": True, "local_window_size": (16, 0)},
+    "lengths": lambda bias, x, lengths: dict.fromkeys(
+        ["query_seq_lengths", "key_value_seq_lengths"], lengths
+    ),
+    "a bias for all": lambda bias, *_: {"bias": bias},
+    "a bias for each": lambda bias, x, _: {"bias": bias * x[:, 0, :, :1, None]},
+}
 
 
 def fused(options, params, batch):
     x, lengths = batch
     # In float32, in which its gradient is summed up.
     q = (x.astype(jnp.float32) * params["scale"]).astype(HALF)
-    if "bias" in options:
-        rows = len(x) if options["bias"] == "own" else 1
-        bias = params["bias"] * (x[:, 0, :, :1, None] if rows > 1 else 1)
-        options = options | {"bias": jnp.broadcast_to(bias, (rows, 2, 128, 128))}
-    if options.get("query_seq_lengths"):
-        names = "query_seq_lengths", "key_value_seq_lengths"
-        options = options | dict.fromkeys(names, lengths)
-    y = jax.nn.dot_product_attention(q, q, q, implementation="cudnn", **options)
+    how = {"implementation": "cudnn", **options(params["bias"], x, lengths)}
+    y = jax.nn.dot_product_attention(q, q, q, **how)
     return jnp.mean(y.astype(jnp.float32) ** 2)
 
 
-FUSED = {
-    "windows": {"is_causal": True, "local_window_size": (16, 0)},
-    "lengths": {"query_seq_lengths": True},
-    "a bias for all": {"bias": "shared"},
-    "a bias for each": {"bias": "own"},
-}
-
-
 def arguments():
-    rng = np.random.default_rng(1)
-    bias, x = (jnp.asarray(rng.normal(size=s), HALF) for s in ((1, 2, 128, 128), SHAPE))
-    lengths = jnp.asarray(rng.integers(50, 128, SHAPE[0]), jnp.int32)
+    bias, x = (normal(*s).astype(HALF) for s in ((1, 2, 128, 128), SHAPE))
+    lengths = jnp.asarray(50 + np.arange(SHAPE[0]) * 31 % 78, jnp.int32)
     return {"scale": jnp.ones(()), "bias": bias}, (x, lengths)
-
-
-def traced(loss):
-    """The shapes of the first operand of each call of cuDNN, and what is whole."""
-    params, batch = arguments()
-    closed = jax.make_jaxpr(ga.value_and_grad(loss, K))(params, batch)
-    calls = [
-        (e.primitive.name, e.invars[0].aval.shape)
-        for e in ir.equations(closed.jaxpr)
-        if "attention" in e.primitive.name
-    ]
-    return set(calls), computed_whole(loss, params, batch)
 
 
 CALLS = [f"dot_product_attention_{way}_wrapper" for way in ("fwd", "bwd")]
 
 
-# A sum over rows is rounded once for each micro-batch, to 8 bits.
-ROUNDED = K * 2.0**-8
+def traced(loss):
+    """With how many rows cuDNN is called, there and back, and what is whole."""
+    args = arguments()
+    closed = jax.make_jaxpr(ga.value_and_grad(loss, K))(*args)
+    calls = [e for e in ir.equations(closed.jaxpr) if "attention" in e.primitive.name]
+    assert {e.primitive.name for e in calls} == {*CALLS}
+    [shape] = {e.invars[0].aval.shape for e in calls}
+    assert shape[1:] == SHAPE[1:]
+    return shape[0], computed_whole(loss, *args)
 
 
 @pytest.mark.parametrize("name", FUSED)
 def test_attention_of_cudnn_is_called_with_the_rows_of_a_micro_batch(name, cudnn):
     loss = functools.partial(fused, FUSED[name])
-    calls, whole = traced(loss)
-    assert whole == set()
-    assert calls == {(name, (SHAPE[0] // K, *SHAPE[1:])) for name in CALLS}
-    assert distance(loss, *arguments()) < ROUNDED
-
-
-def with_dropout(params, batch):
-    """JAX has no argument for it yet, but its function for cuDNN has."""
-    name = "jax._src.cudnn.fused_attention_stablehlo"
-    q = batch[0] * params["scale"].astype(HALF)
-    y = importlib.import_module(name).dot_product_attention(
-        q, q, q, dropout_rate=0.1, seed=1
-    )
-    return jnp.mean(y.astype(jnp.float32) ** 2)
+    assert traced(loss) == (SHAPE[0] // K, set())
+    # A sum over rows is rounded once for each micro-batch, to 8 bits.
+    assert error(loss, K, *arguments()) < K * 2.0**-8
 
 
 def test_what_it_draws_for_the_whole_batch_is_drawn_whole(cudnn):
-    calls, whole = traced(with_dropout)
-    assert whole == {"dot_product_attention_fwd_wrapper"}
-    assert calls == {(name, SHAPE) for name in CALLS}
+    """JAX has no argument for it yet, but its function for cuDNN has."""
+
+    def with_dropout(params, batch):
+        q = batch[0] * params["scale"].astype(HALF)
+        y = cudnn.dot_product_attention(q, q, q, dropout_rate=0.1, seed=1)
+        return jnp.mean(y.astype(jnp.float32) ** 2)
+
+    assert traced(with_dropout) == (SHAPE[0], {CALLS[0]})

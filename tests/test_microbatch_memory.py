@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from helpers import mean_of, mesh_of
+from helpers import mean_of, mesh_of, nbytes, temporaries
 from optax import microbatching
 
 import ga_optax as ga
@@ -31,13 +31,9 @@ def array(*shape):
     return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
-PARAMS = {
-    "layers": {
-        "up": array(LAYERS, WIDTH, HIDDEN),
-        "down": array(LAYERS, HIDDEN, WIDTH),
-    },
-    "out": array(WIDTH, 64),
-}
+PARAMS = {"up": array(LAYERS, WIDTH, HIDDEN), "down": array(LAYERS, HIDDEN, WIDTH)}
+PARAMS = {"layers": PARAMS, "out": array(WIDTH, 64)}
+TREE = nbytes(PARAMS) / 1e6
 OPT = optax.adam(1e-3)
 
 
@@ -46,10 +42,9 @@ def batch(rows):
 
 
 def megabytes(fun, *args, donate=()):
-    compiled = jax.jit(fun, donate_argnums=donate).lower(*args).compile()
-    analysis = compiled.memory_analysis()
-    assert analysis.temp_size_in_bytes > 1e6  # tiny programs report 0
-    return analysis.temp_size_in_bytes / 1e6
+    taken = temporaries(jax.jit(fun, donate_argnums=donate), *args)
+    assert taken > 1e6  # tiny programs report 0
+    return taken / 1e6
 
 
 @functools.cache
@@ -82,14 +77,15 @@ def rows(x):
 def test_with_adam_a_window_takes_little_more_than_a_single_micro_batch(k, weight_fn):
     size = BATCH // K
     single = with_adam(jax.value_and_grad(loss), size)
-    make, options = ga.value_and_grad, {}
-    if weight_fn is not None:
-        make, options = mean_of, {"weight_fn": weight_fn}
-    window = make(loss, k, **options)
-    assert with_adam(window, k * size) <= 1.10 * single
+
+    def window(**options):
+        if weight_fn is None:
+            return with_adam(ga.value_and_grad(loss, k, **options), k * size)
+        return with_adam(mean_of(loss, k, weight_fn=weight_fn, **options), k * size)
+
+    assert window() <= 1.10 * single
     # The twin: a sum by hand takes another gradient tree.
-    by_hand = make(loss, k, optimize=False, **options)
-    assert with_adam(by_hand, k * size) > 1.5 * single
+    assert window(optimize=False) > 1.5 * single
 
 
 def test_alone_it_takes_at_most_a_third_of_the_peer():
@@ -113,21 +109,17 @@ def test_a_donated_accumulator_is_updated_where_it_lies():
     acc = jax.eval_shape(ga.accumulator.init, PARAMS)
     call = ga.accumulate(loss, 2)
     taken = megabytes(call, acc, PARAMS, batch(2 * BATCH // K), donate=0)
-    tree = sum(4e-6 * x.size for x in jax.tree.leaves(PARAMS))
-    assert taken < 0.5 * tree
+    assert taken < 0.5 * TREE
 
 
 @pytest.mark.exhaustive
 def test_on_many_devices_a_window_takes_one_tree_more_for_the_reduction():
     """The all-reduce of XLA:CPU is not in place: its result is a second tree."""
-    mesh = mesh_of(8)
-    tree = sum(x.size * 4 for x in jax.tree.leaves(PARAMS)) / 1e6
-    bound = with_adam(ga.value_and_grad(loss, K), BATCH) + 1.05 * tree
+    bound = with_adam(ga.value_and_grad(loss, K), BATCH) + 1.05 * TREE
+    axis = ga.DataAxis("data", mesh=mesh_of(8))
 
     def on_devices(k, rows):
-        return with_adam(
-            ga.value_and_grad(loss, k, data_axis=ga.DataAxis("data", mesh=mesh)), rows
-        )
+        return with_adam(ga.value_and_grad(loss, k, data_axis=axis), rows)
 
     assert on_devices(K, 8 * BATCH) <= bound
     assert on_devices(2 * K, 16 * BATCH) <= bound

@@ -15,7 +15,7 @@ import numpy as np
 import optax
 import optimizers
 import pytest
-from helpers import leaves_of
+from helpers import leaves_of, off
 
 import ga_optax as ga
 
@@ -191,6 +191,24 @@ def test_reverse_mode_through_a_window_is_that_through_the_bare_optimizer(name, 
             np.testing.assert_allclose(ours, value, rtol=0, atol=tolerance)
         if name not in optimizers.DECOMPOSE:
             np.testing.assert_allclose(our_slope, slope, rtol=0, atol=tolerance)
+
+
+def test_gradients_of_examples_are_refused_inside_and_added_up_outside():
+    params, grads, *_ = optimizers.problem(jnp.float32)
+    of_two = jax.tree.map(lambda g: jnp.stack([g, 2 * g]), grads[0])
+    private = optax.contrib.differentially_private_aggregate(1.0, 0.0, key=0)
+    inside = ga.MultiSteps(optax.chain(private, optax.sgd(0.1)), 2)
+    with pytest.raises(ValueError, match=r"\['b'\].*\(3,\).*\(2, 3\)"):
+        inside.update(of_two, inside.init(params), params)
+    outside = optax.chain(private, ga.MultiSteps(optax.sgd(0.1), 2))
+    state = outside.init(params)
+    for last in (False, True):
+        updates, state = outside.update(of_two, state, params)
+        assert bool(ga.has_updated(state)) == last
+    plain = optax.chain(private, optax.sgd(0.1))
+    due, _ = plain.update(of_two, plain.init(params), params)
+    assert np.abs(due["w"]).max() > 0
+    assert off(updates, due) < 4 * np.finfo(np.float32).eps
 
 
 def test_the_table_covers_what_optax_has_and_can_fail():

@@ -3,56 +3,43 @@
 import logging
 import pathlib
 import sys
+from typing import Any, NamedTuple
 
 import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import mean_of, normal
+from helpers import leaves_of, mean_of, mesh_of, normal, ruled, with_pass
 from jax.experimental import checkify
 from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import ga_optax as ga
 from ga_optax._loop import in_place
-from ga_optax._passes import arrivals, ir, known, notes, probe, table, transformable
-from ga_optax._passes.facts import Facts
+from ga_optax._passes import ir, known, notes, probe, table, transformable
 from ga_optax.testing import assert_trees_bitwise_equal
 
-K, ROWS, WIDTH, LAYERS = 2, 4, 4, 3
+K, DEVICES, ROWS, WIDTH, LAYERS = 2, 2, 4, 4, 3
 HAS_REFS = pytest.mark.skipif(not in_place.HAS_REFS, reason="before jax 0.11.1")
 
 
-def stacked():
-    return normal(LAYERS, WIDTH, WIDTH) / 2, normal(K * ROWS, WIDTH, seed=1)
+def arguments():
+    return normal(LAYERS, WIDTH, WIDTH) / 2, normal(K * DEVICES * ROWS, WIDTH, seed=1)
 
 
-def scanned(w, x, rule=lambda h: h):
-    h = jax.lax.scan(lambda h, w: (rule(jnp.tanh(h @ w)), None), x, w)[0]
-    return jnp.mean(h**2)
+def mean_square(x):
+    return jnp.mean(x.astype(jnp.float32) ** 2)
 
 
-def ruled(back):
-    """The identity, with a rule for its cotangent."""
-
-    @jax.custom_vjp
-    def same(h):
-        return h
-
-    same.defvjp(lambda h: (h, None), lambda _, g: (back(g),))
-    return same
+def scanned(w, x, layer=lambda h, w: jnp.tanh(h @ w)):
+    return mean_square(jax.lax.scan(lambda h, w: (layer(h, w), None), x, w)[0])
 
 
 def notes_of(loss, *args, make=ga.value_and_grad):
     with notes.recorded() as lines:
         jax.make_jaxpr(make(loss, K))(*args)
     return lines
-
-
-def bound(loss, w, x):
-    """c·n·eps·Σ|terms| of a gradient: of two orders of the same sums."""
-    grads = [jax.grad(loss)(w, part) for part in jnp.split(x, K)]
-    return 64 * np.finfo(np.float32).eps * sum(map(jnp.abs, grads)) / K
 
 
 # -- Known, or left alone --------------------------------------------------------------
@@ -66,26 +53,32 @@ def test_a_callback_in_a_backward_rule_keeps_its_order():
         jax.debug.callback(lambda x: seen.append(float(x)), jnp.sum(g), ordered=True)
         return g
 
-    def loss(w, x):
-        return scanned(w, x, ruled(kept))
+    rule = ruled(kept)
 
-    w, x = stacked()
-    [note] = notes_of(loss, w, x, make=mean_of)
+    def loss(w, x):
+        return scanned(w, x, lambda h, w: rule(jnp.tanh(h @ w)))
+
+    def run(**options):
+        seen.clear()
+        _, grads = jax.jit(mean_of(loss, K, **options))(*arguments())
+        jax.effects_barrier()
+        return grads, [*seen]
+
+    [note] = notes_of(loss, *arguments(), make=mean_of)
     assert "the rule of custom_vjp_call prints, calls back or communicates" in note
     assert "test_passes.py" in note
-    plain = jax.jit(mean_of(loss, K, optimize=False))(w, x)
-    jax.effects_barrier()
-    order, seen[:] = [*seen], []
-    got = jax.jit(mean_of(loss, K))(w, x)
-    jax.effects_barrier()
-    assert seen == order
-    assert len(seen) == K * LAYERS
-    assert np.all(np.abs(got[1] - plain[1]) <= bound(loss, w, x))
+    (got, order), (plain, due) = run(), run(optimize=False)
+    assert order == due
+    assert len(due) == K * LAYERS
+    w, x = arguments()
+    terms = [jnp.abs(jax.grad(scanned)(w, part)) for part in jnp.split(x, K)]
+    bound = 64 * np.finfo(np.float32).eps * sum(terms) / K  # c·n·eps·Σ|terms|
+    assert np.all(np.abs(got - plain) <= bound)
 
 
 @HAS_REFS
 def test_a_call_of_nothing_that_is_mapped_runs_as_it_is():
-    w, x = stacked()
+    w, x = arguments()
     gradient = ga.value_and_grad(scanned, K)
     assert any("in place" in note for note in notes_of(scanned, w, x))
     both = jax.vmap(lambda scale: (scale, gradient(w, x)), out_axes=(0, None))
@@ -97,10 +90,9 @@ def test_a_call_of_nothing_that_is_mapped_runs_as_it_is():
 @pytest.mark.parametrize("jits", [False, True])
 def test_checkify_sees_into_the_loop(jits, monkeypatch):
     def loss(w, x):
-        h = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, w)[0]
-        return jnp.mean(jnp.log(h - 5))
+        return jnp.log(scanned(w, x) - 5)
 
-    w, x = stacked()
+    w, x = arguments()
 
     def error(gradient):
         gradient = jax.jit(gradient) if jits else gradient
@@ -117,79 +109,207 @@ def test_checkify_sees_into_the_loop(jits, monkeypatch):
     assert error(ga.value_and_grad(loss, K)) != expected
 
 
-@HAS_REFS
-@pytest.mark.parametrize("rows", [1, 2, 3])
-def test_a_scanned_shift_has_the_bits_of_the_plain_sum(rows, monkeypatch):
-    def loss(p, x):
-        def layer(h, p):
-            return jnp.tanh(h * p[0][None] + p[1][None]), None
-
-        return jnp.mean(jax.lax.scan(layer, x, p)[0] ** 2)
-
-    p, x = (normal(3, 5), normal(3, 5, seed=2)), normal(4 * rows, 5, seed=1)
-
-    def both():
-        got = jax.jit(ga.value_and_grad(loss, 4))(p, x)[1]
-        with helpers.by_hand():
-            return got, jax.jit(ga.value_and_grad(loss, 4))(p, x)[1]
-
-    assert_trees_bitwise_equal(*both())
-    if rows == 2:  # the twin adds two rows in place
-        monkeypatch.setattr(arrivals, "FEW", 0)
-        with pytest.raises(AssertionError):
-            assert_trees_bitwise_equal(*both())
+# -- Each pass of the table: that it does something, what it equals, what it leaves ----
 
 
-# -- The table -------------------------------------------------------------------------
+class Example(NamedTuple):
+    """A loss for which a pass does something.
+
+    Attributes:
+      loss: of a stack of matrices, and rows.
+      kept: one of which it leaves something alone.
+      why: how the log says so.
+      options: of the call.
+      eps: of the dtype in which the loss computes.
+      refs: whether the pass needs references.
+    """
+
+    loss: Any
+    kept: Any
+    why: str
+    options: dict = {}  # noqa: RUF012
+    eps: float = float(np.finfo(np.float32).eps)
+    refs: bool = False
+
+
+def with_table(w, x, rule=lambda x: x):
+    angles = rule(jnp.cos(jnp.arange(WIDTH, dtype=jnp.float32) * 0.3))
+    return scanned(w, x, lambda h, w: jnp.tanh(h @ w) * angles[None])
+
+
+def in_bfloat16(w, x):
+    return scanned(w.astype(jnp.bfloat16), x.astype(jnp.bfloat16))
+
+
+def cast_twice_read(w, x):
+    low = w.astype(jnp.bfloat16)
+    h = x.astype(jnp.bfloat16)
+    return scanned(low, h) + scanned(low, h, lambda h, w: h @ w)
+
+
+def chosen(w, x):
+    """A sharded parameter is used inside a branch."""
+    h = jax.lax.cond(x[0, 0] > 0, lambda w: x @ w[0], lambda w: x @ w[1], w)
+    return mean_square(h)
+
+
+def unrolled(w, x, rule=jnp.tanh):
+    for i in range(LAYERS):
+        x = rule(x @ w[i])
+    return mean_square(x)
+
+
+def product_in_bfloat16(w, x, rule=lambda w: w):
+    matrix = rule(w.reshape(WIDTH, LAYERS * WIDTH).astype(jnp.bfloat16))
+    return mean_square(jnp.tanh(x.astype(jnp.bfloat16) @ matrix))
+
+
+def rounded_in_bfloat16(w, x):
+    return product_in_bfloat16(w, x, lambda w: jax.lax.reduce_precision(w, 8, 4))
+
+
+def doubled(w, x):
+    """What is computed twice."""
+    return scanned(w, x, lambda h, w: jnp.tanh(h @ w) + jnp.tanh(h @ w))
+
+
+def printing(w, x):
+    jax.debug.callback(lambda _: None, x[0, 0])
+    return doubled(w, x)
+
+
+def over_devices(**options):
+    return {"data_axis": ga.DataAxis("data", mesh=mesh_of(DEVICES), **options)}
+
+
+LOW = float(jnp.finfo(jnp.bfloat16).eps)
+EXAMPLES = {  # a pass without one fails
+    "constants": Example(
+        with_table, lambda w, x: with_table(w, x, ruled(jnp.sin)), "custom_vjp_call"
+    ),
+    "casts": Example(
+        in_bfloat16, cast_twice_read, "not read by one scan alone", eps=LOW, refs=True
+    ),
+    "gathered": Example(
+        scanned,
+        chosen,
+        "cond gets parameters",
+        over_devices(sync="each", param_specs=P(None, "data")),
+    ),
+    "repeats": Example(
+        unrolled, lambda w, x: unrolled(w, x, lambda h: h * h), "reads a value twice"
+    ),
+    "products": Example(
+        product_in_bfloat16, rounded_in_bfloat16, "out of reduce_precision", eps=LOW
+    ),
+    "duplicates": Example(
+        doubled, printing, "more than compute", over_devices(logical_devices=4)
+    ),
+}
+
+
+def gradients(example, **options):
+    """Value and gradients of the example."""
+    fun = ga.value_and_grad(example.loss, K, **example.options, **options)
+    return jax.jit(fun)(*arguments())
+
+
+@pytest.fixture
+def example(one):
+    """Of a pass."""
+    found = EXAMPLES[one.name]
+    if found.refs and not in_place.HAS_REFS:
+        pytest.skip("before jax 0.11.1")
+    return found
+
+
+def doubling(one):
+    """The pass, and what doubles the first result of its programs."""
+
+    def change(program, facts):
+        jaxpr, consts = one.change(program, facts)
+        old, *rest = jaxpr.outvars
+        new = type(jaxpr.invars[0])(old.aval)
+        more = ir.traced(lambda x: x + x, [old], new, jaxpr.eqns[-1])
+        eqns = [*jaxpr.eqns, *more]
+        return ir.Program(jaxpr.replace(eqns=eqns, outvars=[new, *rest]), consts)
+
+    return change
+
+
+@pytest.mark.parametrize("one", table.PASSES, ids=lambda one: one.name)
+def test_every_pass_equals_the_call_without_it(one, example, monkeypatch):
+    """To c·n·eps·Σ|terms|: both are sums of the same terms in other orders."""
+    w, x = arguments()
+    terms = [
+        jax.tree.map(jnp.abs, jax.value_and_grad(example.loss)(w, part))
+        for part in jnp.split(x, K * DEVICES)
+    ]
+    most = jax.tree.map(lambda *xs: 16 * example.eps * sum(xs).max(), *terms)
+    plain = gradients(example, optimize=False)
+
+    def differs():
+        leaves = leaves_of(gradients(example), plain, most)
+        return any(jnp.any(jnp.abs(a - b) > m) for a, b, m in leaves)
+
+    assert not differs()
+    with_pass(monkeypatch, one.name, doubling(one))  # the twin
+    assert differs()
+
+
+@pytest.mark.parametrize("one", table.PASSES, ids=lambda one: one.name)
+def test_every_pass_says_what_it_leaves_alone_and_where(one, example):
+    def said(loss):
+        fun = ga.value_and_grad(loss, K, **example.options)
+        with notes.recorded() as lines:
+            jax.make_jaxpr(fun)(*arguments())
+        return [line for line in lines if line.startswith(f"The pass {one.name!r}")]
+
+    assert said(example.loss) == []
+    [line] = said(example.kept)
+    assert example.why in line
+    assert "test_passes.py" in line
+
+
+# -- A pass that fails -----------------------------------------------------------------
 
 
 def bfloat16_layers(w, x):
     """Something for each pass of a call without a mesh to do."""
-    angles = jnp.cos(jnp.arange(WIDTH, dtype=jnp.float32) * 0.3)
+    angles = jnp.cos(jnp.arange(WIDTH, dtype=jnp.float32) * 0.3)[None]
 
     def layer(h, w):
-        q = jnp.tanh(h @ w).astype(jnp.float32) * angles[None]
-        return q.astype(jnp.bfloat16), None
+        return (jnp.tanh(h @ w).astype(jnp.float32) * angles).astype(jnp.bfloat16)
 
-    h = jax.lax.scan(layer, x.astype(jnp.bfloat16), w.astype(jnp.bfloat16))[0]
-    return jnp.mean(h.astype(jnp.float32) ** 2)
+    return scanned(w.astype(jnp.bfloat16), x.astype(jnp.bfloat16), layer)
 
 
 def text_of(loss, *args, **options):
     return str(jax.make_jaxpr(mean_of(loss, K, **options))(*args))
 
 
-def test_a_pass_that_raises_is_left_out_with_one_warning(monkeypatch):
-    def broken(program, facts):
-        raise KeyError("a parameter")
+def raises(program, facts):
+    raise KeyError("a parameter")
 
-    args = stacked()
+
+def is_shorter(program, facts):
+    jaxpr = program.jaxpr
+    return program._replace(jaxpr=jaxpr.replace(outvars=jaxpr.outvars[1:]))
+
+
+@pytest.mark.parametrize(
+    ("broken", "said"), [(raises, "jax.*KeyError"), (is_shorter, "other types")]
+)
+def test_a_pass_that_fails_is_left_out_with_one_warning(broken, said, monkeypatch):
+    args = arguments()
     helpers.without_pass(monkeypatch, "products")
     expected = text_of(bfloat16_layers, *args)
     monkeypatch.undo()
-    passes = [
-        one._replace(change=broken) if one.name == "products" else one
-        for one in table.PASSES
-    ]
-    monkeypatch.setattr(table, "PASSES", tuple(passes))
+    with_pass(monkeypatch, "products", broken)
     monkeypatch.setattr(table, "_failed", set())
-    with pytest.warns(UserWarning, match="'products'.*jax.*KeyError.*optimize=False"):
+    with pytest.warns(UserWarning, match=f"'products'.*{said}.*optimize=False"):
         assert text_of(bfloat16_layers, *args) == expected
     assert text_of(bfloat16_layers, *args) == expected  # and no other warning
-
-
-def test_a_pass_that_changes_types_is_left_out(monkeypatch):
-    def shorter(program, facts):
-        jaxpr = program.jaxpr
-        return program._replace(jaxpr=jaxpr.replace(outvars=jaxpr.outvars[1:]))
-
-    one = table.Pass("shorter", "fun", "none", shorter)
-    monkeypatch.setattr(table, "PASSES", (one,))
-    monkeypatch.setattr(table, "_failed", set())
-    closed = jax.make_jaxpr(lambda x: (x, x))(1.0)
-    program = ir.Program(closed.jaxpr)
-    with pytest.warns(UserWarning, match="other types"):
-        assert table.run("fun", program, Facts()) is program
 
 
 # -- The next JAX ----------------------------------------------------------------------
@@ -216,7 +336,7 @@ RENAMED = [name for name in known.PARAMETERS if name != "broadcast_in_dim"]
 @pytest.mark.usefixtures("next_jax")
 @pytest.mark.parametrize("name", RENAMED)
 def test_a_primitive_of_another_name_ends_in_the_plain_loop(name, monkeypatch):
-    args = stacked()
+    args = arguments()
     plain = text_of(bfloat16_layers, *args, optimize=False)
     probe.usable.cache_clear()
     monkeypatch.setattr(primitive(name), "name", f"{name}_2")
@@ -230,7 +350,7 @@ def test_a_primitive_of_another_name_ends_in_the_plain_loop(name, monkeypatch):
 def test_without_a_registration_nothing_is_added_in_place(monkeypatch):
     from jax.interpreters import mlir
 
-    args = stacked()
+    args = arguments()
     with helpers.by_hand():
         expected = jax.jit(ga.value_and_grad(scanned, K))(*args)
     monkeypatch.delattr(mlir, "register_lowering")
@@ -255,14 +375,10 @@ def test_this_jax_is_as_known_and_nothing_is_registered_at_import():
     assert run.returncode == 0, run.stderr
 
 
-def mesh(kind):
-    return jax.make_mesh((2,), ("d",), axis_types=(kind,))
-
-
 CONTEXTS = {
-    "explicit mesh": lambda: jax.set_mesh(mesh(AxisType.Explicit)),
-    "mesh": lambda: jax.set_mesh(mesh(AxisType.Auto)),
-    "with mesh": lambda: mesh(AxisType.Auto),
+    "explicit mesh": lambda: jax.set_mesh(mesh_of(2, kind=AxisType.Explicit)),
+    "mesh": lambda: jax.set_mesh(mesh_of(2)),
+    "with mesh": lambda: mesh_of(2),
     "wide": lambda: jax.enable_x64(True),
     "no jit": lambda: jax.disable_jit(),
     "precision": lambda: jax.default_matmul_precision("highest"),
@@ -287,14 +403,13 @@ def test_this_jax_is_as_known_in_any_context_of_the_first_call(context):
 
 
 @pytest.mark.quick
+@HAS_REFS
 def test_the_log_names_the_line_that_keeps_a_parameter_out(caplog):
     caplog.set_level(logging.DEBUG, "ga_optax")
-    notes = notes_of(lambda p, x: jnp.mean(x @ p @ p), normal(4, 4), normal(8, 4))
-    if in_place.HAS_REFS:
-        [note] = notes
-        assert "used more than once" in note
-        assert "test_passes.py" in note
-        assert note in caplog.text
+    [note] = notes_of(lambda p, x: jnp.mean(x @ p @ p), normal(4, 4), normal(8, 4))
+    assert "used more than once" in note
+    assert "test_passes.py" in note
+    assert note in caplog.text
 
 
 def test_the_log_names_lines_of_the_user_alone():
@@ -304,7 +419,7 @@ def test_the_log_names_lines_of_the_user_alone():
         layer = jax.checkpoint(lambda h, w: (h - jnp.mean(h @ w, 0)[None], None))
         return jnp.mean(jax.lax.scan(layer, x, w)[0] ** 2)
 
-    log = " ".join(notes_of(loss, *stacked()))
+    log = " ".join(notes_of(loss, *arguments()))
     assert "test_passes.py" in log
     assert "ga_optax" not in log.replace(str(pathlib.Path(__file__).parents[1]), "")
     assert "unknown" not in log
@@ -324,7 +439,7 @@ def test_nothing_that_is_traced_outlives_the_call(kind):
             return jnp.sqrt(mean) if kind == "rows meet" else mean
 
         make = mean_of if kind == "each by itself" else ga.value_and_grad
-        return make(loss, K)(*stacked())
+        return make(loss, K)(*arguments())
 
     with jax.checking_leaks():
         jax.jit(window)(np.float32(2))

@@ -22,8 +22,20 @@ def narrow(x):
     return x.astype(NARROW)
 
 
-# Each is a sum over layers whose gradients are sums over rows of products of bfloat16
-# numbers, so that NumPy knows them in float64.
+def wide(x):
+    return x.astype(jnp.float32)
+
+
+def one_device(monkeypatch):
+    monkeypatch.setattr(meshes, "is_open", lambda tree: False)
+
+
+def text_for(platform, step, *args):
+    return jax.jit(step).trace(*args).lower(lowering_platforms=(platform,)).as_text()
+
+
+# Each is a sum over layers whose gradients are sums over rows of products of small
+# integers: exact in float32, and not in bfloat16.
 def unrolled(layer):
     return lambda p, batch: [
         layer(batch["x"], w, b) for w, b in zip(p["w"], p["b"], strict=True)
@@ -67,7 +79,6 @@ def cast_before(p, batch):
     return list(layers((narrow(p["w"]), narrow(p["b"]))))
 
 
-SCANNED = (scanned, cast_before)
 MODELS = {
     "plain": unrolled(dense),
     "inside_einsum": unrolled(
@@ -79,127 +90,81 @@ MODELS = {
     "scanned": scanned,
     "cast_before": cast_before,
 }
-# All layers in float32 take twice the memory, unless they are added in place.
-IN_SCANS = pytest.mark.skipif(not in_place.HAS_REFS, reason="before jax 0.11.1")
 
 
-def draw(stacked):
-    rng = np.random.default_rng(0)
-
-    def normal(*shape):
-        return jnp.asarray(rng.normal(size=shape), NARROW)
-
-    w, b = normal(LAYERS, WIDTH, WIDTH), normal(LAYERS, WIDTH)
-    params = {"w": w, "b": b, "table": normal(4, WIDTH)}
-    params = jax.tree.map(lambda x: x.astype(jnp.float32), params)
-    if not stacked:
+def draw(model):
+    params = {"w": (LAYERS, WIDTH, WIDTH), "b": (LAYERS, WIDTH), "table": (4, WIDTH)}
+    params = {name: helpers.normal(*shape) for name, shape in params.items()}
+    if model not in (scanned, cast_before):
         params |= {name: list(params[name]) for name in "wb"}
-    batch = {
-        "x": normal(ROWS, WIDTH),
-        "i": jnp.asarray(rng.integers(0, 4, ROWS)),
-        "slope": normal(ROWS, WIDTH),
-    }
-    return params, batch
+    x, slope = (helpers.integers(ROWS, WIDTH, seed=i) for i in range(2))
+    batch = {"x": narrow(x), "slope": narrow(20 * abs(slope) + 1)}
+    return params, batch | {"i": jnp.arange(ROWS) * 7 % 13 % 4}
 
 
 def losses_of(model):
     def loss(p, batch):
         h = sum(model(p, batch)) + narrow(p["table"])[batch["i"]]
-        return jnp.sum(h.astype(jnp.float32) * batch["slope"].astype(jnp.float32))
+        return jnp.sum(wide(h) * wide(batch["slope"]))
 
     return loss
 
 
-def by_hand(batch):
-    """The gradient of a layer and of the table in float64, and Σ|terms| of each."""
-    x, slope = (np.asarray(batch[name], np.float64) for name in ("x", "slope"))
-    rows = np.eye(4)[np.asarray(batch["i"])]
-    exact = {"w": x.T @ slope, "b": slope.sum(0), "table": rows.T @ slope}
-    size = np.abs(x).T @ np.abs(slope), np.abs(slope).sum(0), rows.T @ np.abs(slope)
-    return exact, dict(zip(exact, size, strict=True))
-
-
-def exact_to_float32(grads, batch):
-    """Whether the sums over all rows were rounded to float32 alone."""
-    grads = jax.tree.map(lambda g: np.asarray(g, np.float64), grads)
-    exact, size = by_hand(batch)
-    eps = np.finfo(np.float32).eps
+def exact(grads, batch):
+    """Of which parameters no sum over rows was rounded: it is an integer in float32."""
+    x, slope, rows = (np.asarray(batch[name]) for name in ("x", "slope", "i"))
+    x, slope, rows = x.astype(float), slope.astype(float), np.eye(4)[rows]
+    due = {"w": x.T @ slope, "b": slope.sum(0), "table": rows.T @ slope}
+    grads = grads | {"table": [grads["table"]]}
     return {
-        name: all(
-            np.all(np.abs(g - exact[name]) <= ROWS * eps * size[name])
-            for g in (grads[name] if name != "table" else [grads[name]])
-        )
-        for name in exact
+        name for name in due if all(np.array_equal(g, due[name]) for g in grads[name])
     }
 
 
 @pytest.mark.grid(3)
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    "model",
-    [
-        pytest.param(name, marks=[IN_SCANS] if name == "cast_before" else [])
-        for name in MODELS
-    ],
-)
+@pytest.mark.parametrize("model", MODELS)
 def test_sums_over_rows_of_bfloat16_are_those_of_float32(model, monkeypatch):
-    params, batch = draw(stacked=MODELS[model] in SCANNED)
-    loss = losses_of(MODELS[model])
+    if model == "cast_before" and not in_place.HAS_REFS:
+        pytest.skip("all layers in float32 take twice the memory if added outside")
+    loss, (params, batch) = losses_of(MODELS[model]), draw(MODELS[model])
 
-    def grads():
-        return jax.jit(ga.value_and_grad(loss, K))(params, batch)[1]
+    def found(step):
+        return exact(jax.jit(step)(params, batch)[1], batch)
 
-    assert all(exact_to_float32(grads(), batch).values())
+    assert found(ga.value_and_grad(loss, K)) == params.keys()
     # The twins: a gradient that was rounded before, ours and that of JAX.
     helpers.without_pass(monkeypatch, "products")
-    assert not any(exact_to_float32(grads(), batch).values())
-    whole = jax.grad(loss)(params, batch)
-    assert not any(exact_to_float32(whole, batch).values())
+    assert found(ga.value_and_grad(loss, K)) == set()
+    assert found(jax.value_and_grad(loss)) == set()
 
 
 @pytest.mark.slow
 @pytest.mark.grid(1)
 @pytest.mark.parametrize("how", ["scanned", "cast_before", "held"])
 def test_every_grouping_has_the_same_bits_in_place_and_not(how):
-    params, batch = draw(stacked=True)
     model = scanned if how == "scanned" else cast_before
+    params, batch = draw(model)
     if how == "held":
         params = jax.tree.map(narrow, params)
 
     def loss(p, batch):
         return jnp.mean(jnp.tanh(losses_of(model)(p, batch) / ROWS))
 
-    def mean(calls):
-        add, acc = jax.jit(ga.accumulate(loss, K // calls)), ga.accumulator.init(params)
-        for i in range(calls):
-            here = slice(i * ROWS // calls, (i + 1) * ROWS // calls)
-            _, acc = add(acc, params, jax.tree.map(lambda x: x[here], batch))  # noqa: B023
-        return jax.jit(ga.accumulator.mean)(acc)
+    def mean(grouping):
+        return helpers.in_calls(loss, params, batch, grouping)[1]
 
-    expected = mean(1)
-    for refs, calls in ((True, K), (False, 1), (False, K)):
+    expected = mean([K])
+    for refs, grouping in ((True, [1] * K), (False, [K]), (False, [1] * K)):
         with helpers.by_hand(refs):
-            assert_trees_bitwise_equal(mean(calls), expected)
-
-
-def text_of(loss, *args, k=K, **options):
-    return str(jax.make_jaxpr(ga.value_and_grad(loss, k, **options))(*args))
-
-
-def changed(monkeypatch, loss, *args, **options):
-    """How many products come out in float32, and whether the program is as before."""
-    new = text_of(loss, *args, **options)
-    helpers.without_pass(monkeypatch, "products")
-    old = text_of(loss, *args, **options)
-    of_cpus = "= platform_index["  # each has a form for CPUs
-    return new.count(of_cpus) - old.count(of_cpus), new == old
+            assert_trees_bitwise_equal(mean(grouping), expected)
 
 
 def test_a_product_over_rows_and_positions_runs_on_cpus():
     """XLA:CPU cannot run that of `x @ w` without casts: BF16 x BF16 = F32."""
 
     def loss(w, x):
-        return jnp.mean((x @ narrow(w)).astype(jnp.float32) ** 2)
+        return jnp.mean(wide(x @ narrow(w)) ** 2)
 
     w, x = jnp.ones((8, 4)), jnp.ones((4, 4, 8), NARROW)
     grads = jax.jit(ga.value_and_grad(loss, 2))(w, x)[1]
@@ -223,13 +188,27 @@ def test_what_is_not_rounded_twice_keeps_its_program(why, monkeypatch):
     (dtype, options), mesh = KEEP[why], helpers.mesh_of(2)
 
     def loss(w, x):
-        return jnp.mean((x.astype(dtype) @ w.astype(dtype)).astype(jnp.float32) ** 2)
+        return jnp.mean(wide(x.astype(dtype) @ w.astype(dtype)) ** 2)
 
     x = jnp.ones((16, 8), NARROW)
     if "devices" in why or why == "none":
         x = helpers.put(x, mesh, jax.P("data"))
-    found = changed(monkeypatch, loss, jnp.ones((8, 8)), x, **options(mesh))
-    assert found == ((1, False) if why == "none" else (0, True))
+
+    def program():
+        step = ga.value_and_grad(loss, K, **options(mesh))
+        return str(jax.make_jaxpr(step)(jnp.ones((8, 8)), x))
+
+    new = program()
+    helpers.without_pass(monkeypatch, "products")
+    old, of_cpus = program(), "= platform_index["  # each has a form for CPUs
+    assert new.count(of_cpus) - old.count(of_cpus) == (why == "none")
+    assert (new == old) == (why != "none")
+
+
+def barriers_of_gpus(step, *args):
+    """How many fences a program has for GPUs alone."""
+    cuda, tpu = (barriers(text_for(name, step, *args)) for name in ("cuda", "tpu"))
+    return cuda - tpu
 
 
 def barriers(text):
@@ -264,16 +243,12 @@ def test_products_that_share_an_operand_are_fenced_on_gpus(wrap, dtype, scans, s
             h, _ = jax.lax.scan(lambda h, w: (layer(h, w), None), h, w)
         else:
             h = layer(h, w)
-        return jnp.mean(h.astype(jnp.float32) ** 2)
+        return jnp.mean(wide(h) ** 2)
 
-    shape = (3, 8, 8) if scans else (8, 8)
-    step = jax.jit(helpers.mean_of(loss, 2)).trace(
-        [jnp.ones(shape)] * 3, jnp.ones((8, 8))
-    )
-    lowered = [step.lower(lowering_platforms=(name,)) for name in ("cuda", "tpu")]
-    cuda, tpu = (barriers(x.as_text()) for x in lowered)
+    args = [jnp.ones((3, 8, 8) if scans else (8, 8))] * 3, jnp.ones((8, 8))
     stays_narrow = scans and dtype == NARROW and not in_place.HAS_REFS
-    assert cuda - tpu == (3 if shares and not stays_narrow else 0)
+    found = barriers_of_gpus(helpers.mean_of(loss, 2), *args)
+    assert found == (3 if shares and not stays_narrow else 0)
 
 
 @pytest.mark.parametrize(
@@ -283,24 +258,23 @@ def test_products_that_share_an_operand_are_fenced_on_gpus(wrap, dtype, scans, s
         (jax.jit(narrow), 1),
         (lambda w: w, 0),
         (lambda w: narrow(w) + narrow(jnp.sum(w)), 0),  # it is read as it is, too
-        (lambda w: w.astype(jnp.float32), 0),
+        (wide, 0),
     ],
 )
 def test_what_is_cast_as_a_whole_is_cast_in_the_loop_on_tpus(
     reads, inside, monkeypatch
 ):
-    monkeypatch.setattr(meshes, "is_open", lambda tree: False)  # there is one device
+    one_device(monkeypatch)
 
     def loss(w, x):
         w = reads(w)
-        return jnp.mean((x.astype(w.dtype) @ w).astype(jnp.float32) ** 2)
+        return jnp.mean(wide(x.astype(w.dtype) @ w) ** 2)
 
     def subtractions(k, platform):
-        step = jax.jit(ga.value_and_grad(loss, k)).trace(jnp.ones((8, 8)), x)
-        text = step.lower(lowering_platforms=(platform,)).as_text()
+        args = jnp.ones((8, 8)), jnp.ones((16, 8))
+        text = text_for(platform, ga.value_and_grad(loss, k), *args)
         return len(re.findall(r"stablehlo.subtract .* tensor<8x8xf32>", text))
 
-    x = jnp.ones((16, 8))
     assert [subtractions(2, name) for name in ("tpu", "cpu", "cuda")] == [inside, 0, 0]
     assert not subtractions(1, "tpu")  # there is no loop
 
@@ -318,7 +292,7 @@ def test_a_product_of_triton_is_added_after_it_and_no_other_sum(
 ):
     """On GPUs, if the matrix is a slice of a scan; a scale's sum stays one kernel."""
     monkeypatch.setenv("XLA_FLAGS", flags)
-    monkeypatch.setattr(meshes, "is_open", lambda tree: False)  # there is one device
+    one_device(monkeypatch)
 
     @jax.checkpoint
     def layer(h, w):
@@ -327,34 +301,30 @@ def test_a_product_of_triton_is_added_after_it_and_no_other_sum(
     def loss(w, h):
         return jnp.mean(jax.lax.scan(layer, h, w)[0] ** 2)
 
-    def barriers(platform):
-        w = {"matrix": jnp.ones((3, 8, 8)), "scale": jnp.ones((3, 8))}
-        step = jax.jit(ga.value_and_grad(loss, 2)).trace(w, jnp.ones((32, 8)))
-        text = step.lower(lowering_platforms=(platform,)).as_text()
-        return text.count("optimization_barrier")
-
-    added_after = barriers("cuda") - barriers("tpu")
-    assert added_after == (fences if in_place.HAS_REFS else 0)
+    w = {"matrix": jnp.ones((3, 8, 8)), "scale": jnp.ones((3, 8))}
+    step = ga.value_and_grad(loss, 2)
+    due = fences if in_place.HAS_REFS else 0
+    assert barriers_of_gpus(step, w, jnp.ones((32, 8))) == due
     # If the compiler may distribute it, it has to take reductions past the addition.
     monkeypatch.undo()
-    assert barriers("cuda") == barriers("tpu")
+    assert barriers_of_gpus(ga.value_and_grad(loss, 2), w, jnp.ones((32, 8))) == 0
 
 
 def attended(params, x):
     """A bfloat16 transformer of unrolled layers."""
 
     def norm(h):
-        wide = h.astype(jnp.float32)
-        return narrow(wide * jax.lax.rsqrt(jnp.mean(wide**2, -1, keepdims=True) + 1e-6))
+        h = wide(h)
+        return narrow(h * jax.lax.rsqrt(jnp.mean(h**2, -1, keepdims=True) + 1e-6))
 
     h = narrow(x)
     for p in params:
         p = jax.tree.map(narrow, p)
         q, k, v = (norm(h) @ p[name] for name in "qkv")
-        scores = jnp.einsum("bse,bte->bst", q, k).astype(jnp.float32)
+        scores = wide(jnp.einsum("bse,bte->bst", q, k))
         h = h + narrow(jax.nn.softmax(scores)) @ v @ p["o"]
         h = h + jax.nn.gelu(norm(h) @ p["u"]) @ p["d"]
-    return jnp.mean(h.astype(jnp.float32) ** 2)
+    return jnp.mean(wide(h) ** 2)
 
 
 @pytest.mark.slow
@@ -368,9 +338,8 @@ def test_unrolled_layers_take_no_more_than_the_plain_scan(monkeypatch):
     args = [layer] * 4, shape(K * 8, 64, 64)
 
     def taken(**options):
-        return helpers.temporaries(
-            jax.jit(ga.value_and_grad(attended, K, **options)), *args
-        )
+        step = ga.value_and_grad(attended, K, **options)
+        return helpers.temporaries(jax.jit(step), *args)
 
     plain = taken(optimize=False)
     assert taken() <= 1.02 * plain

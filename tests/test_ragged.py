@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import apart, mesh_of, off, temporaries
+from helpers import error, mesh_of, off, temporaries
 from jax import lax
 
 import ga_optax as ga
@@ -78,28 +78,19 @@ def summed_by_other(p, x, sizes):
 CASES = [layers, of_groups, of_others, of_each, of_sizes, summed, summed_by_other]
 
 
-def loss(case, sizes):
-    sizes = jnp.asarray(sizes, jnp.int32)
-
-    def total(p, x):
-        found = case(p, x, sizes)
-        return (jnp.sin(found) * jnp.arange(found.size).reshape(found.shape)).sum()
-
-    return total
-
-
-def compared(case, sizes):
-    fun, args = loss(case, sizes), arguments()
-    step = ga.value_and_grad(fun, K, accumulator_dtype="float64")
-    return apart(step, jax.value_and_grad(fun), *args)
+WIDE = {"accumulator_dtype": "float64"}
 
 
 @pytest.mark.grid(7, 28)
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("case", CASES)
 def test_products_of_groups_are_those_of_the_whole_batch(case, sizes):
-    assert compared(case, sizes) < BOUND
-    found = ga.batch_dependencies(loss(case, sizes), K)(*arguments())
+    def loss(p, x):
+        found = case(p, x, jnp.asarray(sizes, jnp.int32))
+        return (jnp.sin(found) * jnp.arange(found.size).reshape(found.shape)).sum()
+
+    assert error(loss, K, *arguments(), **WIDE) < BOUND
+    found = ga.batch_dependencies(loss, K)(*arguments())
     assert "ragged_dot_general" not in {note.name for note in found.whole}
 
 
@@ -124,18 +115,17 @@ def shuffled(p, x):
 @pytest.mark.parametrize("fun", [dropless, shuffled])
 @pytest.mark.parametrize("k", [1, 4, 16])
 def test_rows_in_another_order_have_the_gradients_of_the_whole_batch(fun, k):
-    args = arguments()
-    want = jax.jit(jax.value_and_grad(fun))(*args)
-    step = jax.jit(ga.value_and_grad(fun, k, accumulator_dtype="float64"))
-    assert off(step(*args), want) < BOUND
-    other = args[0], args[1].at[0].multiply(1.1)
-    assert off(step(*other), want) > 1e-6  # the twin
+    params, x = arguments()
+    want = jax.jit(jax.value_and_grad(fun))(params, x)
+    step = jax.jit(ga.value_and_grad(fun, k, **WIDE))
+    assert off(step(params, x), want) < BOUND
+    assert off(step(params, x.at[0].multiply(1.1)), want) > 1e-6  # the twin
 
 
 def test_dropless_experts_take_the_memory_of_a_micro_batch(monkeypatch):
     params, x = jax.tree.map(jnp.float32, arguments(1024, 32, 128))
-    undivided = temporaries(jax.jit(jax.value_and_grad(dropless)), params, x)
-    one = temporaries(jax.jit(jax.value_and_grad(dropless)), params, x[:128])
+    plain = jax.jit(jax.value_and_grad(dropless))
+    undivided, one = (temporaries(plain, params, rows) for rows in (x, x[:128]))
 
     def needs():
         return temporaries(jax.jit(ga.value_and_grad(dropless, 8)), params, x)
@@ -148,6 +138,5 @@ def test_dropless_experts_take_the_memory_of_a_micro_batch(monkeypatch):
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 9), reason="data_axis needs jax 0.9")
 def test_dropless_experts_on_four_devices():
-    over = {"data_axis": ga.DataAxis("data", mesh=mesh_of())}
-    step = ga.value_and_grad(dropless, 2, accumulator_dtype="float64", **over)
-    assert apart(step, jax.value_and_grad(dropless), *arguments()) < BOUND
+    axis = ga.DataAxis("data", mesh=mesh_of())
+    assert error(dropless, 2, *arguments(), data_axis=axis, **WIDE) < BOUND

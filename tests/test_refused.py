@@ -152,6 +152,8 @@ EACH = [
     ),
     of(W, X, rngs=KEYS)(V, f"{DIFFERS} | argument 'rngs' | rng_argnames='rngs'."),
     of(W, X, KEYS)(V, f"{DIFFERS} | ['a'] of argument 2  | rng_argnums=2."),
+    of(W, {"x": X} | KEYS)(V, "leaf ['a'] | name them in rng_argnums"),
+    of(W, {"x": X} | KEYS, batch_axes={"x": 0, "a": None})(V, DIFFERS),
     of(W, X, {"f": "a"}, rng_argnums=2)(
         T, f"leaf ['f'] of argument 2 {A_NUMBER} | of type str | Pass PRNG keys alone"
     ),

@@ -1,12 +1,9 @@
 """A `jax.shard_map` inside of a loss: devices have parts of rows, or their own rows."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from helpers import apart, mesh_of, temporaries
+from helpers import error, mesh_of, normal, temporaries
 from jax.sharding import PartitionSpec as P
 
 import ga_optax as ga
@@ -19,34 +16,19 @@ pytestmark = [
 ]
 N, D, H, K = 32, 8, 12, 4
 BOUND = 1e-5  # float32, sums of at most a thousand terms
-
-
 MESH = mesh_of(2, 2, names=("data", "model"))
+WHOLE, ROWS, WEIGHTS = P(), P("data"), (P(None, "model"), P("model"))
 
 
 def arguments(n=N, width=D, hidden=H):
-    rng = np.random.default_rng(0)
-    shapes = {"up": (width, hidden), "down": (hidden, width)}
-    params = {k: rng.normal(size=s) / s[0] ** 0.5 for k, s in shapes.items()}
-    return jax.tree.map(jnp.float32, params), jnp.float32(rng.normal(size=(n, width)))
-
-
-WHOLE = P()
+    up, down = normal(width, hidden), normal(hidden, width)
+    return {"up": up / width**0.5, "down": down / hidden**0.5}, normal(n, width)
 
 
 def over(in_specs, out_specs=WHOLE, **options):
     """A function of devices of the mesh."""
-
-    def decorated(f):
-        specs = {"in_specs": in_specs, "out_specs": out_specs, **options}
-        return functools.wraps(f)(
-            lambda *args: jax.shard_map(f, mesh=MESH, **specs)(*args)
-        )
-
-    return decorated
-
-
-WEIGHTS = P(None, "model"), P("model")
+    specs = {"mesh": MESH, "in_specs": in_specs, "out_specs": out_specs, **options}
+    return lambda f: jax.shard_map(f, **specs)
 
 
 def product(x, up, down):
@@ -55,25 +37,26 @@ def product(x, up, down):
 
 def of_weights(p, x):
     """Every device has all rows, and a part of the weights."""
-    return (over((P(), *WEIGHTS))(product)(x, p["up"], p["down"]) ** 2).mean()
+    run = over((WHOLE, *WEIGHTS))(product)
+    return (run(x, p["up"], p["down"]) ** 2).mean()
 
 
 def of_rows(p, x):
     """And rows of its own."""
-    h = over((P("data"), *WEIGHTS), P("data"))(product)(x, p["up"], p["down"])
+    h = over((ROWS, *WEIGHTS), ROWS)(product)(x, p["up"], p["down"])
     return (h * jnp.linspace(0, 1, len(x))[:, None]).mean()
 
 
 def unchecked(p, x):
     """Only one axis of the mesh is the function's, and nothing keeps track."""
-    run = over((P(), *WEIGHTS), axis_names={"model"}, check_vma=False)(product)
+    run = over((WHOLE, *WEIGHTS), axis_names={"model"}, check_vma=False)(product)
     return (run(x, p["up"], p["down"]) ** 2).mean()
 
 
 def dropped(p, x):
     """A key that all have draws the same for all."""
 
-    @over((P(), P(), *WEIGHTS))
+    @over((WHOLE, WHOLE, *WEIGHTS))
     def run(x, key, up, down):
         h = product(x, up, down)
         return jnp.where(jax.random.bernoulli(key, 0.7, h.shape), h, 0)
@@ -94,7 +77,7 @@ def of_columns(p, x):
 def of_a_sum(p, x):
     """What comes back is summed over rows and devices."""
 
-    @over((P("data"), P()))
+    @over((ROWS, WHOLE))
     def run(x, up):
         return jax.lax.psum((jnp.tanh(x @ up) ** 2).sum(0), "data")
 
@@ -104,7 +87,7 @@ def of_a_sum(p, x):
 def of_places(p, x):
     """The place of a row among those of a device."""
 
-    @over((P("data"), P()), P("data"))
+    @over((ROWS, WHOLE), ROWS)
     def run(x, up):
         return jnp.tanh(x @ up) * jnp.arange(len(x), dtype=x.dtype)[:, None]
 
@@ -112,7 +95,7 @@ def of_places(p, x):
 
 
 def meets(p, x):
-    @over((P("data"), P()), P("data"))
+    @over((ROWS, WHOLE), ROWS)
     def run(x, up):
         h = jnp.tanh(x @ up)
         return h - jax.lax.pmean(h.mean(0), "data")
@@ -123,39 +106,23 @@ def meets(p, x):
 LOSSES = [of_weights, of_rows, of_columns, of_a_sum, unchecked, dropped, of_places]
 
 
-def compared(fun, **options):
-    step = ga.value_and_grad(fun, K, **options)
-    return apart(step, jax.value_and_grad(fun), *arguments())
+# Of micro-batches whose rows lie on all devices.
+EACH = {"data_axis": ga.DataAxis("data", mesh=MESH, sync="each")}
 
 
 @pytest.mark.parametrize("fun", [*LOSSES, meets])
 def test_value_and_gradients_are_those_of_the_whole_batch(fun):
-    assert compared(fun) < BOUND
-
-
-def listed(fun, **options):
+    """Only where rows meet inside it is computed whole."""
+    assert error(fun, K, *arguments()) < BOUND
+    options = {} if fun is meets else EACH
     found = ga.batch_dependencies(fun, K, **options)(*arguments())
-    return {note.name for note in found.whole}
-
-
-def each():
-    """Of micro-batches whose rows lie on all devices."""
-    return {"data_axis": ga.DataAxis("data", mesh=MESH, sync="each")}
-
-
-@pytest.mark.parametrize("fun", LOSSES)
-def test_where_rows_do_not_meet_nothing_is_computed_whole(fun):
-    assert "shard_map" not in listed(fun, **each())
-
-
-def test_where_they_meet_inside_it_is_computed_whole_and_said():
-    assert "shard_map" in listed(meets)
+    assert ("shard_map" in {note.name for note in found.whole}) == (fun is meets)
 
 
 def test_rows_that_are_taken_for_those_of_others_are_found(monkeypatch):
-    assert compared(of_places, **each()) < BOUND
+    assert error(of_places, K, *arguments(), **EACH) < BOUND
     monkeypatch.setattr(nested, "_on_device", lambda layout, *args, **kw: layout)
-    assert compared(of_places, **each()) > 1e-3
+    assert error(of_places, K, *arguments(), **EACH) > 1e-3
 
 
 def test_it_takes_the_memory_of_a_micro_batch(monkeypatch):

@@ -10,11 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import mean_of
+from helpers import in_calls, mean_of, normal
 
 import ga_optax as ga
 from ga_optax import accumulator
-from ga_optax._loop import fences
+from ga_optax._loop import fences, in_place
+from ga_optax._passes import arrivals
 from ga_optax.testing import assert_trees_bitwise_equal
 
 WIDTH, K = 8, 4
@@ -26,44 +27,20 @@ def norm(h, gain):
     return centred * jax.lax.rsqrt(jnp.var(h, -1, keepdims=True) + 1e-5) * gain[None]
 
 
-def dense(h, p, batch):
-    return jnp.tanh(h @ p["w"] + p["g"][None])
-
-
-def scaled(h, p, batch):
-    return h * p["g"][None] + p["b"][None]
-
-
-def normed(h, p, batch):
-    return jax.nn.gelu(norm(h, p["g"]) @ p["w"])
-
-
-def gated(h, p, batch):
-    return jax.nn.silu(h @ p["w"]) * (h @ p["v"]) + h
-
-
-def convolved(h, p, batch):
-    out = jax.lax.conv_general_dilated(
-        h[..., None],
-        p["v"][:3, None],
-        (1,),
-        "SAME",
-        dimension_numbers=("NWC", "WIO", "NWC"),
-    )
+def convolved(h, p, b):
+    numbers = "NWC", "WIO", "NWC"
+    args = h[..., None], p["v"][:3, None], (1,), "SAME", None, None, numbers
+    out = jax.lax.conv_general_dilated(*args)
     return jax.nn.silu(out).mean(-1) * p["g"][None]
 
 
-def attended(h, p, batch):
+def attended(h, p, b):
     q, k, v = (h[:, :, None] * p[name][0][None, None] for name in ("w", "v", "u"))
     weights = jax.nn.softmax(q @ k.swapaxes(-1, -2) / 3.0)
     return (weights @ v).mean(-1) @ p["w"]
 
 
-def embedded(h, p, batch):
-    return h + p["w"][batch["i"]]
-
-
-def scanned(h, p, batch):
+def scanned(h, p, b):
     def layer(h, w):
         return jnp.tanh(norm(h, w[0]) @ w) * w[1][None] + h, None
 
@@ -71,23 +48,22 @@ def scanned(h, p, batch):
     return jax.lax.scan(jax.checkpoint(layer), h, layers)[0]
 
 
-def stacked(h, p, batch):
-    def layer(h, w):
-        return jnp.tanh(h @ w) + h, None
-
-    return jax.lax.scan(layer, h, p["layers"])[0]
+def stacked(h, p, b):
+    return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w) + h, None), h, p["layers"])[0]
 
 
-def sampled(h, p, batch):
-    return h * jnp.exp(p["g"])[None] + p["b"][None]
-
-
-PIECES = (dense, scaled, normed, gated, convolved, attended, embedded, scanned)
-PIECES = (*PIECES, stacked, sampled)
-
-
-def penalty(p):
-    return 0.01 * sum(jnp.sum(x**2) for x in jax.tree.leaves(p))
+PIECES = (
+    lambda h, p, b: jnp.tanh(h @ p["w"] + p["g"][None]),  # dense
+    lambda h, p, b: h * p["g"][None] + p["b"][None],  # scaled
+    lambda h, p, b: jax.nn.gelu(norm(h, p["g"]) @ p["w"]),  # normed
+    lambda h, p, b: jax.nn.silu(h @ p["w"]) * (h @ p["v"]) + h,  # gated
+    convolved,
+    attended,
+    lambda h, p, b: h + p["w"][b["i"]],  # embedded
+    scanned,
+    stacked,
+    lambda h, p, b: h * jnp.exp(p["g"])[None] + p["b"][None],  # sampled
+)
 
 
 def spectral(p):
@@ -98,30 +74,21 @@ def spectral(p):
     return jnp.linalg.norm(p["w"] @ v)
 
 
-def divergence(p):
-    return 0.5 * jnp.sum(p["b"] ** 2 + jnp.exp(2 * p["g"]) - 2 * p["g"])
-
-
-PENALTIES = (lambda p: jnp.float32(0), penalty, spectral, divergence)
-
-
-def squared(out, p, batch):
-    return jnp.mean((out @ p["head"] + p["bias"] - batch["y"]) ** 2)
-
-
-def logistic(out, p, batch):
-    return jnp.mean(jax.nn.softplus(-jnp.sign(batch["y"]) * (out @ p["head"])))
-
-
-def bare(out, p, batch):
-    return jnp.sum(p["head"]) * jnp.mean(out) + p["bias"] * jnp.mean(batch["y"])
-
-
-HEADS = (squared, logistic, bare)
+PENALTIES = (
+    lambda p: jnp.float32(0),
+    lambda p: 0.01 * sum(jnp.sum(x**2) for x in jax.tree.leaves(p)),
+    spectral,
+    lambda p: 0.5 * jnp.sum(p["b"] ** 2 + jnp.exp(2 * p["g"]) - 2 * p["g"]),
+)
+HEADS = (
+    lambda h, p, b: jnp.mean((h @ p["head"] + p["bias"] - b["y"]) ** 2),
+    lambda h, p, b: jnp.mean(jax.nn.softplus(-jnp.sign(b["y"]) * (h @ p["head"]))),
+    lambda h, p, b: jnp.sum(p["head"]) * jnp.mean(h) + p["bias"] * jnp.mean(b["y"]),
+)
 
 
 def draw(seed):
-    """A random model: the loss, its parameters and a batch."""
+    """A random model: the loss with aux, its parameters and a batch."""
     rng = np.random.default_rng(seed)
     pieces = [PIECES[i] for i in rng.integers(len(PIECES), size=rng.integers(0, 4))]
     shared = rng.random() < 0.3
@@ -149,50 +116,14 @@ def draw(seed):
         h = batch["x"]
         for i, piece in enumerate(pieces):
             h = piece(h, params["piece_0" if shared else f"piece_{i}"], batch)
-        return head(h, params, batch) + punish(params["piece_0"])
+        value = head(h, params, batch) + punish(params["piece_0"])
+        return value, {"scaled": value * 1.7, "of rows": jnp.mean(batch["x"]) * value}
 
     return loss, params, batch
 
 
-def with_aux(loss):
-    def fun(params, batch):
-        value = loss(params, batch)
-        return value, {"scaled": value * 1.7, "of rows": jnp.mean(batch["x"]) * value}
-
-    return fun
-
-
 def weight(batch, aux=None):
     return jnp.sum(jnp.abs(batch["y"])) + 0.37
-
-
-def folded(fun, params, batch, grouping, **options):
-    """The mean over a window that comes in calls of so many micro-batches."""
-    acc, start = ga.accumulator.init(params), 0
-    size = jax.tree.leaves(batch)[0].shape[0] // K
-    for number in grouping:
-        add = jax.jit(ga.accumulate(fun, number, **options))
-        here = slice(start * size, (start + number) * size)
-        value, acc = add(acc, params, jax.tree.map(lambda x: x[here], batch))  # noqa: B023
-        start += number
-    return value, jax.jit(ga.accumulator.mean)(acc)
-
-
-def check(seed, weight_fn):
-    loss, params, batch = draw(seed)
-    fun, options = with_aux(loss), {"weight_fn": weight_fn, "has_aux": True}
-
-    def whole():
-        return jax.jit(mean_of(fun, K, **options))(params, batch)
-
-    value, grads = whole()
-    with helpers.by_hand(weight_fn is not None):  # which is a branch, and by hand
-        assert_trees_bitwise_equal(whole(), (value, grads))
-    for grouping in GROUPINGS:
-        last, mean = folded(fun, params, batch, grouping, **options)
-        assert_trees_bitwise_equal(mean, grads)
-        if grouping == [K]:
-            assert_trees_bitwise_equal(last, value)
 
 
 # One row a micro-batch, a matrix that is looked up, attended with and multiplied by.
@@ -211,8 +142,21 @@ OPEN = pytest.mark.xfail(
     ],
 )
 def test_groupings_of_a_random_model_agree_bit_for_bit(seed, weight_fn):
+    loss, params, batch = draw(seed)
+    options = {"weight_fn": weight_fn, "has_aux": True}
+
+    def whole():
+        return jax.jit(mean_of(loss, K, **options))(params, batch)
+
     with helpers.by_hand(bool(seed % 2)):
-        check(seed, weight_fn)
+        value, grads = whole()
+        with helpers.by_hand(weight_fn is not None):  # which is a branch, and by hand
+            assert_trees_bitwise_equal(whole(), (value, grads))
+        for grouping in GROUPINGS:
+            last, mean = in_calls(loss, params, batch, grouping, **options)
+            assert_trees_bitwise_equal(mean, grads)
+            if grouping == [K]:
+                assert_trees_bitwise_equal(last, value)
 
 
 # -- Scans of any form -----------------------------------------------------------------
@@ -225,17 +169,19 @@ FORMS = {
 }
 
 
+def in_place_and_by_hand(make, loss, *args):
+    got = jax.jit(make(loss, K))(*args)
+    with helpers.by_hand():
+        return got, jax.jit(make(loss, K))(*args)
+
+
 @pytest.mark.grid(2, 4)
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("form", FORMS)
 def test_a_scan_of_any_form_has_the_bits_of_the_plain_sum(form, again):
     """Over matrices, scales and shifts, with what it keeps, once and again."""
-    rng = np.random.default_rng(0)
-    shapes = {"matrix": (3, 4, 4), "scale": (3, 4), "shift": (3, 4), "x": (2 * K, 4)}
-    params = {
-        n: jnp.asarray(rng.normal(size=s), jnp.float32) for n, s in shapes.items()
-    }
-    x = params.pop("x")
+    shapes = {"matrix": (3, 4, 4), "scale": (3, 4), "shift": (3, 4)}
+    params = {n: normal(*s, seed=i) for i, (n, s) in enumerate(shapes.items())}
 
     def layer(h, p):
         h = jnp.tanh(h @ p["matrix"] * p["scale"][None] + p["shift"][None])
@@ -247,9 +193,26 @@ def test_a_scan_of_any_form_has_the_bits_of_the_plain_sum(form, again):
             h, _ = jax.lax.scan(layer, h, params, **FORMS[form])
         return jnp.mean(h**2) + jnp.sum(kept**2)
 
-    got = jax.jit(mean_of(loss, K))(params, x)
-    with helpers.by_hand():
-        assert_trees_bitwise_equal(got, jax.jit(mean_of(loss, K))(params, x))
+    both = in_place_and_by_hand(mean_of, loss, params, normal(2 * K, 4))
+    assert_trees_bitwise_equal(*both)
+
+
+@pytest.mark.skipif(not in_place.HAS_REFS, reason="before jax 0.11.1")
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_so_has_a_shift_of_few_rows(rows, monkeypatch):
+    def loss(p, x):
+        def layer(h, p):
+            return jnp.tanh(h * p[0][None] + p[1][None]), None
+
+        return jnp.mean(jax.lax.scan(layer, x, p)[0] ** 2)
+
+    args = (normal(3, 5), normal(3, 5, seed=2)), normal(K * rows, 5, seed=1)
+    both = in_place_and_by_hand(ga.value_and_grad, loss, *args)
+    assert_trees_bitwise_equal(*both)
+    if rows == 2:  # the twin adds two rows in place
+        monkeypatch.setattr(arrivals, "FEW", 0)
+        twin = in_place_and_by_hand(ga.value_and_grad, loss, *args)
+        assert helpers.bits(twin[0]) != helpers.bits(twin[1])
 
 
 # -- What has no role ------------------------------------------------------------------
@@ -259,26 +222,19 @@ def frozen(p, x, z):
     return jnp.mean(jnp.tanh(x @ (jax.nn.softmax(z) + p)) ** 2)
 
 
-def carried(p, x, z):
-    return frozen(p, x, z), z
-
-
 # How the third argument comes: a function, and the options of `accumulate`.
 SOURCES = {
     "argument": (lambda z: frozen, {}),
     "closure": (lambda z: lambda p, x, _: frozen(p, x, z), {}),
     "whole": (lambda z: frozen, {"batch_argnums": (1, 2), "batch_axes": (0, None)}),
-    "carry": (lambda z: carried, {"carry_argnums": 2}),
+    "carry": (lambda z: lambda p, x, z: (frozen(p, x, z), z), {"carry_argnums": 2}),
 }
 
 
 def total_in_calls(source, seed, calls):
     """The sum of gradients of K micro-batches, in so many calls."""
     make, options = SOURCES[source]
-    rng = np.random.default_rng(seed)
-    p, x, z = (
-        jnp.asarray(rng.normal(size=(rows, 16)), jnp.float32) for rows in (16, 24, 16)
-    )
+    p, x, z = normal(16, 16, seed=seed), normal(24, 16), normal(16, 16, seed=9)
 
     @jax.jit
     def step(acc, p, x, z):
@@ -330,13 +286,9 @@ def rotated(w, x):
 
 def agree(loss):
     """Whether a window in one call has the bits of one of as many calls as can be."""
-    rng = np.random.default_rng(0)
-    w, x = (
-        jnp.asarray(rng.normal(size=shape) * 0.5, jnp.float32)
-        for shape in ((WIDTH, WIDTH), (K * 8, WIDTH))
-    )
+    w, x = normal(WIDTH, WIDTH) / 2, normal(K * 8, WIDTH, seed=1) / 2
     _, grads = jax.jit(mean_of(loss, K))(w, x)
-    return np.array_equal(folded(loss, w, x, [1] * K)[1], grads)
+    return np.array_equal(in_calls(loss, w, x, [1] * K)[1], grads)
 
 
 @pytest.mark.grid(1)

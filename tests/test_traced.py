@@ -4,7 +4,7 @@ import helpers
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers import normal
+from helpers import normal, plain_scan, ruled
 from jax.interpreters import ad
 
 import ga_optax as ga
@@ -37,13 +37,11 @@ def mixed(params, x):
         return jax.nn.relu(jax.nn.softmax(x @ w) - 0.2)
 
     for i, w in enumerate(params):
-        keep = jax.random.bernoulli(
-            jax.random.fold_in(jax.random.key(0), i), 0.5, (WIDTH,)
-        )
+        key = jax.random.fold_in(jax.random.key(0), i)
+        keep = jax.random.bernoulli(key, 0.5, (WIDTH,))
         table = jnp.sin(jnp.arange(WIDTH, dtype=x.dtype) * 0.7)
         x = x + jnp.where(keep[None], layer(x, w), 0) * table[None]
-    stacked = jnp.stack(params)
-    x = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, stacked)[0]
+    x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, jnp.stack(params))
     return jnp.mean(jnp.square(x))
 
 
@@ -79,22 +77,12 @@ def test_a_rule_is_run_once_for_all_layers(optimize, monkeypatch):
 # -- What layers have in common is partitioned once ------------------------------------
 
 
-@jax.custom_vjp
-def clipped(x):
-    return jnp.sin(x)
-
-
-clipped.defvjp(
-    lambda x: (jnp.sin(x), x), lambda x, ct: (jnp.clip(ct, -1, 1) * jnp.cos(x),)
-)
 ALIKE = {
     # Each time a new function.
     "checkpoint": lambda x: jax.checkpoint(lambda x: jnp.tanh(x) * 2)(x),
     "jvp": jax.nn.relu,
-    "vjp": clipped,
-    "draw": lambda x: jnp.where(
-        jax.random.bernoulli(jax.random.key(0), 0.9, x.shape), x, 0.0
-    ),
+    "vjp": ruled(lambda ct: jnp.clip(ct, -1, 1), jnp.sin),
+    "draw": lambda x: x * jax.random.uniform(jax.random.key(0), x.shape),
 }
 
 
@@ -137,21 +125,6 @@ def terms(params, x):
     return sum(jnp.mean(jnp.square(y)).astype(jnp.float32) for y in products)
 
 
-def plain_scan(loss):
-    def window(params, x):
-        def micro_step(carry, x):
-            new = jax.value_and_grad(loss)(params, x)
-            return jax.tree.map(lambda t, g: t + g.astype(t.dtype), carry, new), None
-
-        wide = [jnp.zeros(w.shape, jnp.float32) for w in params]
-        parts = jnp.reshape(x, (K, -1, *x.shape[1:]))
-        value, grads = jax.lax.scan(micro_step, (jnp.zeros([]), wide), parts)[0]
-        means = [(g / K).astype(w.dtype) for g, w in zip(grads, params, strict=True)]
-        return value / K, means
-
-    return window
-
-
 def of_a_leaf(step, leaf):
     """How many lines one leaf more adds to a program."""
     x = jax.ShapeDtypeStruct((2 * K, 3), jnp.float32)
@@ -161,7 +134,7 @@ def of_a_leaf(step, leaf):
 
 def test_a_leaf_adds_to_a_program_what_it_adds_to_a_plain_scan(monkeypatch):
     leaf = jax.ShapeDtypeStruct((1, 3), jnp.float32)
-    plain = of_a_leaf(plain_scan(scaled), leaf)
+    plain = of_a_leaf(plain_scan(scaled, K, jnp.float32), leaf)
     assert of_a_leaf(ga.value_and_grad(scaled, K), leaf) <= plain
 
     def cleared(params, dtype):
@@ -181,7 +154,7 @@ def test_products_that_are_alike_are_traced_once_and_are_one_function(
     leaf, traced = jax.ShapeDtypeStruct((3, 3), dtype), []
     once = ir.traced
     monkeypatch.setattr(ir, "traced", lambda *a: traced.append(1) or once(*a))
-    plain = of_a_leaf(plain_scan(terms), leaf)
+    plain = of_a_leaf(plain_scan(terms, K, jnp.float32), leaf)
     # A mean in bfloat16 is rounded once, where the sum of all rows is.
     more = 1.3 if dtype == jnp.bfloat16 else 1.0
     assert of_a_leaf(ga.value_and_grad(terms, K), leaf) <= more * plain
