@@ -3,7 +3,8 @@
 Each row of the result is a row of an operand, and which one is known beforehand. If a
 micro-batch holds all of its rows itself, as after `concatenate([x, y])[:n]`, they stay
 where they are. A few rows are a sum over micro-batches, of which one has each. For all
-else, such as a shift, all rows are gathered, and cut again if k divides them.
+else, such as a shift, the rows before all moves are gathered, and a micro-batch picks
+its own of what they become if k divides these.
 """
 
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 from jax.extend import core
 
 from ga_optax._partition.values import (
+    MOVES,
     PARTIAL,
     WHOLE,
     Result,
@@ -21,24 +23,87 @@ from ga_optax._partition.values import (
     Rows,
     Value,
     can_split,
+    types_of,
 )
-from ga_optax._partition.writer import Writer
+from ga_optax._partition.writer import Writer, number_of
 from ga_optax._passes.ir import is_inexact
 
 
 def move(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     """The results of what moves rows; None if its operands never had any."""
     origin = next(filter(None, (v.origin for v in vs)), None)
-    if origin is None:
+    if origin is None or not isinstance(origin[1], int):  # left open by `jax.export`
         return None
     if any(v.rows for v in vs) and (found := _here(w, e, vs, *origin)):
         return found
+    d, types = origin[0], types_of(e)
+    due = [next(reversed(_splits(w, x.shape[d], *origin)), None) for x in types]
+    picked = [_picked(w, _moved(e, vs, d, i), d, rows) for i, rows in enumerate(due)]
+    if all(picked):
+        return picked
+    pairs = zip(w.all_whole(e, vs), due, strict=True)
+    return [(w.own(x, rows), rows) if rows else (x, WHOLE) for (x, _), rows in pairs]
 
-    def cut(x: Any) -> Result:
-        rows = _splits(w, x.shape[origin[0]], *origin)
-        return (w.own(x, rows[-1]), rows[-1]) if rows else (x, WHOLE)
 
-    return [cut(x) for x, _ in w.all_whole(e, vs)]
+# -- Out of all rows of one value ------------------------------------------------------
+
+# It, and which of its rows they are: for padding, as many as it has.
+Source = tuple[Value, np.ndarray]
+
+
+def _source(v: Value, d: int) -> Source | None:
+    """The one value whose rows these are, along a dimension; None if there are more."""
+    if v.made is None or v.made[0].primitive.name not in MOVES:
+        return v, np.arange(v.shape[d])
+    e, vs, i = v.made
+    return _moved(e, vs, d, i)
+
+
+def _moved(e: core.JaxprEqn, vs: list[Value], d: int, i: int) -> Source | None:
+    """The same of the i-th result of an equation that moves rows alone."""
+    name, moving = e.primitive.name, vs
+    if name == "pad":
+        moving, number = vs[:1], number_of(vs[1])
+    found: list[Any] = [_source(v, d) for v in moving]
+    several = len({id(x[0]) for x in found if x}) > 1
+    if None in found or several or (name == "pad" and number != 0):
+        return None
+    (v, _), numbers = found[0], np.concatenate([x for _, x in found])
+    if name == "pad":
+        numbers = _padded(numbers, e.params["padding_config"][d], v.shape[d])
+    else:
+        numbers = numbers[_numbers(e, d, len(numbers))[i]]
+    shape = *v.shape[:d], len(numbers), *v.shape[d + 1 :]
+    is_along = name != "rev" or tuple(e.params["dimensions"]) == (d,)
+    return (v, numbers) if is_along and types_of(e)[i].shape == shape else None
+
+
+def _padded(numbers: np.ndarray, how: tuple[int, int, int], new: int) -> np.ndarray:
+    """The numbers of rows with padding around and between them."""
+    low, high, between = how
+    places = low + np.arange(len(numbers)) * (between + 1)
+    found = np.full(places[-1] + 1 + high, new)
+    inside = (places >= 0) & (places < len(found))
+    found[places[inside]] = numbers[inside]
+    return found
+
+
+def _picked(w: Writer, source: Source | None, d: int, rows: Rows | None) -> Any:
+    """This micro-batch's rows of a result; None if they come from more than one value.
+
+    Neither it nor its cotangent is ever there as a whole, beside those of the value.
+    """
+    if source is None or rows is None:
+        return None
+    v, numbers = source
+    table = numbers[_order(len(numbers), rows, w.axis.size)].astype(np.int32)
+    at = jax.lax.dynamic_index_in_dim(jnp.asarray(table), w.index, keepdims=False)
+    pads = (table == v.shape[d]).any()
+    how = {"mode": "fill", "fill_value": 0} if pads else {"mode": "promise_in_bounds"}
+    return w.whole(v).at[(slice(None),) * d + (at,)].get(**how), rows
+
+
+# -- Out of what a micro-batch has -----------------------------------------------------
 
 
 def _splits(w: Writer, n: int, d: int, length: int) -> list[Rows]:

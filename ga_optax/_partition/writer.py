@@ -258,7 +258,7 @@ class Writer:
         """What this micro-batch adds to a value; of a whole one, its share."""
         if v.is_partial:
             return v.x
-        if not self.shares and _number(v) != 0:
+        if not self.shares and number_of(v) != 0:
             raise RowsMeet
         size = jnp.asarray(self.axis.size, v.aval.dtype)
         return jax.lax.div(
@@ -510,14 +510,14 @@ def _warn(e: core.JaxprEqn, error: Exception) -> None:
     )
 
 
-def _number(v: Value) -> Any:
+def number_of(v: Value) -> Any:
     """The number that all of it is for certain, or None."""
     if v.made is None:
         is_number = v.shape == () and not isinstance(v.x, jax.core.Tracer)
         return np.asarray(v.x).item() if is_number else None
     e, vs, _ = v.made
     spread = ("broadcast_in_dim", "convert_element_type", "reshape")
-    return _number(vs[0]) if e.primitive.name in spread else None
+    return number_of(vs[0]) if e.primitive.name in spread else None
 
 
 def _is_reshaped(v: Value) -> bool:
@@ -540,7 +540,7 @@ def _is_scaled(e: core.JaxprEqn, vs: Sequence[Value], size: int) -> bool:
         factors = [v for v in vs if not v.is_partial]
     if ir.inner_programs(e) or sum(v.size for v in summed) > max(size, _FEW):
         return False
-    numbers = map(_number, factors)
+    numbers = map(number_of, factors)
     finite = all(x is not None and np.isfinite(x) and x != 0 for x in numbers)
     return any(v.scaled for v in vs) or not finite
 

@@ -246,7 +246,7 @@ def _indexed(e: core.JaxprEqn) -> Dims:
     of_whole: list[Any] = [None] * len(whole)
     batched = numbers.operand_batching_dims
     for d, i in zip(batched, batch, strict=True):
-        of_whole[d] = i
+        of_whole[d] = int(i)  # of NumPy, under `jax.vmap`
     kept = [d for d in range(len(whole)) if d not in (*gone, *batched)]
     for d, at in zip(kept, window, strict=True):
         if d not in chosen and whole[d] == part[at]:
