@@ -75,7 +75,7 @@ FAULTS = """
 * a dropped psum
 - return self._over("psum", x)
 + return x
-@ _partition/values.py: test_law_models
+@ _partition/values.py: test_law
 * each micro-batch takes the first rows for its own
 + def own(...): return as_it_was_own(*given[:2], 0 * given[2], given[3])
 @ _partition/randoms.py: test_law

@@ -169,8 +169,8 @@ OF_LOSSES = {
 }
 OF_MODELS = {  # inside of steps and loops of any kind: test_law_random
     "in a model": in_model,
-    "in a checkpoint": lambda f, *args: (
-        jax.value_and_grad(jax.checkpoint(model(f)))(*args)
+    "in a checkpoint": lambda f, *args: jax.value_and_grad(jax.checkpoint(model(f)))(
+        *args
     ),
     "in a window": lambda f, *args: ga.value_and_grad(
         model(f), 2, batch_argnums=(1, 2)

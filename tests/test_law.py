@@ -12,6 +12,8 @@ import pytest
 import whole_losses
 from helpers import array, bits, leaves_of, mean_of, off
 from jax.experimental import io_callback
+from jax.extend.core import Primitive
+from jax.interpreters import ad, mlir
 from whole_losses import LOSSES, N
 
 import ga_optax as ga
@@ -375,7 +377,85 @@ def test_a_type_as_aux_is_named_by_both(wrap):
         jax.jit(wrap(_with(_TYPE), 4, has_aux=True))(W, X)
 
 
+# -- vmap inside -----------------------------------------------------------------------
+
+
+def ensemble(p, b):
+    """An ensemble under `vmap`, each member normalised over the rows."""
+
+    def member(scale, x):
+        h = jax.vmap(lambda x: jnp.tanh(x @ p["in"] * scale))(x)
+        h = jax.vmap(lambda h: h - jax.lax.pmean(h, "rows"), axis_name="rows")(h)
+        return h, jax.vmap(lambda h: h / jnp.sqrt((h**2).mean() + 0.1), 1, 1)(h)
+
+    h, normed = jax.vmap(member, (0, None))(jnp.arange(1.0, 4.0), b["x"])
+    return (normed.mean(0) @ p["out"]).std() + h.std(), (h, normed)
+
+
+def collectives(p, b):
+    """Those of `vmap` over rows, and over features, in one array."""
+
+    def of_row(x):
+        h = jnp.tanh(x @ p["in"])
+        still = jax.lax.stop_gradient(h)
+        top, low = (over(still, "rows") for over in (jax.lax.pmax, jax.lax.pmin))
+        h = h - jax.lax.psum(h, "rows") / 9 + jnp.where(h == top, h, 0.1 * low)
+        return jax.vmap(lambda x: x - jax.lax.pmean(x, "f"), axis_name="f")(h)
+
+    h = jax.vmap(of_row, axis_name="rows")(b["x"])
+    return (h @ p["out"]).std() + h.std(), h
+
+
+@pytest.mark.usefixtures("fast_compilation")
+@pytest.mark.parametrize("fun", [ensemble, collectives])
+def test_vmap_inside_is_no_other_than_the_program_that_it_writes(fun):
+    with jax.enable_x64(True):
+        args = whole_losses.arguments(width=4)
+        assert_close(*in_float64(fun, *args, has_aux=True))
+        assert ga.batch_dependencies(fun, 4, has_aux=True)(*args).whole == []
+
+
 # -- What nobody can partition ---------------------------------------------------------
+
+
+def called_back(p, b):
+    h = jnp.tanh(b["x"] @ p["in"])
+    kind = jax.ShapeDtypeStruct(h.shape, h.dtype)
+
+    def ranks(x):
+        return np.argsort(np.argsort(np.asarray(x), 0), 0).astype(h.dtype)
+
+    found = jax.pure_callback(ranks, kind, jax.lax.stop_gradient(h))
+    return ((h * found) @ p["out"]).std(), found
+
+
+twisted = Primitive("twisted")
+twisted.def_impl(lambda x: 2 * x[::-1] + x)
+twisted.def_abstract_eval(lambda x: x)
+ad.deflinear2(twisted, lambda ct, x: [2 * ct[::-1] + ct])
+mlir.register_lowering(
+    twisted, mlir.lower_fun(lambda x: 2 * x[::-1] + x, multiple_results=False)
+)
+
+
+def unknown(p, b):
+    h = twisted.bind(jnp.tanh(b["x"] @ p["in"]))
+    w = twisted.bind(p["out"])  # has no rows
+    return (h @ w).std(), {"h": h, "mean": twisted.bind(h.mean(0))}
+
+
+@pytest.mark.usefixtures("fast_compilation")
+@pytest.mark.filterwarnings("ignore:.*computed whole")
+@pytest.mark.parametrize(
+    ("fun", "name"), [(called_back, "pure_callback"), (unknown, "twisted")]
+)
+def test_what_nothing_is_known_of_is_computed_whole_and_right(fun, name):
+    args = whole_losses.arguments(dtype=np.float32, width=4)
+    want = jax.jit(jax.value_and_grad(fun, has_aux=True))(*args)
+    got = jax.jit(ga.value_and_grad(fun, 4, has_aux=True))(*args)
+    assert_close(got, want, eps=EPS32)
+    found = ga.batch_dependencies(fun, 4, has_aux=True)(*args)
+    assert {x.name for x in found.whole} == {name}
 
 
 def test_what_the_partitioner_cannot_do_is_computed_of_all_rows_and_said(monkeypatch):

@@ -40,15 +40,6 @@ def off(fun, n=N, k=K):
 # -- What others read too --------------------------------------------------------------
 
 
-def in_scan(body, **options):
-    """What a scan over rows returns, which begins with zeros: its carry is read, too."""
-
-    def fun(w, x):
-        return jnp.sin(lax.scan(body, jnp.zeros(D), x @ w, **options)[1]).sum()
-
-    return fun
-
-
 def swapped(w, x):
     def add(c, r):
         return (c[1] + r, c[0]), None
@@ -88,12 +79,6 @@ def picked(w, x, rows=ORDER, **options):
     return jnp.sum(jnp.sin(lax.gather(scores, index, numbers, (1, 1), **options)))
 
 
-def of_segments(w, x):
-    """Some of the rows of two views, in another order."""
-    z = jnp.concatenate([x @ w, jnp.sin(x @ w), x])
-    return jnp.sum(z[np.array([9, 2, 17])] ** 2) + jnp.mean(z**2)
-
-
 def of_columns(w, x):
     z = jnp.stack([x @ w, jnp.sin(x)])
     return jnp.sum(z[0, np.array([3, 6])] * z[1, np.array([6, 6])])
@@ -130,30 +115,6 @@ def square_batch(w, x):
     return ((h - h.mean(1, keepdims=True)) ** 2).mean() + (h.T @ h).std() + w.sum()
 
 
-def uneven(w, x):
-    """So many rows that no number of micro-batches divides them."""
-    h = jnp.tanh(x @ w)[1:]
-    return (jax.nn.logsumexp(h, 0) * h.max(0)).sum() + h.std()
-
-
-def not_its_derivative(w, x):
-    """A function of JAX keeps its rule where that is not its derivative."""
-    near = jax.scipy.special.xlogy(w[:1] - w[:1] + 0 * x[:, :1], 2 + x[:, :1] ** 2)
-    return near.sum() + (jax.nn.softmax(x @ w, 0) ** 2).mean()
-
-
-def checkpointed_softmax(w, x):
-    weights = jax.checkpoint(lambda h: jax.nn.softmax(h @ w, 0))(x)
-    return (weights**2).mean() + jax.checkpoint(jax.nn.logsumexp)(weights @ w)
-
-
-def stacked(w, x):
-    h = jnp.tanh(x @ w)
-    first, *rest = jnp.unstack(jnp.stack([h, 2 * h, x], 1), axis=1)
-    mean, total = jnp.unstack(jnp.stack([h.mean(0), h.sum(0)]))
-    return (first * rest[0] + rest[1]).std() + (mean * total).sum()
-
-
 def attained(w, x):
     """Rows that attain an extremum are found, however XLA rounds in another level."""
     h = jnp.where(x > 0, x @ w, jnp.tanh(x @ w) / 2)
@@ -161,17 +122,7 @@ def attained(w, x):
     return jnp.where(h == jnp.broadcast_to(h.max(0), h.shape), h, 0.1 * x).sum()
 
 
-def tied(w, x):
-    """An extremum that some micro-batches attain more often than others."""
-    h = jnp.tanh(x @ w)
-    ties = h - lax.stop_gradient(h) + lax.stop_gradient(jnp.minimum(jnp.round(h), 0))
-    return (h + ties.max(0)).std()
-
-
 LOSSES = {
-    "sums before": in_scan(lambda c, r: (c + r, c)),
-    "sums behind": in_scan(lambda c, r: (c + r, c), reverse=True),
-    "after": in_scan(lambda c, r: (c + r, c + r)),
     "filled entries": lambda w, x: picked(w, x, mode="fill", fill_value=0.5),
     "clipped entries": lambda w, x: picked(w, x, mode="clip"),
     "entries inside": lambda w, x: picked(
@@ -179,17 +130,13 @@ LOSSES = {
     ),
     "a sum filled with 0": filled_sum(0.0),
     "a sum filled with 7": filled_sum(7.0),
-} | {
-    f.__name__: f
-    for f in (
-        *(swapped, kept, sorted_with, counted, of_segments, of_columns),
-        *(behind_a_transpose, overwritten, square_batch, uneven, not_its_derivative),
-        *(checkpointed_softmax, stacked, attained, tied),
-    )
 }
+_BY_NAME = (swapped, kept, sorted_with, counted, of_columns, behind_a_transpose)
+_BY_NAME += (overwritten, square_batch, attained)
+LOSSES |= {f.__name__: f for f in _BY_NAME}
 
 
-@pytest.mark.grid(12, len(LOSSES))
+@pytest.mark.grid(10, len(LOSSES))
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_that_is_easily_wrong_is_that_of_the_undivided_batch(name):
     assert off(LOSSES[name]) < BOUND

@@ -287,17 +287,6 @@ def test_what_a_checkpointed_layer_computes_again_counts():
     assert 0.4 < savings._needs(program, program.invars[:2]) / undivided < 2
 
 
-@pytest.mark.quick
-def test_sizes_that_are_left_open_have_no_estimate(monkeypatch):
-    """And no comparison of a number that is not known."""
-    monkeypatch.setattr(savings, "_said", set())
-    x, p = BIG
-    [n] = jax.export.symbolic_shape("8*n")
-    open_x = jax.ShapeDtypeStruct((n, 32), x.dtype)
-    export = jax.export.export(jax.jit(ga.value_and_grad(by_rows, 8)))
-    assert not warned(lambda: export(p, open_x))
-
-
 def test_what_is_kept_between_levels_is_named_if_nothing_is_whole():
     little = savings.Savings(2**21, 2**21, ())
     stored = [types.SimpleNamespace(nbytes=n, line=f"a.py:{n}") for n in (3, 9)]

@@ -144,7 +144,7 @@ def runs(program):
         ours, theirs = WAYS[way]
         insides = PLAIN if way == "twice" else Insides()  # promises have one derivative
         for devices in {1, program.devices if way != "inside alone" else 1}:
-            axis = ga.DataAxis("data", mesh=helpers.mesh_of(devices))
+            axis = ga.DataAxis("data", mesh=jax.make_mesh((devices,), ("data",)))
             k = program.k * (program.devices // devices)
             options = {"batch_axes": AXES, "data_axis": axis if devices > 1 else None}
             yield ours(fun(insides), k, **options), theirs(fun(PLAIN))
