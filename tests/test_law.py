@@ -304,77 +304,63 @@ def test_a_position_counts_the_arguments_that_came_and_no_defaults():
 
 # -- Errors ----------------------------------------------------------------------------
 
-_LIST = {"x": array(4, 6), "y": [1.0, 2.0, 3.0, 4.0]}
-_TYPE = jax.ShapeDtypeStruct((2,), float)
+LIST = {"x": array(4, 6), "y": [1.0, 2.0, 3.0, 4.0]}
+TYPE = jax.ShapeDtypeStruct((2,), float)
 
 
-def _listed(w, b):
-    return jnp.mean((b["x"] @ w).sum(1) - jnp.asarray(b["y"]))
-
-
-def _of_x(w, x):
+def of_x(w, x):
     return jnp.mean(x @ w)
 
 
-def _with(leaf):
-    return lambda w, x: (jnp.mean(x @ w), {"leaf": leaf})
+def listed(w, b):
+    return jnp.mean((b["x"] @ w).sum(1) - jnp.asarray(b["y"]))
 
 
-def _mine(w, x):
+def mine(w, x):
     raise KeyError("mine")
 
 
-def _scaled(w, scale=2.0, x=None):
+def scaled(w, scale=2.0, x=None):
     return x @ w * scale
 
 
-ERRORS = {  # a call, its error, and what it says
-    "no batch": (
-        lambda: ga.value_and_grad(lambda w: jnp.mean(X @ w), 4)(W),
-        (ValueError, "fun must take its batch: what it closes"),
+def of(fun, *args, make=ga.value_and_grad, **options):
+    return lambda: make(fun, 4, **options)(*args)
+
+
+def over(*args, **options):
+    return of(*args, make=ga.microbatch, **options)
+
+
+V, T = ValueError, TypeError
+ERRORS = {  # what is said, its type, and a call
+    "fun must take its batch: what it closes": (V, of(lambda w: jnp.mean(X @ w), W)),
+    r"list of 4 numbers .*jnp\.asarray": (T, of(listed, W, LIST)),
+    "mine": (KeyError, of(mine, W, X)),
+    r"^(?!.*aux).*fun returns must be arrays.*the only leaf": (
+        T,
+        over(lambda w, x: "text", W, X),
     ),
-    "a list": (
-        lambda: ga.value_and_grad(_listed, 4)(W, _LIST),
-        (TypeError, r"list of 4 numbers .*jnp\.asarray"),
-    ),
-    "an error of the user's": (
-        lambda: ga.value_and_grad(_mine, 4)(W, X),
-        (KeyError, "mine"),
-    ),
-    "a text": (
-        lambda: ga.microbatch(lambda w, x: "text", 4)(W, X),
-        (TypeError, r"^(?!.*aux).*fun returns must be arrays.*the only leaf"),
-    ),
-    "no such position": (
-        lambda: ga.microbatch(lambda w, x: x @ w, 4, batch_argnums=-3)(W, X),
-        (ValueError, "names number -3, and 2 came"),
-    ),
-    "no batch by position": (
-        lambda: ga.microbatch(_scaled, 4, batch_argnums=2)(W, 3.0),
-        (ValueError, "names number 2, and 2 came"),
-    ),
-    "an empty batch": (
-        lambda: ga.value_and_grad(_of_x, 2)(W, X[:0]),
-        (ValueError, r"(?s)^(?!.*num_real_microbatches).* but"),
-    ),
-    "an empty batch, each by itself": (  # the twin: there is such an option
-        lambda: mean_of(_of_x, 2)(W, X[:0]),
-        (ValueError, "num_real_microbatches"),
-    ),
+    "names number -3, and 2 came": (V, over(scaled, W, X, batch_argnums=-3)),
+    "names number 2, and 2 came": (V, over(scaled, W, 3.0, batch_argnums=2)),
+    # Of an empty batch: the option is there for micro-batches by themselves alone.
+    r"(?s)^(?!.*num_real_microbatches).* but": (V, of(of_x, W, X[:0])),
+    "num_real_microbatches": (V, of(of_x, W, X[:0], make=mean_of)),
 }
 
 
-@pytest.mark.parametrize("case", ERRORS)
-def test_errors_say_what_was_required_and_what_came(case):
-    call, (kind, said) = ERRORS[case]
+@pytest.mark.parametrize("said", ERRORS)
+def test_errors_say_what_was_required_and_what_came(said):
+    kind, call = ERRORS[said]
     with pytest.raises(kind, match=said):
         call()
 
 
 @pytest.mark.parametrize("wrap", [ga.value_and_grad, mean_of])
 def test_a_type_as_aux_is_named_by_both(wrap):
+    fun = lambda w, x: (of_x(w, x), {"leaf": TYPE})  # noqa: E731
     with pytest.raises(TypeError, match=r"leaves of aux must.*\['leaf'\] is ShapeD"):
-        jax.jit(wrap(_with(_TYPE), 4, has_aux=True))(W, X)
+        jax.jit(wrap(fun, 4, has_aux=True))(W, X)
 
 
 # -- vmap inside -----------------------------------------------------------------------
