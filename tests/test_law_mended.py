@@ -40,6 +40,12 @@ def off(fun, n=N, k=K):
 # -- What others read too --------------------------------------------------------------
 
 
+def before(w, x, reverse=False):
+    """Sums over all rows before each: the carry is a result, too."""
+    scan = lax.scan(lambda c, r: (c + r, c), jnp.zeros(D), x @ w, reverse=reverse)
+    return jnp.sin(scan[1]).sum()
+
+
 def swapped(w, x):
     def add(c, r):
         return (c[1] + r, c[0]), None
@@ -123,6 +129,7 @@ def attained(w, x):
 
 
 LOSSES = {
+    "sums behind": lambda w, x: before(w, x, reverse=True),
     "filled entries": lambda w, x: picked(w, x, mode="fill", fill_value=0.5),
     "clipped entries": lambda w, x: picked(w, x, mode="clip"),
     "entries inside": lambda w, x: picked(
@@ -131,7 +138,7 @@ LOSSES = {
     "a sum filled with 0": filled_sum(0.0),
     "a sum filled with 7": filled_sum(7.0),
 }
-_BY_NAME = (swapped, kept, sorted_with, counted, of_columns, behind_a_transpose)
+_BY_NAME = (before, swapped, kept, sorted_with, counted, of_columns, behind_a_transpose)
 _BY_NAME += (overwritten, square_batch, attained)
 LOSSES |= {f.__name__: f for f in _BY_NAME}
 
