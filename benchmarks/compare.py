@@ -13,6 +13,7 @@ machine, which `make accelerators` installs.
 
 import contextlib
 import functools
+import importlib
 import io
 import pathlib
 import sys
@@ -36,8 +37,8 @@ Case = tuple[Callable[..., jax.Array], Any, Any]  # a loss, parameters and a bat
 def cases() -> Iterator[tuple[str, Case]]:
     """All losses, by name."""
     sys.path.append(str(HERE / "tests"))
-    import whole_losses
-    import whole_scans
+    names = "whole_losses", "whole_scans"
+    whole_losses, whole_scans = map(importlib.import_module, names)
 
     args = whole_losses.arguments(ROWS, jnp.float32, WIDTH)
     for name, row in whole_losses.LOSSES.items():

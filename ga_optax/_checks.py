@@ -4,6 +4,7 @@ An error says three things: what was required, what came (value, shape, leaf pat
 what to do.
 """
 
+import contextlib
 import math
 import numbers
 import operator
@@ -286,11 +287,13 @@ def check_dtype(dtype: DTypeLike | None) -> np.dtype | None:
     """Returns `dtype` as JAX will use it; raises if it cannot hold gradients."""
     if dtype is None:
         return None
-    dtype = jax.dtypes.canonicalize_dtype(dtype)
-    if not jnp.issubdtype(dtype, jnp.floating):
+    known: Any = dtype
+    with contextlib.suppress(TypeError):  # of what is no dtype
+        known = jax.dtypes.canonicalize_dtype(dtype)
+    if not (isinstance(known, np.dtype) and jnp.issubdtype(known, jnp.floating)):
         raise TypeError(
             "The accumulator dtype must be a floating dtype, but it is "
-            f"{dtype.name}. Use float32, or bfloat16 to save memory; complex leaves "
-            "take the complex counterpart by themselves."
+            f"{getattr(known, 'name', repr(known))}. Use float32, or bfloat16 to save "
+            "memory; complex leaves take the complex counterpart by themselves."
         )
-    return dtype
+    return known

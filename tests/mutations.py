@@ -4,12 +4,14 @@
     python tests/mutations.py psum mean   # those with one of these words in their name
 
 `FAULTS` has, for a file of the package and the tests of which one must fail, what is
-wrong then: the text that is replaced, and what stands there instead.
+wrong then: the lines that are replaced, and what stands there instead; or a function
+that returns something else, of `given`.
 `test_mutations.py` holds that each text is still there, once.
 """
 
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -27,345 +29,274 @@ class Mutation(NamedTuple):
     new: str
 
 
-def gives(fun, result, indent=""):
-    """The texts of a function that returns something else, of `given`."""
-    old = f"def {fun}("
-    other = f"{old}*given, **options):\n{indent}    return {result}\n\n{indent}"
-    return old, f"{other}def as_it_was_{fun}("
+RETURNS = re.compile(r"( *)def (\w+)\(\.\.\.\): return (.*)")
 
 
-def method_gives(fun, result):
-    return gives(fun, result, "    ")
+def read(text):
+    """The mutations that `FAULTS` is the text of."""
+    for section in text.split("\n@ ")[1:]:
+        where, *faults = section.strip().split("\n* ")
+        file, tests = where.split(": ")
+        for name, *lines in map(str.splitlines, faults):
+            old, new = ("\n".join(x[2:] for x in lines if x[0] == s) for s in "-+")
+            if is_def := RETURNS.fullmatch(new):
+                indent, fun, result = is_def.groups()
+                old = f"def {fun}("
+                new = f"{old}*given, **options):\n{indent}    return {result}\n\n"
+                new += f"{indent}def as_it_was_{fun}("
+            yield Mutation(file, f"{tests}.py", name, old, new)
 
 
-FAULTS = {
-    ("_partition/indexing.py", "test_law_mended"): {
-        "a cast counts rows whatever it does to numbers": gives("_holds", "True"),
-    },
-    ("_passes/ir.py", "test_law_mended"): {
-        "results of a program are no readers": gives("num_readers", "1"),
-    },
-    ("_partition/reductions.py", "test_law_mended"): {
-        "extrema are taken for stopped": gives("_only_stopped", "True"),
-        "an extremum that no row attains in a later level": (
-            "later = not any(v.params for v in vs) and any(map(_is_of_rows, vs))",
-            "later = False",
-        ),
-    },
-    ("_partition/custom.py", "test_law_mended"): {
-        "a backward rule is taken for linear": gives("_is_linear", "True"),
-    },
-    ("_partition/writer.py", "test_law_mended"): {
-        "sums that wait are scaled by what is no number": gives("_is_scaled", "False"),
-    },
-    ("_partition/custom.py", "test_law_effects"): {
-        "each micro-batch prints": gives("_run_once", "given[0].bound(*given[1:])"),
-    },
-    ("_partition/writer.py", "test_law"): {
-        "a whole addend is added k times": method_gives("addend", "given[1].x"),
-        "a dropped psum": ('return self._over("psum", x)', "return x"),
-    },
-    ("_partition/values.py", "test_law_models"): {
-        "each micro-batch takes the first rows for its own": gives(
-            "own", "as_it_was_own(*given[:2], 0 * given[2], given[3])"
-        ),
-    },
-    ("_partition/randoms.py", "test_law"): {
-        "a draw without its offset": (
-            "if d != rows.dim:\n        return here",
-            "return here",
-        ),
-    },
-    ("_calls/layouts.py", "test_anywhere"): {
-        "gradients of rows upside down": (
-            "for x, due, d in triples",
-            "for x, due, d in ((x[::-1], *r) for x, *r in triples)",
-        ),
-    },
-    ("_loop/step.py", "test_law_dtypes"): {
-        "gradients of bfloat16 are rounded in each micro-batch": method_gives(
-            "low_precision", "False"
-        ),
-    },
-    ("_window/room.py", "test_law_costs"): {
-        "nothing is dropped between levels": gives("_segments", "()"),
-    },
-    ("_passes/ir.py", "test_law_costs"): {
-        "each level is traced by itself": gives("form", "object()"),
-    },
-    ("_partition/writer.py", "test_law_costs"): {
-        "rows are kept once for each of their shapes": (
-            '_SHAPES = ("transpose", "reshape", "squeeze")',
-            "_SHAPES = ()",
-        ),
-    },
-    ("_partition/linear.py", "test_law_costs"): {
-        "a sum waits for a product that makes more of it": gives("_grows", "False"),
-    },
-    ("_passes/divided.py", "test_anywhere"): {
-        "a gradient comes with the value always": method_gives(
-            "comes_with_value", "True"
-        ),
-    },
-    ("_calls/equation.py", "test_anywhere"): {
-        "the cotangents of rows are left out": (
-            "[paired(x, ct) for",
-            "[paired(x, ct * 0 + 1) for",
-        ),
-    },
-    ("_devices/meshes.py", "test_anywhere"): {
-        "a call takes all rows for those of one device": gives(
-            "sees_all_rows", "False"
-        ),
-    },
-    ("_partition/writer.py", "test_law_told"): {
-        "a rule that fails is not said": gives("_warn", "None"),
-    },
-    ("_passes/places.py", "test_law_told"): {
-        "an equation knows nothing of its caller": gives("placed", "given[0]"),
-    },
-    ("_calls/savings.py", "test_law_told"): {
-        "what saves little is not said": method_gives("is_little", "False"),
-    },
-    ("accumulator.py", "test_accumulator"): {
-        "a micro-batch that is not added": (" + _in(term, wide)", ""),
-        "a product with the reciprocal of the weight": (
-            "return t / jnp.where(jnp.isnan(t), jnp.ones_like(w), w)",
-            "return t * (1 / w)",
-        ),
-        "the mean of what an empty accumulator holds": (
-            "    return jnp.where(weight == 0, jnp.zeros_like(total), some)",
-            "    return some",
-        ),
-        "an empty accumulator that is added": (
-            "return jnp.where(b.count == 0, x, jnp.where(a.count == 0, y, x + y))",
-            "return x + y",
-        ),
-        "complex numbers weighted as a whole": (
-            "    if not jnp.issubdtype(wide, jnp.complexfloating):\n",
-            "    if True:\n",
-        ),
-    },
-    ("_across/window.py", "test_multi_steps_numbers"): {
-        "a window without a weight for its micro-batches": (
-            "after = accumulator.add(before, request.values, weight)",
-            "after = accumulator.add(before, request.values)",
-        ),
-        "a dropped window that steps": ("            ~drop,\n", "            drop,\n"),
-        "a window that begins with a fill of 1": (
-            "mini_step=jnp.where(self.closes, jnp.zeros_like(count), count)",
-            "mini_step=jnp.where(self.closes, jnp.ones_like(count), count)",
-        ),
-    },
-    ("_across/storage.py", "test_multi_steps_numbers"): {
-        "a sum for a mean across calls": (
-            "jax.tree.map(divide, grads) if self.use_grad_mean else grads\n",
-            "grads\n",
-        ),
-    },
-    ("_across/storage.py", "test_multi_steps_devices"): {
-        "skips on one device alone": (
-            "lambda x: jax.lax.pmax(x, self.axes),",
-            "lambda x: jax.lax.pmin(x, self.axes),",
-        ),
-        "reduced gradients that nobody refuses": (
-            "            if reduced:\n",
-            "            if False:\n",
-        ),
-    },
-    ("_across/request.py", "test_multi_steps_numbers"): {
-        "the optimizer sees the dtype of the gradients": (
-            "        if before == after:\n            return grads\n",
-            "        return as_given\n",
-        ),
-    },
-    ("_across/saved.py", "test_multi_steps_drop_in"): {
-        "a running mean taken for a sum": (
-            "return a * count.astype(a.dtype) if use_grad_mean else a",
-            "return a",
-        ),
-    },
-    ("_across/noise_scale.py", "test_noise"): {
-        "noise that forgets the weights": (
-            "squares + weight * term)",
-            "squares + term)",
-        ),
-        "noise of one window too many": (
-            "noise.count - 1, jnp.ones_like",
-            "noise.count, jnp.ones_like",
-        ),
-    },
-    ("data.py", "test_data"): {
-        "an epoch that repeats the last order": (
-            "jax.random.fold_in(key, step // steps)",
-            "key",
-        ),
-    },
-    ("schedules.py", "test_schedules"): {
-        "a ramp that is a step late": ("begun = later <= ", "begun = later < "),
-    },
-    ("blocks/_summary.py", "test_blocks"): {
-        "norms without the imaginary parts": (
-            "for x in parts(leaf)])",
-            "for x in parts(leaf)[:1]])",
-        ),
-    },
-    ("blocks/_micro_step.py", "test_blocks"): {
-        "blocks of one micro-batch with two weights": (
-            "if not same and weight is not known:",
-            "if False:",
-        ),
-    },
-    ("flax/_states.py", "test_flax"): {
-        "a train state that counts updates": ("step=self.step + 1", "step=self.step"),
-    },
-    ("_loop/ways.py", "test_accumulate"): {
-        "each by itself: a weight forgotten in the mean of a loss": (
-            "accumulator.weighted(x, now.weight, kept.dtype, now.own)",
-            "x.astype(kept.dtype)",
-        ),
-        "each by itself: a sum of aux that loses the rows before": (
-            "kept + now.rounded(x)",
-            "now.rounded(x)",
-        ),
-        "each by itself: counts that wrap in eight bits": (
-            "return np.promote_types(dtype, kind)",
-            "return np.dtype(dtype)",
-        ),
-        "each by itself: rows of different examples are added up in silence": (
-            "if longer[i].shape != x.shape:",
-            "if False:",
-        ),
-    },
-    ("_devices/collectives.py", "test_law_devices"): {
-        "devices: an all-reduce left out": (
-            "sums = jax.lax.psum([result[i] for i in members], left)",
-            "sums = [result[i] for i in members]",
-        ),
-    },
-    ("_loop/ways.py", "test_devices"): {
-        "devices: the last aux is that of the first device": (
-            "meshes.num_devices(axes) - 1",
-            "0",
-        ),
-    },
-    ("_devices/membership.py", "test_membership"): {
-        "devices: rows of a strided split taken as neighbours": (
-            "parts = parts[::-1] if strided else parts",
-            "parts = parts",
-        ),
-        "devices: a program for several devices splits neighbours": (
-            'strided = getattr(its, "num_devices", 1) > 1',
-            "strided = False",
-        ),
-    },
-    ("_devices/data_axis.py", "test_refused"): {
-        "devices: a sync that is none": (
-            'if self.sync not in ("last", "each"):',
-            "if False:",
-        ),
-    },
-    ("_devices/logical.py", "test_logical_devices"): {
-        "logical devices: neighbours are added in another order": (
-            "x = plus(x[0::2], x[1::2])",
-            "x = plus(x[: x.shape[0] // 2], x[x.shape[0] // 2 :])",
-        ),
-    },
-    ("_loop/fences.py", "test_logical_devices"): {
-        "logical devices: a loop that XLA compiles as one function": (
-            "cpu=lambda *pair: jax.lax.sort(jnp.stack(pair))[1],",
-            "cpu=lambda count, following: following,",
-        ),
-    },
-    ("_compiled/plan.py", "test_plan"): {
-        "plan: what is donated counts twice": (
-            "return self.temp + self.argument + self.output - self.alias",
-            "return self.temp + self.argument + self.output",
-        ),
-    },
-    ("_compiled/hlo.py", "test_audit"): {
-        "audit: loops in loops do not multiply": (
-            "math.prod(t for t in trips if t is not None)",
-            "max(t for t in [*trips, 1] if t is not None)",
-        ),
-    },
-    ("_verify/comparison.py", "test_verify"): {
-        "verify: every difference is rounding": (
-            "return bool((rest <= self.allowed(scale)).all())",
-            "return True",
-        ),
-        "verify: a NaN of weight 0 is the first": (
-            "parts = map(int, np.flatnonzero(self.share))",
-            "parts = range(len(self.share))",
-        ),
-    },
-    ("_verify/counts.py", "test_verify"): {
-        "verify: a mask in half a float is summed as it is": (
-            "and leaf.dtype.itemsize < 4",
-            "and leaf.dtype.itemsize < 1",
-        ),
-    },
-    ("_passes/primitives.py", "test_whole_batch_table"): {
-        "rows that a transposition leaves where they were": (
-            'return [range(_rank(e))], [e.params["permutation"]]',
-            "return [range(_rank(e))], [range(_rank(e))]",
-        ),
-        "a dimension of a reduction that is one too far": (
-            "[[d for d in range(_rank(e)) if d not in gone]]",
-            "[[d for d in range(_rank(e)) if d + 1 not in gone]]",
-        ),
-    },
-    ("_partition/factors.py", "test_law_dtypes"): {
-        "a sum over rows that is dropped": (
-            "return [(x, PARTIAL) for x in",
-            "return [(x, WHOLE) for x in",
-        ),
-    },
-    ("_partition/products.py", "test_ragged"): {
-        "groups of the whole batch in a micro-batch": (
-            "here = [jnp.clip(x - first, 0, length)",
-            "here = [jnp.clip(x, 0, length)",
-        ),
-    },
-    ("_partition/factors.py", "test_rowwise"): {
-        "a promise that is not checked": ("if came != due:", "if not came:"),
-    },
-    ("_partition/promised.py", "test_rowwise"): {
-        "a name in no operand taken for one to split along": (
-            "None not in way.outs and any(d is not None for d in way.ins)",
-            "None not in way.outs",
-        ),
-    },
-    ("_passes/rowwise.py", "test_rowwise"): {
-        "an axis of vmap that is one off": (
-            "else d + 1 for d, first in pairs",
-            "else d for d, first in pairs",
-        ),
-    },
-    ("_partition/kernels.py", "test_kernels"): {
-        "a kernel with scratch taken for one whose programs are apart": (
-            "return bool(grid.scratch_avals) and not is_parallel",
-            "return False",
-        ),
-    },
-    ("_partition/declared.py", "test_kernels"): {
-        "a factor that is needed whole taken for one that is passed on": (
-            "        *rule.need_replication_factors,\n",
-            "",
-        ),
-    },
-    ("_partition/nested.py", "test_regions"): {
-        "rows of a device that are those of another": (
-            "def _on_device(",
-            "def _on_device(layout, *args, **kw):\n    return layout\n\n\ndef _unused(",
-        ),
-    },
-}
-MUTATIONS = [
-    Mutation(file, f"{tests}.py", name, *texts)
-    for (file, tests), faults in FAULTS.items()
-    for name, texts in faults.items()
-]
+FAULTS = """
+@ _partition/indexing.py: test_law_mended
+* a cast counts rows whatever it does to numbers
++ def _holds(...): return True
+@ _passes/ir.py: test_law_mended
+* results of a program are no readers
++ def num_readers(...): return 1
+@ _partition/reductions.py: test_law_mended
+* extrema are taken for stopped
++ def _only_stopped(...): return True
+* an extremum that no row attains in a later level
+- later = not any(v.params for v in vs) and any(map(_is_of_rows, vs))
++ later = False
+@ _partition/custom.py: test_law_mended
+* a backward rule is taken for linear
++ def _is_linear(...): return True
+@ _partition/writer.py: test_law_mended
+* sums that wait are scaled by what is no number
++ def _is_scaled(...): return False
+@ _partition/custom.py: test_law_effects
+* each micro-batch prints
++ def _run_once(...): return given[0].bound(*given[1:])
+@ _partition/writer.py: test_law
+* a whole addend is added k times
++     def addend(...): return given[1].x
+* a dropped psum
+- return self._over("psum", x)
++ return x
+@ _partition/values.py: test_law
+* each micro-batch takes the first rows for its own
++ def own(...): return as_it_was_own(*given[:2], 0 * given[2], given[3])
+@ _partition/randoms.py: test_law
+* a draw without its offset
+- if d != rows.dim:
+-         return here
++ return here
+@ _calls/layouts.py: test_anywhere
+* gradients of rows upside down
+- for x, due, d in triples
++ for x, due, d in ((x[::-1], *r) for x, *r in triples)
+@ _loop/step.py: test_law_dtypes
+* gradients of bfloat16 are rounded in each micro-batch
++     def low_precision(...): return False
+@ _window/room.py: test_law_costs
+* nothing is dropped between levels
++ def _segments(...): return ()
+@ _passes/ir.py: test_law_costs
+* each level is traced by itself
++ def form(...): return object()
+@ _partition/writer.py: test_law_costs
+* rows are kept once for each of their shapes
+- _SHAPES = ("transpose", "reshape", "squeeze")
++ _SHAPES = ()
+@ _partition/linear.py: test_law_costs
+* a sum waits for a product that makes more of it
++ def _grows(...): return False
+@ _passes/divided.py: test_anywhere
+* a gradient comes with the value always
++     def comes_with_value(...): return True
+@ _calls/equation.py: test_anywhere
+* the cotangents of rows are left out
+- [paired(x, ct) for
++ [paired(x, ct * 0 + 1) for
+@ _devices/meshes.py: test_anywhere
+* a call takes all rows for those of one device
++ def sees_all_rows(...): return False
+@ _partition/writer.py: test_law_told
+* a rule that fails is not said
++ def _warn(...): return None
+@ _passes/places.py: test_law_told
+* an equation knows nothing of its caller
++ def placed(...): return given[0]
+@ _calls/savings.py: test_law_told
+* what saves little is not said
++     def is_little(...): return False
+@ accumulator.py: test_accumulator
+* a micro-batch that is not added
+-  + _in(term, wide)
+* a product with the reciprocal of the weight
+- return t / jnp.where(jnp.isnan(t), jnp.ones_like(w), w)
++ return t * (1 / w)
+* the mean of what an empty accumulator holds
+-     return jnp.where(weight == 0, jnp.zeros_like(total), some)
++     return some
+* an empty accumulator that is added
+- return jnp.where(b.count == 0, x, jnp.where(a.count == 0, y, x + y))
++ return x + y
+* complex numbers weighted as a whole
+-     if not jnp.issubdtype(wide, jnp.complexfloating):
++     if True:
+@ _across/window.py: test_multi_steps_numbers
+* a window without a weight for its micro-batches
+- after = accumulator.add(before, request.values, weight)
++ after = accumulator.add(before, request.values)
+* a dropped window that steps
+-             ~drop,
++             drop,
+* a window that begins with a fill of 1
+- mini_step=jnp.where(self.closes, jnp.zeros_like(count), count)
++ mini_step=jnp.where(self.closes, jnp.ones_like(count), count)
+@ _across/storage.py: test_multi_steps_numbers
+* a sum for a mean across calls
+- jax.tree.map(divide, grads) if self.use_grad_mean else grads
++ grads
+@ _across/storage.py: test_multi_steps_devices
+* skips on one device alone
+- lambda x: jax.lax.pmax(x, self.axes),
++ lambda x: jax.lax.pmin(x, self.axes),
+* reduced gradients that nobody refuses
+-             if reduced:
++             if False:
+@ _across/request.py: test_multi_steps_numbers
+* the optimizer sees the dtype of the gradients
+-         if before == after:
+-             return grads
++         return as_given
+@ _across/saved.py: test_multi_steps_drop_in
+* a running mean taken for a sum
+- return a * count.astype(a.dtype) if use_grad_mean else a
++ return a
+@ _across/noise_scale.py: test_noise
+* noise that forgets the weights
+- squares + weight * term)
++ squares + term)
+* noise of one window too many
+- noise.count - 1, jnp.ones_like
++ noise.count, jnp.ones_like
+@ data.py: test_data
+* an epoch that repeats the last order
+- jax.random.fold_in(key, step // steps)
++ key
+@ schedules.py: test_schedules
+* a ramp that is a step late
+- begun = later <=
++ begun = later <
+@ blocks/_summary.py: test_blocks
+* norms without the imaginary parts
+- for x in parts(leaf)])
++ for x in parts(leaf)[:1]])
+@ blocks/_micro_step.py: test_blocks
+* blocks of one micro-batch with two weights
+- if not same and weight is not known:
++ if False:
+@ flax/_states.py: test_flax
+* a train state that counts updates
+- step=self.step + 1
++ step=self.step
+@ _loop/ways.py: test_accumulate
+* each by itself: a weight forgotten in the mean of a loss
+- accumulator.weighted(x, now.weight, kept.dtype, now.own)
++ x.astype(kept.dtype)
+* each by itself: a sum of aux that loses the rows before
+- kept + now.rounded(x)
++ now.rounded(x)
+* each by itself: counts that wrap in eight bits
+- return np.promote_types(dtype, kind)
++ return np.dtype(dtype)
+* each by itself: rows of different examples are added up in silence
+- if longer[i].shape != x.shape:
++ if False:
+@ _devices/collectives.py: test_law_devices
+* devices: an all-reduce left out
+- sums = jax.lax.psum([result[i] for i in members], left)
++ sums = [result[i] for i in members]
+@ _loop/ways.py: test_devices
+* devices: the last aux is that of the first device
+- meshes.num_devices(axes) - 1
++ 0
+@ _devices/membership.py: test_membership
+* devices: rows of a strided split taken as neighbours
+- parts = parts[::-1] if strided else parts
++ parts = parts
+* devices: a program for several devices splits neighbours
+- strided = getattr(its, "num_devices", 1) > 1
++ strided = False
+@ _devices/data_axis.py: test_refused
+* devices: a sync that is none
+- if self.sync not in ("last", "each"):
++ if False:
+@ _devices/logical.py: test_logical_devices
+* logical devices: neighbours are added in another order
+- x = plus(x[0::2], x[1::2])
++ x = plus(x[: x.shape[0] // 2], x[x.shape[0] // 2 :])
+@ _loop/fences.py: test_logical_devices
+* logical devices: a loop that XLA compiles as one function
+- cpu=lambda *pair: jax.lax.sort(jnp.stack(pair))[1],
++ cpu=lambda count, following: following,
+@ _compiled/plan.py: test_plan
+* plan: what is donated counts twice
+- return self.temp + self.argument + self.output - self.alias
++ return self.temp + self.argument + self.output
+@ _compiled/hlo.py: test_audit
+* audit: loops in loops do not multiply
+- math.prod(t for t in trips if t is not None)
++ max(t for t in [*trips, 1] if t is not None)
+@ _verify/comparison.py: test_verify
+* verify: every difference is rounding
+- return bool((rest <= self.allowed(scale)).all())
++ return True
+* verify: a NaN of weight 0 is the first
+- parts = map(int, np.flatnonzero(self.share))
++ parts = range(len(self.share))
+@ _verify/counts.py: test_verify
+* verify: a mask in half a float is summed as it is
+- and leaf.dtype.itemsize < 4
++ and leaf.dtype.itemsize < 1
+@ _passes/primitives.py: test_whole_batch_table
+* rows that a transposition leaves where they were
+- return [range(_rank(e))], [e.params["permutation"]]
++ return [range(_rank(e))], [range(_rank(e))]
+* a dimension of a reduction that is one too far
+- [[d for d in range(_rank(e)) if d not in gone]]
++ [[d for d in range(_rank(e)) if d + 1 not in gone]]
+@ _partition/factors.py: test_law_dtypes
+* a sum over rows that is dropped
+- return [(x, PARTIAL) for x in
++ return [(x, WHOLE) for x in
+@ _partition/products.py: test_ragged
+* groups of the whole batch in a micro-batch
+- here = [jnp.clip(x - first, 0, length)
++ here = [jnp.clip(x, 0, length)
+@ _partition/factors.py: test_rowwise
+* a promise that is not checked
+- if came != due:
++ if not came:
+@ _partition/promised.py: test_rowwise
+* a name in no operand taken for one to split along
+- None not in way.outs and any(d is not None for d in way.ins)
++ None not in way.outs
+@ _passes/rowwise.py: test_rowwise
+* an axis of vmap that is one off
+- else d + 1 for d, first in pairs
++ else d for d, first in pairs
+@ _partition/kernels.py: test_kernels
+* a kernel with scratch taken for one whose programs are apart
+- return bool(grid.scratch_avals) and not is_parallel
++ return False
+@ _partition/declared.py: test_kernels
+* a factor that is needed whole taken for one that is passed on
+-         *rule.need_replication_factors,
+@ _partition/nested.py: test_regions
+* rows of a device that are those of another
+- def _on_device(
++ def _on_device(layout, *args, **kw):
++     return layout
++
++
++ def _unused(
+"""
+MUTATIONS = list(read(FAULTS))
 
 
 def run(mutation):

@@ -33,7 +33,6 @@ def test_every_public_function_is_that_of_all_rows(module, axis):
 FEW = {
     "sort along rows": (jnp.sort, "x, axis", 0, ["sort"]),
     "sort in a row": (jnp.sort, "x, axis", 1, []),
-    "sum": (jnp.sum, "x, axis", 0, []),
     "softmax": (jax.nn.softmax, "x, axis", 0, []),
     "running sum": (jnp.cumsum, "x, axis", 0, []),
     "running maximum": (jnp.maximum.accumulate, "x, axis", 1, []),

@@ -40,6 +40,27 @@ def test_every_gradient_is_reduce_scattered_once(sync, optimize):
     assert jax.tree.map(lambda g: g.sharding.spec, got[1]) == SPECS
 
 
+@pytest.mark.grid(1, 2)
+@pytest.mark.parametrize("optimize", [True, False])
+def test_a_weight_of_0_keeps_a_nan_on_its_device(optimize, mesh):
+    """A micro-batch of one device is padding alone, with NaN in it."""
+    batch, rows = on.make_batch(), slice(10, 12)
+    batch["mask"] = batch["mask"].at[rows].set(0.0)
+    batch["x"] = batch["x"].at[rows].set(jnp.nan)
+    args = placed(mesh, "whole", batch)
+
+    def gradient(weight_fn=on.count, **options):
+        axis = ga.DataAxis("data", mesh=mesh, **options)
+        roles = {"weight_fn": weight_fn, "optimize": optimize, "data_axis": axis}
+        return jax.jit(mean_of(on.token_loss, K, **roles))(*args)
+
+    want, each = gradient(), {"grad_specs": SPECS, "sync": "each"}
+    assert all(jnp.isfinite(x).all() for x in jax.tree.leaves(want))
+    on.assert_close(gradient(**each), want)
+    # The twin: it has a weight.
+    assert jnp.isnan(gradient(lambda batch: jnp.ones([]), **each)[1]["in"]).all()
+
+
 @pytest.mark.exhaustive
 @pytest.mark.skipif(not in_place.HAS_REFS, reason="gradients are whole for a moment")
 def test_a_model_that_scans_never_holds_a_whole_gradient():
@@ -159,6 +180,23 @@ def test_weights_aux_carry_and_keys_are_the_same(k):
     assert len(in_loops(audit)) == in_place.HAS_REFS
     assert jnp.isfinite(want[1]["layers"]).all()
     assert_trees_bitwise_equal(got, want)
+
+
+@pytest.mark.slow
+def test_without_a_scan_the_last_micro_batch_reduces_and_no_bit_changes():
+    def loss(params, x):
+        for w in params[:-1]:
+            x = jnp.tanh(x @ w)
+        return jnp.mean((x + params[-1][None]) ** 2)
+
+    mesh, params = mesh_of(8), [*normal(3, 16, 16, seed=0), normal(16, seed=1)]
+    args = put((params, normal(64, 16, seed=2)), mesh, ([P()] * 4, P("data")))
+    (without, want), (audit, got) = both(loss, mesh, "whole", *args)
+    assert_trees_bitwise_equal(got, want)
+    assert audit.total_bytes == without.total_bytes
+    in_branch = [c.num_bytes for c in audit.collectives if c.conditional]
+    assert sum(in_branch) == nbytes(params)
+    assert not any(c.conditional for c in without.collectives)
 
 
 # -- With sync="each" parameters are gathered where they are used, and no activations --

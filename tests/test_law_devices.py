@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import bits, mean_of, mesh_of, off, put
+import test_same_bits
+from helpers import array, bits, mean_of, mesh_of, off, put
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -26,13 +27,8 @@ SPECS = {"layers": P(None, "data"), "head": P("data")}
 
 
 def arguments():
-    rng = np.random.default_rng(0)
-
-    def array(*shape):
-        return jnp.asarray(rng.normal(size=shape), jnp.float32)
-
-    params = {"layers": 0.3 * array(3, WIDTH, WIDTH), "head": array(WIDTH, 4)}
-    mask = jnp.asarray(rng.integers(0, 2, ROWS), jnp.float32)
+    params = {"layers": array(3, WIDTH, WIDTH, scale=0.3), "head": array(WIDTH, 4)}
+    mask = jnp.float32(array(ROWS) > 0)
     return params, {"x": array(ROWS, WIDTH), "y": array(ROWS, 4), "mask": mask}
 
 
@@ -46,8 +42,8 @@ def mean(p, b):
 
 
 def masked(p, b):
-    of_rows = jnp.mean((model(p, b["x"]) - b["y"]) ** 2, 1)
-    return jnp.sum(of_rows * b["mask"]) / b["mask"].sum()
+    each = jnp.mean((model(p, b["x"]) - b["y"]) ** 2, 1)
+    return jnp.sum(each * b["mask"]) / b["mask"].sum()
 
 
 def relu(p, b):
@@ -91,25 +87,12 @@ AXES = {
 NEEDS_NO_MEETING = ("each", "each, sharded", "scattered", "overlap", "as 4", "as 8")
 
 
-def at_top_level(loss, name, kind, k=K):
-    params, batch = arguments()
+def at_top_level(loss, name, kind):
     mesh = mesh_of(kind=kind)
-    params = put(params, mesh, SPECS if "sharded" in name else P())
-    batch = put(batch, mesh, P("data"))
+    specs = (SPECS if "sharded" in name else P()), P("data")
+    args = put(arguments(), mesh, specs)
     with jax.set_mesh(mesh):
-        return jax.jit(ga.value_and_grad(loss, k, data_axis=AXES[name]))(params, batch)
-
-
-def in_region(loss, name, check_vma, kind=AxisType.Auto):
-    params, batch = arguments()
-    step = jax.shard_map(
-        ga.value_and_grad(loss, K, data_axis=AXES[name]),
-        mesh=mesh_of(kind=kind),
-        in_specs=(P(), P("data")),
-        out_specs=P(),
-        check_vma=check_vma,
-    )
-    return jax.jit(step)(params, batch)
+        return jax.jit(ga.value_and_grad(loss, K, data_axis=AXES[name]))(*args)
 
 
 def distance(got, loss):
@@ -122,11 +105,9 @@ def distance(got, loss):
 @pytest.mark.parametrize("name", AXES)
 def test_where_rows_do_not_meet_every_option_is_there(name, loss, kind):
     of_types = kind == AxisType.Explicit and name in ("none", "each", "each, sharded")
-    told = contextlib.nullcontext()
-    if loss is relu and of_types:
-        # JAX refuses a selection between rows of explicit type and a number there.
-        told = pytest.warns(UserWarning, match="all rows at once")
-    with told:
+    # JAX refuses a selection between rows of explicit type and a number there.
+    warns = pytest.warns(UserWarning, match="all rows at once")
+    with warns if loss is relu and of_types else contextlib.nullcontext():
         assert distance(at_top_level(loss, name, kind), loss) < 1e-5
 
 
@@ -135,7 +116,10 @@ def test_where_rows_do_not_meet_every_option_is_there(name, loss, kind):
 @pytest.mark.parametrize("loss", APART)
 @pytest.mark.parametrize("name", ["last", "overlap", "as 8"])
 def test_so_it_is_in_a_region_of_the_users(name, loss, check_vma):
-    assert distance(in_region(loss, name, check_vma), loss) < 1e-5
+    specs = {"in_specs": (P(), P("data")), "out_specs": P(), "check_vma": check_vma}
+    step = ga.value_and_grad(loss, K, data_axis=AXES[name])
+    step = jax.jit(jax.shard_map(step, mesh=mesh_of(), **specs))
+    assert distance(step(*arguments()), loss) < 1e-5
 
 
 @pytest.mark.parametrize("loss", [norm, reversed_rows])
@@ -159,14 +143,28 @@ def test_specs_that_do_not_fit_are_refused_and_nothing_is_computed(sync):
     axis = ga.DataAxis("data", mesh=mesh_of(), sync=sync)
     step = ga.value_and_grad(mean, K, data_axis=axis)
     assert distance(step(params, batch), mean) < 1e-5  # The twin: without specs.
-    for specs, said in (
-        ("data", "PartitionSpec"),
-        (P(None, None, None, "data"), "fit"),
-    ):
+    said_of = {"data": "PartitionSpec", P(None, None, None, "data"): "fit"}
+    for specs, said in said_of.items():
         wrong = dataclasses.replace(axis, param_specs=specs)
         step = ga.value_and_grad(mean, K, data_axis=wrong)
         with pytest.raises((TypeError, ValueError), match=said):
             step(params, batch)
+
+
+@pytest.mark.grid(0, 3)
+@pytest.mark.parametrize("seed", [0, 1, 4])
+def test_a_random_model_has_the_same_bits_on_any_number_of_devices(seed, monkeypatch):
+    k = 1 + seed % 2
+    monkeypatch.setattr(test_same_bits, "K", 8 * k)
+    loss, *args = test_same_bits.draw(seed)
+
+    def on(mesh):
+        axis = ga.DataAxis("data", mesh=mesh, logical_devices=8)
+        step = ga.value_and_grad(jax.checkpoint(loss), k, data_axis=axis)
+        return bits(jax.jit(step)(*put(args, mesh, [P(), P("data")])))
+
+    first, *others = (on(mesh_of(n)) for n in (8, 4, 2, 1))
+    assert others == [first] * 3
 
 
 def test_rows_along_an_explicit_axis_without_data_axis_must_not_meet():
@@ -321,8 +319,8 @@ def frozen(use):
 @pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
 @pytest.mark.parametrize("use", ["product", "index", "full_like", "key"])
 def test_an_argument_without_a_role_may_lie_on_the_mesh(use, kind):
-    mesh, fun, draw = mesh_of(kind=kind), frozen(use), np.random.default_rng(0)
-    w, table, x = (jnp.asarray(draw.normal(size=(n, 3)), "f4") for n in (3, 7, 16))
+    mesh, fun = mesh_of(kind=kind), frozen(use)
+    w, table, x = (array(n, 3) for n in (3, 7, 16))
     batch, key = {"x": x, "id": jnp.arange(16) * 3 % 7}, jax.random.key(0)
     want = jax.value_and_grad(fun, has_aux=True)(w, batch, table, key)
     args = put((w, batch, table, key), mesh, (P(), P("data"), P(), P()))
@@ -355,10 +353,9 @@ def test_who_closes_over_an_array_of_the_mesh_is_told_what_to_do(use, make):
 def test_axes_of_explicit_type_are_taken_for_parameters():
     params, batch = arguments()
     mesh = mesh_of(kind=AxisType.Explicit)
-    step = ga.value_and_grad(norm, 4)
+    params = put(params, mesh, SPECS)
     with jax.set_mesh(mesh):
-        params = {x: jax.device_put(params[x], SPECS[x]) for x in SPECS}
-        got = jax.jit(step)(params, batch)
+        got = jax.jit(ga.value_and_grad(norm, 4))(params, batch)
         want = jax.jit(jax.value_and_grad(norm))(params, batch)
         assert jax.tree.map(jax.typeof, got) == jax.tree.map(jax.typeof, want)
     assert distance(got, norm) < 1e-5

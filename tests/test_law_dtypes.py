@@ -1,11 +1,13 @@
 """What happens to models of bfloat16 and float16: what rounds, and what overflows."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import whole_losses
-from helpers import mean_of, mesh_of, put
+from helpers import leaves_of, mean_of, mesh_of, put
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -36,6 +38,13 @@ def network(p, b, dtype):
 def total(p, b, dtype):
     """Rows do not meet."""
     return jnp.sum(network(p, b, dtype)[0] * b["slope"])
+
+
+def deep(p, b, dtype):
+    """The same in a scan."""
+    layer = lambda x, w: (x @ w.astype(dtype), None)  # noqa: E731
+    h, _ = jax.lax.scan(layer, b["x"].astype(dtype), jnp.stack([p["w"], p["v"]]))
+    return jnp.sum(h.astype(WIDE) * b["slope"])
 
 
 def sums(p, b, dtype):
@@ -75,6 +84,12 @@ def masked(p, b, dtype):
 
 
 LOSSES = (total, sums, layers, pairs, once, masked)
+PLACES = {  # axes of a mesh, and where rows do not meet more
+    "Auto": {},
+    "Explicit": {},
+    "overlap": {"overlap": True},
+    "scattered": {"grad_specs": P("data"), "sync": "each"},
+}
 
 
 def integers():
@@ -94,13 +109,13 @@ def integers():
     return params, batch
 
 
-def gradients(fun, kind=None, **options):
+def gradients(fun, place=None, **options):
     """Those of micro-batches in bfloat16, and those in float32."""
     params, batch = integers()
     want = jax.jit(jax.grad(lambda p, b: fun(p, b, WIDE)))(params, batch)
-    if kind is not None:
-        mesh = mesh_of(2, kind=getattr(AxisType, kind))
-        options["data_axis"] = ga.DataAxis("data", mesh=mesh)
+    if place is not None:
+        mesh = mesh_of(2, kind=getattr(AxisType, place, AxisType.Auto))
+        options["data_axis"] = ga.DataAxis("data", mesh=mesh, **PLACES[place])
         params, batch = put((params, batch), mesh, (P(), P("data")))
     step = ga.value_and_grad(lambda p, b: fun(p, b, NARROW), K, **options)
     return jax.device_get((jax.jit(step)(params, batch)[1], want))
@@ -110,17 +125,22 @@ def exact(got, want):
     return all(np.array_equal(got[name], want[name]) for name in want)
 
 
-@pytest.mark.grid(5, 12)
-@pytest.mark.parametrize("kind", [None, "Auto", "Explicit"])
-@pytest.mark.parametrize("fun", LOSSES)
-def test_gradients_are_rounded_in_the_accumulator_alone(fun, kind, monkeypatch):
-    got, want = gradients(fun, kind)
+@pytest.mark.grid(5, 16)
+@pytest.mark.parametrize(
+    ("fun", "place"),
+    [
+        *itertools.product(LOSSES, [None, "Auto", "Explicit"]),
+        *itertools.product([total, deep], ["overlap", "scattered"]),
+    ],
+)
+def test_gradients_are_rounded_in_the_accumulator_alone(fun, place, monkeypatch):
+    got, want = gradients(fun, place)
     assert exact(got, want)
     # They are not exact in bfloat16.
     assert not exact(jax.tree.map(lambda x: np.asarray(x, NARROW), want), want)
     # The twin: rounded in each micro-batch, and in what is computed once.
     monkeypatch.setattr(loop.Step, "low_precision", False)
-    assert not exact(*gradients(fun, kind))
+    assert not exact(*gradients(fun, place))
 
 
 def test_without_passes_they_are_rounded_as_by_jax():
@@ -176,15 +196,12 @@ def test_in_bfloat16_it_is_as_close_as_the_undivided_batch(name):
     got = jax.jit(ga.value_and_grad(fun, 4, has_aux=True))(*args)
     assert jax.tree.map(_type, got) == jax.tree.map(_type, plain)
     with jax.enable_x64(True):
-        wide = [
-            x.astype("f8") if x.dtype == NARROW else x for x in jax.tree.leaves(args)
-        ]
-        wide = jax.tree.unflatten(jax.tree.structure(args), wide)
+        wide = jax.tree.map(lambda x: x.astype("f8") if x.dtype == NARROW else x, args)
         want = jax.device_get(jax.value_and_grad(fun, has_aux=True)(*wide))
 
     def far(out):  # of the value and the gradients, each of its largest number
-        each = (out[0][0], *out[1].values()), (want[0][0], *want[1].values())
-        pairs = [(np.float64(x), y) for x, y in zip(*each, strict=True)]
+        pairs = leaves_of((out[0][0], out[1]), (want[0][0], want[1]))
+        pairs = [(np.float64(x), y) for x, y in pairs]
         return [float(np.abs(x - y).max() / (np.abs(y).max() or 1)) for x, y in pairs]
 
     for ours, theirs in zip(far(got), far(plain), strict=True):

@@ -49,16 +49,12 @@ def arguments():
     return params, jax.tree.map(jnp.asarray, batch)
 
 
-def labels_of(name, b):
-    if any(part in name for part in INTEGERS):
-        return b["c"]
-    return b["sign"] if name.startswith(SIGNS) else b["q"]
-
-
 def call(name, params, b, **options):
     """The loss of such a name, of numbers that depend on the parameters."""
     z, second, third = (b["x"] @ w for w in params)
-    target = labels_of(name, b)
+    target = b["sign"] if name.startswith(SIGNS) else b["q"]
+    if any(part in name for part in INTEGERS):
+        target = b["c"]
     given = {
         **dict.fromkeys(("predictions", "predictor_outputs", "logits", "scores"), z),
         "log_predictions": jax.nn.log_softmax(z),
@@ -80,24 +76,8 @@ def call(name, params, b, **options):
     if name == "smooth_labels":
         given["labels"] = jax.nn.softmax(z)
     parameters = inspect.signature(LOSSES[name]).parameters.values()
-    needed = [p.name for p in parameters if p.default is p.empty]
-    return LOSSES[name](*(given[p] for p in needed), **options)
-
-
-def check(name, k, **options):
-    """A mean of what it returns, and what is not one; with what it returns as aux."""
-
-    def fun(params, b):
-        out = call(name, params, b, **{o: f(b) for o, f in options.items()})
-        parts = jax.tree.leaves(out)
-        finite = [jnp.where(x > -1e4, x, 0) for x in parts]  # log(0) of ctc
-        roots = [jnp.sqrt(jnp.mean(x**2) + 1e-3) for x in finite]
-        return sum(x.mean() for x in finite) + sum(roots), out
-
-    with jax.enable_x64(True):
-        got, want = in_float64(fun, *arguments(), k=k, has_aux=True)
-        assert float(jnp.abs(want[1][0]).max()) > 1e-3
-        assert_close(got, want, N)
+    needed = [given[p.name] for p in parameters if p.default is p.empty]
+    return LOSSES[name](*needed, **options)
 
 
 def takes(option):
@@ -121,8 +101,19 @@ WITH_OPTIONS = {  # which losses, over how many micro-batches, and with which op
     [(o, name) for o, (names, *_) in WITH_OPTIONS.items() for name in sorted(names)],
 )
 def test_every_loss_of_optax_has_the_gradients_of_the_whole_batch(option, name):
+    """Of a mean of what it returns, and of what is not one; and that is aux."""
     _, k, options = WITH_OPTIONS[option]
-    check(name, k, **options)
+
+    def fun(params, b):
+        out = call(name, params, b, **{o: f(b) for o, f in options.items()})
+        finite = [jnp.where(x > -1e4, x, 0) for x in jax.tree.leaves(out)]  # ctc: log 0
+        roots = [jnp.sqrt(jnp.mean(x**2) + 1e-3) for x in finite]
+        return sum(x.mean() for x in finite) + sum(roots), out
+
+    with jax.enable_x64(True):
+        got, want = in_float64(fun, *arguments(), k=k, has_aux=True)
+        assert float(jnp.abs(want[1][0]).max()) > 1e-3
+        assert_close(got, want, N)
 
 
 @pytest.mark.quick

@@ -354,7 +354,7 @@ def test_a_saved_state_that_does_not_fit_names_the_leaf():
     saved, like = as_saved(state), tx.init(PARAMS)
     for spoilt, words in (
         ({k: x for k, x in saved.items() if k != "weight"}, "weight was not saved"),
-        ({**saved, "new": np.zeros(3)}, "a new state has no new"),
+        ({**saved, "new": np.zeros(3)}, "a new state has no leaf 'new'"),
         ({**saved, "weight": np.zeros(3, np.float32)}, r"weight is float32\[3\]"),
         ({**saved, "weight": np.float16(0)}, r"weight is float16\[\]"),
     ):

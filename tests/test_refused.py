@@ -307,6 +307,11 @@ OTHERS = {
         (verify(params={}), V, "params must | it has none | of type dict"),
         (verify(params={"n": jnp.arange(3)}), T, "leaf ['n'] of params"),
         (verify(batch=()), V, "batch must hold at least one array"),
+        (
+            verify(batch=jax.eval_shape(lambda: X)),
+            T,
+            "numbers | is a type. | Pass arrays",
+        ),
         (verify(batch={"x": 1.0}), V, "['x'] is a scalar. | Give it None"),
         (verify(batch=LENGTHS), V, "['b'] has shape (4,)"),
         (verify(weight_fn=3), T, "weight_fn must be a function"),
@@ -344,6 +349,7 @@ OTHERS = {
     "devices": [
         (axis(None), T, "must name a mesh axis | data_axis=None"),
         (axis(("data", "data")), T, "different names"),
+        (axis(mesh=3), T, "must be a jax.sharding.Mesh | 3 | jax.make_mesh"),
         (axis(sync="never"), V, 'sync must be "last" or "each"'),
         (axis(overlap=1), T, "overlap must be a bool, but it is 1"),
         (axis(overlap=True, sync="each"), V, NO_REDUCTION),
@@ -477,7 +483,7 @@ ACROSS = [
     (made(**{SKIP: ga.drop_window_if_not_finite}), V, f"Pass {DROP}=ga_optax.drop_"),
     *(
         (made(accumulator_dtype=dtype), T, "floating dtype")
-        for dtype in (jnp.int32, jnp.complex64)
+        for dtype in (jnp.int32, jnp.complex64, "number")
     ),
     (made(track_noise=1), T, "a Python bool"),
     (made(track_norm=1), T, "track_norm must be a Python bool"),
@@ -508,13 +514,13 @@ ACROSS = [
     (called("apply", params=None), T, "params must be the parameters"),
     *(
         (made(opt=PLATEAU, mean_argnames=names), V, "mean_argnames must name")
-        for names in ("weight", ("value", 3))
+        for names in ("weight", ("value", 3), 3)
     ),
     (called("apply", value=ONE, **AVERAGES), V, "value must be a scalar | (1,)"),
     (
         called("apply", value=3.0, state=STATE, **AVERAGES),
         V,
-        "must have the structure that mean_argnames gives it | (arg_totals",
+        "must be that of mean_argnames | (while no window is open",
     ),
     *(
         (called("apply", **given, **AVERAGES), T, "value must be a real | every call")

@@ -12,8 +12,8 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers import apart, mesh_of, off, temporaries
-from jax.sharding import AxisType, NamedSharding
+from helpers import apart, mesh_of, off, put, temporaries
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from whole_harness import (
     VIEWS,
@@ -91,23 +91,36 @@ def test_every_primitive_of_the_table_has_a_case():
     assert {cutting._RULES[name] for name in CUT} == set(cutting._RULES.values())
 
 
+def without(key):
+    return with_rules(lambda name, rule: None if name == key else rule)
+
+
 @of_each(CASES, 4)
-def test_a_function_of_rows_is_that_of_the_whole_batch(key):
+def test_a_function_of_rows_is_right_with_its_rule_and_computed_whole(key):
     args = arguments()
     for fun in functions(key):
-        assert off(over_micro_batches(fun, args), fun(*args)) < BOUND
+        want = fun(*args)
+        assert off(over_micro_batches(fun, args), want) < BOUND
+        with without(key):
+            assert off(over_micro_batches(fun, args), want) < BOUND
 
 
-def typed(x, spec, mesh):
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+@of_each(CASES, 3)
+def test_its_derivative_is_right_with_the_rule_and_without_it(key):
+    args = arguments()
+    for fun in [seen(case, "as they are") for case in CASES[key]]:
+        if (want := whole_derivative(fun, args)) is not None:
+            assert off([derivative(fun, args)], [want]) < BOUND
+            with without(key):
+                assert off([derivative(fun, args)], [want]) < BOUND
 
 
 def in_types(fun, args):
     """The dimension of the rows of each result, as JAX's types of shardings have it."""
     mesh = mesh_of(K, names=("rows",), kind=AxisType.Explicit)
-    pairs = zip(args, (P("rows", None), P(None, None), P("rows")), strict=True)
+    args = put(args, mesh, (P("rows", None), P(None, None), P("rows")))
     with jax.set_mesh(mesh):
-        out = jax.eval_shape(fun, *(typed(x, spec, mesh) for x, spec in pairs))
+        out = jax.eval_shape(fun, *args)
     specs = [[*x.sharding.spec] for x in out]
     return [spec.index("rows") if "rows" in spec else None for spec in specs]
 
@@ -151,42 +164,20 @@ def test_a_rule_that_gives_something_else_is_found(key):
 def test_rows_computed_from_those_of_something_else_are_found(monkeypatch, key):
     args, rule = arguments(), cutting._RULES[key]
     functions = [seen(CUT[key], view) for view in VIEWS]
-    assert all(off(over_micro_batches(f, args), f(*args)) < BOUND for f in functions)
+
+    def right():
+        return [off(over_micro_batches(f, args), f(*args)) < BOUND for f in functions]
 
     def broken(w, e, vs, rows):
         x = rule(w, e, vs, rows)
         return x if x is None else other_rows(x, rows.dim)
 
+    assert all(right())
     monkeypatch.setitem(cutting._RULES, key, broken)
     assert any(is_wrong(fun, args) for fun in functions)
     # And without a rule they are cut from all.
     monkeypatch.delitem(cutting._RULES, key)
-    assert all(off(over_micro_batches(f, args), f(*args)) < BOUND for f in functions)
-
-
-# -- Without a rule --------------------------------------------------------------------
-
-
-def without(key):
-    return with_rules(lambda name, rule: None if name == key else rule)
-
-
-@of_each(CASES, 4)
-def test_without_its_rule_a_primitive_is_computed_whole_and_right(key):
-    args = arguments()
-    for fun in functions(key):
-        with without(key):
-            assert off(over_micro_batches(fun, args), fun(*args)) < BOUND
-
-
-@of_each(CASES, 3)
-def test_its_derivative_is_right_with_the_rule_and_without_it(key):
-    args = arguments()
-    for fun in [seen(case, "as they are") for case in CASES[key]]:
-        if (want := whole_derivative(fun, args)) is not None:
-            assert off([derivative(fun, args)], [want]) < BOUND
-            with without(key):
-                assert off([derivative(fun, args)], [want]) < BOUND
+    assert all(right())
 
 
 # -- Several rules together ------------------------------------------------------------

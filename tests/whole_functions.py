@@ -97,13 +97,12 @@ def functions():
     for module, names in MODULES.items():
         for name in sorted(getattr(names, "__all__", None) or dir(names)):
             f = getattr(names, name, None)
-            usual = callable(f) and not inspect.isclass(f) and not name.startswith("_")
-            if usual and name not in LEFT_OUT and not name.endswith("_p"):
-                if id(f) not in seen and not isinstance(f, jnp.ufunc):
-                    seen.add(id(f))
-                    yield f"{module}.{name}", f
-                elif isinstance(f, jnp.ufunc):
-                    yield f"{module}.{name}", f
+            if name.startswith("_") or name.endswith("_p") or name in LEFT_OUT:
+                continue
+            is_new = isinstance(f, jnp.ufunc) or id(f) not in seen
+            if callable(f) and not inspect.isclass(f) and is_new:
+                seen.add(id(f))
+                yield f"{module}.{name}", f
 
 
 def called(f, way, axis):
@@ -111,10 +110,10 @@ def called(f, way, axis):
 
     def fun(h, w, ids):
         out = WAYS[way](f, h if axis == 0 else h.T)
-        every = jax.tree.leaves(out)
-        leaves = [x for x in every if isinstance(x, jax.Array) and x.size]
-        keys = [jnp.issubdtype(x.dtype, jax.dtypes.extended) for x in leaves]
-        return list(itertools.compress(leaves, [not key for key in keys]))
+        leaves = [
+            x for x in jax.tree.leaves(out) if isinstance(x, jax.Array) and x.size
+        ]
+        return [x for x in leaves if not jnp.issubdtype(x.dtype, jax.dtypes.extended)]
 
     return fun
 
@@ -177,25 +176,22 @@ def table():
 def page():
     """docs/functions.md."""
     found, number = table()
-    right = number - len(found)
-    lines = [
-        "# Functions that are computed whole",
-        "",
-        f"Of {number} public functions of JAX {jax.__version__} and of `optax.losses`,",
-        "called in several ways with rows on axis 0 and on axis 1,",
-        f"{right} are computed from the rows of a micro-batch, and from what these",
-        "must know of the others. The rest are right, too, but some call of theirs is",
-        "computed whole in each micro-batch, in the memory of all rows: what is",
-        "computed so stands beside them. What to do: [Any loss](any_loss.md).",
-        "`python tests/whole_functions.py > docs/functions.md` prints this page.",
-        "",
-        "| function | rows on axis 0 | rows on axis 1 |",
-        "| --- | --- | --- |",
-    ]
+    text = f"""# Functions that are computed whole
+
+Of {number} public functions of JAX {jax.__version__} and of `optax.losses`,
+called in several ways with rows on axis 0 and on axis 1,
+{number - len(found)} are computed from the rows of a micro-batch, and from what these
+must know of the others. The rest are right, too, but some call of theirs is
+computed whole in each micro-batch, in the memory of all rows: what is
+computed so stands beside them. What to do: [Any loss](any_loss.md).
+`python tests/whole_functions.py > docs/functions.md` prints this page.
+
+| function | rows on axis 0 | rows on axis 1 |
+| --- | --- | --- |"""
     for name, by_axis in found.items():
         cells = [", ".join(f"`{x}`" for x in names) for names in by_axis]
-        lines.append(f"| `{name}` | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        text += f"\n| `{name}` | {' | '.join(cells)} |"
+    return text
 
 
 if __name__ == "__main__":

@@ -42,18 +42,22 @@ def partitioned(fun, args):
     return closed, partition(jaxpr, [*consts, *given], Axis("rows", K, 8))
 
 
-def over_micro_batches(fun, args):
-    """What `fun` returns, from all micro-batches' parts of it; and no rule failed."""
-    closed, part = partitioned(fun, args)
-    assert part.failures == []
-    h, w, ids = args
+def _of_each(closed, part, h, w, ids):
+    """What the program of a micro-batch returns for each."""
 
     def one(h, ids):
         leaves = *closed.consts, h, w, ids, jax.lax.axis_index("rows")
         return jax.core.eval_jaxpr(part.jaxpr, part.consts, *leaves)
 
     split = [x.reshape(K, -1, *x.shape[1:]) for x in (h, ids)]
-    out = jax.vmap(one, axis_name="rows", axis_size=K)(*split)
+    return jax.vmap(one, axis_name="rows", axis_size=K)(*split)
+
+
+def over_micro_batches(fun, args):
+    """What `fun` returns, from all micro-batches' parts of it; and no rule failed."""
+    closed, part = partitioned(fun, args)
+    assert part.failures == []
+    out = _of_each(closed, part, *args)
     return list(map(_joined, out, part.layouts, closed.out_avals))
 
 
@@ -76,18 +80,11 @@ def derivative(fun, args):
     """That of the sum of weighted results by what rows and `w` are scaled with."""
     h, w, ids = args
     closed, part = partitioned(_weighted(fun), args)
-    rest = ids.reshape(K, -1)
 
     def total(scale):
-        def one(h, ids):
-            index = jax.lax.axis_index("rows")
-            leaves = *closed.consts, h * scale, w * scale, ids, index
-            # There may be one more, the first again.
-            x, *_ = jax.core.eval_jaxpr(part.jaxpr, part.consts, *leaves)
-            return x if part.layouts[0] == PARTIAL else x / K
-
-        rows = h.reshape(K, -1, D)
-        return jax.vmap(one, axis_name="rows", axis_size=K)(rows, rest).sum()
+        # There may be one more, the first again.
+        x, *_ = _of_each(closed, part, h * scale, w * scale, ids)
+        return x.sum() if part.layouts[0] == PARTIAL else x.mean()
 
     return jax.jit(jax.grad(total))(jnp.ones(D))
 

@@ -107,11 +107,6 @@ def dropout(p, b):
     return entropies(logits, b["c"]).mean(), {"keep": keep, "noise": noise}
 
 
-def pairs(p, b):
-    h = hidden(p, b["x"]).reshape(-1, 2, len(p["mid"]))
-    return jax.nn.softplus(-(h[:, 0] - h[:, 1]).sum(-1)).mean(), {"pairs": h}
-
-
 def checkpointed(p, b):
     body = jax.checkpoint(lambda h, w: (jax.nn.relu(h @ w), None))
     h, _ = jax.lax.scan(body, hidden(p, b["x"]), jnp.stack([p["mid"]] * 3))
@@ -210,26 +205,11 @@ def advantages(p, b):
     return -jnp.minimum(ratio * adv, jnp.clip(ratio, 0.8, 1.2) * adv).mean(), None
 
 
-def softmax_over_rows(p, b):
-    x, y = both(p, b)
-    return (jax.nn.softmax(x.sum(-1))[:, None] * y).sum(0).var(), None
-
-
-def largest(p, b):
-    h = hidden(p, b["x"])
-    return jnp.max(h.sum(-1) ** 2) + (h**2).mean(), {"order": jnp.argmax(h, 0)}
-
-
 def segments(p, b):
     h = hidden(p, b["x"]).sum(-1)
     sums = jax.ops.segment_sum(h, b["c"], 3)
     means = sums / jax.ops.segment_sum(jnp.ones_like(h), b["c"], 3)
     return ((h - means[b["c"]]) ** 2).mean() + (means**2).sum(), {"means": means}
-
-
-def ranked(p, b):
-    h = hidden(p, b["x"]).sum(-1)
-    return (jnp.sort(h) * jnp.linspace(0, 1, len(h), dtype=h.dtype)).mean(), None
 
 
 def hardest(p, b):
@@ -314,12 +294,10 @@ class Loss(NamedTuple):
 _TWICE = (2, 1)
 _TABLE = (
     *map(Loss, (mean, total, classes, masked, tokens)),
-    *map(Loss, (dropout, pairs, checkpointed, advantages)),
-    *(Loss(f, _TWICE) for f in (dice, clip, simclr, hard_triplet)),
-    *(Loss(f, _TWICE) for f in (softmax_over_rows, largest, segments, ranked, hardest)),
-    *(Loss(f, _TWICE) for f in (sinkhorn, survival, gradient_penalty)),
+    *map(Loss, (dropout, checkpointed, advantages)),
+    *(Loss(f, _TWICE) for f in (dice, clip, simclr, hard_triplet, segments, hardest)),
+    *(Loss(f, _TWICE) for f in (sinkhorn, survival, gradient_penalty, layers)),
     Loss(batch_norm, share=0.55),  # the rows of each layer are kept
-    Loss(layers, (2, 1)),
     # What rows have of each other is most of what there is.
     Loss(experts, _TWICE, 0.65),
     Loss(vicreg, _TWICE, 0.7),

@@ -9,6 +9,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from helpers import with_rule
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
@@ -19,22 +20,16 @@ N = 12
 # -- Functions with rules of their own -------------------------------------------------
 
 
-@jax.custom_vjp
-def clipped(h):
-    return h
-
-
-clipped.defvjp(lambda h: (h, None), lambda _, ct: (0.1 * jnp.tanh(9 * ct),))
-
-
-@jax.custom_vjp
-def doubled(h, w):
-    return h * w
-
-
-doubled.defvjp(
-    lambda h, w: (h * w, (h, w)),
+clipped = with_rule(lambda h: h, lambda _, ct: (0.1 * jnp.tanh(9 * ct),))
+doubled = with_rule(
+    lambda h, w: h * w,
     lambda saved, ct: (2 * ct * saved[1], (3 * ct * saved[0]).sum(0)),
+)
+# Rows meet inside of it.
+centred = with_rule(lambda h: h - h.mean(0), lambda _, ct: (ct - 0.5 * ct.mean(0),))
+looked_up = with_rule(
+    lambda table, ids: table[ids],
+    lambda saved, ct: (jnp.zeros_like(saved[0]).at[saved[1]].add(2 * ct), None),
 )
 
 
@@ -44,14 +39,6 @@ def straight(h):
 
 
 straight.defjvp(lambda xs, dots: (straight(*xs), 0.5 * dots[0]))
-
-
-@jax.custom_vjp
-def centred(h):  # rows meet inside of it
-    return h - h.mean(0)
-
-
-centred.defvjp(lambda h: (h - h.mean(0), None), lambda _, ct: (ct - 0.5 * ct.mean(0),))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -64,28 +51,16 @@ reversed_gradient.defvjp(
 )
 
 
-@jax.custom_vjp
-def looked_up(table, ids):
-    return table[ids]
+def _two_back(saved, cts):
+    h, w, z = saved
+    ct = cts[0] * (1 - z**2)
+    return ct @ w.T + 0.5 * cts[1], h.T @ ct
 
 
-looked_up.defvjp(
-    lambda table, ids: (table[ids], (ids, table)),
-    lambda saved, ct: (jnp.zeros_like(saved[1]).at[saved[0]].add(2 * ct), None),
-)
-
-
-@jax.custom_vjp
-def two_results(h, w):
-    return jnp.tanh(h @ w), h.sum(0)
-
-
-two_results.defvjp(
-    lambda h, w: (two_results(h, w), (h, w, jnp.tanh(h @ w))),
-    lambda saved, cts: (
-        (cts[0] * (1 - saved[2] ** 2)) @ saved[1].T + 0.5 * cts[1],
-        saved[0].T @ (cts[0] * (1 - saved[2] ** 2)),
-    ),
+two_results = with_rule(
+    lambda h, w: (jnp.tanh(h @ w), h.sum(0)),
+    _two_back,
+    saves=lambda h, w: (h, w, jnp.tanh(h @ w)),
 )
 
 
@@ -94,27 +69,15 @@ def _kernel(h_ref, b_ref, out_ref):
 
 
 def _called(h, b):
-    spec, whole = (pl.BlockSpec((1, h.shape[1]), f) for f in (_of_row, _of_all))
+    row = pl.BlockSpec((1, h.shape[1]), lambda i: (i, 0))
+    whole = pl.BlockSpec((1, h.shape[1]), lambda i: (0, 0))
     out = jax.ShapeDtypeStruct(h.shape, h.dtype)
-    how = {"grid": (len(h),), "in_specs": [spec, whole], "out_specs": spec}
+    how = {"grid": (len(h),), "in_specs": [row, whole], "out_specs": row}
     return pl.pallas_call(_kernel, out, **how, interpret=True)(h, b[None])
 
 
-def _of_row(i):
-    return i, 0
-
-
-def _of_all(i):
-    return 0, 0
-
-
-@jax.custom_vjp
-def sines(h, b):
-    return _called(h, b)
-
-
-sines.defvjp(
-    lambda h, b: (_called(h, b), (h, b)),
+sines = with_rule(
+    _called,
     lambda r, ct: (_called(r[0] + jnp.pi / 2, r[1]) * ct, (jnp.sin(r[0]) * ct).sum(0)),
 )
 
@@ -135,16 +98,13 @@ def _over_features(h, w, b):
 
 
 def _each_cond(h, w, b):
-    def one(x, flag):
-        return lax.cond(flag, jnp.sin, lambda x: x * 0.5, x)
-
+    one = lambda x, flag: lax.cond(flag, jnp.sin, lambda x: x * 0.5, x)  # noqa: E731
     return jax.vmap(one)(h, b["mask"])
 
 
 def _until(h, w, b):
-    x, turns = lax.stop_gradient(h), 0
     body = lambda c: (c[0] * 1.5, c[1] + 1)  # noqa: E731
-    x, turns = lax.while_loop(lambda c: c[1] < 4, body, (x, turns))
+    x, turns = lax.while_loop(lambda c: c[1] < 4, body, (lax.stop_gradient(h), 0))
     return h + 0.01 * x + turns
 
 

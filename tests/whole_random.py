@@ -35,15 +35,12 @@ SHAPES = {"x": (N, 3), "y": (2, N), "z": (4, N, 2)}
 PARAMS = ((3, 4), (N, 2), (4,), ())
 
 
-def over_micro_batches(f, k, axes):
-    """`f(w, h, b)` over the rows of `h` and `b`."""
-    return ga.microbatch(f, k, batch_argnums=(1, 2), batch_axes=axes)
-
-
 class Insides(NamedTuple):
-    """What steps inside of micro-batches and of promises are wrapped with."""
+    """What steps inside of micro-batches, `f(w, h, b)`, and of promises are."""
 
-    divide: Callable = over_micro_batches
+    divide: Callable = lambda f, k, axes: ga.microbatch(
+        f, k, batch_argnums=(1, 2), batch_axes=axes
+    )
     promise: Callable = ga.rowwise
 
 
@@ -102,11 +99,11 @@ def _drawn_name(values):
 
 def draw(seed):
     rng = np.random.default_rng(seed)
-    several = bool(rng.random() < 0.25)
-    k = rng.choice([1, 3]) if several else rng.choice([2, 3, 4, 6, 12])
+    devices = 4 if rng.random() < 0.25 else 1
+    k = rng.choice([1, 3] if devices > 1 else [2, 3, 4, 6, 12])
     ways = rng.choice(list(WAYS), 2, replace=False)
     length = int(rng.integers(2, 7))
-    return Program(seed, length, int(k), 4 if several else 1, tuple(map(str, ways)))
+    return Program(seed, length, int(k), devices, tuple(map(str, ways)))
 
 
 # -- Our functions, and JAX's ----------------------------------------------------------
@@ -147,12 +144,9 @@ def runs(program):
         ours, theirs = WAYS[way]
         insides = PLAIN if way == "twice" else Insides()  # promises have one derivative
         for devices in {1, program.devices if way != "inside alone" else 1}:
-            where = None
-            if devices > 1:
-                mesh = jax.make_mesh((devices,), ("data",))
-                where = ga.DataAxis("data", mesh=mesh)
+            axis = ga.DataAxis("data", mesh=jax.make_mesh((devices,), ("data",)))
             k = program.k * (program.devices // devices)
-            options = {"batch_axes": AXES, "data_axis": where}
+            options = {"batch_axes": AXES, "data_axis": axis if devices > 1 else None}
             yield ours(fun(insides), k, **options), theirs(fun(PLAIN))
 
 
@@ -271,9 +265,7 @@ def of_matrix(g, name):
 def around(g):
     """Some steps in one of `AROUND`, which may be in another."""
     h, w, b = g.matrix()
-    f = _inner(g, depth=2)
-    out = f(w, h, b)
-    return small(out)
+    return small(_inner(g, depth=2)(w, h, b))
 
 
 def _inner(g, depth):
@@ -283,13 +275,13 @@ def _inner(g, depth):
         if depth and g.rng.random() < 0.6:
             name = str(g.rng.choice(list(AROUND)))
             steps.append(AROUND[name](g, _inner(g, depth - 1)))
-        elif g.rng.random() < 0.2:
-            name = str(g.rng.choice(list(BY_ROW)))
-            promised = g.insides.promise(BY_ROW[name], in_axes=(0, None, 0))
-            steps.append(lambda w, h, b, f=promised: f(h, w, b))
         else:
-            name = str(g.rng.choice(list(STEPS)))
-            steps.append(lambda w, h, b, f=STEPS[name]: f(h, w, b))
+            promised = g.rng.random() < 0.2
+            name = str(g.rng.choice(list(BY_ROW if promised else STEPS)))
+            step = STEPS[name]
+            if promised:
+                step = g.insides.promise(step, in_axes=(0, None, 0))
+            steps.append(lambda w, h, b, f=step: f(h, w, b))
         g.inside.append(name)
 
     def run(w, h, b):
@@ -311,9 +303,8 @@ def _divided(g, f):
         if kind == "number":
             return h * over(lambda *args: jnp.mean(f(*args) ** 2))(w, h, b)
         if kind == "both":
-            rows, total, ids = over(
-                lambda w, h, b: (f(w, h, b), f(w, h, b).sum(0), b["ids"] + 1)
-            )(w, h, b)
+            every = lambda w, h, b: (f(w, h, b), f(w, h, b).sum(0), b["ids"] + 1)  # noqa: E731
+            rows, total, ids = over(every)(w, h, b)
             return rows + jnp.tanh(total) * ids[:, None]
         if kind == "columns":
             return over(lambda w, h, b: f(w, h.T, b).T, (1, 0))(w, h.T, b).T
@@ -479,7 +470,7 @@ def drawn(g):
 GRAPH = {
     f.__name__: f
     for f in (
-        *(around, around, by_number, of_two, reduced, along, moved, reshaped),
+        *(around, by_number, of_two, reduced, along, moved, reshaped),
         *(product, of_each, looked_up, updated, scanned, drawn),
     )
 }

@@ -1,12 +1,13 @@
 """For each primitive with a rule, functions of rows whose programs have it.
 
-A case takes `h`, rows of numbers; `w`, a square matrix that is whole; and `ids`, an
-integer for each row. It returns an array, or several. The examples of the table of
-primitives are such cases; here are those of rules that are code.
+A case is the code of an array, or of several, or a function that returns them: of `h`,
+rows of numbers; `w`, a square matrix that is whole; and `ids`, an integer for each row.
+The examples of the table of primitives are such code; here is that of other rules.
 """
 
 import jax
 import jax.numpy as jnp
+from helpers import with_rule
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from whole_programs import doubled
@@ -81,8 +82,11 @@ def solved(matrices, side):
     return lax.linalg.triangular_solve(matrices, side, left_side=True, lower=True)
 
 
-def example(code):
-    """The function of rows that a row of the table of primitives has for the tests."""
+def example(case):
+    """The function of `(h, w, ids)` that a case is the code of."""
+    if callable(case):
+        return case
+    code = compile(case, case, "eval")
     return lambda h, w, ids: eval(code, globals() | {"h": h, "w": w, "ids": ids})
 
 
@@ -96,61 +100,38 @@ def at_ties(h):
     return h + lax.stop_gradient(1 + jnp.minimum(jnp.round(h), 0) - h)
 
 
-def of_a_vmap(over):
-    return lambda h, w, ids: jax.vmap(lambda x: x * over(x, "rows"), axis_name="rows")(
-        h
-    )
+def of_a_vmap(over, h):
+    return jax.vmap(lambda x: x * over(x, "rows"), axis_name="rows")(h)
 
 
 REDUCTIONS = {
-    "reduce_sum": lambda h, w, ids: h.sum(0),
+    "reduce_sum": "h.sum(0)",
     "reduce_max": [
-        lambda h, w, ids: h.max(0),
-        lambda h, w, ids: h.max(),
-        lambda h, w, ids: (ids.max(), (ids > 1).max()),
-        lambda h, w, ids: h * lax.stop_gradient(h).max(0),
-        lambda h, w, ids: at_ties(h).max(0),
+        "h.max(0)",
+        "h.max()",
+        "(ids.max(), (ids > 1).max())",
+        "h * lax.stop_gradient(h).max(0)",
+        "at_ties(h).max(0)",
     ],
-    "reduce_min": [
-        lambda h, w, ids: h.min(0),
-        lambda h, w, ids: (ids.min(), (ids < 9).min()),
-        lambda h, w, ids: at_ties(-h).min(0),
-    ],
-    "reduce_prod": lambda h, w, ids: h.prod(0),
-    "reduce_and": [
-        lambda h, w, ids: (h > -1).all(0),
-        lambda h, w, ids: jnp.bitwise_and.reduce(ids | 8),
-    ],
-    "reduce_or": [
-        lambda h, w, ids: (h > 1.5).any(0),
-        lambda h, w, ids: jnp.bitwise_or.reduce(ids),
-    ],
-    "reduce_xor": lambda h, w, ids: jnp.bitwise_xor.reduce(ids * 3),
-    "argmax": lambda h, w, ids: h.argmax(0),
-    "argmin": lambda h, w, ids: h.argmin(0),
-    "psum": of_a_vmap(lax.psum),
-    "pmax": lambda h, w, ids: of_a_vmap(lax.pmax)(lax.stop_gradient(h), w, ids),
-    "pmin": lambda h, w, ids: of_a_vmap(lax.pmin)(lax.stop_gradient(h), w, ids),
-    "cumsum": [
-        lambda h, w, ids: jnp.cumsum(h, 0),
-        lambda h, w, ids: lax.cumsum(h, 0, reverse=True),
-    ],
-    "cumprod": [
-        lambda h, w, ids: jnp.cumprod(h, 0),
-        lambda h, w, ids: lax.cumprod(h, 0, reverse=True),
-    ],
-    "cummax": lambda h, w, ids: lax.cummax(lax.stop_gradient(h), 0),
-    "cummin": lambda h, w, ids: lax.cummin(lax.stop_gradient(h), 0),
-    "cumlogsumexp": lambda h, w, ids: lax.cumlogsumexp(h, 0),
-    "sort": [
-        lambda h, w, ids: jnp.sort(h, 0),
-        lambda h, w, ids: lax.sort((h % 0.5, jnp.sin(h)), num_keys=1),
-    ],
-    "reduce_window_sum": lambda h, w, ids: lax.reduce_window(
-        h, 0.0, lax.add, (2, 1), (1, 1), "SAME"
-    ),
-    "sub": lambda h, w, ids: h[:, None] - h[None],
-    "optimization_barrier": lambda h, w, ids: lax.optimization_barrier((h, ids)),
+    "reduce_min": ["h.min(0)", "(ids.min(), (ids < 9).min())", "at_ties(-h).min(0)"],
+    "reduce_prod": "h.prod(0)",
+    "reduce_and": ["(h > -1).all(0)", "jnp.bitwise_and.reduce(ids | 8)"],
+    "reduce_or": ["(h > 1.5).any(0)", "jnp.bitwise_or.reduce(ids)"],
+    "reduce_xor": "jnp.bitwise_xor.reduce(ids * 3)",
+    "argmax": "h.argmax(0)",
+    "argmin": "h.argmin(0)",
+    "psum": "of_a_vmap(lax.psum, h)",
+    "pmax": "of_a_vmap(lax.pmax, lax.stop_gradient(h))",
+    "pmin": "of_a_vmap(lax.pmin, lax.stop_gradient(h))",
+    "cumsum": ["jnp.cumsum(h, 0)", "lax.cumsum(h, 0, reverse=True)"],
+    "cumprod": ["jnp.cumprod(h, 0)", "lax.cumprod(h, 0, reverse=True)"],
+    "cummax": "lax.cummax(lax.stop_gradient(h), 0)",
+    "cummin": "lax.cummin(lax.stop_gradient(h), 0)",
+    "cumlogsumexp": "lax.cumlogsumexp(h, 0)",
+    "sort": ["jnp.sort(h, 0)", "lax.sort((h % 0.5, jnp.sin(h)), num_keys=1)"],
+    "reduce_window_sum": 'lax.reduce_window(h, 0.0, lax.add, (2, 1), (1, 1), "SAME")',
+    "sub": "h[:, None] - h[None]",
+    "optimization_barrier": "lax.optimization_barrier((h, ids))",
 }
 
 
@@ -158,39 +139,29 @@ REDUCTIONS = {
 
 SHAPES = {
     "reshape": [
-        lambda h, w, ids: h.reshape(-1, 2, 3),
-        lambda h, w, ids: h.reshape(-1),
-        lambda h, w, ids: h.reshape(2, 3, -1, order="F"),
-        lambda h, w, ids: (
-            h * lax.reshape(jnp.arange(h.size).reshape(D, -1), h.shape, (1, 0))
-        ),
-        lambda h, w, ids: h.reshape(D, -1),
+        "h.reshape(-1, 2, 3)",
+        "h.reshape(-1)",
+        'h.reshape(2, 3, -1, order="F")',
+        "h * lax.reshape(jnp.arange(h.size).reshape(D, -1), h.shape, (1, 0))",
+        "h.reshape(D, -1)",
     ],
-    "concatenate": [
-        lambda h, w, ids: jnp.concatenate([h, jnp.sin(h)]),
-        lambda h, w, ids: jnp.concatenate([h, w]),
-    ],
-    "unstack": lambda h, w, ids: [x * 2 for x in jnp.unstack(h)],
-    "split": lambda h, w, ids: jnp.split(h, [2, 5]),
-    "slice": [
-        lambda h, w, ids: h[2:],
-        lambda h, w, ids: h[::2, 1:],
-        lambda h, w, ids: (h[1], ids[1]),
-        lambda h, w, ids: (h[1:-1], h[:2]),
-    ],
-    "rev": [lambda h, w, ids: h[::-1], lambda h, w, ids: h[:, ::-1]],
+    "concatenate": ["jnp.concatenate([h, jnp.sin(h)])", "jnp.concatenate([h, w])"],
+    "unstack": "[x * 2 for x in jnp.unstack(h)]",
+    "split": "jnp.split(h, [2, 5])",
+    "slice": ["h[2:]", "h[::2, 1:]", "(h[1], ids[1])", "(h[1:-1], h[:2])"],
+    "rev": ["h[::-1]", "h[:, ::-1]"],
     "pad": [
-        lambda h, w, ids: jnp.pad(h, ((1, 2), (0, 0)), constant_values=0.3),
-        lambda h, w, ids: lax.pad(h, 0.5, ((-1, 1, 1), (0, 1, 0))),
+        "jnp.pad(h, ((1, 2), (0, 0)), constant_values=0.3)",
+        "lax.pad(h, 0.5, ((-1, 1, 1), (0, 1, 0)))",
     ],
-    "tile": [lambda h, w, ids: jnp.tile(h, (2, 1)), lambda h, w, ids: jnp.tile(h, 2)],
+    "tile": ["jnp.tile(h, (2, 1))", "jnp.tile(h, 2)"],
     "dynamic_slice": [
-        lambda h, w, ids: lax.dynamic_index_in_dim(h, ids[3], 0),
-        lambda h, w, ids: lax.dynamic_slice_in_dim(h, ids[3], 2, 0),
+        "lax.dynamic_index_in_dim(h, ids[3], 0)",
+        "lax.dynamic_slice_in_dim(h, ids[3], 2, 0)",
     ],
     "dynamic_update_slice": [
-        lambda h, w, ids: lax.dynamic_update_slice_in_dim(h, h[:, :2] ** 2, ids[3], 1),
-        lambda h, w, ids: lax.dynamic_update_slice_in_dim(h, w[:2], ids[3], 0),
+        "lax.dynamic_update_slice_in_dim(h, h[:, :2] ** 2, ids[3], 1)",
+        "lax.dynamic_update_slice_in_dim(h, w[:2], ids[3], 0)",
     ],
 }
 
@@ -203,6 +174,22 @@ def convolved(x, kernel, groups=1, **how):
     return lax.conv_general_dilated(x, kernel, (1,), "SAME", **how)
 
 
+def sines_of(kernel, x, groups=1):
+    return jnp.sin(convolved(x, kernel, groups)).sum()
+
+
+def in_groups(kernel, x):
+    return jax.grad(sines_of)(kernel, x, 2)
+
+
+def of_two_batches(kernel, x):
+    return convolved(x, kernel, batch_group_count=2)
+
+
+def by_row(fun, kernel, x):
+    return jax.vmap(fun, (None, 0))(kernel, x)
+
+
 def kernels(h):
     """Four filters of six channels for each row."""
     return h[:, None, :, None] * jnp.sin(jnp.arange(12.0)).reshape(4, 1, 3)
@@ -210,39 +197,27 @@ def kernels(h):
 
 PRODUCTS = {
     "dot_general": [
-        lambda h, w, ids: w @ h.T,
-        lambda h, w, ids: h.T @ jnp.sin(h),
-        lambda h, w, ids: h @ jnp.sin(h).T,
-        lambda h, w, ids: jnp.einsum("nd,nd->n", h, jnp.sin(h)),
-        lambda h, w, ids: (h @ h.T).sum(0),
-        lambda h, w, ids: h.T @ jnp.arange(len(h), dtype=h.dtype),
+        "w @ h.T",
+        "h.T @ jnp.sin(h)",
+        "h @ jnp.sin(h).T",
+        'jnp.einsum("nd,nd->n", h, jnp.sin(h))',
+        "(h @ h.T).sum(0)",
+        "h.T @ jnp.arange(len(h), dtype=h.dtype)",
     ],
     "conv_general_dilated": [
-        lambda h, w, ids: convolved(h[:, None], w[:2, None, :3]),
-        lambda h, w, ids: jax.grad(
-            lambda kernel: jnp.sin(convolved(h[:, None], kernel)).sum()
-        )(w[:2, None, :3]),
-        lambda h, w, ids: convolved(w[None], h[:, :, None] * jnp.ones(3, h.dtype)),
+        "convolved(h[:, None], w[:2, None, :3])",
+        "jax.grad(sines_of)(w[:2, None, :3], h[:, None])",
+        "convolved(w[None], h[:, :, None] * jnp.ones(3, h.dtype))",
         # A kernel for each row, alone and in two groups; and its gradient.
-        lambda h, w, ids: jax.vmap(lambda x: convolved(w[None], x))(kernels(h)),
-        lambda h, w, ids: jax.vmap(lambda x: convolved(w[None], x, 2))(
-            kernels(h)[:, :, :3]
-        ),
-        lambda h, w, ids: jax.vmap(
-            jax.grad(lambda k, x: jnp.sin(convolved(x[None, None], k)).sum()), (None, 0)
-        )(w[:2, None, :3], h),
-        lambda h, w, ids: jax.vmap(
-            jax.grad(lambda k, x: jnp.sin(convolved(x, k, 2)).sum()), (None, 0)
-        )(w[:4, None, :3], h.reshape(len(h), 1, 2, 3)),
-        lambda h, w, ids: jax.grad(
-            lambda k: jnp.sin(convolved(h.reshape(-1, 2, 3), k, 2)).sum()
-        )(w[:4, None, :3]),
-        lambda h, w, ids: jax.vmap(
-            lambda x: convolved(x, w[:4, :1, None], batch_group_count=2)
-        )(h.reshape(-1, 2, 1, 3)),
+        "jax.vmap(lambda x: convolved(w[None], x))(kernels(h))",
+        "jax.vmap(lambda x: convolved(w[None], x, 2))(kernels(h)[:, :, :3])",
+        "by_row(jax.grad(sines_of), w[:2, None, :3], h[:, None, None])",
+        "by_row(in_groups, w[:4, None, :3], h.reshape(len(h), 1, 2, 3))",
+        "in_groups(w[:4, None, :3], h.reshape(-1, 2, 3))",
+        "by_row(of_two_batches, w[:4, :1, None], h.reshape(-1, 2, 1, 3))",
     ],
-    "triangular_solve": lambda h, w, ids: solved(matrices(w)[0], h[:, :3].T),
-    "fft": lambda h, w, ids: jnp.fft.fft(h, axis=0),
+    "triangular_solve": "solved(matrices(w)[0], h[:, :3].T)",
+    "fft": "jnp.fft.fft(h, axis=0)",
 }
 
 
@@ -260,74 +235,68 @@ def twice(ids):
 
 INDEXING = {
     "gather": [
-        lambda h, w, ids: h[counts(h), ids],
-        lambda h, w, ids: h[jnp.repeat(counts(h), 2), twice(ids)],
-        lambda h, w, ids: w[ids],
-        lambda h, w, ids: h[jnp.array([5, 0, -1])],
-        lambda h, w, ids: h[:, jnp.array([2, 0])],
-        lambda h, w, ids: h[ids],
-        lambda h, w, ids: jnp.take_along_axis(h, ids[:, None], 1),
-        lambda h, w, ids: (h @ h.T)[counts(h), counts(h)[::-1]],
-        lambda h, w, ids: jnp.diagonal(h @ h.T),
-        lambda h, w, ids: h.at[jnp.array([3, 99])].get(mode="fill", fill_value=0.5),
-        lambda h, w, ids: h.at[jnp.array([3, 99])].get(mode="clip"),
+        "h[counts(h), ids]",
+        "h[jnp.repeat(counts(h), 2), twice(ids)]",
+        "w[ids]",
+        "h[jnp.array([5, 0, -1])]",
+        "h[:, jnp.array([2, 0])]",
+        "h[ids]",
+        "jnp.take_along_axis(h, ids[:, None], 1)",
+        "(h @ h.T)[counts(h), counts(h)[::-1]]",
+        "jnp.diagonal(h @ h.T)",
+        'h.at[jnp.array([3, 99])].get(mode="fill", fill_value=0.5)',
+        'h.at[jnp.array([3, 99])].get(mode="clip")',
     ],
     "scatter": [
-        lambda h, w, ids: h.at[counts(h), ids].set(0.5),
-        lambda h, w, ids: jnp.zeros_like(w[0], shape=h.shape).at[counts(h), ids].set(1),
-        lambda h, w, ids: h.at[counts(h)[:, None], jnp.stack([ids, ids + 1], 1)].set(7),
-        lambda h, w, ids: h.at[jnp.repeat(counts(h), 2), twice(ids)].set(h[0, 0]),
-        lambda h, w, ids: h.at[:, 1].set(h[:, 0] ** 2),
-        lambda h, w, ids: h.at[2].set(7.0),
-        lambda h, w, ids: h.at[jnp.array([1, -1])].set(w[:2]),
-        lambda h, w, ids: jnp.put_along_axis(h, ids[:, None], 9.0, 1, inplace=False),
+        "h.at[counts(h), ids].set(0.5)",
+        "jnp.zeros_like(w[0], shape=h.shape).at[counts(h), ids].set(1)",
+        "h.at[counts(h)[:, None], jnp.stack([ids, ids + 1], 1)].set(7)",
+        "h.at[jnp.repeat(counts(h), 2), twice(ids)].set(h[0, 0])",
+        "h.at[:, 1].set(h[:, 0] ** 2)",
+        "h.at[2].set(7.0)",
+        "h.at[jnp.array([1, -1])].set(w[:2])",
+        "jnp.put_along_axis(h, ids[:, None], 9.0, 1, inplace=False)",
     ],
     "scatter-add": [
-        lambda h, w, ids: jax.ops.segment_sum(h, ids, 4),
-        lambda h, w, ids: w.at[ids].add(h),
-        lambda h, w, ids: w.at[jnp.array([0, 2])].add(h[:2] * h[2:4]),
-        lambda h, w, ids: h.at[counts(h), ids].add(h[:, 0]),
-        lambda h, w, ids: h.at[jnp.repeat(counts(h), 2), twice(ids)].add(
-            jnp.repeat(h[:, 0], 2)
-        ),
-        lambda h, w, ids: jax.grad(lambda h: (h[ids] ** 2).sum())(h),
-        lambda h, w, ids: jnp.bincount(ids, length=4),
+        "jax.ops.segment_sum(h, ids, 4)",
+        "w.at[ids].add(h)",
+        "w.at[jnp.array([0, 2])].add(h[:2] * h[2:4])",
+        "h.at[counts(h), ids].add(h[:, 0])",
+        "h.at[jnp.repeat(counts(h), 2), twice(ids)].add(jnp.repeat(h[:, 0], 2))",
+        "jax.grad(lambda h: (h[ids] ** 2).sum())(h)",
+        "jnp.bincount(ids, length=4)",
     ],
     "scatter-sub": [
-        lambda h, w, ids: w.at[ids].subtract(h),
-        lambda h, w, ids: h.at[counts(h), ids].subtract(h[:, 0]),
-        lambda h, w, ids: h.at[:, 1].subtract(w[0, 0]),
+        "w.at[ids].subtract(h)",
+        "h.at[counts(h), ids].subtract(h[:, 0])",
+        "h.at[:, 1].subtract(w[0, 0])",
     ],
-    "scatter-mul": [
-        lambda h, w, ids: h.at[counts(h), ids].multiply(0.5, unique_indices=True)
-    ],
+    "scatter-mul": "h.at[counts(h), ids].multiply(0.5, unique_indices=True)",
     "scatter-max": [
-        lambda h, w, ids: h.at[counts(h), ids].max(0.5 * h[:, 0]),
-        lambda h, w, ids: jax.ops.segment_max(h, ids, 4),
+        "h.at[counts(h), ids].max(0.5 * h[:, 0])",
+        "jax.ops.segment_max(h, ids, 4)",
     ],
-    "scatter-min": [lambda h, w, ids: h.at[counts(h), ids].min(0.5 * h[:, 0])],
+    "scatter-min": "h.at[counts(h), ids].min(0.5 * h[:, 0])",
 }
 
 
 # -- Random numbers --------------------------------------------------------------------
 
+
+def folded(key, numbers):
+    """A key and a number, or one for each row of numbers."""
+    return jax.vmap(jax.random.fold_in, (0 if key.ndim else None, 0))(key, numbers)
+
+
 RANDOMS = {
-    "random_bits": [lambda h, w, ids: jax.vmap(jax.random.bits)(keys(ids))],
-    "random_wrap": [lambda h, w, ids: jax.random.key_data(keys(ids))],
-    "random_unwrap": [lambda h, w, ids: jax.random.key_data(keys(ids))],
-    "random_seed": [
-        lambda h, w, ids: jax.random.key_data(jax.vmap(jax.random.key)(ids))
-    ],
-    "random_split": [
-        lambda h, w, ids: jax.random.key_data(jax.vmap(jax.random.split)(keys(ids)))
-    ],
+    "random_bits": "jax.vmap(jax.random.bits)(keys(ids))",
+    "random_wrap": "jax.random.key_data(keys(ids))",
+    "random_unwrap": "jax.random.key_data(keys(ids))",
+    "random_seed": "jax.random.key_data(jax.vmap(jax.random.key)(ids))",
+    "random_split": "jax.random.key_data(jax.vmap(jax.random.split)(keys(ids)))",
     "random_fold_in": [
-        lambda h, w, ids: jax.random.key_data(
-            jax.vmap(jax.random.fold_in)(keys(ids), ids * 3)
-        ),
-        lambda h, w, ids: jax.random.key_data(
-            jax.vmap(lambda i: jax.random.fold_in(jax.random.key(0), i))(ids)
-        ),
+        "jax.random.key_data(folded(keys(ids), ids * 3))",
+        "jax.random.key_data(folded(jax.random.key(0), ids))",
     ],
 }
 
@@ -350,16 +319,8 @@ def _(primals, tangents):
     return straight(*primals), 0.5 * tangents[0]
 
 
-@jax.custom_vjp
-def clipped(h):
-    return jnp.sin(h)
-
-
-clipped.defvjp(lambda h: (jnp.sin(h), h), lambda h, ct: (jnp.clip(ct, -0.2, 0.2) * h,))
-
-
-ranked = jax.custom_vjp(numbered)
-ranked.defvjp(lambda h: (numbered(h), None), lambda _, ct: (numbered(ct),))
+clipped = with_rule(jnp.sin, lambda h, ct: (jnp.clip(ct, -0.2, 0.2) * h[0],))
+ranked = with_rule(numbered, lambda _, ct: (numbered(ct),))
 
 
 def layers(h, w, ids):
@@ -402,38 +363,29 @@ NESTED = {
         lambda h, w, ids: lax.while_loop(
             lambda c: c[1] < 3, lambda c: (numbered(c[0]), c[1] + 1), (h, 0)
         ),
-        lambda h, w, ids: jax.vmap(halved)(h),
-        lambda h, w, ids: jax.vmap(halved, 1)(h),
+        "jax.vmap(halved)(h)",
+        "jax.vmap(halved, 1)(h)",
         lambda h, w, ids: jax.vmap(
             lambda i: lax.fori_loop(0, i, lambda j, c: c + j, 1)
         )(ids),
     ],
     "cond": [
-        lambda h, w, ids: jnp.diagonal(h @ h.T),
-        lambda h, w, ids: lax.cond(ids[0] > 1, jnp.tanh, numbered, h),
-        lambda h, w, ids: lax.cond(ids[0] > 1, jnp.tanh, lambda h: h @ w, h),
-        lambda h, w, ids: lax.cond(w[0, 0] > 0, jnp.sum, lambda h: w[0, 0], h),
-        lambda h, w, ids: lax.cond(w[0, 0] > 0, lambda h: w[0, 0], jnp.sum, h),
+        "jnp.diagonal(h @ h.T)",
+        "lax.cond(ids[0] > 1, jnp.tanh, numbered, h)",
+        "lax.cond(ids[0] > 1, jnp.tanh, lambda h: h @ w, h)",
+        "lax.cond(w[0, 0] > 0, jnp.sum, lambda h: w[0, 0], h)",
+        "lax.cond(w[0, 0] > 0, lambda h: w[0, 0], jnp.sum, h)",
     ],
     "custom_linear_solve": [
         lambda h, w, ids: lax.custom_linear_solve(
             lambda x: x * (1 + counts(x)[:, None]), h, lambda _, b: numbered(b)
         ),
-        lambda h, w, ids: jnp.linalg.solve(matrices(h), h[..., :3, None]),
+        "jnp.linalg.solve(matrices(h), h[..., :3, None])",
     ],
-    "call_hi_primitive": [
-        lambda h, w, ids: jnp.searchsorted(jnp.linspace(-1, 1, 5), h)
-    ],
-    "custom_jvp_call": [
-        lambda h, w, ids: straight(h),
-        lambda h, w, ids: jnp.logaddexp(h[:, None, 0], h[None, :, 1]),
-    ],
-    "rowwise": [lambda h, w, ids: of_rows(h), lambda h, w, ids: derived(h, w)],
-    "custom_vjp_call": [
-        lambda h, w, ids: doubled(h, w[0]),
-        lambda h, w, ids: clipped(h),
-        lambda h, w, ids: ranked(h),
-    ],
+    "call_hi_primitive": "jnp.searchsorted(jnp.linspace(-1, 1, 5), h)",
+    "custom_jvp_call": ["straight(h)", "jnp.logaddexp(h[:, None, 0], h[None, :, 1])"],
+    "rowwise": ["of_rows(h)", "derived(h, w)"],
+    "custom_vjp_call": [lambda h, w, ids: doubled(h, w[0]), "clipped(h)", "ranked(h)"],
 }
 
 
@@ -451,122 +403,100 @@ def exact_sum(h):
     return h.T @ h
 
 
-def of_sums(f):
-    return lambda h, w, ids: f(partial(h), w, ids)
+def of_sums(case):
+    fun = example(case)
+    return lambda h, w, ids: fun(partial(h), w, ids)
 
 
-LINEAR = (
-    {
-        name: of_sums(example(row.example))
-        for name, row in TABLE.items()
-        if row.sums == slice(None) and row.example
-    }
-    | {
-        name: of_sums(f)
-        for name, f in {
-            "add": lambda p, w, ids: p + w,
-            "add_any": lambda p, w, ids: jax.grad(lambda q: ((q + q * w) * p).sum())(w),
-            "sub": lambda p, w, ids: w - p,
-            "concatenate": lambda p, w, ids: jnp.concatenate([p, w]),
-            "reshape": lambda p, w, ids: p.reshape(-1),
-            "slice": lambda p, w, ids: p[1:3],
-            "rev": lambda p, w, ids: p[::-1],
-            "stack": lambda p, w, ids: jnp.stack([p, w]),
-            "psum": lambda p, w, ids: jax.vmap(
-                lambda x: lax.psum(x, "i"), axis_name="i", out_axes=None
-            )(p),
-            "pad": lambda p, w, ids: jnp.pad(p, 1, constant_values=0.3),
-            "tile": lambda p, w, ids: jnp.tile(p, 2),
-            "optimization_barrier": lambda p, w, ids: lax.optimization_barrier(p),
-            "dynamic_slice": lambda p, w, ids: lax.dynamic_slice_in_dim(p, 2, 2),
-            "gather": lambda p, w, ids: p[jnp.array([0, 3])],
-            "dynamic_update_slice": lambda p, w, ids: lax.dynamic_update_slice_in_dim(
-                p, w[:2], 1, 0
-            ),
-            "scatter-sub": lambda p, w, ids: p.at[jnp.array([0, 0])].subtract(w[:2]),
-            "scatter-add": lambda p, w, ids: p.at[jnp.array([0, 0])].add(w[:2]),
-            "mul": lambda p, w, ids: p * w,
-            "div": lambda p, w, ids: p / (3 + w),
-            "dot_general": lambda p, w, ids: p @ w,
-            "conv_general_dilated": lambda p, w, ids: convolved(
-                p[None], w[None, :, :3]
-            ),
-            "triangular_solve": lambda p, w, ids: solved(w + 5 * jnp.eye(D), p),
-            "select_n": lambda p, w, ids: jnp.where(w > 0, p, w),
-        }.items()
-    }
-    | {
-        "real": lambda h, w, ids: jnp.real(partial(complexes(h))),
-        "imag": lambda h, w, ids: jnp.imag(partial(complexes(h))),
-        "convert_element_type": lambda h, w, ids: exact_sum(h).astype(h.dtype),
-    }
-)
+OF_SUMS = {  # of `h`, which is such a sum
+    name: row.example
+    for name, row in TABLE.items()
+    if row.sums == slice(None) and row.example
+} | {
+    "add": "h + w",
+    "add_any": "jax.grad(lambda q: ((q + q * w) * h).sum())(w)",
+    "sub": "w - h",
+    "concatenate": "jnp.concatenate([h, w])",
+    "reshape": "h.reshape(-1)",
+    "slice": "h[1:3]",
+    "rev": "h[::-1]",
+    "stack": "jnp.stack([h, w])",
+    "psum": "jax.vmap(lambda x: lax.psum(x, 'i'), axis_name='i', out_axes=None)(h)",
+    "pad": "jnp.pad(h, 1, constant_values=0.3)",
+    "tile": "jnp.tile(h, 2)",
+    "optimization_barrier": "lax.optimization_barrier(h)",
+    "dynamic_slice": "lax.dynamic_slice_in_dim(h, 2, 2)",
+    "gather": "h[jnp.array([0, 3])]",
+    "dynamic_update_slice": "lax.dynamic_update_slice_in_dim(h, w[:2], 1, 0)",
+    "scatter-sub": "h.at[jnp.array([0, 0])].subtract(w[:2])",
+    "scatter-add": "h.at[jnp.array([0, 0])].add(w[:2])",
+    "mul": "h * w",
+    "div": "h / (3 + w)",
+    "dot_general": "h @ w",
+    "conv_general_dilated": "convolved(h[None], w[None, :, :3])",
+    "triangular_solve": "solved(w + 5 * jnp.eye(D), h)",
+    "select_n": "jnp.where(w > 0, h, w)",
+}
+LINEAR = {name: of_sums(case) for name, case in OF_SUMS.items()} | {
+    "real": example("jnp.real(partial(complexes(h)))"),
+    "imag": example("jnp.imag(partial(complexes(h)))"),
+    "convert_element_type": example("exact_sum(h).astype(h.dtype)"),
+}
 
 
 # -- What comes from no row ------------------------------------------------------------
 
 
-# By the primitive whose rows are computed from those of its operands.
 def split(h):
     return jax.random.split(jax.random.key(1), len(h))
 
 
-CUT = {
-    "iota": lambda h, w, ids: h * counts(h)[:, None],
-    "exp": lambda h, w, ids: h * jnp.exp(-counts(h).astype(h.dtype))[:, None],
-    "eq": lambda h, w, ids: h.T @ jnp.eye(len(h), dtype=h.dtype),
-    "broadcast_in_dim": lambda h, w, ids: (
-        h * jnp.broadcast_to(counts(h)[:, None], h.shape)
-    ),
-    "reshape": lambda h, w, ids: h * jnp.arange(h.size).reshape(h.shape),
-    "transpose": lambda h, w, ids: h * lax.broadcasted_iota(int, h.T.shape, 1).T,
-    "squeeze": lambda h, w, ids: (
-        h * lax.squeeze(lax.broadcasted_iota(int, (1, *h.shape), 1), (0,))
-    ),
+def bits_of(keys):
+    return jax.vmap(jax.random.bits)(keys)[:, None]
+
+
+CUT = {  # by the primitive whose rows are computed from those of its operands
+    "iota": "h * counts(h)[:, None]",
+    "exp": "h * jnp.exp(-counts(h).astype(h.dtype))[:, None]",
+    "eq": "h.T @ jnp.eye(len(h), dtype=h.dtype)",
+    "broadcast_in_dim": "h * jnp.broadcast_to(counts(h)[:, None], h.shape)",
+    "reshape": "h * jnp.arange(h.size).reshape(h.shape)",
+    "transpose": "h * lax.broadcasted_iota(int, h.T.shape, 1).T",
+    "squeeze": "h * lax.squeeze(lax.broadcasted_iota(int, (1, *h.shape), 1), (0,))",
     "concatenate": lambda h, w, ids: (
         h[:, :2] * jnp.concatenate([counts(h)[:, None], counts(h)[:, None] * 2], 1)
     ),
-    "random_bits": lambda h, w, ids: h * jax.random.bits(jax.random.key(1), h.shape),
-    "jit": lambda h, w, ids: h * jax.random.normal(jax.random.key(1), h.shape, h.dtype),
-    "random_split": lambda h, w, ids: h * jax.vmap(jax.random.bits)(split(h))[:, None],
-    "random_fold_in": lambda h, w, ids: (
-        h
-        * jax.vmap(lambda key, i: jax.random.bits(jax.random.fold_in(key, i)))(
-            split(h), jnp.arange(len(h))
-        )[:, None]
-    ),
-    "dot_general": lambda h, w, ids: (h @ jnp.sin(h).T).sum(0),
-    "reduce_sum": lambda h, w, ids: ((h[:, None] - h[None]) ** 2).sum(2).max(0),
-    "reduce_max": lambda h, w, ids: jnp.abs(h[:, None] - h[None]).max(2).sum(0),
-    "reduce_min": lambda h, w, ids: jnp.abs(h[:, None] + h[None]).min(2).sum(0),
+    "random_bits": "h * jax.random.bits(jax.random.key(1), h.shape)",
+    "jit": "h * jax.random.normal(jax.random.key(1), h.shape, h.dtype)",
+    "random_split": "h * bits_of(split(h))",
+    "random_fold_in": "h * bits_of(folded(split(h), counts(h)))",
+    "dot_general": "(h @ jnp.sin(h).T).sum(0)",
+    "reduce_sum": "((h[:, None] - h[None]) ** 2).sum(2).max(0)",
+    "reduce_max": "jnp.abs(h[:, None] - h[None]).max(2).sum(0)",
+    "reduce_min": "jnp.abs(h[:, None] + h[None]).min(2).sum(0)",
 }
-
-
-def cases(group):
-    return {k: f if isinstance(f, list) else [f] for k, f in group.items()}
 
 
 def merged(*groups):
     found = {}
-    for group in map(cases, groups):
-        for name, functions in group.items():
-            found[name] = found.get(name, []) + functions
+    for name, cases in (item for group in groups for item in group.items()):
+        cases = cases if isinstance(cases, list) else [cases]
+        found[name] = found.get(name, []) + list(map(example, cases))
     return found
 
 
+CUT = {name: example(case) for name, case in CUT.items()}
 CASES = merged(EXAMPLES, REDUCTIONS, SHAPES, PRODUCTS, INDEXING, RANDOMS, NESTED)
 
 
-def _searched():
-    return jax.make_jaxpr(lambda x: jnp.searchsorted(jnp.arange(3.0), x))(1.0).jaxpr
-
-
+_SEARCHED = jax.make_jaxpr(lambda x: jnp.searchsorted(jnp.arange(3.0), x))(1.0).jaxpr
 # What older versions of JAX do not have.
 _IS_HERE = {
     "log2": hasattr(lax, "log2_p"),
     "one_minus_square": hasattr(lax, "one_minus_square_p"),
     "polynomial": hasattr(lax, "polynomial_p"),
-    "call_hi_primitive": "call_hi_primitive"
-    in [e.primitive.name for e in ir.equations(_searched())],
+    "call_hi_primitive": any(
+        e.primitive.name == "call_hi_primitive" for e in ir.equations(_SEARCHED)
+    ),
 }
 NEW = [name for name, is_here in _IS_HERE.items() if not is_here]

@@ -2,10 +2,10 @@
 
 from typing import NamedTuple
 
+import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
-from helpers import apart
 
 import ga_optax as ga
 
@@ -87,12 +87,7 @@ def nested_ring(c, w, p):
     return (jnp.tanh(h @ w), a + b), ys
 
 
-@jax.custom_vjp
-def clipped(x):
-    return x
-
-
-clipped.defvjp(lambda x: (x, None), lambda _, ct: (jnp.clip(ct, -0.01, 0.01),))
+clipped = helpers.with_rule(lambda x: x, lambda _, ct: (jnp.clip(ct, -0.01, 0.01),))
 
 
 def with_rule(c, w, p):
@@ -150,7 +145,7 @@ def arguments(length, n=N, dtype=jnp.float64):
 def off(loss, args, k, **options):
     """How far value and gradients are off."""
     step = ga.value_and_grad(loss, k, **options)
-    return apart(step, jax.value_and_grad(loss), *args)
+    return helpers.apart(step, jax.value_and_grad(loss), *args)
 
 
 # -- A decoder whose layers have experts -----------------------------------------------

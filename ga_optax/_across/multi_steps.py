@@ -484,7 +484,8 @@ def _check_taken(opt: Any, extra_args: dict[str, Any]) -> None:
 
 def _check_argnames(names: str | Sequence[str]) -> tuple[str, ...]:
     """Returns the names of extra arguments as a tuple, or raises."""
-    names = (names,) if isinstance(names, str) else tuple(names)
+    several = isinstance(names, (tuple, list))
+    names = tuple(names) if several else (names,)
     for name in names:
         if not isinstance(name, str) or name in ("weight", "emit"):
             raise ValueError(

@@ -53,11 +53,12 @@ class Request:
         """Raises unless the state holds what the option of a field needs."""
         due, held = map(jax.tree.structure, (new, getattr(self.state, field)))
         if due != held:
+            came = f"it is {held}, not {due}" if held.num_leaves else "it is empty"
+            when = " while no window is open" * (field in ("arg_totals", "noise"))
             raise ValueError(
-                f"The field {field} of the state must have the structure that "
-                f"{OPTIONS[field]} gives it, {due}, but it is {held}: the state was "
-                "made without that option, or with another one. Put that of a new "
-                "state into it (arg_totals and noise while no window is open): "
+                f"The field {field} of the state must be that of {OPTIONS[field]}, but "
+                f"{came}: the state was made without that option, or with another one. "
+                f"Put that of a new state into it{when}: "
                 f"state._replace({field}=tx.init(params).{field})."
             )
 

@@ -150,7 +150,7 @@ def from_saved(saved: Any, like: optax.OptState) -> optax.OptState:
     for name, x in found.items():
         if name not in due:
             if place(name)[1] not in OPTIONS:
-                raise _error(f"a new state has no {name}")
+                raise _error(f"a new state has no leaf {name!r}")
         elif (came := _kind(x)) != (want := _kind(due[name])):
             raise _error(f"{name} is {came}, and a new state has {want}")
     leaves = (found[x] if x in found else missing(x, new) for x, new in due.items())

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ga_optax._calls import layouts, whole
 from ga_optax._calls.call import Call
@@ -52,8 +53,26 @@ def of_call(call: Call, remat: bool | None) -> Any:
         runs=functools.partial(_run, how),
         finds=functools.partial(_axes_of_results, how),
     )
+    if isinstance(call.mesh, Mesh):
+        number = len(call.split_axes)
+        own = map(_on_mesh(call.mesh, options.axes), xs[:number], call.split_axes)
+        xs = [*own, *xs[number:]]
     # What fun closes over may be differentiated, too.
     return jax.tree.unflatten(jax.tree.structure(out), its.bind([*closed.consts, *xs]))
+
+
+def _on_mesh(mesh: Mesh, axes: meshes.Axes) -> Callable[[Any, int], Any]:
+    """Says where rows lie: `jax.jit` does not look for a mesh inside an equation."""
+
+    def placed(x: Any, axis: int) -> Any:
+        if not isinstance(x, jax.core.Tracer):
+            return x
+        spec: list[Any] = [PartitionSpec.UNCONSTRAINED] * x.ndim
+        spec[axis] = meshes.as_entry(axes)
+        place = NamedSharding(mesh, PartitionSpec(*spec))
+        return jax.lax.with_sharding_constraint(x, place)
+
+    return placed
 
 
 def _traced(flat: Callable[..., Any], xs: Sequence[Any], call: Call) -> tuple[Any, Any]:

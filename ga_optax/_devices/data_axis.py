@@ -79,6 +79,11 @@ class DataAxis:
                 f'sync must be "last" or "each", but it is {self.sync!r}. Use "each" '
                 "if there is no memory for a whole gradient."
             )
+        if not (self.mesh is None or isinstance(self.mesh, (Mesh, AbstractMesh))):
+            raise TypeError(
+                "mesh must be a jax.sharding.Mesh, or None for the one at hand, but it "
+                f"is {self.mesh!r}. Pass jax.make_mesh((devices,), (name,))."
+            )
         if self.logical_devices is not None:
             self._check_logical()
         if not isinstance(self.overlap, bool):

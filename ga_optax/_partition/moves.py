@@ -61,12 +61,12 @@ def _source(v: Value, d: int) -> Source | None:
 
 def _moved(e: core.JaxprEqn, vs: list[Value], d: int, i: int) -> Source | None:
     """The same of the i-th result of an equation that moves rows alone."""
-    name, moving = e.primitive.name, vs
+    name, moving, by = e.primitive.name, vs, 0
     if name == "pad":
-        moving, number = vs[:1], number_of(vs[1])
+        moving, by = vs[:1], number_of(vs[1])
     found: list[Any] = [_source(v, d) for v in moving]
     several = len({id(x[0]) for x in found if x}) > 1
-    if None in found or several or (name == "pad" and number != 0):
+    if None in found or several or by != 0:
         return None
     (v, _), numbers = found[0], np.concatenate([x for _, x in found])
     if name == "pad":
