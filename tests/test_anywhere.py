@@ -320,7 +320,6 @@ def references(divide, *args):
     return of_one(0), of_one(1)
 
 
-<<<<<<< HEAD
 def gradients_of_examples(divide):
     """Clipped one by one, and added up."""
 
@@ -333,23 +332,9 @@ def gradients_of_examples(divide):
     return divide(clipped)
 
 
-PROGRAMS = {
-    "several results": several_results,
-    "what it closes over": closed_over,
-    "keys and integers": keys_and_integers,
-    "an axis of vmap": communicating,
-    "cotangents of others": cotangents_of_others,
-    "keywords": keywords,
-    "results of any kind": results_of_any_kind,
-    "complex numbers": complex_numbers,
-    "gradients of examples": gradients_of_examples,
-    "a reference": referring(0),
-    "another reference": referring(1),
-}
-=======
 PROGRAMS = (several_results, closed_over, keys_and_integers, communicating, keywords)
 PROGRAMS += (cotangents_of_others, results_of_any_kind, complex_numbers, references)
->>>>>>> t1
+PROGRAMS += (gradients_of_examples,)
 
 
 @pytest.mark.usefixtures("float64")

@@ -484,15 +484,16 @@ def _check_taken(opt: Any, extra_args: dict[str, Any]) -> None:
 
 def _check_argnames(names: str | Sequence[str]) -> tuple[str, ...]:
     """Returns the names of extra arguments as a tuple, or raises."""
-    several = isinstance(names, (tuple, list))
-    names = tuple(names) if several else (names,)
-    for name in names:
+    every: tuple[Any, ...] = (
+        tuple(names) if isinstance(names, (tuple, list)) else (names,)
+    )
+    for name in every:
         if not isinstance(name, str) or name in ("weight", "emit"):
             raise ValueError(
                 "mean_argnames must name extra arguments of the inner optimizer, but "
                 f"one is {name!r}. Pass a tuple of names, such as ('value',)."
             )
-    return names
+    return every
 
 
 def _need_multi_steps(what: str, tx: Any) -> str:
