@@ -152,8 +152,8 @@ def _check(fun: Any, params: Any, batch: Any, rng: Any) -> None:
     for name, x in _checks.named_leaves((params, batch)):
         if isinstance(x, jax.ShapeDtypeStruct):
             raise TypeError(
-                f"verify must have numbers to compare, but {name} of (params, batch) is "
-                "a type. Pass arrays; ga_optax.batch_dependencies takes types."
+                f"verify must have numbers to compare, but {name} of (params, batch) "
+                "is a type. Pass arrays; ga_optax.batch_dependencies takes types."
             )
     if rng is not None:
         _checks.check_not_empty("rng", rng, "Pass jax.random.key(0), or leave it out.")
