@@ -22,6 +22,9 @@ from ga_optax._loop import fences, in_place
 from ga_optax._passes import ir, table
 from ga_optax._passes.known import Reason
 
+SKIPS = {"should_skip_update_fn": optax.skip_not_finite}
+DROPS = {"should_drop_window_fn": ga.drop_window_if_not_finite}
+
 
 def bits(tree):
     """The dtypes and the bytes of a tree's leaves: equal if every bit is."""
@@ -214,6 +217,30 @@ def times_rate():
         return jax.tree.map(lambda g: -g * rate, updates), state
 
     return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
+
+
+def train(tx, grads, params, weights=None, emits=None, state=None):
+    """(parameters, state) after each of some micro-steps by `apply_gradients`."""
+    state, seen = tx.init(params) if state is None else state, []
+    static = () if isinstance(emits, jax.Array) else "emit"
+    step = jax.jit(functools.partial(ga.apply_gradients, tx), static_argnames=static)
+    nothing = [None] * len(grads)
+    emits, weights = nothing if emits is None else emits, weights or nothing
+    for g, emit, weight in zip(grads, emits, weights, strict=True):
+        params, state = step(g, state, params, emit=emit, weight=weight)
+        seen.append((params, state))
+    return seen
+
+
+def updates_of(tx, grads, params, weights=None):
+    """(updates, state) of each of some micro-steps by `update`."""
+    state, seen = tx.init(params), []
+    update = jax.jit(functools.partial(tx.update))  # traced anew
+    for g, weight in zip(grads, weights or [None] * len(grads), strict=True):
+        updates, state = update(g, state, params, weight=weight)
+        params = optax.apply_updates(params, updates)
+        seen.append((updates, state))
+    return seen
 
 
 def started(*arguments, cwd=None, **environment):

@@ -132,12 +132,8 @@ def test_a_partition_is_hashable_static_and_a_tree_without_leaves():
         assert p != other
     as_tree = jax.jit(lambda p, t: blocks.select(p, t, "layers/1"))
     by_number = jax.jit(blocks.select, static_argnums=(0, 2))
-    for got in (
-        as_tree(p, params),
-        as_tree(same, params),
-        by_number(p, params, NAMES[2]),
-    ):
-        assert bits(got) == bits(params["layers"][1])
+    got = as_tree(p, params), as_tree(same, params), by_number(p, params, NAMES[2])
+    assert list(map(bits, got)) == [bits(params["layers"][1])] * 3
     assert as_tree._cache_size() == 1
 
 
@@ -226,13 +222,9 @@ def test_the_first_micro_step_overwrites_whatever_the_buffers_hold(make, by, wei
 
 @BOTH
 def test_24_equal_layers_compile_once(make, by):
-    width = 6 if make is model else 9  # of no other test: nothing is compiled yet
-    layer = model(1, width)["layers"][0]
-    if make is model:
-        params, by = {f"layer_{i}": layer for i in range(24)}, 1
-    else:
-        params, by = stacked(24, width)["layers"], blocks.Stacked("")
-    p, acc = blocks.partition(params, by), accumulator.init(params)
+    params = make(24, 6 if make is model else 9)["layers"]  # widths of no other test
+    p = blocks.partition(params, blocks.Stacked("") if make is stacked else 1)
+    acc, layer = accumulator.init(params), blocks.select(p, params, "0")
     before, size = len(compilations), _micro_step._add._cache_size()
     for _ in range(3):
         for name in reversed(p):
@@ -398,10 +390,8 @@ def test_24_blocks_take_one_computation_and_one_transfer(make, by, function):
 # -- Misuse ----------------------------------------------------------------------------
 
 Q = blocks.partition(model(), NAMES)
-LAYER = model()["layers"][0]
-EMBED = model()["embed"]
-SHORT = model()["layers"][0]._replace(w=jnp.ones((5, 4)))
-UNLIKE = model() | {"layers": [model()["layers"][0], SHORT, model()["layers"][2]]}
+LAYER, EMBED = model()["layers"][0], model()["embed"]
+UNLIKE = model() | {"layers": [LAYER, LAYER._replace(w=jnp.ones((5, 4))), LAYER]}
 VECTOR, SPEC = blocks.flatten(Q, model(), "layers/0")
 TWO = {"a": {"w": jnp.ones(2), "n": jnp.ones(2, jnp.bfloat16)}}
 R, FIRST = blocks.partition(TWO, 1), blocks.partition(model(), 1)
@@ -509,9 +499,8 @@ def test_what_raises_donates_nothing_and_equal_numbers_are_one_weight():
     assert not any(x.is_deleted() for x in jax.tree.leaves(acc))
     acc = blocks.add(Q, opened(2), "embed", EMBED, np.float32(2))
     assert acc.missing == ("layers/0", "layers/1", "layers/2")
-    one = blocks.partition(jnp.ones(3), 1)  # whole at once
-    acc = blocks.add(one, accumulator.init(jnp.ones(3)), "", jnp.ones(3))
-    assert isinstance(acc, Accumulator)
+    one, ones = blocks.partition(jnp.ones(3), 1), jnp.ones(3)  # whole at once
+    assert isinstance(blocks.add(one, accumulator.init(ones), "", ones), Accumulator)
 
 
 # -- Flat vectors inside jit, and the report -------------------------------------------

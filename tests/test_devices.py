@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import mean_of, mesh_of, needed, normal, put
+from helpers import leaves_of, mean_of, mesh_of, needed, normal, put
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -16,9 +16,10 @@ WIDTH, LAYERS, ROWS = 16, 3, 64
 GRADIENT_BYTES = 4 * (WIDTH * WIDTH * (1 + LAYERS) + WIDTH)
 # The scalars that travel with the gradient: Σ w·loss and Σ w.
 SCALARS = 4  # the loss
-KINDS = [AxisType.Auto, AxisType.Explicit]
+KINDS, BOTH = [AxisType.Auto, AxisType.Explicit], ("replica", "data")
 REDUCTIONS = ("all-reduce", "reduce-scatter")
 RESHARDINGS = ("all-to-all", "collective-permute", "all-gather")
+WHOLE, ROWS_APART = P(), (P(), P("data"))
 
 SHARDED = {"in": P("data"), "layers": P(None, "data"), "bias": P()}
 
@@ -31,11 +32,11 @@ def make_params():
     }
 
 
-def make_batch(rows=ROWS):
-    """Of the tokens of a row 1 to WIDTH count, fewer in the first rows."""
-    lengths = 1 + np.arange(rows) * (WIDTH - 1) // (rows - 1)
-    mask = jnp.asarray(np.arange(WIDTH) < lengths[:, None], jnp.float32)
-    return {"x": normal(rows, WIDTH, seed=3), "mask": mask}
+def make_batch(rows=ROWS, width=WIDTH):
+    """Of the tokens of a row 1 to `width` count, fewer in the first rows."""
+    lengths = 1 + np.arange(rows) * (width - 1) // (rows - 1)
+    mask = jnp.asarray(np.arange(width) < lengths[:, None], jnp.float32)
+    return {"x": normal(rows, width, seed=3), "mask": mask}
 
 
 def _layer(h, w):
@@ -67,13 +68,24 @@ def compiled_and_run(fun, mesh, *args):
         return ga.audit(compiled, mesh), compiled(*args)
 
 
+def mapped_and_run(fun, mesh, in_specs, out_specs=WHOLE, **options):
+    """So inside a shard_map, of the parameters and the batch of all tests."""
+    specs = {"in_specs": in_specs, "out_specs": out_specs, **options}
+    mapped = jax.shard_map(fun, mesh=mesh, **specs)
+    return compiled_and_run(mapped, mesh, make_params(), make_batch())
+
+
 def assert_close(got, want):
     """By c·n·eps, for sums over the rows in another order; the terms are of order 1."""
     got, want = jax.device_get((got, want))
     assert jax.tree.structure(got) == jax.tree.structure(want)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+    for a, b in leaves_of(got, want):
         bound = 4 * ROWS * np.finfo(np.float32).eps * max(1.0, np.max(np.abs(b)))
         np.testing.assert_allclose(a, b, rtol=0, atol=bound)
+
+
+def whole_batch(loss=mean_loss):
+    return jax.value_and_grad(loss)(make_params(), make_batch())
 
 
 def window(mesh, k, specs=None, rows=ROWS, axes="data", **options):
@@ -103,29 +115,20 @@ def gradient_reductions(audit):
 def test_one_all_reduce_for_any_number_of_micro_batches(kind, optimize, k):
     options = {"data_axis": "data", "optimize": optimize}
     audit, _ = window(mesh_of(8, kind=kind), k, rows=128, **options)
-    [reduction] = audit.collectives  # nothing else, so no row of the batch moved
-    assert (reduction.kind, reduction.loops, reduction.axes) == (
-        "all-reduce",
-        (),
-        ("data",),
-    )
-    assert reduction.num_bytes == GRADIENT_BYTES + SCALARS
+    [one] = audit.collectives  # nothing else, so no row of the batch moved
+    assert (one.kind, one.loops, one.axes) == ("all-reduce", (), ("data",))
+    assert one.num_bytes == GRADIENT_BYTES + SCALARS
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("optimize", [True, False])
 @pytest.mark.quick
 def test_inside_a_shard_map_it_reduces_once(check_vma, optimize):
-    mesh = mesh_of(8)
-    params, batch = make_params(), make_batch()
     fun = ga.value_and_grad(mean_loss, 4, data_axis="data", optimize=optimize)
-    mapped = jax.shard_map(
-        fun, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=check_vma
-    )
-    audit, got = compiled_and_run(mapped, mesh, params, batch)
+    audit, got = mapped_and_run(fun, mesh_of(8), ROWS_APART, check_vma=check_vma)
     assert [c.num_bytes for c in audit.collectives] == [GRADIENT_BYTES + SCALARS]
     assert not audit.in_loop
-    assert_close(got, jax.value_and_grad(mean_loss)(params, batch))
+    assert_close(got, whole_batch())
 
 
 def test_if_rows_meet_no_loop_communicates():
@@ -150,13 +153,10 @@ def test_if_rows_meet_no_loop_communicates():
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("sync", ["last", "each"])
 def test_the_mesh_may_be_that_of_the_batch(kind, sync):
-    mesh = mesh_of(8, kind=kind)
-    params, batch = make_params(), make_batch()
     fun = ga.value_and_grad(mean_loss, 2, data_axis=ga.DataAxis("data", sync=sync))
-    placed = put(params, mesh, P()), put(batch, mesh, P("data"))
-    want = jax.value_and_grad(mean_loss)(params, batch)
-    assert_close(jax.jit(fun)(*placed), want)
-    assert_close(fun(*placed), want)
+    placed = put((make_params(), make_batch()), mesh_of(8, kind=kind), ROWS_APART)
+    for run in (fun, jax.jit(fun)):
+        assert_close(run(*placed), whole_batch())
 
 
 @pytest.mark.grid(2)
@@ -165,15 +165,12 @@ def test_the_mesh_may_be_that_of_the_batch(kind, sync):
 def test_the_batch_may_be_split_over_two_axes(first, second):
     if first == AxisType.Auto != second:  # JAX puts the explicit axis of a spec first
         pytest.skip("shard_map itself moves the rows")
-    mesh = jax.make_mesh((2, 4), ("replica", "data"), axis_types=(first, second))
-    axes = ("replica", "data")
-    data_axis = ga.DataAxis(axes, param_specs=SHARDED)
-    audit, got = window(mesh, 2, SHARDED, axes=axes, data_axis=data_axis)
+    mesh = jax.make_mesh((2, 4), BOTH, axis_types=(first, second))
+    data_axis = ga.DataAxis(BOTH, param_specs=SHARDED)
+    audit, got = window(mesh, 2, SHARDED, axes=BOTH, data_axis=data_axis)
     assert not audit.in_loop
     assert got[1]["layers"].sharding.spec[1] == "data"
 
-
-# -- Without a data axis ---------------------------------------------------------------
 
 MANY = 4096
 
@@ -190,10 +187,9 @@ def rows_that_move(compiled):
     "way", ["arrays", "explicit", "constraint", "shapes", "jit", "with", "set_mesh"]
 )
 def test_no_row_moves_however_the_mesh_is_known(way):
-    names, axes = ("replica", "data", "model"), ("replica", "data")
     kind = AxisType.Explicit if way == "explicit" else AxisType.Auto
-    mesh = mesh_of(2, 2, 2, names=names, kind=kind)
-    place = NamedSharding(mesh, P(axes))
+    mesh = mesh_of(2, 2, 2, names=(*BOTH, "model"), kind=kind)
+    place = NamedSharding(mesh, P(BOTH))
     params, batch = make_params(), make_batch(rows=MANY)
     fun, options = ga.value_and_grad(mean_loss, 4), {}
     if way in ("arrays", "explicit"):
@@ -218,9 +214,6 @@ def test_no_row_moves_however_the_mesh_is_known(way):
         moved = rows_that_move(jax.jit(fun, **options).lower(params, batch).compile())
     # In its backward pass JAX gathers what was broadcast along explicit axes.
     assert [c for c in moved if way != "explicit" or not c.loops] == []
-
-
-# -- Other axes ------------------------------------------------------------------------
 
 
 @pytest.mark.grid(1)
@@ -280,7 +273,7 @@ def test_sync_each_reduces_in_every_micro_step(kind):
     gathered = [c for c in audit.in_loop if c.kind == "all-gather"]
     # Every micro-step gathers each layer, and once more for its backward pass.
     assert sum(c.total_bytes for c in gathered) <= 2 * 4 * matrices // 8
-    assert not any(c.kind in ("all-to-all", "collective-permute") for c in gathered)
+    assert {c.kind for c in audit.in_loop} <= {"all-gather", *REDUCTIONS}
 
 
 @pytest.mark.exhaustive
@@ -314,18 +307,16 @@ def test_memory_with_sync_each_falls_with_the_number_of_devices():
 @pytest.mark.grid(1)
 @pytest.mark.parametrize("optimize", [True, False])
 def test_a_device_of_weight_zero_adds_nothing_not_even_nan(optimize):
-    mesh = mesh_of(8)
-    params, batch = make_params(), make_batch()
-    rows = ROWS // 8
+    params, batch, rows = make_params(), make_batch(), ROWS // 8
     poisoned = {
-        "x": batch["x"].at[:rows].set(jnp.nan),
-        "mask": batch["mask"].at[:rows].set(0.0),
+        name: x.at[:rows].set(jnp.nan if name == "x" else 0)
+        for name, x in batch.items()
     }
-    options = {"weight_fn": count, "optimize": optimize}
-    fun = mean_of(token_loss, 4, data_axis=ga.DataAxis("data", mesh=mesh), **options)
-    rest = jax.tree.map(lambda x: x[rows:], poisoned)
+    axis = ga.DataAxis("data", mesh=mesh_of(8))
+    options = {"weight_fn": count, "optimize": optimize, "data_axis": axis}
+    rest = jax.tree.map(lambda x: x[rows:], batch)
     want = jax.value_and_grad(token_loss)(params, rest)
-    assert_close(jax.jit(fun)(params, poisoned), want)
+    assert_close(jax.jit(mean_of(token_loss, 4, **options))(params, poisoned), want)
 
 
 def test_aux_keys_and_the_carry_are_put_together_over_all_devices():
@@ -378,12 +369,7 @@ def test_a_key_in_the_carry_threads_unless_the_carry_is_averaged(sync):
     assert jnp.all(jax.random.key_data(after) == jax.random.key_data(expected))
 
 
-# -- accumulate ------------------------------------------------------------------------
-
-
 def test_accumulate_stays_on_the_device_until_the_merge():
-    mesh = mesh_of(8)
-    params, batch = make_params(), make_batch()
     add = ga.accumulate(token_loss, 2, weight_fn=count, data_axis="data")
 
     def window(params, batch):
@@ -394,12 +380,11 @@ def test_accumulate_stays_on_the_device_until_the_merge():
         merged = ga.merge_across(acc, "data")
         return ga.accumulator.mean(merged), merged.count
 
-    mapped = jax.shard_map(window, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
-    audit, (grads, number) = compiled_and_run(mapped, mesh, params, batch)
+    audit, (grads, number) = mapped_and_run(window, mesh_of(8), ROWS_APART)
     assert [c.num_bytes for c in audit.collectives] == [GRADIENT_BYTES + 4]
     assert not audit.in_loop
     assert int(number) == 4  # micro-steps, which all devices do at the same time
-    assert_close(grads, jax.grad(token_loss)(params, batch))
+    assert_close(grads, whole_batch(token_loss)[1])
 
 
 @pytest.mark.slow
@@ -423,13 +408,10 @@ def test_accumulate_at_top_level_merges_once_a_call(sharded, sync):
             assert not audit.in_loop
         _, acc = step(acc, placed, half)
     assert int(acc.count) == 4
-    assert_close(ga.accumulator.mean(acc), jax.grad(token_loss)(params, batch))
+    assert_close(ga.accumulator.mean(acc), whole_batch(token_loss)[1])
     if sharded:
         shape = acc.total["layers"].sharding.shard_shape((LAYERS, WIDTH, WIDTH))
         assert shape == (LAYERS, WIDTH // 8, WIDTH)
-
-
-# -- Composition -----------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -454,21 +436,15 @@ def test_it_can_be_differentiated_and_batched():
 
 def test_fun_may_use_the_axis_for_a_collective_of_its_own():
     """Such as batch statistics over all devices, with the gradient through them."""
-    mesh = mesh_of(8)
 
-    def loss(w, x, axis=None):
+    def loss(w, x, mean=lambda h: jax.lax.pmean(jnp.mean(h), "data")):
         h = x * w
-        mean = jnp.mean(h)
-        if axis:
-            mean = jax.lax.pmean(mean, axis)
-        return jnp.mean((h - mean) ** 2)
+        return jnp.mean((h - mean(h)) ** 2)
 
-    x = jnp.arange(16, dtype=jnp.float32) / 16
-    fun = mean_of(
-        lambda w, x: loss(w, x, "data"), 1, data_axis=ga.DataAxis("data", mesh=mesh)
-    )
-    got = jax.jit(fun)(jnp.float32(2.0), x)
-    assert_close(got, jax.value_and_grad(loss)(jnp.float32(2.0), x))
+    args = jnp.float32(2.0), jnp.arange(16, dtype=jnp.float32) / 16
+    fun = mean_of(loss, 1, data_axis=ga.DataAxis("data", mesh=mesh_of(8)))
+    want = jax.value_and_grad(lambda w, x: loss(w, x, jnp.mean))(*args)
+    assert_close(jax.jit(fun)(*args), want)
 
 
 # -- Errors ----------------------------------------------------------------------------
@@ -492,19 +468,12 @@ def test_a_jax_that_is_too_old_says_so(monkeypatch):
         ga.value_and_grad(mean_loss, 2, data_axis="data")
 
 
-WHOLE, ROWS_APART = P(), (P(), P("data"))
-
-
 def inside(fun, in_specs=ROWS_APART, out_specs=WHOLE, axes=("data",), **options):
     """A call inside a shard_map."""
-    mesh = mesh_of(2, 4, names=("replica", "data"))
-
-    def call():
-        specs = {"in_specs": in_specs, "out_specs": out_specs, **options}
-        mapped = jax.shard_map(fun, mesh=mesh, axis_names=set(axes), **specs)
-        jax.jit(mapped)(make_params(), make_batch())
-
-    return call
+    mesh = mesh_of(2, 4, names=BOTH)
+    return lambda: mapped_and_run(
+        fun, mesh, in_specs, out_specs, axis_names=set(axes), **options
+    )
 
 
 def gradient(name="data", loss=mean_loss, **options):
@@ -543,7 +512,7 @@ def beside_an_explicit_axis():
     jax.jit(fun)(make_params(), make_batch())
 
 
-BOTH, SHARDS = ("replica", "data"), (SHARDED, P("data"))
+SHARDS = SHARDED, P("data")
 
 
 @pytest.mark.parametrize(
@@ -573,37 +542,27 @@ def test_what_would_be_wrong_in_quiet_is_refused(call, message):
         call()
 
 
-# -- What would be wrong in quiet ------------------------------------------------------
-
-
 @pytest.mark.grid(2, 3)
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("sync", ["last", "each"])
 def test_shards_inside_a_shard_map_are_summed_over_their_copies_too(sync, check_vma):
     """Sharded over "data", copied over "replica" (HSDP); with "each" `fun` gathers."""
-    mesh = mesh_of(2, 4, names=("replica", "data"))
-    axes = ("replica", "data")
-    params, batch = make_params(), make_batch()
 
     def gathered(params, batch):
         whole = {
-            "in": jax.lax.all_gather(params["in"], "data", axis=0, tiled=True),
-            "layers": jax.lax.all_gather(params["layers"], "data", axis=1, tiled=True),
-            "bias": params["bias"],
+            name: jax.lax.all_gather(params[name], "data", axis=axis, tiled=True)
+            for name, axis in (("in", 0), ("layers", 1))
         }
-        return mean_loss(whole, batch)
+        return mean_loss(params | whole, batch)
 
-    axis = ga.DataAxis(axes, param_specs=SHARDED, sync=sync)
-    fun = mean_loss if sync == "last" else gathered
-    mapped = jax.shard_map(
-        ga.value_and_grad(fun, 2, data_axis=axis),
-        mesh=mesh,
-        in_specs=(SHARDED, P(axes)),
-        out_specs=(P(), SHARDED),
-        check_vma=check_vma,
+    axis = ga.DataAxis(BOTH, param_specs=SHARDED, sync=sync)
+    fun = ga.value_and_grad(
+        mean_loss if sync == "last" else gathered, 2, data_axis=axis
     )
-    audit, got = compiled_and_run(mapped, mesh, params, batch)
+    specs = (SHARDED, P(BOTH)), (P(), SHARDED)
+    mesh = mesh_of(2, 4, names=BOTH)
+    audit, got = mapped_and_run(fun, mesh, *specs, check_vma=check_vma)
     scattered = [c for c in audit.collectives if c.kind == "reduce-scatter"]
     assert scattered
     assert all(bool(c.loops) == (sync == "each") for c in scattered)
-    assert_close(got, jax.value_and_grad(mean_loss)(params, batch))
+    assert_close(got, whole_batch())

@@ -12,8 +12,8 @@ import optax
 import pytest
 from flax import nnx
 from flax.training import dynamic_scale
-from helpers import bits, leaves_of, python
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from helpers import array, bits, leaves_of, mesh_of, off, put, python, times_rate
+from jax.sharding import AxisType, PartitionSpec
 
 import ga_optax as ga
 from ga_optax.flax import (
@@ -29,11 +29,18 @@ pytestmark = pytest.mark.usefixtures("optax_promotion")
 PARAMS = {"w": jnp.array([1.0, -2.0])}
 GRADS = [{"w": jnp.array([1.0, 2.0])}, {"w": jnp.array([3.0, -4.0])}]
 MEAN = {"w": jnp.array([2.0, -1.0])}
-ADAM = optax.adam(0.1)
+ADAM, REPLACED = optax.adam(0.1), nn.fp8_ops.OVERWRITE_WITH_GRADIENT
+STATES = TrainState, flax.training.train_state.TrainState
 
 
-def create(tx, cls=TrainState, **kwargs):
-    return cls.create(apply_fn=None, params=PARAMS, tx=tx, **kwargs)
+def create(tx, cls=TrainState, params=PARAMS, **kwargs):
+    return cls.create(apply_fn=None, params=params, tx=tx, **kwargs)
+
+
+def after(state, grads=GRADS):
+    for g in grads:
+        state = state.apply_gradients(grads=g)
+    return state
 
 
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
@@ -44,29 +51,22 @@ def test_step_counts_calls_as_flax_does_and_optimizer_steps_the_updates(jit):
         traces.append(0)
         return state.apply_gradients(grads=grads)
 
-    apply = jax.jit(apply) if jit else apply
-    state = create(ga.MultiSteps(ADAM, 2))
-    flax_state = create(ga.MultiSteps(ADAM, 2), flax.training.train_state.TrainState)
+    apply, seen = jax.jit(apply) if jit else apply, []
+    state, flax_state = (create(ga.MultiSteps(ADAM, 2), cls) for cls in STATES)
     plain = create(ADAM).apply_gradients(grads=MEAN)
-    seen = []
     for grads in GRADS * 2:
         state, flax_state = apply(state, grads), apply(flax_state, grads)
         assert int(state.step) == int(flax_state.step)
         seen.append((state.step, state.optimizer_steps, state.micro_step))
         if len(seen) == 2:
             for own in (state, flax_state):
-                np.testing.assert_allclose(
-                    own.params["w"], plain.params["w"], rtol=1e-6
-                )
+                assert off(own.params, plain.params) < 1e-6
     np.testing.assert_array_equal(seen, [(1, 0, 1), (2, 1, 0), (3, 1, 1), (4, 2, 0)])
     assert len(traces) == 2 or not jit  # one for each kind of state
 
 
 def test_without_one_accumulator_there_is_no_window():
-    ours, theirs = create(ADAM), create(ADAM, flax.training.train_state.TrainState)
-    for grads in GRADS:
-        ours = ours.apply_gradients(grads=grads)
-        theirs = theirs.apply_gradients(grads=grads)
+    ours, theirs = (after(create(ADAM, cls)) for cls in STATES)
     assert (int(ours.step), int(ours.optimizer_steps), ours.micro_step) == (2, 2, 0)
     assert bits(ours.params) == bits(theirs.params)
     with pytest.raises(TypeError, match="flush needs tx to be"):
@@ -74,8 +74,7 @@ def test_without_one_accumulator_there_is_no_window():
     both = {"a": ga.MultiSteps(ADAM, 2), "b": ga.MultiSteps(ADAM, 3)}
     params = dict.fromkeys(both, PARAMS)
     tx = optax.partition(both, {"a": "a", "b": "b"})
-    state = TrainState.create(apply_fn=None, params=params, tx=tx)
-    state = state.apply_gradients(grads=params)
+    state = after(create(tx, params=params), [params])
     assert int(state.step) == 1
     with pytest.raises(ValueError, match="there are 2"):
         _ = state.optimizer_steps
@@ -107,54 +106,42 @@ def scaled_step(state, x):
 def test_the_recipe_of_dynamic_scale_leaves_out_one_micro_step(bad):
     good = jnp.ones((6, 2), jnp.float16) * jnp.arange(1, 7, dtype=jnp.float16)[:, None]
     batches = [*good[:bad], jnp.full(2, 300, jnp.float16), *good[bad:]]
-    start = create(
-        ga.MultiSteps(ADAM, 3), Scaled, scale=dynamic_scale.DynamicScale(scale=256.0)
-    )
-    state, clean = start, start
-    for x in batches:
-        state = scaled_step(state, x)
+    scale = dynamic_scale.DynamicScale(scale=256.0)
+    start = create(ga.MultiSteps(ADAM, 3), Scaled, scale=scale)
+    state, clean = (functools.reduce(scaled_step, x, start) for x in (batches, good))
     assert (int(state.step), int(state.optimizer_steps)) == (7, 2)
     assert float(state.scale.scale) == 128.0  # so one gradient overflowed
-    for x in good:
-        clean = scaled_step(clean, x)
     assert (int(clean.step), int(clean.optimizer_steps)) == (6, 2)
     assert bits(state.params) == bits(clean.params)  # a power of two rounds nothing
     assert bits(state.params) != bits(start.params)
 
 
-@pytest.mark.parametrize("place", ["itself", "chained"])
-def test_the_accumulator_of_optax_is_refused(place):
-    theirs = optax.MultiSteps(ADAM, 2)
-    tx = {
-        "itself": theirs,
-        "chained": optax.chain(theirs.gradient_transformation(), optax.scale(1.0)),
-    }[place]
-    with pytest.raises(TypeError, match=r"ga_optax\.MultiSteps"):
-        create(tx)
-    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
-    with pytest.raises(TypeError, match=r"ga_optax\.MultiSteps"):
-        Optimizer(model, tx, wrt=nnx.Param)
+@pytest.mark.parametrize("chained", [False, True])
+def test_the_accumulator_of_optax_is_refused(chained):
+    tx = optax.MultiSteps(ADAM, 2)
+    if chained:
+        tx = optax.chain(tx.gradient_transformation(), optax.scale(1.0))
     # Flax's own takes it, and one with such a state is refused later.
-    state = create(tx, flax.training.train_state.TrainState)
+    state = create(tx, STATES[1])
     ours = create(ADAM).replace(tx=tx, opt_state=state.opt_state)
-    with pytest.raises(TypeError, match=r"ga_optax\.MultiSteps"):
-        ours.apply_gradients(grads=GRADS[0])
-    with pytest.raises(TypeError, match=r"ga_optax\.MultiSteps"):
-        _ = ours.optimizer_steps
+    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    for call in (
+        lambda: create(tx),
+        lambda: Optimizer(model, tx, wrt=nnx.Param),
+        lambda: after(ours),
+        lambda: ours.optimizer_steps,
+    ):
+        with pytest.raises(TypeError, match=r"ga_optax\.MultiSteps"):
+            call()
 
 
 def test_flush_closes_the_window_and_is_no_call():
-    state = create(ga.MultiSteps(ADAM, 8))
-    for grads in GRADS:
-        state = state.apply_gradients(grads=grads)
+    state = after(create(ga.MultiSteps(ADAM, 8)))
     assert bits(state.params) == bits(PARAMS)  # the twin: nothing has closed it
     state = state.flush()
     counts = (int(state.step), int(state.optimizer_steps), int(state.micro_step))
     assert counts == (2, 1, 0)
-    expected = create(ga.MultiSteps(ADAM, 2))
-    for grads in GRADS:
-        expected = expected.apply_gradients(grads=grads)
-    assert bits(state.params) == bits(expected.params)
+    assert bits(state.params) == bits(after(create(ga.MultiSteps(ADAM, 2))).params)
     assert bits(state.flush()) == bits(state)  # an empty window
 
 
@@ -162,36 +149,24 @@ def test_weights_emit_fields_and_extra_arguments_pass_through():
     class WithStats(TrainState):
         batch_stats: dict = flax.struct.field(pytree_node=True)
 
-    seen = []
-
-    def update(updates, state, params=None, *, value=None, **extra):
-        del params, extra
-        seen.append(value)
-        return jax.tree.map(jnp.negative, updates), state
-
-    inner = optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
-    state = create(ga.MultiSteps(inner, 2), WithStats, batch_stats={"mean": 0})
-    state = state.apply_gradients(
-        grads=GRADS[0], weight=3, emit=False, batch_stats={"mean": 1}
-    )
+    tx = ga.MultiSteps(times_rate(), 2)
+    state = create(tx, WithStats, batch_stats={"mean": 0})
+    options = {"weight": 3, "emit": False, "rate": 1.0, "batch_stats": {"mean": 1}}
+    state = state.apply_gradients(grads=GRADS[0], **options)
     assert state.batch_stats == {"mean": 1}
-    state = state.apply_gradients(grads=GRADS[1], weight=1, emit=True, value=7.0)
-    assert seen[-1] == 7.0
+    state = state.apply_gradients(grads=GRADS[1], weight=1, emit=True, rate=0.5)
     assert (int(state.optimizer_steps), int(state.micro_step)) == (1, 0)
-    expected = PARAMS["w"] - (3 * GRADS[0]["w"] + GRADS[1]["w"]) / 4
+    expected = PARAMS["w"] - 0.5 * (3 * GRADS[0]["w"] + GRADS[1]["w"]) / 4
     np.testing.assert_array_equal(state.params["w"], expected)
 
 
 def test_fp8_scaling_factors_are_overwritten_with_their_gradient():
-    overwritten = nn.fp8_ops.OVERWRITE_WITH_GRADIENT
-    params = {"params": PARAMS, overwritten: {"scale": jnp.float32(1.0)}}
-    state = TrainState.create(
-        apply_fn=None, params=params, tx=ga.MultiSteps(optax.sgd(1.0), 2)
-    )
+    params = {"params": PARAMS, REPLACED: {"scale": jnp.float32(1.0)}}
+    state = create(ga.MultiSteps(optax.sgd(1.0), 2), params=params)
     for i, grads in enumerate(GRADS):
         factor = {"scale": jnp.float32(2.0 + i)}
-        state = state.apply_gradients(grads={"params": grads, overwritten: factor})
-        assert float(state.params[overwritten]["scale"]) == 2.0 + i
+        state = after(state, [{"params": grads, REPLACED: factor}])
+        assert float(state.params[REPLACED]["scale"]) == 2.0 + i
     assert bits(state.flush().params) == bits(state.params)
     np.testing.assert_array_equal(state.params["params"]["w"], PARAMS["w"] - MEAN["w"])
 
@@ -209,22 +184,17 @@ class Model(nnx.Module):
         return self.out(nnx.relu(self.hidden(x)))
 
 
+ROWS_OF_3 = array(8, 3)
+
+
 def loss(model, x, y):
     return jnp.mean(jnp.square(model(x)[:, 0] - y))
-
-
-def batch():
-    rng = np.random.default_rng(0)
-    return (
-        jnp.asarray(rng.normal(size=(8, 3)), jnp.float32),
-        jnp.asarray(rng.normal(size=8), jnp.float32),
-    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cls", [Optimizer, nnx.Optimizer], ids=["ours", "flax"])
 def test_an_nnx_optimizer_accumulates_like_the_undivided_batch(cls):
-    x, y = batch()
+    x, y = ROWS_OF_3, array(8)
     big, model, start = (Model(nnx.Rngs(0)) for _ in range(3))
     nnx.Optimizer(big, ADAM, wrt=nnx.Param).update(big, nnx.grad(loss)(big, x, y))
     optimizer, seen = cls(model, ga.MultiSteps(ADAM, 4), wrt=nnx.Param), []
@@ -308,34 +278,29 @@ def noisy_loss(model, x, y):
     return jnp.sqrt(jnp.mean(error)), {"mask": mask, "out": out, "mean": out.mean(0)}
 
 
-def as_numbers(tree):
+def as_one(tree):
+    """The shapes, all floats as one vector, which has one scale, and what is exact."""
+
     def numbers(x):
         is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-        return jax.random.key_data(x) if is_key else x
+        return np.asarray(jax.random.key_data(x) if is_key else x)
 
-    return jax.tree.map(numbers, nnx.as_pure(tree))
+    leaves = list(map(numbers, jax.tree.leaves(nnx.as_pure(tree))))
+    floats = np.concatenate([x.ravel() for x in leaves if x.dtype == float])
+    exact = [x for x in leaves if x.dtype != float]
+    return floats, exact, [np.array(x.shape) for x in leaves]
 
 
 def distance(ours, theirs):
     """How far two trees are apart, in `n·eps` of the largest number; integers equal."""
     assert jax.tree.structure(ours) == jax.tree.structure(theirs)
-    ours, theirs = as_numbers(ours), as_numbers(theirs)
-    pairs = list(leaves_of(ours, theirs))
-    assert pairs
-    found = [0.0]
-    for a, b in pairs:
-        assert (a.shape, a.dtype) == (b.shape, b.dtype)
-        if not jnp.issubdtype(b.dtype, jnp.inexact):
-            found.append(0.0 if (a == b).all() else np.inf)
-        else:
-            found.append(float(jnp.max(jnp.abs(a - b))))
-    size = max(float(jnp.max(jnp.abs(b))) for _, b in pairs if b.dtype == jnp.float64)
-    return max(found) / (ROWS * np.finfo(np.float64).eps * size)
+    return off(as_one(ours), as_one(theirs)) / (ROWS * np.finfo(np.float64).eps)
 
 
 # Sums of at most `n` terms in another order, about twenty after one another.
 CLOSE = 20
 NOISY = {"batch_argnums": (1, 2), "has_aux": True}
+STACKED = NOISY | {"aux": "stack"}
 
 
 def run(compute, windows=1, x=X, y=Y):
@@ -352,14 +317,14 @@ def of_rows(fun=noisy_loss, **options):
     return value_and_grad(fun, **(given | options))
 
 
-def one_after_another(**options):
+def one_after_another(fun, argnums=0, **options):
     """The mean gradient of micro-batches, each by itself."""
-    step = accumulate(noisy_loss, K, aux="stack", **(NOISY | options))
-    kind = nnx.LoRAParam if options.get("argnums") is LORA else nnx.Param
+    step = accumulate(fun, K, argnums=argnums, **options)
+    kind = nnx.LoRAParam if argnums is LORA else nnx.Param
 
-    def compute(model, x, y):
+    def compute(model, *rows):
         acc = ga.accumulator.init(nnx.state(model, kind), None)
-        value, acc = step(acc, model, x, y)
+        value, acc = step(acc, model, *rows)
         return value, ga.accumulator.mean(acc)
 
     return compute
@@ -377,7 +342,7 @@ def test_value_gradients_aux_and_variables_are_those_of_one_call(argnums):
                 assert distance(mine, theirs) < CLOSE
         assert int(ours[1][1]["calls"][...]) == 2
         # The twin: gradients, statistics and masks of micro-batches are others.
-        apart = run(one_after_another(argnums=argnums))
+        apart = run(one_after_another(noisy_loss, argnums, **STACKED))
         [((_, aux), grads), state], [((_, other), others), left] = ours[0], apart[0]
         assert distance(others, grads) > 1e6 * CLOSE
         stats = (nnx.filter_state(x, nnx.BatchStat) for x in (left, state))
@@ -390,10 +355,9 @@ def test_value_gradients_aux_and_variables_are_those_of_one_call(argnums):
 def test_where_rows_of_a_module_meet_is_what_the_step_does():
     with jax.enable_x64(True):
         model = Noisy()
-        before = as_numbers(nnx.state(model))
+        before = as_one(nnx.state(model))
         found = batch_dependencies(noisy_loss, K, **NOISY)(model, X, Y)
-        after = as_numbers(nnx.state(model))
-        assert all(map(jnp.array_equal, *map(jax.tree.leaves, (before, after))))
+        assert bits(as_one(nnx.state(model))) == bits(before)
         nothing = {"argnums": nnx.DiffState(0, nnx.Cache), **NOISY}
         with pytest.raises(ValueError, match="What argnums selects of argument 0"):
             batch_dependencies(noisy_loss, K, **nothing)(model, X, Y)
@@ -412,8 +376,8 @@ def test_over_devices_statistics_and_masks_are_those_of_one_call_too(kind):
     with jax.enable_x64(True):
         # What the first window leaves in the module lies on the mesh in the second.
         due = run(nnx.value_and_grad(noisy_loss, has_aux=True), 2)
-        mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,))
-        x, y = jax.device_put((X, Y), NamedSharding(mesh, PartitionSpec("data")))
+        mesh = mesh_of(kind=kind)
+        x, y = put((X, Y), mesh, PartitionSpec("data"))
         axis = ga.DataAxis("data", mesh=mesh)
         ours = run(of_rows(num_microbatches=2, data_axis=axis), 2, x=x, y=y)
         assert distance(ours, due) < CLOSE
@@ -488,12 +452,11 @@ def test_whatever_fun_does_to_modules_is_done_as_by_nnx(fun):
     for a, b in leaves_of(got, due):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
     assert nnx.graphdef(ours) == nnx.graphdef(theirs)
-    left, due, old = map(nnx.state, (ours, theirs, before))
-    for a, b in leaves_of(left, due):
+    for a, b in leaves_of(nnx.state(ours), nnx.state(theirs)):
         np.testing.assert_allclose(a, b, rtol=1e-6)
     # The twin: it is not what there was before.
-    changes = nnx.graphdef(ours) != nnx.graphdef(before) or bits(left) != bits(old)
-    assert changes
+    (graph, left), (other, old) = map(nnx.split, (ours, before))
+    assert graph != other or bits(left) != bits(old)
 
 
 @FAST
@@ -503,7 +466,8 @@ def test_what_fun_leaves_alone_keeps_its_array():
         model = Noisy()
         model.eval()  # but it counts its calls
         old = model.norm.mean.get_value(), model.second.kernel.get_value()
-        for compute in (of_rows(argnums=LORA), one_after_another(argnums=LORA)):
+        by_themselves = one_after_another(noisy_loss, LORA, **STACKED)
+        for compute in (of_rows(argnums=LORA), by_themselves):
             calls = model.calls.get_value()
             compute(model, X, Y)
             assert model.norm.mean.get_value() is old[0]
@@ -511,20 +475,13 @@ def test_what_fun_leaves_alone_keeps_its_array():
             assert model.calls.get_value() is not calls
 
 
-# -- Gradients of modules: micro-batches each by themselves ----------------------------
-
-
-def by_hand(model, x, y, k, **options):
+def by_hand(model, x, y, argnums):
     """One micro-batch after another."""
-    total, losses, kept = None, [], []
-    compute = nnx.value_and_grad(noisy_loss, has_aux=True, **options)
-    for part in zip(jnp.split(x, k), jnp.split(y, k), strict=True):
-        (value, aux), grads = compute(model, *part)
-        losses.append(value)
-        kept.append(aux)
-        total = grads if total is None else jax.tree.map(jnp.add, total, grads)
-    grads = jax.tree.map(lambda g: g / k, total)
-    return (sum(losses) / k, jax.tree.map(lambda *x: jnp.stack(x), *kept)), grads
+    compute = nnx.value_and_grad(noisy_loss, has_aux=True, argnums=argnums)
+    parts = zip(jnp.split(x, K), jnp.split(y, K), strict=True)
+    found = [compute(model, *part) for part in parts]
+    (value, aux), grads = jax.tree.map(lambda *x: jnp.stack(x), *found)
+    return (value.mean(), aux), jax.tree.map(lambda g: g.mean(0), grads)
 
 
 @FAST
@@ -534,9 +491,9 @@ def by_hand(model, x, y, k, **options):
 def test_a_module_is_as_after_one_micro_batch_after_another(argnums):
     with jax.enable_x64(True):
         # The second window goes on where the first one ended.
-        ours = run(one_after_another(argnums=argnums), 2)
+        ours = run(one_after_another(noisy_loss, argnums, **STACKED), 2)
         given = jnp.asarray(X), jnp.asarray(Y)
-        due = run(lambda m, *_: by_hand(m, *given, K, argnums=argnums), 2)
+        due = run(lambda m, *_: by_hand(m, *given, argnums), 2)
         assert distance(ours, due) < CLOSE
         assert int(ours[1][1]["calls"][...]) == 2 * K
         # The twin: statistics and streams that stay where they were give others.
@@ -586,7 +543,7 @@ OF_EACH = [
 def test_what_has_no_place_or_does_not_fit_is_said(of, options, error, message):
     model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
     with pytest.raises(error, match=message):
-        of(mean_loss, **{"num_microbatches": 2, **options})(model, batch()[0])
+        of(mean_loss, **{"num_microbatches": 2, **options})(model, ROWS_OF_3)
 
 
 @pytest.mark.parametrize(("fun", "options", "error", "message"), OF_EACH)
@@ -594,16 +551,16 @@ def test_what_accumulate_cannot_carry_or_have_is_said(fun, options, error, messa
     model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
     acc = ga.accumulator.init(nnx.state(model))
     with pytest.raises(error, match=message):
-        accumulate(fun, **{"num_microbatches": 2, **options})(acc, model, batch()[0])
+        accumulate(fun, **{"num_microbatches": 2, **options})(acc, model, ROWS_OF_3)
 
 
 def test_an_accumulator_of_another_module_is_refused():
     model, other = (nnx.Linear(n, 1, rngs=nnx.Rngs(0)) for n in (3, 5))
     acc = ga.accumulator.init(nnx.state(other))
     with pytest.raises(ValueError, match=r"kernel.*must have shape"):
-        accumulate(mean_loss)(acc, model, batch()[0])
+        accumulate(mean_loss)(acc, model, ROWS_OF_3)
     with pytest.raises(TypeError, match="must be the accumulator to continue"):
-        accumulate(mean_loss)(model, model, batch()[0])
+        accumulate(mean_loss)(model, model, ROWS_OF_3)
 
 
 @pytest.mark.slow
@@ -620,8 +577,6 @@ def test_the_package_imports_flax_when_it_is_first_asked_for():
 
 
 # -- fp8 -------------------------------------------------------------------------------
-
-REPLACED = nn.fp8_ops.OVERWRITE_WITH_GRADIENT
 
 
 class Fp8(nn.Module):
@@ -664,8 +619,7 @@ def spread_of(y):
 def test_fp8_scales_are_those_of_the_whole_batch(data_axis, name):
     params, loss, x0 = fp8(getattr(nn.fp8_ops, name), spread_of)
     devices = 1 if data_axis is None else 2
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(mesh_of(2)):
         step = jax.jit(ga.value_and_grad(loss, 4 // devices, data_axis=data_axis))
         value, got = jax.device_get(step(params, x0))
     want, due = jax.jit(jax.value_and_grad(loss))(params, x0)

@@ -5,15 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import leaves_of
-from test_flax import in_float64
+from helpers import leaves_of, mesh_of
+from test_flax import K, in_float64, one_after_another
 
 import ga_optax as ga
 import ga_optax.flax
 
 pytestmark = pytest.mark.usefixtures("optax_promotion", "fast_compilation")
 
-K, ROWS, WIDTH = 4, 16, 3
+ROWS, WIDTH = 16, 3
 X = np.random.default_rng(0).normal(size=(ROWS, WIDTH))
 
 
@@ -38,6 +38,10 @@ def stacked():
     return of_two(nnx.Rngs(0))
 
 
+def single():
+    return Block(nnx.Rngs(0))
+
+
 def apply(block, x):
     return block(x)
 
@@ -59,10 +63,6 @@ def chosen(block, x):
     return nnx.cond(block.calls[...] >= 0, remat, remat, block.linear, x)
 
 
-def single():
-    return Block(nnx.Rngs(0))
-
-
 TRANSFORMS = {
     "remat": (single, nnx.remat(apply), apply),
     "jit": (single, nnx.jit(apply), apply),
@@ -79,26 +79,14 @@ def of_rows(loss, **options):
     return ga_optax.flax.value_and_grad(loss, K, accumulator_dtype=None, **options)
 
 
-def each_by_itself(loss, **options):
-    step = ga_optax.flax.accumulate(loss, K, **options)
-
-    def compute(model, x):
-        acc = ga.accumulator.init(nnx.state(model, nnx.Param), None)
-        value, acc = step(acc, model, x)
-        return value, ga.accumulator.mean(acc)
-
-    return compute
-
-
 def run(make, call, of, **options):
     """Value, gradients and the variables after a call, as numbers."""
     model = in_float64(make())
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 
     def loss(model, x):
         return jnp.mean(call(model, x) ** 3)
 
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(mesh_of(2)):
         out = nnx.jit(of(loss, **options))(model, jnp.asarray(X))
     return jax.device_get(nnx.as_pure((out, nnx.state(model))))
 
@@ -118,8 +106,8 @@ def test_a_transform_inside_is_as_in_nnx(name, options):
         due = run(make, transformed, nnx.value_and_grad)
         assert_close(ours, due)
         # And of each micro-batch by itself, as without the transform.
-        apart = run(make, transformed, each_by_itself, **options)
-        assert_close(apart, run(make, plain, each_by_itself, **options))
+        apart = run(make, transformed, one_after_another, **options)
+        assert_close(apart, run(make, plain, one_after_another, **options))
         if "cond" not in name:  # the twin: its layer alone has no statistics
             with pytest.raises(AssertionError):
                 assert_close(apart, due)
@@ -158,9 +146,11 @@ ASSIGNING = {
 
 @pytest.mark.grid(2)
 @pytest.mark.parametrize("name", ASSIGNING)
-def test_what_a_transform_assigns_to_parameters_is_as_in_nnx(name):
+def test_what_a_transform_assigns_to_parameters_is_as_in_nnx_or_refused(name):
     make, call = ASSIGNING[name]
     with jax.enable_x64(True):
+        with pytest.raises(ValueError, match="must not assign"):
+            run(make, call, one_after_another)
         ours, due = (run(make, call, of) for of in (of_rows, nnx.value_and_grad))
         assert_close(ours, due)
         before = nnx.as_pure(nnx.state(in_float64(make()), nnx.Param))
@@ -168,14 +158,6 @@ def test_what_a_transform_assigns_to_parameters_is_as_in_nnx(name):
         kernel = due[1]["linear"]["kernel"]
         moved = name in ("swap", "shift")  # which leave the kernel alone
         assert moved == np.array_equal(before["linear"]["kernel"], kernel)
-
-
-@pytest.mark.grid(4)
-@pytest.mark.parametrize("name", ASSIGNING)
-def test_accumulate_refuses_what_a_transform_assigns_to_parameters(name):
-    make, call = ASSIGNING[name]
-    with jax.enable_x64(True), pytest.raises(ValueError, match="must not assign"):
-        run(make, call, each_by_itself)
 
 
 def test_what_a_rematerialised_layer_leaves_alone_does_not_cross_the_network():
@@ -188,9 +170,8 @@ def test_what_a_rematerialised_layer_leaves_alone_does_not_cross_the_network():
         call = nnx.remat(lambda model, x: x * model.scale[...] + model.table[0, :2])
         return jnp.mean(call(model, x))
 
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     step = ga_optax.flax.value_and_grad(loss, 2, data_axis="data")
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(mesh_of(2)):
         program = nnx.jit(step).lower(Frozen(), jnp.ones((8, 2))).compile()
     found = ga.audit(program.as_text()).collectives
     assert 0 < sum(one.num_bytes for one in found) < 64

@@ -9,6 +9,7 @@ import pytest
 from helpers import bits, mean_of, mesh_of, nbytes, normal, put, squares
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from test_devices import WHOLE, count, make_batch
 
 import ga_optax as ga
 from ga_optax import accumulator
@@ -23,18 +24,17 @@ def logical(mesh, name="data", **options):
 
 
 def make_params():
-    layers = normal(2, WIDTH, WIDTH, seed=0) / 4
     return {
-        "layers": layers,
+        "layers": normal(2, WIDTH, WIDTH, seed=0) / 4,
         "q": normal(WIDTH, WIDTH, seed=1),
         "gain": normal(WIDTH, seed=2),
     }
 
 
-def make_batch(rows=ROWS):
-    lengths = 1 + np.arange(rows) * (WIDTH - 1) // (rows - 1)
-    mask = (np.arange(WIDTH) < lengths[:, None]).astype(np.float32)
-    return {"x": normal(rows, WIDTH, seed=3), "mask": mask}
+def ran(fun, mesh, *args, spec=WHOLE, axes="data"):
+    """A compiled call of parameters and a batch that lie on a mesh."""
+    *whole, batch = args
+    return jax.jit(fun)(*put(whole, mesh, spec), put(batch, mesh, P(axes)))
 
 
 def layer(h, w):
@@ -52,15 +52,11 @@ def token_loss(params, batch, key):
     return error + 0.01 * jnp.sum(params["gain"] ** 2)
 
 
-def count(batch):
-    return jnp.sum(batch["mask"])
-
-
-def train(n, k, *, of=L, steps=1, **options):
+def train(n, k, steps=3, **options):
     """All bits of a run on n devices: parameters, momentum and the losses."""
     mesh = mesh_of(n)
-    data_axis = ga.DataAxis("data", mesh=mesh, logical_devices=of)
-    gradient = mean_of(token_loss, k, rng_argnums=2, data_axis=data_axis, **options)
+    options |= {"rng_argnums": 2, "data_axis": logical(mesh)}
+    gradient = mean_of(token_loss, k, **options)
     opt = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(1e-2, 0.9))
 
     @jax.jit
@@ -70,7 +66,7 @@ def train(n, k, *, of=L, steps=1, **options):
         return optax.apply_updates(params, updates), state, value
 
     params, losses = put(make_params(), mesh, P()), []
-    state, batch = opt.init(params), put(make_batch(), mesh, P("data"))
+    state, batch = opt.init(params), put(make_batch(ROWS, WIDTH), mesh, P("data"))
     for i in range(steps):
         params, state, value = step(params, state, batch, jax.random.key(i))
         losses.append(value)
@@ -83,19 +79,17 @@ def train(n, k, *, of=L, steps=1, **options):
     ("k", "options"), [(1, {"weight_fn": count}), (2, {}), (4, {})]
 )
 def test_a_run_has_the_same_bits_on_any_number_of_devices(k, options, optax_promotion):
-    first, *others = (train(n, k, steps=3, **options) for n in NUMBERS)
+    first, *others = (train(n, k, **options) for n in NUMBERS)
     assert others == [first] * len(others)
 
 
 def test_without_logical_devices_the_bits_depend_on_the_devices():
     """The twin: as many micro-batches of the same rows, and other sums."""
-    params, batch = normal(WIDTH, WIDTH, seed=7), normal(ROWS, WIDTH, seed=8)
-    results = []
+    args, results = (normal(WIDTH, WIDTH, seed=7), normal(ROWS, WIDTH, seed=8)), []
     for n, k in ((8, 1), (4, 2)):
         mesh = mesh_of(n)
         fun = ga.value_and_grad(squares, k, data_axis=ga.DataAxis("data", mesh=mesh))
-        args = put(params, mesh, P()), put(batch, mesh, P("data"))
-        results.append(bits(jax.jit(fun)(*args)))
+        results.append(bits(ran(fun, mesh, *args)))
     assert results[0] != results[1]
 
 
@@ -113,9 +107,10 @@ def linear(params, x):
     return jnp.mean(x @ params)
 
 
-def gradient_on(mesh, data_axis, params, batch, spec, **options):
-    fun = jax.jit(ga.value_and_grad(linear, 1, data_axis=data_axis, **options))
-    return fun(put(params, mesh, spec), put(batch, mesh, P(data_axis.name)))
+def gradient_on(mesh, loss, *args, names="data", spec=WHOLE, **options):
+    data_axis = logical(mesh, names, **options)
+    fun = ga.value_and_grad(loss, 1, data_axis=data_axis)
+    return ran(fun, mesh, *args, spec=spec, axes=names)
 
 
 @pytest.mark.quick
@@ -125,7 +120,7 @@ def test_sums_are_added_in_a_tree_whose_leaves_are_the_logical_devices(size):
     expected = tree_sum(list(batch)) / np.float32(L)
     for n in (1, 4):
         mesh = mesh_of(n)
-        _, got = gradient_on(mesh, logical(mesh), params, batch, P())
+        _, got = gradient_on(mesh, linear, params, batch)
         np.testing.assert_array_equal(got, expected)
     one_by_one = np.add.accumulate(batch)[-1] / np.float32(L)
     assert np.any(one_by_one != expected)
@@ -138,15 +133,13 @@ SPECS = [P(), P("a"), P(None, "b"), P(("b", "a")), P("b", "a")]
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_two_axes_and_sharded_parameters_have_those_bits_too(spec):
     params, batch = np.zeros((8, 8), np.float32), normal(L, 8, 8, seed=5)
-    mesh = mesh_of(2, 2, names=("a", "b"))
-    data_axis = logical(mesh, ("a", "b"), param_specs=spec)
+    mesh, options = mesh_of(2, 2, names=("a", "b")), {"names": ("a", "b")}
 
     def loss(params, x):
         return jnp.mean(jnp.sum(x * params[None], (1, 2)))
 
-    fun = jax.jit(ga.value_and_grad(loss, 1, data_axis=data_axis))
-    args = put(params, mesh, spec), put(batch, mesh, P(("a", "b")))
-    _, got = fun(*args)
+    options |= {"spec": spec, "param_specs": spec}
+    _, got = gradient_on(mesh, loss, params, batch, **options)
     assert got.sharding.spec == spec
     np.testing.assert_array_equal(got, tree_sum(list(batch)) / np.float32(L))
 
@@ -154,7 +147,7 @@ def test_two_axes_and_sharded_parameters_have_those_bits_too(spec):
 # -- Everything else that crosses devices ----------------------------------------------
 
 
-def with_aux(params, x, carry):
+def with_aux(params, carry, x):
     value = linear(params, x)
     new = {"mean": carry["mean"] * 0.9 + jnp.mean(x), "steps": carry["steps"] + 1}
     aux = {"mean": value * 1.7, "sum": jnp.sum(x > 0)}
@@ -166,14 +159,12 @@ def test_aux_of_every_mode_and_the_carry_are_those_of_the_logical_devices():
     params, batch = normal(WIDTH, seed=7), normal(ROWS, WIDTH, seed=8)
     carry = {"mean": np.float32(0.3), "steps": np.int32(5)}
     aux = {name: name for name in ("mean", "sum", "last", "stack")}
-    options = {"has_aux": True, "aux": aux, "carry_argnums": 2}
+    options = {"has_aux": True, "aux": aux, "carry_argnums": 1, "batch_argnums": 2}
     results = []
     for n in (4, 1):
         mesh = mesh_of(n)
         fun = mean_of(with_aux, 2, data_axis=logical(mesh), **options)
-        whole = put((params, carry), mesh, P())
-        got = jax.jit(fun)(whole[0], put(batch, mesh, P("data")), whole[1])
-        results.append(jax.device_get(got))
+        results.append(jax.device_get(ran(fun, mesh, params, carry, batch)))
     assert bits(results[0]) == bits(results[1])
     (_, (new, aux)), _ = results[0]
     assert new["steps"] == 7
@@ -185,9 +176,9 @@ def test_aux_of_every_mode_and_the_carry_are_those_of_the_logical_devices():
 def test_inside_a_shard_map_it_is_the_same():
     params, batch = normal(WIDTH, seed=9), normal(ROWS, WIDTH, seed=10)
     mesh = mesh_of(2)
-    expected = gradient_on(mesh, logical(mesh), params, batch, P())
+    expected = gradient_on(mesh, linear, params, batch)
     fun = ga.value_and_grad(linear, 1, data_axis=logical(None))
-    specs = {"in_specs": (P(), P("data")), "out_specs": (P(), P())}
+    specs = {"in_specs": (P(), P("data")), "out_specs": P()}
     got = jax.jit(jax.shard_map(fun, mesh=mesh, **specs))(params, batch)
     assert bits(got) == bits(expected)
 
@@ -219,9 +210,6 @@ def test_a_window_goes_on_in_the_middle_on_another_number_of_devices(optax_promo
     expected = run([4, 4, 4, 4])
     assert np.any(expected[0] != normal(WIDTH, WIDTH, seed=11))
     assert bits(run([4, 1, 2, 1])) == bits(expected)
-
-
-# -- What it sends ---------------------------------------------------------------------
 
 
 def wire_bytes(found, n):
@@ -301,9 +289,6 @@ def test_a_loop_over_logical_devices_is_not_compiled_as_one_function(monkeypatch
         assert first != second
 
 
-# -- Errors ----------------------------------------------------------------------------
-
-
 def _never(*args):
     raise AssertionError("nothing is traced")
 
@@ -312,17 +297,13 @@ def test_what_cannot_have_logical_devices_says_so():
     with pytest.raises(TypeError, match="MultiSteps takes what those return"):
         ga.MultiSteps(optax.sgd(1.0), 2, data_axis=logical(None))
     add = ga.accumulate(_never, 1, data_axis=logical(None))
-    params = normal(WIDTH, seed=0)
+    params, rows = normal(WIDTH, seed=0), normal(ROWS, WIDTH, seed=1)
     specs = {"in_specs": (P(), P(), P("data")), "out_specs": P()}
     inside = jax.shard_map(add, mesh=mesh_of(2), **specs)
     with pytest.raises(ValueError, match=r"nor logical_devices.*at top level"):
-        inside(accumulator.init(params), params, normal(ROWS, WIDTH, seed=1))
-
-
-def test_explicit_axes_beside_it_that_shard_a_parameter_raise():
+        inside(accumulator.init(params), params, rows)
+    # Nor if explicit axes beside it shard a parameter.
     mesh = mesh_of(2, 2, names=("data", "model"), kind=AxisType.Explicit)
     fun = ga.value_and_grad(_never, 1, data_axis=logical(mesh))
-    params = put(normal(WIDTH, seed=0), mesh, P("model"))
-    rows = put(normal(ROWS, WIDTH, seed=1), mesh, P("data"))
     with jax.set_mesh(mesh), pytest.raises(ValueError, match="automatic axes beside"):
-        jax.jit(fun)(params, rows)
+        ran(fun, mesh, params, rows, spec=P("model"))

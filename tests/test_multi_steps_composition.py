@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import times_rate
+from helpers import times_rate, train
 
 import ga_optax as ga
 
@@ -20,8 +20,6 @@ GRADS = [
 ]
 MEAN = {"w": jnp.array([2.0, 1.0, 0.0]), "b": jnp.array([1.0])}
 
-
-ALL = {"w": True, "b": True}
 ADAM = optax.adam(1e-2)
 COMBINATORS = {
     "chain": lambda tx: optax.chain(optax.clip(100.0), tx, optax.scale(1.0)),
@@ -32,7 +30,7 @@ COMBINATORS = {
     "multi_transform": lambda tx: optax.multi_transform(
         {"all": tx, "none": optax.set_to_zero()}, {"w": "all", "b": "all"}
     ),
-    "masked": lambda tx: optax.masked(tx, ALL),
+    "masked": lambda tx: optax.masked(tx, dict.fromkeys(PARAMS, True)),
     "inject_hyperparams": lambda tx: optax.inject_hyperparams(
         lambda scale: optax.chain(tx, optax.scale(scale))
     )(scale=1.0),
@@ -92,9 +90,7 @@ def test_partition_and_masked_leave_the_other_leaves_alone():
     both = optax.partition(
         {name: ga.MultiSteps(SGD, 2) for name in BY_LEAF.values()}, BY_LEAF
     )
-    params, state = PARAMS, both.init(PARAMS)
-    for grads, weight in zip(GRADS, (3, 1), strict=True):
-        params, state = ga.apply_gradients(both, grads, state, params, weight=weight)
+    params, state = train(both, GRADS, PARAMS, (3, 1))[-1]
     for name, p in params.items():
         mean = (3 * GRADS[0][name] + GRADS[1][name]) / 4
         np.testing.assert_array_equal(p, PARAMS[name] - mean)
@@ -140,9 +136,6 @@ def test_what_counts_micro_steps_beside_an_accumulator_is_named(tx, where):
     said = pytest.warns(UserWarning, match=f"counts micro-steps at .*{where}")
     with said if where else contextlib.nullcontext():  # a warning is an error
         ga.apply_gradients(tx, GRADS[0], tx.init(PARAMS), PARAMS)
-
-
-# -- Schedules count steps -------------------------------------------------------------
 
 
 def test_a_schedule_that_is_injected_advances_on_steps_alone():

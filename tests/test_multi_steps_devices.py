@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import leaves_of, times_rate
-from jax.sharding import AxisType, NamedSharding
+from helpers import DROPS, SKIPS, array, leaves_of, mesh_of, put, times_rate
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import ga_optax as ga
@@ -17,10 +17,8 @@ import ga_optax as ga
 pytestmark = pytest.mark.usefixtures("optax_promotion", "fast_compilation")
 
 WIDTH, ROWS, K = 16, 64, 4
-MESH = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+MESH = mesh_of(8)
 ADAM, SGD = optax.adam(1e-2), optax.sgd(0.1)
-SKIPS = {"should_skip_update_fn": optax.skip_not_finite}
-DROPS = {"should_drop_window_fn": ga.drop_window_if_not_finite}
 GRADIENT = 4 * (WIDTH * WIDTH + WIDTH)  # bytes
 
 
@@ -31,26 +29,20 @@ def loss(params, batch):
 
 def make(n=2 * K):
     rng = np.random.default_rng(0)
-    params = {
-        "w": jnp.asarray(rng.normal(size=(WIDTH, WIDTH)) / 4, jnp.float32),
-        "b": jnp.zeros(WIDTH),
-    }
     lengths = rng.integers(1, WIDTH + 1, size=(n, ROWS, 1))
-    batches = {
-        "x": jnp.asarray(rng.normal(size=(n, ROWS, WIDTH)), jnp.float32),
-        "mask": jnp.asarray(np.arange(WIDTH) < lengths, jnp.float32),
-    }
-    return params, batches
+    mask = jnp.asarray(np.arange(WIDTH) < lengths, jnp.float32)
+    return {"x": array(n, ROWS, WIDTH), "mask": mask}
 
 
-PARAMS, BATCHES = make()
+PARAMS = {"w": array(WIDTH, WIDTH) / 4, "b": jnp.zeros(WIDTH)}
+BATCHES = make()
 
 
 def part(i, batches=BATCHES):
     return jax.tree.map(lambda x: x[i], batches)
 
 
-def local_grads(params, batch, loss=loss):
+def local_grads(params, batch):
     """The value and the gradient of the rows of one device, not reduced."""
     own = jax.lax.pcast(params, ("data",), to="varying")
     return jax.value_and_grad(loss, allow_int=True)(own, batch)
@@ -70,11 +62,11 @@ def mapped(fun, tx, *more):
     return jax.shard_map(fun, mesh=MESH, in_specs=(*specs, *more), out_specs=specs)
 
 
-def make_step(tx, *, weighted=True, loss=loss, **options):
+def make_step(tx, *, weighted=True, **options):
     """One micro-step, over the rows of one device."""
 
     def step(params, state, batch):
-        _, grads = local_grads(params, batch, loss)
+        _, grads = local_grads(params, batch)
         weight = tokens(batch) if weighted else None
         return ga.apply_gradients(tx, grads, state, params, weight=weight, **options)
 
@@ -114,7 +106,7 @@ def assert_close(got, want):
 
 def updated(tx, chained):
     """A micro-step by `update`, perhaps of a chain, and `optax.apply_updates`."""
-    whole = optax.chain(tx, optax.scale(1.0)) if chained else tx
+    whole = optax.chain(tx, optax.identity()) if chained else tx
 
     def step(params, state, batch):
         _, grads = local_grads(params, batch)
@@ -169,7 +161,7 @@ def test_the_step_reduces_the_gradient_once(emit):
 @pytest.mark.grid(1)
 @pytest.mark.parametrize("k", [1, 4, 16])
 def test_a_whole_window_in_one_program_reduces_once_after_the_loop(k):
-    tx, (_, batches) = across(k), make(k)
+    tx, batches = across(k), make(k)
 
     def window(params, batches):
         def micro_step(state, batch, emit=False):
@@ -219,10 +211,7 @@ def test_a_window_that_is_closed_early_is_merged():
 @pytest.mark.grid(1)
 @pytest.mark.parametrize(
     ("options", "counts", "kept"),
-    [
-        (SKIPS, (1, 0, 1, K - 1), np.array([0, 2, 3, 4])),
-        (DROPS, (0, 1, 1, 0), SECOND),
-    ],
+    [(SKIPS, (1, 0, 1, K - 1), np.array([0, 2, 3, 4])), (DROPS, (0, 1, 1, 0), SECOND)],
     ids=["step", "window"],
 )
 def test_a_nan_on_one_device_is_skipped_on_all(options, counts, kept):
@@ -280,18 +269,16 @@ KINDS = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 
 @KINDS
 def test_the_accumulator_is_sharded_as_the_parameters_from_init_on(kind):
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
-    ones = jnp.ones((WIDTH, WIDTH))
-    ones = jax.device_put(ones, NamedSharding(mesh, P("data", None)))
-    tx, params = ga.MultiSteps(ADAM, K), {"w": ones}
+    mesh, tx = mesh_of(8, kind=kind), ga.MultiSteps(ADAM, K)
+    ones = params = put({"w": jnp.ones((WIDTH, WIDTH))}, mesh, P("data", None))
     with jax.set_mesh(mesh):
         state = (tx.init if kind == AxisType.Auto else jax.jit(tx.init))(params)
     step = jax.jit(functools.partial(ga.apply_gradients, tx))
-    compiled = step.lower({"w": ones}, state, params).compile()
+    compiled = step.lower(ones, state, params).compile()
     assert ga.audit(compiled).collectives == ()
     for _ in range(K):
-        assert state.total["w"].sharding.shard_shape(ones.shape) == (2, WIDTH)
-        params, state = step({"w": ones}, state, params)
+        assert state.total["w"].sharding.shard_shape((WIDTH, WIDTH)) == (2, WIDTH)
+        params, state = step(ones, state, params)
     assert int(ga.stats(state).steps) == 1
     np.testing.assert_allclose(params["w"], 0.99, rtol=1e-5)
 
@@ -301,15 +288,13 @@ def test_the_accumulator_is_sharded_as_the_parameters_from_init_on(kind):
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_a_window_with_what_is_not_finite_in_one_shard_is_dropped(kind, bad):
     """The maximum over CPUs leaves out a NaN of one of them."""
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,))
-    params = jax.device_put(jnp.ones((8, 4)), NamedSharding(mesh, P("data", None)))
-    tx = ga.MultiSteps(optax.sgd(1.0), 2, **DROPS)
+    mesh, tx = mesh_of(kind=kind), ga.MultiSteps(optax.sgd(1.0), 2, **DROPS)
+    ones = jnp.ones((8, 4))
+    good, spoilt = put((ones, ones.at[0, 0].set(bad)), mesh, P("data", None))
     with jax.set_mesh(mesh):
-        state = tx.init(params)
+        params, state = good, tx.init(good)
         step = jax.jit(functools.partial(ga.apply_gradients, tx))
-        first = jax.device_put(jnp.arange(32).reshape(8, 4) == 0, params.sharding)
-        good, grads = params, jnp.where(first, bad, params)
-        for g, due in ((good, 1), (grads, 1), (good, 1), (good, 0)):
+        for g, due in ((good, 1), (spoilt, 1), (good, 1), (good, 0)):
             params, state = step(g, state, params)
             np.testing.assert_array_equal(params, due)
         assert int(ga.stats(state).skipped_windows) == 1
@@ -321,12 +306,9 @@ def test_a_window_with_what_is_not_finite_in_one_shard_is_dropped(kind, bad):
 @pytest.mark.parametrize("dtypes", [("f4", "f4"), ("bfloat16", "f4")])
 @pytest.mark.parametrize("known", ["context", "arrays"])
 def test_updates_are_sharded_as_explicit_axes_say(known, dtypes, weight, k):
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))
-    shapes = {"w": ((8, 4), P("data", None)), "b": ((3,), P(None))}
-    params = {
-        name: jax.device_put(jnp.ones(shape, dtypes[0]), NamedSharding(mesh, spec))
-        for name, (shape, spec) in shapes.items()
-    }
+    mesh, specs = mesh_of(kind=AxisType.Explicit), {"w": P("data", None), "b": P(None)}
+    params = {"w": jnp.ones((8, 4), dtypes[0]), "b": jnp.ones(3, dtypes[0])}
+    params = put(params, mesh, specs)
     tx = ga.MultiSteps(optax.sgd(1.0), k, accumulator_dtype=dtypes[1])
     with jax.set_mesh(mesh) if known == "context" else contextlib.nullcontext():
         state, update = tx.init(params), functools.partial(tx.update, weight=weight)
@@ -334,29 +316,21 @@ def test_updates_are_sharded_as_explicit_axes_say(known, dtypes, weight, k):
             for _ in range(k):
                 updates, state = call(params, state, params)
             for name, x in updates.items():
-                assert jax.typeof(x).sharding.spec == shapes[name][1]
+                assert jax.typeof(x).sharding.spec == specs[name]
                 np.testing.assert_array_equal(np.asarray(x, np.float32), -1)
 
 
-# -- Errors ----------------------------------------------------------------------------
-
-
-def refused(tx, step, params=PARAMS, local=None, specs=None):
-    """Traces a step that gets the parameters, the state and the rows of a device."""
-    own = specs or (P(), tx.state_specs)
-    fun = jax.shard_map(step, mesh=MESH, in_specs=(*own, P("data")), out_specs=own)
-    jax.eval_shape(fun, params, init(tx, local or params), part(0))
-
-
-def by(tx, of=local_grads, state=None, **options):
-    """A step with the gradients of `of`, and options of the value and the rows."""
+def by(tx, of=local_grads, specs=None, local=PARAMS, **options):
+    """Traces a step with the gradients of `of`; options are of the value and rows."""
 
     def step(params, held, batch):
         value, grads = of(params, batch)
         more = {name: x(value, batch) for name, x in options.items()}
         return ga.apply_gradients(tx, grads, held, params, **more)
 
-    refused(tx, step, specs=None if state is None else (P(), state))
+    own = specs or (P(), tx.state_specs)
+    fun = jax.shard_map(step, mesh=MESH, in_specs=(*own, P("data")), out_specs=own)
+    jax.eval_shape(fun, PARAMS, init(tx, local), part(0))
 
 
 def gathered(params, batch):
@@ -371,11 +345,8 @@ def gathered(params, batch):
 
 
 def sharded(tx):
-    def step(params, state, batch):
-        return ga.apply_gradients(tx, gathered(params, batch)[1], state, params)
-
-    local = PARAMS | {"w": PARAMS["w"][: WIDTH // 8]}
-    refused(tx, step, local=local, specs=({"w": P("data"), "b": P()}, tx.state_specs))
+    specs = {"w": P("data"), "b": P()}, tx.state_specs
+    by(tx, gathered, specs, PARAMS | {"w": PARAMS["w"][: WIDTH // 8]})
 
 
 def outside(tx):
@@ -390,7 +361,7 @@ ERRORS = [
         SGD,
         r"leaf \['b'\].*reduced already",
     ),
-    (lambda tx: by(tx, state=P()), SGD, "Pass state_specs as its in_specs"),
+    (lambda tx: by(tx, specs=(P(), P())), SGD, "Pass state_specs as its in_specs"),
     (outside, SGD, r"inside a jax\.shard_map.*state_specs"),
     (sharded, SGD, r"leaf \['w'\] differs.*mix its shards"),
     (lambda tx: by(tx, value=lambda v, _: v), PLATEAU, r"\['value'\] differs.*pmean"),
@@ -408,7 +379,7 @@ def test_what_would_sum_something_else_is_refused(call, opt, words):
 
 def test_what_the_messages_advise_works():
     by(across(opt=PLATEAU), value=lambda v, _: jax.lax.pmean(v, "data"))
-    on_mesh = jax.device_put({"w": jnp.ones(2)}, NamedSharding(MESH, P()))
+    on_mesh = put({"w": jnp.ones(2)}, MESH, P())
     assert across().init(on_mesh).total["w"].shape == (8, 2)
     plain = ga.MultiSteps(SGD, K)  # without a data_axis the specs are whole
     assert set(plain.state_specs) == {P()}

@@ -3,14 +3,14 @@
 import copy
 import functools
 import inspect
-import itertools
+import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import bits, leaves_of
+from helpers import DROPS, SKIPS, bits, leaves_of, load, train
 
 import ga_optax as ga
 
@@ -21,53 +21,44 @@ HAS_DTYPE = pytest.mark.skipif(
     reason="this optax.MultiSteps has no accumulator_dtype; it came with 0.2.8",
 )
 
+BOTH = ga.MultiSteps, optax.MultiSteps
 PARAMS = {"w": jnp.array([[1.0, -2.0], [0.5, 4.0]]), "b": jnp.array([0.25, -1.0])}
 
 
-def gradients(n, dtype=jnp.float32, bad=()):
+def gradients(n, bad=()):
     rng = np.random.default_rng(0)
     for i in range(n):
-        g = jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape), dtype), PARAMS)
+        g = jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape), "f4"), PARAMS)
         if i in bad:
             g["b"] = g["b"].at[0].set(jnp.inf)
         yield g
 
 
-def run(multi_steps, *args, steps=9, bad=(), skip_at=None, **kwargs):
+def run(multi_steps, *args, bad=(), **kwargs):
     """A training run as people write it, with whichever class; its whole history."""
     tx = multi_steps(*args, **kwargs)
     init, update = tx.gradient_transformation()
     params, state, history = PARAMS, init(PARAMS), []
-    for grads in gradients(steps, bad=bad):
+    for grads in gradients(9, bad):
         updates, state = jax.jit(update)(grads, state, params)
         params = optax.apply_updates(params, updates)
-        history.append(
-            {
-                "params": params,
-                "mini_step": state.mini_step,
-                "gradient_step": state.gradient_step,
-                "inner": state.inner_opt_state,
-                "has_updated": tx.has_updated(state),
-                "skip_state": state.skip_state,
-            }
-        )
+        seen = {name: getattr(state, name) for name in OF_SKIPS[1:]}
+        history.append(seen | {"params": params, "has_updated": tx.has_updated(state)})
         if hasattr(state, "acc_grads"):  # with a k of 1 there is nothing to read
             history[-1]["acc_grads"] = state.acc_grads
     return history
+
+
+CLOSE = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-6)
 
 
 def assert_same_run(ours, theirs, *, keys=None):
     """Within the rounding of Optax's running mean: a few float32 roundings a step."""
     for a, b in zip(ours, theirs, strict=True):
         for key in keys or a.keys() & b.keys():
-            jax.tree.map(
-                functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-6),
-                a[key],
-                b[key],
-            )
+            jax.tree.map(CLOSE, a[key], b[key])
 
 
-SKIPS = {"should_skip_update_fn": optax.skip_not_finite}
 LARGE = functools.partial(optax.skip_large_updates, max_squared_norm=9.0)
 ADAM, SGD = optax.adam(1e-2), optax.sgd(0.1)
 RUNS = [
@@ -82,24 +73,16 @@ RUNS = [
     ((ADAM, 3), {**SKIPS, "bad": (1, 5)}),
     ((SGD, 2), {"should_skip_update_fn": LARGE}),
 ]
-OF_SKIPS = ["params", "mini_step", "gradient_step", "inner", "skip_state"]
+OF_SKIPS = ["params", "mini_step", "gradient_step", "inner_opt_state", "skip_state"]
 
 
 @pytest.mark.grid(4)
 @pytest.mark.parametrize(("args", "kwargs"), RUNS)
 def test_a_run_gives_what_optax_gives(args, kwargs):
-    ours, theirs = (
-        run(of, *args, **kwargs) for of in (ga.MultiSteps, optax.MultiSteps)
-    )
+    ours, theirs = (run(of, *args, **kwargs) for of in BOTH)
     assert_same_run(ours, theirs, keys=OF_SKIPS if "bad" in kwargs else None)
     for i in kwargs.get("bad", ()):
         assert bool(ours[i]["skip_state"]["should_skip"])
-
-
-def test_a_state_that_holds_no_sum_has_no_acc_grads():
-    state = ga.MultiSteps(optax.sgd(0.1), 1).init(PARAMS)
-    with pytest.raises(AttributeError, match=r"one sum of gradients.*total"):
-        _ = state.acc_grads
 
 
 INTEGERS = {**PARAMS, "n": jnp.array([3, 5]), "on": jnp.array([True, False])}
@@ -108,14 +91,16 @@ INTEGERS = {**PARAMS, "n": jnp.array([3, 5]), "on": jnp.array([True, False])}
 def train_integers(multi_steps, opt, grads, *, applies=False):
     tx = multi_steps(opt, 2)
     params, state = INTEGERS, tx.init(INTEGERS)
-    for _ in range(4):
+
+    @jax.jit
+    def step(params, state):
         if applies:
-            params, state = jax.jit(functools.partial(ga.apply_gradients, tx))(
-                grads, state, params
-            )
-            continue
-        updates, state = jax.jit(tx.update)(grads, state, params)
-        params = optax.apply_updates(params, updates)
+            return ga.apply_gradients(tx, grads, state, params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    for _ in range(4):
+        params, state = step(params, state)
     return params
 
 
@@ -137,28 +122,25 @@ def test_integer_parameters_are_updated_as_by_optax(opt, dtype):
 
 
 def test_it_is_a_gradient_transformation_with_extra_arguments():
-    tx = ga.MultiSteps(optax.sgd(0.1), 2)
+    tx = ga.MultiSteps(optax.sgd(0.1), 1)
     assert isinstance(tx, optax.GradientTransformationExtraArgs)
     init, update = tx
     assert (init, update) == (tx.init, tx.update)
     assert isinstance(tx.inner_opt, optax.GradientTransformationExtraArgs)
     assert tx.gradient_transformation() is tx
-    assert "every_k_schedule=2" in repr(tx)
-
-
-def test_the_keyword_names_of_optax_work_in_update():
-    tx = ga.MultiSteps(optax.sgd(1.0), 1)
-    grads, state = jax.tree.map(jnp.ones_like, PARAMS), tx.init(PARAMS)
-    theirs, _ = tx.update(updates=grads, state=state, params=PARAMS)
-    ours, _ = tx.update(grads=grads, state=state, params=PARAMS)
-    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+    assert "every_k_schedule=1" in repr(tx)
+    # Either name of the first argument works.
+    state = tx.init(PARAMS)
+    theirs, _ = update(updates=PARAMS, state=state, params=PARAMS)
+    ours, _ = update(grads=PARAMS, state=state, params=PARAMS)
+    assert bits(ours) == bits(theirs)
+    with pytest.raises(AttributeError, match=r"one sum of gradients.*total"):
+        _ = state.acc_grads  # which a k of 1 does not hold
 
 
 def test_the_state_has_what_that_of_optax_has_and_two_leaves_more():
     """Each adds to the time of a call: the weight, and all counters together."""
-    ours, theirs = (
-        of(ADAM, 2).init(PARAMS) for of in (ga.MultiSteps, optax.MultiSteps)
-    )
+    ours, theirs = (of(ADAM, 2).init(PARAMS) for of in BOTH)
     assert ours._fields[:3] == theirs._fields[:3]
     for name in theirs._fields:
         a, b = getattr(ours, name), getattr(theirs, name)
@@ -174,11 +156,7 @@ def test_it_survives_copying_and_is_a_static_argument():
     assert repr(clone) == repr(tx)
     assert jax.tree.leaves(tx) == []
     assert jax.tree.map(lambda x: x, tx) is tx
-
-    @jax.jit
-    def init(tx, params):  # passed as an argument: static, since it has no leaves
-        return tx.init(params)
-
+    init = jax.jit(lambda tx, params: tx.init(params))  # static: it has no leaves
     assert int(init(tx, PARAMS).mini_step) == 0
 
 
@@ -190,9 +168,8 @@ def test_with_another_function_it_is_a_transformation_like_any_other():
 
     replaced = tx._replace(update=louder)
     assert not isinstance(replaced, ga.MultiSteps)
-    params, state = jnp.zeros(1), replaced.init(jnp.zeros(1))
-    for g in (1.0, 2.0):
-        params, state = ga.apply_gradients(replaced, jnp.array([g]), state, params)
+    grads = [jnp.full(1, g) for g in (1.0, 2.0)]
+    params, state = train(replaced, grads, jnp.zeros(1))[-1]
     assert float(params[0]) == -3.0
     assert int(ga.stats(state).steps) == 1
     with pytest.raises(TypeError, match="flush needs tx to be a ga_optax"):
@@ -204,43 +181,28 @@ def test_with_another_function_it_is_a_transformation_like_any_other():
 # -- from_optax ------------------------------------------------------------------------
 
 
-@pytest.mark.grid(2)
-@pytest.mark.parametrize("at", [2, 3, 4, 0])
+@pytest.mark.grid(2, 8)
+@pytest.mark.parametrize(
+    ("at", "chained"), [(2, True), (3, False), (4, True), (0, False), (2, False)]
+)
 @pytest.mark.parametrize("mean", [True, False], ids=["mean", "sum"])
-def test_from_optax_continues_the_run_from_any_micro_step(at, mean):
-    args = (optax.adam(1e-2), 3, mean)
-    theirs, ours = optax.MultiSteps(*args), ga.MultiSteps(*args)
-    finished = run(optax.MultiSteps, *args)[-1]
+def test_from_optax_continues_the_run_from_any_micro_step(at, mean, chained):
+    args = optax.adam(1e-2), 3, mean
 
-    params, state = PARAMS, theirs.init(PARAMS)
-    tx = theirs
+    def make(of):
+        tx = of(*args).gradient_transformation()
+        return optax.chain(optax.clip(10.0), tx) if chained else tx
+
+    tx, params = make(optax.MultiSteps), PARAMS
+    state = tx.init(PARAMS)
     for i, grads in enumerate(gradients(9)):
         if i == at:
-            state, tx = ga.from_optax(state, use_grad_mean=mean), ours
-            emitted = bool(ga.has_updated(state))
-            assert emitted == (at > 0 and at % 3 == 0)
+            state, tx = ga.from_optax(state, use_grad_mean=mean), make(ga.MultiSteps)
+            assert bool(ga.has_updated(state)) == (at > 0 and at % 3 == 0)
         updates, state = tx.update(grads, state, params)
         params = optax.apply_updates(params, updates)
-    assert int(state.gradient_step) == 3
-    assert_same_run([{"params": params}], [{"params": finished["params"]}])
-
-
-def test_from_optax_finds_the_state_inside_a_chain():
-    def chain(multi_steps):
-        accumulate = multi_steps(optax.sgd(1.0), 2)
-        return optax.chain(
-            optax.clip(10.0),
-            optax.GradientTransformation(accumulate.init, accumulate.update),
-        )
-
-    theirs, ours = chain(optax.MultiSteps), chain(ga.MultiSteps)
-    first, second = itertools.islice(gradients(2), 2)
-    _, state = theirs.update(first, theirs.init(PARAMS), PARAMS)
-    expected, _ = theirs.update(second, state, PARAMS)
-    actual, _ = ours.update(second, ga.from_optax(state), PARAMS)
-    jax.tree.map(
-        functools.partial(np.testing.assert_allclose, rtol=1e-6), actual, expected
-    )
+    assert int(ga.stats(state).steps) == 3
+    assert_same_run([{"params": params}], run(optax.MultiSteps, *args)[-1:])
 
 
 def test_from_optax_of_something_else_raises():
@@ -267,11 +229,11 @@ def as_saved(tree):
     return np.asarray(tree)
 
 
-def open_window(tx, calls=3):
-    state, params = tx.init(PARAMS), PARAMS
-    for _ in range(calls):
-        params, state = ga.apply_gradients(tx, PARAMS, state, params)
-    return params, state
+TX = ga.MultiSteps(optax.adam(0.1), 2)
+
+
+def open_window(tx=TX):
+    return train(tx, [PARAMS] * 3, PARAMS)[-1]
 
 
 OLD = ["noise", "arg_totals", "drop_state", "skip_state"]
@@ -287,7 +249,7 @@ def test_a_state_of_an_earlier_version_is_read_and_goes_on_with_the_same_bits(
         tx = ga.MultiSteps(optax.adam(0.1), 2, **options)
         return optax.chain(optax.identity(), tx) if chained else tx
 
-    old, new = make(), make(should_drop_window_fn=ga.drop_window_if_not_finite)
+    old, new = make(), make(**DROPS)
     params, state = open_window(old)
     expected = ga.apply_gradients(old, PARAMS, state, params)[0]
     saved = as_saved(state)
@@ -303,16 +265,40 @@ def test_a_state_of_an_earlier_version_is_read_and_goes_on_with_the_same_bits(
 
 
 def test_the_shapes_of_a_new_state_are_enough_if_nothing_is_missing():
-    tx = ga.MultiSteps(optax.adam(0.1), 2)
-    _, state = open_window(tx)
-    saved, shapes = as_saved(state), jax.eval_shape(tx.init, PARAMS)
-    read = ga.from_saved(saved, shapes)
-    assert bits(read) == bits(state)
+    _, state = open_window()
+    saved = as_saved(state)
+    assert bits(ga.from_saved(saved, jax.eval_shape(TX.init, PARAMS))) == bits(state)
     del saved["skip_state"]
-    drops = {"should_drop_window_fn": ga.drop_window_if_not_finite}
-    shapes = jax.eval_shape(ga.MultiSteps(optax.adam(0.1), 2, **drops).init, PARAMS)
+    drops = ga.MultiSteps(optax.adam(0.1), 2, **DROPS)
     with pytest.raises(ValueError, match="drop_state/should_skip was not saved"):
-        ga.from_saved(saved, shapes)
+        ga.from_saved(saved, jax.eval_shape(drops.init, PARAMS))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", [0.0, 0.1, 0.3, 0.5, 0.7, 0.9])
+def test_flipped_bytes_of_a_checkpoint_are_never_restored_in_silence(place, tmp_path):
+    """By examples/resume.py, which test_examples.py kills inside of windows."""
+    for package in ("chex", "flax", "orbax.checkpoint", "sklearn"):
+        pytest.importorskip(package)
+    resume = load(pathlib.Path(__file__).parents[1] / "examples" / "resume.py")
+    tree = {"w": np.random.default_rng(0).normal(size=40_000), "b": np.zeros(3, int)}
+    with resume.open_checkpoints(tmp_path) as checkpoints:
+        resume.save(checkpoints, 1, tree)
+    files = (path for path in tmp_path.rglob("*") if path.is_file())
+    largest = max(files, key=lambda path: path.stat().st_size)
+    raw = np.fromfile(largest, np.uint8)
+    raw[int(place * len(raw)) :][:64] ^= 0xFF
+    raw.tofile(largest)
+    with resume.open_checkpoints(tmp_path) as checkpoints:
+        try:  # the twin: Orbax alone may say nothing, and the numbers are others
+            alone = resume.ocp.args.StandardRestore(tree)
+            changed = bits(checkpoints.restore(1, args=alone)) != bits(tree)
+        except ValueError:
+            changed = False
+        assert changed or place != 0.5
+        if changed:
+            with pytest.raises(ValueError, match=r"SHA-256 .* changed on the disk"):
+                resume.restore(checkpoints, 1, tree)
 
 
 def as_arrays(tree):
@@ -334,24 +320,22 @@ def test_a_state_of_numpy_arrays_goes_on_with_the_same_bits_outside_of_jit():
 
 
 def test_a_state_of_another_version_is_refused_by_name():
-    tx = ga.MultiSteps(optax.adam(0.1), 2)
-    _, state = open_window(tx)
+    _, state = open_window()
     later = state.counters.at[0].set(99)
     for counters, todo in ((), "from_saved"), (later, "Install the version"):
         other = state._replace(counters=counters)
         with pytest.raises(ValueError, match=rf"format of version 1.*{todo}"):
-            tx.update(PARAMS, other, PARAMS)
+            TX.update(PARAMS, other, PARAMS)
     with pytest.raises(ValueError, match="Install the version"):
-        ga.from_saved(as_saved(other), tx.init(PARAMS))
+        ga.from_saved(as_saved(other), TX.init(PARAMS))
     # A structure is known when traced, a number is not.
     with pytest.raises(ValueError, match="from_saved"):
-        jax.jit(tx.update)(PARAMS, state._replace(counters=()), PARAMS)
+        jax.jit(TX.update)(PARAMS, state._replace(counters=()), PARAMS)
 
 
 def test_a_saved_state_that_does_not_fit_names_the_leaf():
-    tx = ga.MultiSteps(optax.adam(0.1), 2)
-    params, state = open_window(tx)
-    saved, like = as_saved(state), tx.init(PARAMS)
+    params, state = open_window()
+    saved, like = as_saved(state), TX.init(PARAMS)
     for spoilt, words in (
         ({k: x for k, x in saved.items() if k != "weight"}, "weight was not saved"),
         ({**saved, "new": np.zeros(3)}, "a new state has no leaf 'new'"),
@@ -360,11 +344,11 @@ def test_a_saved_state_that_does_not_fit_names_the_leaf():
     ):
         with pytest.raises(ValueError, match=words):
             ga.from_saved(spoilt, like)
-    averages = ga.MultiSteps(optax.adam(0.1), 2, mean_argnames="value")
+    averages = ga.MultiSteps(optax.adam(0.1), 2, mean_argnames="value").init(PARAMS)
     with pytest.raises(ValueError, match="window is open, and arg_totals/value"):
-        ga.from_saved(saved, averages.init(PARAMS))
-    closed = as_saved(ga.flush(tx, state, params)[1])
-    assert float(ga.from_saved(closed, averages.init(PARAMS)).arg_totals["value"]) == 0
+        ga.from_saved(saved, averages)
+    closed = as_saved(ga.flush(TX, state, params)[1])
+    assert float(ga.from_saved(closed, averages).arg_totals["value"]) == 0
     with pytest.raises(TypeError, match="hold arrays, but mini_step is Shape"):
         ga.from_saved(jax.eval_shape(lambda: state), like)
     with pytest.raises(TypeError, match=r"hold arrays, but mini_step is .*Tracer"):

@@ -8,7 +8,16 @@ import numpy as np
 import optax
 import oracle
 import pytest
-from helpers import bits, leaves_of, mean_of, times_rate
+from helpers import (
+    DROPS,
+    SKIPS,
+    bits,
+    leaves_of,
+    mean_of,
+    times_rate,
+    train,
+    updates_of,
+)
 
 import ga_optax as ga
 from ga_optax import accumulator
@@ -16,30 +25,6 @@ from ga_optax import accumulator
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 
 SGD, ADAM = optax.sgd(1.0), optax.adam(0.1)
-SKIPS = {"should_skip_update_fn": optax.skip_not_finite}
-DROPS = {"should_drop_window_fn": ga.drop_window_if_not_finite}
-
-
-def train(tx, grads, params, weights=None, emits=None, state=None):
-    """(parameters, state) after each of some micro-steps by `apply_gradients`."""
-    state, seen = tx.init(params) if state is None else state, []
-    step = jax.jit(functools.partial(ga.apply_gradients, tx), static_argnames="emit")
-    for i, g in enumerate(grads):
-        options = {} if weights is None else {"weight": weights[i]}
-        options |= {} if emits is None else {"emit": emits[i]}
-        params, state = step(g, state, params, **options)
-        seen.append((params, state))
-    return seen
-
-
-def updates_of(tx, grads, params, weights=None):
-    """(updates, state) of each of some micro-steps by `update`."""
-    state, update, seen = tx.init(params), jax.jit(tx.update), []
-    for g, weight in zip(grads, weights or [None] * len(grads), strict=True):
-        updates, state = update(g, state, params, weight=weight)
-        params = optax.apply_updates(params, updates)
-        seen.append((updates, state))
-    return seen
 
 
 def counts(state):
@@ -112,9 +97,6 @@ def test_integer_gradients_give_the_bits_of_the_single_batch(k):
     big = train(ga.MultiSteps(ADAM, 1), [single] * 3, params)
     ours = train(ga.MultiSteps(ADAM, k), list(jnp.asarray(grads)) * 3, params)
     assert bits(ours[-1][0]) == bits(big[-1][0])
-
-
-# -- Weights ---------------------------------------------------------------------------
 
 
 @pytest.mark.grid(3)
@@ -287,15 +269,32 @@ def test_whoever_counts_windows_end_with_the_same_bits(weights):
     assert bits(counted) == bits(static)
     uneven = train(ga.MultiSteps(ADAM, 2), grads, params, weights, longer)
     assert bits(uneven[-1][0]) != bits(static[-1][0])  # the twin
-    tx = ga.MultiSteps(ADAM, 2)
-    state, traced = tx.init(params), []
-    step = jax.jit(functools.partial(ga.apply_gradients, tx))
-    for i, g in enumerate(grads):
-        options = {} if weights is None else {"weight": weights[i]}
-        params, state = step(g, state, params, emit=jnp.array(longer[i]), **options)
-        traced.append((params, state))
+    traced = train(ga.MultiSteps(ADAM, 2), grads, params, weights, jnp.array(longer))
     assert bits(traced) == bits(uneven)
     assert [bool(ga.has_updated(state)) for _, state in traced] == longer
+
+
+@pytest.mark.parametrize("emit", [True, False, (True, False)], ids=str)
+def test_members_of_an_ensemble_are_as_by_themselves_and_have_a_derivative(emit):
+    tx, grads, params = ga.MultiSteps(SGD, 2), jnp.stack(GOOD[1:3]), jnp.ones((2, 3))
+    states, emits = jax.vmap(tx.init)(params), jnp.broadcast_to(jnp.array(emit), 2)
+
+    def step(g, state, p, own):
+        own = own if isinstance(emit, tuple) else emit  # traced, or static
+        return ga.apply_gradients(tx, g, state, p, emit=own, weight=2.0)
+
+    def total(grads):
+        new, after = jax.vmap(step)(grads, states, params, emits)
+        return jnp.sum(new), (new, after)
+
+    slopes, got = jax.jit(jax.grad(total, has_aux=True))(grads)
+    for i, member in enumerate(emits):
+        due = ga.apply_gradients(
+            tx, grads[i], tx.init(params[i]), params[i], emit=bool(member), weight=2.0
+        )
+        assert bits(jax.tree.map(lambda x, i=i: x[i], got)) == bits(due)
+        np.testing.assert_array_equal(slopes[i], -float(member))
+    np.testing.assert_array_equal(ga.stats(got[1]).weight, 2.0 * ~emits)
 
 
 @pytest.mark.parametrize(("before", "after"), [(8, 3), (8, 1), (2, 5)])
@@ -319,9 +318,6 @@ def test_a_narrow_schedule_closes_the_window_when_it_is_full(dtype):
     state = tx.init(one)._replace(mini_step=jnp.int32(k - 2), weight=jnp.float32(k - 2))
     seen = train(tx, [one, one], one, state=state)
     assert [bool(ga.has_updated(state)) for _, state in seen] == [False, True]
-
-
-# -- The mean of extra arguments -------------------------------------------------------
 
 
 GRADS, RATES = (2.0, 6.0, np.nan, 4.0), (1.0, 3.0, np.nan, 2.0)
@@ -357,8 +353,6 @@ def test_the_optimizer_sees_the_mean_of_an_extra_argument(weights, mean, flushed
     assert abs(mean_rate - RATES[-1]) > 0.01 or weights == (1, 1, 1, 1)
 
 
-# -- Trees -----------------------------------------------------------------------------
-
 TREES = {
     "empty": {},
     "None": None,
@@ -382,9 +376,6 @@ def test_any_tree_of_parameters_works(name, k, options):
         assert a.dtype == p.dtype
         np.testing.assert_array_equal(a, 0.5 * p)
     assert ga.has_updated(state)
-
-
-# -- The norm of the gradient ----------------------------------------------------------
 
 
 @pytest.mark.quick

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
-from helpers import bits, leaves_of
+from helpers import DROPS, SKIPS, bits, leaves_of, updates_of
 
 import ga_optax as ga
 from ga_optax._passes import ir
@@ -38,30 +38,25 @@ def has_cond(jaxpr):
     return " cond[" in str(jaxpr)
 
 
-def programs(multi_steps, tx):
-    """The jaxprs of both ways to take a micro-step."""
-    state = tx.init(PARAMS)
-
-    def contract(grads, state, params):
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    yield jax.make_jaxpr(contract)(PARAMS, state, PARAMS).jaxpr
-    if multi_steps is ga.MultiSteps:
-        applied = functools.partial(ga.apply_gradients, tx)
-        yield jax.make_jaxpr(applied)(PARAMS, state, PARAMS).jaxpr
+def applied(tx, params, state, grads, **options):
+    return ga.apply_gradients(tx, grads, state, params, **options)
 
 
-SKIPS = [
-    {},
-    {"should_skip_update_fn": optax.skip_not_finite},
-    {"should_drop_window_fn": ga.drop_window_if_not_finite},
-]
+def updated(tx, params, state, grads, **options):
+    updates, state = tx.update(grads, state, params, **options)
+    return optax.apply_updates(params, updates), state
+
+
+def program(way, tx, params=PARAMS, **options):
+    step = functools.partial(way, tx, **options)
+    return jax.make_jaxpr(step)(params, tx.init(params), params).jaxpr
+
+
+EITHER = [{}, SKIPS, DROPS]
 
 
 def of_the_bare_optimizer():
-    jaxpr = jax.make_jaxpr(MUON.update)(PARAMS, MUON.init(PARAMS), PARAMS)
-    products, _ = matrix_products(jaxpr)
+    products, _ = matrix_products(program(updated, MUON))
     assert products > 0
     return products
 
@@ -69,69 +64,57 @@ def of_the_bare_optimizer():
 @pytest.mark.quick
 def test_the_inner_update_stands_in_one_branch_of_one_cond_and_nowhere_else():
     bare = of_the_bare_optimizer()
-    for skip in SKIPS:
-        tx = ga.MultiSteps(MUON, 4, **skip)
-        for jaxpr in programs(ga.MultiSteps, tx):
+    for skip in EITHER:
+        for way in (applied, updated):
+            jaxpr = program(way, ga.MultiSteps(MUON, 4, **skip))
             outside, branches = matrix_products(jaxpr)
             assert outside == 0
             assert sorted(branches) == [0, bare]
     # The twin: Optax computes it in every micro-step.
-    (jaxpr,) = programs(optax.MultiSteps, optax.MultiSteps(MUON, 4))
+    jaxpr = program(updated, optax.MultiSteps(MUON, 4))
     outside, branches = matrix_products(jaxpr)
     assert outside + max(branches, default=0) == bare
     assert "select_n" in str(jaxpr)
 
 
 @pytest.mark.parametrize("weight", [None, 2.0])
-@pytest.mark.parametrize("skip", SKIPS)
+@pytest.mark.parametrize("skip", EITHER)
 @pytest.mark.parametrize("emit", [True, False])
 def test_a_static_emit_has_no_cond(emit, skip, weight):
     tx = ga.MultiSteps(MUON, 4, **skip)
-
-    def step(emit, state, params):
-        return ga.apply_gradients(tx, PARAMS, state, params, emit=emit, weight=weight)
-
-    jaxpr = jax.make_jaxpr(step, static_argnums=0)
-    program = jaxpr(emit, tx.init(PARAMS), PARAMS).jaxpr
-    assert not has_cond(program)
-    assert matrix_products(program) == (of_the_bare_optimizer() if emit else 0, [])
+    jaxpr = program(applied, tx, emit=emit, weight=weight)
+    assert not has_cond(jaxpr)
+    assert matrix_products(jaxpr) == (of_the_bare_optimizer() if emit else 0, [])
     # The twin: where the state counts, there is one.
-    assert has_cond(jaxpr(None, tx.init(PARAMS), PARAMS).jaxpr)
+    assert has_cond(program(applied, tx, weight=weight))
 
 
 def test_a_static_k_of_one_has_no_cond_and_no_accumulator():
     tx = ga.MultiSteps(MUON, 1)
-    state = tx.init(PARAMS)
-    assert state.total == ()
-    for jaxpr in programs(ga.MultiSteps, tx):
+    assert tx.init(PARAMS).total == ()
+    for way in (applied, updated):
+        jaxpr = program(way, tx)
         assert not has_cond(jaxpr)
         assert matrix_products(jaxpr) == (of_the_bare_optimizer(), [])
-    assert has_cond(next(programs(ga.MultiSteps, ga.MultiSteps(MUON, jnp.ones_like))))
+    assert has_cond(program(updated, ga.MultiSteps(MUON, jnp.ones_like)))
 
 
 BIG = {f"layer_{i}": jnp.ones((400, 400)) for i in range(4)}
 BIG_BYTES = sum(p.nbytes for p in jax.tree.leaves(BIG))
 ADAM, LION = optax.adam(1e-3), optax.lion(1e-3)
-OLD = jax.__version_info__ < (0, 11, 1)  # there the norm takes a copy of the sums
+NORM = {"track_norm": True}  # which takes a copy of the sums in an older jax
+OLD = pytest.mark.skipif(jax.__version_info__ < (0, 11, 1), reason="a copy")
 
 
-def compiled(tx, params=BIG, way="apply", **options):
+def compiled(tx, params=BIG, way=applied, **options):
     """A donated micro-step, with arguments in the order in which they come back."""
-
-    def applied(params, state, grads):
-        return ga.apply_gradients(tx, grads, state, params, **options)
-
-    def updated(params, state, grads):
-        updates, state = tx.update(grads, state, params, **options)
-        return optax.apply_updates(params, updates), state
-
-    step = jax.jit(updated if way == "update" else applied, donate_argnums=(0, 1))
+    step = jax.jit(functools.partial(way, tx, **options), donate_argnums=(0, 1))
     return step.lower(params, tx.init(params), params).compile()
 
 
-def trees(program):
+def trees(executable):
     """The temporaries of a compiled program, in trees of parameters."""
-    return program.memory_analysis().temp_size_in_bytes / BIG_BYTES
+    return executable.memory_analysis().temp_size_in_bytes / BIG_BYTES
 
 
 OPTIMIZERS = {
@@ -153,17 +136,10 @@ def test_a_micro_step_needs_no_temporaries(name, k, emit):
 
 
 @pytest.mark.grid(4)
-@pytest.mark.parametrize("way", ["apply", "update"])
+@pytest.mark.parametrize("way", [applied, updated])
 @pytest.mark.parametrize(
     ("options", "weight"),
-    [
-        (SKIPS[2], None),
-        ({}, 3.0),
-        (SKIPS[2], 3.0),
-        pytest.param(
-            {"track_norm": True}, None, marks=pytest.mark.skipif(OLD, reason="a copy")
-        ),
-    ],
+    [(DROPS, None), ({}, 3.0), (DROPS, 3.0), pytest.param(NORM, None, marks=OLD)],
     ids=["drops", "weighted", "both", "norm"],
 )
 def test_no_option_needs_temporaries_either(options, weight, way):
@@ -174,47 +150,25 @@ def test_no_option_needs_temporaries_either(options, weight, way):
 @pytest.mark.quick
 def test_temporaries_that_are_needed_are_no_more_and_are_seen():
     skip = jax.jit(lambda g: optax.skip_not_finite(g, 0, None)).lower(BIG).compile()
-    skipping = ga.MultiSteps(ADAM, 8, **SKIPS[1])
+    skipping = ga.MultiSteps(ADAM, 8, **SKIPS)
     assert trees(compiled(skipping)) <= trees(skip) + 0.01
     own = trees(compiled(LION))
     assert own > 0.5
     assert trees(compiled(ga.MultiSteps(LION, 8))) <= own + 0.01
     # Updates in another dtype than the accumulator take a tree of their own.
     halves = optax.tree.cast(BIG, jnp.bfloat16)
-    assert trees(compiled(ga.MultiSteps(ADAM, 8), halves, "update")) > 0.4
+    assert trees(compiled(ga.MultiSteps(ADAM, 8), halves, updated)) > 0.4
     # The twin of the tests above: Optax needs three trees.
-    assert trees(compiled(optax.MultiSteps(ADAM, 8), way="update")) >= 2.5
+    assert trees(compiled(optax.MultiSteps(ADAM, 8), way=updated)) >= 2.5
 
 
 @pytest.mark.quick
 def test_inside_the_window_nothing_but_the_accumulator_is_written():
-    program = compiled(ga.MultiSteps(ADAM, 8), emit=False).as_text()
-    body = program[program.index("ENTRY") :]
+    text = compiled(ga.MultiSteps(ADAM, 8), emit=False).as_text()
+    body = text[text.index("ENTRY") :]
     written = re.findall(r"= f32\[400,400\]\S* (?!parameter|get-tuple)(\w+)", body)
     assert written == ["fusion"] * len(BIG)
-    assert " divide(" not in program
-
-
-@pytest.mark.quick
-def test_a_run_is_traced_and_compiled_once():
-    traces = 0
-    tx = ga.MultiSteps(optax.adam(1e-3), lambda step: 1 + step % 3)
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(params, state, grads):
-        nonlocal traces
-        traces += 1
-        return ga.apply_gradients(tx, grads, state, params)
-
-    params, state = jax.tree.map(jnp.copy, PARAMS), tx.init(PARAMS)
-    for _ in range(12):
-        params, state = step(params, state, PARAMS)
-    assert traces == 1
-    assert step._cache_size() == 1
-    assert int(ga.stats(state).steps) == 6
-
-
-# -- Ways to run one window ------------------------------------------------------------
+    assert " divide(" not in text
 
 
 def draw(n, like=PARAMS):
@@ -227,16 +181,12 @@ def draw(n, like=PARAMS):
 
 def run(tx, weights, grads):
     """Updates and states of micro-steps by a jitted `update`."""
-    update = jax.jit(lambda g, s, **args: tx.update(g, s, PARAMS, **args))
-    state, out = tx.init(PARAMS), []
-    for i, g in enumerate(grads):
-        updates, state = update(g, state, **({"weight": weights[i]} if weights else {}))
-        out += [updates, state._replace(total=state.acc_grads)]
-    return out
+    seen = updates_of(tx, grads, PARAMS, weights)
+    return [(u, state._replace(total=state.acc_grads)) for u, state in seen]
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("options", [*SKIPS, {"use_grad_mean": False}])
+@pytest.mark.parametrize("options", [*EITHER, {"use_grad_mean": False}])
 @pytest.mark.parametrize("weights", [None, [3.0, 1.0, 0.5, 0.0, 2.0, 1.0]])
 def test_accelerators_add_in_a_branch_with_the_bits_of_a_cpu(
     options, weights, monkeypatch
@@ -255,22 +205,16 @@ def test_accelerators_add_in_a_branch_with_the_bits_of_a_cpu(
         return jax.tree.map(jnp.zeros_like, sums)
 
     monkeypatch.setattr(jax.lax, "platform_dependent", zeros)  # the twin
-    assert bits(expected[4]["a"]) != bits(run(tx, weights, grads)[4]["a"])
+    assert bits(expected[2][0]) != bits(run(tx, weights, grads)[2][0])
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_apply_gradients_is_update_and_apply_updates(dtype):
     tx, params = ga.MultiSteps(optax.adamw(1e-2), 2), optax.tree.cast(PARAMS, dtype)
-
-    @jax.jit
-    def contract(params, state, grads):
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    applied = jax.jit(lambda p, s, g: ga.apply_gradients(tx, g, s, p))
+    apply, update = (jax.jit(functools.partial(way, tx)) for way in (applied, updated))
     ours = theirs = (params, tx.init(params))
     for grads in draw(4, params):
-        ours, theirs = applied(*ours, grads), contract(*theirs, grads)
+        ours, theirs = apply(*ours, grads), update(*theirs, grads)
     # Bit for bit, but for the contraction of p + (-rate · u) in either program, and
     # for what is left in the accumulator.
     (p, a), (q, b) = ours, theirs

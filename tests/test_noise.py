@@ -1,6 +1,5 @@
 """The gradient noise scale: unbiased, within its error, free where it is off."""
 
-import functools
 import pickle
 
 import jax
@@ -8,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import bits, temporaries
-from jax.sharding import AxisType, NamedSharding
+from helpers import DROPS, SKIPS, bits, mesh_of, put, train
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from test_multi_steps_program import ADAM, BIG, applied, compiled, program, trees
 
 import ga_optax as ga
 from ga_optax._across import noise_scale
@@ -24,18 +24,14 @@ def tracking(k, **options):
     return ga.MultiSteps(FROZEN, k, track_noise=True, **options)
 
 
-def run(tx, params, grads, weights=None, **kwargs):
+def run(tx, params, grads, weights=None, **options):
     """The state after micro-steps with these gradients."""
-    step = jax.jit(functools.partial(ga.apply_gradients, tx, **kwargs))
-    state = tx.init(params)
-    for g, weight in zip(grads, weights or [None] * len(grads), strict=True):
-        params, state = step(g, state, params, weight=weight)
-    return state
+    return train(tx, grads, params, weights, **options)[-1][1]
 
 
-def draw(n, shape=(7,)):
+def draw(n):
     rng = np.random.default_rng(0)
-    return jnp.asarray(rng.normal(size=(n, *shape)) + 0.5, jnp.float32)
+    return jnp.asarray(rng.normal(size=(n, 7)) + 0.5, jnp.float32)
 
 
 # -- The estimates ---------------------------------------------------------------------
@@ -121,20 +117,18 @@ def test_leaves_of_any_kind_are_squared_as_one_vector():
 
 
 DIMENSION, K, WINDOWS = 50, 8, 200
-SIZES = np.array([1, 2, 3, 4, 8, 16, 5, 9])
 # Of 20 intervals that hold with 95 %, fewer than 16 hold with a probability of 0.3 %.
 ENOUGH = 16
 
 
-@functools.cache
-def quadratic(weighted, seeds=20):
+def quadratic(weighted):
     """Noise scales of 20 runs on a quadratic whose ratio is known, and that ratio.
 
     The loss of an example x is |p - x|²/2, so its gradient is p - x: the mean of x is
     the gradient up to its sign, and the covariance of x is that of the gradient.
     """
     deviation, mean = jnp.linspace(0.5, 2.0, DIMENSION), jnp.full(DIMENSION, 0.3)
-    sizes = jnp.asarray(SIZES if weighted else np.full(K, 4), jnp.float32)
+    sizes = jnp.array([1, 2, 3, 4, 8, 16, 5, 9] if weighted else [4] * K, float)
     tx, params = tracking(K), jnp.zeros(DIMENSION)
 
     def micro_step(state, i_and_key):
@@ -148,34 +142,31 @@ def quadratic(weighted, seeds=20):
         keys, order = jax.random.split(key, K * WINDOWS), jnp.arange(K * WINDOWS) % K
         return jax.lax.scan(micro_step, tx.init(params), (order, keys))[0]
 
-    states = jax.jit(jax.vmap(one))(jax.random.split(jax.random.key(0), seeds))
+    states = jax.jit(jax.vmap(one))(jax.random.split(jax.random.key(0), 20))
     ratio = float(jnp.sum(deviation**2) / jnp.sum(mean**2))
-    return states, ratio if weighted else ratio / 4
-
-
-def hits(scale, ratio):
-    assert np.all(scale.known)
-    return int(np.sum((scale.low <= ratio) & (ratio <= scale.high)))
+    return ga.noise_scale(states), ratio if weighted else ratio / 4
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("weighted", [False, True])
 def test_a_known_ratio_lies_in_the_stated_interval_over_20_seeds(weighted):
-    states, ratio = quadratic(weighted)
-    scale = ga.noise_scale(states)
-    assert hits(scale, ratio) >= ENOUGH
+    scale, ratio = quadratic(weighted)
+    assert np.all(scale.known)
+
+    def hits(ratio):
+        return np.sum((scale.low <= ratio) & (ratio <= scale.high))
+
+    assert hits(ratio) >= ENOUGH
     assert np.all((scale.low <= scale.value) & (scale.value <= scale.high))
     # The intervals say something: they are narrow, and another ratio is not in them.
     assert np.all(scale.high - scale.low < ratio)
-    assert hits(scale, 2 * ratio) < ENOUGH
+    assert hits(2 * ratio) < ENOUGH
 
 
 # -- What enters -----------------------------------------------------------------------
 
 GRADS = draw(12)
 BAD = GRADS.at[5].set(jnp.inf)
-DROPS = {"should_drop_window_fn": ga.drop_window_if_not_finite}
-SKIPS = {"should_skip_update_fn": optax.skip_not_finite}
 ZEROS = [2.0, 3.0, 0.0, 1.0, 2.0, 2.0, 0.0, 5.0, 4.0]
 KEPT = [i for i, w in enumerate(ZEROS) if w]
 RAGGED = lambda first, then: lambda step: jnp.where(step == 0, first, then)  # noqa: E731
@@ -219,18 +210,13 @@ def closed_early(tx, grads):
 
 
 def emitted(tx, grads):
-    params, state = grads[0], tx.init(grads[0])
-    for i, g in enumerate(grads):
-        emit = i % 4 == 3 or i == len(grads) - 1
-        step = jax.jit(functools.partial(ga.apply_gradients, tx, emit=emit))
-        _, state = step(g, state, params)
-    return state
+    closes = [i % 4 == 3 or i == len(grads) - 1 for i in range(len(grads))]
+    return run(tx, grads[0], grads, emits=closes)
 
 
 def pickled(tx, grads):
     state = pickle.loads(pickle.dumps(run(tx, grads[0], grads[:6])))
-    _, state = jax.jit(tx.update)(grads[6], state, grads[0])
-    return ga.flush(tx, state, grads[0])[1]
+    return ga.flush(tx, run(tx, grads[0], grads[6:], state=state), grads[0])[1]
 
 
 @pytest.mark.parametrize("way", [closed_early, emitted, pickled])
@@ -251,9 +237,7 @@ def test_from_optax_leaves_the_open_window_out():
     for g in GRADS[:2]:
         _, state = theirs.update(g, state, GRADS[0])
     assert ga.from_optax(state).noise == ()
-    params, state = GRADS[0], ga.from_optax(state, track_noise=True)
-    for g in GRADS[2:10]:
-        params, state = ga.apply_gradients(tx, g, state, params)
+    state = run(tx, GRADS[0], GRADS[2:10], state=ga.from_optax(state, track_noise=True))
     due = ga.noise_scale(run(tx, GRADS[0], GRADS[4:8]))
     assert bits(ga.noise_scale(state)) == bits(due)
 
@@ -261,50 +245,39 @@ def test_from_optax_leaves_the_open_window_out():
 def test_inside_a_chain_it_measures_what_reaches_it_and_is_found_under_jit():
     grads, weights, alone = GRADS[:8], [1.0, 2.0, 3.0, 4.0] * 2, tracking(4)
     chain = optax.chain(optax.clip(0.5), alone, optax.scale(2.0))
-    state = chain.init(grads[0])
-    for g, w in zip(grads, weights, strict=True):
-        _, state = jax.jit(chain.update)(g, state, grads[0], weight=w)
-    clipped = jnp.clip(grads, -0.5, 0.5)
-    due = run(alone, grads[0], clipped, weights)
+    state = run(chain, grads[0], grads, weights)
+    due = run(alone, grads[0], jnp.clip(grads, -0.5, 0.5), weights)
     assert bits(state[1].noise) == bits(due.noise)
     scale = jax.jit(ga.noise_scale)(state)
     assert (int(scale.windows), float(scale.window)) == (2, 10)
 
 
-# -- Several devices -------------------------------------------------------------------
-
-
-def sharded_setup(kind=AxisType.Auto):
-    """Integer gradients, whose sums of squares are exact in any order, on 8 devices."""
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
-    split, rng = NamedSharding(mesh, P("data")), np.random.default_rng(0)
-    shapes = {"w": (4096, 2), "b": (8,)}
+@pytest.mark.published
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_sharded_parameters_give_the_bits_of_one_device_and_move_scalars_alone(kind):
+    """Of integer gradients, whose sums of squares are exact in any order."""
+    shapes, rng = {"w": (4096, 2), "b": (8,)}, np.random.default_rng(0)
     grads = [
         {n: jnp.asarray(rng.integers(-3, 4, s), jnp.float32) for n, s in shapes.items()}
         for _ in range(8)
     ]
-    tx = ga.MultiSteps(optax.sgd(0.125), 4, track_noise=True)
-    return tx, grads, [jax.device_put(g, split) for g in grads], split
-
-
-@pytest.mark.published
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_sharded_parameters_give_the_bits_of_one_device_and_move_scalars_alone(kind):
-    tx, grads, sharded, split = sharded_setup(kind)
+    sharded = put(grads, mesh_of(8, kind=kind), P("data"))
+    tx, plain = (
+        ga.MultiSteps(optax.sgd(0.125), 4, track_noise=on) for on in (True, False)
+    )
     state = run(tx, sharded[0], sharded)
+    split = sharded[0]["w"].sharding
     assert state.total["w"].sharding.is_equivalent_to(split, 2)
     assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves(state.noise))
     assert bits(state.noise) == bits(run(tx, grads[0], grads).noise)
 
     # No gradient crosses the network: the squares are summed where they are.
     def sent(tx):
-        arrays = sharded[0]
-        step = jax.jit(step_of(tx), donate_argnums=(0, 1))
-        compiled = step.lower(arrays, tx.init(arrays), arrays).compile()
-        return sum(found.num_bytes for found in ga.audit(compiled).collectives)
+        found = ga.audit(compiled(tx, sharded[0])).collectives
+        return sum(one.num_bytes for one in found)
 
     assert 0 < sent(tx) <= 16
-    assert sent(ga.MultiSteps(optax.sgd(0.125), 4)) == 0
+    assert sent(plain) == 0
 
 
 # -- Unknown ---------------------------------------------------------------------------
@@ -354,43 +327,23 @@ def test_it_is_written_as_a_line_to_read():
     assert str(many) == repr(many)
 
 
-# -- The program -----------------------------------------------------------------------
-
-BIG = {f"layer_{i}": jnp.ones((400, 400)) for i in range(4)}
-BIG_BYTES = sum(p.nbytes for p in jax.tree.leaves(BIG))
-
-
-def step_of(tx, **kwargs):
-    def step(params, state, grads):
-        return ga.apply_gradients(tx, grads, state, params, **kwargs)
-
-    return step
-
-
-def jaxpr(tx, **kwargs):
-    return jax.make_jaxpr(step_of(tx, **kwargs))(BIG, tx.init(BIG), BIG)
-
-
 @pytest.mark.parametrize("emit", [None, True, False])
 def test_without_track_noise_nothing_of_it_is_in_the_program(emit, monkeypatch):
-    tx = ga.MultiSteps(optax.adam(1e-3), 4)
+    tx, options = ga.MultiSteps(ADAM, 4), {"emit": emit, "weight": 2.0}
     assert tx.init(BIG).noise == ()
-    program = str(jaxpr(tx, emit=emit, weight=2.0))
-    assert "reduce_sum" not in program
+    text = str(program(applied, tx, BIG, **options))
+    assert "reduce_sum" not in text
     for name in ("init", "add", "close", "squared_norm"):
         monkeypatch.delattr(noise_scale, name)
-    assert str(jaxpr(tx, emit=emit, weight=2.0)) == program
+    assert str(program(applied, tx, BIG, **options)) == text
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("emit", [None, True, False])
 def test_a_micro_step_still_needs_no_temporaries(emit, dtype):
-    params = optax.tree.cast(BIG, dtype)
-
     def needed(track_noise):
-        tx = ga.MultiSteps(optax.adam(1e-3), 8, track_noise=track_noise)
-        step = jax.jit(step_of(tx, emit=emit), donate_argnums=(0, 1))
-        return temporaries(step, params, tx.init(params), params)
+        tx = ga.MultiSteps(ADAM, 8, track_noise=track_noise)
+        return trees(compiled(tx, optax.tree.cast(BIG, dtype), emit=emit))
 
-    assert needed(True) <= needed(False) + 0.01 * BIG_BYTES
+    assert needed(True) <= needed(False) + 0.01

@@ -1,5 +1,6 @@
 """Batch-size ramps: every boundary, against counting step by step."""
 
+import functools
 import math
 import pickle
 from fractions import Fraction
@@ -14,15 +15,6 @@ import pytest
 
 import ga_optax as ga
 from ga_optax import schedules
-
-
-def counted(batch_of, steps):
-    """(batch size, seen) of every step, by counting: `batch_of(seen)` is the rule."""
-    seen, rows = 0, []
-    for _ in range(steps):
-        rows.append((batch_of(seen), seen))
-        seen += rows[-1][0]
-    return rows
 
 
 def megatron(start, end, increment, duration):
@@ -40,19 +32,14 @@ def megatron(start, end, increment, duration):
     return batch_of
 
 
-def stages(batch_sizes, boundaries):
-    def batch_of(seen):
-        return batch_sizes[sum(seen >= boundary for boundary in boundaries)]
-
-    return batch_of
-
-
 def assert_same(ramp, batch_of, size, steps):
-    rows = counted(batch_of, steps)
+    """Against counting step by step: `batch_of(seen)` is the rule."""
     ks = jax.vmap(ramp)(jnp.arange(steps, dtype=jnp.int32))
     assert ks.dtype == jnp.int32
-    np.testing.assert_array_equal(ks * size, [batch for batch, _ in rows])
-    assert [ramp.seen(step) for step in range(steps)] == [seen for _, seen in rows]
+    seen = 0
+    for step, k in enumerate(np.asarray(ks)):
+        assert (k * size, ramp.seen(step)) == (batch_of(seen), seen)
+        seen += batch_of(seen)
 
 
 @pytest.mark.slow
@@ -81,7 +68,11 @@ def test_stepwise_follows_what_was_seen_at_every_step(size, ks, data):
     boundaries = sorted(data.draw(draws))
     batches = [k * size for k in ks]
     ramp = schedules.stepwise(batches, boundaries, microbatch_size=size)
-    assert_same(ramp, stages(batches, boundaries), size, 120)
+
+    def batch_of(seen):
+        return batches[sum(seen >= boundary for boundary in boundaries)]
+
+    assert_same(ramp, batch_of, size, 120)
 
 
 # The sizes and boundaries of `stepwise`, in steps or not, and what each stage is.
@@ -141,26 +132,29 @@ def test_a_ramp_is_hashable_picklable_and_prints_its_stages():
     assert str(ramp).splitlines()[-1].split() == ["11", "1,152", "4", "256"]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "ramp",
     [
         schedules.linear(2, 8, 17, microbatch_size=2),
         schedules.stepwise([2, 6, 4], [5, 30], microbatch_size=2),
+        lambda step: 1 + step % 3,
     ],
-    ids=["linear", "stepwise"],
+    ids=["linear", "stepwise", "function"],
 )
-def test_multi_steps_closes_its_windows_as_the_ramp_says(ramp):
-    tx = ga.MultiSteps(optax.sgd(1.0), ramp)
-    params = jnp.zeros(1)
-    state = tx.init(params)
-    micro_step = jax.jit(lambda g, s, p: ga.apply_gradients(tx, g, s, p))
-    windows, length = [], 0
-    for _ in range(30):
+def test_multi_steps_closes_its_windows_as_the_ramp_says_in_one_program(ramp):
+    tx, params = ga.MultiSteps(optax.sgd(1.0), ramp), jnp.zeros(1)
+    state, ends = tx.init(params), [0]
+
+    @functools.partial(jax.jit, donate_argnums=(1, 2))
+    def micro_step(g, state, params):
+        return ga.apply_gradients(tx, g, state, params)
+
+    for i in range(30):
         params, state = micro_step(jnp.ones(1), state, params)
-        length += 1
-        if ga.has_updated(state):
-            windows.append(length)
-            length = 0
+        ends += [i + 1] * bool(ga.has_updated(state))
+    assert micro_step._cache_size() == 1
+    windows = np.diff(ends).tolist()
     assert windows == [int(ramp(step)) for step in range(len(windows))]
     assert len(set(windows)) > 2
     assert int(ga.stats(state).steps) == len(windows)
