@@ -308,7 +308,7 @@ def test_reverse_mode_through_a_window_is_that_through_the_bare_optimizer(case):
 
 
 def test_gradients_of_examples_are_refused_inside_and_added_up_outside():
-    params, grads, *_ = optimizers.problem(jnp.float32)
+    params, grads, *_ = problem(jnp.float32)
     of_two = jax.tree.map(lambda g: jnp.stack([g, 2 * g]), grads[0])
     private = optax.contrib.differentially_private_aggregate(1.0, 0.0, key=0)
     inside = ga.MultiSteps(optax.chain(private, optax.sgd(0.1)), 2)
