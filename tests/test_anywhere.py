@@ -320,7 +320,7 @@ def references(divide, *args):
     return of_one(0), of_one(1)
 
 
-def gradients_of_examples(divide):
+def gradients_of_examples(divide, *args):
     """Clipped one by one, and added up."""
 
     def clipped(w, h, labels):
@@ -329,12 +329,14 @@ def gradients_of_examples(divide):
         norms = jnp.sqrt(jnp.sum(grads**2, (1, 2), keepdims=True))
         return jnp.sum(grads * jnp.minimum(1, 0.5 / norms), 0)
 
-    return divide(clipped)
+    return divide(clipped)(*args)
 
 
-PROGRAMS = (several_results, closed_over, keys_and_integers, communicating, keywords)
-PROGRAMS += (cotangents_of_others, results_of_any_kind, complex_numbers, references)
-PROGRAMS += (gradients_of_examples,)
+PROGRAMS = (
+    *(several_results, closed_over, keys_and_integers, communicating, keywords),
+    *(cotangents_of_others, results_of_any_kind, complex_numbers, references),
+    gradients_of_examples,
+)
 
 
 @pytest.mark.usefixtures("float64")

@@ -127,6 +127,16 @@ def test_every_file_of_results_is_made_by_the_suite_and_by_its_own_command():
         assert result["command"].startswith(start), name
 
 
+def test_what_a_change_costs_is_said_by_loss_and_figure(tmp_path):
+    before = tmp_path / "before.json"
+    assert run("compare.py", "--quick", "--json", before) == "2 losses.\n"
+    same = run("compare.py", "--quick", "--to", before)
+    assert same.endswith("2 losses, 0 figures differ.\n")
+    text = before.read_text()
+    before.write_text(text.replace('"forward": 1', '"forward": 2'))
+    assert "value_and_grad: forward" in run("compare.py", "--quick", "--to", before)
+
+
 # -- The pictures ----------------------------------------------------------------------
 
 

@@ -217,6 +217,11 @@ MOVES = {
     "a backward rule": lambda h, w: clipped(h[1:]) * clipped(h[:-1]),
     "diagonal": lambda h, w: (h @ h.T).at[jnp.diag_indices(len(h))].set(-3.0) @ h,
     "row of an extremum": lambda h, w: h * h[jnp.argmax(h[:, 0])],
+    "sorted, along directions": lambda h, w: jax.vmap(
+        lambda t: jax.jvp(functools.partial(jnp.sort, axis=1), (h,), (jnp.cos(h * t),))[
+            1
+        ]
+    )(jnp.arange(1.0, 3.0)).sum(0),
 }
 
 
@@ -244,11 +249,15 @@ def test_rows_that_move_are_right_and_not_computed_whole(name, k):
     assert dependencies(MOVES[name], k).whole == []
 
 
-@pytest.mark.parametrize(("name", "rows"), [("halves of two views", []), ("roll", [N])])
-def test_halves_of_two_views_stay_where_they_are(name, rows):
-    meetings = dependencies(MOVES[name]).meetings
-    found = [m.type.shape for m in meetings if m.kind == "stack"]
-    assert found == [(n // 4, D) for n in rows]
+# Moves after one another are one: of what they move there is one copy, kept once.
+@pytest.mark.parametrize(
+    ("name", "copies"), [("halves of two views", 0), ("roll", 1), ("pad", 1)]
+)
+def test_rows_that_move_are_stored_as_they_were_or_not_at_all(name, copies):
+    found = dependencies(MOVES[name])
+    stacks = [m.type.shape for m in found.meetings if m.kind == "stack"]
+    of_all = [x for x in found.kept if x.kind == "once"]
+    assert (stacks, of_all) == ([(N // 4, D)] * copies, [])
 
 
 def clipped_mean(kernel, x):
