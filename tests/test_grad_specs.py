@@ -14,8 +14,6 @@ from ga_optax.testing import assert_trees_bitwise_equal
 
 K, DEVICES = 4, 8
 SPECS = on.SHARDED | {"bias": P("data")}
-
-
 MESH = mesh_of(8)
 
 
@@ -42,15 +40,15 @@ def test_every_gradient_is_reduce_scattered_once(sync, optimize):
 
 @pytest.mark.grid(1, 2)
 @pytest.mark.parametrize("optimize", [True, False])
-def test_a_weight_of_0_keeps_a_nan_on_its_device(optimize, mesh):
+def test_a_weight_of_0_keeps_a_nan_on_its_device(optimize):
     """A micro-batch of one device is padding alone, with NaN in it."""
     batch, rows = on.make_batch(), slice(10, 12)
     batch["mask"] = batch["mask"].at[rows].set(0.0)
     batch["x"] = batch["x"].at[rows].set(jnp.nan)
-    args = placed(mesh, "whole", batch)
+    args = placed("whole", batch)
 
     def gradient(weight_fn=on.count, **options):
-        axis = ga.DataAxis("data", mesh=mesh, **options)
+        axis = ga.DataAxis("data", mesh=MESH, **options)
         roles = {"weight_fn": weight_fn, "optimize": optimize, "data_axis": axis}
         return jax.jit(mean_of(on.token_loss, K, **roles))(*args)
 
@@ -189,9 +187,9 @@ def test_without_a_scan_the_last_micro_batch_reduces_and_no_bit_changes():
             x = jnp.tanh(x @ w)
         return jnp.mean((x + params[-1][None]) ** 2)
 
-    mesh, params = mesh_of(8), [*normal(3, 16, 16, seed=0), normal(16, seed=1)]
-    args = put((params, normal(64, 16, seed=2)), mesh, ([P()] * 4, P("data")))
-    (without, want), (audit, got) = both(loss, mesh, "whole", *args)
+    params = [*normal(3, 16, 16, seed=0), normal(16, seed=1)]
+    args = put((params, normal(64, 16, seed=2)), MESH, ([P()] * 4, P("data")))
+    (without, want), (audit, got) = both(loss, "whole", *args)
     assert_trees_bitwise_equal(got, want)
     assert audit.total_bytes == without.total_bytes
     in_branch = [c.num_bytes for c in audit.collectives if c.conditional]

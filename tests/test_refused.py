@@ -520,7 +520,7 @@ ACROSS = [
     (
         called("apply", value=3.0, state=STATE, **AVERAGES),
         V,
-        "must be that of mean_argnames | (while no window is open",
+        "must be that of mean_argnames | while no window is open",
     ),
     *(
         (called("apply", **given, **AVERAGES), T, "value must be a real | every call")
