@@ -15,6 +15,7 @@ import contextlib
 import functools
 import importlib
 import io
+import itertools
 import pathlib
 import sys
 import warnings
@@ -107,9 +108,9 @@ def main() -> int:
     found: dict[str, Any] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what is computed whole is among the figures
-        for name, case in cases():
-            if args.only in name and not (args.quick and len(found) == 2):
-                found[name] = measured(case, args.target)
+        chosen = (pair for pair in cases() if args.only in pair[0])
+        for name, case in itertools.islice(chosen, 2 if args.quick else None):
+            found[name] = measured(case, args.target)
     record.write(args.json, {"target": args.target, "results": found})
     if args.to is None:
         print(f"{len(found)} losses.")

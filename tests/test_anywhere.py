@@ -398,6 +398,17 @@ def test_in_a_call_with_its_data_axis_it_has_the_rows_of_all_devices(inner, oute
     assert off(jax.jit(step)(*arrays()[:2]), want) < BOUND
 
 
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("wrt", [(0,), (0, 1)])
+def test_the_mesh_of_its_data_axis_is_enough(wrt):
+    """Nothing else says on which devices it runs, neither arguments nor a context."""
+    axis = ga.DataAxis("d", mesh=mesh_of(names=("d",)))
+    steps = (jax.value_and_grad(f, wrt) for f in (over(head, 2, data_axis=axis), head))
+    got, want = (jax.jit(step)(*arrays()) for step in steps)
+    assert off(got, want) < BOUND
+    assert len(got[0].sharding.device_set) == 4
+
+
 @pytest.mark.parametrize("data_axis", [None, "d"])
 @pytest.mark.parametrize("of", ["a mean", "rows", "rows that meet"])
 def test_devices_that_have_the_rows_between_them_exchange_sums_alone(of, data_axis):

@@ -327,6 +327,11 @@ def of_microbatch(fun, k):
     return jax.value_and_grad(ga.microbatch(fun, k))
 
 
+def turned(w, x):
+    h = jnp.tanh(x @ w)
+    return jnp.mean((h * jnp.roll(h, 1, 0) - h[::-1]) ** 2)
+
+
 def exported(fun, rows, columns=None, make=ga.value_and_grad, **options):
     """Of a step with open sizes."""
     named = [jax.export.symbolic_shape(n)[0] if n else None for n in (rows, columns)]
@@ -347,6 +352,7 @@ def exported(fun, rows, columns=None, make=ga.value_and_grad, **options):
         (contrastive, None, "d", {}),
         (in_turn, "4*b", None, {}),  # whole, and whether that is much is no number
         (in_turn, "4*b", None, {"make": ga.microbatch}),
+        (turned, "4*b", None, {}),
         (contrastive, "4*b", None, {"make": of_microbatch}),
     ],
 )

@@ -135,6 +135,10 @@ def test_what_a_change_costs_is_said_by_loss_and_figure(tmp_path):
     text = before.read_text()
     before.write_text(text.replace('"forward": 1', '"forward": 2'))
     assert "value_and_grad: forward" in run("compare.py", "--quick", "--to", before)
+    before.write_text(text.replace('"forward": 1', '"forward": 0'))
+    worse = python("benchmarks/compare.py", "--quick", "--to", before, cwd=ROOT)
+    assert worse.returncode == 1
+    assert "value_and_grad: forward" in worse.stdout
 
 
 # -- The pictures ----------------------------------------------------------------------

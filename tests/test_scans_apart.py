@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 import whole_scans
+from helpers import error, temporaries
 from helpers import mean_of as by_themselves
-from helpers import temporaries
 from whole_scans import (
     BODIES,
     BOUND,
@@ -18,7 +18,6 @@ from whole_scans import (
     decoder,
     loss_of,
     nothing,
-    off,
     spread,
 )
 
@@ -36,7 +35,7 @@ by_name = functools.partial(pytest.mark.parametrize, ids=lambda x: x.__name__)
 
 def off_by(body, how=How(), k=3, n=whole_scans.N, **options):  # noqa: B008
     with jax.enable_x64(True):
-        return off(loss_of(body, how), arguments(how.length, n), k, **options)
+        return error(loss_of(body, how), k, *arguments(how.length, n), **options)
 
 
 # -- Values and gradients --------------------------------------------------------------

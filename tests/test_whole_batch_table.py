@@ -35,7 +35,7 @@ from whole_programs import clipped
 from whole_rules import CASES, CUT, EXAMPLES, LINEAR, NEW, D
 
 import ga_optax as ga
-from ga_optax._partition import WHOLE, Rows, cutting, table
+from ga_optax._partition import WHOLE, Rows, cutting, moves, table
 from ga_optax._passes import divided
 from ga_optax._passes.primitives import TABLE
 
@@ -258,6 +258,22 @@ def test_rows_that_move_are_stored_as_they_were_or_not_at_all(name, copies):
     stacks = [m.type.shape for m in found.meetings if m.kind == "stack"]
     of_all = [x for x in found.kept if x.kind == "once" and x.shape]
     assert (stacks, of_all) == ([(N // 4, D)] * copies, [])
+
+
+def test_moves_after_one_another_are_followed_once_each(monkeypatch):
+    calls, plain = [], moves._moved
+    monkeypatch.setattr(moves, "_moved", lambda *args: calls.append(1) or plain(*args))
+
+    def ring(h, w):
+        far = h
+        for _ in range(8):
+            far = jnp.roll(far, 1, 0)
+            h = h * jnp.cos(far)
+        return h
+
+    found = dependencies(ring)
+    assert [m.type.shape for m in found.meetings if m.kind == "stack"] == [(N // 4, D)]
+    assert len(calls) < 100  # a roll moves in three equations
 
 
 def clipped_mean(kernel, x):

@@ -7,8 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import ga_optax as ga
-
 N, D = 6, 3
 BOUND = 1e-10  # in float64: some hundred terms, conditioned no worse than 1e3
 
@@ -140,12 +138,6 @@ def arguments(length, n=N, dtype=jnp.float64):
     w = rng.normal(size=(length, D, D))
     p = {"i": rng.normal(size=(D, D)), "w": w}
     return jax.tree.map(lambda x: jnp.asarray(x, dtype), (p, rng.normal(size=(n, D))))
-
-
-def off(loss, args, k, **options):
-    """How far value and gradients are off."""
-    step = ga.value_and_grad(loss, k, **options)
-    return helpers.apart(step, jax.value_and_grad(loss), *args)
 
 
 # -- A decoder whose layers have experts -----------------------------------------------

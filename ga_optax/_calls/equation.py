@@ -11,13 +11,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from ga_optax._calls import layouts, whole
 from ga_optax._calls.call import Call
 from ga_optax._calls.options import ROLES, Argument
 from ga_optax._calls.results import check_values
-from ga_optax._devices import meshes
+from ga_optax._devices import collectives, meshes
 from ga_optax._passes import ir, rowwise
 from ga_optax._passes.divided import Divided, Gradient, paired
 
@@ -41,7 +41,7 @@ def of_call(call: Call, remat: bool | None) -> Any:
     if not _is_one(call):
         call = call._replace(options=options._replace(fun=_with_loss(of_args)))
         return whole.of_call(call)[0][1]
-    xs = list(leaves.values())
+    xs = _on_mesh(call, list(leaves.values()))
     closed, out = _traced(flat, xs, call)
     how = call._replace(args=(), kwargs={}, options=options._replace(fun=_unknown))
     its = Divided.of_program(
@@ -53,26 +53,24 @@ def of_call(call: Call, remat: bool | None) -> Any:
         runs=functools.partial(_run, how),
         finds=functools.partial(_axes_of_results, how),
     )
-    if isinstance(call.mesh, Mesh):
-        number = len(call.split_axes)
-        own = map(_on_mesh(call.mesh, options.axes), xs[:number], call.split_axes)
-        xs = [*own, *xs[number:]]
     # What fun closes over may be differentiated, too.
     return jax.tree.unflatten(jax.tree.structure(out), its.bind([*closed.consts, *xs]))
 
 
-def _on_mesh(mesh: Mesh, axes: meshes.Axes) -> Callable[[Any, int], Any]:
-    """Says where rows lie: `jax.jit` does not look for a mesh inside an equation."""
+def _on_mesh(call: Call, xs: list[Any]) -> list[Any]:
+    """Leaves, of which those with rows say where these lie, if `jax.jit` has to know.
 
-    def placed(x: Any, axis: int) -> Any:
-        if not isinstance(x, jax.core.Tracer):
-            return x
-        spec: list[Any] = [PartitionSpec.UNCONSTRAINED] * x.ndim
-        spec[axis] = meshes.as_entry(axes)
-        place = NamedSharding(mesh, PartitionSpec(*spec))
-        return jax.lax.with_sharding_constraint(x, place)
-
-    return placed
+    It does not look for a mesh inside an equation.
+    """
+    traced = any(isinstance(x, jax.core.Tracer) for x in xs)
+    if not (traced and isinstance(call.mesh, Mesh)):
+        return xs
+    specs: list[Any] = [None] * len(xs)
+    for i, (x, axis) in enumerate(zip(xs, call.split_axes, strict=False)):
+        entries: list[Any] = [PartitionSpec.UNCONSTRAINED] * jnp.ndim(x)
+        entries[axis] = meshes.as_entry(call.options.axes)
+        specs[i] = PartitionSpec(*entries)
+    return collectives.constrain(xs, specs, call.mesh)
 
 
 def _traced(flat: Callable[..., Any], xs: Sequence[Any], call: Call) -> tuple[Any, Any]:

@@ -55,8 +55,10 @@ def _source(v: Value, d: int) -> Source | None:
     """The one value whose rows these are, along a dimension; None if there are more."""
     if v.made is None or v.made[0].primitive.name not in MOVES:
         return v, np.arange(v.shape[d])
-    e, vs, i = v.made
-    return _moved(e, vs, d, i)
+    if d not in v.sources:  # A roll reads what it moves twice.
+        e, vs, i = v.made
+        v.sources[d] = _moved(e, vs, d, i)
+    return v.sources[d]
 
 
 def _moved(e: core.JaxprEqn, vs: list[Value], d: int, i: int) -> Source | None:
@@ -70,22 +72,16 @@ def _moved(e: core.JaxprEqn, vs: list[Value], d: int, i: int) -> Source | None:
         return None
     (v, _), numbers = found[0], np.concatenate([x for _, x in found])
     if name == "pad":
-        numbers = _padded(numbers, e.params["padding_config"][d], v.shape[d])
+        low, _, between = e.params["padding_config"][d]
+        places, old = low + np.arange(len(numbers)) * (between + 1), numbers
+        numbers = np.full(types_of(e)[i].shape[d], v.shape[d])
+        inside = (places >= 0) & (places < len(numbers))
+        numbers[places[inside]] = old[inside]
     else:
         numbers = numbers[_numbers(e, d, len(numbers))[i]]
     shape = *v.shape[:d], len(numbers), *v.shape[d + 1 :]
     is_along = name != "rev" or tuple(e.params["dimensions"]) == (d,)
     return (v, numbers) if is_along and types_of(e)[i].shape == shape else None
-
-
-def _padded(numbers: np.ndarray, how: tuple[int, int, int], new: int) -> np.ndarray:
-    """The numbers of rows with padding around and between them."""
-    low, high, between = how
-    places = low + np.arange(len(numbers)) * (between + 1)
-    found = np.full(places[-1] + 1 + high, new)
-    inside = (places >= 0) & (places < len(found))
-    found[places[inside]] = numbers[inside]
-    return found
 
 
 def _picked(w: Writer, source: Source | None, d: int, rows: Rows | None) -> Any:

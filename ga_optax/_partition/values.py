@@ -53,6 +53,7 @@ class Value:
         may add up to NaN where the whole is none.
       made: the equation that computes it, its operands, and which result it is.
       copies: the same in other layouts, as far as they were needed.
+      sources: by dimension, the value whose rows these are, see `moves`.
     """
 
     x: Any
@@ -64,6 +65,7 @@ class Value:
     scaled: bool = False
     made: tuple[core.JaxprEqn, list["Value"], int] | None = None
     copies: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    sources: dict[int, Any] = dataclasses.field(default_factory=dict)
 
     def held(self, x: Any, layout: Layout) -> "Value":
         """The same value, of which micro-batches hold something else."""

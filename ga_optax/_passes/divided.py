@@ -303,11 +303,13 @@ def _types(*types: Any, its: Divided) -> tuple[Any, Any]:
     results, first = its.results, its
     if its.of is None or any(map(meshes.varying, types)):
         results = [x.aval for x in its.program.jaxpr.outvars]
-    if isinstance(its.of, Gradient) and its.of.outs:  # with the value, in its place
+    # A gradient with the value is in the place of the function. What other derivatives
+    # call back, that has called.
+    if isinstance(its.of, Gradient) and its.of.outs:
         first = its.of.base
-    # What other derivatives call back, the function itself has called.
-    acts = first.of is None
-    return list(results), references.effects(first.program.jaxpr) if acts else set()
+    if first.of is not None:
+        return list(results), frozenset()
+    return list(results), references.effects(first.program.jaxpr)
 
 
 def _batched(axis: Any, xs: Any, dims: Any, *, its: Divided) -> list[Any]:
