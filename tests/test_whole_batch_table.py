@@ -209,6 +209,8 @@ MOVES = {
     "roll": lambda h, w: h * jnp.roll(h, 1, 0),
     "roll far": lambda h, w: h * jnp.roll(h, -5, (0, 1)),
     "pad": lambda h, w: h * jnp.pad(h, ((1, 0), (0, 0)))[:-1],
+    "pad far": lambda h, w: h * jnp.pad(h, ((4, 0), (0, 0)))[:-4],
+    "of two": lambda h, w: h * jnp.concatenate([jnp.sin(h)[5:], h[:5]]),
     "queue": lambda h, w: jax.nn.softmax(h @ jnp.concatenate([h, w, w[:1]]).T),
     "repeat": lambda h, w: jnp.repeat(h, 2, 0) @ w,
     "scan by doubling": lambda h, w: jax.lax.associative_scan(
@@ -251,13 +253,18 @@ def test_rows_that_move_are_right_and_not_computed_whole(name, k):
 
 # Moves after one another are one: of what they move there is one copy, kept once.
 @pytest.mark.parametrize(
-    ("name", "copies"), [("halves of two views", 0), ("roll", 1), ("pad", 1)]
+    ("name", "copies"),
+    [("halves of two views", 0), ("roll", 1), ("pad far", 1), ("of two", 2)],
 )
 def test_rows_that_move_are_stored_as_they_were_or_not_at_all(name, copies):
     found = dependencies(MOVES[name])
     stacks = [m.type.shape for m in found.meetings if m.kind == "stack"]
     of_all = [x for x in found.kept if x.kind == "once" and x.shape]
     assert (stacks, of_all) == ([(N // 4, D)] * copies, [])
+
+
+def test_indices_of_rows_stay_with_them_under_vmap():
+    assert dependencies(MOVES["sorted, along directions"]).whole == []
 
 
 def test_moves_after_one_another_are_followed_once_each(monkeypatch):
