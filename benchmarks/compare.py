@@ -57,8 +57,9 @@ def cases() -> Iterator[tuple[str, Case]]:
         params = peers.make_params(4, WIDTH, scanned=scanned)
         for dtype in (jnp.float32, jnp.bfloat16):
             cast = functools.partial(jax.tree.map, lambda x, to=dtype: x.astype(to))
-            name = f"{'scanned' if scanned else 'unrolled'} layers, {dtype.__name__}"
-            yield name, (loss, cast(params), rows.astype(dtype))
+            data = rows.astype(dtype)
+            name = f"{'scanned' if scanned else 'unrolled'} layers, {data.dtype}"
+            yield name, (loss, cast(params), data)
     for name, case in any_loss.cases(2, WIDTH).items():
         both = jnp.hstack([rows, rows]) if name == "contrastive" else rows
         yield name, (case.loss, case.params, both)
