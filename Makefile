@@ -53,6 +53,9 @@ oldest:
 	  "jaxlib==0.8.0" "optax==0.2.6" "flax==0.12.0" "pytest>=9" pytest-xdist hypothesis
 	.venv-oldest/bin/python -m pytest -n $(WORKERS) -W default -k "not contract and not devices" \
 	  tests/test_accumulator.py tests/test_data.py tests/test_multi_steps_*.py tests/test_refused.py
+	.venv-oldest/bin/python -m pytest -n $(WORKERS) -W default -m quick \
+	  -W "error:The gradient is computed of all rows" \
+	  tests/test_law.py tests/test_law_[ot]*.py tests/test_microbatch.py tests/test_rowwise.py
 # The newest pre-release of jax that the package index has.
 next:
 	$(MAKE) VENV=.venv-next .venv-next/ready
