@@ -256,13 +256,7 @@ def test_sharded_parameters_cost_one_gather_and_one_reduce_scatter(kind, k):
     )
 
 
-# Written without types, the program of explicitly sharded parameters has no derivative.
-WHOLE_IF_EXPLICIT = pytest.mark.xfail(reason="computed of all rows, with a warning")
-
-
-@pytest.mark.parametrize(
-    "kind", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=WHOLE_IF_EXPLICIT)]
-)
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_sync_each_reduces_in_every_micro_step(kind):
     specs = SHARDED if kind == AxisType.Auto else None
     axis = ga.DataAxis("data", param_specs=specs, sync="each")

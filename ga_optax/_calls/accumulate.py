@@ -156,7 +156,7 @@ def accumulate(
         _check_carry(call)
         _check_weight_fn(call)
         _check_continues(call, acc)
-        if call.mesh is None or call.by_compiler:
+        if not call.maps:
             value, acc = _added(call.on_device(), acc, merges=False)
         else:
             value, acc = _over_mesh(call, acc)

@@ -174,6 +174,11 @@ class Call(NamedTuple):
         return self.options.each and self.mesh is not None
 
     @property
+    def maps(self) -> bool:
+        """Whether each device runs its own part, in a `shard_map` that is made here."""
+        return self.mesh is not None and not self.by_compiler
+
+    @property
     def logical(self) -> int:
         """How many logical devices this device stands for; 0 if there are none."""
         total = self.options.logical_devices

@@ -29,6 +29,7 @@ from ga_optax._partition import (
     meeting_of,
     partition,
 )
+from ga_optax._partition.values import type_here
 from ga_optax._passes import constraints, ir, places, references, rowwise
 from ga_optax._window.read import LONGEST
 
@@ -92,7 +93,7 @@ def traced(call: Call, due: Sequence[Layout] = ()) -> Traced:
     env = meshes.of_all_rows(() if call.by_compiler else call.options.axes)
     trace = jax.make_jaxpr(run, axis_env=[*rowwise.READ, *env], return_shape=True)
     of_params = list(params.values())
-    if call.mesh is not None:
+    if call.maps:
         of_params = list(map(type_of, of_params))
     with explained(call):
         closed, out = trace(of_params, _whole_batch(call))
@@ -191,15 +192,13 @@ def type_of(x: Any) -> jax.ShapeDtypeStruct:
 
 def _whole_batch(call: Call) -> list[Any]:
     """The types of the batch's leaves with the rows of all devices."""
-    devices = meshes.num_devices(call.axes)
-    types = []
+    devices, types = meshes.num_devices(call.axes), []
     for x, axis in zip(call.batch, call.split_axes, strict=True):
         shape = list(jnp.shape(x))
         shape[axis] *= devices
-        new: Any = jax.ShapeDtypeStruct(tuple(shape), jnp.result_type(x))
-        if meshes.varying(x):
-            new = jax.typeof(x).update(shape=tuple(shape), weak_type=False)
-        types.append(new)
+        of = type_of(x) if call.maps or call.axes else jax.typeof(x)
+        of = jax.typeof(x) if meshes.varying(x) else of
+        types.append(type_here(of, tuple(shape), None))
     return types
 
 

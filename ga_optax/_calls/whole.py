@@ -119,7 +119,7 @@ def _in_one(call: Call, error: Exception) -> tuple[tuple[jax.Array, Any], Any]:
 
 def divided(call: Call, trace: layouts.Traced) -> tuple[tuple[jax.Array, Any], Any]:
     """The same over micro-batches."""
-    if call.mesh is None or call.by_compiler:
+    if not call.maps:
         results, grads, rows = _window(call, trace)
     else:
 

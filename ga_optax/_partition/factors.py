@@ -156,5 +156,4 @@ def _along(
     place = d if key == "shape" else way.ins[0]
     if place is not None and shape[place] == of[d]:
         shape[place] = of[d] // w.axis.size
-    places = {"sharding": None} if "sharding" in e.params else {}
-    return w.results(e, xs, **{key: tuple(shape)}, **places)
+    return w.results(e, xs, **{key: tuple(shape)})

@@ -15,7 +15,6 @@ from ga_optax._partition.values import (
     Value,
     local_shape,
     type_here,
-    varies,
 )
 from ga_optax._partition.writer import Axis, Drawn, Note, Writer
 from ga_optax._passes import ir
@@ -128,7 +127,10 @@ class _Whole(NamedTuple):
             put = [_put(w, v, layout) for v, layout in pairs]
             return [*put, *(w.whole(out[i]) for i in scaled)]
 
-        types = [_type_here(a, axis.size) for a in self.arguments]
+        types = [
+            type_here(a.aval, local_shape(a.aval.shape, a.layout, axis.size), None)
+            for a in self.arguments
+        ]
         number = jax.ShapeDtypeStruct((), jnp.int32)
         for x in types:
             number = type_here(number, (), x)
@@ -172,18 +174,6 @@ def _cost(jaxpr: core.Jaxpr, axis: Axis) -> tuple[int, int]:
     """How many numbers a micro-batch computes, and how often rows meet."""
     meetings = sum(map(axis.is_meeting, ir.equations(jaxpr)))
     return sum(map(ir.computed, jaxpr.eqns)), meetings
-
-
-def _type_here(a: Argument, size: int) -> Any:
-    """The type of what a micro-batch holds of an argument."""
-    shape, dtype = local_shape(a.aval.shape, a.layout, size), a.aval.dtype
-    if varies(a.aval):
-        return type_here(a.aval, shape, a.aval)
-    sharding = getattr(a.aval, "sharding", None)
-    # On axes of explicit type, types say how what is whole is sharded.
-    if a.layout != WHOLE or sharding is None or not any(sharding.spec):
-        return jax.ShapeDtypeStruct(shape, dtype)
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 
 def _exact(

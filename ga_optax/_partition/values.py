@@ -139,7 +139,9 @@ def own(x: Any, rows: Rows, index: Any, parts: int) -> Any:
 def varies(aval: Any) -> frozenset[Any]:
     """Over which axes devices hold different values, where a mesh keeps track."""
     kind = getattr(aval, "manual_axis_type", None)
-    return frozenset((getattr(aval, "vma", None) or ()) if kind is None else kind.varying)
+    return frozenset(
+        (getattr(aval, "vma", None) or ()) if kind is None else kind.varying
+    )
 
 
 def varying(xs: Sequence[Any], axes: Iterable[Any] = ()) -> list[Any]:
@@ -153,12 +155,17 @@ def varying(xs: Sequence[Any], axes: Iterable[Any] = ()) -> list[Any]:
 
 
 def type_here(aval: Any, shape: tuple[int, ...], like: Any) -> Any:
-    """A type of another shape, which varies over devices as it or `like` does."""
+    """A type of another shape, which varies over devices as it or `like` does.
+
+    Along explicit axes it is sharded as they are, for JAX compares types.
+    """
     here = jax.typeof(like) if isinstance(like, jax.Array) else like
     for of in (here, aval):
         if of is not None and varies(of):
             return of.update(shape=shape, dtype=aval.dtype, weak_type=False)
-    return jax.ShapeDtypeStruct(shape, aval.dtype)
+    sharding = getattr(aval if here is None else here, "sharding", None)
+    told = sharding and not sharding.mesh.empty and len(sharding.spec) == len(shape)
+    return jax.ShapeDtypeStruct(shape, aval.dtype, sharding=sharding if told else None)
 
 
 def types_of(equation: core.JaxprEqn) -> list[Any]:
