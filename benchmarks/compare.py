@@ -106,6 +106,8 @@ def main() -> int:
     parser.add_argument("--only", default="", help="a word of the names of losses")
     parser.add_argument("--to", type=pathlib.Path, help="print what differs from this")
     args = parser.parse_args()
+    if args.target:
+        importlib.import_module("accelerators")  # the environment of compilers alone
     found: dict[str, Any] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what is computed whole is among the figures

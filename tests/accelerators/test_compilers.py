@@ -1,6 +1,7 @@
 """What the compilers of GPUs and TPUs make of a micro-step: exact, without a device."""
 
 import functools
+import pathlib
 import re
 
 import jax
@@ -9,6 +10,7 @@ import optax
 import optax.contrib
 import pytest
 import targets
+from helpers import python
 
 import ga_optax as ga
 from ga_optax._passes import table
@@ -217,3 +219,12 @@ def test_a_micro_step_of_an_embedding_has_no_second_table(emit, target):
     args = TABLE, state.mini_step, TABLE, TOKENS
     program = targets.compiled(target, selected, *args, donate_argnums=0)
     assert targets.temporaries(program) >= table
+
+
+@pytest.mark.parametrize("target", ["h200", "v5e"])
+def test_the_cost_of_a_change_can_be_had_of_their_compilers(target):
+    """The script says itself that there is no device."""
+    command = "benchmarks/compare.py", "--target", target, "--quick"
+    root = pathlib.Path(__file__).parents[2]
+    done = python(*command, cwd=root, JAX_SKIP_CUDA_CONSTRAINTS_CHECK="")
+    assert (done.returncode, done.stdout) == (0, "2 losses.\n"), done.stderr
