@@ -84,6 +84,14 @@ def norm(p, b):
     return jnp.mean(((h - h.mean(0)) / (h.std(0) + 0.1) - b["y"]) ** 2)
 
 
+def critic(p, b):
+    def of(x):
+        return jnp.tanh(x @ p["layers"][0]) @ p["head"]
+
+    slope = jax.grad(lambda x: of(x).sum())(b["x"])
+    return jnp.abs(of(b["x"]).mean()) + jnp.mean(slope**2)
+
+
 APART = (mean, masked, relu, classes, dropout, by_place)
 AXES = {
     "last": "data",
@@ -177,9 +185,11 @@ def test_a_random_model_has_the_same_bits_on_any_number_of_devices(seed, monkeyp
     assert others == [first] * 3
 
 
-def test_rows_along_an_explicit_axis_without_data_axis_must_not_meet():
+@pytest.mark.parametrize("loss", [norm, critic])
+def test_rows_along_an_explicit_axis_without_data_axis_must_not_meet(loss):
+    """Nothing is tried of neighbours first, which fails there with a warning."""
     with pytest.raises(ValueError, match="data_axis='data'"):
-        at_top_level(norm, "none", AxisType.Explicit)
+        at_top_level(loss, "none", AxisType.Explicit)
 
 
 # -- Wherever the batch lies -----------------------------------------------------------

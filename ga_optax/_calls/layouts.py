@@ -132,7 +132,7 @@ def _split(
         return of(lambda x, d: devices), False
     strided = False if is_open(jaxpr) else call.distributed
     far = None if strided is False else of(strides)
-    if strided and far and far.in_gradient is None:
+    if strided and far and (far.in_gradient is None or _split_by_type(call)):
         return far, True
     near = of(lambda x, d: 1)
     same = strided is None and far and _is_same(jaxpr, near, far, size)
@@ -230,14 +230,25 @@ def check_options(call: Call, part: Partitioned) -> None:
             f"checks, and {where}: JAX has no types for an axis beside its mesh. Pass "
             "that, or call at top level with data_axis=."
         )
+    if found := _split_by_type(call):
+        spec, axis = found
+        raise DoesNotFitError(
+            "If rows meet, those along a mesh axis of explicit type need "
+            f"data_axis=, but {where}, and the batch is sharded as {spec} along "
+            f"axis {axis}. Pass data_axis={spec[axis]!r}."
+        )
+
+
+def _split_by_type(call: Call) -> tuple[Any, int] | None:
+    """How a leaf is sharded along its rows by an explicit axis, without `data_axis=`.
+
+    Neighbours of those are on one device, and do not come as a micro-batch.
+    """
     for x, axis in zip(call.batch, call.split_axes, strict=True):
         spec = meshes.spec_of_type(x)
-        if not options.axes and any(spec[axis : axis + 1]):
-            raise DoesNotFitError(
-                "If rows meet, those along a mesh axis of explicit type need "
-                f"data_axis=, but {where}, and the batch is sharded as {spec} along "
-                f"axis {axis}. Pass data_axis={spec[axis]!r}."
-            )
+        if not call.options.axes and any(spec[axis : axis + 1]):
+            return spec, axis
+    return None
 
 
 # -- What comes back -------------------------------------------------------------------
