@@ -289,7 +289,9 @@ def rounded(x: jax.Array, zero: jax.Array) -> jax.Array:
     A product and a sum may become one fused multiply-add, which rounds once, in one
     program and not in another. XLA's CPU backend takes barriers and `reduce_precision`
     away before LLVM contracts. So the bits of `x` are combined (`^`) with an integer
-    that is 0, which no compiler knows: `unknown_zero`.
+    that is 0, which no compiler knows: `unknown_zero`. The select is there for the
+    derivative of this code, as jax before 0.11 forgets the rule of what stands in a
+    loop that is differentiated backwards twice; LLVM folds it into the combination.
     """
     if jnp.iscomplexobj(x):
         return jax.lax.complex(rounded(x.real, zero), rounded(x.imag, zero))
@@ -297,7 +299,8 @@ def rounded(x: jax.Array, zero: jax.Array) -> jax.Array:
         return x
     integers = np.dtype(f"int{8 * x.dtype.itemsize}")
     bits = jax.lax.bitcast_convert_type(x, integers)
-    return jax.lax.bitcast_convert_type(bits ^ zero.astype(integers), x.dtype)
+    combined = jax.lax.bitcast_convert_type(bits ^ zero.astype(integers), x.dtype)
+    return jax.lax.select(zero == 0, x, combined)
 
 
 @rounded.defjvp

@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import AxisType
 from whole_programs import BY_ROW, STEPS, N
 
 import ga_optax as ga
@@ -144,7 +145,8 @@ def runs(program):
         ours, theirs = WAYS[way]
         insides = PLAIN if way == "twice" else Insides()  # promises have one derivative
         for devices in {1, program.devices if way != "inside alone" else 1}:
-            axis = ga.DataAxis("data", mesh=jax.make_mesh((devices,), ("data",)))
+            kind = (AxisType.Auto, AxisType.Explicit)[program.seed % 2]
+            axis = ga.DataAxis("data", mesh=helpers.mesh_of(devices, kind=kind))
             k = program.k * (program.devices // devices)
             options = {"batch_axes": AXES, "data_axis": axis if devices > 1 else None}
             yield ours(fun(insides), k, **options), theirs(fun(PLAIN))
