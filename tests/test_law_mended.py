@@ -288,3 +288,27 @@ def of_scaled(w, x):
 )
 def test_a_rule_of_several_results_or_in_which_rows_meet_runs_once(fun):
     assert off(fun, k=2) < BOUND
+
+
+# -- Gradients that are differentiated again -------------------------------------------
+
+steps = jax.custom_jvp(lambda x: jnp.round(4 * x) / 4)
+steps.defjvp(lambda xs, ts: (steps(*xs), ts[0]))
+answered = jax.custom_jvp(lambda x: jnp.sin(x))
+answered.defjvps(lambda t, ans, x: t * ans)
+backwards = jax.custom_vjp(lambda x: jnp.round(4 * x) / 4)
+backwards.defvjp(lambda x: (backwards(x), x), lambda x, ct: (ct * jnp.cos(x),))
+other = jax.custom_vjp(lambda x: jnp.round(4 * x) / 4)  # whose rule does not call it
+other.defvjp(lambda x: (jnp.sin(x), None), lambda _, ct: (ct,))
+
+
+@pytest.mark.parametrize("rule", [steps, answered, backwards, other], ids=range(4))
+def test_the_derivative_of_a_gradient_has_the_rule_that_a_rule_calls_for(rule):
+    def loss(w, x):
+        return jnp.mean(rule(jnp.tanh(x @ w)) ** 2)
+
+    with jax.enable_x64(True):
+        w, x = arguments()
+        step = ga.value_and_grad(loss, K, accumulator_dtype="float64")
+        got = jax.jit(jax.jacrev(lambda w: step(w, x)[1]))(w)
+        assert apart(lambda: got, lambda: jax.jacrev(jax.grad(loss))(w, x)) < BOUND

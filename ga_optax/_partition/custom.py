@@ -13,6 +13,7 @@ with a rule has the cotangents of the mean over micro-batches, see `Backward.as_
 """
 
 import dataclasses
+import functools
 import os
 from collections.abc import Callable, Sequence
 from itertools import compress
@@ -107,10 +108,12 @@ def _with_jvp(
     moving = [is_inexact(v.aval) for v in vs[n:]]
     fixed = [not moves for moves in moving]
     jaxpr, consts, still = e.params["jvp_jaxpr_fun"].call_wrapped(*fixed)
+    calls, jaxpr = _without_call(jaxpr, e)
     tangents = [_value(v.aval, v.layout) for v in compress(vs[n:], moving)]
+    answers = map(_value, types_of(e), primal.layouts) if calls else ()
     moved = [not zero for zero in still]
     due = [*primal.layouts, *compress(primal.layouts, moved)]
-    both = _rule(w, ir.Program(jaxpr, consts), [*vs[n:], *tangents], due)
+    both = _rule(w, ir.Program(jaxpr, consts), [*vs[n:], *tangents, *answers], due)
 
     def make() -> Any:
         call = jax.custom_jvp(lambda index, *xs: tuple(primal(index, xs)))
@@ -118,7 +121,8 @@ def _with_jvp(
         @call.defjvp
         def _(primals: Any, dots: Any) -> Any:
             index, *xs = primals
-            out = both(index, [*xs[n:], *compress(dots[1 + n :], moving)])
+            answers = call(*primals) if calls else ()
+            out = both(index, [*xs[n:], *compress(dots[1 + n :], moving), *answers])
             values, rest = out[: len(moved)], iter(out[len(moved) :])
             pairs = zip(values, moved, strict=True)
             return tuple(values), tuple(
@@ -127,7 +131,25 @@ def _with_jvp(
 
         return call
 
-    return _called(w, make, vs, [primal, both], ("custom_jvp", n, *moving, *moved))
+    facts = "custom_jvp", calls, n, *moving, *moved
+    return _called(w, make, vs, [primal, both], facts)
+
+
+def _without_call(jaxpr: core.Jaxpr, its: core.JaxprEqn) -> tuple[bool, core.Jaxpr]:
+    """Whether a rule calls its own function; then its results come as operands.
+
+    So most rules have the result, as in `return f(x), t`. Run without its rule there it
+    would have another derivative, when the gradient is differentiated once more.
+    """
+    form = ir.form(ir.inner(its)[0].jaxpr)
+    for e in jaxpr.eqns:
+        if e.primitive is its.primitive and e.invars == jaxpr.invars[: len(e.invars)]:
+            [inner] = ir.inner(e)
+            if not inner.consts and ir.form(inner.jaxpr) == form:
+                invars = [*jaxpr.invars, *e.outvars]
+                eqns = [x for x in jaxpr.eqns if x is not e]
+                return True, jaxpr.replace(invars=invars, eqns=eqns)
+    return False, jaxpr
 
 
 def _called(
@@ -164,6 +186,7 @@ class _Vjp(NamedTuple):
 
     Attributes:
       num_consts: how many of its arguments have no cotangent.
+      calls: whether `fwd` is given the results last, which it would call for.
       fwd: its forward program.
       bwd: its backward program, of residuals and cotangents.
       forwarded: for each residual, which argument it is, or None.
@@ -172,6 +195,7 @@ class _Vjp(NamedTuple):
     """
 
     num_consts: int
+    calls: bool
     fwd: ir.Program
     bwd: ir.Program
     forwarded: Sequence[int | None]
@@ -206,8 +230,9 @@ def _read(e: core.JaxprEqn, vs: Sequence[Value]) -> _Vjp:
 
     types = [type_here(x, x.shape, None) for x in residuals]
     cts = [type_here(x, x.shape, None) for x in compress(types_of(e), given)]
-    bwd, fwd = ir.program_of(backward, types, cts), ir.Program(jaxpr, consts)
-    return _Vjp(p["num_consts"], fwd, bwd, forwarded, wanted, given)
+    bwd, (calls, jaxpr) = ir.program_of(backward, types, cts), _without_call(jaxpr, e)
+    fwd = ir.Program(jaxpr, consts)
+    return _Vjp(p["num_consts"], calls, fwd, bwd, forwarded, wanted, given)
 
 
 def custom_vjp(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
@@ -230,8 +255,9 @@ def _with_vjp(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result]:
     fwd, bwd, linear = _rule_here(w, rule, vs, primal.layouts)
     n, kept = rule.num_consts, rule.num_kept
 
-    def forward(index: Any, *xs: Any) -> Any:
-        out = fwd(index, xs[n:])
+    def forward(call: Any, index: Any, *xs: Any) -> Any:
+        answers = call(index, *xs) if rule.calls else ()
+        out = fwd(index, [*xs[n:], *answers])
         saved = iter(out[:kept])
         residuals = [next(saved) if i is None else xs[i] for i in rule.forwarded]
         return tuple(out[kept:]), (index, residuals)
@@ -244,10 +270,10 @@ def _with_vjp(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result]:
 
     def make() -> Any:
         call = jax.custom_vjp(lambda index, *xs: tuple(primal(index, xs)))
-        call.defvjp(forward, backward)
+        call.defvjp(functools.partial(forward, call), backward)
         return call
 
-    facts = "custom_vjp", n, *rule.forwarded, *rule.wanted, *rule.given
+    facts = "custom_vjp", n, rule.calls, *rule.forwarded, *rule.wanted, *rule.given
     out = _called(w, make, vs, [primal, fwd, bwd], facts)
     if linear:
         return out
@@ -259,7 +285,9 @@ def _rule_here(
 ) -> tuple[nested.Inner, nested.Inner, bool]:
     """The rule of a micro-batch, and whether it is linear in the cotangents."""
     args = vs[rule.num_consts :]
-    fwd = _rule(w, rule.fwd, args, [*[None] * rule.num_kept, *layouts])
+    results = rule.fwd.jaxpr.invars[len(args) :]
+    given = [*args, *map(_value, (x.aval for x in results), layouts)]
+    fwd = _rule(w, rule.fwd, given, [*[None] * rule.num_kept, *layouts])
     saved = iter(fwd.layouts)
     of_residuals = [next(saved) if i is None else vs[i].layout for i in rule.forwarded]
     linear = _is_linear(w, rule)
