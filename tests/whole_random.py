@@ -145,8 +145,8 @@ def runs(program):
         ours, theirs = WAYS[way]
         insides = PLAIN if way == "twice" else Insides()  # promises have one derivative
         for devices in {1, program.devices if way != "inside alone" else 1}:
-            # Explicit ones have a loop for JAX to differentiate. Before 0.11 that forgets
-            # the rules of functions in it, the second time backwards.
+            # Those of explicit type are differentiated as loops, in which JAX before
+            # 0.11 forgets the rules of functions, the second time backwards.
             typed = program.seed % 2 and jax.__version_info__ >= (0, 11)
             kind = AxisType.Explicit if typed else AxisType.Auto
             axis = ga.DataAxis("data", mesh=helpers.mesh_of(devices, kind=kind))
