@@ -290,7 +290,7 @@ def rounded(x: jax.Array, zero: jax.Array) -> jax.Array:
     program and not in another. XLA's CPU backend takes barriers and `reduce_precision`
     away before LLVM contracts. So the bits of `x` are combined (`^`) with an integer
     that is 0, which no compiler knows: `unknown_zero`. The select is there for the
-    derivative of this code, as jax before 0.11 forgets the rule of what stands in a
+    derivative of this code, as jax before 0.12 forgets the rule of what stands in a
     loop that is differentiated backwards twice; LLVM folds it into the combination.
     """
     if jnp.iscomplexobj(x):

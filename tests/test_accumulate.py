@@ -470,7 +470,7 @@ def test_a_padded_call_goes_on_with_an_accumulator():
 
 
 def test_a_value_can_be_differentiated_twice():
-    """Before 0.11 JAX forgets rules in loops, as that of a term that is rounded."""
+    """Before 0.12 JAX forgets rules in loops, as that of a term that is rounded."""
     w, x = _normal(0, WIDTH, 2), _normal(1, 8, WIDTH)
 
     def whole(w):

@@ -146,8 +146,8 @@ def runs(program):
         insides = PLAIN if way == "twice" else Insides()  # promises have one derivative
         for devices in {1, program.devices if way != "inside alone" else 1}:
             # Those of explicit type are differentiated as loops, in which JAX before
-            # 0.11 forgets the rules of functions, the second time backwards.
-            typed = program.seed % 2 and jax.__version_info__ >= (0, 11)
+            # 0.12 forgets the rules of functions, the second time backwards.
+            typed = program.seed % 2 and jax.__version_info__ >= (0, 12)
             kind = AxisType.Explicit if typed else AxisType.Auto
             axis = ga.DataAxis("data", mesh=helpers.mesh_of(devices, kind=kind))
             k = program.k * (program.devices // devices)
