@@ -291,7 +291,7 @@ def rounded(x: jax.Array, zero: jax.Array) -> jax.Array:
     away before LLVM contracts. So the bits of `x` are combined (`^`) with an integer
     that is 0, which no compiler knows: `unknown_zero`. The select is there for the
     derivative of this code, as jax before 0.12 forgets the rule of what stands in a
-    loop that is differentiated backwards twice; LLVM folds it into the combination.
+    loop that is differentiated backwards twice.
     """
     if jnp.iscomplexobj(x):
         return jax.lax.complex(rounded(x.real, zero), rounded(x.imag, zero))

@@ -196,8 +196,8 @@ def _whole_batch(call: Call) -> list[Any]:
     for x, axis in zip(call.batch, call.split_axes, strict=True):
         shape = list(jnp.shape(x))
         shape[axis] *= devices
-        of = type_of(x) if call.maps or call.axes else jax.typeof(x)
-        of = jax.typeof(x) if meshes.varying(x) else of
+        apart = (call.maps or call.axes) and not meshes.varying(x)
+        of = type_of(x) if apart else jax.typeof(x)
         types.append(type_here(of, tuple(shape), None))
     return types
 

@@ -141,11 +141,11 @@ def _without_call(jaxpr: core.Jaxpr, its: core.JaxprEqn) -> tuple[bool, core.Jax
     So most rules have the result, as in `return f(x), t`. Run without its rule there it
     would have another derivative, when the gradient is differentiated once more.
     """
-    form = ir.form(ir.inner(its)[0].jaxpr)
+    [own] = ir.inner(its)
     for e in jaxpr.eqns:
         if e.primitive is its.primitive and e.invars == jaxpr.invars[: len(e.invars)]:
             [inner] = ir.inner(e)
-            if not inner.consts and ir.form(inner.jaxpr) == form:
+            if not inner.consts and ir.form(inner.jaxpr) == ir.form(own.jaxpr):
                 invars = [*jaxpr.invars, *e.outvars]
                 eqns = [x for x in jaxpr.eqns if x is not e]
                 return True, jaxpr.replace(invars=invars, eqns=eqns)
