@@ -53,10 +53,14 @@ def fast_compilation():
 def pytest_collection_modifyitems(items):
     """Marks the property tests for `make fuzz`, and the rest of each grid.
 
-    Of the cases of `grid(n, m)` n have no mark, and up to m are slow at most.
+    What is `cpu` is skipped on other backends. Of the cases of `grid(n, m)` n have no
+    mark, and up to m are slow at most.
     """
     grids = {}
+    elsewhere = pytest.mark.skip(reason="holds of CPUs")
     for item in items:
+        if item.get_closest_marker("cpu") and jax.default_backend() != "cpu":
+            item.add_marker(elsewhere)
         if getattr(item.obj, "is_hypothesis_test", False):
             item.add_marker(pytest.mark.fuzz)
         if item.get_closest_marker("grid") and not item.get_closest_marker("quick"):

@@ -492,6 +492,7 @@ def test_in_float16_alone_the_gradient_waits_for_its_cotangent(dtype, due):
     assert jnp.abs(got - want).max() <= 2 * eps * jnp.abs(want).max()
 
 
+@pytest.mark.cpu
 def test_draws_in_a_window_are_cut_twice():
     """Once for the window, and once for what runs over micro-batches inside of it."""
 

@@ -267,6 +267,7 @@ def test_a_branch_is_marked(branches):
     assert "in a branch" in str(audit)
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize(
     ("groups", "axes"),
     [

@@ -311,6 +311,7 @@ def test_inside_jit_and_scan_it_gives_the_same_bits(make, by):
     assert bits(run(accumulator.init(make()))) == bits(acc)
 
 
+@pytest.mark.cpu
 @BOTH
 def test_a_sharded_accumulator_stays_sharded(make, by):
     mesh = jax.make_mesh((4,), ("model",), devices=jax.devices()[:4])

@@ -54,6 +54,7 @@ class Donating:
         return getattr(self.jitted, name)
 
 
+@pytest.mark.cpu
 @pytest.mark.grid(12)
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_the_example_prints_what_it_says_with_nothing_but_its_own_imports(

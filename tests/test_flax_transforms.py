@@ -96,6 +96,7 @@ def assert_close(ours, due):
     assert any(np.any(x != 0) for x in jax.tree.leaves(due[0][1]))
 
 
+@pytest.mark.cpu
 @pytest.mark.grid(1, 4)
 @pytest.mark.parametrize("options", [{}, {"data_axis": "data"}], ids=["", "data_axis"])
 @pytest.mark.parametrize("name", TRANSFORMS)

@@ -148,6 +148,7 @@ def test_value_and_gradients_are_those_of_the_whole_batch(fun, impl):
     assert error(fun, K, *arguments(impl=impl)) < BOUND
 
 
+@pytest.mark.cpu
 @pytest.mark.grid(3, 6)
 @pytest.mark.parametrize("fun", [f for f in LOSSES if f is not uneven])
 @pytest.mark.usefixtures("elsewhere")
@@ -207,6 +208,7 @@ def each_reader_for_itself(monkeypatch):
     monkeypatch.setattr(generators.Draws, "divided", lambda self, jaxpr: set())
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("fun", [read_whole, read_by_others])
 @pytest.mark.usefixtures("elsewhere")
 def test_all_who_read_a_draw_read_the_same(fun, monkeypatch):
@@ -222,6 +224,7 @@ def test_all_who_read_a_draw_read_the_same(fun, monkeypatch):
     assert gap()[0] > 1e-3
 
 
+@pytest.mark.cpu
 @pytest.mark.usefixtures("elsewhere")
 def test_a_rule_of_the_users_draws_what_its_function_draws(monkeypatch):
     assert error(with_a_rule, K, *arguments()) < BOUND
@@ -277,6 +280,7 @@ def test_over_devices_it_draws_what_the_whole_batch_draws(fun, how):
 # -- What it takes, and what is said ---------------------------------------------------
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("fun", [plain, over_layers])
 @pytest.mark.parametrize("where", ["here", "elsewhere"])
 def test_it_takes_the_memory_of_a_micro_batch(fun, where, request):

@@ -23,6 +23,7 @@ def bytes_of(tree):
     return peers.tree_bytes(tree)
 
 
+@pytest.mark.cpu
 @pytest.mark.grid(1, 2)
 @pytest.mark.parametrize("name", KINDS)
 def test_a_leaf_takes_no_more_temporaries_than_by_hand(name):

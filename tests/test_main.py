@@ -126,6 +126,7 @@ TURNED = "verify of_turned turned -k 4"
 BY_AUX = "--has-aux --weight-fn users_code:given"
 
 
+@pytest.mark.cpu
 @pytest.mark.grid(6, 16)
 @pytest.mark.parametrize(
     ("line", "status", "said"),
@@ -151,6 +152,7 @@ def test_the_status_says_what_the_page_does(run, line, status, said):
     assert err == "" or "plan" in line  # progress
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize(
     ("line", "said"),
     [

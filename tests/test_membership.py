@@ -53,11 +53,13 @@ def own_operations(step):
     return str(jax.make_jaxpr(step)(*ARGS)).count("ga_optax_split")
 
 
+@pytest.mark.cpu
 def test_the_switch_leaves_the_operation_out():
     assert own_operations(mean_of(squares, K)) == 1
     assert not own_operations(mean_of(squares, K, optimize=False))
 
 
+@pytest.mark.cpu
 def test_a_jax_without_registrations_splits_into_neighbours_and_says_so(monkeypatch):
     from jax.interpreters import mlir
 

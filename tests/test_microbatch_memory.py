@@ -88,6 +88,7 @@ def test_with_adam_a_window_takes_little_more_than_a_single_micro_batch(k, weigh
     assert window(optimize=False) > 1.5 * single
 
 
+@pytest.mark.cpu
 def test_alone_it_takes_at_most_a_third_of_the_peer():
     peer = microbatching.microbatch(
         jax.value_and_grad(loss),
@@ -105,6 +106,7 @@ def test_it_does_not_grow_with_the_batch_and_the_undivided_one_does():
     assert alone(0, 2 * BATCH) > 1.5 * alone(0, BATCH)
 
 
+@pytest.mark.cpu
 def test_a_donated_accumulator_is_updated_where_it_lies():
     acc = jax.eval_shape(ga.accumulator.init, PARAMS)
     call = ga.accumulate(loss, 2)

@@ -147,6 +147,7 @@ def test_no_option_needs_temporaries_either(options, weight, way):
     assert trees(compiled(tx, way=way, weight=weight)) <= 0.01
 
 
+@pytest.mark.cpu
 @pytest.mark.quick
 def test_temporaries_that_are_needed_are_no_more_and_are_seen():
     skip = jax.jit(lambda g: optax.skip_not_finite(g, 0, None)).lower(BIG).compile()

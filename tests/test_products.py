@@ -225,6 +225,7 @@ def barriers(text):
     return inside(bodies["main"])
 
 
+@pytest.mark.cpu
 @pytest.mark.grid(5)
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
 @pytest.mark.parametrize("dtype", [jnp.float32, NARROW])
@@ -279,6 +280,7 @@ def test_what_is_cast_as_a_whole_is_cast_in_the_loop_on_tpus(
     assert not subtractions(1, "tpu")  # there is no loop
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize(
     ("flags", "fences"),
     [

@@ -674,6 +674,7 @@ FOLDS = [
 OTHERS |= {"across calls": ACROSS, "folds": FOLDS}
 
 
+@pytest.mark.cpu
 @pytest.mark.usefixtures("optax_promotion")
 @pytest.mark.parametrize(
     "row",

@@ -254,6 +254,7 @@ def test_groupings_agree_with_frozen_parameters(source):
     assert_trees_bitwise_equal(four, one)
 
 
+@pytest.mark.cpu
 def test_without_the_fence_around_them_some_grouping_has_other_bits(monkeypatch):
     """The twin: parameters, batch and carry are held, and nothing else."""
     helpers.without_fence_of_consts(monkeypatch)
@@ -307,6 +308,7 @@ def test_with_a_table_that_the_loss_computes_groupings_agree(layer, monkeypatch)
     assert not agree(loss)
 
 
+@pytest.mark.cpu
 def test_without_the_fences_logistic_regression_differs(monkeypatch):
     """The twin: what is compared can differ, and the fences are what makes it agree."""
 

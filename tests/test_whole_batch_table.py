@@ -295,6 +295,7 @@ def clipped_mean(kernel, x):
     return jnp.mean(grads / jnp.maximum(1, norm), 0)
 
 
+@pytest.mark.cpu
 def test_gradients_of_rows_through_a_convolution_take_the_memory_of_a_few(monkeypatch):
     kernel, x = jnp.ones((8, 3, 3, 3), "f4") / 9, jnp.ones((32, 3, 16, 16), "f4")
     whole, one = (

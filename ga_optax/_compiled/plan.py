@@ -299,10 +299,11 @@ def temporaries(analysis: Any) -> int:
     """The bytes that XLA reserves besides arguments and results.
 
     On TPUs `temp_size_in_bytes` is a fifth or so more than that. The total, which newer
-    versions of jax report, is what libtpu checks against a device's memory.
+    versions of jax report, is what libtpu checks against a device's memory. It is 0 for
+    a program of a GPU that was read from JAX's compilation cache.
     """
     total = getattr(analysis, "total_allocation_bytes", None)
-    if total is None:
+    if not total:
         return int(analysis.temp_size_in_bytes)
     results = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
     return int(total - analysis.argument_size_in_bytes - results)
