@@ -15,6 +15,10 @@ micro_step  Adam on 51 M and 205 M parameters against the floor. `emit=None`, wh
 programs    the optimised HLO: how many kernels only add into a gradient-sized buffer,
             and how many matrix products take the accumulator as their beta = 1 operand
 
+Most of the time goes into compiling. With `JAX_COMPILATION_CACHE_DIR` the parts share
+what they compile, and "peak" does not see what XLA allocates to try kernels. `--suffix`
+ends the names of the files, for a run with other `XLA_FLAGS`.
+
 Without `--out` it only prints. It needs a GPU; with `--tiny` it runs anywhere, to show
 that everything works, and never writes.
 """
@@ -24,6 +28,7 @@ import collections
 import dataclasses
 import functools
 import json
+import os
 import pathlib
 import statistics
 import subprocess
@@ -143,11 +148,14 @@ def measure_peak(config: Config, tiny: bool) -> list[dict[str, Any]]:
         )
         if child.returncode:
             raise SystemExit(f"The process for {way!r} ended with {child.returncode}.")
-        rows.append({"way": way} | json.loads(child.stdout.splitlines()[-1]))
+        found = json.loads(child.stdout.splitlines()[-1])
+        mb = {name: _in_mb(found[f"{name}_bytes"]) for name in fields}
+        rows.append({"way": way} | found | {"mb": mb})
     print("\nPeak of the allocator, MB")
+    cells = [[_thousands(x) for x in row["mb"].values()] for row in rows]
     record.print_table(
         ["way", "peak", "plan", "parameters"],
-        [[row["way"], *(_mb(row[f"{name}_bytes"]) for name in fields)] for row in rows],
+        [[row["way"], *its] for row, its in zip(rows, cells, strict=True)],
     )
     return rows
 
@@ -341,8 +349,12 @@ def read_programs(config: Config) -> list[dict[str, Any]]:
 # -- All of it -------------------------------------------------------------------------
 
 
-def _mb(size: int | None) -> str:
-    return "-" if size is None else f"{size / 1e6:,.0f}"
+def _in_mb(size: int | None) -> float | None:
+    return None if size is None else size / 1e6
+
+
+def _thousands(number: float | None) -> str:
+    return "-" if number is None else f"{number:,.0f}"
 
 
 def main() -> None:
@@ -351,6 +363,7 @@ def main() -> None:
     parts = ("peak", "window", "micro_step", "programs")
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     parser.add_argument("--out", type=pathlib.Path, help="write gpu_PART.json here")
+    parser.add_argument("--suffix", default="", help="of the names of the files")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tiny", action="store_true", help="small, anywhere")
     parser.add_argument("--peak-of", help=argparse.SUPPRESS)
@@ -383,7 +396,8 @@ def main() -> None:
         if args.out:
             check_device(tiny=False)
             content = {"k": K, "model": dataclasses.asdict(config), "rounds": rounds}
-            record.write(args.out / f"gpu_{part}.json", content | {"results": rows})
+            content |= {"xla_flags": os.environ.get("XLA_FLAGS", ""), "results": rows}
+            record.write(args.out / f"gpu_{part}{args.suffix}.json", content)
 
 
 if __name__ == "__main__":

@@ -185,9 +185,10 @@ def mean(acc: Accumulator) -> optax.Updates:
     """Divides `total` by `weight`: the weighted mean of the gradients.
 
     **Exactness.** One rounding, that of a true division, under `jit` too: the mean of
-    equal integers is that integer. A weight of 1 changes no bit (division would flush
-    subnormal numbers on some backends). If the accumulator has weight 0, or is empty,
-    the mean is 0, not NaN.
+    equal integers is that integer. (On GPUs XLA's division can be off by two units in
+    the last place.) A weight of 1 changes no bit (division would flush subnormal
+    numbers on some backends). If the accumulator has weight 0, or is empty, the mean is
+    0, not NaN.
 
     Args:
       acc: the accumulator.
@@ -204,7 +205,7 @@ def mean(acc: Accumulator) -> optax.Updates:
 
 
 def divide(total: jax.Array, weight: jax.Array) -> jax.Array:
-    """`total / weight`, correctly rounded; `total / 1` if the weight is 0.
+    """`total / weight`, rounded as a division is; `total / 1` if the weight is 0.
 
     XLA rewrites a division by a broadcast scalar into a product with its reciprocal,
     which rounds twice: 41 · fl(1 / 41) is not 1 in float32. A divisor that depends on

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from helpers import bits, leaves_of
+from helpers import bits, leaves_of, on_cpus
 
 from ga_optax import accumulator
 
@@ -60,7 +60,7 @@ def test_integer_gradients_accumulate_without_rounding(k):
     # Correctly rounded: what NumPy's division gives. XLA's x / scalar does not, and
     # neither does a GPU's division.
     mean = jax.jit(accumulator.mean)(acc)
-    digits = 0 if jax.default_backend() == "cpu" else 2
+    digits = 0 if on_cpus() else 2
     np.testing.assert_array_max_ulp(mean, grads.sum(0) / np.float32(k), digits)
 
 

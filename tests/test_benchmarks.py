@@ -83,6 +83,15 @@ def test_the_claims_of_the_committed_files_hold():
     for row in sent["logical"]:  # the gradient; the value and the weight in n parts
         most = row["ring_bytes"] + 16 * row["devices"]
         assert max(row["wire_bytes"].values()) <= most
+    for row in read["gpu_any_loss.json"]["results"]:  # of 10 bits, by a GPU
+        for way, error in row["difference"].items():
+            assert error < 1e-3 if way in any_loss.EXACT else error > 1e-3
+    peaks = {row["way"]: row for row in read["gpu_peak.json"]["results"]}
+    ours, scan = peaks[peers.OURS], peaks[peers.SCAN]
+    assert ours["peak_bytes"] == pytest.approx(ours["plan_bytes"], rel=1e-3)
+    assert ours["peak_bytes"] < scan["peak_bytes"] - ours["param_bytes"]
+    inside = {r["way"]: r for r in read["gpu_programs_cublas.json"]["results"]}
+    assert inside[peers.OURS]["separate"] == inside[peers.OURS]["beta_zero"] == 0
     took = read["compile_time.json"]
     assert {row["program"] for row in took["large"]} >= {"100 leaves", "5000 leaves"}
     assert all(row["over_plain_scan"] <= 1.5 for row in took["large"])
@@ -116,7 +125,8 @@ def test_the_suite_writes_its_files_draws_them_and_ends_with_one_table(tmp_path)
 
 
 def test_every_file_of_results_is_made_by_the_suite_and_by_its_own_command():
-    ours = {p.name for p in COMMITTED.glob("*.json") if not p.name.startswith("gpu_")}
+    every = {path.name for path in COMMITTED.glob("*.json")}
+    ours = {name for name in every if not name.startswith("gpu_")}
     starts = COMPILED | OF_TRAINERS
     for name, command in suite.COMMANDS.items():
         starts[name] = " ".join(["python", f"benchmarks/{command[0]}", *command[1:]])
@@ -125,6 +135,10 @@ def test_every_file_of_results_is_made_by_the_suite_and_by_its_own_command():
         result = record.read(COMMITTED / name)
         check_provenance(result)
         assert result["command"].startswith(start), name
+    for name in every - ours:
+        result = record.read(COMMITTED / name)
+        check_provenance(result)
+        assert result["device"].startswith("gpu: "), name
 
 
 def test_what_a_change_costs_is_said_by_loss_and_figure(tmp_path):

@@ -209,7 +209,7 @@ def test_so_has_a_shift_of_few_rows(rows, monkeypatch):
     args = (normal(3, 5), normal(3, 5, seed=2)), normal(K * rows, 5, seed=1)
     both = in_place_and_by_hand(ga.value_and_grad, loss, *args)
     assert_trees_bitwise_equal(*both)
-    if rows == 2:  # the twin adds two rows in place
+    if rows == 2 and helpers.on_cpus():  # the twin adds two rows in place
         monkeypatch.setattr(arrivals, "FEW", 0)
         twin = in_place_and_by_hand(ga.value_and_grad, loss, *args)
         assert helpers.bits(twin[0]) != helpers.bits(twin[1])
@@ -305,7 +305,7 @@ def test_with_a_table_that_the_loss_computes_groupings_agree(layer, monkeypatch)
     assert agree(loss)
     # The twin: XLA hoists it out of a loop of several micro-steps, and not out of one.
     helpers.without_pass(monkeypatch, "constants")
-    assert not agree(loss)
+    assert agree(loss) != helpers.on_cpus()
 
 
 @pytest.mark.cpu

@@ -31,8 +31,9 @@ def provenance(record):
     """How and where the numbers were measured: one sentence, in Markdown."""
     flat = record | record.get("versions", {})
     versions = ", ".join(f"{name} {flat[name]}" for name in VERSIONS if name in flat)
-    day = record["date"][:10]
-    return f"`{record['command']}`, on {day}, {record['device']}, {versions}."
+    day, flags = record["date"][:10], record.get("xla_flags")
+    how = f"`{record['command']}`" + (f" with `XLA_FLAGS={flags}`" if flags else "")
+    return f"{how}, on {day}, {record['device']}, {versions}."
 
 
 def cells(row, columns):
