@@ -298,9 +298,10 @@ def rounded(x: jax.Array, zero: jax.Array) -> jax.Array:
         return jax.lax.complex(rounded(x.real, zero), rounded(x.imag, zero))
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return x
-    wide, info = _computation_dtype(x.dtype), jnp.finfo(x.dtype)
-    one = (1 + zero).astype(wide)
-    exact = jax.lax.reduce_precision(_in(x, wide), info.nexp, info.nmant)
+    wide = _computation_dtype(x.dtype)
+    one, digits = (1 + zero).astype(wide), jnp.finfo(x.dtype).nmant
+    # With the range of `wide`, or numbers that are subnormal in `x.dtype` would be 0.
+    exact = jax.lax.reduce_precision(_in(x, wide), jnp.finfo(wide).nexp, digits)
     return _in(exact * one, x.dtype)
 
 

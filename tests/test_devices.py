@@ -81,6 +81,7 @@ def assert_close(got, want):
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for a, b in leaves_of(got, want):
         bound = 4 * ROWS * np.finfo(np.float32).eps * max(1.0, np.max(np.abs(b)))
+        assert np.isfinite(b).all()
         np.testing.assert_allclose(a, b, rtol=0, atol=bound)
 
 
