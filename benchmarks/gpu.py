@@ -15,9 +15,10 @@ micro_step  Adam on 51 M and 205 M parameters against the floor. `emit=None`, wh
 programs    the optimised HLO: how many kernels only add into a gradient-sized buffer,
             and how many matrix products take the accumulator as their beta = 1 operand
 
-Most of the time goes into compiling. With `JAX_COMPILATION_CACHE_DIR` the parts share
-what they compile, and "peak" does not see what XLA allocates to try kernels. `--suffix`
-ends the names of the files, for a run with other `XLA_FLAGS`.
+Most of the time goes into compiling. XLA allocates memory to try kernels, which "peak"
+sees, unless another run compiled the programs into `JAX_COMPILATION_CACHE_DIR` before;
+so it was for the committed file. `--suffix` ends the names of the files, for a run with
+other `XLA_FLAGS`.
 
 Without `--out` it only prints. It needs a GPU; with `--tiny` it runs anywhere, to show
 that everything works, and never writes.
