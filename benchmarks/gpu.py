@@ -150,13 +150,16 @@ def measure_peak(config: Config, tiny: bool) -> list[dict[str, Any]]:
         if child.returncode:
             raise SystemExit(f"The process for {way!r} ended with {child.returncode}.")
         found = json.loads(child.stdout.splitlines()[-1])
-        mb = {name: _in_mb(found[f"{name}_bytes"]) for name in fields}
+        sizes = {name: found[f"{name}_bytes"] for name in fields}
+        mb = {name: size and size / 1e6 for name, size in sizes.items()}
         rows.append({"way": way} | found | {"mb": mb})
     print("\nPeak of the allocator, MB")
-    cells = [[_thousands(x) for x in row["mb"].values()] for row in rows]
     record.print_table(
         ["way", "peak", "plan", "parameters"],
-        [[row["way"], *its] for row, its in zip(rows, cells, strict=True)],
+        [
+            [row["way"], *("-" if x is None else round(x) for x in row["mb"].values())]
+            for row in rows
+        ],
     )
     return rows
 
@@ -348,14 +351,6 @@ def read_programs(config: Config) -> list[dict[str, Any]]:
 
 
 # -- All of it -------------------------------------------------------------------------
-
-
-def _in_mb(size: int | None) -> float | None:
-    return None if size is None else size / 1e6
-
-
-def _thousands(number: float | None) -> str:
-    return "-" if number is None else f"{number:,.0f}"
 
 
 def main() -> None:

@@ -185,10 +185,9 @@ def mean(acc: Accumulator) -> optax.Updates:
     """Divides `total` by `weight`: the weighted mean of the gradients.
 
     **Exactness.** One rounding, that of a true division, under `jit` too: the mean of
-    equal integers is that integer. (On GPUs XLA's division can be off by two units in
-    the last place.) A weight of 1 changes no bit (division would flush subnormal
-    numbers on some backends). If the accumulator has weight 0, or is empty, the mean is
-    0, not NaN.
+    equal integers is that integer. (XLA's division on GPUs is not correctly rounded.)
+    A weight of 1 changes no bit (division would flush subnormal numbers on some
+    backends). If the accumulator has weight 0, or is empty, the mean is 0, not NaN.
 
     Args:
       acc: the accumulator.

@@ -30,6 +30,8 @@ def examples():
 
 
 EXAMPLES = examples()
+# Of two devices.
+ON_CPUS = ["ga_optax._calls.function.microbatch"]
 DONATING = [name for name in EXAMPLES if "donate_argnums" in EXAMPLES[name].docstring]
 
 
@@ -54,9 +56,14 @@ class Donating:
         return getattr(self.jitted, name)
 
 
-@pytest.mark.cpu
 @pytest.mark.grid(12)
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.cpu] if name in ON_CPUS else [])
+        for name in EXAMPLES
+    ],
+)
 def test_the_example_prints_what_it_says_with_nothing_but_its_own_imports(
     name, monkeypatch
 ):

@@ -123,10 +123,10 @@ VERIFY, PLAN = "make_inputs -k 4", "--memory-limit 1GiB --candidates 1 16"
 STEP, FEW = "plan make_step shapes", "--candidates 1 16 --memory-limit"
 SAME, ALL = "The same gradient", "num_microbatches=1 of 4096 examples"
 TURNED = "verify of_turned turned -k 4"
+TOO_LITTLE = "fit into 1000.00 KiB, but no candidate does"
 BY_AUX = "--has-aux --weight-fn users_code:given"
 
 
-@pytest.mark.cpu
 @pytest.mark.grid(6, 16)
 @pytest.mark.parametrize(
     ("line", "status", "said"),
@@ -141,7 +141,7 @@ BY_AUX = "--has-aux --weight-fn users_code:given"
         (f"{STEP} {PLAN}", 0, ALL),
         (f"{STEP} --batch-size 4096 {PLAN}", 0, ALL),
         (f"{STEP} {FEW} 1500KiB", 0, "num_microbatches=16 of 256 examples needs 1."),
-        (f"{STEP} {FEW} 1000KiB", 1, "fit into 1000.00 KiB, but no candidate does"),
+        pytest.param(f"{STEP} {FEW} 1000KiB", 1, TOO_LITTLE, marks=pytest.mark.cpu),
         ("audit code.txt", 0, "1 collective, none in a loop"),
     ],
 )
@@ -152,7 +152,6 @@ def test_the_status_says_what_the_page_does(run, line, status, said):
     assert err == "" or "plan" in line  # progress
 
 
-@pytest.mark.cpu
 @pytest.mark.parametrize(
     ("line", "said"),
     [
@@ -168,7 +167,7 @@ def test_the_status_says_what_the_page_does(run, line, status, said):
         (f"verify mean {VERIFY} --batch-axes 'x: 1'", "as Python writes it"),
         ("plan make_step one_thing", "must return the arguments of the step"),
         ("plan make_step ragged", "no common axis 0. Pass --batch-size"),
-        (STEP, "memory_limit must be given"),  # a CPU has none
+        pytest.param(STEP, "memory_limit must be given", marks=pytest.mark.cpu),
         (f"{STEP} --target mac", "target must be one of"),
         ("audit notes.txt", "cannot read"),
         # Code that raises: with its traceback.

@@ -325,6 +325,9 @@ OTHERS = {
         (equivalent({}, X), AssertionError, "at least one array"),
         (equivalent(np.arange(2), X), T, "floating or complex"),
     ],
+    "cpu": [  # a GPU reports its memory
+        (plan(memory_limit=None), V, 'memory_limit must be given | "16GiB"'),
+    ],
     "plan": [
         *(
             (plan(memory_limit=limit), error, said)
@@ -334,7 +337,6 @@ OTHERS = {
                 (0, V, "at least one byte, | but it is 0"),
                 (float("nan"), V, "it is nan"),
                 (True, T, "it is True of type bool"),
-                (None, V, 'memory_limit must be given | "16GiB"'),
             )
         ),
         (plan(batch_size=0), V, "batch_size must be at least 1, | it is 0"),
@@ -674,11 +676,16 @@ FOLDS = [
 OTHERS |= {"across calls": ACROSS, "folds": FOLDS}
 
 
-@pytest.mark.cpu
 @pytest.mark.usefixtures("optax_promotion")
 @pytest.mark.parametrize(
     "row",
-    [pytest.param(row, id=f"{at} {row[2]}") for at in OTHERS for row in OTHERS[at]],
+    [
+        pytest.param(
+            row, id=f"{at} {row[2]}", marks=[pytest.mark.cpu] if at == "cpu" else []
+        )
+        for at in OTHERS
+        for row in OTHERS[at]
+    ],
 )
 def test_other_functions_say_it_too(row):
     says(*row)
