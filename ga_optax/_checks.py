@@ -268,7 +268,12 @@ def check_number(name: str, value: Any, todo: str) -> jax.Array:
 
 
 def check_weight(weight: ArrayLike) -> jax.Array:
-    """Returns `weight` as an array; raises if it is known not to be a weight."""
+    """Returns `weight` as an array; raises if it is known not to be a weight.
+
+    True counts 1, and False 0.
+    """
+    if isinstance(weight, bool) or getattr(weight, "dtype", None) == jnp.bool_:
+        weight = jnp.asarray(weight, jnp.int32)
     todo = (
         "Pass how many examples (or tokens) the micro-batch holds, such as the sum of "
         "a mask, or None for 1."

@@ -122,8 +122,8 @@ def add(
         dtypes.
       weight: how much this micro-batch counts, a non-negative scalar, static or
         traced; `None` counts 1. If the loss is a mean over examples, or over tokens
-        that are not padding, pass their number. A traced weight cannot raise: if it is
-        negative, the total and the weight are NaN.
+        that are not padding, pass their number. True counts 1 and False 0. A traced
+        weight cannot raise: if it is negative, the total and the weight are NaN.
 
     Returns:
       The accumulator with `grads` in it.

@@ -235,6 +235,20 @@ def test_the_nnx_optimizer_takes_weights_and_emit_and_flushes():
     assert (int(plain.optimizer_steps), plain.micro_step) == (1, 0)
 
 
+@pytest.mark.quick
+def test_an_nnx_optimizer_whose_arguments_are_swapped_says_the_order():
+    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    optimizer = Optimizer(model, ga.MultiSteps(ADAM, 1), wrt=nnx.Param)
+    grads = jax.tree.map(jnp.ones_like, nnx.state(model))
+    for call, order in (
+        (lambda: optimizer.update(grads, model), r"update\(model, grads\)"),
+        (lambda: Optimizer(ADAM, model, wrt=nnx.Param), r"Optimizer\(model, tx"),
+    ):
+        with pytest.raises(TypeError, match=rf"of type Linear.*The order is {order}"):
+            call()
+    assert int(optimizer.step[...]) == 0
+
+
 # -- Gradients of modules: one call over all rows --------------------------------------
 
 K, ROWS = 4, 16

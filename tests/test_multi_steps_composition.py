@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import times_rate, train
+from helpers import bits, off, times_rate, train
 
 import ga_optax as ga
 
@@ -97,6 +97,33 @@ def test_partition_and_masked_leave_the_other_leaves_alone():
     with pytest.raises(ValueError, match=r"there are 2: .*'one'.*'other'"):
         ga.has_updated(state)
     assert ga.has_updated(state.inner_states["one"])
+
+
+LOOKAHEAD = optax.lookahead(SGD, 2, 0.5)
+
+
+@pytest.mark.parametrize("begins", ["both", "fast"])
+@pytest.mark.parametrize("way", ["update", "apply", "flush"])
+@pytest.mark.parametrize("k", [1, 2])
+def test_of_the_parameters_of_lookahead_the_fast_ones_have_gradients(k, way, begins):
+    start = params = due = optax.LookaheadParams.init_synced(PARAMS)
+    tx, bare = ga.MultiSteps(LOOKAHEAD, k), LOOKAHEAD.init(start)
+    state = tx.init(start if begins == "both" else PARAMS)
+    for _ in range(2):  # the second step writes the slow ones
+        for grads in GRADS if k == 2 else [MEAN]:
+            if way == "update":
+                updates, state = tx.update(grads, state, params)
+                params = optax.apply_updates(params, updates)
+            else:
+                emit = False if way == "flush" and k == 2 else None
+                given = tx, grads, state, params
+                params, state = ga.apply_gradients(*given, emit=emit)
+        if way == "flush":
+            params, state = ga.flush(tx, state, params)
+        due, bare = ga.apply_gradients(LOOKAHEAD, MEAN, bare, due)
+    assert off(due.slow, start.slow) > 0.1  # the twin
+    assert bits(params) == bits(due)  # of integers and halves
+    assert bits(state.inner_opt_state) == bits(bare)
 
 
 HALVING = optax.exponential_decay(1.0, 1, 0.5)

@@ -1,10 +1,11 @@
 """The contract table: every optimizer of Optax x every transformation of JAX.
 
-The reference is always the bare optimizer, given the mean of the window once. The
+The reference is always the bare optimizer, given the mean of each window once. The
 gradients are dyadic numbers, so that their mean is exact and nothing but the
 optimizer itself rounds: float64 compares to 1e-14, float32 and bfloat16 to what their
 precision leaves. What optax and optax.contrib have is found by inspection, so what a
-newer one adds is tested with its defaults.
+newer one adds is tested with its defaults. `LEFT_OUT` names what a `MultiSteps` cannot
+hold, and says why; it is refused.
 """
 
 import functools
@@ -16,7 +17,7 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
-from helpers import leaves_of, off
+from helpers import leaves_of, off, train
 
 import ga_optax as ga
 
@@ -48,17 +49,47 @@ NAMED = {
     "step_size_fn": lambda n: 0.1 * n,
 }
 
-# Not optimizers on their own, or not for gradients with the parameters' shapes.
-LEFT_OUT = {
-    "inject_hyperparams": "tested by name in test_multi_steps_composition.py",
-    "inject_stateful_hyperparams": "as inject_hyperparams",
-    "lookahead": "takes LookaheadParams, two trees in one",
-    "measure_with_ema": "wraps a function of the user's",
-    "snapshot": "wraps a function of the user's",
-    "scale_by_muon": "needs a tree of dimension numbers; muon makes it",
-    "differentially_private_aggregate": "takes one gradient per example",
-    "dpsgd": "takes one gradient per example",
+# What takes functions, or more than numbers and optimizers.
+OWN = {
+    "inject_hyperparams": lambda: optax.inject_hyperparams(optax.sgd)(
+        optax.exponential_decay(RATE, 1, 0.5), momentum=0.9
+    ),
+    "inject_stateful_hyperparams": lambda: optax.inject_stateful_hyperparams(optax.sgd)(
+        RATE, momentum=0.9
+    ),
+    "lookahead": lambda: optax.lookahead(ADAM, 2, 0.5),  # it syncs in the second step
+    "scale_by_muon": lambda: optax.masked(
+        optax.contrib.scale_by_muon(weight_dimension_numbers=of_matrices), MASK
+    ),
+    "snapshot": lambda: optax.snapshot("norm", optax.tree.norm),
 }
+
+
+def of_matrices(params):
+    return jax.tree.map(lambda _: optax.contrib.MuonDimensionNumbers(), params)
+
+
+# What a `MultiSteps` cannot hold: how it is made, and what is said of it.
+NOISE = {"l2_norm_clip": 1.0, "noise_multiplier": 0.0}
+PER_EXAMPLE = r"leaf \['b'\] of grads must have shape \(3,\).*\(2, 3\)"
+NORM = optax.tree.norm
+LEFT_OUT = {
+    # It accumulates by itself.
+    "apply_every": (lambda: optax.apply_every(2), "must not accumulate itself"),
+    # They take one gradient per example, and make a mean of them.
+    "differentially_private_aggregate": (
+        lambda: optax.contrib.differentially_private_aggregate(**NOISE, key=0),
+        PER_EXAMPLE,
+    ),
+    "dpsgd": (lambda: optax.contrib.dpsgd(RATE, **NOISE, seed=0), PER_EXAMPLE),
+    # It adds leaves to its state in its first update, so it goes into no loop either.
+    "monitor": (lambda: optax.monitor({"norm": NORM}), r"\.measurements\['norm'\]"),
+    # Its updates are a measurement, for `monitor`.
+    "measure_with_ema": (lambda: optax.measure_with_ema(NORM, 0.9), "structure"),
+}
+
+# Optimizers whose signatures do not say what they return.
+UNSAID = "scale_by_factored_rms", "dog", "dowg", "hutchinson_estimator_diag_hessian"
 
 # Their result depends on the dtype or the moment in which they draw.
 RANDOM = {"add_noise", "noisy_sgd"}
@@ -82,15 +113,17 @@ NOT_DIFFERENTIABLE = {"lbfgs", "scale_by_zoom_linesearch"}
 
 def factories():
     """Each transformation of Optax by its name, as a function that makes it."""
-    found = {}
-    for name, factory in (vars(optax) | vars(optax.contrib)).items():
-        if name.startswith("_") or name in LEFT_OUT or not callable(factory):
+    every = vars(optax) | vars(optax.contrib)
+    found = {name: make for name, make in OWN.items() if name in every}
+    for name, factory in every.items():
+        if name.startswith("_") or name in (*LEFT_OUT, *OWN):
             continue
         try:
             signature = inspect.signature(factory)
         except (TypeError, ValueError):
             continue
-        if "GradientTransformation" not in str(signature.return_annotation):
+        says = signature.return_annotation
+        if "GradientTransformation" not in str(says) and name not in UNSAID:
             continue
         positional = POSITIONAL.get(name, ())
         named = {
@@ -130,7 +163,7 @@ def extra_arguments(name, params, mean, loss):
     """What this transformation wants beside the gradient, and only that."""
     if name == "sam":
         return {}
-    if name == "sophia":
+    if name in ("sophia", "hutchinson_estimator_diag_hessian"):
         return {"obj_fn": loss}
     if "momo" in name or "polyak" in name or name == "reduce_on_plateau":
         return {"value": loss(params)}
@@ -172,21 +205,33 @@ class Case:
         self.tx = ga.MultiSteps(self.opt, 2)
         self.params, self.grads, self.mean, loss = problem(dtype)
         self.extra = extra_arguments(name, self.params, self.mean, loss)
-        step = jax.jit(self.step)
-        bare = step(self.mean)
-        self.dtypes = jax.tree.map(lambda u: u.dtype, bare)
-        state = jax.eval_shape(self.opt.init, self.params)
-        self.state_dtypes = jax.tree.map(lambda s: s.dtype, state)
+        if name == "lookahead":
+            self.params = optax.LookaheadParams.init_synced(self.params)
+        self.dtypes = dtypes_of(jax.eval_shape(self.step, self.mean))
+        self.state_dtypes = dtypes_of(jax.eval_shape(self.opt.init, self.params))
         # Inside, it sees the accumulator's dtype, where it can take it.
         self.precision = max(
             jnp.finfo(dtype), jnp.finfo(jnp.float32), key=lambda info: info.bits
         )
         seen = jax.tree.map(lambda g: g.astype(self.precision.dtype), self.mean)
+        run = jax.jit(self.two_steps)
         try:
-            expected = step(seen)
+            self.expected = run(seen)
         except (TypeError, ValueError, FutureWarning):
-            self.precision, expected = jnp.finfo(dtype), bare
-        self.expected = jax.tree.map(lambda u, d: u.astype(d), expected, self.dtypes)
+            self.precision, self.expected = jnp.finfo(dtype), run(self.mean)
+
+    def two_steps(self, grads):
+        """The updates of two steps of the bare optimizer, stacked."""
+
+        def step(carry, _):
+            params, state = carry
+            updates, state = self.opt.update(grads, state, params, **self.extra)
+            updates = jax.tree.map(jax.lax.convert_element_type, updates, self.dtypes)
+            state = jax.tree.map(jax.lax.convert_element_type, state, self.state_dtypes)
+            return (optax.apply_updates(params, updates), state), updates
+
+        start = self.params, self.opt.init(self.params)
+        return jax.lax.scan(step, start, length=2)[1]
 
     def step(self, grads):
         """The updates of the bare optimizer's first step."""
@@ -200,25 +245,31 @@ class Case:
             updates, state = tx.update(g, state, self.params, **self.extra)
         return updates
 
-    def check(self, updates):
+    def check(self, updates, step=0):
         """Compares up to 32 roundings of quantities as large as the parameters.
 
         Some updates are differences of parameters, and the longest ones (Muon's
         polynomials) round about as often; what is stored is rounded once more.
         """
         parameters = _size(self.params)
-        atol = 32 * float(self.precision.eps) * (_size(self.expected) + parameters)
+        expected = jax.tree.map(lambda u: u[step], self.expected)
+        atol = 32 * float(self.precision.eps) * (_size(expected) + parameters)
         if self.name in DIFFERENCES:
             atol += float(jnp.finfo(self.dtype).eps) * parameters
-        assert jax.tree.structure(updates) == jax.tree.structure(self.expected)
-        for u, e in leaves_of(updates, self.expected):
+        assert jax.tree.structure(updates) == jax.tree.structure(expected)
+        for u, e in leaves_of(updates, expected):
             assert u.dtype == e.dtype
+            assert np.all(np.isfinite(np.asarray(e, np.float64)))
             np.testing.assert_allclose(
                 np.asarray(u, np.float64),
                 np.asarray(e, np.float64),
                 rtol=float(jnp.finfo(e.dtype).eps),
                 atol=atol,
             )
+
+
+def dtypes_of(tree):
+    return jax.tree.map(lambda x: x.dtype, tree)
 
 
 def _size(tree):
@@ -238,27 +289,44 @@ def case(name, dtype):
         yield make_case(name, dtype)
 
 
-@table("float64", "float32", "bfloat16")
-def test_under_jit_and_scan_it_gives_what_the_bare_optimizer_gives(case):
-    stacked = jax.tree.map(lambda *g: jnp.stack(g * 2), *case.grads)
+def two_windows(case, k):
+    """The updates of two windows of k micro-steps under `scan`, and the state."""
+    tx, grads = ga.MultiSteps(case.opt, k), [*case.grads, case.mean][-k:]
+    stacked = jax.tree.map(lambda *g: jnp.stack(g * 2), *grads)
 
-    @jax.jit
-    def four_micro_steps(state):
-        def body(state, g):
-            updates, state = case.tx.update(g, state, case.params, **case.extra)
-            return state, updates
-
-        return jax.lax.scan(body, state, stacked)
+    def micro_step(carry, g):
+        params, state = carry
+        updates, state = tx.update(g, state, params, **case.extra)
+        return (optax.apply_updates(params, updates), state), updates
 
     # The scan itself proves that the state keeps its structure and dtypes.
-    state, updates = four_micro_steps(case.tx.init(case.params))
+    start = case.params, tx.init(case.params)
+    (_, state), updates = jax.jit(jax.lax.scan, static_argnums=0)(
+        micro_step, start, stacked
+    )
+    return updates, state
+
+
+def check_two_windows(case, k):
+    updates, state = two_windows(case, k)
     assert int(state.gradient_step) == 2
-    inner = jax.tree.map(lambda s: s.dtype, state.inner_opt_state)
-    assert inner == case.state_dtypes
-    for i in (0, 2):
-        assert all(np.all(np.asarray(u[i]) == 0) for u in jax.tree.leaves(updates))
-    if case.name not in RANDOM or case.dtype != "bfloat16":
-        case.check(jax.tree.map(lambda u: u[1], updates))
+    assert dtypes_of(state.inner_opt_state) == case.state_dtypes
+    for i in range(2 * k):
+        now = jax.tree.map(lambda u: u[i], updates)  # noqa: B023
+        if i % k < k - 1:
+            assert all(np.all(np.asarray(u) == 0) for u in jax.tree.leaves(now))
+        elif case.name not in RANDOM or case.dtype != "bfloat16":
+            case.check(now, i // k)
+
+
+@table("float64", "float32", "bfloat16")
+def test_under_jit_and_scan_it_gives_what_the_bare_optimizer_gives(case):
+    check_two_windows(case, 3)
+
+
+@table("float32")
+def test_a_window_of_one_micro_step_is_the_bare_optimizer(case):
+    check_two_windows(case, 1)
 
 
 @table("float32", "bfloat16")
@@ -307,6 +375,17 @@ def test_reverse_mode_through_a_window_is_that_through_the_bare_optimizer(case):
         np.testing.assert_allclose(our_slope, slope, rtol=0, atol=tolerance)
 
 
+@pytest.mark.parametrize("name", LEFT_OUT)
+def test_what_is_left_out_is_refused(name):
+    make, said = LEFT_OUT[name]
+    params, (grads, _), *_ = problem("float32")
+    if said == PER_EXAMPLE:
+        grads = jax.tree.map(lambda g: jnp.stack([g, 2 * g]), grads)
+    tx = ga.MultiSteps(make(), 3)
+    with pytest.raises(ValueError, match=said):
+        train(tx, [grads], params)
+
+
 def test_gradients_of_examples_are_refused_inside_and_added_up_outside():
     params, grads, *_ = problem(jnp.float32)
     of_two = jax.tree.map(lambda g: jnp.stack([g, 2 * g]), grads[0])
@@ -328,6 +407,7 @@ def test_gradients_of_examples_are_refused_inside_and_added_up_outside():
 def test_the_table_covers_what_optax_has_and_can_fail():
     assert len(NAMES) > 90
     assert {"adam", "muon", "lbfgs", "galore", "schedule_free", "mechanize"} <= {*NAMES}
+    assert {*UNSAID, *OWN} <= {*NAMES} | {*LEFT_OUT}
     case = Case("sgd", "float32")
     case.check(case.window(case.tx, case.grads))
     dropped = case.window(case.tx, [case.grads[0]] * 2)

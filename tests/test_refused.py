@@ -438,8 +438,13 @@ def called(way, tx=None, *, grads=GRADS, params=DENSE, state=None, **options):
     return call
 
 
-def schedule(k):
-    return called("update", of_tx={"k": lambda step: k})
+def scheduled(k):
+    return lambda: made(k)().init(DENSE)
+
+
+def traced(k):
+    """Inside of `jit`, with the state of another run, so that `init` has not seen k."""
+    return lambda: jax.eval_shape(called("update", state=STATE, of_tx={"k": k}))
 
 
 def skips(answer):
@@ -457,7 +462,32 @@ AVERAGES = {"of_tx": {"opt": PLATEAU, "mean_argnames": "value"}}
 OF_OPTAX = optax.MultiSteps(SGD, 4)
 SKIP, DROP = "should_skip_update_fn", "should_drop_window_fn"
 NAME = "leaf ['name'] of params | partition"
-A_K = "int or a function"
+A_K, SCHEDULE = "int or a function", "What every_k_schedule returns must be"
+APPLY, EVERY = optax.apply_every(2), "optax.apply_every | without it"
+THEN = optax.chain(APPLY, SGD)
+LABELS = {"dense": {"kernel": "a", "bias": "b"}}
+# Everything that may hold an optimizer, and where that one accumulates.
+WITHIN = [
+    ("its top", APPLY),
+    ("[0]", THEN),
+    ("[1][0]", optax.chain(SGD, THEN)),
+    ("['a']", optax.named_chain(("a", APPLY), ("b", SGD))),
+    (".inner_states['b'].inner_state", optax.partition({"a": SGD, "b": APPLY}, LABELS)),
+    (".inner_state", optax.masked(APPLY, True)),
+    ("[0]", optax.flatten(THEN)),
+    (".inner_state[0]", optax.inject_hyperparams(lambda r: THEN)(0.1)),
+    (".inner_state", optax.conditionally_transform(APPLY, lambda step: step > 3)),
+    (".inner_state", optax.conditionally_mask(APPLY, lambda step: step > 3)),
+    (".inner_state[0]", optax.apply_if_finite(THEN, 3)),
+    (".fast_state[0]", optax.lookahead(THEN, 5, 0.5)),
+    (".base_optimizer_state[0]", optax.contrib.schedule_free(THEN, 0.1)),
+    (".base_optimizer_state[0]", optax.contrib.mechanize(THEN)),
+    (".opt_state[0]", optax.contrib.sam(THEN, SGD)),
+    ("", optax.contrib.split_real_and_imaginary(THEN)),
+]
+NO_OPTIMIZER = "tx must be an optax.GradientTransformation, but it is of type"
+AMONG = "must be among opt, every_k_schedule, | track_noise, | , but"
+ORDER = "The order is apply_gradients(tx"
 MISSPELT = "weights", "wieght", "emits"
 TAKES_NONE = "plain GradientTransformation | 'loss'"
 KERNEL, BIAS = "['dense']['kernel']", "['dense']['bias']"
@@ -469,14 +499,32 @@ ACROSS = [
     (made(2.0), T, f"{A_K}, but it is 2.0 of type float"),
     (made(True), T, "True of type bool"),
     (made(jnp.array(2)), T, A_K),
-    (schedule(0), V, "at least 1, but it is 0"),
-    (schedule(jnp.ones(2)), V, "integer scalar, but it returned float32[2]"),
-    (schedule(True), V, "integer scalar, but it returned bool"),
+    *(
+        (call(lambda step, k=k: k), error, f"{SCHEDULE} {said}")
+        for call in (scheduled, traced)
+        for k, error, said in (
+            (0, V, "at least 1, but it is 0"),
+            (np.int64(0), V, "at least 1, but it is 0"),
+            (jnp.int32(-3), V, "at least 1, but it is -3"),
+            (2.5, T, "an int, but it is 2.5"),
+            (np.array([2]), T, "an int, but it is array([2])"),
+            *((k, T, "an int | jnp.int32(k)") for k in (jnp.ones(2), True, None, "2")),
+        )
+    ),
+    (traced(lambda step: step / 2), T, f"{SCHEDULE} an int, but it is float32[]"),
+    (traced(lambda step: jnp.stack([step] * 2)), T, "an int, but it is int32[2]"),
+    (traced(lambda step: step > 0), T, "an int, but it is bool[]"),
+    (scheduled(lambda step: 2 * step), V, "at least 1, but it is 0"),
     (started(opt=TX), V, "2 x 2 = 4 micro-steps"),
     (started(opt=OF_OPTAX), V, "it is an optax.MultiS"),
-    (chained(TX), V, "holds a MultiStepsState at [1] | k x (its k)"),
-    (chained(OF_OPTAX.gradient_transformation()), V, "holds a MultiStepsState at [1]"),
+    (chained(TX), V, "at [1] is that of a ga_optax.MultiSteps | k x (its k)"),
+    (chained(OF_OPTAX.gradient_transformation()), V, "at [1] | an optax.MultiSteps"),
+    *((started(opt=opt), V, f"{at} is that of an {EVERY}") for at, opt in WITHIN),
     # What it is made of.
+    *(
+        (functools.partial(ga.MultiSteps, SGD, **{name: 4}), T, f"{AMONG} {name} came")
+        for name in ("k", "gradient_accumulation_steps", "num_microbatches", "tx")
+    ),
     *((made(opt=opt), T, "must be an optax") for opt in (optax.adam, None, "adam", 3)),
     *((made(**{name: True}), T, f"{name} must be a function") for name in (SKIP, DROP)),
     (skips((jnp.ones(2, bool), ())), V, "boolean scalar | bool and shape (2,)"),
@@ -503,7 +551,6 @@ ACROSS = [
             (-1.0, V, "not negative, but it is -1.0"),
             (float("nan"), V, "finite | nan"),
             (jnp.ones(3), V, "scalar, but it has shape (3,)"),
-            (True, T, "bool"),
             ("3", T, "str"),
         )
     ),
@@ -567,6 +614,15 @@ ACROSS = [
             (TX.update, (GRADS, DENSE, STATE)),
             (TX.update, (STATE, GRADS, DENSE)),
             (ga.flush, (TX, DENSE, STATE)),
+            (TX.init, (STATE,)),
+        )
+    ),
+    *(
+        (functools.partial(call, *args), T, f"{NO_OPTIMIZER} {kind} | {ORDER}")
+        for call, args, kind in (
+            (ga.apply_gradients, (GRADS, TX, STATE, DENSE), "dict"),
+            (ga.apply_gradients, (STATE, GRADS, TX, DENSE), "MultiStepsState"),
+            (ga.flush, (STATE, TX, DENSE), "MultiStepsState"),
         )
     ),
     # The noise.
@@ -626,9 +682,8 @@ FOLDS = [
     (added(weight=-1), V, "not negative | -1"),
     (added(weight=float("nan")), V, "finite | nan"),
     (added(weight=jnp.float32(-2.0)), V, "not negative | -2"),
-    (added(weight=True), T, "bool"),
     (added(weight=1j), T, "complex"),
-    (added(weight=jnp.array(True)), T, "bool"),
+    (added(weight=jnp.array([True])), V, "scalar, but it has shape (1,)"),
     (init(jnp.int32), T, "floating dtype"),
     (init(jnp.complex64), T, "floating dtype"),
     (init(params={"w": W, "f": jax.nn.relu}), T, "leaf ['f'] of params must be an arr"),

@@ -13,7 +13,12 @@ from jax.typing import ArrayLike
 
 from ga_optax import accumulator
 from ga_optax._across import noise_scale
-from ga_optax._across.state import MultiStepsState, new_counters, state_type
+from ga_optax._across.state import (
+    MultiStepsState,
+    check_order,
+    new_counters,
+    state_type,
+)
 from ga_optax._across.storage import Held, Storage
 from ga_optax._checks import check_int, is_int, nodes_of
 
@@ -52,18 +57,21 @@ class Config:
 
     def init(self, params: optax.Params) -> MultiStepsState:
         """The state before the first micro-step."""
-        acc = self.empty(params)
+        check_order(params=params)
+        trained = differentiated(params)
+        acc = self.empty(trained)
         (total, arg_totals), weight, _ = self.storage.start(acc)
         skip_state, drop_state = (), ()
         if (skips := self.should_skip_update_fn) is not None:
-            zeros = optax.tree.zeros_like(params)
+            zeros = optax.tree.zeros_like(trained)
             _, skip_state = checked(skips(zeros, acc.count, params))
         if (drops := self.should_drop_window_fn) is not None:
             _, drop_state = checked(drops(acc.total[0], acc.count, params))
+        self.window_length(acc.count)  # raises if it is known, and no length
         inner = self.inner.init(params)
-        for kind in (MultiStepsState, optax.MultiStepsState):
+        for kind, name in _ACCUMULATE.items():
             for path in nodes_of(kind, inner):
-                held = f"its state holds a {kind.__name__} at {path}"
+                held = f"its state at {path or 'its top'} is that of {name}"
                 raise windows_of_windows(held, self.every_k_schedule)
         return state_type(self.use_grad_mean)(
             mini_step=acc.count,
@@ -95,16 +103,46 @@ class Config:
         if isinstance(self.every_k_schedule, int):
             return self.every_k_schedule
         k = self.every_k_schedule(step)
-        if isinstance(k, int) and not isinstance(k, bool):
-            return check_every_k(k)
-        dtype, shape = jnp.result_type(k), jnp.shape(k)
-        if shape != () or dtype == jnp.bool_ or jnp.iscomplexobj(k):
-            raise ValueError(
-                "every_k_schedule must return an integer scalar, but it returned "
-                f"{dtype}{list(shape)}. Return the number of micro-steps in the "
-                "window that the step belongs to."
-            )
-        return jnp.asarray(k)
+        if not isinstance(k, jax.core.Tracer):
+            return check_int(_LENGTH, k, _RETURN)
+        if k.shape != () or not jnp.issubdtype(k.dtype, jnp.integer):
+            came = f"{k.dtype.name}{list(k.shape)}"
+            raise TypeError(f"{_LENGTH} must be an int, but it is {came}. {_RETURN}")
+        return k
+
+
+# The states of what accumulates by itself, and what has such a state.
+_ACCUMULATE = {
+    MultiStepsState: "a ga_optax.MultiSteps",
+    optax.MultiStepsState: "an optax.MultiSteps",
+    optax.ApplyEvery: "an optax.apply_every",
+}
+_LENGTH = "What every_k_schedule returns"
+_RETURN = (
+    "Return how many micro-steps are in the window of that step, at least 1; cast a "
+    "schedule of floats: jnp.int32(k)."
+)
+
+
+def differentiated(params: Any) -> Any:
+    """The parameters that have gradients: of `optax.LookaheadParams` the fast ones."""
+
+    def is_pair(node: Any) -> bool:
+        return isinstance(node, optax.LookaheadParams)
+
+    def fast(node: Any) -> Any:
+        return node.fast if is_pair(node) else node
+
+    return jax.tree.map(fast, params, is_leaf=is_pair)
+
+
+def check_optimizer(name: str, value: Any, todo: str) -> None:
+    """Raises unless `value` is an optimizer of Optax."""
+    if not (hasattr(value, "init") and hasattr(value, "update")):
+        raise TypeError(
+            f"{name} must be an optax.GradientTransformation, but it is of type "
+            f"{type(value).__name__}. {todo}"
+        )
 
 
 def check_every_k(k: Any) -> Any:
@@ -126,8 +164,8 @@ def windows_of_windows(what: str, k: Any, own: Any = "its k") -> ValueError:
     times = f"{k} x {own} = {k * own}" if known else "k x (its k)"
     return ValueError(
         f"opt must not accumulate itself, but {what}. Its windows would be windows of "
-        f"windows, with one step in {times} micro-steps. Pass the optimizer that it "
-        "was made of, and the k that is meant."
+        f"windows, with one step in {times} micro-steps. Pass the optimizer without "
+        "it, and the k that is meant."
     )
 
 

@@ -12,8 +12,9 @@ weights; 6. it is a gradient transformation, so extra arguments reach it in a ch
 
 import difflib
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,19 +23,31 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from ga_optax._across import window
-from ga_optax._across.config import Config, SkipFn, check_every_k, windows_of_windows
+from ga_optax._across.config import (
+    Config,
+    SkipFn,
+    check_every_k,
+    check_optimizer,
+    differentiated,
+    windows_of_windows,
+)
 from ga_optax._across.request import Request
 from ga_optax._across.state import (
+    ORDER,
     MultiStepsState,
+    check_order,
     has_updated,
     some_states,
     state_type,
     warn_of_counts,
 )
-from ga_optax._checks import check_callable, check_dtype, check_gradients, nodes_of
+from ga_optax._checks import check_callable, check_dtype, check_gradients
 from ga_optax._devices import meshes
 from ga_optax._text import listed
 from ga_optax.accumulator import parts
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def drop_window_if_not_finite(
@@ -82,6 +95,24 @@ def drop_window_if_not_finite(
     return should_skip, {"should_skip": should_skip}
 
 
+def _explains_keywords(new: Callable[P, R]) -> Callable[P, R]:
+    """`MultiSteps.__new__`, which says which options there are if it lacks one."""
+    options = [*inspect.signature(new).parameters][1:]
+
+    @functools.wraps(new)
+    def make(*args: P.args, **kwargs: P.kwargs) -> R:
+        for name in kwargs:
+            if name not in options:
+                raise TypeError(
+                    f"The options of MultiSteps must be among {', '.join(options)}, "
+                    f"but {name} came. The number of micro-steps in a window, k, is "
+                    "every_k_schedule here."
+                )
+        return new(*args, **kwargs)
+
+    return make
+
+
 class MultiSteps(optax.GradientTransformationExtraArgs):
     """Accumulates gradients over k micro-steps, then runs `opt` once on their mean.
 
@@ -113,9 +144,10 @@ class MultiSteps(optax.GradientTransformationExtraArgs):
     is no step.
 
     Args:
-      opt: the inner optimizer, any `optax.GradientTransformation`.
+      opt: the inner optimizer, any `optax.GradientTransformation`. Of the parameters
+        of `optax.lookahead`, gradients and their sum are of the fast ones.
       every_k_schedule: k, micro-steps a window: an int, or a function of the step
-        (traced) that returns it. A window closes when it holds k or more, so a k that
+        (traced) that returns one. A window closes when it holds k or more, so a k that
         shrank closes the open window with the next micro-step.
       use_grad_mean: whether `opt` sees the mean (default) or the sum Σ w·g.
       should_skip_update_fn: `(updates, step, params) -> (skip, skip_state)`, as in
@@ -150,11 +182,12 @@ class MultiSteps(optax.GradientTransformationExtraArgs):
     Raises:
       TypeError: if an argument has the wrong type.
       ValueError: if k is known and less than 1, if arguments contradict each other, or
-        if `opt` accumulates itself (in a chain, `init` raises).
+        if `opt` accumulates itself (anywhere inside of it, `init` raises).
     """
 
     _config: Config
 
+    @_explains_keywords
     def __new__(
         cls,
         opt: optax.GradientTransformation,
@@ -244,7 +277,7 @@ def _update_of(config: Config) -> Callable[..., Any]:
     ) -> tuple[optax.Updates, MultiStepsState]:
         """Adds a gradient; the updates are zero until the window closes."""
         _check_spelling(extra_args)
-        _check_order(grads=grads, params=params)
+        check_order(grads=grads, params=params)
         return window.micro_step(
             Request(config, state, grads, params, extra_args, weight, applies=False)
         )
@@ -333,14 +366,16 @@ def apply_gradients(
             f"{emit!r}. If the host loop counts, jit with static_argnames='emit'; or "
             "leave it out."
         )
+    check_optimizer("tx", tx, ORDER)
     _check_spelling(extra_args)
     if params is None and jax.tree.leaves(grads):
         raise TypeError(
             "params must be the parameters, but it is None. apply_gradients returns "
             "them updated: pass those that grads belong to."
         )
-    _check_order(grads=grads, params=params)
-    check_gradients(params, grads, expected="params", integers=True)
+    check_order(grads=grads, params=params)
+    trained = differentiated(params)
+    check_gradients(trained, grads, expected="params", integers=True)
     if isinstance(tx, MultiSteps):
         config = tx._config
         _check_taken(config.opt, extra_args)
@@ -394,22 +429,21 @@ def flush(
         optimizer takes none.
       ValueError: if `params` does not fit the state; names the leaf.
     """
+    check_optimizer("tx", tx, ORDER)
     if not isinstance(tx, MultiSteps):
         raise TypeError(_need_multi_steps("flush", tx))
     config = tx._config
     _check_taken(config.opt, extra_args)
-    _check_order(params=params)
+    check_order(params=params)
     extra_args |= dict.fromkeys(config.mean_argnames, 0.0)  # only their types are read
-    return window.flush(Request(config, state, params, params, extra_args))
+    trained = differentiated(params)
+    return window.flush(Request(config, state, trained, params, extra_args))
 
 
 def _check_opt(opt: Any, k: Any) -> None:
     """Raises unless `opt` is an optimizer that does not accumulate itself."""
-    if not (hasattr(opt, "init") and hasattr(opt, "update")):
-        raise TypeError(
-            "opt must be an optax.GradientTransformation, but it is "
-            f"{opt!r}. Call the factory: optax.adam(1e-3), not optax.adam."
-        )
+    todo = "Call the factory: optax.adam(1e-3), not optax.adam."
+    check_optimizer("opt", opt, todo)
     if isinstance(opt, MultiSteps):
         what = "it is a ga_optax.MultiSteps"
         raise windows_of_windows(what, k, opt._config.every_k_schedule)
@@ -448,18 +482,6 @@ def _check_tracks(track_noise: Any, track_norm: Any, data_axis: Any) -> None:
             "track_noise must be False with a data_axis, but data_axis is "
             f"{data_axis!r}. Track the noise in a run on one device."
         )
-
-
-def _check_order(**trees: Any) -> None:
-    """Raises if one of the trees is, or holds, the state: they were swapped."""
-    for name, tree in trees.items():
-        for path in nodes_of(MultiStepsState, tree):
-            raise TypeError(
-                f"{name} must not hold the state of a MultiSteps, but there is one at "
-                f"{path or 'its top'}. Swapped? The order is apply_gradients(tx, "
-                "grads, state, params), tx.update(grads, state, params), and flush(tx, "
-                "state, params)."
-            )
 
 
 def _check_spelling(extra_args: dict[str, Any]) -> None:

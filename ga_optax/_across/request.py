@@ -136,11 +136,13 @@ class Request:
         try:
             _ = self.bare
         except Exception as error:
-            try:
-                _ = dataclasses.replace(self, params=self.grads).bare
-            except Exception:
-                raise error from None  # it fails for another reason
-            raise ValueError(_NO_PARAMS) from error
+            for params in self.grads, optax.LookaheadParams.init_synced(self.grads):
+                try:
+                    _ = dataclasses.replace(self, params=params).bare
+                except Exception:
+                    continue
+                raise ValueError(_NO_PARAMS) from error
+            raise  # it fails for another reason
 
 
 def _as_array(x: Any) -> Any:

@@ -356,6 +356,22 @@ def check_version(counters: Any) -> None:
     )
 
 
+ORDER = (
+    "The order is apply_gradients(tx, grads, state, params), tx.update(grads, state, "
+    "params), and flush(tx, state, params)."
+)
+
+
+def check_order(**trees: Any) -> None:
+    """Raises if one of the trees is, or holds, the state: they were swapped."""
+    for name, tree in trees.items():
+        for path in nodes_of(MultiStepsState, tree):
+            raise TypeError(
+                f"{name} must not hold the state of a MultiSteps, but there is one at "
+                f"{path or 'its top'}. Swapped? {ORDER}"
+            )
+
+
 def check_state(state: Any) -> MultiStepsState:
     """Returns `state` if it is a `MultiStepsState` of this version, or raises."""
     if isinstance(state, MultiStepsState):

@@ -28,10 +28,16 @@ import optax
 from ga_optax import accumulator
 from ga_optax._across import choices, noise_scale
 from ga_optax._across.choices import Predicate
+from ga_optax._across.config import differentiated
 from ga_optax._across.request import Request
 from ga_optax._across.state import MultiStepsState
 from ga_optax._across.storage import Held
-from ga_optax._checks import check_gradients, check_leaves, check_weight
+from ga_optax._checks import (
+    check_gradients,
+    check_leaves,
+    check_structure,
+    check_weight,
+)
 from ga_optax._devices import collectives
 from ga_optax.accumulator import Accumulator
 
@@ -87,7 +93,7 @@ def flush(request: Request) -> tuple[Any, MultiStepsState]:
     acc = storage.load(_held(state))
     check_leaves(
         acc.total[0],
-        request.params,
+        request.grads,
         name="params",
         expected="the state",
         todo="Pass the parameters of this state.",
@@ -114,7 +120,9 @@ def _check(request: Request, held: Held, emit: Predicate | None) -> None:
             "Make a new state with init, and give it the inner_opt_state and counters "
             "of this one (_replace)."
         )
-    required = held.total[0] if request.keeps_sum else request.params
+    required = differentiated(request.params)
+    if request.keeps_sum:
+        required = held.total[0]
     if required is not None:
         check_gradients(required, request.gradients)
     if request.weight is not None:
@@ -135,9 +143,7 @@ def _ask_whether_to_skip(request: Request) -> tuple[Predicate, MultiStepsState]:
 def _is_full(count: jax.Array, k: int | jax.Array) -> jax.Array:
     """Whether a window of `count` micro-steps holds k or more."""
     k = jnp.asarray(k)
-    whole = jnp.issubdtype(k.dtype, jnp.integer)
-    # Never in less than 32 bits, in which counts would be rounded or wrap.
-    wide = jnp.promote_types(k.dtype, jnp.int32 if whole else jnp.float32)
+    wide = jnp.promote_types(k.dtype, jnp.int32)  # counts would wrap in fewer bits
     return count.astype(wide) >= k.astype(wide)
 
 
@@ -152,6 +158,12 @@ def _held(state: MultiStepsState) -> Held:
 # What a branch returns: the parameters or the updates, whether it made a step, and
 # these fields of the state.
 _Done = tuple[Any, jax.Array, dict[str, Any]]
+_STATES = {
+    "name": "The state that opt.update returns",
+    "expected": "that of opt.init",
+    "todo": "What opt keeps in its state must be there from init on: leave out what is "
+    "not, such as optax.monitor.",
+}
 _CHANGED = ("inner_opt_state", "drop_state", "noise", "grad_norm")
 
 
@@ -271,6 +283,7 @@ class _Closing:
             (grads, averaged), norm = self._norm(acc)
             values, before = (request.seen(grads), averaged), state.inner_opt_state
             updates, inner = request.update(values, before, request.params)
+            check_structure(before, inner, **_STATES)
             changed = {
                 "inner_opt_state": choices.cast_like(inner, before),
                 "drop_state": state.drop_state,

@@ -14,6 +14,7 @@ from flax.training import train_state
 from jax.typing import ArrayLike
 
 from ga_optax._across import multi_steps, state
+from ga_optax._across.config import check_optimizer
 from ga_optax._checks import nodes_of
 
 M = TypeVar("M")
@@ -179,8 +180,9 @@ class Optimizer(nnx.Optimizer[M]):
           **kwargs: other arguments of `flax.nnx.Optimizer`.
 
         Raises:
-          TypeError: if `tx` accumulates with `optax.MultiSteps`.
+          TypeError: if `tx` is no optimizer, or accumulates with `optax.MultiSteps`.
         """
+        check_optimizer("tx", tx, "The order is Optimizer(model, tx, wrt=nnx.Param).")
         super().__init__(model, tx, wrt=wrt, **kwargs)
         _check_accumulator(nnx.as_pure(self.opt_state))
 
@@ -217,9 +219,16 @@ class Optimizer(nnx.Optimizer[M]):
           **kwargs: extra arguments for the optimizer.
 
         Raises:
-          TypeError: if `tx` accumulates with `optax.MultiSteps`.
+          TypeError: if `tx` accumulates with `optax.MultiSteps`, or if the model and
+            its gradients are swapped.
           ValueError: if `grads` does not fit the model; the message names the leaf.
         """
+        if isinstance(model, nnx.State) and not isinstance(grads, nnx.State):
+            raise TypeError(
+                "model must be the model, but it is a State, as gradients are, and "
+                f"grads is of type {type(grads).__name__}. The order is "
+                "update(model, grads)."
+            )
         _check_accumulator(nnx.as_pure(self.opt_state))
         grads = nnx.as_pure(nnx.state(grads, self.wrt, graph=self.graph))
         named = {"weight": weight, "emit": emit, **nnx.as_pure(kwargs)}
