@@ -121,7 +121,7 @@ def run(capsys):
 
 VERIFY, PLAN = "make_inputs -k 4", "--memory-limit 1GiB --candidates 1 16"
 STEP, FEW = "plan make_step shapes", "--candidates 1 16 --memory-limit"
-SAME, ALL = "The same gradient", "num_microbatches=1 of 4096 examples"
+SAME, ALL = "the same gradient", "num_microbatches=1 of 4096 examples"
 TURNED = "verify of_turned turned -k 4"
 TOO_LITTLE = "fit into 1000.00 KiB, but no candidate does"
 BY_AUX = "--has-aux --weight-fn users_code:given"

@@ -4,6 +4,7 @@
 weights that it must find. Losses made at random are in benchmarks/verify_rates.py.
 """
 
+import dataclasses
 import gc
 import pathlib
 import re
@@ -141,6 +142,10 @@ def normalised(params, batch):
 def contrastive(params, batch):
     h = batch["x"] @ params["w"]
     return -jnp.mean(jnp.diagonal(jax.nn.log_softmax(h[:, :2] @ h[:, 1:].T)))
+
+
+def first_half(batch):
+    return jax.tree.map(lambda x: x[: len(x) // 2], batch)
 
 
 def root(params, batch):
@@ -384,7 +389,7 @@ CASES[Cause.WEIGHTS] = {
     ),
     "beside a mean": Case(
         mean_loss,
-        "Leave weight_fn out.",
+        "each by itself: leave weight_fn out.",
         weights=[1] * K,
         options={"weight_fn": lambda batch: jnp.exp(batch["y"]).sum()},
     ),
@@ -418,7 +423,7 @@ CASES[Cause.WEIGHTS] = {
 CASES[Cause.CROSS_EXAMPLE] = {
     "statistics": Case(
         normalised,
-        "No weight_fn can fix it | ga_optax.value_and_grad(loss",
+        "What to do Call ga_optax.value_and_grad(loss, 4) | no weight_fn can fix it",
         params={"w": draw(5, 6), "scale": draw(6, seed=1), "v": draw(6, seed=2)},
         options={"has_aux": True},
         line="a sum over rows",
@@ -439,6 +444,10 @@ CASES[Cause.CROSS_EXAMPLE] = {
         params=PARAMS | {"tiny": jnp.ones(())},
     ),
     "neighbours": Case(differences, "into one row of the batch"),
+    "first half": Case(lambda p, b: root(p, first_half(b)), "each micro-batch sees"),
+    "from both ends": Case(
+        lambda p, b: jnp.mean(errors(p, b) ** 2 * b["x"][::-1, 0]), line="all rows"
+    ),
     "no right axis": Case(
         lambda p, b: jnp.sqrt(recurrent(p, b)),
         "[batch, time, ...]",
@@ -472,6 +481,14 @@ CASES[Cause.RANDOMNESS] = {
         not_of_jax, "As training computes them, they differ by", k=1
     ),
     "by position": Case(by_position, batch=BATCH | {"w": jnp.ones(16)}),
+    "first half": Case(
+        lambda p, b: mean_loss(p, first_half(b)), "by position, or leaves some out | 0"
+    ),
+    "last half twice": Case(
+        lambda p, b: mean_loss(p, b) + jnp.mean(errors(p, b)[len(b["y"]) // 2 :] ** 2),
+        "Call ga_optax.value_and_grad(loss, 4) | in its own row, 0 to leave it out",
+    ),
+    "one row": Case(lambda p, b: errors(p, b)[0] ** 2, "or leaves some out"),
     "neighbours and dropout": Case(
         lambda p, b: differences(
             p, b, lambda h: jnp.where(jax.random.bernoulli(KEY, 0.5, h.shape), h, 0)
@@ -566,6 +583,7 @@ def test_the_page_names_the_cause_and_what_to_do(cause, name):
     assert [part for part in parts if part not in page] == []
     # Between wrong gradients lie billions of numbers, which says nothing.
     assert ("ULPs" in page) <= report.ok
+    assert page.startswith("Micro-batches, each by itself: ")
     if case.weights is not None:
         assert_weights(report, case.weights)
     if case.line:
@@ -700,6 +718,52 @@ def test_sharded_parameters_and_batches_are_compared_where_they_are():
     report = ga.verify(loss, params, put(TOKENS, mesh, P("data")), K)
     assert report.cause is Cause.WEIGHTS
     assert_weights(report, COUNTS)
+
+
+def many_leaves(params, batch):
+    """Only `w` differs; the gradients of the biases are zero but for rounding."""
+    h = batch["x"] @ params["w"] + sum(params["b"])
+    h = h - jnp.mean(h, keepdims=True)
+    return jnp.mean(h**3) + jnp.mean((batch["x"] @ params["v"] - batch["y"]) ** 2)
+
+
+def test_the_page_shows_the_five_leaves_that_differ_most():
+    params = {"b": [draw(seed=i) for i in range(8)], "v": draw(5), "w": draw(5, seed=1)}
+    report = ga.verify(many_leaves, params, BATCH, K)
+    every, shown = (text.split("\n") for text in (report.table(), str(report)))
+    first = shown.index(next(line for line in shown if line.startswith("leaf ")))
+    assert shown[first + 1].startswith("['w']")
+    assert shown[-1] == "10 leaves: print(report.table()) shows all."
+    names = [line.split()[0] for line in every[1:11]]
+    assert [f"leaf {name}" for name in names] == [x.name for x in report.leaves]
+    assert (len(report.worst), report.worst[0].name) == (5, "leaf ['w']")
+    assert sum(line.startswith("['") for line in shown) == 5
+    few = dataclasses.replace(report, leaves=report.leaves[:5])
+    assert few.table() in str(few)
+
+
+class Graphs(NamedTuple):
+    """Two graphs in one, as in Jraph."""
+
+    nodes: Any
+    edges: Any
+    senders: Any
+    n_node: Any
+
+
+def test_rows_that_cannot_be_cut_apart_are_for_value_and_grad():
+    graphs = Graphs(draw(10, 5), draw(18), jnp.arange(18) % 10, jnp.array([4, 6]))
+
+    def loss(params, graphs):
+        sent = graphs.edges * jnp.tanh(graphs.nodes @ params["w"])[graphs.senders]
+        return jnp.mean(sent**2) + jnp.sum(params["b"] ** 2)
+
+    said = r"\.nodes has shape \(10, 5\) and leaf \.edges.*cut apart.*value_and_grad"
+    with pytest.raises(ValueError, match=said):
+        ga.verify(loss, PARAMS, graphs, 2)
+    got = jax.jit(ga.value_and_grad(loss, 2))(PARAMS, graphs)
+    for a, b in leaves_of(got, jax.value_and_grad(loss)(PARAMS, graphs)):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
 
 
 def test_the_report_is_frozen_and_compares_the_losses():

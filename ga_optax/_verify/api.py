@@ -42,8 +42,8 @@ def verify(
     >>> report = ga.verify(loss, params, batch, num_microbatches=3)
     >>> print(report.cause.name, [round(w, 6) for w in report.weights])
     WEIGHTS [0.5, 0.25, 0.25]
-    >>> print(report.fix.partition(" to ")[0])
-    Pass weight_fn=lambda batch: batch['mask'].sum()
+    >>> print(report.fix.partition(": pass ")[2].partition(" to ")[0])
+    weight_fn=lambda batch: batch['mask'].sum()
     >>> by_count = lambda batch: batch["mask"].sum()
     >>> ga.verify(loss, params, batch, num_microbatches=3, weight_fn=by_count).ok
     True
@@ -62,10 +62,12 @@ def verify(
     numbers that no parameter is in, such as a count of tokens, `verify` computes what
     each micro-batch adds to them: those are the weights (`WEIGHTS`), and the page names
     the line. If they meet otherwise, no weights can help, and the page names all lines
-    (`CROSS_EXAMPLE`). What `ga_optax.rowwise` promises is believed, unless the numbers
-    say otherwise (`PROMISE`). Numbers confirm a cause before it is named, and alone say
-    what is not finite, what is rounding, and, as the page then says, what calls code
-    that JAX cannot see into. Else the cause is `UNDETERMINED`.
+    (`CROSS_EXAMPLE`). A loss that reads the first half of its rows depends on their
+    places and not on other rows (`RANDOMNESS`). What `ga_optax.rowwise` promises is
+    believed, unless the numbers say otherwise (`PROMISE`). Numbers confirm a cause
+    before it is named, and alone say what is not finite, what is rounding, and, as the
+    page then says, what calls code that JAX cannot see into. Else the cause is
+    `UNDETERMINED`.
 
     **Warnings.** Some mistakes are in both gradients: a loss that is divided by k, as
     PyTorch users write it, although accumulation divides; or one that does not use its
@@ -119,6 +121,8 @@ def verify(
     from ga_optax._verify import problem, summary  # 5 ms of import, which few need
 
     _check(fun, params, batch, rng)
+    if isinstance(batch_axes, int) and batch_axes == 0:
+        _check_rows(batch)
     if weight_fn is not None:
         todo = "Pass None to count every micro-batch as 1."
         _checks.check_callable("weight_fn", weight_fn, "of the micro-batch", todo)
@@ -157,6 +161,22 @@ def _check(fun: Any, params: Any, batch: Any, rng: Any) -> None:
             )
     if rng is not None:
         _checks.check_not_empty("rng", rng, "Pass jax.random.key(0), or leave it out.")
+
+
+def _check_rows(batch: Any) -> None:
+    """Raises if leaves have different numbers of rows along axis 0."""
+    named = [(name, jnp.shape(x)) for name, x in _checks.named_leaves(batch)]
+    first, *others = [(name, shape) for name, shape in named if shape] or [("", ())]
+    for name, shape in others:
+        if shape[0] != first[1][0]:
+            raise ValueError(
+                "verify cuts the batch into micro-batches along axis 0, so its leaves "
+                f"must have one length there, but {first[0]} has shape {first[1]} and "
+                f"{name} has shape {shape}. If rows of one leaf belong to rows of "
+                "another, as the nodes and edges of a graph, they cannot be cut apart: "
+                "call ga_optax.value_and_grad, which takes such a batch as it is. Else "
+                "say in batch_axes where the rows of each leaf are."
+            )
 
 
 def _parts(

@@ -85,6 +85,21 @@ class Comparison:
         found = (problem or self.problem).gradient(**other)
         return self._is_rounding(norms(subtract(self.problem.gradient(), found, 1.0)))
 
+    def adds_up(self, some: np.ndarray) -> bool:
+        """Whether G is a sum of what rows at some places add, and those at the others.
+
+        With other rows at some, at the others, and at all places, it is the same sum.
+        """
+        own = np.arange(self.problem.batch_size, dtype=np.int32)
+        other, rest = np.roll(own, 1), self.problem.gradient()
+        for rows, sign in (
+            (np.where(some, other, own), 1.0),
+            (np.where(some, own, other), 1.0),
+            (other, -1.0),
+        ):
+            rest = subtract(rest, self.problem.gradient(rows=rows), sign)
+        return self._is_rounding(norms(rest), scale=2.0)  # of four gradients
+
     def factor(self, share: np.ndarray) -> float | None:
         """The c with G = c·Σ wᵢ·gᵢ, for weights that add up to 1, on every leaf.
 
@@ -203,6 +218,7 @@ class Native:
       max_ulp: the largest of the leaves.
       distance: ‖G - M‖, G undivided and M accumulated.
       relative: that over ‖G‖.
+      worst: the same, those that differ most by more than rounding first.
       errors: ‖x - G‖ / ‖G‖ of each of the two, with G in float64.
       dtype: the floating dtype of the lowest precision in it.
       has_few_digits: whether less than half of that dtype's digits are right.
@@ -232,6 +248,13 @@ class Native:
         names, relative = problem.names, comparison.relative
         self.leaves = tuple(map(_compare_leaf, names, whole, parts, relative))
         self.max_ulp = max(leaf.max_ulp for leaf in self.leaves)
+        sizes = np.array([leaf.max_ulp for leaf in self.leaves], float)
+        if not comparison.agrees:
+            # Not a leaf whose gradient is zero but for rounding.
+            real = comparison.difference > comparison.allowed()
+            sizes = np.where(real, comparison.relative, -1.0)
+        order = np.argsort(-sizes, kind="stable")
+        self.worst = tuple(self.leaves[i] for i in order)
         dtypes = {problem.low.name, *(x.dtype.name for x in whole)}
         eps, self.dtype = max((float(jnp.finfo(d).eps), d) for d in dtypes)
         exact = problem.gradient()

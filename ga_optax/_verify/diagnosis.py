@@ -82,9 +82,9 @@ def not_finite(error: NotFiniteError) -> Finding:
         detail += (
             " The undivided batch is finite: most likely a mean of nothing, 0 / 0."
         )
-        fix = """Divide by jnp.maximum(count, 1) in the loss, and pass a weight_fn that
-            returns that count. Weight 0 leaves a micro-batch out, whatever it holds. Or
-            call ga_optax.value_and_grad with the undivided batch."""
+        fix = """Call ga_optax.value_and_grad with the undivided batch. Or divide by
+            jnp.maximum(count, 1) in the loss, and pass a weight_fn that returns that
+            count. Weight 0 leaves a micro-batch out, whatever it holds."""
     if error.low_precision:
         detail += " In float64 all is finite, so a number is too large for the dtype."
         fix = "Scale the loss down, or compute in bfloat16 or float32 for more range."
@@ -144,8 +144,9 @@ class Asked:
         if self.proof.whole:
             detail += f""" Nothing is known of {self.proof.whole}, so this is by the
                 numbers of this batch alone."""
-        fix += f""" Or call ga_optax.value_and_grad(loss, {self.proof.problem.k}) with
-            the undivided batch: it gives the gradient of any loss as it is written."""
+        fix = f"""Call ga_optax.value_and_grad(loss, {self.proof.problem.k}) with the
+            undivided batch: it gives the gradient of any loss as it is written. For
+            micro-batches, each by itself: {fix[0].lower()}{fix[1:]}"""
         share, c = self.weights or (np.empty(0), 1.0)
         return Finding(cause, fix, detail, weights=tuple((c * share).tolist()) or None)
 
@@ -171,6 +172,16 @@ class Asked:
         """Whether the same rows in another order have another gradient."""
         rows = np.roll(self.proof.problem.rows(None), 1)
         return not self.comparison.same(rows=rows)
+
+    @functools.cached_property
+    def adds_up(self) -> bool:
+        """Whether what a row adds to the gradient depends on no other row.
+
+        It may depend on the row's place.
+        """
+        place = np.arange(self.proof.problem.batch_size)
+        some = place % 2 == 0, place < len(place) // 2
+        return all(map(self.comparison.adds_up, some))
 
     @functools.cached_property
     def draws(self) -> bool:
@@ -277,28 +288,37 @@ def _random(asked: Asked) -> Answer:
     detail = """The loss draws random numbers for the whole batch at once, most likely
         for dropout with one key. Then micro-batches draw other numbers than the
         undivided batch. That is as good for training, but it cannot be compared."""
-    fix = """Nothing in training. To compare, switch the randomness off (such as
+    fix = """Train as it is. To compare, switch the randomness off (such as
         deterministic=True), or give each example a key of its own: put
         jax.random.split(key, batch_size) into the batch and draw under jax.vmap. A
         second cause may be hidden: run verify again without randomness."""
     return (Cause.RANDOMNESS, fix, detail) if asked.draws else None
 
 
-def _each_by_itself(asked: Asked) -> Answer:
-    """Whether rows do not meet at parameters, but no factor fixes it."""
-    proof, k = asked.proof, asked.proof.problem.k
-    if not proof.meets_in_counts or not proof.has_rows:
+def _by_position(asked: Asked) -> Answer:
+    """Whether the loss weighs its rows by their places."""
+    proof = asked.proof
+    in_numbers = all(x.part.aval.size == 1 for x in proof.counts)
+    apart = proof.has_place and proof.meets_in_counts and in_numbers
+    if not asked.order_matters or not (apart or asked.adds_up):
         return None
-    if proof.has_place and asked.order_matters:
-        detail = """The same examples in another order give another gradient: the loss
-            weighs examples by position."""
-        return Cause.RANDOMNESS, "Give each example its weight in its own row.", detail
+    detail = """The same examples in another order give another gradient: the loss
+        weighs examples by position, or leaves some out."""
+    fix = "Give each example its weight in its own row, 0 to leave it out."
+    return Cause.RANDOMNESS, fix, detail
+
+
+def _each_by_itself(asked: Asked) -> Answer:
+    """Whether rows do not need each other, but no factor fixes it."""
+    proof, k = asked.proof, asked.proof.problem.k
+    if proof.meetings or not proof.has_rows:
+        return None
     detail = f"""Rows do not need each other, but no single factor fixes it: the loss is
         a sum over examples plus a term that is none, such as an L2 penalty on the
         parameters, or a mean. Accumulation keeps that and divides the sum by {k}."""
     fix = """Return the mean over the examples, jnp.mean(...) instead of jnp.sum(...),
         plus the penalty as it is, with its coefficient chosen for a mean."""
-    return None if proof.meetings else (Cause.SCALE, fix, detail)
+    return Cause.SCALE, fix, detail
 
 
 def _meet(asked: Asked) -> Answer:
@@ -314,10 +334,18 @@ def _meet(asked: Asked) -> Answer:
     return (Cause.CROSS_EXAMPLE, fix, detail) if found else None
 
 
-_QUESTIONS = (_scale, _weights, _another_axis, _random, _each_by_itself, _meet)
+_QUESTIONS = (
+    _scale,
+    _weights,
+    _another_axis,
+    _random,
+    _by_position,
+    _each_by_itself,
+    _meet,
+)
 _UNKNOWN = (
     Cause.UNDETERMINED,
-    """Look for what the loss does otherwise for a batch of another size, such as an
-    `if` that asks for it. With ga_optax.value_and_grad and the undivided batch the loss
-    sees all rows at once.""",
+    """Call ga_optax.value_and_grad with the undivided batch: there the loss sees all
+    rows at once. Or look for what the loss does otherwise for a batch of another size,
+    such as an `if` that asks for it.""",
 )

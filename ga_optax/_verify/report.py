@@ -25,6 +25,7 @@ class Cause(enum.Enum):
     UNDETERMINED = "Neither the program of the loss nor its numbers tell what is wrong."
 
 
+MOST = 5  # so many leaves are in a page
 # The causes with which accumulation gives the undivided batch's gradient.
 SAME = (Cause.EQUAL, Cause.ROUNDING)
 
@@ -66,6 +67,7 @@ class Report:
       max_ulp: the largest of the leaves; None if the cause is `NOT_FINITE`.
       relative: ‖G - M‖ / ‖G‖ over all leaves, in float64; 0 if both are zero.
       leaves: a `LeafReport` for each leaf, in the order of the tree.
+      worst: the five of them that differ most, the worst first.
       fix: the line of code that fixes it, or what else to do.
       warnings: what is wrong with the loss although the gradients may be equal, in
         sentences; none for most losses.
@@ -84,6 +86,7 @@ class Report:
     max_ulp: int | None = None
     relative: float = math.nan
     leaves: tuple[LeafReport, ...] = ()
+    worst: tuple[LeafReport, ...] = ()
     fix: str
     warnings: tuple[str, ...] = ()
     dtype: str
@@ -95,21 +98,29 @@ class Report:
 
     def __str__(self) -> str:
         k, rows = self.num_microbatches, self.batch_size
-        verdict = "The same gradient" if self.ok else "NOT the same gradient"
+        verdict = "the same gradient" if self.ok else "NOT the same gradient"
         if math.isnan(self.relative):
-            verdict = "Cannot be compared"
+            verdict = "cannot be compared"
         parts = f"{k} micro-batch{'es' * (k > 1)} of {rows // k} rows"
         compared = f"Compared: one batch of {rows} rows, and the same rows as {parts}."
-        lines = [f"{verdict} ({self.cause.name})", "", *wrap(compared)]
+        head = f"Micro-batches, each by itself: {verdict} ({self.cause.name})"
+        lines = [head, "", *wrap(compared)]
         found = "What was found" if self.ok else "What is wrong"
         titles = found, "How large it is", "What to do", "Warning"
         sections = self.diagnosis, self.extent, [self.fix], self.warnings
         for title, paragraphs in zip(titles, sections, strict=True):
             lines += ["", title] if paragraphs else []
             lines += [line for text in paragraphs for line in wrap(f"  {text}")]
-        if self.leaves:
-            lines += ["", *_table(self.leaves, ulps=self.ok)]
+        if len(self.leaves) > MOST:
+            lines += ["", *_table(self.worst, ulps=self.ok)]
+            lines += [f"{len(self.leaves)} leaves: print(report.table()) shows all."]
+        elif self.leaves:
+            lines += ["", self.table()]
         return "\n".join(lines)
+
+    def table(self) -> str:
+        """The table of all leaves; the page has the five that differ most."""
+        return "\n".join(_table(self.leaves, ulps=self.ok))
 
 
 def _table(leaves: tuple[LeafReport, ...], ulps: bool) -> list[str]:

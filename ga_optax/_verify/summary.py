@@ -4,7 +4,6 @@ import math
 from typing import Any
 
 import jax
-import numpy as np
 
 from ga_optax._text import unfold
 from ga_optax._verify.comparison import Comparison, Native, NotFiniteError
@@ -13,7 +12,7 @@ from ga_optax._verify.gradients import norm
 from ga_optax._verify.problem import Problem
 from ga_optax._verify.program import warnings
 from ga_optax._verify.proof import prove
-from ga_optax._verify.report import SAME, Cause, Report
+from ga_optax._verify.report import MOST, SAME, Cause, Report
 
 
 def answered(problem: Problem) -> Report:
@@ -55,6 +54,7 @@ def _figures(native: Native) -> dict[str, Any]:
         "max_ulp": native.max_ulp,
         "relative": comparison.relative_norm,
         "leaves": native.leaves,
+        "worst": native.worst[:MOST],
     }
 
 
@@ -73,15 +73,13 @@ def _difference(cause: Cause, native: Native) -> str:
         return ""
     if not comparison.agrees:
         off = _of_norm(norm(comparison.difference), comparison.relative_norm)
-        # Not a leaf whose gradient is zero but for rounding.
-        real = comparison.difference > comparison.allowed()
-        leaf = native.leaves[int(np.argmax(np.where(real, comparison.relative, -1.0)))]
+        leaf = native.worst[0]
         return f"""The accumulated gradient is off by {off}, the most on {leaf.name}:
             {_share(leaf.relative)}."""
     off = _of_norm(native.distance, native.relative)
     if cause is not Cause.ROUNDING:
         return f"As training computes them, they differ by {off}."
-    leaf = max(native.leaves, key=lambda leaf: leaf.max_ulp)
+    leaf = native.worst[0]
     ulps = f"{leaf.max_ulp} ULP{'s' * (leaf.max_ulp != 1)}"
     return f"""They differ by {off}, and by at most {ulps}, on {leaf.name}. An ULP is a
         step between neighbouring numbers; near zero, many of them mean little."""
