@@ -219,6 +219,74 @@ def test_arguments_may_come_in_any_form(drawn):
     assert off(step(*args, **kwargs), due) <= 64 * EPS
 
 
+# -- Which leaves have rows ------------------------------------------------------------
+
+SMALL = {
+    "raw key": jax.random.PRNGKey(3),
+    "raw key of rbg": jax.random.key_data(jax.random.key(3, impl="rbg")),
+    "key": jax.random.key(3),
+    "class weights": normal(10, seed=3),
+    "channel mean": normal(WIDTH, seed=3),
+    "bias": normal(1, WIDTH, seed=3),
+}
+
+
+def with_small(w, batch):
+    """A loss of rows and of something that sorts before them."""
+    small, x = batch["a"], batch["x"]
+    if small.dtype == jnp.uint32:
+        small = jax.random.wrap_key_data(small, impl="rbg" if len(small) > 2 else None)
+    if jnp.issubdtype(small.dtype, jax.dtypes.prng_key):
+        x = jnp.where(jax.random.bernoulli(small, 0.5, x.shape), x, 0.0)
+    else:
+        x = x + jnp.ravel(small)[None, :WIDTH]
+    return jnp.mean((x @ w) ** 2)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", SMALL)
+def test_the_rows_of_a_batch_are_those_of_most_of_its_bytes(name):
+    """Whatever leaf comes first, and however the number of micro-batches is given."""
+    batch = {"a": SMALL[name], "x": X}
+    due = jax.value_and_grad(with_small)(W, batch)
+    for how in ({"num_microbatches": 2 * K}, {"microbatch_size": 2}):
+        if name != "raw key of rbg":  # each micro-batch draws by itself
+            step = jax.jit(ga.value_and_grad(with_small, **how))
+            assert off(step(W, batch), due) <= 64 * EPS
+        found = ga.batch_dependencies(with_small, **how)(W, batch)
+        assert found.num_microbatches == 2 * K
+        assert list(found.rows) == ["leaf ['x']"]
+        assert list(found.given_whole) == ["leaf ['a']"]
+
+
+def test_with_two_micro_batches_a_raw_key_goes_whole():
+    batch = {"a": SMALL["raw key"], "x": X}
+    types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+    for arrays in (batch, types):
+        found = ga.batch_dependencies(with_small, 2)(W, arrays)
+        assert list(found.given_whole) == ["leaf ['a']"]
+    # As long as the batch, it may be labels: then it has rows.
+    found = ga.batch_dependencies(with_small, 2)(W, batch | {"x": X[:2]})
+    assert not found.given_whole
+
+
+@pytest.mark.parametrize("make", [ga.value_and_grad, ga.microbatch])
+def test_on_devices_the_rows_are_those_of_most_of_its_bytes(make):
+    """Of several arguments, too, and in a region a raw key goes whole."""
+    mesh = mesh_of(2)
+
+    def fun(w, batch, x):
+        return with_small(w, {"x": x, **batch})
+
+    for name in ("raw key", "class weights"):
+        batch = {"a": SMALL[name]}
+        how = {"data_axis": ga.DataAxis("data", mesh=mesh), "batch_argnums": (1, 2)}
+        step = jax.jit(make(fun, K, **how))
+        due = jax.value_and_grad(fun)(W, batch, X)
+        due = due if make is ga.value_and_grad else due[0]
+        assert off(step(W, batch, X), due) <= 64 * EPS
+
+
 # -- Sizes -----------------------------------------------------------------------------
 
 

@@ -61,7 +61,8 @@ NUMBERED = "an int or a sequence of ints | @ | Number the positional arguments"
 NOT_OVERLAP = "batch_argnums must not overlap argnums"
 AXES = "batch_axes must be an int, None, or a tree | @ | Pass the axis to split along"
 A_BOOL = "optimize must be a bool | @ | Pass False for the plain scan"
-ARRAYS = "batch_argnums must name arguments that hold arrays | @ | Change it"
+ARRAYS = "batch_argnums must name arguments that hold arrays | @ | Pass the batch there"
+RAW_KEY = {"dropout_key": jax.random.PRNGKey(0)}
 A_NUMBER = "must be an array or a number"
 PREFIX = "batch_axes must be a prefix of the batch | @ | Pass an int, None, or one for"
 AN_AXIS = (
@@ -78,7 +79,15 @@ BOTH = [
     of(W, IMAGES, k=4)(
         V, "num_microbatches=4 must | leaf ['image'] has shape | Use 1, 2, 5 or 10."
     ),
-    of(W, {})(V, ARRAYS, "argument 1 holds none"),
+    of(W, {})(V, ARRAYS, "argument 1 is a dict without leaves"),
+    of(W, None)(V, ARRAYS, "argument 1 is None"),
+    of(W, X, batch_axes=None)(
+        V, "hold arrays | None to all leaves of argument 1 | the axis of these"
+    ),
+    of(W, {"x": X, "id": ["a"] * 8})(
+        T, "must hold arrays | argument 1 has a list of 8 strings | such as token ids"
+    ),
+    of(W, [1.0] * 8)(T, "a list of 8 numbers | Pass jnp.asarray of it"),
     of(W, X[:0])(V, "at least one example | shape (0,) | Skip the call"),
     of(argnums=1)(
         V, f"{NOT_OVERLAP} | name argument 1 | {ONE_ROLE} | ga_optax.microbatch("
@@ -138,6 +147,12 @@ EACH = [
         T, f"leaf ['id'] {A_NUMBER} | of type str | None in batch_axes"
     ),
     of(W, LENGTHS)(V, LENGTH, "leaf ['b'] has shape (4,)"),
+    of(W, {"a": X[:3], "x": X})(
+        V, LENGTH, "leaf ['x'] has shape (8,) and leaf ['a'] has shape (3,)"
+    ),
+    of(W, {"x": X} | RAW_KEY)(
+        V, "['dropout_key'] has shape | name them in rng_argnums"
+    ),
     of(W, {"a": X, "b": 3.0})(V, AN_AXIS, "['b'] is a sca"),
     of(rng_argnums=1)(V, f"rng_argnums must not overlap | 1 | {ONE_ROLE}"),
     of(W, X, rng_argnums=-1)(V, f"must not | both name | {ONE_ROLE}"),
@@ -218,6 +233,11 @@ PASS_ROWS = "Pass how many rows"
 
 # Of `value_and_grad` alone.
 LAW = [
+    of(W, "abc")(V, ARRAYS, "none with an axis: the only leaf is of type str"),
+    of(W, {"t": W})(V, ARRAYS, "none with an axis: leaf ['t'] is a scalar"),
+    of(W, {"table": np.ones(11), "x": X})(
+        V, "but leaf ['table'] has shape (11,) | 1 or 11; or | leaf ['table'] None in"
+    ),
     of(accumulator_dtype=jnp.int32)(T, "must be a | int32 | Use float32"),
     of(k=None)(T, f"{ONE_OF_TWO} | neither came | {HOW_MANY}"),
     of(microbatch_size=8)(T, f"{ONE_OF_TWO} | both came | {HOW_MANY}"),
