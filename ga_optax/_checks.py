@@ -193,6 +193,21 @@ def check_dtypes(
             )
 
 
+_OF_INTEGERS = (
+    "Differentiate with respect to floating parameters, and pass zeros as the gradient "
+    "of an integer one: jnp.zeros_like(parameter)."
+)
+
+
+def check_inexact(name: str, x: Any, todo: str) -> None:
+    """Raises unless an array or a number is floating or complex."""
+    dtype = jax.dtypes.result_type(x)
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        raise TypeError(
+            f"{name} must be floating or complex, but it has dtype {dtype}. {todo}"
+        )
+
+
 def check_gradients(
     reference: Any,
     grads: Any,
@@ -218,12 +233,8 @@ def check_gradients(
         which = f"{leaf} of {name}"
         dtype = jax.dtypes.result_type(got)
         whole = is_integer(dtype) and is_integer(jax.dtypes.result_type(want))
-        if not (jnp.issubdtype(dtype, jnp.inexact) or (integers and whole)):
-            raise TypeError(
-                f"{which} must be floating or complex, but it has dtype {dtype}. "
-                "Differentiate with respect to floating parameters, and pass zeros "
-                "as the gradient of an integer one: jnp.zeros_like(parameter)."
-            )
+        if not (integers and whole):
+            check_inexact(which, got, _OF_INTEGERS)
         is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
         if is_complex and not jnp.iscomplexobj(want):
             raise TypeError(

@@ -101,6 +101,7 @@ BOTH = [
     ),
     of(fun=3)(T, "fun must be a function | it is 3 | Pass the loss function"),
     of(optimize=1)(T, A_BOOL, "it is 1"),
+    of(has_aux="yes")(T, "has_aux must be a bool | it is 'yes' | returns (loss, aux)"),
     of(W, batch=X)(
         V, "batch_argnums must name | names number 1, and 1 | for keywords there is"
     ),
@@ -108,7 +109,7 @@ BOTH = [
         V, "batch_argnames must name | names 'y', and z came | Pass that argument so"
     ),
     of({"n": np.int32(1), "w": W}, X)(
-        T, "leaf ['n'] of argument 0 must | dtype int32 | pass zeros as the gradient"
+        T, "leaf ['n'] of argument 0 must | dtype int32 | or allow_int=True, which"
     ),
     of({"f": jax.nn.relu}, X)(T, f"{A_NUMBER} | custom_jvp | eqx.partition"),
     of(jnp.tanh, X)(T, f"{A_NUMBER} | PjitFunction | eqx.partition"),
@@ -120,6 +121,9 @@ BOTH = [
     of(W, (X, X), batch_axes=(0, 0, 0))(V, PREFIX, "*, *"),
     of(W, X, fun=lambda w, x: x)(V, "be a scalar | shape | Return its mean"),
     of(W, X, fun=lambda w, x: jnp.int32(1))(T, FLOATING),
+    of(W, X, fun=lambda w, x: jax.lax.complex(loss(w, x), w))(
+        T, "The loss must be real | dtype complex64 | real part, or pass holomorphic"
+    ),
     of(W, X, fun=returns(X))(T, THE_LOSS, "of type tuple"),
     of(W, X, fun=loss, has_aux=True)(T, "fun must | instead of | Return one"),
 ]
@@ -233,6 +237,14 @@ PASS_ROWS = "Pass how many rows"
 
 # Of `value_and_grad` alone.
 LAW = [
+    of(W, X, holomorphic=True)(
+        T, "parameters must be complex | argument 0 has dtype float32 | leave"
+    ),
+    of(np.complex64(W), X, fun=lambda w, x: loss(w.real, x), holomorphic=True)(
+        T, "The loss must be complex | dtype float32 | Leave that out"
+    ),
+    of({"f": jnp.tanh}, X, allow_int=True)(T, f"{A_NUMBER} | PjitFunction"),
+    of(allow_int=1)(T, "allow_int must be a bool | it is 1 | hold integers"),
     of(W, "abc")(V, ARRAYS, "none with an axis: the only leaf is of type str"),
     of(W, {"t": W})(V, ARRAYS, "none with an axis: leaf ['t'] is a scalar"),
     of(W, {"table": np.ones(11), "x": X})(

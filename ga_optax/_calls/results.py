@@ -51,9 +51,21 @@ def taken_apart(
         raise ValueError(
             f"The loss must be a scalar, but it has shape {shape}. Return its mean."
         )
-    if not jnp.issubdtype(dtype, jnp.floating):
+    is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
+    if options.holomorphic and not is_complex:
         raise TypeError(
-            f"The loss must be real and floating, but it has dtype {dtype}. Cast it."
+            "The loss must be complex with holomorphic=True, but it has dtype "
+            f"{dtype}. Leave that out."
+        )
+    if not (options.holomorphic or jnp.issubdtype(dtype, jnp.floating)):
+        todo = "Cast it."
+        if is_complex:
+            todo = (
+                "Return its real part, or pass holomorphic=True, which "
+                "ga_optax.value_and_grad has."
+            )
+        raise TypeError(
+            f"The loss must be real and floating, but it has dtype {dtype}. {todo}"
         )
     return loss, (carry,) if isinstance(options.carry_argnums, int) else carry, aux
 
