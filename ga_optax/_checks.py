@@ -26,6 +26,16 @@ def is_int(value: Any) -> bool:
     )
 
 
+def brief(value: Any) -> str:
+    """A value on one line: its `repr`, or only its type if that is long."""
+    text = repr(value)
+    if len(text) <= 80 and "\n" not in text:
+        return text
+    if hasattr(value, "shape"):
+        return f"an array of shape {np.shape(value)}"
+    return f"an object of type {type(value).__name__}"
+
+
 def check_int(name: str, value: Any, todo: str, *, least: int = 1) -> int:
     """Returns `value` as an int of at least `least`, or raises."""
     try:
@@ -34,7 +44,7 @@ def check_int(name: str, value: Any, todo: str, *, least: int = 1) -> int:
         number = operator.index(value)
     except TypeError:  # a traced integer, too
         raise TypeError(
-            f"{name} must be an int, but it is {value!r} of type "
+            f"{name} must be an int, but it is {brief(value)} of type "
             f"{type(value).__name__}. {todo}"
         ) from None
     if number < least:
@@ -75,7 +85,7 @@ def check_callable(name: str, value: Any, what: str, todo: str) -> None:
     """Raises unless `value` is a function; `what` says of what."""
     if not callable(value):
         raise TypeError(
-            f"{name} must be a function {what}, but it is {value!r}. {todo}"
+            f"{name} must be a function {what}, but it is {brief(value)}. {todo}"
         )
 
 

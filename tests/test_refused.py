@@ -310,6 +310,10 @@ def plan(make=lambda k: jax.jit(untraced), **options):
     return lambda: ga.plan(make, **({"batch_size": 64, "memory_limit": 1} | options))
 
 
+def make_step(k):
+    return jax.jit(ga.value_and_grad(loss, k))
+
+
 def axis(name="data", **options):
     return lambda: ga.DataAxis(name, **options)
 
@@ -331,6 +335,7 @@ def explicit():
     jax.jit(ga.value_and_grad(untraced, 16))(jnp.ones(3), x)
 
 
+ONCE = "must name axes of the mesh, each once"
 NO_REDUCTION = 'overlap must have sync="last" and no'
 
 OTHERS = {
@@ -378,14 +383,38 @@ OTHERS = {
         (plan(candidates=[0]), V, "candidate must be at least 1 | it is 0"),
         (plan(candidates=["4"]), T, "must be an int, | '4' of type str"),
         (plan(3), T, "make_step must be a function | it is 3"),
+        (plan(jax.jit(loss)), T, "make_step must | is a jitted one. | lambda k: jax"),
+        (plan(loss), T, "take num_microbatches alone | (w, x) | lambda k: jax.jit("),
         (plan(lambda k: len), T, "no `lower`. | Return jax.jit"),
+        (plan(candidates=4), T, "a sequence of ints, but it is 4. | Choose from 1, 2"),
+        *(
+            (
+                functools.partial(
+                    ga.plan, make_step, W, X, batch_size=n, memory_limit=1 << 30
+                ),
+                V,
+                f"batch_size must be | it is {n}, and | a batch of 8. | that number",
+            )
+            for n in (7, 4)
+        ),
+    ],
+    "audit": [
+        (lambda: ga.audit(jax.jit(loss)), T, "needs a compiled | PjitFunction | lower"),
+        *(
+            (
+                lambda mesh=mesh: ga.audit("HloModule", mesh),
+                T,
+                "mesh must be a jax.sharding.Mesh | it is | the mesh that the program",
+            )
+            for mesh in ("mesh", P("data"), 3)
+        ),
     ],
     "devices": [
         (axis(None), T, "must name a mesh axis | data_axis=None"),
         (axis(("data", "data")), T, "different names"),
         (axis(mesh=3), T, "must be a jax.sharding.Mesh | 3 | jax.make_mesh"),
         (axis(sync="never"), V, 'sync must be "last" or "each"'),
-        (axis(overlap=1), T, "overlap must be a bool, but it is 1"),
+        (axis(overlap=1), T, "overlap must be a bool, but it is 1 | Pass True or"),
         (axis(overlap=True, sync="each"), V, NO_REDUCTION),
         (axis(overlap=True, logical_devices=8), V, NO_REDUCTION),
         (
@@ -429,7 +458,32 @@ OTHERS = {
                 ({"w": P()}, V, f"{name} must be a prefix"),
                 (P(None, None, None, "data"), V, f"{name} must fit the param"),
                 (P("data"), V, "leaf ['w'] | (3, 8, 16)"),
+                ({"w": P(), "c": P()}, V, "prefix | leaf ['b'] has no spec | Pass jax"),
+                (
+                    {"w": P(), "b": P(), "c": P()},
+                    V,
+                    "prefix | have no leaf ['c'], which has a spec | Pass jax.tree",
+                ),
+                *(
+                    (spec, V, f"{ONCE} | the only leaf names {came}, and | Name one")
+                    for spec, came in (
+                        (P("dta"), "'dta'"),
+                        (P(None, ("data", "dta")), "'dta'"),
+                        (P(3), "3"),
+                        (P("data", None, "data"), "'data' twice"),
+                    )
+                ),
             )
+        ),
+        (
+            lambda: ga.merge_across(jnp.ones(3), "data"),
+            T,
+            "needs an accumulator, but it got | Pass what accumulate",
+        ),
+        (
+            lambda: ga.merge_across("data", ga.accumulator.init(DENSE)),
+            T,
+            "data_axis must be the name | an object of type Accumulator. | Pass",
         ),
     ],
 }

@@ -13,7 +13,7 @@ import numpy as np
 from ga_optax._calls.options import NAMES, Argument
 from ga_optax._checks import check_arrays, divisors, named_leaves, one_of
 from ga_optax._devices import meshes
-from ga_optax._passes import ir
+from ga_optax._passes import ir, notes
 
 Call = Any  # of `call`, which imports this
 
@@ -159,6 +159,8 @@ def divided(call: Call, hint: bool) -> Call:
     rows, came, todo = _rows(call, hint)
     if hint:
         call = _with_whole_keys(call, rows)
+    if hint and call.options.argnums != ():
+        notes.batch(rows * meshes.num_devices(call.axes))
     devices, kind = _num_splits(call)
     part, rest = divmod(rows, devices)
     if rest:

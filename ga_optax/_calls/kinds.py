@@ -1,7 +1,9 @@
 """Complex losses and integer parameters, as `jax.value_and_grad` has them.
 
-holomorphic    ∂f  =  ∂ Re f,     the gradient of a real loss
-allow_int      the gradient of what is no floating or complex leaf is a float0
+    holomorphic    ∂f  =  ∂ Re f,     the gradient of a real loss
+    allow_int      the gradient of what is no floating or complex leaf is a float0
+
+Both are `value_and_grad` of another function.
 """
 
 import functools
