@@ -102,13 +102,14 @@ def named_leaves(tree: Any) -> list[tuple[str, Any]]:
     return [(leaf_name(path), x) for path, x in jax.tree.leaves_with_path(tree)]
 
 
-_ARRAYS_ALONE = (
+_ARRAYS_ALONE = "Pass a tree of arrays alone, and keep this elsewhere."
+_OF_EQUINOX = (
     "Pass arrays alone: eqx.partition(model, eqx.is_inexact_array) splits an Equinox "
     "module, and eqx.combine joins it, in fun for example."
 )
 
 
-def check_arrays(name: str, tree: Any, todo: str = _ARRAYS_ALONE) -> None:
+def check_arrays(name: str, tree: Any, todo: str = "") -> None:
     """Raises unless JAX can compute with every leaf of `tree`."""
     for leaf, x in named_leaves(tree):
         try:
@@ -116,6 +117,8 @@ def check_arrays(name: str, tree: Any, todo: str = _ARRAYS_ALONE) -> None:
         except TypeError:
             which = f"{leaf} of {name}" if x is not tree else name
             dtype = f" and dtype {x.dtype}" if hasattr(x, "dtype") else ""
+            # Modules of Equinox have functions for leaves, such as activations.
+            todo = todo or (_OF_EQUINOX if callable(x) else _ARRAYS_ALONE)
             raise TypeError(
                 f"{which} must be an array or a number, but it is of type "
                 f"{type(x).__name__}{dtype}. {todo}"

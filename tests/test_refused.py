@@ -111,7 +111,13 @@ BOTH = [
     of({"n": np.int32(1), "w": W}, X)(
         T, "leaf ['n'] of argument 0 must | dtype int32 | or allow_int=True, which"
     ),
+    of(argnums=(0, 0))(V, "argnums must name each argument once | 0 twice | it once"),
+    of(batch_argnums=(1, 1))(V, "batch_argnums must name each argument once | 1 twice"),
+    of(batch_argnums=True)(T, NUMBERED, "it is True"),
     of({"f": jax.nn.relu}, X)(T, f"{A_NUMBER} | custom_jvp | eqx.partition"),
+    of({"w": W, "name": "abc"}, X)(
+        T, f"leaf ['name'] of | {A_NUMBER} | str | keep this elsewhere"
+    ),
     of(jnp.tanh, X)(T, f"{A_NUMBER} | PjitFunction | eqx.partition"),
     of(W, {"a": X, "id": np.array(["a"] * 8)})(
         T, f"leaf ['id'] {A_NUMBER} | dtype <U1 | None in batch_axes"
@@ -124,8 +130,20 @@ BOTH = [
     of(W, X, fun=lambda w, x: jax.lax.complex(loss(w, x), w))(
         T, "The loss must be real | dtype complex64 | real part, or pass holomorphic"
     ),
-    of(W, X, fun=returns(X))(T, THE_LOSS, "of type tuple"),
-    of(W, X, fun=loss, has_aux=True)(T, "fun must | instead of | Return one"),
+    of(W, X, fun=returns(X))(T, THE_LOSS, "a tuple of 2"),
+    of(W, X, fun=lambda w, x: None)(
+        T, "must return the loss | None. | Is a return mis"
+    ),
+    of(W, X, fun=lambda w, x: {"loss": x})(T, "the loss | of type dict | Return the"),
+    of(W, X, fun=loss, has_aux=True)(
+        T, "return (loss, aux) with has_aux=True | an array of shape () | leave out"
+    ),
+    of(W, X, fun=lambda w, x: (loss(w, x), 1, 2), has_aux=True)(
+        T, "with has_aux=True | instead of a pair came a tuple of 3. | Return it"
+    ),
+    of(W, X, fun=lambda w, x: None, has_aux=True)(
+        T, "with has_aux=True | came None. | Is a return missing?"
+    ),
 ]
 
 LENGTH = "All leaves of the batch must have one length | @ | say in batch_axes"
@@ -211,10 +229,12 @@ EACH = [
         for leaf, came in (("text", "'text'"), (jnp.sin, "<PjitFunction"))
     ),
     of(W, X, X, fun=lambda w, x, c: loss(w, x), carry_argnums=2)(
-        T, "fun must return (loss, carry) | instead of a pair came | or change those"
+        T, "return (loss, carry) with carry_argnums | a pair came | leave out carry"
     ),
     of(W, X, W, fun=lambda w, x, c: (loss(w, x), c), carry_argnums=2, has_aux=True)(
-        T, "fun must return (loss, (carry, | instead of a pair came | or change those"
+        T,
+        "fun must return (loss, (carry, aux)) with carry_argnums and has_aux=True | "
+        "instead of a pair came | leave out carry_argnums and",
     ),
     of(W, X, ZEROS, fun=returns({"a": jnp.zeros(3)}), carry_argnums=2)(
         V, f"must keep the shape (2,) | shape (3,) | {AS_IT_CAME}"
@@ -542,7 +562,7 @@ STATE, HELD, NOISE = (tx.init(DENSE) for tx in (TX, CHAIN, NOISY))
 AVERAGES = {"of_tx": {"opt": PLATEAU, "mean_argnames": "value"}}
 OF_OPTAX = optax.MultiSteps(SGD, 4)
 SKIP, DROP = "should_skip_update_fn", "should_drop_window_fn"
-NAME = "leaf ['name'] of params | partition"
+NAME = "leaf ['name'] of params | Pass a tree of arrays alone"
 A_K = "int or a function"
 MISSPELT = "weights", "wieght", "emits"
 TAKES_NONE = "plain GradientTransformation | 'loss'"
@@ -845,6 +865,17 @@ def test_an_error_of_fun_says_what_it_was_given():
     assert "one of 2 micro-batches" in note
     assert "has shape (4,), split along axis 0 of (8,)." in note
     assert ga.value_and_grad(fun, 2)(W, X) == jax.value_and_grad(fun)(W, X)
+
+
+@pytest.mark.parametrize("make", [ga.value_and_grad, mean_of, ga.microbatch])
+def test_what_jax_says_of_fun_names_fun_and_no_line_of_ours(make):
+    def fun(w, x):
+        return float(loss(w, x))
+
+    with pytest.raises(jax.errors.ConcretizationTypeError) as error:
+        make(fun, 2)(W, X)
+    assert f"fun at {__file__}:{fun.__code__.co_firstlineno}" in str(error.value)
+    assert "ga_optax" not in str(error.value).replace(__file__, "")
 
 
 def test_a_loss_that_is_not_finite_is_that_of_the_whole_batch():

@@ -191,6 +191,11 @@ class Options(NamedTuple):
                 option = named if isinstance(i, str) else role
                 if num_args is not None:
                     i = found(option, i, num_args, keywords, self.fun)
+                if i in owner and owner[i] == option:
+                    raise ValueError(
+                        f"{option} must name each argument once, but it names argument "
+                        f"{i!r} twice. Name it once."
+                    )
                 if i in owner:
                     both = {owner[i], option}
                     more = _OF_BATCH if both == {"argnums", "batch_argnums"} else ""
@@ -258,10 +263,11 @@ def _check_residual_bytes(residual_bytes: Any) -> None:
 
 
 def _positions(name: str, value: Any) -> Any:
+    many = isinstance(value, (tuple, list))
     try:
-        if not isinstance(value, (tuple, list)):
-            return operator.index(value)
-        return tuple(map(operator.index, value))
+        if any(isinstance(i, (bool, np.bool_)) for i in (value if many else [value])):
+            raise TypeError
+        return tuple(map(operator.index, value)) if many else operator.index(value)
     except TypeError:
         raise TypeError(
             f"{name} must be an int or a sequence of ints, but it is {value!r}. Number "
