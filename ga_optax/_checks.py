@@ -26,6 +26,16 @@ def is_int(value: Any) -> bool:
     )
 
 
+def brief(value: Any) -> str:
+    """A value on one line: its `repr`, or only its type if that is long."""
+    text = repr(value)
+    if len(text) <= 80 and "\n" not in text:
+        return text
+    if hasattr(value, "shape"):
+        return f"an array of shape {np.shape(value)}"
+    return f"an object of type {type(value).__name__}"
+
+
 def check_int(name: str, value: Any, todo: str, *, least: int = 1) -> int:
     """Returns `value` as an int of at least `least`, or raises."""
     try:
@@ -34,7 +44,7 @@ def check_int(name: str, value: Any, todo: str, *, least: int = 1) -> int:
         number = operator.index(value)
     except TypeError:  # a traced integer, too
         raise TypeError(
-            f"{name} must be an int, but it is {value!r} of type "
+            f"{name} must be an int, but it is {brief(value)} of type "
             f"{type(value).__name__}. {todo}"
         ) from None
     if number < least:
@@ -75,7 +85,7 @@ def check_callable(name: str, value: Any, what: str, todo: str) -> None:
     """Raises unless `value` is a function; `what` says of what."""
     if not callable(value):
         raise TypeError(
-            f"{name} must be a function {what}, but it is {value!r}. {todo}"
+            f"{name} must be a function {what}, but it is {brief(value)}. {todo}"
         )
 
 
@@ -92,13 +102,14 @@ def named_leaves(tree: Any) -> list[tuple[str, Any]]:
     return [(leaf_name(path), x) for path, x in jax.tree.leaves_with_path(tree)]
 
 
-_ARRAYS_ALONE = (
+_ARRAYS_ALONE = "Pass a tree of arrays alone, and keep this elsewhere."
+_OF_EQUINOX = (
     "Pass arrays alone: eqx.partition(model, eqx.is_inexact_array) splits an Equinox "
     "module, and eqx.combine joins it, in fun for example."
 )
 
 
-def check_arrays(name: str, tree: Any, todo: str = _ARRAYS_ALONE) -> None:
+def check_arrays(name: str, tree: Any, todo: str = "") -> None:
     """Raises unless JAX can compute with every leaf of `tree`."""
     for leaf, x in named_leaves(tree):
         try:
@@ -106,6 +117,8 @@ def check_arrays(name: str, tree: Any, todo: str = _ARRAYS_ALONE) -> None:
         except TypeError:
             which = f"{leaf} of {name}" if x is not tree else name
             dtype = f" and dtype {x.dtype}" if hasattr(x, "dtype") else ""
+            # Modules of Equinox have functions for leaves, such as activations.
+            todo = todo or (_OF_EQUINOX if callable(x) else _ARRAYS_ALONE)
             raise TypeError(
                 f"{which} must be an array or a number, but it is of type "
                 f"{type(x).__name__}{dtype}. {todo}"
@@ -193,6 +206,21 @@ def check_dtypes(
             )
 
 
+_OF_INTEGERS = (
+    "Differentiate with respect to floating parameters, and pass zeros as the gradient "
+    "of an integer one: jnp.zeros_like(parameter)."
+)
+
+
+def check_inexact(name: str, x: Any, todo: str) -> None:
+    """Raises unless an array or a number is floating or complex."""
+    dtype = jax.dtypes.result_type(x)
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        raise TypeError(
+            f"{name} must be floating or complex, but it has dtype {dtype}. {todo}"
+        )
+
+
 def check_gradients(
     reference: Any,
     grads: Any,
@@ -218,12 +246,8 @@ def check_gradients(
         which = f"{leaf} of {name}"
         dtype = jax.dtypes.result_type(got)
         whole = is_integer(dtype) and is_integer(jax.dtypes.result_type(want))
-        if not (jnp.issubdtype(dtype, jnp.inexact) or (integers and whole)):
-            raise TypeError(
-                f"{which} must be floating or complex, but it has dtype {dtype}. "
-                "Differentiate with respect to floating parameters, and pass zeros "
-                "as the gradient of an integer one: jnp.zeros_like(parameter)."
-            )
+        if not (integers and whole):
+            check_inexact(which, got, _OF_INTEGERS)
         is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
         if is_complex and not jnp.iscomplexobj(want):
             raise TypeError(

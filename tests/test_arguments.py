@@ -219,6 +219,138 @@ def test_arguments_may_come_in_any_form(drawn):
     assert off(step(*args, **kwargs), due) <= 64 * EPS
 
 
+# -- Kinds of losses and parameters ----------------------------------------------------
+
+
+def complex_loss(w, x):
+    """Rows meet in it."""
+    return jnp.sqrt(jnp.mean((x.astype(w.dtype) @ w) ** 2) * (1 + 2j))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("k", [1, K])
+@pytest.mark.parametrize("has_aux", [False, True])
+def test_holomorphic_is_that_of_jax(k, has_aux):
+    def fun(w, x):
+        return (
+            (complex_loss(w, x), {"a": x[:, 0] * 2}) if has_aux else complex_loss(w, x)
+        )
+
+    how = {"has_aux": has_aux, "holomorphic": True}
+    with jax.enable_x64(True):
+        w, x = np.asarray(W, complex) * (1 + 0.5j), np.asarray(X, np.float64)
+        got = jax.jit(ga.value_and_grad(fun, k, **how))(w, x)
+        due = jax.value_and_grad(fun, **how)(w, x)
+        assert off(got, due) <= 64 * np.finfo(np.float64).eps
+        assert off(got[1], np.conj(due[1])) > 1e-3  # the twin
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("k", [1, K])
+@pytest.mark.parametrize("argnums", [0, (2, 0), (2,)])
+def test_with_allow_int_what_has_no_gradient_has_that_of_jax(k, argnums):
+    keys = jax.random.split(jax.random.key(0), ROWS)
+    params = {"w": W, "n": jnp.arange(WIDTH), "none": None, "flag": True, "keys": keys}
+
+    def fun(params, x, more):
+        assert params["flag"] is True  # what is no array comes as it is
+        noise = jax.random.normal(params["keys"][0], (WIDTH,)) * more["s"]
+        return jnp.mean(
+            (x @ (params["w"] * params["n"].astype(x.dtype) + noise)) ** more["power"]
+        )
+
+    args, how = (params, X, {"power": 2, "s": W[0]}), {"allow_int": True}
+    got = ga.value_and_grad(fun, k, argnums=argnums, **how)(*args)
+    due = jax.value_and_grad(fun, argnums=argnums, **how)(*args)
+    assert jax.tree.structure(got) == jax.tree.structure(due)
+    for a, b in leaves_of(got, due):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        if b.dtype != jax.dtypes.float0:
+            assert off(a, b) <= 64 * EPS
+
+
+def test_with_allow_int_specs_may_name_integers():
+    def fun(params, x):
+        return jnp.mean((x @ (params["w"] * params["n"].astype(x.dtype))) ** 2)
+
+    params, x = {"w": normal(4), "n": jnp.arange(4)}, normal(ROWS, 4)
+    specs = {"w": P("data"), "n": P()}
+    axis = ga.DataAxis("data", mesh=mesh_of(2), param_specs=specs)
+    step = jax.jit(ga.value_and_grad(fun, K, data_axis=axis, allow_int=True))
+    value, grads = step(params, x)
+    due, slope = jax.value_and_grad(fun, allow_int=True)(params, x)
+    assert off((value, grads["w"]), (due, slope["w"])) <= 64 * EPS
+    assert grads["n"].dtype == slope["n"].dtype
+
+
+# -- Which leaves have rows ------------------------------------------------------------
+
+SMALL = {
+    "raw key": jax.random.PRNGKey(3),
+    "raw key of rbg": jax.random.key_data(jax.random.key(3, impl="rbg")),
+    "key": jax.random.key(3),
+    "class weights": normal(10, seed=3),
+    "channel mean": normal(WIDTH, seed=3),
+    "bias": normal(1, WIDTH, seed=3),
+}
+
+
+def with_small(w, batch):
+    """A loss of rows and of something that sorts before them."""
+    small, x = batch["a"], batch["x"]
+    if small.dtype == jnp.uint32:
+        small = jax.random.wrap_key_data(small, impl="rbg" if len(small) > 2 else None)
+    if jnp.issubdtype(small.dtype, jax.dtypes.prng_key):
+        x = jnp.where(jax.random.bernoulli(small, 0.5, x.shape), x, 0.0)
+    else:
+        x = x + jnp.ravel(small)[None, :WIDTH]
+    return jnp.mean((x @ w) ** 2)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", SMALL)
+def test_the_rows_of_a_batch_are_those_of_most_of_its_bytes(name):
+    """Whatever leaf comes first, and however the number of micro-batches is given."""
+    batch = {"a": SMALL[name], "x": X}
+    due = jax.value_and_grad(with_small)(W, batch)
+    for how in ({"num_microbatches": 2 * K}, {"microbatch_size": 2}):
+        if name != "raw key of rbg":  # each micro-batch draws by itself
+            step = jax.jit(ga.value_and_grad(with_small, **how))
+            assert off(step(W, batch), due) <= 64 * EPS
+        found = ga.batch_dependencies(with_small, **how)(W, batch)
+        assert found.num_microbatches == 2 * K
+        assert list(found.rows) == ["leaf ['x']"]
+        assert list(found.given_whole) == ["leaf ['a']"]
+
+
+def test_with_two_micro_batches_a_raw_key_goes_whole():
+    batch = {"a": SMALL["raw key"], "x": X}
+    types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+    for arrays in (batch, types):
+        found = ga.batch_dependencies(with_small, 2)(W, arrays)
+        assert list(found.given_whole) == ["leaf ['a']"]
+    # As long as the batch, it may be labels: then it has rows.
+    found = ga.batch_dependencies(with_small, 2)(W, batch | {"x": X[:2]})
+    assert not found.given_whole
+
+
+@pytest.mark.parametrize("make", [ga.value_and_grad, ga.microbatch])
+def test_on_devices_the_rows_are_those_of_most_of_its_bytes(make):
+    """Of several arguments, too, and in a region a raw key goes whole."""
+    mesh = mesh_of(2)
+
+    def fun(w, batch, x):
+        return with_small(w, {"x": x, **batch})
+
+    for name in ("raw key", "class weights"):
+        batch = {"a": SMALL[name]}
+        how = {"data_axis": ga.DataAxis("data", mesh=mesh), "batch_argnums": (1, 2)}
+        step = jax.jit(make(fun, K, **how))
+        due = jax.value_and_grad(fun)(W, batch, X)
+        due = due if make is ga.value_and_grad else due[0]
+        assert off(step(W, batch, X), due) <= 64 * EPS
+
+
 # -- Sizes -----------------------------------------------------------------------------
 
 

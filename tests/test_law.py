@@ -50,6 +50,7 @@ OF = {"argnums": 0, "has_aux": False}
 SIGNATURES = {
     ga.value_and_grad: ROWS_OF
     | OF
+    | {"holomorphic": False, "allow_int": False}
     | {"residual_bytes": None, "accumulator_dtype": jnp.float32, "optimize": True},
     ga.batch_dependencies: ROWS_OF | OF | {"residual_bytes": None},
     ga.microbatch: ROWS_OF | {"remat": None},
@@ -70,20 +71,23 @@ def test_functions_of_rows_share_their_words(fun):
 
 
 NUMBERS = "gradient_accumulation_steps accumulate_grad_batches every_k n_accum"
-NUMBERS += " every_k_schedule"
+NUMBERS += " every_k_schedule accumulation_steps chunks n_chunks k steps"
 EVERYWHERE = dict.fromkeys(NUMBERS.split(), "num_microbatches")
-EVERYWHERE |= {"in_axes": "batch_axes"}
+EVERYWHERE |= {"in_axes": "batch_axes", "donate_argnums": "the jax.jit around"}
+EVERYWHERE |= {"mesh": "ga_optax.DataAxis(name, ...)", "static_argnums": "as it came"}
 EACH = "weight_fn aux rng_argnums rng_argnames carry_argnums num_real_microbatches"
 LAW = dict.fromkeys(EACH.split(), "ga_optax.accumulate")
 LAW |= {"whole_batch": "always that of the whole batch", "axis_name": "Leave it out"}
+LAW |= {"chunk_size": "microbatch_size", "rngs": "function that this one returns"}
 OF_ALL = ("whole_batch", "axis_name", "residual_bytes")
 OF_EACH = dict.fromkeys(OF_ALL, "ga_optax.value_and_grad")
-OF_EACH |= {"microbatch_size": "num_microbatches"}
+OF_EACH |= {"microbatch_size": "num_microbatches", "batch_size": "num_microbatches"}
+OF_EACH |= {"holomorphic": "ga_optax.value_and_grad", "rngs": "rng_argnames"}
 OF_EACH |= {"accumulator_dtype": "ga_optax.accumulator.init"}
 INSTEAD = {
     ga.value_and_grad: EVERYWHERE | LAW,
     ga.accumulate: EVERYWHERE | OF_EACH,
-    ga.microbatch: EVERYWHERE,
+    ga.microbatch: EVERYWHERE | {"argnums": "batch_argnums", "has_aux": "anything"},
     ga.batch_dependencies: EVERYWHERE,
 }
 
@@ -98,6 +102,23 @@ def test_a_word_of_others_gets_the_one_to_use(fun):
         assert f"{fun.__name__} must be among num_microbatches, " in required
         assert came
         assert instead in todo
+
+
+@pytest.mark.quick
+def test_verify_knows_words_of_others_too():
+    for word, instead in {"rngs": "rng=", "accum_steps": "num_microbatches"}.items():
+        with pytest.raises(TypeError, match=f"{word} came.*{instead}"):
+            ga.verify(jnp.mean, 1.0, np.ones(4), 2, **{word: 2})
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("fun", INSTEAD, ids=lambda fun: fun.__name__)
+def test_arguments_of_the_function_that_comes_back_are_those_of_a_second_call(fun):
+    x = np.ones((4, 2))
+    for arguments in ((x,), (x, x), (2, x), ({"w": x}, x)):
+        said = rf"{fun.__name__} must get .*came. Call it twice: {fun.__name__}\(fun"
+        with pytest.raises(TypeError, match=said):
+            fun(jnp.mean, *arguments)
 
 
 @pytest.mark.quick

@@ -180,6 +180,15 @@ def test_arguments_are_those_of_the_step_or_their_types():
     assert str(found(fun, types[0], of_x, key, False, data_axis="data")) == str(it)
 
 
+def test_what_is_in_a_checkpoint_has_the_lines_that_are_in_it():
+    def loss(w, x):
+        return jnp.sqrt(jnp.mean(jnp.sort(jnp.tanh(x @ w), 0) ** 2))
+
+    lines = lines_of(jax.checkpoint(loss), W, X)
+    assert lines
+    assert all(line_in(loss, 1) in line for line in lines)
+
+
 # -- What to do ------------------------------------------------------------------------
 
 

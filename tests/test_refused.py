@@ -61,7 +61,8 @@ NUMBERED = "an int or a sequence of ints | @ | Number the positional arguments"
 NOT_OVERLAP = "batch_argnums must not overlap argnums"
 AXES = "batch_axes must be an int, None, or a tree | @ | Pass the axis to split along"
 A_BOOL = "optimize must be a bool | @ | Pass False for the plain scan"
-ARRAYS = "batch_argnums must name arguments that hold arrays | @ | Change it"
+ARRAYS = "batch_argnums must name arguments that hold arrays | @ | Pass the batch there"
+RAW_KEY = {"dropout_key": jax.random.PRNGKey(0)}
 A_NUMBER = "must be an array or a number"
 PREFIX = "batch_axes must be a prefix of the batch | @ | Pass an int, None, or one for"
 AN_AXIS = (
@@ -78,7 +79,15 @@ BOTH = [
     of(W, IMAGES, k=4)(
         V, "num_microbatches=4 must | leaf ['image'] has shape | Use 1, 2, 5 or 10."
     ),
-    of(W, {})(V, ARRAYS, "argument 1 holds none"),
+    of(W, {})(V, ARRAYS, "argument 1 is a dict without leaves"),
+    of(W, None)(V, ARRAYS, "argument 1 is None"),
+    of(W, X, batch_axes=None)(
+        V, "hold arrays | None to all leaves of argument 1 | the axis of these"
+    ),
+    of(W, {"x": X, "id": ["a"] * 8})(
+        T, "must hold arrays | argument 1 has a list of 8 strings | such as token ids"
+    ),
+    of(W, [1.0] * 8)(T, "a list of 8 numbers | Pass jnp.asarray of it"),
     of(W, X[:0])(V, "at least one example | shape (0,) | Skip the call"),
     of(argnums=1)(
         V, f"{NOT_OVERLAP} | name argument 1 | {ONE_ROLE} | ga_optax.microbatch("
@@ -92,6 +101,7 @@ BOTH = [
     ),
     of(fun=3)(T, "fun must be a function | it is 3 | Pass the loss function"),
     of(optimize=1)(T, A_BOOL, "it is 1"),
+    of(has_aux="yes")(T, "has_aux must be a bool | it is 'yes' | returns (loss, aux)"),
     of(W, batch=X)(
         V, "batch_argnums must name | names number 1, and 1 | for keywords there is"
     ),
@@ -99,9 +109,15 @@ BOTH = [
         V, "batch_argnames must name | names 'y', and z came | Pass that argument so"
     ),
     of({"n": np.int32(1), "w": W}, X)(
-        T, "leaf ['n'] of argument 0 must | dtype int32 | pass zeros as the gradient"
+        T, "leaf ['n'] of argument 0 must | dtype int32 | or allow_int=True, which"
     ),
+    of(argnums=(0, 0))(V, "argnums must name each argument once | 0 twice | it once"),
+    of(batch_argnums=(1, 1))(V, "batch_argnums must name each argument once | 1 twice"),
+    of(batch_argnums=True)(T, NUMBERED, "it is True"),
     of({"f": jax.nn.relu}, X)(T, f"{A_NUMBER} | custom_jvp | eqx.partition"),
+    of({"w": W, "name": "abc"}, X)(
+        T, f"leaf ['name'] of | {A_NUMBER} | str | keep this elsewhere"
+    ),
     of(jnp.tanh, X)(T, f"{A_NUMBER} | PjitFunction | eqx.partition"),
     of(W, {"a": X, "id": np.array(["a"] * 8)})(
         T, f"leaf ['id'] {A_NUMBER} | dtype <U1 | None in batch_axes"
@@ -111,8 +127,23 @@ BOTH = [
     of(W, (X, X), batch_axes=(0, 0, 0))(V, PREFIX, "*, *"),
     of(W, X, fun=lambda w, x: x)(V, "be a scalar | shape | Return its mean"),
     of(W, X, fun=lambda w, x: jnp.int32(1))(T, FLOATING),
-    of(W, X, fun=returns(X))(T, THE_LOSS, "of type tuple"),
-    of(W, X, fun=loss, has_aux=True)(T, "fun must | instead of | Return one"),
+    of(W, X, fun=lambda w, x: jax.lax.complex(loss(w, x), w))(
+        T, "The loss must be real | dtype complex64 | real part, or pass holomorphic"
+    ),
+    of(W, X, fun=returns(X))(T, THE_LOSS, "a tuple of 2"),
+    of(W, X, fun=lambda w, x: None)(
+        T, "must return the loss | None. | Is a return mis"
+    ),
+    of(W, X, fun=lambda w, x: {"loss": x})(T, "the loss | of type dict | Return the"),
+    of(W, X, fun=loss, has_aux=True)(
+        T, "return (loss, aux) with has_aux=True | an array of shape () | leave out"
+    ),
+    of(W, X, fun=lambda w, x: (loss(w, x), 1, 2), has_aux=True)(
+        T, "with has_aux=True | instead of a pair came a tuple of 3. | Return it"
+    ),
+    of(W, X, fun=lambda w, x: None, has_aux=True)(
+        T, "with has_aux=True | came None. | Is a return missing?"
+    ),
 ]
 
 LENGTH = "All leaves of the batch must have one length | @ | say in batch_axes"
@@ -138,6 +169,12 @@ EACH = [
         T, f"leaf ['id'] {A_NUMBER} | of type str | None in batch_axes"
     ),
     of(W, LENGTHS)(V, LENGTH, "leaf ['b'] has shape (4,)"),
+    of(W, {"a": X[:3], "x": X})(
+        V, LENGTH, "leaf ['x'] has shape (8,) and leaf ['a'] has shape (3,)"
+    ),
+    of(W, {"x": X} | RAW_KEY)(
+        V, "['dropout_key'] has shape | name them in rng_argnums"
+    ),
     of(W, {"a": X, "b": 3.0})(V, AN_AXIS, "['b'] is a sca"),
     of(rng_argnums=1)(V, f"rng_argnums must not overlap | 1 | {ONE_ROLE}"),
     of(W, X, rng_argnums=-1)(V, f"must not | both name | {ONE_ROLE}"),
@@ -192,10 +229,12 @@ EACH = [
         for leaf, came in (("text", "'text'"), (jnp.sin, "<PjitFunction"))
     ),
     of(W, X, X, fun=lambda w, x, c: loss(w, x), carry_argnums=2)(
-        T, "fun must return (loss, carry) | instead of a pair came | or change those"
+        T, "return (loss, carry) with carry_argnums | a pair came | leave out carry"
     ),
     of(W, X, W, fun=lambda w, x, c: (loss(w, x), c), carry_argnums=2, has_aux=True)(
-        T, "fun must return (loss, (carry, | instead of a pair came | or change those"
+        T,
+        "fun must return (loss, (carry, aux)) with carry_argnums and has_aux=True | "
+        "instead of a pair came | leave out carry_argnums and",
     ),
     of(W, X, ZEROS, fun=returns({"a": jnp.zeros(3)}), carry_argnums=2)(
         V, f"must keep the shape (2,) | shape (3,) | {AS_IT_CAME}"
@@ -218,6 +257,19 @@ PASS_ROWS = "Pass how many rows"
 
 # Of `value_and_grad` alone.
 LAW = [
+    of(W, X, holomorphic=True)(
+        T, "parameters must be complex | argument 0 has dtype float32 | leave"
+    ),
+    of(np.complex64(W), X, fun=lambda w, x: loss(w.real, x), holomorphic=True)(
+        T, "The loss must be complex | dtype float32 | Leave that out"
+    ),
+    of({"f": jnp.tanh}, X, allow_int=True)(T, f"{A_NUMBER} | PjitFunction"),
+    of(allow_int=1)(T, "allow_int must be a bool | it is 1 | hold integers"),
+    of(W, "abc")(V, ARRAYS, "none with an axis: the only leaf is of type str"),
+    of(W, {"t": W})(V, ARRAYS, "none with an axis: leaf ['t'] is a scalar"),
+    of(W, {"table": np.ones(11), "x": X})(
+        V, "but leaf ['table'] has shape (11,) | 1 or 11; or | leaf ['table'] None in"
+    ),
     of(accumulator_dtype=jnp.int32)(T, "must be a | int32 | Use float32"),
     of(k=None)(T, f"{ONE_OF_TWO} | neither came | {HOW_MANY}"),
     of(microbatch_size=8)(T, f"{ONE_OF_TWO} | both came | {HOW_MANY}"),
@@ -278,6 +330,10 @@ def plan(make=lambda k: jax.jit(untraced), **options):
     return lambda: ga.plan(make, **({"batch_size": 64, "memory_limit": 1} | options))
 
 
+def make_step(k):
+    return jax.jit(ga.value_and_grad(loss, k))
+
+
 def axis(name="data", **options):
     return lambda: ga.DataAxis(name, **options)
 
@@ -299,6 +355,7 @@ def explicit():
     jax.jit(ga.value_and_grad(untraced, 16))(jnp.ones(3), x)
 
 
+ONCE = "must name axes of the mesh, each once"
 NO_REDUCTION = 'overlap must have sync="last" and no'
 
 OTHERS = {
@@ -346,14 +403,38 @@ OTHERS = {
         (plan(candidates=[0]), V, "candidate must be at least 1 | it is 0"),
         (plan(candidates=["4"]), T, "must be an int, | '4' of type str"),
         (plan(3), T, "make_step must be a function | it is 3"),
+        (plan(jax.jit(loss)), T, "make_step must | is a jitted one. | lambda k: jax"),
+        (plan(loss), T, "take num_microbatches alone | (w, x) | lambda k: jax.jit("),
         (plan(lambda k: len), T, "no `lower`. | Return jax.jit"),
+        (plan(candidates=4), T, "a sequence of ints, but it is 4. | Choose from 1, 2"),
+        *(
+            (
+                functools.partial(
+                    ga.plan, make_step, W, X, batch_size=n, memory_limit=1 << 30
+                ),
+                V,
+                f"batch_size must be | it is {n}, and | a batch of 8. | that number",
+            )
+            for n in (7, 4)
+        ),
+    ],
+    "audit": [
+        (lambda: ga.audit(jax.jit(loss)), T, "needs a compiled | PjitFunction | lower"),
+        *(
+            (
+                lambda mesh=mesh: ga.audit("HloModule", mesh),
+                T,
+                "mesh must be a jax.sharding.Mesh | it is | the mesh that the program",
+            )
+            for mesh in ("mesh", P("data"), 3)
+        ),
     ],
     "devices": [
         (axis(None), T, "must name a mesh axis | data_axis=None"),
         (axis(("data", "data")), T, "different names"),
         (axis(mesh=3), T, "must be a jax.sharding.Mesh | 3 | jax.make_mesh"),
         (axis(sync="never"), V, 'sync must be "last" or "each"'),
-        (axis(overlap=1), T, "overlap must be a bool, but it is 1"),
+        (axis(overlap=1), T, "overlap must be a bool, but it is 1 | Pass True or"),
         (axis(overlap=True, sync="each"), V, NO_REDUCTION),
         (axis(overlap=True, logical_devices=8), V, NO_REDUCTION),
         (
@@ -397,7 +478,32 @@ OTHERS = {
                 ({"w": P()}, V, f"{name} must be a prefix"),
                 (P(None, None, None, "data"), V, f"{name} must fit the param"),
                 (P("data"), V, "leaf ['w'] | (3, 8, 16)"),
+                ({"w": P(), "c": P()}, V, "prefix | leaf ['b'] has no spec | Pass jax"),
+                (
+                    {"w": P(), "b": P(), "c": P()},
+                    V,
+                    "prefix | have no leaf ['c'], which has a spec | Pass jax.tree",
+                ),
+                *(
+                    (spec, V, f"{ONCE} | the only leaf names {came}, and | Name one")
+                    for spec, came in (
+                        (P("dta"), "'dta'"),
+                        (P(None, ("data", "dta")), "'dta'"),
+                        (P(3), "3"),
+                        (P("data", None, "data"), "'data' twice"),
+                    )
+                ),
             )
+        ),
+        (
+            lambda: ga.merge_across(jnp.ones(3), "data"),
+            T,
+            "needs an accumulator, but it got | Pass what accumulate",
+        ),
+        (
+            lambda: ga.merge_across("data", ga.accumulator.init(DENSE)),
+            T,
+            "data_axis must be the name | an object of type Accumulator. | Pass",
         ),
     ],
 }
@@ -461,7 +567,7 @@ STATE, HELD, NOISE = (tx.init(DENSE) for tx in (TX, CHAIN, NOISY))
 AVERAGES = {"of_tx": {"opt": PLATEAU, "mean_argnames": "value"}}
 OF_OPTAX = optax.MultiSteps(SGD, 4)
 SKIP, DROP = "should_skip_update_fn", "should_drop_window_fn"
-NAME = "leaf ['name'] of params | partition"
+NAME = "leaf ['name'] of params | Pass a tree of arrays alone"
 A_K, SCHEDULE = "int or a function", "What every_k_schedule returns must be"
 APPLY, EVERY = optax.apply_every(2), "optax.apply_every | without it"
 THEN = optax.chain(APPLY, SGD)
@@ -814,6 +920,17 @@ def test_an_error_of_fun_says_what_it_was_given():
     assert "one of 2 micro-batches" in note
     assert "has shape (4,), split along axis 0 of (8,)." in note
     assert ga.value_and_grad(fun, 2)(W, X) == jax.value_and_grad(fun)(W, X)
+
+
+@pytest.mark.parametrize("make", [ga.value_and_grad, mean_of, ga.microbatch])
+def test_what_jax_says_of_fun_names_fun_and_no_line_of_ours(make):
+    def fun(w, x):
+        return float(loss(w, x))
+
+    with pytest.raises(jax.errors.ConcretizationTypeError) as error:
+        make(fun, 2)(W, X)
+    assert f"fun at {__file__}:{fun.__code__.co_firstlineno}" in str(error.value)
+    assert "ga_optax" not in str(error.value).replace(__file__, "")
 
 
 def test_a_loss_that_is_not_finite_is_that_of_the_whole_batch():

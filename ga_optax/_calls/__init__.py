@@ -9,6 +9,7 @@
                   JAX lacks
 
     gradients     `value_and_grad`
+    kinds         that of complex losses and integer parameters
     whole         the gradient of the whole batch: traced, partitioned, run
     savings       whether micro-batches save memory, by an estimate
     layouts       that program, where rows meet in it, and what comes back

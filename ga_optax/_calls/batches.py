@@ -3,7 +3,7 @@
 import functools
 import itertools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ import numpy as np
 from ga_optax._calls.options import NAMES, Argument
 from ga_optax._checks import check_arrays, divisors, named_leaves, one_of
 from ga_optax._devices import meshes
-from ga_optax._passes import ir
+from ga_optax._passes import ir, notes
 
 Call = Any  # of `call`, which imports this
 
@@ -34,6 +34,11 @@ def line(call: Call, role: str, place: Argument) -> str:
 def is_key(leaf: Any) -> bool:
     is_array = isinstance(leaf, jax.Array)
     return is_array and bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
+
+
+def _is_raw_key(leaf: Any) -> bool:
+    """True for what looks like a key of `jax.random.PRNGKey`, of any generator."""
+    return np.shape(leaf) in ((2,), (4,)) and jnp.result_type(leaf) == jnp.uint32
 
 
 def named_batch(call: Call) -> list[tuple[str, Any]]:
@@ -73,6 +78,9 @@ def nbytes(x: Any) -> int:
     return ir.numbers(x.shape) * x.dtype.itemsize if is_array(x) else 0
 
 
+_A_KEY_ALONE = "Pass keys by themselves, and name them in rng_argnums."
+
+
 # -- Axes ------------------------------------------------------------------------------
 
 
@@ -92,10 +100,9 @@ def axes_of(call: Call, hint: bool) -> list[int | None]:
             f"there are several), but it is {call.options.batch_axes!r}, and the batch "
             f"is {tree}. Pass an int, None, or one for each part."
         ) from None
-    if hint:
-        _check_no_lists(call)
     named = named_batch(call)
     found = jax.tree.structure(batch).flatten_up_to(of_leaves)
+    _check_no_lists(call, found)
     for i, ((name, x), axis) in enumerate(zip(named, found, strict=True)):
         if axis is None:
             continue
@@ -104,7 +111,7 @@ def axes_of(call: Call, hint: bool) -> list[int | None]:
             continue
         todo = "Give it None in batch_axes to pass it to each micro-batch as it is."
         if is_key(x) and not hint:
-            todo = "Pass keys by themselves, and name them in rng_argnums."
+            todo = _A_KEY_ALONE
         check_arrays(name, x, todo)
         ndim = jnp.ndim(x)
         if not -ndim <= axis < ndim:
@@ -122,21 +129,26 @@ def _is_single(tree: Any) -> bool:
     return isinstance(tree, (tuple, list)) and len(tree) == 1
 
 
-def _check_no_lists(call: Call) -> None:
-    """Raises if there is a list of numbers: each of them would be a leaf."""
+def _check_no_lists(call: Call, axes: Sequence[int | None]) -> None:
+    """Raises if a list of numbers or texts is to be split: each would be a leaf."""
 
     def is_list(x: Any) -> bool:
         some = isinstance(x, list) and len(x) > 1
         return some and jax.tree_util.all_leaves(x) and not any(map(np.ndim, x))
 
+    of_leaves = iter(axes)
     for i in call.roles["batch_argnums"]:
         for x in jax.tree.leaves(call.at(i), is_leaf=is_list):
-            if isinstance(x, list):
-                raise TypeError(
-                    f"The batch must hold arrays, but {argument(i)} has a list of "
-                    f"{len(x)} numbers in it, of which each would be a leaf. Pass "
-                    "jnp.asarray of it."
-                )
+            own = itertools.islice(of_leaves, len(x) if is_list(x) else 1)
+            if all(axis is None for axis in own) or not is_list(x):
+                continue
+            texts = any(isinstance(leaf, str) for leaf in x)
+            todo = "Pass numbers for them, such as token ids, or None in batch_axes"
+            raise TypeError(
+                f"The batch must hold arrays, but {argument(i)} has a list of "
+                f"{len(x)} {'strings' if texts else 'numbers'} in it, of which each "
+                f"would be a leaf. {todo if texts else 'Pass jnp.asarray of it'}."
+            )
 
 
 # -- Rows ------------------------------------------------------------------------------
@@ -144,18 +156,22 @@ def _check_no_lists(call: Call) -> None:
 
 def divided(call: Call, hint: bool) -> Call:
     """The call, whose rows the devices and micro-batches divide; or raises."""
-    rows, came = _first(call, hint)
+    rows, came, todo = _rows(call, hint)
+    if hint:
+        call = _with_whole_keys(call, rows)
+    if hint and call.options.argnums != ():
+        notes.batch(rows * meshes.num_devices(call.axes))
     devices, kind = _num_splits(call)
     part, rest = divmod(rows, devices)
     if rest:
         raise ValueError(
             f"The {devices} {kind} along data_axis={call.options.axes} must divide the "
             f"batch axis, but {came}. Use a batch of {rows - rest or devices} or "
-            f"{rows - rest + devices} examples."
+            f"{rows - rest + devices} examples{todo}."
         )
-    of_all = rows, f"the batch axis, but {came}"
+    of_all = rows, f"the batch axis, but {came}", todo
     each = f"the batch of each of the {devices} {kind}, {part} examples, but {came}"
-    own = of_all if devices == 1 else (part, each)
+    own = of_all if devices == 1 else (part, each, todo)
     options = call.options
     if (size := options.microbatch_size) is not None:
         number = _quotient("microbatch_size", size, own if options.axes else of_all)
@@ -178,14 +194,13 @@ def divided(call: Call, hint: bool) -> Call:
     return call
 
 
-def _quotient(option: str, number: int, rows: tuple[int, str]) -> int:
+def _quotient(option: str, number: int, rows: tuple[int, str, str]) -> int:
     """How often a number divides rows, of which there are so many; or raises."""
-    part, what = rows
+    part, what, todo = rows
     if part % number:
         nearest = sorted(divisors(part), key=lambda d: abs(d - number))[:8]
-        raise ValueError(
-            f"{option}={number} must divide {what}. Use {one_of(sorted(nearest))}."
-        )
+        use = one_of(sorted(nearest))
+        raise ValueError(f"{option}={number} must divide {what}. Use {use}{todo}.")
     return part // number
 
 
@@ -208,28 +223,30 @@ def check_logical(call: Call) -> None:
         )
 
 
-def _with_axes(call: Call) -> list[tuple[str, tuple[int, ...], int]]:
-    """The leaves that have rows: their names, shapes, and how many rows."""
+def _with_axes(call: Call) -> list[tuple[str, Any, int]]:
+    """The leaves that have rows: their names, themselves, and how many rows."""
     named = zip(named_batch(call), call.batch_axes, strict=True)
     return [
-        (name, jnp.shape(x), jnp.shape(x)[axis])
-        for (name, x), axis in named
-        if axis is not None
+        (name, x, jnp.shape(x)[axis]) for (name, x), axis in named if axis is not None
     ]
 
 
-def _first(call: Call, hint: bool) -> tuple[int, str]:
-    """How many rows the batch has, those of its first leaf, and how messages say so."""
+def _rows(call: Call, hint: bool) -> tuple[int, str, str]:
+    """How many rows the batch has: the length of leaves with most of its bytes.
+
+    Returns: the number; how messages say so; what to do if these are not the rows.
+    """
     leaves = _with_axes(call)
     if not leaves:
-        places = call.roles["batch_argnums"]
-        none = "holds none that batch_axes splits"
-        raise ValueError(
-            "batch_argnums must name arguments that hold arrays, but "
-            f"{' and '.join(f'{argument(i)} {none}' for i in places)}. Change it."
-        )
-    name, shape, rows = leaves[0]
-    came = f"{name} has shape {shape}"
+        raise _no_rows(call)
+    sizes: dict[Any, int] = {}
+    for _, x, length in leaves:
+        sizes.setdefault(length, 0)
+        sizes[length] += 0 if _is_raw_key(x) else nbytes(x)
+    # If a size is open, as `jax.export` leaves it, that is the rows.
+    rows = max(sizes, key=lambda n: (not isinstance(n, int), sizes[n]))
+    name, x = next((name, x) for name, x, length in leaves if length == rows)
+    came = f"{name} has shape {jnp.shape(x)}"
     if rows == 0:
         todo = "Skip the call"
         if not (hint or call.options.overlap):
@@ -237,16 +254,53 @@ def _first(call: Call, hint: bool) -> tuple[int, str]:
         raise ValueError(
             f"The batch must hold at least one example, but {came}. {todo}."
         )
-    return rows, came
+    other = f"; or, if that is not what has rows, give {name} None in batch_axes"
+    return rows, came, other if len(sizes) > 1 else ""
+
+
+def _no_rows(call: Call) -> ValueError:
+    """The error that no leaf of the batch has rows: what there is in their place."""
+    came, todo = [], "Pass the batch there, or name in batch_argnums where it is"
+    for i in call.roles["batch_argnums"]:
+        tree, leaves = call.at(i), named_leaves(call.at(i))
+        if tree is None:
+            came.append(f"{argument(i)} is None")
+        elif not leaves:
+            came.append(f"{argument(i)} is a {type(tree).__name__} without leaves")
+        elif any(np.ndim(x) for _, x in leaves if is_array(x)):
+            came.append(f"batch_axes gives None to all leaves of {argument(i)}")
+            todo = "Give those that have rows the axis of these"
+        else:
+            [(name, x), *_] = leaves
+            kind = "is a scalar" if is_array(x) else f"is of type {type(x).__name__}"
+            came.append(f"{argument(i)} holds none with an axis: {name} {kind}")
+    return ValueError(
+        "batch_argnums must name arguments that hold arrays, but "
+        f"{' and '.join(came)}. {todo}."
+    )
+
+
+def _with_whole_keys(call: Call, rows: int) -> Call:
+    """The call, in which raw keys that are not as long as the batch go whole."""
+    leaves = jax.tree.leaves(call.role("batch_argnums"))
+    axes = [
+        None if axis is not None and _is_raw_key(x) and np.shape(x)[0] != rows else axis
+        for x, axis in zip(leaves, call.batch_axes, strict=True)
+    ]
+    return call._replace(batch_axes=axes)
 
 
 def _check_one_length(call: Call, rows: int, came: str) -> None:
-    for name, other, length in _with_axes(call):
+    for name, x, length in _with_axes(call):
         if length != rows:
+            todo = (
+                "Put the examples on axis 0, or say in batch_axes where they are, and "
+                "None for what has none, such as a table: that goes whole."
+            )
             raise ValueError(
                 "All leaves of the batch must have one length along their batch axis, "
-                f"but {came} and {name} has shape {other}. Put the examples on axis "
-                "0, or say in batch_axes where they are."
+                f"but {came} and {name} has shape {jnp.shape(x)}. "
+                f"{_A_KEY_ALONE if _is_raw_key(x) else todo}"
             )
 
 
@@ -277,7 +331,7 @@ def _as_they_divide(call: Call, rows: int, parts: int) -> Call:
 
 
 def _is_split(n: Any, rows: Any, parts: int) -> bool:
-    """Whether a leaf of so many rows is split: as the first one, or if it can be."""
+    """True if a leaf of so many rows is split: as the batch is, or along its own."""
     return _holds(lambda: n == rows) or _holds(lambda: n > 0 and n % parts == 0)
 
 

@@ -11,13 +11,17 @@ from jax.sharding import PartitionSpec
 from ga_optax import config
 from ga_optax._calls import batches, words
 from ga_optax._calls.options import Argument, Options
-from ga_optax._checks import check_arrays, check_gradients, named_leaves, nodes_of
+from ga_optax._checks import check_arrays, check_inexact, named_leaves, nodes_of
 from ga_optax._devices import collectives, membership, meshes
 from ga_optax._devices.meshes import Axes, Placement
 from ga_optax._loop.step import Where
 from ga_optax._passes import probe
 from ga_optax._passes.facts import Lies
 from ga_optax.accumulator import Accumulator
+
+_OF_INTEGERS = (
+    "Pass it as another argument, or allow_int=True, which ga_optax.value_and_grad has."
+)
 
 
 class DoesNotFitError(ValueError):
@@ -75,7 +79,9 @@ class Call(NamedTuple):
         call = cls(options, args, kwargs, options.roles(len(args), kwargs))
         for i in call.roles["argnums"]:
             check_parameters(i, call.at(i))
-            check_gradients(call.at(i), call.at(i), name=batches.argument(i))
+            check_arrays(batches.argument(i), call.at(i))
+            for name, x in named_leaves(call.at(i)):
+                check_inexact(f"{name} of {batches.argument(i)}", x, _OF_INTEGERS)
         for i in call.roles["carry_argnums"]:
             check_arrays(batches.argument(i), call.at(i), "Carry arrays alone.")
         call = call._replace(batch_axes=batches.axes_of(call, hint))

@@ -18,7 +18,7 @@ from ga_optax._calls.call import Call
 from ga_optax._calls.options import ROLES, Argument
 from ga_optax._calls.results import check_values
 from ga_optax._devices import collectives, meshes
-from ga_optax._passes import ir, rowwise
+from ga_optax._passes import ir, places, rowwise
 from ga_optax._passes.divided import Divided, Gradient, paired
 
 
@@ -79,6 +79,7 @@ def _traced(flat: Callable[..., Any], xs: Sequence[Any], call: Call) -> tuple[An
     In the region of a mesh types name that otherwise, so it must not be in a program.
     """
     env = [*rowwise.READ, *meshes.of_all_rows(call.options.axes)]
+    flat = places.in_name_of(call.options.fun, flat)
     trace = jax.make_jaxpr(flat, axis_env=env, return_shape=True)
     if call.mesh is None:
         return trace(*xs)

@@ -20,6 +20,8 @@ def value_and_grad(
     microbatch_size: int | None = None,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
+    holomorphic: bool = False,
+    allow_int: bool = False,
     batch_argnums: int | Sequence[int] = 1,
     batch_argnames: str | Sequence[str] = (),
     batch_axes: Any = 0,
@@ -67,6 +69,8 @@ def value_and_grad(
       microbatch_size: in its place, how many rows (of each device) one of them has.
       argnums: the positional arguments to differentiate with respect to.
       has_aux: whether `fun` returns `(loss, aux)`. aux comes back as for all rows.
+      holomorphic: whether `fun` is holomorphic: loss and parameters are complex.
+      allow_int: whether parameters may hold integers, whose gradients are `float0`.
       batch_argnums: the positional arguments that have rows.
       batch_argnames: the keywords that have rows.
       batch_axes: along which axis, as in `jax.vmap`: an int, None (whole), or a prefix
@@ -87,7 +91,7 @@ def value_and_grad(
       TypeError, ValueError: if an argument does not fit, before `fun` is traced; if
         what `fun` returned does not fit, before anything runs.
     """
-    from ga_optax._calls import whole  # 80 ms of import, which not all need
+    from ga_optax._calls import kinds, whole  # 80 ms of import, which not all need
 
     options = Options(
         fun=fun,
@@ -95,6 +99,8 @@ def value_and_grad(
         microbatch_size=microbatch_size,
         argnums=argnums,
         has_aux=has_aux,
+        holomorphic=holomorphic,
+        allow_int=allow_int,
         batch_argnums=batch_argnums,
         batch_argnames=batch_argnames,
         batch_axes=batch_axes,
@@ -103,4 +109,4 @@ def value_and_grad(
         accumulator_dtype=accumulator_dtype,
         optimize=optimize,
     )
-    return warns_outside_jit(whole.of_options(options.checked()))
+    return warns_outside_jit(kinds.of_any_kind(options.checked(), whole.of_options))

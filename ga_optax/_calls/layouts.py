@@ -83,16 +83,18 @@ def traced(call: Call, due: Sequence[Layout] = ()) -> Traced:
 
     Whatever the partitioner raises, `part` is an exception then.
     """
-    params, places = call.leaves("argnums"), call.leaves("batch_argnums")
+    leaves = call.leaves("argnums")
+    numbers = [*leaves, *call.leaves("batch_argnums")]
 
-    def run(leaves: Sequence[Any], batch: Sequence[Any]) -> Any:
-        new = zip([*params, *places], [*leaves, *batch], strict=True)
+    def run(params: Sequence[Any], batch: Sequence[Any]) -> Any:
+        new = zip(numbers, [*params, *batch], strict=True)
         one = call.with_leaves(dict(new))
         return call.options.fun(*one.args, **one.kwargs)
 
     env = meshes.of_all_rows(() if call.by_compiler else call.options.axes)
+    run = places.in_name_of(call.options.fun, run)
     trace = jax.make_jaxpr(run, axis_env=[*rowwise.READ, *env], return_shape=True)
-    of_params = list(params.values())
+    of_params = list(leaves.values())
     if call.maps:
         of_params = list(map(type_of, of_params))
     with explained(call):
@@ -105,7 +107,7 @@ def traced(call: Call, due: Sequence[Layout] = ()) -> Traced:
         part, strided = _split(call, jaxpr, due)
     except Exception as error:  # Any: what JAX will change is not known.
         part, strided = error, False
-    return Traced(closed, out, part, len(params), strided)
+    return Traced(closed, out, part, len(leaves), strided)
 
 
 def _split(

@@ -15,7 +15,7 @@ from ga_optax._calls.results import check_carry, taken_apart
 from ga_optax._devices import meshes
 from ga_optax._loop import trees, ways
 from ga_optax._loop.step import Operands, Step, Where, after_passes
-from ga_optax._passes import constraints, ir, known
+from ga_optax._passes import constraints, ir, known, places
 from ga_optax.accumulator import Accumulator, as_weight
 
 
@@ -31,7 +31,8 @@ def traced(
     params, _, keys, carry = (list(call.leaves(role).values()) for role in call.roles)
     first = [x[0] for x in batch]
     arguments = params, first, keys, carry
-    trace = jax.make_jaxpr(_micro_batch(call, first[0]), return_shape=True)
+    run = places.in_name_of(options.fun, _micro_batch(call, first[0]))
+    trace = jax.make_jaxpr(run, return_shape=True)
     with explained(call):
         closed, shapes = trace(*arguments)
     closed = closed.replace(jaxpr=constraints.without_axes(closed.jaxpr, call.axes))

@@ -30,6 +30,13 @@ _OF_BATCH = (
     "jax.value_and_grad(ga_optax.microbatch(fun, num_microbatches), argnums)"
 )
 
+_BOOLS = {
+    "has_aux": "Pass True if fun returns (loss, aux), or leave it out.",
+    "holomorphic": "Pass True for a complex loss, or leave it out.",
+    "allow_int": "Pass True if parameters hold integers, or leave it out.",
+    "optimize": "Pass False for the plain scan, or leave it out.",
+}
+
 Argument = int | str  # of the call: its position, or its keyword
 
 
@@ -44,6 +51,8 @@ class Options(NamedTuple):
     microbatch_size: int | None = None
     argnums: int | Sequence[int] = 0
     has_aux: bool = False
+    holomorphic: bool = False
+    allow_int: bool = False
     batch_argnums: int | Sequence[int] = 1
     batch_argnames: str | Sequence[str] = ()
     batch_axes: Any = 0
@@ -68,11 +77,9 @@ class Options(NamedTuple):
         if self.weight_fn is not None:
             todo = "Pass None to count every micro-batch as 1."
             check_callable("weight_fn", self.weight_fn, "of the batch arguments", todo)
-        if not isinstance(self.optimize, bool):
-            raise TypeError(
-                f"optimize must be a bool, but it is {self.optimize!r}. Pass False for "
-                "the plain scan, or leave it out."
-            )
+        for name, todo in _BOOLS.items():
+            if not isinstance(value := getattr(self, name), bool):
+                raise TypeError(f"{name} must be a bool, but it is {value!r}. {todo}")
         ways.check_option(self.aux)
         _check_residual_bytes(self.residual_bytes)
         for axis in jax.tree.leaves(self.batch_axes):
@@ -184,6 +191,11 @@ class Options(NamedTuple):
                 option = named if isinstance(i, str) else role
                 if num_args is not None:
                     i = found(option, i, num_args, keywords, self.fun)
+                if i in owner and owner[i] == option:
+                    raise ValueError(
+                        f"{option} must name each argument once, but it names argument "
+                        f"{i!r} twice. Name it once."
+                    )
                 if i in owner:
                     both = {owner[i], option}
                     more = _OF_BATCH if both == {"argnums", "batch_argnums"} else ""
@@ -251,10 +263,11 @@ def _check_residual_bytes(residual_bytes: Any) -> None:
 
 
 def _positions(name: str, value: Any) -> Any:
+    many = isinstance(value, (tuple, list))
     try:
-        if not isinstance(value, (tuple, list)):
-            return operator.index(value)
-        return tuple(map(operator.index, value))
+        if any(isinstance(i, (bool, np.bool_)) for i in (value if many else [value])):
+            raise TypeError
+        return tuple(map(operator.index, value)) if many else operator.index(value)
     except TypeError:
         raise TypeError(
             f"{name} must be an int or a sequence of ints, but it is {value!r}. Number "

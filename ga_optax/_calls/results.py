@@ -31,29 +31,47 @@ def taken_apart(
     carries, has_aux = options.carries, options.has_aux
     form, loss, carry, aux = "the loss", out, (), ()
     if carries and has_aux:
-        form = "(loss, (carry, aux))"
+        form = "(loss, (carry, aux)) with carry_argnums and has_aux=True"
         loss, rest = _pair(out, form)
         carry, aux = _pair(rest, form)
     elif carries:
-        form = "(loss, carry)"
+        form = "(loss, carry) with carry_argnums"
         loss, carry = _pair(out, form)
     elif has_aux:
-        form = "(loss, aux)"
+        form = "(loss, aux) with has_aux=True"
         loss, aux = _pair(out, form)
     check_values("The leaves of aux", aux, any_aux)
     if not isinstance(loss, (jax.Array, np.ndarray, np.generic, int, float, complex)):
+        todo = "Return the loss alone, a number, in that place."
+        if loss is None:
+            todo = "Is a return missing?"
+        elif form == "the loss" and isinstance(loss, (tuple, list)):
+            todo = (
+                "Pass has_aux=True if it returns (loss, aux), or return the loss alone."
+            )
         raise TypeError(
-            f"fun must return {form}, but its loss is of type {type(loss).__name__}. "
-            "Pass has_aux=True if it returns (loss, aux), or return the loss alone."
+            f"fun must return {form}, but its loss is {_kind(loss)}. {todo}"
         )
     shape, dtype = jnp.shape(loss), jnp.result_type(loss)
     if shape != ():
         raise ValueError(
             f"The loss must be a scalar, but it has shape {shape}. Return its mean."
         )
-    if not jnp.issubdtype(dtype, jnp.floating):
+    is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
+    if options.holomorphic and not is_complex:
         raise TypeError(
-            f"The loss must be real and floating, but it has dtype {dtype}. Cast it."
+            "The loss must be complex with holomorphic=True, but it has dtype "
+            f"{dtype}. Leave that out."
+        )
+    if not (options.holomorphic or jnp.issubdtype(dtype, jnp.floating)):
+        todo = "Cast it."
+        if is_complex:
+            todo = (
+                "Return its real part, or pass holomorphic=True, which "
+                "ga_optax.value_and_grad has."
+            )
+        raise TypeError(
+            f"The loss must be real and floating, but it has dtype {dtype}. {todo}"
         )
     return loss, (carry,) if isinstance(options.carry_argnums, int) else carry, aux
 
@@ -83,11 +101,24 @@ def _has_type(leaf: Any) -> bool:
 def _pair(out: Any, form: str) -> tuple[Any, Any]:
     if isinstance(out, (tuple, list)) and len(out) == 2:
         return out[0], out[1]
-    length = f" of {len(out)}" if isinstance(out, (tuple, list)) else ""
-    raise TypeError(
-        f"fun must return {form} with these has_aux and carry_argnums, but instead "
-        f"of a pair came a {type(out).__name__}{length}. Return one, or change those."
+    options = form.partition(" with ")[2]
+    todo = (
+        "Is a return missing?" if out is None else f"Return it, or leave out {options}."
     )
+    raise TypeError(
+        f"fun must return {form}, but instead of a pair came {_kind(out)}. {todo}"
+    )
+
+
+def _kind(out: Any) -> str:
+    """What something is that `fun` returned, in words."""
+    if out is None:
+        return "None"
+    if isinstance(out, (jax.Array, np.ndarray)):
+        return f"an array of shape {np.shape(out)}"
+    if isinstance(out, (tuple, list)):
+        return f"a {type(out).__name__} of {len(out)}"
+    return f"of type {type(out).__name__}"
 
 
 def check_carry(old: Any, new: Any) -> None:

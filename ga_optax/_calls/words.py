@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 import jax
+import numpy as np
 
 from ga_optax._loop import in_place
 
@@ -20,15 +21,56 @@ _logger = logging.getLogger("ga_optax")
 P = ParamSpec("P")
 R = TypeVar("R")
 
+# What other libraries call the rows of a micro-batch, and the keys of random numbers.
+_SIZES = (
+    "batch_size",
+    "chunk_size",
+    "micro_batch_size",
+    "per_device_batch_size",
+    "per_device_train_batch_size",
+    "train_micro_batch_size_per_gpu",
+)
+_RNGS = ("key", "keys", "rng", "rngs", "rng_key", "prng_key", "seed")
 _NUMBER = "The number of micro-batches is num_microbatches here"
 # What other libraries call it.
 _OTHERS: Mapping[str, str] = {
-    "micro_batch_size": "It is called microbatch_size here",
-    "per_device_train_batch_size": "It is called microbatch_size here",
     "every_k_schedule": f"{_NUMBER}; across calls, ga_optax.MultiSteps has a schedule",
     "in_axes": "It is called batch_axes here",
+    "weight": "Pass weight_fn=, a function of the batch arguments, to "
+    "ga_optax.accumulate",
+    "argnums": "What has rows is batch_argnums, and jax.grad differentiates the result",
+    "argnames": "What has rows is batch_argnames here",
+    "has_aux": "fun may return anything, and jax.value_and_grad takes the result",
+    **dict.fromkeys(
+        ("holomorphic", "allow_int"),
+        "ga_optax.value_and_grad has it, as jax.value_and_grad has",
+    ),
+    **dict.fromkeys(
+        ("static_argnums", "static_argnames"),
+        "What is no array goes to fun as it came",
+    ),
+    **dict.fromkeys(
+        ("donate_argnums", "donate_argnames", "in_shardings", "out_shardings"),
+        "Pass it to the jax.jit around the step",
+    ),
+    **dict.fromkeys(
+        ("mesh", "param_specs", "grad_specs", "sync", "overlap", "logical_devices"),
+        "Pass data_axis=ga_optax.DataAxis(name, ...), which has it",
+    ),
     **dict.fromkeys(
         (
+            "k",
+            "steps",
+            "chunks",
+            "num_chunks",
+            "n_chunks",
+            "num_steps",
+            "num_micro_steps",
+            "n_microbatches",
+            "microbatches",
+            "accum",
+            "grad_accum",
+            "gradient_accumulation",
             "gradient_accumulation_steps",
             "accumulate_grad_batches",
             "grad_accum_steps",
@@ -46,6 +88,8 @@ _ITS = "ga_optax.accumulate has it, whose micro-batches are each by themselves"
 _KEYS = "fun gets its keys as they are, and draws what the whole batch draws"
 # What the functions of the whole batch have no need of.
 _OF_WHOLE = {
+    **dict.fromkeys(_SIZES, "The rows of a micro-batch are microbatch_size here"),
+    **dict.fromkeys(_RNGS, "Pass it to the function that this one returns"),
     "weight_fn": "The gradient is that of the loss as it is written, which divides by "
     f"its own counts; {_ITS}",
     "aux": f"aux comes back as fun returns it for all rows; {_ITS}",
@@ -60,32 +104,52 @@ _OF_WHOLE = {
 }
 # And those of micro-batches each by itself.
 _THAT = "ga_optax.value_and_grad gives the gradient of the whole batch, for any loss"
+_BY_NUMBER = "Pass num_microbatches: an accumulator takes any number of them"
 _OF_EACH = {
+    **dict.fromkeys((*_SIZES, "microbatch_size"), _BY_NUMBER),
+    **dict.fromkeys(_RNGS, "rng_argnums and rng_argnames name arguments that are keys"),
     "whole_batch": _THAT,
     "axis_name": _THAT,
     "residual_bytes": f"Rows do not meet in micro-batches each by itself; {_THAT}",
     "accumulator_dtype": "It is the accumulator's: "
     "ga_optax.accumulator.init(params, dtype)",
-    "microbatch_size": "Pass num_microbatches: an accumulator takes any number of them",
     "carry_argnums": "What fun changes in NNX objects is carried already",
+}
+_OF_VERIFY = {
+    **_OF_EACH,
+    **dict.fromkeys((*_RNGS, "rng_argnums", "rng_argnames"), "Pass a key as rng="),
+    **dict.fromkeys(
+        ("argnums", "batch_argnums", "batch_argnames", "carry_argnums"),
+        "fun takes params and batch alone, so let it close over all else",
+    ),
 }
 
 
 def explains_keywords(fun: Callable[P, R]) -> Callable[P, R]:
-    """`fun`, which says of a keyword that it does not have what there is instead."""
+    """`fun`, which says of a keyword that it does not have what there is instead.
+
+    And of arguments that belong to the function that it returns, that they do.
+    """
     parameters = inspect.signature(fun).parameters
-    own = _OF_EACH if fun.__name__ == "accumulate" else _OF_WHOLE
+    own = {"accumulate": _OF_EACH, "verify": _OF_VERIFY}.get(fun.__name__, _OF_WHOLE)
     means = {**_OTHERS, **own}
+    names = list(parameters)[1:]
 
     @functools.wraps(fun)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         for name in kwargs:
             if name not in parameters and name in means:
-                names = ", ".join(list(parameters)[1:])
                 raise TypeError(
-                    f"The options of {fun.__name__} must be among {names}, but "
-                    f"{name} came. {means[name]}."
+                    f"The options of {fun.__name__} must be among {', '.join(names)}, "
+                    f"but {name} came. {means[name]}."
                 )
+        more = args[1:] if names[0] == "num_microbatches" else ()
+        if len(more) > 1 or any(map(np.ndim, jax.tree.leaves(more))):
+            raise TypeError(
+                f"{fun.__name__} must get fun and num_microbatches alone, for it "
+                f"returns a function of all else, but {len(args)} arguments came. Call "
+                f"it twice: {fun.__name__}(fun, num_microbatches)(params, batch)."
+            )
         return fun(*args, **kwargs)
 
     return call

@@ -186,7 +186,7 @@ def audit(
       is a table.
 
     Raises:
-      TypeError: if `compiled` is not compiled.
+      TypeError: if `compiled` is not compiled, or `mesh` is no mesh.
       ValueError: if the text is not an HLO module.
     """
     if isinstance(compiled, str):
@@ -197,6 +197,11 @@ def audit(
         raise TypeError(
             "audit needs a compiled program, or its HLO text, but it got a "
             f"{type(compiled).__name__}. Pass jax.jit(step).lower(*args).compile()."
+        )
+    if not (mesh is None or isinstance(mesh, (Mesh, AbstractMesh))):
+        raise TypeError(
+            f"mesh must be a jax.sharding.Mesh, or None, but it is {mesh!r}. Pass the "
+            "mesh that the program runs on, for the names of its axes."
         )
     from ga_optax._compiled import hlo  # 3 ms of import, which few need
 

@@ -13,13 +13,14 @@ therefore tries the smallest candidate first, and bisects the others.
 import contextlib
 import dataclasses
 import functools
+import inspect
 import itertools
 import math
 import numbers
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -146,7 +147,8 @@ def plan(
         `args`. Donate the arguments that you donate in training.
       *args: the arguments of the step: arrays, or `jax.ShapeDtypeStruct`, with their
         shardings if they have any; NNX modules too if the step is under `nnx.jit`.
-      batch_size: examples in a batch. Each candidate must divide it.
+      batch_size: examples in a batch. Each candidate must divide it, and the rows of
+        a batch that `value_and_grad` gets in the step must do so, too.
       memory_limit: bytes on one device: a number, or a string such as "16GiB" (GiB =
         2^30 bytes, GB = 10^9). None takes the limit of the target, or of the smallest
         local device, which a CPU does not have.
@@ -165,6 +167,7 @@ def plan(
       ValueError: if an argument is invalid, or if no candidate compiles.
       TypeError: if an argument, or what `make_step` returns, has the wrong type.
     """
+    _check_make_step(make_step)
     todo = "Pass how many examples one step sees."
     batch_size = _checks.check_int("batch_size", batch_size, todo)
     machine: Any = None
@@ -176,18 +179,40 @@ def plan(
         memory_limit = machine.memory_limit if machine else _device_limit()
     limit = parse_bytes(memory_limit)
     choices = _check_candidates(candidates, batch_size)
-    what = "of num_microbatches that returns a jitted function"
-    todo = "Pass the function that builds your step."
-    _checks.check_callable("make_step", make_step, what, todo)
     place = machine.arguments if machine else contextlib.nullcontext
     with place(args) as args:
-        search = _Search(make_step, args, limit)
+        search = _Search(make_step, args, limit, batch_size)
         answer = search.smallest_that_fits(choices)
     seen = tuple(search.tried[k] for k in sorted(search.tried))
     untried = tuple(k for k in choices if k not in search.tried)
     if answer is None:
         search.nothing_fits(_page(seen, untried, batch_size, "Nothing fits."))
     return Plan(answer, batch_size, limit, seen, untried)
+
+
+class _BatchSizeError(ValueError):
+    """The step has another batch than the caller says."""
+
+
+def _check_make_step(make_step: Any) -> None:
+    """Raises unless it can be called with a number of micro-batches alone."""
+    what = "of num_microbatches that returns a jitted function"
+    example = "lambda k: jax.jit(ga_optax.value_and_grad(loss, k)), for example."
+    todo = f"Pass the function that builds your step: {example}"
+    _checks.check_callable("make_step", make_step, what, todo)
+    if hasattr(make_step, "lower"):
+        raise TypeError(
+            f"make_step must be a function {what}, but it is a jitted one. {todo}"
+        )
+    with contextlib.suppress(ValueError):  # of a built-in function
+        signature = inspect.signature(make_step)
+        try:
+            signature.bind(1)
+        except TypeError:
+            raise TypeError(
+                f"make_step must take num_microbatches alone, but it takes {signature}."
+                f" {todo}"
+            ) from None
 
 
 def _is_too_large(candidate: Candidate) -> bool:
@@ -203,10 +228,15 @@ class _Search:
     """
 
     def __init__(
-        self, make_step: Callable[[int], Any], args: tuple[Any, ...], limit: int
+        self,
+        make_step: Callable[[int], Any],
+        args: tuple[Any, ...],
+        limit: int,
+        batch_size: int,
     ) -> None:
         self.tried: dict[int, Candidate] = {}
-        self._make_step, self._args, self._limit = make_step, args, limit
+        self._make_step, self._args = make_step, args
+        self._limit, self._batch_size = limit, batch_size
         self._causes: list[Exception] = []
 
     def smallest_that_fits(self, todo: list[int]) -> int | None:
@@ -239,7 +269,8 @@ class _Search:
             k = min(self.tried)
             raise ValueError(
                 f"At least one candidate must compile, but all {len(self.tried)} that "
-                f"were tried failed; num_microbatches={k} with {self.tried[k].error}. "
+                f"were tried failed; num_microbatches={k} with "
+                f"{(self.tried[k].error or '').rstrip('.')}. "
                 "Call make_step yourself, and its lower(*args)."
             ) from self._causes[0]
         raise NothingFitsError(
@@ -248,16 +279,32 @@ class _Search:
             f"jax.checkpoint, or shard over more devices.\n{page}"
         ) from (None if needs else self._causes[0])
 
+    def _compiled(self, k: int) -> tuple[Any, Any, list[str]]:
+        """The step of a candidate, compiled if it can be, and what is said of it."""
+        with notes.recorded() as lines, notes.batches() as batches:
+            try:
+                step = self._make_step(k)
+                lower = getattr(step, "lower", None)
+                lowered = None if lower is None else lower(*self._args)
+            finally:
+                size = self._batch_size
+                if batches and not any(size % rows == 0 for rows in batches):
+                    raise _BatchSizeError(
+                        "batch_size must be how many rows the step's batch has, but it "
+                        f"is {size}, and value_and_grad got a batch of {batches[0]}. "
+                        "Pass that number, or other arguments."
+                    )
+            return step, None if lowered is None else lowered.compile(), lines
+
     def _measured(self, k: int) -> Candidate:
         """Compiles a candidate, and says what it needs."""
         say = functools.partial(print, file=sys.stderr, flush=True)
         say(f"plan: num_microbatches={k}: compiling ...", end="")
         start = time.perf_counter()
         try:
-            with notes.recorded() as lines:
-                step = self._make_step(k)
-                lower = getattr(step, "lower", None)
-                compiled = None if lower is None else lower(*self._args).compile()
+            step, compiled, lines = self._compiled(k)
+        except _BatchSizeError as error:
+            raise ValueError(str(error)) from None
         except Exception as error:  # of the user's code or of the compiler: reported
             self._causes.append(error)
             message = f"{type(error).__name__}: {str(error).strip() or 'no message'}"
@@ -405,6 +452,11 @@ def _check_candidates(candidates: Sequence[int] | None, batch_size: int) -> list
     if candidates is None:
         return divisors
     todo = f"Choose from {', '.join(map(str, divisors))}."
+    if not isinstance(candidates, Iterable):
+        raise TypeError(
+            "candidates must be a sequence of ints, but it is "
+            f"{_checks.brief(candidates)}. {todo}"
+        )
     chosen = {_checks.check_int("each candidate", k, todo) for k in candidates}
     if not chosen:
         raise ValueError(f"candidates must not be empty, but they are. {todo}")

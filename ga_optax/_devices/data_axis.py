@@ -87,7 +87,10 @@ class DataAxis:
         if self.logical_devices is not None:
             self._check_logical()
         if not isinstance(self.overlap, bool):
-            raise TypeError(f"overlap must be a bool, but it is {self.overlap!r}.")
+            raise TypeError(
+                f"overlap must be a bool, but it is {self.overlap!r}. Pass True or "
+                "False."
+            )
         if self.overlap and (self.sync == "each" or self.logical_devices is not None):
             raise ValueError(
                 'overlap must have sync="last" and no logical_devices, but sync is '

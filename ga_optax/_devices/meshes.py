@@ -4,6 +4,7 @@ Only questions and checks stand here. What communicates is in `_collectives`.
 """
 
 import contextlib
+import itertools
 import math
 import warnings
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ import numpy as np
 from jax.interpreters import pxla
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from ga_optax._checks import named_leaves
+from ga_optax._checks import brief, leaf_name, named_leaves
 
 OWN_COPY = (
     "differentiate with respect to the device's own copy of the parameters: "
@@ -66,9 +67,10 @@ def check_data_axis(data_axis: Any) -> Axes:
     ):
         raise TypeError(
             "data_axis must be the name of a mesh axis, or a tuple of different names, "
-            f'but it is {data_axis!r}. Pass "data", for example, or None. (A DataAxis '
-            "goes to value_and_grad or accumulate; MultiSteps takes what those return "
-            "at top level, without a data_axis.)"
+            f"but it is {brief(data_axis)}. "
+            'Pass "data", for example, or None. (A DataAxis goes to value_and_grad or '
+            "accumulate; MultiSteps takes what those return at top level, without a "
+            "data_axis.)"
         )
     if not hasattr(jax.lax, "pcast"):
         raise ValueError(
@@ -263,6 +265,7 @@ def placements(
     if specs is None:
         found = [None if mesh is None else _known_spec(leaf) for _, leaf in leaves]
     else:
+        _check_names(specs, tuple(_sizes(mesh)), option)
         found = broadcast_specs(specs, params, option)
     shape, result = _sizes(mesh), []
     for (name, leaf), spec in zip(leaves, found, strict=True):
@@ -315,27 +318,53 @@ def same_mesh(x: Any, y: Any) -> bool:
     return a == b or not (explicit_names(a) or explicit_names(b))
 
 
+def _is_spec(x: Any) -> bool:
+    return x is None or isinstance(x, (PartitionSpec, NamedSharding))
+
+
+def _check_names(specs: Any, axes: Axes, option: str) -> None:
+    """Raises unless specs name axes of the mesh, each once."""
+    for path, spec in jax.tree.leaves_with_path(specs, _is_spec):
+        spec = spec.spec if isinstance(spec, NamedSharding) else spec
+        entries = spec if isinstance(spec, PartitionSpec) else ()
+        given = [x for x in entries if x is not PartitionSpec.UNCONSTRAINED]
+        names = list(itertools.chain(*map(names_in, given)))
+        for name in names:
+            if name not in axes or names.count(name) > 1:
+                twice = " twice" if name in axes else ""
+                raise ValueError(
+                    f"{option} must name axes of the mesh, each once, but {spec} at "
+                    f"{leaf_name(path)} names {name!r}{twice}, and the mesh has "
+                    f"{in_words(axes)}. Name one of these."
+                )
+
+
 def broadcast_specs(
     specs: Any, params: Any, option: str = "param_specs"
 ) -> list[PartitionSpec | None]:
     """One spec for each leaf of `params`; raises if `specs` is no prefix of it."""
-
-    def is_spec(x: Any) -> bool:
-        return x is None or isinstance(x, (PartitionSpec, NamedSharding))
-
     todo = "Pass jax.tree.map(lambda p: p.sharding.spec, params), for example."
-    for spec in jax.tree.leaves(specs, is_leaf=is_spec):
-        if not is_spec(spec):
+    for spec in jax.tree.leaves(specs, is_leaf=_is_spec):
+        if not _is_spec(spec):
             raise TypeError(
                 f"{option} must be a tree of PartitionSpec that is a prefix of the "
                 f"parameters' tree, but it holds {spec!r}. {todo}"
             )
     try:
-        of_leaves = jax.tree.broadcast(specs, params, is_leaf=is_spec)
-    except ValueError as error:
+        of_leaves = jax.tree.broadcast(specs, params, is_leaf=_is_spec)
+    except ValueError:
+        given = [path for path, _ in jax.tree.leaves_with_path(specs, _is_spec)]
+        due = [path for path, _ in jax.tree.leaves_with_path(params)]
+        lacking = [p for p in due if not any(p[: len(x)] == x for x in given)]
+        beyond = [x for x in given if not any(p[: len(x)] == x for p in due)]
+        if lacking:
+            came = f"{leaf_name(lacking[0])} has no spec"
+        elif beyond:
+            came = f"the parameters have no {leaf_name(beyond[0])}, which has a spec"
+        else:
+            came = "its containers are others"
         raise ValueError(
-            f"{option} must be a prefix of the parameters' tree, but it is "
-            f"{jax.tree.structure(specs, is_leaf=is_spec)}: {error}. {todo}"
+            f"{option} must be a prefix of the parameters' tree, but {came}. {todo}"
         ) from None
     return [
         spec.spec if isinstance(spec, NamedSharding) else spec

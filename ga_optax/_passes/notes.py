@@ -4,7 +4,7 @@ import contextlib
 import contextvars
 import logging
 from collections.abc import Iterable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from jax.extend import core
 
@@ -53,6 +53,20 @@ def plans() -> list[str] | None:
 def recorded() -> contextlib.AbstractContextManager[list[str]]:
     """The sentences of every `note` inside, each once."""
     return listed(_notes)
+
+
+_batches: contextvars.ContextVar[list[int]] = contextvars.ContextVar("_batches")
+
+
+def batches() -> contextlib.AbstractContextManager[list[int]]:
+    """How many rows every batch has of which a gradient is traced inside."""
+    return listed(_batches)
+
+
+def batch(rows: Any) -> None:
+    """Hands a number of rows to `batches`, unless `jax.export` leaves it open."""
+    if isinstance(rows, int):
+        _batches.get([]).append(rows)
 
 
 def left_alone(equation: core.JaxprEqn, why: str) -> None:

@@ -5,11 +5,17 @@ JAX itself. Here the innermost line counts that belongs to nobody's package; if 
 none, the innermost one that belongs to neither JAX nor this library.
 """
 
+import functools
+import inspect
+import itertools
 import os
 import re
+from collections.abc import Callable
 from typing import Any
 
 from jax.extend import core, source_info_util
+
+from ga_optax._passes import ir
 
 _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _INSTALLED = [f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages")]
@@ -17,9 +23,17 @@ _DEEPEST = 100  # calls
 _OWN = 2  # how much a line of the user's is one
 
 
+def in_name_of(fun: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run`, of which errors of JAX say that it is `fun`, a function of the user's."""
+    signature = inspect.signature(run)
+    run = functools.update_wrapper(run, fun, updated=())
+    run.__signature__ = signature  # pyrefly: ignore[missing-attribute]
+    return run
+
+
 def line_of(source: Any) -> str:
     """The file, line and function of an equation's source, as far as JAX tells."""
-    return _ranked(source)[1] or "an unknown line"
+    return _ranked(source)[1] or "code without lines"  # such as an exported program
 
 
 def short(line: str) -> str:
@@ -57,11 +71,19 @@ def placed(equation: core.JaxprEqn, around: Any) -> core.JaxprEqn:
       around: the source of the one whose program it is in; None if there is none.
 
     A function of JAX's that is jitted, such as `jnp.var`, knows nothing of its caller.
+    What has no line, such as a loss that is a checkpoint, has the last one in it.
     """
-    source = equation.source_info
-    if around is None or _ranked(around)[0] <= _ranked(source)[0]:
+    source, programs = equation.source_info, ir.inner_programs(equation)
+    others = [] if around is None else [around]
+    if not (others or programs):
         return equation
-    here = source.replace(traceback=around.traceback)
+    if not (own := _ranked(source)[0]):
+        inside = itertools.chain(*map(ir.equations, programs))
+        others += [e.source_info for e in inside][::-1]
+    found = next((x for x in others if _ranked(x)[0] > own), None)
+    if found is None:
+        return equation
+    here = source.replace(traceback=found.traceback)
     return equation.replace(source_info=here)
 
 

@@ -12,9 +12,11 @@ from jax.typing import ArrayLike
 from ga_optax import _checks, accumulator
 from ga_optax._calls.accumulate import accumulate
 from ga_optax._calls.call import check_parameters
+from ga_optax._calls.words import explains_keywords
 from ga_optax._verify.report import Report
 
 
+@explains_keywords
 def verify(
     fun: Callable[..., Any],
     params: optax.Params,
