@@ -206,6 +206,15 @@ MOVES = {
     ),
     "running": lambda h, w: jnp.cumsum(h[1:], 0),
     "rows and columns": lambda h, w: jnp.pad(h[1:, 1:], ((0, 1), (1, 2)))[::-1, ::-1],
+    "rows and columns of a mask": lambda h, w: jnp.where(
+        jax.lax.pad(h > 0, False, ((1, -1, 0), (-1, 1, 0))), h @ w, h
+    ),
+    "columns that are none": lambda h, w: jnp.hstack(
+        [jnp.roll(x, 1, 0) * x.sum(0) for x in jnp.split(h, [D], 1)]
+    ),
+    "sums over columns that are none": lambda h, w: (
+        h * (h[:, D:] @ h[:, D:].T).sum(1, keepdims=True) + h[:0].max(1).sum()
+    ),
     "roll": lambda h, w: h * jnp.roll(h, 1, 0),
     "roll far": lambda h, w: h * jnp.roll(h, -5, (0, 1)),
     "pad": lambda h, w: h * jnp.pad(h, ((1, 0), (0, 0)))[:-1],

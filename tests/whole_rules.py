@@ -153,6 +153,8 @@ SHAPES = {
     "pad": [
         "jnp.pad(h, ((1, 2), (0, 0)), constant_values=0.3)",
         "lax.pad(h, 0.5, ((-1, 1, 1), (0, 1, 0)))",
+        "lax.pad(h, 0.0, ((1, -1, 0), (1, -1, 0)))",
+        "lax.pad(h > 0, False, ((1, -1, 0), (-2, 2, 0)))",
     ],
     "tile": ["jnp.tile(h, (2, 1))", "jnp.tile(h, 2)"],
     "dynamic_slice": [

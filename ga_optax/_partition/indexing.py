@@ -95,7 +95,9 @@ def _picked(w: Writer, e: core.JaxprEqn, operand: Value, indices: Value) -> Any:
         row = jnp.clip(row, 0, operand.shape[d] - 1)
     here, mine = w.held(operand, row)
     at = at.at[..., column].set(here)
-    picked = w.run(e, [operand.x, jnp.where(mine[..., None], at, 0)])
+    at = jnp.where(mine[..., None], at, 0)  # so it comes several times, in any order
+    broken = {"unique_indices": False, "indices_are_sorted": False}
+    picked = w.run(e, [operand.x, at], **broken)
     mine = jax.lax.broadcast_in_dim(mine, aval.shape, _batch(e))
     return jnp.where(mine, picked, jnp.zeros_like(picked))
 
@@ -222,6 +224,11 @@ def _scattered_into(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     at = w.whole(indices)
     at = at.astype(jnp.promote_types(at.dtype, jnp.int32))
     here, mine = w.held(operand, at[..., column])
-    at = at.at[..., column].set(jnp.where(mine, here, operand.shape[d]))
-    xs = operand.x, at, w.whole(updates)
-    return [(w.run(e, xs, mode=modes.FILL_OR_DROP), operand.rows)]
+    # The others come after all rows, each at a place of its own: as unique as before.
+    after = jnp.arange(mine.size, dtype=at.dtype).reshape(mine.shape)
+    is_here = mine & (here < operand.shape[d])
+    row = jnp.where(is_here, here, operand.shape[d] + after)
+    xs = operand.x, at.at[..., column].set(row), w.whole(updates)
+    broken = {"indices_are_sorted": False}
+    x = w.run(e, xs, mode=modes.FILL_OR_DROP, **broken)
+    return [(x, operand.rows)]

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from ga_optax._partition import factors
 from ga_optax._partition.values import (
     MOVES,
     PARTIAL,
@@ -66,9 +67,11 @@ def _moved(e: core.JaxprEqn, vs: list[Value], d: int, i: int) -> Source | None:
     name, moving, by = e.primitive.name, vs, 0
     if name == "pad":
         moving, by = vs[:1], number_of(vs[1])
+    kept = {way.outs[i] for way in factors.ways(e)}  # axes that stay as they are
+    if by != 0 or not kept.issuperset({*range(len(vs[0].shape))} - {d}):
+        return None
     found: list[Any] = [_source(v, d) for v in moving]
-    several = len({id(x[0]) for x in found if x}) > 1
-    if None in found or several or by != 0:
+    if None in found or len({id(x[0]) for x in found}) > 1:
         return None
     (v, _), numbers = found[0], np.concatenate([x for _, x in found])
     if name == "pad":
@@ -79,9 +82,7 @@ def _moved(e: core.JaxprEqn, vs: list[Value], d: int, i: int) -> Source | None:
         numbers[places[inside]] = old[inside]
     else:
         numbers = numbers[_numbers(e, d, len(numbers))[i]]
-    shape = *v.shape[:d], len(numbers), *v.shape[d + 1 :]
-    is_along = name != "rev" or tuple(e.params["dimensions"]) == (d,)
-    return (v, numbers) if is_along and types_of(e)[i].shape == shape else None
+    return v, numbers
 
 
 def _picked(w: Writer, source: Source | None, d: int, rows: Rows | None) -> Any:
@@ -113,6 +114,8 @@ def _splits(w: Writer, n: int, d: int, length: int) -> list[Rows]:
 def _here(w: Writer, e: core.JaxprEqn, vs: list[Value], d: int, length: int) -> Results:
     """The results, if a micro-batch has its rows of them, or if they are few."""
     held, start, xs = [], 0, []
+    if any(v.rows and v.dim != d for v in vs):
+        return None
     for v in vs if e.primitive.name != "pad" else ():
         # What comes from no row may be split like what does.
         rows = v.rows or next(reversed(_splits(w, v.shape[d], d, length)), None)

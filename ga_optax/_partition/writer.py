@@ -65,13 +65,15 @@ class Axis(NamedTuple):
 
     def gather(self, x: Any, dim: int = 0, tiled: bool = False) -> Any:
         """What all hold, stacked along a new dimension, or joined along one."""
-        if self.is_checked:
-            x = checkpoint_name(x, _MEETS + "all_gather")
+        if self.is_checked or 0 in x.shape:
+            x = self._over("all_gather", x)
             each = [x] * self.size
             return jnp.concatenate(each, dim) if tiled else jnp.stack(each, dim)
         return jax.lax.all_gather(x, self.name, axis=dim, tiled=tiled)
 
     def _over(self, collective: str, x: Any) -> Any:
+        if 0 in x.shape:
+            return x  # without numbers nothing meets
         if self.is_checked:
             return checkpoint_name(x, _MEETS + collective)
         return getattr(jax.lax, collective)(x, self.name)

@@ -201,13 +201,16 @@ def _of_keys(e: core.JaxprEqn) -> Dims:
 def _window(e: core.JaxprEqn) -> Dims:
     """Windows of one number leave a dimension as it is."""
     p, rank = e.params, _rank(e)
-    padding = p.get("padding") or ((0, 0),) * rank
+    ones, none = (1,) * rank, ((0, 0),) * rank
     sizes = zip(
-        p["window_dimensions"], p["window_strides"] or [1] * rank, padding, strict=True
+        p["window_dimensions"],
+        p.get("window_strides") or ones,
+        p.get("base_dilation") or ones,
+        p.get("padding") or none,
+        strict=True,
     )
-    names = [
-        d if (*x[:2], *x[2]) == (1, 1, 0, 0) else None for d, x in enumerate(sizes)
-    ]
+    one = 1, 1, 1, 0, 0
+    names = [d if (*x[:3], *x[3]) == one else None for d, x in enumerate(sizes)]
     ins = [names if _shape(x) else [] for x in e.invars]
     return ins, [names] * len(e.outvars)
 

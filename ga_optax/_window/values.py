@@ -170,8 +170,8 @@ class Values:
         Otherwise XLA may write to it, and to what stands beside it, while much else is
         still read: it begins with whatever needs nothing that is late.
         """
-        late = self.late
-        if late is None or not is_inexact(stack) or _is_sharded(stack):
+        late, is_empty = self.late, 0 in stack.shape
+        if late is None or is_empty or not is_inexact(stack) or _is_sharded(stack):
             return stack
         is_open = not isinstance(late.size, int)  # as `jax.export` leaves it
         place = 0 if is_open else self.made % late.size
