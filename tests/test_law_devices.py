@@ -355,6 +355,130 @@ def test_an_argument_without_a_role_may_lie_on_the_mesh(use, kind):
     assert found.num_microbatches == 8
 
 
+LAYERS, HIDDEN = 8, 128
+
+
+def adapted(p, x, base):
+    """Layers that are frozen, each with an adapter: LoRA."""
+
+    def layer(h, w):
+        w, a, b = w
+        return jnp.tanh(h @ w + h @ a @ b), None
+
+    return jnp.mean(jax.lax.scan(layer, x, (base, p["a"], p["b"]))[0] ** 2)
+
+
+def in_python(p, x, base):
+    for i in range(LAYERS):
+        x = jnp.tanh(x @ base[i] + x @ p["a"][i] @ p["b"][i])
+    return jnp.mean(x**2)
+
+
+def centred(p, x, base):
+    x = x - jnp.tanh(x @ base[0]).mean(0)
+    return adapted(p, x, base)
+
+
+def closes_over(fun, k, **axis):
+    def run(p, x, base):
+        return ga.value_and_grad(lambda p, x: fun(p, x, base), k, **axis)(p, x)
+
+    return run
+
+
+def in_the_batch(fun, k, **axis):
+    batch_axes = {"x": 0, "base": None}
+    of_both = lambda p, b: fun(p, b["x"], b["base"])  # noqa: E731
+    step = ga.value_and_grad(of_both, k, batch_axes=batch_axes, **axis)
+    return lambda p, x, base: step(p, {"x": x, "base": base})
+
+
+def in_a_function(fun, k, **axis):
+    """Arguments of a jitted function inside say nothing; a constraint does."""
+    step = ga.value_and_grad(fun, k, **axis)
+    place = jax.sharding.NamedSharding(axis["data_axis"].mesh, P(None, "data"))
+    constrained = lambda x: jax.lax.with_sharding_constraint(x, place)  # noqa: E731
+    return jax.jit(lambda p, x, base: step(p, x, constrained(base)))
+
+
+def of_gradient(fun, k, **axis):
+    return ga.microbatch(jax.value_and_grad(fun), k, **axis)
+
+
+def of_adapters(fun, base, k=K, make=ga.value_and_grad, kind=AxisType.Auto):
+    """A step whose base lies so: what it returns, what is right, its program."""
+    mesh = mesh_of(kind=kind)
+    p = {"a": array(LAYERS, HIDDEN, 2) / 8, "b": array(LAYERS, 2, HIDDEN) / 8}
+    args = p, array(ROWS, HIDDEN), array(LAYERS, HIDDEN, HIDDEN, scale=0.1)
+    step = jax.jit(make(fun, k, data_axis=ga.DataAxis("data", mesh=mesh)))
+    args = put(args, mesh, (P(), P("data"), base))
+    compiled = step.lower(*args).compile()
+    want = jax.jit(jax.value_and_grad(fun))(*jax.device_get(args))
+    return compiled(*args), want, compiled, ga.audit(compiled, mesh).collectives
+
+
+@pytest.mark.grid(3, 8)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"make": ga.value_and_grad},
+        {"make": closes_over},
+        {"make": in_the_batch},
+        {"kind": AxisType.Explicit},
+        {"make": mean_of},
+        {"make": of_gradient},
+        {"make": in_a_function},
+        {"base": P(None, None, "data")},
+        {"base": P("data")},
+        {"fun": in_python},
+        {"fun": centred},
+    ],
+    ids=lambda its: next(f"{k} {getattr(x, '__name__', x)}" for k, x in its.items()),
+)
+def test_a_frozen_argument_stays_sharded_and_is_gathered_layer_by_layer(options):
+    options = {"fun": adapted, "base": P(None, "data")} | options
+    got, want, compiled, found = of_adapters(**options)
+    assert close(got, want)
+    nbytes = 4 * LAYERS * HIDDEN**2
+    merges = [c for c in found if c.kind == "all-reduce"]
+    gathers = [c for c in found if c.kind == "all-gather"]
+    most = max(c.num_bytes for c in gathers)
+    assert most == nbytes / LAYERS / 4  # of one layer, a device's part
+    unrolls = options["fun"] is in_python
+    if not unrolls or jax.__version_info__ >= (0, 11):  # 0.10 gathers for both passes
+        moved = options["base"] != P(None, "data") and nbytes / 4
+        assert compiled.memory_analysis().temp_size_in_bytes < nbytes / 2 + moved
+    if options["fun"] is not centred:
+        assert [bool(c.loops) for c in merges] == [False]
+        most, least = 2 * K * nbytes / 4, (2 - unrolls) * K * nbytes / 4
+        assert least <= sum(c.total_bytes for c in gathers) <= most
+
+
+def test_a_frozen_argument_on_every_device_is_not_gathered():
+    got, want, _, found = of_adapters(adapted, P())
+    assert close(got, want)
+    assert [(c.kind, bool(c.loops)) for c in found] == [("all-reduce", False)]
+
+
+@pytest.mark.slow
+def test_a_frozen_argument_that_is_sharded_has_derivatives_and_a_batch():
+    mesh = mesh_of()
+    p = {"a": array(4, HIDDEN, 2) / 8, "b": array(4, 2, HIDDEN) / 8}
+    args = p, array(8, HIDDEN), array(4, HIDDEN, HIDDEN, scale=0.1)
+    ours = ga.value_and_grad(adapted, K, data_axis=ga.DataAxis("data", mesh=mesh))
+    put_args = put(args, mesh, (P(), P("data"), P(None, "data")))
+
+    def slope(step):
+        return jax.grad(lambda p, x, base: jnp.sum(step(p, x, base)[1]["a"] ** 2), 2)
+
+    for change in (slope, lambda step: jax.vmap(step, (None, None, 0))):
+        base = put_args[2] if change is slope else jnp.stack([put_args[2]] * 2)
+        want = jax.jit(change(jax.value_and_grad(adapted)))(
+            *args[:2], jax.device_get(base)
+        )
+        assert close(jax.jit(change(ours))(*put_args[:2], base), want)
+
+
 @pytest.mark.parametrize("make", [ga.value_and_grad, mean_of])
 @pytest.mark.parametrize("use", ["product", "index"])
 def test_who_closes_over_an_array_of_the_mesh_is_told_what_to_do(use, make):

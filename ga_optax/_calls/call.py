@@ -2,6 +2,7 @@
 
 import itertools
 import sys
+import types
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from ga_optax._devices.meshes import Axes, Placement
 from ga_optax._loop.step import Where
 from ga_optax._passes import probe
 from ga_optax._passes.facts import Lies
+from ga_optax._passes.shards import Shard
 from ga_optax.accumulator import Accumulator
 
 _OF_INTEGERS = (
@@ -46,6 +48,8 @@ class Call(NamedTuple):
       placements: how to merge the gradient of each parameter leaf over the data axes
         that are bound.
       rows: how many leaves of the batch are differentiated, too: the first of them.
+      shards: the parts of arguments without gradient that are gathered where they are
+        used, by the ids of these.
       sums: whether gradients come in the dtypes of their sums.
     """
 
@@ -59,6 +63,7 @@ class Call(NamedTuple):
     grad_specs: Any = None
     placements: Sequence[Placement] = ()
     rows: int = 0
+    shards: Mapping[int, Shard] = types.MappingProxyType({})
     sums: bool = False
 
     @classmethod
@@ -226,6 +231,7 @@ class Call(NamedTuple):
             logical=self.logical,
             overlap=options.overlap,
             gathered=lies,
+            shards=self.shards,
             split_by_compiler=self.by_compiler or self.distributed,
         )
 

@@ -1,7 +1,7 @@
 """A call at top level with a data axis: a region of the mesh, over that axis alone."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -9,6 +9,8 @@ from jax.sharding import PartitionSpec
 
 from ga_optax._calls.call import Call, DoesNotFitError
 from ga_optax._devices import collectives, meshes
+from ga_optax._passes import ir
+from ga_optax._passes.shards import Shard, either
 
 WHOLE: Any = PartitionSpec()
 
@@ -23,6 +25,7 @@ def over_mesh(
     *others: tuple[Any, Any],
     results: Any,
     check_vma: bool,
+    closed_over: Sequence[Any] = (),
 ) -> Any:
     """`run(call, *others)` in a `shard_map` over the data axes.
 
@@ -33,6 +36,7 @@ def over_mesh(
       results: the specs of the results; `gradients(call)` are those of gradients.
       check_vma: as for `jax.shard_map`. JAX has no types for an axis beside the mesh,
         nor for a constraint over all of it.
+      closed_over: what `fun` is known to close over.
     """
     options, mesh, axes = call.options, call.mesh, call.options.axes
     operands, specs = call.others, dict.fromkeys(call.others, WHOLE)
@@ -48,15 +52,67 @@ def over_mesh(
         specs=jax.tree.structure(call.params).unflatten(lie),
         grad_specs=None if call.grad_specs is None else gradients(call),
     )
-
-    def local(leaves: Any, num_real: Any, *others: Any) -> Any:
-        its = options._replace(num_real_microbatches=num_real)
-        return run(inside.with_leaves(leaves)._replace(options=its), *others)
-
     values, of_others = [x for x, _ in others], [spec for _, spec in others]
-    in_and_out = (specs, WHOLE, *of_others), results
-    mapped = collectives.over_mesh(local, mesh, axes, in_and_out, check_vma)
-    return mapped(operands, options.num_real_microbatches, *values)
+    given = {id(x) for x in operands.values()}
+    more = {
+        -1 - i: x
+        for i, x in enumerate(closed_over)
+        if collectives.is_operand(x) and id(x) not in given
+    }
+    known, perhaps = _dims_of_shards(call, call.others | more)
+    operands |= {n: x for n, x in more.items() if n in known or n in perhaps}
+    specs |= dict.fromkeys(operands.keys() & more.keys(), WHOLE)
+
+    def mapped(dims: Mapping[int, int]) -> Callable[[Any], Any]:
+        """The function, to which some operands come split along a dimension."""
+
+        def local(leaves: Any, num_real: Any, *others: Any) -> Any:
+            shards = {n: Shard(leaves[n], d, axes) for n, d in dims.items()}
+            whole = {n: x.whole() for n, x in shards.items()}
+            here = inside.with_leaves(leaves | whole)._replace(
+                options=options._replace(num_real_microbatches=num_real),
+                # What fun closes over it sees as it is outside.
+                shards={id(more.get(n, whole[n])): x for n, x in shards.items()},
+            )
+            return run(here, *others)
+
+        of_shards = {n: meshes.split_spec(axes, d) for n, d in dims.items()}
+        in_and_out = (specs | of_shards, WHOLE, *of_others), results
+        region = collectives.over_mesh(local, mesh, axes, in_and_out, check_vma)
+        return lambda args: region(*args)
+
+    args = operands, options.num_real_microbatches, *values
+    if not perhaps:
+        return mapped(known)(args)
+    watched = [operands[n] for n in perhaps]
+    return either(mapped(known), mapped(known | perhaps), args, watched, axes)
+
+
+def _dims_of_shards(
+    call: Call, arrays: Mapping[int, Any]
+) -> tuple[dict[int, int], dict[int, int]]:
+    """Along which dimension the data axes split arrays without rows or gradients.
+
+    Returns: of what is known to be split, by number; of what may be.
+    """
+    known: dict[int, int] = {}
+    perhaps: dict[int, int] = {}
+    axes, devices = call.options.axes, meshes.num_devices(call.options.axes, call.mesh)
+    for n, x in arrays.items() if call.options.optimize else ():
+        dims = meshes.dims_that_split(x, devices)
+        if not dims or ir.numbers(x.shape) * x.dtype.itemsize < _SMALL:
+            continue
+        spec = meshes.known_spec(x)
+        named = [bool({*meshes.names_in(its)} & {*axes}) for its in spec or ()]
+        if any(named):
+            its = [d for d in dims if any(named[d : d + 1])]
+            known[n] = (its or dims)[0]
+        elif spec is None:
+            perhaps[n] = dims[0]
+    return known, perhaps
+
+
+_SMALL = 2**16  # bytes: what has fewer is gathered once, for a message takes longer
 
 
 def gradients(call: Call) -> Any:

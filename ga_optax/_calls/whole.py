@@ -135,7 +135,10 @@ def divided(call: Call, trace: layouts.Traced) -> tuple[tuple[jax.Array, Any], A
         split = meshes.split_spec(call.options.axes)
         specs = [split if isinstance(x, Rows) else WHOLE for x in trace.part.layouts]
         out = specs, gradients(call), split
-        results, grads, rows = over_mesh(call, run, results=out, check_vma=False)
+        consts = trace.closed.consts
+        results, grads, rows = over_mesh(
+            call, run, results=out, check_vma=False, closed_over=consts
+        )
     value = layouts.returned(call, trace, results)
     if not call.sums:
         return value, grads
@@ -148,7 +151,8 @@ def _window(call: Call, trace: layouts.Traced) -> tuple[list[Any], Any, list[Any
     Returns: the results, of which those with rows are stacked; the gradients; those of
     leaves of the batch, of each micro-batch along axis 0.
     """
-    options, part, where = call.options, trace.part, call.where()
+    options, part, size = call.options, trace.part, layouts.num_parts(call)
+    where = call.where()._replace(window=[(layouts.AXIS, size)])
     program = trace.program
     (jaxpr, consts), arrivals = after_passes(program, where, False, options.optimize)
     ways = ["stack" if isinstance(x, Rows) else _WAYS[x] for x in part.layouts]
@@ -168,14 +172,14 @@ def _window(call: Call, trace: layouts.Traced) -> tuple[list[Any], Any, list[Any
     acc = call.flat(acc._replace(total=call.placed(acc.total, -0.0)))
     operands = Operands(consts, params, batch, [], [], acc, rows=call.rows)
     if part.meets:
-        loss = Loss(step, layouts.AXIS, layouts.num_parts(call))
+        loss = Loss(step, layouts.AXIS, size)
         kept = options.residual_bytes
         out = window.run(loss, operands, where, residual_bytes=kept)
     else:
-        plans.of_loop(step, operands, layouts.num_parts(call))
+        plans.of_loop(step, operands, size)
         out = loop.run(step, operands, where, begins=True, merges=True)
     knob = "remat=True" if call.sums else "residual_bytes=0"
-    savings.say(trace, layouts.num_parts(call), out.report, knob)
+    savings.say(trace, size, out.report, knob)
     return out.results, _gradients(call, out.acc.total), list(out.rows)
 
 

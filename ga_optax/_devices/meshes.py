@@ -263,7 +263,7 @@ def placements(
     """
     leaves = named_leaves(params)
     if specs is None:
-        found = [None if mesh is None else _known_spec(leaf) for _, leaf in leaves]
+        found = [None if mesh is None else known_spec(leaf) for _, leaf in leaves]
     else:
         _check_names(specs, tuple(_sizes(mesh)), option)
         found = broadcast_specs(specs, params, option)
@@ -286,7 +286,22 @@ def placements(
     return result
 
 
-def _known_spec(leaf: Any) -> PartitionSpec | None:
+def dims_that_split(x: Any, number: int) -> list[int]:
+    """Along which dimensions so many devices can share an array, the largest first.
+
+    Not along the first one of a stack of matrices, over which a model may scan.
+    """
+    if jnp.issubdtype(x.dtype, jax.dtypes.extended):
+        return []
+    dims = range(jnp.ndim(x) > 2, jnp.ndim(x))
+    known = [
+        d for d in dims if isinstance(x.shape[d], int) and x.shape[d] % number == 0
+    ]
+    return sorted(known, key=lambda d: -x.shape[d])
+
+
+def known_spec(leaf: Any) -> PartitionSpec | None:
+    """How an array is sharded, if its type or the array itself says so."""
     if isinstance(leaf, jax.core.Tracer):
         sharding = jax.typeof(leaf).sharding
         return sharding.spec if explicit_names(sharding.mesh) else None

@@ -93,6 +93,9 @@ class Where(NamedTuple):
       logical: as how many devices this one runs; 0 if as itself.
       overlap: whether the last micro-batch merges each gradient where it is final.
       gathered: how parameters lie that every micro-step gathers; None if none does.
+      shards: the parts of constants that are gathered where they are used, by the ids
+        of these.
+      window: the axis over which rows meet, if there is one, and its size.
       split_by_compiler: whether the compiler distributes what is computed; None if that
         is not known.
     """
@@ -104,6 +107,8 @@ class Where(NamedTuple):
     logical: int = 0
     overlap: bool = False
     gathered: Lies | None = None
+    shards: Mapping[int, Any] = types.MappingProxyType({})
+    window: Sequence[tuple[str, int]] = ()
     split_by_compiler: bool | None = False
 
     @property
@@ -127,6 +132,8 @@ def after_passes(
         num_params=number,
         adds_in_place=optimize and in_place.can_add(program.jaxpr, multiplies),
         lies=where.gathered,
+        shards=where.shards,
+        window=where.window,
     )
     program = table.run("fun", program, facts)
     leaves = program.jaxpr.invars[:number]

@@ -35,6 +35,7 @@ OF_TWO = {PRODUCT, CONVOLUTION, "mul", "div"}
 # They broadcast their operands.
 ELEMENTWISE = {"add", "sub", "mul", "div", "max", "min", "pow"}
 CONSTRAINT = "sharding_constraint"
+GATHER_PARTS = "ga_optax_gather"  # of `shards`
 ADD_TO, WRITE, READ_OUT, NEW_REF = "addupdate", "swap", "freeze", "new_ref"
 
 # Parameters that are read or given here, by primitive.
@@ -61,6 +62,7 @@ hessenberg ragged_all_to_all random_bits random_gamma reduce_window rng_bit_gene
 select_and_scatter threefry2x32 tridiagonal
 """
 _BUILT_IN = frozenset(primitives.TABLE) | frozenset(f"{_OTHERS} {_DEAR}".split())
+_BUILT_IN |= {GATHER_PARTS}
 CHEAP = frozenset(_OTHERS.split()) | {
     name for name, row in primitives.TABLE.items() if not row.is_dear
 }

@@ -6,6 +6,8 @@
 |               |            | grouping             |                                 |
 | `fun`         | casts      | same bits            | casts parameters by layer       |
 | sharded `fun` | gathered   | same to rounding     | gathers parameters at their use |
+| sharded `fun` | shards     | same to rounding     | gathers other arrays at their   |
+|               |            |                      | use                             |
 | a micro-step  | repeats    | same program         | differentiates equations that   |
 |               |            |                      | are alike once                  |
 | the loop      | products   | rounded once         | adds sums of products before    |
@@ -31,6 +33,7 @@ from ga_optax._passes import (
     notes,
     products,
     repeats,
+    shards,
 )
 from ga_optax._passes.facts import Facts
 from ga_optax._passes.ir import Program
@@ -61,6 +64,13 @@ PASSES = (
     Pass("constants", "fun", "same bits in every grouping", constants.hoisted),
     Pass("casts", "fun", "same bits", casts.sunk, lambda its: its.adds_in_place),
     Pass("gathered", "sharded fun", "same to rounding", gathered.gathered),
+    Pass(
+        "shards",
+        "sharded fun",
+        "same to rounding",
+        shards.gathered_at_use,
+        lambda its: bool(its.shards),
+    ),
     Pass("repeats", "micro-step", SAME_PROGRAM, repeats.called),
     Pass("products", "loop", "rounded once", products.added_inside),
     Pass(

@@ -126,7 +126,9 @@ def primitive(name: str, how: How) -> core.Primitive:
     new.multiple_results = True
     new.def_impl(how.run)
     new.def_effectful_abstract_eval(how.types)
-    mlir.register_lowering(new, mlir.lower_fun(how.run, multiple_results=True))
+    mlir.register_lowering(
+        new, mlir.lower_fun(how.run, multiple_results=True), cacheable=False
+    )
     batching.fancy_primitive_batchers[new] = batched
     ad.primitive_jvps[new] = derived
     checked(new, how.plain)

@@ -1,0 +1,312 @@
+"""Arrays without a gradient that a mesh shards: they are gathered where they are used.
+
+    whole  =  all_gather(part)        in each micro-batch, and of one layer in a scan
+
+A region over the data axes has such an array as each device's part of it. A slice or a
+cast of the array is that of the part, so a scan over layers gathers one layer at a
+time. What reads the array keeps the part for its backward pass, and gathers again.
+
+Under `jax.jit` the types of automatic axes do not say how an argument lies. So both
+programs are traced then, and JAX lowers the one that suits the argument: `either`.
+"""
+
+import functools
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend import core
+from jax.interpreters import mlir
+
+from ga_optax._devices import meshes
+from ga_optax._devices.meshes import Axes
+from ga_optax._passes import ir, known, notes, transformable
+from ga_optax._passes.facts import Facts
+from ga_optax._passes.ir import Program
+
+
+class Shard(NamedTuple):
+    """A device's part of an array.
+
+    Attributes:
+      part: the part.
+      dim: the dimension that is split.
+      axes: the axes of the mesh that split it.
+    """
+
+    part: Any
+    dim: int
+    axes: Axes
+
+    def whole(self) -> jax.Array:
+        """The array, from the parts of all devices."""
+        [x] = _gather().bind(self.part, dim=self.dim, axes=self.axes)
+        return x
+
+    def of(self, part: Any, dim: int | None = None) -> "Shard":
+        """Another array that is split over the same devices."""
+        return self._replace(part=part, dim=self.dim if dim is None else dim)
+
+
+jax.tree_util.register_pytree_node(
+    Shard, lambda x: ((x.part,), x[1:]), lambda its, xs: Shard(*xs, *its)
+)
+
+
+# -- The pass --------------------------------------------------------------------------
+
+
+def gathered_at_use(program: Program, facts: Facts) -> Program:
+    """The program, of whose constants some are gathered where they are used."""
+    jaxpr, consts = program.jaxpr, list(program.consts)
+    found = [facts.shards.get(id(x)) for x in consts]
+    if not any(found) or any(map(ir.is_reference, jaxpr.constvars)):
+        return program
+    pairs = zip(found, jaxpr.constvars, strict=True)
+    types = [jax.typeof(x.part) if x else v.aval for x, v in pairs]
+    number = len(types)
+
+    def run(*xs: Any) -> list[Any]:
+        given = [s.of(x) if s else x for s, x in zip(found, xs, strict=False)]
+        program = ir.Program(jaxpr, given)
+        return _whole(_Reader().run(program, xs[number:]))
+
+    trace = jax.make_jaxpr(run, axis_env=facts.window)
+    new: Any = trace(*types, *(x.aval for x in jaxpr.invars))
+    parts = [x.part if x else y for x, y in zip(found, consts, strict=True)]
+    return Program(ir.with_constants(new.jaxpr, number), [*new.consts, *parts])
+
+
+class _Reader(NamedTuple):
+    """Runs programs, of whose values some are a `Shard`.
+
+    Attributes:
+      loops: whether it is in a loop, which gathers for one iteration at a time.
+      again: whether all is computed again on the way back.
+    """
+
+    loops: bool = False
+    again: bool = False
+
+    def run(self, program: Program, args: Sequence[Any]) -> list[Any]:
+        """The results of a program."""
+        apply = functools.partial(self.applied, program.jaxpr)
+        return ir.evaluate(program, args, apply)
+
+    def applied(
+        self, jaxpr: core.Jaxpr, e: core.JaxprEqn, values: list[Any]
+    ) -> Sequence[Any] | None:
+        """The results of an equation; None if it reads no `Shard`."""
+        if not any(isinstance(x, Shard) for x in values):
+            return None
+        if moved := _moved(e, values):
+            return moved
+        kind, bodies = ir.kind(e), ir.inner(e)
+        if kind == "call":
+            return self.run(bodies[0], values)
+        if kind == "checkpoint":
+            inside = self._replace(again=True)
+            body = lambda *xs: _whole(inside.run(bodies[0], xs))  # noqa: E731
+            return ir.checkpointed(e, body)(*values)
+        if kind == "scan":
+            how, inside = ir.scan_of(e), self._replace(loops=True)
+            consts, carry, slices = how.split(values)
+            xs = [*consts, *_whole(carry), *map(_sliced, slices)]
+            return ir.scan(how, lambda xs: _whole(inside.run(how.body, xs)), xs)
+
+        def use(*values: Any) -> list[Any]:
+            return ir.bind(jaxpr, [e], e.invars, e.outvars, _whole(values))
+
+        if e.effects or any(map(ir.is_reference, e.invars)):
+            return use(*values)
+        values = values if self.loops else _in_turn(values)
+        return (use if self.again else jax.checkpoint(use))(*values)
+
+
+def _whole(xs: Sequence[Any]) -> list[Any]:
+    return [x.whole() if isinstance(x, Shard) else x for x in xs]
+
+
+def _sliced(x: Any) -> Any:
+    """What a scan runs over, whose slices have one dimension less."""
+    if not isinstance(x, Shard):
+        return x
+    return x.of(x.part, x.dim - 1) if x.dim else x.whole()
+
+
+def _in_turn(values: Sequence[Any]) -> list[Any]:
+    """Operands, of which a part is not gathered before the others are computed.
+
+    Else layers in a row may be gathered all at once.
+    """
+
+    def after(x: Any) -> Any:
+        if not isinstance(x, Shard):
+            return x
+        alike = [
+            jax.lax.stop_gradient(y)
+            for y in values
+            if isinstance(y, jax.core.Tracer)
+            and ir.is_inexact(y)
+            and meshes.varying(y) == meshes.varying(x.part)  # for jax 0.10
+        ]
+        return x.of(jax.lax.optimization_barrier((x.part, *alike))[0])
+
+    return list(map(after, values))
+
+
+def _moved(e: core.JaxprEqn, values: list[Any]) -> list[Any] | None:
+    """The results of an equation that are those of each part; None if they are not."""
+    [x, *rest], p, name = values, e.params, e.primitive.name
+    if not isinstance(x, Shard) or any(isinstance(y, Shard) for y in rest):
+        return None
+    aval: Any = e.invars[0].aval
+    d, new = x.dim, {}
+    if name in _LIES and not meshes.explicit_names(aval.sharding.mesh):
+        return [x]  # the compiler knows how the parts lie
+    if name in ("slice", "dynamic_slice"):
+        key = "limit_indices" if name == "slice" else "slice_sizes"
+        if p[key][d] != aval.shape[d] or e.outvars[0].aval.shape[d] != aval.shape[d]:
+            return None
+        new = {key: tuple(ir.put(p[key], [d], [x.part.shape[d]]))}
+    elif name == "transpose":
+        d = p["permutation"].index(d)
+    elif name in ("squeeze", "unstack"):
+        gone = p["dimensions"] if name == "squeeze" else (p["axis"],)
+        if d in gone:
+            return None
+        d -= sum(i < d for i in gone)
+    elif name != known.CAST or p["new_dtype"].itemsize > aval.dtype.itemsize:
+        return None
+    out = e.primitive.bind(x.part, *rest, **(p | new))
+    out = out if e.primitive.multiple_results else [out]
+    return [x.of(part, d) for part in out]
+
+
+_LIES = (known.CONSTRAINT, "reshard")
+
+
+@functools.cache
+def _gather() -> core.Primitive:
+    """The operation of `Shard.whole`, which has no effect on others."""
+
+    def run(x: Any, *, dim: int, axes: Axes) -> list[jax.Array]:
+        return [jax.lax.all_gather(x, axes, axis=dim, tiled=True)]
+
+    def types(x: Any, **how: Any) -> Any:
+        jaxpr = ir.program_of(functools.partial(run, **how), x).jaxpr
+        return [out.aval for out in jaxpr.outvars], core.no_effects
+
+    def plain(**how: Any) -> Any:
+        return functools.partial(run, **how), 1
+
+    def batched(_: Any, xs: Any, dims: Any, **how: Any) -> Any:
+        return jax.vmap(functools.partial(run, **how), dims)(*xs)
+
+    def derived(xs: Any, _: Any, dots: Any, **how: Any) -> Any:
+        return _gather().bind(*xs, **how), {0: run(*dots, **how)[0]}
+
+    how = transformable.How(run, types, plain, batched, derived)
+    return transformable.primitive(known.GATHER_PARTS, how)
+
+
+# -- Chosen when a program is lowered --------------------------------------------------
+
+
+def either(
+    plain: Callable[..., Any],
+    other: Callable[..., Any],
+    args: Any,
+    watched: Sequence[Any],
+    axes: Axes,
+) -> Any:
+    """`plain(args)`, or `other(args)`, which gives the same, as some arguments lie.
+
+    It is `other` if `axes` of the mesh split most of the bytes of what is `watched`. In
+    `jax.jit` that is known when JAX lowers the program: of its own arguments, and of
+    what `with_sharding_constraint` returned.
+    """
+    flat = jax.tree.leaves(args)
+    closed, shapes = jax.make_jaxpr(plain, return_shape=True)(args)
+    told = notes.plans() or []
+    said = len(told)
+    both = closed, jax.make_jaxpr(other)(args)
+    del told[said:]  # both have one plan
+    if any(x.effects or any(map(ir.is_reference, x.jaxpr.constvars)) for x in both):
+        return plain(args)
+    first, second = (ir.without_constants(x.jaxpr) for x in both)
+    consts = [list(x.consts) for x in both]
+    n, m = map(len, consts)
+    ids = {id(x) for x in watched}
+    out = _either().bind(
+        *consts[0],
+        *consts[1],
+        *flat,
+        plain=core.ClosedJaxpr(first, ()),
+        other=core.ClosedJaxpr(second, ()),
+        numbers=(n, m),
+        watched=tuple(n + m + i for i, x in enumerate(flat) if id(x) in ids),
+        axes=axes,
+    )
+    return jax.tree.unflatten(jax.tree.structure(shapes), out)
+
+
+@functools.cache
+def _either() -> core.Primitive:
+    def run(*xs: Any, plain: Any, numbers: tuple[int, int], **_: Any) -> list[Any]:
+        n, m = numbers
+        return core.jaxpr_as_fun(plain)(*xs[:n], *xs[n + m :])
+
+    def run_other(*xs: Any, other: Any, numbers: tuple[int, int], **_: Any) -> Any:
+        return core.jaxpr_as_fun(other)(*xs[numbers[0] :])
+
+    def types(*_: Any, plain: Any, **__: Any) -> Any:
+        return list(plain.out_avals), core.no_effects
+
+    def as_plain(plain: Any, numbers: tuple[int, int], **_: Any) -> Any:
+        number = len(plain.in_avals) + numbers[1]
+        return functools.partial(run, plain=plain, numbers=numbers), number
+
+    def batched(_: Any, xs: Any, dims: Any, **how: Any) -> Any:
+        return jax.vmap(functools.partial(run, **how), dims)(*xs)
+
+    def derived(xs: Any, moved: Any, dots: Any, **how: Any) -> Any:
+        of_moved = ir.of_some(functools.partial(run, **how), xs, moved)
+        out, tangents = jax.jvp(of_moved, [xs[i] for i in moved], dots)
+        return out, dict(enumerate(tangents))
+
+    def lowered(context: Any, *xs: Any, watched: Any, axes: Axes, **how: Any) -> Any:
+        sizes = {i: ir.numbers(context.avals_in[i].shape) for i in watched}
+        split = sum(n for i, n in sizes.items() if _is_split(xs[i], axes))
+        chosen = run_other if 2 * split > sum(sizes.values()) else run
+        fun = functools.partial(chosen, **how)
+        return mlir.lower_fun(fun, multiple_results=True)(context, *xs)
+
+    how = transformable.How(run, types, as_plain, batched, derived)
+    new = transformable.primitive("ga_optax_either", how)
+    mlir.register_lowering(new, lowered, cacheable=False)  # or it sees no argument
+    return new
+
+
+def _is_split(x: Any, axes: Axes) -> bool:
+    """True if axes of a mesh are known to split a value of a program in MLIR."""
+    try:
+        sharding = _sharding(x)
+    except Exception:  # Any: what JAX will change is not known.
+        return False
+    dims = sharding.split(">, [")[-1].split("], [")[-1].split("replicated")[0]
+    return any(re.search(rf'"{name}"(?!=)', dims) for name in axes)
+
+
+def _sharding(x: Any) -> str:
+    """What a program says of where a value lies; nothing of what it computes."""
+    from jax.extend.mlir import ir as mlir_ir
+
+    owner, key = x.owner, "sdy.sharding"
+    if isinstance(owner, mlir_ir.Block):
+        attributes = owner.owner.attributes["arg_attrs"]
+        its = attributes[mlir_ir.BlockArgument(x).arg_number]
+        return str(its[key]) if key in its else ""
+    is_constraint = owner.name == "sdy.sharding_constraint"
+    return str(owner.attributes["sharding"]) if is_constraint else ""
