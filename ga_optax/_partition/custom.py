@@ -337,7 +337,7 @@ def passed_on(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Any]:
     """
     xs, types = [w.whole(v) for v in vs], types_of(e)
     is_key = (jnp.issubdtype(x.dtype, jax.dtypes.extended) for x in types)
-    calls_back = ir.calls_back(e) and not any(is_key)
+    calls_back = ir.acts(e) and not any(is_key)
     if calls_back and not types:
         _run_once(w, e, xs)
         return []

@@ -331,7 +331,7 @@ class Writer:
 
     def all_whole(self, e: core.JaxprEqn, vs: list[Value]) -> list[Result]:
         """The results of an equation, computed whole."""
-        if ir.inner_programs(e) or ir.calls_back(e):
+        if ir.inner_programs(e) or ir.acts(e):
             out = self.rules.passed_on(self, e, vs)
         else:
             out = self.bound(e, [self.whole(v) for v in vs])
@@ -406,7 +406,7 @@ class Writer:
         name = e.primitive.name
         kind = ir.kind(e) or name
         notes, rules = len(self.notes), self.rules
-        opens = kind in rules.nested and bool(e.outvars) and ir.calls_back(e)
+        opens = kind in rules.nested and bool(e.outvars) and ir.acts(e)
         if all(v.is_whole for v in vs) and not opens and name not in MOVES:
             return self.all_whole(e, vs)
         with self.may_fail(e) as out:
@@ -445,7 +445,8 @@ class Writer:
         """Notes that an equation is computed whole, or by another kind."""
         if name is None:
             name = "new_ref" if references.is_group(e) else known.hides(e)
-        self.notes.append(self.about(e, size, name or ir.name_of(e), kind))
+        its = ir.name_of(e) if e.outvars else f"what {ir.name_of(e)} reads"
+        self.notes.append(self.about(e, size, name or its, kind))
 
     def about(
         self, e: core.JaxprEqn, size: int, name: str, kind: type[Note] = Note

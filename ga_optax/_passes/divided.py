@@ -22,7 +22,7 @@ import numpy as np
 from jax.extend import core
 
 from ga_optax._devices import collectives, meshes
-from ga_optax._passes import ir, references, transformable
+from ga_optax._passes import ir, known, references, transformable
 
 NAME = "ga_optax_microbatch"
 Flat = Callable[..., list[Any]]
@@ -300,16 +300,24 @@ def _primitive() -> core.Primitive:
 
 
 def _types(*types: Any, its: Divided) -> tuple[Any, Any]:
-    results, first = its.results, its
+    results = its.results
     if its.of is None or any(map(meshes.varying, types)):
         results = [x.aval for x in its.program.jaxpr.outvars]
-    # A gradient with the value is in the place of the function. What other derivatives
-    # call back, that has called.
-    if isinstance(its.of, Gradient) and its.of.outs:
-        first = its.of.base
-    if first.of is not None:
-        return list(results), frozenset()
-    return list(results), references.effects(first.program.jaxpr)
+    return list(results), _effects(its)
+
+
+def _effects(its: Divided) -> frozenset[Any]:
+    """What it does beside its results.
+
+    A gradient with the value is in the place of the function. What other derivatives
+    call back, that has called, unless a rule in it calls back.
+    """
+    if (of := its.of) is None:
+        return references.effects(its.program.jaxpr)
+    base = of.base.program.jaxpr
+    first = isinstance(of, Gradient) and of.outs
+    own = references.effects(base) if first else frozenset()
+    return own | known.deeds(base).of_rules
 
 
 def _batched(axis: Any, xs: Any, dims: Any, *, its: Divided) -> list[Any]:

@@ -13,7 +13,7 @@ programs, and the names of their parameters, which change between versions of JA
     within, equations          all equations, those of inner programs too
     axes_of                    which named axes an equation refers to
     is_mark                    what `checkpoint_name` marks
-    calls_back                 whether an equation prints or calls back, for that alone
+    acts, silent               whether one checks, prints or calls back; without that
     uses, uses_inside          who reads a variable; functions opened, too
     made_by                    who computes a variable (both by an index)
     only_use, num_readers      whether nobody else reads it, the program's results too
@@ -265,14 +265,32 @@ def is_mark(equation: core.JaxprEqn, name: str) -> bool:
     return equation.primitive.name == "name" and equation.params.get("name") == name
 
 
-_CALLBACKS = ("debug_callback", "debug_print", "io_callback")
+# Effects that are between values: order, or an axis, and nothing that others see.
+_OF_VALUES = {"JaxprInputEffect", "InternalMutableArrayEffect", "NamedAxisEffect"}
 
 
-def calls_back(equation: core.JaxprEqn) -> bool:
-    """Whether it, or one inside it, prints or calls back, and not for a result."""
-    return any(
-        e.primitive.name in _CALLBACKS and not e.outvars for e in within(equation)
-    )
+def acts(equation: core.JaxprEqn) -> bool:
+    """True if it does something beside its results: it checks, prints or calls back."""
+    return not all(map(_is_of_values, equation.effects))
+
+
+def _is_of_values(effect: Any) -> bool:
+    return any(x.__name__ in _OF_VALUES for x in type(effect).__mro__)
+
+
+def silent(equation: core.JaxprEqn) -> core.JaxprEqn:
+    """The equation without what acts inside of it, and returns nothing."""
+    if not acts(equation):
+        return equation
+
+    def of(jaxpr: core.Jaxpr) -> core.Jaxpr:
+        eqns = [silent(e) for e in jaxpr.eqns if e.outvars or not acts(e)]
+        return jaxpr.replace(eqns=eqns, effects=left(jaxpr))
+
+    def left(x: Any) -> Any:
+        return type(x.effects)(filter(_is_of_values, x.effects))
+
+    return with_inner(equation, of).replace(effects=left(equation))
 
 
 def scan_of(equation: core.JaxprEqn) -> Scan:

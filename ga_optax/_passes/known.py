@@ -84,7 +84,7 @@ _HIDDEN = {
 
 _OPEN = _BUILT_IN | PARAMETERS.keys() | ir.CALLS.keys() | _RUNS
 _OPEN |= {"custom_vjp_call", "custom_linear_solve", "call_hi_primitive", "shard_map"}
-_OPEN |= {"empty", "get", "debug_callback", "debug_print", "rowwise", "ga_optax_window"}
+_OPEN |= {"empty", "get", "rowwise", "ga_optax_window"}
 
 
 def hidden(name: str) -> str | None:
@@ -94,8 +94,11 @@ def hidden(name: str) -> str | None:
 
 
 def hides(equation: core.JaxprEqn) -> str | None:
-    """The primitive in an equation that hides what it does; None if there is none."""
-    names = (e.primitive.name for e in ir.within(equation))
+    """The primitive in an equation that hides what it does; None if there is none.
+
+    One without results, such as a check, hides nothing of those.
+    """
+    names = (e.primitive.name for e in ir.within(equation) if e.outvars)
     return next(filter(hidden, names), None)
 
 
@@ -134,13 +137,16 @@ class Deeds(NamedTuple):
     Attributes:
       acts: why its effects could come in another order; None if they cannot.
       bends: why its gradient may not scale with its cotangent; None if it does.
+      of_rules: the effects of rules of the user's.
     """
 
     acts: Reason | None = None
     bends: Reason | None = None
+    of_rules: frozenset[Any] = frozenset()
 
     def __or__(self, other: Any) -> "Deeds":
-        return Deeds(self.acts or other.acts, self.bends or other.bends)
+        either = self.acts or other.acts, self.bends or other.bends
+        return Deeds(*either, self.of_rules | other.of_rules)
 
 
 _deeds: Any = weakref.WeakKeyDictionary()  # by program
@@ -176,7 +182,7 @@ def _deeds_of(jaxpr: core.Jaxpr, equation: core.JaxprEqn) -> Deeds:
         why = f"{name} raises {type(error).__name__} if it is differentiated alone"
         return Deeds(Reason(why, line), bends)
     acts = Reason(f"the rule of {name} prints, calls back or communicates", line)
-    return Deeds(acts if effects else None, bends)
+    return Deeds(acts if effects else None, bends, frozenset(effects))
 
 
 def backward(jaxpr: core.Jaxpr, equation: core.JaxprEqn) -> core.Jaxpr:

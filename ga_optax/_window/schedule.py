@@ -217,9 +217,6 @@ class Schedule:
         If it `acts`, those that print or call back are among them: each at one level.
         Of the buffers below the level those that are `held` are known, or all of them.
         """
-        # After the loops, those that read what only they have filled.
-        after = level > Level(self.end)
-        lowest, end = self.end if after else 0, level.number + after
 
         def known(x: Any) -> bool:
             if x in self.given:
@@ -231,11 +228,16 @@ class Schedule:
                 and (held is None or view.buffer in held)
             )
 
-        def runs(equation: core.JaxprEqn) -> bool:
-            its = max((self.fact(x).level for x in equation.invars), default=0)
-            return lowest <= its < end and ir.calls_back(equation)
-
+        runs = functools.partial(self.acts_at, level)
         return ir.needed(self.jaxpr, wanted, known, runs if acts else None)
+
+    def acts_at(self, level: Level, equation: core.JaxprEqn) -> bool:
+        """True if what prints or calls back does so here: at the end, or after it."""
+        if not ir.acts(equation):
+            return False
+        its = max((self.fact(x).level for x in equation.invars), default=0)
+        after = level > Level(self.end)  # what reads what only the loops have filled
+        return (its >= self.end) == after
 
     def roots(self, level: int, *, smooth: bool = False) -> list[Any]:
         """What a level computes: what fills its buffers, and the results of `fun`.
@@ -337,10 +339,10 @@ def make(
     for equation in jaxpr.eqns:
         if is_collective(equation, axis):
             _add_collective(schedule, equation)
-        elif _has_state(equation):
+        elif name := _state(equation):
             raise NotImplementedError(
                 "Where rows meet, micro-batches run more than once, so nothing in fun "
-                "must have a state, but it calls io_callback for a result. Call "
+                f"must have a state, but it calls {name} for a result. Call "
                 "jax.pure_callback, or call back before value_and_grad."
             )
     read = [*schedule.results, *(b.operand for b in schedule.buffers)]
@@ -357,7 +359,8 @@ def _add_collective(schedule: Schedule, equation: core.JaxprEqn) -> None:
         schedule.views[out] = View(place, rule(equation.params))
 
 
-def _has_state(equation: core.JaxprEqn) -> bool:
-    """Whether another run of it may have other results."""
-    inside = ir.within(equation)
-    return any(e.primitive.name == "io_callback" and e.outvars for e in inside)
+def _state(equation: core.JaxprEqn) -> str | None:
+    """The primitive in an equation that may return something else if it runs again."""
+    inside = ir.within(equation) if ir.acts(equation) else ()
+    acting = (e for e in inside if ir.acts(e) and not ir.inner_programs(e))
+    return next((e.primitive.name for e in acting if e.outvars), None)

@@ -13,7 +13,7 @@ from ga_optax._devices.collectives import vary
 from ga_optax._devices.meshes import Axes
 from ga_optax._loop.step import Operands, Step
 from ga_optax._partition import is_inexact
-from ga_optax._passes.ir import bind
+from ga_optax._passes import ir
 from ga_optax._window import schedule as scheduling
 from ga_optax._window.read import Opening, flat
 from ga_optax._window.schedule import Buffer, Level, Schedule, View
@@ -127,8 +127,12 @@ class Values:
                 values[v] = held.x
             elif view and held is not None and v not in values:
                 values[v] = view.of(held, index)
+        runs = [
+            e if acts and self.schedule.acts_at(level, e) else ir.silent(e)
+            for e in equations
+        ]
         given = [values[v] for v in read]
-        out = bind(self.schedule.jaxpr, equations, read, wanted, given)
+        out = ir.bind(self.schedule.jaxpr, runs, read, wanted, given)
         return [
             x if isinstance(x, jax.Array) else jnp.asarray(x, v.aval.dtype)
             for v, x in zip(wanted, out, strict=True)
