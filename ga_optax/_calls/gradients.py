@@ -87,7 +87,7 @@ def value_and_grad(
       TypeError, ValueError: if an argument does not fit, before `fun` is traced; if
         what `fun` returned does not fit, before anything runs.
     """
-    from ga_optax._calls import whole  # 80 ms of import, which not all need
+    from ga_optax._calls import law  # 80 ms of import, which not all need
 
     options = Options(
         fun=fun,
@@ -103,4 +103,4 @@ def value_and_grad(
         accumulator_dtype=accumulator_dtype,
         optimize=optimize,
     )
-    return warns_outside_jit(whole.of_options(options.checked()))
+    return warns_outside_jit(law.of_options(options.checked()))

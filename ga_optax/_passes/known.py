@@ -83,6 +83,7 @@ _HIDDEN = {
 _OPEN = _BUILT_IN | PARAMETERS.keys() | ir.CALLS.keys() | _RUNS
 _OPEN |= {"custom_vjp_call", "custom_linear_solve", "call_hi_primitive", "shard_map"}
 _OPEN |= {"empty", "get", "debug_callback", "debug_print", "rowwise", "ga_optax_window"}
+_OPEN |= {"ga_optax_value_and_grad"}
 
 
 def hidden(name: str) -> str | None:
