@@ -96,8 +96,8 @@ def test_jax_runs_the_rules_of_alike_layers_on_one_program(name, monkeypatch):
     def programs(number):
         args = [jnp.ones(4)] * number, jnp.ones((8, 4))
         step = jax.make_jaxpr(ga.value_and_grad(loss, 2))(*args)
-        loops = [e.params["jaxpr"] for e in step.eqns if e.primitive.name == "scan"]
-        every = [e for loop in loops for e in loop.eqns]
+        loops = [e for e in ir.equations(step.jaxpr) if e.primitive.name == "scan"]
+        every = [e for loop in loops for e in loop.params["jaxpr"].eqns]
         found = [e.params["jaxpr"] for e in every if ir.is_inline(e)]
         return len({id(getattr(x, "jaxpr", x)) for x in found}), len(found)
 

@@ -43,18 +43,23 @@ def of_call(call: Call, remat: bool | None) -> Any:
         return whole.of_call(call)[0][1]
     xs = _on_mesh(call, list(leaves.values()))
     closed, out = _traced(flat, xs, call)
-    how = call._replace(args=(), kwargs={}, options=options._replace(fun=_unknown))
-    its = Divided.of_program(
-        closed,
-        (*call.split_axes, *[None] * len(call.others)),
-        name=getattr(fun, "__name__", "a function"),
-        number=options.num_microbatches,
-        remat=remat,
-        runs=functools.partial(_run, how),
-        finds=functools.partial(_axes_of_results, how),
-    )
+    axes = (*call.split_axes, *[None] * len(call.others))
+    its = Divided.of_program(closed, axes, **over_micro_batches(call, remat))
     # What fun closes over may be differentiated, too.
     return jax.tree.unflatten(jax.tree.structure(out), its.bind([*closed.consts, *xs]))
+
+
+def over_micro_batches(call: Call, remat: bool | None = None) -> dict[str, Any]:
+    """What the equation of a call has that is no part of its program."""
+    options = call.options
+    how = call._replace(args=(), kwargs={}, options=options._replace(fun=_unknown))
+    return {
+        "name": getattr(options.fun, "__name__", "a function"),
+        "number": options.num_microbatches,
+        "remat": remat,
+        "runs": functools.partial(_run, how),
+        "finds": functools.partial(_axes_of_results, how),
+    }
 
 
 def _on_mesh(call: Call, xs: list[Any]) -> list[Any]:
@@ -122,7 +127,8 @@ def _axes_of_results(how: Call, its: Divided) -> list[int | None]:
 
 def _gradient(how: Call, its: Divided, of: Gradient, xs: Sequence[Any]) -> list[Any]:
     """Those of a gradient: as that of a loss, the sum of cotangents times results."""
-    n, program = len(of.base.types), of.base.program
+    n = len(of.base.types)
+    program = of.base.program if of.outs else of.base.silent
     jaxpr = ir.unrounded(program.jaxpr, of.given)
     smooth = [jaxpr.outvars[i] for i in of.given]
     outs = [program.jaxpr.outvars[i] for i in of.outs]

@@ -91,7 +91,7 @@ def value_and_grad(
       TypeError, ValueError: if an argument does not fit, before `fun` is traced; if
         what `fun` returned does not fit, before anything runs.
     """
-    from ga_optax._calls import kinds, whole  # 80 ms of import, which not all need
+    from ga_optax._calls import kinds, law  # 80 ms of import, which not all need
 
     options = Options(
         fun=fun,
@@ -109,4 +109,4 @@ def value_and_grad(
         accumulator_dtype=accumulator_dtype,
         optimize=optimize,
     )
-    return warns_outside_jit(kinds.of_any_kind(options.checked(), whole.of_options))
+    return warns_outside_jit(kinds.of_any_kind(options.checked(), law.of_options))

@@ -48,26 +48,13 @@ def of_pair(options: Options) -> Options:
     return options._replace(fun=fun, has_aux=True)
 
 
-def of_options(options: Options) -> Callable[..., tuple[Any, Any]]:
-    """`value_and_grad` with options that are checked."""
-    of_both = of_pair(options)
+def of_call(
+    call: Call, run: Callable[[Call, layouts.Traced], Any] | None = None
+) -> tuple[tuple[jax.Array, Any], Any]:
+    """`((loss, aux), grads)` of a call; with `sums`, `(grads, those of rows)`.
 
-    @functools.wraps(options.fun)
-    def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        call = Call.make(of_both, args, kwargs, hint=True)
-        (loss, aux), grads = of_call(call)
-        aux = jax.tree.map(
-            lambda x: x.value if isinstance(x, _Own) else x,
-            aux,
-            is_leaf=lambda x: isinstance(x, _Own),
-        )
-        return ((loss, aux) if options.has_aux else loss), grads
-
-    return value_and_grad_fun
-
-
-def of_call(call: Call) -> tuple[tuple[jax.Array, Any], Any]:
-    """`((loss, aux), grads)` of a call; with `sums`, `(grads, those of rows)`."""
+    `run` computes that over micro-batches; it is `divided` if left out.
+    """
     if layouts.num_parts(call) == 1:
         return undivided(call)
     call = call.on_device()
@@ -76,11 +63,17 @@ def of_call(call: Call) -> tuple[tuple[jax.Array, Any], Any]:
         return _in_one(call, trace.part)
     layouts.check_options(call, trace.part)
     try:
-        return divided(call, trace)
+        return (run or divided)(call, trace)
     except (DoesNotFitError, Warning):
         raise
     except Exception as error:  # Any: what JAX will change is not known.
         return _in_one(call, error)
+
+
+def as_came(aux: Any) -> Any:
+    """The aux of such a pair, as `fun` returns it."""
+    own = lambda x: isinstance(x, _Own)  # noqa: E731
+    return jax.tree.map(lambda x: x.value if own(x) else x, aux, is_leaf=own)
 
 
 def undivided(call: Call) -> tuple[tuple[jax.Array, Any], Any]:

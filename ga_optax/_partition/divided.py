@@ -10,6 +10,7 @@ from jax.extend import core
 from ga_optax._partition import nested
 from ga_optax._partition.values import Result, Value
 from ga_optax._partition.writer import Writer
+from ga_optax._passes import ir
 from ga_optax._passes.divided import Divided
 
 
@@ -23,6 +24,13 @@ def divided(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result]:
         if out:
             return out
     return nested.inlined(w, its.program, vs)
+
+
+def written(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result]:
+    """A `value_and_grad`: as it was written, or as the law if it has a derivative."""
+    vs = w.summed(vs)
+    law = any(v.smooth for v in vs)
+    return nested.inlined(w, e.params["its"].program if law else ir.inner(e)[0], vs)
 
 
 def _number(w: Writer, its: Divided, vs: list[Value]) -> int:

@@ -23,7 +23,7 @@ from ga_optax._partition import (
 )
 from ga_optax._partition.values import MOVES
 from ga_optax._partition.writer import Rule, Rules
-from ga_optax._passes.divided import NAME
+from ga_optax._passes.divided import NAME, WRITTEN
 from ga_optax._passes.primitives import TABLE
 
 _OWN: dict[Rule, str] = {
@@ -61,6 +61,7 @@ _NESTED: dict[str, Rule] = {
     "custom_jvp_call": custom.custom_jvp,
     "custom_vjp_call": custom.custom_vjp,
     NAME: divided.divided,
+    WRITTEN: divided.written,
 }
 
 

@@ -24,7 +24,7 @@ from jax.extend import core
 from ga_optax._devices import collectives, meshes
 from ga_optax._passes import ir, known, references, transformable
 
-NAME = "ga_optax_microbatch"
+NAME, WRITTEN = "ga_optax_microbatch", "ga_optax_value_and_grad"
 Flat = Callable[..., list[Any]]
 
 
@@ -119,13 +119,26 @@ class Divided:
         return self.traced or ir.program_of(self.flat, *self.types)
 
     @functools.cached_property
+    def silent(self) -> ir.Program:
+        """Its program without what calls back, for derivatives: it has called."""
+        program = self.program
+        return program._replace(jaxpr=_silent(program.jaxpr))
+
+    def again(self, *xs: Any) -> list[Any]:
+        """Its results, without what calls back."""
+        same = self.silent.jaxpr is self.program.jaxpr
+        return self.flat(*xs) if same else ir.results(self.silent, xs)
+
+    @functools.cached_property
     def axes_of_results(self) -> Sequence[int | None]:
         """Along which axis its results have rows, as far as it matters; or None."""
         return self.finds(self)
 
-    def bind(self, xs: Sequence[Any]) -> list[Any]:
-        """Its results over micro-batches."""
-        return _primitive().bind(*xs, its=self)
+    def bind(self, xs: Sequence[Any], program: Any = None) -> list[Any]:
+        """Its results over micro-batches, by a program if that is written already."""
+        if program is None:
+            return _primitive(NAME).bind(*xs, its=self)
+        return _primitive(WRITTEN).bind(*xs, its=self, program=program)
 
     def _with(self, **new: Any) -> "Divided":
         """Another function over the same micro-batches."""
@@ -174,7 +187,7 @@ class Divided:
         def flat(*both: Any) -> list[Any]:
             xs, dots = both[: len(self.types)], both[len(self.types) :]
 
-            of_moving = ir.of_some(self.flat, xs, moving)
+            of_moving = ir.of_some(self.again, xs, moving)
             tangents = jax.jvp(of_moving, tuple(xs[i] for i in moving), dots)[1]
             return [tangents[i] for i in smooth]
 
@@ -189,12 +202,13 @@ class Divided:
     def gradient(self, of: Gradient) -> "Divided":
         """Its gradient."""
         n, seeds = len(self.types), () if of.outs else of.given
+        of_all = self.flat if of.outs else self.again
 
         def flat(*both: Any) -> list[Any]:
             xs, cts = both[:n], list(both[n:])
 
             def of_some(*some: Any) -> tuple[list[Any], list[Any]]:
-                out = self.flat(*ir.put(xs, of.wrt, some))
+                out = of_all(*ir.put(xs, of.wrt, some))
                 return [out[i] for i in of.given], [out[i] for i in of.outs]
 
             some = [xs[i] for i in of.wrt]
@@ -236,12 +250,19 @@ class Divided:
         half = any(x.dtype == jnp.float16 for x in (*results, *operands))
         return is_one and (not half if self.remat is None else not self.remat)
 
-    def batched(self, vmap: Any, xs: Sequence[Any], mapped: Sequence[bool]) -> Any:
+    def batched(
+        self, vmap: Any, xs: Sequence[Any], mapped: Sequence[bool], program: Any
+    ) -> Any:
         """The results of operands of which some have one more axis, the first."""
         along = [0 if its else None for its in mapped]
-        closed = jax.make_jaxpr(vmap(self.flat, along))(*xs)
         pairs = zip(self.axes, mapped, strict=True)
         axes = [d if d is None else d + its for d, its in pairs]
+        if program is not None:
+            program = jax.make_jaxpr(vmap(core.jaxpr_as_fun(program), along))(*xs)
+            types, results = tuple(program.in_avals), tuple(program.out_avals)
+            how = {"types": types, "results": results, "axes": tuple(axes)}
+            return self._with(flat=vmap(self.flat, along), **how).bind(xs, program)
+        closed = jax.make_jaxpr(vmap(self.flat, along))(*xs)
         new = self.with_program(closed, axes, self.number)
         new = dataclasses.replace(new, remat=self.remat or None)
         return new.bind([*closed.consts, *xs])
@@ -264,6 +285,24 @@ def _read(closed: Any, axes: Sequence[int | None]) -> dict[str, Any]:
     }
 
 
+def _silent(jaxpr: core.Jaxpr) -> core.Jaxpr:
+    """The program without equations that call back for no result."""
+    every = (e for e in ir.equations(jaxpr) if ir.calls_back(e))
+    gone = [e for e in every if not ir.inner_programs(e)]
+    if not gone:
+        return jaxpr
+    effects = frozenset().union(*(e.effects for e in gone))
+
+    def change(e: core.JaxprEqn) -> list[core.JaxprEqn]:
+        if any(e is x for x in gone):
+            return []
+        inside = ir.with_inner(e, _silent)
+        return [inside.replace(effects=e.effects - effects)]
+
+    new = ir.changed(jaxpr, change)
+    return new.replace(effects=jaxpr.effects - effects)
+
+
 def sum_dtype(x: Any) -> Any:
     """The dtype in which gradients like it are added up: 32 bits or more."""
     return np.promote_types(x.dtype, np.float32)
@@ -281,25 +320,36 @@ def _one(x: jax.Array) -> jax.Array:
     return collectives.vary(jnp.ones_like(x), tuple(meshes.varying(x)))
 
 
-# -- The primitive ---------------------------------------------------------------------
+# -- The primitives --------------------------------------------------------------------
 
 
 @functools.cache
-def _primitive() -> core.Primitive:
-    def run(*xs: Any, its: Divided) -> list[Any]:
-        return its.runs(its, xs)
+def _primitive(name: str) -> core.Primitive:
+    def run(*xs: Any, its: Divided, program: Any = None) -> list[Any]:
+        return its.runs(its, xs) if program is None else ir.results(program, xs)
 
-    def plain(its: Divided) -> tuple[Flat, int]:
-        return its.flat, len(its.types)
+    def plain(its: Divided, program: Any = None) -> tuple[Flat, int]:
+        flat = its.flat if program is None else core.jaxpr_as_fun(program)
+        return flat, len(its.types)
 
-    how = transformable.How(run, _types, plain, _batched, _derived)
-    new = transformable.primitive(NAME, how)
+    def only(its: Divided, kept: Sequence[int], program: Any = None) -> dict[str, Any]:
+        if program is None:
+            return {"its": its.only(kept)}
+        outs = [program.jaxpr.outvars[i] for i in kept]
+        jaxpr = ir.live(program.jaxpr.replace(outvars=outs))
+        return {"its": its.only(kept), "program": program.replace(jaxpr=jaxpr)}
+
+    new = transformable.primitive(
+        name, transformable.How(run, _types, plain, _batched, _derived)
+    )
     transformable.transposed(new, _transposed)
-    transformable.without_unused(new, lambda its, kept: {"its": its.only(kept)})
+    transformable.without_unused(new, only)
     return new
 
 
-def _types(*types: Any, its: Divided) -> tuple[Any, Any]:
+def _types(*types: Any, its: Divided, program: Any = None) -> tuple[Any, Any]:
+    if program is not None:
+        return _types_of_program(types, program), references.effects(program.jaxpr)
     results = its.results
     if its.of is None or any(map(meshes.varying, types)):
         results = [x.aval for x in its.program.jaxpr.outvars]
@@ -320,21 +370,31 @@ def _effects(its: Divided) -> frozenset[Any]:
     return own | known.deeds(base).of_rules
 
 
-def _batched(axis: Any, xs: Any, dims: Any, *, its: Divided) -> list[Any]:
+def _types_of_program(types: Sequence[Any], program: Any) -> list[Any]:
+    """Those of its results; in a region of a mesh they may vary where they did not."""
+    if list(map(meshes.varying, types)) == list(map(meshes.varying, program.in_avals)):
+        return list(program.out_avals)
+    run = core.jaxpr_as_fun(program)
+    return [x.aval for x in ir.program_of(run, *types).jaxpr.outvars]
+
+
+def _batched(
+    axis: Any, xs: Any, dims: Any, *, its: Divided, program: Any = None
+) -> list[Any]:
     # It may communicate along the axis.
     names = {"axis_name": axis.name, "spmd_axis_name": axis.spmd_name}
     vmap = functools.partial(jax.vmap, axis_size=axis.size, **names)
     xs = transformable.in_front(xs, dims)
-    return its.batched(vmap, xs, [d is not None for d in dims])
+    return its.batched(vmap, xs, [d is not None for d in dims], program)
 
 
 def _derived(
-    xs: Any, moved: list[int], dots: list[Any], *, its: Divided
+    xs: Any, moved: list[int], dots: list[Any], *, its: Divided, program: Any = None
 ) -> tuple[list[Any], dict[int, Any]]:
     moving = its.read(moved)
     dots = [dots[moved.index(i)] for i in moving]
     smooth = its.moved(moving)
-    if its.comes_with_value(smooth, moving):
+    if program is None and its.comes_with_value(smooth, moving):
         every = tuple(range(len(its.results)))
         found = its.gradient(Gradient(its, moving, smooth, every)).bind(xs)
         out, gradients = found[: len(every)], found[len(every) :]
@@ -346,7 +406,7 @@ def _derived(
         out, tangents = jax.jvp(of_moving, [xs[i] for i in moving], dots)
         tangents = [tangents[i] for i in smooth]
     else:
-        out = its.bind(xs)
+        out = its.bind(xs, program)
         tangents = its.tangent(moving, smooth).bind([*xs, *dots]) if smooth else []
     return out, dict(zip(smooth, tangents, strict=True))
 
@@ -356,7 +416,10 @@ def paired(x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.sum(x * y.astype(x.dtype)).real.astype(float)
 
 
-def _transposed(xs: Any, linear: Any, cts: Any, *, its: Divided) -> list[Any]:
+def _transposed(
+    xs: Any, linear: Any, cts: Any, *, its: Divided, program: Any = None
+) -> list[Any]:
+    del program
     if isinstance(of := its.of, Tangent):
         n = len(of.base.types)
         wrt, given = [of.moving[i - n] for i in linear], [of.smooth[i] for i in cts]

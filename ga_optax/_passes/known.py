@@ -84,7 +84,7 @@ _HIDDEN = {
 
 _OPEN = _BUILT_IN | PARAMETERS.keys() | ir.CALLS.keys() | _RUNS
 _OPEN |= {"custom_vjp_call", "custom_linear_solve", "call_hi_primitive", "shard_map"}
-_OPEN |= {"empty", "get", "rowwise", "ga_optax_window"}
+_OPEN |= {"empty", "get", "rowwise", "ga_optax_window", "ga_optax_value_and_grad"}
 
 
 def hidden(name: str) -> str | None:

@@ -1,0 +1,134 @@
+"""`value_and_grad` as one equation, whose derivatives are those of the law.
+
+    run            the program of the window, which is written when `fun` is traced
+    derived        that of  jax.value_and_grad(fun), over micro-batches like a function
+
+The window keeps the rules of the user's for one derivative alone: buffers are filled
+by functions that have other ones, and rules that rules call are part of these.
+"""
+
+import functools
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from ga_optax._calls import equation, layouts, whole
+from ga_optax._calls.call import Call
+from ga_optax._calls.options import Options
+from ga_optax._passes import ir, places
+from ga_optax._passes.divided import Divided
+
+
+def of_options(options: Options) -> Callable[..., tuple[Any, Any]]:
+    """`value_and_grad` with options that are checked."""
+    of_both = whole.of_pair(options)
+
+    @functools.wraps(options.fun)
+    def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        call = Call.make(of_both, args, kwargs, hint=True)
+        (loss, aux), grads = whole.of_call(call, _as_equation)
+        aux = whole.as_came(aux)
+        return ((loss, aux) if options.has_aux else loss), grads
+
+    return value_and_grad_fun
+
+
+def _as_equation(call: Call, trace: layouts.Traced) -> Any:
+    """What `whole.divided` returns, by one equation if anything is traced."""
+    leaves = call.leaves("argnums") | call.leaves("batch_argnums")
+    xs = [*trace.closed.consts, *map(jnp.asarray, leaves.values())]
+    traced = any(isinstance(x, jax.core.Tracer) for x in xs)
+    rule = _rule_in(trace.closed.jaxpr) if call.options.axes else None
+    if not traced or (call.options.axes and rule is None):
+        return whole.divided(call, trace)
+    first = len(trace.closed.consts)
+
+    def run(*xs: Any) -> Any:
+        closed = trace.closed.replace(consts=list(xs[:first]))
+        here = call.with_leaves(dict(zip(leaves, xs[first:], strict=True)))
+        return whole.divided(here, trace._replace(closed=closed))
+
+    program, out = jax.make_jaxpr(run, return_shape=True)(*xs)
+    operands = [*program.consts, *xs]
+    program = core.ClosedJaxpr(ir.live(ir.without_constants(program.jaxpr)), [])
+    flat, rows = _flat(trace, len(operands)), call.split_axes
+    if call.axes:
+        flat = functools.partial(_refused, call, rule)
+    how = equation.over_micro_batches(call)
+    if call.options.axes:
+        how |= {"runs": _at_once, "finds": lambda its: [None] * len(its.results)}
+    its = Divided(
+        flat=flat,
+        types=tuple(program.in_avals),
+        results=tuple(program.out_avals),
+        axes=(*[None] * (len(operands) - len(rows)), *rows),
+        **how,
+    )
+    return jax.tree.unflatten(jax.tree.structure(out), its.bind(operands, program))
+
+
+def _flat(trace: layouts.Traced, number: int) -> Callable[..., list[Any]]:
+    """`jax.value_and_grad` of the traced function, whose operands are the last."""
+    jaxpr, num_params = trace.closed.jaxpr, trace.num_params
+    unread = number - len(jaxpr.constvars) - len(jaxpr.invars)
+
+    def flat(*xs: Any) -> list[Any]:
+        own = xs[number - len(jaxpr.invars) :]
+        consts = xs[unread : number - len(own)]
+
+        def loss_of(*params: Any) -> tuple[Any, list[Any]]:
+            args = [*params, *own[num_params:]]
+            loss, *aux = jax.core.eval_jaxpr(jaxpr, consts, *args)
+            return loss, aux
+
+        loss, pull, aux = jax.vjp(loss_of, *own[:num_params], has_aux=True)
+        return [loss, *aux, *pull(jnp.ones_like(loss))]
+
+    return flat
+
+
+# -- On a mesh -------------------------------------------------------------------------
+
+
+def _at_once(its: Divided, xs: Sequence[Any]) -> list[Any]:
+    """A derivative of all rows of a device at once: the compiler distributes it."""
+    return ir.results(its.program, xs)
+
+
+def _refused(call: Call, rule: Any, *xs: Any) -> list[Any]:
+    """In place of the law, where a device has a part of the rows alone."""
+    del xs
+    raise NotImplementedError(
+        "What value_and_grad returns cannot be differentiated in a jax.shard_map if "
+        f"fun has a derivative rule of its own, but fun has {rule.primitive.name} at "
+        f"{places.place_of(rule.source_info)}, and the shard_map binds {call.axes}. "
+        "Call it at top level, with data_axis=ga_optax.DataAxis(name, mesh=mesh)."
+    )
+
+
+def _rule_in(jaxpr: core.Jaxpr) -> core.JaxprEqn | None:
+    """A call in a program that has a rule which may not be the true derivative.
+
+    Those of JAX for forward mode are, and are kept.
+    """
+    for e in ir.equations(jaxpr):
+        name = e.primitive.name
+        if name == "custom_vjp_call":
+            return e
+        if name == "custom_jvp_call" and not _is_of_jax(e):
+            return e
+        its = e.params.get("its")
+        if isinstance(its, Divided) and _rule_in(its.program.jaxpr):
+            return e
+    return None
+
+
+def _is_of_jax(e: core.JaxprEqn) -> bool:
+    """Whether an equation calls a function that JAX itself has."""
+    [program] = ir.inner_programs(e)
+    place = str(program.debug_info.func_src_info).partition(" at ")[2]
+    return place.startswith(os.path.dirname(jax.__file__))
