@@ -9,6 +9,7 @@ import pytest
 
 import ga_optax as ga
 from ga_optax import testing
+from ga_optax._window import room
 
 K, N, D = 4, 16, 3
 W, X = jnp.ones(D), jnp.ones((N, D))
@@ -131,7 +132,9 @@ def test_results_that_need_no_rows_come_after_the_loops():
     assert found["after the loops"][0] == ONCE
 
 
-def test_what_is_dropped_on_the_way_is_filled_again_before_it_is_read():
+def test_what_is_dropped_on_the_way_is_filled_again_before_it_is_read(monkeypatch):
+    monkeypatch.setattr(room, "LITTLE", 0)
+
     def deep(w, x):
         for _ in range(12):
             h = jnp.tanh(x @ w)

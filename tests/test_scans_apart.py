@@ -22,7 +22,7 @@ from whole_scans import (
 )
 
 import ga_optax as ga
-from ga_optax._window import stages
+from ga_optax._window import room, stages
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.* micro-batches need about"),
@@ -135,10 +135,25 @@ def test_rows_of_all_layers_are_kept_if_a_step_takes_as_much_or_there_is_room():
     size = 48 * rows * (length - 1) * whole_scans.WIDTH * 4
     found = ga.batch_dependencies(loss, K)(*args)
     assert found.kept_bytes < size / 10
-    assert (found.forward_passes, found.backward_passes) == (5, 3)
+    assert (found.forward_passes, found.backward_passes) == (4, 2)
     room = ga.batch_dependencies(loss, K, residual_bytes=3 * size)(*args)
     assert size < room.kept_bytes < 1.1 * size
     assert (room.forward_passes, room.backward_passes) == (2, 1)
+
+
+@pytest.mark.grid(2, 6)
+@pytest.mark.parametrize("remat", [False, True])
+@by_name("body", BODIES)
+def test_a_small_scan_runs_at_most_three_times_and_once_back(body, remat, monkeypatch):
+    loss, args = loss_of(body, How(8, remat)), arguments(8, 96, jnp.float32)
+
+    def passes():
+        found = ga.batch_dependencies(loss, K)(*args)
+        return found.forward_passes, found.backward_passes
+
+    assert passes() <= (3, 1)
+    monkeypatch.setattr(room, "LITTLE", 0)
+    assert body is not whole_scans.ring_aside or not remat or passes() > (9, 5)
 
 
 # -- What does not come apart ----------------------------------------------------------

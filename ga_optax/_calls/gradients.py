@@ -79,7 +79,7 @@ def value_and_grad(
         or a `DataAxis`. Sums are reduced once, after the loop. Also in `jax.shard_map`.
       residual_bytes: how many bytes of activations a device may keep where rows meet,
         so that less runs again. By default as many as one micro-batch's step takes
-        anyway; 0 keeps none. `plan` and the log say what is kept.
+        anyway, or 1 MiB; 0 keeps none. `plan` and the log say what is kept.
       accumulator_dtype: see `accumulator.init`. The result has the parameters' dtypes.
       optimize: False leaves out all passes on programs: the plain scan, and each
         gradient added after its backward pass. `ga_optax.config` switches it for all

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +12,14 @@ from jax.extend import core
 from ga_optax._partition import factors, reductions
 from ga_optax._partition.values import (
     PARTIAL,
+    WHOLE,
     Results,
     Rows,
     Value,
     can_split,
     types_of,
 )
-from ga_optax._partition.writer import Writer
+from ga_optax._partition.writer import Writer, number_of
 from ga_optax._passes import ir
 from ga_optax._passes.ir import is_inexact
 
@@ -174,19 +175,10 @@ def _wraps(vs: list[Value]) -> bool:
 
 
 def scatter(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
-    """Updates of each row itself, of some rows, or sums over rows of updates."""
-    for rule in (_scattered_own, _scattered_into):
+    """Updates of each row itself, of some rows, or of what has no rows."""
+    for rule in (_scattered_own, _scattered_into, _scattered_over):
         if (found := rule(w, e, vs)) is not None:
             return found
-    operand, *others = vs
-    sums = e.primitive.name in ("scatter-add", "scatter-sub")
-    if not sums or not is_inexact(operand.aval) or operand.rows:
-        return None
-    for way in factors.ways(e):
-        for v, d in zip(others, way.ins[1:], strict=True):
-            if v.rows and v.dim == d and way.outs == (None,):
-                xs = w.parts(others, v.rows, way.ins[1:])
-                return [(w.run(e, [w.addend(operand), *xs]), PARTIAL)]
     return None
 
 
@@ -232,3 +224,119 @@ def _scattered_into(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     broken = {"indices_are_sorted": False}
     x = w.run(e, xs, mode=modes.FILL_OR_DROP, **broken)
     return [(x, operand.rows)]
+
+
+# -- Updates of what has no rows -------------------------------------------------------
+
+
+def _scattered_over(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
+    """Rows of updates go to places of what has no rows: what each does, put together.
+
+    So rows are sent to the buffers of experts, and counted.
+    """
+    operand, *others = vs
+    name, ways = e.primitive.name, factors.ways(e)
+    along = [
+        (v.rows, way.ins[1:])
+        for way in ways
+        for v, d in zip(others, way.ins[1:], strict=True)
+        if v.rows and v.dim == d and way.outs == (None,)
+    ]
+    if operand.rows or not along:
+        return None
+    indices, updates = w.parts(others, *along[0])
+    if name in ("scatter-add", "scatter-sub"):
+        if is_inexact(operand.aval):
+            return [(w.run(e, [w.addend(operand), indices, updates]), PARTIAL)]
+        new = w.run(e, [jnp.zeros_like(operand.x), indices, updates])
+        return [(operand.x + _sum(w, others, new), WHOLE)]
+    if name != "scatter":
+        return None
+    return _written(w, e, vs, _Updates(indices, updates, along[0][0]))
+
+
+class _Updates(NamedTuple):
+    """Those of a micro-batch: where they go, what they are, and how they are split."""
+
+    indices: Any
+    updates: Any
+    rows: Rows
+
+
+def _written(w: Writer, e: core.JaxprEqn, vs: list[Value], here: _Updates) -> Results:
+    """Updates that are written over something: those that stay are added up.
+
+    No place gets more than one then. Where several go to one the last stays, as on
+    CPUs; JAX leaves open which.
+    """
+    operand, *others = vs
+    numbers, p = e.params["dimension_numbers"], e.params
+    is_one = p["unique_indices"] and p["mode"] != jax.lax.GatherScatterMode.CLIP
+    is_empty = number_of(operand) == 0
+    how = {key: p[key] for key in ("indices_are_sorted", "unique_indices", "mode")}
+    updates, top = here.updates, None
+    if not is_one or not is_empty:
+        order, shape = _order(w, e, vs, here)
+        start = jnp.zeros(shape, jnp.int32)
+        top = jax.lax.scatter_max(start, here.indices, order, numbers, **how)
+        for v in others:
+            w.meet(v)
+        top = w.axis.extremum(top, True)
+        if not is_one:
+            stays = _read(top, here.indices, order.shape, e) == order
+            updates = jnp.where(stays, updates, jnp.zeros_like(updates))
+    dtype = jnp.int32 if updates.dtype == jnp.bool_ else updates.dtype
+    start, updates = jnp.zeros(operand.shape, dtype), updates.astype(dtype)
+    new = jax.lax.scatter_add(start, here.indices, updates, numbers, **how)
+    if is_empty and is_inexact(new):
+        return [(new, PARTIAL)]
+    new = _sum(w, others, new).astype(operand.aval.dtype)
+    return [(new if top is None else jnp.where(top > 0, new, operand.x), WHOLE)]
+
+
+def _sum(w: Writer, vs: list[Value], here: Any) -> Any:
+    """The sum over micro-batches of what is computed of values."""
+    for v in vs:
+        w.meet(v)
+    return w.sum(here)
+
+
+def _order(
+    w: Writer, e: core.JaxprEqn, vs: list[Value], here: _Updates
+) -> tuple[Any, tuple[int, ...]]:
+    """The numbers of updates among all, from 1 on, and the shape of what they go to.
+
+    Along axes of which an update has all, one number stands for all.
+    """
+    operand, indices, updates = vs
+    numbers = e.params["dimension_numbers"]
+    gone = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+    kept = [d for d in range(len(operand.shape)) if d not in gone]
+    shape, own = list(operand.shape), list(here.updates.shape)
+    for d, at in zip(kept, numbers.update_window_dims, strict=True):
+        chosen = d in numbers.scatter_dims_to_operand_dims
+        if not chosen and operand.shape[d] == updates.shape[at]:
+            shape[d] = own[at] = 1
+    order = jnp.zeros([], jnp.int32)
+    batch = [d for d in range(len(own)) if d not in numbers.update_window_dims]
+    for n, d in zip(indices.shape, batch, strict=False):
+        each = jnp.arange(n, dtype=jnp.int32)
+        each = each if own[d] == n else w.own(each, here.rows.at(0))
+        order = order[..., None] * n + each
+    return jax.lax.broadcast_in_dim(order + 1, own, batch), tuple(shape)
+
+
+def _read(x: Any, indices: Any, shape: tuple[int, ...], e: core.JaxprEqn) -> Any:
+    """What stands where such updates go."""
+    numbers = e.params["dimension_numbers"]
+    window = iter(numbers.update_window_dims)
+    gone = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+    sizes = [1 if d in gone else shape[next(window)] for d in range(x.ndim)]
+    reverse = jax.lax.GatherDimensionNumbers(
+        offset_dims=numbers.update_window_dims,
+        collapsed_slice_dims=numbers.inserted_window_dims,
+        start_index_map=numbers.scatter_dims_to_operand_dims,
+        operand_batching_dims=numbers.operand_batching_dims,
+        start_indices_batching_dims=numbers.scatter_indices_batching_dims,
+    )
+    return jax.lax.gather(x, indices, reverse, sizes, mode=e.params["mode"])

@@ -25,8 +25,8 @@ keeping, `values` evaluates the program, and `run` is the way through. `passes` 
 what runs, stage by stage; `levels` says what was decided, and `plans` shows it.
 
 By default no part of `fun` runs more than three times forward and once backward, or
-twice if what has to be kept for that is at most what one micro-batch's step takes;
-`residual_bytes` is another limit.
+twice if what has to be kept for that is at most what one micro-batch's step takes, or
+1 MiB; `residual_bytes` is another limit.
 
 Imports `_loop`, `_partition`, `_passes`, `_devices` and the root.
 """

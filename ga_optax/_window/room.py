@@ -25,6 +25,9 @@ from ga_optax._window import cost, kept
 from ga_optax._window.counts import Counter
 from ga_optax._window.read import is_mark
 from ga_optax._window.schedule import Level, Schedule
+from ga_optax._window.shared import share
+
+LITTLE = 2**20  # bytes: as many may be kept in any case, for that is worth no pass
 
 
 class Life(NamedTuple):
@@ -59,8 +62,9 @@ def planned(
       schedule: one without.
       of_step: the bytes that are taken anyway, for one micro-batch's step.
       limit: the bytes that kept values and their cotangents may take at a time; None
-        for as many as leave, of a whole step's bytes, room for that of a level. If
-        segments need more, they get what they need: about 2·√L borders.
+        for as many as leave, of a whole step's bytes, room for that of a level, and
+        for `LITTLE` at least. If segments need more, they get what they need: about
+        2·√L borders.
     """
     counter = Counter(schedule.copy())
     kept.keep_marks(counter)
@@ -72,7 +76,9 @@ def planned(
     if not lives:
         return full
     full.peak = peak(lives, (), full.end)
-    most = of_step() - largest_step(full) if limit is None else limit
+    most = limit
+    if most is None:
+        most = max(of_step() - largest_step(share(full)), LITTLE)
     best = _segments(lives, full.end, most)
     # Segments make no less of the stack of a loop: it stays, or the loop runs again.
     stacks = (x.nbytes for x in lives if x.times > 1)
@@ -180,11 +186,17 @@ def _consumed(lives: Sequence[Life], end: int) -> np.ndarray:
 
 
 def largest_step(schedule: Schedule) -> int:
-    """About the bytes that a micro-batch's step takes at a level, at most."""
+    """About the bytes that a step takes at a level, at most.
+
+    That of a micro-batch, or of what they share, which is computed once.
+    """
     steps = [0]
-    for level in range(1, schedule.end + 1):
-        roots = schedule.roots(level, smooth=True)
-        found, read = schedule.needed(roots, Level(level))
+    for level in {*schedule.numbers, Level(schedule.end)}:
+        if level.once:
+            roots = schedule.operands(level, smooth=True)
+        else:
+            roots = schedule.roots(level.number, smooth=True)
+        found, read = schedule.needed(roots, level)
         moving = [x for x in read if schedule.fact(x).smooth]
         grads = sum(cost.nbytes(x) for x in moving if x in schedule.given)
         steps.append(cost.residuals(found, moving, read) + grads)

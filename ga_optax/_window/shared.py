@@ -12,8 +12,9 @@ copy of them.
 
 import collections
 import functools
+import itertools
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax.extend import core
@@ -54,6 +55,54 @@ def share(schedule: Schedule) -> Schedule:
             for x in _smallest(counter, group, sources):
                 counter.keep(x, "once", level)
     return counter.schedule
+
+
+def parted(jaxpr: core.Jaxpr, axis: str, own: Sequence[Any]) -> core.Jaxpr:
+    """The program in whose checkpoints what all micro-batches share is apart.
+
+    A checkpoint may hold both what comes of sums over all rows, such as the layers of
+    experts, and what rows read of that. `own` is what differs between micro-batches.
+    """
+    theirs, met = set(own), set()
+
+    def change(e: core.JaxprEqn) -> list[core.JaxprEqn]:
+        parts = _in_two(e, theirs, met) if ir.kind(e) == "checkpoint" else [e]
+        for x in parts:
+            if is_collective(x, axis):
+                met.update(x.outvars)
+                continue
+            for some in (theirs, met):
+                if not some.isdisjoint(ir.variables(x.invars)):
+                    some.update(x.outvars)
+        return parts
+
+    return ir.changed(jaxpr, change)
+
+
+def _in_two(e: core.JaxprEqn, theirs: set[Any], met: set[Any]) -> list[core.JaxprEqn]:
+    """A checkpoint as one of what all share, of what `met`, and one of the rest."""
+    [inside] = ir.inner_programs(e)
+    outside = dict(zip(inside.invars, e.invars, strict=True))
+    own, shared = (
+        following(inside, [v for v, x in outside.items() if ir.is_among(x, some)])
+        for some in (theirs, met)
+    )
+    shared -= {*own, *outside}
+    rest = [x.invars for x in inside.eqns if shared.isdisjoint(x.outvars)]
+    read = set(ir.variables([*inside.outvars, *itertools.chain(*rest)]))
+    names = {x: core.Var(x.aval) for x in shared & read}
+    first, _ = ir.needed(inside, names, outside.__contains__)
+    if e.effects or not own or all(map(cost.is_cheap, first)):
+        return [e]
+
+    def part(wanted: Sequence[Any], known: Mapping[Any, Any], outs: Any) -> Any:
+        equations, read = ir.needed(inside, wanted, known.__contains__)
+        ends = {"constvars": [], "invars": read, "outvars": wanted}
+        new = ir.with_inner(e, lambda _: inside.replace(eqns=equations, **ends))
+        return new.replace(invars=[known[x] for x in read], outvars=outs)
+
+    one = part([*names], outside, [*names.values()])
+    return [one, part(inside.outvars, outside | names, e.outvars)]
 
 
 def _is_shared(schedule: Schedule, equation: core.JaxprEqn) -> bool:

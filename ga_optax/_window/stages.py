@@ -178,8 +178,6 @@ class Stages:
         marks: bool,
     ) -> None:
         """Runs the equations of one iteration; `marks`, if it marks for itself."""
-        read = {x for e in equations for x in variables(e.invars)}
-        read.update(variables(wanted))
 
         def is_alone(e: core.JaxprEqn) -> bool:
             return self.meets(e) or self.is_mark(e)
@@ -188,9 +186,14 @@ class Stages:
             """Each collective is alone; between them one checkpoint holds the rest."""
             return is_alone(e) and id(e), _wish(e)
 
-        for _, members in itertools.groupby(apart(equations, is_alone), key):
-            group = list(members)
-            made = [x for e in group for x in e.outvars if x in read]
+        pairs = itertools.groupby(apart(equations, is_alone), key)
+        groups = [list(members) for _, members in pairs]
+        last = {
+            x: i for i, es in enumerate(groups) for e in es for x in variables(e.invars)
+        }
+        last |= dict.fromkeys(variables(wanted), len(groups))
+        for i, group in enumerate(groups):
+            made = [x for e in group for x in e.outvars if last.get(x, i) > i]
             xs = variables(x for e in group for x in e.invars)
             xs = [x for x in dict.fromkeys(xs) if x in env]
             values = [env[x] for x in xs]
@@ -275,7 +278,11 @@ def _along_axis_0(x: jax.Array) -> list[jax.Array]:
 def apart(
     equations: Iterable[core.JaxprEqn], is_alone: feedback.Test
 ) -> list[core.JaxprEqn]:
-    """Equations in an order in which few of those that stand alone part the others."""
+    """Equations in an order in which few of those that stand alone part the others.
+
+    What reads nothing, such as zeros, stands with the first that reads it: there is no
+    need to keep it.
+    """
     level: dict[Any, int] = {}
     places: dict[int, tuple[int, bool]] = {}
     equations = list(equations)
@@ -284,6 +291,16 @@ def apart(
         its = alone + max((level.get(x, 0) for x in variables(e.invars)), default=0)
         level |= dict.fromkeys(e.outvars, its)
         places[id(e)] = its, not alone
+    first: dict[Any, int] = {}
+    for e in reversed(equations):
+        its, others = places[id(e)]
+        read = variables(e.invars)
+        if others and not read:
+            its = min((first[x] for x in e.outvars if x in first), default=its)
+            places[id(e)] = its, others
+        for x in read:
+            due = its - (not others)
+            first[x] = min(first.get(x, due), due)
     return sorted(equations, key=lambda e: places[id(e)])
 
 

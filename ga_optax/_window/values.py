@@ -17,6 +17,7 @@ from ga_optax._passes import ir
 from ga_optax._window import schedule as scheduling
 from ga_optax._window.read import Opening, flat
 from ga_optax._window.schedule import Buffer, Level, Schedule, View
+from ga_optax._window.shared import parted
 
 Arrays = list[jax.Array]
 Buffers = dict[int, jax.Array]
@@ -83,6 +84,7 @@ class Values:
             [next(variables) for _ in group]
             for group in (operands.consts, operands.params, own)
         )
+        jaxpr = parted(jaxpr, loss.axis, self.of_own)
         fixed = [*jaxpr.constvars, *of_consts]
         self.fixed = dict(zip(fixed, [*consts, *operands.consts], strict=True))
         smooth = [*self.of_params, *self.of_own[: operands.rows]]

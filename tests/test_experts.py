@@ -1,0 +1,204 @@
+"""Mixtures of experts, as users write them: rows are sent to places, and come back."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import error, temporaries
+from jax import lax
+
+import ga_optax as ga
+from ga_optax import testing
+from ga_optax._window import backward, room
+
+K = 8
+LAYERS, WIDTH, HIDDEN, EXPERTS = 4, 32, 64, 4
+# XLA for CPUs merges what a barrier parts, there and back: `jax.checkpoint` saves
+# nothing there either.
+has_barriers = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11), reason="on CPUs jax 0.10 has no barriers"
+)
+
+
+# -- Layers ----------------------------------------------------------------------------
+
+
+def routed(h, p, dtype=jnp.int32):
+    """The expert of each row, its gate, and its number among the rows of its expert."""
+    gates = jax.nn.softmax(h @ p["router"])
+    expert = gates.argmax(-1)
+    chosen = jax.nn.one_hot(expert, gates.shape[-1], dtype=dtype)
+    place = (jnp.cumsum(chosen, 0) * chosen).sum(-1) - 1
+    return expert, gates.max(-1, keepdims=True), place
+
+
+def experts(sent, p):
+    h = jax.nn.gelu(jnp.einsum("ecd,edf->ecf", sent, p["up"]))
+    return jnp.einsum("ecf,efd->ecd", h, p["down"])
+
+
+def room_of(h, p):
+    return h.shape[0] * 5 // (4 * p["router"].shape[-1])  # not all rows fit
+
+
+def added(h, p):
+    expert, gate, place = routed(h, p)
+    sent = jnp.zeros((p["router"].shape[-1], room_of(h, p), h.shape[1]), h.dtype)
+    sent = sent.at[expert, place].add(h, mode="drop")
+    out = experts(sent, p)
+    return h + gate * out.at[expert, place].get(mode="fill", fill_value=0)
+
+
+def written(h, p):
+    expert, gate, place = routed(h, p)
+    sent = jnp.zeros((p["router"].shape[-1], room_of(h, p), h.shape[1]), h.dtype)
+    sent = sent.at[expert, place].set(h, mode="drop", unique_indices=True)
+    fits = (place < room_of(h, p))[:, None]
+    out = experts(sent, p)[expert, jnp.minimum(place, room_of(h, p) - 1)]
+    return h + gate * jnp.where(fits, out, 0)
+
+
+def spilled(h, p):
+    """All rows that do not fit are written to one place more, which nobody reads."""
+    expert, gate, place = routed(h, p)
+    size, (n, d) = room_of(h, p), (p["router"].shape[-1], h.shape[1])
+    slot = jnp.where(place < size, expert * size + place, n * size)
+    sent = jnp.zeros((n * size + 1, d), h.dtype).at[slot].set(h)[:-1]
+    out = experts(sent.reshape(n, size, d), p).reshape(n * size, d)
+    out = jnp.concatenate([out, jnp.zeros((1, d), h.dtype)])
+    return h + gate * out[slot]
+
+
+def by_products(h, p):
+    expert, gate, place = routed(h, p, h.dtype)
+    size, n = room_of(h, p), p["router"].shape[-1]
+    place = jax.nn.one_hot(place.astype(jnp.int32), size)
+    at = jax.nn.one_hot(expert, n)[:, :, None] * place[:, None]
+    at = at.astype(h.dtype)
+    out = experts(jnp.einsum("nec,nd->ecd", at, h), p)
+    return h + gate * jnp.einsum("nec,ecd->nd", at, out)
+
+
+def two_of_them(h, p):
+    """Each row goes to the best two."""
+    gates, best = lax.top_k(jax.nn.softmax(h @ p["router"]), 2)
+    expert, n = best.reshape(-1), p["router"].shape[-1]
+    chosen = jax.nn.one_hot(expert, n, dtype=jnp.int32)
+    place = (jnp.cumsum(chosen, 0) * chosen).sum(-1) - 1
+    sent = jnp.zeros((n, 2 * room_of(h, p), h.shape[1]), h.dtype)
+    sent = sent.at[expert, place].add(jnp.repeat(h, 2, 0), mode="drop")
+    out = experts(sent, p).at[expert, place].get(mode="fill", fill_value=0)
+    return h + (out.reshape(-1, 2, h.shape[1]) * gates[..., None]).sum(1)
+
+
+def dropless(h, p):
+    expert, gate, _ = routed(h, p)
+    order, n = jnp.argsort(expert), p["router"].shape[-1]
+    sizes = jnp.bincount(expert, length=n).astype(jnp.int32)
+    out = jax.nn.gelu(lax.ragged_dot(h[order], p["up"], sizes))
+    return h + gate * lax.ragged_dot(out, p["down"], sizes)[jnp.argsort(order)]
+
+
+WAYS = [added, written, spilled, by_products, two_of_them, dropless]
+HOWS = ["scan", "checkpointed scan", "Python"]
+
+
+def loss_of(layer, how):
+    def step(h, p):
+        return layer(h, p), None
+
+    step = jax.checkpoint(step) if "checkpointed" in how else step
+
+    def loss(p, x):
+        h = jnp.tanh(x)
+        if "scan" in how:
+            return (lax.scan(step, h, p)[0] ** 2).mean()
+        for i in range(p["up"].shape[0]):
+            h, _ = step(h, jax.tree.map(lambda w, i=i: w[i], p))
+        return (h**2).mean()
+
+    return loss
+
+
+def arguments(n, layers=LAYERS, width=WIDTH, hidden=HIDDEN, dtype=np.float32):
+    rng = np.random.default_rng(0)
+
+    def normal(*shape):
+        return jnp.asarray(rng.normal(size=shape) / shape[-2] ** 0.5, dtype)
+
+    params = {
+        "router": normal(layers, width, EXPERTS),
+        "up": normal(layers, EXPERTS, width, hidden),
+        "down": normal(layers, EXPERTS, hidden, width),
+    }
+    return params, 2 * normal(n, width)
+
+
+# -- What they are ---------------------------------------------------------------------
+
+
+@pytest.mark.grid(2, 6)
+@pytest.mark.usefixtures("optax_promotion", "float64")
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("layer", WAYS)
+def test_experts_have_the_gradients_of_the_whole_batch(layer, how):
+    args = arguments(16, 2, 6, 5, np.float64)
+    loss = loss_of(layer, how)
+    # Sums of at most some hundred terms, in float64.
+    assert error(loss, 4, *args, accumulator_dtype="float64") < 1e-12
+
+
+# -- What they cost --------------------------------------------------------------------
+
+
+@pytest.mark.grid(3, 9)
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("layer", WAYS)
+def test_experts_run_at_most_three_times_and_once_back(layer, how, monkeypatch):
+    monkeypatch.setattr(room, "LITTLE", 0)  # not because they are small
+    found = ga.batch_dependencies(loss_of(layer, how), K)(*arguments(512))
+    assert (found.forward_passes, found.backward_passes) <= (3, 1)
+    whole = {note.name for note in found.whole}
+    assert whole == ({"sort", "gather"} if layer is dropless else set())
+
+
+def needs(layer, how):
+    """The temporaries of the undivided batch and of a window, and of the buffers.
+
+    These hold what goes to the experts of a layer, and as much that comes back.
+    """
+    args, loss = arguments(1024), loss_of(layer, how)
+    places = len(args[1]) * (10 if layer is two_of_them else 5) // 4
+    whole = temporaries(jax.jit(jax.value_and_grad(loss)), *args)
+    ours = temporaries(jax.jit(ga.value_and_grad(loss, K)), *args)
+    return whole, ours, 2 * LAYERS * places * WIDTH * 4
+
+
+# Where a layer that is checkpointed takes most, all places of its experts are that.
+@has_barriers
+@pytest.mark.cpu
+@pytest.mark.slow
+@pytest.mark.grid(1, 3)
+@pytest.mark.parametrize("how", ["scan", "Python"])
+@pytest.mark.parametrize("layer", [added, written, by_products, two_of_them, dropless])
+def test_experts_take_their_buffers_and_a_third_of_the_whole_batch(layer, how):
+    whole, ours, buffers = needs(layer, how)
+    assert ours - buffers < 0.35 * whole
+
+
+@has_barriers
+@pytest.mark.cpu
+@pytest.mark.slow
+def test_without_a_barrier_all_layers_of_experts_are_there_at_once(monkeypatch):
+    monkeypatch.setattr(backward.jax.lax, "optimization_barrier", lambda x: x)
+    whole, ours, buffers = needs(added, "Python")
+    assert ours - buffers > 0.6 * whole
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_all_micro_batches_share_one_run_of_the_experts(how):
+    show = testing.describe(ga.value_and_grad(loss_of(added, how), K))
+    stages = show(*arguments(256, 2)).split("\n\n")
+    runs = [x.partition(":")[0] for x in stages if "(experts): dot_general" in x]
+    assert len(runs) == 4
+    assert all("shared" in x for x in runs)
