@@ -222,7 +222,7 @@ def of_meeting(
         start = time.process_time()
         with warnings.catch_warnings():
             # Four rows a micro-batch save little memory; here only the time counts.
-            warnings.filterwarnings("ignore", ".*micro-batches need about")
+            warnings.filterwarnings("ignore", "Each of .* micro-batches computes")
             lowered = jax.jit(gradient).lower(params, x)
         row["seconds"][way] = time.process_time() - start
         row["lines"][way] = len(lowered.as_text().splitlines())

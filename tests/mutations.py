@@ -123,9 +123,11 @@ FAULTS = """
 @ _passes/places.py: test_law_told
 * an equation knows nothing of its caller
 + def placed(...): return given[0]
-@ _calls/savings.py: test_law_told
-* what saves little is not said
-+     def is_little(...): return False
+@ _calls/advice.py: test_law_told
+* what is computed whole is not said
++ def say(...): return None
+* what follows from all rows is taken for a micro-batch's own
++ def _computed(...): return 0, 1
 @ accumulator.py: test_accumulator
 * a micro-batch that is not added
 -  + _in(term, wide)

@@ -16,10 +16,7 @@ from whole_random import off
 
 import ga_optax as ga
 
-pytestmark = [
-    pytest.mark.usefixtures("optax_promotion"),
-    pytest.mark.filterwarnings("ignore:.*micro-batches need about"),
-]
+pytestmark = pytest.mark.usefixtures("optax_promotion")
 WORDS, TOKENS, WIDTH, K = 96, 32, 6, 4
 BOUND = 1e-11
 

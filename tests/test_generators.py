@@ -320,7 +320,7 @@ def test_batch_dependencies_lists_what_micro_batches_draw(impl, whole_draws):
     ga.config.update("whole_draws", False)
     found = ga.batch_dependencies(plain, K)(*arguments(impl=impl))
     text = str(found)
-    assert {(x.name, x.size) for x in found.drawn} == {("random_bits", N * D)}
-    assert f"random_bits, drawn by each micro-batch: {N * D} numbers" in text
+    assert {(x.name, x.nbytes) for x in found.drawn} == {("random_bits", 4 * N * D)}
+    assert f"random_bits, drawn by each micro-batch: {4 * N * D} bytes" in text
     assert "another draw of the same distribution" in text.replace("\n", " ")
     assert found.whole == []

@@ -304,8 +304,6 @@ def test_in_layers_that_are_scanned_and_under_checkpoint_it_is_split_too():
     assert error(loss, K, *args) < BOUND
 
 
-# Its estimate counts results that are kept until a cotangent is complete.
-@pytest.mark.filterwarnings("ignore:.*micro-batches need about")
 @pytest.mark.grid(1, 2)
 @pytest.mark.parametrize("segments", [False, True])
 def test_attention_takes_the_memory_of_the_plain_loop(segments):

@@ -26,8 +26,6 @@ from ga_optax._passes import ir
 
 pytestmark = [
     pytest.mark.usefixtures("optax_promotion"),
-    # What is said, and of what, is another test's: test_law_told.
-    pytest.mark.filterwarnings("ignore:.* micro-batches need about"),
     pytest.mark.filterwarnings("ignore:.*computed whole"),
 ]
 needs_meshes = pytest.mark.skipif(

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import re
-import types
 import warnings
 
 import flax.linen as nn
@@ -13,13 +12,13 @@ import numpy as np
 import optax
 import pytest
 import whole_losses
-from helpers import mesh_of, off, put, temporaries
+from helpers import mesh_of, off, put
 from jax.sharding import PartitionSpec
 from whole_harness import with_rules
 from whole_losses import LOSSES
 
 import ga_optax as ga
-from ga_optax._calls import savings
+from ga_optax._calls import advice
 from ga_optax._calls.words import what_is_missing
 from ga_optax._loop import in_place
 from ga_optax._partition import writer
@@ -250,59 +249,80 @@ def by_rows(p, x):
     return (jnp.tanh(jnp.tanh(x @ p["in"]) @ p["mid"]) ** 2).mean()
 
 
+def ranked(p, x):
+    """What is sorted is one number a row, for a metric."""
+    h = jnp.tanh(x @ p["in"]) @ p["mid"]
+    best = jnp.sort(jax.lax.stop_gradient(h.sum(1)))[-4:].mean()
+    return (h**2).mean() + 0 * best
+
+
+@jax.custom_vjp
+def scaled(h):
+    return h * 2
+
+
+scaled.defvjp(
+    lambda h: (h * 2, h), lambda h, g: (g * 2 + 0 * h / (1 + jnp.abs(h).max()),)
+)
+
+
+def scaled_in_a_scan(p, x):
+    h = jnp.tanh(x @ p["in"])
+    return (jax.lax.scan(scaled_layer, h, p["mid"][None])[0] ** 2).mean()
+
+
+def scaled_layer(h, w):
+    return scaled(jnp.sort(jnp.tanh(h @ w), 0)), None
+
+
 # What keeps a loss from saving memory: a line of a function, from its first.
 LITTLE = {sorted_rows: (sorted_rows, 1), sorted_in_jit: (sorted_rows, 1)}
-LITTLE |= {with_factors: (with_factors, 2), by_rows: None}  # the twin
+LITTLE |= {with_factors: (with_factors, 2), scaled_in_a_scan: (scaled_layer, 1)}
+LITTLE |= {by_rows: None, ranked: None}  # the twins
 
 
+@pytest.mark.parametrize("rows", [16, 512])
 @pytest.mark.parametrize("fun", LITTLE)
-def test_what_saves_little_is_said_once_with_its_line(fun, monkeypatch):
-    def told(rows):
+def test_more_of_all_rows_than_of_its_own_is_said_once_with_its_line(
+    fun, rows, monkeypatch
+):
+    def told():
         step = ga.value_and_grad(fun, 8)
         return warned(lambda: jax.eval_shape(step, BIG[1], BIG[0][:rows]))
 
-    monkeypatch.setattr(savings, "_said", set())
-    first = told(512)
+    monkeypatch.setattr(advice, "_warned", set())
+    first = told()
     assert len(first) == (LITTLE[fun] is not None)
     for said in first:
         assert f"{line_in(*LITTLE[fun])}:" in said
         assert "computed whole" in said
         assert "Write that with other functions" in said
-        assert not told(512)
-        # Of so small a loss nothing is said.
-        monkeypatch.setattr(savings, "_said", set())
-        assert not told(16)
+        assert not told()
 
 
-def rematerialised(p, x):
-    """Layers that keep little, and compute much again."""
+def test_its_bytes_are_those_of_the_programs(monkeypatch):
+    def ordered(w, x):
+        return jnp.sum(jnp.sort(x * w, 0))
 
-    @jax.checkpoint
-    def layer(h):
-        wide = jnp.tanh(jnp.tanh(jnp.tanh(h @ p["in"]) @ p["mid"]) @ p["mid"])
-        return h + wide @ p["in"].T
-
-    for _ in range(4):
-        x = layer(x)
-    return (x**2).mean()
-
-
-def test_what_a_checkpointed_layer_computes_again_counts():
-    x, p = BIG
-    args = p, jnp.tile(x, (8, 1))
-    program = jax.make_jaxpr(rematerialised)(*args).jaxpr
-    undivided = temporaries(jax.jit(jax.value_and_grad(rematerialised)), *args)
-    assert 0.4 < savings._needs(program, program.invars[:2]) / undivided < 2
+    monkeypatch.setattr(advice, "_warned", set())
+    args = jnp.ones(4), jnp.ones((16, 4))
+    [said] = warned(lambda: jax.eval_shape(ga.value_and_grad(ordered, 8), *args))
+    # All rows come together, are sorted, added up, and shared out; of its own it has
+    # their product with the weights.
+    whole, own = 256 + 256 + 4 + 4, 2 * 4 * 4
+    assert f"computes {whole} bytes for all rows, and {own} for its own" in said
+    [line] = ga.batch_dependencies(ordered, 8)(*args).whole
+    assert (line.name, line.nbytes) == ("sort", 256)
 
 
-def test_what_is_kept_between_levels_is_named_if_nothing_is_whole():
-    little = savings.Savings(2**21, 2**21, ())
-    stored = [types.SimpleNamespace(nbytes=n, line=f"a.py:{n}") for n in (3, 9)]
-    text = savings.said(little, 8, stored)
-    assert "8 micro-batches need about 2.0 MiB" in text
-    assert "100% of what the undivided batch needs" in text
-    assert "at a.py:9; a.py:3." in text
-    assert "residual_bytes=0" in text
+@pytest.mark.parametrize("length", [1, 3])
+def test_what_a_scan_computes_whole_counts_in_all_iterations(length):
+    def layers(p, x):
+        return jax.lax.scan(lambda h, w: (jnp.sort(h @ w, 0), None), x, p)[0].mean()
+
+    it = found(layers, jnp.ones((length, 4, 4)), jnp.ones((ROWS, 4)))
+    sizes = {x.name: x.nbytes for x in it.whole}
+    assert sizes["sort"] == length * ROWS * 4 * 4
 
 
 def centred(p, b):
@@ -315,11 +335,10 @@ def centred(p, b):
     return jnp.mean(jax.lax.scan(layer, b, p)[1] ** 2)
 
 
-@pytest.mark.filterwarnings("ignore:.* micro-batches need about")
-def test_who_runs_more_often_than_room_would_cost_is_warned_once(monkeypatch):
-    monkeypatch.setattr(levels, "FEW_BYTES", 0)
+@pytest.mark.parametrize("rows", [16, 1024])
+def test_who_runs_more_often_than_room_would_cost_is_warned_once(rows):
     levels._warn.cache_clear()
-    args = jnp.ones((12, 32, 32)) / 32, jnp.ones((1024, 32))
+    args = jnp.ones((12, 32, 32)) / 32, jnp.ones((rows, 32))
     step = lambda: jax.eval_shape(ga.value_and_grad(centred, 8), *args)  # noqa: E731
     told = [sum("With residual_bytes=" in x for x in warned(step)) for _ in range(2)]
     assert told == [1, 0]

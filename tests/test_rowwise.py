@@ -14,7 +14,7 @@ from jax.interpreters import ad, mlir
 from jax.sharding import PartitionSpec as P
 
 import ga_optax as ga
-from ga_optax._calls import savings
+from ga_optax._calls import advice
 from ga_optax._passes import closures, ir
 from ga_optax._passes.rowwise import READ
 
@@ -396,7 +396,7 @@ def test_what_does_not_take_fewer_rows_is_computed_whole_and_said(why):
 def test_batch_dependencies_lists_promises_and_ends_with_what_to_do():
     args, unmarked = arguments(), of("callback", as_it_is)
     said = str(ga.batch_dependencies(of("callback"), K)(*args))
-    assert "rowwise of sort_on_the_host, promised: 16,384 numbers" in said
+    assert "rowwise of sort_on_the_host, promised: 65,536 bytes" in said
     said = re.sub(r":\d+|\s+", " ", str(ga.batch_dependencies(unmarked, K)(*args)))
     assert said.endswith(
         "1 callback is computed whole: wrap sort_on_the_host (test_rowwise.py ) in "
@@ -411,10 +411,9 @@ def test_batch_dependencies_lists_promises_and_ends_with_what_to_do():
     assert re.search(r"\d callbacks? and \d primitives? are computed whole: wrap", said)
 
 
-def test_the_warning_of_savings_names_it(monkeypatch):
-    monkeypatch.setattr(savings, "_said", set())
-    monkeypatch.setattr(savings, "FEW_BYTES", 1)
-    with pytest.warns(UserWarning, match=r"Wrap that in ga_optax.rowwise if its rows"):
+def test_a_warning_of_what_is_computed_whole_says_to_wrap_it(monkeypatch):
+    monkeypatch.setattr(advice, "_warned", set())
+    with pytest.warns(UserWarning, match=r"wrap .* in ga_optax.rowwise if its rows"):
         jax.eval_shape(ga.value_and_grad(of("custom_call", as_it_is), K), *arguments())
 
 

@@ -25,8 +25,6 @@ import ga_optax as ga
 from ga_optax._window import room, stages
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.* micro-batches need about"),
-    pytest.mark.filterwarnings("ignore:No part of fun should run forward more"),
     pytest.mark.usefixtures("optax_promotion", "fast_compilation"),
     pytest.mark.filterwarnings("ignore:.*computed whole"),
 ]

@@ -11,7 +11,7 @@
     gradients     `value_and_grad`
     kinds         that of complex losses and integer parameters
     whole         the gradient of the whole batch: traced, partitioned, run
-    savings       whether micro-batches save memory, by an estimate
+    advice        what to do about what is computed whole, and when it is said
     layouts       that program, where rows meet in it, and what comes back
     function      `microbatch`
     equation      a call of that as one equation, and what runs it

@@ -1,23 +1,21 @@
 """Where the rows of a batch need one another, and what that costs a window."""
 
-import collections
 import dataclasses
 import functools
-import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ga_optax._calls import batches, layouts
+from ga_optax._calls import advice, batches, layouts
 from ga_optax._calls import whole as of_whole
 from ga_optax._calls.call import Call
 from ga_optax._calls.options import Options
 from ga_optax._calls.words import explains_keywords
 from ga_optax._devices.data_axis import DataAxis
 from ga_optax._partition import Note
-from ga_optax._passes import known, places
+from ga_optax._passes import places
 from ga_optax._text import ruled, wrap
 from ga_optax._window.levels import Levels, Stored, recorded, said_of
 
@@ -35,9 +33,9 @@ class BatchDependencies:
         it is computed of runs `forward` and `backward` over all rows.
       kept: what else a window keeps, so that less runs again: activations of the
         micro-batches ("kept"), and what they share ("once").
-      whole: `(name, line, size)` of what is computed whole in each micro-batch, because
-        nothing better is known of it; the size is in numbers that it returns, or reads
-        of all rows.
+      whole: `(name, line, nbytes)` of what is computed whole in each micro-batch, as
+        nothing better is known of it: the bytes that it computes, in all iterations of
+        a loop, or that it reads of all rows.
       drawn: the same of random numbers that each micro-batch draws by itself: on CPUs
         and GPUs those of the whole batch, elsewhere another draw of the distribution.
       promised: the same of what `rowwise` or `register_primitive` says that its rows do
@@ -81,21 +79,25 @@ class BatchDependencies:
             return "\n".join(wrap(f"No row needs another: {passes}. {self._layout}"))
         rows = list(_rows((*self.meetings, *self.kept)))
         rows += [
-            (f"{name}, {how}: {size:,} numbers", "", "", "", places.short(line))
+            (f"{name}, {how}: {nbytes:,} bytes", "", "", "", places.short(line))
             for how, notes in self._notes.items()
-            for name, line, size in dict.fromkeys(notes)
+            for name, line, nbytes in dict.fromkeys(notes)
         ]
         lines = ruled([("what meets", *_HEADER, "line"), *rows], left=(0, 4))
         room = f", in about {self.peak_bytes:,} bytes" if self.peak_bytes else ""
         end = f"In all: {passes}{room}."
         if self.more_room:
             end += " " + said_of(self.more_room)
-        todo = [_TODO.get(x.name, "") for x in self.whole] + [_DRAWN] * bool(self.drawn)
-        legend = dict.fromkeys([_LEGEND, *todo])
-        told = [line for text in legend if text for line in wrap(text)]
+        todo = [*advice.of_primitives(self.whole), *[_DRAWN] * bool(self.drawn)]
+        told = [line for text in (_LEGEND, *todo) for line in wrap(text)]
         runs = self.forward_passes or self.backward_passes
         end = f"{end} {self._layout}" if runs else self._layout
-        told += [x for text in (end, _advice(self.whole)) if text for x in wrap(text)]
+        told += [
+            x
+            for text in (end, advice.of_hidden(self.whole))
+            if text
+            for x in wrap(text)
+        ]
         return "\n".join([*lines, "", *told])
 
     @property
@@ -125,41 +127,12 @@ _LEGEND = (
 )
 
 
-_OF_INDEX = (
-    "An index may reach any row. If each row has its own, such as the nodes of its own "
-    "graph, index inside of a row, by jax.vmap or take_along_axis, and add no offsets."
-)
 _DRAWN = (
     "Drawn by each micro-batch: on CPUs and GPUs the numbers of the whole batch, "
     "elsewhere another draw of the same distribution. With "
     'ga_optax.config.update("whole_draws", True) they are those of the whole batch, '
     "in the memory of all rows."
 )
-# What to do about what is computed whole.
-_TODO = {
-    "while": "A loop that runs until all rows are done has all of them in every "
-    "micro-batch. Give each row a loop of its own, by jax.vmap.",
-    **dict.fromkeys(("gather", "scatter", "scatter-max", "scatter-min"), _OF_INDEX),
-    "reshape": "Rows are taken apart by a reshape into pieces of which not each micro-"
-    "batch has as many: choose a number of pieces that num_microbatches divides.",
-}
-
-
-def _advice(whole: Sequence[Note]) -> str:
-    """What to do about code that cannot be read; nothing if there is none."""
-    hidden = {x: known.hidden(x.name) for x in whole if known.hidden(x.name)}
-    if not hidden:
-        return ""
-    counts = collections.Counter(hidden.values())
-    kinds = [f"{n} {kind}{'' if n == 1 else 's'}" for kind, n in counts.items()]
-    are = "is" if len(hidden) == 1 else "are"
-    lines = (re.match(r"(.*?:\d+):\d+ \((.*?)\)", places.short(x.line)) for x in hidden)
-    named = dict.fromkeys(f"{x[2]} ({x[1]})" for x in lines if x)
-    what = " and ".join(named) or "what calls it"
-    return (
-        f"{' and '.join(kinds)} {are} computed whole: wrap {what} in ga_optax.rowwise "
-        "if its rows do not need each other."
-    )
 
 
 def _rows(stored: Sequence[Stored]) -> Iterator[tuple[str, ...]]:

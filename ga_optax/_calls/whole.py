@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from ga_optax import accumulator
-from ga_optax._calls import layouts, savings
+from ga_optax._calls import advice, layouts
 from ga_optax._calls.call import Call, DoesNotFitError
 from ga_optax._calls.options import Options
 from ga_optax._calls.region import WHOLE, gradients, over_mesh
@@ -171,8 +171,7 @@ def _window(call: Call, trace: layouts.Traced) -> tuple[list[Any], Any, list[Any
     else:
         plans.of_loop(step, operands, size)
         out = loop.run(step, operands, where, begins=True, merges=True)
-    knob = "remat=True" if call.sums else "residual_bytes=0"
-    savings.say(trace, size, out.report, knob)
+    advice.say(trace, size)
     return out.results, _gradients(call, out.acc.total), list(out.rows)
 
 

@@ -183,6 +183,9 @@ def scan(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
             found += _scan_of_rows(here, vs, how, waits) or ()
         if found:
             w.level = here.level
+            length = ir.numbers([how.length])
+            each = [x._replace(nbytes=length * x.nbytes) for x in w.notes[notes:]]
+            w.notes[notes:] = each
             return found
     name = f"scan of {how.length} iterations, in whose carry rows meet,"
     return w.noted(name, e, vs)
@@ -198,7 +201,9 @@ def _scan_of_rows(w: Writer, vs: list[Value], how: ir.Scan, waits: bool) -> Resu
         return [WHOLE if x == PARTIAL and not waits else x for x in layouts]
 
     layouts, levels = [v.layout for v in carry], [level] * n
+    notes = len(w.notes)
     while True:
+        del w.notes[notes:]
         each = zip(
             vs,
             how.body.jaxpr.invars,
@@ -218,6 +223,7 @@ def _scan_of_rows(w: Writer, vs: list[Value], how: ir.Scan, waits: bool) -> Resu
         layouts, levels = joined, list(map(max, levels, run.levels))
     of_results = due([*layouts, *run.layouts[n:]])
     if of_results != run.layouts:
+        del w.notes[notes:]
         run = inner(w, how.body, args, of_results)
     # In an unrolled loop, sums that wait would be one more at each place of it.
     longest = 0 if waits and PARTIAL in layouts else w.axis.longest
@@ -317,7 +323,9 @@ def while_(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     of_cond, of_body, carry = vs[:n], vs[n:m], vs[m:]
     cond, body = (ir.Program(e.params[k].jaxpr, e.params[k].consts) for k in _WHILE)
     layouts, here = [v.layout for v in carry], w.within(apart=True)
+    notes = len(w.notes)
     while True:
+        del w.notes[notes:]
         now = [
             Value(None, v.aval, x, v.level, v.params, v.smooth)
             for v, x in zip(carry, layouts, strict=True)
@@ -367,8 +375,9 @@ def cond(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
         return inlined(w, branch, operands)
     choice = w.whole(which)
     branches = ir.inner(e)
-    here = w.within(apart=True)
+    here, notes = w.within(apart=True), len(w.notes)
     found = [inner(here, branch, operands).layouts for branch in branches]
+    del w.notes[notes:]
     due = [functools.reduce(_join, layouts) for layouts in zip(*found, strict=True)]
     runs = [inner(here, branch, operands, due) for branch in branches]
     choose = [lambda *args, run=run: run(w.index, args) for run in runs]

@@ -98,7 +98,7 @@ class Note(NamedTuple):
 
     name: str
     line: str
-    size: int  # numbers that it computes, or reads of all rows
+    nbytes: int  # that it computes, or reads of all rows
 
 
 class Drawn(Note):
@@ -454,9 +454,13 @@ class Writer:
     def about(
         self, e: core.JaxprEqn, size: int, name: str, kind: type[Note] = Note
     ) -> Note:
-        """What is said of an equation."""
+        """What is said of an equation that computes, or reads, so many numbers."""
         names = source_info_util.current_name_stack()
-        return kind(name, places.place_of(e.source_info, names), size)
+        types = [
+            x.aval.dtype for x in e.outvars or e.invars if hasattr(x.aval, "dtype")
+        ]
+        widest = max((x.itemsize for x in types), default=0)
+        return kind(name, places.place_of(e.source_info, names), size * widest)
 
     @contextlib.contextmanager
     def may_fail(self, e: core.JaxprEqn) -> Iterator[list[Any]]:

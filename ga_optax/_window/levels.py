@@ -108,8 +108,7 @@ def recorded() -> contextlib.AbstractContextManager[list[Levels]]:
 def report(schedule: Schedule, room_is_ours: bool = False) -> Levels:
     """What a window does, which is logged, and handed to `recorded`.
 
-    Warns if it runs more often than it should, in the room that
-    nobody asked for; of a small window nothing is said.
+    Warns if it runs more often than it should, in the room that nobody asked for.
     """
     runs = counted(schedule)
     passes, its = most(runs.values())[1:], tuple(_stored(schedule, runs))
@@ -119,7 +118,7 @@ def report(schedule: Schedule, room_is_ours: bool = False) -> Levels:
     often = new.forward > _FORWARD or new.backward > _BACKWARD
     if (found := _reports.get(None)) is not None:
         found.append(new)
-    elif room_is_ours and often and new.peak >= FEW_BYTES:
+    elif room_is_ours and often:
         _warn(new)
     note(str(new))
     return new
@@ -147,7 +146,6 @@ def is_recorded() -> bool:
     return _reports.get(None) is not None
 
 
-FEW_BYTES = 2**20  # that are not worth a word
 _FORWARD, _BACKWARD = 3, 1  # passes that segments take, however many levels there are
 
 

@@ -16,8 +16,6 @@ from whole_scans import BATCH, K, decoder, nothing
 
 pytestmark = [
     pytest.mark.usefixtures("optax_promotion"),
-    pytest.mark.filterwarnings("ignore:No part of fun should run forward more"),
-    pytest.mark.filterwarnings("ignore:.* micro-batches need about"),
 ]
 
 

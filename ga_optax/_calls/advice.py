@@ -1,0 +1,121 @@
+"""What is computed whole in each micro-batch: what to do about it, and when it is said.
+
+The partition records the lines. They are said if what follows from them is more than
+what a micro-batch computes of its own rows: then more micro-batches save little.
+"""
+
+import collections
+import re
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from jax.extend import core
+
+from ga_optax._calls import layouts
+from ga_optax._calls.batches import nbytes
+from ga_optax._partition import Note
+from ga_optax._passes import ir, known, places
+from ga_optax._passes.notes import note
+from ga_optax._window.levels import is_recorded
+from ga_optax._window.rules import RULES
+
+_OF_INDEX = (
+    "An index may reach any row. If each row has its own, such as the nodes of its own "
+    "graph, index inside of a row, by jax.vmap or take_along_axis, and add no offsets."
+)
+# What to do about what is computed whole.
+_TODO = {
+    "while": "A loop that runs until all rows are done has all of them in every "
+    "micro-batch. Give each row a loop of its own, by jax.vmap.",
+    **dict.fromkeys(("gather", "scatter", "scatter-max", "scatter-min"), _OF_INDEX),
+    "reshape": "Rows are taken apart by a reshape into pieces of which not each micro-"
+    "batch has as many: choose a number of pieces that num_microbatches divides.",
+}
+_MOST_LINES = 4
+
+
+def of_primitives(whole: Sequence[Note]) -> list[str]:
+    """What to do about primitives of which something is known, each once."""
+    return list(dict.fromkeys(_TODO[x.name] for x in whole if x.name in _TODO))
+
+
+def of_hidden(whole: Sequence[Note]) -> str:
+    """What to do about code that cannot be read; nothing if there is none."""
+    hidden = {x: known.hidden(x.name) for x in whole if known.hidden(x.name)}
+    if not hidden:
+        return ""
+    counts = collections.Counter(hidden.values())
+    kinds = [f"{n} {kind}{'' if n == 1 else 's'}" for kind, n in counts.items()]
+    are = "is" if len(hidden) == 1 else "are"
+    lines = (re.match(r"(.*?:\d+):\d+ \((.*?)\)", places.short(x.line)) for x in hidden)
+    named = dict.fromkeys(f"{x[2]} ({x[1]})" for x in lines if x)
+    what = " and ".join(named) or "what calls it"
+    return (
+        f"{' and '.join(kinds)} {are} computed whole: wrap {what} in ga_optax.rowwise "
+        "if its rows do not need each other."
+    )
+
+
+def say(trace: layouts.Traced, num_microbatches: int) -> None:
+    """Warns of each set of lines once, if a micro-batch computes more for all rows.
+
+    `plan` says it, too. Where rows only meet, which nobody can write better, it has to
+    be more than the whole batch computes.
+    """
+    part = trace.part
+    if not part.meets or is_recorded() or layouts.is_open(trace.closed.jaxpr):
+        return
+    first = len(trace.closed.jaxpr.constvars) + trace.num_params
+    whole, own = _computed(part.jaxpr, part.jaxpr.invars[first:], ())
+    if whole <= own * (1 if part.whole else num_microbatches):
+        return
+    lines = [f"{x.name.rstrip(',')}, at {x.line}" for x in part.whole] or [
+        f"{ir.name_of(e)}, at {places.place_of(e.source_info)}"
+        for e in ir.equations(part.jaxpr)
+        if e.primitive.name in RULES
+    ]
+    lines = tuple(dict.fromkeys(lines))[:_MOST_LINES]
+    how = " ".join(filter(None, [*of_primitives(part.whole), of_hidden(part.whole)]))
+    if not part.whole:
+        how = "If rows must meet there, more micro-batches save no memory."
+    what = "; ".join(lines) + (", computed whole" if part.whole else "")
+    text = (
+        f"Each of {num_microbatches} micro-batches computes {whole:,} bytes for all "
+        f"rows, and {own:,} for its own: {what}. "
+        f"{how or 'Write that with other functions.'} ga_optax.batch_dependencies "
+        "shows every line."
+    )
+    note(text)
+    if lines not in _warned:
+        _warned.add(lines)
+        warnings.warn(text, stacklevel=2)
+
+
+_warned: set[tuple[str, ...]] = set()  # of which lines
+
+
+def _computed(
+    jaxpr: core.Jaxpr, own: Iterable[Any], met: Iterable[Any]
+) -> tuple[int, int]:
+    """The bytes that a micro-batch computes forward: for all rows, and for its own.
+
+    Args:
+      jaxpr: its program.
+      own: the arguments that have its rows.
+      met: those that follow from all rows, and are the same in all micro-batches.
+    """
+    meetings = (e for e in jaxpr.eqns if e.primitive.name in RULES)
+    met = ir.following(jaxpr, [*met, *(x for e in meetings for x in e.outvars)])
+    own = ir.following(jaxpr, own, list(RULES))
+    total = [0, 0]
+    for e in jaxpr.eqns:
+        for program in ir.inner_programs(e):
+            pairs = list(zip(program.invars, ir.operands(e, program), strict=False))
+            inside = [[x for x, y in pairs if ir.is_among(y, z)] for z in (own, met)]
+            for i, n in enumerate(_computed(program, *inside)):
+                total[i] += ir.times(e) * n
+        its = own if not own.isdisjoint(e.outvars) else met
+        if not ir.inner_programs(e) and not its.isdisjoint(e.outvars):
+            total[its is own] += sum(nbytes(x.aval) for x in e.outvars)
+    return total[0], total[1]
