@@ -36,6 +36,14 @@ def brief(value: Any) -> str:
     return f"an object of type {type(value).__name__}"
 
 
+def check_type(name: str, value: Any, kind: type, todo: str) -> None:
+    """Raises unless `value` is of a type of ours."""
+    if not isinstance(value, kind):
+        raise TypeError(
+            f"{name} must be of type {kind.__name__}, but it is {brief(value)}. {todo}"
+        )
+
+
 def check_int(name: str, value: Any, todo: str, *, least: int = 1) -> int:
     """Returns `value` as an int of at least `least`, or raises."""
     try:
@@ -55,8 +63,13 @@ def check_int(name: str, value: Any, todo: str, *, least: int = 1) -> int:
 
 def check_step(step: Any, todo: str) -> Any:
     """Returns `step`, an integer scalar that may be traced, or raises."""
-    shape, dtype = jnp.shape(step), jax.dtypes.result_type(step)
-    if shape != () or not jnp.issubdtype(dtype, jnp.integer):
+    try:
+        dtype = jax.dtypes.result_type(step)
+    except TypeError:
+        raise TypeError(
+            f"step must be an integer scalar, but it is {brief(step)}. {todo}"
+        ) from None
+    if (shape := jnp.shape(step)) != () or not jnp.issubdtype(dtype, jnp.integer):
         raise TypeError(
             f"step must be an integer scalar, but it has shape {shape} and dtype "
             f"{dtype.name}. {todo}"
@@ -266,6 +279,14 @@ def nodes_of(kind: type, tree: Any) -> dict[str, Any]:
     pairs = jax.tree.leaves_with_path(tree, lambda node: isinstance(node, kind))
     found = ((path, node) for path, node in pairs if isinstance(node, kind))
     return {jax.tree_util.keystr(path): node for path, node in found}
+
+
+def is_key(x: Any) -> bool:
+    """True for one PRNG key, typed or raw."""
+    if not isinstance(x, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
+        return False
+    raw = x.dtype == jnp.uint32 and len(x.shape) == 1
+    return raw or (jnp.issubdtype(x.dtype, jax.dtypes.prng_key) and x.shape == ())
 
 
 # -- Weights and dtypes ----------------------------------------------------------------

@@ -28,7 +28,13 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike, DTypeLike
 
-from ga_optax._checks import check_arrays, check_dtype, check_gradients, check_weight
+from ga_optax._checks import (
+    check_arrays,
+    check_dtype,
+    check_gradients,
+    check_type,
+    check_weight,
+)
 
 __all__ = ["Accumulator", "add", "init", "mean", "merge"]
 
@@ -104,6 +110,12 @@ def begun(params: optax.Params, dtype: DTypeLike | None) -> Accumulator:
     return Accumulator(total, jnp.zeros([], float), jnp.zeros([], jnp.int32))
 
 
+def _check(name: str, acc: Any) -> None:
+    """Raises unless it is an accumulator; an open micro-step says itself what it is."""
+    if not hasattr(acc, "missing"):
+        check_type(name, acc, Accumulator, "Start with accumulator.init(params).")
+
+
 def add(
     acc: Accumulator, grads: optax.Updates, weight: ArrayLike | None = None
 ) -> Accumulator:
@@ -134,6 +146,7 @@ def add(
       TypeError: if a leaf of `grads` is neither floating nor complex, or if `weight`
         is no real number.
     """
+    _check("acc", acc)
     check_gradients(acc.total, grads)
     empty = acc.count == 0
     totals, structure = jax.tree.flatten(acc.total)
@@ -169,6 +182,8 @@ def merge(a: Accumulator, b: Accumulator) -> Accumulator:
     Raises:
       ValueError: if the trees or shapes differ; the message names the leaf.
     """
+    _check("a", a)
+    _check("b", b)
     check_gradients(a.total, b.total, name="b.total", expected="a.total")
 
     def combine(x: jax.Array, y: jax.Array) -> jax.Array:
@@ -195,6 +210,7 @@ def mean(acc: Accumulator) -> optax.Updates:
     Returns:
       A tree with the shapes and dtypes of `acc.total`.
     """
+    _check("acc", acc)
     return jax.tree.map(lambda t: average(t, acc.weight), acc.total)
 
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from ga_optax._checks import check_int, check_step
+from ga_optax._checks import brief, check_int, check_step, is_key
 
 __all__ = ["epoch_indices", "window_indices"]
 
@@ -54,10 +54,12 @@ def window_indices(
       Indices in `[0, num_examples)`, int32 `[num_microbatches, micro-batch size]`.
 
     Raises:
-      TypeError: if `step` is not an integer scalar, or another number not an int.
+      TypeError: if `key` is no PRNG key, `step` is not an integer scalar, or another
+        number not an int.
       ValueError: if a number is out of its range, or `num_microbatches` does not divide
         `batch_size`.
     """
+    _check_key(key)
     step, n, size, k = _checked(step, num_examples, batch_size, num_microbatches)
     key = jax.random.fold_in(key, step)
     return jax.random.randint(key, (size,), 0, n, jnp.int32).reshape(k, -1)
@@ -100,10 +102,12 @@ def epoch_indices(
       Indices in `[0, num_examples)`, int32 `[num_microbatches, micro-batch size]`.
 
     Raises:
-      TypeError: if `step` is not an integer scalar, or another number not an int.
+      TypeError: if `key` is no PRNG key, `step` is not an integer scalar, or another
+        number not an int.
       ValueError: if a number is out of its range, `num_microbatches` does not divide
         `batch_size`, or `batch_size` is greater than `num_examples`.
     """
+    _check_key(key)
     step, n, size, k = _checked(step, num_examples, batch_size, num_microbatches)
     if size > n:
         raise ValueError(
@@ -116,6 +120,14 @@ def epoch_indices(
     start = (step % steps).astype(jnp.int32) * jnp.int32(size)
     window = jax.lax.dynamic_slice_in_dim(order.astype(jnp.int32), start, size)
     return window.reshape(k, -1)
+
+
+def _check_key(key: Any) -> None:
+    if not is_key(key):
+        raise TypeError(
+            f"key must be one PRNG key, but it is {brief(key)}. Pass "
+            "jax.random.key(0), for example, the same in all steps."
+        )
 
 
 def _checked(step: Any, *sizes: Any) -> tuple[jax.Array, int, int, int]:

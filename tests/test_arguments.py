@@ -65,13 +65,15 @@ def test_what_has_no_axis_goes_whole_and_as_it_came(make):
     def fun(w, batch, shared, *, extra):
         assert batch["train"] is True
         assert batch["name"] == "a name"
+        assert batch["labels"] == ["a", "b"]
         assert shared is table
         assert extra["whole"].shape == (ROWS,)
         rows = extra["split"] * batch["scale"] * shared.sum() + extra["whole"].sum()
         return jnp.mean(batch["x"] @ w + rows)
 
     batch = {"x": X, "scale": 0.5, "train": True, "name": "a name", "none": None}
-    axes = {"x": 0, "scale": None, "train": None, "name": None, "none": 0}
+    batch |= {"labels": ["a", "b"]}
+    axes = dict.fromkeys(batch) | {"x": 0, "none": 0}
     extra = {"split": Y, "whole": Y}
     step = make(
         fun,
@@ -267,6 +269,16 @@ def test_with_allow_int_what_has_no_gradient_has_that_of_jax(k, argnums):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
         if b.dtype != jax.dtypes.float0:
             assert off(a, b) <= 64 * EPS
+
+
+def test_with_allow_int_a_long_parameter_is_no_batch():
+    def fun(params, x):
+        return jnp.mean((x * params["w"][params["n"][0]]) ** 2)
+
+    params = {"w": normal(9), "n": jnp.arange(64)}
+    got = ga.value_and_grad(fun, K, allow_int=True)(params, Y)  # a warning is an error
+    due = jax.value_and_grad(fun, allow_int=True)(params, Y)
+    assert off((got[0], got[1]["w"]), (due[0], due[1]["w"])) <= 64 * EPS
 
 
 def test_with_allow_int_specs_may_name_integers():

@@ -448,7 +448,7 @@ ERRORS = [
     (put({"w": LAYER.w}), ValueError, "must have the tree structure of block"),
     (added(LAYER._replace(b=jnp.ones(3))), ValueError, "leaf .b of the gradient of bl"),
     (added({"w": LAYER.w}), ValueError, "must have the tree structure of"),
-    (lambda: blocks.add(Q, model(), "embed", EMBED), TypeError, "a dict. Make one"),
+    (lambda: blocks.add(Q, model(), "embed", EMBED), TypeError, "type dict. Make one"),
     # An open micro-step.
     (twice(None, None, name="head"), ValueError, "'head' was added already.*first: 'e"),
     (twice(None, None, FIRST), ValueError, "of one partition, but 'embed'"),

@@ -498,7 +498,7 @@ OTHERS = {
         (
             lambda: ga.merge_across(jnp.ones(3), "data"),
             T,
-            "needs an accumulator, but it got | Pass what accumulate",
+            "acc must be of type Accumulator, but it is | Pass what accumulate",
         ),
         (
             lambda: ga.merge_across("data", ga.accumulator.init(DENSE)),
@@ -834,7 +834,76 @@ FOLDS = [
     (lambda: RAMP.seen(1.0), T, "step must be an int, but it is 1.0"),
     (lambda: RAMP.seen(-1), V, "step must not be negative, but it is -1"),
 ]
-OTHERS |= {"across calls": ACROSS, "folds": FOLDS}
+
+PARTS = ga.blocks.partition(DENSE, 1)
+DRAWS = ga.data.window_indices, ga.data.epoch_indices
+NO_ARRAY = "must be an array or a number | str"
+VECTOR, SPEC = ga.blocks.flatten(PARTS, DENSE, "dense")
+
+TYPES = [
+    (lambda: ga.blocks.report("x"), T, f"params {NO_ARRAY} | of arrays alone"),
+    (lambda: ga.blocks.partition({"a": "x"}, 1), T, f"leaf ['a'] of params {NO_ARRAY}"),
+    *(
+        (call, T, f"{name} must be of type {kind}, but it is | {todo}")
+        for name, kind, todo, calls in (
+            (
+                "partition",
+                "Partition",
+                "Make one with blocks.partition(",
+                (
+                    lambda: ga.blocks.norms(DENSE, PARTS),
+                    lambda: ga.blocks.select(DENSE, PARTS, "dense"),
+                    lambda: ga.blocks.replace(DENSE, PARTS, "dense", GRADS["dense"]),
+                    lambda: ga.blocks.flatten("x", DENSE, "dense"),
+                    lambda: ga.blocks.unflatten(DENSE, VECTOR, SPEC),
+                    lambda: ga.blocks.add(None, None, "dense", GRADS["dense"]),
+                ),
+            ),
+            (
+                "spec",
+                "Spec",
+                "Pass what blocks.flatten",
+                (lambda: ga.blocks.unflatten(PARTS, SPEC, VECTOR),),
+            ),
+            (
+                "acc",
+                "Accumulator",
+                "Start with accumulator.init(",
+                (
+                    lambda: ga.accumulator.add(DENSE, GRADS),
+                    lambda: ga.accumulator.mean(GRADS),
+                ),
+            ),
+            (
+                "b",
+                "Accumulator",
+                "Start with",
+                (lambda: ga.accumulator.merge(ga.accumulator.init(DENSE), GRADS),),
+            ),
+        )
+        for call in calls
+    ),
+    (
+        lambda: ga.blocks.unflatten(PARTS, "x", SPEC),
+        T,
+        f"vector {NO_ARRAY} | Pass a vector like",
+    ),
+    *(
+        (
+            functools.partial(draw, key, 0, 10, 4, 2),
+            T,
+            f"key must be one PRNG key, but it is {came}. | Pass jax.random.key(0)",
+        )
+        for draw in DRAWS
+        for key, came in ((None, "None"), (3, "3"), (W, "np.float32(2.0)"))
+    ),
+    (
+        functools.partial(DRAWS[0], KEYS["a"], "0", 10, 4, 2),
+        T,
+        "step must be an integer | '0'",
+    ),
+]
+OTHERS |= {"across calls": ACROSS, "folds": FOLDS, "types": TYPES}
 
 
 @pytest.mark.usefixtures("optax_promotion")

@@ -26,6 +26,7 @@ from ga_optax._calls.region import WHOLE, ManualAxisError, gradients, over_mesh
 from ga_optax._calls.results import put_together
 from ga_optax._calls.words import explains_keywords, warns_outside_jit
 from ga_optax._checks import check_arrays, check_gradients, named_leaves
+from ga_optax._checks import is_key as is_one_key
 from ga_optax._devices import meshes
 from ga_optax._devices.data_axis import DataAxis
 from ga_optax._loop.run import run
@@ -249,10 +250,8 @@ def _check_are_sums(params: Any) -> None:
 def _check_keys(place: Argument, tree: Any) -> None:
     check_arrays(argument(place), tree, "Pass PRNG keys alone.")
     for name, leaf in named_leaves(tree):
-        shape, dtype = jnp.shape(leaf), jnp.result_type(leaf)
-        typed = jnp.issubdtype(dtype, jax.dtypes.prng_key) and shape == ()
-        raw = dtype == jnp.uint32 and len(shape) == 1
-        if not (typed or raw):
+        if not is_one_key(leaf):
+            shape, dtype = jnp.shape(leaf), jnp.result_type(leaf)
             raise ValueError(
                 "rng_argnums and rng_argnames must name PRNG keys, or trees of them, "
                 f"but {name} of {argument(place)} has shape {shape} and dtype "

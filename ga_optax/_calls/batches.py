@@ -78,7 +78,9 @@ def nbytes(x: Any) -> int:
     return ir.numbers(x.shape) * x.dtype.itemsize if is_array(x) else 0
 
 
-_A_KEY_ALONE = "Pass keys by themselves, and name them in rng_argnums."
+_A_KEY_ALONE = (
+    "Pass keys by themselves, and name them in rng_argnums; to verify pass rng=."
+)
 
 
 # -- Axes ------------------------------------------------------------------------------

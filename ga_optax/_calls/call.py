@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from ga_optax import config
 from ga_optax._calls import batches, words
-from ga_optax._calls.options import Argument, Options
+from ga_optax._calls.options import INTEGERS, Argument, Options
 from ga_optax._checks import check_arrays, check_inexact, named_leaves, nodes_of
 from ga_optax._devices import collectives, membership, meshes
 from ga_optax._devices.meshes import Axes, Placement
@@ -127,7 +127,7 @@ class Call(NamedTuple):
     @property
     def without_role(self) -> list[Argument]:
         """Where the arguments stand that have none."""
-        with_role = {i for places in self.roles.values() for i in places}
+        with_role = {INTEGERS, *itertools.chain(*self.roles.values())}
         return [i for i in (*range(len(self.args)), *self.kwargs) if i not in with_role]
 
     def leaves(self, role: str | None = None) -> dict[int, Any]:

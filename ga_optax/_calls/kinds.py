@@ -15,14 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from ga_optax._calls.batches import argument
-from ga_optax._calls.options import Argument, Options
+from ga_optax._calls.options import INTEGERS, Argument, Options
 from ga_optax._calls.results import taken_apart
 from ga_optax._checks import check_arrays, named_leaves
 
 Make = Callable[[Options], Callable[..., Any]]  # of `value_and_grad`, with options
-
-# The keyword of leaves that are not differentiated, which no user has.
-_WHOLE = "leaves without gradients"
 
 
 def of_any_kind(options: Options, make: Make) -> Callable[..., Any]:
@@ -66,7 +63,7 @@ def _with_integers(options: Options, make: Make) -> Callable[..., Any]:
 
     @functools.wraps(options.fun)
     def fun(*args: Any, **kwargs: Any) -> Any:
-        whole = kwargs.pop(_WHOLE)
+        whole = kwargs.pop(INTEGERS)
         params = _params(options, args, kwargs)
         pairs = zip(params.items(), whole, strict=True)
         joined = {i: _map(_either, x, y) for (i, x), y in pairs}
@@ -81,7 +78,7 @@ def _with_integers(options: Options, make: Make) -> Callable[..., Any]:
         own = {i: _map(_without_whole, tree) for i, tree in params.items()}
         whole = [_map(_whole_alone, tree) for tree in params.values()]
         args, kwargs = _replaced(args, kwargs, own)
-        out, grads = step(*args, **kwargs, **{_WHOLE: whole})
+        out, grads = step(*args, **kwargs, **{INTEGERS: whole})
         zeros = _map(_zero, whole)
         if isinstance(options.argnums, int):
             return out, _map(_either, grads, *zeros)

@@ -37,6 +37,9 @@ _BOOLS = {
     "optimize": "Pass False for the plain scan, or leave it out.",
 }
 
+# The keyword of parameters that are not differentiated, which no user has.
+INTEGERS = "parameters without gradients"
+
 Argument = int | str  # of the call: its position, or its keyword
 
 

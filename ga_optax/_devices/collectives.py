@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ga_optax._checks import brief, named_leaves
+from ga_optax._checks import check_type, named_leaves
 from ga_optax._devices import membership, meshes
 from ga_optax._devices.meshes import AnyMesh, Axes, Placement
 from ga_optax.accumulator import Accumulator
@@ -134,11 +134,8 @@ def merge_across(acc: Accumulator, data_axis: str | Sequence[str]) -> Accumulato
       ValueError: if `data_axis` is not bound, or if `acc` is summed over it already.
     """
     axes = meshes.check_data_axis(data_axis)
-    if not isinstance(acc, Accumulator):
-        raise TypeError(
-            f"merge_across needs an accumulator, but it got {brief(acc)}. Pass what "
-            "accumulate or accumulator.add returned, and then the axis."
-        )
+    todo = "Pass what accumulate or accumulator.add returned, and then the axis."
+    check_type("acc", acc, Accumulator, todo)
     if meshes.find_mesh(axes, None) is not None:
         raise ValueError(
             f"merge_across needs data_axis={axes} to be bound, but this is outside of "

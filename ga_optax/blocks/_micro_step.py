@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 
 from ga_optax import _checks, _text, accumulator
 from ga_optax.accumulator import Accumulator
-from ga_optax.blocks._partition import Partition, leaves_of
+from ga_optax.blocks._partition import Partition, block_of, leaves_of
 from ga_optax.blocks._select import like, on_device, put, slices, take, with_slices
 
 
@@ -126,7 +126,7 @@ def add(
         previous blocks, or if `acc` belongs to another partition.
       TypeError: if `acc`, `weight` or a leaf of `grads` has the wrong type.
     """
-    block = partition[name]
+    block = block_of(partition, name)
     if isinstance(acc, OpenMicroStep):
         acc._check(partition, name, weight)
         leaves = jax.tree.leaves(acc._before.total)  # checked when it was opened
@@ -135,8 +135,8 @@ def add(
         acc = OpenMicroStep(acc, _checked(weight), partition, (), _host_number(weight))
     else:
         raise TypeError(
-            "acc must be an Accumulator or an OpenMicroStep, but it is a "
-            f"{type(acc).__name__}. Make one with accumulator.init(params)."
+            "acc must be an Accumulator or an OpenMicroStep, but it is "
+            f"{_checks.brief(acc)}. Make one with accumulator.init(params)."
         )
     before, old = acc._before, take(block, leaves)
     which, required = f"the gradient of block {name!r}", like(block, old)

@@ -97,7 +97,7 @@ class Partition:
                 return block
         raise ValueError(
             f"The block must be one of the partition's {len(self)} blocks, but it is "
-            f"{name!r}. Use {_text.listed(self.names)}."
+            f"{_checks.brief(name)}. Use {_text.listed(self.names)}."
         )
 
     @functools.cached_property
@@ -147,8 +147,9 @@ def partition(
       ValueError: if a leaf belongs to no block or to two (the message names it), if
         stacked leaves have no common leading axis, if a prefix has no leaf, or if two
         blocks have one name.
-      TypeError: if `by` is none of the above.
+      TypeError: if `by` is none of the above, or a leaf of `params` is no array.
     """
+    _checks.check_arrays("params", params)
     flat, structure = jax.tree_util.tree_flatten_with_path(params)
     paths = [path for path, _ in flat]
     shapes = tuple(jnp.shape(leaf) for _, leaf in flat)
@@ -180,8 +181,21 @@ def partition(
     return Partition(structure, shapes, dtypes, tuple(blocks))
 
 
+def check_partition(partition: Any) -> None:
+    """Raises unless it is a partition."""
+    todo = "Make one with blocks.partition(params, 1), for example."
+    _checks.check_type("partition", partition, Partition, todo)
+
+
+def block_of(partition: Partition, name: str) -> Block:
+    """The block of that name; raises if there is none."""
+    check_partition(partition)
+    return partition[name]
+
+
 def leaves_of(partition: Partition, tree: Any, name: str = "tree") -> list[Any]:
     """The leaves of a tree; raises if it does not fit the partition."""
+    check_partition(partition)
     todo = "Make the partition from such a tree."
     expected = "the partition"
     _checks.check_leaves(partition._tree, tree, name=name, expected=expected, todo=todo)

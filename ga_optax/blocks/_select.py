@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from ga_optax._checks import check_dtypes, check_leaves
-from ga_optax.blocks._partition import Block, Partition, leaves_of, shown
+from ga_optax._checks import check_arrays, check_dtypes, check_leaves, check_type
+from ga_optax.blocks._partition import Block, Partition, block_of, leaves_of, shown
 
 
 def select(partition: Partition, tree: Any, name: str) -> Any:
@@ -44,7 +44,7 @@ def select(partition: Partition, tree: Any, name: str) -> Any:
     Raises:
       ValueError: if the tree does not fit the partition, or there is no such block.
     """
-    block = partition[name]
+    block = block_of(partition, name)
     leaves = take(block, leaves_of(partition, tree))
     if block.index is not None:
         leaves = slices(leaves, on_device(block.index))
@@ -77,7 +77,7 @@ def replace(partition: Partition, tree: Any, name: str, block: Any) -> Any:
     Raises:
       ValueError: if `tree` or `block` does not fit; the message names the leaf.
     """
-    known = partition[name]
+    known = block_of(partition, name)
     leaves = leaves_of(partition, tree)
     old, new = take(known, leaves), jax.tree.leaves(block)
     own, what = like(known, old), f"block {name!r}"
@@ -173,7 +173,9 @@ def unflatten(partition: Partition, vector: ArrayLike, spec: Spec) -> Any:
         the message names the block and both sizes.
       TypeError: if the vector's dtype is not that of `spec`.
     """
-    block, size = partition[spec.name], sum(spec.sizes)
+    check_type("spec", spec, Spec, "Pass what blocks.flatten returned with the vector.")
+    check_arrays("vector", vector, "Pass a vector like the one of blocks.flatten.")
+    block, size = block_of(partition, spec.name), sum(spec.sizes)
     if block.shapes != spec.shapes:
         raise ValueError(
             f"The spec must be of block {spec.name!r}, which has {block.elements} "
