@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 import pytest
 from helpers import bits, off, times_rate, train
 
@@ -146,6 +147,13 @@ def injected(rate, k=2):
             r"\['b'\]\[0\].co",
         ),
         (injected(HALVING), r"hyperparams_states\['rate'\].count"),
+        (optax.MultiSteps(ga.MultiSteps(SGD, 2), 2), ".mini_step"),
+        (optax.contrib.sam(ga.MultiSteps(SGD, 2), SGD), ".steps_since_sync"),
+        (optax.contrib.schedule_free(ga.MultiSteps(SGD, 2), 1.0), ".step_count"),
+        (
+            optax.conditionally_mask(ga.MultiSteps(SGD, 2), lambda step: step < 4),
+            r"\.step.",
+        ),
         # What counts steps is not.
         (optax.chain(ga.MultiSteps(optax.chain(ADAM, BY_HALVES), 2), SGD), None),
         (optax.chain(ga.MultiSteps(SGD, 1), BY_HALVES), None),

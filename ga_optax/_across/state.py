@@ -291,6 +291,10 @@ def some_states(state: optax.OptState) -> dict[str, MultiStepsState]:
     )
 
 
+# What optimizers of Optax call the number of their calls.
+_COUNTS = {"count", "mini_step", "step", "step_count", "steps_since_sync"}
+
+
 def warn_of_counts(state: optax.OptState) -> None:
     """Warns if a transformation around or beside a `MultiSteps` counts micro-steps.
 
@@ -304,7 +308,8 @@ def warn_of_counts(state: optax.OptState) -> None:
 
     leaves = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_one)[0]
     windows = [path for path, x in leaves if is_one(x) and jax.tree.leaves(x.total)]
-    counts = [path for path, _ in leaves if path and str(path[-1]) == ".count"]
+    paths = [path for path, _ in leaves if path]
+    counts = [path for path in paths if getattr(path[-1], "name", "") in _COUNTS]
     found = [
         jax.tree_util.keystr(path)
         for path in counts
@@ -320,12 +325,13 @@ def warn_of_counts(state: optax.OptState) -> None:
 
 
 def _counts_calls(count: tuple[Any, ...], window: tuple[Any, ...]) -> bool:
-    """Whether a count stands in one chain with a window, or schedules what is in it."""
+    """True if a count stands beside a window in a chain, or around it."""
     same = [a == b for a, b in zip(count, window, strict=False)]
     at = same.index(False) if False in same else len(same)
     here, before = count[at], count[at - 1] if at else None
     if isinstance(here, jax.tree_util.GetAttrKey):
-        return here.name == "hyperparams_states"
+        # An inject_hyperparams counts always, and reads that for its schedules alone.
+        return here.name in {"hyperparams_states", *_COUNTS} - {"count"}
     return getattr(before, "name", "") != "inner_states"
 
 
