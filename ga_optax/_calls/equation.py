@@ -22,8 +22,11 @@ from ga_optax._passes import ir, rowwise
 from ga_optax._passes.divided import Divided, Gradient, paired
 
 
-def of_call(call: Call, remat: bool | None) -> Any:
-    """What `fun` returns for all rows, by an equation that can be differentiated."""
+def of_call(call: Call, remat: bool | None, size: int | None = None) -> Any:
+    """What `fun` returns for all rows, by an equation that can be differentiated.
+
+    `size` is how many rows a micro-batch has, if that is what was asked for.
+    """
     options, fun = call.options, call.options.fun
     leaves = call.leaves("batch_argnums") | call.others
 
@@ -50,6 +53,7 @@ def of_call(call: Call, remat: bool | None) -> Any:
         name=getattr(fun, "__name__", "a function"),
         number=options.num_microbatches,
         remat=remat,
+        size=size,
         runs=functools.partial(_run, how),
         finds=functools.partial(_axes_of_results, how),
     )
