@@ -469,6 +469,74 @@ def test_the_twin_undivided_takes_what_it_is_compared_with():
     assert costs(grad(head))[1] > 1.9
 
 
+def scanned(f):
+    """Twice, in a loop."""
+    both = jnp.arange(1.0, 3.0)
+
+    def of_both(w, h, y):
+        once = lambda total, s: (total + f(w, s * h, y), None)  # noqa: E731
+        return jax.lax.scan(once, jnp.zeros([]), both)[0]
+
+    return of_both
+
+
+WINDOW_OF = partial(ga.value_and_grad, num_microbatches=4, batch_argnums=(1, 2))
+OUTSIDE = {
+    "value_and_grad": WINDOW_OF,
+    "a gradient of microbatch": lambda f: jax.value_and_grad(over(f, 4)),
+    "microbatch of a gradient": lambda f: over(jax.value_and_grad(f), 4),
+    "a scan in value_and_grad": lambda f: WINDOW_OF(scanned(f)),
+    "two of them": lambda f: WINDOW_OF(over(f, 2)),
+}
+
+
+@pytest.mark.grid(2, 5)
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_in_a_micro_batch_pieces_are_of_its_rows(name):
+    """A quarter of the rows, in 16 pieces: 64 in all, and not 16."""
+    outside = OUTSIDE[name]
+    of_rows = 8 if name == "two of them" else 4
+    loops = "two" in name or "scan" in name
+    _, whole = costs(outside(head))
+    for how in ({"k": 16}, {"k": None, "microbatch_size": 8}):
+        _, memory = costs(outside(over(head, **how)))
+        # Each loop has a sum of the weights' gradients, and one that it adds to that.
+        sums = 16 / SIZE_OF_TOKENS * (4 if loops else 2)
+        assert memory < sums + 4 / of_rows / 16 < whole
+    args = arrays()
+    want = jax.jit(jax.value_and_grad(scanned(head) if "scan" in name else head))(*args)
+    assert off(jax.jit(outside(over(head, 8)))(*args), want) < 1e-5  # in float32
+
+
+@pytest.mark.cpu
+def test_on_devices_pieces_are_of_the_rows_of_one_device():
+    shapes = (16, SIZE_OF_WORDS), (SIZE_OF_TOKENS, 16), (SIZE_OF_TOKENS,)
+    args = list(map(jax.ShapeDtypeStruct, shapes, ("float32", "float32", "int32")))
+    axis = ga.DataAxis("d", mesh=mesh_of(8, names=("d",)))
+    how = {"batch_argnums": (1, 2), "data_axis": axis}
+    found = ga.batch_dependencies(over(head, 8), 4, **how)
+    assert found(*args).pieces == [("head", 8, SIZE_OF_TOKENS // 4 // 8 // 8)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "how", "due"),
+    [
+        (64, {"k": 8}, (8, 2)),
+        (48, {"k": 8}, (6, 2)),  # 8 does not divide 12
+        (28, {"k": 4}, (1, 7)),
+        (28, {"k": 14}, (7, 1)),
+        (64, {"k": None, "microbatch_size": 8}, (2, 8)),
+        (48, {"k": None, "microbatch_size": 8}, (2, 6)),
+    ],
+)
+def test_if_the_pieces_do_not_divide_the_rows_the_most_that_do(rows, how, due):
+    w, h, labels = arrays()
+    args = w, jnp.resize(h, (rows, WIDTH)), jnp.resize(labels, rows)
+    found = ga.batch_dependencies(over(head, **how), 4, batch_argnums=(1, 2))(*args)
+    assert found.pieces == ([("head", *due)] if due[0] > 1 else [])
+    assert ("Inside, head runs in" in str(found)) == (due[0] > 1)
+
+
 @pytest.mark.parametrize(("dtype", "due"), [("bfloat16", 3), ("float16", 4)])
 def test_in_float16_alone_the_gradient_waits_for_its_cotangent(dtype, due):
     """One that is not scaled yet may be 0."""

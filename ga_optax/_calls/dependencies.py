@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend import core
 
 from ga_optax._calls import advice, batches, layouts
 from ga_optax._calls import whole as of_whole
@@ -15,7 +16,8 @@ from ga_optax._calls.options import Options
 from ga_optax._calls.words import explains_keywords
 from ga_optax._devices.data_axis import DataAxis
 from ga_optax._partition import Note
-from ga_optax._passes import places
+from ga_optax._passes import ir, places
+from ga_optax._passes.divided import Divided
 from ga_optax._text import ruled, wrap
 from ga_optax._window.levels import Levels, Stored, recorded, said_of
 
@@ -50,6 +52,9 @@ class BatchDependencies:
         stays, and how many passes that takes; None if more room changes nothing.
       rows: the bytes of each leaf of the batch that has rows, by name.
       given_whole: those of what goes whole to each micro-batch, beside the parameters.
+      pieces: `(name, number, rows)` of each `ga_optax.microbatch` inside: how many
+        pieces it makes of the rows of one micro-batch on one device, and how many rows
+        each has. One whose rows meet is computed as if it stood there itself.
     """
 
     num_microbatches: int
@@ -64,6 +69,7 @@ class BatchDependencies:
     more_room: tuple[int, int, int] | None
     rows: dict[str, int]
     given_whole: dict[str, int]
+    pieces: list[tuple[str, int, int]]
 
     @property
     def kept_bytes(self) -> int:
@@ -117,6 +123,8 @@ class BatchDependencies:
         if whole:
             names = ", ".join(f"{name} {nbytes:,}" for name, nbytes in whole[:4])
             said += f" Whole: {names}{', ...' if len(whole) > 4 else ''} bytes."
+        for name, pieces, rows in self.pieces:
+            said += f" Inside, {name} runs in {pieces} pieces of {_times(rows, 'row')}."
         return said
 
 
@@ -151,7 +159,8 @@ def _rows(stored: Sequence[Stored]) -> Iterator[tuple[str, ...]]:
 
 
 def _times(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 'es'}"
+    ending = "es" if what.endswith("s") else "s"
+    return f"{number} {what}{'' if number == 1 else ending}"
 
 
 @explains_keywords
@@ -234,9 +243,20 @@ def batch_dependencies(
         passes = last.forward, last.backward, last.peak, last.room
         size, part = layouts.num_parts(call), trace.part
         said, rows = (part.whole, part.drawn, part.promised), batches.layout(call)
-        return BatchDependencies(size, meetings, kept, *said, *passes, *rows)
+        pieces = list(dict.fromkeys(_pieces(part.jaxpr)))
+        return BatchDependencies(size, meetings, kept, *said, *passes, *rows, pieces)
 
     return dependencies
+
+
+def _pieces(jaxpr: core.Jaxpr) -> Iterator[tuple[str, int, int]]:
+    """Of what `microbatch` divides in a micro-batch: name, number of pieces, rows."""
+    for e in ir.equations(jaxpr):
+        if isinstance(its := e.params.get("its"), Divided):
+            pairs = zip(e.invars, its.axes, strict=True)
+            rows = next(x.aval.shape[d] for x, d in pairs if d is not None)
+            yield its.name, its.number, rows // its.number
+            yield from _pieces(its.program.jaxpr)
 
 
 def _traced(call: Call) -> tuple[layouts.Traced, list[Levels]]:

@@ -22,8 +22,11 @@ from ga_optax._passes import ir, places, rowwise
 from ga_optax._passes.divided import Divided, Gradient, paired
 
 
-def of_call(call: Call, remat: bool | None) -> Any:
-    """What `fun` returns for all rows, by an equation that can be differentiated."""
+def of_call(call: Call, remat: bool | None, size: int | None = None) -> Any:
+    """What `fun` returns for all rows, by an equation that can be differentiated.
+
+    `size` is how many rows a micro-batch has, if that is what was asked for.
+    """
     options, fun = call.options, call.options.fun
     leaves = call.leaves("batch_argnums") | call.others
 
@@ -44,7 +47,7 @@ def of_call(call: Call, remat: bool | None) -> Any:
     xs = _on_mesh(call, list(leaves.values()))
     closed, out = _traced(flat, xs, call)
     axes = (*call.split_axes, *[None] * len(call.others))
-    its = Divided.of_program(closed, axes, **over_micro_batches(call, remat))
+    its = Divided.of_program(closed, axes, **over_micro_batches(call, remat), size=size)
     # What fun closes over may be differentiated, too.
     return jax.tree.unflatten(jax.tree.structure(out), its.bind([*closed.consts, *xs]))
 

@@ -66,7 +66,9 @@ def microbatch(
 
     Args:
       fun: any function that JAX can trace. It is traced once, for the whole batch.
-      num_microbatches: how many micro-batches, static; it must divide the rows.
+      num_microbatches: how many micro-batches, static; it must divide the rows. In a
+        micro-batch of `value_and_grad` or `microbatch` they are those of its rows, on
+        one device: so many, or the most that divide them.
       microbatch_size: in its place, how many rows one of them has.
       batch_argnums: the positional arguments that have rows.
       batch_argnames: the keywords that have rows.
@@ -110,7 +112,7 @@ def microbatch(
         call = Call.make(options, args, kwargs, hint=True)
         from ga_optax._calls import equation  # 80 ms of import, which not all need
 
-        return equation.of_call(call, remat)
+        return equation.of_call(call, remat, options.microbatch_size)
 
     return microbatch_fun
 

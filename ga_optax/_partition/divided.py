@@ -1,8 +1,8 @@
 """What runs over micro-batches of its own, such as a head in a model: `microbatch`.
 
-In a micro-batch of a window it has that one's rows. If it had more micro-batches than
-the window, so many are left that one of them has as few rows as before. Where its rows
-meet, it is its program, as if that stood there itself, and so is a derivative of it.
+In a micro-batch of a window it has the rows of that one, on one device, and as many
+micro-batches of these as if it were called with them; or the most that divide them.
+Where its rows meet, it is its program, as if that stood there itself.
 """
 
 from jax.extend import core
@@ -18,7 +18,7 @@ def divided(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result]:
     its: Divided = e.params["its"]
     vs = w.summed(vs)
     number = _number(w, its, vs)
-    if number > 1 and not its.is_derivative and not its.program.jaxpr.effects:
+    if number > 1 and not its.program.jaxpr.effects:
         with w.may_fail(e) as out:
             out += _divided(w, its, vs, number)
         if out:
@@ -45,8 +45,10 @@ def _number(w: Writer, its: Divided, vs: list[Value]) -> int:
     rows = v.shape[d] // w.axis.size
     if not isinstance(rows, int):  # `jax.export` leaves it open
         return 1
-    least = -(-its.number // w.axis.size)
-    return next((n for n in range(least, rows + 1) if rows % n == 0), 1)
+    if its.size is not None:
+        fewest = -(-rows // its.size)
+        return next(n for n in range(fewest, rows + 1) if rows % n == 0)
+    return next(n for n in range(min(its.number, rows), 0, -1) if rows % n == 0)
 
 
 def _divided(w: Writer, its: Divided, vs: list[Value], number: int) -> list[Result]:

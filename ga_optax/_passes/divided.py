@@ -61,6 +61,7 @@ class Divided:
     Attributes:
       name: of the function, for people.
       number: how many micro-batches there are.
+      size: how many rows one of them has at most, if that is what was asked for.
       remat: whether the backward pass computes everything again; None to choose.
       runs: what runs it over micro-batches, given this and the operands.
       finds: what says along which axis its results have rows, given this.
@@ -83,6 +84,7 @@ class Divided:
     axes: tuple[int | None, ...]
     of: Tangent | Gradient | None = None
     traced: ir.Program | None = None
+    size: int | None = None
 
     @classmethod
     def of_program(
