@@ -177,7 +177,7 @@ def _check_rows(batch: Any) -> None:
                 f"{name} has shape {shape}. If rows of one leaf belong to rows of "
                 "another, as the nodes and edges of a graph, they cannot be cut apart: "
                 "call ga_optax.value_and_grad, which takes such a batch as it is. Else "
-                "say in batch_axes where the rows of each leaf are."
+                "say in batch_axes where each leaf has rows, and None if it has none."
             )
 
 
