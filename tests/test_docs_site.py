@@ -11,7 +11,6 @@ import pytest
 from helpers import python
 
 import ga_optax
-import ga_optax.__main__
 from ga_optax import accumulator, blocks, config, data, schedules
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -115,9 +114,3 @@ def test_no_signature_spells_out_what_an_array_like_is(site):
     signatures = re.findall(r'class="sig-param">.*?</em>', text, re.S)
     assert len(signatures) > 100
     assert not [s for s in signatures if "ndarray" in s or "SupportsDType" in s]
-
-
-def test_every_command_is_on_the_page_of_the_command_line(site):
-    text = (site / "api" / "command_line.html").read_text("utf-8")
-    for name in ga_optax.__main__._COMMANDS:
-        assert f"usage: ga-optax {name} " in text
