@@ -27,7 +27,6 @@ MAY_IMPORT = {
     "accumulator": {"_checks"},
     "config": set(),
     "data": LEAVES,
-    "schedules": LEAVES,
     "_devices": LEAVES,
     "_passes": LEAVES | {"_devices"},
     "_partition": {"_passes"},
