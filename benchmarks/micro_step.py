@@ -137,9 +137,7 @@ def all_sides(opt: Any, params: Any, grads: Any, k: int) -> dict[str, Any]:
     def fresh() -> Any:
         return jax.tree.map(jnp.copy, params)
 
-    noisy = ga.MultiSteps(opt, k, track_noise=True)
     return main_sides(opt, params, grads, k) | {
-        "ga apply_grads, track_noise": applied(noisy, fresh(), grads),
         "ga update + apply_updates": contract(ga.MultiSteps(opt, k), fresh(), grads),
     }
 

@@ -31,7 +31,6 @@ extensions = [
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
     "benchmark_table",
-    "command_help",
     "lines_of_code",
 ]
 exclude_patterns = ["_build", "_ext", "**.ipynb_checkpoints"]

@@ -14,7 +14,7 @@ The program is meant as a model of how to run such a training:
     the window     `plan` finds the fewest micro-batches that fit into `memory_limit`
     the gradient   `verify` compares it with that of the undivided batch, or it stops
     the data       a pure function of the seed and the step: nothing to restore
-    the log        loss, tokens a second and the gradient noise scale, in log.jsonl
+    the log        loss, tokens a second and the gradient's norm, in log.jsonl
     checkpoints    Orbax writes one every `save_every` micro-steps, inside a window, too
     a restart      the same command continues a run that was killed, with the same bits
 
@@ -239,11 +239,11 @@ def make_optimizer(config: Config) -> optax.GradientTransformation:
 
 
 def make_windows(num_microbatches: int, config: Config) -> ga.MultiSteps:
-    """The optimizer, run once a window. It keeps the window's loss and its noise."""
+    """The optimizer, run once a window. It keeps the window's loss and its norm."""
     return ga.MultiSteps(
         make_optimizer(config),
         num_microbatches,
-        track_noise=True,
+        track_norm=True,
         mean_argnames="value",
     )
 
@@ -450,16 +450,15 @@ def train(run: Run, corpus: Corpus) -> tuple[Any, list[dict[str, Any]]] | None:
             line: dict[str, Any] = {
                 "step": i + 1,
                 "loss": float(state.arg_totals["value"]),
+                "grad_norm": float(ga.grad_norm(state)),
             }
             if compiled and not first:
                 tokens, seconds = int(count_tokens(window)), time.perf_counter() - start
                 line["tokens_per_second"] = round(tokens / seconds)
             compiled = True
             if (i + 1) % every == 0 or i + 1 == config.steps:
-                scale = ga.noise_scale(state)
                 line["held_out"] = float(evaluate(params, validation))
-                line["noise_scale"] = float(scale.value) if scale.known else None
-                bar.write(describe(line, scale))
+                bar.write(describe(line))
             log.append(line)
             with run.log.open("a") as file:
                 file.write(json.dumps(line) + "\n")
@@ -470,14 +469,13 @@ def train(run: Run, corpus: Corpus) -> tuple[Any, list[dict[str, Any]]] | None:
     return params, log
 
 
-def describe(line: dict[str, Any], scale: ga.NoiseScale) -> str:
+def describe(line: dict[str, Any]) -> str:
     """A line of the log to read."""
-    noise = f"{scale.value:8,.0f}" if scale.known else " unknown"
     speed = line.get("tokens_per_second")
     return (
         f"step {line['step']:5}   loss {line['loss']:.4f}   held out "
-        f"{line['held_out']:.4f}   noise scale {noise} tokens, a window has "
-        f"{scale.window:,.0f}" + (f"   {speed:,} tokens/s" if speed else "")
+        f"{line['held_out']:.4f}   gradient norm {line['grad_norm']:.3f}"
+        + (f"   {speed:,} tokens/s" if speed else "")
     )
 
 
@@ -515,7 +513,7 @@ def byte_frequency_loss(corpus: Corpus) -> float:
 
 
 def draw_picture(run: Run, log: list[dict[str, Any]], baseline: float) -> pathlib.Path:
-    """Plots loss and noise scale over the steps, and the memory of a micro-step."""
+    """Plots loss and gradient norm over the steps, and the memory of a micro-step."""
     blue, orange, grey = "#2b6cb0", "#dd6b20", "#718096"
     with plt.rc_context({"axes.spines.top": False, "axes.spines.right": False}):
         figure, (left, middle, right) = plt.subplots(
@@ -535,11 +533,10 @@ def draw_picture(run: Run, log: list[dict[str, Any]], baseline: float) -> pathli
         left.legend(frameon=False)
         left.grid(axis="y", alpha=0.25)
 
-        known = [line for line in rows if line["noise_scale"] is not None]
-        pairs = [(line["step"], line["noise_scale"]) for line in known]
-        middle.plot(*zip(*pairs, strict=True) if pairs else ([], []), "o-", color=blue)
-        middle.set(xlabel="step", ylabel="tokens", ylim=(0, None))
-        middle.set_title("Gradient noise scale", loc="left", weight="bold")
+        norms = [line["grad_norm"] for line in log]
+        middle.plot(steps, norms, color=blue, lw=1)
+        middle.set(xlabel="step", ylabel="before clipping", ylim=(0, None))
+        middle.set_title("Norm of the gradient", loc="left", weight="bold")
         middle.grid(axis="y", alpha=0.25)
 
         numbers, sizes = zip(*run.memory, strict=True)

@@ -11,8 +11,7 @@ Accumulate across calls, in a host loop or inside `optax.chain`:
 Merge across devices, once a window: `data_axis=` in all of these, `merge_across`. Does
 a compiled step communicate more than it must: `audit`.
 Look at a tree block by block, and add to it one block at a time: `blocks`.
-What fits: `plan`. How large a batch still pays: `noise_scale`. How the batch grows
-over a run: `schedules`.
+What fits: `plan`.
 Is it the same gradient as the big batch's, and if not, why: `verify`.
 The arithmetic of all of them: `accumulator`. Which examples are in a window: `data`.
 Options for all calls: `config`.
@@ -22,15 +21,14 @@ Flax: `flax` (it needs the extra `flax`, and is imported when first used).
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from ga_optax import accumulator, config, data, schedules
+from ga_optax import accumulator, config, data
 from ga_optax._across.multi_steps import (
     MultiSteps,
     apply_gradients,
     drop_window_if_not_finite,
     flush,
 )
-from ga_optax._across.noise_scale import NoiseScale, noise_scale
-from ga_optax._across.saved import from_optax, from_saved
+from ga_optax._across.optax_state import from_optax
 from ga_optax._across.state import (
     MultiStepsState,
     Stats,
@@ -64,7 +62,6 @@ __all__ = [
     "LeafReport",
     "MultiSteps",
     "MultiStepsState",
-    "NoiseScale",
     "NothingFitsError",
     "Plan",
     "Report",
@@ -80,16 +77,13 @@ __all__ = [
     "drop_window_if_not_finite",
     "flush",
     "from_optax",
-    "from_saved",
     "grad_norm",
     "has_updated",
     "merge_across",
     "microbatch",
-    "noise_scale",
     "plan",
     "register_primitive",
     "rowwise",
-    "schedules",
     "stats",
     "value_and_grad",
     "verify",

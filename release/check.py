@@ -23,6 +23,7 @@ import address
 
 ROOT = address.ROOT
 PROGRAM = ROOT / "tests" / "typing" / "user_program.py"
+VERSION = "import importlib.metadata as m; print(m.version('ga_optax'))"
 
 
 def run(*command: object, cwd: pathlib.Path) -> str:
@@ -62,11 +63,11 @@ def try_out(python: str, wheel: pathlib.Path, version: str) -> list[str]:
             run(programs / "python", "-m", "pip", "install", "-q", wheel, cwd=folder)
             run(programs / "python", "-m", "pip", "check", cwd=folder)
             run(programs / "python", PROGRAM, cwd=folder)
-            printed = run(programs / "ga-optax", "--version", cwd=folder)
+            printed = run(programs / "python", "-c", VERSION, cwd=folder)
         except subprocess.CalledProcessError as error:
             return [f"in an empty environment of {python}: {error}"]
-    right = printed == f"ga-optax {version}\n"
-    return [] if right else [f"ga-optax --version printed {printed!r}, not {version}"]
+    right = printed == f"{version}\n"
+    return [] if right else [f"the installed version is {printed!r}, not {version}"]
 
 
 # -- What is to be read ----------------------------------------------------------------

@@ -179,25 +179,14 @@ FAULTS = """
 -         if before == after:
 -             return grads
 +         return as_given
-@ _across/saved.py: test_multi_steps_drop_in
+@ _across/optax_state.py: test_multi_steps_drop_in
 * a running mean taken for a sum
 - return a * count.astype(a.dtype) if use_grad_mean else a
 + return a
-@ _across/noise_scale.py: test_noise
-* noise that forgets the weights
-- squares + weight * term)
-+ squares + term)
-* noise of one window too many
-- noise.count - 1, jnp.ones_like
-+ noise.count, jnp.ones_like
 @ data.py: test_data
 * an epoch that repeats the last order
 - jax.random.fold_in(key, step // steps)
 + key
-@ schedules.py: test_schedules
-* a ramp that is a step late
-- begun = later <=
-+ begun = later <
 @ blocks/_summary.py: test_blocks
 * norms without the imaginary parts
 - for x in parts(leaf)])

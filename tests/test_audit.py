@@ -1,7 +1,5 @@
 """`audit` reads every form in which XLA prints a collective."""
 
-import json
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -9,7 +7,6 @@ from helpers import mesh_of, put, squares
 from jax.sharding import PartitionSpec as P
 
 import ga_optax as ga
-from ga_optax.__main__ import main
 
 HEAD = """\
 HloModule jit_step, is_scheduled=true, entry_computation_layout={()->f32[]}
@@ -341,14 +338,3 @@ def test_what_is_not_compiled_says_how_to_and_text_that_is_no_hlo_what_to_pass(w
     )
     with pytest.raises(ValueError if text else TypeError, match=due):
         ga.audit(wrong)
-
-
-def test_the_status_of_the_command_is_1_if_a_loop_communicates(tmp_path, capsys):
-    file = tmp_path / "step.txt"
-    file.write_text(entry(PARAMETER, WHILE + trips(5), before=LOOP))
-    assert main(["audit", str(file), "--json"]) == 1
-    found = json.loads(capsys.readouterr().out)
-    assert found["in_loop"] == found["collectives"] != []
-    file.write_text(entry(PARAMETER))
-    assert main(["audit", str(file)]) == 0
-    assert "No collectives" in capsys.readouterr().out

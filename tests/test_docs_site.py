@@ -11,8 +11,7 @@ import pytest
 from helpers import python
 
 import ga_optax
-import ga_optax.__main__
-from ga_optax import accumulator, blocks, config, data, schedules
+from ga_optax import accumulator, blocks, config, data
 
 ROOT = pathlib.Path(__file__).parents[1]
 NEEDED = ("sphinx", "myst_nb", "furo", "sphinx_copybutton")
@@ -101,7 +100,7 @@ def test_every_public_name_is_in_the_reference(site):
     anchors = set().union(
         *(Page(p.read_text()).anchors for p in (site / "api").glob("*.html"))
     )
-    modules = [accumulator, blocks, config, data, schedules]
+    modules = [accumulator, blocks, config, data]
     due = {f"module-{module.__name__}" for module in modules}
     due |= {"module-ga_optax.flax", "module-ga_optax.testing"}
     for module in (ga_optax, *modules):
@@ -115,9 +114,3 @@ def test_no_signature_spells_out_what_an_array_like_is(site):
     signatures = re.findall(r'class="sig-param">.*?</em>', text, re.S)
     assert len(signatures) > 100
     assert not [s for s in signatures if "ndarray" in s or "SupportsDType" in s]
-
-
-def test_every_command_is_on_the_page_of_the_command_line(site):
-    text = (site / "api" / "command_line.html").read_text("utf-8")
-    for name in ga_optax.__main__._COMMANDS:
-        assert f"usage: ga-optax {name} " in text

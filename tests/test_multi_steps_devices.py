@@ -367,7 +367,6 @@ ERRORS = [
     (lambda tx: by(tx, value=lambda v, _: v), PLATEAU, r"\['value'\] differs.*pmean"),
     (lambda tx: by(tx, emit=lambda _, b: b["x"][0, 0] > 0), SGD, r"\['emit'\] differs"),
     (lambda tx: tx.init(PARAMS), SGD, "there is none"),
-    (lambda _: across(track_noise=True), SGD, "track_noise must be False"),
 ]
 
 

@@ -562,8 +562,8 @@ def chained(inner):
 
 
 TX, CHAIN = made()(), optax.chain(optax.clip(1.0), made()())
-NOISY, INNER = made(track_noise=True)(), made(opt=PLAIN)()
-STATE, HELD, NOISE = (tx.init(DENSE) for tx in (TX, CHAIN, NOISY))
+NORMED, INNER = made(track_norm=True)(), made(opt=PLAIN)()
+STATE, HELD, NORM = (tx.init(DENSE) for tx in (TX, CHAIN, NORMED))
 AVERAGES = {"of_tx": {"opt": PLATEAU, "mean_argnames": "value"}}
 OF_OPTAX = optax.MultiSteps(SGD, 4)
 SKIP, DROP = "should_skip_update_fn", "should_drop_window_fn"
@@ -592,7 +592,7 @@ WITHIN = [
     ("", optax.contrib.split_real_and_imaginary(THEN)),
 ]
 NO_OPTIMIZER = "tx must be an optax.GradientTransformation, but it is of type"
-AMONG = "must be among opt, every_k_schedule, | track_noise, | , but"
+AMONG = "must be among opt, every_k_schedule, | track_norm, | , but"
 ORDER = "The order is apply_gradients(tx"
 MISSPELT = "weights", "wieght", "emits"
 TAKES_NONE = "plain GradientTransformation | 'loss'"
@@ -641,7 +641,7 @@ ACROSS = [
         (made(accumulator_dtype=dtype), T, "floating dtype")
         for dtype in (jnp.int32, jnp.complex64, "number")
     ),
-    (made(track_noise=1), T, "a Python bool"),
+    (made(track_norm=1), T, "a Python bool"),
     (made(track_norm=1), T, "track_norm must be a Python bool"),
     # Trees and weights.
     (called("apply", params=OTHER), V, f"{KERNEL} | params"),
@@ -731,15 +731,15 @@ ACROSS = [
             (ga.flush, (STATE, TX, DENSE), "MultiStepsState"),
         )
     ),
-    # The noise.
-    (lambda: ga.noise_scale(STATE), V, "track_noise=True, but there is none"),
-    (lambda: ga.noise_scale(optax.EmptyState()), V, "none in a EmptyState"),
-    (lambda: ga.noise_scale((NOISE, NOISE)), V, "2: [0] | , [1] | Pass the"),
-    (called("apply", NOISY, state=STATE), V, "_replace(noise="),
-    (called("flush", NOISY, state=STATE), V, "_replace(noise="),
+    # The norm.
+    (lambda: ga.grad_norm(STATE), V, "track_norm=True, but there is none"),
+    (lambda: ga.grad_norm(optax.EmptyState()), V, "none in a EmptyState"),
+    (lambda: ga.grad_norm((NORM, NORM)), V, "2: [0] | , [1] | Pass the"),
+    (called("apply", NORMED, state=STATE), V, "_replace(grad_norm="),
+    (called("flush", NORMED, state=STATE), V, "_replace(grad_norm="),
 ]
 
-# -- The accumulator, data and schedules -----------------------------------------------
+# -- The accumulator and data ----------------------------------------------------------
 
 
 def added(grads=GRADS, weight=None, params=DENSE):
@@ -766,18 +766,8 @@ def continued(acc, params):
     return lambda: ga.accumulate(untraced, 2)(acc, params, X)
 
 
-def linear(*ramp, size, **options):
-    return lambda: ga.schedules.linear(*ramp, microbatch_size=size, **options)
-
-
-def stepwise(batches, boundaries, **options):
-    options = {"microbatch_size": 2} | options
-    return lambda: ga.schedules.stepwise(batches, boundaries, **options)
-
-
-RAMP = linear(1, 4, 9, size=1)()
 NO_STEPS = 2**32, np.int64(2**32), np.array(2**40), np.int8(-1), np.array(-3)
-SMALL, TOO_LATE = (ga.data.epoch_indices, jax.random.key(0), 0, 5, 10, 1), [2**31]
+SMALL = ga.data.epoch_indices, jax.random.key(0), 0, 5, 10, 1
 
 FOLDS = [
     (added([DENSE]), V, BIAS),
@@ -815,24 +805,6 @@ FOLDS = [
         )
     ),
     (functools.partial(*SMALL), V, "batch_size=10 and num_examples=5"),
-    (linear(10, 20, 5, size=4), V, "start must be a multiple of | =4, | Use 8 or 12"),
-    (linear(8, 4, 5, size=4), V, "end must not be below start=8, but it is 4"),
-    (linear(4, 8, 0, size=4), V, "duration must be at least 1, but it is 0"),
-    (linear(4, 8, 5, size=0), V, "microbatch_size must be at least 1"),
-    (linear(4, 8, 5, size=4, increment=3), V, "increment must be a multiple of | =4"),
-    (linear(4, 12, 5, size=4, increment=12), V, "divide end - start = 8, but it is 12"),
-    (linear(1, 1 << 32, 5, size=1), V, "at most 2^31 - 1 micro-batches"),
-    (linear(1, 2, 1 << 40, size=1), V, "must begin at a step below 2^31"),
-    (stepwise([], []), V, "there are 0 batch sizes and 0 boundaries"),
-    (stepwise([2, 4], [0]), V, "boundaries[0] must be at least 1"),
-    (stepwise([2, 4, 6], [5, 5]), V, "boundaries[1] is 5, after 5"),
-    (stepwise([2, 4.0], [5]), T, "batch_sizes[1] must be an int, but it is 4.0"),
-    (stepwise([2, 4], [1 << 33]), V, "begins at step 4294967296"),
-    (stepwise([2, 4], TOO_LATE, boundaries_in_steps=True), V, "at step 2147483648"),
-    (lambda: RAMP(jnp.float32(1)), T, "dtype float32"),
-    (lambda: RAMP(jnp.arange(2)), T, "shape (2,) | use jax.vmap"),
-    (lambda: RAMP.seen(1.0), T, "step must be an int, but it is 1.0"),
-    (lambda: RAMP.seen(-1), V, "step must not be negative, but it is -1"),
 ]
 
 PARTS = ga.blocks.partition(DENSE, 1)
@@ -1025,7 +997,7 @@ def test_what_those_messages_advise_works():
     called("update", state=new, of_tx={"k": 4})()
     _, state = called("apply", of_tx={SKIP: lambda *_: (True, ())})()
     assert int(ga.stats(state).skipped_micro_steps) == 1
-    called("apply", NOISY, state=STATE._replace(noise=NOISE.noise))()
+    called("apply", NORMED, state=STATE._replace(grad_norm=NORM.grad_norm))()
 
 
 SPOILT = [

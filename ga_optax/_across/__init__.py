@@ -6,9 +6,8 @@ optimizer where a window closes.
 
     config       what a `MultiSteps` was made with
     state        the state, and what reads it
-    saved        reading a state of Optax, or one that was saved by another version
+    optax_state  reads a state of Optax's
     choices      a choice that is known when traced, or is not
-    noise_scale  the gradient noise scale
 
 Imports `_devices` and the root.
 """

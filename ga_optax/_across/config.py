@@ -12,7 +12,6 @@ import optax
 from jax.typing import ArrayLike
 
 from ga_optax import accumulator
-from ga_optax._across import noise_scale
 from ga_optax._across.state import (
     MultiStepsState,
     check_order,
@@ -35,7 +34,6 @@ class Config:
     should_skip_update_fn: SkipFn | None
     accumulator_dtype: np.dtype | None
     should_drop_window_fn: SkipFn | None
-    track_noise: bool
     track_norm: bool
     data_axis: tuple[str, ...] | None
     mean_argnames: tuple[str, ...]
@@ -94,7 +92,6 @@ class Config:
         """What a new state holds for an option alone, by its field."""
         return {
             "arg_totals": {name: jnp.zeros([], float) for name in self.mean_argnames},
-            "noise": noise_scale.init() if self.track_noise else (),
             "grad_norm": jnp.zeros([], float) if self.track_norm else (),
         }
 

@@ -156,8 +156,6 @@ class MultiSteps(optax.GradientTransformationExtraArgs):
       should_drop_window_fn: a function of the same signature. It is asked when the
         window closes, with what `opt` would see. If it says true, the whole window
         never happened. `drop_window_if_not_finite` is one.
-      track_noise: whether to keep what `noise_scale` needs. A micro-step then reads the
-        gradient once more, and a step the mean. A static k of 1 has nothing to keep.
       track_norm: whether to keep the norm of the gradient that `opt` saw last, for
         `grad_norm`. A step then reads the mean once more; a micro-step is as without.
       mean_argnames: names of extra arguments, real scalars, whose mean over the window,
@@ -197,7 +195,6 @@ class MultiSteps(optax.GradientTransformationExtraArgs):
         accumulator_dtype: DTypeLike | None = jnp.float32,
         *,
         should_drop_window_fn: SkipFn | None = None,
-        track_noise: bool = False,
         track_norm: bool = False,
         mean_argnames: str | Sequence[str] = (),
         data_axis: str | Sequence[str] | None = None,
@@ -205,7 +202,7 @@ class MultiSteps(optax.GradientTransformationExtraArgs):
         """Builds the pair of pure functions; see the class for the arguments."""
         axes = meshes.check_data_axis(data_axis)
         _check_decides(should_skip_update_fn, should_drop_window_fn)
-        _check_tracks(track_noise, track_norm, data_axis)
+        _check_track_norm(track_norm)
         _check_opt(opt, every_k_schedule)
         config = Config(
             opt=opt,
@@ -214,7 +211,6 @@ class MultiSteps(optax.GradientTransformationExtraArgs):
             should_skip_update_fn=should_skip_update_fn,
             accumulator_dtype=check_dtype(accumulator_dtype),
             should_drop_window_fn=should_drop_window_fn,
-            track_noise=track_noise,
             track_norm=track_norm,
             data_axis=axes or None,
             mean_argnames=_check_argnames(mean_argnames),
@@ -469,18 +465,12 @@ def _check_decides(skip: Any, drop: Any) -> None:
             check_callable(name, fn, what, todo)
 
 
-def _check_tracks(track_noise: Any, track_norm: Any, data_axis: Any) -> None:
-    """Raises unless the noise is tracked on one device, or not at all."""
-    for name, value in ("track_noise", track_noise), ("track_norm", track_norm):
-        if not isinstance(value, bool):
-            raise TypeError(
-                f"{name} must be a Python bool, but it is {value!r}. It decides what "
-                "the state holds: pass True or False."
-            )
-    if track_noise and data_axis is not None:
-        raise ValueError(
-            "track_noise must be False with a data_axis, but data_axis is "
-            f"{data_axis!r}. Track the noise in a run on one device."
+def _check_track_norm(value: Any) -> None:
+    """Raises unless it is a Python bool."""
+    if not isinstance(value, bool):
+        raise TypeError(
+            f"track_norm must be a Python bool, but it is {value!r}. It decides what "
+            "the state holds: pass True or False."
         )
 
 

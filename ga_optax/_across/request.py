@@ -54,7 +54,7 @@ class Request:
         due, held = map(jax.tree.structure, (new, getattr(self.state, field)))
         if due != held:
             came = f"it is {held}, not {due}" if held.num_leaves else "it is empty"
-            when = " while no window is open" * (field in ("arg_totals", "noise"))
+            when = " while no window is open" * (field == "arg_totals")
             raise ValueError(
                 f"The field {field} of the state must be that of {OPTIONS[field]}, but "
                 f"{came}: the state was made without that option, or with another one. "

@@ -14,25 +14,15 @@ from ga_optax import accumulator
 from ga_optax._across.choices import Predicate, count_if
 from ga_optax._checks import nodes_of
 
-VERSION = 1  # of the state's format; it grows if an older state is read otherwise
-
 # What `MultiStepsState.counters` holds: each leaf of a state adds to the time of a
-# call, so numbers that few read share one. The version is the first in every format.
-COUNTERS = (
-    "version",
-    "emitted",
-    "micro_steps",
-    "skipped_micro_steps",
-    "skipped_windows",
-)
+# call, so numbers that few read share one.
+COUNTERS = ("emitted", "micro_steps", "skipped_micro_steps", "skipped_windows")
 
-# What a state holds as an option needs it, and what it may lack if it was saved before
-# that option was added, or with other arguments.
+# The option that makes a state hold each of these fields.
 OPTIONS = {
     "skip_state": "should_skip_update_fn",
     "drop_state": "should_drop_window_fn",
     "arg_totals": "mean_argnames",
-    "noise": "track_noise=True",
     "grad_norm": "track_norm=True",
 }
 
@@ -42,8 +32,8 @@ class MultiStepsState(NamedTuple):
 
     `mini_step`, `gradient_step`, `inner_opt_state` and `skip_state` are fields of
     Optax's state too. Its `acc_grads` is a property here, computed of `total`; so are
-    `emitted`, `micro_steps`, `skipped_micro_steps`, `skipped_windows` and `version`,
-    which are read off `counters`.
+    `emitted`, `micro_steps`, `skipped_micro_steps` and `skipped_windows`, which are
+    read off `counters`.
 
     Attributes:
       mini_step: micro-steps in the open window, int32 `[]`.
@@ -59,14 +49,13 @@ class MultiStepsState(NamedTuple):
       drop_state: what `should_drop_window_fn` returned last.
       weight: Σ w over the open window, a float `[]`; with a `data_axis` one for each
         device, `[devices]`.
-      counters: `COUNTERS`, int32 `[5]`: the version of this format; whether the last
-        call emitted; micro-steps accumulated since `init`; micro-steps that
-        `should_skip_update_fn` left out; and windows that closed without a step,
-        because they were dropped or had weight 0.
+      counters: `COUNTERS`, int32 `[4]`: 1 if the last call emitted, else 0;
+        micro-steps accumulated since `init`; micro-steps that `should_skip_update_fn`
+        left out; and windows that closed without a step, because they were dropped or
+        had weight 0.
       arg_totals: Σ w·x over the open window of each extra argument that
         `mean_argnames` names, by name, as floats `[]`. While `mini_step` is 0, the mean
         that the inner optimizer saw last. With a `data_axis` as `total`.
-      noise: what `noise_scale` reads, a `NoiseState`; `()` without `track_noise`.
       grad_norm: the norm of the gradient that the inner optimizer saw last, a float
         `[]`; 0 before its first step, and `()` without `track_norm`.
     """
@@ -80,7 +69,6 @@ class MultiStepsState(NamedTuple):
     weight: jax.Array
     counters: jax.Array
     arg_totals: dict[str, jax.Array]
-    noise: Any = ()
     grad_norm: Any = ()
 
     @property
@@ -102,11 +90,6 @@ class MultiStepsState(NamedTuple):
     def skipped_windows(self) -> jax.Array:
         """Windows that closed without a step, int32 `[]`."""
         return self._read("skipped_windows")
-
-    @property
-    def version(self) -> jax.Array:
-        """The version of this format, int32 `[]`."""
-        return self._read("version")
 
     def _read(self, name: str) -> jax.Array:
         counters, i = self.counters, COUNTERS.index(name)
@@ -337,29 +320,8 @@ def _counts_calls(count: tuple[Any, ...], window: tuple[Any, ...]) -> bool:
 
 def new_counters(emitted: ArrayLike = 0, micro_steps: ArrayLike = 0) -> jax.Array:
     """The counters of a state before its first call, or of one that did not count."""
-    counters = jnp.broadcast_arrays(VERSION, emitted, micro_steps, 0, 0)
+    counters = jnp.broadcast_arrays(emitted, micro_steps, 0, 0)
     return jnp.stack([x.astype(jnp.int32) for x in counters], -1)
-
-
-def check_version(counters: Any) -> None:
-    """Raises if a state has another version than a new one, if that is known."""
-    if isinstance(counters, jax.core.Tracer):
-        return
-    came = 0  # there are no counters
-    if isinstance(counters, jax.Array):
-        # By NumPy: in a trace, or on a mesh, jax.numpy would make it a part of that.
-        counters = counters.addressable_data(0)  # the same everywhere
-    if jax.tree.leaves(counters):
-        came = int(np.asarray(counters)[..., 0].max())
-    if came == VERSION:
-        return
-    todo = "Read it with ga_optax.from_saved(state, tx.init(params))."
-    if came > VERSION:
-        todo = "Install the version of ga_optax that saved it, or a newer one."
-    raise ValueError(
-        f"The state must have the format of version {VERSION}, but it has that of "
-        f"version {came}: another ga_optax saved it. {todo}"
-    )
 
 
 ORDER = (
@@ -379,9 +341,9 @@ def check_order(**trees: Any) -> None:
 
 
 def check_state(state: Any) -> MultiStepsState:
-    """Returns `state` if it is a `MultiStepsState` of this version, or raises."""
+    """Returns `state` if it is a `MultiStepsState`, or raises."""
     if isinstance(state, MultiStepsState):
-        check_version(state.counters)
+        _check_counters(state.counters)
         return state
     hint = "Pass what init or the last call returned."
     if isinstance(state, optax.MultiStepsState):
@@ -390,3 +352,14 @@ def check_state(state: Any) -> MultiStepsState:
         "state must be a MultiStepsState of ga_optax, but it is a "
         f"{type(state).__module__}.{type(state).__name__}. {hint}"
     )
+
+
+def _check_counters(counters: Any) -> None:
+    """Raises unless a state holds its counters."""
+    due = len(COUNTERS)
+    came = getattr(counters, "shape", None)
+    if came is None or came[-1:] != (due,):
+        raise ValueError(
+            f"The field counters of the state must be int32[{due}], but its shape is "
+            f"{came}. Restore the state into the structure of tx.init(params)."
+        )

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import optax
 
 from ga_optax import accumulator
-from ga_optax._across import choices, noise_scale
+from ga_optax._across import choices
 from ga_optax._across.choices import Predicate
 from ga_optax._across.config import differentiated
 from ga_optax._across.request import Request
@@ -61,11 +61,6 @@ def micro_step(request: Request) -> tuple[Any, MultiStepsState]:
             return choices.select(skip, before, after)
 
     acc = added()
-    if keeps and config.track_noise:
-        with jax.named_scope("ga_optax.noise"):
-            first = state.mini_step == 0
-            noise = noise_scale.add(state.noise, request.gradients, weight, first)
-            state = state._replace(noise=choices.select(skip, state.noise, noise))
     emits = _is_full(acc.count, k) if emit is None else emit
     closes = choices.both(emits, taken)
     if keeps or weight is not None:
@@ -164,7 +159,7 @@ _STATES = {
     "todo": "What opt keeps in its state must be there from init on: leave out what is "
     "not, such as optax.monitor.",
 }
-_CHANGED = ("inner_opt_state", "drop_state", "noise", "grad_norm")
+_CHANGED = ("inner_opt_state", "drop_state", "grad_norm")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -287,7 +282,6 @@ class _Closing:
             changed = {
                 "inner_opt_state": choices.cast_like(inner, before),
                 "drop_state": state.drop_state,
-                "noise": self._noise(acc),
                 "grad_norm": norm,
                 **changed,
             }
@@ -306,21 +300,26 @@ class _Closing:
         before = {name: getattr(self.state, name) for name in _CHANGED}
         return out, jnp.zeros_like(self.state.mini_step, bool), before | changed
 
-    def _noise(self, acc: Held) -> Any:
-        """What `noise_scale` reads, after a window that ran the inner optimizer."""
-        config, noise = self.request.config, self.state.noise
-        if not config.track_noise or not jax.tree.leaves(self.state.total):
-            return noise
-        with jax.named_scope("ga_optax.noise"):
-            mean, (grads, _) = config.use_grad_mean, acc.total
-            return noise_scale.close(noise, grads, acc.weight, mean)
-
     def _norm(self, acc: Held) -> tuple[Any, Any]:
         """What the inner optimizer will see, and its norm, if that is asked for."""
         if not self.request.config.track_norm:
             return acc.total, self.state.grad_norm
         with jax.named_scope("ga_optax.norm"):
-            norm = jnp.sqrt(noise_scale.squared_norm(acc.total[0]))
+            norm = jnp.sqrt(_squared_norm(acc.total[0]))
             norm = norm.astype(self.state.grad_norm.dtype)
             # Before updates take over the buffer: XLA would copy it to read it after.
             return jax.lax.optimization_barrier((acc.total, norm))
+
+
+def _squared_norm(tree: optax.Updates) -> jax.Array:
+    """Σ |x|² over all leaves, which are read once; nothing is written."""
+    # Without the barrier XLA would share the squares, or the wider dtype, with what the
+    # accumulator or the optimizer computes from the same leaf, and write them out.
+    tree = jax.lax.optimization_barrier(tree)
+    terms = [
+        jnp.sum(jnp.square(part.astype(jnp.promote_types(part.dtype, jnp.float32))))
+        for leaf in map(jnp.asarray, jax.tree.leaves(tree))
+        for part in accumulator.parts(leaf)
+    ]
+    dtype = jnp.result_type(float)
+    return sum((term.astype(dtype) for term in terms), jnp.zeros([], dtype))
