@@ -308,10 +308,10 @@ def scattered_to(g):
 def segmented(g):
     v, ids = g.one(1), g.batch["ids"]
     v = jnp.moveaxis(v, v.shape.index(N), 0) if N in v.shape else v
-    ids = jnp.sort(jnp.resize(ids, len(v))) if g.is_so() else jnp.resize(ids, len(v))
-    how = {"indices_are_sorted": True} if (ids[1:] is None) else {}
+    ids, is_sorted = jnp.resize(ids, len(v)), g.is_so()
+    ids = jnp.sort(ids) if is_sorted else ids
     f = g.pick(jax.ops.segment_sum, jax.ops.segment_max, jax.ops.segment_min)
-    new = f(v, ids, 4, **how)
+    new = f(v, ids, 4, indices_are_sorted=is_sorted)
     return small(jnp.where(jnp.isfinite(new), new, 0)[g.pick(ids, slice(None))])
 
 
