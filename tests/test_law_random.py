@@ -1,12 +1,19 @@
 """Random programs of every form are those of the whole batch; see `whole_random`.
 
 `python tests/whole_random.py 2000`, which `make fuzz` runs too, checks as many of them.
+So does `python tests/whole_moves.py 2000`, of what moves rows and anything else.
 """
+
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import pytest
+import whole_moves
 from whole_programs import STEPS
 from whole_random import AXES, BOUND, WAYS, Program, check, draw
+
+from ga_optax._partition import moves
+from ga_optax._passes.primitives import Way
 
 pytestmark = pytest.mark.usefixtures("optax_promotion", "fast_compilation")
 
@@ -15,6 +22,23 @@ pytestmark = pytest.mark.usefixtures("optax_promotion", "fast_compilation")
 @pytest.mark.parametrize("seed", range(100))
 def test_random_programs_are_those_of_the_whole_batch(seed):
     assert (check(draw(seed)) or 0) < BOUND  # of some steps numbers overflow
+
+
+@pytest.mark.grid(2, 30)
+@pytest.mark.parametrize("seed", range(30))
+def test_what_moves_rows_and_anything_else_are_those_of_the_whole_batch(seed):
+    assert (check(whole_moves.draw(seed, pairs=2)) or 0) < BOUND
+
+
+@pytest.mark.grid(1)
+@pytest.mark.parametrize("way", ["window", "of a gradient", "gradient of it", "twice"])
+def test_the_twin_that_moves_along_one_axis_alone_is_off(way, monkeypatch):
+    # A pad of rows and columns, after which there are as many.
+    pairs = whole_moves.Pairs(57, ways=(way,), names=(("padded", "by_number"),))
+    assert check(pairs) < BOUND
+    every = [Way((d,), (d,)) for d in range(9)]
+    monkeypatch.setattr(moves, "factors", SimpleNamespace(ways=lambda e: every))
+    assert check(pairs) > 1e-6
 
 
 @pytest.mark.grid(2, 8)

@@ -69,7 +69,7 @@ class Program(NamedTuple):
 
     def run(self, params, batch, insides=PLAIN):
         """The loss and its aux, and the steps."""
-        values = _Values(self.seed, params, batch, insides)
+        values = Values(self.seed, params, batch, insides)
         steps = []
         while len(steps) < self.length:
             name = self.names[len(steps)] if self.names else _drawn_name(values)
@@ -197,7 +197,7 @@ def off(got, want):
 # -- The values that are there ---------------------------------------------------------
 
 
-class _Values:
+class Values:
     """The values that are there, and draws from them."""
 
     def __init__(self, seed, params, batch, insides):
@@ -481,7 +481,7 @@ GRAPH = {
 }
 
 
-def outcome(seed):
+def outcome(seed, draw=draw):
     program = draw(seed)
     try:
         error = check(program)

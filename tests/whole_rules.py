@@ -230,6 +230,11 @@ def counts(h):
     return jnp.arange(h.shape[0])
 
 
+def columns(h):
+    """As many rows as columns, with the rows of `h` along axis 1."""
+    return (h @ jnp.sin(jnp.arange(h.size)).reshape(h.T.shape)).T
+
+
 def twice(ids):
     """Two integers for each row, one after the other."""
     return jnp.stack([ids, 3 * ids % 5], 1).reshape(-1)
@@ -254,6 +259,7 @@ INDEXING = {
         "jnp.zeros_like(w[0], shape=h.shape).at[counts(h), ids].set(1)",
         "h.at[counts(h)[:, None], jnp.stack([ids, ids + 1], 1)].set(7)",
         "h.at[jnp.repeat(counts(h), 2), twice(ids)].set(h[0, 0])",
+        "jax.vmap(lambda x, i: x.at[i].set(7.0))(columns(h), counts(h))",
         "h.at[:, 1].set(h[:, 0] ** 2)",
         "h.at[2].set(7.0)",
         "h.at[jnp.array([1, -1])].set(w[:2])",

@@ -189,7 +189,8 @@ def _scattered_own(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     index_map = numbers.scatter_dims_to_operand_dims
     rank, window = len(updates.shape), numbers.update_window_dims
     batch = [d for d in range(rank) if d not in window]
-    for d in index_map if batch else ():
+    is_own = batch and not numbers.operand_batching_dims
+    for d in index_map if is_own else ():
         rows = Rows(d)
         due = rows, Rows(0), Rows(batch[0])
         is_split = any(v.layout == its for v, its in zip(vs, due, strict=True))
