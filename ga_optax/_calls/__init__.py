@@ -9,6 +9,7 @@
                   JAX lacks
 
     gradients     `value_and_grad`
+    law           that as one equation, which has the derivatives of the law
     whole         the gradient of the whole batch: traced, partitioned, run
     savings       whether micro-batches save memory, by an estimate
     layouts       that program, where rows meet in it, and what comes back

@@ -1,10 +1,11 @@
 """`value_and_grad` as one equation, whose derivatives are those of the law.
 
-    run            the program of the window, which is written when `fun` is traced
-    derived        that of  jax.value_and_grad(fun), over micro-batches like a function
+    run          the program of the window, written when `fun` is traced
+    derivatives  those of `jax.value_and_grad(fun)`, as a function over micro-batches
 
-The window keeps the rules of the user's for one derivative alone: buffers are filled
-by functions that have other ones, and rules that rules call are part of these.
+The program of a window has the first derivative of each rule of the user's, and not the
+rules: it fills levels by functions that have others, and opens the rules that a rule
+calls. So only without such rules is the tangent of that program the right one.
 """
 
 import functools
@@ -42,7 +43,7 @@ def _as_equation(call: Call, trace: layouts.Traced) -> Any:
     leaves = call.leaves("argnums") | call.leaves("batch_argnums")
     xs = [*trace.closed.consts, *map(jnp.asarray, leaves.values())]
     traced = any(isinstance(x, jax.core.Tracer) for x in xs)
-    rule = _rule_in(trace.closed.jaxpr) if call.options.axes else None
+    rule = _rule_in(trace.closed.jaxpr) if traced else None
     if not traced or (call.options.axes and rule is None):
         return whole.divided(call, trace)
     first = len(trace.closed.consts)
@@ -66,6 +67,7 @@ def _as_equation(call: Call, trace: layouts.Traced) -> Any:
         types=tuple(program.in_avals),
         results=tuple(program.out_avals),
         axes=(*[None] * (len(operands) - len(rows)), *rows),
+        exact=rule is None,
         **how,
     )
     return jax.tree.unflatten(jax.tree.structure(out), its.bind(operands, program))
