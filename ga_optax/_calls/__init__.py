@@ -10,6 +10,7 @@
 
     gradients     `value_and_grad`
     kinds         that of complex losses and integer parameters
+    law           that as one equation, which has the derivatives of the law
     whole         the gradient of the whole batch: traced, partitioned, run
     advice        what to do about what is computed whole, and when it is said
     layouts       that program, where rows meet in it, and what comes back

@@ -1,10 +1,11 @@
 """`value_and_grad` as one equation, whose derivatives are those of the law.
 
-    run            the program of the window, which is written when `fun` is traced
-    derived        that of  jax.value_and_grad(fun), over micro-batches like a function
+    run          the program of the window, written when `fun` is traced
+    derivatives  those of `jax.value_and_grad(fun)`, as a function over micro-batches
 
-The window keeps the rules of the user's for one derivative alone: buffers are filled
-by functions that have other ones, and rules that rules call are part of these.
+The program of a window has the first derivative of each rule of the user's, and not the
+rules: it fills levels by functions that have others, and opens the rules that a rule
+calls. So only without such rules is the tangent of that program the right one.
 """
 
 import functools
@@ -42,7 +43,7 @@ def _as_equation(call: Call, trace: layouts.Traced) -> Any:
     leaves = call.leaves("argnums") | call.leaves("batch_argnums")
     xs = [*trace.closed.consts, *map(jnp.asarray, leaves.values())]
     traced = any(isinstance(x, jax.core.Tracer) for x in xs)
-    rule = _rule_in(trace.closed.jaxpr) if call.options.axes else None
+    rule = _rule_in(trace.closed.jaxpr) if traced else None
     if not traced or (call.options.axes and rule is None):
         return whole.divided(call, trace)
     first = len(trace.closed.consts)
@@ -54,8 +55,16 @@ def _as_equation(call: Call, trace: layouts.Traced) -> Any:
 
     program, out = jax.make_jaxpr(run, return_shape=True)(*xs)
     operands = [*program.consts, *xs]
-    program = core.ClosedJaxpr(ir.live(ir.without_constants(program.jaxpr)), [])
-    flat, rows = _flat(trace, len(operands)), call.split_axes
+    jaxpr = ir.live(ir.without_constants(program.jaxpr))
+    # What nobody reads is no operand, so that `jax.jit` sees that it is not used.
+    is_key = [jnp.issubdtype(x.aval.dtype, jax.dtypes.extended) for x in jaxpr.invars]
+    pairs = enumerate(zip(jaxpr.invars, is_key, strict=True))
+    read = [i for i, (x, key) in pairs if key or ir.num_readers(jaxpr, x)]
+    kept = [operands[i] for i in read]
+    jaxpr = ir.closing_over(jaxpr, [], [], [jaxpr.invars[i] for i in read])
+    program = core.ClosedJaxpr(jaxpr, [])
+    flat, rows = _flat(trace, list(map(jax.typeof, operands)), read), call.split_axes
+    axes = [*[None] * (len(operands) - len(rows)), *rows]
     if call.axes:
         flat = functools.partial(_refused, call, rule)
     how = equation.over_micro_batches(call)
@@ -65,18 +74,30 @@ def _as_equation(call: Call, trace: layouts.Traced) -> Any:
         flat=flat,
         types=tuple(program.in_avals),
         results=tuple(program.out_avals),
-        axes=(*[None] * (len(operands) - len(rows)), *rows),
+        axes=tuple(axes[i] for i in read),
+        exact=rule is None,
         **how,
     )
-    return jax.tree.unflatten(jax.tree.structure(out), its.bind(operands, program))
+    return jax.tree.unflatten(jax.tree.structure(out), its.bind(kept, program))
 
 
-def _flat(trace: layouts.Traced, number: int) -> Callable[..., list[Any]]:
-    """`jax.value_and_grad` of the traced function, whose operands are the last."""
+def _flat(
+    trace: layouts.Traced, types: Sequence[Any], read: Sequence[int]
+) -> Callable[..., list[Any]]:
+    """`jax.value_and_grad` of the traced function, whose operands are the last.
+
+    Of all operands, by their types, those come that are read.
+    """
     jaxpr, num_params = trace.closed.jaxpr, trace.num_params
+    number = len(types)
+
+    def zero(i: int) -> Any:
+        return None if i in read else jnp.zeros(types[i].shape, types[i].dtype)
+
     unread = number - len(jaxpr.constvars) - len(jaxpr.invars)
 
-    def flat(*xs: Any) -> list[Any]:
+    def flat(*some: Any) -> list[Any]:
+        xs = ir.put([*map(zero, range(number))], read, some)
         own = xs[number - len(jaxpr.invars) :]
         consts = xs[unread : number - len(own)]
 

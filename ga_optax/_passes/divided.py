@@ -9,6 +9,9 @@ derivative is a tangent; the transpose of a tangent is a gradient, which runs `f
 more. If one scalar alone moves, its gradient comes with its value instead: the tangent
 is Σ gradient · t, and nothing runs twice. Whatever else JAX does to the equation, such
 as another derivative, it does to the function as one would write it.
+
+An equation may come with a program that is written already, such as `value_and_grad`:
+then that runs, and the equation says what the derivatives are.
 """
 
 import dataclasses
@@ -71,6 +74,7 @@ class Divided:
       axes: along which axis its operands have rows; None for no rows.
       of: what it is, if it is a derivative.
       traced: its program at all rows, if there is one already.
+      exact: whether a program that is written has its derivatives by itself.
     """
 
     name: str
@@ -85,6 +89,7 @@ class Divided:
     of: Tangent | Gradient | None = None
     traced: ir.Program | None = None
     size: int | None = None
+    exact: bool = False
 
     @classmethod
     def of_program(
@@ -185,21 +190,25 @@ class Divided:
 
     def tangent(self, moving: tuple[int, ...], smooth: tuple[int, ...]) -> "Divided":
         """The tangents of `smooth` results, if operands move."""
-
-        def flat(*both: Any) -> list[Any]:
-            xs, dots = both[: len(self.types)], both[len(self.types) :]
-
-            of_moving = ir.of_some(self.again, xs, moving)
-            tangents = jax.jvp(of_moving, tuple(xs[i] for i in moving), dots)[1]
-            return [tangents[i] for i in smooth]
-
         return self._with(
-            flat=flat,
+            flat=_pushed(self.again, moving, smooth),
             types=(*self.types, *(self.types[i] for i in moving)),
             results=tuple(self.results[i] for i in smooth),
             axes=(*self.axes, *(self.axes[i] for i in moving)),
             of=Tangent(self, moving, smooth),
         )
+
+    def tangent_of(
+        self, program: Any, moving: Any, smooth: Any, xs: Sequence[Any]
+    ) -> Any:
+        """The program of that tangent, if its own has derivatives by itself; or None.
+
+        Where rows meet, it takes less than the tangent as a function would.
+        """
+        if not self.exact:
+            return None
+        silent = program.replace(jaxpr=_silent(program.jaxpr))
+        return jax.make_jaxpr(_pushed(core.jaxpr_as_fun(silent), moving, smooth))(*xs)
 
     def gradient(self, of: Gradient) -> "Divided":
         """Its gradient."""
@@ -285,6 +294,20 @@ def _read(closed: Any, axes: Sequence[int | None]) -> dict[str, Any]:
         "axes": (*[None] * len(closed.consts), *axes),
         "traced": program,
     }
+
+
+def _pushed(
+    fun: Flat, moving: Sequence[int], smooth: Sequence[int]
+) -> Callable[..., list[Any]]:
+    """The tangents of some results, of operands and the tangents of some of them."""
+
+    def flat(*both: Any) -> list[Any]:
+        xs, dots = both[: -len(moving)], both[-len(moving) :]
+        some = tuple(xs[i] for i in moving)
+        tangents = jax.jvp(ir.of_some(fun, xs, moving), some, dots)[1]
+        return [tangents[i] for i in smooth]
+
+    return flat
 
 
 def _silent(jaxpr: core.Jaxpr) -> core.Jaxpr:
@@ -408,8 +431,11 @@ def _derived(
         out, tangents = jax.jvp(of_moving, [xs[i] for i in moving], dots)
         tangents = [tangents[i] for i in smooth]
     else:
-        out = its.bind(xs, program)
-        tangents = its.tangent(moving, smooth).bind([*xs, *dots]) if smooth else []
+        out, tangents, both = its.bind(xs, program), [], [*xs, *dots]
+        if smooth:
+            if program is not None:
+                program = its.tangent_of(program, moving, smooth, both)
+            tangents = its.tangent(moving, smooth).bind(both, program)
     return out, dict(zip(smooth, tangents, strict=True))
 
 
