@@ -2,8 +2,8 @@
 
 What a rule computes is partitioned like any program, with the tangents in the layouts
 of the primals. Cotangents have the dual ones: that of a whole value is partial, for
-each micro-batch adds its own; and that of a partial one is whole. If rows meet inside,
-the call is computed whole, with its rule.
+each micro-batch adds its own; and that of a partial one is whole. Where rows meet, the
+function and its rule stand in the open, see `attached`.
 
 A backward rule may not be linear in the cotangent: it may clip or quantise it. Then the
 cotangent must be complete when it gets there. So a whole result is passed on by one
@@ -21,11 +21,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
 from ga_optax._partition import factors, nested
+from ga_optax._partition.attached import attached, zero
 from ga_optax._partition.values import (
     PARTIAL,
     WHOLE,
@@ -60,7 +60,7 @@ def custom_jvp(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     if w.in_rule or not any(is_inexact(v.aval) for v in vs):
         return nested.inlined(w, program, vs)
     apart = w.within(apart=True)
-    with w.may_fail(e) as out:
+    with w.may_fail(e, last=False) as out:
         out += _with_jvp(apart, e, program, vs)
     if not out and not w.apart and (fitted := _fitted(w, e, vs)) != vs:
         vs = fitted
@@ -68,7 +68,7 @@ def custom_jvp(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
             out += _with_jvp(apart, e, program, vs)
     if not out and not w.apart and _rule_only_saves_time(program.jaxpr):
         return nested.inlined(w, program, vs)
-    return out
+    return out or _in_the_open(w, e, vs)
 
 
 def _fitted(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Value]:
@@ -126,7 +126,7 @@ def _with_jvp(
             values, rest = out[: len(moved)], iter(out[len(moved) :])
             pairs = zip(values, moved, strict=True)
             return tuple(values), tuple(
-                next(rest) if moves else _zero(x) for x, moves in pairs
+                next(rest) if moves else zero(x) for x, moves in pairs
             )
 
         return call
@@ -171,13 +171,6 @@ def _level(vs: list[Value]) -> list[Value]:
     return [dataclasses.replace(v, level=0) for v in vs]
 
 
-def _zero(x: Any) -> Any:
-    """The tangent, or the cotangent, of what does not move."""
-    if is_inexact(x):
-        return jnp.zeros_like(x)
-    return np.zeros(x.shape, jax.dtypes.float0)
-
-
 # -- Backward rules --------------------------------------------------------------------
 
 
@@ -219,7 +212,7 @@ def _read(e: core.JaxprEqn, vs: Sequence[Value]) -> _Vjp:
 
     def backward(residuals: list[Any], cotangents: list[Any]) -> list[Any]:
         arriving, pairs = iter(cotangents), zip(types_of(e), given, strict=True)
-        every = [next(arriving) if has else _zero(x) for x, has in pairs]
+        every = [next(arriving) if has else zero(x) for x, has in pairs]
         out = p["bwd"].call_wrapped(*residuals, *every)
         if len(out) == 2 and isinstance(out[0], list | tuple):
             out = out[0]  # beside logs, in newer versions of jax
@@ -241,8 +234,19 @@ def custom_vjp(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
         return None
     if w.in_rule:
         return nested.inlined(w, ir.inner(e)[0], vs)
-    with w.may_fail(e) as out:
+    with w.may_fail(e, last=False) as out:
         out += _with_vjp(w.within(apart=True), e, vs)
+    return out or _in_the_open(w, e, vs)
+
+
+def _in_the_open(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result]:
+    """The results if rows meet in the function or in its rule."""
+    vs = _level(vs)
+    with w.may_fail(e) as out:
+        if any(v.smooth and is_inexact(v.aval) for v in vs):
+            out += attached(w, e, vs, functools.partial(_seems_linear, w))
+        else:
+            out += nested.inlined(w, ir.inner(e)[0], vs)
     return out
 
 
@@ -308,22 +312,25 @@ def _dual(layout: Layout) -> Layout:
 
 def _is_linear(w: Writer, rule: _Vjp) -> bool:
     """Whether a backward program is linear in the cotangents, as far as is known."""
-    n, types = len(rule.forwarded), [x.aval for x in rule.bwd.jaxpr.invars]
+    return _seems_linear(w, rule.bwd, len(rule.bwd.jaxpr.invars) - len(rule.forwarded))
+
+
+def _seems_linear(w: Writer, program: ir.Program, number: int) -> bool:
+    """Whether one is linear in so many of its last arguments."""
+    types = [x.aval for x in program.jaxpr.invars]
 
     def seems_linear() -> bool:
-        layouts = [WHOLE] * n + [PARTIAL] * (len(types) - n)
-        args, here = (
-            list(map(_value, types, layouts)),
-            w.within(shares=False, apart=True),
-        )
+        layouts = [WHOLE] * (len(types) - number) + [PARTIAL] * number
+        args = list(map(_value, types, layouts))
+        here = w.within(shares=False, apart=True)
         try:
-            _rule(here, rule.bwd, args, [PARTIAL] * sum(rule.wanted))
+            _rule(here, program, args, [PARTIAL] * len(program.jaxpr.outvars))
         except RowsMeet:
             return False
         return True
 
-    facts = "linear", n, *rule.wanted
-    return w.once(seems_linear, nested.first(w, rule.bwd), facts)
+    facts = "linear", number
+    return w.once(seems_linear, nested.first(w, program), facts)
 
 
 # -- Computed whole --------------------------------------------------------------------

@@ -463,22 +463,24 @@ class Writer:
         return kind(name, places.place_of(e.source_info, names), size * widest)
 
     @contextlib.contextmanager
-    def may_fail(self, e: core.JaxprEqn) -> Iterator[list[Any]]:
+    def may_fail(self, e: core.JaxprEqn, last: bool = True) -> Iterator[list[Any]]:
         """A list that is empty at the end if rows met where they cannot.
 
         So it is if the rule of an equation fails, which is said: computed whole, the
-        result is right all the same.
+        result is right all the same. Where nothing can be computed whole, it raises,
+        unless something else is tried, after which this is not the `last`.
         """
         found: list[Any] = []
-        level = self.level
+        level, notes = self.level, len(self.notes)
         try:
             yield found
         except Exception as error:
             now = self.apart or self.limit is not None
-            if isinstance(error, RowsMeet) and now:
+            if isinstance(error, RowsMeet) and now and last:
                 raise
             self.level = level
             found.clear()
+            del self.notes[notes:]
             if not isinstance(error, RowsMeet):
                 self.failures.append(error)
                 _warn(e, error)
