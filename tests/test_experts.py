@@ -11,6 +11,7 @@ import ga_optax as ga
 from ga_optax import testing
 from ga_optax._window import backward, room
 
+pytestmark = pytest.mark.filterwarnings("ignore:.* micro-batches need about")
 K = 8
 LAYERS, WIDTH, HIDDEN, EXPERTS = 4, 32, 64, 4
 # XLA for CPUs merges what a barrier parts, there and back: `jax.checkpoint` saves
@@ -174,7 +175,8 @@ def needs(layer, how):
     return whole, ours, 2 * LAYERS * places * WIDTH * 4
 
 
-# Where a layer that is checkpointed takes most, all places of its experts are that.
+# Not of layers in a checkpoint: there the whole batch has one layer of experts at a
+# time, as a window has.
 @has_barriers
 @pytest.mark.cpu
 @pytest.mark.slow

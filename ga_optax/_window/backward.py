@@ -96,12 +96,12 @@ class Backward:
             return [old + term(g, old) for old, g in pairs]
 
         totals = list(map(self.so_far, read))
-        given = self.held(read), list(cotangents.values())
+        held, its = self.held(read), list(cotangents.values())
         if any(x.once and x > level for x in values.schedule.numbers):
             # XLA would take the forward pass of before, and keep all that it computed
             # while that of later levels is there. Of the last level that costs nothing.
-            given = jax.lax.optimization_barrier(given)
-        operands = totals, *given
+            held, its = jax.lax.optimization_barrier((held, its))
+        operands = totals, held, its
         if self.step.optimize and self.step.low_precision:
             facts = Facts(sliced=[False] * len(totals), rounds_once=True)
             totals = with_passes(added, operands, facts)
