@@ -275,10 +275,14 @@ def scaled_layer(h, w):
     return scaled(jnp.sort(jnp.tanh(h @ w), 0)), None
 
 
+def shuffled(p, x):
+    return by_rows(p, x[jax.random.permutation(jax.random.key(0), len(x))])
+
+
 # What keeps a loss from saving memory: a line of a function, from its first.
 LITTLE = {sorted_rows: (sorted_rows, 1), sorted_in_jit: (sorted_rows, 1)}
 LITTLE |= {with_factors: (with_factors, 2), scaled_in_a_scan: (scaled_layer, 1)}
-LITTLE |= {by_rows: None, ranked: None}  # the twins
+LITTLE |= {by_rows: None, ranked: None, shuffled: None}  # the twins
 
 
 @pytest.mark.parametrize("rows", [16, 512])

@@ -76,7 +76,8 @@ def say(trace: layouts.Traced, num_microbatches: int) -> None:
         if e.primitive.name in RULES
     ]
     lines = tuple(dict.fromkeys(lines))[:_MOST_LINES]
-    how = " ".join(filter(None, [*of_primitives(part.whole), of_hidden(part.whole)]))
+    todo = [*of_primitives(part.whole), of_hidden(part.whole)]
+    how = " ".join(x for x in todo if x)
     if not part.whole:
         how = "If rows must meet there, more micro-batches save no memory."
     what = "; ".join(lines) + (", computed whole" if part.whole else "")
@@ -100,6 +101,8 @@ def _computed(
 ) -> tuple[int, int]:
     """The bytes that a micro-batch computes forward: for all rows, and for its own.
 
+    Those of integers do not count, such as the indices by which rows are shuffled.
+
     Args:
       jaxpr: its program.
       own: the arguments that have its rows.
@@ -117,5 +120,7 @@ def _computed(
                 total[i] += ir.times(e) * n
         its = own if not own.isdisjoint(e.outvars) else met
         if not ir.inner_programs(e) and not its.isdisjoint(e.outvars):
-            total[its is own] += sum(nbytes(x.aval) for x in e.outvars)
+            total[its is own] += sum(
+                nbytes(x.aval) for x in filter(ir.is_inexact, e.outvars)
+            )
     return total[0], total[1]

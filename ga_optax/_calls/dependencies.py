@@ -98,12 +98,8 @@ class BatchDependencies:
         told = [line for text in (_LEGEND, *todo) for line in wrap(text)]
         runs = self.forward_passes or self.backward_passes
         end = f"{end} {self._layout}" if runs else self._layout
-        told += [
-            x
-            for text in (end, advice.of_hidden(self.whole))
-            if text
-            for x in wrap(text)
-        ]
+        texts = filter(None, (end, advice.of_hidden(self.whole)))
+        told += [line for text in texts for line in wrap(text)]
         return "\n".join([*lines, "", *told])
 
     @property

@@ -265,6 +265,8 @@ def returned(call: Call, trace: Traced, results: Sequence[Any]) -> Any:
     ]
     if len(leaves) > structure.num_leaves:  # the loss once more, whole
         leaves[0] = leaves.pop()
+    for x in ir.roundings(trace.closed.jaxpr, trace.closed.jaxpr.outvars[0]):
+        leaves[0] = leaves[0].astype(x.aval.dtype)
     return structure.unflatten(map(_as_due, leaves, types))
 
 

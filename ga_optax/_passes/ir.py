@@ -18,7 +18,7 @@ programs, and the names of their parameters, which change between versions of JA
     made_by                    who computes a variable (both by an index)
     only_use, num_readers      whether nobody else reads it, the program's results too
     needed, following          what a value takes, and what depends on it
-    unrounded                  a program with results that are not rounded yet
+    unrounded, roundings       results before they are rounded, and how they are
     live                       a program without what nobody reads, inside it too
     forwarded                  which argument a result is, if nothing computes it
     results, evaluate, bind    a program or an equation, run on values
@@ -486,16 +486,27 @@ def forwarded(jaxpr: core.Jaxpr) -> list[int | None]:
 
 
 def unrounded(jaxpr: core.Jaxpr, results: Iterable[int]) -> core.Jaxpr:
-    """The program whose numbers among some results come before a last rounding."""
+    """The program whose numbers among some results come before they are rounded."""
     outvars = list(jaxpr.outvars)
     for i in results:
-        e = made_by(jaxpr, outvars[i])
-        if e is not None and e.primitive.name == "convert_element_type":
-            [x] = e.invars
-            due: Any = outvars[i]
-            if due.aval.shape == () and _bits(x) > _bits(due) > 0:
-                outvars[i] = x
+        outvars[i] = roundings(jaxpr, outvars[i])[0]
     return jaxpr.replace(outvars=outvars)
+
+
+def roundings(jaxpr: core.Jaxpr, result: Any) -> list[Any]:
+    """A number before the first of the casts that round it, after each, and the result.
+
+    A cast to a wider type may follow, as of the mean of bfloat16 in a float32 loss.
+    """
+    casts, first = [result], 0
+    while (e := made_by(jaxpr, casts[-1])) is not None and result.aval.shape == ():
+        is_cast = e.primitive.name == "convert_element_type"
+        if not is_cast or not _bits(e.invars[0]) or not _bits(casts[-1]):
+            break
+        casts.append(e.invars[0])
+        if _bits(casts[-1]) > _bits(casts[-2]):
+            first = len(casts) - 1
+    return casts[first::-1]
 
 
 def _bits(x: Any) -> int:
