@@ -103,6 +103,19 @@ FAULTS = """
 - if d != rows.dim:
 -         return here
 + return here
+@ _calls/batches.py: test_arguments
+* the first leaf says how many rows there are
+- rows = max(sizes, key=lambda n: (not isinstance(n, int), sizes[n]))
++ rows = next(iter(sizes))
+* a raw key is split
++ def _is_raw_key(...): return False
+@ _calls/kinds.py: test_arguments
+* the gradient of the imaginary part
+- return loss.real, (loss, aux)
++ return loss.imag, (loss, aux)
+@ _devices/meshes.py: test_refused
+* any name is one of an axis
++ def _check_names(...): return None
 @ _calls/layouts.py: test_anywhere
 * gradients of rows upside down
 - for x, due, d in triples

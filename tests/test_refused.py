@@ -415,7 +415,7 @@ OTHERS = {
                 V,
                 f"batch_size must be | it is {n}, and | a batch of 8. | that number",
             )
-            for n in (7, 4)
+            for n in (7, 12)
         ),
     ],
     "audit": [

@@ -118,7 +118,7 @@ def _kind(out: Any) -> str:
         return f"an array of shape {np.shape(out)}"
     if isinstance(out, (tuple, list)):
         return f"a {type(out).__name__} of {len(out)}"
-    return f"of type {type(out).__name__}"
+    return f"an object of type {type(out).__name__}"
 
 
 def check_carry(old: Any, new: Any) -> None:

@@ -147,8 +147,8 @@ def plan(
         `args`. Donate the arguments that you donate in training.
       *args: the arguments of the step: arrays, or `jax.ShapeDtypeStruct`, with their
         shardings if they have any; NNX modules too if the step is under `nnx.jit`.
-      batch_size: examples in a batch. Each candidate must divide it, and the rows of
-        a batch that `value_and_grad` gets in the step must do so, too.
+      batch_size: examples in a batch. Each candidate must divide it. An example may be
+        several rows of what `value_and_grad` gets (tokens), or devices may share them.
       memory_limit: bytes on one device: a number, or a string such as "16GiB" (GiB =
         2^30 bytes, GB = 10^9). None takes the limit of the target, or of the smallest
         local device, which a CPU does not have.
@@ -287,12 +287,12 @@ class _Search:
                 lower = getattr(step, "lower", None)
                 lowered = None if lower is None else lower(*self._args)
             finally:
-                size = self._batch_size
-                if batches and not any(size % rows == 0 for rows in batches):
+                pairs = [sorted((self._batch_size, rows)) for rows in batches]
+                if batches and all(many % few for few, many in pairs):
                     raise _BatchSizeError(
                         "batch_size must be how many rows the step's batch has, but it "
-                        f"is {size}, and value_and_grad got a batch of {batches[0]}. "
-                        "Pass that number, or other arguments."
+                        f"is {self._batch_size}, and value_and_grad got a batch of "
+                        f"{batches[0]}. Pass that number, or other arguments."
                     )
             return step, None if lowered is None else lowered.compile(), lines
 
