@@ -118,6 +118,9 @@ class _Reader(NamedTuple):
         def use(*values: Any) -> list[Any]:
             return ir.bind(jaxpr, [e], e.invars, e.outvars, _whole(values))
 
+        if bodies:
+            name = e.primitive.name
+            notes.left_alone(e, f"{name} gets an array that is gathered before")
         if e.effects or any(map(ir.is_reference, e.invars)):
             return use(*values)
         values = values if self.loops else _in_turn(values)
