@@ -140,6 +140,19 @@ FAULTS = """
 @ _partition/linear.py: test_law_costs
 * a sum waits for a product that makes more of it
 + def _grows(...): return False
+@ _partition/divided.py: test_anywhere
+* pieces of the rows of the whole batch
+- range(min(its.number, rows), 0, -1)
++ range(max(1, its.number // w.axis.size), 0, -1)
+@ _passes/shards.py: test_law_devices
+* a frozen argument that is gathered whole
++ def _is_split(...): return False
+* layers in a row that are gathered at once
+- values = values if self.loops else _in_turn(values)
++ values = list(values)
+* a gathered layer that is kept for the way back
+- return (use if self.again else jax.checkpoint(use))(*values)
++ return use(*values)
 @ _passes/divided.py: test_anywhere
 * a gradient comes with the value always
 +     def comes_with_value(...): return True

@@ -327,6 +327,28 @@ def test_who_passed_data_axis_is_not_told_to_pass_it():
     assert "data_axis=" in page()
 
 
+def test_an_argument_that_every_device_gathers_is_named():
+    """What is no parameter, and comes to the call from a function inside."""
+    mesh = mesh_of(8)
+    place = jax.sharding.NamedSharding(mesh, P(None, "data"))
+    fun = lambda w, x, base: squares(w, x @ base["w"])  # noqa: E731
+    step = ga.value_and_grad(fun, 4, data_axis=ga.DataAxis("data", mesh=mesh))
+
+    def page(run):
+        base = {"w": jnp.ones((128, 128))}
+        args = put((jnp.ones((128, 8)), jnp.ones((32, 128))), mesh, (P(), P("data")))
+        compiled = jax.jit(run).lower(*args, put(base, mesh, P(None, "data"))).compile()
+        return " ".join(str(ga.audit(compiled, mesh)).split())
+
+    told = "Every device gathers all of base['w']: 8,192 bytes from each."
+    assert told in page(lambda w, x, base: jax.jit(step)(w, x, base))
+    # The twin does what the page says.
+    constrain = lambda base: jax.lax.with_sharding_constraint(base, place)  # noqa: E731
+    assert "gathers all of" not in page(
+        jax.jit(lambda w, x, base: step(w, x, constrain(base)))
+    )
+
+
 NO_HLO = ["", "hello", "module @jit_f { func.func }"]
 
 

@@ -1,5 +1,6 @@
 """Passes touch what they know and nothing else, and a call goes on without them."""
 
+import functools
 import logging
 import pathlib
 import sys
@@ -10,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import leaves_of, mean_of, mesh_of, normal, ruled, with_pass
+from helpers import leaves_of, mean_of, mesh_of, normal, put, ruled, with_pass
 from jax.experimental import checkify
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -179,6 +180,23 @@ def printing(w, x):
     return doubled(w, x)
 
 
+@functools.cache
+def base():
+    """What two devices share: 64 KiB."""
+    return put(normal(WIDTH, 4096, seed=2), mesh_of(DEVICES), P(None, "data"))
+
+
+def adapted(w, x, product=jnp.matmul):
+    return mean_square(product(jnp.tanh(x @ w[0]), base()))
+
+
+def chosen_base(w, x):
+    def product(h, b):
+        return jax.lax.cond(x[0, 0] > 0, lambda b: h @ b, lambda b: -h @ b, b)
+
+    return adapted(w, x, product)
+
+
 def over_devices(**options):
     return {"data_axis": ga.DataAxis("data", mesh=mesh_of(DEVICES), **options)}
 
@@ -197,6 +215,7 @@ EXAMPLES = {  # a pass without one fails
         "cond gets parameters",
         over_devices(sync="each", param_specs=P(None, "data")),
     ),
+    "shards": Example(adapted, chosen_base, "cond gets an array", over_devices()),
     "repeats": Example(
         unrolled, lambda w, x: unrolled(w, x, lambda h: h * h), "reads a value twice"
     ),

@@ -249,8 +249,8 @@ def _pieces(jaxpr: core.Jaxpr) -> Iterator[tuple[str, int, int]]:
     """Of what `microbatch` divides in a micro-batch: name, number of pieces, rows."""
     for e in ir.equations(jaxpr):
         if isinstance(its := e.params.get("its"), Divided):
-            pairs = zip(e.invars, its.axes, strict=True)
-            rows = next(x.aval.shape[d] for x, d in pairs if d is not None)
+            pairs = zip(its.types, its.axes, strict=True)
+            rows = next(x.shape[d] for x, d in pairs if d is not None)
             yield its.name, its.number, rows // its.number
             yield from _pieces(its.program.jaxpr)
 

@@ -98,7 +98,7 @@ def _dims_of_shards(
     known: dict[int, int] = {}
     perhaps: dict[int, int] = {}
     axes, devices = call.options.axes, meshes.num_devices(call.options.axes, call.mesh)
-    for n, x in arrays.items() if call.options.optimize else ():
+    for n, x in arrays.items() if call.options.optimize and devices > 1 else ():
         dims = meshes.dims_that_split(x, devices)
         if not dims or ir.numbers(x.shape) * x.dtype.itemsize < _SMALL:
             continue

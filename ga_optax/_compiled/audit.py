@@ -18,6 +18,8 @@ _KIND = re.compile(
     r"ragged-all-to-all|reduce-scatter)(?:-start)?"
 )
 _REDUCTIONS = ("all-reduce", "reduce-scatter")
+# What comes from an operation; what comes from an argument has the name of that.
+_OPERATION = re.compile(r"\w+\(.*\)/")
 # The scopes in which gradients of a whole window are reduced.
 _MERGE = {"merge", "ga_optax.merge"}
 
@@ -110,7 +112,8 @@ class Audit:
         bytes_ = f"{amount} bytes a call on each device"
         counted = f"{number} collective" + ("s" if number > 1 else "")
         if not self.in_loop:
-            return f"{counted}, none in a loop: {bytes_}.{self._about_moved_data()}"
+            told = self._about_arguments() or self._about_moved_data()
+            return f"{counted}, none in a loop: {bytes_}.{told}"
         largest = max(self.in_loop, key=lambda c: c.num_bytes)
         unknown = largest.times is None
         often = "in every iteration" if unknown else f"{largest.times:,} times a call"
@@ -131,6 +134,7 @@ class Audit:
         return (
             f"{counted}, {len(self.in_loop)} in a loop: {bytes_}. The largest in a "
             f"loop is {largest.kind} of {largest.num_bytes:,} bytes, {often}. {advice}"
+            f"{self._about_arguments()}"
         )
 
     @property
@@ -138,6 +142,23 @@ class Audit:
         """Whether gradients are reduced once, as with `data_axis=`: by our scopes."""
         once = (c.source.split("/") for c in self.collectives if not c.loops)
         return any(not _MERGE.isdisjoint(scopes) for scopes in once)
+
+    def _about_arguments(self) -> str:
+        """Which arguments of the program are put together on every device."""
+        gathers = [c for c in self.collectives if c.kind == "all-gather"]
+        named = [c for c in gathers if c.source and not _OPERATION.match(c.source)]
+        if not named:
+            return ""
+        names = list(dict.fromkeys(c.source for c in named))
+        listed = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+        nbytes = sum(c.num_bytes for c in named)
+        return (
+            f" Every device gathers all of {listed}: {nbytes:,} bytes from each. If "
+            "these are parameters, pass param_specs= to DataAxis; if it is the batch, "
+            "data_axis= to value_and_grad. Other arrays of value_and_grad(data_axis=) "
+            "stay sharded if they are arguments of the outermost jitted function, or "
+            "if jax.lax.with_sharding_constraint says how they lie."
+        )
 
     def _about_moved_data(self) -> str:
         others = [c for c in self.collectives if c.kind not in _REDUCTIONS]
@@ -218,6 +239,9 @@ def audit(
         groups = found.attribute(hlo.GROUPS)
         context = hlo.axes_of(groups, mesh), placed.loops, placed.conditional
         source = found.attribute(hlo.SOURCE)
+        if source.endswith("/shard_map"):  # the name of what it is for, in jax 0.10
+            source = hlo.argument(found) or source
+        source = source.replace("\\'", "'")
         name = "reduce-scatter" if hlo.is_scattered(placed) else kind[1]
         collectives.append(Collective(name, found.name, size, groups, *context, source))
     return Audit(tuple(collectives))

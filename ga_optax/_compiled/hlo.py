@@ -194,6 +194,17 @@ class Module:
         return [placed.instruction for walk in walks for placed in walk]
 
 
+def argument(instruction: Instruction) -> str:
+    """The name of the argument of the program that an instruction reads, or ""."""
+    while len(instruction.operands) == 1 and instruction.opcode != "parameter":
+        found = instruction.computation.get(_name(instruction.operands[0]))
+        if found is None:
+            return ""
+        instruction = found
+    is_argument = instruction.opcode == "parameter"
+    return instruction.attribute(SOURCE) if is_argument else ""
+
+
 def root(computation: Computation) -> Instruction:
     """The instruction whose result is that of a computation."""
     return max(computation.values(), key=lambda instruction: instruction.is_root)

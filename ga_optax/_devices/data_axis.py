@@ -33,7 +33,7 @@ class DataAxis:
         `jax.tree.map(lambda p: p.sharding.spec, params)`. Gradients come back sharded
         the same. None reads it off explicit axis types, and off arrays outside of
         `jit`. Under `jit` on automatic axes nothing tells, and gradients are reduced
-        whole.
+        whole. Large arrays that are no parameters stay sharded by themselves.
       grad_specs: how gradients of whole parameters come back sharded (ZeRO-1, ZeRO-2),
         in the same form; `specs` makes one. With sync="last" a reduce-scatter takes the
         place of the all-reduce. With "each" the sum is sharded, too, 1/n of it on each

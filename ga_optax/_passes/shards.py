@@ -118,6 +118,9 @@ class _Reader(NamedTuple):
         def use(*values: Any) -> list[Any]:
             return ir.bind(jaxpr, [e], e.invars, e.outvars, _whole(values))
 
+        if bodies:
+            name = e.primitive.name
+            notes.left_alone(e, f"{name} gets an array that is gathered before")
         if e.effects or any(map(ir.is_reference, e.invars)):
             return use(*values)
         values = values if self.loops else _in_turn(values)
@@ -161,13 +164,14 @@ def _moved(e: core.JaxprEqn, values: list[Any]) -> list[Any] | None:
     [x, *rest], p, name = values, e.params, e.primitive.name
     if not isinstance(x, Shard) or any(isinstance(y, Shard) for y in rest):
         return None
-    aval: Any = e.invars[0].aval
     d, new = x.dim, {}
-    if name in _LIES and not meshes.explicit_names(aval.sharding.mesh):
+    before: Any = e.invars[0].aval
+    after: Any = e.outvars[0].aval
+    if name in _LIES and not meshes.explicit_names(before.sharding.mesh):
         return [x]  # the compiler knows how the parts lie
     if name in ("slice", "dynamic_slice"):
         key = "limit_indices" if name == "slice" else "slice_sizes"
-        if p[key][d] != aval.shape[d] or e.outvars[0].aval.shape[d] != aval.shape[d]:
+        if p[key][d] != before.shape[d] or after.shape[d] != before.shape[d]:
             return None
         new = {key: tuple(ir.put(p[key], [d], [x.part.shape[d]]))}
     elif name == "transpose":
@@ -177,7 +181,7 @@ def _moved(e: core.JaxprEqn, values: list[Any]) -> list[Any] | None:
         if d in gone:
             return None
         d -= sum(i < d for i in gone)
-    elif name != known.CAST or p["new_dtype"].itemsize > aval.dtype.itemsize:
+    elif name != known.CAST or p["new_dtype"].itemsize > before.dtype.itemsize:
         return None
     out = e.primitive.bind(x.part, *rest, **(p | new))
     out = out if e.primitive.multiple_results else [out]
@@ -305,7 +309,7 @@ def _sharding(x: Any) -> str:
 
     owner, key = x.owner, "sdy.sharding"
     if isinstance(owner, mlir_ir.Block):
-        attributes = owner.owner.attributes["arg_attrs"]
+        attributes: Any = owner.owner.attributes["arg_attrs"]
         its = attributes[mlir_ir.BlockArgument(x).arg_number]
         return str(its[key]) if key in its else ""
     is_constraint = owner.name == "sdy.sharding_constraint"
