@@ -70,7 +70,6 @@ SHARDED_SCAN = "plain scan, rows kept in place, sharded"
 OURS_AXIS = "ga_optax, data_axis"
 OURS_LAST = 'ga_optax, sharded, sync="last"'
 OURS_EACH = 'ga_optax, sharded, sync="each"'
-OURS_OVERLAP = "ga_optax, overlap=True"
 OURS_ZERO = 'ga_optax, gradients and state sharded, sync="each"'
 # With these TPUs gather, and reduce-scatter, what they would reduce whole.
 OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload_"
@@ -373,14 +372,12 @@ def ways_on(number: int, loss: Any, opt: Any, params: Any, rows: int) -> Iterato
         ga.DataAxis("data", param_specs=specs, sync=sync) for sync in ("last", "each")
     )
     zero = ga.DataAxis("data", grad_specs=specs, sync="each")
-    overlap = ga.DataAxis("data", overlap=True)
     for way, (sharded, gradient) in {
         peers.SCAN: (False, peers.plain_scan(loss, K)),
         peers.SCAN_KEPT: (False, kept),
         peers.MICROBATCHING: (False, peers.microbatch(loss, rows)),
         peers.OURS: (False, ga.value_and_grad(loss, K)),
         OURS_AXIS: (False, ga.value_and_grad(loss, K, data_axis="data")),
-        OURS_OVERLAP: (False, ga.value_and_grad(loss, K, data_axis=overlap)),
         SHARDED_SCAN: (True, kept),
         OURS_LAST: (True, ga.value_and_grad(loss, K, data_axis=last)),
         OURS_EACH: (True, ga.value_and_grad(loss, K, data_axis=each)),

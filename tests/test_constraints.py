@@ -69,7 +69,6 @@ def test_a_constraint_over_the_whole_mesh_changes_nothing(spec, where):
     [
         {"weight_fn": len},
         {"optimize": False},
-        {"option": {"overlap": True}},
         {"option": {"grad_specs": P("data")}},
         {"option": {"logical_devices": 4}},
         {"option": {"sync": "each"}},

@@ -101,11 +101,10 @@ AXES = {
     "sharded": ga.DataAxis("data", param_specs=SPECS),
     "scattered at the end": ga.DataAxis("data", grad_specs=SPECS),
     "scattered": ga.DataAxis("data", sync="each", grad_specs=SPECS),
-    "overlap": ga.DataAxis("data", overlap=True),
     "as 4": ga.DataAxis("data", logical_devices=4),
     "as 8": ga.DataAxis("data", logical_devices=8),
 }
-NEEDS_NO_MEETING = ("each", "each, sharded", "scattered", "overlap", "as 4", "as 8")
+NEEDS_NO_MEETING = ("each", "each, sharded", "scattered", "as 4", "as 8")
 
 
 def at_top_level(loss, name, kind):
@@ -131,7 +130,7 @@ def test_where_rows_do_not_meet_every_option_is_there(name, loss, kind):
 @pytest.mark.grid(5, 15)
 @pytest.mark.parametrize("check_vma", [False, True])
 @pytest.mark.parametrize("loss", APART)
-@pytest.mark.parametrize("name", ["last", "overlap", "as 8"])
+@pytest.mark.parametrize("name", ["last", "as 8"])
 def test_so_it_is_in_a_region_of_the_users(name, loss, check_vma):
     specs = {"in_specs": (P(), P("data")), "out_specs": P(), "check_vma": check_vma}
     step = ga.value_and_grad(loss, K, data_axis=AXES[name])

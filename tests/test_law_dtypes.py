@@ -87,7 +87,6 @@ LOSSES = (total, sums, layers, pairs, once, masked)
 PLACES = {  # axes of a mesh, and where rows do not meet more
     "Auto": {},
     "Explicit": {},
-    "overlap": {"overlap": True},
     "scattered": {"grad_specs": P("data"), "sync": "each"},
 }
 
@@ -130,7 +129,7 @@ def exact(got, want):
     ("fun", "place"),
     [
         *itertools.product(LOSSES, [None, "Auto", "Explicit"]),
-        *itertools.product([total, deep], ["overlap", "scattered"]),
+        *itertools.product([total, deep], ["scattered"]),
     ],
 )
 def test_gradients_are_rounded_in_the_accumulator_alone(fun, place, monkeypatch):

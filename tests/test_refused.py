@@ -356,7 +356,6 @@ def explicit():
 
 
 ONCE = "must name axes of the mesh, each once"
-NO_REDUCTION = 'overlap must have sync="last" and no'
 
 OTHERS = {
     "verify": [
@@ -434,9 +433,6 @@ OTHERS = {
         (axis(("data", "data")), T, "different names"),
         (axis(mesh=3), T, "must be a jax.sharding.Mesh | 3 | jax.make_mesh"),
         (axis(sync="never"), V, 'sync must be "last" or "each"'),
-        (axis(overlap=1), T, "overlap must be a bool, but it is 1 | Pass True or"),
-        (axis(overlap=True, sync="each"), V, NO_REDUCTION),
-        (axis(overlap=True, logical_devices=8), V, NO_REDUCTION),
         (
             axis(param_specs=P("data"), grad_specs=P("data")),
             V,

@@ -223,11 +223,11 @@ def _check_continues(call: Call, acc: Any) -> None:
             f"type {type(acc).__name__}. Start with accumulator.init(params)."
         )
     options = call.options
-    other = options.each or options.overlap or call.logical
+    other = options.each or call.logical
     if call.axes and (other or call.specs is not None):
         raise ValueError(
             'Inside shard_map accumulate must have sync="last" and neither '
-            "param_specs, grad_specs, overlap nor logical_devices, but it has "
+            "param_specs, grad_specs nor logical_devices, but it has "
             f"{options.data_axis}. Use "
             "value_and_grad, or call accumulate at top level; or gather the "
             "parameters once before the window, and pass a name alone."

@@ -251,7 +251,7 @@ def _rows(call: Call, hint: bool) -> tuple[int, str, str]:
     came = f"{name} has shape {jnp.shape(x)}"
     if rows == 0:
         todo = "Skip the call"
-        if not (hint or call.options.overlap):
+        if not hint:
             todo += ", or pad the batch and pass num_real_microbatches=0"
         raise ValueError(
             f"The batch must hold at least one example, but {came}. {todo}."

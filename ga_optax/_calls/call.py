@@ -229,7 +229,6 @@ class Call(NamedTuple):
             placements=self.placements,
             sent=self.sent,
             logical=self.logical,
-            overlap=options.overlap,
             gathered=lies,
             shards=self.shards,
             split_by_compiler=self.by_compiler or self.distributed,

@@ -57,7 +57,8 @@ def _as_equation(call: Call, trace: layouts.Traced) -> Any:
     operands = [*program.consts, *xs]
     jaxpr = ir.live(ir.without_constants(program.jaxpr))
     # What nobody reads is no operand, so that `jax.jit` sees that it is not used.
-    is_key = [jnp.issubdtype(x.aval.dtype, jax.dtypes.extended) for x in jaxpr.invars]
+    types: list[Any] = [x.aval for x in jaxpr.invars]
+    is_key = [jnp.issubdtype(x.dtype, jax.dtypes.extended) for x in types]
     pairs = enumerate(zip(jaxpr.invars, is_key, strict=True))
     read = [i for i, (x, key) in pairs if key or ir.num_readers(jaxpr, x)]
     kept = [operands[i] for i in read]

@@ -143,11 +143,6 @@ class Options(NamedTuple):
                 f"num_real_microbatches must be from 0 to num_microbatches={k}, but it "
                 f"is {number}. Pass how many of them hold examples."
             )
-        if self.overlap:
-            raise ValueError(
-                "num_real_microbatches must come without overlap=True, which needs all "
-                "micro-batches. Leave one of them out."
-            )
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -165,11 +160,6 @@ class Options(NamedTuple):
         """Whether every micro-step adds its gradient to a sharded sum."""
         axis = self.data_axis
         return axis is not None and axis.sync == "each" and axis.grad_specs is not None
-
-    @property
-    def overlap(self) -> bool:
-        """Whether the backward pass of the last micro-batch merges across devices."""
-        return self.data_axis is not None and self.data_axis.overlap
 
     @property
     def logical_devices(self) -> int:

@@ -54,7 +54,7 @@ _OTHERS: Mapping[str, str] = {
         "Pass it to the jax.jit around the step",
     ),
     **dict.fromkeys(
-        ("mesh", "param_specs", "grad_specs", "sync", "overlap", "logical_devices"),
+        ("mesh", "param_specs", "grad_specs", "sync", "logical_devices"),
         "Pass data_axis=ga_optax.DataAxis(name, ...), which has it",
     ),
     **dict.fromkeys(

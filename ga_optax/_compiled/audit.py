@@ -119,10 +119,7 @@ class Audit:
         often = "in every iteration" if unknown else f"{largest.times:,} times a call"
         if largest.conditional:
             often = f"at most {often}, as it is in a branch"
-        belongs = (
-            "what a sharded model needs for its activations or parameters, or a "
-            "layer's gradient with overlap=True"
-        )
+        belongs = "what a sharded model needs for its activations or parameters"
         advice = (
             f"Gradients are reduced outside of loops already (scope merge), so it is "
             f"most likely {belongs}."

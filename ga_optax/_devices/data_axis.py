@@ -45,11 +45,6 @@ class DataAxis:
         the compiler distributes. Inside `shard_map` `fun` itself has to gather the
         parameters, and a weight of 0 does not keep a NaN out. (With `grad_specs` see
         there.)
-      overlap: whether the last micro-batch merges each gradient where it is final, so
-        that the rest of its backward pass hides the communication. It changes no bits
-        on CPUs. If the model scans over its layers, they merge one by one inside of the
-        backward loop (jax >= 0.11.1). The program has the micro-batch twice. Pages:
-        "Devices", "GPUs and TPUs".
       logical_devices: a power of two L. The window is then computed as L devices would,
         bit for bit, on any number of devices that divides L: rows, micro-batches, keys
         and the order of every sum. `num_microbatches` counts those of one of the L. It
@@ -65,7 +60,6 @@ class DataAxis:
     param_specs: Any = None
     grad_specs: Any = None
     sync: str = "last"
-    overlap: bool = False
     logical_devices: int | None = None
 
     def __post_init__(self) -> None:
@@ -86,18 +80,6 @@ class DataAxis:
             )
         if self.logical_devices is not None:
             self._check_logical()
-        if not isinstance(self.overlap, bool):
-            raise TypeError(
-                f"overlap must be a bool, but it is {self.overlap!r}. Pass True or "
-                "False."
-            )
-        if self.overlap and (self.sync == "each" or self.logical_devices is not None):
-            raise ValueError(
-                'overlap must have sync="last" and no logical_devices, but sync is '
-                f"{self.sync!r} and logical_devices={self.logical_devices!r}. Leave "
-                'overlap out: "each" communicates inside the backward pass anyway, and '
-                "the order of logical devices needs all of their sums."
-            )
         if self.param_specs is not None and self.grad_specs is not None:
             raise ValueError(
                 "grad_specs must be alone, since gradients of sharded parameters come "

@@ -5,8 +5,6 @@ stacked     it is of one micro-batch alone, and has its place in a stack
 scattered   each device adds the part of the sum over devices that it keeps
 in place    the backward pass adds it to a reference, slice by slice; if it is scattered
             too, each slice is scattered before
-reduced     in the last micro-batch, the sum is reduced over devices as soon as it is
-            final: inside the backward pass, slice by slice, or after it
 """
 
 import functools
@@ -19,10 +17,9 @@ import jax.numpy as jnp
 from ga_optax import accumulator
 from ga_optax._devices import collectives
 from ga_optax._devices.meshes import Axes, Placement
-from ga_optax._loop import fences, sending, trees
+from ga_optax._loop import sending, trees
 from ga_optax._loop.step import Step
 from ga_optax._passes import ir
-from ga_optax._passes.arrivals import is_cut
 
 Pull = Callable[..., Sequence[jax.Array]]
 
@@ -64,8 +61,6 @@ class Addition(NamedTuple):
       bare: whether it may be a bare product, which is rounded before it is added.
       in_place: whether the backward pass adds it to a reference.
       scattered: how the sum over devices is, of which this one adds its part.
-      reduced: how the sum is reduced over devices.
-      inside: whether that is done in the backward pass.
       stacked: whether it is written to its place in a stack.
       begins: whether nothing is there.
     """
@@ -75,8 +70,6 @@ class Addition(NamedTuple):
     bare: bool = False
     in_place: bool = False
     scattered: Any = None  # a Placement, or None
-    reduced: Any = None
-    inside: bool = False
     stacked: bool = False
     begins: bool = False
 
@@ -103,32 +96,11 @@ class Addition(NamedTuple):
 
     # -- In place ----------------------------------------------------------------------
 
-    @property
-    def is_sent(self) -> bool:
-        """Whether the sum of all devices has another type than that of one."""
-        return self.inside and bool(self.reduced.dims)
-
-    @property
-    def writes(self) -> bool:
-        """Whether `write` has to add it; else the backward pass can do so itself."""
-        return self.inside or self.scattered is not None
-
-    def reference(self, total: jax.Array, axes: Axes) -> Any:
-        if self.is_sent:
-            return sending.empty(total, self.reduced, axes)
-        return jax.new_ref(total)
-
-    def write(self, step: MicroStep, held: Any, g: jax.Array) -> None:
-        """Adds a gradient, or a slice of it, to a reference, or to `(total, ref)`."""
-        if not self.inside:
-            g = g.astype(held.dtype)
-            g = g if self.scattered is None else self._part(g, step)
-            jax.ref.addupdate(held, ..., g)
-            return
-        old, ref = held if self.is_sent else (held[...], held)
-        ndim, new = len(self.type.shape), step.add(old, g)
-        new = collectives.summed(new, self.reduced, step.axes, ndim)
-        ref[...] = trees.like(new, ref)
+    def write(self, step: MicroStep, ref: Any, g: jax.Array) -> None:
+        """Adds a gradient, or a slice of it, to a reference."""
+        g = g.astype(ref.dtype)
+        g = g if self.scattered is None else self._part(g, step)
+        jax.ref.addupdate(ref, ..., g)
 
 
 # -- All leaves ------------------------------------------------------------------------
@@ -164,19 +136,7 @@ def choose(
 
 def by_hand(additions: Additions) -> list[Addition]:
     """The same without references."""
-    return [x._replace(in_place=False, inside=False) for x in additions]
-
-
-def reduced(
-    additions: Additions, step: Step, where: Mapping[int, Placement]
-) -> list[Addition]:
-    """Those of the last micro-batch, which reduces these sums over devices."""
-    found = list(additions)
-    for i, place in where.items():
-        can = found[i].in_place and found[i].scattered is None
-        inside = can and not is_cut(step.jaxpr, i, place)
-        found[i] = found[i]._replace(reduced=place, inside=inside)
-    return found
+    return [x._replace(in_place=False) for x in additions]
 
 
 def placed(x: jax.Array, begins: bool = True) -> Addition:
@@ -193,7 +153,7 @@ def add(
     `pull` returns the gradients; given references, it adds to these.
     """
     pairs = enumerate(zip(additions, totals, strict=True))
-    refs = {i: x.reference(t, step.axes) for i, (x, t) in pairs if x.in_place}
+    refs = {i: jax.new_ref(t) for i, (x, t) in pairs if x.in_place}
     due = {i: x.due for i, x in enumerate(additions) if not x.in_place}
 
     def left(grads: Sequence[jax.Array]) -> list[jax.Array]:
@@ -212,19 +172,14 @@ def add(
                 return left(pull())
             its = {i: additions[i] for i in refs}
             same = all(x.type.dtype == refs[i].dtype for i, x in its.items())
-            if same and not any(x.writes for x in its.values()):
+            if same and all(x.scattered is None for x in its.values()):
                 return adding(*refs.values())
-            held = [
-                (totals[i], refs[i]) if x.is_sent else refs[i] for i, x in its.items()
-            ]
             writes = [functools.partial(x.write, step) for x in its.values()]
-            return sending.run(adding, [x.type for x in its.values()], held, writes)
+            types = [x.type for x in its.values()]
+            return sending.run(adding, types, [*refs.values()], writes)
 
     if refs and step.skip is not None and all(x.scattered is None for x in additions):
-        # If some slices are reduced inside, all devices have to run it.
-        waits = any(x.inside for x in additions)
-        skips = ~fences.true() if waits else step.skip == 0
-        grads = _unless(skips, backward, trees.blank(list(due.values())))
+        grads = _unless(step.skip == 0, backward, trees.blank(list(due.values())))
     else:
         grads = backward()
     sums: dict[int, Any] = {}
@@ -232,10 +187,6 @@ def add(
         for i, g in zip(due, grads, strict=True):
             sums[i] = additions[i].add(totals[i], g, step)
     sums |= {i: jax.ref.freeze(ref) for i, ref in refs.items()}
-    for i, x in enumerate(additions):
-        # Each by itself: a collective of several would wait for the last of them.
-        if x.reduced is not None and not x.inside:
-            [sums[i]] = collectives.reduce([sums[i]], [x.reduced], step.axes)
     return [sums[i] for i in range(len(additions))]
 
 

@@ -60,7 +60,6 @@ class Loop:
       where: the devices.
       num_microbatches: how many there are.
       additions: how gradients are added.
-      last: how those of the last micro-batch are added, if it differs.
       rounds_once: whether gradients are rounded in the accumulator alone.
       logical: whether it is compiled alike for one device and for many.
       begins: whether the accumulator is known to be empty, see `accumulator.begun`.
@@ -74,7 +73,6 @@ class Loop:
     where: Where
     num_microbatches: int
     additions: Additions
-    last: Additions | None = None
     rounds_once: bool = False
     logical: bool = False
     begins: bool = False
@@ -86,10 +84,9 @@ class Loop:
         """Returns the last state, with all that was collected in it."""
         if not any(x.in_place for x in self.additions):
             return self.run(operands)
-        by_hand = additions.by_hand
-        last = None if self.last is None else by_hand(self.last)
-        plain = dataclasses.replace(self, additions=by_hand(self.additions), last=last)
-        return with_rules_of(plain.run, self.run, last is not None)(operands)
+        by_hand = additions.by_hand(self.additions)
+        plain = dataclasses.replace(self, additions=by_hand)
+        return with_rules_of(plain.run, self.run)(operands)
 
     def run(self, operands: Operands) -> State:
         """The loop, after all passes; with references it has no transformations."""
@@ -107,21 +104,15 @@ class Loop:
         """The loop itself."""
         batch, state = operands.batch, self.start(operands)
         step: Any = functools.partial(self.micro_step, operands, self.additions)
-        if self.last is not None:
-            state, first = jax.lax.scan(step, state, [x[:-1] for x in batch])
-            step = functools.partial(self.micro_step, operands, self.last)
-            state, more = self.once(step, state, [x[-1] for x in batch])
-            collected = jax.tree.map(lambda *x: jnp.concatenate(x), first, more)
+        xs: Any = batch
+        if operands.num_real is not None:
+            step = functools.partial(_if_real, step, operands.num_real)
+            xs = jnp.arange(self.num_microbatches, dtype=jnp.int32), batch
+        if self.num_microbatches > 1:
+            state, collected = jax.lax.scan(step, state, xs)
         else:
-            xs: Any = batch
-            if operands.num_real is not None:
-                step = functools.partial(_if_real, step, operands.num_real)
-                xs = jnp.arange(self.num_microbatches, dtype=jnp.int32), batch
-            if self.num_microbatches > 1:
-                state, collected = jax.lax.scan(step, state, xs)
-            else:
-                first = jax.tree.map(lambda x: x[0], xs)
-                state, collected = self.once(step, state, first)
+            first = jax.tree.map(lambda x: x[0], xs)
+            state, collected = self.once(step, state, first)
         return with_collected(state, collected)
 
     def collected(self, results: Sequence[Any]) -> dict[int, Any]:

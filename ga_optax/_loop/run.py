@@ -63,8 +63,6 @@ def run(
     adds = additions.choose(step, operands.acc.total, whys, where.sent)
     own = operands.batch[: operands.rows]
     stacks = list(map(additions.placed, own))
-    ends = merges and where.overlap and where.axes
-    reduced = dict(enumerate(where.placements)) if ends else {}
     # What the compiler reduces over devices in each micro-step would be twice as large.
     once = not (where.sums_already or where.gathered or where.split_by_compiler)
     loop = Loop(
@@ -73,7 +71,6 @@ def run(
         num_microbatches,
         [*adds, *stacks],
         begins=begins,
-        last=[*additions.reduced(adds, step, reduced), *stacks] if reduced else None,
         rounds_once=step.low_precision and once,
         rows=operands.rows,
         index=len(operands.batch) - 1,
@@ -87,7 +84,6 @@ def run(
     if merges and where.axes:
         with jax.named_scope("merge"):
             done = {i: Placement(summed=x.axes) for i, x in where.sent.items()}
-            done |= {i: Placement(summed=where.axes) for i in reduced}
             places = [done.get(i, x) for i, x in enumerate(where.placements)]
             state = all_reduced(loop, state, where._replace(placements=places))
     return Outcome(loop.results(state), state.carry, state.acc, rows=stacks)

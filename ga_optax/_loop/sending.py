@@ -1,7 +1,7 @@
-"""Gradients that are reduced inside the backward pass, each as soon as it is final.
+"""Gradients that are scattered over devices inside of the backward pass.
 
 A gradient that the backward pass adds to a reference, slice by slice if the model scans
-over its layers, is sent to the other devices there, slice by slice. To that end the
+over its layers, is scattered there, slice by slice. To that end the
 program of the backward pass is run equation by equation, and what it would add to a
 reference is handed to a function.
 """
@@ -13,20 +13,11 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from ga_optax._devices import collectives, meshes
-from ga_optax._devices.meshes import Axes, Placement
 from ga_optax._loop import trees
 from ga_optax._passes import ir, known
 
 # What to do with a gradient, or a slice of it, and what `run` was given for it.
 Write = Callable[[Any, jax.Array], None]
-
-
-def empty(x: jax.Array, placement: Placement, axes: Axes) -> Any:
-    """A reference for the sum of `x` over devices, of its type."""
-    varies = (meshes.varying(x) - set(axes)) | set(placement.axes)
-    part = collectives.part(x, placement)
-    return jax.new_ref(collectives.vary(part, tuple(sorted(varies))))
 
 
 def run(

@@ -91,7 +91,6 @@ class Where(NamedTuple):
       placements: how to merge the gradient of each leaf over them.
       sent: which gradients are scattered before they are added, and how.
       logical: as how many devices this one runs; 0 if as itself.
-      overlap: whether the last micro-batch merges each gradient where it is final.
       gathered: how parameters lie that every micro-step gathers; None if none does.
       shards: the parts of constants that are gathered where they are used, by the ids
         of these.
@@ -105,7 +104,6 @@ class Where(NamedTuple):
     placements: Sequence[Placement] = ()
     sent: Mapping[int, Placement] = types.MappingProxyType({})
     logical: int = 0
-    overlap: bool = False
     gathered: Lies | None = None
     shards: Mapping[int, Any] = types.MappingProxyType({})
     window: Sequence[tuple[str, int]] = ()

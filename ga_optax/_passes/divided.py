@@ -129,7 +129,7 @@ class Divided:
     def silent(self) -> ir.Program:
         """Its program without what calls back, for derivatives: it has called."""
         program = self.program
-        return program._replace(jaxpr=_silent(program.jaxpr))
+        return program._replace(jaxpr=ir.silent(program.jaxpr))
 
     def again(self, *xs: Any) -> list[Any]:
         """Its results, without what calls back."""
@@ -207,7 +207,7 @@ class Divided:
         """
         if not self.exact:
             return None
-        silent = program.replace(jaxpr=_silent(program.jaxpr))
+        silent = program.replace(jaxpr=ir.silent(program.jaxpr))
         return jax.make_jaxpr(_pushed(core.jaxpr_as_fun(silent), moving, smooth))(*xs)
 
     def gradient(self, of: Gradient) -> "Divided":
@@ -308,24 +308,6 @@ def _pushed(
         return [tangents[i] for i in smooth]
 
     return flat
-
-
-def _silent(jaxpr: core.Jaxpr) -> core.Jaxpr:
-    """The program without equations that call back for no result."""
-    every = (e for e in ir.equations(jaxpr) if ir.calls_back(e))
-    gone = [e for e in every if not ir.inner_programs(e)]
-    if not gone:
-        return jaxpr
-    effects = frozenset().union(*(e.effects for e in gone))
-
-    def change(e: core.JaxprEqn) -> list[core.JaxprEqn]:
-        if any(e is x for x in gone):
-            return []
-        inside = ir.with_inner(e, _silent)
-        return [inside.replace(effects=e.effects - effects)]
-
-    new = ir.changed(jaxpr, change)
-    return new.replace(effects=jaxpr.effects - effects)
 
 
 def sum_dtype(x: Any) -> Any:

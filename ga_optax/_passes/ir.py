@@ -278,19 +278,21 @@ def _is_of_values(effect: Any) -> bool:
     return any(x.__name__ in _OF_VALUES for x in type(effect).__mro__)
 
 
-def silent(equation: core.JaxprEqn) -> core.JaxprEqn:
+def silent(jaxpr: core.Jaxpr) -> core.Jaxpr:
+    """The program without the equations that act and return nothing."""
+    eqns = [silent_equation(e) for e in jaxpr.eqns if e.outvars or not acts(e)]
+    return jaxpr.replace(eqns=eqns, effects=_of_values(jaxpr))
+
+
+def silent_equation(equation: core.JaxprEqn) -> core.JaxprEqn:
     """The equation without what acts inside of it, and returns nothing."""
     if not acts(equation):
         return equation
+    return with_inner(equation, silent).replace(effects=_of_values(equation))
 
-    def of(jaxpr: core.Jaxpr) -> core.Jaxpr:
-        eqns = [silent(e) for e in jaxpr.eqns if e.outvars or not acts(e)]
-        return jaxpr.replace(eqns=eqns, effects=left(jaxpr))
 
-    def left(x: Any) -> Any:
-        return type(x.effects)(filter(_is_of_values, x.effects))
-
-    return with_inner(equation, of).replace(effects=left(equation))
+def _of_values(x: Any) -> Any:
+    return type(x.effects)(filter(_is_of_values, x.effects))
 
 
 def scan_of(equation: core.JaxprEqn) -> Scan:

@@ -22,12 +22,11 @@ from ga_optax._passes import ir
 Run = Callable[[Any], Any]
 
 
-def with_rules_of(plain: Run, run: Run, typed: bool = False) -> Run:
+def with_rules_of(plain: Run, run: Run) -> Run:
     """`run`, which is transformed as if it were `plain`; both of one argument, a tree.
 
-    If `typed`, its results have the types of `plain`, too: sums that were reduced in a
-    reference are the same on all devices, and its type does not say so. The result is
-    `plain` itself, with a warning, if this version of JAX lacks what that takes.
+    The result is `plain` itself, with a warning, if this version of JAX lacks what that
+    takes.
     """
 
     def bound(tree: Any) -> Any:
@@ -41,8 +40,6 @@ def with_rules_of(plain: Run, run: Run, typed: bool = False) -> Run:
             return jax.tree.leaves(plain(jax.tree.unflatten(structure, args)))
 
         types = tuple(program.out_avals)
-        if typed:
-            types = tuple(jax.make_jaxpr(plain)(tree).out_avals)
         out = primitive.bind(*flat, program=program, plain=flat_plain, types=types)
         return jax.tree.unflatten(jax.tree.structure(shapes), out)
 

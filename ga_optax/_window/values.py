@@ -130,7 +130,7 @@ class Values:
             elif view and held is not None and v not in values:
                 values[v] = view.of(held, index)
         runs = [
-            e if acts and self.schedule.acts_at(level, e) else ir.silent(e)
+            e if acts and self.schedule.acts_at(level, e) else ir.silent_equation(e)
             for e in equations
         ]
         given = [values[v] for v in read]
