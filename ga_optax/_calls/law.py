@@ -57,13 +57,14 @@ def _as_equation(call: Call, trace: layouts.Traced) -> Any:
     operands = [*program.consts, *xs]
     jaxpr = ir.live(ir.without_constants(program.jaxpr))
     # What nobody reads is no operand, so that `jax.jit` sees that it is not used.
-    is_key = [jnp.issubdtype(x.aval.dtype, jax.dtypes.extended) for x in jaxpr.invars]
+    types: list[Any] = list(map(jax.typeof, operands))
+    is_key = [jnp.issubdtype(x.dtype, jax.dtypes.extended) for x in types]
     pairs = enumerate(zip(jaxpr.invars, is_key, strict=True))
     read = [i for i, (x, key) in pairs if key or ir.num_readers(jaxpr, x)]
     kept = [operands[i] for i in read]
     jaxpr = ir.closing_over(jaxpr, [], [], [jaxpr.invars[i] for i in read])
     program = core.ClosedJaxpr(jaxpr, [])
-    flat, rows = _flat(trace, list(map(jax.typeof, operands)), read), call.split_axes
+    flat, rows = _flat(trace, types, read), call.split_axes
     axes = [*[None] * (len(operands) - len(rows)), *rows]
     if call.axes:
         flat = functools.partial(_refused, call, rule)
