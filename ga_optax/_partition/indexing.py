@@ -268,7 +268,7 @@ def _written(w: Writer, e: core.JaxprEqn, vs: list[Value], here: _Updates) -> Re
     """Updates that are written over something: those that stay are added up.
 
     No place gets more than one then. Where several go to one the last stays, as on
-    CPUs; JAX leaves open which.
+    CPUs; JAX leaves open which. None if to find that out takes more than all updates.
     """
     operand, *others = vs
     numbers, p = e.params["dimension_numbers"], e.params
@@ -278,6 +278,8 @@ def _written(w: Writer, e: core.JaxprEqn, vs: list[Value], here: _Updates) -> Re
     updates, top = here.updates, None
     if not is_one or not is_empty:
         order, shape = _order(w, e, vs, here)
+        if ir.numbers(shape) >= vs[2].size:
+            return None  # all updates take no more
         start = jnp.zeros(shape, jnp.int32)
         top = jax.lax.scatter_max(start, here.indices, order, numbers, **how)
         for v in others:
