@@ -232,6 +232,9 @@ OF_RULES = {
     "rows": lambda g, w, x: jnp.mean(g(x @ w) ** 2),
     "fewer rows": lambda g, w, x: jnp.mean(g(jnp.tanh(x @ w)[1:]) ** 2),
     "parameters": lambda g, w, x: jnp.mean((x @ g(w)) ** 2),
+    "parameters in a loop": lambda g, w, x: jnp.mean(
+        lax.fori_loop(0, 3, lambda _, h: jnp.tanh(h @ g(w)), x) ** 2
+    ),
     "sorted rows": lambda g, w, x: jnp.mean(g(jnp.sort(x @ w, 0)) ** 2),
     "a branch": lambda g, w, x: lax.cond(
         w.sum() > 9, g, lambda h: g(2 * h), (x @ w).mean(0)

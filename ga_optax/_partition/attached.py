@@ -126,6 +126,8 @@ def _derived(w: Writer, e: core.JaxprEqn, vs: Sequence[Value]) -> _Derived:
     cts = [type_here(x, x.shape, None) for x in avals]
     closed: Any
     closed, shapes = jax.make_jaxpr(run, return_shape=True)(types, cts)
+    if closed.jaxpr.effects:
+        raise RowsMeet  # what prints does so once, with all rows
     program = ir.Program(closed.jaxpr, closed.consts)
     return _Derived(program, read, given, moving, len(shapes[1]))
 

@@ -68,7 +68,9 @@ class Stages:
         self.level = dict.fromkeys(self.program.constvars, 0)
         self.of_equation: dict[int, int] = {}
         self._find_levels(feedback.graph(how, lambda e: False, start))
-        self.varying = ir.following(self.program, [*carry, *self.slices])
+        # A rule must see the cotangents of its iteration, and not the sum of all.
+        rules = [x for e in self.program.eqns if _has_rule(e) for x in e.outvars]
+        self.varying = ir.following(self.program, [*carry, *self.slices, *rules])
         self.known: Values = {}
         self.stacks: Values = {}
         self.ends: Values = {}
@@ -311,6 +313,11 @@ def single(checkpoint: core.JaxprEqn, jaxpr: core.Jaxpr, e: core.JaxprEqn) -> An
     inside = jaxpr.replace(eqns=[e], effects=e.effects, **ends)
     one = ir.with_inner(checkpoint, lambda _: inside)
     return one.replace(invars=read, outvars=e.outvars, effects=e.effects)
+
+
+def _has_rule(e: core.JaxprEqn) -> bool:
+    """True if a function with a backward rule is called there."""
+    return any(x.primitive.name == "custom_vjp_call" for x in ir.within(e))
 
 
 def _wish(e: core.JaxprEqn) -> Any:
