@@ -107,13 +107,13 @@ def _with_jvp(
     primal = nested.inner(w, program, vs)
     moving = [is_inexact(v.aval) for v in vs[n:]]
     fixed = [not moves for moves in moving]
-    jaxpr, consts, still = e.params["jvp_jaxpr_fun"].call_wrapped(*fixed)
-    calls, jaxpr = _without_call(jaxpr, e)
+    *rule, still = e.params["jvp_jaxpr_fun"].call_wrapped(*fixed)
+    calls, rule = _without_call(ir.traced_before(*rule), e)
     tangents = [_value(v.aval, v.layout) for v in compress(vs[n:], moving)]
     answers = map(_value, types_of(e), primal.layouts) if calls else ()
     moved = [not zero for zero in still]
     due = [*primal.layouts, *compress(primal.layouts, moved)]
-    both = _rule(w, ir.Program(jaxpr, consts), [*vs[n:], *tangents, *answers], due)
+    both = _rule(w, rule, [*vs[n:], *tangents, *answers], due)
 
     def make() -> Any:
         call = jax.custom_jvp(lambda index, *xs: tuple(primal(index, xs)))
@@ -135,21 +135,22 @@ def _with_jvp(
     return _called(w, make, vs, [primal, both], facts)
 
 
-def _without_call(jaxpr: core.Jaxpr, its: core.JaxprEqn) -> tuple[bool, core.Jaxpr]:
+def _without_call(rule: ir.Program, its: core.JaxprEqn) -> tuple[bool, ir.Program]:
     """Whether a rule calls its own function; then its results come as operands.
 
     So most rules have the result, as in `return f(x), t`. Run without its rule there it
     would have another derivative, when the gradient is differentiated once more.
     """
-    [own] = ir.inner(its)
+    [own], jaxpr = ir.inner(its), rule.jaxpr
     for e in jaxpr.eqns:
         if e.primitive is its.primitive and e.invars == jaxpr.invars[: len(e.invars)]:
             [inner] = ir.inner(e)
             if not inner.consts and ir.form(inner.jaxpr) == ir.form(own.jaxpr):
                 invars = [*jaxpr.invars, *e.outvars]
                 eqns = [x for x in jaxpr.eqns if x is not e]
-                return True, jaxpr.replace(invars=invars, eqns=eqns)
-    return False, jaxpr
+                jaxpr = jaxpr.replace(invars=invars, eqns=eqns)
+                return True, ir.Program(jaxpr, rule.consts)
+    return False, rule
 
 
 def _called(
@@ -204,9 +205,9 @@ class _Vjp(NamedTuple):
 def _read(e: core.JaxprEqn, vs: Sequence[Value]) -> _Vjp:
     p, args = e.params, vs[e.params["num_consts"] :]
     wanted = [is_inexact(v.aval) for v in args]
-    jaxpr, consts = p["fwd_jaxpr_thunk"].call_wrapped(*wanted)
+    fwd = ir.traced_before(*p["fwd_jaxpr_thunk"].call_wrapped(*wanted))
     _, _, forwarded = p["out_trees"]()
-    kept = iter(jaxpr.outvars)
+    kept = iter(fwd.jaxpr.outvars)
     residuals = [next(kept).aval if i is None else vs[i].aval for i in forwarded]
     given = [is_inexact(x.aval) for x in e.outvars]
 
@@ -223,8 +224,7 @@ def _read(e: core.JaxprEqn, vs: Sequence[Value]) -> _Vjp:
 
     types = [type_here(x, x.shape, None) for x in residuals]
     cts = [type_here(x, x.shape, None) for x in compress(types_of(e), given)]
-    bwd, (calls, jaxpr) = ir.program_of(backward, types, cts), _without_call(jaxpr, e)
-    fwd = ir.Program(jaxpr, consts)
+    bwd, (calls, fwd) = ir.program_of(backward, types, cts), _without_call(fwd, e)
     return _Vjp(p["num_consts"], calls, fwd, bwd, forwarded, wanted, given)
 
 
