@@ -31,13 +31,24 @@ _TODO = {
     **dict.fromkeys(("gather", "scatter", "scatter-max", "scatter-min"), _OF_INDEX),
     "reshape": "Rows are taken apart by a reshape into pieces of which not each micro-"
     "batch has as many: choose a number of pieces that num_microbatches divides.",
+    "dynamic_update_slice": "Put what is new beside what stays by jnp.concatenate.",
 }
+_OF_EFFECT = (
+    "What prints, checks or calls back gets all rows at once: give it fewer numbers, "
+    "such as a sum over rows."
+)
+_OF_ANY_OTHER = (
+    "If no row needs another there, write it for one row, under jax.vmap. If rows must "
+    "meet, more micro-batches save no memory there."
+)
 _MOST_LINES = 4
 
 
 def of_primitives(whole: Sequence[Note]) -> list[str]:
     """What to do about primitives of which something is known, each once."""
-    return list(dict.fromkeys(_TODO[x.name] for x in whole if x.name in _TODO))
+    reads = lambda x: x.name.startswith("what ")  # noqa: E731
+    todo = (_OF_EFFECT if reads(x) else _TODO.get(x.name) for x in whole)
+    return list(dict.fromkeys(filter(None, todo)))
 
 
 def of_hidden(whole: Sequence[Note]) -> str:
@@ -84,8 +95,7 @@ def say(trace: layouts.Traced, num_microbatches: int) -> None:
     text = (
         f"Each of {num_microbatches} micro-batches computes {whole:,} bytes for all "
         f"rows, and {own:,} for its own: {what}. "
-        f"{how or 'Write that with other functions.'} ga_optax.batch_dependencies "
-        "shows every line."
+        f"{how or _OF_ANY_OTHER} ga_optax.batch_dependencies shows every line."
     )
     note(text)
     if lines not in _warned:
