@@ -8,8 +8,7 @@ function and its rule stand in the open, see `attached`.
 A backward rule may not be linear in the cotangent: it may clip or quantise it. Then the
 cotangent must be complete when it gets there. So a whole result is passed on by one
 micro-batch alone, which gets the sum of the cotangents of all; and a result with rows
-is kept for later levels, which otherwise would come back to it one by one. (A window
-with a rule has the cotangents of the mean over micro-batches, see `Backward.as_mean`.)
+is kept for later levels, which otherwise would come back to it one by one.
 """
 
 import dataclasses
