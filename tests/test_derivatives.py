@@ -83,7 +83,14 @@ square.defjvp(lambda xs, ts: (square(*xs), 2 * straight(*xs) * ts[0]))
 calling = with_rule(jnp.sin, lambda v, ct: (square(ct) * straight(*v),))
 alike = jax.custom_jvp(lambda v: jnp.round(4 * v) / 4)  # the program of `straight`
 alike.defjvp(lambda xs, ts: (straight(*xs) + 0 * alike(*xs), jnp.cos(xs[0]) * ts[0]))
+# Rows meet in these, there and on the way back.
+scaled = with_rule(
+    lambda v: v / jnp.max(jnp.abs(v)), lambda v, ct: (ct / jnp.max(jnp.abs(*v)),)
+)
+clipped = with_rule(jnp.sin, lambda v, ct: (ct / (1 + jnp.max(jnp.abs(ct))) * v[0],))
 OWN = {
+    "scaled": scaled,
+    "clipped": clipped,
     "rounded": rounded,
     "bending": bending,
     "straight": straight,
@@ -93,7 +100,7 @@ OWN = {
 }
 
 
-@pytest.mark.grid(6, 12)
+@pytest.mark.grid(7, 16)
 @pytest.mark.parametrize("of_weights", [False, True], ids=["rows", "weights"])
 @pytest.mark.parametrize("meets", [False, True], ids=["apart", "meet"])
 @pytest.mark.parametrize("name", OWN)
