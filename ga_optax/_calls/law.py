@@ -89,7 +89,7 @@ def _flat(
 
     Of all operands, by their types, those come that are read.
     """
-    jaxpr, num_params = trace.closed.jaxpr, trace.num_params
+    jaxpr, num_params = ir.without_values(trace.closed.jaxpr), trace.num_params
     number = len(types)
 
     def zero(i: int) -> Any:
