@@ -11,6 +11,7 @@ import jax
 from jax.extend import core
 
 from ga_optax._calls.call import Call, NoDerivativeError
+from ga_optax._partition.custom import calls_rules
 from ga_optax._passes import ir, places
 from ga_optax._passes.divided import Divided
 
@@ -18,13 +19,13 @@ from ga_optax._passes.divided import Divided
 def rule_in(jaxpr: core.Jaxpr) -> core.JaxprEqn | None:
     """A call in a program that has a rule which may not be the true derivative.
 
-    Those of JAX for forward mode are, and are kept.
+    Those of JAX for forward mode are, and are kept, if they call no others.
     """
     for e in ir.equations(jaxpr):
         name = e.primitive.name
         if name == "custom_vjp_call":
             return e
-        if name == "custom_jvp_call" and not _is_of_jax(e):
+        if name == "custom_jvp_call" and (not _is_of_jax(e) or calls_rules(e)):
             return e
         its = e.params.get("its")
         if isinstance(its, Divided) and rule_in(its.program.jaxpr):

@@ -112,7 +112,7 @@ def _with_jvp(
     answers = map(_value, types_of(e), primal.layouts) if calls else ()
     moved = [not zero for zero in still]
     due = [*primal.layouts, *compress(primal.layouts, moved)]
-    both = _rule(w, ir.Program(jaxpr, consts), [*vs[n:], *tangents, *answers], due)
+    both = _rule(w, _program(jaxpr, consts), [*vs[n:], *tangents, *answers], due)
 
     def make() -> Any:
         call = jax.custom_jvp(lambda index, *xs: tuple(primal(index, xs)))
@@ -141,14 +141,34 @@ def _without_call(jaxpr: core.Jaxpr, its: core.JaxprEqn) -> tuple[bool, core.Jax
     would have another derivative, when the gradient is differentiated once more.
     """
     [own] = ir.inner(its)
+    given = [*jaxpr.constvars, *jaxpr.invars]
     for e in jaxpr.eqns:
-        if e.primitive is its.primitive and e.invars == jaxpr.invars[: len(e.invars)]:
+        if e.primitive is its.primitive and e.invars == given[: len(e.invars)]:
             [inner] = ir.inner(e)
             if not inner.consts and ir.form(inner.jaxpr) == ir.form(own.jaxpr):
                 invars = [*jaxpr.invars, *e.outvars]
                 eqns = [x for x in jaxpr.eqns if x is not e]
                 return True, jaxpr.replace(invars=invars, eqns=eqns)
     return False, jaxpr
+
+
+def _program(jaxpr: core.Jaxpr, consts: Sequence[Any]) -> ir.Program:
+    """A rule, whose constants are among its arguments in newer versions of JAX."""
+    more = len(consts) - len(jaxpr.constvars)
+    return ir.Program(ir.with_constants(jaxpr, more) if more else jaxpr, consts)
+
+
+def calls_rules(e: core.JaxprEqn) -> bool:
+    """True if the rule of a `jax.custom_jvp` calls other functions with rules.
+
+    It runs without these, so it has other derivatives than JAX gives it.
+    """
+    fixed = [not is_inexact(x.aval) for x in e.invars[e.params["num_consts"] :]]
+    _, jaxpr = _without_call(e.params["jvp_jaxpr_fun"].call_wrapped(*fixed)[0], e)
+    return any(x.primitive.name in _WITH_RULES for x in ir.equations(jaxpr))
+
+
+_WITH_RULES = "custom_jvp_call", "custom_vjp_call"
 
 
 def _called(
@@ -223,7 +243,7 @@ def _read(e: core.JaxprEqn, vs: Sequence[Value]) -> _Vjp:
     types = [type_here(x, x.shape, None) for x in residuals]
     cts = [type_here(x, x.shape, None) for x in compress(types_of(e), given)]
     bwd, (calls, jaxpr) = ir.program_of(backward, types, cts), _without_call(jaxpr, e)
-    fwd = ir.Program(jaxpr, consts)
+    fwd = _program(jaxpr, consts)
     return _Vjp(p["num_consts"], calls, fwd, bwd, forwarded, wanted, given)
 
 
