@@ -15,6 +15,7 @@ from flax.linen import fp8_ops
 from helpers import apart, array, mesh_of, put, temporaries
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from whole_harness import partitioned
 
 import ga_optax as ga
 
@@ -58,6 +59,10 @@ def turned(c, _):
 
 def largest(h):
     return jnp.max(jnp.abs(h))
+
+
+def by_an_array(g):
+    return jnp.sum(g[..., None] * np.array([0.5, 0.7]), -1)
 
 
 RULES = {
@@ -105,6 +110,13 @@ RULES = {
     "a number that nobody reads": with_rule(
         lambda h, s: (h * s, (h, s, jnp.max(h))),
         lambda r, g: (g * r[1], jnp.sum(g * r[0])),
+    ),
+    "an array": with_rule(
+        lambda h, s: (by_an_array(h) * s, (h, s)),
+        lambda r, g: (by_an_array(g) * r[1], jnp.sum(g * by_an_array(r[0]))),
+    ),
+    "an array of a tangent": with_tangent(
+        lambda h, s: h * s, lambda h, s, dh, ds: by_an_array(dh) * s + ds * h
     ),
     "a tangent": with_tangent(
         lambda h, s: jnp.round(h * s * 8) / 8,
@@ -176,6 +188,16 @@ def test_rows_meet_in_a_rule_as_they_do_anywhere(name):
         assert apart(step, jax.value_and_grad(fun), *arguments()) < BOUND
         found = ga.batch_dependencies(fun, K)(*arguments())
     assert not any("custom" in x.name for x in found.whole)  # but `sort`, maybe
+
+
+@pytest.mark.parametrize("name", ["an array", "an array of a tangent"])
+def test_an_array_that_a_rule_closes_over_is_a_constant_of_its_program(name):
+    """Newer JAX has it among the arguments of that program."""
+    h = jax.ShapeDtypeStruct((8, D), jnp.float32)
+    ids = jax.ShapeDtypeStruct((8,), jnp.int32)
+    _, part = partitioned(lambda h, w, ids: RULES[name](h, w[0, 0]), (h, h, ids))
+    assert part.failures == part.whole == []
+    assert not part.meets
 
 
 @pytest.mark.grid(2, 5)

@@ -106,13 +106,13 @@ def _with_jvp(
     primal = nested.inner(w, program, vs)
     moving = [is_inexact(v.aval) for v in vs[n:]]
     fixed = [not moves for moves in moving]
-    jaxpr, consts, still = e.params["jvp_jaxpr_fun"].call_wrapped(*fixed)
-    calls, jaxpr = _without_call(jaxpr, e)
+    *rule, still = e.params["jvp_jaxpr_fun"].call_wrapped(*fixed)
+    calls, rule = _without_call(ir.traced_before(*rule), e)
     tangents = [_value(v.aval, v.layout) for v in compress(vs[n:], moving)]
     answers = map(_value, types_of(e), primal.layouts) if calls else ()
     moved = [not zero for zero in still]
     due = [*primal.layouts, *compress(primal.layouts, moved)]
-    both = _rule(w, _program(jaxpr, consts), [*vs[n:], *tangents, *answers], due)
+    both = _rule(w, rule, [*vs[n:], *tangents, *answers], due)
 
     def make() -> Any:
         call = jax.custom_jvp(lambda index, *xs: tuple(primal(index, xs)))
@@ -134,13 +134,13 @@ def _with_jvp(
     return _called(w, make, vs, [primal, both], facts)
 
 
-def _without_call(jaxpr: core.Jaxpr, its: core.JaxprEqn) -> tuple[bool, core.Jaxpr]:
+def _without_call(rule: ir.Program, its: core.JaxprEqn) -> tuple[bool, ir.Program]:
     """Whether a rule calls its own function; then its results come as operands.
 
     So most rules have the result, as in `return f(x), t`. Run without its rule there it
     would have another derivative, when the gradient is differentiated once more.
     """
-    [own] = ir.inner(its)
+    [own], jaxpr = ir.inner(its), rule.jaxpr
     given = [*jaxpr.constvars, *jaxpr.invars]
     for e in jaxpr.eqns:
         if e.primitive is its.primitive and e.invars == given[: len(e.invars)]:
@@ -148,14 +148,9 @@ def _without_call(jaxpr: core.Jaxpr, its: core.JaxprEqn) -> tuple[bool, core.Jax
             if not inner.consts and ir.form(inner.jaxpr) == ir.form(own.jaxpr):
                 invars = [*jaxpr.invars, *e.outvars]
                 eqns = [x for x in jaxpr.eqns if x is not e]
-                return True, jaxpr.replace(invars=invars, eqns=eqns)
-    return False, jaxpr
-
-
-def _program(jaxpr: core.Jaxpr, consts: Sequence[Any]) -> ir.Program:
-    """A rule, whose constants are among its arguments in newer versions of JAX."""
-    more = len(consts) - len(jaxpr.constvars)
-    return ir.Program(ir.with_constants(jaxpr, more) if more else jaxpr, consts)
+                jaxpr = jaxpr.replace(invars=invars, eqns=eqns)
+                return True, ir.Program(jaxpr, rule.consts)
+    return False, rule
 
 
 def calls_rules(e: core.JaxprEqn) -> bool:
@@ -164,11 +159,10 @@ def calls_rules(e: core.JaxprEqn) -> bool:
     It runs without these, so it has other derivatives than JAX gives it.
     """
     fixed = [not is_inexact(x.aval) for x in e.invars[e.params["num_consts"] :]]
-    _, jaxpr = _without_call(e.params["jvp_jaxpr_fun"].call_wrapped(*fixed)[0], e)
-    return any(x.primitive.name in _WITH_RULES for x in ir.equations(jaxpr))
-
-
-_WITH_RULES = "custom_jvp_call", "custom_vjp_call"
+    *rule, _ = e.params["jvp_jaxpr_fun"].call_wrapped(*fixed)
+    _, rule = _without_call(ir.traced_before(*rule), e)
+    names = {x.primitive.name for x in ir.equations(rule.jaxpr)}
+    return not names.isdisjoint(("custom_jvp_call", "custom_vjp_call"))
 
 
 def _called(
@@ -223,9 +217,9 @@ class _Vjp(NamedTuple):
 def _read(e: core.JaxprEqn, vs: Sequence[Value]) -> _Vjp:
     p, args = e.params, vs[e.params["num_consts"] :]
     wanted = [is_inexact(v.aval) for v in args]
-    jaxpr, consts = p["fwd_jaxpr_thunk"].call_wrapped(*wanted)
+    fwd = ir.traced_before(*p["fwd_jaxpr_thunk"].call_wrapped(*wanted))
     _, _, forwarded = p["out_trees"]()
-    kept = iter(jaxpr.outvars)
+    kept = iter(fwd.jaxpr.outvars)
     residuals = [next(kept).aval if i is None else vs[i].aval for i in forwarded]
     given = [is_inexact(x.aval) for x in e.outvars]
 
@@ -242,8 +236,7 @@ def _read(e: core.JaxprEqn, vs: Sequence[Value]) -> _Vjp:
 
     types = [type_here(x, x.shape, None) for x in residuals]
     cts = [type_here(x, x.shape, None) for x in compress(types_of(e), given)]
-    bwd, (calls, jaxpr) = ir.program_of(backward, types, cts), _without_call(jaxpr, e)
-    fwd = _program(jaxpr, consts)
+    bwd, (calls, fwd) = ir.program_of(backward, types, cts), _without_call(fwd, e)
     return _Vjp(p["num_consts"], calls, fwd, bwd, forwarded, wanted, given)
 
 

@@ -76,6 +76,15 @@ def program_of(fun: Callable[..., Any], *types: Any) -> Program:
     return Program(closed.jaxpr, closed.consts)
 
 
+def traced_before(jaxpr: core.Jaxpr, consts: Sequence[Any]) -> Program:
+    """A program that JAX traced and keeps, such as that of a rule, and its constants.
+
+    In newer JAX they are the first of its arguments.
+    """
+    number = len(consts) - len(jaxpr.constvars)
+    return Program(with_constants(jaxpr, number) if number else jaxpr, consts)
+
+
 def without_values(jaxpr: Any) -> core.Jaxpr:
     """The program alone; newer JAX holds the values of its constants in it, too.
 
