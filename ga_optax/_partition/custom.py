@@ -219,8 +219,8 @@ def _read(e: core.JaxprEqn, vs: Sequence[Value]) -> _Vjp:
     wanted = [is_inexact(v.aval) for v in args]
     fwd = ir.traced_before(*p["fwd_jaxpr_thunk"].call_wrapped(*wanted))
     _, _, forwarded = p["out_trees"]()
-    kept = iter(fwd.jaxpr.outvars)
-    residuals = [next(kept).aval if i is None else vs[i].aval for i in forwarded]
+    kept: Any = (x.aval for x in fwd.jaxpr.outvars)
+    residuals = [next(kept) if i is None else vs[i].aval for i in forwarded]
     given = [is_inexact(x.aval) for x in e.outvars]
 
     def backward(residuals: list[Any], cotangents: list[Any]) -> list[Any]:
