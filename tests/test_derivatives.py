@@ -83,7 +83,14 @@ square.defjvp(lambda xs, ts: (square(*xs), 2 * straight(*xs) * ts[0]))
 calling = with_rule(jnp.sin, lambda v, ct: (square(ct) * straight(*v),))
 alike = jax.custom_jvp(lambda v: jnp.round(4 * v) / 4)  # the program of `straight`
 alike.defjvp(lambda xs, ts: (straight(*xs) + 0 * alike(*xs), jnp.cos(xs[0]) * ts[0]))
+# Rows meet in these, there and on the way back.
+scaled = with_rule(
+    lambda v: v / jnp.max(jnp.abs(v)), lambda v, ct: (ct / jnp.max(jnp.abs(*v)),)
+)
+clipped = with_rule(jnp.sin, lambda v, ct: (ct / (1 + jnp.max(jnp.abs(ct))) * v[0],))
 OWN = {
+    "scaled": scaled,
+    "clipped": clipped,
     "rounded": rounded,
     "bending": bending,
     "straight": straight,
@@ -93,7 +100,7 @@ OWN = {
 }
 
 
-@pytest.mark.grid(6, 12)
+@pytest.mark.grid(7, 16)
 @pytest.mark.parametrize("of_weights", [False, True], ids=["rows", "weights"])
 @pytest.mark.parametrize("meets", [False, True], ids=["apart", "meet"])
 @pytest.mark.parametrize("name", OWN)
@@ -384,12 +391,44 @@ def in_region(loss):
     return jax.shard_map(step, mesh=mesh_of(names=("d",)), **specs)
 
 
+REFUSED = r"cannot be differentiated in a jax\.shard_map, or with mesh axes"
+
+
 @pytest.mark.parametrize("rule", [rounded, straight], ids=["vjp", "jvp"])
 def test_in_a_region_of_the_users_a_rule_has_one_derivative(rule):
     loss = loss_of(rule, True)
     assert apart(in_region(loss), jax.value_and_grad(loss), *arguments()) < BOUND
-    with pytest.raises(NotImplementedError, match=r"in a jax\.shard_map if fun has a"):
+    with pytest.raises(NotImplementedError, match=REFUSED):
         jax.eval_shape(twice(in_region(loss)), *arguments())
+
+
+def microbatch_in_region(loss):
+    step = ga.microbatch(loss, 2, data_axis="d")
+    specs = {"in_specs": (P(), P("d")), "out_specs": P(), "check_vma": False}
+    return jax.shard_map(step, mesh=mesh_of(names=("d",)), **specs)
+
+
+def microbatch_by_type(loss):
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
+
+    def step(w, x):
+        data_axis = ga.DataAxis("d", mesh=mesh)
+        x = jax.sharding.reshard(x, jax.NamedSharding(mesh, P("d")))
+        return ga.microbatch(loss, 2, data_axis=data_axis)(w, x)
+
+    return step
+
+
+@pytest.mark.parametrize("wrap", [microbatch_in_region, microbatch_by_type])
+@pytest.mark.parametrize("rule", [bending, square], ids=["bending", "square"])
+def test_so_it_has_in_microbatch_also_if_weights_meet_it(rule, wrap):
+    """A cotangent that is complete goes through it once."""
+    for of_weights in (True, False):
+        loss = loss_of(rule, True, of_weights)
+        ours = jax.value_and_grad(wrap(loss))
+        assert apart(ours, jax.value_and_grad(loss), *arguments()) < BOUND
+    with pytest.raises(NotImplementedError, match=REFUSED):
+        jax.eval_shape(twice(ours), *arguments())
 
 
 @pytest.mark.slow

@@ -492,4 +492,4 @@ def test_what_it_draws_for_the_whole_batch_is_drawn_whole(cudnn):
         y = cudnn.dot_product_attention(q, q, q, dropout_rate=0.1, seed=1)
         return jnp.mean(y.astype(jnp.float32) ** 2)
 
-    assert traced(with_dropout) == (SHAPE[0], {CALLS[0]})
+    assert traced(with_dropout) == (SHAPE[0], set(CALLS))

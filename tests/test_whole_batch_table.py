@@ -85,7 +85,8 @@ def test_every_primitive_of_the_table_has_a_case():
     there = {"reshard", "pvary", "psum_invariant", "shard_map", "ragged_dot_general"}
     there |= {f"linear {name}" for name in there}
     # Kernels, calls that say how they split: test_kernels. microbatch: test_anywhere.
-    there |= {"pallas_call", "custom_partitioning", divided.NAME}
+    # value_and_grad: test_derivatives.
+    there |= {"pallas_call", "custom_partitioning", divided.NAME, divided.WRITTEN}
     there |= {f"dot_product_attention_{way}_wrapper" for way in ("fwd", "bwd")}
     assert keys - there == set(CASES)
     assert {cutting._RULES[name] for name in CUT} == set(cutting._RULES.values())

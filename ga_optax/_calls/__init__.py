@@ -11,6 +11,7 @@
     gradients     `value_and_grad`
     kinds         that of complex losses and integer parameters
     law           that as one equation, which has the derivatives of the law
+    rules         rules of the user's that have no second derivatives there
     whole         the gradient of the whole batch: traced, partitioned, run
     advice        what to do about what is computed whole, and when it is said
     layouts       that program, where rows meet in it, and what comes back

@@ -30,6 +30,10 @@ class DoesNotFitError(ValueError):
     """An argument or an option does not fit: that is said, and nothing computed."""
 
 
+class NoDerivativeError(NotImplementedError):
+    """What is asked for is a derivative that cannot be had."""
+
+
 class Call(NamedTuple):
     """One call of the returned function: its arguments by role.
 

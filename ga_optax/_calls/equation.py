@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from ga_optax._calls import layouts, whole
+from ga_optax._calls import layouts, rules, whole
 from ga_optax._calls.call import Call
 from ga_optax._calls.options import ROLES, Argument
 from ga_optax._calls.results import check_values
@@ -43,13 +43,27 @@ def of_call(call: Call, remat: bool | None, size: int | None = None) -> Any:
         return of_args(*call.args, **call.kwargs)
     if not _is_one(call):
         call = call._replace(options=options._replace(fun=_with_loss(of_args)))
-        return whole.of_call(call)[0][1]
+        return whole.of_call(call, _in_loop)[0][1]
     xs = _on_mesh(call, list(leaves.values()))
     closed, out = _traced(flat, xs, call)
     axes = (*call.split_axes, *[None] * len(call.others))
     its = Divided.of_program(closed, axes, **over_micro_batches(call, remat), size=size)
     # What fun closes over may be differentiated, too.
     return jax.tree.unflatten(jax.tree.structure(out), its.bind([*closed.consts, *xs]))
+
+
+def _in_loop(call: Call, trace: layouts.Traced) -> Any:
+    """What `whole.divided` returns; with rules it has no second derivatives."""
+    rule = rules.rule_in(trace.closed.jaxpr)
+    if rule is None:
+        return whole.divided(call, trace)
+    error = rules.refused(call, rule, "A gradient of microbatch")
+    if not call.maps:  # else `fun` is traced once more, of what it is given
+        consts = [rules.once(x, error) for x in trace.closed.consts]
+        trace = trace._replace(closed=trace.closed.replace(consts=consts))
+    leaves = call.leaves("batch_argnums") | call.others
+    leaves = {n: rules.once(x, error) for n, x in leaves.items()}
+    return whole.divided(call.with_leaves(leaves), trace)
 
 
 def over_micro_batches(call: Call, remat: bool | None = None) -> dict[str, Any]:

@@ -4,12 +4,11 @@
     derivatives  those of `jax.value_and_grad(fun)`, as a function over micro-batches
 
 The program of a window has the first derivative of each rule of the user's, and not the
-rules: it fills levels by functions that have others, and opens the rules that a rule
-calls. So only without such rules is the tangent of that program the right one.
+rules, see `rules`. So only without such rules is the tangent of that program the right
+one.
 """
 
 import functools
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,10 +16,10 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from ga_optax._calls import equation, layouts, whole
+from ga_optax._calls import equation, layouts, rules, whole
 from ga_optax._calls.call import Call
 from ga_optax._calls.options import Options
-from ga_optax._passes import ir, places
+from ga_optax._passes import ir
 from ga_optax._passes.divided import Divided
 
 
@@ -43,7 +42,7 @@ def _as_equation(call: Call, trace: layouts.Traced) -> Any:
     leaves = call.leaves("argnums") | call.leaves("batch_argnums")
     xs = [*trace.closed.consts, *map(jnp.asarray, leaves.values())]
     traced = any(isinstance(x, jax.core.Tracer) for x in xs)
-    rule = _rule_in(trace.closed.jaxpr) if traced else None
+    rule = rules.rule_in(trace.closed.jaxpr) if traced else None
     if not traced or (call.options.axes and rule is None):
         return whole.divided(call, trace)
     first = len(trace.closed.consts)
@@ -53,6 +52,9 @@ def _as_equation(call: Call, trace: layouts.Traced) -> Any:
         here = call.with_leaves(dict(zip(leaves, xs[first:], strict=True)))
         return whole.divided(here, trace._replace(closed=closed))
 
+    if call.axes and rule is not None:
+        error = rules.refused(call, rule, "What value_and_grad returns")
+        return run(*(rules.fixed(x, error) for x in xs))
     program, out = jax.make_jaxpr(run, return_shape=True)(*xs)
     operands = [*program.consts, *xs]
     jaxpr = ir.live(ir.without_constants(program.jaxpr))
@@ -66,8 +68,6 @@ def _as_equation(call: Call, trace: layouts.Traced) -> Any:
     program = core.ClosedJaxpr(jaxpr, [])
     flat, rows = _flat(trace, list(map(jax.typeof, operands)), read), call.split_axes
     axes = [*[None] * (len(operands) - len(rows)), *rows]
-    if call.axes:
-        flat = functools.partial(_refused, call, rule)
     how = equation.over_micro_batches(call)
     if call.options.axes:
         how |= {"runs": _at_once, "finds": lambda its: [None] * len(its.results)}
@@ -89,7 +89,7 @@ def _flat(
 
     Of all operands, by their types, those come that are read.
     """
-    jaxpr, num_params = trace.closed.jaxpr, trace.num_params
+    jaxpr, num_params = ir.without_values(trace.closed.jaxpr), trace.num_params
     number = len(types)
 
     def zero(i: int) -> Any:
@@ -119,38 +119,3 @@ def _flat(
 def _at_once(its: Divided, xs: Sequence[Any]) -> list[Any]:
     """A derivative of all rows of a device at once: the compiler distributes it."""
     return ir.results(its.program, xs)
-
-
-def _refused(call: Call, rule: Any, *xs: Any) -> list[Any]:
-    """In place of the law, where a device has a part of the rows alone."""
-    del xs
-    raise NotImplementedError(
-        "What value_and_grad returns cannot be differentiated in a jax.shard_map if "
-        f"fun has a derivative rule of its own, but fun has {rule.primitive.name} at "
-        f"{places.place_of(rule.source_info)}, and the shard_map binds {call.axes}. "
-        "Call it at top level, with data_axis=ga_optax.DataAxis(name, mesh=mesh)."
-    )
-
-
-def _rule_in(jaxpr: core.Jaxpr) -> core.JaxprEqn | None:
-    """A call in a program that has a rule which may not be the true derivative.
-
-    Those of JAX for forward mode are, and are kept.
-    """
-    for e in ir.equations(jaxpr):
-        name = e.primitive.name
-        if name == "custom_vjp_call":
-            return e
-        if name == "custom_jvp_call" and not _is_of_jax(e):
-            return e
-        its = e.params.get("its")
-        if isinstance(its, Divided) and _rule_in(its.program.jaxpr):
-            return e
-    return None
-
-
-def _is_of_jax(e: core.JaxprEqn) -> bool:
-    """Whether an equation calls a function that JAX itself has."""
-    [program] = ir.inner_programs(e)
-    place = str(program.debug_info.func_src_info).partition(" at ")[2]
-    return place.startswith(os.path.dirname(jax.__file__))

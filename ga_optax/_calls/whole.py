@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from ga_optax import accumulator
 from ga_optax._calls import advice, layouts
-from ga_optax._calls.call import Call, DoesNotFitError
+from ga_optax._calls.call import Call, DoesNotFitError, NoDerivativeError
 from ga_optax._calls.options import Options
 from ga_optax._calls.region import WHOLE, gradients, over_mesh
 from ga_optax._calls.results import taken_apart
@@ -64,7 +64,7 @@ def of_call(
     layouts.check_options(call, trace.part)
     try:
         return (run or divided)(call, trace)
-    except (DoesNotFitError, Warning):
+    except (DoesNotFitError, NoDerivativeError, Warning):
         raise
     except Exception as error:  # Any: what JAX will change is not known.
         return _in_one(call, error)

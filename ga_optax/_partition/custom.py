@@ -8,8 +8,7 @@ function and its rule stand in the open, see `attached`.
 A backward rule may not be linear in the cotangent: it may clip or quantise it. Then the
 cotangent must be complete when it gets there. So a whole result is passed on by one
 micro-batch alone, which gets the sum of the cotangents of all; and a result with rows
-is kept for later levels, which otherwise would come back to it one by one. (A window
-with a rule has the cotangents of the mean over micro-batches, see `Backward.as_mean`.)
+is kept for later levels, which otherwise would come back to it one by one.
 """
 
 import dataclasses
@@ -142,8 +141,9 @@ def _without_call(rule: ir.Program, its: core.JaxprEqn) -> tuple[bool, ir.Progra
     would have another derivative, when the gradient is differentiated once more.
     """
     [own], jaxpr = ir.inner(its), rule.jaxpr
+    given = [*jaxpr.constvars, *jaxpr.invars]
     for e in jaxpr.eqns:
-        if e.primitive is its.primitive and e.invars == jaxpr.invars[: len(e.invars)]:
+        if e.primitive is its.primitive and e.invars == given[: len(e.invars)]:
             [inner] = ir.inner(e)
             if not inner.consts and ir.form(inner.jaxpr) == ir.form(own.jaxpr):
                 invars = [*jaxpr.invars, *e.outvars]
@@ -151,6 +151,18 @@ def _without_call(rule: ir.Program, its: core.JaxprEqn) -> tuple[bool, ir.Progra
                 jaxpr = jaxpr.replace(invars=invars, eqns=eqns)
                 return True, ir.Program(jaxpr, rule.consts)
     return False, rule
+
+
+def calls_rules(e: core.JaxprEqn) -> bool:
+    """True if the rule of a `jax.custom_jvp` calls other functions with rules.
+
+    It runs without these, so it has other derivatives than JAX gives it.
+    """
+    fixed = [not is_inexact(x.aval) for x in e.invars[e.params["num_consts"] :]]
+    *rule, _ = e.params["jvp_jaxpr_fun"].call_wrapped(*fixed)
+    _, rule = _without_call(ir.traced_before(*rule), e)
+    names = {x.primitive.name for x in ir.equations(rule.jaxpr)}
+    return not names.isdisjoint(("custom_jvp_call", "custom_vjp_call"))
 
 
 def _called(
@@ -207,8 +219,8 @@ def _read(e: core.JaxprEqn, vs: Sequence[Value]) -> _Vjp:
     wanted = [is_inexact(v.aval) for v in args]
     fwd = ir.traced_before(*p["fwd_jaxpr_thunk"].call_wrapped(*wanted))
     _, _, forwarded = p["out_trees"]()
-    kept = iter(fwd.jaxpr.outvars)
-    residuals = [next(kept).aval if i is None else vs[i].aval for i in forwarded]
+    kept: Any = (x.aval for x in fwd.jaxpr.outvars)
+    residuals = [next(kept) if i is None else vs[i].aval for i in forwarded]
     given = [is_inexact(x.aval) for x in e.outvars]
 
     def backward(residuals: list[Any], cotangents: list[Any]) -> list[Any]:

@@ -112,8 +112,7 @@ class _Whole(NamedTuple):
                 Value(x, a.aval, a.layout, 0, a.smooth, a.smooth)
                 for x, a in zip(xs, self.arguments, strict=True)
             ]
-            n = len(jaxpr.constvars)
-            out = w.interpret(jaxpr, [v.x for v in given[:n]], given[n:])
+            out = w.interpret(ir.without_constants(jaxpr), (), given)
             own = [v.layout if some is None else some.layout(v) for v in out]
             wanted = [*due, *[None] * (len(out) - len(due))]
             both = zip([*own, *own[:1]], wanted, strict=False)
