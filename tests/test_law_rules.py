@@ -115,6 +115,9 @@ RULES = {
         lambda h, s: (by_an_array(h) * s, (h, s)),
         lambda r, g: (by_an_array(g) * r[1], jnp.sum(g * by_an_array(r[0]))),
     ),
+    "an array, row by row": lambda h, s: jax.vmap(
+        jax.jit(RULES["an array"]), (0, None)
+    )(h, s),
     "an array of a tangent": with_tangent(
         lambda h, s: h * s, lambda h, s, dh, ds: by_an_array(dh) * s + ds * h
     ),
@@ -190,7 +193,7 @@ def test_rows_meet_in_a_rule_as_they_do_anywhere(name):
     assert not any("custom" in x.name for x in found.whole)  # but `sort`, maybe
 
 
-@pytest.mark.parametrize("name", ["an array", "an array of a tangent"])
+@pytest.mark.parametrize("name", [x for x in RULES if "an array" in x])
 def test_an_array_that_a_rule_closes_over_is_a_constant_of_its_program(name):
     """Newer JAX has it among the arguments of that program."""
     h = jax.ShapeDtypeStruct((8, D), jnp.float32)

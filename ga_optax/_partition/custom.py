@@ -216,7 +216,8 @@ class _Vjp(NamedTuple):
 
 def _read(e: core.JaxprEqn, vs: Sequence[Value]) -> _Vjp:
     p, args = e.params, vs[e.params["num_consts"] :]
-    wanted = [is_inexact(v.aval) for v in args]
+    # JAX refuses cotangents of what a rule closes over, such as its constants in a vmap.
+    wanted = [v.smooth and is_inexact(v.aval) for v in args]
     fwd = ir.traced_before(*p["fwd_jaxpr_thunk"].call_wrapped(*wanted))
     _, _, forwarded = p["out_trees"]()
     kept: Any = (x.aval for x in fwd.jaxpr.outvars)
@@ -265,7 +266,7 @@ def _in_the_open(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result]:
 def _with_vjp(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result]:
     vs = _level(vs)
     its = [e.params["fwd_jaxpr_thunk"], e.params["bwd"]]
-    facts = "read", *(v.aval for v in vs)
+    facts = "read", *((v.aval, v.smooth) for v in vs)
     rule = w.once(lambda: _read(e, vs), its, facts)
     primal = nested.inner(w, ir.inner(e)[0], vs)
     fwd, bwd, linear = _rule_here(w, rule, vs, primal.layouts)
@@ -401,6 +402,6 @@ def has_nonlinear_rule(w: Writer, e: core.JaxprEqn) -> bool:
     if e.primitive.name == "custom_vjp_call":
         if e.params["symbolic_zeros"]:
             return True
-        vs = [Value(None, x.aval) for x in e.invars]
+        vs = [_value(x.aval, WHOLE) for x in e.invars]
         return not _is_linear(w, _read(e, vs))
     return any(has_nonlinear_rule(w, x) for p in ir.inner_programs(e) for x in p.eqns)
