@@ -449,6 +449,7 @@ OTHERS = {
         ),
         (sharded(name="rows"), V, "must be an axis of the mesh | 'data' | splits"),
         (sharded(60), V, "8 devices | must divide | (60, 16) | 56 or 64"),
+        (sharded(4), V, "8 devices | must divide | (4, 16) | a batch of 8 examples."),
         (sharded(k=3), V, "num_microbatches=3 must divide | 8 examples | 1, 2, 4 or 8"),
         (explicit, V, "of each of the 8 devices, 8 examples | 2, 4"),
         (

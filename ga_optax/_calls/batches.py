@@ -166,10 +166,10 @@ def divided(call: Call, hint: bool) -> Call:
     devices, kind = _num_splits(call)
     part, rest = divmod(rows, devices)
     if rest:
+        near = one_of([n for n in (rows - rest, rows - rest + devices) if n])
         raise ValueError(
             f"The {devices} {kind} along data_axis={call.options.axes} must divide the "
-            f"batch axis, but {came}. Use a batch of {rows - rest or devices} or "
-            f"{rows - rest + devices} examples{todo}."
+            f"batch axis, but {came}. Use a batch of {near} examples{todo}."
         )
     of_all = rows, f"the batch axis, but {came}", todo
     each = f"the batch of each of the {devices} {kind}, {part} examples, but {came}"

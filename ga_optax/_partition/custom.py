@@ -216,7 +216,7 @@ class _Vjp(NamedTuple):
 
 def _read(e: core.JaxprEqn, vs: Sequence[Value]) -> _Vjp:
     p, args = e.params, vs[e.params["num_consts"] :]
-    # JAX refuses cotangents of what a rule closes over, such as its constants in a vmap.
+    # JAX refuses cotangents of what a rule closes over: its constants, under a vmap.
     wanted = [v.smooth and is_inexact(v.aval) for v in args]
     fwd = ir.traced_before(*p["fwd_jaxpr_thunk"].call_wrapped(*wanted))
     _, _, forwarded = p["out_trees"]()
