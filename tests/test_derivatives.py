@@ -326,6 +326,21 @@ def test_what_a_loss_tells_it_tells_once_if_its_gradient_is_differentiated():
     assert len(told) == 1
 
 
+def test_tangents_and_cotangents_may_be_numbers_of_python():
+    def loss(w, x):
+        return jnp.mean(jnp.sin(w * x) ** 2)
+
+    x = arguments()[1]
+    slope = jax.grad(loss)
+    both = ga.value_and_grad(loss, K)
+    for ours in (ga.microbatch(loss, K), lambda *args: both(*args)[0]):
+        got = jax.jvp(lambda w: ours(w, x), (2.0,), (1.0,))[1]
+        assert abs(got - slope(2.0, x)) < BOUND
+    for ours in (jax.grad(ga.microbatch(loss, K)), lambda *args: both(*args)[1]):
+        got = jax.vjp(lambda w: ours(w, x), 2.0)[1](1.0)[0]
+        assert abs(got - jax.grad(slope)(2.0, x)) < BOUND
+
+
 # -- What it takes ---------------------------------------------------------------------
 
 
