@@ -333,6 +333,19 @@ def test_what_a_loss_tells_it_tells_once_if_its_gradient_is_differentiated():
     assert len(told) == 1
 
 
+def test_tangents_and_cotangents_may_be_numbers_of_python():
+    def loss(w, x):
+        return jnp.mean(jnp.sin(w * x) ** 2)
+
+    x = arguments()[1]
+    slope, ours = jax.grad(loss), ga.microbatch(loss, K)
+    got = jax.jvp(lambda w: ours(w, x), (2.0,), (1.0,))[1]
+    assert abs(got - slope(2.0, x)) < BOUND
+    step = ga.value_and_grad(loss, K)
+    [got] = jax.vjp(lambda w: step(w, x)[1], 2.0)[1](1.0)
+    assert abs(got - jax.grad(slope)(2.0, x)) < BOUND
+
+
 # -- What it takes ---------------------------------------------------------------------
 
 
@@ -385,9 +398,9 @@ def test_with_a_data_axis_second_derivatives_are_those_of_the_rule(meets):
     assert apart(ours, twice(jax.value_and_grad(loss)), *arguments()) < BOUND
 
 
-def in_region(loss):
+def in_region(loss, check_vma=False):
     step = ga.value_and_grad(loss, 2, data_axis="d")
-    specs = {"in_specs": (P(), P("d")), "out_specs": P(), "check_vma": False}
+    specs = {"in_specs": (P(), P("d")), "out_specs": P(), "check_vma": check_vma}
     return jax.shard_map(step, mesh=mesh_of(names=("d",)), **specs)
 
 
@@ -402,9 +415,9 @@ def test_in_a_region_of_the_users_a_rule_has_one_derivative(rule):
         jax.eval_shape(twice(in_region(loss)), *arguments())
 
 
-def microbatch_in_region(loss):
+def microbatch_in_region(loss, check_vma=False):
     step = ga.microbatch(loss, 2, data_axis="d")
-    specs = {"in_specs": (P(), P("d")), "out_specs": P(), "check_vma": False}
+    specs = {"in_specs": (P(), P("d")), "out_specs": P(), "check_vma": check_vma}
     return jax.shard_map(step, mesh=mesh_of(names=("d",)), **specs)
 
 
@@ -429,6 +442,20 @@ def test_so_it_has_in_microbatch_also_if_weights_meet_it(rule, wrap):
         assert apart(ours, jax.value_and_grad(loss), *arguments()) < BOUND
     with pytest.raises(NotImplementedError, match=REFUSED):
         jax.eval_shape(twice(ours), *arguments())
+
+
+def test_in_a_region_that_checks_microbatch_has_gradients():
+    loss = loss_of(rounded, True)
+    ours = jax.value_and_grad(microbatch_in_region(loss, check_vma=True))
+    assert apart(ours, jax.value_and_grad(loss), *arguments()) < BOUND
+
+
+def test_there_a_rule_of_weights_that_is_not_linear_is_refused():
+    loss = loss_of(bending, False, of_weights=True)
+    with pytest.raises(NotImplementedError, match="must have check_vma=False"):
+        jax.eval_shape(microbatch_in_region(loss, check_vma=True), *arguments())
+    with pytest.raises(NotImplementedError, match="must have check_vma=False"):
+        jax.eval_shape(in_region(loss, check_vma=True), *arguments())
 
 
 @pytest.mark.slow

@@ -314,3 +314,21 @@ def test_the_derivative_of_a_gradient_has_the_rule_that_a_rule_calls_for(rule):
         step = ga.value_and_grad(loss, K, accumulator_dtype="float64")
         ours = jax.jacrev(lambda w, x: step(w, x)[1])
         assert apart(ours, jax.jacrev(jax.grad(loss)), *arguments()) < BOUND
+
+
+# -- What newer JAX lowers later -------------------------------------------------------
+
+FOUND = {
+    "insert": lambda w, x: jnp.mean(jnp.insert(jnp.sin(x @ w), 3, w[0], 0) ** 2),
+    "searchsorted": lambda w, x: jnp.mean(
+        jnp.sin(x @ w) * jnp.searchsorted(jnp.sort(w[0]), w[1])
+    ),
+    "nonzero": lambda w, x: jnp.mean(
+        jnp.sin(x @ w)[:, jnp.nonzero(w[0] > 0, size=2)[0]] ** 2
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_what_is_lowered_later_may_stand_in_a_gradient_under_jit(name):
+    assert off(FOUND[name]) < BOUND

@@ -42,7 +42,9 @@ def of_call(call: Call, remat: bool | None, size: int | None = None) -> Any:
     if layouts.num_parts(call) == 1:
         return of_args(*call.args, **call.kwargs)
     if not _is_one(call):
-        call = call._replace(options=options._replace(fun=_with_loss(of_args)))
+        call = call._replace(
+            options=options._replace(fun=_with_loss(of_args, call.axes))
+        )
         return whole.of_call(call, _in_loop)[0][1]
     xs = _on_mesh(call, list(leaves.values()))
     closed, out = _traced(flat, xs, call)
@@ -200,8 +202,10 @@ def _unknown(*args: Any) -> None:
     """In place of a function, so that nothing keeps what it closes over."""
 
 
-def _with_loss(fun: Callable[..., Any]) -> Callable[..., Any]:
+def _with_loss(
+    fun: Callable[..., Any], axes: tuple[str, ...] = ()
+) -> Callable[..., Any]:
     def with_loss(*args: Any, **kwargs: Any) -> tuple[jax.Array, Any]:
-        return jnp.zeros([]), fun(*args, **kwargs)
+        return collectives.vary(jnp.zeros([]), axes), fun(*args, **kwargs)
 
     return with_loss

@@ -38,7 +38,7 @@ from ga_optax._partition.values import (
     types_of,
 )
 from ga_optax._partition.writer import Writer
-from ga_optax._passes import ir, primitives
+from ga_optax._passes import ir, places, primitives
 from ga_optax._passes.ir import is_inexact
 
 _JAX = os.path.dirname(jax.__file__)
@@ -365,6 +365,14 @@ def passed_on(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Any]:
     passed = [i for i, x in enumerate(types) if calls_back or (bends and is_inexact(x))]
     if not passed:
         return w.bound(e, xs)
+    if bends and w.axis.is_checked:
+        raise NotImplementedError(
+            "A derivative rule that is not linear in its cotangent, of what has no "
+            "rows, must see what comes from all rows: for that a jax.shard_map must "
+            f"have check_vma=False, but this one checks, and {e.primitive.name} is at "
+            f"{places.place_of(e.source_info)}. Pass that, or call at top level with "
+            "data_axis=."
+        )
 
     def run() -> list[jax.Array]:
         # The zeros of a rule that returns None have the types of its own arguments,

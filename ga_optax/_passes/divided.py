@@ -422,8 +422,11 @@ def _derived(
 
 
 def paired(x: jax.Array, y: jax.Array) -> jax.Array:
-    """Σ x · y, in the dtype of `x`, of which each is the gradient of the other."""
-    return jnp.sum(x * y.astype(x.dtype)).real.astype(float)
+    """Σ x · y, in the dtype of `x`, of which each is the gradient of the other.
+
+    `y` may be a number of Python's, as in `jax.jvp(fun, (x,), (1.0,))`.
+    """
+    return jnp.sum(x * jnp.asarray(y).astype(x.dtype)).real.astype(float)
 
 
 def _transposed(

@@ -121,6 +121,8 @@ def primitive(name: str, how: How) -> core.Primitive:
         return out, [found.get(i, zero) for i, zero in enumerate(zeros)]
 
     new.multiple_results = True
+    # What newer JAX has to lower in a program, that it lowers where `run` runs it.
+    new.is_high = lambda *_, **__: False
     new.def_impl(how.run)
     new.def_effectful_abstract_eval(how.types)
     mlir.register_lowering(
