@@ -213,6 +213,8 @@ MOVES = {
     "columns that are none": lambda h, w: jnp.hstack(
         [jnp.roll(x, 1, 0) * x.sum(0) for x in jnp.split(h, [D], 1)]
     ),
+    "rows that are none": lambda h, w: jnp.concatenate([h[:0], h @ w, w[:0]]),
+    "an edge of columns": lambda h, w: jnp.pad(h, ((0, 0), (1, 0)), "edge")[:, 1:] @ w,
     "sums over columns that are none": lambda h, w: (
         h * (h[:, D:] @ h[:, D:].T).sum(1, keepdims=True) + h[:0].max(1).sum()
     ),
@@ -264,7 +266,14 @@ def test_rows_that_move_are_right_and_not_computed_whole(name, k):
 # Moves after one another are one: of what they move there is one copy, kept once.
 @pytest.mark.parametrize(
     ("name", "copies"),
-    [("halves of two views", 0), ("roll", 1), ("pad far", 1), ("of two", 2)],
+    [
+        ("halves of two views", 0),
+        ("rows that are none", 0),
+        ("an edge of columns", 0),
+        ("roll", 1),
+        ("pad far", 1),
+        ("of two", 2),
+    ],
 )
 def test_rows_that_move_are_stored_as_they_were_or_not_at_all(name, copies):
     found = dependencies(MOVES[name])

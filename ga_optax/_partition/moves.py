@@ -64,11 +64,12 @@ def _source(v: Value, d: int) -> Source | None:
 
 def _moved(e: core.JaxprEqn, vs: list[Value], d: int, i: int) -> Source | None:
     """The same of the i-th result of an equation that moves rows alone."""
-    name, moving, by = e.primitive.name, vs, 0
+    name, moving, by = e.primitive.name, [v for v in vs if v.shape and v.shape[d]], 0
     if name == "pad":
         moving, by = vs[:1], number_of(vs[1])
     kept = {way.outs[i] for way in factors.ways(e)}  # axes that stay as they are
-    if by != 0 or not kept.issuperset({*range(len(vs[0].shape))} - {d}):
+    stays = kept.issuperset({*range(len(vs[0].shape))} - {d})
+    if by != 0 or not stays or not moving:
         return None
     found: list[Any] = [_source(v, d) for v in moving]
     if None in found or len({id(x[0]) for x in found}) > 1:
@@ -117,6 +118,8 @@ def _here(w: Writer, e: core.JaxprEqn, vs: list[Value], d: int, length: int) -> 
     if any(v.rows and v.dim != d for v in vs):
         return None
     for v in vs if e.primitive.name != "pad" else ():
+        if v.shape[d] == 0:
+            continue
         # What comes from no row may be split like what does.
         rows = v.rows or next(reversed(_splits(w, v.shape[d], d, length)), None)
         if rows is None:
