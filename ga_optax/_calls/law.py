@@ -52,7 +52,7 @@ def _as_equation(call: Call, trace: layouts.Traced) -> Any:
         here = call.with_leaves(dict(zip(leaves, xs[first:], strict=True)))
         return whole.divided(here, trace._replace(closed=closed))
 
-    if call.axes:
+    if call.axes and rule is not None:
         error = rules.refused(call, rule, "What value_and_grad returns")
         return run(*(rules.fixed(x, error) for x in xs))
     program, out = jax.make_jaxpr(run, return_shape=True)(*xs)
