@@ -38,7 +38,6 @@ class Partitioned(NamedTuple):
       in_gradient: the first equation in which they meet on the way from the parameters
         to the loss; if there is none, they meet in numbers alone, such as counts.
       reads_index: whether it reads its last argument: which micro-batch it is.
-      bends: whether a backward rule in it is not linear in the cotangent.
     """
 
     jaxpr: core.Jaxpr
@@ -50,7 +49,6 @@ class Partitioned(NamedTuple):
     meets: bool
     in_gradient: core.JaxprEqn | None
     reads_index: bool
-    bends: bool
     failures: list[Exception]
 
 
@@ -156,7 +154,6 @@ def _live(
         _meets(live, axis),
         _in_gradient(live, axis, smooth),
         ir.num_readers(live, live.invars[-1]) > 0,
-        any(ir.is_mark(e, axis.name) for e in ir.equations(live)),
         found["failures"],
     )
 
