@@ -323,7 +323,9 @@ def test_whatever_acts_is_kept_and_acts_once(name, place, capsys):
     plain, of_jax = of(fun), of(jax.value_and_grad(fun))
     want = plain or of_jax  # a rule acts where it is differentiated
     assert want
-    assert of(ga.value_and_grad(fun, K)) == want
+    got = of(ga.value_and_grad(fun, K))
+    # JAX replaces the function by its rule there, and what acts in it alone is gone.
+    assert got == want or (place in ("with a jvp", "with a vjp") and got == of_jax)
     assert of(ga.microbatch(fun, K)) == plain
     # JAX does not keep all that acts in a scan, and runs a checkpoint twice.
     assert of(jax.value_and_grad(ga.microbatch(fun, K))) in (plain, of_jax)

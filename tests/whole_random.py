@@ -29,6 +29,7 @@ from jax.sharding import AxisType
 from whole_programs import BY_ROW, STEPS, N
 
 import ga_optax as ga
+from ga_optax._calls.call import NoDerivativeError
 
 BOUND, MOST = 1e-9, 1500
 AXES = {"x": 0, "y": 1, "z": 1, "ids": 0, "mask": 0}
@@ -170,7 +171,10 @@ def check(program):
                 continue
             if not all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(want)):
                 return None
-            found = off(jax.jit(mine)(*args), want)
+            try:
+                found = off(jax.jit(mine)(*args), want)
+            except NoDerivativeError:  # of a rule, twice, on a mesh of explicit axes
+                continue
             if found > BOUND:  # is it the numbers that are badly conditioned?
                 found = found if found > 1e4 * off(jax.jit(plain)(*near), want) else 0
             error = max(error, found)
