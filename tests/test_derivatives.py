@@ -28,7 +28,6 @@ from ga_optax._passes import ir
 pytestmark = [
     pytest.mark.usefixtures("optax_promotion", "fast_compilation", "float64"),
     pytest.mark.filterwarnings("ignore:.*computed whole"),
-    pytest.mark.filterwarnings("ignore:.*micro-batches need about"),
 ]
 BOUND = 1e-10
 N, D, K = 8, 3, 4

@@ -11,7 +11,6 @@ import ga_optax as ga
 from ga_optax import testing
 from ga_optax._window import backward, room
 
-pytestmark = pytest.mark.filterwarnings("ignore:.* micro-batches need about")
 K = 8
 LAYERS, WIDTH, HIDDEN, EXPERTS = 4, 32, 64, 4
 # XLA for CPUs merges what a barrier parts, there and back: `jax.checkpoint` saves
