@@ -18,10 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import ga_optax as ga
 
-pytestmark = [
-    pytest.mark.usefixtures("optax_promotion"),
-    pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="all kinds of axes"),
-]
+pytestmark = pytest.mark.usefixtures("optax_promotion")
 ROWS, WIDTH, K = 32, 8, 2
 SPECS = {"layers": P(None, "data"), "head": P("data")}
 

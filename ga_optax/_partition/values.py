@@ -139,9 +139,7 @@ def own(x: Any, rows: Rows, index: Any, parts: int) -> Any:
 def varies(aval: Any) -> frozenset[Any]:
     """Over which axes devices hold different values, where a mesh keeps track."""
     kind = getattr(aval, "manual_axis_type", None)
-    return frozenset(
-        (getattr(aval, "vma", None) or ()) if kind is None else kind.varying
-    )
+    return kind.varying if kind is not None else frozenset()
 
 
 def varying(xs: Sequence[Any], axes: Iterable[Any] = ()) -> list[Any]:

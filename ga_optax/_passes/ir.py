@@ -53,8 +53,8 @@ from jax.interpreters import partial_eval
 
 # How an equation runs the programs inside it.
 CALLS = {
-    **dict.fromkeys(("jit", "pjit", "closed_call", "core_call", "call"), "call"),
-    **dict.fromkeys(("remat2", "remat", "checkpoint"), "checkpoint"),
+    **dict.fromkeys(("jit", "closed_call", "call"), "call"),
+    "remat2": "checkpoint",
     **{name: name for name in ("scan", "while", "cond")},
 }
 # What runs its program once, as if that stood there itself.
@@ -799,19 +799,19 @@ def calling(
 def as_call(jaxpr: core.Jaxpr, equation: core.JaxprEqn) -> core.JaxprEqn | None:
     """A call of a jitted function that is this equation, and that JAX inlines.
 
-    Its arguments are the variables that the equation reads. None if this version of JAX
-    does not say how to inline, or gives the results other types.
+    Its arguments are the variables that the equation reads. None if JAX gives
+    the results other types.
     """
     read, outs = variables(equation.invars), equation.outvars
     # Where it is inlined it is named and placed as the call is.
     bare = equation.replace(source_info=source_info_util.new_source_info())
     program = calling(jaxpr, [bare], read, outs)
     call = program.eqns[-1]
-    how = call.params.get("inline")
     same = [x.aval for x in call.outvars] == [x.aval for x in outs]
-    if how is None or call.invars != program.invars or not same:
+    if call.invars != program.invars or not same:
         return None
-    early = getattr(type(how), "JAX_EARLY", True)  # an enumeration since jax 0.11
+    # An enumeration since jax 0.11.
+    early = getattr(type(call.params["inline"]), "JAX_EARLY", True)
     return call.replace(params=call.params | {"inline": early})
 
 

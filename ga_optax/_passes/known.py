@@ -23,11 +23,11 @@ MOVES = ("transpose", "reshape", "squeeze", "broadcast_in_dim")
 BROADCASTS = ("add", "sub", "mul", "broadcast_in_dim")
 # They round nothing, or as often as the one who reads the result.
 EXACT = {
-    *("iota", "broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims"),
+    *("iota", "broadcast_in_dim", "reshape", "transpose", "squeeze"),
     *("slice", "concatenate", "pad", "rev", "select_n", CAST, "copy"),
 }
 # Their gradients need no operand, and no result.
-LINEAR = {"iota", "expand_dims", CAST} | {
+LINEAR = {"iota", CAST} | {
     name for name, row in primitives.TABLE.items() if row.sums == slice(None)
 }
 # The gradient of an operand needs the other one; that of a divisor both.
@@ -52,9 +52,7 @@ PARAMETERS = {
 # Those of jax.lax without a row, whose transposes are linear and do nothing else.
 _OTHERS = """
 after_all all_gather all_gather_invariant all_gather_reduced all_to_all axis_index
-copy_p empty2 eq_to expand_dims iota pbroadcast pcast pmax pmin ppermute psum2
-random_clone reduce reduce_scatter scatter_add scatter_max scatter_min scatter_mul
-scatter_sub
+empty2 eq_to iota pbroadcast pmax pmin ppermute random_clone reduce reduce_scatter
 """
 # Of these the results are worth keeping; XLA fuses the others into their readers.
 _DEAR = """

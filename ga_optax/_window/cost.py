@@ -12,7 +12,7 @@ from ga_optax._partition import is_inexact
 from ga_optax._passes import ir, known
 
 # They compute nothing.
-_LAYOUTS = {*known.EXACT, "copy_p", "name", "split"} - {"select_n", known.CAST}
+_LAYOUTS = {*known.EXACT, "name", "split"} - {"select_n", known.CAST}
 _LOOPS = ("scan", "while")
 _DEEP = 100  # operations for each number that something unknown reads or returns
 
