@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import ga_optax as ga
 from ga_optax._loop import in_place
-from ga_optax._passes import ir, known, notes, probe, table, transformable
+from ga_optax._passes import ir, notes, probe, table, transformable
 from ga_optax.testing import assert_trees_bitwise_equal
 
 K, DEVICES, ROWS, WIDTH, LAYERS = 2, 2, 4, 4, 3
@@ -350,7 +350,7 @@ def primitive(name):
     return found
 
 
-RENAMED = [name for name in known.PARAMETERS if name != "broadcast_in_dim"]
+RENAMED = [name for name in probe.PARAMETERS if name != "broadcast_in_dim"]
 
 
 @pytest.mark.usefixtures("next_jax")

@@ -51,12 +51,8 @@ import numpy as np
 from jax.extend import core, source_info_util
 from jax.interpreters import partial_eval
 
-# How an equation runs the programs inside it.
-CALLS = {
-    **dict.fromkeys(("jit", "closed_call", "call"), "call"),
-    "remat2": "checkpoint",
-    **{name: name for name in ("scan", "while", "cond")},
-}
+from ga_optax._passes import primitives
+
 # What runs its program once, as if that stood there itself.
 INLINE = ("call", "checkpoint")
 # Also what runs it slice by slice: arguments and results are those of the program.
@@ -209,8 +205,9 @@ def chosen(equation: core.JaxprEqn, which: core.JaxprEqn | None) -> Program | No
 
 
 def kind(equation: core.JaxprEqn) -> str | None:
-    """How it runs what is inside it: a value of `CALLS`; None for anything else."""
-    return CALLS.get(equation.primitive.name)
+    """How it runs what is inside it: one of `CALLS`; None for anything else."""
+    kind = primitives.row_of(equation).kind
+    return kind if kind in primitives.CALLS else None
 
 
 def is_inline(equation: core.JaxprEqn) -> bool:
@@ -511,7 +508,7 @@ def roundings(jaxpr: core.Jaxpr, result: Any) -> list[Any]:
     """
     casts, first = [result], 0
     while (e := made_by(jaxpr, casts[-1])) is not None and result.aval.shape == ():
-        is_cast = e.primitive.name == "convert_element_type"
+        is_cast = e.primitive.name == primitives.CAST
         if not is_cast or not _bits(e.invars[0]) or not _bits(casts[-1]):
             break
         casts.append(e.invars[0])
