@@ -73,7 +73,7 @@ def test_a_constraint_over_the_whole_mesh_changes_nothing(spec, where):
         {"weight_fn": len},
         {"optimize": False},
         {"option": {"grad_specs": P("data")}},
-        {"option": {"logical_devices": 4}},
+        {"weight_fn": len, "option": {"logical_devices": 4}},
         {"option": {"sync": "each"}},
     ],
     ids=str,

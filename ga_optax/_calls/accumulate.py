@@ -147,7 +147,7 @@ def accumulate(
         rng_argnames=rng_argnames,
         carry_argnums=carry_argnums,
         num_real_microbatches=num_real_microbatches,
-    ).checked()
+    ).checked(adds=True)
 
     @warns_outside_jit
     def accumulate_fun(acc: Accumulator, *args: Any, **kwargs: Any) -> Any:

@@ -44,10 +44,11 @@ class DataAxis:
         the compiler distributes. Inside `shard_map` `fun` itself has to gather the
         parameters, and a weight of 0 does not keep a NaN out. (With `grad_specs` see
         there.)
-      logical_devices: a power of two L. The window is then computed as L devices would,
-        bit for bit, on any number of devices that divides L: rows, micro-batches, keys
-        and the order of every sum. `num_microbatches` counts those of one of the L. It
-        sends as many bytes as without. Page: "Devices".
+      logical_devices: for `accumulate` alone, a power of two L. A call is then computed
+        as L devices would compute it, bit for bit, on any number of devices that
+        divides L: rows, micro-batches, keys and the order of every sum.
+        `num_microbatches` counts the micro-batches of one of the L. It sends as many
+        bytes as without. Page: "Devices".
 
     Raises:
       TypeError, ValueError: if an attribute does not fit.
