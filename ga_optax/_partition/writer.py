@@ -120,8 +120,6 @@ class Writer:
       shares: whether what is whole may be shared out among addends.
       in_rule: whether it writes a rule, which is not derived once more.
       again: whether what it writes will be partitioned once more.
-      limit: how many numbers may be gathered for one value; None for any.
-      matches: values with the wanted rows, as they are found under a limit.
       notes: what was computed whole.
       promised: what was split because the user says so.
       failures: of rules, each of which is a fault of ours.
@@ -140,8 +138,6 @@ class Writer:
     shares: bool = True
     in_rule: bool = False
     again: bool = False
-    limit: int | None = None
-    matches: list[Value] = dataclasses.field(default_factory=list)
     notes: list[Note] = dataclasses.field(default_factory=list)
     promised: list[Note] = dataclasses.field(default_factory=list)
     failures: list[Exception] = dataclasses.field(default_factory=list)
@@ -171,7 +167,7 @@ class Writer:
           facts: what it is, and what else it depends on.
           serves: whether the others may have it, too.
         """
-        where = self.apart, self.shares, self.in_rule, self.again, self.limit
+        where = self.apart, self.shares, self.in_rule, self.again
         key = facts, tuple(map(id, its)), where
         if key in self.objects:
             return self.objects[key][0]
@@ -186,18 +182,12 @@ class Writer:
 
     def to(self, v: Value, layout: Layout) -> Any:
         """The value in a layout; it remembers those that it was in."""
-        limit, is_there = self.limit, v.layout == layout
-        if layout == PARTIAL and not is_there:
+        x, level = v.x, v.level
+        if layout == PARTIAL and not v.is_partial:
             if not is_inexact(v.aval):
                 raise RowsMeet
             return self.addend(self.reduced(v))
-        if limit is not None and layout != WHOLE:
-            if is_there or (layout in v.copies and not v.is_whole):
-                self.matches.append(v)
-        elif limit is not None and not is_there and v.size > limit:
-            raise RowsMeet
-        x, level = v.x, v.level
-        if not is_there:
+        if layout != v.layout:
             if layout not in v.copies:
                 here = self.within(level=0)
                 is_rows = isinstance(layout, Rows)
@@ -225,8 +215,7 @@ class Writer:
         return self.sum(v.x) if v.is_partial else self.joined(v)
 
     def _cut(self, v: Value, rows: Rows) -> Any:
-        seeks = v.is_whole or self.limit is not None
-        if seeks and (x := self.rules.recut(self, v, rows)) is not None:
+        if v.is_whole and (x := self.rules.recut(self, v, rows)) is not None:
             return x
         x = self.own(self.whole(v), rows)
         if found := _computed(v):
@@ -472,8 +461,7 @@ class Writer:
         try:
             yield found
         except Exception as error:
-            now = self.apart or self.limit is not None
-            if isinstance(error, RowsMeet) and now and last:
+            if isinstance(error, RowsMeet) and self.apart and last:
                 raise
             self.level = level
             found.clear()
