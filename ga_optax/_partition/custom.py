@@ -38,7 +38,7 @@ from ga_optax._partition.values import (
     types_of,
 )
 from ga_optax._partition.writer import Writer
-from ga_optax._passes import ir, places, primitives
+from ga_optax._passes import ir, notation, places
 from ga_optax._passes.ir import is_inexact
 
 _JAX = os.path.dirname(jax.__file__)
@@ -73,7 +73,7 @@ def custom_jvp(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
 def _fitted(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Value]:
     """Operands as if it worked number by number, such as on all pairs of rows."""
     shapes = tuple(v.shape for v in vs), (types_of(e)[0].shape,)
-    ways = [x for x in primitives.read("...", *shapes) if None not in x.outs]
+    ways = [x for x in notation.read("...", *shapes) if None not in x.outs]
     if (found := factors.chosen(vs, ways)) is None:
         return vs
     rows, way = found
