@@ -15,8 +15,8 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from ga_optax._partition import factors
 from ga_optax._partition.values import Results, Value, types_of
 from ga_optax._partition.writer import Writer
-from ga_optax._passes import ir, primitives
-from ga_optax._passes.primitives import Way
+from ga_optax._passes import ir, notation
+from ga_optax._passes.notation import Way
 
 # -- Rules of the user's ---------------------------------------------------------------
 
@@ -30,7 +30,7 @@ def custom_partitioning(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results
     dims = _dims(rule, shapes)
     if [len(names) for side in dims for names in side] != list(map(len, shapes)):
         return None  # a rule for something else
-    ways = [way for way in primitives.ways_of(dims) if None not in way.outs]
+    ways = [way for way in notation.ways_of(dims) if None not in way.outs]
 
     def run(way: Way, *xs: Any) -> list[Any]:
         return w.results(e, xs, call=_of_a_device(e, way, w.axis.size, xs))
@@ -41,7 +41,7 @@ def custom_partitioning(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results
         return None
 
 
-def _dims(rule: Any, shapes: list[Any]) -> primitives.Dims:
+def _dims(rule: Any, shapes: list[Any]) -> notation.Dims:
     """The factors of operands and results that are only passed through."""
     mappings = *rule.operand_mappings, *rule.result_mappings
     factors = [

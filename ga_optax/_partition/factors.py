@@ -1,6 +1,6 @@
 """What follows from a row of the table of primitives: rows there, and rows back.
 
-A factor is a dimension that operands and results share (`_passes.primitives`).
+A factor is a dimension that operands and results share (`_passes.notation`).
 
     forward     rows along a factor of an operand are rows of each result that has it
     summed      if no result has it: each micro-batch has a part of a sum
@@ -29,7 +29,7 @@ from ga_optax._partition.values import (
 )
 from ga_optax._partition.writer import Rule, Writer
 from ga_optax._passes import ir, primitives
-from ga_optax._passes.primitives import Axes, Way
+from ga_optax._passes.notation import Axes, Way
 
 
 def ways(e: core.JaxprEqn) -> list[Way]:

@@ -14,9 +14,10 @@ from jax.extend import core
 from ga_optax._partition import custom, factors
 from ga_optax._partition.values import Results, Value, types_of
 from ga_optax._partition.writer import Writer
-from ga_optax._passes import ir, places, primitives
+from ga_optax._passes import ir, notation, places, primitives
 from ga_optax._passes.ir import is_inexact
-from ga_optax._passes.primitives import Row, Way
+from ga_optax._passes.notation import Way
+from ga_optax._passes.primitives import Row
 from ga_optax._passes.rowwise import NAME, bound
 
 
@@ -42,7 +43,7 @@ def registered(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     row = _registered[e.primitive]
     shapes = *(v.shape for v in vs), *(x.shape for x in types_of(e))
     ranks = list(map(len, shapes))
-    dims = primitives.named(str(row.dims))
+    dims = notation.named(str(row.dims))
     if ranks != [len(names) for side in dims for names in side]:
         return _warn(e, f"has operands and results of {ranks} dimensions")
     ways = [way for way in primitives.ways(row, e) if None not in way.outs]
@@ -129,7 +130,7 @@ def register_primitive(primitive: core.Primitive, dimensions: str) -> None:
     ]
     kept = len(sides) == 2 and any(
         None not in way.outs and any(d is not None for d in way.ins)
-        for way in primitives.ways_of(primitives.named(dimensions))
+        for way in notation.ways_of(notation.named(dimensions))
     )
     if wrong or not kept:
         why = f"{wrong[0]!r} is no name, or twice in one of them" if wrong else ""

@@ -22,7 +22,7 @@ from jax.extend import core
 
 from ga_optax._checks import check_callable, named_leaves
 from ga_optax._passes import closures, ir, primitives, transformable
-from ga_optax._passes.primitives import Axes, Way
+from ga_optax._passes.notation import Axes, Way
 
 NAME = primitives.ROWWISE
 # Under these axes a program is traced that will be partitioned: there promises are
