@@ -3,7 +3,7 @@
 Inside one call, with the whole batch at hand: `value_and_grad` is that of JAX, for any
     loss, in the memory of a micro-batch. Any other function: `microbatch`. Where rows
     need one another, and what it costs: `batch_dependencies`. Of code that cannot be
-    read, that they do not: `rowwise`, `register_primitive`.
+    read, that they do not: `rowwise`.
 Micro-batches, each by itself, some in a call: `accumulate`.
 Accumulate across calls, in a host loop or inside `optax.chain`:
     `MultiSteps`, `apply_gradients`, `flush`, `has_updated`, `stats`, `from_optax`,
@@ -50,7 +50,6 @@ if TYPE_CHECKING:
     from ga_optax import flax as flax  # a star import must not need it
     from ga_optax._calls.dependencies import BatchDependencies, batch_dependencies
     from ga_optax._calls.function import microbatch
-    from ga_optax._partition.promised import register_primitive
 
 __all__ = [
     "Audit",
@@ -82,7 +81,6 @@ __all__ = [
     "merge_across",
     "microbatch",
     "plan",
-    "register_primitive",
     "rowwise",
     "stats",
     "value_and_grad",
@@ -96,7 +94,6 @@ _LATER = {  # which few need, or can have, and the modules that they are or are 
     "blocks": "blocks",
     "flax": "flax",
     "microbatch": "_calls.function",
-    "register_primitive": "_partition.promised",
 }
 
 if not TYPE_CHECKING:  # for type checkers, a module with this function has any name

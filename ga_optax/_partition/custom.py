@@ -74,7 +74,7 @@ def _fitted(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Value]:
     """Operands as if it worked number by number, such as on all pairs of rows."""
     shapes = tuple(v.shape for v in vs), (types_of(e)[0].shape,)
     ways = [x for x in primitives.read("...", *shapes) if None not in x.outs]
-    if (found := factors.chosen(vs, ways)) is None:
+    if (found := factors.chosen(vs, lambda _: ways)) is None:
         return vs
     rows, way = found
     return [

@@ -40,6 +40,29 @@ class Way(NamedTuple):
     outs: Axes
 
 
+class Split(NamedTuple):
+    """How a call splits, as the call itself or the user says.
+
+    Attributes:
+      ways: the ways to split it; each is right by itself.
+      fun: computes the parts of the results from those of the operands, along a way.
+      name: of the function of the user's who promises the ways; else "".
+    """
+
+    ways: tuple[Way, ...]
+    fun: Callable[..., list[Any]]
+    name: str = ""
+
+    def of_some(self, fun: Callable[..., Any], ins: Any, outs: Any) -> "Split":
+        """The split of `fun`, whose operands and results are some of these, in order.
+
+        `ins` and `outs` are their numbers among the operands and results here.
+        """
+        both = [(*way.ins, *way.outs) for way in self.ways]
+        ways = (Way(*(tuple(x[i] for i in side) for side in (ins, outs))) for x in both)
+        return self._replace(fun=fun, ways=tuple(ways))
+
+
 class Row(NamedTuple):
     """What a primitive does with dimensions.
 
