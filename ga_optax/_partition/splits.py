@@ -59,7 +59,7 @@ def split(read: Reader, w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results
         types = [(x.shape, x.dtype) for x in program.out_avals]
         why = "" if types == due else f"returned {types} and not {due}"
     except Exception as error:  # Any: the code is the user's.
-        why = f"raised {type(error).__name__}: {error}"
+        program, why = None, f"raised {type(error).__name__}: {error}"
     if record.name and why:
         _warn(e, why)
     elif record.name:
@@ -107,7 +107,7 @@ def _warn(e: core.JaxprEqn, why: str) -> None:
 # -- Rules for shardings ---------------------------------------------------------------
 
 
-def custom_partitioning(w: Writer, e: core.JaxprEqn, _: int) -> Sequence[Split]:
+def custom_partitioning(w: Writer, e: Any, _: int) -> Sequence[Split]:
     """A way to split for each factor that is only passed through."""
     rule = e.params["sharding_rule"]
     if not hasattr(rule, "operand_mappings"):
@@ -185,7 +185,7 @@ def _on_device(w: Writer, e: core.JaxprEqn, way: Way, *xs: Any) -> list[Any]:
 _BIAS, _PACKED, _FORWARD, _BACKWARD = 3, slice(6, 10), 10, 13
 
 
-def cudnn_attention(w: Writer, e: core.JaxprEqn, _: int) -> Sequence[Split]:
+def cudnn_attention(w: Writer, e: Any, _: int) -> Sequence[Split]:
     """Rows are along dimension 0 of all operands; a bias may be the same for all.
 
     Then its gradient is a sum.

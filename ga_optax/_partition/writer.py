@@ -422,7 +422,7 @@ class Writer:
                     vs = self.summed(vs)
                     if any(v.rows for v in vs) or name in MOVES:
                         rule = rules.known.get(name)
-                        out += (rule and rule(self, e, vs)) or ()
+                        out += (rule(self, e, vs) if rule else None) or ()
         if self._fits(e, out):
             return out
         del self.notes[notes:]
