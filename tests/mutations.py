@@ -325,14 +325,10 @@ FAULTS = """
 * groups of the whole batch in a micro-batch
 - here = [jnp.clip(x - first, 0, length)
 + here = [jnp.clip(x, 0, length)
-@ _partition/factors.py: test_rowwise
+@ _partition/splits.py: test_rowwise
 * a promise that is not checked
-- if came != due:
-+ if not came:
-@ _partition/promised.py: test_rowwise
-* a name in no operand taken for one to split along
-- None not in way.outs and any(d is not None for d in way.ins)
-+ None not in way.outs
+- why = "" if types == due else
++ why = "" if types else
 @ _passes/rowwise.py: test_rowwise
 * an axis of vmap that is one off
 - else d + 1 for d, first in pairs
@@ -341,7 +337,7 @@ FAULTS = """
 * a kernel with scratch taken for one whose programs are apart
 - return bool(grid.scratch_avals) and not is_parallel
 + return False
-@ _partition/declared.py: test_kernels
+@ _partition/splits.py: test_kernels
 * a factor that is needed whole taken for one that is passed on
 -         *rule.need_replication_factors,
 @ _partition/nested.py: test_regions

@@ -407,8 +407,8 @@ class Writer:
                 if not out:
                     vs = self.summed(vs)
                     if any(v.rows for v in vs) or shifts:
-                        rule = rules.known.get(name, rules.others)
-                        out += rule(self, e, vs) or ()
+                        rule = rules.known.get(name)
+                        out += (rule(self, e, vs) if rule else None) or ()
         if self._fits(e, out):
             return out
         del self.notes[notes:]
@@ -552,7 +552,6 @@ class Rules(NamedTuple):
 
     Attributes:
       known: for operands with rows.
-      others: for those of primitives that are not known.
       linear: for those that are partial; None where the equation is not linear in them.
       nested: for equations with programs inside, by their kind or their name, for
         operands of all layouts.
@@ -563,7 +562,6 @@ class Rules(NamedTuple):
     """
 
     known: dict[str, Rule]
-    others: Rule
     linear: Rule
     nested: dict[str, Rule]
     passed_on: Callable[[Writer, core.JaxprEqn, list[Value]], list[Any]]

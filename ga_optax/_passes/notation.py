@@ -12,7 +12,7 @@ dimensions depend on parameters, a function of the equation returns them.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 Axes = tuple[int | None, ...]
@@ -66,3 +66,26 @@ def ways_of(dims: Dims) -> list[Way]:
         return tuple(list(of).index(x) if x in of else None for of in side)
 
     return [Way(*(places(x, side) for side in dims)) for x in factors]
+
+
+class Split(NamedTuple):
+    """How a call splits, as the call itself or the user says.
+
+    Attributes:
+      ways: the ways to split it; each is right by itself.
+      fun: computes the parts of the results from those of the operands, along a way.
+      name: of the function of the user's who promises the ways; else "".
+    """
+
+    ways: tuple[Way, ...]
+    fun: Callable[..., list[Any]]
+    name: str = ""
+
+    def of_some(self, fun: Callable[..., Any], ins: Any, outs: Any) -> "Split":
+        """The split of `fun`, whose operands and results are some of these, in order.
+
+        `ins` and `outs` are their numbers among the operands and results here.
+        """
+        both = [(*way.ins, *way.outs) for way in self.ways]
+        ways = (Way(*(tuple(x[i] for i in side) for side in (ins, outs))) for x in both)
+        return self._replace(fun=fun, ways=tuple(ways))
