@@ -12,6 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
 from ga_optax._partition import custom, factors
+from ga_optax._partition.notes import note_of
 from ga_optax._partition.values import Results, Value, types_of
 from ga_optax._partition.writer import Writer
 from ga_optax._passes import ir, places, primitives
@@ -24,7 +25,8 @@ def rowwise(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     """A call of a function of the user's, of which each row needs its own alone."""
     promise, out = e.params["promise"], None
     if not any(map(ir.is_reference, e.invars)):
-        fun = (lambda *xs: bound(promise, xs)) if w.again else promise.fun
+        is_open = not w.scope.partitioned_again
+        fun = promise.fun if is_open else lambda *xs: bound(promise, xs)
         out = _split(w, e, vs, promise.ways, fun)
     if out is None:
         return w.noted(_name(e), e, vs)
@@ -63,7 +65,7 @@ def _split(
         return _warn(e, str(error))
     if out:
         size = sum(ir.numbers(x.shape) for x in types_of(e))
-        w.promised.append(w.about(e, size, _name(e)))
+        w.records.promised.append(note_of(e, size, _name(e)))
     return out
 
 
