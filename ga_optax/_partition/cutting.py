@@ -86,7 +86,7 @@ _OPEN: dict[str, Any] = {
     "reshape": shapes.reshape_wanted,
     "random_bits": randoms.recut_bits,
     "random_split": randoms.recut_split,
-    **dict.fromkeys((name for name, kind in ir.CALLS.items() if kind == "call"), _call),
+    **{name: _call for name, row in primitives.TABLE.items() if row.kind == "call"},
 }
 OPEN = frozenset(_OPEN)
 

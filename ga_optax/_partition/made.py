@@ -8,7 +8,8 @@ import numpy as np
 from jax.extend import core
 
 from ga_optax._partition.values import Value
-from ga_optax._passes import ir, known
+from ga_optax._passes import ir
+from ga_optax._passes.primitives import CAST, row_of
 
 
 def computed_by(v: Value) -> tuple[core.JaxprEqn, list[Value]] | None:
@@ -16,11 +17,8 @@ def computed_by(v: Value) -> tuple[core.JaxprEqn, list[Value]] | None:
     if v.made is None or not all(u.is_whole for u in v.made[1]):
         return None
     e, vs, _ = v.made
-    moves = e.primitive.name in known.EXACT or e.primitive.name.startswith(_MOVES)
+    moves = row_of(e).is_exact or e.primitive.name.startswith("scatter")
     return None if moves else (e, vs)
-
-
-_MOVES = ("gather", "scatter", "dynamic_", "stack", "unstack", "split")
 
 
 def number_of(v: Value) -> Any:
@@ -29,18 +27,16 @@ def number_of(v: Value) -> Any:
         is_number = v.shape == () and not isinstance(v.x, jax.core.Tracer)
         return np.asarray(v.x).item() if is_number else None
     e, vs, _ = v.made
-    spread = ("broadcast_in_dim", "convert_element_type", "reshape")
-    return number_of(vs[0]) if e.primitive.name in spread else None
+    spreads = row_of(e).moves or e.primitive.name == CAST
+    return number_of(vs[0]) if spreads else None
 
 
 def is_reshaped(v: Value) -> bool:
     """True if a value is rows in another shape: they are kept once for both shapes."""
-    if v.made is None or v.made[0].primitive.name not in _SHAPES:
+    if v.made is None or not row_of(v.made[0]).moves:
         return False
-    return not v.made[1][0].is_whole
-
-
-_SHAPES = ("transpose", "reshape", "squeeze")
+    of = v.made[1][0]
+    return of.size == v.size and not of.is_whole
 
 
 def is_scaled(e: core.JaxprEqn, vs: Sequence[Value], size: int) -> bool:

@@ -13,7 +13,6 @@ from ga_optax._partition.axis import Axis
 from ga_optax._partition.made import computed_by, is_reshaped, is_scaled, number_of
 from ga_optax._partition.notes import Records, note_of, warn_of_failure
 from ga_optax._partition.values import (
-    MOVES,
     PARTIAL,
     WHOLE,
     Layout,
@@ -29,10 +28,7 @@ from ga_optax._partition.values import (
 )
 from ga_optax._passes import ir, places, references
 from ga_optax._passes.ir import is_inexact
-
-# Operands that must be there before the equation begins. In a loop XLA:CPU (of jax 0.10
-# to 0.12) writes an update in place while it still reads it from the same array.
-_COMPUTED_FIRST = {"dynamic_update_slice": (1,)}
+from ga_optax._passes.primitives import row_of
 
 
 class Scope(NamedTuple):
@@ -261,8 +257,10 @@ class Writer:
             return self.results(e, xs)
         xs, names = list(xs), source_info_util.new_name_stack()  # those around it do
         e = e.replace(source_info=e.source_info.replace(name_stack=names))
-        for i in _COMPUTED_FIRST.get(e.primitive.name, ()):
-            xs[i] = jax.lax.optimization_barrier(xs[i])
+        if e.primitive.name == "dynamic_update_slice":
+            # In a loop XLA:CPU (of jax 0.10 to 0.12) writes an update in place while it
+            # still reads it from the same array.
+            xs[1] = jax.lax.optimization_barrier(xs[1])
         return ir.bind(self.jaxpr, [e], e.invars, e.outvars, xs)
 
     def interpret(
@@ -322,11 +320,11 @@ class Writer:
 
     def _applied(self, e: core.JaxprEqn, vs: list[Value]) -> list[Result]:
         name = e.primitive.name
-        kind = ir.kind(e) or name
+        kind, shifts = ir.kind(e) or name, row_of(e).shifts
         rules, notes = self.rules, self.records.notes
         before = len(notes)
         opens = kind in rules.nested and bool(e.outvars) and ir.acts(e)
-        if all(v.is_whole for v in vs) and not opens and name not in MOVES:
+        if all(v.is_whole for v in vs) and not opens and not shifts:
             return self.all_whole(e, vs)
         with self.may_fail(e) as out:
             if kind in rules.nested and e.outvars:
@@ -336,7 +334,7 @@ class Writer:
                     out += rules.linear(self, e, vs) or ()
                 if not out:
                     vs = self.summed(vs)
-                    if any(v.rows for v in vs) or name in MOVES:
+                    if any(v.rows for v in vs) or shifts:
                         rule = rules.known.get(name, rules.others)
                         out += rule(self, e, vs) or ()
         if self._fits(e, out):
