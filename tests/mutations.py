@@ -77,9 +77,9 @@ FAULTS = """
 @ _partition/attached.py: test_law_rules
 * each micro-batch adds what all of them have
 + def _of_first(...): return given[1]
-@ _partition/writer.py: test_law_mended
+@ _partition/made.py: test_law_mended
 * sums that wait are scaled by what is no number
-+ def _is_scaled(...): return False
++ def is_scaled(...): return False
 @ _passes/ir.py: test_law_effects
 * what acts is known as a callback
 - return not all(map(_is_of_values, equation.effects))
@@ -92,6 +92,7 @@ FAULTS = """
 @ _partition/writer.py: test_law
 * a whole addend is added k times
 +     def addend(...): return given[1].x
+@ _partition/axis.py: test_law
 * a dropped psum
 - return self._over("psum", x)
 + return x
@@ -133,10 +134,9 @@ FAULTS = """
 @ _passes/ir.py: test_law_costs
 * each level is traced by itself
 + def form(...): return object()
-@ _partition/writer.py: test_law_costs
+@ _partition/made.py: test_law_costs
 * rows are kept once for each of their shapes
-- return of.size == v.size and not of.is_whole
-+ return False
++ def is_reshaped(...): return False
 @ _partition/linear.py: test_law_costs
 * a sum waits for a product that makes more of it
 + def _grows(...): return False
@@ -163,9 +163,9 @@ FAULTS = """
 @ _devices/meshes.py: test_anywhere
 * a call takes all rows for those of one device
 + def sees_all_rows(...): return False
-@ _partition/writer.py: test_law_told
+@ _partition/notes.py: test_law_told
 * a rule that fails is not said
-+ def _warn(...): return None
++ def warn_of_failure(...): return None
 @ _passes/places.py: test_law_told
 * an equation knows nothing of its caller
 + def placed(...): return given[0]
@@ -342,12 +342,7 @@ FAULTS = """
 -         *rule.need_replication_factors,
 @ _partition/nested.py: test_regions
 * rows of a device that are those of another
-- def _on_device(
-+ def _on_device(layout, *args, **kw):
-+     return layout
-+
-+
-+ def _unused(
++ def _on_device(...): return given[0]
 """
 MUTATIONS = list(read(FAULTS))
 

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 from jax.extend import core, source_info_util
 
 from ga_optax._partition import created, generators, table
+from ga_optax._partition.axis import Axis
+from ga_optax._partition.notes import Drawn, Note, Records
 from ga_optax._partition.values import (
     WHOLE,
     Layout,
@@ -16,7 +18,7 @@ from ga_optax._partition.values import (
     local_shape,
     type_here,
 )
-from ga_optax._partition.writer import Axis, Drawn, Note, Writer
+from ga_optax._partition.writer import Scope, Writer
 from ga_optax._passes import ir
 
 
@@ -105,7 +107,8 @@ class _Whole(NamedTuple):
         jaxpr, axis, due, found = self.jaxpr, self.axis, self.due, {}
 
         def run(xs: Sequence[Any], index: Any) -> list[Any]:
-            w = Writer(axis, index, table.RULES, some, draws)
+            rules = table.RULES._replace(operands=some) if some else table.RULES
+            w = Writer(axis, index, rules, Records(draws), Scope())
             given = [
                 Value(x, a.aval, a.layout, 0, a.smooth, a.smooth)
                 for x, a in zip(xs, self.arguments, strict=True)
@@ -118,8 +121,7 @@ class _Whole(NamedTuple):
             free = len(due) < len(out)
             scaled = [i for i, v in enumerate(out) if v.scaled and free]
             # Not the writer, which holds what is traced.
-            found.update(layouts=layouts, scaled=scaled, notes=w.notes)
-            found.update(promised=w.promised, failures=w.failures)
+            found.update(layouts=layouts, scaled=scaled, records=w.records)
             pairs = zip([*out, *out[:1]], layouts, strict=False)
             put = [_put(w, v, layout) for v, layout in pairs]
             return [*put, *(w.whole(out[i]) for i in scaled)]
@@ -140,6 +142,7 @@ def _live(
 ) -> Partitioned:
     """Such a program without what nobody reads."""
     layouts, outvars = found["layouts"], closed.jaxpr.outvars
+    records: Records = found["records"]
     live = ir.live(closed.jaxpr.replace(outvars=outvars[: len(layouts)]))
     if _meets(live, axis):
         outvars, layouts = _exact(outvars, layouts, found["scaled"])
@@ -148,13 +151,13 @@ def _live(
         live,
         closed.consts,
         layouts,
-        [x for x in found["notes"] if not isinstance(x, Drawn)],
-        [x for x in found["notes"] if isinstance(x, Drawn)],
-        found["promised"],
+        [x for x in records.notes if not isinstance(x, Drawn)],
+        [x for x in records.notes if isinstance(x, Drawn)],
+        records.promised,
         _meets(live, axis),
         _in_gradient(live, axis, smooth),
         ir.num_readers(live, live.invars[-1]) > 0,
-        found["failures"],
+        records.failures,
     )
 
 

@@ -24,6 +24,7 @@ from jax.extend import core
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from ga_optax._partition import custom, factors
+from ga_optax._partition.notes import note_of
 from ga_optax._partition.values import PARTIAL, Results, Value, local_shape, types_of
 from ga_optax._partition.writer import Writer
 from ga_optax._passes import ir, notation, places
@@ -64,7 +65,7 @@ def split(read: Reader, w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results
         _warn(e, why)
     elif record.name:
         size = sum(ir.numbers(x.shape) for x in types_of(e))
-        w.promised.append(w.about(e, size, _name(e)))
+        w.records.promised.append(note_of(e, size, _name(e)))
     return None if why else list(zip(ir.results(program, xs), layouts, strict=True))
 
 
@@ -84,7 +85,7 @@ def rowwise(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
 
 def _promised(w: Writer, e: core.JaxprEqn, _: int) -> Sequence[Split]:
     promise = e.params["promise"]
-    if w.again:  # a `microbatch` in the loss partitions it once more
+    if w.scope.partitioned_again:  # a `microbatch` in the loss partitions it once more
         promise = promise._replace(fun=functools.partial(bound, promise))
     return [promise]
 

@@ -14,6 +14,7 @@ from ga_optax._partition import (
     indexing,
     kernels,
     linear,
+    loops,
     moves,
     nested,
     products,
@@ -52,8 +53,8 @@ _OWN: dict[Rule, str] = {
 
 _NESTED: dict[str, Rule] = {
     "checkpoint": nested.checkpoint,
-    "scan": nested.scan,
-    "while": nested.while_,
+    "scan": loops.scan,
+    "while": loops.while_,
     "cond": nested.cond,
     "custom_linear_solve": nested.linear_solve,
     "shard_map": nested.shard_map,
@@ -78,6 +79,7 @@ _KNOWN: dict[str, Rule] = {
 }
 
 RULES = Rules(
+    lambda w, e, vs: vs,
     _KNOWN,
     linear.linear,
     _NESTED,
