@@ -114,7 +114,10 @@ def test_a_plan_says_what_a_micro_batch_holds_of_each_value():
         (0, "the loss", "rows 1"),
         (1, "level 1, shared", "all"),
     ):
-        fun = lambda w, x, d=along: jnp.mean(jnp.tanh(jnp.sort(x * w.sum(), d)))
+
+        def fun(w, x, d=along):
+            return jnp.mean(jnp.tanh(jnp.sort(x * w.sum(), d)))
+
         found = layouts(fun, W, X.T, batch_axes=1)
         assert found[where, "sort"] == f"{holds} of float32[{D},{N}]"
 

@@ -130,8 +130,8 @@ def value_and_grad(
 def over_micro_batches(micro_batch: MicroBatch) -> Pair:
     """The same, of a micro-batch."""
     call, closed, out, part, strided = micro_batch
-    split = meshes.split_spec(call.devices.axes)
-    specs = [split if isinstance(x, Rows) else WHOLE for x in part.layouts]
+    split: Any = meshes.split_spec(call.devices.axes)
+    specs: Any = [split if isinstance(x, Rows) else WHOLE for x in part.layouts]
     done = on_devices(
         micro_batch,
         lambda its: run(schedule(rewrite(its))),
@@ -319,10 +319,10 @@ def _check_options(micro_batch: MicroBatch) -> None:
     If rows meet in numbers alone, these are added up first, and nothing is refused.
     """
     call, part, devices = micro_batch.call, micro_batch.part, micro_batch.call.devices
-    gathered = [e for e in ir.equations(part.jaxpr) if meeting_of(e) == "all_gather"]
-    if not (gathered or part.in_gradient):
+    gathered = (e for e in ir.equations(part.jaxpr) if meeting_of(e) == "all_gather")
+    e = next(gathered, part.in_gradient)
+    if e is None:
         return
-    e = (gathered or [part.in_gradient])[0]
     where = f"rows meet at {places.place_of(e.source_info)}"
     if devices.each or devices.scatters or devices.logical:
         raise DoesNotFitError(

@@ -100,8 +100,8 @@ def listed(
         elif x.level == Level(schedule.end):
             loop += f", forward{' and backward' * bool(back)}"
         of_level = [fills[j] for j in x.fills if j in fills]
-        both = ([_value(e, schedule) for e in es] for es in (x.forward, back))
-        found.append(Stage(x.name, loop, *both, of_level))
+        there, back = ([_value(e, schedule) for e in es] for es in (x.forward, back))
+        found.append(Stage(x.name, loop, there, back, of_level))
     return found
 
 
