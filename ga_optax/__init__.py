@@ -37,7 +37,6 @@ from ga_optax._across.state import (
     stats,
 )
 from ga_optax._calls.accumulate import accumulate
-from ga_optax._calls.gradients import value_and_grad
 from ga_optax._compiled.audit import Audit, Collective, audit
 from ga_optax._compiled.plan import Candidate, NothingFitsError, Plan, plan
 from ga_optax._devices.collectives import merge_across
@@ -50,6 +49,7 @@ if TYPE_CHECKING:
     from ga_optax import flax as flax  # a star import must not need it
     from ga_optax._calls.dependencies import BatchDependencies, batch_dependencies
     from ga_optax._calls.function import microbatch
+    from ga_optax._calls.gradients import value_and_grad
     from ga_optax._partition.promised import register_primitive
 
 __all__ = [
@@ -97,6 +97,7 @@ _LATER = {  # which few need, or can have, and the modules that they are or are 
     "flax": "flax",
     "microbatch": "_calls.function",
     "register_primitive": "_partition.promised",
+    "value_and_grad": "_calls.gradients",
 }
 
 if not TYPE_CHECKING:  # for type checkers, a module with this function has any name
