@@ -1,8 +1,14 @@
-"""Text that people read: tables and paragraphs."""
+"""Text that people read: tables, paragraphs, and warnings."""
 
+import os
 import re
+import sys
 import textwrap
+import traceback
+import warnings
 from collections.abc import Iterable, Sequence
+
+import jax
 
 WIDTH = 88
 
@@ -55,3 +61,14 @@ def ruled(rows: Sequence[Sequence[str]], left: Iterable[int] = ()) -> list[str]:
 def unfold(paragraph: str) -> str:
     """A paragraph of an indented string in the code, as one line."""
     return re.sub(r"\s*\n\s*", " ", paragraph)
+
+
+def warn(text: str) -> None:
+    """Warns at the line of the caller's code: not of this package's, nor of JAX's."""
+    frames = traceback.walk_stack(sys._getframe(1))
+    paths = (frame.f_code.co_filename for frame, _ in frames)
+    outside = (i for i, x in enumerate(paths, 2) if not x.startswith(_INSIDE))
+    warnings.warn(text, stacklevel=next(outside, 2))
+
+
+_INSIDE = tuple(os.path.dirname(path) + os.sep for path in (__file__, jax.__file__))

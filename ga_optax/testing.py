@@ -2,7 +2,6 @@
 
     assert_accumulation_equivalent    accumulated = undivided, up to rounding
     assert_trees_bitwise_equal        every bit of every leaf
-    describe                          what a call runs, loop by loop
 
 The assertions fail if there is nothing to compare. This is the only module of the
 package that imports chex (the extra `testing`); import it by name.
@@ -18,74 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ga_optax._passes import ir, notes
 from ga_optax._verify import verify
 from ga_optax._verify.gradients import ulps
-from ga_optax._window import levels
 
-__all__ = ["assert_accumulation_equivalent", "assert_trees_bitwise_equal", "describe"]
-
-
-def describe(fun: Callable[..., Any]) -> Callable[..., str]:
-    """What the calls in a function run, loop by loop, with the lines of your code.
-
-    >>> import jax.numpy as jnp
-    >>> import ga_optax as ga
-    >>> from ga_optax import testing
-    >>> def loss(w, x):
-    ...     return jnp.sqrt(jnp.mean((x @ w) ** 2))
-    >>> show = testing.describe(ga.value_and_grad(loss, 2))
-    >>> print(show(jnp.ones(3), jnp.ones((4, 3))))  # doctest: +ELLIPSIS
-    Rows meet: 1 level before the loss.
-    <BLANKLINE>
-    level 1: a loop over 2 micro-batches
-      computes   ...:2:30 (loss): dot_general
-      computes   ...:2:29 (loss): integer_pow
-      computes   ...:2:20 (loss): reduce_sum, div
-      fills      a sum of 1 number, 4 bytes, at ...:2:11 (loss)
-    ...
-    In all: at most 2 forward and 1 backward, in about 36 bytes.
-
-    Open it first if a gradient is wrong. It says at which level each line of `fun` is
-    computed, in which loop and how often; what is left for later levels, in bytes on a
-    device; and through which lines the cotangents of a level go back. Find the first
-    stage whose lines or bytes are not what you expect.
-
-    **Exactness.** It is read off the schedule by which the window runs. `fun` is traced
-    and lowered, and nothing runs.
-
-    Args:
-      fun: `ga_optax.value_and_grad(loss, 8)`, or another call of this package; or any
-        function with such calls in it, such as a training step.
-
-    Returns:
-      A function of its arguments, or of their types, that returns the text.
-
-    Raises:
-      ValueError: by that function, if no call of this package was traced.
-    """
-
-    def text(*args: Any, **kwargs: Any) -> str:
-        leaves, structure = jax.tree.flatten((args, kwargs))
-        traced = [i for i, x in enumerate(leaves) if hasattr(x, "dtype")]
-
-        def run(*leaves: Any) -> Any:
-            args, kwargs = jax.tree.unflatten(structure, leaves)
-            return jax.tree.leaves(fun(*args, **kwargs))
-
-        with notes.described() as found, levels.recorded():
-            run = jax.jit(ir.of_some(run, leaves, traced))
-            run.lower(*(leaves[i] for i in traced))
-        if not found:
-            raise ValueError(
-                "describe needs a function that calls ga_optax.value_and_grad, "
-                "microbatch or accumulate over micro-batches, but none was traced. "
-                "Pass ga_optax.value_and_grad(loss, 8), with more than one micro-batch "
-                "and without jax.jit, which traces once."
-            )
-        return "\n\n".join(dict.fromkeys(found))
-
-    return text
+__all__ = ["assert_accumulation_equivalent", "assert_trees_bitwise_equal"]
 
 
 def assert_accumulation_equivalent(

@@ -110,14 +110,14 @@ FAULTS = """
 + rows = next(iter(sizes))
 * a raw key is split
 + def _is_raw_key(...): return False
-@ _calls/kinds.py: test_arguments
+@ _calls/results.py: test_arguments
 * the gradient of the imaginary part
 - return loss.real, (loss, aux)
 + return loss.imag, (loss, aux)
 @ _devices/meshes.py: test_refused
 * any name is one of an axis
 + def _check_names(...): return None
-@ _calls/layouts.py: test_anywhere
+@ _calls/rows.py: test_anywhere
 * gradients of rows upside down
 - for x, due, d in triples
 + for x, due, d in ((x[::-1], *r) for x, *r in triples)

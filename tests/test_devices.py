@@ -513,7 +513,7 @@ SHARDS = SHARDED, P("data")
         (inside(gradient(BOTH), axes=BOTH), r"the same along \('replica',\)"),
         (
             inside(gradient(), SHARDS, (P(), SHARDED)),
-            r"leaf \[0\]\['in'\] differs along",
+            r"leaf \['in'\] differs along",
         ),
         (inside(gradient(BOTH)), "all bound or all unbound"),
         (inside(added, SHARDS, SHARDED), "gather the parameters once"),

@@ -234,10 +234,7 @@ def either(
     """
     flat = jax.tree.leaves(args)
     closed, shapes = jax.make_jaxpr(plain, return_shape=True)(args)
-    told = notes.plans() or []
-    said = len(told)
     both = closed, jax.make_jaxpr(other)(args)
-    del told[said:]  # both have one plan
     if any(x.effects or any(map(ir.is_reference, x.jaxpr.constvars)) for x in both):
         return plain(args)
     first, second = (ir.without_constants(x.jaxpr) for x in both)
