@@ -17,7 +17,7 @@ PARAMS = {name: DRAW.normal(size=(WIDTH, WIDTH)) for name in "ab"}
 X = DRAW.normal(size=(ROWS, WIDTH))
 ALONE, BOTH = mesh_of(2), mesh_of(2, 2, names=("data", "model"))
 
-# jnp.asarray of float64 is float64 now and then after `enable_x64` has ended (jax 0.12).
+# jnp.asarray of float64 is sometimes float64 after `enable_x64` has ended (jax 0.12).
 NARROW = jax.tree.map(np.float32, (PARAMS, X))
 
 SPECS = [P(), P("data"), P("data", "model"), P(("data", "model")), P(None, "model")]
