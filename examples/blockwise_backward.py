@@ -129,19 +129,19 @@ def loss_fn(params: Any, tokens: jax.Array) -> jax.Array:
 
 @jax.jit
 def embed_forward(p: Any, tokens: jax.Array) -> jax.Array:
-    """What enters the first layer."""
+    """The input of the first layer."""
     return embed(p, tokens)
 
 
 @jax.jit
 def layer_forward(p: Any, x: jax.Array) -> jax.Array:
-    """What enters the next layer."""
+    """The input of the next layer."""
     return layer(p, x)
 
 
 @jax.jit
 def head_backward(p: Any, x: jax.Array, tokens: jax.Array, scale: jax.Array) -> Any:
-    """The loss, and `scale` times its gradients for what enters the head and for it."""
+    """The loss, and `scale` times the gradients for the head and the head's input."""
     loss, pullback = jax.vjp(lambda p, x: head(p, x, tokens), p, x)
     grads, below = pullback(scale.astype(loss.dtype))
     return loss, below, grads
@@ -346,9 +346,10 @@ def compare(partition: blocks.Partition, one: Any, other: Any) -> list[Compariso
 
 
 def agrees(row: Comparison) -> bool:
-    """Whether the arithmetic of a block is the same: of the embedding, its terms.
+    """True if the gradient of a block has the same bits.
 
-    A row of it is a sum over the tokens of the window, in another order.
+    A row of the embedding's gradient is a sum over the tokens of the window, in another
+    order, so it may differ by the rounding of the sum.
     """
     if row.name == "embed":
         terms = BATCH * LENGTH
@@ -369,7 +370,7 @@ def print_comparison(first: list[Comparison], second: list[Comparison]) -> None:
 
 
 def needed(program: Any) -> int:
-    """What XLA says that a compiled program needs, in bytes."""
+    """The bytes that a compiled program needs, from XLA's analysis."""
     sizes = program.memory_analysis()
     return (
         sizes.argument_size_in_bytes

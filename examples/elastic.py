@@ -58,15 +58,15 @@ def layer(h: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
 
 def loss_fn(params: Any, batch: Any, key: jax.Array) -> jax.Array:
     """The mean over the tokens that are not padding, with dropout."""
-    kept = jax.random.bernoulli(key, 0.9, batch["x"].shape)
-    h = jnp.where(kept, batch["x"], 0) * params["gain"]
+    mask = jax.random.bernoulli(key, 0.9, batch["x"].shape)
+    h = jnp.where(mask, batch["x"], 0) * params["gain"]
     h, _ = jax.lax.scan(jax.checkpoint(layer), h, params["layers"])
     h = jax.nn.softmax(h) @ params["out"]
     return jnp.sum(h**2 * batch["mask"]) / jnp.sum(batch["mask"])
 
 
 def count_tokens(batch: Any) -> jax.Array:
-    """What the loss is a mean over."""
+    """The number of tokens that the loss averages."""
     return jnp.sum(batch["mask"])
 
 
@@ -113,15 +113,15 @@ def make_micro_step(tx: ga.MultiSteps, mesh: Mesh) -> Any:
 
 
 class Life(NamedTuple):
-    """What the processes of one start have to do.
+    """The work of the processes of one start.
 
     Attributes:
-      folder: where the checkpoints are, and the result will be.
-      number: which start it is.
-      devices: how many devices there are, in all processes.
-      processes: how many processes there are.
-      port: where they meet.
-      last: the micro-step after which the run is over.
+      folder: the folder of the checkpoints and the result.
+      number: the number of the start.
+      devices: the number of devices of all processes.
+      processes: the number of processes.
+      port: the port of `jax.distributed`.
+      last: the last micro-step of the run.
       kill_at: the micro-step before which a process kills itself; None in the last.
     """
 
@@ -149,7 +149,7 @@ def live(life: Life, process_id: int) -> None:
     mesh = jax.make_mesh((life.devices,), ("data",), axis_types=(AxisType.Auto,))
 
     def put(tree: Any, spec: P) -> Any:
-        """Each process puts its own part of what all of them know."""
+        """Puts this process's part of an array that all processes have."""
         place = NamedSharding(mesh, spec)
         return jax.tree.map(
             lambda x: jax.make_array_from_callback(x.shape, place, lambda i: x[i]), tree
@@ -189,7 +189,7 @@ def live(life: Life, process_id: int) -> None:
 
 
 def log_of(life: Life, process_id: int) -> pathlib.Path:
-    """Where a process writes what it has to say."""
+    """The log file of a process."""
     return life.folder / f"life_{life.number}_{process_id}.log"
 
 
