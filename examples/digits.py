@@ -360,7 +360,7 @@ class Checks:
         errors[side.name] = max(error, errors.get(side.name, 0.0))
 
     def holds(self, what: str, side: Side, answer: bool) -> None:
-        """Records whether something holds that involves no rounding."""
+        """Records a check without rounding."""
         self.within(what, side, 0.0 if answer else math.inf)
 
     def report(self) -> bool:

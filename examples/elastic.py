@@ -141,7 +141,7 @@ def live(life: Life, process_id: int) -> None:
         os.dup2(log, output.fileno())
     jax.config.update("jax_num_cpu_devices", life.devices // life.processes)
     if life.processes > 1:
-        # Gloo takes collectives for one another that are under way at the same time.
+        # Gloo confuses collectives that run at the same time.
         jax.config.update("jax_cpu_enable_async_dispatch", False)
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         address = f"127.0.0.1:{life.port}"
@@ -173,8 +173,7 @@ def live(life: Life, process_id: int) -> None:
             if number == life.kill_at and process_id == number % life.processes:
                 os.kill(os.getpid(), signal.SIGKILL)
             run = micro_step(run, put(make_batch(number), P("data")), np.int32(number))
-            # Steps of virtual devices that are under way at once can wait for threads
-            # that the others hold.
+            # Concurrent steps of virtual devices can wait for each other's threads.
             jax.block_until_ready(run)
             if (number + 1) % SAVE_EVERY == 0 and life.kill_at is not None:
                 checkpoints.save(number + 1, args=ocp.args.StandardSave(run))
@@ -194,10 +193,10 @@ def log_of(life: Life, process_id: int) -> pathlib.Path:
 
 
 def is_killed(context: Any, life: Life) -> bool:
-    """Starts the processes; whether one was killed. If one was, it stops the others.
+    """Starts the processes; returns True, and stops all processes, if one was killed.
 
     Raises:
-      RuntimeError: if a process ended in another way, with what it wrote.
+      RuntimeError: if a process ended with an error; the message has its output.
     """
     processes = [
         context.Process(target=live, args=(life, i)) for i in range(life.processes)

@@ -151,12 +151,12 @@ def pretrained(network: Any, adapters: Any, steps: int) -> Any:
 
 
 def tuning_loss(adapters: Any, network: Any, batch: Examples) -> jax.Array:
-    """The loss with what is trained first, and what is frozen apart from it."""
+    """The loss, with the trained parameters first and the frozen ones second."""
     return digits_loss(network, adapters, batch)
 
 
 def whole_loss(params: Any, batch: Examples) -> jax.Array:
-    """The loss of one tree of parameters, as a program has it that trains them all."""
+    """The loss of one tree of parameters, for a program that trains all of them."""
     return digits_loss(params["network"], params["adapters"], batch)
 
 
@@ -179,7 +179,7 @@ class Way(NamedTuple):
 
 
 def make_ways(opt: optax.GradientTransformation) -> dict[str, Way]:
-    """The four of them, by name."""
+    """The four ways, by name."""
     labels = {"network": "frozen", "adapters": "trained"}
     freeze = optax.partition({"trained": opt, "frozen": optax.set_to_zero()}, labels)
     ways = {}
@@ -301,7 +301,7 @@ TINY = float(np.finfo(np.float32).tiny)  # for elements whose gradient is zero
 
 
 def off_by(way: Way, network: Any, adapters: Any) -> float:
-    """The largest error of a way's gradient in one window, in units of its bound.
+    """The largest error of a way's gradient in one window, in units of the bound.
 
     Args:
       way: from `make_ways(optax.sgd(1.0))`.

@@ -117,7 +117,7 @@ class Way(NamedTuple):
 
 
 def make_ways(width: int = 32) -> dict[str, Way]:
-    """The four of them, by name."""
+    """The four ways, by name."""
     opt = optax.adam(3e-3, eps=1e-6)
     tx = ga.MultiSteps(opt, K)
     compiled = functools.partial(jax.jit, donate_argnums=0, static_argnums=2)

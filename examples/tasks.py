@@ -84,9 +84,9 @@ class Task(NamedTuple):
 
     Attributes:
       loss: a function of the parameters and a batch: a mean over its examples.
-      weight: how much the task counts.
-      rows: its examples in a round.
-      microbatches: in how many it visits them inside a call.
+      weight: the weight of the task.
+      rows: the examples of the task in a round.
+      microbatches: the number of micro-batches of these examples inside a call.
     """
 
     loss: Callable[[Any, Any], jax.Array]
