@@ -450,7 +450,11 @@ ERRORS = [
     (added({"w": LAYER.w}), ValueError, "must have the tree structure of"),
     (lambda: blocks.add(Q, model(), "embed", EMBED), TypeError, "type dict. Make one"),
     # An open micro-step.
-    (twice(None, None, name="head"), ValueError, "'head' was added already. First add 'e"),
+    (
+        twice(None, None, name="head"),
+        ValueError,
+        "'head' was added already. First add 'e",
+    ),
     (twice(None, None, FIRST), ValueError, "of one partition, but 'embed'"),
     (lambda: opened().total, AttributeError, "'embed', 'layers/0', 'layers/1'"),
     (lambda: opened().sum, AttributeError, "has no attribute 'sum'"),

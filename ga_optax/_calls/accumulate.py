@@ -31,6 +31,7 @@ from ga_optax._devices import meshes
 from ga_optax._devices.data_axis import DataAxis
 from ga_optax._loop.run import run
 from ga_optax._passes import notes
+from ga_optax._window import plans
 from ga_optax.accumulator import Accumulator
 
 
@@ -146,7 +147,7 @@ def accumulate(
         rng_argnames=rng_argnames,
         carry_argnums=carry_argnums,
         num_real_microbatches=num_real_microbatches,
-    ).checked()
+    ).checked(adds=True)
 
     @warns_outside_jit
     def accumulate_fun(acc: Accumulator, *args: Any, **kwargs: Any) -> Any:
@@ -171,8 +172,6 @@ def _added(call: Call, acc: Accumulator, merges: bool) -> tuple[Any, Accumulator
     where = call.where()
     step, operands, (of_carry, of_aux) = traced(call, where, acc)
     if notes.plans() is not None:
-        from ga_optax._window import plans  # the engine, which takes 80 ms
-
         plans.of_loop(step, operands)
     out = run(step, operands, where, begins=False, merges=merges)
     loss, *leaves = out.results

@@ -342,6 +342,7 @@ class Call(NamedTuple):
 
 def check_parameters(place: Argument, tree: Any) -> None:
     """Raises if parameters of a Flax module come with other state of it."""
+    # Flax is no requirement: who has not imported it has no module of it either.
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
         return

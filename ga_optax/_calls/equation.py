@@ -116,7 +116,7 @@ def _is_one(call: Call) -> bool:
     options, mesh = call.options, call.mesh
     if not options.axes:
         return True
-    plain = not (options.each or options.scatters or options.logical_devices)
+    plain = not (options.each or options.scatters)
     return plain and mesh is not None and not meshes.explicit_names(mesh)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from ga_optax._calls import equation
 from ga_optax._calls.call import Call
 from ga_optax._calls.options import Options
 from ga_optax._calls.words import explains_keywords
@@ -110,8 +111,6 @@ def microbatch(
     def microbatch_fun(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = _by_position(fun, args, kwargs)
         call = Call.make(options, args, kwargs, hint=True)
-        from ga_optax._calls import equation  # 80 ms of import, which not all need
-
         return equation.of_call(call, remat, options.microbatch_size)
 
     return microbatch_fun

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
+from ga_optax._calls import kinds, law
 from ga_optax._calls.options import Options
 from ga_optax._calls.words import explains_keywords, warns_outside_jit
 from ga_optax._devices.data_axis import DataAxis
@@ -91,8 +92,6 @@ def value_and_grad(
       TypeError, ValueError: if an argument does not fit, before `fun` is traced; if
         what `fun` returned does not fit, before anything runs.
     """
-    from ga_optax._calls import kinds, law  # 80 ms of import, which not all need
-
     options = Options(
         fun=fun,
         num_microbatches=num_microbatches,

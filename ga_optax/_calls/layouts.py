@@ -219,12 +219,11 @@ def check_options(call: Call, part: Partitioned) -> None:
     if part.in_gradient is None:
         return
     where = f"rows meet at {places.place_of(part.in_gradient.source_info)}"
-    if options.each or options.scatters or options.logical_devices:
+    if options.each or options.scatters:
         raise DoesNotFitError(
-            'If rows meet, data_axis must have sync="last" and no logical_devices, but '
-            f"{where}, and it is {options.data_axis}. Leave these out, or write the "
-            "loss so that its rows do not need each other; "
-            "ga_optax.batch_dependencies shows all lines."
+            f'If rows meet, data_axis must have sync="last", but {where}, and it is '
+            f"{options.data_axis}. Leave sync out, or write the loss so that its rows "
+            "do not need each other; ga_optax.batch_dependencies shows all lines."
         )
     if meshes.checks_varying():
         raise DoesNotFitError(
