@@ -101,7 +101,7 @@ class Program:
 
     @property
     def needed(self) -> int:
-        """All that it needs."""
+        """The bytes that the program needs."""
         return self.temporaries + self.arguments + self.outputs - self.aliased
 
 
@@ -171,7 +171,7 @@ def shape(dims: tuple[int, ...], dtype: Any = jnp.float32) -> jax.ShapeDtypeStru
 
 
 def micro_steps(opt: Any) -> dict[str, tuple[Any, tuple[Any, Any]]]:
-    """For each way: its state for parameters, and what runs inside and at the end.
+    """For each way, the state, and the programs inside and at the end of a window.
 
     The functions take parameters, state and gradients.
     """
@@ -483,7 +483,7 @@ def main() -> None:
 
 
 def print_rows(name: str, rows: Rows) -> None:
-    """Prints a table; for each field of it, if the rows have a number a target."""
+    """Prints a table, or one table a field if rows have a number for each target."""
     if name.startswith("devices"):
         head = ["target", "way", "over_gradient", "over_gradient_in_loop", "kinds"]
         print(f"\n{name}")

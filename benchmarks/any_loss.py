@@ -36,7 +36,7 @@ Loss = Callable[[Any, jax.Array], jax.Array]
 
 
 class Case(NamedTuple):
-    """A loss, and what can be done about it.
+    """A loss, and the ways to compute the loss over micro-batches.
 
     Attributes:
       loss: of an undivided batch.

@@ -42,7 +42,7 @@ PLAIN, LOGICAL = "all-reduce", "logical_devices=8"
 
 
 def measure(layers: int, width: int, rows: int, k: int) -> dict[str, dict[str, Any]]:
-    """Compiles each way, and counts what it communicates and computes in a window."""
+    """Compiles each way, and counts the communication and arithmetic of a window."""
     mesh = jax.make_mesh((DEVICES,), ("data",), axis_types=(AxisType.Auto,))
     everywhere, split = (NamedSharding(mesh, spec) for spec in (P(), P("data")))
 

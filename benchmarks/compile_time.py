@@ -73,7 +73,7 @@ def of_layers(number: int) -> tuple[Any, Any]:
 
 
 def of_terms(number: int) -> tuple[Any, Any]:
-    """A loss of so many separate matrices, each in a term of its own."""
+    """A loss with one term for each of many separate matrices."""
 
     def loss(params: Any, x: jax.Array) -> jax.Array:
         return sum((jnp.mean(jnp.square(x @ w)) for w in params), jnp.zeros([]))
@@ -155,7 +155,7 @@ def of_norms(number: int) -> tuple[Any, Any]:
 
 
 def of_resnet(stages: Sequence[int]) -> tuple[Any, Any]:
-    """The loss of a residual network in Flax; (3, 4, 6, 3) is that of ResNet-50."""
+    """The loss of a residual network in Flax; (3, 4, 6, 3) makes a ResNet-50."""
     from flax import linen
 
     conv = functools.partial(linen.Conv, use_bias=False)

@@ -28,7 +28,7 @@ K = 8
 
 
 class Side:
-    """One way to run micro-steps, through `jax.jit`, as people call it."""
+    """One way to run micro-steps, through `jax.jit`."""
 
     def __init__(self, tx: Any, params: Any, call: Callable[..., Any]) -> None:
         """Makes the state; the first call compiles."""

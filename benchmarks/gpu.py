@@ -59,7 +59,7 @@ INIT = jax.jit(reference_model.init, static_argnums=0)
 
 
 def check_device(tiny: bool) -> None:
-    """Stops without a GPU: the numbers of another device would look like its own."""
+    """Stops without a GPU: numbers of another device would pass for those of a GPU."""
     device = jax.devices()[0]
     if device.platform != "gpu" and not tiny:
         raise SystemExit(
@@ -73,7 +73,7 @@ def check_device(tiny: bool) -> None:
 
 
 class Window:
-    """A way to do a window of k micro-batches, with a state of its own."""
+    """A way to run a window of k micro-batches, with a separate state."""
 
     def __init__(self, step: Any, state: Any, k: int) -> None:
         """`step(state, batch) -> (state, value)`, donating."""
@@ -92,7 +92,7 @@ class Window:
 
 
 def ways_of(config: Config) -> dict[str, Callable[[], Window]]:
-    """A function that makes each way, by its name."""
+    """By name, a function that makes each way."""
     opt = optax.adam(1e-4)
     loss = functools.partial(reference_model.loss, config)
 

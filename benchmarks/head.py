@@ -52,7 +52,7 @@ Head = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 class Sizes(NamedTuple):
-    """Of a head, and the number of its micro-batches."""
+    """The sizes of a head, and the number of micro-batches."""
 
     words: int
     tokens: int
@@ -93,7 +93,7 @@ def in_scan(k: int, head: Head) -> Head:
 
 
 def tiled(k: int) -> Head:
-    """The backward pass computes the logits again, and adds up as it goes."""
+    """A head whose backward pass recomputes the logits, and adds up gradients."""
 
     def forward(*args: Any) -> Any:
         return head(*args), args

@@ -111,7 +111,7 @@ def kinds(scale: int) -> dict[str, Kind]:
 
 
 class Side(NamedTuple):
-    """A compiled program, and what it is called with.
+    """A compiled program, and the program's arguments.
 
     Attributes:
       program: of a carry, and of `inputs`, to a new carry.

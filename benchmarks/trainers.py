@@ -114,7 +114,7 @@ def tunix_cases(quick: bool) -> Iterator[Case]:
 
 
 def _loss_of(fun: Any, **settings: Any) -> Any:
-    """A loss of Tunix, with its settings: that of a model and a batch."""
+    """A loss of Tunix with the trainer's settings, for a model and a batch."""
 
     def loss(model: nnx.Module, train_example: Any) -> Any:
         return fun(model, train_example, **settings)
@@ -223,7 +223,7 @@ def keras_cases(quick: bool) -> Iterator[Case]:
 
 
 def _of_keras(model: Any, loss: Any, batch: Any) -> dict[str, Any]:
-    """The ways of the trainer of Keras, which differentiates a function of its own."""
+    """The ways of Keras's trainer, which differentiates a function of the trainer."""
     import keras
 
     model.compile(loss=loss, optimizer=keras.optimizers.SGD(1.0))

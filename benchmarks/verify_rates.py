@@ -511,7 +511,7 @@ def make_case(dtype: str, kind: str, number: int) -> Case:
 
 
 def ask(dtype: str, kind: str, number: int) -> tuple[Case, ga.Report]:
-    """A case, and what `verify` says about it."""
+    """A case, and the answer of `verify`."""
     with jax.enable_x64(dtype == "float64"):
         case = make_case(dtype, kind, number)
         return case, ga.verify(*case.arguments, **case.options)

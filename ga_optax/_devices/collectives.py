@@ -167,19 +167,19 @@ def is_operand(x: Any) -> bool:
 
 
 def over_mesh(
-    run: Callable[..., Any],
+    fun: Callable[..., Any],
     mesh: AnyMesh,
     axes: Axes,
     specs: tuple[tuple[Any, ...], Any],
     check_vma: bool = True,
 ) -> Callable[..., Any]:
-    """Runs `run` in a `shard_map` over the data axes alone.
+    """Runs `fun` in a `shard_map` over the data axes alone.
 
     `specs` are `in_specs` and `out_specs`, which may be prefixes.
     """
     in_specs, out_specs = specs
     mapped = jax.shard_map(
-        run,
+        fun,
         mesh=mesh,
         in_specs=in_specs,
         out_specs=out_specs,

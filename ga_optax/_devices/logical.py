@@ -32,7 +32,7 @@ def plus(x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def fold(
-    run: Callable[[Any, T], tuple[T, Any]],
+    sum_one: Callable[[Any, T], tuple[T, Any]],
     xs: Any,
     number: int,
     buffers: list[T],
@@ -41,7 +41,7 @@ def fold(
     """The sum of `number` neighbours on this device, with a buffer for each level.
 
     Args:
-      run: `(part of xs, buffer to overwrite) -> (sum, stacked)` of one logical device.
+      sum_one: one logical device, `(part of xs, buffer to overwrite) -> (sum, stacked)`.
       xs: the arguments of all, `[number, ...]`.
       number: the number of logical devices, a power of two.
       buffers: one for the sum of each level, `log2(number) + 1`. Their values are not
@@ -53,12 +53,12 @@ def fold(
     """
     *lower, top = buffers
     if number == 1:
-        out, stacked = run(jax.tree.map(lambda x: x[0], xs), top)
+        out, stacked = sum_one(jax.tree.map(lambda x: x[0], xs), top)
         return [out], jax.tree.map(lambda x: x[None], stacked)
 
     def half(carry: tuple[list[T], T], inputs: Any) -> tuple[tuple[list[T], T], Any]:
         (lower, total), (is_first, part) = carry, inputs
-        lower, stacked = fold(run, part, number // 2, lower, join)
+        lower, stacked = fold(sum_one, part, number // 2, lower, join)
         both = join(total, lower[-1])
         total = jax.tree.map(functools.partial(jnp.where, is_first), lower[-1], both)
         return (lower, total), stacked
