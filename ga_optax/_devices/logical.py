@@ -41,7 +41,7 @@ def fold(
     """The sum of `number` neighbours on this device, with a buffer for each level.
 
     Args:
-      sum_one: one logical device, `(part of xs, buffer to overwrite) -> (sum, stacked)`.
+      sum_one: `(part of xs, buffer) -> (sum, stacked)` of one logical device.
       xs: the arguments of all, `[number, ...]`.
       number: the number of logical devices, a power of two.
       buffers: one for the sum of each level, `log2(number) + 1`. Their values are not
