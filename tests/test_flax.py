@@ -528,7 +528,7 @@ def at_first(fun):
 # What is asked for, and what is said: by all three, by those of the whole batch, and by
 # `accumulate` alone.
 OF_ALL = [
-    ({"argnums": LORA}, ValueError, "argnums selects of argument 0|selects"),
+    ({"argnums": LORA}, ValueError, "selection of argnums in argument 0"),
     ({"has_aux": True}, TypeError, "fun must return"),
     ({"num_microbatches": 3}, ValueError, "must divide"),
     ({"batch_argnums": (1, 2)}, ValueError, "number 2, and 2 came"),

@@ -366,7 +366,7 @@ ERRORS = [
     (sharded, SGD, r"leaf \['w'\] differs.*mix shards"),
     (lambda tx: by(tx, value=lambda v, _: v), PLATEAU, r"\['value'\] differs.*pmean"),
     (lambda tx: by(tx, emit=lambda _, b: b["x"][0, 0] > 0), SGD, r"\['emit'\] differs"),
-    (lambda tx: tx.init(PARAMS), SGD, "there is none"),
+    (lambda tx: tx.init(PARAMS), SGD, "there is no mesh"),
 ]
 
 

@@ -225,7 +225,8 @@ class Optimizer(nnx.Optimizer[M]):
         if isinstance(model, nnx.State) and not isinstance(grads, nnx.State):
             raise TypeError(
                 "model must be the model, but it is a State, as gradients are, and "
-                f"grads is of type {type(grads).__name__}. Pass update(model, grads)."
+                f"grads is of type {type(grads).__name__}. The order is "
+                "update(model, grads)."
             )
         _check_accumulator(nnx.as_pure(self.opt_state))
         grads = nnx.as_pure(nnx.state(grads, self.wrt, graph=self.graph))
