@@ -522,7 +522,7 @@ SHARDS = SHARDED, P("data")
             r"Pass DataAxis\(param_specs=\), or leave check_vma",
         ),
         (inside(summed_already), "summed over them already"),
-        (outside, "this is outside"),
+        (outside, "this call is outside"),
         (beside_an_explicit_axis, r"leaf \['in'\] is sharded.*sync=\"each\""),
     ],
 )
