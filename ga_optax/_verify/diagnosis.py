@@ -283,7 +283,7 @@ def _another_axis(asked: Asked) -> Answer:
 
 def _random(asked: Asked) -> Answer:
     """If micro-batches draw other numbers than the undivided batch."""
-    if not asked.proof.draws or not (asked.proof.has_key or asked.proof.has_place):
+    if not asked.proof.draws:
         return None
     detail = """The loss draws random numbers for the whole batch at once, most likely
         for dropout. Micro-batches draw others, which is as good for training, but

@@ -10,7 +10,6 @@ then the weight of a micro-batch is what it adds to such a number. Otherwise row
 on each other.
 """
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,7 +41,8 @@ class Proof:
       in_counts: True if rows meet in such numbers alone.
       has_rows, has_key, has_place: True if the loss depends on rows, on the key, on
         which micro-batch it is of.
-      draws: True if it draws random numbers that no row has a key for.
+      draws: True if it draws random numbers, and micro-batches draw others: with their
+        keys, or of those of the whole batch.
       opaque: names and lines of what nothing is known of.
       promised: names and lines of what `rowwise` promises.
     """
@@ -76,9 +76,9 @@ class Proof:
             live.invars[-1] in read,
         )
         self.has_key = not read.isdisjoint(live.invars[len(axes) - keys : -1])
-        of_rows = ir.following(live, split)
-        draws = [e for e in live.eqns if e.primitive.name.startswith(_DRAWS)]
-        self.draws = any(of_rows.isdisjoint(ir.variables(e.invars)) for e in draws)
+        names = (e.primitive.name for e in ir.equations(live))
+        draws = any(name.startswith(_DRAWS) for name in names)
+        self.draws = draws and (self.has_key or self.has_place)
 
     def shares(self) -> list[np.ndarray]:
         """How micro-batches may weigh: by each of the counts, or by all together."""
@@ -134,13 +134,10 @@ def prove(problem: Problem, promises: bool = True) -> Proof | None:
     fun, env = problem.fun, READ if promises else []
     if isinstance(fun, jax.stages.Wrapped):
         fun = getattr(fun, "__wrapped__", fun)  # JAX remembers what it has traced.
-    args = problem.args(None)
-    leaves = jax.tree.leaves(args)
     try:
         with jax.enable_x64(problem.x64):
-            closed: Any = jax.make_jaxpr(lambda *x: fun(*x), axis_env=env)(*args)
-            run = functools.partial(ir.evaluate, closed, rule=ir.in_the_open)
-            closed = jax.make_jaxpr(lambda *x: run(x), axis_env=env)(*leaves)
+            trace = jax.make_jaxpr(lambda *x: fun(*x), axis_env=env)
+            closed = trace(*problem.args(None))
         try:  # A cast that rounds would be no sum of rows.
             return Proof(problem, Wide(fun, problem.x64).widened(closed))
         except Exception:
