@@ -339,7 +339,7 @@ def test_a_broken_promise_is_found_by_numbers_and_named(fun):
     assert off(got, want) > 0.1
     report = ga.verify(fun, *FEW, 4)
     assert (report.ok, report.cause) == (False, ga.Cause.PROMISE)
-    assert re.search(r"normalised at test_rowwise.py:\d+", report.message)
+    assert re.search(r"test_rowwise.py:\d+:\d+ \(normalised\)", report.message)
     assert "by_row" not in report.message
     # The twin: one that holds is not accused.
     for end in (jnp.mean, jnp.std):
