@@ -18,7 +18,6 @@ its operands and is computed whole, which is always right and only takes memory.
     linear, shapes, moves, reductions, products, indexing, randoms, nested, custom
                  the rules, by kind
     attached     functions with rules of their own, in which rows meet
-    generators   random numbers of XLA's own generator
     promised     the rules of what the user says
     kernels      those of Pallas kernels, of which each micro-batch runs a part
     declared     those of calls that say themselves how they split

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core, source_info_util
 
-from ga_optax._partition import created, generators, table
+from ga_optax._partition import created, randoms, table
 from ga_optax._partition.values import (
     WHOLE,
     Layout,
@@ -88,24 +88,21 @@ class _Whole(NamedTuple):
     def partitioned(self, some: created.Created | None) -> Partitioned:
         """The program, with rows of some of what it creates.
 
-        Once more with draws whole that not all in it would read the same.
+        All random numbers are drawn whole if not all readers would read the same.
         """
-        draws, axis = generators.draws(self.jaxpr, self.axis.draws_whole), self.axis
-        while True:
-            closed, found = self._traced(some, draws)
-            part = _live(closed, found, axis, [a.smooth for a in self.arguments])
-            if not (more := draws.divided(part.jaxpr)):
-                return part
-            draws = generators.Draws(draws.whole | more)
+        closed, found = self._traced(some)
+        part = _live(closed, found, self.axis, [a.smooth for a in self.arguments])
+        if randoms.differ(found["notes"], part.jaxpr):
+            whole = self._replace(axis=self.axis._replace(draws_whole=True))
+            return whole.partitioned(some)
+        return part
 
-    def _traced(
-        self, some: created.Created | None, draws: generators.Draws
-    ) -> tuple[Any, dict[str, Any]]:
-        """The program of what is created and drawn so, and what was found."""
+    def _traced(self, some: created.Created | None) -> tuple[Any, dict[str, Any]]:
+        """The program of what is created so, and what was found."""
         jaxpr, axis, due, found = self.jaxpr, self.axis, self.due, {}
 
         def run(xs: Sequence[Any], index: Any) -> list[Any]:
-            w = Writer(axis, index, table.RULES, some, draws)
+            w = Writer(axis, index, table.RULES, some)
             given = [
                 Value(x, a.aval, a.layout, 0, a.smooth, a.smooth)
                 for x, a in zip(xs, self.arguments, strict=True)
@@ -149,7 +146,7 @@ def _live(
         closed.consts,
         layouts,
         [x for x in found["notes"] if not isinstance(x, Drawn)],
-        [x for x in found["notes"] if isinstance(x, Drawn)],
+        [Note(*x[:3]) for x in found["notes"] if isinstance(x, Drawn)],
         found["promised"],
         _meets(live, axis),
         _in_gradient(live, axis, smooth),

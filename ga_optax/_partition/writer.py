@@ -40,7 +40,7 @@ class Axis(NamedTuple):
       longest: the longest scan in which rows may meet; longer ones are computed whole.
       is_checked: whether it is in a region of a mesh that has no types for it. Then
         what stands for a collective is a name of its operand.
-      draws_whole: whether all that XLA's generator draws is that of the whole batch.
+      draws_whole: whether generators other than threefry draw for all rows at once.
     """
 
     name: str
@@ -101,8 +101,14 @@ class Note(NamedTuple):
     nbytes: int  # that it computes, or reads of all rows
 
 
-class Drawn(Note):
-    """One that draws, in each micro-batch by itself where a platform has no better."""
+class Drawn(NamedTuple):
+    """An equation that each micro-batch draws from a key of its own."""
+
+    name: str
+    line: str
+    nbytes: int
+    draw: Any  # the shape and the width of the bits of all rows
+    rows: Rows
 
 
 @dataclasses.dataclass
@@ -117,7 +123,6 @@ class Writer:
       rules: the rule of each primitive.
       created: the operands of an equation, of which those that the program created with
         an axis as long as the batch may have rows; None if they stay as they are.
-      draws: which random numbers micro-batches may draw, each by itself.
       jaxpr: the program at hand.
       source: where the equation at hand is from, or the one whose program it is in.
       level: the level of what the equation at hand reads, see `Value`.
@@ -137,7 +142,6 @@ class Writer:
     index: Any
     rules: "Rules"
     created: Callable[["Writer", core.JaxprEqn, list[Value]], list[Value]] | None
-    draws: Any
     jaxpr: Any = None
     source: Any = None
     level: int = 0
@@ -147,7 +151,7 @@ class Writer:
     again: bool = False
     limit: int | None = None
     matches: list[Value] = dataclasses.field(default_factory=list)
-    notes: list[Note] = dataclasses.field(default_factory=list)
+    notes: list[Any] = dataclasses.field(default_factory=list)
     promised: list[Note] = dataclasses.field(default_factory=list)
     failures: list[Exception] = dataclasses.field(default_factory=list)
     objects: dict[Any, Any] = dataclasses.field(default_factory=dict)
@@ -438,29 +442,21 @@ class Writer:
         self.note(e, max(ir.computed(e), read), name)
         return self.all_whole(e, vs)
 
-    def note(
-        self,
-        e: core.JaxprEqn,
-        size: int,
-        name: str | None = None,
-        kind: type[Note] = Note,
-    ) -> None:
-        """Notes that an equation is computed whole, or by another kind."""
+    def note(self, e: core.JaxprEqn, size: int, name: str | None = None) -> None:
+        """Notes that an equation is computed whole."""
         if name is None:
             name = "new_ref" if references.is_group(e) else known.hides(e)
         its = ir.name_of(e) if e.outvars else f"what {ir.name_of(e)} reads"
-        self.notes.append(self.about(e, size, name or its, kind))
+        self.notes.append(self.about(e, size, name or its))
 
-    def about(
-        self, e: core.JaxprEqn, size: int, name: str, kind: type[Note] = Note
-    ) -> Note:
+    def about(self, e: core.JaxprEqn, size: int, name: str) -> Note:
         """What is said of an equation that computes, or reads, so many numbers."""
         names = source_info_util.current_name_stack()
         types = [
             x.aval.dtype for x in e.outvars or e.invars if hasattr(x.aval, "dtype")
         ]
         widest = max((x.itemsize for x in types), default=0)
-        return kind(name, places.place_of(e.source_info, names), size * widest)
+        return Note(name, places.place_of(e.source_info, names), size * widest)
 
     @contextlib.contextmanager
     def may_fail(self, e: core.JaxprEqn, last: bool = True) -> Iterator[list[Any]]:
