@@ -20,7 +20,6 @@ its operands and is computed whole, which is always right and only takes memory.
     linear, shapes, moves, reductions, products, indexing, randoms, nested, loops,
     custom       the rules, by kind
     attached     functions with rules of their own, in which rows meet
-    generators   random numbers of XLA's own generator
     splits       calls that say how they split: one record, one body, readers of records
     kernels      the reader of Pallas kernels, of whose grid a micro-batch runs a part
     cutting      a value's rows computed from the rows of what it is made of

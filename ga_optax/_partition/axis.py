@@ -20,7 +20,7 @@ class Axis(NamedTuple):
         computed whole.
       is_checked: True if the axis is in a region of a mesh that has no types for it.
         Then a `name` equation of the operand stands for a collective.
-      draws_whole: True if XLA's generator draws for the whole batch only.
+      draws_whole: True if generators other than threefry draw for all rows at once.
     """
 
     name: str

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core, source_info_util
 
-from ga_optax._partition import created, generators, table
+from ga_optax._partition import created, randoms, table
 from ga_optax._partition.axis import Axis
 from ga_optax._partition.notes import Drawn, Note, Records
 from ga_optax._partition.values import (
@@ -93,25 +93,22 @@ class _Whole(NamedTuple):
     def partitioned(self, some: created.Created | None) -> Partitioned:
         """The program, with rows of some of what it creates.
 
-        Once more with draws whole that not all in it would read the same.
+        All random numbers are drawn whole if not all readers would read the same.
         """
-        draws, axis = generators.draws(self.jaxpr, self.axis.draws_whole), self.axis
-        while True:
-            closed, found = self._traced(some, draws)
-            part = _live(closed, found, axis, [a.smooth for a in self.arguments])
-            if not (more := draws.divided(part.jaxpr)):
-                return part
-            draws = generators.Draws(draws.whole | more)
+        closed, found = self._traced(some)
+        part = _live(closed, found, self.axis, [a.smooth for a in self.arguments])
+        if randoms.differ(found["records"].notes, part.jaxpr):
+            whole = self._replace(axis=self.axis._replace(draws_whole=True))
+            return whole.partitioned(some)
+        return part
 
-    def _traced(
-        self, some: created.Created | None, draws: generators.Draws
-    ) -> tuple[Any, dict[str, Any]]:
-        """The program of what is created and drawn so, and what was found."""
+    def _traced(self, some: created.Created | None) -> tuple[Any, dict[str, Any]]:
+        """The program of what is created so, and what was found."""
         jaxpr, axis, due, found = self.jaxpr, self.axis, self.due, {}
 
         def run(xs: Sequence[Any], index: Any) -> list[Any]:
             rules = table.RULES._replace(operands=some) if some else table.RULES
-            w = Writer(axis, index, rules, Records(draws), Scope())
+            w = Writer(axis, index, rules, Records(), Scope())
             given = [
                 Value(x, a.aval, a.layout, 0, a.smooth, a.smooth)
                 for x, a in zip(xs, self.arguments, strict=True)
@@ -192,7 +189,7 @@ def _live(
         closed.consts,
         layouts,
         [x for x in records.notes if not isinstance(x, Drawn)],
-        [x for x in records.notes if isinstance(x, Drawn)],
+        [Note(*x[:3]) for x in records.notes if isinstance(x, Drawn)],
         records.promised,
         _meets(live, axis),
         _in_gradient(live, axis, smooth),

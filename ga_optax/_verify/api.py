@@ -120,6 +120,7 @@ def verify(
       TypeError, ValueError: if an argument does not fit, before `fun` is traced; if
         what `fun` returns does not fit, before anything runs.
     """
+
     def pair(*args: Any) -> Any:
         """The loss and the weight; `accumulate` refuses what is no pair."""
         out = aux = fun(*args)
