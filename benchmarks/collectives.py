@@ -119,12 +119,17 @@ def measure_logical(
         PLAIN: (k * DEVICES // devices, ga.DataAxis("data", mesh=mesh)),
         LOGICAL: (k, ga.DataAxis("data", mesh=mesh, logical_devices=DEVICES)),
     }
-    programs: dict[str, Any] = {
-        way: jax.jit(ga.value_and_grad(peers.scanned_loss, number, data_axis=axis))
-        .lower(params, batch)
-        .compile()
-        for way, (number, axis) in ways.items()
-    }
+
+    def mean_of(number: int, axis: ga.DataAxis) -> Any:
+        add = ga.accumulate(peers.scanned_loss, number, data_axis=axis)
+
+        def gradient(params: Any, batch: jax.Array) -> Any:
+            value, acc = add(ga.accumulator.init(params), params, batch)
+            return value, ga.accumulator.mean(acc)
+
+        return jax.jit(gradient).lower(params, batch).compile()
+
+    programs = {way: mean_of(*options) for way, options in ways.items()}
     gradient = peers.tree_bytes(params)
     ring = 2 * (devices - 1) / devices * gradient
     wire = {way: sent(ga.audit(p, mesh), devices) for way, p in programs.items()}

@@ -21,7 +21,7 @@ Flax: `flax` (it needs the extra `flax`, and is imported when first used).
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from ga_optax import accumulator, config, data
+from ga_optax import accumulator, blocks, config, data
 from ga_optax._across.multi_steps import (
     MultiSteps,
     apply_gradients,
@@ -37,20 +37,19 @@ from ga_optax._across.state import (
     stats,
 )
 from ga_optax._calls.accumulate import accumulate
+from ga_optax._calls.dependencies import BatchDependencies, batch_dependencies
+from ga_optax._calls.function import microbatch
+from ga_optax._calls.gradients import value_and_grad
 from ga_optax._compiled.audit import Audit, Collective, audit
 from ga_optax._compiled.plan import Candidate, NothingFitsError, Plan, plan
 from ga_optax._devices.collectives import merge_across
 from ga_optax._devices.data_axis import DataAxis
+from ga_optax._partition.promised import register_primitive
 from ga_optax._passes.rowwise import rowwise
 from ga_optax._verify import Cause, LeafReport, Report, verify
 
 if TYPE_CHECKING:
-    from ga_optax import blocks
     from ga_optax import flax as flax  # a star import must not need it
-    from ga_optax._calls.dependencies import BatchDependencies, batch_dependencies
-    from ga_optax._calls.function import microbatch
-    from ga_optax._calls.gradients import value_and_grad
-    from ga_optax._partition.promised import register_primitive
 
 __all__ = [
     "Audit",
@@ -90,23 +89,12 @@ __all__ = [
 ]
 
 
-_LATER = {  # which few need, or can have, and the modules that they are or are in
-    "BatchDependencies": "_calls.dependencies",
-    "batch_dependencies": "_calls.dependencies",
-    "blocks": "blocks",
-    "flax": "flax",
-    "microbatch": "_calls.function",
-    "register_primitive": "_partition.promised",
-    "value_and_grad": "_calls.gradients",
-}
-
 if not TYPE_CHECKING:  # for type checkers, a module with this function has any name
 
     def __getattr__(name: str) -> Any:
-        if name not in _LATER:
+        if name != "flax":  # which needs an extra
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        module = importlib.import_module(f"ga_optax.{_LATER[name]}")
-        return module if name == _LATER[name] else getattr(module, name)
+        return importlib.import_module("ga_optax.flax")
 
 
 def __dir__() -> list[str]:

@@ -339,8 +339,6 @@ PROGRAMS = (
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_what_comes_in_and_out_is_that_of_the_function(program):
-    if program is references and not hasattr(jax, "new_ref"):
-        pytest.skip("this version of JAX has no references")
     steps = (partial(program, divide) for divide in (in_pieces, whole))
     assert off(*(jax.jit(step)(*arrays()) for step in steps)) < BOUND
 

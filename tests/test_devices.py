@@ -457,12 +457,6 @@ def test_a_with_block_names_the_mesh_too():
         ga.value_and_grad(mean_loss, 2, data_axis="data")(params, batch)
 
 
-def test_a_jax_that_is_too_old_says_so(monkeypatch):
-    monkeypatch.delattr(jax.lax, "pcast")
-    with pytest.raises(ValueError, match=r"data_axis needs jax >= 0\.9"):
-        ga.value_and_grad(mean_loss, 2, data_axis="data")
-
-
 def inside(fun, in_specs=ROWS_APART, out_specs=WHOLE, axes=("data",), **options):
     """A call inside a shard_map."""
     mesh = mesh_of(2, 4, names=BOTH)

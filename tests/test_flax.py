@@ -384,7 +384,6 @@ def test_where_rows_of_a_module_meet_is_what_the_step_does():
 
 @FAST
 @pytest.mark.slow
-@pytest.mark.skipif(jax.__version_info__ < (0, 9), reason="data_axis needs jax 0.9")
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_over_devices_statistics_and_masks_are_those_of_one_call_too(kind):
     with jax.enable_x64(True):

@@ -37,6 +37,7 @@ KEYS = {"a": jax.random.key(0)}
 IMAGES = {"image": np.ones((10, 28, 28), np.float32)}
 ZEROS = {"a": jnp.zeros(2)}
 LENGTHS = {"a": X, "b": X[:4]}
+LOGICAL = ga.DataAxis("data", logical_devices=4)
 V, T = ValueError, TypeError
 
 
@@ -343,7 +344,8 @@ def sharded(rows=64, k=4, n=8, name="data", **options):
 
     def call():
         data_axis = ga.DataAxis(name, mesh=mesh_of(n), **options)
-        step = ga.value_and_grad(untraced, k, data_axis=data_axis)
+        make = mean_of if "logical_devices" in options else ga.value_and_grad
+        step = make(untraced, k, data_axis=data_axis)
         jax.jit(step)(PARAMS, jnp.ones((rows, 16)))
 
     return call
@@ -442,6 +444,14 @@ OTHERS = {
         (axis(logical_devices=0), V, "at least 1 | it is 0"),
         (axis(logical_devices=8.0), T, "an int | 8.0"),
         (axis(logical_devices=8, sync="each"), V, 'sync is "each"'),
+        *(
+            (
+                lambda make=make: make(untraced, 2, data_axis=LOGICAL),
+                V,
+                "no logical_devices | logical_devices=4 | Use ga_optax.accumulate",
+            )
+            for make in (ga.value_and_grad, ga.microbatch, ga.batch_dependencies)
+        ),
         (
             lambda: ga.value_and_grad(untraced, 2, data_axis="data")(W, X),
             V,

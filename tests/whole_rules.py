@@ -510,7 +510,7 @@ CASES = merged(EXAMPLES, REDUCTIONS, SHAPES, PRODUCTS, INDEXING, RANDOMS, NESTED
 
 
 _SEARCHED = jax.make_jaxpr(lambda x: jnp.searchsorted(jnp.arange(3.0), x))(1.0).jaxpr
-# What older versions of JAX do not have.
+# What jax 0.10 does not have.
 _IS_HERE = {
     "log2": hasattr(lax, "log2_p"),
     "one_minus_square": hasattr(lax, "one_minus_square_p"),

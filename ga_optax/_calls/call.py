@@ -239,6 +239,7 @@ def _check_dtype(options: Options, name: str, x: Any) -> None:
 
 def check_parameters(place: Argument, tree: Any) -> None:
     """Raises if parameters of a Flax module come with other state of it."""
+    # Flax is no requirement: who has not imported it has no module of it either.
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
         return

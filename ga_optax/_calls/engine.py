@@ -324,12 +324,11 @@ def _check_options(micro_batch: MicroBatch) -> None:
     if e is None:
         return
     where = f"rows meet at {places.place_of(e.source_info)}"
-    if devices.each or devices.scatters or devices.logical:
+    if devices.each or devices.scatters:
         raise DoesNotFitError(
-            'If rows meet, data_axis must have sync="last" and no logical_devices, but '
-            f"{where}, and it is {call.options.data_axis}. Leave these out, or write "
-            "the loss so that its rows do not need each other; "
-            "ga_optax.batch_dependencies shows all lines."
+            f'If rows meet, data_axis must have sync="last", but {where}, and it is '
+            f"{call.options.data_axis}. Leave sync out, or write the loss so that its "
+            "rows do not need each other; ga_optax.batch_dependencies shows all lines."
         )
     if devices.is_checked:
         raise DoesNotFitError(

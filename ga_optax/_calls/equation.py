@@ -210,7 +210,7 @@ def _is_one(call: Call) -> bool:
     its = call.devices
     if not its.axes:
         return True
-    plain = not (its.each or its.scatters or its.logical)
+    plain = not (its.each or its.scatters)
     return plain and its.mesh is not None and not meshes.explicit_names(its.mesh)
 
 

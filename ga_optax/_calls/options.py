@@ -67,10 +67,11 @@ class Options(NamedTuple):
     carry_argnums: int | Sequence[int] = ()
     num_real_microbatches: ArrayLike | None = None
 
-    def checked(self, differentiates: bool = True) -> "Options":
+    def checked(self, differentiates: bool = True, adds: bool = False) -> "Options":
         """The same, in one form; raises if an option does not fit.
 
-        What only runs `fun`, and `differentiates` nothing, has no `argnums`.
+        What only runs `fun`, and `differentiates` nothing, has no `argnums`. What
+        `adds` to an accumulator has logical devices.
         """
         todo = "Pass the loss function itself, not its value."
         check_callable("fun", self.fun, "of the parameters and the batch", todo)
@@ -96,6 +97,12 @@ class Options(NamedTuple):
             **{name: _positions(name, getattr(self, name)) for name in ROLES},
             **{name: _names(name, getattr(self, name)) for name in NAMES.values()},
         )
+        if not adds and getattr(options.data_axis, "logical_devices", None):
+            raise ValueError(
+                "Here data_axis must have no logical_devices, which accumulate alone "
+                f"has, but it is {options.data_axis}. Use ga_optax.accumulate for the "
+                "same bits on any number of devices, or leave logical_devices out."
+            )
         options._check_num_real()
         roles = options.roles()
         for name in ("argnums",) * differentiates + ("batch_argnums",):

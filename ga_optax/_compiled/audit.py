@@ -11,6 +11,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from ga_optax import _text
+from ga_optax._compiled import hlo
 
 # An asynchronous pair counts once, at its start.
 _KIND = re.compile(
@@ -55,8 +56,6 @@ class Collective:
     @property
     def times(self) -> int | None:
         """How often it runs in one call, at most; None if that is not known."""
-        from ga_optax._compiled import hlo  # 3 ms of import, which few need
-
         return hlo.times(self.loops)
 
     @property
@@ -221,8 +220,6 @@ def audit(
             f"mesh must be a jax.sharding.Mesh, or None, but it is {mesh!r}. Pass the "
             "mesh that the program runs on, for the names of its axes."
         )
-    from ga_optax._compiled import hlo  # 3 ms of import, which few need
-
     collectives, chains = [], set()
     for placed in hlo.parse(text).walk():
         found = placed.instruction

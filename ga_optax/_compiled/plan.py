@@ -27,6 +27,7 @@ import jax
 import numpy as np
 
 from ga_optax import _checks, _text
+from ga_optax._compiled import machines
 from ga_optax._passes import notes
 
 
@@ -170,11 +171,7 @@ def plan(
     _check_make_step(make_step)
     todo = "Pass how many examples one step sees."
     batch_size = _checks.check_int("batch_size", batch_size, todo)
-    machine: Any = None
-    if target is not None:
-        from ga_optax._compiled import machines  # few need it
-
-        machine = machines.find(target)
+    machine: Any = None if target is None else machines.find(target)
     if memory_limit is None:
         memory_limit = machine.memory_limit if machine else _device_limit()
     limit = parse_bytes(memory_limit)

@@ -23,8 +23,7 @@ class DataAxis:
     A bare name, or a tuple of names, stands for a `DataAxis` with the defaults below.
 
     Attributes:
-      name: the axis, or a tuple of axes, that split the batch axis. It needs
-        jax >= 0.9.
+      name: the axis, or a tuple of axes, that split the batch axis.
       mesh: the mesh of the axis at top level. If None it is that of `jax.set_mesh` (or
         of a `with mesh:` block), or else the one that the batch lies on. Inside
         `jax.shard_map` over the axis it is not read.
@@ -45,10 +44,11 @@ class DataAxis:
         the compiler distributes. Inside `shard_map` `fun` itself has to gather the
         parameters, and a weight of 0 does not keep a NaN out. (With `grad_specs` see
         there.)
-      logical_devices: a power of two L. The window is then computed as L devices would,
-        bit for bit, on any number of devices that divides L: rows, micro-batches, keys
-        and the order of every sum. `num_microbatches` counts those of one of the L. It
-        sends as many bytes as without. Page: "Devices". It needs jax >= 0.10.
+      logical_devices: for `accumulate` alone, a power of two L. A call is then computed
+        as L devices would compute it, bit for bit, on any number of devices that
+        divides L: rows, micro-batches, keys and the order of every sum.
+        `num_microbatches` counts the micro-batches of one of the L. It sends as many
+        bytes as without. Page: "Devices".
 
     Raises:
       TypeError, ValueError: if an attribute does not fit.
@@ -100,11 +100,6 @@ class DataAxis:
             raise ValueError(
                 'logical_devices must have sync="last", but sync is "each": there the '
                 "compiler chooses the order of the sums. Leave one of them out."
-            )
-        if jax.__version_info__ < (0, 10):
-            raise ValueError(
-                f"logical_devices needs jax >= 0.10, but this is jax {jax.__version__}."
-                " Install a newer one, or leave it out."
             )
 
     def specs(self, tree: Any) -> Any:

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend import core
+from jax.interpreters import ad, batching, mlir
 from jax.typing import ArrayLike
 
 
@@ -84,8 +85,6 @@ def _operations() -> tuple[core.Primitive, core.Primitive]:
 
 
 def _primitive(name: str, fun: Callable[..., jax.Array]) -> core.Primitive:
-    from jax.interpreters import mlir
-
     def types(x: Any, **params: Any) -> Any:
         out = jax.eval_shape(functools.partial(fun, strided=False, **params), x)
         return jax.core.ShapedArray(out.shape, out.dtype)
@@ -107,8 +106,6 @@ def _primitive(name: str, fun: Callable[..., jax.Array]) -> core.Primitive:
 
 
 def _with_transformations(mine: core.Primitive, other: core.Primitive) -> None:
-    from jax.interpreters import ad, batching
-
     def transposed(cotangent: Any, x: Any, **params: Any) -> list[Any]:
         return [other.bind(cotangent, **params)]
 

@@ -72,11 +72,6 @@ def check_data_axis(data_axis: Any) -> Axes:
             "accumulate; MultiSteps takes what those return at top level, without a "
             "data_axis.)"
         )
-    if not hasattr(jax.lax, "pcast"):
-        raise ValueError(
-            f"data_axis needs jax >= 0.9, but this is jax {jax.__version__}. Install a "
-            "newer one, or let the gradient be reduced in every micro-step."
-        )
     return tuple(names)
 
 
@@ -210,7 +205,7 @@ def varying(x: Any) -> frozenset[str]:
     """The bound axes over which devices hold different values, as far as JAX knows."""
     aval = jax.typeof(x) if isinstance(x, (jax.Array, np.ndarray)) else x
     kind = getattr(aval, "manual_axis_type", None)
-    return kind.varying if kind is not None else getattr(aval, "vma", frozenset())
+    return kind.varying if kind is not None else frozenset()
 
 
 def checks_varying() -> bool:

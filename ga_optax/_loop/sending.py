@@ -14,7 +14,8 @@ import jax
 from jax.extend import core
 
 from ga_optax._loop import trees
-from ga_optax._passes import ir, known
+from ga_optax._passes import ir
+from ga_optax._passes.primitives import ADD_TO, NEW_REF
 
 # What to do with a gradient, or a slice of it, and what `run` was given for it.
 Write = Callable[[Any, jax.Array], None]
@@ -37,7 +38,7 @@ def run(
     """
     program = ir.program_of(lambda: backward(*map(jax.new_ref, trees.blank(types))))
     equations = program.jaxpr.eqns
-    made = [e for e in equations if e.primitive.name == known.NEW_REF][: len(types)]
+    made = [e for e in equations if e.primitive.name == NEW_REF][: len(types)]
     rest = [e for e in equations if e not in made]
     invars = [e.outvars[0] for e in made]
     jaxpr = program.jaxpr.replace(invars=invars, eqns=rest)
@@ -55,7 +56,7 @@ def _run(
         here = [held.get(x) if ir.is_variable(x) else None for x in ins]
         if not any(here):
             return None
-        if equation.primitive.name == known.ADD_TO:
+        if equation.primitive.name == ADD_TO:
             here[0](*values)  # pyrefly: ignore[not-callable]
             return ()
         # A jitted function, or a scan: see `is_cut`.

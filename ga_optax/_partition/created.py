@@ -50,7 +50,7 @@ class Created:
 
     def __call__(self, w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Value]:
         """The operands of an equation; one has rows if it is a root to cut."""
-        if cutting.is_open(e) or w.in_rule or w.limit is not None:
+        if cutting.is_open(e) or w.in_rule:
             return vs
         found = []
         if vs and all(v.is_whole for v in vs):

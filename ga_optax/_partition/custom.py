@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
-from ga_optax._partition import factors, nested
+from ga_optax._partition import nested
 from ga_optax._partition.attached import attached, zero
 from ga_optax._partition.values import (
     PARTIAL,
@@ -38,7 +38,7 @@ from ga_optax._partition.values import (
     types_of,
 )
 from ga_optax._partition.writer import Writer
-from ga_optax._passes import ir, places, primitives
+from ga_optax._passes import ir, places
 from ga_optax._passes.ir import is_inexact
 
 _JAX = os.path.dirname(jax.__file__)
@@ -61,26 +61,9 @@ def custom_jvp(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     apart = w.within(apart=True)
     with w.may_fail(e, last=False) as out:
         out += _with_jvp(apart, e, program, vs)
-    if not out and not w.apart and (fitted := _fitted(w, e, vs)) != vs:
-        vs = fitted
-        with w.may_fail(e) as out:
-            out += _with_jvp(apart, e, program, vs)
     if not out and not w.apart and _rule_only_saves_time(program.jaxpr):
         return nested.inlined(w, program, vs)
     return out or _in_the_open(w, e, vs)
-
-
-def _fitted(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Value]:
-    """Operands as if it worked number by number, such as on all pairs of rows."""
-    shapes = tuple(v.shape for v in vs), (types_of(e)[0].shape,)
-    ways = [x for x in primitives.read("...", *shapes) if None not in x.outs]
-    if (found := factors.chosen(vs, ways)) is None:
-        return vs
-    rows, way = found
-    return [
-        v if v.layout in (WHOLE, layout) else v.held(w.to(v, layout), layout)
-        for v, layout in zip(vs, factors.layouts(rows, way.ins), strict=True)
-    ]
 
 
 def _rule(

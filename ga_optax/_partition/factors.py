@@ -34,7 +34,7 @@ from ga_optax._passes.primitives import Axes, Way
 
 def ways(e: core.JaxprEqn) -> list[Way]:
     """The ways to split an equation, by its row."""
-    return primitives.ways(primitives.TABLE[e.primitive.name], e)
+    return primitives.ways(primitives.row_of(e), e)
 
 
 def chosen(vs: Sequence[Value], some: Sequence[Way]) -> tuple[Rows, Way] | None:
@@ -149,7 +149,7 @@ def _along(
 ) -> list[Any]:
     """The results of a micro-batch's part along a factor."""
     xs = w.parts(vs, rows, way.ins)
-    if not (key := primitives.TABLE[e.primitive.name].shape):
+    if not (key := primitives.row_of(e).shape):
         return w.results(e, xs)
     shape, of, [d] = list(e.params[key]), types_of(e)[0].shape, way.outs
     assert d is not None

@@ -1,7 +1,5 @@
 """Gathers and scatters: `logits[arange(n), labels]`, `x[ids]`, `segment_sum`."""
 
-import dataclasses
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -9,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from ga_optax._partition import factors, reductions
+from ga_optax._partition import factors
 from ga_optax._partition.values import (
     PARTIAL,
     WHOLE,
@@ -32,14 +30,10 @@ def gather(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     operand, indices = vs
     numbers = e.params["dimension_numbers"]
     if operand.dim in numbers.collapsed_slice_dims:
-        for its in _or_turned(w, operand):
-            if any(way.ins[0] == its.dim for way in factors.ways(e)):
-                return factors.forward(w, e, [its, indices])
-            own = own_rows(w, its, indices, numbers.start_index_map)
-            collapsed = its.dim in numbers.collapsed_slice_dims
-            if own is not None and collapsed and not numbers.operand_batching_dims:
-                [d, *_] = _batch(e)
-                return [(w.run(e, [its.x, own]), its.rows.at(d))]
+        own = own_rows(w, operand, indices, numbers.start_index_map)
+        if own is not None and not numbers.operand_batching_dims:
+            [d, *_] = _batch(e)
+            return [(w.run(e, [operand.x, own]), operand.rows.at(d))]
         if (picked := _picked(w, e, operand, indices)) is not None:
             return [(picked, PARTIAL)]
     return factors.forward(w, e, vs)
@@ -62,14 +56,6 @@ def _batch(e: core.JaxprEqn) -> list[int]:
     return [
         d for d in range(rank) if d not in e.params["dimension_numbers"].offset_dims
     ]
-
-
-def _or_turned(w: Writer, operand: Value) -> Iterator[Value]:
-    """It, and if it is a product of rows with rows, split where the other factor is."""
-    yield operand
-    if found := reductions.turned(w, operand, (operand.dim,)):
-        rows, x = found
-        yield dataclasses.replace(operand.held(x, rows), level=w.level)
 
 
 def _picked(w: Writer, e: core.JaxprEqn, operand: Value, indices: Value) -> Any:

@@ -21,10 +21,9 @@ from ga_optax._partition import (
     reductions,
     shapes,
 )
-from ga_optax._partition.values import MOVES
 from ga_optax._partition.writer import Rule, Rules
 from ga_optax._passes.divided import NAME, WRITTEN
-from ga_optax._passes.primitives import TABLE
+from ga_optax._passes.primitives import ROWWISE, TABLE
 
 _OWN: dict[Rule, str] = {
     reductions.reduce_: "reduce_sum reduce_max reduce_min reduce_prod reduce_and "
@@ -35,14 +34,14 @@ _OWN: dict[Rule, str] = {
     shapes.barrier: "optimization_barrier",
     shapes.reshape: "reshape",
     shapes.tile: "tile",
-    moves.move: " ".join(MOVES),
+    moves.move: " ".join(name for name, row in TABLE.items() if row.shifts),
     shapes.dynamic_slice: "dynamic_slice",
     factors.summed: "dot_general",
     products.convolution: "conv_general_dilated",
     products.ragged_dot: "ragged_dot_general",
     indexing.scatter: "scatter scatter-add scatter-sub scatter-mul scatter-max "
     "scatter-min",
-    promised.rowwise: "rowwise",
+    promised.rowwise: ROWWISE,
     randoms.random_bits: "random_bits",
     kernels.pallas_call: "pallas_call",
     declared.custom_partitioning: "custom_partitioning",

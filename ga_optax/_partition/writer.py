@@ -13,7 +13,6 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core, source_info_util
 
 from ga_optax._partition.values import (
-    MOVES,
     PARTIAL,
     WHOLE,
     Layout,
@@ -29,6 +28,7 @@ from ga_optax._partition.values import (
 )
 from ga_optax._passes import ir, known, places, references
 from ga_optax._passes.ir import is_inexact
+from ga_optax._passes.primitives import CAST, row_of
 
 
 class Axis(NamedTuple):
@@ -88,11 +88,6 @@ def meeting_of(e: core.JaxprEqn) -> str | None:
     return name.removeprefix(_MEETS) if name.startswith(_MEETS) else None
 
 
-# Operands that must be there before the equation begins. In a loop XLA:CPU (of jax 0.10
-# to 0.12) writes an update in place while it still reads it from the same array.
-_COMPUTED_FIRST = {"dynamic_update_slice": (1,)}
-
-
 class Note(NamedTuple):
     """An equation that was computed whole, or that the user made a promise of."""
 
@@ -125,8 +120,6 @@ class Writer:
       shares: whether what is whole may be shared out among addends.
       in_rule: whether it writes a rule, which is not derived once more.
       again: whether what it writes will be partitioned once more.
-      limit: how many numbers may be gathered for one value; None for any.
-      matches: values with the wanted rows, as they are found under a limit.
       notes: what was computed whole.
       promised: what was split because the user says so.
       failures: of rules, each of which is a fault of ours.
@@ -145,8 +138,6 @@ class Writer:
     shares: bool = True
     in_rule: bool = False
     again: bool = False
-    limit: int | None = None
-    matches: list[Value] = dataclasses.field(default_factory=list)
     notes: list[Note] = dataclasses.field(default_factory=list)
     promised: list[Note] = dataclasses.field(default_factory=list)
     failures: list[Exception] = dataclasses.field(default_factory=list)
@@ -176,7 +167,7 @@ class Writer:
           facts: what it is, and what else it depends on.
           serves: whether the others may have it, too.
         """
-        where = self.apart, self.shares, self.in_rule, self.again, self.limit
+        where = self.apart, self.shares, self.in_rule, self.again
         key = facts, tuple(map(id, its)), where
         if key in self.objects:
             return self.objects[key][0]
@@ -191,18 +182,12 @@ class Writer:
 
     def to(self, v: Value, layout: Layout) -> Any:
         """The value in a layout; it remembers those that it was in."""
-        limit, is_there = self.limit, v.layout == layout
-        if layout == PARTIAL and not is_there:
+        x, level = v.x, v.level
+        if layout == PARTIAL and not v.is_partial:
             if not is_inexact(v.aval):
                 raise RowsMeet
             return self.addend(self.reduced(v))
-        if limit is not None and layout != WHOLE:
-            if is_there or (layout in v.copies and not v.is_whole):
-                self.matches.append(v)
-        elif limit is not None and not is_there and v.size > limit:
-            raise RowsMeet
-        x, level = v.x, v.level
-        if not is_there:
+        if layout != v.layout:
             if layout not in v.copies:
                 here = self.within(level=0)
                 is_rows = isinstance(layout, Rows)
@@ -230,8 +215,7 @@ class Writer:
         return self.sum(v.x) if v.is_partial else self.joined(v)
 
     def _cut(self, v: Value, rows: Rows) -> Any:
-        seeks = v.is_whole or self.limit is not None
-        if seeks and (x := self.rules.recut(self, v, rows)) is not None:
+        if v.is_whole and (x := self.rules.recut(self, v, rows)) is not None:
             return x
         x = self.own(self.whole(v), rows)
         if found := _computed(v):
@@ -346,8 +330,10 @@ class Writer:
             return self.results(e, xs)
         xs, names = list(xs), source_info_util.new_name_stack()  # those around it do
         e = e.replace(source_info=e.source_info.replace(name_stack=names))
-        for i in _COMPUTED_FIRST.get(e.primitive.name, ()):
-            xs[i] = jax.lax.optimization_barrier(xs[i])
+        if e.primitive.name == "dynamic_update_slice":
+            # In a loop XLA:CPU (of jax 0.10 to 0.12) writes an update in place while it
+            # still reads it from the same array.
+            xs[1] = jax.lax.optimization_barrier(xs[1])
         return ir.bind(self.jaxpr, [e], e.invars, e.outvars, xs)
 
     def interpret(
@@ -407,10 +393,10 @@ class Writer:
 
     def _applied(self, e: core.JaxprEqn, vs: list[Value]) -> list[Result]:
         name = e.primitive.name
-        kind = ir.kind(e) or name
+        kind, shifts = ir.kind(e) or name, row_of(e).shifts
         notes, rules = len(self.notes), self.rules
         opens = kind in rules.nested and bool(e.outvars) and ir.acts(e)
-        if all(v.is_whole for v in vs) and not opens and name not in MOVES:
+        if all(v.is_whole for v in vs) and not opens and not shifts:
             return self.all_whole(e, vs)
         with self.may_fail(e) as out:
             if kind in rules.nested and e.outvars:
@@ -420,7 +406,7 @@ class Writer:
                     out += rules.linear(self, e, vs) or ()
                 if not out:
                     vs = self.summed(vs)
-                    if any(v.rows for v in vs) or name in MOVES:
+                    if any(v.rows for v in vs) or shifts:
                         rule = rules.known.get(name, rules.others)
                         out += rule(self, e, vs) or ()
         if self._fits(e, out):
@@ -475,8 +461,7 @@ class Writer:
         try:
             yield found
         except Exception as error:
-            now = self.apart or self.limit is not None
-            if isinstance(error, RowsMeet) and now and last:
+            if isinstance(error, RowsMeet) and self.apart and last:
                 raise
             self.level = level
             found.clear()
@@ -499,11 +484,10 @@ def _computed(v: Value) -> tuple[core.JaxprEqn, list[Value]] | None:
     if v.made is None or not all(u.is_whole for u in v.made[1]):
         return None
     e, vs, _ = v.made
-    moves = e.primitive.name in known.EXACT or e.primitive.name.startswith(_MOVES)
+    moves = row_of(e).is_exact or e.primitive.name.startswith("scatter")
     return None if moves else (e, vs)
 
 
-_MOVES = ("gather", "scatter", "dynamic_", "stack", "unstack", "split")
 _failed: set[str] = set()
 
 
@@ -528,15 +512,16 @@ def number_of(v: Value) -> Any:
         is_number = v.shape == () and not isinstance(v.x, jax.core.Tracer)
         return np.asarray(v.x).item() if is_number else None
     e, vs, _ = v.made
-    spread = ("broadcast_in_dim", "convert_element_type", "reshape")
-    return number_of(vs[0]) if e.primitive.name in spread else None
+    spreads = row_of(e).moves or e.primitive.name == CAST
+    return number_of(vs[0]) if spreads else None
 
 
 def _is_reshaped(v: Value) -> bool:
     """Whether it is something in another shape: it is kept once for both."""
-    if v.made is None or v.made[0].primitive.name not in _SHAPES:
+    if v.made is None or not row_of(v.made[0]).moves:
         return False
-    return not v.made[1][0].is_whole
+    of = v.made[1][0]
+    return of.size == v.size and not of.is_whole
 
 
 def _is_scaled(e: core.JaxprEqn, vs: Sequence[Value], size: int) -> bool:
@@ -558,8 +543,6 @@ def _is_scaled(e: core.JaxprEqn, vs: Sequence[Value], size: int) -> bool:
 
 
 _FEW = 16  # numbers: so many more may be summed
-_SHAPES = ("transpose", "reshape", "squeeze")
-
 
 Rule = Callable[[Writer, core.JaxprEqn, list[Value]], Results]
 

@@ -25,9 +25,9 @@ import numpy as np
 from jax.extend import core
 
 from ga_optax._devices import collectives, meshes
-from ga_optax._passes import ir, known, references, transformable
+from ga_optax._passes import ir, known, primitives, references, transformable
 
-NAME, WRITTEN = "ga_optax_microbatch", "ga_optax_value_and_grad"
+NAME, WRITTEN = "ga_optax_microbatch", primitives.GRADIENTS
 Flat = Callable[..., list[Any]]
 
 

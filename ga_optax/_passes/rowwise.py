@@ -21,10 +21,10 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from ga_optax._checks import check_callable, named_leaves
-from ga_optax._passes import closures, ir, transformable
+from ga_optax._passes import closures, ir, primitives, transformable
 from ga_optax._passes.primitives import Axes, Way
 
-NAME = "rowwise"
+NAME = primitives.ROWWISE
 # Under these axes a program is traced that will be partitioned: there promises are
 # kept. (JAX remembers what it has traced by the axes that there are.)
 READ = [("rows are read", 1)]

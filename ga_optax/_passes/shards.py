@@ -17,11 +17,12 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.extend import core
+from jax.extend.mlir import ir as mlir_ir
 from jax.interpreters import mlir
 
 from ga_optax._devices import meshes
 from ga_optax._devices.meshes import Axes
-from ga_optax._passes import ir, known, notes, transformable
+from ga_optax._passes import ir, notes, primitives, transformable
 from ga_optax._passes.facts import Facts
 from ga_optax._passes.ir import Program
 
@@ -181,14 +182,14 @@ def _moved(e: core.JaxprEqn, values: list[Any]) -> list[Any] | None:
         if d in gone:
             return None
         d -= sum(i < d for i in gone)
-    elif name != known.CAST or p["new_dtype"].itemsize > before.dtype.itemsize:
+    elif name != primitives.CAST or p["new_dtype"].itemsize > before.dtype.itemsize:
         return None
     out = e.primitive.bind(x.part, *rest, **(p | new))
     out = out if e.primitive.multiple_results else [out]
     return [x.of(part, d) for part in out]
 
 
-_LIES = (known.CONSTRAINT, "reshard")
+_LIES = (primitives.CONSTRAINT, "reshard")
 
 
 @functools.cache
@@ -212,7 +213,7 @@ def _gather() -> core.Primitive:
         return _gather().bind(*xs, **how), {0: run(*dots, **how)[0]}
 
     how = transformable.How(run, types, plain, batched, derived)
-    return transformable.primitive(known.GATHER_PARTS, how)
+    return transformable.primitive(primitives.GATHER_PARTS, how)
 
 
 # -- Chosen when a program is lowered --------------------------------------------------
@@ -302,8 +303,6 @@ def _is_split(x: Any, axes: Axes) -> bool:
 
 def _sharding(x: Any) -> str:
     """What a program says of where a value lies; nothing of what it computes."""
-    from jax.extend.mlir import ir as mlir_ir
-
     owner, key = x.owner, "sdy.sharding"
     if isinstance(owner, mlir_ir.Block):
         attributes: Any = owner.owner.attributes["arg_attrs"]

@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import checkify
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir, partial_eval
 
-from ga_optax._passes import ir
+from ga_optax._passes import ir, primitives
 
 Run = Callable[[Any], Any]
 
@@ -78,7 +79,7 @@ def _registered() -> core.Primitive:
         batched,
         derived,
     )
-    return primitive("ga_optax_window", how)
+    return primitive(primitives.WINDOW, how)
 
 
 # -- Primitives of ours ----------------------------------------------------------------
@@ -166,8 +167,7 @@ def checked(primitive: core.Primitive, plain: Callable[..., Any]) -> None:
 
     Of the parameters of an equation `plain` returns that, and its number of operands.
     """
-    from jax.experimental import checkify
-
+    # The table of the module that checks, which no public module names.
     checks = sys.modules[checkify.checkify.__module__].error_checks
 
     def rule(*args: Any, **params: Any) -> Any:

@@ -18,7 +18,7 @@ from ga_optax._loop import additions, in_place
 from ga_optax._loop.loop import Loop, State, with_passes
 from ga_optax._loop.over_devices import all_reduced
 from ga_optax._loop.step import Flat, Operands, Step, Where
-from ga_optax._passes import ir
+from ga_optax._passes import ir, known
 from ga_optax._passes.arrivals import arrival
 from ga_optax._passes.facts import Facts
 from ga_optax._window.forward import FOLDS
@@ -69,7 +69,7 @@ class Backward:
         values, axes, level = self.values, self.values.axes, Level(number, once=True)
         # A rule may be nonlinear: then it has to see the cotangent of all devices.
         every = values.schedule.operands(level)
-        has_rule = _has_rule(values.schedule.needed(every, level)[0])
+        has_rule = any(map(known.has_rule, values.schedule.needed(every, level)[0]))
         cotangents = self.summed(level, across=has_rule)
         if not cotangents:
             return
@@ -308,13 +308,6 @@ def step_of(step: Step, jaxpr: core.Jaxpr, leaves: int, wanted: Wanted) -> Step:
         ways=["sum", *(way for _, way in wanted)],
         arrivals=[arrival(jaxpr, x) for x in jaxpr.invars[:leaves]],
     )
-
-
-def _has_rule(equations: Sequence[core.JaxprEqn]) -> bool:
-    """Whether a backward pass is anything but the transpose of a derivative."""
-    rules = ("custom_vjp", "linear_call")
-    names = [e.primitive.name for x in equations for e in ir.within(x)]
-    return any(rule in name for rule in rules for name in names)
 
 
 def _paired(cotangent: jax.Array, x: jax.Array) -> jax.Array:

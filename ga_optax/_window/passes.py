@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from jax.extend import core
 
-from ga_optax._passes import known
+from ga_optax._passes import primitives
 from ga_optax._passes.ir import variables
 from ga_optax._window import cost
 from ga_optax._window.schedule import Level, Schedule
@@ -118,12 +118,11 @@ def _read_back(
 
 def _needed_back(schedule: Schedule, equation: core.JaxprEqn) -> list[Any] | None:
     """The operands that its gradient needs; None if it may need its results, too."""
-    name = equation.primitive.name
     differs = schedule.is_own(equation) and schedule.is_smooth(equation)
-    if name in known.LINEAR or not differs:
+    if primitives.is_linear(equation) or not differs:
         return []
-    if name not in known.OF_TWO:
+    if not primitives.needs_other(equation):
         return None
     one, two = equation.invars
     of_one, of_two = (schedule.fact(x).smooth for x in (one, two))
-    return [one] * of_two + [two] * (of_one or name == "div")
+    return [one] * of_two + [two] * (of_one or equation.primitive.name == "div")

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
-from ga_optax._passes import feedback, ir
+from ga_optax._passes import feedback, ir, known
 from ga_optax._passes.ir import is_variable, variables
 from ga_optax._window import cost, cut
 
@@ -69,7 +69,7 @@ class Stages:
         self.of_equation: dict[int, int] = {}
         self._find_levels(feedback.graph(how, lambda e: False, start))
         # A rule must see the cotangents of its iteration, and not the sum of all.
-        rules = [x for e in self.program.eqns if _has_rule(e) for x in e.outvars]
+        rules = [x for e in self.program.eqns if known.has_rule(e) for x in e.outvars]
         self.varying = ir.following(self.program, [*carry, *self.slices, *rules])
         self.known: Values = {}
         self.stacks: Values = {}
@@ -313,11 +313,6 @@ def single(checkpoint: core.JaxprEqn, jaxpr: core.Jaxpr, e: core.JaxprEqn) -> An
     inside = jaxpr.replace(eqns=[e], effects=e.effects, **ends)
     one = ir.with_inner(checkpoint, lambda _: inside)
     return one.replace(invars=read, outvars=e.outvars, effects=e.effects)
-
-
-def _has_rule(e: core.JaxprEqn) -> bool:
-    """True if a function with a backward rule is called there."""
-    return any(x.primitive.name == "custom_vjp_call" for x in ir.within(e))
 
 
 def _wish(e: core.JaxprEqn) -> Any:
