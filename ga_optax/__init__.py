@@ -3,7 +3,7 @@
 Inside one call, with the whole batch at hand: `value_and_grad` is that of JAX, for any
     loss, in the memory of a micro-batch. Any other function: `microbatch`. Where rows
     need one another, and what it costs: `batch_dependencies`. Of code that cannot be
-    read, that they do not: `rowwise`, `register_primitive`.
+    read, that they do not: `rowwise`.
 Micro-batches, each by itself, some in a call: `accumulate`.
 Accumulate across calls, in a host loop or inside `optax.chain`:
     `MultiSteps`, `apply_gradients`, `flush`, `has_updated`, `stats`, `from_optax`,
@@ -44,7 +44,6 @@ from ga_optax._compiled.audit import Audit, Collective, audit
 from ga_optax._compiled.plan import Candidate, NothingFitsError, Plan, plan
 from ga_optax._devices.collectives import merge_across
 from ga_optax._devices.data_axis import DataAxis
-from ga_optax._partition.promised import register_primitive
 from ga_optax._passes.rowwise import rowwise
 from ga_optax._verify import Cause, LeafReport, Report, verify
 
@@ -81,7 +80,6 @@ __all__ = [
     "merge_across",
     "microbatch",
     "plan",
-    "register_primitive",
     "rowwise",
     "stats",
     "value_and_grad",

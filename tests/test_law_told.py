@@ -21,7 +21,7 @@ import ga_optax as ga
 from ga_optax._calls import advice
 from ga_optax._calls.words import log_what_is_missing
 from ga_optax._loop import in_place
-from ga_optax._partition import writer
+from ga_optax._partition import notes
 from ga_optax._partition.values import RowsMeet
 from ga_optax._window import levels, room
 
@@ -419,7 +419,7 @@ def failures(key, error):
 
 
 def test_a_rule_that_fails_is_said_once_and_the_value_is_right(monkeypatch):
-    monkeypatch.setattr(writer, "_failed", set())
+    monkeypatch.setattr(notes, "_failed", set())
     [said] = failures("cumsum", TypeError("cumsum got an axis more"))
     assert "The rule of ga_optax for cumsum failed" in said
     assert f"with jax {jax.__version__}" in said

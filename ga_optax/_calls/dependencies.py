@@ -59,8 +59,7 @@ class BatchDependencies:
         a loop, or that it reads of all rows.
       drawn: the same of random numbers that each micro-batch draws by itself: on CPUs
         and GPUs those of the whole batch, elsewhere another draw of the distribution.
-      promised: the same of what `rowwise` or `register_primitive` says that its rows do
-        not need each other.
+      promised: the same of what `rowwise` says that its rows do not need each other.
       forward_passes: how often any part of the loss runs forward, at most. Elementwise
         functions cost little, and are not counted where there is anything else.
       backward_passes: how often any part runs backward.

@@ -19,7 +19,7 @@ from ga_optax._partition.values import (
     local_shape,
     types_of,
 )
-from ga_optax._partition.writer import Writer
+from ga_optax._partition.writer import Same, Writer
 from ga_optax._passes import ir, primitives, references
 
 
@@ -43,7 +43,7 @@ def _bits(w: Writer, e: core.JaxprEqn, vs: list[Value], rows: Rows) -> list[Any]
     ways = primitives.ways(primitives.Row("..."), e)
     way = next(x for x in ways if x.outs[0] == rows.dim)
     xs = w.parts(vs, rows, way.ins)
-    return w.once(lambda: w.results(e, xs), xs, ("bits", rows))
+    return w.once(("bits", rows, *map(Same, xs)), lambda: w.results(e, xs))
 
 
 def _iota(w: Writer, e: core.JaxprEqn, vs: list[Value], rows: Rows) -> Any:
@@ -55,17 +55,14 @@ def _iota(w: Writer, e: core.JaxprEqn, vs: list[Value], rows: Rows) -> Any:
 
 def _call(w: Writer, e: core.JaxprEqn, vs: list[Value], rows: Rows) -> Any:
     """Of a jitted function that draws: as another one, the same for equal calls."""
-    [program], source, said = ir.inner(e), w.source, len(w.notes)
-    w.source = e.source_info
-    try:
-        run = nested.inner(w, program, vs, [rows])
-        if len(w.notes) > said:  # with the names of the program around it
-            del w.notes[said:]
-            [v] = w.interpret(program.jaxpr, program.consts, vs)
-            return w.part(v, rows)
-    finally:
-        w.source = source
-    call = w.once(lambda: jax.jit(run.__call__), [run.closed], "call")
+    [program], here, notes = ir.inner(e), w.at(source=e.source_info), w.records.notes
+    before = len(notes)
+    run = nested.inner(here, program, vs, [rows])
+    if len(notes) > before:  # Notes need the names of the program around it.
+        del notes[before:]
+        [v] = here.interpret(program.jaxpr, program.consts, vs)
+        return w.part(v, rows)
+    call = w.once(("call", Same(run.closed)), lambda: jax.jit(run.__call__))
     [x] = call(nested.index_for(w, run), [w.whole(v) for v in vs])
     w.level = max(w.level, *run.levels)
     return x
@@ -79,7 +76,7 @@ def draws(w: Writer, e: core.JaxprEqn) -> bool:
         names = [x.primitive.name for x in ir.equations(program.jaxpr)]
         return "random_bits" in names and OPEN.issuperset(names)
 
-    return len(e.outvars) == 1 and w.once(found, [program.jaxpr], "draws")
+    return len(e.outvars) == 1 and w.once(("draws", Same(program.jaxpr)), found)
 
 
 # Equations that are gone back through wherever rows of what they compute are wanted.

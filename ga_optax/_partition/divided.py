@@ -57,7 +57,8 @@ def _number(w: Writer, its: Divided, vs: list[Value]) -> int:
 
 
 def _divided(w: Writer, its: Divided, vs: list[Value], number: int) -> list[Result]:
-    run = nested.inner(w.within(apart=True, again=True), its.program, vs)
+    inside = w.within(forbids_collectives=True, partitioned_again=True)
+    run = nested.inner(inside, its.program, vs)
     here = its.with_program(run.closed, (None, *its.axes), number)
     index = nested.index_for(w, run)
     out = here.bind([*run.closed.consts, index, *(v.x for v in vs)])

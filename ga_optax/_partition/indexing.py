@@ -8,6 +8,7 @@ import numpy as np
 from jax.extend import core
 
 from ga_optax._partition import factors
+from ga_optax._partition.made import number_of
 from ga_optax._partition.values import (
     PARTIAL,
     WHOLE,
@@ -17,7 +18,7 @@ from ga_optax._partition.values import (
     can_split,
     types_of,
 )
-from ga_optax._partition.writer import Writer, number_of
+from ga_optax._partition.writer import Writer
 from ga_optax._passes import ir
 from ga_optax._passes.ir import is_inexact
 
@@ -68,7 +69,6 @@ def _picked(w: Writer, e: core.JaxprEqn, operand: Value, indices: Value) -> Any:
     aval: Any = types_of(e)[0]
     if (
         not is_inexact(aval)
-        or numbers.operand_batching_dims
         or d not in numbers.collapsed_slice_dims
         or d not in numbers.start_index_map
         or ir.numbers(aval.shape) * parts > operand.size
@@ -80,7 +80,7 @@ def _picked(w: Writer, e: core.JaxprEqn, operand: Value, indices: Value) -> Any:
     row = at[..., column]
     if e.params["mode"] == jax.lax.GatherScatterMode.CLIP:
         row = jnp.clip(row, 0, operand.shape[d] - 1)
-    here, mine = w.held(operand, row)
+    here, mine = w.place_of(operand, row)
     at = at.at[..., column].set(here)
     at = jnp.where(mine[..., None], at, 0)  # so it comes several times, in any order
     broken = {"unique_indices": False, "indices_are_sorted": False}
@@ -202,7 +202,7 @@ def _scattered_into(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
         return None
     at = w.whole(indices)
     at = at.astype(jnp.promote_types(at.dtype, jnp.int32))
-    here, mine = w.held(operand, at[..., column])
+    here, mine = w.place_of(operand, at[..., column])
     # The others come after all rows, each at a place of its own: as unique as before.
     after = jnp.arange(mine.size, dtype=at.dtype).reshape(mine.shape)
     is_here = mine & (here < operand.shape[d])

@@ -34,7 +34,9 @@ def linear(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result] | None:
         return None
     if name == "gather" and e.params["fill_value"]:
         return None  # it is added once, and not by each micro-batch
-    if any(_is_late(v, vs) for v in vs) or (not w.apart and _grows(e, vs)):
+    if any(_is_late(v, vs) for v in vs) or (
+        not w.scope.forbids_collectives and _grows(e, vs)
+    ):
         return None
     if name == "optimization_barrier":
         return shapes.barrier(w, e, vs)

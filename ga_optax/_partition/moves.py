@@ -15,6 +15,7 @@ import numpy as np
 from jax.extend import core
 
 from ga_optax._partition import factors
+from ga_optax._partition.made import number_of
 from ga_optax._partition.values import (
     PARTIAL,
     WHOLE,
@@ -25,7 +26,7 @@ from ga_optax._partition.values import (
     can_split,
     types_of,
 )
-from ga_optax._partition.writer import Writer, number_of
+from ga_optax._partition.writer import Writer
 from ga_optax._passes.ir import is_inexact
 from ga_optax._passes.primitives import row_of
 

@@ -32,7 +32,7 @@ def compared(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     later = not any(v.params for v in vs) and any(map(_is_of_rows, vs))
     for v in vs:
         behind = v.level < last if v.params else later and v.made is not None
-        if behind and v.rows and is_inexact(v.aval) and not w.apart:
+        if behind and v.rows and is_inexact(v.aval) and not w.scope.forbids_collectives:
             v.x = checkpoint_name(v.x, w.axis.name)
     return factors.forward(w, e, vs)
 

@@ -4,22 +4,24 @@ A primitive with a row of dimensions needs no more (`_passes.primitives`). The r
 here are for what a row cannot say; where it says something, they come after it.
 """
 
+from functools import partial
+
 from ga_optax._partition import (
     custom,
     cutting,
-    declared,
     divided,
     factors,
     indexing,
     kernels,
     linear,
+    loops,
     moves,
     nested,
     products,
-    promised,
     randoms,
     reductions,
     shapes,
+    splits,
 )
 from ga_optax._partition.writer import Rule, Rules
 from ga_optax._passes.divided import NAME, WRITTEN
@@ -41,18 +43,18 @@ _OWN: dict[Rule, str] = {
     products.ragged_dot: "ragged_dot_general",
     indexing.scatter: "scatter scatter-add scatter-sub scatter-mul scatter-max "
     "scatter-min",
-    promised.rowwise: ROWWISE,
+    splits.rowwise: ROWWISE,
     randoms.random_bits: "random_bits",
-    kernels.pallas_call: "pallas_call",
-    declared.custom_partitioning: "custom_partitioning",
-    declared.cudnn_attention: "dot_product_attention_fwd_wrapper "
+    partial(splits.split, kernels.pallas_call): "pallas_call",
+    partial(splits.split, splits.custom_partitioning): "custom_partitioning",
+    partial(splits.split, splits.cudnn_attention): "dot_product_attention_fwd_wrapper "
     "dot_product_attention_bwd_wrapper",
 }
 
 _NESTED: dict[str, Rule] = {
     "checkpoint": nested.checkpoint,
-    "scan": nested.scan,
-    "while": nested.while_,
+    "scan": loops.scan,
+    "while": loops.while_,
     "cond": nested.cond,
     "custom_linear_solve": nested.linear_solve,
     "shard_map": nested.shard_map,
@@ -77,8 +79,8 @@ _KNOWN: dict[str, Rule] = {
 }
 
 RULES = Rules(
+    lambda w, e, vs: vs,
     _KNOWN,
-    promised.registered,
     linear.linear,
     _NESTED,
     custom.passed_on,

@@ -66,9 +66,14 @@ class Value:
     copies: dict[Any, Any] = dataclasses.field(default_factory=dict)
     sources: dict[int, Any] = dataclasses.field(default_factory=dict)
 
-    def held(self, x: Any, layout: Layout) -> "Value":
+    def with_layout(self, x: Any, layout: Layout) -> "Value":
         """The same value, of which micro-batches hold something else."""
         return dataclasses.replace(self, x=x, layout=layout, copies={})
+
+    def alone(self, x: Any, layout: Layout | None = None, aval: Any = None) -> "Value":
+        """The value in another program, which does not know how it was made."""
+        layout, aval = layout or self.layout, aval or self.aval
+        return Value(x, aval, layout, self.level, self.params, self.smooth)
 
     @property
     def rows(self) -> Any:  # Rows, or None
