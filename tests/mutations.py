@@ -117,6 +117,10 @@ FAULTS = """
 @ _devices/meshes.py: test_refused
 * any name is one of an axis
 + def _check_names(...): return None
+@ _partition/labels.py: test_dependencies
+* a report takes what is added up for the whole
+- "part" if v.is_partial else "all"
++ "all"
 @ _calls/rows.py: test_anywhere
 * gradients of rows upside down
 - for x, due, d in triples

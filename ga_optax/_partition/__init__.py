@@ -25,6 +25,7 @@ its operands and is computed whole, which is always right and only takes memory.
     cutting      a value's rows computed from the rows of what it is made of
     created      rows of what the program creates, such as noise for a generator
     divided      what runs over micro-batches of its own: `microbatch` in a loss
+    labels       what a micro-batch holds of each value, for reports
     program      `partition`, which puts these together
 
 Imports `_passes` alone.
