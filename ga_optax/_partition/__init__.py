@@ -19,7 +19,8 @@ its operands and is computed whole, which is always right and only takes memory.
     table        which rule each primitive has beside or without a row
     linear, shapes, moves, reductions, products, indexing, randoms, nested, loops,
     custom       the rules, by kind
-    attached     functions with rules of their own, in which rows meet
+    derivatives  the program that JAX derives of a function with a rule of its own
+    attached     such functions in the open, with the cotangents that the rule gives
     generators   random numbers of XLA's own generator
     promised     the rules of what the user says
     kernels      those of Pallas kernels, of which each micro-batch runs a part
