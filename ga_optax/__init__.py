@@ -1,21 +1,21 @@
 """Gradient accumulation for JAX and Optax: exact, fast, one gradient buffer.
 
-Inside one call, with the whole batch at hand: `value_and_grad` is that of JAX, for any
-    loss, in the memory of a micro-batch. Any other function: `microbatch`. Where rows
-    need one another, and what it costs: `batch_dependencies`. Of code that cannot be
-    read, that they do not: `rowwise`, `register_primitive`.
-Micro-batches, each by itself, some in a call: `accumulate`.
-Accumulate across calls, in a host loop or inside `optax.chain`:
+In one call, over the whole batch: `value_and_grad` is JAX's, for any loss, in the
+    memory of a micro-batch; `microbatch` does the same for any function. Where rows
+    depend on one another, and the cost: `batch_dependencies`. To promise that rows of
+    opaque code are independent: `rowwise`.
+Separate micro-batches, some in a call: `accumulate`.
+Accumulation across calls, in a host loop or inside `optax.chain`:
     `MultiSteps`, `apply_gradients`, `flush`, `has_updated`, `stats`, `from_optax`,
     `drop_window_if_not_finite`.
-Merge across devices, once a window: `data_axis=` in all of these, `merge_across`. Does
-a compiled step communicate more than it must: `audit`.
-Look at a tree block by block, and add to it one block at a time: `blocks`.
-What fits: `plan`.
-Is it the same gradient as the big batch's, and if not, why: `verify`.
-The arithmetic of all of them: `accumulator`. Which examples are in a window: `data`.
+One merge across devices a window: `data_axis=` in all of these, `merge_across`. The
+    collectives of a compiled step: `audit`.
+A tree as blocks, and accumulation one block at a time: `blocks`.
+The fewest micro-batches that fit into memory: `plan`.
+Comparison with the gradient of the undivided batch, with the cause: `verify`.
+The arithmetic of all functions: `accumulator`. The examples of a window: `data`.
 Options for all calls: `config`.
-Flax: `flax` (it needs the extra `flax`, and is imported when first used).
+Flax: `flax` (needs the extra `flax`, and is imported when first used).
 """
 
 import importlib
@@ -44,7 +44,6 @@ from ga_optax._compiled.audit import Audit, Collective, audit
 from ga_optax._compiled.plan import Candidate, NothingFitsError, Plan, plan
 from ga_optax._devices.collectives import merge_across
 from ga_optax._devices.data_axis import DataAxis
-from ga_optax._partition.promised import register_primitive
 from ga_optax._passes.rowwise import rowwise
 from ga_optax._verify import Cause, LeafReport, Report, verify
 
@@ -81,7 +80,6 @@ __all__ = [
     "merge_across",
     "microbatch",
     "plan",
-    "register_primitive",
     "rowwise",
     "stats",
     "value_and_grad",

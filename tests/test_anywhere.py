@@ -506,6 +506,14 @@ def test_in_a_micro_batch_pieces_are_of_its_rows(name):
     assert off(jax.jit(outside(over(head, 8)))(*args), want) < 1e-5  # in float32
 
 
+def test_a_gradient_over_micro_batches_is_divided_once_more():
+    ours = WINDOW_OF(head)
+    once, twice = costs(ours), costs(over(ours, 4))
+    assert twice[0] == once[0]
+    assert twice[1] < once[1]
+    assert off(jax.jit(over(ours, 4))(*arrays()), ours(*arrays())) < 1e-5
+
+
 @pytest.mark.cpu
 def test_on_devices_pieces_are_of_the_rows_of_one_device():
     shapes = (16, SIZE_OF_WORDS), (SIZE_OF_TOKENS, 16), (SIZE_OF_TOKENS,)

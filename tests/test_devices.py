@@ -513,7 +513,7 @@ SHARDS = SHARDED, P("data")
         (inside(gradient(BOTH), axes=BOTH), r"the same along \('replica',\)"),
         (
             inside(gradient(), SHARDS, (P(), SHARDED)),
-            r"leaf \[0\]\['in'\] differs along",
+            r"leaf \['in'\] differs along",
         ),
         (inside(gradient(BOTH)), "all bound or all unbound"),
         (inside(added, SHARDS, SHARDED), "gather the parameters once"),
@@ -522,7 +522,7 @@ SHARDS = SHARDED, P("data")
             r"Pass DataAxis\(param_specs=\), or leave check_vma",
         ),
         (inside(summed_already), "summed over them already"),
-        (outside, "this is outside"),
+        (outside, "this call is outside"),
         (beside_an_explicit_axis, r"leaf \['in'\] is sharded.*sync=\"each\""),
     ],
 )

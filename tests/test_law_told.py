@@ -19,7 +19,7 @@ from whole_losses import LOSSES
 
 import ga_optax as ga
 from ga_optax._calls import advice
-from ga_optax._calls.words import what_is_missing
+from ga_optax._calls.words import log_what_is_missing
 from ga_optax._loop import in_place
 from ga_optax._partition import notes
 from ga_optax._partition.values import RowsMeet
@@ -379,10 +379,10 @@ def test_an_old_jax_says_once_in_the_log_what_it_cannot_do(
 ):
     monkeypatch.setattr(in_place, "HAS_REFS", has_refs)
     caplog.set_level("INFO", "ga_optax")
-    what_is_missing.cache_clear()
+    log_what_is_missing.cache_clear()
     for _ in range(2):
         ga.value_and_grad(by_rows, K, optimize=optimize)(BIG[1], BIG[0][:8])
-    what_is_missing.cache_clear()
+    log_what_is_missing.cache_clear()
     found = [record.getMessage() for record in caplog.records]
     assert len(found) == (optimize and not has_refs)
     assert all(jax.__version__ in one and "in place" in one for one in found)

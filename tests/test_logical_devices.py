@@ -284,7 +284,7 @@ def _never(*args):
 
 
 def test_what_cannot_have_logical_devices_says_so():
-    with pytest.raises(TypeError, match="MultiSteps takes what those return"):
+    with pytest.raises(TypeError, match="MultiSteps takes their results"):
         ga.MultiSteps(optax.sgd(1.0), 2, data_axis=logical(None))
     add = ga.accumulate(_never, 1, data_axis=logical(None))
     params, rows = normal(WIDTH, seed=0), normal(ROWS, WIDTH, seed=1)

@@ -9,10 +9,14 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from ga_optax._calls.call import Call, NoDerivativeError
+from ga_optax._calls.call import Call
 from ga_optax._partition.custom import calls_rules, is_of_jax
 from ga_optax._passes import ir, places
 from ga_optax._passes.divided import Divided
+
+
+class NoDerivativeError(NotImplementedError):
+    """A derivative that cannot be had."""
 
 
 def rule_in(jaxpr: core.Jaxpr) -> core.JaxprEqn | None:
@@ -34,7 +38,8 @@ def rule_in(jaxpr: core.Jaxpr) -> core.JaxprEqn | None:
 
 def refused(call: Call, e: core.JaxprEqn, what: str) -> Exception:
     """The error of a derivative that cannot be had, of a program with such a call."""
-    where = f"a jax.shard_map binds {call.axes}" if call.axes else "the mesh has them"
+    bound = call.devices.bound
+    where = f"a jax.shard_map binds {bound}" if bound else "the mesh has them"
     return NoDerivativeError(
         f"{what} cannot be differentiated in a jax.shard_map, or with mesh axes of "
         "explicit type, if fun has a derivative rule of its own, but fun has "

@@ -229,8 +229,6 @@ class Loop:
         params, batch = [*params, *batch[: self.rows]], batch[self.rows :]
         keys = [jax.random.fold_in(key, state.acc.count) for key in operands.keys]
         program = ir.Program(self.step.jaxpr, consts)
-        facts = Facts(optimize=self.step.optimize)
-        program = table.run("micro-step", program, facts)
 
         def evaluate(*params: jax.Array) -> tuple[jax.Array, list[Any]]:
             loss, *rest = ir.results(program, [*params, *batch, *keys, *carry])

@@ -1,7 +1,7 @@
 """The micro-batches of a call, added to an accumulator, on this device and on all."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,14 +20,12 @@ class Outcome(NamedTuple):
       results: the loss, and the others.
       carry: the carry.
       acc: the accumulator.
-      report: what a window says of its levels; None of a loop.
       rows: the gradients of leaves of the batch, of each micro-batch along axis 0.
     """
 
     results: list[jax.Array]
     carry: list[jax.Array]
     acc: Flat
-    report: Any = None
     rows: Sequence[jax.Array] = ()
 
 

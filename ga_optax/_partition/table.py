@@ -4,10 +4,11 @@ A primitive with a row of dimensions needs no more (`_passes.primitives`). The r
 here are for what a row cannot say; where it says something, they come after it.
 """
 
+from functools import partial
+
 from ga_optax._partition import (
     custom,
     cutting,
-    declared,
     divided,
     factors,
     indexing,
@@ -17,10 +18,10 @@ from ga_optax._partition import (
     moves,
     nested,
     products,
-    promised,
     randoms,
     reductions,
     shapes,
+    splits,
 )
 from ga_optax._partition.writer import Rule, Rules
 from ga_optax._passes.divided import NAME, WRITTEN
@@ -42,11 +43,11 @@ _OWN: dict[Rule, str] = {
     products.ragged_dot: "ragged_dot_general",
     indexing.scatter: "scatter scatter-add scatter-sub scatter-mul scatter-max "
     "scatter-min",
-    promised.rowwise: ROWWISE,
+    splits.rowwise: ROWWISE,
     randoms.random_bits: "random_bits",
-    kernels.pallas_call: "pallas_call",
-    declared.custom_partitioning: "custom_partitioning",
-    declared.cudnn_attention: "dot_product_attention_fwd_wrapper "
+    partial(splits.split, kernels.pallas_call): "pallas_call",
+    partial(splits.split, splits.custom_partitioning): "custom_partitioning",
+    partial(splits.split, splits.cudnn_attention): "dot_product_attention_fwd_wrapper "
     "dot_product_attention_bwd_wrapper",
 }
 
@@ -80,7 +81,6 @@ _KNOWN: dict[str, Rule] = {
 RULES = Rules(
     lambda w, e, vs: vs,
     _KNOWN,
-    promised.registered,
     linear.linear,
     _NESTED,
     custom.passed_on,

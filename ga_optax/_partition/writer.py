@@ -335,8 +335,8 @@ class Writer:
                 if not out:
                     vs = self.summed(vs)
                     if any(v.rows for v in vs) or shifts:
-                        rule = rules.known.get(name, rules.others)
-                        out += rule(self, e, vs) or ()
+                        rule = rules.known.get(name)
+                        out += (rule(self, e, vs) if rule else None) or ()
         if self._fits(e, out):
             return out
         del notes[before:]
@@ -399,7 +399,6 @@ class Rules(NamedTuple):
     Attributes:
       operands: the operands of an equation, see `created`.
       known: for operands with rows.
-      others: for those of primitives that are not known.
       linear: for those that are partial; None where the equation is not linear in them.
       nested: for equations with programs inside, by their kind or their name, for
         operands of all layouts.
@@ -411,7 +410,6 @@ class Rules(NamedTuple):
 
     operands: Callable[[Writer, core.JaxprEqn, list[Value]], list[Value]]
     known: dict[str, Rule]
-    others: Rule
     linear: Rule
     nested: dict[str, Rule]
     passed_on: Callable[[Writer, core.JaxprEqn, list[Value]], list[Any]]

@@ -29,7 +29,6 @@ programs, and the names of their parameters, which change between versions of JA
     renamed                    equations with other variables
     retyped                    a program with variables of other types
     calling                    a program that calls some equations, jitted
-    as_call                    an equation as a jitted function of its own
     program_of                 what a Python function computes
     traced                     equations that compute what a Python function does
     name_of                    what an equation does, in a word for people
@@ -791,25 +790,6 @@ def calling(
         return bind(jaxpr, equations, invars, outvars, values)
 
     return program_of(jax.jit(run), *(x.aval for x in invars)).jaxpr
-
-
-def as_call(jaxpr: core.Jaxpr, equation: core.JaxprEqn) -> core.JaxprEqn | None:
-    """A call of a jitted function that is this equation, and that JAX inlines.
-
-    Its arguments are the variables that the equation reads. None if JAX gives
-    the results other types.
-    """
-    read, outs = variables(equation.invars), equation.outvars
-    # Where it is inlined it is named and placed as the call is.
-    bare = equation.replace(source_info=source_info_util.new_source_info())
-    program = calling(jaxpr, [bare], read, outs)
-    call = program.eqns[-1]
-    same = [x.aval for x in call.outvars] == [x.aval for x in outs]
-    if call.invars != program.invars or not same:
-        return None
-    # An enumeration since jax 0.11.
-    early = getattr(type(call.params["inline"]), "JAX_EARLY", True)
-    return call.replace(params=call.params | {"inline": early})
 
 
 def traced(

@@ -1,14 +1,6 @@
 """What each primitive does with dimensions: one row a primitive.
 
-The notation is that of Shardy's sharding rules. Each dimension has a *factor*, by name:
-
-    "b t c, c d -> b t d"    b, t and d are kept, and c is summed
-    "b t _, _ -> b t _"      a part along b or t needs the same part; _ is needed whole
-    "... _ _"                of all operands and results the last two are needed whole
-
-A part along a factor needs the same part of the operands that have it, and all of the
-others. If some result does not have it, the parts of that result are added up. Where
-dimensions depend on parameters, a function of the equation returns them.
+`notation` says how dimensions are written.
 
 A row is all that there is to say of a primitive: `_partition.factors` follows rows
 there and back by its dimensions, the tests run its example, and the other columns say
@@ -17,28 +9,13 @@ and gathers, `_partition.table` names a rule. What has no row is not known: no p
 touches it, and it may hold anything in its backward pass.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from jax.extend import core
 
-Axes = tuple[int | None, ...]
-Shape = tuple[Any, ...]
-Dims = tuple[Sequence[Sequence[Any]], Sequence[Sequence[Any]]]
-
-
-class Way(NamedTuple):
-    """A factor: a way to split a call.
-
-    Attributes:
-      ins: the dimension of each operand that has it; None for one that goes whole.
-      outs: that of each result; None for a sum over parts.
-    """
-
-    ins: Axes
-    outs: Axes
+from ga_optax._passes.notation import Dims, Shape, Way, read, ways_of
 
 
 class Row(NamedTuple):
@@ -99,9 +76,6 @@ def needs_other(e: core.JaxprEqn) -> bool:
     return 0 in row_of(e).each
 
 
-# -- The notation ----------------------------------------------------------------------
-
-
 def ways(row: Row, e: core.JaxprEqn) -> list[Way]:
     """The ways to split an equation."""
     dims = row.dims(e) if callable(row.dims) else row.dims
@@ -110,42 +84,6 @@ def ways(row: Row, e: core.JaxprEqn) -> list[Way]:
     if not isinstance(dims, str):
         return ways_of(dims)
     return read(dims, *(tuple(map(_shape, x)) for x in (e.invars, e.outvars)))
-
-
-@functools.lru_cache(1024)  # a model has many layers of the same shapes
-def read(dims: str, ins: tuple[Shape, ...], outs: tuple[Shape, ...]) -> list[Way]:
-    """The ways to split a call with operands and results of such shapes."""
-    if "->" in dims:
-        return ways_of(named(dims))
-    largest = max((*outs, *ins), key=len)  # operands may be broadcast
-    kept = len(largest) - dims.count("_")
-
-    def of(shape: Shape) -> list[int | None]:
-        pairs = enumerate(zip(shape, largest, strict=False))
-        return [d if d < kept and n == due else None for d, (n, due) in pairs]
-
-    return ways_of((list(map(of, ins)), list(map(of, outs))))
-
-
-def named(dims: str) -> Dims:
-    """The factors that are named, such as in "b t _, _ -> b t _"."""
-    ins, outs = [[x.split() for x in side.split(",")] for side in dims.split("->")]
-    return [*map(_blank, ins)], [*map(_blank, outs)]
-
-
-def _blank(names: Sequence[Any]) -> list[Any]:
-    return [None if x == "_" else x for x in names]
-
-
-def ways_of(dims: Dims) -> list[Way]:
-    """A way for each factor, in the order of their names' first places."""
-    factors = dict.fromkeys(x for side in dims for names in side for x in names)
-    factors.pop(None, None)
-
-    def places(x: Any, side: Sequence[Sequence[Any]]) -> Axes:
-        return tuple(list(of).index(x) if x in of else None for of in side)
-
-    return [Way(*(places(x, side) for side in dims)) for x in factors]
 
 
 # -- Dimensions that depend on parameters ----------------------------------------------

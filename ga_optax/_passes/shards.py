@@ -212,7 +212,7 @@ def _gather() -> core.Primitive:
     def derived(xs: Any, _: Any, dots: Any, **how: Any) -> Any:
         return _gather().bind(*xs, **how), {0: run(*dots, **how)[0]}
 
-    how = transformable.How(run, types, plain, batched, derived)
+    how = transformable.How(plain, batched, derived, run, types)
     return transformable.primitive(primitives.GATHER_PARTS, how)
 
 
@@ -234,10 +234,7 @@ def either(
     """
     flat = jax.tree.leaves(args)
     closed, shapes = jax.make_jaxpr(plain, return_shape=True)(args)
-    told = notes.plans() or []
-    said = len(told)
     both = closed, jax.make_jaxpr(other)(args)
-    del told[said:]  # both have one plan
     if any(x.effects or any(map(ir.is_reference, x.jaxpr.constvars)) for x in both):
         return plain(args)
     first, second = (ir.without_constants(x.jaxpr) for x in both)
@@ -277,9 +274,8 @@ def _either() -> core.Primitive:
         return jax.vmap(functools.partial(run, **how), dims)(*xs)
 
     def derived(xs: Any, moved: Any, dots: Any, **how: Any) -> Any:
-        of_moved = ir.of_some(functools.partial(run, **how), xs, moved)
-        out, tangents = jax.jvp(of_moved, [xs[i] for i in moved], dots)
-        return out, dict(enumerate(tangents))
+        fun = functools.partial(run, **how)
+        return transformable.differentiated(fun, xs, moved, dots)
 
     def lowered(context: Any, *xs: Any, watched: Any, axes: Axes, **how: Any) -> Any:
         sizes = {i: ir.numbers(context.avals_in[i].shape) for i in watched}
@@ -288,7 +284,7 @@ def _either() -> core.Primitive:
         fun = functools.partial(chosen, **how)
         return mlir.lower_fun(fun, multiple_results=True)(context, *xs)
 
-    how = transformable.How(run, types, as_plain, batched, derived)
+    how = transformable.How(as_plain, batched, derived, run, types)
     new = transformable.primitive("ga_optax_either", how)
     mlir.register_lowering(new, lowered, cacheable=False)  # or it sees no argument
     return new

@@ -1,14 +1,12 @@
-"""What a window keeps, and how often it runs what: for logs, `plan` and `recorded`."""
+"""What a window keeps, and how often it runs what: for logs, `plan`, and reports."""
 
-import contextlib
-import contextvars
 import functools
-import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from ga_optax._passes import ir, places
-from ga_optax._passes.notes import listed, note
+from ga_optax._passes.notes import note
+from ga_optax._text import warn
 from ga_optax._window.forward import FOLDS
 from ga_optax._window.passes import Passes, counted, most
 from ga_optax._window.room import largest_step
@@ -97,30 +95,24 @@ def said_of(room: tuple[int, int, int]) -> str:
     return f"With residual_bytes={nbytes:_}: {forward} and {backward}."
 
 
-_reports: contextvars.ContextVar[list[Levels]] = contextvars.ContextVar("_reports")
-
-
-def recorded() -> contextlib.AbstractContextManager[list[Levels]]:
-    """The report of every window that is traced inside."""
-    return listed(_reports)
-
-
-def report(schedule: Schedule, room_is_ours: bool = False) -> Levels:
-    """What a window does, which is logged, and handed to `recorded`.
+def report(schedule: Schedule, room_is_ours: bool) -> None:
+    """Logs what a window does.
 
     Warns if it runs more often than it should, in the room that nobody asked for.
     """
+    new = levels(schedule)
+    if room_is_ours and (new.forward > _FORWARD or new.backward > _BACKWARD):
+        _warn(new)
+    note(str(new))
+
+
+def levels(schedule: Schedule) -> Levels:
+    """What a window does."""
     runs = counted(schedule)
     passes, its = most(runs.values())[1:], tuple(_stored(schedule, runs))
     new = Levels(schedule.end - 1, *passes, its, _peak(schedule), schedule.peak)
     if (full := schedule.full) is not None:
         new = new._replace(room=(full.peak, *most(counted(full).values())[1:]))
-    often = new.forward > _FORWARD or new.backward > _BACKWARD
-    if (found := _reports.get(None)) is not None:
-        found.append(new)
-    elif room_is_ours and often:
-        _warn(new)
-    note(str(new))
     return new
 
 
@@ -141,24 +133,18 @@ def _stored(schedule: Schedule, runs: dict[int, Passes]) -> Iterator[Stored]:
         yield Stored(i, line, name, operand.aval, buffer.nbytes, shape, *own[1:])
 
 
-def is_recorded() -> bool:
-    """Whether somebody asks what a window does, and need not be warned."""
-    return _reports.get(None) is not None
-
-
 _FORWARD, _BACKWARD = 3, 1  # passes that segments take, however many levels there are
 
 
 @functools.cache  # once
 def _warn(report: Levels) -> None:
     more = said_of(report.room) if report.room else ""
-    warnings.warn(
+    warn(
         f"No part of fun should run forward more than {_FORWARD} times and backward "
         f"{_BACKWARD}, but in {report.levels} levels where rows meet some run forward "
         f"{report.forward} times and backward {report.backward}, since what they need "
         f"of each other takes more room than a micro-batch's step. {more} "
-        "ga_optax.batch_dependencies shows the lines.",
-        stacklevel=2,
+        "ga_optax.batch_dependencies shows the lines."
     )
 
 

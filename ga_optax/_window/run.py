@@ -1,13 +1,13 @@
 """Runs a window: forward level by level, the loss, and back."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from ga_optax._loop import run as loop
 from ga_optax._loop.run import Outcome
 from ga_optax._loop.step import Operands, Step, Where
-from ga_optax._window import after, cost, forward, plans, room
+from ga_optax._window import after, cost, forward, room
 from ga_optax._window.backward import Backward, Wanted, step_of
 from ga_optax._window.levels import report
 from ga_optax._window.schedule import Level, Schedule
@@ -15,32 +15,49 @@ from ga_optax._window.shared import share
 from ga_optax._window.values import Loss, Values
 
 
-def run(
-    loss: Loss,
-    operands: Operands,
-    where: Where,
-    *,
-    residual_bytes: int | None,
-) -> Outcome:
-    """The results of a window, the loss first, and its accumulator, which starts empty.
+class Plan(NamedTuple):
+    """What a window computes at which level.
 
-    Args:
+    Attributes:
       loss: what a micro-batch does.
       operands: the arrays; the last leaf of the batch is the index.
       where: the devices.
+      values: what is computed so far: nothing yet.
+      schedule: the schedule.
       residual_bytes: how many bytes of activations may be kept between levels.
     """
+
+    loss: Loss
+    operands: Operands
+    where: Where
+    values: Values
+    schedule: Schedule
+    residual_bytes: int | None
+
+
+def plan(
+    loss: Loss, operands: Operands, where: Where, residual_bytes: int | None
+) -> Plan:
+    """The plan of a window. Nothing is computed, but for what reads no argument."""
     values = Values(loss, operands, where.axes)
     schedule = _planned(loss, operands, values.schedule, residual_bytes)
-    done = report(schedule, residual_bytes is None)
-    plans.of_window(schedule, done)
+    return Plan(loss, operands, where, values, schedule, residual_bytes)
+
+
+def run(given: Plan) -> Outcome:
+    """The results of a window, the loss first, and its accumulator, which starts empty.
+
+    Logs what the window does; warns if it runs more often than it should.
+    """
+    loss, operands, where, values, schedule, residual_bytes = given
+    report(schedule, residual_bytes is None)
     goes_back = any(b.has_cotangent for b in schedule.buffers)
     values.begin(schedule, operands.params)
     for level in range(schedule.end):
         forward.fill(values, level)
         forward.fill_once(values, level)
     if not goes_back:
-        return _counted(loss.step, values, operands, where)._replace(report=done)
+        return _counted(loss.step, values, operands, where)
     back = Backward(loss.step, values, operands, where)
     last, wanted = Level(schedule.end), _wanted(loss.step, schedule)
     outcome = back.run(last, schedule.jaxpr.outvars[:1], wanted)
@@ -52,7 +69,7 @@ def run(
     found, acc = back.finished(*outcome)
     acc = acc._replace(count=operands.acc.count + schedule.times["own"])
     results = _put_together(values, found)
-    return Outcome(results, [], acc, done, back.of_rows())
+    return Outcome(results, [], acc, back.of_rows())
 
 
 def _planned(
