@@ -155,12 +155,13 @@ def _stopped(v: Value) -> Any:
 
 
 class _Sum(NamedTuple):
-    """What comes back as a sum over micro-batches.
+    """A sum over micro-batches of cotangents.
 
     Attributes:
-      result: the variable that is known then.
-      operand: what a micro-batch has of it.
-      of: the collective; None for what all of them have, of which one is taken.
+      result: the variable that is known when they are added up.
+      operand: the variable of which each micro-batch has a part.
+      of: the collective; None for a variable that is equal in all micro-batches, of
+        which one is taken.
     """
 
     result: Any
@@ -169,14 +170,14 @@ class _Sum(NamedTuple):
 
 
 class _Stage(NamedTuple):
-    """What runs on the way back between two collectives.
+    """The part of a backward program between two collectives.
 
     Attributes:
-      grads: the cotangents of arguments that are computed here, by number.
-      equations: what runs.
-      reads: what it reads that is known on the way there.
-      own: what comes back to it of this micro-batch.
-      sums: what comes back to it of all.
+      grads: the cotangents of arguments that it computes, by number.
+      equations: the equations that it runs.
+      reads: the variables that it reads which are known in the forward pass.
+      own: the cotangents that it gets of this micro-batch.
+      sums: the sums over micro-batches that it gets.
     """
 
     grads: list[int]
@@ -188,19 +189,19 @@ class _Stage(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class _Local:
-    """What a micro-batch computes of a function with a rule.
+    """The program of a micro-batch for a function with a rule.
 
     Attributes:
-      w: what writes it.
-      jaxpr: the program, as that of `Derived`, with collectives. Its constants, the
-        index and the arguments come first.
-      results, saved, grads: its results.
-      layouts: those of the results.
-      of_grads: those of the cotangents of the moving arguments.
+      w: the writer.
+      jaxpr: the program of `Derived`, with collectives. Its arguments are constants,
+        the index, those of the function, and cotangents.
+      results, saved, grads: the results of `jaxpr`; those saved are residuals.
+      layouts: the layouts of the results.
+      of_grads: the layouts of the cotangents of the moving arguments.
       cts: the cotangents of results, by their number.
-      given: the values of its other arguments, without derivatives.
-      rows: which of its arguments differ between micro-batches.
-      complete: whether the cotangents must be.
+      given: the values of the other arguments, without derivatives.
+      rows: the arguments that differ between micro-batches.
+      complete: True if the rule must get complete cotangents.
     """
 
     w: Writer
@@ -240,7 +241,7 @@ class _Local:
         self.known = {x for x in self.known if not self.level[x]}
 
     def _may_wait(self, e: core.JaxprEqn) -> bool:
-        """Whether only cotangents of whole arguments need a collective."""
+        """True if only cotangents of whole arguments need a collective."""
         if not self.complete or not all(map(is_inexact, e.invars)):
             return False
         pairs = zip(self.grads, self.of_grads, strict=True)
@@ -249,7 +250,7 @@ class _Local:
         return found.isdisjoint(ir.variables([*self.results, *others]))
 
     def stages(self) -> list[_Stage]:
-        """Those on the way back, the last one first."""
+        """The stages of the backward pass, the last one first."""
 
         def level(x: Any) -> int:
             return self.level[x] if ir.is_variable(x) else 0
@@ -315,11 +316,11 @@ class _Local:
         return list(zip(results, self.layouts, strict=True))
 
     def _whole(self, x: jax.Array) -> jax.Array:
-        """What a later level keeps, if its cotangent must be complete."""
+        """A result, which later levels store if its cotangent must be complete."""
         return checkpoint_name(x, self.w.axis.name) if self.complete else x
 
     def _function(self, stage: _Stage, after: _Stage) -> Any:
-        """What returns `outs`, and takes their cotangents back as a stage does.
+        """A function that returns `outs`, whose backward pass is a stage.
 
         `after` is the stage before which this one stands, which came first on the way
         back; so far it came to it.
@@ -360,7 +361,7 @@ class _Local:
         return aval.update(shape=(self.w.axis.size, *aval.shape)) if is_stack else aval
 
     def _spread(self, index: Any, its: _Sum, x: Any) -> Any:
-        """What a micro-batch adds to a sum."""
+        """The part of a sum that a micro-batch has."""
         if its.of is None:
             return _of_first(index, x)
         if _kind(its) == "psum":
@@ -381,7 +382,7 @@ class _Local:
 
 
 def _sums(e: core.JaxprEqn) -> list[_Sum]:
-    """What comes back in place of a collective."""
+    """The sums of cotangents that stand for a collective."""
     if not all(map(is_inexact, e.invars)):
         raise RowsMeet
     return [_Sum(y, x, e) for x, y in zip(e.invars, e.outvars, strict=True)]
@@ -399,7 +400,7 @@ def _gathered(e: Any, stack: Any) -> Any:
 
 
 def _of_first(index: Any, x: Any) -> Any:
-    """What the first micro-batch has, and zeros in the others."""
+    """The array in the first micro-batch, and zeros in the others."""
     return jnp.where(index == 0, x, jnp.zeros_like(x))
 
 

@@ -209,7 +209,7 @@ def has_nonlinear_rule(w: Writer, e: core.JaxprEqn) -> bool:
 
 
 def passed_on(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Any]:
-    """What an equation gives, computed whole.
+    """The results of an equation that is computed whole.
 
     If it calls back, or a rule in there is not linear, one micro-batch runs it, and
     passes the results on.

@@ -60,7 +60,7 @@ class Derived(NamedTuple):
 def derived(
     w: Writer, e: core.JaxprEqn, vs: Sequence[Value], read: Sequence[bool] = ()
 ) -> Derived:
-    """What JAX derives of an equation, all of whose results are read, or these."""
+    """The program that JAX derives of an equation; `read` says of which results."""
     read = read or [True] * len(e.outvars)
     outs: list[Any] = [x for x, reads in zip(e.outvars, read, strict=True) if reads]
     given = [i for i, x in enumerate(outs) if is_inexact(x)]

@@ -1,4 +1,4 @@
-"""What a partition records: equations that are computed whole, promises, failures."""
+"""The records of a partition: equations computed whole, promises, failures."""
 
 import dataclasses
 import warnings
@@ -24,7 +24,7 @@ class Drawn(Note):
 
 @dataclasses.dataclass
 class Records:
-    """What all writers of one partition have in common.
+    """The records that all writers of one partition share.
 
     Attributes:
       draws: the random numbers that micro-batches may draw, each by itself.
