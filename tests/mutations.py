@@ -73,7 +73,7 @@ FAULTS = """
 + later = False
 @ _partition/custom.py: test_law_mended
 * a backward rule is taken for linear
-+ def _seems_linear(...): return True
++ def _is_linear(...): return True
 @ _partition/attached.py: test_law_rules
 * each micro-batch adds what all of them have
 + def _of_first(...): return given[1]

@@ -1,4 +1,4 @@
-"""What a partition records: equations that are computed whole, promises, failures."""
+"""The records of a partition: equations computed whole, promises, failures."""
 
 import dataclasses
 import warnings
@@ -31,7 +31,7 @@ class Drawn(NamedTuple):
 
 @dataclasses.dataclass
 class Records:
-    """What all writers of one partition have in common.
+    """The records that all writers of one partition share.
 
     Attributes:
       notes: equations that are computed whole, and draws.

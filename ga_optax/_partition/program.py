@@ -170,7 +170,7 @@ def _put(w: Writer, v: Value, layout: Layout) -> Any:
 
 
 def _cost(jaxpr: core.Jaxpr, axis: Axis) -> tuple[int, int]:
-    """How many numbers a micro-batch computes, and how often rows meet."""
+    """The number of numbers that a micro-batch computes, and of collectives."""
     meetings = sum(map(axis.is_meeting, ir.equations(jaxpr)))
     return sum(map(ir.computed, jaxpr.eqns)), meetings
 
@@ -203,5 +203,5 @@ def _in_gradient(jaxpr: core.Jaxpr, axis: Axis, smooth: Sequence[bool]) -> Any:
 
 
 def _meets(jaxpr: core.Jaxpr, axis: Axis) -> bool:
-    """Whether rows meet: a collective over the axis, or what stands for one."""
+    """True if there is a collective over the axis, or what stands for one."""
     return any(axis.is_meeting(e) for e in ir.equations(jaxpr))
