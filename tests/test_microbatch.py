@@ -9,9 +9,9 @@ import pytest
 from helpers import integers, mean_of, normal, off
 
 import ga_optax as ga
+from ga_optax._loop.in_place import HAS_REFS
 from ga_optax.testing import assert_trees_bitwise_equal
 
-HAS_REFS = jax.__version_info__ >= (0, 11, 1)
 OPTIMIZE = [True, False]
 BATCH = 16
 WIDTH = 6

@@ -12,6 +12,7 @@ import pytest
 from helpers import DROPS, SKIPS, bits, leaves_of, updates_of
 
 import ga_optax as ga
+from ga_optax._loop.in_place import HAS_REFS
 from ga_optax._passes import ir
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
@@ -103,7 +104,7 @@ BIG = {f"layer_{i}": jnp.ones((400, 400)) for i in range(4)}
 BIG_BYTES = sum(p.nbytes for p in jax.tree.leaves(BIG))
 ADAM, LION = optax.adam(1e-3), optax.lion(1e-3)
 NORM = {"track_norm": True}  # which takes a copy of the sums in an older jax
-OLD = pytest.mark.skipif(jax.__version_info__ < (0, 11, 1), reason="a copy")
+OLD = pytest.mark.skipif(not HAS_REFS, reason="a copy")
 
 
 def compiled(tx, params=BIG, way=applied, **options):
