@@ -11,6 +11,7 @@ from jax.typing import ArrayLike
 
 from ga_optax import _checks, accumulator
 from ga_optax._calls.accumulate import accumulate
+from ga_optax._calls.call import check_parameters
 from ga_optax._calls.words import explains_keywords
 from ga_optax._verify import gradients, summary
 from ga_optax._verify.report import Report
@@ -139,7 +140,7 @@ def verify(
     jax.eval_shape(run, accumulator.init(params), params, batch, *key)
     loss = (lambda *args: pair(*args)[0]) if has_aux else fun
     weight = weight_fn and (lambda *args: pair(*args)[1])
-    given = loss, params, batch, key, k, weight, _axes(batch, batch_axes)
+    given: Any = loss, params, batch, key, k, weight, _axes(batch, batch_axes)
     problem = gradients.Problem(*given, jnp.result_type(float) == jnp.float64)
     return summary.answered(problem)
 
@@ -152,6 +153,7 @@ def _check(fun: Any, params: Any, batch: Any, rng: Any, weight_fn: Any) -> None:
         _checks.check_callable("weight_fn", weight_fn, "of the micro-batch", todo)
     _checks.check_not_empty("params", params, "Pass the parameters, then the batch.")
     _checks.check_not_empty("batch", batch, "Pass the examples along axis 0 of arrays.")
+    check_parameters(0, params)
     _checks.check_gradients(params, params, name="params", expected="params")
     for name, x in _checks.named_leaves((params, batch)):
         if isinstance(x, jax.ShapeDtypeStruct):

@@ -46,8 +46,9 @@ class Asked:
     """
 
     def __init__(self, problem: Problem) -> None:
-        self.problem, self.proof, self.note = problem, prove(problem), ""
-        self._as_is, weights = False, problem.weights()
+        self.problem, self.note, self._as_is = problem, "", False
+        self.proof: Any = prove(problem)
+        weights = problem.weights()
         try:
             self.exact = problem.both(self.gradient, weights)
         except Exception as error:  # Any: the loss was traced in its own dtypes before.

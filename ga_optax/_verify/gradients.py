@@ -119,7 +119,7 @@ class Problem:
         for i in map(int, np.flatnonzero(weights)):  # one of weight 0 may hold anything
             acc = added(acc, i)
             terms = terms + weights[i] / total * sizes[i]
-        mean = accumulator.mean(acc)
+        mean: Any = accumulator.mean(acc)
         mean = [x.astype(y.dtype) for x, y in zip(mean, whole, strict=True)]
         bad = (self._not_finite(i, sizes[i], losses[i]) for i in (*[*sizes][1:], None))
         factor = ratio(norm(sizes[None]), norm(norms(mean)))

@@ -65,7 +65,7 @@ class Proof:
         self.opaque, self.promised = _names(part.whole), _names(part.promised)
         of_params = ir.following(live, [live.invars[i] for i in smooth])
         meetings = [e for e in ir.equations(live) if _AXIS in ir.axes_of(e)]
-        sums = [e.invars[0] for e in live.eqns if e in meetings]
+        sums: list[Any] = [e.invars[0] for e in live.eqns if e in meetings]
         self.counts = [x for x in sums if x.aval.size == 1 and x not in of_params]
         self.in_counts = len(self.counts) == len(meetings)
         self.meetings = _where(meetings)
@@ -122,8 +122,9 @@ class Proof:
     def _maker(self, x: Any) -> core.JaxprEqn | None:
         """The equation that computes a value, before casts."""
         e = ir.made_by(self.program.jaxpr, x)
-        casts = e is not None and e.primitive.name in _SAME_VALUE
-        return self._maker(e.invars[0]) if casts else e
+        if e is not None and e.primitive.name in _SAME_VALUE:
+            return self._maker(e.invars[0])
+        return e
 
 
 def prove(problem: Problem, promises: bool = True) -> Proof | None:

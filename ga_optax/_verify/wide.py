@@ -31,7 +31,7 @@ class Wide:
     def __init__(self, fun: Callable[..., Any], x64: bool, as_is: bool = False) -> None:
         """Of `fun`, traced under `jax_enable_x64=x64`; `as_is` changes no dtype."""
         self._fun, self._x64, self._as_is = fun, x64, as_is
-        self.low = np.dtype(np.float64)
+        self.low: Any = np.dtype(np.float64)
 
     def __call__(self, *args: Any) -> Any:
         with jax.enable_x64(self._x64):
@@ -84,7 +84,7 @@ class Wide:
 
     def _note(self, *equations: core.JaxprEqn) -> None:
         """Notes the lowest precision that equations read."""
-        read = (x for e in equations for x in e.invars if ir.is_inexact(x))
+        read: Any = (x for e in equations for x in e.invars if ir.is_inexact(x))
         dtypes = (np.dtype(jnp.finfo(x.aval.dtype).dtype) for x in read)
         self.low = max((self.low, *dtypes), key=lambda x: float(jnp.finfo(x).eps))
 
@@ -98,7 +98,8 @@ def _between_casts(
     fun: Callable[..., Any], equation: core.JaxprEqn, outs: list[Any]
 ) -> Callable[..., Any]:
     """A function of wide operands of an equation, with wide results."""
-    before, after = ([x.aval.dtype for x in xs] for xs in (equation.invars, outs))
+    ends: Any = equation.invars, outs
+    before, after = ([x.aval.dtype for x in xs] for xs in ends)
     return lambda *xs: list(map(cast, fun(*map(cast, xs, before)), after))
 
 
