@@ -70,7 +70,11 @@ def single_step(step: Callable[..., Any], start: Any, batch: list[jax.Array]) ->
     XLA compiles a branch by itself, as the body of a loop. XLA would inline a loop of
     one iteration, and on CPUs round differently.
     """
-    state, collected = if_holds(true(), step, start, batch)
+    true = jax.lax.platform_dependent(
+        cpu=lambda: jax.lax.optimization_barrier(jnp.ones([], bool)),
+        default=lambda: jnp.ones([], bool),
+    )
+    state, collected = if_holds(true, step, start, batch)
     return state, jax.tree.map(lambda x: x[None], collected)
 
 
@@ -90,14 +94,6 @@ def if_holds(
         return state, jax.tree.unflatten(structure, trees.blank(types))
 
     return jax.lax.cond(predicate, lambda: step(start, batch), stay)
-
-
-def true() -> jax.Array:
-    """A constant True that XLA does not know on CPUs."""
-    return jax.lax.platform_dependent(
-        cpu=lambda: jax.lax.optimization_barrier(jnp.ones([], bool)),
-        default=lambda: jnp.ones([], bool),
-    )
 
 
 def next_count(count: jax.Array) -> jax.Array:

@@ -1,7 +1,7 @@
 """Adds the micro-batches of a call to an accumulator, on this device and on all."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,14 +20,12 @@ class Outcome(NamedTuple):
       results: the loss, and the other results of `fun`.
       carry: the carried arguments.
       acc: the accumulator.
-      report: the report of a window; None of a loop.
       rows: the gradients of leaves of the batch, of each micro-batch along axis 0.
     """
 
     results: list[jax.Array]
     carry: list[jax.Array]
     acc: Flat
-    report: Any = None
     rows: Sequence[jax.Array] = ()
 
 

@@ -69,7 +69,6 @@ class WindowReport(NamedTuple):
       stored: the values stored between levels.
       peak: about how many bytes a device needs at a time, beside arguments and results:
         stored values and their cotangents, and the step of one micro-batch.
-      residual_peak: the bytes of residuals and of their cotangents, at most at a time.
       room: the `residual_bytes` with which all residuals stay, and how often costly
         equations run forward and backward then; None if all stay now.
     """
@@ -79,7 +78,6 @@ class WindowReport(NamedTuple):
     backward: int
     stored: tuple[Stored, ...]
     peak: int = 0
-    residual_peak: int = 0
     room: tuple[int, int, int] | None = None
 
     def __str__(self) -> str:
@@ -129,8 +127,7 @@ def report(schedule: Schedule, limit_is_ours: bool = False) -> WindowReport:
     room = None
     if (full := schedule.unlimited) is not None:
         room = (full.peak, *most(counted(full).values())[1:])
-    levels = schedule.end - 1
-    new = WindowReport(levels, forward, backward, stored, peak, schedule.peak, room)
+    new = WindowReport(schedule.end - 1, forward, backward, stored, peak, room)
     if (reports := _reports.get(None)) is not None:
         reports.append(new)
     elif limit_is_ours and (forward > _FORWARD or backward > _BACKWARD):

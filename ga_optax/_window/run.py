@@ -34,16 +34,14 @@ def run(
     """
     values = Values(loss, operands, devices.axes)
     schedule = _planned(loss, operands, values.schedule, residual_bytes)
-    new = report(schedule, residual_bytes is None)
-    describe.of_window(schedule, new)
+    describe.of_window(schedule, report(schedule, residual_bytes is None))
     goes_back = any(b.has_cotangent for b in schedule.buffers)
     values.begin(schedule, operands.params)
     for level in range(schedule.end):
         forward.fill(values, level)
         forward.fill_shared(values, level + 1)
     if not goes_back:
-        outcome = _in_one_loop(loss.program, values, operands, devices)
-        return outcome._replace(report=new)
+        return _in_one_loop(loss.program, values, operands, devices)
     back = Backward(loss.program, values, operands, devices)
     wanted = _wanted(loss.program, schedule)
     outcome = back.run(Level(schedule.end), schedule.jaxpr.outvars[:1], wanted)
@@ -56,7 +54,7 @@ def run(
     number = schedule.num_values["residual"]
     acc = acc._replace(count=operands.acc.count + number)
     results = _with_epilogue(values, results)
-    return Outcome(results, [], acc, new, back.gradients_of_rows())
+    return Outcome(results, [], acc, back.gradients_of_rows())
 
 
 def _planned(
