@@ -119,10 +119,10 @@ class DeviceContext(NamedTuple):
         return any(place.summed for place in self.placements)
 
 
-def rewritten(
+def run_passes(
     program: ir.Program, devices: DeviceContext, multiplies: bool, optimize: bool
 ) -> tuple[ir.Program, list[str | None]]:
-    """The program of a micro-batch after all passes, and how its gradients arrive."""
+    """Runs all passes on the program of a micro-batch; tells how gradients arrive."""
     number = len(devices.names)
     facts = Facts(
         optimize=optimize,
