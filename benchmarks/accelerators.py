@@ -1,14 +1,14 @@
-"""What XLA makes of accumulation on GPUs and TPUs: memory, traffic, communication.
+"""Memory, traffic and communication of accumulation on GPUs and TPUs, from compilers.
 
     python benchmarks/accelerators.py --json benchmarks/results/accelerators.json
 
-It needs no device, only the compilers, which `make accelerators` installs into
-`.venv-accelerators`. All figures are read from the compiled programs and are exact.
-Nothing runs, so nothing is timed. There is no device on which XLA could try kernels, so
-matrix products on GPUs are Triton's; those of a window, cuBLAS's as well.
+The benchmark needs no device, only the compilers, which `make accelerators` installs
+into `.venv-accelerators`. All figures are read from the compiled programs and are
+exact. Nothing runs, so nothing is timed. Without a device XLA cannot try kernels, so
+matrix products on GPUs are Triton's; for a window, cuBLAS's as well.
 
-micro_step  a micro-step whose gradients are given: what it reads and writes, over the
-            bytes of the parameters, inside the window and where it closes
+micro_step  a micro-step whose gradients are arguments: the bytes that it reads and
+            writes, over the bytes of the parameters, inside a window and at the end
 window      the memory of a step with k micro-batches, and its temporaries over those of
             a step with one
 devices     what one device sends in a window, and its temporaries
@@ -101,7 +101,7 @@ class Program:
 
     @property
     def needed(self) -> int:
-        """All that it needs."""
+        """The bytes that the program needs."""
         return self.temporaries + self.arguments + self.outputs - self.aliased
 
 
@@ -171,7 +171,7 @@ def shape(dims: tuple[int, ...], dtype: Any = jnp.float32) -> jax.ShapeDtypeStru
 
 
 def micro_steps(opt: Any) -> dict[str, tuple[Any, tuple[Any, Any]]]:
-    """For each way: its state for parameters, and what runs inside and at the end.
+    """For each way, the state, and the programs inside and at the end of a window.
 
     The functions take parameters, state and gradients.
     """
@@ -228,16 +228,16 @@ def measure_micro_step(quick: bool) -> dict[str, Rows]:
             inside, closes = (
                 compiled(target, step, params, state, params) for step in programs
             )
-            found = {"inside": hlo.traffic(inside.text, min)}
-            found["closes"] = hlo.traffic(closes.text, max)
-            for where, traffic in found.items():
+            results = {"inside": hlo.traffic(inside.text, min)}
+            results["closes"] = hlo.traffic(closes.text, max)
+            for where, traffic in results.items():
                 row[f"bytes_{where}"][target] = traffic.num_bytes
                 row[f"over_params_{where}"][target] = traffic.num_bytes / size
                 row[f"kernels_{where}"][target] = traffic.kernels
                 row[f"copied_{where}"][target] = traffic.copied
-            window = (K - 1) * found["inside"].num_bytes + found["closes"].num_bytes
+            window = (K - 1) * results["inside"].num_bytes + results["closes"].num_bytes
             row["over_params_window"][target] = window / size
-            row["conditionals"][target] = found["inside"].branches
+            row["conditionals"][target] = results["inside"].branches
             most = max(inside.temporaries, closes.temporaries)
             row["temporaries"][target] = most
             row["over_params_temporaries"][target] = most / size
@@ -290,7 +290,7 @@ def steps_of(loss: Any, opt: Any, rows: int) -> dict[str, tuple[Any, Any, int]]:
     """
     alone = {ALONE: jax.value_and_grad(loss)}
     inside = peers.in_one_call(loss, K, rows)
-    found = {
+    results = {
         way: (opt.init, peers.step_of(gradient, opt), K if way in inside else 1)
         for way, gradient in (alone | inside).items()
     }
@@ -300,13 +300,13 @@ def steps_of(loss: Any, opt: Any, rows: int) -> dict[str, tuple[Any, Any, int]]:
         peers.OURS_TRANSFORMATION: peers.HostLoop(loss, ours, K, applies=False),
         peers.MULTI_STEPS: peers.HostLoop(loss, optax.MultiSteps(opt, K), K),
     }.items():
-        found[way] = loop.tx.init, loop.step, 1
-    return found
+        results[way] = loop.tx.init, loop.step, 1
+    return results
 
 
 def measure_window(quick: bool) -> dict[str, Rows]:
     """Reads the memory of a step of each way, for each model and target."""
-    opt, number, found = optax.adam(1e-3), 2 if quick else 4, {}
+    opt, number, results = optax.adam(1e-3), 2 if quick else 4, {}
     for name, model in models(quick).items():
         rows: Rows = []
         size = peers.tree_bytes(model.params)
@@ -333,8 +333,8 @@ def measure_window(quick: bool) -> dict[str, Rows]:
                 row["kernels"][target] = traffic.kernels
                 row["copied"][target] = traffic.copied
                 row["over_params_copied"][target] = traffic.copied / size
-        found[f"window_{name}"] = rows
-    return found
+        results[f"window_{name}"] = rows
+    return results
 
 
 # -- Many devices ----------------------------------------------------------------------
@@ -402,7 +402,7 @@ def measure_devices(quick: bool) -> dict[str, Rows]:
     opt, loss = optax.adam(1e-3), peers.scanned_loss
     params = jax.eval_shape(lambda: peers.make_params(layers, width))
     numbers = [8] if quick else MESHES
-    found: dict[str, Rows] = {f"devices_{number}": [] for number in numbers}
+    results: dict[str, Rows] = {f"devices_{number}": [] for number in numbers}
     for number, target in [(n, target) for n in numbers for target in MESHES[n]]:
         mesh = AbstractMesh((number,), ("data",), axis_types=(AxisType.Auto,))
         micro = tokens * number
@@ -425,14 +425,14 @@ def measure_devices(quick: bool) -> dict[str, Rows]:
                 size = peers.tree_bytes(params)
                 sent = communicated(program.text, K // batches, size)
                 sent |= {"needed": program.needed, "needed_mb": program.needed / 1e6}
-                found[f"devices_{number}"].append(
+                results[f"devices_{number}"].append(
                     {"target": target, "way": name} | sent
                 )
-    return found
+    return results
 
 
 def communicated(text: str, calls: int, size: int) -> dict[str, Any]:
-    """What one device sends in so many calls, over a gradient of so many bytes."""
+    """The bytes that one device sends in `calls` calls, over `size` of the gradient."""
     audit = ga.audit(text)
     assert audit.total_bytes is not None
     kinds: collections.Counter[str] = collections.Counter()
@@ -483,7 +483,7 @@ def main() -> None:
 
 
 def print_rows(name: str, rows: Rows) -> None:
-    """Prints a table; for each field of it, if the rows have a number a target."""
+    """Prints a table, or one table a field if rows have a number for each target."""
     if name.startswith("devices"):
         head = ["target", "way", "over_gradient", "over_gradient_in_loop", "kinds"]
         print(f"\n{name}")

@@ -36,7 +36,7 @@ Loss = Callable[[Any, jax.Array], jax.Array]
 
 
 class Case(NamedTuple):
-    """A loss, and what can be done about it.
+    """A loss, and the ways to compute the loss over micro-batches.
 
     Attributes:
       loss: of an undivided batch.
@@ -69,11 +69,11 @@ def towers(params: Any, x: jax.Array) -> list[jax.Array]:
 
 
 def contrast(a: jax.Array, b: jax.Array) -> jax.Array:
-    """How badly rows find their counterparts."""
+    """The contrastive loss of two views."""
     rows = jnp.arange(len(a))
-    found_b = jax.nn.log_softmax(10 * a @ b.T)[rows, rows]
-    found_a = jax.nn.log_softmax(10 * b @ a.T)[rows, rows]
-    return -jnp.mean(found_a + found_b) / 2
+    log_p_b = jax.nn.log_softmax(10 * a @ b.T)[rows, rows]
+    log_p_a = jax.nn.log_softmax(10 * b @ a.T)[rows, rows]
+    return -jnp.mean(log_p_a + log_p_b) / 2
 
 
 def contrastive(params: Any, x: jax.Array) -> jax.Array:
@@ -217,9 +217,9 @@ def measure(name: str, case: Case, rows: int, rounds: int) -> dict[str, Any]:
         for way, program in programs.items():
             start = time.perf_counter()
             out = jax.block_until_ready(program(case.params, batch))
-            taken = time.perf_counter() - start
+            elapsed = time.perf_counter() - start
             if turn:  # the first round warms caches and pages
-                seconds[way].append(taken)
+                seconds[way].append(elapsed)
             else:
                 grads[way] = jax.flatten_util.ravel_pytree(out[1])[0]
     time_of = {way: statistics.median(times) for way, times in seconds.items()}

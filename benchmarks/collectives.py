@@ -1,17 +1,17 @@
-"""What a window communicates, against the number of micro-batches, on eight devices.
+"""Communication of a window, against the number of micro-batches, on eight devices.
 
     python benchmarks/collectives.py
 
-It compiles for eight virtual devices of a CPU, with the batch split over them and all
-parameters on each. There is no network whose time it could measure. The first table has
-the bytes that `ga.audit` finds, the operands of all collectives that one device runs in
-a window, in units of the gradient. The second table has the work of a device, the
+The benchmark compiles for eight virtual devices of a CPU, with the batch split over
+them and all parameters on each. There is no network to time. The first table has the
+bytes that `ga.audit` finds, the operands of all collectives that one device runs in a
+window, in units of the gradient. The second table has the work of a device, the
 arithmetic of its matrix products over its share: XLA may gather the batch and let every
-device compute all of it.
+device compute the whole batch.
 
-The last table is of `logical_devices=8`, which gives the same bits on 1, 2, 4 and 8
-devices, against the same micro-batches without it: what a device sends, over what it
-sends in a ring's all-reduce of the gradient; its temporaries; and the time of a window.
+The last table compares `logical_devices=8`, which gives the same bits on 1, 2, 4 and 8
+devices, with the same micro-batches without the option: the bytes that a device sends,
+over a ring's all-reduce of the gradient; the temporaries; and the time of a window.
 """
 
 import collections
@@ -42,7 +42,7 @@ PLAIN, LOGICAL = "all-reduce", "logical_devices=8"
 
 
 def measure(layers: int, width: int, rows: int, k: int) -> dict[str, dict[str, Any]]:
-    """Compiles each way, and counts what it communicates and computes in a window."""
+    """Compiles each way, and counts the communication and arithmetic of a window."""
     mesh = jax.make_mesh((DEVICES,), ("data",), axis_types=(AxisType.Auto,))
     everywhere, split = (NamedSharding(mesh, spec) for spec in (P(), P("data")))
 
@@ -77,23 +77,23 @@ def measure(layers: int, width: int, rows: int, k: int) -> dict[str, dict[str, A
         compiled = {way: (p.compile(), calls) for way, (p, calls) in programs.items()}
 
     share = _flops_alone(loss, params, rows) / DEVICES
-    found = {}
+    measured = {}
     for way, (program, calls) in compiled.items():
         audit = ga.audit(program, mesh)
         assert audit.total_bytes is not None
         kinds = collections.Counter()
         for c in audit.collectives:
             kinds[c.kind] += calls * (c.times or 0)
-        found[way] = {
+        measured[way] = {
             "bytes": calls * audit.total_bytes,
             "over_gradient": calls * audit.total_bytes / peers.tree_bytes(params),
             "collectives": dict(kinds),
             "work_over_share": calls * hlo.dot_flops(program.as_text() or "") / share,
         }
-    return found
+    return measured
 
 
-def sent(found: ga.Audit, devices: int) -> float:
+def sent(audit: ga.Audit, devices: int) -> float:
     """The bytes that one device sends, if an all-reduce is a ring."""
     others = devices - 1
     factors = {
@@ -101,7 +101,7 @@ def sent(found: ga.Audit, devices: int) -> float:
         "all-to-all": others / devices,
         "all-gather": others,
     }
-    return sum(factors[c.kind] * (c.total_bytes or 0) for c in found.collectives)
+    return sum(factors[c.kind] * (c.total_bytes or 0) for c in audit.collectives)
 
 
 def measure_logical(
@@ -119,12 +119,17 @@ def measure_logical(
         PLAIN: (k * DEVICES // devices, ga.DataAxis("data", mesh=mesh)),
         LOGICAL: (k, ga.DataAxis("data", mesh=mesh, logical_devices=DEVICES)),
     }
-    programs: dict[str, Any] = {
-        way: jax.jit(ga.value_and_grad(peers.scanned_loss, number, data_axis=axis))
-        .lower(params, batch)
-        .compile()
-        for way, (number, axis) in ways.items()
-    }
+
+    def mean_of(number: int, axis: ga.DataAxis) -> Any:
+        add = ga.accumulate(peers.scanned_loss, number, data_axis=axis)
+
+        def gradient(params: Any, batch: jax.Array) -> Any:
+            value, acc = add(ga.accumulator.init(params), params, batch)
+            return value, ga.accumulator.mean(acc)
+
+        return jax.jit(gradient).lower(params, batch).compile()
+
+    programs = {way: mean_of(*options) for way, options in ways.items()}
     gradient = peers.tree_bytes(params)
     ring = 2 * (devices - 1) / devices * gradient
     wire = {way: sent(ga.audit(p, mesh), devices) for way, p in programs.items()}
@@ -175,8 +180,8 @@ def main() -> None:
 
     results: list[dict[str, Any]] = []
     for k in ks:
-        found = measure(layers, width, rows, k)
-        results.append({"k": k} | _by_field(found))
+        measured = measure(layers, width, rows, k)
+        results.append({"k": k} | _by_field(measured))
     ways = list(results[0]["bytes"])
     for field, title in (
         ("over_gradient", "bytes on the wire over those of the gradient"),
@@ -214,10 +219,10 @@ def main() -> None:
     record.write(args.json, content)
 
 
-def _by_field(found: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def _by_field(measured: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """`{field: {way: value}}` of `{way: {field: value}}`."""
-    fields = next(iter(found.values()))
-    return {f: {way: values[f] for way, values in found.items()} for f in fields}
+    fields = next(iter(measured.values()))
+    return {f: {way: values[f] for way, values in measured.items()} for f in fields}
 
 
 if __name__ == "__main__":

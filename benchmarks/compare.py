@@ -1,14 +1,14 @@
-"""What a change of the library costs: bytes and passes, before and after.
+"""The cost of a change of the library: bytes and passes, before and after.
 
     python benchmarks/compare.py --json before.json
     python benchmarks/compare.py --to before.json
 
 The losses of the tests' corpora and of the benchmarks are compiled with
 `value_and_grad`, and as the gradient of `microbatch`; nothing runs. A row has the bytes
-of temporaries, how often parts of the loss run, and the bytes kept between levels. With
-`--to` what differs is printed, and the exit status is 1 if something got worse.
-PYTHONPATH= names another checkout to measure, and `--target h200` the compiler of that
-machine, which `make accelerators` installs.
+of temporaries, the passes over parts of the loss, and the bytes kept between levels.
+`--to` prints the differences, and the exit status is 1 if a figure got worse.
+PYTHONPATH= names another checkout to measure, and `--target h200` the compiler of
+another machine, which `make accelerators` installs.
 """
 
 import contextlib
@@ -72,23 +72,23 @@ def measured(case: Case, target: str | None) -> dict[str, dict[str, int]]:
         "value_and_grad": lambda k: jax.jit(ga.value_and_grad(loss, k)),
         "microbatch": lambda k: jax.jit(jax.value_and_grad(ga.microbatch(loss, k))),
     }
-    found: dict[str, dict[str, int]] = {}
+    results: dict[str, dict[str, int]] = {}
     for way, make in ways.items():
         how = {"batch_size": K, "candidates": [K], "memory_limit": 2**50}
         with contextlib.redirect_stderr(io.StringIO()):
             plan = ga.plan(make, *args, **how, target=target)
-        found[way] = {"temporaries": plan.candidates[0].temp}
-    its = ga.batch_dependencies(loss, K)(*args)
-    found["value_and_grad"] |= {
-        "forward": its.forward_passes,
-        "backward": its.backward_passes,
-        "kept": its.kept_bytes,
+        results[way] = {"temporaries": plan.candidates[0].temp}
+    report = ga.batch_dependencies(loss, K)(*args)
+    results["value_and_grad"] |= {
+        "forward": report.forward_passes,
+        "backward": report.backward_passes,
+        "kept": report.kept_bytes,
     }
-    return found
+    return results
 
 
 def rows_of(before: dict[str, Any], after: dict[str, Any]) -> list[list[Any]]:
-    """What differs: the loss, the figure, and what it was and is."""
+    """The differences: the loss, the figure, the old value and the new value."""
     nothing: dict[str, Any] = {}
     return [
         [name, f"{way}: {figure}", was, now]
@@ -108,19 +108,19 @@ def main() -> int:
     args = parser.parse_args()
     if args.target:
         importlib.import_module("accelerators")  # the environment of compilers alone
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what is computed whole is among the figures
         chosen = (pair for pair in cases() if args.only in pair[0])
         for name, case in itertools.islice(chosen, 2 if args.quick else None):
-            found[name] = measured(case, args.target)
-    record.write(args.json, {"target": args.target, "results": found})
+            results[name] = measured(case, args.target)
+    record.write(args.json, {"target": args.target, "results": results})
     if args.to is None:
-        print(f"{len(found)} losses.")
+        print(f"{len(results)} losses.")
         return 0
-    differ = rows_of(record.read(args.to)["results"], found)
+    differ = rows_of(record.read(args.to)["results"], results)
     record.print_table(["loss", "figure", "before", "after"], differ)
-    print(f"{len(found)} losses, {len(differ)} figures differ.")
+    print(f"{len(results)} losses, {len(differ)} figures differ.")
     return int(any(now > was for *_, was, now in differ))
 
 

@@ -1,14 +1,14 @@
-"""How long a window takes to compile, against micro-batches, and to trace, by its size.
+"""The time to compile a window, against micro-batches, and to trace it, by its size.
 
     python benchmarks/compile_time.py
 
 A window of k micro-batches and one Adam step is traced, lowered and compiled, without
 any cache. The ways take turns in one process, and the table gives medians. Larger
 programs of many leaves are traced and lowered alone, without an optimizer, in seconds
-of the processor: that is what the passes cost, and it is to grow as the program does.
-Losses whose rows meet stand beside the plain micro-batches of
-another loss and beside the undivided one, also with the lines of the program. Networks
-of many norms take minutes; `--norms 10 20 40 100 --resnet` measures them too.
+of the processor: this is the time of the passes, which must be linear in the program.
+Losses whose rows meet are compared with the plain micro-batches of another loss and
+with the undivided loss, also in lines of the program. Networks of many norms take
+minutes; `--norms 10 20 40 100 --resnet` measures them too.
 """
 
 import collections
@@ -34,7 +34,7 @@ WAYS = (peers.OURS, peers.SCAN, peers.MICROBATCHING, peers.UNROLLED)
 
 
 def seconds(loss: Any, params: Any, way: str, rows: int, k: int) -> float:
-    """How long one way takes from the Python function to the compiled program."""
+    """The seconds from the Python function to the compiled program, in one way."""
     jax.clear_caches()
     opt = optax.adam(1e-3)
     state = params, jax.eval_shape(opt.init, params)
@@ -73,7 +73,7 @@ def of_layers(number: int) -> tuple[Any, Any]:
 
 
 def of_terms(number: int) -> tuple[Any, Any]:
-    """A loss of so many separate matrices, each in a term of its own."""
+    """A loss with one term for each of many separate matrices."""
 
     def loss(params: Any, x: jax.Array) -> jax.Array:
         return sum((jnp.mean(jnp.square(x @ w)) for w in params), jnp.zeros([]))
@@ -106,7 +106,7 @@ def of_blocks(number: int) -> tuple[Any, Any]:
 
 
 def traced(model: tuple[Any, Any], way: str, k: int = 4, rows: int = 4) -> float:
-    """How long the processor takes to trace and lower a window."""
+    """The processor's seconds to trace and lower a window."""
     loss, params = model
     gradient = jax.jit(peers.in_one_call(loss, k, rows)[way])
     jax.clear_caches()
@@ -155,7 +155,7 @@ def of_norms(number: int) -> tuple[Any, Any]:
 
 
 def of_resnet(stages: Sequence[int]) -> tuple[Any, Any]:
-    """The loss of a residual network in Flax; (3, 4, 6, 3) is that of ResNet-50."""
+    """The loss of a residual network in Flax; (3, 4, 6, 3) makes a ResNet-50."""
     from flax import linen
 
     conv = functools.partial(linen.Conv, use_bias=False)
@@ -269,9 +269,9 @@ def main() -> None:
         times = collections.defaultdict(list)
         for turn in range(rounds + 1):
             for way in WAYS:
-                taken = seconds(peers.scanned_loss, params, way, args.rows, k)
+                elapsed = seconds(peers.scanned_loss, params, way, args.rows, k)
                 if turn:  # the first turn imports and warms up
-                    times[way].append(taken)
+                    times[way].append(elapsed)
         median = {way: statistics.median(t) for way, t in times.items()}
         over = {way: t / median[peers.SCAN] for way, t in median.items()}
         results.append({"k": k, "seconds": median, "over_plain_scan": over})

@@ -1,12 +1,11 @@
-"""What a call costs besides its arithmetic: small models, against optax.MultiSteps.
+"""The overhead of a call besides arithmetic: small models, against optax.MultiSteps.
 
     python benchmarks/dispatch.py
 
-A micro-step of a model with few numbers is a call of a jitted, donated function, and
-nearly all of its time goes into handing over leaves: those of the parameters, of the
-gradients and of the state. The sides take turns in one process. The times are those of
-the processor, since others use the machine, too, and a time is the median over the
-turns.
+A micro-step of a small model is a call of a jitted, donated function, and spends nearly
+all of its time on passing leaves: of the parameters, the gradients and the state. The
+sides take turns in one process. The times are processor times, since other processes
+use the machine too, and a time is the median over the turns.
 """
 
 import statistics
@@ -29,7 +28,7 @@ K = 8
 
 
 class Side:
-    """One way to run micro-steps, through `jax.jit`, as people call it."""
+    """One way to run micro-steps, through `jax.jit`."""
 
     def __init__(self, tx: Any, params: Any, call: Callable[..., Any]) -> None:
         """Makes the state; the first call compiles."""

@@ -54,12 +54,12 @@ from ga_optax._passes import table
 
 K = 8
 ALONE = "no accumulation"
-APART = "ga_optax, additions by kernels of their own"
+SEPARATE = "ga_optax, additions by kernels of their own"
 INIT = jax.jit(reference_model.init, static_argnums=0)
 
 
 def check_device(tiny: bool) -> None:
-    """Stops without a GPU: the numbers of another device would look like its own."""
+    """Stops without a GPU: numbers of another device would pass for those of a GPU."""
     device = jax.devices()[0]
     if device.platform != "gpu" and not tiny:
         raise SystemExit(
@@ -73,7 +73,7 @@ def check_device(tiny: bool) -> None:
 
 
 class Window:
-    """A way to do a window of k micro-batches, with a state of its own."""
+    """A way to run a window of k micro-batches, with a separate state."""
 
     def __init__(self, step: Any, state: Any, k: int) -> None:
         """`step(state, batch) -> (state, value)`, donating."""
@@ -92,7 +92,7 @@ class Window:
 
 
 def ways_of(config: Config) -> dict[str, Callable[[], Window]]:
-    """A function that makes each way, by its name."""
+    """By name, a function that makes each way."""
     opt = optax.adam(1e-4)
     loss = functools.partial(reference_model.loss, config)
 
@@ -109,7 +109,7 @@ def ways_of(config: Config) -> dict[str, Callable[[], Window]]:
         step = peers.step_of(peers.in_one_call(loss, K, config.rows)[way], opt)
         return Window(step, (start, opt.init(start)), K)
 
-    def apart() -> Window:
+    def separate() -> Window:
         start, gradient = params(), ga.value_and_grad(loss, K)
 
         def plain(*args: Any) -> Any:
@@ -123,7 +123,7 @@ def ways_of(config: Config) -> dict[str, Callable[[], Window]]:
     def many_calls(loop: Any) -> Window:
         return Window(loop, loop.init(params()), K)
 
-    ways: dict[str, Callable[[], Window]] = {ALONE: alone, APART: apart}
+    ways: dict[str, Callable[[], Window]] = {ALONE: alone, SEPARATE: separate}
     for way in peers.in_one_call(loss, K, config.rows):
         ways[way] = functools.partial(one_call, way)
     for way, loop in loops_of(config).items():
@@ -149,10 +149,10 @@ def measure_peak(config: Config, tiny: bool) -> list[dict[str, Any]]:
         )
         if child.returncode:
             raise SystemExit(f"The process for {way!r} ended with {child.returncode}.")
-        found = json.loads(child.stdout.splitlines()[-1])
-        sizes = {name: found[f"{name}_bytes"] for name in fields}
+        values = json.loads(child.stdout.splitlines()[-1])
+        sizes = {name: values[f"{name}_bytes"] for name in fields}
         mb = {name: size and size / 1e6 for name, size in sizes.items()}
-        rows.append({"way": way} | found | {"mb": mb})
+        rows.append({"way": way} | values | {"mb": mb})
     print("\nPeak of the allocator, MB")
     record.print_table(
         ["way", "peak", "plan", "parameters"],
@@ -173,12 +173,12 @@ def print_peak(config: Config, way: str) -> None:
     stats = jax.devices()[0].memory_stats() or {}  # a CPU has none
     shapes = jax.eval_shape(functools.partial(reference_model.init, config))
     param_bytes = peers.tree_bytes(shapes)
-    found = {"peak_bytes": stats.get("peak_bytes_in_use"), "plan_bytes": planned}
-    print(json.dumps(found | {"param_bytes": param_bytes}))
+    values = {"peak_bytes": stats.get("peak_bytes_in_use"), "plan_bytes": planned}
+    print(json.dumps(values | {"param_bytes": param_bytes}))
 
 
 def planned_bytes(config: Config) -> int | None:
-    """What `plan` says that a window of ours needs."""
+    """The bytes that a window of this library needs, from `plan`."""
     opt, loss = optax.adam(1e-4), functools.partial(reference_model.loss, config)
     params = jax.eval_shape(functools.partial(reference_model.init, config))
     state = params, jax.eval_shape(opt.init, params)
@@ -239,9 +239,9 @@ def tokens_per_second(
     seconds = collections.defaultdict(list)
     for turn in range(rounds + 1):
         for way, window in windows.items():
-            taken = sum(window(config) for _ in range(K // window.k))
+            elapsed = sum(window(config) for _ in range(K // window.k))
             if turn:  # the first turn compiles
-                seconds[way].append(taken)
+                seconds[way].append(elapsed)
     return {
         way: K * config.tokens / statistics.median(times)
         for way, times in seconds.items()
@@ -340,8 +340,8 @@ def read_programs(config: Config) -> list[dict[str, Any]]:
     rows, fields = [], [f.name for f in dataclasses.fields(hlo.Adds)]
     for way, (program, k) in lowered.items():
         adds = hlo.count_adds(program.compile().as_text(), shapes, k)
-        found = dict.fromkeys(fields) if adds is None else dataclasses.asdict(adds)
-        rows.append({"way": way} | found)
+        values = dict.fromkeys(fields) if adds is None else dataclasses.asdict(adds)
+        rows.append({"way": way} | values)
     print("\nKernels a micro-step (-: the loop over micro-batches was not found)")
     record.print_table(
         ["way", *(name.replace("_", " ") for name in fields)],

@@ -52,7 +52,7 @@ Head = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 class Sizes(NamedTuple):
-    """Of a head, and the number of its micro-batches."""
+    """The sizes of a head, and the number of micro-batches."""
 
     words: int
     tokens: int
@@ -66,8 +66,8 @@ class Sizes(NamedTuple):
 def of_tokens(w: jax.Array, h: jax.Array, labels: jax.Array) -> jax.Array:
     """The loss of each token."""
     logits = (h @ w).astype(jnp.float32)
-    own = jnp.take_along_axis(logits, labels[:, None], axis=1)[:, 0]
-    return jax.nn.logsumexp(logits, axis=1) - own
+    picked = jnp.take_along_axis(logits, labels[:, None], axis=1)[:, 0]
+    return jax.nn.logsumexp(logits, axis=1) - picked
 
 
 def undivided(w: jax.Array, h: jax.Array, labels: jax.Array) -> jax.Array:
@@ -93,7 +93,7 @@ def in_scan(k: int, head: Head) -> Head:
 
 
 def tiled(k: int) -> Head:
-    """The backward pass computes the logits again, and adds up as it goes."""
+    """A head whose backward pass recomputes the logits, and adds up gradients."""
 
     def forward(*args: Any) -> Any:
         return head(*args), args
@@ -103,8 +103,8 @@ def tiled(k: int) -> Head:
 
         def body(dw: jax.Array, piece: Any) -> Any:
             pull = jax.vjp(lambda w, h: undivided(w, h, piece[1]), w, piece[0])[1]
-            own, dh = pull(ct / k)
-            return dw + own, dh
+            dw_part, dh = pull(ct / k)
+            return dw + dw_part, dh
 
         start = jnp.zeros(w.shape, jnp.float32)
         dw, dh = jax.lax.scan(body, start, cut(k, h, labels))
@@ -178,17 +178,17 @@ def arguments(sizes: Sizes, dtype: str) -> Any:
 
 
 def measure(sizes: Sizes, dtype: str, rounds: int) -> dict[str, dict[str, float]]:
-    """What was measured of each way, by field and way."""
+    """The measurements of each way, by field and way."""
     args = arguments(sizes, dtype)
     below = 2 * 2 * sizes.tokens * sizes.width**2  # the layer below, and its gradient
     one = 2 * sizes.tokens * sizes.words * sizes.width
-    found: dict[str, dict[str, float]] = collections.defaultdict(dict)
+    measurements: dict[str, dict[str, float]] = collections.defaultdict(dict)
     programs = {}
     for way, head in heads(sizes.k).items():
         programs[way] = program = step_of(head).lower(*args).compile()
-        found["temporaries"][way] = temporaries(program.memory_analysis())
-        found["products"][way] = (hlo.dot_flops(program.as_text()) - below) / one
-    return found | (run(programs, args, rounds) if dtype == "float32" else {})
+        measurements["temporaries"][way] = temporaries(program.memory_analysis())
+        measurements["products"][way] = (hlo.dot_flops(program.as_text()) - below) / one
+    return measurements | (run(programs, args, rounds) if dtype == "float32" else {})
 
 
 def run(programs: dict[str, Any], args: Any, rounds: int) -> dict[str, dict[str, Any]]:
@@ -198,9 +198,9 @@ def run(programs: dict[str, Any], args: Any, rounds: int) -> dict[str, dict[str,
         for way, program in programs.items():
             start = time.perf_counter()
             out = jax.block_until_ready(program(*args))
-            taken = time.perf_counter() - start
+            elapsed = time.perf_counter() - start
             if turn:  # the first round warms caches and pages
-                seconds[way].append(taken)
+                seconds[way].append(elapsed)
                 continue
             grad = jax.flatten_util.ravel_pytree(out[1])[0]
             right = grad if right is None else right
@@ -218,16 +218,18 @@ def measure_for(target: str, sizes: Sizes, dtype: str) -> dict[str, dict[str, fl
     return {"temporaries": sizes_of}
 
 
-def with_ratios(found: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
-    """What was measured, with what is made of it."""
-    size = found["temporaries"]
+def with_ratios(
+    measurements: dict[str, dict[str, float]],
+) -> dict[str, dict[str, float]]:
+    """The measurements, with fields computed from them."""
+    size = measurements["temporaries"]
     best = min(size[way] for way in BY_HAND)
-    found["mb"] = {way: s / 1e6 for way, s in size.items()}
-    found["over_best"] = {way: s / best for way, s in size.items()}
-    if seconds := found.get("seconds"):
+    measurements["mb"] = {way: s / 1e6 for way, s in size.items()}
+    measurements["over_best"] = {way: s / best for way, s in size.items()}
+    if seconds := measurements.get("seconds"):
         whole = seconds[UNDIVIDED]
-        found["time_ratio"] = {way: s / whole for way, s in seconds.items()}
-    return found
+        measurements["time_ratio"] = {way: s / whole for way, s in seconds.items()}
+    return measurements
 
 
 # -- All of it -------------------------------------------------------------------------
@@ -260,8 +262,8 @@ def main() -> None:
         jax.config.update("jax_platforms", "cpu")  # where constants lie
         jax.config.update("jax_enable_compilation_cache", False)
         versions = accelerators.versions()
-        said = ", ".join(args.targets)
-        content: dict[str, Any] = {"device": f"compiled for {said} without a device"}
+        names = ", ".join(args.targets)
+        content: dict[str, Any] = {"device": f"compiled for {names} without a device"}
         columns = {
             f"{target}, {dtype}": with_ratios(measure_for(target, sizes, dtype))
             for target in args.targets

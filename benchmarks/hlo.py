@@ -1,12 +1,12 @@
-"""What XLA made of an accumulation, read from the optimised HLO, the program that runs.
+"""Reads an accumulation from the optimised HLO, the program that runs.
 
-`traffic` counts what the kernels of a program read and write, `count_adds` what its
-additions became, and `dot_flops` the arithmetic of its matrix products.
+`traffic` counts the bytes that the kernels of a program read and write, `count_adds`
+the kinds of additions, and `dot_flops` the arithmetic of matrix products.
 
-An addition to the accumulator can become one of three things. It may be a kernel of its
-own, a pass over memory. It may be part of the kernel that multiplies the matrices. Or
-it may be the `beta = 1` of a library's matrix product, `total = 1 * total + a @ b`,
-which costs next to nothing.
+XLA compiles an addition to the accumulator in one of three ways: as a separate kernel,
+a pass over memory; as part of the kernel that multiplies the matrices; or as the
+`beta = 1` of a library's matrix product, `total = 1 * total + a @ b`, which costs next
+to nothing.
 """
 
 import dataclasses
@@ -26,12 +26,12 @@ Shape = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Adds:
-    """What became of the additions, counted as often as they run in a micro-step.
+    """The kinds of additions, with the number of runs in a micro-step.
 
     Attributes:
       separate: kernels that add into a gradient-sized buffer and multiply no matrices.
-      separate_elements: the elements that these kernels add. They tell many small
-        kernels, layer by layer, from few large ones.
+      separate_elements: the elements that these kernels add: many small kernels, layer
+        by layer, differ in this number from few large kernels.
       in_gemm: fused kernels that multiply matrices and add.
       beta_one: a library's matrix products that take the accumulator as an operand.
       beta_zero: a library's matrix products that only compute a gradient.
@@ -61,7 +61,7 @@ def count_adds(text: str, shapes: Iterable[Shape], k: int | None = None) -> Adds
     wanted = {_without_ones(dims) for dims in shapes}
     module = hlo.parse(text)
     counts = dict.fromkeys((f.name for f in dataclasses.fields(Adds)), 0)
-    found = k is None
+    is_inside = k is None
     for placed in module.walk():
         if placed.fused:  # a part of one kernel
             continue
@@ -69,7 +69,7 @@ def count_adds(text: str, shapes: Iterable[Shape], k: int | None = None) -> Adds
         if k is not None:
             if not loops or loops[0][1] != k:
                 continue
-            found, loops = True, loops[1:]
+            is_inside, loops = True, loops[1:]
         inner = module.inside(placed.instruction)
         kind = _kind(placed.instruction, inner, wanted)
         if kind is None:
@@ -81,7 +81,7 @@ def count_adds(text: str, shapes: Iterable[Shape], k: int | None = None) -> Adds
         if kind == "separate":
             elements = sum(math.prod(_shape(i.type)) for i in _adds(inner, wanted))
             counts["separate_elements"] += times * elements
-    return Adds(**counts) if found else None
+    return Adds(**counts) if is_inside else None
 
 
 def _kind(
@@ -120,14 +120,14 @@ _ELSEWHERE = re.compile(r"\w+\[[0-9,]*\]\{[^}]*S\([1-9]\d*\)\}")
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """What the kernels of a program read and write in a device's memory.
+    """The traffic between the kernels of a program and a device's memory.
 
     Attributes:
-      num_bytes: of all operands and results; an operand counts once in a kernel.
-      kernels: how many kernels run that read or write more than a kilobyte. Fetching to
+      num_bytes: the bytes of all operands and results; an operand counts once a kernel.
+      kernels: the number of kernels that read or write more than a kilobyte. A fetch to
         fast memory is no kernel.
       copied: the bytes that are only copied within the device's memory.
-      branches: how many conditionals run, whose predicates decide what runs next.
+      branches: the number of conditionals that run.
     """
 
     num_bytes: int = 0
@@ -227,8 +227,8 @@ def dot_flops(text: str) -> int:
 
 def _dims(type_: str) -> Shape:
     """The first shape in a type."""
-    found = hlo.shapes(type_)
-    return found[0][1] if found else ()
+    all_shapes = hlo.shapes(type_)
+    return all_shapes[0][1] if all_shapes else ()
 
 
 def _without_ones(dims: Shape) -> Shape:

@@ -111,7 +111,7 @@ def kinds(scale: int) -> dict[str, Kind]:
 
 
 class Side(NamedTuple):
-    """A compiled program, and what it is called with.
+    """A compiled program, and the program's arguments.
 
     Attributes:
       program: of a carry, and of `inputs`, to a new carry.
@@ -164,11 +164,11 @@ def take_turns(sides: dict[str, Side], rounds: int) -> dict[str, float]:
         for way, side in sides.items():
             start = time.perf_counter()
             out = jax.block_until_ready(side.program(carries[way], *inputs[way]))
-            taken = time.perf_counter() - start
+            elapsed = time.perf_counter() - start
             if way in ACROSS:
                 carries[way] = out[0]
             if turn:  # the first round warms caches and pages
-                seconds[way].append(taken)
+                seconds[way].append(elapsed)
     return {way: statistics.median(times) for way, times in seconds.items()}
 
 

@@ -1,12 +1,12 @@
-"""How much memory a window needs, against the number of micro-batches.
+"""The memory of a window, against the number of micro-batches.
 
     python benchmarks/memory.py
 
 A window has a fixed number of rows and one Adam step. The model scans over its layers
-and rematerialises them. A program needs temp + argument + output - alias, as XLA's own
-analysis says, to the byte and without running anything. A host loop needs as much as
-its largest program, plus what else is on the device meanwhile. It holds one micro-batch
-at a time, while one call holds the whole window.
+and rematerialises them. A program needs temp + argument + output - alias, from XLA's
+analysis, to the byte and without running anything. A host loop needs the memory of its
+largest program, plus all other arrays on the device. The loop holds one micro-batch at
+a time, while one call holds the whole window.
 """
 
 from typing import Any
@@ -27,7 +27,7 @@ def measure(layers: int, width: int, rows: int, k: int) -> dict[str, int]:
     micro = jax.ShapeDtypeStruct((rows // k, width), jnp.float32)
     loss = peers.scanned_loss
 
-    found = {
+    sizes = {
         way: peers.needed(peers.step_of(gradient, opt).lower(state, batch).compile())
         for way, gradient in peers.in_one_call(loss, k, rows // k).items()
     }
@@ -35,11 +35,11 @@ def measure(layers: int, width: int, rows: int, k: int) -> dict[str, int]:
         if isinstance(loop, peers.TwoPrograms):
             add = peers.needed(loop.add.lower(params, params, micro).compile())
             update = peers.needed(loop.update.lower(state, params).compile())
-            found[way] = max(add + peers.tree_bytes(state[1]), update)
+            sizes[way] = max(add + peers.tree_bytes(state[1]), update)
         else:
             start: Any = params, jax.eval_shape(loop.tx.init, params)
-            found[way] = peers.needed(loop.step.lower(start, micro).compile())
-    return found
+            sizes[way] = peers.needed(loop.step.lower(start, micro).compile())
+    return sizes
 
 
 def main() -> None:
@@ -59,13 +59,13 @@ def main() -> None:
     param_bytes = peers.tree_bytes(params)
     results: list[dict[str, Any]] = []
     for k in ks:
-        found = measure(layers, width, rows, k)
+        sizes = measure(layers, width, rows, k)
         results.append(
             {
                 "k": k,
-                "bytes": found,
-                "mb": {way: b / 1e6 for way, b in found.items()},
-                "over_params": {way: b / param_bytes for way, b in found.items()},
+                "bytes": sizes,
+                "mb": {way: b / 1e6 for way, b in sizes.items()},
+                "over_params": {way: b / param_bytes for way, b in sizes.items()},
             }
         )
     ways = list(results[0]["bytes"])

@@ -159,9 +159,9 @@ def take_turns(
     for turn in range(rounds + 1):
         for side, runner in sides.items():
             calls = 1 if side == PLAIN else k
-            taken = runner.window(grads, calls) / calls
+            elapsed = runner.window(grads, calls) / calls
             if turn:  # the first round warms caches and pages
-                seconds[side].append(taken)
+                seconds[side].append(elapsed)
     return {side: statistics.median(times) for side, times in seconds.items()}
 
 

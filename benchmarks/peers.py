@@ -94,7 +94,7 @@ def plain_scan(
     k: int,
     split: Callable[[jax.Array, int], jax.Array] = split,
 ) -> Gradient:
-    """A window as one writes it by hand."""
+    """A window written by hand."""
 
     def gradient(params: Any, batch: jax.Array) -> tuple[jax.Array, Any]:
         def micro_step(carry: Any, x: jax.Array) -> Any:

@@ -264,7 +264,7 @@ PICTURES = {
 
 
 def digest(path: pathlib.Path) -> str:
-    """What a picture records about the file that it was drawn from."""
+    """The name and the digest of a picture's source file, for the picture."""
     return f"{path.name}, sha256 {hashlib.sha256(path.read_bytes()).hexdigest()[:16]}"
 
 

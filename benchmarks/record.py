@@ -1,4 +1,4 @@
-"""What all benchmarks share: their arguments, and the form of their results."""
+"""The arguments of all benchmarks, and the form of the results."""
 
 import argparse
 import datetime

@@ -93,8 +93,8 @@ def rows_of(results: pathlib.Path) -> list[list[Any]]:
 
 def _cell(numbers: dict[str, float], names: tuple[str, ...]) -> str:
     """The number of whichever of these names was measured."""
-    found = [numbers[name] for name in names if name in numbers]
-    return f"{found[0]:.2f}" if found else "-"
+    values = [numbers[name] for name in names if name in numbers]
+    return f"{values[0]:.2f}" if values else "-"
 
 
 def main() -> None:

@@ -50,7 +50,7 @@ class Case(NamedTuple):
 
 
 def compiled(fun: Callable[..., Any], *args: Any) -> tuple[Any, int]:
-    """What a function returns, and the temporaries of its program."""
+    """The results of a function, and the temporaries of the function's program."""
     program = jax.jit(fun).lower(*args).compile()
     memory: Any = program.memory_analysis()
     return program(*args), memory.temp_size_in_bytes
@@ -85,13 +85,13 @@ def tunix_cases(quick: bool) -> Iterator[Case]:
     chosen, rejected = tokens(ANSWER, 1), tokens(ANSWER, 1)
 
     def pairs(i: int | None) -> Any:
-        """What the trainer makes of pairs of answers, of all or of a micro-batch."""
-        given = dpo_trainer.TrainingInput(*(prompt, is_prompt, *chosen, *rejected))
-        given = given if i is None else part_of(given, i)
+        """The trainer's input for pairs of answers, for all or for a micro-batch."""
+        inputs = dpo_trainer.TrainingInput(*(prompt, is_prompt, *chosen, *rejected))
+        inputs = inputs if i is None else part_of(inputs, i)
         tuning = dpo_trainer.DPOTrainer(
             llama(1 + SEED), llama(SEED), optax.sgd(1.0), dpo_config(dpo_trainer)
         )
-        return tuning._prepare_inputs(given)
+        return tuning._prepare_inputs(inputs)
 
     for algorithm in ("dpo", "orpo"):
         loss = _loss_of(dpo_trainer.dpo_loss_fn, algorithm=algorithm)
@@ -114,7 +114,7 @@ def tunix_cases(quick: bool) -> Iterator[Case]:
 
 
 def _loss_of(fun: Any, **settings: Any) -> Any:
-    """A loss of Tunix, with its settings: that of a model and a batch."""
+    """A loss of Tunix with the trainer's settings, for a model and a batch."""
 
     def loss(model: nnx.Module, train_example: Any) -> Any:
         return fun(model, train_example, **settings)
@@ -223,7 +223,7 @@ def keras_cases(quick: bool) -> Iterator[Case]:
 
 
 def _of_keras(model: Any, loss: Any, batch: Any) -> dict[str, Any]:
-    """The ways of the trainer of Keras, which differentiates a function of its own."""
+    """The ways of Keras's trainer, which differentiates a function of the trainer."""
     import keras
 
     model.compile(loss=loss, optimizer=keras.optimizers.SGD(1.0))
@@ -287,7 +287,7 @@ def big_vision_cases(quick: bool) -> Iterator[Case]:
     params = model.init(jax.random.key(SEED), images[:1], labels[:1])["params"]
 
     def loss(params: Any, images: Any, labels: Any) -> Any:
-        """That of its trainer for SigLIP, of which the step closes over the batch."""
+        """The loss of the trainer for SigLIP, whose step closes over the batch."""
         image, text, extras = model.apply({"params": params}, images, labels)
         logits = jnp.dot(image, text.T) * extras["t"] + extras["b"]
         sign = -jnp.ones_like(logits) + 2 * jnp.eye(image.shape[0])
@@ -414,7 +414,7 @@ TRAINERS: dict[str, Callable[[bool], Iterator[Case]]] = {
 
 
 def version_of(trainer: str) -> str:
-    """What is installed, or that it is a checkout."""
+    """The installed version, or "(a checkout)"."""
     try:
         return importlib.metadata.version(trainer)
     except importlib.metadata.PackageNotFoundError:
@@ -422,24 +422,24 @@ def version_of(trainer: str) -> str:
 
 
 def measure(case: Case) -> dict[str, Any]:
-    """How far each way is from the undivided gradient, and its bytes."""
-    found = {way: case.ways[way]() for way in WAYS}
+    """The error of each way's gradient, and the bytes of the program."""
+    results = {way: case.ways[way]() for way in WAYS}
 
     def flat(grads: Any) -> Any:
         leaves = jax.tree.leaves(grads)
         return np.concatenate([np.asarray(x, np.float64).ravel() for x in leaves])
 
-    exact = flat(found[UNDIVIDED][0])
+    exact = flat(results[UNDIVIDED][0])
     return {
         "trainer": case.trainer,
         "version": version_of(case.trainer),
         "loss": case.name,
         "off": {
-            way: float(np.linalg.norm(flat(found[way][0]) - exact))
+            way: float(np.linalg.norm(flat(results[way][0]) - exact))
             / float(np.linalg.norm(exact))
             for way in WAYS[1:]
         },
-        "megabytes": {way: found[way][1] / 1e6 for way in WAYS},
+        "megabytes": {way: results[way][1] / 1e6 for way in WAYS},
     }
 
 

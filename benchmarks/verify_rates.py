@@ -1,16 +1,16 @@
-"""How often `verify` errs: random losses, right ones and wrong ones, in three dtypes.
+"""The error rates of `verify`: right and wrong random losses, in three dtypes.
 
     python benchmarks/verify_rates.py
     python benchmarks/verify_rates.py --dtypes bfloat16 --first 50 --last 100
 
 A case is a random network (dense, convolution, attention, scan, experts, embedding), a
-loss for each token, and a way to make one number of these: right for accumulation, or
-wrong for a known cause. "bfloat16" is mixed precision: the network computes in
+loss for each token, and a reduction to one number: right for accumulation, or wrong for
+a known cause. "bfloat16" is mixed precision: the network computes in
 bfloat16, and logits, losses and sums in bfloat16 or float32, at random.
 
-Nearly all of the time goes into compiling small programs: an hour on two CPU cores, and
-a third of that with XLA_FLAGS=--xla_cpu_use_fusion_emitters=false, which jaxlib 0.10
-knows. An answer that is not right is printed at once.
+Compiling small programs takes nearly all of the time: an hour on two CPU cores, and a
+third of that with XLA_FLAGS=--xla_cpu_use_fusion_emitters=false of jaxlib 0.10. A wrong
+answer is printed at once.
 """
 
 # ruff: noqa: D103 - the names of the cases say it
@@ -57,7 +57,7 @@ class Model(NamedTuple):
 
 
 class Case(NamedTuple):
-    """What to ask `verify`, and what it must answer."""
+    """The arguments of `verify`, and the causes that are right."""
 
     name: str
     arguments: tuple[Any, ...]
@@ -124,7 +124,7 @@ NETWORKS = (
 
 
 def parameters(r: np.random.Generator) -> dict[str, np.ndarray]:
-    """Those of all networks; most of them get no gradient, which is no cause either."""
+    """The parameters of all networks; most have a gradient of zero, which is right."""
     shapes = {
         "a": (SIZE, SIZE),
         "bias": (SIZE,),
@@ -203,7 +203,7 @@ def model(r: np.random.Generator, dtype: str) -> Model:
 Way = Callable[[Model], tuple[Callable[..., Any], dict[str, Any]]]
 
 
-def kept(batch: Any) -> Any:
+def count_kept(batch: Any) -> Any:
     return batch["mask"].sum()
 
 
@@ -263,7 +263,9 @@ def mean_with_idle_key(m: Model) -> Any:
 
 
 def tokens(m: Model) -> Any:
-    return lambda p, b: weighted_mean(m.losses(p, b), b["mask"]), {"weight_fn": kept}
+    return lambda p, b: weighted_mean(m.losses(p, b), b["mask"]), {
+        "weight_fn": count_kept
+    }
 
 
 def tokens_by_a_multiple(m: Model) -> Any:
@@ -272,7 +274,7 @@ def tokens_by_a_multiple(m: Model) -> Any:
 
 def tokens_and_penalty(m: Model) -> Any:
     of_tokens = tokens(m)[0]
-    return lambda p, b: plus(of_tokens(p, b), penalty(p)), {"weight_fn": kept}
+    return lambda p, b: plus(of_tokens(p, b), penalty(p)), {"weight_fn": count_kept}
 
 
 def fractions(m: Model) -> Any:
@@ -335,7 +337,9 @@ def mean_times_root_of_rows(m: Model) -> Any:
 
 def weighted_tokens_divided_by_k(m: Model) -> Any:
     rows, of_tokens = len(m.batch["y"]), tokens(m)[0]
-    return lambda p, b: of_tokens(p, b) / (rows // len(b["y"])), {"weight_fn": kept}
+    return lambda p, b: of_tokens(p, b) / (rows // len(b["y"])), {
+        "weight_fn": count_kept
+    }
 
 
 def no_weights(m: Model) -> Any:
@@ -355,11 +359,11 @@ def weights_of_the_rest(m: Model) -> Any:
 
 
 def weights_of_others(m: Model) -> Any:
-    return fractions(m)[0], {"weight_fn": kept}
+    return fractions(m)[0], {"weight_fn": count_kept}
 
 
 def weights_beside_mean(m: Model) -> Any:
-    return mean(m)[0], {"weight_fn": kept}
+    return mean(m)[0], {"weight_fn": count_kept}
 
 
 def batch_statistics(m: Model) -> Any:
@@ -495,7 +499,7 @@ def make_case(dtype: str, kind: str, number: int) -> Case:
     """Case `number` of the right or the wrong ones."""
     r = np.random.default_rng([DTYPES.index(dtype), kind == "wrong", number])
     m = model(r, dtype)
-    ways = [(cause, way) for cause, its in WRONG.items() for way in its]
+    ways = [(cause, way) for cause, losses in WRONG.items() for way in losses]
     causes, ways_of_kind = OK, RIGHT
     if kind == "wrong":
         cause, way = ways[number % len(ways)]
@@ -507,7 +511,7 @@ def make_case(dtype: str, kind: str, number: int) -> Case:
 
 
 def ask(dtype: str, kind: str, number: int) -> tuple[Case, ga.Report]:
-    """A case, and what `verify` says about it."""
+    """A case, and the answer of `verify`."""
     with jax.enable_x64(dtype == "float64"):
         case = make_case(dtype, kind, number)
         return case, ga.verify(*case.arguments, **case.options)

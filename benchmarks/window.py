@@ -1,4 +1,4 @@
-"""How long a whole window takes: this library, its peers, and the sum of the parts.
+"""The time of a whole window: this library, its peers, and the sum of the parts.
 
     python benchmarks/window.py [--json FILE] [--rounds N] [--layers N] [--width N]
 
@@ -25,7 +25,7 @@ PEERS = (peers.SCAN, peers.MICROBATCHING, peers.MULTI_STEPS, peers.TWO_PROGRAMS)
 
 
 def seconds(call: Any) -> tuple[float, Any]:
-    """How long a call takes until all its results are ready, and its results."""
+    """The seconds until all results of a call are ready, and the results."""
     start = time.perf_counter()
     result = jax.block_until_ready(call())
     return time.perf_counter() - start, result
@@ -58,16 +58,18 @@ def measure(loss: Any, params: Any, rows: int, k: int, rounds: int) -> dict[str,
     times = {name: [] for name in (*ways, "gradient", "add", "update")}
     for turn in range(rounds + 1):
         for way, step in ways.items():
-            taken, (states[way], _) = seconds(
+            elapsed, (states[way], _) = seconds(
                 lambda step=step, way=way: step(states[way], batch)
             )
-            times[way].append(taken)
-        taken, (_, grads) = seconds(lambda: gradient(params, micro))
-        times["gradient"].append(taken)
-        taken, total = seconds(lambda t=total, g=grads: add(t, g))
-        times["add"].append(taken)
-        taken, (update_state, _) = seconds(lambda s=update_state, g=grads: update(s, g))
-        times["update"].append(taken)
+            times[way].append(elapsed)
+        elapsed, (_, grads) = seconds(lambda: gradient(params, micro))
+        times["gradient"].append(elapsed)
+        elapsed, total = seconds(lambda t=total, g=grads: add(t, g))
+        times["add"].append(elapsed)
+        elapsed, (update_state, _) = seconds(
+            lambda s=update_state, g=grads: update(s, g)
+        )
+        times["update"].append(elapsed)
         if turn == 0:
             times = {name: [] for name in times}  # the first turn compiles
     return {name: statistics.median(t) for name, t in times.items()}

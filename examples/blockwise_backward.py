@@ -129,19 +129,19 @@ def loss_fn(params: Any, tokens: jax.Array) -> jax.Array:
 
 @jax.jit
 def embed_forward(p: Any, tokens: jax.Array) -> jax.Array:
-    """What enters the first layer."""
+    """The input of the first layer."""
     return embed(p, tokens)
 
 
 @jax.jit
 def layer_forward(p: Any, x: jax.Array) -> jax.Array:
-    """What enters the next layer."""
+    """The input of the next layer."""
     return layer(p, x)
 
 
 @jax.jit
 def head_backward(p: Any, x: jax.Array, tokens: jax.Array, scale: jax.Array) -> Any:
-    """The loss, and `scale` times its gradients for what enters the head and for it."""
+    """The loss, and `scale` times the gradients for the head and the head's input."""
     loss, pullback = jax.vjp(lambda p, x: head(p, x, tokens), p, x)
     grads, below = pullback(scale.astype(loss.dtype))
     return loss, below, grads
@@ -149,7 +149,7 @@ def head_backward(p: Any, x: jax.Array, tokens: jax.Array, scale: jax.Array) -> 
 
 @functools.partial(jax.jit, donate_argnums=2)
 def layer_backward(p: Any, x: jax.Array, above: jax.Array) -> Any:
-    """The gradients for a layer and for what enters it; takes over `above`."""
+    """The gradients for a layer and for the layer's input; overwrites `above`."""
     _, pullback = jax.vjp(layer, p, x)
     grads, below = pullback(above)
     return below, grads
@@ -166,16 +166,15 @@ def embed_backward(p: Any, tokens: jax.Array, above: jax.Array) -> Any:
 
 
 class Memory:
-    """The most bytes that were needed while any of the pieces ran.
+    """The peak of memory, in bytes, over the runs of all pieces.
 
-    Before a call it adds up every array that is alive, but not what was so before the
-    first call, except the parameters. To that it adds what XLA says that the program
-    needs besides: its temporaries, and those of its results that lie in no donated
-    buffer. The additions of `blocks.add` work in place.
+    The memory of a run is that of all live arrays, without the arrays from before the
+    first run except the parameters, plus the program's temporaries and the results
+    without a donated buffer, from XLA's analysis. `blocks.add` works in place.
     """
 
     def __init__(self, params: Any) -> None:
-        """Leaves out the arrays that are alive now, except `params`."""
+        """Leaves out the live arrays, except `params`."""
         gc.collect()
         self.before = _alive() - _size(params)
         self.peak = 0
@@ -287,16 +286,16 @@ def block_by_block(
     memory: Memory | None = None,
     as_cotangent: bool = True,
 ) -> tuple[float, Any]:
-    """The loss and the gradient of a window, as `ga.accumulate` has them.
+    """The loss and the gradient of a window, as `ga.accumulate` computes them.
 
     Args:
       partition: the blocks of `params`.
       params: the parameters.
-      window: its tokens, `[lines, LENGTH + 1]`.
+      window: the tokens of the window, `[lines, LENGTH + 1]`.
       k: the number of micro-batches.
-      memory: counts, where it is given.
-      as_cotangent: whether the tokens of a micro-batch scale its loss, or are the
-        weight of its additions.
+      memory: measures the peak, if not None.
+      as_cotangent: whether the tokens of a micro-batch scale the loss, or are the
+        weight of the additions.
     """
     acc: Any = accumulator.init(params)
     hooks = (memory.run, memory.count) if memory else ()
@@ -320,8 +319,8 @@ class Comparison(NamedTuple):
 
     Attributes:
       name: the block.
-      elements: its size.
-      different: how many elements differ in some bit.
+      elements: the number of elements.
+      different: the number of elements that differ in a bit.
       relative: the norm of the difference over the norm of the gradient.
     """
 
@@ -346,9 +345,10 @@ def compare(partition: blocks.Partition, one: Any, other: Any) -> list[Compariso
 
 
 def agrees(row: Comparison) -> bool:
-    """Whether the arithmetic of a block is the same: of the embedding, its terms.
+    """True if the gradient of a block has the same bits.
 
-    A row of it is a sum over the tokens of the window, in another order.
+    A row of the embedding's gradient is a sum over the tokens of the window, in another
+    order, so it may differ by the rounding of the sum.
     """
     if row.name == "embed":
         terms = BATCH * LENGTH
@@ -369,7 +369,7 @@ def print_comparison(first: list[Comparison], second: list[Comparison]) -> None:
 
 
 def needed(program: Any) -> int:
-    """What XLA says that a compiled program needs, in bytes."""
+    """The bytes that a compiled program needs, from XLA's analysis."""
     sizes = program.memory_analysis()
     return (
         sizes.argument_size_in_bytes
@@ -380,7 +380,7 @@ def needed(program: Any) -> int:
 
 
 def print_memory(params: Any, window: np.ndarray, whole: Any, memory: Memory) -> None:
-    """Prints what each way needs, and how it is counted."""
+    """Prints the memory of each way, and the method of counting."""
     tree = _size(params)
     micro = jax.jit(jax.value_and_grad(loss_fn)).lower(
         params, window[: len(window) // K]

@@ -305,12 +305,12 @@ class Run(NamedTuple):
     """A folder with everything that a run writes.
 
     Attributes:
-      config: of model and run.
-      num_microbatches: of a window.
-      memory: what `plan` found: pairs of a number of micro-batches and the bytes that a
-        micro-step needs.
-      limit: the bytes that it may need; 0 if their number was given.
-      folder: of config.json, log.jsonl, checkpoints and picture.
+      config: the configuration of model and run.
+      num_microbatches: the number of micro-batches in a window.
+      memory: pairs of a number of micro-batches and the bytes that a micro-step needs,
+        from `plan`.
+      limit: the bytes that a micro-step may need; 0 if the number was an option.
+      folder: the folder of config.json, log.jsonl, checkpoints and picture.
     """
 
     config: Config
@@ -321,7 +321,7 @@ class Run(NamedTuple):
 
     @property
     def file(self) -> pathlib.Path:
-        """What a restart has to know."""
+        """The facts that a restart reads."""
         return self.folder / "config.json"
 
     @property
@@ -375,7 +375,7 @@ def open_checkpoints(folder: pathlib.Path) -> ocp.CheckpointManager:
 
 
 def is_exact(run: Run, params: Any, window: np.ndarray) -> bool:
-    """Whether a window has the gradient of the undivided batch; says so."""
+    """True if a window has the gradient of the undivided batch; prints the result."""
     report = ga.verify(
         functools.partial(loss_fn, make_model(run.config)),
         params,
@@ -556,14 +556,14 @@ def draw_picture(run: Run, log: list[dict[str, Any]], baseline: float) -> pathli
 
 def make_run(args: argparse.Namespace, config: Config) -> Run:
     """Continues the run in the folder, or plans a new one."""
-    found = None if args.fresh else read_run(args.out)
-    if found is not None:
-        if config != found.config:
+    old = None if args.fresh else read_run(args.out)
+    if old is not None:
+        if config != old.config:
             raise SystemExit(
-                f"{args.out} holds a run with another config, {found.config}, and not "
+                f"{args.out} holds a run with another config, {old.config}, and not "
                 f"{config}. Pass another --out, or --fresh to delete it."
             )
-        return found
+        return old
     for name in ("config.json", "log.jsonl", "char_lm.png"):
         (args.out / name).unlink(missing_ok=True)
     shutil.rmtree(args.out / "checkpoints", ignore_errors=True)
@@ -586,9 +586,9 @@ def read_config(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Co
         if unknown := sorted(content.keys() - names):
             parser.error(f"{args.config} must name fields of {QUICK}, not {unknown}.")
         usual = dataclasses.replace(usual, **content)
-    given = {name: getattr(args, name) for name in names}
+    options = {name: getattr(args, name) for name in names}
     config = dataclasses.replace(
-        usual, **{name: value for name, value in given.items() if value is not None}
+        usual, **{name: value for name, value in options.items() if value is not None}
     )
     sizes = ("layers", "width", "heads", "length", "steps", "batch_size", "save_every")
     if min(getattr(config, name) for name in sizes) < 1:
@@ -632,10 +632,10 @@ def main(argv: list[str] | None = None) -> int:
         f"{np.log(VOCABULARY):.2f} guessed, {baseline:.2f} by byte frequencies alone."
     )
     run = make_run(args, config)
-    found = train(run, corpus)
-    if found is None:
+    result = train(run, corpus)
+    if result is None:
         return 1
-    params, log = found
+    params, log = result
     picture = draw_picture(run, log, baseline)
     print(
         f"\n{config.steps} steps, {time.perf_counter() - start:.0f} s in this process; "

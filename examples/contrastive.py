@@ -1,4 +1,4 @@
-"""Which pixels belong to which digit: a contrastive loss over 512 rows, and 8 x 64.
+"""A contrastive loss over 512 rows, and over 8 x 64: two views of handwritten digits.
 
     python examples/contrastive.py
 
@@ -11,8 +11,8 @@ more there are to choose from, the more it learns. Three runs see the same windo
     undivided                 a window is one batch: every view chooses among 512
     8 x 64                    `ga.value_and_grad(loss, 8)`: eight micro-batches of 64,
                               and every view chooses among 512
-    8 x 64, each by itself    the same micro-batches, added up by `ga.accumulate`, and
-                              every view chooses among 64
+    8 x 64, each by itself    the same micro-batches, added up by `ga.accumulate`: every
+                              view chooses among 64
 
 The table at the end shows the recall at 1 on images that were held out: how often the
 most similar of the 360 counterparts is the right one. The first two runs are the same
@@ -111,11 +111,11 @@ def encode(params: Any, pairs: Pairs) -> tuple[jax.Array, jax.Array]:
 def contrast(
     scale: jax.Array, a: jax.Array, b: jax.Array, all_a: Any, all_b: Any, first: Any
 ) -> jax.Array:
-    """How badly rows find their counterparts, of which they are `first` and on."""
+    """The contrastive loss of rows whose counterparts begin at row `first`."""
     rows = jnp.arange(len(a))
-    found_b = jax.nn.log_softmax(jnp.exp(scale) * a @ all_b.T)[rows, first + rows]
-    found_a = jax.nn.log_softmax(jnp.exp(scale) * b @ all_a.T)[rows, first + rows]
-    return -jnp.mean(found_a + found_b) / 2
+    log_p_b = jax.nn.log_softmax(jnp.exp(scale) * a @ all_b.T)[rows, first + rows]
+    log_p_a = jax.nn.log_softmax(jnp.exp(scale) * b @ all_a.T)[rows, first + rows]
+    return -jnp.mean(log_p_a + log_p_b) / 2
 
 
 def batch_loss(params: Any, pairs: Pairs) -> jax.Array:
@@ -150,10 +150,10 @@ SIDES: dict[str, Callable[..., Any]] = {
 
 @jax.jit
 def recall(params: Any, pairs: Pairs) -> jax.Array:
-    """How often the most similar counterpart is the right one, in both directions."""
+    """The share of rows whose most similar counterpart is right, in both directions."""
     a, b = encode(params, pairs)
-    similarity, own = a @ b.T, jnp.arange(len(a))
-    hits = [jnp.argmax(similarity, axis=i) == own for i in (0, 1)]
+    similarity, right = a @ b.T, jnp.arange(len(a))
+    hits = [jnp.argmax(similarity, axis=i) == right for i in (0, 1)]
     return jnp.mean(jnp.stack(hits))
 
 
@@ -164,11 +164,12 @@ def distance(a: Any, b: Any) -> jax.Array:
 
 
 class Run(NamedTuple):
-    """What a run of a side with a seed has recorded.
+    """The records of a run of one side with one seed.
 
     Attributes:
-      recalls: on the held-out images, every `EVERY` steps and at the end.
-      differences: to the undivided run in any parameter, at every step.
+      recalls: the recall on the held-out images, every `EVERY` steps and at the end.
+      differences: the largest difference of a parameter to the undivided run, at every
+        step.
     """
 
     recalls: list[float]
@@ -204,7 +205,7 @@ class Trainer:
         self.nudged = jax.jit(nudged)
 
     def look_at(self, step: int) -> bool:
-        """Whether to look at the held-out images after this step."""
+        """True if the recall is measured after this step."""
         return (step + 1) % EVERY == 0 or step + 1 == self.steps
 
     def run(
@@ -308,15 +309,15 @@ def flat(tree: Any) -> jax.Array:
 
 
 def rounding(parts: np.ndarray) -> np.ndarray:
-    """How far a sum of these terms may be from the exact one, see above."""
+    """The bound on the error of a sum of these terms, see above."""
     return 2 * K * EPS * np.sum(np.abs(parts), axis=0) + K * TINY
 
 
 def reordering(params: Any, window: Pairs) -> np.ndarray:
-    """How far two gradients of the same window may be apart, in float32."""
+    """The bound on the difference of two gradients of one window, in float32."""
     parts = np.asarray(terms(params, window), np.float64)
-    apart = np.abs(undivided_gradient(params, window) - np.sum(parts, axis=0))
-    return 2 * apart + rounding(parts)
+    difference = np.abs(undivided_gradient(params, window) - np.sum(parts, axis=0))
+    return 2 * difference + rounding(parts)
 
 
 class Checks:
@@ -335,8 +336,8 @@ class Checks:
             bound = rounding(np.asarray(terms(params, window)))
             exact = undivided_gradient(params, window)
             for name, worst in self.of_gradient.items():
-                found = flat(jax.jit(SIDES[name])(params, window)[1])
-                error = float(np.max(np.abs(found - exact) / bound))
+                grad = flat(jax.jit(SIDES[name])(params, window)[1])
+                error = float(np.max(np.abs(grad - exact) / bound))
                 self.of_gradient[name] = max(worst, error)
 
     def run(self, runs: dict[str, Run], bounds: list[float], complete: bool) -> None:
@@ -388,12 +389,12 @@ def print_table(trainer: Trainer, runs: list[dict[str, Run]]) -> None:
     )
     for name, call in trainer.calls.items():
         recalls = [100 * of_seed[name].recalls[-1] for of_seed in runs]
-        apart = max(of_seed[name].differences[-1] for of_seed in runs)
+        difference = max(of_seed[name].differences[-1] for of_seed in runs)
         memory: Any = call.memory_analysis()
         print(
             f"{name:24}{f'{np.mean(recalls):.1f} %':9}"
             f"{'  '.join(f'{x:.1f}' for x in recalls):17}"
-            f"{f'{apart:.1e}' if name != UNDIVIDED else '-':>14}"
+            f"{f'{difference:.1e}' if name != UNDIVIDED else '-':>14}"
             f"{memory.temp_size_in_bytes / 1024:10.0f} KiB"
         )
 

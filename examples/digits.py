@@ -139,7 +139,7 @@ class Side(NamedTuple):
     """One way to train on a window.
 
     Attributes:
-      name: its name in the table.
+      name: the name in the table.
       calls: the number of calls for a window.
       value_and_grad: `(params, batch) -> (loss, grads)`.
       tx: the optimizer, or a `MultiSteps` around it.
@@ -329,7 +329,7 @@ digits_grad = jax.jit(jax.grad(digits_loss))
 
 
 def given_loss(params: jax.Array, batch: jax.Array) -> jax.Array:
-    """Its gradient is the mean of the vectors in `batch`; exact for one vector."""
+    """A loss whose gradient is the mean of the vectors in `batch`; exact for one."""
     return jnp.vdot(params, jnp.mean(batch, axis=0))
 
 
@@ -351,22 +351,22 @@ class Checks:
 
     def __init__(self) -> None:
         """Starts without results."""
-        self.found: dict[str, dict[str, float]] = {}
+        self.errors: dict[str, dict[str, float]] = {}
 
     def within(self, what: str, side: Side, error: float) -> None:
-        """Records an error in units of its bound; the largest of a side counts."""
-        errors = self.found.setdefault(what, {})
+        """Records an error in units of the bound; the largest of a side counts."""
+        errors = self.errors.setdefault(what, {})
         error = math.inf if math.isnan(error) else float(error)
         errors[side.name] = max(error, errors.get(side.name, 0.0))
 
     def holds(self, what: str, side: Side, answer: bool) -> None:
-        """Records whether something holds that involves no rounding."""
+        """Records a check without rounding."""
         self.within(what, side, 0.0 if answer else math.inf)
 
     def report(self) -> bool:
         """Prints a line for each check; returns whether all of them hold."""
         ok = True
-        for what, errors in self.found.items():
+        for what, errors in self.errors.items():
             failed = [side for side, error in errors.items() if error > 1]
             worst = max(errors.values())
             measure = f"{worst:.2g} of the bound" if 0 < worst < math.inf else ""
@@ -403,9 +403,9 @@ class Gradients:
         with jax.enable_x64(True):
             # Far out on a gelu, float32 has 0, and float64 has a small number.
             bound = accumulation_bound(micro_gradients(params, window))
-            found = [gradient(run, params, window) for run in self.double]
-        for run, grads in zip(self.double, found, strict=True):
-            error = float(np.max(np.abs(grads - found[0]) / bound))
+            gradients = [gradient(run, params, window) for run in self.double]
+        for run, grads in zip(self.double, gradients, strict=True):
+            error = float(np.max(np.abs(grads - gradients[0]) / bound))
             checks.within("gradient of the network, float64", run.side, error)
 
 
@@ -427,7 +427,7 @@ def micro_gradients(params: optax.Params, window: Examples) -> np.ndarray:
 
 
 def accumulation_bound(micro: np.ndarray) -> np.ndarray:
-    """How far the mean of these gradients may be from the exact mean, see above."""
+    """The bound on the error of the mean of these gradients, see above."""
     return 2 * K * EPS * np.mean(np.abs(micro), axis=0) + K * TINY
 
 
@@ -534,8 +534,8 @@ def print_table(runs: list[Run], held_out: Examples) -> None:
         side, loss = run.side, run.losses[-1]
         difference = f"{'-':>9}{'-':>8}"
         if run is not reference:
-            apart = ulps(run.params, reference.params)
-            difference = f"{run.differences[-1]:9.1e} {apart:7}"
+            num_ulps = ulps(run.params, reference.params)
+            difference = f"{run.differences[-1]:9.1e} {num_ulps:7}"
         if id(side.tx) not in updates:
             updates[id(side.tx)] = temporaries_of_update(side, run.params)
         print(
@@ -629,7 +629,7 @@ def copied(tree: Any) -> Any:
 
 
 def further(checks: Checks, params: Any, windows: list[Any], way: list[Any]) -> Any:
-    """What --check runs beside: gradients at three steps, and runs with errors."""
+    """The further work of --check: gradients at three steps, and runs with errors."""
     print("Compiling the checks: gradients in float64, and runs with errors ...")
     gradients, envelope = Gradients(params, windows[0]), Envelope(params)
     steps = len(windows)

@@ -58,15 +58,15 @@ def layer(h: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
 
 def loss_fn(params: Any, batch: Any, key: jax.Array) -> jax.Array:
     """The mean over the tokens that are not padding, with dropout."""
-    kept = jax.random.bernoulli(key, 0.9, batch["x"].shape)
-    h = jnp.where(kept, batch["x"], 0) * params["gain"]
+    mask = jax.random.bernoulli(key, 0.9, batch["x"].shape)
+    h = jnp.where(mask, batch["x"], 0) * params["gain"]
     h, _ = jax.lax.scan(jax.checkpoint(layer), h, params["layers"])
     h = jax.nn.softmax(h) @ params["out"]
     return jnp.sum(h**2 * batch["mask"]) / jnp.sum(batch["mask"])
 
 
 def count_tokens(batch: Any) -> jax.Array:
-    """What the loss is a mean over."""
+    """The number of tokens that the loss averages."""
     return jnp.sum(batch["mask"])
 
 
@@ -113,15 +113,15 @@ def make_micro_step(tx: ga.MultiSteps, mesh: Mesh) -> Any:
 
 
 class Life(NamedTuple):
-    """What the processes of one start have to do.
+    """The work of the processes of one start.
 
     Attributes:
-      folder: where the checkpoints are, and the result will be.
-      number: which start it is.
-      devices: how many devices there are, in all processes.
-      processes: how many processes there are.
-      port: where they meet.
-      last: the micro-step after which the run is over.
+      folder: the folder of the checkpoints and the result.
+      number: the number of the start.
+      devices: the number of devices of all processes.
+      processes: the number of processes.
+      port: the port of `jax.distributed`.
+      last: the last micro-step of the run.
       kill_at: the micro-step before which a process kills itself; None in the last.
     """
 
@@ -141,7 +141,7 @@ def live(life: Life, process_id: int) -> None:
         os.dup2(log, output.fileno())
     jax.config.update("jax_num_cpu_devices", life.devices // life.processes)
     if life.processes > 1:
-        # Gloo takes collectives for one another that are under way at the same time.
+        # Gloo confuses collectives that run at the same time.
         jax.config.update("jax_cpu_enable_async_dispatch", False)
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         address = f"127.0.0.1:{life.port}"
@@ -149,7 +149,7 @@ def live(life: Life, process_id: int) -> None:
     mesh = jax.make_mesh((life.devices,), ("data",), axis_types=(AxisType.Auto,))
 
     def put(tree: Any, spec: P) -> Any:
-        """Each process puts its own part of what all of them know."""
+        """Puts this process's part of an array that all processes have."""
         place = NamedSharding(mesh, spec)
         return jax.tree.map(
             lambda x: jax.make_array_from_callback(x.shape, place, lambda i: x[i]), tree
@@ -173,8 +173,7 @@ def live(life: Life, process_id: int) -> None:
             if number == life.kill_at and process_id == number % life.processes:
                 os.kill(os.getpid(), signal.SIGKILL)
             run = micro_step(run, put(make_batch(number), P("data")), np.int32(number))
-            # Steps of virtual devices that are under way at once can wait for threads
-            # that the others hold.
+            # Concurrent steps of virtual devices can wait for each other's threads.
             jax.block_until_ready(run)
             if (number + 1) % SAVE_EVERY == 0 and life.kill_at is not None:
                 checkpoints.save(number + 1, args=ocp.args.StandardSave(run))
@@ -189,15 +188,15 @@ def live(life: Life, process_id: int) -> None:
 
 
 def log_of(life: Life, process_id: int) -> pathlib.Path:
-    """Where a process writes what it has to say."""
+    """The log file of a process."""
     return life.folder / f"life_{life.number}_{process_id}.log"
 
 
 def is_killed(context: Any, life: Life) -> bool:
-    """Starts the processes; whether one was killed. If one was, it stops the others.
+    """Starts the processes; returns True, and stops all processes, if one was killed.
 
     Raises:
-      RuntimeError: if a process ended in another way, with what it wrote.
+      RuntimeError: if a process ended with an error; the message has its output.
     """
     processes = [
         context.Process(target=live, args=(life, i)) for i in range(life.processes)

@@ -275,7 +275,7 @@ def train(way: Way, params: Any, windows: list[Any]) -> tuple[Any, Any]:
 
 
 def is_same(a: Any, b: Any) -> bool:
-    """Whether two trees have the same bits."""
+    """True if two trees have the same bits."""
     pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
     return all(np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in pairs)
 
@@ -307,8 +307,8 @@ def check_given(failures: list[str], splits: Sequence[int]) -> dict[str, bool]:
         # The mean of a micro-batch rounds, too: once a row, and in the division.
         bound = digits.EPS * (2 * k + BATCH // k + 1) * terms
         for name, mean in given_means(k, rows).items():
-            here = is_same(mean[:256], undivided[:256])
-            same[name] = same.get(name, True) and here
+            equal = is_same(mean[:256], undivided[:256])
+            same[name] = same.get(name, True) and equal
             if not np.all(np.abs(mean[256:] - exact) <= bound):
                 failures.append(f"the mean of given gradients, {name}, k = {k}")
     failures += [
@@ -351,11 +351,11 @@ def experiment(steps: int, splits: Sequence[int]) -> int:
         for name, way in make_ways(loss, opt, k).items():
             end, _ = train(way, params, windows)
             undivided = end if k == 1 else undivided
-            apart = "-" if k == 1 else f"{digits.ulps(end, undivided):,}"
+            num_ulps = "-" if k == 1 else f"{digits.ulps(end, undivided):,}"
             numbers = "".join(
                 f"{x:<14.9g}{digits.hexadecimal(x):16}" for x in losses(end)
             )
-            print(f"{f'{k} x {BATCH // k}':12}{name:26}{numbers}{apart:>22}")
+            print(f"{f'{k} x {BATCH // k}':12}{name:26}{numbers}{num_ulps:>22}")
     print(
         "ULP: float32 values between a parameter and that of the undivided run. There"
         " are many if it is close to 0.\n"

@@ -151,12 +151,12 @@ def pretrained(network: Any, adapters: Any, steps: int) -> Any:
 
 
 def tuning_loss(adapters: Any, network: Any, batch: Examples) -> jax.Array:
-    """The loss with what is trained first, and what is frozen apart from it."""
+    """The loss, with the trained parameters first and the frozen ones second."""
     return digits_loss(network, adapters, batch)
 
 
 def whole_loss(params: Any, batch: Examples) -> jax.Array:
-    """The loss of one tree of parameters, as a program has it that trains them all."""
+    """The loss of one tree of parameters, for a program that trains all of them."""
     return digits_loss(params["network"], params["adapters"], batch)
 
 
@@ -179,7 +179,7 @@ class Way(NamedTuple):
 
 
 def make_ways(opt: optax.GradientTransformation) -> dict[str, Way]:
-    """The four of them, by name."""
+    """The four ways, by name."""
     labels = {"network": "frozen", "adapters": "trained"}
     freeze = optax.partition({"trained": opt, "frozen": optax.set_to_zero()}, labels)
     ways = {}
@@ -228,14 +228,14 @@ def _split(tx: Any) -> Way:
 
 
 class Run(NamedTuple):
-    """What training in one way gave, and what it needed.
+    """The results of training in one way, and the memory.
 
     Attributes:
-      adapters: after the last step.
-      moved: whether a frozen parameter has another bit than before.
+      adapters: the adapters after the last step.
+      moved: whether a bit of a frozen parameter changed.
       curve: the accuracy on held-out, turned digits, by step.
-      kept: bytes of parameters and optimizer state, which are kept between two calls.
-      peak: bytes of a call, with its arguments.
+      kept: the bytes of parameters and optimizer state, which live between two calls.
+      peak: the bytes of a call, with the arguments.
     """
 
     adapters: Any
@@ -301,7 +301,7 @@ TINY = float(np.finfo(np.float32).tiny)  # for elements whose gradient is zero
 
 
 def off_by(way: Way, network: Any, adapters: Any) -> float:
-    """The largest error of a way's gradient in one window, in units of its bound.
+    """The largest error of a way's gradient in one window, in units of the bound.
 
     Args:
       way: from `make_ways(optax.sgd(1.0))`.
@@ -321,18 +321,16 @@ def off_by(way: Way, network: Any, adapters: Any) -> float:
         call = jax.jit(way.call)
         for part in zip(*(np.split(x, way.calls) for x in window), strict=True):
             params, state = call(params, state, network, Examples(*part))
-        found = jax.tree.map(jnp.subtract, adapters, way.adapters(params))
-        found, undivided, *each = (
-            ravel_pytree(g)[0] for g in (found, undivided, *each)
-        )
+        grad = jax.tree.map(jnp.subtract, adapters, way.adapters(params))
+        grad, undivided, *each = (ravel_pytree(g)[0] for g in (grad, undivided, *each))
     size = np.mean(np.abs(each), axis=0)
-    return float(np.max(np.abs(found - undivided) / (2 * K * EPS * size + TINY)))
+    return float(np.max(np.abs(grad - undivided) / (2 * K * EPS * size + TINY)))
 
 
 def check(runs: dict[str, Run], errors: dict[str, float], frozen: int) -> bool:
     """Prints a line for each check; returns whether all of them hold."""
     whole, split = runs["whole, across calls"], runs["split, across calls"]
-    held = {
+    checks = {
         "The gradient of the adapters is that of the undivided batch: "
         f"{max(errors.values()):.2g} of the bound": max(errors.values()) <= 1,
         "No bit of a frozen parameter moved": not any(r.moved for r in runs.values()),
@@ -342,9 +340,9 @@ def check(runs: dict[str, Run], errors: dict[str, float], frozen: int) -> bool:
             whole.peak - split.peak > frozen
         ),
     }
-    for what, ok in held.items():
-        print(f"  {'ok' if ok else 'FAILED':8}{what}")
-    return all(held.values())
+    for name, ok in checks.items():
+        print(f"  {'ok' if ok else 'FAILED':8}{name}")
+    return all(checks.values())
 
 
 def print_table(runs: dict[str, Run]) -> None:

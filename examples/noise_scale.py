@@ -1,6 +1,6 @@
-"""How large a batch still pays: the gradient noise scale of a small network.
+"""The gradient noise scale of a small network: the largest batch that still pays.
 
-It is tr Σ / |G|²: the batch size at which noise and gradient have one size. Let g_i be
+The scale is tr Σ / |G|²: at this batch size noise and gradient are equal. Let g_i be
 the gradient of micro-batch i of k, each of w examples, and g their mean over a window
 of W = k·w. Then (McCandlish et al., "An Empirical Model of Large-Batch Training", 2018)
 

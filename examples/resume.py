@@ -117,7 +117,7 @@ class Way(NamedTuple):
 
 
 def make_ways(width: int = 32) -> dict[str, Way]:
-    """The four of them, by name."""
+    """The four ways, by name."""
     opt = optax.adam(3e-3, eps=1e-6)
     tx = ga.MultiSteps(opt, K)
     compiled = functools.partial(jax.jit, donate_argnums=0, static_argnums=2)
@@ -265,13 +265,13 @@ def restore(checkpoints: ocp.CheckpointManager, number: int, like: Any) -> Any:
                 "The files were not changed."
             )
     restored = checkpoints.restore(number, args=ocp.args.StandardRestore(like))
-    due, came = checkpoints.metadata(number).custom_metadata, checksum(restored)
-    if due["sha256"] != came:
+    saved, actual = checkpoints.metadata(number).custom_metadata, checksum(restored)
+    if saved["sha256"] != actual:
         raise ValueError(
-            f"The checkpoint of micro-step {number} must hold what was saved, with the "
-            f"SHA-256 {due['sha256'][:12]}..., but its files give {came[:12]}...: they "
-            "have changed on the disk. Delete that checkpoint; the run goes on from "
-            "the one before it."
+            f"The checkpoint of micro-step {number} must have the SHA-256 "
+            f"{saved['sha256'][:12]}..., but the files give {actual[:12]}...: they "
+            "have changed on the disk. Delete that checkpoint; the run continues from "
+            "the previous one."
         )
     return restored
 

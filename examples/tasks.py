@@ -52,7 +52,7 @@ SEED = 0
 
 
 def encode(params: Any, images: Any) -> jax.Array:
-    """What the tasks share: features `[n, width]` of images `[n, 64]`."""
+    """The shared encoder: features `[n, width]` of images `[n, 64]`."""
     h = jnp.tanh(images @ params["in"])
     return h + jnp.tanh(h @ params["hidden"])
 
@@ -84,9 +84,9 @@ class Task(NamedTuple):
 
     Attributes:
       loss: a function of the parameters and a batch: a mean over its examples.
-      weight: how much the task counts.
-      rows: its examples in a round.
-      microbatches: in how many it visits them inside a call.
+      weight: the weight of the task.
+      rows: the examples of the task in a round.
+      microbatches: the number of micro-batches of these examples inside a call.
     """
 
     loss: Callable[[Any, Any], jax.Array]
@@ -127,13 +127,13 @@ def load_examples() -> tuple[Any, Any]:
 
 
 def batch_of(task: str, examples: Any) -> Any:
-    """What a task sees of some examples."""
-    wanted = {
+    """The fields of some examples that a task reads."""
+    fields = {
         "name": {"images": "images", "labels": "labels"},
         "turn": {"images": "turned", "turns": "turns"},
         "restore": {"images": "images", "noisy": "noisy"},
     }
-    return {name: examples[of] for name, of in wanted[task].items()}
+    return {name: examples[field] for name, field in fields[task].items()}
 
 
 def draw_round(train: Any, step: int) -> dict[str, Any]:
@@ -278,25 +278,25 @@ def gradients_off_by(params: Any, batches: Any) -> dict[str, float]:
                 part = {k: x[i] for k, x in parts.items()}
                 g = ravel_pytree(jax.jit(jax.grad(task.loss))(params, part))[0]
                 size += task.weight / task.microbatches / TOTAL * np.abs(g)
-        found = {}
+        grads = {}
         for name, way in make_ways(optax.sgd(1.0)).items():
             new, state, call = params, way.init(params), jax.jit(way.call)
             for names in way.calls:
                 new, state = call(new, state, {n: batches[n] for n in names})
             moved = jax.tree.map(jnp.subtract, params, new)
-            found[name] = np.asarray(ravel_pytree(moved)[0])
+            grads[name] = np.asarray(ravel_pytree(moved)[0])
     bound = 2 * n * EPS * size + TINY
-    due = found.pop("all at once")
-    return {name: float(np.max(np.abs(g - due) / bound)) for name, g in found.items()}
+    exact = grads.pop("all at once")
+    return {name: float(np.max(np.abs(g - exact) / bound)) for name, g in grads.items()}
 
 
 class Run(NamedTuple):
-    """What training in one way gave.
+    """The results of training in one way.
 
     Attributes:
-      updates: how many the optimizer made.
-      losses: held-out losses by task, one a log.
-      temporaries: the bytes that the largest of its calls allocates.
+      updates: the number of updates of the optimizer.
+      losses: the held-out losses by task, one for each line of the log.
+      temporaries: the bytes that the largest call allocates.
     """
 
     updates: int
@@ -340,7 +340,7 @@ def check(runs: dict[str, Run], off: dict[str, float], rounds: int) -> bool:
     most = max(off[name] for name in SAME)
     least = min(error for name, error in off.items() if name not in SAME)
     whole, across = runs["all at once"], runs["across calls"]
-    held = {
+    checks = {
         "Both ways give the gradient of the program before: "
         f"{most:.2g} of the bound": most <= 1,
         f"and the others do not: {least:.2g} times the bound": least > 1,
@@ -349,9 +349,9 @@ def check(runs: dict[str, Run], off: dict[str, float], rounds: int) -> bool:
             across.temporaries < whole.temporaries
         ),
     }
-    for what, ok in held.items():
-        print(f"  {'ok' if ok else 'FAILED':8}{what}")
-    return all(held.values())
+    for name, ok in checks.items():
+        print(f"  {'ok' if ok else 'FAILED':8}{name}")
+    return all(checks.values())
 
 
 # -- Output ----------------------------------------------------------------------------

@@ -1,27 +1,27 @@
 """Gradient accumulation for JAX and Optax: exact, fast, one gradient buffer.
 
-Inside one call, with the whole batch at hand: `value_and_grad` is that of JAX, for any
-    loss, in the memory of a micro-batch. Any other function: `microbatch`. Where rows
-    need one another, and what it costs: `batch_dependencies`. Of code that cannot be
-    read, that they do not: `rowwise`, `register_primitive`.
-Micro-batches, each by itself, some in a call: `accumulate`.
-Accumulate across calls, in a host loop or inside `optax.chain`:
+In one call, over the whole batch: `value_and_grad` is JAX's, for any loss, in the
+    memory of a micro-batch; `microbatch` does the same for any function. Where rows
+    depend on one another, and the cost: `batch_dependencies`. To promise that rows of
+    opaque code are independent: `rowwise`.
+Separate micro-batches, some in a call: `accumulate`.
+Accumulation across calls, in a host loop or inside `optax.chain`:
     `MultiSteps`, `apply_gradients`, `flush`, `has_updated`, `stats`, `from_optax`,
     `drop_window_if_not_finite`.
-Merge across devices, once a window: `data_axis=` in all of these, `merge_across`. Does
-a compiled step communicate more than it must: `audit`.
-Look at a tree block by block, and add to it one block at a time: `blocks`.
-What fits: `plan`.
-Is it the same gradient as the big batch's, and if not, why: `verify`.
-The arithmetic of all of them: `accumulator`. Which examples are in a window: `data`.
+One merge across devices a window: `data_axis=` in all of these, `merge_across`. The
+    collectives of a compiled step: `audit`.
+A tree as blocks, and accumulation one block at a time: `blocks`.
+The fewest micro-batches that fit into memory: `plan`.
+Comparison with the gradient of the undivided batch, with the cause: `verify`.
+The arithmetic of all functions: `accumulator`. The examples of a window: `data`.
 Options for all calls: `config`.
-Flax: `flax` (it needs the extra `flax`, and is imported when first used).
+Flax: `flax` (needs the extra `flax`, and is imported when first used).
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from ga_optax import accumulator, config, data
+from ga_optax import accumulator, blocks, config, data
 from ga_optax._across.multi_steps import (
     MultiSteps,
     apply_gradients,
@@ -37,6 +37,8 @@ from ga_optax._across.state import (
     stats,
 )
 from ga_optax._calls.accumulate import accumulate
+from ga_optax._calls.dependencies import BatchDependencies, batch_dependencies
+from ga_optax._calls.function import microbatch
 from ga_optax._calls.gradients import value_and_grad
 from ga_optax._compiled.audit import Audit, Collective, audit
 from ga_optax._compiled.plan import Candidate, NothingFitsError, Plan, plan
@@ -46,11 +48,7 @@ from ga_optax._passes.rowwise import rowwise
 from ga_optax._verify import Cause, LeafReport, Report, verify
 
 if TYPE_CHECKING:
-    from ga_optax import blocks
     from ga_optax import flax as flax  # a star import must not need it
-    from ga_optax._calls.dependencies import BatchDependencies, batch_dependencies
-    from ga_optax._calls.function import microbatch
-    from ga_optax._partition.promised import register_primitive
 
 __all__ = [
     "Audit",
@@ -82,7 +80,6 @@ __all__ = [
     "merge_across",
     "microbatch",
     "plan",
-    "register_primitive",
     "rowwise",
     "stats",
     "value_and_grad",
@@ -90,22 +87,12 @@ __all__ = [
 ]
 
 
-_LATER = {  # which few need, or can have, and the modules that they are or are in
-    "BatchDependencies": "_calls.dependencies",
-    "batch_dependencies": "_calls.dependencies",
-    "blocks": "blocks",
-    "flax": "flax",
-    "microbatch": "_calls.function",
-    "register_primitive": "_partition.promised",
-}
-
 if not TYPE_CHECKING:  # for type checkers, a module with this function has any name
 
     def __getattr__(name: str) -> Any:
-        if name not in _LATER:
+        if name != "flax":  # which needs an extra
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        module = importlib.import_module(f"ga_optax.{_LATER[name]}")
-        return module if name == _LATER[name] else getattr(module, name)
+        return importlib.import_module("ga_optax.flax")
 
 
 def __dir__() -> list[str]:

@@ -1,6 +1,6 @@
-"""What arguments must be. Every check raises before anything is traced.
+"""Checks of arguments. Every check raises before anything is traced.
 
-An error says three things: what was required, what came (value, shape, leaf path), and
+An error has three parts: the requirement, the argument (value, shape, leaf path), and
 what to do.
 """
 
@@ -20,14 +20,14 @@ from jax.typing import ArrayLike, DTypeLike
 
 
 def is_int(value: Any) -> bool:
-    """Whether `value` is an integer; a bool is none."""
+    """True for an integer that is no bool."""
     return isinstance(value, numbers.Integral) and not isinstance(
         value, (bool, np.bool_)
     )
 
 
 def brief(value: Any) -> str:
-    """A value on one line: its `repr`, or only its type if that is long."""
+    """A value on one line: the `repr`, or only the type if the `repr` is long."""
     text = repr(value)
     if len(text) <= 80 and "\n" not in text:
         return text
@@ -37,7 +37,7 @@ def brief(value: Any) -> str:
 
 
 def check_type(name: str, value: Any, kind: type, todo: str) -> None:
-    """Raises unless `value` is of a type of ours."""
+    """Raises unless `value` is of type `kind`."""
     if not isinstance(value, kind):
         raise TypeError(
             f"{name} must be of type {kind.__name__}, but it is {brief(value)}. {todo}"
@@ -50,7 +50,7 @@ def check_int(name: str, value: Any, todo: str, *, least: int = 1) -> int:
         if isinstance(value, (bool, np.bool_)):
             raise TypeError
         number = operator.index(value)
-    except TypeError:  # a traced integer, too
+    except TypeError:  # also for a traced integer
         raise TypeError(
             f"{name} must be an int, but it is {brief(value)} of type "
             f"{type(value).__name__}. {todo}"
@@ -84,7 +84,7 @@ def divisors(n: int) -> list[int]:
 
 
 def one_of(choices: Sequence[object]) -> str:
-    """What to choose from, in words: "1, 2 or 4"."""
+    """The choices in words: "1, 2 or 4"."""
     return " or ".join(", ".join(map(str, choices)).rsplit(", ", 1))
 
 
@@ -94,11 +94,11 @@ def check_num_microbatches(value: Any) -> int:
     return check_int("num_microbatches", value, todo)
 
 
-def check_callable(name: str, value: Any, what: str, todo: str) -> None:
-    """Raises unless `value` is a function; `what` says of what."""
+def check_callable(name: str, value: Any, signature: str, todo: str) -> None:
+    """Raises unless `value` is a function; the message shows the `signature`."""
     if not callable(value):
         raise TypeError(
-            f"{name} must be a function {what}, but it is {brief(value)}. {todo}"
+            f"{name} must be a function {signature}, but it is {brief(value)}. {todo}"
         )
 
 
@@ -106,16 +106,16 @@ def check_callable(name: str, value: Any, what: str, todo: str) -> None:
 
 
 def leaf_name(path: tuple[Any, ...]) -> str:
-    """How error messages name the leaf at a key path."""
+    """The name of the leaf at a key path, for messages."""
     return f"leaf {jax.tree_util.keystr(path)}" if path else "the only leaf"
 
 
 def named_leaves(tree: Any) -> list[tuple[str, Any]]:
-    """The leaves of a tree, each with its name."""
+    """Pairs of a name and a leaf, for all leaves of a tree."""
     return [(leaf_name(path), x) for path, x in jax.tree.leaves_with_path(tree)]
 
 
-_ARRAYS_ALONE = "Pass a tree of arrays alone, and keep this elsewhere."
+_ARRAYS_ALONE = "Pass a tree of arrays alone, without this leaf."
 _OF_EQUINOX = (
     "Pass arrays alone: eqx.partition(model, eqx.is_inexact_array) splits an Equinox "
     "module, and eqx.combine joins it, in fun for example."
@@ -128,12 +128,12 @@ def check_arrays(name: str, tree: Any, todo: str = "") -> None:
         try:
             isinstance(x, jax.ShapeDtypeStruct) or jax.typeof(x)
         except TypeError:
-            which = f"{leaf} of {name}" if x is not tree else name
+            leaf_of = f"{leaf} of {name}" if x is not tree else name
             dtype = f" and dtype {x.dtype}" if hasattr(x, "dtype") else ""
-            # Modules of Equinox have functions for leaves, such as activations.
+            # Modules of Equinox have functions as leaves, such as activations.
             todo = todo or (_OF_EQUINOX if callable(x) else _ARRAYS_ALONE)
             raise TypeError(
-                f"{which} must be an array or a number, but it is of type "
+                f"{leaf_of} must be an array or a number, but it is of type "
                 f"{type(x).__name__}{dtype}. {todo}"
             ) from None
 
@@ -148,24 +148,23 @@ def check_structure(
 
     Args:
       reference: the tree with the required structure.
-      tree: the tree that came.
-      name: what the message calls `tree`.
-      expected: what the message calls `reference`.
-      todo: what the message says to do.
+      tree: the tree to check.
+      name: the name of `tree` in the message.
+      expected: the name of `reference` in the message.
+      todo: the advice in the message.
     """
-    structure, received = map(jax.tree.structure, (reference, tree))
-    if received == structure:
+    required, actual = map(jax.tree.structure, (reference, tree))
+    if actual == required:
         return
-    want, got = ([leaf for leaf, _ in named_leaves(t)] for t in (reference, tree))
-    missing = [f"{leaf} is missing" for leaf in want if leaf not in got]
-    extra = [f"{leaf} is not in {expected}" for leaf in got if leaf not in want]
-    wrong = missing + extra
-    if not wrong:
-        wrong = [f"the containers differ: {structure} required, {received} received"]
-    more = f", and {len(wrong) - 1} more differ" if len(wrong) > 1 else ""
+    names, leaves = ([leaf for leaf, _ in named_leaves(t)] for t in (reference, tree))
+    differences = [f"{leaf} is missing" for leaf in names if leaf not in leaves]
+    differences += [f"{x} is not in {expected}" for x in leaves if x not in names]
+    if not differences:
+        differences = [f"the containers differ: {required} required, {actual} received"]
+    more = f", and {len(differences) - 1} more differ" if len(differences) > 1 else ""
     raise ValueError(
-        f"{name} must have the tree structure of {expected}, but {wrong[0]}{more}. "
-        f"{todo}"
+        f"{name} must have the tree structure of {expected}, but {differences[0]}"
+        f"{more}. {todo}"
     )
 
 
@@ -173,8 +172,8 @@ def check_not_empty(name: str, tree: Any, todo: str) -> None:
     """Raises unless `tree` holds an array."""
     if not jax.tree.leaves(tree):
         raise ValueError(
-            f"{name} must hold at least one array, but it has none: it is of type "
-            f"{type(tree).__name__}. {todo}"
+            f"{name} must hold at least one array, but this {type(tree).__name__} has "
+            f"no array. {todo}"
         )
 
 
@@ -190,10 +189,10 @@ def check_leaves(
 
     Args:
       reference: the tree with the required leaves.
-      tree: the tree that came.
-      name: what the message calls `tree`.
-      expected: what the message calls `reference`.
-      todo: what the message says to do.
+      tree: the tree to check.
+      name: the name of `tree` in the message.
+      expected: the name of `reference` in the message.
+      todo: the advice in the message.
     """
     check_structure(reference, tree, name=name, expected=expected, todo=todo)
     pairs = zip(jax.tree.leaves(reference), jax.tree.leaves(tree), strict=True)
@@ -208,14 +207,14 @@ def check_leaves(
 def check_dtypes(
     reference: Any, tree: Any, *, name: str, expected: str, todo: str
 ) -> None:
-    """Raises unless the leaves of `tree` have the dtypes of those of `reference`."""
+    """Raises unless the leaves of `tree` have the dtypes of `reference`."""
     pairs = zip(named_leaves(reference), jax.tree.leaves(tree), strict=True)
-    for (leaf, want), got in pairs:
-        due, dtype = jnp.result_type(want), jnp.result_type(got)
-        if due != dtype:
+    for (leaf, x), y in pairs:
+        required, actual = jnp.result_type(x), jnp.result_type(y)
+        if required != actual:
             raise ValueError(
-                f"{leaf} of {name} must have dtype {due.name}, as in {expected}, but "
-                f"it has dtype {dtype.name}. {todo}"
+                f"{leaf} of {name} must have dtype {required.name}, as in {expected}, "
+                f"but it has dtype {actual.name}. {todo}"
             )
 
 
@@ -246,39 +245,37 @@ def check_gradients(
 
     Args:
       reference: the tree with the required leaves.
-      grads: the tree that came.
-      name: what the message calls `grads`.
-      expected: what the message calls `reference`.
+      grads: the tree to check.
+      name: the name of `grads` in the message.
+      expected: the name of `reference` in the message.
       integers: whether gradients of integer leaves may be integers.
     """
     check_arrays(name, grads)
     check_arrays(expected, reference)
     check_leaves(reference, grads, name=name, expected=expected)
     pairs = zip(named_leaves(reference), jax.tree.leaves(grads), strict=True)
-    for (leaf, want), got in pairs:
-        which = f"{leaf} of {name}"
-        dtype = jax.dtypes.result_type(got)
-        whole = is_integer(dtype) and is_integer(jax.dtypes.result_type(want))
-        if not (integers and whole):
-            check_inexact(which, got, _OF_INTEGERS)
+    for (leaf, param), grad in pairs:
+        dtype = jax.dtypes.result_type(grad)
+        both = is_integer(dtype) and is_integer(jax.dtypes.result_type(param))
+        if not (integers and both):
+            check_inexact(f"{leaf} of {name}", grad, _OF_INTEGERS)
         is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
-        if is_complex and not jnp.iscomplexobj(want):
+        if is_complex and not jnp.iscomplexobj(param):
             raise TypeError(
-                f"{which} is complex ({dtype.name}), but {expected} hold a real leaf "
-                "there. Take the real part, or make the parameter complex."
+                f"{leaf} of {name} must be real, as in {expected}, but it is complex "
+                f"({dtype.name}). Take the real part, or make the parameter complex."
             )
 
 
 def is_integer(dtype: np.dtype) -> bool:
-    """Whether a dtype is one of integers or bool."""
+    """True for integer dtypes and bool."""
     return jnp.issubdtype(dtype, jnp.integer) or dtype == jnp.bool_
 
 
 def nodes_of(kind: type, tree: Any) -> dict[str, Any]:
-    """Every node of a type in a tree, by its path."""
+    """Every node of a type in a tree, by path."""
     pairs = jax.tree.leaves_with_path(tree, lambda node: isinstance(node, kind))
-    found = ((path, node) for path, node in pairs if isinstance(node, kind))
-    return {jax.tree_util.keystr(path): node for path, node in found}
+    return {jax.tree_util.keystr(path): x for path, x in pairs if isinstance(x, kind)}
 
 
 def is_key(x: Any) -> bool:
@@ -313,15 +310,12 @@ def check_number(name: str, value: Any, todo: str) -> jax.Array:
 
 
 def check_weight(weight: ArrayLike) -> jax.Array:
-    """Returns `weight` as an array; raises if it is known not to be a weight.
-
-    True counts 1, and False 0.
-    """
+    """Returns `weight` as an array, with True as 1 and False as 0; or raises."""
     if isinstance(weight, bool) or getattr(weight, "dtype", None) == jnp.bool_:
         weight = jnp.asarray(weight, jnp.int32)
     todo = (
-        "Pass how many examples (or tokens) the micro-batch holds, such as the sum of "
-        "a mask, or None for 1."
+        "Pass the number of examples (or tokens) in the micro-batch, such as the sum "
+        "of a mask, or None for 1."
     )
     number = check_number("weight", weight, todo)
     if not isinstance(weight, jax.core.Tracer):
@@ -334,16 +328,17 @@ def check_weight(weight: ArrayLike) -> jax.Array:
 
 
 def check_dtype(dtype: DTypeLike | None) -> np.dtype | None:
-    """Returns `dtype` as JAX will use it; raises if it cannot hold gradients."""
+    """Returns the canonical dtype of JAX; raises if it is not floating."""
     if dtype is None:
         return None
-    known: Any = dtype
-    with contextlib.suppress(TypeError):  # of what is no dtype
-        known = jax.dtypes.canonicalize_dtype(dtype)
-    if not (isinstance(known, np.dtype) and jnp.issubdtype(known, jnp.floating)):
+    canonical: Any = dtype
+    with contextlib.suppress(TypeError):  # raised for an object that is no dtype
+        canonical = jax.dtypes.canonicalize_dtype(dtype)
+    is_dtype = isinstance(canonical, np.dtype)
+    if not (is_dtype and jnp.issubdtype(canonical, jnp.floating)):
         raise TypeError(
             "The accumulator dtype must be a floating dtype, but it is "
-            f"{getattr(known, 'name', repr(known))}. Use float32, or bfloat16 to save "
-            "memory; complex leaves take the complex counterpart by themselves."
+            f"{getattr(canonical, 'name', repr(canonical))}. Use float32, or bfloat16 "
+            "to save memory; complex leaves get the complex counterpart."
         )
-    return known
+    return canonical

@@ -6,15 +6,15 @@
 >>> ga.config.update("optimize", False)
 >>> ga.config.update("optimize", True)
 
-`optimize` (environment variable `GA_OPTAX_OPTIMIZE`; True by default): False is
+`optimize` (environment variable `GA_OPTAX_OPTIMIZE`; True by default): False means
 `optimize=False` in every call of `value_and_grad` and `accumulate`.
 
 `whole_draws` (`GA_OPTAX_WHOLE_DRAWS`; False by default): True has random numbers be
 those of the whole batch with every generator and on every platform. Of `rbg` and
 `unsafe_rbg` on TPUs each micro-batch then draws all rows, and takes its own.
 
-Variables are 0 or 1, options False or True. They are read when a call is traced: a
-function that `jax.jit` has compiled stays as it is.
+Variables are 0 or 1, options False or True. Options are read when a call is traced: a
+function that `jax.jit` has compiled does not change.
 """
 
 import os
@@ -31,7 +31,7 @@ def _from_environment(name: str) -> bool:
     if value.lower() not in ("0", "1", "false", "true"):
         raise ValueError(
             f"The environment variable {variable} must be 0 or 1, but it is {value!r}."
-            " Set one of these, or unset it."
+            " Set it to 0 or 1, or unset it."
         )
     return value.lower() in ("1", "true")
 
@@ -54,8 +54,8 @@ def update(name: str, value: Any) -> None:
     if name not in _DEFAULTS:
         names = " or ".join(f'"{name}"' for name in _DEFAULTS)
         raise AttributeError(
-            f"ga_optax.config must be given the name of an option, {names}, but it "
-            f"got {name!r}. Pass that name."
+            f"The option of ga_optax.config must be {names}, but it is {name!r}. Pass "
+            "one of these names."
         )
     if not isinstance(value, bool):
         raise TypeError(

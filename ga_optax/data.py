@@ -1,10 +1,10 @@
-"""Which examples are in a window: pure functions of a key and a step.
+"""The examples of a window, as pure functions of a key and a step.
 
 The whole window is drawn first and split afterwards. So the number of micro-batches
-does not change which examples a step sees, and there is no iterator whose state would
-have to be restored. Row i of the result is micro-batch i. The rows, one after another,
-are the batch that `ga_optax.value_and_grad` splits into those same micro-batches on
-one device.
+does not change the examples of a step, and there is no iterator whose state would have
+to be restored. Row i of the result is micro-batch i. The rows, one after another, are
+the batch that `ga_optax.value_and_grad` splits into the same micro-batches on one
+device.
 """
 
 from typing import Any
@@ -33,12 +33,12 @@ def window_indices(
     >>> print(indices.shape, indices.dtype)
     (4, 16) int32
 
-    Use it if you train by steps rather than by epochs. An example may come up twice in
-    a window, and the draws of different steps are independent. A call costs
-    `batch_size` random numbers, however many examples there are.
+    Use this function if you train by steps rather than by epochs. A window may hold an
+    example twice, and the draws of different steps are independent. A call costs
+    `batch_size` random numbers, for any number of examples.
 
     **Exactness.** The same arguments give the same integers in every process and after
-    every restart. Another `num_microbatches` gives the same integers in another shape.
+    every restart; another `num_microbatches` gives the same integers in another shape.
     The probabilities of two examples differ by less than `num_examples / 2³²` of each.
 
     Args:
@@ -81,13 +81,13 @@ def epoch_indices(
     >>> print(sorted(i for window in epoch for i in window.ravel().tolist()))
     [0, 1, 2, 3, 4, 5, 6, 7]
 
-    An epoch has `num_examples // batch_size` steps and a permutation of its own. It
-    leaves out the examples that do not fill a window; they are different ones in every
-    epoch. Every call sorts anew, so nothing but the step has to be restored, and time
-    and memory grow with `num_examples`. For very many examples use `window_indices`.
+    An epoch has `num_examples // batch_size` steps and one permutation. Examples that
+    do not fill a window are left out, different ones in every epoch. Every call makes
+    the permutation, so nothing but the step has to be restored, and time and memory
+    grow with `num_examples`. For very many examples use `window_indices`.
 
-    **Exactness.** As for `window_indices`; and no example comes up twice in the steps
-    of one epoch.
+    **Exactness.** As for `window_indices`; and no example appears twice in the steps of
+    one epoch.
 
     Args:
       key: a PRNG key for the whole run.
@@ -126,12 +126,12 @@ def _check_key(key: Any) -> None:
     if not is_key(key):
         raise TypeError(
             f"key must be one PRNG key, but it is {brief(key)}. Pass "
-            "jax.random.key(0), for example, the same in all steps."
+            "jax.random.key(0), for example: the same key in all steps."
         )
 
 
 def _checked(step: Any, *sizes: Any) -> tuple[jax.Array, int, int, int]:
-    """The step as a uint32, as `fold_in` takes it, and the sizes as ints."""
+    """Returns the step as a uint32, for `fold_in`, and the sizes as ints; or raises."""
     names = ("num_examples", "batch_size", "num_microbatches")
     todo = "Pass a Python int, known when the function is traced."
     ints = []
@@ -147,7 +147,7 @@ def _checked(step: Any, *sizes: Any) -> tuple[jax.Array, int, int, int]:
         )
     todo = "Count the steps from 0."
     check_step(step, todo)
-    # The value of an array may have to be waited for.
+    # Reading the value of a JAX array could wait for the device.
     if not isinstance(step, jax.Array) and not 0 <= int(step) < 2**32:
         required = "not be negative" if step < 0 else "be below 2^32"
         raise ValueError(f"step must {required}, but it is {step}. {todo}")

@@ -1,11 +1,10 @@
-"""Assertions for tests of training code, on chex: the same gradient, the same bits.
+"""Assertions for tests of training code, with chex: the same gradient, the same bits.
 
     assert_accumulation_equivalent    accumulated = undivided, up to rounding
     assert_trees_bitwise_equal        every bit of every leaf
-    describe                          what a call runs, loop by loop
 
-The assertions fail if there is nothing to compare. This is the only module of the
-package that imports chex (the extra `testing`); import it by name.
+The assertions fail if there is nothing to compare. Only this module of the package
+imports chex (the extra `testing`); import the module by name.
 """
 
 import warnings
@@ -18,74 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ga_optax._passes import ir, notes
 from ga_optax._verify import verify
 from ga_optax._verify.gradients import ulps
-from ga_optax._window import levels
 
-__all__ = ["assert_accumulation_equivalent", "assert_trees_bitwise_equal", "describe"]
-
-
-def describe(fun: Callable[..., Any]) -> Callable[..., str]:
-    """What the calls in a function run, loop by loop, with the lines of your code.
-
-    >>> import jax.numpy as jnp
-    >>> import ga_optax as ga
-    >>> from ga_optax import testing
-    >>> def loss(w, x):
-    ...     return jnp.sqrt(jnp.mean((x @ w) ** 2))
-    >>> show = testing.describe(ga.value_and_grad(loss, 2))
-    >>> print(show(jnp.ones(3), jnp.ones((4, 3))))  # doctest: +ELLIPSIS
-    Rows meet: 1 level before the loss.
-    <BLANKLINE>
-    level 1: a loop over 2 micro-batches
-      computes   ...:2:30 (loss): dot_general
-      computes   ...:2:29 (loss): integer_pow
-      computes   ...:2:20 (loss): reduce_sum, div
-      fills      a sum of 1 number, 4 bytes, at ...:2:11 (loss)
-    ...
-    In all: at most 2 forward and 1 backward, in about 36 bytes.
-
-    Open it first if a gradient is wrong. It says at which level each line of `fun` is
-    computed, in which loop and how often; what is left for later levels, in bytes on a
-    device; and through which lines the cotangents of a level go back. Find the first
-    stage whose lines or bytes are not what you expect.
-
-    **Exactness.** It is read off the schedule by which the window runs. `fun` is traced
-    and lowered, and nothing runs.
-
-    Args:
-      fun: `ga_optax.value_and_grad(loss, 8)`, or another call of this package; or any
-        function with such calls in it, such as a training step.
-
-    Returns:
-      A function of its arguments, or of their types, that returns the text.
-
-    Raises:
-      ValueError: by that function, if no call of this package was traced.
-    """
-
-    def text(*args: Any, **kwargs: Any) -> str:
-        leaves, structure = jax.tree.flatten((args, kwargs))
-        traced = [i for i, x in enumerate(leaves) if hasattr(x, "dtype")]
-
-        def run(*leaves: Any) -> Any:
-            args, kwargs = jax.tree.unflatten(structure, leaves)
-            return jax.tree.leaves(fun(*args, **kwargs))
-
-        with notes.described() as found, levels.recorded():
-            run = jax.jit(ir.of_some(run, leaves, traced))
-            run.lower(*(leaves[i] for i in traced))
-        if not found:
-            raise ValueError(
-                "describe needs a function that calls ga_optax.value_and_grad, "
-                "microbatch or accumulate over micro-batches, but none was traced. "
-                "Pass ga_optax.value_and_grad(loss, 8), with more than one micro-batch "
-                "and without jax.jit, which traces once."
-            )
-        return "\n\n".join(dict.fromkeys(found))
-
-    return text
+__all__ = ["assert_accumulation_equivalent", "assert_trees_bitwise_equal"]
 
 
 def assert_accumulation_equivalent(
@@ -110,9 +45,9 @@ def assert_accumulation_equivalent(
     ...
     AssertionError: [SCALE] The loss is not a mean over its batch: it depends ...
 
-    **Exactness.** It passes if `ga_optax.verify` finds `EQUAL` or `ROUNDING`: in
-    float64 the two agree to half of its digits, on every leaf. It costs what `verify`
-    costs. What the report warns of becomes a Python warning.
+    **Exactness.** The assertion passes if `ga_optax.verify` finds `EQUAL` or
+    `ROUNDING`: in float64 both gradients agree to half of the digits, on every leaf. It
+    costs as much as `verify`. Warnings of the report become Python warnings.
 
     Args:
       fun: the loss, as for `ga_optax.verify`.
@@ -122,9 +57,9 @@ def assert_accumulation_equivalent(
       **options: all other options of `ga_optax.verify`.
 
     Raises:
-      AssertionError: if the gradients differ, with the message of the report: what is
-        wrong, by how much, on which leaf, and what to do; or if `params` or `batch`
-        holds no array.
+      AssertionError: if the gradients differ, with the message of the report: the
+        cause, the size of the difference, the leaf, and what to do; or if `params` or
+        `batch` holds no array.
       TypeError, ValueError: if another argument does not fit.
     """
     _refuse_empty(params=params, batch=batch)
@@ -148,18 +83,18 @@ def assert_trees_bitwise_equal(actual: Any, expected: Any) -> None:
     ...
     AssertionError: [Chex] Assertion assert_trees_all_equal_comparator failed: ...
 
-    **Exactness.** It compares bits, not numbers: 0 and -0 differ, and a NaN equals only
-    a NaN with the same bits. Every leaf is copied to the host once.
+    **Exactness.** Bits are compared, not numbers: 0 and -0 differ, and a NaN equals
+    only a NaN with the same bits. Every leaf is copied to the host once.
 
     Args:
       actual: a tree of arrays, numbers or PRNG keys; tree 0 in chex's message.
-      expected: the tree that it must equal; tree 1 in chex's message.
+      expected: the tree that `actual` must equal; tree 1 in chex's message.
 
     Raises:
-      AssertionError: if a leaf differs; the message names the path of the first one,
-        its first index, both values in hexadecimal and in decimal, and the distance in
-        ULPs (representable numbers). Also if a tree is empty, or if structures, shapes
-        or dtypes differ.
+      AssertionError: if a leaf differs; the message names the path of the first such
+        leaf, the first index that differs, both values in hexadecimal and in decimal,
+        and the distance in ULPs (representable numbers). Also if a tree is empty, or if
+        structures, shapes or dtypes differ.
     """
     chex.assert_trees_all_equal_structs(actual, expected)
     _refuse_empty(actual=actual, expected=expected)
@@ -175,24 +110,24 @@ def _refuse_empty(**trees: Any) -> None:
     for name, tree in trees.items():
         if not jax.tree.leaves(tree):
             raise AssertionError(
-                f"{name} must hold at least one array, but it is {tree!r}. Check what "
-                "was passed, because two empty trees are always equal."
+                f"{name} must hold at least one array, but it is {tree!r}. Check the "
+                "arguments, because two empty trees are always equal."
             )
 
 
 def _difference(actual: Any, expected: Any) -> str | None:
-    """How two leaves differ, in words; None if all bits are the same."""
+    """The difference of two leaves in words; None if all bits are the same."""
     a, b = _array(actual), _array(expected)
     # Keys of two generators can have the same data.
     kinds = [getattr(leaf, "dtype", type(leaf)) for leaf in (actual, expected)]
-    facts = ("dtypes", a.dtype, b.dtype), ("shapes", a.shape, b.shape)
-    for what, x, y in (*facts, ("dtypes", *kinds)):
+    attributes = ("dtypes", a.dtype, b.dtype), ("shapes", a.shape, b.shape)
+    for name, x, y in (*attributes, ("dtypes", *kinds)):
         if x != y:
-            return f"the {what} differ, {x} and {y}"
-    where = ("",)
+            return f"the {name} differ, {x} and {y}"
+    parts = ("",)
     if np.iscomplexobj(a):
-        where = (", real part", ", imaginary part")
-    a, b = (np.stack([x.real, x.imag][: len(where)], axis=-1) for x in (a, b))
+        parts = (", real part", ", imaginary part")
+    a, b = (np.stack([x.real, x.imag][: len(parts)], axis=-1) for x in (a, b))
     a_bits, b_bits = (x.view(f"u{x.dtype.itemsize}") for x in (a, b))
     differ = a_bits != b_bits
     if not differ.any():
@@ -201,14 +136,14 @@ def _difference(actual: Any, expected: Any) -> str | None:
     x, y = (f"0x{int(bits[at]):0{2 * a.dtype.itemsize}x}" for bits in (a_bits, b_bits))
     text = (
         f"{differ.sum()} of {differ.size} elements differ in their bits, the "
-        f"first at index {at[:-1]}{where[at[-1]]}: actual {x} ({a[at]!s}), "
+        f"first at index {at[:-1]}{parts[at[-1]]}: actual {x} ({a[at]!s}), "
         f"expected {y} ({b[at]!s})"
     )
     if jnp.issubdtype(a.dtype, jnp.floating):
-        apart = ulps(a, b)
+        distance = ulps(a, b)
         text += (
-            f", {apart[at]} ULPs apart; at most {apart.max()} ULPs apart anywhere in "
-            "this leaf"
+            f", {distance[at]} ULPs apart; at most {distance.max()} ULPs apart "
+            "anywhere in this leaf"
         )
     return text
 

@@ -320,7 +320,7 @@ def needed(compiled):
         + memory.output_size_in_bytes
         - memory.alias_size_in_bytes
     )
-    # Older jax has none, and of a GPU's program that was in a cache it is 0.
+    # jax 0.10 has none, and of a GPU's program that was in a cache it is 0.
     return getattr(memory, "total_allocation_bytes", 0) or parts
 
 

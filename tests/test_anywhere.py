@@ -339,8 +339,6 @@ PROGRAMS = (
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_what_comes_in_and_out_is_that_of_the_function(program):
-    if program is references and not hasattr(jax, "new_ref"):
-        pytest.skip("this version of JAX has no references")
     steps = (partial(program, divide) for divide in (in_pieces, whole))
     assert off(*(jax.jit(step)(*arrays()) for step in steps)) < BOUND
 
@@ -506,6 +504,14 @@ def test_in_a_micro_batch_pieces_are_of_its_rows(name):
     args = arrays()
     want = jax.jit(jax.value_and_grad(scanned(head) if "scan" in name else head))(*args)
     assert off(jax.jit(outside(over(head, 8)))(*args), want) < 1e-5  # in float32
+
+
+def test_a_gradient_over_micro_batches_is_divided_once_more():
+    ours = WINDOW_OF(head)
+    once, twice = costs(ours), costs(over(ours, 4))
+    assert twice[0] == once[0]
+    assert twice[1] < once[1]
+    assert off(jax.jit(over(ours, 4))(*arrays()), ours(*arrays())) < 1e-5
 
 
 @pytest.mark.cpu

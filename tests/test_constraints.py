@@ -17,7 +17,7 @@ PARAMS = {name: DRAW.normal(size=(WIDTH, WIDTH)) for name in "ab"}
 X = DRAW.normal(size=(ROWS, WIDTH))
 ALONE, BOTH = mesh_of(2), mesh_of(2, 2, names=("data", "model"))
 
-# jnp.asarray of float64 is float64 now and then after `enable_x64` has ended (jax 0.12).
+# With jax 0.12, jnp.asarray of float64 may be float64 after `enable_x64` has ended.
 NARROW = jax.tree.map(np.float32, (PARAMS, X))
 
 SPECS = [P(), P("data"), P("data", "model"), P(("data", "model")), P(None, "model")]
@@ -73,7 +73,7 @@ def test_a_constraint_over_the_whole_mesh_changes_nothing(spec, where):
         {"weight_fn": len},
         {"optimize": False},
         {"option": {"grad_specs": P("data")}},
-        {"option": {"logical_devices": 4}},
+        {"weight_fn": len, "option": {"logical_devices": 4}},
         {"option": {"sync": "each"}},
     ],
     ids=str,

@@ -373,7 +373,7 @@ def test_where_rows_of_a_module_meet_is_what_the_step_does():
         found = batch_dependencies(noisy_loss, K, **NOISY)(model, X, Y)
         assert bits(as_one(nnx.state(model))) == bits(before)
         nothing = {"argnums": nnx.DiffState(0, nnx.Cache), **NOISY}
-        with pytest.raises(ValueError, match="What argnums selects of argument 0"):
+        with pytest.raises(ValueError, match="The selection of argnums in argument 0"):
             batch_dependencies(noisy_loss, K, **nothing)(model, X, Y)
     # Two layers, each with the mean of what comes and that of its squares.
     sizes = [x.type.size for x in found.meetings if x.kind == "sum"]
@@ -384,7 +384,6 @@ def test_where_rows_of_a_module_meet_is_what_the_step_does():
 
 @FAST
 @pytest.mark.slow
-@pytest.mark.skipif(jax.__version_info__ < (0, 9), reason="data_axis needs jax 0.9")
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_over_devices_statistics_and_masks_are_those_of_one_call_too(kind):
     with jax.enable_x64(True):
@@ -529,15 +528,15 @@ def at_first(fun):
 # What is asked for, and what is said: by all three, by those of the whole batch, and by
 # `accumulate` alone.
 OF_ALL = [
-    ({"argnums": LORA}, ValueError, "argnums selects of argument 0|selects"),
+    ({"argnums": LORA}, ValueError, "selection of argnums in argument 0"),
     ({"has_aux": True}, TypeError, "fun must return"),
     ({"num_microbatches": 3}, ValueError, "must divide"),
     ({"batch_argnums": (1, 2)}, ValueError, "number 2, and 2 came"),
     ({"batch_argnums": -3}, ValueError, "number -3, and 2 came"),
 ]
 OF_THE_BATCH = [
-    ({"aux": "mean"}, TypeError, "aux comes back as fun returns it"),
-    ({"rng_argnums": 2}, TypeError, "draws what the whole batch draws"),
+    ({"aux": "mean"}, TypeError, "but aux came.*accumulate has it"),
+    ({"rng_argnums": 2}, TypeError, "but rng_argnums came.*accumulate has it"),
     ({"batch_argnums": 0, "argnums": 1}, ValueError, "hold arrays, but argument 0"),
     ({"batch_argnum": 1}, TypeError, "batch_argnum"),
 ]

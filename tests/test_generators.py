@@ -264,7 +264,6 @@ def test_under_vmap_it_draws_what_the_whole_batch_draws(fun, ways, where, reques
 @pytest.mark.grid(3, 5)
 @pytest.mark.parametrize("fun", [plain, of_pairs])
 @pytest.mark.parametrize("how", ["argument", "axis", "region"])
-@pytest.mark.skipif(jax.__version_info__ < (0, 9), reason="data_axis needs jax 0.9")
 def test_over_devices_it_draws_what_the_whole_batch_draws(fun, how):
     mesh, specs = mesh_of(), (P(), P("data"), P())
     args = arguments()

@@ -10,7 +10,7 @@ from helpers import error, mean_of, normal, temporaries
 from jax.interpreters import mlir
 
 import ga_optax as ga
-from ga_optax._partition import kernels
+from ga_optax._partition import kernels, splits
 from ga_optax._passes import ir
 
 pl = pytest.importorskip("jax.experimental.pallas")
@@ -378,7 +378,7 @@ DOES_NOT = {
     "part of a dimension": [object_of(COMPOUND, "t", n=4, m=8)],
     "needed whole": [object_of("n", "t", need_replication_factors=("n",))],
     "other shardings": [STRAIGHT, scaled_tanh, whole_rows],
-    "devices that speak": [STRAIGHT, lambda x, s: s * jax.lax.pmean(x, "rows")],
+    "devices that speak": [STRAIGHT, lambda x, s: s * jax.lax.pmean(x, splits._AXIS)],
     "another result": [STRAIGHT, lambda x, s: jnp.tanh(x[:, :1])],
     "of something else": ["n d, d -> n d"],
 }

@@ -17,7 +17,7 @@ from jax.interpreters import ad, mlir
 from whole_losses import LOSSES, N
 
 import ga_optax as ga
-from ga_optax._calls import layouts
+from ga_optax._calls import rows as of_rows
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 EPS, EPS32 = np.finfo(np.float64).eps, np.finfo(np.float32).eps
@@ -473,7 +473,7 @@ def test_what_the_partitioner_cannot_do_is_computed_of_all_rows_and_said(monkeyp
         raise KeyError("a parameter that jax renamed")
 
     want = jax.value_and_grad(loss, has_aux=True)(W, X)
-    monkeypatch.setattr(layouts, "partition", broken)
+    monkeypatch.setattr(of_rows, "partition", broken)
     with pytest.warns(UserWarning, match=r"all rows at once.*KeyError: 'a parameter"):
         got = ga.value_and_grad(loss, 4, has_aux=True)(W, X)
     assert off(got, want) == 0

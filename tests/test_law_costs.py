@@ -28,9 +28,6 @@ pytestmark = [
     pytest.mark.usefixtures("optax_promotion"),
     pytest.mark.filterwarnings("ignore:.*computed whole"),
 ]
-needs_meshes = pytest.mark.skipif(
-    jax.__version_info__ < (0, 9), reason="data_axis needs jax 0.9"
-)
 
 
 def passes(found):
@@ -105,7 +102,6 @@ def test_what_is_kept_is_in_the_room_there_is():
     assert forward[0] > forward[1] > forward[2] >= 1
 
 
-@needs_meshes
 @pytest.mark.parametrize("name", ["mean", "masked", "clip", "batch_norm"])
 def test_passes_over_devices_are_those_of_one(name):
     fun, args = LOSSES[name].value, whole_losses.arguments(24, np.float32)
@@ -270,7 +266,6 @@ def plain_and_ours(name, mesh):
     return *steps, (p, b, *keys)
 
 
-@needs_meshes
 @pytest.mark.grid(6, 14)
 @pytest.mark.parametrize("kind", [None, "Auto", "Explicit"])
 @pytest.mark.parametrize("name", MEANS)

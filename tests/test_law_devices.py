@@ -18,10 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import ga_optax as ga
 
-pytestmark = [
-    pytest.mark.usefixtures("optax_promotion"),
-    pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="all kinds of axes"),
-]
+pytestmark = pytest.mark.usefixtures("optax_promotion")
 ROWS, WIDTH, K = 32, 8, 2
 SPECS = {"layers": P(None, "data"), "head": P("data")}
 
@@ -101,10 +98,8 @@ AXES = {
     "sharded": ga.DataAxis("data", param_specs=SPECS),
     "scattered at the end": ga.DataAxis("data", grad_specs=SPECS),
     "scattered": ga.DataAxis("data", sync="each", grad_specs=SPECS),
-    "as 4": ga.DataAxis("data", logical_devices=4),
-    "as 8": ga.DataAxis("data", logical_devices=8),
 }
-NEEDS_NO_MEETING = ("each", "each, sharded", "scattered", "as 4", "as 8")
+NEEDS_NO_MEETING = ("each", "each, sharded", "scattered")
 
 
 def at_top_level(loss, name, kind):
@@ -119,7 +114,7 @@ def distance(got, loss):
     return off(got, jax.jit(jax.value_and_grad(loss))(*arguments()))
 
 
-@pytest.mark.grid(6, 45)
+@pytest.mark.grid(6, 35)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("loss", APART)
 @pytest.mark.parametrize("name", AXES)
@@ -127,13 +122,12 @@ def test_where_rows_do_not_meet_every_option_is_there(name, loss, kind):
     assert distance(at_top_level(loss, name, kind), loss) < 1e-5
 
 
-@pytest.mark.grid(5, 15)
+@pytest.mark.grid(3, 8)
 @pytest.mark.parametrize("check_vma", [False, True])
 @pytest.mark.parametrize("loss", APART)
-@pytest.mark.parametrize("name", ["last", "as 8"])
-def test_so_it_is_in_a_region_of_the_users(name, loss, check_vma):
+def test_so_it_is_in_a_region_of_the_users(loss, check_vma):
     specs = {"in_specs": (P(), P("data")), "out_specs": P(), "check_vma": check_vma}
-    step = ga.value_and_grad(loss, K, data_axis=AXES[name])
+    step = ga.value_and_grad(loss, K, data_axis="data")
     step = jax.jit(jax.shard_map(step, mesh=mesh_of(), **specs))
     assert distance(step(*arguments()), loss) < 1e-5
 
@@ -177,7 +171,7 @@ def test_a_random_model_has_the_same_bits_on_any_number_of_devices(seed, monkeyp
 
     def on(mesh):
         axis = ga.DataAxis("data", mesh=mesh, logical_devices=8)
-        step = ga.value_and_grad(loss, k, data_axis=axis)
+        step = mean_of(loss, k, data_axis=axis)
         return bits(jax.jit(step)(*put(args, mesh, [P(), P("data")])))
 
     first, *others = (on(mesh_of(n)) for n in (8, 4, 2, 1))

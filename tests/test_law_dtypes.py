@@ -14,10 +14,6 @@ from jax.sharding import PartitionSpec as P
 import ga_optax as ga
 from ga_optax._loop import loss as loop
 
-pytestmark = pytest.mark.skipif(
-    jax.__version_info__ < (0, 9), reason="data_axis needs jax 0.9"
-)
-
 # -- bfloat16: gradients are rounded once, also where rows meet and on a mesh ----------
 #
 # All numbers are integers: those of the activations and their cotangents are exact in

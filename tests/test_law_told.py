@@ -19,9 +19,9 @@ from whole_losses import LOSSES
 
 import ga_optax as ga
 from ga_optax._calls import advice
-from ga_optax._calls.words import what_is_missing
+from ga_optax._calls.words import log_what_is_missing
 from ga_optax._loop import in_place
-from ga_optax._partition import writer
+from ga_optax._partition import notes
 from ga_optax._partition.values import RowsMeet
 from ga_optax._window import report, room
 
@@ -379,10 +379,10 @@ def test_an_old_jax_says_once_in_the_log_what_it_cannot_do(
 ):
     monkeypatch.setattr(in_place, "HAS_REFS", has_refs)
     caplog.set_level("INFO", "ga_optax")
-    what_is_missing.cache_clear()
+    log_what_is_missing.cache_clear()
     for _ in range(2):
         ga.value_and_grad(by_rows, K, optimize=optimize)(BIG[1], BIG[0][:8])
-    what_is_missing.cache_clear()
+    log_what_is_missing.cache_clear()
     found = [record.getMessage() for record in caplog.records]
     assert len(found) == (optimize and not has_refs)
     assert all(jax.__version__ in one and "in place" in one for one in found)
@@ -419,7 +419,7 @@ def failures(key, error):
 
 
 def test_a_rule_that_fails_is_said_once_and_the_value_is_right(monkeypatch):
-    monkeypatch.setattr(writer, "_failed", set())
+    monkeypatch.setattr(notes, "_failed", set())
     [said] = failures("cumsum", TypeError("cumsum got an axis more"))
     assert "The rule of ga_optax for cumsum failed" in said
     assert f"with jax {jax.__version__}" in said

@@ -187,6 +187,17 @@ def test_imports_between_folders_point_one_way():
     graphlib.TopologicalSorter(edges).prepare()
 
 
+def test_imports_stand_at_the_top():
+    inside = [
+        (module, name)
+        for module, text in modules().items()
+        for name, node in functions(ast.parse(text))
+        for x in ast.walk(node)
+        if isinstance(x, ast.Import | ast.ImportFrom)
+    ]
+    assert inside == []
+
+
 def test_the_tables_for_contributors_name_every_folder():
     folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
     for page in ("CONTRIBUTING.md", "docs/design.md"):

@@ -88,7 +88,7 @@ def test_without_logical_devices_the_bits_depend_on_the_devices():
     args, results = (normal(WIDTH, WIDTH, seed=7), normal(ROWS, WIDTH, seed=8)), []
     for n, k in ((8, 1), (4, 2)):
         mesh = mesh_of(n)
-        fun = ga.value_and_grad(squares, k, data_axis=ga.DataAxis("data", mesh=mesh))
+        fun = mean_of(squares, k, data_axis=ga.DataAxis("data", mesh=mesh))
         results.append(bits(ran(fun, mesh, *args)))
     assert results[0] != results[1]
 
@@ -109,7 +109,7 @@ def linear(params, x):
 
 def gradient_on(mesh, loss, *args, names="data", spec=WHOLE, **options):
     data_axis = logical(mesh, names, **options)
-    fun = ga.value_and_grad(loss, 1, data_axis=data_axis)
+    fun = mean_of(loss, 1, data_axis=data_axis)
     return ran(fun, mesh, *args, spec=spec, axes=names)
 
 
@@ -173,16 +173,6 @@ def test_aux_of_every_mode_and_the_carry_are_those_of_the_logical_devices():
     np.testing.assert_array_equal(aux["stack"], np.max(batch.reshape(16, -1), 1))
 
 
-def test_inside_a_shard_map_it_is_the_same():
-    params, batch = normal(WIDTH, seed=9), normal(ROWS, WIDTH, seed=10)
-    mesh = mesh_of(2)
-    expected = gradient_on(mesh, linear, params, batch)
-    fun = ga.value_and_grad(linear, 1, data_axis=logical(None))
-    specs = {"in_specs": (P(), P("data")), "out_specs": P()}
-    got = jax.jit(jax.shard_map(fun, mesh=mesh, **specs))(params, batch)
-    assert bits(got) == bits(expected)
-
-
 @pytest.mark.slow
 def test_a_window_goes_on_in_the_middle_on_another_number_of_devices(optax_promotion):
     """Two calls a window; after each, the state moves to other devices."""
@@ -192,7 +182,7 @@ def test_a_window_goes_on_in_the_middle_on_another_number_of_devices(optax_promo
     def compiled(mesh):
         @jax.jit
         def micro_step(params, state, batch):
-            step = ga.value_and_grad(squares, 2, data_axis=logical(mesh))
+            step = mean_of(squares, 2, data_axis=logical(mesh))
             return ga.apply_gradients(tx, step(params, batch)[1], state, params)
 
         return mesh, micro_step
@@ -229,7 +219,7 @@ def test_it_sends_as_many_bytes_as_an_all_reduce(n):
     params, batch = np.zeros((256, 128), np.float32), normal(ROWS, 256, seed=12)
 
     def audit(data_axis):
-        fun = jax.jit(ga.value_and_grad(squares, 2, data_axis=data_axis))
+        fun = jax.jit(mean_of(squares, 2, data_axis=data_axis))
         args = put(params, mesh, P()), put(batch, mesh, P("data"))
         return ga.audit(fun.lower(*args).compile(), mesh)
 
@@ -250,7 +240,7 @@ def test_it_sends_as_many_bytes_as_an_all_reduce(n):
 def compiled(loss, n, *shape):
     """The bits of a window on n devices, and the program."""
     mesh = mesh_of(n)
-    fun = jax.jit(ga.value_and_grad(loss, 1, data_axis=logical(mesh)))
+    fun = jax.jit(mean_of(loss, 1, data_axis=logical(mesh)))
     batch = normal(L, shape[0], seed=15)
     args = put(normal(*shape, seed=14), mesh, P()), put(batch, mesh, P("data"))
     program = fun.lower(*args).compile()
@@ -294,7 +284,7 @@ def _never(*args):
 
 
 def test_what_cannot_have_logical_devices_says_so():
-    with pytest.raises(TypeError, match="MultiSteps takes what those return"):
+    with pytest.raises(TypeError, match="MultiSteps takes their results"):
         ga.MultiSteps(optax.sgd(1.0), 2, data_axis=logical(None))
     add = ga.accumulate(_never, 1, data_axis=logical(None))
     params, rows = normal(WIDTH, seed=0), normal(ROWS, WIDTH, seed=1)
@@ -304,6 +294,6 @@ def test_what_cannot_have_logical_devices_says_so():
         inside(accumulator.init(params), params, rows)
     # Nor if explicit axes beside it shard a parameter.
     mesh = mesh_of(2, 2, names=("data", "model"), kind=AxisType.Explicit)
-    fun = ga.value_and_grad(_never, 1, data_axis=logical(mesh))
+    fun = mean_of(_never, 1, data_axis=logical(mesh))
     with jax.set_mesh(mesh), pytest.raises(ValueError, match="automatic axes beside"):
         ran(fun, mesh, params, rows, spec=P("model"))

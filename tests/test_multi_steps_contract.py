@@ -75,7 +75,7 @@ PER_EXAMPLE = r"leaf \['b'\] of grads must have shape \(3,\).*\(2, 3\)"
 NORM = optax.tree.norm
 LEFT_OUT = {
     # It accumulates by itself.
-    "apply_every": (lambda: optax.apply_every(2), "must not accumulate itself"),
+    "apply_every": (lambda: optax.apply_every(2), "must not accumulate gradients"),
     # They take one gradient per example, and make a mean of them.
     "differentially_private_aggregate": (
         lambda: optax.contrib.differentially_private_aggregate(**NOISE, key=0),

@@ -361,12 +361,12 @@ ERRORS = [
         SGD,
         r"leaf \['b'\].*reduced already",
     ),
-    (lambda tx: by(tx, specs=(P(), P())), SGD, "Pass state_specs as its in_specs"),
+    (lambda tx: by(tx, specs=(P(), P())), SGD, "Pass state_specs in in_specs"),
     (outside, SGD, r"inside a jax\.shard_map.*state_specs"),
-    (sharded, SGD, r"leaf \['w'\] differs.*mix its shards"),
+    (sharded, SGD, r"leaf \['w'\] differs.*mix shards"),
     (lambda tx: by(tx, value=lambda v, _: v), PLATEAU, r"\['value'\] differs.*pmean"),
     (lambda tx: by(tx, emit=lambda _, b: b["x"][0, 0] > 0), SGD, r"\['emit'\] differs"),
-    (lambda tx: tx.init(PARAMS), SGD, "there is none"),
+    (lambda tx: tx.init(PARAMS), SGD, "there is no mesh"),
 ]
 
 

@@ -206,7 +206,7 @@ def test_from_optax_continues_the_run_from_any_micro_step(at, mean, chained):
 
 
 def test_from_optax_of_something_else_raises():
-    with pytest.raises(ValueError, match="found none"):
+    with pytest.raises(ValueError, match="there is none"):
         ga.from_optax(optax.sgd(0.1).init(PARAMS))
     theirs = optax.MultiSteps(optax.sgd(0.1), 2).init(PARAMS)
     with pytest.raises(TypeError, match="from_optax"):

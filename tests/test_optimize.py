@@ -115,7 +115,7 @@ def test_the_environment_sets_it(name, value, answer):
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("optimise", False, "must be given the name of an option"),
+        ("optimise", False, "The option of ga_optax.config must be"),
         ("optimize", 0, "must be a bool, but it got 0"),
         ("whole_draws", "yes", "whole_draws must be a bool, but it got 'yes'"),
     ],

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import ga_optax as ga
 from ga_optax._loop import in_place
-from ga_optax._passes import ir, known, notes, probe, table, transformable
+from ga_optax._passes import ir, notes, probe, table, transformable
 from ga_optax.testing import assert_trees_bitwise_equal
 
 K, DEVICES, ROWS, WIDTH, LAYERS = 2, 2, 4, 4, 3
@@ -124,6 +124,7 @@ class Example(NamedTuple):
       options: of the call.
       eps: of the dtype in which the loss computes.
       refs: whether the pass needs references.
+      make: the function of the library.
     """
 
     loss: Any
@@ -132,6 +133,7 @@ class Example(NamedTuple):
     options: dict = {}  # noqa: RUF012
     eps: float = float(np.finfo(np.float32).eps)
     refs: bool = False
+    make: Any = ga.value_and_grad
 
 
 def with_table(w, x, rule=lambda x: x):
@@ -153,12 +155,6 @@ def chosen(w, x):
     """A sharded parameter is used inside a branch."""
     h = jax.lax.cond(x[0, 0] > 0, lambda w: x @ w[0], lambda w: x @ w[1], w)
     return mean_square(h)
-
-
-def unrolled(w, x, rule=jnp.tanh):
-    for i in range(LAYERS):
-        x = rule(x @ w[i])
-    return mean_square(x)
 
 
 def product_in_bfloat16(w, x, rule=lambda w: w):
@@ -216,21 +212,22 @@ EXAMPLES = {  # a pass without one fails
         over_devices(sync="each", param_specs=P(None, "data")),
     ),
     "shards": Example(adapted, chosen_base, "cond gets an array", over_devices()),
-    "repeats": Example(
-        unrolled, lambda w, x: unrolled(w, x, lambda h: h * h), "reads a value twice"
-    ),
     "products": Example(
         product_in_bfloat16, rounded_in_bfloat16, "out of reduce_precision", eps=LOW
     ),
     "duplicates": Example(
-        doubled, printing, "more than compute", over_devices(logical_devices=4)
+        doubled,
+        printing,
+        "more than compute",
+        over_devices(logical_devices=4),
+        make=mean_of,
     ),
 }
 
 
 def gradients(example, **options):
     """Value and gradients of the example."""
-    fun = ga.value_and_grad(example.loss, K, **example.options, **options)
+    fun = example.make(example.loss, K, **example.options, **options)
     return jax.jit(fun)(*arguments())
 
 
@@ -280,7 +277,7 @@ def test_every_pass_equals_the_call_without_it(one, example, monkeypatch):
 @pytest.mark.parametrize("one", table.PASSES, ids=lambda one: one.name)
 def test_every_pass_says_what_it_leaves_alone_and_where(one, example):
     def said(loss):
-        fun = ga.value_and_grad(loss, K, **example.options)
+        fun = example.make(loss, K, **example.options)
         with notes.recorded() as lines:
             jax.make_jaxpr(fun)(*arguments())
         return [line for line in lines if line.startswith(f"The pass {one.name!r}")]
@@ -350,7 +347,7 @@ def primitive(name):
     return found
 
 
-RENAMED = [name for name in known.PARAMETERS if name != "broadcast_in_dim"]
+RENAMED = [name for name in probe.PARAMETERS if name != "broadcast_in_dim"]
 
 
 @pytest.mark.usefixtures("next_jax")

@@ -325,7 +325,7 @@ UNKNOWN = r"target must be one of a100, .* but it is"
 @pytest.mark.parametrize(
     ("target", "mesh", "said"),
     [
-        ("h100:8", None, r"how they lie on the 8 devices .*AbstractMesh"),
+        ("h100:8", None, r"shardings over the 8 devices .*AbstractMesh"),
         ("h100", MESH, r"one mesh of the 1 devices .*\{'data': 8\}"),
         *((name, None, UNKNOWN) for name in ("mac", "h100:2x", "v5e-4", "", 8)),
     ],

@@ -50,7 +50,7 @@ def main(process_id, port, file):
     mesh = jax.make_mesh((DEVICES,), ("data",), axis_types=(AxisType.Auto,))
 
     def put(tree, spec):
-        """Each process puts its own part of what all of them know."""
+        """Puts this process's part of an array that all processes have."""
         place = NamedSharding(mesh, spec)
         return jax.tree.map(
             lambda x: jax.make_array_from_callback(x.shape, place, lambda i: x[i]), tree

@@ -139,7 +139,6 @@ def test_dropless_experts_take_the_memory_of_a_micro_batch(monkeypatch):
     assert needs() > 0.8 * undivided
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 9), reason="data_axis needs jax 0.9")
 def test_dropless_experts_on_four_devices():
     axis = ga.DataAxis("data", mesh=mesh_of())
     assert error(dropless, 2, *arguments(), data_axis=axis, **WIDE) < BOUND

@@ -12,7 +12,6 @@ from ga_optax._passes import references
 pytestmark = [
     pytest.mark.usefixtures("optax_promotion", "fast_compilation"),
     pytest.mark.filterwarnings("ignore:(new_ref|scan) at .* is computed whole"),
-    pytest.mark.skipif(not hasattr(jax, "new_ref"), reason="not in this JAX"),
 ]
 
 W, X = normal(3, 2), normal(8, 3)

@@ -37,6 +37,7 @@ KEYS = {"a": jax.random.key(0)}
 IMAGES = {"image": np.ones((10, 28, 28), np.float32)}
 ZEROS = {"a": jnp.zeros(2)}
 LENGTHS = {"a": X, "b": X[:4]}
+LOGICAL = ga.DataAxis("data", logical_devices=4)
 V, T = ValueError, TypeError
 
 
@@ -116,7 +117,7 @@ BOTH = [
     of(batch_argnums=True)(T, NUMBERED, "it is True"),
     of({"f": jax.nn.relu}, X)(T, f"{A_NUMBER} | custom_jvp | eqx.partition"),
     of({"w": W, "name": "abc"}, X)(
-        T, f"leaf ['name'] of | {A_NUMBER} | str | keep this elsewhere"
+        T, f"leaf ['name'] of | {A_NUMBER} | str | without this leaf"
     ),
     of(jnp.tanh, X)(T, f"{A_NUMBER} | PjitFunction | eqx.partition"),
     of(W, {"a": X, "id": np.array(["a"] * 8)})(
@@ -150,7 +151,7 @@ LENGTH = "All leaves of the batch must have one length | @ | say in batch_axes"
 A_KEY = "must name PRNG keys, or trees of them | @ | Pass one key"
 DIFFERS = "A PRNG key must differ between micro-batches"
 A_ROLE = "An argument with the batch's 8 rows must have a role"
-COUNTS = "Pass how many examples (or tokens) the micro-batch holds"
+COUNTS = "Pass the number of examples (or tokens) in the micro-batch"
 TAKES = (
     "weight_fn must take the batch arguments, argument 1, | @ | Give it one parameter"
 )
@@ -343,7 +344,8 @@ def sharded(rows=64, k=4, n=8, name="data", **options):
 
     def call():
         data_axis = ga.DataAxis(name, mesh=mesh_of(n), **options)
-        step = ga.value_and_grad(untraced, k, data_axis=data_axis)
+        make = mean_of if "logical_devices" in options else ga.value_and_grad
+        step = make(untraced, k, data_axis=data_axis)
         jax.jit(step)(PARAMS, jnp.ones((rows, 16)))
 
     return call
@@ -360,7 +362,7 @@ ONCE = "must name axes of the mesh, each once"
 OTHERS = {
     "verify": [
         (verify(k=3), V, "must divide the batch axis"),
-        (verify(params={}), V, "params must | it has none | of type dict"),
+        (verify(params={}), V, "params must | this dict has no array"),
         (verify(params={"n": jnp.arange(3)}), T, "leaf ['n'] of params"),
         (verify(batch=()), V, "batch must hold at least one array"),
         (
@@ -402,7 +404,7 @@ OTHERS = {
         (plan(candidates=[0]), V, "candidate must be at least 1 | it is 0"),
         (plan(candidates=["4"]), T, "must be an int, | '4' of type str"),
         (plan(3), T, "make_step must be a function | it is 3"),
-        (plan(jax.jit(loss)), T, "make_step must | is a jitted one. | lambda k: jax"),
+        (plan(jax.jit(loss)), T, "make_step must | a jitted function. | lambda k: jax"),
         (plan(loss), T, "take num_microbatches alone | (w, x) | lambda k: jax.jit("),
         (plan(lambda k: len), T, "no `lower`. | Return jax.jit"),
         (plan(candidates=4), T, "a sequence of ints, but it is 4. | Choose from 1, 2"),
@@ -423,7 +425,7 @@ OTHERS = {
             (
                 lambda mesh=mesh: ga.audit("HloModule", mesh),
                 T,
-                "mesh must be a jax.sharding.Mesh | it is | the mesh that the program",
+                "mesh must be a jax.sharding.Mesh | it is | the mesh of the program",
             )
             for mesh in ("mesh", P("data"), 3)
         ),
@@ -436,16 +438,24 @@ OTHERS = {
         (
             axis(param_specs=P("data"), grad_specs=P("data")),
             V,
-            "grad_specs must be alone | one of them out",
+            "grad_specs must be None with param_specs | one of them out",
         ),
         (axis(logical_devices=6), V, "power of two | it is 6. | Use 4 or 8"),
         (axis(logical_devices=0), V, "at least 1 | it is 0"),
         (axis(logical_devices=8.0), T, "an int | 8.0"),
         (axis(logical_devices=8, sync="each"), V, 'sync is "each"'),
+        *(
+            (
+                lambda make=make: make(untraced, 2, data_axis=LOGICAL),
+                V,
+                "no logical_devices | logical_devices=4 | Use ga_optax.accumulate",
+            )
+            for make in (ga.value_and_grad, ga.microbatch, ga.batch_dependencies)
+        ),
         (
             lambda: ga.value_and_grad(untraced, 2, data_axis="data")(W, X),
             V,
-            "there is none. | Call inside jax.set_mesh",
+            "there is no mesh. | Call inside jax.set_mesh",
         ),
         (sharded(name="rows"), V, "must be an axis of the mesh | 'data' | splits"),
         (sharded(60), V, "8 devices | must divide | (60, 16) | 56 or 64"),
@@ -495,7 +505,7 @@ OTHERS = {
         (
             lambda: ga.merge_across(jnp.ones(3), "data"),
             T,
-            "acc must be of type Accumulator, but it is | Pass what accumulate",
+            "acc must be of type Accumulator, but it is | pass the accumulator",
         ),
         (
             lambda: ga.merge_across("data", ga.accumulator.init(DENSE)),
@@ -565,13 +575,13 @@ AVERAGES = {"of_tx": {"opt": PLATEAU, "mean_argnames": "value"}}
 OF_OPTAX = optax.MultiSteps(SGD, 4)
 SKIP, DROP = "should_skip_update_fn", "should_drop_window_fn"
 NAME = "leaf ['name'] of params | Pass a tree of arrays alone"
-A_K, SCHEDULE = "int or a function", "What every_k_schedule returns must be"
-APPLY, EVERY = optax.apply_every(2), "optax.apply_every | without it"
+A_K, SCHEDULE = "int or a function", "The result of every_k_schedule must be"
+APPLY, EVERY = optax.apply_every(2), "optax.apply_every | without that accumulation"
 THEN = optax.chain(APPLY, SGD)
 LABELS = {"dense": {"kernel": "a", "bias": "b"}}
 # Everything that may hold an optimizer, and where that one accumulates.
 WITHIN = [
-    ("its top", APPLY),
+    ("the top", APPLY),
     ("[0]", THEN),
     ("[1][0]", optax.chain(SGD, THEN)),
     ("['a']", optax.named_chain(("a", APPLY), ("b", SGD))),
@@ -620,12 +630,12 @@ ACROSS = [
     (scheduled(lambda step: 2 * step), V, "at least 1, but it is 0"),
     (started(opt=TX), V, "2 x 2 = 4 micro-steps"),
     (started(opt=OF_OPTAX), V, "it is an optax.MultiS"),
-    (chained(TX), V, "at [1] is that of a ga_optax.MultiSteps | k x (its k)"),
+    (chained(TX), V, "at [1] is that of a ga_optax.MultiSteps | k x (the inner k)"),
     (chained(OF_OPTAX.gradient_transformation()), V, "at [1] | an optax.MultiSteps"),
     *((started(opt=opt), V, f"{at} is that of an {EVERY}") for at, opt in WITHIN),
     # What it is made of.
     *(
-        (functools.partial(ga.MultiSteps, SGD, **{name: 4}), T, f"{AMONG} {name} came")
+        (functools.partial(ga.MultiSteps, SGD, **{name: 4}), T, f"{AMONG} {name} was")
         for name in ("k", "gradient_accumulation_steps", "num_microbatches", "tx")
     ),
     *((made(opt=opt), T, "must be an optax") for opt in (optax.adam, None, "adam", 3)),
@@ -709,7 +719,7 @@ ACROSS = [
     (called("flush", CHAIN), T, "flush needs tx"),
     (called("update", state=SGD.init(DENSE)), T, "must be a MultiStepsState"),
     *(
-        (functools.partial(call, *args), T, "Swapped? | grads, state, params")
+        (functools.partial(call, *args), T, "swapped? | grads, state, params")
         for call, args in (
             (ga.apply_gradients, (TX, GRADS, DENSE, STATE)),
             (ga.apply_gradients, (TX, STATE, GRADS, DENSE)),
@@ -729,9 +739,9 @@ ACROSS = [
         )
     ),
     # The norm.
-    (lambda: ga.grad_norm(STATE), V, "track_norm=True, but there is none"),
-    (lambda: ga.grad_norm(optax.EmptyState()), V, "none in a EmptyState"),
-    (lambda: ga.grad_norm((NORM, NORM)), V, "2: [0] | , [1] | Pass the"),
+    (lambda: ga.grad_norm(STATE), V, "track_norm=True, but the field grad_norm is"),
+    (lambda: ga.grad_norm(optax.EmptyState()), V, "none in this EmptyState"),
+    (lambda: ga.grad_norm((NORM, NORM)), V, "2: [0] | , [1] | Pass one"),
     (called("apply", NORMED, state=STATE), V, "_replace(grad_norm="),
     (called("flush", NORMED, state=STATE), V, "_replace(grad_norm="),
 ]
@@ -831,7 +841,7 @@ TYPES = [
             (
                 "spec",
                 "Spec",
-                "Pass what blocks.flatten",
+                "Pass the spec that blocks.flatten",
                 (lambda: ga.blocks.unflatten(PARTS, SPEC, VECTOR),),
             ),
             (

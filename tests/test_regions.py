@@ -12,7 +12,6 @@ from ga_optax._partition import nested
 pytestmark = [
     pytest.mark.usefixtures("optax_promotion"),
     pytest.mark.filterwarnings("ignore:.*computed whole"),
-    pytest.mark.skipif(jax.__version_info__ < (0, 9), reason="mesh axes with types"),
 ]
 N, D, H, K = 32, 8, 12, 4
 BOUND = 1e-5  # float32, sums of at most a thousand terms

@@ -103,13 +103,13 @@ def lines(layers):
 
 def in_the_open(monkeypatch):
     """Iterations stand one after the other."""
-    find = split_scans.SplitScan._find_stages
+    find = split_scans.SplitScan._find_parts
 
     def found(self, graph):
         find(self, graph)
-        self.unrolled.update(self.stage.values())
+        self.unrolled.update(self.part.values())
 
-    monkeypatch.setattr(split_scans.SplitScan, "_find_stages", found)
+    monkeypatch.setattr(split_scans.SplitScan, "_find_parts", found)
 
 
 def test_a_program_has_as_many_lines_at_any_length(monkeypatch):

@@ -89,7 +89,7 @@ def test_every_primitive_of_the_table_has_a_case():
     there |= {"pallas_call", "custom_partitioning", divided.NAME, divided.WRITTEN}
     there |= {f"dot_product_attention_{way}_wrapper" for way in ("fwd", "bwd")}
     assert keys - there == set(CASES)
-    assert {cutting._RULES[name] for name in CUT} == set(cutting._RULES.values())
+    assert {cutting._OPEN[name] for name in CUT} == set(cutting._OPEN.values())
 
 
 def without(key):
@@ -163,7 +163,7 @@ def test_a_rule_that_gives_something_else_is_found(key):
 
 @of_each(CUT, 3)
 def test_rows_computed_from_those_of_something_else_are_found(monkeypatch, key):
-    args, rule = arguments(), cutting._RULES[key]
+    args, rule = arguments(), cutting._OPEN[key]
     functions = [seen(CUT[key], view) for view in VIEWS]
 
     def right():
@@ -174,10 +174,10 @@ def test_rows_computed_from_those_of_something_else_are_found(monkeypatch, key):
         return x if x is None else other_rows(x, rows.dim)
 
     assert all(right())
-    monkeypatch.setitem(cutting._RULES, key, broken)
+    monkeypatch.setitem(cutting._OPEN, key, broken)
     assert any(is_wrong(fun, args) for fun in functions)
     # And without a rule they are cut from all.
-    monkeypatch.delitem(cutting._RULES, key)
+    monkeypatch.delitem(cutting._OPEN, key)
     assert all(right())
 
 

@@ -3,11 +3,7 @@
 import importlib.metadata
 import platform
 
-SINCE = {
-    (0, 9): "data_axis=",
-    (0, 10): "logical_devices=",
-    (0, 11, 1): "additions in place inside a call",
-}
+SINCE = {(0, 11, 1): "additions in place inside a call"}
 
 
 def main():

@@ -46,7 +46,7 @@ DROPOUT = 0.1
 
 
 def widened(tree: Any) -> Any:
-    """Its floating leaves in float64."""
+    """The tree with floating leaves in float64."""
 
     def wide(x: Any) -> Any:
         return x.astype(float) if jnp.issubdtype(x.dtype, jnp.floating) else x
@@ -55,7 +55,7 @@ def widened(tree: Any) -> Any:
 
 
 class Program:
-    """One of the programs, and what its step changes."""
+    """One of the programs, and the state that the program's step changes."""
 
     def __init__(self, name: str, dropout: float, tx: Any) -> None:
         """Starts it."""
@@ -74,7 +74,7 @@ class Program:
                     node.dtype = jnp.dtype(float)
 
     def arguments(self, batch: Any) -> tuple[Any, ...]:
-        """Those of the step."""
+        """The arguments of the step."""
         if self.in_linen:
             return self.state, batch, jax.random.key(1)
         return *self.state, batch
@@ -98,7 +98,7 @@ class Program:
         return [np.array(x) for x in jax.tree.leaves(params)]
 
     def temporaries(self, batch: Any) -> int:
-        """What its step allocates besides arguments and results, in bytes."""
+        """The bytes that the step allocates besides arguments and results."""
         compiled = self.module.train_step.lower(*self.arguments(batch)).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
@@ -136,14 +136,14 @@ def difference(name: str) -> list[str]:
 
 
 def gradient(name: str, batch: Any) -> list[np.ndarray]:
-    """That of a step: by SGD with a rate of 1."""
+    """The gradient of a step, measured by SGD with a rate of 1."""
     with jax.enable_x64(True):
         program = Program(name, DROPOUT, optax.sgd(1.0))
         program.widen()
-        before = program.params()
+        old = program.params()
         program.step(widened(batch))
-        after = program.params()
-    return [x - y for x, y in zip(before, after, strict=True)]
+        new = program.params()
+    return [x - y for x, y in zip(old, new, strict=True)]
 
 
 def compare(name: str, steps: int, size: int, twin: str | None = None) -> Row:
@@ -151,10 +151,11 @@ def compare(name: str, steps: int, size: int, twin: str | None = None) -> Row:
     twin = twin or f"{name}_accumulated"
     data = sources.digits() if "classifier" in name else sources.lines()
     first = sources.batch(data, 0, size)
-    due, found = gradient(name, first), gradient(twin, first)
+    whole, accumulated = gradient(name, first), gradient(twin, first)
     errors = [
-        np.max(np.abs(x - y)) / np.max(np.abs(np.concatenate([g.ravel() for g in due])))
-        for x, y in zip(due, found, strict=True)
+        np.max(np.abs(x - y))
+        / np.max(np.abs(np.concatenate([g.ravel() for g in whole])))
+        for x, y in zip(whole, accumulated, strict=True)
     ]
     losses, temporaries = [], []
     for form in (name, twin):
@@ -187,16 +188,16 @@ def check(rows: dict[str, Row]) -> bool:
         return float(np.mean(losses[-few:])) < losses[0]
 
     off_by = max(row.off_by for row in rows.values())
-    held = {
+    checks = {
         f"Both forms have one gradient: off by {off_by:.1e} at most": off_by <= BOUND,
         "Both learn": all(learns(x) for row in rows.values() for x in row.losses),
         "The accumulated form needs less memory": all(
             row.temporaries[1] < row.temporaries[0] for row in rows.values()
         ),
     }
-    for what, ok in held.items():
-        print(f"  {'ok' if ok else 'FAILED':8}{what}")
-    return all(held.values())
+    for name, ok in checks.items():
+        print(f"  {'ok' if ok else 'FAILED':8}{name}")
+    return all(checks.values())
 
 
 def print_table(rows: dict[str, Row]) -> None:

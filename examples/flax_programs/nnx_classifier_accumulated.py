@@ -40,7 +40,7 @@ def loss_fn(model: CNN, batch: Any, rngs: nnx.Rngs) -> Any:
 
 
 def start(dropout: float, tx: optax.GradientTransformation) -> Any:
-    """What a step changes."""
+    """The objects that a step changes."""
     model = CNN(dropout, nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     metrics = nnx.MultiMetric(

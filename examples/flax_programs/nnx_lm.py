@@ -42,7 +42,7 @@ def loss_fn(model: Transformer, batch: Any) -> jax.Array:
 
 
 def start(dropout: float, tx: optax.GradientTransformation) -> Any:
-    """What a step changes."""
+    """The objects that a step changes."""
     model = Transformer(dropout, nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     return model, optimizer, nnx.MultiMetric(loss=nnx.metrics.Average("loss"))

@@ -10,9 +10,9 @@ import sklearn.datasets
 
 def digits() -> dict[str, np.ndarray]:
     """scikit-learn's 1,797 images of 8 x 8 pixels, and their labels."""
-    found: Any = sklearn.datasets.load_digits()
-    images = (found["images"] / 16).astype(np.float32)[..., None]
-    return {"image": images, "label": found["target"].astype(np.int32)}
+    digits: Any = sklearn.datasets.load_digits()
+    images = (digits["images"] / 16).astype(np.float32)[..., None]
+    return {"image": images, "label": digits["target"].astype(np.int32)}
 
 
 def lines(length: int = 32, limit: int = 20_000) -> dict[str, np.ndarray]:

@@ -1,8 +1,4 @@
-"""Choices that may be known when the program is traced, and may not.
-
-A predicate is a Python bool, and then there is no choice in the program, or a traced
-one.
-"""
+"""Choices by a predicate: a Python bool (no choice in the program) or a traced bool."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -17,46 +13,46 @@ T = TypeVar("T")
 
 
 def branch(
-    predicate: Predicate, do: Callable[[], T], leave: Callable[[], T], both: bool
+    predicate: Predicate, do: Callable[[], T], leave: Callable[[], T], run_both: bool
 ) -> T:
-    """`do()` if the predicate holds, else `leave()`: one of them runs.
+    """Runs `do` if the predicate is true, else `leave`.
 
-    With `both` there is no conditional: they both run, and one result is selected.
+    With `run_both` there is no conditional: both run, and one result is selected.
     """
     if isinstance(predicate, bool):
         return do() if predicate else leave()
-    if both:
+    if run_both:
         return select(predicate, do(), leave())
     return jax.lax.cond(predicate, _fenced(do), _fenced(leave))
 
 
-def _fenced(way: Callable[[], T]) -> Callable[[], T]:
-    """`way` with a barrier around the smallest of its results.
+def _fenced(branch: Callable[[], T]) -> Callable[[], T]:
+    """`branch` with an optimization barrier around its smallest result.
 
-    XLA's GPU compiler makes selects of a conditional with elementwise branches: both
-    would run every time. It leaves a conditional alone if there is a barrier in it.
+    XLA's GPU compiler turns a conditional with elementwise branches into selects, so
+    both branches would run every time. It keeps a conditional that has a barrier in it.
     """
 
-    def run() -> T:
-        leaves, structure = jax.tree.flatten(way())
+    def fenced() -> T:
+        leaves, structure = jax.tree.flatten(branch())
         smallest = min(range(len(leaves)), key=lambda i: jnp.size(leaves[i]))
         leaves[smallest] = jax.lax.optimization_barrier(leaves[smallest])
         return jax.tree.unflatten(structure, leaves)
 
-    return run
+    return fenced
 
 
 def select(predicate: Predicate, on_true: T, on_false: T) -> T:
-    """One of two trees, leaf by leaf; a NaN in the other one goes nowhere."""
+    """Returns one of two trees; a NaN in the other tree has no effect."""
     if isinstance(predicate, bool):
         return on_true if predicate else on_false
     return jax.tree.map(lambda t, f: jnp.where(predicate, t, f), on_true, on_false)
 
 
-def by_leaf(which: Sequence[bool], on_true: T, on_false: T) -> T:
-    """Two trees of one structure as one: each leaf is that of the first, or not."""
-    pairs = zip(which, jax.tree.leaves(on_true), jax.tree.leaves(on_false), strict=True)
-    leaves = [t if first else f for first, t, f in pairs]
+def by_leaf(choices: Sequence[bool], on_true: T, on_false: T) -> T:
+    """Takes each leaf from `on_true` if its choice is true, else from `on_false`."""
+    trees = jax.tree.leaves(on_true), jax.tree.leaves(on_false)
+    leaves = [t if choice else f for choice, t, f in zip(choices, *trees, strict=True)]
     return jax.tree.unflatten(jax.tree.structure(on_false), leaves)
 
 
@@ -70,12 +66,12 @@ def both(a: Predicate, b: Predicate) -> Predicate:
 
 
 def count_if(happened: Predicate, counter: jax.Array) -> jax.Array:
-    """A counter, one higher if something happened."""
+    """The counter, plus 1 if the event happened."""
     return jnp.where(happened, accumulator.increment(counter), counter)
 
 
 def cast_like(tree: Any, like: Any) -> Any:
-    """Gives each leaf the dtype of its leaf in `like`: states must not drift."""
+    """Casts each leaf to the dtype of the same leaf in `like`, so no state drifts."""
 
     def cast(x: Any, y: Any) -> Any:
         x, dtype = jnp.asarray(x), jax.dtypes.result_type(y)

@@ -1,4 +1,4 @@
-"""What a `MultiSteps` was made with, and what follows from that alone."""
+"""The configuration of a `MultiSteps`, and everything that follows from it alone."""
 
 import dataclasses
 import functools
@@ -18,7 +18,7 @@ from ga_optax._across.state import (
     new_counters,
     state_type,
 )
-from ga_optax._across.storage import Held, Storage
+from ga_optax._across.storage import Storage, WindowSum
 from ga_optax._checks import check_int, is_int, nodes_of
 
 SkipFn = Callable[[Any, Any, Any], tuple[Any, Any]]
@@ -26,7 +26,7 @@ SkipFn = Callable[[Any, Any, Any], tuple[Any, Any]]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Config:
-    """The arguments of a `MultiSteps` under their names, checked; see there."""
+    """The checked arguments of a `MultiSteps`, under the same names."""
 
     opt: optax.GradientTransformation
     every_k_schedule: int | Callable[[jax.Array], ArrayLike]
@@ -40,17 +40,17 @@ class Config:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The arguments alone, by their names."""
+        """The arguments by name."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
-    @functools.cached_property  # so that it is one object
+    @functools.cached_property  # always the same object
     def inner(self) -> optax.GradientTransformationExtraArgs:
         """The inner optimizer, with support for extra arguments."""
         return optax.with_extra_args_support(self.opt)
 
     @property
     def storage(self) -> Storage:
-        """Where the sum of a window is kept between calls."""
+        """The storage of a window's sum between calls."""
         return Storage(self.use_grad_mean, self.data_axis or ())
 
     def init(self, params: optax.Params) -> MultiStepsState:
@@ -65,12 +65,12 @@ class Config:
             _, skip_state = checked(skips(zeros, acc.count, params))
         if (drops := self.should_drop_window_fn) is not None:
             _, drop_state = checked(drops(acc.total[0], acc.count, params))
-        self.window_length(acc.count)  # raises if it is known, and no length
+        self.window_length(acc.count)  # raises if k is known and invalid
         inner = self.inner.init(params)
-        for kind, name in _ACCUMULATE.items():
+        for kind, name in _ACCUMULATORS.items():
             for path in nodes_of(kind, inner):
-                held = f"its state at {path or 'its top'} is that of {name}"
-                raise windows_of_windows(held, self.every_k_schedule)
+                cause = f"its state at {path or 'the top'} is that of {name}"
+                raise windows_of_windows(cause, self.every_k_schedule)
         return state_type(self.use_grad_mean)(
             mini_step=acc.count,
             gradient_step=jnp.zeros([], jnp.int32),
@@ -80,49 +80,49 @@ class Config:
             drop_state=drop_state,
             weight=weight,
             counters=new_counters(),
-            **(self.tracked() | {"arg_totals": arg_totals}),
+            **(self.optional_fields() | {"arg_totals": arg_totals}),
         )
 
-    def empty(self, params: Any) -> Held:
+    def empty(self, params: Any) -> WindowSum:
         """An empty accumulator for gradients and the extra arguments to average."""
         acc = accumulator.init(params, self.accumulator_dtype)
-        return acc._replace(total=(acc.total, self.tracked()["arg_totals"]))
+        return acc._replace(total=(acc.total, self.optional_fields()["arg_totals"]))
 
-    def tracked(self) -> dict[str, Any]:
-        """What a new state holds for an option alone, by its field."""
+    def optional_fields(self) -> dict[str, Any]:
+        """The initial values of the state's fields that an option adds."""
         return {
             "arg_totals": {name: jnp.zeros([], float) for name in self.mean_argnames},
             "grad_norm": jnp.zeros([], float) if self.track_norm else (),
         }
 
     def window_length(self, step: jax.Array) -> int | jax.Array:
-        """The k of this step: an int if it is known."""
+        """The k of this step: an int if k is known."""
         if isinstance(self.every_k_schedule, int):
             return self.every_k_schedule
         k = self.every_k_schedule(step)
         if not isinstance(k, jax.core.Tracer):
             return check_int(_LENGTH, k, _RETURN)
         if k.shape != () or not jnp.issubdtype(k.dtype, jnp.integer):
-            came = f"{k.dtype.name}{list(k.shape)}"
-            raise TypeError(f"{_LENGTH} must be an int, but it is {came}. {_RETURN}")
+            kind = f"{k.dtype.name}{list(k.shape)}"
+            raise TypeError(f"{_LENGTH} must be an int, but it is {kind}. {_RETURN}")
         return k
 
 
-# The states of what accumulates by itself, and what has such a state.
-_ACCUMULATE = {
+# Types of states of transformations that accumulate, and the names of those.
+_ACCUMULATORS = {
     MultiStepsState: "a ga_optax.MultiSteps",
     optax.MultiStepsState: "an optax.MultiSteps",
     optax.ApplyEvery: "an optax.apply_every",
 }
-_LENGTH = "What every_k_schedule returns"
+_LENGTH = "The result of every_k_schedule"
 _RETURN = (
-    "Return how many micro-steps are in the window of that step, at least 1; cast a "
+    "Return the number of micro-steps in the window of that step, at least 1; cast a "
     "schedule of floats: jnp.int32(k)."
 )
 
 
 def differentiated(params: Any) -> Any:
-    """The parameters that have gradients: of `optax.LookaheadParams` the fast ones."""
+    """The parameters that have gradients: the fast ones of `optax.LookaheadParams`."""
 
     def is_pair(node: Any) -> bool:
         return isinstance(node, optax.LookaheadParams)
@@ -155,26 +155,26 @@ def check_every_k(k: Any) -> Any:
     return k
 
 
-def windows_of_windows(what: str, k: Any, own: Any = "its k") -> ValueError:
-    """The error if the inner optimizer accumulates itself, in windows of `own`."""
-    known = isinstance(k, int) and isinstance(own, int)
-    times = f"{k} x {own} = {k * own}" if known else "k x (its k)"
+def windows_of_windows(cause: str, k: Any, inner_k: Any = None) -> ValueError:
+    """The error for an inner optimizer that accumulates, in windows of `inner_k`."""
+    known = isinstance(k, int) and isinstance(inner_k, int)
+    times = f"{k} x {inner_k} = {k * inner_k}" if known else "k x (the inner k)"
     return ValueError(
-        f"opt must not accumulate itself, but {what}. Its windows would be windows of "
-        f"windows, with one step in {times} micro-steps. Pass the optimizer without "
-        "it, and the k that is meant."
+        f"opt must not accumulate gradients, but {cause}. opt would then take one step "
+        f"in {times} micro-steps. Pass the optimizer without that accumulation, and "
+        "the number of micro-steps a step as every_k_schedule."
     )
 
 
-def checked(answer: Any) -> tuple[jax.Array, Any]:
-    """What a function that skips or drops returned, or an error."""
-    if not isinstance(answer, tuple) or len(answer) != 2:
+def checked(decision: Any) -> tuple[jax.Array, Any]:
+    """Returns the result of a function that skips or drops; raises if it is invalid."""
+    if not isinstance(decision, tuple) or len(decision) != 2:
         raise ValueError(
             "should_skip_update_fn and should_drop_window_fn must return the pair "
-            f"(skip, skip_state), but one returned {answer!r}. If there is nothing to "
-            "keep, return (skip, ())."
+            f"(skip, skip_state), but one returned {decision!r}. If there is no state "
+            "to keep, return (skip, ())."
         )
-    skip, skip_state = answer
+    skip, skip_state = decision
     dtype, shape = jnp.result_type(skip), jnp.shape(skip)
     if (dtype, shape) != (jnp.bool_, ()):
         raise ValueError(

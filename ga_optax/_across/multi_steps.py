@@ -1,13 +1,14 @@
 """Fold across calls: one micro-batch a call, one inner update a window.
 
-A window is k calls. Each of them adds its gradient to the accumulator; the last one
-emits, which means that the inner optimizer runs on the mean.
+A window is k calls. Each call adds its gradient to the accumulator; the last call
+emits, that is runs the inner optimizer on the mean.
 
-This differs from `optax.MultiSteps` in: 1. the sum is divided once, where a running
-mean divides in every micro-step; 2. the optimizer runs once a window, not in every
-micro-step; 3. nothing is masked by multiplication, so an inf or a NaN stays in its
-window; 4. the inner optimizer sees the accumulator's dtype; 5. micro-batches have
-weights; 6. it is a gradient transformation, so extra arguments reach it in a chain.
+`MultiSteps` differs from `optax.MultiSteps` in: 1. the sum is divided once, where a
+running mean divides in every micro-step; 2. the optimizer runs once a window, not in
+every micro-step; 3. nothing is masked by multiplication, so an inf or a NaN stays in
+its window; 4. the inner optimizer sees the accumulator's dtype; 5. micro-batches have
+weights; 6. `MultiSteps` is a gradient transformation, so extra arguments reach it in a
+chain.
 """
 
 import difflib
@@ -53,13 +54,13 @@ R = TypeVar("R")
 def drop_window_if_not_finite(
     updates: optax.Updates, gradient_step: ArrayLike, params: optax.Params | None
 ) -> tuple[jax.Array, Any]:
-    """As `should_drop_window_fn`: drops a window that met an inf or a NaN.
+    """A `should_drop_window_fn` that drops a window with an inf or a NaN.
 
     The window closes without a step: parameters, the inner optimizer's state and its
     schedules stay as they were, and `stats` counts a skipped window. The check reads
     the accumulator when the window closes, and costs the other micro-steps nothing.
-    To leave out the one bad micro-batch instead, pass `optax.skip_not_finite` as
-    `should_skip_update_fn`. That reads every gradient.
+    To leave out only the bad micro-batch, pass `optax.skip_not_finite` as
+    `should_skip_update_fn`, which reads every gradient.
 
     >>> import jax.numpy as jnp, optax, ga_optax as ga
     >>> tx = ga.MultiSteps(
@@ -71,18 +72,20 @@ def drop_window_if_not_finite(
     (Array([1.], dtype=float32), 1)
 
     Args:
-      updates: what the inner optimizer would see.
+      updates: the gradients for the inner optimizer.
       gradient_step: steps so far.
       params: the parameters, if known.
 
     Returns:
-      Whether any element is not finite, and the same in a dictionary, as `drop_state`.
+      `(should_skip, {"should_skip": should_skip})`, where `should_skip` is True if any
+      element is not finite. The dictionary becomes the `drop_state`.
     """
     del gradient_step, params
-    # A NaN or infinities of both signs make the sum NaN, and an infinity is an
-    # extremum: reductions of the buffer as it is. To count what is not finite, XLA
-    # would write the comparison out first. Extrema are not enough: over devices, that
-    # of CPUs leaves out a NaN of one. (A sum that overflows both ways is NaN, too.)
+    # A NaN, or infinities of both signs, make the sum NaN, and an infinity is an
+    # extremum. These reductions read the buffer alone; to count elements that are not
+    # finite, XLA would first write out the comparison. Extrema are not enough: on CPUs
+    # the extremum over devices loses the NaN of one device. (A sum that overflows both
+    # ways is NaN, too.)
     finite = [
         jnp.isfinite(jnp.max(part))
         & jnp.isfinite(jnp.min(part))
@@ -96,28 +99,28 @@ def drop_window_if_not_finite(
 
 
 def _explains_keywords(new: Callable[P, R]) -> Callable[P, R]:
-    """`MultiSteps.__new__`, which says which options there are if it lacks one."""
+    """`MultiSteps.__new__`, with an error for unknown options that lists the known."""
     options = [*inspect.signature(new).parameters][1:]
 
     @functools.wraps(new)
-    def make(*args: P.args, **kwargs: P.kwargs) -> R:
+    def checked_new(*args: P.args, **kwargs: P.kwargs) -> R:
         for name in kwargs:
             if name not in options:
                 raise TypeError(
                     f"The options of MultiSteps must be among {', '.join(options)}, "
-                    f"but {name} came. The number of micro-steps in a window, k, is "
-                    "every_k_schedule here."
+                    f"but {name} was passed. The number of micro-steps in a window, k, "
+                    "is every_k_schedule here."
                 )
         return new(*args, **kwargs)
 
-    return make
+    return checked_new
 
 
 class MultiSteps(optax.GradientTransformationExtraArgs):
     """Accumulates gradients over k micro-steps, then runs `opt` once on their mean.
 
-    A drop-in for `optax.MultiSteps` that is itself a gradient transformation: it goes
-    into `optax.chain` and every other combinator, and extra arguments reach `opt`.
+    A drop-in for `optax.MultiSteps` that is a gradient transformation: it works in
+    `optax.chain` and every other combinator, and extra arguments reach `opt`.
 
     >>> import jax.numpy as jnp, optax, ga_optax as ga
     >>> tx = ga.MultiSteps(optax.sgd(0.1), every_k_schedule=2)
@@ -137,50 +140,50 @@ class MultiSteps(optax.GradientTransformationExtraArgs):
     k of 1 keeps no buffer and adds nothing to `opt`.
 
     **Exactness.** `opt` sees Σ w·g / Σ w, rounded as `accumulator` says, in the
-    accumulator's dtype. (A few optimizers cannot take a dtype wider than that of the
-    parameters. They see it rounded to the gradients' dtype.) Updates have the dtypes
-    that `opt` alone gives for these gradients, and the state keeps its dtypes. Inside a
-    window updates are exactly zero, whatever the gradients hold. A window of weight 0
-    is no step.
+    accumulator's dtype. (A few optimizers cannot take a dtype wider than the dtype of
+    the parameters; they see the mean rounded to the gradients' dtype.) Updates have the
+    dtypes that `opt` alone gives for these gradients, and the state keeps its dtypes.
+    Inside a window updates are exactly zero, whatever the gradients hold. A window of
+    weight 0 is no step.
 
     Args:
-      opt: the inner optimizer, any `optax.GradientTransformation`. Of the parameters
-        of `optax.lookahead`, gradients and their sum are of the fast ones.
+      opt: the inner optimizer, any `optax.GradientTransformation`. For
+        `optax.lookahead`, gradients and their sum are those of the fast parameters.
       every_k_schedule: k, micro-steps a window: an int, or a function of the step
-        (traced) that returns one. A window closes when it holds k or more, so a k that
-        shrank closes the open window with the next micro-step.
+        (traced) that returns an int. A window closes when it holds k or more, so a
+        smaller k closes the open window with the next micro-step.
       use_grad_mean: whether `opt` sees the mean (default) or the sum Σ w·g.
       should_skip_update_fn: `(updates, step, params) -> (skip, skip_state)`, as in
         Optax. If `skip` is true, that micro-step never happened.
       accumulator_dtype: see `accumulator.init`.
-      should_drop_window_fn: a function of the same signature. It is asked when the
-        window closes, with what `opt` would see. If it says true, the whole window
-        never happened. `drop_window_if_not_finite` is one.
-      track_norm: whether to keep the norm of the gradient that `opt` saw last, for
-        `grad_norm`. A step then reads the mean once more; a micro-step is as without.
-      mean_argnames: names of extra arguments, real scalars, whose mean over the window,
-        Σ w·x / Σ w in float32, `opt` gets: `"value"` for
-        `optax.contrib.reduce_on_plateau`. They must be given in every call. Of all
-        others it gets what the last micro-step was given.
-      data_axis: a mesh axis, or a tuple of them, that split the batch: for gradients of
-        one device's rows, inside `jax.shard_map`. Every device accumulates its own, no
-        micro-step communicates, and the step reduces over the axis once. (The answer of
-        `should_skip_update_fn` costs one scalar all-reduce a micro-step.) `emit` and
-        the extra arguments must be the same on all devices, except those to average. If
-        the compiler splits the batch, under `jax.jit` alone, gradients come reduced:
-        leave it out, or use `value_and_grad(data_axis=)`.
+      should_drop_window_fn: a function of the same signature, such as
+        `drop_window_if_not_finite`. It is called when the window closes, with the
+        gradients for `opt`. If `skip` is true, the whole window never happened.
+      track_norm: whether to keep the norm of the last gradient given to `opt`, for
+        `grad_norm`. A step then reads the mean once more; a micro-step costs the same.
+      mean_argnames: names of extra arguments, real scalars, of which `opt` gets the
+        mean over the window, Σ w·x / Σ w in float32: `"value"` for
+        `optax.contrib.reduce_on_plateau`. Pass these arguments in every call. Of every
+        other argument `opt` gets the value of the last micro-step.
+      data_axis: the mesh axis, or a tuple of axes, that splits the batch: for gradients
+        of one device's rows, inside `jax.shard_map`. Every device accumulates its
+        gradients, no micro-step communicates, and the step reduces over the axis once.
+        (`should_skip_update_fn` costs one scalar all-reduce a micro-step.) `emit` and
+        the extra arguments must be the same on all devices, except those in
+        `mean_argnames`. If the compiler splits the batch, under `jax.jit` alone,
+        gradients come reduced: leave it out, or use `value_and_grad(data_axis=)`.
 
     Attributes:
       init: `params -> MultiStepsState`. Leaves of the accumulator are sharded as the
-        parameters are, if arrays or their types say how. Gradients of integer
+        parameters are, if arrays or their types have a sharding. Gradients of integer
         parameters accumulate in a floating dtype, as in Optax.
       update: `(grads, state, params=None, *, weight=None, **extra_args) -> (updates,
-        state)`. `weight` says how much this micro-batch counts: see `accumulator.add`.
+        state)`. `weight` is the weight of this micro-batch: see `accumulator.add`.
 
     Raises:
       TypeError: if an argument has the wrong type.
       ValueError: if k is known and less than 1, if arguments contradict each other, or
-        if `opt` accumulates itself (anywhere inside of it, `init` raises).
+        if `opt` accumulates gradients (`init` raises if a part of `opt` does).
     """
 
     _config: Config
@@ -201,8 +204,12 @@ class MultiSteps(optax.GradientTransformationExtraArgs):
     ) -> "MultiSteps":
         """Builds the pair of pure functions; see the class for the arguments."""
         axes = meshes.check_data_axis(data_axis)
-        _check_decides(should_skip_update_fn, should_drop_window_fn)
-        _check_track_norm(track_norm)
+        _check_decisions(should_skip_update_fn, should_drop_window_fn)
+        if not isinstance(track_norm, bool):
+            raise TypeError(
+                f"track_norm must be a Python bool, but it is {track_norm!r}. It "
+                "decides which fields the state has: pass True or False."
+            )
         _check_opt(opt, every_k_schedule)
         config = Config(
             opt=opt,
@@ -226,9 +233,9 @@ class MultiSteps(optax.GradientTransformationExtraArgs):
 
     @property
     def state_specs(self) -> MultiStepsState:
-        """How the state crosses a `jax.shard_map`: a prefix of `PartitionSpec`.
+        """`PartitionSpec`s of the state for `jax.shard_map`, as a prefix of its tree.
 
-        The sums of the devices lie along the `data_axis`, the rest is the same on all.
+        The devices' sums are sharded over `data_axis`, all other fields replicated.
 
         >>> import optax, ga_optax as ga
         >>> tx = ga.MultiSteps(optax.sgd(0.1), 4, data_axis="data")
@@ -240,7 +247,7 @@ class MultiSteps(optax.GradientTransformationExtraArgs):
         return specs._replace(total=spec, weight=spec, arg_totals=spec)
 
     def has_updated(self, state: optax.OptState) -> jax.Array:
-        """Whether the last call emitted; see the function `has_updated`."""
+        """True if the last call emitted; see the function `has_updated`."""
         return has_updated(state)
 
     def gradient_transformation(self) -> optax.GradientTransformationExtraArgs:
@@ -249,7 +256,7 @@ class MultiSteps(optax.GradientTransformationExtraArgs):
 
     @classmethod
     def _make(cls, iterable: Iterable[Any]) -> Any:
-        """What `_replace` makes: with another function it is no `MultiSteps`."""
+        """Makes the result of `_replace`: with other functions, no `MultiSteps`."""
         return optax.GradientTransformationExtraArgs(*iterable)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -287,7 +294,7 @@ def _update_of(config: Config) -> Callable[..., Any]:
     return update_as_in_optax
 
 
-# A named tuple would be taken apart into its two functions, and put together again by
+# As a pytree, a named tuple would be flattened into its two functions, and rebuilt by
 # calling the class with them.
 jax.tree_util.register_static(MultiSteps)
 
@@ -302,7 +309,7 @@ def apply_gradients(
     emit: bool | jax.Array | None = None,
     **extra_args: Any,
 ) -> tuple[optax.Params, optax.OptState]:
-    """`tx.update` and `optax.apply_updates` in one, at the floor of memory traffic.
+    """`tx.update` and `optax.apply_updates` in one, with the least memory traffic.
 
     >>> import jax, jax.numpy as jnp, optax, ga_optax as ga
     >>> tx = ga.MultiSteps(optax.adam(1e-3), 4)
@@ -316,30 +323,30 @@ def apply_gradients(
     >>> int(ga.stats(state).steps)
     1
 
-    Donate the parameters and the state, and return them in the order in which they
-    came, as here. JAX matches donated buffers to results of one shape in their order:
-    in another order they cross, and XLA copies both trees. In the window this reads
-    `grads`, reads and writes the accumulator, and touches nothing else.
+    Donate the parameters and the state, and return them in this order. JAX matches
+    donated buffers to results of one shape in their order: in another order XLA copies
+    both trees. Inside a window the call reads `grads`, reads and writes the
+    accumulator, and touches nothing else.
 
-    **Exactness.** The state has the same bits as that of `tx.update`, except for what
-    is left in `total` between windows. The parameters have too, except that XLA may
+    **Exactness.** The state has the bits of the state of `tx.update`, except for the
+    leftover in `total` between windows. So have the parameters, except that XLA may
     contract the last product and sum, `p + (-rate · u)`, into one operation with one
     rounding.
 
     Args:
-      tx: a `MultiSteps`. Any other transformation is taken too, at the price of the two
+      tx: a `MultiSteps`. Any other transformation works too, at the cost of the two
         calls; it may hold a `MultiSteps` somewhere inside.
       grads: the micro-batch's gradient, with the tree and shapes of `params`.
       state: the state of `tx`.
       params: the parameters.
-      weight: how much the micro-batch counts, a scalar; see `accumulator.add`.
-      emit: `None` lets the state count. A Python bool says it statically, for a host
-        loop that counts for itself: `True` closes the window with this micro-step,
-        `False` keeps it open, and the compiled program has no cond. What may still
-        prevent the step (a weight, a skip function) is then an elementwise select. A
-        traced bool `[]` says it at run time, for windows that end where the data says
-        so: it takes the place of the state's count, at the same cost. A k of 1 keeps no
-        accumulator to hold such a window.
+      weight: the weight of the micro-batch, a scalar; see `accumulator.add`.
+      emit: `None` lets the state count. A Python bool decides statically, for a host
+        loop that counts: `True` closes the window with this micro-step, `False` keeps
+        the window open, and the compiled program has no cond. If a weight or a skip
+        function may still prevent the step, an elementwise select decides. A traced
+        bool `[]` decides at run time, for windows that end where the data says so: it
+        takes the place of the state's count, at the same cost. With a k of 1 there is
+        no accumulator for such a window.
       **extra_args: passed to the inner optimizer.
 
     Returns:
@@ -352,8 +359,9 @@ def apply_gradients(
         `optax.GradientTransformation`, which takes none.
 
     Warns:
-      UserWarning: if a schedule, or anything else that counts, stands around a
-        `MultiSteps` inside of `tx`, or beside it in a chain: it counts micro-steps.
+      UserWarning: if a schedule, or another transformation that counts, is around a
+        `MultiSteps` inside of `tx`, or beside it in a chain, where it counts
+        micro-steps.
     """
     is_scalar = isinstance(emit, jax.Array) and (emit.dtype, emit.shape) == (bool, ())
     if not (emit is None or isinstance(emit, bool) or is_scalar):
@@ -367,25 +375,25 @@ def apply_gradients(
     if params is None and jax.tree.leaves(grads):
         raise TypeError(
             "params must be the parameters, but it is None. apply_gradients returns "
-            "them updated: pass those that grads belong to."
+            "updated parameters: pass the parameters of grads."
         )
     check_order(grads=grads, params=params)
     trained = differentiated(params)
     check_gradients(trained, grads, expected="params", integers=True)
     if isinstance(tx, MultiSteps):
         config = tx._config
-        _check_taken(config.opt, extra_args)
+        _check_extra_args(config.opt, extra_args)
         return window.micro_step(
             Request(config, state, grads, params, extra_args, weight, emit)
         )
 
     if emit is not None:
-        raise TypeError(_need_multi_steps("emit", tx))
+        raise _no_multi_steps("emit", tx)
     warn_of_counts(state)
     if weight is not None:
         some_states(state)  # raises if no MultiSteps inside would see the weight
         extra_args["weight"] = weight
-    _check_taken(tx, extra_args)
+    _check_extra_args(tx, extra_args)
     updates, state = optax.with_extra_args_support(tx).update(
         grads, state, params, **extra_args
     )
@@ -395,7 +403,7 @@ def apply_gradients(
 def flush(
     tx: MultiSteps, state: optax.OptState, params: optax.Params, **extra_args: Any
 ) -> tuple[optax.Params, optax.OptState]:
-    """Closes a window early, with the mean over what it holds.
+    """Closes a window early, with the mean over the micro-steps so far.
 
     For the end of an epoch or of the run, if fewer than k micro-batches are left.
 
@@ -407,29 +415,29 @@ def flush(
     >>> ga.flush(tx, state, params)[0]
     Array([-1.5], dtype=float32)
 
-    **Exactness.** As a window with a k of as many micro-steps as it holds. An empty
-    window changes no bit of parameters and state.
+    **Exactness.** As a full window whose k is the number of micro-steps so far. An
+    empty window changes no bit of parameters and state.
 
     Args:
       tx: the `MultiSteps`.
-      state: its state.
+      state: the state of `tx`.
       params: the parameters.
-      **extra_args: passed to the inner optimizer. Those that `mean_argnames` names
-        come from the window.
+      **extra_args: passed to the inner optimizer. The arguments in `mean_argnames` come
+        from the window.
 
     Returns:
       The new parameters and the new state.
 
     Raises:
-      TypeError: if `tx` is not a `MultiSteps`, or if there are extra arguments and its
-        optimizer takes none.
+      TypeError: if `tx` is not a `MultiSteps`, or if there are extra arguments and the
+        inner optimizer takes none.
       ValueError: if `params` does not fit the state; names the leaf.
     """
     check_optimizer("tx", tx, ORDER)
     if not isinstance(tx, MultiSteps):
-        raise TypeError(_need_multi_steps("flush", tx))
+        raise _no_multi_steps("flush", tx)
     config = tx._config
-    _check_taken(config.opt, extra_args)
+    _check_extra_args(config.opt, extra_args)
     check_order(params=params)
     extra_args |= dict.fromkeys(config.mean_argnames, 0.0)  # only their types are read
     trained = differentiated(params)
@@ -437,45 +445,36 @@ def flush(
 
 
 def _check_opt(opt: Any, k: Any) -> None:
-    """Raises unless `opt` is an optimizer that does not accumulate itself."""
+    """Raises unless `opt` is an optimizer that does not accumulate gradients."""
     todo = "Call the factory: optax.adam(1e-3), not optax.adam."
     check_optimizer("opt", opt, todo)
     if isinstance(opt, MultiSteps):
-        what = "it is a ga_optax.MultiSteps"
-        raise windows_of_windows(what, k, opt._config.every_k_schedule)
+        cause = "it is a ga_optax.MultiSteps"
+        raise windows_of_windows(cause, k, opt._config.every_k_schedule)
     if isinstance(opt, optax.MultiSteps):
         raise windows_of_windows("it is an optax.MultiSteps", k)
 
 
-def _check_decides(skip: Any, drop: Any) -> None:
-    """Raises unless what skips micro-steps and what drops windows can be called so."""
+def _check_decisions(skip: Any, drop: Any) -> None:
+    """Raises unless `skip` decides on micro-steps, and `drop` on windows."""
     if skip is drop_window_if_not_finite:
         raise ValueError(
             "should_skip_update_fn must decide on one micro-step, but it is "
             "drop_window_if_not_finite, which decides on a window. Pass "
             "should_drop_window_fn=ga_optax.drop_window_if_not_finite."
         )
-    what = "(updates, step, params) -> (skip, skip_state)"
+    signature = "(updates, step, params) -> (skip, skip_state)"
     for name, fn, example in (
         ("should_skip_update_fn", skip, "optax.skip_not_finite"),
         ("should_drop_window_fn", drop, "ga_optax.drop_window_if_not_finite"),
     ):
         if fn is not None:
             todo = f"Pass {example}, for example, or None."
-            check_callable(name, fn, what, todo)
-
-
-def _check_track_norm(value: Any) -> None:
-    """Raises unless it is a Python bool."""
-    if not isinstance(value, bool):
-        raise TypeError(
-            f"track_norm must be a Python bool, but it is {value!r}. It decides what "
-            "the state holds: pass True or False."
-        )
+            check_callable(name, fn, signature, todo)
 
 
 def _check_spelling(extra_args: dict[str, Any]) -> None:
-    """Raises if an extra argument looks like one of ours, misspelt."""
+    """Raises if an extra argument looks like a misspelt `weight` or `emit`."""
     for name in extra_args:
         for meant in difflib.get_close_matches(name, ("weight", "emit"), cutoff=0.75):
             raise TypeError(
@@ -484,33 +483,32 @@ def _check_spelling(extra_args: dict[str, Any]) -> None:
             )
 
 
-def _check_taken(opt: Any, extra_args: dict[str, Any]) -> None:
-    """Raises if there are extra arguments, and an optimizer that takes none."""
+def _check_extra_args(opt: Any, extra_args: dict[str, Any]) -> None:
+    """Raises if there are extra arguments, and the optimizer takes none."""
     if extra_args and not isinstance(opt, optax.GradientTransformationExtraArgs):
         raise TypeError(
-            "Extra arguments must be for the optimizer, but it is a plain "
-            f"GradientTransformation, which takes none, and {listed([*extra_args])} "
-            "came. Leave them out, or see optax.GradientTransformationExtraArgs."
+            "The optimizer must take extra arguments, but it is a plain "
+            "GradientTransformation, which takes none, and this call passes "
+            f"{listed([*extra_args])}. Leave the extra arguments out, or see "
+            "optax.GradientTransformationExtraArgs."
         )
 
 
 def _check_argnames(names: str | Sequence[str]) -> tuple[str, ...]:
     """Returns the names of extra arguments as a tuple, or raises."""
-    every: tuple[Any, ...] = (
-        tuple(names) if isinstance(names, (tuple, list)) else (names,)
-    )
-    for name in every:
+    argnames: Any = tuple(names) if isinstance(names, (tuple, list)) else (names,)
+    for name in argnames:
         if not isinstance(name, str) or name in ("weight", "emit"):
             raise ValueError(
                 "mean_argnames must name extra arguments of the inner optimizer, but "
                 f"one is {name!r}. Pass a tuple of names, such as ('value',)."
             )
-    return every
+    return argnames
 
 
-def _need_multi_steps(what: str, tx: Any) -> str:
-    return (
-        f"{what} needs tx to be a ga_optax.MultiSteps, but it is a "
+def _no_multi_steps(option: str, tx: Any) -> TypeError:
+    return TypeError(
+        f"{option} needs tx to be a ga_optax.MultiSteps, but it is a "
         f"{type(tx).__name__}. Put the other transformations inside: "
         "MultiSteps(optax.chain(...), k)."
     )

@@ -1,4 +1,4 @@
-"""Reads the state of an `optax.MultiSteps`."""
+"""Converts the state of an `optax.MultiSteps`."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from ga_optax._checks import nodes_of
 
 
 def from_optax(state: optax.OptState, *, use_grad_mean: bool = True) -> optax.OptState:
-    """Turns the state of `optax.MultiSteps` into ours, in the middle of a window too.
+    """Converts the state of an `optax.MultiSteps`, in the middle of a window too.
 
     >>> import jax.numpy as jnp, optax, ga_optax as ga
     >>> params, grads = jnp.zeros(1), jnp.array([4.0])
@@ -22,25 +22,25 @@ def from_optax(state: optax.OptState, *, use_grad_mean: bool = True) -> optax.Op
     >>> ours.update(jnp.array([2.0]), ga.from_optax(state), params)[0]
     Array([-3.], dtype=float32)
 
-    **Exactness.** Optax keeps the running mean of the window and we keep its sum, which
-    is `mini_step` times that mean: one rounding. Optax did not count micro-steps, so
-    that counter starts with those of the open window. Nor did it sum extra
-    arguments, so begin with `mean_argnames` between two windows.
+    **Exactness.** Optax keeps the running mean of the window. This library keeps the
+    sum, `mini_step` times the mean: one rounding. Optax does not count micro-steps, so
+    that counter starts with the micro-steps of the open window. Optax does not sum
+    extra arguments either, so begin with `mean_argnames` between two windows.
 
     Args:
-      state: an `optax.MultiStepsState`, or any state that holds some.
-      use_grad_mean: what the `optax.MultiSteps` was made with.
+      state: an `optax.MultiStepsState`, or a state that holds one or more.
+      use_grad_mean: the `use_grad_mean` of the `optax.MultiSteps`.
 
     Returns:
-      The same state with each of them replaced by a `MultiStepsState`.
+      `state` with a `MultiStepsState` in the place of every `optax.MultiStepsState`.
 
     Raises:
-      ValueError: if there is none in it.
+      ValueError: if `state` holds no `optax.MultiStepsState`.
     """
     if not nodes_of(optax.MultiStepsState, state):
         raise ValueError(
             "from_optax needs an optax.MultiStepsState, or a state that holds one, but "
-            f"it found none in a {type(state).__name__}. Pass the state that the "
+            f"there is none in this {type(state).__name__}. Pass the state that the "
             "optax.MultiSteps returned."
         )
 

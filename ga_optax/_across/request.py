@@ -1,4 +1,4 @@
-"""One call of a `MultiSteps`: what it was given, and what it has to return."""
+"""One call of a `MultiSteps`: the arguments, and the types of the results."""
 
 import dataclasses
 import functools
@@ -19,18 +19,17 @@ from ga_optax._checks import check_arrays, check_number, is_integer
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Request:
-    """What a call was given; raises if the state is not one of this `MultiSteps`.
+    """The arguments of a call; raises if the state does not fit this `MultiSteps`.
 
     Attributes:
-      config: what the `MultiSteps` was made with.
-      state: the state; anything else raises.
-      grads: gradients with the dtypes that the bare optimizer would be given.
+      config: the arguments of the `MultiSteps`.
+      state: the state.
+      grads: the gradients, in the caller's dtypes.
       params: the parameters, if known.
-      extra_args: for the inner optimizer.
-      weight: how much the micro-batch counts; None for 1.
-      emit: whether the window closes; None if its state counts.
-      applies: whether the call returns the parameters, with the updates applied to
-        them, or the updates.
+      extra_args: the arguments for the inner optimizer.
+      weight: the weight of the micro-batch; None for 1.
+      emit: whether the window closes; None if the state decides by counting.
+      applies: whether the call returns updated parameters, or the updates.
     """
 
     config: Config
@@ -44,34 +43,34 @@ class Request:
 
     def __post_init__(self) -> None:
         check_state(self.state)
-        for field, new in jax.eval_shape(self.config.tracked).items():
+        for field, new in jax.eval_shape(self.config.optional_fields).items():
             if new != ():
                 self._check_field(field, new)
-        _ = self.averaged  # raises if one is no number
+        _ = self.averaged  # raises if an argument is no number
 
     def _check_field(self, field: str, new: Any) -> None:
-        """Raises unless the state holds what the option of a field needs."""
-        due, held = map(jax.tree.structure, (new, getattr(self.state, field)))
-        if due != held:
-            came = f"it is {held}, not {due}" if held.num_leaves else "it is empty"
+        """Raises unless a field of the state has the structure of `new`."""
+        required, actual = map(jax.tree.structure, (new, getattr(self.state, field)))
+        if required != actual:
+            kind = f"{actual}, not {required}" if actual.num_leaves else "empty"
             when = " while no window is open" * (field == "arg_totals")
             raise ValueError(
                 f"The field {field} of the state must be that of {OPTIONS[field]}, but "
-                f"{came}: the state was made without that option, or with another one. "
-                f"Put that of a new state into it{when}: "
+                f"it is {kind}: the state was made without that option, or with "
+                f"another one. Take the field from a new state{when}: "
                 f"state._replace({field}=tx.init(params).{field})."
             )
 
     @functools.cached_property
     def keeps_sum(self) -> bool:
-        """Whether the state has an accumulator, or the gradient needs none."""
+        """True if the state has an accumulator, or the gradient is `()`."""
         trees = (), self.state.total, self.grads
-        nothing, held, needed = map(jax.tree.structure, trees)
-        return held != nothing or needed == nothing
+        empty, total, grads = map(jax.tree.structure, trees)
+        return total != empty or grads == empty
 
     @functools.cached_property
     def averaged(self) -> dict[str, jax.Array]:
-        """The extra arguments of which it gets the mean, as scalars."""
+        """The extra arguments to average over the window, as scalars."""
         dtype, todo = jnp.result_type(float), _AVERAGED
         return {
             name: check_number(name, self.extra_args.get(name), todo).astype(dtype)
@@ -80,87 +79,82 @@ class Request:
 
     @functools.cached_property
     def gradients(self) -> optax.Updates:
-        """The gradients as they are added: floating ones for integer parameters."""
+        """The gradients to add, floating for integer parameters too."""
         return jax.tree.map(_floating, self.grads)
 
-    @property
-    def values(self) -> Any:
-        """What is added: gradients, and extra arguments."""
-        return self.gradients, self.averaged
-
     @functools.cached_property
-    def bare(self) -> Any:
-        """The shapes and dtypes of what the inner optimizer alone would return."""
-        values = self.config.storage.of_all((self.grads, self.averaged))
-        given = values, self.state.inner_opt_state, self.params
-        return jax.eval_shape(self.update, *given)[0]
+    def update_types(self) -> Any:
+        """The shapes and dtypes of the updates of the inner optimizer used alone."""
+        values = self.config.storage.merged_types((self.grads, self.averaged))
+        arguments = values, self.state.inner_opt_state, self.params
+        return jax.eval_shape(self.update, *arguments)[0]
 
     def update(self, values: Any, state: optax.OptState, params: Any) -> Any:
         """Runs the inner optimizer on gradients and the means of extra arguments."""
         grads, averaged = values
-        args = self.extra_args | averaged
-        given = jax.tree.map(_as_array, (grads, state, params))
-        return self.config.inner.update(*given, **args)
+        arrays = jax.tree.map(_as_array, (grads, state, params))
+        return self.config.inner.update(*arrays, **(self.extra_args | averaged))
 
-    def seen(self, grads: optax.Updates) -> optax.Updates:
-        """What the inner optimizer sees: the accumulator's dtype, if it can take that.
+    def inner_gradients(self, grads: optax.Updates) -> optax.Updates:
+        """The gradients for the inner optimizer, in the accumulator's dtype if allowed.
 
-        Some optimizers have branches or scatters of their own, whose dtypes agree only
-        if gradients, parameters and state have one dtype (`galore`, `novograd`,
-        `apply_if_finite` for bfloat16). Tracing them with the wide gradients says so.
-        They get what they would be given alone: the gradients' dtypes.
+        Some optimizers have branches or scatters whose dtypes agree only if gradients,
+        parameters and state have one dtype (`galore`, `novograd`, `apply_if_finite`
+        for bfloat16). Tracing them with the accumulator's dtype raises, and they get
+        the dtypes of the caller's gradients.
         """
-        as_given = choices.cast_like(grads, self.grads)
-        before, after = (jax.tree.map(jnp.result_type, g) for g in (grads, as_given))
-        if before == after:
+        narrow = choices.cast_like(grads, self.grads)
+        dtypes = [jax.tree.map(jnp.result_type, g) for g in (grads, narrow)]
+        if dtypes[0] == dtypes[1]:
             return grads
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("error", FutureWarning)
-                _ = dataclasses.replace(self, grads=grads).bare
+                _ = dataclasses.replace(self, grads=grads).update_types
         except (TypeError, ValueError, FutureWarning):
-            return as_given
+            return narrow
         return grads
 
-    def ask(self, field: str, updates: optax.Updates) -> tuple[jax.Array, Any]:
-        """What a function decides, and what a field of the state keeps of that."""
+    def decide(self, field: str, updates: optax.Updates) -> tuple[jax.Array, Any]:
+        """Calls the function of a field: the decision, and the field's new value."""
         fn = getattr(self.config, OPTIONS[field])
-        answer, new = checked(fn(updates, self.state.gradient_step, self.params))
+        decision, new = checked(fn(updates, self.state.gradient_step, self.params))
         self._check_field(field, new)
-        return answer, choices.cast_like(new, getattr(self.state, field))
+        return decision, choices.cast_like(new, getattr(self.state, field))
 
     def check_params(self) -> None:
         """Raises if the parameters are no arrays, or missing and needed."""
         if self.params is not None:
             return check_arrays("params", self.params)
         try:
-            _ = self.bare
+            _ = self.update_types
         except Exception as error:
             for params in self.grads, optax.LookaheadParams.init_synced(self.grads):
                 try:
-                    _ = dataclasses.replace(self, params=params).bare
+                    _ = dataclasses.replace(self, params=params).update_types
                 except Exception:
                     continue
                 raise ValueError(_NO_PARAMS) from error
-            raise  # it fails for another reason
+            raise  # the optimizer fails for another reason
 
 
 def _as_array(x: Any) -> Any:
-    """An array of NumPy, as some checkpoints give it, as one of JAX.
+    """Converts a NumPy array, as some checkpoints return, to a JAX array.
 
-    Outside of `jit` NumPy would compute with it, and round otherwise than JAX.
+    Outside of `jit` NumPy would compute with the array, and round differently.
     """
     return jnp.asarray(x) if isinstance(x, np.ndarray | np.generic) else x
 
 
 def _floating(grads: ArrayLike) -> ArrayLike:
-    """Gradients of integer parameters, which are integers in some programs."""
-    integers = is_integer(getattr(grads, "dtype", np.dtype(float)))
-    return jnp.asarray(grads, float) if integers else grads
+    """Casts integer gradients, which some programs have for integer parameters."""
+    is_int = is_integer(getattr(grads, "dtype", np.dtype(float)))
+    return jnp.asarray(grads, float) if is_int else grads
 
 
-_AVERAGED = "mean_argnames names it: pass the value of the micro-batch in every call."
-
+_AVERAGED = (
+    "mean_argnames names this argument: pass the micro-batch's value in every call."
+)
 _NO_PARAMS = (
     "The inner optimizer needs the parameters, but params is None. Pass them: "
     "update(grads, state, params)."

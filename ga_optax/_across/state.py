@@ -1,4 +1,4 @@
-"""The state of `MultiSteps`: what it holds, and what reads it."""
+"""The state of `MultiSteps`, and the functions that read the state."""
 
 import functools
 import warnings
@@ -14,11 +14,11 @@ from ga_optax import accumulator
 from ga_optax._across.choices import Predicate, count_if
 from ga_optax._checks import nodes_of
 
-# What `MultiStepsState.counters` holds: each leaf of a state adds to the time of a
-# call, so numbers that few read share one.
+# The entries of `MultiStepsState.counters`. Each leaf of a state adds to the time of a
+# call, so these rarely read numbers share one leaf.
 COUNTERS = ("emitted", "micro_steps", "skipped_micro_steps", "skipped_windows")
 
-# The option that makes a state hold each of these fields.
+# The option that adds each of these fields to a state.
 OPTIONS = {
     "skip_state": "should_skip_update_fn",
     "drop_state": "should_drop_window_fn",
@@ -31,33 +31,32 @@ class MultiStepsState(NamedTuple):
     """State of `MultiSteps`.
 
     `mini_step`, `gradient_step`, `inner_opt_state` and `skip_state` are fields of
-    Optax's state too. Its `acc_grads` is a property here, computed of `total`; so are
-    `emitted`, `micro_steps`, `skipped_micro_steps` and `skipped_windows`, which are
-    read off `counters`.
+    Optax's state too. `acc_grads`, a field of Optax's state, is a property here, read
+    from `total`. `emitted`, `micro_steps`, `skipped_micro_steps` and `skipped_windows`
+    are properties, read from `counters`.
 
     Attributes:
       mini_step: micro-steps in the open window, int32 `[]`.
       gradient_step: steps, that is updates of the inner optimizer, int32 `[]`.
       inner_opt_state: the state of the inner optimizer.
       total: Σ w·g over the open window, with the shapes of the parameters. While
-        `mini_step` is 0 it holds what the last step left there (the gradient that the
-        inner optimizer saw, or the updates that it made), and the next micro-step
-        overwrites it. `()` if a static k of 1 needs none. With a `data_axis` it
-        is the sum of each device, `[devices, ...]`, `[1, ...]` inside the `shard_map`,
-        also after a step.
-      skip_state: what `should_skip_update_fn` returned last.
-      drop_state: what `should_drop_window_fn` returned last.
+        `mini_step` is 0, `total` holds a leftover of the last step (the gradient given
+        to the inner optimizer, or the updates), and the next micro-step overwrites it.
+        `()` if a static k of 1 needs no sum. With a `data_axis`, the sum of each
+        device, `[devices, ...]` (`[1, ...]` inside the `shard_map`), also after a step.
+      skip_state: the last state returned by `should_skip_update_fn`.
+      drop_state: the last state returned by `should_drop_window_fn`.
       weight: Σ w over the open window, a float `[]`; with a `data_axis` one for each
         device, `[devices]`.
       counters: `COUNTERS`, int32 `[4]`: 1 if the last call emitted, else 0;
         micro-steps accumulated since `init`; micro-steps that `should_skip_update_fn`
         left out; and windows that closed without a step, because they were dropped or
         had weight 0.
-      arg_totals: Σ w·x over the open window of each extra argument that
-        `mean_argnames` names, by name, as floats `[]`. While `mini_step` is 0, the mean
-        that the inner optimizer saw last. With a `data_axis` as `total`.
-      grad_norm: the norm of the gradient that the inner optimizer saw last, a float
-        `[]`; 0 before its first step, and `()` without `track_norm`.
+      arg_totals: Σ w·x over the open window for each extra argument in
+        `mean_argnames`, by name, as floats `[]`. While `mini_step` is 0, the last mean
+        given to the inner optimizer. With a `data_axis`, one for each device.
+      grad_norm: the norm of the last gradient given to the inner optimizer, a float
+        `[]`; 0 before the first step, and `()` without `track_norm`.
     """
 
     mini_step: jax.Array
@@ -73,7 +72,7 @@ class MultiStepsState(NamedTuple):
 
     @property
     def emitted(self) -> jax.Array:
-        """Whether the last call emitted, bool `[]`."""
+        """True if the last call emitted, bool `[]`."""
         return self._read("emitted") != 0
 
     @property
@@ -95,21 +94,21 @@ class MultiStepsState(NamedTuple):
         counters, i = self.counters, COUNTERS.index(name)
         traced = isinstance(counters, jax.core.Tracer)
         if not traced and not getattr(counters, "is_fully_addressable", True):
-            counters = counters.addressable_data(0)  # the same everywhere
+            counters = counters.addressable_data(0)  # all devices have equal counters
         return _read(counters, i)
 
-    def counting(self, **happened: Predicate) -> "MultiStepsState":
-        """The state after a call in which some of what it counts happened."""
-        of_this_call = np.array([name == "emitted" for name in COUNTERS])
-        counters = jnp.where(of_this_call, 0, self.counters)
-        events = [jnp.asarray(happened.get(name, False)) for name in COUNTERS]
-        return self._replace(counters=count_if(jnp.stack(events, -1), counters))
+    def counting(self, **events: Predicate) -> "MultiStepsState":
+        """The state with the counter of each event that happened increased."""
+        is_reset = np.array([name == "emitted" for name in COUNTERS])
+        counters = jnp.where(is_reset, 0, self.counters)
+        happened = [jnp.asarray(events.get(name, False)) for name in COUNTERS]
+        return self._replace(counters=count_if(jnp.stack(happened, -1), counters))
 
     @property
     def acc_grads(self) -> optax.Updates:
-        """What Optax keeps under this name: the mean so far; zeros between windows.
+        """The mean so far, as Optax's field of this name; zeros between windows.
 
-        With `use_grad_mean=False` it is the sum so far.
+        With `use_grad_mean=False`, the sum so far.
 
         Raises:
           AttributeError: if there is no sum, or one for each device.
@@ -117,9 +116,9 @@ class MultiStepsState(NamedTuple):
         weight = self.weight
         if not jax.tree.leaves(self.total) or jnp.ndim(weight):
             raise AttributeError(
-                "acc_grads must be computed of one sum of gradients, but this state "
-                "holds none (every_k_schedule=1), or one for each device (data_axis). "
-                "Read the gradient itself, or total and weight."
+                "acc_grads must be computed from one sum of gradients, but this state "
+                "holds no sum (every_k_schedule=1), or one for each device (data_axis)."
+                " Read the gradient itself, or total and weight."
             )
         if isinstance(self, SummedState):
             weight = (weight != 0).astype(weight.dtype)  # 0 between windows, else 1
@@ -128,7 +127,7 @@ class MultiStepsState(NamedTuple):
 
 @functools.partial(jax.jit, static_argnums=1, inline=True)
 def _read(counters: jax.Array, i: int) -> jax.Array:
-    """A counter; outside of a trace indexing would take ten times as long."""
+    """Returns one counter. Without this jit, indexing would take ten times as long."""
     return counters[..., i]
 
 
@@ -148,7 +147,7 @@ class Stats(NamedTuple):
       skipped_micro_steps: micro-steps that `should_skip_update_fn` left out.
       skipped_windows: windows that closed without a step, because they were dropped or
         had weight 0.
-      weight: Σ w of the open window. If the state is whole, it is over all devices.
+      weight: Σ w of the open window, over all devices if the state is whole.
       fill: micro-steps in the open window.
     """
 
@@ -161,34 +160,34 @@ class Stats(NamedTuple):
 
     @property
     def skipped(self) -> jax.Array:
-        """Everything that was skipped, micro-steps and whole windows."""
+        """The number of skipped micro-steps and skipped windows."""
         return self.skipped_micro_steps + self.skipped_windows
 
 
 def has_updated(state: optax.OptState) -> jax.Array:
-    """Whether the last call emitted: whether it was a step of the inner optimizer.
+    """True if the last call emitted, that is took a step of the inner optimizer.
 
-    False at the start, inside a window, after a skipped micro-step and after a window
-    that was dropped.
+    False at the start, inside a window, after a skipped micro-step and after a dropped
+    window.
 
     Args:
-      state: the state of a `MultiSteps`, or any state that holds one, such as that of
-        an `optax.chain`.
+      state: the state of a `MultiSteps`, or any state that holds one, such as the state
+        of an `optax.chain`.
 
     Returns:
       A bool scalar.
 
     Raises:
-      ValueError: if there is none in it, or more than one.
+      ValueError: if `state` does not hold exactly one `MultiStepsState`.
     """
     return find_state(state).emitted
 
 
 def stats(state: optax.OptState) -> Stats:
-    """Reads the counters of a `MultiSteps` off its state, on the device.
+    """Returns the counters in the state of a `MultiSteps`, on the device.
 
-    They are arrays of the state. Read them, with `jax.device_get` for example, before
-    you donate the state to the next call.
+    The counters are arrays of the state. Read them, with `jax.device_get` for example,
+    before you donate the state to the next call.
 
     Args:
       state: the state of a `MultiSteps`, or any state that holds one.
@@ -197,7 +196,7 @@ def stats(state: optax.OptState) -> Stats:
       A `Stats` of scalars.
 
     Raises:
-      ValueError: if there is none in it, or more than one.
+      ValueError: if `state` does not hold exactly one `MultiStepsState`.
     """
     state = find_state(state)
     return Stats(
@@ -213,19 +212,20 @@ def stats(state: optax.OptState) -> Stats:
 
 
 def grad_norm(state: optax.OptState) -> jax.Array:
-    """The norm of the gradient of the last step, as the inner optimizer saw it.
+    """The norm of the gradient of the last step, before the inner optimizer clips it.
 
-    So it is that before the inner optimizer clips. Inside a window, and after one that
-    was no step, it is that of the step before; 0 before the first.
+    Inside a window, and after a window without a step, the norm of the step before;
+    0 before the first step.
 
     Args:
-      state: the state of a `MultiSteps` with `track_norm=True`, or any that holds one.
+      state: the state of a `MultiSteps` with `track_norm=True`, or any state that
+        holds one.
 
     Returns:
       A float scalar.
 
     Raises:
-      ValueError: if there is none in it, or more than one, or if it tracks no norm.
+      ValueError: if `state` does not hold exactly one `MultiStepsState` with a norm.
     """
     return find_state(state, "grad_norm").grad_norm
 
@@ -235,46 +235,48 @@ def state_type(use_grad_mean: bool) -> type[MultiStepsState]:
     return MultiStepsState if use_grad_mean else SummedState
 
 
-# -- Finding it ------------------------------------------------------------------------
+# -- Search in a tree ------------------------------------------------------------------
 
 
 def find_state(state: optax.OptState, field: str | None = None) -> MultiStepsState:
-    """The one `MultiStepsState` in a tree; raises if there is none, or another.
+    """Returns the one `MultiStepsState` in a tree (with this field not empty).
 
-    If a field is given, it is the one that holds something there.
+    Raises:
+      ValueError: if there is no such state, or more than one.
     """
-    found = some_states(state)
+    states = some_states(state)
     if field is not None:
-        full = {path: jax.tree.leaves(getattr(x, field)) for path, x in found.items()}
-        found = {path: x for path, x in found.items() if full[path]}
-        if not found:
+        states = {
+            path: x for path, x in states.items() if jax.tree.leaves(getattr(x, field))
+        }
+        if not states:
             raise ValueError(
-                f"The state must be that of a MultiSteps with {OPTIONS[field]}, but "
-                f"there is none whose field {field} holds anything. Make one with "
-                "that, and its init."
+                f"The state must come from a MultiSteps with {OPTIONS[field]}, but the "
+                f"field {field} is empty. Make the MultiSteps with that option, and a "
+                "new state with init."
             )
-    if len(found) > 1:
+    if len(states) > 1:
         raise ValueError(
             "There must be one MultiStepsState in the state, but there are "
-            f"{len(found)}: {', '.join(found)}. Pass the one that you mean."
+            f"{len(states)}: {', '.join(states)}. Pass one of them."
         )
-    return next(iter(found.values()))
+    return next(iter(states.values()))
 
 
 def some_states(state: optax.OptState) -> dict[str, MultiStepsState]:
-    """Every `MultiStepsState` in a tree, by its path; raises if there is none."""
-    if found := nodes_of(MultiStepsState, state):
-        return found
-    hint = "Wrap the optimizer in ga_optax.MultiSteps."
+    """Every `MultiStepsState` in a tree, by path; raises if there is none."""
+    if states := nodes_of(MultiStepsState, state):
+        return states
+    todo = "Wrap the optimizer in ga_optax.MultiSteps."
     if nodes_of(optax.MultiStepsState, state):
-        hint = "There is one of Optax's: convert it with ga_optax.from_optax."
+        todo = "There is one of Optax: convert it with ga_optax.from_optax."
     raise ValueError(
         "There must be a MultiStepsState of ga_optax in the state, but there is none "
-        f"in a {type(state).__name__}. {hint}"
+        f"in this {type(state).__name__}. {todo}"
     )
 
 
-# What optimizers of Optax call the number of their calls.
+# The names of the fields in which transformations of Optax count their calls.
 _COUNTS = {"count", "mini_step", "step", "step_count", "steps_since_sync"}
 
 
@@ -282,44 +284,44 @@ def warn_of_counts(state: optax.OptState) -> None:
     """Warns if a transformation around or beside a `MultiSteps` counts micro-steps.
 
     In an `optax.chain` each transformation sees every call, and so does each schedule
-    of an `optax.inject_hyperparams`. The groups of an `optax.partition` are optimizers
-    of their own.
+    of an `optax.inject_hyperparams`. Each group of an `optax.partition` is a separate
+    optimizer.
     """
 
-    def is_one(node: Any) -> bool:
+    def is_window(node: Any) -> bool:
         return isinstance(node, MultiStepsState)
 
-    leaves = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_one)[0]
-    windows = [path for path, x in leaves if is_one(x) and jax.tree.leaves(x.total)]
+    leaves = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_window)[0]
+    windows = [path for path, x in leaves if is_window(x) and jax.tree.leaves(x.total)]
     paths = [path for path, _ in leaves if path]
     counts = [path for path in paths if getattr(path[-1], "name", "") in _COUNTS]
-    found = [
+    outside = [
         jax.tree_util.keystr(path)
         for path in counts
         if any(_counts_calls(path, window) for window in windows)
     ]
-    if found:
+    if outside:
         warnings.warn(
-            "What counts steps must be inside of the MultiSteps, but the state counts "
-            f"micro-steps at {', '.join(found)}. If a schedule is meant to count "
-            "steps, use MultiSteps(optax.chain(...), k).",
+            "Transformations that count steps must be inside of the MultiSteps, but "
+            f"the state counts micro-steps at {', '.join(outside)}. To let a schedule "
+            "count steps, use MultiSteps(optax.chain(...), k).",
             stacklevel=3,
         )
 
 
 def _counts_calls(count: tuple[Any, ...], window: tuple[Any, ...]) -> bool:
-    """True if a count stands beside a window in a chain, or around it."""
+    """True if a counter is in a transformation around a window, or beside it."""
     same = [a == b for a, b in zip(count, window, strict=False)]
     at = same.index(False) if False in same else len(same)
-    here, before = count[at], count[at - 1] if at else None
-    if isinstance(here, jax.tree_util.GetAttrKey):
-        # An inject_hyperparams counts always, and reads that for its schedules alone.
-        return here.name in {"hyperparams_states", *_COUNTS} - {"count"}
-    return getattr(before, "name", "") != "inner_states"
+    key, parent = count[at], count[at - 1] if at else None
+    if isinstance(key, jax.tree_util.GetAttrKey):
+        # An inject_hyperparams always has a `count`, read by its schedules alone.
+        return key.name in {"hyperparams_states", *_COUNTS} - {"count"}
+    return getattr(parent, "name", "") != "inner_states"
 
 
 def new_counters(emitted: ArrayLike = 0, micro_steps: ArrayLike = 0) -> jax.Array:
-    """The counters of a state before its first call, or of one that did not count."""
+    """The counters of a new state, or of a state of Optax."""
     counters = jnp.broadcast_arrays(emitted, micro_steps, 0, 0)
     return jnp.stack([x.astype(jnp.int32) for x in counters], -1)
 
@@ -331,35 +333,30 @@ ORDER = (
 
 
 def check_order(**trees: Any) -> None:
-    """Raises if one of the trees is, or holds, the state: they were swapped."""
+    """Raises if a tree is, or holds, the state: the arguments were swapped."""
     for name, tree in trees.items():
         for path in nodes_of(MultiStepsState, tree):
             raise TypeError(
                 f"{name} must not hold the state of a MultiSteps, but there is one at "
-                f"{path or 'its top'}. Swapped? {ORDER}"
+                f"{path or 'the top'}. Were arguments swapped? {ORDER}"
             )
 
 
 def check_state(state: Any) -> MultiStepsState:
     """Returns `state` if it is a `MultiStepsState`, or raises."""
     if isinstance(state, MultiStepsState):
-        _check_counters(state.counters)
+        length, shape = len(COUNTERS), getattr(state.counters, "shape", None)
+        if shape is None or shape[-1:] != (length,):
+            raise ValueError(
+                f"The field counters of the state must be int32[{length}], but the "
+                f"shape is {shape}. Restore the state into the structure of "
+                "tx.init(params)."
+            )
         return state
-    hint = "Pass what init or the last call returned."
+    todo = "Pass the state that init or the last call returned."
     if isinstance(state, optax.MultiStepsState):
-        hint = "Convert it with ga_optax.from_optax."
+        todo = "Convert it with ga_optax.from_optax."
     raise TypeError(
         "state must be a MultiStepsState of ga_optax, but it is a "
-        f"{type(state).__module__}.{type(state).__name__}. {hint}"
+        f"{type(state).__module__}.{type(state).__name__}. {todo}"
     )
-
-
-def _check_counters(counters: Any) -> None:
-    """Raises unless a state holds its counters."""
-    due = len(COUNTERS)
-    came = getattr(counters, "shape", None)
-    if came is None or came[-1:] != (due,):
-        raise ValueError(
-            f"The field counters of the state must be int32[{due}], but its shape is "
-            f"{came}. Restore the state into the structure of tx.init(params)."
-        )

@@ -1,8 +1,7 @@
-"""What keeps the sum of a window between two calls: one device, or each of many.
+"""Storage of a window's sum between two calls, on one device or on each of many.
 
-`MultiSteps` folds in the same way in both. On one device the state holds the
-accumulator, and the last addition divides it. With data axes every device holds its
-own sum, and the step all-reduces and divides them.
+On one device the state holds the accumulator, and the last addition divides the sum.
+With data axes every device holds a sum, and the step all-reduces and divides the sums.
 """
 
 import dataclasses
@@ -11,7 +10,6 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import PartitionSpec
 
 from ga_optax import accumulator
@@ -21,15 +19,16 @@ from ga_optax._devices import collectives, meshes
 from ga_optax.accumulator import Accumulator
 
 T = TypeVar("T")
-Held = Any  # an `Accumulator` whose total is the pair `(gradients, extra arguments)`
+WindowSum = Any  # an `Accumulator` of the pair `(gradients, extra arguments)`
 
 
 @dataclasses.dataclass(frozen=True)
 class Storage:
-    """What a state holds of a window; `total` is `(gradients, extra arguments)`.
+    """Converts between a state's fields and a window's sum.
 
-    They are sums while the window is open. In the micro-step that closes the window
-    on one device they are what the inner optimizer sees, means, in the place of sums.
+    The total of a window is the pair `(gradients, extra arguments)`: sums while the
+    window is open. On one device the micro-step that closes the window replaces the
+    sums by the means for the inner optimizer.
 
     Attributes:
       use_grad_mean: whether the inner optimizer sees the mean, or the sum.
@@ -41,15 +40,15 @@ class Storage:
 
     @property
     def spec(self) -> PartitionSpec:
-        """How the sum and its weight cross a `jax.shard_map`."""
+        """The `PartitionSpec` of the sum and the weight, for `jax.shard_map`."""
         return meshes.split_spec(self.axes) if self.axes else PartitionSpec()
 
-    def start(self, acc: Held) -> Held:
-        """An empty accumulator as the state holds it: a part for each device."""
+    def start(self, acc: WindowSum) -> WindowSum:
+        """An empty accumulator for the state: one part for each device."""
         if not self.axes:
             return acc
 
-        def zeros(acc: Held) -> Held:
+        def zeros(acc: WindowSum) -> WindowSum:
             parts = jax.tree.map(lambda x: jnp.zeros_like(x)[None], acc)
             return collectives.vary(parts, self.axes)
 
@@ -59,15 +58,15 @@ class Storage:
         specs = (PartitionSpec(),), self.spec
         return collectives.over_mesh(zeros, mesh, self.axes, specs)(acc)
 
-    def load(self, acc: Held) -> Held:
-        """This device's accumulator, out of what the state holds."""
+    def load(self, acc: WindowSum) -> WindowSum:
+        """This device's accumulator, from the state's fields."""
         if not self.axes:
             return acc
         if meshes.find_mesh(self.axes, None) is not None:
             raise ValueError(
-                f"With data_axis={self.axes} this must be called inside a "
-                "jax.shard_map over that axis, with state_specs for the state, but it "
-                "is called outside. Wrap the training step; or leave data_axis out "
+                f"With data_axis={self.axes} a MultiSteps must be called inside a "
+                "jax.shard_map over that axis, with state_specs for the state, but "
+                "this call is outside. Wrap the training step; or leave data_axis out "
                 "if the compiler splits the batch."
             )
         for name, leaf in named_leaves((acc.total, acc.weight)):
@@ -75,13 +74,13 @@ class Storage:
                 raise ValueError(
                     "Inside the shard_map the state must hold this device's part of "
                     f"the accumulator, [1, ...], but {name} has shape "
-                    f"{jnp.shape(leaf)}. Pass state_specs as its in_specs."
+                    f"{jnp.shape(leaf)}. Pass state_specs in in_specs."
                 )
         total, weight = jax.tree.map(lambda x: x[0], (acc.total, acc.weight))
         return Accumulator(total, weight, acc.count)
 
-    def store(self, acc: Held) -> Held:
-        """The reverse of `load`."""
+    def store(self, acc: WindowSum) -> WindowSum:
+        """The inverse of `load`."""
         if not self.axes:
             return acc
         parts = jax.tree.map(lambda x: x[None], (acc.total, acc.weight))
@@ -89,7 +88,7 @@ class Storage:
         return Accumulator(total, weight, acc.count)
 
     def check(self, grads: Any, params: Any, extra_args: Any) -> None:
-        """Raises if gradients are reduced already, or the rest differs by device."""
+        """Raises if gradients are reduced already, or other arguments vary."""
         if not self.axes or not meshes.checks_varying():
             return
         axes = set(self.axes)
@@ -97,71 +96,66 @@ class Storage:
             reduced = sorted(axes - meshes.varying(leaf))
             if reduced:
                 raise ValueError(
-                    f"With a data_axis, grads must be those of one device, but {name} "
-                    f"is the same along {reduced}: it is reduced already. To fix it, "
-                    f"{meshes.OWN_COPY}"
+                    "With a data_axis, grads must be the gradients of one device, but "
+                    f"{name} is the same along {reduced}: it is reduced already. To "
+                    f"fix this, {meshes.OWN_COPY}"
                 )
-        for what, tree, todo in (
+        for arguments, tree, todo in (
             ("extra arguments", extra_args, "Reduce them, with jax.lax.pmean."),
-            ("params", params, "The sums would mix its shards: pass whole ones."),
+            ("params", params, "The sums would mix shards: pass whole parameters."),
         ):
             for name, leaf in named_leaves(tree):
-                own = sorted(axes & meshes.varying(leaf))
-                if own:
+                differing = sorted(axes & meshes.varying(leaf))
+                if differing:
                     raise ValueError(
-                        f"With a data_axis, {what} must be the same on all devices, "
-                        f"but {name} differs along {own}. {todo}"
+                        f"With a data_axis, {arguments} must be the same on all "
+                        f"devices, but {name} differs along {differing}. {todo}"
                     )
 
     def agree(self, decision: T) -> T:
-        """A decision for all devices: if one of them says yes, all do."""
+        """A decision for all devices: yes if any device decides yes."""
         if not self.axes:
             return decision
-        return jax.tree.map(
-            lambda x: jax.lax.pmax(x, self.axes),
-            collectives.vary(decision, self.axes),
-        )
+        return jax.lax.pmax(collectives.vary(decision, self.axes), self.axes)
 
-    def of_all(self, grads: optax.Updates) -> optax.Updates:
-        """Gradients with the types that the inner optimizer will see."""
+    def merged_types(self, tree: Any) -> Any:
+        """The types of a tree after the merge: they do not vary over devices."""
         if not self.axes:
-            return grads
-        # They vary over devices here, and do not there.
-        return jax.tree.map(
-            lambda g: jax.ShapeDtypeStruct(g.shape, jnp.result_type(g)), grads
-        )
+            return tree
+        kind = jax.ShapeDtypeStruct
+        return jax.tree.map(lambda x: kind(x.shape, jnp.result_type(x)), tree)
 
-    def finish(self, acc: Held, closes: Predicate) -> Held:
-        """The sum; on one device, if the window closes, what the inner optimizer sees.
+    def finish(self, acc: WindowSum, closes: Predicate) -> WindowSum:
+        """Replaces the sum by the mean if the window closes on one device.
 
-        Dividing here is part of the pass that adds the gradient. In the branch of the
-        conditional it would be a pass of its own, over a second buffer. And it comes
-        last: XLA computes a division once, and anything cheaper that follows it again
-        for each reader, out of a sum that it has to copy for that.
+        This division is part of the pass that adds the gradient. In the branch of the
+        conditional the division would be another pass, over a second buffer. The
+        division comes last, because XLA computes a division once, but repeats a
+        cheaper operation for each reader, from a sum that it then has to copy.
         """
         divides = self.use_grad_mean or acc.total[1]
         if self.axes or not divides or closes is False:
-            return acc  # over devices the sums are merged first, and divided then
+            return acc  # over devices the sums are merged before they are divided
         return select(closes, self._mean(acc), acc)
 
-    def fence(self, acc: Held) -> Held:
-        """Keeps the last addition out of the inner optimizer.
+    def fence(self, acc: WindowSum) -> WindowSum:
+        """Keeps XLA from fusing the last addition into the inner optimizer.
 
         Fused into it, the optimizer would read the old sum after the new one has
         overwritten it, so XLA would copy the old sum first.
         """
         return acc if self.axes else jax.lax.optimization_barrier(acc)
 
-    def merged(self, acc: Held) -> Held:
-        """What the inner optimizer sees, of the sums of all devices."""
+    def merged(self, acc: WindowSum) -> WindowSum:
+        """The mean (or the sum) over all devices, for the inner optimizer."""
         with jax.named_scope("ga_optax.merge"):
             grads, args = acc.total
             total = grads, collectives.vary(args, self.axes)
             whole = collectives.merge_across(acc._replace(total=total), self.axes)
         return self._mean(whole)
 
-    def _mean(self, acc: Held) -> Held:
-        """The same of one sum: of extra arguments always the mean."""
+    def _mean(self, acc: WindowSum) -> WindowSum:
+        """The mean (or the sum) of gradients, and the mean of extra arguments."""
         divide = functools.partial(accumulator.divide, weight=acc.weight)
         grads, args = acc.total
         grads = jax.tree.map(divide, grads) if self.use_grad_mean else grads

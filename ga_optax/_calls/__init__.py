@@ -1,23 +1,21 @@
 """The functions that run inside a call: their arguments, checked once, and their way.
 
-    options       the options of all of them, in one record
+    engine        the way of a call, station by station: begin here
+    options       the options of all functions, in one record
     call          one call: its arguments by role
-    batches       what of it has rows, how many, and whether they can be divided
-    region        a call at top level with a data axis
+    devices       its devices, in one record
+    batches       which arguments have rows, how many, and whether k divides them
     results       what `fun` returns, taken apart and put together
-    words         keywords that there are elsewhere, calls outside of `jit`, what this
-                  JAX lacks
+    rows          which rows a micro-batch has, and those of results
+    region        a call at top level with a data axis
+    equation      a call as one equation, which has derivatives
+    rules         rules of the user's that have no second derivatives there
+    advice        what to do about what is computed whole
+    words         keywords of other libraries, and calls outside of `jit`
 
     gradients     `value_and_grad`
-    kinds         that of complex losses and integer parameters
-    law           that as one equation, which has the derivatives of the law
-    rules         rules of the user's that have no second derivatives there
-    whole         the gradient of the whole batch: traced, partitioned, run
-    advice        what to do about what is computed whole, and when it is said
-    layouts       that program, where rows meet in it, and what comes back
     function      `microbatch`
-    equation      a call of that as one equation, and what runs it
-    dependencies  `batch_dependencies`
+    dependencies  `batch_dependencies`: the report of a plan
     accumulate    `accumulate`: micro-batches, each by itself
     micro_batch   the program of one of those
 

@@ -30,7 +30,6 @@ from ga_optax._checks import is_key as is_one_key
 from ga_optax._devices import meshes
 from ga_optax._devices.data_axis import DataAxis
 from ga_optax._loop.run import run
-from ga_optax._passes import notes
 from ga_optax.accumulator import Accumulator
 
 
@@ -130,34 +129,18 @@ def accumulate(
       TypeError, ValueError: as for `value_and_grad`, and if the accumulator does not
         match the parameters.
     """
-    options = Options(
-        fun=fun,
-        num_microbatches=num_microbatches,
-        argnums=argnums,
-        has_aux=has_aux,
-        batch_argnums=batch_argnums,
-        batch_argnames=batch_argnames,
-        batch_axes=batch_axes,
-        data_axis=data_axis,
-        optimize=optimize,
-        weight_fn=weight_fn,
-        aux=aux,
-        rng_argnums=rng_argnums,
-        rng_argnames=rng_argnames,
-        carry_argnums=carry_argnums,
-        num_real_microbatches=num_real_microbatches,
-    ).checked()
+    options = Options(**locals()).checked(adds=True)
 
     @warns_outside_jit
     def accumulate_fun(acc: Accumulator, *args: Any, **kwargs: Any) -> Any:
-        call = Call.make(options, args, kwargs)
+        call = Call.of(options, args, kwargs)
         for i in call.roles["rng_argnums"]:
             _check_keys(i, call.at(i))
         _check_no_keys(call)
         _check_carry(call)
         _check_weight_fn(call)
         _check_continues(call, acc)
-        if not call.maps:
+        if not call.devices.maps:
             value, acc = _added(call.on_device(), acc, merges=False)
         else:
             value, acc = _over_mesh(call, acc)
@@ -170,16 +153,12 @@ def _added(call: Call, acc: Accumulator, merges: bool) -> tuple[Any, Accumulator
     """The micro-batches of a call, added to an accumulator: loss, carry and aux."""
     where = call.where()
     step, operands, (of_carry, of_aux) = traced(call, where, acc)
-    if notes.plans() is not None:
-        from ga_optax._window import plans  # the engine, which takes 80 ms
-
-        plans.of_loop(step, operands)
     out = run(step, operands, where, begins=False, merges=merges)
     loss, *leaves = out.results
     value = loss, of_carry.unflatten(out.carry), of_aux.unflatten(leaves)
     total = jax.tree.structure(call.params).unflatten(out.acc.total)
     # If the caller does not say either, XLA may sum up whole gradients.
-    total = total if call.mesh is None else call.placed(total)
+    total = total if call.devices.mesh is None else call.devices.shard(total)
     return value, out.acc._replace(total=total)
 
 
@@ -187,7 +166,7 @@ def _over_mesh(call: Call, acc: Accumulator) -> tuple[Any, Accumulator]:
     """The same at top level with a data axis: merged once a call."""
     of_acc = Accumulator(gradients(call), WHOLE, WHOLE)
     # Of what is stacked each device has its own; all else is the same on all of them.
-    split = meshes.split_spec(call.options.axes)
+    split = meshes.split_spec(call.devices.axes)
     of_aux = jax.tree.map(lambda x: split if x == "stack" else WHOLE, call.options.aux)
     results = (WHOLE, WHOLE, of_aux), of_acc
     try:
@@ -201,7 +180,8 @@ def _merged(call: Call, acc: Accumulator) -> tuple[Any, Accumulator]:
     call = call.on_device()
     start = accumulator.init(call.params, None)
     total = jax.tree.map(lambda z, t: z.astype(t.dtype), start.total, acc.total)
-    start = start._replace(total=call.placed(total), count=acc.count)  # for the keys
+    # Keys need the count.
+    start = start._replace(total=call.devices.shard(total), count=acc.count)
     value, new = _added(call, start, merges=True)
     real: Any = call.options.num_real_microbatches
     count = call.options.num_microbatches if real is None else real
@@ -222,13 +202,14 @@ def _check_continues(call: Call, acc: Any) -> None:
             "The first argument must be the accumulator to continue, but it is of "
             f"type {type(acc).__name__}. Start with accumulator.init(params)."
         )
-    options = call.options
-    other = options.each or call.logical
-    if call.axes and (other or call.specs is not None):
+    devices, axis = call.devices, call.options.data_axis
+    specs = [] if axis is None else [axis.param_specs, axis.grad_specs]
+    other = devices.each or devices.logical or any(x is not None for x in specs)
+    if devices.bound and other:
         raise ValueError(
             'Inside shard_map accumulate must have sync="last" and neither '
             "param_specs, grad_specs nor logical_devices, but it has "
-            f"{options.data_axis}. Use "
+            f"{axis}. Use "
             "value_and_grad, or call accumulate at top level; or gather the "
             "parameters once before the window, and pass a name alone."
         )
@@ -281,7 +262,7 @@ def _check_no_keys(call: Call) -> None:
 def _check_carry(call: Call) -> None:
     """Raises if a key is in a carry that is averaged over devices or micro-batches."""
     # At top level with sync="each" no data axis is ever bound, and it threads.
-    if not call.options.axes or call.by_compiler:
+    if not call.devices.axes or call.devices.by_compiler:
         return
     for name, leaf in named_leaves(call.role("carry_argnums")):
         if is_key(leaf):

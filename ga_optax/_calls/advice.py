@@ -6,18 +6,18 @@ what a micro-batch computes of its own rows: then more micro-batches save little
 
 import collections
 import re
-import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jax.extend import core
 
-from ga_optax._calls import layouts
+from ga_optax._calls import rows
 from ga_optax._calls.batches import nbytes
-from ga_optax._partition import Note
+from ga_optax._calls.call import Call
+from ga_optax._partition import Note, Partitioned
 from ga_optax._passes import ir, known, places
 from ga_optax._passes.notes import note
-from ga_optax._window.levels import is_recorded
+from ga_optax._text import warn
 from ga_optax._window.rules import RULES
 
 _OF_INDEX = (
@@ -68,18 +68,17 @@ def of_hidden(whole: Sequence[Note]) -> str:
     )
 
 
-def say(trace: layouts.Traced, num_microbatches: int) -> None:
+def say(call: Call, jaxpr: core.Jaxpr, part: Partitioned) -> None:
     """Warns of each set of lines once, if a micro-batch computes more for all rows.
 
     `plan` says it, too. Where rows only meet, which nobody can write better, it has to
-    be more than the whole batch computes.
+    be more than the whole batch computes. `jaxpr` is the program of the whole batch.
     """
-    part = trace.part
-    if not part.meets or is_recorded() or layouts.is_open(trace.closed.jaxpr):
+    if rows.is_open(jaxpr):
         return
-    first = len(trace.closed.jaxpr.constvars) + trace.num_params
-    whole, own = _computed(part.jaxpr, part.jaxpr.invars[first:], ())
-    if whole <= own * (1 if part.whole else num_microbatches):
+    size, of_batch = call.size, part.jaxpr.invars[-1 - len(call.batch) :]
+    whole, own = _computed(part.jaxpr, of_batch, ())
+    if whole <= own * (1 if part.whole else size):
         return
     lines = [f"{x.name.rstrip(',')}, at {x.line}" for x in part.whole] or [
         f"{ir.name_of(e)}, at {places.place_of(e.source_info)}"
@@ -93,14 +92,14 @@ def say(trace: layouts.Traced, num_microbatches: int) -> None:
         how = "If rows must meet there, more micro-batches save no memory."
     what = "; ".join(lines) + (", computed whole" if part.whole else "")
     text = (
-        f"Each of {num_microbatches} micro-batches computes {whole:,} bytes for all "
-        f"rows, and {own:,} for its own: {what}. "
+        f"Each of {size} micro-batches computes {whole:,} bytes for all rows, and "
+        f"{own:,} for its own: {what}. "
         f"{how or _OF_ANY_OTHER} ga_optax.batch_dependencies shows every line."
     )
     note(text)
     if lines not in _warned:
         _warned.add(lines)
-        warnings.warn(text, stacklevel=2)
+        warn(text)
 
 
 _warned: set[tuple[str, ...]] = set()  # of which lines

@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from ga_optax._calls.options import NAMES, Argument
 from ga_optax._checks import check_arrays, divisors, named_leaves, one_of
 from ga_optax._devices import meshes
 from ga_optax._passes import ir, notes
+from ga_optax._text import warn
 
 Call = Any  # of `call`, which imports this
 
@@ -162,13 +162,14 @@ def divided(call: Call, hint: bool) -> Call:
     if hint:
         call = _with_whole_keys(call, rows)
     if hint and call.options.argnums != ():
-        notes.batch(rows * meshes.num_devices(call.axes))
+        here = call.devices
+        notes.batch(rows * (here.number if here.bound else 1))
     devices, kind = _num_splits(call)
     part, rest = divmod(rows, devices)
     if rest:
         near = one_of([n for n in (rows - rest, rows - rest + devices) if n])
         raise ValueError(
-            f"The {devices} {kind} along data_axis={call.options.axes} must divide the "
+            f"The {devices} {kind} along data_axis={call.devices.axes} must divide the "
             f"batch axis, but {came}. Use a batch of {near} examples{todo}."
         )
     of_all = rows, f"the batch axis, but {came}", todo
@@ -176,12 +177,13 @@ def divided(call: Call, hint: bool) -> Call:
     own = of_all if devices == 1 else (part, each, todo)
     options = call.options
     if (size := options.microbatch_size) is not None:
-        number = _quotient("microbatch_size", size, own if options.axes else of_all)
+        of = own if call.devices.axes else of_all
+        number = _quotient("microbatch_size", size, of)
         options = options._replace(num_microbatches=number, microbatch_size=None)
         call = call._replace(options=options)
     k = options.num_microbatches
     # In a region a device has its own part, and cannot say what is whole on all.
-    if hint and not call.axes:
+    if hint and not call.devices.bound:
         call = _as_they_divide(call, rows, devices * k)
     else:
         _check_one_length(call, rows, came)
@@ -204,25 +206,6 @@ def _quotient(option: str, number: int, rows: tuple[int, str, str]) -> int:
         use = one_of(sorted(nearest))
         raise ValueError(f"{option}={number} must divide {what}. Use {use}{todo}.")
     return part // number
-
-
-def check_logical(call: Call) -> None:
-    total, axes = call.options.logical_devices, call.options.axes
-    for name, x in named_leaves(call.params) if total else ():
-        spec = meshes.spec_of_type(x)
-        if set(itertools.chain(*map(meshes.names_in, spec))) - set(axes):
-            raise ValueError(
-                "logical_devices needs automatic axes beside the data axis, up to jax "
-                f"0.12, but an explicit one shards {name}: its type is "
-                f"{jax.typeof(x)}. Use AxisType.Auto, or leave logical_devices out."
-            )
-    devices = meshes.num_devices(axes, call.mesh) if total else 1
-    if total % devices:
-        raise ValueError(
-            f"The devices along data_axis={axes} must divide logical_devices={total}, "
-            f"but there are {devices}. Use {one_of(divisors(total))} of them, or other "
-            "logical devices (and then other bits)."
-        )
 
 
 def _with_axes(call: Call) -> list[tuple[str, Any, int]]:
@@ -347,7 +330,7 @@ def _warn_of_role(call: Call, place: Argument, rows: int) -> None:
         return
     split = " and ".join(map(argument, call.roles["batch_argnums"]))
     option = "batch_argnames" if isinstance(place, str) else "batch_argnums"
-    _warn(
+    _warn_once(
         f"What is split should be the batch, but {split} has {rows} rows, and "
         f"{argument(place)}, which is not split, has {length[0]} along axis 0 of every "
         f"leaf. If that is the batch, pass {option}={place!r}; the gradient is right "
@@ -355,9 +338,7 @@ def _warn_of_role(call: Call, place: Argument, rows: int) -> None:
     )
 
 
-@functools.cache  # once
-def _warn(text: str) -> None:
-    warnings.warn(text, stacklevel=2)
+_warn_once = functools.cache(warn)
 
 
 def _holds(test: Callable[[], Any]) -> bool:
@@ -370,12 +351,12 @@ def _holds(test: Callable[[], Any]) -> bool:
 
 def _num_splits(call: Call) -> tuple[int, str]:
     """Over how many devices the batch is split, and of which kind they are."""
-    axes = call.options.axes
-    if not axes:
+    devices = call.devices
+    if not devices.axes:
         return max(map(meshes.num_parts, call.batch, call.split_axes)), "devices"
-    devices = 1 if call.mesh is None else meshes.num_devices(axes, call.mesh)
-    kind = "logical devices" if call.logical else "devices"
-    return devices * (call.logical or 1), kind
+    kind = "logical devices" if devices.logical else "devices"
+    number = 1 if devices.mesh is None else devices.number
+    return number * (devices.logical or 1), kind
 
 
 def _check_no_batch(call: Call, rows: int) -> None:

@@ -1,4 +1,4 @@
-"""Where the rows of a batch need one another, and what that costs a window."""
+"""The report of a call's plan: where rows meet, what that costs, and what runs when."""
 
 import dataclasses
 import functools
@@ -9,25 +9,44 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from ga_optax._calls import advice, batches, layouts
-from ga_optax._calls import whole as of_whole
+from ga_optax._calls import advice, batches
 from ga_optax._calls.call import Call
+from ga_optax._calls.engine import (
+    Scheduled,
+    on_devices,
+    partition,
+    rewrite,
+    schedule,
+    trace,
+)
 from ga_optax._calls.options import Options
+from ga_optax._calls.results import returning_pair
 from ga_optax._calls.words import explains_keywords
 from ga_optax._devices.data_axis import DataAxis
 from ga_optax._partition import Note
 from ga_optax._passes import ir, places
 from ga_optax._passes.divided import Divided
 from ga_optax._text import ruled, wrap
-from ga_optax._window.levels import Levels, Stored, recorded, said_of
+from ga_optax._window import plans
+from ga_optax._window.levels import Levels, Stored, levels, said_of
+from ga_optax._window.plans import Stage
 
 
 @dataclasses.dataclass(frozen=True)
 class BatchDependencies:
-    """Where the rows of a batch need one another, and what that costs, as a table.
+    """Where the rows of a batch need one another, what that costs, and what runs when.
+
+    `str` is a table of what meets. `details` is the whole plan, level by level, value
+    by value.
 
     Attributes:
       num_microbatches: how many micro-batches there are, on all devices.
+      stages: the loops of a device, in the order in which they run. Each has a `name`,
+        a text `loop` that says how it runs, the values that it `computes`, those that
+        cotangents go back through (`goes_back`), and what it `fills` for later stages.
+        A value has the primitive's `name`, its `line`, and what a micro-batch `holds`
+        of it: rows along a dimension, all, or a part that is added up; with the dtype
+        and shape of the value in the whole batch.
       meetings: what rows need of each other: its `kind` ("sum", "max", "min", or
         "stack" for what each micro-batch has), its `type` in one micro-batch, the
         `line` of the code (beside it the module or function of a package inside),
@@ -38,10 +57,9 @@ class BatchDependencies:
       whole: `(name, line, nbytes)` of what is computed whole in each micro-batch, as
         nothing better is known of it: the bytes that it computes, in all iterations of
         a loop, or that it reads of all rows.
-      drawn: the same of random numbers that each micro-batch draws by itself: on CPUs
-        and GPUs those of the whole batch, elsewhere another draw of the distribution.
-      promised: the same of what `rowwise` or `register_primitive` says that its rows do
-        not need each other.
+      drawn: the same of random numbers that each micro-batch draws from a key of its
+        own, as their generator is not threefry: another draw of the same distribution.
+      promised: the same of what `rowwise` says that its rows do not need each other.
       forward_passes: how often any part of the loss runs forward, at most. Elementwise
         functions cost little, and are not counted where there is anything else.
       backward_passes: how often any part runs backward.
@@ -58,6 +76,7 @@ class BatchDependencies:
     """
 
     num_microbatches: int
+    stages: list[Stage]
     meetings: list[Stored]
     kept: list[Stored]
     whole: list[Note]
@@ -77,10 +96,7 @@ class BatchDependencies:
         return sum(x.nbytes for x in (*self.meetings, *self.kept))
 
     def __str__(self) -> str:
-        passes = (
-            f"{_times(self.forward_passes, 'forward pass')} and "
-            f"{_times(self.backward_passes, 'backward pass')}"
-        )
+        passes = self._passes
         if not (self.meetings or any(self._notes.values())):
             return "\n".join(wrap(f"No row needs another: {passes}. {self._layout}"))
         rows = list(_rows((*self.meetings, *self.kept)))
@@ -101,6 +117,20 @@ class BatchDependencies:
         texts = filter(None, (end, advice.of_hidden(self.whole)))
         told += [line for text in texts for line in wrap(text)]
         return "\n".join([*lines, "", *told])
+
+    @property
+    def details(self) -> str:
+        """The plan, for who mends a wrong number: each loop, with its values."""
+        texts = [_HOLDS, *map(str, self.stages)]
+        room = f", in about {self.peak_bytes:,} bytes" if self.peak_bytes else ""
+        return "\n\n".join([*texts, f"In all: {self._passes}{room}."])
+
+    @property
+    def _passes(self) -> str:
+        return (
+            f"{_times(self.forward_passes, 'forward pass')} and "
+            f"{_times(self.backward_passes, 'backward pass')}"
+        )
 
     @property
     def _notes(self) -> dict[str, list[Note]]:
@@ -131,11 +161,17 @@ _LEGEND = (
 )
 
 
+_HOLDS = "\n".join(
+    wrap(
+        "A micro-batch holds its rows along an axis of a value, all of it, or a part, "
+        "of which the sum over micro-batches is the value. Shapes are those of the "
+        "whole batch; of a step of the library's own, those of a micro-batch."
+    )
+)
 _DRAWN = (
-    "Drawn by each micro-batch: on CPUs and GPUs the numbers of the whole batch, "
-    "elsewhere another draw of the same distribution. With "
-    'ga_optax.config.update("whole_draws", True) they are those of the whole batch, '
-    "in the memory of all rows."
+    "Drawn by each micro-batch: another draw of the same distribution than that of all "
+    'rows. With ga_optax.config.update("whole_draws", True) each draws all rows, in '
+    "the memory that this takes."
 )
 
 
@@ -212,35 +248,30 @@ def batch_dependencies(
     Raises:
       TypeError, ValueError: as `value_and_grad`.
     """
-    given = Options(
-        fun=fun,
-        num_microbatches=num_microbatches,
-        microbatch_size=microbatch_size,
-        argnums=argnums,
-        has_aux=has_aux,
-        batch_argnums=batch_argnums,
-        batch_argnames=batch_argnames,
-        batch_axes=batch_axes,
-        data_axis=data_axis,
-        residual_bytes=residual_bytes,
-        accumulator_dtype=jnp.float32,
-    )
-    options = of_whole.of_pair(given.checked())
+    options = Options(**locals(), accumulator_dtype=jnp.float32).checked()
+    options = returning_pair(options)
 
     @functools.wraps(fun)
     def dependencies(*args: Any, **kwargs: Any) -> BatchDependencies:
-        call = Call.make(options, args, kwargs, hint=True)
-        trace, [*reports] = _traced(call)
-        # If no rows meet there is a plain loop, which reports nothing.
-        plain_loop = Levels(0, 1, int(trace.loss_has_gradients), ())
-        last = reports[-1] if reports else plain_loop
+        call = Call.of(options, args, kwargs, hint=True)._replace(labels=True)
+        (micro_batch, step, operands, _), plan = _scheduled(call)
+        part, number = micro_batch.part, len(operands.batch[-1])
+        if plan is None:
+            of_loop, last = plans.of_loop(step, operands), Levels(0, 1, 0, ())
+        else:
+            of_loop, last = plan.schedule, levels(plan.schedule)
+        stages = plans.listed(of_loop, last.stored, number, call.size)
+        if plan is None:
+            last = last._replace(backward=int(bool(stages[-1].goes_back)))
         kept = [x for x in last.stored if x.kind in ("kept", "once")]
         meetings = [x for x in last.stored if x not in kept]
         passes = last.forward, last.backward, last.peak, last.room
-        size, part = layouts.num_parts(call), trace.part
+        size = call.size
         said, rows = (part.whole, part.drawn, part.promised), batches.layout(call)
         pieces = list(dict.fromkeys(_pieces(part.jaxpr)))
-        return BatchDependencies(size, meetings, kept, *said, *passes, *rows, pieces)
+        return BatchDependencies(
+            size, stages, meetings, kept, *said, *passes, *rows, pieces
+        )
 
     return dependencies
 
@@ -255,16 +286,15 @@ def _pieces(jaxpr: core.Jaxpr) -> Iterator[tuple[str, int, int]]:
             yield from _pieces(its.program.jaxpr)
 
 
-def _traced(call: Call) -> tuple[layouts.Traced, list[Levels]]:
-    """The program of `fun`, and what its window reports."""
-    found: list[layouts.Traced] = []
+def _scheduled(call: Call) -> Scheduled:
+    """The program of a device, and when what of it runs."""
     arrays = {n: x for n, x in call.leaves().items() if batches.is_array(x)}
+    found: list[Scheduled] = []
 
-    def run(values: dict[int, Any]) -> Any:
+    def run(values: dict[int, Any]) -> None:
         here = call.with_leaves(values)
-        found.append(layouts.traced(here))
-        return of_whole.divided(here, found[0])[1]
+        micro_batch = partition(trace(here.on_device()))
+        on_devices(micro_batch, lambda its: found.append(schedule(rewrite(its))), None)
 
-    with recorded() as reports:
-        jax.eval_shape(run, arrays)
-    return found[0], reports
+    jax.eval_shape(run, arrays)
+    return found[0]

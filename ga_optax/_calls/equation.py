@@ -1,20 +1,30 @@
-"""A function over micro-batches as one equation, and what runs it.
+"""Calls as one equation, and what runs it over micro-batches.
+
+    of_call          `microbatch`: the derivatives of the equation are functions over
+                     micro-batches themselves
+    of_micro_batch   `value_and_grad`: its program is written when `fun` is traced, and
+                     the derivatives are those of `jax.value_and_grad(fun)`. That
+                     program has the first derivative of each rule of the user's, and
+                     not the rules, see `rules`
 
 A function runs as the law has it: the window of a loss, of which only the aux counts. A
 gradient is the law's gradient of Σ cotangent · result, or of one scalar result, with
 respect to what has rows, too.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend import core
 from jax.sharding import Mesh, PartitionSpec
 
-from ga_optax._calls import layouts, rules, whole
+from ga_optax._calls import engine, rows, rules
 from ga_optax._calls.call import Call
+from ga_optax._calls.engine import MicroBatch
 from ga_optax._calls.options import ROLES, Argument
 from ga_optax._calls.results import check_values
 from ga_optax._devices import collectives, meshes
@@ -39,36 +49,35 @@ def of_call(call: Call, remat: bool | None, size: int | None = None) -> Any:
         new = call.with_leaves(dict(zip(leaves, xs, strict=True)))
         return of_args(*new.args, **new.kwargs)
 
-    if layouts.num_parts(call) == 1:
+    if call.size == 1:
         return of_args(*call.args, **call.kwargs)
     if not _is_one(call):
         call = call._replace(
-            options=options._replace(fun=_with_loss(of_args, call.axes))
+            options=options._replace(fun=_with_loss(of_args, call.devices.bound))
         )
-        return whole.of_call(call, _in_loop)[0][1]
+        return engine.value_and_grad(call, _in_loop)[0][1]
     xs = _on_mesh(call, list(leaves.values()))
     closed, out = _traced(flat, xs, call)
     axes = (*call.split_axes, *[None] * len(call.others))
-    its = Divided.of_program(closed, axes, **over_micro_batches(call, remat), size=size)
+    its = Divided.of_program(closed, axes, **_how(call, remat), size=size)
     # What fun closes over may be differentiated, too.
     return jax.tree.unflatten(jax.tree.structure(out), its.bind([*closed.consts, *xs]))
 
 
-def _in_loop(call: Call, trace: layouts.Traced) -> Any:
-    """What `whole.divided` returns; with rules it has no second derivatives."""
-    rule = rules.rule_in(trace.closed.jaxpr)
-    if rule is None:
-        return whole.divided(call, trace)
+def _in_loop(micro_batch: MicroBatch) -> Any:
+    """The results over micro-batches; with rules they have no second derivatives."""
+    call, closed = micro_batch.call, micro_batch.closed
+    if (rule := rules.rule_in(closed.jaxpr)) is None:
+        return engine.over_micro_batches(micro_batch)
     error = rules.refused(call, rule, "A gradient of microbatch")
-    if not call.maps:  # else `fun` is traced once more, of what it is given
-        consts = [rules.once(x, error) for x in trace.closed.consts]
-        trace = trace._replace(closed=trace.closed.replace(consts=consts))
+    if not call.devices.maps:  # else `fun` is traced once more, of what it is given
+        closed = closed.replace(consts=[rules.once(x, error) for x in closed.consts])
     leaves = call.leaves("batch_argnums") | call.others
-    leaves = {n: rules.once(x, error) for n, x in leaves.items()}
-    return whole.divided(call.with_leaves(leaves), trace)
+    here = call.with_leaves({n: rules.once(x, error) for n, x in leaves.items()})
+    return engine.over_micro_batches(micro_batch._replace(call=here, closed=closed))
 
 
-def over_micro_batches(call: Call, remat: bool | None = None) -> dict[str, Any]:
+def _how(call: Call, remat: bool | None = None) -> dict[str, Any]:
     """What the equation of a call has that is no part of its program."""
     options = call.options
     how = call._replace(args=(), kwargs={}, options=options._replace(fun=_unknown))
@@ -81,20 +90,105 @@ def over_micro_batches(call: Call, remat: bool | None = None) -> dict[str, Any]:
     }
 
 
+def of_micro_batch(micro_batch: MicroBatch) -> Any:
+    """The value and the gradients, by one equation if anything is traced."""
+    call, closed = micro_batch.call, micro_batch.closed
+    leaves = call.leaves("argnums") | call.leaves("batch_argnums")
+    xs = [*closed.consts, *map(jnp.asarray, leaves.values())]
+    traced = any(isinstance(x, jax.core.Tracer) for x in xs)
+    rule = rules.rule_in(closed.jaxpr) if traced else None
+    devices = call.devices
+    if not traced or (devices.axes and rule is None):
+        return engine.over_micro_batches(micro_batch)
+    first = len(closed.consts)
+
+    def run(*xs: Any) -> Any:
+        here = call.with_leaves(dict(zip(leaves, xs[first:], strict=True)))
+        of_xs = closed.replace(consts=list(xs[:first]))
+        return engine.over_micro_batches(micro_batch._replace(call=here, closed=of_xs))
+
+    if devices.bound and rule is not None:
+        error = rules.refused(call, rule, "What value_and_grad returns")
+        return run(*(rules.fixed(x, error) for x in xs))
+    program, out = jax.make_jaxpr(run, return_shape=True)(*xs)
+    operands = [*program.consts, *xs]
+    jaxpr = ir.live(ir.without_constants(program.jaxpr))
+    # What nobody reads is no operand, so that `jax.jit` sees that it is not used.
+    types: list[Any] = [x.aval for x in jaxpr.invars]
+    is_key = [jnp.issubdtype(x.dtype, jax.dtypes.extended) for x in types]
+    pairs = enumerate(zip(jaxpr.invars, is_key, strict=True))
+    read = [i for i, (x, key) in pairs if key or ir.num_readers(jaxpr, x)]
+    kept = [operands[i] for i in read]
+    jaxpr = ir.closing_over(jaxpr, [], [], [jaxpr.invars[i] for i in read])
+    program = core.ClosedJaxpr(jaxpr, [])
+    flat = _flat(micro_batch, list(map(jax.typeof, operands)), read)
+    rows = call.split_axes
+    axes = [*[None] * (len(operands) - len(rows)), *rows]
+    how = _how(call)
+    if devices.axes:
+        how |= {"runs": _at_once, "finds": lambda its: [None] * len(its.results)}
+    its = Divided(
+        flat=flat,
+        types=tuple(program.in_avals),
+        results=tuple(program.out_avals),
+        axes=tuple(axes[i] for i in read),
+        exact=rule is None,
+        **how,
+    )
+    return jax.tree.unflatten(jax.tree.structure(out), its.bind(kept, program))
+
+
+def _flat(
+    micro_batch: MicroBatch, types: Sequence[Any], read: Sequence[int]
+) -> Callable[..., list[Any]]:
+    """`jax.value_and_grad` of the traced function, whose operands are the last.
+
+    Of all operands, by their types, those come that are read.
+    """
+    jaxpr = ir.without_values(micro_batch.closed.jaxpr)
+    number, num_params = len(types), len(micro_batch.call.leaves("argnums"))
+
+    def zero(i: int) -> Any:
+        return None if i in read else jnp.zeros(types[i].shape, types[i].dtype)
+
+    unread = number - len(jaxpr.constvars) - len(jaxpr.invars)
+
+    def flat(*some: Any) -> list[Any]:
+        xs = ir.put([*map(zero, range(number))], read, some)
+        own = xs[number - len(jaxpr.invars) :]
+        consts = xs[unread : number - len(own)]
+
+        def loss_of(*params: Any) -> tuple[Any, list[Any]]:
+            args = [*params, *own[num_params:]]
+            loss, *aux = jax.core.eval_jaxpr(jaxpr, consts, *args)
+            return loss, aux
+
+        loss, pull, aux = jax.vjp(loss_of, *own[:num_params], has_aux=True)
+        return [loss, *aux, *pull(jnp.ones_like(loss))]
+
+    return flat
+
+
+def _at_once(its: Divided, xs: Sequence[Any]) -> list[Any]:
+    """A derivative of all rows of a device at once: the compiler distributes it."""
+    return ir.results(its.program, xs)
+
+
 def _on_mesh(call: Call, xs: list[Any]) -> list[Any]:
     """Leaves, of which those with rows say where these lie, if `jax.jit` has to know.
 
     It does not look for a mesh inside an equation.
     """
     traced = any(isinstance(x, jax.core.Tracer) for x in xs)
-    if not (traced and isinstance(call.mesh, Mesh)):
+    devices = call.devices
+    if not (traced and isinstance(devices.mesh, Mesh)):
         return xs
     specs: list[Any] = [None] * len(xs)
     for i, (x, axis) in enumerate(zip(xs, call.split_axes, strict=False)):
         entries: list[Any] = [PartitionSpec.UNCONSTRAINED] * jnp.ndim(x)
-        entries[axis] = meshes.as_entry(call.options.axes)
+        entries[axis] = meshes.as_entry(devices.axes)
         specs[i] = PartitionSpec(*entries)
-    return collectives.constrain(xs, specs, call.mesh)
+    return collectives.constrain(xs, specs, devices.mesh)
 
 
 def _traced(flat: Callable[..., Any], xs: Sequence[Any], call: Call) -> tuple[Any, Any]:
@@ -102,22 +196,22 @@ def _traced(flat: Callable[..., Any], xs: Sequence[Any], call: Call) -> tuple[An
 
     In the region of a mesh types name that otherwise, so it must not be in a program.
     """
-    env = [*rowwise.READ, *meshes.of_all_rows(call.options.axes)]
+    env = [*rowwise.READ, *meshes.of_all_rows(call.devices.axes)]
     flat = places.in_name_of(call.options.fun, flat)
     trace = jax.make_jaxpr(flat, axis_env=env, return_shape=True)
-    if call.mesh is None:
+    if call.devices.mesh is None:
         return trace(*xs)
     with meshes.without_mesh():
-        return trace(*map(layouts.type_of, xs))
+        return trace(*map(rows.type_of, xs))
 
 
 def _is_one(call: Call) -> bool:
-    """Whether it can be one equation: JAX has one program for all devices."""
-    options, mesh = call.options, call.mesh
-    if not options.axes:
+    """True if it can be one equation: JAX has one program for all devices."""
+    its = call.devices
+    if not its.axes:
         return True
-    plain = not (options.each or options.scatters or options.logical_devices)
-    return plain and mesh is not None and not meshes.explicit_names(mesh)
+    plain = not (its.each or its.scatters)
+    return plain and its.mesh is not None and not meshes.explicit_names(its.mesh)
 
 
 def _run(how: Call, its: Divided, xs: Sequence[Any]) -> list[Any]:
@@ -125,7 +219,7 @@ def _run(how: Call, its: Divided, xs: Sequence[Any]) -> list[Any]:
     if isinstance(of := its.of, Gradient):
         return _gradient(how, its, of, xs)
     call = _call(how, _with_loss(its.flat), its, xs)
-    return whole.of_call(call)[0][1]
+    return engine.value_and_grad(call)[0][1]
 
 
 def _axes_of_results(how: Call, its: Divided) -> list[int | None]:
@@ -134,11 +228,14 @@ def _axes_of_results(how: Call, its: Divided) -> list[int | None]:
 
     def run(*xs: Any) -> None:
         call = _call(how, _with_loss(its.flat), its, xs)
-        if call.mesh is None and call.distributed is False:
+        if call.devices.mesh is None and call.devices.distributed is False:
             return
-        trace = layouts.traced(call)
-        if not isinstance(trace.part, Exception):
-            axes[:] = layouts.axes_of_results(call, trace)[1:]
+        traced = engine.trace(call)
+        with contextlib.suppress(Exception):  # then no results have rows
+            of_one = engine.partition(traced)
+            types, strided = of_one.closed.out_avals, of_one.strided
+            found = rows.axes_of_results(call, of_one.part, types, strided)
+            axes[:] = found[1:]
 
     jax.eval_shape(run, *its.types)
     return axes
@@ -161,7 +258,7 @@ def _gradient(how: Call, its: Divided, of: Gradient, xs: Sequence[Any]) -> list[
         return functools.reduce(jnp.add, terms), rest
 
     call = _call(how, loss, its, xs, of.wrt)
-    (_, out), (grads, of_rows) = whole.of_call(call)
+    (_, out), (grads, of_rows) = engine.value_and_grad(call)
     found = dict(zip(call.roles["argnums"], grads, strict=True))
     found |= zip(call.roles["batch_argnums"], of_rows, strict=False)
     due = its.results[len(of.outs) :]
@@ -178,24 +275,30 @@ def _call(
 ) -> Call:
     """A call like another, of a function of arrays, each of which is an argument."""
     split = [i for i, axis in enumerate(its.axes) if axis is not None]
-    rows = [i for i in split if i in wrt]
-    params = tuple(i for i in wrt if i not in rows)
-    batch = (*rows, *(i for i in split if i not in rows))
+    moved = [i for i in split if i in wrt]
+    params = tuple(i for i in wrt if i not in moved)
+    batch = (*moved, *(i for i in split if i not in moved))
     roles: dict[str, tuple[Argument, ...]] = dict.fromkeys(ROLES, ())
     roles |= {"argnums": params, "batch_argnums": batch}
     options = how.options._replace(
         fun=fun, num_microbatches=its.number, argnums=params, batch_argnums=batch
     )
-    return Call(
+    devices = how.devices
+    if devices.axes:
+        devices = devices.with_params(tuple(xs[i] for i in params))
+    call = Call(
         options,
         tuple(xs),
         {},
         roles=roles,
         batch_axes=[its.axes[i] for i in batch],
-        mesh=how.mesh,
-        rows=len(rows),
+        devices=devices,
+        rows=len(moved),
         sums=True,
     )
+    if call.num_parts == 1:
+        return call
+    return call._replace(devices=devices.for_arrays(xs, options.optimize))
 
 
 def _unknown(*args: Any) -> None:

@@ -1,12 +1,12 @@
 """Any function of a batch over micro-batches."""
 
 import functools
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
+from ga_optax._calls import equation
 from ga_optax._calls.call import Call
 from ga_optax._calls.options import Options
 from ga_optax._calls.words import explains_keywords
@@ -108,36 +108,10 @@ def microbatch(
 
     @functools.wraps(fun)
     def microbatch_fun(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = _by_position(fun, args, kwargs)
-        call = Call.make(options, args, kwargs, hint=True)
-        from ga_optax._calls import equation  # 80 ms of import, which not all need
-
+        call = Call.of(options, args, kwargs, hint=True)
         return equation.of_call(call, remat, options.microbatch_size)
 
     return microbatch_fun
 
 
 _TODO = "Pass what is to run over micro-batches."
-
-
-def _by_position(
-    fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with those by position that `fun` takes so, if it says."""
-    if not kwargs:
-        return args, kwargs
-    try:
-        signature = inspect.signature(fun)
-        bound = signature.bind(*args, **kwargs)
-    except (TypeError, ValueError):
-        return args, kwargs
-    places = [
-        p
-        for p in signature.parameters.values()
-        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ]
-    # Defaults fill gaps alone: what comes after the last argument is none of the call.
-    while places and places[-1].name not in bound.arguments:
-        places.pop()
-    bound.arguments = {p.name: p.default for p in places} | bound.arguments
-    return bound.args, bound.kwargs

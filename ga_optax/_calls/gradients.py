@@ -1,5 +1,6 @@
 """`value_and_grad`: `jax.value_and_grad` of any loss, over micro-batches."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -7,7 +8,10 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
+from ga_optax._calls import engine, equation
+from ga_optax._calls.call import Call
 from ga_optax._calls.options import Options
+from ga_optax._calls.results import as_returned, returning_pair
 from ga_optax._calls.words import explains_keywords, warns_outside_jit
 from ga_optax._devices.data_axis import DataAxis
 
@@ -91,22 +95,14 @@ def value_and_grad(
       TypeError, ValueError: if an argument does not fit, before `fun` is traced; if
         what `fun` returned does not fit, before anything runs.
     """
-    from ga_optax._calls import kinds, law  # 80 ms of import, which not all need
+    options = Options(**locals()).checked()
+    of_pair = returning_pair(options)
 
-    options = Options(
-        fun=fun,
-        num_microbatches=num_microbatches,
-        microbatch_size=microbatch_size,
-        argnums=argnums,
-        has_aux=has_aux,
-        holomorphic=holomorphic,
-        allow_int=allow_int,
-        batch_argnums=batch_argnums,
-        batch_argnames=batch_argnames,
-        batch_axes=batch_axes,
-        data_axis=data_axis,
-        residual_bytes=residual_bytes,
-        accumulator_dtype=accumulator_dtype,
-        optimize=optimize,
-    )
-    return warns_outside_jit(kinds.of_any_kind(options.checked(), law.of_options))
+    @warns_outside_jit
+    @functools.wraps(fun)
+    def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        call = Call.of(of_pair, args, kwargs, hint=True)
+        value, grads = engine.value_and_grad(call, equation.of_micro_batch)
+        return as_returned(options, value), call.with_zeros(grads)
+
+    return value_and_grad_fun

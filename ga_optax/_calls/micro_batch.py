@@ -27,7 +27,7 @@ def traced(
     Returns: its program; the arrays of the loop over all of them; the structures of the
     carry and of the aux.
     """
-    options, batch = call.options, call.split(call.distributed)
+    options, batch = call.options, call.split(call.devices.distributed)
     params, _, keys, carry = (list(call.leaves(role).values()) for role in call.roles)
     first = [x[0] for x in batch]
     arguments = params, first, keys, carry
@@ -35,7 +35,8 @@ def traced(
     trace = jax.make_jaxpr(run, return_shape=True)
     with explained(call):
         closed, shapes = trace(*arguments)
-    closed = closed.replace(jaxpr=constraints.without_axes(closed.jaxpr, call.axes))
+    devices = call.devices
+    closed = closed.replace(jaxpr=constraints.without_axes(closed.jaxpr, devices.bound))
     # The types of the results say over which devices they vary; their shapes do not.
     avals = [variable.aval for variable in closed.jaxpr.outvars]
     loss, weight, new, aux = jax.tree.unflatten(jax.tree.structure(shapes), avals)
@@ -57,7 +58,7 @@ def traced(
         results=[loss, *jax.tree.leaves(aux)],
         ways=["mean", *of_aux],
         weighted=weight is not None,
-        varying=tuple(sorted({*call.axes, *meshes.varying(weight)})),
+        varying=tuple(sorted({*devices.bound, *meshes.varying(weight)})),
         multiplies=multiplies,
         arrivals=arrivals,
         optimize=optimize,
@@ -65,7 +66,7 @@ def traced(
     params, carry = list(map(jnp.asarray, params)), list(map(trees.strong, carry))
     real: Any = options.num_real_microbatches
     real = None if real is None else jnp.asarray(real, jnp.int32)
-    operands = Operands(consts, params, batch, keys, carry, call.flat(acc), real)
+    operands = Operands(consts, params, batch, keys, carry, devices.flat(acc), real)
     return step, operands, (jax.tree.structure(new), jax.tree.structure(aux))
 
 
@@ -100,7 +101,7 @@ def _multiplies(call: Call, closed: core.ClosedJaxpr, arguments: Any) -> bool:
     options = call.options
     loss: Any = closed.jaxpr.outvars[0].aval
     # What the backward pass sums over devices cannot be multiplied after that.
-    by_hand = not (options.optimize or options.each)
+    by_hand = not (options.optimize or call.devices.each)
     low = jnp.finfo(loss.dtype).bits < 32
     return low or by_hand or not _scales(closed, *arguments)
 

@@ -37,9 +37,6 @@ _BOOLS = {
     "optimize": "Pass False for the plain scan, or leave it out.",
 }
 
-# The keyword of parameters that are not differentiated, which no user has.
-INTEGERS = "parameters without gradients"
-
 Argument = int | str  # of the call: its position, or its keyword
 
 
@@ -70,10 +67,11 @@ class Options(NamedTuple):
     carry_argnums: int | Sequence[int] = ()
     num_real_microbatches: ArrayLike | None = None
 
-    def checked(self, differentiates: bool = True) -> "Options":
+    def checked(self, differentiates: bool = True, adds: bool = False) -> "Options":
         """The same, in one form; raises if an option does not fit.
 
-        What only runs `fun`, and `differentiates` nothing, has no `argnums`.
+        What only runs `fun`, and `differentiates` nothing, has no `argnums`. What
+        `adds` to an accumulator has logical devices.
         """
         todo = "Pass the loss function itself, not its value."
         check_callable("fun", self.fun, "of the parameters and the batch", todo)
@@ -99,6 +97,12 @@ class Options(NamedTuple):
             **{name: _positions(name, getattr(self, name)) for name in ROLES},
             **{name: _names(name, getattr(self, name)) for name in NAMES.values()},
         )
+        if not adds and options.data_axis and options.data_axis.logical_devices:
+            raise ValueError(
+                "Here data_axis must have no logical_devices, which accumulate alone "
+                f"has, but it is {options.data_axis}. Use ga_optax.accumulate for the "
+                "same bits on any number of devices, or leave logical_devices out."
+            )
         options._check_num_real()
         roles = options.roles()
         for name in ("argnums",) * differentiates + ("batch_argnums",):
@@ -145,30 +149,8 @@ class Options(NamedTuple):
             )
 
     @property
-    def axes(self) -> tuple[str, ...]:
-        """The data axes, `()` if there are none."""
-        return () if self.data_axis is None else self.data_axis.axes
-
-    @property
-    def each(self) -> bool:
-        """Whether the backward pass of every micro-step merges across devices."""
-        axis = self.data_axis
-        return axis is not None and axis.sync == "each" and axis.grad_specs is None
-
-    @property
-    def scatters(self) -> bool:
-        """Whether every micro-step adds its gradient to a sharded sum."""
-        axis = self.data_axis
-        return axis is not None and axis.sync == "each" and axis.grad_specs is not None
-
-    @property
-    def logical_devices(self) -> int:
-        """As how many devices the window is computed; 0 if as the devices there are."""
-        return 0 if self.data_axis is None else self.data_axis.logical_devices or 0
-
-    @property
     def carries(self) -> bool:
-        """Whether `fun` returns a carry."""
+        """True if `fun` returns a carry."""
         return self.carry_argnums != ()
 
     def roles(

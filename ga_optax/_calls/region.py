@@ -7,7 +7,8 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from ga_optax._calls.call import Call, DoesNotFitError
+from ga_optax._calls.call import Call
+from ga_optax._calls.devices import DoesNotFitError
 from ga_optax._devices import collectives, meshes
 from ga_optax._passes import ir
 from ga_optax._passes.shards import Shard, either
@@ -38,20 +39,16 @@ def over_mesh(
         nor for a constraint over all of it.
       closed_over: what `fun` is known to close over.
     """
-    options, mesh, axes = call.options, call.mesh, call.options.axes
+    options, mesh, axes = call.options, call.devices.mesh, call.devices.axes
     operands, specs = call.others, dict.fromkeys(call.others, WHOLE)
     for role in call.roles:
         operands |= call.leaves(role)
         specs |= dict.fromkeys(call.leaves(role), WHOLE)
-    lie = [place.spec for place in call.lie()]
-    specs |= zip(call.leaves("argnums"), lie, strict=True)
+    of_params = [place.spec for place in call.devices.params]
+    specs |= zip(call.leaves("argnums"), of_params, strict=True)
     of_batch = [meshes.split_spec(axes, axis) for axis in call.split_axes]
     specs |= zip(call.leaves("batch_argnums"), of_batch, strict=True)
-    inside = call._replace(
-        mesh=None,
-        specs=jax.tree.structure(call.params).unflatten(lie),
-        grad_specs=None if call.grad_specs is None else gradients(call),
-    )
+    inside = call.devices._replace(mesh=None, is_checked=check_vma)
     values, of_others = [x for x, _ in others], [spec for _, spec in others]
     given = {id(x) for x in operands.values()}
     more = {
@@ -69,10 +66,11 @@ def over_mesh(
         def local(leaves: Any, num_real: Any, *others: Any) -> Any:
             shards = {n: Shard(leaves[n], d, axes) for n, d in dims.items()}
             whole = {n: x.whole() for n, x in shards.items()}
-            here = inside.with_leaves(leaves | whole)._replace(
+            # What fun closes over it sees as it is outside.
+            by_id = {id(more.get(n, whole[n])): x for n, x in shards.items()}
+            here = call.with_leaves(leaves | whole)._replace(
                 options=options._replace(num_real_microbatches=num_real),
-                # What fun closes over it sees as it is outside.
-                shards={id(more.get(n, whole[n])): x for n, x in shards.items()},
+                devices=inside._replace(shards=by_id),
             )
             return run(here, *others)
 
@@ -97,7 +95,7 @@ def _dims_of_shards(
     """
     known: dict[int, int] = {}
     perhaps: dict[int, int] = {}
-    axes, devices = call.options.axes, meshes.num_devices(call.options.axes, call.mesh)
+    axes, devices = call.devices.axes, call.devices.number
     for n, x in arrays.items() if call.options.optimize and devices > 1 else ():
         dims = meshes.dims_that_split(x, devices)
         if not dims or ir.numbers(x.shape) * x.dtype.itemsize < _SMALL:
@@ -117,9 +115,8 @@ _SMALL = 2**16  # bytes: what has fewer is gathered once, for a message takes lo
 
 def gradients(call: Call) -> Any:
     """The specs of gradients, which come back from the region."""
-    return jax.tree.structure(call.params).unflatten(
-        place.spec for place in call.lie(of_gradients=True)
-    )
+    specs = [place.spec for place in call.devices.gradients]
+    return jax.tree.structure(call.params).unflatten(specs) if specs else ()
 
 
 # -- What JAX says of axes -------------------------------------------------------------
@@ -135,7 +132,7 @@ def explained(call: Call) -> Iterator[None]:
         for words, todo in _NOTES.items():
             if words in text:
                 error.add_note(todo)
-        names = [name for name in call.axes if f"'{name}'" in text]
+        names = [name for name in call.devices.bound if f"'{name}'" in text]
         if names and "Manual" in text:
             raise ManualAxisError(f"{_manual(names[0])} JAX says: {error}") from error
         raise
@@ -168,7 +165,7 @@ def _manual(name: str) -> str:
 
 def check_not_reduced(call: Call, loss: Any) -> None:
     """Raises if the loss is that of all devices already."""
-    reduced = [name for name in call.axes if name not in meshes.varying(loss)]
+    reduced = [name for name in call.devices.bound if name not in meshes.varying(loss)]
     if reduced and meshes.checks_varying():
         raise DoesNotFitError(
             "fun must return the loss of one device's micro-batch, but its loss is the "

@@ -1,5 +1,7 @@
 """What `fun` returns: loss, carry and aux, taken apart, checked and put together."""
 
+import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -134,3 +136,44 @@ def check_carry(old: Any, new: Any) -> None:
                 f"The carry must keep the {due} of {name}, but fun returned {came} "
                 f"there. {todo}"
             )
+
+
+# -- Of any aux ------------------------------------------------------------------------
+
+
+def returning_pair(options: Options) -> Options:
+    """The same of a function that returns `(loss, aux)`, a real loss and any aux.
+
+    A leaf of the aux that is no array comes back as it is, as in `jax.value_and_grad`.
+    A holomorphic loss has the gradient of its real part, so it comes with the aux.
+    """
+
+    @functools.wraps(options.fun)
+    def fun(*args: Any, **kwargs: Any) -> Any:
+        out = options.fun(*args, **kwargs)
+        loss, _, aux = taken_apart(options, out, any_aux=True)
+        aux = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else _Static(x), aux)
+        if options.holomorphic:
+            return loss.real, (loss, aux)
+        return loss, aux
+
+    return options._replace(fun=fun, has_aux=True)
+
+
+def as_returned(options: Options, value: tuple[Any, Any]) -> Any:
+    """What `fun` returns, from such a pair; the options are those of `fun`."""
+    loss, aux = value[1] if options.holomorphic else value
+    if not options.has_aux:
+        return loss
+    is_static = lambda x: isinstance(x, _Static)  # noqa: E731
+    return loss, jax.tree.map(
+        lambda x: x.value if is_static(x) else x, aux, is_leaf=is_static
+    )
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(eq=False)
+class _Static:
+    """A node without leaves that holds what is no array of JAX's: a number, a text."""
+
+    value: Any

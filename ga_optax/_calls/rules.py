@@ -4,16 +4,19 @@ That program fills levels by functions that have others, and opens the rules tha
 calls. So on a mesh, where JAX differentiates it, what has such a rule is refused.
 """
 
-import os
 from typing import Any
 
 import jax
 from jax.extend import core
 
-from ga_optax._calls.call import Call, NoDerivativeError
-from ga_optax._partition.custom import calls_rules
+from ga_optax._calls.call import Call
+from ga_optax._partition.custom import calls_rules, is_of_jax
 from ga_optax._passes import ir, places
 from ga_optax._passes.divided import Divided
+
+
+class NoDerivativeError(NotImplementedError):
+    """A derivative that cannot be had."""
 
 
 def rule_in(jaxpr: core.Jaxpr) -> core.JaxprEqn | None:
@@ -25,7 +28,7 @@ def rule_in(jaxpr: core.Jaxpr) -> core.JaxprEqn | None:
         name = e.primitive.name
         if name == "custom_vjp_call":
             return e
-        if name == "custom_jvp_call" and (not _is_of_jax(e) or calls_rules(e)):
+        if name == "custom_jvp_call" and (not is_of_jax(e) or calls_rules(e)):
             return e
         its = e.params.get("its")
         if isinstance(its, Divided) and rule_in(its.program.jaxpr):
@@ -33,16 +36,10 @@ def rule_in(jaxpr: core.Jaxpr) -> core.JaxprEqn | None:
     return None
 
 
-def _is_of_jax(e: core.JaxprEqn) -> bool:
-    """True if an equation calls a function that JAX itself has."""
-    [program] = ir.inner_programs(e)
-    place = str(program.debug_info.func_src_info).partition(" at ")[2]
-    return place.startswith(os.path.dirname(jax.__file__))
-
-
 def refused(call: Call, e: core.JaxprEqn, what: str) -> Exception:
     """The error of a derivative that cannot be had, of a program with such a call."""
-    where = f"a jax.shard_map binds {call.axes}" if call.axes else "the mesh has them"
+    bound = call.devices.bound
+    where = f"a jax.shard_map binds {bound}" if bound else "the mesh has them"
     return NoDerivativeError(
         f"{what} cannot be differentiated in a jax.shard_map, or with mesh axes of "
         "explicit type, if fun has a derivative rule of its own, but fun has "

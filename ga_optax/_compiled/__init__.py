@@ -1,9 +1,9 @@
-"""What XLA made of a step: what fits, and what it communicates.
+"""Memory and communication of a compiled step.
 
-    plan         the fewest micro-batches that fit
-    machines     machines that are not here, by their compilers
+    plan         the fewest micro-batches that fit into memory
+    machines     compilers of machines that this process does not have
     audit        every collective of a compiled step
     hlo          the parser of compiled programs
 
-Imports the root, and of `_passes` what is said of a program.
+Imports the root, and `_passes.notes`.
 """

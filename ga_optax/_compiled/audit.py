@@ -1,7 +1,7 @@
-"""Does it communicate more than it must: the collectives of a compiled program.
+"""The collectives of a compiled program, as a table with a verdict.
 
-`_hlo` reads the program. Here is which of its instructions communicate, over which mesh
-axes, how the table shows them, and what the verdict says about them.
+`hlo` reads the program. This module finds the instructions that communicate and the
+mesh axes that they communicate over.
 """
 
 import dataclasses
@@ -11,6 +11,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from ga_optax import _text
+from ga_optax._compiled import hlo
 
 # An asynchronous pair counts once, at its start.
 _KIND = re.compile(
@@ -18,7 +19,7 @@ _KIND = re.compile(
     r"ragged-all-to-all|reduce-scatter)(?:-start)?"
 )
 _REDUCTIONS = ("all-reduce", "reduce-scatter")
-# What comes from an operation; what comes from an argument has the name of that.
+# The source of an instruction that an operation made; other sources name an argument.
 _OPERATION = re.compile(r"\w+\(.*\)/")
 # The scopes in which gradients of a whole window are reduced.
 _MERGE = {"merge", "ga_optax.merge"}
@@ -32,15 +33,15 @@ class Collective:
       kind: "all-reduce", "reduce-scatter", "all-gather", "all-to-all",
         "collective-permute", "collective-broadcast" or "ragged-all-to-all".
       name: the name of the instruction.
-      num_bytes: the bytes of its operands on one device, each time it runs.
+      num_bytes: the bytes of the operands on one device, for each run.
       replica_groups: the groups of devices that communicate, as the program prints
         them.
-      axes: the mesh axes that it communicates over; None without a mesh, or if the
-        groups are not those of any axes.
-      loops: the loops around it, outermost first, as pairs of the name of the `while`
-        instruction and its trip count. The count is None if the program does not say.
-      conditional: whether it is in a branch, so that it may run less often.
-      source: the JAX operation that it comes from, as the program prints it.
+      axes: the mesh axes of the groups; None without a mesh, or if no axes have these
+        groups.
+      loops: the loops around the instruction, outermost first, as pairs of the name of
+        the `while` instruction and the trip count (None if the program does not say).
+      conditional: whether the instruction is in a branch, and may run less often.
+      source: the JAX operation of the instruction, as the program prints it.
     """
 
     kind: str
@@ -54,14 +55,12 @@ class Collective:
 
     @property
     def times(self) -> int | None:
-        """How often it runs in one call, at most; None if that is not known."""
-        from ga_optax._compiled import hlo  # 3 ms of import, which few need
-
+        """The largest number of runs in one call; None if unknown."""
         return hlo.times(self.loops)
 
     @property
     def total_bytes(self) -> int | None:
-        """The bytes of all its runs in one call, at most; None if not known."""
+        """The largest number of bytes in one call; None if unknown."""
         return None if self.times is None else self.times * self.num_bytes
 
 
@@ -112,21 +111,21 @@ class Audit:
         bytes_ = f"{amount} bytes a call on each device"
         counted = f"{number} collective" + ("s" if number > 1 else "")
         if not self.in_loop:
-            told = self._about_arguments() or self._about_moved_data()
-            return f"{counted}, none in a loop: {bytes_}.{told}"
+            advice = self._about_arguments() or self._about_moved_data()
+            return f"{counted}, none in a loop: {bytes_}.{advice}"
         largest = max(self.in_loop, key=lambda c: c.num_bytes)
         unknown = largest.times is None
         often = "in every iteration" if unknown else f"{largest.times:,} times a call"
         if largest.conditional:
-            often = f"at most {often}, as it is in a branch"
-        belongs = "what a sharded model needs for its activations or parameters"
+            often = f"at most {often}, in a branch"
+        activations = "activations or parameters of a sharded model"
         advice = (
-            f"Gradients are reduced outside of loops already (scope merge), so it is "
-            f"most likely {belongs}."
+            "Gradients are reduced outside of loops already (scope merge), so this "
+            f"collective is most likely for {activations}."
             if self._merges
-            else "If that is a gradient, pass data_axis= to value_and_grad, which "
-            'reduces it once, after the loop, unless sync="each" asks for one in every '
-            f"iteration. If it is {belongs}, it belongs there."
+            else "If it reduces a gradient, pass data_axis= to value_and_grad, which "
+            'reduces once, after the loop, unless sync="each" asks for a reduction in '
+            f"every iteration. If it is for {activations}, the model needs it."
         )
         return (
             f"{counted}, {len(self.in_loop)} in a loop: {bytes_}. The largest in a "
@@ -136,12 +135,12 @@ class Audit:
 
     @property
     def _merges(self) -> bool:
-        """Whether gradients are reduced once, as with `data_axis=`: by our scopes."""
+        """True if a collective outside of loops has the scope of `data_axis=`."""
         once = (c.source.split("/") for c in self.collectives if not c.loops)
         return any(not _MERGE.isdisjoint(scopes) for scopes in once)
 
     def _about_arguments(self) -> str:
-        """Which arguments of the program are put together on every device."""
+        """Names the arguments of the program that every device gathers."""
         gathers = [c for c in self.collectives if c.kind == "all-gather"]
         named = [c for c in gathers if c.source and not _OPERATION.match(c.source)]
         if not named:
@@ -150,11 +149,11 @@ class Audit:
         listed = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
         nbytes = sum(c.num_bytes for c in named)
         return (
-            f" Every device gathers all of {listed}: {nbytes:,} bytes from each. If "
-            "these are parameters, pass param_specs= to DataAxis; if it is the batch, "
-            "data_axis= to value_and_grad. Other arrays of value_and_grad(data_axis=) "
-            "stay sharded if they are arguments of the outermost jitted function, or "
-            "if jax.lax.with_sharding_constraint says how they lie."
+            f" Every device gathers all of {listed}: {nbytes:,} bytes from each. For "
+            "parameters, pass param_specs= to DataAxis; for the batch, data_axis= to "
+            "value_and_grad. Other arrays of value_and_grad(data_axis=) stay sharded "
+            "if they are arguments of the outermost jitted function, or if "
+            "jax.lax.with_sharding_constraint gives their sharding."
         )
 
     def _about_moved_data(self) -> str:
@@ -162,14 +161,14 @@ class Audit:
         moved = sum(c.num_bytes for c in others)
         if not moved:
             return ""
-        said = (
-            f" {moved:,} of them move data between devices without reducing it. A step "
+        fact = (
+            f" {moved:,} of them move data between devices without a reduction. A step "
             "with sharded parameters or logical devices needs that."
         )
         if self._merges:
-            return said
+            return fact
         return (
-            f"{said} If the data is the batch, pass data_axis= to value_and_grad, or "
+            f"{fact} If the data is the batch, pass data_axis= to value_and_grad, or "
             "every device may compute the whole batch."
         )
 
@@ -177,7 +176,7 @@ class Audit:
 def audit(
     compiled: jax.stages.Compiled | str, mesh: Mesh | AbstractMesh | None = None
 ) -> Audit:
-    """Lists the collectives of a compiled step: what crosses the network, how often.
+    """Lists the collectives of a compiled step, with their bytes and number of runs.
 
     >>> import jax, jax.numpy as jnp
     >>> import ga_optax as ga
@@ -188,19 +187,19 @@ def audit(
     >>> print(ga.audit(compiled))
     No collectives: the program does not communicate.
 
-    It finds synchronous collectives, asynchronous ones (counted once, at their start)
-    and collectives over tuples of arrays, in loops, branches, calls and fusions, in
-    programs for CPUs, GPUs and TPUs. A program for one device has none. What it cannot
-    read, such as the trip count of a loop without a constant bound, it shows as "?".
+    It finds synchronous and asynchronous collectives (counted once, at their start) and
+    collectives over tuples of arrays, in loops, branches, calls and fusions, in
+    programs for CPUs, GPUs and TPUs. A program for one device has no collectives. A
+    trip count that is not constant appears as "?".
 
     Args:
-      compiled: what `jax.jit(f).lower(...).compile()` returned, or the text of an
-        optimised HLO module: its `as_text()`, or a file that XLA dumped.
-      mesh: the mesh that the program runs on. With it, the table names mesh axes
-        instead of groups of devices.
+      compiled: the result of `jax.jit(f).lower(...).compile()`, or the text of an
+        optimised HLO module: from `as_text()`, or from a file that XLA dumped.
+      mesh: the mesh of the program. With a mesh, the table names mesh axes instead of
+        groups of devices.
 
     Returns:
-      An `Audit`. Its `in_loop` holds the collectives to worry about, and `str` of it
+      An `Audit`. `audit.in_loop` holds the collectives to check first, and `str(audit)`
       is a table.
 
     Raises:
@@ -213,32 +212,32 @@ def audit(
         text = compiled.as_text() or ""
     else:
         raise TypeError(
-            "audit needs a compiled program, or its HLO text, but it got a "
+            "audit needs a compiled program, or HLO text, but it got a "
             f"{type(compiled).__name__}. Pass jax.jit(step).lower(*args).compile()."
         )
     if not (mesh is None or isinstance(mesh, (Mesh, AbstractMesh))):
         raise TypeError(
             f"mesh must be a jax.sharding.Mesh, or None, but it is {mesh!r}. Pass the "
-            "mesh that the program runs on, for the names of its axes."
+            "mesh of the program, for the names of the axes."
         )
-    from ga_optax._compiled import hlo  # 3 ms of import, which few need
-
     collectives, chains = [], set()
     for placed in hlo.parse(text).walk():
-        found = placed.instruction
-        kind = _KIND.fullmatch(found.opcode)
+        instruction = placed.instruction
+        kind = _KIND.fullmatch(instruction.opcode)
         # On TPUs, the fusions that start, hide and end a collective all contain it.
-        chain = found.attribute(hlo.CHAIN), placed.loops, placed.conditional
+        chain = instruction.attribute(hlo.CHAIN), placed.loops, placed.conditional
         if kind is None or chain in chains:
             continue
         chains |= {chain} if chain[0] else set()
-        size = sum(map(hlo.num_bytes, found.operand_types))
-        groups = found.attribute(hlo.GROUPS)
+        size = sum(map(hlo.num_bytes, instruction.operand_types))
+        groups = instruction.attribute(hlo.GROUPS)
         context = hlo.axes_of(groups, mesh), placed.loops, placed.conditional
-        source = found.attribute(hlo.SOURCE)
-        if source.endswith("/shard_map"):  # the name of what it is for, in jax 0.10
-            source = hlo.argument(found) or source
-        source = source.replace("\\'", "'")
-        name = "reduce-scatter" if hlo.is_scattered(placed) else kind[1]
-        collectives.append(Collective(name, found.name, size, groups, *context, source))
+        source = instruction.attribute(hlo.SOURCE)
+        if source.endswith(
+            "/shard_map"
+        ):  # jax 0.10 names the operation, not the argument
+            source = hlo.argument(instruction) or source
+        source, name = source.replace("\\'", "'"), instruction.name
+        opcode = "reduce-scatter" if hlo.is_scattered(placed) else kind[1]
+        collectives.append(Collective(opcode, name, size, groups, *context, source))
     return Audit(tuple(collectives))

@@ -29,14 +29,14 @@ _COMMENT = re.compile(r"/\*.*?\*/")  # counts the elements of a tuple
 _CALLED = re.compile(
     r"\b(calls|to_apply|body|condition|\w+_computations?)=(%?[\w.\-]+|\{[^}]*\})"
 )
-# The JAX operation that an instruction comes from.
+# The JAX operation of an instruction.
 SOURCE = re.compile(r'op_name="([^"]*)"')
-# The asynchronous collective of a TPU that an instruction is a part of.
+# The asynchronous collective of a TPU to which an instruction belongs.
 CHAIN = re.compile(r'chain_id="(\d+)"')
 # How often the body of a `while` runs. Older versions print the backend's configuration
 # as a string with escaped quotes.
 TRIPS = re.compile(r'known_trip_count\\?"?\s*:\s*\{\s*\\?"?n\\?"?\s*:\s*\\?"?(\d+)')
-# Which devices communicate, as printed.
+# The groups of devices that communicate, as printed.
 GROUPS = re.compile(
     r"(?:replica_groups|source_target_pairs)=("
     r"\{(?:\{[^}]*\},?)*\}"  # {{0,1},{2,3}}
@@ -45,7 +45,7 @@ GROUPS = re.compile(
 )
 
 
-# -- What the text holds ---------------------------------------------------------------
+# -- The program -----------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -53,14 +53,14 @@ class Instruction:
     """One line of a computation: `name = type opcode(arguments), attributes`.
 
     Attributes:
-      name: its name, which is unique in the module.
-      type: the type of its result, as printed; see `shapes` and `num_bytes`.
-      opcode: what it does, such as "add", "while" or "all-reduce-start".
-      operands: what is in the parentheses, as printed: names, with their types in older
-        versions of XLA, or the value of a constant.
+      name: the name, unique in the module.
+      type: the type of the result, as printed; see `shapes` and `num_bytes`.
+      opcode: the operation, such as "add", "while" or "all-reduce-start".
+      operands: the operands as printed: names, with their types in older versions of
+        XLA, or the value of a constant.
       attributes: the text after the parentheses.
-      is_root: whether its result is that of the computation.
-      computation: the computation that it belongs to.
+      is_root: whether the result is the result of the computation.
+      computation: the computation that contains the instruction.
     """
 
     name: str
@@ -82,16 +82,16 @@ class Instruction:
         return types
 
     def operand(self, i: int) -> "Instruction":
-        """The instruction behind operand i and any copies of it; raises KeyError."""
-        found = self.computation[_name(self.operands[i])]
-        return found.operand(0) if found.opcode == "copy" else found
+        """The instruction that computes operand i, behind copies; raises KeyError."""
+        source = self.computation[_name(self.operands[i])]
+        return source.operand(0) if source.opcode == "copy" else source
 
     @property
     def called(self) -> list[str]:
-        """The names of the computations that run when it runs.
+        """The names of the computations that run when the instruction runs.
 
-        A function that a reduction applies to pairs of scalars is not among them. An
-        asynchronous computation belongs to the instruction that starts it.
+        The function that a reduction applies to pairs of scalars is not included. The
+        instruction that starts an asynchronous computation calls the computation.
         """
         if self.opcode.endswith(("-update", "-done")):
             return []
@@ -102,20 +102,20 @@ class Instruction:
         return names
 
     def attribute(self, pattern: re.Pattern[str]) -> str:
-        """What the group of `SOURCE`, `GROUPS` or `TRIPS` matches; "" without match."""
-        found = pattern.search(self.attributes)
-        return found[1] if found else ""
+        """The group of `SOURCE`, `GROUPS` or `TRIPS` in the text; "" without match."""
+        match = pattern.search(self.attributes)
+        return match[1] if match else ""
 
 
 @dataclasses.dataclass(frozen=True)
 class Placed:
-    """An instruction that runs, and where.
+    """An instruction, and its place in the program.
 
     Attributes:
       instruction: the instruction.
-      loops: the loops around it.
-      conditional: whether it is in a branch, so that it may run less often.
-      fused: whether it is in a fusion.
+      loops: the loops around the instruction.
+      conditional: whether the instruction is in a branch, and may run less often.
+      fused: whether the instruction is in a fusion.
     """
 
     instruction: Instruction
@@ -146,10 +146,10 @@ class Module:
         """All instructions that run, in order, through loops, branches and calls.
 
         Args:
-          name: the computation to begin with; None is the entry.
-          loops: the loops around it.
-          conditional: whether it is in a branch.
-          fused: whether it is in a fusion.
+          name: the first computation; None is the entry.
+          loops: the loops around the computation.
+          conditional: whether the computation is in a branch.
+          fused: whether the computation is in a fusion.
         """
         for instruction in self.computations.get(name or self.entry, {}).values():
             yield Placed(instruction, loops, conditional, fused)
@@ -161,17 +161,17 @@ class Module:
                 yield from self.walk(called, inside, *kind)
 
     def trips(self, loop: Instruction) -> int | None:
-        """How often the body of a `while` runs; None if the program does not say.
+        """The trip count of a `while`; None if unknown.
 
-        The programs of TPUs do not print it. In them, a counter goes from a constant to
-        another in constant steps.
+        The programs of TPUs do not print trip counts. There, a counter goes from one
+        constant to another in constant steps.
         """
         if printed := loop.attribute(TRIPS):
             return int(printed)
-        called = {what: _name(name) for what, name in _CALLED.findall(loop.attributes)}
+        called = {kind: _name(name) for kind, name in _CALLED.findall(loop.attributes)}
         try:
             test, body = (
-                root(self.computations[called[what]]) for what in ("condition", "body")
+                root(self.computations[called[kind]]) for kind in ("condition", "body")
             )
             index = test.operand(0).attribute(_INDEX)
             i = int(index)
@@ -187,7 +187,7 @@ class Module:
         return max(0, -(-(stop - first) // by)) if known else None
 
     def inside(self, instruction: Instruction) -> list[Instruction]:
-        """The instructions of a fusion; of any other instruction, itself."""
+        """The instructions of a fusion; `[instruction]` for any other instruction."""
         if instruction.opcode != "fusion":
             return [instruction]
         walks = map(self.walk, instruction.called)
@@ -195,41 +195,41 @@ class Module:
 
 
 def argument(instruction: Instruction) -> str:
-    """The name of the argument of the program that an instruction reads, or ""."""
+    """The name of the program's argument that an instruction reads, or ""."""
     while len(instruction.operands) == 1 and instruction.opcode != "parameter":
-        found = instruction.computation.get(_name(instruction.operands[0]))
-        if found is None:
+        source = instruction.computation.get(_name(instruction.operands[0]))
+        if source is None:
             return ""
-        instruction = found
+        instruction = source
     is_argument = instruction.opcode == "parameter"
     return instruction.attribute(SOURCE) if is_argument else ""
 
 
 def root(computation: Computation) -> Instruction:
-    """The instruction whose result is that of a computation."""
+    """The instruction that computes the result of a computation."""
     return max(computation.values(), key=lambda instruction: instruction.is_root)
 
 
 def times(loops: Loops) -> int | None:
-    """How often an instruction in these loops runs; None if one has no trip count."""
+    """The number of runs of an instruction in these loops; None if unknown."""
     trips = [trip for _, trip in loops]
     return None if None in trips else math.prod(t for t in trips if t is not None)
 
 
 def is_scattered(placed: Placed) -> bool:
-    """Whether it is the all-reduce of a TPU's fusion that keeps slices of it."""
-    found = placed.instruction
-    if found.opcode != "all-reduce" or not placed.fused:
+    """True for an all-reduce in a TPU's fusion that reads only slices of the sum."""
+    reduction = placed.instruction
+    if reduction.opcode != "all-reduce" or not placed.fused:
         return False
-    sums, kept = {found.name}, set()
-    for x in found.computation.values():
+    sums, readers = {reduction.name}, set()
+    for x in reduction.computation.values():
         if sums.isdisjoint(map(_name, x.operands)):
             continue
         if x.opcode == "get-tuple-element":
             sums.add(x.name)
         else:
-            kept.add(x.opcode)
-    return kept == {"dynamic-slice"}
+            readers.add(x.opcode)
+    return readers == {"dynamic-slice"}
 
 
 # -- Types and devices -----------------------------------------------------------------
@@ -260,8 +260,7 @@ def num_bytes(type_: str) -> int:
 def group_members(groups: str) -> list[list[int]] | None:
     """The devices of each group, from any of the three forms that XLA prints.
 
-    An empty list means that all devices are one group, and None that the form is not
-    known.
+    `[]` if all devices are one group; None if the form is unknown.
     """
     if groups in ("", "{}"):
         return []
@@ -300,13 +299,13 @@ def groups_over(
     """The groups of devices along parts of the axes of a mesh.
 
     Args:
-      sizes: those of its axes, by name, outermost first.
-      parts: the name of an axis, how many elements of it come before the part, and how
-        many the part has.
+      sizes: the sizes of the mesh's axes by name, outermost first.
+      parts: for each part, the name of the axis, the number of elements of the axis
+        before the part, and the number of elements of the part.
     """
     names, shape = list(sizes), list(sizes.values())
     devices = np.arange(math.prod(shape))
-    first = devices  # of the group of each
+    first = devices  # the first device of each device's group
     for name, before, size in parts:
         outside = math.prod(shape[: names.index(name)]) * before
         inside = len(devices) // (outside * size)
@@ -316,7 +315,7 @@ def groups_over(
 
 
 def axes_of(groups: str, mesh: Mesh | AbstractMesh | None) -> tuple[str, ...] | None:
-    """The mesh axes whose groups of devices these are."""
+    """The mesh axes whose devices form these groups; None if unknown."""
     members = group_members(groups)
     if members is None or mesh is None:
         return None
@@ -324,16 +323,16 @@ def axes_of(groups: str, mesh: Mesh | AbstractMesh | None) -> tuple[str, ...] | 
     wide = [name for name, size in sizes.items() if size > 1]
     if not members:
         return tuple(wide)
-    found = set(map(frozenset, members))
+    target = set(map(frozenset, members))
     for number in range(len(wide) + 1):
-        for over in itertools.combinations(wide, number):
-            parts = [(name, 1, sizes[name]) for name in over]
-            if set(map(frozenset, groups_over(sizes, parts))) == found:
-                return over
+        for axes in itertools.combinations(wide, number):
+            parts = [(name, 1, sizes[name]) for name in axes]
+            if set(map(frozenset, groups_over(sizes, parts))) == target:
+                return axes
     return None
 
 
-# -- Reading ---------------------------------------------------------------------------
+# -- The parser ------------------------------------------------------------------------
 
 
 def parse(text: str) -> Module:
@@ -359,7 +358,7 @@ def parse(text: str) -> Module:
         raise ValueError(
             "The text must be an optimised HLO module with an ENTRY computation, but "
             f"it begins with {text[:40]!r}. Pass compiled.as_text(), or a file "
-            "that --xla_dump_to wrote, *after_optimizations.txt."
+            "*after_optimizations.txt that --xla_dump_to wrote."
         )
     return Module(computations, entry)
 
@@ -378,12 +377,12 @@ def _instruction(line: str, computation: Computation) -> Instruction | None:
 
 
 def _name(operand: str) -> str:
-    """The name in an operand, which may have a type before it."""
+    """The name in an operand, without the type that may precede the name."""
     return operand.split(" ")[-1].lstrip("%")
 
 
 def _parts(text: str, start: int) -> tuple[list[str], int]:
-    """What the commas in the parenthesis at `start` separate, and where it ends."""
+    """The comma-separated parts of the parenthesis at `start`, and the end's index."""
     parts, depth, begin = [], 0, start + 1
     for i in range(start, len(text)):
         depth += (text[i] in "({[") - (text[i] in ")}]")

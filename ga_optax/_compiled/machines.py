@@ -1,8 +1,8 @@
-"""Machines that are not here: XLA compiles for them without a device.
+"""Compilers of XLA for machines that this process does not have.
 
 `jax.experimental.topologies` describes the devices of a machine. A program can be
-compiled for them and its memory read, but nothing runs. The compilers of TPUs and of
-NVIDIA GPUs are packages of their own, which the extras of this package install.
+compiled for them and its memory read, but nothing runs. The compilers for TPUs and for
+NVIDIA GPUs are separate packages, which the extras of this package install.
 """
 
 import contextlib
@@ -17,9 +17,10 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-# GiB of a device that a program may use, as libtpu 0.0.50 says if one needs more.
+# GiB of a device that a program may use, from the error of libtpu 0.0.50 for a larger
+# program.
 _TPUS = {"v5e": 15.75, "v5p": 95.73, "v6e": 31.24, "tpu7x": 94.74}
-# What the compiler must know of a GPU, from NVIDIA's data sheets: full name, compute
+# The compiler's description of a GPU, from NVIDIA's data sheets: full name, compute
 # capability, multiprocessors, lanes of each, clock (GHz), L2 cache (MiB), bandwidth and
 # memory (bytes), and shared memory of a multiprocessor (KiB).
 _GPUS: dict[str, tuple[Any, ...]] = {
@@ -42,62 +43,65 @@ dnn_version_info {{ major: 9 minor: 7 }}
 runtime_version {{ major: 12 minor: 8 }}
 device_description_str: "NVIDIA {0}"
 """
-# The share of a GPU's memory that JAX reserves, unless it is told otherwise.
+# The share of a GPU's memory that JAX reserves by default.
 _SHARE = 0.75
 
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A machine to compile for, and the bytes that each device has for programs."""
+    """A machine to compile for, and the bytes for programs on each device."""
 
     topology: Any
     memory_limit: int
 
     @contextlib.contextmanager
     def arguments(self, args: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
-        """The shapes of `args` on the target, whose mesh is the current one inside.
+        """The shapes of `args` on the target; the context sets the target's mesh.
 
-        What has a `NamedSharding` keeps its spec and the names of its mesh, over the
-        devices of the target. The rest is whole on each device.
+        A leaf with a `NamedSharding` keeps its spec and the names of its mesh, over the
+        devices of the target. Every other leaf is replicated.
         """
         number = len(self.topology.devices)
-        shardings = filter(None, map(_named, jax.tree.leaves(args)))
+        shardings = filter(None, map(_named_sharding, jax.tree.leaves(args)))
         meshes = {sharding.mesh.shape_tuple: sharding.mesh for sharding in shardings}
         if len(meshes) > 1 or any(m.size != number for m in meshes.values()):
-            found = " and ".join(str(dict(shape)) for shape in meshes)
+            shapes = " and ".join(str(dict(shape)) for shape in meshes)
             raise ValueError(
-                f"The arguments must lie on one mesh of the {number} devices of the "
-                f"target, but they lie on {found}. Name a target of that size."
+                f"The arguments must have one mesh of the {number} devices of the "
+                f"target, but they have {shapes}. Name a target of that size."
             )
         if not meshes and number > 1:
             raise ValueError(
-                f"The arguments must say how they lie on the {number} devices of the "
-                "target, but no argument does. Pass jax.ShapeDtypeStruct with shardings"
+                f"The arguments must have shardings over the {number} devices of the "
+                "target, but no argument has one. Pass jax.ShapeDtypeStruct with those"
                 f" over jax.sharding.AbstractMesh(({number},), ('data',)), for example."
             )
-        whole: Any = SingleDeviceSharding(self.topology.devices[0])
-        current: Any = contextlib.nullcontext()
+        replicated: Any = SingleDeviceSharding(self.topology.devices[0])
+        context: Any = contextlib.nullcontext()
         for mesh in meshes.values():
-            made = topologies.make_mesh(self.topology, mesh.axis_sizes, mesh.axis_names)
-            made = Mesh(made.devices, mesh.axis_names, axis_types=mesh.axis_types)
-            whole, current = NamedSharding(made, PartitionSpec()), jax.set_mesh(made)
+            grid = topologies.make_mesh(self.topology, mesh.axis_sizes, mesh.axis_names)
+            grid = Mesh(grid.devices, mesh.axis_names, axis_types=mesh.axis_types)
+            replicated, context = (
+                NamedSharding(grid, PartitionSpec()),
+                jax.set_mesh(grid),
+            )
 
-        def placed(x: Any, shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-            own = _named(x)
-            there = NamedSharding(whole.mesh, own.spec) if own else whole
-            return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=there)
+        def on_target(x: Any, shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            known = _named_sharding(x)
+            new = NamedSharding(replicated.mesh, known.spec) if known else replicated
+            return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=new)
 
-        with current:
-            yield jax.tree.map(placed, args, jax.eval_shape(lambda *x: x, *args))
+        with context:
+            yield jax.tree.map(on_target, args, jax.eval_shape(lambda *x: x, *args))
 
 
-def _named(x: Any) -> NamedSharding | None:
+def _named_sharding(x: Any) -> NamedSharding | None:
     sharding = getattr(x, "sharding", None)
     return sharding if isinstance(sharding, NamedSharding) else None
 
 
 def find(name: str) -> Target:
-    """The target of a name such as "h100", "h100:8", "v5e" or "v5e:2x4"."""
+    """The target with a name such as "h100", "h100:8", "v5e" or "v5e:2x4"."""
     kind, _, shape = name.partition(":") if isinstance(name, str) else ("", "", "")
     if kind not in {*_TPUS, *_GPUS} or not re.fullmatch(r"(\d+(x\d+)*)?", shape):
         raise ValueError(
@@ -107,7 +111,7 @@ def find(name: str) -> Target:
     extra = "target-tpu" if kind in _TPUS else "target-gpu"
     try:
         if kind in _TPUS:
-            # libtpu asks a server of Google's cloud what it runs on, for minutes.
+            # Without these, libtpu asks a server of Google's cloud, for minutes.
             os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
             os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
             os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
@@ -116,23 +120,23 @@ def find(name: str) -> Target:
             sizes = [int(n) for n in shape.split("x")]
             torus = len(sizes) == 3 and all(n % 4 == 0 for n in sizes)
             wrap = {"wrap": (True,) * 3} if torus else {}
-            found = topologies.get_topology_desc(f"{kind}:{shape}", "tpu", **wrap)
-            return Target(found, int(_TPUS[kind] * 2**30))
-        facts = _GPUS[kind]
+            topology = topologies.get_topology_desc(f"{kind}:{shape}", "tpu", **wrap)
+            return Target(topology, int(_TPUS[kind] * 2**30))
+        gpu = _GPUS[kind]
         config = _GPU.format(
-            *facts,
-            l2=facts[5] * 2**20,
-            bandwidth=int(facts[6]),
-            shared=facts[8] * 2**10,
-            optin=(facts[8] - 1) * 2**10,
+            *gpu,
+            l2=gpu[5] * 2**20,
+            bandwidth=int(gpu[6]),
+            shared=gpu[8] * 2**10,
+            optin=(gpu[8] - 1) * 2**10,
         )
-        found = topologies.get_topology_desc(
+        topology = topologies.get_topology_desc(
             platform="cuda", target_config=config, topology=f"1x1x{shape or 1}"
         )
-        return Target(found, math.floor(facts[7] * _SHARE))
+        return Target(topology, math.floor(gpu[7] * _SHARE))
     except Exception as error:
         raise ValueError(
-            f"target={name!r} needs XLA's compiler for it, which did not start: "
-            f'{error}. Install it with `pip install "ga_optax[{extra}]"`; if it is '
-            "there, check the topology."
+            f"target={name!r} needs XLA's compiler for that machine, which did not "
+            f'start: {error}. Install it with `pip install "ga_optax[{extra}]"`; if it '
+            "is installed, check the topology."
         ) from None

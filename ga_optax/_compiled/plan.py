@@ -1,13 +1,13 @@
-"""What fits: the fewest micro-batches with which a step fits into memory.
+"""The fewest micro-batches with which a step fits into memory.
 
 XLA decides at compile time which buffers a program needs on one device, and reports
 
     bytes(k)  =  temp + argument + output - alias
 
 without running anything. More micro-batches have smaller activations, so bytes(k) falls
-with k, and a bisection finds the smallest k that fits. There is one exception. A single
-micro-batch needs no accumulator, so it may need less memory than two. The search
-therefore tries the smallest candidate first, and bisects the others.
+with k, and a bisection finds the smallest k that fits. The exception is k = 1, which
+needs no accumulator and may need less memory than k = 2. The search therefore tries the
+smallest candidate first, and bisects the others.
 """
 
 import contextlib
@@ -27,28 +27,29 @@ import jax
 import numpy as np
 
 from ga_optax import _checks, _text
+from ga_optax._compiled import machines
 from ga_optax._passes import notes
 
 
 class NothingFitsError(ValueError):
-    """No candidate fits. The message says how much memory the smallest need is."""
+    """No candidate fits. The message says how much memory the smallest one needs."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A number of micro-batches that was compiled. All sizes are bytes on one device.
+    """A compiled number of micro-batches. All sizes are bytes on one device.
 
     Attributes:
       num_microbatches: the number.
-      temp: what XLA allocates besides arguments and results.
-      argument: the arguments.
-      output: the results.
-      alias: the part of the results that reuses donated arguments.
+      temp: the bytes that XLA allocates besides arguments and results.
+      argument: the bytes of the arguments.
+      output: the bytes of the results.
+      alias: the bytes of results that reuse donated arguments.
       fits: whether `bytes` is at most the limit.
-      error: why there are no sizes, if making or compiling the step failed.
-      seconds: how long it took to trace and compile.
-      notes: for which leaves `value_and_grad` adds the gradients in place, and why not
-        for the others.
+      error: the error, if the step could not be made or compiled.
+      seconds: the time to trace and compile.
+      notes: the leaves whose gradients `value_and_grad` adds in place, and the reasons
+        for the other leaves.
     """
 
     num_microbatches: int
@@ -63,7 +64,7 @@ class Candidate:
 
     @property
     def bytes(self) -> int | None:
-        """The sum temp + argument + output - alias, or None if it failed."""
+        """The sum temp + argument + output - alias; None after an error."""
         if self.error is not None:
             return None
         return self.temp + self.argument + self.output - self.alias
@@ -71,14 +72,14 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What `plan` found. `str(plan)` is a table.
+    """The result of `plan`. `str(plan)` is a table.
 
     Attributes:
-      num_microbatches: the answer, the fewest micro-batches that fit.
+      num_microbatches: the fewest micro-batches that fit.
       batch_size: examples in a batch.
-      memory_limit: the bytes that one device has.
-      candidates: the candidates that were compiled, by `num_microbatches`.
-      untried: the candidates that did not have to be compiled.
+      memory_limit: the bytes of one device.
+      candidates: the compiled candidates, by `num_microbatches`.
+      untried: the candidates that were not compiled.
     """
 
     num_microbatches: int
@@ -89,13 +90,13 @@ class Plan:
 
     @property
     def bytes(self) -> int:
-        """What the answer needs, on one device."""
+        """The bytes that the step with `num_microbatches` needs on one device."""
         needs = {c.num_microbatches: c.bytes for c in self.candidates}
         return needs[self.num_microbatches] or 0
 
     @property
     def microbatch_size(self) -> int:
-        """Examples in a micro-batch of the answer."""
+        """Examples in a micro-batch."""
         return self.batch_size // self.num_microbatches
 
     def __str__(self) -> str:
@@ -117,8 +118,8 @@ def plan(
 ) -> Plan:
     """Finds the fewest micro-batches with which a step fits into memory.
 
-    It compiles the step, and runs nothing. The fewest micro-batches are the fastest,
-    because each further one makes the matrices smaller.
+    `plan` compiles the step, and runs nothing. Fewer micro-batches are faster,
+    because each further micro-batch makes the matrices smaller.
 
     >>> import jax, jax.numpy as jnp, ga_optax as ga
     >>> def loss(w, x):
@@ -137,74 +138,72 @@ def plan(
     1 + ⌈log2(candidates)⌉: 4 for 1, 2, 4, ..., 64. stderr shows the progress.
 
     **Exactness.** The sizes are those of the compiled program, to the byte. They do not
-    include what else is on the device: the next batch, the runtime's own memory and
+    include anything else on the device: the next batch, the runtime's memory and
     fragmentation. So leave room on a GPU; 0.9 of its memory is a good limit.
-    The search assumes that memory falls with more micro-batches. If it saw memory
-    rise, the plan says so.
+    The search assumes that memory falls with more micro-batches. If memory rises
+    between two compiled candidates, the plan says so.
 
     Args:
       make_step: a function of `num_microbatches` that returns a jitted function of
         `args`. Donate the arguments that you donate in training.
-      *args: the arguments of the step: arrays, or `jax.ShapeDtypeStruct`, with their
-        shardings if they have any; NNX modules too if the step is under `nnx.jit`.
+      *args: the arguments of the step: arrays, or `jax.ShapeDtypeStruct`, with
+        shardings if there are any; NNX modules too if the step is under `nnx.jit`.
       batch_size: examples in a batch. Each candidate must divide it. An example may be
-        several rows of what `value_and_grad` gets (tokens), or devices may share them.
+        several rows of the batch of `value_and_grad` (tokens), or several devices may
+        share the examples.
       memory_limit: bytes on one device: a number, or a string such as "16GiB" (GiB =
         2^30 bytes, GB = 10^9). None takes the limit of the target, or of the smallest
-        local device, which a CPU does not have.
+        local device; a CPU has no limit.
       candidates: the numbers of micro-batches to choose from. None takes all divisors
         of `batch_size`.
-      target: a machine that is not here, such as "h100", "h100:8" or "v5e:2x4"; see
-        {doc}`/memory`. None plans for the devices of this process.
+      target: a machine that this process does not have, such as "h100", "h100:8" or
+        "v5e:2x4"; see {doc}`/memory`. None plans for the devices of this process.
 
     Returns:
-      The `Plan`. Its page also says for which leaves the gradients are not added in
-      place, and why.
+      The `Plan`. `str(plan)` also lists the leaves whose gradients are not added in
+      place, and the reasons.
 
     Raises:
-      NothingFitsError: if nothing fits. It is a `ValueError`, and says how much memory
-        the smallest need is.
+      NothingFitsError: if nothing fits: a `ValueError` that says how much memory the
+        smallest candidate needs.
       ValueError: if an argument is invalid, or if no candidate compiles.
-      TypeError: if an argument, or what `make_step` returns, has the wrong type.
+      TypeError: if an argument, or the result of `make_step`, has the wrong type.
     """
     _check_make_step(make_step)
-    todo = "Pass how many examples one step sees."
+    todo = "Pass the number of examples in one step."
     batch_size = _checks.check_int("batch_size", batch_size, todo)
-    machine: Any = None
-    if target is not None:
-        from ga_optax._compiled import machines  # few need it
-
-        machine = machines.find(target)
+    machine: Any = None if target is None else machines.find(target)
     if memory_limit is None:
         memory_limit = machine.memory_limit if machine else _device_limit()
     limit = parse_bytes(memory_limit)
     choices = _check_candidates(candidates, batch_size)
-    place = machine.arguments if machine else contextlib.nullcontext
-    with place(args) as args:
+    on_machine = machine.arguments if machine else contextlib.nullcontext
+    with on_machine(args) as args:
         search = _Search(make_step, args, limit, batch_size)
         answer = search.smallest_that_fits(choices)
-    seen = tuple(search.tried[k] for k in sorted(search.tried))
-    untried = tuple(k for k in choices if k not in search.tried)
+    compiled = tuple(search.compiled[k] for k in sorted(search.compiled))
+    untried = tuple(k for k in choices if k not in search.compiled)
     if answer is None:
-        search.nothing_fits(_page(seen, untried, batch_size, "Nothing fits."))
-    return Plan(answer, batch_size, limit, seen, untried)
+        search.nothing_fits(_page(compiled, untried, batch_size, "Nothing fits."))
+    return Plan(answer, batch_size, limit, compiled, untried)
 
 
-class _BatchSizeError(ValueError):
-    """The step has another batch than the caller says."""
+class _StepError(Exception):
+    """A step that does not fit the other arguments: the error's type and message."""
 
 
 def _check_make_step(make_step: Any) -> None:
-    """Raises unless it can be called with a number of micro-batches alone."""
-    what = "of num_microbatches that returns a jitted function"
+    """Raises unless `make_step` can be called with a number of micro-batches alone."""
+    signature = "of num_microbatches that returns a jitted function"
     example = "lambda k: jax.jit(ga_optax.value_and_grad(loss, k)), for example."
     todo = f"Pass the function that builds your step: {example}"
-    _checks.check_callable("make_step", make_step, what, todo)
+    _checks.check_callable("make_step", make_step, signature, todo)
     if hasattr(make_step, "lower"):
         raise TypeError(
-            f"make_step must be a function {what}, but it is a jitted one. {todo}"
+            f"make_step must be a function {signature}, but it is a jitted function. "
+            f"{todo}"
         )
-    with contextlib.suppress(ValueError):  # of a built-in function
+    with contextlib.suppress(ValueError):  # a built-in function has no signature
         signature = inspect.signature(make_step)
         try:
             signature.bind(1)
@@ -216,15 +215,15 @@ def _check_make_step(make_step: Any) -> None:
 
 
 def _is_too_large(candidate: Candidate) -> bool:
-    """Whether the compiler itself found that it does not fit, as that of TPUs does."""
+    """True if the compiler refused the candidate for its memory, as for TPUs."""
     return "RESOURCE_EXHAUSTED" in (candidate.error or "")
 
 
 class _Search:
-    """Compiles candidates, and remembers what they need.
+    """Compiles candidates, and remembers their sizes.
 
     Attributes:
-      tried: what was found, by the number of micro-batches.
+      compiled: the compiled candidates, by the number of micro-batches.
     """
 
     def __init__(
@@ -234,53 +233,52 @@ class _Search:
         limit: int,
         batch_size: int,
     ) -> None:
-        self.tried: dict[int, Candidate] = {}
+        self.compiled: dict[int, Candidate] = {}
         self._make_step, self._args = make_step, args
         self._limit, self._batch_size = limit, batch_size
-        self._causes: list[Exception] = []
+        self._errors: list[Exception] = []
 
-    def smallest_that_fits(self, todo: list[int]) -> int | None:
-        """The smallest candidate that fits, if the need falls after the first one."""
-        answer, rest, at = None, todo, 0
+    def smallest_that_fits(self, choices: list[int]) -> int | None:
+        """The smallest candidate that fits, if memory falls after the first one."""
+        answer, rest, at = None, choices, 0
         while rest:
             k = rest[at]
-            found = self._measured(k)
-            if found.fits:
+            candidate = self._measured(k)
+            if candidate.fits:
                 answer, rest = k, rest[:at]
-            elif found.error and not _is_too_large(found):
-                rest = rest[:at] + rest[at + 1 :]  # which says nothing about memory
+            elif candidate.error and not _is_too_large(candidate):
+                rest = rest[:at] + rest[at + 1 :]  # other errors tell nothing of memory
             else:
                 rest = rest[at + 1 :]
             at = len(rest) // 2
         return answer
 
     def nothing_fits(self, page: str) -> NoReturn:
-        """Raises, because there is no answer."""
-        needs = [(c.bytes, k) for k, c in self.tried.items() if c.bytes is not None]
+        """Raises the error for a search without an answer."""
+        needs = [(c.bytes, k) for k, c in self.compiled.items() if c.bytes is not None]
         if needs:
             need, k = min(needs)
-            said = (
+            cause = (
                 f"no candidate does: the smallest need is {format_bytes(need)} "
                 f"({need} bytes), with num_microbatches={k}"
             )
-        elif all(map(_is_too_large, self.tried.values())):
-            said = "the compiler says of every candidate that it does not"
+        elif all(map(_is_too_large, self.compiled.values())):
+            cause = "the compiler says that no candidate does"
         else:
-            k = min(self.tried)
+            k, failed = min(self.compiled.items())
             raise ValueError(
-                f"At least one candidate must compile, but all {len(self.tried)} that "
-                f"were tried failed; num_microbatches={k} with "
-                f"{(self.tried[k].error or '').rstrip('.')}. "
-                "Call make_step yourself, and its lower(*args)."
-            ) from self._causes[0]
+                f"At least one candidate must compile, but all {len(self.compiled)} "
+                f"failed; num_microbatches={k} with {f'{failed.error}'.rstrip('.')}. "
+                f"To see the error, call make_step({k}).lower(*args)."
+            ) from self._errors[0]
         raise NothingFitsError(
-            f"The step must fit into {format_bytes(self._limit)}, but {said}. Allow "
+            f"The step must fit into {format_bytes(self._limit)}, but {cause}. Allow "
             "more micro-batches, donate the arguments that the step replaces, use "
             f"jax.checkpoint, or shard over more devices.\n{page}"
-        ) from (None if needs else self._causes[0])
+        ) from (None if needs else self._errors[0])
 
-    def _compiled(self, k: int) -> tuple[Any, Any, list[str]]:
-        """The step of a candidate, compiled if it can be, and what is said of it."""
+    def _compile(self, k: int) -> tuple[Any, list[str]]:
+        """The compiled step with k micro-batches, and the notes of `value_and_grad`."""
         with notes.recorded() as lines, notes.batches() as batches:
             try:
                 step = self._make_step(k)
@@ -289,65 +287,62 @@ class _Search:
             finally:
                 pairs = [sorted((self._batch_size, rows)) for rows in batches]
                 if batches and all(many % few for few, many in pairs):
-                    raise _BatchSizeError(
-                        "batch_size must be how many rows the step's batch has, but it "
-                        f"is {self._batch_size}, and value_and_grad got a batch of "
-                        f"{batches[0]}. Pass that number, or other arguments."
+                    raise _StepError(
+                        ValueError,
+                        "batch_size must be the number of rows of the step's batch, but"
+                        f" it is {self._batch_size}, and value_and_grad got a batch of "
+                        f"{batches[0]}. Pass that number, or other arguments.",
                     )
-            return step, None if lowered is None else lowered.compile(), lines
+            if lowered is None:
+                raise _StepError(
+                    TypeError,
+                    "make_step must return a jitted function, but num_microbatches="
+                    f"{k} gave a {type(step).__name__}, which has no `lower`. Return "
+                    "jax.jit(step).",
+                )
+            return lowered.compile(), lines
 
     def _measured(self, k: int) -> Candidate:
-        """Compiles a candidate, and says what it needs."""
+        """Compiles a candidate, and prints the progress."""
         say = functools.partial(print, file=sys.stderr, flush=True)
         say(f"plan: num_microbatches={k}: compiling ...", end="")
         start = time.perf_counter()
         try:
-            step, compiled, lines = self._compiled(k)
-        except _BatchSizeError as error:
-            raise ValueError(str(error)) from None
-        except Exception as error:  # of the user's code or of the compiler: reported
-            self._causes.append(error)
+            compiled, lines = self._compile(k)
+        except _StepError as error:
+            kind, message = error.args
+            raise kind(message) from None
+        except Exception as error:  # from the user's code or the compiler: reported
+            self._errors.append(error)
             message = f"{type(error).__name__}: {str(error).strip() or 'no message'}"
-            found = Candidate(k, error=message.splitlines()[0])
-            outcome = f"failed: {found.error}"
+            candidate = Candidate(k, error=message.splitlines()[0])
+            outcome = f"failed: {candidate.error}"
         else:
-            analysis = _analysed(k, step, compiled)
+            analysis = compiled.memory_analysis()
+            if analysis is None:
+                raise ValueError(
+                    "The backend must report the memory of compiled programs, but "
+                    f"{jax.default_backend()!r} reports none. Plan on another backend."
+                )
             kinds = "argument", "output", "alias"
             sizes: Any = {x: getattr(analysis, f"{x}_size_in_bytes") for x in kinds}
-            found = Candidate(k, temporaries(analysis), **sizes, notes=tuple(lines))
-            fits = (found.bytes or 0) <= self._limit
-            found = dataclasses.replace(found, fits=fits)
-            size = format_bytes(found.bytes or 0)
+            candidate = Candidate(k, temporaries(analysis), **sizes, notes=tuple(lines))
+            fits = (candidate.bytes or 0) <= self._limit
+            candidate = dataclasses.replace(candidate, fits=fits)
+            size = format_bytes(candidate.bytes or 0)
             outcome = f"{size}, {'fits' if fits else 'does not fit'}"
         seconds = time.perf_counter() - start
         say(f" {outcome} ({seconds:.1f} s)")
-        self.tried[k] = dataclasses.replace(found, seconds=seconds)
-        return self.tried[k]
-
-
-def _analysed(k: int, step: Any, compiled: Any) -> Any:
-    """What XLA says of the memory of a compiled step; raises if it says nothing."""
-    if compiled is None:
-        raise TypeError(
-            "make_step must return a jitted function, but for num_microbatches="
-            f"{k} it returned a {type(step).__name__}, which has no `lower`. Return "
-            "jax.jit(step)."
-        )
-    analysis = compiled.memory_analysis()
-    if analysis is None:
-        raise ValueError(
-            "The backend must report the memory of compiled programs, but "
-            f"{jax.default_backend()!r} reports none. Plan on another backend."
-        )
-    return analysis
+        self.compiled[k] = dataclasses.replace(candidate, seconds=seconds)
+        return self.compiled[k]
 
 
 def temporaries(analysis: Any) -> int:
     """The bytes that XLA reserves besides arguments and results.
 
-    On TPUs `temp_size_in_bytes` is a fifth or so more than that. The total, which newer
-    versions of jax report, is what libtpu checks against a device's memory. It is 0 for
-    a program of a GPU that was read from JAX's compilation cache.
+    On TPUs `temp_size_in_bytes` is about a fifth too large. libtpu checks the total,
+    which newer versions of jax report, against a device's memory. The total is 0 for a
+    GPU's program that was read from JAX's compilation cache.
     """
     total = getattr(analysis, "total_allocation_bytes", None)
     if not total:
@@ -373,22 +368,21 @@ def _page(
         table.append((f"{k}", f"{rows // k}", *cells, fits))
     lines = []
     if untried:
-        those = ", ".join(map(str, untried))
-        lines.append(f"Not compiled, as the search did not need them: {those}.")
+        numbers = ", ".join(map(str, untried))
+        lines.append(f"Not compiled, as the search did not need them: {numbers}.")
     for c in candidates:
         if c.error is not None:
             lines.append(f"num_microbatches={c.num_microbatches} failed: {c.error}")
-    # The search allows for less memory with the smallest candidate, which it tries
-    # first.
+    # The smallest candidate, which the search tries first, may need less memory.
     sized = [(c.num_microbatches, c.bytes) for c in candidates[1:] if not c.error]
     for (few, small), (many, large) in itertools.pairwise(sized):
         if (large or 0) > (small or 0):
             lines.append(
                 f"Memory rises from {few} to {many} micro-batches, but the search "
-                "assumes that it falls. A candidate that was not compiled may fit. To "
-                "be sure, pass the others one at a time."
+                "assumes that memory falls. A candidate that was not compiled may fit. "
+                "To be sure, pass the other candidates one at a time."
             )
-    # Most programs have the same notes: each is printed once.
+    # Most programs have the same notes: print each note once.
     lines += dict.fromkeys(note for c in candidates for note in c.notes)
     return "\n".join(
         [*_text.columns(table), verdict, *itertools.chain(*map(_text.wrap, lines))]
@@ -402,7 +396,7 @@ _SIZE = re.compile(r"\s*(\d+\.?\d*|\.\d+)\s*(?:(?:([kmgtp])(i?))?b)?\s*", re.IGN
 
 
 def format_bytes(size: int) -> str:
-    """The size in the largest binary unit of which it is at least one."""
+    """The size in the largest binary unit that is not larger than the size."""
     power = max(0, min((abs(size).bit_length() - 1) // 10, len(_PREFIXES)))
     if power == 0:
         return f"{size} B"
@@ -410,7 +404,7 @@ def format_bytes(size: int) -> str:
 
 
 def parse_bytes(size: int | float | str) -> int:
-    """Whole bytes, from a number or a string such as "16GiB"; otherwise it raises."""
+    """Whole bytes, from a number or a string such as "16GiB"; or raises."""
     todo = 'Pass bytes, or a string such as "16GiB" (2^30 bytes) or "16GB" (10^9).'
     if isinstance(size, (bool, np.bool_)) or not isinstance(size, (numbers.Real, str)):
         raise TypeError(
@@ -441,13 +435,14 @@ def _device_limit() -> int:
     if None in limits:
         raise ValueError(
             "memory_limit must be given if a device does not report its memory, and "
-            f'{devices[limits.index(None)]} does not. Pass it, as "16GiB" for example.'
+            f"{devices[limits.index(None)]} does not. Pass a limit such as "
+            '"16GiB".'
         )
     return int(min(limits))
 
 
 def _check_candidates(candidates: Sequence[int] | None, batch_size: int) -> list[int]:
-    """The candidates, from few micro-batches to many."""
+    """The candidates in ascending order, or raises."""
     divisors = _checks.divisors(batch_size)
     if candidates is None:
         return divisors

@@ -1,10 +1,10 @@
-"""What communicates: meshes, what lies where on them, and collectives.
+"""Meshes, shardings and collectives.
 
-    meshes       which mesh, which axes, what is sharded or varies: questions
-    membership   which rows are in which micro-batch, and back
-    collectives  what communicates, and `merge_across`
+    meshes       questions about meshes, axes and shardings
+    membership   splits a batch into micro-batches, and joins them
+    collectives  everything that communicates, and `merge_across`
     logical      sums over logical devices: one order on any number of devices
-    data_axis    `DataAxis`: what goes with the axis that splits the batch
+    data_axis    `DataAxis`: the axis that splits the batch, and its options
 
-Ask here before you look at a sharding yourself. Imports the root's modules alone.
+Questions about shardings belong here. Imports the root's modules alone.
 """

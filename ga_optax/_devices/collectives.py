@@ -1,14 +1,14 @@
-"""Merge across devices: where axes of a mesh split the batch.
+"""Merge across devices, if axes of a mesh split the batch.
 
     Σ w·g over the window  =  psum over devices of Σ w·g over the device's micro-batches
 
-Every device folds its own part of the batch, and the sums are all-reduced once a
-window. Inside `jax.shard_map` the axes are bound, and everything here is a collective
-on them; at top level `over_mesh` makes that region, over the data axes alone, so that
-the other axes of the mesh stay with the compiler.
+Every device folds one part of the batch, and the sums are all-reduced once a window.
+Inside `jax.shard_map` the axes are bound, and the functions here run collectives over
+them. At top level `over_mesh` makes that region, over the data axes alone, so that the
+compiler still distributes the other axes of the mesh.
 
 A parameter that is sharded over a data axis is gathered before the window, and its
-gradient scattered after it: `Placement` says along which dimension.
+gradient scattered afterwards, along the dimension that `Placement` names.
 """
 
 import itertools
@@ -29,10 +29,10 @@ from ga_optax.accumulator import Accumulator
 
 
 def vary(tree: Any, axes: Axes) -> Any:
-    """Marks every leaf as the device's own, so that no transpose sums it over `axes`.
+    """Marks every leaf as varying over `axes`, so that no transpose sums over `axes`.
 
-    With respect to a value that all devices share, JAX returns a gradient that is
-    summed over them already: one all-reduce in every micro-step.
+    With respect to a value that is the same on all devices, JAX returns a gradient that
+    is summed over devices already: one all-reduce in every micro-step.
     """
 
     def mark(x: Any) -> Any:
@@ -43,7 +43,7 @@ def vary(tree: Any, axes: Axes) -> Any:
 
 
 def gather(leaves: list[Any], where: Sequence[Placement]) -> list[Any]:
-    """Puts sharded leaves together, on every device."""
+    """All-gathers sharded leaves."""
 
     def whole(x: Any, placement: Placement) -> Any:
         for dim, axes in placement.dims:
@@ -70,10 +70,10 @@ def scatter(x: jax.Array, placement: Placement, ndim: int) -> jax.Array:
 
 
 def summed(x: jax.Array, placement: Placement, axes: Axes, ndim: int) -> jax.Array:
-    """As `reduce`, for a slice of a leaf with `ndim` dimensions."""
-    left = tuple(name for name in axes if name not in placement.axes)
+    """`reduce` of one slice of a leaf with `ndim` dimensions."""
+    other_axes = tuple(name for name in axes if name not in placement.axes)
     x = scatter(x, placement, ndim)
-    return jax.lax.psum(x, left) if left else x
+    return jax.lax.psum(x, other_axes) if other_axes else x
 
 
 def reduce(leaves: list[Any], where: Sequence[Placement], axes: Axes) -> list[Any]:
@@ -82,12 +82,12 @@ def reduce(leaves: list[Any], where: Sequence[Placement], axes: Axes) -> list[An
     for i, (x, placement) in enumerate(zip(leaves, where, strict=True)):
         result.append(scatter(x, placement, x.ndim))
         done = placement.axes + placement.summed
-        left = tuple(name for name in axes if name not in done)
-        groups.setdefault(left, []).append(i)
-    # One psum of the leaves with the same axes left is one collective to XLA.
-    for left, members in groups.items():
-        if left:
-            sums = jax.lax.psum([result[i] for i in members], left)
+        other_axes = tuple(name for name in axes if name not in done)
+        groups.setdefault(other_axes, []).append(i)
+    # XLA makes one collective of one psum, so leaves with the same axes share a psum.
+    for other_axes, members in groups.items():
+        if other_axes:
+            sums = jax.lax.psum([result[i] for i in members], other_axes)
             for i, x in zip(members, sums, strict=True):
                 result[i] = x
     return result
@@ -97,8 +97,8 @@ def merge_across(acc: Accumulator, data_axis: str | Sequence[str]) -> Accumulato
     """Adds the accumulators of all devices along `data_axis`, inside `jax.shard_map`.
 
     This is the one communication of a window that `accumulate` filled device by device.
-    Merge once, at its end, and start the next window from `accumulator.init`. An
-    accumulator that is merged twice counts once more on every device.
+    Merge once, at the end of the window, and start the next window from
+    `accumulator.init`. Merged twice, an accumulator counts once for every device.
 
     >>> import jax, jax.numpy as jnp
     >>> from jax.sharding import PartitionSpec as P
@@ -117,8 +117,8 @@ def merge_across(acc: Accumulator, data_axis: str | Sequence[str]) -> Accumulato
     >>> print(step(jnp.float32(1.0), jnp.ones(rows)))
     1.0
 
-    **Exactness.** The sum is that of the backend's all-reduce, in its order. It is the
-    same on every device, and in every run on the same devices.
+    **Exactness.** The backend's all-reduce adds the sums, in its order. The result is
+    the same on every device, and in every run on the same devices.
 
     Args:
       acc: this device's accumulator.
@@ -126,29 +126,29 @@ def merge_across(acc: Accumulator, data_axis: str | Sequence[str]) -> Accumulato
 
     Returns:
       The accumulator of all devices, the same on each: `total` and `weight` are sums;
-      `count` is that of one device, since all of them step at the same time. If the
-      accumulator is empty on one device, it must be empty on all.
+      `count` is the count of one device, since all devices step at the same time. If
+      the accumulator is empty on one device, it must be empty on all.
 
     Raises:
       TypeError: if `acc` is no accumulator.
       ValueError: if `data_axis` is not bound, or if `acc` is summed over it already.
     """
     axes = meshes.check_data_axis(data_axis)
-    todo = "Pass what accumulate or accumulator.add returned, and then the axis."
+    todo = "The order is merge_across(acc, data_axis): pass the accumulator first."
     check_type("acc", acc, Accumulator, todo)
     if meshes.find_mesh(axes, None) is not None:
         raise ValueError(
-            f"merge_across needs data_axis={axes} to be bound, but this is outside of "
-            "a jax.shard_map over it. At top level accumulate(data_axis=) returns an "
+            f"merge_across must be called inside a jax.shard_map over data_axis={axes},"
+            " but this call is outside. At top level accumulate(data_axis=) returns an "
             "accumulator that is merged already."
         )
     for name, leaf in named_leaves(acc.total):
-        same = tuple(axis for axis in axes if axis not in meshes.varying(leaf))
-        if same and meshes.checks_varying():
+        equal_axes = tuple(axis for axis in axes if axis not in meshes.varying(leaf))
+        if equal_axes and meshes.checks_varying():
             raise ValueError(
                 f"merge_across needs the accumulator of one device, but {name} of "
-                f"acc.total is the same along {same}: it is summed over them already. "
-                f"Accumulate with data_axis=, or {meshes.OWN_COPY}"
+                f"acc.total is the same along {equal_axes}: it is summed over them "
+                f"already. Accumulate with data_axis=, or {meshes.OWN_COPY}"
             )
     empty = acc.count == 0
     total = jax.tree.map(lambda x: jnp.where(empty, jnp.zeros_like(x), x), acc.total)
@@ -160,26 +160,26 @@ def merge_across(acc: Accumulator, data_axis: str | Sequence[str]) -> Accumulato
 
 
 def is_operand(x: Any) -> bool:
-    """Whether `over_mesh` has to be given `x`, and cannot close over it."""
+    """True if `x` must be an argument of `over_mesh`, and not a closed-over value."""
     if isinstance(x, jax.core.Tracer):
         return True
     return isinstance(x, jax.Array) and len(x.sharding.device_set) > 1
 
 
 def over_mesh(
-    run: Callable[..., Any],
+    fun: Callable[..., Any],
     mesh: AnyMesh,
     axes: Axes,
     specs: tuple[tuple[Any, ...], Any],
     check_vma: bool = True,
 ) -> Callable[..., Any]:
-    """`run` in a `shard_map` over the data axes, the others left as they are.
+    """Runs `fun` in a `shard_map` over the data axes alone.
 
-    `specs` are `in_specs` and `out_specs`, which may be prefixes, as there.
+    `specs` are `in_specs` and `out_specs`, which may be prefixes.
     """
     in_specs, out_specs = specs
     mapped = jax.shard_map(
-        run,
+        fun,
         mesh=mesh,
         in_specs=in_specs,
         out_specs=out_specs,
@@ -187,21 +187,21 @@ def over_mesh(
         check_vma=check_vma,
     )
 
-    def arranged(*args: Any) -> Any:
-        due = jax.tree.broadcast(
+    def resharded(*args: Any) -> Any:
+        specs = jax.tree.broadcast(
             in_specs, args, is_leaf=lambda x: isinstance(x, PartitionSpec)
         )
         return mapped(
-            *jax.tree.map(lambda x, spec: _arranged(x, spec, axes, mesh), args, due)
+            *jax.tree.map(lambda x, spec: _resharded(x, spec, axes, mesh), args, specs)
         )
 
-    return arranged
+    return resharded
 
 
 def zeros(aval: Any) -> jax.Array:
-    """Zeros of a type, sharded as it says along explicit axes.
+    """Zeros of a type, sharded along the type's explicit axes.
 
-    Outside of a program and of `jax.set_mesh` nothing can be sharded by its type.
+    Outside of a program and of `jax.set_mesh`, no array has a sharding in its type.
     """
     x = jnp.zeros(aval.shape, aval.dtype)
     spec = getattr(aval.sharding, "spec", PartitionSpec())
@@ -209,27 +209,27 @@ def zeros(aval: Any) -> jax.Array:
     return jax.reshard(x, aval.sharding) if any(spec) and known else x
 
 
-def _arranged(x: Any, spec: PartitionSpec, axes: Axes, mesh: AnyMesh) -> Any:
-    """Reshards `x` along explicit data axes, whose type has to say `spec`."""
+def _resharded(x: Any, spec: PartitionSpec, axes: Axes, mesh: AnyMesh) -> Any:
+    """Reshards `x` along explicit data axes, so that its type has `spec` for them."""
     explicit = meshes.explicit_names(mesh)
     if not set(axes) & set(explicit):
         return x
     sharding = jax.typeof(x).sharding
-    given = list(sharding.spec) if isinstance(sharding, NamedSharding) else []
-    due = []
-    for _, old, new in itertools.zip_longest(range(jnp.ndim(x)), given, spec):
-        kept = (name for name in meshes.names_in(old) if name not in axes)
-        told = (name for name in meshes.names_in(new) if name in explicit)
-        due.append(meshes.as_entry((*told, *kept)))
-    return jax.reshard(x, NamedSharding(mesh, PartitionSpec(*due)))
+    old_spec = list(sharding.spec) if isinstance(sharding, NamedSharding) else []
+    entries = []
+    for _, old, new in itertools.zip_longest(range(jnp.ndim(x)), old_spec, spec):
+        other_names = (name for name in meshes.names_in(old) if name not in axes)
+        data_names = (name for name in meshes.names_in(new) if name in explicit)
+        entries.append(meshes.as_entry((*data_names, *other_names)))
+    return jax.reshard(x, NamedSharding(mesh, PartitionSpec(*entries)))
 
 
 def split_shards(
     x: Any, num_microbatches: int, axes: Axes, mesh: AnyMesh, axis: int = 0
 ) -> jax.Array:
-    """`membership.split`, where the data axes shard `axis`; no data moves.
+    """`membership.split` of an array whose `axis` is sharded over the data axes.
 
-    Micro-batch i holds the i-th block of rows of every device.
+    Micro-batch i holds the i-th block of rows of every device, so no data moves.
     """
 
     def local(x: jax.Array) -> jax.Array:
@@ -240,12 +240,12 @@ def split_shards(
 
 
 def constrain(tree: Any, specs: Any, mesh: AnyMesh) -> Any:
-    """Tells the compiler where automatic axes have to shard `tree`."""
+    """Tells the compiler how to shard `tree` over automatic axes."""
     if meshes.explicit_names(mesh):
-        return tree  # it is in the types
+        return tree  # the types have the sharding
     leaves, structure = jax.tree.flatten(tree)
     for i, spec in enumerate(meshes.broadcast_specs(specs, tree)):
         if spec is not None:
-            place = NamedSharding(mesh, spec)
-            leaves[i] = jax.lax.with_sharding_constraint(leaves[i], place)
+            sharding = NamedSharding(mesh, spec)
+            leaves[i] = jax.lax.with_sharding_constraint(leaves[i], sharding)
     return jax.tree.unflatten(structure, leaves)

@@ -1,4 +1,4 @@
-"""`DataAxis`: the mesh axis that splits the batch, and what goes with it."""
+"""`DataAxis`: the mesh axis that splits the batch, and its options."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -23,32 +23,33 @@ class DataAxis:
     A bare name, or a tuple of names, stands for a `DataAxis` with the defaults below.
 
     Attributes:
-      name: the axis, or a tuple of axes, that split the batch axis. It needs
-        jax >= 0.9.
-      mesh: the mesh of the axis at top level. If None it is that of `jax.set_mesh` (or
-        of a `with mesh:` block), or else the one that the batch lies on. Inside
-        `jax.shard_map` over the axis it is not read.
-      param_specs: how the parameters are sharded over the axis (FSDP, ZeRO): a tree of
-        `PartitionSpec` that is a prefix of them, such as
-        `jax.tree.map(lambda p: p.sharding.spec, params)`. Gradients come back sharded
-        the same. None reads it off explicit axis types, and off arrays outside of
-        `jit`. Under `jit` on automatic axes nothing tells, and gradients are reduced
-        whole. Large arrays that are no parameters stay sharded by themselves.
-      grad_specs: how gradients of whole parameters come back sharded (ZeRO-1, ZeRO-2),
-        in the same form; `specs` makes one. With sync="last" a reduce-scatter takes the
-        place of the all-reduce. With "each" the sum is sharded, too, 1/n of it on each
-        device, and every micro-step reduce-scatters its gradient; all else is as with
-        "last".
-      sync: "last" merges once, after the loop. "each" merges in every micro-step, if
-        parameters are sharded and whole ones do not fit in memory. The program is then
-        that of one device on micro-batches of all of them (keys and aux, too), which
-        the compiler distributes. Inside `shard_map` `fun` itself has to gather the
-        parameters, and a weight of 0 does not keep a NaN out. (With `grad_specs` see
-        there.)
-      logical_devices: a power of two L. The window is then computed as L devices would,
-        bit for bit, on any number of devices that divides L: rows, micro-batches, keys
-        and the order of every sum. `num_microbatches` counts those of one of the L. It
-        sends as many bytes as without. Page: "Devices". It needs jax >= 0.10.
+      name: the axis, or a tuple of axes, that split the batch axis.
+      mesh: the mesh of the axis at top level. None takes the mesh of `jax.set_mesh` (or
+        of a `with mesh:` block), or else the mesh of the batch. Not read inside
+        `jax.shard_map` over the axis.
+      param_specs: the sharding of the parameters over the axis (FSDP, ZeRO): a tree of
+        `PartitionSpec` that is a prefix of the parameters, such as
+        `jax.tree.map(lambda p: p.sharding.spec, params)`. Gradients are returned with
+        the same sharding. None reads the sharding from explicit axis types, and from
+        arrays outside of `jit`. Under `jit` on automatic axes the sharding is unknown,
+        and gradients are reduced whole. Large arrays that are no parameters stay
+        sharded without a spec.
+      grad_specs: the sharding of the gradients of whole parameters (ZeRO-1, ZeRO-2), in
+        the same form; the method `specs` makes it. With sync="last" a reduce-scatter
+        takes the place of the all-reduce. With "each" the sum is sharded too, 1/n of it
+        on each device, and every micro-step reduce-scatters its gradient; all else is
+        as with "last".
+      sync: "last" merges once, after the loop. "each" merges in every micro-step, for
+        sharded parameters that do not fit in memory whole. The program is then a
+        program for one device on micro-batches of all devices (keys and aux too), and
+        the compiler distributes it. Inside `shard_map` `fun` has to gather the
+        parameters, and a weight of 0 does not keep a NaN out. (For `grad_specs` see
+        above.)
+      logical_devices: for `accumulate` alone, a power of two L. A call is then computed
+        as L devices would compute it, bit for bit, on any number of devices that
+        divides L: rows, micro-batches, keys and the order of every sum.
+        `num_microbatches` counts the micro-batches of one of the L devices. Each device
+        sends as many bytes as without this option. Page: "Devices".
 
     Raises:
       TypeError, ValueError: if an attribute does not fit.
@@ -75,20 +76,20 @@ class DataAxis:
             )
         if not (self.mesh is None or isinstance(self.mesh, (Mesh, AbstractMesh))):
             raise TypeError(
-                "mesh must be a jax.sharding.Mesh, or None for the one at hand, but it "
-                f"is {self.mesh!r}. Pass jax.make_mesh((devices,), (name,))."
+                "mesh must be a jax.sharding.Mesh, or None for the current mesh, but it"
+                f" is {self.mesh!r}. Pass jax.make_mesh((devices,), (name,))."
             )
         if self.logical_devices is not None:
             self._check_logical()
         if self.param_specs is not None and self.grad_specs is not None:
             raise ValueError(
-                "grad_specs must be alone, since gradients of sharded parameters come "
-                f"back as they are sharded, but param_specs is {self.param_specs!r}. "
-                "Leave one of them out."
+                "grad_specs must be None with param_specs, since gradients have the "
+                "sharding of sharded parameters, but param_specs is "
+                f"{self.param_specs!r}. Leave one of them out."
             )
 
     def _check_logical(self) -> None:
-        todo = "Pass how many devices the bits are to be those of, such as 8."
+        todo = "Pass the number of logical devices, such as 8."
         number = check_int("logical_devices", self.logical_devices, todo)
         if number & (number - 1):
             below = 1 << number.bit_length() - 1
@@ -101,16 +102,11 @@ class DataAxis:
                 'logical_devices must have sync="last", but sync is "each": there the '
                 "compiler chooses the order of the sums. Leave one of them out."
             )
-        if jax.__version_info__ < (0, 10):
-            raise ValueError(
-                f"logical_devices needs jax >= 0.10, but this is jax {jax.__version__}."
-                " Install a newer one, or leave it out."
-            )
 
     def specs(self, tree: Any) -> Any:
-        """Specs that split each leaf along its largest dimension that they divide.
+        """Specs that split each leaf along its largest dimension that divides evenly.
 
-        For `grad_specs`, and for an optimizer's state:
+        Use them for `grad_specs`, and for an optimizer's state:
 
         >>> import jax, jax.numpy as jnp
         >>> import ga_optax as ga
@@ -141,7 +137,7 @@ class DataAxis:
 
 
 def as_data_axis(data_axis: Any) -> DataAxis | None:
-    """`data_axis` as users pass it: None, a name, a tuple of names or a `DataAxis`."""
+    """Converts None, a name, a tuple of names or a `DataAxis`; or raises."""
     if data_axis is None or isinstance(data_axis, DataAxis):
         return data_axis
     return DataAxis(data_axis)

@@ -4,8 +4,8 @@
       s₀₁       s₂₃        neighbours first
           s₀₁₂₃
 
-There are 2ⁱ logical devices, and 2ʲ devices hold 2ⁱ⁻ʲ neighbours each. So what a device
-adds up is a whole subtree, and one sum leaves it, as without logical devices.
+There are 2ⁱ logical devices, and 2ʲ devices hold 2ⁱ⁻ʲ neighbours each. So a device adds
+up a whole subtree, and sends one sum, as without logical devices.
 """
 
 import functools
@@ -22,8 +22,7 @@ from ga_optax._devices import collectives, meshes
 from ga_optax._devices.meshes import Axes, Placement
 
 T = TypeVar("T")
-# Leaves with fewer elements travel together: to copy them takes less time than to send
-# a message.
+# Smaller leaves share a message: copying them takes less time than a message each.
 _SMALL = 2**14
 
 
@@ -33,7 +32,7 @@ def plus(x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def fold(
-    run: Callable[[Any, T], tuple[T, Any]],
+    sum_one: Callable[[Any, T], tuple[T, Any]],
     xs: Any,
     number: int,
     buffers: list[T],
@@ -42,34 +41,33 @@ def fold(
     """The sum of `number` neighbours on this device, with a buffer for each level.
 
     Args:
-      run: what one of them does with its part of `xs`, and a buffer to overwrite: its
-        sum, and what to collect.
-      xs: their arguments, `[number, ...]`.
-      number: how many there are, a power of two.
-      buffers: one for the sum of each level, `log2(number) + 1`. What they hold is not
-        read. So the loops write to the same few buffers all along.
+      sum_one: `(part of xs, buffer) -> (sum, stacked)` of one logical device.
+      xs: the arguments of all, `[number, ...]`.
+      number: the number of logical devices, a power of two.
+      buffers: one for the sum of each level, `log2(number) + 1`. Their values are not
+        read: the loops overwrite the same few buffers.
       join: adds the sums of two neighbours.
 
     Returns:
-      The buffers, the sum last, and what was collected, `[number, ...]`.
+      The buffers, the sum last, and the stacks, `[number, ...]`.
     """
     *lower, top = buffers
     if number == 1:
-        out, collected = run(jax.tree.map(lambda x: x[0], xs), top)
-        return [out], jax.tree.map(lambda x: x[None], collected)
+        out, stacked = sum_one(jax.tree.map(lambda x: x[0], xs), top)
+        return [out], jax.tree.map(lambda x: x[None], stacked)
 
     def half(carry: tuple[list[T], T], inputs: Any) -> tuple[tuple[list[T], T], Any]:
         (lower, total), (is_first, part) = carry, inputs
-        lower, collected = fold(run, part, number // 2, lower, join)
+        lower, stacked = fold(sum_one, part, number // 2, lower, join)
         both = join(total, lower[-1])
         total = jax.tree.map(functools.partial(jnp.where, is_first), lower[-1], both)
-        return (lower, total), collected
+        return (lower, total), stacked
 
     halves = jax.tree.map(lambda x: jnp.reshape(x, (2, number // 2, *x.shape[1:])), xs)
     inputs = jnp.array([True, False]), halves
-    (lower, top), collected = jax.lax.scan(half, (lower, top), inputs)
-    joined = jax.tree.map(lambda x: jnp.reshape(x, (number, *x.shape[2:])), collected)
-    return [*lower, top], joined
+    (lower, top), stacked = jax.lax.scan(half, (lower, top), inputs)
+    stacked = jax.tree.map(lambda x: jnp.reshape(x, (number, *x.shape[2:])), stacked)
+    return [*lower, top], stacked
 
 
 def _added(x: jax.Array, zero: jax.Array) -> jax.Array:
@@ -87,10 +85,10 @@ def reduce(
     axes: Axes,
     zero: jax.Array,
 ) -> list[jax.Array]:
-    """The sum over devices: as `collectives.reduce`, but added in the tree's order.
+    """`collectives.reduce` with additions in the order of the tree.
 
-    Every device gets its share of all sums, adds them up, and sends the total to the
-    others, if it is not to keep it: as many bytes as a ring's all-reduce.
+    Every device gets one share of all sums, adds up the share, and, unless the result
+    is sharded, sends it to the other devices: the bytes of a ring's all-reduce.
     """
     number = meshes.num_devices(axes)
     if number == 1:
@@ -99,45 +97,45 @@ def reduce(
     packs: dict[Any, list[int]] = {}
     for i, (x, placement) in enumerate(zip(leaves, where, strict=True)):
         if placement.dims or x.size >= _SMALL:
-            result[i] = _of_leaf(x, placement, axes, zero)
+            result[i] = _reduce_leaf(x, placement, axes, zero)
         else:
             packs.setdefault(x.dtype, []).append(i)
     for members in packs.values():
-        flat, apart = ravel_pytree([leaves[i] for i in members])
-        sums = apart(_of_leaf(flat, Placement(), axes, zero))
+        flat, unravel = ravel_pytree([leaves[i] for i in members])
+        sums = unravel(_reduce_leaf(flat, Placement(), axes, zero))
         for i, x in zip(members, sums, strict=True):
             result[i] = x
     return result
 
 
-def _of_leaf(
+def _reduce_leaf(
     x: jax.Array, placement: Placement, axes: Axes, zero: jax.Array
 ) -> jax.Array:
-    sizes, of_dim = jax.sharding.get_abstract_mesh().shape, dict(placement.dims)
-    # A dimension for each axis that shards one, and one for what is left of that.
+    sizes, axes_of_dim = jax.sharding.get_abstract_mesh().shape, dict(placement.dims)
+    # Splits a sharded dimension into one for each mesh axis, and one for the rest.
     shape: list[int] = []
-    at: dict[str, int] = {}
+    dims: dict[str, int] = {}
     for dim, size in enumerate(x.shape):
-        for name in of_dim.get(dim, ()):
-            at[name] = len(shape)
+        for name in axes_of_dim.get(dim, ()):
+            dims[name] = len(shape)
             shape.append(sizes[name])
             size //= sizes[name]
         shape.append(size)
     x = jnp.reshape(x, shape)
-    sharded = set(at)
-    # Neighbours first.
-    for shards, names in itertools.groupby(reversed(axes), lambda n: n in sharded):
-        if not shards:
-            x = _everywhere(x, tuple(names)[::-1], zero)
+    sharded = set(dims)
+    # The last axes, whose devices are neighbours, come first.
+    for is_sharded, names in itertools.groupby(reversed(axes), lambda n: n in sharded):
+        if not is_sharded:
+            x = _all_reduce(x, tuple(names)[::-1], zero)
             continue
         for name in names:
-            dim = at[name]
+            dim = dims[name]
             x = _added(jax.lax.all_to_all(x, name, dim, 0), zero)
-            at = {other: i - (i > dim) for other, i in at.items()}
+            dims = {other: i - (i > dim) for other, i in dims.items()}
     return x
 
 
-def _everywhere(x: jax.Array, axes: Axes, zero: jax.Array) -> jax.Array:
+def _all_reduce(x: jax.Array, axes: Axes, zero: jax.Array) -> jax.Array:
     """The sum over `axes`, on all of their devices."""
     number = meshes.num_devices(axes)
     shape, size = x.shape, x.size

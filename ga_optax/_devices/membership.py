@@ -1,13 +1,13 @@
-"""Which rows of a batch are in which micro-batch.
+"""Splits a batch into micro-batches, and joins them again.
 
-On one device they are neighbours: of B rows in k micro-batches, number i holds those
-from `i·B/k` up to `(i + 1)·B/k`. On several devices it is strided, and holds the rows
-i, i + k, i + 2k, ... So it has as many rows of every device, however the compiler
-distributes the batch, which nobody else can see; and no row moves.
+On one device a micro-batch holds neighbours: of B rows in k micro-batches, micro-batch
+i holds the rows from `i·B/k` up to `(i + 1)·B/k`. On several devices the split is
+strided: micro-batch i holds the rows i, i + k, i + 2k, ... So it has as many rows of
+every device, however the compiler distributes the batch, and no row moves.
 
-For how many devices a program is compiled is not known before it is lowered, if nothing
-names a mesh: one traced program may run on one device and on eight. The split is then
-an operation of its own, and JAX asks how to lower it when it knows.
+If no mesh is named, the number of devices is unknown until a program is lowered: one
+traced program may run on one device and on eight. The split is then a primitive, and
+its lowering rule chooses.
 """
 
 import functools
@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend import core
+from jax.interpreters import ad, batching, mlir
 from jax.typing import ArrayLike
 
 
@@ -26,7 +27,7 @@ def split(
 ) -> jax.Array:
     """`[..., batch, ...]` as `[num_microbatches, ..., micro-batch, ...]`.
 
-    If `strided` is None, it is chosen when the program is lowered.
+    If `strided` is None, the lowering of the program chooses.
     """
     x = jnp.asarray(x)
     if strided is None:
@@ -35,7 +36,7 @@ def split(
 
 
 def join(x: jax.Array, axis: int, strided: bool | None) -> jax.Array:
-    """The reverse of `split`: the rows of all micro-batches, in the batch's order."""
+    """The inverse of `split`: the rows of all micro-batches, in the batch's order."""
     if strided is None:
         return _operations()[1].bind(x, number=x.shape[0], axis=axis)
     return _join(x, x.shape[0], axis, strided)
@@ -54,19 +55,19 @@ def _join(x: jax.Array, number: int, axis: int, strided: bool) -> jax.Array:
     return jnp.reshape(x, (*x.shape[:axis], rows, *x.shape[axis + 2 :]))
 
 
-# -- Chosen when a program is lowered --------------------------------------------------
+# -- Splits chosen by the lowering -----------------------------------------------------
 
 
 @functools.cache
 def can_wait() -> bool:
-    """Whether a split can be chosen when a program is lowered; warns if not."""
+    """True if the lowering can choose a split; warns if not."""
     try:
         _operations()
-    except Exception as error:  # Any: what JAX will change is not known.
+    except Exception as error:  # any change of JAX must not break the call
         warnings.warn(
-            "ga_optax splits a batch into neighbouring rows if nothing names its mesh, "
-            f"with jax {jax.__version__}: {type(error).__name__}: {error}. On several "
-            "devices the batch is gathered then. Name the mesh (jax.set_mesh), or use "
+            "If no mesh is named, ga_optax splits a batch into neighbouring rows with "
+            f"jax {jax.__version__}: {type(error).__name__}: {error}. On several "
+            "devices the batch is then gathered. Name the mesh (jax.set_mesh), or use "
             "a newer ga_optax; optimize=False does the same without this warning.",
             stacklevel=2,
         )
@@ -77,45 +78,42 @@ def can_wait() -> bool:
 @functools.cache
 def _operations() -> tuple[core.Primitive, core.Primitive]:
     """`split` and `join` as primitives; each is the transpose of the other."""
-    both = _primitive("ga_optax_split", _split), _primitive("ga_optax_join", _join)
-    for mine, other in (both, both[::-1]):
-        _with_transformations(mine, other)
-    return both
+    split = _primitive("ga_optax_split", _split)
+    join = _primitive("ga_optax_join", _join)
+    _add_transformations(split, transpose=join)
+    _add_transformations(join, transpose=split)
+    return split, join
 
 
 def _primitive(name: str, fun: Callable[..., jax.Array]) -> core.Primitive:
-    from jax.interpreters import mlir
-
     def types(x: Any, **params: Any) -> Any:
         out = jax.eval_shape(functools.partial(fun, strided=False, **params), x)
         return jax.core.ShapedArray(out.shape, out.dtype)
 
     def lowered(context: Any, x: Any, **params: Any) -> Any:
-        its = getattr(context.module_context, "axis_context", None)
-        strided = getattr(its, "num_devices", 1) > 1
+        devices = getattr(context.module_context, "axis_context", None)
+        strided = getattr(devices, "num_devices", 1) > 1
         chosen = functools.partial(fun, strided=strided, **params)
         return mlir.lower_fun(chosen, multiple_results=False)(context, x)
 
-    def now(x: Any, **params: Any) -> jax.Array:
+    def evaluated(x: Any, **params: Any) -> jax.Array:
         return fun(x, strided=len(jnp.asarray(x).devices()) > 1, **params)
 
-    new = core.Primitive(name)
-    new.def_impl(now)
-    new.def_abstract_eval(types)
-    mlir.register_lowering(new, lowered)
-    return new
+    primitive = core.Primitive(name)
+    primitive.def_impl(evaluated)
+    primitive.def_abstract_eval(types)
+    mlir.register_lowering(primitive, lowered)
+    return primitive
 
 
-def _with_transformations(mine: core.Primitive, other: core.Primitive) -> None:
-    from jax.interpreters import ad, batching
-
+def _add_transformations(primitive: core.Primitive, transpose: core.Primitive) -> None:
     def transposed(cotangent: Any, x: Any, **params: Any) -> list[Any]:
-        return [other.bind(cotangent, **params)]
+        return [transpose.bind(cotangent, **params)]
 
     def batched(args: Any, dims: Any, **params: Any) -> tuple[jax.Array, int]:
         [x], [dim] = args, dims
-        out = mine.bind(jnp.moveaxis(x, dim, -1), **params)
+        out = primitive.bind(jnp.moveaxis(x, dim, -1), **params)
         return out, out.ndim - 1
 
-    ad.deflinear2(mine, transposed)
-    batching.primitive_batchers[mine] = batched
+    ad.deflinear2(primitive, transposed)
+    batching.primitive_batchers[primitive] = batched

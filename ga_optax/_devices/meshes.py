@@ -1,6 +1,6 @@
-"""Which mesh axes split the batch, where parameters lie, and what varies over devices.
+"""Questions about meshes: axes of the batch, shardings of parameters, varying values.
 
-Only questions and checks stand here. What communicates is in `_collectives`.
+This module only reads and checks; `collectives` communicates.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from ga_optax._checks import brief, leaf_name, named_leaves
 
 OWN_COPY = (
-    "differentiate with respect to the device's own copy of the parameters: "
+    "differentiate with respect to a copy of the parameters for each device: "
     "jax.lax.pcast(params, axis, to='varying')."
 )
 
@@ -68,30 +68,25 @@ def check_data_axis(data_axis: Any) -> Axes:
         raise TypeError(
             "data_axis must be the name of a mesh axis, or a tuple of different names, "
             f"but it is {brief(data_axis)}. "
-            'Pass "data", for example, or None. (A DataAxis goes to value_and_grad or '
-            "accumulate; MultiSteps takes what those return at top level, without a "
+            'Pass "data", for example, or None. (Only value_and_grad and accumulate '
+            "take a DataAxis; MultiSteps takes their results at top level without a "
             "data_axis.)"
-        )
-    if not hasattr(jax.lax, "pcast"):
-        raise ValueError(
-            f"data_axis needs jax >= 0.9, but this is jax {jax.__version__}. Install a "
-            "newer one, or let the gradient be reduced in every micro-step."
         )
     return tuple(names)
 
 
 def without_mesh() -> contextlib.AbstractContextManager[Any]:
-    """Where programs are traced that know of no mesh."""
+    """A context without a mesh, for traces that must not depend on a mesh."""
     return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
 
 
 def of_all_rows(axes: Axes) -> list[tuple[str, int]]:
-    """What a program is traced under that sees the rows of all devices along axes."""
+    """Axis names, with sizes, that mark a trace at the rows of all devices."""
     return [(f"all rows along {name}", 1) for name in axes]
 
 
 def sees_all_rows(axes: Axes) -> bool:
-    """Whether what is traced sees the rows of all devices along axes already."""
+    """True inside a trace at the rows of all devices along `axes`."""
     try:
         return all(jax.lax.axis_size(name) for name, _ in of_all_rows(axes))
     except NameError:
@@ -99,7 +94,7 @@ def sees_all_rows(axes: Axes) -> bool:
 
 
 def context_mesh() -> AnyMesh:
-    """The mesh of `jax.set_mesh`, or else that of a `with mesh:` block; may be empty.
+    """The mesh of `jax.set_mesh`, or else of a `with mesh:` block; may be empty.
 
     JAX puts only the first into types and programs, and calls the second deprecated.
     """
@@ -114,34 +109,34 @@ def context_mesh() -> AnyMesh:
 
 
 def find_mesh(axes: Axes, mesh: AnyMesh | None, batch: Any = ()) -> Any:
-    """The mesh that is yet to bind `axes`; None inside a `shard_map` that does.
+    """The mesh of `axes` at top level; None inside a `shard_map` that binds `axes`.
 
-    That is what None means wherever a mesh is handed on. Here alone, where `mesh` is
-    the user's option, None looks for one: that of the context, of `jax.set_mesh` or of
-    a `with mesh:` block, or else the one that `batch` lies on.
+    In every other function of the package a mesh of None has this meaning. Here `mesh`
+    is the user's option, and None means the mesh of the context (`jax.set_mesh` or a
+    `with mesh:` block), or else the mesh of `batch`.
 
     Raises:
-      ValueError: if there is no mesh, or if it lacks an axis.
+      ValueError: if there is no mesh, or if the mesh lacks an axis.
     """
     context = jax.sharding.get_abstract_mesh()
-    here = [name for name in axes if name in context.manual_axes]
-    if len(here) == len(axes):
+    bound = [name for name in axes if name in context.manual_axes]
+    if len(bound) == len(axes):
         return None
-    if here:
+    if bound:
         raise ValueError(
             f"data_axis must be all bound or all unbound, but of {axes} this shard_map "
-            f"binds only {tuple(here)}. Name the others in its axis_names, too."
+            f"binds only {tuple(bound)}. Name the other axes in axis_names, too."
         )
     if mesh is None or context.manual_axes:  # inside a shard_map over other axes
         mesh = context if context.manual_axes else context_mesh()
     if mesh.empty:
         meshes = map(_mesh_of, jax.tree.leaves(batch))
-        mesh = next((its for its in meshes if not its.empty), mesh)
+        mesh = next((other for other in meshes if not other.empty), mesh)
     if mesh.empty:
         raise ValueError(
-            f"data_axis={in_words(axes)} must be an axis of a mesh, but there is none. "
-            "Call inside jax.set_mesh(mesh) or jax.shard_map, or pass DataAxis(mesh=), "
-            "or a batch that lies on a mesh."
+            f"data_axis={in_words(axes)} must be an axis of a mesh, but there is no "
+            "mesh. Call inside jax.set_mesh(mesh) or jax.shard_map, or pass "
+            "DataAxis(mesh=), or a batch that is sharded over a mesh."
         )
     missing = [name for name in axes if name not in mesh.axis_names]
     if missing:
@@ -153,21 +148,18 @@ def find_mesh(axes: Axes, mesh: AnyMesh | None, batch: Any = ()) -> Any:
 
 
 def _mesh_of(x: Any) -> AnyMesh:
-    """The mesh that an array lies on, traced or not; an empty mesh if it has none.
-
-    Or that on which an array of this type is to lie.
-    """
-    none = AbstractMesh((), ())
+    """The mesh in the sharding of an array, a tracer or a type; may be empty."""
+    empty = AbstractMesh((), ())
     if not isinstance(x, jax.Array | jax.ShapeDtypeStruct):
-        return none
+        return empty
     tracer = isinstance(x, jax.core.Tracer)
-    return getattr(jax.typeof(x).sharding if tracer else x.sharding, "mesh", none)
+    return getattr(jax.typeof(x).sharding if tracer else x.sharding, "mesh", empty)
 
 
 def is_open(tree: Any) -> bool:
-    """Whether what is traced of `tree` may be compiled for one device or for several.
+    """True if a trace at `tree` may be compiled for one device or for several.
 
-    Neither the context nor an array names a mesh, and there are several devices.
+    Then neither the context nor an array names a mesh, and there are several devices.
     """
     leaves = jax.tree.leaves(tree)
     traced = any(isinstance(x, jax.core.Tracer) for x in leaves)
@@ -176,10 +168,10 @@ def is_open(tree: Any) -> bool:
 
 
 def is_distributed(tree: Any) -> bool:
-    """Whether the compiler distributes what is computed from `tree`, if that is known.
+    """True if the compiler is known to distribute computations on `tree`.
 
-    The context has a mesh, or else the arrays do. Inside of `jit` their types name it,
-    but not how its automatic axes split them.
+    The mesh is the context's, or else the arrays'. Inside of `jit` the types of arrays
+    name the mesh, but not how automatic axes shard the arrays.
     """
     context, leaves = context_mesh(), jax.tree.leaves(tree)
     for mesh in map(_mesh_of, leaves) if context.empty else [context]:
@@ -190,12 +182,12 @@ def is_distributed(tree: Any) -> bool:
 
 
 def num_devices(axes: Axes, mesh: AnyMesh | None = None) -> int:
-    """Into how many parts `axes` split a batch; `mesh` as `find_mesh` returns it."""
+    """The number of devices along `axes`; `mesh` as `find_mesh` returns it."""
     return math.prod(_sizes(mesh)[name] for name in axes)
 
 
 def _sizes(mesh: AnyMesh | None) -> Any:
-    """The size of each axis, of those that are bound as well."""
+    """The size of each axis, by name, also of bound axes."""
     return (jax.sharding.get_abstract_mesh() if mesh is None else mesh).shape
 
 
@@ -203,30 +195,31 @@ def in_words(names: Sequence[str]) -> str:
     return " and ".join(map(repr, names))
 
 
-# -- Which axes a value varies over ----------------------------------------------------
+# -- Axes over which a value varies ----------------------------------------------------
 
 
 def varying(x: Any) -> frozenset[str]:
     """The bound axes over which devices hold different values, as far as JAX knows."""
     aval = jax.typeof(x) if isinstance(x, (jax.Array, np.ndarray)) else x
     kind = getattr(aval, "manual_axis_type", None)
-    return kind.varying if kind is not None else getattr(aval, "vma", frozenset())
+    return kind.varying if kind is not None else frozenset()
 
 
 def checks_varying() -> bool:
-    """Whether this `shard_map` keeps track of what varies (`check_vma`)."""
+    """True if this `shard_map` tracks varying values (`check_vma`)."""
     axes = tuple(jax.sharding.get_abstract_mesh().manual_axes)
     return bool(axes) and bool(varying(jax.lax.axis_index(axes[0])))
 
 
-# -- Where parameters lie ------------------------------------------------------------
+# -- The sharding of parameters --------------------------------------------------------
 
 
 class Placement(NamedTuple):
-    """Where the data axes shard one leaf: pairs of a dimension and the axes along it.
+    """The sharding of one leaf over the data axes.
 
-    `()` is a leaf that every device holds whole. `summed` are the axes over which the
-    backward pass has summed the leaf's gradient already.
+    Attributes:
+      dims: pairs of a dimension and the axes that shard it; `()` for a whole leaf.
+      summed: the axes over which the backward pass has summed the gradient already.
     """
 
     dims: tuple[tuple[int, Axes], ...] = ()
@@ -251,31 +244,32 @@ def placements(
     mesh: AnyMesh | None,
     option: str = "param_specs",
 ) -> list[Placement]:
-    """How the data axes shard each leaf of `params`.
+    """The sharding of each leaf of `params` over the data axes.
 
     Args:
       params: the parameters.
       specs: a tree of `PartitionSpec` or `NamedSharding` that is a prefix of `params`;
-        None reads what the leaves tell: explicit axes, and arrays outside of `jit`.
+        None reads the leaves: explicit axes, and arrays outside of `jit`.
       axes: the data axes.
-      mesh: as `find_mesh` returns it.
-      option: whose specs they are; "grad_specs" are those of whole parameters.
+      mesh: the mesh, as `find_mesh` returns it.
+      option: the option with the specs: "param_specs", or "grad_specs" for whole
+        parameters.
     """
     leaves = named_leaves(params)
     if specs is None:
-        found = [None if mesh is None else known_spec(leaf) for _, leaf in leaves]
+        leaf_specs = [None if mesh is None else known_spec(leaf) for _, leaf in leaves]
     else:
         _check_names(specs, tuple(_sizes(mesh)), option)
-        found = broadcast_specs(specs, params, option)
-    shape, result = _sizes(mesh), []
-    for (name, leaf), spec in zip(leaves, found, strict=True):
-        split = enumerate([] if spec is None else list(spec))
-        dims = ((dim, tuple(n for n in names_in(x) if n in axes)) for dim, x in split)
-        placement = Placement(tuple((dim, here) for dim, here in dims if here))
+        leaf_specs = broadcast_specs(specs, params, option)
+    sizes, result = _sizes(mesh), []
+    for (name, leaf), spec in zip(leaves, leaf_specs, strict=True):
+        entries = enumerate([] if spec is None else list(spec))
+        dims = ((dim, tuple(n for n in names_in(x) if n in axes)) for dim, x in entries)
+        placement = Placement(tuple((dim, names) for dim, names in dims if names))
         # Inside a shard_map a sharded leaf is one device's part already.
         whole = mesh is not None or option == "grad_specs"
-        for dim, here in placement.dims if specs is not None else ():
-            size = math.prod(shape[name] for name in here) if whole else 1
+        for dim, names in placement.dims if specs is not None else ():
+            size = math.prod(sizes[axis] for axis in names) if whole else 1
             if dim >= jnp.ndim(leaf) or jnp.shape(leaf)[dim] % size:
                 raise ValueError(
                     f"{option} must fit the parameters, but {spec} splits dimension "
@@ -287,9 +281,9 @@ def placements(
 
 
 def dims_that_split(x: Any, number: int) -> list[int]:
-    """Along which dimensions so many devices can share an array, the largest first.
+    """The dimensions of an array that `number` divides, the largest first.
 
-    Not along the first one of a stack of matrices, over which a model may scan.
+    The first dimension of a stack of matrices is left out: a model may scan over it.
     """
     if jnp.issubdtype(x.dtype, jax.dtypes.extended):
         return []
@@ -301,7 +295,7 @@ def dims_that_split(x: Any, number: int) -> list[int]:
 
 
 def known_spec(leaf: Any) -> PartitionSpec | None:
-    """How an array is sharded, if its type or the array itself says so."""
+    """The spec in the type of a tracer, or of an array; None if unknown."""
     if isinstance(leaf, jax.core.Tracer):
         sharding = jax.typeof(leaf).sharding
         return sharding.spec if explicit_names(sharding.mesh) else None
@@ -310,25 +304,25 @@ def known_spec(leaf: Any) -> PartitionSpec | None:
 
 
 def spec_of_type(x: Any) -> tuple[Any, ...]:
-    """Which explicit mesh axes split each dimension, by the type of `x`."""
+    """The explicit mesh axes that split each dimension, from the type of `x`."""
     sharding = jax.typeof(x).sharding if isinstance(x, jax.Array) else None
     return tuple(sharding.spec) if isinstance(sharding, NamedSharding) else ()
 
 
 def num_parts(x: Any, dim: int) -> int:
-    """Into how many parts explicit mesh axes split a dimension, by the type of `x`."""
+    """The number of parts of a dimension along explicit mesh axes."""
     entries = spec_of_type(x)[dim : dim + 1]
     names = [name for entry in entries for name in names_in(entry)]
     return math.prod(jax.typeof(x).sharding.mesh.shape[name] for name in names)
 
 
 def on_mesh_of(x: jax.Array, spec: Sequence[Any]) -> NamedSharding:
-    """A sharding on the mesh that the type of `x` names."""
+    """A sharding on the mesh in the type of `x`."""
     return NamedSharding(jax.typeof(x).sharding.mesh, PartitionSpec(*spec))
 
 
 def same_mesh(x: Any, y: Any) -> bool:
-    """Whether two types of arrays agree on the mesh, as explicit axes require."""
+    """True if two types of arrays have one mesh, or meshes without explicit axes."""
     a, b = x.sharding.mesh, y.sharding.mesh
     return a == b or not (explicit_names(a) or explicit_names(b))
 
@@ -342,8 +336,8 @@ def _check_names(specs: Any, axes: Axes, option: str) -> None:
     for path, spec in jax.tree.leaves_with_path(specs, _is_spec):
         spec = spec.spec if isinstance(spec, NamedSharding) else spec
         entries = spec if isinstance(spec, PartitionSpec) else ()
-        given = [x for x in entries if x is not PartitionSpec.UNCONSTRAINED]
-        names = list(itertools.chain(*map(names_in, given)))
+        constrained = [x for x in entries if x is not PartitionSpec.UNCONSTRAINED]
+        names = list(itertools.chain(*map(names_in, constrained)))
         for name in names:
             if name not in axes or names.count(name) > 1:
                 twice = " twice" if name in axes else ""
@@ -366,36 +360,36 @@ def broadcast_specs(
                 f"parameters' tree, but it holds {spec!r}. {todo}"
             )
     try:
-        of_leaves = jax.tree.broadcast(specs, params, is_leaf=_is_spec)
+        leaf_specs = jax.tree.broadcast(specs, params, is_leaf=_is_spec)
     except ValueError:
-        given = [path for path, _ in jax.tree.leaves_with_path(specs, _is_spec)]
-        due = [path for path, _ in jax.tree.leaves_with_path(params)]
-        lacking = [p for p in due if not any(p[: len(x)] == x for x in given)]
-        beyond = [x for x in given if not any(p[: len(x)] == x for p in due)]
+        prefixes = [path for path, _ in jax.tree.leaves_with_path(specs, _is_spec)]
+        paths = [path for path, _ in jax.tree.leaves_with_path(params)]
+        lacking = [p for p in paths if not any(p[: len(x)] == x for x in prefixes)]
+        beyond = [x for x in prefixes if not any(p[: len(x)] == x for p in paths)]
         if lacking:
-            came = f"{leaf_name(lacking[0])} has no spec"
+            cause = f"{leaf_name(lacking[0])} has no spec"
         elif beyond:
-            came = f"the parameters have no {leaf_name(beyond[0])}, which has a spec"
+            cause = f"the parameters have no {leaf_name(beyond[0])}, which has a spec"
         else:
-            came = "its containers are others"
+            cause = "the types of containers differ"
         raise ValueError(
-            f"{option} must be a prefix of the parameters' tree, but {came}. {todo}"
+            f"{option} must be a prefix of the parameters' tree, but {cause}. {todo}"
         ) from None
     return [
         spec.spec if isinstance(spec, NamedSharding) else spec
-        for spec in jax.tree.structure(params).flatten_up_to(of_leaves)
+        for spec in jax.tree.structure(params).flatten_up_to(leaf_specs)
     ]
 
 
 def check_scatter(
     params: Any, where: Sequence[Placement], axes: Axes, mesh: AnyMesh
 ) -> None:
-    """Raises if JAX (up to 0.12) cannot lower the reduce-scatter."""
+    """Raises if JAX (up to 0.12) cannot lower the reduce-scatter of a leaf."""
     explicit = tuple(name for name in explicit_names(mesh) if name not in axes)
     for (name, _), placement in zip(named_leaves(params), where, strict=True):
         if explicit and placement.dims:
             raise ValueError(
-                f"{name} is sharded over {placement.axes}, and so needs automatic axes "
-                f"beside it, but {explicit} is explicit. Use AxisType.Auto, or "
+                f"{name} is sharded over {placement.axes}, so all other axes must be "
+                f"automatic, but {explicit} is explicit. Use AxisType.Auto, or "
                 'sync="each".'
             )

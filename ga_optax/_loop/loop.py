@@ -216,8 +216,7 @@ class Loop:
             params = fences.cast_inside(params, narrowed, zero)
         params, batch = [*params, *batch[: self.rows]], batch[self.rows :]
         keys = [jax.random.fold_in(key, state.acc.count) for key in operands.keys]
-        facts = Facts(optimize=optimize)
-        program = table.run("micro-step", ir.Program(jaxpr, consts), facts)
+        program = ir.Program(jaxpr, consts)
 
         def evaluate(*params: jax.Array) -> tuple[jax.Array, list[Any]]:
             loss, *rest = ir.results(program, [*params, *batch, *keys, *carry])

@@ -13,7 +13,8 @@ import jax
 from jax.extend import core
 
 from ga_optax._loop import trees
-from ga_optax._passes import ir, known
+from ga_optax._passes import ir
+from ga_optax._passes.primitives import ADD_TO, NEW_REF
 
 # Adds a gradient, or a slice of the gradient, to the reference that `run` was given.
 Write = Callable[[Any, jax.Array], None]
@@ -36,7 +37,7 @@ def run(
     """
     program = ir.program_of(lambda: backward(*map(jax.new_ref, trees.blank(types))))
     equations = program.jaxpr.eqns
-    new_refs = [e for e in equations if e.primitive.name == known.NEW_REF][: len(types)]
+    new_refs = [e for e in equations if e.primitive.name == NEW_REF][: len(types)]
     rest = [e for e in equations if e not in new_refs]
     invars = [e.outvars[0] for e in new_refs]
     jaxpr = program.jaxpr.replace(invars=invars, eqns=rest)
@@ -54,7 +55,7 @@ def _run(
         inner = [write_of.get(x) if ir.is_variable(x) else None for x in ins]
         if not any(inner):
             return None
-        if equation.primitive.name == known.ADD_TO:
+        if equation.primitive.name == ADD_TO:
             inner[0](*values)  # pyrefly: ignore[not-callable]
             return ()
         # A jitted function, or a scan: see `is_cut`.

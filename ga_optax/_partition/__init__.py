@@ -12,16 +12,17 @@ that merely is as long as the batch is never taken for rows. What has no rule ga
 its operands and is computed whole, which is always right and only takes memory.
 
     values       the layouts, and a value in one
+    axis         the axis of the micro-batches, and collectives over it
+    notes        what is recorded of equations that are computed whole
     writer       the program of a micro-batch while it is written; changes of layout
     factors      what follows from a row of the table of primitives, in `_passes`
     table        which rule each primitive has beside or without a row
-    linear, shapes, moves, reductions, products, indexing, randoms, nested, custom
-                 the rules, by kind
+    linear, shapes, moves, reductions, products, indexing, randoms, nested, loops,
+    custom       the rules, by kind
     attached     functions with rules of their own, in which rows meet
     generators   random numbers of XLA's own generator
-    promised     the rules of what the user says
-    kernels      those of Pallas kernels, of which each micro-batch runs a part
-    declared     those of calls that say themselves how they split
+    splits       calls that say how they split: one record, one body, readers of records
+    kernels      the reader of Pallas kernels, of whose grid a micro-batch runs a part
     cutting      a value's rows computed from the rows of what it is made of
     created      rows of what the program creates, such as noise for a generator
     divided      what runs over micro-batches of its own: `microbatch` in a loss
@@ -30,7 +31,9 @@ its operands and is computed whole, which is always right and only takes memory.
 Imports `_passes` alone.
 """
 
+from ga_optax._partition.axis import Axis, meeting_of
 from ga_optax._partition.linear import slots
+from ga_optax._partition.notes import Note
 from ga_optax._partition.program import (
     Argument,
     Partitioned,
@@ -53,4 +56,3 @@ __all__ = [
     "partition",
     "slots",
 ]
-from ga_optax._partition.writer import Axis, Note, meeting_of

@@ -32,6 +32,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
 from ga_optax._partition import nested
+from ga_optax._partition.axis import meeting_of
 from ga_optax._partition.values import (
     PARTIAL,
     WHOLE,
@@ -43,7 +44,7 @@ from ga_optax._partition.values import (
     type_here,
     types_of,
 )
-from ga_optax._partition.writer import Writer, meeting_of
+from ga_optax._partition.writer import Writer
 from ga_optax._passes import ir
 from ga_optax._passes.ir import is_inexact
 
@@ -167,8 +168,8 @@ def _partitioned(
         return [*args, *(Value(None, x.aval, layout) for x, layout in pairs)]
 
     alone = program._replace(jaxpr=ir.live(program.jaxpr.replace(outvars=results)))
-    unsaid = there.within(notes=[])
-    layouts = nested.inner(unsaid, alone, given([WHOLE] * n)).layouts
+    unrecorded = there.at(records=dataclasses.replace(w.records, notes=[]))
+    layouts = nested.inner(unrecorded, alone, given([WHOLE] * n)).layouts
     is_linear = linear(_back(rule), n)
     if not is_linear:
         layouts = [WHOLE if x == PARTIAL else x for x in layouts]

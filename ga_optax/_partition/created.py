@@ -50,7 +50,7 @@ class Created:
 
     def __call__(self, w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Value]:
         """The operands of an equation; one has rows if it is a root to cut."""
-        if cutting.is_open(e) or w.in_rule or w.limit is not None:
+        if cutting.is_open(e) or w.scope.in_rule:
             return vs
         found = []
         if vs and all(v.is_whole for v in vs):
@@ -67,7 +67,7 @@ class Created:
         if root not in self.cut:
             return vs
         rows = self._rows_of(vs[i])
-        return ir.put(vs, [i], [vs[i].held(w.part(vs[i], rows), rows)])
+        return ir.put(vs, [i], [vs[i].with_layout(w.part(vs[i], rows), rows)])
 
     def layout(self, v: Value) -> Layout:
         """That of a result, which has rows if it is created and large."""

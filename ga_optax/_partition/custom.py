@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
-from ga_optax._partition import factors, nested
+from ga_optax._partition import nested
 from ga_optax._partition.attached import attached, zero
 from ga_optax._partition.values import (
     PARTIAL,
@@ -37,8 +37,8 @@ from ga_optax._partition.values import (
     type_here,
     types_of,
 )
-from ga_optax._partition.writer import Writer
-from ga_optax._passes import ir, places, primitives
+from ga_optax._partition.writer import Same, Writer
+from ga_optax._passes import ir, places
 from ga_optax._passes.ir import is_inexact
 
 _JAX = os.path.dirname(jax.__file__)
@@ -56,31 +56,15 @@ def custom_jvp(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     vs = w.summed(vs)
     if all(v.is_whole for v in vs):
         return w.all_whole(e, vs)
-    if w.in_rule or not any(is_inexact(v.aval) for v in vs):
+    if w.scope.in_rule or not any(is_inexact(v.aval) for v in vs):
         return nested.inlined(w, program, vs)
-    apart = w.within(apart=True)
+    apart = w.within(forbids_collectives=True)
     with w.may_fail(e, last=False) as out:
         out += _with_jvp(apart, e, program, vs)
-    if not out and not w.apart and (fitted := _fitted(w, e, vs)) != vs:
-        vs = fitted
-        with w.may_fail(e) as out:
-            out += _with_jvp(apart, e, program, vs)
-    if not out and not w.apart and _rule_only_saves_time(program.jaxpr):
+    may_meet = not w.scope.forbids_collectives
+    if not out and may_meet and _rule_only_saves_time(program.jaxpr):
         return nested.inlined(w, program, vs)
     return out or _in_the_open(w, e, vs)
-
-
-def _fitted(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Value]:
-    """Operands as if it worked number by number, such as on all pairs of rows."""
-    shapes = tuple(v.shape for v in vs), (types_of(e)[0].shape,)
-    ways = [x for x in primitives.read("...", *shapes) if None not in x.outs]
-    if (found := factors.chosen(vs, ways)) is None:
-        return vs
-    rows, way = found
-    return [
-        v if v.layout in (WHOLE, layout) else v.held(w.to(v, layout), layout)
-        for v, layout in zip(vs, factors.layouts(rows, way.ins), strict=True)
-    ]
 
 
 def _rule(
@@ -173,8 +157,8 @@ def _called(
     facts: Any,
 ) -> list[Result]:
     """The results of a function with a rule that is made of programs, its own first."""
-    its = [run.closed for run in runs]
-    call = w.once(lambda: jax.jit(make()), its, facts)
+    key = facts, *(Same(run.closed) for run in runs)
+    call = w.once(key, lambda: jax.jit(make()))
     out = call(nested.index_for(w, *runs), *(v.x for v in vs))
     return list(zip(out, runs[0].layouts, strict=True))
 
@@ -245,10 +229,10 @@ def custom_vjp(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     vs = w.summed(vs)
     if e.params["symbolic_zeros"] or all(v.is_whole for v in vs):
         return None
-    if w.in_rule:
+    if w.scope.in_rule:
         return nested.inlined(w, ir.inner(e)[0], vs)
     with w.may_fail(e, last=False) as out:
-        out += _with_vjp(w.within(apart=True), e, vs)
+        out += _with_vjp(w.within(forbids_collectives=True), e, vs)
     return out or _in_the_open(w, e, vs)
 
 
@@ -265,9 +249,9 @@ def _in_the_open(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result]:
 
 def _with_vjp(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result]:
     vs = _level(vs)
-    its = [e.params["fwd_jaxpr_thunk"], e.params["bwd"]]
-    facts = "read", *((v.aval, v.smooth) for v in vs)
-    rule = w.once(lambda: _read(e, vs), its, facts)
+    rules = Same(e.params["fwd_jaxpr_thunk"]), Same(e.params["bwd"])
+    types = ((v.aval, v.smooth) for v in vs)
+    rule = w.once(("read", *rules, *types), lambda: _read(e, vs))
     primal = nested.inner(w, ir.inner(e)[0], vs)
     fwd, bwd, linear = _rule_here(w, rule, vs, primal.layouts)
     n, kept = rule.num_consts, rule.num_kept
@@ -335,15 +319,14 @@ def _seems_linear(w: Writer, program: ir.Program, number: int) -> bool:
     def seems_linear() -> bool:
         layouts = [WHOLE] * (len(types) - number) + [PARTIAL] * number
         args = list(map(_value, types, layouts))
-        here = w.within(shares=False, apart=True)
+        here = w.within(forbids_shares=True, forbids_collectives=True)
         try:
             _rule(here, program, args, [PARTIAL] * len(program.jaxpr.outvars))
         except RowsMeet:
             return False
         return True
 
-    facts = "linear", number
-    return w.once(seems_linear, nested.first(w, program), facts)
+    return w.once(("linear", number, nested.key_of(w, program)), seems_linear)
 
 
 # -- Computed whole --------------------------------------------------------------------

@@ -1,8 +1,7 @@
 """A value's rows, computed from the rows of what it is made of.
 
 What comes from no leaf of the batch is whole: `eye(n)`, `arange(n)`, a dropout mask.
-Where it meets rows, only its own part is computed. And a product of rows with rows is
-turned: its columns are split where its rows were.
+Where it meets rows, only its own part is computed.
 """
 
 from typing import Any
@@ -12,7 +11,7 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.extend.random import threefry2x32_p
 
-from ga_optax._partition import factors, nested, products, randoms, shapes
+from ga_optax._partition import factors, nested, randoms, shapes
 from ga_optax._partition.values import (
     Rows,
     Value,
@@ -20,25 +19,18 @@ from ga_optax._partition.values import (
     local_shape,
     types_of,
 )
-from ga_optax._partition.writer import Writer
+from ga_optax._partition.writer import Same, Writer
 from ga_optax._passes import ir, primitives, references
 
 
 def recut(w: Writer, v: Value, rows: Rows) -> Any:
-    """The rows of a value, or None if nothing better is known than to cut it.
-
-    Raises:
-      RowsMeet: if it would have to gather more than the writer allows.
-    """
+    """The rows of a value, or None if nothing better is known than to cut it."""
     if v.made is None or not can_split(v.shape, rows, w.axis.size):
         return None
     e, vs, i = v.made
-    if v.is_whole and not all(operand.is_whole for operand in vs):
+    if references.is_group(e) or not all(operand.is_whole for operand in vs):
         return None
-    name = e.primitive.name
-    if references.is_group(e) or (name in _TURNED and w.limit is None):
-        return None
-    rule = _RULES.get(name)
+    rule = _OPEN.get(e.primitive.name)
     x = rule(w, e, vs, rows) if rule and i == 0 else None
     if e.primitive is threefry2x32_p:
         x = _bits(w, e, vs, rows)[i]
@@ -51,7 +43,7 @@ def _bits(w: Writer, e: core.JaxprEqn, vs: list[Value], rows: Rows) -> list[Any]
     ways = primitives.ways(primitives.Row("..."), e)
     way = next(x for x in ways if x.outs[0] == rows.dim)
     xs = w.parts(vs, rows, way.ins)
-    return w.once(lambda: w.results(e, xs), xs, ("bits", rows))
+    return w.once(("bits", rows, *map(Same, xs)), lambda: w.results(e, xs))
 
 
 def _iota(w: Writer, e: core.JaxprEqn, vs: list[Value], rows: Rows) -> Any:
@@ -63,17 +55,14 @@ def _iota(w: Writer, e: core.JaxprEqn, vs: list[Value], rows: Rows) -> Any:
 
 def _call(w: Writer, e: core.JaxprEqn, vs: list[Value], rows: Rows) -> Any:
     """Of a jitted function that draws: as another one, the same for equal calls."""
-    [program], source, said = ir.inner(e), w.source, len(w.notes)
-    w.source = e.source_info
-    try:
-        run = nested.inner(w, program, vs, [rows])
-        if len(w.notes) > said:  # with the names of the program around it
-            del w.notes[said:]
-            [v] = w.interpret(program.jaxpr, program.consts, vs)
-            return w.part(v, rows)
-    finally:
-        w.source = source
-    call = w.once(lambda: jax.jit(run.__call__), [run.closed], "call")
+    [program], here, notes = ir.inner(e), w.at(source=e.source_info), w.records.notes
+    before = len(notes)
+    run = nested.inner(here, program, vs, [rows])
+    if len(notes) > before:  # Notes need the names of the program around it.
+        del notes[before:]
+        [v] = here.interpret(program.jaxpr, program.consts, vs)
+        return w.part(v, rows)
+    call = w.once(("call", Same(run.closed)), lambda: jax.jit(run.__call__))
     [x] = call(nested.index_for(w, run), [w.whole(v) for v in vs])
     w.level = max(w.level, *run.levels)
     return x
@@ -87,7 +76,7 @@ def draws(w: Writer, e: core.JaxprEqn) -> bool:
         names = [x.primitive.name for x in ir.equations(program.jaxpr)]
         return "random_bits" in names and OPEN.issuperset(names)
 
-    return len(e.outvars) == 1 and w.once(found, [program.jaxpr], "draws")
+    return len(e.outvars) == 1 and w.once(("draws", Same(program.jaxpr)), found)
 
 
 # Equations that are gone back through wherever rows of what they compute are wanted.
@@ -97,7 +86,7 @@ _OPEN: dict[str, Any] = {
     "reshape": shapes.reshape_wanted,
     "random_bits": randoms.recut_bits,
     "random_split": randoms.recut_split,
-    **dict.fromkeys((name for name, kind in ir.CALLS.items() if kind == "call"), _call),
+    **{name: _call for name, row in primitives.TABLE.items() if row.kind == "call"},
 }
 OPEN = frozenset(_OPEN)
 
@@ -105,9 +94,3 @@ OPEN = frozenset(_OPEN)
 def is_open(e: core.JaxprEqn) -> bool:
     """Whether an equation is gone back through wherever rows of it are wanted."""
     return e.primitive.name in OPEN and not references.is_group(e)
-
-
-# And those of a product that is turned; at other times these are there already.
-_TURNED = ("dot_general", "reduce_sum", "reduce_max", "reduce_min")
-_RULES = _OPEN | dict.fromkeys(_TURNED, factors.wanted)
-_RULES["dot_general"] = products.dot_wanted

@@ -27,10 +27,15 @@ def divided(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result]:
 
 
 def written(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result]:
-    """A `value_and_grad`: as it was written, or as the law if it has a derivative."""
+    """A `value_and_grad`: as it was written, or as the law.
+
+    The law if it has a derivative, or rows of a micro-batch: what is written splits the
+    rows of the whole batch.
+    """
     vs = w.summed(vs)
-    law = any(v.smooth for v in vs)
-    return nested.inlined(w, e.params["its"].program if law else ir.inner(e)[0], vs)
+    if any(v.smooth or v.rows for v in vs):
+        return divided(w, e, vs)
+    return nested.inlined(w, ir.inner(e)[0], vs)
 
 
 def _number(w: Writer, its: Divided, vs: list[Value]) -> int:
@@ -52,7 +57,8 @@ def _number(w: Writer, its: Divided, vs: list[Value]) -> int:
 
 
 def _divided(w: Writer, its: Divided, vs: list[Value], number: int) -> list[Result]:
-    run = nested.inner(w.within(apart=True, again=True), its.program, vs)
+    inside = w.within(forbids_collectives=True, partitioned_again=True)
+    run = nested.inner(inside, its.program, vs)
     here = its.with_program(run.closed, (None, *its.axes), number)
     index = nested.index_for(w, run)
     out = here.bind([*run.closed.consts, index, *(v.x for v in vs)])

@@ -1,10 +1,9 @@
 """What follows from a row of the table of primitives: rows there, and rows back.
 
-A factor is a dimension that operands and results share (`_passes.primitives`).
+A factor is a dimension that operands and results share (`_passes.notation`).
 
     forward     rows along a factor of an operand are rows of each result that has it
     summed      if no result has it: each micro-batch has a part of a sum
-    split       what the user says of a function, tried with the rows of a micro-batch
     wanted      rows of a result, from the rows of the operands that have its factor
 
 In what an equation is linear, by its row, `linear` follows sums that wait.
@@ -14,7 +13,6 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import jax
 from jax.extend import core
 
 from ga_optax._partition.values import (
@@ -24,26 +22,30 @@ from ga_optax._partition.values import (
     Results,
     Rows,
     Value,
-    local_shape,
     types_of,
 )
 from ga_optax._partition.writer import Rule, Writer
-from ga_optax._passes import ir, primitives
-from ga_optax._passes.primitives import Axes, Way
+from ga_optax._passes import primitives
+from ga_optax._passes.notation import Axes, Way
 
 
 def ways(e: core.JaxprEqn) -> list[Way]:
     """The ways to split an equation, by its row."""
-    return primitives.ways(primitives.TABLE[e.primitive.name], e)
+    return primitives.ways(primitives.row_of(e), e)
 
 
-def chosen(vs: Sequence[Value], some: Sequence[Way]) -> tuple[Rows, Way] | None:
-    """The rows of an operand, and the way along them that gathers least."""
+def chosen(
+    vs: Sequence[Value], some: Callable[[Rows], Iterable[Way]]
+) -> tuple[Rows, Way] | None:
+    """The rows of an operand, and the way along them that gathers least.
+
+    `some` returns the ways to split along rows.
+    """
     found = [
         (v.rows, way, v.size)
         for i, v in enumerate(vs)
         if v.rows
-        for way in some
+        for way in some(v.rows)
         if way.ins[i] == v.dim
     ]
 
@@ -66,7 +68,7 @@ def layouts(rows: Rows, dims: Axes) -> list[Layout]:
 def forward(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     """Rows that stay rows; None if those of all operands go another way."""
     kept = [way for way in ways(e) if None not in way.outs]
-    if (found := chosen(vs, kept)) is None:
+    if (found := chosen(vs, lambda _: kept)) is None:
         return None
     rows, way = found
     out = _along(w, e, vs, rows, way)
@@ -84,46 +86,6 @@ def summed(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     if not found:
         return None
     return [(x, PARTIAL) for x in w.results(e, w.parts(vs, *found[0]))]
-
-
-class Refused(Exception):  # noqa: N818
-    """What a function of the user's does with rows of a micro-batch, instead."""
-
-
-def split(
-    w: Writer,
-    e: core.JaxprEqn,
-    vs: list[Value],
-    some: Iterable[Way],
-    fun: Callable[..., Any],
-) -> Results:
-    """The results of what can be split in some ways, in the best; None if in no one.
-
-    Of the way, and of its operands here, `fun` returns the results here.
-
-    Raises:
-      Refused: if it does not.
-    """
-
-    def is_even(way: Way) -> bool:
-        pairs = zip(vs, way.ins, strict=True)
-        return len({v.shape[d] for v, d in pairs if d is not None}) == 1
-
-    if (found := chosen(vs, [*filter(is_even, some)])) is None:
-        return None
-    rows, way = found
-    xs = w.parts(vs, rows, way.ins)
-    of_results = [PARTIAL if d is None else rows.at(d) for d in way.outs]
-    pairs = zip(types_of(e), of_results, strict=True)
-    due = [(local_shape(x.shape, of, w.axis.size), x.dtype) for x, of in pairs]
-    try:
-        program: Any = jax.make_jaxpr(functools.partial(fun, way))(*xs)
-    except Exception as error:  # Any: the code is the user's.
-        raise Refused(f"raised {type(error).__name__}: {error}") from error
-    came = [(x.shape, x.dtype) for x in program.out_avals]
-    if came != due:
-        raise Refused(f"returned {came} and not {due}")
-    return list(zip(ir.results(program, xs), of_results, strict=True))
 
 
 @functools.cache
@@ -149,7 +111,7 @@ def _along(
 ) -> list[Any]:
     """The results of a micro-batch's part along a factor."""
     xs = w.parts(vs, rows, way.ins)
-    if not (key := primitives.TABLE[e.primitive.name].shape):
+    if not (key := primitives.row_of(e).shape):
         return w.results(e, xs)
     shape, of, [d] = list(e.params[key]), types_of(e)[0].shape, way.outs
     assert d is not None

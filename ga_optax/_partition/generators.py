@@ -25,8 +25,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from ga_optax._partition.notes import Drawn, Note
 from ga_optax._partition.values import Rows, Value, local_shape, own, types_of
-from ga_optax._partition.writer import Drawn, Note, Writer
+from ga_optax._partition.writer import Writer
 from ga_optax._passes import ir
 
 _BLOCK = 128  # bits that Philox draws at once
@@ -82,8 +83,8 @@ def part(w: Writer, e: core.JaxprEqn, v: Value, rows: Rows) -> Any:
     known = all(isinstance(n, int) for n in shape) and math.prod(shape) < 2**32
     if "rbg" not in str(v.aval) or not known:
         return None
-    w.draws.read.add((draw, None if w.in_rule else rows))
-    is_own = draw not in w.draws.whole and not w.in_rule
+    w.records.draws.read.add((draw, None if w.scope.in_rule else rows))
+    is_own = draw not in w.records.draws.whole and not w.scope.in_rule
     if is_own or not _has_parts(jax.default_backend()):
         w.note(e, math.prod(shape), kind=Drawn if is_own else Note)
     # For several keys, as by `jax.vmap`, XLA draws all from the first.

@@ -1,7 +1,5 @@
 """Gathers and scatters: `logits[arange(n), labels]`, `x[ids]`, `segment_sum`."""
 
-import dataclasses
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -9,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from ga_optax._partition import factors, reductions
+from ga_optax._partition import factors
+from ga_optax._partition.made import number_of
 from ga_optax._partition.values import (
     PARTIAL,
     WHOLE,
@@ -19,7 +18,7 @@ from ga_optax._partition.values import (
     can_split,
     types_of,
 )
-from ga_optax._partition.writer import Writer, number_of
+from ga_optax._partition.writer import Writer
 from ga_optax._passes import ir
 from ga_optax._passes.ir import is_inexact
 
@@ -32,14 +31,10 @@ def gather(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     operand, indices = vs
     numbers = e.params["dimension_numbers"]
     if operand.dim in numbers.collapsed_slice_dims:
-        for its in _or_turned(w, operand):
-            if any(way.ins[0] == its.dim for way in factors.ways(e)):
-                return factors.forward(w, e, [its, indices])
-            own = own_rows(w, its, indices, numbers.start_index_map)
-            collapsed = its.dim in numbers.collapsed_slice_dims
-            if own is not None and collapsed and not numbers.operand_batching_dims:
-                [d, *_] = _batch(e)
-                return [(w.run(e, [its.x, own]), its.rows.at(d))]
+        own = own_rows(w, operand, indices, numbers.start_index_map)
+        if own is not None and not numbers.operand_batching_dims:
+            [d, *_] = _batch(e)
+            return [(w.run(e, [operand.x, own]), operand.rows.at(d))]
         if (picked := _picked(w, e, operand, indices)) is not None:
             return [(picked, PARTIAL)]
     return factors.forward(w, e, vs)
@@ -64,14 +59,6 @@ def _batch(e: core.JaxprEqn) -> list[int]:
     ]
 
 
-def _or_turned(w: Writer, operand: Value) -> Iterator[Value]:
-    """It, and if it is a product of rows with rows, split where the other factor is."""
-    yield operand
-    if found := reductions.turned(w, operand, (operand.dim,)):
-        rows, x = found
-        yield dataclasses.replace(operand.held(x, rows), level=w.level)
-
-
 def _picked(w: Writer, e: core.JaxprEqn, operand: Value, indices: Value) -> Any:
     """What an index picks of an operand's rows, zero elsewhere: a part of a sum.
 
@@ -82,7 +69,6 @@ def _picked(w: Writer, e: core.JaxprEqn, operand: Value, indices: Value) -> Any:
     aval: Any = types_of(e)[0]
     if (
         not is_inexact(aval)
-        or numbers.operand_batching_dims
         or d not in numbers.collapsed_slice_dims
         or d not in numbers.start_index_map
         or ir.numbers(aval.shape) * parts > operand.size
@@ -94,7 +80,7 @@ def _picked(w: Writer, e: core.JaxprEqn, operand: Value, indices: Value) -> Any:
     row = at[..., column]
     if e.params["mode"] == jax.lax.GatherScatterMode.CLIP:
         row = jnp.clip(row, 0, operand.shape[d] - 1)
-    here, mine = w.held(operand, row)
+    here, mine = w.place_of(operand, row)
     at = at.at[..., column].set(here)
     at = jnp.where(mine[..., None], at, 0)  # so it comes several times, in any order
     broken = {"unique_indices": False, "indices_are_sorted": False}
@@ -216,7 +202,7 @@ def _scattered_into(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
         return None
     at = w.whole(indices)
     at = at.astype(jnp.promote_types(at.dtype, jnp.int32))
-    here, mine = w.held(operand, at[..., column])
+    here, mine = w.place_of(operand, at[..., column])
     # The others come after all rows, each at a place of its own: as unique as before.
     after = jnp.arange(mine.size, dtype=at.dtype).reshape(mine.shape)
     is_here = mine & (here < operand.shape[d])

@@ -19,76 +19,72 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from ga_optax._partition.values import Results, Rows, Value, local_shape
+from ga_optax._partition import splits
+from ga_optax._partition.values import WHOLE, Rows, local_shape
 from ga_optax._partition.writer import Writer
 from ga_optax._passes import ir
-
-Dims = list[int | None]  # the dimension of each array that has the rows
+from ga_optax._passes.notation import Axes, Split, Way
 
 _MOST_POINTS = 2**20  # of a grid, at which functions of it are evaluated
 # In the names of primitives by which programs share what is no operand, or that hide a
 # function of Python's.
+_ASK = ("program_id", "num_programs")  # for the place of a program on an axis
 _HIDDEN = ("prng", "semaphore", "global", "cluster", "inline", "pipeline", "fusion")
 
 
-def pallas_call(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
-    grid, ranked = e.params["grid_mapping"], sorted(vs, key=lambda v: -v.size)
-    if not _can_be_read(e, vs):
-        return None
-    for v in ranked:
-        for g in range(len(grid.grid)) if v.rows else ():
-            dims = _dims(grid, g, v.rows, w.axis.size)
-            if dims and dims[vs.index(v)] == v.dim and not _depends(e, g, dims):
-                return _on_part(w, e, vs, g, (v.rows, dims))
-    return None
+def pallas_call(w: Writer, e: core.JaxprEqn, segments: int) -> list[Split]:
+    """A way to split for each axis of the grid that goes over rows."""
+    grid, n, found = e.params["grid_mapping"], len(e.invars), list[Split]()
+    for g in range(len(grid.grid)) if _can_be_read(e) else ():
+        dims = _dims(grid, g, segments, w.axis.size)
+        if dims and not _depends(e, g, dims):
+            part, way = _part(e, g, dims, w.axis.size), Way(dims[:n], dims[n:])
+            found.append(splits.called(w, e, way, **part))
+    return found
 
 
-def _can_be_read(e: core.JaxprEqn, vs: list[Value]) -> bool:
-    """Whether operands and results are all that its programs share."""
+def _can_be_read(e: core.JaxprEqn) -> bool:
+    """True if operands and results are all that its programs share."""
     [kernel], p, grid = ir.inner_programs(e), e.params, e.params["grid_mapping"]
+    names = " ".join(x.primitive.name for x in ir.equations(kernel))
     return (
         p.get("mesh") is None
         and grid.grid_names is None
-        and len(vs) == grid.num_index_operands + grid.num_inputs
+        and len(e.invars) == grid.num_index_operands + grid.num_inputs
         and all(isinstance(n, int) for n in grid.grid)
         and not getattr(p["compiler_params"], "has_side_effects", False)
         and all(getattr(x, "input", None) in kernel.invars for x in kernel.effects)
-        and not any(
-            part in x.primitive.name for x in ir.equations(kernel) for part in _HIDDEN
-        )
+        and not any(part in names for part in _HIDDEN)
     )
 
 
 # -- Which blocks a program has --------------------------------------------------------
 
 
-def _dims(grid: Any, g: int, rows: Rows, parts: int) -> Dims | None:
+def _dims(grid: Any, g: int, segments: int, parts: int) -> Axes | None:
     """The dimension of each array that axis `g` goes over; None if that is not known.
 
     Each result has one, so that no two micro-batches write the same of it.
     """
-    if grid.grid[g] % (parts * rows.segments):
+    if grid.grid[g] % (parts * segments):
         return None
-    dims: Dims = [None] * grid.num_index_operands
+    dims: list[int | None] = [None] * grid.num_index_operands
     for i, block in enumerate(grid.block_mappings):
-        moves = [
-            _moves(block, d, _coordinate(block, d, grid.grid, g), rows, parts)
-            for d in range(len(block.array_aval.shape))
-        ]
+        each = [_index(block, d, grid.grid, g) for d in range(len(block.block_shape))]
+        moves = [_moves(block, d, x, (segments, parts)) for d, x in enumerate(each)]
         is_result = i >= grid.num_inputs
         if None in moves or not is_result <= sum(map(bool, moves)) <= 1:
             return None
         dims.append(moves.index(True) if True in moves else None)
-    return dims
+    return tuple(dims)
 
 
-def _coordinate(block: Any, d: int, sizes: tuple[int, ...], g: int) -> Any:
+def _index(block: Any, d: int, sizes: tuple[int, ...], g: int) -> Any:
     """Which block programs have along `d`, `[sizes[g], ...]`; None if not known."""
-    index = block.index_map_jaxpr
-    jaxpr = getattr(index, "jaxpr", index)
+    jaxpr = getattr(block.index_map_jaxpr, "jaxpr", block.index_map_jaxpr)
     out, ids = jaxpr.outvars[d], jaxpr.invars[: len(sizes)]
-    given = {*jaxpr.constvars, *jaxpr.invars}
-    equations, read = ir.needed(jaxpr, [out], given.__contains__)
+    given = *jaxpr.constvars, *jaxpr.invars
+    equations, read = ir.needed(jaxpr, [out], {*given}.__contains__)
     if ids[g] not in read:
         return np.zeros(sizes[g], np.int32)
     shape = [n if x in read else 1 for n, x in zip(sizes, ids, strict=True)]
@@ -100,21 +96,23 @@ def _coordinate(block: Any, d: int, sizes: tuple[int, ...], g: int) -> Any:
     return np.moveaxis(np.asarray(x).reshape(shape), g, 0)
 
 
-def _moves(block: Any, d: int, x: Any, rows: Rows, parts: int) -> bool | None:
-    """Whether micro-batches have one part after another along `d`; None if otherwise.
+def _moves(block: Any, d: int, x: Any, cut: tuple[int, int]) -> bool | None:
+    """True if micro-batches have one part after another along `d`; None if otherwise.
 
     False if they all have the same blocks.
     """
     if x is None:
         return None
-    segments, others = rows.segments, x.shape[1:]
-    # Those of a micro-batch, by the same function, and those that it has now.
+    (segments, parts), others = cut, x.shape[1:]
+    # The blocks of a micro-batch, by the same function, and those that it has now.
     local = x[: len(x) // parts].reshape(segments, 1, -1, *others)
     now = x.reshape(segments, parts, -1, *others)
     if (now == local).all():
         return False
+    dim = block.block_shape[d]
+    sizes = {"Squeezed": 1, "Blocked": getattr(dim, "block_size", 0)}
+    size = sizes.get(type(dim).__name__, 0)  # else blocks may overlap
     here, rest = divmod(block.array_aval.shape[d], parts * segments)
-    size = _size(block.block_shape[d])
     if rest or not size or here % size:
         return None
     here //= size
@@ -124,35 +122,26 @@ def _moves(block: Any, d: int, x: Any, rows: Rows, parts: int) -> bool | None:
     return True if is_next.all() and local.max() < segments * here else None
 
 
-def _size(dim: Any) -> int:
-    """The size of a block along a dimension; 0 if blocks may overlap."""
-    kinds = {"Squeezed": 1, "Blocked": getattr(dim, "block_size", 0)}
-    return kinds.get(type(dim).__name__, 0)
-
-
 # -- What else may depend on the axis --------------------------------------------------
 
 
-def _depends(e: core.JaxprEqn, g: int, dims: Dims) -> bool:
-    """Whether a program may depend on where along `g` it is, or on others along it."""
+def _depends(e: core.JaxprEqn, g: int, dims: Axes) -> bool:
+    """True if a program may depend on where along `g` it is, or on others along it."""
     grid, [kernel] = e.params["grid_mapping"], ir.inner_programs(e)
-    effects: Any = kernel.effects
-    outs = dims[len(dims) - grid.num_outputs :]
+    outs = dims[len(e.invars) :]
     if any(dims[i] != outs[o] for i, o in e.params["input_output_aliases"]):
         return True
     # What is written in an operand, the next program reads.
-    written = {x.input for x in effects if type(x).__name__ != "ReadEffect"}
-    if any(
-        x in written for x, d in zip(kernel.invars, dims, strict=False) if d is None
-    ):
+    effects = [x for x in kernel.effects if type(x).__name__ != "ReadEffect"]
+    written = [getattr(x, "input", None) for x in effects]
+    shared = zip(kernel.invars, dims, strict=False)
+    if any(d is None and x in written for x, d in shared):
         return True
     if g in grid.vmapped_dims:
         return False  # no program can see an axis that `jax.vmap` added
     axis = g - sum(d < g for d in grid.vmapped_dims)
-    if any(
-        x.primitive.name in ("program_id", "num_programs") and x.params["axis"] == axis
-        for x in ir.equations(kernel)
-    ):
+    asks = [x for x in ir.equations(kernel) if x.primitive.name in _ASK]
+    if any(x.params["axis"] == axis for x in asks):
         return True
     semantics = getattr(e.params["compiler_params"], "dimension_semantics", None)
     how = semantics[axis] if semantics else None
@@ -164,29 +153,22 @@ def _depends(e: core.JaxprEqn, g: int, dims: Dims) -> bool:
 # -- A part of the grid ----------------------------------------------------------------
 
 
-def _on_part(
-    w: Writer, e: core.JaxprEqn, vs: list[Value], g: int, cut: tuple[Rows, Dims]
-) -> Results:
-    """The call with this micro-batch's part of axis `g` of the grid."""
-    (rows, dims), grid, parts = cut, e.params["grid_mapping"], w.axis.size
+def _part(e: core.JaxprEqn, g: int, dims: Axes, parts: int) -> dict[str, Any]:
+    """The parameters of the call with a micro-batch's part of axis `g` of the grid."""
+    p, grid = e.params, e.params["grid_mapping"]
 
     def local(aval: Any, d: int | None) -> Any:
-        shape = aval.shape if d is None else local_shape(aval.shape, rows.at(d), parts)
-        return aval.update(shape=shape)
+        layout = WHOLE if d is None else Rows(d)
+        return aval.update(shape=local_shape(aval.shape, layout, parts))
 
-    of_blocks = dims[grid.num_index_operands :]
-    outs: list[Any] = dims[len(vs) :]
-    sizes = [n // parts if i == g else n for i, n in enumerate(grid.grid)]
-    blocks = [
-        block.replace(array_aval=local(block.array_aval, d))
-        for block, d in zip(grid.block_mappings, of_blocks, strict=True)
-    ]
-    changed: dict[str, Any] = {
+    pairs = zip(grid.block_mappings, dims[grid.num_index_operands :], strict=True)
+    blocks = [x.replace(array_aval=local(x.array_aval, d)) for x, d in pairs]
+    sizes = (n // parts if i == g else n for i, n in enumerate(grid.grid))
+    if (cost := p["cost_estimate"]) is not None:
+        costs = dataclasses.asdict(cost).items()
+        cost = type(cost)(**{key: n // parts for key, n in costs})
+    return {
         "grid_mapping": grid.replace(grid=tuple(sizes), block_mappings=tuple(blocks)),
-        "out_avals": tuple(map(local, e.params["out_avals"], outs)),
+        "out_avals": tuple(map(local, p["out_avals"], dims[len(e.invars) :])),
+        "cost_estimate": cost,
     }
-    if (cost := e.params["cost_estimate"]) is not None:
-        less = {key: n // parts for key, n in dataclasses.asdict(cost).items()}
-        changed["cost_estimate"] = type(cost)(**less)
-    found = w.results(e, w.parts(vs, rows, dims[: len(vs)]), **changed)
-    return [(x, rows.at(d)) for x, d in zip(found, outs, strict=True)]

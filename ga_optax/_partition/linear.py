@@ -15,7 +15,7 @@ from ga_optax._partition import shapes
 from ga_optax._partition.values import PARTIAL, Result, Value, types_of
 from ga_optax._partition.writer import Writer
 from ga_optax._passes.ir import is_inexact
-from ga_optax._passes.primitives import TABLE, Row
+from ga_optax._passes.primitives import CAST, CONVOLUTION, PRODUCT, row_of
 
 
 def linear(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result] | None:
@@ -30,11 +30,13 @@ def linear(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result] | None:
     places = slots(e, [i for i, v in enumerate(vs) if v.is_partial])
     if places is None:
         return None
-    if name == "convert_element_type" and _rounds(e, vs[0]):
+    if name == CAST and _rounds(e, vs[0]):
         return None
     if name == "gather" and e.params["fill_value"]:
         return None  # it is added once, and not by each micro-batch
-    if any(_is_late(v, vs) for v in vs) or (not w.apart and _grows(e, vs)):
+    if any(_is_late(v, vs) for v in vs) or (
+        not w.scope.forbids_collectives and _grows(e, vs)
+    ):
         return None
     if name == "optimization_barrier":
         return shapes.barrier(w, e, vs)
@@ -44,7 +46,7 @@ def linear(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result] | None:
 
 def slots(e: core.JaxprEqn, partial: Sequence[int]) -> Sequence[int] | None:
     """In which operands together it is linear; None if some `partial` is not among."""
-    row = TABLE.get(e.primitive.name, Row())
+    row = row_of(e)
     found = row.linear_in(len(e.invars))
     if not found and len(partial) == 1:
         found = [i for i in partial if i in row.each]
@@ -66,7 +68,7 @@ def _grows(e: core.JaxprEqn, vs: list[Value]) -> bool:
     Then each micro-batch would multiply all of it, and that many numbers would be added
     up: of experts, to which rows are sent by an index, their hidden layer.
     """
-    is_product = e.primitive.name in ("dot_general", "conv_general_dilated")
+    is_product = e.primitive.name in (PRODUCT, CONVOLUTION)
     [made] = [math.prod(x.shape) for x in types_of(e)] if is_product else [0]
     return any(v.is_partial and made > v.size for v in vs)
 

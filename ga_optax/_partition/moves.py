@@ -15,8 +15,8 @@ import numpy as np
 from jax.extend import core
 
 from ga_optax._partition import factors
+from ga_optax._partition.made import number_of
 from ga_optax._partition.values import (
-    MOVES,
     PARTIAL,
     WHOLE,
     Result,
@@ -26,8 +26,9 @@ from ga_optax._partition.values import (
     can_split,
     types_of,
 )
-from ga_optax._partition.writer import Writer, number_of
+from ga_optax._partition.writer import Writer
 from ga_optax._passes.ir import is_inexact
+from ga_optax._passes.primitives import row_of
 
 
 def move(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
@@ -54,7 +55,7 @@ Source = tuple[Value, np.ndarray]
 
 def _source(v: Value, d: int) -> Source | None:
     """The one value whose rows these are, along a dimension; None if there are more."""
-    if v.made is None or v.made[0].primitive.name not in MOVES:
+    if v.made is None or not row_of(v.made[0]).shifts:
         return v, np.arange(v.shape[d])
     if d not in v.sources:  # A roll reads what it moves twice.
         e, vs, i = v.made

@@ -5,21 +5,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend import core
 
-from ga_optax._partition import factors
-from ga_optax._partition.values import PARTIAL, Results, Rows, RowsMeet, Value
+from ga_optax._partition.values import PARTIAL, Results, Value
 from ga_optax._partition.writer import Writer
-
-
-def dot_wanted(w: Writer, e: core.JaxprEqn, vs: list[Value], rows: Rows) -> Any:
-    """The rows of a product along another axis, where they cost no more than its own.
-
-    To split the columns of a matrix, of which all rows are here, is another thing.
-    """
-    way = next(x for x in factors.ways(e) if x.outs == (rows.dim,))
-    pairs = [(v, d) for v, d in zip(vs, way.ins, strict=True) if d is not None]
-    if len(pairs) == 1 and any(v.layout != rows.at(d) for v, d in pairs):
-        raise RowsMeet
-    return factors.wanted(w, e, vs, rows)
 
 
 def ragged_dot(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 from jax.extend import core, source_info_util
 
 from ga_optax._partition import created, generators, table
+from ga_optax._partition.axis import Axis
+from ga_optax._partition.notes import Drawn, Note, Records
 from ga_optax._partition.values import (
     WHOLE,
     Layout,
@@ -16,8 +18,8 @@ from ga_optax._partition.values import (
     local_shape,
     type_here,
 )
-from ga_optax._partition.writer import Axis, Drawn, Note, Writer
-from ga_optax._passes import ir
+from ga_optax._partition.writer import Scope, Writer
+from ga_optax._passes import ir, places
 
 
 class Partitioned(NamedTuple):
@@ -65,15 +67,17 @@ def partition(
     arguments: Sequence[Argument],
     axis: Axis,
     due: Sequence[Layout | None] = (),
+    labels: bool = False,
 ) -> Partitioned:
     """Partitions a program, whose constants are its first arguments.
 
     Its results are in the layouts that are due, or in those that they come in: so for
-    None, and for those after the last that is due.
+    None, and for those after the last that is due. With `labels` each equation says
+    what a micro-batch holds of its results, see `places.label_of`.
     """
     split = ((a.layout, a.aval) for a in arguments if isinstance(a.layout, Rows))
     first = next((created.Created(x, of.shape[x.dim]) for x, of in split), None)
-    whole = _Whole(jaxpr, arguments, axis, due)
+    whole = _Whole(jaxpr, arguments, axis, due, labels)
     return created.best(whole.partitioned, lambda x: _cost(x.jaxpr, axis), first)
 
 
@@ -84,6 +88,7 @@ class _Whole(NamedTuple):
     arguments: Sequence[Argument]
     axis: Axis
     due: Sequence[Layout | None]
+    labels: bool
 
     def partitioned(self, some: created.Created | None) -> Partitioned:
         """The program, with rows of some of what it creates.
@@ -105,7 +110,8 @@ class _Whole(NamedTuple):
         jaxpr, axis, due, found = self.jaxpr, self.axis, self.due, {}
 
         def run(xs: Sequence[Any], index: Any) -> list[Any]:
-            w = Writer(axis, index, table.RULES, some, draws)
+            rules = table.RULES._replace(operands=some) if some else table.RULES
+            w = Writer(axis, index, rules, Records(draws), Scope())
             given = [
                 Value(x, a.aval, a.layout, 0, a.smooth, a.smooth)
                 for x, a in zip(xs, self.arguments, strict=True)
@@ -118,11 +124,12 @@ class _Whole(NamedTuple):
             free = len(due) < len(out)
             scaled = [i for i, v in enumerate(out) if v.scaled and free]
             # Not the writer, which holds what is traced.
-            found.update(layouts=layouts, scaled=scaled, notes=w.notes)
-            found.update(promised=w.promised, failures=w.failures)
+            found.update(layouts=layouts, scaled=scaled, records=w.records)
             pairs = zip([*out, *out[:1]], layouts, strict=False)
             put = [_put(w, v, layout) for v, layout in pairs]
-            return [*put, *(w.whole(out[i]) for i in scaled)]
+            values = _values(out) if self.labels else []
+            found.update(labels=[_in_words(v) for v in values])
+            return [*put, *(w.whole(out[i]) for i in scaled), *(v.x for v in values)]
 
         types = [
             type_here(a.aval, local_shape(a.aval.shape, a.layout, axis.size), None)
@@ -132,7 +139,42 @@ class _Whole(NamedTuple):
         for x in types:
             number = type_here(number, (), x)
         trace = jax.make_jaxpr(run, axis_env=[(axis.name, axis.size)])
-        return trace(types, number), found
+        closed = trace(types, number)
+        if self.labels:
+            closed = closed.replace(jaxpr=_labelled(closed.jaxpr, found["labels"]))
+        return closed, found
+
+
+def _values(results: Sequence[Value]) -> list[Value]:
+    """All values of the program that results are computed of."""
+    found: dict[int, Value] = {}
+    left = list(results)
+    while left:
+        v = left.pop()
+        if v.made is not None and id(v) not in found:
+            found[id(v)] = v
+            left += v.made[1]
+    return list(found.values())
+
+
+def _in_words(v: Value) -> str:
+    """What a micro-batch holds of a value, and the type of all of it."""
+    holds = f"rows {v.dim}" if v.rows else "part" if v.is_partial else "all"
+    return f"{holds} of {places.type_of(v.aval)}"
+
+
+def _labelled(jaxpr: core.Jaxpr, labels: list[str]) -> core.Jaxpr:
+    """A program whose last results have labels, without these results."""
+    number = len(jaxpr.outvars) - len(labels)
+    pairs = zip(jaxpr.outvars[number:], labels, strict=True)
+    texts = {x: text for x, text in pairs if ir.is_variable(x)}
+
+    def labelled(e: core.JaxprEqn) -> core.JaxprEqn:
+        of_results = [texts[x] for x in e.outvars if x in texts]
+        return places.labelled(e, ", ".join(of_results)) if of_results else e
+
+    eqns = list(map(labelled, jaxpr.eqns))
+    return jaxpr.replace(eqns=eqns, outvars=jaxpr.outvars[:number])
 
 
 def _live(
@@ -140,6 +182,7 @@ def _live(
 ) -> Partitioned:
     """Such a program without what nobody reads."""
     layouts, outvars = found["layouts"], closed.jaxpr.outvars
+    records: Records = found["records"]
     live = ir.live(closed.jaxpr.replace(outvars=outvars[: len(layouts)]))
     if _meets(live, axis):
         outvars, layouts = _exact(outvars, layouts, found["scaled"])
@@ -148,13 +191,13 @@ def _live(
         live,
         closed.consts,
         layouts,
-        [x for x in found["notes"] if not isinstance(x, Drawn)],
-        [x for x in found["notes"] if isinstance(x, Drawn)],
-        found["promised"],
+        [x for x in records.notes if not isinstance(x, Drawn)],
+        [x for x in records.notes if isinstance(x, Drawn)],
+        records.promised,
         _meets(live, axis),
         _in_gradient(live, axis, smooth),
         ir.num_readers(live, live.invars[-1]) > 0,
-        found["failures"],
+        records.failures,
     )
 
 

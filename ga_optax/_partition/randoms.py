@@ -15,7 +15,7 @@ from jax.extend.random import threefry2x32_p
 
 from ga_optax._partition import generators
 from ga_optax._partition.values import Result, Rows, Value, local_shape, types_of
-from ga_optax._partition.writer import Writer
+from ga_optax._partition.writer import Same, Writer
 from ga_optax._passes import primitives
 
 
@@ -60,8 +60,8 @@ def _drawn(w: Writer, v: Value, shape: tuple[int, ...], rows: Rows) -> Any:
         return None
     if math.prod(shape) >= 2**32:
         return None
-    facts = "count", shape, rows
-    count = w.once(lambda: _count(w, shape, rows), [w.index], facts)
+    key = "count", shape, rows, Same(w.index)
+    count = w.once(key, lambda: _count(w, shape, rows))
     k1, k2 = jax.random.key_data(v.x)
     zeros = jax.lax.bitwise_xor(count, count)  # batched as it is, under jax.vmap
     return threefry2x32_p.bind(k1, k2, zeros, count)

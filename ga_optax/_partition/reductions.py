@@ -14,10 +14,7 @@ from ga_optax._partition.values import (
     WHOLE,
     Result,
     Results,
-    Rows,
-    RowsMeet,
     Value,
-    can_split,
 )
 from ga_optax._partition.writer import Writer
 from ga_optax._passes import ir
@@ -35,7 +32,7 @@ def compared(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     later = not any(v.params for v in vs) and any(map(_is_of_rows, vs))
     for v in vs:
         behind = v.level < last if v.params else later and v.made is not None
-        if behind and v.rows and is_inexact(v.aval) and not w.apart:
+        if behind and v.rows and is_inexact(v.aval) and not w.scope.forbids_collectives:
             v.x = checkpoint_name(v.x, w.axis.name)
     return factors.forward(w, e, vs)
 
@@ -55,11 +52,7 @@ def _is_of_rows(v: Value) -> bool:
 
 def reduce_(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     [v] = vs
-    name, axes = e.primitive.name, tuple(e.params["axes"])
-    if found := turned(w, v, axes):
-        rows, x = found
-        left = rows.at(rows.dim - sum(a < rows.dim for a in axes))
-        return [(w.run(e, [x]), left)]
+    name = e.primitive.name
     if name == "reduce_sum":
         return factors.summed(w, e, vs)
     if name in ("reduce_max", "reduce_min"):
@@ -126,29 +119,6 @@ def _only_stopped(jaxpr: core.Jaxpr, variable: Any) -> bool:
         or not any(is_inexact(x.aval) for x in e.outvars)
         for e, _ in uses
     )
-
-
-def turned(w: Writer, v: Value, axes: tuple[int, ...]) -> tuple[Rows, Any] | None:
-    """`v` with the rows along an axis that stays, if it is a product of rows with rows.
-
-    All rows of the smaller factor are needed anyway; with all rows of the other one,
-    each column is complete here, and a reduction over rows needs no collective.
-    """
-    if w.apart or w.limit is not None or len(v.shape) < 2 or not v.params:
-        return None
-    for d in range(len(v.shape)):
-        rows = Rows(d)
-        if d in axes or not can_split(v.shape, rows, w.axis.size):
-            continue
-        trial = w.within(limit=v.size - 1, matches=[], level=0)
-        try:
-            x = w.rules.recut(trial, v, rows)
-        except RowsMeet:
-            continue
-        if x is not None and trial.matches:
-            w.level = trial.level
-            return rows, x
-    return None
 
 
 def argument(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:

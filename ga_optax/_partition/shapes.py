@@ -69,6 +69,6 @@ def dynamic_slice(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
         return None
     xs = [w.whole(start) for start in starts]
     row = jnp.clip(xs[v.dim], 0, v.shape[v.dim] - 1)
-    xs[v.dim], mine = w.held(v, row)
+    xs[v.dim], mine = w.place_of(v, row)
     x = w.run(e, [v.x, *xs])
     return [(jnp.where(mine, x, jnp.zeros_like(x)), PARTIAL)]

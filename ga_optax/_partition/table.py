@@ -4,27 +4,28 @@ A primitive with a row of dimensions needs no more (`_passes.primitives`). The r
 here are for what a row cannot say; where it says something, they come after it.
 """
 
+from functools import partial
+
 from ga_optax._partition import (
     custom,
     cutting,
-    declared,
     divided,
     factors,
     indexing,
     kernels,
     linear,
+    loops,
     moves,
     nested,
     products,
-    promised,
     randoms,
     reductions,
     shapes,
+    splits,
 )
-from ga_optax._partition.values import MOVES
 from ga_optax._partition.writer import Rule, Rules
 from ga_optax._passes.divided import NAME, WRITTEN
-from ga_optax._passes.primitives import TABLE
+from ga_optax._passes.primitives import ROWWISE, TABLE
 
 _OWN: dict[Rule, str] = {
     reductions.reduce_: "reduce_sum reduce_max reduce_min reduce_prod reduce_and "
@@ -35,25 +36,25 @@ _OWN: dict[Rule, str] = {
     shapes.barrier: "optimization_barrier",
     shapes.reshape: "reshape",
     shapes.tile: "tile",
-    moves.move: " ".join(MOVES),
+    moves.move: " ".join(name for name, row in TABLE.items() if row.shifts),
     shapes.dynamic_slice: "dynamic_slice",
     factors.summed: "dot_general",
     products.convolution: "conv_general_dilated",
     products.ragged_dot: "ragged_dot_general",
     indexing.scatter: "scatter scatter-add scatter-sub scatter-mul scatter-max "
     "scatter-min",
-    promised.rowwise: "rowwise",
+    splits.rowwise: ROWWISE,
     randoms.random_bits: "random_bits",
-    kernels.pallas_call: "pallas_call",
-    declared.custom_partitioning: "custom_partitioning",
-    declared.cudnn_attention: "dot_product_attention_fwd_wrapper "
+    partial(splits.split, kernels.pallas_call): "pallas_call",
+    partial(splits.split, splits.custom_partitioning): "custom_partitioning",
+    partial(splits.split, splits.cudnn_attention): "dot_product_attention_fwd_wrapper "
     "dot_product_attention_bwd_wrapper",
 }
 
 _NESTED: dict[str, Rule] = {
     "checkpoint": nested.checkpoint,
-    "scan": nested.scan,
-    "while": nested.while_,
+    "scan": loops.scan,
+    "while": loops.while_,
     "cond": nested.cond,
     "custom_linear_solve": nested.linear_solve,
     "shard_map": nested.shard_map,
@@ -78,8 +79,8 @@ _KNOWN: dict[str, Rule] = {
 }
 
 RULES = Rules(
+    lambda w, e, vs: vs,
     _KNOWN,
-    promised.registered,
     linear.linear,
     _NESTED,
     custom.passed_on,

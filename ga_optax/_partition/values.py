@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from ga_optax._passes import ir
+from ga_optax._passes.primitives import row_of
 
 
 class Rows(NamedTuple):
@@ -27,8 +28,6 @@ class Rows(NamedTuple):
         return self._replace(dim=dim)
 
 
-# What only moves numbers, along axes that stay what they are.
-MOVES = ("concatenate", "pad", "rev", "slice", "split")
 # All micro-batches hold all of it; or it is the sum of what they hold.
 WHOLE, PARTIAL = "whole", "partial"
 Layout = str | Rows
@@ -67,9 +66,14 @@ class Value:
     copies: dict[Any, Any] = dataclasses.field(default_factory=dict)
     sources: dict[int, Any] = dataclasses.field(default_factory=dict)
 
-    def held(self, x: Any, layout: Layout) -> "Value":
+    def with_layout(self, x: Any, layout: Layout) -> "Value":
         """The same value, of which micro-batches hold something else."""
         return dataclasses.replace(self, x=x, layout=layout, copies={})
+
+    def alone(self, x: Any, layout: Layout | None = None, aval: Any = None) -> "Value":
+        """The value in another program, which does not know how it was made."""
+        layout, aval = layout or self.layout, aval or self.aval
+        return Value(x, aval, layout, self.level, self.params, self.smooth)
 
     @property
     def rows(self) -> Any:  # Rows, or None
@@ -83,11 +87,11 @@ class Value:
     def origin(self) -> tuple[int, int] | None:
         """Along which axis it has rows, and how many a segment has.
 
-        They may be gathered since: `MOVES` leave them along the same axis.
+        They may be gathered since, and shifted along the same axis.
         """
         if self.rows:
             return self.dim, self.shape[self.dim] // self.rows.segments
-        if self.made is None or self.made[0].primitive.name not in MOVES:
+        if self.made is None or not row_of(self.made[0]).shifts:
             return None
         return next(filter(None, (v.origin for v in self.made[1])), None)
 
@@ -139,9 +143,7 @@ def own(x: Any, rows: Rows, index: Any, parts: int) -> Any:
 def varies(aval: Any) -> frozenset[Any]:
     """Over which axes devices hold different values, where a mesh keeps track."""
     kind = getattr(aval, "manual_axis_type", None)
-    return frozenset(
-        (getattr(aval, "vma", None) or ()) if kind is None else kind.varying
-    )
+    return kind.varying if kind is not None else frozenset()
 
 
 def varying(xs: Sequence[Any], axes: Iterable[Any] = ()) -> list[Any]:

@@ -2,18 +2,17 @@
 
 import contextlib
 import dataclasses
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core, source_info_util
 
+from ga_optax._partition.axis import Axis
+from ga_optax._partition.made import computed_by, is_reshaped, is_scaled, number_of
+from ga_optax._partition.notes import Records, note_of, warn_of_failure
 from ga_optax._partition.values import (
-    MOVES,
     PARTIAL,
     WHOLE,
     Layout,
@@ -27,184 +26,97 @@ from ga_optax._partition.values import (
     types_of,
     varying,
 )
-from ga_optax._passes import ir, known, places, references
+from ga_optax._passes import ir, places, references
 from ga_optax._passes.ir import is_inexact
+from ga_optax._passes.primitives import row_of
 
 
-class Axis(NamedTuple):
-    """The axis of the micro-batches.
+class Scope(NamedTuple):
+    """What holds inside of an equation with programs.
 
     Attributes:
-      name: its name.
-      size: how many micro-batches there are, on all devices.
-      longest: the longest scan in which rows may meet; longer ones are computed whole.
-      is_checked: whether it is in a region of a mesh that has no types for it. Then
-        what stands for a collective is a name of its operand.
-      draws_whole: whether all that XLA's generator draws is that of the whole batch.
+      forbids_collectives: True if rows must not meet: in a loop, a branch, or a rule.
+      forbids_shares: True if a whole addend must not be shared out among micro-batches:
+        where a program is tested for being linear.
+      in_rule: True in the program of a derivative rule, where functions with rules of
+        their own run without these.
+      partitioned_again: True in a nested `microbatch`, which partitions what is written
+        once more.
     """
 
-    name: str
-    size: int
-    longest: int
-    is_checked: bool = False
-    draws_whole: bool = False
-
-    def is_meeting(self, e: core.JaxprEqn) -> bool:
-        """Whether rows meet in an equation."""
-        return self.name in ir.axes_of(e) or meeting_of(e) is not None
-
-    def meets(self, e: core.JaxprEqn) -> bool:
-        """Whether rows meet in it, or inside of it."""
-        return any(map(self.is_meeting, ir.within(e)))
-
-    def sum(self, x: Any) -> Any:
-        return self._over("psum", x)
-
-    def extremum(self, x: Any, is_max: bool) -> Any:
-        return self._over("pmax" if is_max else "pmin", x)
-
-    def gather(self, x: Any, dim: int = 0, tiled: bool = False) -> Any:
-        """What all hold, stacked along a new dimension, or joined along one."""
-        if self.is_checked or 0 in x.shape:
-            x = self._over("all_gather", x)
-            each = [x] * self.size
-            return jnp.concatenate(each, dim) if tiled else jnp.stack(each, dim)
-        return jax.lax.all_gather(x, self.name, axis=dim, tiled=tiled)
-
-    def _over(self, collective: str, x: Any) -> Any:
-        if 0 in x.shape:
-            return x  # without numbers nothing meets
-        if self.is_checked:
-            return checkpoint_name(x, _MEETS + collective)
-        return getattr(jax.lax, collective)(x, self.name)
+    forbids_collectives: bool = False
+    forbids_shares: bool = False
+    in_rule: bool = False
+    partitioned_again: bool = False
 
 
-_MEETS = "rows meet: "
+class Same:
+    """A key that equals another one of the same object alone."""
 
+    def __init__(self, of: Any) -> None:
+        self.of = of
 
-def meeting_of(e: core.JaxprEqn) -> str | None:
-    """The collective that an equation stands for in a region that checks."""
-    name = str(e.params.get("name", "")) if e.primitive.name == "name" else ""
-    return name.removeprefix(_MEETS) if name.startswith(_MEETS) else None
+    def __eq__(self, other: Any) -> bool:
+        return isinstance(other, Same) and self.of is other.of
 
-
-# Operands that must be there before the equation begins. In a loop XLA:CPU (of jax 0.10
-# to 0.12) writes an update in place while it still reads it from the same array.
-_COMPUTED_FIRST = {"dynamic_update_slice": (1,)}
-
-
-class Note(NamedTuple):
-    """An equation that was computed whole, or that the user made a promise of."""
-
-    name: str
-    line: str
-    nbytes: int  # that it computes, or reads of all rows
-
-
-class Drawn(Note):
-    """One that draws, in each micro-batch by itself where a platform has no better."""
+    def __hash__(self) -> int:
+        return id(self.of)
 
 
 @dataclasses.dataclass
 class Writer:
-    """What rules write a program with, at one place of it.
-
-    Elsewhere is another, `within`; what is noted and made once is one list for all.
+    """Writes the program of a micro-batch, at one place of the whole batch's program.
 
     Attributes:
       axis: the axis of the micro-batches.
-      index: which micro-batch it is, traced.
-      rules: the rule of each primitive.
-      created: the operands of an equation, of which those that the program created with
-        an axis as long as the batch may have rows; None if they stay as they are.
-      draws: which random numbers micro-batches may draw, each by itself.
-      jaxpr: the program at hand.
-      source: where the equation at hand is from, or the one whose program it is in.
+      index: the number of the micro-batch, traced.
+      rules: the rules of primitives.
+      records: what all writers of the partition have in common.
+      scope: what holds for the programs around the equation at hand.
+      jaxpr: the program that is read.
+      source: where the equation at hand is from, or else the one around it.
       level: the level of what the equation at hand reads, see `Value`.
-      apart: whether rows must not meet here.
-      shares: whether what is whole may be shared out among addends.
-      in_rule: whether it writes a rule, which is not derived once more.
-      again: whether what it writes will be partitioned once more.
-      limit: how many numbers may be gathered for one value; None for any.
-      matches: values with the wanted rows, as they are found under a limit.
-      notes: what was computed whole.
-      promised: what was split because the user says so.
-      failures: of rules, each of which is a fault of ours.
-      objects: what was made once, see `once`.
     """
 
     axis: Axis
     index: Any
     rules: "Rules"
-    created: Callable[["Writer", core.JaxprEqn, list[Value]], list[Value]] | None
-    draws: Any
+    records: Records
+    scope: Scope
     jaxpr: Any = None
     source: Any = None
     level: int = 0
-    apart: bool = False
-    shares: bool = True
-    in_rule: bool = False
-    again: bool = False
-    limit: int | None = None
-    matches: list[Value] = dataclasses.field(default_factory=list)
-    notes: list[Note] = dataclasses.field(default_factory=list)
-    promised: list[Note] = dataclasses.field(default_factory=list)
-    failures: list[Exception] = dataclasses.field(default_factory=list)
-    objects: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
-    def within(self, **other: Any) -> "Writer":
-        """The writer of a place where some of this is otherwise."""
+    def at(self, **other: Any) -> "Writer":
+        """The writer of another place."""
         return dataclasses.replace(self, **other)
 
-    # -- What is made once -------------------------------------------------------------
+    def within(self, **scope: bool) -> "Writer":
+        """The writer inside of an equation, where more of `Scope` holds."""
+        return self.at(scope=self.scope._replace(**scope))
 
-    def once(
-        self,
-        make: Callable[[], Any],
-        its: Sequence[Any],
-        facts: Any,
-        serves: Callable[[Any], bool] = lambda made: True,
-    ) -> Any:
-        """What `make` returns: the same object for the same things and facts.
+    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+        """Returns what `make` returned when this key came first.
 
-        The layers of a model are alike. A program in them is partitioned once, and JAX
-        traces a function once, if it is the same function.
-
-        Args:
-          make: what makes it.
-          its: what it is made of, that is equal to itself alone.
-          facts: what it is, and what else it depends on.
-          serves: whether the others may have it, too.
+        So JAX traces equal layers of a model once, for they share one function.
         """
-        where = self.apart, self.shares, self.in_rule, self.again, self.limit
-        key = facts, tuple(map(id, its)), where
-        if key in self.objects:
-            return self.objects[key][0]
-        said = len(self.notes), len(self.failures)
-        new = make()
-        # What is said has lines: it is said for each.
-        if said == (len(self.notes), len(self.failures)) and serves(new):
-            self.objects[key] = new, its  # kept, so that nothing else gets their ids
-        return new
+        programs = self.records.programs
+        if key not in programs:
+            programs[key] = make()
+        return programs[key]
 
     # -- Layouts -----------------------------------------------------------------------
 
     def to(self, v: Value, layout: Layout) -> Any:
         """The value in a layout; it remembers those that it was in."""
-        limit, is_there = self.limit, v.layout == layout
-        if layout == PARTIAL and not is_there:
+        x, level = v.x, v.level
+        if layout == PARTIAL and not v.is_partial:
             if not is_inexact(v.aval):
                 raise RowsMeet
             return self.addend(self.reduced(v))
-        if limit is not None and layout != WHOLE:
-            if is_there or (layout in v.copies and not v.is_whole):
-                self.matches.append(v)
-        elif limit is not None and not is_there and v.size > limit:
-            raise RowsMeet
-        x, level = v.x, v.level
-        if not is_there:
+        if layout != v.layout:
             if layout not in v.copies:
-                here = self.within(level=0)
+                here = self.at(level=0)
                 is_rows = isinstance(layout, Rows)
                 made = here._cut(v, layout) if is_rows else here._all_of(v)
                 v.copies[layout] = made, here.level
@@ -222,7 +134,7 @@ class Writer:
 
     def _all_of(self, v: Value) -> Any:
         self.meet()
-        if v.made is not None and (v.scaled or _is_reshaped(v)):
+        if v.made is not None and (v.scaled or is_reshaped(v)):
             e, vs, i = v.made  # of what it is made of, whole
             xs = [jnp.asarray(self.whole(u), u.aval.dtype) for u in vs]
             return self.results(e, xs)[i]
@@ -230,19 +142,18 @@ class Writer:
         return self.sum(v.x) if v.is_partial else self.joined(v)
 
     def _cut(self, v: Value, rows: Rows) -> Any:
-        seeks = v.is_whole or self.limit is not None
-        if seeks and (x := self.rules.recut(self, v, rows)) is not None:
+        if v.is_whole and (x := self.rules.recut(self, v, rows)) is not None:
             return x
         x = self.own(self.whole(v), rows)
-        if found := _computed(v):
-            e, vs = found
+        if made := computed_by(v):
+            e, vs = made
             self.note(e, max(u.size for u in (v, *vs)))  # for these rows alone
         return x
 
     def reduced(self, v: Value) -> Value:
         """The value, whole."""
         level = v.level if v.is_whole else v.level + v.params
-        new = v.held(self.whole(v), WHOLE)
+        new = v.with_layout(self.whole(v), WHOLE)
         return dataclasses.replace(new, level=level, scaled=False)
 
     def summed(self, vs: Sequence[Value]) -> list[Value]:
@@ -261,7 +172,7 @@ class Writer:
         if v.is_partial:
             return v.x
         number = number_of(v)
-        if not self.shares and number != 0:
+        if self.scope.forbids_shares and number != 0:
             raise RowsMeet
         if number == 0:  # made here: it is nothing that waits for other loops
             return jnp.zeros_like(v.x, v.aval.dtype)
@@ -274,7 +185,7 @@ class Writer:
         """This micro-batch's rows of an array that all hold."""
         return own(x, rows, self.index, self.axis.size)
 
-    def held(self, v: Value, row: Any) -> tuple[Any, Any]:
+    def place_of(self, v: Value, row: Any) -> tuple[Any, Any]:
         """Where a micro-batch has rows of a value, and whether it has them.
 
         The first one has what lies outside, so that it comes out once.
@@ -287,7 +198,7 @@ class Writer:
 
     def meet(self, v: Value | None = None) -> None:
         """Rows meet, those of a value; not where they must not."""
-        if self.apart:
+        if self.scope.forbids_collectives:
             raise RowsMeet
         if v is not None:
             self.level = max(self.level, v.level + v.params)
@@ -307,7 +218,7 @@ class Writer:
         self.meet()
         x, d, segments = v.x, v.dim, v.rows.segments
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            data = self.joined(v.held(jax.random.key_data(x), v.layout))
+            data = self.joined(v.with_layout(jax.random.key_data(x), v.layout))
             return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
         shape = *v.shape[: d + 1], *x.shape[d + 1 :]  # the data of a key has more
         if segments == 1:
@@ -346,8 +257,10 @@ class Writer:
             return self.results(e, xs)
         xs, names = list(xs), source_info_util.new_name_stack()  # those around it do
         e = e.replace(source_info=e.source_info.replace(name_stack=names))
-        for i in _COMPUTED_FIRST.get(e.primitive.name, ()):
-            xs[i] = jax.lax.optimization_barrier(xs[i])
+        if e.primitive.name == "dynamic_update_slice":
+            # In a loop XLA:CPU (of jax 0.10 to 0.12) writes an update in place while it
+            # still reads it from the same array.
+            xs[1] = jax.lax.optimization_barrier(xs[1])
         return ir.bind(self.jaxpr, [e], e.invars, e.outvars, xs)
 
     def interpret(
@@ -364,7 +277,7 @@ class Writer:
         def value(x: Any) -> Value:
             return Value(x.val, x.aval) if isinstance(x, core.Literal) else env[x]
 
-        here, outer = self.within(jaxpr=jaxpr), source_info_util.current_name_stack()
+        here, outer = self.at(jaxpr=jaxpr), source_info_util.current_name_stack()
         for e in jaxpr.eqns:
             e = places.placed(e, self.source)
             info = here.source = e.source_info
@@ -382,7 +295,7 @@ class Writer:
         if (program := ir.in_two(e)) is not None:
             return self.interpret(program.jaxpr, program.consts, vs)
         self.level = max((v.level for v in vs), default=0)
-        vs = self.created(self, e, vs) if self.created else vs
+        vs = self.rules.operands(self, e, vs)
         results = self._applied(e, vs)
         params, smooth = (any(getattr(v, a) for v in vs) for a in ("params", "smooth"))
         smooth = smooth and e.primitive.name != "stop_gradient"
@@ -394,7 +307,7 @@ class Writer:
                 self.level,
                 params,
                 smooth and is_inexact(var.aval),
-                layout == PARTIAL and _is_scaled(e, vs, ir.numbers(x.shape)),
+                layout == PARTIAL and is_scaled(e, vs, ir.numbers(x.shape)),
                 (e, vs, i),
             )
             for i, ((x, layout), var) in enumerate(zip(results, e.outvars, strict=True))
@@ -407,10 +320,11 @@ class Writer:
 
     def _applied(self, e: core.JaxprEqn, vs: list[Value]) -> list[Result]:
         name = e.primitive.name
-        kind = ir.kind(e) or name
-        notes, rules = len(self.notes), self.rules
+        kind, shifts = ir.kind(e) or name, row_of(e).shifts
+        rules, notes = self.rules, self.records.notes
+        before = len(notes)
         opens = kind in rules.nested and bool(e.outvars) and ir.acts(e)
-        if all(v.is_whole for v in vs) and not opens and name not in MOVES:
+        if all(v.is_whole for v in vs) and not opens and not shifts:
             return self.all_whole(e, vs)
         with self.may_fail(e) as out:
             if kind in rules.nested and e.outvars:
@@ -420,12 +334,12 @@ class Writer:
                     out += rules.linear(self, e, vs) or ()
                 if not out:
                     vs = self.summed(vs)
-                    if any(v.rows for v in vs) or name in MOVES:
-                        rule = rules.known.get(name, rules.others)
-                        out += rule(self, e, vs) or ()
+                    if any(v.rows for v in vs) or shifts:
+                        rule = rules.known.get(name)
+                        out += (rule(self, e, vs) if rule else None) or ()
         if self._fits(e, out):
             return out
-        del self.notes[notes:]
+        del notes[before:]
         if all(v.is_whole for v in vs):
             return self.all_whole(e, vs)
         return self.noted(None, e, vs)
@@ -438,52 +352,34 @@ class Writer:
         self.note(e, max(ir.computed(e), read), name)
         return self.all_whole(e, vs)
 
-    def note(
-        self,
-        e: core.JaxprEqn,
-        size: int,
-        name: str | None = None,
-        kind: type[Note] = Note,
-    ) -> None:
-        """Notes that an equation is computed whole, or by another kind."""
-        if name is None:
-            name = "new_ref" if references.is_group(e) else known.hides(e)
-        its = ir.name_of(e) if e.outvars else f"what {ir.name_of(e)} reads"
-        self.notes.append(self.about(e, size, name or its, kind))
-
-    def about(
-        self, e: core.JaxprEqn, size: int, name: str, kind: type[Note] = Note
-    ) -> Note:
-        """What is said of an equation that computes, or reads, so many numbers."""
-        names = source_info_util.current_name_stack()
-        types = [
-            x.aval.dtype for x in e.outvars or e.invars if hasattr(x.aval, "dtype")
-        ]
-        widest = max((x.itemsize for x in types), default=0)
-        return kind(name, places.place_of(e.source_info, names), size * widest)
+    def note(self, e: core.JaxprEqn, size: int, *how: Any, **kind: Any) -> None:
+        """Notes that an equation is computed whole, or of another kind, see `Note`."""
+        self.records.notes.append(note_of(e, size, *how, **kind))
 
     @contextlib.contextmanager
     def may_fail(self, e: core.JaxprEqn, last: bool = True) -> Iterator[list[Any]]:
-        """A list that is empty at the end if rows met where they cannot.
+        """A list for results, which is empty at the end if they cannot be had so.
 
-        So it is if the rule of an equation fails, which is said: computed whole, the
-        result is right all the same. Where nothing can be computed whole, it raises,
-        unless something else is tried, after which this is not the `last`.
+        That is if rows meet where they must not, or if the rule of the equation fails,
+        which is recorded. Computed whole the result is right all the same. Where
+        nothing can be computed whole it raises `RowsMeet`, unless another way is tried
+        next, so that this is not the `last` one.
         """
-        found: list[Any] = []
-        level, notes = self.level, len(self.notes)
+        results: list[Any] = []
+        level, notes = self.level, self.records.notes
+        before = len(notes)
         try:
-            yield found
+            yield results
         except Exception as error:
-            now = self.apart or self.limit is not None
-            if isinstance(error, RowsMeet) and now and last:
+            meets = isinstance(error, RowsMeet)
+            if meets and last and self.scope.forbids_collectives:
                 raise
             self.level = level
-            found.clear()
-            del self.notes[notes:]
-            if not isinstance(error, RowsMeet):
-                self.failures.append(error)
-                _warn(e, error)
+            results.clear()
+            del notes[before:]
+            if not meets:
+                self.records.failures.append(error)
+                warn_of_failure(e, error)
 
     def _fits(self, e: core.JaxprEqn, out: list[Result]) -> bool:
         """Whether a rule gave every result in the shape of its layout."""
@@ -494,73 +390,6 @@ class Writer:
         )
 
 
-def _computed(v: Value) -> tuple[core.JaxprEqn, list[Value]] | None:
-    """What computes a value of no rows, unless that only moves numbers."""
-    if v.made is None or not all(u.is_whole for u in v.made[1]):
-        return None
-    e, vs, _ = v.made
-    moves = e.primitive.name in known.EXACT or e.primitive.name.startswith(_MOVES)
-    return None if moves else (e, vs)
-
-
-_MOVES = ("gather", "scatter", "dynamic_", "stack", "unstack", "split")
-_failed: set[str] = set()
-
-
-def _warn(e: core.JaxprEqn, error: Exception) -> None:
-    """Once for the rule of each primitive: a fault of ours, or new in JAX."""
-    name = e.primitive.name
-    if name in _failed:
-        return
-    _failed.add(name)
-    warnings.warn(
-        f"The rule of ga_optax for {name} failed with jax {jax.__version__}: "
-        f"{type(error).__name__}: {error}. {name} at {places.line_of(e.source_info)} "
-        "is computed whole in each micro-batch instead: the result is right, but takes "
-        "more memory. Use a newer ga_optax.",
-        stacklevel=2,
-    )
-
-
-def number_of(v: Value) -> Any:
-    """The number that all of it is for certain, or None."""
-    if v.made is None:
-        is_number = v.shape == () and not isinstance(v.x, jax.core.Tracer)
-        return np.asarray(v.x).item() if is_number else None
-    e, vs, _ = v.made
-    spread = ("broadcast_in_dim", "convert_element_type", "reshape")
-    return number_of(vs[0]) if e.primitive.name in spread else None
-
-
-def _is_reshaped(v: Value) -> bool:
-    """Whether it is something in another shape: it is kept once for both."""
-    if v.made is None or v.made[0].primitive.name not in _SHAPES:
-        return False
-    return not v.made[1][0].is_whole
-
-
-def _is_scaled(e: core.JaxprEqn, vs: Sequence[Value], size: int) -> bool:
-    """Whether parts may add up to NaN here, see `Value`.
-
-    If so the sum of something else is taken, unless that is much larger.
-    """
-    name = e.primitive.name
-    summed, factors = [v for v in vs if v.is_partial], []
-    if name == "div":
-        summed, factors = vs[:1], vs[1:]
-    elif name == "mul":
-        factors = [v for v in vs if not v.is_partial]
-    if ir.inner_programs(e) or sum(v.size for v in summed) > max(size, _FEW):
-        return False
-    numbers = map(number_of, factors)
-    finite = all(x is not None and np.isfinite(x) and x != 0 for x in numbers)
-    return any(v.scaled for v in vs) or not finite
-
-
-_FEW = 16  # numbers: so many more may be summed
-_SHAPES = ("transpose", "reshape", "squeeze")
-
-
 Rule = Callable[[Writer, core.JaxprEqn, list[Value]], Results]
 
 
@@ -568,8 +397,8 @@ class Rules(NamedTuple):
     """The rules of primitives.
 
     Attributes:
+      operands: the operands of an equation, see `created`.
       known: for operands with rows.
-      others: for those of primitives that are not known.
       linear: for those that are partial; None where the equation is not linear in them.
       nested: for equations with programs inside, by their kind or their name, for
         operands of all layouts.
@@ -579,8 +408,8 @@ class Rules(NamedTuple):
       draws: whether a jitted function draws random numbers, of which `recut` has rows.
     """
 
+    operands: Callable[[Writer, core.JaxprEqn, list[Value]], list[Value]]
     known: dict[str, Rule]
-    others: Rule
     linear: Rule
     nested: dict[str, Rule]
     passed_on: Callable[[Writer, core.JaxprEqn, list[Value]], list[Any]]

@@ -6,15 +6,15 @@
     casts          casts of parameters, moved into the scans over them
     gathered       parameters that are gathered where they are used
     shards         other sharded arrays that are gathered where they are used
-    repeats        equations that are alike, differentiated once
     products       gradients that are added by the products that compute them
     duplicates     a program in which nothing is computed twice
 
     ir             programs: how to read one, to run it, and to change it
     references     what a program does with the mutable arrays that it makes
     places         which line of the user's code an equation is from
-    primitives     what each primitive does with dimensions: one row a primitive
-    known          what is known of primitives; effects and rules of a program
+    primitives     what is known of each primitive: one row a primitive
+    notation       how a row says what becomes of dimensions
+    known          effects and rules of a program, and what hides what it does
     notes          what is said of a program in the log
     arrivals       how a gradient comes out of the backward pass
     probe          whether this JAX writes programs as they are read here

@@ -5,7 +5,7 @@ from typing import Any
 
 from jax.extend import core
 
-from ga_optax._passes import ir, known, places
+from ga_optax._passes import ir, places, primitives
 
 # XLA:CPU adds two to four rows together with the accumulator, in another order.
 FEW = 8
@@ -33,18 +33,18 @@ def arrival(jaxpr: core.Jaxpr, variable: Any, way: str = "whole") -> str | None:
     if use is None or not variable.aval.size:  # a stack of no layers
         return None
     equation, i = use
-    name = equation.primitive.name
+    name, row = equation.primitive.name, primitives.row_of(equation)
     if ir.kind(equation) in ir.THROUGH:
         return _inside(equation, i, way)
-    if name == known.PRODUCT:
+    if name == primitives.PRODUCT:
         return way if _more(_num_terms(equation, i), 1) else None
     out: Any = next(iter(equation.outvars), None)  # printing has no results
-    terms = out.aval.size // variable.aval.size if name in known.BROADCASTS else 1
+    terms = out.aval.size // variable.aval.size if row.broadcasts else 1
     if _more(terms, 1):
         return way if way != "slices" or _more(terms, FEW - 1) else "whole"
     if name == "gather" and i == 0 and way == "whole":
         return "scatter"
-    if name in (*known.MOVES, known.CAST) and name != "squeeze":
+    if (row.moves and name != "squeeze") or name == primitives.CAST:
         # The gradient comes back through these as it is.
         found = arrival(jaxpr, out, way)
         return "whole" if found == "slices" and way == "whole" else found

@@ -14,11 +14,12 @@ from typing import Any
 
 from jax.extend import core
 
-from ga_optax._passes import ir, known
+from ga_optax._passes import ir
 from ga_optax._passes.arrivals import arrival
 from ga_optax._passes.facts import Facts
 from ga_optax._passes.ir import Program
 from ga_optax._passes.notes import left_alone
+from ga_optax._passes.primitives import CAST
 
 
 def sunk(program: Program, facts: Facts) -> Program:
@@ -33,7 +34,7 @@ def sunk(program: Program, facts: Facts) -> Program:
             jaxpr = moved
             continue
         for cast, _ in ir.uses(jaxpr, x):
-            if cast.primitive.name == known.CAST and _sinks(jaxpr, cast, False):
+            if cast.primitive.name == CAST and _sinks(jaxpr, cast, False):
                 left_alone(cast, "its gradient does not come in slices")
     return program._replace(jaxpr=jaxpr)
 
@@ -44,7 +45,7 @@ def _sunk(jaxpr: core.Jaxpr, x: Any, sliced: bool = False) -> core.Jaxpr:
     `sliced` says that it is the body of such a scan.
     """
     use, cast = ir.only_use(jaxpr, x), None
-    if use and use[0].primitive.name == known.CAST and _sinks(jaxpr, use[0], sliced):
+    if use and use[0].primitive.name == CAST and _sinks(jaxpr, use[0], sliced):
         cast = use[0]
         use = ir.only_use(jaxpr, cast.outvars[0])
     if use is None or ir.kind(use[0]) not in ir.THROUGH:
@@ -99,7 +100,7 @@ def is_narrowed(jaxpr: core.Jaxpr, variable: Any) -> bool:
     """Whether all that is read of a variable is a cast of it to fewer bits."""
 
     def narrows(equation: core.JaxprEqn, _: int) -> bool:
-        is_cast = equation.primitive.name == known.CAST
+        is_cast = equation.primitive.name == CAST
         size = variable.aval.dtype.itemsize
         return is_cast and equation.params["new_dtype"].itemsize < size
 

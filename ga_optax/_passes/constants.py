@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend import core
 
-from ga_optax._passes import ir, known
+from ga_optax._passes import ir, known, primitives
 from ga_optax._passes.facts import Facts
 from ga_optax._passes.ir import Program
 from ga_optax._passes.notes import left_alone
@@ -135,7 +135,7 @@ def _rounds(equation: core.JaxprEqn) -> bool:
     """Whether it computes floating-point numbers, other than by moving them."""
     return any(
         not ir.inner_programs(e)
-        and e.primitive.name not in known.EXACT
+        and not primitives.row_of(e).is_exact
         and any(map(ir.is_inexact, e.outvars))
         for e in ir.within(equation)
     )

@@ -25,9 +25,9 @@ import numpy as np
 from jax.extend import core
 
 from ga_optax._devices import collectives, meshes
-from ga_optax._passes import ir, known, references, transformable
+from ga_optax._passes import ir, known, primitives, references, transformable
 
-NAME, WRITTEN = "ga_optax_microbatch", "ga_optax_value_and_grad"
+NAME, WRITTEN = "ga_optax_microbatch", primitives.GRADIENTS
 Flat = Callable[..., list[Any]]
 
 
@@ -191,7 +191,7 @@ class Divided:
     def tangent(self, moving: tuple[int, ...], smooth: tuple[int, ...]) -> "Divided":
         """The tangents of `smooth` results, if operands move."""
         return self._with(
-            flat=_pushed(self.again, moving, smooth),
+            flat=transformable.pushed(self.again, moving, smooth),
             types=(*self.types, *(self.types[i] for i in moving)),
             results=tuple(self.results[i] for i in smooth),
             axes=(*self.axes, *(self.axes[i] for i in moving)),
@@ -207,8 +207,8 @@ class Divided:
         """
         if not self.exact:
             return None
-        silent = program.replace(jaxpr=ir.silent(program.jaxpr))
-        return jax.make_jaxpr(_pushed(core.jaxpr_as_fun(silent), moving, smooth))(*xs)
+        silent = core.jaxpr_as_fun(program.replace(jaxpr=ir.silent(program.jaxpr)))
+        return jax.make_jaxpr(transformable.pushed(silent, moving, smooth))(*xs)
 
     def gradient(self, of: Gradient) -> "Divided":
         """Its gradient."""
@@ -296,20 +296,6 @@ def _read(closed: Any, axes: Sequence[int | None]) -> dict[str, Any]:
     }
 
 
-def _pushed(
-    fun: Flat, moving: Sequence[int], smooth: Sequence[int]
-) -> Callable[..., list[Any]]:
-    """The tangents of some results, of operands and the tangents of some of them."""
-
-    def flat(*both: Any) -> list[Any]:
-        xs, dots = both[: -len(moving)], both[-len(moving) :]
-        some = tuple(xs[i] for i in moving)
-        tangents = jax.jvp(ir.of_some(fun, xs, moving), some, dots)[1]
-        return [tangents[i] for i in smooth]
-
-    return flat
-
-
 def sum_dtype(x: Any) -> Any:
     """The dtype in which gradients like it are added up: 32 bits or more."""
     return np.promote_types(x.dtype, np.float32)
@@ -346,9 +332,8 @@ def _primitive(name: str) -> core.Primitive:
         jaxpr = ir.live(program.jaxpr.replace(outvars=outs))
         return {"its": its.only(kept), "program": program.replace(jaxpr=jaxpr)}
 
-    new = transformable.primitive(
-        name, transformable.How(run, _types, plain, _batched, _derived)
-    )
+    how = transformable.How(plain, _batched, _derived, run, _types)
+    new = transformable.primitive(name, how)
     transformable.transposed(new, _transposed)
     transformable.without_unused(new, only)
     return new
@@ -409,8 +394,7 @@ def _derived(
         sum_of_all = functools.reduce(jnp.add, [paired(g, t) for g, t in pairs])
         tangents = [sum_of_all.astype(out[smooth[0]].dtype)]
     elif its.acts:  # Not twice: it may return something else then.
-        of_moving = ir.of_some(its.flat, xs, moving)
-        out, tangents = jax.jvp(of_moving, [xs[i] for i in moving], dots)
+        out, tangents = transformable.differentiated(its.flat, xs, moving, dots)
         tangents = [tangents[i] for i in smooth]
     else:
         out, tangents, both = its.bind(xs, program), [], [*xs, *dots]

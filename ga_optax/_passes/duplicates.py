@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from ga_optax._passes import ir, known
+from ga_optax._passes import ir, primitives
 from ga_optax._passes.facts import Facts
 from ga_optax._passes.ir import Program
 from ga_optax._passes.notes import left_alone
@@ -53,7 +53,7 @@ def _merged(jaxpr: core.Jaxpr) -> core.Jaxpr:
         """Appends the equations; `names` maps old variables to new ones."""
         for old in jaxpr.eqns:
             equation = old.replace(invars=ir.rename(old.invars, names))
-            if equation.primitive.name in known.ELEMENTWISE:
+            if primitives.row_of(equation).broadcasts and len(equation.invars) > 1:
                 aval = old.outvars[0].aval
                 invars = [broadcast(x, aval, old) for x in equation.invars]
                 equation = equation.replace(invars=invars)

@@ -11,7 +11,7 @@ from typing import Any
 from jax.extend import core
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ga_optax._passes import constraints, ir, known
+from ga_optax._passes import constraints, ir, primitives
 from ga_optax._passes.facts import Facts
 from ga_optax._passes.ir import Program
 from ga_optax._passes.notes import left_alone
@@ -40,7 +40,7 @@ def _used(jaxpr: core.Jaxpr, sharded: dict[Any, Entries], mesh: Any) -> core.Jax
     def change(equation: core.JaxprEqn) -> list[core.JaxprEqn]:
         ins: list[Any] = equation.invars
         here = [x for x in ir.variables(ins) if x in sharded]
-        if equation.primitive.name == known.CAST and here:
+        if equation.primitive.name == primitives.CAST and here:
             sharded[equation.outvars[0]] = sharded[ins[0]]
         elif ir.kind(equation) in ir.THROUGH and here:
 

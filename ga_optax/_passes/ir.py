@@ -29,7 +29,6 @@ programs, and the names of their parameters, which change between versions of JA
     renamed                    equations with other variables
     retyped                    a program with variables of other types
     calling                    a program that calls some equations, jitted
-    as_call                    an equation as a jitted function of its own
     program_of                 what a Python function computes
     traced                     equations that compute what a Python function does
     name_of                    what an equation does, in a word for people
@@ -51,12 +50,8 @@ import numpy as np
 from jax.extend import core, source_info_util
 from jax.interpreters import partial_eval
 
-# How an equation runs the programs inside it.
-CALLS = {
-    **dict.fromkeys(("jit", "pjit", "closed_call", "core_call", "call"), "call"),
-    **dict.fromkeys(("remat2", "remat", "checkpoint"), "checkpoint"),
-    **{name: name for name in ("scan", "while", "cond")},
-}
+from ga_optax._passes import primitives
+
 # What runs its program once, as if that stood there itself.
 INLINE = ("call", "checkpoint")
 # Also what runs it slice by slice: arguments and results are those of the program.
@@ -209,8 +204,9 @@ def chosen(equation: core.JaxprEqn, which: core.JaxprEqn | None) -> Program | No
 
 
 def kind(equation: core.JaxprEqn) -> str | None:
-    """How it runs what is inside it: a value of `CALLS`; None for anything else."""
-    return CALLS.get(equation.primitive.name)
+    """How it runs what is inside it: one of `CALLS`; None for anything else."""
+    kind = primitives.row_of(equation).kind
+    return kind if kind in primitives.CALLS else None
 
 
 def is_inline(equation: core.JaxprEqn) -> bool:
@@ -511,7 +507,7 @@ def roundings(jaxpr: core.Jaxpr, result: Any) -> list[Any]:
     """
     casts, first = [result], 0
     while (e := made_by(jaxpr, casts[-1])) is not None and result.aval.shape == ():
-        is_cast = e.primitive.name == "convert_element_type"
+        is_cast = e.primitive.name == primitives.CAST
         if not is_cast or not _bits(e.invars[0]) or not _bits(casts[-1]):
             break
         casts.append(e.invars[0])
@@ -794,25 +790,6 @@ def calling(
         return bind(jaxpr, equations, invars, outvars, values)
 
     return program_of(jax.jit(run), *(x.aval for x in invars)).jaxpr
-
-
-def as_call(jaxpr: core.Jaxpr, equation: core.JaxprEqn) -> core.JaxprEqn | None:
-    """A call of a jitted function that is this equation, and that JAX inlines.
-
-    Its arguments are the variables that the equation reads. None if this version of JAX
-    does not say how to inline, or gives the results other types.
-    """
-    read, outs = variables(equation.invars), equation.outvars
-    # Where it is inlined it is named and placed as the call is.
-    bare = equation.replace(source_info=source_info_util.new_source_info())
-    program = calling(jaxpr, [bare], read, outs)
-    call = program.eqns[-1]
-    how = call.params.get("inline")
-    same = [x.aval for x in call.outvars] == [x.aval for x in outs]
-    if how is None or call.invars != program.invars or not same:
-        return None
-    early = getattr(type(how), "JAX_EARLY", True)  # an enumeration since jax 0.11
-    return call.replace(params=call.params | {"inline": early})
 
 
 def traced(

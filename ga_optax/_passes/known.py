@@ -14,83 +14,14 @@ from jax.extend import core
 
 from ga_optax._passes import ir, places, primitives
 
-CAST = "convert_element_type"
-PRODUCT, CONVOLUTION = "dot_general", "conv_general_dilated"
-SUM, SUM_OF_TWO, SCATTER = "reduce_sum", "add_any", "scatter-add"
-# They move numbers, one to one or one to many, and so do their transposes.
-MOVES = ("transpose", "reshape", "squeeze", "broadcast_in_dim")
-# They broadcast an operand, whose gradient is a sum over what it went to.
-BROADCASTS = ("add", "sub", "mul", "broadcast_in_dim")
-# They round nothing, or as often as the one who reads the result.
-EXACT = {
-    *("iota", "broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims"),
-    *("slice", "concatenate", "pad", "rev", "select_n", CAST, "copy"),
-}
-# Their gradients need no operand, and no result.
-LINEAR = {"iota", "expand_dims", CAST} | {
-    name for name, row in primitives.TABLE.items() if row.sums == slice(None)
-}
-# The gradient of an operand needs the other one; that of a divisor both.
-OF_TWO = {PRODUCT, CONVOLUTION, "mul", "div"}
-# They broadcast their operands.
-ELEMENTWISE = {"add", "sub", "mul", "div", "max", "min", "pow"}
-CONSTRAINT = "sharding_constraint"
-GATHER_PARTS = "ga_optax_gather"  # of `shards`
-ADD_TO, WRITE, READ_OUT, NEW_REF = "addupdate", "swap", "freeze", "new_ref"
-
-# Parameters that are read or given here, by primitive.
-PARAMETERS = {
-    "scan": ("length", "reverse", "unroll"),
-    "jit": ("in_shardings", "out_shardings", "in_layouts", "donated_invars"),
-    "remat2": ("prevent_cse", "policy"),
-    PRODUCT: ("dimension_numbers", "precision", "preferred_element_type"),
-    CAST: ("new_dtype", "weak_type", "sharding"),
-    "broadcast_in_dim": ("shape", "broadcast_dimensions", "sharding"),
-    **dict.fromkeys((NEW_REF, ADD_TO, WRITE, READ_OUT), ()),
-}
-
-# Those of jax.lax without a row, whose transposes are linear and do nothing else.
-_OTHERS = """
-after_all all_gather all_gather_invariant all_gather_reduced all_to_all axis_index
-copy_p empty2 eq_to expand_dims iota pbroadcast pcast pmax pmin ppermute psum2
-random_clone reduce reduce_scatter scatter_add scatter_max scatter_min scatter_mul
-scatter_sub
-"""
-# Of these the results are worth keeping; XLA fuses the others into their readers.
-_DEAR = """
-hessenberg ragged_all_to_all random_bits random_gamma reduce_window rng_bit_generator
-select_and_scatter threefry2x32 tridiagonal
-"""
-_BUILT_IN = frozenset(primitives.TABLE) | frozenset(f"{_OTHERS} {_DEAR}".split())
-_BUILT_IN |= {GATHER_PARTS}
-CHEAP = frozenset(_OTHERS.split()) | {
-    name for name, row in primitives.TABLE.items() if not row.is_dear
-}
-_RUNS = {"custom_jvp_call"}  # its rule is run as JAX differentiates it
-
-
-# Code into which JAX cannot see, in a word for people, by primitive.
-_HIDDEN = {
-    "pallas_call": "kernel",
-    "dot_product_attention_fwd_wrapper": "kernel",  # of cuDNN
-    "dot_product_attention_bwd_wrapper": "kernel",
-    "pure_callback": "callback",
-    "io_callback": "callback",
-    "ffi_call": "custom call",
-    "custom_partitioning": "custom call",
-    "ragged_dot_general": "ragged product",
-}
-
-
-_OPEN = _BUILT_IN | PARAMETERS.keys() | ir.CALLS.keys() | _RUNS
-_OPEN |= {"custom_vjp_call", "custom_linear_solve", "call_hi_primitive", "shard_map"}
-_OPEN |= {"empty", "get", "rowwise", "ga_optax_window", "ga_optax_value_and_grad"}
+_RUNS = "custom_jvp_call"  # its rule is run as JAX differentiates it
+_READ = ("", "open", *primitives.CALLS)
 
 
 def hidden(name: str) -> str | None:
     """The kind of code that cannot be read, by its name; None for what can be."""
-    is_open = name in _OPEN or not name.isidentifier()
-    return _HIDDEN.get(name, None if is_open else "primitive")
+    kind = primitives.TABLE.get(name, primitives.UNKNOWN).kind
+    return None if kind in _READ or not name.isidentifier() else kind
 
 
 def hides(equation: core.JaxprEqn) -> str | None:
@@ -104,21 +35,27 @@ def hides(equation: core.JaxprEqn) -> str | None:
 
 def constrained_to(equation: core.JaxprEqn) -> Any:
     """The sharding that an equation asks for; None if it is no such constraint."""
-    is_constraint = equation.primitive.name == CONSTRAINT
+    is_constraint = equation.primitive.name == primitives.CONSTRAINT
     return equation.params.get("sharding") if is_constraint else None
+
+
+def has_rule(equation: core.JaxprEqn) -> bool:
+    """True if something in an equation has a backward rule of the user's."""
+    rules = ("custom_vjp_call", "linear_call")
+    return any(e.primitive.name in rules for e in ir.within(equation))
 
 
 def is_known(equation: core.JaxprEqn) -> bool:
     """Whether a pass may move an equation: it and all inside it are known."""
     return all(
-        not e.effects and (is_built_in(e) or ir.kind(e) or e.primitive.name in _RUNS)
+        not e.effects and (is_built_in(e) or ir.kind(e) or e.primitive.name == _RUNS)
         for e in ir.within(equation)
     )
 
 
 def is_built_in(equation: core.JaxprEqn) -> bool:
     """Whether it is a primitive of `jax.lax` that does nothing but compute."""
-    return not equation.effects and equation.primitive.name in _BUILT_IN
+    return not (equation.effects or primitives.row_of(equation).kind)
 
 
 # -- What a program does beside its results --------------------------------------------
@@ -157,7 +94,7 @@ def deeds(jaxpr: core.Jaxpr) -> Deeds:
     if jaxpr not in _deeds:
         found = Deeds()
         for equation in jaxpr.eqns:
-            if equation.effects or equation.primitive.name not in _BUILT_IN:
+            if not is_built_in(equation):
                 found |= _deeds_of(jaxpr, equation)
         _deeds[jaxpr] = found
     return _deeds[jaxpr]
@@ -174,7 +111,7 @@ def _deeds_of(jaxpr: core.Jaxpr, equation: core.JaxprEqn) -> Deeds:
     if calls or equation.effects:
         return found
     bends = None
-    if name not in _RUNS:
+    if name != _RUNS:
         bends = Reason(f"{name} may have a rule of its own", line)
     try:
         effects = backward(jaxpr, equation).effects

@@ -37,19 +37,6 @@ def listed(variable: contextvars.ContextVar[list[Item]]) -> Iterator[list[Item]]
         variable.reset(token)
 
 
-_plans: contextvars.ContextVar[list[str]] = contextvars.ContextVar("_plans")
-
-
-def described() -> contextlib.AbstractContextManager[list[str]]:
-    """The plan of every call of ours that is traced inside, in words."""
-    return listed(_plans)
-
-
-def plans() -> list[str] | None:
-    """Where a call says what it does, loop by loop; None if nobody asks."""
-    return _plans.get(None)
-
-
 def recorded() -> contextlib.AbstractContextManager[list[str]]:
     """The sentences of every `note` inside, each once."""
     return listed(_notes)

@@ -51,9 +51,33 @@ def place_of(source: Any, around: Any = None) -> str:
     """
     line = line_of(source)
     names = source.name_stack if around is None else around
+    names = _LABEL.sub("", str(names))
     # The names of transformations alone, such as `vmap()`, are no place.
     inside = re.sub(r"\w+\(\)", "", str(names)).strip("/") or _function(source)
     return f"{line}, in {inside}" if inside else line
+
+
+_LABEL = re.compile(r"/?\{(\S+): ([^{}]*)\}")  # a name of a primitive, with a text
+
+
+def labelled(equation: core.JaxprEqn, text: str) -> core.JaxprEqn:
+    """An equation with a text for people, which stays with it through all passes."""
+    source = equation.source_info
+    name = f"{{{equation.primitive.name}: {text}}}"
+    source = source.replace(name_stack=source.name_stack.extend(name))
+    return equation.replace(source_info=source)
+
+
+def label_of(equation: core.JaxprEqn) -> str:
+    """That text, not one of an equation around it; or nothing."""
+    pairs = _LABEL.findall(str(equation.source_info.name_stack))
+    texts = [text for name, text in pairs if name == equation.primitive.name]
+    return texts[-1] if texts else ""
+
+
+def type_of(aval: Any) -> str:
+    """The dtype and the shape of a value, for people."""
+    return f"{aval.dtype}[{','.join(map(str, aval.shape))}]"
 
 
 def _function(source: Any) -> str:

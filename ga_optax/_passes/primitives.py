@@ -1,43 +1,21 @@
 """What each primitive does with dimensions: one row a primitive.
 
-The notation is that of Shardy's sharding rules. Each dimension has a *factor*, by name:
+`notation` says how dimensions are written.
 
-    "b t c, c d -> b t d"    b, t and d are kept, and c is summed
-    "b t _, _ -> b t _"      a part along b or t needs the same part; _ is needed whole
-    "... _ _"                of all operands and results the last two are needed whole
-
-A part along a factor needs the same part of the operands that have it, and all of the
-others. If some result does not have it, the parts of that result are added up. Where
-dimensions depend on parameters, a function of the equation returns them.
-
-A row is all that there is to say of such a primitive: `_partition.factors` follows rows
-there and back by it, and the tests run its example. What a row cannot say, such as
-control flow and gathers, has a rule in `_partition`, which its `table` names; a row
-without dimensions says the rest, such as in what it is linear.
+A row is all that there is to say of a primitive: `_partition.factors` follows rows
+there and back by its dimensions, the tests run its example, and the other columns say
+what the passes and the window ask. Where dimensions are not enough, as for control flow
+and gathers, `_partition.table` names a rule. What has no row is not known: no pass
+touches it, and it may hold anything in its backward pass.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from jax.extend import core
 
-Axes = tuple[int | None, ...]
-Shape = tuple[Any, ...]
-Dims = tuple[Sequence[Sequence[Any]], Sequence[Sequence[Any]]]
-
-
-class Way(NamedTuple):
-    """A factor: a way to split a call.
-
-    Attributes:
-      ins: the dimension of each operand that has it; None for one that goes whole.
-      outs: that of each result; None for a sum over parts.
-    """
-
-    ins: Axes
-    outs: Axes
+from ga_optax._passes.notation import Dims, Shape, Way, read, ways_of
 
 
 class Row(NamedTuple):
@@ -51,8 +29,17 @@ class Row(NamedTuple):
       sums: the operands in all of which together it is linear.
       each: the operands in each of which it is linear while the others stay.
       shape: the parameter that is the shape of its result, or of what it takes.
-      is_open: whether rows that are wanted of it are computed from those of operands.
-      is_dear: whether it takes more than to read its result.
+      kind: "" for a function of arrays that does nothing else; for what runs a program
+        inside it, how, as `CALLS`; "open" for what else can be read; or the kind of
+        code into which JAX cannot see, in a word for people.
+      is_open: True if rows that are wanted of it are computed from those of operands.
+      is_dear: True if it takes more than to read its result.
+      is_exact: True if it rounds nothing, or as often as the one who reads the result.
+      is_passed: True if gradients go on through it between a cast and their sum.
+      moves: True if it moves numbers, one to one or one to many, as its transpose does.
+      shifts: True if it moves numbers along axes that stay what they are.
+      broadcasts: True if it broadcasts operands, whose gradients are sums over what
+        these went to.
     """
 
     dims: str | Callable[[core.JaxprEqn], str | Dims] | None = None
@@ -60,15 +47,33 @@ class Row(NamedTuple):
     sums: slice | tuple[int, ...] = ()
     each: tuple[int, ...] = ()
     shape: str = ""
+    kind: str = ""
     is_open: bool = False
     is_dear: bool = False
+    is_exact: bool = False
+    is_passed: bool = False
+    moves: bool = False
+    shifts: bool = False
+    broadcasts: bool = False
 
     def linear_in(self, number: int) -> Sequence[int]:
         """The operands, of so many, in which together it is linear."""
         return range(number)[self.sums] if isinstance(self.sums, slice) else self.sums
 
 
-# -- The notation ----------------------------------------------------------------------
+def row_of(e: core.JaxprEqn) -> Row:
+    """The row of an equation's primitive."""
+    return TABLE.get(e.primitive.name, UNKNOWN)
+
+
+def is_linear(e: core.JaxprEqn) -> bool:
+    """True if it is linear in all operands: gradients need no operand and no result."""
+    return len(row_of(e).linear_in(len(e.invars))) == len(e.invars)
+
+
+def needs_other(e: core.JaxprEqn) -> bool:
+    """True for a product or a quotient: a gradient needs the other operand."""
+    return 0 in row_of(e).each
 
 
 def ways(row: Row, e: core.JaxprEqn) -> list[Way]:
@@ -79,42 +84,6 @@ def ways(row: Row, e: core.JaxprEqn) -> list[Way]:
     if not isinstance(dims, str):
         return ways_of(dims)
     return read(dims, *(tuple(map(_shape, x)) for x in (e.invars, e.outvars)))
-
-
-@functools.lru_cache(1024)  # a model has many layers of the same shapes
-def read(dims: str, ins: tuple[Shape, ...], outs: tuple[Shape, ...]) -> list[Way]:
-    """The ways to split a call with operands and results of such shapes."""
-    if "->" in dims:
-        return ways_of(named(dims))
-    largest = max((*outs, *ins), key=len)  # operands may be broadcast
-    kept = len(largest) - dims.count("_")
-
-    def of(shape: Shape) -> list[int | None]:
-        pairs = enumerate(zip(shape, largest, strict=False))
-        return [d if d < kept and n == due else None for d, (n, due) in pairs]
-
-    return ways_of((list(map(of, ins)), list(map(of, outs))))
-
-
-def named(dims: str) -> Dims:
-    """The factors that are named, such as in "b t _, _ -> b t _"."""
-    ins, outs = [[x.split() for x in side.split(",")] for side in dims.split("->")]
-    return [*map(_blank, ins)], [*map(_blank, outs)]
-
-
-def _blank(names: Sequence[Any]) -> list[Any]:
-    return [None if x == "_" else x for x in names]
-
-
-def ways_of(dims: Dims) -> list[Way]:
-    """A way for each factor, in the order of their names' first places."""
-    factors = dict.fromkeys(x for side in dims for names in side for x in names)
-    factors.pop(None, None)
-
-    def places(x: Any, side: Sequence[Sequence[Any]]) -> Axes:
-        return tuple(list(of).index(x) if x in of else None for of in side)
-
-    return [Way(*(places(x, side) for side in dims)) for x in factors]
 
 
 # -- Dimensions that depend on parameters ----------------------------------------------
@@ -287,13 +256,31 @@ def _solved(e: core.JaxprEqn) -> Dims:
 # -- The table -------------------------------------------------------------------------
 
 TABLE: dict[str, Row] = {}
-Fact = dict[str, Any]
+UNKNOWN = Row(kind="primitive", is_dear=True)
+CALLS = ("call", "checkpoint", "scan", "while", "cond")
+CAST = "convert_element_type"
+PRODUCT, CONVOLUTION = "dot_general", "conv_general_dilated"
+SUM, SUM_OF_TWO, SCATTER = "reduce_sum", "add_any", "scatter-add"
+CONSTRAINT = "sharding_constraint"
+ADD_TO, WRITE, READ_OUT, NEW_REF = "addupdate", "swap", "freeze", "new_ref"
+# Of our own: `rowwise`, a window, parts that are gathered, and a call inside a loss.
+ROWWISE, WINDOW, GATHER_PARTS = "rowwise", "ga_optax_window", "ga_optax_gather"
+GRADIENTS = "ga_optax_value_and_grad"
 
+Fact = dict[str, Any]
 OPEN: Fact = {"is_open": True}
 DEAR: Fact = {"is_dear": True}
+EXACT: Fact = {"is_exact": True}
+PASSED: Fact = {"is_passed": True}
+BROADCASTS: Fact = {"broadcasts": True}
 LINEAR: Fact = {"sums": slice(None)}
+COPIES: Fact = LINEAR | EXACT
+MOVES: Fact = COPIES | PASSED | {"moves": True}
+SHIFTS: Fact = COPIES | {"shifts": True}
 _SHAPE: Fact = {"shape": "shape"}
-_SIZES: Fact = {"shape": "slice_sizes"}
+_PICKS: Fact = EXACT | {"sums": (0,), "shape": "slice_sizes"}
+_CHOOSES: Fact = EXACT | PASSED | {"sums": slice(1, None)}
+_PUTS: Fact = EXACT | {"sums": (0, 1)}
 
 
 def _in(*sums: int) -> Fact:
@@ -332,12 +319,13 @@ _row("polynomial", "...", "jnp.polyval(jnp.arange(4.0), h)")
 _row("reduce_precision", "...", "lax.reduce_precision(h, 8, 7)")
 _row("is_finite", "...", "lax.is_finite(1 / lax.max(h, 0.0))")
 _row("clz not population_count", "...", "bound('{}')(ids)")
-_row("add sub", "...", "lax.{}(unit(h), unit(-h) ** 2)", LINEAR)
-_row("add_any", "...", "jax.grad(lambda h: (h * jnp.sin(h)).sum())(h)", LINEAR)
-_row("mul", "...", "h * unit(h)", _each(0, 1))
-_row("div", "...", "h / unit(h)", _each(0))
-_row("atan2 ge gt le lt max min", "...", "lax.{}(unit(h), unit(-h) ** 2)")
-_row("nextafter pow rem", "...", "lax.{}(unit(h), unit(-h) ** 2)")
+_row("add", "...", "unit(h) + unit(-h) ** 2", LINEAR, BROADCASTS, PASSED)
+_row("sub", "...", "unit(h) - unit(-h) ** 2", LINEAR, BROADCASTS)
+_row(SUM_OF_TWO, "...", "jax.grad(lambda h: (h * jnp.sin(h)).sum())(h)", LINEAR, PASSED)
+_row("mul", "...", "h * unit(h)", _each(0, 1), BROADCASTS)
+_row("div", "...", "h / unit(h)", _each(0), BROADCASTS)
+_row("max min pow", "...", "lax.{}(unit(h), unit(-h) ** 2)", BROADCASTS)
+_row("atan2 ge gt le lt nextafter rem", "...", "lax.{}(unit(h), unit(-h) ** 2)")
 _row("le_to lt_to", "...", "bound('{}')(h, h[..., ::-1])")
 _row("and eq ne or xor", "...", "bound('{}')(ids, ids % 2)")
 _row("shift_left shift_right_arithmetic", "...", "lax.{}(ids, ids % 2)")
@@ -345,36 +333,41 @@ _row("shift_right_logical", "...", "lax.{}(ids, ids % 2)")
 _row("mulhi", "...", "lax.mulhi(ids * 10**9, 7 + ids)")
 _row("complex", "...", "lax.complex(h, unit(h))")
 _row("clamp", "...", "lax.clamp(-0.1, h, 0.2)")
-_row("select_n", "...", "jnp.where(h > 0, jnp.sin(h), h)", {"sums": slice(1, None)})
+_row("select_n", "...", "jnp.where(h > 0, jnp.sin(h), h)", _CHOOSES)
 _row("igamma igamma_grad_a igammac", "...", "lax.{}(unit(h), unit(-h) ** 2)", DEAR)
 _row("polygamma", "...", "lax.polygamma(1.0 + 0 * h, unit(h))", DEAR)
 _row("regularized_incomplete_beta", "...", "lax.betainc(*[unit(h)] * 3)", DEAR)
 _row("zeta", "...", "lax.zeta(2 + unit(h), unit(-h))", DEAR)
-_row("convert_element_type", "...", "ids.astype(h.dtype)", _in(0))
+_row(CAST, "...", "ids.astype(h.dtype)", EXACT, _in(0))
 _row("bitcast_convert_type", _bitcast, "lax.{}(ids, jnp.uint32)", OPEN)
-_row("copy", "...", "jnp.copy(h)", LINEAR)
-_row("name", "...", "jax.ad_checkpoint.checkpoint_name(h, 'kept')", LINEAR)
-_row("sharding_constraint", "...", "placed(h)", LINEAR)
-_row("pvary", "...", "", LINEAR)  # these two on several devices
+_row("copy", "...", "jnp.copy(h)", COPIES)
+_row("name", "...", "jax.ad_checkpoint.checkpoint_name(h, 'kept')", COPIES)
+_row(CONSTRAINT, "...", "placed(h)", LINEAR)
+_row("pvary", "...", "", LINEAR, PASSED)  # these two on several devices
 _row("reshard", "...")
 
 # Where numbers are.
-_row("transpose", _turned, "h.T", OPEN, LINEAR)
-_row("squeeze", _gone("dimensions"), "lax.{}(h[None, :, None], (0, 2))", OPEN, LINEAR)
-_row("broadcast_in_dim", _broadcast, "h[:, None]", OPEN, LINEAR, _SHAPE)
-_row("concatenate", _along("dimension"), "jnp.hstack([h, jnp.sin(h)])", OPEN, LINEAR)
-_row("stack", _stacked, "jnp.stack([h, h * h]), jnp.stack([h, h], 1)", LINEAR)
-_row("unstack", _unstacked, "jnp.unstack(h, axis=1)", LINEAR)
-_row("split", _along("axis"), "jnp.split(h, 2, 1)", LINEAR)
-_row("dynamic_slice", _of_slice, "lax.{}_in_dim(h, ids[3], 2, 1)", _in(0), _SIZES)
-_row("dynamic_update_slice", _of_slice, "lax.{}_in_dim(h, -h, ids[3], 1)", _in(0, 1))
-_row("slice", _of_slice, "h[:, 1:]", LINEAR, {"shape": "limit_indices"})
-_row("rev", _along("dimensions"), "h[:, ::-1]", LINEAR)
-_row("pad", _padded, "jnp.pad(h, ((0, 0), (1, 2)))", LINEAR)
-_row("optimization_barrier psum psum_invariant reshape tile", None, "", LINEAR)
-_row("gather", _indexed, "", _in(0), _SIZES)
-_row("scatter scatter-mul scatter-max scatter-min", _indexed)
+_row("transpose", _turned, "h.T", OPEN, MOVES)
+_row("squeeze", _gone("dimensions"), "lax.{}(h[None, :, None], (0, 2))", OPEN, MOVES)
+_row("broadcast_in_dim", _broadcast, "h[:, None]", OPEN, MOVES, BROADCASTS, _SHAPE)
+_row("reshape", None, "", MOVES)
+_row("concatenate", _along("dimension"), "jnp.hstack([h, h**2])", OPEN, SHIFTS, PASSED)
+_row("stack", _stacked, "jnp.stack([h, h * h]), jnp.stack([h, h], 1)", COPIES, PASSED)
+_row("unstack", _unstacked, "jnp.unstack(h, axis=1)", COPIES, PASSED)
+_row("split", _along("axis"), "jnp.split(h, 2, 1)", SHIFTS, PASSED)
+_row("slice", _of_slice, "h[:, 1:]", SHIFTS, PASSED, {"shape": "limit_indices"})
+_row("rev", _along("dimensions"), "h[:, ::-1]", SHIFTS)
+_row("pad", _padded, "jnp.pad(h, ((0, 0), (1, 2)))", SHIFTS)
+_row("dynamic_slice", _of_slice, "lax.{}_in_dim(h, ids[3], 2, 1)", _PICKS)
+_row("gather", _indexed, "", _PICKS)
+_row("dynamic_update_slice", _of_slice, "lax.{}_in_dim(h, -h, ids[3], 1)", _PUTS)
+_row("scatter", _indexed, "", EXACT)
+_row("scatter-mul scatter-max scatter-min", _indexed)
 _row("scatter-add scatter-sub", _indexed, "", _in(0, 2))
+_row("iota", None, "", EXACT)
+_row("optimization_barrier tile", None, "", LINEAR)
+_row("psum psum_invariant", None, "", LINEAR, PASSED)
+_row("reduce_scatter", None, "", PASSED)
 _row("random_wrap random_unwrap", "... _", "", OPEN)
 _row("random_seed", "...")
 _row("random_fold_in", _of_keys, "", OPEN)
@@ -416,3 +409,27 @@ _row("qr", "... _ _", "lax.linalg.qr(matrices(h), full_matrices=False)", DEAR)
 _row("svd", "... _ _", "jnp.linalg.svd(matrices(h), compute_uv=False)", DEAR)
 _row("tridiagonal_solve", "... _ _", "lax.linalg.{}(h, 5 + h, h, h[..., None])", DEAR)
 _row("fft", _fourier, "jnp.fft.fft(h)", DEAR)
+
+# On several devices, of random numbers and others, without dimensions here.
+_row("all_gather all_gather_invariant all_gather_reduced all_to_all axis_index")
+_row("pbroadcast pmax pmin ppermute after_all empty2 eq_to random_clone reduce")
+_row("ragged_all_to_all random_bits random_gamma rng_bit_generator", None, "", DEAR)
+_row("threefry2x32 hessenberg tridiagonal reduce_window", None, "", DEAR)
+_row(f"select_and_scatter {GATHER_PARTS}", None, "", DEAR)
+
+# What runs programs, is no function of arrays alone, or cannot be read.
+_KINDS = {
+    **{name: name for name in ("scan", "while", "cond")},
+    "checkpoint": "remat2",
+    "call": "jit closed_call call",
+    "open": "custom_vjp_call custom_linear_solve call_hi_primitive shard_map empty get "
+    f"{ADD_TO} {WRITE} {READ_OUT} {NEW_REF} {ROWWISE} {WINDOW} {GRADIENTS}",
+    "kernel": "pallas_call dot_product_attention_fwd_wrapper "  # the second of cuDNN
+    "dot_product_attention_bwd_wrapper",
+    "callback": "pure_callback io_callback",
+    "custom call": "ffi_call custom_partitioning",
+    "ragged product": "ragged_dot_general",
+}
+for _kind, _names in _KINDS.items():
+    _row(_names, None, "", DEAR, {"kind": _kind})
+_row("custom_jvp_call", None, "", DEAR, PASSED, {"kind": "open"})

@@ -12,7 +12,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ga_optax._passes import ir, known
+from ga_optax._passes import ir
+from ga_optax._passes.primitives import ADD_TO, CAST, NEW_REF, PRODUCT, READ_OUT, WRITE
+
+# Parameters that the passes read or give, by primitive.
+PARAMETERS = {
+    "scan": ("length", "reverse", "unroll"),
+    "jit": ("in_shardings", "out_shardings", "in_layouts", "donated_invars"),
+    "remat2": ("prevent_cse", "policy"),
+    PRODUCT: ("dimension_numbers", "precision", "preferred_element_type"),
+    CAST: ("new_dtype", "weak_type", "sharding"),
+    "broadcast_in_dim": ("shape", "broadcast_dimensions", "sharding"),
+    **dict.fromkeys((NEW_REF, ADD_TO, WRITE, READ_OUT), ()),
+}
 
 
 @functools.cache
@@ -31,7 +43,7 @@ def usable() -> bool:
 
 
 def differences() -> list[str]:
-    """What of the names and parameters in `known` this JAX does not have.
+    """What of the names and parameters in `PARAMETERS` this JAX does not have.
 
     It is traced in a thread of its own, which no context of the caller reaches: in
     that of a mesh the program would have other types, or none.
@@ -46,7 +58,7 @@ def _differences() -> list[str]:
             equations = list(ir.equations(_program()))
         found: dict[str, Any] = {e.primitive.name: e for e in equations}
         missing = []
-        for name, parameters in known.PARAMETERS.items():
+        for name, parameters in PARAMETERS.items():
             if name not in found:
                 missing.append(f"the primitive {name}")
             else:
@@ -63,7 +75,7 @@ def _differences() -> list[str]:
 
 
 def _program() -> Any:
-    """A program with every primitive of `known.PARAMETERS` in it."""
+    """A program with every primitive of `PARAMETERS` in it."""
 
     @jax.jit
     def scanned(w: Any, x: Any, scale: Any) -> Any:

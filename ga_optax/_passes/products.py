@@ -26,7 +26,7 @@ micro-step is followed from its accumulators back to the products.
 
 import collections
 import os
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -34,7 +34,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from ga_optax._passes import ir, known
+from ga_optax._passes import ir, primitives
 from ga_optax._passes.facts import Facts
 from ga_optax._passes.ir import Program
 from ga_optax._passes.notes import left_alone
@@ -43,12 +43,6 @@ from ga_optax._passes.notes import left_alone
 _WIDE = np.dtype(np.float32)
 _ALGORITHMS = (jax.lax.DotAlgorithm, jax.lax.DotAlgorithmPreset)
 _CALLS = (*ir.THROUGH, "cond")
-# What a gradient passes between its cast and the accumulator.
-_SENT = ("reduce_scatter", "psum", "psum_invariant", "pvary")
-# The layers of a scan that is unrolled are put together, or taken apart.
-_LAYERS = ("concatenate", "stack", "unstack", "split", "slice")
-_ADDED = ("add", "add_any", "select_n", "custom_jvp_call")
-_PASSED = (*known.MOVES, *_SENT, *_LAYERS, *_ADDED)
 
 
 def added_inside(program: Program, facts: Facts) -> Program:
@@ -96,7 +90,7 @@ class _Body:
 
     def _changed(self, n: int, equation: core.JaxprEqn) -> list[core.JaxprEqn]:
         """What is in the place of the n-th equation; those that read it are done."""
-        name = equation.primitive.name
+        name, row = equation.primitive.name, primitives.row_of(equation)
         ins: list[Any] = equation.invars
         outs = [x for x in equation.outvars if x in self.sums]
         wide = [x for x in equation.outvars if x in self.wide]
@@ -104,23 +98,23 @@ class _Body:
         sliced = all(self.sums[x] for x in outs)
         if ir.kind(equation) in _CALLS and (outs or wide or into):
             return [self._call(equation, into)]
-        if name in (known.PRODUCT, known.CONVOLUTION) and wide:
+        if name in (primitives.PRODUCT, primitives.CONVOLUTION) and wide:
             self.products[n] = self.wide[wide[0]]
         elif wide:
             return self._unrounded(equation, sliced)
-        elif name in (known.ADD_TO, known.WRITE) and into:
+        elif name in (primitives.ADD_TO, primitives.WRITE) and into:
             self.sums[ins[1]] = True
-            adds = self.facts.local and name == known.ADD_TO
+            adds = self.facts.local and name == primitives.ADD_TO
             if adds and _is_product(self.jaxpr, ins[1]):
                 return _added_after(equation)
-        elif name == known.READ_OUT and outs:
+        elif name == primitives.READ_OUT and outs:
             self.held.add(ins[0])
-        elif name == known.CAST and outs:
+        elif name == primitives.CAST and outs:
             if self.facts.rounds_once and equation.params["new_dtype"] == _WIDE:
                 return [self._cast(equation, sliced)]
-        elif name == known.PRODUCT and outs:
+        elif name == primitives.PRODUCT and outs:
             self.products[n] = outs[0]
-        elif name in _PASSED and outs and len(outs) == len(equation.outvars):
+        elif row.is_passed and outs and len(outs) == len(equation.outvars):
             self.sums.update(dict.fromkeys(ir.variables(ins), sliced))
         return [equation]
 
@@ -161,16 +155,17 @@ class _Body:
         """An equation whose result is wide, and casts of what it reads."""
         [out] = equation.outvars
         name, params, casts = equation.primitive.name, equation.params, []
+        moves = primitives.row_of(equation).moves
         ins: list[Any] = list(equation.invars)
         for i, x in enumerate(ins):
-            if (i and name in known.MOVES) or (i == 1 and name == known.SCATTER):
+            if (i and moves) or (i == 1 and name == primitives.SCATTER):
                 continue  # it says where
             ins[i] = _widened(x)
-            if name != known.SCATTER and _can_be_wide(self.jaxpr, x, sliced):
+            if name != primitives.SCATTER and _can_be_wide(self.jaxpr, x, sliced):
                 self.sums[x], self.wide[x] = sliced, ins[i]
             else:
                 casts += ir.traced(lambda y: y.astype(_WIDE), [x], ins[i], equation)
-        if name == known.SCATTER:
+        if name == primitives.SCATTER:
             number = jax.ShapeDtypeStruct((), _WIDE)
             adds = ir.program_of(jax.lax.add, number, number).jaxpr
             params = params | {"update_jaxpr": adds}
@@ -180,7 +175,7 @@ class _Body:
     def _replace_products(self, new: dict[int, list[core.JaxprEqn]]) -> None:
         """Some of them are wider now, and some have to stay apart."""
         read = {
-            n: {id(_before(self.jaxpr, x, known.MOVES)) for x in new[n][-1].invars}
+            n: {id(_before(self.jaxpr, x)) for x in new[n][-1].invars}
             for n in self.products
         }
         number = collections.Counter(x for both in read.values() for x in both)
@@ -188,7 +183,7 @@ class _Body:
             [equation] = new[n]
             casts = result not in equation.outvars
             shares = any(number[x] > 1 for x in read[n])
-            fences = shares and equation.primitive.name == known.PRODUCT
+            fences = shares and equation.primitive.name == primitives.PRODUCT
             if casts or fences:
                 new[n] = [self._product(equation, result, casts, fences)]
 
@@ -214,11 +209,11 @@ def _can_be_wide(jaxpr: core.Jaxpr, x: Any, sliced: bool) -> bool:
     if made is None or not _is_low(x) or ir.num_readers(jaxpr, x) != 1:
         return False
     name, ins = made.primitive.name, made.invars
-    if name in (known.PRODUCT, known.CONVOLUTION):
+    if name in (primitives.PRODUCT, primitives.CONVOLUTION):
         return not isinstance(made.params["precision"], _ALGORITHMS)  # it names a dtype
-    if name in known.MOVES:
+    if primitives.row_of(made).moves:
         return _can_be_wide(jaxpr, ins[0], sliced)
-    if name == known.SUM_OF_TWO:
+    if name == primitives.SUM_OF_TWO:
         return any(_can_be_wide(jaxpr, y, sliced) for y in ins)
     if ir.kind(made) in ir.THROUGH:
         [inner] = ir.inner_programs(made)
@@ -227,7 +222,7 @@ def _can_be_wide(jaxpr: core.Jaxpr, x: Any, sliced: bool) -> bool:
         # All layers would be twice as large.
         stays = ir.kind(made) == "scan" and (is_sum or not sliced)
         return not stays and _can_be_wide(inner, own, sliced)
-    return name in (known.SUM, known.SCATTER)
+    return name in (primitives.SUM, primitives.SCATTER)
 
 
 def _product(
@@ -261,10 +256,10 @@ def _product(
     return product
 
 
-def _before(jaxpr: core.Jaxpr, x: Any, names: Collection[str]) -> Any:
-    """What a value was before equations of these names."""
+def _before(jaxpr: core.Jaxpr, x: Any, cast: str = "") -> Any:
+    """A value before it was moved, or before equations of the name `cast`."""
     made = ir.made_by(jaxpr, x)
-    while made is not None and made.primitive.name in names:
+    while made and (primitives.row_of(made).moves or made.primitive.name == cast):
         x = made.invars[0]
         made = ir.made_by(jaxpr, x)
     return x
@@ -272,12 +267,12 @@ def _before(jaxpr: core.Jaxpr, x: Any, names: Collection[str]) -> Any:
 
 def _is_product(jaxpr: core.Jaxpr, x: Any) -> bool:
     """Whether a value is a product of matrices, which may have been moved or cast."""
-    x = _before(jaxpr, x, (known.CAST, *known.MOVES))
+    x = _before(jaxpr, x, primitives.CAST)
     made = ir.made_by(jaxpr, x)
     if made is not None and ir.is_inline(made):
         [inner] = ir.inner_programs(made)
         return _is_product(inner, inner.outvars[made.outvars.index(x)])
-    return made is not None and made.primitive.name == known.PRODUCT
+    return made is not None and made.primitive.name == primitives.PRODUCT
 
 
 def _added_after(equation: core.JaxprEqn) -> list[core.JaxprEqn]:

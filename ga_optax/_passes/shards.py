@@ -17,11 +17,12 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.extend import core
+from jax.extend.mlir import ir as mlir_ir
 from jax.interpreters import mlir
 
 from ga_optax._devices import meshes
 from ga_optax._devices.meshes import Axes
-from ga_optax._passes import ir, known, notes, transformable
+from ga_optax._passes import ir, notes, primitives, transformable
 from ga_optax._passes.facts import Facts
 from ga_optax._passes.ir import Program
 
@@ -181,14 +182,14 @@ def _moved(e: core.JaxprEqn, values: list[Any]) -> list[Any] | None:
         if d in gone:
             return None
         d -= sum(i < d for i in gone)
-    elif name != known.CAST or p["new_dtype"].itemsize > before.dtype.itemsize:
+    elif name != primitives.CAST or p["new_dtype"].itemsize > before.dtype.itemsize:
         return None
     out = e.primitive.bind(x.part, *rest, **(p | new))
     out = out if e.primitive.multiple_results else [out]
     return [x.of(part, d) for part in out]
 
 
-_LIES = (known.CONSTRAINT, "reshard")
+_LIES = (primitives.CONSTRAINT, "reshard")
 
 
 @functools.cache
@@ -211,8 +212,8 @@ def _gather() -> core.Primitive:
     def derived(xs: Any, _: Any, dots: Any, **how: Any) -> Any:
         return _gather().bind(*xs, **how), {0: run(*dots, **how)[0]}
 
-    how = transformable.How(run, types, plain, batched, derived)
-    return transformable.primitive(known.GATHER_PARTS, how)
+    how = transformable.How(plain, batched, derived, run, types)
+    return transformable.primitive(primitives.GATHER_PARTS, how)
 
 
 # -- Chosen when a program is lowered --------------------------------------------------
@@ -233,10 +234,7 @@ def either(
     """
     flat = jax.tree.leaves(args)
     closed, shapes = jax.make_jaxpr(plain, return_shape=True)(args)
-    told = notes.plans() or []
-    said = len(told)
     both = closed, jax.make_jaxpr(other)(args)
-    del told[said:]  # both have one plan
     if any(x.effects or any(map(ir.is_reference, x.jaxpr.constvars)) for x in both):
         return plain(args)
     first, second = (ir.without_constants(x.jaxpr) for x in both)
@@ -276,9 +274,8 @@ def _either() -> core.Primitive:
         return jax.vmap(functools.partial(run, **how), dims)(*xs)
 
     def derived(xs: Any, moved: Any, dots: Any, **how: Any) -> Any:
-        of_moved = ir.of_some(functools.partial(run, **how), xs, moved)
-        out, tangents = jax.jvp(of_moved, [xs[i] for i in moved], dots)
-        return out, dict(enumerate(tangents))
+        fun = functools.partial(run, **how)
+        return transformable.differentiated(fun, xs, moved, dots)
 
     def lowered(context: Any, *xs: Any, watched: Any, axes: Axes, **how: Any) -> Any:
         sizes = {i: ir.numbers(context.avals_in[i].shape) for i in watched}
@@ -287,7 +284,7 @@ def _either() -> core.Primitive:
         fun = functools.partial(chosen, **how)
         return mlir.lower_fun(fun, multiple_results=True)(context, *xs)
 
-    how = transformable.How(run, types, as_plain, batched, derived)
+    how = transformable.How(as_plain, batched, derived, run, types)
     new = transformable.primitive("ga_optax_either", how)
     mlir.register_lowering(new, lowered, cacheable=False)  # or it sees no argument
     return new
@@ -305,8 +302,6 @@ def _is_split(x: Any, axes: Axes) -> bool:
 
 def _sharding(x: Any) -> str:
     """What a program says of where a value lies; nothing of what it computes."""
-    from jax.extend.mlir import ir as mlir_ir
-
     owner, key = x.owner, "sdy.sharding"
     if isinstance(owner, mlir_ir.Block):
         attributes: Any = owner.owner.attributes["arg_attrs"]

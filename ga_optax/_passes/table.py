@@ -8,15 +8,12 @@
 | sharded `fun` | gathered   | same to rounding     | gathers parameters at their use |
 | sharded `fun` | shards     | same to rounding     | gathers other arrays at their   |
 |               |            |                      | use                             |
-| a micro-step  | repeats    | same program         | differentiates equations that   |
-|               |            |                      | are alike once                  |
 | the loop      | products   | rounded once         | adds sums of products before    |
 |               |            |                      | they are rounded                |
 | the loop      | duplicates | same bits on any     | computes nothing twice          |
 |               |            | number of devices    |                                 |
 
-No program needs one to be right: `optimize=False` runs those alone whose law is "same
-program", which only make tracing faster.
+No program needs a pass to be right: with `optimize=False` none runs.
 """
 
 import warnings
@@ -32,13 +29,10 @@ from ga_optax._passes import (
     gathered,
     notes,
     products,
-    repeats,
     shards,
 )
 from ga_optax._passes.facts import Facts
 from ga_optax._passes.ir import Program
-
-SAME_PROGRAM = "same program"
 
 
 class Pass(NamedTuple):
@@ -46,8 +40,7 @@ class Pass(NamedTuple):
 
     Attributes:
       name: what it is called in warnings and the log.
-      scope: which programs it is for: of "fun", "sharded fun", "micro-step" (what is
-        differentiated), or the "loop".
+      scope: which programs it is for: "fun", "sharded fun" or the "loop".
       law: what its results equal, and how exactly.
       change: from a program to one that does the same.
       applies: whether it has something to do in a call.
@@ -71,7 +64,6 @@ PASSES = (
         shards.gathered_at_use,
         lambda its: bool(its.shards),
     ),
-    Pass("repeats", "micro-step", SAME_PROGRAM, repeats.called),
     Pass("products", "loop", "rounded once", products.added_inside),
     Pass(
         "duplicates",
@@ -93,8 +85,7 @@ def run(scope: str, program: Program, facts: Facts) -> Program:
       facts: what is known of the call.
     """
     for one in PASSES:
-        wanted = facts.optimize or one.law == SAME_PROGRAM
-        if wanted and one.scope == scope and one.applies(facts):
+        if facts.optimize and one.scope == scope and one.applies(facts):
             try:
                 with notes.of_pass(one.name):
                     new = one.change(program, facts)

@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import checkify
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir, partial_eval
 
-from ga_optax._passes import ir
+from ga_optax._passes import ir, primitives
 
 Run = Callable[[Any], Any]
 
@@ -64,44 +65,51 @@ def _primitive() -> core.Primitive | None:
 
 def _registered() -> core.Primitive:
     def derived(args: Any, moved: Any, dots: Any, *, plain: Any, **_: Any) -> Any:
-        some = [args[i] for i in moved]
-        out, tangents = jax.jvp(ir.of_some(plain, args, moved), some, dots)
-        return out, dict(enumerate(tangents))
+        return differentiated(plain, args, moved, dots)
 
     def batched(_: Any, args: Any, axes: Any, *, plain: Any, **__: Any) -> Any:
         return jax.vmap(plain, in_axes=axes)(*args)
 
     how = How(
-        ran,
-        lambda *args, types, **_: (types, core.no_effects),
         lambda program, plain, **_: (plain, len(program.in_avals)),
         batched,
         derived,
+        types=lambda *args, types, **_: (types, core.no_effects),
     )
-    return primitive("ga_optax_window", how)
+    return primitive(primitives.WINDOW, how)
 
 
 # -- Primitives of ours ----------------------------------------------------------------
+
+
+def _ran(*args: Any, program: Any, **_: Any) -> Any:
+    """The results of a primitive that has its program as a parameter."""
+    return core.jaxpr_as_fun(program)(*args)
+
+
+def _types(*_: Any, program: Any, **__: Any) -> tuple[Any, Any]:
+    """The types of the results of such a primitive, and its effects."""
+    return program.out_avals, program.effects
 
 
 class How(NamedTuple):
     """What JAX does with a primitive, whose results are a list.
 
     Attributes:
-      run: what its operands give.
-      types: those of its results, and its effects.
       plain: of its parameters, the function that it is, and its number of operands.
       batched: its results, all batched along the first axis, of the axis, operands and
         their axes.
       derived: its results, and tangents by the numbers of the results that have one; of
         operands, the numbers of those that move, and their tangents.
+      run: the results of operands; by default those of the parameter `program`.
+      types: the types of the results, and the effects; by default those of `program`.
     """
 
-    run: Callable[..., Any]
-    types: Callable[..., tuple[Any, Any]]
     plain: Callable[..., Any]
     batched: Callable[..., Sequence[Any]]
     derived: Callable[..., tuple[Any, dict[int, Any]]]
+    run: Callable[..., Any] = _ran
+    types: Callable[..., tuple[Any, Any]] = _types
 
 
 def primitive(name: str, how: How) -> core.Primitive:
@@ -134,15 +142,32 @@ def primitive(name: str, how: How) -> core.Primitive:
     return new
 
 
-def ran(*args: Any, program: Any, **_: Any) -> Any:
-    """The results of a primitive that has its program as a parameter."""
-    return core.jaxpr_as_fun(program)(*args)
-
-
 def in_front(xs: Sequence[Any], dims: Sequence[int | None]) -> list[Any]:
     """Operands whose batched axes are the first."""
     pairs = zip(xs, dims, strict=True)
     return [x if d is None else jnp.moveaxis(x, d, 0) for x, d in pairs]
+
+
+def differentiated(
+    fun: Callable[..., Any], xs: Sequence[Any], moved: Sequence[int], dots: Any
+) -> tuple[Any, dict[int, Any]]:
+    """The results of a function, and their tangents by number, as `How.derived`."""
+    some = [xs[i] for i in moved]
+    out, tangents = jax.jvp(ir.of_some(fun, xs, moved), some, list(dots))
+    return out, dict(enumerate(tangents))
+
+
+def pushed(
+    fun: Callable[..., Any], moving: Sequence[int], smooth: Sequence[int]
+) -> Callable[..., list[Any]]:
+    """The tangents of some results, of operands and the tangents of some of them."""
+
+    def flat(*both: Any) -> list[Any]:
+        n = len(both) - len(moving)
+        tangents = differentiated(fun, both[:n], moving, both[n:])[1]
+        return [tangents[i] for i in smooth]
+
+    return flat
 
 
 def transposed(primitive: core.Primitive, rule: Callable[..., Sequence[Any]]) -> None:
@@ -166,8 +191,7 @@ def checked(primitive: core.Primitive, plain: Callable[..., Any]) -> None:
 
     Of the parameters of an equation `plain` returns that, and its number of operands.
     """
-    from jax.experimental import checkify
-
+    # The table of the module that checks, which no public module names.
     checks = sys.modules[checkify.checkify.__module__].error_checks
 
     def rule(*args: Any, **params: Any) -> Any:

@@ -13,6 +13,7 @@ from ga_optax import _checks, accumulator
 from ga_optax._calls.accumulate import accumulate
 from ga_optax._calls.call import check_parameters
 from ga_optax._calls.words import explains_keywords
+from ga_optax._verify import problem, summary
 from ga_optax._verify.report import Report
 
 
@@ -120,8 +121,6 @@ def verify(
       TypeError, ValueError: if an argument does not fit, before `fun` is traced; if
         what `fun` returns does not fit, before anything runs.
     """
-    from ga_optax._verify import problem, summary  # 5 ms of import, which few need
-
     _check(fun, params, batch, rng)
     if isinstance(batch_axes, int) and batch_axes == 0:
         _check_rows(batch)

@@ -19,7 +19,7 @@ from ga_optax._loop import additions, in_place
 from ga_optax._loop.loop import Loop, State, with_passes
 from ga_optax._loop.loss import DeviceContext, Flat, LossProgram, Operands
 from ga_optax._loop.over_devices import all_reduced
-from ga_optax._passes import ir
+from ga_optax._passes import ir, known
 from ga_optax._passes.arrivals import arrival
 from ga_optax._passes.facts import Facts
 from ga_optax._window.rules import part_of
@@ -78,7 +78,7 @@ class Backward:
         values, level = self.values, Level(number, in_loop=False)
         # A rule may be nonlinear: then it has to see the cotangent of all devices.
         every = values.schedule.operands(level)
-        has_rule = _has_rule(values.schedule.needed(every, level)[0])
+        has_rule = any(map(known.has_rule, values.schedule.needed(every, level)[0]))
         cotangents = self.summed(level, across=has_rule)
         if not cotangents:
             return
@@ -86,8 +86,8 @@ class Backward:
         read, _ = self.read(roots, level)
 
         def evaluate(diff: Arrays) -> Arrays:
-            known = values.buffers | dict(zip(read, diff, strict=True))
-            return values.evaluate(roots, level, buffers=known)
+            buffers = values.buffers | dict(zip(read, diff, strict=True))
+            return values.evaluate(roots, level, buffers=buffers)
 
         def term(g: jax.Array, old: jax.Array) -> jax.Array:
             g = g.astype(old.dtype)
@@ -154,8 +154,8 @@ class Backward:
         Returns: the buffers that all micro-batches share, parameters first; residuals.
         """
         schedule, last = self.values.schedule, Level(self.values.schedule.end)
-        known = schedule.needed(roots, level, known=self.values.buffers)[1]
-        views = filter(None, map(schedule.views.get, known))
+        variables = schedule.needed(roots, level, known=self.values.buffers)[1]
+        views = filter(None, map(schedule.views.get, variables))
         pairs = ((j, schedule.buffers[j]) for j in {view.buffer for view in views})
         smooth = [j for j, b in pairs if b.has_cotangent and b.level < last]
         smooth.sort(key=lambda j: (j not in self.names, j))
@@ -195,9 +195,9 @@ class Backward:
         def micro_batch(diff: Arrays, x: Any) -> Arrays:
             of_residuals, xs, parts = x
             given = [*diff, *map(Part, of_residuals)]
-            known: Any = dict(zip([*shared, *residuals], given, strict=True))
-            known = values.buffers | known
-            out = values.evaluate(every, level, xs, known, acts=cotangents is None)
+            new: Any = dict(zip([*shared, *residuals], given, strict=True))
+            buffers = values.buffers | new
+            out = values.evaluate(every, level, xs, buffers, acts=cotangents is None)
             if cotangents is None:
                 return out
             return [self.paired(out, cotangents, parts, xs[-1])]
@@ -321,13 +321,6 @@ def program_of(
         folds=["sum", *(fold for _, fold in wanted)],
         arrivals=[arrival(jaxpr, x) for x in jaxpr.invars[:num_params]],
     )
-
-
-def _has_rule(equations: Sequence[core.JaxprEqn]) -> bool:
-    """True if a backward pass may be more than the transpose of a derivative."""
-    rules = ("custom_vjp", "linear_call")
-    names = [e.primitive.name for x in equations for e in ir.within(x)]
-    return any(rule in name for rule in rules for name in names)
 
 
 def _paired(cotangent: jax.Array, x: jax.Array) -> jax.Array:

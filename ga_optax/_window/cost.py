@@ -9,10 +9,8 @@ from jax.extend import core
 
 from ga_optax import accumulator
 from ga_optax._partition import is_inexact
-from ga_optax._passes import ir, known
+from ga_optax._passes import ir, primitives
 
-# Primitives that compute nothing.
-_LAYOUTS = {*known.EXACT, "copy_p", "name", "split"} - {"select_n", known.CAST}
 _LOOPS = ("scan", "while")
 _DEEP = 100  # operations for each number that something unknown reads or returns
 
@@ -22,7 +20,7 @@ def is_cheap(equation: core.JaxprEqn) -> bool:
     return all(
         ir.kind(e) not in _LOOPS
         if ir.inner_programs(e)
-        else e.primitive.name in known.CHEAP
+        else not primitives.row_of(e).is_dear
         for e in ir.within(equation)
     )
 
@@ -36,14 +34,14 @@ def work(equation: core.JaxprEqn) -> float:
     if programs := ir.inner_programs(equation):
         return ir.times(equation) * sum(work(e) for p in programs for e in p.eqns)
     name = equation.primitive.name
-    if name in _LAYOUTS:
+    if primitives.row_of(equation).is_exact and primitives.is_linear(equation):
         return 0.0
-    if name == known.PRODUCT:
+    if name == primitives.PRODUCT:
         (contracted, _), _ = equation.params["dimension_numbers"]
         return (
             2.0 * ir.numbers(shapes[-1]) * ir.numbers(shapes[0][i] for i in contracted)
         )
-    if name == known.CONVOLUTION:
+    if name == primitives.CONVOLUTION:
         features = shapes[1][equation.params["dimension_numbers"].rhs_spec[0]]
         of_one = ir.numbers(shapes[1]) / max(ir.numbers([features]), 1)
         return 2.0 * ir.numbers(shapes[-1]) * of_one
@@ -103,11 +101,11 @@ def residuals(
             read |= {x: nbytes(x) for x in ir.variables(e.invars)}
         elif programs:
             inside += ir.times(e) * max(_inside(e, p, smooth) for p in programs)
-        elif name in known.OF_TWO:
+        elif primitives.needs_other(e):
             pair = e.invars
             others = [pair[1 - i] for i in places] + [pair[1]] * (name == "div")
             read |= {x: nbytes(x) for x in ir.variables(others)}
-        elif name not in known.LINEAR and not _communicates(e):
+        elif not primitives.is_linear(e) and not _communicates(e):
             inside += sum(map(nbytes, outs))
     return inside + sum(n for x, n in read.items() if x not in given)
 

@@ -1,79 +1,125 @@
-"""The phases of a call in words, loop by loop: `testing.describe`.
+"""A schedule in words: each stage, and the part of each value in a micro-batch.
 
-The words are read off the schedule that the window runs by. A loss whose rows do not
-meet has the schedule of one level.
+The window runs by the same schedule. A loss whose rows do not meet has the schedule of
+one level. The partition wrote on each equation which part of the value a micro-batch
+holds.
 """
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from jax.extend import core
 
 from ga_optax._loop.loss import LossProgram, Operands
-from ga_optax._passes import ir, notes, places
-from ga_optax._text import wrap
-from ga_optax._window.report import WindowReport
-from ga_optax._window.runs import Phase, phases
+from ga_optax._passes import ir, places
+from ga_optax._text import columns
+from ga_optax._window.report import Stored
+from ga_optax._window.rules import is_collective
+from ga_optax._window.runs import stages
 from ga_optax._window.schedule import Level, Schedule, Traits, traits_of
 
-_MOST = 12  # primitives that are named of one line
+_MOST = 8  # primitives that are named of one loop or function
 
 
-def of_loop(program: LossProgram, operands: Operands, size: int = 0) -> None:
-    """Describes a call whose rows do not meet.
+class Value(NamedTuple):
+    """A value that a loop computes, or takes cotangents back through.
 
-    `size` is the number of micro-batches on all devices; 0 if each device speaks for
-    itself.
+    Attributes:
+      holds: the part that a micro-batch holds: "rows 0 of float32[16,3]", "all of ...",
+        or "part of ...": the sum of the parts is the value. "own of ..." for a step of
+        the library, in the shape of a micro-batch.
+      name: the primitive, or the loop or function with the primitives inside.
+      line: the line of the user's code.
     """
-    if (texts := notes.plans()) is None:
-        return
-    count = len(operands.params)
-    params, rows = program.jaxpr.invars[:count], program.jaxpr.invars[count:]
+
+    holds: str
+    name: str
+    line: str
+
+
+class Stage(NamedTuple):
+    """A loop over the micro-batches, or a computation of what they share, in words.
+
+    Attributes:
+      name: the name: "level 1", "the loss", "level 1, back".
+      loop: "once", or a loop over so many micro-batches.
+      computes: the values that the stage computes.
+      goes_back: the values through which cotangents go back, in order.
+      fills: the values that the stage stores for later stages.
+    """
+
+    name: str
+    loop: str
+    computes: list[Value]
+    goes_back: list[Value]
+    fills: list[Stored]
+
+    def __str__(self) -> str:
+        pairs = ("computes", self.computes), ("goes back", self.goes_back)
+        rows = [
+            (f"  {verb}", *x.holds.split(" of ", 1), x.name, places.short(x.line))
+            for verb, values in pairs
+            for x in dict.fromkeys(values)
+        ]
+        fills = [
+            f"  fills      {x.what}, {x.nbytes:,} bytes, at {places.short(x.line)}"
+            for x in self.fills
+        ]
+        head = f"{self.name}: {self.loop}"
+        return "\n".join([head, *columns(rows, range(5)), *fills])
+
+
+def of_loop(program: LossProgram, operands: Operands) -> Schedule:
+    """The schedule of a loss whose rows do not meet."""
+    jaxpr, count = program.jaxpr, len(operands.params)
+    params, rows = jaxpr.invars[:count], jaxpr.invars[count:]
     smooth = [*params, *rows[: operands.rows]]
-    schedule = Schedule(program.jaxpr, "", traits_of(program.jaxpr, "", smooth, rows))
-    loss = _in_words(schedule, _loop(len(operands.batch[0]), size), {})
-    texts.append(f"Rows do not meet: one loop.\n\n{loss}")
+    return Schedule(jaxpr, "", traits_of(jaxpr, "", smooth, rows))
 
 
-def of_window(schedule: Schedule, report: WindowReport) -> None:
-    """Describes a call whose rows meet."""
-    if (texts := notes.plans()) is None:
-        return
-    fills = {
-        x.number: f"{x.what}, {x.nbytes:,} bytes, at {places.short(x.line)}"
-        for x in report.stored
-    }
-    loop = _loop(*(schedule.num_values[kind] for kind in ("residual", "stack")))
-    texts.append(
-        f"Rows meet: {report.levels} level{'s' * (report.levels != 1)} before the "
-        f"loss.\n\n{_in_words(schedule, loop, fills)}\n\nIn all: at most "
-        f"{report.forward} forward and {report.backward} backward, in about "
-        f"{report.peak:,} bytes."
-    )
+def listed(
+    schedule: Schedule, stored: Sequence[Stored], number: int, size: int
+) -> list[Stage]:
+    """The stages of a schedule, in the order in which they run.
+
+    Args:
+      schedule: the schedule.
+      stored: the values that it stores.
+      number: how many micro-batches a device has.
+      size: how many all devices have.
+    """
+    devices = f" on each of {size // number} devices" if size > number else ""
+    fills = {x.number: x for x in stored}
+    in_words = []
+    for x in stages(schedule):
+        back = [y for e in x.back for y in _smooth_inside(e, schedule.traits)][::-1]
+        loop = f"a loop over {number} micro-batches{devices}"
+        if not x.level.in_loop:
+            loop = "once, in no loop"
+        elif x.level == Level(schedule.end):
+            loop += f", forward{' and backward' * bool(back)}"
+        of_level = [fills[j] for j in x.fills if j in fills]
+        computes, goes_back = (
+            [_value(e, schedule) for e in equations] for equations in (x.forward, back)
+        )
+        in_words.append(Stage(x.name, loop, computes, goes_back, of_level))
+    return in_words
 
 
-def _loop(num: int, size: int) -> str:
-    devices = f" on each of {size // num} devices" if size > num else ""
-    return f"a loop over {num} micro-batches{devices}"
-
-
-def _in_words(schedule: Schedule, loop: str, fills: dict[int, str]) -> str:
-    """The phases of a schedule. `loop` and `fills` are loops and buffers in words."""
-    return "\n\n".join(_phase(x, schedule, loop, fills) for x in phases(schedule))
-
-
-def _phase(phase: Phase, schedule: Schedule, loop: str, fills: dict[int, str]) -> str:
-    back = [y for e in phase.back for y in _smooth_inside(e, schedule.traits)]
-    how = loop if phase.level.in_loop else "once, in no loop"
-    if phase.level == Level(schedule.end):
-        how += f", forward{' and backward' * bool(back)}"
-    lines = [f"{phase.name}: {how}"]
-    for verb, some in (("computes", phase.forward), ("goes back", reversed(back))):
-        for line, names in _primitives(some).items():
-            more = f", {len(names) - _MOST} more" if len(names) > _MOST else ""
-            lines += wrap(f"  {verb:<9}  {line}: {', '.join(names[:_MOST])}{more}")
-    lines += [f"  fills      {fills[j]}" for j in phase.fills if j in fills]
-    return "\n".join(lines)
+def _value(e: core.JaxprEqn, schedule: Schedule) -> Value:
+    """The value of an equation."""
+    inside = [ir.name_of(x) for x in ir.within(e) if not ir.inner_programs(x)]
+    inside = list(dict.fromkeys(inside)) if ir.inner_programs(e) else []
+    more = ", ..." if len(inside) > _MOST else ""
+    name = ir.name_of(e)
+    name += f" ({', '.join(inside[:_MOST])}{more})" if inside else ""
+    if not (holds := places.label_of(e)):
+        traits = [schedule.traits.get(x, Traits()) for x in e.outvars]
+        shared = is_collective(e, schedule.axis) or not any(x.of_rows for x in traits)
+        types = ", ".join(places.type_of(x.aval) for x in e.outvars)
+        holds = f"{'all' if shared else 'own'} of {types}"
+    source = places.placed(e, None).source_info
+    return Value(holds, name, places.line_of(source))
 
 
 def _smooth_inside(e: core.JaxprEqn, traits: dict[Any, Traits]) -> list[core.JaxprEqn]:
@@ -92,15 +138,3 @@ def _smooth_inside(e: core.JaxprEqn, traits: dict[Any, Traits]) -> list[core.Jax
     inside = traits_of(inner, "", params, (), loss)
     equations = (places.placed(x, e.source_info) for x in inner.eqns)
     return [y for x in equations for y in _smooth_inside(x, inside)]
-
-
-def _primitives(equations: Iterable[core.JaxprEqn]) -> dict[str, list[str]]:
-    """The primitives of each line of the user's code, in order, each once."""
-    lines: dict[str, dict[str, None]] = {}
-    for outer in equations:
-        for e in ir.within(outer):
-            if not ir.inner_programs(e):
-                source = places.placed(e, outer.source_info).source_info
-                line = places.short(places.line_of(source))
-                lines.setdefault(line, {})[ir.name_of(e)] = None
-    return {line: list(names) for line, names in lines.items()}

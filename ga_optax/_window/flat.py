@@ -32,9 +32,9 @@ class Opening(NamedTuple):
     Attributes:
       axis: the name of the axis.
       size: the size of the axis.
-      loops: for the body of a scan, the stages of the arguments of inner loops, by the
+      loops: for the body of a scan, the parts of the arguments of inner loops, by the
         ids of the loops; else None. In such a body each equation of a checkpoint gets a
-        checkpoint of its own, for one checkpoint may have equations of several stages.
+        checkpoint of its own, for one checkpoint may have equations of several parts.
     """
 
     axis: str

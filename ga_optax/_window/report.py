@@ -1,17 +1,15 @@
 """The report of a window: what it stores, and how often equations run.
 
-The report goes to the log, to `plan`, and to `recorded`.
+The report goes to the log, to `plan`, and to `batch_dependencies`.
 """
 
-import contextlib
-import contextvars
 import functools
-import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from ga_optax._passes import ir, places
-from ga_optax._passes.notes import listed, note
+from ga_optax._passes.notes import note
+from ga_optax._text import warn
 from ga_optax._window.room import largest_step
 from ga_optax._window.rules import is_collective
 from ga_optax._window.runs import Runs, counted, most
@@ -98,26 +96,20 @@ def room_sentence(room: tuple[int, int, int]) -> str:
     return f"With residual_bytes={nbytes:_}: {forward} and {backward}."
 
 
-_reports: contextvars.ContextVar[list[WindowReport]]
-_reports = contextvars.ContextVar("_reports")
-
-
-def recorded() -> contextlib.AbstractContextManager[list[WindowReport]]:
-    """Lists the report of every window that is traced inside."""
-    return listed(_reports)
-
-
-def is_recorded() -> bool:
-    """True if reports are recorded, so that nobody need be warned."""
-    return _reports.get(None) is not None
-
-
-def report(schedule: Schedule, limit_is_ours: bool = False) -> WindowReport:
-    """Makes the report of a window, logs it, and hands it to `recorded`.
+def report(schedule: Schedule, limit_is_ours: bool) -> None:
+    """Logs the report of a window.
 
     Warns if any equation runs more often than it should, if the limit of residuals is
     ours and not the user's.
     """
+    new = report_of(schedule)
+    if limit_is_ours and (new.forward > _FORWARD or new.backward > _BACKWARD):
+        _warn(new)
+    note(str(new))
+
+
+def report_of(schedule: Schedule) -> WindowReport:
+    """The report of a window."""
     runs = counted(schedule)
     forward, backward = most(runs.values())[1:]
     stored = tuple(_stored(schedule, runs))
@@ -127,13 +119,7 @@ def report(schedule: Schedule, limit_is_ours: bool = False) -> WindowReport:
     room = None
     if (full := schedule.unlimited) is not None:
         room = (full.peak, *most(counted(full).values())[1:])
-    new = WindowReport(schedule.end - 1, forward, backward, stored, peak, room)
-    if (reports := _reports.get(None)) is not None:
-        reports.append(new)
-    elif limit_is_ours and (forward > _FORWARD or backward > _BACKWARD):
-        _warn(new)
-    note(str(new))
-    return new
+    return WindowReport(schedule.end - 1, forward, backward, stored, peak, room)
 
 
 def _stored(schedule: Schedule, runs: dict[int, Runs]) -> Iterator[Stored]:
@@ -170,13 +156,12 @@ _FORWARD, _BACKWARD = 3, 1  # the runs of segments, however many levels there ar
 @functools.cache  # once
 def _warn(report: WindowReport) -> None:
     room = room_sentence(report.room) if report.room else ""
-    warnings.warn(
+    warn(
         f"No part of fun should run forward more than {_FORWARD} times and backward "
         f"{_BACKWARD}, but in {report.levels} levels where rows meet some run forward "
         f"{report.forward} times and backward {report.backward}, since what they need "
         f"of each other takes more room than a micro-batch's step. {room} "
-        "ga_optax.batch_dependencies shows the lines.",
-        stacklevel=2,
+        "ga_optax.batch_dependencies shows the lines."
     )
 
 

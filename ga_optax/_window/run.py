@@ -1,6 +1,6 @@
 """Runs a window: forward level by level, the loss, and back."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -8,7 +8,7 @@ from ga_optax._loop import run as loop
 from ga_optax._loop.folds import of_last_device
 from ga_optax._loop.loss import DeviceContext, LossProgram, Operands
 from ga_optax._loop.run import Outcome
-from ga_optax._window import cost, describe, forward, room
+from ga_optax._window import cost, forward, room
 from ga_optax._window.backward import Backward, Wanted, program_of
 from ga_optax._window.report import report
 from ga_optax._window.schedule import Level, Schedule
@@ -16,25 +16,46 @@ from ga_optax._window.shared import share
 from ga_optax._window.values import Arrays, MeetingLoss, Values
 
 
-def run(
-    loss: MeetingLoss,
-    operands: Operands,
-    devices: DeviceContext,
-    *,
-    residual_bytes: int | None,
-) -> Outcome:
-    """The results of a window, the loss first, and the sums of the gradients.
+class Plan(NamedTuple):
+    """The plan of a window.
 
-    Args:
+    Attributes:
       loss: the loss of a micro-batch.
       operands: the arrays; the last leaf of the batch is the index. The accumulator is
         empty.
       devices: the devices.
+      values: the values that are computed so far: constants alone.
+      schedule: the schedule.
       residual_bytes: the bytes that residuals may take between levels.
     """
+
+    loss: MeetingLoss
+    operands: Operands
+    devices: DeviceContext
+    values: Values
+    schedule: Schedule
+    residual_bytes: int | None
+
+
+def plan(
+    loss: MeetingLoss,
+    operands: Operands,
+    devices: DeviceContext,
+    residual_bytes: int | None,
+) -> Plan:
+    """The plan of a window. Nothing is computed but values of no argument."""
     values = Values(loss, operands, devices.axes)
     schedule = _planned(loss, operands, values.schedule, residual_bytes)
-    describe.of_window(schedule, report(schedule, residual_bytes is None))
+    return Plan(loss, operands, devices, values, schedule, residual_bytes)
+
+
+def run(given: Plan) -> Outcome:
+    """The results of a window, the loss first, and the sums of the gradients.
+
+    Logs the report of the window; warns if equations run more often than they should.
+    """
+    loss, operands, devices, values, schedule, residual_bytes = given
+    report(schedule, residual_bytes is None)
     goes_back = any(b.has_cotangent for b in schedule.buffers)
     values.begin(schedule, operands.params)
     for level in range(schedule.end):

@@ -1,6 +1,6 @@
-"""The phases of a window, and how often each equation runs.
+"""The stages of a window, and how often each equation runs.
 
-A phase is a loop over the micro-batches, or a computation of what they share. A phase
+A stage is a loop over the micro-batches, or a computation of what they share. A stage
 on the way back knows which equations need not run forward, since no gradient reads
 their results, and which buffers it fills again.
 """
@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 
 from jax.extend import core
 
-from ga_optax._passes import known
+from ga_optax._passes import primitives
 from ga_optax._passes.ir import variables
 from ga_optax._window import cost
 from ga_optax._window.schedule import Level, Schedule
 
 
-class Phase(NamedTuple):
+class Stage(NamedTuple):
     """A loop over the micro-batches, or a computation of what they share.
 
     Attributes:
@@ -35,32 +35,32 @@ class Phase(NamedTuple):
     fills: Sequence[int] = ()
 
 
-def phases(schedule: Schedule) -> Iterator[Phase]:
-    """The phases of a window, in the order in which they run."""
+def stages(schedule: Schedule) -> Iterator[Stage]:
+    """The stages of a window, in the order in which they run."""
     numbers, last = range(schedule.end), Level(schedule.end)
     for n in numbers:
         for level in (Level(n), Level(n + 1, in_loop=False)):
             if members := schedule.filled_at(level):
                 runs = schedule.needed(schedule.operands(level), level)[0]
-                yield Phase(_name(level), level, runs, fills=members)
+                yield Stage(_name(level), level, runs, fills=members)
     runs, back = (
         schedule.needed(schedule.roots(schedule.end, smooth=smooth), last)[0]
         for smooth in (False, True)
     )
-    yield Phase("the loss", last, runs, back, schedule.filled_at(last))
+    yield Stage("the loss", last, runs, back, schedule.filled_at(last))
     for n in reversed(numbers):
         if members := schedule.refills.get(n):
             others = set(range(len(schedule.buffers))) - set(members)
             operands = [schedule.buffers[j].operand for j in members]
             runs = schedule.needed(operands, Level(n + 1), known=others)[0]
-            yield Phase(f"level {n}, filled again", Level(n + 1), runs, fills=members)
+            yield Stage(f"level {n}, filled again", Level(n + 1), runs, fills=members)
         for level in (Level(n + 1, in_loop=False), Level(n)):
             if roots := schedule.operands(level, smooth=True):
                 back = schedule.needed(roots, level)[0]
                 runs = _read_back(schedule, back) if level.in_loop else back
-                yield Phase(f"{_name(level)}, back", level, runs, back)
+                yield Stage(f"{_name(level)}, back", level, runs, back)
     if runs := schedule.needed(schedule.epilogue_results, schedule.epilogue)[0]:
-        yield Phase("epilogue, after the loops", schedule.epilogue, runs)
+        yield Stage("epilogue, after the loops", schedule.epilogue, runs)
 
 
 def _name(level: Level) -> str:
@@ -78,9 +78,9 @@ class Runs(NamedTuple):
 def counted(schedule: Schedule) -> dict[int, Runs]:
     """The runs of every equation of rows, by its id."""
     forward, backward = collections.Counter(), collections.Counter()
-    for phase in phases(schedule):
-        forward.update(map(id, phase.forward))
-        backward.update(id(e) for e in phase.back if schedule.is_smooth(e))
+    for stage in stages(schedule):
+        forward.update(map(id, stage.forward))
+        backward.update(id(e) for e in stage.back if schedule.is_smooth(e))
     return {
         id(e): Runs(not cost.is_cheap(e), forward[id(e)], backward[id(e)])
         for e in schedule.jaxpr.eqns
@@ -116,12 +116,11 @@ def _read_back(
 
 def _needed_back(schedule: Schedule, equation: core.JaxprEqn) -> list[Any] | None:
     """The operands that the gradient needs; None if it may need the results, too."""
-    name = equation.primitive.name
     differs = schedule.is_of_rows(equation) and schedule.is_smooth(equation)
-    if name in known.LINEAR or not differs:
+    if primitives.is_linear(equation) or not differs:
         return []
-    if name not in known.OF_TWO:
+    if not primitives.needs_other(equation):
         return None
     one, two = equation.invars
     of_one, of_two = (schedule.trait(x).smooth for x in (one, two))
-    return [one] * of_two + [two] * (of_one or name == "div")
+    return [one] * of_two + [two] * (of_one or equation.primitive.name == "div")

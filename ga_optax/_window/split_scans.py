@@ -3,16 +3,16 @@
 A collective that does not depend on its own results of earlier iterations, by way of
 the carry, leaves the scan: it runs once, on the stack of its operands.
 
-    stage of a value  how many collectives are on the longest way to it in the body, by
+    part of a value  how many collectives are on the longest way to it in the body, by
                       way of the carry of earlier iterations, too
-    stage j           one scan of the values of stage j: it reads slices of the stacks
-                      of earlier stages, and stacks values for later stages
+    part j           one scan of the values of part j: it reads slices of the stacks
+                      of earlier parts, and stacks values for later parts
 
 Where collectives are on a ring with the carry (see `feedback`), the ring counts as one
-collective. Its stage holds the ring and what is computed of it, and is not a scan: the
+collective. Its part holds the ring and what is computed of it, and is not a scan: the
 iterations stand one after the other, with their collectives in the open.
 
-A stage stacks the smallest set of values from which later stages compute what they read
+A part stacks the smallest set of values from which later parts compute what they read
 by cheap equations, or by equations that a `jax.checkpoint` lets run again.
 """
 
@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
-from ga_optax._passes import feedback, ir
+from ga_optax._passes import feedback, ir, known
 from ga_optax._passes.ir import is_variable, variables
 from ga_optax._window import cost, cut
 
@@ -34,18 +34,18 @@ Values = dict[Any, Any]
 
 
 class SplitScan:
-    """A scan, stage by stage.
+    """A scan, part by part.
 
     Attributes:
       scan: the scan; all equations of its body are in the open.
       meets: tells of an equation whether it is a collective.
       is_mark: tells of an equation whether it names a residual of later levels.
       carry: for each carry of the body, the result that the next iteration gets.
-      stage: the stage of each variable of the body.
-      stage_of: the stage that runs an equation, by its id; -1 for a collective that
+      part: the part of each variable of the body.
+      part_of: the part that runs an equation, by its id; -1 for a collective that
         leaves the scan.
-      meetings: the collectives that leave the scan, by their stage.
-      unrolled: the stages with other collectives.
+      meetings: the collectives that leave the scan, by their part.
+      unrolled: the parts with other collectives.
       known: values that are the same in all iterations.
       stacks: values of all iterations, along axis 0.
       last: the last value of each carry.
@@ -71,32 +71,32 @@ class SplitScan:
         self.carry = dict(zip(carry, self.program.outvars, strict=False))
         self.meetings: dict[int, list[core.JaxprEqn]] = {}
         self.unrolled: set[int] = set()
-        self.stage = dict.fromkeys(self.program.constvars, 0)
-        self.stage_of: dict[int, int] = {}
-        self._find_stages(feedback.graph(scan, lambda e: False, start))
+        self.part = dict.fromkeys(self.program.constvars, 0)
+        self.part_of: dict[int, int] = {}
+        self._find_parts(feedback.graph(scan, lambda e: False, start))
         # A rule must see the cotangents of its iteration, and not the sum of all.
-        rules = [x for e in self.program.eqns if _has_rule(e) for x in e.outvars]
+        rules = [x for e in self.program.eqns if known.has_rule(e) for x in e.outvars]
         self.varying = ir.following(self.program, [*carry, *slices, *rules])
 
-    def _find_stages(self, graph: feedback.Graph) -> None:
+    def _find_parts(self, graph: feedback.Graph) -> None:
         names = [*self.program.invars, *self.carry]
         for ring in graph.rings(self.meets):
             for i in ring.members:
                 e = graph.nodes[i].equation
                 outs = [names[i]] if e is None else e.outvars
-                self.stage |= dict.fromkeys(outs, ring.level)
-                self.stage_of[id(e)] = ring.level
+                self.part |= dict.fromkeys(outs, ring.level)
+                self.part_of[id(e)] = ring.level
             if ring.counted and ring.closed:
                 self.unrolled.add(ring.level)
             elif ring.counted:
                 self.meetings.setdefault(ring.level, []).extend(ring.counted)
-                self.stage_of |= {id(e): -1 for e in ring.counted}
+                self.part_of |= {id(e): -1 for e in ring.counted}
 
     def run(self) -> list[Any]:
         """The results of the scan."""
-        for stage in range(max(self.stage.values(), default=0) + 1):
-            self._run_stage(stage)
-            for e in self.meetings.get(stage + 1, ()):
+        for part in range(max(self.part.values(), default=0) + 1):
+            self._run_part(part)
+            for e in self.meetings.get(part + 1, ()):
                 self._meet(e)
         stacked = self.program.outvars[self.scan.num_carry :]
         return [*map(self.last.get, self.carry), *map(self._stacked, stacked)]
@@ -122,22 +122,22 @@ class SplitScan:
             stacks = jax.vmap(lambda *xs: run(xs))(*map(self._stacked, xs))
             self.stacks |= zip(outs, stacks, strict=True)
 
-    # -- Stages ------------------------------------------------------------------------
+    # -- Parts -------------------------------------------------------------------------
 
-    def _run_stage(self, stage: int) -> None:
-        """Computes the last carry of a stage, and the stacks that are read later."""
-        carry = [x for x in self.carry if self.stage[x] == stage]
-        stacked = self._to_stack(stage)
+    def _run_part(self, part: int) -> None:
+        """Computes the last carry of a part, and the stacks that are read later."""
+        carry = [x for x in self.carry if self.part[x] == part]
+        stacked = self._to_stack(part)
         results = [*(self.carry[x] for x in carry), *stacked]
 
         def acts(e: core.JaxprEqn) -> bool:
-            return bool(e.effects) and self.stage_of[id(e)] == stage
+            return bool(e.effects) and self.part_of[id(e)] == part
 
         equations, read = ir.needed(self.program, results, self._is_there, acts)
         if not results and not equations:
             return
         sliced = [x for x in read if x not in self.known]
-        unrolled = stage in self.unrolled
+        unrolled = part in self.unrolled
 
         def step(state: Any, slices: Any) -> Any:
             values = [*state, *slices]
@@ -152,7 +152,7 @@ class SplitScan:
         out = run(self.scan, step, state, [self.stacks[x] for x in sliced])
         marks = [] if unrolled else list(filter(self.is_mark, equations))
         if marks:
-            # All results of the stage become residuals: then nothing of the stage runs
+            # All results of the part become residuals: then nothing of the part runs
             # again, and a nonlinear rule sees all of its cotangent at once.
             name = marks[0].params["name"]
             out = jax.tree.map(lambda x: checkpoint_name(x, name), out)
@@ -196,39 +196,39 @@ class SplitScan:
     def _is_there(self, x: Any) -> bool:
         return x in self.known or x in self.stacks
 
-    def _to_stack(self, stage: int) -> list[Any]:
-        """The values that a stage stacks.
+    def _to_stack(self, part: int) -> list[Any]:
+        """The values that a part stacks.
 
         The first are results of the scan, operands of collectives, and marked values.
-        The others are the smallest set from which later stages compute what they read.
+        The others are the smallest set from which later parts compute what they read.
         """
         atoms = list(self.program.outvars[self.scan.num_carry :])
         for e in itertools.chain(*self.meetings.values()):
             if not self.varying.isdisjoint(variables(e.invars)):
                 atoms += e.invars
         atoms += [x for e in self.program.eqns if self.is_mark(e) for x in e.outvars]
-        first = self._new_at(stage, atoms)
-        read = [x for c, x in self.carry.items() if self.stage[c] > stage]
+        first = self._new_at(part, atoms)
+        read = [x for c, x in self.carry.items() if self.part[c] > part]
         for e in self.program.eqns:
-            if self.stage_of[id(e)] > stage:
+            if self.part_of[id(e)] > part:
                 read += e.invars
 
         def size(x: Any) -> float:
             return 0.0 if x in first else 1.0 + cost.nbytes(x)
 
-        equations, sources = self._equations_and_sources(stage)
-        others = cut.smallest(equations, sources, self._new_at(stage, read), size)
+        equations, sources = self._equations_and_sources(part)
+        others = cut.smallest(equations, sources, self._new_at(part, read), size)
         return list(first | dict.fromkeys(others))
 
-    def _new_at(self, stage: int, atoms: Sequence[Any]) -> dict[Any, None]:
-        """The variables among atoms that a stage has to compute, in order."""
-        here = (x for x in variables(atoms) if self.stage[x] == stage)
+    def _new_at(self, part: int, atoms: Sequence[Any]) -> dict[Any, None]:
+        """The variables among atoms that a part has to compute, in order."""
+        here = (x for x in variables(atoms) if self.part[x] == part)
         return dict.fromkeys(x for x in here if not self._is_there(x))
 
-    def _equations_and_sources(self, stage: int) -> tuple[list[core.JaxprEqn], Any]:
-        """The equations of a stage, and the values that later stages cannot compute."""
-        sources = [x for x in self.carry if self.stage[x] == stage]
-        equations = [e for e in self.program.eqns if self.stage_of[id(e)] == stage]
+    def _equations_and_sources(self, part: int) -> tuple[list[core.JaxprEqn], Any]:
+        """The equations of a part, and the values that later parts cannot compute."""
+        sources = [x for x in self.carry if self.part[x] == part]
+        equations = [e for e in self.program.eqns if self.part_of[id(e)] == part]
         for e in equations:
             is_dear = not cost.is_cheap(e) or self.meets(e)
             may_run_again = not is_dear or _checkpoint_options(e) is not None
@@ -326,11 +326,6 @@ def single(checkpoint: core.JaxprEqn, jaxpr: core.Jaxpr, e: core.JaxprEqn) -> An
     inside = jaxpr.replace(eqns=[e], effects=e.effects, **ends)
     one = ir.with_inner(checkpoint, lambda _: inside)
     return one.replace(invars=read, outvars=e.outvars, effects=e.effects)
-
-
-def _has_rule(e: core.JaxprEqn) -> bool:
-    """True if an equation calls a function with a backward rule."""
-    return any(x.primitive.name == "custom_vjp_call" for x in ir.within(e))
 
 
 def _checkpoint_options(e: core.JaxprEqn) -> Any:

@@ -1,6 +1,6 @@
 """View by block: a parameter tree as named layers.
 
-A partition says which leaves of a tree make up which block,
+A partition assigns every leaf of a tree to one block,
 
     leaves(tree)  =  leaves(block 1)  ∪  ...  ∪  leaves(block n),     disjoint,
 
@@ -8,10 +8,10 @@ so `replace(p, tree, name, select(p, tree, name)) == tree` for every block. If a
 scans over its layers, their parameters are stacked in leaves of shape `[layers, ...]`,
 and a block is one index of the leading axis.
 
-`add` is `accumulator.add`, one block at a time. It is for a backward pass that produces
-the gradient of one layer after another and has no room for two of them. A micro-step is
-complete when every block has been added once. Only then is there an `Accumulator`
-again, with a `weight` and a `count` that include the micro-step.
+`add` is `accumulator.add`, one block at a time, for a backward pass that computes the
+gradient of one layer after another and has no memory for two gradients. A micro-step is
+complete when every block has been added once. Only then does `add` return an
+`Accumulator`, whose `weight` and `count` include the micro-step.
 """
 
 from ga_optax.blocks._micro_step import OpenMicroStep, add

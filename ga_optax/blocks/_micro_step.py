@@ -17,22 +17,22 @@ from ga_optax.blocks._select import like, on_device, put, slices, take, with_sli
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=("_before", "_weight"),
+    data_fields=("_acc", "_weight"),
     meta_fields=("partition", "added", "_host_weight"),
 )
 @dataclasses.dataclass(frozen=True)
 class OpenMicroStep:
-    """A micro-step that still lacks blocks: what `add` returns until the last one.
+    """A micro-step with missing blocks: the result of `add` before the last block.
 
-    It has no `total`, `weight` or `count`, so nobody can take a mean of it. Reading
-    one of them raises an error that names the missing blocks.
+    An open micro-step has no `total`, `weight` or `count`, so nobody can take the mean.
+    Reading these attributes raises an error that names the missing blocks.
 
     Attributes:
       partition: the partition.
-      added: the names of the blocks that have been added.
+      added: the names of the added blocks.
     """
 
-    _before: Accumulator
+    _acc: Accumulator
     _weight: jax.Array | None
     partition: Partition
     added: tuple[str, ...]
@@ -40,15 +40,15 @@ class OpenMicroStep:
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """The names of the blocks that are still to come."""
+        """The names of the blocks that are not added yet."""
         return tuple(name for name in self.partition if name not in self.added)
 
     def __getattr__(self, name: str) -> Any:
         if name in Accumulator._fields:
             raise AttributeError(
-                "The accumulator must hold whole micro-steps before it is read, but "
-                f"the open one lacks {_text.listed(self.missing)}. Add every block of "
-                "the micro-batch with blocks.add."
+                f"All blocks of a micro-step must be added before {name} is read, but "
+                f"{_text.listed(self.missing)} are missing. Add every block of the "
+                "micro-batch with blocks.add."
             )
         raise AttributeError(f"OpenMicroStep has no attribute {name!r}.")
 
@@ -56,12 +56,12 @@ class OpenMicroStep:
         if partition != self.partition:
             raise ValueError(
                 f"All blocks of a micro-step must be of one partition, but {name!r} "
-                "comes with another. Pass the partition of the first block."
+                "has another partition. Pass the partition of the first block."
             )
         if name in self.added:
             raise ValueError(
                 f"Every block must be added once in a micro-step, but {name!r} was "
-                f"added already. Add the missing first: {_text.listed(self.missing)}."
+                f"added already. First add {_text.listed(self.missing)}."
             )
         known = self._weight if self._host_weight is None else self._host_weight
         same = self._host_weight is not None and _host_number(weight) == known
@@ -69,7 +69,7 @@ class OpenMicroStep:
             raise ValueError(
                 "Every block of a micro-batch must get the same weight, but block "
                 f"{name!r} gets {weight!r}, and {_text.listed(self.added)} got "
-                f"{known!r}. Pass an equal number, or the very same array, to each."
+                f"{known!r}. Pass equal numbers, or one array object, to all blocks."
             )
 
 
@@ -94,14 +94,14 @@ def add(
     (Array([2., 2.], dtype=float32), 2)
 
     Start with the `Accumulator` of `accumulator.init`, and add every block of the
-    partition once, in any order. The last one returns an `Accumulator`; until then it
-    is an `OpenMicroStep`, which cannot be read. To begin a new window, set `count` to
-    0 (`acc._replace(count=jnp.zeros([], jnp.int32))`): the first micro-step clears
-    the buffers.
+    partition once, in any order. The last call returns an `Accumulator`, all others an
+    `OpenMicroStep`, which cannot be read. To begin a new window, set `count` to 0
+    (`acc._replace(count=jnp.zeros([], jnp.int32))`): the first micro-step clears the
+    buffers.
 
     **Cost.** One jitted kernel, which reads `grads`, and reads and writes the block's
-    buffers of `acc`. It donates those buffers, so do not use `acc` afterwards. The
-    buffers of other blocks are passed on untouched. Stacked layers are updated in
+    buffers of `acc`. The kernel donates those buffers, so do not use `acc` afterwards.
+    The buffers of other blocks are passed on untouched. Stacked layers are updated in
     place, with a temporary of the size of the block. One program serves all blocks of
     the same shapes, and nothing is transferred to the host. Under `jax.jit` the kernel
     becomes part of the caller's program.
@@ -110,45 +110,47 @@ def add(
 
     Args:
       partition: the partition of the parameters.
-      acc: the accumulator, or what `add` returned for the previous block.
+      acc: the accumulator, or the result of `add` for the previous block.
       name: the block.
-      grads: its gradient, with the tree of `select(partition, acc.total, name)`.
-      weight: how much this micro-batch counts, a non-negative scalar; `None` counts 1.
-        Pass the same for every block of a micro-batch: an equal number, or the very
-        same array. Values of arrays are not compared, as that would wait for them.
+      grads: the gradient of the block, with the tree of
+        `select(partition, acc.total, name)`.
+      weight: the weight of this micro-batch, a non-negative scalar; `None` counts 1.
+        Pass the same for every block of a micro-batch: an equal number, or the same
+        array object. Values of arrays are not compared, as that would wait for them.
 
     Returns:
       The accumulator, as an `OpenMicroStep` while blocks are missing.
 
     Raises:
-      ValueError: if the block was already added in this micro-step, if its gradient
-        does not fit (the message names the leaf), if the weight is not that of the
-        previous blocks, or if `acc` belongs to another partition.
+      ValueError: if the block was already added in this micro-step, if the gradient
+        does not fit (the message names the leaf), if the weight differs from the weight
+        of the previous blocks, or if `acc` belongs to another partition.
       TypeError: if `acc`, `weight` or a leaf of `grads` has the wrong type.
     """
     block = block_of(partition, name)
     if isinstance(acc, OpenMicroStep):
         acc._check(partition, name, weight)
-        leaves = jax.tree.leaves(acc._before.total)  # checked when it was opened
+        leaves = jax.tree.leaves(acc._acc.total)  # checked by the first `add`
     elif isinstance(acc, Accumulator):
         leaves = leaves_of(partition, acc.total, "acc.total")
-        acc = OpenMicroStep(acc, _checked(weight), partition, (), _host_number(weight))
+        number = _host_number(weight)
+        acc = OpenMicroStep(acc, _checked_weight(weight), partition, (), number)
     else:
         raise TypeError(
             "acc must be an Accumulator or an OpenMicroStep, but it is "
             f"{_checks.brief(acc)}. Make one with accumulator.init(params)."
         )
-    before, old = acc._before, take(block, leaves)
-    which, required = f"the gradient of block {name!r}", like(block, old)
-    _checks.check_gradients(required, grads, name=which, expected="the partition")
-    index = None if block.index is None else on_device(block.index, before.count)
-    counters = before._replace(total=())
+    whole, old = acc._acc, take(block, leaves)
+    grad_name, required = f"the gradient of block {name!r}", like(block, old)
+    _checks.check_gradients(required, grads, name=grad_name, expected="the partition")
+    index = None if block.index is None else on_device(block.index, whole.count)
+    counters = whole._replace(total=())
     new = _add(old, counters, jax.tree.leaves(grads), acc._weight, index)
     total = put(partition, block, leaves, new)
     added = (*acc.added, name)
     if len(added) == len(partition):
         return _advance(counters, acc._weight)._replace(total=total)
-    return dataclasses.replace(acc, _before=before._replace(total=total), added=added)
+    return dataclasses.replace(acc, _acc=whole._replace(total=total), added=added)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -159,30 +161,30 @@ def _add(
     weight: jax.Array | None,
     index: jax.Array | None,
 ) -> Any:
-    """The kernel. Its arguments hold no names, so equal blocks share one program."""
+    """The kernel. No argument holds a block's name, so equal blocks share a program."""
     with jax.named_scope("ga_optax.accumulate"):
-        own = total if index is None else slices(total, index)
-        acc = accumulator.add(counters._replace(total=own), grads, weight)
+        sums = total if index is None else slices(total, index)
+        acc = accumulator.add(counters._replace(total=sums), grads, weight)
         return acc.total if index is None else with_slices(total, index, acc.total)
 
 
 @jax.jit
 def _advance(counters: Accumulator, weight: jax.Array | None) -> Accumulator:
-    """`weight` and `count` alone: blocks may lie on different devices."""
+    """Advances `weight` and `count` alone: blocks may be on different devices."""
     return accumulator.add(counters, (), weight)
 
 
 def _host_number(weight: ArrayLike | None) -> float | None:
-    """The value of a weight if it is known without waiting for a device."""
+    """The value of a weight that is known without waiting for a device, or None."""
     known = isinstance(weight, (numbers.Real, np.ndarray)) and np.ndim(weight) == 0
     return float(weight) if known else None
 
 
-def _checked(weight: ArrayLike | None) -> jax.Array | None:
+def _checked_weight(weight: ArrayLike | None) -> jax.Array | None:
     if weight is None:
         return None
     if isinstance(weight, jax.Array):
-        # Abstractly: looking at its value would wait for the device.
+        # Checks the type alone: reading the value would wait for the device.
         jax.eval_shape(_checks.check_weight, weight)
         return weight
     with jax.transfer_guard_host_to_device("allow"):  # this one number

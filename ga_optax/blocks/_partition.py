@@ -1,4 +1,4 @@
-"""Which leaves make up which block, and what the blocks are called."""
+"""`partition`: assigns every leaf of a tree to a named block."""
 
 import dataclasses
 import functools
@@ -22,8 +22,8 @@ class Stacked:
     """A rule of `partition`: layers that are stacked along the leading axis of leaves.
 
     Attributes:
-      name: the path prefix of the stacked leaves, or the name that a function gives
-        them. Layer i becomes the block `name/i`.
+      name: the path prefix of the stacked leaves, or a name chosen by a function. Layer
+        i becomes the block `name/i`.
     """
 
     name: str
@@ -37,11 +37,11 @@ class Block:
     """One block of a `Partition`.
 
     Attributes:
-      name: its name.
-      leaves: the positions of its leaves among the leaves of the whole tree.
-      index: its position along the leading axis if its leaves are stacked, else `None`.
-      structure: the tree structure of its gradient: see `select`.
-      shapes: the shapes of its leaves, without the axis along which they are stacked.
+      name: the name of the block.
+      leaves: the positions of the block's leaves in the whole tree's leaves.
+      index: the position along the leading axis if the leaves are stacked, else `None`.
+      structure: the tree structure of the block's gradient: see `select`.
+      shapes: the shapes of the leaves, without the axis of the stack.
     """
 
     name: str
@@ -59,16 +59,16 @@ class Block:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Partition:
-    """The blocks of a tree; `partition` makes it. Iterating over it gives the names.
+    """The blocks of a tree, made by `partition`. Iteration yields the names.
 
-    It holds no arrays. It is hashable, so it can be a static argument of `jax.jit`, and
-    it is a pytree without leaves.
+    A partition holds no arrays. It is hashable, so it can be a static argument of
+    `jax.jit`, and it is a pytree without leaves.
 
     Attributes:
       structure: the tree structure of the whole tree.
-      shapes: the shapes of its leaves.
-      dtypes: the dtypes of its leaves. Only `report` reads them.
-      blocks: the blocks, in their order.
+      shapes: the shapes of the tree's leaves.
+      dtypes: the dtypes of the tree's leaves. Only `report` reads them.
+      blocks: the blocks, in order.
     """
 
     structure: Any
@@ -78,7 +78,7 @@ class Partition:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the blocks, in their order."""
+        """The names of the blocks, in order."""
         return tuple(block.name for block in self.blocks)
 
     def __len__(self) -> int:
@@ -91,7 +91,7 @@ class Partition:
         return reversed(self.names)
 
     def __getitem__(self, name: str) -> Block:
-        """The block of that name, or a `ValueError` that lists the names."""
+        """The block with this name, or a `ValueError` that lists the names."""
         for block in self.blocks:
             if block.name == name:
                 return block
@@ -102,7 +102,7 @@ class Partition:
 
     @functools.cached_property
     def _tree(self) -> Any:
-        """The whole tree, of shapes and dtypes."""
+        """The whole tree, with shapes and dtypes as leaves."""
         kinds = map(jax.ShapeDtypeStruct, self.shapes, self.dtypes)
         return jax.tree.unflatten(self.structure, kinds)
 
@@ -111,7 +111,7 @@ def partition(
     params: optax.Params,
     by: int | str | Stacked | Sequence[str | Stacked] | Callable[[str], str | Stacked],
 ) -> Partition:
-    """Names the blocks of a parameter tree.
+    """Splits a parameter tree into named blocks.
 
     >>> import jax.numpy as jnp
     >>> from ga_optax import blocks
@@ -134,8 +134,8 @@ def partition(
 
     Args:
       params: the tree; only structure, shapes and dtypes are read.
-      by: how to tell the block of a leaf:
-        an int n: the first n keys of its path are the name of the block;
+      by: the rule that assigns leaves to blocks:
+        an int n: the first n keys of a leaf's path are the name of the block;
         prefixes of paths, each a string or a `Stacked`, in the order of the blocks;
         a function that takes the path, a string, and returns the name or a
         `Stacked(name)`.
@@ -144,16 +144,16 @@ def partition(
       The `Partition`.
 
     Raises:
-      ValueError: if a leaf belongs to no block or to two (the message names it), if
-        stacked leaves have no common leading axis, if a prefix has no leaf, or if two
-        blocks have one name.
+      ValueError: if a leaf belongs to no block or to two (the message names the leaf),
+        if stacked leaves have no common leading axis, if a prefix has no leaf, or if
+        two blocks have one name.
       TypeError: if `by` is none of the above, or a leaf of `params` is no array.
     """
     _checks.check_arrays("params", params)
     flat, structure = jax.tree_util.tree_flatten_with_path(params)
     paths = [path for path, _ in flat]
     shapes = tuple(jnp.shape(leaf) for _, leaf in flat)
-    by = _checked(by)
+    by = _checked_rules(by)
     prefixes = by if isinstance(by, tuple) else ()
     groups: dict[_Rule, list[int]] = {prefix: [] for prefix in prefixes}
     for i, path in enumerate(paths):
@@ -173,8 +173,8 @@ def partition(
             if owner is not group:
                 one, other = (_checks.leaf_name(paths[g[0]]) for g in (owner, group))
                 raise ValueError(
-                    f"No two blocks may have one name, but {name!r} is the block of "
-                    f"{one} and of {other}. Give them different names."
+                    f"Blocks must have different names, but {name!r} is the block of "
+                    f"{one} and of {other}. Name one of the blocks differently."
                 )
         blocks += new
     dtypes = tuple(jnp.result_type(leaf) for _, leaf in flat)
@@ -182,28 +182,28 @@ def partition(
 
 
 def check_partition(partition: Any) -> None:
-    """Raises unless it is a partition."""
+    """Raises unless `partition` is a `Partition`."""
     todo = "Make one with blocks.partition(params, 1), for example."
     _checks.check_type("partition", partition, Partition, todo)
 
 
 def block_of(partition: Partition, name: str) -> Block:
-    """The block of that name; raises if there is none."""
+    """The block with this name; raises if there is none."""
     check_partition(partition)
     return partition[name]
 
 
 def leaves_of(partition: Partition, tree: Any, name: str = "tree") -> list[Any]:
-    """The leaves of a tree; raises if it does not fit the partition."""
+    """The leaves of a tree; raises if the tree does not fit the partition."""
     check_partition(partition)
-    todo = "Make the partition from such a tree."
+    todo = "Make the partition from a tree of this structure and these shapes."
     expected = "the partition"
     _checks.check_leaves(partition._tree, tree, name=name, expected=expected, todo=todo)
     return jax.tree.leaves(tree)
 
 
 def shown(shapes: _Shapes) -> str:
-    """The shapes in their order, each once: `2×[8,8] [8]`."""
+    """The different shapes in words, with their numbers: `2×[8,8] [8]`."""
     counts = {shape: shapes.count(shape) for shape in shapes}
     return " ".join(
         (f"{n}×" if n > 1 else "") + f"[{','.join(map(str, shape))}]"
@@ -211,11 +211,11 @@ def shown(shapes: _Shapes) -> str:
     )
 
 
-# -- Rules: the name of a leaf's block, or of its stack --------------------------------
+# -- Rules: the name of a leaf's block, or of the leaf's stack -------------------------
 
 
-def _checked(by: Any) -> Any:
-    """The argument of `partition`: an int, a function, or a tuple of prefixes."""
+def _checked_rules(by: Any) -> Any:
+    """Returns an int, a function or a tuple of prefixes; or raises."""
     todo = "Use 1 for the top-level names."
     if _checks.is_int(by):
         return _checks.check_int("by", by, todo)
@@ -240,24 +240,23 @@ def _rule(by: Any, path: _Key) -> _Rule:
     leaf = f"{_checks.leaf_name(path)} ({string!r})"
     if callable(by):
         rule = by(string)
-        _check_rule(rule, f"What the function returns for {leaf}")
+        _check_rule(rule, f"The result of the function for {leaf}")
         return rule
-    found = [p for p in by if not _name(p) or f"{string}/".startswith(f"{_name(p)}/")]
-    if len(found) != 1:
-        those = _text.listed(found)
-        which = f"the prefixes {those}" if found else "none of the prefixes"
+    rules = [p for p in by if not _name(p) or f"{string}/".startswith(f"{_name(p)}/")]
+    if len(rules) != 1:
+        prefixes = f"the prefixes {_text.listed(rules)}" if rules else "no prefix"
         raise ValueError(
-            f"Every leaf must belong to one block, but {leaf} has {which}. Give it "
-            f"one; these came: {_text.listed(by)}."
+            f"Every leaf must belong to one block, but {leaf} matches {prefixes}. Pass "
+            f"one prefix for this leaf; by has {_text.listed(by)}."
         )
-    return found[0]
+    return rules[0]
 
 
-def _check_rule(rule: Any, what: str) -> None:
+def _check_rule(rule: Any, name: str) -> None:
     if not isinstance(rule, (str, Stacked)):
         error = ValueError if rule is None else TypeError  # a leaf without a block
         raise error(
-            f"{what} must be a string or a blocks.Stacked, but it is {rule!r} of type "
+            f"{name} must be a string or a blocks.Stacked, but it is {rule!r} of type "
             f"{type(rule).__name__}. Name a block, such as 'layers/0'."
         )
 
@@ -276,32 +275,33 @@ def _string(path: _Key) -> str:
 def _blocks(
     rule: _Rule, group: list[int], whole: Any, paths: list[_Key], shapes: _Shapes
 ) -> list[Block]:
-    """The block of a group of leaves, or one for each layer if they are stacked."""
+    """The block of a group of leaves, or one block for each layer of stacks."""
     name, leaves = _name(rule), tuple(group)
     structure = _structure(name, leaves, whole, paths[leaves[0]])
-    own = tuple(shapes[i] for i in leaves)
+    of_leaves = tuple(shapes[i] for i in leaves)
     if isinstance(rule, str):
-        return [Block(name, leaves, None, structure, own)]
-    for i, shape in zip(leaves, own, strict=True):
-        if not shape or not shape[0] or shape[0] != own[0][0]:
+        return [Block(name, leaves, None, structure, of_leaves)]
+    for i, shape in zip(leaves, of_leaves, strict=True):
+        if not shape or not shape[0] or shape[0] != of_leaves[0][0]:
             raise ValueError(
                 f"The leaves of {rule!r} must have one leading axis, the layers, but "
-                f"{_checks.leaf_name(paths[i])} has shape {shape}, and the first one "
-                f"has {own[0]}. Give leaves that are not stacked another block."
+                f"{_checks.leaf_name(paths[i])} has shape {shape}, and the first leaf "
+                f"has {of_leaves[0]}. Put leaves that are not stacked into another "
+                "block."
             )
     prefix = f"{name}/" if name else ""
-    layer = tuple(shape[1:] for shape in own)
-    layers = range(own[0][0])
+    layer = tuple(shape[1:] for shape in of_leaves)
+    layers = range(of_leaves[0][0])
     return [Block(f"{prefix}{i}", leaves, i, structure, layer) for i in layers]
 
 
 def _structure(name: str, leaves: tuple[int, ...], whole: Any, path: _Key) -> Any:
     """The structure at the path `name`, with `None` for the leaves of other blocks.
 
-    It is the whole structure if `name` is no path that all `leaves` share.
+    Returns the whole structure if `name` is no common path of `leaves`.
     """
-    kept = frozenset(leaves)
-    masked = (i if i in kept else None for i in range(whole.num_leaves))
+    block = frozenset(leaves)
+    masked = (i if i in block else None for i in range(whole.num_leaves))
     node = whole = jax.tree.structure(jax.tree.unflatten(whole, masked))
     for depth in range(len(path) + 1):
         if _string(path[:depth]) == name:

@@ -1,4 +1,4 @@
-"""A block out of the whole tree and back: as its own tree, and as one vector."""
+"""Converts between the whole tree and a block, as a tree or as one vector."""
 
 import dataclasses
 import functools
@@ -15,12 +15,11 @@ from ga_optax.blocks._partition import Block, Partition, block_of, leaves_of, sh
 
 
 def select(partition: Partition, tree: Any, name: str) -> Any:
-    """Returns a block's own tree: what its gradient looks like, and what `add` takes.
+    """Returns the tree of one block, as its gradient has it and as `add` takes it.
 
-    If the name of the block is a path, that is the tree at that path. If its layers
-    are stacked, it is the tree at that path without the leading axis. If a function
-    gave the block a name that is no path, it is the whole tree, with `None` for the
-    leaves of other blocks.
+    If the name of the block is a path, the result is the tree at that path. For stacked
+    layers the leaves have no leading axis. If a function gave the block a name that is
+    no path, the result is the whole tree, with `None` for the leaves of other blocks.
 
     >>> import jax.numpy as jnp
     >>> from ga_optax import blocks
@@ -34,8 +33,8 @@ def select(partition: Partition, tree: Any, name: str) -> Any:
 
     Args:
       partition: the partition.
-      tree: a tree with its structure and shapes: parameters, gradients, or a
-        `total`.
+      tree: a tree with the partition's structure and shapes: parameters, gradients, or
+        a `total`.
       name: the block.
 
     Returns:
@@ -68,26 +67,25 @@ def replace(partition: Partition, tree: Any, name: str, block: Any) -> Any:
       partition: the partition.
       tree: the tree.
       name: the block.
-      block: what to put there, with the structure, shapes and dtypes of
+      block: the new tree of the block, with the structure, shapes and dtypes of
         `select(partition, tree, name)`.
 
     Returns:
-      A tree with the block in it.
+      A tree with the new block.
 
     Raises:
       ValueError: if `tree` or `block` does not fit; the message names the leaf.
     """
-    known = block_of(partition, name)
+    place = block_of(partition, name)
     leaves = leaves_of(partition, tree)
-    old, new = take(known, leaves), jax.tree.leaves(block)
-    own, what = like(known, old), f"block {name!r}"
-    todo = "Pass a tree like the one of blocks.select."
-    said = {"name": "the new tree", "expected": what, "todo": todo}
-    check_leaves(own, block, **said)
-    check_dtypes(own, block, **said)
-    if known.index is not None:
-        new = with_slices(old, on_device(known.index), new)
-    return put(partition, known, leaves, new)
+    old, new = take(place, leaves), jax.tree.leaves(block)
+    required, todo = like(place, old), "Pass a tree like the one of blocks.select."
+    texts = {"name": "the new tree", "expected": f"block {name!r}", "todo": todo}
+    check_leaves(required, block, **texts)
+    check_dtypes(required, block, **texts)
+    if place.index is not None:
+        new = with_slices(old, on_device(place.index), new)
+    return put(partition, place, leaves, new)
 
 
 # -- As one vector ---------------------------------------------------------------------
@@ -96,12 +94,12 @@ def replace(partition: Partition, tree: Any, name: str, block: Any) -> Any:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """What a flat vector holds; see `flatten`.
+    """The contents of a flat vector; see `flatten`.
 
     Attributes:
       name: the block.
-      shapes: the shapes of its leaves, in the order of the vector.
-      dtype: their dtype.
+      shapes: the shapes of the block's leaves, in the order of the vector.
+      dtype: the dtype of the leaves.
     """
 
     name: str
@@ -115,7 +113,7 @@ class Spec:
 
 
 def flatten(partition: Partition, tree: Any, name: str) -> tuple[jax.Array, Spec]:
-    """Returns a block as one contiguous vector, for a bucketed all-reduce or a wire.
+    """Returns a block as one contiguous vector, for a bucketed all-reduce for example.
 
     >>> import jax.numpy as jnp
     >>> from ga_optax import blocks
@@ -133,7 +131,7 @@ def flatten(partition: Partition, tree: Any, name: str) -> tuple[jax.Array, Spec
 
     Args:
       partition: the partition.
-      tree: a tree with its structure and shapes.
+      tree: a tree with the partition's structure and shapes.
       name: the block.
 
     Returns:
@@ -156,24 +154,25 @@ def flatten(partition: Partition, tree: Any, name: str) -> tuple[jax.Array, Spec
 
 
 def unflatten(partition: Partition, vector: ArrayLike, spec: Spec) -> Any:
-    """Returns the block's tree from a vector: the inverse of `flatten`; see there.
+    """Returns the block's tree from a vector: the inverse of `flatten`.
 
     **Exactness.** Nothing is computed or cast. Put the block back with `replace`.
 
     Args:
       partition: the partition.
-      vector: the vector, with the size and dtype that `spec` says.
-      spec: what `flatten` returned.
+      vector: the vector, with the size and dtype of `spec`.
+      spec: the spec that `flatten` returned.
 
     Returns:
       The tree of `select(partition, tree, spec.name)`.
 
     Raises:
-      ValueError: if the vector's size or the block's shapes are not those of `spec`;
-        the message names the block and both sizes.
-      TypeError: if the vector's dtype is not that of `spec`.
+      ValueError: if the vector's size or the block's shapes do not match `spec`; the
+        message names the block and both sizes.
+      TypeError: if the vector's dtype does not match `spec`.
     """
-    check_type("spec", spec, Spec, "Pass what blocks.flatten returned with the vector.")
+    todo = "Pass the spec that blocks.flatten returned with the vector."
+    check_type("spec", spec, Spec, todo)
     check_arrays("vector", vector, "Pass a vector like the one of blocks.flatten.")
     block, size = block_of(partition, spec.name), sum(spec.sizes)
     if block.shapes != spec.shapes:
@@ -182,14 +181,14 @@ def unflatten(partition: Partition, vector: ArrayLike, spec: Spec) -> Any:
             f"elements in {shown(block.shapes)}, but it has {size} in "
             f"{shown(spec.shapes)}. Pass the partition given to blocks.flatten."
         )
-    for error, what, want, got in (
+    for error, kind, required, actual in (
         (ValueError, "shape", (size,), jnp.shape(vector)),
         (TypeError, "dtype", spec.dtype.name, jnp.result_type(vector).name),
     ):
-        if got != want:
+        if actual != required:
             raise error(
-                f"The vector of block {spec.name!r} must have {what} {want}, but it "
-                f"has {what} {got}. Pass a vector like the one of blocks.flatten."
+                f"The vector of block {spec.name!r} must have {kind} {required}, but "
+                f"it has {kind} {actual}. Pass a vector like the one of blocks.flatten."
             )
     return jax.tree.unflatten(block.structure, _split(vector, spec))
 
@@ -209,27 +208,27 @@ def _split(vector: jax.Array, spec: Spec) -> list[jax.Array]:
 
 
 def take(block: Block, leaves: list[Any]) -> list[Any]:
-    """The leaves of a block; the whole stacks if it is a layer of them."""
+    """The leaves of a block; whole stacks for a block that is one layer."""
     return [leaves[i] for i in block.leaves]
 
 
 def put(
     partition: Partition, block: Block, leaves: list[Any], new: list[jax.Array]
 ) -> Any:
-    """The whole tree of `leaves`, with `new` for those of a block."""
+    """The whole tree of `leaves`, with `new` for the leaves of a block."""
     merged = dict(enumerate(leaves)) | dict(zip(block.leaves, new, strict=True))
     return jax.tree.unflatten(partition.structure, merged.values())
 
 
 def like(block: Block, leaves: list[Any]) -> Any:
-    """The block's own tree of shapes and dtypes."""
+    """The tree of a block, with shapes and dtypes as leaves."""
     kinds = map(jax.ShapeDtypeStruct, block.shapes, map(jnp.result_type, leaves))
     return jax.tree.unflatten(block.structure, kinds)
 
 
 @jax.jit
 def slices(stacks: list[jax.Array], index: jax.Array) -> list[jax.Array]:
-    """One layer of each stack; the index is traced, so one program serves all."""
+    """One layer of each stack; the traced index lets one program serve all layers."""
     return [jax.lax.dynamic_index_in_dim(x, index, keepdims=False) for x in stacks]
 
 
@@ -243,9 +242,9 @@ def with_slices(
 
 
 def on_device(index: int, beside: jax.Array | None = None) -> jax.Array:
-    """The index on the devices of `beside`, if that is committed to them.
+    """The index as an array, on the devices of `beside` if `beside` is committed.
 
-    The transfer is explicit, so a transfer guard against implicit ones allows it.
+    The transfer is explicit, so a guard against implicit transfers allows it.
     """
     known = isinstance(beside, jax.Array) and not isinstance(beside, jax.core.Tracer)
     sharding = beside.sharding if known and beside.committed else None

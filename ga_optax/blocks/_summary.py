@@ -1,4 +1,4 @@
-"""A number for each block, on the device, and a table with a row for each."""
+"""Norms and checks of each block on the device, and a table of the blocks."""
 
 import dataclasses
 import functools
@@ -21,7 +21,7 @@ from ga_optax.blocks._partition import Partition, leaves_of, partition, shown
 
 
 def norms(partition: Partition, tree: Any) -> jax.Array:
-    """The L2 norm of every block: one program, one vector, so one transfer.
+    """The L2 norm of every block: one program with one vector, so one transfer.
 
     >>> import jax, jax.numpy as jnp
     >>> from ga_optax import blocks
@@ -37,7 +37,7 @@ def norms(partition: Partition, tree: Any) -> jax.Array:
 
     Args:
       partition: the partition.
-      tree: a tree with its structure and shapes.
+      tree: a tree with the partition's structure and shapes.
 
     Returns:
       The norms `[blocks]`, in the order of `partition.names`, on the device.
@@ -61,7 +61,7 @@ def _norms(partition: Partition, leaves: list[ArrayLike]) -> jax.Array:
 
 
 def not_finite(partition: Partition, tree: Any) -> jax.Array:
-    """Whether each block holds an inf or a NaN: one program, one vector.
+    """True for each block with an inf or a NaN: one program with one vector.
 
     >>> import jax.numpy as jnp
     >>> from ga_optax import blocks
@@ -71,7 +71,7 @@ def not_finite(partition: Partition, tree: Any) -> jax.Array:
 
     Args:
       partition: the partition.
-      tree: a tree with its structure and shapes.
+      tree: a tree with the partition's structure and shapes.
 
     Returns:
       bool `[blocks]`, in the order of `partition.names`, on the device.
@@ -99,8 +99,8 @@ def _per_block(
     parts = [jnp.zeros(0, dtype)]
     for positions, group in itertools.groupby(partition.blocks, lambda b: b.leaves):
         first = 0 if next(group).index is None else 1
-        own = (leaves[i] for i in positions)
-        values = [reduce(x, axis=tuple(range(first, x.ndim))) for x in own]
+        of_block = (leaves[i] for i in positions)
+        values = [reduce(x, axis=tuple(range(first, x.ndim))) for x in of_block]
         parts.append(jnp.atleast_1d(functools.reduce(combine, values)))
     return jnp.concatenate(parts)
 
@@ -120,11 +120,11 @@ class BlockRow:
 
 @dataclasses.dataclass(frozen=True)
 class BlockReport:
-    """How large an accumulator is, block by block; `str` of it is a table.
+    """The sizes of an accumulator's blocks; `str(report)` is a table.
 
     Attributes:
       rows: a `BlockRow` for each block.
-      dtype: the accumulator's dtype, or `None` for that of each leaf.
+      dtype: the accumulator's dtype, or `None` for the dtype of each leaf.
     """
 
     rows: tuple[BlockRow, ...]
@@ -141,7 +141,7 @@ class BlockReport:
         return sum(row.bytes for row in self.rows)
 
     def __str__(self) -> str:
-        dtype = "own dtypes" if self.dtype is None else self.dtype.name
+        dtype = "of leaves" if self.dtype is None else self.dtype.name
         table = [("block", "shapes", "elements", "MiB")]
         for row in (*self.rows, BlockRow("total", (), self.elements, self.bytes)):
             shapes, mib = shown(row.shapes) or dtype, f"{row.bytes / 2**20:,.3f}"
@@ -152,7 +152,7 @@ class BlockReport:
 def report(
     params: optax.Params | Partition, dtype: DTypeLike | None = jnp.float32
 ) -> BlockReport:
-    """Says how large the accumulator is, block by block, from shapes alone.
+    """Returns the size of the accumulator, block by block, from shapes alone.
 
     >>> import jax, jax.numpy as jnp
     >>> from ga_optax import blocks
@@ -166,22 +166,21 @@ def report(
 
     Args:
       params: a `Partition`, or a tree, which is partitioned by top-level name. The
-        tree may hold `jax.ShapeDtypeStruct`, as `jax.eval_shape` returns it.
+        leaves may be `jax.ShapeDtypeStruct`, as `jax.eval_shape` returns them.
       dtype: the accumulator's dtype; see `accumulator.init`.
 
     Returns:
-      The `BlockReport`; its `bytes` are those of `accumulator.init(params, dtype)
-      .total`.
+      The `BlockReport`; `bytes` is the size of `accumulator.init(params, dtype).total`.
 
     Raises:
       TypeError: if `dtype` cannot hold gradients.
     """
     wide = _checks.check_dtype(dtype)
     blocks = params if isinstance(params, Partition) else partition(params, 1)
-    dtypes = [accumulator_dtype(np.empty((), own), wide) for own in blocks.dtypes]
+    dtypes = [accumulator_dtype(np.empty((), dtype), wide) for dtype in blocks.dtypes]
     rows = []
     for block in blocks.blocks:
-        each = zip(block.shapes, block.leaves, strict=True)
-        size = sum(math.prod(shape) * dtypes[i].itemsize for shape, i in each)
+        pairs = zip(block.shapes, block.leaves, strict=True)
+        size = sum(math.prod(shape) * dtypes[i].itemsize for shape, i in pairs)
         rows.append(BlockRow(block.name, block.shapes, block.elements, size))
     return BlockReport(tuple(rows), wide)

@@ -1,14 +1,14 @@
-"""NNX gradients, train state and NNX optimizer: Flax's own, over micro-batches.
+"""NNX gradients, train state and NNX optimizer over micro-batches.
 
-`value_and_grad` is `nnx.value_and_grad` over micro-batches: value, gradients, and what
-the loss changes in modules are those of one call over all rows; `batch_dependencies`
-shows where rows meet. `accumulate` adds micro-batches each by itself; what the loss
-changes goes from one to the next. `TrainState` and `Optimizer` take micro-steps with
-`ga_optax.apply_gradients`, so that inside a window only the accumulator is touched.
-`verify` asks whether micro-batches give the gradient of a loss of a module. `plan` is
-`ga_optax.plan`, which takes modules, and steps under `nnx.jit`, as they are.
+`value_and_grad` is `nnx.value_and_grad` over micro-batches: value, gradients, and
+changes of modules are those of one call over all rows; `batch_dependencies` shows where
+rows meet. `accumulate` computes each micro-batch separately, and hands changes of
+modules from one micro-batch to the next. `TrainState` and `Optimizer` take micro-steps
+with `ga_optax.apply_gradients`, so that inside a window only the accumulator is
+touched. `verify` checks whether micro-batches give the gradient of a module's loss.
+`plan` is `ga_optax.plan`, which takes modules, and steps under `nnx.jit`.
 
-It needs the extra `flax`. `ga_optax.flax` imports it when it is first used.
+This module needs the extra `flax`. `import ga_optax` does not import it.
 """
 
 try:

@@ -2,11 +2,11 @@
 
     value_and_grad(fun, k)(model, batch)  ==  nnx.value_and_grad(fun)(model, batch)
     accumulate(fun, k)                    ==  nnx.value_and_grad of micro-batches, one
-                                              after another: each finds what the one
-                                              before it left in the modules
+                                              after another, each with the modules as
+                                              the previous micro-batch left them
 
-So to the functions of pure arguments, which do the work, variables that change are aux
-in the first, and a carry in the second. `verify` asks whether both give one gradient.
+The functions of pure arguments do the work. To `value_and_grad`, changed variables are
+aux; to `accumulate`, they are a carry. `verify` checks that both give one gradient.
 """
 
 from collections.abc import Callable, Sequence
@@ -62,10 +62,10 @@ def value_and_grad(
     >>> grads["layers"][0]["kernel"].shape
     (2, 4)
 
-    Value, gradients, aux and what `fun` changes in modules are those of
+    Value, gradients, aux and changes of modules are those of
     `nnx.value_and_grad(fun)`, whatever the loss: `fun` runs once over all rows, so
-    batch statistics are updated once, by those of the whole batch, and random streams
-    draw and count as in one call. Call it inside `nnx.jit`.
+    batch statistics are updated once, with the statistics of the whole batch, and
+    random streams draw and count as in one call. Call the function inside `nnx.jit`.
 
     Every argument may be, or hold, modules and other NNX objects, also `nnx.Rngs` and
     metrics.
@@ -73,25 +73,26 @@ def value_and_grad(
     **Exactness**, **Cost.** As `ga_optax.value_and_grad`.
 
     Args:
-      fun: a function like that of `nnx.value_and_grad`, of any loss.
-      num_microbatches: how many, static; it must divide the rows (of each device).
-      microbatch_size: in its place, how many rows (of each device) one of them has.
+      fun: a function as for `nnx.value_and_grad`, with any loss.
+      num_microbatches: the number of micro-batches, static; it must divide the number
+        of rows (of each device).
+      microbatch_size: instead, the number of rows (of each device) in a micro-batch.
       argnums: the positional arguments to differentiate with respect to: an int for
-        every `nnx.Param` in one, an `nnx.DiffState` for what its filter selects (LoRA:
-        `nnx.DiffState(0, nnx.LoRAParam)`), or a sequence of those.
-      has_aux: whether `fun` returns `(loss, aux)`. aux comes back as for all rows.
+        every `nnx.Param` in the argument, an `nnx.DiffState` for the variables that the
+        filter selects (LoRA: `nnx.DiffState(0, nnx.LoRAParam)`), or a sequence of
+        these.
+      has_aux: whether `fun` returns `(loss, aux)`. aux is returned as for all rows.
       batch_argnums: the positional arguments that have rows.
       batch_argnames: the keywords that have rows.
-      batch_axes: along which axis they lie, as for `ga_optax.value_and_grad`; so are
-        the others.
+      batch_axes: the axis of the rows, as for `ga_optax.value_and_grad`.
       data_axis: the mesh axes that split the batch over devices, or a `DataAxis`.
-      residual_bytes: how many bytes of activations may be kept where rows meet.
-      accumulator_dtype: in what to sum; gradients have the dtypes of their variables.
+      residual_bytes: the bytes of activations that may be kept where rows meet.
+      accumulator_dtype: the dtype of sums; gradients have the dtypes of the variables.
       optimize: False leaves out all passes on programs.
 
     Returns:
-      A function that returns what `nnx.value_and_grad` returns, and updates the objects
-      that it is given.
+      A function that returns the results of `nnx.value_and_grad(fun)`, and updates the
+      objects in its arguments.
 
     Raises:
       TypeError, ValueError: if an argument does not fit, as in
@@ -110,13 +111,13 @@ def value_and_grad(
         optimize=optimize,
     )
 
-    def then(objects: Objects, out: Any) -> tuple[Any, Any]:
+    def finish(objects: Objects, out: Any) -> tuple[Any, Any]:
         (loss, (changed, aux)), grads = out
         aux = objects.update(changed, aux)
         grads = like(objects.differentiated, grads)
         return ((loss, aux) if has_aux else loss), grads
 
-    return warns_outside_jit(_of_all_rows(core, fun, argnums, has_aux, then))
+    return warns_outside_jit(_of_all_rows(core, fun, argnums, has_aux, finish))
 
 
 @explains_keywords
@@ -133,7 +134,7 @@ def batch_dependencies(
     data_axis: str | Sequence[str] | DataAxis | None = None,
     residual_bytes: int | None = None,
 ) -> Callable[..., dependencies.BatchDependencies]:
-    """`ga_optax.batch_dependencies` of modules: where rows meet, and what that costs.
+    """`ga_optax.batch_dependencies` of modules: where rows meet, and the cost.
 
     >>> import jax.numpy as jnp, ga_optax as ga
     >>> from flax import nnx
@@ -141,29 +142,29 @@ def batch_dependencies(
     ...     nnx.Linear(2, 4, rngs=nnx.Rngs(0)), nnx.BatchNorm(4, rngs=nnx.Rngs(1)))
     >>> def loss(model, x):
     ...     return jnp.mean(model(x)[:, 0] ** 3)
-    >>> found = ga.flax.batch_dependencies(loss, 4)(model, jnp.eye(8, 2))
-    >>> print(sorted({x.kind for x in found.meetings}), found.backward_passes)
+    >>> report = ga.flax.batch_dependencies(loss, 4)(model, jnp.eye(8, 2))
+    >>> print(sorted({x.kind for x in report.meetings}), report.backward_passes)
     ['sum'] 1
 
-    It changes no variable of the modules.
+    No variable of the modules changes.
 
     **Exactness.** As `ga_optax.batch_dependencies`, for
     `ga_optax.flax.value_and_grad`.
 
     Args:
       fun: a loss, as for `value_and_grad`.
-      num_microbatches: as there; so are the others.
-      microbatch_size: in its place, how many rows one of them has.
-      argnums: what to differentiate with respect to.
+      num_microbatches: the number of micro-batches, as for `value_and_grad`.
+      microbatch_size: instead, the number of rows in a micro-batch.
+      argnums: the arguments to differentiate with respect to.
       has_aux: whether `fun` returns `(loss, aux)`.
       batch_argnums: the positional arguments that have rows.
       batch_argnames: the keywords that have rows.
-      batch_axes: along which axis.
+      batch_axes: the axis of the rows.
       data_axis: the mesh axes that split the batch.
-      residual_bytes: what may be kept so that less runs again.
+      residual_bytes: the bytes of activations that may be kept where rows meet.
 
     Returns:
-      A function of `fun`'s arguments.
+      A function of `fun`'s arguments that returns a `BatchDependencies`.
 
     Raises:
       TypeError, ValueError: as `value_and_grad`.
@@ -178,7 +179,7 @@ def batch_dependencies(
         data_axis=data_axis,
         residual_bytes=residual_bytes,
     )
-    return _of_all_rows(core, fun, argnums, has_aux, then=lambda _, out: out)
+    return _of_all_rows(core, fun, argnums, has_aux, finish=lambda _, out: out)
 
 
 def _of_all_rows(
@@ -186,11 +187,11 @@ def _of_all_rows(
     fun: Callable[..., Any],
     argnums: Argnums,
     has_aux: bool,
-    then: Callable[[Objects, Any], Any],
+    finish: Callable[[Objects, Any], Any],
 ) -> Callable[..., Any]:
-    """A function of `fun`'s arguments: `then` of what `core` returns for pure ones.
+    """Makes a function of `fun`'s arguments from `core`, a function of pure arguments.
 
-    In those, what `fun` changes is in the aux.
+    `finish` gets the result of `core`, whose aux holds the changed variables.
     """
     core = partial(core, argnums=jax.tree.map(number_of, argnums), has_aux=True)
     core(fun)  # checks the options
@@ -200,24 +201,24 @@ def _of_all_rows(
     def of_arguments(*args: Any, **kwargs: Any) -> Any:
         objects = Objects(fun, argnums, args, kwargs)
 
-        @wraps(fun)  # whose names for its arguments `core` looks up
-        def run(*args: Any, nnx_variables: Any, **kwargs: Any) -> Any:
-            out, left = objects.run(args, kwargs, nnx_variables)
-            return _beside(objects.changed(left), out if has_aux else (out, ()))
+        @wraps(fun)  # `core` looks up the names of `fun`'s arguments
+        def run_pure(*args: Any, nnx_variables: Any, **kwargs: Any) -> Any:
+            out, variables = objects.run(args, kwargs, nnx_variables)
+            return _with_aux(objects.changed(variables), out if has_aux else (out, ()))
 
-        own = core(run)(*objects.args, **objects.kwargs, nnx_variables=objects.rest)
-        return then(objects, own)
+        kwargs = objects.kwargs | {"nnx_variables": objects.rest}
+        return finish(objects, core(run_pure)(*objects.args, **kwargs))
 
     return of_arguments
 
 
-def _beside(new: Any, out: Any) -> Any:
-    """`(loss, (new, aux))`; `core` tells what is no pair."""
+def _with_aux(new: Any, out: Any) -> Any:
+    """`(loss, (new, aux))`; `core` raises if `out` is no pair."""
     is_pair = isinstance(out, (tuple, list)) and len(out) == 2
     return (out[0], (new, out[1])) if is_pair else out
 
 
-# -- Micro-batches, each by itself -----------------------------------------------------
+# -- Separate micro-batches ------------------------------------------------------------
 
 
 @explains_keywords
@@ -238,7 +239,7 @@ def accumulate(
     rng_argnames: str | Sequence[str] = (),
     num_real_microbatches: ArrayLike | None = None,
 ) -> Callable[..., tuple[Any, Accumulator]]:
-    """`ga_optax.accumulate` for modules: micro-batches each by themselves, in order.
+    """`ga_optax.accumulate` for modules: separate micro-batches, in order.
 
     >>> import jax.numpy as jnp, optax, ga_optax.flax
     >>> from flax import nnx
@@ -253,39 +254,39 @@ def accumulate(
     ...     value, acc = step(acc, model, x)
     >>> _ = optimizer.update(model, accumulator.mean(acc))
 
-    What `fun` changes in modules, such as batch statistics and the counts of random
-    streams, goes from one micro-batch to the next, and from one call to the next. So
-    every micro-batch draws other random numbers.
+    Changes of modules, such as batch statistics and the counts of random streams, go
+    from one micro-batch to the next, and from one call to the next. So every
+    micro-batch draws different random numbers.
 
     **Exactness.** As `ga_optax.accumulate`. With a `data_axis` every device starts from
-    the same variables, and floating ones are averaged over devices afterwards; devices
-    draw other random numbers, and other ones than without it.
+    the same variables, and floating variables are averaged over devices afterwards;
+    each device draws different random numbers, and not those without a `data_axis`.
 
     Args:
-      fun: a function like that of `nnx.value_and_grad`, of one micro-batch.
-      num_microbatches: how many micro-batches are in one call, static.
-      argnums: as for `value_and_grad`. It counts the arguments of `fun`.
+      fun: a function as for `nnx.value_and_grad`, of one micro-batch.
+      num_microbatches: the number of micro-batches in one call, static.
+      argnums: as for `value_and_grad`; the positions of arguments of `fun`.
       has_aux: whether `fun` returns `(loss, aux)`.
       batch_argnums: the positional arguments to split.
-      batch_argnames: keywords to split.
-      batch_axes: where to split, as for `ga_optax.accumulate`; so are the others.
+      batch_argnames: the keywords to split.
+      batch_axes: the axis to split, as for `ga_optax.accumulate`.
       data_axis: the mesh axes that split the batch over devices, or a `DataAxis`.
       optimize: False leaves out all passes on programs.
-      weight_fn: what a micro-batch counts, of its batch arguments (and the aux).
-      aux: "mean", "sum", "last", "stack", or a prefix of the aux with those.
+      weight_fn: returns the weight of a micro-batch from its batch arguments (and aux).
+      aux: "mean", "sum", "last", "stack", or a prefix of the aux with these.
       rng_argnums: PRNG keys that are no part of a module, one for each micro-batch.
       rng_argnames: keywords that are keys.
-      num_real_microbatches: how many micro-batches count, the first ones.
+      num_real_microbatches: the number of micro-batches, from the first, that count.
 
     Returns:
-      A function `(acc, *args, **kwargs) -> (value, acc)`, which updates the modules
-      that it is given. Make the first `acc` with `accumulator.init` from what `argnums`
-      selects, such as `nnx.state(model, nnx.Param)`.
+      A function `(acc, *args, **kwargs) -> (value, acc)`, which updates the modules in
+      its arguments. Make the first `acc` with `accumulator.init` from the variables
+      that `argnums` selects, such as `nnx.state(model, nnx.Param)`.
 
     Raises:
       TypeError, ValueError: as `value_and_grad`; if the accumulator does not match the
-        selected variables; if `fun` assigns to those, adds or removes variables, or
-        changes an attribute that is no variable.
+        selected variables; if `fun` assigns to selected variables, adds or removes
+        variables, or changes an attribute that is no variable.
     """
     numbers = {
         "argnums": jax.tree.map(number_of, argnums),
@@ -313,48 +314,48 @@ def accumulate(
     @wraps(fun)
     def add(acc: Accumulator, *args: Any, **kwargs: Any) -> tuple[Any, Accumulator]:
         objects = Objects(fun, argnums, args, kwargs, keys=data_axis is not None)
-        # One key a device and micro-batch is derived of each, so they come one by one.
+        # `core` derives a key from each scalar key, for each device and micro-batch.
         scalars = {i: list(key.reshape(-1)) for i, key in objects.keys.items()}
-        inside = *objects.args, objects.rest, scalars
-        run, places = _of_micro_batch(objects, has_aux), _places(numbers, len(args))
-        of_places = core(run, **places, carry_argnums=len(args))
-        (loss, new), added = of_places(nnx.as_pure(acc), *inside, **objects.kwargs)
+        inputs = *objects.args, objects.rest, scalars
+        pure, places = _of_micro_batch(objects, has_aux), _places(numbers, len(args))
+        add_pure = core(pure, **places, carry_argnums=len(args))
+        (loss, new), sums = add_pure(nnx.as_pure(acc), *inputs, **objects.kwargs)
         aux = objects.update(*new) if has_aux else objects.update(new, ())
-        added = added._replace(total=like(acc.total, added.total))
-        return ((loss, aux) if has_aux else loss), added
+        sums = sums._replace(total=like(acc.total, sums.total))
+        return ((loss, aux) if has_aux else loss), sums
 
     return add
 
 
 def _of_micro_batch(objects: Objects, has_aux: bool) -> Callable[..., Any]:
-    """`fun` of pure arguments: what it changes is the carry."""
+    """`fun` as a function of pure arguments, with the other variables as the carry."""
 
-    def run(*inside: Any, **kwargs: Any) -> Any:
-        *args, rest, scalars = inside
+    def fun_pure(*inputs: Any, **kwargs: Any) -> Any:
+        *args, rest, scalars = inputs
         keys = {
             i: jnp.stack(x).reshape(objects.keys[i].shape) for i, x in scalars.items()
         }
-        out, left = objects.run(tuple(args), kwargs, {**keys, **rest})
-        new = objects.carry(left)
-        return _beside(new, out) if has_aux else (out, new)
+        out, variables = objects.run(tuple(args), kwargs, {**keys, **rest})
+        new = objects.carry(variables)
+        return _with_aux(new, out) if has_aux else (out, new)
 
-    return run
+    return fun_pure
 
 
 def _places(numbers: dict[str, Any], num_args: int) -> dict[str, Any]:
-    """Options that count positional arguments, none of them negative.
+    """The options that hold positions of arguments, with no negative positions.
 
-    Behind those stand the variables, and the keys that are kept apart.
+    After the positional arguments come the variables, and the separate keys.
     """
     places = {
-        name: jax.tree.map(partial(found, name, num_args=num_args), of)
-        for name, of in numbers.items()
+        name: jax.tree.map(partial(found, name, num_args=num_args), positions)
+        for name, positions in numbers.items()
     }
-    of_keys = *jax.tree.leaves(places["rng_argnums"]), num_args + 1
-    return places | {"rng_argnums": of_keys}
+    rng_argnums = *jax.tree.leaves(places["rng_argnums"]), num_args + 1
+    return places | {"rng_argnums": rng_argnums}
 
 
-# -- Whether the second is the first --------------------------------------------------
+# -- Do both give one gradient? --------------------------------------------------------
 
 
 def verify(
@@ -366,7 +367,7 @@ def verify(
     wrt: Any = nnx.Param,
     **options: Any,
 ) -> _verify.Report:
-    """`ga_optax.verify` for a loss of a module: is it the undivided batch's gradient?
+    """`ga_optax.verify` for a loss of a module: is the gradient that of all rows?
 
     >>> import jax.numpy as jnp, ga_optax as ga
     >>> from flax import nnx
@@ -380,10 +381,9 @@ def verify(
     >>> ga.flax.verify(loss, model, jnp.eye(8, 2), num_microbatches=4).ok
     True
 
-    Every gradient starts from the variables that `model` has. It changes none of them,
-    whatever `fun` does to its copy. Random streams in the model draw the same numbers
-    each time: if the loss uses dropout, call `model.eval()` first, or find
-    `RANDOMNESS`.
+    Every gradient starts from the variables of `model`, and `fun` gets a copy, so no
+    variable changes. Random streams in the model draw the same numbers each time: if
+    the loss uses dropout, call `model.eval()` first, or the cause is `RANDOMNESS`.
 
     **Exactness**, **Memory**, **Time.** As for `ga_optax.verify`.
 
@@ -392,11 +392,11 @@ def verify(
       model: the module, or a tree of modules and other NNX objects.
       batch: the undivided batch, as for `ga_optax.verify`.
       num_microbatches: k; it must divide the number of rows.
-      wrt: a filter: what is differentiated, `nnx.LoRAParam` for example.
+      wrt: the filter of the variables to differentiate, such as `nnx.LoRAParam`.
       **options: all other options of `ga_optax.verify`.
 
     Returns:
-      A `Report`, whose leaves are those of `nnx.state(model, wrt)`.
+      A `Report`, with the leaves of `nnx.state(model, wrt)`.
 
     Raises:
       TypeError, ValueError: if an argument does not fit, as in `ga_optax.verify`; if
@@ -404,13 +404,13 @@ def verify(
     """
     graph, params, rest = nnx.split(model, wrt, ...)
     todo = "Select parameters with wrt=, a filter of NNX."
-    check_not_empty("What wrt selects of the model", params, todo)
+    check_not_empty("The selection of wrt in the model", params, todo)
     structure = jax.tree.structure(params)
 
     def of_params(pure: Any, *batch_and_key: Any) -> Any:
-        own = jax.tree.unflatten(structure, jax.tree.leaves(pure))
+        params = jax.tree.unflatten(structure, jax.tree.leaves(pure))
         # A copy: the variables of another trace cannot be assigned to.
-        return fun(nnx.merge(graph, own, rest, copy=True), *batch_and_key)
+        return fun(nnx.merge(graph, params, rest, copy=True), *batch_and_key)
 
     pure = nnx.as_pure(params)
     return _verify.verify(of_params, pure, batch, num_microbatches, **options)

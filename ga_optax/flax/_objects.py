@@ -1,9 +1,9 @@
-"""The NNX objects among the arguments of a call, as arrays and back.
+"""Converts the NNX objects in the arguments of a call to arrays, and back.
 
-As in Flax's own transforms, an `nnx.UpdateContext` knows which object inside is which
-outside, so that what `fun` does to objects is done to those of the caller:
+As in Flax's transforms, an `nnx.UpdateContext` maps objects inside of a trace to the
+caller's objects, so that changes by `fun` reach the caller's objects:
 
-    1. apart, outside  ->  2. together, inside  ->  fun  ->  3. apart  ->  4. together
+    1. split, outside  ->  2. merge, inside  ->  fun  ->  3. split  ->  4. merge
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,20 +20,21 @@ from ga_optax._passes import ir
 _TAG = "ga_optax"
 in_context = nnx.update_context(_TAG)
 
-Arrays = Mapping[int, Any]  # of variables, by their number among all of a call
+Arrays = Mapping[int, Any]  # variables by their position among all of a call
 
 
 class Objects:
-    """One call: its NNX objects taken apart, and put together for `fun`.
+    """The NNX objects of one call, split into arrays and merged for `fun`.
 
     Attributes:
-      args: the positional arguments as arrays; of each object what is differentiated.
+      args: the positional arguments; of each object, the variables to differentiate.
       kwargs: the keyword arguments, in the same way.
-      keys: the keys of random streams, if they are kept apart.
+      keys: the keys of random streams, if they are separate.
       rest: all other variables.
     """
 
-    _places: Sequence[Any]  # numbers; None for what is new
+    # For each variable after `fun`, its position before; None if changed or added.
+    _sources: Sequence[Any]
 
     def __init__(
         self,
@@ -51,110 +52,114 @@ class Objects:
         named = jax.tree.leaves(argnums)
         filters = {place(a): getattr(a, "filter", nnx.Param) for a in named}
 
-        def wanted(i: int | str) -> nnx.DiffState:
+        def selection(i: int | str) -> nnx.DiffState:
             return nnx.DiffState(-1, filters.get(i, False))
 
         self._prefix = (
-            tuple(map(wanted, range(len(args)))),
-            {i: wanted(i) for i in kwargs},
+            tuple(map(selection, range(len(args)))),
+            {i: selection(i) for i in kwargs},
         )
-        self._keys = nnx.RngKey if keys else False
-        tree = self._apart((args, kwargs), self._prefix)
+        self._key_type = nnx.RngKey if keys else False
+        tree = self._split((args, kwargs), self._prefix)
         self._parts, self._tree = jax.tree.flatten(tree, is_leaf=_is_node)
         self._nodes = _nodes_of(self._parts)
         states = ((k, s) for x in self._nodes for k, s in enumerate(x.states))
         self._kinds = [k for k, state in states for _ in jax.tree.leaves(state)]
-        every = list(enumerate(jax.tree.leaves(self._nodes)))
+        variables = list(enumerate(jax.tree.leaves(self._nodes)))
         self.keys, self.rest = (
-            {i: x for i, x in every if self._kinds[i] == kind} for kind in (1, 2)
+            {i: x for i, x in variables if self._kinds[i] == kind} for kind in (1, 2)
         )
-        self.args, self.kwargs = nnx.as_pure(self._own)
+        self.args, self.kwargs = nnx.as_pure(self._selected)
         for i in filters:
             todo = "Select parameters with nnx.DiffState(argnum, filter)."
-            name = f"What argnums selects of argument {i!r}"
-            check_not_empty(name, _at(self._own, i), todo)
+            name = f"The selection of argnums in argument {i!r}"
+            check_not_empty(name, _at(self._selected, i), todo)
 
     @property
     def differentiated(self) -> Any:
-        """The variables that the gradient is that of, in its structure."""
-        return jax.tree.map(lambda i: _at(self._own, i), self._argnums)
+        """The variables to differentiate, in the structure of the gradient."""
+        return jax.tree.map(lambda i: _at(self._selected, i), self._argnums)
 
     @property
-    def _own(self) -> Any:
+    def _selected(self) -> Any:
         return self._with((x.states[0] for x in self._nodes), self._parts)
 
     def run(self, args: Any, kwargs: Any, others: Arrays) -> tuple[Any, list[Any]]:
-        """Steps 2 and 3: what `fun` returns, and all variables that it leaves.
+        """Steps 2 and 3: the result of `fun`, and all variables after `fun`.
 
-        `others` are those that are not differentiated.
+        `others` are the variables that are not differentiated.
         """
         parts = self._tree.flatten_up_to((args, kwargs))
         pairs = zip(parts, self._parts, strict=True)
-        own = iter(jax.tree.leaves([x for x, part in pairs if _is_node(part)]))
+        selected = iter(jax.tree.leaves([x for x, part in pairs if _is_node(part)]))
         numbers = range(len(self._kinds))
-        came = [others[i] if i in others else next(own) for i in numbers]
+        before = [others[i] if i in others else next(selected) for i in numbers]
 
-        def of(came: Sequence[Any]) -> tuple[Any, Any]:
-            nodes = jax.tree.unflatten(jax.tree.structure(self._nodes), came)
-            given = self._with(nodes, parts)
-            args, kwargs = nnx.from_tree(given, is_inner=True, ctxtag=_TAG)
+        def run_pure(variables: Sequence[Any]) -> tuple[Any, Any]:
+            nodes = jax.tree.unflatten(jax.tree.structure(self._nodes), variables)
+            arguments = self._with(nodes, parts)
+            args, kwargs = nnx.from_tree(arguments, is_inner=True, ctxtag=_TAG)
             out = self._fun(*args, **kwargs)
             prefix = self._prefix, nnx.DiffState(-1, False)
-            left, out = self._apart(((args, kwargs), out), prefix, check_aliasing=False)
-            return out, _nodes_of(left)
+            tree, out = self._split(((args, kwargs), out), prefix, check_aliasing=False)
+            return out, _nodes_of(tree)
 
-        out, nodes = of(came)
-        left, self._left = jax.tree.flatten(nodes)
-        number = {id(x): i for i, x in enumerate(came)}
-        self._places = [number.get(id(x)) for x in left]
-        if not {*numbers} - {*self.rest} <= {*self._places}:
-            # What an `nnx.remat` inside of `fun` only hands on comes back as another
-            # array. Then the program tells.
-            closed = jax.make_jaxpr(lambda came: jax.tree.leaves(of(came)[1]))(came)
-            self._places = ir.forwarded(closed.jaxpr)
-        return out, left
+        out, nodes = run_pure(before)
+        variables, self._tree_after = jax.tree.flatten(nodes)
+        position = {id(x): i for i, x in enumerate(before)}
+        self._sources = [position.get(id(x)) for x in variables]
+        if not {*numbers} - {*self.rest} <= {*self._sources}:
+            # An `nnx.remat` inside of `fun` returns unchanged variables as new arrays.
+            # The program shows which variables are unchanged.
+            program = jax.make_jaxpr(lambda x: jax.tree.leaves(run_pure(x)[1]))(before)
+            self._sources = ir.forwarded(program.jaxpr)
+        return out, variables
 
-    def changed(self, left: Sequence[Any]) -> Arrays:
-        """Those of the variables that `fun` left that it changed or added."""
-        return {i: x for i, x in enumerate(left) if self._places[i] is None}
+    def changed(self, variables: Sequence[Any]) -> Arrays:
+        """The variables that `fun` changed or added."""
+        return {i: x for i, x in enumerate(variables) if self._sources[i] is None}
 
-    def carry(self, left: Sequence[Any]) -> Arrays:
-        """The new `rest`; raises if `fun` changed anything else."""
-        nodes = jax.tree.unflatten(self._left, left)
+    def carry(self, variables: Sequence[Any]) -> Arrays:
+        """The new `rest`; raises if `fun` changed any other variable."""
+        nodes = jax.tree.unflatten(self._tree_after, variables)
+        old, new = ([nnx.as_pure(x.states) for x in y] for y in (self._nodes, nodes))
+        todo = "Remove variables that fun adds with nnx.pop, and return them as aux."
         check_structure(
-            *([nnx.as_pure(x.states) for x in of] for of in (self._nodes, nodes)),
-            name="What fun leaves",
-            expected="its arguments",
-            todo="Take out what fun adds with nnx.pop, and return it as aux.",
+            old,
+            new,
+            name="The variables after fun",
+            expected="the arguments",
+            todo=todo,
         )
         if _graphs(nodes) != _graphs(self._nodes):
             raise ValueError(_GRAPH)
-        if any(i not in self.rest and x != i for i, x in enumerate(self._places)):
+        if any(i not in self.rest and x != i for i, x in enumerate(self._sources)):
             raise ValueError(_ASSIGNED)
-        return {i: left[i] for i in self.rest}
+        return {i: variables[i] for i in self.rest}
 
     def update(self, new: Arrays, out: Any) -> Any:
-        """Step 4: the caller's objects are as `fun` left them; returns `out`.
+        """Step 4: gives the caller's objects their new variables, and returns `out`.
 
-        What stood still keeps its array: it is not copied or averaged over devices.
+        An unchanged variable keeps its array, and is not averaged over devices.
         """
         old = jax.tree.leaves(self._nodes)
         leaves = [
-            new[i] if i in new and place != i else old[place]
-            for i, place in enumerate(self._places)
+            new[i] if i in new and source != i else old[source]
+            for i, source in enumerate(self._sources)
         ]
-        left = jax.tree.unflatten(self._left, leaves)
-        return nnx.from_tree((left, out), is_inner=False, ctxtag=_TAG)[1]
+        nodes = jax.tree.unflatten(self._tree_after, leaves)
+        return nnx.from_tree((nodes, out), is_inner=False, ctxtag=_TAG)[1]
 
-    def _apart(self, tree: Any, prefix: Any, check_aliasing: bool = True) -> Any:
-        def split(ctx: Any, path: Any, wanted: nnx.DiffState, x: Any) -> NodeStates:
-            return NodeStates.from_split(*ctx.split(x, wanted.filter, self._keys, ...))
+    def _split(self, tree: Any, prefix: Any, check_aliasing: bool = True) -> Any:
+        def split(ctx: Any, path: Any, diff: nnx.DiffState, x: Any) -> NodeStates:
+            states = ctx.split(x, diff.filter, self._key_type, ...)
+            return NodeStates.from_split(*states)
 
         options = {"check_aliasing": check_aliasing, "ctxtag": _TAG}
         return nnx.to_tree(tree, prefix=prefix, split_fn=split, **options)
 
     def _with(self, nodes: Any, parts: Sequence[Any]) -> Any:
-        """Arguments with these in place of the objects."""
+        """The arguments with `nodes` in the place of the objects."""
         new, pairs = iter(nodes), zip(parts, self._parts, strict=True)
         return self._tree.unflatten(
             [next(new) if _is_node(part) else x for x, part in pairs]
@@ -162,13 +167,13 @@ class Objects:
 
 
 _GRAPH = (
-    "fun must leave the attributes of modules that are no variables, and the "
-    "parameters, as they are, but it changes or adds some. Call model.train() or "
-    "model.eval() before, or keep what changes in an nnx.Variable."
+    "fun must not change or add parameters, or attributes of modules that are no "
+    "variables, but it does. Call model.train() or model.eval() before, or keep "
+    "attributes that change in an nnx.Variable."
 )
 _ASSIGNED = (
-    "fun must not assign to what argnums selects, nor (with a data_axis) to the keys "
-    "of random streams, but it does. Update parameters after the window."
+    "fun must not assign to variables that argnums selects, nor (with a data_axis) to "
+    "the keys of random streams, but it does. Update parameters after the window."
 )
 
 
@@ -178,7 +183,7 @@ def number_of(argnum: Any) -> Any:
 
 
 def like(tree: Any, leaves: Any) -> Any:
-    """The leaves of a tree, as the variables and containers of another."""
+    """The leaves of `leaves`, in the variables and containers of `tree`."""
     return jax.tree.unflatten(jax.tree.structure(tree), jax.tree.leaves(leaves))
 
 

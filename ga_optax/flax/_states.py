@@ -1,4 +1,4 @@
-"""Flax's train state and NNX optimizer, for a `tx` that accumulates."""
+"""Flax's `TrainState` and NNX `Optimizer`, for a `tx` that accumulates."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -36,13 +36,13 @@ class TrainState(train_state.TrainState):
     >>> int(state.optimizer_steps), int(state.micro_step)
     (1, 1)
 
-    Use it like Flax's: jit the training step and donate the state, and subclass it to
-    add fields. Any `tx` works but for `optax.MultiSteps`. Without a `MultiSteps` in it,
-    this is Flax's train state.
+    Use this class like Flax's: jit the training step and donate the state, and subclass
+    it to add fields. Any `tx` works except `optax.MultiSteps`. Without a `MultiSteps`
+    in `tx`, the class is Flax's train state.
 
     Attributes:
-      step: calls of `apply_gradients` so far, as in Flax: micro-steps, whether or not
-        they closed a window. A key that `step` is folded into differs in each.
+      step: calls of `apply_gradients` so far, as in Flax: all micro-steps. A key made
+        with `jax.random.fold_in(key, step)` differs in each micro-step.
     """
 
     @classmethod
@@ -54,10 +54,10 @@ class TrainState(train_state.TrainState):
         tx: optax.GradientTransformation,
         **kwargs: Any,
     ) -> "TrainState":
-        """Makes the state before the first call, as Flax's.
+        """Makes the state before the first call, as in Flax.
 
         Args:
-          apply_fn: kept as it is, such as `model.apply`.
+          apply_fn: stored in the state, such as `model.apply`.
           params: the parameters.
           tx: the optimizer, such as a `ga_optax.MultiSteps`.
           **kwargs: the fields of a subclass.
@@ -94,7 +94,7 @@ class TrainState(train_state.TrainState):
 
         Args:
           grads: the micro-batch's gradient, with the tree and shapes of `params`.
-          weight: how much the micro-batch counts; see `ga_optax.accumulator.add`.
+          weight: the weight of the micro-batch; see `ga_optax.accumulator.add`.
           emit: see `ga_optax.apply_gradients`.
           **kwargs: new values for fields of the state, as in Flax, and extra arguments
             for the optimizer.
@@ -109,16 +109,16 @@ class TrainState(train_state.TrainState):
         _check_accumulator(self.opt_state)
         fields = {field.name for field in dataclasses.fields(self)}
         replaced = {name: kwargs.pop(name) for name in fields & kwargs.keys()}
-        pure, overwrites = _apart(grads)
+        grads, overwrites = _without_fp8(grads)
         named = {"weight": weight, "emit": emit, **kwargs}
-        change = partial(multi_steps.apply_gradients, self.tx, pure, **named)
-        return self._run(change, overwrites, step=self.step + 1, **replaced)
+        change = partial(multi_steps.apply_gradients, self.tx, grads, **named)
+        return self._changed(change, overwrites, step=self.step + 1, **replaced)
 
     def flush(self, **extra_args: Any) -> "TrainState":
-        """Closes the window early, see `ga_optax.flush`; `step` stays as it is.
+        """Closes the window early, see `ga_optax.flush`; `step` does not change.
 
         Args:
-          **extra_args: for the optimizer.
+          **extra_args: passed to the optimizer.
 
         Returns:
           The new state.
@@ -127,21 +127,21 @@ class TrainState(train_state.TrainState):
           TypeError: if `tx` is not a `MultiSteps`.
         """
         change = partial(multi_steps.flush, self.tx, **extra_args)
-        return self._run(change, _apart(self.params)[1])
+        return self._changed(change, _without_fp8(self.params)[1])
 
-    def _run(
+    def _changed(
         self, change: Callable[..., Any], overwrites: dict[str, Any], **replaced: Any
     ) -> "TrainState":
-        """The state with what `change(state, params)` returns, and other fields."""
-        params, opt_state = change(self.opt_state, _apart(self.params)[0])
+        """The state after `change(state, params)`, with new values of other fields."""
+        params, opt_state = change(self.opt_state, _without_fp8(self.params)[0])
         params = {"params": params, **overwrites} if overwrites else params
         return self.replace(params=params, opt_state=opt_state, **replaced)
 
 
-def _apart(tree: Any) -> tuple[Any, dict[str, Any]]:
-    """What the optimizer sees of parameters or gradients, and fp8 scaling factors.
+def _without_fp8(tree: Any) -> tuple[Any, dict[str, Any]]:
+    """Splits fp8 scaling factors from parameters or gradients.
 
-    As in Flax: the gradient of such a factor is its new value.
+    As in Flax, the gradient of a factor is the factor's new value.
     """
     if isinstance(tree, Mapping) and _OVERWRITTEN in tree:
         return tree["params"], {_OVERWRITTEN: tree[_OVERWRITTEN]}
@@ -164,19 +164,18 @@ class Optimizer(nnx.Optimizer[M]):
     (3, 1)
 
     Attributes:
-      step: calls of `update` so far, as in Flax: micro-steps, whether or not they
-        closed a window.
+      step: calls of `update` so far, as in Flax: all micro-steps.
     """
 
     def __init__(
         self, model: M, tx: optax.GradientTransformation, *, wrt: Any, **kwargs: Any
     ) -> None:
-        """Makes the optimizer of a model, as Flax's.
+        """Makes the optimizer of a model, as in Flax.
 
         Args:
           model: the model.
           tx: the optimizer, such as a `ga_optax.MultiSteps`.
-          wrt: which variables to update, such as `nnx.Param`.
+          wrt: the filter of the variables to update, such as `nnx.Param`.
           **kwargs: other arguments of `flax.nnx.Optimizer`.
 
         Raises:
@@ -208,13 +207,13 @@ class Optimizer(nnx.Optimizer[M]):
     ) -> None:
         """Takes one micro-step, which changes `model` if it closes the window.
 
-        Unlike Flax's `update` it returns nothing: inside a window there are no updates,
-        not even zeros.
+        Unlike Flax's `update`, this method returns nothing: inside a window there are
+        no updates, not even zeros.
 
         Args:
           model: the model to update, in place.
-          grads: what `nnx.grad` returned for the micro-batch.
-          weight: how much the micro-batch counts; see `ga_optax.accumulator.add`.
+          grads: the result of `nnx.grad` for the micro-batch.
+          weight: the weight of the micro-batch; see `ga_optax.accumulator.add`.
           emit: see `ga_optax.apply_gradients`.
           **kwargs: extra arguments for the optimizer.
 
@@ -232,22 +231,24 @@ class Optimizer(nnx.Optimizer[M]):
         _check_accumulator(nnx.as_pure(self.opt_state))
         grads = nnx.as_pure(nnx.state(grads, self.wrt, graph=self.graph))
         named = {"weight": weight, "emit": emit, **nnx.as_pure(kwargs)}
-        self._run(partial(multi_steps.apply_gradients, self.tx, grads, **named), model)
+        change = partial(multi_steps.apply_gradients, self.tx, grads, **named)
+        self._apply(change, model)
         self.step[...] += 1
 
     def flush(self, model: M, /, **extra_args: Any) -> None:
-        """Closes the window early, see `ga_optax.flush`; `step` stays as it is.
+        """Closes the window early, see `ga_optax.flush`; `step` does not change.
 
         Args:
           model: the model to update, in place.
-          **extra_args: for the optimizer.
+          **extra_args: passed to the optimizer.
 
         Raises:
           TypeError: if `tx` is not a `MultiSteps`.
         """
-        self._run(partial(multi_steps.flush, self.tx, **nnx.as_pure(extra_args)), model)
+        change = partial(multi_steps.flush, self.tx, **nnx.as_pure(extra_args))
+        self._apply(change, model)
 
-    def _run(self, change: Callable[..., Any], model: M) -> None:
+    def _apply(self, change: Callable[..., Any], model: M) -> None:
         """Replaces state and parameters by `change(state, params)`, in place."""
         params, opt_state = change(
             nnx.as_pure(self.opt_state),
@@ -258,17 +259,17 @@ class Optimizer(nnx.Optimizer[M]):
 
 
 def _counter(name: str, opt_state: Any, otherwise: jax.Array) -> jax.Array:
-    """A counter of the `MultiSteps` in a state, `otherwise` if there is none."""
+    """A counter of the `MultiSteps` in a state; `otherwise` without a `MultiSteps`."""
     _check_accumulator(opt_state)
     accumulates = nodes_of(state.MultiStepsState, opt_state)
     return getattr(state.stats(opt_state), name) if accumulates else otherwise
 
 
 def _check_accumulator(opt_state: Any) -> None:
-    """Raises if Optax's accumulator is in a state: it cannot tell what we count."""
+    """Raises if a state holds the state of an `optax.MultiSteps`, without counters."""
     if nodes_of(optax.MultiStepsState, opt_state):
         raise TypeError(
-            "tx must accumulate with ga_optax.MultiSteps, but its state holds one of "
-            "optax.MultiSteps. Pass ga_optax.MultiSteps(opt, k), which takes the same "
-            "arguments; ga_optax.from_optax converts a saved state."
+            "tx must accumulate with ga_optax.MultiSteps, but the state of tx holds "
+            "the state of an optax.MultiSteps. Pass ga_optax.MultiSteps(opt, k), which "
+            "takes the same arguments; ga_optax.from_optax converts a saved state."
         )

@@ -37,11 +37,11 @@ def test_it_takes_the_temporaries_of_plain_micro_batches_and_one_layers_rows(
     assert temporaries(of_the_whole_batch) < bound
     assert temporaries(jax.value_and_grad) > 3 * plain
     # The twin: iterations stand one after the other.
-    find = split_scans.SplitScan._find_stages
+    find = split_scans.SplitScan._find_parts
 
     def in_the_open(self, graph):
         find(self, graph)
-        self.unrolled.update(self.stage.values())
+        self.unrolled.update(self.part.values())
 
-    monkeypatch.setattr(split_scans.SplitScan, "_find_stages", in_the_open)
+    monkeypatch.setattr(split_scans.SplitScan, "_find_parts", in_the_open)
     assert temporaries(of_the_whole_batch) > bound

@@ -1,0 +1,217 @@
+"""The devices of a call: one record, made once, when the call is checked."""
+
+import itertools
+import types
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import PartitionSpec
+
+from ga_optax._checks import divisors, named_leaves, one_of
+from ga_optax._devices import collectives, membership, meshes
+from ga_optax._devices.data_axis import DataAxis
+from ga_optax._devices.meshes import Axes, Placement
+from ga_optax._loop.step import Where
+from ga_optax._passes.facts import Lies
+from ga_optax._passes.shards import Shard
+from ga_optax.accumulator import Accumulator
+
+
+class DoesNotFitError(ValueError):
+    """An argument or an option does not fit: the error says so, and nothing runs."""
+
+
+class Devices(NamedTuple):
+    """The devices that a call runs on, and how arrays are sharded over them.
+
+    Attributes:
+      axes: the data axes; () if there are none.
+      mesh: the mesh that is yet to bind them; None if a `shard_map` around the call
+        binds them, or if there are none.
+      number: how many devices there are along the data axes.
+      each: True if the backward pass of every micro-step merges over devices.
+      scatters: True if every micro-step adds its gradient to a sharded sum.
+      logical: as how many devices this one computes; 0 if as itself.
+      is_checked: True in a `shard_map` that checks over which axes values vary.
+      distributed: True if the compiler distributes the call over devices that no data
+        axis names; None if that is not known before the program is lowered.
+      specs: the `PartitionSpec` of each leaf of the parameters, or None.
+      params: how the data axes shard each leaf of the parameters.
+      gradients: how they shard its gradient.
+      shards: the parts of arguments without gradient that are gathered where they are
+        used, by the ids of these arguments.
+    """
+
+    axes: Axes = ()
+    mesh: Any = None
+    number: int = 1
+    each: bool = False
+    scatters: bool = False
+    logical: int = 0
+    is_checked: bool = False
+    distributed: bool | None = False
+    specs: Sequence[PartitionSpec | None] = ()
+    params: Sequence[Placement] = ()
+    gradients: Sequence[Placement] = ()
+    shards: Mapping[int, Shard] = types.MappingProxyType({})
+
+    @classmethod
+    def of(cls, axis: DataAxis | None, params: Any, batch: Sequence[Any]) -> "Devices":
+        """Asks the mesh and the arrays; raises if they do not fit the data axis."""
+        here = cls(is_checked=meshes.checks_varying())
+        # In another call with that data axis the program sees the rows of all devices.
+        if axis is None or meshes.sees_all_rows(axis.axes):
+            return here
+        mesh, sharded = meshes.find_mesh(axis.axes, axis.mesh, batch), axis.grad_specs
+        number = meshes.num_devices(axis.axes, mesh)
+        here = here._replace(axes=axis.axes, mesh=mesh, number=number)
+        if total := axis.logical_devices or 0:
+            _check_logical(total, here, params)
+        here = here._replace(
+            each=axis.sync == "each" and sharded is None,
+            scatters=axis.sync == "each" and sharded is not None,
+            logical=total // number,
+        )
+        specs = axis.param_specs if sharded is None else PartitionSpec()
+        here = here.with_params(params, specs)
+        if sharded is not None:
+            where = meshes.placements(params, sharded, axis.axes, mesh, "grad_specs")
+            here = here._replace(gradients=where)
+        if mesh is None:
+            return here._in_region(params, batch, axis)
+        if not here.each:
+            meshes.check_scatter(params, here.gradients, axis.axes, mesh)
+        return here
+
+    def with_params(self, params: Any, specs: Any = None) -> "Devices":
+        """The same devices, with parameters of these specs."""
+        where = meshes.placements(params, specs, self.axes, self.mesh)
+        known = meshes.broadcast_specs(specs, params)
+        return self._replace(specs=known, params=where, gradients=where)
+
+    def for_arrays(self, tree: Any, optimize: bool) -> "Devices":
+        """The same devices, asked whether the compiler distributes such arrays."""
+        here = self._replace(is_checked=meshes.checks_varying())
+        if self.axes:
+            return here
+        if optimize and meshes.is_open(tree) and membership.can_wait():
+            return here._replace(distributed=None)
+        return here._replace(distributed=meshes.is_distributed(tree))
+
+    def _in_region(
+        self, params: Any, batch: Sequence[Any], axis: DataAxis
+    ) -> "Devices":
+        """The same devices, in a `shard_map` of the user's; or raises."""
+        split = frozenset().union(*map(meshes.varying, batch))
+        same = tuple(name for name in self.axes if name not in split)
+        if self.is_checked and same:
+            raise ValueError(
+                f"The batch must differ between the devices along {self.axes}, but it "
+                f"is the same along {same}. Name {self.axes} in the in_specs of the "
+                "shard_map."
+            )
+        if self.each and not self.is_checked and axis.param_specs is None:
+            raise ValueError(
+                f'sync="each" must know which parameters are sharded over {self.axes}, '
+                "but this shard_map has check_vma=False. Pass DataAxis(param_specs=), "
+                "or leave check_vma on."
+            )
+        where = list(self.params)
+        for i, (name, x) in enumerate(named_leaves(params)):
+            sharded, varying = where[i].axes, meshes.varying(x)
+            loose = tuple(n for n in self.axes if n in varying and n not in sharded)
+            if self.each:
+                names = tuple(n for n in self.axes if n in varying or n in sharded)
+                where[i] = Placement(summed=names)
+            elif loose:
+                raise DoesNotFitError(
+                    "Parameters must be the same on all devices along the data axis, "
+                    f"or param_specs must say how they are sharded, but {name} differs "
+                    f"along {loose}. Pass DataAxis(param_specs=); or "
+                    'sync="each", if fun itself gathers them.'
+                )
+        gradients = where if axis.grad_specs is None else self.gradients
+        return self._replace(params=where, gradients=gradients)
+
+    @property
+    def bound(self) -> Axes:
+        """The data axes over which this call is the part of one device."""
+        return self.axes if self.mesh is None else ()
+
+    @property
+    def by_compiler(self) -> bool:
+        """True if the compiler merges over devices: sync="each" at top level."""
+        return self.each and self.mesh is not None
+
+    @property
+    def maps(self) -> bool:
+        """True if each device runs its part in a `shard_map` that is made here."""
+        return self.mesh is not None and not self.by_compiler
+
+    @property
+    def scattered(self) -> dict[int, Placement]:
+        """How gradients are scattered before they are added, by number of the leaf."""
+        some = enumerate(self.gradients if self.scatters and self.bound else ())
+        return {i: x for i, x in some if x.dims}
+
+    def where(self, names: Sequence[str]) -> Where:
+        """The part of this that a loop knows, for parameters of such names."""
+        lies = None
+        if self.by_compiler and not meshes.explicit_names(self.mesh):
+            lies = Lies(self.specs, self.axes, self.mesh)
+        return Where(
+            names=names,
+            axes=self.bound,
+            placements=self.gradients if self.bound else (),
+            sent=self.scattered,
+            logical=self.logical,
+            gathered=lies,
+            shards=self.shards,
+            split_by_compiler=self.by_compiler or self.distributed,
+        )
+
+    def split(self, x: Any, k: int, axis: int, strided: bool | None) -> jax.Array:
+        """An array as `[k, ...]`, with the rows of k micro-batches along axis 0."""
+        if self.mesh is None:
+            return membership.split(x, k, axis, strided)
+        return collectives.split_shards(x, k, self.axes, self.mesh, axis)
+
+    def flat(self, acc: Accumulator) -> Any:
+        """An accumulator of this device alone, whose total is a list."""
+        total = collectives.vary(jax.tree.leaves(acc.total), self.bound)
+        return acc._replace(total=total)
+
+    def shard(self, total: Any, zero: float = 0.0) -> Any:
+        """A sum of gradients, empty or of all devices, sharded as it is to be.
+
+        `zero` is the number in an empty sum.
+        """
+        if where := self.scattered:
+            leaves, structure = jax.tree.flatten(total)
+            for i, place in where.items():
+                leaves[i] = collectives.part(leaves[i], place, zero)
+            return structure.unflatten(leaves)
+        if self.mesh is None:
+            return total
+        leaves, structure = jax.tree.flatten(total)
+        leaves = collectives.constrain(leaves, list(self.specs), self.mesh)
+        return structure.unflatten(leaves)
+
+
+def _check_logical(total: int, devices: Devices, params: Any) -> None:
+    """Raises if these devices cannot compute as so many would."""
+    for name, x in named_leaves(params):
+        spec = meshes.spec_of_type(x)
+        if set(itertools.chain(*map(meshes.names_in, spec))) - set(devices.axes):
+            raise ValueError(
+                "logical_devices needs automatic axes beside the data axis, up to jax "
+                f"0.12, but an explicit one shards {name}: its type is "
+                f"{jax.typeof(x)}. Use AxisType.Auto, or leave logical_devices out."
+            )
+    if total % devices.number:
+        raise ValueError(
+            f"The devices along data_axis={devices.axes} must divide logical_devices="
+            f"{total}, but there are {devices.number}. Use {one_of(divisors(total))} "
+            "of them, or other logical devices (and then other bits)."
+        )

@@ -1,0 +1,345 @@
+"""The way of a call: from its arguments, checked, to its value and its gradients.
+
+    Call         the arguments by role, and the devices        `Call.of` checks them
+    Traced       the program of `fun` at all rows              `trace`
+    MicroBatch   the program of one of k micro-batches         `partition`
+    Rewritten    that program as it is to run, and its arrays  `rewrite`
+    Scheduled    at which level what is computed               `schedule`
+    Outcome      results, gradients                            `run`
+
+`value_and_grad` goes all the way, and `microbatch` does, for which a function is a loss
+of which only the aux counts. `batch_dependencies` stops at `schedule`, and reports what
+it reads there. `accumulate` traces one micro-batch by itself, see `micro_batch`.
+
+On a mesh with a data axis the last four stations are in a region of the mesh, which is
+made after `partition`, for that says which results have rows.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ga_optax import accumulator
+from ga_optax._calls import advice, rows
+from ga_optax._calls.call import Call
+from ga_optax._calls.devices import DoesNotFitError
+from ga_optax._calls.region import (
+    WHOLE,
+    check_not_reduced,
+    explained,
+    gradients,
+    over_mesh,
+)
+from ga_optax._calls.rules import NoDerivativeError
+from ga_optax._devices import collectives, meshes
+from ga_optax._loop import run as loop
+from ga_optax._loop.run import Outcome
+from ga_optax._loop.step import Operands, Step, Where, after_passes
+from ga_optax._partition import Layout, Partitioned, Rows, meeting_of
+from ga_optax._passes import constraints, ir, places, references, rowwise
+from ga_optax._text import warn
+from ga_optax._window import run as window
+from ga_optax._window.values import Loss
+
+
+class Traced(NamedTuple):
+    """The program of `fun` at all rows.
+
+    Attributes:
+      call: the call.
+      closed: the program, of the leaves of the parameters and of the batch.
+      out: the tree of the results: the loss and the aux.
+    """
+
+    call: Call
+    closed: Any
+    out: Any
+
+
+class MicroBatch(NamedTuple):
+    """The program of a micro-batch.
+
+    Attributes:
+      call: the call.
+      closed: the program of `fun` at all rows.
+      out: the tree of the results.
+      part: the program of a micro-batch, and the layouts of its results.
+      strided: True if a micro-batch holds every k-th row, False if it holds neighbours;
+        None if that is open, and all the same.
+    """
+
+    call: Call
+    closed: Any
+    out: Any
+    part: Partitioned
+    strided: bool | None
+
+
+class Rewritten(NamedTuple):
+    """The program of a micro-batch as it is to run.
+
+    Attributes:
+      micro_batch: the program before the passes.
+      step: the program after them.
+      operands: the arrays of this device.
+      where: the devices.
+    """
+
+    micro_batch: MicroBatch
+    step: Step
+    operands: Operands
+    where: Where
+
+
+class Scheduled(NamedTuple):
+    """What runs when.
+
+    Attributes:
+      rewritten: the program and its arrays.
+      plan: the levels; None if rows do not meet, for then there is one loop.
+    """
+
+    rewritten: Rewritten
+    plan: window.Plan | None
+
+
+Pair = tuple[tuple[jax.Array, Any], Any]  # ((loss, aux), gradients)
+
+
+def value_and_grad(
+    call: Call, over: Callable[[MicroBatch], Pair] | None = None
+) -> Pair:
+    """`((loss, aux), gradients)` of a call whose function returns `(loss, aux)`.
+
+    With `call.sums` gradients are a pair: those of the parameters, and those of leaves
+    of the batch. `over` runs a micro-batch; it is `over_micro_batches` if left out.
+    """
+    if call.size == 1:
+        return undivided(call)
+    traced = trace(call.on_device())
+    try:
+        return (over or over_micro_batches)(partition(traced))
+    except (DoesNotFitError, NoDerivativeError, Warning):
+        raise
+    except Exception as error:  # Any: what JAX will change is not known.
+        return _in_one(traced.call, error)
+
+
+def over_micro_batches(micro_batch: MicroBatch) -> Pair:
+    """The same, of a micro-batch."""
+    call, closed, out, part, strided = micro_batch
+    split: Any = meshes.split_spec(call.devices.axes)
+    specs: Any = [split if isinstance(x, Rows) else WHOLE for x in part.layouts]
+    done = on_devices(
+        micro_batch,
+        lambda its: run(schedule(rewrite(its))),
+        Outcome(specs, [], gradients(call), split),
+    )
+    leaves = rows.returned(call, part, closed.jaxpr, done.results, strided)
+    value = jax.tree.structure(out).unflatten(leaves)
+    if not call.sums:
+        return value, done.acc
+    return value, (done.acc, rows.gradients(call, done.rows, strided))
+
+
+# -- The stations ----------------------------------------------------------------------
+
+
+def trace(call: Call) -> Traced:
+    """Traces `fun` once, at all rows of all devices."""
+    devices, leaves = call.devices, call.leaves("argnums")
+    numbers = [*leaves, *call.leaves("batch_argnums")]
+
+    def fun(params: Sequence[Any], batch: Sequence[Any]) -> Any:
+        new = zip(numbers, [*params, *batch], strict=True)
+        one = call.with_leaves(dict(new))
+        return call.options.fun(*one.args, **one.kwargs)
+
+    env = meshes.of_all_rows(() if devices.by_compiler else devices.axes)
+    fun = places.in_name_of(call.options.fun, fun)
+    make = jax.make_jaxpr(fun, axis_env=[*rowwise.READ, *env], return_shape=True)
+    of_params = list(leaves.values())
+    if devices.maps:
+        of_params = list(map(rows.type_of, of_params))
+    with explained(call):
+        closed, out = make(of_params, rows.types_of_all(call))
+    check_not_reduced(call, closed.out_avals[0])
+    references.check_own(closed.jaxpr, "value_and_grad")
+    return Traced(call, closed, out)
+
+
+def partition(traced: Traced, due: Sequence[Layout] = ()) -> MicroBatch:
+    """Partitions the program over micro-batches, with results in layouts that are due.
+
+    Raises an error that names the line if an option cannot be had where rows meet.
+    """
+    call, closed, out = traced
+    jaxpr = constraints.without_axes(closed.jaxpr, call.devices.bound)
+    # A loss that is rounded does not add up; before that it has the same gradient.
+    part, strided = rows.split(call, ir.unrounded(jaxpr, [0]), due)
+    micro_batch = MicroBatch(call, closed, out, part, strided)
+    _check_options(micro_batch)
+    return micro_batch
+
+
+def rewrite(micro_batch: MicroBatch) -> Rewritten:
+    """Runs the passes on the program of a micro-batch, and takes its arrays."""
+    call, part, consts = micro_batch.call, micro_batch.part, micro_batch.closed.consts
+    where = call.where()._replace(window=[(rows.AXIS, call.size)])
+    jaxpr = ir.with_constants(part.jaxpr, len(consts))
+    program = ir.Program(jaxpr, [*part.consts, *consts])
+    optimize = call.options.optimize
+    (jaxpr, consts), arrivals = after_passes(program, where, False, optimize)
+    step = Step(
+        jaxpr=ir.without_values(jaxpr),
+        results=[x.aval for x in jaxpr.outvars],
+        ways=["stack" if isinstance(x, Rows) else _WAYS[x] for x in part.layouts],
+        weighted=False,
+        varying=tuple(sorted(call.devices.bound)),
+        multiplies=False,
+        arrivals=arrivals,
+        optimize=optimize,
+    )
+    params = list(map(jnp.asarray, jax.tree.leaves(call.params)))
+    batch = [*call.split(micro_batch.strided), _indices(call)]
+    acc = accumulator.begun(call.params, call.options.accumulator_dtype)
+    acc = call.devices.flat(acc._replace(total=call.devices.shard(acc.total, -0.0)))
+    operands = Operands(consts, params, batch, [], [], acc, rows=call.rows)
+    return Rewritten(micro_batch, step, operands, where)
+
+
+def schedule(rewritten: Rewritten) -> Scheduled:
+    """Plans the levels of a loss whose rows meet; all others are one loop."""
+    call, part = rewritten.micro_batch.call, rewritten.micro_batch.part
+    if not part.meets:
+        return Scheduled(rewritten, None)
+    loss = Loss(rewritten.step, rows.AXIS, call.size)
+    given = call.options.residual_bytes
+    return Scheduled(
+        rewritten, window.plan(loss, rewritten.operands, rewritten.where, given)
+    )
+
+
+def run(scheduled: Scheduled) -> Outcome:
+    """Runs the loops. The accumulator of the outcome is the tree of gradients.
+
+    Results with rows are stacked over the micro-batches of this device, and so are
+    gradients of leaves of the batch.
+    """
+    (micro_batch, step, operands, where), plan = scheduled
+    call = micro_batch.call
+    if plan is None:
+        out = loop.run(step, operands, where, begins=True, merges=True)
+    else:
+        out = window.run(plan)
+        advice.say(call, micro_batch.closed.jaxpr, micro_batch.part)
+    leaves, structure = jax.tree.flatten(call.params)
+    grads = structure.unflatten(
+        g if call.sums else g.astype(jnp.result_type(x))
+        for g, x in zip(out.acc.total, leaves, strict=True)
+    )
+    # If the caller does not say either, XLA may sum up whole gradients.
+    grads = grads if call.devices.mesh is None else call.devices.shard(grads)
+    return out._replace(acc=grads)
+
+
+# How results come together over micro-batches that have no rows.
+_WAYS = {"whole": "last", "partial": "sum"}
+
+
+def _indices(call: Call) -> jax.Array:
+    """The number of each micro-batch of this device, among those of all devices."""
+    index, axes = jnp.arange(call.num_parts, dtype=jnp.int32), call.devices.bound
+    if axes:
+        index = index + call.num_parts * jax.lax.axis_index(axes).astype(jnp.int32)
+    varying = frozenset().union(*map(meshes.varying, call.batch))
+    return collectives.vary(index, tuple(sorted(varying)))
+
+
+def on_devices(
+    micro_batch: MicroBatch, stations: Callable[[MicroBatch], Any], results: Any
+) -> Any:
+    """`stations(micro_batch)` on each device, whose results have these specs.
+
+    At top level with a data axis that is in a region of the mesh. Types name the mesh
+    otherwise there, so `fun` is traced once more, with results in the same layouts.
+    """
+    call, layouts = micro_batch.call, micro_batch.part.layouts
+    if not call.devices.maps:
+        return stations(micro_batch)
+
+    def on_device(inner: Call) -> Any:
+        return stations(partition(trace(inner.on_device()), layouts))
+
+    consts = micro_batch.closed.consts
+    return over_mesh(
+        call, on_device, results=results, check_vma=False, closed_over=consts
+    )
+
+
+# -- What is not divided ---------------------------------------------------------------
+
+
+def undivided(call: Call) -> Pair:
+    """The same by JAX, of all rows at once."""
+    fun = call.options.fun
+    argnums: Any = call.options.argnums
+    if of_rows := call.roles["batch_argnums"][: call.rows]:
+        argnums = (*call.roles["argnums"], *of_rows)
+    if argnums == ():
+        out, grads = fun(*call.args, **call.kwargs), ()
+    else:
+        allow_int = call.options.allow_int
+        of_all = jax.value_and_grad(fun, argnums, has_aux=True, allow_int=allow_int)
+        out, grads = of_all(*call.args, **call.kwargs)
+    if not call.sums:
+        return out, grads
+    number = len(call.roles["argnums"])
+    return out, (grads[:number], grads[number:])
+
+
+def _in_one(call: Call, error: Exception) -> Pair:
+    """The same, with a warning that says why the program cannot be divided."""
+    if call.devices.bound:
+        raise error
+    why = " ".join([str(error).split("\n")[0], *getattr(error, "__notes__", ())])
+    warn(
+        "The gradient is computed of all rows at once, in the memory that this takes, "
+        f"because ga_optax with jax {jax.__version__} cannot divide the program: "
+        f"{type(error).__name__}: {why} The result is right."
+    )
+    return undivided(call)
+
+
+def _check_options(micro_batch: MicroBatch) -> None:
+    """Raises if an option cannot be had because rows meet; the error names the line.
+
+    If rows meet in numbers alone, these are added up first, and nothing is refused.
+    """
+    call, part, devices = micro_batch.call, micro_batch.part, micro_batch.call.devices
+    gathered = (e for e in ir.equations(part.jaxpr) if meeting_of(e) == "all_gather")
+    e = next(gathered, part.in_gradient)
+    if e is None:
+        return
+    where = f"rows meet at {places.place_of(e.source_info)}"
+    if devices.each or devices.scatters:
+        raise DoesNotFitError(
+            f'If rows meet, data_axis must have sync="last", but {where}, and it is '
+            f"{call.options.data_axis}. Leave sync out, or write the loss so that its "
+            "rows do not need each other; ga_optax.batch_dependencies shows all lines."
+        )
+    if devices.is_checked:
+        raise DoesNotFitError(
+            "If rows meet, a jax.shard_map must have check_vma=False, but this one "
+            f"checks, and {where}: JAX has no types for an axis beside its mesh. Pass "
+            "that, or call at top level with data_axis=."
+        )
+    if by_type := rows.split_by_type(call):
+        spec, axis = by_type
+        raise DoesNotFitError(
+            "If rows meet, those along a mesh axis of explicit type need "
+            f"data_axis=, but {where}, and the batch is sharded as {spec} along "
+            f"axis {axis}. Pass data_axis={spec[axis]!r}."
+        )

@@ -1,0 +1,226 @@
+"""Rows of a batch: which of them a micro-batch has, and how results get theirs back.
+
+Which rows are neighbours is part of the program. So micro-batches hold neighbouring
+rows, unless the compiler is known to distribute the batch and rows do not meet: then
+they hold every k-th row, and no row moves. If that is not known before the program is
+lowered, it is left open, provided that the program is the same both ways.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ga_optax import config
+from ga_optax._calls.call import Call
+from ga_optax._calls.devices import Devices
+from ga_optax._devices import membership, meshes
+from ga_optax._partition import (
+    PARTIAL,
+    WHOLE,
+    Argument,
+    Axis,
+    Layout,
+    Partitioned,
+    Rows,
+    is_inexact,
+    partition,
+)
+from ga_optax._partition.values import type_here
+from ga_optax._passes import ir
+from ga_optax._window.read import LONGEST
+
+# The axis of the micro-batches, which no user names.
+AXIS = "rows of the whole batch"
+
+
+def types_of_all(call: Call) -> list[Any]:
+    """The types of the leaves of the batch, with the rows of all devices."""
+    devices, types = call.devices, []
+    for x, axis in zip(call.batch, call.split_axes, strict=True):
+        shape = list(jnp.shape(x))
+        shape[axis] *= devices.number if devices.bound else 1
+        apart = (devices.maps or devices.bound) and not meshes.varying(x)
+        of = type_of(x) if apart else jax.typeof(x)
+        types.append(type_here(of, tuple(shape), None))
+    return types
+
+
+def type_of(x: Any) -> jax.ShapeDtypeStruct:
+    """The type of a value, without a mesh."""
+    return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
+
+
+# -- Which rows a micro-batch has ------------------------------------------------------
+
+
+def split(
+    call: Call, jaxpr: Any, due: Sequence[Layout] = ()
+) -> tuple[Partitioned, bool | None]:
+    """The program of a micro-batch, with results as they are due.
+
+    Returns: the program; True if a micro-batch holds every k-th row, False if it holds
+    neighbours, None if that is open.
+    """
+    size, axes, devices = call.size, call.split_axes, call.devices
+    n = len(jax.tree.leaves(call.params))
+    axis = Axis(
+        AXIS, size, LONGEST, devices.is_checked, config.whole_draws, call.labels
+    )
+
+    def of(segments: Callable[[Any, int], int]) -> Partitioned:
+        batch = jaxpr.invars[n:]
+        rows = [Rows(d, segments(x, d)) for x, d in zip(batch, axes, strict=True)]
+        # Each micro-batch adds its part of the loss.
+        arguments = _arguments(call, jaxpr, rows)
+        return partition(jaxpr, arguments, axis, due or (PARTIAL,))
+
+    if devices.by_compiler:
+        return of(lambda x, d: devices.number), False
+    strided = False if is_open(jaxpr) else devices.distributed
+    far = None if strided is False else of(lambda x, d: x.aval.shape[d] // size)
+    if strided and far and (far.in_gradient is None or split_by_type(call)):
+        return far, True
+    near = of(lambda x, d: 1)
+    same = strided is None and far and _is_same(jaxpr, near, far, size)
+    return near, None if same else False
+
+
+def is_open(jaxpr: Any) -> bool:
+    """True if sizes are left open, as by `jax.export`."""
+    sizes = [n for x in jaxpr.invars for n in getattr(x.aval, "shape", ())]
+    return not all(isinstance(n, int) for n in sizes)
+
+
+def split_by_type(call: Call) -> tuple[Any, int] | None:
+    """How an explicit axis shards a leaf along its rows, without `data_axis=`.
+
+    Neighbours of those are on one device, and do not come as a micro-batch.
+    """
+    for x, axis in zip(call.batch, call.split_axes, strict=True):
+        spec = meshes.spec_of_type(x)
+        if not call.devices.axes and any(spec[axis : axis + 1]):
+            return spec, axis
+    return None
+
+
+def _is_same(jaxpr: Any, near: Partitioned, far: Partitioned, size: int) -> bool:
+    """True if a program is the same of neighbours and of every k-th row."""
+    if far.in_gradient is not None or ir.form(near.jaxpr) != ir.form(far.jaxpr):
+        return False
+    # Which micro-batch has a row may stand in a constant alone.
+    for x, y in zip(near.consts, far.consts, strict=True):
+        traced = isinstance(x, jax.core.Tracer) or isinstance(y, jax.core.Tracer)
+        if x is not y and (traced or not np.array_equal(x, y)):
+            return False
+
+    def strided(layout: Layout, x: Any) -> Any:
+        if not isinstance(layout, Rows):
+            return layout
+        d, is_plain = layout.dim, layout == Rows(layout.dim)
+        return Rows(d, x.aval.shape[d] // size) if is_plain else None
+
+    pairs = zip(near.layouts, far.layouts, jaxpr.outvars, strict=False)
+    return all(b == strided(a, x) for a, b, x in pairs)
+
+
+def _arguments(call: Call, jaxpr: Any, rows: Sequence[Rows]) -> list[Argument]:
+    """Constants, parameters, and the batch with its rows.
+
+    If nothing depends on the parameters, as in `microbatch`, nobody knows what somebody
+    may differentiate with respect to: then it may be anything.
+    """
+    n = len(jaxpr.invars) - len(rows)
+    params, batch = jaxpr.invars[:n], jaxpr.invars[n:]
+    any_of_them = not (call.sums or any(ir.num_readers(jaxpr, x) for x in params))
+
+    def smooth(x: Any) -> bool:
+        return any_of_them and is_inexact(x.aval)
+
+    of_batch = enumerate(zip(batch, rows, strict=True), -call.rows)
+    return [
+        *(Argument(x.aval, WHOLE, smooth(x)) for x in jaxpr.constvars),
+        *(Argument(x.aval, WHOLE, True) for x in params),
+        *(Argument(x.aval, r, i < 0 or smooth(x)) for i, (x, r) in of_batch),
+    ]
+
+
+# -- Results ---------------------------------------------------------------------------
+
+
+def returned(
+    call: Call, part: Partitioned, jaxpr: Any, x: Sequence[Any], strided: bool | None
+) -> list[Any]:
+    """The results of `fun`, whose program is `jaxpr`, for the whole batch.
+
+    `x` are those of micro-batches, stacked if they have rows.
+    """
+    leaves = [
+        _joined(call.devices, y, layout, strided) if isinstance(layout, Rows) else y
+        for y, layout in zip(x, part.layouts, strict=True)
+    ]
+    if len(leaves) > len(jaxpr.outvars):  # the loss once more, whole
+        leaves[0] = leaves.pop()
+    for y in ir.roundings(jaxpr, jaxpr.outvars[0]):
+        leaves[0] = leaves[0].astype(y.aval.dtype)
+    return [_as_due(y, v.aval) for y, v in zip(leaves, jaxpr.outvars, strict=True)]
+
+
+def gradients(
+    call: Call, stacks: Sequence[jax.Array], strided: bool | None
+) -> list[jax.Array]:
+    """Gradients of leaves of the batch, from those of each micro-batch along axis 0."""
+    triples = zip(stacks, types_of_all(call), call.split_axes, strict=False)
+    return [
+        _joined(call.devices, x, _rows(call, due, d, strided), strided)
+        for x, due, d in triples
+    ]
+
+
+def axes_of_results(
+    call: Call, part: Partitioned, types: Sequence[Any], strided: bool | None
+) -> list[int | None]:
+    """Along which axis results have the rows of the batch, or None."""
+    pairs = zip(types, part.layouts, strict=False)
+    return [
+        layout.dim
+        if isinstance(layout, Rows) and layout == _rows(call, x, layout.dim, strided)
+        else None
+        for x, layout in pairs
+    ]
+
+
+def _rows(call: Call, x: Any, d: int, strided: bool | None) -> Rows:
+    """The rows of the batch along an axis of something."""
+    return Rows(d, x.shape[d] // call.size if strided else 1)
+
+
+def _as_due(x: jax.Array, due: Any) -> jax.Array:
+    """The rows that `fun` returns, without padding, in the dtype of `fun`."""
+    if x.shape != due.shape:  # in a region of the user's a device has fewer
+        x = jax.lax.slice(x, [0] * x.ndim, list(map(min, x.shape, due.shape)))
+    return x if x.dtype == due.dtype else x.astype(due.dtype)
+
+
+def _joined(
+    devices: Devices, x: jax.Array, rows: Rows, strided: bool | None
+) -> jax.Array:
+    """Rows in their order, from those of each micro-batch along axis 0.
+
+    In a region of the user's a device has its own, if they are neighbours.
+    """
+    d, segments = rows.dim, rows.segments
+    if devices.bound and segments > 1:
+        x = jax.lax.all_gather(x, devices.bound, tiled=True)
+    if strided is None or segments == 1:
+        return membership.join(x, d, None if strided is None else False)
+    x = jnp.moveaxis(x, 0, d)
+    before, (parts, n), after = x.shape[:d], x.shape[d : d + 2], x.shape[d + 2 :]
+    shape, spec = (*before, parts * n, *after), meshes.spec_of_type(x)
+    x = x.reshape(*before, parts, segments, n // segments, *after).swapaxes(d, d + 1)
+    if not any(spec):
+        return x.reshape(shape)
+    due = *spec[: d + 1], *spec[d + 2 :]
+    return jax.lax.reshape(x, shape, out_sharding=meshes.on_mesh_of(x, due))

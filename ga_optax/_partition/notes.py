@@ -1,0 +1,73 @@
+"""What a partition records: equations that are computed whole, promises, failures."""
+
+import dataclasses
+import warnings
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend import core, source_info_util
+
+from ga_optax._passes import ir, known, places, references
+
+
+class Note(NamedTuple):
+    """An equation that is computed whole, or that the user made a promise of."""
+
+    name: str
+    line: str
+    nbytes: int  # of what the equation computes, or reads of all rows
+
+
+class Drawn(Note):
+    """A draw of random numbers that each micro-batch may make by itself."""
+
+
+@dataclasses.dataclass
+class Records:
+    """What all writers of one partition have in common.
+
+    Attributes:
+      draws: the random numbers that micro-batches may draw, each by itself.
+      notes: equations that are computed whole, and draws.
+      promised: equations that are split because the user says so.
+      failures: errors of rules, each of which is a fault of this library.
+      programs: what is made once, see `Writer.once`.
+    """
+
+    draws: Any
+    notes: list[Note] = dataclasses.field(default_factory=list)
+    promised: list[Note] = dataclasses.field(default_factory=list)
+    failures: list[Exception] = dataclasses.field(default_factory=list)
+    programs: dict[Any, Any] = dataclasses.field(default_factory=dict)
+
+
+def note_of(
+    e: core.JaxprEqn, size: int, name: str | None = None, kind: type[Note] = Note
+) -> Note:
+    """The note of an equation that computes, or reads, `size` numbers."""
+    if name is None:
+        name = "new_ref" if references.is_group(e) else known.hides(e)
+    reads = f"what {ir.name_of(e)} reads"
+    name = name or (ir.name_of(e) if e.outvars else reads)
+    around = source_info_util.current_name_stack()
+    types = [x.aval.dtype for x in e.outvars or e.invars if hasattr(x.aval, "dtype")]
+    widest = max((x.itemsize for x in types), default=0)
+    return kind(name, places.place_of(e.source_info, around), size * widest)
+
+
+_failed: set[str] = set()
+
+
+def warn_of_failure(e: core.JaxprEqn, error: Exception) -> None:
+    """Warns once for the rule of each primitive, which failed, or does not know JAX."""
+    name = e.primitive.name
+    if name in _failed:
+        return
+    _failed.add(name)
+    warnings.warn(
+        f"The rule of ga_optax for {name} failed with jax {jax.__version__}: "
+        f"{type(error).__name__}: {error}. {name} at {places.line_of(e.source_info)} "
+        "is computed whole in each micro-batch instead: the result is right, but takes "
+        "more memory. Use a newer ga_optax.",
+        stacklevel=2,
+    )

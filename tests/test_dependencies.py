@@ -1,0 +1,197 @@
+"""`batch_dependencies`: what each loop computes, of which lines, and what it leaves."""
+
+import helpers
+import jax
+import jax.numpy as jnp
+import pytest
+
+import ga_optax as ga
+from ga_optax._window import room
+
+K, N, D = 4, 16, 3
+W, X = jnp.ones(D), jnp.ones((N, D))
+
+
+def mean(w, x):
+    return jnp.mean((x @ w) ** 2)
+
+
+def root(w, x):
+    h = x @ w
+    moment = jnp.mean(h**2)
+    return jnp.mean(h / jnp.sqrt(moment))
+
+
+def norms(w, x):
+    h = x @ w
+    for _ in range(2):
+        h = h - jnp.mean(jnp.tanh(h))
+    return jnp.mean(h**2)
+
+
+def of(fun, *args, k=K, **options):
+    """The stages of a plan, by name."""
+    found = ga.batch_dependencies(fun, k, **options)(*args or (W, X))
+    return {stage.name: stage for stage in found.stages}
+
+
+LOOP = f"a loop over {K} micro-batches"
+BOTH = f"{LOOP}, forward and backward"
+ONCE = "once, in no loop"
+STAGES = {
+    mean: {"the loss": BOTH},
+    root: {
+        "level 1": LOOP,
+        "level 1, shared": ONCE,
+        "the loss": BOTH,
+        "level 1, shared, back": ONCE,
+        "level 1, back": LOOP,
+    },
+    norms: {
+        "level 1": LOOP,
+        "level 2": LOOP,
+        "the loss": BOTH,
+        "level 2, back": LOOP,
+        "level 1, back": LOOP,
+    },
+}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("fun", STAGES)
+def test_a_plan_has_a_stage_for_each_loop_in_the_order_in_which_they_run(fun):
+    found = {name: stage.loop for name, stage in of(fun).items()}
+    assert list(found.items()) == list(STAGES[fun].items())
+
+
+def test_each_stage_names_the_lines_that_it_computes_and_goes_back_through():
+    start = root.__code__.co_firstlineno
+    places = {n: f"test_dependencies.py:{start + n}:" for n in (1, 2, 3)}
+
+    def lines(values):
+        return {
+            n for n, place in places.items() if any(place in x.line for x in values)
+        }
+
+    found = {
+        name: [lines(x) for x in (stage.computes, stage.goes_back, stage.fills)]
+        for name, stage in of(root).items()
+    }
+    assert found == {
+        "level 1": [{1, 2}, set(), {1, 3}],  # line 3 reads the sum, so rows meet there
+        "level 1, shared": [{3}, set(), {3}],
+        "the loss": [{3}, {3}, set()],
+        "level 1, shared, back": [{3}, {3}, set()],
+        "level 1, back": [{1, 2}, {1, 2}, set()],
+    }
+
+
+def layouts(fun, *args, **options):
+    """What micro-batches hold of what the stages compute, by stage and primitive."""
+    return {
+        (stage.name, x.name): x.holds
+        for stage in of(fun, *args, **options).values()
+        for x in stage.computes
+    }
+
+
+def test_a_plan_says_what_a_micro_batch_holds_of_each_value():
+    rows, part = f"rows 0 of float32[{N}]", "part of float32[]"
+    found = layouts(mean)
+    assert found == {
+        ("the loss", "dot_general"): rows,
+        ("the loss", "integer_pow"): rows,
+        ("the loss", "reduce_sum"): part,
+        ("the loss", "div"): part,
+    }
+    found = layouts(root)
+    assert found["level 1", "dot_general"] == rows
+    assert found["level 1", "reduce_sum"] == part
+    assert found["level 1, shared", "sqrt"] == "all of float32[]"
+    assert found["the loss", "div"] == part
+    # Along another axis; and of what needs all rows, all of it.
+    for along, where, holds in (
+        (0, "the loss", "rows 1"),
+        (1, "level 1, shared", "all"),
+    ):
+
+        def fun(w, x, d=along):
+            return jnp.mean(jnp.tanh(jnp.sort(x * w.sum(), d)))
+
+        found = layouts(fun, W, X.T, batch_axes=1)
+        assert found[where, "sort"] == f"{holds} of float32[{D},{N}]"
+
+
+def test_on_a_mesh_values_are_those_of_the_whole_batch():
+    axis = ga.DataAxis("data", mesh=helpers.mesh_of(2))
+    assert layouts(root, k=2, data_axis=axis) == layouts(root)
+
+
+def test_cotangents_go_through_no_stop_gradient_in_a_checkpoint_either():
+    @jax.checkpoint
+    def stopped(h):
+        return jax.lax.stop_gradient(jnp.tanh(h)) * h
+
+    def fun(w, x):
+        return jnp.mean(stopped(x @ w) ** 2)
+
+    stage = of(fun)["the loss"]
+    [whole] = [x.name for x in stage.computes if "(" in x.name]
+    assert all(name in whole for name in ("tanh", "stop_gradient", "mul"))
+    back = {x.name for x in stage.goes_back}
+    assert "mul" in back
+    assert back.isdisjoint({"tanh", "stop_gradient"})
+
+
+def test_details_have_the_bytes_and_passes_of_the_table():
+    found = ga.batch_dependencies(root, K)(W, X)
+    text = found.details
+    sizes = [x.nbytes for stage in found.stages for x in stage.fills]
+    assert sum(sizes) == found.kept_bytes > 0
+    assert all(f", {n:,} bytes, at" in text for n in sizes)
+    end = "In all: 2 forward passes and 1 backward pass, in about "
+    assert end in text
+    assert end in str(found)
+    assert all(str(stage) in text for stage in found.stages)
+
+
+def test_results_that_need_no_rows_come_after_the_loops():
+    found = of(lambda *args: (mean(*args), jnp.exp(root(*args))), has_aux=True)
+    assert list(found)[-1] == "after the loops"
+    assert found["after the loops"].loop == ONCE
+
+
+def test_what_is_dropped_on_the_way_is_filled_again_before_it_is_read(monkeypatch):
+    monkeypatch.setattr(room, "LITTLE", 0)
+
+    def deep(w, x):
+        for _ in range(12):
+            h = jnp.tanh(x @ w)
+            h = h - h.mean(0, keepdims=True)
+            x = x + h / jnp.sqrt(h.var(0, keepdims=True) + 1e-5)
+        return jnp.mean(x**2)
+
+    found = of(deep, jnp.eye(D), X)
+    names = list(found)
+    again = [name for name in found if "filled again" in name]
+    assert again
+    for name in again:
+        assert found[name].fills
+        back = names.index(name.replace("filled again", "back"))
+        assert names.index("the loss") < names.index(name) < back
+
+
+@pytest.mark.parametrize("fun", [mean, root])
+def test_on_a_mesh_a_loop_is_that_of_each_device(fun):
+    axis = ga.DataAxis("data", mesh=helpers.mesh_of(2))
+    loop = of(fun, k=2, data_axis=axis)["the loss"].loop
+    assert loop.startswith("a loop over 2 micro-batches on each of 2 devices, ")
+
+
+def test_types_and_numbers_will_do_and_nothing_runs():
+    def scaled(w, x, power):
+        jax.debug.callback(lambda: pytest.fail("it ran"))
+        return jnp.mean((x @ w) ** power)
+
+    types = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (W, X))
+    assert "the loss" in of(scaled, *types, 2)
