@@ -73,7 +73,7 @@ FAULTS = """
 + later = False
 @ _partition/custom.py: test_law_mended
 * a backward rule is taken for linear
-+ def _seems_linear(...): return True
++ def _is_linear(...): return True
 @ _partition/attached.py: test_law_rules
 * each micro-batch adds what all of them have
 + def _of_first(...): return given[1]
@@ -117,6 +117,10 @@ FAULTS = """
 @ _devices/meshes.py: test_refused
 * any name is one of an axis
 + def _check_names(...): return None
+@ _partition/labels.py: test_dependencies
+* a report takes what is added up for the whole
+- "part" if v.is_partial else "all"
++ "all"
 @ _calls/rows.py: test_anywhere
 * gradients of rows upside down
 - for x, due, d in triples

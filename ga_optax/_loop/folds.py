@@ -103,18 +103,17 @@ def of_last_device(xs: list[jax.Array], axes: Axes) -> list[jax.Array]:
 def _extremum(larger: Any, across: Any) -> Fold:
     """The largest or the smallest number; the carry has the number of terms, too."""
 
-    def join(a: Any, b: Any) -> Any:
-        (x, m), (y, n) = a, b
-        return trees.like(jnp.where(m == 0, y, larger(x, y)), x), m + n
+    def step(carry: Any, x: Any, _: Weighting) -> Any:
+        (most, number), x = carry, trees.strong(x)
+        # Infinities would stop `jax_debug_infs`, so a count says that there is no term.
+        return trees.like(jnp.where(number == 0, x, larger(most, x)), most), number + 1
 
     def merge(carry: Any, axes: Axes) -> Any:
         return across(collectives.vary(carry[0], axes), axes), carry[1]
 
     return Fold(
-        # Infinities would stop `jax_debug_infs`, so a count says that there is no term.
         init=lambda x, vary: (vary(trees.blank([x])[0], x), jnp.int32(0)),
-        step=lambda carry, x, _: join(carry, (trees.strong(x), jnp.int32(1))),
-        join=join,
+        step=step,
         merge=merge,
         finish=lambda carry, weight: carry[0],
         adds=True,

@@ -62,7 +62,6 @@ class Loop:
       num_microbatches: how many micro-batches there are.
       additions: how gradients are added.
       rounds_once: True if gradients are rounded in the accumulator alone.
-      logical: True if the loop is compiled alike for one device and for many.
       begins: True if the accumulator is known to be empty, see `accumulator.begun`.
       rows: how many leaves of the batch are differentiated: the first ones.
       index: which leaf of the batch is the index of the micro-batch, if `rows`.
@@ -75,7 +74,6 @@ class Loop:
     num_microbatches: int
     additions: Additions
     rounds_once: bool = False
-    logical: bool = False
     begins: bool = False
     rows: int = 0
     index: int = 0
@@ -97,7 +95,7 @@ class Loop:
             sliced=self.program.sliced,
             rounds_once=self.rounds_once,
             local=self.devices.is_local,
-            logical=self.logical,
+            logical=bool(self.devices.logical),
         )
         return with_passes(self.as_written, operands, facts)
 

@@ -124,17 +124,15 @@ def run_passes(
 ) -> tuple[ir.Program, list[str | None]]:
     """Runs all passes on the program of a micro-batch; tells how gradients arrive."""
     number = len(devices.names)
+    if not optimize:
+        return program, [None] * number
     facts = Facts(
-        optimize=optimize,
         num_params=number,
-        adds_in_place=optimize and in_place.can_add(program.jaxpr, multiplies),
+        adds_in_place=in_place.can_add(program.jaxpr, multiplies),
         lies=devices.gathered,
         shards=devices.shards,
         window=devices.window,
     )
     program = table.run("fun", program, facts)
-    leaves = program.jaxpr.invars[:number]
-    arrivals: list[str | None] = [None] * number
-    if optimize:
-        arrivals = [arrival(program.jaxpr, x) for x in leaves]
+    arrivals = [arrival(program.jaxpr, x) for x in program.jaxpr.invars[:number]]
     return table.run("sharded fun", program, facts), arrivals

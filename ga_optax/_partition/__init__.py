@@ -19,13 +19,14 @@ its operands and is computed whole, which is always right and only takes memory.
     table        which rule each primitive has beside or without a row
     linear, shapes, moves, reductions, products, indexing, randoms, nested, loops,
     custom       the rules, by kind
-    attached     functions with rules of their own, in which rows meet
-    generators   random numbers of XLA's own generator
+    derivatives  the program that JAX derives of a function with a rule of its own
+    attached     such functions in the open, with the cotangents that the rule gives
     splits       calls that say how they split: one record, one body, readers of records
     kernels      the reader of Pallas kernels, of whose grid a micro-batch runs a part
     cutting      a value's rows computed from the rows of what it is made of
     created      rows of what the program creates, such as noise for a generator
     divided      what runs over micro-batches of its own: `microbatch` in a loss
+    labels       what a micro-batch holds of each value, for reports
     program      `partition`, which puts these together
 
 Imports `_passes` alone.

@@ -23,16 +23,17 @@ of all rows, is put together on the way back, too, and needs no level on the way
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from itertools import compress
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
 from ga_optax._partition import nested
 from ga_optax._partition.axis import meeting_of
+from ga_optax._partition.derivatives import Derived, derived
 from ga_optax._partition.values import (
     PARTIAL,
     WHOLE,
@@ -41,10 +42,9 @@ from ga_optax._partition.values import (
     Rows,
     RowsMeet,
     Value,
-    type_here,
     types_of,
 )
-from ga_optax._partition.writer import Writer
+from ga_optax._partition.writer import Same, Writer
 from ga_optax._passes import ir
 from ga_optax._passes.ir import is_inexact
 
@@ -65,142 +65,89 @@ def attached(
     Raises:
       RowsMeet: if rows meet where they cannot.
     """
-    rule = _derived(w, e, vs)
-    its = _partitioned(w, rule, vs, linear)
-    out = iter(its.attached([vs[i] for i in rule.moving]))
+    read = [ir.num_readers(w.jaxpr, x) > 0 for x in e.outvars]
+    key = "derived", Same(e), *read, *(v.smooth for v in vs)
+    rule = w.once(key, lambda: derived(w, e, vs, read))
+    if rule.program.jaxpr.effects:
+        raise RowsMeet  # what prints does so once, with all rows
+    local = _partitioned(w, rule, vs, linear)
+    out = iter(local.attached([vs[i] for i in rule.moving]))
     return [
         next(out) if reads else (jnp.zeros(x.shape, x.dtype), WHOLE)
-        for x, reads in zip(types_of(e), rule.read, strict=True)
+        for x, reads in zip(types_of(e), read, strict=True)
     ]
-
-
-# -- What JAX derives ------------------------------------------------------------------
-
-
-class _Derived(NamedTuple):
-    """A function and its rule, in the whole batch.
-
-    Attributes:
-      program: its arguments are those of the function, and the cotangents of `given`;
-        its results are those of the function that are read, what is saved for the way
-        back, and the cotangents of the `moving` arguments.
-      read: which results something reads.
-      given: which of those have a cotangent, by number among those that are read.
-      moving: which arguments have one, by number.
-      saved: how many values are saved.
-    """
-
-    program: ir.Program
-    read: list[bool]
-    given: list[int]
-    moving: list[int]
-    saved: int
-
-    def split(self, xs: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-        """What is of each of its results, as `(results, saved, cotangents)`."""
-        n = sum(self.read)
-        return list(xs[:n]), list(xs[n : n + self.saved]), list(xs[n + self.saved :])
-
-    @property
-    def cts(self) -> list[Any]:
-        invars = self.program.jaxpr.invars
-        return invars[len(invars) - len(self.given) :]
-
-
-def _derived(w: Writer, e: core.JaxprEqn, vs: Sequence[Value]) -> _Derived:
-    read = [ir.num_readers(w.jaxpr, x) > 0 for x in e.outvars]
-    outs = [x for x, reads in zip(e.outvars, read, strict=True) if reads]
-    given = [i for i, x in enumerate(outs) if is_inexact(x)]
-    moving = [i for i, v in enumerate(vs) if v.smooth and is_inexact(v.aval)]
-
-    def results(*xs: Any) -> list[Any]:
-        return [x for x, reads in zip(w.bound(e, xs), read, strict=True) if reads]
-
-    def run(xs: list[Any], cts: list[Any]) -> Any:
-        of_moving = ir.of_some(results, xs, moving)
-        out, pullback = jax.vjp(of_moving, *(xs[i] for i in moving))
-        every = ir.put(list(map(zero, out)), given, cts)
-        return out, jax.tree.leaves(pullback), pullback(every)
-
-    types = [type_here(v.aval, v.shape, None) for v in vs]
-    avals: list[Any] = [outs[i].aval for i in given]
-    cts = [type_here(x, x.shape, None) for x in avals]
-    closed: Any
-    closed, shapes = jax.make_jaxpr(run, return_shape=True)(types, cts)
-    if closed.jaxpr.effects:
-        raise RowsMeet  # what prints does so once, with all rows
-    program = ir.Program(closed.jaxpr, closed.consts)
-    return _Derived(program, read, given, moving, len(shapes[1]))
-
-
-def zero(x: Any) -> Any:
-    """The tangent, or the cotangent, of what does not move."""
-    if is_inexact(x):
-        return jnp.zeros_like(x)
-    return np.zeros(x.shape, jax.dtypes.float0)
-
-
-def _back(rule: _Derived) -> ir.Program:
-    """The backward program, of what it reads beside the cotangents, and of these."""
-    jaxpr = rule.program.jaxpr
-    results, saved, grads = rule.split(jaxpr.outvars)
-    there = {*jaxpr.constvars, *jaxpr.invars, *ir.variables([*results, *saved])}
-    eqns, read = ir.needed(jaxpr, grads, there.__contains__)
-    others = [x for x in read if x not in rule.cts]
-    program = jaxpr.replace(eqns=eqns, outvars=grads)
-    return ir.Program(ir.closing_over(program, [], [], [*others, *rule.cts]))
 
 
 # -- What a micro-batch computes -------------------------------------------------------
 
 
 def _partitioned(
-    w: Writer, rule: _Derived, vs: Sequence[Value], linear: Linear
+    w: Writer, rule: Derived, vs: Sequence[Value], linear: Linear
 ) -> "_Local":
     """The program of a micro-batch, and where it is cut."""
-    program, n = rule.program, len(rule.given)
-    results, *_ = rule.split(program.jaxpr.outvars)
-    there = w.within(in_rule=True)
-    args = [dataclasses.replace(v, level=0, smooth=False) for v in vs]
-
-    def given(layouts: Sequence[Layout]) -> list[Value]:
-        pairs = zip(rule.cts, layouts, strict=True)
-        return [*args, *(Value(None, x.aval, layout) for x, layout in pairs)]
-
-    alone = program._replace(jaxpr=ir.live(program.jaxpr.replace(outvars=results)))
-    unrecorded = there.at(records=dataclasses.replace(w.records, notes=[]))
-    layouts = nested.inner(unrecorded, alone, given([WHOLE] * n)).layouts
-    is_linear = linear(_back(rule), n)
+    is_linear = linear(rule.backward, len(rule.given))
+    inside = w.within(in_rule=True)
+    operands = [dataclasses.replace(v, level=0, smooth=False) for v in vs]
+    layouts = _of_results(inside, rule, operands)
     if not is_linear:
         layouts = [WHOLE if x == PARTIAL else x for x in layouts]
-    of_cts = [x if isinstance(x, Rows) else WHOLE for x in layouts]
-    args = given([of_cts[i] for i in rule.given])
-    due: list[Layout | None] = [vs[i].rows for i in rule.moving]
-    while True:
-        every = [*layouts, *[None] * rule.saved, *due]
-        run = nested.inner(there, program, args, every)
-        *_, found = rule.split(run.layouts)
-        pairs = list(zip(due, found, strict=True))
-        if not any(a is None and isinstance(b, Rows) for a, b in pairs):
-            break
-        due = [PARTIAL if isinstance(b, Rows) and a is None else a for a, b in pairs]
-    jaxpr, consts = ir.without_constants(run.closed.jaxpr), run.closed.consts
-    index = len(consts)
-    places = [index, *(index + 1 + i for i, v in enumerate(args) if v.rows)]
-    partial = [n for n, i in enumerate(rule.given) if layouts[i] == PARTIAL]
-    places += [index + 1 + len(vs) + n for n in partial]
-    w.level = max(run.levels[: len(results)], default=0)
+    # Without collectives, cotangents of whole results stay in parts.
+    in_parts = is_linear and w.scope.forbids_collectives
+    of_cts = [_dual(layouts[i], in_parts) for i in rule.given]
+    args = [*operands, *_with(rule.cotangents, of_cts)]
+
+    def run(of_grads: Sequence[Layout | None]) -> nested.Inner:
+        wanted = [*layouts, *[None] * rule.num_residuals, *of_grads]
+        return nested.inner(inside, rule.program, args, wanted)
+
+    wanted: list[Layout | None] = [vs[i].rows for i in rule.moving]
+    local = run(wanted)
+    pairs = list(zip(wanted, rule.split(local.layouts)[2], strict=True))
+    # What has no rows gets no cotangent with rows.
+    if new := [i for i, (a, b) in enumerate(pairs) if not a and isinstance(b, Rows)]:
+        local = run(ir.put(wanted, new, [PARTIAL] * len(new)))
+    *_, of_grads = rule.split(local.layouts)
+    jaxpr, consts = ir.without_constants(local.closed.jaxpr), local.closed.consts
+    ours = jaxpr.invars[len(consts) :]  # the index, and the arguments
+    waits = [in_parts or layouts[i] == PARTIAL for i in rule.given]
+    differ = [v.rows is not None for v in operands]
+    differ += [v.rows or x for v, x in zip(args[len(vs) :], waits, strict=True)]
+    cts = ours[1 + len(vs) :]
+    w.level = max(local.levels[: rule.num_results], default=0)
     return _Local(
         w,
         jaxpr,
         *rule.split(jaxpr.outvars),
-        run.layouts[: len(results)],
-        found,
-        dict(zip(rule.given, jaxpr.invars[len(jaxpr.invars) - n :], strict=True)),
+        layouts,
+        of_grads,
+        dict(zip(rule.given, cts, strict=True)),
         dict(zip(jaxpr.invars, [*consts, w.index, *map(_stopped, vs)], strict=False)),
-        frozenset(jaxpr.invars[i] for i in places),
+        frozenset(compress(ours, [True, *differ])),
         not is_linear,
     )
+
+
+def _of_results(w: Writer, rule: Derived, operands: list[Value]) -> list[Layout]:
+    """The layouts of the results, which need no cotangents."""
+    jaxpr = rule.program.jaxpr
+    results, *_ = rule.split(jaxpr.outvars)
+    alone = rule.program._replace(jaxpr=ir.live(jaxpr.replace(outvars=results)))
+    unrecorded = w.at(records=dataclasses.replace(w.records, notes=[]))
+    cts = _with(rule.cotangents, [WHOLE] * len(rule.given))
+    return nested.inner(unrecorded, alone, [*operands, *cts]).layouts
+
+
+def _with(variables: list[Any], layouts: Sequence[Layout]) -> list[Value]:
+    """Values of variables in some layouts."""
+    pairs = zip(variables, layouts, strict=True)
+    return [Value(None, x.aval, layout) for x, layout in pairs]
+
+
+def _dual(layout: Layout, in_parts: bool) -> Layout:
+    """The layout of the cotangent of a result; of a whole one it may be in parts."""
+    if isinstance(layout, Rows):
+        return layout
+    return PARTIAL if in_parts and layout == WHOLE else WHOLE
 
 
 def _stopped(v: Value) -> Any:
@@ -208,12 +155,13 @@ def _stopped(v: Value) -> Any:
 
 
 class _Sum(NamedTuple):
-    """What comes back as a sum over micro-batches.
+    """A sum over micro-batches of cotangents.
 
     Attributes:
-      result: the variable that is known then.
-      operand: what a micro-batch has of it.
-      of: the collective; None for what all of them have, of which one is taken.
+      result: the variable that is known when they are added up.
+      operand: the variable of which each micro-batch has a part.
+      of: the collective; None for a variable that is equal in all micro-batches, of
+        which one is taken.
     """
 
     result: Any
@@ -222,14 +170,14 @@ class _Sum(NamedTuple):
 
 
 class _Stage(NamedTuple):
-    """What runs on the way back between two collectives.
+    """The part of a backward program between two collectives.
 
     Attributes:
-      grads: the cotangents of arguments that are computed here, by number.
-      equations: what runs.
-      reads: what it reads that is known on the way there.
-      own: what comes back to it of this micro-batch.
-      sums: what comes back to it of all.
+      grads: the cotangents of arguments that it computes, by number.
+      equations: the equations that it runs.
+      reads: the variables that it reads which are known in the forward pass.
+      own: the cotangents that it gets of this micro-batch.
+      sums: the sums over micro-batches that it gets.
     """
 
     grads: list[int]
@@ -241,19 +189,19 @@ class _Stage(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class _Local:
-    """What a micro-batch computes of a function with a rule.
+    """The program of a micro-batch for a function with a rule.
 
     Attributes:
-      w: what writes it.
-      jaxpr: the program, as that of `_Derived`, with collectives. Its constants, the
-        index and the arguments come first.
-      results, saved, grads: its results.
-      layouts: those of the results.
-      of_grads: those of the cotangents of the moving arguments.
+      w: the writer.
+      jaxpr: the program of `Derived`, with collectives. Its arguments are constants,
+        the index, those of the function, and cotangents.
+      results, saved, grads: the results of `jaxpr`; those saved are residuals.
+      layouts: the layouts of the results.
+      of_grads: the layouts of the cotangents of the moving arguments.
       cts: the cotangents of results, by their number.
-      given: the values of its other arguments, without derivatives.
-      rows: which of its arguments differ between micro-batches.
-      complete: whether the cotangents must be.
+      given: the values of the other arguments, without derivatives.
+      rows: the arguments that differ between micro-batches.
+      complete: True if the rule must get complete cotangents.
     """
 
     w: Writer
@@ -293,7 +241,7 @@ class _Local:
         self.known = {x for x in self.known if not self.level[x]}
 
     def _may_wait(self, e: core.JaxprEqn) -> bool:
-        """Whether only cotangents of whole arguments need a collective."""
+        """True if only cotangents of whole arguments need a collective."""
         if not self.complete or not all(map(is_inexact, e.invars)):
             return False
         pairs = zip(self.grads, self.of_grads, strict=True)
@@ -302,7 +250,7 @@ class _Local:
         return found.isdisjoint(ir.variables([*self.results, *others]))
 
     def stages(self) -> list[_Stage]:
-        """Those on the way back, the last one first."""
+        """The stages of the backward pass, the last one first."""
 
         def level(x: Any) -> int:
             return self.level[x] if ir.is_variable(x) else 0
@@ -368,11 +316,11 @@ class _Local:
         return list(zip(results, self.layouts, strict=True))
 
     def _whole(self, x: jax.Array) -> jax.Array:
-        """What a later level keeps, if its cotangent must be complete."""
+        """A result, which later levels store if its cotangent must be complete."""
         return checkpoint_name(x, self.w.axis.name) if self.complete else x
 
     def _function(self, stage: _Stage, after: _Stage) -> Any:
-        """What returns `outs`, and takes their cotangents back as a stage does.
+        """A function that returns `outs`, whose backward pass is a stage.
 
         `after` is the stage before which this one stands, which came first on the way
         back; so far it came to it.
@@ -413,7 +361,7 @@ class _Local:
         return aval.update(shape=(self.w.axis.size, *aval.shape)) if is_stack else aval
 
     def _spread(self, index: Any, its: _Sum, x: Any) -> Any:
-        """What a micro-batch adds to a sum."""
+        """The part of a sum that a micro-batch has."""
         if its.of is None:
             return _of_first(index, x)
         if _kind(its) == "psum":
@@ -434,7 +382,7 @@ class _Local:
 
 
 def _sums(e: core.JaxprEqn) -> list[_Sum]:
-    """What comes back in place of a collective."""
+    """The sums of cotangents that stand for a collective."""
     if not all(map(is_inexact, e.invars)):
         raise RowsMeet
     return [_Sum(y, x, e) for x, y in zip(e.invars, e.outvars, strict=True)]
@@ -452,7 +400,7 @@ def _gathered(e: Any, stack: Any) -> Any:
 
 
 def _of_first(index: Any, x: Any) -> Any:
-    """What the first micro-batch has, and zeros in the others."""
+    """The array in the first micro-batch, and zeros in the others."""
     return jnp.where(index == 0, x, jnp.zeros_like(x))
 
 

@@ -1,4 +1,4 @@
-"""What a program creates with an axis as long as the batch may have rows, too.
+"""Rows of arrays that a program creates, with an axis as long as the batch.
 
     z = random.normal(key, (n, 64));  fake = generator(params, z)
 
@@ -33,13 +33,13 @@ _FEW = 3  # roots that are looked at one by one
 
 @dataclasses.dataclass
 class Created:
-    """What is created, in one program.
+    """The arrays that one program creates.
 
     Attributes:
       rows: those of the batch, as a leaf of it has them.
       length: how many rows the batch has.
       cut: the roots that get rows.
-      roots: those that might, and how many numbers they compute.
+      roots: the roots that might get rows, and how many numbers they compute.
     """
 
     rows: Rows
@@ -70,7 +70,7 @@ class Created:
         return ir.put(vs, [i], [vs[i].with_layout(w.part(vs[i], rows), rows)])
 
     def layout(self, v: Value) -> Layout:
-        """That of a result, which has rows if it is created and large."""
+        """The layout of a result, which has rows if it is created and large."""
         is_large = v.size >= _LARGE * ir.numbers([self.length])
         return self._rows_of(v) if is_large and self._is_one(v) else v.layout
 
@@ -78,7 +78,7 @@ class Created:
         return self.rows.at(v.shape.index(self.length))
 
     def _is_one(self, v: Value) -> bool:
-        """Whether it has the axis and is created, all of it by what `cutting` knows."""
+        """True if a value has the axis, and `cutting` knows all that created it."""
         return v.is_whole and self.length in v.shape and self._way(v) is not None
 
     def _way(self, v: Value) -> int | None:

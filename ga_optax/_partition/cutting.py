@@ -69,7 +69,7 @@ def _call(w: Writer, e: core.JaxprEqn, vs: list[Value], rows: Rows) -> Any:
 
 
 def draws(w: Writer, e: core.JaxprEqn) -> bool:
-    """Whether a jitted function draws random numbers, and rows of it can be cut."""
+    """True if a jitted function draws random numbers, and its rows can be cut."""
     [program] = ir.inner(e)
 
     def found() -> bool:
@@ -92,5 +92,5 @@ OPEN = frozenset(_OPEN)
 
 
 def is_open(e: core.JaxprEqn) -> bool:
-    """Whether an equation is gone back through wherever rows of it are wanted."""
+    """True if rows of the result are computed from rows of the operands."""
     return e.primitive.name in OPEN and not references.is_group(e)

@@ -1,4 +1,4 @@
-"""What runs over micro-batches of its own, such as a head in a model: `microbatch`.
+"""A nested `microbatch`, such as that of a head in a model.
 
 In a micro-batch of a window it has the rows of that one, on one device, and as many
 micro-batches of these as if it were called with them; or the most that divide them.
@@ -39,7 +39,7 @@ def written(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result]:
 
 
 def _number(w: Writer, its: Divided, vs: list[Value]) -> int:
-    """How many micro-batches are left of it; 1 if none of its own."""
+    """The number of its micro-batches in a micro-batch of the window, or 1."""
     pairs = [(v, d) for v, d in zip(vs, its.axes, strict=True) if d is not None]
     same = [v.dim == d for v, d in pairs]
     if not any(same):

@@ -1,4 +1,4 @@
-"""What follows from a row of the table of primitives: rows there, and rows back.
+"""Rules that follow from a row of the table of primitives.
 
 A factor is a dimension that operands and results share (`_passes.notation`).
 
@@ -61,7 +61,7 @@ def chosen(
 
 
 def layouts(rows: Rows, dims: Axes) -> list[Layout]:
-    """Those of operands that have rows along a dimension, or go whole."""
+    """The layouts of operands that have rows along a dimension, or are whole."""
     return [WHOLE if d is None else rows.at(d) for d in dims]
 
 

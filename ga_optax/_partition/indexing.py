@@ -27,7 +27,7 @@ _SAME = ("convert_element_type", "squeeze", "copy")
 
 
 def gather(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
-    """What each row picks of itself, or of other rows."""
+    """A gather: each row picks numbers of its own, or of other rows."""
     operand, indices = vs
     numbers = e.params["dimension_numbers"]
     if operand.dim in numbers.collapsed_slice_dims:
@@ -41,7 +41,7 @@ def gather(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
 
 
 def reorders(w: Writer, e: core.JaxprEqn, operand: Value, indices: Value) -> bool:
-    """Whether an index that is whole takes as many numbers of other rows."""
+    """True if a whole index takes other rows, as many as there are."""
     numbers, picks = e.params["dimension_numbers"], e.params["slice_sizes"]
     if not operand.rows or not indices.is_whole or numbers.operand_batching_dims:
         return False
@@ -60,7 +60,7 @@ def _batch(e: core.JaxprEqn) -> list[int]:
 
 
 def _picked(w: Writer, e: core.JaxprEqn, operand: Value, indices: Value) -> Any:
-    """What an index picks of an operand's rows, zero elsewhere: a part of a sum.
+    """The numbers that an index picks of the rows here, or zero: parts of a sum.
 
     It is None if that sum takes more than the operand: the diagonal of a similarity is
     little beside all of its rows, but rows in another order are not.
@@ -112,7 +112,7 @@ def own_rows(
 
 
 def _counts(v: Value, column: int | None, n: int) -> bool:
-    """Whether an index, or a column of indices, counts n rows along axis 0.
+    """True if an index, or a column of indices, counts n rows along axis 0.
 
     If that is longer, each row comes equally often, one after the other.
     """
@@ -143,7 +143,7 @@ def _counts(v: Value, column: int | None, n: int) -> bool:
 
 
 def _holds(dtype: Any, n: Any) -> bool:
-    """Whether a dtype has all of 0, 1, ..., n - 1, so that a cast keeps them."""
+    """True if a dtype has all of 0, 1, ..., n - 1, so that a cast keeps them."""
     if not isinstance(n, int):  # left open by `jax.export`
         return np.issubdtype(dtype, np.integer) and np.dtype(dtype).itemsize >= 4
     ends = np.array([0, max(n - 2, 0), n - 1])
@@ -152,7 +152,7 @@ def _holds(dtype: Any, n: Any) -> bool:
 
 
 def _wraps(vs: list[Value]) -> bool:
-    """Whether a select chooses `i`, unless `i < 0`."""
+    """True if a select chooses `i`, unless `i < 0`."""
     made = vs[0].made
     if made is None or made[0].primitive.name != "lt" or made[1][0] is not vs[1]:
         return False
@@ -243,7 +243,7 @@ def _scattered_over(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
 
 
 class _Updates(NamedTuple):
-    """Those of a micro-batch: where they go, what they are, and how they are split."""
+    """The updates of a micro-batch, where they go, and the rows that they are of."""
 
     indices: Any
     updates: Any
@@ -316,7 +316,7 @@ def _order(
 
 
 def _read(x: Any, indices: Any, shape: tuple[int, ...], e: core.JaxprEqn) -> Any:
-    """What stands where such updates go."""
+    """The numbers of an array at the places where updates go."""
     numbers = e.params["dimension_numbers"]
     window = iter(numbers.update_window_dims)
     gone = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}

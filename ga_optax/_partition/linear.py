@@ -45,7 +45,7 @@ def linear(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result] | None:
 
 
 def slots(e: core.JaxprEqn, partial: Sequence[int]) -> Sequence[int] | None:
-    """In which operands together it is linear; None if some `partial` is not among."""
+    """The operands in which together an equation is linear, if all partial ones are."""
     row = row_of(e)
     found = row.linear_in(len(e.invars))
     if not found and len(partial) == 1:
@@ -54,19 +54,20 @@ def slots(e: core.JaxprEqn, partial: Sequence[int]) -> Sequence[int] | None:
 
 
 def _is_late(v: Value, vs: list[Value]) -> bool:
-    """Whether the others come after collectives that `v` may take part in as well.
+    """True if another operand is known only after a later collective.
 
-    Then it is reduced together with them; or else what it is made of would be computed
-    once more where they are read.
+    Then `v` is summed in that collective. Otherwise the operands of `v` would be
+    computed once more where the other one is read.
     """
     return v.is_partial and any(other.level > v.level for other in vs)
 
 
 def _grows(e: core.JaxprEqn, vs: list[Value]) -> bool:
-    """Whether a product makes more of a sum than it is.
+    """True if a product is larger than an operand that is a sum: it is summed first.
 
-    Then each micro-batch would multiply all of it, and that many numbers would be added
-    up: of experts, to which rows are sent by an index, their hidden layer.
+    Otherwise each micro-batch would multiply the whole operand, and add up as many
+    numbers as the product has: the hidden layer of experts, to which an index sends
+    rows.
     """
     is_product = e.primitive.name in (PRODUCT, CONVOLUTION)
     [made] = [math.prod(x.shape) for x in types_of(e)] if is_product else [0]
@@ -74,7 +75,7 @@ def _grows(e: core.JaxprEqn, vs: list[Value]) -> bool:
 
 
 def _rounds(e: core.JaxprEqn, v: Value) -> bool:
-    """Whether a cast drops digits: then the sum is rounded, and not its terms."""
+    """True if a cast drops digits: then the sum is rounded, and not its terms."""
     old, new = v.aval.dtype, types_of(e)[0].dtype
     if not is_inexact(v.aval):
         return True

@@ -106,7 +106,7 @@ def _picked(w: Writer, source: Source | None, d: int, rows: Rows | None) -> Any:
 
 
 def _splits(w: Writer, n: int, d: int, length: int) -> list[Rows]:
-    """How so many rows may be split: as neighbours, or in segments of such a length."""
+    """The layouts of `n` rows: neighbours together, or segments of such a length."""
     some = [Rows(d), *([Rows(d, n // length)] if n % length == 0 else [])]
     shape = (1,) * d + (n,)
     # A single row is nobody's, even of one micro-batch.
@@ -166,7 +166,7 @@ def _numbers(e: core.JaxprEqn, d: int, n: int) -> list[np.ndarray]:
 
 
 def _along_others(w: Writer, e: core.JaxprEqn, x: Any, d: int) -> Any:
-    """What an equation makes of an array along the axes other than `d`."""
+    """The array, moved along all axes but `d` as the equation says."""
     p, name = e.params, e.primitive.name
     if name == "rev" and len(p["dimensions"]) > 1:
         return w.run(e, [x], dimensions=tuple(i for i in p["dimensions"] if i != d))

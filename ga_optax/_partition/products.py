@@ -44,7 +44,7 @@ def ragged_dot(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
 
 
 def _sizes_here(sizes: Any, index: Any, length: int) -> Any:
-    """How many of each group's rows are among those of a micro-batch."""
+    """The number of rows of each group that a micro-batch has."""
     first = index.astype(sizes.dtype) * jnp.asarray(length, sizes.dtype)
     ends = jnp.cumsum(sizes, -1, dtype=sizes.dtype)
     here = [jnp.clip(x - first, 0, length) for x in (ends - sizes, ends)]

@@ -22,10 +22,10 @@ from ga_optax._passes.ir import is_inexact
 
 
 def compared(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
-    """Keeps what is compared with a value of a later level, such as its own extremum.
+    """Stores operands of a comparison whose other operand is known only later.
 
-    If it were computed again there, it might round otherwise, and no row would attain
-    the extremum.
+    Recomputed there they might round differently, and no row would equal an extremum of
+    the rows.
     """
     last = max(v.level for v in vs)
     # Levels are counted from the parameters, and any function may have none.
@@ -38,7 +38,7 @@ def compared(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
 
 
 def _is_of_rows(v: Value) -> bool:
-    """Whether a value that has no rows was computed of some that have: they met."""
+    """True if a whole value was computed of values with rows, which met."""
     todo, seen = ([v] if v.is_whole else []), set()
     while todo:
         u = todo.pop()
@@ -63,7 +63,7 @@ def reduce_(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
 
 
 def _gathered(w: Writer, v: Value, here: Any) -> Any:
-    """What all micro-batches found, along a new axis 0."""
+    """The arrays of all micro-batches, stacked along a new axis 0."""
     w.meet(v)
     return w.gather(here)
 
@@ -110,7 +110,7 @@ def _of_parts_jvp(is_max: bool, primals: Any, tangents: Any) -> tuple[Any, Any]:
 
 
 def _only_stopped(jaxpr: core.Jaxpr, variable: Any) -> bool:
-    """Whether no derivative goes through a variable, as in a `logsumexp`."""
+    """True if no derivative goes through a variable, as in a `logsumexp`."""
     uses = ir.uses(jaxpr, variable)
     through = ("max", "broadcast_in_dim", "reshape", "select_n", "is_finite", "squeeze")
     return 0 < ir.num_readers(jaxpr, variable) == len(uses) and all(

@@ -34,7 +34,7 @@ def reshape(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
 def reshaped(
     old: tuple[int, ...], new: tuple[int, ...], rows: Rows, parts: int
 ) -> Rows | None:
-    """Where rows are after a reshape: `[before, k, rest]` of the same numbers."""
+    """The rows after a reshape: `[before, k, rest]` of the same numbers."""
     before = math.prod(old[: rows.dim]) * rows.segments
     outer, found = 1, None
     for d, size in enumerate(new):

@@ -1,4 +1,4 @@
-"""Which rule each primitive has. What has none is computed whole.
+"""The rule of each primitive. A primitive without a rule is computed whole.
 
 A primitive with a row of dimensions needs no more (`_passes.primitives`). The rules
 here are for what a row cannot say; where it says something, they come after it.

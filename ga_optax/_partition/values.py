@@ -109,7 +109,7 @@ class Value:
 
     @property
     def size(self) -> int:
-        """How many numbers all micro-batches hold together, to compare."""
+        """The number of numbers that all micro-batches hold together."""
         return ir.numbers(self.shape)
 
 
@@ -118,7 +118,7 @@ Results = list[Result] | None  # None if a rule does not apply
 
 
 def can_split(shape: tuple[int, ...], rows: Rows, parts: int) -> bool:
-    """Whether an array can have such rows."""
+    """True if an array can have such rows."""
     n = shape[rows.dim]
     return n > 0 and n % (rows.segments * parts) == 0
 

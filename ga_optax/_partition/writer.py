@@ -32,7 +32,7 @@ from ga_optax._passes.primitives import row_of
 
 
 class Scope(NamedTuple):
-    """What holds inside of an equation with programs.
+    """Facts of the programs around an equation.
 
     Attributes:
       forbids_collectives: True if rows must not meet: in a loop, a branch, or a rule.
@@ -72,7 +72,7 @@ class Writer:
       index: the number of the micro-batch, traced.
       rules: the rules of primitives.
       records: what all writers of the partition have in common.
-      scope: what holds for the programs around the equation at hand.
+      scope: facts of the programs around the equation at hand.
       jaxpr: the program that is read.
       source: where the equation at hand is from, or else the one around it.
       level: the level of what the equation at hand reads, see `Value`.
@@ -168,7 +168,7 @@ class Writer:
         ]
 
     def addend(self, v: Value) -> Any:
-        """What this micro-batch adds to a value; of a whole one, its share."""
+        """The part of a sum that this micro-batch has; of a whole value, its share."""
         if v.is_partial:
             return v.x
         number = number_of(v)
@@ -186,7 +186,7 @@ class Writer:
         return own(x, rows, self.index, self.axis.size)
 
     def place_of(self, v: Value, row: Any) -> tuple[Any, Any]:
-        """Where a micro-batch has rows of a value, and whether it has them.
+        """The places here of rows of a value, and True for each row that is here.
 
         The first one has what lies outside, so that it comes out once.
         """
@@ -209,7 +209,7 @@ class Writer:
         return self.axis.sum(x)
 
     def gather(self, x: Any) -> Any:
-        """What all micro-batches hold, stacked along a new axis 0."""
+        """The arrays of all micro-batches, stacked along a new axis 0."""
         self.meet()
         return self.axis.gather(x)
 
@@ -314,7 +314,7 @@ class Writer:
         ]
 
     def _stays(self, e: core.JaxprEqn, vs: list[Value]) -> bool:
-        """Whether a jitted function stays one, which JAX lowers once."""
+        """True if a jitted function stays one, which JAX lowers once."""
         whole = all(v.is_whole for v in vs)
         return references.is_group(e) or (whole and self.rules.draws(self, e))
 
@@ -352,9 +352,9 @@ class Writer:
         self.note(e, max(ir.computed(e), read), name)
         return self.all_whole(e, vs)
 
-    def note(self, e: core.JaxprEqn, size: int, *how: Any, **kind: Any) -> None:
-        """Notes that an equation is computed whole, or of another kind, see `Note`."""
-        self.records.notes.append(note_of(e, size, *how, **kind))
+    def note(self, e: core.JaxprEqn, size: int, name: str | None = None) -> None:
+        """Notes that an equation is computed whole."""
+        self.records.notes.append(note_of(e, size, name))
 
     @contextlib.contextmanager
     def may_fail(self, e: core.JaxprEqn, last: bool = True) -> Iterator[list[Any]]:
@@ -382,7 +382,7 @@ class Writer:
                 warn_of_failure(e, error)
 
     def _fits(self, e: core.JaxprEqn, out: list[Result]) -> bool:
-        """Whether a rule gave every result in the shape of its layout."""
+        """True if a rule gave every result in the shape of its layout."""
         pairs = zip(out, types_of(e), strict=False)
         return len(out) == len(e.outvars) > 0 and all(
             jnp.shape(x) == local_shape(due.shape, layout, self.axis.size)

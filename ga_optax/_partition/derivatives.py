@@ -1,0 +1,92 @@
+"""The program that JAX derives of a function with a derivative rule of its own."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+
+from ga_optax._partition.values import Value, type_here
+from ga_optax._partition.writer import Writer
+from ga_optax._passes import ir
+from ga_optax._passes.ir import is_inexact
+
+
+class Derived(NamedTuple):
+    """A function and its rule, in the whole batch.
+
+    Attributes:
+      program: its arguments are those of the function, and the cotangents of `given`;
+        its results are those of the function that are read, the residuals, and the
+        cotangents of the `moving` arguments.
+      num_results: the number of results of the function that are read.
+      num_residuals: the number of residuals.
+      given: the results that have a cotangent, by number among those that are read.
+      moving: the arguments that have one, by number.
+    """
+
+    program: ir.Program
+    num_results: int
+    num_residuals: int
+    given: list[int]
+    moving: list[int]
+
+    def split(self, xs: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+        """Results of the program as `(results, residuals, cotangents)`."""
+        n, m = self.num_results, self.num_results + self.num_residuals
+        return list(xs[:n]), list(xs[n:m]), list(xs[m:])
+
+    @property
+    def cotangents(self) -> list[Any]:
+        """The arguments of the program that are cotangents of results."""
+        invars = self.program.jaxpr.invars
+        return invars[len(invars) - len(self.given) :]
+
+    @property
+    def backward(self) -> ir.Program:
+        """The backward program: of residuals and arguments, and then of cotangents."""
+        jaxpr, cts = self.program.jaxpr, self.cotangents
+        results, residuals, grads = self.split(jaxpr.outvars)
+        variables = ir.variables([*results, *residuals])
+        known = {*jaxpr.constvars, *jaxpr.invars, *variables}
+        eqns, read = ir.needed(jaxpr, grads, known.__contains__)
+        invars = [*(x for x in read if x not in cts), *cts]
+        program = jaxpr.replace(eqns=eqns, outvars=grads)
+        return ir.Program(ir.closing_over(program, [], [], invars))
+
+
+def derived(
+    w: Writer, e: core.JaxprEqn, vs: Sequence[Value], read: Sequence[bool] = ()
+) -> Derived:
+    """The program that JAX derives of an equation; `read` says of which results."""
+    read = read or [True] * len(e.outvars)
+    outs: list[Any] = [x for x, reads in zip(e.outvars, read, strict=True) if reads]
+    given = [i for i, x in enumerate(outs) if is_inexact(x)]
+    # JAX refuses cotangents of what a rule closes over: its constants, in a loop.
+    args = range(e.params["num_consts"], len(vs))
+    moving = [i for i in args if vs[i].smooth and is_inexact(vs[i].aval)]
+
+    def results(*xs: Any) -> list[Any]:
+        return [x for x, reads in zip(w.bound(e, xs), read, strict=True) if reads]
+
+    def run(xs: list[Any], cts: list[Any]) -> Any:
+        of_moving = ir.of_some(results, xs, moving)
+        out, pullback = jax.vjp(of_moving, *(xs[i] for i in moving))
+        every = ir.put(list(map(zero, out)), given, cts)
+        return out, jax.tree.leaves(pullback), pullback(every)
+
+    types = [type_here(v.aval, v.shape, None) for v in vs]
+    cts = [type_here(outs[i].aval, outs[i].aval.shape, None) for i in given]
+    closed: Any
+    closed, shapes = jax.make_jaxpr(run, return_shape=True)(types, cts)
+    program = ir.Program(closed.jaxpr, closed.consts)
+    return Derived(program, len(outs), len(shapes[1]), given, moving)
+
+
+def zero(x: Any) -> Any:
+    """The tangent, or the cotangent, of what does not move."""
+    if is_inexact(x):
+        return jnp.zeros_like(x)
+    return np.zeros(x.shape, jax.dtypes.float0)
