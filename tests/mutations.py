@@ -129,7 +129,7 @@ FAULTS = """
 * a gradient that is rounded for its sum is rounded before, too
 - _row("custom_jvp_call", None, "", DEAR, PASSED,
 + _row("custom_jvp_call", None, "", DEAR,
-@ _loop/step.py: test_law_dtypes
+@ _loop/loss.py: test_law_dtypes
 * gradients of bfloat16 are rounded in each micro-batch
 +     def low_precision(...): return False
 @ _window/room.py: test_law_costs
@@ -249,13 +249,13 @@ FAULTS = """
 * a train state that counts updates
 - step=self.step + 1
 + step=self.step
-@ _loop/ways.py: test_accumulate
+@ _loop/folds.py: test_accumulate
 * each by itself: a weight forgotten in the mean of a loss
-- accumulator.weighted(x, now.weight, kept.dtype, now.own)
-+ x.astype(kept.dtype)
+- accumulator.weighted(x, weight, total.dtype, weighting.zero_of_weighted)
++ x.astype(total.dtype)
 * each by itself: a sum of aux that loses the rows before
-- kept + now.rounded(x)
-+ now.rounded(x)
+- total + w.rounded(x)
++ w.rounded(x)
 * each by itself: counts that wrap in eight bits
 - return np.promote_types(dtype, kind)
 + return np.dtype(dtype)
@@ -266,7 +266,7 @@ FAULTS = """
 * devices: an all-reduce left out
 - sums = jax.lax.psum([result[i] for i in members], other_axes)
 + sums = [result[i] for i in members]
-@ _loop/ways.py: test_devices
+@ _loop/folds.py: test_devices
 * devices: the last aux is that of the first device
 - meshes.num_devices(axes) - 1
 + 0

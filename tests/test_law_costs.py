@@ -115,7 +115,7 @@ def test_passes_over_devices_are_those_of_one(name):
     # What is gathered, or the same for all, is on every device; of its own activations
     # each has its part.
     assert [x.nbytes for x in found.meetings] == [x.nbytes for x in alone.meetings]
-    halves = [(1 + (x.kind == "kept")) * x.nbytes for x in found.kept]
+    halves = [(1 + (x.kind == "residual")) * x.nbytes for x in found.kept]
     assert halves == [x.nbytes for x in alone.kept]
 
 

@@ -23,7 +23,7 @@ from ga_optax._calls.words import log_what_is_missing
 from ga_optax._loop import in_place
 from ga_optax._partition import notes
 from ga_optax._partition.values import RowsMeet
-from ga_optax._window import levels, room
+from ga_optax._window import report, room
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 HERE = os.path.dirname(__file__) + os.sep
@@ -357,7 +357,7 @@ def centred(p, b):
 @pytest.mark.parametrize("rows", [16, 1024])
 def test_who_runs_more_often_than_room_would_cost_is_warned_once(rows, monkeypatch):
     monkeypatch.setattr(room, "LITTLE", 0)  # else so few rows are all kept
-    levels._warn.cache_clear()
+    report._warn.cache_clear()
     args = jnp.ones((12, 32, 32)) / 32, jnp.ones((rows, 32))
     step = lambda: jax.eval_shape(ga.value_and_grad(centred, 8), *args)  # noqa: E731
     told = [sum("With residual_bytes=" in x for x in warned(step)) for _ in range(2)]

@@ -223,7 +223,7 @@ def test_the_page_names_the_leaves_that_are_added_in_place_and_why_others_are_no
         return
     layers, head = found
     assert layers == "Gradients added in place: leaf ['layers']."
-    why = "no scan runs over it as it is: XLA reuses its gradient's buffer"
+    why = "no scan runs over the parameter itself: XLA reuses the buffer"
     assert head == f"Gradients not added in place ({why}): leaf ['head']."
 
 

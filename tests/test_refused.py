@@ -155,7 +155,7 @@ COUNTS = "Pass the number of examples (or tokens) in the micro-batch"
 TAKES = (
     "weight_fn must take the batch arguments, argument 1, | @ | Give it one parameter"
 )
-MODES = "aux must be one of 'mean', 'sum', 'last', 'stack' | @ | Pass those"
+MODES = "aux must be one of 'mean', 'sum', 'last', 'stack' | @ | Pass one of"
 AS_IT_CAME = (
     "Return each carried argument with the tree, shapes and dtypes it came with"
 )

@@ -322,5 +322,5 @@ def test_without_the_fences_logistic_regression_differs(monkeypatch):
     monkeypatch.setattr(accumulator, "rounded", lambda x, zero: x)
     monkeypatch.setattr(fences, "fusion_barrier", lambda tree: tree)
     monkeypatch.setattr(fences, "next_count", accumulator.increment)
-    monkeypatch.setattr(fences, "alone", scan)
+    monkeypatch.setattr(fences, "single_step", scan)
     assert not agree(loss)

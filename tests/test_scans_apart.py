@@ -22,7 +22,7 @@ from whole_scans import (
 )
 
 import ga_optax as ga
-from ga_optax._window import room, stages
+from ga_optax._window import room, split_scans
 
 pytestmark = [
     pytest.mark.usefixtures("optax_promotion", "fast_compilation"),
@@ -56,22 +56,22 @@ def test_a_scan_has_the_value_and_gradients_of_the_whole_batch(body, how):
 
 
 def another_iteration(monkeypatch):
-    stacked = stages.Stages._stacked
+    stacked = split_scans.SplitScan._stacked
     roll = lambda *args: jnp.roll(stacked(*args), 1, 0)  # noqa: E731
-    monkeypatch.setattr(stages.Stages, "_stacked", roll)
+    monkeypatch.setattr(split_scans.SplitScan, "_stacked", roll)
 
 
 def always_forwards(monkeypatch):
-    scanned = stages._scanned
+    scanned = split_scans._scanned
     monkeypatch.setattr(
-        stages,
+        split_scans,
         "_scanned",
-        lambda how, *rest: scanned(how._replace(reverse=False), *rest),
+        lambda scan, *rest: scanned(scan._replace(reverse=False), *rest),
     )
 
 
 def without_marks(monkeypatch):
-    monkeypatch.setattr(stages.Stages, "_marked", lambda self, equations, out: out)
+    monkeypatch.setattr(split_scans, "checkpoint_name", lambda x, name: x)
 
 
 @pytest.mark.parametrize(
@@ -103,13 +103,13 @@ def lines(layers):
 
 def in_the_open(monkeypatch):
     """Iterations stand one after the other."""
-    find = stages.Stages._find_levels
+    find = split_scans.SplitScan._find_parts
 
     def found(self, graph):
         find(self, graph)
-        self.unrolled.update(self.level.values())
+        self.unrolled.update(self.part.values())
 
-    monkeypatch.setattr(stages.Stages, "_find_levels", found)
+    monkeypatch.setattr(split_scans.SplitScan, "_find_parts", found)
 
 
 def test_a_program_has_as_many_lines_at_any_length(monkeypatch):

@@ -280,7 +280,7 @@ def test_rows_that_move_are_right_and_not_computed_whole(name, k):
 def test_rows_that_move_are_stored_as_they_were_or_not_at_all(name, copies):
     found = dependencies(MOVES[name])
     stacks = [m.type.shape for m in found.meetings if m.kind == "stack"]
-    of_all = [x for x in found.kept if x.kind == "once" and x.shape]
+    of_all = [x for x in found.kept if x.kind == "shared" and x.shape]
     assert (stacks, of_all) == ([(N // 4, D)] * copies, [])
 
 

@@ -1,10 +1,12 @@
-"""How a gradient gets into its accumulator, one `Addition` for each leaf.
+"""The gradients of a micro-batch are added to their accumulators.
 
-by hand     it leaves the backward pass, and is added to the sum
-stacked     it is of one micro-batch alone, and has its place in a stack
-scattered   each device adds the part of the sum over devices that it keeps
-in place    the backward pass adds it to a reference, slice by slice; if it is scattered
-            too, each slice is scattered before
+There is one `Addition` for each leaf:
+
+    by hand     the gradient leaves the backward pass, and is added to the sum
+    stacked     the gradient of a leaf of the batch is written to its place in a stack
+    scattered   each device adds its part of the sum over devices
+    in place    the backward pass adds the gradient to a reference, slice by slice; if
+                the gradient is scattered, too, each slice is scattered first
 """
 
 import functools
@@ -16,34 +18,29 @@ import jax.numpy as jnp
 
 from ga_optax import accumulator
 from ga_optax._devices import collectives
-from ga_optax._devices.meshes import Axes, Placement
+from ga_optax._devices.meshes import Placement
 from ga_optax._loop import sending, trees
-from ga_optax._loop.step import Step
+from ga_optax._loop.loss import LossProgram
 from ga_optax._passes import ir
 
 Pull = Callable[..., Sequence[jax.Array]]
 
 
 class MicroStep(NamedTuple):
-    """What the gradients of one micro-step have in common.
+    """The weight and the index of a micro-batch, for all gradients.
 
     Attributes:
-      weight: what multiplies them; None if it multiplied the cotangent of the loss.
-      skip: a weight that leaves them out if it is 0; None if all devices have to add.
-      zero: see `accumulator.rounded`; None if nothing has to be rounded before.
-      axes: the data axes that are bound.
-      index: which of the stacks of this device is the micro-batch's.
+      weight: the factor of the gradients; None if it is a factor of the cotangent.
+      skip: the weight if gradients of weight 0 are left out; None if every device has
+        to add.
+      zero: see `accumulator.rounded`; None if nothing has to be rounded first.
+      index: the place of the micro-batch in the stacks of this device.
     """
 
     weight: jax.Array | None
     skip: jax.Array | None
     zero: jax.Array | None
-    axes: Axes
     index: jax.Array | None = None
-
-    def add(self, total: jax.Array, term: jax.Array) -> jax.Array:
-        """`total + term`, or `total` if the micro-batch has weight 0."""
-        return accumulator.add_terms([total], [term], self.skip)[0]
 
     def counted(self, g: jax.Array) -> jax.Array:
         """`g`, or a zero that changes no sum if the micro-batch has weight 0."""
@@ -53,20 +50,21 @@ class MicroStep(NamedTuple):
 
 
 class Addition(NamedTuple):
-    """How the gradient of a leaf is added.
+    """The addition of the gradient of one leaf to a sum.
 
     Attributes:
-      type: of the gradient in the backward pass.
-      due: its type where it leaves that.
-      bare: whether it may be a bare product, which is rounded before it is added.
-      in_place: whether the backward pass adds it to a reference.
-      scattered: how the sum over devices is, of which this one adds its part.
-      stacked: whether it is written to its place in a stack.
-      begins: whether nothing is there.
+      type: the type of the gradient in the backward pass.
+      returned: the type in which the gradient leaves the backward pass.
+      bare: True if the gradient may be a bare product, which is rounded before it is
+        added.
+      in_place: True if the backward pass adds the gradient to a reference.
+      scattered: the placement of the sum over devices, if this device adds a part.
+      stacked: True if the gradient is written to its place in a stack.
+      begins: True if this place is empty.
     """
 
     type: Any
-    due: Any
+    returned: Any
     bare: bool = False
     in_place: bool = False
     scattered: Any = None  # a Placement, or None
@@ -74,15 +72,15 @@ class Addition(NamedTuple):
     begins: bool = False
 
     def add(self, total: jax.Array, g: jax.Array, step: MicroStep) -> jax.Array:
-        """The sum with a gradient in it that has left the backward pass."""
+        """The sum after the addition of a gradient that has left the backward pass."""
         if step.weight is not None:
             g = accumulator.weighted(g, step.weight, total.dtype, step.zero)
         elif self.bare and step.zero is not None:
             g = accumulator.rounded(g, step.zero)
         if self.scattered is not None:
             return accumulator.plus(total, self._part(g.astype(total.dtype), step))
-        if not self.stacked:
-            return step.add(total, g)
+        if not self.stacked:  # the sum stays as it is if the micro-batch has weight 0
+            return accumulator.add_terms([total], [g], step.skip)[0]
         g = step.counted(g).astype(total.dtype)
         if not self.begins:
             g = accumulator.plus(
@@ -90,17 +88,19 @@ class Addition(NamedTuple):
             )
         return jax.lax.dynamic_update_index_in_dim(total, g, step.index, 0)
 
-    def _part(self, g: jax.Array, step: MicroStep) -> jax.Array:
-        ndim = len(self.type.shape)
-        return collectives.scatter(step.counted(g), self.scattered, ndim)
-
-    # -- In place ----------------------------------------------------------------------
+    def adds_as_it_comes(self, ref: Any) -> bool:
+        """True if the backward pass can add to the reference without `write`."""
+        return self.scattered is None and self.type.dtype == ref.dtype
 
     def write(self, step: MicroStep, ref: Any, g: jax.Array) -> None:
-        """Adds a gradient, or a slice of it, to a reference."""
+        """Adds a gradient, or a slice of the gradient, to a reference."""
         g = g.astype(ref.dtype)
         g = g if self.scattered is None else self._part(g, step)
         jax.ref.addupdate(ref, ..., g)
+
+    def _part(self, g: jax.Array, step: MicroStep) -> jax.Array:
+        ndim = len(self.type.shape)
+        return collectives.scatter(step.counted(g), self.scattered, ndim)
 
 
 # -- All leaves ------------------------------------------------------------------------
@@ -109,38 +109,39 @@ Additions = Sequence[Addition]
 
 
 def choose(
-    step: Step,
+    program: LossProgram,
     totals: Sequence[jax.Array],
     whys: Sequence[Any],
-    sent: Mapping[int, Placement],
+    scattered: Mapping[int, Placement],
 ) -> list[Addition]:
-    """How the gradient of each leaf is added.
+    """One addition for each leaf of the parameters.
 
     Args:
-      step: what `fun` does.
+      program: the loss of a micro-batch.
       totals: the accumulators.
-      whys: why a leaf is not added in place; None if it is.
-      sent: which gradients are scattered before they are added, and how.
+      whys: the reason why a leaf is not added in place; None if it is.
+      scattered: the gradients that are scattered before they are added, and how.
     """
-    found = []
+    additions = []
     for i, (total, why) in enumerate(zip(totals, whys, strict=True)):
-        aval: Any = step.jaxpr.invars[i].aval
-        bare, due = step.arrivals[i] is None, aval
+        aval: Any = program.jaxpr.invars[i].aval
+        bare, returned = program.arrivals[i] is None, aval
         # A sum leaves the backward pass in the dtype of its accumulator, if wider.
         wider = jnp.finfo(total.dtype).bits > jnp.finfo(aval.dtype).bits
-        if wider and not bare and not step.multiplies:
-            due = aval.update(dtype=total.dtype)
-        found.append(Addition(aval, due, bare, why is None, sent.get(i)))
-    return found
+        if wider and not bare and not program.multiplies:
+            returned = aval.update(dtype=total.dtype)
+        new = Addition(aval, returned, bare, why is None, scattered.get(i))
+        additions.append(new)
+    return additions
 
 
 def by_hand(additions: Additions) -> list[Addition]:
-    """The same without references."""
+    """The same additions without references."""
     return [x._replace(in_place=False) for x in additions]
 
 
-def placed(x: jax.Array, begins: bool = True) -> Addition:
-    """That of a leaf of the batch, each micro-batch of which has its own in a stack."""
+def stacked(x: jax.Array, begins: bool = True) -> Addition:
+    """The addition to `x`, which has one gradient for each micro-batch."""
     aval = jax.typeof(x[0])
     return Addition(aval, aval, stacked=True, begins=begins)
 
@@ -148,59 +149,54 @@ def placed(x: jax.Array, begins: bool = True) -> Addition:
 def add(
     additions: Additions, totals: Sequence[jax.Array], step: MicroStep, pull: Pull
 ) -> list[jax.Array]:
-    """The sums with the gradients of one micro-step in them.
+    """The sums after the addition of the gradients of one micro-batch.
 
-    `pull` returns the gradients; given references, it adds to these.
+    `pull` returns all gradients. If `pull` is given references, it adds to the
+    references.
     """
-    pairs = enumerate(zip(additions, totals, strict=True))
-    refs = {i: jax.new_ref(t) for i, (x, t) in pairs if x.in_place}
-    due = {i: x.due for i, x in enumerate(additions) if not x.in_place}
+    places = range(len(additions))
+    refs = {i: jax.new_ref(totals[i]) for i in places if additions[i].in_place}
+    types = {i: additions[i].returned for i in places if i not in refs}
 
-    def left(grads: Sequence[jax.Array]) -> list[jax.Array]:
-        """Those of the gradients that are not added yet."""
-        pairs = ((grads[i], aval.dtype) for i, aval in due.items())
-        return [x if x.dtype == dtype else x.astype(dtype) for x, dtype in pairs]
-
-    def adding(*its: Any) -> list[jax.Array]:
-        slots = dict(zip(refs, its, strict=True))
-        every = range(len(additions))
-        return left(pull(*[slots.get(i, jax.ad.GradValue()) for i in every]))
+    def gradients(*slots: Any) -> list[jax.Array]:
+        """Adds to the references `slots`; returns the other gradients."""
+        ref_of = dict(zip(refs, slots, strict=True))
+        every = [ref_of.get(i, jax.ad.GradValue()) for i in places] if refs else ()
+        grads = pull(*every)
+        pairs = [(grads[i], aval.dtype) for i, aval in types.items()]
+        return [g if g.dtype == dtype else g.astype(dtype) for g, dtype in pairs]
 
     def backward() -> list[jax.Array]:
+        pairs = [(additions[i], ref) for i, ref in refs.items()]
         with jax.named_scope("compute"):
-            if not refs:
-                return left(pull())
-            its = {i: additions[i] for i in refs}
-            same = all(x.type.dtype == refs[i].dtype for i, x in its.items())
-            if same and all(x.scattered is None for x in its.values()):
-                return adding(*refs.values())
-            writes = [functools.partial(x.write, step) for x in its.values()]
-            types = [x.type for x in its.values()]
-            return sending.run(adding, types, [*refs.values()], writes)
+            if all(x.adds_as_it_comes(ref) for x, ref in pairs):
+                return gradients(*refs.values())
+            types = [x.type for x, _ in pairs]
+            writes = [functools.partial(x.write, step) for x, _ in pairs]
+            return sending.run(gradients, types, [*refs.values()], writes)
 
     if refs and step.skip is not None and all(x.scattered is None for x in additions):
-        grads = _unless(step.skip == 0, backward, trees.blank(list(due.values())))
+        grads = _unless(step.skip == 0, backward, trees.blank([*types.values()]))
     else:
         grads = backward()
-    sums: dict[int, Any] = {}
     with jax.named_scope("accumulate"):
-        for i, g in zip(due, grads, strict=True):
-            sums[i] = additions[i].add(totals[i], g, step)
+        pairs = zip(types, grads, strict=True)
+        sums = {i: additions[i].add(totals[i], g, step) for i, g in pairs}
     sums |= {i: jax.ref.freeze(ref) for i, ref in refs.items()}
-    return [sums[i] for i in range(len(additions))]
+    return [sums[i] for i in places]
 
 
 def _unless(
     skips: jax.Array, backward: Callable[[], list[jax.Array]], zeros: list[jax.Array]
 ) -> list[jax.Array]:
-    """The gradients, or zeros without a backward pass if `skips`.
+    """The gradients; or zeros, and no backward pass, if `skips`.
 
-    What went into a reference cannot be selected away afterwards.
+    An addition to a reference cannot be selected away afterwards.
     """
     jaxpr = ir.program_of(backward).jaxpr
     depending = ir.following(jaxpr, jaxpr.constvars)
     grads = jax.lax.cond(skips, lambda: zeros, backward)
-    # XLA leaves out the addition of a zero, but not of one that a branch returns: of
+    # XLA leaves out the addition of a zero, but not of a zero that a branch returns:
     # the gradient of what `fun` does not use.
     triples = zip(jaxpr.outvars, zeros, grads, strict=True)
     return [x if ir.is_among(v, depending) else z for v, z, x in triples]

@@ -1,4 +1,4 @@
-"""What keeps a micro-step one program in every grouping.
+"""Fences keep a micro-step one program in every grouping.
 
 A micro-step has the same bits in a loop of any length if XLA compiles it the same way,
 whatever is around it. Three of its passes look at what is around it: it moves what does
@@ -19,10 +19,10 @@ from ga_optax._passes import ir
 
 
 def fusion_barrier(tree: Any) -> Any:
-    """`tree`, which XLA computes before what reads it, and fuses nothing across.
+    """`tree` behind a barrier: XLA moves and fuses nothing across.
 
-    Without it, XLA would compute what depends on the parameters alone before a loop of
-    several micro-steps, and round it in another way than in a loop of one.
+    Without the barrier, XLA would compute values of the parameters alone before a loop
+    of several micro-steps, and round these values otherwise than in a loop of one.
     """
     leaves, structure = jax.tree.flatten(tree)
     groups: dict[Any, list[int]] = {}
@@ -36,21 +36,21 @@ def fusion_barrier(tree: Any) -> Any:
 
 
 def _is_value(x: Any) -> bool:
-    """Whether it is an array, and not a reference that `fun` closes over."""
+    """True for an array, and not for a reference that `fun` closes over."""
     return isinstance(jax.typeof(x), jax.core.ShapedArray)
 
 
 def cast_inside(
     leaves: list[jax.Array], narrowed: list[bool], zero: jax.Array
 ) -> list[jax.Array]:
-    """The leaves; XLA casts those that are `narrowed` in each micro-step.
+    """The leaves. XLA casts the leaves that are `narrowed` in each micro-step.
 
-    On TPUs it drops barriers, casts such leaves before the loop over micro-batches, and
-    holds what comes out for as long as that runs. It cannot do so with what depends on
-    a zero that it does not know. The subtraction and the cast are one kernel, and x - 0
-    is x, whatever it is.
+    On TPUs XLA drops barriers, casts such leaves before the loop over micro-batches,
+    and holds the casts while the loop runs. XLA cannot do so if the leaves depend on a
+    zero that XLA does not know. The subtraction and the cast are one kernel, and x - 0
+    is x for every x.
     """
-    chosen = [i for i, its in enumerate(narrowed) if its]
+    chosen = [i for i, is_narrowed in enumerate(narrowed) if is_narrowed]
     if not chosen:
         return leaves
 
@@ -64,13 +64,17 @@ def cast_inside(
     return ir.put(leaves, chosen, new)
 
 
-def alone(step: Callable[..., Any], start: Any, batch: list[jax.Array]) -> Any:
-    """One micro-step, which XLA compiles by itself, as it does the body of a loop.
+def single_step(step: Callable[..., Any], start: Any, batch: list[jax.Array]) -> Any:
+    """Runs one micro-step in a conditional that XLA cannot fold on CPUs.
 
-    XLA removes a loop of one micro-step. On CPUs it cannot tell that this conditional
-    has one way; elsewhere that is not needed, and the predicate is known.
+    XLA compiles a branch by itself, as the body of a loop. XLA would inline a loop of
+    one iteration, and on CPUs round differently.
     """
-    state, collected = if_holds(true(), step, start, batch)
+    true = jax.lax.platform_dependent(
+        cpu=lambda: jax.lax.optimization_barrier(jnp.ones([], bool)),
+        default=lambda: jnp.ones([], bool),
+    )
+    state, collected = if_holds(true, step, start, batch)
     return state, jax.tree.map(lambda x: x[None], collected)
 
 
@@ -78,33 +82,25 @@ def if_holds(
     predicate: jax.Array, step: Callable[..., Any], start: Any, batch: list[jax.Array]
 ) -> Any:
     """`step(start, batch)`, or `start` and zeros to collect."""
-    step, (due, types) = ir.traced_once(step, start, batch)
+    step, (state_types, types) = ir.traced_once(step, start, batch)
     types, structure = jax.tree.flatten(types)
 
     def stay() -> Any:
-        def kept(x: jax.Array, due: Any) -> jax.Array:  # a sum may have been reduced
-            same = x.shape == due.shape and meshes.varying(x) == meshes.varying(due)
-            return x if same else trees.blank([due])[0]
+        def unchanged(x: jax.Array, to: Any) -> jax.Array:
+            same = x.shape == to.shape and meshes.varying(x) == meshes.varying(to)
+            return x if same else trees.blank([to])[0]  # a sum may have been reduced
 
-        state = jax.tree.map(kept, start, due)
+        state = jax.tree.map(unchanged, start, state_types)
         return state, jax.tree.unflatten(structure, trees.blank(types))
 
     return jax.lax.cond(predicate, lambda: step(start, batch), stay)
 
 
-def true() -> jax.Array:
-    """True, which XLA does not know on CPUs."""
-    return jax.lax.platform_dependent(
-        cpu=lambda: jax.lax.optimization_barrier(jnp.ones([], bool)),
-        default=lambda: jnp.ones([], bool),
-    )
-
-
 def next_count(count: jax.Array) -> jax.Array:
-    """`count + 1`; on CPUs by a sort.
+    """`count + 1`. On CPUs by a sort, which XLA does not fuse into one function.
 
-    That keeps XLA from compiling a loop as one function, in which it adds in another
-    order and contracts other products than in operations compiled one by one.
+    In a loop that is one function, XLA adds in another order and contracts other
+    products than in operations compiled one by one (jaxlib 0.10 to 0.12).
     """
     return jax.lax.platform_dependent(
         count,

@@ -10,9 +10,10 @@ import jax.numpy as jnp
 
 from ga_optax import accumulator
 from ga_optax._devices import collectives, meshes
-from ga_optax._loop import additions, fences, trees, ways
+from ga_optax._loop import additions, fences, trees
 from ga_optax._loop.additions import Additions, MicroStep
-from ga_optax._loop.step import Flat, Operands, Step, Where
+from ga_optax._loop.folds import FOLDS, Weighting
+from ga_optax._loop.loss import DeviceContext, Flat, LossProgram, Operands
 from ga_optax._passes import casts, ir, table
 from ga_optax._passes.facts import Facts
 from ga_optax._passes.transformable import with_rules_of
@@ -28,25 +29,25 @@ def with_passes(run: Callable[[Any], Any], operands: Any, facts: Facts) -> Any:
 
 
 class State(NamedTuple):
-    """What one micro-batch hands to the next, flat.
+    """The carry of the loop, flat.
 
     Attributes:
-      acc: the accumulator so far.
-      carry: the carried arguments.
-      results: what the way of each result keeps of it; after the loop, or what it
-        collected. The loss is the first.
-      seen: the weight and the number of the micro-batches of this call, which the way
-        "mean" divides by; empty without one.
+      acc: the accumulator.
+      carry: the carried arguments of `fun`.
+      results: the carry of the fold of each result; after the loop, or the stack that
+        the loop collected. The loss is the first.
+      weights: the weight and the number of the micro-batches of this call, by which the
+        fold "mean" divides; empty without such a fold.
     """
 
     acc: Flat
     carry: list[jax.Array]
     results: list[Any]
-    seen: Sequence[jax.Array]
+    weights: Sequence[jax.Array]
 
 
 def with_collected(state: State, collected: Mapping[int, Any]) -> State:
-    """The state with what was collected, by number of the result."""
+    """The state with the stacks that were collected, by number of the result."""
     results = [collected.get(i, x) for i, x in enumerate(state.results)]
     return state._replace(results=results)
 
@@ -56,20 +57,20 @@ class Loop:
     """A scan over micro-batches.
 
     Attributes:
-      step: what `fun` does to one of them.
-      where: the devices.
-      num_microbatches: how many there are.
+      program: the loss of a micro-batch.
+      devices: the devices on which the loop runs.
+      num_microbatches: how many micro-batches there are.
       additions: how gradients are added.
-      rounds_once: whether gradients are rounded in the accumulator alone.
-      begins: whether the accumulator is known to be empty, see `accumulator.begun`.
-      rows: how many leaves of the batch are differentiated, too: the first of them.
-      index: which leaf of the batch is the index of the micro-batch, if some are.
-      moved: leaves of the batch that are read from a total, in which their place is
-        written over: `(leaf, total)`, by number.
+      rounds_once: True if gradients are rounded in the accumulator alone.
+      begins: True if the accumulator is known to be empty, see `accumulator.begun`.
+      rows: how many leaves of the batch are differentiated: the first ones.
+      index: which leaf of the batch is the index of the micro-batch, if `rows`.
+      moved: pairs `(leaf of the batch, total)`: a micro-batch reads the leaf at its
+        place in the total, before the gradient is written over this place.
     """
 
-    step: Step
-    where: Where
+    program: LossProgram
+    devices: DeviceContext
     num_microbatches: int
     additions: Additions
     rounds_once: bool = False
@@ -79,7 +80,7 @@ class Loop:
     moved: tuple[tuple[int, int], ...] = ()
 
     def __call__(self, operands: Operands) -> State:
-        """Returns the last state, with all that was collected in it."""
+        """Returns the last state, with all that the loop collected."""
         if not any(x.in_place for x in self.additions):
             return self.run(operands)
         by_hand = additions.by_hand(self.additions)
@@ -87,36 +88,34 @@ class Loop:
         return with_rules_of(plain.run, self.run)(operands)
 
     def run(self, operands: Operands) -> State:
-        """The loop, after all passes; with references it has no transformations."""
-        if not self.step.optimize:
+        """The loop after all passes. JAX cannot transform a loop with references."""
+        if not self.program.optimize:
             return self.as_written(operands)
         facts = Facts(
-            sliced=self.step.sliced,
+            sliced=self.program.sliced,
             rounds_once=self.rounds_once,
-            local=self.where.is_local,
-            logical=bool(self.where.logical),
+            local=self.devices.is_local,
+            logical=bool(self.devices.logical),
         )
         return with_passes(self.as_written, operands, facts)
 
     def as_written(self, operands: Operands) -> State:
-        """The loop itself."""
-        batch, state = operands.batch, self.start(operands)
-        step: Any = functools.partial(self.micro_step, operands, self.additions)
-        xs: Any = batch
+        """The loop before all passes."""
+        state, xs = self.start(operands), operands.batch
+        step: Any = functools.partial(self.micro_step, operands)
         if operands.num_real is not None:
             step = functools.partial(_if_real, step, operands.num_real)
-            xs = jnp.arange(self.num_microbatches, dtype=jnp.int32), batch
+            xs = jnp.arange(self.num_microbatches, dtype=jnp.int32), xs
         if self.num_microbatches > 1:
-            state, collected = jax.lax.scan(step, state, xs)
-        else:
-            first = jax.tree.map(lambda x: x[0], xs)
-            state, collected = self.once(step, state, first)
-        return with_collected(state, collected)
+            return with_collected(*jax.lax.scan(step, state, xs))
+        first = jax.tree.map(lambda x: x[0], xs)
+        once = fences.single_step if self.program.optimize else _single_step
+        return with_collected(*once(step, state, first))
 
     def collected(self, results: Sequence[Any]) -> dict[int, Any]:
-        """Those of the results that are collected, by number."""
-        pairs = enumerate(zip(self.step.ways, results, strict=True))
-        return {i: x for i, (name, x) in pairs if ways.WAYS[name].collects}
+        """The results that the loop collects, by number."""
+        pairs = enumerate(zip(self.program.folds, results, strict=True))
+        return {i: x for i, (name, x) in pairs if FOLDS[name].collects}
 
     def start(self, operands: Operands) -> State:
         """The state before the first micro-batch."""
@@ -128,90 +127,78 @@ class Loop:
         weight = self.vary(weight, count)
         # A known counter would be no fence: XLA computes what follows from it.
         acc = Accumulator(total, weight, self.fenced(count))
-        pairs = zip(self.step.ways, self.step.results, strict=True)
-        results = [ways.WAYS[name].init(x, self.vary) for name, x in pairs]
-        seen: list[Any] = []
-        if "mean" in self.step.ways:
+        pairs = zip(self.program.folds, self.program.results, strict=True)
+        results = [FOLDS[name].init(x, self.vary) for name, x in pairs]
+        weights: list[Any] = []
+        if "mean" in self.program.folds:
             zero = jnp.zeros([], float)
-            seen = [self.vary(zero, zero), jnp.zeros([], jnp.int32)]
-        return State(acc, operands.carry, results, seen)
-
-    def once(
-        self, step: Callable[..., Any], start: State, batch: Any
-    ) -> tuple[State, Any]:
-        """A single micro-step, as an iteration of the loop."""
-        if self.step.optimize:
-            return fences.alone(step, start, batch)
-        state, collected = step(start, batch)
-        return state, jax.tree.map(lambda x: x[None], collected)
+            weights = [self.vary(zero, zero), jnp.zeros([], jnp.int32)]
+        return State(acc, operands.carry, results, weights)
 
     def fenced(self, tree: Any) -> Any:
-        return fences.fusion_barrier(tree) if self.step.optimize else tree
+        return fences.fusion_barrier(tree) if self.program.optimize else tree
 
     def micro_step(
-        self,
-        operands: Operands,
-        adds: Additions,
-        state: State,
-        batch: list[jax.Array],
+        self, operands: Operands, state: State, batch: list[jax.Array]
     ) -> tuple[State, dict[int, Any]]:
-        """The next state, and what to collect."""
-        its, acc = self.step, state.acc
+        """The next state, and the results to collect."""
+        program, acc = self.program, state.acc
         index = batch[self.index] % self.num_microbatches if self.rows else None
         batch = list(batch)
         for leaf, total in self.moved:
-            at = jax.lax.dynamic_index_in_dim(acc.total[total], index, keepdims=False)
-            batch[leaf] = at
+            stack = acc.total[total]
+            batch[leaf] = jax.lax.dynamic_index_in_dim(stack, index, keepdims=False)
         loss, pullback, rest = self.forward(operands, state, batch)
         weight = factor = None
         cotangent = jnp.ones_like(loss)
-        if its.weighted:
+        if program.weighted:
             weight, *rest = rest
             weight = weight.astype(acc.weight.dtype)
-            # The backward pass is linear in the cotangent: with the weight for it,
-            # weighted gradients come out, and nothing has to be multiplied.
-            if its.multiplies:
+            # The backward pass is linear in the cotangent: if the cotangent is the
+            # weight, the gradients are weighted, and nothing has to be multiplied.
+            if program.multiplies:
                 factor = weight
             else:
                 cotangent = weight.astype(loss.dtype)
         carry, aux = rest[: len(state.carry)], rest[len(state.carry) :]
-        zero = accumulator.unknown_zero(acc.count) if its.optimize else None
-        # If the backward pass sums over devices, they all have to run it, and no one of
-        # them may leave out what came of it.
-        skip = None if self.where.sums_already else weight
-        step = MicroStep(factor, skip, zero, self.where.axes, index)
+        zero = accumulator.unknown_zero(acc.count) if program.optimize else None
+        # If the backward pass sums over devices, every device has to run it, and no
+        # device may leave out the sums.
+        skip = None if self.devices.sums_already else weight
+        step = MicroStep(factor, skip, zero, index)
         pull = functools.partial(_pull, pullback, trees.like(cotangent, loss))
-        total = additions.add(adds, acc.total, step, pull)
+        total = additions.add(self.additions, acc.total, step, pull)
         with jax.named_scope("accumulate"):
             one = jnp.ones_like(acc.weight) if weight is None else weight
-            follows = fences.next_count if its.optimize else accumulator.increment
+            increment = fences.next_count if program.optimize else accumulator.increment
             weights = self.vary(acc.weight + one, one)
-            acc = Accumulator(total, weights, follows(acc.count))
+            acc = Accumulator(total, weights, increment(acc.count))
             pairs = zip(carry, state.carry, strict=True)
             carry = [trees.like(trees.strong(new), old) for new, old in pairs]
-            results, seen = self.put([loss, *aux], state, weight, zero)
-        return State(acc, carry, results, seen), self.collected([loss, *aux])
+            results, weights = self.fold([loss, *aux], state, weight, zero)
+        return State(acc, carry, results, weights), self.collected([loss, *aux])
 
-    def put(
+    def fold(
         self,
         leaves: Sequence[Any],
         state: State,
         weight: jax.Array | None,
         zero: jax.Array | None,
     ) -> tuple[list[Any], list[jax.Array]]:
-        """What is kept of the results, and seen, after one more micro-batch."""
-        own, seen = None, []
-        if state.seen:
-            total, count = state.seen
+        """The carries of the folds, and the weights, after one more micro-batch."""
+        zero_of_weighted, weights = None, []
+        if state.weights:
+            total, count = state.weights
             # Of this counter: with the loop's own zero XLA on CPUs (jaxlib 0.12) orders
             # the loop so that a weighted model of unrolled layers holds one more leaf.
             if weight is not None and zero is not None:
-                own = accumulator.unknown_zero(count)
+                zero_of_weighted = accumulator.unknown_zero(count)
             one = jnp.ones_like(total) if weight is None else weight
-            seen = [total + one, accumulator.increment(count)]
-        now = ways.Now(weight, zero, own)
-        triples = zip(self.step.ways, state.results, leaves, strict=True)
-        return [ways.WAYS[name].step(kept, x, now) for name, kept, x in triples], seen
+            weights = [total + one, accumulator.increment(count)]
+        weighting = Weighting(weight, zero, zero_of_weighted)
+        triples = zip(self.program.folds, state.results, leaves, strict=True)
+        results = [FOLDS[name].step(carry, x, weighting) for name, carry, x in triples]
+        return results, weights
 
     def forward(
         self, operands: Operands, state: State, batch: list[jax.Array]
@@ -219,14 +206,15 @@ class Loop:
         """The loss of a micro-batch, its pullback, and the other results of `fun`."""
         given = operands.consts, operands.params, batch, state.carry
         consts, params, batch, carry = self.fenced(given)
-        if self.step.optimize and self.where.is_local and self.num_microbatches > 1:
-            jaxpr, zero = self.step.jaxpr, accumulator.unknown_zero(state.acc.count)
+        optimize, jaxpr = self.program.optimize, self.program.jaxpr
+        if optimize and self.devices.is_local and self.num_microbatches > 1:
+            zero = accumulator.unknown_zero(state.acc.count)
             of_params = jaxpr.invars[: len(params)]
             narrowed = [casts.is_narrowed(jaxpr, x) for x in of_params]
             params = fences.cast_inside(params, narrowed, zero)
         params, batch = [*params, *batch[: self.rows]], batch[self.rows :]
         keys = [jax.random.fold_in(key, state.acc.count) for key in operands.keys]
-        program = ir.Program(self.step.jaxpr, consts)
+        program = ir.Program(jaxpr, consts)
 
         def evaluate(*params: jax.Array) -> tuple[jax.Array, list[Any]]:
             loss, *rest = ir.results(program, [*params, *batch, *keys, *carry])
@@ -237,22 +225,27 @@ class Loop:
 
     def vary(self, x: jax.Array, term: Any) -> jax.Array:
         """Marks a sum as varying over devices as `term` does, one of its terms."""
-        return collectives.vary(x, (*self.step.varying, *meshes.varying(term)))
+        return collectives.vary(x, (*self.program.varying, *meshes.varying(term)))
 
     def results(self, state: State) -> list[jax.Array]:
         """The loss and the leaves of the aux, of all micro-batches."""
-        weight = state.seen[0] if state.seen else None
-        kept = zip(self.step.ways, state.results, strict=True)
-        leaves = [ways.WAYS[name].finish(x, weight) for name, x in kept]
-        pairs = zip(leaves, self.step.results, strict=True)
+        weight = state.weights[0] if state.weights else None
+        names, types = self.program.folds, self.program.results
+        pairs = zip(names, state.results, strict=True)
+        leaves = [FOLDS[name].finish(x, weight) for name, x in pairs]
         return [
-            x.astype(due.dtype) if jnp.issubdtype(due.dtype, jnp.inexact) else x
-            for x, due in pairs
+            x.astype(t.dtype) if jnp.issubdtype(t.dtype, jnp.inexact) else x
+            for x, t in zip(leaves, types, strict=True)
         ]
 
 
+def _single_step(step: Callable[..., Any], state: State, batch: Any) -> tuple[Any, Any]:
+    state, collected = step(state, batch)
+    return state, jax.tree.map(lambda x: x[None], collected)
+
+
 def _if_real(step: Callable[..., Any], number: Any, state: State, x: Any) -> Any:
-    """A micro-step that is left out from a number on."""
+    """A micro-step, which is left out from a number on."""
     i, batch = x
     return fences.if_holds(i < number, step, state, batch)
 

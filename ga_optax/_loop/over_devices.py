@@ -1,4 +1,4 @@
-"""A loop on several devices: their states, put together after it."""
+"""The states of several devices are put together after the loop."""
 
 import dataclasses
 from typing import Any
@@ -10,15 +10,15 @@ from ga_optax import accumulator
 from ga_optax._devices import collectives, logical, meshes
 from ga_optax._devices.meshes import Placement
 from ga_optax._loop import fences
+from ga_optax._loop.folds import FOLDS
 from ga_optax._loop.loop import Loop, State, with_collected
-from ga_optax._loop.step import Operands, Where
-from ga_optax._loop.ways import WAYS
+from ga_optax._loop.loss import DeviceContext, Operands
 from ga_optax.accumulator import Accumulator
 
 
-def of_logical(loop: Loop, operands: Operands, where: Where) -> State:
-    """The state of the logical devices of this device: each runs the loop by itself."""
-    number, axes = where.logical, where.axes
+def of_logical(loop: Loop, operands: Operands, devices: DeviceContext) -> State:
+    """The state of all logical devices of this device. Each runs the loop by itself."""
+    number, axes = devices.logical, devices.axes
     indices = number * jax.lax.axis_index(axes) + jnp.arange(number, dtype=jnp.int32)
     batch = [jnp.reshape(x, (number, -1, *x.shape[1:])) for x in operands.batch]
 
@@ -42,10 +42,10 @@ def of_logical(loop: Loop, operands: Operands, where: Where) -> State:
             logical.plus(x, y) if _averages(x) else jnp.maximum(x, y)
             for x, y in zip(a.carry, b.carry, strict=True)
         ]
-        kept = zip(loop.step.ways, a.results, b.results, strict=True)
-        results = [WAYS[name].join(x, y) for name, x, y in kept]
-        seen = a.seen and [a.seen[0] + b.seen[0], b.seen[1]]
-        return State(acc, carry, results, seen)
+        triples = zip(loop.program.folds, a.results, b.results, strict=True)
+        results = [FOLDS[name].join(x, y) for name, x, y in triples]
+        weights = a.weights and [a.weights[0] + b.weights[0], b.weights[1]]
+        return State(acc, carry, results, weights)
 
     buffers = [loop.start(operands)] * number.bit_length()  # one for each level
     loop = dataclasses.replace(loop, begins=False)
@@ -55,40 +55,39 @@ def of_logical(loop: Loop, operands: Operands, where: Where) -> State:
 
 
 def _averages(x: jax.Array) -> bool:
-    """Whether the carry of all devices is their mean, and not the largest."""
+    """True if the carry of all devices is the mean, and False if it is the largest."""
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
-def all_reduced(loop: Loop, state: State, where: Where) -> State:
-    """The state of all devices: one communication, but for what is sharded."""
-    axes = where.axes
-    merges = [WAYS[name].merge for name in loop.step.ways]
-    kept = list(zip(merges, state.results, strict=True))
-    addends = [x for merge, x in kept if merge is None]
+def all_reduced(loop: Loop, state: State, devices: DeviceContext) -> State:
+    """The state of all devices: one all-reduce, and one collective a sharded leaf."""
+    axes = devices.axes
+    merges = [FOLDS[name].merge for name in loop.program.folds]
+    results = list(zip(merges, state.results, strict=True))
+    addends = [x for merge, x in results if merge is None]
     # Σ w is reduced without weights, too: were the processes of a run to disagree on
     # the number of micro-batches, they would still all divide by the same number.
-    weights = [state.acc.weight] if "mean" in loop.step.ways else []
+    weights = [state.acc.weight] if "mean" in loop.program.folds else []
     means = [x for x in state.carry if _averages(x)]
     small, structure = jax.tree.flatten((addends, weights, means))
     leaves = [*state.acc.total, *collectives.vary(small, axes)]
-    places = [*where.placements, *[Placement()] * len(small)]
+    places = [*devices.placements, *[Placement()] * len(small)]
     number = meshes.num_devices(axes)
-    if where.logical:
-        number *= where.logical
+    if devices.logical:
+        number *= devices.logical
         zero = accumulator.unknown_zero(state.acc.count)
         # What follows is the same program on any number of devices.
         out = fences.fusion_barrier(logical.reduce(leaves, places, axes, zero))
     else:
         out = collectives.reduce(leaves, places, axes)
-    total = out[: len(where.placements)]
-    sums, weights, means = jax.tree.unflatten(structure, out[len(total) :])
-    [weight] = weights or [state.acc.weight]
-    rest = iter(means)
+    total = out[: len(devices.placements)]
+    sums, weight, means = jax.tree.unflatten(structure, out[len(total) :])
+    [weight] = weight or [state.acc.weight]
+    means, sums = iter(means), iter(sums)
     carry = [
-        next(rest) / number if _averages(x) else jax.lax.pmax(x, axes)
+        next(means) / number if _averages(x) else jax.lax.pmax(x, axes)
         for x in state.carry
     ]
-    added = iter(sums)
-    results = [merge(x, axes) if merge else next(added) for merge, x in kept]
-    seen = state.seen and [weight, state.seen[1]]
-    return State(Accumulator(total, weight, state.acc.count), carry, results, seen)
+    merged = [merge(x, axes) if merge else next(sums) for merge, x in results]
+    weights = state.weights and [weight, state.weights[1]]
+    return State(Accumulator(total, weight, state.acc.count), carry, merged, weights)

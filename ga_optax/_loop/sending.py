@@ -1,9 +1,8 @@
 """Gradients that are scattered over devices inside of the backward pass.
 
-A gradient that the backward pass adds to a reference, slice by slice if the model scans
-over its layers, is scattered there, slice by slice. To that end the
-program of the backward pass is run equation by equation, and what it would add to a
-reference is handed to a function.
+The backward pass adds a gradient to a reference, slice by slice if the model scans over
+layers. Here each slice is scattered first: the program of the backward pass runs
+equation by equation, and a function gets each gradient in place of the reference.
 """
 
 import functools
@@ -17,7 +16,7 @@ from ga_optax._loop import trees
 from ga_optax._passes import ir
 from ga_optax._passes.primitives import ADD_TO, NEW_REF
 
-# What to do with a gradient, or a slice of it, and what `run` was given for it.
+# Adds a gradient, or a slice of the gradient, to the reference that `run` was given.
 Write = Callable[[Any, jax.Array], None]
 
 
@@ -27,20 +26,20 @@ def run(
     refs: Sequence[Any],
     writes: Sequence[Write],
 ) -> list[jax.Array]:
-    """`backward(*references)`, with `writes` in place of its additions to those.
+    """`backward(*references)`, with `writes` in place of the additions to references.
 
     Args:
       backward: adds a gradient to each reference, and does nothing else with it.
-      types: the types of those gradients.
-      refs: what each of `writes` is given: a reference, or a tree of them. In a scan
-        over slices of the gradient, that is their slices.
-      writes: what to do with each gradient.
+      types: the types of these gradients.
+      refs: a reference for each of `writes`; in a scan over slices of the gradient,
+        `writes` get the slices of the reference.
+      writes: a function of the reference and of the gradient.
     """
     program = ir.program_of(lambda: backward(*map(jax.new_ref, trees.blank(types))))
     equations = program.jaxpr.eqns
-    made = [e for e in equations if e.primitive.name == NEW_REF][: len(types)]
-    rest = [e for e in equations if e not in made]
-    invars = [e.outvars[0] for e in made]
+    new_refs = [e for e in equations if e.primitive.name == NEW_REF][: len(types)]
+    rest = [e for e in equations if e not in new_refs]
+    invars = [e.outvars[0] for e in new_refs]
     jaxpr = program.jaxpr.replace(invars=invars, eqns=rest)
     return _run(program._replace(jaxpr=jaxpr), writes, refs)
 
@@ -48,20 +47,20 @@ def run(
 def _run(
     program: ir.Program, writes: Sequence[Write | None], args: Sequence[Any]
 ) -> list[Any]:
-    """The results of a program; `writes` has None for what is no such reference."""
-    held: Any = dict(zip(program.jaxpr.invars, writes, strict=True))
+    """The results of a program. `writes` is None for an argument of another kind."""
+    write_of: Any = dict(zip(program.jaxpr.invars, writes, strict=True))
 
     def rule(equation: core.JaxprEqn, values: list[Any]) -> Sequence[Any] | None:
         ins = equation.invars
-        here = [held.get(x) if ir.is_variable(x) else None for x in ins]
-        if not any(here):
+        inner = [write_of.get(x) if ir.is_variable(x) else None for x in ins]
+        if not any(inner):
             return None
         if equation.primitive.name == ADD_TO:
-            here[0](*values)  # pyrefly: ignore[not-callable]
+            inner[0](*values)  # pyrefly: ignore[not-callable]
             return ()
         # A jitted function, or a scan: see `is_cut`.
         [body] = ir.inner(equation)
-        inside = functools.partial(_run, body, here)
+        inside = functools.partial(_run, body, inner)
         if ir.kind(equation) == "scan":
             return ir.scan(ir.scan_of(equation), inside, values)
         return inside(values)

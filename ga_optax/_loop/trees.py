@@ -1,4 +1,4 @@
-"""Arrays of given types, which loops and branches need: one type on all ways."""
+"""Arrays of given types. Both branches, and all iterations, have the same types."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from ga_optax._devices import collectives, meshes
 
 
 def blank(types: Sequence[Any]) -> list[jax.Array]:
-    """Zeros of these types: placed, and varying over devices, as they say."""
+    """Zeros of these types, sharded and varying over devices as the types say."""
     return [like(collectives.zeros(x), x) for x in types]
 
 

@@ -1,32 +1,31 @@
 """A loss whose rows meet, level by level: micro-batches are devices in time.
 
-A program of a micro-batch, with collectives over an axis of the window, is run as
-devices would run it, in the memory of one micro-batch and of what these carry. A module
-for each step:
+A program of a micro-batch, with collectives over an axis of the window, runs as devices
+would run it, in the memory of one micro-batch and of what the collectives carry. A
+module for each step:
 
-    read      one flat list of equations, which shows every collective; `rules` says
-              what is known of each of them
-    schedule  a level for each value: how many collectives are on the longest way to it;
-              what does not depend on the parameters, such as a token count, comes first
-    shared    what all micro-batches share is computed once
-    counts    at which levels each equation runs, kept up to date
-    kept      what later levels would compute again is kept
-    room      as far as there is room: what stays, and what is filled again
-    stages    a scan in whose body rows meet on the side is a scan for each level
-    forward   fills the buffers of a level: one scan over the micro-batches
-    backward  the loss, then level by level: a `Loop` each; the cotangents of buffers
-              are gradients like those of parameters
-    after     results that need no rows, from buffers, once
+    flat        one list of equations, which shows every collective; `split_scans`
+                makes a scan for each level of a scan in whose body rows meet
+    schedule    a level for each value: how many collectives are on the longest way to
+                it. Values that no parameter changes, such as a token count, come first.
+                `rules` has a buffer for each kind of collective
+    shared      values that all micro-batches share are computed once
+    residuals   values that later levels would compute again; `counts` counts the loops
+                in which each equation runs
+    room        the residuals that stay, and those that are filled again
+    forward     fills the buffers of a level: one scan over the micro-batches
+    backward    the loss, then level by level: a `Loop` for each; the cotangents of
+                buffers are gradients, as the gradients of parameters are
 
 A collective fills a *buffer*: a sum or an extremum over the window, or the stack of its
-operands. Its result is a *view* of that buffer. Once the buffers below a level are
-filled, the micro-batches are independent again. `cost` and `cut` say what is worth
-keeping, `values` evaluates the program, and `run` is the way through. `passes` lists
-what runs, stage by stage; `levels` says what was decided, and `plans` shows it.
+operands. The result of the collective is a *view* of the buffer. Once the buffers of
+earlier levels are filled, the micro-batches are independent again. `cost` and `cut`
+choose residuals, `values` evaluates the program, and `run` calls each step in turn.
+`runs` lists the phases of a window; `report` and `describe` show them.
 
-By default no part of `fun` runs more than three times forward and once backward, or
-twice if what has to be kept for that is at most what one micro-batch's step takes, or
-1 MiB; `residual_bytes` is another limit.
+By default no part of `fun` runs more than three times forward and once backward; or
+twice forward, if the residuals for that take at most the bytes of one micro-batch's
+step, or 1 MiB. `residual_bytes` is another limit.
 
 Imports `_loop`, `_partition`, `_passes`, `_devices` and the root.
 """

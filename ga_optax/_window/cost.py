@@ -1,4 +1,4 @@
-"""What equations take: scalar operations, bytes, and which are cheap to run again."""
+"""The cost of equations: scalar operations, bytes, and whether they are cheap."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -16,7 +16,7 @@ _DEEP = 100  # operations for each number that something unknown reads or return
 
 
 def is_cheap(equation: core.JaxprEqn) -> bool:
-    """Whether running it again costs little more than reading what it returns."""
+    """True if running an equation again costs little more than reading its results."""
     return all(
         ir.kind(e) not in _LOOPS
         if ir.inner_programs(e)
@@ -26,7 +26,7 @@ def is_cheap(equation: core.JaxprEqn) -> bool:
 
 
 def work(equation: core.JaxprEqn) -> float:
-    """About how many scalar operations it takes."""
+    """About how many scalar operations an equation takes."""
     shapes = [
         getattr(x.aval, "shape", ()) for x in (*equation.invars, *equation.outvars)
     ]
@@ -54,7 +54,7 @@ def nbytes(x: Any) -> int:
 
 
 def nbytes_of_sum(x: Any) -> int:
-    """The bytes of a sum of such values."""
+    """The bytes of a sum of such values, in the dtype of sums."""
     dtype = x.aval.dtype
     if not jnp.issubdtype(dtype, jnp.inexact):
         return 0
@@ -63,31 +63,35 @@ def nbytes_of_sum(x: Any) -> int:
 
 
 def of_a_step(jaxpr: core.Jaxpr, params: Sequence[Any]) -> int:
-    """About the bytes that a micro-batch's step takes: its residuals and gradients.
+    """About the bytes of a micro-batch's step: residuals and gradients.
 
     Args:
       jaxpr: the program of a micro-batch.
-      params: those of its arguments that it is differentiated with respect to.
+      params: the arguments with respect to which it is differentiated.
     """
-    given = [*jaxpr.constvars, *jaxpr.invars]
-    return residuals(jaxpr.eqns, params, given) + sum(map(nbytes, params))
+    arguments = [*jaxpr.constvars, *jaxpr.invars]
+    return residuals(jaxpr.eqns, params, arguments) + sum(map(nbytes, params))
 
 
 def residuals(
     equations: Sequence[core.JaxprEqn], smooth: Iterable[Any], given: Iterable[Any]
 ) -> int:
-    """About the bytes of what the way back reads of the way there.
+    """About the bytes of the residuals that `jax.vjp` keeps.
 
-    What `jax.vjp` keeps: for a product its operands, for any other function that is not
-    linear one coefficient for each number that it returns. What is given takes nothing,
-    for it is there anyway; of that, some is differentiated: `smooth`.
+    The residuals of a product are its operands; of any other nonlinear function, one
+    coefficient for each number of the result.
+
+    Args:
+      equations: the program.
+      smooth: the arguments that are differentiated.
+      given: the values that are stored in any case, and take no more bytes.
     """
     smooth, given = set(smooth), set(given)
     read: dict[Any, int] = {}
     inside = 0
     for e in equations:
-        moving = [i for i, x in enumerate(e.invars) if ir.is_among(x, smooth)]
-        if not moving:
+        places = [i for i, x in enumerate(e.invars) if ir.is_among(x, smooth)]
+        if not places:
             continue
         outs = [x for x in e.outvars if is_inexact(x.aval)]
         smooth.update(outs)
@@ -99,7 +103,7 @@ def residuals(
             inside += ir.times(e) * max(_inside(e, p, smooth) for p in programs)
         elif primitives.needs_other(e):
             pair = e.invars
-            others = [pair[1 - i] for i in moving] + [pair[1]] * (name == "div")
+            others = [pair[1 - i] for i in places] + [pair[1]] * (name == "div")
             read |= {x: nbytes(x) for x in ir.variables(others)}
         elif not primitives.is_linear(e) and not _communicates(e):
             inside += sum(map(nbytes, outs))
@@ -107,11 +111,11 @@ def residuals(
 
 
 def _inside(e: core.JaxprEqn, program: core.Jaxpr, outside: set[Any]) -> int:
-    """What a program inside an equation keeps, of which some operands move."""
+    """About the bytes of the residuals of a program inside an equation."""
     pairs = zip(program.invars, ir.operands(e, program), strict=False)
     smooth = [x for x, operand in pairs if ir.is_among(operand, outside)]
     given = [*program.constvars, *program.invars]
-    if ir.kind(e) == "scan":  # Of its carry each iteration has one of its own.
+    if ir.kind(e) == "scan":  # each iteration has another carry
         consts, _, slices = ir.scan_of(e).split(program.invars)
         given = [*program.constvars, *consts, *slices]
     return residuals(program.eqns, smooth, given)

@@ -1,8 +1,8 @@
-"""At which levels each equation runs, while it is planned what to keep.
+"""The loops in which each equation runs, while residuals are chosen.
 
-Bit i stands for level i. A `Counter` is kept up to date: a buffer changes what is
-behind it alone, so keeping a value of each level takes time for the size of the
-program, and not for its square. `passes` counts what comes of it.
+Bit i stands for loop i. A `Counter` is kept up to date: a new buffer only changes
+counts upstream of it, so planning is linear in the program. `runs` counts the final
+schedule.
 """
 
 import heapq
@@ -15,12 +15,12 @@ from ga_optax._passes.ir import variables
 from ga_optax._window.schedule import Schedule
 
 
-class _Way:
-    """The levels at which equations run, there (for all roots) or back (smooth ones).
+class _Direction:
+    """The loops in which equations run, forward (for all roots) or back (smooth ones).
 
     Attributes:
-      runs: the levels of an equation, by its id; 0 if it runs at none.
-      roots: the levels that are to compute a variable.
+      runs: the loops in which an equation runs, by its id.
+      roots: the loops that have a variable as a root.
     """
 
     def __init__(self, schedule: Schedule, back: bool) -> None:
@@ -33,30 +33,30 @@ class _Way:
         for equation in reversed(schedule.jaxpr.eqns):
             self.runs[id(equation)] = self._runs(equation)
 
-    def due(self, variable: Any) -> int:
-        """The levels that read it, or are to compute it."""
-        found = self.roots.get(variable, 0)
+    def readers(self, variable: Any) -> int:
+        """The loops that read the variable, or have it as a root."""
+        loops = self.roots.get(variable, 0)
         for equation, _ in ir.uses(self.schedule.jaxpr, variable):
-            found |= self.runs[id(equation)]
-        return found
+            loops |= self.runs[id(equation)]
+        return loops
 
     def _runs(self, equation: core.JaxprEqn) -> int:
-        runs = 0
-        for out in equation.outvars:
-            runs |= self.due(out) & self.schedule.computed_at(out)
-        return runs
+        loops = 0
+        for x in equation.outvars:
+            loops |= self.readers(x) & self.schedule.computed_at(x)
+        return loops
 
     def update(self, variable: Any) -> None:
-        """Counts again what is behind a variable: it has a buffer now."""
-        jaxpr, due = self.schedule.jaxpr, []
+        """Counts again upstream of a variable, which has a new buffer."""
+        jaxpr, queue = self.schedule.jaxpr, []
 
         def push(x: Any) -> None:
             if (equation := ir.made_by(jaxpr, x)) is not None:
-                heapq.heappush(due, -ir.place_of(jaxpr, equation))
+                heapq.heappush(queue, -ir.place_of(jaxpr, equation))
 
         push(variable)
-        while due:
-            equation = jaxpr.eqns[-heapq.heappop(due)]
+        while queue:
+            equation = jaxpr.eqns[-heapq.heappop(queue)]
             runs = self._runs(equation)
             if runs != self.runs[id(equation)]:
                 self.runs[id(equation)] = runs
@@ -65,30 +65,30 @@ class _Way:
 
 
 class Counter:
-    """A schedule whose passes are counted while buffers are added to it."""
+    """A schedule whose runs are counted while buffers are added."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
-        self.there, self.back = _Way(schedule, False), _Way(schedule, True)
+        self.forward = _Direction(schedule, back=False)
+        self.back = _Direction(schedule, back=True)
 
-    def keep(self, variable: Any, kind: str, level: int) -> None:
+    def store(self, variable: Any, kind: str, level: int) -> None:
         """Adds a buffer that is filled at a level."""
         schedule = self.schedule
-        number = schedule.buffer(variable, kind, level)
-        buffer = schedule.buffers[number]
-        for way in (self.there, self.back):
-            if kind != "once" and (not way.back or buffer.has_cotangent):
-                way.roots[variable] = way.roots.get(variable, 0) | 1 << level
-            way.update(variable)
+        buffer = schedule.buffers[schedule.buffer(variable, kind, level)]
+        for side in (self.forward, self.back):
+            if kind != "shared" and (not side.back or buffer.has_cotangent):
+                side.roots[variable] = side.roots.get(variable, 0) | 1 << level
+            side.update(variable)
 
-    def levels(self, equation: core.JaxprEqn) -> int:
-        """The levels at which an equation runs on the way there."""
-        return self.there.runs[id(equation)]
+    def loops(self, equation: core.JaxprEqn) -> int:
+        """The loops in which an equation runs on the way there."""
+        return self.forward.runs[id(equation)]
 
-    def is_often(self, equation: core.JaxprEqn, forward: int, backward: int) -> bool:
-        """Whether it runs more often than that, if all on the way back runs before."""
-        runs, returns = self.levels(equation), self.back.runs[id(equation)]
-        with_loss = returns >> self.schedule.end & 1  # it runs forward for both at once
-        back = self.schedule.is_smooth(equation) * returns.bit_count()
-        there = runs.bit_count() + returns.bit_count() - with_loss
-        return there > forward or back > backward
+    def exceeds(self, equation: core.JaxprEqn, forward: int, backward: int) -> bool:
+        """True if an equation runs more often forward or backward than that."""
+        loops, back = self.loops(equation), self.back.runs[id(equation)]
+        both = back >> self.schedule.end & 1  # the loop of the loss runs it once
+        runs = loops.bit_count() + back.bit_count() - both
+        returns = self.schedule.is_smooth(equation) * back.bit_count()
+        return runs > forward or returns > backward

@@ -1,8 +1,8 @@
-"""The values of least size that every way through a program goes through.
+"""A minimum cut: the smallest values that every way through a program goes through.
 
-A minimum cut: each value is an edge as wide as its bytes (Ford and Fulkerson, 1956;
-shortest ways first, as Edmonds and Karp have it). Ways begin at the end: of two cuts
-of one size, that which is found is nearer to it.
+Each value is an edge as wide as its bytes (Ford and Fulkerson, 1956; shortest paths
+first, as in Edmonds and Karp). Paths are searched from the sinks: of two cuts of one
+size, the nearer to the sinks is found.
 """
 
 import collections
@@ -23,58 +23,58 @@ def smallest(
     sinks: Container[Any],
     size: Callable[[Any], float],
 ) -> list[Any]:
-    """The values to keep; of two choices of one size, that which is nearer to `sinks`.
+    """The values of a minimum cut between `sources` and `sinks`, nearest to the sinks.
 
     Args:
-      equations: those that compute one of another, in their order.
+      equations: the equations of the program, in order.
       sources: the values that must not be computed again.
-      sinks: those that have to be known, if they are computed of `sources`.
-      size: what keeping a value takes; infinite if it cannot be kept. One on each way
-        is finite.
+      sinks: the values that must be known, if they are computed of `sources`.
+      size: the price of keeping a value; infinite if it cannot be kept. A value on each
+        path has a finite price.
     """
     inf, readers = float("inf"), _readers(equations, sources)
-    room: dict[_Node, dict[_Node, float]] = collections.defaultdict(dict)
+    capacity: dict[_Node, dict[_Node, float]] = collections.defaultdict(dict)
     edges = [((x, "out"), (x, "in"), size(x)) for x in readers]
     edges += [((y, "in"), (x, "out"), inf) for x, ys in readers.items() for y in ys]
     edges += [((x, "in"), _SOURCE, inf) for x in sources]
     edges += [(_SINK, (x, "out"), inf) for x in readers if x in sinks]
     for start, end, width in edges:
-        room[start][end] = room[start].get(end, 0.0) + width
-        room[end].setdefault(start, 0.0)
-    while _SOURCE in (came := _reached(room)):
-        way, node = [], _SOURCE
+        capacity[start][end] = capacity[start].get(end, 0.0) + width
+        capacity[end].setdefault(start, 0.0)
+    while _SOURCE in (previous := _reached(capacity)):
+        path, node = [], _SOURCE
         while node != _SINK:
-            way.append((came[node], node))
-            node = came[node]
-        width = min(room[a][b] for a, b in way)
-        for a, b in way:
-            room[a][b] -= width
-            room[b][a] += width
-    return [x for x in readers if (x, "out") in came and (x, "in") not in came]
+            path.append((previous[node], node))
+            node = previous[node]
+        width = min(capacity[a][b] for a, b in path)
+        for a, b in path:
+            capacity[a][b] -= width
+            capacity[b][a] += width
+    return [x for x in readers if (x, "out") in previous and (x, "in") not in previous]
 
 
 def _readers(
     equations: Iterable[core.JaxprEqn], sources: Iterable[Any]
 ) -> dict[Any, list[Any]]:
-    """What is computed of each of `sources`, of what that is, and so on."""
-    found: dict[Any, list[Any]] = {x: [] for x in sources}
+    """The values computed of each source, and of each value that is computed of one."""
+    readers: dict[Any, list[Any]] = {x: [] for x in sources}
     for e in equations:
-        inputs = [x for x in variables(e.invars) if x in found]
+        inputs = [x for x in variables(e.invars) if x in readers]
         for x in inputs:
-            found[x] += e.outvars
+            readers[x] += e.outvars
         if inputs:
-            found |= {x: [] for x in e.outvars if x not in found}
-    return found
+            readers |= {x: [] for x in e.outvars if x not in readers}
+    return readers
 
 
-def _reached(room: Mapping[_Node, Mapping[_Node, float]]) -> dict[_Node, _Node]:
-    """Where there is room to go to, and the node before each on a shortest way."""
-    came: dict[_Node, _Node] = {_SINK: _SINK}
-    due = collections.deque(came)
-    while due:
-        node = due.popleft()
-        for other in room[node]:
-            if room[node][other] > 0 and other not in came:
-                came[other] = node
-                due.append(other)
-    return came
+def _reached(capacity: Mapping[_Node, Mapping[_Node, float]]) -> dict[_Node, _Node]:
+    """For each node with capacity left to the sink, the previous node on a path."""
+    previous: dict[_Node, _Node] = {_SINK: _SINK}
+    queue = collections.deque(previous)
+    while queue:
+        node = queue.popleft()
+        for other in capacity[node]:
+            if capacity[node][other] > 0 and other not in previous:
+                previous[other] = node
+                queue.append(other)
+    return previous

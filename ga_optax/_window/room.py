@@ -1,14 +1,16 @@
-"""How much of what is kept there is room for, and for how long it stays.
+"""The residuals that stay, and for how long, in the bytes that there are.
 
-    everything   each value stays until the way back: each part runs forward twice
-    segments     what goes over the border of every few levels stays. The rest is
-                 dropped as soon as no later level reads it on the way there, and filled
-                 again, segment by segment, on the way back: forward three times
-    less         nothing but what is kept after some levels: what lies between two of
-                 them runs again at each
+    everything   each residual stays until the way back: each part runs forward twice
+    segments     residuals that cross the end of a segment of levels stay. The others
+                 are dropped after the last level that reads them on the way there, and
+                 are filled again, segment by segment, on the way back: each part runs
+                 forward three times
+    less         there are residuals after some levels alone: what lies between two of
+                 these levels runs again at each level
 
-As `jax.checkpoint` over layers: about √L borders stay, and about √L are filled again
-(Chen, Xu, Zhang, Guestrin, "Training deep nets with sublinear memory cost", 2016).
+As `jax.checkpoint` over layers: the residuals of about √L levels stay, and those of
+about √L are filled again (Chen, Xu, Zhang, Guestrin, "Training deep nets with sublinear
+memory cost", 2016).
 """
 
 import bisect
@@ -18,59 +20,61 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from jax.extend import core
 
 from ga_optax._passes import ir
-from ga_optax._window import cost, kept
+from ga_optax._passes.ir import is_mark
+from ga_optax._window import cost, residuals
 from ga_optax._window.counts import Counter
-from ga_optax._window.read import is_mark
 from ga_optax._window.schedule import Level, Schedule
 from ga_optax._window.shared import share
 
-LITTLE = 2**20  # bytes: as many may be kept in any case, for that is worth no pass
+LITTLE = 2**20  # bytes of residuals that are always allowed: they are worth no pass
 
 
 class Life(NamedTuple):
-    """What is kept of a value, for how long.
+    """The bytes of a residual, and the levels that need them.
 
     Attributes:
-      number: of its buffer.
-      nbytes: what a device keeps of it.
-      of_cotangent: what its cotangent takes.
-      made: the level that fills it.
+      number: the number of its buffer.
+      nbytes: the bytes that a device stores.
+      of_cotangent: the bytes of the cotangent.
+      first: the level that fills the buffer.
       last: the last level that reads it.
-      times: of how many iterations of a loop it is the stack.
-      follows: whether it follows from other values that the same level keeps: if these
-        stay at the end of a segment, it can be filled again with the next one.
+      num_iterations: of how many iterations of a scan the residual is the stack.
+      is_derived: True if the residual can be computed from other residuals of the same
+        level.
     """
 
     number: int
     nbytes: int
     of_cotangent: int
-    made: int
+    first: int
     last: int
-    times: int = 1
-    follows: bool = False
+    num_iterations: int = 1
+    is_derived: bool = False
+
+    @property
+    def needed_at(self) -> int:
+        """The first level of a segment that can fill the buffer again."""
+        return self.first + self.is_derived
 
 
 def planned(
     schedule: Schedule, of_step: Callable[[], int], limit: int | None
 ) -> Schedule:
-    """The schedule with what to keep.
+    """The schedule with residuals.
 
     Args:
-      schedule: one without.
-      of_step: the bytes that are taken anyway, for one micro-batch's step.
-      limit: the bytes that kept values and their cotangents may take at a time; None
-        for as many as leave, of a whole step's bytes, room for that of a level, and
-        for `LITTLE` at least. If segments need more, they get what they need: about
-        2·√L borders.
+      schedule: a schedule without residuals.
+      of_step: the bytes that one micro-batch's step takes in any case.
+      limit: the bytes that residuals and their cotangents may take at a time. None for
+        the bytes of a whole step without the bytes of a level's step, and for `LITTLE`
+        at least; segments may take more.
     """
     counter = Counter(schedule.copy())
-    kept.keep_marks(counter)
-    ends = range(schedule.end - 1)
+    residuals.store_marked(counter)
     marked = counter.schedule.copy()
-    kept.keep(counter, ends)
+    residuals.store(counter, range(1, schedule.end))
     full = counter.schedule
     lives = list(_lives(full))
     if not lives:
@@ -79,13 +83,13 @@ def planned(
     most = limit
     if most is None:
         most = max(of_step() - largest_step(share(full)), LITTLE)
-    best = _segments(lives, full.end, most)
-    # Segments make no less of the stack of a loop: it stays, or the loop runs again.
-    stacks = (x.nbytes for x in lives if x.times > 1)
+    ends = _segments(lives, full.end, most)
+    # Segments do not divide the stack of a scan: it stays, or the scan runs again.
+    stacks = (x.nbytes for x in lives if x.num_iterations > 1)
     bounded = limit is not None or max(stacks, default=0) > most
-    if not bounded or peak(lives, best, full.end) <= most:
-        return _dropping(full, lives, best)
-    return dataclasses.replace(_less(marked, most), full=full)
+    if not bounded or peak(lives, ends, full.end) <= most:
+        return _in_segments(full, lives, ends)
+    return dataclasses.replace(_less(marked, most), unlimited=full)
 
 
 # -- Lives -----------------------------------------------------------------------------
@@ -98,164 +102,159 @@ def _lives(schedule: Schedule) -> Iterator[Life]:
             if x in schedule.views:
                 last[schedule.views[x].buffer] = level
     for i, b in enumerate(schedule.buffers):
-        if b.kind == "own":
-            x, made = b.operand, b.level
-            by: Any = ir.made_by(schedule.jaxpr, x)
-            marked = is_mark(by, schedule.axis)
-            until = schedule.end if marked else last.get(i, made)
-            more = until, _times(by, x), _follows(schedule, i)
-            yield Life(i, b.nbytes, b.of_cotangent, made, *more)
+        if b.kind == "residual":
+            e: Any = ir.made_by(schedule.jaxpr, b.operand)
+            first, iterations = b.level.number, 1
+            if ir.kind(e) == "scan":
+                is_stack = b.operand in e.outvars[ir.scan_of(e).num_carry :]
+                iterations = ir.times(e) if is_stack else 1
+            until = last.get(i, first)
+            until = schedule.end if is_mark(e, schedule.axis) else until
+            more = iterations, _is_derived(schedule, i)
+            yield Life(i, b.nbytes, b.of_cotangent, first, until, *more)
 
 
-def _follows(schedule: Schedule, number: int) -> bool:
-    """Whether it is computed of what the same level keeps, and of no earlier rows."""
-    x, level = schedule.buffers[number].operand, schedule.buffers[number].level
+def _is_derived(schedule: Schedule, number: int) -> bool:
+    """True if other residuals of the same level suffice to compute a residual."""
+    operand, level = schedule.buffers[number].operand, schedule.buffers[number].level
     others = set(range(len(schedule.buffers))) - {number}
-    found, read = schedule.needed([x], Level(level + 1), held=others)
-    rows = [y for y in read if schedule.facts[y].own]
+    after = Level(level.number + 1)
+    equations, read = schedule.needed([operand], after, known=others)
+    rows = [y for y in read if schedule.traits[y].of_rows]
     views = [schedule.views[y] for y in rows if y in schedule.views]
-    kept_too = [schedule.buffers[view.buffer] for view in views]
-    return (
-        bool(rows)
-        and [b.level for b in kept_too if b.kind == "own"] == [level] * len(rows)
-        and all(schedule.level_of(e) == level - 1 for e in found if schedule.is_own(e))
-    )
+    buffers = [schedule.buffers[view.buffer] for view in views]
+    levels = [b.level for b in buffers if b.kind == "residual"]
+    of_rows = filter(schedule.is_of_rows, equations)
+    same_level = all(schedule.level_of(e) == level.number for e in of_rows)
+    return bool(rows) and levels == [level] * len(rows) and same_level
 
 
-def _times(by: core.JaxprEqn, x: Any) -> int:
-    """Of how many iterations a value is the stack, if a loop made it."""
-    if ir.kind(by) != "scan":
-        return 1
-    how = ir.scan_of(by)
-    return 1 if x in by.outvars[: how.num_carry] else ir.times(by)
-
-
-def _dropping(
-    schedule: Schedule, lives: Sequence[Life], stays: tuple[int, ...]
+def _in_segments(
+    schedule: Schedule, lives: Sequence[Life], ends: tuple[int, ...]
 ) -> Schedule:
-    """The schedule that drops what does not stay after the last level that reads it."""
-    dropped: dict[int, list[int]] = {}
-    again: dict[int, list[int]] = {}
+    """The schedule that drops residuals, and fills them again in segments."""
+    drops: dict[int, list[int]] = {}
+    refills: dict[int, list[int]] = {}
     for x in sorted(lives, key=lambda x: x.last):
-        if (at := _again(x, stays)) is not None:
-            dropped.setdefault(x.last, []).append(x.number)
-            again.setdefault(at, []).append(x.number)
-    if not dropped:
+        if (end := _refilled(x, ends)) is not None:
+            drops.setdefault(x.last, []).append(x.number)
+            refills.setdefault(end, []).append(x.number)
+    if not drops:
         return schedule
-    new = dataclasses.replace(schedule, dropped=dropped, again=again, full=schedule)
-    new.peak = peak(lives, stays, schedule.end)
-    return new
+    peak_bytes = peak(lives, ends, schedule.end)
+    more = {"drops": drops, "refills": refills, "peak": peak_bytes}
+    return dataclasses.replace(schedule, unlimited=schedule, **more)
 
 
-def _again(x: Life, stays: Sequence[int]) -> int | None:
-    """The end of the segment with which it is filled again; None if it stays.
+def _refilled(x: Life, ends: Sequence[int]) -> int | None:
+    """The end of the segment with which a residual is filled again; None if it stays.
 
-    Segments end after levels `stays`, which are sorted. It stays if later segments read
-    it, or are computed of it; and after the last of them nothing is dropped.
+    A residual stays if later segments read it, or if others that stay are computed of
+    it. After the last of the sorted `ends` nothing is dropped.
     """
-    first, last = (bisect.bisect_left(stays, n) for n in (x.made + x.follows, x.last))
-    return stays[last] if first >= last < len(stays) else None
+    first, last = (bisect.bisect_left(ends, n) for n in (x.needed_at, x.last))
+    return ends[last] if first >= last < len(ends) else None
 
 
-def peak(lives: Sequence[Life], stays: Sequence[int], end: int) -> int:
-    """The bytes of what is kept and of its cotangents, at most at a time."""
+def peak(lives: Sequence[Life], ends: Sequence[int], end: int) -> int:
+    """The bytes of residuals and of their cotangents, at most at a time."""
     there, back = np.zeros(end + 2, int), np.zeros(end + 2, int)
 
-    def during(at: np.ndarray, start: int, stop: int, nbytes: int) -> None:
-        at[start] += nbytes
-        at[stop + 1] -= nbytes
+    def add(levels: np.ndarray, start: int, stop: int, nbytes: int) -> None:
+        levels[start] += nbytes
+        levels[stop + 1] -= nbytes
 
     for x in lives:
-        again = _again(x, stays)
-        during(there, x.made, end if again is None else x.last, x.nbytes)
-        during(back, x.made + 1, end if again is None else again, x.nbytes)
-        during(back, x.made + 1, x.last, x.of_cotangent)
-    both = np.cumsum(back) + _consumed(lives, end)
+        refilled = _refilled(x, ends)
+        add(there, x.first, end if refilled is None else x.last, x.nbytes)
+        add(back, x.first + 1, end if refilled is None else refilled, x.nbytes)
+        add(back, x.first + 1, x.last, x.of_cotangent)
+    both = np.cumsum(back) + _not_written_over(lives, end)
     return int(max(np.cumsum(there).max(), both.max()))
 
 
-def _consumed(lives: Sequence[Life], end: int) -> np.ndarray:
-    """What cotangents take that a level takes back, but for those written over."""
-    found = np.zeros(end + 2, int)
+def _not_written_over(lives: Sequence[Life], end: int) -> np.ndarray:
+    """The bytes, by level, of cotangents that are read, and not written over."""
+    levels = np.zeros(end + 2, int)
     for nbytes in {x.of_cotangent for x in lives}:
         alike = [x for x in lives if x.of_cotangent == nbytes]
-        gone = np.bincount([x.made for x in alike], minlength=end + 2)
+        read = np.bincount([x.first for x in alike], minlength=end + 2)
         begun = np.bincount([x.last for x in alike], minlength=end + 2)
-        found += nbytes * np.maximum(gone - begun, 0)
-    return found
+        levels += nbytes * np.maximum(read - begun, 0)
+    return levels
 
 
 def largest_step(schedule: Schedule) -> int:
-    """About the bytes that a step takes at a level, at most.
+    """About the bytes that the step of any level takes, at most.
 
-    That of a micro-batch, or of what they share, which is computed once.
+    A step is of one micro-batch, or of what all micro-batches share.
     """
     steps = [0]
-    for level in {*schedule.numbers, Level(schedule.end)}:
-        if level.once:
-            roots = schedule.operands(level, smooth=True)
-        else:
+    for level in {*schedule.by_level, Level(schedule.end)}:
+        if level.in_loop:
             roots = schedule.roots(level.number, smooth=True)
-        found, read = schedule.needed(roots, level)
-        moving = [x for x in read if schedule.fact(x).smooth]
-        grads = sum(cost.nbytes(x) for x in moving if x in schedule.given)
-        steps.append(cost.residuals(found, moving, read) + grads)
+        else:
+            roots = schedule.operands(level, smooth=True)
+        equations, read = schedule.needed(roots, level)
+        smooth = [x for x in read if schedule.trait(x).smooth]
+        grads = sum(cost.nbytes(x) for x in smooth if x in schedule.arguments)
+        steps.append(cost.residuals(equations, smooth, read) + grads)
     return max(steps)
 
 
-# -- What stays ------------------------------------------------------------------------
+# -- Segments --------------------------------------------------------------------------
 
 
 def _segments(lives: Sequence[Life], end: int, most: int) -> tuple[int, ...]:
-    """The levels after which segments end: least is filled again, in `most` bytes.
+    """The ends of segments that fill the fewest bytes again, with a peak of `most`.
 
-    If there is no room for any, those that take least.
+    If there are none with such a peak, the ends with the lowest peak.
     """
     total = sum(x.nbytes for x in lives)
-    ways = {()} | {_cut_at(lives, total * n // _PARTS) for n in range(1, _PARTS)}
+    sizes = (total * n // _TRIALS for n in range(1, _TRIALS))
+    trials = {(), *(_ends_of_segments(lives, size) for size in sizes)}
 
-    def taken(stays: tuple[int, ...]) -> tuple[int, int, int]:
-        size = peak(lives, stays, end)
-        again = sum(x.nbytes for x in lives if _again(x, stays) is not None)
+    def price(ends: tuple[int, ...]) -> tuple[int, int, int]:
+        size = peak(lives, ends, end)
+        again = sum(x.nbytes for x in lives if _refilled(x, ends) is not None)
         return (0 if size <= most else size), again, size
 
-    return min(ways, key=taken)
+    return min(trials, key=price)
 
 
-_PARTS = 40  # so many sizes of segments are tried
+_TRIALS = 40  # sizes of segments
 
 
-def _cut_at(lives: Sequence[Life], most: int) -> tuple[int, ...]:
-    """The ends of segments that take at most so many bytes with all that stays below.
+def _ends_of_segments(lives: Sequence[Life], most: int) -> tuple[int, ...]:
+    """The ends of segments, each with the residuals that stay below, of `most` bytes.
 
-    So they become shorter: when the way back begins, most stays.
+    Later segments are shorter: when the way back begins, most residuals stay.
     """
-    inside, below, before = 0, 0, 0
-    stays: list[int] = []
-    left = sorted(lives, key=lambda x: x.made)
-    for level, group in itertools.groupby(left, lambda x: x.made):
+    ends: list[int] = []
+    in_segment = staying = previous = 0
+    rest = sorted(lives, key=lambda x: x.first)
+    for level, group in itertools.groupby(rest, lambda x: x.first):
         new = sum(x.nbytes for x in group)
-        if inside and inside + new + below > most:
-            crossing = [x for x in left if x.made + x.follows <= before < x.last]
-            left = [x for x in left if x.last > before and x not in crossing]
-            below += sum(x.nbytes for x in crossing)
-            stays.append(before)
-            inside = 0
-        inside, before = inside + new, level
-    return tuple(stays)
+        if in_segment and in_segment + new + staying > most:
+            ends.append(previous)
+            ended = [x for x in rest if x.needed_at <= previous]
+            staying += sum(x.nbytes for x in ended if x.last > previous)
+            rest = [x for x in rest if x.needed_at > previous and x.last > previous]
+            in_segment = 0
+        in_segment, previous = in_segment + new, level
+    return tuple(ends)
 
 
 def _less(schedule: Schedule, most: int) -> Schedule:
-    """The schedule that keeps something after some levels alone, as many as fit."""
+    """The schedule with residuals after as many levels as `most` bytes allow."""
     few, many, best = 0, schedule.end - 1, schedule
     while few < many:
         number = (few + many + 1) // 2
-        ends = {(i + 1) * (schedule.end - 1) // (number + 1) for i in range(number)}
+        places = ((i + 1) * (schedule.end - 1) // (number + 1) for i in range(number))
         counter = Counter(schedule.copy())
-        kept.keep(counter, sorted(ends))
+        residuals.store(counter, sorted({1 + place for place in places}))
         trial = counter.schedule
-        lives = list(_lives(trial))
-        trial.peak = peak(lives, (), trial.end)
+        trial.peak = peak(list(_lives(trial)), (), trial.end)
         if trial.peak <= most:
             few, best = number, trial
         else:

@@ -1,4 +1,4 @@
-"""The collectives: what a window keeps for each, and how to read its result there."""
+"""The collectives: the buffer of each, and how its result is read from the buffer."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +15,7 @@ Evaluate = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 def collective(equation: core.JaxprEqn, axis: str) -> str | None:
-    """Which of `RULES` it is over the axis, if any."""
+    """The name in `RULES` of a collective over the axis; None for other equations."""
     name = equation.primitive.name
     if name in RULES and axis in ir.axes_of(equation):
         return name
@@ -23,17 +23,17 @@ def collective(equation: core.JaxprEqn, axis: str) -> str | None:
 
 
 def is_collective(equation: core.JaxprEqn, axis: str) -> bool:
-    """Whether it is one of `RULES` over the axis."""
+    """True if `RULES` has a collective over the axis for the equation."""
     return collective(equation, axis) is not None
 
 
 def whole(buffer: jax.Array, index: jax.Array) -> jax.Array:
-    """All of it."""
+    """The whole buffer."""
     return buffer
 
 
-def own_part(buffer: jax.Array, index: jax.Array) -> jax.Array:
-    """The part of one micro-batch of a stack, of this device or of all of them."""
+def part_of(buffer: jax.Array, index: jax.Array) -> jax.Array:
+    """The part of one micro-batch in a stack, of this device or of all."""
     return jax.lax.dynamic_index_in_dim(buffer, index % len(buffer), keepdims=False)
 
 
@@ -48,7 +48,7 @@ def _gathered(params: dict[str, Any]) -> Evaluate:
     return of
 
 
-# For each: the kind of its buffer, and its view.
+# The kind of the buffer of each collective, and the view of its result.
 RULES: dict[str, tuple[str, Callable[[dict[str, Any]], Evaluate]]] = {
     "psum": ("sum", lambda params: whole),
     "pmax": ("max", lambda params: whole),

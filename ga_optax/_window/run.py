@@ -5,94 +5,102 @@ from typing import Any, NamedTuple
 import jax
 
 from ga_optax._loop import run as loop
+from ga_optax._loop.folds import of_last_device
+from ga_optax._loop.loss import DeviceContext, LossProgram, Operands
 from ga_optax._loop.run import Outcome
-from ga_optax._loop.step import Operands, Step, Where
-from ga_optax._window import after, cost, forward, room
-from ga_optax._window.backward import Backward, Wanted, step_of
-from ga_optax._window.levels import report
+from ga_optax._window import cost, forward, room
+from ga_optax._window.backward import Backward, Wanted, program_of
+from ga_optax._window.report import report
 from ga_optax._window.schedule import Level, Schedule
 from ga_optax._window.shared import share
-from ga_optax._window.values import Loss, Values
+from ga_optax._window.values import Arrays, MeetingLoss, Values
 
 
 class Plan(NamedTuple):
-    """What a window computes at which level.
+    """The plan of a window.
 
     Attributes:
-      loss: what a micro-batch does.
-      operands: the arrays; the last leaf of the batch is the index.
-      where: the devices.
-      values: what is computed so far: nothing yet.
+      loss: the loss of a micro-batch.
+      operands: the arrays; the last leaf of the batch is the index. The accumulator is
+        empty.
+      devices: the devices.
+      values: the values that are computed so far: constants alone.
       schedule: the schedule.
-      residual_bytes: how many bytes of activations may be kept between levels.
+      residual_bytes: the bytes that residuals may take between levels.
     """
 
-    loss: Loss
+    loss: MeetingLoss
     operands: Operands
-    where: Where
+    devices: DeviceContext
     values: Values
     schedule: Schedule
     residual_bytes: int | None
 
 
 def plan(
-    loss: Loss, operands: Operands, where: Where, residual_bytes: int | None
+    loss: MeetingLoss,
+    operands: Operands,
+    devices: DeviceContext,
+    residual_bytes: int | None,
 ) -> Plan:
-    """The plan of a window. Nothing is computed, but for what reads no argument."""
-    values = Values(loss, operands, where.axes)
+    """The plan of a window. Nothing is computed but values of no argument."""
+    values = Values(loss, operands, devices.axes)
     schedule = _planned(loss, operands, values.schedule, residual_bytes)
-    return Plan(loss, operands, where, values, schedule, residual_bytes)
+    return Plan(loss, operands, devices, values, schedule, residual_bytes)
 
 
 def run(given: Plan) -> Outcome:
-    """The results of a window, the loss first, and its accumulator, which starts empty.
+    """The results of a window, the loss first, and the sums of the gradients.
 
-    Logs what the window does; warns if it runs more often than it should.
+    Logs the report of the window; warns if equations run more often than they should.
     """
-    loss, operands, where, values, schedule, residual_bytes = given
+    loss, operands, devices, values, schedule, residual_bytes = given
     report(schedule, residual_bytes is None)
     goes_back = any(b.has_cotangent for b in schedule.buffers)
     values.begin(schedule, operands.params)
     for level in range(schedule.end):
         forward.fill(values, level)
-        forward.fill_once(values, level)
+        forward.fill_shared(values, level + 1)
     if not goes_back:
-        return _counted(loss.step, values, operands, where)
-    back = Backward(loss.step, values, operands, where)
-    last, wanted = Level(schedule.end), _wanted(loss.step, schedule)
-    outcome = back.run(last, schedule.jaxpr.outvars[:1], wanted)
+        return _in_one_loop(loss.program, values, operands, devices)
+    back = Backward(loss.program, values, operands, devices)
+    wanted = _wanted(loss.program, schedule)
+    outcome = back.run(Level(schedule.end), schedule.jaxpr.outvars[:1], wanted)
     for level in reversed(range(schedule.end)):
-        values.drop(j for j in schedule.at(Level(level)) if back.is_own(j))
+        values.drop(filter(back.is_residual, schedule.filled_at(Level(level))))
         forward.fill_again(values, level)
-        back.take_once(level)
+        back.take_shared(level + 1)
         back.take(level)
-    found, acc = back.finished(*outcome)
-    acc = acc._replace(count=operands.acc.count + schedule.times["own"])
-    results = _put_together(values, found)
-    return Outcome(results, [], acc, back.of_rows())
+    results, acc = back.finished(*outcome)
+    number = schedule.num_values["residual"]
+    acc = acc._replace(count=operands.acc.count + number)
+    results = _with_epilogue(values, results)
+    return Outcome(results, [], acc, back.gradients_of_rows())
 
 
 def _planned(
-    loss: Loss, operands: Operands, schedule: Schedule, given: int | None
+    loss: MeetingLoss, operands: Operands, schedule: Schedule, limit: int | None
 ) -> Schedule:
-    """The schedule with what is kept, and what is computed once."""
+    """The schedule with residuals, and with shared values."""
 
     def of_step() -> int:
-        jaxpr = loss.step.jaxpr
+        jaxpr = loss.program.jaxpr
         params = jaxpr.invars[: len(operands.params)]
-        carried = [b.operand for b in schedule.buffers if b.kind == "stack"]
-        taken = cost.of_a_step(jaxpr, params)
-        return max(taken, schedule.times["own"] * sum(map(cost.nbytes, carried)))
+        stacks = [b.operand for b in schedule.buffers if b.kind == "stack"]
+        gathered = schedule.num_values["residual"] * sum(map(cost.nbytes, stacks))
+        return max(cost.of_a_step(jaxpr, params), gathered)
 
-    return share(room.planned(schedule, of_step, given))
+    return share(room.planned(schedule, of_step, limit))
 
 
-def _counted(step: Step, values: Values, operands: Operands, where: Where) -> Outcome:
-    """The same if rows meet in numbers alone, which are there: the loop has no levels.
+def _in_one_loop(
+    loss: LossProgram, values: Values, operands: Operands, devices: DeviceContext
+) -> Outcome:
+    """The results if no cotangent goes back to a buffer, such as a token count.
 
-    So it has all that a loop has of devices.
+    Then a plain loop reads the buffers, with all that a plain loop can do on devices.
     """
-    schedule, wanted = values.schedule, _wanted(step, values.schedule)
+    schedule, wanted = values.schedule, _wanted(loss, values.schedule)
     roots = [schedule.jaxpr.outvars[0], *(x for x, _ in wanted)]
 
     def micro_batch(params: Any, x: Any) -> Any:
@@ -101,28 +109,44 @@ def _counted(step: Step, values: Values, operands: Operands, where: Where) -> Ou
 
     first = [x[0] for x in operands.batch]
     closed: Any = jax.make_jaxpr(micro_batch)(operands.params, first)
-    step = step_of(step, closed.jaxpr, len(operands.params), wanted)
+    program = program_of(loss, closed.jaxpr, len(operands.params), wanted)
     operands = operands._replace(consts=closed.consts)
-    out = loop.run(step, operands, where, begins=True, merges=True)
-    return out._replace(results=_put_together(values, out.results))
+    out = loop.run(program, operands, devices, begins=True, merges=True)
+    return out._replace(results=_with_epilogue(values, out.results))
 
 
-def _wanted(step: Step, schedule: Schedule) -> Wanted:
-    """What the loop of the loss computes beside it, and how that is put together.
+def _wanted(loss: LossProgram, schedule: Schedule) -> Wanted:
+    """The results that the loop of the loss computes beside the loss, and their folds.
 
-    Results, without those that come after the loops; and what fills buffers.
+    They are results of `fun`, and operands of the buffers that this loop fills.
     """
-    pairs = enumerate(zip(schedule.jaxpr.outvars, step.ways, strict=True))
-    results = [pair for i, pair in pairs if i and i not in schedule.after]
-    last = [schedule.buffers[j] for j in schedule.at(Level(schedule.end))]
+    pairs = enumerate(zip(schedule.jaxpr.outvars, loss.folds, strict=True))
+    results = [pair for i, pair in pairs if i and i not in schedule.shared_results]
+    last = [schedule.buffers[j] for j in schedule.filled_at(Level(schedule.end))]
     return [*results, *((b.operand, b.kind) for b in last)]
 
 
-def _put_together(values: Values, found: list[jax.Array]) -> list[jax.Array]:
-    """All results, in order, from those of the loop of the loss; that is the first."""
-    schedule = values.schedule
+def _with_epilogue(values: Values, results: Arrays) -> Arrays:
+    """All results of `fun`, in order, from the results of the loop of the loss.
+
+    A metric such as the root of a mean, a perplexity or an accuracy is the same in all
+    micro-batches: it is computed once, from the buffers that this loop fills.
+    """
+    schedule, level = values.schedule, values.schedule.epilogue
     number = len(schedule.results)
-    forward.fill_last(values, found[number:])
-    own, late = iter(found[:number]), iter(after.results(values))
-    every = range(len(schedule.jaxpr.outvars))
-    return [next(late if i in schedule.after else own) for i in every]
+    forward.fill_last(values, results[number:])
+
+    def acts(_: None, x: Any) -> tuple[None, None]:
+        values.evaluate([], level, x, acts=True)
+        return None, None
+
+    with jax.named_scope("epilogue"):
+        if schedule.needed([], level, acts=True)[0]:
+            jax.lax.scan(acts, None, values.xs)  # prints once for each micro-batch
+        shared = values.evaluate(schedule.epilogue_results, level)
+    if values.axes:  # they are the same on all devices
+        shared = of_last_device(shared, values.axes)
+    of_loop, of_epilogue = iter(results[:number]), iter(shared)
+    numbers = range(len(schedule.jaxpr.outvars))
+    is_shared = schedule.shared_results.__contains__
+    return [next(of_epilogue if is_shared(i) else of_loop) for i in numbers]

@@ -1,4 +1,10 @@
-"""The schedule of a window: what is computed at which level, and from what."""
+"""The schedule of a window: the level at which each value is computed, and from what.
+
+A value of level n has n - 1 collectives on the longest way to it. Loop n over the
+micro-batches computes the values of level n from the buffers of earlier levels, and
+fills the buffers of its collectives. A value that all micro-batches share is computed
+once, before the loop of its level.
+"""
 
 import dataclasses
 import functools
@@ -15,109 +21,145 @@ from ga_optax._window.rules import (
     Evaluate,
     collective,
     is_collective,
-    own_part,
+    part_of,
     whole,
 )
 
 
 class Level(NamedTuple):
-    """When something is computed; what came before is known. They compare in order.
+    """A time at which values are computed. Levels compare in order.
 
     Attributes:
-      number: its own.
-      once: whether it is what micro-batches share, computed once after their loop.
+      number: the level of these values.
+      in_loop: False for what micro-batches share, which comes before their loop.
     """
 
     number: int
-    once: bool = False
+    in_loop: bool = True
 
 
-class Fact(NamedTuple):
-    """What is known of a value; that of a result is the largest of its arguments'.
+class Traits(NamedTuple):
+    """The traits of a value. A result has the largest trait of its arguments.
 
     Attributes:
-      level: how many collectives are on the longest way to it, after those that come
-        before all parameters.
-      smooth: whether the loss may be differentiated through it, with respect to them.
-      own: whether it may differ between micro-batches.
+      level: the level at which it is computed; parameters come after all collectives
+        that do not depend on parameters.
+      smooth: True if the loss may be differentiated through the value.
+      of_rows: True if the value may differ between micro-batches.
     """
 
-    level: int = 0
+    level: int = 1
     smooth: bool = False
-    own: bool = False
+    of_rows: bool = False
 
 
 class Buffer(NamedTuple):
-    """What a window keeps of one value of its micro-batches.
+    """A value of the micro-batches that a window stores.
 
     Attributes:
       operand: the value.
-      kind: "sum", "max", "min" or "stack"; "own", a stack of this device's alone; or
-        "once", a value that all micro-batches share.
-      level: the number of the level at which it is filled; -1 for what is there from
-        the start.
-      has_cotangent: whether the loss differentiates through it.
-      nbytes: what a device stores of it.
-      of_cotangent: what its cotangent takes.
+      kind: "sum", "max", "min" or "stack" of a collective; "residual", a stack of this
+        device's micro-batches alone; or "shared", a value that all of them share.
+      level: when the buffer is filled. Later levels may read it; 0 is before all.
+      has_cotangent: True if the loss differentiates through the buffer.
+      nbytes: the bytes that a device stores.
+      of_cotangent: the bytes of the cotangent.
     """
 
     operand: Any
     kind: str
-    level: int
+    level: Level
     has_cotangent: bool
     nbytes: int = 0
     of_cotangent: int = 0
 
     @property
-    def filled(self) -> Level:
-        """When it is filled; what comes later may read it."""
-        return Level(self.level, self.kind == "once")
+    def is_folded(self) -> bool:
+        """True if one value is stored for all micro-batches that the loop folds."""
+        return self.kind in ("sum", "max", "min")
 
 
 class View(NamedTuple):
-    """How a value is read from a buffer: `of(buffer, index of the micro-batch)`."""
+    """A value is `of(buffer, index of the micro-batch)`."""
 
     buffer: int
     of: Evaluate
 
 
-# -- Facts -----------------------------------------------------------------------------
+# -- Traits ----------------------------------------------------------------------------
 
 
-def _facts(jaxpr: core.Jaxpr, axis: str, start: dict[Any, Fact]) -> dict[Any, Fact]:
-    """The facts of every variable, from those of the arguments."""
-    facts = dict(start)
-    for equation in jaxpr.eqns:
-        given = [facts[x] if ir.is_variable(x) else Fact() for x in equation.invars]
-        fact = Fact(*map(max, zip(Fact(), *given, strict=True)))
-        if is_collective(equation, axis):
-            fact = fact._replace(level=fact.level + 1, own=False)
-        smooth = _differentiable(equation, [x.smooth for x in given])
-        for out, its in zip(equation.outvars, smooth, strict=True):
-            facts[out] = fact._replace(smooth=its)
-    return facts
+def traits_of(
+    jaxpr: core.Jaxpr,
+    axis: str,
+    params: Sequence[Any],
+    rows: Sequence[Any],
+    loss: Sequence[Any] | None = None,
+) -> dict[Any, Traits]:
+    """The traits of every variable of a program.
 
-
-def _differentiable(equation: core.JaxprEqn, moving: list[bool]) -> list[bool]:
-    """Which results may have a derivative, if these of the operands have one.
-
-    It looks inside of loops and checkpoints: what stops a gradient may stand there.
-    What is written to a reference comes back from it.
+    Args:
+      jaxpr: the program.
+      axis: the name of the axis of the window.
+      params: the arguments that are differentiated.
+      rows: the arguments that differ between micro-batches; some may be differentiated.
+      loss: the results that are differentiated; None for the first.
     """
-    its = any(moving) and equation.primitive.name != "stop_gradient"
+
+    def traits_if(level: int) -> dict[Any, Traits]:
+        """The traits if parameters are of a level."""
+        start = dict.fromkeys([*jaxpr.constvars, *jaxpr.invars], Traits())
+        start |= dict.fromkeys(rows, Traits(of_rows=True))
+        smooth = {x: Traits(level, smooth=True, of_rows=x in rows) for x in params}
+        return _propagated(jaxpr, axis, start | smooth)
+
+    behind = ir.following(jaxpr, params)
+    before = [x.level for v, x in traits_if(1).items() if v not in behind]
+    traits = traits_if(max(before, default=1))
+    # Values through which the loss is not differentiated are not smooth.
+    reached = set(variables(jaxpr.outvars[:1] if loss is None else loss))
+    for e in reversed(jaxpr.eqns):
+        if any(x in reached and traits[x].smooth for x in e.outvars):
+            reached.update(variables(e.invars))
+    stopped = traits.keys() - reached
+    return traits | {x: traits[x]._replace(smooth=False) for x in stopped}
+
+
+def _propagated(
+    jaxpr: core.Jaxpr, axis: str, start: dict[Any, Traits]
+) -> dict[Any, Traits]:
+    """The traits of every variable, from the traits of the arguments."""
+    traits = dict(start)
+    for e in jaxpr.eqns:
+        given = [traits[x] if ir.is_variable(x) else Traits() for x in e.invars]
+        largest = Traits(*map(max, zip(Traits(), *given, strict=True)))
+        if is_collective(e, axis):
+            largest = largest._replace(level=largest.level + 1, of_rows=False)
+        smooth = _differentiable(e, [x.smooth for x in given])
+        pairs = zip(e.outvars, smooth, strict=True)
+        traits |= {out: largest._replace(smooth=x) for out, x in pairs}
+    return traits
+
+
+def _differentiable(equation: core.JaxprEqn, smooth: list[bool]) -> list[bool]:
+    """For each result, True if it may have a derivative; `smooth` operands have one.
+
+    A gradient may be stopped inside of loops and checkpoints. A value that is written
+    to a reference comes back from the reference.
+    """
+    moves = any(smooth) and equation.primitive.name != "stop_gradient"
     is_open = ir.kind(equation) in ir.THROUGH and not references.are_inside(equation)
-    if not (its and is_open):
-        return [its and ir.is_inexact(x) for x in equation.outvars]
-    if ir.kind(equation) == "scan":  # Of its carry it is not known.
-        consts, carry, slices = ir.scan_of(equation).split(moving)
-        moving = [*consts, *map(ir.is_inexact, equation.outvars[: len(carry)]), *slices]
+    if not (moves and is_open):
+        return [moves and ir.is_inexact(x) for x in equation.outvars]
+    if ir.kind(equation) == "scan":  # any carry may have one
+        consts, carry, slices = ir.scan_of(equation).split(smooth)
+        smooth = [*consts, *map(ir.is_inexact, equation.outvars[: len(carry)]), *slices]
     [program] = ir.inner_programs(equation)
-    pairs = zip(program.invars, moving, strict=True)
-    smooth = {x for x, moves in pairs if moves}
+    inside = {x for x, moves in zip(program.invars, smooth, strict=True) if moves}
     for e in program.eqns:
-        found = _differentiable(e, [ir.is_among(x, smooth) for x in e.invars])
-        smooth.update(x for x, its in zip(e.outvars, found, strict=True) if its)
-    return [ir.is_among(x, smooth) for x in program.outvars]
+        results = _differentiable(e, [ir.is_among(x, inside) for x in e.invars])
+        inside.update(x for x, moves in zip(e.outvars, results, strict=True) if moves)
+    return [ir.is_among(x, inside) for x in program.outvars]
 
 
 # -- The schedule ----------------------------------------------------------------------
@@ -125,84 +167,80 @@ def _differentiable(equation: core.JaxprEqn, moving: list[bool]) -> list[bool]:
 
 @dataclasses.dataclass
 class Schedule:
-    """What to compute when.
-
-    A level is evaluated once the buffers below it are filled. The last, `end`, is that
-    of the loss, whose loop fills the buffers of that level as well: only results that
-    need no rows read those, and are evaluated once, `after` the loop.
+    """The order in which a window computes the values of a program.
 
     Attributes:
       jaxpr: the flat program; its first result is the loss.
-      axis: the name of the axis.
-      facts: what is known of its variables.
-      after: which results are evaluated once, after the loops, by number.
-      times: how many values a device holds in buffers of a kind; of others it is one.
-      last: the last level whose buffers the loss reads, or anything else with rows.
-      buffers: what the window keeps.
-      views: how variables are read from it.
-      numbers: which buffers are filled at a level.
-      dropped: the buffers that are dropped after a level on the way there.
-      again: those that are filled again before a level goes back.
-      peak: the bytes of what is kept and of its cotangents, at most at a time.
-      full: the same that drops nothing, and keeps all that would run again; None if
-        this is that.
+      axis: the name of the axis of the window.
+      traits: the traits of its variables.
+      shared_results: the results, by number, that need no rows. They are computed once,
+        in the `epilogue`, and may read buffers that the loop of the loss fills.
+      num_values: how many values a device stores in a "residual" and in a "stack".
+      end: the level of the loss: its loop takes the gradients.
+      buffers: what the window stores.
+      views: how variables are read from buffers.
+      by_level: the buffers that are filled at each level, by number.
+      drops: the buffers that the way there drops after each level.
+      refills: the buffers that the way back fills again before it reaches a level.
+      peak: the bytes of residuals and of their cotangents, at most at a time.
+      unlimited: the schedule that drops and computes nothing again; None if this is it.
     """
 
     jaxpr: core.Jaxpr
     axis: str
-    facts: dict[Any, Fact]
-    after: frozenset[int]
-    times: dict[str, int] = dataclasses.field(default_factory=dict)
-    last: int = 0
+    traits: dict[Any, Traits]
+    shared_results: frozenset[int] = frozenset()
+    num_values: dict[str, int] = dataclasses.field(default_factory=dict)
+    end: int = 1
     buffers: list[Buffer] = dataclasses.field(default_factory=list)
     views: dict[Any, View] = dataclasses.field(default_factory=dict)
-    numbers: dict[Level, list[int]] = dataclasses.field(default_factory=dict)
-    dropped: dict[int, list[int]] = dataclasses.field(default_factory=dict)
-    again: dict[int, list[int]] = dataclasses.field(default_factory=dict)
+    by_level: dict[Level, list[int]] = dataclasses.field(default_factory=dict)
+    drops: dict[int, list[int]] = dataclasses.field(default_factory=dict)
+    refills: dict[int, list[int]] = dataclasses.field(default_factory=dict)
     peak: int = 0
-    full: "Schedule | None" = None
+    unlimited: "Schedule | None" = None
 
     @property
-    def end(self) -> int:
-        """The level of the loop that takes the gradients of the loss."""
-        return self.last + 1
+    def epilogue(self) -> Level:
+        """The level at which shared results are computed, after all loops."""
+        return Level(self.end + 1, in_loop=False)
 
     @functools.cached_property
-    def given(self) -> set[Any]:
-        """What is there from the start."""
+    def arguments(self) -> set[Any]:
+        """The variables that are known from the start."""
         return {*self.jaxpr.constvars, *self.jaxpr.invars}
 
     def copy(self) -> "Schedule":
-        """The same, to which buffers can be added."""
+        """A copy, to which buffers can be added."""
         return dataclasses.replace(
             self,
             buffers=list(self.buffers),
             views=dict(self.views),
-            numbers={level: list(its) for level, its in self.numbers.items()},
+            by_level={level: list(some) for level, some in self.by_level.items()},
         )
 
-    def fact(self, atom: Any) -> Fact:
-        return Fact() if isinstance(atom, core.Literal) else self.facts[atom]
+    def trait(self, atom: Any) -> Traits:
+        return Traits() if isinstance(atom, core.Literal) else self.traits[atom]
 
     def level_of(self, equation: core.JaxprEqn) -> int:
-        """How many collectives are on the longest way to what it computes."""
-        return self.facts[equation.outvars[0]].level
+        """The level of the results of an equation."""
+        return self.traits[equation.outvars[0]].level
 
-    def is_own(self, equation: core.JaxprEqn) -> bool:
-        """Whether what it computes may differ between micro-batches."""
-        return any(self.facts[x].own for x in equation.outvars)
+    def is_of_rows(self, equation: core.JaxprEqn) -> bool:
+        """True if the results may differ between micro-batches."""
+        return any(self.traits[x].of_rows for x in equation.outvars)
 
     def is_smooth(self, equation: core.JaxprEqn) -> bool:
-        """Whether the loss may be differentiated through it."""
-        return any(self.facts[x].smooth for x in equation.outvars)
+        """True if the loss may be differentiated through the equation."""
+        return any(self.traits[x].smooth for x in equation.outvars)
 
-    def at(self, level: Level) -> list[int]:
+    def filled_at(self, level: Level) -> list[int]:
         """The buffers that are filled at a level."""
-        return self.numbers.get(level, [])
+        return self.by_level.get(level, [])
 
     def operands(self, level: Level, *, smooth: bool = False) -> list[Any]:
-        """What fills those buffers; if `smooth`, that which has a cotangent."""
-        buffers = [self.buffers[i] for i in self.at(level)]
+        """The operands of these buffers; if `smooth`, of those with a cotangent."""
+        buffers = [self.buffers[i] for i in self.filled_at(level)]
         return [b.operand for b in buffers if b.has_cotangent or not smooth]
 
     def needed(
@@ -210,39 +248,42 @@ class Schedule:
         wanted: Iterable[Any],
         level: Level,
         acts: bool = False,
-        held: Container[int] | None = None,
+        known: Container[int] | None = None,
     ) -> tuple[list[core.JaxprEqn], list[Any]]:
-        """The equations that compute `wanted` at a level, and the known that they read.
+        """The equations that compute `wanted` at a level, and the values they read.
 
-        If it `acts`, those that print or call back are among them: each at one level.
-        Of the buffers below the level those that are `held` are known, or all of them.
+        If `acts`, equations that print or call back are included, each at one level.
+        Of the buffers of earlier levels all can be read, or the `known` ones.
         """
 
-        def known(x: Any) -> bool:
-            if x in self.given:
+        def is_known(x: Any) -> bool:
+            if x in self.arguments:
                 return True
             view = self.views.get(x)
             return (
                 view is not None
-                and self.buffers[view.buffer].filled < level
-                and (held is None or view.buffer in held)
+                and self.buffers[view.buffer].level < level
+                and (known is None or view.buffer in known)
             )
 
         runs = functools.partial(self.acts_at, level)
-        return ir.needed(self.jaxpr, wanted, known, runs if acts else None)
+        return ir.needed(self.jaxpr, wanted, is_known, runs if acts else None)
 
     def acts_at(self, level: Level, equation: core.JaxprEqn) -> bool:
-        """True if what prints or calls back does so here: at the end, or after it."""
+        """True if an equation prints or calls back at this level.
+
+        An equation does so in the loop of the loss; or, if it reads a result of that
+        loop, in the epilogue.
+        """
         if not ir.acts(equation):
             return False
-        its = max((self.fact(x).level for x in equation.invars), default=0)
-        after = level > Level(self.end)  # what reads what only the loops have filled
-        return (its >= self.end) == after
+        read = max((self.trait(x).level for x in equation.invars), default=0)
+        return (read > self.end) == (level == self.epilogue)
 
     def roots(self, level: int, *, smooth: bool = False) -> list[Any]:
-        """What a level computes: what fills its buffers, and the results of `fun`.
+        """The values that a loop computes: operands of its buffers, results of `fun`.
 
-        If `smooth`, what is differentiated of that: of results the loss alone.
+        If `smooth`, only differentiated values: of the results the loss alone.
         """
         if level < self.end:
             return self.operands(Level(level), smooth=smooth)
@@ -251,116 +292,88 @@ class Schedule:
 
     @property
     def results(self) -> list[Any]:
-        """The results of `fun` but for those that are evaluated after the loops."""
+        """The results of `fun` that the loop of the loss computes."""
         every = enumerate(self.jaxpr.outvars)
-        return [x for i, x in every if i not in self.after]
+        return [x for i, x in every if i not in self.shared_results]
+
+    @property
+    def epilogue_results(self) -> list[Any]:
+        """The results of `fun` that the epilogue computes."""
+        return [self.jaxpr.outvars[i] for i in sorted(self.shared_results)]
 
     def computed_at(self, variable: Any) -> int:
-        """The levels that cannot read it from a buffer, as bits."""
+        """The loops that cannot read the variable from a buffer: bit i for loop i."""
         view = self.views.get(variable)
         if view is None:
             return -1
-        return (1 << self.buffers[view.buffer].level + 1) - 1
+        number, in_loop = self.buffers[view.buffer].level
+        return (1 << number + in_loop) - 1
 
     def buffer(self, operand: Any, kind: str, level: int) -> int:
-        """The buffer of a value, a new one if there is none."""
-        smooth, times = self.fact(operand).smooth, self.times.get(kind, 1)
-        of_cotangent = smooth and times * cost.nbytes_of_sum(operand)
-        nbytes = times * cost.nbytes(operand)
-        new = Buffer(operand, kind, level, smooth, nbytes, of_cotangent)
-        its = self.numbers.setdefault(new.filled, [])
-        for i in its:
+        """The number of the buffer of a value, which is added if there is none."""
+        smooth, number = self.trait(operand).smooth, self.num_values.get(kind, 1)
+        when = Level(level, in_loop=kind != "shared")
+        of_cotangent = smooth and number * cost.nbytes_of_sum(operand)
+        nbytes = number * cost.nbytes(operand)
+        members = self.by_level.setdefault(when, [])
+        for i in members:
             old = self.buffers[i]
             if old.operand is operand and old.kind == kind:
                 return i
-        its.append(len(self.buffers))
-        self.buffers.append(new)
-        of = whole if kind == "once" else own_part
-        if kind in ("stack", "own", "once") and ir.is_variable(operand):
-            self.views.setdefault(operand, View(len(self.buffers) - 1, of))
-        return len(self.buffers) - 1
+        i = len(self.buffers)
+        members.append(i)
+        self.buffers.append(Buffer(operand, kind, when, smooth, nbytes, of_cotangent))
+        if kind in ("stack", "residual", "shared") and ir.is_variable(operand):
+            view = View(i, whole if kind == "shared" else part_of)
+            self.views.setdefault(operand, view)
+        return i
 
 
-def facts_of(
+def schedule_of(
     jaxpr: core.Jaxpr,
     axis: str,
-    params: Sequence[Any],
-    own: Sequence[Any],
-    loss: Sequence[Any] | None = None,
-) -> dict[Any, Fact]:
-    """The facts of every variable, of a program with these arguments.
-
-    Args:
-      jaxpr: the program.
-      axis: the name of the axis.
-      params: what is differentiated.
-      own: what differs between micro-batches; some of that may be differentiated.
-      loss: the results that are differentiated; None for the first.
-    """
-
-    def facts_at(level: int) -> dict[Any, Fact]:
-        """Those if the parameters come after so many collectives."""
-        start = dict.fromkeys([*jaxpr.constvars, *jaxpr.invars], Fact())
-        start |= dict.fromkeys(own, Fact(own=True))
-        of_params = {x: Fact(level, smooth=True, own=x in own) for x in params}
-        return _facts(jaxpr, axis, start | of_params)
-
-    behind = ir.following(jaxpr, params)
-    before = [fact.level for x, fact in facts_at(0).items() if x not in behind]
-    facts = facts_at(max(before, default=0))
-    # What the loss is not differentiated through is not smooth.
-    reached = set(variables(jaxpr.outvars[:1] if loss is None else loss))
-    for e in reversed(jaxpr.eqns):
-        if any(x in reached and facts[x].smooth for x in e.outvars):
-            reached.update(variables(e.invars))
-    stopped = facts.keys() - reached
-    return facts | {x: facts[x]._replace(smooth=False) for x in stopped}
-
-
-def make(
-    jaxpr: core.Jaxpr,
-    axis: str,
-    facts: dict[Any, Fact],
-    whole: Iterable[int],
-    times: dict[str, int],
+    traits: dict[Any, Traits],
+    last_results: Iterable[int],
+    num_values: dict[str, int],
 ) -> Schedule:
-    """The schedule of a flat program, without what is kept beside its collectives.
+    """The schedule of a flat program, with buffers for collectives alone.
 
     Args:
       jaxpr: the program.
       axis: the name of the axis.
-      facts: what is known of its variables.
-      whole: which results need no loop if all micro-batches share them, by number.
-      times: see `Schedule`.
+      traits: the traits of its variables.
+      last_results: the results, by number, that any micro-batch may compute.
+      num_values: see `Schedule`.
     """
-    schedule = Schedule(jaxpr, axis, facts, frozenset(), times)
-    shared = (i for i in whole if not schedule.fact(jaxpr.outvars[i]).own)
-    schedule.after = frozenset(shared)
+    schedule = Schedule(jaxpr, axis, traits, num_values=num_values)
+    outvars = jaxpr.outvars
+    shared = (i for i in last_results if not schedule.trait(outvars[i]).of_rows)
+    schedule.shared_results = frozenset(shared)
     for equation in jaxpr.eqns:
         if is_collective(equation, axis):
             _add_collective(schedule, equation)
-        elif name := _state(equation):
+        elif name := _stateful(equation):
             raise NotImplementedError(
                 "Where rows meet, micro-batches run more than once, so nothing in fun "
                 f"must have a state, but it calls {name} for a result. Call "
                 "jax.pure_callback, or call back before value_and_grad."
             )
     read = [*schedule.results, *(b.operand for b in schedule.buffers)]
-    schedule.last = max(schedule.fact(x).level for x in read)
+    schedule.end = max(schedule.trait(x).level for x in read)
     return schedule
 
 
 def _add_collective(schedule: Schedule, equation: core.JaxprEqn) -> None:
-    """Adds the buffers of a collective, and how its results are read from them."""
+    """Adds the buffers of a collective, and views of its results."""
     name: Any = collective(equation, schedule.axis)
     kind, rule = RULES[name]
     for x, out in zip(equation.invars, equation.outvars, strict=True):
-        place = schedule.buffer(x, kind, schedule.facts[out].level)
-        schedule.views[out] = View(place, rule(equation.params))
+        number = schedule.buffer(x, kind, schedule.traits[out].level - 1)
+        schedule.views[out] = View(number, rule(equation.params))
 
 
-def _state(equation: core.JaxprEqn) -> str | None:
-    """The primitive in an equation that may return something else if it runs again."""
+def _stateful(equation: core.JaxprEqn) -> str | None:
+    """The primitive in an equation that may return another result if it runs again."""
     inside = ir.within(equation) if ir.acts(equation) else ()
     acting = (e for e in inside if ir.acts(e) and not ir.inner_programs(e))
     return next((e.primitive.name for e in acting if e.outvars), None)

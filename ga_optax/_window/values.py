@@ -1,4 +1,4 @@
-"""The values of a flat program: in one micro-batch, or the same in all of them."""
+"""The values of a flat program: of one micro-batch, or shared by all of them."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -11,12 +11,19 @@ from ga_optax import accumulator
 from ga_optax._devices import meshes
 from ga_optax._devices.collectives import vary
 from ga_optax._devices.meshes import Axes
-from ga_optax._loop.step import Operands, Step
+from ga_optax._loop.loss import LossProgram, Operands
 from ga_optax._partition import is_inexact
 from ga_optax._passes import ir
-from ga_optax._window import schedule as scheduling
-from ga_optax._window.read import Opening, flat
-from ga_optax._window.schedule import Buffer, Level, Schedule, View
+from ga_optax._window.flat import Opening, flat
+from ga_optax._window.rules import part_of, whole
+from ga_optax._window.schedule import (
+    Buffer,
+    Level,
+    Schedule,
+    View,
+    schedule_of,
+    traits_of,
+)
 from ga_optax._window.shared import parted
 
 Arrays = list[jax.Array]
@@ -29,76 +36,87 @@ class Part(NamedTuple):
     x: jax.Array
 
 
-class Loss(NamedTuple):
+class MeetingLoss(NamedTuple):
     """A loss whose rows meet.
 
     Attributes:
-      step: what a micro-batch computes, with collectives. The index comes last.
-      axis: the axis that these name.
+      program: the loss of a micro-batch, with collectives. The index comes last.
+      axis: the axis that the collectives name.
       size: how many micro-batches there are, on all devices.
     """
 
-    step: Step
+    program: LossProgram
     axis: str
     size: int
 
 
 class Values:
-    """What a window has computed so far, and how to compute more.
+    """The values that a window has computed, and how to compute more.
 
     Attributes:
       axes: the data axes that are bound.
-      varying: the axes over which what micro-batches hold varies.
-      xs: what differs between this device's: the batch, and last the index.
+      varying: the axes over which values of micro-batches vary.
+      xs: the micro-batches of this device: the leaves of the batch, and last the index.
       of_params: the variables of the leaves to differentiate with respect to.
-      params: their buffers, which are there from the start.
-      schedule: what to compute when.
-      buffers: the buffers that are filled, by number.
-      rooms: the arrays that can be written over, for what comes next.
-      late: something that was computed last.
-      made: how many arrays were made beside those.
-      seen: the buffers that were filled before.
-      functions: those of the levels, by what they do: layers that are alike share one.
+      of_rows: the variables of `xs`.
+      params: the buffers of the parameters, which are filled from the start.
+      constants: the values of the other arguments.
+      schedule: the order of the computation.
+      buffers: the values of the buffers that are filled, by number.
+      free: arrays that are no longer read, over which new stacks are written.
+      num_new: how many stacks were allocated beside these.
+      latest: an array that was computed last.
+      filled_before: the buffers that were filled before.
+      functions: one function for levels that compute the same, such as equal layers.
     """
 
-    late: jax.Array | None = None
-    made: int = 0
-
-    def __init__(self, loss: Loss, operands: Operands, axes: Axes) -> None:
+    def __init__(self, loss: MeetingLoss, operands: Operands, axes: Axes) -> None:
         self.axes = axes
         varying = frozenset().union(*map(meshes.varying, operands.batch))
         self.varying = tuple(sorted({*axes, *varying}))
         self.xs = operands.batch
         self.params: list[int] = []
         self.buffers: Buffers = {}
-        self.rooms: Arrays = []
-        self.seen: set[int] = set()
+        self.free: Arrays = []
+        self.num_new = 0
+        self.latest: jax.Array | None = None
+        self.filled_before: set[int] = set()
         self.functions: dict[Any, Callable[..., Any]] = {}
 
-        own = [x[0] for x in self.xs]
-        values = [*operands.consts, *operands.params, *own]
-        opening = Opening(loss.axis, loss.size)
-        jaxpr, consts = flat(loss.step.jaxpr, values, opening)
+        consts, rows = operands.consts, [x[0] for x in self.xs]
+        groups = [*consts, *operands.params, *rows]
+        jaxpr, more = flat(loss.program.jaxpr, groups, Opening(loss.axis, loss.size))
         variables = iter(jaxpr.invars)
-        of_consts, self.of_params, self.of_own = (
+        of_consts, self.of_params, self.of_rows = (
             [next(variables) for _ in group]
-            for group in (operands.consts, operands.params, own)
+            for group in (consts, operands.params, rows)
         )
-        jaxpr = parted(jaxpr, loss.axis, self.of_own)
-        fixed = [*jaxpr.constvars, *of_consts]
-        self.fixed = dict(zip(fixed, [*consts, *operands.consts], strict=True))
-        smooth = [*self.of_params, *self.of_own[: operands.rows]]
-        facts = scheduling.facts_of(jaxpr, loss.axis, smooth, self.of_own)
-        # These need no loop if all micro-batches share them.
-        whole = [i for i, way in enumerate(loss.step.ways) if i and way == "last"]
-        times = {"own": len(self.xs[-1]), "stack": loss.size}
-        self.schedule = scheduling.make(jaxpr, loss.axis, facts, whole, times)
+        jaxpr = parted(jaxpr, loss.axis, self.of_rows)
+        of_consts = [*jaxpr.constvars, *of_consts]
+        self.constants = dict(zip(of_consts, [*more, *consts], strict=True))
+        smooth = [*self.of_params, *self.of_rows[: operands.rows]]
+        traits = traits_of(jaxpr, loss.axis, smooth, self.of_rows)
+        # Of these results one is enough: no loop computes one that is shared.
+        pairs = enumerate(loss.program.folds)
+        last = [i for i, fold in pairs if i and fold == "last"]
+        num_values = {"residual": len(self.xs[-1]), "stack": loss.size}
+        self.schedule = schedule_of(jaxpr, loss.axis, traits, last, num_values)
 
     def begin(self, schedule: Schedule, params: Arrays) -> None:
-        """Goes by a schedule from here on."""
+        """Sets the schedule, and fills the buffers of parameters."""
         self.schedule = schedule
         pairs = zip(self.of_params, params, strict=True)
-        self.params = [self.given(Buffer(x, "once", -1, True), p) for x, p in pairs]
+        self.params = [self.given(x, "shared", True, value) for x, value in pairs]
+
+    def given(
+        self, operand: Any, kind: str, has_cotangent: bool, value: jax.Array
+    ) -> int:
+        """Adds a buffer that is filled from the start; returns its number."""
+        schedule, j = self.schedule, len(self.schedule.buffers)
+        schedule.buffers.append(Buffer(operand, kind, Level(0), has_cotangent))
+        schedule.views[operand] = View(j, part_of if kind == "residual" else whole)
+        self.buffers[j] = value
+        return j
 
     def evaluate(
         self,
@@ -112,23 +130,22 @@ class Values:
 
         Args:
           wanted: the variables.
-          level: the buffers below it are read.
-          x: a slice of `xs`, which is the micro-batch; None if it does not matter.
-          buffers: buffers, or parts of those, in place of those here.
-          acts: whether to run what prints, too.
+          level: the time: all buffers of earlier levels can be read.
+          x: the micro-batch, a slice of `xs`; None if no rows are read.
+          buffers: buffers, or a `Part` of a buffer, in place of `self.buffers`.
+          acts: True if equations that print or call back run, too.
         """
         buffers = self.buffers if buffers is None else buffers
-        own = self.xs if x is None else x
-        index, values = own[-1], dict(self.fixed)
-        values |= zip(self.of_own, own, strict=True)
+        rows = self.xs if x is None else x
+        values = self.constants | dict(zip(self.of_rows, rows, strict=True))
         equations, read = self.schedule.needed(wanted, level, acts, buffers)
         for v in read:
             view = self.schedule.views.get(v)
-            held = buffers.get(view.buffer) if view else None
-            if isinstance(held, Part):
-                values[v] = held.x
-            elif view and held is not None and v not in values:
-                values[v] = view.of(held, index)
+            stored = buffers.get(view.buffer) if view else None
+            if isinstance(stored, Part):
+                values[v] = stored.x
+            elif view and stored is not None and v not in values:
+                values[v] = view.of(stored, rows[-1])
         runs = [
             e if acts and self.schedule.acts_at(level, e) else ir.silent_equation(e)
             for e in equations
@@ -140,27 +157,25 @@ class Values:
             for v, x in zip(wanted, out, strict=True)
         ]
 
-    def given(self, buffer: Buffer, value: jax.Array) -> int:
-        """The number of a buffer that is there from the start."""
-        schedule = self.schedule
-        j = len(schedule.buffers)
-        schedule.buffers.append(buffer)
-        of = scheduling.own_part if buffer.kind == "own" else scheduling.whole
-        schedule.views[buffer.operand] = View(j, of)
-        self.buffers[j] = value
-        return j
+    def run(self, key: Any, fun: Callable[..., Any], *args: Any) -> Any:
+        """`fun(*args)`, as a function that was traced before if the key is the same.
 
-    def room(self, like: jax.Array) -> jax.Array:
-        """A stack for a value of each micro-batch, whose content does not matter.
-
-        It is one that is no longer read, or else a new one.
+        JAX traces, differentiates and lowers the function once. XLA inlines it.
         """
-        due = self.type_of_stack(like)
-        for i, x in enumerate(self.rooms):
-            if jax.typeof(x) == due:
-                return self.rooms.pop(i)
-        self.made += 1
-        return self.after_all(self._stack(like))
+        if key not in self.functions:
+            self.functions[key] = jax.jit(lambda *args: fun(*args))
+        return self.functions[key](*args)
+
+    # -- Stacks of values of micro-batches ---------------------------------------------
+
+    def stack(self, like: jax.Array) -> jax.Array:
+        """An array for a value of each micro-batch; its content does not matter."""
+        type_ = self.type_of_stack(like)
+        for i, x in enumerate(self.free):
+            if jax.typeof(x) == type_:
+                return self.free.pop(i)
+        self.num_new += 1
+        return self.after_latest(self._stack(like))
 
     def type_of_stack(self, like: jax.Array) -> Any:
         """The type of a stack of such values."""
@@ -170,44 +185,33 @@ class Values:
         stack = jnp.broadcast_to(like, (len(self.xs[-1]), *like.shape))
         return vary(stack, self.varying)
 
-    def after_all(self, stack: jax.Array) -> jax.Array:
-        """A stack that is not there before what was computed last.
+    def after_latest(self, stack: jax.Array) -> jax.Array:
+        """Makes a stack depend on the latest result.
 
-        Otherwise XLA may write to it, and to what stands beside it, while much else is
-        still read: it begins with whatever needs nothing that is late.
+        Without this dependence XLA on CPUs allocates all stacks at the start. The stack
+        begins with one number of the result.
         """
-        late, is_empty = self.late, 0 in stack.shape
-        if late is None or is_empty or not is_inexact(stack) or _is_sharded(stack):
+        latest, is_empty = self.latest, 0 in stack.shape
+        if latest is None or is_empty or not is_inexact(stack) or _is_sharded(stack):
             return stack
-        is_open = not isinstance(late.size, int)  # as `jax.export` leaves it
-        place = 0 if is_open else self.made % late.size
-        start = jnp.ravel(late)[place].astype(stack.dtype)
-        block = jax.lax.broadcast(start, (1,) * stack.ndim)
+        is_known = isinstance(latest.size, int)  # `jax.export` leaves sizes open
+        number = jnp.ravel(latest)[self.num_new % latest.size if is_known else 0]
+        block = jax.lax.broadcast(number.astype(stack.dtype), (1,) * stack.ndim)
         return jax.lax.dynamic_update_slice(stack, block, (0,) * stack.ndim)
 
-    def run(self, key: Any, fun: Callable[..., Any], *args: Any) -> Any:
-        """`fun(*args)`, as a function that was traced before if the key is the same.
-
-        JAX traces, differentiates and lowers it once. XLA inlines it.
-        """
-        if key not in self.functions:
-            self.functions[key] = jax.jit(lambda *args: fun(*args))
-        return self.functions[key](*args)
-
-    def came(self, new: Iterable[jax.Array]) -> None:
-        """Takes note of what was computed last."""
-        found = [x for x in new if is_inexact(x) and x.size and not _is_sharded(x)]
-        self.late = found[-1] if found else self.late
+    def note_latest(self, new: Iterable[jax.Array]) -> None:
+        """Remembers one of the arrays that were computed last."""
+        for x in new:
+            if is_inexact(x) and x.size and not _is_sharded(x):
+                self.latest = x
 
     def drop(self, numbers: Iterable[int]) -> None:
-        """Leaves buffers of micro-batches to what comes next."""
-        for j in list(numbers):
-            if j in self.buffers:
-                self.rooms.append(self.buffers.pop(j))
+        """Drops buffers of micro-batches. New stacks are written over them."""
+        self.free += [self.buffers.pop(j) for j in numbers if j in self.buffers]
 
 
 def _is_sharded(x: jax.Array) -> bool:
-    """Whether a mesh shards it by its type."""
+    """True if the type of an array names a mesh axis."""
     return any(meshes.spec_of_type(x))
 
 

@@ -8,7 +8,7 @@ import pytest
 import targets
 
 import ga_optax as ga
-from ga_optax._window import stages
+from ga_optax._window import split_scans
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))
 from helpers import mean_of
@@ -37,11 +37,11 @@ def test_it_takes_the_temporaries_of_plain_micro_batches_and_one_layers_rows(
     assert temporaries(of_the_whole_batch) < bound
     assert temporaries(jax.value_and_grad) > 3 * plain
     # The twin: iterations stand one after the other.
-    find = stages.Stages._find_levels
+    find = split_scans.SplitScan._find_parts
 
     def in_the_open(self, graph):
         find(self, graph)
-        self.unrolled.update(self.level.values())
+        self.unrolled.update(self.part.values())
 
-    monkeypatch.setattr(stages.Stages, "_find_levels", in_the_open)
+    monkeypatch.setattr(split_scans.SplitScan, "_find_parts", in_the_open)
     assert temporaries(of_the_whole_batch) > bound

@@ -1,4 +1,4 @@
-"""What a loop knows of a loss, and of where it runs: no call, no options."""
+"""The program of a loss, the arrays of a loop, and its devices: no call, no options."""
 
 import types
 from collections.abc import Mapping, Sequence
@@ -18,25 +18,25 @@ from ga_optax._passes.facts import Facts, Lies
 Flat = Any  # an Accumulator whose total is a list
 
 
-class Step(NamedTuple):
-    """What `fun` does to one micro-batch.
+class LossProgram(NamedTuple):
+    """The program of `fun` for one micro-batch.
 
     Attributes:
       jaxpr: of the flat arguments `(params, batch, keys, carry)` to the flat results
         `(loss, weight, carry, results)`; no weight if there is none.
       results: the types of the loss and of the other results.
-      ways: how each of them is put together over the micro-batches, see `ways`.
-      weighted: whether there is a weight.
-      varying: the mesh axes over which every sum differs between devices: those of
+      folds: the name of the fold of each of these results, see `folds`.
+      weighted: True if there is a weight.
+      varying: the mesh axes over which every sum differs between devices: the axes of
         the data, and of the weight.
-      multiplies: whether the weight multiplies the gradients, and not the cotangent.
+      multiplies: True if the weight multiplies the gradients, and not the cotangent.
       arrivals: how the gradient of each leaf of the parameters arrives, see `arrival`.
-      optimize: whether passes run on programs; False is the plain scan.
+      optimize: True if passes run on programs; False is the plain scan.
     """
 
     jaxpr: core.Jaxpr
     results: list[Any]
-    ways: list[str]
+    folds: list[str]
     weighted: bool
     varying: Axes
     multiplies: bool
@@ -45,31 +45,30 @@ class Step(NamedTuple):
 
     @property
     def sliced(self) -> list[bool]:
-        """Which gradients come in slices that can be added in place."""
-        found = [came == "slices" for came in self.arrivals]
-        can = any(found) and in_place.can_add(self.jaxpr, self.multiplies)
-        return found if can else [False] * len(found)
+        """For each gradient, True if slices of the gradient can be added in place."""
+        can = in_place.can_add(self.jaxpr, self.multiplies)
+        return [can and arrives == "slices" for arrives in self.arrivals]
 
     @property
     def deeds(self) -> known.Deeds:
-        """What it does beside its results, there and back."""
+        """The effects of the program, and of its backward pass, beside the results."""
         return known.deeds(self.jaxpr)
 
     @property
     def low_precision(self) -> bool:
-        """Whether it computes anything in less than 32 bits."""
+        """True if anything is computed in less than 32 bits."""
         results = (x.aval for e in ir.equations(self.jaxpr) for x in e.outvars)
         dtypes = (getattr(aval, "dtype", np.dtype(np.int32)) for aval in results)
         return any(jnp.issubdtype(d, np.floating) and d.itemsize < 4 for d in dtypes)
 
 
 class Operands(NamedTuple):
-    """The arrays of a loop, flat by role; the batch split.
+    """The arrays of a loop, flat by role; the batch is split into micro-batches.
 
     Attributes:
       num_real: how many micro-batches count; None for all.
-      rows: how many leaves of the batch are differentiated, too: the first of them. The
-        last is the index of the micro-batch then.
+      rows: how many leaves of the batch are differentiated: the first ones. The last
+        leaf of the batch is the index of the micro-batch then.
     """
 
     consts: Sequence[Any]
@@ -82,27 +81,27 @@ class Operands(NamedTuple):
     rows: int = 0
 
 
-class Where(NamedTuple):
-    """On which devices a loop runs, and how their sums come together.
+class DeviceContext(NamedTuple):
+    """The devices on which a loop runs, and how their sums come together.
 
     Attributes:
-      names: those of the parameters, for logs.
+      names: the names of the parameters, for logs.
       axes: the data axes that are bound.
-      placements: how to merge the gradient of each leaf over them.
-      sent: which gradients are scattered before they are added, and how.
-      logical: as how many devices this one runs; 0 if as itself.
-      gathered: how parameters lie that every micro-step gathers; None if none does.
+      placements: how the gradient of each leaf is merged over these axes.
+      scattered: the gradients that are scattered before they are added, and how.
+      logical: the number of devices that this device stands for; 0 for itself alone.
+      gathered: how parameters are sharded that every micro-step gathers; or None.
       shards: the parts of constants that are gathered where they are used, by the ids
-        of these.
+        of the constants.
       window: the axis over which rows meet, if there is one, and its size.
-      split_by_compiler: whether the compiler distributes what is computed; None if that
+      split_by_compiler: True if the compiler distributes what is computed; None if that
         is not known.
     """
 
     names: Sequence[str]
     axes: Axes = ()
     placements: Sequence[Placement] = ()
-    sent: Mapping[int, Placement] = types.MappingProxyType({})
+    scattered: Mapping[int, Placement] = types.MappingProxyType({})
     logical: int = 0
     gathered: Lies | None = None
     shards: Mapping[int, Any] = types.MappingProxyType({})
@@ -111,28 +110,28 @@ class Where(NamedTuple):
 
     @property
     def is_local(self) -> bool:
-        """Whether it is known that no compiler distributes what is computed."""
+        """True if it is known that no compiler distributes what is computed."""
         return self.split_by_compiler is False
 
     @property
     def sums_already(self) -> bool:
-        """Whether the backward pass sums over devices."""
+        """True if the backward pass sums over devices."""
         return any(place.summed for place in self.placements)
 
 
-def after_passes(
-    program: ir.Program, where: Where, multiplies: bool, optimize: bool
+def run_passes(
+    program: ir.Program, devices: DeviceContext, multiplies: bool, optimize: bool
 ) -> tuple[ir.Program, list[str | None]]:
-    """A program of a micro-batch as it is to run, and how its gradients arrive."""
-    number = len(where.names)
+    """Runs all passes on the program of a micro-batch; tells how gradients arrive."""
+    number = len(devices.names)
     if not optimize:
         return program, [None] * number
     facts = Facts(
         num_params=number,
         adds_in_place=in_place.can_add(program.jaxpr, multiplies),
-        lies=where.gathered,
-        shards=where.shards,
-        window=where.window,
+        lies=devices.gathered,
+        shards=devices.shards,
+        window=devices.window,
     )
     program = table.run("fun", program, facts)
     arrivals = [arrival(program.jaxpr, x) for x in program.jaxpr.invars[:number]]

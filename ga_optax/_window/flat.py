@@ -10,8 +10,8 @@ from jax.extend import core
 
 from ga_optax._devices import collectives
 from ga_optax._passes import feedback, ir, places, references
-from ga_optax._passes.ir import bind, is_mark, variables
-from ga_optax._window import stages
+from ga_optax._passes.ir import bind, is_mark
+from ga_optax._window import split_scans
 from ga_optax._window.rules import is_collective
 
 # A scan of more iterations than this is an error if a collective in it depends on its
@@ -21,20 +21,20 @@ LONGEST = 64
 
 
 def mentions(equation: core.JaxprEqn, axis: str) -> bool:
-    """Whether an equation, or one inside it, refers to the axis."""
+    """True if an equation, or an equation inside it, names the axis."""
     inside = ir.within(equation)
     return any(is_mark(e, axis) or is_collective(e, axis) for e in inside)
 
 
 class Opening(NamedTuple):
-    """How a program is put in the open.
+    """The axis whose collectives come into the open, out of inner programs.
 
     Attributes:
       axis: the name of the axis.
-      size: its size.
-      loops: for the body of a scan, the levels there of the arguments of the loops
-        inside, by their ids; else None. Each equation of a checkpoint then has one of
-        its own, for what is in one checkpoint may be of several stages.
+      size: the size of the axis.
+      loops: for the body of a scan, the parts of the arguments of inner loops, by the
+        ids of the loops; else None. In such a body each equation of a checkpoint gets a
+        checkpoint of its own, for one checkpoint may have equations of several parts.
     """
 
     axis: str
@@ -45,7 +45,7 @@ class Opening(NamedTuple):
 def flat(jaxpr: core.Jaxpr, args: Sequence[Any], opening: Opening) -> ir.Program:
     """The same program in one list of equations.
 
-    `args` are values for its constants and its arguments, or their types.
+    `args` are values for the constants and arguments of the program, or their types.
     """
     count = len(jaxpr.constvars)
 
@@ -60,9 +60,9 @@ def flat(jaxpr: core.Jaxpr, args: Sequence[Any], opening: Opening) -> ir.Program
 def _opened(
     program: ir.Program, args: Sequence[Any], opening: Opening, around: Any = None
 ) -> list[Any]:
-    """The results of a program, with what is inside its equations in the open.
+    """The results of a program, with the equations of inner programs in the open.
 
-    `around` is the source of the equation that it is inside of.
+    `around` is the source of the equation that the program is inside of.
     """
 
     def rule(equation: core.JaxprEqn, values: list[Any]) -> Sequence[Any] | None:
@@ -87,39 +87,36 @@ def _open(
     if is_collective(equation, axis) or is_mark(equation, axis):
         return None
     if kind == "checkpoint":
-        apart = _checkpointed if opening.loops is None else _singly
-        return apart(equation, values, opening)
+        split = _checkpointed if opening.loops is None else _singly
+        return split(equation, values, opening)
     if kind == "scan":
-        return _staged(equation, values, opening)
-    raise NotImplementedError(_not_done(equation, axis))
+        return _split_scan(equation, values, opening)
+    raise NotImplementedError(_cannot_open(equation, axis))
 
 
 def _checkpointed(
     equation: core.JaxprEqn, values: list[Any], opening: Opening
 ) -> list[Any]:
-    """A `jax.checkpoint` of each piece between its collectives."""
+    """A `jax.checkpoint` of each piece between the collectives."""
     [(inside, inner_consts)] = ir.inner(equation)
     values = [*inner_consts, *values]
     program, consts = flat(inside, values, opening)
     given = [*program.constvars, *program.invars]
     env = dict(zip(given, [*consts, *values], strict=True))
-    alone = functools.partial(mentions, axis=opening.axis)
-    pairs = itertools.groupby(stages.apart(program.eqns, alone), alone)
-    pieces = [(meets, list(group)) for meets, group in pairs]
-    for meets, piece in pieces:
-        others = [e.invars for _, its in pieces if its is not piece for e in its]
-        outside = set(variables([*itertools.chain(*others), *program.outvars]))
-        made = [v for e in piece for v in e.outvars if v in outside]
-        read = [x for e in piece for x in variables(e.invars) if x in env]
-        run = functools.partial(bind, program, piece, read, made)
-        if not meets:
-            run = ir.checkpointed(equation, run)
-        env.update(zip(made, run([env[x] for x in read]), strict=True))
-    return [stages.value(x, env) for x in program.outvars]
+    meets = functools.partial(mentions, axis=opening.axis)
+
+    def run(piece: list[core.JaxprEqn], read: list[Any], outs: list[Any]) -> Any:
+        body = functools.partial(bind, program, piece, read, outs)
+        return body if meets(piece[0]) else ir.checkpointed(equation, body)
+
+    pairs = itertools.groupby(split_scans.sorted_apart(program.eqns, meets), meets)
+    pieces = [list(group) for _, group in pairs]
+    split_scans.run_in_groups(pieces, env, program.outvars, run)
+    return [split_scans.value(x, env) for x in program.outvars]
 
 
 def _singly(equation: core.JaxprEqn, values: list[Any], opening: Opening) -> list[Any]:
-    """A `jax.checkpoint` of each equation, which the stages of a scan put together."""
+    """A `jax.checkpoint` of each equation. `SplitScan` puts them together again."""
     [(inside, inner_consts)] = ir.inner(equation)
     values = [*inner_consts, *values]
     program = flat(inside, values, opening)
@@ -127,19 +124,21 @@ def _singly(equation: core.JaxprEqn, values: list[Any], opening: Opening) -> lis
     def rule(e: core.JaxprEqn, values: list[Any]) -> list[Any] | None:
         if mentions(e, opening.axis):
             return None
-        one = stages.single(equation, program.jaxpr, e)
+        one = split_scans.single(equation, program.jaxpr, e)
         return bind(program.jaxpr, [one], e.invars, one.outvars, values)
 
     return ir.evaluate(program, values, rule)
 
 
-def _staged(equation: core.JaxprEqn, values: list[Any], opening: Opening) -> list[Any]:
-    """A scan as scans without collectives, and these between them."""
+def _split_scan(
+    equation: core.JaxprEqn, values: list[Any], opening: Opening
+) -> list[Any]:
+    """A scan as several scans without collectives, and the collectives between them."""
     how, axis = ir.scan_of(equation), opening.axis
     if not how.length:
         _, carry, _ = how.split(values)
-        made = equation.outvars[how.num_carry :]
-        return [*carry, *(collectives.zeros(x.aval) for x in made)]
+        stacks = equation.outvars[how.num_carry :]
+        return [*carry, *(collectives.zeros(x.aval) for x in stacks)]
 
     def meets(e: core.JaxprEqn) -> bool:
         return any(is_collective(x, axis) for x in ir.within(e))
@@ -151,11 +150,11 @@ def _staged(equation: core.JaxprEqn, values: list[Any], opening: Opening) -> lis
     how = how._replace(body=program, num_consts=len(consts) + how.num_consts)
     start = loops.get(id(equation), [0] * len(body.invars))
     marks = functools.partial(is_mark, name=axis)
-    by_stage = stages.Stages(how, meets, marks, [*[0] * len(consts), *start])
-    return by_stage([*consts, *values])
+    start, values = [*[0] * len(consts), *start], [*consts, *values]
+    return split_scans.SplitScan(how, meets, marks, start, values).run()
 
 
-def _not_done(equation: core.JaxprEqn, axis: str) -> str:
+def _cannot_open(equation: core.JaxprEqn, axis: str) -> str:
     inside = (e for e in ir.within(equation) if not ir.inner_programs(e))
     name = next((e for e in inside if mentions(e, axis)), equation).primitive.name
     return (

@@ -1,8 +1,8 @@
-"""A plan for people: each loop, and what a micro-batch holds of each value in it.
+"""A schedule in words: each stage, and the part of each value in a micro-batch.
 
-It is read from the schedule by which the window runs. A loss whose rows do not meet has
-the schedule of one level. What a micro-batch holds of a value is what the partition
-wrote on its equation.
+The window runs by the same schedule. A loss whose rows do not meet has the schedule of
+one level. The partition wrote on each equation which part of the value a micro-batch
+holds.
 """
 
 from collections.abc import Sequence
@@ -10,14 +10,13 @@ from typing import Any, NamedTuple
 
 from jax.extend import core
 
-from ga_optax._loop.step import Operands, Step
+from ga_optax._loop.loss import LossProgram, Operands
 from ga_optax._passes import ir, places
 from ga_optax._text import columns
-from ga_optax._window import schedule as scheduling
-from ga_optax._window.levels import Stored
-from ga_optax._window.passes import stages
+from ga_optax._window.report import Stored
 from ga_optax._window.rules import is_collective
-from ga_optax._window.schedule import Fact, Level, Schedule
+from ga_optax._window.runs import stages
+from ga_optax._window.schedule import Level, Schedule, Traits, traits_of
 
 _MOST = 8  # primitives that are named of one loop or function
 
@@ -26,10 +25,10 @@ class Value(NamedTuple):
     """A value that a loop computes, or takes cotangents back through.
 
     Attributes:
-      holds: what a micro-batch holds of it: "rows 0 of float32[16,3]", "all of ..." or
-        "part of ...", of which the sum over micro-batches is the value; "own of ..."
-        for a step of the library's, in the shape that it has in a micro-batch.
-      name: the primitive, or the loop or function with those in it.
+      holds: the part that a micro-batch holds: "rows 0 of float32[16,3]", "all of ...",
+        or "part of ...": the sum of the parts is the value. "own of ..." for a step of
+        the library, in the shape of a micro-batch.
+      name: the primitive, or the loop or function with the primitives inside.
       line: the line of the user's code.
     """
 
@@ -39,14 +38,14 @@ class Value(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """One loop over the micro-batches, or what is computed once.
+    """A loop over the micro-batches, or a computation of what they share, in words.
 
     Attributes:
-      name: when it runs: "level 1", "the loss", "level 1, back".
-      loop: how it runs: once, or in a loop over so many micro-batches.
-      computes: the values that it computes.
-      goes_back: those that cotangents go back through, in that order.
-      fills: what it leaves for later stages.
+      name: the name: "level 1", "the loss", "level 1, back".
+      loop: "once", or a loop over so many micro-batches.
+      computes: the values that the stage computes.
+      goes_back: the values through which cotangents go back, in order.
+      fills: the values that the stage stores for later stages.
     """
 
     name: str
@@ -70,12 +69,12 @@ class Stage(NamedTuple):
         return "\n".join([head, *columns(rows, range(5)), *fills])
 
 
-def of_loop(step: Step, operands: Operands) -> Schedule:
+def of_loop(program: LossProgram, operands: Operands) -> Schedule:
     """The schedule of a loss whose rows do not meet."""
-    count = len(operands.params)
-    params, own = step.jaxpr.invars[:count], step.jaxpr.invars[count:]
-    facts = scheduling.facts_of(step.jaxpr, "", [*params, *own[: operands.rows]], own)
-    return Schedule(step.jaxpr, "", facts, after=frozenset())
+    jaxpr, count = program.jaxpr, len(operands.params)
+    params, rows = jaxpr.invars[:count], jaxpr.invars[count:]
+    smooth = [*params, *rows[: operands.rows]]
+    return Schedule(jaxpr, "", traits_of(jaxpr, "", smooth, rows))
 
 
 def listed(
@@ -85,24 +84,26 @@ def listed(
 
     Args:
       schedule: the schedule.
-      stored: what it stores.
+      stored: the values that it stores.
       number: how many micro-batches a device has.
       size: how many all devices have.
     """
     devices = f" on each of {size // number} devices" if size > number else ""
     fills = {x.number: x for x in stored}
-    found = []
+    in_words = []
     for x in stages(schedule):
-        back = [y for e in x.back for y in _through(e, schedule.facts)][::-1]
+        back = [y for e in x.back for y in _smooth_inside(e, schedule.traits)][::-1]
         loop = f"a loop over {number} micro-batches{devices}"
-        if x.level.once:
+        if not x.level.in_loop:
             loop = "once, in no loop"
         elif x.level == Level(schedule.end):
             loop += f", forward{' and backward' * bool(back)}"
         of_level = [fills[j] for j in x.fills if j in fills]
-        there, back = ([_value(e, schedule) for e in es] for es in (x.forward, back))
-        found.append(Stage(x.name, loop, there, back, of_level))
-    return found
+        computes, goes_back = (
+            [_value(e, schedule) for e in equations] for equations in (x.forward, back)
+        )
+        in_words.append(Stage(x.name, loop, computes, goes_back, of_level))
+    return in_words
 
 
 def _value(e: core.JaxprEqn, schedule: Schedule) -> Value:
@@ -113,27 +114,27 @@ def _value(e: core.JaxprEqn, schedule: Schedule) -> Value:
     name = ir.name_of(e)
     name += f" ({', '.join(inside[:_MOST])}{more})" if inside else ""
     if not (holds := places.label_of(e)):
-        facts = [schedule.facts.get(x, Fact()) for x in e.outvars]
-        shared = is_collective(e, schedule.axis) or not any(x.own for x in facts)
+        traits = [schedule.traits.get(x, Traits()) for x in e.outvars]
+        shared = is_collective(e, schedule.axis) or not any(x.of_rows for x in traits)
         types = ", ".join(places.type_of(x.aval) for x in e.outvars)
         holds = f"{'all' if shared else 'own'} of {types}"
     source = places.placed(e, None).source_info
     return Value(holds, name, places.line_of(source))
 
 
-def _through(e: core.JaxprEqn, facts: dict[Any, Fact]) -> list[core.JaxprEqn]:
-    """What cotangents go through: the equation, or some of the function inside it."""
-    if not any(facts[x].smooth for x in e.outvars):
+def _smooth_inside(e: core.JaxprEqn, traits: dict[Any, Traits]) -> list[core.JaxprEqn]:
+    """The equations of a call through which cotangents go; others by themselves."""
+    if not any(traits[x].smooth for x in e.outvars):
         return []
     if not ir.is_inline(e):
         return [e]
 
     def smooth(names: Sequence[Any], outside: Sequence[Any]) -> list[Any]:
         pairs = zip(names, outside, strict=True)
-        return [x for x, v in pairs if ir.is_variable(v) and facts[v].smooth]
+        return [x for x, v in pairs if ir.is_variable(v) and traits[v].smooth]
 
     [inner] = ir.inner_programs(e)
     params, loss = smooth(inner.invars, e.invars), smooth(inner.outvars, e.outvars)
-    inside = scheduling.facts_of(inner, "", params, (), loss)
-    placed = (places.placed(x, e.source_info) for x in inner.eqns)
-    return [y for x in placed for y in _through(x, inside)]
+    inside = traits_of(inner, "", params, (), loss)
+    equations = (places.placed(x, e.source_info) for x in inner.eqns)
+    return [y for x in equations for y in _smooth_inside(x, inside)]

@@ -1,0 +1,354 @@
+"""A scan with collectives becomes several scans without, and the collectives between.
+
+A collective that does not depend on its own results of earlier iterations, by way of
+the carry, leaves the scan: it runs once, on the stack of its operands.
+
+    part of a value  how many collectives are on the longest way to it in the body, by
+                      way of the carry of earlier iterations, too
+    part j           one scan of the values of part j: it reads slices of the stacks
+                      of earlier parts, and stacks values for later parts
+
+Where collectives are on a ring with the carry (see `feedback`), the ring counts as one
+collective. Its part holds the ring and what is computed of it, and is not a scan: the
+iterations stand one after the other, with their collectives in the open.
+
+A part stacks the smallest set of values from which later parts compute what they read
+by cheap equations, or by equations that a `jax.checkpoint` lets run again.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend import core
+
+from ga_optax._passes import feedback, ir, known
+from ga_optax._passes.ir import is_variable, variables
+from ga_optax._window import cost, cut
+
+Values = dict[Any, Any]
+
+
+class SplitScan:
+    """A scan, part by part.
+
+    Attributes:
+      scan: the scan; all equations of its body are in the open.
+      meets: tells of an equation whether it is a collective.
+      is_mark: tells of an equation whether it names a residual of later levels.
+      carry: for each carry of the body, the result that the next iteration gets.
+      part: the part of each variable of the body.
+      part_of: the part that runs an equation, by its id; -1 for a collective that
+        leaves the scan.
+      meetings: the collectives that leave the scan, by their part.
+      unrolled: the parts with other collectives.
+      known: values that are the same in all iterations.
+      stacks: values of all iterations, along axis 0.
+      last: the last value of each carry.
+      start: the first values of the carries, in order.
+    """
+
+    def __init__(
+        self,
+        scan: ir.Scan,
+        meets: feedback.Test,
+        is_mark: feedback.Test,
+        start: Sequence[int],
+        values: Sequence[Any],
+    ) -> None:
+        self.scan, self.meets, self.is_mark = scan, meets, is_mark
+        self.program, body_consts = scan.body
+        consts, carry, slices = scan.split(self.program.invars)
+        given, self.start, stacks = scan.split(values)
+        fixed, given = [*self.program.constvars, *consts], [*body_consts, *given]
+        self.known: Values = dict(zip(fixed, given, strict=True))
+        self.stacks: Values = dict(zip(slices, stacks, strict=True))
+        self.last: Values = {}
+        self.carry = dict(zip(carry, self.program.outvars, strict=False))
+        self.meetings: dict[int, list[core.JaxprEqn]] = {}
+        self.unrolled: set[int] = set()
+        self.part = dict.fromkeys(self.program.constvars, 0)
+        self.part_of: dict[int, int] = {}
+        self._find_parts(feedback.graph(scan, lambda e: False, start))
+        # A rule must see the cotangents of its iteration, and not the sum of all.
+        rules = [x for e in self.program.eqns if known.has_rule(e) for x in e.outvars]
+        self.varying = ir.following(self.program, [*carry, *slices, *rules])
+
+    def _find_parts(self, graph: feedback.Graph) -> None:
+        names = [*self.program.invars, *self.carry]
+        for ring in graph.rings(self.meets):
+            for i in ring.members:
+                e = graph.nodes[i].equation
+                outs = [names[i]] if e is None else e.outvars
+                self.part |= dict.fromkeys(outs, ring.level)
+                self.part_of[id(e)] = ring.level
+            if ring.counted and ring.closed:
+                self.unrolled.add(ring.level)
+            elif ring.counted:
+                self.meetings.setdefault(ring.level, []).extend(ring.counted)
+                self.part_of |= {id(e): -1 for e in ring.counted}
+
+    def run(self) -> list[Any]:
+        """The results of the scan."""
+        for part in range(max(self.part.values(), default=0) + 1):
+            self._run_part(part)
+            for e in self.meetings.get(part + 1, ()):
+                self._meet(e)
+        stacked = self.program.outvars[self.scan.num_carry :]
+        return [*map(self.last.get, self.carry), *map(self._stacked, stacked)]
+
+    def _stacked(self, x: Any) -> Any:
+        """The values of all iterations."""
+        if is_variable(x) and x in self.stacks:
+            return self.stacks[x]
+        x = _strong(value(x, self.known), x.aval)
+        return jnp.broadcast_to(x, (self.scan.length, *x.shape))
+
+    def _meet(self, equation: core.JaxprEqn) -> None:
+        """Runs a collective for all iterations; or once, if all have one operand."""
+        xs, outs = equation.invars, equation.outvars
+        if self.varying.isdisjoint(variables(xs)):
+            is_known = self.known.__contains__
+            equations, read = ir.needed(self.program, outs, is_known)
+            given = [self.known[x] for x in read]
+            out = ir.bind(self.program, equations, read, outs, given)
+            self.known |= zip(outs, out, strict=True)
+        else:
+            run = functools.partial(ir.bind, self.program, [equation], xs, outs)
+            stacks = jax.vmap(lambda *xs: run(xs))(*map(self._stacked, xs))
+            self.stacks |= zip(outs, stacks, strict=True)
+
+    # -- Parts -------------------------------------------------------------------------
+
+    def _run_part(self, part: int) -> None:
+        """Computes the last carry of a part, and the stacks that are read later."""
+        carry = [x for x in self.carry if self.part[x] == part]
+        stacked = self._to_stack(part)
+        results = [*(self.carry[x] for x in carry), *stacked]
+
+        def acts(e: core.JaxprEqn) -> bool:
+            return bool(e.effects) and self.part_of[id(e)] == part
+
+        equations, read = ir.needed(self.program, results, self._is_there, acts)
+        if not results and not equations:
+            return
+        sliced = [x for x in read if x not in self.known]
+        unrolled = part in self.unrolled
+
+        def step(state: Any, slices: Any) -> Any:
+            values = [*state, *slices]
+            env = self.known | dict(zip([*carry, *sliced], values, strict=True))
+            self._run_iteration(equations, env, results, unrolled)
+            out = [_strong(value(x, env), x.aval) for x in results]
+            return out[: len(carry)], out[len(carry) :]
+
+        run = _unrolled if unrolled else _scanned
+        start = dict(zip(self.carry, self.start, strict=True))
+        state = [_strong(start[x], x.aval) for x in carry]
+        out = run(self.scan, step, state, [self.stacks[x] for x in sliced])
+        marks = [] if unrolled else list(filter(self.is_mark, equations))
+        if marks:
+            # All results of the part become residuals: then nothing of the part runs
+            # again, and a nonlinear rule sees all of its cotangent at once.
+            name = marks[0].params["name"]
+            out = jax.tree.map(lambda x: checkpoint_name(x, name), out)
+        last, stacks = out
+        self.last |= zip(carry, last, strict=True)
+        self.stacks |= zip(stacked, stacks, strict=True)
+
+    def _run_iteration(
+        self,
+        equations: list[core.JaxprEqn],
+        env: Values,
+        results: Sequence[Any],
+        marks: bool,
+    ) -> None:
+        """Runs the equations of one iteration; names are marked if `marks`.
+
+        Each collective stands alone. Between collectives one checkpoint holds all
+        equations of checkpoints with the same options.
+        """
+
+        def is_alone(e: core.JaxprEqn) -> bool:
+            return self.meets(e) or self.is_mark(e)
+
+        def key(e: core.JaxprEqn) -> Any:
+            return is_alone(e) and id(e), _checkpoint_options(e)
+
+        def run(group: list[core.JaxprEqn], read: list[Any], outs: list[Any]) -> Any:
+            if _checkpoint_options(group[0]) is not None:
+                inside = [e for one in group for e in _inside(one)]
+                body = functools.partial(ir.bind, self.program, inside, read, outs)
+                return ir.checkpointed(group[0], body)
+            if self.is_mark(group[0]) and not marks:
+                return lambda values: values
+            return functools.partial(ir.bind, self.program, group, read, outs)
+
+        pairs = itertools.groupby(sorted_apart(equations, is_alone), key)
+        run_in_groups([list(group) for _, group in pairs], env, results, run)
+
+    # -- Stacks ------------------------------------------------------------------------
+
+    def _is_there(self, x: Any) -> bool:
+        return x in self.known or x in self.stacks
+
+    def _to_stack(self, part: int) -> list[Any]:
+        """The values that a part stacks.
+
+        The first are results of the scan, operands of collectives, and marked values.
+        The others are the smallest set from which later parts compute what they read.
+        """
+        atoms = list(self.program.outvars[self.scan.num_carry :])
+        for e in itertools.chain(*self.meetings.values()):
+            if not self.varying.isdisjoint(variables(e.invars)):
+                atoms += e.invars
+        atoms += [x for e in self.program.eqns if self.is_mark(e) for x in e.outvars]
+        first = self._new_at(part, atoms)
+        read = [x for c, x in self.carry.items() if self.part[c] > part]
+        for e in self.program.eqns:
+            if self.part_of[id(e)] > part:
+                read += e.invars
+
+        def size(x: Any) -> float:
+            return 0.0 if x in first else 1.0 + cost.nbytes(x)
+
+        equations, sources = self._equations_and_sources(part)
+        others = cut.smallest(equations, sources, self._new_at(part, read), size)
+        return list(first | dict.fromkeys(others))
+
+    def _new_at(self, part: int, atoms: Sequence[Any]) -> dict[Any, None]:
+        """The variables among atoms that a part has to compute, in order."""
+        here = (x for x in variables(atoms) if self.part[x] == part)
+        return dict.fromkeys(x for x in here if not self._is_there(x))
+
+    def _equations_and_sources(self, part: int) -> tuple[list[core.JaxprEqn], Any]:
+        """The equations of a part, and the values that later parts cannot compute."""
+        sources = [x for x in self.carry if self.part[x] == part]
+        equations = [e for e in self.program.eqns if self.part_of[id(e)] == part]
+        for e in equations:
+            is_dear = not cost.is_cheap(e) or self.meets(e)
+            may_run_again = not is_dear or _checkpoint_options(e) is not None
+            if e.effects or self.is_mark(e) or not may_run_again:
+                sources += e.outvars
+        return equations, sources
+
+
+# -- Loops -----------------------------------------------------------------------------
+
+
+def _scanned(scan: ir.Scan, step: Any, start: list[Any], slices: list[Any]) -> Any:
+    return jax.lax.scan(step, start, slices, scan.length, scan.reverse, scan.unroll)
+
+
+def _unrolled(scan: ir.Scan, step: Any, state: list[Any], slices: list[Any]) -> Any:
+    """The iterations of a scan, one after the other."""
+    parts, stacked = list(map(_along_axis_0, slices)), []
+    order = range(scan.length)
+    for i in reversed(order) if scan.reverse else order:
+        state, out = step(state, [x[i] for x in parts])
+        stacked.append(out)
+    if scan.reverse:
+        stacked.reverse()
+    return state, [jnp.stack(xs) for xs in zip(*stacked, strict=True)]
+
+
+def _along_axis_0(x: jax.Array) -> list[jax.Array]:
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        return list(x)
+    # A split, whose gradient is one concatenation, and not a sum of padded slices.
+    return [part.squeeze(0) for part in jax.lax.split(x, [1] * len(x))]
+
+
+# -- Equations -------------------------------------------------------------------------
+
+
+def sorted_apart(
+    equations: Iterable[core.JaxprEqn], is_alone: feedback.Test
+) -> list[core.JaxprEqn]:
+    """Equations in an order in which few that stand alone part the others.
+
+    An equation that reads nothing, such as zeros, stands with its first reader: then
+    its result need not be stored.
+    """
+    level: dict[Any, int] = {}
+    places: dict[int, tuple[int, bool]] = {}
+    equations = list(equations)
+    for e in equations:
+        alone = is_alone(e)
+        place = alone + max((level.get(x, 0) for x in variables(e.invars)), default=0)
+        level |= dict.fromkeys(e.outvars, place)
+        places[id(e)] = place, not alone
+    first: dict[Any, int] = {}
+    for e in reversed(equations):
+        place, in_group = places[id(e)]
+        read = variables(e.invars)
+        if in_group and not read:
+            place = min((first[x] for x in e.outvars if x in first), default=place)
+            places[id(e)] = place, in_group
+        for x in read:
+            latest = place - (not in_group)
+            first[x] = min(first.get(x, latest), latest)
+    return sorted(equations, key=lambda e: places[id(e)])
+
+
+def run_in_groups(
+    groups: Sequence[Sequence[core.JaxprEqn]],
+    env: Values,
+    results: Sequence[Any],
+    run: Callable[..., Any],
+) -> None:
+    """Adds to `env` the values that later groups, or `results`, read of each group.
+
+    `run(group, variables that it reads, variables to return)` is a function of values.
+    """
+    last_reader = {
+        x: i
+        for i, group in enumerate(groups)
+        for e in group
+        for x in variables(e.invars)
+    }
+    last_reader |= dict.fromkeys(variables(results), len(groups))
+    for i, group in enumerate(groups):
+        outs = [x for e in group for x in e.outvars if last_reader.get(x, i) > i]
+        read = variables(x for e in group for x in e.invars)
+        read = [x for x in dict.fromkeys(read) if x in env]
+        env |= zip(outs, run(group, read, outs)([env[x] for x in read]), strict=True)
+
+
+def single(checkpoint: core.JaxprEqn, jaxpr: core.Jaxpr, e: core.JaxprEqn) -> Any:
+    """A checkpoint of one equation of a program. `SplitScan` groups them again."""
+    read = list(dict.fromkeys(variables(e.invars)))
+    ends = {"constvars": [], "invars": read, "outvars": e.outvars}
+    inside = jaxpr.replace(eqns=[e], effects=e.effects, **ends)
+    one = ir.with_inner(checkpoint, lambda _: inside)
+    return one.replace(invars=read, outvars=e.outvars, effects=e.effects)
+
+
+def _checkpoint_options(e: core.JaxprEqn) -> Any:
+    """The options of a checkpoint of one equation; None for other equations."""
+    if ir.kind(e) != "checkpoint" or len(ir.inner_programs(e)[0].eqns) != 1:
+        return None
+    return [e.params[key] for key in ("prevent_cse", "policy")]
+
+
+def _inside(e: core.JaxprEqn) -> list[core.JaxprEqn]:
+    """The equations in a checkpoint, with the variables outside."""
+    [inside] = ir.inner_programs(e)
+    known = dict(zip(inside.invars, e.invars, strict=True))
+    return ir.renamed(
+        inside.eqns, known | dict(zip(inside.outvars, e.outvars, strict=True))
+    )
+
+
+def _strong(x: Any, aval: Any) -> Any:
+    """`x` with the dtype that a loop carries."""
+    is_extended = jnp.issubdtype(aval.dtype, jax.dtypes.extended)
+    return x if is_extended else jax.lax.convert_element_type(x, aval.dtype)
+
+
+def value(x: Any, env: Values) -> Any:
+    return env[x] if is_variable(x) else x.val
