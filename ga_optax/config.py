@@ -10,8 +10,8 @@
 `optimize=False` in every call of `value_and_grad` and `accumulate`.
 
 `whole_draws` (`GA_OPTAX_WHOLE_DRAWS`; False by default): True has random numbers be
-those of the whole batch with every generator and on every platform. Of `rbg` and
-`unsafe_rbg` on TPUs each micro-batch then draws all rows, and takes its own.
+those of the whole batch with every generator. With generators other than threefry, such
+as `rbg`, each micro-batch then draws all rows, and takes its own.
 
 Variables are 0 or 1, options False or True. Options are read when a call is traced: a
 function that `jax.jit` has compiled does not change.

@@ -1,20 +1,14 @@
-"""Keys of `rbg` and `unsafe_rbg`: micro-batches draw their part of what XLA draws.
-
-On CPUs with the bits of the whole batch. What other platforms do, which have another
-draw, runs here too: `elsewhere` has it that this generator's state cannot seek.
-"""
-
-import itertools
+"""Keys of `rbg` and `unsafe_rbg`: each micro-batch draws from a key of its own."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import apart, error, mesh_of, normal, off, put, temporaries
+from helpers import error, mesh_of, normal, off, put, temporaries
 from jax.sharding import PartitionSpec as P
 
 import ga_optax as ga
-from ga_optax._partition import Rows, generators
+from ga_optax._partition import randoms
 
 pytestmark = [
     pytest.mark.usefixtures("optax_promotion"),
@@ -25,56 +19,10 @@ IMPLS = ["rbg", "unsafe_rbg"]
 
 
 @pytest.fixture
-def elsewhere(monkeypatch):
-    """As on a platform whose generator cannot begin in the middle."""
-    monkeypatch.setattr(generators, "_has_parts", lambda platform: False)
-
-
-@pytest.fixture
 def whole_draws():
     ga.config.update("whole_draws", True)
     yield
     ga.config.update("whole_draws", False)
-
-
-# -- Bits ------------------------------------------------------------------------------
-
-
-def parts(way, key, shape, rows, width=32):
-    """What each micro-batch draws of numbers of so many bits."""
-    cut = generators._Cut(shape, width, "rbg", rows, K)
-    return [getattr(cut, way)(key, jnp.int32(i)) for i in range(K)]
-
-
-@pytest.mark.parametrize(
-    ("shape", "rows"),
-    [
-        ((16, 6), Rows(0)),  # whole blocks
-        ((12, 5), Rows(0)),  # not whole ones
-        ((3, 8, 5), Rows(1)),
-        ((16, 3), Rows(0, 4)),
-        ((2, 3, 4), Rows(2)),
-        ((40,), Rows(0)),
-    ],
-)
-@pytest.mark.parametrize("width", [8, 16, 32, 64])
-def test_a_part_has_the_bits_of_the_whole(shape, rows, width, monkeypatch):
-    with jax.enable_x64(width == 64):
-        key = jnp.array([1, 2, 2**32 - 5, 3], jnp.uint32)  # its count is about to carry
-        cut = key, shape, rows, width
-        want = parts("of_whole", *cut)
-        np.testing.assert_array_equal(parts("from_own_count", *cut), want)
-        # The twin: all begin at the first block.
-        monkeypatch.setattr(generators, "_advanced", lambda key, blocks: key)
-        assert not np.array_equal(parts("from_own_count", *cut), want)
-
-
-def test_keys_of_micro_batches_are_not_those_that_users_fold_in():
-    key = jax.random.key(0, impl="rbg")
-    mine = parts("from_own_key", jax.random.key_data(key), (K, 8), Rows(0))
-    theirs = [jax.random.bits(jax.random.fold_in(key, i), (1, 8)) for i in range(K)]
-    every = [np.asarray(x).tobytes() for x in (*mine, *theirs)]
-    assert len(set(every)) == 2 * K
 
 
 # -- Losses ----------------------------------------------------------------------------
@@ -144,29 +92,25 @@ BOUND = 1e-5  # float32, sums of at most a thousand terms: c n eps with c about 
 @pytest.mark.grid(7, 14)
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("fun", LOSSES)
-def test_value_and_gradients_are_those_of_the_whole_batch(fun, impl):
-    assert error(fun, K, *arguments(impl=impl)) < BOUND
-
-
-@pytest.mark.cpu
-@pytest.mark.grid(3, 6)
-@pytest.mark.parametrize("fun", [f for f in LOSSES if f is not uneven])
-@pytest.mark.usefixtures("elsewhere")
-def test_elsewhere_they_are_of_another_draw_unless_it_is_asked_for(fun, whole_draws):
-    assert error(fun, K, *arguments()) < BOUND
+def test_the_option_asks_for_the_draw_of_the_whole_batch(fun, impl, whole_draws):
+    args = arguments(impl=impl)
+    assert error(fun, K, *args) < BOUND
     ga.config.update("whole_draws", False)
-    assert error(fun, K, *arguments()) > 1e-3  # the twin
-    assert error(fun, 1, *arguments()) < BOUND
+    assert error(fun, 1, *args) < BOUND
+    if fun is not uneven:  # of which all rows are drawn anyway
+        assert error(fun, K, *args) > 1e-3  # the twin: another draw
 
 
-@pytest.mark.usefixtures("elsewhere")
-def test_what_is_drawn_elsewhere_has_the_same_distribution():
+def test_what_is_drawn_has_the_same_distribution():
     def fun(w, x, key):
         return (w * x).mean(), jax.random.uniform(key, x.shape)
 
     x, key = jnp.ones((64, 256)), jax.random.key(0, impl="rbg")
     _, drawn = jax.jit(ga.microbatch(fun, 8))(1.0, x, key)
-    assert len(np.unique(drawn)) > 0.99 * drawn.size  # no micro-batch draws another's
+    keys = [key, *(jax.random.fold_in(key, i) for i in range(8))]
+    users = np.concatenate([jax.random.uniform(key, (8, 256)) for key in keys])
+    # No micro-batch draws what another does, or what users draw of small numbers.
+    assert len(np.unique([*users, *drawn])) > 0.99 * (users.size + drawn.size)
     bound = 5 / np.sqrt(12 * drawn.size)
     assert abs(drawn.mean() - 0.5) < bound
     assert np.abs(drawn.mean(1) - 0.5).max() < 5 / np.sqrt(12 * 256)
@@ -200,17 +144,7 @@ masked.defvjp(
 )
 
 
-def with_a_rule(p, x, key):
-    return (masked(x + p["a"][0, 0], key) ** 2).mean()
-
-
-def each_reader_for_itself(monkeypatch):
-    monkeypatch.setattr(generators.Draws, "divided", lambda self, jaxpr: set())
-
-
-@pytest.mark.cpu
 @pytest.mark.parametrize("fun", [read_whole, read_by_others])
-@pytest.mark.usefixtures("elsewhere")
 def test_all_who_read_a_draw_read_the_same(fun, monkeypatch):
     def gap():
         step = jax.jit(ga.value_and_grad(fun, K, has_aux=True))
@@ -220,60 +154,48 @@ def test_all_who_read_a_draw_read_the_same(fun, monkeypatch):
     found, drawn = gap()
     assert found < 1e-3
     np.testing.assert_array_equal(drawn, fun(*arguments())[1][1])
-    each_reader_for_itself(monkeypatch)  # the twin
+    monkeypatch.setattr(randoms, "differ", lambda *_: False)  # the twin
     assert gap()[0] > 1e-3
 
 
-@pytest.mark.cpu
-@pytest.mark.usefixtures("elsewhere")
-def test_a_rule_of_the_users_draws_what_its_function_draws(monkeypatch):
-    assert error(with_a_rule, K, *arguments()) < BOUND
-    each_reader_for_itself(monkeypatch)  # the twin: as the function alone
-    assert apart(ga.microbatch(with_a_rule, K), with_a_rule, *arguments()) > 1e-3
+@pytest.mark.parametrize("make", [ga.value_and_grad, ga.microbatch])
+def test_a_rule_of_the_users_draws_what_its_function_draws(make):
+    """The sum of what is kept of ones, and its gradient, which is the same number."""
+
+    def loss(w, x, key):
+        return jnp.sum(masked(w * jnp.ones_like(x), key))
+
+    step = make(loss, K)
+    step = step if make is ga.value_and_grad else jax.value_and_grad(step)
+    _, x, key = arguments()
+    value, grad = jax.jit(step)(jnp.float32(1), x, key)
+    assert 0 < value < x.size
+    assert abs(value - grad) < 1e-3
 
 
-# -- Transformations -------------------------------------------------------------------
-
-WAYS = [(0, None), (0, 0), (None, 0)]
+# -- Transformations and devices -------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("fun", "ways", "where"),
-    [
-        *itertools.product([plain, of_columns], WAYS, ["here"]),
-        (plain, (0, 0), "elsewhere"),
-    ],
-)
-def test_under_vmap_it_draws_what_the_whole_batch_draws(fun, ways, where, request):
+@pytest.mark.parametrize("ways", [(0, None), (0, 0), (None, 0)])
+def test_under_vmap_the_option_draws_what_the_whole_batch_draws(ways, whole_draws):
     """With keys for each, XLA draws for all from the first."""
-    if where == "elsewhere":
-        request.getfixturevalue(where)
     p, x, _ = arguments()
     keys = jax.random.split(jax.random.key(1, impl="rbg"), 3)
     several = jnp.stack([x, x + 1, x - 1]), keys
     given = [v if way == 0 else v[0] for v, way in zip(several, ways, strict=True)]
     ways = None, *ways
-    step = ga.value_and_grad(fun, K)
-    want = jax.jit(jax.vmap(jax.value_and_grad(fun), ways))(p, *given)
-    assert off(jax.jit(jax.vmap(step, ways))(p, *given), want) < BOUND
-    if ways == (None, None, 0):  # the twin: a loop has the draws of each key
-        each = jax.lax.map(lambda key: step(p, x, key), keys)
-        assert off(each, want) > 1e-3
+    want = jax.jit(jax.vmap(jax.value_and_grad(plain), ways))(p, *given)
+    got = jax.jit(jax.vmap(ga.value_and_grad(plain, K), ways))(p, *given)
+    assert off(got, want) < BOUND
 
 
-@pytest.mark.grid(3, 5)
 @pytest.mark.parametrize("fun", [plain, of_pairs])
-@pytest.mark.parametrize("how", ["argument", "axis", "region"])
-def test_over_devices_it_draws_what_the_whole_batch_draws(fun, how):
-    mesh, specs = mesh_of(), (P(), P("data"), P())
-    args = arguments()
-    axis = {"argument": None, "axis": ga.DataAxis("data", mesh=mesh), "region": "data"}
-    step = ga.value_and_grad(fun, 2, data_axis=axis[how])
-    if how == "region":
-        specs_of = {"mesh": mesh, "in_specs": specs, "out_specs": P()}
-        step = jax.shard_map(step, **specs_of, check_vma=fun is plain)
-    want = jax.jit(jax.value_and_grad(fun))(*args)
-    assert off(jax.jit(step)(*put(args, mesh, specs)), want) < BOUND
+def test_micro_batches_draw_the_same_on_any_number_of_devices(fun):
+    args, mesh = arguments(), mesh_of()
+    step = ga.value_and_grad(fun, 2, data_axis=ga.DataAxis("data", mesh=mesh))
+    got = jax.jit(step)(*put(args, mesh, (P(), P("data"), P())))
+    one = jax.jit(ga.value_and_grad(fun, 2 * mesh.size))(*args)
+    assert off(got, one) < BOUND
 
 
 # -- What it takes, and what is said ---------------------------------------------------
@@ -281,10 +203,7 @@ def test_over_devices_it_draws_what_the_whole_batch_draws(fun, how):
 
 @pytest.mark.cpu
 @pytest.mark.parametrize("fun", [plain, over_layers])
-@pytest.mark.parametrize("where", ["here", "elsewhere"])
-def test_it_takes_the_memory_of_a_micro_batch(fun, where, request):
-    if where == "elsewhere":
-        request.getfixturevalue(where)
+def test_it_takes_the_memory_of_a_micro_batch(fun, request):
     args = arguments(512, 128)
 
     def needs():
@@ -293,33 +212,21 @@ def test_it_takes_the_memory_of_a_micro_batch(fun, where, request):
     undivided = temporaries(jax.jit(jax.value_and_grad(fun)), *args)
     one = jax.jit(jax.value_and_grad(fun)), *arguments(64, 128)
     grads = 2 * 4 * 128 * 128 * 2 * 2  # both trees, of the window and of a micro-batch
-    assert needs() < temporaries(*one) + grads < undivided / 2
-    if where == "elsewhere":  # the twin: all rows of a draw are 262 kB
-        alone = needs()
-        request.getfixturevalue("whole_draws")
-        assert needs() > alone + 512 * 128 * 4 / 2
-
-
-def test_the_platform_chooses_when_it_is_known():
-    drawn = {f"tensor<{N // K * D}xui32>": "cpu"}  # in a row, from its count
-    drawn |= {f"tensor<{N // K}x{D}xui32>": "tpu", f"tensor<{N}x{D}xui32>": "cuda"}
-    for platform in ("cpu", "tpu", "cuda"):
-        traced = jax.jit(ga.value_and_grad(plain, K)).trace(*arguments())
-        text = traced.lower(lowering_platforms=(platform,)).as_text()
-        calls = [x for x in text.splitlines() if "rng_bit_generator" in x]
-        assert calls
-        for words, where in drawn.items():
-            assert any(words in x for x in calls) == (where == platform)
+    alone = needs()
+    assert alone < temporaries(*one) + grads < undivided / 2
+    request.getfixturevalue("whole_draws")  # the twin: all rows of a draw are 262 kB
+    assert needs() > alone + 512 * 128 * 4 / 2
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_batch_dependencies_lists_what_micro_batches_draw(impl, whole_draws):
-    found = ga.batch_dependencies(plain, K)(*arguments(impl=impl))
-    assert found.drawn == found.whole == []  # on a CPU
-    ga.config.update("whole_draws", False)
+def test_batch_dependencies_lists_what_micro_batches_draw(impl, request):
     found = ga.batch_dependencies(plain, K)(*arguments(impl=impl))
     text = str(found)
     assert {(x.name, x.nbytes) for x in found.drawn} == {("random_bits", 4 * N * D)}
     assert f"random_bits, drawn by each micro-batch: {4 * N * D} bytes" in text
     assert "another draw of the same distribution" in text.replace("\n", " ")
     assert found.whole == []
+    request.getfixturevalue("whole_draws")
+    found = ga.batch_dependencies(plain, K)(*arguments(impl=impl))
+    assert found.drawn == []
+    assert {x.name for x in found.whole} == {"random_bits"}

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from helpers import error, mean_of, normal, temporaries
 from jax.interpreters import mlir
+from jax.lax import pmean
 
 import ga_optax as ga
 from ga_optax._partition import kernels, splits
@@ -158,59 +159,51 @@ def mapped(x):
 HALF_OF = array(block=(1, 2), column=lambda i, j: j)
 HEADS_OF, SEGMENTS = array("heads", block=(1, 2)), array("segments")
 SHARED, ONE = array(index=lambda i: i // 2), array("one", lambda i: 0)
-SPLIT = {
-    "plain": loss_of(kernel()),
-    "number of programs": loss_of(kernel("divides")),
-    "by heads": loss_of(kernel("", [HEADS_OF, SHARED], HEADS_OF, (16,))),
-    "segments": loss_of(kernel("", [SEGMENTS], SEGMENTS, (16,))),
-    "mapped": loss_of(mapped),
-    "in place": lambda w, x: called(of_some, input_output_aliases={0: 0})(w, 2 * x),
-    "scalars": called(scaled, lambda i, numbers: i, NUMBERS),
-    "scratch": loss_of(kernel("scratch begins", [HALF_OF], HALF_OF, (8, 2))),
-}
-
-
-@pytest.mark.parametrize("name", SPLIT)
-def test_a_kernel_whose_programs_have_their_own_rows_is_split(name):
-    assert computed_whole(SPLIT[name], *FEW) == set()
-    assert error(SPLIT[name], K, *FEW) < BOUND
-
-
 ALL, FIRST = array(index=lambda *_: 0, block=(8, 4)), array(index=lambda i: 0)
 NEXT, FLIPPED = array(index=lambda i: (i + 1) % 8), array(index=lambda i: 7 - i)
-LARGE = array(block=(4, 4))
-# What is wrong if a kernel is split that must not be: a condition, as if it held.
-WHOLE = {
+LARGE, IN_PLACE = array(block=(4, 4)), {"input_output_aliases": {0: 0}}
+# Of each kernel, the condition for which it is computed whole, if one alone is.
+SPLIT, ANY = "", "any"
+KERNELS = {
+    "plain": (kernel(), SPLIT),
+    "number of programs": (kernel("divides"), SPLIT),
+    "by heads": (kernel("", [HEADS_OF, SHARED], HEADS_OF, (16,)), SPLIT),
+    "segments": (kernel("", [SEGMENTS], SEGMENTS, (16,)), SPLIT),
+    "mapped": (mapped, SPLIT),
+    "scratch": (kernel("scratch begins", [HALF_OF], HALF_OF, (8, 2)), SPLIT),
     "asks where it is": (kernel("asks"), "_depends"),
     "scratch goes on": (kernel("scratch", [HALF_OF], HALF_OF, (8, 2)), "_depends"),
     "an operand is written": (kernel("writes", [array(), ONE]), "_depends"),
-    "written over others": (kernel("", [FIRST], input_output_aliases={0: 0}), None),
+    "written over others": (kernel("", [FIRST], **IN_PLACE), ANY),
     "next rows": (kernel("", [NEXT]), "_moves"),
     "flipped": (kernel("", [FLIPPED]), "_moves"),
-    "a sum": (kernel("adds", [array()], ONE), None),
-    "all rows": (kernel("", [ALL]), None),
-    "larger blocks": (kernel("", [LARGE], LARGE, (2,)), None),
-    "no grid": (kernel("", [ALL], ALL, ()), None),
+    "a sum": (kernel("adds", [array()], ONE), ANY),
+    "all rows": (kernel("", [ALL]), ANY),
+    "larger blocks": (kernel("", [LARGE], LARGE, (2,)), ANY),
+    "no grid": (kernel("", [ALL], ALL, ()), ANY),
 }
-WHOLE = {name: (loss_of(k), how) for name, (k, how) in WHOLE.items()}
-WHOLE["scalars say which"] = called(scaled, lambda i, xs: xs[i], NUMBERS), None
+KERNELS = {name: (loss_of(k), how) for name, (k, how) in KERNELS.items()} | {
+    "scalars": (called(scaled, lambda i, numbers: i, NUMBERS), SPLIT),
+    "scalars say which": (called(scaled, lambda i, xs: xs[i], NUMBERS), ANY),
+    "in place": (lambda w, x: called(of_some, **IN_PLACE)(w, 2 * x), SPLIT),
+}
 
 
-@pytest.mark.parametrize("name", WHOLE)
-def test_any_other_kernel_is_computed_whole(name):
-    loss, _ = WHOLE[name]
-    assert computed_whole(loss, *FEW) == {"pallas_call"}
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_kernel_is_split_if_its_programs_have_their_own_rows(name):
+    loss, condition = KERNELS[name]
+    assert computed_whole(loss, *FEW) == ({"pallas_call"} if condition else set())
     assert error(loss, K, *FEW) < BOUND
 
 
-def test_one_that_asks_in_a_branch_is_found():
+def test_one_that_asks_in_a_branch_is_computed_whole():
     """JAX does not interpret it, so it only is traced."""
     assert computed_whole(called(asks_in_a_branch), *FEW) == {"pallas_call"}
 
 
-@pytest.mark.parametrize("name", [name for name, (_, how) in WHOLE.items() if how])
+@pytest.mark.parametrize("name", [x for x, (_, how) in KERNELS.items() if "_" in how])
 def test_the_numbers_of_one_that_is_split_all_the_same_are_wrong(name, monkeypatch):
-    loss, condition = WHOLE[name]
+    loss, condition = KERNELS[name]
     if condition == "_depends":
         monkeypatch.setattr(kernels, "_depends", lambda *_: False)
     else:  # Any index map that is no constant goes along the rows.
@@ -368,26 +361,26 @@ def object_of(*rows, **more):
 
 STRAIGHT = "n t d, d -> n t d"
 COMPOUND = custom.CompoundFactor("n", "m")
-PASSES_ROWS_ON = {
-    "a text": [STRAIGHT],
-    "dots": ["... d, d -> ... d"],
-    "an object": [object_of(custom.BATCHING)],
-}
-DOES_NOT = {
-    "a function": [lambda *args: STRAIGHT],
-    "part of a dimension": [object_of(COMPOUND, "t", n=4, m=8)],
-    "needed whole": [object_of("n", "t", need_replication_factors=("n",))],
-    "other shardings": [STRAIGHT, scaled_tanh, whole_rows],
-    "devices that speak": [STRAIGHT, lambda x, s: s * jax.lax.pmean(x, splits._AXIS)],
-    "another result": [STRAIGHT, lambda x, s: jnp.tanh(x[:, :1])],
-    "of something else": ["n d, d -> n d"],
+# Whether a call with this rule, and what a device runs by it, is split.
+RULES = {
+    "a text": (True, STRAIGHT),
+    "dots": (True, "... d, d -> ... d"),
+    "an object": (True, object_of(custom.BATCHING)),
+    "a function": (False, lambda *args: STRAIGHT),
+    "part of a dimension": (False, object_of(COMPOUND, "t", n=4, m=8)),
+    "needed whole": (False, object_of("n", "t", need_replication_factors=("n",))),
+    "other shardings": (False, STRAIGHT, scaled_tanh, whole_rows),
+    "devices that speak": (False, STRAIGHT, lambda x, s: s * pmean(x, splits._AXIS)),
+    "another result": (False, STRAIGHT, lambda x, s: jnp.tanh(x[:, :1])),
+    "of something else": (False, "n d, d -> n d"),
 }
 
 
-@pytest.mark.parametrize("name", PASSES_ROWS_ON | DOES_NOT)
+@pytest.mark.parametrize("name", RULES)
 def test_a_call_is_split_if_its_rule_for_shardings_only_passes_rows_on(name):
-    loss = partitioned(*(PASSES_ROWS_ON | DOES_NOT)[name])
-    assert computed_whole(loss, W, X) == ({NAME} if name in DOES_NOT else set())
+    is_split, *rule = RULES[name]
+    loss = partitioned(*rule)
+    assert computed_whole(loss, W, X) == (set() if is_split else {NAME})
     assert error(loss, K, W, X) < BOUND
 
 

@@ -378,7 +378,7 @@ OTHERS = {
         (verify(3), T, "fun must be a function"),
         (verify(lambda w, x: x * w), V, "must be a scalar"),
         (verify(returns(1)), T, "has_aux=True"),
-        (verify(loss, has_aux=True), T, "pair (loss, aux) with has_aux=True"),
+        (verify(loss, has_aux=True), T, "(loss, aux) with has_aux=True"),
         (verify(loss, weight_fn=lambda x: x), V, "weight must be"),
         (equivalent({}, X), AssertionError, "at least one array"),
         (equivalent(np.arange(2), X), T, "floating or complex"),

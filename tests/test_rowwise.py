@@ -339,7 +339,7 @@ def test_a_broken_promise_is_found_by_numbers_and_named(fun):
     assert off(got, want) > 0.1
     report = ga.verify(fun, *FEW, 4)
     assert (report.ok, report.cause) == (False, ga.Cause.PROMISE)
-    assert re.search(r"normalised at test_rowwise.py:\d+", report.message)
+    assert re.search(r"test_rowwise.py:\d+:\d+ \(normalised\)", report.message)
     assert "by_row" not in report.message
     # The twin: one that holds is not accused.
     for end in (jnp.mean, jnp.std):
@@ -376,7 +376,7 @@ def test_what_does_not_take_fewer_rows_is_computed_whole_and_said(why):
 # -- What is said ----------------------------------------------------------------------
 
 
-def test_batch_dependencies_lists_promises_and_ends_with_what_to_do():
+def test_batch_dependencies_lists_promises_and_ends_with_what_to_do(monkeypatch):
     args, unmarked = arguments(), of("callback", as_it_is)
     said = str(ga.batch_dependencies(of("callback"), K)(*args))
     assert "rowwise of sort_on_the_host, promised: 65,536 bytes" in said
@@ -392,9 +392,6 @@ def test_batch_dependencies_lists_promises_and_ends_with_what_to_do():
 
     said = " ".join(str(ga.batch_dependencies(several, K)(*args)).split())
     assert re.search(r"\d callbacks? and \d primitives? are computed whole: wrap", said)
-
-
-def test_a_warning_of_what_is_computed_whole_says_to_wrap_it(monkeypatch):
     monkeypatch.setattr(advice, "_warned", set())
     with pytest.warns(UserWarning, match=r"wrap .* in ga_optax.rowwise if its rows"):
         jax.eval_shape(ga.value_and_grad(of("custom_call", as_it_is), K), *arguments())
@@ -411,36 +408,15 @@ def promised(fun, *args, in_axes=0, out_axes=0, **kwargs):
 
 WRONG = [
     (lambda: ga.rowwise(3), "fun must be a function"),
-    (
-        promised(jnp.sin, X, in_axes=None),
-        "An argument of rowwise must have rows, but in_axes gives none",
-    ),
+    (promised(jnp.sin, X, in_axes=None), "must have rows, but in_axes gives none"),
     (promised(jnp.sin, x=X), "pass them by position"),
-    (
-        promised(jnp.sin, X, in_axes=(0, 0)),
-        r"in_axes of rowwise must be an int, None, or a prefix .* \(0, 0\)",
-    ),
-    (
-        promised(jnp.sin, X, in_axes=2),
-        r"in_axes of rowwise .* axes of rows, .* 2 for leaf \[0\], of shape \(4, 3\)",
-    ),
-    (
-        promised(lambda x, flag: x, X, "causal"),
-        r"it has 0 for leaf \[1\], of <class 'str'>. Pass None",
-    ),
-    (
-        promised(jnp.add, X, X, in_axes=(0, 1)),
-        r"must be axes of the same 4 rows, .* 1 for leaf \[1\], of shape \(4, 3\)",
-    ),
-    (
-        promised(jnp.sum, X),
-        r"out_axes of rowwise .* 0 for the only leaf, of shape \(\). Sum over rows",
-    ),
+    (promised(jnp.sin, X, in_axes=(0, 0)), r"an int, None, or a prefix .* \(0, 0\)"),
+    (promised(jnp.sin, X, in_axes=2), r"2 for leaf \[0\], of shape \(4, 3\). Pass"),
+    (promised(lambda x, _: x, X, "flag"), r"has 0 for leaf \[1\], of <class 'str'>"),
+    (promised(jnp.add, X, X, in_axes=(0, 1)), r"same 4 rows, .* 1 for leaf \[1\]"),
+    (promised(jnp.sum, X), r"out_axes .* 0 for the only leaf, of shape \(\). Sum"),
     (promised(jnp.sin, X, out_axes=None), "out_axes of rowwise must .* it has None"),
-    (
-        promised(lambda x: {"y": x[1:]}, X),
-        r"the same 4 rows, .* 0 for leaf \['y'\], of shape \(3, 3\). Sum over rows",
-    ),
+    (promised(lambda x: {"y": x[1:]}, X), r"the same 4 rows, .* leaf \['y'\]"),
 ]
 
 

@@ -22,8 +22,8 @@ from jax.sharding import PartitionSpec as P
 
 import ga_optax as ga
 from ga_optax import Cause, testing
+from ga_optax._verify import gradients
 from ga_optax._verify.counts import proportions
-from ga_optax._verify.problem import Progress
 from ga_optax._verify.wide import Wide
 
 BENCHMARKS = str(pathlib.Path(__file__).parents[1] / "benchmarks")
@@ -270,7 +270,7 @@ CASES[Cause.ROUNDING] = {
     ),
     "few digits": Case(
         lambda p, b: jnp.mean(b["x"] @ p),  # terms of 1e8 cancel in each micro-batch
-        "more than half of the digits of float32 | wider dtype",
+        "more than half of the digits | wider dtype",
         params=jnp.ones(3),
         batch={"x": jnp.tile(jnp.array([[1e8], [1], [-1e8], [1]]), (4, 3))},
     ),
@@ -369,17 +369,9 @@ CASES[Cause.WEIGHTS] = {
     ),
     "two counts": Case(
         lambda p, b: token_loss(p, b) / jnp.sum(b["live"]),
-        "too large by a factor",
+        "times too large: the loss is also divided by",
         batch={**TOKENS, "live": jnp.arange(1.0, 17)},
         weights=COUNTS * np.array([10, 26, 42, 58]),
-    ),
-    "fractions, off by a thousandth": Case(
-        exponential,
-        options={
-            "weight_fn": lambda b: (
-                jnp.exp(b["y"]).sum() * jnp.where(b["y"][0] > 0, 1.001, 1.0)
-            )
-        },
     ),
     "the wrong weight_fn": Case(
         token_loss,
@@ -389,7 +381,7 @@ CASES[Cause.WEIGHTS] = {
     ),
     "beside a mean": Case(
         mean_loss,
-        "each by itself: leave weight_fn out.",
+        "each by itself: leave weight_fn out",
         weights=[1] * K,
         options={"weight_fn": lambda batch: jnp.exp(batch["y"]).sum()},
     ),
@@ -399,11 +391,6 @@ CASES[Cause.WEIGHTS] = {
         k=5,
         weights=[10, 21, 5, 4, 8],
         right=count_tokens,
-    ),
-    "fewer parameters than micro-batches": Case(
-        lambda w, b: token_loss({"w": w * jnp.ones(5), "b": 0 * w}, b),
-        **counted(3, 9, 0, 14, 2, 7, 1, 11),
-        **ONE,
     ),
     "one linear parameter": Case(
         lambda w, b: jnp.sum(w * b["y"] * b["mask"]) / jnp.sum(b["mask"]),
@@ -443,8 +430,8 @@ CASES[Cause.CROSS_EXAMPLE] = {
         lambda p, b: mean_loss(p, b) + 1e-9 * jnp.std(b["x"] @ p["w"] * p["tiny"]),
         params=PARAMS | {"tiny": jnp.ones(())},
     ),
-    "neighbours": Case(differences, "into one row of the batch"),
-    "first half": Case(lambda p, b: root(p, first_half(b)), "each micro-batch sees"),
+    "neighbours": Case(differences, "into one row"),
+    "first half": Case(lambda p, b: mean_loss(p, first_half(b)), "weight 0"),
     "from both ends": Case(
         lambda p, b: jnp.mean(errors(p, b) ** 2 * b["x"][::-1, 0]), line="all rows"
     ),
@@ -459,7 +446,7 @@ CASES[Cause.CROSS_EXAMPLE] = {
         params={"m": draw(5, 5).astype(jnp.bfloat16)},
     ),
     "foreign code": Case(
-        lambda p, b: jnp.std(foreign(p, b)), "by the numbers of this batch alone"
+        lambda p, b: jnp.std(foreign(p, b)), "this is by numbers alone"
     ),
 }
 
@@ -477,18 +464,8 @@ CASES[Cause.RANDOMNESS] = {
         lambda p, b, key: mean_loss(p, b) * jax.random.uniform(key), **KEYED
     ),
     "not of JAX": Case(not_of_jax, "Traced a second time"),
-    "not of JAX, once": Case(
-        not_of_jax, "As training computes them, they differ by", k=1
-    ),
-    "by position": Case(by_position, batch=BATCH | {"w": jnp.ones(16)}),
-    "first half": Case(
-        lambda p, b: mean_loss(p, first_half(b)), "by position, or leaves some out | 0"
-    ),
-    "last half twice": Case(
-        lambda p, b: mean_loss(p, b) + jnp.mean(errors(p, b)[len(b["y"]) // 2 :] ** 2),
-        "Call ga_optax.value_and_grad(loss, 4) | in its own row, 0 to leave it out",
-    ),
-    "one row": Case(lambda p, b: errors(p, b)[0] ** 2, "or leaves some out"),
+    "not of JAX, once": Case(not_of_jax, k=1),
+    "by position": Case(by_position, "own row", batch=BATCH | {"w": jnp.ones(16)}),
     "neighbours and dropout": Case(
         lambda p, b: differences(
             p, b, lambda h: jnp.where(jax.random.bernoulli(KEY, 0.5, h.shape), h, 0)
@@ -758,7 +735,7 @@ def test_rows_that_cannot_be_cut_apart_are_for_value_and_grad():
         sent = graphs.edges * jnp.tanh(graphs.nodes @ params["w"])[graphs.senders]
         return jnp.mean(sent**2) + jnp.sum(params["b"] ** 2)
 
-    said = r"\.nodes has shape \(10, 5\) and leaf \.edges.*cut apart.*value_and_grad"
+    said = r"\.nodes has shape \(10, 5\) and leaf \.edges"
     with pytest.raises(ValueError, match=said):
         ga.verify(loss, PARAMS, graphs, 2)
     got = jax.jit(ga.value_and_grad(loss, 2))(PARAMS, graphs)
@@ -785,14 +762,16 @@ def test_memory_does_not_grow_with_the_number_of_micro_batches(monkeypatch):
     def live():
         return sum(x.nbytes for x in jax.live_arrays() if x.size >= size // 2)
 
-    def tick(self):
+    def norms(*args):
         peak[k] = max(peak.get(k, 0), live() - base)
+        return measured(*args)
 
     def loss(params, batch):
         w = params["w"].reshape(5, -1)
         return jnp.sum(jnp.tanh(batch["x"] @ w) * w[:1])
 
-    monkeypatch.setattr(Progress, "tick", tick)
+    measured = gradients.norms
+    monkeypatch.setattr(gradients, "norms", norms)
     params, batch = {"w": draw(size)}, {"x": draw(16, 5)}
     for k in (2, 16):
         gc.collect()
@@ -800,16 +779,3 @@ def test_memory_does_not_grow_with_the_number_of_micro_batches(monkeypatch):
         assert ga.verify(loss, params, batch, k).cause is Cause.SCALE
     assert peak[2] == peak[16]
     assert 8 * size < peak[16] <= (3 + 2) * 8 * size
-
-
-def test_progress_is_shown_to_a_terminal_alone(monkeypatch, capsys):
-    progress = Progress()
-    progress.start -= 10
-    with progress:
-        progress.tick()
-    assert capsys.readouterr().err == ""
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
-    with progress:
-        progress.tick()
-        assert "2 gradients" in capsys.readouterr().err
-    assert capsys.readouterr().err.strip(" \r") == ""

@@ -57,8 +57,8 @@ class BatchDependencies:
       whole: `(name, line, nbytes)` of what is computed whole in each micro-batch, as
         nothing better is known of it: the bytes that it computes, in all iterations of
         a loop, or that it reads of all rows.
-      drawn: the same of random numbers that each micro-batch draws by itself: on CPUs
-        and GPUs those of the whole batch, elsewhere another draw of the distribution.
+      drawn: the same of random numbers that each micro-batch draws from a key of its
+        own, as their generator is not threefry: another draw of the same distribution.
       promised: the same of what `rowwise` says that its rows do not need each other.
       forward_passes: how often any part of the loss runs forward, at most. Elementwise
         functions cost little, and are not counted where there is anything else.
@@ -169,10 +169,9 @@ _HOLDS = "\n".join(
     )
 )
 _DRAWN = (
-    "Drawn by each micro-batch: on CPUs and GPUs the numbers of the whole batch, "
-    "elsewhere another draw of the same distribution. With "
-    'ga_optax.config.update("whole_draws", True) they are those of the whole batch, '
-    "in the memory of all rows."
+    "Drawn by each micro-batch: another draw of the same distribution than that of all "
+    'rows. With ga_optax.config.update("whole_draws", True) each draws all rows, in '
+    "the memory that this takes."
 )
 
 

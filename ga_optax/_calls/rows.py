@@ -66,14 +66,16 @@ def split(
     """
     size, axes, devices = call.size, call.split_axes, call.devices
     n = len(jax.tree.leaves(call.params))
-    axis = Axis(AXIS, size, LONGEST, devices.is_checked, config.whole_draws)
+    axis = Axis(
+        AXIS, size, LONGEST, devices.is_checked, config.whole_draws, call.labels
+    )
 
     def of(segments: Callable[[Any, int], int]) -> Partitioned:
         batch = jaxpr.invars[n:]
         rows = [Rows(d, segments(x, d)) for x, d in zip(batch, axes, strict=True)]
         # Each micro-batch adds its part of the loss.
         arguments = _arguments(call, jaxpr, rows)
-        return partition(jaxpr, arguments, axis, due or (PARTIAL,), call.labels)
+        return partition(jaxpr, arguments, axis, due or (PARTIAL,))
 
     if devices.by_compiler:
         return of(lambda x, d: devices.number), False

@@ -61,7 +61,6 @@ class Loop:
       num_microbatches: how many there are.
       additions: how gradients are added.
       rounds_once: whether gradients are rounded in the accumulator alone.
-      logical: whether it is compiled alike for one device and for many.
       begins: whether the accumulator is known to be empty, see `accumulator.begun`.
       rows: how many leaves of the batch are differentiated, too: the first of them.
       index: which leaf of the batch is the index of the micro-batch, if some are.
@@ -74,7 +73,6 @@ class Loop:
     num_microbatches: int
     additions: Additions
     rounds_once: bool = False
-    logical: bool = False
     begins: bool = False
     rows: int = 0
     index: int = 0
@@ -96,7 +94,7 @@ class Loop:
             sliced=self.step.sliced,
             rounds_once=self.rounds_once,
             local=self.where.is_local,
-            logical=self.logical,
+            logical=bool(self.where.logical),
         )
         return with_passes(self.as_written, operands, facts)
 

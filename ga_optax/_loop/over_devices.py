@@ -48,7 +48,7 @@ def of_logical(loop: Loop, operands: Operands, where: Where) -> State:
         return State(acc, carry, results, seen)
 
     buffers = [loop.start(operands)] * number.bit_length()  # one for each level
-    loop = dataclasses.replace(loop, logical=True, begins=False)
+    loop = dataclasses.replace(loop, begins=False)
     (*_, state), collected = logical.fold(run, (indices, batch), number, buffers, join)
     collected = jax.tree.map(lambda x: jnp.reshape(x, (-1, *x.shape[2:])), collected)
     return with_collected(state, collected)

@@ -125,17 +125,15 @@ def after_passes(
 ) -> tuple[ir.Program, list[str | None]]:
     """A program of a micro-batch as it is to run, and how its gradients arrive."""
     number = len(where.names)
+    if not optimize:
+        return program, [None] * number
     facts = Facts(
-        optimize=optimize,
         num_params=number,
-        adds_in_place=optimize and in_place.can_add(program.jaxpr, multiplies),
+        adds_in_place=in_place.can_add(program.jaxpr, multiplies),
         lies=where.gathered,
         shards=where.shards,
         window=where.window,
     )
     program = table.run("fun", program, facts)
-    leaves = program.jaxpr.invars[:number]
-    arrivals: list[str | None] = [None] * number
-    if optimize:
-        arrivals = [arrival(program.jaxpr, x) for x in leaves]
+    arrivals = [arrival(program.jaxpr, x) for x in program.jaxpr.invars[:number]]
     return table.run("sharded fun", program, facts), arrivals

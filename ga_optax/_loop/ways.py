@@ -99,14 +99,13 @@ def of_last_device(xs: list[jax.Array], axes: Axes) -> list[jax.Array]:
 def _extremum(fun: Any, across: Any) -> Way:
     """The largest or the smallest of all: of numbers that rows need of each other."""
 
-    def join(a: Any, b: Any) -> Any:
-        (x, m), (y, n) = a, b
-        return trees.like(jnp.where(m == 0, y, fun(x, y)), x), m + n
+    def step(kept: Any, x: Any, now: Now) -> Any:
+        (most, number), x = kept, trees.strong(x)
+        return trees.like(jnp.where(number == 0, x, fun(most, x)), most), number + 1
 
     return Way(
         init=lambda x, vary: (*trees.blank([x]), jnp.zeros([], jnp.int32)),
-        step=lambda kept, x, now: join(kept, (trees.strong(x), jnp.int32(1))),
-        join=join,
+        step=step,
         merge=lambda kept, axes: (
             across(collectives.vary(kept[0], axes), axes),
             kept[1],

@@ -21,12 +21,12 @@ its operands and is computed whole, which is always right and only takes memory.
     custom       the rules, by kind
     derivatives  the program that JAX derives of a function with a rule of its own
     attached     such functions in the open, with the cotangents that the rule gives
-    generators   random numbers of XLA's own generator
     splits       calls that say how they split: one record, one body, readers of records
     kernels      the reader of Pallas kernels, of whose grid a micro-batch runs a part
     cutting      a value's rows computed from the rows of what it is made of
     created      rows of what the program creates, such as noise for a generator
     divided      what runs over micro-batches of its own: `microbatch` in a loss
+    labels       what a micro-batch holds of each value, for reports
     program      `partition`, which puts these together
 
 Imports `_passes` alone.

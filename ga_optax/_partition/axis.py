@@ -20,7 +20,8 @@ class Axis(NamedTuple):
         computed whole.
       is_checked: True if the axis is in a region of a mesh that has no types for it.
         Then a `name` equation of the operand stands for a collective.
-      draws_whole: True if XLA's generator draws for the whole batch only.
+      draws_whole: True if generators other than threefry draw for all rows at once.
+      labels: True if equations are to say what a micro-batch holds of their results.
     """
 
     name: str
@@ -28,6 +29,7 @@ class Axis(NamedTuple):
     longest: int
     is_checked: bool = False
     draws_whole: bool = False
+    labels: bool = False
 
     def is_meeting(self, e: core.JaxprEqn) -> bool:
         """True if an equation is a collective over the axis, in which rows meet."""

@@ -26,21 +26,21 @@ from ga_optax._passes import ir
 from ga_optax._passes.notation import Axes, Split, Way
 
 _MOST_POINTS = 2**20  # of a grid, at which functions of it are evaluated
+_ASK = ("program_id", "num_programs")  # for the place of a program on an axis
 # In the names of primitives by which programs share what is no operand, or that hide a
 # function of Python's.
-_ASK = ("program_id", "num_programs")  # for the place of a program on an axis
 _HIDDEN = ("prng", "semaphore", "global", "cluster", "inline", "pipeline", "fusion")
 
 
 def pallas_call(w: Writer, e: core.JaxprEqn, segments: int) -> list[Split]:
     """A way to split for each axis of the grid that goes over rows."""
-    grid, n, found = e.params["grid_mapping"], len(e.invars), list[Split]()
+    grid, n, records = e.params["grid_mapping"], len(e.invars), list[Split]()
     for g in range(len(grid.grid)) if _can_be_read(e) else ():
         dims = _dims(grid, g, segments, w.axis.size)
         if dims and not _depends(e, g, dims):
             part, way = _part(e, g, dims, w.axis.size), Way(dims[:n], dims[n:])
-            found.append(splits.called(w, e, way, **part))
-    return found
+            records.append(splits.called(w, e, way, **part))
+    return records
 
 
 def _can_be_read(e: core.JaxprEqn) -> bool:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from ga_optax._partition import labels
 from ga_optax._partition.values import (
     PARTIAL,
     Layout,
@@ -114,6 +115,7 @@ def _written(
     """Writes an `Inner`; the types are those of the index and of the arguments."""
     layouts: list[Layout] = []
     levels: list[int] = []
+    texts: list[str] = []
 
     def run(index: Any, xs: Sequence[Any]) -> list[Any]:
         here = w.at(index=index)
@@ -122,9 +124,12 @@ def _written(
         pairs = zip(out, wanted or [None] * len(out), strict=True)
         layouts[:] = [v.layout if layout is None else layout for v, layout in pairs]
         levels[:] = [v.level for v in out]
-        return in_layouts(here, out, layouts)
+        values = labels.values_of(w.axis, out)
+        texts[:] = map(labels.in_words, values)
+        return [*in_layouts(here, out, layouts), *(v.x for v in values)]
 
     closed = jax.make_jaxpr(run, axis_env=[tuple(w.axis[:2])])(*types)
+    closed = labels.labelled(closed, texts)
     meets = any(map(w.axis.meets, closed.jaxpr.eqns))
     live = ir.live(closed.jaxpr)
     reads_index = ir.num_readers(live, live.invars[0]) > 0

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend import core, source_info_util
 
+from ga_optax._partition.values import Rows
 from ga_optax._passes import ir, known, places, references
 
 
@@ -18,8 +19,14 @@ class Note(NamedTuple):
     nbytes: int  # of what the equation computes, or reads of all rows
 
 
-class Drawn(Note):
-    """A draw of random numbers that each micro-batch may make by itself."""
+class Drawn(NamedTuple):
+    """An equation that each micro-batch draws from a key of its own."""
+
+    name: str
+    line: str
+    nbytes: int
+    draw: Any  # the shape and the width of the bits of all rows
+    rows: Rows
 
 
 @dataclasses.dataclass
@@ -27,23 +34,19 @@ class Records:
     """The records that all writers of one partition share.
 
     Attributes:
-      draws: the random numbers that micro-batches may draw, each by itself.
       notes: equations that are computed whole, and draws.
       promised: equations that are split because the user says so.
       failures: errors of rules, each of which is a fault of this library.
       programs: what is made once, see `Writer.once`.
     """
 
-    draws: Any
-    notes: list[Note] = dataclasses.field(default_factory=list)
+    notes: list[Any] = dataclasses.field(default_factory=list)
     promised: list[Note] = dataclasses.field(default_factory=list)
     failures: list[Exception] = dataclasses.field(default_factory=list)
     programs: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
 
-def note_of(
-    e: core.JaxprEqn, size: int, name: str | None = None, kind: type[Note] = Note
-) -> Note:
+def note_of(e: core.JaxprEqn, size: int, name: str | None = None) -> Note:
     """The note of an equation that computes, or reads, `size` numbers."""
     if name is None:
         name = "new_ref" if references.is_group(e) else known.hides(e)
@@ -52,7 +55,7 @@ def note_of(
     around = source_info_util.current_name_stack()
     types = [x.aval.dtype for x in e.outvars or e.invars if hasattr(x.aval, "dtype")]
     widest = max((x.itemsize for x in types), default=0)
-    return kind(name, places.place_of(e.source_info, around), size * widest)
+    return Note(name, places.place_of(e.source_info, around), size * widest)
 
 
 _failed: set[str] = set()

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core, source_info_util
 
-from ga_optax._partition import created, generators, table
+from ga_optax._partition import created, labels, randoms, table
 from ga_optax._partition.axis import Axis
 from ga_optax._partition.notes import Drawn, Note, Records
 from ga_optax._partition.values import (
@@ -19,7 +19,7 @@ from ga_optax._partition.values import (
     type_here,
 )
 from ga_optax._partition.writer import Scope, Writer
-from ga_optax._passes import ir, places
+from ga_optax._passes import ir
 
 
 class Partitioned(NamedTuple):
@@ -67,17 +67,15 @@ def partition(
     arguments: Sequence[Argument],
     axis: Axis,
     due: Sequence[Layout | None] = (),
-    labels: bool = False,
 ) -> Partitioned:
     """Partitions a program, whose constants are its first arguments.
 
     Its results are in the layouts that are due, or in those that they come in: so for
-    None, and for those after the last that is due. With `labels` each equation says
-    what a micro-batch holds of its results, see `places.label_of`.
+    None, and for those after the last that is due.
     """
     split = ((a.layout, a.aval) for a in arguments if isinstance(a.layout, Rows))
     first = next((created.Created(x, of.shape[x.dim]) for x, of in split), None)
-    whole = _Whole(jaxpr, arguments, axis, due, labels)
+    whole = _Whole(jaxpr, arguments, axis, due)
     return created.best(whole.partitioned, lambda x: _cost(x.jaxpr, axis), first)
 
 
@@ -88,30 +86,26 @@ class _Whole(NamedTuple):
     arguments: Sequence[Argument]
     axis: Axis
     due: Sequence[Layout | None]
-    labels: bool
 
     def partitioned(self, some: created.Created | None) -> Partitioned:
         """The program, with rows of some of what it creates.
 
-        Once more with draws whole that not all in it would read the same.
+        All random numbers are drawn whole if not all readers would read the same.
         """
-        draws, axis = generators.draws(self.jaxpr, self.axis.draws_whole), self.axis
-        while True:
-            closed, found = self._traced(some, draws)
-            part = _live(closed, found, axis, [a.smooth for a in self.arguments])
-            if not (more := draws.divided(part.jaxpr)):
-                return part
-            draws = generators.Draws(draws.whole | more)
+        closed, found = self._traced(some)
+        part = _live(closed, found, self.axis, [a.smooth for a in self.arguments])
+        if randoms.differ(found["records"].notes, part.jaxpr):
+            whole = self._replace(axis=self.axis._replace(draws_whole=True))
+            return whole.partitioned(some)
+        return part
 
-    def _traced(
-        self, some: created.Created | None, draws: generators.Draws
-    ) -> tuple[Any, dict[str, Any]]:
-        """The program of what is created and drawn so, and what was found."""
+    def _traced(self, some: created.Created | None) -> tuple[Any, dict[str, Any]]:
+        """The program of what is created so, and what was found."""
         jaxpr, axis, due, found = self.jaxpr, self.axis, self.due, {}
 
         def run(xs: Sequence[Any], index: Any) -> list[Any]:
             rules = table.RULES._replace(operands=some) if some else table.RULES
-            w = Writer(axis, index, rules, Records(draws), Scope())
+            w = Writer(axis, index, rules, Records(), Scope())
             given = [
                 Value(x, a.aval, a.layout, 0, a.smooth, a.smooth)
                 for x, a in zip(xs, self.arguments, strict=True)
@@ -127,8 +121,8 @@ class _Whole(NamedTuple):
             found.update(layouts=layouts, scaled=scaled, records=w.records)
             pairs = zip([*out, *out[:1]], layouts, strict=False)
             put = [_put(w, v, layout) for v, layout in pairs]
-            values = _values(out) if self.labels else []
-            found.update(labels=[_in_words(v) for v in values])
+            values = labels.values_of(axis, out)
+            found.update(labels=list(map(labels.in_words, values)))
             return [*put, *(w.whole(out[i]) for i in scaled), *(v.x for v in values)]
 
         types = [
@@ -140,41 +134,7 @@ class _Whole(NamedTuple):
             number = type_here(number, (), x)
         trace = jax.make_jaxpr(run, axis_env=[(axis.name, axis.size)])
         closed = trace(types, number)
-        if self.labels:
-            closed = closed.replace(jaxpr=_labelled(closed.jaxpr, found["labels"]))
-        return closed, found
-
-
-def _values(results: Sequence[Value]) -> list[Value]:
-    """All values of the program that results are computed of."""
-    found: dict[int, Value] = {}
-    left = list(results)
-    while left:
-        v = left.pop()
-        if v.made is not None and id(v) not in found:
-            found[id(v)] = v
-            left += v.made[1]
-    return list(found.values())
-
-
-def _in_words(v: Value) -> str:
-    """What a micro-batch holds of a value, and the type of all of it."""
-    holds = f"rows {v.dim}" if v.rows else "part" if v.is_partial else "all"
-    return f"{holds} of {places.type_of(v.aval)}"
-
-
-def _labelled(jaxpr: core.Jaxpr, labels: list[str]) -> core.Jaxpr:
-    """A program whose last results have labels, without these results."""
-    number = len(jaxpr.outvars) - len(labels)
-    pairs = zip(jaxpr.outvars[number:], labels, strict=True)
-    texts = {x: text for x, text in pairs if ir.is_variable(x)}
-
-    def labelled(e: core.JaxprEqn) -> core.JaxprEqn:
-        of_results = [texts[x] for x in e.outvars if x in texts]
-        return places.labelled(e, ", ".join(of_results)) if of_results else e
-
-    eqns = list(map(labelled, jaxpr.eqns))
-    return jaxpr.replace(eqns=eqns, outvars=jaxpr.outvars[:number])
+        return labels.labelled(closed, found["labels"]), found
 
 
 def _live(
@@ -192,7 +152,7 @@ def _live(
         closed.consts,
         layouts,
         [x for x in records.notes if not isinstance(x, Drawn)],
-        [x for x in records.notes if isinstance(x, Drawn)],
+        [Note(*x[:3]) for x in records.notes if isinstance(x, Drawn)],
         records.promised,
         _meets(live, axis),
         _in_gradient(live, axis, smooth),

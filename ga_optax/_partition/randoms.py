@@ -1,10 +1,13 @@
 """Random numbers: each micro-batch computes its own part of what the whole batch draws.
 
-A counter-based generator has number i of an array from the key and i alone. So a part
-of an array is drawn from the indices of the part, with the bits of the whole.
+Threefry computes number i of an array from the key and i alone. So a part of an array
+is drawn from the indices of the part, with the bits of the whole. Any other generator
+draws for each micro-batch from a key of its own: another draw of the same distribution.
 """
 
+import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,17 +16,19 @@ import numpy as np
 from jax.extend import core
 from jax.extend.random import threefry2x32_p
 
-from ga_optax._partition import generators
+from ga_optax._partition.notes import Drawn, note_of
 from ga_optax._partition.values import Result, Rows, Value, local_shape, types_of
 from ga_optax._partition.writer import Same, Writer
-from ga_optax._passes import primitives
+from ga_optax._passes import ir, primitives
+
+_FAR = 2**31  # folded into a key: far from the small numbers that users fold in
 
 
 def recut_bits(w: Writer, e: core.JaxprEqn, vs: list[Value], rows: Rows) -> Any:
     """The rows of random bits; None where that is not known."""
     [v], width = vs, e.params["bit_width"]
-    if (drawn := generators.part(w, e, v, rows)) is not None:
-        return drawn
+    if not primitives.is_threefry(v.aval):
+        return None if w.axis.draws_whole else _of_own_key(w, e, v, rows)
     if v.shape:
         return _of_each_key(w, e, v, rows)
     if (drawn := _drawn(w, v, e.params["shape"], rows)) is None:
@@ -34,6 +39,32 @@ def recut_bits(w: Writer, e: core.JaxprEqn, vs: list[Value], rows: Rows) -> Any:
         high = jax.lax.shift_left(high.astype(dtype), jnp.full_like(high, 32, dtype))
         return high | low.astype(dtype)
     return (high ^ low).astype(dtype)
+
+
+def _of_own_key(w: Writer, e: core.JaxprEqn, v: Value, rows: Rows) -> Any:
+    """The rows of bits, drawn from the key with the micro-batch's index in it."""
+    shape = types_of(e)[0].shape
+    note = note_of(e, ir.numbers(shape), ir.name_of(e))
+    w.records.notes.append(Drawn(*note, _draw(e), rows))
+    far = w.index.astype(jnp.uint32) + np.uint32(_FAR)
+    fold = functools.partial(jax.random.fold_in, data=far)
+    for _ in v.shape:
+        fold = jax.vmap(fold)
+    keys = w.part(v, rows) if rows.dim < len(v.shape) else w.whole(v)
+    part = local_shape(shape, rows, w.axis.size)
+    return w.run(e, [fold(keys)], shape=part[len(v.shape) :])
+
+
+def _draw(e: core.JaxprEqn) -> Any:
+    return types_of(e)[0].shape, e.params["bit_width"]
+
+
+def differ(notes: Sequence[Any], jaxpr: core.Jaxpr) -> bool:
+    """True if the rows of a draw of micro-batches are read by others, or whole."""
+    read = {(x.draw, x.rows) for x in notes if isinstance(x, Drawn)}
+    draws = {draw for draw, _ in read}
+    every = (e for e in ir.equations(jaxpr) if e.primitive.name == "random_bits")
+    return len(draws) < len(read) or not draws.isdisjoint(map(_draw, every))
 
 
 def recut_split(w: Writer, e: core.JaxprEqn, vs: list[Value], rows: Rows) -> Any:

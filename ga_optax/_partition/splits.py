@@ -47,9 +47,9 @@ def split(read: Reader, w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results
     def ways(rows: Any) -> list[Way]:
         return [way for record in records[rows.segments] for way in record.ways]
 
-    if (found := factors.chosen(vs, ways)) is None:
+    if (choice := factors.chosen(vs, ways)) is None:
         return None
-    rows, way = found
+    rows, way = choice
     record = next(x for x in records[rows.segments] if way in x.ways)
     xs = w.parts(vs, rows, way.ins)
     layouts = [PARTIAL if d is None else rows.at(d) for d in way.outs]

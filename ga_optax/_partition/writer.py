@@ -352,9 +352,9 @@ class Writer:
         self.note(e, max(ir.computed(e), read), name)
         return self.all_whole(e, vs)
 
-    def note(self, e: core.JaxprEqn, size: int, *how: Any, **kind: Any) -> None:
-        """Notes that an equation is computed whole, or of another kind, see `Note`."""
-        self.records.notes.append(note_of(e, size, *how, **kind))
+    def note(self, e: core.JaxprEqn, size: int, name: str | None = None) -> None:
+        """Notes that an equation is computed whole."""
+        self.records.notes.append(note_of(e, size, name))
 
     @contextlib.contextmanager
     def may_fail(self, e: core.JaxprEqn, last: bool = True) -> Iterator[list[Any]]:

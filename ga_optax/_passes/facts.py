@@ -19,7 +19,6 @@ class Facts(NamedTuple):
     """What passes must know of a call.
 
     Attributes:
-      optimize: whether passes that change the program run.
       num_params: how many of the program's first arguments are parameters.
       adds_in_place: whether gradients may be added inside the backward pass.
       lies: how parameters lie that are to be gathered where they are used.
@@ -34,7 +33,6 @@ class Facts(NamedTuple):
       logical: whether the loop runs for logical devices.
     """
 
-    optimize: bool = True
     num_params: int = 0
     adds_in_place: bool = False
     lies: Lies | None = None

@@ -28,7 +28,6 @@ programs, and the names of their parameters, which change between versions of JA
     changed, with_inner        a program with other equations, or other inner programs
     renamed                    equations with other variables
     retyped                    a program with variables of other types
-    calling                    a program that calls some equations, jitted
     program_of                 what a Python function computes
     traced                     equations that compute what a Python function does
     name_of                    what an equation does, in a word for people
@@ -776,20 +775,6 @@ def with_inner(
         for key, x in equation.params.items()
     }
     return equation.replace(params=params)
-
-
-def calling(
-    jaxpr: core.Jaxpr,
-    equations: Sequence[core.JaxprEqn],
-    invars: Sequence[Any],
-    outvars: Sequence[Any],
-) -> core.Jaxpr:
-    """A program that calls equations of `jaxpr`, as `bind` runs them, jitted."""
-
-    def run(*values: Any) -> list[Any]:
-        return bind(jaxpr, equations, invars, outvars, values)
-
-    return program_of(jax.jit(run), *(x.aval for x in invars)).jaxpr
 
 
 def traced(

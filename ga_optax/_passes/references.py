@@ -9,6 +9,7 @@ again, sees them as one equation: a jitted function that nobody opens.
 
 from typing import Any
 
+import jax
 from jax.extend import core
 
 from ga_optax._passes import ir
@@ -83,7 +84,10 @@ def _as_one(
     inputs = [x for x in reads if x not in made]
     results = [x for x in made if x in ends]
 
-    program = ir.calling(jaxpr, group, inputs, results)
+    def run(*values: Any) -> list[Any]:
+        return ir.bind(jaxpr, group, inputs, results, values)
+
+    program = ir.program_of(jax.jit(run), *(x.aval for x in inputs)).jaxpr
     known = dict(zip(program.invars, inputs, strict=True))
     pairs = list(zip(program.outvars, results, strict=True))
     same = {result: known[x] for x, result in pairs if x in known}

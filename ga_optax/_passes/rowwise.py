@@ -92,11 +92,11 @@ def rowwise(
         xs = [leaves[i] for i in given]
         function = _Function(flat, xs)
         outs, _ = _axes("out_axes", out_axes, function.out, n)
-        ins = *(axes[i] for i in given), *(None for _ in function.around)
+        ins = *(axes[i] for i in given), *(None for _ in function.captured)
         name = getattr(fun, "__name__", type(fun).__name__)
         promise = Split((Way(ins, outs),), function, name)
-        found = bound(promise, *xs, *function.around)
-        return jax.tree.unflatten(jax.tree.structure(function.out), found)
+        results = bound(promise, *xs, *function.captured)
+        return jax.tree.unflatten(jax.tree.structure(function.out), results)
 
     return call
 
@@ -119,13 +119,13 @@ def _axes(name: str, axes: Any, tree: Any, rows: Any = None) -> tuple[Axes, Any]
             f"is of, but it is {axes!r}, and that is {jax.tree.structure(tree)}. Give "
             "one axis for all, or one for each."
         ) from None
-    found, todo = list[int | None](), "Pass None for what goes whole"
+    numbers, todo = list[int | None](), "Pass None for what goes whole"
     if name == "out_axes":
         todo = "Sum over rows, and return what has none, outside of it"
     for axis, (leaf, x) in zip(of_leaves, named_leaves(tree), strict=True):
         shape = getattr(x, "shape", ())
         if axis is None and name == "in_axes":
-            found.append(None)
+            numbers.append(None)
             continue
         is_axis = isinstance(axis, int) and -len(shape) <= axis < len(shape)
         if not is_axis or (rows is not None and shape[axis] != rows):
@@ -135,18 +135,18 @@ def _axes(name: str, axes: Any, tree: Any, rows: Any = None) -> tuple[Axes, Any]
                 f"{name} of rowwise must be axes of {number}, but it has {axis!r} for "
                 f"{leaf}, of {what}. {todo}."
             )
-        found.append(axis % len(shape))
+        numbers.append(axis % len(shape))
         rows = shape[axis]
     if rows is None:
         raise ValueError(
             "An argument of rowwise must have rows, but in_axes gives none an axis. "
             "Say where they are; keywords have none, so pass them by position."
         )
-    return tuple(found), rows
+    return tuple(numbers), rows
 
 
 def _is_read() -> bool:
-    """Whether the program that is traced will be partitioned."""
+    """True if the program that is traced will be partitioned."""
     try:
         return bool(jax.lax.axis_size(READ[0][0]))
     except NameError:
@@ -161,7 +161,7 @@ class _Function:
 
     Attributes:
       out: the types of its results, in their tree.
-      around: what is traced, and closed over; these come last among its operands.
+      captured: the traced values that it closes over. They are its last operands.
     """
 
     def __init__(self, fun: Callable[..., Any], xs: Sequence[Any]) -> None:
@@ -171,18 +171,18 @@ class _Function:
         self._precision = config.jax_default_matmul_precision
         self._promotion = config.jax_numpy_dtype_promotion
         closed, self.out = jax.make_jaxpr(fun, return_shape=True)(*xs)
-        self.around = [x for x in closed.consts if isinstance(x, jax.core.Tracer)]
-        self._programs = {tuple(map(jax.typeof, [*xs, *self.around])): closed}
+        self.captured = [x for x in closed.consts if isinstance(x, jax.core.Tracer)]
+        self._programs = {tuple(map(jax.typeof, [*xs, *self.captured])): closed}
 
     def __call__(self, *operands: Any) -> list[Any]:
-        number = len(operands) - len(self.around)
+        number = len(operands) - len(self.captured)
 
-        def around(xs: Sequence[Any]) -> dict[int, Any]:
-            """The operands for what is closed over, by the id of that."""
-            return dict(zip(map(id, self.around), xs[number:], strict=True))
+        def captured(xs: Sequence[Any]) -> dict[int, Any]:
+            """The operands that stand for captured values, by the ids of these."""
+            return dict(zip(map(id, self.captured), xs[number:], strict=True))
 
         def traced(*xs: Any) -> Any:
-            return closures.replaced(self._fun, around(xs))(*xs[:number])
+            return closures.replaced(self._fun, captured(xs))(*xs[:number])
 
         if (types := tuple(map(jax.typeof, operands))) not in self._programs:
             with (
@@ -191,10 +191,10 @@ class _Function:
                 jax.numpy_dtype_promotion(self._promotion),
             ):
                 self._programs[types] = jax.make_jaxpr(traced)(*operands)
-        closed, known = self._programs[types], around(operands)
-        # What is found in no closure, such as what an object holds, is a constant.
-        others = [x for x in closed.consts if id(x) not in known]
-        if any(isinstance(x, jax.core.Tracer) for x in others):
+        closed, known = self._programs[types], captured(operands)
+        # What stands in no closure, such as an attribute of an object, is a constant.
+        unknown = [x for x in closed.consts if id(x) not in known]
+        if any(isinstance(x, jax.core.Tracer) for x in unknown):
             raise ValueError("it closes over something else than at all rows")
         consts = [known.get(id(x), x) for x in closed.consts]
         args = operands[: len(closed.in_avals)]
@@ -233,7 +233,7 @@ def _batched(axis: Any, xs: Any, dims: Any, *, promise: Split, program: Any) -> 
 
 
 def _behind(axes: Axes, new: Axes) -> Axes:
-    """Axes behind those that are new at the front."""
+    """Axes of arrays, of which some have one more axis at the front."""
     pairs = zip(axes, new, strict=True)
     return tuple(d if d is None or first is None else d + 1 for d, first in pairs)
 

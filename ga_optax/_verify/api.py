@@ -11,9 +11,8 @@ from jax.typing import ArrayLike
 
 from ga_optax import _checks, accumulator
 from ga_optax._calls.accumulate import accumulate
-from ga_optax._calls.call import check_parameters
 from ga_optax._calls.words import explains_keywords
-from ga_optax._verify import problem, summary
+from ga_optax._verify import gradients, summary
 from ga_optax._verify.report import Report
 
 
@@ -65,12 +64,12 @@ def verify(
     numbers that no parameter is in, such as a count of tokens, `verify` computes what
     each micro-batch adds to them: those are the weights (`WEIGHTS`), and the page names
     the line. If they meet otherwise, no weights can help, and the page names all lines
-    (`CROSS_EXAMPLE`). A loss that reads the first half of its rows depends on their
-    places and not on other rows (`RANDOMNESS`). What `ga_optax.rowwise` promises is
-    believed, unless the numbers say otherwise (`PROMISE`). Numbers confirm a cause
-    before it is named, and alone say what is not finite, what is rounding, and, as the
-    page then says, what calls code that JAX cannot see into. Else the cause is
-    `UNDETERMINED`.
+    (`CROSS_EXAMPLE`). If the program draws random numbers for the whole batch, or
+    weighs rows by their places, that is the cause (`RANDOMNESS`). What
+    `ga_optax.rowwise` promises is believed, unless the loss in parts is another number
+    (`PROMISE`). Both gradients are compared in numbers, which confirm weights and
+    scales, say what is not finite and what is rounding, and decide where the program
+    calls code that JAX cannot see into. Else the cause is `UNDETERMINED`.
 
     **Warnings.** Some mistakes are in both gradients: a loss that is divided by k, as
     PyTorch users write it, although accumulation divides; or one that does not use its
@@ -88,15 +87,15 @@ def verify(
     The program of `fun` is traced in its own dtypes and evaluated with all floats in
     float64, so a cast to bfloat16 neither rounds nor hides anything, and random draws
     are those of training. If `fun` calls code that is bound to a low precision (Pallas,
-    callbacks), `verify` measures that code's rounding and says so on the page: what
-    rounding may explain is `ROUNDING` or `UNDETERMINED`.
+    callbacks), the page says so. A difference below four units of its rounding is then
+    `ROUNDING`, and one below half of its digits `UNDETERMINED`.
 
     **Memory.** In float64: three gradient trees, two copies of the parameters and one
     of the batch, for any `num_microbatches`. The undivided batch has to fit, too.
 
     **Time.** Two gradients of the undivided batch and k of micro-batches in float64,
-    and the same once in the parameters' dtype; about three times that if there is a
-    cause to find. If stderr is a terminal, it shows the progress.
+    and the same once in the parameters' dtype; up to three times that if there is a
+    cause to find.
 
     Args:
       fun: the loss, `fun(params, batch)`, or `fun(params, batch, key)` if `rng` is
@@ -109,7 +108,7 @@ def verify(
       num_microbatches: k; it must divide the number of rows.
       weight_fn: a function of one micro-batch (a tree like `batch`) that returns its
         weight, and takes the aux, too, if `has_aux`; pass the one that you train with.
-      has_aux: whether `fun` returns a pair.
+      has_aux: True if `fun` returns a pair.
       rng: a PRNG key, or a tree of them. As in `ga_optax.accumulate`, micro-batch i
         gets `jax.random.fold_in(rng, i)`; the undivided batch is micro-batch 0 of 1.
       batch_axes: where to split, as for `ga_optax.accumulate`.
@@ -121,39 +120,39 @@ def verify(
       TypeError, ValueError: if an argument does not fit, before `fun` is traced; if
         what `fun` returns does not fit, before anything runs.
     """
-    _check(fun, params, batch, rng)
-    if isinstance(batch_axes, int) and batch_axes == 0:
-        _check_rows(batch)
-    if weight_fn is not None:
-        todo = "Pass None to count every micro-batch as 1."
-        _checks.check_callable("weight_fn", weight_fn, "of the micro-batch", todo)
-    loss, weight = _parts(fun, weight_fn, has_aux)
+
+    def pair(*args: Any) -> Any:
+        """The loss and the weight; `accumulate` refuses what is no pair."""
+        out = aux = fun(*args)
+        if has_aux and not (isinstance(out, (tuple, list)) and len(out) == 2):
+            return out
+        out, *aux = out if has_aux else (out,)
+        return out, weight_fn and _checks.check_weight(weight_fn(args[1], *aux))
+
+    _check(fun, params, batch, rng, weight_fn)
     key = () if rng is None else (rng,)
     k = _checks.check_num_microbatches(num_microbatches)
     params, batch = jax.tree.map(_placed, (params, batch))
+    options: Any = {"rng_argnums": (2,) * len(key), "batch_axes": batch_axes}
+    run = accumulate(pair, k, has_aux=True, **options)
     # `accumulate` checks the rest, and what `fun` returns, before anything runs.
-    run = accumulate(loss, k, rng_argnums=(2,) * len(key), batch_axes=batch_axes)
     jax.eval_shape(run, accumulator.init(params), params, batch, *key)
-    asked = problem.Problem(
-        fun=loss,
-        params=params,
-        batch=batch,
-        key=key,
-        k=k,
-        weight=weight,
-        x64=bool(jnp.result_type(float) == jnp.float64),
-        axes=_axes(batch, batch_axes),
-    )
-    return summary.answered(asked)
+    loss = (lambda *args: pair(*args)[0]) if has_aux else fun
+    weight = weight_fn and (lambda *args: pair(*args)[1])
+    given = loss, params, batch, key, k, weight, _axes(batch, batch_axes)
+    problem = gradients.Problem(*given, jnp.result_type(float) == jnp.float64)
+    return summary.answered(problem)
 
 
-def _check(fun: Any, params: Any, batch: Any, rng: Any) -> None:
-    """Checks what `value_and_grad` does not, or says in other words."""
+def _check(fun: Any, params: Any, batch: Any, rng: Any, weight_fn: Any) -> None:
+    """Checks what `accumulate` does not."""
     _checks.check_callable("fun", fun, "of params and batch", "Pass the loss itself.")
+    if weight_fn is not None:
+        todo = "Pass None to count every micro-batch as 1."
+        _checks.check_callable("weight_fn", weight_fn, "of the micro-batch", todo)
     _checks.check_not_empty("params", params, "Pass the parameters, then the batch.")
-    check_parameters(0, params)
-    _checks.check_gradients(params, params, name="params", expected="params")
     _checks.check_not_empty("batch", batch, "Pass the examples along axis 0 of arrays.")
+    _checks.check_gradients(params, params, name="params", expected="params")
     for name, x in _checks.named_leaves((params, batch)):
         if isinstance(x, jax.ShapeDtypeStruct):
             raise TypeError(
@@ -162,45 +161,6 @@ def _check(fun: Any, params: Any, batch: Any, rng: Any) -> None:
             )
     if rng is not None:
         _checks.check_not_empty("rng", rng, "Pass jax.random.key(0), or leave it out.")
-
-
-def _check_rows(batch: Any) -> None:
-    """Raises if leaves have different numbers of rows along axis 0."""
-    named = [(name, jnp.shape(x)) for name, x in _checks.named_leaves(batch)]
-    first, *others = [(name, shape) for name, shape in named if shape] or [("", ())]
-    for name, shape in others:
-        if shape[0] != first[1][0]:
-            raise ValueError(
-                "verify cuts the batch into micro-batches along axis 0, so its leaves "
-                f"must have one length there, but {first[0]} has shape {first[1]} and "
-                f"{name} has shape {shape}. If rows of one leaf belong to rows of "
-                "another, as the nodes and edges of a graph, they cannot be cut apart: "
-                "call ga_optax.value_and_grad, which takes such a batch as it is. Else "
-                "say in batch_axes where each leaf has rows, and None if it has none."
-            )
-
-
-def _parts(
-    fun: Callable[..., Any], weight_fn: Callable[..., Any] | None, has_aux: bool
-) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
-    """The loss alone, whose aux may be anything, and the weight of a micro-batch."""
-
-    def both(*args: Any) -> Any:
-        out = fun(*args)
-        if not isinstance(out, (tuple, list)) or len(out) != 2:
-            raise TypeError(
-                "fun must return a pair (loss, aux) with has_aux=True, but it returned "
-                f"{jax.tree.structure(out)}. Return a pair, or leave has_aux out."
-            )
-        return out
-
-    def weight(params: Any, batch: Any, *key: Any) -> jax.Array:
-        aux = (both(params, batch, *key)[1],) if has_aux else ()
-        assert weight_fn is not None
-        return _checks.check_weight(weight_fn(batch, *aux))
-
-    loss = (lambda *args: both(*args)[0]) if has_aux else fun
-    return loss, None if weight_fn is None else weight
 
 
 def _axes(batch: Any, batch_axes: Any) -> list[int | None]:

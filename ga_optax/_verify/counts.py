@@ -6,10 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ga_optax._verify.problem import Problem
+from ga_optax._passes import ir
+from ga_optax._verify.gradients import Problem
 
 # How precise shares are, which are quotients of counts in float64.
 EXACT = 1e-6
+# How a loss may count; -100 is PyTorch's ignored label.
+_WAYS = ("{}.sum({})", "({} != 0).sum()", "({} >= 0).sum()", "({} != -100).sum()")
 
 
 def proportions(share: np.ndarray) -> str:
@@ -23,42 +26,34 @@ def proportions(share: np.ndarray) -> str:
         whole &= np.abs(total * s - np.round(total * s)) < EXACT
     if whole.any():
         return " : ".join(f"{s * total[whole][0]:.0f}" for s in share)
-    unit = min((s for s in share if s > 1e-9), default=1.0)
+    unit = min(share[share > 1e-9], default=1.0)
     return " : ".join(f"{s / unit:.6g}" if s > 1e-9 else "0" for s in share)
 
 
 def code_that_counts(problem: Problem, share: np.ndarray) -> str | None:
     """An expression in `batch`, a micro-batch, with these shares, if there is one."""
     for code, counts in _expressions(problem):
-        total = counts.sum()
-        if total > 0 and np.abs(counts / total - share).max() < EXACT:
+        if counts.sum() > 0 and np.abs(counts / counts.sum() - share).max() < EXACT:
             return code
     return None
 
 
 def _expressions(problem: Problem) -> Iterator[tuple[str, np.ndarray]]:
     """What a loss may divide by, as code, with its value in each micro-batch."""
-    parts = [problem.take(problem.batch, problem.rows(i)) for i in range(problem.k)]
-    leaves = zip(*map(jax.tree.leaves, parts), strict=True)
-    paths = jax.tree.leaves_with_path(problem.batch)
-    for (path, leaf), axis, xs in zip(paths, problem.axes, leaves, strict=True):
-        name = f"batch{jax.tree_util.keystr(path)}"
-        if not jnp.issubdtype(leaf.dtype, np.number) and leaf.dtype != jnp.bool_:
+    leaves = jax.tree.leaves_with_path(problem.take(problem.rows))
+    for (path, leaf), axis in zip(leaves, problem.axes, strict=True):
+        if axis is None or not (
+            leaf.dtype == bool or jnp.isdtype(leaf.dtype, "numeric")
+        ):
             continue
-        values = np.stack([np.asarray(x).astype(np.float64) for x in xs])
+        x = np.moveaxis(np.asarray(leaf, np.float64), axis, 0)  # [micro-batch, ...]
         # A sum in half a float would round the count.
-        half = jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize < 4
-        dtype = "dtype='float32'" if half else ""
-        views = [(name, values)]
-        if leaf.ndim >= 2 and axis == 0:  # the mask of a shifted sequence, too
-            views += [(f"{name}[:, 1:]", values[:, :, 1:])]
-        elif leaf.ndim >= 2 and axis == 1:
-            views += [(f"{name}[1:]", values[:, 1:])]
-        for view, x in views:
-            for code, counted in (
-                (f"{view}.sum({dtype})", x),
-                (f"({view} != 0).sum()", x != 0),
-                (f"({view} >= 0).sum()", x >= 0),
-                (f"({view} != -100).sum()", x != -100),  # PyTorch's ignored label
-            ):
-                yield code, counted.reshape(len(x), -1).sum(1).astype(np.float64)
+        half = ir.is_inexact(leaf) and leaf.dtype.itemsize < 4
+        name, dtype = f"batch{jax.tree_util.keystr(path)}", "dtype='float32'" * half
+        views = {name: x}
+        if x.ndim > 2 and axis < 2:  # the mask of a shifted sequence, too
+            name += "[:, 1:]" if axis == 0 else "[1:]"
+            views[name] = np.moveaxis(x, 2 - axis, 1)[:, 1:]
+        for view, x in views.items():
+            for way, counted in zip(_WAYS, (x, x != 0, x >= 0, x != -100), strict=True):
+                yield way.format(view, dtype), counted.reshape(len(x), -1).sum(1)

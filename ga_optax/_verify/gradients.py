@@ -1,51 +1,183 @@
-"""Norms and differences of gradients, which are lists of leaves here, and ULPs."""
+"""A loss and its arguments, how its batch is divided, and both of its gradients."""
 
-import functools
+import dataclasses
 import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-Leaves = list[jax.Array]
+from ga_optax import accumulator
+from ga_optax._checks import named_leaves
+from ga_optax._verify.wide import Wide, wide_dtype
+
+# Half of the binary digits of float32, in which weights are counted.
+_WEIGHT = 2.0**-12
 
 
-def real(x: jax.Array) -> jax.Array:
-    """A leaf in float64; a complex one as its real and imaginary parts, stacked."""
-    if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        x = jnp.stack([x.real, x.imag])
-    return x if x.dtype == jnp.float64 else x.astype(jnp.float64)
+class Pair(NamedTuple):
+    """How two gradients compare: G of all rows, M the weighted mean of the gᵢ.
+
+    Attributes:
+      sizes: ‖G‖ of each leaf for None, ‖gᵢ‖ for i.
+      losses: the same of the losses.
+      terms: ‖G‖ + Σ |wᵢ|·‖gᵢ‖ of each leaf, for weights that add up to 1.
+      not_finite: the first inf or NaN, in words; "" if there is none.
+      off: ‖G - M‖ of each leaf.
+      factor: the c for which c·M is as large as G.
+      rest: ‖G - c·M‖ of each leaf.
+      leaves: the shape, the dtype, ULPs and differences of each leaf, at most.
+    """
+
+    sizes: dict[int | None, np.ndarray]
+    losses: dict[int | None, float]
+    terms: np.ndarray
+    not_finite: str
+    off: np.ndarray
+    factor: float
+    rest: np.ndarray
+    leaves: list[tuple[tuple[int, ...], str, int, float]]
 
 
-@functools.partial(jax.jit, donate_argnums=0)
-def subtract(total: Leaves, leaves: Leaves, weight: float) -> Leaves:
-    """`total` less `weight` times `leaves`; it takes the buffers of `total`."""
-    return [t - weight * x for t, x in zip(total, leaves, strict=True)]
+@dataclasses.dataclass(frozen=True, eq=False)
+class Problem:
+    """The arguments of `verify`, checked, as arrays in their own dtypes.
+
+    Attributes:
+      fun: the loss, without aux.
+      params: the parameters.
+      batch: the undivided batch.
+      key: the key, as a tuple of one; empty if there is none.
+      k: the number of micro-batches.
+      weight: the weight of a micro-batch, with the arguments of `fun`, or None.
+      axes: along which axis each leaf of the batch is split; None if it stays whole.
+      x64: True if the caller works under `jax_enable_x64`.
+    """
+
+    fun: Callable[..., Any]
+    params: Any
+    batch: Any
+    key: tuple[Any, ...]
+    k: int
+    weight: Callable[..., jax.Array] | None
+    axes: Sequence[int | None]
+    x64: bool
+
+    @property
+    def rows(self) -> np.ndarray:
+        """The numbers of the rows, `[micro-batch, row]`."""
+        pairs = zip(jax.tree.leaves(self.batch), self.axes, strict=True)
+        n = next(x.shape[axis] for x, axis in pairs if axis is not None)
+        return np.arange(n, dtype=np.int32).reshape(self.k, -1)
+
+    def take(self, rows: np.ndarray) -> Any:
+        """These rows of the batch."""
+        leaves, structure = jax.tree.flatten(self.batch)
+        pairs = zip(leaves, self.axes, strict=True)
+        return structure.unflatten(
+            x if axis is None else x[(slice(None),) * axis + (rows,)]
+            for x, axis in pairs
+        )
+
+    def args(self, part: int | None) -> tuple[Any, ...]:
+        """What the loss takes for a micro-batch, or all rows for None."""
+        keys = jax.tree.map(lambda key: jax.random.fold_in(key, part or 0), self.key)
+        batch = self.batch if part is None else self.take(self.rows[part])
+        return self.params, batch, *keys
+
+    def weights(self) -> np.ndarray:
+        """The weight of each micro-batch, under `jax_enable_x64`.
+
+        Rounding in float32 makes no weight wrong; in bfloat16 it does.
+        """
+        if self.weight is None:
+            return np.ones(self.k)
+        args, exactly = (
+            [*map(self.args, range(self.k))],
+            jax.jit(Wide(self.weight, self.x64)),
+        )
+        with jax.enable_x64(self.x64):
+            used = np.array([float(self.weight(*x)) for x in args])
+        exact = np.array([float(exactly(*x)) for x in args])
+        return np.where(np.abs(used - exact) <= _WEIGHT * exact, exact, used)
+
+    def both(self, gradient: Callable[[], Any], weights: np.ndarray) -> Pair:
+        """The two gradients, each traced by itself, one micro-gradient at a time."""
+        of_whole, of_part, total = gradient(), gradient(), weights.sum() or 1.0
+        losses, sizes = {}, {}
+        losses[None], whole = of_whole(*self.args(None))
+        terms = sizes[None] = norms(whole)
+        acc = accumulator.init(whole)
+
+        def added(acc: Any, i: int) -> Any:  # holds no gradient when the next one comes
+            losses[i], grads = of_part(*self.args(i))
+            sizes[i] = norms(grads)
+            return _add(acc, grads, float(weights[i]))
+
+        for i in map(int, np.flatnonzero(weights)):  # one of weight 0 may hold anything
+            acc = added(acc, i)
+            terms = terms + weights[i] / total * sizes[i]
+        mean = accumulator.mean(acc)
+        mean = [x.astype(y.dtype) for x, y in zip(mean, whole, strict=True)]
+        bad = (self._not_finite(i, sizes[i], losses[i]) for i in (*[*sizes][1:], None))
+        factor = ratio(norm(sizes[None]), norm(norms(mean)))
+        off, rest = norms(whole, mean), norms(whole, mean, factor)
+        first = next(filter(None, bad), "")
+        leaves = list(map(_figures, whole, mean))
+        return Pair(sizes, losses, terms, first, off, factor, rest, leaves)
+
+    def _not_finite(self, part: int | None, sizes: np.ndarray, loss: float) -> str:
+        """Names an inf or a NaN of a micro-batch, or of all rows for None."""
+        where = "the undivided batch"
+        if part is not None:
+            rows = self.rows[part]
+            where = f"micro-batch {part} (rows {rows[0]} to {rows[-1]})"
+        leaf = int(np.argmin(np.isfinite(sizes)))
+        name = named_leaves(self.params)[leaf][0]
+        if not math.isfinite(sizes[leaf]):
+            return f"the gradient of {where}, {name}: {sizes[leaf]}"
+        return "" if math.isfinite(loss) else f"the loss of {where}: {loss}"
+
+
+_add = jax.jit(accumulator.add, donate_argnums=0)
+
+
+def _figures(whole: jax.Array, mean: jax.Array) -> tuple[Any, str, int, float]:
+    a, b = np.asarray(whole), np.asarray(mean)
+    off = np.abs(a.astype(wide_dtype(a.dtype)) - b.astype(wide_dtype(a.dtype)))
+    most = int(ulps(a, b).max(initial=0)), float(off.max(initial=0.0))
+    return a.shape, a.dtype.name, *most
+
+
+def compiled(fun: Callable[..., Any], x64: bool) -> Callable[..., Any]:
+    """Loss and gradient, compiled: a number and a list."""
+    run = jax.jit(fun)
+
+    def gradient(*args: Any) -> tuple[float, list[jax.Array]]:
+        with jax.enable_x64(x64):
+            value, grads = run(*args)
+        return float(value), jax.tree.leaves(grads)
+
+    return gradient
 
 
 @jax.jit
-def _squares(leaves: Leaves) -> jax.Array:
-    return jnp.stack([jnp.sum(x * x) for x in leaves])
+def _squares(x: jax.Array, y: jax.Array, factor: float) -> jax.Array:
+    exact = wide_dtype(x.dtype)
+    return jnp.sum(jnp.abs(x.astype(exact) - factor * y.astype(exact)) ** 2)
 
 
-@jax.jit
-def _squared_distance(x: jax.Array, y: jax.Array) -> jax.Array:
-    return jnp.sum((real(x) - real(y)) ** 2)
-
-
-def norms(leaves: Leaves) -> np.ndarray:
-    """‖x‖ of each leaf."""
-    return np.sqrt(np.asarray(_squares(leaves)))
+def norms(a: list[Any], b: list[Any] | None = None, factor: float = 1.0) -> np.ndarray:
+    """‖a - factor · b‖ of each leaf, or ‖a‖, under `jax_enable_x64`."""
+    pairs = zip(a, b or a, strict=True)
+    return np.sqrt([float(_squares(x, y, factor if b else 0.0)) for x, y in pairs])
 
 
 def norm(norms: np.ndarray) -> float:
     """‖x‖ of all leaves together, from the norms of each."""
     return float(np.sqrt((norms**2).sum()))
-
-
-def distance(a: Leaves, b: Leaves) -> float:
-    """‖a - b‖, for leaves of any dtype, which are cast one at a time."""
-    return math.sqrt(sum(map(_squared_distance, a, b)))
 
 
 def ratio(x: float, y: float) -> float:
@@ -63,15 +195,7 @@ def ulps(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     Returns:
       uint64 distances; for a complex number, the larger distance of its two parts. Both
       zeros are one number. A NaN lies beyond inf, as far as its bits say.
-
-    Raises:
-      ValueError: if shapes or dtypes differ.
     """
-    if (a.shape, a.dtype) != (b.shape, b.dtype):
-        raise ValueError(
-            f"ULPs need one shape and one dtype, not {a.dtype}{a.shape} and "
-            f"{b.dtype}{b.shape}. Cast both to the dtype in which to count."
-        )
     if np.iscomplexobj(a):
         return np.maximum(ulps(a.real, b.real), ulps(a.imag, b.imag))
     places = _place(a), _place(b)

@@ -105,10 +105,12 @@ class Report:
         compared = f"Compared: one batch of {rows} rows, and the same rows as {parts}."
         head = f"Micro-batches, each by itself: {verdict} ({self.cause.name})"
         lines = [head, "", *wrap(compared)]
-        found = "What was found" if self.ok else "What is wrong"
-        titles = found, "How large it is", "What to do", "Warning"
-        sections = self.diagnosis, self.extent, [self.fix], self.warnings
-        for title, paragraphs in zip(titles, sections, strict=True):
+        for title, paragraphs in {
+            "What was found" if self.ok else "What is wrong": self.diagnosis,
+            "How large it is": self.extent,
+            "What to do": (self.fix,),
+            "Warning": self.warnings,
+        }.items():
             lines += ["", title] if paragraphs else []
             lines += [line for text in paragraphs for line in wrap(f"  {text}")]
         if len(self.leaves) > MOST:
@@ -125,12 +127,11 @@ class Report:
 
 def _table(leaves: tuple[LeafReport, ...], ulps: bool) -> list[str]:
     """A row for each leaf, and what the columns mean; ULPs of rounding alone."""
-    head = ["leaf", "shape", "dtype", "ULPs", "difference", "relative"]
-    rows = [head]
+    rows = [["leaf", "shape", "dtype", "ULPs", "difference", "relative"]]
     for leaf in leaves:
-        name, shape = leaf.name.removeprefix("leaf "), str(leaf.shape)
         figures = f"{leaf.max_ulp} {leaf.max_abs:.1e} {leaf.relative:.1e}".split()
-        rows.append([name, shape, leaf.dtype, *figures])
+        name = leaf.name.removeprefix("leaf ")
+        rows.append([name, str(leaf.shape), leaf.dtype, *figures])
     legend = (
         "difference: how far apart the two gradients are at most, as training computes "
         "them. relative: the norm of the difference over that of the undivided "

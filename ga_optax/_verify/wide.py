@@ -7,7 +7,7 @@ and what is left is the mathematics of the loss, with the random draws of traini
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -25,58 +25,68 @@ class Wide:
     """A function in float64, as far as it can be.
 
     Attributes:
-      low: after tracing, the floating dtypes that it still reads.
+      low: after tracing, the lowest floating precision that the function still has.
     """
 
-    def __init__(
-        self, fun: Callable[..., Any], *, x64: bool, as_is: bool = False
-    ) -> None:
+    def __init__(self, fun: Callable[..., Any], x64: bool, as_is: bool = False) -> None:
         """Of `fun`, traced under `jax_enable_x64=x64`; `as_is` changes no dtype."""
         self._fun, self._x64, self._as_is = fun, x64, as_is
-        self.low: set[np.dtype] = set()
+        self.low = np.dtype(np.float64)
 
     def __call__(self, *args: Any) -> Any:
         with jax.enable_x64(self._x64):
-            program, out = jax.make_jaxpr(self._fun, return_shape=True)(*args)
+            # A new function each time, so that JAX traces it again.
+            trace = jax.make_jaxpr(lambda *x: self._fun(*x), return_shape=True)
+            program, out = trace(*args)
         inputs = jax.tree.leaves(args)
         if self._as_is:
-            self.low.update(*map(_floats, program.eqns))
+            self._note(*ir.equations(program.jaxpr))
         else:
             program, *inputs = map(self.widened, (program, *inputs))
         return jax.tree.structure(out).unflatten(ir.results(program, inputs))
 
     def widened(self, x: Any) -> Any:
         """An array, a dtype or a program in float64; anything else as it is."""
-        if hasattr(x, "consts"):
-            consts = list(map(self.widened, x.consts))
-            return x.replace(jaxpr=self._program(x.jaxpr), consts=consts)
         if hasattr(x, "eqns"):
-            return self._program(x)
+            jaxpr = ir.retyped(getattr(x, "jaxpr", x), _wide_type, self._written)
+            if not hasattr(x, "consts"):
+                return jaxpr
+            return x.replace(jaxpr=jaxpr, consts=list(map(self.widened, x.consts)))
         if isinstance(x, np.dtype):
-            return _wide_dtype(x)
-        return cast(x, _wide_dtype(x.dtype)) if hasattr(x, "dtype") else x
-
-    def _program(self, jaxpr: core.Jaxpr) -> core.Jaxpr:
-        return ir.retyped(jaxpr, _wide_type, self._written)
+            return wide_dtype(x)
+        return cast(x, wide_dtype(x.dtype)) if hasattr(x, "dtype") else x
 
     def _written(
         self, equation: core.JaxprEqn, ins: list[Any], outs: list[Any]
     ) -> list[core.JaxprEqn]:
-        if any(name in equation.primitive.name for name in _FIXED):
-            self.low.update(_floats(equation))
-            return _as_it_is(equation, ins, outs)
+        params, name = equation.params, equation.primitive.name
+        if any(fixed in name for fixed in _FIXED):
+            self._note(*ir.within(equation))
+            ends, nothing = (equation.invars, equation.outvars), ir.program_of(tuple)
+            bound = functools.partial(ir.bind, nothing.jaxpr, [equation], *ends)
+            run = _between_casts(lambda *xs: bound(xs), equation, outs)
+            return _traced(run, ins, outs)
+        if name.startswith("custom_"):  # its rules are for the dtypes that it has
+            jaxpr, consts = ir.inner(equation)[0]
+            program = ir.Program(self.widened(jaxpr), list(map(self.widened, consts)))
+            return _traced(lambda *xs: ir.results(program, xs), ins, outs)
         params = jax.tree.map(
-            self.widened, equation.params, is_leaf=lambda x: hasattr(x, "eqns")
+            self.widened, params, is_leaf=lambda x: hasattr(x, "eqns")
         )
-        if equation.primitive.name == rowwise.NAME:
-            promise = params["promise"]
-            fun = _between_casts(promise.fun, equation, outs)
-            params["promise"] = promise._replace(fun=fun)
-        elif equation.primitive.name == "reduce_precision":
+        if name == rowwise.NAME:
+            fun = _between_casts(params["promise"].fun, equation, outs)
+            params["promise"] = params["promise"]._replace(fun=fun)
+        elif name == "reduce_precision":
             params = {"exponent_bits": 11, "mantissa_bits": 52}  # none is lost
         elif "precision" in params:
             params["precision"] = None  # may name a dtype
         return [equation.replace(invars=ins, outvars=outs, params=params)]
+
+    def _note(self, *equations: core.JaxprEqn) -> None:
+        """Notes the lowest precision that equations read."""
+        read = (x for e in equations for x in e.invars if ir.is_inexact(x))
+        dtypes = (np.dtype(jnp.finfo(x.aval.dtype).dtype) for x in read)
+        self.low = max((self.low, *dtypes), key=lambda x: float(jnp.finfo(x).eps))
 
 
 def cast(x: Any, dtype: Any) -> Any:
@@ -88,30 +98,18 @@ def _between_casts(
     fun: Callable[..., Any], equation: core.JaxprEqn, outs: list[Any]
 ) -> Callable[..., Any]:
     """A function of wide operands of an equation, with wide results."""
-    ends: Any = equation.invars, outs
-    before, after = ([x.aval.dtype for x in xs] for xs in ends)
-
-    def run(*xs: Any) -> list[Any]:
-        return list(map(cast, fun(*map(cast, xs, before)), after))
-
-    return run
+    before, after = ([x.aval.dtype for x in xs] for xs in (equation.invars, outs))
+    return lambda *xs: list(map(cast, fun(*map(cast, xs, before)), after))
 
 
-def _as_it_is(
-    equation: core.JaxprEqn, ins: list[Any], outs: list[Any]
-) -> list[core.JaxprEqn]:
-    """An equation in its own dtypes, between casts."""
-    ends: Any = equation.invars, equation.outvars
-    nothing = ir.program_of(tuple).jaxpr
-    fun = functools.partial(ir.bind, nothing, [equation], *ends)
-    run = _between_casts(lambda *xs: fun(xs), equation, outs)
-    program = jax.make_jaxpr(run)(*(x.aval for x in ins)).jaxpr
+def _traced(fun: Callable[..., Any], ins: Any, outs: Any) -> list[core.JaxprEqn]:
+    """Equations that compute what a function does."""
+    program = jax.make_jaxpr(fun)(*(x.aval for x in ins)).jaxpr
     pairs = zip([*program.invars, *program.outvars], [*ins, *outs], strict=True)
-    eqns = ir.renamed(program.eqns, dict(pairs))
-    return [e.replace(source_info=equation.source_info) for e in eqns]
+    return ir.renamed(program.eqns, dict(pairs))
 
 
-def _wide_dtype(dtype: Any) -> Any:
+def wide_dtype(dtype: Any) -> Any:
     """The dtype to compute in instead of this one."""
     if not jnp.issubdtype(dtype, jnp.inexact):
         return dtype
@@ -122,11 +120,4 @@ def _wide_dtype(dtype: Any) -> Any:
 def _wide_type(aval: Any) -> Any:
     if hasattr(aval, "inner_aval"):  # a reference
         return aval.update(inner_aval=_wide_type(aval.inner_aval))
-    return aval.update(dtype=_wide_dtype(aval.dtype)) if ir.is_inexact(aval) else aval
-
-
-def _floats(equation: core.JaxprEqn) -> Iterator[np.dtype]:
-    """The floating dtypes that an equation reads, or one inside it."""
-    read: Iterator[Any] = (x for e in ir.within(equation) for x in e.invars)
-    for atom in filter(ir.is_inexact, read):
-        yield np.dtype(jnp.finfo(atom.aval.dtype).dtype)
+    return aval.update(dtype=wide_dtype(aval.dtype)) if ir.is_inexact(aval) else aval

@@ -92,7 +92,6 @@ def dropped(params, x, key):
 
 @pytest.mark.parametrize("target", ["h200", "v6e"])
 def test_what_is_drawn_takes_the_memory_of_a_micro_batch(target):
-    """Of all rows that are drawn on a GPU, XLA computes those that are read."""
     key = jax.eval_shape(lambda: jax.random.key(0, impl="rbg"))
     shapes = {"up": (1, WIDTH, 4 * WIDTH), "down": (1, 4 * WIDTH, WIDTH)}
     params = {n: jax.ShapeDtypeStruct(s, jnp.float32) for n, s in shapes.items()}
