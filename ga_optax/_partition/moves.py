@@ -38,12 +38,15 @@ def move(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     if any(v.rows for v in vs) and (found := _here(w, e, vs, *origin)):
         return found
     d, types = origin[0], types_of(e)
-    due = [next(reversed(_splits(w, x.shape[d], *origin)), None) for x in types]
-    picked = [_picked(w, _moved(e, vs, d, i), d, rows) for i, rows in enumerate(due)]
+    splits = [next(reversed(_splits(w, x.shape[d], *origin)), None) for x in types]
+    picked = [_picked(w, _moved(e, vs, d, i), d, rows) for i, rows in enumerate(splits)]
     if all(picked):
         return picked
-    pairs = zip(w.all_whole(e, vs), due, strict=True)
-    return [(w.own(x, rows), rows) if rows else (x, WHOLE) for (x, _), rows in pairs]
+    whole = [x for x, _ in w.all_whole(e, vs)]
+    return [
+        (w.rows_of(x, rows), rows) if rows else (x, WHOLE)
+        for x, rows in zip(whole, splits, strict=True)
+    ]
 
 
 # -- Out of all rows of one value ------------------------------------------------------

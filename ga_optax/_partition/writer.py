@@ -22,7 +22,7 @@ from ga_optax._partition.values import (
     RowsMeet,
     Value,
     local_shape,
-    own,
+    rows_of,
     types_of,
     varying,
 )
@@ -144,7 +144,7 @@ class Writer:
     def _cut(self, v: Value, rows: Rows) -> Any:
         if v.is_whole and (x := self.rules.recut(self, v, rows)) is not None:
             return x
-        x = self.own(self.whole(v), rows)
+        x = self.rows_of(self.whole(v), rows)
         if made := computed_by(v):
             e, vs = made
             self.note(e, max(u.size for u in (v, *vs)))  # for these rows alone
@@ -181,9 +181,9 @@ class Writer:
             jnp.asarray(v.x, v.aval.dtype), jnp.broadcast_to(size, v.shape)
         )
 
-    def own(self, x: Any, rows: Rows) -> Any:
+    def rows_of(self, x: Any, rows: Rows) -> Any:
         """This micro-batch's rows of an array that all hold."""
-        return own(x, rows, self.index, self.axis.size)
+        return rows_of(x, rows, self.index, self.axis.size)
 
     def place_of(self, v: Value, row: Any) -> tuple[Any, Any]:
         """The places here of rows of a value, and True for each row that is here.
