@@ -385,8 +385,8 @@ class Writer:
         """True if a rule gave every result in the shape of its layout."""
         pairs = zip(out, types_of(e), strict=False)
         return len(out) == len(e.outvars) > 0 and all(
-            jnp.shape(x) == local_shape(due.shape, layout, self.axis.size)
-            for (x, layout), due in pairs
+            jnp.shape(x) == local_shape(aval.shape, layout, self.axis.size)
+            for (x, layout), aval in pairs
         )
 
 
@@ -399,13 +399,13 @@ class Rules(NamedTuple):
     Attributes:
       operands: the operands of an equation, see `created`.
       known: for operands with rows.
-      linear: for those that are partial; None where the equation is not linear in them.
+      linear: for partial operands; it returns None if the equation is not linear.
       nested: for equations with programs inside, by their kind or their name, for
         operands of all layouts.
-      passed_on: what an equation gives, computed whole, that has programs inside or
+      passed_on: for an equation that is computed whole, and has programs inside or
         calls back.
       recut: the rows of a value, from those of its operands.
-      draws: whether a jitted function draws random numbers, of which `recut` has rows.
+      draws: True if a jitted function draws random numbers, of which `recut` has rows.
     """
 
     operands: Callable[[Writer, core.JaxprEqn, list[Value]], list[Value]]
