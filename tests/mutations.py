@@ -98,7 +98,7 @@ FAULTS = """
 + return x
 @ _partition/values.py: test_law
 * each micro-batch takes the first rows for its own
-+ def own(...): return as_it_was_own(*given[:2], 0 * given[2], given[3])
++ def rows_of(...): return as_it_was_rows_of(*given[:2], 0 * given[2], given[3])
 @ _partition/randoms.py: test_law
 * a draw without its offset
 - if d != rows.dim:

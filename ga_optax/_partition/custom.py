@@ -201,7 +201,8 @@ def has_nonlinear_rule(w: Writer, e: core.JaxprEqn) -> bool:
         if e.params["symbolic_zeros"]:
             return True
         rule = derived(w, e, [_value(x.aval, WHOLE) for x in e.invars])
-        return not _is_linear(w, rule.backward, len(rule.given))
+        prints = bool(rule.program.jaxpr.effects)  # such as the cotangent
+        return prints or not _is_linear(w, rule.backward, len(rule.given))
     return any(has_nonlinear_rule(w, x) for p in ir.inner_programs(e) for x in p.eqns)
 
 

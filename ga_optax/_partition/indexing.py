@@ -31,7 +31,7 @@ def gather(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     operand, indices = vs
     numbers = e.params["dimension_numbers"]
     if operand.dim in numbers.collapsed_slice_dims:
-        own = own_rows(w, operand, indices, numbers.start_index_map)
+        own = rows_in_order(w, operand, indices, numbers.start_index_map)
         if own is not None and not numbers.operand_batching_dims:
             [d, *_] = _batch(e)
             return [(w.run(e, [operand.x, own]), operand.rows.at(d))]
@@ -48,7 +48,7 @@ def reorders(w: Writer, e: core.JaxprEqn, operand: Value, indices: Value) -> boo
     own = operand.dim in numbers.start_index_map and picks[operand.dim] == 1
     as_many = ir.numbers(types_of(e)[0].shape) >= operand.size
     index_map = numbers.start_index_map
-    return own and as_many and own_rows(w, operand, indices, index_map) is None
+    return own and as_many and rows_in_order(w, operand, indices, index_map) is None
 
 
 def _batch(e: core.JaxprEqn) -> list[int]:
@@ -89,7 +89,7 @@ def _picked(w: Writer, e: core.JaxprEqn, operand: Value, indices: Value) -> Any:
     return jnp.where(mine, picked, jnp.zeros_like(picked))
 
 
-def own_rows(
+def rows_in_order(
     w: Writer, operand: Value, indices: Value, index_map: tuple[int, ...]
 ) -> Any:
     """Indices here, if those into the operand's rows are 0, 1, ..., n - 1; or None.
@@ -183,7 +183,7 @@ def _scattered_own(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
         fits = can_split(operand.shape, rows, w.axis.size)
         if is_split and fits and d in numbers.inserted_window_dims:
             like = Value(None, operand.aval, rows)
-            own = own_rows(w, like, indices, index_map)
+            own = rows_in_order(w, like, indices, index_map)
             if own is not None:
                 xs = w.part(operand, rows), own, w.part(updates, Rows(batch[0]))
                 return [(w.run(e, xs), rows)]
@@ -310,7 +310,7 @@ def _order(
     batch = [d for d in range(len(own)) if d not in numbers.update_window_dims]
     for n, d in zip(indices.shape, batch, strict=False):
         each = jnp.arange(n, dtype=jnp.int32)
-        each = each if own[d] == n else w.own(each, here.rows.at(0))
+        each = each if own[d] == n else w.rows_of(each, here.rows.at(0))
         order = order[..., None] * n + each
     return jax.lax.broadcast_in_dim(order + 1, own, batch), tuple(shape)
 

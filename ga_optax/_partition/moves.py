@@ -7,7 +7,7 @@ else, such as a shift, the rows before all moves are gathered, and a micro-batch
 its own of what they become if k divides these.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,6 @@ from ga_optax._partition.made import number_of
 from ga_optax._partition.values import (
     PARTIAL,
     WHOLE,
-    Result,
     Results,
     Rows,
     Value,
@@ -39,12 +38,15 @@ def move(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     if any(v.rows for v in vs) and (found := _here(w, e, vs, *origin)):
         return found
     d, types = origin[0], types_of(e)
-    due = [next(reversed(_splits(w, x.shape[d], *origin)), None) for x in types]
-    picked = [_picked(w, _moved(e, vs, d, i), d, rows) for i, rows in enumerate(due)]
+    splits = [next(reversed(_splits(w, x.shape[d], *origin)), None) for x in types]
+    picked = [_picked(w, _moved(e, vs, d, i), d, rows) for i, rows in enumerate(splits)]
     if all(picked):
         return picked
-    pairs = zip(w.all_whole(e, vs), due, strict=True)
-    return [(w.own(x, rows), rows) if rows else (x, WHOLE) for (x, _), rows in pairs]
+    whole = [x for x, _ in w.all_whole(e, vs)]
+    return [
+        (w.rows_of(x, rows), rows) if rows else (x, WHOLE)
+        for x, rows in zip(whole, splits, strict=True)
+    ]
 
 
 # -- Out of all rows of one value ------------------------------------------------------
@@ -102,7 +104,36 @@ def _picked(w: Writer, source: Source | None, d: int, rows: Rows | None) -> Any:
     return w.whole(v).at[(slice(None),) * d + (at,)].get(**how), rows
 
 
-# -- Out of what a micro-batch has -----------------------------------------------------
+# -- Out of the rows of a micro-batch --------------------------------------------------
+
+
+class _Held(NamedTuple):
+    """The rows of all operands, one after the other, as micro-batches hold them.
+
+    Attributes:
+      x: the rows here.
+      owner: the micro-batch that holds a row, for each row of the operands.
+      place: the place of that row in `x` there.
+    """
+
+    x: Any
+    owner: np.ndarray
+    place: np.ndarray
+
+    def picked(self, w: Writer, numbers: np.ndarray, d: int, length: int) -> Any:
+        """A result that has these rows, if each micro-batch has its own, or few are."""
+        n, k = len(numbers), w.axis.size
+        if n < max(k, 2) and is_inexact(self.x):
+            few, shape = _at(self.x, self.place[numbers], d), [1] * self.x.ndim
+            shape[d] = n
+            owner = jnp.asarray(self.owner[numbers], jnp.int32).reshape(shape)
+            return jnp.where(owner == w.index, few, jnp.zeros_like(few)), PARTIAL
+        for rows in _splits(w, n, d, length):
+            order = numbers[_order(n, rows, k)]
+            is_here = self.owner[order] == np.arange(k)[:, None]
+            if is_here.all() and (self.place[order] == self.place[order[0]]).all():
+                return _at(self.x, self.place[order[0]], d), rows
+        return None
 
 
 def _splits(w: Writer, n: int, d: int, length: int) -> list[Rows]:
@@ -114,39 +145,25 @@ def _splits(w: Writer, n: int, d: int, length: int) -> list[Rows]:
 
 
 def _here(w: Writer, e: core.JaxprEqn, vs: list[Value], d: int, length: int) -> Results:
-    """The results, if a micro-batch has its rows of them, or if they are few."""
-    held, start, xs = [], 0, []
-    if any(v.rows and v.dim != d for v in vs):
+    """The results, if each is made of rows that micro-batches hold themselves."""
+    if e.primitive.name == "pad" or any(v.rows and v.dim != d for v in vs):
         return None
-    for v in vs if e.primitive.name != "pad" else ():
-        if v.shape[d] == 0:
-            continue
-        # What comes from no row may be split like what does.
-        rows = v.rows or next(reversed(_splits(w, v.shape[d], d, length)), None)
-        if rows is None:
-            return None
-        held.append(start + _order(v.shape[d], rows, w.axis.size))
-        xs.append(w.part(v, rows))
-        start += v.shape[d]
-    if not xs:
-        return None
-    here = np.concatenate(held, 1)  # the numbers of the rows that each has
-    owner, place = np.divmod(here.argsort(None), here.shape[1])
+    orders, xs, start = [], [], 0
+    for v in vs:
+        if n := v.shape[d]:
+            # An operand without rows may be split like those that have some.
+            rows = v.rows or next(reversed(_splits(w, n, d, length)), None)
+            if rows is None:
+                return None
+            orders.append(start + _order(n, rows, w.axis.size))
+            xs.append(w.part(v, rows))
+            start += n
+    order = np.concatenate(orders, 1)  # the numbers of the rows of each micro-batch
+    owner, place = np.divmod(order.argsort(None), order.shape[1])
     x = jax.lax.concatenate(xs, d) if len(xs) > 1 else _along_others(w, e, xs[0], d)
-    found: list[Result] = []
-    for numbers in _numbers(e, d, start):
-        if len(numbers) < max(w.axis.size, 2) and is_inexact(x):
-            few, shape = _at(x, place[numbers], d), [1] * x.ndim
-            shape[d] = len(numbers)
-            is_own = jnp.asarray(owner[numbers], jnp.int32).reshape(shape) == w.index
-            found.append((jnp.where(is_own, few, jnp.zeros_like(few)), PARTIAL))
-        for rows in _splits(w, len(numbers), d, length):
-            order = numbers[_order(len(numbers), rows, w.axis.size)]
-            is_own = owner[order] == np.arange(w.axis.size)[:, None]
-            if is_own.all() and (place[order] == place[order[0]]).all():
-                found.append((_at(x, place[order[0]], d), rows))
-                break
-    return found if len(found) == len(e.outvars) else None
+    held = _Held(x, owner, place)
+    out = [held.picked(w, x, d, length) for x in _numbers(e, d, start)]
+    return out if all(out) else None
 
 
 def _order(n: int, rows: Rows, k: int) -> np.ndarray:

@@ -66,16 +66,16 @@ def partition(
     jaxpr: core.Jaxpr,
     arguments: Sequence[Argument],
     axis: Axis,
-    due: Sequence[Layout | None] = (),
+    wanted: Sequence[Layout | None] = (),
 ) -> Partitioned:
     """Partitions a program, whose constants are its first arguments.
 
-    Its results are in the layouts that are due, or in those that they come in: so for
-    None, and for those after the last that is due.
+    Its results are in the layouts that are wanted. Where that is None, and after the
+    last one, they stay in the layouts that they have.
     """
     split = ((a.layout, a.aval) for a in arguments if isinstance(a.layout, Rows))
     first = next((created.Created(x, of.shape[x.dim]) for x, of in split), None)
-    whole = _Whole(jaxpr, arguments, axis, due)
+    whole = _Whole(jaxpr, arguments, axis, wanted)
     return created.best(whole.partitioned, lambda x: _cost(x.jaxpr, axis), first)
 
 
@@ -85,7 +85,7 @@ class _Whole(NamedTuple):
     jaxpr: core.Jaxpr
     arguments: Sequence[Argument]
     axis: Axis
-    due: Sequence[Layout | None]
+    wanted: Sequence[Layout | None]
 
     def partitioned(self, some: created.Created | None) -> Partitioned:
         """The program, with rows of some of what it creates.
@@ -100,8 +100,8 @@ class _Whole(NamedTuple):
         return part
 
     def _traced(self, some: created.Created | None) -> tuple[Any, dict[str, Any]]:
-        """The program of what is created so, and what was found."""
-        jaxpr, axis, due, found = self.jaxpr, self.axis, self.due, {}
+        """The program, and what was recorded; `some` of what it creates has rows."""
+        jaxpr, axis, found = self.jaxpr, self.axis, {}
 
         def run(xs: Sequence[Any], index: Any) -> list[Any]:
             rules = table.RULES._replace(operands=some) if some else table.RULES
@@ -111,12 +111,12 @@ class _Whole(NamedTuple):
                 for x, a in zip(xs, self.arguments, strict=True)
             ]
             out = w.interpret(ir.without_constants(jaxpr), (), given)
-            own = [v.layout if some is None else some.layout(v) for v in out]
-            wanted = [*due, *[None] * (len(out) - len(due))]
-            both = zip([*own, *own[:1]], wanted, strict=False)
-            layouts = [its if layout is None else layout for its, layout in both]
-            free = len(due) < len(out)
-            scaled = [i for i, v in enumerate(out) if v.scaled and free]
+            is_free = len(self.wanted) < len(out)
+            wanted = [*self.wanted, *[None] * (len(out) - len(self.wanted))]
+            layouts = [v.layout if some is None else some.layout(v) for v in out]
+            both = zip([*layouts, *layouts[:1]], wanted, strict=False)
+            layouts = [layout if new is None else new for layout, new in both]
+            scaled = [i for i, v in enumerate(out) if v.scaled and is_free]
             # Not the writer, which holds what is traced.
             found.update(layouts=layouts, scaled=scaled, records=w.records)
             pairs = zip([*out, *out[:1]], layouts, strict=False)

@@ -131,7 +131,7 @@ def local_shape(shape: tuple[int, ...], layout: Layout, parts: int) -> tuple[int
     return (*shape[:d], shape[d] // parts, *shape[d + 1 :])
 
 
-def own(x: Any, rows: Rows, index: Any, parts: int) -> Any:
+def rows_of(x: Any, rows: Rows, index: Any, parts: int) -> Any:
     """The rows that a micro-batch has of an array that all hold."""
     d, shape = rows.dim, jnp.shape(x)
     rest = shape[d] // (rows.segments * parts)

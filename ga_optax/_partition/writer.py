@@ -22,7 +22,7 @@ from ga_optax._partition.values import (
     RowsMeet,
     Value,
     local_shape,
-    own,
+    rows_of,
     types_of,
     varying,
 )
@@ -144,7 +144,7 @@ class Writer:
     def _cut(self, v: Value, rows: Rows) -> Any:
         if v.is_whole and (x := self.rules.recut(self, v, rows)) is not None:
             return x
-        x = self.own(self.whole(v), rows)
+        x = self.rows_of(self.whole(v), rows)
         if made := computed_by(v):
             e, vs = made
             self.note(e, max(u.size for u in (v, *vs)))  # for these rows alone
@@ -181,9 +181,9 @@ class Writer:
             jnp.asarray(v.x, v.aval.dtype), jnp.broadcast_to(size, v.shape)
         )
 
-    def own(self, x: Any, rows: Rows) -> Any:
+    def rows_of(self, x: Any, rows: Rows) -> Any:
         """This micro-batch's rows of an array that all hold."""
-        return own(x, rows, self.index, self.axis.size)
+        return rows_of(x, rows, self.index, self.axis.size)
 
     def place_of(self, v: Value, row: Any) -> tuple[Any, Any]:
         """The places here of rows of a value, and True for each row that is here.
@@ -385,8 +385,8 @@ class Writer:
         """True if a rule gave every result in the shape of its layout."""
         pairs = zip(out, types_of(e), strict=False)
         return len(out) == len(e.outvars) > 0 and all(
-            jnp.shape(x) == local_shape(due.shape, layout, self.axis.size)
-            for (x, layout), due in pairs
+            jnp.shape(x) == local_shape(aval.shape, layout, self.axis.size)
+            for (x, layout), aval in pairs
         )
 
 
@@ -399,13 +399,13 @@ class Rules(NamedTuple):
     Attributes:
       operands: the operands of an equation, see `created`.
       known: for operands with rows.
-      linear: for those that are partial; None where the equation is not linear in them.
+      linear: for partial operands; it returns None if the equation is not linear.
       nested: for equations with programs inside, by their kind or their name, for
         operands of all layouts.
-      passed_on: what an equation gives, computed whole, that has programs inside or
+      passed_on: for an equation that is computed whole, and has programs inside or
         calls back.
       recut: the rows of a value, from those of its operands.
-      draws: whether a jitted function draws random numbers, of which `recut` has rows.
+      draws: True if a jitted function draws random numbers, of which `recut` has rows.
     """
 
     operands: Callable[[Writer, core.JaxprEqn, list[Value]], list[Value]]
