@@ -140,8 +140,16 @@ def verify(
     jax.eval_shape(run, accumulator.init(params), params, batch, *key)
     loss = (lambda *args: pair(*args)[0]) if has_aux else fun
     weight = weight_fn and (lambda *args: pair(*args)[1])
-    given: Any = loss, params, batch, key, k, weight, _axes(batch, batch_axes)
-    problem = gradients.Problem(*given, jnp.result_type(float) == jnp.float64)
+    problem = gradients.Problem(
+        fun=loss,
+        params=params,
+        batch=batch,
+        key=key,
+        k=k,
+        weight=weight,
+        axes=_axes(batch, batch_axes),
+        x64=jnp.result_type(float) == jnp.float64,
+    )
     return summary.answered(problem)
 
 
