@@ -16,7 +16,7 @@ from ga_optax._calls.devices import Devices
 from ga_optax._calls.options import Argument, Options
 from ga_optax._checks import check_arrays, check_inexact, named_leaves, nodes_of
 from ga_optax._devices import collectives
-from ga_optax._loop.step import Where
+from ga_optax._loop.loss import DeviceContext
 from ga_optax._passes import probe
 
 _OF_INTEGERS = (
@@ -169,7 +169,7 @@ class Call(NamedTuple):
         devices = self.devices
         return self.num_parts * (1 if devices.by_compiler else devices.number)
 
-    def where(self) -> Where:
+    def where(self) -> DeviceContext:
         """The part of the devices that a loop knows."""
         return self.devices.where([name for name, _ in named_leaves(self.params)])
 

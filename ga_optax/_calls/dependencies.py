@@ -27,9 +27,9 @@ from ga_optax._partition import Note
 from ga_optax._passes import ir, places
 from ga_optax._passes.divided import Divided
 from ga_optax._text import ruled, wrap
-from ga_optax._window import plans
-from ga_optax._window.levels import Levels, Stored, levels, said_of
-from ga_optax._window.plans import Stage
+from ga_optax._window import describe
+from ga_optax._window.describe import Stage
+from ga_optax._window.report import Stored, WindowReport, report_of, room_sentence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +53,7 @@ class BatchDependencies:
         the `nbytes` that a device keeps of it, and how often what
         it is computed of runs `forward` and `backward` over all rows.
       kept: what else a window keeps, so that less runs again: activations of the
-        micro-batches ("kept"), and what they share ("once").
+        micro-batches ("residual"), and what they share ("shared").
       whole: `(name, line, nbytes)` of what is computed whole in each micro-batch, as
         nothing better is known of it: the bytes that it computes, in all iterations of
         a loop, or that it reads of all rows.
@@ -109,7 +109,7 @@ class BatchDependencies:
         room = f", in about {self.peak_bytes:,} bytes" if self.peak_bytes else ""
         end = f"In all: {passes}{room}."
         if self.more_room:
-            end += " " + said_of(self.more_room)
+            end += " " + room_sentence(self.more_room)
         todo = [*advice.of_primitives(self.whole), *[_DRAWN] * bool(self.drawn)]
         told = [line for text in (_LEGEND, *todo) for line in wrap(text)]
         runs = self.forward_passes or self.backward_passes
@@ -257,13 +257,13 @@ def batch_dependencies(
         (micro_batch, step, operands, _), plan = _scheduled(call)
         part, number = micro_batch.part, len(operands.batch[-1])
         if plan is None:
-            of_loop, last = plans.of_loop(step, operands), Levels(0, 1, 0, ())
+            of_loop, last = describe.of_loop(step, operands), WindowReport(0, 1, 0, ())
         else:
-            of_loop, last = plan.schedule, levels(plan.schedule)
-        stages = plans.listed(of_loop, last.stored, number, call.size)
+            of_loop, last = plan.schedule, report_of(plan.schedule)
+        stages = describe.listed(of_loop, last.stored, number, call.size)
         if plan is None:
             last = last._replace(backward=int(bool(stages[-1].goes_back)))
-        kept = [x for x in last.stored if x.kind in ("kept", "once")]
+        kept = [x for x in last.stored if x.kind in ("residual", "shared")]
         meetings = [x for x in last.stored if x not in kept]
         passes = last.forward, last.backward, last.peak, last.room
         size = call.size

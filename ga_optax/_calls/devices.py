@@ -12,7 +12,7 @@ from ga_optax._checks import divisors, named_leaves, one_of
 from ga_optax._devices import collectives, membership, meshes
 from ga_optax._devices.data_axis import DataAxis
 from ga_optax._devices.meshes import Axes, Placement
-from ga_optax._loop.step import Where
+from ga_optax._loop.loss import DeviceContext
 from ga_optax._passes.facts import Lies
 from ga_optax._passes.shards import Shard
 from ga_optax.accumulator import Accumulator
@@ -155,16 +155,16 @@ class Devices(NamedTuple):
         some = enumerate(self.gradients if self.scatters and self.bound else ())
         return {i: x for i, x in some if x.dims}
 
-    def where(self, names: Sequence[str]) -> Where:
+    def where(self, names: Sequence[str]) -> DeviceContext:
         """The part of this that a loop knows, for parameters of such names."""
         lies = None
         if self.by_compiler and not meshes.explicit_names(self.mesh):
             lies = Lies(self.specs, self.axes, self.mesh)
-        return Where(
+        return DeviceContext(
             names=names,
             axes=self.bound,
             placements=self.gradients if self.bound else (),
-            sent=self.scattered,
+            scattered=self.scattered,
             logical=self.logical,
             gathered=lies,
             shards=self.shards,

@@ -35,13 +35,13 @@ from ga_optax._calls.region import (
 from ga_optax._calls.rules import NoDerivativeError
 from ga_optax._devices import collectives, meshes
 from ga_optax._loop import run as loop
+from ga_optax._loop.loss import DeviceContext, LossProgram, Operands, run_passes
 from ga_optax._loop.run import Outcome
-from ga_optax._loop.step import Operands, Step, Where, after_passes
 from ga_optax._partition import Layout, Partitioned, Rows, meeting_of
 from ga_optax._passes import constraints, ir, places, references, rowwise
 from ga_optax._text import warn
 from ga_optax._window import run as window
-from ga_optax._window.values import Loss
+from ga_optax._window.values import MeetingLoss
 
 
 class Traced(NamedTuple):
@@ -88,9 +88,9 @@ class Rewritten(NamedTuple):
     """
 
     micro_batch: MicroBatch
-    step: Step
+    step: LossProgram
     operands: Operands
-    where: Where
+    where: DeviceContext
 
 
 class Scheduled(NamedTuple):
@@ -191,11 +191,11 @@ def rewrite(micro_batch: MicroBatch) -> Rewritten:
     jaxpr = ir.with_constants(part.jaxpr, len(consts))
     program = ir.Program(jaxpr, [*part.consts, *consts])
     optimize = call.options.optimize
-    (jaxpr, consts), arrivals = after_passes(program, where, False, optimize)
-    step = Step(
+    (jaxpr, consts), arrivals = run_passes(program, where, False, optimize)
+    step = LossProgram(
         jaxpr=ir.without_values(jaxpr),
         results=[x.aval for x in jaxpr.outvars],
-        ways=["stack" if isinstance(x, Rows) else _WAYS[x] for x in part.layouts],
+        folds=["stack" if isinstance(x, Rows) else _WAYS[x] for x in part.layouts],
         weighted=False,
         varying=tuple(sorted(call.devices.bound)),
         multiplies=False,
@@ -215,7 +215,7 @@ def schedule(rewritten: Rewritten) -> Scheduled:
     call, part = rewritten.micro_batch.call, rewritten.micro_batch.part
     if not part.meets:
         return Scheduled(rewritten, None)
-    loss = Loss(rewritten.step, rows.AXIS, call.size)
+    loss = MeetingLoss(rewritten.step, rows.AXIS, call.size)
     given = call.options.residual_bytes
     return Scheduled(
         rewritten, window.plan(loss, rewritten.operands, rewritten.where, given)

@@ -13,15 +13,15 @@ from ga_optax._calls.call import Call
 from ga_optax._calls.region import check_not_reduced, explained
 from ga_optax._calls.results import check_carry, taken_apart
 from ga_optax._devices import meshes
-from ga_optax._loop import trees, ways
-from ga_optax._loop.step import Operands, Step, Where, after_passes
+from ga_optax._loop import folds, trees
+from ga_optax._loop.loss import DeviceContext, LossProgram, Operands, run_passes
 from ga_optax._passes import constraints, ir, known, places
 from ga_optax.accumulator import Accumulator, as_weight
 
 
 def traced(
-    call: Call, where: Where, acc: Accumulator
-) -> tuple[Step, Operands, tuple[Any, Any]]:
+    call: Call, where: DeviceContext, acc: Accumulator
+) -> tuple[LossProgram, Operands, tuple[Any, Any]]:
     """`fun` of one micro-batch; raises if what it returns does not fit.
 
     Returns: its program; the arrays of the loop over all of them; the structures of the
@@ -47,16 +47,16 @@ def traced(
         return trace(params, more, keys, carry)[1][-1]
 
     rows = first[0].shape[call.split_axes[0]]
-    of_aux = ways.of_leaves(options.aux, aux, rows, aux_of_twice)
+    of_aux = folds.of_leaves(options.aux, aux, rows, aux_of_twice)
     check_not_reduced(call, loss)
     multiplies = weight is not None and _multiplies(call, closed, arguments)
     program = ir.Program(closed.jaxpr, closed.consts)
     optimize = options.optimize
-    (jaxpr, consts), arrivals = after_passes(program, where, multiplies, optimize)
-    step = Step(
+    (jaxpr, consts), arrivals = run_passes(program, where, multiplies, optimize)
+    step = LossProgram(
         jaxpr=ir.without_values(jaxpr),
         results=[loss, *jax.tree.leaves(aux)],
-        ways=["mean", *of_aux],
+        folds=["mean", *of_aux],
         weighted=weight is not None,
         varying=tuple(sorted({*devices.bound, *meshes.varying(weight)})),
         multiplies=multiplies,

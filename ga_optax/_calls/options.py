@@ -18,7 +18,7 @@ from ga_optax._checks import (
     is_int,
 )
 from ga_optax._devices.data_axis import as_data_axis
-from ga_optax._loop import ways
+from ga_optax._loop import folds
 
 ROLES = ("argnums", "batch_argnums", "rng_argnums", "carry_argnums")
 # Keywords may have two of them, under these options.
@@ -81,7 +81,7 @@ class Options(NamedTuple):
         for name, todo in _BOOLS.items():
             if not isinstance(value := getattr(self, name), bool):
                 raise TypeError(f"{name} must be a bool, but it is {value!r}. {todo}")
-        ways.check_option(self.aux)
+        folds.check_option(self.aux)
         _check_residual_bytes(self.residual_bytes)
         for axis in jax.tree.leaves(self.batch_axes):
             if not is_int(axis):

@@ -30,7 +30,7 @@ from ga_optax._partition import (
 )
 from ga_optax._partition.values import type_here
 from ga_optax._passes import ir
-from ga_optax._window.read import LONGEST
+from ga_optax._window.flat import LONGEST
 
 # The axis of the micro-batches, which no user names.
 AXIS = "rows of the whole batch"
