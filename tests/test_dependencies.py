@@ -42,9 +42,9 @@ STAGES = {
     mean: {"the loss": BOTH},
     root: {
         "level 1": LOOP,
-        "level 1, shared": ONCE,
+        "level 2, shared": ONCE,
         "the loss": BOTH,
-        "level 1, shared, back": ONCE,
+        "level 2, shared, back": ONCE,
         "level 1, back": LOOP,
     },
     norms: {
@@ -79,9 +79,9 @@ def test_each_stage_names_the_lines_that_it_computes_and_goes_back_through():
     }
     assert found == {
         "level 1": [{1, 2}, set(), {1, 3}],  # line 3 reads the sum, so rows meet there
-        "level 1, shared": [{3}, set(), {3}],
+        "level 2, shared": [{3}, set(), {3}],
         "the loss": [{3}, {3}, set()],
-        "level 1, shared, back": [{3}, {3}, set()],
+        "level 2, shared, back": [{3}, {3}, set()],
         "level 1, back": [{1, 2}, {1, 2}, set()],
     }
 
@@ -107,12 +107,12 @@ def test_a_plan_says_what_a_micro_batch_holds_of_each_value():
     found = layouts(root)
     assert found["level 1", "dot_general"] == rows
     assert found["level 1", "reduce_sum"] == part
-    assert found["level 1, shared", "sqrt"] == "all of float32[]"
+    assert found["level 2, shared", "sqrt"] == "all of float32[]"
     assert found["the loss", "div"] == part
     # Along another axis; and of what needs all rows, all of it.
     for along, where, holds in (
         (0, "the loss", "rows 1"),
-        (1, "level 1, shared", "all"),
+        (1, "level 2, shared", "all"),
     ):
 
         def fun(w, x, d=along):

@@ -60,7 +60,7 @@ def stages(schedule: Schedule) -> Iterator[Stage]:
                 runs = _read_back(schedule, back) if level.in_loop else back
                 yield Stage(f"{_name(level)}, back", level, runs, back)
     if runs := schedule.needed(schedule.epilogue_results, schedule.epilogue)[0]:
-        yield Stage("epilogue, after the loops", schedule.epilogue, runs)
+        yield Stage("after the loops", schedule.epilogue, runs)
 
 
 def _name(level: Level) -> str:
