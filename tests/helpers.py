@@ -20,7 +20,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import ga_optax as ga
 from ga_optax._loop import fences, in_place
-from ga_optax._passes import ir, table
+from ga_optax._passes import read, table
 from ga_optax._passes.known import Reason
 
 SKIPS = {"should_skip_update_fn": optax.skip_not_finite}
@@ -341,7 +341,7 @@ def products(fun, *args):
             if e.primitive.name == "dot_general":
                 low = e.invars[0].aval.dtype == "bfloat16"
                 found += [1, low and e.outvars[0].aval.dtype == "float32"]
-            inside = list(map(count, ir.inner_programs(e)))
+            inside = list(map(count, read.inner_programs(e)))
             if e.primitive.name == "cond":
                 inside = [max(inside, key=tuple)]
             found += e.params.get("length", 1) * sum(inside, np.zeros(2, int))

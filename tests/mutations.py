@@ -62,7 +62,7 @@ FAULTS = """
 * what moves along other axes, too, is a move of rows
 -     kept = {way.outs[i] for way in factors.ways(e)}  # axes that stay as they are
 +     kept = {*range(len(vs[0].shape))}
-@ _passes/ir.py: test_law_mended
+@ _passes/read.py: test_law_mended
 * results of a program are no readers
 + def num_readers(...): return 1
 @ _partition/reductions.py: test_law_mended
@@ -80,10 +80,11 @@ FAULTS = """
 @ _partition/made.py: test_law_mended
 * sums that wait are scaled by what is no number
 + def is_scaled(...): return False
-@ _passes/ir.py: test_law_effects
+@ _passes/read.py: test_law_effects
 * what acts is known as a callback
-- return not all(map(_is_of_values, equation.effects))
+- return not all(map(is_of_values, equation.effects))
 + return any("Error" not in str(x) for x in equation.effects)
+@ _passes/rewrite.py: test_law_effects
 * what acts does so at every level
 + def silent(...): return given[0]
 @ _partition/custom.py: test_law_effects
@@ -135,7 +136,7 @@ FAULTS = """
 @ _window/room.py: test_law_costs
 * nothing is dropped between levels
 + def _segments(...): return ()
-@ _passes/ir.py: test_law_costs
+@ _passes/read.py: test_law_costs
 * each level is traced by itself
 + def form(...): return object()
 @ _partition/made.py: test_law_costs

@@ -23,7 +23,7 @@ from jax._src import config
 from jax.sharding import PartitionSpec as P
 
 import ga_optax as ga
-from ga_optax._passes import ir
+from ga_optax._passes import read
 
 pytestmark = [
     pytest.mark.usefixtures("optax_promotion", "fast_compilation", "float64"),
@@ -200,8 +200,8 @@ def rules_of(module):
 
 def rules_in(fun, *args):
     names = "custom_jvp_call", "custom_vjp_call"
-    found = ir.equations(jax.make_jaxpr(fun)(*args).jaxpr)
-    inner = [ir.inner_programs(e)[0] for e in found if e.primitive.name in names]
+    found = read.equations(jax.make_jaxpr(fun)(*args).jaxpr)
+    inner = [read.inner_programs(e)[0] for e in found if e.primitive.name in names]
     return {str(x.debug_info.func_src_info).split(" ")[0] for x in inner}
 
 

@@ -15,7 +15,7 @@ from whole_harness import K, arguments, partitioned
 from whole_rules import counts
 
 from ga_optax._partition.writer import Writer
-from ga_optax._passes import ir
+from ga_optax._passes import read
 
 pytestmark = pytest.mark.usefixtures("fast_compilation", "float64")
 SORTED = {"indices_are_sorted": True}
@@ -80,8 +80,8 @@ def used(jaxpr, consts, args, found):
         xs = values(e.invars)
         if e.primitive.name == "gather" or e.primitive.name.startswith("scatter"):
             found.append((e, xs[1]))
-        if ir.kind(e) == "call":
-            [inside] = ir.inner(e)
+        if read.kind(e) == "call":
+            [inside] = read.inner(e)
             out = used(inside.jaxpr, inside.consts, xs, found)
         else:
             out = e.primitive.bind(*xs, **e.params)

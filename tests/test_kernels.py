@@ -12,7 +12,7 @@ from jax.lax import pmean
 
 import ga_optax as ga
 from ga_optax._partition import kernels, splits
-from ga_optax._passes import ir
+from ga_optax._passes import read
 
 pl = pytest.importorskip("jax.experimental.pallas")
 pltpu = pytest.importorskip("jax.experimental.pallas.tpu")
@@ -462,7 +462,7 @@ def traced(loss):
     """With how many rows cuDNN is called, there and back, and what is whole."""
     args = arguments()
     closed = jax.make_jaxpr(ga.value_and_grad(loss, K))(*args)
-    calls = [e for e in ir.equations(closed.jaxpr) if "attention" in e.primitive.name]
+    calls = [e for e in read.equations(closed.jaxpr) if "attention" in e.primitive.name]
     assert {e.primitive.name for e in calls} == {*CALLS}
     [shape] = {e.invars[0].aval.shape for e in calls}
     assert shape[1:] == SHAPE[1:]

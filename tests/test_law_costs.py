@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 from whole_losses import LOSSES, D, E, N, hidden
 
 import ga_optax as ga
-from ga_optax._passes import ir
+from ga_optax._passes import read
 
 pytestmark = [
     pytest.mark.usefixtures("optax_promotion"),
@@ -191,7 +191,7 @@ def test_what_needs_no_rows_is_computed_once_after_the_loop():
         found = 0
         for e in jaxpr.eqns:
             length = e.params["length"] if e.primitive.name == "scan" else 1
-            inside = sum(map(times, ir.inner_programs(e)))
+            inside = sum(map(times, read.inner_programs(e)))
             found += (e.primitive.name == "eigh") + length * inside
         return found
 
@@ -400,7 +400,7 @@ def test_layers_that_are_alike_are_functions_that_are_called(monkeypatch):
 
     once = lines()
     # The twin: each level is traced by itself.
-    monkeypatch.setattr(ir, "form", lambda jaxpr: object())
+    monkeypatch.setattr(read, "form", lambda jaxpr: object())
     assert lines() > 2 * once
 
 
@@ -409,14 +409,14 @@ def test_planning_grows_as_the_program_does(monkeypatch):
     visited = collections.Counter()
 
     def count(name, number):
-        original = getattr(ir, name)
+        original = getattr(read, name)
 
         def counted(*args, **kwargs):
             out = original(*args, **kwargs)
             visited[name] += number(out)
             return out
 
-        monkeypatch.setattr(ir, name, counted)
+        monkeypatch.setattr(read, name, counted)
 
     count("needed", lambda out: len(out[0]))  # the equations found, in all queries
     count("uses", lambda out: 1)

@@ -13,7 +13,7 @@ from helpers import DROPS, SKIPS, bits, leaves_of, updates_of
 
 import ga_optax as ga
 from ga_optax._loop.in_place import HAS_REFS
-from ga_optax._passes import ir
+from ga_optax._passes import read
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 
@@ -25,7 +25,7 @@ def matrix_products(jaxpr):
     """Pairs of (matrix products outside any cond, those in each branch of a cond)."""
     outside, branches = 0, []
     for eqn in jaxpr.eqns:
-        inside = [matrix_products(inner) for inner in ir.inner_programs(eqn)]
+        inside = [matrix_products(inner) for inner in read.inner_programs(eqn)]
         if eqn.primitive.name == "cond":
             branches += [inner + sum(deeper) for inner, deeper in inside]
             continue

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import ga_optax as ga
 from ga_optax._loop import in_place
-from ga_optax._passes import ir, notes, probe, table, transformable
+from ga_optax._passes import interpret, notes, probe, read, table, transformable
 from ga_optax.testing import assert_trees_bitwise_equal
 
 K, DEVICES, ROWS, WIDTH, LAYERS = 2, 2, 4, 4, 3
@@ -247,9 +247,9 @@ def doubling(one):
         jaxpr, consts = one.change(program, facts)
         old, *rest = jaxpr.outvars
         new = type(jaxpr.invars[0])(old.aval)
-        more = ir.traced(lambda x: x + x, [old], new, jaxpr.eqns[-1])
+        more = interpret.traced(lambda x: x + x, [old], new, jaxpr.eqns[-1])
         eqns = [*jaxpr.eqns, *more]
-        return ir.Program(jaxpr.replace(eqns=eqns, outvars=[new, *rest]), consts)
+        return read.Program(jaxpr.replace(eqns=eqns, outvars=[new, *rest]), consts)
 
     return change
 
@@ -342,7 +342,9 @@ def next_jax():
 
 def primitive(name):
     [found] = {
-        e.primitive for e in ir.equations(probe._program()) if e.primitive.name == name
+        e.primitive
+        for e in read.equations(probe._program())
+        if e.primitive.name == name
     }
     return found
 

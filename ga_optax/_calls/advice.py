@@ -15,7 +15,7 @@ from ga_optax._calls import rows
 from ga_optax._calls.batches import nbytes
 from ga_optax._calls.call import Call
 from ga_optax._partition import Note, Partitioned
-from ga_optax._passes import ir, known, places
+from ga_optax._passes import known, places, read
 from ga_optax._passes.notes import note
 from ga_optax._text import warn
 from ga_optax._window.rules import RULES
@@ -81,8 +81,8 @@ def say(call: Call, jaxpr: core.Jaxpr, part: Partitioned) -> None:
     if whole <= own * (1 if part.whole else size):
         return
     lines = [f"{x.name.rstrip(',')}, at {x.line}" for x in part.whole] or [
-        f"{ir.name_of(e)}, at {places.place_of(e.source_info)}"
-        for e in ir.equations(part.jaxpr)
+        f"{read.name_of(e)}, at {places.place_of(e.source_info)}"
+        for e in read.equations(part.jaxpr)
         if e.primitive.name in RULES
     ]
     lines = tuple(dict.fromkeys(lines))[:_MOST_LINES]
@@ -118,18 +118,18 @@ def _computed(
       met: those that follow from all rows, and are the same in all micro-batches.
     """
     meetings = (e for e in jaxpr.eqns if e.primitive.name in RULES)
-    met = ir.following(jaxpr, [*met, *(x for e in meetings for x in e.outvars)])
-    own = ir.following(jaxpr, own, list(RULES))
+    met = read.following(jaxpr, [*met, *(x for e in meetings for x in e.outvars)])
+    own = read.following(jaxpr, own, list(RULES))
     total = [0, 0]
     for e in jaxpr.eqns:
-        for program in ir.inner_programs(e):
-            pairs = list(zip(program.invars, ir.operands(e, program), strict=False))
-            inside = [[x for x, y in pairs if ir.is_among(y, z)] for z in (own, met)]
+        for program in read.inner_programs(e):
+            pairs = list(zip(program.invars, read.operands(e, program), strict=False))
+            inside = [[x for x, y in pairs if read.is_among(y, z)] for z in (own, met)]
             for i, n in enumerate(_computed(program, *inside)):
-                total[i] += ir.times(e) * n
+                total[i] += read.times(e) * n
         its = own if not own.isdisjoint(e.outvars) else met
-        if not ir.inner_programs(e) and not its.isdisjoint(e.outvars):
+        if not read.inner_programs(e) and not its.isdisjoint(e.outvars):
             total[its is own] += sum(
-                nbytes(x.aval) for x in filter(ir.is_inexact, e.outvars)
+                nbytes(x.aval) for x in filter(read.is_inexact, e.outvars)
             )
     return total[0], total[1]

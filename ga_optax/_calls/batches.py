@@ -12,7 +12,7 @@ import numpy as np
 from ga_optax._calls.options import NAMES, Argument
 from ga_optax._checks import check_arrays, divisors, named_leaves, one_of
 from ga_optax._devices import meshes
-from ga_optax._passes import ir, notes
+from ga_optax._passes import notes, read
 from ga_optax._text import warn
 
 Call = Any  # of `call`, which imports this
@@ -75,7 +75,7 @@ def is_array(x: Any) -> bool:
 
 def nbytes(x: Any) -> int:
     """The bytes of an array, or of a type; 0 of what is none."""
-    return ir.numbers(x.shape) * x.dtype.itemsize if is_array(x) else 0
+    return read.numbers(x.shape) * x.dtype.itemsize if is_array(x) else 0
 
 
 _A_KEY_ALONE = (

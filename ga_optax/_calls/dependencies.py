@@ -24,7 +24,7 @@ from ga_optax._calls.results import returning_pair
 from ga_optax._calls.words import explains_keywords
 from ga_optax._devices.data_axis import DataAxis
 from ga_optax._partition import Note
-from ga_optax._passes import ir, places
+from ga_optax._passes import places, read
 from ga_optax._passes.divided import Divided
 from ga_optax._text import ruled, wrap
 from ga_optax._window import describe
@@ -278,7 +278,7 @@ def batch_dependencies(
 
 def _pieces(jaxpr: core.Jaxpr) -> Iterator[tuple[str, int, int]]:
     """Of what `microbatch` divides in a micro-batch: name, number of pieces, rows."""
-    for e in ir.equations(jaxpr):
+    for e in read.equations(jaxpr):
         if isinstance(its := e.params.get("its"), Divided):
             pairs = zip(its.types, its.axes, strict=True)
             rows = next(x.shape[d] for x, d in pairs if d is not None)

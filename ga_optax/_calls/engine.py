@@ -38,7 +38,8 @@ from ga_optax._loop import run as loop
 from ga_optax._loop.loss import DeviceContext, LossProgram, Operands, run_passes
 from ga_optax._loop.run import Outcome
 from ga_optax._partition import Layout, Partitioned, Rows, meeting_of
-from ga_optax._passes import constraints, ir, places, references, rowwise
+from ga_optax._passes import constraints, places, read, references, rowwise
+from ga_optax._passes import rewrite as rewriting
 from ga_optax._text import warn
 from ga_optax._window import run as window
 from ga_optax._window.values import MeetingLoss
@@ -178,7 +179,7 @@ def partition(traced: Traced, due: Sequence[Layout] = ()) -> MicroBatch:
     call, closed, out = traced
     jaxpr = constraints.without_axes(closed.jaxpr, call.devices.bound)
     # A loss that is rounded does not add up; before that it has the same gradient.
-    part, strided = rows.split(call, ir.unrounded(jaxpr, [0]), due)
+    part, strided = rows.split(call, rewriting.unrounded(jaxpr, [0]), due)
     micro_batch = MicroBatch(call, closed, out, part, strided)
     _check_options(micro_batch)
     return micro_batch
@@ -188,12 +189,12 @@ def rewrite(micro_batch: MicroBatch) -> Rewritten:
     """Runs the passes on the program of a micro-batch, and takes its arrays."""
     call, part, consts = micro_batch.call, micro_batch.part, micro_batch.closed.consts
     where = call.where()._replace(window=[(rows.AXIS, call.size)])
-    jaxpr = ir.with_constants(part.jaxpr, len(consts))
-    program = ir.Program(jaxpr, [*part.consts, *consts])
+    jaxpr = rewriting.with_constants(part.jaxpr, len(consts))
+    program = read.Program(jaxpr, [*part.consts, *consts])
     optimize = call.options.optimize
     (jaxpr, consts), arrivals = run_passes(program, where, False, optimize)
     step = LossProgram(
-        jaxpr=ir.without_values(jaxpr),
+        jaxpr=rewriting.without_values(jaxpr),
         results=[x.aval for x in jaxpr.outvars],
         folds=["stack" if isinstance(x, Rows) else _WAYS[x] for x in part.layouts],
         weighted=False,
@@ -319,7 +320,7 @@ def _check_options(micro_batch: MicroBatch) -> None:
     If rows meet in numbers alone, these are added up first, and nothing is refused.
     """
     call, part, devices = micro_batch.call, micro_batch.part, micro_batch.call.devices
-    gathered = (e for e in ir.equations(part.jaxpr) if meeting_of(e) == "all_gather")
+    gathered = (e for e in read.equations(part.jaxpr) if meeting_of(e) == "all_gather")
     e = next(gathered, part.in_gradient)
     if e is None:
         return

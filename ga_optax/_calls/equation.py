@@ -28,7 +28,7 @@ from ga_optax._calls.engine import MicroBatch
 from ga_optax._calls.options import ROLES, Argument
 from ga_optax._calls.results import check_values
 from ga_optax._devices import collectives, meshes
-from ga_optax._passes import ir, places, rowwise
+from ga_optax._passes import interpret, places, read, rewrite, rowwise
 from ga_optax._passes.divided import Divided, Gradient, paired
 
 
@@ -112,16 +112,16 @@ def of_micro_batch(micro_batch: MicroBatch) -> Any:
         return run(*(rules.fixed(x, error) for x in xs))
     program, out = jax.make_jaxpr(run, return_shape=True)(*xs)
     operands = [*program.consts, *xs]
-    jaxpr = ir.live(ir.without_constants(program.jaxpr))
+    jaxpr = read.live(rewrite.without_constants(program.jaxpr))
     # What nobody reads is no operand, so that `jax.jit` sees that it is not used.
     types: list[Any] = [x.aval for x in jaxpr.invars]
     is_key = [jnp.issubdtype(x.dtype, jax.dtypes.extended) for x in types]
     pairs = enumerate(zip(jaxpr.invars, is_key, strict=True))
-    read = [i for i, (x, key) in pairs if key or ir.num_readers(jaxpr, x)]
-    kept = [operands[i] for i in read]
-    jaxpr = ir.closing_over(jaxpr, [], [], [jaxpr.invars[i] for i in read])
+    reads = [i for i, (x, key) in pairs if key or read.num_readers(jaxpr, x)]
+    kept = [operands[i] for i in reads]
+    jaxpr = rewrite.closing_over(jaxpr, [], [], [jaxpr.invars[i] for i in reads])
     program = core.ClosedJaxpr(jaxpr, [])
-    flat = _flat(micro_batch, list(map(jax.typeof, operands)), read)
+    flat = _flat(micro_batch, list(map(jax.typeof, operands)), reads)
     rows = call.split_axes
     axes = [*[None] * (len(operands) - len(rows)), *rows]
     how = _how(call)
@@ -131,7 +131,7 @@ def of_micro_batch(micro_batch: MicroBatch) -> Any:
         flat=flat,
         types=tuple(program.in_avals),
         results=tuple(program.out_avals),
-        axes=tuple(axes[i] for i in read),
+        axes=tuple(axes[i] for i in reads),
         exact=rule is None,
         **how,
     )
@@ -139,22 +139,22 @@ def of_micro_batch(micro_batch: MicroBatch) -> Any:
 
 
 def _flat(
-    micro_batch: MicroBatch, types: Sequence[Any], read: Sequence[int]
+    micro_batch: MicroBatch, types: Sequence[Any], reads: Sequence[int]
 ) -> Callable[..., list[Any]]:
     """`jax.value_and_grad` of the traced function, whose operands are the last.
 
     Of all operands, by their types, those come that are read.
     """
-    jaxpr = ir.without_values(micro_batch.closed.jaxpr)
+    jaxpr = rewrite.without_values(micro_batch.closed.jaxpr)
     number, num_params = len(types), len(micro_batch.call.leaves("argnums"))
 
     def zero(i: int) -> Any:
-        return None if i in read else jnp.zeros(types[i].shape, types[i].dtype)
+        return None if i in reads else jnp.zeros(types[i].shape, types[i].dtype)
 
     unread = number - len(jaxpr.constvars) - len(jaxpr.invars)
 
     def flat(*some: Any) -> list[Any]:
-        xs = ir.put([*map(zero, range(number))], read, some)
+        xs = interpret.put([*map(zero, range(number))], reads, some)
         own = xs[number - len(jaxpr.invars) :]
         consts = xs[unread : number - len(own)]
 
@@ -171,7 +171,7 @@ def _flat(
 
 def _at_once(its: Divided, xs: Sequence[Any]) -> list[Any]:
     """A derivative of all rows of a device at once: the compiler distributes it."""
-    return ir.results(its.program, xs)
+    return interpret.results(its.program, xs)
 
 
 def _on_mesh(call: Call, xs: list[Any]) -> list[Any]:
@@ -245,13 +245,13 @@ def _gradient(how: Call, its: Divided, of: Gradient, xs: Sequence[Any]) -> list[
     """Those of a gradient: as that of a loss, the sum of cotangents times results."""
     n = len(of.base.types)
     program = of.base.program if of.outs else of.base.silent
-    jaxpr = ir.unrounded(program.jaxpr, of.given)
+    jaxpr = rewrite.unrounded(program.jaxpr, of.given)
     smooth = [jaxpr.outvars[i] for i in of.given]
     outs = [program.jaxpr.outvars[i] for i in of.outs]
-    program = ir.Program(jaxpr.replace(outvars=[*smooth, *outs]), program.consts)
+    program = read.Program(jaxpr.replace(outvars=[*smooth, *outs]), program.consts)
 
     def loss(*xs: Any) -> tuple[jax.Array, list[Any]]:
-        out = ir.results(program, xs[:n])
+        out = interpret.results(program, xs[:n])
         terms, rest = out[: len(smooth)], out[len(smooth) :]
         if not outs:  # else there is one alone, whose cotangent is 1
             terms = [paired(x, ct) for x, ct in zip(terms, xs[n:], strict=True)]

@@ -15,7 +15,7 @@ from ga_optax._calls.results import check_carry, taken_apart
 from ga_optax._devices import meshes
 from ga_optax._loop import folds, trees
 from ga_optax._loop.loss import DeviceContext, LossProgram, Operands, run_passes
-from ga_optax._passes import constraints, ir, known, places
+from ga_optax._passes import constraints, interpret, known, places, read, rewrite
 from ga_optax.accumulator import Accumulator, as_weight
 
 
@@ -50,11 +50,11 @@ def traced(
     of_aux = folds.of_leaves(options.aux, aux, rows, aux_of_twice)
     check_not_reduced(call, loss)
     multiplies = weight is not None and _multiplies(call, closed, arguments)
-    program = ir.Program(closed.jaxpr, closed.consts)
+    program = read.Program(closed.jaxpr, closed.consts)
     optimize = options.optimize
     (jaxpr, consts), arrivals = run_passes(program, where, multiplies, optimize)
     step = LossProgram(
-        jaxpr=ir.without_values(jaxpr),
+        jaxpr=rewrite.without_values(jaxpr),
         results=[loss, *jax.tree.leaves(aux)],
         folds=["mean", *of_aux],
         weighted=weight is not None,
@@ -129,7 +129,7 @@ def _scales(closed: core.ClosedJaxpr, params: list[Any], *rest: Any) -> bool:
 
     def backward(params: list[Any], *rest: Any) -> Any:
         def loss_of(*params: Any) -> jax.Array:
-            return ir.results(closed, [*params, *jax.tree.leaves(rest)])[0]
+            return interpret.results(closed, [*params, *jax.tree.leaves(rest)])[0]
 
         loss, pullback = jax.vjp(loss_of, *params)
         return pullback(trees.like(jnp.ones_like(loss), loss))
@@ -137,7 +137,7 @@ def _scales(closed: core.ClosedJaxpr, params: list[Any], *rest: Any) -> bool:
     return all(
         equation.params.get("exponent_bits", 8) >= 8
         and all(map(_is_wide, (*equation.invars, *equation.outvars)))
-        for equation in ir.equations(jax.make_jaxpr(backward)(params, *rest).jaxpr)
+        for equation in read.equations(jax.make_jaxpr(backward)(params, *rest).jaxpr)
     )
 
 

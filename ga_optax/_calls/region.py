@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 from ga_optax._calls.call import Call
 from ga_optax._calls.devices import DoesNotFitError
 from ga_optax._devices import collectives, meshes
-from ga_optax._passes import ir
+from ga_optax._passes import read
 from ga_optax._passes.shards import Shard, either
 
 WHOLE: Any = PartitionSpec()
@@ -98,7 +98,7 @@ def _dims_of_shards(
     axes, devices = call.devices.axes, call.devices.number
     for n, x in arrays.items() if call.options.optimize and devices > 1 else ():
         dims = meshes.dims_that_split(x, devices)
-        if not dims or ir.numbers(x.shape) * x.dtype.itemsize < _SMALL:
+        if not dims or read.numbers(x.shape) * x.dtype.itemsize < _SMALL:
             continue
         spec = meshes.known_spec(x)
         named = [bool({*meshes.names_in(its)} & {*axes}) for its in spec or ()]

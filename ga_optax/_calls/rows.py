@@ -29,7 +29,7 @@ from ga_optax._partition import (
     partition,
 )
 from ga_optax._partition.values import type_here
-from ga_optax._passes import ir
+from ga_optax._passes import read
 from ga_optax._window.flat import LONGEST
 
 # The axis of the micro-batches, which no user names.
@@ -108,7 +108,7 @@ def split_by_type(call: Call) -> tuple[Any, int] | None:
 
 def _is_same(jaxpr: Any, near: Partitioned, far: Partitioned, size: int) -> bool:
     """True if a program is the same of neighbours and of every k-th row."""
-    if far.in_gradient is not None or ir.form(near.jaxpr) != ir.form(far.jaxpr):
+    if far.in_gradient is not None or read.form(near.jaxpr) != read.form(far.jaxpr):
         return False
     # Which micro-batch has a row may stand in a constant alone.
     for x, y in zip(near.consts, far.consts, strict=True):
@@ -134,7 +134,7 @@ def _arguments(call: Call, jaxpr: Any, rows: Sequence[Rows]) -> list[Argument]:
     """
     n = len(jaxpr.invars) - len(rows)
     params, batch = jaxpr.invars[:n], jaxpr.invars[n:]
-    any_of_them = not (call.sums or any(ir.num_readers(jaxpr, x) for x in params))
+    any_of_them = not (call.sums or any(read.num_readers(jaxpr, x) for x in params))
 
     def smooth(x: Any) -> bool:
         return any_of_them and is_inexact(x.aval)
@@ -163,7 +163,7 @@ def returned(
     ]
     if len(leaves) > len(jaxpr.outvars):  # the loss once more, whole
         leaves[0] = leaves.pop()
-    for y in ir.roundings(jaxpr, jaxpr.outvars[0]):
+    for y in read.roundings(jaxpr, jaxpr.outvars[0]):
         leaves[0] = leaves[0].astype(y.aval.dtype)
     return [_as_due(y, v.aval) for y, v in zip(leaves, jaxpr.outvars, strict=True)]
 

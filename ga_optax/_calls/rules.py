@@ -11,7 +11,7 @@ from jax.extend import core
 
 from ga_optax._calls.call import Call
 from ga_optax._partition.custom import calls_rules, is_of_jax
-from ga_optax._passes import ir, places
+from ga_optax._passes import places, read
 from ga_optax._passes.divided import Divided
 
 
@@ -24,7 +24,7 @@ def rule_in(jaxpr: core.Jaxpr) -> core.JaxprEqn | None:
 
     Those of JAX for forward mode are, and are kept, if they call no others.
     """
-    for e in ir.equations(jaxpr):
+    for e in read.equations(jaxpr):
         name = e.primitive.name
         if name == "custom_vjp_call":
             return e

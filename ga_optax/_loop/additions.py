@@ -21,7 +21,7 @@ from ga_optax._devices import collectives
 from ga_optax._devices.meshes import Placement
 from ga_optax._loop import sending, trees
 from ga_optax._loop.loss import LossProgram
-from ga_optax._passes import ir
+from ga_optax._passes import interpret, read
 
 Pull = Callable[..., Sequence[jax.Array]]
 
@@ -193,10 +193,10 @@ def _unless(
 
     An addition to a reference cannot be selected away afterwards.
     """
-    jaxpr = ir.program_of(backward).jaxpr
-    depending = ir.following(jaxpr, jaxpr.constvars)
+    jaxpr = interpret.program_of(backward).jaxpr
+    depending = read.following(jaxpr, jaxpr.constvars)
     grads = jax.lax.cond(skips, lambda: zeros, backward)
     # XLA leaves out the addition of a zero, but not of a zero that a branch returns:
     # the gradient of what `fun` does not use.
     triples = zip(jaxpr.outvars, zeros, grads, strict=True)
-    return [x if ir.is_among(v, depending) else z for v, z, x in triples]
+    return [x if read.is_among(v, depending) else z for v, z, x in triples]

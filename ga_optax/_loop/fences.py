@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from ga_optax import accumulator
 from ga_optax._devices import meshes
 from ga_optax._loop import trees
-from ga_optax._passes import ir
+from ga_optax._passes import interpret
 
 
 def fusion_barrier(tree: Any) -> Any:
@@ -31,7 +31,7 @@ def fusion_barrier(tree: Any) -> Any:
             groups.setdefault(meshes.varying(x), []).append(i)
     for members in groups.values():
         fenced = jax.lax.optimization_barrier([leaves[i] for i in members])
-        leaves = ir.put(leaves, members, fenced)
+        leaves = interpret.put(leaves, members, fenced)
     return jax.tree.unflatten(structure, leaves)
 
 
@@ -61,7 +61,7 @@ def cast_inside(
     new = jax.lax.platform_dependent(
         zero, *xs, tpu=inside, default=lambda _, *xs: [*xs]
     )
-    return ir.put(leaves, chosen, new)
+    return interpret.put(leaves, chosen, new)
 
 
 def single_step(step: Callable[..., Any], start: Any, batch: list[jax.Array]) -> Any:
@@ -82,7 +82,7 @@ def if_holds(
     predicate: jax.Array, step: Callable[..., Any], start: Any, batch: list[jax.Array]
 ) -> Any:
     """`step(start, batch)`, or `start` and zeros to collect."""
-    step, (state_types, types) = ir.traced_once(step, start, batch)
+    step, (state_types, types) = _traced_once(step, start, batch)
     types, structure = jax.tree.flatten(types)
 
     def stay() -> Any:
@@ -108,3 +108,19 @@ def next_count(count: jax.Array) -> jax.Array:
         cpu=lambda *pair: jax.lax.sort(jnp.stack(pair))[1],
         default=lambda _, following: following,
     )
+
+
+def _traced_once(fun: Callable[..., Any], *args: Any) -> tuple[Callable[..., Any], Any]:
+    """`fun` as a program that is traced, and the types of its results.
+
+    Where it is called, its equations are run; Python and differentiation are done.
+    """
+    closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
+    structure = jax.tree.structure(shapes)
+
+    def run(*args: Any) -> Any:
+        return jax.tree.unflatten(
+            structure, interpret.results(closed, jax.tree.leaves(args))
+        )
+
+    return run, jax.tree.unflatten(structure, [x.aval for x in closed.jaxpr.outvars])

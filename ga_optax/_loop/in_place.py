@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from ga_optax._devices import meshes
-from ga_optax._passes import ir, notes
+from ga_optax._passes import notes, read
 from ga_optax._passes.arrivals import is_cut, use_of
 from ga_optax._passes.known import Reason, deeds
 
@@ -50,7 +50,7 @@ def reasons(
         off = f"jax {jax.__version__} is older than 0.11.1"
     if not off and program.multiplies:  # the weight needs the gradient by itself
         off = "weights multiply the gradients"
-    largest = max((ir.numbers(x.shape) for x in operands.params), default=0)
+    largest = max((read.numbers(x.shape) for x in operands.params), default=0)
 
     def reason(i: int, total: jax.Array, param: jax.Array) -> Reason | None:
         if off:
@@ -64,7 +64,7 @@ def reasons(
             why = "no scan runs over the parameter itself: XLA reuses the buffer"
         elif i in scattered and is_cut(program.jaxpr, i, scattered[i]):
             why = "grad_specs split a dimension that a scan runs over"
-        elif ir.numbers(param.shape) * _SMALL < largest:
+        elif read.numbers(param.shape) * _SMALL < largest:
             why = f"less than 1/{_SMALL} of the largest: added as a whole"
         # Custom rules do not go with effects, such as printing or a collective.
         return Reason(why) if why else program.deeds.acts

@@ -14,7 +14,7 @@ from ga_optax._loop import additions, fences, trees
 from ga_optax._loop.additions import Additions, MicroStep
 from ga_optax._loop.folds import FOLDS, Weighting
 from ga_optax._loop.loss import DeviceContext, Flat, LossProgram, Operands
-from ga_optax._passes import casts, ir, table
+from ga_optax._passes import casts, interpret, read, table
 from ga_optax._passes.facts import Facts
 from ga_optax._passes.transformable import with_rules_of
 from ga_optax.accumulator import Accumulator
@@ -23,8 +23,8 @@ from ga_optax.accumulator import Accumulator
 def with_passes(run: Callable[[Any], Any], operands: Any, facts: Facts) -> Any:
     """`run(operands)` after the passes of a loop; sums of gradients come first."""
     closed, shapes = jax.make_jaxpr(run, return_shape=True)(operands)
-    program = table.run("loop", ir.Program(closed.jaxpr, closed.consts), facts)
-    out = ir.results(program, jax.tree.leaves(operands))
+    program = table.run("loop", read.Program(closed.jaxpr, closed.consts), facts)
+    out = interpret.results(program, jax.tree.leaves(operands))
     return jax.tree.unflatten(jax.tree.structure(shapes), out)
 
 
@@ -214,10 +214,10 @@ class Loop:
             params = fences.cast_inside(params, narrowed, zero)
         params, batch = [*params, *batch[: self.rows]], batch[self.rows :]
         keys = [jax.random.fold_in(key, state.acc.count) for key in operands.keys]
-        program = ir.Program(jaxpr, consts)
+        program = read.Program(jaxpr, consts)
 
         def evaluate(*params: jax.Array) -> tuple[jax.Array, list[Any]]:
-            loss, *rest = ir.results(program, [*params, *batch, *keys, *carry])
+            loss, *rest = interpret.results(program, [*params, *batch, *keys, *carry])
             return loss, [jnp.asarray(x) for x in rest]  # an aux may be a plain number
 
         with jax.named_scope("compute"):

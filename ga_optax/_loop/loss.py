@@ -11,7 +11,7 @@ from jax.extend import core
 
 from ga_optax._devices.meshes import Axes, Placement
 from ga_optax._loop import in_place
-from ga_optax._passes import ir, known, table
+from ga_optax._passes import known, read, table
 from ga_optax._passes.arrivals import arrival
 from ga_optax._passes.facts import Facts, Lies
 
@@ -57,7 +57,7 @@ class LossProgram(NamedTuple):
     @property
     def low_precision(self) -> bool:
         """True if anything is computed in less than 32 bits."""
-        results = (x.aval for e in ir.equations(self.jaxpr) for x in e.outvars)
+        results = (x.aval for e in read.equations(self.jaxpr) for x in e.outvars)
         dtypes = (getattr(aval, "dtype", np.dtype(np.int32)) for aval in results)
         return any(jnp.issubdtype(d, np.floating) and d.itemsize < 4 for d in dtypes)
 
@@ -120,8 +120,8 @@ class DeviceContext(NamedTuple):
 
 
 def run_passes(
-    program: ir.Program, devices: DeviceContext, multiplies: bool, optimize: bool
-) -> tuple[ir.Program, list[str | None]]:
+    program: read.Program, devices: DeviceContext, multiplies: bool, optimize: bool
+) -> tuple[read.Program, list[str | None]]:
     """Runs all passes on the program of a micro-batch; tells how gradients arrive."""
     number = len(devices.names)
     if not optimize:

@@ -13,7 +13,7 @@ import jax
 from jax.extend import core
 
 from ga_optax._loop import trees
-from ga_optax._passes import ir
+from ga_optax._passes import interpret, read
 from ga_optax._passes.primitives import ADD_TO, NEW_REF
 
 # Adds a gradient, or a slice of the gradient, to the reference that `run` was given.
@@ -35,7 +35,9 @@ def run(
         `writes` get the slices of the reference.
       writes: a function of the reference and of the gradient.
     """
-    program = ir.program_of(lambda: backward(*map(jax.new_ref, trees.blank(types))))
+    program = interpret.program_of(
+        lambda: backward(*map(jax.new_ref, trees.blank(types)))
+    )
     equations = program.jaxpr.eqns
     new_refs = [e for e in equations if e.primitive.name == NEW_REF][: len(types)]
     rest = [e for e in equations if e not in new_refs]
@@ -45,24 +47,24 @@ def run(
 
 
 def _run(
-    program: ir.Program, writes: Sequence[Write | None], args: Sequence[Any]
+    program: read.Program, writes: Sequence[Write | None], args: Sequence[Any]
 ) -> list[Any]:
     """The results of a program. `writes` is None for an argument of another kind."""
     write_of: Any = dict(zip(program.jaxpr.invars, writes, strict=True))
 
     def rule(equation: core.JaxprEqn, values: list[Any]) -> Sequence[Any] | None:
         ins = equation.invars
-        inner = [write_of.get(x) if ir.is_variable(x) else None for x in ins]
+        inner = [write_of.get(x) if read.is_variable(x) else None for x in ins]
         if not any(inner):
             return None
         if equation.primitive.name == ADD_TO:
             inner[0](*values)  # pyrefly: ignore[not-callable]
             return ()
         # A jitted function, or a scan: see `is_cut`.
-        [body] = ir.inner(equation)
+        [body] = read.inner(equation)
         inside = functools.partial(_run, body, inner)
-        if ir.kind(equation) == "scan":
-            return ir.scan(ir.scan_of(equation), inside, values)
+        if read.kind(equation) == "scan":
+            return interpret.scan(read.scan_of(equation), inside, values)
         return inside(values)
 
-    return ir.evaluate(program, args, rule)
+    return interpret.evaluate(program, args, rule)

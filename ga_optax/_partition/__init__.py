@@ -41,7 +41,7 @@ from ga_optax._partition.program import (
     partition,
 )
 from ga_optax._partition.values import PARTIAL, WHOLE, Layout, Rows
-from ga_optax._passes.ir import is_inexact
+from ga_optax._passes.read import is_inexact
 
 __all__ = [
     "PARTIAL",

@@ -45,10 +45,10 @@ from ga_optax._partition.values import (
     types_of,
 )
 from ga_optax._partition.writer import Same, Writer
-from ga_optax._passes import ir
-from ga_optax._passes.ir import is_inexact
+from ga_optax._passes import interpret, read, rewrite
+from ga_optax._passes.read import is_inexact
 
-Linear = Callable[[ir.Program, int], bool]
+Linear = Callable[[read.Program, int], bool]
 
 
 def attached(
@@ -65,16 +65,16 @@ def attached(
     Raises:
       RowsMeet: if rows meet where they cannot.
     """
-    read = [ir.num_readers(w.jaxpr, x) > 0 for x in e.outvars]
-    key = "derived", Same(e), *read, *(v.smooth for v in vs)
-    rule = w.once(key, lambda: derived(w, e, vs, read))
+    inputs = [read.num_readers(w.jaxpr, x) > 0 for x in e.outvars]
+    key = "derived", Same(e), *inputs, *(v.smooth for v in vs)
+    rule = w.once(key, lambda: derived(w, e, vs, inputs))
     if rule.program.jaxpr.effects:
         raise RowsMeet  # what prints does so once, with all rows
     local = _partitioned(w, rule, vs, linear)
     out = iter(local.attached([vs[i] for i in rule.moving]))
     return [
         next(out) if reads else (jnp.zeros(x.shape, x.dtype), WHOLE)
-        for x, reads in zip(types_of(e), read, strict=True)
+        for x, reads in zip(types_of(e), inputs, strict=True)
     ]
 
 
@@ -105,9 +105,9 @@ def _partitioned(
     pairs = list(zip(wanted, rule.split(local.layouts)[2], strict=True))
     # What has no rows gets no cotangent with rows.
     if new := [i for i, (a, b) in enumerate(pairs) if not a and isinstance(b, Rows)]:
-        local = run(ir.put(wanted, new, [PARTIAL] * len(new)))
+        local = run(interpret.put(wanted, new, [PARTIAL] * len(new)))
     *_, of_grads = rule.split(local.layouts)
-    jaxpr, consts = ir.without_constants(local.closed.jaxpr), local.closed.consts
+    jaxpr, consts = rewrite.without_constants(local.closed.jaxpr), local.closed.consts
     ours = jaxpr.invars[len(consts) :]  # the index, and the arguments
     waits = [in_parts or layouts[i] == PARTIAL for i in rule.given]
     differ = [v.rows is not None for v in operands]
@@ -131,7 +131,7 @@ def _of_results(w: Writer, rule: Derived, operands: list[Value]) -> list[Layout]
     """The layouts of the results, which need no cotangents."""
     jaxpr = rule.program.jaxpr
     results, *_ = rule.split(jaxpr.outvars)
-    alone = rule.program._replace(jaxpr=ir.live(jaxpr.replace(outvars=results)))
+    alone = rule.program._replace(jaxpr=read.live(jaxpr.replace(outvars=results)))
     unrecorded = w.at(records=dataclasses.replace(w.records, notes=[]))
     cts = _with(rule.cotangents, [WHOLE] * len(rule.given))
     return nested.inner(unrecorded, alone, [*operands, *cts]).layouts
@@ -218,13 +218,13 @@ class _Local:
 
     def __post_init__(self) -> None:
         meets, jaxpr = self.w.axis.is_meeting, self.jaxpr
-        back = ir.following(jaxpr, self.cts.values())
+        back = read.following(jaxpr, self.cts.values())
         self.own = set(self.rows)
         self.level: dict[Any, int] = dict.fromkeys(jaxpr.invars, 0)
         self.late: dict[int, list[_Sum]] = {}
-        self.known = {*self.given, *ir.variables(self.saved)}
+        self.known = {*self.given, *read.variables(self.saved)}
         for e in jaxpr.eqns:
-            ins = ir.variables(e.invars)
+            ins = read.variables(e.invars)
             level = max(map(self.level.__getitem__, ins), default=0)
             is_back = not back.isdisjoint(ins) or level > 0
             if meets(e) and (is_back or self._may_wait(e)):
@@ -246,14 +246,14 @@ class _Local:
             return False
         pairs = zip(self.grads, self.of_grads, strict=True)
         others = [x for x, layout in pairs if layout != WHOLE]
-        found = ir.following(self.jaxpr, e.outvars)
-        return found.isdisjoint(ir.variables([*self.results, *others]))
+        found = read.following(self.jaxpr, e.outvars)
+        return found.isdisjoint(read.variables([*self.results, *others]))
 
     def stages(self) -> list[_Stage]:
         """The stages of the backward pass, the last one first."""
 
         def level(x: Any) -> int:
-            return self.level[x] if ir.is_variable(x) else 0
+            return self.level[x] if read.is_variable(x) else 0
 
         last = max(map(level, self.grads))
         found, due = [], _Stage([], [], [], [], [])
@@ -263,15 +263,15 @@ class _Local:
             mine = [i for i, x in enumerate(self.grads) if level(x) == number]
             wanted = [*(self.grads[i] for i in mine), *due.own]
             wanted += [x.operand for x in due.sums]
-            equations, read = ir.needed(self.jaxpr, wanted, there.__contains__)
-            comes = [x for x in read if x not in self.known]
+            equations, inputs = read.needed(self.jaxpr, wanted, there.__contains__)
+            comes = [x for x in inputs if x not in self.known]
             sums = [x for x in self.late.get(number, ()) if x.result in comes]
             passed = [x for x in comes if x not in {x.result for x in sums}]
             if not number and not passed:
                 passed = self._any_results()
             own = [x for x in passed if x in self.own]
             sums += [_Sum(x, x, None) for x in passed if x not in self.own]
-            reads = [x for x in read if x in self.known]
+            reads = [x for x in inputs if x in self.known]
             due = _Stage(mine, equations, reads, own, sums)
             found.append(due)
         return found
@@ -288,9 +288,9 @@ class _Local:
         w, stages = self.w, self.stages()
         reads = dict.fromkeys(x for stage in stages for x in stage.reads)
         wanted = [*self.results, *reads]
-        equations, read = ir.needed(self.jaxpr, wanted, self.given.__contains__)
-        values = [self.given[x] for x in read]
-        found = ir.bind(self.jaxpr, equations, read, wanted, values)
+        equations, inputs = read.needed(self.jaxpr, wanted, self.given.__contains__)
+        values = [self.given[x] for x in inputs]
+        found = interpret.bind(self.jaxpr, equations, inputs, wanted, values)
         results = found[: len(self.results)]
         known = dict(zip(reads, found[len(results) :], strict=True))
         of_cts = {ct: results[i] for i, ct in self.cts.items()}
@@ -338,7 +338,7 @@ class _Local:
             n, m = len(stage.own), len(whole)
             sums = map(self._total, stage.sums, cts[n:])
             values = [*reads, *cts[:n], *sums]
-            found = ir.bind(self.jaxpr, stage.equations, names, wanted, values)
+            found = interpret.bind(self.jaxpr, stage.equations, names, wanted, values)
             grads = [
                 _of_first(index, x) if its else x
                 for x, its in zip(found, whole, strict=False)

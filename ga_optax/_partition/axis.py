@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
-from ga_optax._passes import ir
+from ga_optax._passes import read
 
 
 class Axis(NamedTuple):
@@ -33,11 +33,11 @@ class Axis(NamedTuple):
 
     def is_meeting(self, e: core.JaxprEqn) -> bool:
         """True if an equation is a collective over the axis, in which rows meet."""
-        return self.name in ir.axes_of(e) or meeting_of(e) is not None
+        return self.name in read.axes_of(e) or meeting_of(e) is not None
 
     def meets(self, e: core.JaxprEqn) -> bool:
         """True if rows meet in an equation, or in a program inside of it."""
-        return any(map(self.is_meeting, ir.within(e)))
+        return any(map(self.is_meeting, read.within(e)))
 
     def sum(self, x: Any) -> Any:
         return self._over("psum", x)

@@ -23,7 +23,7 @@ from jax.extend import core
 from ga_optax._partition import cutting, indexing
 from ga_optax._partition.values import Layout, Rows, Value
 from ga_optax._partition.writer import Writer
-from ga_optax._passes import ir, places
+from ga_optax._passes import interpret, places, read
 
 Root = tuple[Any, ...]  # an equation, its line, and how an operand of it was made
 
@@ -57,8 +57,8 @@ class Created:
             found = [i for i, v in enumerate(vs) if self._is_one(v)]
         elif e.primitive.name == "gather" and indexing.reorders(w, e, *vs):
             found = [1] if vs[1].shape[0] == self.length else []
-        size = max([ir.computed(e), *(vs[i].size for i in found)])
-        if not found or size < _LARGE * ir.numbers([self.length]):
+        size = max([read.computed(e), *(vs[i].size for i in found)])
+        if not found or size < _LARGE * read.numbers([self.length]):
             return vs
         i = max(found, key=lambda i: vs[i].size)
         line = places.line_of(e.source_info)
@@ -67,11 +67,11 @@ class Created:
         if root not in self.cut:
             return vs
         rows = self._rows_of(vs[i])
-        return ir.put(vs, [i], [vs[i].with_layout(w.part(vs[i], rows), rows)])
+        return interpret.put(vs, [i], [vs[i].with_layout(w.part(vs[i], rows), rows)])
 
     def layout(self, v: Value) -> Layout:
         """The layout of a result, which has rows if it is created and large."""
-        is_large = v.size >= _LARGE * ir.numbers([self.length])
+        is_large = v.size >= _LARGE * read.numbers([self.length])
         return self._rows_of(v) if is_large and self._is_one(v) else v.layout
 
     def _rows_of(self, v: Value) -> Rows:

@@ -14,6 +14,7 @@ is kept for later levels, which otherwise would come back to it one by one.
 import dataclasses
 import functools
 import os
+from collections.abc import Sequence
 from itertools import compress
 from typing import Any
 
@@ -35,12 +36,12 @@ from ga_optax._partition.values import (
     types_of,
 )
 from ga_optax._partition.writer import Same, Writer
-from ga_optax._passes import ir, places
-from ga_optax._passes.ir import is_inexact
+from ga_optax._passes import places, read, rewrite
+from ga_optax._passes.read import is_inexact
 
 
 def custom_jvp(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
-    [program] = ir.inner(e)
+    [program] = read.inner(e)
     vs = w.summed(vs)
     if all(v.is_whole for v in vs):
         return w.all_whole(e, vs)
@@ -59,13 +60,13 @@ def custom_vjp(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     if e.params["symbolic_zeros"] or all(v.is_whole for v in vs):
         return None
     if w.scope.in_rule:
-        return nested.inlined(w, ir.inner(e)[0], vs)
+        return nested.inlined(w, read.inner(e)[0], vs)
     return _in_the_open(w, e, vs)
 
 
 def is_of_jax(e: core.JaxprEqn, name: str = "") -> bool:
     """True if a function with a rule is one of JAX, and has this name, if any."""
-    [program] = ir.inner_programs(e)
+    [program] = read.inner_programs(e)
     function, _, place = str(program.debug_info.func_src_info).partition(" at ")
     return place.startswith(os.path.dirname(jax.__file__)) and name in ("", function)
 
@@ -74,7 +75,7 @@ def _in_the_open(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result]:
     """The results of a function that no longer stands for itself."""
     vs = _of_no_level(vs)
     if not any(v.smooth and is_inexact(v.aval) for v in vs):
-        return nested.inlined(w, ir.inner(e)[0], vs)
+        return nested.inlined(w, read.inner(e)[0], vs)
     apart, linear = w.within(forbids_collectives=True), functools.partial(_is_linear, w)
     with w.may_fail(e, last=False) as out:
         out += attached(apart, e, vs, linear)
@@ -96,7 +97,7 @@ def _of_no_level(vs: list[Value]) -> list[Value]:
 def _kept(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result]:
     """The results of a `jax.custom_jvp` that works on the rows of a micro-batch."""
     vs, n = _of_no_level(vs), e.params["num_consts"]
-    function = nested.inner(w, ir.inner(e)[0], vs)
+    function = nested.inner(w, read.inner(e)[0], vs)
     moving = [is_inexact(v.aval) for v in vs[n:]]
     jvp, results_move = _rule_of(e, moving)
     calls, jvp = _without_call(jvp, e)
@@ -127,29 +128,31 @@ def _kept(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result]:
     return list(zip(out, function.layouts, strict=True))
 
 
-def _rule_of(e: core.JaxprEqn, moving: list[bool]) -> tuple[ir.Program, list[bool]]:
+def _rule_of(e: core.JaxprEqn, moving: list[bool]) -> tuple[read.Program, list[bool]]:
     """The rule of a `jax.custom_jvp`, and which results have a tangent."""
     fixed = [not moves for moves in moving]
     *rule, without_tangent = e.params["jvp_jaxpr_fun"].call_wrapped(*fixed)
-    return ir.traced_before(*rule), [not x for x in without_tangent]
+    return _traced_before(*rule), [not x for x in without_tangent]
 
 
-def _without_call(jvp: ir.Program, e: core.JaxprEqn) -> tuple[bool, ir.Program]:
+def _without_call(jvp: read.Program, e: core.JaxprEqn) -> tuple[bool, read.Program]:
     """True if a rule calls its own function; then the results are operands of it.
 
     So most rules have the result, as in `return f(x), t`. Run without its rule there it
     would have another derivative, when the gradient is differentiated once more.
     """
-    [program], jaxpr = ir.inner(e), jvp.jaxpr
+    [program], jaxpr = read.inner(e), jvp.jaxpr
     args = [*jaxpr.constvars, *jaxpr.invars]
     for call in jaxpr.eqns:
         if call.primitive is e.primitive and call.invars == args[: len(call.invars)]:
-            [called] = ir.inner(call)
-            if not called.consts and ir.form(called.jaxpr) == ir.form(program.jaxpr):
+            [called] = read.inner(call)
+            if not called.consts and read.form(called.jaxpr) == read.form(
+                program.jaxpr
+            ):
                 invars = [*jaxpr.invars, *call.outvars]
                 eqns = [x for x in jaxpr.eqns if x is not call]
                 jaxpr = jaxpr.replace(invars=invars, eqns=eqns)
-                return True, ir.Program(jaxpr, jvp.consts)
+                return True, read.Program(jaxpr, jvp.consts)
     return False, jvp
 
 
@@ -160,12 +163,12 @@ def calls_rules(e: core.JaxprEqn) -> bool:
     """
     moving = [is_inexact(x.aval) for x in e.invars[e.params["num_consts"] :]]
     _, jvp = _without_call(_rule_of(e, moving)[0], e)
-    names = {x.primitive.name for x in ir.equations(jvp.jaxpr)}
+    names = {x.primitive.name for x in read.equations(jvp.jaxpr)}
     return not names.isdisjoint(("custom_jvp_call", "custom_vjp_call"))
 
 
 def _in_rule(
-    w: Writer, program: ir.Program, args: list[Value], wanted: list[Layout]
+    w: Writer, program: read.Program, args: list[Value], wanted: list[Layout]
 ) -> nested.Inner:
     """The program of a rule. Functions with rules of their own run without them."""
     return nested.inner(w.within(in_rule=True), program, args, wanted)
@@ -178,7 +181,7 @@ def _value(aval: Any, layout: Layout) -> Value:
 # -- Backward rules --------------------------------------------------------------------
 
 
-def _is_linear(w: Writer, program: ir.Program, number: int) -> bool:
+def _is_linear(w: Writer, program: read.Program, number: int) -> bool:
     """True if a program is known to be linear in so many of its last arguments."""
     types = [x.aval for x in program.jaxpr.invars]
 
@@ -203,7 +206,7 @@ def has_nonlinear_rule(w: Writer, e: core.JaxprEqn) -> bool:
         rule = derived(w, e, [_value(x.aval, WHOLE) for x in e.invars])
         prints = bool(rule.program.jaxpr.effects)  # such as the cotangent
         return prints or not _is_linear(w, rule.backward, len(rule.given))
-    return any(has_nonlinear_rule(w, x) for p in ir.inner_programs(e) for x in p.eqns)
+    return any(has_nonlinear_rule(w, x) for p in read.inner_programs(e) for x in p.eqns)
 
 
 # -- Computed whole --------------------------------------------------------------------
@@ -217,7 +220,7 @@ def passed_on(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Any]:
     """
     xs, types = [w.whole(v) for v in vs], types_of(e)
     is_key = (jnp.issubdtype(x.dtype, jax.dtypes.extended) for x in types)
-    calls_back = ir.acts(e) and not any(is_key)
+    calls_back = read.acts(e) and not any(is_key)
     if calls_back and not types:
         _run_once(w, e, xs)
         return []
@@ -264,3 +267,14 @@ def _run_once(w: Writer, e: core.JaxprEqn, xs: list[Any]) -> None:
         return jnp.zeros((), bool)
 
     jax.lax.while_loop(lambda due: due, body, w.index == 0)
+
+
+def _traced_before(jaxpr: core.Jaxpr, consts: Sequence[Any]) -> read.Program:
+    """A program that JAX traced and keeps, such as that of a rule, and its constants.
+
+    In newer JAX they are the first of its arguments.
+    """
+    number = len(consts) - len(jaxpr.constvars)
+    return read.Program(
+        rewrite.with_constants(jaxpr, number) if number else jaxpr, consts
+    )

@@ -20,7 +20,7 @@ from ga_optax._partition.values import (
     types_of,
 )
 from ga_optax._partition.writer import Same, Writer
-from ga_optax._passes import ir, primitives, references
+from ga_optax._passes import primitives, read, references
 
 
 def recut(w: Writer, v: Value, rows: Rows) -> Any:
@@ -55,7 +55,7 @@ def _iota(w: Writer, e: core.JaxprEqn, vs: list[Value], rows: Rows) -> Any:
 
 def _call(w: Writer, e: core.JaxprEqn, vs: list[Value], rows: Rows) -> Any:
     """Of a jitted function that draws: as another one, the same for equal calls."""
-    [program], here, notes = ir.inner(e), w.at(source=e.source_info), w.records.notes
+    [program], here, notes = read.inner(e), w.at(source=e.source_info), w.records.notes
     before = len(notes)
     run = nested.inner(here, program, vs, [rows])
     if len(notes) > before:  # Notes need the names of the program around it.
@@ -70,10 +70,10 @@ def _call(w: Writer, e: core.JaxprEqn, vs: list[Value], rows: Rows) -> Any:
 
 def draws(w: Writer, e: core.JaxprEqn) -> bool:
     """True if a jitted function draws random numbers, and its rows can be cut."""
-    [program] = ir.inner(e)
+    [program] = read.inner(e)
 
     def found() -> bool:
-        names = [x.primitive.name for x in ir.equations(program.jaxpr)]
+        names = [x.primitive.name for x in read.equations(program.jaxpr)]
         return "random_bits" in names and OPEN.issuperset(names)
 
     return len(e.outvars) == 1 and w.once(("draws", Same(program.jaxpr)), found)

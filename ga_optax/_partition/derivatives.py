@@ -10,8 +10,8 @@ from jax.extend import core
 
 from ga_optax._partition.values import Value, type_here
 from ga_optax._partition.writer import Writer
-from ga_optax._passes import ir
-from ga_optax._passes.ir import is_inexact
+from ga_optax._passes import interpret, read, rewrite
+from ga_optax._passes.read import is_inexact
 
 
 class Derived(NamedTuple):
@@ -27,7 +27,7 @@ class Derived(NamedTuple):
       moving: the arguments that have one, by number.
     """
 
-    program: ir.Program
+    program: read.Program
     num_results: int
     num_residuals: int
     given: list[int]
@@ -45,43 +45,43 @@ class Derived(NamedTuple):
         return invars[len(invars) - len(self.given) :]
 
     @property
-    def backward(self) -> ir.Program:
+    def backward(self) -> read.Program:
         """The backward program: of residuals and arguments, and then of cotangents."""
         jaxpr, cts = self.program.jaxpr, self.cotangents
         results, residuals, grads = self.split(jaxpr.outvars)
-        variables = ir.variables([*results, *residuals])
+        variables = read.variables([*results, *residuals])
         known = {*jaxpr.constvars, *jaxpr.invars, *variables}
-        eqns, read = ir.needed(jaxpr, grads, known.__contains__)
-        invars = [*(x for x in read if x not in cts), *cts]
+        eqns, inputs = read.needed(jaxpr, grads, known.__contains__)
+        invars = [*(x for x in inputs if x not in cts), *cts]
         program = jaxpr.replace(eqns=eqns, outvars=grads)
-        return ir.Program(ir.closing_over(program, [], [], invars))
+        return read.Program(rewrite.closing_over(program, [], [], invars))
 
 
 def derived(
-    w: Writer, e: core.JaxprEqn, vs: Sequence[Value], read: Sequence[bool] = ()
+    w: Writer, e: core.JaxprEqn, vs: Sequence[Value], inputs: Sequence[bool] = ()
 ) -> Derived:
     """The program that JAX derives of an equation; `read` says of which results."""
-    read = read or [True] * len(e.outvars)
-    outs: list[Any] = [x for x, reads in zip(e.outvars, read, strict=True) if reads]
+    inputs = inputs or [True] * len(e.outvars)
+    outs: list[Any] = [x for x, reads in zip(e.outvars, inputs, strict=True) if reads]
     given = [i for i, x in enumerate(outs) if is_inexact(x)]
     # JAX refuses cotangents of what a rule closes over: its constants, in a loop.
     args = range(e.params["num_consts"], len(vs))
     moving = [i for i in args if vs[i].smooth and is_inexact(vs[i].aval)]
 
     def results(*xs: Any) -> list[Any]:
-        return [x for x, reads in zip(w.bound(e, xs), read, strict=True) if reads]
+        return [x for x, reads in zip(w.bound(e, xs), inputs, strict=True) if reads]
 
     def run(xs: list[Any], cts: list[Any]) -> Any:
-        of_moving = ir.of_some(results, xs, moving)
+        of_moving = interpret.of_some(results, xs, moving)
         out, pullback = jax.vjp(of_moving, *(xs[i] for i in moving))
-        every = ir.put(list(map(zero, out)), given, cts)
+        every = interpret.put(list(map(zero, out)), given, cts)
         return out, jax.tree.leaves(pullback), pullback(every)
 
     types = [type_here(v.aval, v.shape, None) for v in vs]
     cts = [type_here(outs[i].aval, outs[i].aval.shape, None) for i in given]
     closed: Any
     closed, shapes = jax.make_jaxpr(run, return_shape=True)(types, cts)
-    program = ir.Program(closed.jaxpr, closed.consts)
+    program = read.Program(closed.jaxpr, closed.consts)
     return Derived(program, len(outs), len(shapes[1]), given, moving)
 
 

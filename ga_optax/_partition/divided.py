@@ -10,7 +10,7 @@ from jax.extend import core
 from ga_optax._partition import nested
 from ga_optax._partition.values import Result, Value
 from ga_optax._partition.writer import Writer
-from ga_optax._passes import ir
+from ga_optax._passes import read
 from ga_optax._passes.divided import Divided
 
 
@@ -35,7 +35,7 @@ def written(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result]:
     vs = w.summed(vs)
     if any(v.smooth or v.rows for v in vs):
         return divided(w, e, vs)
-    return nested.inlined(w, ir.inner(e)[0], vs)
+    return nested.inlined(w, read.inner(e)[0], vs)
 
 
 def _number(w: Writer, its: Divided, vs: list[Value]) -> int:

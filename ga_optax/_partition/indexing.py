@@ -19,8 +19,8 @@ from ga_optax._partition.values import (
     types_of,
 )
 from ga_optax._partition.writer import Writer
-from ga_optax._passes import ir
-from ga_optax._passes.ir import is_inexact
+from ga_optax._passes import read
+from ga_optax._passes.read import is_inexact
 
 # What an index may go through and stay the same. For casts there is `_holds`.
 _SAME = ("convert_element_type", "squeeze", "copy")
@@ -46,7 +46,7 @@ def reorders(w: Writer, e: core.JaxprEqn, operand: Value, indices: Value) -> boo
     if not operand.rows or not indices.is_whole or numbers.operand_batching_dims:
         return False
     own = operand.dim in numbers.start_index_map and picks[operand.dim] == 1
-    as_many = ir.numbers(types_of(e)[0].shape) >= operand.size
+    as_many = read.numbers(types_of(e)[0].shape) >= operand.size
     index_map = numbers.start_index_map
     return own and as_many and rows_in_order(w, operand, indices, index_map) is None
 
@@ -71,7 +71,7 @@ def _picked(w: Writer, e: core.JaxprEqn, operand: Value, indices: Value) -> Any:
         not is_inexact(aval)
         or d not in numbers.collapsed_slice_dims
         or d not in numbers.start_index_map
-        or ir.numbers(aval.shape) * parts > operand.size
+        or read.numbers(aval.shape) * parts > operand.size
     ):
         return None
     at = w.whole(indices)
@@ -264,7 +264,7 @@ def _written(w: Writer, e: core.JaxprEqn, vs: list[Value], here: _Updates) -> Re
     updates, top = here.updates, None
     if not is_one or not is_empty:
         order, shape = _order(w, e, vs, here)
-        if ir.numbers(shape) >= vs[2].size:
+        if read.numbers(shape) >= vs[2].size:
             return None  # all updates take no more
         start = jnp.zeros(shape, jnp.int32)
         top = jax.lax.scatter_max(start, here.indices, order, numbers, **how)

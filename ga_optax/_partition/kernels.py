@@ -22,7 +22,7 @@ from jax.extend import core
 from ga_optax._partition import splits
 from ga_optax._partition.values import WHOLE, Rows, local_shape
 from ga_optax._partition.writer import Writer
-from ga_optax._passes import ir
+from ga_optax._passes import interpret, read
 from ga_optax._passes.notation import Axes, Split, Way
 
 _MOST_POINTS = 2**20  # of a grid, at which functions of it are evaluated
@@ -45,8 +45,8 @@ def pallas_call(w: Writer, e: core.JaxprEqn, segments: int) -> list[Split]:
 
 def _can_be_read(e: core.JaxprEqn) -> bool:
     """True if operands and results are all that its programs share."""
-    [kernel], p, grid = ir.inner_programs(e), e.params, e.params["grid_mapping"]
-    names = " ".join(x.primitive.name for x in ir.equations(kernel))
+    [kernel], p, grid = read.inner_programs(e), e.params, e.params["grid_mapping"]
+    names = " ".join(x.primitive.name for x in read.equations(kernel))
     return (
         p.get("mesh") is None
         and grid.grid_names is None
@@ -84,15 +84,17 @@ def _index(block: Any, d: int, sizes: tuple[int, ...], g: int) -> Any:
     jaxpr = getattr(block.index_map_jaxpr, "jaxpr", block.index_map_jaxpr)
     out, ids = jaxpr.outvars[d], jaxpr.invars[: len(sizes)]
     given = *jaxpr.constvars, *jaxpr.invars
-    equations, read = ir.needed(jaxpr, [out], {*given}.__contains__)
-    if ids[g] not in read:
+    equations, reads = read.needed(jaxpr, [out], {*given}.__contains__)
+    if ids[g] not in reads:
         return np.zeros(sizes[g], np.int32)
-    shape = [n if x in read else 1 for n, x in zip(sizes, ids, strict=True)]
-    if not set(read) <= set(ids) or math.prod(shape) > _MOST_POINTS:
+    shape = [n if x in reads else 1 for n, x in zip(sizes, ids, strict=True)]
+    if not set(reads) <= set(ids) or math.prod(shape) > _MOST_POINTS:
         return None
     points = np.indices(shape, np.int32).reshape(len(shape), -1)
     with jax.ensure_compile_time_eval():
-        [x] = jax.vmap(lambda *at: ir.bind(jaxpr, equations, ids, [out], at))(*points)
+        [x] = jax.vmap(lambda *at: interpret.bind(jaxpr, equations, ids, [out], at))(
+            *points
+        )
     return np.moveaxis(np.asarray(x).reshape(shape), g, 0)
 
 
@@ -127,7 +129,7 @@ def _moves(block: Any, d: int, x: Any, cut: tuple[int, int]) -> bool | None:
 
 def _depends(e: core.JaxprEqn, g: int, dims: Axes) -> bool:
     """True if a program may depend on where along `g` it is, or on others along it."""
-    grid, [kernel] = e.params["grid_mapping"], ir.inner_programs(e)
+    grid, [kernel] = e.params["grid_mapping"], read.inner_programs(e)
     outs = dims[len(e.invars) :]
     if any(dims[i] != outs[o] for i, o in e.params["input_output_aliases"]):
         return True
@@ -140,7 +142,7 @@ def _depends(e: core.JaxprEqn, g: int, dims: Axes) -> bool:
     if g in grid.vmapped_dims:
         return False  # no program can see an axis that `jax.vmap` added
     axis = g - sum(d < g for d in grid.vmapped_dims)
-    asks = [x for x in ir.equations(kernel) if x.primitive.name in _ASK]
+    asks = [x for x in read.equations(kernel) if x.primitive.name in _ASK]
     if any(x.params["axis"] == axis for x in asks):
         return True
     semantics = getattr(e.params["compiler_params"], "dimension_semantics", None)

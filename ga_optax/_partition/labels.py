@@ -11,7 +11,7 @@ from jax.extend import core
 
 from ga_optax._partition.axis import Axis
 from ga_optax._partition.values import Value
-from ga_optax._passes import ir, places
+from ga_optax._passes import places, read
 
 
 def values_of(axis: Axis, results: Sequence[Value]) -> list[Value]:
@@ -37,7 +37,7 @@ def labelled(closed: Any, labels: Sequence[str]) -> Any:
     jaxpr = closed.jaxpr
     number = len(jaxpr.outvars) - len(labels)
     pairs = zip(jaxpr.outvars[number:], labels, strict=True)
-    texts = {x: text for x, text in pairs if ir.is_variable(x)}
+    texts = {x: text for x, text in pairs if read.is_variable(x)}
 
     def with_label(e: core.JaxprEqn) -> core.JaxprEqn:
         of_results = [texts[x] for x in e.outvars if x in texts]

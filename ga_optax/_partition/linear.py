@@ -14,8 +14,8 @@ from jax.extend import core
 from ga_optax._partition import shapes
 from ga_optax._partition.values import PARTIAL, Result, Value, types_of
 from ga_optax._partition.writer import Writer
-from ga_optax._passes.ir import is_inexact
 from ga_optax._passes.primitives import CAST, CONVOLUTION, PRODUCT, row_of
+from ga_optax._passes.read import is_inexact
 
 
 def linear(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result] | None:

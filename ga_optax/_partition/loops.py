@@ -19,14 +19,14 @@ from ga_optax._partition.values import (
     Value,
 )
 from ga_optax._partition.writer import Writer
-from ga_optax._passes import feedback, ir
-from ga_optax._passes.ir import is_inexact
+from ga_optax._passes import feedback, interpret, read
+from ga_optax._passes.read import is_inexact
 
 
 def scan(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
-    if any(map(ir.is_reference, e.invars)):
+    if any(map(read.is_reference, e.invars)):
         return None
-    how, notes = ir.scan_of(e), w.records.notes
+    how, notes = read.scan_of(e), w.records.notes
     if any(v.dim == 0 for v in how.split(vs)[2]):
         return _over_rows(w, vs, how)
     before, apart = len(notes), w.within(forbids_collectives=True)
@@ -37,7 +37,7 @@ def scan(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
         with w.may_fail(e) as results:
             results += _of_rows(here, vs, how, waits) or ()
         if results:
-            w.level, times = here.level, ir.numbers([how.length])
+            w.level, times = here.level, read.numbers([how.length])
             each = [x._replace(nbytes=times * x.nbytes) for x in notes[before:]]
             notes[before:] = each
             return results
@@ -45,7 +45,7 @@ def scan(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     return w.noted(name, e, vs)
 
 
-def _of_rows(w: Writer, vs: list[Value], how: ir.Scan, waits: bool) -> Results:
+def _of_rows(w: Writer, vs: list[Value], how: read.Scan, waits: bool) -> Results:
     """A scan whose iterations work on rows; `waits` if sums may wait for its end."""
     vs = vs if waits else w.summed(vs)
     consts, carry, slices = how.split(vs)
@@ -84,14 +84,14 @@ def _of_rows(w: Writer, vs: list[Value], how: ir.Scan, waits: bool) -> Results:
         return None
     start = in_layouts(w, carry, layouts)
     xs = [*(v.x for v in consts), *start, *(v.x for v in slices)]
-    out = ir.scan(how, lambda args: run(w.index, args), xs)
+    out = interpret.scan(how, lambda args: run(w.index, args), xs)
     w.level = max([level, *run.levels])
     return list(zip(out, [*layouts, *map(_of_stack, wanted[n:])], strict=True))
 
 
-def _comes_apart(w: Writer, run: Inner, how: ir.Scan, longest: int) -> bool:
+def _comes_apart(w: Writer, run: Inner, how: read.Scan, longest: int) -> bool:
     """True if rows meet only beside loops of more than `longest` iterations."""
-    body = ir.Program(run.closed.jaxpr, run.closed.consts)
+    body = read.Program(run.closed.jaxpr, run.closed.consts)
     here = how._replace(body=body, num_consts=how.num_consts + 1)  # the index
     return feedback.comes_apart(here, w.axis.meets, longest)
 
@@ -107,7 +107,7 @@ def _of_stack(layout: Layout) -> Layout:
 # -- Scans over rows -------------------------------------------------------------------
 
 
-def _over_rows(w: Writer, vs: list[Value], how: ir.Scan) -> Results:
+def _over_rows(w: Writer, vs: list[Value], how: read.Scan) -> Results:
     """A scan over the rows themselves: each micro-batch has its own iterations.
 
     It has no carry, as in `jax.lax.map`, or one to which every iteration adds.
@@ -121,16 +121,16 @@ def _over_rows(w: Writer, vs: list[Value], how: ir.Scan) -> Results:
     start = [w.addend(v) for v in carry]
     xs = [*map(w.whole, consts), *start, *(w.part(v, rows) for v in slices)]
     how = how._replace(length=how.length // w.axis.size)
-    out = ir.scan(how, functools.partial(ir.results, how.body), xs)
+    out = interpret.scan(how, functools.partial(interpret.results, how.body), xs)
     n = len(carry)
     return [(x, PARTIAL if i < n else rows) for i, x in enumerate(out)]
 
 
-def _only_adds(how: ir.Scan) -> bool:
+def _only_adds(how: read.Scan) -> bool:
     """True if iterations do nothing with a carry but add to it."""
-    flat = functools.partial(ir.evaluate, how.body, rule=ir.in_the_open)
+    flat = functools.partial(interpret.evaluate, how.body, rule=_in_the_open)
     types = [x.aval for x in how.body.jaxpr.invars]
-    jaxpr = ir.program_of(lambda *xs: flat(xs), *types).jaxpr
+    jaxpr = interpret.program_of(lambda *xs: flat(xs), *types).jaxpr
     _, totals, _ = how.split(jaxpr.invars)
     return all(map(functools.partial(_is_total, jaxpr), totals, jaxpr.outvars))
 
@@ -140,7 +140,7 @@ def _is_total(jaxpr: core.Jaxpr, x: Any, result: Any) -> bool:
     if not is_inexact(x.aval):
         return False
     while x is not result:
-        if (use := ir.only_use(jaxpr, x)) is None:
+        if (use := read.only_use(jaxpr, x)) is None:
             return False
         e, _ = use
         # A cast is of a weak type, or from one.
@@ -148,7 +148,7 @@ def _is_total(jaxpr: core.Jaxpr, x: Any, result: Any) -> bool:
         if not adds or not all(_is_alike(y, e.outvars[0]) for y in e.invars):
             return False
         [x] = e.outvars
-    return ir.num_readers(jaxpr, result) == 1
+    return read.num_readers(jaxpr, result) == 1
 
 
 def _is_alike(x: Any, y: Any) -> bool:
@@ -163,7 +163,7 @@ def while_(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     vs, n = w.summed(vs), e.params["cond_nconsts"]
     m = n + e.params["body_nconsts"]
     of_cond, of_body, carry = vs[:n], vs[n:m], vs[m:]
-    cond, body = (ir.Program(e.params[k].jaxpr, e.params[k].consts) for k in _WHILE)
+    cond, body = (read.Program(e.params[k].jaxpr, e.params[k].consts) for k in _WHILE)
     layouts, here = [v.layout for v in carry], w.within(forbids_collectives=True)
     notes, before = w.records.notes, len(w.records.notes)
     while True:
@@ -206,3 +206,11 @@ def _where(goes_on: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
 
 
 _WHILE = ("cond_jaxpr", "body_jaxpr")
+
+
+def _in_the_open(equation: core.JaxprEqn, values: list[Any]) -> list[Any] | None:
+    """A rule by which functions and checkpoints run as if they stood there."""
+    if not read.is_inline(equation):
+        return None
+    [program] = read.inner(equation)
+    return interpret.evaluate(program, values, _in_the_open)

@@ -8,7 +8,7 @@ import numpy as np
 from jax.extend import core
 
 from ga_optax._partition.values import Value
-from ga_optax._passes import ir
+from ga_optax._passes import read
 from ga_optax._passes.primitives import CAST, row_of
 
 
@@ -50,7 +50,7 @@ def is_scaled(e: core.JaxprEqn, vs: Sequence[Value], size: int) -> bool:
         summed, factors = vs[:1], vs[1:]
     elif name == "mul":
         factors = [v for v in vs if not v.is_partial]
-    if ir.inner_programs(e) or sum(v.size for v in summed) > max(size, _FEW):
+    if read.inner_programs(e) or sum(v.size for v in summed) > max(size, _FEW):
         return False
     numbers = map(number_of, factors)
     finite = all(x is not None and np.isfinite(x) and x != 0 for x in numbers)

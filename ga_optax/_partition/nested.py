@@ -28,8 +28,11 @@ from ga_optax._partition.values import (
     type_here,
 )
 from ga_optax._partition.writer import Same, Writer
-from ga_optax._passes import ir
-from ga_optax._passes.ir import is_inexact
+from ga_optax._passes import interpret, read
+from ga_optax._passes.read import is_inexact
+
+# Parameters that say how functions with rules of their own are differentiated.
+DERIVED = frozenset(("jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd", "out_trees"))
 
 
 class Inner(NamedTuple):
@@ -51,12 +54,12 @@ class Inner(NamedTuple):
     reads_index: bool
 
     def __call__(self, index: Any, args: Sequence[Any]) -> list[Any]:
-        return ir.results(self.closed, [index, *args])
+        return interpret.results(self.closed, [index, *args])
 
 
 def inner(
     w: Writer,
-    program: ir.Program,
+    program: read.Program,
     args: Sequence[Value],
     wanted: Sequence[Layout | None] = (),
 ) -> Inner:
@@ -90,24 +93,24 @@ def inner(
     return run
 
 
-def key_of(w: Writer, program: ir.Program) -> Any:
+def key_of(w: Writer, program: read.Program) -> Any:
     """A key that is equal for programs that compute the same."""
     # In a rule, functions run without their own; `_is_of_here` knows if one kept it.
-    form = ir.form(program.jaxpr, ir.DERIVED if w.scope.in_rule else ())
+    form = read.form(program.jaxpr, DERIVED if w.scope.in_rule else ())
     return form, *map(Same, program.consts)
 
 
 def _is_of_here(closed: Any, in_rule: bool) -> bool:
     """True if a program has something of the place for which it is written."""
     keeps = in_rule and any(
-        not ir.DERIVED.isdisjoint(e.params) for e in ir.equations(closed.jaxpr)
+        not DERIVED.isdisjoint(e.params) for e in read.equations(closed.jaxpr)
     )
     return keeps or any(isinstance(x, jax.core.Tracer) for x in closed.consts)
 
 
 def _written(
     w: Writer,
-    program: ir.Program,
+    program: read.Program,
     args: Sequence[Value],
     wanted: Sequence[Layout | None],
     types: Any,
@@ -131,8 +134,8 @@ def _written(
     closed = jax.make_jaxpr(run, axis_env=[tuple(w.axis[:2])])(*types)
     closed = labels.labelled(closed, texts)
     meets = any(map(w.axis.meets, closed.jaxpr.eqns))
-    live = ir.live(closed.jaxpr)
-    reads_index = ir.num_readers(live, live.invars[0]) > 0
+    live = read.live(closed.jaxpr)
+    reads_index = read.num_readers(live, live.invars[0]) > 0
     return Inner(closed, layouts, levels, meets, reads_index)
 
 
@@ -164,7 +167,7 @@ def joined(a: Layout, b: Layout) -> Layout:
 # -- Checkpoints -----------------------------------------------------------------------
 
 
-def inlined(w: Writer, program: ir.Program, vs: list[Value]) -> list[Result]:
+def inlined(w: Writer, program: read.Program, vs: list[Value]) -> list[Result]:
     """The results of a program, as if it stood there itself."""
     out = w.interpret(program.jaxpr, program.consts, vs)
     w.level = max(v.level for v in out)
@@ -172,11 +175,11 @@ def inlined(w: Writer, program: ir.Program, vs: list[Value]) -> list[Result]:
 
 
 def checkpoint(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
-    [program] = ir.inner(e)
+    [program] = read.inner(e)
     run = inner(w, program, vs)
 
     def make() -> Any:
-        return ir.checkpointed(e, lambda index, *xs: run(index, xs))
+        return interpret.checkpointed(e, lambda index, *xs: run(index, xs))
 
     policy, prevent_cse = Same(e.params["policy"]), e.params["prevent_cse"]
     function = w.once(("checkpoint", Same(run.closed), policy, prevent_cse), make)
@@ -190,10 +193,10 @@ def checkpoint(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
 
 def cond(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     which, *operands = vs
-    if branch := ir.chosen(e, which.made and which.made[0]):
+    if branch := _chosen(e, which.made and which.made[0]):
         return inlined(w, branch, operands)
     choice = w.whole(which)
-    branches = ir.inner(e)
+    branches = read.inner(e)
     here, notes = w.within(forbids_collectives=True), w.records.notes
     before = len(notes)
     found = [inner(here, branch, operands).layouts for branch in branches]
@@ -210,7 +213,7 @@ def cond(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
 
 def shard_map(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     """A function that devices run, each on a part of every row, or on its own rows."""
-    p, [program] = e.params, ir.inner(e)
+    p, [program] = e.params, read.inner(e)
     vs = w.summed(vs)
     sizes = p["mesh"].shape
     specs = zip(vs, p["in_specs"], strict=True)
@@ -278,7 +281,7 @@ def linear_solve(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
         given = list(itertools.islice(rest, number))
         if program is None:
             return None
-        xs, its = [v.x for v in given], ir.Program(program.jaxpr, program.consts)
+        xs, its = [v.x for v in given], read.Program(program.jaxpr, program.consts)
         run = inner(w.within(forbids_collectives=True), its, [*given, *sides], due)
         return lambda *b: run(w.index, [*xs, *b[-1]])
 
@@ -303,5 +306,34 @@ def _sides(w: Writer, v: Value, matrices: list[Value]) -> Value:
 
 def expanded(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     """One that has a program, and no derivative that could differ from its own."""
-    program = None if any(is_inexact(x.aval) for x in e.outvars) else ir.expanded(e)
+    program = None if any(is_inexact(x.aval) for x in e.outvars) else _expanded(e)
     return None if program is None else inlined(w, program, vs)
+
+
+def _expanded(equation: core.JaxprEqn) -> read.Program | None:
+    """What a primitive computes that is written in JAX itself, if it can be read."""
+    primitive = equation.params.get("_prim")
+    if not hasattr(primitive, "expand") or not hasattr(primitive, "in_tree"):
+        return None
+    avals: list[Any] = [x.aval for x in equation.invars]
+    types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
+
+    def run(*leaves: Any) -> Any:
+        return primitive.expand(*jax.tree.unflatten(primitive.in_tree, leaves))
+
+    return interpret.program_of(run, *types)
+
+
+def _chosen(
+    equation: core.JaxprEqn, which: core.JaxprEqn | None
+) -> read.Program | None:
+    """The branch of a conditional that is taken, if that is known; `which` computes it.
+
+    JAX has branches for the kernels of an accelerator, where none of ours is written.
+    """
+    platforms: Any = which.params.get("platforms") if which else None
+    if platforms is None:
+        return None
+    pairs = zip(read.inner(equation), platforms, strict=True)
+    left = [branch for branch, names in pairs if set(names or ("",)) - {"mosaic"}]
+    return left[0] if len(left) == 1 else None

@@ -8,7 +8,7 @@ import jax
 from jax.extend import core, source_info_util
 
 from ga_optax._partition.values import Rows
-from ga_optax._passes import ir, known, places, references
+from ga_optax._passes import known, places, read, references
 
 
 class Note(NamedTuple):
@@ -50,8 +50,8 @@ def note_of(e: core.JaxprEqn, size: int, name: str | None = None) -> Note:
     """The note of an equation that computes, or reads, `size` numbers."""
     if name is None:
         name = "new_ref" if references.is_group(e) else known.hides(e)
-    reads = f"what {ir.name_of(e)} reads"
-    name = name or (ir.name_of(e) if e.outvars else reads)
+    reads = f"what {read.name_of(e)} reads"
+    name = name or (read.name_of(e) if e.outvars else reads)
     around = source_info_util.current_name_stack()
     types = [x.aval.dtype for x in e.outvars or e.invars if hasattr(x.aval, "dtype")]
     widest = max((x.itemsize for x in types), default=0)

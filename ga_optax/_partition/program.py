@@ -19,7 +19,7 @@ from ga_optax._partition.values import (
     type_here,
 )
 from ga_optax._partition.writer import Scope, Writer
-from ga_optax._passes import ir
+from ga_optax._passes import interpret, read, rewrite
 
 
 class Partitioned(NamedTuple):
@@ -110,7 +110,7 @@ class _Whole(NamedTuple):
                 Value(x, a.aval, a.layout, 0, a.smooth, a.smooth)
                 for x, a in zip(xs, self.arguments, strict=True)
             ]
-            out = w.interpret(ir.without_constants(jaxpr), (), given)
+            out = w.interpret(rewrite.without_constants(jaxpr), (), given)
             is_free = len(self.wanted) < len(out)
             wanted = [*self.wanted, *[None] * (len(out) - len(self.wanted))]
             layouts = [v.layout if some is None else some.layout(v) for v in out]
@@ -143,10 +143,10 @@ def _live(
     """Such a program without what nobody reads."""
     layouts, outvars = found["layouts"], closed.jaxpr.outvars
     records: Records = found["records"]
-    live = ir.live(closed.jaxpr.replace(outvars=outvars[: len(layouts)]))
+    live = read.live(closed.jaxpr.replace(outvars=outvars[: len(layouts)]))
     if _meets(live, axis):
         outvars, layouts = _exact(outvars, layouts, found["scaled"])
-        live = ir.live(closed.jaxpr.replace(outvars=outvars))
+        live = read.live(closed.jaxpr.replace(outvars=outvars))
     return Partitioned(
         live,
         closed.consts,
@@ -156,7 +156,7 @@ def _live(
         records.promised,
         _meets(live, axis),
         _in_gradient(live, axis, smooth),
-        ir.num_readers(live, live.invars[-1]) > 0,
+        read.num_readers(live, live.invars[-1]) > 0,
         records.failures,
     )
 
@@ -165,14 +165,14 @@ def _put(w: Writer, v: Value, layout: Layout) -> Any:
     """A result in a layout; what that takes has its line."""
     if v.made is None:
         return w.to(v, layout)
-    with ir.as_of(v.made[0], source_info_util.current_name_stack()):
+    with interpret.as_of(v.made[0], source_info_util.current_name_stack()):
         return w.to(v, layout)
 
 
 def _cost(jaxpr: core.Jaxpr, axis: Axis) -> tuple[int, int]:
     """The number of numbers that a micro-batch computes, and of collectives."""
-    meetings = sum(map(axis.is_meeting, ir.equations(jaxpr)))
-    return sum(map(ir.computed, jaxpr.eqns)), meetings
+    meetings = sum(map(axis.is_meeting, read.equations(jaxpr)))
+    return sum(map(read.computed, jaxpr.eqns)), meetings
 
 
 def _exact(
@@ -193,15 +193,15 @@ def _exact(
 
 
 def _in_gradient(jaxpr: core.Jaxpr, axis: Axis, smooth: Sequence[bool]) -> Any:
-    loss = ir.live(jaxpr.replace(outvars=jaxpr.outvars[:1]))
+    loss = read.live(jaxpr.replace(outvars=jaxpr.outvars[:1]))
     params = [x for x, its in zip(loss.invars, smooth, strict=False) if its]
-    found = ir.following(loss, params)
+    found = read.following(loss, params)
     for e in loss.eqns:
-        if axis.meets(e) and not found.isdisjoint(ir.variables(e.invars)):
-            return next(filter(axis.is_meeting, ir.within(e)))
+        if axis.meets(e) and not found.isdisjoint(read.variables(e.invars)):
+            return next(filter(axis.is_meeting, read.within(e)))
     return None
 
 
 def _meets(jaxpr: core.Jaxpr, axis: Axis) -> bool:
     """True if there is a collective over the axis, or what stands for one."""
-    return any(axis.is_meeting(e) for e in ir.equations(jaxpr))
+    return any(axis.is_meeting(e) for e in read.equations(jaxpr))

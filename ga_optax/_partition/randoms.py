@@ -19,7 +19,7 @@ from jax.extend.random import threefry2x32_p
 from ga_optax._partition.notes import Drawn, note_of
 from ga_optax._partition.values import Result, Rows, Value, local_shape, types_of
 from ga_optax._partition.writer import Same, Writer
-from ga_optax._passes import ir, primitives
+from ga_optax._passes import primitives, read
 
 _FAR = 2**31  # folded into a key: far from the small numbers that users fold in
 
@@ -44,7 +44,7 @@ def recut_bits(w: Writer, e: core.JaxprEqn, vs: list[Value], rows: Rows) -> Any:
 def _of_own_key(w: Writer, e: core.JaxprEqn, v: Value, rows: Rows) -> Any:
     """The rows of bits, drawn from the key with the micro-batch's index in it."""
     shape = types_of(e)[0].shape
-    note = note_of(e, ir.numbers(shape), ir.name_of(e))
+    note = note_of(e, read.numbers(shape), read.name_of(e))
     w.records.notes.append(Drawn(*note, _draw(e), rows))
     far = w.index.astype(jnp.uint32) + np.uint32(_FAR)
     fold = functools.partial(jax.random.fold_in, data=far)
@@ -61,10 +61,10 @@ def _draw(e: core.JaxprEqn) -> Any:
 
 def differ(notes: Sequence[Any], jaxpr: core.Jaxpr) -> bool:
     """True if the rows of a draw of micro-batches are read by others, or whole."""
-    read = {(x.draw, x.rows) for x in notes if isinstance(x, Drawn)}
-    draws = {draw for draw, _ in read}
-    every = (e for e in ir.equations(jaxpr) if e.primitive.name == "random_bits")
-    return len(draws) < len(read) or not draws.isdisjoint(map(_draw, every))
+    reads = {(x.draw, x.rows) for x in notes if isinstance(x, Drawn)}
+    draws = {draw for draw, _ in reads}
+    every = (e for e in read.equations(jaxpr) if e.primitive.name == "random_bits")
+    return len(draws) < len(reads) or not draws.isdisjoint(map(_draw, every))
 
 
 def recut_split(w: Writer, e: core.JaxprEqn, vs: list[Value], rows: Rows) -> Any:

@@ -17,8 +17,8 @@ from ga_optax._partition.values import (
     Value,
 )
 from ga_optax._partition.writer import Writer
-from ga_optax._passes import ir
-from ga_optax._passes.ir import is_inexact
+from ga_optax._passes import read
+from ga_optax._passes.read import is_inexact
 
 
 def compared(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
@@ -111,9 +111,9 @@ def _of_parts_jvp(is_max: bool, primals: Any, tangents: Any) -> tuple[Any, Any]:
 
 def _only_stopped(jaxpr: core.Jaxpr, variable: Any) -> bool:
     """True if no derivative goes through a variable, as in a `logsumexp`."""
-    uses = ir.uses(jaxpr, variable)
+    uses = read.uses(jaxpr, variable)
     through = ("max", "broadcast_in_dim", "reshape", "select_n", "is_finite", "squeeze")
-    return 0 < ir.num_readers(jaxpr, variable) == len(uses) and all(
+    return 0 < read.num_readers(jaxpr, variable) == len(uses) and all(
         e.primitive.name == "stop_gradient"
         or (e.primitive.name in through and _only_stopped(jaxpr, e.outvars[0]))
         or not any(is_inexact(x.aval) for x in e.outvars)

@@ -15,7 +15,7 @@ from ga_optax._partition.values import (
     types_of,
 )
 from ga_optax._partition.writer import Writer
-from ga_optax._passes.ir import is_inexact
+from ga_optax._passes.read import is_inexact
 
 
 def barrier(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:

@@ -27,7 +27,7 @@ from ga_optax._partition import custom, factors
 from ga_optax._partition.notes import note_of
 from ga_optax._partition.values import PARTIAL, Results, Value, local_shape, types_of
 from ga_optax._partition.writer import Writer
-from ga_optax._passes import ir, notation, places
+from ga_optax._passes import interpret, notation, places, read
 from ga_optax._passes.notation import Split, Way
 from ga_optax._passes.rowwise import bound
 
@@ -40,9 +40,9 @@ def called(w: Writer, e: core.JaxprEqn, way: Way, **params: Any) -> Split:
     return Split((way,), lambda *xs: w.results(e, xs, **params))
 
 
-def split(read: Reader, w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
+def split(reads: Reader, w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     """The results of an equation in the best way to split it; None if there is none."""
-    records = {n: read(w, e, n) for n in {v.rows.segments for v in vs if v.rows}}
+    records = {n: reads(w, e, n) for n in {v.rows.segments for v in vs if v.rows}}
 
     def ways(rows: Any) -> list[Way]:
         return [way for record in records[rows.segments] for way in record.ways]
@@ -64,9 +64,11 @@ def split(read: Reader, w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results
     if record.name and why:
         _warn(e, why)
     elif record.name:
-        size = sum(ir.numbers(x.shape) for x in types_of(e))
+        size = sum(read.numbers(x.shape) for x in types_of(e))
         w.records.promised.append(note_of(e, size, _name(e)))
-    return None if why else list(zip(ir.results(program, xs), layouts, strict=True))
+    return (
+        None if why else list(zip(interpret.results(program, xs), layouts, strict=True))
+    )
 
 
 # -- What the user promises ------------------------------------------------------------
@@ -80,7 +82,7 @@ def rowwise(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
         return out
     # Its cotangent must be complete, see `custom`.
     name = w.axis.name
-    return [(checkpoint_name(x, name) if ir.is_inexact(x) else x, y) for x, y in out]
+    return [(checkpoint_name(x, name) if read.is_inexact(x) else x, y) for x, y in out]
 
 
 def _promised(w: Writer, e: core.JaxprEqn, _: int) -> Sequence[Split]:

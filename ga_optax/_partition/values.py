@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from ga_optax._passes import ir
+from ga_optax._passes import read
 from ga_optax._passes.primitives import row_of
 
 
@@ -110,7 +110,7 @@ class Value:
     @property
     def size(self) -> int:
         """The number of numbers that all micro-batches hold together."""
-        return ir.numbers(self.shape)
+        return read.numbers(self.shape)
 
 
 Result = tuple[Any, Layout]  # what a rule returns for each result: array and layout

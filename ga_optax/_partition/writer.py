@@ -26,9 +26,9 @@ from ga_optax._partition.values import (
     types_of,
     varying,
 )
-from ga_optax._passes import ir, places, references
-from ga_optax._passes.ir import is_inexact
+from ga_optax._passes import interpret, places, read, references
 from ga_optax._passes.primitives import row_of
+from ga_optax._passes.read import is_inexact
 
 
 class Scope(NamedTuple):
@@ -245,7 +245,7 @@ class Writer:
 
     def all_whole(self, e: core.JaxprEqn, vs: list[Value]) -> list[Result]:
         """The results of an equation, computed whole."""
-        if ir.inner_programs(e) or ir.acts(e):
+        if read.inner_programs(e) or read.acts(e):
             out = self.rules.passed_on(self, e, vs)
         else:
             out = self.bound(e, [self.whole(v) for v in vs])
@@ -261,7 +261,7 @@ class Writer:
             # In a loop XLA:CPU (of jax 0.10 to 0.12) writes an update in place while it
             # still reads it from the same array.
             xs[1] = jax.lax.optimization_barrier(xs[1])
-        return ir.bind(self.jaxpr, [e], e.invars, e.outvars, xs)
+        return interpret.bind(self.jaxpr, [e], e.invars, e.outvars, xs)
 
     def interpret(
         self, jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Value]
@@ -289,10 +289,10 @@ class Writer:
         return [value(x) for x in jaxpr.outvars]
 
     def _equation(self, e: core.JaxprEqn, vs: list[Value]) -> list[Value]:
-        if ir.kind(e) == "call" and not self._stays(e, vs):
-            [program] = ir.inner(e)
+        if read.kind(e) == "call" and not self._stays(e, vs):
+            [program] = read.inner(e)
             return self.interpret(program.jaxpr, program.consts, vs)
-        if (program := ir.in_two(e)) is not None:
+        if (program := _in_two(e)) is not None:
             return self.interpret(program.jaxpr, program.consts, vs)
         self.level = max((v.level for v in vs), default=0)
         vs = self.rules.operands(self, e, vs)
@@ -307,7 +307,7 @@ class Writer:
                 self.level,
                 params,
                 smooth and is_inexact(var.aval),
-                layout == PARTIAL and is_scaled(e, vs, ir.numbers(x.shape)),
+                layout == PARTIAL and is_scaled(e, vs, read.numbers(x.shape)),
                 (e, vs, i),
             )
             for i, ((x, layout), var) in enumerate(zip(results, e.outvars, strict=True))
@@ -320,10 +320,10 @@ class Writer:
 
     def _applied(self, e: core.JaxprEqn, vs: list[Value]) -> list[Result]:
         name = e.primitive.name
-        kind, shifts = ir.kind(e) or name, row_of(e).shifts
+        kind, shifts = read.kind(e) or name, row_of(e).shifts
         rules, notes = self.rules, self.records.notes
         before = len(notes)
-        opens = kind in rules.nested and bool(e.outvars) and ir.acts(e)
+        opens = kind in rules.nested and bool(e.outvars) and read.acts(e)
         if all(v.is_whole for v in vs) and not opens and not shifts:
             return self.all_whole(e, vs)
         with self.may_fail(e) as out:
@@ -348,8 +348,8 @@ class Writer:
         self, name: str | None, e: core.JaxprEqn, vs: list[Value]
     ) -> list[Result]:
         """The results of an equation, computed whole, which is said under a name."""
-        read = sum(ir.numbers(v.shape) for v in vs if v.rows)
-        self.note(e, max(ir.computed(e), read), name)
+        reads = sum(read.numbers(v.shape) for v in vs if v.rows)
+        self.note(e, max(read.computed(e), reads), name)
         return self.all_whole(e, vs)
 
     def note(self, e: core.JaxprEqn, size: int, name: str | None = None) -> None:
@@ -415,3 +415,17 @@ class Rules(NamedTuple):
     passed_on: Callable[[Writer, core.JaxprEqn, list[Value]], list[Any]]
     recut: Callable[[Writer, Value, Rows], Any]
     draws: Callable[[Writer, core.JaxprEqn], bool]
+
+
+def _in_two(equation: core.JaxprEqn) -> read.Program | None:
+    """A reshape that transposes first, as one of `order="F"` does; or None."""
+    order = equation.params.get("dimensions")
+    if equation.primitive.name != "reshape" or order is None:
+        return None
+
+    shape = equation.params["new_sizes"]
+
+    def run(x: jax.Array) -> jax.Array:
+        return jax.lax.reshape(jax.lax.transpose(x, order), shape)
+
+    return interpret.program_of(run, equation.invars[0].aval)

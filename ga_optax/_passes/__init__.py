@@ -9,7 +9,9 @@
     products       gradients that are added by the products that compute them
     duplicates     a program in which nothing is computed twice
 
-    ir             programs: how to read one, to run it, and to change it
+    read           what is in a program: what runs it, who reads it, what it takes
+    rewrite        programs with other equations, variables, types or constants
+    interpret      programs that are run, and that are traced of Python functions
     references     what a program does with the mutable arrays that it makes
     places         which line of the user's code an equation is from
     primitives     what is known of each primitive: one row a primitive

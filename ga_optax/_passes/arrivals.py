@@ -5,7 +5,7 @@ from typing import Any
 
 from jax.extend import core
 
-from ga_optax._passes import ir, places, primitives
+from ga_optax._passes import places, primitives, read
 
 # XLA:CPU adds two to four rows together with the accumulator, in another order.
 FEW = 8
@@ -29,12 +29,12 @@ def arrival(jaxpr: core.Jaxpr, variable: Any, way: str = "whole") -> str | None:
 
     None: anything else, such as a bare product, which has to be `accumulator.rounded`.
     """
-    use = ir.only_use(jaxpr, variable)
+    use = read.only_use(jaxpr, variable)
     if use is None or not variable.aval.size:  # a stack of no layers
         return None
     equation, i = use
     name, row = equation.primitive.name, primitives.row_of(equation)
-    if ir.kind(equation) in ir.THROUGH:
+    if read.kind(equation) in read.THROUGH:
         return _inside(equation, i, way)
     if name == primitives.PRODUCT:
         return way if _more(_num_terms(equation, i), 1) else None
@@ -53,14 +53,14 @@ def arrival(jaxpr: core.Jaxpr, variable: Any, way: str = "whole") -> str | None:
 
 def _inside(equation: core.JaxprEqn, i: int, way: str) -> str | None:
     """How the gradient of an argument comes out of a program inside an equation."""
-    [inner] = ir.inner_programs(equation)
-    if ir.kind(equation) == "scan":
-        if not ir.is_sliced(equation, i):
+    [inner] = read.inner_programs(equation)
+    if read.kind(equation) == "scan":
+        if not read.is_sliced(equation, i):
             return None  # used in every iteration
-        if ir.scan_of(equation).unroll < ir.times(equation):
+        if read.scan_of(equation).unroll < read.times(equation):
             way = "slices"
     found = arrival(inner, inner.invars[i], way)
-    ends = ir.kind(equation) == "checkpoint" and way != "slices"
+    ends = read.kind(equation) == "checkpoint" and way != "slices"
     return "whole" if found == "slices" and ends else found
 
 
@@ -91,10 +91,10 @@ def is_cut(jaxpr: core.Jaxpr, i: int, placement: Any) -> bool:
 
 def _num_scanned(jaxpr: core.Jaxpr, variable: Any) -> int:
     """How many of a parameter's dimensions are gone where its gradient is added."""
-    [(equation, i)] = ir.uses(jaxpr, variable)
-    if ir.kind(equation) not in ("call", "scan"):
+    [(equation, i)] = read.uses(jaxpr, variable)
+    if read.kind(equation) not in ("call", "scan"):
         return 0
-    [inner] = ir.inner_programs(equation)
+    [inner] = read.inner_programs(equation)
     inside: Any = inner.invars[i]
     gone = len(variable.aval.shape) - len(inside.aval.shape)
     return gone + _num_scanned(inner, inside)
@@ -102,5 +102,5 @@ def _num_scanned(jaxpr: core.Jaxpr, variable: Any) -> int:
 
 def use_of(jaxpr: core.Jaxpr, variable: Any) -> str:
     """The line of the user's code that says most about how a parameter is used."""
-    read = ir.uses(jaxpr, variable)
-    return places.line_of(read[-1][0].source_info) if read else "nowhere"
+    reads = read.uses(jaxpr, variable)
+    return places.line_of(reads[-1][0].source_info) if reads else "nowhere"

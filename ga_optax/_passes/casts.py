@@ -14,12 +14,12 @@ from typing import Any
 
 from jax.extend import core
 
-from ga_optax._passes import ir
+from ga_optax._passes import interpret, read, rewrite
 from ga_optax._passes.arrivals import arrival
 from ga_optax._passes.facts import Facts
-from ga_optax._passes.ir import Program
 from ga_optax._passes.notes import left_alone
 from ga_optax._passes.primitives import CAST
+from ga_optax._passes.read import Program
 
 
 def sunk(program: Program, facts: Facts) -> Program:
@@ -33,7 +33,7 @@ def sunk(program: Program, facts: Facts) -> Program:
         if arrival(moved, x) == "slices":
             jaxpr = moved
             continue
-        for cast, _ in ir.uses(jaxpr, x):
+        for cast, _ in read.uses(jaxpr, x):
             if cast.primitive.name == CAST and _sinks(jaxpr, cast, False):
                 left_alone(cast, "its gradient does not come in slices")
     return program._replace(jaxpr=jaxpr)
@@ -44,23 +44,23 @@ def _sunk(jaxpr: core.Jaxpr, x: Any, sliced: bool = False) -> core.Jaxpr:
 
     `sliced` says that it is the body of such a scan.
     """
-    use, cast = ir.only_use(jaxpr, x), None
+    use, cast = read.only_use(jaxpr, x), None
     if use and use[0].primitive.name == CAST and _sinks(jaxpr, use[0], sliced):
         cast = use[0]
-        use = ir.only_use(jaxpr, cast.outvars[0])
-    if use is None or ir.kind(use[0]) not in ir.THROUGH:
+        use = read.only_use(jaxpr, cast.outvars[0])
+    if use is None or read.kind(use[0]) not in read.THROUGH:
         return jaxpr
     equation, i = use
 
     def inside(inner: core.Jaxpr) -> core.Jaxpr:
         if cast is not None:
             inner = _with_cast(inner, i, cast)
-        return _sunk(inner, inner.invars[i], sliced or ir.kind(equation) == "scan")
+        return _sunk(inner, inner.invars[i], sliced or read.kind(equation) == "scan")
 
-    new = ir.with_inner(equation, inside)
+    new = rewrite.with_inner(equation, inside)
     if new is equation:
         return jaxpr
-    new = new.replace(invars=ir.put(equation.invars, [i], [x]))
+    new = new.replace(invars=interpret.put(equation.invars, [i], [x]))
     eqns = [new if e is equation else e for e in jaxpr.eqns if e is not cast]
     return jaxpr.replace(eqns=eqns)
 
@@ -70,7 +70,7 @@ def _with_cast(jaxpr: core.Jaxpr, i: int, cast: core.JaxprEqn) -> core.Jaxpr:
     whole: Any = cast.invars[0].aval
     x = core.Var(jaxpr.invars[i].aval.update(dtype=whole.dtype))
     first = cast.replace(invars=[x], outvars=[jaxpr.invars[i]])
-    invars = ir.put(jaxpr.invars, [i], [x])
+    invars = interpret.put(jaxpr.invars, [i], [x])
     return jaxpr.replace(invars=invars, eqns=[first, *jaxpr.eqns])
 
 
@@ -79,20 +79,20 @@ def _sinks(jaxpr: core.Jaxpr, cast: core.JaxprEqn, sliced: bool) -> bool:
     [out] = cast.outvars
     if cast.params["sharding"] is None and _is_read_once(jaxpr, out, sliced):
         return True
-    if any(use and ir.is_sliced(*use) for use in ir.uses_inside(jaxpr, out)):
+    if any(use and read.is_sliced(*use) for use in read.uses_inside(jaxpr, out)):
         left_alone(cast, "it is sharded, or not read by one scan alone")
     return False
 
 
 def _is_read_once(jaxpr: core.Jaxpr, variable: Any, sliced: bool) -> bool:
     """Whether it is read once, by a scan over its leading dimension or inside one."""
-    use = ir.only_use(jaxpr, variable)
+    use = read.only_use(jaxpr, variable)
     if use is None:
         return False
     equation, i = use
-    if not ir.is_inline(equation):
-        return ir.is_sliced(equation, i)
-    [inner] = ir.inner_programs(equation)
+    if not read.is_inline(equation):
+        return read.is_sliced(equation, i)
+    [inner] = read.inner_programs(equation)
     return sliced or _is_read_once(inner, inner.invars[i], sliced)
 
 
@@ -104,5 +104,5 @@ def is_narrowed(jaxpr: core.Jaxpr, variable: Any) -> bool:
         size = variable.aval.dtype.itemsize
         return is_cast and equation.params["new_dtype"].itemsize < size
 
-    read = list(ir.uses_inside(jaxpr, variable))
-    return bool(read) and all(use and narrows(*use) for use in read)
+    reads = list(read.uses_inside(jaxpr, variable))
+    return bool(reads) and all(use and narrows(*use) for use in reads)

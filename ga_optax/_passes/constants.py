@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend import core
 
-from ga_optax._passes import ir, known, primitives
+from ga_optax._passes import interpret, known, primitives, read, rewrite
 from ga_optax._passes.facts import Facts
-from ga_optax._passes.ir import Program
 from ga_optax._passes.notes import left_alone
+from ga_optax._passes.read import Program
 
 # What depends on others; on constants alone: equal numbers, different ones, a table.
 _OTHER, _EQUAL, _COUNTED, _TABLE = range(-1, 3)
@@ -33,11 +33,13 @@ def hoisted(program: Program, facts: Facts) -> Program:
     split = _split(jaxpr, set())
     if not split.tables:
         return program
-    values = ir.bind(jaxpr, split.made, [], list(split.tables), [])
+    values = interpret.bind(jaxpr, split.made, [], list(split.tables), [])
     consts = [*consts, *map(jax.lax.optimization_barrier, values)]
     variables = [*jaxpr.constvars, *split.tables.values()]
     # In jax 0.12 a program without its constants has them among its arguments.
-    return Program(ir.closing_over(split.rest, variables, consts, jaxpr.invars), consts)
+    return Program(
+        rewrite.closing_over(split.rest, variables, consts, jaxpr.invars), consts
+    )
 
 
 class _Split(NamedTuple):
@@ -61,20 +63,20 @@ def _split(jaxpr: core.Jaxpr, given: set[Any]) -> _Split:
     tables: dict[Any, core.Var] = {}
     rest: list[core.JaxprEqn] = []
 
-    def read(x: Any) -> Any:
+    def reads(x: Any) -> Any:
         """The variable that has the value of `x` for what is no constant."""
-        is_table = ir.is_variable(x) and grade.get(x) == _TABLE and x not in given
+        is_table = read.is_variable(x) and grade.get(x) == _TABLE and x not in given
         return tables.setdefault(x, core.Var(x.aval)) if is_table else x
 
     for equation in jaxpr.eqns:
-        ins, more = ir.variables(equation.invars), []
+        ins, more = read.variables(equation.invars), []
         grades = [grade.get(x, _OTHER) for x in ins]
         its = _OTHER if _OTHER in grades else max([_counts(equation), *grades])
         if its != _OTHER and known.is_known(equation):
             made.append(equation)
             its += its == _COUNTED and _rounds(equation)
             for x in equation.outvars:
-                grade[x] = its if ir.is_inexact(x) else min(its, _COUNTED)
+                grade[x] = its if read.is_inexact(x) else min(its, _COUNTED)
             rest.append(equation)  # others may read what is no table
             continue
         if _takes_more(equation):
@@ -85,13 +87,17 @@ def _split(jaxpr: core.Jaxpr, given: set[Any]) -> _Split:
         elif its >= _COUNTED:
             name = equation.primitive.name
             left_alone(equation, f"a table is made by {name}, which is not known")
-        rest.append(equation.replace(invars=list(map(read, [*equation.invars, *more]))))
-    outvars = list(map(read, jaxpr.outvars))
+        rest.append(
+            equation.replace(invars=list(map(reads, [*equation.invars, *more])))
+        )
+    outvars = list(map(reads, jaxpr.outvars))
     if not tables:
         return _Split([], {}, jaxpr)
     due = jaxpr.replace(eqns=rest, outvars=outvars)
-    rest, _ = ir.needed(due, outvars, runs=lambda e: grade.keys().isdisjoint(e.outvars))
-    made, _ = ir.needed(jaxpr.replace(eqns=made), tables)
+    rest, _ = read.needed(
+        due, outvars, runs=lambda e: grade.keys().isdisjoint(e.outvars)
+    )
+    made, _ = read.needed(jaxpr.replace(eqns=made), tables)
     return _Split(made, tables, due.replace(eqns=rest))
 
 
@@ -103,39 +109,43 @@ def _lifted(
     Returns: the equation, which waits for them as more arguments; equations that
     compute them, for the program around it; and the tables there.
     """
-    [inner] = ir.inner_programs(equation)
+    [inner] = read.inner_programs(equation)
     pairs = list(zip(inner.invars, equation.invars, strict=True))
-    own = {v for v, x in pairs if ir.is_among(x, tables)}
+    own = {v for v, x in pairs if read.is_among(x, tables)}
     split = _split(inner, own)
     if not split.tables:
         return equation, [], []
     names = dict[Any, Any](pairs)
     names |= {x: core.Var(x.aval) for e in split.made for x in e.outvars}
     rest = split.rest.replace(invars=[*inner.invars, *split.tables.values()])
-    equation = ir.with_inner(equation, lambda _: rest)
+    equation = rewrite.with_inner(equation, lambda _: rest)
     params, more = equation.params, len(split.tables)
     longer = {k: (*params[k], *params[k][:1] * more) for k in _ONE_EACH if k in params}
     equation = equation.replace(params=params | longer)
-    return equation, ir.renamed(split.made, names), ir.rename(split.tables, names)
+    return (
+        equation,
+        rewrite.renamed(split.made, names),
+        rewrite.rename(split.tables, names),
+    )
 
 
 def _takes_more(equation: core.JaxprEqn) -> bool:
     """Whether the program inside can be given more arguments like its others."""
     params = [equation.params.get(key, ()) for key in _ONE_EACH]
     alike = all(x == one[0] for one in params for x in one)
-    return ir.is_inline(equation) and alike
+    return read.is_inline(equation) and alike
 
 
 def _counts(equation: core.JaxprEqn) -> bool:
     """Whether it makes an array of different numbers. XLA knows those of equal ones."""
-    return any(e.primitive.name == "iota" for e in ir.within(equation))
+    return any(e.primitive.name == "iota" for e in read.within(equation))
 
 
 def _rounds(equation: core.JaxprEqn) -> bool:
     """Whether it computes floating-point numbers, other than by moving them."""
     return any(
-        not ir.inner_programs(e)
+        not read.inner_programs(e)
         and not primitives.row_of(e).is_exact
-        and any(map(ir.is_inexact, e.outvars))
-        for e in ir.within(equation)
+        and any(map(read.is_inexact, e.outvars))
+        for e in read.within(equation)
     )

@@ -12,7 +12,7 @@ from jax.extend import core
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ga_optax._devices import meshes
-from ga_optax._passes import ir, known
+from ga_optax._passes import interpret, known, rewrite
 
 
 def without_axes(jaxpr: core.Jaxpr, axes: meshes.Axes) -> core.Jaxpr:
@@ -24,9 +24,9 @@ def without_axes(jaxpr: core.Jaxpr, axes: meshes.Axes) -> core.Jaxpr:
         place = known.constrained_to(equation)
         if isinstance(place, NamedSharding):
             equation = _without(equation, place, axes)
-        return [ir.with_inner(equation, lambda inner: without_axes(inner, axes))]
+        return [rewrite.with_inner(equation, lambda inner: without_axes(inner, axes))]
 
-    return ir.changed(jaxpr, change)
+    return rewrite.changed(jaxpr, change)
 
 
 def _without(
@@ -55,5 +55,5 @@ def placed(
     def constrained(x: jax.Array) -> jax.Array:
         return jax.lax.with_sharding_constraint(x, sharding)
 
-    [equation] = ir.traced(constrained, [x], result, at)
+    [equation] = interpret.traced(constrained, [x], result, at)
     return equation

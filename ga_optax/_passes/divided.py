@@ -25,7 +25,15 @@ import numpy as np
 from jax.extend import core
 
 from ga_optax._devices import collectives, meshes
-from ga_optax._passes import ir, known, primitives, references, transformable
+from ga_optax._passes import (
+    interpret,
+    known,
+    primitives,
+    read,
+    references,
+    rewrite,
+    transformable,
+)
 
 NAME, WRITTEN = "ga_optax_microbatch", primitives.GRADIENTS
 Flat = Callable[..., list[Any]]
@@ -87,7 +95,7 @@ class Divided:
     results: Sequence[Any]
     axes: tuple[int | None, ...]
     of: Tangent | Gradient | None = None
-    traced: ir.Program | None = None
+    traced: read.Program | None = None
     size: int | None = None
     exact: bool = False
 
@@ -121,20 +129,20 @@ class Divided:
         return f"{self.name} over {self.number} micro-batches"
 
     @functools.cached_property
-    def program(self) -> ir.Program:
+    def program(self) -> read.Program:
         """Its program, at all rows."""
-        return self.traced or ir.program_of(self.flat, *self.types)
+        return self.traced or interpret.program_of(self.flat, *self.types)
 
     @functools.cached_property
-    def silent(self) -> ir.Program:
+    def silent(self) -> read.Program:
         """Its program without what calls back, for derivatives: it has called."""
         program = self.program
-        return program._replace(jaxpr=ir.silent(program.jaxpr))
+        return program._replace(jaxpr=rewrite.silent(program.jaxpr))
 
     def again(self, *xs: Any) -> list[Any]:
         """Its results, without what calls back."""
         same = self.silent.jaxpr is self.program.jaxpr
-        return self.flat(*xs) if same else ir.results(self.silent, xs)
+        return self.flat(*xs) if same else interpret.results(self.silent, xs)
 
     @functools.cached_property
     def axes_of_results(self) -> Sequence[int | None]:
@@ -175,12 +183,12 @@ class Divided:
     def read(self, operands: Iterable[int]) -> tuple[int, ...]:
         """Those of some operands that it reads."""
         jaxpr = self.program.jaxpr
-        return tuple(i for i in operands if ir.num_readers(jaxpr, jaxpr.invars[i]))
+        return tuple(i for i in operands if read.num_readers(jaxpr, jaxpr.invars[i]))
 
     def moved(self, moving: tuple[int, ...]) -> tuple[int, ...]:
         """The results that have a tangent if some operands have one."""
         smooth = _depending(self.program.jaxpr, moving)
-        smooth = tuple(i for i in smooth if ir.is_inexact(self.results[i]))
+        smooth = tuple(i for i in smooth if read.is_inexact(self.results[i]))
         if len(smooth) < 2:
             return smooth
         # A loop, or a function, may hand on what does not move beside what does.
@@ -207,7 +215,7 @@ class Divided:
         """
         if not self.exact:
             return None
-        silent = core.jaxpr_as_fun(program.replace(jaxpr=ir.silent(program.jaxpr)))
+        silent = core.jaxpr_as_fun(program.replace(jaxpr=rewrite.silent(program.jaxpr)))
         return jax.make_jaxpr(transformable.pushed(silent, moving, smooth))(*xs)
 
     def gradient(self, of: Gradient) -> "Divided":
@@ -219,7 +227,7 @@ class Divided:
             xs, cts = both[:n], list(both[n:])
 
             def of_some(*some: Any) -> tuple[list[Any], list[Any]]:
-                out = of_all(*ir.put(xs, of.wrt, some))
+                out = of_all(*interpret.put(xs, of.wrt, some))
                 return [out[i] for i in of.given], [out[i] for i in of.outs]
 
             some = [xs[i] for i in of.wrt]
@@ -281,11 +289,11 @@ class Divided:
 
 def _read(closed: Any, axes: Sequence[int | None]) -> dict[str, Any]:
     """The fields of a `Divided` that are those of a program."""
-    jaxpr = references.grouped(ir.without_constants(closed.jaxpr))
-    program = ir.Program(jaxpr)
+    jaxpr = references.grouped(rewrite.without_constants(closed.jaxpr))
+    program = read.Program(jaxpr)
 
     def flat(*xs: Any) -> list[Any]:
-        return ir.results(program, xs)
+        return interpret.results(program, xs)
 
     return {
         "flat": flat,
@@ -303,9 +311,9 @@ def sum_dtype(x: Any) -> Any:
 
 def _depending(jaxpr: core.Jaxpr, operands: Iterable[int]) -> list[int]:
     """The results of a program that depend on some of its operands."""
-    found = ir.following(jaxpr, [jaxpr.invars[i] for i in operands])
+    found = read.following(jaxpr, [jaxpr.invars[i] for i in operands])
     pairs = enumerate(jaxpr.outvars)
-    return [i for i, x in pairs if ir.is_variable(x) and x in found]
+    return [i for i, x in pairs if read.is_variable(x) and x in found]
 
 
 def _one(x: jax.Array) -> jax.Array:
@@ -319,7 +327,7 @@ def _one(x: jax.Array) -> jax.Array:
 @functools.cache
 def _primitive(name: str) -> core.Primitive:
     def run(*xs: Any, its: Divided, program: Any = None) -> list[Any]:
-        return its.runs(its, xs) if program is None else ir.results(program, xs)
+        return its.runs(its, xs) if program is None else interpret.results(program, xs)
 
     def plain(its: Divided, program: Any = None) -> tuple[Flat, int]:
         flat = its.flat if program is None else core.jaxpr_as_fun(program)
@@ -329,7 +337,7 @@ def _primitive(name: str) -> core.Primitive:
         if program is None:
             return {"its": its.only(kept)}
         outs = [program.jaxpr.outvars[i] for i in kept]
-        jaxpr = ir.live(program.jaxpr.replace(outvars=outs))
+        jaxpr = read.live(program.jaxpr.replace(outvars=outs))
         return {"its": its.only(kept), "program": program.replace(jaxpr=jaxpr)}
 
     how = transformable.How(plain, _batched, _derived, run, _types)
@@ -367,7 +375,7 @@ def _types_of_program(types: Sequence[Any], program: Any) -> list[Any]:
     if list(map(meshes.varying, types)) == list(map(meshes.varying, program.in_avals)):
         return list(program.out_avals)
     run = core.jaxpr_as_fun(program)
-    return [x.aval for x in ir.program_of(run, *types).jaxpr.outvars]
+    return [x.aval for x in interpret.program_of(run, *types).jaxpr.outvars]
 
 
 def _batched(
@@ -423,6 +431,6 @@ def _transposed(
         base, operands = of.base, xs[:n]
     else:  # It is linear: where it is differentiated does not matter.
         zeros = [jnp.zeros(its.types[i].shape, its.types[i].dtype) for i in linear]
-        given, wrt, base, operands = cts, linear, its, ir.put(xs, linear, zeros)
+        given, wrt, base, operands = cts, linear, its, interpret.put(xs, linear, zeros)
     gradient = base.gradient(Gradient(base, tuple(wrt), tuple(given)))
     return gradient.bind([*operands, *cts.values()])

@@ -12,10 +12,10 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from ga_optax._passes import ir, primitives
+from ga_optax._passes import interpret, primitives, read, rewrite
 from ga_optax._passes.facts import Facts
-from ga_optax._passes.ir import Program
 from ga_optax._passes.notes import left_alone
+from ga_optax._passes.read import Program
 
 
 def merged(program: Program, facts: Facts) -> Program:
@@ -46,28 +46,28 @@ def _merged(jaxpr: core.Jaxpr) -> core.Jaxpr:
             dims = range(y.ndim)
             return jax.lax.broadcast_in_dim(y, like.shape, dims, out_sharding=place)
 
-        [new] = ir.traced(run, [x], core.Var(aval), at)
+        [new] = interpret.traced(run, [x], core.Var(aval), at)
         return append((x, like.shape), [aval], new)[0]
 
     def visit(jaxpr: core.Jaxpr, names: dict[Any, Any]) -> list[Any]:
         """Appends the equations; `names` maps old variables to new ones."""
         for old in jaxpr.eqns:
-            equation = old.replace(invars=ir.rename(old.invars, names))
+            equation = old.replace(invars=rewrite.rename(old.invars, names))
             if primitives.row_of(equation).broadcasts and len(equation.invars) > 1:
                 aval = old.outvars[0].aval
                 invars = [broadcast(x, aval, old) for x in equation.invars]
                 equation = equation.replace(invars=invars)
             if _is_inlined(equation):
-                [inner] = ir.inner_programs(equation)
+                [inner] = read.inner_programs(equation)
                 pairs = zip(inner.invars, equation.invars, strict=True)
                 outvars = visit(inner, dict(pairs))
             else:
-                if ir.kind(equation) not in (None, "call"):
-                    equation = ir.with_inner(equation, again)
+                if read.kind(equation) not in (None, "call"):
+                    equation = rewrite.with_inner(equation, again)
                 avals = [v.aval for v in equation.outvars]
                 outvars = append(_key(equation), avals, equation)
             names.update(zip(old.outvars, outvars, strict=True))
-        return ir.rename(jaxpr.outvars, names)
+        return rewrite.rename(jaxpr.outvars, names)
 
     outvars = visit(jaxpr, {})
     return jaxpr.replace(eqns=equations, outvars=outvars)
@@ -75,9 +75,9 @@ def _merged(jaxpr: core.Jaxpr) -> core.Jaxpr:
 
 def _is_inlined(equation: core.JaxprEqn) -> bool:
     """Whether it is a `jit` that does no more than name its program."""
-    if ir.kind(equation) != "call":
+    if read.kind(equation) != "call":
         return False
-    [inner] = ir.inner(equation)
+    [inner] = read.inner(equation)
     places = [equation.params.get(k, ()) for k in ("in_shardings", "out_shardings")]
     told = any(type(x).__name__ != "UnspecifiedValue" for its in places for x in its)
     if told or inner.consts:
@@ -88,10 +88,10 @@ def _is_inlined(equation: core.JaxprEqn) -> bool:
 def _key(equation: core.JaxprEqn) -> Any:
     """What equal equations have in common; None for one that has no equal."""
     variables = *equation.invars, *equation.outvars
-    if any(map(ir.is_reference, variables)):
+    if any(map(read.is_reference, variables)):
         return None
     if equation.effects or equation.primitive.name == "rng_uniform":
-        if ir.kind(equation) is None:  # of what is inside it is said there
+        if read.kind(equation) is None:  # of what is inside it is said there
             left_alone(equation, "it does more than compute")
         return None
-    return ir.key_of(equation, lambda x: x)
+    return read.key_of(equation, lambda x: x)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from jax.extend import core
 
-from ga_optax._passes import ir
+from ga_optax._passes import read
 
 Test = Callable[[core.JaxprEqn], bool]
 _Places = list[int | None]  # the nodes of values, by number; None for literals
@@ -71,17 +71,17 @@ class Graph(NamedTuple):
         found: list[Ring] = []
         for members in _components([node.reads for node in self.nodes]):
             nodes = [self.nodes[i] for i in members]
-            read = {j for node in nodes for j in node.reads}
-            closed = not read.isdisjoint(members)
+            inputs = {j for node in nodes for j in node.reads}
+            closed = not inputs.isdisjoint(members)
             counted = [x.equation for x in nodes if x.equation and counts(x.equation)]
-            before = [levels[j] for j in read if j in levels]
+            before = [levels[j] for j in inputs if j in levels]
             level = max([*before, *(node.start for node in nodes)]) + bool(counted)
             levels.update(dict.fromkeys(members, level))
             found.append(Ring(members, closed, counted, level))
         return sorted(found, key=lambda ring: ring.members)
 
 
-def graph(how: ir.Scan, opens: Test, start: Sequence[int] | None = None) -> Graph:
+def graph(how: read.Scan, opens: Test, start: Sequence[int] | None = None) -> Graph:
     """The graph of a scan.
 
     Args:
@@ -95,7 +95,7 @@ def graph(how: ir.Scan, opens: Test, start: Sequence[int] | None = None) -> Grap
     return found
 
 
-def inside(how: ir.Scan, counts: Test) -> dict[int, list[int]]:
+def inside(how: read.Scan, counts: Test) -> dict[int, list[int]]:
     """The levels of the arguments of each loop with equations that count, by its id."""
     found = graph(how, counts)
     levels = {i: ring.level for ring in found.rings(counts) for i in ring.members}
@@ -105,7 +105,7 @@ def inside(how: ir.Scan, counts: Test) -> dict[int, list[int]]:
     }
 
 
-def comes_apart(how: ir.Scan, counts: Test, longest: int) -> bool:
+def comes_apart(how: read.Scan, counts: Test, longest: int) -> bool:
     """Whether no equation that counts depends on itself in a loop longer than that."""
     found = graph(how, counts)
     return not any(
@@ -117,7 +117,7 @@ def comes_apart(how: ir.Scan, counts: Test, longest: int) -> bool:
 # -- Nodes -----------------------------------------------------------------------------
 
 
-def _loop(found: Graph, how: ir.Scan, given: _Places, opens: Test) -> _Places:
+def _loop(found: Graph, how: read.Scan, given: _Places, opens: Test) -> _Places:
     """The nodes of the results of a scan."""
     nodes = found.nodes
     consts, carry, slices = how.split(given)
@@ -135,18 +135,18 @@ def _program(found: Graph, jaxpr: core.Jaxpr, given: _Places, opens: Test) -> _P
     env: dict[Any, int | None] = dict(zip(jaxpr.invars, given, strict=True))
 
     def places(atoms: Sequence[Any]) -> _Places:
-        return [env.get(x) if ir.is_variable(x) else None for x in atoms]
+        return [env.get(x) if read.is_variable(x) else None for x in atoms]
 
     for e in jaxpr.eqns:
-        read, is_open = places(e.invars), opens(e)
-        if is_open and ir.is_inline(e):
-            [inner] = ir.inner_programs(e)
-            out = _program(found, inner, read, opens)
-        elif is_open and ir.kind(e) == "scan":
-            found.loops[id(e)] = read
-            out = _loop(found, ir.scan_of(e), read, opens)
+        inputs, is_open = places(e.invars), opens(e)
+        if is_open and read.is_inline(e):
+            [inner] = read.inner_programs(e)
+            out = _program(found, inner, inputs, opens)
+        elif is_open and read.kind(e) == "scan":
+            found.loops[id(e)] = inputs
+            out = _loop(found, read.scan_of(e), inputs, opens)
         else:
-            found.nodes.append(Node(_some(read), e))
+            found.nodes.append(Node(_some(inputs), e))
             out = [len(found.nodes) - 1] * len(e.outvars)
         env.update(zip(e.outvars, out, strict=True))
     return places(jaxpr.outvars)
@@ -167,8 +167,8 @@ def _components(reads: Sequence[Sequence[int]]) -> list[list[int]]:
     reached, before = [1 << i for i in range(len(reads))], []  # a bit for each node
     while reached != before:
         before = list(reached)
-        for i, read in enumerate(reads):
-            for j in read:
+        for i, inputs in enumerate(reads):
+            for j in inputs:
                 reached[i] |= reached[j]
     found: dict[int, list[int]] = {}
     for i, nodes in enumerate(reached):

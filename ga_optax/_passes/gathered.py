@@ -11,10 +11,10 @@ from typing import Any
 from jax.extend import core
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ga_optax._passes import constraints, ir, primitives
+from ga_optax._passes import constraints, primitives, read, rewrite
 from ga_optax._passes.facts import Facts
-from ga_optax._passes.ir import Program
 from ga_optax._passes.notes import left_alone
+from ga_optax._passes.read import Program
 
 Entries = tuple[Any, ...]  # of a PartitionSpec, one for each dimension
 
@@ -39,21 +39,21 @@ def _used(jaxpr: core.Jaxpr, sharded: dict[Any, Entries], mesh: Any) -> core.Jax
 
     def change(equation: core.JaxprEqn) -> list[core.JaxprEqn]:
         ins: list[Any] = equation.invars
-        here = [x for x in ir.variables(ins) if x in sharded]
+        here = [x for x in read.variables(ins) if x in sharded]
         if equation.primitive.name == primitives.CAST and here:
             sharded[equation.outvars[0]] = sharded[ins[0]]
-        elif ir.kind(equation) in ir.THROUGH and here:
+        elif read.kind(equation) in read.THROUGH and here:
 
             def inside(inner: core.Jaxpr) -> core.Jaxpr:
                 pairs: Any = zip(inner.invars, ins, strict=True)
-                now = {v: sharded[x] for v, x in pairs if ir.is_among(x, sharded)}
+                now = {v: sharded[x] for v, x in pairs if read.is_among(x, sharded)}
                 # A scan slices along the leading dimension.
                 now = {v: its[len(its) - v.aval.ndim :] for v, its in now.items()}
                 return _used(inner, now, mesh)
 
-            return [ir.with_inner(equation, inside)]
+            return [rewrite.with_inner(equation, inside)]
         elif here:
-            if ir.inner_programs(equation):
+            if read.inner_programs(equation):
                 name = equation.primitive.name
                 left_alone(equation, f"{name} gets parameters that are gathered before")
             new = []
@@ -62,7 +62,7 @@ def _used(jaxpr: core.Jaxpr, sharded: dict[Any, Entries], mesh: Any) -> core.Jax
                     whole[x] = core.Var(x.aval)
                     sharding = NamedSharding(mesh, PartitionSpec(*sharded[x]))
                     new.append(constraints.placed(x, whole[x], sharding, equation))
-            return [*new, equation.replace(invars=ir.rename(ins, whole))]
+            return [*new, equation.replace(invars=rewrite.rename(ins, whole))]
         return [equation]
 
-    return ir.changed(jaxpr, change)
+    return rewrite.changed(jaxpr, change)

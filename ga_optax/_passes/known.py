@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from ga_optax._passes import ir, places, primitives
+from ga_optax._passes import interpret, places, primitives, read
 
 _RUNS = "custom_jvp_call"  # its rule is run as JAX differentiates it
 _READ = ("", "open", *primitives.CALLS)
@@ -29,7 +29,7 @@ def hides(equation: core.JaxprEqn) -> str | None:
 
     One without results, such as a check, hides nothing of those.
     """
-    names = (e.primitive.name for e in ir.within(equation) if e.outvars)
+    names = (e.primitive.name for e in read.within(equation) if e.outvars)
     return next(filter(hidden, names), None)
 
 
@@ -42,14 +42,14 @@ def constrained_to(equation: core.JaxprEqn) -> Any:
 def has_rule(equation: core.JaxprEqn) -> bool:
     """True if something in an equation has a backward rule of the user's."""
     rules = ("custom_vjp_call", "linear_call")
-    return any(e.primitive.name in rules for e in ir.within(equation))
+    return any(e.primitive.name in rules for e in read.within(equation))
 
 
 def is_known(equation: core.JaxprEqn) -> bool:
     """Whether a pass may move an equation: it and all inside it are known."""
     return all(
-        not e.effects and (is_built_in(e) or ir.kind(e) or e.primitive.name == _RUNS)
-        for e in ir.within(equation)
+        not e.effects and (is_built_in(e) or read.kind(e) or e.primitive.name == _RUNS)
+        for e in read.within(equation)
     )
 
 
@@ -103,8 +103,8 @@ def deeds(jaxpr: core.Jaxpr) -> Deeds:
 def _deeds_of(jaxpr: core.Jaxpr, equation: core.JaxprEqn) -> Deeds:
     name, found = equation.primitive.name, Deeds()
     line = places.line_of(equation.source_info)
-    calls = ir.kind(equation) is not None
-    for program in ir.inner_programs(equation) if calls else ():
+    calls = read.kind(equation) is not None
+    for program in read.inner_programs(equation) if calls else ():
         found |= deeds(program)
     if equation.effects:
         found |= Deeds(Reason("fun prints, calls back or communicates", line))
@@ -124,16 +124,16 @@ def _deeds_of(jaxpr: core.Jaxpr, equation: core.JaxprEqn) -> Deeds:
 
 def backward(jaxpr: core.Jaxpr, equation: core.JaxprEqn) -> core.Jaxpr:
     """The program that computes an equation and takes a cotangent back through it."""
-    ins = list(dict.fromkeys(ir.variables(equation.invars)))
-    smooth = [i for i, x in enumerate(ins) if ir.is_inexact(x)]
-    outs = [x for x in equation.outvars if ir.is_inexact(x)]
+    ins = list(dict.fromkeys(read.variables(equation.invars)))
+    smooth = [i for i, x in enumerate(ins) if read.is_inexact(x)]
+    outs = [x for x in equation.outvars if read.is_inexact(x)]
 
     def forward(*values: Any) -> list[Any]:
-        return ir.bind(jaxpr, [equation], ins, outs, values)
+        return interpret.bind(jaxpr, [equation], ins, outs, values)
 
     def run(*values: Any) -> Any:
-        of_smooth = ir.of_some(forward, values, smooth)
+        of_smooth = interpret.of_some(forward, values, smooth)
         out, pullback = jax.vjp(of_smooth, *(values[i] for i in smooth))
         return pullback(list(map(jnp.ones_like, out)))
 
-    return ir.program_of(run, *(x.aval for x in ins)).jaxpr
+    return interpret.program_of(run, *(x.aval for x in ins)).jaxpr

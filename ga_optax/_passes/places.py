@@ -15,7 +15,7 @@ from typing import Any
 
 from jax.extend import core, source_info_util
 
-from ga_optax._passes import ir
+from ga_optax._passes import read
 
 _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _INSTALLED = [f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages")]
@@ -97,12 +97,12 @@ def placed(equation: core.JaxprEqn, around: Any) -> core.JaxprEqn:
     A function of JAX's that is jitted, such as `jnp.var`, knows nothing of its caller.
     What has no line, such as a loss that is a checkpoint, has the last one in it.
     """
-    source, programs = equation.source_info, ir.inner_programs(equation)
+    source, programs = equation.source_info, read.inner_programs(equation)
     others = [] if around is None else [around]
     if not (others or programs):
         return equation
     if not (own := _ranked(source)[0]):
-        inside = itertools.chain(*map(ir.equations, programs))
+        inside = itertools.chain(*map(read.equations, programs))
         others += [e.source_info for e in inside][::-1]
     found = next((x for x in others if _ranked(x)[0] > own), None)
     if found is None:

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ga_optax._passes import ir
+from ga_optax._passes import read
 from ga_optax._passes.primitives import ADD_TO, CAST, NEW_REF, PRODUCT, READ_OUT, WRITE
 
 # Parameters that the passes read or give, by primitive.
@@ -55,7 +55,7 @@ def differences() -> list[str]:
 def _differences() -> list[str]:
     try:
         with jax.disable_jit(False), jax.numpy_dtype_promotion("standard"):
-            equations = list(ir.equations(_program()))
+            equations = list(read.equations(_program()))
         found: dict[str, Any] = {e.primitive.name: e for e in equations}
         missing = []
         for name, parameters in PARAMETERS.items():
@@ -65,7 +65,7 @@ def _differences() -> list[str]:
                 gone = set(parameters) - found[name].params.keys()
                 missing += [f"{name}'s parameter {x}" for x in parameters if x in gone]
         if not missing:
-            scan = ir.scan_of(found["scan"])
+            scan = read.scan_of(found["scan"])
             roles = scan.num_consts, scan.num_carry, len(scan.body.jaxpr.invars)
             if roles != (1, 1, 3):
                 missing = ["a scan's arguments in the order (consts, carry, slices)"]

@@ -34,15 +34,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from ga_optax._passes import ir, primitives
+from ga_optax._passes import interpret, primitives, read, rewrite
 from ga_optax._passes.facts import Facts
-from ga_optax._passes.ir import Program
 from ga_optax._passes.notes import left_alone
+from ga_optax._passes.read import Program
 
 # In which products of matrices of low precision are summed.
 _WIDE = np.dtype(np.float32)
 _ALGORITHMS = (jax.lax.DotAlgorithm, jax.lax.DotAlgorithmPreset)
-_CALLS = (*ir.THROUGH, "cond")
+_CALLS = (*read.THROUGH, "cond")
 
 
 def added_inside(program: Program, facts: Facts) -> Program:
@@ -77,15 +77,15 @@ class _Body:
         """
         eqns, invars, outvars = self.jaxpr.eqns, self.jaxpr.invars, self.jaxpr.outvars
         ends = ((outvars[i], sliced) for i, sliced in sums.items())
-        self.sums.update((x, sliced) for x, sliced in ends if ir.is_variable(x))
+        self.sums.update((x, sliced) for x, sliced in ends if read.is_variable(x))
         self.held.update(invars[i] for i in refs)
         self.wide.update((outvars[i], _widened(outvars[i])) for i in wide)
         new = {n: self._changed(n, eqns[n]) for n in reversed(range(len(eqns)))}
         self._replace_products(new)
         places = dict(zip(map(id, eqns), range(len(eqns)), strict=True))
-        jaxpr = ir.changed(self.jaxpr, lambda e: new[places[id(e)]])
+        jaxpr = rewrite.changed(self.jaxpr, lambda e: new[places[id(e)]])
         if wide:
-            jaxpr = jaxpr.replace(outvars=ir.rename(outvars, self.wide))
+            jaxpr = jaxpr.replace(outvars=rewrite.rename(outvars, self.wide))
         return jaxpr, {i: self.sums[x] for i, x in enumerate(invars) if x in self.sums}
 
     def _changed(self, n: int, equation: core.JaxprEqn) -> list[core.JaxprEqn]:
@@ -94,9 +94,9 @@ class _Body:
         ins: list[Any] = equation.invars
         outs = [x for x in equation.outvars if x in self.sums]
         wide = [x for x in equation.outvars if x in self.wide]
-        into = [i for i, x in enumerate(ins) if ir.is_among(x, self.held)]
+        into = [i for i, x in enumerate(ins) if read.is_among(x, self.held)]
         sliced = all(self.sums[x] for x in outs)
-        if ir.kind(equation) in _CALLS and (outs or wide or into):
+        if read.kind(equation) in _CALLS and (outs or wide or into):
             return [self._call(equation, into)]
         if name in (primitives.PRODUCT, primitives.CONVOLUTION) and wide:
             self.products[n] = self.wide[wide[0]]
@@ -115,7 +115,7 @@ class _Body:
         elif name == primitives.PRODUCT and outs:
             self.products[n] = outs[0]
         elif row.is_passed and outs and len(outs) == len(equation.outvars):
-            self.sums.update(dict.fromkeys(ir.variables(ins), sliced))
+            self.sums.update(dict.fromkeys(read.variables(ins), sliced))
         return [equation]
 
     def _call(self, equation: core.JaxprEqn, into: list[int]) -> core.JaxprEqn:
@@ -129,12 +129,12 @@ class _Body:
             body = _Body(inner, self.facts, self.kinds)
             new, summed = body.added(sums, wide, [i - rest for i in into])
             more = ((ins[i + rest], its) for i, its in summed.items())
-            self.sums.update((x, its) for x, its in more if ir.is_variable(x))
+            self.sums.update((x, its) for x, its in more if read.is_variable(x))
             return new
 
-        new = ir.with_inner(equation, change)
+        new = rewrite.with_inner(equation, change)
         if wide:
-            new = new.replace(outvars=ir.rename(equation.outvars, self.wide))
+            new = new.replace(outvars=rewrite.rename(equation.outvars, self.wide))
         return new
 
     def _cast(self, cast: core.JaxprEqn, sliced: bool) -> core.JaxprEqn:
@@ -144,9 +144,9 @@ class _Body:
             self.sums[x], self.wide[x] = sliced, _widened(x)
             return cast.replace(invars=[self.wide[x]])
         if _is_low(x):
-            made = ir.made_by(self.jaxpr, x)
+            made = read.made_by(self.jaxpr, x)
             why = "a sum in low precision is read by more than its accumulator"
-            if made is not None and ir.num_readers(self.jaxpr, x) == 1:
+            if made is not None and read.num_readers(self.jaxpr, x) == 1:
                 why = f"a sum comes out of {made.primitive.name} in low precision"
             left_alone(cast, why)
         return cast
@@ -164,25 +164,27 @@ class _Body:
             if name != primitives.SCATTER and _can_be_wide(self.jaxpr, x, sliced):
                 self.sums[x], self.wide[x] = sliced, ins[i]
             else:
-                casts += ir.traced(lambda y: y.astype(_WIDE), [x], ins[i], equation)
+                casts += interpret.traced(
+                    lambda y: y.astype(_WIDE), [x], ins[i], equation
+                )
         if name == primitives.SCATTER:
             number = jax.ShapeDtypeStruct((), _WIDE)
-            adds = ir.program_of(jax.lax.add, number, number).jaxpr
+            adds = interpret.program_of(jax.lax.add, number, number).jaxpr
             params = params | {"update_jaxpr": adds}
         ends = {"invars": ins, "outvars": [self.wide[out]]}
         return [*casts, equation.replace(params=params, **ends)]
 
     def _replace_products(self, new: dict[int, list[core.JaxprEqn]]) -> None:
         """Some of them are wider now, and some have to stay apart."""
-        read = {
+        reads = {
             n: {id(_before(self.jaxpr, x)) for x in new[n][-1].invars}
             for n in self.products
         }
-        number = collections.Counter(x for both in read.values() for x in both)
+        number = collections.Counter(x for both in reads.values() for x in both)
         for n, result in self.products.items():
             [equation] = new[n]
             casts = result not in equation.outvars
-            shares = any(number[x] > 1 for x in read[n])
+            shares = any(number[x] > 1 for x in reads[n])
             fences = shares and equation.primitive.name == primitives.PRODUCT
             if casts or fences:
                 new[n] = [self._product(equation, result, casts, fences)]
@@ -191,11 +193,11 @@ class _Body:
         self, equation: core.JaxprEqn, result: core.Var, casts: bool, fences: bool
     ) -> core.JaxprEqn:
         """A product with another result, or kept apart: one function of all alike."""
-        ins, key = equation.invars, ir.key_of(equation, lambda x: x.aval)
+        ins, key = equation.invars, read.key_of(equation, lambda x: x.aval)
         kind = key, casts, fences
         if kind not in self.kinds:
             product = jax.jit(_product(equation, casts, fences))
-            [self.kinds[kind]] = ir.traced(product, ins, result, equation)
+            [self.kinds[kind]] = interpret.traced(product, ins, result, equation)
         ends = {"invars": ins, "outvars": [result]}
         return self.kinds[kind].replace(source_info=equation.source_info, **ends)
 
@@ -205,8 +207,8 @@ def _can_be_wide(jaxpr: core.Jaxpr, x: Any, sliced: bool) -> bool:
 
     `sliced` says whether it may be a stack.
     """
-    made = ir.made_by(jaxpr, x)
-    if made is None or not _is_low(x) or ir.num_readers(jaxpr, x) != 1:
+    made = read.made_by(jaxpr, x)
+    if made is None or not _is_low(x) or read.num_readers(jaxpr, x) != 1:
         return False
     name, ins = made.primitive.name, made.invars
     if name in (primitives.PRODUCT, primitives.CONVOLUTION):
@@ -215,12 +217,12 @@ def _can_be_wide(jaxpr: core.Jaxpr, x: Any, sliced: bool) -> bool:
         return _can_be_wide(jaxpr, ins[0], sliced)
     if name == primitives.SUM_OF_TWO:
         return any(_can_be_wide(jaxpr, y, sliced) for y in ins)
-    if ir.kind(made) in ir.THROUGH:
-        [inner] = ir.inner_programs(made)
+    if read.kind(made) in read.THROUGH:
+        [inner] = read.inner_programs(made)
         own: Any = inner.outvars[made.outvars.index(x)]
         is_sum = own.aval.ndim == x.aval.ndim  # over the iterations of a scan
         # All layers would be twice as large.
-        stays = ir.kind(made) == "scan" and (is_sum or not sliced)
+        stays = read.kind(made) == "scan" and (is_sum or not sliced)
         return not stays and _can_be_wide(inner, own, sliced)
     return name in (primitives.SUM, primitives.SCATTER)
 
@@ -258,19 +260,19 @@ def _product(
 
 def _before(jaxpr: core.Jaxpr, x: Any, cast: str = "") -> Any:
     """A value before it was moved, or before equations of the name `cast`."""
-    made = ir.made_by(jaxpr, x)
+    made = read.made_by(jaxpr, x)
     while made and (primitives.row_of(made).moves or made.primitive.name == cast):
         x = made.invars[0]
-        made = ir.made_by(jaxpr, x)
+        made = read.made_by(jaxpr, x)
     return x
 
 
 def _is_product(jaxpr: core.Jaxpr, x: Any) -> bool:
     """Whether a value is a product of matrices, which may have been moved or cast."""
     x = _before(jaxpr, x, primitives.CAST)
-    made = ir.made_by(jaxpr, x)
-    if made is not None and ir.is_inline(made):
-        [inner] = ir.inner_programs(made)
+    made = read.made_by(jaxpr, x)
+    if made is not None and read.is_inline(made):
+        [inner] = read.inner_programs(made)
         return _is_product(inner, inner.outvars[made.outvars.index(x)])
     return made is not None and made.primitive.name == primitives.PRODUCT
 
@@ -290,7 +292,7 @@ def _added_after(equation: core.JaxprEqn) -> list[core.JaxprEqn]:
 
     new = core.Var(x.aval)
     into = equation.replace(invars=[ref, new, *rest])
-    return [*ir.traced(after, [x], new, equation), into]
+    return [*interpret.traced(after, [x], new, equation), into]
 
 
 def _cublas_alone() -> bool:

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from ga_optax._checks import check_callable, named_leaves
-from ga_optax._passes import closures, ir, primitives, transformable
+from ga_optax._passes import closures, interpret, primitives, read, transformable
 from ga_optax._passes.notation import Axes, Split, Way
 
 NAME = primitives.ROWWISE
@@ -86,7 +86,7 @@ def rowwise(
         fixed = [x if d is None else None for x, d in zip(leaves, axes, strict=True)]
 
         def flat(*xs: Any) -> Any:
-            every = ir.put(fixed, given, xs)
+            every = interpret.put(fixed, given, xs)
             return fun(*jax.tree.unflatten(structure, every), **kwargs)
 
         xs = [leaves[i] for i in given]
@@ -242,7 +242,7 @@ def _derived(xs: Any, moved: Any, dots: Any, *, promise: Split, program: Any) ->
     if program.effects or not _is_read():  # so that nothing happens twice
         return transformable.differentiated(promise.fun, xs, moved, dots)
     out = _primitive().bind(*xs, promise=promise, program=program)
-    smooth, n = [i for i, x in enumerate(out) if ir.is_inexact(x)], len(xs)
+    smooth, n = [i for i, x in enumerate(out) if read.is_inexact(x)], len(xs)
     fun = transformable.pushed(promise.fun, moved, smooth)
     dot = promise.of_some(fun, [*range(n), *moved], [n + i for i in smooth])
     return out, dict(zip(smooth, bound(dot, *xs, *dots), strict=True))
@@ -253,7 +253,7 @@ def _transposed(xs: Any, linear: Any, cts: Any, *, promise: Split, program: Any)
 
     def back(*operands: Any) -> list[Any]:
         def wanted(*some: Any) -> list[Any]:
-            out = promise.fun(*ir.put(operands[:n], linear, some))
+            out = promise.fun(*interpret.put(operands[:n], linear, some))
             return [out[i] for i in cts]
 
         types = [jax.typeof(operands[i]) for i in linear]
@@ -262,4 +262,4 @@ def _transposed(xs: Any, linear: Any, cts: Any, *, promise: Split, program: Any)
     # Zeros have the shapes that what is linear has where it is called.
     zeros = [jnp.zeros_like(program.in_avals[i]) for i in linear]
     new = promise.of_some(back, [*range(n), *(n + i for i in cts)], linear)
-    return bound(new, *ir.put(xs, linear, zeros), *cts.values())
+    return bound(new, *interpret.put(xs, linear, zeros), *cts.values())

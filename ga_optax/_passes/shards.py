@@ -22,9 +22,9 @@ from jax.interpreters import mlir
 
 from ga_optax._devices import meshes
 from ga_optax._devices.meshes import Axes
-from ga_optax._passes import ir, notes, primitives, transformable
+from ga_optax._passes import interpret, notes, primitives, read, rewrite, transformable
 from ga_optax._passes.facts import Facts
-from ga_optax._passes.ir import Program
+from ga_optax._passes.read import Program
 
 
 class Shard(NamedTuple):
@@ -62,7 +62,7 @@ def gathered_at_use(program: Program, facts: Facts) -> Program:
     """The program, of whose constants some are gathered where they are used."""
     jaxpr, consts = program.jaxpr, list(program.consts)
     found = [facts.shards.get(id(x)) for x in consts]
-    if not any(found) or any(map(ir.is_reference, jaxpr.constvars)):
+    if not any(found) or any(map(read.is_reference, jaxpr.constvars)):
         return program
     pairs = zip(found, jaxpr.constvars, strict=True)
     types = [jax.typeof(x.part) if x else v.aval for x, v in pairs]
@@ -70,13 +70,13 @@ def gathered_at_use(program: Program, facts: Facts) -> Program:
 
     def run(*xs: Any) -> list[Any]:
         given = [s.of(x) if s else x for s, x in zip(found, xs, strict=False)]
-        program = ir.Program(jaxpr, given)
+        program = read.Program(jaxpr, given)
         return _whole(_Reader().run(program, xs[number:]))
 
     trace = jax.make_jaxpr(run, axis_env=facts.window)
     new: Any = trace(*types, *(x.aval for x in jaxpr.invars))
     parts = [x.part if x else y for x, y in zip(found, consts, strict=True)]
-    return Program(ir.with_constants(new.jaxpr, number), [*new.consts, *parts])
+    return Program(rewrite.with_constants(new.jaxpr, number), [*new.consts, *parts])
 
 
 class _Reader(NamedTuple):
@@ -93,7 +93,7 @@ class _Reader(NamedTuple):
     def run(self, program: Program, args: Sequence[Any]) -> list[Any]:
         """The results of a program."""
         apply = functools.partial(self.applied, program.jaxpr)
-        return ir.evaluate(program, args, apply)
+        return interpret.evaluate(program, args, apply)
 
     def applied(
         self, jaxpr: core.Jaxpr, e: core.JaxprEqn, values: list[Any]
@@ -103,26 +103,26 @@ class _Reader(NamedTuple):
             return None
         if moved := _moved(e, values):
             return moved
-        kind, bodies = ir.kind(e), ir.inner(e)
+        kind, bodies = read.kind(e), read.inner(e)
         if kind == "call":
             return self.run(bodies[0], values)
         if kind == "checkpoint":
             inside = self._replace(again=True)
             body = lambda *xs: _whole(inside.run(bodies[0], xs))  # noqa: E731
-            return ir.checkpointed(e, body)(*values)
+            return interpret.checkpointed(e, body)(*values)
         if kind == "scan":
-            how, inside = ir.scan_of(e), self._replace(loops=True)
+            how, inside = read.scan_of(e), self._replace(loops=True)
             consts, carry, slices = how.split(values)
             xs = [*consts, *_whole(carry), *map(_sliced, slices)]
-            return ir.scan(how, lambda xs: _whole(inside.run(how.body, xs)), xs)
+            return interpret.scan(how, lambda xs: _whole(inside.run(how.body, xs)), xs)
 
         def use(*values: Any) -> list[Any]:
-            return ir.bind(jaxpr, [e], e.invars, e.outvars, _whole(values))
+            return interpret.bind(jaxpr, [e], e.invars, e.outvars, _whole(values))
 
         if bodies:
             name = e.primitive.name
             notes.left_alone(e, f"{name} gets an array that is gathered before")
-        if e.effects or any(map(ir.is_reference, e.invars)):
+        if e.effects or any(map(read.is_reference, e.invars)):
             return use(*values)
         values = values if self.loops else _in_turn(values)
         return (use if self.again else jax.checkpoint(use))(*values)
@@ -152,7 +152,7 @@ def _in_turn(values: Sequence[Any]) -> list[Any]:
             jax.lax.stop_gradient(y)
             for y in values
             if isinstance(y, jax.core.Tracer)
-            and ir.is_inexact(y)
+            and read.is_inexact(y)
             and meshes.varying(y) == meshes.varying(x.part)  # for jax 0.10
         ]
         return x.of(jax.lax.optimization_barrier((x.part, *alike))[0])
@@ -174,7 +174,7 @@ def _moved(e: core.JaxprEqn, values: list[Any]) -> list[Any] | None:
         key = "limit_indices" if name == "slice" else "slice_sizes"
         if p[key][d] != before.shape[d] or after.shape[d] != before.shape[d]:
             return None
-        new = {key: tuple(ir.put(p[key], [d], [x.part.shape[d]]))}
+        new = {key: tuple(interpret.put(p[key], [d], [x.part.shape[d]]))}
     elif name == "transpose":
         d = p["permutation"].index(d)
     elif name in ("squeeze", "unstack"):
@@ -200,7 +200,7 @@ def _gather() -> core.Primitive:
         return [jax.lax.all_gather(x, axes, axis=dim, tiled=True)]
 
     def types(x: Any, **how: Any) -> Any:
-        jaxpr = ir.program_of(functools.partial(run, **how), x).jaxpr
+        jaxpr = interpret.program_of(functools.partial(run, **how), x).jaxpr
         return [out.aval for out in jaxpr.outvars], core.no_effects
 
     def plain(**how: Any) -> Any:
@@ -235,9 +235,9 @@ def either(
     flat = jax.tree.leaves(args)
     closed, shapes = jax.make_jaxpr(plain, return_shape=True)(args)
     both = closed, jax.make_jaxpr(other)(args)
-    if any(x.effects or any(map(ir.is_reference, x.jaxpr.constvars)) for x in both):
+    if any(x.effects or any(map(read.is_reference, x.jaxpr.constvars)) for x in both):
         return plain(args)
-    first, second = (ir.without_constants(x.jaxpr) for x in both)
+    first, second = (rewrite.without_constants(x.jaxpr) for x in both)
     consts = [list(x.consts) for x in both]
     n, m = map(len, consts)
     ids = {id(x) for x in watched}
@@ -278,7 +278,7 @@ def _either() -> core.Primitive:
         return transformable.differentiated(fun, xs, moved, dots)
 
     def lowered(context: Any, *xs: Any, watched: Any, axes: Axes, **how: Any) -> Any:
-        sizes = {i: ir.numbers(context.avals_in[i].shape) for i in watched}
+        sizes = {i: read.numbers(context.avals_in[i].shape) for i in watched}
         split = sum(n for i, n in sizes.items() if _is_split(xs[i], axes))
         chosen = run_other if 2 * split > sum(sizes.values()) else run
         fun = functools.partial(chosen, **how)

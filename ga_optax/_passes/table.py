@@ -32,7 +32,7 @@ from ga_optax._passes import (
     shards,
 )
 from ga_optax._passes.facts import Facts
-from ga_optax._passes.ir import Program
+from ga_optax._passes.read import Program
 
 
 class Pass(NamedTuple):

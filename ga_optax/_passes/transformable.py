@@ -18,7 +18,7 @@ from jax.experimental import checkify
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir, partial_eval
 
-from ga_optax._passes import ir, primitives
+from ga_optax._passes import interpret, primitives
 
 Run = Callable[[Any], Any]
 
@@ -153,7 +153,7 @@ def differentiated(
 ) -> tuple[Any, dict[int, Any]]:
     """The results of a function, and their tangents by number, as `How.derived`."""
     some = [xs[i] for i in moved]
-    out, tangents = jax.jvp(ir.of_some(fun, xs, moved), some, list(dots))
+    out, tangents = jax.jvp(interpret.of_some(fun, xs, moved), some, list(dots))
     return out, dict(enumerate(tangents))
 
 
@@ -207,7 +207,7 @@ def checked(primitive: core.Primitive, plain: Callable[..., Any]) -> None:
             errors.append(error)
             return out
 
-        results = ir.evaluate(closed, values, of_function)
+        results = interpret.evaluate(closed, values, of_function)
         [error] = errors
         return error, results
 

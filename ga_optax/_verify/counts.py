@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ga_optax._passes import ir
+from ga_optax._passes import read
 from ga_optax._verify.gradients import Problem
 
 # How precise shares are, which are quotients of counts in float64.
@@ -48,7 +48,7 @@ def _expressions(problem: Problem) -> Iterator[tuple[str, np.ndarray]]:
             continue
         x = np.moveaxis(np.asarray(leaf, np.float64), axis, 0)  # [micro-batch, ...]
         # A sum in half a float would round the count.
-        half = ir.is_inexact(leaf) and leaf.dtype.itemsize < 4
+        half = read.is_inexact(leaf) and leaf.dtype.itemsize < 4
         name, dtype = f"batch{jax.tree_util.keystr(path)}", "dtype='float32'" * half
         views = {name: x}
         if x.ndim > 2 and axis < 2:  # the mask of a shifted sequence, too

@@ -18,7 +18,7 @@ import numpy as np
 from jax.extend import core
 
 from ga_optax._partition import PARTIAL, WHOLE, Argument, Axis, Rows, partition
-from ga_optax._passes import ir, places
+from ga_optax._passes import interpret, places, read
 from ga_optax._passes.rowwise import READ
 from ga_optax._verify.gradients import Problem
 from ga_optax._verify.wide import Wide, cast
@@ -58,25 +58,25 @@ class Proof:
         arguments = [Argument(x.aval, rows[i] or WHOLE, i in smooth) for i, x in names]
         # Rows may meet in loops of any length: nothing runs.
         part = partition(closed.jaxpr, arguments, Axis(_AXIS, problem.k, 1 << 30))
-        live = ir.live(part.jaxpr.replace(outvars=part.jaxpr.outvars[:1]))
+        live = read.live(part.jaxpr.replace(outvars=part.jaxpr.outvars[:1]))
         self.problem, self.given = problem, closed.consts
-        self.program = ir.Program(live, part.consts)
+        self.program = read.Program(live, part.consts)
         self.is_sum = part.layouts[0] is PARTIAL
         self.opaque, self.promised = _names(part.whole), _names(part.promised)
-        of_params = ir.following(live, [live.invars[i] for i in smooth])
-        meetings = [e for e in ir.equations(live) if _AXIS in ir.axes_of(e)]
+        of_params = read.following(live, [live.invars[i] for i in smooth])
+        meetings = [e for e in read.equations(live) if _AXIS in read.axes_of(e)]
         sums: list[Any] = [e.invars[0] for e in live.eqns if e in meetings]
         self.counts = [x for x in sums if x.aval.size == 1 and x not in of_params]
         self.in_counts = len(self.counts) == len(meetings)
         self.meetings = _where(meetings)
-        read = {x for x in live.invars if ir.num_readers(live, x)}
+        reads = {x for x in live.invars if read.num_readers(live, x)}
         split = {x for x, d in zip(live.invars, axes, strict=False) if d is not None}
         self.has_rows, self.has_place = (
-            not split.isdisjoint(read),
-            live.invars[-1] in read,
+            not split.isdisjoint(reads),
+            live.invars[-1] in reads,
         )
-        self.has_key = not read.isdisjoint(live.invars[len(axes) - keys : -1])
-        names = (e.primitive.name for e in ir.equations(live))
+        self.has_key = not reads.isdisjoint(live.invars[len(axes) - keys : -1])
+        names = (e.primitive.name for e in read.equations(live))
         draws = any(name.startswith(_DRAWS) for name in names)
         self.draws = draws and (self.has_key or self.has_place)
 
@@ -92,14 +92,16 @@ class Proof:
     def values(self, parts: Sequence[Any]) -> np.ndarray:
         """What each micro-batch adds to some numbers, `[number, micro-batch]`."""
         problem, (jaxpr, consts) = self.problem, self.program
-        of_parts = ir.Program(ir.live(jaxpr.replace(outvars=parts)), consts)
+        of_parts = read.Program(read.live(jaxpr.replace(outvars=parts)), consts)
 
         def of_part(*batch: Any) -> list[Any]:
             leaves = *jax.tree.leaves(problem.params), *batch
             index = jax.lax.axis_index(_AXIS)
             args = [*self.given, *leaves, *jax.tree.leaves(problem.key), index]
             pairs: Any = zip(args, jaxpr.invars, strict=True)
-            values = ir.results(of_parts, [cast(x, v.aval.dtype) for x, v in pairs])
+            values = interpret.results(
+                of_parts, [cast(x, v.aval.dtype) for x, v in pairs]
+            )
             return [x.astype("float64").reshape(()) for x in values]
 
         run = jax.vmap(of_part, problem.axes, axis_name=_AXIS, axis_size=problem.k)
@@ -121,7 +123,7 @@ class Proof:
 
     def _maker(self, x: Any) -> core.JaxprEqn | None:
         """The equation that computes a value, before casts."""
-        e = ir.made_by(self.program.jaxpr, x)
+        e = read.made_by(self.program.jaxpr, x)
         if e is not None and e.primitive.name in _SAME_VALUE:
             return self._maker(e.invars[0])
         return e

@@ -7,7 +7,7 @@ and what is left is the mathematics of the loss, with the random draws of traini
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -15,7 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from ga_optax._passes import ir, rowwise
+from ga_optax._passes import interpret, read, rewrite, rowwise
+
+# The equations in place of one, given its operands and its results of other types.
+Write = Callable[[core.JaxprEqn, list[Any], list[Any]], Iterable[core.JaxprEqn]]
+
 
 # Primitives that read or make the bits of a float, or run code for certain dtypes.
 _FIXED = ("bitcast", "callback", "pallas", "ffi", "custom_call", "cudnn", "scaled")
@@ -40,15 +44,15 @@ class Wide:
             program, out = trace(*args)
         inputs = jax.tree.leaves(args)
         if self._as_is:
-            self._note(*ir.equations(program.jaxpr))
+            self._note(*read.equations(program.jaxpr))
         else:
             program, *inputs = map(self.widened, (program, *inputs))
-        return jax.tree.structure(out).unflatten(ir.results(program, inputs))
+        return jax.tree.structure(out).unflatten(interpret.results(program, inputs))
 
     def widened(self, x: Any) -> Any:
         """An array, a dtype or a program in float64; anything else as it is."""
         if hasattr(x, "eqns"):
-            jaxpr = ir.retyped(getattr(x, "jaxpr", x), _wide_type, self._written)
+            jaxpr = _retyped(getattr(x, "jaxpr", x), _wide_type, self._written)
             if not hasattr(x, "consts"):
                 return jaxpr
             return x.replace(jaxpr=jaxpr, consts=list(map(self.widened, x.consts)))
@@ -61,15 +65,18 @@ class Wide:
     ) -> list[core.JaxprEqn]:
         params, name = equation.params, equation.primitive.name
         if any(fixed in name for fixed in _FIXED):
-            self._note(*ir.within(equation))
-            ends, nothing = (equation.invars, equation.outvars), ir.program_of(tuple)
-            bound = functools.partial(ir.bind, nothing.jaxpr, [equation], *ends)
+            self._note(*read.within(equation))
+            ends, nothing = (
+                (equation.invars, equation.outvars),
+                interpret.program_of(tuple),
+            )
+            bound = functools.partial(interpret.bind, nothing.jaxpr, [equation], *ends)
             run = _between_casts(lambda *xs: bound(xs), equation, outs)
             return _traced(run, ins, outs)
         if name.startswith("custom_"):  # its rules are for the dtypes that it has
-            jaxpr, consts = ir.inner(equation)[0]
-            program = ir.Program(self.widened(jaxpr), list(map(self.widened, consts)))
-            return _traced(lambda *xs: ir.results(program, xs), ins, outs)
+            jaxpr, consts = read.inner(equation)[0]
+            program = read.Program(self.widened(jaxpr), list(map(self.widened, consts)))
+            return _traced(lambda *xs: interpret.results(program, xs), ins, outs)
         params = jax.tree.map(
             self.widened, params, is_leaf=lambda x: hasattr(x, "eqns")
         )
@@ -84,8 +91,8 @@ class Wide:
 
     def _note(self, *equations: core.JaxprEqn) -> None:
         """Notes the lowest precision that equations read."""
-        read: Any = (x for e in equations for x in e.invars if ir.is_inexact(x))
-        dtypes = (np.dtype(jnp.finfo(x.aval.dtype).dtype) for x in read)
+        reads: Any = (x for e in equations for x in e.invars if read.is_inexact(x))
+        dtypes = (np.dtype(jnp.finfo(x.aval.dtype).dtype) for x in reads)
         self.low = max((self.low, *dtypes), key=lambda x: float(jnp.finfo(x).eps))
 
 
@@ -107,7 +114,7 @@ def _traced(fun: Callable[..., Any], ins: Any, outs: Any) -> list[core.JaxprEqn]
     """Equations that compute what a function does."""
     program = jax.make_jaxpr(fun)(*(x.aval for x in ins)).jaxpr
     pairs = zip([*program.invars, *program.outvars], [*ins, *outs], strict=True)
-    return ir.renamed(program.eqns, dict(pairs))
+    return rewrite.renamed(program.eqns, dict(pairs))
 
 
 def wide_dtype(dtype: Any) -> Any:
@@ -121,4 +128,40 @@ def wide_dtype(dtype: Any) -> Any:
 def _wide_type(aval: Any) -> Any:
     if hasattr(aval, "inner_aval"):  # a reference
         return aval.update(inner_aval=_wide_type(aval.inner_aval))
-    return aval.update(dtype=wide_dtype(aval.dtype)) if ir.is_inexact(aval) else aval
+    return aval.update(dtype=wide_dtype(aval.dtype)) if read.is_inexact(aval) else aval
+
+
+def _retyped(
+    jaxpr: core.Jaxpr,
+    type_of: Callable[[Any], Any],
+    write: Write,
+) -> core.Jaxpr:
+    """The program with variables and literals of other types, from their types."""
+    known: dict[Any, Any] = {}
+
+    def new(x: Any) -> Any:
+        if isinstance(x, core.Literal):
+            aval = type_of(x.aval)
+            return core.Literal(np.asarray(x.val, aval.dtype), aval)
+        if x not in known:
+            known[x] = core.Var(type_of(x.aval))
+        return known[x]
+
+    def all_of(atoms: Iterable[Any]) -> list[Any]:
+        return list(map(new, atoms))
+
+    def of_new(effects: Iterable[Any]) -> frozenset[Any]:
+        """Those of references name the variable."""
+        return frozenset(
+            x.replace(input=known[x.input]) if getattr(x, "input", None) in known else x
+            for x in effects
+        )
+
+    eqns = [
+        other.replace(effects=of_new(other.effects))
+        for e in jaxpr.eqns
+        for other in write(e, all_of(e.invars), all_of(e.outvars))
+    ]
+    ends = ("constvars", "invars", "outvars")
+    new_ends = {end: all_of(getattr(jaxpr, end)) for end in ends}
+    return jaxpr.replace(eqns=eqns, effects=of_new(jaxpr.effects), **new_ends)

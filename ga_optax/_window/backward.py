@@ -19,7 +19,7 @@ from ga_optax._loop import additions, in_place
 from ga_optax._loop.loop import Loop, State, with_passes
 from ga_optax._loop.loss import DeviceContext, Flat, LossProgram, Operands
 from ga_optax._loop.over_devices import all_reduced
-from ga_optax._passes import ir, known
+from ga_optax._passes import known, read, rewrite
 from ga_optax._passes.arrivals import arrival
 from ga_optax._passes.facts import Facts
 from ga_optax._window.rules import part_of
@@ -83,10 +83,10 @@ class Backward:
         if not cotangents:
             return
         roots = self.operands(cotangents)
-        read, _ = self.read(roots, level)
+        reads, _ = self.read(roots, level)
 
         def evaluate(diff: Arrays) -> Arrays:
-            buffers = values.buffers | dict(zip(read, diff, strict=True))
+            buffers = values.buffers | dict(zip(reads, diff, strict=True))
             return values.evaluate(roots, level, buffers=buffers)
 
         def term(g: jax.Array, old: jax.Array) -> jax.Array:
@@ -105,8 +105,8 @@ class Backward:
             pairs = zip(totals, grads, strict=True)
             return [old + term(g, old) for old, g in pairs]
 
-        totals = list(map(self.so_far, read))
-        operands: Any = self.stored(read), list(cotangents.values())
+        totals = list(map(self.so_far, reads))
+        operands: Any = self.stored(reads), list(cotangents.values())
         if any(x > level and not x.in_loop for x in values.schedule.by_level):
             # XLA would reuse the forward pass of before, and keep all that it computed
             # beside the values of later levels. At the last level that costs nothing.
@@ -117,7 +117,7 @@ class Backward:
             totals = with_passes(added, operands, facts)
         else:
             totals = added(operands)
-        self.cotangents |= zip(read, totals, strict=True)
+        self.cotangents |= zip(reads, totals, strict=True)
 
     def summed(self, level: Level, across: bool = True) -> Cotangents:
         """Removes and returns the cotangents of a level, summed `across` devices."""
@@ -214,14 +214,14 @@ class Backward:
         return self.added(program, operands, [*shared, *residuals], parts)
 
     def added(
-        self, program: LossProgram, operands: Operands, read: list[int], parts: Arrays
+        self, program: LossProgram, operands: Operands, reads: list[int], parts: Arrays
     ) -> tuple[Loop, State]:
         """Runs a loop that adds to the cotangents of the buffers that it `read`s.
 
         New cotangents of residuals are written over `parts`, the last of the batch.
         """
         values, batch, totals = self.values, list(operands.batch), operands.acc.total
-        shared, residuals = read[: len(totals)], read[len(totals) :]
+        shared, residuals = reads[: len(totals)], reads[len(totals) :]
         adds = self.choose_additions(program, operands, shared)
         pairs = zip(residuals, batch, strict=False)
         adds += [additions.stacked(x, j not in self.cotangents) for j, x in pairs]
@@ -241,11 +241,11 @@ class Backward:
         )
         acc = operands.acc._replace(total=[*totals, *stacks])
         # Equal loops are traced once.
-        key = ir.form(program.jaxpr), tuple(adds), loop.moved, tuple(program.folds)
+        key = read.form(program.jaxpr), tuple(adds), loop.moved, tuple(program.folds)
         given = operands._replace(batch=batch, acc=acc)
         state = values.run(key, loop.__call__, given)
         values.note_latest(state.acc.total)
-        self.cotangents |= zip(read, state.acc.total, strict=True)
+        self.cotangents |= zip(reads, state.acc.total, strict=True)
         values.free += [x for i, x in enumerate(parts) if i not in moved]
         return loop, state
 
@@ -316,7 +316,7 @@ def program_of(
 ) -> LossProgram:
     """The program of a loop of the window: the loss, and results with other folds."""
     return loss._replace(
-        jaxpr=ir.without_values(jaxpr),
+        jaxpr=rewrite.without_values(jaxpr),
         results=[x.aval for x in jaxpr.outvars],
         folds=["sum", *(fold for _, fold in wanted)],
         arrivals=[arrival(jaxpr, x) for x in jaxpr.invars[:num_params]],

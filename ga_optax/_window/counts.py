@@ -10,8 +10,8 @@ from typing import Any
 
 from jax.extend import core
 
-from ga_optax._passes import ir
-from ga_optax._passes.ir import variables
+from ga_optax._passes import read
+from ga_optax._passes.read import variables
 from ga_optax._window.schedule import Schedule
 
 
@@ -36,7 +36,7 @@ class _Direction:
     def readers(self, variable: Any) -> int:
         """The loops that read the variable, or have it as a root."""
         loops = self.roots.get(variable, 0)
-        for equation, _ in ir.uses(self.schedule.jaxpr, variable):
+        for equation, _ in read.uses(self.schedule.jaxpr, variable):
             loops |= self.runs[id(equation)]
         return loops
 
@@ -51,8 +51,8 @@ class _Direction:
         jaxpr, queue = self.schedule.jaxpr, []
 
         def push(x: Any) -> None:
-            if (equation := ir.made_by(jaxpr, x)) is not None:
-                heapq.heappush(queue, -ir.place_of(jaxpr, equation))
+            if (equation := read.made_by(jaxpr, x)) is not None:
+                heapq.heappush(queue, -read.place_of(jaxpr, equation))
 
         push(variable)
         while queue:

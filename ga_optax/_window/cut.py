@@ -11,7 +11,7 @@ from typing import Any
 
 from jax.extend import core
 
-from ga_optax._passes.ir import variables
+from ga_optax._passes.read import variables
 
 _Node = tuple[Any, str]  # a value where it comes in, or where it goes out
 _SOURCE, _SINK = (None, "source"), (None, "sink")

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from jax.extend import core
 
 from ga_optax._loop.loss import LossProgram, Operands
-from ga_optax._passes import ir, places
+from ga_optax._passes import places, read
 from ga_optax._text import columns
 from ga_optax._window.report import Stored
 from ga_optax._window.rules import is_collective
@@ -108,10 +108,10 @@ def listed(
 
 def _value(e: core.JaxprEqn, schedule: Schedule) -> Value:
     """The value of an equation."""
-    inside = [ir.name_of(x) for x in ir.within(e) if not ir.inner_programs(x)]
-    inside = list(dict.fromkeys(inside)) if ir.inner_programs(e) else []
+    inside = [read.name_of(x) for x in read.within(e) if not read.inner_programs(x)]
+    inside = list(dict.fromkeys(inside)) if read.inner_programs(e) else []
     more = ", ..." if len(inside) > _MOST else ""
-    name = ir.name_of(e)
+    name = read.name_of(e)
     name += f" ({', '.join(inside[:_MOST])}{more})" if inside else ""
     if not (holds := places.label_of(e)):
         traits = [schedule.traits.get(x, Traits()) for x in e.outvars]
@@ -126,14 +126,14 @@ def _smooth_inside(e: core.JaxprEqn, traits: dict[Any, Traits]) -> list[core.Jax
     """The equations of a call through which cotangents go; others by themselves."""
     if not any(traits[x].smooth for x in e.outvars):
         return []
-    if not ir.is_inline(e):
+    if not read.is_inline(e):
         return [e]
 
     def smooth(names: Sequence[Any], outside: Sequence[Any]) -> list[Any]:
         pairs = zip(names, outside, strict=True)
-        return [x for x, v in pairs if ir.is_variable(v) and traits[v].smooth]
+        return [x for x, v in pairs if read.is_variable(v) and traits[v].smooth]
 
-    [inner] = ir.inner_programs(e)
+    [inner] = read.inner_programs(e)
     params, loss = smooth(inner.invars, e.invars), smooth(inner.outvars, e.outvars)
     inside = traits_of(inner, "", params, (), loss)
     equations = (places.placed(x, e.source_info) for x in inner.eqns)

@@ -9,8 +9,9 @@ import jax
 from jax.extend import core
 
 from ga_optax._devices import collectives
-from ga_optax._passes import feedback, ir, places, references
-from ga_optax._passes.ir import bind, is_mark
+from ga_optax._passes import feedback, interpret, places, read, references
+from ga_optax._passes.interpret import bind
+from ga_optax._passes.read import is_mark
 from ga_optax._window import split_scans
 from ga_optax._window.rules import is_collective
 
@@ -22,7 +23,7 @@ LONGEST = 64
 
 def mentions(equation: core.JaxprEqn, axis: str) -> bool:
     """True if an equation, or an equation inside it, names the axis."""
-    inside = ir.within(equation)
+    inside = read.within(equation)
     return any(is_mark(e, axis) or is_collective(e, axis) for e in inside)
 
 
@@ -42,7 +43,7 @@ class Opening(NamedTuple):
     loops: dict[int, list[int]] | None = None
 
 
-def flat(jaxpr: core.Jaxpr, args: Sequence[Any], opening: Opening) -> ir.Program:
+def flat(jaxpr: core.Jaxpr, args: Sequence[Any], opening: Opening) -> read.Program:
     """The same program in one list of equations.
 
     `args` are values for the constants and arguments of the program, or their types.
@@ -50,15 +51,15 @@ def flat(jaxpr: core.Jaxpr, args: Sequence[Any], opening: Opening) -> ir.Program
     count = len(jaxpr.constvars)
 
     def run(*args: Any) -> list[Any]:
-        return _opened(ir.Program(jaxpr, args[:count]), args[count:], opening)
+        return _opened(read.Program(jaxpr, args[:count]), args[count:], opening)
 
     axes = [(opening.axis, opening.size)]
     closed: Any = jax.make_jaxpr(run, axis_env=axes)(*args)
-    return ir.Program(closed.jaxpr, closed.consts)
+    return read.Program(closed.jaxpr, closed.consts)
 
 
 def _opened(
-    program: ir.Program, args: Sequence[Any], opening: Opening, around: Any = None
+    program: read.Program, args: Sequence[Any], opening: Opening, around: Any = None
 ) -> list[Any]:
     """The results of a program, with the equations of inner programs in the open.
 
@@ -67,8 +68,8 @@ def _opened(
 
     def rule(equation: core.JaxprEqn, values: list[Any]) -> Sequence[Any] | None:
         placed = places.placed(equation, around)
-        if ir.kind(equation) == "call" and not references.is_group(equation):
-            [inner] = ir.inner(equation)
+        if read.kind(equation) == "call" and not references.is_group(equation):
+            [inner] = read.inner(equation)
             return _opened(inner, values, opening, placed.source_info)
         if mentions(equation, opening.axis):
             return _open(equation, values, opening)
@@ -77,13 +78,13 @@ def _opened(
         return bind(program.jaxpr, [placed], placed.invars, placed.outvars, values)
 
     program = program._replace(jaxpr=references.grouped(program.jaxpr))
-    return ir.evaluate(program, args, rule)
+    return interpret.evaluate(program, args, rule)
 
 
 def _open(
     equation: core.JaxprEqn, values: list[Any], opening: Opening
 ) -> Sequence[Any] | None:
-    axis, kind = opening.axis, ir.kind(equation)
+    axis, kind = opening.axis, read.kind(equation)
     if is_collective(equation, axis) or is_mark(equation, axis):
         return None
     if kind == "checkpoint":
@@ -98,16 +99,16 @@ def _checkpointed(
     equation: core.JaxprEqn, values: list[Any], opening: Opening
 ) -> list[Any]:
     """A `jax.checkpoint` of each piece between the collectives."""
-    [(inside, inner_consts)] = ir.inner(equation)
+    [(inside, inner_consts)] = read.inner(equation)
     values = [*inner_consts, *values]
     program, consts = flat(inside, values, opening)
     given = [*program.constvars, *program.invars]
     env = dict(zip(given, [*consts, *values], strict=True))
     meets = functools.partial(mentions, axis=opening.axis)
 
-    def run(piece: list[core.JaxprEqn], read: list[Any], outs: list[Any]) -> Any:
-        body = functools.partial(bind, program, piece, read, outs)
-        return body if meets(piece[0]) else ir.checkpointed(equation, body)
+    def run(piece: list[core.JaxprEqn], reads: list[Any], outs: list[Any]) -> Any:
+        body = functools.partial(bind, program, piece, reads, outs)
+        return body if meets(piece[0]) else interpret.checkpointed(equation, body)
 
     pairs = itertools.groupby(split_scans.sorted_apart(program.eqns, meets), meets)
     pieces = [list(group) for _, group in pairs]
@@ -117,7 +118,7 @@ def _checkpointed(
 
 def _singly(equation: core.JaxprEqn, values: list[Any], opening: Opening) -> list[Any]:
     """A `jax.checkpoint` of each equation. `SplitScan` puts them together again."""
-    [(inside, inner_consts)] = ir.inner(equation)
+    [(inside, inner_consts)] = read.inner(equation)
     values = [*inner_consts, *values]
     program = flat(inside, values, opening)
 
@@ -127,21 +128,21 @@ def _singly(equation: core.JaxprEqn, values: list[Any], opening: Opening) -> lis
         one = split_scans.single(equation, program.jaxpr, e)
         return bind(program.jaxpr, [one], e.invars, one.outvars, values)
 
-    return ir.evaluate(program, values, rule)
+    return interpret.evaluate(program, values, rule)
 
 
 def _split_scan(
     equation: core.JaxprEqn, values: list[Any], opening: Opening
 ) -> list[Any]:
     """A scan as several scans without collectives, and the collectives between them."""
-    how, axis = ir.scan_of(equation), opening.axis
+    how, axis = read.scan_of(equation), opening.axis
     if not how.length:
         _, carry, _ = how.split(values)
         stacks = equation.outvars[how.num_carry :]
         return [*carry, *(collectives.zeros(x.aval) for x in stacks)]
 
     def meets(e: core.JaxprEqn) -> bool:
-        return any(is_collective(x, axis) for x in ir.within(e))
+        return any(is_collective(x, axis) for x in read.within(e))
 
     loops = feedback.inside(how, meets) if opening.loops is None else opening.loops
     body, consts = how.body
@@ -155,7 +156,7 @@ def _split_scan(
 
 
 def _cannot_open(equation: core.JaxprEqn, axis: str) -> str:
-    inside = (e for e in ir.within(equation) if not ir.inner_programs(e))
+    inside = (e for e in read.within(equation) if not read.inner_programs(e))
     name = next((e for e in inside if mentions(e, axis)), equation).primitive.name
     return (
         f"Rows must not meet inside of {equation.primitive.name}, but there is a "

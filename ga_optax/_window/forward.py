@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from ga_optax._devices.collectives import vary, zeros
 from ga_optax._loop.folds import FOLDS, Weighting
-from ga_optax._passes import ir
+from ga_optax._passes import interpret, read
 from ga_optax._window.schedule import Level
 from ga_optax._window.values import Arrays, Buffers, Values, placed
 
@@ -67,7 +67,7 @@ def _filled(values: Values, members: Sequence[int], level: int) -> Buffers:
 
     def run(start: Any, xs: Arrays, consts: Arrays) -> Any:
         def step(carry: Any, x: Arrays) -> tuple[Any, Any]:
-            out = ir.results(ir.Program(closed.jaxpr, consts), x)
+            out = interpret.results(read.Program(closed.jaxpr, consts), x)
             new = {
                 i: folds[i].step(old, out[i], Weighting())
                 if i in folds
@@ -80,7 +80,7 @@ def _filled(values: Values, members: Sequence[int], level: int) -> Buffers:
         return last | {i: folds[i].finish(last[i], None) for i in folds} | keys
 
     with jax.named_scope("forward"):
-        key = ir.form(closed.jaxpr), tuple(b.kind for b in buffers.values())
+        key = read.form(closed.jaxpr), tuple(b.kind for b in buffers.values())
         new = values.run(key, run, start, values.xs, closed.consts)
     values.note_latest(new[i] for i in start)
     return {j: new[i] for i, j in enumerate(members)}

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from ga_optax._passes import ir, places
+from ga_optax._passes import places, read
 from ga_optax._passes.notes import note
 from ga_optax._text import warn
 from ga_optax._window.room import largest_step
@@ -134,7 +134,7 @@ def _stored(schedule: Schedule, runs: dict[int, Runs]) -> Iterator[Stored]:
             continue  # no level reads this buffer: it is a result, as the loss is
         x = results.get(i, b.operand)
         line, shape = _line(schedule, x), tuple(x.aval.shape)
-        is_variable = ir.is_variable(b.operand)
+        is_variable = read.is_variable(b.operand)
         some = runs_to.get(b.operand, Runs()) if is_variable else Runs()
         yield Stored(i, line, b.kind, b.operand.aval, b.nbytes, shape, *some[1:])
 
@@ -143,7 +143,7 @@ def _runs_to(schedule: Schedule, runs: dict[int, Runs]) -> dict[Any, Runs]:
     """For each variable, the most runs of any equation on the way to it."""
     runs_to: dict[Any, Runs] = {}
     for e in schedule.jaxpr.eqns:
-        some = [runs_to[x] for x in ir.variables(e.invars) if x in runs_to]
+        some = [runs_to[x] for x in read.variables(e.invars) if x in runs_to]
         some += [runs[id(e)]] if id(e) in runs else []
         if some:
             runs_to |= dict.fromkeys(e.outvars, most(some))
@@ -166,5 +166,5 @@ def _warn(report: WindowReport) -> None:
 
 
 def _line(schedule: Schedule, x: Any) -> str:
-    equation = ir.made_by(schedule.jaxpr, x)
+    equation = read.made_by(schedule.jaxpr, x)
     return "an argument" if equation is None else places.place_of(equation.source_info)

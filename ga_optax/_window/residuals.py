@@ -19,8 +19,8 @@ from typing import Any
 
 from jax.extend import core
 
-from ga_optax._passes import ir
-from ga_optax._passes.ir import is_mark, variables
+from ga_optax._passes import read
+from ga_optax._passes.read import is_mark, variables
 from ga_optax._window import cost, cut
 from ga_optax._window.counts import Counter
 
@@ -66,7 +66,7 @@ def _borders(
 def _last_reader(counter: Counter, variable: Any) -> int:
     """The last level that reads a variable; -1 if there is none."""
     schedule = counter.schedule
-    readers = (e for e, _ in ir.uses(schedule.jaxpr, variable))
+    readers = (e for e, _ in read.uses(schedule.jaxpr, variable))
     levels = [schedule.level_of(e) for e in readers if counter.loops(e)]
     return max([counter.forward.roots.get(variable, 0).bit_length() - 1, *levels])
 
@@ -96,13 +96,13 @@ def _behind(
     jaxpr, views, buffers = schedule.jaxpr, schedule.views, schedule.buffers
 
     def is_known(x: Any) -> bool:
-        e = ir.made_by(jaxpr, x)
+        e = read.made_by(jaxpr, x)
         if x in views or e is None:
             return True
         return not (counter.loops(e) >> level + 1 and schedule.is_of_rows(e))
 
-    equations, read = ir.needed(jaxpr, border, is_known)
-    stored = (x for x in read if x in views)
+    equations, reads = read.needed(jaxpr, border, is_known)
+    stored = (x for x in reads if x in views)
     return equations, [x for x in stored if buffers[views[x].buffer].kind == "residual"]
 
 

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ga_optax._passes import ir
-from ga_optax._passes.ir import is_mark
+from ga_optax._passes import read
+from ga_optax._passes.read import is_mark
 from ga_optax._window import cost, residuals
 from ga_optax._window.counts import Counter
 from ga_optax._window.schedule import Level, Schedule
@@ -103,11 +103,11 @@ def _lives(schedule: Schedule) -> Iterator[Life]:
                 last[schedule.views[x].buffer] = level
     for i, b in enumerate(schedule.buffers):
         if b.kind == "residual":
-            e: Any = ir.made_by(schedule.jaxpr, b.operand)
+            e: Any = read.made_by(schedule.jaxpr, b.operand)
             first, iterations = b.level.number, 1
-            if ir.kind(e) == "scan":
-                is_stack = b.operand in e.outvars[ir.scan_of(e).num_carry :]
-                iterations = ir.times(e) if is_stack else 1
+            if read.kind(e) == "scan":
+                is_stack = b.operand in e.outvars[read.scan_of(e).num_carry :]
+                iterations = read.times(e) if is_stack else 1
             until = last.get(i, first)
             until = schedule.end if is_mark(e, schedule.axis) else until
             more = iterations, _is_derived(schedule, i)
@@ -119,8 +119,8 @@ def _is_derived(schedule: Schedule, number: int) -> bool:
     operand, level = schedule.buffers[number].operand, schedule.buffers[number].level
     others = set(range(len(schedule.buffers))) - {number}
     after = Level(level.number + 1)
-    equations, read = schedule.needed([operand], after, known=others)
-    rows = [y for y in read if schedule.traits[y].of_rows]
+    equations, reads = schedule.needed([operand], after, known=others)
+    rows = [y for y in reads if schedule.traits[y].of_rows]
     views = [schedule.views[y] for y in rows if y in schedule.views]
     buffers = [schedule.buffers[view.buffer] for view in views]
     levels = [b.level for b in buffers if b.kind == "residual"]
@@ -178,9 +178,9 @@ def _not_written_over(lives: Sequence[Life], end: int) -> np.ndarray:
     levels = np.zeros(end + 2, int)
     for nbytes in {x.of_cotangent for x in lives}:
         alike = [x for x in lives if x.of_cotangent == nbytes]
-        read = np.bincount([x.first for x in alike], minlength=end + 2)
+        reads = np.bincount([x.first for x in alike], minlength=end + 2)
         begun = np.bincount([x.last for x in alike], minlength=end + 2)
-        levels += nbytes * np.maximum(read - begun, 0)
+        levels += nbytes * np.maximum(reads - begun, 0)
     return levels
 
 
@@ -195,10 +195,10 @@ def largest_step(schedule: Schedule) -> int:
             roots = schedule.roots(level.number, smooth=True)
         else:
             roots = schedule.operands(level, smooth=True)
-        equations, read = schedule.needed(roots, level)
-        smooth = [x for x in read if schedule.trait(x).smooth]
+        equations, reads = schedule.needed(roots, level)
+        smooth = [x for x in reads if schedule.trait(x).smooth]
         grads = sum(cost.nbytes(x) for x in smooth if x in schedule.arguments)
-        steps.append(cost.residuals(equations, smooth, read) + grads)
+        steps.append(cost.residuals(equations, smooth, reads) + grads)
     return max(steps)
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from ga_optax._partition import meeting_of
-from ga_optax._passes import ir
+from ga_optax._passes import read
 
 # The result of a collective, from its buffer and the index of the micro-batch.
 Evaluate = Callable[[jax.Array, jax.Array], jax.Array]
@@ -17,7 +17,7 @@ Evaluate = Callable[[jax.Array, jax.Array], jax.Array]
 def collective(equation: core.JaxprEqn, axis: str) -> str | None:
     """The name in `RULES` of a collective over the axis; None for other equations."""
     name = equation.primitive.name
-    if name in RULES and axis in ir.axes_of(equation):
+    if name in RULES and axis in read.axes_of(equation):
         return name
     return meeting_of(equation)
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from jax.extend import core
 
 from ga_optax._passes import primitives
-from ga_optax._passes.ir import variables
+from ga_optax._passes.read import variables
 from ga_optax._window import cost
 from ga_optax._window.schedule import Level, Schedule
 

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from jax.extend import core
 
-from ga_optax._passes import ir, references
-from ga_optax._passes.ir import variables
+from ga_optax._passes import read, references
+from ga_optax._passes.read import variables
 from ga_optax._window import cost
 from ga_optax._window.rules import (
     RULES,
@@ -113,7 +113,7 @@ def traits_of(
         smooth = {x: Traits(level, smooth=True, of_rows=x in rows) for x in params}
         return _propagated(jaxpr, axis, start | smooth)
 
-    behind = ir.following(jaxpr, params)
+    behind = read.following(jaxpr, params)
     before = [x.level for v, x in traits_if(1).items() if v not in behind]
     traits = traits_if(max(before, default=1))
     # Values through which the loss is not differentiated are not smooth.
@@ -131,7 +131,7 @@ def _propagated(
     """The traits of every variable, from the traits of the arguments."""
     traits = dict(start)
     for e in jaxpr.eqns:
-        given = [traits[x] if ir.is_variable(x) else Traits() for x in e.invars]
+        given = [traits[x] if read.is_variable(x) else Traits() for x in e.invars]
         largest = Traits(*map(max, zip(Traits(), *given, strict=True)))
         if is_collective(e, axis):
             largest = largest._replace(level=largest.level + 1, of_rows=False)
@@ -148,18 +148,24 @@ def _differentiable(equation: core.JaxprEqn, smooth: list[bool]) -> list[bool]:
     to a reference comes back from the reference.
     """
     moves = any(smooth) and equation.primitive.name != "stop_gradient"
-    is_open = ir.kind(equation) in ir.THROUGH and not references.are_inside(equation)
+    is_open = read.kind(equation) in read.THROUGH and not references.are_inside(
+        equation
+    )
     if not (moves and is_open):
-        return [moves and ir.is_inexact(x) for x in equation.outvars]
-    if ir.kind(equation) == "scan":  # any carry may have one
-        consts, carry, slices = ir.scan_of(equation).split(smooth)
-        smooth = [*consts, *map(ir.is_inexact, equation.outvars[: len(carry)]), *slices]
-    [program] = ir.inner_programs(equation)
+        return [moves and read.is_inexact(x) for x in equation.outvars]
+    if read.kind(equation) == "scan":  # any carry may have one
+        consts, carry, slices = read.scan_of(equation).split(smooth)
+        smooth = [
+            *consts,
+            *map(read.is_inexact, equation.outvars[: len(carry)]),
+            *slices,
+        ]
+    [program] = read.inner_programs(equation)
     inside = {x for x, moves in zip(program.invars, smooth, strict=True) if moves}
     for e in program.eqns:
-        results = _differentiable(e, [ir.is_among(x, inside) for x in e.invars])
+        results = _differentiable(e, [read.is_among(x, inside) for x in e.invars])
         inside.update(x for x, moves in zip(e.outvars, results, strict=True) if moves)
-    return [ir.is_among(x, inside) for x in program.outvars]
+    return [read.is_among(x, inside) for x in program.outvars]
 
 
 # -- The schedule ----------------------------------------------------------------------
@@ -267,7 +273,7 @@ class Schedule:
             )
 
         runs = functools.partial(self.acts_at, level)
-        return ir.needed(self.jaxpr, wanted, is_known, runs if acts else None)
+        return read.needed(self.jaxpr, wanted, is_known, runs if acts else None)
 
     def acts_at(self, level: Level, equation: core.JaxprEqn) -> bool:
         """True if an equation prints or calls back at this level.
@@ -275,10 +281,10 @@ class Schedule:
         An equation does so in the loop of the loss; or, if it reads a result of that
         loop, in the epilogue.
         """
-        if not ir.acts(equation):
+        if not read.acts(equation):
             return False
-        read = max((self.trait(x).level for x in equation.invars), default=0)
-        return (read > self.end) == (level == self.epilogue)
+        reads = max((self.trait(x).level for x in equation.invars), default=0)
+        return (reads > self.end) == (level == self.epilogue)
 
     def roots(self, level: int, *, smooth: bool = False) -> list[Any]:
         """The values that a loop computes: operands of its buffers, results of `fun`.
@@ -323,7 +329,7 @@ class Schedule:
         i = len(self.buffers)
         members.append(i)
         self.buffers.append(Buffer(operand, kind, when, smooth, nbytes, of_cotangent))
-        if kind in ("stack", "residual", "shared") and ir.is_variable(operand):
+        if kind in ("stack", "residual", "shared") and read.is_variable(operand):
             view = View(i, whole if kind == "shared" else part_of)
             self.views.setdefault(operand, view)
         return i
@@ -358,8 +364,8 @@ def schedule_of(
                 f"must have a state, but it calls {name} for a result. Call "
                 "jax.pure_callback, or call back before value_and_grad."
             )
-    read = [*schedule.results, *(b.operand for b in schedule.buffers)]
-    schedule.end = max(schedule.trait(x).level for x in read)
+    reads = [*schedule.results, *(b.operand for b in schedule.buffers)]
+    schedule.end = max(schedule.trait(x).level for x in reads)
     return schedule
 
 
@@ -374,6 +380,6 @@ def _add_collective(schedule: Schedule, equation: core.JaxprEqn) -> None:
 
 def _stateful(equation: core.JaxprEqn) -> str | None:
     """The primitive in an equation that may return another result if it runs again."""
-    inside = ir.within(equation) if ir.acts(equation) else ()
-    acting = (e for e in inside if ir.acts(e) and not ir.inner_programs(e))
+    inside = read.within(equation) if read.acts(equation) else ()
+    acting = (e for e in inside if read.acts(e) and not read.inner_programs(e))
     return next((e.primitive.name for e in acting if e.outvars), None)

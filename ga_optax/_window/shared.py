@@ -18,8 +18,8 @@ from typing import Any
 
 from jax.extend import core
 
-from ga_optax._passes import ir
-from ga_optax._passes.ir import following
+from ga_optax._passes import read, rewrite
+from ga_optax._passes.read import following
 from ga_optax._window import cost, cut
 from ga_optax._window.counts import Counter
 from ga_optax._window.rules import is_collective
@@ -66,43 +66,43 @@ def parted(jaxpr: core.Jaxpr, axis: str, rows: Sequence[Any]) -> core.Jaxpr:
     of_rows, gathered = set(rows), set()
 
     def change(e: core.JaxprEqn) -> list[core.JaxprEqn]:
-        is_checkpoint = ir.kind(e) == "checkpoint"
+        is_checkpoint = read.kind(e) == "checkpoint"
         parts = _in_two(e, of_rows, gathered) if is_checkpoint else [e]
         for x in parts:
             if is_collective(x, axis):
                 gathered.update(x.outvars)
                 continue
             for some in (of_rows, gathered):
-                if not some.isdisjoint(ir.variables(x.invars)):
+                if not some.isdisjoint(read.variables(x.invars)):
                     some.update(x.outvars)
         return parts
 
-    return ir.changed(jaxpr, change)
+    return rewrite.changed(jaxpr, change)
 
 
 def _in_two(
     e: core.JaxprEqn, of_rows: set[Any], gathered: set[Any]
 ) -> list[core.JaxprEqn]:
     """A checkpoint of shared values that are computed of `gathered`, and the rest."""
-    [inside] = ir.inner_programs(e)
+    [inside] = read.inner_programs(e)
     outside = dict(zip(inside.invars, e.invars, strict=True))
     rows, shared = (
-        following(inside, [v for v, x in outside.items() if ir.is_among(x, some)])
+        following(inside, [v for v, x in outside.items() if read.is_among(x, some)])
         for some in (of_rows, gathered)
     )
     shared -= {*rows, *outside}
     rest = [x.invars for x in inside.eqns if shared.isdisjoint(x.outvars)]
-    read = set(ir.variables([*inside.outvars, *itertools.chain(*rest)]))
-    names = {x: core.Var(x.aval) for x in shared & read}
-    first, _ = ir.needed(inside, names, outside.__contains__)
+    reads = set(read.variables([*inside.outvars, *itertools.chain(*rest)]))
+    names = {x: core.Var(x.aval) for x in shared & reads}
+    first, _ = read.needed(inside, names, outside.__contains__)
     if e.effects or not rows or all(map(cost.is_cheap, first)):
         return [e]
 
     def part(wanted: Sequence[Any], known: Mapping[Any, Any], outs: Any) -> Any:
-        equations, read = ir.needed(inside, wanted, known.__contains__)
-        ends = {"constvars": [], "invars": read, "outvars": wanted}
-        new = ir.with_inner(e, lambda _: inside.replace(eqns=equations, **ends))
-        return new.replace(invars=[known[x] for x in read], outvars=outs)
+        equations, reads = read.needed(inside, wanted, known.__contains__)
+        ends = {"constvars": [], "invars": reads, "outvars": wanted}
+        new = rewrite.with_inner(e, lambda _: inside.replace(eqns=equations, **ends))
+        return new.replace(invars=[known[x] for x in reads], outvars=outs)
 
     one = part([*names], outside, [*names.values()])
     return [one, part(inside.outvars, outside | names, e.outvars)]
@@ -131,7 +131,7 @@ def _smallest(
     inside = {id(e) for e in group}
     sinks = set()
     for x in (x for e in group for x in e.outvars):
-        readers = (r for r, _ in ir.uses(counter.schedule.jaxpr, x))
+        readers = (r for r, _ in read.uses(counter.schedule.jaxpr, x))
         outside = (r for r in readers if id(r) not in inside)
         if counter.forward.roots.get(x) or any(map(counter.loops, outside)):
             sinks.add(x)

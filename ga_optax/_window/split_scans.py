@@ -26,8 +26,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
-from ga_optax._passes import feedback, ir, known
-from ga_optax._passes.ir import is_variable, variables
+from ga_optax._passes import feedback, interpret, known, read, rewrite
+from ga_optax._passes.read import is_variable, variables
 from ga_optax._window import cost, cut
 
 Values = dict[Any, Any]
@@ -54,7 +54,7 @@ class SplitScan:
 
     def __init__(
         self,
-        scan: ir.Scan,
+        scan: read.Scan,
         meets: feedback.Test,
         is_mark: feedback.Test,
         start: Sequence[int],
@@ -76,7 +76,7 @@ class SplitScan:
         self._find_parts(feedback.graph(scan, lambda e: False, start))
         # A rule must see the cotangents of its iteration, and not the sum of all.
         rules = [x for e in self.program.eqns if known.has_rule(e) for x in e.outvars]
-        self.varying = ir.following(self.program, [*carry, *slices, *rules])
+        self.varying = read.following(self.program, [*carry, *slices, *rules])
 
     def _find_parts(self, graph: feedback.Graph) -> None:
         names = [*self.program.invars, *self.carry]
@@ -113,12 +113,12 @@ class SplitScan:
         xs, outs = equation.invars, equation.outvars
         if self.varying.isdisjoint(variables(xs)):
             is_known = self.known.__contains__
-            equations, read = ir.needed(self.program, outs, is_known)
-            given = [self.known[x] for x in read]
-            out = ir.bind(self.program, equations, read, outs, given)
+            equations, reads = read.needed(self.program, outs, is_known)
+            given = [self.known[x] for x in reads]
+            out = interpret.bind(self.program, equations, reads, outs, given)
             self.known |= zip(outs, out, strict=True)
         else:
-            run = functools.partial(ir.bind, self.program, [equation], xs, outs)
+            run = functools.partial(interpret.bind, self.program, [equation], xs, outs)
             stacks = jax.vmap(lambda *xs: run(xs))(*map(self._stacked, xs))
             self.stacks |= zip(outs, stacks, strict=True)
 
@@ -133,10 +133,10 @@ class SplitScan:
         def acts(e: core.JaxprEqn) -> bool:
             return bool(e.effects) and self.part_of[id(e)] == part
 
-        equations, read = ir.needed(self.program, results, self._is_there, acts)
+        equations, reads = read.needed(self.program, results, self._is_there, acts)
         if not results and not equations:
             return
-        sliced = [x for x in read if x not in self.known]
+        sliced = [x for x in reads if x not in self.known]
         unrolled = part in self.unrolled
 
         def step(state: Any, slices: Any) -> Any:
@@ -179,14 +179,16 @@ class SplitScan:
         def key(e: core.JaxprEqn) -> Any:
             return is_alone(e) and id(e), _checkpoint_options(e)
 
-        def run(group: list[core.JaxprEqn], read: list[Any], outs: list[Any]) -> Any:
+        def run(group: list[core.JaxprEqn], reads: list[Any], outs: list[Any]) -> Any:
             if _checkpoint_options(group[0]) is not None:
                 inside = [e for one in group for e in _inside(one)]
-                body = functools.partial(ir.bind, self.program, inside, read, outs)
-                return ir.checkpointed(group[0], body)
+                body = functools.partial(
+                    interpret.bind, self.program, inside, reads, outs
+                )
+                return interpret.checkpointed(group[0], body)
             if self.is_mark(group[0]) and not marks:
                 return lambda values: values
-            return functools.partial(ir.bind, self.program, group, read, outs)
+            return functools.partial(interpret.bind, self.program, group, reads, outs)
 
         pairs = itertools.groupby(sorted_apart(equations, is_alone), key)
         run_in_groups([list(group) for _, group in pairs], env, results, run)
@@ -208,16 +210,16 @@ class SplitScan:
                 atoms += e.invars
         atoms += [x for e in self.program.eqns if self.is_mark(e) for x in e.outvars]
         first = self._new_at(part, atoms)
-        read = [x for c, x in self.carry.items() if self.part[c] > part]
+        reads = [x for c, x in self.carry.items() if self.part[c] > part]
         for e in self.program.eqns:
             if self.part_of[id(e)] > part:
-                read += e.invars
+                reads += e.invars
 
         def size(x: Any) -> float:
             return 0.0 if x in first else 1.0 + cost.nbytes(x)
 
         equations, sources = self._equations_and_sources(part)
-        others = cut.smallest(equations, sources, self._new_at(part, read), size)
+        others = cut.smallest(equations, sources, self._new_at(part, reads), size)
         return list(first | dict.fromkeys(others))
 
     def _new_at(self, part: int, atoms: Sequence[Any]) -> dict[Any, None]:
@@ -240,11 +242,11 @@ class SplitScan:
 # -- Loops -----------------------------------------------------------------------------
 
 
-def _scanned(scan: ir.Scan, step: Any, start: list[Any], slices: list[Any]) -> Any:
+def _scanned(scan: read.Scan, step: Any, start: list[Any], slices: list[Any]) -> Any:
     return jax.lax.scan(step, start, slices, scan.length, scan.reverse, scan.unroll)
 
 
-def _unrolled(scan: ir.Scan, step: Any, state: list[Any], slices: list[Any]) -> Any:
+def _unrolled(scan: read.Scan, step: Any, state: list[Any], slices: list[Any]) -> Any:
     """The iterations of a scan, one after the other."""
     parts, stacked = list(map(_along_axis_0, slices)), []
     order = range(scan.length)
@@ -285,11 +287,11 @@ def sorted_apart(
     first: dict[Any, int] = {}
     for e in reversed(equations):
         place, in_group = places[id(e)]
-        read = variables(e.invars)
-        if in_group and not read:
+        reads = variables(e.invars)
+        if in_group and not reads:
             place = min((first[x] for x in e.outvars if x in first), default=place)
             places[id(e)] = place, in_group
-        for x in read:
+        for x in reads:
             latest = place - (not in_group)
             first[x] = min(first.get(x, latest), latest)
     return sorted(equations, key=lambda e: places[id(e)])
@@ -314,32 +316,32 @@ def run_in_groups(
     last_reader |= dict.fromkeys(variables(results), len(groups))
     for i, group in enumerate(groups):
         outs = [x for e in group for x in e.outvars if last_reader.get(x, i) > i]
-        read = variables(x for e in group for x in e.invars)
-        read = [x for x in dict.fromkeys(read) if x in env]
-        env |= zip(outs, run(group, read, outs)([env[x] for x in read]), strict=True)
+        reads = variables(x for e in group for x in e.invars)
+        reads = [x for x in dict.fromkeys(reads) if x in env]
+        env |= zip(outs, run(group, reads, outs)([env[x] for x in reads]), strict=True)
 
 
 def single(checkpoint: core.JaxprEqn, jaxpr: core.Jaxpr, e: core.JaxprEqn) -> Any:
     """A checkpoint of one equation of a program. `SplitScan` groups them again."""
-    read = list(dict.fromkeys(variables(e.invars)))
-    ends = {"constvars": [], "invars": read, "outvars": e.outvars}
+    reads = list(dict.fromkeys(variables(e.invars)))
+    ends = {"constvars": [], "invars": reads, "outvars": e.outvars}
     inside = jaxpr.replace(eqns=[e], effects=e.effects, **ends)
-    one = ir.with_inner(checkpoint, lambda _: inside)
-    return one.replace(invars=read, outvars=e.outvars, effects=e.effects)
+    one = rewrite.with_inner(checkpoint, lambda _: inside)
+    return one.replace(invars=reads, outvars=e.outvars, effects=e.effects)
 
 
 def _checkpoint_options(e: core.JaxprEqn) -> Any:
     """The options of a checkpoint of one equation; None for other equations."""
-    if ir.kind(e) != "checkpoint" or len(ir.inner_programs(e)[0].eqns) != 1:
+    if read.kind(e) != "checkpoint" or len(read.inner_programs(e)[0].eqns) != 1:
         return None
     return [e.params[key] for key in ("prevent_cse", "policy")]
 
 
 def _inside(e: core.JaxprEqn) -> list[core.JaxprEqn]:
     """The equations in a checkpoint, with the variables outside."""
-    [inside] = ir.inner_programs(e)
+    [inside] = read.inner_programs(e)
     known = dict(zip(inside.invars, e.invars, strict=True))
-    return ir.renamed(
+    return rewrite.renamed(
         inside.eqns, known | dict(zip(inside.outvars, e.outvars, strict=True))
     )
 

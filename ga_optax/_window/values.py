@@ -13,7 +13,7 @@ from ga_optax._devices.collectives import vary
 from ga_optax._devices.meshes import Axes
 from ga_optax._loop.loss import LossProgram, Operands
 from ga_optax._partition import is_inexact
-from ga_optax._passes import ir
+from ga_optax._passes import interpret, rewrite
 from ga_optax._window.flat import Opening, flat
 from ga_optax._window.rules import part_of, whole
 from ga_optax._window.schedule import (
@@ -147,11 +147,13 @@ class Values:
             elif view and stored is not None and v not in values:
                 values[v] = view.of(stored, rows[-1])
         runs = [
-            e if acts and self.schedule.acts_at(level, e) else ir.silent_equation(e)
+            e
+            if acts and self.schedule.acts_at(level, e)
+            else rewrite.silent_equation(e)
             for e in equations
         ]
         given = [values[v] for v in read]
-        out = ir.bind(self.schedule.jaxpr, runs, read, wanted, given)
+        out = interpret.bind(self.schedule.jaxpr, runs, read, wanted, given)
         return [
             x if isinstance(x, jax.Array) else jnp.asarray(x, v.aval.dtype)
             for v, x in zip(wanted, out, strict=True)

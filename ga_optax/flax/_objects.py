@@ -12,10 +12,11 @@ from typing import Any
 import jax
 from flax import nnx
 from flax.nnx.extract import NodeStates
+from jax.extend import core
 
 from ga_optax._calls.options import found
 from ga_optax._checks import check_not_empty, check_structure
-from ga_optax._passes import ir
+from ga_optax._passes import read
 
 _TAG = "ga_optax"
 in_context = nnx.update_context(_TAG)
@@ -112,7 +113,7 @@ class Objects:
             # An `nnx.remat` inside of `fun` returns unchanged variables as new arrays.
             # The program shows which variables are unchanged.
             program = jax.make_jaxpr(lambda x: jax.tree.leaves(run_pure(x)[1]))(before)
-            self._sources = ir.forwarded(program.jaxpr)
+            self._sources = _forwarded(program.jaxpr)
         return out, variables
 
     def changed(self, variables: Sequence[Any]) -> Arrays:
@@ -201,3 +202,29 @@ def _nodes_of(tree: Any) -> list[NodeStates]:
 
 def _graphs(nodes: Sequence[NodeStates]) -> list[Any]:
     return [x.graphdef.with_no_outer_index() for x in nodes]
+
+
+def _forwarded(jaxpr: core.Jaxpr) -> list[int | None]:
+    """Which argument each result is; None if it is computed, as far as is known.
+
+    A checkpoint returns what it only hands on as something new.
+    """
+    found: dict[Any, int | None] = {x: i for i, x in enumerate(jaxpr.invars)}
+
+    def of(x: Any) -> int | None:
+        return found.get(x) if read.is_variable(x) else None
+
+    for equation in jaxpr.eqns:
+        how, every = read.kind(equation), []
+        programs = read.inner_programs(equation) if how not in (None, "while") else ()
+        for program in programs:
+            given = list(map(of, read.operands(equation, program)))
+            places = _forwarded(program)
+            if how == "scan":
+                places = list(
+                    map(read.scan_of(equation).kept, range(len(places)), places)
+                )
+            every.append([None if i is None else given[i] for i in places])
+        for out, *its in zip(equation.outvars, *every, strict=bool(every)):
+            found[out] = its[0] if len({*its}) == 1 else None
+    return list(map(of, jaxpr.outvars))
