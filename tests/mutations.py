@@ -60,7 +60,7 @@ FAULTS = """
 + jnp.where(is_here, here, operand.shape[d])
 @ _partition/moves.py: test_whole_batch_table
 * what moves along other axes, too, is a move of rows
--     kept = {way.outs[i] for way in factors.ways(e)}  # axes that stay as they are
+-     kept = {way.outs[i] for way in factors.of_equation(e)}  # axes that stay
 +     kept = {*range(len(vs[0].shape))}
 @ _passes/read.py: test_law_mended
 * results of a program are no readers
@@ -128,8 +128,8 @@ FAULTS = """
 + for x, due, d in ((x[::-1], *r) for x, *r in triples)
 @ _passes/primitives.py: test_products
 * a gradient that is rounded for its sum is rounded before, too
-- _row("custom_jvp_call", None, "", DEAR, PASSED,
-+ _row("custom_jvp_call", None, "", DEAR,
+- _entry("custom_jvp_call", None, "", DEAR, PASSED,
++ _entry("custom_jvp_call", None, "", DEAR,
 @ _loop/loss.py: test_law_dtypes
 * gradients of bfloat16 are rounded in each micro-batch
 +     def low_precision(...): return False

@@ -13,7 +13,7 @@ from whole_programs import STEPS
 from whole_random import AXES, BOUND, WAYS, Program, check, draw
 
 from ga_optax._partition import moves
-from ga_optax._passes.primitives import Way
+from ga_optax._passes.primitives import Factor
 
 pytestmark = pytest.mark.usefixtures("optax_promotion", "fast_compilation")
 
@@ -36,7 +36,7 @@ def test_the_twin_that_moves_along_one_axis_alone_is_off(way, monkeypatch):
     # A pad of rows and columns, after which there are as many.
     pairs = whole_moves.Pairs(57, ways=(way,), names=(("padded", "by_number"),))
     assert check(pairs) < BOUND
-    every = [Way((d,), (d,)) for d in range(9)]
+    every = [Factor((d,), (d,)) for d in range(9)]
     monkeypatch.setattr(moves, "factors", SimpleNamespace(ways=lambda e: every))
     assert check(pairs) > 1e-6
 

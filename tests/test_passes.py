@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import ga_optax as ga
 from ga_optax._loop import in_place
-from ga_optax._passes import interpret, notes, probe, read, table, transformable
+from ga_optax._passes import interpret, log, probe, read, table, transformable
 from ga_optax.testing import assert_trees_bitwise_equal
 
 K, DEVICES, ROWS, WIDTH, LAYERS = 2, 2, 4, 4, 3
@@ -38,7 +38,7 @@ def scanned(w, x, layer=lambda h, w: jnp.tanh(h @ w)):
 
 
 def notes_of(loss, *args, make=ga.value_and_grad):
-    with notes.recorded() as lines:
+    with log.recorded() as lines:
         jax.make_jaxpr(make(loss, K))(*args)
     return lines
 
@@ -278,7 +278,7 @@ def test_every_pass_equals_the_call_without_it(one, example, monkeypatch):
 def test_every_pass_says_what_it_leaves_alone_and_where(one, example):
     def said(loss):
         fun = example.make(loss, K, **example.options)
-        with notes.recorded() as lines:
+        with log.recorded() as lines:
             jax.make_jaxpr(fun)(*arguments())
         return [line for line in lines if line.startswith(f"The pass {one.name!r}")]
 

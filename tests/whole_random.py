@@ -29,7 +29,7 @@ from jax.sharding import AxisType
 from whole_programs import BY_ROW, STEPS, N
 
 import ga_optax as ga
-from ga_optax._calls.rules import NoDerivativeError
+from ga_optax._calls.second_derivatives import NoDerivativeError
 
 BOUND, MOST = 1e-9, 1500
 AXES = {"x": 0, "y": 1, "z": 1, "ids": 0, "mask": 0}

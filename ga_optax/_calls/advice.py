@@ -16,9 +16,9 @@ from ga_optax._calls.batches import nbytes
 from ga_optax._calls.call import Call
 from ga_optax._partition import Note, Partitioned
 from ga_optax._passes import known, places, read
-from ga_optax._passes.notes import note
+from ga_optax._passes.log import info
 from ga_optax._text import warn
-from ga_optax._window.rules import RULES
+from ga_optax._window.meetings import MEETINGS
 
 _OF_INDEX = (
     "An index may reach any row. If each row has its own, such as the nodes of its own "
@@ -83,7 +83,7 @@ def say(call: Call, jaxpr: core.Jaxpr, part: Partitioned) -> None:
     lines = [f"{x.name.rstrip(',')}, at {x.line}" for x in part.whole] or [
         f"{read.name_of(e)}, at {places.place_of(e.source_info)}"
         for e in read.equations(part.jaxpr)
-        if e.primitive.name in RULES
+        if e.primitive.name in MEETINGS
     ]
     lines = tuple(dict.fromkeys(lines))[:_MOST_LINES]
     todo = [*of_primitives(part.whole), of_hidden(part.whole)]
@@ -96,7 +96,7 @@ def say(call: Call, jaxpr: core.Jaxpr, part: Partitioned) -> None:
         f"{own:,} for its own: {what}. "
         f"{how or _OF_ANY_OTHER} ga_optax.batch_dependencies shows every line."
     )
-    note(text)
+    info(text)
     if lines not in _warned:
         _warned.add(lines)
         warn(text)
@@ -117,9 +117,9 @@ def _computed(
       own: the arguments that have its rows.
       met: those that follow from all rows, and are the same in all micro-batches.
     """
-    meetings = (e for e in jaxpr.eqns if e.primitive.name in RULES)
+    meetings = (e for e in jaxpr.eqns if e.primitive.name in MEETINGS)
     met = read.following(jaxpr, [*met, *(x for e in meetings for x in e.outvars)])
-    own = read.following(jaxpr, own, list(RULES))
+    own = read.following(jaxpr, own, list(MEETINGS))
     total = [0, 0]
     for e in jaxpr.eqns:
         for program in read.inner_programs(e):

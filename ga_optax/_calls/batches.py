@@ -12,7 +12,7 @@ import numpy as np
 from ga_optax._calls.options import NAMES, Argument
 from ga_optax._checks import check_arrays, divisors, named_leaves, one_of
 from ga_optax._devices import meshes
-from ga_optax._passes import notes, read
+from ga_optax._passes import log, read
 from ga_optax._text import warn
 
 Call = Any  # of `call`, which imports this
@@ -52,7 +52,7 @@ def named_batch(call: Call) -> list[tuple[str, Any]]:
     return leaves
 
 
-def layout(call: Call) -> tuple[dict[str, int], dict[str, int]]:
+def bytes_by_layout(call: Call) -> tuple[dict[str, int], dict[str, int]]:
     """The bytes of what has rows, and of what goes whole, by name; without parameters.
 
     Of what is no array nothing is said.
@@ -156,14 +156,14 @@ def _check_no_lists(call: Call, axes: Sequence[int | None]) -> None:
 # -- Rows ------------------------------------------------------------------------------
 
 
-def divided(call: Call, hint: bool) -> Call:
+def checked_split(call: Call, hint: bool) -> Call:
     """The call, whose rows the devices and micro-batches divide; or raises."""
     rows, came, todo = _rows(call, hint)
     if hint:
         call = _with_whole_keys(call, rows)
     if hint and call.options.argnums != ():
         here = call.devices
-        notes.batch(rows * (here.number if here.bound else 1))
+        log.batch(rows * (here.number if here.bound else 1))
     devices, kind = _num_splits(call)
     part, rest = divmod(rows, devices)
     if rest:

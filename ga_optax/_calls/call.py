@@ -71,7 +71,7 @@ class Call(NamedTuple):
             check_arrays(batches.argument(i), call.at(i), "Carry arrays alone.")
         call = call._replace(batch_axes=batches.axes_of(call, hint))
         devices = Devices.of(options.data_axis, call.params, call.batch)
-        call = batches.divided(call._replace(devices=devices), hint)
+        call = batches.checked_split(call._replace(devices=devices), hint)
         if call.num_parts > 1:
             devices = devices.for_arrays((args, kwargs), optimize)
         return call._replace(devices=devices)

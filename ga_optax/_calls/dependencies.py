@@ -28,7 +28,7 @@ from ga_optax._passes import places, read
 from ga_optax._passes.divided import Divided
 from ga_optax._text import ruled, wrap
 from ga_optax._window import describe
-from ga_optax._window.describe import Stage
+from ga_optax._window.describe import DescribedLoop
 from ga_optax._window.report import Stored, WindowReport, report_of, room_sentence
 
 
@@ -76,7 +76,7 @@ class BatchDependencies:
     """
 
     num_microbatches: int
-    stages: list[Stage]
+    stages: list[DescribedLoop]
     meetings: list[Stored]
     kept: list[Stored]
     whole: list[Note]
@@ -267,7 +267,10 @@ def batch_dependencies(
         meetings = [x for x in last.stored if x not in kept]
         passes = last.forward, last.backward, last.peak, last.room
         size = call.size
-        said, rows = (part.whole, part.drawn, part.promised), batches.layout(call)
+        said, rows = (
+            (part.whole, part.drawn, part.promised),
+            batches.bytes_by_layout(call),
+        )
         pieces = list(dict.fromkeys(_pieces(part.jaxpr)))
         return BatchDependencies(
             size, stages, meetings, kept, *said, *passes, *rows, pieces

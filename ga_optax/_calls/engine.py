@@ -32,7 +32,7 @@ from ga_optax._calls.region import (
     gradients,
     over_mesh,
 )
-from ga_optax._calls.rules import NoDerivativeError
+from ga_optax._calls.second_derivatives import NoDerivativeError
 from ga_optax._devices import collectives, meshes
 from ga_optax._loop import run as loop
 from ga_optax._loop.loss import DeviceContext, LossProgram, Operands, run_passes
@@ -42,7 +42,7 @@ from ga_optax._passes import constraints, places, read, references, rowwise
 from ga_optax._passes import rewrite as rewriting
 from ga_optax._text import warn
 from ga_optax._window import run as window
-from ga_optax._window.values import MeetingLoss
+from ga_optax._window.evaluation import MeetingLoss
 
 
 class Traced(NamedTuple):
@@ -103,7 +103,7 @@ class Scheduled(NamedTuple):
     """
 
     rewritten: Rewritten
-    plan: window.Plan | None
+    plan: window.WindowRun | None
 
 
 Pair = tuple[tuple[jax.Array, Any], Any]  # ((loss, aux), gradients)
@@ -196,7 +196,7 @@ def rewrite(micro_batch: MicroBatch) -> Rewritten:
     step = LossProgram(
         jaxpr=rewriting.without_values(jaxpr),
         results=[x.aval for x in jaxpr.outvars],
-        folds=["stack" if isinstance(x, Rows) else _WAYS[x] for x in part.layouts],
+        folds=["stack" if isinstance(x, Rows) else _ENGINES[x] for x in part.layouts],
         weighted=False,
         varying=tuple(sorted(call.devices.bound)),
         multiplies=False,
@@ -219,7 +219,7 @@ def schedule(rewritten: Rewritten) -> Scheduled:
     loss = MeetingLoss(rewritten.step, rows.AXIS, call.size)
     given = call.options.residual_bytes
     return Scheduled(
-        rewritten, window.plan(loss, rewritten.operands, rewritten.where, given)
+        rewritten, window.prepared(loss, rewritten.operands, rewritten.where, given)
     )
 
 
@@ -247,7 +247,7 @@ def run(scheduled: Scheduled) -> Outcome:
 
 
 # How results come together over micro-batches that have no rows.
-_WAYS = {"whole": "last", "partial": "sum"}
+_ENGINES = {"whole": "last", "partial": "sum"}
 
 
 def _indices(call: Call) -> jax.Array:

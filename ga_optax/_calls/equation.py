@@ -5,7 +5,7 @@
     of_micro_batch   `value_and_grad`: its program is written when `fun` is traced, and
                      the derivatives are those of `jax.value_and_grad(fun)`. That
                      program has the first derivative of each rule of the user's, and
-                     not the rules, see `rules`
+                     not the rules, see `second_derivatives`
 
 A function runs as the law has it: the window of a loss, of which only the aux counts. A
 gradient is the law's gradient of Σ cotangent · result, or of one scalar result, with
@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.sharding import Mesh, PartitionSpec
 
-from ga_optax._calls import engine, rows, rules
+from ga_optax._calls import engine, rows, second_derivatives
 from ga_optax._calls.call import Call
 from ga_optax._calls.engine import MicroBatch
 from ga_optax._calls.options import ROLES, Argument
@@ -67,13 +67,17 @@ def of_call(call: Call, remat: bool | None, size: int | None = None) -> Any:
 def _in_loop(micro_batch: MicroBatch) -> Any:
     """The results over micro-batches; with rules they have no second derivatives."""
     call, closed = micro_batch.call, micro_batch.closed
-    if (rule := rules.rule_in(closed.jaxpr)) is None:
+    if (rule := second_derivatives.rule_in(closed.jaxpr)) is None:
         return engine.over_micro_batches(micro_batch)
-    error = rules.refused(call, rule, "A gradient of microbatch")
+    error = second_derivatives.refused(call, rule, "A gradient of microbatch")
     if not call.devices.maps:  # else `fun` is traced once more, of what it is given
-        closed = closed.replace(consts=[rules.once(x, error) for x in closed.consts])
+        closed = closed.replace(
+            consts=[second_derivatives.once(x, error) for x in closed.consts]
+        )
     leaves = call.leaves("batch_argnums") | call.others
-    here = call.with_leaves({n: rules.once(x, error) for n, x in leaves.items()})
+    here = call.with_leaves(
+        {n: second_derivatives.once(x, error) for n, x in leaves.items()}
+    )
     return engine.over_micro_batches(micro_batch._replace(call=here, closed=closed))
 
 
@@ -96,7 +100,7 @@ def of_micro_batch(micro_batch: MicroBatch) -> Any:
     leaves = call.leaves("argnums") | call.leaves("batch_argnums")
     xs = [*closed.consts, *map(jnp.asarray, leaves.values())]
     traced = any(isinstance(x, jax.core.Tracer) for x in xs)
-    rule = rules.rule_in(closed.jaxpr) if traced else None
+    rule = second_derivatives.rule_in(closed.jaxpr) if traced else None
     devices = call.devices
     if not traced or (devices.axes and rule is None):
         return engine.over_micro_batches(micro_batch)
@@ -108,8 +112,8 @@ def of_micro_batch(micro_batch: MicroBatch) -> Any:
         return engine.over_micro_batches(micro_batch._replace(call=here, closed=of_xs))
 
     if devices.bound and rule is not None:
-        error = rules.refused(call, rule, "What value_and_grad returns")
-        return run(*(rules.fixed(x, error) for x in xs))
+        error = second_derivatives.refused(call, rule, "What value_and_grad returns")
+        return run(*(second_derivatives.fixed(x, error) for x in xs))
     program, out = jax.make_jaxpr(run, return_shape=True)(*xs)
     operands = [*program.consts, *xs]
     jaxpr = read.live(rewrite.without_constants(program.jaxpr))

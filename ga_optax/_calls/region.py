@@ -129,7 +129,7 @@ def explained(call: Call) -> Iterator[None]:
         yield
     except (NameError, NotImplementedError, ValueError) as error:
         text = str(error)
-        for words, todo in _NOTES.items():
+        for words, todo in _ADVICE.items():
             if words in text:
                 error.add_note(todo)
         names = [name for name in call.devices.bound if f"'{name}'" in text]
@@ -142,7 +142,7 @@ _CLOSED_OVER = (
     "If fun closes over an array that lies on the mesh, pass it as an argument: what "
     "has no role there goes whole to every device."
 )
-_NOTES = {
+_ADVICE = {
     "unbound axis name": "fun communicates over an axis that nothing here binds. With "
     "value_and_grad it needs no collectives over micro-batches, for it sees all rows.",
     "Closing over": f"In terms of ga_optax: {_CLOSED_OVER}",

@@ -5,5 +5,5 @@
     audit        every collective of a compiled step
     hlo          the parser of compiled programs
 
-Imports the root, and `_passes.notes`.
+Imports the root, and `_passes.log`.
 """

@@ -28,7 +28,7 @@ import numpy as np
 
 from ga_optax import _checks, _text
 from ga_optax._compiled import machines
-from ga_optax._passes import notes
+from ga_optax._passes import log
 
 
 class NothingFitsError(ValueError):
@@ -279,7 +279,7 @@ class _Search:
 
     def _compile(self, k: int) -> tuple[Any, list[str]]:
         """The compiled step with k micro-batches, and the notes of `value_and_grad`."""
-        with notes.recorded() as lines, notes.batches() as batches:
+        with log.recorded() as lines, log.batches() as batches:
             try:
                 step = self._make_step(k)
                 lower = getattr(step, "lower", None)

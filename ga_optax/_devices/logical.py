@@ -31,7 +31,7 @@ def plus(x: jax.Array, y: jax.Array) -> jax.Array:
     return accumulator.plus(x, y) if jnp.issubdtype(x.dtype, jnp.inexact) else x + y
 
 
-def fold(
+def run_loop(
     sum_one: Callable[[Any, T], tuple[T, Any]],
     xs: Any,
     number: int,
@@ -58,7 +58,7 @@ def fold(
 
     def half(carry: tuple[list[T], T], inputs: Any) -> tuple[tuple[list[T], T], Any]:
         (lower, total), (is_first, part) = carry, inputs
-        lower, stacked = fold(sum_one, part, number // 2, lower, join)
+        lower, stacked = run_loop(sum_one, part, number // 2, lower, join)
         both = join(total, lower[-1])
         total = jax.tree.map(functools.partial(jnp.where, is_first), lower[-1], both)
         return (lower, total), stacked

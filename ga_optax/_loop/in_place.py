@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from ga_optax._devices import meshes
-from ga_optax._passes import notes, read
+from ga_optax._passes import log, read
 from ga_optax._passes.arrivals import is_cut, use_of
 from ga_optax._passes.known import Reason, deeds
 
@@ -92,5 +92,5 @@ def report(names: Sequence[str], whys: Sequence[Reason | None]) -> None:
     for name, why in zip(names, whys, strict=True):
         what = f"not added in place ({why.why})" if why else "added in place"
         pairs.append((what, f"{name} at {why.line}" if why and why.line else name))
-    for what, members in notes.grouped(pairs):
-        notes.note(f"Gradients {what}: {members}.")
+    for what, members in log.grouped(pairs):
+        log.info(f"Gradients {what}: {members}.")

@@ -49,7 +49,9 @@ def of_logical(loop: Loop, operands: Operands, devices: DeviceContext) -> State:
 
     buffers = [loop.start(operands)] * number.bit_length()  # one for each level
     loop = dataclasses.replace(loop, begins=False)
-    (*_, state), collected = logical.fold(run, (indices, batch), number, buffers, join)
+    (*_, state), collected = logical.run_loop(
+        run, (indices, batch), number, buffers, join
+    )
     collected = jax.tree.map(lambda x: jnp.reshape(x, (-1, *x.shape[2:])), collected)
     return with_collected(state, collected)
 

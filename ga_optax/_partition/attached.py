@@ -169,7 +169,7 @@ class _Sum(NamedTuple):
     of: core.JaxprEqn | None
 
 
-class _Stage(NamedTuple):
+class _Phase(NamedTuple):
     """The part of a backward program between two collectives.
 
     Attributes:
@@ -249,14 +249,14 @@ class _Local:
         found = read.following(self.jaxpr, e.outvars)
         return found.isdisjoint(read.variables([*self.results, *others]))
 
-    def stages(self) -> list[_Stage]:
+    def stages(self) -> list[_Phase]:
         """The stages of the backward pass, the last one first."""
 
         def level(x: Any) -> int:
             return self.level[x] if read.is_variable(x) else 0
 
         last = max(map(level, self.grads))
-        found, due = [], _Stage([], [], [], [], [])
+        found, due = [], _Phase([], [], [], [], [])
         late = {x.result for sums in self.late.values() for x in sums}
         there = self.known | set(self.cts.values()) | late
         for number in reversed(range(last + 1)):
@@ -272,7 +272,7 @@ class _Local:
             own = [x for x in passed if x in self.own]
             sums += [_Sum(x, x, None) for x in passed if x not in self.own]
             reads = [x for x in inputs if x in self.known]
-            due = _Stage(mine, equations, reads, own, sums)
+            due = _Phase(mine, equations, reads, own, sums)
             found.append(due)
         return found
 
@@ -294,7 +294,7 @@ class _Local:
         results = found[: len(self.results)]
         known = dict(zip(reads, found[len(results) :], strict=True))
         of_cts = {ct: results[i] for i, ct in self.cts.items()}
-        after, comes = _Stage([], [], [], [], []), []
+        after, comes = _Phase([], [], [], [], []), []
         for stage in stages:
             outs = [_zeros(x.aval) for x in stage.own]
             if stage is stages[-1]:
@@ -319,7 +319,7 @@ class _Local:
         """A result, which later levels store if its cotangent must be complete."""
         return checkpoint_name(x, self.w.axis.name) if self.complete else x
 
-    def _function(self, stage: _Stage, after: _Stage) -> Any:
+    def _function(self, stage: _Phase, after: _Phase) -> Any:
         """A function that returns `outs`, whose backward pass is a stage.
 
         `after` is the stage before which this one stands, which came first on the way

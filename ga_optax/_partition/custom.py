@@ -101,8 +101,8 @@ def _kept(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result]:
     moving = [is_inexact(v.aval) for v in vs[n:]]
     jvp, results_move = _rule_of(e, moving)
     calls, jvp = _without_call(jvp, e)
-    tangents = [_value(v.aval, v.layout) for v in compress(vs[n:], moving)]
-    results = map(_value, types_of(e), function.layouts) if calls else ()
+    tangents = [_of_layout(v.aval, v.layout) for v in compress(vs[n:], moving)]
+    results = map(_of_layout, types_of(e), function.layouts) if calls else ()
     wanted = [*function.layouts, *compress(function.layouts, results_move)]
     rule = _in_rule(w, jvp, [*vs[n:], *tangents, *results], wanted)
 
@@ -174,7 +174,7 @@ def _in_rule(
     return nested.inner(w.within(in_rule=True), program, args, wanted)
 
 
-def _value(aval: Any, layout: Layout) -> Value:
+def _of_layout(aval: Any, layout: Layout) -> Value:
     return Value(None, aval, layout, 0, True, True)
 
 
@@ -187,7 +187,7 @@ def _is_linear(w: Writer, program: read.Program, number: int) -> bool:
 
     def is_linear() -> bool:
         layouts = [WHOLE] * (len(types) - number) + [PARTIAL] * number
-        args = list(map(_value, types, layouts))
+        args = list(map(_of_layout, types, layouts))
         here = w.within(forbids_shares=True, forbids_collectives=True)
         try:
             _in_rule(here, program, args, [PARTIAL] * len(program.jaxpr.outvars))
@@ -203,7 +203,7 @@ def has_nonlinear_rule(w: Writer, e: core.JaxprEqn) -> bool:
     if e.primitive.name == "custom_vjp_call":
         if e.params["symbolic_zeros"]:
             return True
-        rule = derived(w, e, [_value(x.aval, WHOLE) for x in e.invars])
+        rule = derived(w, e, [_of_layout(x.aval, WHOLE) for x in e.invars])
         prints = bool(rule.program.jaxpr.effects)  # such as the cotangent
         return prints or not _is_linear(w, rule.backward, len(rule.given))
     return any(has_nonlinear_rule(w, x) for p in read.inner_programs(e) for x in p.eqns)

@@ -40,7 +40,7 @@ def recut(w: Writer, v: Value, rows: Rows) -> Any:
 
 def _bits(w: Writer, e: core.JaxprEqn, vs: list[Value], rows: Rows) -> list[Any]:
     """Pairs of words for pairs of counts, as a draw is that was cut before."""
-    ways = primitives.ways(primitives.Row("..."), e)
+    ways = primitives.factors_of(primitives.Entry("..."), e)
     way = next(x for x in ways if x.outs[0] == rows.dim)
     xs = w.parts(vs, rows, way.ins)
     return w.once(("bits", rows, *map(Same, xs)), lambda: w.results(e, xs))

@@ -26,17 +26,17 @@ from ga_optax._partition.values import (
 )
 from ga_optax._partition.writer import Rule, Writer
 from ga_optax._passes import primitives
-from ga_optax._passes.notation import Axes, Way
+from ga_optax._passes.notation import Axes, Factor
 
 
-def ways(e: core.JaxprEqn) -> list[Way]:
+def of_equation(e: core.JaxprEqn) -> list[Factor]:
     """The ways to split an equation, by its row."""
-    return primitives.ways(primitives.row_of(e), e)
+    return primitives.factors_of(primitives.entry_of(e), e)
 
 
 def chosen(
-    vs: Sequence[Value], some: Callable[[Rows], Iterable[Way]]
-) -> tuple[Rows, Way] | None:
+    vs: Sequence[Value], some: Callable[[Rows], Iterable[Factor]]
+) -> tuple[Rows, Factor] | None:
     """The rows of an operand, and the way along them that gathers least.
 
     `some` returns the ways to split along rows.
@@ -49,8 +49,8 @@ def chosen(
         if way.ins[i] == v.dim
     ]
 
-    def gathered(x: tuple[Rows, Way, int]) -> tuple[int, int]:
-        due = zip(vs, layouts(x[0], x[1].ins), strict=True)
+    def gathered(x: tuple[Rows, Factor, int]) -> tuple[int, int]:
+        due = zip(vs, operand_layouts(x[0], x[1].ins), strict=True)
         moved = (u.size for u, layout in due if u.layout not in (WHOLE, layout))
         return sum(moved), -x[2]
 
@@ -60,19 +60,19 @@ def chosen(
     return rows, way
 
 
-def layouts(rows: Rows, dims: Axes) -> list[Layout]:
+def operand_layouts(rows: Rows, dims: Axes) -> list[Layout]:
     """The layouts of operands that have rows along a dimension, or are whole."""
     return [WHOLE if d is None else rows.at(d) for d in dims]
 
 
 def forward(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     """Rows that stay rows; None if those of all operands go another way."""
-    kept = [way for way in ways(e) if None not in way.outs]
+    kept = [way for way in of_equation(e) if None not in way.outs]
     if (found := chosen(vs, lambda _: kept)) is None:
         return None
     rows, way = found
     out = _along(w, e, vs, rows, way)
-    return list(zip(out, layouts(rows, way.outs), strict=True))
+    return list(zip(out, operand_layouts(rows, way.outs), strict=True))
 
 
 def summed(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
@@ -80,7 +80,7 @@ def summed(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     found = [
         (v.rows, way.ins)
         for i, v in enumerate(vs)
-        for way in ways(e)
+        for way in of_equation(e)
         if v.rows and way.ins[i] == v.dim
     ]
     if not found:
@@ -102,16 +102,16 @@ def wanted(w: Writer, e: core.JaxprEqn, vs: list[Value], rows: Rows) -> Any:
     """The rows of its one result; None if that takes more than rows of the operands."""
     if len(e.outvars) > 1:
         return None
-    way = next((x for x in ways(e) if x.outs == (rows.dim,)), None)
+    way = next((x for x in of_equation(e) if x.outs == (rows.dim,)), None)
     return None if way is None else _along(w, e, vs, rows, way)[0]
 
 
 def _along(
-    w: Writer, e: core.JaxprEqn, vs: list[Value], rows: Rows, way: Way
+    w: Writer, e: core.JaxprEqn, vs: list[Value], rows: Rows, way: Factor
 ) -> list[Any]:
     """The results of a micro-batch's part along a factor."""
     xs = w.parts(vs, rows, way.ins)
-    if not (key := primitives.row_of(e).shape):
+    if not (key := primitives.entry_of(e).shape):
         return w.results(e, xs)
     shape, of, [d] = list(e.params[key]), types_of(e)[0].shape, way.outs
     assert d is not None

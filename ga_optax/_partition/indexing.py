@@ -222,7 +222,7 @@ def _scattered_over(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     So rows are sent to the buffers of experts, and counted.
     """
     operand, *others = vs
-    name, ways = e.primitive.name, factors.ways(e)
+    name, ways = e.primitive.name, factors.of_equation(e)
     along = [
         (v.rows, way.ins[1:])
         for way in ways

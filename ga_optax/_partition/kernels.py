@@ -23,7 +23,7 @@ from ga_optax._partition import splits
 from ga_optax._partition.values import WHOLE, Rows, local_shape
 from ga_optax._partition.writer import Writer
 from ga_optax._passes import interpret, read
-from ga_optax._passes.notation import Axes, Split, Way
+from ga_optax._passes.notation import Axes, Factor, Split
 
 _MOST_POINTS = 2**20  # of a grid, at which functions of it are evaluated
 _ASK = ("program_id", "num_programs")  # for the place of a program on an axis
@@ -38,7 +38,7 @@ def pallas_call(w: Writer, e: core.JaxprEqn, segments: int) -> list[Split]:
     for g in range(len(grid.grid)) if _can_be_read(e) else ():
         dims = _dims(grid, g, segments, w.axis.size)
         if dims and not _depends(e, g, dims):
-            part, way = _part(e, g, dims, w.axis.size), Way(dims[:n], dims[n:])
+            part, way = _part(e, g, dims, w.axis.size), Factor(dims[:n], dims[n:])
             records.append(splits.called(w, e, way, **part))
     return records
 

@@ -14,7 +14,7 @@ from jax.extend import core
 from ga_optax._partition import shapes
 from ga_optax._partition.values import PARTIAL, Result, Value, types_of
 from ga_optax._partition.writer import Writer
-from ga_optax._passes.primitives import CAST, CONVOLUTION, PRODUCT, row_of
+from ga_optax._passes.primitives import CAST, CONVOLUTION, PRODUCT, entry_of
 from ga_optax._passes.read import is_inexact
 
 
@@ -46,7 +46,7 @@ def linear(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result] | None:
 
 def slots(e: core.JaxprEqn, partial: Sequence[int]) -> Sequence[int] | None:
     """The operands in which together an equation is linear, if all partial ones are."""
-    row = row_of(e)
+    row = entry_of(e)
     found = row.linear_in(len(e.invars))
     if not found and len(partial) == 1:
         found = [i for i in partial if i in row.each]

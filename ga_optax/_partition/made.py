@@ -9,7 +9,7 @@ from jax.extend import core
 
 from ga_optax._partition.values import Value
 from ga_optax._passes import read
-from ga_optax._passes.primitives import CAST, row_of
+from ga_optax._passes.primitives import CAST, entry_of
 
 
 def computed_by(v: Value) -> tuple[core.JaxprEqn, list[Value]] | None:
@@ -17,7 +17,7 @@ def computed_by(v: Value) -> tuple[core.JaxprEqn, list[Value]] | None:
     if v.made is None or not all(u.is_whole for u in v.made[1]):
         return None
     e, vs, _ = v.made
-    moves = row_of(e).is_exact or e.primitive.name.startswith("scatter")
+    moves = entry_of(e).is_exact or e.primitive.name.startswith("scatter")
     return None if moves else (e, vs)
 
 
@@ -27,13 +27,13 @@ def number_of(v: Value) -> Any:
         is_number = v.shape == () and not isinstance(v.x, jax.core.Tracer)
         return np.asarray(v.x).item() if is_number else None
     e, vs, _ = v.made
-    spreads = row_of(e).moves or e.primitive.name == CAST
+    spreads = entry_of(e).moves or e.primitive.name == CAST
     return number_of(vs[0]) if spreads else None
 
 
 def is_reshaped(v: Value) -> bool:
     """True if a value is rows in another shape: they are kept once for both shapes."""
-    if v.made is None or not row_of(v.made[0]).moves:
+    if v.made is None or not entry_of(v.made[0]).moves:
         return False
     of = v.made[1][0]
     return of.size == v.size and not of.is_whole

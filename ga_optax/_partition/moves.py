@@ -26,7 +26,7 @@ from ga_optax._partition.values import (
     types_of,
 )
 from ga_optax._partition.writer import Writer
-from ga_optax._passes.primitives import row_of
+from ga_optax._passes.primitives import entry_of
 from ga_optax._passes.read import is_inexact
 
 
@@ -57,7 +57,7 @@ Source = tuple[Value, np.ndarray]
 
 def _source(v: Value, d: int) -> Source | None:
     """The one value whose rows these are, along a dimension; None if there are more."""
-    if v.made is None or not row_of(v.made[0]).shifts:
+    if v.made is None or not entry_of(v.made[0]).shifts:
         return v, np.arange(v.shape[d])
     if d not in v.sources:  # A roll reads what it moves twice.
         e, vs, i = v.made
@@ -70,7 +70,7 @@ def _moved(e: core.JaxprEqn, vs: list[Value], d: int, i: int) -> Source | None:
     name, moving, by = e.primitive.name, [v for v in vs if v.shape and v.shape[d]], 0
     if name == "pad":
         moving, by = vs[:1], number_of(vs[1])
-    kept = {way.outs[i] for way in factors.ways(e)}  # axes that stay as they are
+    kept = {way.outs[i] for way in factors.of_equation(e)}  # axes that stay
     stays = kept.issuperset({*range(len(vs[0].shape))} - {d})
     if by != 0 or not stays or not moving:
         return None

@@ -28,14 +28,14 @@ from ga_optax._partition.notes import note_of
 from ga_optax._partition.values import PARTIAL, Results, Value, local_shape, types_of
 from ga_optax._partition.writer import Writer
 from ga_optax._passes import interpret, notation, places, read
-from ga_optax._passes.notation import Split, Way
+from ga_optax._passes.notation import Factor, Split
 from ga_optax._passes.rowwise import bound
 
 # Of an equation, and rows in so many segments (see `Rows`), how it splits along them.
 Reader = Callable[[Writer, core.JaxprEqn, int], Sequence[Split]]
 
 
-def called(w: Writer, e: core.JaxprEqn, way: Way, **params: Any) -> Split:
+def called(w: Writer, e: core.JaxprEqn, way: Factor, **params: Any) -> Split:
     """A call that splits one way: the same equation, with some other parameters."""
     return Split((way,), lambda *xs: w.results(e, xs, **params))
 
@@ -44,13 +44,13 @@ def split(reads: Reader, w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Result
     """The results of an equation in the best way to split it; None if there is none."""
     records = {n: reads(w, e, n) for n in {v.rows.segments for v in vs if v.rows}}
 
-    def ways(rows: Any) -> list[Way]:
-        return [way for record in records[rows.segments] for way in record.ways]
+    def ways(rows: Any) -> list[Factor]:
+        return [way for record in records[rows.segments] for way in record.factors]
 
     if (choice := factors.chosen(vs, ways)) is None:
         return None
     rows, way = choice
-    record = next(x for x in records[rows.segments] if way in x.ways)
+    record = next(x for x in records[rows.segments] if way in x.factors)
     xs = w.parts(vs, rows, way.ins)
     layouts = [PARTIAL if d is None else rows.at(d) for d in way.outs]
     pairs = zip(types_of(e), layouts, strict=True)
@@ -131,7 +131,7 @@ def custom_partitioning(w: Writer, e: Any, _: int) -> Sequence[Split]:
     # Of another size it would be another factor.
     pairs = map(zip, names, shapes)
     dims = [[None if x in whole else (x, n) for x, n in each] for each in pairs]
-    ways = notation.ways_of((dims[: len(e.invars)], dims[len(e.invars) :]))
+    ways = notation.factors_of_dims((dims[: len(e.invars)], dims[len(e.invars) :]))
     kept = [way for way in ways if None not in way.outs]
     return [Split((way,), functools.partial(_on_device, w, e, way)) for way in kept]
 
@@ -151,7 +151,7 @@ def _names(mapping: Any, rank: int) -> list[Any]:
 _AXIS = "parts of ga_optax"  # of a device; no axis of the user's
 
 
-def _on_device(w: Writer, e: core.JaxprEqn, way: Way, *xs: Any) -> list[Any]:
+def _on_device(w: Writer, e: core.JaxprEqn, way: Factor, *xs: Any) -> list[Any]:
     """The results of the program that a rule has for one of several devices.
 
     Raises:
@@ -206,4 +206,4 @@ def cudnn_attention(w: Writer, e: Any, _: int) -> Sequence[Split]:
     ):
         return []
     outs = tuple(dims[i] if is_backward else 0 for i in range(len(e.outvars)))
-    return [called(w, e, Way(dims, outs))]
+    return [called(w, e, Factor(dims, outs))]

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from ga_optax._passes import read
-from ga_optax._passes.primitives import row_of
+from ga_optax._passes.primitives import entry_of
 
 
 class Rows(NamedTuple):
@@ -91,7 +91,7 @@ class Value:
         """
         if self.rows:
             return self.dim, self.shape[self.dim] // self.rows.segments
-        if self.made is None or not row_of(self.made[0]).shifts:
+        if self.made is None or not entry_of(self.made[0]).shifts:
             return None
         return next(filter(None, (v.origin for v in self.made[1])), None)
 

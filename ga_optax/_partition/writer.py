@@ -27,7 +27,7 @@ from ga_optax._partition.values import (
     varying,
 )
 from ga_optax._passes import interpret, places, read, references
-from ga_optax._passes.primitives import row_of
+from ga_optax._passes.primitives import entry_of
 from ga_optax._passes.read import is_inexact
 
 
@@ -320,7 +320,7 @@ class Writer:
 
     def _applied(self, e: core.JaxprEqn, vs: list[Value]) -> list[Result]:
         name = e.primitive.name
-        kind, shifts = read.kind(e) or name, row_of(e).shifts
+        kind, shifts = read.kind(e) or name, entry_of(e).shifts
         rules, notes = self.rules, self.records.notes
         before = len(notes)
         opens = kind in rules.nested and bool(e.outvars) and read.acts(e)

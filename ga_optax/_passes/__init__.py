@@ -17,7 +17,7 @@
     primitives     what is known of each primitive: one row a primitive
     notation       how a row says what becomes of dimensions
     known          effects and rules of a program, and what hides what it does
-    notes          what is said of a program in the log
+    log            what is said of a program in the log
     arrivals       how a gradient comes out of the backward pass
     probe          whether this JAX writes programs as they are read here
     rowwise        functions whose rows do not need each other, as the user promises

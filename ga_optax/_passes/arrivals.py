@@ -33,7 +33,7 @@ def arrival(jaxpr: core.Jaxpr, variable: Any, way: str = "whole") -> str | None:
     if use is None or not variable.aval.size:  # a stack of no layers
         return None
     equation, i = use
-    name, row = equation.primitive.name, primitives.row_of(equation)
+    name, row = equation.primitive.name, primitives.entry_of(equation)
     if read.kind(equation) in read.THROUGH:
         return _inside(equation, i, way)
     if name == primitives.PRODUCT:

@@ -17,7 +17,7 @@ from jax.extend import core
 from ga_optax._passes import interpret, read, rewrite
 from ga_optax._passes.arrivals import arrival
 from ga_optax._passes.facts import Facts
-from ga_optax._passes.notes import left_alone
+from ga_optax._passes.log import left_alone
 from ga_optax._passes.primitives import CAST
 from ga_optax._passes.read import Program
 

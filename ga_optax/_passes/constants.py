@@ -18,7 +18,7 @@ from jax.extend import core
 
 from ga_optax._passes import interpret, known, primitives, read, rewrite
 from ga_optax._passes.facts import Facts
-from ga_optax._passes.notes import left_alone
+from ga_optax._passes.log import left_alone
 from ga_optax._passes.read import Program
 
 # What depends on others; on constants alone: equal numbers, different ones, a table.
@@ -145,7 +145,7 @@ def _rounds(equation: core.JaxprEqn) -> bool:
     """Whether it computes floating-point numbers, other than by moving them."""
     return any(
         not read.inner_programs(e)
-        and not primitives.row_of(e).is_exact
+        and not primitives.entry_of(e).is_exact
         and any(map(read.is_inexact, e.outvars))
         for e in read.within(equation)
     )

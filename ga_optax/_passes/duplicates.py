@@ -14,7 +14,7 @@ from jax.extend import core
 
 from ga_optax._passes import interpret, primitives, read, rewrite
 from ga_optax._passes.facts import Facts
-from ga_optax._passes.notes import left_alone
+from ga_optax._passes.log import left_alone
 from ga_optax._passes.read import Program
 
 
@@ -53,7 +53,7 @@ def _merged(jaxpr: core.Jaxpr) -> core.Jaxpr:
         """Appends the equations; `names` maps old variables to new ones."""
         for old in jaxpr.eqns:
             equation = old.replace(invars=rewrite.rename(old.invars, names))
-            if primitives.row_of(equation).broadcasts and len(equation.invars) > 1:
+            if primitives.entry_of(equation).broadcasts and len(equation.invars) > 1:
                 aval = old.outvars[0].aval
                 invars = [broadcast(x, aval, old) for x in equation.invars]
                 equation = equation.replace(invars=invars)

@@ -124,13 +124,15 @@ def _loop(found: Graph, how: read.Scan, given: _Places, opens: Test) -> _Places:
     places = range(len(nodes), len(nodes) + len(carry))
     nodes.extend(Node(_some([x]), length=how.length) for x in carry)
     args = [*consts, *places, *slices]
-    out = _program(found, how.body.jaxpr, args, opens)
+    out = _scan_program(found, how.body.jaxpr, args, opens)
     for place, x in zip(places, out, strict=False):
         nodes[place].reads.extend(_some([x]))
     return [*places, *out[len(places) :]]
 
 
-def _program(found: Graph, jaxpr: core.Jaxpr, given: _Places, opens: Test) -> _Places:
+def _scan_program(
+    found: Graph, jaxpr: core.Jaxpr, given: _Places, opens: Test
+) -> _Places:
     """The nodes of the results of a program."""
     env: dict[Any, int | None] = dict(zip(jaxpr.invars, given, strict=True))
 
@@ -141,7 +143,7 @@ def _program(found: Graph, jaxpr: core.Jaxpr, given: _Places, opens: Test) -> _P
         inputs, is_open = places(e.invars), opens(e)
         if is_open and read.is_inline(e):
             [inner] = read.inner_programs(e)
-            out = _program(found, inner, inputs, opens)
+            out = _scan_program(found, inner, inputs, opens)
         elif is_open and read.kind(e) == "scan":
             found.loops[id(e)] = inputs
             out = _loop(found, read.scan_of(e), inputs, opens)

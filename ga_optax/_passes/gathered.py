@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ga_optax._passes import constraints, primitives, read, rewrite
 from ga_optax._passes.facts import Facts
-from ga_optax._passes.notes import left_alone
+from ga_optax._passes.log import left_alone
 from ga_optax._passes.read import Program
 
 Entries = tuple[Any, ...]  # of a PartitionSpec, one for each dimension

@@ -17,10 +17,10 @@ def program_of(fun: Callable[..., Any], *types: Any) -> read.Program:
 
 
 # What an equation gives, given its arguments; None to run it as it is.
-Rule = Callable[[core.JaxprEqn, list[Any]], Sequence[Any] | None]
+Override = Callable[[core.JaxprEqn, list[Any]], Sequence[Any] | None]
 
 
-def evaluate(program: read.Program, args: Sequence[Any], rule: Rule) -> list[Any]:
+def evaluate(program: read.Program, args: Sequence[Any], rule: Override) -> list[Any]:
     """The results of a program, equation by equation as `rule` has it."""
     jaxpr = program.jaxpr
     names = [*jaxpr.constvars, *jaxpr.invars]

@@ -15,7 +15,7 @@ from jax.extend import core
 from ga_optax._passes import interpret, places, primitives, read
 
 _RUNS = "custom_jvp_call"  # its rule is run as JAX differentiates it
-_READ = ("", "open", *primitives.CALLS)
+_READ = ("", "open", *primitives.PROGRAM_KINDS)
 
 
 def hidden(name: str) -> str | None:
@@ -55,7 +55,7 @@ def is_known(equation: core.JaxprEqn) -> bool:
 
 def is_built_in(equation: core.JaxprEqn) -> bool:
     """Whether it is a primitive of `jax.lax` that does nothing but compute."""
-    return not (equation.effects or primitives.row_of(equation).kind)
+    return not (equation.effects or primitives.entry_of(equation).kind)
 
 
 # -- What a program does beside its results --------------------------------------------

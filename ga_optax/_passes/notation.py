@@ -20,7 +20,7 @@ Shape = tuple[Any, ...]
 Dims = tuple[Sequence[Sequence[Any]], Sequence[Sequence[Any]]]
 
 
-class Way(NamedTuple):
+class Factor(NamedTuple):
     """A factor: a way to split a call.
 
     Attributes:
@@ -33,10 +33,10 @@ class Way(NamedTuple):
 
 
 @functools.lru_cache(1024)  # a model has many layers of the same shapes
-def read(dims: str, ins: tuple[Shape, ...], outs: tuple[Shape, ...]) -> list[Way]:
+def read(dims: str, ins: tuple[Shape, ...], outs: tuple[Shape, ...]) -> list[Factor]:
     """The ways to split a call with operands and results of such shapes."""
     if "->" in dims:
-        return ways_of(named(dims))
+        return factors_of_dims(named(dims))
     largest = max((*outs, *ins), key=len)  # operands may be broadcast
     kept = len(largest) - dims.count("_")
 
@@ -44,7 +44,7 @@ def read(dims: str, ins: tuple[Shape, ...], outs: tuple[Shape, ...]) -> list[Way
         pairs = enumerate(zip(shape, largest, strict=False))
         return [d if d < kept and n == due else None for d, (n, due) in pairs]
 
-    return ways_of((list(map(of, ins)), list(map(of, outs))))
+    return factors_of_dims((list(map(of, ins)), list(map(of, outs))))
 
 
 def named(dims: str) -> Dims:
@@ -57,7 +57,7 @@ def _blank(names: Sequence[Any]) -> list[Any]:
     return [None if x == "_" else x for x in names]
 
 
-def ways_of(dims: Dims) -> list[Way]:
+def factors_of_dims(dims: Dims) -> list[Factor]:
     """A way for each factor, in the order of their names' first places."""
     factors = dict.fromkeys(x for side in dims for names in side for x in names)
     factors.pop(None, None)
@@ -65,19 +65,19 @@ def ways_of(dims: Dims) -> list[Way]:
     def places(x: Any, side: Sequence[Sequence[Any]]) -> Axes:
         return tuple(list(of).index(x) if x in of else None for of in side)
 
-    return [Way(*(places(x, side) for side in dims)) for x in factors]
+    return [Factor(*(places(x, side) for side in dims)) for x in factors]
 
 
 class Split(NamedTuple):
     """How a call splits, as the call itself or the user says.
 
     Attributes:
-      ways: the ways to split it; each is right by itself.
+      factors: the ways to split it; each is right by itself.
       fun: computes the parts of the results from those of the operands, along a way.
       name: of the function of the user's who promises the ways; else "".
     """
 
-    ways: tuple[Way, ...]
+    factors: tuple[Factor, ...]
     fun: Callable[..., list[Any]]
     name: str = ""
 
@@ -86,6 +86,8 @@ class Split(NamedTuple):
 
         `ins` and `outs` are their numbers among the operands and results here.
         """
-        both = [(*way.ins, *way.outs) for way in self.ways]
-        ways = (Way(*(tuple(x[i] for i in side) for side in (ins, outs))) for x in both)
-        return self._replace(fun=fun, ways=tuple(ways))
+        both = [(*way.ins, *way.outs) for way in self.factors]
+        ways = (
+            Factor(*(tuple(x[i] for i in side) for side in (ins, outs))) for x in both
+        )
+        return self._replace(fun=fun, factors=tuple(ways))

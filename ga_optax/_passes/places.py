@@ -83,7 +83,7 @@ def type_of(aval: Any) -> str:
 def _function(source: Any) -> str:
     """The innermost function of a package that a line of the user's code calls."""
     rank, line = _ranked(source)
-    innermost = _calls(source)[0] if rank == _OWN else line
+    innermost = _frames(source)[0] if rank == _OWN else line
     return innermost.rpartition("(")[2].rstrip(")") if innermost != line else ""
 
 
@@ -113,12 +113,12 @@ def placed(equation: core.JaxprEqn, around: Any) -> core.JaxprEqn:
 
 def _ranked(source: Any) -> tuple[int, str]:
     """How much a line of the user's code it is, and that line."""
-    known = _calls(source)
+    known = _frames(source)
     own = [x for x in known if not any(part in x for part in _INSTALLED)]
     return (_OWN, own[0]) if own else (1, known[0]) if known else (0, "")
 
 
-def _calls(source: Any) -> list[str]:
+def _frames(source: Any) -> list[str]:
     """The calls that led to an equation but JAX's and ours; the innermost first."""
     try:
         calls = source_info_util.summarize(source, _DEEPEST).splitlines()[::-1]

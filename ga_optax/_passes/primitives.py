@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend import core
 
-from ga_optax._passes.notation import Dims, Shape, Way, read, ways_of
+from ga_optax._passes.notation import Dims, Factor, Shape, factors_of_dims, read
 
 
-class Row(NamedTuple):
+class Entry(NamedTuple):
     """What a primitive does with dimensions.
 
     Attributes:
@@ -30,8 +30,8 @@ class Row(NamedTuple):
       each: the operands in each of which it is linear while the others stay.
       shape: the parameter that is the shape of its result, or of what it takes.
       kind: "" for a function of arrays that does nothing else; for what runs a program
-        inside it, how, as `CALLS`; "open" for what else can be read; or the kind of
-        code into which JAX cannot see, in a word for people.
+        inside it, how: one of `PROGRAM_KINDS`; "open" for what else can be read; or the
+        kind of code into which JAX cannot see, in a word for people.
       is_open: True if rows that are wanted of it are computed from those of operands.
       is_dear: True if it takes more than to read its result.
       is_exact: True if it rounds nothing, or as often as the one who reads the result.
@@ -61,28 +61,28 @@ class Row(NamedTuple):
         return range(number)[self.sums] if isinstance(self.sums, slice) else self.sums
 
 
-def row_of(e: core.JaxprEqn) -> Row:
+def entry_of(e: core.JaxprEqn) -> Entry:
     """The row of an equation's primitive."""
     return TABLE.get(e.primitive.name, UNKNOWN)
 
 
 def is_linear(e: core.JaxprEqn) -> bool:
     """True if it is linear in all operands: gradients need no operand and no result."""
-    return len(row_of(e).linear_in(len(e.invars))) == len(e.invars)
+    return len(entry_of(e).linear_in(len(e.invars))) == len(e.invars)
 
 
 def needs_other(e: core.JaxprEqn) -> bool:
     """True for a product or a quotient: a gradient needs the other operand."""
-    return 0 in row_of(e).each
+    return 0 in entry_of(e).each
 
 
-def ways(row: Row, e: core.JaxprEqn) -> list[Way]:
+def factors_of(row: Entry, e: core.JaxprEqn) -> list[Factor]:
     """The ways to split an equation."""
     dims = row.dims(e) if callable(row.dims) else row.dims
     if dims is None:
         return []
     if not isinstance(dims, str):
-        return ways_of(dims)
+        return factors_of_dims(dims)
     return read(dims, *(tuple(map(_shape, x)) for x in (e.invars, e.outvars)))
 
 
@@ -255,9 +255,9 @@ def _solved(e: core.JaxprEqn) -> Dims:
 
 # -- The table -------------------------------------------------------------------------
 
-TABLE: dict[str, Row] = {}
-UNKNOWN = Row(kind="primitive", is_dear=True)
-CALLS = ("call", "checkpoint", "scan", "while", "cond")
+TABLE: dict[str, Entry] = {}
+UNKNOWN = Entry(kind="primitive", is_dear=True)
+PROGRAM_KINDS = ("call", "checkpoint", "scan", "while", "cond")
 CAST = "convert_element_type"
 PRODUCT, CONVOLUTION = "dot_general", "conv_general_dilated"
 SUM, SUM_OF_TWO, SCATTER = "reduce_sum", "add_any", "scatter-add"
@@ -267,155 +267,163 @@ ADD_TO, WRITE, READ_OUT, NEW_REF = "addupdate", "swap", "freeze", "new_ref"
 ROWWISE, WINDOW, GATHER_PARTS = "rowwise", "ga_optax_window", "ga_optax_gather"
 GRADIENTS = "ga_optax_value_and_grad"
 
-Fact = dict[str, Any]
-OPEN: Fact = {"is_open": True}
-DEAR: Fact = {"is_dear": True}
-EXACT: Fact = {"is_exact": True}
-PASSED: Fact = {"is_passed": True}
-BROADCASTS: Fact = {"broadcasts": True}
-LINEAR: Fact = {"sums": slice(None)}
-COPIES: Fact = LINEAR | EXACT
-MOVES: Fact = COPIES | PASSED | {"moves": True}
-SHIFTS: Fact = COPIES | {"shifts": True}
-_SHAPE: Fact = {"shape": "shape"}
-_PICKS: Fact = EXACT | {"sums": (0,), "shape": "slice_sizes"}
-_CHOOSES: Fact = EXACT | PASSED | {"sums": slice(1, None)}
-_PUTS: Fact = EXACT | {"sums": (0, 1)}
+Columns = dict[str, Any]
+OPEN: Columns = {"is_open": True}
+DEAR: Columns = {"is_dear": True}
+EXACT: Columns = {"is_exact": True}
+PASSED: Columns = {"is_passed": True}
+BROADCASTS: Columns = {"broadcasts": True}
+LINEAR: Columns = {"sums": slice(None)}
+COPIES: Columns = LINEAR | EXACT
+MOVES: Columns = COPIES | PASSED | {"moves": True}
+SHIFTS: Columns = COPIES | {"shifts": True}
+_SHAPE: Columns = {"shape": "shape"}
+_PICKS: Columns = EXACT | {"sums": (0,), "shape": "slice_sizes"}
+_CHOOSES: Columns = EXACT | PASSED | {"sums": slice(1, None)}
+_PUTS: Columns = EXACT | {"sums": (0, 1)}
 
 
-def _in(*sums: int) -> Fact:
+def _in(*sums: int) -> Columns:
     """Linear in some operands together."""
     return {"sums": sums}
 
 
-def _each(*each: int) -> Fact:
+def _each(*each: int) -> Columns:
     """Linear in each of some operands."""
     return {"each": each}
 
 
-def _row(names: str, dims: Any = None, example: str = "", *facts: Fact) -> None:
+def _entry(names: str, dims: Any = None, example: str = "", *facts: Columns) -> None:
     """The row of some primitives. In their example, `{}` is the name of each."""
     for name in names.split():
-        row = Row(dims, example.replace("{}", name), is_open=dims == "...")
+        row = Entry(dims, example.replace("{}", name), is_open=dims == "...")
         for fact in facts:
             row = row._replace(**fact)
         TABLE[name] = row
 
 
 # Number by number.
-_row("abs acos asin asinh atan atanh bessel_i0e bessel_i1e", "...", "lax.{}(unit(h))")
-_row("cbrt cos cosh digamma erf erf_inv erfc exp exp2 expm1", "...", "lax.{}(unit(h))")
-_row("lgamma log log1p logistic rsqrt sin sinh sqrt", "...", "lax.{}(unit(h))")
-_row("square tan tanh", "...", "lax.{}(unit(h))")
-_row("acosh ceil floor round", "...", "lax.{}(1 + 9 * unit(h))")
-_row("sign", "...", "lax.sign(h)")
-_row("neg stop_gradient", "...", "lax.{}(h)", LINEAR)
-_row("conj", "...", "lax.conj(complexes(h))")
-_row("imag real", "...", "lax.{}(complexes(h))", LINEAR)
-_row("integer_pow", "...", "lax.integer_pow(h, 3)")
-_row("log2", "...", "bound('log2')(unit(h), accuracy=None)")
-_row("one_minus_square", "...", "bound('one_minus_square')(h)")
-_row("polynomial", "...", "jnp.polyval(jnp.arange(4.0), h)")
-_row("reduce_precision", "...", "lax.reduce_precision(h, 8, 7)")
-_row("is_finite", "...", "lax.is_finite(1 / lax.max(h, 0.0))")
-_row("clz not population_count", "...", "bound('{}')(ids)")
-_row("add", "...", "unit(h) + unit(-h) ** 2", LINEAR, BROADCASTS, PASSED)
-_row("sub", "...", "unit(h) - unit(-h) ** 2", LINEAR, BROADCASTS)
-_row(SUM_OF_TWO, "...", "jax.grad(lambda h: (h * jnp.sin(h)).sum())(h)", LINEAR, PASSED)
-_row("mul", "...", "h * unit(h)", _each(0, 1), BROADCASTS)
-_row("div", "...", "h / unit(h)", _each(0), BROADCASTS)
-_row("max min pow", "...", "lax.{}(unit(h), unit(-h) ** 2)", BROADCASTS)
-_row("atan2 ge gt le lt nextafter rem", "...", "lax.{}(unit(h), unit(-h) ** 2)")
-_row("le_to lt_to", "...", "bound('{}')(h, h[..., ::-1])")
-_row("and eq ne or xor", "...", "bound('{}')(ids, ids % 2)")
-_row("shift_left shift_right_arithmetic", "...", "lax.{}(ids, ids % 2)")
-_row("shift_right_logical", "...", "lax.{}(ids, ids % 2)")
-_row("mulhi", "...", "lax.mulhi(ids * 10**9, 7 + ids)")
-_row("complex", "...", "lax.complex(h, unit(h))")
-_row("clamp", "...", "lax.clamp(-0.1, h, 0.2)")
-_row("select_n", "...", "jnp.where(h > 0, jnp.sin(h), h)", _CHOOSES)
-_row("igamma igamma_grad_a igammac", "...", "lax.{}(unit(h), unit(-h) ** 2)", DEAR)
-_row("polygamma", "...", "lax.polygamma(1.0 + 0 * h, unit(h))", DEAR)
-_row("regularized_incomplete_beta", "...", "lax.betainc(*[unit(h)] * 3)", DEAR)
-_row("zeta", "...", "lax.zeta(2 + unit(h), unit(-h))", DEAR)
-_row(CAST, "...", "ids.astype(h.dtype)", EXACT, _in(0))
-_row("bitcast_convert_type", _bitcast, "lax.{}(ids, jnp.uint32)", OPEN)
-_row("copy", "...", "jnp.copy(h)", COPIES)
-_row("name", "...", "jax.ad_checkpoint.checkpoint_name(h, 'kept')", COPIES)
-_row(CONSTRAINT, "...", "placed(h)", LINEAR)
-_row("pvary", "...", "", LINEAR, PASSED)  # these two on several devices
-_row("reshard", "...")
+_entry("abs acos asin asinh atan atanh bessel_i0e bessel_i1e", "...", "lax.{}(unit(h))")
+_entry(
+    "cbrt cos cosh digamma erf erf_inv erfc exp exp2 expm1", "...", "lax.{}(unit(h))"
+)
+_entry("lgamma log log1p logistic rsqrt sin sinh sqrt", "...", "lax.{}(unit(h))")
+_entry("square tan tanh", "...", "lax.{}(unit(h))")
+_entry("acosh ceil floor round", "...", "lax.{}(1 + 9 * unit(h))")
+_entry("sign", "...", "lax.sign(h)")
+_entry("neg stop_gradient", "...", "lax.{}(h)", LINEAR)
+_entry("conj", "...", "lax.conj(complexes(h))")
+_entry("imag real", "...", "lax.{}(complexes(h))", LINEAR)
+_entry("integer_pow", "...", "lax.integer_pow(h, 3)")
+_entry("log2", "...", "bound('log2')(unit(h), accuracy=None)")
+_entry("one_minus_square", "...", "bound('one_minus_square')(h)")
+_entry("polynomial", "...", "jnp.polyval(jnp.arange(4.0), h)")
+_entry("reduce_precision", "...", "lax.reduce_precision(h, 8, 7)")
+_entry("is_finite", "...", "lax.is_finite(1 / lax.max(h, 0.0))")
+_entry("clz not population_count", "...", "bound('{}')(ids)")
+_entry("add", "...", "unit(h) + unit(-h) ** 2", LINEAR, BROADCASTS, PASSED)
+_entry("sub", "...", "unit(h) - unit(-h) ** 2", LINEAR, BROADCASTS)
+_entry(
+    SUM_OF_TWO, "...", "jax.grad(lambda h: (h * jnp.sin(h)).sum())(h)", LINEAR, PASSED
+)
+_entry("mul", "...", "h * unit(h)", _each(0, 1), BROADCASTS)
+_entry("div", "...", "h / unit(h)", _each(0), BROADCASTS)
+_entry("max min pow", "...", "lax.{}(unit(h), unit(-h) ** 2)", BROADCASTS)
+_entry("atan2 ge gt le lt nextafter rem", "...", "lax.{}(unit(h), unit(-h) ** 2)")
+_entry("le_to lt_to", "...", "bound('{}')(h, h[..., ::-1])")
+_entry("and eq ne or xor", "...", "bound('{}')(ids, ids % 2)")
+_entry("shift_left shift_right_arithmetic", "...", "lax.{}(ids, ids % 2)")
+_entry("shift_right_logical", "...", "lax.{}(ids, ids % 2)")
+_entry("mulhi", "...", "lax.mulhi(ids * 10**9, 7 + ids)")
+_entry("complex", "...", "lax.complex(h, unit(h))")
+_entry("clamp", "...", "lax.clamp(-0.1, h, 0.2)")
+_entry("select_n", "...", "jnp.where(h > 0, jnp.sin(h), h)", _CHOOSES)
+_entry("igamma igamma_grad_a igammac", "...", "lax.{}(unit(h), unit(-h) ** 2)", DEAR)
+_entry("polygamma", "...", "lax.polygamma(1.0 + 0 * h, unit(h))", DEAR)
+_entry("regularized_incomplete_beta", "...", "lax.betainc(*[unit(h)] * 3)", DEAR)
+_entry("zeta", "...", "lax.zeta(2 + unit(h), unit(-h))", DEAR)
+_entry(CAST, "...", "ids.astype(h.dtype)", EXACT, _in(0))
+_entry("bitcast_convert_type", _bitcast, "lax.{}(ids, jnp.uint32)", OPEN)
+_entry("copy", "...", "jnp.copy(h)", COPIES)
+_entry("name", "...", "jax.ad_checkpoint.checkpoint_name(h, 'kept')", COPIES)
+_entry(CONSTRAINT, "...", "placed(h)", LINEAR)
+_entry("pvary", "...", "", LINEAR, PASSED)  # these two on several devices
+_entry("reshard", "...")
 
 # Where numbers are.
-_row("transpose", _turned, "h.T", OPEN, MOVES)
-_row("squeeze", _gone("dimensions"), "lax.{}(h[None, :, None], (0, 2))", OPEN, MOVES)
-_row("broadcast_in_dim", _broadcast, "h[:, None]", OPEN, MOVES, BROADCASTS, _SHAPE)
-_row("reshape", None, "", MOVES)
-_row("concatenate", _along("dimension"), "jnp.hstack([h, h**2])", OPEN, SHIFTS, PASSED)
-_row("stack", _stacked, "jnp.stack([h, h * h]), jnp.stack([h, h], 1)", COPIES, PASSED)
-_row("unstack", _unstacked, "jnp.unstack(h, axis=1)", COPIES, PASSED)
-_row("split", _along("axis"), "jnp.split(h, 2, 1)", SHIFTS, PASSED)
-_row("slice", _of_slice, "h[:, 1:]", SHIFTS, PASSED, {"shape": "limit_indices"})
-_row("rev", _along("dimensions"), "h[:, ::-1]", SHIFTS)
-_row("pad", _padded, "jnp.pad(h, ((0, 0), (1, 2)))", SHIFTS)
-_row("dynamic_slice", _of_slice, "lax.{}_in_dim(h, ids[3], 2, 1)", _PICKS)
-_row("gather", _indexed, "", _PICKS)
-_row("dynamic_update_slice", _of_slice, "lax.{}_in_dim(h, -h, ids[3], 1)", _PUTS)
-_row("scatter", _indexed, "", EXACT)
-_row("scatter-mul scatter-max scatter-min", _indexed)
-_row("scatter-add scatter-sub", _indexed, "", _in(0, 2))
-_row("iota", None, "", EXACT)
-_row("optimization_barrier tile", None, "", LINEAR)
-_row("psum psum_invariant", None, "", LINEAR, PASSED)
-_row("reduce_scatter", None, "", PASSED)
-_row("random_wrap random_unwrap", "... _", "", OPEN)
-_row("random_seed", "...")
-_row("random_fold_in", _of_keys, "", OPEN)
-_row("random_split", _of_keys)
+_entry("transpose", _turned, "h.T", OPEN, MOVES)
+_entry("squeeze", _gone("dimensions"), "lax.{}(h[None, :, None], (0, 2))", OPEN, MOVES)
+_entry("broadcast_in_dim", _broadcast, "h[:, None]", OPEN, MOVES, BROADCASTS, _SHAPE)
+_entry("reshape", None, "", MOVES)
+_entry(
+    "concatenate", _along("dimension"), "jnp.hstack([h, h**2])", OPEN, SHIFTS, PASSED
+)
+_entry("stack", _stacked, "jnp.stack([h, h * h]), jnp.stack([h, h], 1)", COPIES, PASSED)
+_entry("unstack", _unstacked, "jnp.unstack(h, axis=1)", COPIES, PASSED)
+_entry("split", _along("axis"), "jnp.split(h, 2, 1)", SHIFTS, PASSED)
+_entry("slice", _of_slice, "h[:, 1:]", SHIFTS, PASSED, {"shape": "limit_indices"})
+_entry("rev", _along("dimensions"), "h[:, ::-1]", SHIFTS)
+_entry("pad", _padded, "jnp.pad(h, ((0, 0), (1, 2)))", SHIFTS)
+_entry("dynamic_slice", _of_slice, "lax.{}_in_dim(h, ids[3], 2, 1)", _PICKS)
+_entry("gather", _indexed, "", _PICKS)
+_entry("dynamic_update_slice", _of_slice, "lax.{}_in_dim(h, -h, ids[3], 1)", _PUTS)
+_entry("scatter", _indexed, "", EXACT)
+_entry("scatter-mul scatter-max scatter-min", _indexed)
+_entry("scatter-add scatter-sub", _indexed, "", _in(0, 2))
+_entry("iota", None, "", EXACT)
+_entry("optimization_barrier tile", None, "", LINEAR)
+_entry("psum psum_invariant", None, "", LINEAR, PASSED)
+_entry("reduce_scatter", None, "", PASSED)
+_entry("random_wrap random_unwrap", "... _", "", OPEN)
+_entry("random_seed", "...")
+_entry("random_fold_in", _of_keys, "", OPEN)
+_entry("random_split", _of_keys)
 
 # Along axes.
-_row("reduce_sum", _gone("axes"), "h.sum(1)", LINEAR)
-_row("reduce_max", _gone("axes"), "h.max(1)")
-_row("reduce_min", _gone("axes"), "h.min(1)")
-_row("reduce_prod", _gone("axes"), "h.prod(1)")
-_row("reduce_and", _gone("axes"), "(h > -1).all(1)")
-_row("reduce_or", _gone("axes"), "(h > 1.5).any(1)")
-_row("reduce_xor", _gone("axes"), "lax.reduce_xor(jnp.stack([ids, ids * 3]), (0,))")
-_row("argmax argmin", _gone("axes"), "jnp.{}(h, 1)")
-_row("cumsum", _along("axis"), "jnp.cumsum(h, 1)", DEAR, LINEAR)
-_row("cumlogsumexp cumprod", _along("axis"), "lax.{}(h, 1)", DEAR)
-_row("cummax cummin", _along("axis"), "lax.{}(lax.stop_gradient(h), 1)", DEAR)
-_row("sort", _along("dimension"), "jnp.sort(h, 1)", DEAR)
-_row("top_k", _along("axis"), "lax.top_k(h, 2)", DEAR)
-_row("approx_top_k", _along("reduction_dimension"), "lax.approx_max_k(h, 2)", DEAR)
-_row("reduce_window_sum", _window, "pooled(h, 0.0, lax.add)", DEAR)
-_row("reduce_window_max", _window, "pooled(h, -jnp.inf, lax.max)", DEAR)
-_row("reduce_window_min", _window, "pooled(h, jnp.inf, lax.min)", DEAR)
-_row("select_and_gather_add", _window, "jax.jvp(largest, (h,), (jnp.sin(h),))", DEAR)
-_row("select_and_scatter_add", _window, "jax.vjp(largest, h)[1](largest(h))", DEAR)
+_entry("reduce_sum", _gone("axes"), "h.sum(1)", LINEAR)
+_entry("reduce_max", _gone("axes"), "h.max(1)")
+_entry("reduce_min", _gone("axes"), "h.min(1)")
+_entry("reduce_prod", _gone("axes"), "h.prod(1)")
+_entry("reduce_and", _gone("axes"), "(h > -1).all(1)")
+_entry("reduce_or", _gone("axes"), "(h > 1.5).any(1)")
+_entry("reduce_xor", _gone("axes"), "lax.reduce_xor(jnp.stack([ids, ids * 3]), (0,))")
+_entry("argmax argmin", _gone("axes"), "jnp.{}(h, 1)")
+_entry("cumsum", _along("axis"), "jnp.cumsum(h, 1)", DEAR, LINEAR)
+_entry("cumlogsumexp cumprod", _along("axis"), "lax.{}(h, 1)", DEAR)
+_entry("cummax cummin", _along("axis"), "lax.{}(lax.stop_gradient(h), 1)", DEAR)
+_entry("sort", _along("dimension"), "jnp.sort(h, 1)", DEAR)
+_entry("top_k", _along("axis"), "lax.top_k(h, 2)", DEAR)
+_entry("approx_top_k", _along("reduction_dimension"), "lax.approx_max_k(h, 2)", DEAR)
+_entry("reduce_window_sum", _window, "pooled(h, 0.0, lax.add)", DEAR)
+_entry("reduce_window_max", _window, "pooled(h, -jnp.inf, lax.max)", DEAR)
+_entry("reduce_window_min", _window, "pooled(h, jnp.inf, lax.min)", DEAR)
+_entry("select_and_gather_add", _window, "jax.jvp(largest, (h,), (jnp.sin(h),))", DEAR)
+_entry("select_and_scatter_add", _window, "jax.vjp(largest, h)[1](largest(h))", DEAR)
 
 # Products, and what works on the last axes alone.
-_row("dot_general", _product, "h @ w", DEAR, _each(0, 1))
-_row("conv_general_dilated", None, "", DEAR, _each(0, 1))
-_row("triangular_solve", _solved, "solved(matrices(h), h[:, :3, None])", DEAR, _each(1))
-_row("cholesky", "... _ _", "jnp.linalg.cholesky(matrices(h))", DEAR)
-_row("eig", "... _ _", "jnp.linalg.eigvals(matrices(h))", DEAR)
-_row("eigh", "... _ _", "jnp.linalg.eigvalsh(matrices(h))", DEAR)
-_row("geqrf", "... _ _", "jnp.linalg.qr(matrices(h), mode='raw')", DEAR)
-_row("householder_product", "... _ _", "lax.linalg.{}(matrices(h), h[:, :3])", DEAR)
-_row("lu schur", "... _ _", "lax.linalg.{}(matrices(h))", DEAR)
-_row("lu_pivots_to_permutation", "... _", "lax.linalg.{}(pivots(ids), 3)", DEAR)
-_row("qr", "... _ _", "lax.linalg.qr(matrices(h), full_matrices=False)", DEAR)
-_row("svd", "... _ _", "jnp.linalg.svd(matrices(h), compute_uv=False)", DEAR)
-_row("tridiagonal_solve", "... _ _", "lax.linalg.{}(h, 5 + h, h, h[..., None])", DEAR)
-_row("fft", _fourier, "jnp.fft.fft(h)", DEAR)
+_entry("dot_general", _product, "h @ w", DEAR, _each(0, 1))
+_entry("conv_general_dilated", None, "", DEAR, _each(0, 1))
+_entry(
+    "triangular_solve", _solved, "solved(matrices(h), h[:, :3, None])", DEAR, _each(1)
+)
+_entry("cholesky", "... _ _", "jnp.linalg.cholesky(matrices(h))", DEAR)
+_entry("eig", "... _ _", "jnp.linalg.eigvals(matrices(h))", DEAR)
+_entry("eigh", "... _ _", "jnp.linalg.eigvalsh(matrices(h))", DEAR)
+_entry("geqrf", "... _ _", "jnp.linalg.qr(matrices(h), mode='raw')", DEAR)
+_entry("householder_product", "... _ _", "lax.linalg.{}(matrices(h), h[:, :3])", DEAR)
+_entry("lu schur", "... _ _", "lax.linalg.{}(matrices(h))", DEAR)
+_entry("lu_pivots_to_permutation", "... _", "lax.linalg.{}(pivots(ids), 3)", DEAR)
+_entry("qr", "... _ _", "lax.linalg.qr(matrices(h), full_matrices=False)", DEAR)
+_entry("svd", "... _ _", "jnp.linalg.svd(matrices(h), compute_uv=False)", DEAR)
+_entry("tridiagonal_solve", "... _ _", "lax.linalg.{}(h, 5 + h, h, h[..., None])", DEAR)
+_entry("fft", _fourier, "jnp.fft.fft(h)", DEAR)
 
 # On several devices, of random numbers and others, without dimensions here.
-_row("all_gather all_gather_invariant all_gather_reduced all_to_all axis_index")
-_row("pbroadcast pmax pmin ppermute after_all empty2 eq_to random_clone reduce")
-_row("ragged_all_to_all random_bits random_gamma rng_bit_generator", None, "", DEAR)
-_row("threefry2x32 hessenberg tridiagonal reduce_window", None, "", DEAR)
-_row(f"select_and_scatter {GATHER_PARTS}", None, "", DEAR)
+_entry("all_gather all_gather_invariant all_gather_reduced all_to_all axis_index")
+_entry("pbroadcast pmax pmin ppermute after_all empty2 eq_to random_clone reduce")
+_entry("ragged_all_to_all random_bits random_gamma rng_bit_generator", None, "", DEAR)
+_entry("threefry2x32 hessenberg tridiagonal reduce_window", None, "", DEAR)
+_entry(f"select_and_scatter {GATHER_PARTS}", None, "", DEAR)
 
 # What runs programs, is no function of arrays alone, or cannot be read.
 _KINDS = {
@@ -431,5 +439,5 @@ _KINDS = {
     "ragged product": "ragged_dot_general",
 }
 for _kind, _names in _KINDS.items():
-    _row(_names, None, "", DEAR, {"kind": _kind})
-_row("custom_jvp_call", None, "", DEAR, PASSED, {"kind": "open"})
+    _entry(_names, None, "", DEAR, {"kind": _kind})
+_entry("custom_jvp_call", None, "", DEAR, PASSED, {"kind": "open"})

@@ -55,7 +55,7 @@ def differences() -> list[str]:
 def _differences() -> list[str]:
     try:
         with jax.disable_jit(False), jax.numpy_dtype_promotion("standard"):
-            equations = list(read.equations(_program()))
+            equations = list(read.equations(_probe_program()))
         found: dict[str, Any] = {e.primitive.name: e for e in equations}
         missing = []
         for name, parameters in PARAMETERS.items():
@@ -74,7 +74,7 @@ def _differences() -> list[str]:
     return missing
 
 
-def _program() -> Any:
+def _probe_program() -> Any:
     """A program with every primitive of `PARAMETERS` in it."""
 
     @jax.jit

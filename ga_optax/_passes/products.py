@@ -36,13 +36,13 @@ from jax.extend import core
 
 from ga_optax._passes import interpret, primitives, read, rewrite
 from ga_optax._passes.facts import Facts
-from ga_optax._passes.notes import left_alone
+from ga_optax._passes.log import left_alone
 from ga_optax._passes.read import Program
 
 # In which products of matrices of low precision are summed.
 _WIDE = np.dtype(np.float32)
 _ALGORITHMS = (jax.lax.DotAlgorithm, jax.lax.DotAlgorithmPreset)
-_CALLS = (*read.THROUGH, "cond")
+_INLINED = (*read.THROUGH, "cond")
 
 
 def added_inside(program: Program, facts: Facts) -> Program:
@@ -90,13 +90,13 @@ class _Body:
 
     def _changed(self, n: int, equation: core.JaxprEqn) -> list[core.JaxprEqn]:
         """What is in the place of the n-th equation; those that read it are done."""
-        name, row = equation.primitive.name, primitives.row_of(equation)
+        name, row = equation.primitive.name, primitives.entry_of(equation)
         ins: list[Any] = equation.invars
         outs = [x for x in equation.outvars if x in self.sums]
         wide = [x for x in equation.outvars if x in self.wide]
         into = [i for i, x in enumerate(ins) if read.is_among(x, self.held)]
         sliced = all(self.sums[x] for x in outs)
-        if read.kind(equation) in _CALLS and (outs or wide or into):
+        if read.kind(equation) in _INLINED and (outs or wide or into):
             return [self._call(equation, into)]
         if name in (primitives.PRODUCT, primitives.CONVOLUTION) and wide:
             self.products[n] = self.wide[wide[0]]
@@ -155,7 +155,7 @@ class _Body:
         """An equation whose result is wide, and casts of what it reads."""
         [out] = equation.outvars
         name, params, casts = equation.primitive.name, equation.params, []
-        moves = primitives.row_of(equation).moves
+        moves = primitives.entry_of(equation).moves
         ins: list[Any] = list(equation.invars)
         for i, x in enumerate(ins):
             if (i and moves) or (i == 1 and name == primitives.SCATTER):
@@ -213,7 +213,7 @@ def _can_be_wide(jaxpr: core.Jaxpr, x: Any, sliced: bool) -> bool:
     name, ins = made.primitive.name, made.invars
     if name in (primitives.PRODUCT, primitives.CONVOLUTION):
         return not isinstance(made.params["precision"], _ALGORITHMS)  # it names a dtype
-    if primitives.row_of(made).moves:
+    if primitives.entry_of(made).moves:
         return _can_be_wide(jaxpr, ins[0], sliced)
     if name == primitives.SUM_OF_TWO:
         return any(_can_be_wide(jaxpr, y, sliced) for y in ins)
@@ -261,7 +261,7 @@ def _product(
 def _before(jaxpr: core.Jaxpr, x: Any, cast: str = "") -> Any:
     """A value before it was moved, or before equations of the name `cast`."""
     made = read.made_by(jaxpr, x)
-    while made and (primitives.row_of(made).moves or made.primitive.name == cast):
+    while made and (primitives.entry_of(made).moves or made.primitive.name == cast):
         x = made.invars[0]
         made = read.made_by(jaxpr, x)
     return x

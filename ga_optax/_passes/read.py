@@ -83,9 +83,9 @@ def name_of(equation: core.JaxprEqn) -> str:
 
 
 def kind(equation: core.JaxprEqn) -> str | None:
-    """How it runs what is inside it: one of `CALLS`; None for anything else."""
-    kind = primitives.row_of(equation).kind
-    return kind if kind in primitives.CALLS else None
+    """How it runs what is inside it: one of `PROGRAM_KINDS`; None for anything else."""
+    kind = primitives.entry_of(equation).kind
+    return kind if kind in primitives.PROGRAM_KINDS else None
 
 
 def is_inline(equation: core.JaxprEqn) -> bool:

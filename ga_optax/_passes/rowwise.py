@@ -22,7 +22,7 @@ from jax.extend import core
 
 from ga_optax._checks import check_callable, named_leaves
 from ga_optax._passes import closures, interpret, primitives, read, transformable
-from ga_optax._passes.notation import Axes, Split, Way
+from ga_optax._passes.notation import Axes, Factor, Split
 
 NAME = primitives.ROWWISE
 # Under these axes a program is traced that will be partitioned: there promises are
@@ -94,7 +94,7 @@ def rowwise(
         outs, _ = _axes("out_axes", out_axes, function.out, n)
         ins = *(axes[i] for i in given), *(None for _ in function.captured)
         name = getattr(fun, "__name__", type(fun).__name__)
-        promise = Split((Way(ins, outs),), function, name)
+        promise = Split((Factor(ins, outs),), function, name)
         results = bound(promise, *xs, *function.captured)
         return jax.tree.unflatten(jax.tree.structure(function.out), results)
 
@@ -225,11 +225,14 @@ def _batched(axis: Any, xs: Any, dims: Any, *, promise: Split, program: Any) -> 
     ins = tuple(None if d is None else 0 for d in dims)
     outs = (0,) * len(program.out_avals)
     fun = jax.vmap(promise.fun, ins, axis_name=axis.name)
-    ways = [Way(_behind(way.ins, ins), _behind(way.outs, outs)) for way in promise.ways]
+    ways = [
+        Factor(_behind(way.ins, ins), _behind(way.outs, outs))
+        for way in promise.factors
+    ]
     if not program.effects:  # such as a sum over the axis
-        ways.append(Way(ins, outs))
+        ways.append(Factor(ins, outs))
     xs = transformable.in_front(xs, dims)
-    return bound(promise._replace(fun=fun, ways=tuple(ways)), *xs)
+    return bound(promise._replace(fun=fun, factors=tuple(ways)), *xs)
 
 
 def _behind(axes: Axes, new: Axes) -> Axes:

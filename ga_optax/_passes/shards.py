@@ -22,7 +22,7 @@ from jax.interpreters import mlir
 
 from ga_optax._devices import meshes
 from ga_optax._devices.meshes import Axes
-from ga_optax._passes import interpret, notes, primitives, read, rewrite, transformable
+from ga_optax._passes import interpret, log, primitives, read, rewrite, transformable
 from ga_optax._passes.facts import Facts
 from ga_optax._passes.read import Program
 
@@ -121,7 +121,7 @@ class _Reader(NamedTuple):
 
         if bodies:
             name = e.primitive.name
-            notes.left_alone(e, f"{name} gets an array that is gathered before")
+            log.left_alone(e, f"{name} gets an array that is gathered before")
         if e.effects or any(map(read.is_reference, e.invars)):
             return use(*values)
         values = values if self.loops else _in_turn(values)

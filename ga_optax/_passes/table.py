@@ -27,7 +27,7 @@ from ga_optax._passes import (
     constants,
     duplicates,
     gathered,
-    notes,
+    log,
     products,
     shards,
 )
@@ -87,7 +87,7 @@ def run(scope: str, program: Program, facts: Facts) -> Program:
     for one in PASSES:
         if one.scope == scope and one.applies(facts):
             try:
-                with notes.of_pass(one.name):
+                with log.of_pass(one.name):
                     new = one.change(program, facts)
                 if _types(new) != _types(program):
                     raise TypeError("the results have other types")

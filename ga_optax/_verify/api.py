@@ -139,7 +139,7 @@ def verify(
     # `accumulate` checks the rest, and what `fun` returns, before anything runs.
     jax.eval_shape(run, accumulator.init(params), params, batch, *key)
     loss = (lambda *args: pair(*args)[0]) if has_aux else fun
-    weight = weight_fn and (lambda *args: pair(*args)[1])
+    weight: Any = weight_fn and (lambda *args: pair(*args)[1])
     problem = gradients.Problem(
         fun=loss,
         params=params,

@@ -22,9 +22,9 @@ from ga_optax._loop.over_devices import all_reduced
 from ga_optax._passes import known, read, rewrite
 from ga_optax._passes.arrivals import arrival
 from ga_optax._passes.facts import Facts
-from ga_optax._window.rules import part_of
+from ga_optax._window.evaluation import Arrays, Evaluation, Part, wide
+from ga_optax._window.meetings import part_of
 from ga_optax._window.schedule import Level
-from ga_optax._window.values import Arrays, Part, Values, wide
 from ga_optax.accumulator import Accumulator
 
 Wanted = Sequence[tuple[Any, str]]  # variables, and their folds
@@ -48,7 +48,7 @@ class Backward:
     def __init__(
         self,
         program: LossProgram,
-        values: Values,
+        values: Evaluation,
         operands: Operands,
         devices: DeviceContext,
     ) -> None:

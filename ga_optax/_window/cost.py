@@ -20,7 +20,7 @@ def is_cheap(equation: core.JaxprEqn) -> bool:
     return all(
         read.kind(e) not in _LOOPS
         if read.inner_programs(e)
-        else not primitives.row_of(e).is_dear
+        else not primitives.entry_of(e).is_dear
         for e in read.within(equation)
     )
 
@@ -34,7 +34,7 @@ def work(equation: core.JaxprEqn) -> float:
     if programs := read.inner_programs(equation):
         return read.times(equation) * sum(work(e) for p in programs for e in p.eqns)
     name = equation.primitive.name
-    if primitives.row_of(equation).is_exact and primitives.is_linear(equation):
+    if primitives.entry_of(equation).is_exact and primitives.is_linear(equation):
         return 0.0
     if name == primitives.PRODUCT:
         (contracted, _), _ = equation.params["dimension_numbers"]

@@ -13,15 +13,15 @@ from jax.extend import core
 from ga_optax._loop.loss import LossProgram, Operands
 from ga_optax._passes import places, read
 from ga_optax._text import columns
+from ga_optax._window.meetings import is_collective
 from ga_optax._window.report import Stored
-from ga_optax._window.rules import is_collective
 from ga_optax._window.runs import stages
 from ga_optax._window.schedule import Level, Schedule, Traits, traits_of
 
 _MOST = 8  # primitives that are named of one loop or function
 
 
-class Value(NamedTuple):
+class DescribedValue(NamedTuple):
     """A value that a loop computes, or takes cotangents back through.
 
     Attributes:
@@ -37,7 +37,7 @@ class Value(NamedTuple):
     line: str
 
 
-class Stage(NamedTuple):
+class DescribedLoop(NamedTuple):
     """A loop over the micro-batches, or a computation of what they share, in words.
 
     Attributes:
@@ -50,8 +50,8 @@ class Stage(NamedTuple):
 
     name: str
     loop: str
-    computes: list[Value]
-    goes_back: list[Value]
+    computes: list[DescribedValue]
+    goes_back: list[DescribedValue]
     fills: list[Stored]
 
     def __str__(self) -> str:
@@ -79,7 +79,7 @@ def of_loop(program: LossProgram, operands: Operands) -> Schedule:
 
 def listed(
     schedule: Schedule, stored: Sequence[Stored], number: int, size: int
-) -> list[Stage]:
+) -> list[DescribedLoop]:
     """The stages of a schedule, in the order in which they run.
 
     Args:
@@ -100,13 +100,14 @@ def listed(
             loop += f", forward{' and backward' * bool(back)}"
         of_level = [fills[j] for j in x.fills if j in fills]
         computes, goes_back = (
-            [_value(e, schedule) for e in equations] for equations in (x.forward, back)
+            [_described(e, schedule) for e in equations]
+            for equations in (x.forward, back)
         )
-        in_words.append(Stage(x.name, loop, computes, goes_back, of_level))
+        in_words.append(DescribedLoop(x.name, loop, computes, goes_back, of_level))
     return in_words
 
 
-def _value(e: core.JaxprEqn, schedule: Schedule) -> Value:
+def _described(e: core.JaxprEqn, schedule: Schedule) -> DescribedValue:
     """The value of an equation."""
     inside = [read.name_of(x) for x in read.within(e) if not read.inner_programs(x)]
     inside = list(dict.fromkeys(inside)) if read.inner_programs(e) else []
@@ -119,7 +120,7 @@ def _value(e: core.JaxprEqn, schedule: Schedule) -> Value:
         types = ", ".join(places.type_of(x.aval) for x in e.outvars)
         holds = f"{'all' if shared else 'own'} of {types}"
     source = places.placed(e, None).source_info
-    return Value(holds, name, places.line_of(source))
+    return DescribedValue(holds, name, places.line_of(source))
 
 
 def _smooth_inside(e: core.JaxprEqn, traits: dict[Any, Traits]) -> list[core.JaxprEqn]:

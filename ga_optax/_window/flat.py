@@ -13,7 +13,7 @@ from ga_optax._passes import feedback, interpret, places, read, references
 from ga_optax._passes.interpret import bind
 from ga_optax._passes.read import is_mark
 from ga_optax._window import split_scans
-from ga_optax._window.rules import is_collective
+from ga_optax._window.meetings import is_collective
 
 # A scan of more iterations than this is an error if a collective in it depends on its
 # own results: each would be a level of its own, which costs a pass over the window and
@@ -113,7 +113,7 @@ def _checkpointed(
     pairs = itertools.groupby(split_scans.sorted_apart(program.eqns, meets), meets)
     pieces = [list(group) for _, group in pairs]
     split_scans.run_in_groups(pieces, env, program.outvars, run)
-    return [split_scans.value(x, env) for x in program.outvars]
+    return [split_scans.read_from(x, env) for x in program.outvars]
 
 
 def _singly(equation: core.JaxprEqn, values: list[Any], opening: Opening) -> list[Any]:

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 from ga_optax._devices.collectives import vary, zeros
 from ga_optax._loop.folds import FOLDS, Weighting
 from ga_optax._passes import interpret, read
+from ga_optax._window.evaluation import Arrays, Buffers, Evaluation, placed
 from ga_optax._window.schedule import Level
-from ga_optax._window.values import Arrays, Buffers, Values, placed
 
 
-def fill(values: Values, level: int) -> None:
+def fill(values: Evaluation, level: int) -> None:
     """Fills the buffers of a level, and drops residuals that no later level reads."""
     schedule = values.schedule
     if members := schedule.filled_at(Level(level)):
@@ -22,13 +22,13 @@ def fill(values: Values, level: int) -> None:
     values.drop(schedule.drops.get(level, ()))
 
 
-def fill_again(values: Values, level: int) -> None:
+def fill_again(values: Evaluation, level: int) -> None:
     """Fills the residuals that were dropped of the segment that ends with a level."""
     if members := values.schedule.refills.get(level):
         values.buffers |= _filled(values, members, level + 1)
 
 
-def fill_shared(values: Values, level: int) -> None:
+def fill_shared(values: Evaluation, level: int) -> None:
     """Computes once the values of a level that all micro-batches share."""
     schedule, when = values.schedule, Level(level, in_loop=False)
     if members := schedule.filled_at(when):
@@ -37,13 +37,13 @@ def fill_shared(values: Values, level: int) -> None:
         values.buffers |= zip(members, new, strict=True)
 
 
-def fill_last(values: Values, results: Arrays) -> None:
+def fill_last(values: Evaluation, results: Arrays) -> None:
     """Fills the buffers of the level of the loss with results of its loop."""
     members = values.schedule.filled_at(Level(values.schedule.end))
     _add(values, dict(zip(members, results, strict=True)), ["stack"])
 
 
-def _filled(values: Values, members: Sequence[int], level: int) -> Buffers:
+def _filled(values: Evaluation, members: Sequence[int], level: int) -> Buffers:
     """The buffers that one loop fills from the buffers of earlier levels."""
     buffers = dict(enumerate(values.schedule.buffers[j] for j in members))
     folds = {i: FOLDS[b.kind] for i, b in buffers.items() if b.is_folded}
@@ -86,7 +86,7 @@ def _filled(values: Values, members: Sequence[int], level: int) -> Buffers:
     return {j: new[i] for i, j in enumerate(members)}
 
 
-def _add(values: Values, new: Buffers, kinds: Iterable[str]) -> None:
+def _add(values: Evaluation, new: Buffers, kinds: Iterable[str]) -> None:
     """Stores the buffers of a level; some kinds are put together over all devices."""
     axes, buffers = values.axes, values.schedule.buffers
     for kind in kinds if axes else ():

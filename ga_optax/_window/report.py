@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from ga_optax._passes import places, read
-from ga_optax._passes.notes import note
+from ga_optax._passes.log import info
 from ga_optax._text import warn
+from ga_optax._window.meetings import is_collective
 from ga_optax._window.room import largest_step
-from ga_optax._window.rules import is_collective
 from ga_optax._window.runs import Runs, counted, most
 from ga_optax._window.schedule import Level, Schedule
 
@@ -105,7 +105,7 @@ def report(schedule: Schedule, limit_is_ours: bool) -> None:
     new = report_of(schedule)
     if limit_is_ours and (new.forward > _FORWARD or new.backward > _BACKWARD):
         _warn(new)
-    note(str(new))
+    info(str(new))
 
 
 def report_of(schedule: Schedule) -> WindowReport:

@@ -10,13 +10,13 @@ from ga_optax._loop.loss import DeviceContext, LossProgram, Operands
 from ga_optax._loop.run import Outcome
 from ga_optax._window import cost, forward, room
 from ga_optax._window.backward import Backward, Wanted, program_of
+from ga_optax._window.evaluation import Arrays, Evaluation, MeetingLoss
 from ga_optax._window.report import report
 from ga_optax._window.schedule import Level, Schedule
 from ga_optax._window.shared import share
-from ga_optax._window.values import Arrays, MeetingLoss, Values
 
 
-class Plan(NamedTuple):
+class WindowRun(NamedTuple):
     """The plan of a window.
 
     Attributes:
@@ -32,24 +32,24 @@ class Plan(NamedTuple):
     loss: MeetingLoss
     operands: Operands
     devices: DeviceContext
-    values: Values
+    values: Evaluation
     schedule: Schedule
     residual_bytes: int | None
 
 
-def plan(
+def prepared(
     loss: MeetingLoss,
     operands: Operands,
     devices: DeviceContext,
     residual_bytes: int | None,
-) -> Plan:
+) -> WindowRun:
     """The plan of a window. Nothing is computed but values of no argument."""
-    values = Values(loss, operands, devices.axes)
+    values = Evaluation(loss, operands, devices.axes)
     schedule = _planned(loss, operands, values.schedule, residual_bytes)
-    return Plan(loss, operands, devices, values, schedule, residual_bytes)
+    return WindowRun(loss, operands, devices, values, schedule, residual_bytes)
 
 
-def run(given: Plan) -> Outcome:
+def run(given: WindowRun) -> Outcome:
     """The results of a window, the loss first, and the sums of the gradients.
 
     Logs the report of the window; warns if equations run more often than they should.
@@ -94,7 +94,7 @@ def _planned(
 
 
 def _in_one_loop(
-    loss: LossProgram, values: Values, operands: Operands, devices: DeviceContext
+    loss: LossProgram, values: Evaluation, operands: Operands, devices: DeviceContext
 ) -> Outcome:
     """The results if no cotangent goes back to a buffer, such as a token count.
 
@@ -126,7 +126,7 @@ def _wanted(loss: LossProgram, schedule: Schedule) -> Wanted:
     return [*results, *((b.operand, b.kind) for b in last)]
 
 
-def _with_epilogue(values: Values, results: Arrays) -> Arrays:
+def _with_epilogue(values: Evaluation, results: Arrays) -> Arrays:
     """All results of `fun`, in order, from the results of the loop of the loss.
 
     A metric such as the root of a mean, a perplexity or an accuracy is the same in all

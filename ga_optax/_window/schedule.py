@@ -16,8 +16,8 @@ from jax.extend import core
 from ga_optax._passes import read, references
 from ga_optax._passes.read import variables
 from ga_optax._window import cost
-from ga_optax._window.rules import (
-    RULES,
+from ga_optax._window.meetings import (
+    MEETINGS,
     Evaluate,
     collective,
     is_collective,
@@ -116,7 +116,7 @@ def traits_of(
     behind = read.following(jaxpr, params)
     before = [x.level for v, x in traits_if(1).items() if v not in behind]
     traits = traits_if(max(before, default=1))
-    # Values through which the loss is not differentiated are not smooth.
+    # Evaluation through which the loss is not differentiated are not smooth.
     reached = set(variables(jaxpr.outvars[:1] if loss is None else loss))
     for e in reversed(jaxpr.eqns):
         if any(x in reached and traits[x].smooth for x in e.outvars):
@@ -372,7 +372,7 @@ def schedule_of(
 def _add_collective(schedule: Schedule, equation: core.JaxprEqn) -> None:
     """Adds the buffers of a collective, and views of its results."""
     name: Any = collective(equation, schedule.axis)
-    kind, rule = RULES[name]
+    kind, rule = MEETINGS[name]
     for x, out in zip(equation.invars, equation.outvars, strict=True):
         number = schedule.buffer(x, kind, schedule.traits[out].level - 1)
         schedule.views[out] = View(number, rule(equation.params))

@@ -22,7 +22,7 @@ from ga_optax._passes import read, rewrite
 from ga_optax._passes.read import following
 from ga_optax._window import cost, cut
 from ga_optax._window.counts import Counter
-from ga_optax._window.rules import is_collective
+from ga_optax._window.meetings import is_collective
 from ga_optax._window.schedule import Schedule
 
 _LITTLE = 1 / 20  # of the work of the rows

@@ -30,7 +30,7 @@ from ga_optax._passes import feedback, interpret, known, read, rewrite
 from ga_optax._passes.read import is_variable, variables
 from ga_optax._window import cost, cut
 
-Values = dict[Any, Any]
+_Env = dict[Any, Any]
 
 
 class SplitScan:
@@ -65,9 +65,9 @@ class SplitScan:
         consts, carry, slices = scan.split(self.program.invars)
         given, self.start, stacks = scan.split(values)
         fixed, given = [*self.program.constvars, *consts], [*body_consts, *given]
-        self.known: Values = dict(zip(fixed, given, strict=True))
-        self.stacks: Values = dict(zip(slices, stacks, strict=True))
-        self.last: Values = {}
+        self.known: _Env = dict(zip(fixed, given, strict=True))
+        self.stacks: _Env = dict(zip(slices, stacks, strict=True))
+        self.last: _Env = {}
         self.carry = dict(zip(carry, self.program.outvars, strict=False))
         self.meetings: dict[int, list[core.JaxprEqn]] = {}
         self.unrolled: set[int] = set()
@@ -105,7 +105,7 @@ class SplitScan:
         """The values of all iterations."""
         if is_variable(x) and x in self.stacks:
             return self.stacks[x]
-        x = _strong(value(x, self.known), x.aval)
+        x = _strong(read_from(x, self.known), x.aval)
         return jnp.broadcast_to(x, (self.scan.length, *x.shape))
 
     def _meet(self, equation: core.JaxprEqn) -> None:
@@ -143,7 +143,7 @@ class SplitScan:
             values = [*state, *slices]
             env = self.known | dict(zip([*carry, *sliced], values, strict=True))
             self._run_iteration(equations, env, results, unrolled)
-            out = [_strong(value(x, env), x.aval) for x in results]
+            out = [_strong(read_from(x, env), x.aval) for x in results]
             return out[: len(carry)], out[len(carry) :]
 
         run = _unrolled if unrolled else _scanned
@@ -163,7 +163,7 @@ class SplitScan:
     def _run_iteration(
         self,
         equations: list[core.JaxprEqn],
-        env: Values,
+        env: _Env,
         results: Sequence[Any],
         marks: bool,
     ) -> None:
@@ -299,7 +299,7 @@ def sorted_apart(
 
 def run_in_groups(
     groups: Sequence[Sequence[core.JaxprEqn]],
-    env: Values,
+    env: _Env,
     results: Sequence[Any],
     run: Callable[..., Any],
 ) -> None:
@@ -352,5 +352,5 @@ def _strong(x: Any, aval: Any) -> Any:
     return x if is_extended else jax.lax.convert_element_type(x, aval.dtype)
 
 
-def value(x: Any, env: Values) -> Any:
+def read_from(x: Any, env: _Env) -> Any:
     return env[x] if is_variable(x) else x.val

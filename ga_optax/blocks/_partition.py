@@ -29,7 +29,7 @@ class Stacked:
     name: str
 
 
-_Rule = str | Stacked
+_Choice = str | Stacked
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,9 +155,9 @@ def partition(
     shapes = tuple(jnp.shape(leaf) for _, leaf in flat)
     by = _checked_rules(by)
     prefixes = by if isinstance(by, tuple) else ()
-    groups: dict[_Rule, list[int]] = {prefix: [] for prefix in prefixes}
+    groups: dict[_Choice, list[int]] = {prefix: [] for prefix in prefixes}
     for i, path in enumerate(paths):
-        groups.setdefault(_rule(by, path), []).append(i)
+        groups.setdefault(_choice(by, path), []).append(i)
 
     blocks: list[Block] = []
     owners: dict[str, list[int]] = {}
@@ -232,7 +232,7 @@ def _checked_rules(by: Any) -> Any:
     )
 
 
-def _rule(by: Any, path: _Key) -> _Rule:
+def _choice(by: Any, path: _Key) -> _Choice:
     """The rule of a leaf."""
     if isinstance(by, int):
         return _string(path[:by])
@@ -261,7 +261,7 @@ def _check_rule(rule: Any, name: str) -> None:
         )
 
 
-def _name(rule: _Rule) -> str:
+def _name(rule: _Choice) -> str:
     return rule.name if isinstance(rule, Stacked) else rule
 
 
@@ -273,7 +273,7 @@ def _string(path: _Key) -> str:
 
 
 def _blocks(
-    rule: _Rule, group: list[int], whole: Any, paths: list[_Key], shapes: _Shapes
+    rule: _Choice, group: list[int], whole: Any, paths: list[_Key], shapes: _Shapes
 ) -> list[Block]:
     """The block of a group of leaves, or one block for each layer of stacks."""
     name, leaves = _name(rule), tuple(group)

@@ -15,7 +15,7 @@ from ga_optax._loop.loss import LossProgram, Operands
 from ga_optax._partition import is_inexact
 from ga_optax._passes import interpret, rewrite
 from ga_optax._window.flat import Opening, flat
-from ga_optax._window.rules import part_of, whole
+from ga_optax._window.meetings import part_of, whole
 from ga_optax._window.schedule import (
     Buffer,
     Level,
@@ -50,7 +50,7 @@ class MeetingLoss(NamedTuple):
     size: int
 
 
-class Values:
+class Evaluation:
     """The values that a window has computed, and how to compute more.
 
     Attributes:

@@ -15,15 +15,15 @@ Evaluate = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 def collective(equation: core.JaxprEqn, axis: str) -> str | None:
-    """The name in `RULES` of a collective over the axis; None for other equations."""
+    """The name of a collective over the axis in `MEETINGS`; None for others."""
     name = equation.primitive.name
-    if name in RULES and axis in read.axes_of(equation):
+    if name in MEETINGS and axis in read.axes_of(equation):
         return name
     return meeting_of(equation)
 
 
 def is_collective(equation: core.JaxprEqn, axis: str) -> bool:
-    """True if `RULES` has a collective over the axis for the equation."""
+    """True if `MEETINGS` has a collective over the axis for the equation."""
     return collective(equation, axis) is not None
 
 
@@ -49,7 +49,7 @@ def _gathered(params: dict[str, Any]) -> Evaluate:
 
 
 # The kind of the buffer of each collective, and the view of its result.
-RULES: dict[str, tuple[str, Callable[[dict[str, Any]], Evaluate]]] = {
+MEETINGS: dict[str, tuple[str, Callable[[dict[str, Any]], Evaluate]]] = {
     "psum": ("sum", lambda params: whole),
     "pmax": ("max", lambda params: whole),
     "pmin": ("min", lambda params: whole),

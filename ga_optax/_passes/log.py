@@ -18,7 +18,7 @@ _notes: contextvars.ContextVar[list[str]] = contextvars.ContextVar("_notes")
 _alone: contextvars.ContextVar[list[tuple[str, str]]] = contextvars.ContextVar("_alone")
 
 
-def note(sentence: str) -> None:
+def info(sentence: str) -> None:
     """Logs a sentence about the program of a window, and hands it to `recorded`."""
     _logger.debug("%s", sentence)
     notes = _notes.get([])
@@ -67,7 +67,7 @@ def of_pass(name: str) -> Iterator[None]:
     with listed(_alone) as pairs:
         yield
     for why, lines in grouped(pairs):
-        note(f"The pass {name!r} leaves alone {lines} ({why}).")
+        info(f"The pass {name!r} leaves alone {lines} ({why}).")
 
 
 def grouped(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
