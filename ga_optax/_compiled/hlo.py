@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, Mesh
 # By name, in the order of the program.
 Computation = dict[str, "Instruction"]
 # The name of each `while` instruction, outermost first, and its trip count if known.
-Loops = tuple[tuple[str, int | None], ...]
+EnclosingLoops = tuple[tuple[str, int | None], ...]
 
 _SHAPE = re.compile(r"\b([a-z][a-z0-9]*)\[([0-9,<=]*)\]")
 _HEAD = re.compile(r"\s*(ENTRY\s+)?%?([\w.\-]+)\s*(?:\(.*\)\s*->.*)?\{\s*$")
@@ -119,7 +119,7 @@ class Placed:
     """
 
     instruction: Instruction
-    loops: Loops
+    loops: EnclosingLoops
     conditional: bool
     fused: bool
 
@@ -139,7 +139,7 @@ class Module:
     def walk(
         self,
         name: str | None = None,
-        loops: Loops = (),
+        loops: EnclosingLoops = (),
         conditional: bool = False,
         fused: bool = False,
     ) -> Iterator[Placed]:
@@ -210,7 +210,7 @@ def root(computation: Computation) -> Instruction:
     return max(computation.values(), key=lambda instruction: instruction.is_root)
 
 
-def times(loops: Loops) -> int | None:
+def times(loops: EnclosingLoops) -> int | None:
     """The number of runs of an instruction in these loops; None if unknown."""
     trips = [trip for _, trip in loops]
     return None if None in trips else math.prod(t for t in trips if t is not None)

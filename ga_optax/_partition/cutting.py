@@ -53,7 +53,7 @@ def _iota(w: Writer, e: core.JaxprEqn, vs: list[Value], rows: Rows) -> Any:
     )
 
 
-def _call(w: Writer, e: core.JaxprEqn, vs: list[Value], rows: Rows) -> Any:
+def _jitted(w: Writer, e: core.JaxprEqn, vs: list[Value], rows: Rows) -> Any:
     """Of a jitted function that draws: as another one, the same for equal calls."""
     [program], here, notes = read.inner(e), w.at(source=e.source_info), w.records.notes
     before = len(notes)
@@ -86,7 +86,7 @@ _OPEN: dict[str, Any] = {
     "reshape": shapes.reshape_wanted,
     "random_bits": randoms.recut_bits,
     "random_split": randoms.recut_split,
-    **{name: _call for name, row in primitives.TABLE.items() if row.kind == "call"},
+    **{name: _jitted for name, row in primitives.TABLE.items() if row.kind == "call"},
 }
 OPEN = frozenset(_OPEN)
 

@@ -91,7 +91,7 @@ def graph(how: read.Scan, opens: Test, start: Sequence[int] | None = None) -> Gr
     """
     arguments = [Node([], start=x) for x in start or [0] * len(how.body.jaxpr.invars)]
     found = Graph(arguments, {})
-    _loop(found, how, list(range(len(arguments))), opens)
+    _iterate(found, how, list(range(len(arguments))), opens)
     return found
 
 
@@ -117,7 +117,7 @@ def comes_apart(how: read.Scan, counts: Test, longest: int) -> bool:
 # -- Nodes -----------------------------------------------------------------------------
 
 
-def _loop(found: Graph, how: read.Scan, given: _Places, opens: Test) -> _Places:
+def _iterate(found: Graph, how: read.Scan, given: _Places, opens: Test) -> _Places:
     """The nodes of the results of a scan."""
     nodes = found.nodes
     consts, carry, slices = how.split(given)
@@ -146,7 +146,7 @@ def _scan_program(
             out = _scan_program(found, inner, inputs, opens)
         elif is_open and read.kind(e) == "scan":
             found.loops[id(e)] = inputs
-            out = _loop(found, read.scan_of(e), inputs, opens)
+            out = _iterate(found, read.scan_of(e), inputs, opens)
         else:
             found.nodes.append(Node(_some(inputs), e))
             out = [len(found.nodes) - 1] * len(e.outvars)

@@ -167,7 +167,7 @@ def _of_keys(e: core.JaxprEqn) -> Dims:
     return ins, [[*own, *new]]
 
 
-def _window(e: core.JaxprEqn) -> Dims:
+def _of_windows(e: core.JaxprEqn) -> Dims:
     """Windows of one number leave a dimension as it is."""
     p, rank = e.params, _rank(e)
     ones, none = (1,) * rank, ((0, 0),) * rank
@@ -394,11 +394,15 @@ _entry("cummax cummin", _along("axis"), "lax.{}(lax.stop_gradient(h), 1)", DEAR)
 _entry("sort", _along("dimension"), "jnp.sort(h, 1)", DEAR)
 _entry("top_k", _along("axis"), "lax.top_k(h, 2)", DEAR)
 _entry("approx_top_k", _along("reduction_dimension"), "lax.approx_max_k(h, 2)", DEAR)
-_entry("reduce_window_sum", _window, "pooled(h, 0.0, lax.add)", DEAR)
-_entry("reduce_window_max", _window, "pooled(h, -jnp.inf, lax.max)", DEAR)
-_entry("reduce_window_min", _window, "pooled(h, jnp.inf, lax.min)", DEAR)
-_entry("select_and_gather_add", _window, "jax.jvp(largest, (h,), (jnp.sin(h),))", DEAR)
-_entry("select_and_scatter_add", _window, "jax.vjp(largest, h)[1](largest(h))", DEAR)
+_entry("reduce_window_sum", _of_windows, "pooled(h, 0.0, lax.add)", DEAR)
+_entry("reduce_window_max", _of_windows, "pooled(h, -jnp.inf, lax.max)", DEAR)
+_entry("reduce_window_min", _of_windows, "pooled(h, jnp.inf, lax.min)", DEAR)
+_entry(
+    "select_and_gather_add", _of_windows, "jax.jvp(largest, (h,), (jnp.sin(h),))", DEAR
+)
+_entry(
+    "select_and_scatter_add", _of_windows, "jax.vjp(largest, h)[1](largest(h))", DEAR
+)
 
 # Products, and what works on the last axes alone.
 _entry("dot_general", _product, "h @ w", DEAR, _each(0, 1))

@@ -11,14 +11,14 @@ from ga_optax import accumulator
 from ga_optax._partition import is_inexact
 from ga_optax._passes import primitives, read
 
-_LOOPS = ("scan", "while")
+_REPEATED = ("scan", "while")
 _DEEP = 100  # operations for each number that something unknown reads or returns
 
 
 def is_cheap(equation: core.JaxprEqn) -> bool:
     """True if running an equation again costs little more than reading its results."""
     return all(
-        read.kind(e) not in _LOOPS
+        read.kind(e) not in _REPEATED
         if read.inner_programs(e)
         else not primitives.entry_of(e).is_dear
         for e in read.within(equation)

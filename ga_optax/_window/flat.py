@@ -91,7 +91,7 @@ def _open(
         split = _checkpointed if opening.loops is None else _singly
         return split(equation, values, opening)
     if kind == "scan":
-        return _split_scan(equation, values, opening)
+        return _in_parts(equation, values, opening)
     raise NotImplementedError(_cannot_open(equation, axis))
 
 
@@ -131,7 +131,7 @@ def _singly(equation: core.JaxprEqn, values: list[Any], opening: Opening) -> lis
     return interpret.evaluate(program, values, rule)
 
 
-def _split_scan(
+def _in_parts(
     equation: core.JaxprEqn, values: list[Any], opening: Opening
 ) -> list[Any]:
     """A scan as several scans without collectives, and the collectives between them."""
