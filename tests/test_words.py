@@ -7,8 +7,8 @@ import pytest
 from test_layout import ROOT, modules
 
 MOST_WORDS = 35
-# A first word of a docstring that does not say what the thing is or does.
-RIDDLES = ["Whether", "What", "Those", "Its", "That", "Where", "How", "Which", "Who", "If"]
+# First words of docstrings that do not say what the thing is or does.
+RIDDLES = ["Whether", "What", "Those", "Its", "That", "Where", "How", "Which", "If"]
 
 
 def glossary():
