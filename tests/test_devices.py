@@ -453,7 +453,7 @@ def test_a_with_block_names_the_mesh_too():
     with mesh:
         program = fun.lower(params, batch).compile()
     assert len(gradient_reductions(ga.audit(program))) == 1
-    with pytest.raises(ValueError, match="there is none"):  # the twin: after the block
+    with pytest.raises(ValueError, match="there is no mesh"):  # after the block
         ga.value_and_grad(mean_loss, 2, data_axis="data")(params, batch)
 
 

@@ -197,13 +197,10 @@ def test_without_a_barrier_all_layers_of_experts_are_there_at_once(monkeypatch):
 
 @pytest.mark.parametrize("how", HOWS)
 def test_all_micro_batches_share_one_run_of_the_experts(how):
-    found = ga.batch_dependencies(loss_of(added, how), K)(*arguments(256, 2))
-    runs = [
-        stage.name
-        for stage in found.stages
-        if any(
-            "dot_general" in x.name and "(experts)" in x.line for x in stage.computes
-        )
-    ]
+    def is_of_experts(x):  # a checkpoint has the line where it is called
+        return "dot_general" in x.name and ("(experts)" in x.line or "tanh" in x.name)
+
+    report = ga.batch_dependencies(loss_of(added, how), K)(*arguments(256, 2))
+    runs = [x.name for x in report.stages if any(map(is_of_experts, x.computes))]
     assert len(runs) == 4
     assert all("shared" in name for name in runs)

@@ -37,7 +37,7 @@ def test_the_twin_that_moves_along_one_axis_alone_is_off(way, monkeypatch):
     pairs = whole_moves.Pairs(57, ways=(way,), names=(("padded", "by_number"),))
     assert check(pairs) < BOUND
     every = [Factor((d,), (d,)) for d in range(9)]
-    monkeypatch.setattr(moves, "factors", SimpleNamespace(ways=lambda e: every))
+    monkeypatch.setattr(moves, "factors", SimpleNamespace(of_equation=lambda e: every))
     assert check(pairs) > 1e-6
 
 

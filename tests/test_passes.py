@@ -343,7 +343,7 @@ def next_jax():
 def primitive(name):
     [found] = {
         e.primitive
-        for e in read.equations(probe._program())
+        for e in read.equations(probe._probe_program())
         if e.primitive.name == name
     }
     return found

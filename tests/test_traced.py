@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers import plain_scan, ruled
+from helpers import plain_scan
 
 import ga_optax as ga
 from ga_optax import accumulator
@@ -17,7 +17,6 @@ ALIKE = {
     # Each time a new function.
     "checkpoint": lambda x: jax.checkpoint(lambda x: jnp.tanh(x) * 2)(x),
     "jvp": jax.nn.relu,
-    "vjp": ruled(lambda ct: jnp.clip(ct, -1, 1), jnp.sin),
     "draw": lambda x: x * jax.random.uniform(jax.random.key(0), x.shape),
 }
 
