@@ -6,6 +6,7 @@
     casts          casts of parameters, moved into the scans over them
     gathered       parameters that are gathered where they are used
     shards         other sharded arrays that are gathered where they are used
+    repeats        equations that are alike, differentiated once
     products       gradients that are added by the products that compute them
     duplicates     a program in which nothing is computed twice
 

@@ -8,6 +8,8 @@
 | sharded `fun` | gathered   | same to rounding     | gathers parameters at their use |
 | sharded `fun` | shards     | same to rounding     | gathers other arrays at their   |
 |               |            |                      | use                             |
+| a micro-step  | repeats    | same program         | differentiates equations that   |
+|               |            |                      | are alike once                  |
 | the loop      | products   | rounded once         | adds sums of products before    |
 |               |            |                      | they are rounded                |
 | the loop      | duplicates | same bits on any     | computes nothing twice          |
@@ -29,6 +31,7 @@ from ga_optax._passes import (
     gathered,
     log,
     products,
+    repeats,
     shards,
 )
 from ga_optax._passes.facts import Facts
@@ -40,7 +43,8 @@ class Pass(NamedTuple):
 
     Attributes:
       name: what it is called in warnings and the log.
-      scope: which programs it is for: "fun", "sharded fun" or the "loop".
+      scope: the programs that it changes: "fun", "sharded fun", "micro-step" (what is
+        differentiated) or "loop".
       law: what its results equal, and how exactly.
       change: from a program to one that does the same.
       applies: whether it has something to do in a call.
@@ -64,6 +68,7 @@ PASSES = (
         shards.gathered_at_use,
         lambda its: bool(its.shards),
     ),
+    Pass("repeats", "micro-step", "same program", repeats.called),
     Pass("products", "loop", "rounded once", products.added_inside),
     Pass(
         "duplicates",
