@@ -367,7 +367,7 @@ def _effects(its: Divided) -> frozenset[Any]:
     base = of.base.program.jaxpr
     first = isinstance(of, Gradient) and of.outs
     own = references.effects(base) if first else frozenset()
-    return own | known.deeds(base).of_rules
+    return own | known.side_effects(base).of_rules
 
 
 def _types_of_program(types: Sequence[Any], program: Any) -> list[Any]:
