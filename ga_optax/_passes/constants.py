@@ -142,7 +142,7 @@ def _counts(equation: core.JaxprEqn) -> bool:
 
 
 def _rounds(equation: core.JaxprEqn) -> bool:
-    """True if an equation rounds floating-point numbers, and does not only move them."""
+    """True if an equation rounds floating-point numbers, and does not only move."""
     return any(
         not read.inner_programs(e)
         and not primitives.entry_of(e).is_exact

@@ -52,7 +52,7 @@ def batches() -> contextlib.AbstractContextManager[list[int]]:
 
 
 def batch(rows: Any) -> None:
-    """Adds a number of rows to `batches`, if it is known (`jax.export` may not know)."""
+    """Adds a number of rows to `batches`, unless `jax.export` leaves it open."""
     if isinstance(rows, int):
         _batches.get([]).append(rows)
 
