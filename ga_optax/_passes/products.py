@@ -104,9 +104,11 @@ class _Rewriter:
             jaxpr = jaxpr.replace(outvars=widest)
         return jaxpr, {i: self.sums[x] for i, x in enumerate(invars) if x in self.sums}
 
-    def _widest(self, xs: Iterable[Any]) -> list[Any]:
+    def _widest(self, xs: list[Any]) -> list[Any]:
         """Variables, with the wide ones in place of those that have one."""
-        return [read.is_among(x, self.sums) and self.sums[x].wide or x for x in xs]
+        return [
+            self.sums[x].wide or x if read.is_among(x, self.sums) else x for x in xs
+        ]
 
     def _widen(self, x: Any, sliced: bool) -> core.Var | None:
         """The wide variable of a new sum, or None if the sum must be rounded."""
