@@ -147,8 +147,8 @@ FAULTS = """
 + def _grows(...): return False
 @ _partition/divided.py: test_anywhere
 * pieces of the rows of the whole batch
-- range(min(its.number, rows), 0, -1)
-+ range(max(1, its.number // w.axis.size), 0, -1)
+- range(min(function.number, rows), 0, -1)
++ range(max(1, function.number // w.axis.size), 0, -1)
 @ _passes/shards.py: test_law_devices
 * a frozen argument that is gathered whole
 + def _is_split(...): return False

@@ -214,7 +214,7 @@ CLIPS = with_transpose, "nothing", "clips", False, True
 def test_a_rule_does_in_a_window_what_it_does_for_each_micro_batch(how, monkeypatch):
     assert off_by(*how) <= 1
     if how == CLIPS:  # the twin: a weight goes through what clips
-        monkeypatch.setattr(known, "deeds", lambda jaxpr: known.Deeds())
+        monkeypatch.setattr(known, "side_effects", lambda jaxpr: known.SideEffects())
         assert off_by(*how) > 1
 
 

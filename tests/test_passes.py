@@ -157,6 +157,12 @@ def chosen(w, x):
     return mean_square(h)
 
 
+def unrolled(w, x, rule=jnp.tanh):
+    for i in range(LAYERS):
+        x = rule(x @ w[i])
+    return mean_square(x)
+
+
 def product_in_bfloat16(w, x, rule=lambda w: w):
     matrix = rule(w.reshape(WIDTH, LAYERS * WIDTH).astype(jnp.bfloat16))
     return mean_square(jnp.tanh(x.astype(jnp.bfloat16) @ matrix))
@@ -212,6 +218,9 @@ EXAMPLES = {  # a pass without one fails
         over_devices(sync="each", param_specs=P(None, "data")),
     ),
     "shards": Example(adapted, chosen_base, "cond gets an array", over_devices()),
+    "repeats": Example(
+        unrolled, lambda w, x: unrolled(w, x, lambda h: h * h), "reads a value twice"
+    ),
     "products": Example(
         product_in_bfloat16, rounded_in_bfloat16, "out of reduce_precision", eps=LOW
     ),

@@ -1,14 +1,75 @@
-"""Layers that are alike are traced and partitioned once."""
+"""What is alike is traced, differentiated and partitioned once."""
 
+import helpers
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers import plain_scan
+from helpers import normal, plain_scan
+from jax.interpreters import ad
 
 import ga_optax as ga
 from ga_optax import accumulator
 from ga_optax._partition import nested
 from ga_optax._passes import interpret, read
+
+# -- Equations that are alike are differentiated once ----------------------------------
+
+LAYERS, WIDTH = 6, 4
+
+
+def dense(params, x):
+    for w in params:
+        x = jnp.tanh(x @ w + 0.5 * jnp.square(x))
+    return jnp.mean(x * x)
+
+
+def arguments(dtype=jnp.float32):
+    ws = [normal(WIDTH, WIDTH, seed=i).astype(dtype) for i in range(LAYERS)]
+    return ws, normal(8, WIDTH, seed=9).astype(dtype)
+
+
+def mixed(params, x):
+    """Layers with a jitted function, a rule, a checkpoint, keys and a scan."""
+
+    @jax.checkpoint
+    def layer(x, w):
+        return jax.nn.relu(jax.nn.softmax(x @ w) - 0.2)
+
+    for i, w in enumerate(params):
+        key = jax.random.fold_in(jax.random.key(0), i)
+        keep = jax.random.bernoulli(key, 0.5, (WIDTH,))
+        table = jnp.sin(jnp.arange(WIDTH, dtype=x.dtype) * 0.7)
+        x = x + jnp.where(keep[None], layer(x, w), 0) * table[None]
+    x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, jnp.stack(params))
+    return jnp.mean(jnp.square(x))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("loss", [dense, mixed])
+def test_the_program_is_that_without_the_pass(loss, dtype, monkeypatch):
+    def text():
+        step = jax.jit(ga.value_and_grad(loss, 2))
+        return step.lower(*arguments(dtype)).as_text()
+
+    with_pass = text()
+    helpers.without_pass(monkeypatch, "repeats")
+    assert text() == with_pass
+
+
+def test_a_rule_is_run_once_for_all_layers(monkeypatch):
+    rule, runs = ad.primitive_jvps[jax.lax.tanh_p], []
+
+    def number():
+        runs.clear()
+        jax.make_jaxpr(ga.value_and_grad(dense, 2))(*arguments())
+        return len(runs)
+
+    counted = lambda *args, **how: runs.append(1) or rule(*args, **how)  # noqa: E731
+    monkeypatch.setitem(ad.primitive_jvps, jax.lax.tanh_p, counted)
+    assert number() == 1
+    helpers.without_pass(monkeypatch, "repeats")
+    assert number() == LAYERS
+
 
 # -- What layers have in common is partitioned once ------------------------------------
 

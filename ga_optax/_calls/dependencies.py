@@ -282,7 +282,7 @@ def batch_dependencies(
 def _pieces(jaxpr: core.Jaxpr) -> Iterator[tuple[str, int, int]]:
     """Of what `microbatch` divides in a micro-batch: name, number of pieces, rows."""
     for e in read.equations(jaxpr):
-        if isinstance(its := e.params.get("its"), Divided):
+        if isinstance(its := e.params.get("function"), Divided):
             pairs = zip(its.types, its.axes, strict=True)
             rows = next(x.shape[d] for x, d in pairs if d is not None)
             yield its.name, its.number, rows // its.number

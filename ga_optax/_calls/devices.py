@@ -13,7 +13,7 @@ from ga_optax._devices import collectives, membership, meshes
 from ga_optax._devices.data_axis import DataAxis
 from ga_optax._devices.meshes import Axes, Placement
 from ga_optax._loop.loss import DeviceContext
-from ga_optax._passes.facts import Lies
+from ga_optax._passes.facts import ParamSharding
 from ga_optax._passes.shards import Shard
 from ga_optax.accumulator import Accumulator
 
@@ -157,16 +157,16 @@ class Devices(NamedTuple):
 
     def where(self, names: Sequence[str]) -> DeviceContext:
         """The part of this that a loop knows, for parameters of such names."""
-        lies = None
+        param_sharding = None
         if self.by_compiler and not meshes.explicit_names(self.mesh):
-            lies = Lies(self.specs, self.axes, self.mesh)
+            param_sharding = ParamSharding(self.specs, self.axes, self.mesh)
         return DeviceContext(
             names=names,
             axes=self.bound,
             placements=self.gradients if self.bound else (),
             scattered=self.scattered,
             logical=self.logical,
-            gathered=lies,
+            gathered=param_sharding,
             shards=self.shards,
             split_by_compiler=self.by_compiler or self.distributed,
         )

@@ -124,7 +124,7 @@ def _scales(closed: core.ClosedJaxpr, params: list[Any], *rest: Any) -> bool:
     at weights that count tokens. Where it goes is read off the backward pass, which has
     casts and rules (`jax.custom_jvp`) that the loss does not show.
     """
-    if known.deeds(closed.jaxpr).bends:
+    if known.side_effects(closed.jaxpr).nonlinear_backward:
         return False
 
     def backward(params: list[Any], *rest: Any) -> Any:

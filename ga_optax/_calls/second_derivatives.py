@@ -30,7 +30,7 @@ def rule_in(jaxpr: core.Jaxpr) -> core.JaxprEqn | None:
             return e
         if name == "custom_jvp_call" and (not is_of_jax(e) or calls_rules(e)):
             return e
-        its = e.params.get("its")
+        its = e.params.get("function")
         if isinstance(its, Divided) and rule_in(its.program.jaxpr):
             return e
     return None

@@ -18,7 +18,7 @@ from jax.extend import core
 from ga_optax._devices import meshes
 from ga_optax._passes import log, read
 from ga_optax._passes.arrivals import is_cut, use_of
-from ga_optax._passes.known import Reason, deeds
+from ga_optax._passes.known import Reason, side_effects
 
 # `jax.vjp(...).with_refs` transposes `lax.scan` correctly from jax 0.11.0 on (jax PR
 # 38929), and a `custom_vmap` may have references inside it from 0.11.1 on.
@@ -32,7 +32,7 @@ _SMALL = 1000
 
 def can_add(jaxpr: core.Jaxpr, multiplies: bool) -> bool:
     """True if gradients may be added in place. Weights must not multiply them."""
-    return HAS_REFS and not multiplies and not deeds(jaxpr).acts
+    return HAS_REFS and not multiplies and not side_effects(jaxpr).reordering
 
 
 def reasons(
@@ -67,7 +67,7 @@ def reasons(
         elif read.numbers(param.shape) * _SMALL < largest:
             why = f"less than 1/{_SMALL} of the largest: added as a whole"
         # Custom rules do not go with effects, such as printing or a collective.
-        return Reason(why) if why else program.deeds.acts
+        return Reason(why) if why else program.side_effects.reordering
 
     return list(map(reason, itertools.count(), operands.acc.total, operands.params))
 

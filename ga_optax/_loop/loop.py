@@ -215,6 +215,8 @@ class Loop:
         params, batch = [*params, *batch[: self.rows]], batch[self.rows :]
         keys = [jax.random.fold_in(key, state.acc.count) for key in operands.keys]
         program = read.Program(jaxpr, consts)
+        if optimize:
+            program = table.run("micro-step", program, Facts())
 
         def evaluate(*params: jax.Array) -> tuple[jax.Array, list[Any]]:
             loss, *rest = interpret.results(program, [*params, *batch, *keys, *carry])

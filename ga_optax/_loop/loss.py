@@ -13,7 +13,7 @@ from ga_optax._devices.meshes import Axes, Placement
 from ga_optax._loop import in_place
 from ga_optax._passes import known, read, table
 from ga_optax._passes.arrivals import arrival
-from ga_optax._passes.facts import Facts, Lies
+from ga_optax._passes.facts import Facts, ParamSharding
 
 Flat = Any  # an Accumulator whose total is a list
 
@@ -50,9 +50,9 @@ class LossProgram(NamedTuple):
         return [can and arrives == "slices" for arrives in self.arrivals]
 
     @property
-    def deeds(self) -> known.Deeds:
+    def side_effects(self) -> known.SideEffects:
         """The effects of the program, and of its backward pass, beside the results."""
-        return known.deeds(self.jaxpr)
+        return known.side_effects(self.jaxpr)
 
     @property
     def low_precision(self) -> bool:
@@ -103,7 +103,7 @@ class DeviceContext(NamedTuple):
     placements: Sequence[Placement] = ()
     scattered: Mapping[int, Placement] = types.MappingProxyType({})
     logical: int = 0
-    gathered: Lies | None = None
+    gathered: ParamSharding | None = None
     shards: Mapping[int, Any] = types.MappingProxyType({})
     window: Sequence[tuple[str, int]] = ()
     split_by_compiler: bool | None = False
@@ -129,7 +129,7 @@ def run_passes(
     facts = Facts(
         num_params=number,
         adds_in_place=in_place.can_add(program.jaxpr, multiplies),
-        lies=devices.gathered,
+        param_sharding=devices.gathered,
         shards=devices.shards,
         window=devices.window,
     )

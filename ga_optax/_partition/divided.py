@@ -15,15 +15,15 @@ from ga_optax._passes.divided import Divided
 
 
 def divided(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result]:
-    its: Divided = e.params["its"]
+    function: Divided = e.params["function"]
     vs = w.summed(vs)
-    number = _number(w, its, vs)
-    if number > 1 and not its.program.jaxpr.effects:
+    number = _number(w, function, vs)
+    if number > 1 and not function.program.jaxpr.effects:
         with w.may_fail(e) as out:
-            out += _divided(w, its, vs, number)
+            out += _divided(w, function, vs, number)
         if out:
             return out
-    return nested.inlined(w, its.program, vs)
+    return nested.inlined(w, function.program, vs)
 
 
 def written(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result]:
@@ -38,28 +38,30 @@ def written(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result]:
     return nested.inlined(w, read.inner(e)[0], vs)
 
 
-def _number(w: Writer, its: Divided, vs: list[Value]) -> int:
+def _number(w: Writer, function: Divided, vs: list[Value]) -> int:
     """The number of its micro-batches in a micro-batch of the window, or 1."""
-    pairs = [(v, d) for v, d in zip(vs, its.axes, strict=True) if d is not None]
+    pairs = [(v, d) for v, d in zip(vs, function.axes, strict=True) if d is not None]
     same = [v.dim == d for v, d in pairs]
     if not any(same):
-        return its.number
+        return function.number
     if not all(same):
         return 1
     v, d = pairs[0]
     rows = v.shape[d] // w.axis.size
     if not isinstance(rows, int):  # `jax.export` leaves it open
         return 1
-    if its.size is not None:
-        fewest = -(-rows // its.size)
+    if function.size is not None:
+        fewest = -(-rows // function.size)
         return next(n for n in range(fewest, rows + 1) if rows % n == 0)
-    return next(n for n in range(min(its.number, rows), 0, -1) if rows % n == 0)
+    return next(n for n in range(min(function.number, rows), 0, -1) if rows % n == 0)
 
 
-def _divided(w: Writer, its: Divided, vs: list[Value], number: int) -> list[Result]:
+def _divided(
+    w: Writer, function: Divided, vs: list[Value], number: int
+) -> list[Result]:
     inside = w.within(forbids_collectives=True, partitioned_again=True)
-    run = nested.inner(inside, its.program, vs)
-    here = its.with_program(run.closed, (None, *its.axes), number)
+    run = nested.inner(inside, function.program, vs)
+    here = function.with_program(run.closed, (None, *function.axes), number)
     index = nested.index_for(w, run)
     out = here.bind([*run.closed.consts, index, *(v.x for v in vs)])
     w.level = max(run.levels, default=0)

@@ -1,4 +1,4 @@
-"""How the gradient of a parameter comes out of a backward pass, read off a program."""
+"""The form in which a parameter's gradient comes out of a backward pass."""
 
 import math
 from typing import Any
@@ -12,19 +12,19 @@ FEW = 8
 
 
 def arrival(jaxpr: core.Jaxpr, variable: Any, way: str = "whole") -> str | None:
-    """How a parameter's gradient comes out of the backward pass.
+    """The form in which a parameter's gradient comes out of the backward pass.
 
-    "slices": slice by slice, from a scan that runs over the parameter, and each slice
-    is used once, where its gradient is a sum over two terms or more. Added up in place
-    that saves memory, and it has the bits of the plain sum: two uses would be two
-    additions, `(total + a) + b`; and a bare product may become one fused multiply-add
-    with the addition, which rounds once and not twice.
+    "slices": a scan runs over the parameter, uses each slice once, and the gradient of
+    a slice is a sum of two terms or more. Adding slices in place saves memory and has
+    the bits of the plain sum. Two uses would be two additions, `(total + a) + b`; a
+    bare product and the addition may become one fused multiply-add, which rounds once
+    and not twice.
 
-    "whole": likewise, but in one piece, which exists before it can be added. So are the
-    slices of a scan that is unrolled as a whole, or behind a reshape, a transpose, a
-    cast or `jax.checkpoint`, through which no reference goes.
+    "whole": a sum likewise, but in one piece, which exists before the addition. So are
+    the slices of a scan that is unrolled as a whole, or behind a reshape, a transpose,
+    a cast or `jax.checkpoint`, through which no reference goes.
 
-    "scatter": from one look-up of rows (an embedding), whose sum XLA scatters into the
+    "scatter": one look-up of rows (an embedding), whose sum XLA scatters into the
     accumulator.
 
     None: anything else, such as a bare product, which has to be `accumulator.rounded`.
@@ -46,26 +46,26 @@ def arrival(jaxpr: core.Jaxpr, variable: Any, way: str = "whole") -> str | None:
         return "scatter"
     if (row.moves and name != "squeeze") or name == primitives.CAST:
         # The gradient comes back through these as it is.
-        found = arrival(jaxpr, out, way)
-        return "whole" if found == "slices" and way == "whole" else found
+        form = arrival(jaxpr, out, way)
+        return "whole" if form == "slices" and way == "whole" else form
     return None
 
 
 def _inside(equation: core.JaxprEqn, i: int, way: str) -> str | None:
-    """How the gradient of an argument comes out of a program inside an equation."""
+    """The form of the gradient of an argument of a program inside an equation."""
     [inner] = read.inner_programs(equation)
     if read.kind(equation) == "scan":
         if not read.is_sliced(equation, i):
             return None  # used in every iteration
         if read.scan_of(equation).unroll < read.times(equation):
             way = "slices"
-    found = arrival(inner, inner.invars[i], way)
-    ends = read.kind(equation) == "checkpoint" and way != "slices"
-    return "whole" if found == "slices" and ends else found
+    form = arrival(inner, inner.invars[i], way)
+    is_whole = read.kind(equation) == "checkpoint" and way != "slices"
+    return "whole" if form == "slices" and is_whole else form
 
 
 def _num_terms(equation: core.JaxprEqn, i: int) -> int:
-    """How many terms the gradient of an operand of a product sums up."""
+    """The number of terms that the gradient of an operand of a product sums up."""
     other: Any = equation.invars[1 - i].aval
     pairs = equation.params["dimension_numbers"]
     both = math.prod(other.shape[axis] for pair in pairs for axis in pair[1 - i])
@@ -73,7 +73,7 @@ def _num_terms(equation: core.JaxprEqn, i: int) -> int:
 
 
 def _more(number: Any, least: int) -> bool:
-    """Whether it is more, whatever the dimensions are that `jax.export` leaves open."""
+    """True if a number is larger for all dimensions that `jax.export` leaves open."""
     try:
         return bool(number > least)
     except Exception:  # Any: JAX does not export the error of a symbolic dimension.
@@ -81,16 +81,16 @@ def _more(number: Any, least: int) -> bool:
 
 
 def is_cut(jaxpr: core.Jaxpr, i: int, placement: Any) -> bool:
-    """Whether a parameter is split along a dimension that its slices lack.
+    """True if a parameter is split along a dimension that its slices lack.
 
-    Asked of one that `arrival` says comes in slices.
+    The gradient of the parameter comes in slices, says `arrival`.
     """
     gone = _num_scanned(jaxpr, jaxpr.invars[i])
     return any(dim < gone for dim, _ in placement.dims)
 
 
 def _num_scanned(jaxpr: core.Jaxpr, variable: Any) -> int:
-    """How many of a parameter's dimensions are gone where its gradient is added."""
+    """The number of a parameter's dimensions that are sliced where it is used."""
     [(equation, i)] = read.uses(jaxpr, variable)
     if read.kind(equation) not in ("call", "scan"):
         return 0

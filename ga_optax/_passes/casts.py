@@ -4,8 +4,8 @@ Many losses cast all parameters first, and then scan over the layers. The gradie
 all layers then exist at once, to be cast back, beside a copy of the parameters. If each
 layer is cast inside the scan, its gradient can be added there. The values are the same.
 
-Inside of a scan a cast goes on into what is rematerialised, or the scan would keep what
-it gives.
+Inside of a scan, a cast moves on into a rematerialised function. Otherwise the scan
+would keep the cast layer as a residual.
 
 A cast of a whole parameter stays where it is, in each micro-step: see `is_narrowed`.
 """
@@ -23,9 +23,9 @@ from ga_optax._passes.read import Program
 
 
 def sunk(program: Program, facts: Facts) -> Program:
-    """The program with casts moved, of parameters that are then added in slices.
+    """The program with casts moved into scans, where gradients then come in slices.
 
-    A stack of gradients, if it still were one, would be wider.
+    Otherwise a cast stays: the gradients of all layers would be a wider stack.
     """
     jaxpr = program.jaxpr
     for x in jaxpr.invars[: facts.num_params]:
@@ -40,9 +40,9 @@ def sunk(program: Program, facts: Facts) -> Program:
 
 
 def _sunk(jaxpr: core.Jaxpr, x: Any, sliced: bool = False) -> core.Jaxpr:
-    """The program, with a cast of an argument inside of the scan over it.
+    """The program, with the cast of an argument inside of the scan over the argument.
 
-    `sliced` says that it is the body of such a scan.
+    `sliced` is True for the body of such a scan.
     """
     use, cast = read.only_use(jaxpr, x), None
     if use and use[0].primitive.name == CAST and _sinks(jaxpr, use[0], sliced):
@@ -66,7 +66,7 @@ def _sunk(jaxpr: core.Jaxpr, x: Any, sliced: bool = False) -> core.Jaxpr:
 
 
 def _with_cast(jaxpr: core.Jaxpr, i: int, cast: core.JaxprEqn) -> core.Jaxpr:
-    """The program of arguments the i-th of which is yet to be cast."""
+    """The program, which casts its i-th argument first."""
     whole: Any = cast.invars[0].aval
     x = core.Var(jaxpr.invars[i].aval.update(dtype=whole.dtype))
     first = cast.replace(invars=[x], outvars=[jaxpr.invars[i]])
@@ -75,17 +75,17 @@ def _with_cast(jaxpr: core.Jaxpr, i: int, cast: core.JaxprEqn) -> core.Jaxpr:
 
 
 def _sinks(jaxpr: core.Jaxpr, cast: core.JaxprEqn, sliced: bool) -> bool:
-    """Whether a cast can be moved into a scan over it, or on inside of one."""
+    """True if a cast can move into the scan over its result, or on inside the scan."""
     [out] = cast.outvars
     if cast.params["sharding"] is None and _is_read_once(jaxpr, out, sliced):
         return True
     if any(use and read.is_sliced(*use) for use in read.uses_inside(jaxpr, out)):
-        left_alone(cast, "it is sharded, or not read by one scan alone")
+        left_alone(cast, "the cast is sharded, or not read by one scan alone")
     return False
 
 
 def _is_read_once(jaxpr: core.Jaxpr, variable: Any, sliced: bool) -> bool:
-    """Whether it is read once, by a scan over its leading dimension or inside one."""
+    """True if a variable is read once, by a scan over the variable or inside one."""
     use = read.only_use(jaxpr, variable)
     if use is None:
         return False
@@ -97,7 +97,7 @@ def _is_read_once(jaxpr: core.Jaxpr, variable: Any, sliced: bool) -> bool:
 
 
 def is_narrowed(jaxpr: core.Jaxpr, variable: Any) -> bool:
-    """Whether all that is read of a variable is a cast of it to fewer bits."""
+    """True if only casts to fewer bits read a variable."""
 
     def narrows(equation: core.JaxprEqn, _: int) -> bool:
         is_cast = equation.primitive.name == CAST

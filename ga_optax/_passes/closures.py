@@ -1,7 +1,7 @@
-"""A function with other values in the place of what it closes over.
+"""A function with other values in place of those that it closes over.
 
-What is traced ends with its trace. A function that closes over it can be called later
-only if it gets what stands for it then.
+A traced value ends with its trace. A function that closes over traced values can be
+called later only with other values in their place.
 """
 
 import functools
@@ -13,27 +13,27 @@ import jax
 
 
 def replaced(x: Any, known: Mapping[int, Any]) -> Any:
-    """A function, or a tree, with other values for those whose ids are known.
+    """A function, or a tree, with other values in place of those with `known` ids.
 
-    They are found in closures, default values, partial functions and trees, and in the
-    functions in those; whatever holds none stays the same object.
+    Values are replaced in closures, default values, partial functions and trees, and in
+    the functions inside. An object without any of the values stays the same object.
     """
-    made = dict(known)
+    replacements = dict(known)
 
-    def new(x: Any) -> Any:
-        if id(x) not in made:
-            made[id(x)] = x  # while it is made: a function may close over itself
-            parts, join = _taken_apart(x)
-            others = list(map(new, parts))
-            if any(a is not b for a, b in zip(parts, others, strict=True)):
-                made[id(x)] = join(*others)
-        return made[id(x)]
+    def replace(x: Any) -> Any:
+        if id(x) not in replacements:
+            replacements[id(x)] = x  # meanwhile: a function may close over itself
+            parts, join = _parts(x)
+            new = list(map(replace, parts))
+            if any(a is not b for a, b in zip(parts, new, strict=True)):
+                replacements[id(x)] = join(*new)
+        return replacements[id(x)]
 
-    return new(x)
+    return replace(x)
 
 
-def _taken_apart(x: Any) -> tuple[list[Any], Callable[..., Any]]:
-    """What it holds, and what puts it together."""
+def _parts(x: Any) -> tuple[list[Any], Callable[..., Any]]:
+    """The parts of a function or a tree, and a function that joins new parts."""
     if isinstance(x, types.MethodType):
         return [x.__func__, x.__self__], types.MethodType
     if isinstance(x, functools.partial):

@@ -1,8 +1,8 @@
 """Sharding constraints where some axes of their mesh are bound.
 
-A model says where its activations lie on the whole mesh. A program that runs on one
-device of some axes has no say in those: what the constraint asks of them holds already.
-What it asks of the other axes stays.
+A model constrains its activations on the whole mesh. Where a program runs on one device
+of some axes (in a `jax.shard_map`), a constraint on these axes already holds, and goes.
+A constraint on the other axes stays.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from ga_optax._passes import interpret, known, rewrite
 
 
 def without_axes(jaxpr: core.Jaxpr, axes: meshes.Axes) -> core.Jaxpr:
-    """The program, in which no constraint names `axes`, inside their `shard_map`."""
+    """The program without constraints on `axes`, to run inside their `shard_map`."""
     if not axes:
         return jaxpr
 
@@ -32,9 +32,9 @@ def without_axes(jaxpr: core.Jaxpr, axes: meshes.Axes) -> core.Jaxpr:
 def _without(
     equation: core.JaxprEqn, place: NamedSharding, axes: meshes.Axes
 ) -> core.JaxprEqn:
-    here = jax.sharding.get_abstract_mesh()
-    kept = (without(entry, axes) for entry in place.spec)
-    sharding = NamedSharding(here, PartitionSpec(*kept))
+    mesh = jax.sharding.get_abstract_mesh()
+    spec = PartitionSpec(*(without(entry, axes) for entry in place.spec))
+    sharding = NamedSharding(mesh, spec)
     [out] = equation.outvars
     return placed(equation.invars[0], out, sharding, equation)
 
@@ -50,7 +50,7 @@ def without(entry: Any, axes: meshes.Axes) -> Any:
 def placed(
     x: Any, result: core.Var, sharding: NamedSharding, at: core.JaxprEqn
 ) -> core.JaxprEqn:
-    """An equation whose result is `x`, which is to lie so."""
+    """An equation that constrains `x` to a sharding."""
 
     def constrained(x: jax.Array) -> jax.Array:
         return jax.lax.with_sharding_constraint(x, sharding)

@@ -1,17 +1,17 @@
 """A function over micro-batches as one equation, and the derivatives of that equation.
 
     divided           xs -> fun(*xs), at all rows
-    tangent           (xs, ts) -> those of the results
+    tangent           (xs, ts) -> the tangents of the results
     gradient          (xs, cts) -> the cotangents of some xs
 
 All three are functions over micro-batches themselves, so one primitive serves them. Its
 derivative is a tangent; the transpose of a tangent is a gradient, which runs `fun` once
 more. If one scalar alone moves, its gradient comes with its value instead: the tangent
-is Σ gradient · t, and nothing runs twice. Whatever else JAX does to the equation, such
-as another derivative, it does to the function as one would write it.
+is Σ gradient · t, and nothing runs twice. All other transformations, such as another
+derivative, JAX applies to the plain function.
 
-An equation may come with a program that is written already, such as `value_and_grad`:
-then that runs, and the equation says what the derivatives are.
+An equation may come with a program that exists already, such as that of
+`value_and_grad`: then the program runs, and the equation gives its derivatives.
 """
 
 import dataclasses
@@ -40,7 +40,13 @@ Flat = Callable[..., list[Any]]
 
 
 class Tangent(NamedTuple):
-    """Of what an equation is the tangent: of those results that move with operands."""
+    """The function of which an equation is the tangent.
+
+    Attributes:
+      base: the function.
+      moving: the operands that have tangents.
+      smooth: the results that have tangents.
+    """
 
     base: "Divided"
     moving: tuple[int, ...]
@@ -48,15 +54,14 @@ class Tangent(NamedTuple):
 
 
 class Gradient(NamedTuple):
-    """Of what an equation is the gradient.
+    """The function of which an equation is the gradient.
 
     Attributes:
       base: the function. Its operands come first, then the cotangents.
       wrt: the operands to differentiate with respect to.
       given: the results that have a cotangent.
-      outs: the results that come back before the gradients. If there are some, the
-        cotangent of the one that is given is 1, and no operand; and gradients have the
-        dtypes of their sums.
+      outs: the results that come back before the gradients. If there are some, the one
+        cotangent is 1, and no operand; and gradients have the dtypes of their sums.
     """
 
     base: "Divided"
@@ -70,19 +75,19 @@ class Divided:
     """A function of arrays, to run over micro-batches.
 
     Attributes:
-      name: of the function, for people.
-      number: how many micro-batches there are.
-      size: how many rows one of them has at most, if that is what was asked for.
-      remat: whether the backward pass computes everything again; None to choose.
-      runs: what runs it over micro-batches, given this and the operands.
-      finds: what says along which axis its results have rows, given this.
-      flat: the function, at all rows, as one would write it.
-      types: those of its operands.
-      results: those of its results.
-      axes: along which axis its operands have rows; None for no rows.
-      of: what it is, if it is a derivative.
-      traced: its program at all rows, if there is one already.
-      exact: whether a program that is written has its derivatives by itself.
+      name: the name of the function, for people.
+      number: the number of micro-batches.
+      remat: True if the backward pass computes everything again; None to choose.
+      runs: runs the function over micro-batches, given this and the operands.
+      finds: returns the axes of the rows of the results, given this.
+      flat: the plain function, of all rows.
+      types: the types of the operands.
+      results: the types of the results.
+      axes: the axis of the rows of each operand; None for no rows.
+      of: the function of which this is a derivative, if it is one.
+      traced: the program of all rows, if there is one already.
+      size: the largest number of rows of a micro-batch, if the user gave one.
+      exact: True if a program that exists already is differentiated by itself.
     """
 
     name: str
@@ -103,13 +108,13 @@ class Divided:
     def of_program(
         cls, closed: Any, axes: Sequence[int | None], **more: Any
     ) -> "Divided":
-        """A program. What it closes over are its first operands, without rows."""
+        """A program as a function, whose first operands are the program's constants."""
         return cls(**_read(closed, axes), **more)
 
     def with_program(
         self, closed: Any, axes: Sequence[int | None], number: int
     ) -> "Divided":
-        """The same with another program, and another number of micro-batches."""
+        """The function with another program, and another number of micro-batches."""
         return self._with(number=number, **_read(closed, axes))
 
     @property
@@ -117,12 +122,12 @@ class Divided:
         return self.of is not None
 
     @property
-    def acts(self) -> bool:
-        """Whether it calls back for what it returns, or in an order with others."""
+    def has_callbacks(self) -> bool:
+        """True if the function calls back for its results, or in a fixed order."""
         return self._has_effect("IO") or self._has_effect("Ordered")
 
     def _has_effect(self, name: str) -> bool:
-        """Whether it has an effect whose type JAX calls so."""
+        """True if the function has an effect whose type has this name in JAX."""
         return any(name in type(x).__name__ for x in self.program.jaxpr.effects)
 
     def __repr__(self) -> str:
@@ -130,37 +135,37 @@ class Divided:
 
     @functools.cached_property
     def program(self) -> read.Program:
-        """Its program, at all rows."""
+        """The program of all rows."""
         return self.traced or interpret.program_of(self.flat, *self.types)
 
     @functools.cached_property
     def silent(self) -> read.Program:
-        """Its program without what calls back, for derivatives: it has called."""
+        """The program without callbacks, for derivatives: these must not call again."""
         program = self.program
         return program._replace(jaxpr=rewrite.silent(program.jaxpr))
 
-    def again(self, *xs: Any) -> list[Any]:
-        """Its results, without what calls back."""
+    def run_silently(self, *xs: Any) -> list[Any]:
+        """The results of the function, without callbacks."""
         same = self.silent.jaxpr is self.program.jaxpr
         return self.flat(*xs) if same else interpret.results(self.silent, xs)
 
     @functools.cached_property
     def axes_of_results(self) -> Sequence[int | None]:
-        """Along which axis its results have rows, as far as it matters; or None."""
+        """The axis of the rows of each result, as far as it matters, or None."""
         return self.finds(self)
 
     def bind(self, xs: Sequence[Any], program: Any = None) -> list[Any]:
-        """Its results over micro-batches, by a program if that is written already."""
+        """The results over micro-batches, by a program if there is one already."""
         if program is None:
-            return _primitive(NAME).bind(*xs, its=self)
-        return _primitive(WRITTEN).bind(*xs, its=self, program=program)
+            return _primitive(NAME).bind(*xs, function=self)
+        return _primitive(WRITTEN).bind(*xs, function=self, program=program)
 
     def _with(self, **new: Any) -> "Divided":
         """Another function over the same micro-batches."""
         return dataclasses.replace(self, **({"of": None, "traced": None} | new))
 
     def only(self, used: Sequence[int]) -> "Divided":
-        """The same with some of its results alone."""
+        """The function with some of the results alone."""
         if isinstance(of := self.of, Tangent):
             return of.base.tangent(of.moving, tuple(of.smooth[i] for i in used))
         if isinstance(of, Gradient):
@@ -181,25 +186,25 @@ class Divided:
     # -- Derivatives -------------------------------------------------------------------
 
     def read(self, operands: Iterable[int]) -> tuple[int, ...]:
-        """Those of some operands that it reads."""
+        """The operands that the function reads, among some."""
         jaxpr = self.program.jaxpr
         return tuple(i for i in operands if read.num_readers(jaxpr, jaxpr.invars[i]))
 
     def moved(self, moving: tuple[int, ...]) -> tuple[int, ...]:
-        """The results that have a tangent if some operands have one."""
+        """The results that have tangents if some operands have tangents."""
         smooth = _depending(self.program.jaxpr, moving)
         smooth = tuple(i for i in smooth if read.is_inexact(self.results[i]))
         if len(smooth) < 2:
             return smooth
-        # A loop, or a function, may hand on what does not move beside what does.
+        # A loop, or a function, may return results without tangents beside others.
         tangents = self.tangent(moving, smooth)
         last = range(len(self.types), len(tangents.types))
         return tuple(smooth[i] for i in _depending(tangents.program.jaxpr, last))
 
     def tangent(self, moving: tuple[int, ...], smooth: tuple[int, ...]) -> "Divided":
-        """The tangents of `smooth` results, if operands move."""
+        """The tangents of `smooth` results, for tangents of the `moving` operands."""
         return self._with(
-            flat=transformable.pushed(self.again, moving, smooth),
+            flat=transformable.pushed(self.run_silently, moving, smooth),
             types=(*self.types, *(self.types[i] for i in moving)),
             results=tuple(self.results[i] for i in smooth),
             axes=(*self.axes, *(self.axes[i] for i in moving)),
@@ -209,9 +214,9 @@ class Divided:
     def tangent_of(
         self, program: Any, moving: Any, smooth: Any, xs: Sequence[Any]
     ) -> Any:
-        """The program of that tangent, if its own has derivatives by itself; or None.
+        """The tangent of a program that is differentiated by itself; None for others.
 
-        Where rows meet, it takes less than the tangent as a function would.
+        Where rows meet, this costs less than the tangent of the function.
         """
         if not self.exact:
             return None
@@ -219,9 +224,9 @@ class Divided:
         return jax.make_jaxpr(transformable.pushed(silent, moving, smooth))(*xs)
 
     def gradient(self, of: Gradient) -> "Divided":
-        """Its gradient."""
+        """The gradient of the function."""
         n, seeds = len(self.types), () if of.outs else of.given
-        of_all = self.flat if of.outs else self.again
+        of_all = self.flat if of.outs else self.run_silently
 
         def flat(*both: Any) -> list[Any]:
             xs, cts = both[:n], list(both[n:])
@@ -249,10 +254,10 @@ class Divided:
         )
 
     def comes_with_value(self, smooth: Sequence[int], moving: Sequence[int]) -> bool:
-        """Whether its gradient is to come with its value.
+        """True if the gradient comes with the value.
 
         In float16 a gradient that is not scaled yet may vanish. If the function
-        communicates, cotangents of others come into it.
+        communicates, the cotangents of other devices come into the gradient.
         """
         if self.is_derivative or self._has_effect("NamedAxis"):
             return False
@@ -272,10 +277,10 @@ class Divided:
     def batched(
         self, vmap: Any, xs: Sequence[Any], mapped: Sequence[bool], program: Any
     ) -> Any:
-        """The results of operands of which some have one more axis, the first."""
-        along = [0 if its else None for its in mapped]
+        """The results of operands, of which some have one more axis, the first."""
+        along = [0 if is_mapped else None for is_mapped in mapped]
         pairs = zip(self.axes, mapped, strict=True)
-        axes = [d if d is None else d + its for d, its in pairs]
+        axes = [d if d is None else d + is_mapped for d, is_mapped in pairs]
         if program is not None:
             program = jax.make_jaxpr(vmap(core.jaxpr_as_fun(program), along))(*xs)
             types, results = tuple(program.in_avals), tuple(program.out_avals)
@@ -288,7 +293,7 @@ class Divided:
 
 
 def _read(closed: Any, axes: Sequence[int | None]) -> dict[str, Any]:
-    """The fields of a `Divided` that are those of a program."""
+    """The fields of a `Divided` that depend on its program alone."""
     jaxpr = references.grouped(rewrite.without_constants(closed.jaxpr))
     program = read.Program(jaxpr)
 
@@ -305,19 +310,18 @@ def _read(closed: Any, axes: Sequence[int | None]) -> dict[str, Any]:
 
 
 def sum_dtype(x: Any) -> Any:
-    """The dtype in which gradients like it are added up: 32 bits or more."""
+    """The dtype in which gradients like `x` are added up: 32 bits or more."""
     return np.promote_types(x.dtype, np.float32)
 
 
 def _depending(jaxpr: core.Jaxpr, operands: Iterable[int]) -> list[int]:
     """The results of a program that depend on some of its operands."""
-    found = read.following(jaxpr, [jaxpr.invars[i] for i in operands])
-    pairs = enumerate(jaxpr.outvars)
-    return [i for i, x in pairs if read.is_variable(x) and x in found]
+    dependent = read.following(jaxpr, [jaxpr.invars[i] for i in operands])
+    return [i for i, x in enumerate(jaxpr.outvars) if read.is_among(x, dependent)]
 
 
 def _one(x: jax.Array) -> jax.Array:
-    """The cotangent of a scalar that is to have its gradient."""
+    """The cotangent 1 of a scalar."""
     return collectives.vary(jnp.ones_like(x), tuple(meshes.varying(x)))
 
 
@@ -326,19 +330,24 @@ def _one(x: jax.Array) -> jax.Array:
 
 @functools.cache
 def _primitive(name: str) -> core.Primitive:
-    def run(*xs: Any, its: Divided, program: Any = None) -> list[Any]:
-        return its.runs(its, xs) if program is None else interpret.results(program, xs)
+    def run(*xs: Any, function: Divided, program: Any = None) -> list[Any]:
+        if program is not None:
+            return interpret.results(program, xs)
+        return function.runs(function, xs)
 
-    def plain(its: Divided, program: Any = None) -> tuple[Flat, int]:
-        flat = its.flat if program is None else core.jaxpr_as_fun(program)
-        return flat, len(its.types)
+    def plain(function: Divided, program: Any = None) -> tuple[Flat, int]:
+        flat = function.flat if program is None else core.jaxpr_as_fun(program)
+        return flat, len(function.types)
 
-    def only(its: Divided, kept: Sequence[int], program: Any = None) -> dict[str, Any]:
+    def only(
+        function: Divided, kept: Sequence[int], program: Any = None
+    ) -> dict[str, Any]:
+        params: dict[str, Any] = {"function": function.only(kept)}
         if program is None:
-            return {"its": its.only(kept)}
+            return params
         outs = [program.jaxpr.outvars[i] for i in kept]
         jaxpr = read.live(program.jaxpr.replace(outvars=outs))
-        return {"its": its.only(kept), "program": program.replace(jaxpr=jaxpr)}
+        return params | {"program": program.replace(jaxpr=jaxpr)}
 
     how = transformable.How(plain, _batched, _derived, run, _types)
     new = transformable.primitive(name, how)
@@ -347,31 +356,31 @@ def _primitive(name: str) -> core.Primitive:
     return new
 
 
-def _types(*types: Any, its: Divided, program: Any = None) -> tuple[Any, Any]:
+def _types(*types: Any, function: Divided, program: Any = None) -> tuple[Any, Any]:
     if program is not None:
         return _types_of_program(types, program), references.effects(program.jaxpr)
-    results = its.results
-    if its.of is None or any(map(meshes.varying, types)):
-        results = [x.aval for x in its.program.jaxpr.outvars]
-    return list(results), _effects(its)
+    results = function.results
+    if function.of is None or any(map(meshes.varying, types)):
+        results = [x.aval for x in function.program.jaxpr.outvars]
+    return list(results), _effects(function)
 
 
-def _effects(its: Divided) -> frozenset[Any]:
-    """What it does beside its results.
+def _effects(function: Divided) -> frozenset[Any]:
+    """The effects of a function.
 
-    A gradient with the value is in the place of the function. What other derivatives
-    call back, that has called, unless a rule in it calls back.
+    A gradient with the value stands in place of the function, and has its effects. For
+    other derivatives the function has called back; only rules inside may call again.
     """
-    if (of := its.of) is None:
-        return references.effects(its.program.jaxpr)
+    if (of := function.of) is None:
+        return references.effects(function.program.jaxpr)
     base = of.base.program.jaxpr
-    first = isinstance(of, Gradient) and of.outs
-    own = references.effects(base) if first else frozenset()
-    return own | known.deeds(base).of_rules
+    with_value = isinstance(of, Gradient) and of.outs
+    effects = references.effects(base) if with_value else frozenset()
+    return effects | known.side_effects(base).of_rules
 
 
 def _types_of_program(types: Sequence[Any], program: Any) -> list[Any]:
-    """Those of its results; in a region of a mesh they may vary where they did not."""
+    """The types of the results; in a region of a mesh, more of them may vary."""
     if list(map(meshes.varying, types)) == list(map(meshes.varying, program.in_avals)):
         return list(program.out_avals)
     run = core.jaxpr_as_fun(program)
@@ -379,58 +388,66 @@ def _types_of_program(types: Sequence[Any], program: Any) -> list[Any]:
 
 
 def _batched(
-    axis: Any, xs: Any, dims: Any, *, its: Divided, program: Any = None
+    axis: Any, xs: Any, dims: Any, *, function: Divided, program: Any = None
 ) -> list[Any]:
-    # It may communicate along the axis.
+    # The function may communicate along the axis.
     names = {"axis_name": axis.name, "spmd_axis_name": axis.spmd_name}
     vmap = functools.partial(jax.vmap, axis_size=axis.size, **names)
     xs = transformable.in_front(xs, dims)
-    return its.batched(vmap, xs, [d is not None for d in dims], program)
+    return function.batched(vmap, xs, [d is not None for d in dims], program)
 
 
 def _derived(
-    xs: Any, moved: list[int], dots: list[Any], *, its: Divided, program: Any = None
+    xs: Any,
+    moved: list[int],
+    dots: list[Any],
+    *,
+    function: Divided,
+    program: Any = None,
 ) -> tuple[list[Any], dict[int, Any]]:
-    moving = its.read(moved)
+    moving = function.read(moved)
     dots = [dots[moved.index(i)] for i in moving]
-    smooth = its.moved(moving)
-    if program is None and its.comes_with_value(smooth, moving):
-        every = tuple(range(len(its.results)))
-        found = its.gradient(Gradient(its, moving, smooth, every)).bind(xs)
-        out, gradients = found[: len(every)], found[len(every) :]
+    smooth = function.moved(moving)
+    if program is None and function.comes_with_value(smooth, moving):
+        every = tuple(range(len(function.results)))
+        gradient = function.gradient(Gradient(function, moving, smooth, every))
+        both = gradient.bind(xs)
+        out, gradients = both[: len(every)], both[len(every) :]
         pairs = zip(gradients, dots, strict=True)
         sum_of_all = functools.reduce(jnp.add, [paired(g, t) for g, t in pairs])
         tangents = [sum_of_all.astype(out[smooth[0]].dtype)]
-    elif its.acts:  # Not twice: it may return something else then.
-        out, tangents = transformable.differentiated(its.flat, xs, moving, dots)
+    elif function.has_callbacks:  # A second run may return something else.
+        out, tangents = transformable.differentiated(function.flat, xs, moving, dots)
         tangents = [tangents[i] for i in smooth]
     else:
-        out, tangents, both = its.bind(xs, program), [], [*xs, *dots]
+        out, tangents, both = function.bind(xs, program), [], [*xs, *dots]
         if smooth:
             if program is not None:
-                program = its.tangent_of(program, moving, smooth, both)
-            tangents = its.tangent(moving, smooth).bind(both, program)
+                program = function.tangent_of(program, moving, smooth, both)
+            tangents = function.tangent(moving, smooth).bind(both, program)
     return out, dict(zip(smooth, tangents, strict=True))
 
 
 def paired(x: jax.Array, y: jax.Array) -> jax.Array:
-    """Σ x · y, in the dtype of `x`, of which each is the gradient of the other.
+    """Σ x · y, in the dtype of `x`; either one is the gradient for the other.
 
-    `y` may be a number of Python's, as in `jax.jvp(fun, (x,), (1.0,))`.
+    `y` may be a Python number, as in `jax.jvp(fun, (x,), (1.0,))`.
     """
     return jnp.sum(x * jnp.asarray(y).astype(x.dtype)).real.astype(float)
 
 
 def _transposed(
-    xs: Any, linear: Any, cts: Any, *, its: Divided, program: Any = None
+    xs: Any, linear: Any, cts: Any, *, function: Divided, program: Any = None
 ) -> list[Any]:
     del program
-    if isinstance(of := its.of, Tangent):
+    if isinstance(of := function.of, Tangent):
         n = len(of.base.types)
         wrt, given = [of.moving[i - n] for i in linear], [of.smooth[i] for i in cts]
         base, operands = of.base, xs[:n]
-    else:  # It is linear: where it is differentiated does not matter.
-        zeros = [jnp.zeros(its.types[i].shape, its.types[i].dtype) for i in linear]
-        given, wrt, base, operands = cts, linear, its, interpret.put(xs, linear, zeros)
+    else:  # A linear function has the same gradient everywhere.
+        types = [function.types[i] for i in linear]
+        zeros = [jnp.zeros(x.shape, x.dtype) for x in types]
+        given, wrt, base = cts, linear, function
+        operands = interpret.put(xs, linear, zeros)
     gradient = base.gradient(Gradient(base, tuple(wrt), tuple(given)))
     return gradient.bind([*operands, *cts.values()])

@@ -1,9 +1,9 @@
-"""A program without duplicates: what it computes twice, it computes once.
+"""A program that computes nothing twice.
 
-XLA merges equal operations early in a program for several devices, and late in one for
-a single device. A division by a value that is used twice, for instance, stays a
-division in the one, and becomes a product with the reciprocal in the other. If there is
-nothing to merge, both are compiled alike.
+XLA merges equal operations early in a program for several devices, and late in a
+program for a single device. A division by a value that is used twice, for instance,
+stays a division in the first program, and becomes a product with the reciprocal in the
+second. A program without equal operations is compiled alike for both.
 """
 
 import functools
@@ -25,18 +25,18 @@ def merged(program: Program, facts: Facts) -> Program:
 
 def _merged(jaxpr: core.Jaxpr) -> core.Jaxpr:
     equations: list[core.JaxprEqn] = []
-    found: dict[Any, list[core.Var]] = {}
-    again = functools.cache(_merged)  # a program that is run twice stays one
+    results: dict[Any, list[core.Var]] = {}  # by what equal equations have in common
+    merge_inner = functools.cache(_merged)  # a program that is run twice stays one
 
     def append(key: Any, avals: Any, equation: core.JaxprEqn) -> list[core.Var]:
-        """Its results; new ones, unless there is an equal equation."""
-        if key is None or key not in found:
-            found[key] = list(map(core.Var, avals))
-            equations.append(equation.replace(outvars=found[key]))
-        return found[key]
+        """The results of an equation, or of an equal one that is there already."""
+        if key is None or key not in results:
+            results[key] = list(map(core.Var, avals))
+            equations.append(equation.replace(outvars=results[key]))
+        return results[key]
 
     def broadcast(x: Any, like: Any, at: core.JaxprEqn) -> Any:
-        """`x` in the shape of the result, which every reader would broadcast itself."""
+        """`x` in the shape of a result: otherwise every reader would broadcast `x`."""
         if isinstance(x, core.Literal) or x.aval.shape == like.shape:
             return x
         place = like.sharding if any(like.sharding.spec) else None
@@ -63,7 +63,7 @@ def _merged(jaxpr: core.Jaxpr) -> core.Jaxpr:
                 outvars = visit(inner, dict(pairs))
             else:
                 if read.kind(equation) not in (None, "call"):
-                    equation = rewrite.with_inner(equation, again)
+                    equation = rewrite.with_inner(equation, merge_inner)
                 avals = [v.aval for v in equation.outvars]
                 outvars = append(_key(equation), avals, equation)
             names.update(zip(old.outvars, outvars, strict=True))
@@ -74,24 +74,24 @@ def _merged(jaxpr: core.Jaxpr) -> core.Jaxpr:
 
 
 def _is_inlined(equation: core.JaxprEqn) -> bool:
-    """Whether it is a `jit` that does no more than name its program."""
+    """True for a `jit` without shardings or constants, which only names a program."""
     if read.kind(equation) != "call":
         return False
     [inner] = read.inner(equation)
     places = [equation.params.get(k, ()) for k in ("in_shardings", "out_shardings")]
-    told = any(type(x).__name__ != "UnspecifiedValue" for its in places for x in its)
-    if told or inner.consts:
+    is_placed = any(type(x).__name__ != "UnspecifiedValue" for p in places for x in p)
+    if is_placed or inner.consts:
         left_alone(equation, "a jitted function with shardings or constants")
-    return not (told or inner.consts)
+    return not (is_placed or inner.consts)
 
 
 def _key(equation: core.JaxprEqn) -> Any:
-    """What equal equations have in common; None for one that has no equal."""
+    """A key that equal equations share; None for an equation that has no equal."""
     variables = *equation.invars, *equation.outvars
     if any(map(read.is_reference, variables)):
         return None
     if equation.effects or equation.primitive.name == "rng_uniform":
-        if read.kind(equation) is None:  # of what is inside it is said there
-            left_alone(equation, "it does more than compute")
+        if read.kind(equation) is None:  # equations inside are logged by themselves
+            left_alone(equation, f"{equation.primitive.name} does more than compute")
         return None
     return read.key_of(equation, lambda x: x)

@@ -1,4 +1,4 @@
-"""What passes must know of the call that a program belongs to."""
+"""Facts about a call that the passes of its programs need."""
 
 import types
 from collections.abc import Mapping, Sequence
@@ -7,8 +7,14 @@ from typing import Any, NamedTuple
 from ga_optax._devices.meshes import AnyMesh, Axes
 
 
-class Lies(NamedTuple):
-    """How parameters lie on a mesh, along whose data axes the compiler splits."""
+class ParamSharding(NamedTuple):
+    """The sharding of parameters on a mesh, over whose data axes the compiler splits.
+
+    Attributes:
+      specs: the `PartitionSpec` of each parameter, or None.
+      axes: the data axes.
+      mesh: the mesh.
+    """
 
     specs: Sequence[Any]
     axes: Axes
@@ -16,26 +22,26 @@ class Lies(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """What passes must know of a call.
+    """Facts about a call.
 
     Attributes:
-      num_params: how many of the program's first arguments are parameters.
-      adds_in_place: whether gradients may be added inside the backward pass.
-      lies: how parameters lie that are to be gathered where they are used.
-      shards: the parts of constants that are to be gathered where they are used, by
-        the ids of these.
+      num_params: the number of parameters; they are the program's first arguments.
+      adds_in_place: True if gradients may be added inside the backward pass.
+      param_sharding: the sharding of parameters that are gathered where they are used.
+      shards: the parts of constants that are gathered where they are used, by the ids
+        of the constants.
       window: the axis over which rows meet, if there is one, and its size.
-      sliced: of each sum of gradients, the first results, whether it can be added slice
-        by slice. If not, a stack of its slices stays in low precision, as it is there
-        as a whole.
-      rounds_once: whether gradients are rounded in those sums alone.
-      local: whether it is known that no compiler distributes the loop over devices.
-      logical: whether the loop runs for logical devices.
+      sliced: for each sum of gradients (the first results), True if the sum can be
+        added slice by slice. Otherwise a stack of slices exists as a whole, and stays
+        in low precision.
+      rounds_once: True if gradients are rounded in those sums alone.
+      local: True if no compiler distributes the loop over devices.
+      logical: True if the loop runs for logical devices.
     """
 
     num_params: int = 0
     adds_in_place: bool = False
-    lies: Lies | None = None
+    param_sharding: ParamSharding | None = None
     shards: Mapping[int, Any] = types.MappingProxyType({})
     window: Sequence[tuple[str, int]] = ()
     sliced: Sequence[bool] = ()

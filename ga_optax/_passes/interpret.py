@@ -1,4 +1,4 @@
-"""How to run a program, and how to trace one of a Python function."""
+"""Functions that run a program, and that trace a program of a Python function."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -11,17 +11,17 @@ from ga_optax._passes import read, rewrite
 
 
 def program_of(fun: Callable[..., Any], *types: Any) -> read.Program:
-    """What a function computes of arguments of these types."""
+    """The program of a function, for arguments of these types."""
     closed: Any = jax.make_jaxpr(fun)(*types)
     return read.Program(closed.jaxpr, closed.consts)
 
 
-# What an equation gives, given its arguments; None to run it as it is.
+# Returns the results of an equation with these arguments; None to run the equation.
 Override = Callable[[core.JaxprEqn, list[Any]], Sequence[Any] | None]
 
 
 def evaluate(program: read.Program, args: Sequence[Any], rule: Override) -> list[Any]:
-    """The results of a program, equation by equation as `rule` has it."""
+    """The results of a program, whose equations `rule` computes."""
     jaxpr = program.jaxpr
     names = [*jaxpr.constvars, *jaxpr.invars]
     env = dict(zip(names, [*program.consts, *args], strict=True))
@@ -35,8 +35,7 @@ def evaluate(program: read.Program, args: Sequence[Any], rule: Override) -> list
         with as_of(equation, outer):
             out = rule(equation, values)
         if out is None:
-            ends = equation.invars, equation.outvars
-            out = bind(jaxpr, [equation], *ends, values)
+            out = bind(jaxpr, [equation], equation.invars, equation.outvars, values)
         env.update(zip(equation.outvars, out, strict=True))
     return list(map(value, jaxpr.outvars))
 
@@ -55,7 +54,8 @@ def bind(
 ) -> list[Any]:
     """The values of `outvars`, from those of `invars`, by equations of `jaxpr`.
 
-    What is given stays so, if an equation that computes it runs because it prints.
+    A variable in `invars` keeps its value, even if an equation computes the variable
+    (which runs because it prints).
     """
     pairs = zip(invars, values, strict=True)
     known = {v: x for v, x in pairs if not isinstance(v, core.Literal)}
@@ -72,7 +72,7 @@ def bind(
 
 
 def _without_results(equation: core.JaxprEqn, known: Mapping[Any, Any]) -> Any:
-    """The equation with other variables in place of results that are known."""
+    """The equation with new variables in place of results that are known."""
     if known.keys().isdisjoint(equation.outvars):
         return equation
     new = [core.Var(x.aval) if x in known else x for x in equation.outvars]
@@ -82,7 +82,7 @@ def _without_results(equation: core.JaxprEqn, known: Mapping[Any, Any]) -> Any:
 def of_some(
     fun: Callable[..., Any], xs: Sequence[Any], places: Iterable[int]
 ) -> Callable[..., Any]:
-    """A function of its operands at some places alone; the others are those of `xs`."""
+    """A function of the operands at some places; the others have the values in `xs`."""
     places = list(places)
 
     def run(*some: Any) -> Any:
@@ -97,15 +97,15 @@ def put(xs: Sequence[Any], places: Iterable[int], new: Sequence[Any]) -> list[An
 
 
 def checkpointed(equation: core.JaxprEqn, body: Callable[..., Any]) -> Any:
-    """`jax.checkpoint` of another function, as an equation has it."""
-    keep = {key: equation.params[key] for key in ("prevent_cse", "policy")}
-    return jax.checkpoint(body, **keep)
+    """`jax.checkpoint` of another function, with the options of an equation."""
+    options = {key: equation.params[key] for key in ("prevent_cse", "policy")}
+    return jax.checkpoint(body, **options)
 
 
 def scan(
     how: read.Scan, body: Callable[[list[Any]], Any], values: list[Any]
 ) -> list[Any]:
-    """The results of a scan like another one, whose body is `body`."""
+    """The results of a scan with another body."""
     consts, start, slices = how.split(values)
 
     def step(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -121,9 +121,9 @@ def scan(
 def traced(
     fun: Callable[..., Any], invars: Sequence[Any], result: core.Var, at: core.JaxprEqn
 ) -> list[core.JaxprEqn]:
-    """Equations that compute `result` as `fun` of other values of a program.
+    """Equations that compute `result` as `fun` of values of a program.
 
-    They have the line of the equation `at`.
+    The equations have the line of the equation `at`.
     """
     jaxpr = program_of(fun, *(x.aval for x in invars)).jaxpr
     known = dict(zip(jaxpr.invars, invars, strict=True)) | {jaxpr.outvars[0]: result}
@@ -133,9 +133,10 @@ def traced(
 
 @contextlib.contextmanager
 def as_of(equation: core.JaxprEqn, outer: Any) -> Iterator[None]:
-    """What is traced inside has the equation's line, and its name behind `outer`.
+    """A context, in which new equations have the line and the names of an equation.
 
-    If JAX knows no line of it, that is the line of the equation around it.
+    The names stand behind `outer`. Without a line of its own, the equation has the line
+    of the equation around.
     """
     info = equation.source_info
     has_line = source_info_util.summarize(info)

@@ -1,4 +1,4 @@
-"""What is said of the program of a window: in the log, and to who records it."""
+"""Sentences about the program of a window, for the log and for who records them."""
 
 import contextlib
 import contextvars
@@ -11,11 +11,12 @@ from jax.extend import core
 from ga_optax._passes import places
 
 Item = TypeVar("Item")
-_MOST = 4  # places that one sentence names
+_MAX_PLACES = 4  # in one sentence
 
 _logger = logging.getLogger("ga_optax")
 _notes: contextvars.ContextVar[list[str]] = contextvars.ContextVar("_notes")
-_alone: contextvars.ContextVar[list[tuple[str, str]]] = contextvars.ContextVar("_alone")
+_unchanged: contextvars.ContextVar[list[tuple[str, str]]]
+_unchanged = contextvars.ContextVar("_unchanged")
 
 
 def info(sentence: str) -> None:
@@ -28,17 +29,17 @@ def info(sentence: str) -> None:
 
 @contextlib.contextmanager
 def listed(variable: contextvars.ContextVar[list[Item]]) -> Iterator[list[Item]]:
-    """A new list, which the variable holds inside."""
-    found: list[Item] = []
-    token = variable.set(found)
+    """A new list, which the variable holds inside of the context."""
+    items: list[Item] = []
+    token = variable.set(items)
     try:
-        yield found
+        yield items
     finally:
         variable.reset(token)
 
 
 def recorded() -> contextlib.AbstractContextManager[list[str]]:
-    """The sentences of every `note` inside, each once."""
+    """The list of all sentences that are logged inside of the context, each once."""
     return listed(_notes)
 
 
@@ -46,32 +47,32 @@ _batches: contextvars.ContextVar[list[int]] = contextvars.ContextVar("_batches")
 
 
 def batches() -> contextlib.AbstractContextManager[list[int]]:
-    """How many rows every batch has of which a gradient is traced inside."""
+    """The list of the rows of each batch whose gradient is traced in the context."""
     return listed(_batches)
 
 
 def batch(rows: Any) -> None:
-    """Hands a number of rows to `batches`, unless `jax.export` leaves it open."""
+    """Adds a number of rows to `batches`, unless `jax.export` leaves it open."""
     if isinstance(rows, int):
         _batches.get([]).append(rows)
 
 
 def left_alone(equation: core.JaxprEqn, why: str) -> None:
-    """Says that the pass at hand does not change an equation, and why."""
-    _alone.get([]).append((why, places.line_of(equation.source_info)))
+    """Notes that the current pass does not change an equation, and why."""
+    _unchanged.get([]).append((why, places.line_of(equation.source_info)))
 
 
 @contextlib.contextmanager
 def of_pass(name: str) -> Iterator[None]:
-    """Notes what is left alone inside, by reason and with lines of the user's code."""
-    with listed(_alone) as pairs:
+    """Logs the equations that a pass leaves alone, by reason and with their lines."""
+    with listed(_unchanged) as pairs:
         yield
     for why, lines in grouped(pairs):
         info(f"The pass {name!r} leaves alone {lines} ({why}).")
 
 
 def grouped(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Of reasons and places: each reason, and the first of its places in words."""
+    """Each reason, and a text that names the first places with this reason."""
     groups: dict[str, dict[str, None]] = {}
     for why, place in pairs:
         groups.setdefault(why, {})[place] = None
@@ -79,5 +80,5 @@ def grouped(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
 
 
 def _some(places: list[str]) -> str:
-    more = f" and {len(places) - _MOST} more" if len(places) > _MOST else ""
-    return ", ".join(places[:_MOST]) + more
+    rest = len(places) - _MAX_PLACES
+    return ", ".join(places[:_MAX_PLACES]) + (f" and {rest} more" if rest > 0 else "")

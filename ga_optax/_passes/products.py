@@ -1,22 +1,22 @@
 """Gradients that are added by the very products that compute them.
 
-The gradient of a matrix is a product. A kernel can add it to the accumulator while it
-computes it (cuBLAS's `beta = 1`, in the slice of the layer if the model scans), if
-nothing stands between product and addition. Two things do:
+The gradient of a matrix is a product. A kernel can add the product to the accumulator
+while it computes (cuBLAS's `beta = 1`, in the slice of the layer if the model scans),
+if nothing stands between product and addition. Two things do:
 
 In a bfloat16 model the sums of a product run in float32 on every machine; they are
-rounded to bfloat16, cast to float32 and added. Here the cast's own sum comes out in
-float32, which leaves out one rounding.
+rounded to bfloat16, cast to float32 and added. Here the product comes out in float32,
+*wide*, which leaves out one rounding.
 
 On GPUs XLA merges products that share an operand, such as those of query, key and value
 if they are small; then kernels have to cut the result into pieces and add these. Here
-they stay apart.
+a fence keeps the products apart.
 
-Triton's products cannot add to the slice of a layer where it lies: XLA copies the slice
-out, adds to it in the product's kernel, and copies the sum back. Behind a fence, the
-product is added by a kernel of its own, in place: one slice of memory less, and four
-reads and writes in place of six. A product of cuBLAS takes two, and must not be fenced.
-XLA's flag says which of them writes products; a device's choice comes too late for the
+Triton's products cannot add to the slice of a layer in place: XLA copies the slice out,
+adds to the copy in the product's kernel, and copies the sum back. Behind a fence, a
+kernel of its own adds the product in place: one slice of memory less, and four reads
+and writes in place of six. A product of cuBLAS takes two, and must not be fenced. XLA's
+flag says which of them writes products; a device's choice comes too late for the
 addition (docs/accelerators.md). Where the compiler distributes a program there is no
 fence: it would keep a reduction over devices inside the loop.
 
@@ -27,7 +27,7 @@ micro-step is followed from its accumulators back to the products.
 import collections
 import os
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,203 +39,229 @@ from ga_optax._passes.facts import Facts
 from ga_optax._passes.log import left_alone
 from ga_optax._passes.read import Program
 
-# In which products of matrices of low precision are summed.
-_WIDE = np.dtype(np.float32)
+_WIDE = np.dtype(np.float32)  # in which machines sum products of low precision
 _ALGORITHMS = (jax.lax.DotAlgorithm, jax.lax.DotAlgorithmPreset)
 _INLINED = (*read.THROUGH, "cond")
 
 
 def added_inside(program: Program, facts: Facts) -> Program:
     """A loop, the first results of which are sums of gradients, added by products."""
-    body = _Body(program.jaxpr, facts, {})
-    jaxpr, _ = body.added(dict(enumerate(facts.sliced)), [], ())
+    sums = {i: _Sum(sliced) for i, sliced in enumerate(facts.sliced)}
+    jaxpr, _ = _Rewriter(program.jaxpr, facts, {}).rewritten(sums, ())
     return program._replace(jaxpr=jaxpr)
 
 
-class _Body:
-    """A program, which is followed back from its results."""
+class _Sum(NamedTuple):
+    """A value that goes nowhere but into an accumulator.
 
-    def __init__(self, jaxpr: core.Jaxpr, facts: Facts, kinds: dict[Any, Any]) -> None:
-        self.jaxpr, self.facts = jaxpr, facts
-        self.kinds = kinds  # calls of products, by what those alike have in common
-        self.sums: dict[Any, bool] = {}  # and whether each can be added in slices
-        self.held: set[Any] = set()  # references
-        self.wide: dict[Any, core.Var] = {}  # in place of what is not to be rounded
-        self.products: dict[int, core.Var] = {}  # of gradients: where, and the result
+    Attributes:
+      sliced: True if the value can be added slice by slice.
+      wide: the variable of the value before it is rounded, which is read instead.
+    """
 
-    def added(
-        self, sums: dict[int, bool], wide: list[int], refs: Iterable[int]
-    ) -> tuple[core.Jaxpr, dict[int, bool]]:
-        """The program, in which products add to some results, or to references.
+    sliced: bool
+    wide: core.Var | None = None
+
+
+class _Rewriter:
+    """Rewrites a program from its results back to its arguments.
+
+    Attributes:
+      jaxpr: the program.
+      facts: the facts of the call.
+      calls: functions that compute products, by what equal products have in common.
+      sums: the values known to be sums: first results, then what these are made of.
+      refs: the references known to hold sums.
+      products: the products that are sums.
+    """
+
+    def __init__(self, jaxpr: core.Jaxpr, facts: Facts, calls: dict[Any, Any]) -> None:
+        self.jaxpr, self.facts, self.calls = jaxpr, facts, calls
+        self.sums: dict[Any, _Sum] = {}
+        self.refs: set[Any] = set()
+        self.products: list[core.JaxprEqn] = []
+
+    def rewritten(
+        self, sums: dict[int, _Sum], refs: Iterable[int]
+    ) -> tuple[core.Jaxpr, dict[int, _Sum]]:
+        """The program, in which products add to sums.
 
         Args:
-          sums: those results, and whether each can be added in slices.
-          wide: those of them that are to come before they are rounded.
-          refs: the references among the arguments.
+          sums: the sums among the results. A `wide` one comes before it is rounded.
+          refs: the references to sums among the arguments.
 
-        Returns: the program, and which arguments are summed up, as `sums`.
+        Returns: the program, and the sums among the arguments.
         """
         eqns, invars, outvars = self.jaxpr.eqns, self.jaxpr.invars, self.jaxpr.outvars
-        ends = ((outvars[i], sliced) for i, sliced in sums.items())
-        self.sums.update((x, sliced) for x, sliced in ends if read.is_variable(x))
-        self.held.update(invars[i] for i in refs)
-        self.wide.update((outvars[i], _widened(outvars[i])) for i in wide)
-        new = {n: self._changed(n, eqns[n]) for n in reversed(range(len(eqns)))}
-        self._replace_products(new)
-        places = dict(zip(map(id, eqns), range(len(eqns)), strict=True))
-        jaxpr = rewrite.changed(self.jaxpr, lambda e: new[places[id(e)]])
-        if wide:
-            jaxpr = jaxpr.replace(outvars=rewrite.rename(outvars, self.wide))
+        for i, (sliced, wide) in sums.items():
+            if read.is_variable(x := outvars[i]):
+                self.sums[x] = _Sum(sliced, wide and _widened(x))
+        self.refs.update(invars[i] for i in refs)
+        new = {id(e): self._replacement(e) for e in reversed(eqns)}
+        new |= self._new_products()
+        jaxpr = rewrite.changed(self.jaxpr, lambda e: new[id(e)])
+        if (widest := self._widest(outvars)) != outvars:
+            jaxpr = jaxpr.replace(outvars=widest)
         return jaxpr, {i: self.sums[x] for i, x in enumerate(invars) if x in self.sums}
 
-    def _changed(self, n: int, equation: core.JaxprEqn) -> list[core.JaxprEqn]:
-        """What is in the place of the n-th equation; those that read it are done."""
-        name, row = equation.primitive.name, primitives.entry_of(equation)
+    def _widest(self, xs: list[Any]) -> list[Any]:
+        """Variables, with the wide ones in place of those that have one."""
+        return [
+            self.sums[x].wide or x if read.is_among(x, self.sums) else x for x in xs
+        ]
+
+    def _widen(self, x: Any, sliced: bool) -> core.Var | None:
+        """The wide variable of a new sum, or None if the sum must be rounded."""
+        if not _can_be_wide(self.jaxpr, x, sliced):
+            return None
+        self.sums[x] = _Sum(sliced, _widened(x))
+        return self.sums[x].wide
+
+    def _replacement(self, equation: core.JaxprEqn) -> list[core.JaxprEqn]:
+        """The equations in place of one whose readers are replaced already."""
+        name, entry = equation.primitive.name, primitives.entry_of(equation)
         ins: list[Any] = equation.invars
-        outs = [x for x in equation.outvars if x in self.sums]
-        wide = [x for x in equation.outvars if x in self.wide]
-        into = [i for i, x in enumerate(ins) if read.is_among(x, self.held)]
-        sliced = all(self.sums[x] for x in outs)
-        if read.kind(equation) in _INLINED and (outs or wide or into):
-            return [self._call(equation, into)]
-        if name in (primitives.PRODUCT, primitives.CONVOLUTION) and wide:
-            self.products[n] = self.wide[wide[0]]
-        elif wide:
+        sums = [self.sums[x] for x in equation.outvars if x in self.sums]
+        refs = [i for i, x in enumerate(ins) if read.is_among(x, self.refs)]
+        sliced = all(x.sliced for x in sums)
+        is_wide = any(x.wide for x in sums)
+        if not sums and not refs:
+            return [equation]
+        if read.kind(equation) in _INLINED:
+            return [self._call(equation, refs)]
+        if name == primitives.PRODUCT or (is_wide and name == primitives.CONVOLUTION):
+            self.products.append(equation)
+        elif is_wide:
             return self._unrounded(equation, sliced)
-        elif name in (primitives.ADD_TO, primitives.WRITE) and into:
-            self.sums[ins[1]] = True
-            adds = self.facts.local and name == primitives.ADD_TO
-            if adds and _is_product(self.jaxpr, ins[1]):
-                return _added_after(equation)
-        elif name == primitives.READ_OUT and outs:
-            self.held.add(ins[0])
-        elif name == primitives.CAST and outs:
+        elif name in (primitives.ADD_TO, primitives.WRITE) and refs:
+            return self._added(equation)
+        elif name == primitives.READ_OUT:
+            self.refs.add(ins[0])
+        elif name == primitives.CAST:
             if self.facts.rounds_once and equation.params["new_dtype"] == _WIDE:
                 return [self._cast(equation, sliced)]
-        elif name == primitives.PRODUCT and outs:
-            self.products[n] = outs[0]
-        elif row.is_passed and outs and len(outs) == len(equation.outvars):
-            self.sums.update(dict.fromkeys(read.variables(ins), sliced))
+        elif entry.is_passed and len(sums) == len(equation.outvars):
+            self.sums.update(dict.fromkeys(read.variables(ins), _Sum(sliced)))
         return [equation]
 
-    def _call(self, equation: core.JaxprEqn, into: list[int]) -> core.JaxprEqn:
-        """A call, the programs inside of which are changed."""
-        ins, pairs = equation.invars, list(enumerate(equation.outvars))
+    def _call(self, equation: core.JaxprEqn, refs: list[int]) -> core.JaxprEqn:
+        """A call, the programs inside of which are rewritten."""
+        ins, pairs = equation.invars, enumerate(equation.outvars)
         sums = {i: self.sums[x] for i, x in pairs if x in self.sums}
-        wide = [i for i, x in pairs if x in self.wide]
 
         def change(inner: core.Jaxpr) -> core.Jaxpr:
-            rest = len(ins) - len(inner.invars)  # a conditional's predicate
-            body = _Body(inner, self.facts, self.kinds)
-            new, summed = body.added(sums, wide, [i - rest for i in into])
-            more = ((ins[i + rest], its) for i, its in summed.items())
-            self.sums.update((x, its) for x, its in more if read.is_variable(x))
+            first = len(ins) - len(inner.invars)  # behind a conditional's predicate
+            rewriter = _Rewriter(inner, self.facts, self.calls)
+            new, of_args = rewriter.rewritten(sums, [i - first for i in refs])
+            args = ((ins[i + first], x) for i, x in of_args.items())
+            self.sums.update((x, s) for x, s in args if read.is_variable(x))
             return new
 
-        new = rewrite.with_inner(equation, change)
-        if wide:
-            new = new.replace(outvars=rewrite.rename(equation.outvars, self.wide))
-        return new
+        new, outvars = rewrite.with_inner(equation, change), equation.outvars
+        widest = self._widest(outvars)
+        return new if widest == outvars else new.replace(outvars=widest)
+
+    def _added(self, equation: core.JaxprEqn) -> list[core.JaxprEqn]:
+        """An addition to a reference, or a write: what it adds is a sum."""
+        x = equation.invars[1]
+        self.sums[x] = _Sum(True)
+        adds = self.facts.local and equation.primitive.name == primitives.ADD_TO
+        return _fenced(equation) if adds and _is_product(self.jaxpr, x) else [equation]
 
     def _cast(self, cast: core.JaxprEqn, sliced: bool) -> core.JaxprEqn:
-        """A cast of a sum, of what comes before that is rounded, if it can."""
+        """A cast of a sum, which reads the sum before it is rounded, if it can."""
         [x] = cast.invars
-        if _can_be_wide(self.jaxpr, x, sliced):
-            self.sums[x], self.wide[x] = sliced, _widened(x)
-            return cast.replace(invars=[self.wide[x]])
+        if (wide := self._widen(x, sliced)) is not None:
+            return cast.replace(invars=[wide])
         if _is_low(x):
-            made = read.made_by(self.jaxpr, x)
+            maker = read.made_by(self.jaxpr, x)
             why = "a sum in low precision is read by more than its accumulator"
-            if made is not None and read.num_readers(self.jaxpr, x) == 1:
-                why = f"a sum comes out of {made.primitive.name} in low precision"
+            if maker is not None and read.num_readers(self.jaxpr, x) == 1:
+                why = f"a sum comes out of {maker.primitive.name} in low precision"
             left_alone(cast, why)
         return cast
 
     def _unrounded(self, equation: core.JaxprEqn, sliced: bool) -> list[core.JaxprEqn]:
-        """An equation whose result is wide, and casts of what it reads."""
-        [out] = equation.outvars
+        """An equation whose result is wide, and casts of its operands."""
         name, params, casts = equation.primitive.name, equation.params, []
         moves = primitives.entry_of(equation).moves
+        scatters = name == primitives.SCATTER
         ins: list[Any] = list(equation.invars)
         for i, x in enumerate(ins):
-            if (i and moves) or (i == 1 and name == primitives.SCATTER):
-                continue  # it says where
-            ins[i] = _widened(x)
-            if name != primitives.SCATTER and _can_be_wide(self.jaxpr, x, sliced):
-                self.sums[x], self.wide[x] = sliced, ins[i]
-            else:
+            if (i and moves) or (i == 1 and scatters):
+                continue  # an index
+            wide = None if scatters else self._widen(x, sliced)
+            if wide is None:
+                wide = _widened(x)
                 casts += interpret.traced(
-                    lambda y: y.astype(_WIDE), [x], ins[i], equation
+                    lambda y: y.astype(_WIDE), [x], wide, equation
                 )
-        if name == primitives.SCATTER:
+            ins[i] = wide
+        if scatters:
             number = jax.ShapeDtypeStruct((), _WIDE)
             adds = interpret.program_of(jax.lax.add, number, number).jaxpr
             params = params | {"update_jaxpr": adds}
-        ends = {"invars": ins, "outvars": [self.wide[out]]}
+        ends = {"invars": ins, "outvars": self._widest(equation.outvars)}
         return [*casts, equation.replace(params=params, **ends)]
 
-    def _replace_products(self, new: dict[int, list[core.JaxprEqn]]) -> None:
-        """Some of them are wider now, and some have to stay apart."""
-        reads = {
-            n: {id(_before(self.jaxpr, x)) for x in new[n][-1].invars}
-            for n in self.products
+    def _new_products(self) -> dict[int, list[core.JaxprEqn]]:
+        """By id, products that come out wide, or that share an operand with another."""
+        operands = {
+            id(e): {id(_before(self.jaxpr, x)) for x in e.invars} for e in self.products
         }
-        number = collections.Counter(x for both in reads.values() for x in both)
-        for n, result in self.products.items():
-            [equation] = new[n]
-            casts = result not in equation.outvars
-            shares = any(number[x] > 1 for x in reads[n])
-            fences = shares and equation.primitive.name == primitives.PRODUCT
+        number = collections.Counter(x for some in operands.values() for x in some)
+        new = {}
+        for e in self.products:
+            outvars = self._widest(e.outvars)
+            casts = outvars != e.outvars
+            shares = any(number[x] > 1 for x in operands[id(e)])
+            fences = shares and e.primitive.name == primitives.PRODUCT
             if casts or fences:
-                new[n] = [self._product(equation, result, casts, fences)]
-
-    def _product(
-        self, equation: core.JaxprEqn, result: core.Var, casts: bool, fences: bool
-    ) -> core.JaxprEqn:
-        """A product with another result, or kept apart: one function of all alike."""
-        ins, key = equation.invars, read.key_of(equation, lambda x: x.aval)
-        kind = key, casts, fences
-        if kind not in self.kinds:
-            product = jax.jit(_product(equation, casts, fences))
-            [self.kinds[kind]] = interpret.traced(product, ins, result, equation)
-        ends = {"invars": ins, "outvars": [result]}
-        return self.kinds[kind].replace(source_info=equation.source_info, **ends)
+                key = read.key_of(e, lambda x: x.aval), casts, fences
+                if key not in self.calls:
+                    product = jax.jit(_product(e, casts, fences))
+                    [call] = interpret.traced(product, e.invars, outvars[0], e)
+                    self.calls[key] = call
+                ends = {"invars": e.invars, "outvars": outvars}
+                source = e.source_info
+                new[id(e)] = [self.calls[key].replace(source_info=source, **ends)]
+        return new
 
 
 def _can_be_wide(jaxpr: core.Jaxpr, x: Any, sliced: bool) -> bool:
-    """Whether a sum of products can come before it is rounded, and is read once.
+    """True if a value is a sum that can come before it is rounded, and is read once.
 
-    `sliced` says whether it may be a stack.
+    If `sliced`, the value may be a stack of such sums.
     """
-    made = read.made_by(jaxpr, x)
-    if made is None or not _is_low(x) or read.num_readers(jaxpr, x) != 1:
+    maker = read.made_by(jaxpr, x)
+    if maker is None or not _is_low(x) or read.num_readers(jaxpr, x) != 1:
         return False
-    name, ins = made.primitive.name, made.invars
+    name, ins = maker.primitive.name, maker.invars
     if name in (primitives.PRODUCT, primitives.CONVOLUTION):
-        return not isinstance(made.params["precision"], _ALGORITHMS)  # it names a dtype
-    if primitives.entry_of(made).moves:
+        return not isinstance(maker.params["precision"], _ALGORITHMS)  # with a dtype
+    if primitives.entry_of(maker).moves:
         return _can_be_wide(jaxpr, ins[0], sliced)
     if name == primitives.SUM_OF_TWO:
         return any(_can_be_wide(jaxpr, y, sliced) for y in ins)
-    if read.kind(made) in read.THROUGH:
-        [inner] = read.inner_programs(made)
-        own: Any = inner.outvars[made.outvars.index(x)]
-        is_sum = own.aval.ndim == x.aval.ndim  # over the iterations of a scan
-        # All layers would be twice as large.
-        stays = read.kind(made) == "scan" and (is_sum or not sliced)
-        return not stays and _can_be_wide(inner, own, sliced)
+    if read.kind(maker) in read.THROUGH:
+        [inner] = read.inner_programs(maker)
+        result: Any = inner.outvars[maker.outvars.index(x)]
+        is_sum = result.aval.ndim == x.aval.ndim  # over the iterations of a scan
+        # A wide stack of all layers would be twice as large.
+        stays = read.kind(maker) == "scan" and (is_sum or not sliced)
+        return not stays and _can_be_wide(inner, result, sliced)
     return name in (primitives.SUM, primitives.SCATTER)
 
 
 def _product(
     equation: core.JaxprEqn, casts: bool, fences: bool
 ) -> Callable[..., jax.Array]:
-    """A product of matrices or images; `fences` keeps it apart.
+    """A product of matrices or images; `fences` keeps XLA from merging the product.
 
-    If it comes out wider (`casts`), its operands are cast on CPUs. XLA would do the
-    same, but forgets some of them if the result is transposed, and then cannot run the
-    program (jaxlib 0.10 to 0.12). Each product casts its own: casts that several shared
-    would be kept as long as the last of them needs one, in float32.
+    If the result is wide (`casts`), the operands are cast on CPUs. XLA would do the
+    same, but forgets some casts if the result is transposed, and then cannot run the
+    program (jaxlib 0.10 to 0.12). Each product casts its own operands: a shared cast
+    would be kept, in float32, for as long as the last product reads the operand.
     """
     params = equation.params
     if casts:
@@ -247,38 +273,38 @@ def _product(
     def cast(*operands: jax.Array) -> jax.Array:
         return direct(*(x.astype(_WIDE) for x in _alone(operands)))
 
-    def apart(*operands: jax.Array) -> jax.Array:
+    def fenced(*operands: jax.Array) -> jax.Array:
         return direct(*_alone(operands))
 
     def product(*operands: jax.Array) -> jax.Array:
-        ways = {"cpu": cast} if casts else {}
-        ways |= {"cuda": apart} if fences else {}
-        return jax.lax.platform_dependent(*operands, **ways, default=direct)
+        platforms = {"cpu": cast} if casts else {}
+        platforms |= {"cuda": fenced} if fences else {}
+        return jax.lax.platform_dependent(*operands, **platforms, default=direct)
 
     return product
 
 
 def _before(jaxpr: core.Jaxpr, x: Any, cast: str = "") -> Any:
     """A value before it was moved, or before equations of the name `cast`."""
-    made = read.made_by(jaxpr, x)
-    while made and (primitives.entry_of(made).moves or made.primitive.name == cast):
-        x = made.invars[0]
-        made = read.made_by(jaxpr, x)
+    maker = read.made_by(jaxpr, x)
+    while maker and (primitives.entry_of(maker).moves or maker.primitive.name == cast):
+        x = maker.invars[0]
+        maker = read.made_by(jaxpr, x)
     return x
 
 
 def _is_product(jaxpr: core.Jaxpr, x: Any) -> bool:
-    """Whether a value is a product of matrices, which may have been moved or cast."""
+    """True if a value is a product of matrices, which may have been moved or cast."""
     x = _before(jaxpr, x, primitives.CAST)
-    made = read.made_by(jaxpr, x)
-    if made is not None and read.is_inline(made):
-        [inner] = read.inner_programs(made)
-        return _is_product(inner, inner.outvars[made.outvars.index(x)])
-    return made is not None and made.primitive.name == primitives.PRODUCT
+    maker = read.made_by(jaxpr, x)
+    if maker is not None and read.is_inline(maker):
+        [inner] = read.inner_programs(maker)
+        return _is_product(inner, inner.outvars[maker.outvars.index(x)])
+    return maker is not None and maker.primitive.name == primitives.PRODUCT
 
 
-def _added_after(equation: core.JaxprEqn) -> list[core.JaxprEqn]:
-    """A product added to a slice; on GPUs by a kernel of its own, if it is Triton's."""
+def _fenced(equation: core.JaxprEqn) -> list[core.JaxprEqn]:
+    """The addition of a product to a slice, fenced on GPUs if Triton is used there."""
     if _cublas_alone():
         return [equation]
     ref, x, *rest = equation.invars
@@ -287,32 +313,32 @@ def _added_after(equation: core.JaxprEqn) -> list[core.JaxprEqn]:
         # With the dimension that was sliced, or XLA does not add to the slice in place.
         return _alone(x[None])[0]
 
-    def after(x: jax.Array) -> jax.Array:
+    def product(x: jax.Array) -> jax.Array:
         return jax.lax.platform_dependent(x, cuda=fenced, default=lambda x: x)
 
     new = core.Var(x.aval)
-    into = equation.replace(invars=[ref, new, *rest])
-    return [*interpret.traced(after, [x], new, equation), into]
+    addition = equation.replace(invars=[ref, new, *rest])
+    return [*interpret.traced(product, [x], new, equation), addition]
 
 
 def _cublas_alone() -> bool:
-    """Whether XLA has no product written by Triton on GPUs; by default it has all."""
+    """True if a flag has XLA leave all products on GPUs to cuBLAS, none to Triton."""
     name, flags = "--xla_gpu_enable_triton_gemm=", os.environ.get("XLA_FLAGS", "")
-    said = [x.removeprefix(name) for x in flags.split() if x.startswith(name)]
-    return said[-1:] in (["false"], ["0"], ["False"])
+    values = [x.removeprefix(name) for x in flags.split() if x.startswith(name)]
+    return values[-1:] in (["false"], ["0"], ["False"])
 
 
 def _alone(operands: Any) -> Any:
-    """Operands that XLA shares, or merges products over, with no other equation."""
+    """Copies of operands, behind a fence, over which XLA merges no products."""
     return jax.lax.optimization_barrier(operands)
 
 
 def _is_low(x: Any) -> bool:
-    """Whether it is floating, of 16 bits or fewer."""
+    """True if a variable is floating, of 16 bits or fewer."""
     dtype: Any = getattr(x.aval, "dtype", _WIDE)
     return jnp.issubdtype(dtype, np.floating) and dtype.itemsize <= 2
 
 
 def _widened(x: Any) -> core.Var:
-    """A variable for `x` before it is rounded."""
+    """A new variable for `x` before it is rounded."""
     return core.Var(x.aval.update(dtype=_WIDE))

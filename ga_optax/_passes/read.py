@@ -1,7 +1,7 @@
-"""How to read a program as JAX traces it.
+"""Functions that read a program as JAX traces it.
 
-`core.Jaxpr` is data. This module alone knows the names of parameters that hold
-other programs, which change between versions of JAX.
+`core.Jaxpr` is data. This module alone knows the names of parameters that hold other
+programs, which change between versions of JAX.
 """
 
 import collections
@@ -18,11 +18,9 @@ from jax.interpreters import partial_eval
 
 from ga_optax._passes import primitives
 
-# What runs its program once, as if that stood there itself.
+# Kinds of equations that run one program once, as if the program stood there itself.
 INLINE = ("call", "checkpoint")
-
-
-# Also what runs it slice by slice: arguments and results are those of the program.
+# Also those that run the program slice by slice.
 THROUGH = (*INLINE, "scan")
 
 
@@ -49,7 +47,7 @@ class Scan(NamedTuple):
         return list(xs[:start]), list(xs[start:stop]), list(xs[stop:])
 
     def kept(self, result: int, argument: int | None) -> int | None:
-        """The argument of the scan that a result is, if the body's is that one."""
+        """The argument that a result of the scan is, if in the body it is this one."""
         start, stop = self.num_consts, self.num_consts + self.num_carry
         if argument is None or argument == start + result:
             return argument
@@ -57,39 +55,39 @@ class Scan(NamedTuple):
 
 
 def numbers(shape: Iterable[Any]) -> int:
-    """How many numbers an array holds, to compare; sizes left open count as 1,024.
+    """The number of elements of an array; sizes that are left open count as 1,024.
 
-    `jax.export` leaves sizes open, and these compare with nothing.
+    `jax.export` leaves sizes open, and symbolic sizes cannot be compared.
     """
     return math.prod(n if isinstance(n, int) else 1024 for n in shape)
 
 
 def times(equation: core.JaxprEqn) -> int:
-    """How often what is inside an equation runs, to compare: once, unless it scans."""
+    """The number of times that an equation runs a program: 1 unless it is a scan."""
     return numbers([scan_of(equation).length]) if kind(equation) == "scan" else 1
 
 
 def computed(equation: core.JaxprEqn) -> int:
-    """How many numbers an equation computes on its way, in all iterations of a loop."""
+    """The number of elements that an equation computes, in all iterations of a loop."""
     inside = sum(computed(e) for p in inner_programs(equation) for e in p.eqns)
-    made = sum(numbers(getattr(x.aval, "shape", (0,))) for x in equation.outvars)
-    return times(equation) * inside or made
+    results = sum(numbers(getattr(x.aval, "shape", (0,))) for x in equation.outvars)
+    return times(equation) * inside or results
 
 
 def name_of(equation: core.JaxprEqn) -> str:
-    """What an equation does: its primitive, or what is hidden in that."""
+    """The name of the primitive of an equation, or of one that the primitive hides."""
     hidden = equation.params.get("_prim")
     return equation.primitive.name if hidden is None else type(hidden).__name__
 
 
 def kind(equation: core.JaxprEqn) -> str | None:
-    """How it runs what is inside it: one of `PROGRAM_KINDS`; None for anything else."""
+    """One of `PROGRAM_KINDS`, if an equation runs programs; None for others."""
     kind = primitives.entry_of(equation).kind
     return kind if kind in primitives.PROGRAM_KINDS else None
 
 
 def is_inline(equation: core.JaxprEqn) -> bool:
-    """Whether it runs one program once: a jitted function or a `jax.checkpoint`."""
+    """True if an equation runs one program once: a `jit` or a `jax.checkpoint`."""
     return kind(equation) in INLINE
 
 
@@ -102,7 +100,7 @@ def inner(equation: core.JaxprEqn) -> list[Program]:
 
 
 def _programs(parameters: Iterable[Any]) -> Iterator[Any]:
-    """Those parameters, or parts of tuples among them, that are programs."""
+    """The programs among parameters, or in tuples of these."""
     for x in parameters:
         if hasattr(x, "eqns"):
             yield x
@@ -111,50 +109,49 @@ def _programs(parameters: Iterable[Any]) -> Iterator[Any]:
 
 
 def inner_programs(equation: core.JaxprEqn) -> list[core.Jaxpr]:
-    """Those programs without their constants."""
+    """The programs inside an equation, without their constants."""
     return [program.jaxpr for program in inner(equation)]
 
 
 def operands(equation: core.JaxprEqn, program: core.Jaxpr) -> list[Any]:
-    """What a program inside an equation has for arguments, as far as it is given.
+    """The operands of an equation that are the arguments of a program inside.
 
-    All of them for a jitted function, a checkpoint, a scan (whole for its slices) and
-    the branches of a conditional.
+    These are all arguments of a jitted function, of a checkpoint, of a scan (a whole
+    operand for a slice) and of the branches of a conditional.
     """
     return list(equation.invars[len(equation.invars) - len(program.invars) :])
 
 
 def within(equation: core.JaxprEqn) -> Iterator[core.JaxprEqn]:
-    """An equation, and all that are inside it."""
+    """An equation, and all equations inside it."""
     yield equation
     for program in inner_programs(equation):
         yield from equations(program)
 
 
 def equations(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
-    """All equations of a program, those of inner programs too."""
+    """All equations of a program, and of the programs inside."""
     for equation in jaxpr.eqns:
         yield from within(equation)
 
 
 def axes_of(equation: core.JaxprEqn) -> list[Any]:
     """The named axes, and the numbers of dimensions, that an equation itself has."""
-    found = map(equation.params.get, ("axes", "axis_name", "axis_names"))
-    given = [axes for axes in found if axes is not None]
-    return jax.tree.leaves(given) if given else []
+    params = map(equation.params.get, ("axes", "axis_name", "axis_names"))
+    return jax.tree.leaves([axes for axes in params if axes is not None])
 
 
 def is_mark(equation: core.JaxprEqn, name: str) -> bool:
-    """Whether it is `checkpoint_name(x, name)`."""
+    """True for an equation of `checkpoint_name(x, name)`."""
     return equation.primitive.name == "name" and equation.params.get("name") == name
 
 
-# Effects that are between values: order, or an axis, and nothing that others see.
+# Effects between values, such as an order or an axis, that nobody outside can see.
 _OF_VALUES = {"JaxprInputEffect", "InternalMutableArrayEffect", "NamedAxisEffect"}
 
 
 def acts(equation: core.JaxprEqn) -> bool:
-    """True if it does something beside its results: it checks, prints or calls back."""
+    """True if an equation checks, prints or calls back."""
     return not all(map(is_of_values, equation.effects))
 
 
@@ -163,7 +160,7 @@ def is_of_values(effect: Any) -> bool:
 
 
 def scan_of(equation: core.JaxprEqn) -> Scan:
-    """How a scan runs. The roles of its arguments are in their shapes."""
+    """The `Scan` of an equation. The ranks of its arguments tell their roles."""
     [body] = inner(equation)
     whole = list(map(_same_rank, body.jaxpr.invars, equation.invars))
     carry = list(map(_same_rank, body.jaxpr.outvars, equation.outvars))
@@ -172,7 +169,7 @@ def scan_of(equation: core.JaxprEqn) -> Scan:
 
 
 def is_sliced(equation: core.JaxprEqn, i: int) -> bool:
-    """Whether it is a scan that runs over an argument."""
+    """True for a scan that runs over its i-th argument."""
     if kind(equation) != "scan":
         return False
     [body] = inner_programs(equation)
@@ -184,28 +181,28 @@ def _same_rank(x: Any, y: Any) -> bool:
 
 
 def is_variable(x: Any) -> bool:
-    """Whether it is no literal."""
+    """True for a variable, which is no literal."""
     return not isinstance(x, core.Literal)
 
 
 def is_among(x: Any, some: Collection[Any]) -> bool:
-    """Whether it is one of some variables; a literal has no hash."""
+    """True if an operand is one of some variables; a literal has no hash."""
     return is_variable(x) and x in some
 
 
 def is_reference(x: Any) -> bool:
-    """Whether it is a mutable array, as `jax.new_ref` makes it."""
+    """True for a mutable array, as `jax.new_ref` makes it."""
     return hasattr(x.aval, "inner_aval")
 
 
 def is_inexact(x: Any) -> bool:
-    """Whether what has a type, or is one, holds real or complex numbers."""
+    """True for a type, or a value, of real or complex numbers."""
     dtype = getattr(getattr(x, "aval", x), "dtype", None)
     return dtype is not None and bool(jnp.issubdtype(dtype, jnp.inexact))
 
 
 def variables(atoms: Iterable[Any]) -> list[Any]:
-    """Those that are no literals."""
+    """The variables among operands; the others are literals."""
     return [x for x in atoms if not isinstance(x, core.Literal)]
 
 
@@ -213,7 +210,7 @@ Use = tuple[core.JaxprEqn, int]  # an equation, and which of its arguments
 
 
 class _Index(NamedTuple):
-    """Who reads and who makes the variables of a program."""
+    """The equations that read and make the variables of a program."""
 
     uses: dict[Any, list[Use]]
     made: dict[Any, core.JaxprEqn]
@@ -238,14 +235,14 @@ def _index(jaxpr: core.Jaxpr) -> _Index:
 
 
 def uses(jaxpr: core.Jaxpr, variable: Any) -> list[Use]:
-    """The equations that read a variable, and as which of their arguments."""
+    """The equations that read a variable, each with the number of the argument."""
     return _index(jaxpr).uses.get(variable, [])
 
 
 def uses_inside(jaxpr: core.Jaxpr, variable: Any) -> Iterator[Use | None]:
-    """Those, with what reads it inside functions and checkpoints in place of these.
+    """The uses of a variable, inside of functions and checkpoints in place of these.
 
-    And None for each result that it is, inside of those, too.
+    A program that returns the variable counts as a use None.
     """
     yield from [None] * _index(jaxpr).results[variable]
     for equation, i in uses(jaxpr, variable):
@@ -257,24 +254,24 @@ def uses_inside(jaxpr: core.Jaxpr, variable: Any) -> Iterator[Use | None]:
 
 
 def num_readers(jaxpr: core.Jaxpr, variable: Any) -> int:
-    """How often a variable is read: by equations, and as a result of the program."""
+    """The number of readers of a variable; each result that it is counts as one."""
     return len(uses(jaxpr, variable)) + _index(jaxpr).results[variable]
 
 
 def only_use(jaxpr: core.Jaxpr, variable: Any) -> Use | None:
-    """The equation that reads a variable, if that is read once, and not returned."""
-    read = uses(jaxpr, variable)
-    return read[0] if read and num_readers(jaxpr, variable) == 1 else None
+    """The only use of a variable, if it has one reader and is not returned."""
+    of_variable = uses(jaxpr, variable)
+    is_only = of_variable and num_readers(jaxpr, variable) == 1
+    return of_variable[0] if is_only else None
 
 
 def made_by(jaxpr: core.Jaxpr, variable: Any) -> core.JaxprEqn | None:
     """The equation that computes a variable; None for arguments and literals."""
-    made = _index(jaxpr).made
-    return None if isinstance(variable, core.Literal) else made.get(variable)
+    return _index(jaxpr).made.get(variable) if is_variable(variable) else None
 
 
 def place_of(jaxpr: core.Jaxpr, equation: core.JaxprEqn) -> int:
-    """Where an equation stands in a program."""
+    """The number of an equation in a program."""
     return _index(jaxpr).place[id(equation)]
 
 
@@ -286,28 +283,27 @@ def needed(
 ) -> tuple[list[core.JaxprEqn], list[Any]]:
     """The equations that compute `wanted`, and the known variables that they read.
 
-    Those that `runs` names are among them for what they do, such as printing. Without
-    it, this takes time for what it finds, and not for the whole program.
+    Equations for which `runs` is True are needed for their effects, such as printing.
+    Without `runs`, the time is linear in the needed equations, not in the program.
     """
-    index, found = _index(jaxpr), {}
-    due, read = variables(wanted)[::-1], {}
-    acting = filter(runs, jaxpr.eqns) if runs else ()
-    for equation in acting:
-        found[index.place[id(equation)]] = equation
-        due += variables(equation.invars)
-    while due:
-        x = due.pop()
+    index, equations = _index(jaxpr), {}
+    stack, read = variables(wanted)[::-1], {}
+    for equation in filter(runs, jaxpr.eqns) if runs else ():
+        equations[index.place[id(equation)]] = equation
+        stack += variables(equation.invars)
+    while stack:
+        x = stack.pop()
         equation = index.made.get(x)
         if known(x):
             read[x] = None
-        elif equation is not None and index.place[id(equation)] not in found:
-            found[index.place[id(equation)]] = equation
-            due += variables(equation.invars)
-    return [found[place] for place in sorted(found)], list(read)
+        elif equation is not None and index.place[id(equation)] not in equations:
+            equations[index.place[id(equation)]] = equation
+            stack += variables(equation.invars)
+    return [equations[place] for place in sorted(equations)], list(read)
 
 
 def live(jaxpr: core.Jaxpr) -> core.Jaxpr:
-    """The program without what nobody reads, inside of its equations, too."""
+    """The program without equations that nobody reads, inside of its equations too."""
     every = [True] * len(jaxpr.outvars)
     return partial_eval.dce_jaxpr(jaxpr, every, instantiate=True)[0]
 
@@ -315,22 +311,23 @@ def live(jaxpr: core.Jaxpr) -> core.Jaxpr:
 def following(
     jaxpr: core.Jaxpr, start: Iterable[Any], stops: Sequence[str] = ()
 ) -> set[Any]:
-    """The variables that depend on some of `start`, and those.
+    """The variables `start`, and all that depend on them.
 
-    Nothing depends on what a primitive reads that is among `stops`.
+    The results of the primitives `stops` depend on nothing.
     """
-    found = set(start)
+    dependent = set(start)
     for equation in jaxpr.eqns:
-        reads = not found.isdisjoint(variables(equation.invars))
-        if reads and equation.primitive.name not in stops:
-            found.update(equation.outvars)
-    return found
+        depends = not dependent.isdisjoint(variables(equation.invars))
+        if depends and equation.primitive.name not in stops:
+            dependent.update(equation.outvars)
+    return dependent
 
 
 def roundings(jaxpr: core.Jaxpr, result: Any) -> list[Any]:
-    """A number before the first of the casts that round it, after each, and the result.
+    """A scalar before the first cast that rounds it, and after each of these casts.
 
-    A cast to a wider type may follow, as of the mean of bfloat16 in a float32 loss.
+    The last one is the result. A cast to a wider type may follow a rounding, as for a
+    mean in bfloat16 in a float32 loss.
     """
     casts, first = [result], 0
     while (e := made_by(jaxpr, casts[-1])) is not None and result.aval.shape == ():
@@ -344,7 +341,7 @@ def roundings(jaxpr: core.Jaxpr, result: Any) -> list[Any]:
 
 
 def _bits(x: Any) -> int:
-    """Those of a real number that is no integer; 0 of others."""
+    """The bits of a floating-point number; 0 for other types."""
     dtype = x.aval.dtype
     return jnp.finfo(dtype).bits if jnp.issubdtype(dtype, jnp.floating) else 0
 
@@ -352,11 +349,11 @@ def _bits(x: Any) -> int:
 def key_of(
     equation: core.JaxprEqn, of: Callable[[Any], Any], without: Collection[str] = ()
 ) -> Any:
-    """What equal equations have in common, which can be compared and hashed.
+    """A key, which can be hashed, that equal equations share.
 
-    `of` gives what their variables have in common; literals are equal by value, and
-    programs by their `form`. What has none of its own is equal to itself alone.
-    Parameters of the names in `without` do not count.
+    `of` returns the key of a variable. Literals are equal by value, programs by their
+    `form`; a parameter without a hash is equal to itself alone. The parameters named in
+    `without` do not count.
     """
     ins = equation.invars
     operands = tuple(of(x) if is_variable(x) else _value_of(x) for x in ins)
@@ -365,28 +362,28 @@ def key_of(
         for name, x in sorted(equation.params.items())
         if name not in without
     )
-    # What it was traced under: a mesh, a type of computation.
+    # The context of the trace: a mesh, a type of computation.
     return equation.primitive, operands, params, id(getattr(equation, "ctx", None))
 
 
 def _value_of(literal: Any) -> tuple[Any, bytes]:
-    """What equal literals have in common."""
+    """A key that equal literals share."""
     return literal.aval, np.asarray(literal.val).tobytes()
 
 
 def form(jaxpr: core.Jaxpr, without: Collection[str] = ()) -> Any:
-    """What programs have in common that compute the same, whatever their variables."""
+    """A key that equal programs share, whatever their variables are called."""
     numbers: dict[Any, int] = {}
 
     def number(x: Any) -> Any:
         return numbers.setdefault(x, len(numbers)) if is_variable(x) else _value_of(x)
 
-    def made(xs: Iterable[Any]) -> Any:
+    def new(xs: Iterable[Any]) -> Any:
         return tuple((number(x), x.aval) for x in xs)
 
-    given = made((*jaxpr.constvars, *jaxpr.invars))
-    equations = [(key_of(e, number, without), made(e.outvars)) for e in jaxpr.eqns]
-    return given, tuple(equations), tuple(map(number, jaxpr.outvars))
+    args = new((*jaxpr.constvars, *jaxpr.invars))
+    equations = [(key_of(e, number, without), new(e.outvars)) for e in jaxpr.eqns]
+    return args, tuple(equations), tuple(map(number, jaxpr.outvars))
 
 
 def _form_of(x: Any, without: Collection[str]) -> Any:

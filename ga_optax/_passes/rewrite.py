@@ -1,4 +1,4 @@
-"""How to change a program: other equations, variables, types, constants."""
+"""Functions that change a program: its equations, variables, types, constants."""
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,16 +10,16 @@ from ga_optax._passes import read
 
 
 def without_values(jaxpr: Any) -> core.Jaxpr:
-    """The program alone; newer JAX holds the values of its constants in it, too.
+    """The program without the values of its constants, which newer JAX holds in it.
 
-    Whoever keeps a program for later would keep tracers that end before.
+    A program that is kept for later would keep tracers whose trace has ended.
     """
-    held = getattr(jaxpr, "consts", ())
-    return jaxpr.with_consts([None] * len(held)) if held else jaxpr
+    consts = getattr(jaxpr, "consts", ())
+    return jaxpr.with_consts([None] * len(consts)) if consts else jaxpr
 
 
 def with_constants(jaxpr: core.Jaxpr, number: int) -> core.Jaxpr:
-    """The same program, of which so many of the first arguments are constants, too."""
+    """The same program, whose first arguments, `number` of them, become constants."""
     variables = [*jaxpr.constvars, *jaxpr.invars[:number]]
     values = [None] * len(variables)
     return closing_over(jaxpr, variables, values, jaxpr.invars[number:])
@@ -40,13 +40,13 @@ def closing_over(
 
 
 def silent(jaxpr: core.Jaxpr) -> core.Jaxpr:
-    """The program without the equations that act and return nothing."""
+    """The program without equations that check or print, and return nothing."""
     eqns = [silent_equation(e) for e in jaxpr.eqns if e.outvars or not read.acts(e)]
     return jaxpr.replace(eqns=eqns, effects=_of_values(jaxpr))
 
 
 def silent_equation(equation: core.JaxprEqn) -> core.JaxprEqn:
-    """The equation without what acts inside of it, and returns nothing."""
+    """The equation without equations inside that check or print, and return nothing."""
     if not read.acts(equation):
         return equation
     return with_inner(equation, silent).replace(effects=_of_values(equation))
@@ -57,7 +57,7 @@ def _of_values(x: Any) -> Any:
 
 
 def unrounded(jaxpr: core.Jaxpr, results: Iterable[int]) -> core.Jaxpr:
-    """The program whose numbers among some results come before they are rounded."""
+    """The program, some results of which come before they are rounded."""
     outvars = list(jaxpr.outvars)
     for i in results:
         outvars[i] = read.roundings(jaxpr, outvars[i])[0]
@@ -67,7 +67,7 @@ def unrounded(jaxpr: core.Jaxpr, results: Iterable[int]) -> core.Jaxpr:
 def renamed(
     equations: Iterable[core.JaxprEqn], known: Mapping[Any, Any]
 ) -> list[core.JaxprEqn]:
-    """Equations with other variables, or literals, in place of those in `known`."""
+    """The equations, with other variables or literals in place of those in `known`."""
     return [
         e.replace(invars=rename(e.invars, known), outvars=rename(e.outvars, known))
         for e in equations
@@ -77,7 +77,7 @@ def renamed(
 def changed(
     jaxpr: core.Jaxpr, change: Callable[[core.JaxprEqn], Iterable[core.JaxprEqn]]
 ) -> core.Jaxpr:
-    """The program, with others in place of each equation; itself if none is new."""
+    """The program with new equations in place of each; itself if all stay the same."""
     eqns = [new for equation in jaxpr.eqns for new in change(equation)]
     same = len(eqns) == len(jaxpr.eqns) and all(map(operator.is_, eqns, jaxpr.eqns))
     return jaxpr if same else jaxpr.replace(eqns=eqns)
@@ -91,7 +91,7 @@ def rename(atoms: Iterable[Any], known: Mapping[Any, Any]) -> list[Any]:
 def with_inner(
     equation: core.JaxprEqn, change: Callable[[core.Jaxpr], core.Jaxpr]
 ) -> core.JaxprEqn:
-    """The equation, with each program inside it changed; itself if none is."""
+    """The equation with new programs inside; itself if all stay the same."""
     programs = read.inner_programs(equation)
     new = {id(program): change(program) for program in programs}
     if all(new[id(program)] is program for program in programs):

@@ -1,4 +1,4 @@
-"""The passes: what is done to a user's program, in this order.
+"""The passes, which change a program, in this order.
 
 | program of    | pass       | law                  | what it does                    |
 | ------------- | ---------- | -------------------- | ------------------------------- |
@@ -8,6 +8,8 @@
 | sharded `fun` | gathered   | same to rounding     | gathers parameters at their use |
 | sharded `fun` | shards     | same to rounding     | gathers other arrays at their   |
 |               |            |                      | use                             |
+| a micro-step  | repeats    | same program         | differentiates equations that   |
+|               |            |                      | are alike once                  |
 | the loop      | products   | rounded once         | adds sums of products before    |
 |               |            |                      | they are rounded                |
 | the loop      | duplicates | same bits on any     | computes nothing twice          |
@@ -29,6 +31,7 @@ from ga_optax._passes import (
     gathered,
     log,
     products,
+    repeats,
     shards,
 )
 from ga_optax._passes.facts import Facts
@@ -39,11 +42,12 @@ class Pass(NamedTuple):
     """A change of programs.
 
     Attributes:
-      name: what it is called in warnings and the log.
-      scope: which programs it is for: "fun", "sharded fun" or the "loop".
-      law: what its results equal, and how exactly.
-      change: from a program to one that does the same.
-      applies: whether it has something to do in a call.
+      name: the name in warnings and in the log.
+      scope: the programs that it changes: "fun", "sharded fun", "micro-step" (what is
+        differentiated) or "loop".
+      law: what the results of the new program equal, and how exactly.
+      change: returns a program that does the same.
+      applies: True if the pass has something to do in a call.
     """
 
     name: str
@@ -55,45 +59,40 @@ class Pass(NamedTuple):
 
 PASSES = (
     Pass("constants", "fun", "same bits in every grouping", constants.hoisted),
-    Pass("casts", "fun", "same bits", casts.sunk, lambda its: its.adds_in_place),
+    Pass("casts", "fun", "same bits", casts.sunk, lambda facts: facts.adds_in_place),
     Pass("gathered", "sharded fun", "same to rounding", gathered.gathered),
     Pass(
         "shards",
         "sharded fun",
         "same to rounding",
         shards.gathered_at_use,
-        lambda its: bool(its.shards),
+        lambda facts: bool(facts.shards),
     ),
+    Pass("repeats", "micro-step", "same program", repeats.called),
     Pass("products", "loop", "rounded once", products.added_inside),
     Pass(
         "duplicates",
         "loop",
         "same bits on any number of devices",
         duplicates.merged,
-        lambda its: its.logical,
+        lambda facts: facts.logical,
     ),
 )
 _failed: set[str] = set()
 
 
 def run(scope: str, program: Program, facts: Facts) -> Program:
-    """The program after all passes of a scope that apply; one that raises is left out.
-
-    Args:
-      scope: that of `Pass`.
-      program: the program.
-      facts: what is known of the call.
-    """
-    for one in PASSES:
-        if one.scope == scope and one.applies(facts):
+    """The program after all passes of a scope that apply, but those that raise."""
+    for change in PASSES:
+        if change.scope == scope and change.applies(facts):
             try:
-                with log.of_pass(one.name):
-                    new = one.change(program, facts)
+                with log.of_pass(change.name):
+                    new = change.change(program, facts)
                 if _types(new) != _types(program):
                     raise TypeError("the results have other types")
                 program = new
             except Exception as error:  # Any: what JAX will change is not known.
-                _warn(one, error)
+                _warn(change, error)
     return program
 
 
@@ -102,14 +101,14 @@ def _types(program: Program) -> list[Any]:
     return [(aval.shape, aval.dtype) for aval in avals]
 
 
-def _warn(one: Pass, error: Exception) -> None:
-    """Once for each pass."""
-    if one.name in _failed:
+def _warn(change: Pass, error: Exception) -> None:
+    """Warns of a pass that failed, once for each pass."""
+    if change.name in _failed:
         return
-    _failed.add(one.name)
+    _failed.add(change.name)
     warnings.warn(
-        f"The pass {one.name!r} of ga_optax ({one.law}) failed with jax "
+        f"The pass {change.name!r} of ga_optax ({change.law}) failed with jax "
         f"{jax.__version__}: {type(error).__name__}: {error}. The call goes on without "
-        "it. Use a newer ga_optax; optimize=False changes no program.",
+        "the pass. Use a newer ga_optax; optimize=False runs no pass.",
         stacklevel=2,
     )
