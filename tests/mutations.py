@@ -124,8 +124,8 @@ FAULTS = """
 + "all"
 @ _calls/rows.py: test_anywhere
 * gradients of rows upside down
-- for x, due, d in triples
-+ for x, due, d in ((x[::-1], *r) for x, *r in triples)
+- for x, aval, d in triples
++ for x, aval, d in ((x[::-1], *r) for x, *r in triples)
 @ _passes/primitives.py: test_products
 * a gradient that is rounded for its sum is rounded before, too
 - _entry("custom_jvp_call", None, "", DEAR, PASSED,

@@ -1,4 +1,4 @@
-"""What of a call has rows, how many there are, and whether they can be divided."""
+"""The rows of the batch of a call: leaves, axes, number of rows, and divisibility."""
 
 import functools
 import itertools
@@ -19,7 +19,7 @@ Call = Any  # of `call`, which imports this
 
 
 def argument(place: Argument) -> str:
-    """How messages name an argument."""
+    """The name of an argument in messages."""
     return f"argument {place!r}"
 
 
@@ -32,12 +32,14 @@ def line(call: Call, role: str, place: Argument) -> str:
 
 
 def is_key(leaf: Any) -> bool:
+    """True for a typed array of PRNG keys."""
+    """True for a typed array of PRNG keys."""
     is_array = isinstance(leaf, jax.Array)
     return is_array and bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
 
 
 def _is_raw_key(leaf: Any) -> bool:
-    """True for what looks like a key of `jax.random.PRNGKey`, of any generator."""
+    """True for a leaf with the type of keys of `jax.random.PRNGKey`."""
     return np.shape(leaf) in ((2,), (4,)) and jnp.result_type(leaf) == jnp.uint32
 
 
@@ -53,9 +55,9 @@ def named_batch(call: Call) -> list[tuple[str, Any]]:
 
 
 def bytes_by_layout(call: Call) -> tuple[dict[str, int], dict[str, int]]:
-    """The bytes of what has rows, and of what goes whole, by name; without parameters.
+    """The bytes of leaves with rows, and of leaves that go whole, by name.
 
-    Of what is no array nothing is said.
+    Parameters, and leaves that are no arrays, are left out.
     """
     rows: dict[str, int] = {}
     whole: dict[str, int] = {}
@@ -69,7 +71,7 @@ def bytes_by_layout(call: Call) -> tuple[dict[str, int], dict[str, int]]:
 
 
 def is_array(x: Any) -> bool:
-    """Whether `jax.jit` would trace it, or it is the type of such."""
+    """True for a leaf that `jax.jit` would trace, and for the type of such a leaf."""
     return hasattr(x, "shape") and hasattr(x, "dtype")
 
 
@@ -127,7 +129,7 @@ def axes_of(call: Call, hint: bool) -> list[int | None]:
 
 
 def _is_single(tree: Any) -> bool:
-    """Whether it is a sequence of one: axes of one argument, or an argument like it."""
+    """True for a sequence of length one, of axes or of arguments."""
     return isinstance(tree, (tuple, list)) and len(tree) == 1
 
 
@@ -199,7 +201,7 @@ def checked_split(call: Call, hint: bool) -> Call:
 
 
 def _quotient(option: str, number: int, rows: tuple[int, str, str]) -> int:
-    """How often a number divides rows, of which there are so many; or raises."""
+    """The number of rows over `number`; raises if `number` does not divide it."""
     part, what, todo = rows
     if part % number:
         nearest = sorted(divisors(part), key=lambda d: abs(d - number))[:8]
@@ -217,9 +219,9 @@ def _with_axes(call: Call) -> list[tuple[str, Any, int]]:
 
 
 def _rows(call: Call, hint: bool) -> tuple[int, str, str]:
-    """How many rows the batch has: the length of leaves with most of its bytes.
+    """The number of rows: the length of the leaves with most bytes of the batch.
 
-    Returns: the number; how messages say so; what to do if these are not the rows.
+    Returns: the number; a leaf that has it, in words; advice if it is not the number.
     """
     leaves = _with_axes(call)
     if not leaves:
@@ -244,7 +246,7 @@ def _rows(call: Call, hint: bool) -> tuple[int, str, str]:
 
 
 def _no_rows(call: Call) -> ValueError:
-    """The error that no leaf of the batch has rows: what there is in their place."""
+    """The error that no leaf of the batch has rows; the error names what came."""
     came, todo = [], "Pass the batch there, or name in batch_argnums where it is"
     for i in call.roles["batch_argnums"]:
         tree, leaves = call.at(i), named_leaves(call.at(i))
@@ -316,12 +318,12 @@ def _as_they_divide(call: Call, rows: int, parts: int) -> Call:
 
 
 def _is_split(n: Any, rows: Any, parts: int) -> bool:
-    """True if a leaf of so many rows is split: as the batch is, or along its own."""
+    """True if a leaf of n rows is split: n is that of the batch, or divisible."""
     return _holds(lambda: n == rows) or _holds(lambda: n > 0 and n % parts == 0)
 
 
 def _warn_of_role(call: Call, place: Argument, rows: int) -> None:
-    """Warns if it looks more like a batch than what is split, such as statistics."""
+    """Warns if an argument without a role has more rows than the batch."""
     lengths = {np.shape(x)[:1] for x in jax.tree.leaves(call.at(place))}
     if len(lengths) != 1 or max(map(jnp.ndim, call.batch)) > 1:
         return
@@ -342,7 +344,7 @@ _warn_once = functools.cache(warn)
 
 
 def _holds(test: Callable[[], Any]) -> bool:
-    """Whether dimensions are as a test says; not if `jax.export` leaves that open."""
+    """The result of a test of dimensions; False if `jax.export` leaves them open."""
     try:
         return bool(test())
     except Exception:  # which JAX does not export
@@ -350,7 +352,7 @@ def _holds(test: Callable[[], Any]) -> bool:
 
 
 def _num_splits(call: Call) -> tuple[int, str]:
-    """Over how many devices the batch is split, and of which kind they are."""
+    """The number of devices that the batch is split over, and the kind of devices."""
     devices = call.devices
     if not devices.axes:
         return max(map(meshes.num_parts, call.batch, call.split_axes)), "devices"

@@ -32,7 +32,7 @@ class Devices(NamedTuple):
       number: how many devices there are along the data axes.
       each: True if the backward pass of every micro-step merges over devices.
       scatters: True if every micro-step adds its gradient to a sharded sum.
-      logical: as how many devices this one computes; 0 if as itself.
+      logical: the number of logical devices on this one; 0 if there are none.
       is_checked: True in a `shard_map` that checks over which axes values vary.
       distributed: True if the compiler distributes the call over devices that no data
         axis names; None if that is not known before the program is lowered.
@@ -91,7 +91,7 @@ class Devices(NamedTuple):
         return self._replace(specs=known, params=where, gradients=where)
 
     def for_arrays(self, tree: Any, optimize: bool) -> "Devices":
-        """The same devices, asked whether the compiler distributes such arrays."""
+        """The same devices, with `distributed` for the arrays of a tree."""
         here = self._replace(is_checked=meshes.checks_varying())
         if self.axes:
             return here
@@ -151,12 +151,12 @@ class Devices(NamedTuple):
 
     @property
     def scattered(self) -> dict[int, Placement]:
-        """How gradients are scattered before they are added, by number of the leaf."""
+        """How to scatter gradients before they are added, by number of the leaf."""
         some = enumerate(self.gradients if self.scatters and self.bound else ())
         return {i: x for i, x in some if x.dims}
 
     def where(self, names: Sequence[str]) -> DeviceContext:
-        """The part of this that a loop knows, for parameters of such names."""
+        """The devices as a loop has to know them, for parameters of these names."""
         lies = None
         if self.by_compiler and not meshes.explicit_names(self.mesh):
             lies = Lies(self.specs, self.axes, self.mesh)

@@ -33,9 +33,9 @@ from ga_optax._passes.divided import Divided, Gradient, paired
 
 
 def of_call(call: Call, remat: bool | None, size: int | None = None) -> Any:
-    """What `fun` returns for all rows, by an equation that can be differentiated.
+    """Returns the result of `fun` for all rows, by an equation that has derivatives.
 
-    `size` is how many rows a micro-batch has, if that is what was asked for.
+    `size` is the number of rows of a micro-batch, if the user gave it.
     """
     options, fun = call.options, call.options.fun
     leaves = call.leaves("batch_argnums") | call.others
@@ -65,7 +65,7 @@ def of_call(call: Call, remat: bool | None, size: int | None = None) -> Any:
 
 
 def _in_loop(micro_batch: MicroBatch) -> Any:
-    """The results over micro-batches; with rules they have no second derivatives."""
+    """The results over micro-batches, without second derivatives if `fun` has rules."""
     call, closed = micro_batch.call, micro_batch.closed
     if (rule := second_derivatives.rule_in(closed.jaxpr)) is None:
         return engine.over_micro_batches(micro_batch)
@@ -82,7 +82,7 @@ def _in_loop(micro_batch: MicroBatch) -> Any:
 
 
 def _how(call: Call, remat: bool | None = None) -> dict[str, Any]:
-    """What the equation of a call has that is no part of its program."""
+    """The parameters of the equation of a call, beside the program."""
     options = call.options
     how = call._replace(args=(), kwargs={}, options=options._replace(fun=_unknown))
     return {
@@ -179,9 +179,9 @@ def _at_once(its: Divided, xs: Sequence[Any]) -> list[Any]:
 
 
 def _on_mesh(call: Call, xs: list[Any]) -> list[Any]:
-    """Leaves, of which those with rows say where these lie, if `jax.jit` has to know.
+    """The leaves; leaves with rows get the mesh axes of the rows, if `jax.jit` must know.
 
-    It does not look for a mesh inside an equation.
+    `jax.jit` does not look for a mesh inside an equation.
     """
     traced = any(isinstance(x, jax.core.Tracer) for x in xs)
     devices = call.devices
@@ -198,7 +198,7 @@ def _on_mesh(call: Call, xs: list[Any]) -> list[Any]:
 def _traced(flat: Callable[..., Any], xs: Sequence[Any], call: Call) -> tuple[Any, Any]:
     """The program, and the types of its results.
 
-    In the region of a mesh types name that otherwise, so it must not be in a program.
+    The region of a mesh has other types, so a program must not have the mesh in types.
     """
     env = [*rowwise.READ, *meshes.of_all_rows(call.devices.axes)]
     flat = places.in_name_of(call.options.fun, flat)
@@ -210,7 +210,7 @@ def _traced(flat: Callable[..., Any], xs: Sequence[Any], call: Call) -> tuple[An
 
 
 def _is_one(call: Call) -> bool:
-    """True if it can be one equation: JAX has one program for all devices."""
+    """True if the call can be one equation: one program serves all devices."""
     its = call.devices
     if not its.axes:
         return True
@@ -227,7 +227,7 @@ def _run(how: Call, its: Divided, xs: Sequence[Any]) -> list[Any]:
 
 
 def _axes_of_results(how: Call, its: Divided) -> list[int | None]:
-    """Where its results have rows, if devices may have them between them."""
+    """The axes of the results that have rows, if rows are divided over devices."""
     axes: list[int | None] = [None] * len(its.results)
 
     def run(*xs: Any) -> None:
@@ -246,7 +246,7 @@ def _axes_of_results(how: Call, its: Divided) -> list[int | None]:
 
 
 def _gradient(how: Call, its: Divided, of: Gradient, xs: Sequence[Any]) -> list[Any]:
-    """Those of a gradient: as that of a loss, the sum of cotangents times results."""
+    """The results of a gradient: the loss is the sum of cotangents times results."""
     n = len(of.base.types)
     program = of.base.program if of.outs else of.base.silent
     jaxpr = rewrite.unrounded(program.jaxpr, of.given)

@@ -1,4 +1,4 @@
-"""What `fun` does to one micro-batch by itself: traced once, checked and read."""
+"""The program of `fun` of one micro-batch by itself, for `accumulate`."""
 
 import itertools
 from collections.abc import Callable
@@ -97,7 +97,7 @@ def _micro_batch(call: Call, x: jax.Array) -> Callable[..., Any]:
 
 
 def _multiplies(call: Call, closed: core.ClosedJaxpr, arguments: Any) -> bool:
-    """Whether weights have to multiply gradients, and not the cotangent of the loss."""
+    """True if weights must multiply gradients, and not the cotangent of the loss."""
     options = call.options
     loss: Any = closed.jaxpr.outvars[0].aval
     # What the backward pass sums over devices cannot be multiplied after that.
@@ -107,7 +107,7 @@ def _multiplies(call: Call, closed: core.ClosedJaxpr, arguments: Any) -> bool:
 
 
 def _in_words(call: Call, x: jax.Array) -> str:
-    """What `fun` was given, for a note to an error of its own."""
+    """The arguments of `fun` in words, for a note to an error that `fun` raises."""
     return (
         f"ga_optax called fun with one of {call.num_parts} "
         f"micro-batches: the first leaf of the batch has shape {jnp.shape(x)}, split "
@@ -117,11 +117,10 @@ def _in_words(call: Call, x: jax.Array) -> str:
 
 
 def _scales(closed: core.ClosedJaxpr, params: list[Any], *rest: Any) -> bool:
-    """Whether scaling the loss's cotangent does no more than scale the gradients.
+    """True if a factor of the loss's cotangent only scales the gradients.
 
-    A rule of the user's own may clip or quantise what comes back through it. And the
-    weight must fit wherever it goes: the small exponents of float16 and float8 overflow
-    at weights that count tokens. Where it goes is read off the backward pass, which has
+    A custom rule may clip or quantise cotangents. And float16 and float8 overflow at
+    weights that count tokens. So the dtypes are read from the backward pass, which has
     casts and rules (`jax.custom_jvp`) that the loss does not show.
     """
     if known.deeds(closed.jaxpr).bends:
@@ -142,7 +141,7 @@ def _scales(closed: core.ClosedJaxpr, params: list[Any], *rest: Any) -> bool:
 
 
 def _is_wide(variable: Any) -> bool:
-    """Whether a variable has the exponents of float32, or is not floating."""
+    """True if a variable has the exponents of float32, or is not floating."""
     dtype = getattr(variable.aval, "dtype", np.dtype(np.int32))
     return not jnp.issubdtype(dtype, jnp.floating) or (
         jnp.finfo(dtype).maxexp >= jnp.finfo(jnp.float32).maxexp

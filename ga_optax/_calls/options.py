@@ -43,7 +43,7 @@ Argument = int | str  # of the call: its position, or its keyword
 class Options(NamedTuple):
     """The options of the functions that run inside a call, under their names.
 
-    Those after `optimize` are `accumulate`'s alone.
+    The options after `optimize` are those of `accumulate` alone.
     """
 
     fun: Callable[..., Any]
@@ -68,10 +68,10 @@ class Options(NamedTuple):
     num_real_microbatches: ArrayLike | None = None
 
     def checked(self, differentiates: bool = True, adds: bool = False) -> "Options":
-        """The same, in one form; raises if an option does not fit.
+        """The options in one form; raises if an option does not fit.
 
-        What only runs `fun`, and `differentiates` nothing, has no `argnums`. What
-        `adds` to an accumulator has logical devices.
+        A function that `differentiates` needs `argnums`; a function that `adds` to an
+        accumulator may have logical devices.
         """
         todo = "Pass the loss function itself, not its value."
         check_callable("fun", self.fun, "of the parameters and the batch", todo)
@@ -156,7 +156,7 @@ class Options(NamedTuple):
     def roles(
         self, num_args: int | None = None, keywords: Iterable[str] = ()
     ) -> dict[str, tuple[Argument, ...]]:
-        """Which arguments have which role; raises if one is missing or has two."""
+        """The arguments of each role; raises if one is missing or has two roles."""
         owner: dict[Argument, str] = {}
         roles: dict[str, list[Argument]] = {role: [] for role in ROLES}
         for role in ROLES:
@@ -190,9 +190,9 @@ def found(
     keywords: Iterable[str] = (),
     fun: Callable[..., Any] | None = None,
 ) -> Argument:
-    """Where an argument of the call stands; raises if it did not come.
+    """The position or keyword of an argument in the call; raises if it did not come.
 
-    What `fun` takes by position or keyword may come as either.
+    An argument that `fun` takes by position or keyword may come as either.
     """
     if isinstance(i, str):
         kind, came = "keyword", f"{i!r}, and {' and '.join(keywords) or 'none'}"
@@ -217,7 +217,7 @@ def found(
 
 
 def _names_of_positions(fun: Any) -> list[str]:
-    """The keywords of what a function takes by position or keyword, in order."""
+    """The names of arguments that `fun` takes by position or keyword, in order."""
     try:
         parameters = inspect.signature(fun).parameters.values()
     except (TypeError, ValueError):  # of a built-in function

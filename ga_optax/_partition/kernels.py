@@ -80,7 +80,7 @@ def _dims(grid: Any, g: int, segments: int, parts: int) -> Axes | None:
 
 
 def _index(block: Any, d: int, sizes: tuple[int, ...], g: int) -> Any:
-    """Which block programs have along `d`, `[sizes[g], ...]`; None if not known."""
+    """The block of each program along `d`, `[sizes[g], ...]`; None if not known."""
     jaxpr = getattr(block.index_map_jaxpr, "jaxpr", block.index_map_jaxpr)
     out, ids = jaxpr.outvars[d], jaxpr.invars[: len(sizes)]
     given = *jaxpr.constvars, *jaxpr.invars

@@ -311,7 +311,7 @@ def expanded(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
 
 
 def _expanded(equation: core.JaxprEqn) -> read.Program | None:
-    """What a primitive computes that is written in JAX itself, if it can be read."""
+    """The program of a primitive that is written in JAX; None for other primitives."""
     primitive = equation.params.get("_prim")
     if not hasattr(primitive, "expand") or not hasattr(primitive, "in_tree"):
         return None

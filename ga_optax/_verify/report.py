@@ -1,4 +1,4 @@
-"""What `verify` returns: a `Report`, and the page that it prints."""
+"""The result of `verify`: a `Report`, and the page that it prints."""
 
 import dataclasses
 import enum
@@ -32,7 +32,7 @@ SAME = (Cause.EQUAL, Cause.ROUNDING)
 
 @dataclasses.dataclass(frozen=True)
 class LeafReport:
-    """How one leaf of the gradient compares.
+    """The comparison of one leaf of the gradient.
 
     Attributes:
       name: its path in the parameters.
@@ -55,7 +55,7 @@ class LeafReport:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Report:
-    """What `verify` found; `print` it to read it.
+    """The result of `verify`; `print` shows it as a page.
 
     Attributes:
       ok: whether accumulation gives the undivided batch's gradient, that is, whether

@@ -205,9 +205,9 @@ def _graphs(nodes: Sequence[NodeStates]) -> list[Any]:
 
 
 def _forwarded(jaxpr: core.Jaxpr) -> list[int | None]:
-    """Which argument each result is; None if it is computed, as far as is known.
+    """For each result, the number of the argument that it equals; None if computed.
 
-    A checkpoint returns what it only hands on as something new.
+    `jax.checkpoint` gives pass-through results new variables, so its body is read, too.
     """
     found: dict[Any, int | None] = {x: i for i, x in enumerate(jaxpr.invars)}
 
