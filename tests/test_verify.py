@@ -446,7 +446,7 @@ CASES[Cause.CROSS_EXAMPLE] = {
         params={"m": draw(5, 5).astype(jnp.bfloat16)},
     ),
     "foreign code": Case(
-        lambda p, b: jnp.std(foreign(p, b)), "this is by numbers alone"
+        lambda p, b: jnp.std(foreign(p, b)), "the cause follows from numbers alone"
     ),
 }
 
@@ -530,7 +530,7 @@ def fixed(report):
 def needs(report, fun):
     """What rows need of each other by the page, on the lines of `fun`."""
     first = fun.__code__.co_firstlineno
-    [where] = re.findall(r"Where: (.*)\.$", report.diagnosis[1])
+    [where] = re.findall(r"where rows meet: (.*)\.$", report.diagnosis[1])
     found = set()
     for entry in where.split("; "):
         pattern = r"test_verify\.py:(\d+):\d+ \(.*\): (.*)"

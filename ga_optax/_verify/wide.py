@@ -66,11 +66,10 @@ class Wide:
         params, name = equation.params, equation.primitive.name
         if any(fixed in name for fixed in _FIXED):
             self._note(*read.within(equation))
-            ends, nothing = (
-                (equation.invars, equation.outvars),
-                interpret.program_of(tuple),
+            ends = equation.invars, equation.outvars
+            bound = functools.partial(
+                interpret.bind, interpret.program_of(tuple).jaxpr, [equation], *ends
             )
-            bound = functools.partial(interpret.bind, nothing.jaxpr, [equation], *ends)
             run = _between_casts(lambda *xs: bound(xs), equation, outs)
             return _traced(run, ins, outs)
         if name.startswith("custom_"):  # its rules are for the dtypes that it has
@@ -150,18 +149,18 @@ def _retyped(
     def all_of(atoms: Iterable[Any]) -> list[Any]:
         return list(map(new, atoms))
 
-    def of_new(effects: Iterable[Any]) -> frozenset[Any]:
-        """Those of references name the variable."""
+    def renamed(effects: Iterable[Any]) -> frozenset[Any]:
+        """Effects of references, which name a variable of the program."""
         return frozenset(
             x.replace(input=known[x.input]) if getattr(x, "input", None) in known else x
             for x in effects
         )
 
     eqns = [
-        other.replace(effects=of_new(other.effects))
+        other.replace(effects=renamed(other.effects))
         for e in jaxpr.eqns
         for other in write(e, all_of(e.invars), all_of(e.outvars))
     ]
     ends = ("constvars", "invars", "outvars")
     new_ends = {end: all_of(getattr(jaxpr, end)) for end in ends}
-    return jaxpr.replace(eqns=eqns, effects=of_new(jaxpr.effects), **new_ends)
+    return jaxpr.replace(eqns=eqns, effects=renamed(jaxpr.effects), **new_ends)
