@@ -654,10 +654,10 @@ def test_equal_counts_are_right_in_this_batch_and_warned_of():
 
 @pytest.mark.slow
 def test_a_program_that_float64_cannot_evaluate_is_compared_as_it_is(monkeypatch):
-    def refuse(self, equation, ins, outs):
+    def refuse(self, equation, values):
         raise TypeError("a kernel for float32 alone")
 
-    monkeypatch.setattr(Wide, "_written", refuse)
+    monkeypatch.setattr(Wide, "_rule", refuse)
     report = ga.verify(sum_loss, PARAMS, BATCH, K)
     assert report.cause is Cause.SCALE
     assert "a kernel for float32 alone" in str(report)

@@ -68,7 +68,7 @@ class Evidence:
         return compiled(self._wide, x64=True)
 
     def _native(self) -> Callable[..., Any]:
-        """Returns a function for the loss and the gradient in the dtypes of training."""
+        """Returns a function for loss and gradient in the dtypes of training."""
         fun = jax.value_and_grad(lambda *x: self.problem.fun(*x))
         return compiled(fun, self.problem.x64)
 

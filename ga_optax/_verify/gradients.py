@@ -28,7 +28,8 @@ class Pair(NamedTuple):
       off: ‖G - M‖ of each leaf.
       factor: the c for which c·M is as large as G.
       rest: ‖G - c·M‖ of each leaf.
-      leaves: the shape, the dtype, ULPs and differences of each leaf, at most.
+      leaves: the shape, the dtype, ULPs and differences of each leaf, at most; [] if
+        something is not finite.
     """
 
     sizes: dict[int | None, np.ndarray]
@@ -123,7 +124,7 @@ class Problem:
         factor = ratio(norm(sizes[None]), norm(norms(mean)))
         off, rest = norms(whole, mean), norms(whole, mean, factor)
         first = next(filter(None, bad), "")
-        leaves = list(map(_figures, whole, mean))
+        leaves = [] if first else list(map(_figures, whole, mean))
         return Pair(sizes, losses, terms, first, off, factor, rest, leaves)
 
     def _not_finite(self, part: int | None, sizes: np.ndarray, loss: float) -> str:
