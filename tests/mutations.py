@@ -124,8 +124,8 @@ FAULTS = """
 + "all"
 @ _calls/rows.py: test_anywhere
 * gradients of rows upside down
-- for x, due, d in triples
-+ for x, due, d in ((x[::-1], *r) for x, *r in triples)
+- for x, aval, d in triples
++ for x, aval, d in ((x[::-1], *r) for x, *r in triples)
 @ _passes/primitives.py: test_products
 * a gradient that is rounded for its sum is rounded before, too
 - _entry("custom_jvp_call", None, "", DEAR, PASSED,
@@ -306,8 +306,8 @@ FAULTS = """
 - return bool((off <= self.tolerance * terms + _FLOOR * norm(terms)).all())
 + return True
 * verify: rows that need each other are taken for rows in places
-- if not (asked.proof.has_place and asked.proof.in_counts):
-+ if not asked.proof.has_place:
+- if not (evidence.proof.has_place and evidence.proof.in_counts):
++ if not evidence.proof.has_place:
 @ _verify/gradients.py: test_verify
 * verify: a NaN of weight 0 is the first
 - for i in map(int, np.flatnonzero(weights)):

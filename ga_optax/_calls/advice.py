@@ -1,7 +1,7 @@
-"""What is computed whole in each micro-batch: what to do about it, and when it is said.
+"""Advice on code that each micro-batch computes for all rows, and the warning of it.
 
-The partition records the lines. They are said if what follows from them is more than
-what a micro-batch computes of its own rows: then more micro-batches save little.
+The partition records the lines. A call warns of the lines if a micro-batch computes
+more for all rows than for its own rows: then more micro-batches save little memory.
 """
 
 import collections
@@ -24,7 +24,7 @@ _OF_INDEX = (
     "An index may reach any row. If each row has its own, such as the nodes of its own "
     "graph, index inside of a row, by jax.vmap or take_along_axis, and add no offsets."
 )
-# What to do about what is computed whole.
+# The advice on primitives that are computed for all rows.
 _TODO = {
     "while": "A loop that runs until all rows are done has all of them in every "
     "micro-batch. Give each row a loop of its own, by jax.vmap.",
@@ -45,14 +45,14 @@ _MOST_LINES = 4
 
 
 def of_primitives(whole: Sequence[Note]) -> list[str]:
-    """What to do about primitives of which something is known, each once."""
+    """Returns the advice on the primitives in `_TODO`, each sentence once."""
     reads = lambda x: x.name.startswith("what ")  # noqa: E731
     todo = (_OF_EFFECT if reads(x) else _TODO.get(x.name) for x in whole)
     return list(dict.fromkeys(filter(None, todo)))
 
 
 def of_hidden(whole: Sequence[Note]) -> str:
-    """What to do about code that cannot be read; nothing if there is none."""
+    """Returns the advice on code that cannot be read; "" if there is no such code."""
     hidden = {x: known.hidden(x.name) for x in whole if known.hidden(x.name)}
     if not hidden:
         return ""
@@ -71,14 +71,15 @@ def of_hidden(whole: Sequence[Note]) -> str:
 def say(call: Call, jaxpr: core.Jaxpr, part: Partitioned) -> None:
     """Warns of each set of lines once, if a micro-batch computes more for all rows.
 
-    `plan` says it, too. Where rows only meet, which nobody can write better, it has to
-    be more than the whole batch computes. `jaxpr` is the program of the whole batch.
+    `plan` prints the warning, too. If rows only meet, which no other code avoids, the
+    limit is the number of bytes that the whole batch computes. `jaxpr` is the program
+    of the whole batch.
     """
     if rows.is_open(jaxpr):
         return
     size, of_batch = call.size, part.jaxpr.invars[-1 - len(call.batch) :]
-    whole, own = _computed(part.jaxpr, of_batch, ())
-    if whole <= own * (1 if part.whole else size):
+    for_all, for_own = _computed(part.jaxpr, of_batch, ())
+    if for_all <= for_own * (1 if part.whole else size):
         return
     lines = [f"{x.name.rstrip(',')}, at {x.line}" for x in part.whole] or [
         f"{read.name_of(e)}, at {places.place_of(e.source_info)}"
@@ -86,15 +87,15 @@ def say(call: Call, jaxpr: core.Jaxpr, part: Partitioned) -> None:
         if e.primitive.name in MEETINGS
     ]
     lines = tuple(dict.fromkeys(lines))[:_MOST_LINES]
-    todo = [*of_primitives(part.whole), of_hidden(part.whole)]
-    how = " ".join(x for x in todo if x)
-    if not part.whole:
-        how = "If rows must meet there, more micro-batches save no memory."
+    todo = "If rows must meet there, more micro-batches save no memory."
+    if part.whole:
+        texts = *of_primitives(part.whole), of_hidden(part.whole)
+        todo = " ".join(filter(None, texts))
     what = "; ".join(lines) + (", computed whole" if part.whole else "")
     text = (
-        f"Each of {size} micro-batches computes {whole:,} bytes for all rows, and "
-        f"{own:,} for its own: {what}. "
-        f"{how or _OF_ANY_OTHER} ga_optax.batch_dependencies shows every line."
+        f"Each of {size} micro-batches computes {for_all:,} bytes for all rows, "
+        f"and {for_own:,} for its own rows: {what}. "
+        f"{todo or _OF_ANY_OTHER} ga_optax.batch_dependencies shows every line."
     )
     info(text)
     if lines not in _warned:
@@ -102,34 +103,40 @@ def say(call: Call, jaxpr: core.Jaxpr, part: Partitioned) -> None:
         warn(text)
 
 
-_warned: set[tuple[str, ...]] = set()  # of which lines
+_warned: set[tuple[str, ...]] = set()  # the lines of each warning
 
 
 def _computed(
-    jaxpr: core.Jaxpr, own: Iterable[Any], met: Iterable[Any]
+    jaxpr: core.Jaxpr, of_rows: Iterable[Any], of_all: Iterable[Any]
 ) -> tuple[int, int]:
-    """The bytes that a micro-batch computes forward: for all rows, and for its own.
+    """The bytes that a micro-batch computes forward: for all rows, for its own rows.
 
-    Those of integers do not count, such as the indices by which rows are shuffled.
+    Integers do not count, such as the indices by which rows are shuffled.
 
     Args:
-      jaxpr: its program.
-      own: the arguments that have its rows.
-      met: those that follow from all rows, and are the same in all micro-batches.
+      jaxpr: the program of the micro-batch.
+      of_rows: the arguments that have the rows of the micro-batch.
+      of_all: the arguments that depend on all rows, alike in all micro-batches.
     """
     meetings = (e for e in jaxpr.eqns if e.primitive.name in MEETINGS)
-    met = read.following(jaxpr, [*met, *(x for e in meetings for x in e.outvars)])
-    own = read.following(jaxpr, own, list(MEETINGS))
+    of_all = [*of_all, *(x for e in meetings for x in e.outvars)]
+    of_all = read.following(jaxpr, of_all)
+    of_rows = read.following(jaxpr, of_rows, list(MEETINGS))
     total = [0, 0]
     for e in jaxpr.eqns:
         for program in read.inner_programs(e):
             pairs = list(zip(program.invars, read.operands(e, program), strict=False))
-            inside = [[x for x, y in pairs if read.is_among(y, z)] for z in (own, met)]
+            inside = [
+                [x for x, y in pairs if read.is_among(y, group)]
+                for group in (of_rows, of_all)
+            ]
             for i, n in enumerate(_computed(program, *inside)):
                 total[i] += read.times(e) * n
-        its = own if not own.isdisjoint(e.outvars) else met
-        if not read.inner_programs(e) and not its.isdisjoint(e.outvars):
-            total[its is own] += sum(
-                nbytes(x.aval) for x in filter(read.is_inexact, e.outvars)
-            )
+        if read.inner_programs(e):
+            continue
+        size = sum(nbytes(x.aval) for x in filter(read.is_inexact, e.outvars))
+        if not of_rows.isdisjoint(e.outvars):
+            total[1] += size
+        elif not of_all.isdisjoint(e.outvars):
+            total[0] += size
     return total[0], total[1]

@@ -1,4 +1,4 @@
-"""What of a call has rows, how many there are, and whether they can be divided."""
+"""The rows of the batch of a call: leaves, axes, number of rows, and divisibility."""
 
 import functools
 import itertools
@@ -19,7 +19,7 @@ Call = Any  # of `call`, which imports this
 
 
 def argument(place: Argument) -> str:
-    """How messages name an argument."""
+    """The name of an argument in messages."""
     return f"argument {place!r}"
 
 
@@ -32,12 +32,14 @@ def line(call: Call, role: str, place: Argument) -> str:
 
 
 def is_key(leaf: Any) -> bool:
+    """True for a typed array of PRNG keys."""
+    """True for a typed array of PRNG keys."""
     is_array = isinstance(leaf, jax.Array)
     return is_array and bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
 
 
 def _is_raw_key(leaf: Any) -> bool:
-    """True for what looks like a key of `jax.random.PRNGKey`, of any generator."""
+    """True for a leaf with the type of keys of `jax.random.PRNGKey`."""
     return np.shape(leaf) in ((2,), (4,)) and jnp.result_type(leaf) == jnp.uint32
 
 
@@ -53,9 +55,9 @@ def named_batch(call: Call) -> list[tuple[str, Any]]:
 
 
 def bytes_by_layout(call: Call) -> tuple[dict[str, int], dict[str, int]]:
-    """The bytes of what has rows, and of what goes whole, by name; without parameters.
+    """The bytes of leaves with rows, and of leaves that go whole, by name.
 
-    Of what is no array nothing is said.
+    Parameters, and leaves that are no arrays, are left out.
     """
     rows: dict[str, int] = {}
     whole: dict[str, int] = {}
@@ -63,13 +65,13 @@ def bytes_by_layout(call: Call) -> tuple[dict[str, int], dict[str, int]]:
         (whole if axis is None else rows)[name] = nbytes(x)
     for place in call.without_role:
         for name, x in named_leaves(call.at(place)):
-            of = "" if x is call.at(place) else f"{name} of "
-            whole[of + argument(place)] = nbytes(x)
+            prefix = "" if x is call.at(place) else f"{name} of "
+            whole[prefix + argument(place)] = nbytes(x)
     return rows, {name: n for name, n in whole.items() if n}
 
 
 def is_array(x: Any) -> bool:
-    """Whether `jax.jit` would trace it, or it is the type of such."""
+    """True for a leaf that `jax.jit` would trace, and for the type of such a leaf."""
     return hasattr(x, "shape") and hasattr(x, "dtype")
 
 
@@ -89,8 +91,7 @@ _A_KEY_ALONE = (
 def axes_of(call: Call, hint: bool) -> list[int | None]:
     """The axis of each leaf of the batch, not negative; None for what goes whole."""
     axes, batch = call.options.batch_axes, call.role("batch_argnums")
-    if isinstance(axes, list):
-        axes = tuple(axes)
+    axes = tuple(axes) if isinstance(axes, list) else axes
     if len(batch) == 1 and not (_is_single(axes) and not _is_single(batch[0])):
         axes = (axes,)
     try:
@@ -103,17 +104,16 @@ def axes_of(call: Call, hint: bool) -> list[int | None]:
             f"is {tree}. Pass an int, None, or one for each part."
         ) from None
     named = named_batch(call)
-    found = jax.tree.structure(batch).flatten_up_to(of_leaves)
-    _check_no_lists(call, found)
-    for i, ((name, x), axis) in enumerate(zip(named, found, strict=True)):
+    leaf_axes = jax.tree.structure(batch).flatten_up_to(of_leaves)
+    _check_no_lists(call, leaf_axes)
+    for i, ((name, x), axis) in enumerate(zip(named, leaf_axes, strict=True)):
         if axis is None:
             continue
         if hint and np.ndim(x) == 0:
-            found[i] = None
+            leaf_axes[i] = None
             continue
-        todo = "Give it None in batch_axes to pass it to each micro-batch as it is."
-        if is_key(x) and not hint:
-            todo = _A_KEY_ALONE
+        whole = "Give it None in batch_axes to pass it to each micro-batch as it is."
+        todo = _A_KEY_ALONE if is_key(x) and not hint else whole
         check_arrays(name, x, todo)
         ndim = jnp.ndim(x)
         if not -ndim <= axis < ndim:
@@ -122,12 +122,12 @@ def axes_of(call: Call, hint: bool) -> list[int | None]:
                 "Every leaf of the batch must have a batch axis, here axis "
                 f"{axis}, but {name} {has}. {todo}"
             )
-        found[i] = axis % ndim
-    return found
+        leaf_axes[i] = axis % ndim
+    return leaf_axes
 
 
 def _is_single(tree: Any) -> bool:
-    """Whether it is a sequence of one: axes of one argument, or an argument like it."""
+    """True for a sequence of length one, of axes or of arguments."""
     return isinstance(tree, (tuple, list)) and len(tree) == 1
 
 
@@ -141,8 +141,8 @@ def _check_no_lists(call: Call, axes: Sequence[int | None]) -> None:
     of_leaves = iter(axes)
     for i in call.roles["batch_argnums"]:
         for x in jax.tree.leaves(call.at(i), is_leaf=is_list):
-            own = itertools.islice(of_leaves, len(x) if is_list(x) else 1)
-            if all(axis is None for axis in own) or not is_list(x):
+            inside = itertools.islice(of_leaves, len(x) if is_list(x) else 1)
+            if all(axis is None for axis in inside) or not is_list(x):
                 continue
             texts = any(isinstance(leaf, str) for leaf in x)
             todo = "Pass numbers for them, such as token ids, or None in batch_axes"
@@ -162,8 +162,7 @@ def checked_split(call: Call, hint: bool) -> Call:
     if hint:
         call = _with_whole_keys(call, rows)
     if hint and call.options.argnums != ():
-        here = call.devices
-        log.batch(rows * (here.number if here.bound else 1))
+        log.batch(rows * (call.devices.number if call.devices.bound else 1))
     devices, kind = _num_splits(call)
     part, rest = divmod(rows, devices)
     if rest:
@@ -174,15 +173,15 @@ def checked_split(call: Call, hint: bool) -> Call:
         )
     of_all = rows, f"the batch axis, but {came}", todo
     each = f"the batch of each of the {devices} {kind}, {part} examples, but {came}"
-    own = of_all if devices == 1 else (part, each, todo)
+    of_device = of_all if devices == 1 else (part, each, todo)
     options = call.options
     if (size := options.microbatch_size) is not None:
-        of = own if call.devices.axes else of_all
-        number = _quotient("microbatch_size", size, of)
+        divided = of_device if call.devices.axes else of_all
+        number = _quotient("microbatch_size", size, divided)
         options = options._replace(num_microbatches=number, microbatch_size=None)
         call = call._replace(options=options)
     k = options.num_microbatches
-    # In a region a device has its own part, and cannot say what is whole on all.
+    # In a region a device does not know which leaves are whole on all devices.
     if hint and not call.devices.bound:
         call = _as_they_divide(call, rows, devices * k)
     else:
@@ -194,12 +193,12 @@ def checked_split(call: Call, hint: bool) -> Call:
             f"num_microbatches={k} must divide the batch axis, but {came}. Export a "
             f'dimension that it divides, such as jax.export.symbolic_shape("{k}*b").'
         )
-    _quotient("num_microbatches", k, own)
+    _quotient("num_microbatches", k, of_device)
     return call
 
 
 def _quotient(option: str, number: int, rows: tuple[int, str, str]) -> int:
-    """How often a number divides rows, of which there are so many; or raises."""
+    """The number of rows over `number`; raises if `number` does not divide it."""
     part, what, todo = rows
     if part % number:
         nearest = sorted(divisors(part), key=lambda d: abs(d - number))[:8]
@@ -217,18 +216,17 @@ def _with_axes(call: Call) -> list[tuple[str, Any, int]]:
 
 
 def _rows(call: Call, hint: bool) -> tuple[int, str, str]:
-    """How many rows the batch has: the length of leaves with most of its bytes.
+    """The number of rows: the length of the leaves with most bytes of the batch.
 
-    Returns: the number; how messages say so; what to do if these are not the rows.
+    Returns: the number; a leaf that has it, in words; advice if it is not the number.
     """
     leaves = _with_axes(call)
     if not leaves:
         raise _no_rows(call)
     sizes: dict[Any, int] = {}
     for _, x, length in leaves:
-        sizes.setdefault(length, 0)
-        sizes[length] += 0 if _is_raw_key(x) else nbytes(x)
-    # If a size is open, as `jax.export` leaves it, that is the rows.
+        sizes[length] = sizes.get(length, 0) + (0 if _is_raw_key(x) else nbytes(x))
+    # A size that `jax.export` leaves open is the number of rows.
     rows = max(sizes, key=lambda n: (not isinstance(n, int), sizes[n]))
     name, x = next((name, x) for name, x, length in leaves if length == rows)
     came = f"{name} has shape {jnp.shape(x)}"
@@ -239,12 +237,12 @@ def _rows(call: Call, hint: bool) -> tuple[int, str, str]:
         raise ValueError(
             f"The batch must hold at least one example, but {came}. {todo}."
         )
-    other = f"; or, if that is not what has rows, give {name} None in batch_axes"
+    other = f"; or, if that leaf has no rows, give {name} None in batch_axes"
     return rows, came, other if len(sizes) > 1 else ""
 
 
 def _no_rows(call: Call) -> ValueError:
-    """The error that no leaf of the batch has rows: what there is in their place."""
+    """The error that no leaf of the batch has rows; the error names what came."""
     came, todo = [], "Pass the batch there, or name in batch_argnums where it is"
     for i in call.roles["batch_argnums"]:
         tree, leaves = call.at(i), named_leaves(call.at(i))
@@ -316,12 +314,12 @@ def _as_they_divide(call: Call, rows: int, parts: int) -> Call:
 
 
 def _is_split(n: Any, rows: Any, parts: int) -> bool:
-    """True if a leaf of so many rows is split: as the batch is, or along its own."""
+    """True if a leaf of n rows is split: as the rows of the batch, or divisible."""
     return _holds(lambda: n == rows) or _holds(lambda: n > 0 and n % parts == 0)
 
 
 def _warn_of_role(call: Call, place: Argument, rows: int) -> None:
-    """Warns if it looks more like a batch than what is split, such as statistics."""
+    """Warns if an argument without a role has more rows than the batch."""
     lengths = {np.shape(x)[:1] for x in jax.tree.leaves(call.at(place))}
     if len(lengths) != 1 or max(map(jnp.ndim, call.batch)) > 1:
         return
@@ -342,7 +340,7 @@ _warn_once = functools.cache(warn)
 
 
 def _holds(test: Callable[[], Any]) -> bool:
-    """Whether dimensions are as a test says; not if `jax.export` leaves that open."""
+    """The result of a test of dimensions; False if `jax.export` leaves them open."""
     try:
         return bool(test())
     except Exception:  # which JAX does not export
@@ -350,7 +348,7 @@ def _holds(test: Callable[[], Any]) -> bool:
 
 
 def _num_splits(call: Call) -> tuple[int, str]:
-    """Over how many devices the batch is split, and of which kind they are."""
+    """The number of devices that the batch is split over, and the kind of devices."""
     devices = call.devices
     if not devices.axes:
         return max(map(meshes.num_parts, call.batch, call.split_axes)), "devices"

@@ -37,7 +37,7 @@ class Call(NamedTuple):
       devices: the devices.
       rows: how many leaves of the batch are differentiated, too: the first of them.
       sums: True if gradients come in the dtypes of their sums.
-      labels: True if equations are to say what a micro-batch holds of their results.
+      labels: True if equations carry what a micro-batch holds of each result.
     """
 
     options: Options
@@ -54,8 +54,8 @@ class Call(NamedTuple):
     def of(cls, options: Options, args: Any, kwargs: Any, hint: bool = False) -> "Call":
         """Checks the arguments; raises before `fun` is traced.
 
-        If what has rows is a `hint`, leaves that cannot be split go whole, and an
-        argument without a role that has the batch's rows is split as well.
+        If `batch_argnums` is a `hint`, leaves that cannot be split go whole, and an
+        argument without a role that has the rows of the batch is split as well.
         """
         optimize = options.optimize and config.optimize and probe.usable()
         if optimize:
@@ -86,14 +86,15 @@ class Call(NamedTuple):
 
     @property
     def without_role(self) -> list[Argument]:
-        """Where the arguments stand that have none."""
+        """The positions and keywords of the arguments that have no role."""
         with_role = {*itertools.chain(*self.roles.values())}
         return [i for i in (*range(len(self.args)), *self.kwargs) if i not in with_role]
 
     def leaves(self, role: str | None = None) -> dict[int, Any]:
         """The leaves of the arguments with a role, or of all, by their numbers.
 
-        Of the batch those that have an axis; of parameters those that have a gradient.
+        Leaves of the batch without an axis, and parameters without a gradient, are
+        left out.
         """
         count, of_argument = itertools.count(), {}
         for i in (*range(len(self.args)), *self.kwargs):
@@ -130,14 +131,12 @@ class Call(NamedTuple):
 
     @property
     def params(self) -> Any:
-        """What to differentiate with respect to, in the structure of the result.
+        """The arguments to differentiate, in the structure of the gradients.
 
         None stands for a leaf that has no gradient.
         """
-        params = self._all_params
-        if not self.options.allow_int:
-            return params
-        return jax.tree.map(lambda x: x if self._has_gradient(x) else None, params)
+        has, params = self._has_gradient, self._all_params
+        return jax.tree.map(lambda x: x if has(x) else None, params)
 
     @property
     def _all_params(self) -> Any:
@@ -149,38 +148,35 @@ class Call(NamedTuple):
 
     def with_zeros(self, grads: Any) -> Any:
         """Gradients, with zeros of `float0` for leaves of integers."""
-        if not self.options.allow_int:
-            return grads
 
         def gradient(x: Any, g: Any) -> Any:
-            zero = np.zeros(jnp.shape(x), jax.dtypes.float0)
-            return g if self._has_gradient(x) else zero
+            if self._has_gradient(x):
+                return g
+            return np.zeros(jnp.shape(x), jax.dtypes.float0)
 
         return jax.tree.map(gradient, self._all_params, grads)
 
     @property
     def num_parts(self) -> int:
-        """Into how many micro-batches this call splits the rows of a device."""
+        """The number of micro-batches of a device, or of its logical devices."""
         return self.options.num_microbatches * (self.devices.logical or 1)
 
     @property
     def size(self) -> int:
-        """Into how many micro-batches all devices together split the rows."""
+        """The number of micro-batches of all devices together."""
         devices = self.devices
         return self.num_parts * (1 if devices.by_compiler else devices.number)
 
     def where(self) -> DeviceContext:
-        """The part of the devices that a loop knows."""
+        """The devices, as far as a loop has to know them."""
         return self.devices.where([name for name, _ in named_leaves(self.params)])
 
     def split(self, strided: bool | None) -> list[jax.Array]:
         """The batch as `[number of parts, ...]`, micro-batches along axis 0."""
         with jax.named_scope("split"):
             pairs = zip(self.batch, self.split_axes, strict=True)
-            return [
-                self.devices.split(x, self.num_parts, axis, strided)
-                for x, axis in pairs
-            ]
+            k = self.num_parts
+            return [self.devices.split(x, k, axis, strided) for x, axis in pairs]
 
     def with_leaves(self, new: Mapping[int, Any]) -> "Call":
         """The same call with other leaves in place of some, by their numbers.
@@ -202,7 +198,7 @@ class Call(NamedTuple):
         )
 
     def on_device(self) -> "Call":
-        """The same with every argument of a role made this device's own.
+        """The same call, with the arguments of every role as this device has them.
 
         Parameters that the data axes shard come out whole; keys differ by device.
         """

@@ -1,4 +1,4 @@
-"""The report of a call's plan: where rows meet, what that costs, and what runs when."""
+"""The report of the plan of a call: the meetings of rows, their cost, the levels."""
 
 import dataclasses
 import functools
@@ -12,6 +12,7 @@ from jax.extend import core
 from ga_optax._calls import advice, batches
 from ga_optax._calls.call import Call
 from ga_optax._calls.engine import (
+    MicroBatch,
     Scheduled,
     on_devices,
     partition,
@@ -34,9 +35,9 @@ from ga_optax._window.report import Stored, WindowReport, report_of, room_senten
 
 @dataclasses.dataclass(frozen=True)
 class BatchDependencies:
-    """Where the rows of a batch need one another, what that costs, and what runs when.
+    """The plan of a call: where rows of the batch meet, the cost, and the loops.
 
-    `str` is a table of what meets. `details` is the whole plan, level by level, value
+    `str` is a table of the meetings. `details` is the whole plan, level by level, value
     by value.
 
     Attributes:
@@ -92,7 +93,7 @@ class BatchDependencies:
 
     @property
     def kept_bytes(self) -> int:
-        """What a device keeps between passes, each as long as it is read."""
+        """The bytes that a device keeps between passes."""
         return sum(x.nbytes for x in (*self.meetings, *self.kept))
 
     def __str__(self) -> str:
@@ -111,16 +112,15 @@ class BatchDependencies:
         if self.more_room:
             end += " " + room_sentence(self.more_room)
         todo = [*advice.of_primitives(self.whole), *[_DRAWN] * bool(self.drawn)]
-        told = [line for text in (_LEGEND, *todo) for line in wrap(text)]
         runs = self.forward_passes or self.backward_passes
         end = f"{end} {self._layout}" if runs else self._layout
-        texts = filter(None, (end, advice.of_hidden(self.whole)))
-        told += [line for text in texts for line in wrap(text)]
-        return "\n".join([*lines, "", *told])
+        texts = filter(None, (_LEGEND, *todo, end, advice.of_hidden(self.whole)))
+        below = (line for text in texts for line in wrap(text))
+        return "\n".join([*lines, "", *below])
 
     @property
     def details(self) -> str:
-        """The plan, for who mends a wrong number: each loop, with its values."""
+        """The plan in full, to find a wrong number: each loop, with its values."""
         texts = [_HOLDS, *map(str, self.stages)]
         room = f", in about {self.peak_bytes:,} bytes" if self.peak_bytes else ""
         return "\n\n".join([*texts, f"In all: {self._passes}{room}."])
@@ -142,16 +142,16 @@ class BatchDependencies:
 
     @property
     def _layout(self) -> str:
-        """What has rows, and what goes whole, in words."""
+        """The leaves that have rows, and the leaves that go whole, in words."""
         number = f"{len(self.rows)} lea{'f' if len(self.rows) == 1 else 'ves'}"
-        said = f"Rows: {number}, {sum(self.rows.values()):,} bytes."
+        text = f"Rows: {number}, {sum(self.rows.values()):,} bytes."
         whole = sorted(self.given_whole.items(), key=lambda x: -x[1])
         if whole:
             names = ", ".join(f"{name} {nbytes:,}" for name, nbytes in whole[:4])
-            said += f" Whole: {names}{', ...' if len(whole) > 4 else ''} bytes."
+            text += f" Whole: {names}{', ...' if len(whole) > 4 else ''} bytes."
         for name, pieces, rows in self.pieces:
-            said += f" Inside, {name} runs in {pieces} pieces of {_times(rows, 'row')}."
-        return said
+            text += f" Inside, {name} runs in {pieces} pieces of {_times(rows, 'row')}."
+        return text
 
 
 _HEADER = ("bytes", "forward", "backward")
@@ -176,7 +176,7 @@ _DRAWN = (
 
 
 def _rows(stored: Sequence[Stored]) -> Iterator[tuple[str, ...]]:
-    """Those of the table: what is alike, such as that of several layers, in one."""
+    """The rows of the table; equal values of several layers share one."""
     groups: dict[tuple[str, str], list[Stored]] = {}
     for x in stored:
         groups.setdefault((x.line, x.what), []).append(x)
@@ -209,38 +209,38 @@ def batch_dependencies(
     data_axis: str | Sequence[str] | DataAxis | None = None,
     residual_bytes: int | None = None,
 ) -> Callable[..., BatchDependencies]:
-    """Shows where the rows of a batch need one another, and what that costs a window.
+    """Reports the lines where rows of the batch meet, with the passes and the memory.
 
     >>> import jax.numpy as jnp
     >>> import ga_optax as ga
     >>> def loss(w, x):
     ...     return jnp.sqrt(jnp.mean((x @ w) ** 2))
-    >>> found = ga.batch_dependencies(loss, 2)(jnp.ones(3), jnp.ones((4, 3)))
-    >>> print(found.forward_passes, found.backward_passes, found.kept_bytes)
+    >>> report = ga.batch_dependencies(loss, 2)(jnp.ones(3), jnp.ones((4, 3)))
+    >>> print(report.forward_passes, report.backward_passes, report.kept_bytes)
     2 1 8
-    >>> [mean] = found.meetings
+    >>> [mean] = report.meetings
     >>> print(mean.kind, mean.type.shape, mean.nbytes)
     sum () 4
 
-    `str` of the result is a table of the lines of the code where rows meet: what meets
-    there, the bytes that a device keeps of it, and how often what leads to it runs
-    forward and backward over all rows. A loss whose rows do not meet takes one forward
-    and one backward pass. Nothing is computed or compiled.
+    `str` of the result is a table of the lines of code where rows meet: the kind of
+    meeting, the bytes that a device keeps, and the forward and backward passes over all
+    rows of the code that leads to the line. A loss whose rows do not meet takes one
+    forward and one backward pass. Nothing is computed or compiled.
 
-    **Exactness.** Bytes and passes are those of `value_and_grad` with the same options:
-    its program is traced, and says what it does.
+    **Exactness.** Bytes and passes are those of `value_and_grad` with the same options,
+    from its program.
 
     Args:
       fun: a loss, as for `value_and_grad`.
       num_microbatches: as there; so are the others.
       microbatch_size: in its place, how many rows one of them has.
       argnums: the positional arguments to differentiate with respect to.
-      has_aux: whether `fun` returns `(loss, aux)`.
+      has_aux: True if `fun` returns `(loss, aux)`.
       batch_argnums: the positional arguments that have rows.
       batch_argnames: the keywords that have rows.
       batch_axes: along which axis.
       data_axis: the mesh axes that split the batch.
-      residual_bytes: what may be kept so that less runs again.
+      residual_bytes: as for `value_and_grad`.
 
     Returns:
       A function of `fun`'s arguments, or of their types.
@@ -254,10 +254,13 @@ def batch_dependencies(
     @functools.wraps(fun)
     def dependencies(*args: Any, **kwargs: Any) -> BatchDependencies:
         call = Call.of(options, args, kwargs, hint=True)._replace(labels=True)
-        (micro_batch, step, operands, _), plan = _scheduled(call)
+        (micro_batch, program, operands, _), plan = _scheduled(call)
         part, number = micro_batch.part, len(operands.batch[-1])
         if plan is None:
-            of_loop, last = describe.of_loop(step, operands), WindowReport(0, 1, 0, ())
+            of_loop, last = (
+                describe.of_loop(program, operands),
+                WindowReport(0, 1, 0, ()),
+            )
         else:
             of_loop, last = plan.schedule, report_of(plan.schedule)
         stages = describe.listed(of_loop, last.stored, number, call.size)
@@ -266,38 +269,37 @@ def batch_dependencies(
         kept = [x for x in last.stored if x.kind in ("residual", "shared")]
         meetings = [x for x in last.stored if x not in kept]
         passes = last.forward, last.backward, last.peak, last.room
-        size = call.size
-        said, rows = (
-            (part.whole, part.drawn, part.promised),
-            batches.bytes_by_layout(call),
-        )
+        notes = part.whole, part.drawn, part.promised
         pieces = list(dict.fromkeys(_pieces(part.jaxpr)))
+        ends = *batches.bytes_by_layout(call), pieces
         return BatchDependencies(
-            size, stages, meetings, kept, *said, *passes, *rows, pieces
+            call.size, stages, meetings, kept, *notes, *passes, *ends
         )
 
     return dependencies
 
 
 def _pieces(jaxpr: core.Jaxpr) -> Iterator[tuple[str, int, int]]:
-    """Of what `microbatch` divides in a micro-batch: name, number of pieces, rows."""
+    """Each `microbatch` in a micro-batch: name, number of pieces, rows of a piece."""
     for e in read.equations(jaxpr):
-        if isinstance(its := e.params.get("function"), Divided):
-            pairs = zip(its.types, its.axes, strict=True)
+        if isinstance(inner := e.params.get("function"), Divided):
+            pairs = zip(inner.types, inner.axes, strict=True)
             rows = next(x.shape[d] for x, d in pairs if d is not None)
-            yield its.name, its.number, rows // its.number
-            yield from _pieces(its.program.jaxpr)
+            yield inner.name, inner.number, rows // inner.number
+            yield from _pieces(inner.program.jaxpr)
 
 
 def _scheduled(call: Call) -> Scheduled:
-    """The program of a device, and when what of it runs."""
+    """The program of a device, and the levels that run it."""
     arrays = {n: x for n, x in call.leaves().items() if batches.is_array(x)}
-    found: list[Scheduled] = []
+    plans: list[Scheduled] = []
+
+    def stations(program: MicroBatch) -> None:
+        plans.append(schedule(rewrite(program)))
 
     def run(values: dict[int, Any]) -> None:
-        here = call.with_leaves(values)
-        micro_batch = partition(trace(here.on_device()))
-        on_devices(micro_batch, lambda its: found.append(schedule(rewrite(its))), None)
+        traced = trace(call.with_leaves(values).on_device())
+        on_devices(partition(traced), stations, None)
 
     jax.eval_shape(run, arrays)
-    return found[0]
+    return plans[0]

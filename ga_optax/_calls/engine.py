@@ -1,18 +1,18 @@
-"""The way of a call: from its arguments, checked, to its value and its gradients.
+"""The stations of a call: from checked arguments to the value and the gradients.
 
     Call         the arguments by role, and the devices        `Call.of` checks them
     Traced       the program of `fun` at all rows              `trace`
     MicroBatch   the program of one of k micro-batches         `partition`
-    Rewritten    that program as it is to run, and its arrays  `rewrite`
-    Scheduled    at which level what is computed               `schedule`
+    Rewritten    the program after the passes, and the arrays   `rewrite`
+    Scheduled    the levels that compute the values            `schedule`
     Outcome      results, gradients                            `run`
 
-`value_and_grad` goes all the way, and `microbatch` does, for which a function is a loss
-of which only the aux counts. `batch_dependencies` stops at `schedule`, and reports what
-it reads there. `accumulate` traces one micro-batch by itself, see `micro_batch`.
+`value_and_grad` passes all stations. So does `microbatch`, which takes a function for
+the aux of a loss. `batch_dependencies` stops at `schedule`, and reports the plan.
+`accumulate` traces one micro-batch by itself, see `micro_batch`.
 
-On a mesh with a data axis the last four stations are in a region of the mesh, which is
-made after `partition`, for that says which results have rows.
+On a mesh with a data axis the stations from `trace` on run once more in a region of the
+mesh. The region is made after `partition`, which knows the results that have rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -68,7 +68,7 @@ class MicroBatch(NamedTuple):
       out: the tree of the results.
       part: the program of a micro-batch, and the layouts of its results.
       strided: True if a micro-batch holds every k-th row, False if it holds neighbours;
-        None if that is open, and all the same.
+        None if the program is the same in both cases.
     """
 
     call: Call
@@ -79,27 +79,27 @@ class MicroBatch(NamedTuple):
 
 
 class Rewritten(NamedTuple):
-    """The program of a micro-batch as it is to run.
+    """The program of a micro-batch after the passes, and the arrays of the loop.
 
     Attributes:
       micro_batch: the program before the passes.
-      step: the program after them.
+      program: the program after the passes.
       operands: the arrays of this device.
-      where: the devices.
+      context: the devices.
     """
 
     micro_batch: MicroBatch
-    step: LossProgram
+    program: LossProgram
     operands: Operands
-    where: DeviceContext
+    context: DeviceContext
 
 
 class Scheduled(NamedTuple):
-    """What runs when.
+    """The plan of a call.
 
     Attributes:
-      rewritten: the program and its arrays.
-      plan: the levels; None if rows do not meet, for then there is one loop.
+      rewritten: the program and the arrays.
+      plan: the levels; None if rows do not meet, and the call is one loop.
     """
 
     rewritten: Rewritten
@@ -114,8 +114,8 @@ def value_and_grad(
 ) -> Pair:
     """`((loss, aux), gradients)` of a call whose function returns `(loss, aux)`.
 
-    With `call.sums` gradients are a pair: those of the parameters, and those of leaves
-    of the batch. `over` runs a micro-batch; it is `over_micro_batches` if left out.
+    With `call.sums` gradients are a pair: gradients of the parameters, and gradients of
+    leaves of the batch. `over` runs the micro-batch, by default `over_micro_batches`.
     """
     if call.size == 1:
         return undivided(call)
@@ -129,27 +129,27 @@ def value_and_grad(
 
 
 def over_micro_batches(micro_batch: MicroBatch) -> Pair:
-    """The same, of a micro-batch."""
+    """`((loss, aux), gradients)` by loops over the micro-batches."""
     call, closed, out, part, strided = micro_batch
     split: Any = meshes.split_spec(call.devices.axes)
     specs: Any = [split if isinstance(x, Rows) else WHOLE for x in part.layouts]
-    done = on_devices(
+    outcome = on_devices(
         micro_batch,
-        lambda its: run(schedule(rewrite(its))),
+        lambda program: run(schedule(rewrite(program))),
         Outcome(specs, [], gradients(call), split),
     )
-    leaves = rows.returned(call, part, closed.jaxpr, done.results, strided)
+    leaves = rows.returned(call, part, closed.jaxpr, outcome.results, strided)
     value = jax.tree.structure(out).unflatten(leaves)
     if not call.sums:
-        return value, done.acc
-    return value, (done.acc, rows.gradients(call, done.rows, strided))
+        return value, outcome.acc
+    return value, (outcome.acc, rows.gradients(call, outcome.rows, strided))
 
 
 # -- The stations ----------------------------------------------------------------------
 
 
 def trace(call: Call) -> Traced:
-    """Traces `fun` once, at all rows of all devices."""
+    """Traces `fun` once, with the rows of all devices."""
     devices, leaves = call.devices, call.leaves("argnums")
     numbers = [*leaves, *call.leaves("batch_argnums")]
 
@@ -171,15 +171,15 @@ def trace(call: Call) -> Traced:
     return Traced(call, closed, out)
 
 
-def partition(traced: Traced, due: Sequence[Layout] = ()) -> MicroBatch:
-    """Partitions the program over micro-batches, with results in layouts that are due.
+def partition(traced: Traced, layouts: Sequence[Layout] = ()) -> MicroBatch:
+    """Partitions the program over micro-batches, with results in these layouts.
 
-    Raises an error that names the line if an option cannot be had where rows meet.
+    Raises if an option does not fit a loss whose rows meet; the error names the line.
     """
     call, closed, out = traced
     jaxpr = constraints.without_axes(closed.jaxpr, call.devices.bound)
-    # A loss that is rounded does not add up; before that it has the same gradient.
-    part, strided = rows.split(call, rewriting.unrounded(jaxpr, [0]), due)
+    # A loss adds up before it is rounded, and has the same gradient there.
+    part, strided = rows.split(call, rewriting.unrounded(jaxpr, [0]), layouts)
     micro_batch = MicroBatch(call, closed, out, part, strided)
     if not call.labels:  # a report shows the lines, whatever the options are
         _check_options(micro_batch)
@@ -187,14 +187,14 @@ def partition(traced: Traced, due: Sequence[Layout] = ()) -> MicroBatch:
 
 
 def rewrite(micro_batch: MicroBatch) -> Rewritten:
-    """Runs the passes on the program of a micro-batch, and takes its arrays."""
+    """Runs the passes on the program of a micro-batch, and splits the batch."""
     call, part, consts = micro_batch.call, micro_batch.part, micro_batch.closed.consts
-    where = call.where()._replace(window=[(rows.AXIS, call.size)])
+    context = call.where()._replace(window=[(rows.AXIS, call.size)])
     jaxpr = rewriting.with_constants(part.jaxpr, len(consts))
-    program = read.Program(jaxpr, [*part.consts, *consts])
+    before = read.Program(jaxpr, [*part.consts, *consts])
     optimize = call.options.optimize
-    (jaxpr, consts), arrivals = run_passes(program, where, False, optimize)
-    step = LossProgram(
+    (jaxpr, consts), arrivals = run_passes(before, context, False, optimize)
+    program = LossProgram(
         jaxpr=rewriting.without_values(jaxpr),
         results=[x.aval for x in jaxpr.outvars],
         folds=["stack" if isinstance(x, Rows) else _ENGINES[x] for x in part.layouts],
@@ -209,31 +209,28 @@ def rewrite(micro_batch: MicroBatch) -> Rewritten:
     acc = accumulator.begun(call.params, call.options.accumulator_dtype)
     acc = call.devices.flat(acc._replace(total=call.devices.shard(acc.total, -0.0)))
     operands = Operands(consts, params, batch, [], [], acc, rows=call.rows)
-    return Rewritten(micro_batch, step, operands, where)
+    return Rewritten(micro_batch, program, operands, context)
 
 
 def schedule(rewritten: Rewritten) -> Scheduled:
-    """Plans the levels of a loss whose rows meet; all others are one loop."""
-    call, part = rewritten.micro_batch.call, rewritten.micro_batch.part
+    """Plans the levels of a loss whose rows meet; any other loss is one loop."""
+    (call, *_, part, _), program, operands, context = rewritten
     if not part.meets:
         return Scheduled(rewritten, None)
-    loss = MeetingLoss(rewritten.step, rows.AXIS, call.size)
-    given = call.options.residual_bytes
-    return Scheduled(
-        rewritten, window.prepared(loss, rewritten.operands, rewritten.where, given)
-    )
+    loss, room = MeetingLoss(program, rows.AXIS, call.size), call.options.residual_bytes
+    return Scheduled(rewritten, window.prepared(loss, operands, context, room))
 
 
 def run(scheduled: Scheduled) -> Outcome:
     """Runs the loops. The accumulator of the outcome is the tree of gradients.
 
-    Results with rows are stacked over the micro-batches of this device, and so are
-    gradients of leaves of the batch.
+    Results with rows, and gradients of leaves of the batch, are stacked over the
+    micro-batches of this device.
     """
-    (micro_batch, step, operands, where), plan = scheduled
+    (micro_batch, program, operands, context), plan = scheduled
     call = micro_batch.call
     if plan is None:
-        out = loop.run(step, operands, where, begins=True, merges=True)
+        out = loop.run(program, operands, context, begins=True, merges=True)
     else:
         out = window.run(plan)
         advice.say(call, micro_batch.closed.jaxpr, micro_batch.part)
@@ -242,12 +239,12 @@ def run(scheduled: Scheduled) -> Outcome:
         g if call.sums else g.astype(jnp.result_type(x))
         for g, x in zip(out.acc.total, leaves, strict=True)
     )
-    # If the caller does not say either, XLA may sum up whole gradients.
+    # Without the specs of the parameters XLA may sum up whole gradients.
     grads = grads if call.devices.mesh is None else call.devices.shard(grads)
     return out._replace(acc=grads)
 
 
-# How results come together over micro-batches that have no rows.
+# The folds of results without rows, by layout.
 _ENGINES = {"whole": "last", "partial": "sum"}
 
 
@@ -263,10 +260,10 @@ def _indices(call: Call) -> jax.Array:
 def on_devices(
     micro_batch: MicroBatch, stations: Callable[[MicroBatch], Any], results: Any
 ) -> Any:
-    """`stations(micro_batch)` on each device, whose results have these specs.
+    """`stations(micro_batch)` on each device; `results` are the specs of the results.
 
-    At top level with a data axis that is in a region of the mesh. Types name the mesh
-    otherwise there, so `fun` is traced once more, with results in the same layouts.
+    At top level with a data axis the stations run in a region of the mesh. Types in the
+    region differ, so `fun` is traced once more, with results in the same layouts.
     """
     call, layouts = micro_batch.call, micro_batch.part.layouts
     if not call.devices.maps:
@@ -281,11 +278,11 @@ def on_devices(
     )
 
 
-# -- What is not divided ---------------------------------------------------------------
+# -- All rows at once ------------------------------------------------------------------
 
 
 def undivided(call: Call) -> Pair:
-    """The same by JAX, of all rows at once."""
+    """`((loss, aux), gradients)` by JAX, of all rows at once."""
     fun = call.options.fun
     argnums: Any = call.options.argnums
     if of_rows := call.roles["batch_argnums"][: call.rows]:
@@ -303,7 +300,7 @@ def undivided(call: Call) -> Pair:
 
 
 def _in_one(call: Call, error: Exception) -> Pair:
-    """The same, with a warning that says why the program cannot be divided."""
+    """Warns that the program cannot be divided, and why; then as `undivided`."""
     if call.devices.bound:
         raise error
     why = " ".join([str(error).split("\n")[0], *getattr(error, "__notes__", ())])
@@ -316,9 +313,9 @@ def _in_one(call: Call, error: Exception) -> Pair:
 
 
 def _check_options(micro_batch: MicroBatch) -> None:
-    """Raises if an option cannot be had because rows meet; the error names the line.
+    """Raises if an option does not fit because rows meet; the error names the line.
 
-    If rows meet in numbers alone, these are added up first, and nothing is refused.
+    Sums without parameters, such as counts, fit all options: they are added up first.
     """
     call, part, devices = micro_batch.call, micro_batch.part, micro_batch.call.devices
     gathered = (e for e in read.equations(part.jaxpr) if meeting_of(e) == "all_gather")

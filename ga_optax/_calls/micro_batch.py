@@ -1,4 +1,4 @@
-"""What `fun` does to one micro-batch by itself: traced once, checked and read."""
+"""The program of `fun` of one micro-batch by itself, for `accumulate`."""
 
 import itertools
 from collections.abc import Callable
@@ -85,7 +85,13 @@ def _micro_batch(call: Call, x: jax.Array) -> Callable[..., Any]:
                 weight = as_weight(weight_fn(*whole), float)
             out = options.fun(*one.args, **one.kwargs)
         except Exception as error:
-            error.add_note(_in_words(call, x))
+            axis, whole = call.split_axes[0], jnp.shape(call.batch[0])
+            error.add_note(
+                f"ga_optax called fun with one of {call.num_parts} micro-batches: the "
+                f"first leaf of the batch has shape {jnp.shape(x)}, split along axis "
+                f"{axis} of {whole}. batch_argnums and batch_axes say what is split; "
+                "all else goes whole."
+            )
             raise
         loss, carry, aux = taken_apart(options, out)
         check_carry(call.role("carry_argnums"), carry)
@@ -97,31 +103,20 @@ def _micro_batch(call: Call, x: jax.Array) -> Callable[..., Any]:
 
 
 def _multiplies(call: Call, closed: core.ClosedJaxpr, arguments: Any) -> bool:
-    """Whether weights have to multiply gradients, and not the cotangent of the loss."""
-    options = call.options
+    """True if weights must multiply gradients, and not the cotangent of the loss."""
     loss: Any = closed.jaxpr.outvars[0].aval
-    # What the backward pass sums over devices cannot be multiplied after that.
-    by_hand = not (options.optimize or call.devices.each)
-    low = jnp.finfo(loss.dtype).bits < 32
-    return low or by_hand or not _scales(closed, *arguments)
-
-
-def _in_words(call: Call, x: jax.Array) -> str:
-    """What `fun` was given, for a note to an error of its own."""
-    return (
-        f"ga_optax called fun with one of {call.num_parts} "
-        f"micro-batches: the first leaf of the batch has shape {jnp.shape(x)}, split "
-        f"along axis {call.split_axes[0]} of {jnp.shape(call.batch[0])}. batch_argnums "
-        "and batch_axes say what is split; all else goes whole."
-    )
+    if jnp.finfo(loss.dtype).bits < 32:
+        return True
+    # After the sums over devices of a backward pass a product is too late.
+    plain = not (call.options.optimize or call.devices.each)
+    return plain or not _scales(closed, *arguments)
 
 
 def _scales(closed: core.ClosedJaxpr, params: list[Any], *rest: Any) -> bool:
-    """Whether scaling the loss's cotangent does no more than scale the gradients.
+    """True if a factor of the loss's cotangent only scales the gradients.
 
-    A rule of the user's own may clip or quantise what comes back through it. And the
-    weight must fit wherever it goes: the small exponents of float16 and float8 overflow
-    at weights that count tokens. Where it goes is read off the backward pass, which has
+    A custom rule may clip or quantise cotangents. And float16 and float8 overflow at
+    weights that count tokens. So the dtypes are read from the backward pass, which has
     casts and rules (`jax.custom_jvp`) that the loss does not show.
     """
     if known.side_effects(closed.jaxpr).nonlinear_backward:
@@ -142,7 +137,7 @@ def _scales(closed: core.ClosedJaxpr, params: list[Any], *rest: Any) -> bool:
 
 
 def _is_wide(variable: Any) -> bool:
-    """Whether a variable has the exponents of float32, or is not floating."""
+    """True if a variable has the exponents of float32, or is not floating."""
     dtype = getattr(variable.aval, "dtype", np.dtype(np.int32))
     return not jnp.issubdtype(dtype, jnp.floating) or (
         jnp.finfo(dtype).maxexp >= jnp.finfo(jnp.float32).maxexp

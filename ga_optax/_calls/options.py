@@ -43,7 +43,7 @@ Argument = int | str  # of the call: its position, or its keyword
 class Options(NamedTuple):
     """The options of the functions that run inside a call, under their names.
 
-    Those after `optimize` are `accumulate`'s alone.
+    The options after `optimize` are those of `accumulate` alone.
     """
 
     fun: Callable[..., Any]
@@ -68,10 +68,10 @@ class Options(NamedTuple):
     num_real_microbatches: ArrayLike | None = None
 
     def checked(self, differentiates: bool = True, adds: bool = False) -> "Options":
-        """The same, in one form; raises if an option does not fit.
+        """The options in one form; raises if an option does not fit.
 
-        What only runs `fun`, and `differentiates` nothing, has no `argnums`. What
-        `adds` to an accumulator has logical devices.
+        A function that `differentiates` needs `argnums`; a function that `adds` to an
+        accumulator may have logical devices.
         """
         todo = "Pass the loss function itself, not its value."
         check_callable("fun", self.fun, "of the parameters and the batch", todo)
@@ -107,14 +107,12 @@ class Options(NamedTuple):
         roles = options.roles()
         for name in ("argnums",) * differentiates + ("batch_argnums",):
             if not roles[name]:
-                raise ValueError(
-                    f"{name} must name at least one argument, but it is (). Leave it "
-                    "out."
-                )
+                todo = f"Leave {name} out."
+                raise ValueError(f"{name} must name an argument, but it is (). {todo}")
         return options
 
     def _checked_number(self) -> dict[str, Any]:
-        """One of the number and the size of micro-batches, and 1 for the number."""
+        """The number of micro-batches; or the size, and 1 for the number."""
         number, size = self.num_microbatches, self.microbatch_size
         if (number is None) == (size is None):
             came = "neither" if size is None else "both"
@@ -133,19 +131,18 @@ class Options(NamedTuple):
         number, k = self.num_real_microbatches, self.num_microbatches
         if number is None:
             return
-        if jnp.shape(number) or not jnp.issubdtype(
-            jnp.result_type(number), jnp.integer
-        ):
+        dtype = jnp.result_type(number)
+        if jnp.shape(number) or not jnp.issubdtype(dtype, jnp.integer):
             raise TypeError(
                 "num_real_microbatches must be an integer scalar, static or traced, "
                 f"but it is {number!r}. Pass how many micro-batches hold examples, or "
                 "None for all."
             )
-        known = None if isinstance(number, jax.core.Tracer) else np.asarray(number)
-        if known is not None and not 0 <= known <= k:
+        is_traced = isinstance(number, jax.core.Tracer)
+        if not is_traced and not 0 <= np.asarray(number) <= k:
             raise ValueError(
                 f"num_real_microbatches must be from 0 to num_microbatches={k}, but it "
-                f"is {number}. Pass how many of them hold examples."
+                f"is {number}. Pass how many micro-batches hold examples."
             )
 
     @property
@@ -156,7 +153,7 @@ class Options(NamedTuple):
     def roles(
         self, num_args: int | None = None, keywords: Iterable[str] = ()
     ) -> dict[str, tuple[Argument, ...]]:
-        """Which arguments have which role; raises if one is missing or has two."""
+        """The arguments of each role; raises if one is missing or has two roles."""
         owner: dict[Argument, str] = {}
         roles: dict[str, list[Argument]] = {role: [] for role in ROLES}
         for role in ROLES:
@@ -165,7 +162,7 @@ class Options(NamedTuple):
             for i in places:
                 option = named if isinstance(i, str) else role
                 if num_args is not None:
-                    i = found(option, i, num_args, keywords, self.fun)
+                    i = place_of(option, i, num_args, keywords, self.fun)
                 if i in owner and owner[i] == option:
                     raise ValueError(
                         f"{option} must name each argument once, but it names argument "
@@ -183,16 +180,16 @@ class Options(NamedTuple):
         return {role: tuple(places) for role, places in roles.items()}
 
 
-def found(
+def place_of(
     option: str,
     i: Argument,
     num_args: int,
     keywords: Iterable[str] = (),
     fun: Callable[..., Any] | None = None,
 ) -> Argument:
-    """Where an argument of the call stands; raises if it did not come.
+    """The position or keyword of an argument in the call; raises if it did not come.
 
-    What `fun` takes by position or keyword may come as either.
+    An argument that `fun` takes by position or keyword may come as either.
     """
     if isinstance(i, str):
         kind, came = "keyword", f"{i!r}, and {' and '.join(keywords) or 'none'}"
@@ -217,7 +214,7 @@ def found(
 
 
 def _names_of_positions(fun: Any) -> list[str]:
-    """The keywords of what a function takes by position or keyword, in order."""
+    """The names of arguments that `fun` takes by position or keyword, in order."""
     try:
         parameters = inspect.signature(fun).parameters.values()
     except (TypeError, ValueError):  # of a built-in function

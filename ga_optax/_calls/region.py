@@ -32,12 +32,12 @@ def over_mesh(
 
     Args:
       call: the call at top level.
-      run: what a device does with its part of it.
+      run: the function that each device runs on its part of the call.
       others: further arguments, each with its specs.
       results: the specs of the results; `gradients(call)` are those of gradients.
       check_vma: as for `jax.shard_map`. JAX has no types for an axis beside the mesh,
         nor for a constraint over all of it.
-      closed_over: what `fun` is known to close over.
+      closed_over: the arrays that `fun` closes over, as far as they are known.
     """
     options, mesh, axes = call.options, call.devices.mesh, call.devices.axes
     operands, specs = call.others, dict.fromkeys(call.others, WHOLE)
@@ -89,9 +89,9 @@ def over_mesh(
 def _dims_of_shards(
     call: Call, arrays: Mapping[int, Any]
 ) -> tuple[dict[int, int], dict[int, int]]:
-    """Along which dimension the data axes split arrays without rows or gradients.
+    """The dimensions along which the data axes shard arrays without rows or gradients.
 
-    Returns: of what is known to be split, by number; of what may be.
+    Returns: the dimensions of arrays that are sharded, and of arrays that may be.
     """
     known: dict[int, int] = {}
     perhaps: dict[int, int] = {}
@@ -101,10 +101,9 @@ def _dims_of_shards(
         if not dims or read.numbers(x.shape) * x.dtype.itemsize < _SMALL:
             continue
         spec = meshes.known_spec(x)
-        named = [bool({*meshes.names_in(its)} & {*axes}) for its in spec or ()]
+        named = [bool({*meshes.names_in(x)} & {*axes}) for x in spec or ()]
         if any(named):
-            its = [d for d in dims if any(named[d : d + 1])]
-            known[n] = (its or dims)[0]
+            known[n] = next((d for d in dims if any(named[d : d + 1])), dims[0])
         elif spec is None:
             perhaps[n] = dims[0]
     return known, perhaps
@@ -119,12 +118,12 @@ def gradients(call: Call) -> Any:
     return jax.tree.structure(call.params).unflatten(specs) if specs else ()
 
 
-# -- What JAX says of axes -------------------------------------------------------------
+# -- The errors of JAX about axes ------------------------------------------------------
 
 
 @contextlib.contextmanager
 def explained(call: Call) -> Iterator[None]:
-    """What JAX says of axes is said in the words of the options."""
+    """Adds to the errors of JAX about axes what to do, in the words of the options."""
     try:
         yield
     except (NameError, NotImplementedError, ValueError) as error:
@@ -134,7 +133,8 @@ def explained(call: Call) -> Iterator[None]:
                 error.add_note(todo)
         names = [name for name in call.devices.bound if f"'{name}'" in text]
         if names and "Manual" in text:
-            raise ManualAxisError(f"{_manual(names[0])} JAX says: {error}") from error
+            text = f"{_MANUAL.format(names[0])} JAX says: {error}"
+            raise ManualAxisError(text) from error
         raise
 
 
@@ -149,18 +149,16 @@ _ADVICE = {
 }
 
 
-def _manual(name: str) -> str:
-    """What to do about a sharding over a data axis that is bound."""
-    return (
-        "With a data_axis fun must not shard anything over it by a PartitionSpec, "
-        f"since it sees the rows of one device, but it names {name!r}. Pass "
-        "with_sharding_constraint a NamedSharding, out of which the data axis is "
-        "taken, or a PartitionSpec of other axes alone (in Flax, take the name out "
-        "of the logical axis rules, in Haliax out of the axis mapping). In your "
-        "own jax.shard_map, pass check_vma=False, too. Or pass "
-        'sync="each", or no data_axis, and every micro-batch '
-        f"is reduced. {_CLOSED_OVER}"
-    )
+# The advice on a sharding over a data axis that is bound.
+_MANUAL = (
+    "With a data_axis fun must not shard anything over it by a PartitionSpec, since it "
+    "sees the rows of one device, but it names {!r}. Pass with_sharding_constraint a "
+    "NamedSharding, out of which the data axis is taken, or a PartitionSpec of other "
+    "axes alone (in Flax, take the name out of the logical axis rules, in Haliax out "
+    "of the axis mapping). In your own jax.shard_map, pass check_vma=False, too. Or "
+    'pass sync="each", or no data_axis, and every micro-batch is reduced. '
+    f"{_CLOSED_OVER}"
+)
 
 
 def check_not_reduced(call: Call, loss: Any) -> None:

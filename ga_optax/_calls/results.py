@@ -1,4 +1,4 @@
-"""What `fun` returns: loss, carry and aux, taken apart, checked and put together."""
+"""The results of `fun`: loss, carry and aux, taken apart, checked and put together."""
 
 import dataclasses
 import functools
@@ -79,9 +79,9 @@ def taken_apart(
 
 
 def check_values(what: str, tree: Any, any_leaf: bool = False) -> None:
-    """Raises unless JAX has a type for each leaf, which is no type itself.
+    """Raises unless each leaf is a value that has a type in JAX.
 
-    With `any_leaf` it may be anything but a type.
+    With `any_leaf` a leaf may be anything but a `jax.ShapeDtypeStruct`.
     """
     for name, leaf in named_leaves(tree):
         is_type = isinstance(leaf, jax.ShapeDtypeStruct)
@@ -113,7 +113,7 @@ def _pair(out: Any, form: str) -> tuple[Any, Any]:
 
 
 def _kind(out: Any) -> str:
-    """What something is that `fun` returned, in words."""
+    """A result of `fun`, in words."""
     if out is None:
         return "None"
     if isinstance(out, (jax.Array, np.ndarray)):
@@ -142,7 +142,7 @@ def check_carry(old: Any, new: Any) -> None:
 
 
 def returning_pair(options: Options) -> Options:
-    """The same of a function that returns `(loss, aux)`, a real loss and any aux.
+    """The options of a function that returns `(loss, aux)`, a real loss and any aux.
 
     A leaf of the aux that is no array comes back as it is, as in `jax.value_and_grad`.
     A holomorphic loss has the gradient of its real part, so it comes with the aux.
@@ -161,7 +161,7 @@ def returning_pair(options: Options) -> Options:
 
 
 def as_returned(options: Options, value: tuple[Any, Any]) -> Any:
-    """What `fun` returns, from such a pair; the options are those of `fun`."""
+    """The result of `fun`, from such a pair; the options are those of `fun`."""
     loss, aux = value[1] if options.holomorphic else value
     if not options.has_aux:
         return loss

@@ -1,9 +1,9 @@
-"""Rows of a batch: which of them a micro-batch has, and how results get theirs back.
+"""The rows of each micro-batch, and the results for the rows of the whole batch.
 
-Which rows are neighbours is part of the program. So micro-batches hold neighbouring
-rows, unless the compiler is known to distribute the batch and rows do not meet: then
-they hold every k-th row, and no row moves. If that is not known before the program is
-lowered, it is left open, provided that the program is the same both ways.
+A micro-batch holds neighbouring rows, unless the compiler is known to distribute the
+batch and rows do not meet: then it holds every k-th row, and no row moves between
+devices. If the compiler decides later, when the program is lowered, the choice stays
+open, provided that the program is the same in both cases.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,9 +42,9 @@ def types_of_all(call: Call) -> list[Any]:
     for x, axis in zip(call.batch, call.split_axes, strict=True):
         shape = list(jnp.shape(x))
         shape[axis] *= devices.number if devices.bound else 1
-        apart = (devices.maps or devices.bound) and not meshes.varying(x)
-        of = type_of(x) if apart else jax.typeof(x)
-        types.append(type_here(of, tuple(shape), None))
+        no_mesh = (devices.maps or devices.bound) and not meshes.varying(x)
+        aval = type_of(x) if no_mesh else jax.typeof(x)
+        types.append(type_here(aval, tuple(shape), None))
     return types
 
 
@@ -57,12 +57,12 @@ def type_of(x: Any) -> jax.ShapeDtypeStruct:
 
 
 def split(
-    call: Call, jaxpr: Any, due: Sequence[Layout] = ()
+    call: Call, jaxpr: Any, layouts: Sequence[Layout] = ()
 ) -> tuple[Partitioned, bool | None]:
-    """The program of a micro-batch, with results as they are due.
+    """The program of a micro-batch, with results in these layouts, if there are any.
 
     Returns: the program; True if a micro-batch holds every k-th row, False if it holds
-    neighbours, None if that is open.
+    neighbours, None if the program is the same in both cases.
     """
     size, axes, devices = call.size, call.split_axes, call.devices
     n = len(jax.tree.leaves(call.params))
@@ -75,7 +75,7 @@ def split(
         rows = [Rows(d, segments(x, d)) for x, d in zip(batch, axes, strict=True)]
         # Each micro-batch adds its part of the loss.
         arguments = _arguments(call, jaxpr, rows)
-        return partition(jaxpr, arguments, axis, due or (PARTIAL,))
+        return partition(jaxpr, arguments, axis, layouts or (PARTIAL,))
 
     if devices.by_compiler:
         return of(lambda x, d: devices.number), False
@@ -95,9 +95,10 @@ def is_open(jaxpr: Any) -> bool:
 
 
 def split_by_type(call: Call) -> tuple[Any, int] | None:
-    """How an explicit axis shards a leaf along its rows, without `data_axis=`.
+    """The spec and the axis of a leaf whose rows a mesh axis of explicit type shards.
 
-    Neighbours of those are on one device, and do not come as a micro-batch.
+    None with `data_axis=`. One device has neighbouring rows, so they cannot be a
+    micro-batch.
     """
     for x, axis in zip(call.batch, call.split_axes, strict=True):
         spec = meshes.spec_of_type(x)
@@ -127,17 +128,17 @@ def _is_same(jaxpr: Any, near: Partitioned, far: Partitioned, size: int) -> bool
 
 
 def _arguments(call: Call, jaxpr: Any, rows: Sequence[Rows]) -> list[Argument]:
-    """Constants, parameters, and the batch with its rows.
+    """Constants, parameters, and the leaves of the batch with their rows.
 
-    If nothing depends on the parameters, as in `microbatch`, nobody knows what somebody
-    may differentiate with respect to: then it may be anything.
+    If the program reads no parameter, as in `microbatch`, a caller may differentiate
+    with respect to any argument.
     """
     n = len(jaxpr.invars) - len(rows)
     params, batch = jaxpr.invars[:n], jaxpr.invars[n:]
-    any_of_them = not (call.sums or any(read.num_readers(jaxpr, x) for x in params))
+    any_argument = not (call.sums or any(read.num_readers(jaxpr, x) for x in params))
 
     def smooth(x: Any) -> bool:
-        return any_of_them and is_inexact(x.aval)
+        return any_argument and is_inexact(x.aval)
 
     of_batch = enumerate(zip(batch, rows, strict=True), -call.rows)
     return [
@@ -151,21 +152,25 @@ def _arguments(call: Call, jaxpr: Any, rows: Sequence[Rows]) -> list[Argument]:
 
 
 def returned(
-    call: Call, part: Partitioned, jaxpr: Any, x: Sequence[Any], strided: bool | None
+    call: Call,
+    part: Partitioned,
+    jaxpr: Any,
+    results: Sequence[Any],
+    strided: bool | None,
 ) -> list[Any]:
     """The results of `fun`, whose program is `jaxpr`, for the whole batch.
 
-    `x` are those of micro-batches, stacked if they have rows.
+    `results` are the results of micro-batches, stacked if they have rows.
     """
     leaves = [
-        _joined(call.devices, y, layout, strided) if isinstance(layout, Rows) else y
-        for y, layout in zip(x, part.layouts, strict=True)
+        _joined(call.devices, x, layout, strided) if isinstance(layout, Rows) else x
+        for x, layout in zip(results, part.layouts, strict=True)
     ]
     if len(leaves) > len(jaxpr.outvars):  # the loss once more, whole
         leaves[0] = leaves.pop()
     for y in read.roundings(jaxpr, jaxpr.outvars[0]):
         leaves[0] = leaves[0].astype(y.aval.dtype)
-    return [_as_due(y, v.aval) for y, v in zip(leaves, jaxpr.outvars, strict=True)]
+    return [_of_type(x, v.aval) for x, v in zip(leaves, jaxpr.outvars, strict=True)]
 
 
 def gradients(
@@ -174,15 +179,15 @@ def gradients(
     """Gradients of leaves of the batch, from those of each micro-batch along axis 0."""
     triples = zip(stacks, types_of_all(call), call.split_axes, strict=False)
     return [
-        _joined(call.devices, x, _rows(call, due, d, strided), strided)
-        for x, due, d in triples
+        _joined(call.devices, x, _rows(call, aval, d, strided), strided)
+        for x, aval, d in triples
     ]
 
 
 def axes_of_results(
     call: Call, part: Partitioned, types: Sequence[Any], strided: bool | None
 ) -> list[int | None]:
-    """Along which axis results have the rows of the batch, or None."""
+    """The axis of each result along which it has the rows of the batch, or None."""
     pairs = zip(types, part.layouts, strict=False)
     return [
         layout.dim
@@ -193,23 +198,23 @@ def axes_of_results(
 
 
 def _rows(call: Call, x: Any, d: int, strided: bool | None) -> Rows:
-    """The rows of the batch along an axis of something."""
+    """The layout of a value with the rows of the batch along an axis."""
     return Rows(d, x.shape[d] // call.size if strided else 1)
 
 
-def _as_due(x: jax.Array, due: Any) -> jax.Array:
-    """The rows that `fun` returns, without padding, in the dtype of `fun`."""
-    if x.shape != due.shape:  # in a region of the user's a device has fewer
-        x = jax.lax.slice(x, [0] * x.ndim, list(map(min, x.shape, due.shape)))
-    return x if x.dtype == due.dtype else x.astype(due.dtype)
+def _of_type(x: jax.Array, aval: Any) -> jax.Array:
+    """The result without padding, in the dtype that `fun` returns."""
+    if x.shape != aval.shape:  # a device in a region of the user has fewer rows
+        x = jax.lax.slice(x, [0] * x.ndim, list(map(min, x.shape, aval.shape)))
+    return x if x.dtype == aval.dtype else x.astype(aval.dtype)
 
 
 def _joined(
     devices: Devices, x: jax.Array, rows: Rows, strided: bool | None
 ) -> jax.Array:
-    """Rows in their order, from those of each micro-batch along axis 0.
+    """The rows in their order, from the rows of each micro-batch along axis 0.
 
-    In a region of the user's a device has its own, if they are neighbours.
+    In a region of the user a device holds neighbours as they are.
     """
     d, segments = rows.dim, rows.segments
     if devices.bound and segments > 1:
@@ -222,5 +227,5 @@ def _joined(
     x = x.reshape(*before, parts, segments, n // segments, *after).swapaxes(d, d + 1)
     if not any(spec):
         return x.reshape(shape)
-    due = *spec[: d + 1], *spec[d + 2 :]
-    return jax.lax.reshape(x, shape, out_sharding=meshes.on_mesh_of(x, due))
+    spec = *spec[: d + 1], *spec[d + 2 :]
+    return jax.lax.reshape(x, shape, out_sharding=meshes.on_mesh_of(x, spec))

@@ -23,7 +23,7 @@ R = TypeVar("R")
 
 
 def _table(*rows: tuple[str, str]) -> dict[str, str]:
-    """What to write instead of each keyword, from rows of keywords and a text."""
+    """The advice on each keyword, from rows of keywords and an advice."""
     return {name: text for names, text in rows for name in names.split()}
 
 

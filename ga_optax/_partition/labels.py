@@ -1,7 +1,7 @@
-"""What a micro-batch holds of each value of a program, written on its equations.
+"""Labels on equations: the part of each result that a micro-batch holds.
 
-Reports read it, see `places.label_of`: a label stays with its equation through all that
-is done to the program.
+Reports read the labels, see `places.label_of`. A label stays with an equation while
+passes rewrite the program.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ def values_of(axis: Axis, results: Sequence[Value]) -> list[Value]:
 
 
 def in_words(v: Value) -> str:
-    """What a micro-batch holds of a value, and the type of all of it."""
+    """The part of a value that a micro-batch holds, and the type of the whole value."""
     holds = f"rows {v.dim}" if v.rows else "part" if v.is_partial else "all"
     return f"{holds} of {places.type_of(v.aval)}"
 

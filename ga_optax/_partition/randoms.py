@@ -79,7 +79,7 @@ def recut_split(w: Writer, e: core.JaxprEqn, vs: list[Value], rows: Rows) -> Any
 
 
 def _of_each_key(w: Writer, e: core.JaxprEqn, v: Value, rows: Rows) -> Any:
-    """What is drawn of each key by itself."""
+    """The draw of each key by itself."""
     is_own = rows.dim < len(v.shape) and primitives.is_threefry(v.aval)
     return w.run(e, [w.part(v, rows)]) if is_own else None
 
@@ -99,7 +99,7 @@ def _drawn(w: Writer, v: Value, shape: tuple[int, ...], rows: Rows) -> Any:
 
 
 def _count(w: Writer, shape: tuple[int, ...], rows: Rows) -> jax.Array:
-    """Which number of an array of a shape it is, for each number of a part."""
+    """For each element of a part, the index of the element in the whole, flattened."""
     count = jnp.zeros(local_shape(shape, rows, w.axis.size), jnp.uint32)
     stride = 1
     for d in reversed(range(len(shape))):
