@@ -306,8 +306,8 @@ FAULTS = """
 - return bool((off <= self.tolerance * terms + _FLOOR * norm(terms)).all())
 + return True
 * verify: rows that need each other are taken for rows in places
-- if not (asked.proof.has_place and asked.proof.in_counts):
-+ if not asked.proof.has_place:
+- if not (evidence.proof.has_place and evidence.proof.in_counts):
++ if not evidence.proof.has_place:
 @ _verify/gradients.py: test_verify
 * verify: a NaN of weight 0 is the first
 - for i in map(int, np.flatnonzero(weights)):

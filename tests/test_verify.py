@@ -446,7 +446,7 @@ CASES[Cause.CROSS_EXAMPLE] = {
         params={"m": draw(5, 5).astype(jnp.bfloat16)},
     ),
     "foreign code": Case(
-        lambda p, b: jnp.std(foreign(p, b)), "this is by numbers alone"
+        lambda p, b: jnp.std(foreign(p, b)), "the cause follows from numbers alone"
     ),
 }
 
@@ -530,7 +530,7 @@ def fixed(report):
 def needs(report, fun):
     """What rows need of each other by the page, on the lines of `fun`."""
     first = fun.__code__.co_firstlineno
-    [where] = re.findall(r"Where: (.*)\.$", report.diagnosis[1])
+    [where] = re.findall(r"where rows meet: (.*)\.$", report.diagnosis[1])
     found = set()
     for entry in where.split("; "):
         pattern = r"test_verify\.py:(\d+):\d+ \(.*\): (.*)"
@@ -654,10 +654,10 @@ def test_equal_counts_are_right_in_this_batch_and_warned_of():
 
 @pytest.mark.slow
 def test_a_program_that_float64_cannot_evaluate_is_compared_as_it_is(monkeypatch):
-    def refuse(self, equation, ins, outs):
+    def refuse(self, equation, values):
         raise TypeError("a kernel for float32 alone")
 
-    monkeypatch.setattr(Wide, "_written", refuse)
+    monkeypatch.setattr(Wide, "_rule", refuse)
     report = ga.verify(sum_loss, PARAMS, BATCH, K)
     assert report.cause is Cause.SCALE
     assert "a kernel for float32 alone" in str(report)

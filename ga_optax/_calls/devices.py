@@ -151,7 +151,7 @@ class Devices(NamedTuple):
 
     @property
     def scattered(self) -> dict[int, Placement]:
-        """How to scatter gradients before they are added, by number of the leaf."""
+        """Placements of gradients that are scattered before the sum, by leaf."""
         some = enumerate(self.gradients if self.scatters and self.bound else ())
         return {i: x for i, x in some if x.dims}
 

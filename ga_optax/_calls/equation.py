@@ -179,7 +179,7 @@ def _at_once(its: Divided, xs: Sequence[Any]) -> list[Any]:
 
 
 def _on_mesh(call: Call, xs: list[Any]) -> list[Any]:
-    """The leaves; leaves with rows get the mesh axes of the rows, if `jax.jit` must know.
+    """The leaves, constrained along rows to the mesh, if `jax.jit` must know the mesh.
 
     `jax.jit` does not look for a mesh inside an equation.
     """

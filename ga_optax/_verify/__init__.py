@@ -1,19 +1,19 @@
-"""Is it the same gradient? Compares k micro-batches with the undivided batch.
+"""`verify`: compares the gradient of k micro-batches with the undivided gradient.
 
 Let G be the gradient of the undivided batch, gᵢ those of its micro-batches, and wᵢ the
-weights in use. The question is whether G is Σ wᵢ·gᵢ / Σ wᵢ, up to rounding. If it is
-not, the program of the loss says why: it is no mean of rows; it divides by a count, so
-that the weights are others; or rows meet at these lines.
+weights in use. G should be Σ wᵢ·gᵢ / Σ wᵢ up to rounding. If not, the program of the
+loss shows the cause: the loss is no mean of rows; the loss divides by a count, so that
+other weights are right; or rows depend on each other, at lines that the report names.
 
 Each module imports only those above it:
 
-    report        what the user gets, and the page that it prints
+    report        the result, and the page that it prints
     wide          the same function with every float in float64
-    gradients     the user's arguments; both gradients, norms and ULPs
+    gradients     the arguments; both gradients, norms and ULPs
     counts        weights as whole numbers, and as code
-    proof         how the loss is made of its rows, from its program
-    diagnosis     the questions, in order: each one has one cause as its answer
-    summary       asks, and puts the report together, with the size of the difference
+    proof         how the loss depends on rows, from its program
+    diagnosis     the questions, in order: the answer to each is one cause
+    summary       the report, with the size of the difference
     api           `verify`
 """
 

@@ -29,7 +29,7 @@ def verify(
     rng: Any = None,
     batch_axes: Any = 0,
 ) -> Report:
-    """Does accumulation give the undivided batch's gradient? If not, why not?
+    """Compares accumulation with the undivided gradient, and names a cause to mend.
 
     >>> import jax.numpy as jnp
     >>> import ga_optax as ga
@@ -154,7 +154,7 @@ def verify(
 
 
 def _check(fun: Any, params: Any, batch: Any, rng: Any, weight_fn: Any) -> None:
-    """Checks what `accumulate` does not."""
+    """Checks the arguments as far as `accumulate` does not."""
     _checks.check_callable("fun", fun, "of params and batch", "Pass the loss itself.")
     if weight_fn is not None:
         todo = "Pass None to count every micro-batch as 1."
@@ -174,7 +174,7 @@ def _check(fun: Any, params: Any, batch: Any, rng: Any, weight_fn: Any) -> None:
 
 
 def _axes(batch: Any, batch_axes: Any) -> list[int | None]:
-    """Along which axis each leaf is split; None if it is not."""
+    """The axis along which each leaf is split; None for a leaf that stays whole."""
     tree = jax.tree.broadcast(batch_axes, batch, is_leaf=lambda x: x is None)
     leaves, structure = jax.tree.flatten(batch)
     pairs = zip(leaves, structure.flatten_up_to(tree), strict=True)
@@ -182,7 +182,7 @@ def _axes(batch: Any, batch_axes: Any) -> list[int | None]:
 
 
 def _placed(x: ArrayLike) -> jax.Array:
-    """As an array, where it lies; its rows can be picked without an `out_sharding`."""
+    """An array with the same sharding, of which `x[rows]` needs no `out_sharding`."""
     x = jnp.asarray(x)
     old = x.sharding
     if not isinstance(old, NamedSharding) or not isinstance(old.mesh, Mesh):

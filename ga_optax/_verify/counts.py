@@ -1,4 +1,4 @@
-"""Weights as the counts that they are: whole numbers, or code that counts."""
+"""Weights as counts: whole numbers, or code that counts."""
 
 from collections.abc import Iterator
 
@@ -9,10 +9,10 @@ import numpy as np
 from ga_optax._passes import read
 from ga_optax._verify.gradients import Problem
 
-# How precise shares are, which are quotients of counts in float64.
+# The precision of shares, which are quotients of counts in float64.
 EXACT = 1e-6
-# How a loss may count; -100 is PyTorch's ignored label.
-_WAYS = ("{}.sum({})", "({} != 0).sum()", "({} >= 0).sum()", "({} != -100).sum()")
+# Expressions that count; -100 is the ignored label of PyTorch.
+_COUNTERS = ("{}.sum({})", "({} != 0).sum()", "({} >= 0).sum()", "({} != -100).sum()")
 
 
 def proportions(share: np.ndarray) -> str:
@@ -39,7 +39,7 @@ def code_that_counts(problem: Problem, share: np.ndarray) -> str | None:
 
 
 def _expressions(problem: Problem) -> Iterator[tuple[str, np.ndarray]]:
-    """What a loss may divide by, as code, with its value in each micro-batch."""
+    """Numbers that a loss may divide by, as code, and the value in each micro-batch."""
     leaves = jax.tree.leaves_with_path(problem.take(problem.rows))
     for (path, leaf), axis in zip(leaves, problem.axes, strict=True):
         if axis is None or not (
@@ -55,5 +55,7 @@ def _expressions(problem: Problem) -> Iterator[tuple[str, np.ndarray]]:
             name += "[:, 1:]" if axis == 0 else "[1:]"
             views[name] = np.moveaxis(x, 2 - axis, 1)[:, 1:]
         for view, x in views.items():
-            for way, counted in zip(_WAYS, (x, x != 0, x >= 0, x != -100), strict=True):
-                yield way.format(view, dtype), counted.reshape(len(x), -1).sum(1)
+            for counter, counted in zip(
+                _COUNTERS, (x, x != 0, x >= 0, x != -100), strict=True
+            ):
+                yield counter.format(view, dtype), counted.reshape(len(x), -1).sum(1)

@@ -18,17 +18,18 @@ _WEIGHT = 2.0**-12
 
 
 class Pair(NamedTuple):
-    """How two gradients compare: G of all rows, M the weighted mean of the gᵢ.
+    """The comparison of G, the gradient of all rows, with M, the weighted mean of gᵢ.
 
     Attributes:
       sizes: ‖G‖ of each leaf for None, ‖gᵢ‖ for i.
-      losses: the same of the losses.
+      losses: the loss of all rows for None, of micro-batch i for i.
       terms: ‖G‖ + Σ |wᵢ|·‖gᵢ‖ of each leaf, for weights that add up to 1.
       not_finite: the first inf or NaN, in words; "" if there is none.
       off: ‖G - M‖ of each leaf.
       factor: the c for which c·M is as large as G.
       rest: ‖G - c·M‖ of each leaf.
-      leaves: the shape, the dtype, ULPs and differences of each leaf, at most.
+      leaves: the shape, the dtype, ULPs and differences of each leaf, at most; [] if
+        something is not finite.
     """
 
     sizes: dict[int | None, np.ndarray]
@@ -82,7 +83,7 @@ class Problem:
         )
 
     def args(self, part: int | None) -> tuple[Any, ...]:
-        """What the loss takes for a micro-batch, or all rows for None."""
+        """The arguments of the loss for a micro-batch, or for all rows if None."""
         keys = jax.tree.map(lambda key: jax.random.fold_in(key, part or 0), self.key)
         batch = self.batch if part is None else self.take(self.rows[part])
         return self.params, batch, *keys
@@ -94,13 +95,11 @@ class Problem:
         """
         if self.weight is None:
             return np.ones(self.k)
-        args, exactly = (
-            [*map(self.args, range(self.k))],
-            jax.jit(Wide(self.weight, self.x64)),
-        )
+        args = list(map(self.args, range(self.k)))
+        wide = jax.jit(Wide(self.weight, self.x64))
         with jax.enable_x64(self.x64):
             used = np.array([float(self.weight(*x)) for x in args])
-        exact = np.array([float(exactly(*x)) for x in args])
+        exact = np.array([float(wide(*x)) for x in args])
         return np.where(np.abs(used - exact) <= _WEIGHT * exact, exact, used)
 
     def both(self, gradient: Callable[[], Any], weights: np.ndarray) -> Pair:
@@ -111,12 +110,12 @@ class Problem:
         terms = sizes[None] = norms(whole)
         acc = accumulator.init(whole)
 
-        def added(acc: Any, i: int) -> Any:  # holds no gradient when the next one comes
+        def added(acc: Any, i: int) -> Any:  # frees a gradient before the next
             losses[i], grads = of_part(*self.args(i))
             sizes[i] = norms(grads)
             return _add(acc, grads, float(weights[i]))
 
-        for i in map(int, np.flatnonzero(weights)):  # one of weight 0 may hold anything
+        for i in map(int, np.flatnonzero(weights)):  # weight 0 excludes inf and NaN
             acc = added(acc, i)
             terms = terms + weights[i] / total * sizes[i]
         mean: Any = accumulator.mean(acc)
@@ -125,7 +124,7 @@ class Problem:
         factor = ratio(norm(sizes[None]), norm(norms(mean)))
         off, rest = norms(whole, mean), norms(whole, mean, factor)
         first = next(filter(None, bad), "")
-        leaves = list(map(_figures, whole, mean))
+        leaves = [] if first else list(map(_figures, whole, mean))
         return Pair(sizes, losses, terms, first, off, factor, rest, leaves)
 
     def _not_finite(self, part: int | None, sizes: np.ndarray, loss: float) -> str:
@@ -186,7 +185,7 @@ def ratio(x: float, y: float) -> float:
 
 
 def ulps(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """How many representable numbers lie between two arrays, element by element.
+    """The distance of two arrays in representable numbers, element by element.
 
     Args:
       a: an array of a floating or complex dtype.

@@ -1,4 +1,4 @@
-"""How a loss is made of its rows: a proof, from its program.
+"""A proof, from the program of a loss, of how the loss depends on rows.
 
 The program of the loss, traced at all rows, is partitioned over micro-batches
 (`_partition`): it becomes the program of one micro-batch, with collectives where rows
@@ -29,26 +29,26 @@ _SAME_VALUE = ("convert_element_type", "copy")
 
 
 class Proof:
-    """What the program of a loss says.
+    """The program of a loss for one micro-batch, and the facts that it shows.
 
     Attributes:
-      problem: whose loss it is.
+      problem: the loss and its arguments.
       program: the program of a micro-batch, with collectives.
       given: the values of its first arguments, constants of the loss.
-      is_sum: True if its result is what a micro-batch adds to the loss.
-      meetings: the lines where rows meet, each with what rows need of each other.
-      counts: the variables of what a micro-batch adds to numbers without parameters.
+      is_sum: True if the result is the part that a micro-batch adds to the loss.
+      meetings: the lines where rows meet, each with the kind of the meeting.
+      counts: the variables that a micro-batch adds to numbers without parameters.
       in_counts: True if rows meet in such numbers alone.
       has_rows, has_key, has_place: True if the loss depends on rows, on the key, on
-        which micro-batch it is of.
-      draws: True if it draws random numbers, and micro-batches draw others: with their
-        keys, or of those of the whole batch.
-      opaque: names and lines of what nothing is known of.
-      promised: names and lines of what `rowwise` promises.
+        the number of the micro-batch.
+      draws: True if the loss draws random numbers, and micro-batches draw other
+        numbers.
+      opaque: names and lines of code that cannot be read.
+      promised: names and lines of calls that `rowwise` promises.
     """
 
     def __init__(self, problem: Problem, closed: Any) -> None:
-        """Of a program that was traced at all rows."""
+        """Partitions a program that was traced at all rows."""
         trees = closed.consts, problem.params, problem.key
         consts, params, keys = (len(jax.tree.leaves(tree)) for tree in trees)
         axes = [*[None] * (consts + params), *problem.axes, *[None] * keys]
@@ -71,26 +71,22 @@ class Proof:
         self.meetings = _where(meetings)
         reads = {x for x in live.invars if read.num_readers(live, x)}
         split = {x for x, d in zip(live.invars, axes, strict=False) if d is not None}
-        self.has_rows, self.has_place = (
-            not split.isdisjoint(reads),
-            live.invars[-1] in reads,
-        )
+        self.has_rows = not split.isdisjoint(reads)
+        self.has_place = live.invars[-1] in reads
         self.has_key = not reads.isdisjoint(live.invars[len(axes) - keys : -1])
         names = (e.primitive.name for e in read.equations(live))
         draws = any(name.startswith(_DRAWS) for name in names)
         self.draws = draws and (self.has_key or self.has_place)
 
     def shares(self) -> list[np.ndarray]:
-        """How micro-batches may weigh: by each of the counts, or by all together."""
-        found = (
-            self.values(self.counts) if self.counts else np.ones((1, self.problem.k))
-        )
-        every = [*found, found.prod(0)]
+        """Candidates for the weights: each of the counts, and the product of all."""
+        counts = self.values(self.counts) if self.counts else [np.ones(self.problem.k)]
+        every = [*counts, np.prod(counts, 0)]
         good = (x for x in every if np.isfinite(x).all() and (x >= 0).all() and x.any())
         return [x / x.sum() for x in good]
 
     def values(self, parts: Sequence[Any]) -> np.ndarray:
-        """What each micro-batch adds to some numbers, `[number, micro-batch]`."""
+        """The parts that micro-batches add to some numbers, `[number, micro-batch]`."""
         problem, (jaxpr, consts) = self.problem, self.program
         of_parts = read.Program(read.live(jaxpr.replace(outvars=parts)), consts)
 
@@ -99,9 +95,8 @@ class Proof:
             index = jax.lax.axis_index(_AXIS)
             args = [*self.given, *leaves, *jax.tree.leaves(problem.key), index]
             pairs: Any = zip(args, jaxpr.invars, strict=True)
-            values = interpret.results(
-                of_parts, [cast(x, v.aval.dtype) for x, v in pairs]
-            )
+            args = [cast(x, v.aval.dtype) for x, v in pairs]
+            values = interpret.results(of_parts, args)
             return [x.astype("float64").reshape(()) for x in values]
 
         run = jax.vmap(of_part, problem.axes, axis_name=_AXIS, axis_size=problem.k)
@@ -114,11 +109,13 @@ class Proof:
 
     def is_divided_by(self, number: int) -> bool:
         """True if the result is a mean, or another scalar but a sum, over a literal."""
-        last, of = self._maker(self.program.jaxpr.outvars[0]), None
+        last = self._maker(self.program.jaxpr.outvars[0])
         if last is None or last.primitive.name != "div":
             return False
-        of = self._maker(last.invars[0])  # the division of a sum makes the mean itself
-        is_mean = of is not None and of.primitive.name == "reduce_sum"
+        term = self._maker(
+            last.invars[0]
+        )  # the division of a sum makes the mean itself
+        is_mean = term is not None and term.primitive.name == "reduce_sum"
         return getattr(last.invars[1], "val", None) == number and not is_mean
 
     def _maker(self, x: Any) -> core.JaxprEqn | None:
@@ -132,7 +129,7 @@ class Proof:
 def prove(problem: Problem, promises: bool = True) -> Proof | None:
     """The proof for a loss; None if its program cannot be partitioned.
 
-    Without promises, it reads the functions of `rowwise` as any other.
+    Without `promises`, functions of `rowwise` are read like any other code.
     """
     fun, env = problem.fun, READ if promises else []
     if isinstance(fun, jax.stages.Wrapped):
@@ -152,9 +149,9 @@ def prove(problem: Problem, promises: bool = True) -> Proof | None:
 def _where(meetings: list[core.JaxprEqn]) -> list[str]:
     lines: dict[str, dict[str, None]] = {}
     for e in meetings:
-        what = "a sum over rows" if e.primitive.name == "psum" else "all rows"
-        lines.setdefault(places.short(places.line_of(e.source_info)), {})[what] = None
-    return [f"{line}: {' and '.join(of)}" for line, of in lines.items()]
+        kind = "a sum over rows" if e.primitive.name == "psum" else "all rows"
+        lines.setdefault(places.short(places.line_of(e.source_info)), {})[kind] = None
+    return [f"{line}: {' and '.join(kinds)}" for line, kinds in lines.items()]
 
 
 def _names(notes: Any) -> list[str]:

@@ -8,9 +8,9 @@ from ga_optax._text import columns, wrap
 
 
 class Cause(enum.Enum):
-    """Why an accumulated gradient differs from the undivided one, or that it does not.
+    """The cause of a difference between the accumulated and the undivided gradient.
 
-    The value of each is its diagnosis.
+    The value is the diagnosis. `EQUAL` and `ROUNDING` are no difference to mend.
     """
 
     EQUAL = "The two gradients are equal, number for number."
@@ -25,7 +25,7 @@ class Cause(enum.Enum):
     UNDETERMINED = "Neither the program of the loss nor its numbers tell what is wrong."
 
 
-MOST = 5  # so many leaves are in a page
+MOST = 5  # leaves in a page
 # The causes with which accumulation gives the undivided batch's gradient.
 SAME = (Cause.EQUAL, Cause.ROUNDING)
 
@@ -58,25 +58,25 @@ class Report:
     """The result of `verify`; `print` shows it as a page.
 
     Attributes:
-      ok: whether accumulation gives the undivided batch's gradient, that is, whether
+      ok: True if accumulation gives the gradient of the undivided batch, that is, if
         the cause is `EQUAL` or `ROUNDING`.
-      cause: why it does not.
-      message: what is wrong, by how much, on which leaf, and what to do: one paragraph.
+      cause: the cause of the difference.
+      message: the diagnosis, the size of the difference, and the fix: one paragraph.
       weights: the weights that reproduce the undivided batch, Σ wᵢ·gᵢ = G, if the cause
         is `WEIGHTS` or `SCALE`; their ratios are the counts. Otherwise None.
       max_ulp: the largest of the leaves; None if the cause is `NOT_FINITE`.
       relative: ‖G - M‖ / ‖G‖ over all leaves, in float64; 0 if both are zero.
       leaves: a `LeafReport` for each leaf, in the order of the tree.
       worst: the five of them that differ most, the worst first.
-      fix: the line of code that fixes it, or what else to do.
-      warnings: what is wrong with the loss although the gradients may be equal, in
-        sentences; none for most losses.
+      fix: the line of code that fixes the difference, or other advice.
+      warnings: mistakes that may be in both gradients, in sentences; () for most
+        losses.
       dtype: the lowest floating precision that the loss had in the diagnosis.
-      losses: the undivided batch's loss, and the accumulated one.
+      losses: the loss of the undivided batch, and the accumulated loss.
       num_microbatches: k.
       batch_size: the number of rows of the undivided batch.
-      diagnosis: what is wrong, in sentences.
-      extent: how large the difference is, in sentences.
+      diagnosis: the cause and the detail, in sentences.
+      extent: the size of the difference, in sentences.
     """
 
     ok: bool
@@ -126,7 +126,7 @@ class Report:
 
 
 def _table(leaves: tuple[LeafReport, ...], ulps: bool) -> list[str]:
-    """A row for each leaf, and what the columns mean; ULPs of rounding alone."""
+    """A row for each leaf, and a legend; ULPs only if the difference is rounding."""
     rows = [["leaf", "shape", "dtype", "ULPs", "difference", "relative"]]
     for leaf in leaves:
         figures = f"{leaf.max_ulp} {leaf.max_abs:.1e} {leaf.relative:.1e}".split()

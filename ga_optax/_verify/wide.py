@@ -1,13 +1,12 @@
-"""The same function with every float in float64, whatever dtypes it asks for.
+"""A function with every float in float64, in place of the dtypes of the function.
 
-A loss in mixed precision rounds on purpose: it casts to bfloat16 and back. That hides
-what `verify` looks for. So the program of the loss is traced in the dtypes of training,
-and each of its floats is evaluated in float64. A cast to bfloat16 then changes nothing,
-and what is left is the mathematics of the loss, with the random draws of training.
+A loss in mixed precision casts to bfloat16 and back, and the rounding hides differences
+that `verify` looks for. So the program of the loss is traced in the dtypes of training,
+and every float of the program is evaluated in float64. Casts to bfloat16 then change
+nothing, and random draws are those of training.
 """
 
-import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,18 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from ga_optax._passes import interpret, read, rewrite, rowwise
-
-# The equations in place of one, given its operands and its results of other types.
-Write = Callable[[core.JaxprEqn, list[Any], list[Any]], Iterable[core.JaxprEqn]]
-
+from ga_optax._passes import interpret, read, rowwise
 
 # Primitives that read or make the bits of a float, or run code for certain dtypes.
 _FIXED = ("bitcast", "callback", "pallas", "ffi", "custom_call", "cudnn", "scaled")
 
 
 class Wide:
-    """A function in float64, as far as it can be.
+    """A function in float64, as far as the code of the function allows it.
 
     Attributes:
       low: after tracing, the lowest floating precision that the function still has.
@@ -45,49 +40,61 @@ class Wide:
         inputs = jax.tree.leaves(args)
         if self._as_is:
             self._note(*read.equations(program.jaxpr))
+            results = interpret.results(program, inputs)
         else:
-            program, *inputs = map(self.widened, (program, *inputs))
-        return jax.tree.structure(out).unflatten(interpret.results(program, inputs))
+            results = self._evaluated(program, list(map(self.widened, inputs)))
+        return jax.tree.structure(out).unflatten(results)
 
     def widened(self, x: Any) -> Any:
         """An array, a dtype or a program in float64; anything else as it is."""
         if hasattr(x, "eqns"):
-            jaxpr = _retyped(getattr(x, "jaxpr", x), _wide_type, self._written)
-            if not hasattr(x, "consts"):
-                return jaxpr
-            return x.replace(jaxpr=jaxpr, consts=list(map(self.widened, x.consts)))
+            program = read.Program(getattr(x, "jaxpr", x), getattr(x, "consts", ()))
+            types = [_wide_type(v.aval) for v in program.jaxpr.invars]
+            # The trace is of a call of `verify`, in which `rowwise` is read.
+            trace = jax.make_jaxpr(
+                lambda *xs: self._evaluated(program, xs), axis_env=rowwise.READ
+            )
+            closed = trace(*types)
+            return closed if hasattr(x, "consts") else closed.jaxpr
         if isinstance(x, np.dtype):
             return wide_dtype(x)
         return cast(x, wide_dtype(x.dtype)) if hasattr(x, "dtype") else x
 
-    def _written(
-        self, equation: core.JaxprEqn, ins: list[Any], outs: list[Any]
-    ) -> list[core.JaxprEqn]:
+    def _evaluated(self, program: Any, args: Any) -> list[Any]:
+        """The results of a program of wide arguments."""
+        program = read.Program(program.jaxpr, list(map(self.widened, program.consts)))
+        out = interpret.evaluate(program, args, self._rule)
+        return self._values(program.jaxpr.outvars, out)
+
+    def _values(self, atoms: Any, values: Any) -> list[Any]:
+        """The wide values of variables and literals."""
+        return [
+            np.asarray(x, wide_dtype(v.aval.dtype))
+            if isinstance(v, core.Literal)
+            else self.widened(x)
+            for v, x in zip(atoms, values, strict=True)
+        ]
+
+    def _rule(self, equation: core.JaxprEqn, values: list[Any]) -> list[Any]:
+        """The wide results of an equation of wide values."""
         params, name = equation.params, equation.primitive.name
+        values = self._values(equation.invars, values)
         if any(fixed in name for fixed in _FIXED):
             self._note(*read.within(equation))
-            ends, nothing = (
-                (equation.invars, equation.outvars),
-                interpret.program_of(tuple),
-            )
-            bound = functools.partial(interpret.bind, nothing.jaxpr, [equation], *ends)
-            run = _between_casts(lambda *xs: bound(xs), equation, outs)
-            return _traced(run, ins, outs)
-        if name.startswith("custom_"):  # its rules are for the dtypes that it has
-            jaxpr, consts = read.inner(equation)[0]
-            program = read.Program(self.widened(jaxpr), list(map(self.widened, consts)))
-            return _traced(lambda *xs: interpret.results(program, xs), ins, outs)
+            return _between_casts(lambda *xs: _bound(equation, xs), equation)(*values)
+        if name.startswith("custom_"):  # the rules are for the dtypes of training
+            return self._evaluated(read.inner(equation)[0], values)
         params = jax.tree.map(
             self.widened, params, is_leaf=lambda x: hasattr(x, "eqns")
         )
         if name == rowwise.NAME:
-            fun = _between_casts(params["promise"].fun, equation, outs)
+            fun = _between_casts(params["promise"].fun, equation)
             params["promise"] = params["promise"]._replace(fun=fun)
         elif name == "reduce_precision":
-            params = {"exponent_bits": 11, "mantissa_bits": 52}  # none is lost
+            return values
         elif "precision" in params:
             params["precision"] = None  # may name a dtype
-        return [equation.replace(invars=ins, outvars=outs, params=params)]
+        return _bound(equation.replace(params=params), values)
 
     def _note(self, *equations: core.JaxprEqn) -> None:
         """Notes the lowest precision that equations read."""
@@ -96,29 +103,34 @@ class Wide:
         self.low = max((self.low, *dtypes), key=lambda x: float(jnp.finfo(x).eps))
 
 
+def _bound(equation: core.JaxprEqn, values: Any) -> list[Any]:
+    """The results of an equation of these values."""
+    invars = [core.Var(x.aval) for x in equation.invars]
+    equation, nothing = equation.replace(invars=invars), interpret.program_of(tuple)
+    ends = invars, equation.outvars
+    return interpret.bind(nothing.jaxpr, [equation], *ends, values)
+
+
 def cast(x: Any, dtype: Any) -> Any:
     """An array of that dtype; itself if it is."""
     return x if x.dtype == dtype else x.astype(dtype)
 
 
 def _between_casts(
-    fun: Callable[..., Any], equation: core.JaxprEqn, outs: list[Any]
+    fun: Callable[..., Any], equation: core.JaxprEqn
 ) -> Callable[..., Any]:
     """A function of wide operands of an equation, with wide results."""
-    ends: Any = equation.invars, outs
-    before, after = ([x.aval.dtype for x in xs] for xs in ends)
-    return lambda *xs: list(map(cast, fun(*map(cast, xs, before)), after))
+    dtypes = [x.aval.dtype for x in equation.invars]
 
+    def run(*xs: Any) -> list[Any]:
+        out = fun(*map(cast, xs, dtypes))
+        return [cast(x, wide_dtype(x.dtype)) for x in out]
 
-def _traced(fun: Callable[..., Any], ins: Any, outs: Any) -> list[core.JaxprEqn]:
-    """Equations that compute what a function does."""
-    program = jax.make_jaxpr(fun)(*(x.aval for x in ins)).jaxpr
-    pairs = zip([*program.invars, *program.outvars], [*ins, *outs], strict=True)
-    return rewrite.renamed(program.eqns, dict(pairs))
+    return run
 
 
 def wide_dtype(dtype: Any) -> Any:
-    """The dtype to compute in instead of this one."""
+    """The dtype in float64 or complex128; the same dtype if it is no float."""
     if not jnp.issubdtype(dtype, jnp.inexact):
         return dtype
     is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
@@ -129,39 +141,3 @@ def _wide_type(aval: Any) -> Any:
     if hasattr(aval, "inner_aval"):  # a reference
         return aval.update(inner_aval=_wide_type(aval.inner_aval))
     return aval.update(dtype=wide_dtype(aval.dtype)) if read.is_inexact(aval) else aval
-
-
-def _retyped(
-    jaxpr: core.Jaxpr,
-    type_of: Callable[[Any], Any],
-    write: Write,
-) -> core.Jaxpr:
-    """The program with variables and literals of other types, from their types."""
-    known: dict[Any, Any] = {}
-
-    def new(x: Any) -> Any:
-        if isinstance(x, core.Literal):
-            aval = type_of(x.aval)
-            return core.Literal(np.asarray(x.val, aval.dtype), aval)
-        if x not in known:
-            known[x] = core.Var(type_of(x.aval))
-        return known[x]
-
-    def all_of(atoms: Iterable[Any]) -> list[Any]:
-        return list(map(new, atoms))
-
-    def of_new(effects: Iterable[Any]) -> frozenset[Any]:
-        """Those of references name the variable."""
-        return frozenset(
-            x.replace(input=known[x.input]) if getattr(x, "input", None) in known else x
-            for x in effects
-        )
-
-    eqns = [
-        other.replace(effects=of_new(other.effects))
-        for e in jaxpr.eqns
-        for other in write(e, all_of(e.invars), all_of(e.outvars))
-    ]
-    ends = ("constvars", "invars", "outvars")
-    new_ends = {end: all_of(getattr(jaxpr, end)) for end in ends}
-    return jaxpr.replace(eqns=eqns, effects=of_new(jaxpr.effects), **new_ends)
