@@ -2,8 +2,9 @@
 
     acc  +  Σ wᵢ · jax.grad(fun)(params, micro-batch i)
 
-Any grouping of the same micro-batches into calls gives the same bits. Which rows are in
-which micro-batch is said in `_devices.membership`. On one device they are neighbours: a
+Any grouping of the same micro-batches into calls gives the same bits. See
+`_devices.membership` for the rows of each micro-batch. On one device rows are
+neighbours: a
 batch that was drawn with `ga_optax.data`'s `window_indices` and flattened is split
 along that function's own rows, and calls over the halves of a batch continue one
 another.
@@ -94,7 +95,7 @@ def accumulate(
         neighbouring rows; on a mesh without `data_axis`, every k-th row.
       argnums: the positional arguments of `fun` to differentiate with respect to. These
         and all others are counted without the accumulator.
-      has_aux: whether `fun` returns `(loss, aux)`.
+      has_aux: True if `fun` returns `(loss, aux)`.
       batch_argnums: the positional arguments to split. What no option names goes to
         each micro-batch whole; it raises if it is a key, or as long as the batch.
       batch_argnames: keywords to split.
@@ -157,15 +158,15 @@ def _added(call: Call, acc: Accumulator, merges: bool) -> tuple[Any, Accumulator
     loss, *leaves = out.results
     value = loss, of_carry.unflatten(out.carry), of_aux.unflatten(leaves)
     total = jax.tree.structure(call.params).unflatten(out.acc.total)
-    # If the caller does not say either, XLA may sum up whole gradients.
+    # Without the specs of the parameters XLA may sum up whole gradients.
     total = total if call.devices.mesh is None else call.devices.shard(total)
     return value, out.acc._replace(total=total)
 
 
 def _over_mesh(call: Call, acc: Accumulator) -> tuple[Any, Accumulator]:
-    """The same at top level with a data axis: merged once a call."""
+    """The micro-batches of a call at top level with a data axis, merged once a call."""
     of_acc = Accumulator(gradients(call), WHOLE, WHOLE)
-    # Of what is stacked each device has its own; all else is the same on all of them.
+    # Stacks differ between devices; all other results are the same on all devices.
     split = meshes.split_spec(call.devices.axes)
     of_aux = jax.tree.map(lambda x: split if x == "stack" else WHOLE, call.options.aux)
     results = (WHOLE, WHOLE, of_aux), of_acc
@@ -189,9 +190,9 @@ def _merged(call: Call, acc: Accumulator) -> tuple[Any, Accumulator]:
     return value, accumulator.merge(acc, new._replace(count=count))
 
 
-# -- What only this asks of a call -----------------------------------------------------
+# -- Checks of the arguments -----------------------------------------------------------
 
-# Flax's name of what is to be overwritten with its gradient: `flax.linen.fp8_ops`.
+# The name of leaves that Flax overwrites with their gradients: `flax.linen.fp8_ops`.
 _REPLACED = "_overwrite_with_gradient"
 
 
@@ -214,12 +215,7 @@ def _check_continues(call: Call, acc: Any) -> None:
             "parameters once before the window, and pass a name alone."
         )
     check_gradients(acc.total, call.params, name="the parameters", expected="acc.total")
-    _check_are_sums(call.params)
-
-
-def _check_are_sums(params: Any) -> None:
-    """Raises if a leaf has its new value for a gradient, of which no sum is right."""
-    for name, _ in named_leaves(params):
+    for name, _ in named_leaves(call.params):
         if _REPLACED in name:
             raise ValueError(
                 "accumulate must have gradients to add up, but that of "
@@ -283,9 +279,9 @@ def _check_weight_fn(call: Call) -> None:
     try:
         signature.bind(*call.role("batch_argnums"), *[None] * has_aux)
     except TypeError as error:
-        due = " and ".join(map(argument, call.roles["batch_argnums"]))
+        names = " and ".join(map(argument, call.roles["batch_argnums"]))
         and_aux = " and then the aux" if has_aux else ""
         raise TypeError(
-            f"weight_fn must take the batch arguments, {due},{and_aux} by position, "
+            f"weight_fn must take the batch arguments, {names},{and_aux} by position, "
             f"but it takes {signature}: {error}. Give it one parameter for each."
         ) from None

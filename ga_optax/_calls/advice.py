@@ -24,7 +24,7 @@ _OF_INDEX = (
     "An index may reach any row. If each row has its own, such as the nodes of its own "
     "graph, index inside of a row, by jax.vmap or take_along_axis, and add no offsets."
 )
-# What to do about what is computed whole.
+# The advice on primitives that are computed for all rows.
 _TODO = {
     "while": "A loop that runs until all rows are done has all of them in every "
     "micro-batch. Give each row a loop of its own, by jax.vmap.",
@@ -78,8 +78,8 @@ def say(call: Call, jaxpr: core.Jaxpr, part: Partitioned) -> None:
     if rows.is_open(jaxpr):
         return
     size, of_batch = call.size, part.jaxpr.invars[-1 - len(call.batch) :]
-    whole, own = _computed(part.jaxpr, of_batch, ())
-    if whole <= own * (1 if part.whole else size):
+    for_all, for_own = _computed(part.jaxpr, of_batch, ())
+    if for_all <= for_own * (1 if part.whole else size):
         return
     lines = [f"{x.name.rstrip(',')}, at {x.line}" for x in part.whole] or [
         f"{read.name_of(e)}, at {places.place_of(e.source_info)}"
@@ -87,15 +87,15 @@ def say(call: Call, jaxpr: core.Jaxpr, part: Partitioned) -> None:
         if e.primitive.name in MEETINGS
     ]
     lines = tuple(dict.fromkeys(lines))[:_MOST_LINES]
-    todo = [*of_primitives(part.whole), of_hidden(part.whole)]
-    how = " ".join(x for x in todo if x)
-    if not part.whole:
-        how = "If rows must meet there, more micro-batches save no memory."
+    todo = "If rows must meet there, more micro-batches save no memory."
+    if part.whole:
+        texts = *of_primitives(part.whole), of_hidden(part.whole)
+        todo = " ".join(filter(None, texts))
     what = "; ".join(lines) + (", computed whole" if part.whole else "")
     text = (
-        f"Each of {size} micro-batches computes {whole:,} bytes for all rows, and "
-        f"{own:,} for its own: {what}. "
-        f"{how or _OF_ANY_OTHER} ga_optax.batch_dependencies shows every line."
+        f"Each of {size} micro-batches computes {for_all:,} bytes for all rows, "
+        f"and {for_own:,} for its own rows: {what}. "
+        f"{todo or _OF_ANY_OTHER} ga_optax.batch_dependencies shows every line."
     )
     info(text)
     if lines not in _warned:
@@ -103,7 +103,7 @@ def say(call: Call, jaxpr: core.Jaxpr, part: Partitioned) -> None:
         warn(text)
 
 
-_warned: set[tuple[str, ...]] = set()  # of which lines
+_warned: set[tuple[str, ...]] = set()  # the lines of each warning
 
 
 def _computed(

@@ -65,8 +65,8 @@ def bytes_by_layout(call: Call) -> tuple[dict[str, int], dict[str, int]]:
         (whole if axis is None else rows)[name] = nbytes(x)
     for place in call.without_role:
         for name, x in named_leaves(call.at(place)):
-            of = "" if x is call.at(place) else f"{name} of "
-            whole[of + argument(place)] = nbytes(x)
+            prefix = "" if x is call.at(place) else f"{name} of "
+            whole[prefix + argument(place)] = nbytes(x)
     return rows, {name: n for name, n in whole.items() if n}
 
 
@@ -105,13 +105,13 @@ def axes_of(call: Call, hint: bool) -> list[int | None]:
             f"is {tree}. Pass an int, None, or one for each part."
         ) from None
     named = named_batch(call)
-    found = jax.tree.structure(batch).flatten_up_to(of_leaves)
-    _check_no_lists(call, found)
-    for i, ((name, x), axis) in enumerate(zip(named, found, strict=True)):
+    leaf_axes = jax.tree.structure(batch).flatten_up_to(of_leaves)
+    _check_no_lists(call, leaf_axes)
+    for i, ((name, x), axis) in enumerate(zip(named, leaf_axes, strict=True)):
         if axis is None:
             continue
         if hint and np.ndim(x) == 0:
-            found[i] = None
+            leaf_axes[i] = None
             continue
         todo = "Give it None in batch_axes to pass it to each micro-batch as it is."
         if is_key(x) and not hint:
@@ -124,8 +124,8 @@ def axes_of(call: Call, hint: bool) -> list[int | None]:
                 "Every leaf of the batch must have a batch axis, here axis "
                 f"{axis}, but {name} {has}. {todo}"
             )
-        found[i] = axis % ndim
-    return found
+        leaf_axes[i] = axis % ndim
+    return leaf_axes
 
 
 def _is_single(tree: Any) -> bool:
@@ -143,8 +143,8 @@ def _check_no_lists(call: Call, axes: Sequence[int | None]) -> None:
     of_leaves = iter(axes)
     for i in call.roles["batch_argnums"]:
         for x in jax.tree.leaves(call.at(i), is_leaf=is_list):
-            own = itertools.islice(of_leaves, len(x) if is_list(x) else 1)
-            if all(axis is None for axis in own) or not is_list(x):
+            inside = itertools.islice(of_leaves, len(x) if is_list(x) else 1)
+            if all(axis is None for axis in inside) or not is_list(x):
                 continue
             texts = any(isinstance(leaf, str) for leaf in x)
             todo = "Pass numbers for them, such as token ids, or None in batch_axes"
@@ -164,8 +164,7 @@ def checked_split(call: Call, hint: bool) -> Call:
     if hint:
         call = _with_whole_keys(call, rows)
     if hint and call.options.argnums != ():
-        here = call.devices
-        log.batch(rows * (here.number if here.bound else 1))
+        log.batch(rows * (call.devices.number if call.devices.bound else 1))
     devices, kind = _num_splits(call)
     part, rest = divmod(rows, devices)
     if rest:
@@ -176,15 +175,15 @@ def checked_split(call: Call, hint: bool) -> Call:
         )
     of_all = rows, f"the batch axis, but {came}", todo
     each = f"the batch of each of the {devices} {kind}, {part} examples, but {came}"
-    own = of_all if devices == 1 else (part, each, todo)
+    of_device = of_all if devices == 1 else (part, each, todo)
     options = call.options
     if (size := options.microbatch_size) is not None:
-        of = own if call.devices.axes else of_all
-        number = _quotient("microbatch_size", size, of)
+        divided = of_device if call.devices.axes else of_all
+        number = _quotient("microbatch_size", size, divided)
         options = options._replace(num_microbatches=number, microbatch_size=None)
         call = call._replace(options=options)
     k = options.num_microbatches
-    # In a region a device has its own part, and cannot say what is whole on all.
+    # In a region a device does not know which leaves are whole on all devices.
     if hint and not call.devices.bound:
         call = _as_they_divide(call, rows, devices * k)
     else:
@@ -196,7 +195,7 @@ def checked_split(call: Call, hint: bool) -> Call:
             f"num_microbatches={k} must divide the batch axis, but {came}. Export a "
             f'dimension that it divides, such as jax.export.symbolic_shape("{k}*b").'
         )
-    _quotient("num_microbatches", k, own)
+    _quotient("num_microbatches", k, of_device)
     return call
 
 
@@ -230,7 +229,7 @@ def _rows(call: Call, hint: bool) -> tuple[int, str, str]:
     for _, x, length in leaves:
         sizes.setdefault(length, 0)
         sizes[length] += 0 if _is_raw_key(x) else nbytes(x)
-    # If a size is open, as `jax.export` leaves it, that is the rows.
+    # A size that `jax.export` leaves open is the number of rows.
     rows = max(sizes, key=lambda n: (not isinstance(n, int), sizes[n]))
     name, x = next((name, x) for name, x, length in leaves if length == rows)
     came = f"{name} has shape {jnp.shape(x)}"
@@ -241,7 +240,7 @@ def _rows(call: Call, hint: bool) -> tuple[int, str, str]:
         raise ValueError(
             f"The batch must hold at least one example, but {came}. {todo}."
         )
-    other = f"; or, if that is not what has rows, give {name} None in batch_axes"
+    other = f"; or, if that leaf has no rows, give {name} None in batch_axes"
     return rows, came, other if len(sizes) > 1 else ""
 
 
@@ -318,7 +317,7 @@ def _as_they_divide(call: Call, rows: int, parts: int) -> Call:
 
 
 def _is_split(n: Any, rows: Any, parts: int) -> bool:
-    """True if a leaf of n rows is split: n is that of the batch, or divisible."""
+    """True if a leaf of n rows is split: as the rows of the batch, or divisible."""
     return _holds(lambda: n == rows) or _holds(lambda: n > 0 and n % parts == 0)
 
 

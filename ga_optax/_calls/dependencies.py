@@ -209,38 +209,38 @@ def batch_dependencies(
     data_axis: str | Sequence[str] | DataAxis | None = None,
     residual_bytes: int | None = None,
 ) -> Callable[..., BatchDependencies]:
-    """Shows where the rows of a batch need one another, and what that costs a window.
+    """Reports the lines where rows of the batch meet, with the passes and the memory.
 
     >>> import jax.numpy as jnp
     >>> import ga_optax as ga
     >>> def loss(w, x):
     ...     return jnp.sqrt(jnp.mean((x @ w) ** 2))
-    >>> found = ga.batch_dependencies(loss, 2)(jnp.ones(3), jnp.ones((4, 3)))
-    >>> print(found.forward_passes, found.backward_passes, found.kept_bytes)
+    >>> report = ga.batch_dependencies(loss, 2)(jnp.ones(3), jnp.ones((4, 3)))
+    >>> print(report.forward_passes, report.backward_passes, report.kept_bytes)
     2 1 8
-    >>> [mean] = found.meetings
+    >>> [mean] = report.meetings
     >>> print(mean.kind, mean.type.shape, mean.nbytes)
     sum () 4
 
-    `str` of the result is a table of the lines of the code where rows meet: what meets
-    there, the bytes that a device keeps of it, and how often what leads to it runs
-    forward and backward over all rows. A loss whose rows do not meet takes one forward
-    and one backward pass. Nothing is computed or compiled.
+    `str` of the result is a table of the lines of code where rows meet: the kind of
+    meeting, the bytes that a device keeps, and the forward and backward passes over all
+    rows of the code that leads to the line. A loss whose rows do not meet takes one
+    forward and one backward pass. Nothing is computed or compiled.
 
-    **Exactness.** Bytes and passes are those of `value_and_grad` with the same options:
-    its program is traced, and says what it does.
+    **Exactness.** Bytes and passes are those of `value_and_grad` with the same options,
+    from its program.
 
     Args:
       fun: a loss, as for `value_and_grad`.
       num_microbatches: as there; so are the others.
       microbatch_size: in its place, how many rows one of them has.
       argnums: the positional arguments to differentiate with respect to.
-      has_aux: whether `fun` returns `(loss, aux)`.
+      has_aux: True if `fun` returns `(loss, aux)`.
       batch_argnums: the positional arguments that have rows.
       batch_argnames: the keywords that have rows.
       batch_axes: along which axis.
       data_axis: the mesh axes that split the batch.
-      residual_bytes: what may be kept so that less runs again.
+      residual_bytes: as for `value_and_grad`.
 
     Returns:
       A function of `fun`'s arguments, or of their types.

@@ -59,30 +59,30 @@ class Devices(NamedTuple):
     @classmethod
     def of(cls, axis: DataAxis | None, params: Any, batch: Sequence[Any]) -> "Devices":
         """Asks the mesh and the arrays; raises if they do not fit the data axis."""
-        here = cls(is_checked=meshes.checks_varying())
+        devices = cls(is_checked=meshes.checks_varying())
         # In another call with that data axis the program sees the rows of all devices.
         if axis is None or meshes.sees_all_rows(axis.axes):
-            return here
+            return devices
         mesh, sharded = meshes.find_mesh(axis.axes, axis.mesh, batch), axis.grad_specs
         number = meshes.num_devices(axis.axes, mesh)
-        here = here._replace(axes=axis.axes, mesh=mesh, number=number)
+        devices = devices._replace(axes=axis.axes, mesh=mesh, number=number)
         if total := axis.logical_devices or 0:
-            _check_logical(total, here, params)
-        here = here._replace(
+            _check_logical(total, devices, params)
+        devices = devices._replace(
             each=axis.sync == "each" and sharded is None,
             scatters=axis.sync == "each" and sharded is not None,
             logical=total // number,
         )
         specs = axis.param_specs if sharded is None else PartitionSpec()
-        here = here.with_params(params, specs)
+        devices = devices.with_params(params, specs)
         if sharded is not None:
             where = meshes.placements(params, sharded, axis.axes, mesh, "grad_specs")
-            here = here._replace(gradients=where)
+            devices = devices._replace(gradients=where)
         if mesh is None:
-            return here._in_region(params, batch, axis)
-        if not here.each:
-            meshes.check_scatter(params, here.gradients, axis.axes, mesh)
-        return here
+            return devices._in_region(params, batch, axis)
+        if not devices.each:
+            meshes.check_scatter(params, devices.gradients, axis.axes, mesh)
+        return devices
 
     def with_params(self, params: Any, specs: Any = None) -> "Devices":
         """The same devices, with parameters of these specs."""
@@ -92,12 +92,12 @@ class Devices(NamedTuple):
 
     def for_arrays(self, tree: Any, optimize: bool) -> "Devices":
         """The same devices, with `distributed` for the arrays of a tree."""
-        here = self._replace(is_checked=meshes.checks_varying())
+        devices = self._replace(is_checked=meshes.checks_varying())
         if self.axes:
-            return here
+            return devices
         if optimize and meshes.is_open(tree) and membership.can_wait():
-            return here._replace(distributed=None)
-        return here._replace(distributed=meshes.is_distributed(tree))
+            return devices._replace(distributed=None)
+        return devices._replace(distributed=meshes.is_distributed(tree))
 
     def _in_region(
         self, params: Any, batch: Sequence[Any], axis: DataAxis
@@ -146,7 +146,7 @@ class Devices(NamedTuple):
 
     @property
     def maps(self) -> bool:
-        """True if each device runs its part in a `shard_map` that is made here."""
+        """True if each device runs its part in a `shard_map` that is made devices."""
         return self.mesh is not None and not self.by_compiler
 
     @property
@@ -157,16 +157,14 @@ class Devices(NamedTuple):
 
     def where(self, names: Sequence[str]) -> DeviceContext:
         """The devices as a loop has to know them, for parameters of these names."""
-        lies = None
-        if self.by_compiler and not meshes.explicit_names(self.mesh):
-            lies = Lies(self.specs, self.axes, self.mesh)
+        gathers = self.by_compiler and not meshes.explicit_names(self.mesh)
         return DeviceContext(
             names=names,
             axes=self.bound,
             placements=self.gradients if self.bound else (),
             scattered=self.scattered,
             logical=self.logical,
-            gathered=lies,
+            gathered=Lies(self.specs, self.axes, self.mesh) if gathers else None,
             shards=self.shards,
             split_by_compiler=self.by_compiler or self.distributed,
         )
@@ -183,19 +181,15 @@ class Devices(NamedTuple):
         return acc._replace(total=total)
 
     def shard(self, total: Any, zero: float = 0.0) -> Any:
-        """A sum of gradients, empty or of all devices, sharded as it is to be.
+        """A sum of gradients, empty or of all devices, with the sharding of gradients.
 
         `zero` is the number in an empty sum.
         """
-        if where := self.scattered:
-            leaves, structure = jax.tree.flatten(total)
-            for i, place in where.items():
-                leaves[i] = collectives.part(leaves[i], place, zero)
-            return structure.unflatten(leaves)
-        if self.mesh is None:
-            return total
         leaves, structure = jax.tree.flatten(total)
-        leaves = collectives.constrain(leaves, list(self.specs), self.mesh)
+        for i, place in self.scattered.items():
+            leaves[i] = collectives.part(leaves[i], place, zero)
+        if self.mesh is not None:
+            leaves = collectives.constrain(leaves, list(self.specs), self.mesh)
         return structure.unflatten(leaves)
 
 

@@ -2,14 +2,13 @@
 
     of_call          `microbatch`: the derivatives of the equation are functions over
                      micro-batches themselves
-    of_micro_batch   `value_and_grad`: its program is written when `fun` is traced, and
-                     the derivatives are those of `jax.value_and_grad(fun)`. That
-                     program has the first derivative of each rule of the user's, and
-                     not the rules, see `second_derivatives`
+    of_micro_batch   `value_and_grad`: the program is written when `fun` is traced, and
+                     the derivatives are those of `jax.value_and_grad(fun)`. The program
+                     has the first derivative of each custom rule, and not the rules,
+                     see `second_derivatives`
 
-A function runs as the law has it: the window of a loss, of which only the aux counts. A
-gradient is the law's gradient of Σ cotangent · result, or of one scalar result, with
-respect to what has rows, too.
+A function runs like a loss of which only the aux counts. A gradient is that of Σ
+cotangent · result, or of one scalar result, also with respect to leaves with rows.
 """
 
 import contextlib
@@ -59,9 +58,11 @@ def of_call(call: Call, remat: bool | None, size: int | None = None) -> Any:
     xs = _on_mesh(call, list(leaves.values()))
     closed, out = _traced(flat, xs, call)
     axes = (*call.split_axes, *[None] * len(call.others))
-    its = Divided.of_program(closed, axes, **_how(call, remat), size=size)
-    # What fun closes over may be differentiated, too.
-    return jax.tree.unflatten(jax.tree.structure(out), its.bind([*closed.consts, *xs]))
+    divided = Divided.of_program(closed, axes, **_how(call, remat), size=size)
+    # Constants that `fun` closes over are operands, for they may be differentiated.
+    return jax.tree.unflatten(
+        jax.tree.structure(out), divided.bind([*closed.consts, *xs])
+    )
 
 
 def _in_loop(micro_batch: MicroBatch) -> Any:
@@ -70,27 +71,27 @@ def _in_loop(micro_batch: MicroBatch) -> Any:
     if (rule := second_derivatives.rule_in(closed.jaxpr)) is None:
         return engine.over_micro_batches(micro_batch)
     error = second_derivatives.refused(call, rule, "A gradient of microbatch")
-    if not call.devices.maps:  # else `fun` is traced once more, of what it is given
+    if not call.devices.maps:  # else `fun` is traced once more
         closed = closed.replace(
             consts=[second_derivatives.once(x, error) for x in closed.consts]
         )
     leaves = call.leaves("batch_argnums") | call.others
-    here = call.with_leaves(
+    new = call.with_leaves(
         {n: second_derivatives.once(x, error) for n, x in leaves.items()}
     )
-    return engine.over_micro_batches(micro_batch._replace(call=here, closed=closed))
+    return engine.over_micro_batches(micro_batch._replace(call=new, closed=closed))
 
 
 def _how(call: Call, remat: bool | None = None) -> dict[str, Any]:
     """The parameters of the equation of a call, beside the program."""
     options = call.options
-    how = call._replace(args=(), kwargs={}, options=options._replace(fun=_unknown))
+    like = call._replace(args=(), kwargs={}, options=options._replace(fun=_unknown))
     return {
         "name": getattr(options.fun, "__name__", "a function"),
         "number": options.num_microbatches,
         "remat": remat,
-        "runs": functools.partial(_run, how),
-        "finds": functools.partial(_axes_of_results, how),
+        "runs": functools.partial(_run, like),
+        "finds": functools.partial(_axes_of_results, like),
     }
 
 
@@ -107,9 +108,9 @@ def of_micro_batch(micro_batch: MicroBatch) -> Any:
     first = len(closed.consts)
 
     def run(*xs: Any) -> Any:
-        here = call.with_leaves(dict(zip(leaves, xs[first:], strict=True)))
+        new = call.with_leaves(dict(zip(leaves, xs[first:], strict=True)))
         of_xs = closed.replace(consts=list(xs[:first]))
-        return engine.over_micro_batches(micro_batch._replace(call=here, closed=of_xs))
+        return engine.over_micro_batches(micro_batch._replace(call=new, closed=of_xs))
 
     if devices.bound and rule is not None:
         error = second_derivatives.refused(call, rule, "What value_and_grad returns")
@@ -117,7 +118,7 @@ def of_micro_batch(micro_batch: MicroBatch) -> Any:
     program, out = jax.make_jaxpr(run, return_shape=True)(*xs)
     operands = [*program.consts, *xs]
     jaxpr = read.live(rewrite.without_constants(program.jaxpr))
-    # What nobody reads is no operand, so that `jax.jit` sees that it is not used.
+    # Only operands that are read stay, so that `jax.jit` drops the others.
     types: list[Any] = [x.aval for x in jaxpr.invars]
     is_key = [jnp.issubdtype(x.dtype, jax.dtypes.extended) for x in types]
     pairs = enumerate(zip(jaxpr.invars, is_key, strict=True))
@@ -128,18 +129,21 @@ def of_micro_batch(micro_batch: MicroBatch) -> Any:
     flat = _flat(micro_batch, list(map(jax.typeof, operands)), reads)
     rows = call.split_axes
     axes = [*[None] * (len(operands) - len(rows)), *rows]
-    how = _how(call)
+    like = _how(call)
     if devices.axes:
-        how |= {"runs": _at_once, "finds": lambda its: [None] * len(its.results)}
-    its = Divided(
+        like |= {
+            "runs": _at_once,
+            "finds": lambda divided: [None] * len(divided.results),
+        }
+    divided = Divided(
         flat=flat,
         types=tuple(program.in_avals),
         results=tuple(program.out_avals),
         axes=tuple(axes[i] for i in reads),
         exact=rule is None,
-        **how,
+        **like,
     )
-    return jax.tree.unflatten(jax.tree.structure(out), its.bind(kept, program))
+    return jax.tree.unflatten(jax.tree.structure(out), divided.bind(kept, program))
 
 
 def _flat(
@@ -147,7 +151,7 @@ def _flat(
 ) -> Callable[..., list[Any]]:
     """`jax.value_and_grad` of the traced function, whose operands are the last.
 
-    Of all operands, by their types, those come that are read.
+    `types` are the types of all operands, `reads` the places of the operands that come.
     """
     jaxpr = rewrite.without_values(micro_batch.closed.jaxpr)
     number, num_params = len(types), len(micro_batch.call.leaves("argnums"))
@@ -159,23 +163,23 @@ def _flat(
 
     def flat(*some: Any) -> list[Any]:
         xs = interpret.put([*map(zero, range(number))], reads, some)
-        own = xs[number - len(jaxpr.invars) :]
-        consts = xs[unread : number - len(own)]
+        args = xs[number - len(jaxpr.invars) :]
+        consts = xs[unread : number - len(args)]
 
         def loss_of(*params: Any) -> tuple[Any, list[Any]]:
-            args = [*params, *own[num_params:]]
-            loss, *aux = jax.core.eval_jaxpr(jaxpr, consts, *args)
+            batch = args[num_params:]
+            loss, *aux = jax.core.eval_jaxpr(jaxpr, consts, *params, *batch)
             return loss, aux
 
-        loss, pull, aux = jax.vjp(loss_of, *own[:num_params], has_aux=True)
+        loss, pull, aux = jax.vjp(loss_of, *args[:num_params], has_aux=True)
         return [loss, *aux, *pull(jnp.ones_like(loss))]
 
     return flat
 
 
-def _at_once(its: Divided, xs: Sequence[Any]) -> list[Any]:
-    """A derivative of all rows of a device at once: the compiler distributes it."""
-    return interpret.results(its.program, xs)
+def _at_once(divided: Divided, xs: Sequence[Any]) -> list[Any]:
+    """A derivative of all rows of a device at once, which the compiler distributes."""
+    return interpret.results(divided.program, xs)
 
 
 def _on_mesh(call: Call, xs: list[Any]) -> list[Any]:
@@ -196,7 +200,7 @@ def _on_mesh(call: Call, xs: list[Any]) -> list[Any]:
 
 
 def _traced(flat: Callable[..., Any], xs: Sequence[Any], call: Call) -> tuple[Any, Any]:
-    """The program, and the types of its results.
+    """The program, and the types of divided results.
 
     The region of a mesh has other types, so a program must not have the mesh in types.
     """
@@ -211,47 +215,50 @@ def _traced(flat: Callable[..., Any], xs: Sequence[Any], call: Call) -> tuple[An
 
 def _is_one(call: Call) -> bool:
     """True if the call can be one equation: one program serves all devices."""
-    its = call.devices
-    if not its.axes:
+    divided = call.devices
+    if not divided.axes:
         return True
-    plain = not (its.each or its.scatters)
-    return plain and its.mesh is not None and not meshes.explicit_names(its.mesh)
+    plain = not (divided.each or divided.scatters)
+    return (
+        plain and divided.mesh is not None and not meshes.explicit_names(divided.mesh)
+    )
 
 
-def _run(how: Call, its: Divided, xs: Sequence[Any]) -> list[Any]:
+def _run(like: Call, divided: Divided, xs: Sequence[Any]) -> list[Any]:
     """The results of an equation, over micro-batches."""
-    if isinstance(of := its.of, Gradient):
-        return _gradient(how, its, of, xs)
-    call = _call(how, _with_loss(its.flat), its, xs)
+    if isinstance(divided.of, Gradient):
+        return _gradient(like, divided, xs)
+    call = _call(like, _with_loss(divided.flat), divided, xs)
     return engine.value_and_grad(call)[0][1]
 
 
-def _axes_of_results(how: Call, its: Divided) -> list[int | None]:
+def _axes_of_results(like: Call, divided: Divided) -> list[int | None]:
     """The axes of the results that have rows, if rows are divided over devices."""
-    axes: list[int | None] = [None] * len(its.results)
+    axes: list[int | None] = [None] * len(divided.results)
 
     def run(*xs: Any) -> None:
-        call = _call(how, _with_loss(its.flat), its, xs)
+        call = _call(like, _with_loss(divided.flat), divided, xs)
         if call.devices.mesh is None and call.devices.distributed is False:
             return
         traced = engine.trace(call)
         with contextlib.suppress(Exception):  # then no results have rows
             of_one = engine.partition(traced)
             types, strided = of_one.closed.out_avals, of_one.strided
-            found = rows.axes_of_results(call, of_one.part, types, strided)
-            axes[:] = found[1:]
+            by_place = rows.axes_of_results(call, of_one.part, types, strided)
+            axes[:] = by_place[1:]
 
-    jax.eval_shape(run, *its.types)
+    jax.eval_shape(run, *divided.types)
     return axes
 
 
-def _gradient(how: Call, its: Divided, of: Gradient, xs: Sequence[Any]) -> list[Any]:
+def _gradient(like: Call, divided: Divided, xs: Sequence[Any]) -> list[Any]:
     """The results of a gradient: the loss is the sum of cotangents times results."""
-    n = len(of.base.types)
-    program = of.base.program if of.outs else of.base.silent
-    jaxpr = rewrite.unrounded(program.jaxpr, of.given)
-    smooth = [jaxpr.outvars[i] for i in of.given]
-    outs = [program.jaxpr.outvars[i] for i in of.outs]
+    gradient: Any = divided.of
+    n = len(gradient.base.types)
+    program = gradient.base.program if gradient.outs else gradient.base.silent
+    jaxpr = rewrite.unrounded(program.jaxpr, gradient.given)
+    smooth = [jaxpr.outvars[i] for i in gradient.given]
+    outs = [program.jaxpr.outvars[i] for i in gradient.outs]
     program = read.Program(jaxpr.replace(outvars=[*smooth, *outs]), program.consts)
 
     def loss(*xs: Any) -> tuple[jax.Array, list[Any]]:
@@ -261,33 +268,34 @@ def _gradient(how: Call, its: Divided, of: Gradient, xs: Sequence[Any]) -> list[
             terms = [paired(x, ct) for x, ct in zip(terms, xs[n:], strict=True)]
         return functools.reduce(jnp.add, terms), rest
 
-    call = _call(how, loss, its, xs, of.wrt)
+    call = _call(like, loss, divided, xs, gradient.wrt)
     (_, out), (grads, of_rows) = engine.value_and_grad(call)
-    found = dict(zip(call.roles["argnums"], grads, strict=True))
-    found |= zip(call.roles["batch_argnums"], of_rows, strict=False)
-    due = its.results[len(of.outs) :]
-    grads = [found[i].astype(x.dtype) for i, x in zip(of.wrt, due, strict=True)]
+    by_place = dict(zip(call.roles["argnums"], grads, strict=True))
+    by_place |= zip(call.roles["batch_argnums"], of_rows, strict=False)
+    types = divided.results[len(gradient.outs) :]
+    pairs = zip(gradient.wrt, types, strict=True)
+    grads = [by_place[i].astype(x.dtype) for i, x in pairs]
     return [*out, *grads]
 
 
 def _call(
-    how: Call,
+    like: Call,
     fun: Callable[..., Any],
-    its: Divided,
+    divided: Divided,
     xs: Sequence[Any],
     wrt: Sequence[int] = (),
 ) -> Call:
     """A call like another, of a function of arrays, each of which is an argument."""
-    split = [i for i, axis in enumerate(its.axes) if axis is not None]
+    split = [i for i, axis in enumerate(divided.axes) if axis is not None]
     moved = [i for i in split if i in wrt]
     params = tuple(i for i in wrt if i not in moved)
     batch = (*moved, *(i for i in split if i not in moved))
     roles: dict[str, tuple[Argument, ...]] = dict.fromkeys(ROLES, ())
     roles |= {"argnums": params, "batch_argnums": batch}
-    options = how.options._replace(
-        fun=fun, num_microbatches=its.number, argnums=params, batch_argnums=batch
+    options = like.options._replace(
+        fun=fun, num_microbatches=divided.number, argnums=params, batch_argnums=batch
     )
-    devices = how.devices
+    devices = like.devices
     if devices.axes:
         devices = devices.with_params(tuple(xs[i] for i in params))
     call = Call(
@@ -295,7 +303,7 @@ def _call(
         tuple(xs),
         {},
         roles=roles,
-        batch_axes=[its.axes[i] for i in batch],
+        batch_axes=[divided.axes[i] for i in batch],
         devices=devices,
         rows=len(moved),
         sums=True,

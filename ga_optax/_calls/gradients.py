@@ -72,9 +72,9 @@ def value_and_grad(
       num_microbatches: how many, static; it must divide the rows (of each device).
       microbatch_size: in its place, how many rows (of each device) one of them has.
       argnums: the positional arguments to differentiate with respect to.
-      has_aux: whether `fun` returns `(loss, aux)`. aux comes back as for all rows.
-      holomorphic: whether `fun` is holomorphic: loss and parameters are complex.
-      allow_int: whether parameters may hold integers, whose gradients are `float0`.
+      has_aux: True if `fun` returns `(loss, aux)`. aux comes back as for all rows.
+      holomorphic: True if `fun` is holomorphic: loss and parameters are complex.
+      allow_int: True if parameters may hold integers, whose gradients are `float0`.
       batch_argnums: the positional arguments that have rows.
       batch_argnames: the keywords that have rows.
       batch_axes: along which axis, as in `jax.vmap`: an int, None (whole), or a prefix

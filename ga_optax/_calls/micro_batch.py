@@ -100,7 +100,7 @@ def _multiplies(call: Call, closed: core.ClosedJaxpr, arguments: Any) -> bool:
     """True if weights must multiply gradients, and not the cotangent of the loss."""
     options = call.options
     loss: Any = closed.jaxpr.outvars[0].aval
-    # What the backward pass sums over devices cannot be multiplied after that.
+    # Sums over devices in the backward pass are too late for a product.
     by_hand = not (options.optimize or call.devices.each)
     low = jnp.finfo(loss.dtype).bits < 32
     return low or by_hand or not _scales(closed, *arguments)

@@ -165,7 +165,7 @@ class Options(NamedTuple):
             for i in places:
                 option = named if isinstance(i, str) else role
                 if num_args is not None:
-                    i = found(option, i, num_args, keywords, self.fun)
+                    i = place_of(option, i, num_args, keywords, self.fun)
                 if i in owner and owner[i] == option:
                     raise ValueError(
                         f"{option} must name each argument once, but it names argument "
@@ -183,7 +183,7 @@ class Options(NamedTuple):
         return {role: tuple(places) for role, places in roles.items()}
 
 
-def found(
+def place_of(
     option: str,
     i: Argument,
     num_args: int,

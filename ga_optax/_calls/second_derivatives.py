@@ -1,7 +1,7 @@
-"""Rules of the user's, whose second derivatives the program of a window does not have.
+"""Custom derivative rules, of which a window has the first derivatives alone.
 
-That program fills levels by functions that have others, and opens the rules that a rule
-calls. So on a mesh, where JAX differentiates it, what has such a rule is refused.
+The program of a window has no rules for second derivatives. On a mesh JAX would
+differentiate the program, so functions with such rules are refused.
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ class NoDerivativeError(NotImplementedError):
 def rule_in(jaxpr: core.Jaxpr) -> core.JaxprEqn | None:
     """A call in a program that has a rule which may not be the true derivative.
 
-    Those of JAX for forward mode are, and are kept, if they call no others.
+    Rules of JAX for forward mode are true derivatives if they call no other rules.
     """
     for e in read.equations(jaxpr):
         name = e.primitive.name
@@ -30,8 +30,8 @@ def rule_in(jaxpr: core.Jaxpr) -> core.JaxprEqn | None:
             return e
         if name == "custom_jvp_call" and (not is_of_jax(e) or calls_rules(e)):
             return e
-        its = e.params.get("its")
-        if isinstance(its, Divided) and rule_in(its.program.jaxpr):
+        divided = e.params.get("its")
+        if isinstance(divided, Divided) and rule_in(divided.program.jaxpr):
             return e
     return None
 
@@ -42,7 +42,7 @@ def refused(call: Call, e: core.JaxprEqn, what: str) -> Exception:
     where = f"a jax.shard_map binds {bound}" if bound else "the mesh has them"
     return NoDerivativeError(
         f"{what} cannot be differentiated in a jax.shard_map, or with mesh axes of "
-        "explicit type, if fun has a derivative rule of its own, but fun has "
+        "explicit type, if fun has a derivative rule of divided own, but fun has "
         f"{e.primitive.name} at {places.place_of(e.source_info)}, and {where}. Call "
         "the function of ga_optax at top level, with data_axis=ga_optax.DataAxis(name, "
         "mesh=mesh) and mesh axes of the type Auto."
@@ -50,7 +50,7 @@ def refused(call: Call, e: core.JaxprEqn, what: str) -> Exception:
 
 
 def fixed(x: Any, error: Exception) -> Any:
-    """The same array, which may have no derivative."""
+    """The same array, which raises `error` if it is differentiated."""
     same = jax.custom_jvp(lambda x: x)
 
     @same.defjvp
@@ -61,7 +61,7 @@ def fixed(x: Any, error: Exception) -> Any:
 
 
 def once(x: Any, error: Exception) -> Any:
-    """The same array, which may be differentiated once, and not again."""
+    """The same array, which raises `error` if it is differentiated twice."""
     same = jax.custom_jvp(lambda x: x)
     same.defjvp(lambda xs, ts: (fixed(xs[0], error), ts[0]))
     return same(x)

@@ -46,25 +46,20 @@ class Evidence:
     """
 
     def __init__(self, problem: Problem) -> None:
-        self.problem, self.note, self._as_is = problem, "", False
+        self.problem, self.note = problem, ""
         self.proof: Any = prove(problem)
         weights = problem.weights()
-        try:
-            self.exact = problem.both(self.gradient, weights)
-        except Exception as error:  # Any: the loss was traced in its own dtypes before.
-            self._as_is, self.note = True, f"does not run in float64 ({error!r:.120})"
-            self.exact = problem.both(self.gradient, weights)
+        self.exact = problem.both(self.gradient, weights)
         if self.low != np.float64:
-            why = self.note or f"calls code that computes in {self.low}"
-            self.note = f"""The loss {why}, so the diagnosis cannot see effects that are
-                as small as the rounding of {self.low}."""
+            self.note = f"""The loss calls code that computes in {self.low}, so the
+                diagnosis cannot see effects as small as the rounding of {self.low}."""
         self.share = weights / (weights.sum() or 1.0)
         self.native = problem.both(self._native, weights)
 
     def gradient(self) -> Callable[..., Any]:
         """Returns a function for the loss and the gradient in float64, traced anew."""
         fun = jax.value_and_grad(lambda *x: self.problem.fun(*x))
-        self._wide = Wide(fun, self.problem.x64, self._as_is)
+        self._wide = Wide(fun, self.problem.x64)
         return compiled(self._wide, x64=True)
 
     def _native(self) -> Callable[..., Any]:

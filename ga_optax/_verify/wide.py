@@ -6,6 +6,7 @@ and every float of the program is evaluated in float64. Casts to bfloat16 then c
 nothing, and random draws are those of training.
 """
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ from jax.extend import core
 
 from ga_optax._passes import interpret, read, rowwise
 
-# Primitives that read or make the bits of a float, or run code for certain dtypes.
+# Primitives that read or write the bits of a float, or run code for certain dtypes.
 _FIXED = ("bitcast", "callback", "pallas", "ffi", "custom_call", "cudnn", "scaled")
 
 
@@ -27,9 +28,9 @@ class Wide:
       low: after tracing, the lowest floating precision that the function still has.
     """
 
-    def __init__(self, fun: Callable[..., Any], x64: bool, as_is: bool = False) -> None:
-        """Of `fun`, traced under `jax_enable_x64=x64`; `as_is` changes no dtype."""
-        self._fun, self._x64, self._as_is = fun, x64, as_is
+    def __init__(self, fun: Callable[..., Any], x64: bool) -> None:
+        """Of `fun`, traced under `jax_enable_x64=x64`."""
+        self._fun, self._x64 = fun, x64
         self.low: Any = np.dtype(np.float64)
 
     def __call__(self, *args: Any) -> Any:
@@ -37,13 +38,8 @@ class Wide:
             # A new function each time, so that JAX traces it again.
             trace = jax.make_jaxpr(lambda *x: self._fun(*x), return_shape=True)
             program, out = trace(*args)
-        inputs = jax.tree.leaves(args)
-        if self._as_is:
-            self._note(*read.equations(program.jaxpr))
-            results = interpret.results(program, inputs)
-        else:
-            results = self._evaluated(program, list(map(self.widened, inputs)))
-        return jax.tree.structure(out).unflatten(results)
+        inputs = list(map(self.widened, jax.tree.leaves(args)))
+        return jax.tree.structure(out).unflatten(self._evaluated(program, inputs))
 
     def widened(self, x: Any) -> Any:
         """An array, a dtype or a program in float64; anything else as it is."""
@@ -76,12 +72,19 @@ class Wide:
         ]
 
     def _rule(self, equation: core.JaxprEqn, values: list[Any]) -> list[Any]:
-        """The wide results of an equation of wide values."""
-        params, name = equation.params, equation.primitive.name
+        """The wide results of an equation, computed in float64 if possible."""
         values = self._values(equation.invars, values)
-        if any(fixed in name for fixed in _FIXED):
-            self._note(*read.within(equation))
-            return _between_casts(lambda *xs: _bound(equation, xs), equation)(*values)
+        if not any(fixed in equation.primitive.name for fixed in _FIXED):
+            with contextlib.suppress(Exception):  # of code that refuses float64
+                return self._in_float64(equation, values)
+        reads: Any = (x for e in read.within(equation) for x in e.invars)
+        dtypes = (x.aval.dtype for x in reads if read.is_inexact(x))
+        dtypes = (np.dtype(jnp.finfo(dtype).dtype) for dtype in dtypes)
+        self.low = max((self.low, *dtypes), key=lambda x: float(jnp.finfo(x).eps))
+        return _between_casts(lambda *xs: _bound(equation, xs), equation)(*values)
+
+    def _in_float64(self, equation: core.JaxprEqn, values: list[Any]) -> list[Any]:
+        params, name = equation.params, equation.primitive.name
         if name.startswith("custom_"):  # the rules are for the dtypes of training
             return self._evaluated(read.inner(equation)[0], values)
         params = jax.tree.map(
@@ -95,12 +98,6 @@ class Wide:
         elif "precision" in params:
             params["precision"] = None  # may name a dtype
         return _bound(equation.replace(params=params), values)
-
-    def _note(self, *equations: core.JaxprEqn) -> None:
-        """Notes the lowest precision that equations read."""
-        reads: Any = (x for e in equations for x in e.invars if read.is_inexact(x))
-        dtypes = (np.dtype(jnp.finfo(x.aval.dtype).dtype) for x in reads)
-        self.low = max((self.low, *dtypes), key=lambda x: float(jnp.finfo(x).eps))
 
 
 def _bound(equation: core.JaxprEqn, values: Any) -> list[Any]:

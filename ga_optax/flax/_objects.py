@@ -14,7 +14,7 @@ from flax import nnx
 from flax.nnx.extract import NodeStates
 from jax.extend import core
 
-from ga_optax._calls.options import found
+from ga_optax._calls.options import place_of
 from ga_optax._checks import check_not_empty, check_structure
 from ga_optax._passes import read
 
@@ -46,7 +46,7 @@ class Objects:
         keys: bool = False,
     ) -> None:
         def place(a: Any) -> Any:
-            return found("argnums", number_of(a), len(args), kwargs, fun)
+            return place_of("argnums", number_of(a), len(args), kwargs, fun)
 
         argnums = tuple(argnums) if isinstance(argnums, list) else argnums
         self._fun, self._argnums = fun, jax.tree.map(place, argnums)
