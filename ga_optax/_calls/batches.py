@@ -91,8 +91,7 @@ _A_KEY_ALONE = (
 def axes_of(call: Call, hint: bool) -> list[int | None]:
     """The axis of each leaf of the batch, not negative; None for what goes whole."""
     axes, batch = call.options.batch_axes, call.role("batch_argnums")
-    if isinstance(axes, list):
-        axes = tuple(axes)
+    axes = tuple(axes) if isinstance(axes, list) else axes
     if len(batch) == 1 and not (_is_single(axes) and not _is_single(batch[0])):
         axes = (axes,)
     try:
@@ -113,9 +112,8 @@ def axes_of(call: Call, hint: bool) -> list[int | None]:
         if hint and np.ndim(x) == 0:
             leaf_axes[i] = None
             continue
-        todo = "Give it None in batch_axes to pass it to each micro-batch as it is."
-        if is_key(x) and not hint:
-            todo = _A_KEY_ALONE
+        whole = "Give it None in batch_axes to pass it to each micro-batch as it is."
+        todo = _A_KEY_ALONE if is_key(x) and not hint else whole
         check_arrays(name, x, todo)
         ndim = jnp.ndim(x)
         if not -ndim <= axis < ndim:
@@ -227,8 +225,7 @@ def _rows(call: Call, hint: bool) -> tuple[int, str, str]:
         raise _no_rows(call)
     sizes: dict[Any, int] = {}
     for _, x, length in leaves:
-        sizes.setdefault(length, 0)
-        sizes[length] += 0 if _is_raw_key(x) else nbytes(x)
+        sizes[length] = sizes.get(length, 0) + (0 if _is_raw_key(x) else nbytes(x))
     # A size that `jax.export` leaves open is the number of rows.
     rows = max(sizes, key=lambda n: (not isinstance(n, int), sizes[n]))
     name, x = next((name, x) for name, x, length in leaves if length == rows)

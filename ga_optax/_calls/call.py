@@ -135,10 +135,8 @@ class Call(NamedTuple):
 
         None stands for a leaf that has no gradient.
         """
-        params = self._all_params
-        if not self.options.allow_int:
-            return params
-        return jax.tree.map(lambda x: x if self._has_gradient(x) else None, params)
+        has, params = self._has_gradient, self._all_params
+        return jax.tree.map(lambda x: x if has(x) else None, params)
 
     @property
     def _all_params(self) -> Any:
@@ -150,12 +148,11 @@ class Call(NamedTuple):
 
     def with_zeros(self, grads: Any) -> Any:
         """Gradients, with zeros of `float0` for leaves of integers."""
-        if not self.options.allow_int:
-            return grads
 
         def gradient(x: Any, g: Any) -> Any:
-            zero = np.zeros(jnp.shape(x), jax.dtypes.float0)
-            return g if self._has_gradient(x) else zero
+            if self._has_gradient(x):
+                return g
+            return np.zeros(jnp.shape(x), jax.dtypes.float0)
 
         return jax.tree.map(gradient, self._all_params, grads)
 
@@ -178,10 +175,8 @@ class Call(NamedTuple):
         """The batch as `[number of parts, ...]`, micro-batches along axis 0."""
         with jax.named_scope("split"):
             pairs = zip(self.batch, self.split_axes, strict=True)
-            return [
-                self.devices.split(x, self.num_parts, axis, strided)
-                for x, axis in pairs
-            ]
+            k = self.num_parts
+            return [self.devices.split(x, k, axis, strided) for x, axis in pairs]
 
     def with_leaves(self, new: Mapping[int, Any]) -> "Call":
         """The same call with other leaves in place of some, by their numbers.

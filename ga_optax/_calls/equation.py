@@ -58,11 +58,10 @@ def of_call(call: Call, remat: bool | None, size: int | None = None) -> Any:
     xs = _on_mesh(call, list(leaves.values()))
     closed, out = _traced(flat, xs, call)
     axes = (*call.split_axes, *[None] * len(call.others))
-    divided = Divided.of_program(closed, axes, **_how(call, remat), size=size)
+    divided = Divided.of_program(closed, axes, **_parameters(call, remat), size=size)
     # Constants that `fun` closes over are operands, for they may be differentiated.
-    return jax.tree.unflatten(
-        jax.tree.structure(out), divided.bind([*closed.consts, *xs])
-    )
+    results = divided.bind([*closed.consts, *xs])
+    return jax.tree.unflatten(jax.tree.structure(out), results)
 
 
 def _in_loop(micro_batch: MicroBatch) -> Any:
@@ -71,18 +70,15 @@ def _in_loop(micro_batch: MicroBatch) -> Any:
     if (rule := second_derivatives.rule_in(closed.jaxpr)) is None:
         return engine.over_micro_batches(micro_batch)
     error = second_derivatives.refused(call, rule, "A gradient of microbatch")
+    once = functools.partial(second_derivatives.once, error=error)
     if not call.devices.maps:  # else `fun` is traced once more
-        closed = closed.replace(
-            consts=[second_derivatives.once(x, error) for x in closed.consts]
-        )
+        closed = closed.replace(consts=list(map(once, closed.consts)))
     leaves = call.leaves("batch_argnums") | call.others
-    new = call.with_leaves(
-        {n: second_derivatives.once(x, error) for n, x in leaves.items()}
-    )
-    return engine.over_micro_batches(micro_batch._replace(call=new, closed=closed))
+    call = call.with_leaves({n: once(x) for n, x in leaves.items()})
+    return engine.over_micro_batches(micro_batch._replace(call=call, closed=closed))
 
 
-def _how(call: Call, remat: bool | None = None) -> dict[str, Any]:
+def _parameters(call: Call, remat: bool | None = None) -> dict[str, Any]:
     """The parameters of the equation of a call, beside the program."""
     options = call.options
     like = call._replace(args=(), kwargs={}, options=options._replace(fun=_unknown))
@@ -127,21 +123,18 @@ def of_micro_batch(micro_batch: MicroBatch) -> Any:
     jaxpr = rewrite.closing_over(jaxpr, [], [], [jaxpr.invars[i] for i in reads])
     program = core.ClosedJaxpr(jaxpr, [])
     flat = _flat(micro_batch, list(map(jax.typeof, operands)), reads)
-    rows = call.split_axes
-    axes = [*[None] * (len(operands) - len(rows)), *rows]
-    like = _how(call)
+    split_axes = call.split_axes
+    axes = [*[None] * (len(operands) - len(split_axes)), *split_axes]
+    parameters = _parameters(call)
     if devices.axes:
-        like |= {
-            "runs": _at_once,
-            "finds": lambda divided: [None] * len(divided.results),
-        }
+        parameters |= {"runs": _at_once, "finds": lambda x: [None] * len(x.results)}
     divided = Divided(
         flat=flat,
         types=tuple(program.in_avals),
         results=tuple(program.out_avals),
         axes=tuple(axes[i] for i in reads),
         exact=rule is None,
-        **like,
+        **parameters,
     )
     return jax.tree.unflatten(jax.tree.structure(out), divided.bind(kept, program))
 

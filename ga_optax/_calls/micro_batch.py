@@ -85,7 +85,13 @@ def _micro_batch(call: Call, x: jax.Array) -> Callable[..., Any]:
                 weight = as_weight(weight_fn(*whole), float)
             out = options.fun(*one.args, **one.kwargs)
         except Exception as error:
-            error.add_note(_in_words(call, x))
+            axis, whole = call.split_axes[0], jnp.shape(call.batch[0])
+            error.add_note(
+                f"ga_optax called fun with one of {call.num_parts} micro-batches: the "
+                f"first leaf of the batch has shape {jnp.shape(x)}, split along axis "
+                f"{axis} of {whole}. batch_argnums and batch_axes say what is split; "
+                "all else goes whole."
+            )
             raise
         loss, carry, aux = taken_apart(options, out)
         check_carry(call.role("carry_argnums"), carry)
@@ -98,22 +104,12 @@ def _micro_batch(call: Call, x: jax.Array) -> Callable[..., Any]:
 
 def _multiplies(call: Call, closed: core.ClosedJaxpr, arguments: Any) -> bool:
     """True if weights must multiply gradients, and not the cotangent of the loss."""
-    options = call.options
     loss: Any = closed.jaxpr.outvars[0].aval
-    # Sums over devices in the backward pass are too late for a product.
-    by_hand = not (options.optimize or call.devices.each)
-    low = jnp.finfo(loss.dtype).bits < 32
-    return low or by_hand or not _scales(closed, *arguments)
-
-
-def _in_words(call: Call, x: jax.Array) -> str:
-    """The arguments of `fun` in words, for a note to an error that `fun` raises."""
-    return (
-        f"ga_optax called fun with one of {call.num_parts} "
-        f"micro-batches: the first leaf of the batch has shape {jnp.shape(x)}, split "
-        f"along axis {call.split_axes[0]} of {jnp.shape(call.batch[0])}. batch_argnums "
-        "and batch_axes say what is split; all else goes whole."
-    )
+    if jnp.finfo(loss.dtype).bits < 32:
+        return True
+    # After the sums over devices of a backward pass a product is too late.
+    plain = not (call.options.optimize or call.devices.each)
+    return plain or not _scales(closed, *arguments)
 
 
 def _scales(closed: core.ClosedJaxpr, params: list[Any], *rest: Any) -> bool:

@@ -107,14 +107,12 @@ class Options(NamedTuple):
         roles = options.roles()
         for name in ("argnums",) * differentiates + ("batch_argnums",):
             if not roles[name]:
-                raise ValueError(
-                    f"{name} must name at least one argument, but it is (). Leave it "
-                    "out."
-                )
+                todo = f"Leave {name} out."
+                raise ValueError(f"{name} must name an argument, but it is (). {todo}")
         return options
 
     def _checked_number(self) -> dict[str, Any]:
-        """One of the number and the size of micro-batches, and 1 for the number."""
+        """The number of micro-batches; or the size, and 1 for the number."""
         number, size = self.num_microbatches, self.microbatch_size
         if (number is None) == (size is None):
             came = "neither" if size is None else "both"
@@ -133,19 +131,18 @@ class Options(NamedTuple):
         number, k = self.num_real_microbatches, self.num_microbatches
         if number is None:
             return
-        if jnp.shape(number) or not jnp.issubdtype(
-            jnp.result_type(number), jnp.integer
-        ):
+        dtype = jnp.result_type(number)
+        if jnp.shape(number) or not jnp.issubdtype(dtype, jnp.integer):
             raise TypeError(
                 "num_real_microbatches must be an integer scalar, static or traced, "
                 f"but it is {number!r}. Pass how many micro-batches hold examples, or "
                 "None for all."
             )
-        known = None if isinstance(number, jax.core.Tracer) else np.asarray(number)
-        if known is not None and not 0 <= known <= k:
+        is_traced = isinstance(number, jax.core.Tracer)
+        if not is_traced and not 0 <= np.asarray(number) <= k:
             raise ValueError(
                 f"num_real_microbatches must be from 0 to num_microbatches={k}, but it "
-                f"is {number}. Pass how many of them hold examples."
+                f"is {number}. Pass how many micro-batches hold examples."
             )
 
     @property

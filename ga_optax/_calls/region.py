@@ -101,10 +101,9 @@ def _dims_of_shards(
         if not dims or read.numbers(x.shape) * x.dtype.itemsize < _SMALL:
             continue
         spec = meshes.known_spec(x)
-        named = [bool({*meshes.names_in(its)} & {*axes}) for its in spec or ()]
+        named = [bool({*meshes.names_in(x)} & {*axes}) for x in spec or ()]
         if any(named):
-            its = [d for d in dims if any(named[d : d + 1])]
-            known[n] = (its or dims)[0]
+            known[n] = next((d for d in dims if any(named[d : d + 1])), dims[0])
         elif spec is None:
             perhaps[n] = dims[0]
     return known, perhaps
@@ -134,7 +133,8 @@ def explained(call: Call) -> Iterator[None]:
                 error.add_note(todo)
         names = [name for name in call.devices.bound if f"'{name}'" in text]
         if names and "Manual" in text:
-            raise ManualAxisError(f"{_manual(names[0])} JAX says: {error}") from error
+            text = f"{_MANUAL.format(names[0])} JAX says: {error}"
+            raise ManualAxisError(text) from error
         raise
 
 
@@ -149,18 +149,16 @@ _ADVICE = {
 }
 
 
-def _manual(name: str) -> str:
-    """The advice on a sharding over a data axis that is bound."""
-    return (
-        "With a data_axis fun must not shard anything over it by a PartitionSpec, "
-        f"since it sees the rows of one device, but it names {name!r}. Pass "
-        "with_sharding_constraint a NamedSharding, out of which the data axis is "
-        "taken, or a PartitionSpec of other axes alone (in Flax, take the name out "
-        "of the logical axis rules, in Haliax out of the axis mapping). In your "
-        "own jax.shard_map, pass check_vma=False, too. Or pass "
-        'sync="each", or no data_axis, and every micro-batch '
-        f"is reduced. {_CLOSED_OVER}"
-    )
+# The advice on a sharding over a data axis that is bound.
+_MANUAL = (
+    "With a data_axis fun must not shard anything over it by a PartitionSpec, since it "
+    "sees the rows of one device, but it names {!r}. Pass with_sharding_constraint a "
+    "NamedSharding, out of which the data axis is taken, or a PartitionSpec of other "
+    "axes alone (in Flax, take the name out of the logical axis rules, in Haliax out "
+    "of the axis mapping). In your own jax.shard_map, pass check_vma=False, too. Or "
+    'pass sync="each", or no data_axis, and every micro-batch is reduced. '
+    f"{_CLOSED_OVER}"
+)
 
 
 def check_not_reduced(call: Call, loss: Any) -> None:

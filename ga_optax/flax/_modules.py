@@ -21,7 +21,7 @@ from jax.typing import ArrayLike, DTypeLike
 from ga_optax import _verify
 from ga_optax._calls import accumulate as of_each
 from ga_optax._calls import dependencies, gradients
-from ga_optax._calls.options import found
+from ga_optax._calls.options import place_of
 from ga_optax._calls.words import explains_keywords, warns_outside_jit
 from ga_optax._checks import check_not_empty
 from ga_optax._devices.data_axis import DataAxis
@@ -348,7 +348,7 @@ def _places(numbers: dict[str, Any], num_args: int) -> dict[str, Any]:
     After the positional arguments come the variables, and the separate keys.
     """
     places = {
-        name: jax.tree.map(partial(found, name, num_args=num_args), positions)
+        name: jax.tree.map(partial(place_of, name, num_args=num_args), positions)
         for name, positions in numbers.items()
     }
     rng_argnums = *jax.tree.leaves(places["rng_argnums"]), num_args + 1
