@@ -1,9 +1,9 @@
-"""The way of a call: from its arguments, checked, to its value and its gradients.
+"""The stations of a call: from checked arguments to the value and the gradients.
 
     Call         the arguments by role, and the devices        `Call.of` checks them
     Traced       the program of `fun` at all rows              `trace`
     MicroBatch   the program of one of k micro-batches         `partition`
-    Rewritten    that program as it is to run, and its arrays  `rewrite`
+    Rewritten    the program after the passes, and the arrays   `rewrite`
     Scheduled    the levels that compute the values            `schedule`
     Outcome      results, gradients                            `run`
 
@@ -178,7 +178,7 @@ def partition(traced: Traced, layouts: Sequence[Layout] = ()) -> MicroBatch:
     """
     call, closed, out = traced
     jaxpr = constraints.without_axes(closed.jaxpr, call.devices.bound)
-    # A loss that is rounded does not add up; before that it has the same gradient.
+    # A loss adds up before it is rounded, and has the same gradient there.
     part, strided = rows.split(call, rewriting.unrounded(jaxpr, [0]), layouts)
     micro_batch = MicroBatch(call, closed, out, part, strided)
     _check_options(micro_batch)

@@ -8,26 +8,26 @@ micro-batches, with collectives over a named axis wherever rows need one another
 Rows are followed from the leaves of the batch. Each value has a layout: it is *whole*;
 or it has *rows* along one dimension, globally [s, n, ...] and here [s, n / k, ...]; or
 it is *partial*, a sum over micro-batches that nothing nonlinear has read yet. An axis
-that merely is as long as the batch is never taken for rows. What has no rule gathers
-its operands and is computed whole, which is always right and only takes memory.
+that merely is as long as the batch is never taken for rows. An equation without a
+rule gathers the operands and is computed whole, which is right and only takes memory.
 
     values       the layouts, and a value in one
     axis         the axis of the micro-batches, and collectives over it
-    notes        what is recorded of equations that are computed whole
+    notes        records of equations that are computed whole
     writer       the program of a micro-batch while it is written; changes of layout
-    factors      what follows from a row of the table of primitives, in `_passes`
-    table        which rule each primitive has beside or without a row
+    factors      rules that follow from rows of the table of primitives, in `_passes`
+    table        the rules of primitives beside or without a row
     linear, shapes, moves, reductions, products, indexing, randoms, nested, loops,
     custom       the rules, by kind
-    derivatives  the program that JAX derives of a function with a rule of its own
-    attached     such functions in the open, with the cotangents that the rule gives
+    derivatives  the program that JAX derives of a function with a custom rule
+    attached     such functions inlined, with the cotangents of the rule
     splits       calls that say how they split: one record, one body, readers of records
-    kernels      the reader of Pallas kernels, of whose grid a micro-batch runs a part
-    cutting      a value's rows computed from the rows of what it is made of
-    created      rows of what the program creates, such as noise for a generator
-    divided      what runs over micro-batches of its own: `microbatch` in a loss
-    labels       what a micro-batch holds of each value, for reports
-    program      `partition`, which puts these together
+    kernels      the reader of Pallas kernels: a micro-batch runs a part of the grid
+    cutting      rows of a whole value, computed from rows of the operands
+    created      rows of arrays that the program creates, such as noise
+    divided      `microbatch` in a loss
+    labels       the part of each value that a micro-batch holds, for reports
+    partitioned  `partition`
 
 Imports `_passes` alone.
 """

@@ -1,4 +1,4 @@
-"""Functions with rules of their own in which rows meet, there or on the way back.
+"""Functions with custom rules in which rows meet, forward or backward.
 
 What JAX derives of such a function is a program of its arguments and of the cotangents
 of its results. It is partitioned as any other. What the results need is written in the
@@ -54,13 +54,13 @@ Linear = Callable[[read.Program, int], bool]
 def attached(
     w: Writer, e: core.JaxprEqn, vs: list[Value], linear: Linear
 ) -> list[Result]:
-    """The results of an equation with a rule of its own.
+    """The results of an equation with a custom derivative rule.
 
     Args:
       w: the writer.
       e: the equation.
-      vs: its operands, none of which is partial.
-      linear: tells of a program if it is linear in so many of its last arguments.
+      vs: the operands, none of which is partial.
+      linear: True for a program that is linear in a number of the last arguments.
 
     Raises:
       RowsMeet: if rows meet where they cannot.
@@ -158,10 +158,10 @@ class _Sum(NamedTuple):
     """A sum over micro-batches of cotangents.
 
     Attributes:
-      result: the variable that is known when they are added up.
-      operand: the variable of which each micro-batch has a part.
-      of: the collective; None for a variable that is equal in all micro-batches, of
-        which one is taken.
+      result: the variable of the sum.
+      operand: the variable of the part of each micro-batch.
+      of: the collective; None if the variable is equal in all micro-batches, and the
+        part of one counts.
     """
 
     result: Any
@@ -277,7 +277,7 @@ class _Local:
         return found
 
     def _any_results(self) -> list[Any]:
-        """Cotangents of results, of which a rule reads none."""
+        """Zero cotangents of results, for a rule that reads none."""
         every = list(self.cts.values())
         return [x for x in every if x in self.own] or every
 

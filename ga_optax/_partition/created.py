@@ -36,10 +36,10 @@ class Created:
     """The arrays that one program creates.
 
     Attributes:
-      rows: those of the batch, as a leaf of it has them.
-      length: how many rows the batch has.
+      rows: the rows of the batch, as in a leaf of the batch.
+      length: the number of rows of the batch.
       cut: the roots that get rows.
-      roots: the roots that might get rows, and how many numbers they compute.
+      roots: the roots that might get rows, and the count of numbers in each.
     """
 
     rows: Rows
@@ -102,8 +102,8 @@ def best(
     """The partitioned program in which a micro-batch computes less.
 
     Args:
-      run: partitions it, with what is created.
-      cost: how many numbers a micro-batch computes, and how often rows meet.
+      run: partitions the program, with rows of `created`.
+      cost: the count of numbers that a micro-batch computes, and of meetings.
       created: without roots that are cut; None if nothing has rows.
     """
     chosen = run(created)

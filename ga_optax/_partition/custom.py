@@ -1,4 +1,4 @@
-"""Derivative rules of the user's, and of JAX: `jax.custom_jvp` and `jax.custom_vjp`.
+"""Derivative rules of users and of JAX: `jax.custom_jvp` and `jax.custom_vjp`.
 
 A `jax.custom_jvp` stays one: its function and rule are partitioned like any program,
 with the tangents in the layouts of the primals. Where rows meet in it, and of a
@@ -65,7 +65,7 @@ def custom_vjp(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
 
 
 def is_of_jax(e: core.JaxprEqn, name: str = "") -> bool:
-    """True if a function with a rule is one of JAX, and has this name, if any."""
+    """True if a function with a rule belongs to JAX, and has this name, if given."""
     [program] = read.inner_programs(e)
     function, _, place = str(program.debug_info.func_src_info).partition(" at ")
     return place.startswith(os.path.dirname(jax.__file__)) and name in ("", function)
@@ -136,10 +136,10 @@ def _rule_of(e: core.JaxprEqn, moving: list[bool]) -> tuple[read.Program, list[b
 
 
 def _without_call(jvp: read.Program, e: core.JaxprEqn) -> tuple[bool, read.Program]:
-    """True if a rule calls its own function; then the results are operands of it.
+    """True if a rule calls the function of the rule; results become operands then.
 
-    So most rules have the result, as in `return f(x), t`. Run without its rule there it
-    would have another derivative, when the gradient is differentiated once more.
+    Most rules compute the result so, as in `return f(x), t`. A call without the rule
+    would have another second derivative.
     """
     [program], jaxpr = read.inner(e), jvp.jaxpr
     args = [*jaxpr.constvars, *jaxpr.invars]
@@ -182,7 +182,7 @@ def _of_layout(aval: Any, layout: Layout) -> Value:
 
 
 def _is_linear(w: Writer, program: read.Program, number: int) -> bool:
-    """True if a program is known to be linear in so many of its last arguments."""
+    """True if a program is known to be linear in a number of the last arguments."""
     types = [x.aval for x in program.jaxpr.invars]
 
     def is_linear() -> bool:
@@ -272,7 +272,7 @@ def _run_once(w: Writer, e: core.JaxprEqn, xs: list[Any]) -> None:
 def _traced_before(jaxpr: core.Jaxpr, consts: Sequence[Any]) -> read.Program:
     """A program that JAX traced and keeps, such as that of a rule, and its constants.
 
-    In newer JAX they are the first of its arguments.
+    In newer JAX the constants are the first arguments.
     """
     number = len(consts) - len(jaxpr.constvars)
     return read.Program(

@@ -1,7 +1,7 @@
-"""A value's rows, computed from the rows of what it is made of.
+"""The rows of a whole value, computed from rows of the operands.
 
-What comes from no leaf of the batch is whole: `eye(n)`, `arange(n)`, a dropout mask.
-Where it meets rows, only its own part is computed.
+A value that depends on no leaf of the batch is whole: `eye(n)`, `arange(n)`, a dropout
+mask. In an equation with rows a micro-batch computes the part that it needs.
 """
 
 from typing import Any

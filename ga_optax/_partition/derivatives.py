@@ -1,4 +1,4 @@
-"""The program that JAX derives of a function with a derivative rule of its own."""
+"""The program that JAX derives of a function with a custom derivative rule."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -15,16 +15,16 @@ from ga_optax._passes.read import is_inexact
 
 
 class Derived(NamedTuple):
-    """A function and its rule, in the whole batch.
+    """A function and the rule of the function, in the whole batch.
 
     Attributes:
-      program: its arguments are those of the function, and the cotangents of `given`;
-        its results are those of the function that are read, the residuals, and the
-        cotangents of the `moving` arguments.
+      program: from the arguments of the function, and the cotangents of `given`, to
+        the results of the function that are read, the residuals, and the cotangents of
+        the `moving` arguments.
       num_results: the number of results of the function that are read.
       num_residuals: the number of residuals.
-      given: the results that have a cotangent, by number among those that are read.
-      moving: the arguments that have one, by number.
+      given: the results that have a cotangent, by number among the results read.
+      moving: the arguments that have a cotangent, by number.
     """
 
     program: read.Program

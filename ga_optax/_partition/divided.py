@@ -1,8 +1,8 @@
-"""A nested `microbatch`, such as that of a head in a model.
+"""A nested `microbatch`, such as of the head of a model.
 
-In a micro-batch of a window it has the rows of that one, on one device, and as many
-micro-batches of these as if it were called with them; or the most that divide them.
-Where its rows meet, it is its program, as if that stood there itself.
+In a micro-batch of a window it divides the rows of the micro-batch on one device, into
+the number of pieces that the user gave, or the largest smaller number that divides the
+rows. If rows meet inside, the program of the nested function is inlined.
 """
 
 from jax.extend import core
@@ -39,7 +39,7 @@ def written(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result]:
 
 
 def _number(w: Writer, its: Divided, vs: list[Value]) -> int:
-    """The number of its micro-batches in a micro-batch of the window, or 1."""
+    """The number of pieces of a micro-batch of the window, or 1."""
     pairs = [(v, d) for v, d in zip(vs, its.axes, strict=True) if d is not None]
     same = [v.dim == d for v, d in pairs]
     if not any(same):

@@ -6,7 +6,7 @@ A factor is a dimension that operands and results share (`_passes.notation`).
     summed      if no result has it: each micro-batch has a part of a sum
     wanted      rows of a result, from the rows of the operands that have its factor
 
-In what an equation is linear, by its row, `linear` follows sums that wait.
+Sums that wait pass through equations that are linear by the row, see `linear`.
 """
 
 import functools
@@ -30,7 +30,7 @@ from ga_optax._passes.notation import Axes, Factor
 
 
 def of_equation(e: core.JaxprEqn) -> list[Factor]:
-    """The ways to split an equation, by its row."""
+    """The ways to split an equation, by the row of the primitive."""
     return primitives.factors_of(primitives.entry_of(e), e)
 
 
@@ -66,7 +66,7 @@ def operand_layouts(rows: Rows, dims: Axes) -> list[Layout]:
 
 
 def forward(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
-    """Rows that stay rows; None if those of all operands go another way."""
+    """Rows of results, from rows of operands; None if there are none."""
     kept = [way for way in of_equation(e) if None not in way.outs]
     if (found := chosen(vs, lambda _: kept)) is None:
         return None
@@ -99,7 +99,7 @@ def before(rule: Rule) -> Rule:
 
 
 def wanted(w: Writer, e: core.JaxprEqn, vs: list[Value], rows: Rows) -> Any:
-    """The rows of its one result; None if that takes more than rows of the operands."""
+    """The rows of the one result; None if they need more than rows of the operands."""
     if len(e.outvars) > 1:
         return None
     way = next((x for x in of_equation(e) if x.outs == (rows.dim,)), None)

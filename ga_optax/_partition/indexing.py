@@ -27,7 +27,7 @@ _SAME = ("convert_element_type", "squeeze", "copy")
 
 
 def gather(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
-    """A gather: each row picks numbers of its own, or of other rows."""
+    """A gather: each row picks numbers of the same row, or of other rows."""
     operand, indices = vs
     numbers = e.params["dimension_numbers"]
     if operand.dim in numbers.collapsed_slice_dims:
@@ -52,7 +52,7 @@ def reorders(w: Writer, e: core.JaxprEqn, operand: Value, indices: Value) -> boo
 
 
 def _batch(e: core.JaxprEqn) -> list[int]:
-    """The axes of the result that are those of the indices."""
+    """The axes of the result that come from the indices."""
     rank = len(types_of(e)[0].shape)
     return [
         d for d in range(rank) if d not in e.params["dimension_numbers"].offset_dims
@@ -92,9 +92,9 @@ def _picked(w: Writer, e: core.JaxprEqn, operand: Value, indices: Value) -> Any:
 def rows_in_order(
     w: Writer, operand: Value, indices: Value, index_map: tuple[int, ...]
 ) -> Any:
-    """Indices here, if those into the operand's rows are 0, 1, ..., n - 1; or None.
+    """Local indices, if indices into the rows are 0, 1, ..., n - 1; None otherwise.
 
-    Each may come several times, one after the other: 0, 0, 1, 1, ...
+    An index may repeat, one after the other: 0, 0, 1, 1, ...
     """
     rows = operand.rows
     if rows is None or operand.dim not in index_map or rows.segments > 1:
@@ -191,7 +191,7 @@ def _scattered_own(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
 
 
 def _scattered_into(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
-    """Some rows get updates, as after `x.at[0]`: here those that are held here."""
+    """Updates of some rows, as by `x.at[0]`: of the rows of this micro-batch."""
     operand, indices, updates = vs
     numbers, d = e.params["dimension_numbers"], operand.dim
     index_map = list(numbers.scatter_dims_to_operand_dims)
@@ -284,7 +284,7 @@ def _written(w: Writer, e: core.JaxprEqn, vs: list[Value], here: _Updates) -> Re
 
 
 def _sum(w: Writer, vs: list[Value], here: Any) -> Any:
-    """The sum over micro-batches of what is computed of values."""
+    """The sum over micro-batches of a result of values."""
     for v in vs:
         w.meet(v)
     return w.sum(here)

@@ -6,8 +6,8 @@ where they are along it, then those of a micro-batch are a kernel by themselves:
 
     grid [..., k L, ...], blocks of n rows  ->  grid [..., L, ...], blocks of n / k rows
 
-Functions of the grid say which block a program has. They are evaluated at all points of
-it, which is more exact than to match them as formulas. If anything else may depend on
+Functions of the grid give the block of a program. They are evaluated at all points of
+the grid, which is more exact than to match formulas. If anything else may depend on
 the axis, or on the order of programs along it, the kernel is computed whole.
 """
 
@@ -44,7 +44,7 @@ def pallas_call(w: Writer, e: core.JaxprEqn, segments: int) -> list[Split]:
 
 
 def _can_be_read(e: core.JaxprEqn) -> bool:
-    """True if operands and results are all that its programs share."""
+    """True if the programs of a kernel share operands and results alone."""
     [kernel], p, grid = read.inner_programs(e), e.params, e.params["grid_mapping"]
     names = " ".join(x.primitive.name for x in read.equations(kernel))
     return (

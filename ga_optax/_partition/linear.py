@@ -19,7 +19,7 @@ from ga_optax._passes.read import is_inexact
 
 
 def linear(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result] | None:
-    """The results, partial; None if the equation is not linear in what is partial."""
+    """The partial results; None if the equation is not linear in partial operands."""
     name = e.primitive.name
     if name == "div" and vs[0].is_partial and vs[0].params and not vs[1].params:
         # What does not depend on the parameters, such as a count of tokens, is known
@@ -75,7 +75,7 @@ def _grows(e: core.JaxprEqn, vs: list[Value]) -> bool:
 
 
 def _rounds(e: core.JaxprEqn, v: Value) -> bool:
-    """True if a cast drops digits: then the sum is rounded, and not its terms."""
+    """True if a cast drops digits: the sum must be rounded, and not the terms."""
     old, new = v.aval.dtype, types_of(e)[0].dtype
     if not is_inexact(v.aval):
         return True

@@ -31,7 +31,7 @@ from ga_optax._passes.read import is_inexact
 
 
 def move(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
-    """The results of what moves rows; None if its operands never had any."""
+    """The results of an equation that moves rows; None if no operand had rows."""
     origin = next(filter(None, (v.origin for v in vs)), None)
     if origin is None or not isinstance(origin[1], int):  # left open by `jax.export`
         return None
@@ -92,7 +92,7 @@ def _moved(e: core.JaxprEqn, vs: list[Value], d: int, i: int) -> Source | None:
 def _picked(w: Writer, source: Source | None, d: int, rows: Rows | None) -> Any:
     """This micro-batch's rows of a result; None if they come from more than one value.
 
-    Neither it nor its cotangent is ever there as a whole, beside those of the value.
+    The whole result and its cotangent are never computed, beside those of the value.
     """
     if source is None or rows is None:
         return None

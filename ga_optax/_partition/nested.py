@@ -39,12 +39,12 @@ class Inner(NamedTuple):
     """A program inside an equation, as a micro-batch runs it.
 
     Attributes:
-      closed: the program; its arguments are the index of the micro-batch, and those of
-        the program of the whole batch.
-      layouts: the layouts of its results.
-      levels: the levels of its results.
+      closed: the program, from the index of the micro-batch and the arguments of the
+        program of the whole batch.
+      layouts: the layouts of the results.
+      levels: the levels of the results.
       meets: True if there are collectives in it.
-      reads_index: True if it reads the index of the micro-batch.
+      reads_index: True if the program reads the index of the micro-batch.
     """
 
     closed: Any
@@ -69,7 +69,7 @@ def inner(
     rows meet in them.
 
     Args:
-      w: the writer of the program around it.
+      w: the writer of the outer program.
       program: the program.
       args: the arguments; of their arrays only the types count.
       wanted: a layout for each result, None for any.
@@ -212,7 +212,7 @@ def cond(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
 
 
 def shard_map(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
-    """A function that devices run, each on a part of every row, or on its own rows."""
+    """A function that devices run on parts of every row, or on different rows."""
     p, [program] = e.params, read.inner(e)
     vs = w.summed(vs)
     sizes = p["mesh"].shape

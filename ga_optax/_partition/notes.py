@@ -20,7 +20,7 @@ class Note(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """An equation that each micro-batch draws from a key of its own."""
+    """A random draw of which each micro-batch has a separate key."""
 
     name: str
     line: str
@@ -37,7 +37,7 @@ class Records:
       notes: equations that are computed whole, and draws.
       promised: equations that are split because the user says so.
       failures: errors of rules, each of which is a fault of this library.
-      programs: what is made once, see `Writer.once`.
+      programs: programs that are written once, see `Writer.once`.
     """
 
     notes: list[Any] = dataclasses.field(default_factory=list)

@@ -28,18 +28,18 @@ class Partitioned(NamedTuple):
     Attributes:
       jaxpr: the program, with collectives over the axis. Its last argument is the index
         of the micro-batch.
-      consts: the values of its constants.
-      layouts: those of its results. There may be one more: the first again, whole, if
-        what micro-batches add to it may add up to NaN, see `Value`.
-      whole: what is computed whole because nothing better is known of it.
-      drawn: what micro-batches draw, each by itself: on some platforms another draw of
-        the same distribution than that of the whole batch.
-      promised: what is split because the user says so.
-      failures: of rules; what they were for is computed whole.
-      meets: whether rows meet, in a collective over the axis.
-      in_gradient: the first equation in which they meet on the way from the parameters
-        to the loss; if there is none, they meet in numbers alone, such as counts.
-      reads_index: whether it reads its last argument: which micro-batch it is.
+      consts: the values of the constants.
+      layouts: the layouts of the results. The first result may come once more, whole,
+        if parts of it may add up to NaN, see `Value`.
+      whole: equations without a rule, which are computed whole.
+      drawn: random draws of each micro-batch: on some platforms other draws of the same
+        distribution than those of the whole batch.
+      promised: equations that are split because of a promise of the user.
+      failures: errors of rules; the equations are computed whole.
+      meets: True if rows meet, in a collective over the axis.
+      in_gradient: the first meeting on the way from the parameters to the loss; None if
+        rows meet in numbers without parameters alone, such as counts.
+      reads_index: True if the program reads the index of the micro-batch.
     """
 
     jaxpr: core.Jaxpr
@@ -55,7 +55,7 @@ class Partitioned(NamedTuple):
 
 
 class Argument(NamedTuple):
-    """An argument: its type, its layout, and whether it is differentiated."""
+    """An argument: the type, the layout, and True if it is differentiated."""
 
     aval: Any
     layout: Layout
@@ -68,10 +68,10 @@ def partition(
     axis: Axis,
     wanted: Sequence[Layout | None] = (),
 ) -> Partitioned:
-    """Partitions a program, whose constants are its first arguments.
+    """Partitions a program, of which the constants are the first arguments.
 
-    Its results are in the layouts that are wanted. Where that is None, and after the
-    last one, they stay in the layouts that they have.
+    Results come in the layouts `wanted`. A result without a wanted layout, or with
+    None, stays in the layout in which it is computed.
     """
     split = ((a.layout, a.aval) for a in arguments if isinstance(a.layout, Rows))
     first = next((created.Created(x, of.shape[x.dim]) for x, of in split), None)
@@ -162,7 +162,7 @@ def _live(
 
 
 def _put(w: Writer, v: Value, layout: Layout) -> Any:
-    """A result in a layout; what that takes has its line."""
+    """A result in a layout; equations for the change have the line of the result."""
     if v.made is None:
         return w.to(v, layout)
     with interpret.as_of(v.made[0], source_info_util.current_name_stack()):

@@ -1,4 +1,4 @@
-"""Products: those over rows are sums over micro-batches."""
+"""Products: a product that contracts rows is a sum over micro-batches."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from ga_optax._partition.writer import Writer
 def ragged_dot(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     """Products of groups of rows, one after the other, as of tokens sorted by expert.
 
-    A micro-batch has its rows of some groups: so many of each as lie among its own.
+    A micro-batch has rows of some groups: of each group the rows that it holds.
     """
     left, right, sizes = vs
     numbers = e.params["ragged_dot_dimension_numbers"]

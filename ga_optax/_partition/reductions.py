@@ -97,7 +97,7 @@ def _stopped_extremum(w: Writer, is_max: bool, v: Value, here: Any) -> Any:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _of_parts(is_max: bool, found: jax.Array, counts: jax.Array) -> jax.Array:
-    """The extremum of those of all micro-batches, each attained so many times."""
+    """The extremum over micro-batches, from extrema and how often each is attained."""
     return found.max(0) if is_max else found.min(0)
 
 
@@ -138,9 +138,9 @@ def argument(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
 
 
 def collective(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
-    """`psum`, `pmax` and `pmin` over axes of the user's.
+    """`psum`, `pmax` and `pmin` over axes of the user.
 
-    Those of a `jax.vmap` that has an `axis_name` are numbers here: axes of the array.
+    The axis of a `jax.vmap` with an `axis_name` is a number here: an axis of the array.
     """
     if e.params.get("axis_index_groups") is not None:
         return None
@@ -162,7 +162,7 @@ def collective(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
 
 
 def cumulative(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
-    """Sums from the first row on: those here, after the totals of those before."""
+    """Sums from the first row on: local sums, plus the totals of earlier rows."""
     [v] = vs
     axis, reverse = e.params["axis"], e.params["reverse"]
     name = e.primitive.name

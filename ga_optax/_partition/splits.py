@@ -1,8 +1,8 @@
-"""Calls that split as they say: one record (`Split`), one body, and a reader of each.
+"""Calls with a record of how they split (`Split`): one body, a reader of each kind.
 
-    rowwise                functions whose rows need themselves alone, as the user says
+    rowwise                functions whose rows do not need each other, by promise
     custom_partitioning    calls with a rule for shardings
-    cudnn_attention        calls of which it is known
+    cudnn_attention        calls of a known kernel
     pallas_call            kernels whose grid goes over the rows, see `kernels`
 
 A reader returns records. The body chooses one of the ways in them, calls the function
@@ -75,7 +75,7 @@ def split(reads: Reader, w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Result
 
 
 def rowwise(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
-    """A call of a function of the user's, of which each row needs itself alone."""
+    """A call of a function of the user whose rows do not need each other."""
     if (out := split(_promised, w, e, vs)) is None:
         return w.noted(_name(e), e, vs)
     if not any(v.smooth for v in vs) or not custom.has_nonlinear_rule(w, e):

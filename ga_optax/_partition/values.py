@@ -42,16 +42,17 @@ class Value:
     """A value of the program of the whole batch.
 
     Attributes:
-      x: what a micro-batch holds of it.
-      aval: its type in the whole batch.
+      x: the part of the value that a micro-batch holds.
+      aval: the type in the whole batch.
       layout: how `x` makes the whole.
-      level: how many collectives are on the longest way to it from the parameters.
-      params: whether it depends on the parameters.
-      smooth: whether it may have a derivative with respect to them.
-      scaled: whether it is a sum times, or over, what may be 0 or infinite. Then parts
-        may add up to NaN where the whole is none.
-      made: the equation that computes it, its operands, and which result it is.
-      copies: the same in other layouts, as far as they were needed.
+      level: the number of collectives on the longest way from the parameters.
+      params: True if the value depends on the parameters.
+      smooth: True if it may have a derivative with respect to the parameters.
+      scaled: True for a sum times, or over, a number that may be 0 or infinite. Parts
+        may add up to NaN then, although the whole is no NaN.
+      made: the equation that computes the value, the operands, the number of the
+        result.
+      copies: the value in other layouts, as far as they were needed.
       sources: by dimension, the value whose rows these are, see `moves`.
     """
 
@@ -67,7 +68,7 @@ class Value:
     sources: dict[int, Any] = dataclasses.field(default_factory=dict)
 
     def with_layout(self, x: Any, layout: Layout) -> "Value":
-        """The same value, of which micro-batches hold something else."""
+        """The same value, of which micro-batches hold another part."""
         return dataclasses.replace(self, x=x, layout=layout, copies={})
 
     def alone(self, x: Any, layout: Layout | None = None, aval: Any = None) -> "Value":
@@ -147,7 +148,7 @@ def varies(aval: Any) -> frozenset[Any]:
 
 
 def varying(xs: Sequence[Any], axes: Iterable[Any] = ()) -> list[Any]:
-    """Operands that vary over some axes, and over those over which any of them does."""
+    """Operands that vary over some axes, and over all axes of any operand."""
     each = [varies(jax.typeof(x)) for x in xs]
     every = frozenset(axes).union(*each)
     return [

@@ -38,8 +38,8 @@ class Scope(NamedTuple):
       forbids_collectives: True if rows must not meet: in a loop, a branch, or a rule.
       forbids_shares: True if a whole addend must not be shared out among micro-batches:
         where a program is tested for being linear.
-      in_rule: True in the program of a derivative rule, where functions with rules of
-        their own run without these.
+      in_rule: True in the program of a derivative rule, where functions with custom
+        rules run without the rules.
       partitioned_again: True in a nested `microbatch`, which partitions what is written
         once more.
     """
@@ -51,7 +51,7 @@ class Scope(NamedTuple):
 
 
 class Same:
-    """A key that equals another one of the same object alone."""
+    """A key that equals another key of the same object alone."""
 
     def __init__(self, of: Any) -> None:
         self.of = of
@@ -108,7 +108,7 @@ class Writer:
     # -- Layouts -----------------------------------------------------------------------
 
     def to(self, v: Value, layout: Layout) -> Any:
-        """The value in a layout; it remembers those that it was in."""
+        """The value in a layout; `Value.copies` keeps each layout for later."""
         x, level = v.x, v.level
         if layout == PARTIAL and not v.is_partial:
             if not is_inexact(v.aval):
@@ -157,7 +157,7 @@ class Writer:
         return dataclasses.replace(new, level=level, scaled=False)
 
     def summed(self, vs: Sequence[Value]) -> list[Value]:
-        """Values, of which those that are partial are whole."""
+        """The values, with partial values added up to whole ones."""
         return [self.reduced(v) if v.is_partial else v for v in vs]
 
     def parts(self, vs: list[Value], rows: Rows, dims: Sequence[int | None]) -> Any:
@@ -197,7 +197,7 @@ class Writer:
         return jnp.where(inside, place, v.shape[v.dim]), owner == self.index
 
     def meet(self, v: Value | None = None) -> None:
-        """Rows meet, those of a value; not where they must not."""
+        """Notes that rows of a value meet; raises where they must not."""
         if self.scope.forbids_collectives:
             raise RowsMeet
         if v is not None:
@@ -418,7 +418,7 @@ class Rules(NamedTuple):
 
 
 def _in_two(equation: core.JaxprEqn) -> read.Program | None:
-    """A reshape that transposes first, as one of `order="F"` does; or None."""
+    """A reshape with `dimensions` (order="F") as two equations; None for others."""
     order = equation.params.get("dimensions")
     if equation.primitive.name != "reshape" or order is None:
         return None
