@@ -29,7 +29,7 @@ def verify(
     rng: Any = None,
     batch_axes: Any = 0,
 ) -> Report:
-    """Compares accumulation with the undivided gradient, and names a cause to mend.
+    """Compares the accumulated gradient with the undivided one; names the cause.
 
     >>> import jax.numpy as jnp
     >>> import ga_optax as ga
@@ -51,45 +51,45 @@ def verify(
     >>> ga.verify(loss, params, batch, num_microbatches=3, weight_fn=by_count).ok
     True
 
-    Run it once when you switch accumulation on: outside `jit`, with the loss that you
-    train with, real parameters and one real batch. `print(report)` prints a page that
-    says what is wrong, how large the difference is, and which line of code fixes it.
+    Run `verify` once when you switch accumulation on: outside `jit`, with the loss that
+    you train with, real parameters and one real batch. `print(report)` prints a page:
+    the cause, the size of the difference, and the line of code that fixes it.
 
-    The question is about micro-batches, each by itself: `ga_optax.accumulate`,
-    `MultiSteps`, or a loop of your own. `ga_optax.value_and_grad` with the whole batch
-    needs no such question, because it gives the undivided gradient of any loss.
+    `verify` is for micro-batches, each by itself: `ga_optax.accumulate`, `MultiSteps`,
+    or a loop of your own. `ga_optax.value_and_grad` with the whole batch gives the
+    undivided gradient of any loss.
 
     **Proof.** The program of `fun`, traced once at all rows, is partitioned over
-    micro-batches, and says how the loss is made of its rows. If no row meets another,
-    it is a sum of rows, and only its scale can be wrong (`SCALE`). If rows meet in
-    numbers that no parameter is in, such as a count of tokens, `verify` computes what
-    each micro-batch adds to them: those are the weights (`WEIGHTS`), and the page names
-    the line. If they meet otherwise, no weights can help, and the page names all lines
-    (`CROSS_EXAMPLE`). If the program draws random numbers for the whole batch, or
-    weighs rows by their places, that is the cause (`RANDOMNESS`). What
-    `ga_optax.rowwise` promises is believed, unless the loss in parts is another number
-    (`PROMISE`). Both gradients are compared in numbers, which confirm weights and
-    scales, say what is not finite and what is rounding, and decide where the program
-    calls code that JAX cannot see into. Else the cause is `UNDETERMINED`.
+    micro-batches, and shows how the loss depends on rows. If no row meets another, the
+    loss is a sum of rows, and only the scale can be wrong (`SCALE`). If rows meet in
+    numbers without parameters, such as a count of tokens, the part of each micro-batch
+    is its weight (`WEIGHTS`), and the page names the line. If rows meet otherwise, no
+    weights can help, and the page names all lines (`CROSS_EXAMPLE`). If the program
+    draws random numbers for the whole batch, or weighs rows by position, the cause is
+    `RANDOMNESS`. A promise of `ga_optax.rowwise` is believed, unless the loss in parts
+    is another number (`PROMISE`). Both gradients are compared in numbers, which confirm
+    weights and scales, find inf, NaN and rounding, and decide for code that JAX cannot
+    see into. Otherwise the cause is `UNDETERMINED`.
 
     **Warnings.** Some mistakes are in both gradients: a loss that is divided by k, as
-    PyTorch users write it, although accumulation divides; or one that does not use its
-    batch. And counts that are equal in this batch may differ in the next one. The
-    program shows these, and the report warns of them.
+    PyTorch users write it, although accumulation divides; or a loss that does not use
+    the batch. And counts that are equal in this batch may differ in the next batch. The
+    report warns of all three.
 
     A constant term, such as an L2 penalty on the parameters, is right beside a mean
-    loss, weighted or not, because a weighted mean keeps it. Beside a *sum* it is wrong:
-    the sum needs the factor k, and the constant must not have it. The cause is then
-    `SCALE`, and the fix is to return a mean.
+    loss, weighted or not, because a weighted mean keeps constants. Beside a *sum* the
+    term is wrong: the sum needs the factor k, and the constant must not have the
+    factor. The cause is then `SCALE`, and the fix is to return a mean.
 
     **Exactness.** `EQUAL` and `max_ulp` compare what training computes in the
     parameters' own dtypes: `jax.jit` of `jax.grad`, and a `ga_optax.accumulator`. The
     diagnosis uses float64, and relative differences below 2⁻²⁶ count as rounding.
     The program of `fun` is traced in its own dtypes and evaluated with all floats in
     float64, so a cast to bfloat16 neither rounds nor hides anything, and random draws
-    are those of training. If `fun` calls code that is bound to a low precision (Pallas,
-    callbacks), the page says so. A difference below four units of its rounding is then
-    `ROUNDING`, and one below half of its digits `UNDETERMINED`.
+    are those of training. Code that computes in a low precision alone (Pallas,
+    callbacks) runs as it is, and the page says so. A difference below four units of
+    that precision is then `ROUNDING`, and a difference below half of the digits
+    `UNDETERMINED`.
 
     **Memory.** In float64: three gradient trees, two copies of the parameters and one
     of the batch, for any `num_microbatches`. The undivided batch has to fit, too.
@@ -100,8 +100,8 @@ def verify(
 
     Args:
       fun: the loss, `fun(params, batch)`, or `fun(params, batch, key)` if `rng` is
-        given. It returns a real floating scalar; with `has_aux`, a pair of that and
-        anything else, which is not compared. Close over what is not split.
+        given. The loss is a real floating scalar; with `has_aux`, `fun` returns a pair
+        of the loss and an aux, which is not compared. Close over all else.
       params: the parameters, a tree of floating or complex leaves.
       batch: the undivided batch, a tree of arrays whose axis 0 are the rows, all of one
         length (or as `batch_axes` says). Micro-batch i is the rows from `i·B/k` up to
@@ -123,7 +123,7 @@ def verify(
     """
 
     def pair(*args: Any) -> Any:
-        """The loss and the weight; `accumulate` refuses what is no pair."""
+        """The loss and the weight; `accumulate` raises if there is no pair."""
         out = aux = fun(*args)
         if has_aux and not (isinstance(out, (tuple, list)) and len(out) == 2):
             return out
