@@ -66,8 +66,9 @@ class Wide:
         """The wide values of variables and literals."""
 
         def value(atom: Any, x: Any) -> Any:
-            is_literal = isinstance(atom, core.Literal)
-            return self.widened(np.asarray(x, atom.aval.dtype) if is_literal else x)
+            if read.is_variable(atom):
+                return self.widened(x)
+            return np.asarray(x, wide_dtype(atom.aval.dtype))
 
         return list(map(value, atoms, values))
 
