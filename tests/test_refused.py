@@ -94,7 +94,7 @@ BOTH = [
         V, f"{NOT_OVERLAP} | name argument 1 | {ONE_ROLE} | ga_optax.microbatch("
     ),
     of(batch_argnums=())(V, "batch_argnums must name | () | Leave it out"),
-    of(argnums=())(V, "argnums must name an argument | () | Leave argnums out"),
+    of(argnums=())(V, "argnums must name an argument | () | Leave it out"),
     of(batch_argnums=1.5)(T, NUMBERED, "it is 1.5"),
     of(batch_axes="0")(T, AXES, "it holds '0'"),
     of(batch_argnames=3)(

@@ -107,8 +107,8 @@ class Options(NamedTuple):
         roles = options.roles()
         for name in ("argnums",) * differentiates + ("batch_argnums",):
             if not roles[name]:
-                todo = f"Leave {name} out."
-                raise ValueError(f"{name} must name an argument, but it is (). {todo}")
+                came = f"{name} must name an argument, but it is ()"
+                raise ValueError(f"{came}. Leave it out, or pass a position.")
         return options
 
     def _checked_number(self) -> dict[str, Any]:

@@ -64,12 +64,13 @@ class Wide:
 
     def _values(self, atoms: Any, values: Any) -> list[Any]:
         """The wide values of variables and literals."""
-        return [
-            np.asarray(x, wide_dtype(v.aval.dtype))
-            if isinstance(v, core.Literal)
-            else self.widened(x)
-            for v, x in zip(atoms, values, strict=True)
-        ]
+
+        def value(atom: Any, x: Any) -> Any:
+            if read.is_variable(atom):
+                return self.widened(x)
+            return np.asarray(x, wide_dtype(atom.aval.dtype))
+
+        return list(map(value, atoms, values))
 
     def _rule(self, equation: core.JaxprEqn, values: list[Any]) -> list[Any]:
         """The wide results of an equation, computed in float64 if possible."""
@@ -102,7 +103,7 @@ class Wide:
 
 def _bound(equation: core.JaxprEqn, values: Any) -> list[Any]:
     """The results of an equation of these values."""
-    invars = [core.Var(x.aval) for x in equation.invars]
+    invars: Any = [core.Var(x.aval) for x in equation.invars]
     equation, nothing = equation.replace(invars=invars), interpret.program_of(tuple)
     ends = invars, equation.outvars
     return interpret.bind(nothing.jaxpr, [equation], *ends, values)
@@ -117,7 +118,8 @@ def _between_casts(
     fun: Callable[..., Any], equation: core.JaxprEqn
 ) -> Callable[..., Any]:
     """A function of wide operands of an equation, with wide results."""
-    dtypes = [x.aval.dtype for x in equation.invars]
+    invars: Any = equation.invars
+    dtypes = [x.aval.dtype for x in invars]
 
     def run(*xs: Any) -> list[Any]:
         out = fun(*map(cast, xs, dtypes))
