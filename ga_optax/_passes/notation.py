@@ -1,13 +1,13 @@
-"""How the dimensions of a primitive are written.
+"""The notation of the dimensions of primitives.
 
 The notation is that of Shardy's sharding rules. Each dimension has a *factor*, by name:
 
     "b t c, c d -> b t d"    b, t and d are kept, and c is summed
-    "b t _, _ -> b t _"      a part along b or t needs the same part; _ is needed whole
-    "... _ _"                of all operands and results the last two are needed whole
+    "b t _, _ -> b t _"      b and t are kept; _ is no factor: always whole
+    "... _ _"                the last two dimensions of all operands and results: whole
 
-A part along a factor needs the same part of the operands that have it, and all of the
-others. If some result does not have it, the parts of that result are added up. Where
+A part of a call along a factor needs the same part of the operands with this factor,
+and all of the others. The parts of a result without the factor are added up. Where
 dimensions depend on parameters, a function of the equation returns them.
 """
 
@@ -21,11 +21,11 @@ Dims = tuple[Sequence[Sequence[Any]], Sequence[Sequence[Any]]]
 
 
 class Factor(NamedTuple):
-    """A factor: a way to split a call.
+    """A factor, along which a call splits.
 
     Attributes:
-      ins: the dimension of each operand that has it; None for one that goes whole.
-      outs: that of each result; None for a sum over parts.
+      ins: the dimension of each operand that splits; None for a whole operand.
+      outs: the dimension of each result that splits; None for a sum over parts.
     """
 
     ins: Axes
@@ -34,21 +34,21 @@ class Factor(NamedTuple):
 
 @functools.lru_cache(1024)  # a model has many layers of the same shapes
 def read(dims: str, ins: tuple[Shape, ...], outs: tuple[Shape, ...]) -> list[Factor]:
-    """The ways to split a call with operands and results of such shapes."""
+    """The factors of a call with operands and results of such shapes."""
     if "->" in dims:
         return factors_of_dims(named(dims))
     largest = max((*outs, *ins), key=len)  # operands may be broadcast
     kept = len(largest) - dims.count("_")
 
-    def of(shape: Shape) -> list[int | None]:
+    def names(shape: Shape) -> list[int | None]:
         pairs = enumerate(zip(shape, largest, strict=False))
-        return [d if d < kept and n == due else None for d, (n, due) in pairs]
+        return [d if d < kept and n == most else None for d, (n, most) in pairs]
 
-    return factors_of_dims((list(map(of, ins)), list(map(of, outs))))
+    return factors_of_dims((list(map(names, ins)), list(map(names, outs))))
 
 
 def named(dims: str) -> Dims:
-    """The factors that are named, such as in "b t _, _ -> b t _"."""
+    """The names of the factors in a text such as "b t _, _ -> b t _"."""
     ins, outs = [[x.split() for x in side.split(",")] for side in dims.split("->")]
     return [*map(_blank, ins)], [*map(_blank, outs)]
 
@@ -58,7 +58,7 @@ def _blank(names: Sequence[Any]) -> list[Any]:
 
 
 def factors_of_dims(dims: Dims) -> list[Factor]:
-    """A way for each factor, in the order of their names' first places."""
+    """The factors, in the order in which their names first come."""
     factors = dict.fromkeys(x for side in dims for names in side for x in names)
     factors.pop(None, None)
 
@@ -69,12 +69,12 @@ def factors_of_dims(dims: Dims) -> list[Factor]:
 
 
 class Split(NamedTuple):
-    """How a call splits, as the call itself or the user says.
+    """The factors of a call, as the call itself or the user gives them.
 
     Attributes:
-      factors: the ways to split it; each is right by itself.
-      fun: computes the parts of the results from those of the operands, along a way.
-      name: of the function of the user's who promises the ways; else "".
+      factors: the factors; the call may be split along any one of them.
+      fun: computes parts of the results from parts of the operands, along a factor.
+      name: the name of the user's function, if the user promises the factors; else "".
     """
 
     factors: tuple[Factor, ...]
@@ -82,12 +82,12 @@ class Split(NamedTuple):
     name: str = ""
 
     def of_some(self, fun: Callable[..., Any], ins: Any, outs: Any) -> "Split":
-        """The split of `fun`, whose operands and results are some of these, in order.
+        """The split of another function, with some of the operands and results.
 
-        `ins` and `outs` are their numbers among the operands and results here.
+        `ins` and `outs` are their numbers among `[*operands, *results]`.
         """
-        both = [(*way.ins, *way.outs) for way in self.factors]
-        ways = (
-            Factor(*(tuple(x[i] for i in side) for side in (ins, outs))) for x in both
+        dims = [(*factor.ins, *factor.outs) for factor in self.factors]
+        factors = (
+            Factor(*(tuple(x[i] for i in side) for side in (ins, outs))) for x in dims
         )
-        return self._replace(fun=fun, factors=tuple(ways))
+        return self._replace(fun=fun, factors=tuple(factors))

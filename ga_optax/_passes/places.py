@@ -1,8 +1,8 @@
-"""Which line of the user's code an equation is from.
+"""The line of the user's code from which an equation is.
 
 JAX knows the calls that led to an equation, from the function that was traced down to
-JAX itself. Here the innermost line counts that belongs to nobody's package; if there is
-none, the innermost one that belongs to neither JAX nor this library.
+JAX itself. The line is the innermost one outside of installed packages; or, if there is
+none, the innermost one outside of JAX and this library.
 """
 
 import functools
@@ -20,11 +20,11 @@ from ga_optax._passes import read
 _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _INSTALLED = [f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages")]
 _DEEPEST = 100  # calls
-_OWN = 2  # how much a line of the user's is one
+_USERS = 2  # the rank of a line of the user's; 1 is that of another package
 
 
 def in_name_of(fun: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run`, of which errors of JAX say that it is `fun`, a function of the user's."""
+    """`run` with the name that errors of JAX print for `fun`, the user's function."""
     signature = inspect.signature(run)
     run = functools.update_wrapper(run, fun, updated=())
     run.__signature__ = signature  # pyrefly: ignore[missing-attribute]
@@ -32,7 +32,7 @@ def in_name_of(fun: Callable[..., Any], run: Callable[..., Any]) -> Callable[...
 
 
 def line_of(source: Any) -> str:
-    """The file, line and function of an equation's source, as far as JAX tells."""
+    """The file, line and function of an equation's source, as far as JAX knows."""
     return _ranked(source)[1] or "code without lines"  # such as an exported program
 
 
@@ -43,11 +43,11 @@ def short(line: str) -> str:
 
 
 def place_of(source: Any, around: Any = None) -> str:
-    """The line, and beside it the module or the function of a package inside of it.
+    """The line, and the module, or the function of a package, that the line calls.
 
     Args:
-      source: that of an equation.
-      around: the names that its program is in; None if its own are all.
+      source: the source of an equation.
+      around: the names of the program around; None to use the equation's names alone.
     """
     line = line_of(source)
     names = source.name_stack if around is None else around
@@ -61,7 +61,7 @@ _LABEL = re.compile(r"/?\{(\S+): ([^{}]*)\}")  # a name of a primitive, with a t
 
 
 def labelled(equation: core.JaxprEqn, text: str) -> core.JaxprEqn:
-    """An equation with a text for people, which stays with it through all passes."""
+    """The equation with a text for people, which all passes keep."""
     source = equation.source_info
     name = f"{{{equation.primitive.name}: {text}}}"
     source = source.replace(name_stack=source.name_stack.extend(name))
@@ -69,7 +69,7 @@ def labelled(equation: core.JaxprEqn, text: str) -> core.JaxprEqn:
 
 
 def label_of(equation: core.JaxprEqn) -> str:
-    """That text, not one of an equation around it; or nothing."""
+    """The text of an equation, without those of the equations around; else ""."""
     pairs = _LABEL.findall(str(equation.source_info.name_stack))
     texts = [text for name, text in pairs if name == equation.primitive.name]
     return texts[-1] if texts else ""
@@ -83,43 +83,38 @@ def type_of(aval: Any) -> str:
 def _function(source: Any) -> str:
     """The innermost function of a package that a line of the user's code calls."""
     rank, line = _ranked(source)
-    innermost = _frames(source)[0] if rank == _OWN else line
+    innermost = _frames(source)[0] if rank == _USERS else line
     return innermost.rpartition("(")[2].rstrip(")") if innermost != line else ""
 
 
 def placed(equation: core.JaxprEqn, around: Any) -> core.JaxprEqn:
-    """An equation with the source of the one around it, if that is the user's code.
+    """The equation with a better source: that of the equation around, `around`, if any.
 
-    Args:
-      equation: the equation.
-      around: the source of the one whose program it is in; None if there is none.
-
-    A function of JAX's that is jitted, such as `jnp.var`, knows nothing of its caller.
-    What has no line, such as a loss that is a checkpoint, has the last one in it.
+    A jitted function of JAX, such as `jnp.var`, has no line of its caller. An equation
+    without a line, such as a loss that is a checkpoint, gets the last line inside.
     """
     source, programs = equation.source_info, read.inner_programs(equation)
     others = [] if around is None else [around]
     if not (others or programs):
         return equation
-    if not (own := _ranked(source)[0]):
+    if not (rank := _ranked(source)[0]):
         inside = itertools.chain(*map(read.equations, programs))
         others += [e.source_info for e in inside][::-1]
-    found = next((x for x in others if _ranked(x)[0] > own), None)
-    if found is None:
+    better = next((x for x in others if _ranked(x)[0] > rank), None)
+    if better is None:
         return equation
-    here = source.replace(traceback=found.traceback)
-    return equation.replace(source_info=here)
+    return equation.replace(source_info=source.replace(traceback=better.traceback))
 
 
 def _ranked(source: Any) -> tuple[int, str]:
-    """How much a line of the user's code it is, and that line."""
-    known = _frames(source)
-    own = [x for x in known if not any(part in x for part in _INSTALLED)]
-    return (_OWN, own[0]) if own else (1, known[0]) if known else (0, "")
+    """The rank of the best line of a source, and the line: the user's come first."""
+    lines = _frames(source)
+    users = [x for x in lines if not any(part in x for part in _INSTALLED)]
+    return (_USERS, users[0]) if users else (1, lines[0]) if lines else (0, "")
 
 
 def _frames(source: Any) -> list[str]:
-    """The calls that led to an equation but JAX's and ours; the innermost first."""
+    """The calls that led to an equation but JAX's and ours, the innermost first."""
     try:
         calls = source_info_util.summarize(source, _DEEPEST).splitlines()[::-1]
     except Exception:  # Any: they only add to messages.

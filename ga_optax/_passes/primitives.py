@@ -1,12 +1,10 @@
-"""What each primitive does with dimensions: one row a primitive.
+"""The table of primitives: one row a primitive.
 
-`notation` says how dimensions are written.
-
-A row is all that there is to say of a primitive: `_partition.factors` follows rows
-there and back by its dimensions, the tests run its example, and the other columns say
-what the passes and the window ask. Where dimensions are not enough, as for control flow
-and gathers, `_partition.table` names a rule. What has no row is not known: no pass
-touches it, and it may hold anything in its backward pass.
+A row has all facts about a primitive. `_partition.factors` splits equations by the
+dimensions, in the notation of `notation`; the tests run the example; and the passes and
+the window ask the other columns. Where dimensions are not enough, as for control flow
+and gathers, `_partition.table` names a rule. A primitive without a row is unknown: no
+pass touches it, and its backward pass may do anything.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,27 +17,26 @@ from ga_optax._passes.notation import Dims, Factor, Shape, factors_of_dims, read
 
 
 class Entry(NamedTuple):
-    """What a primitive does with dimensions.
+    """The row of a primitive.
 
     Attributes:
-      dims: the factors of its operands and results, or of an equation; None if that is
-        a rule's.
-      example: what the tests run, of `h`, rows; `w`, a matrix that has none; and `ids`,
-        an integer for each row.
-      sums: the operands in all of which together it is linear.
-      each: the operands in each of which it is linear while the others stay.
-      shape: the parameter that is the shape of its result, or of what it takes.
-      kind: "" for a function of arrays that does nothing else; for what runs a program
-        inside it, how: one of `PROGRAM_KINDS`; "open" for what else can be read; or the
-        kind of code into which JAX cannot see, in a word for people.
-      is_open: True if rows that are wanted of it are computed from those of operands.
-      is_dear: True if it takes more than to read its result.
-      is_exact: True if it rounds nothing, or as often as the one who reads the result.
-      is_passed: True if gradients go on through it between a cast and their sum.
-      moves: True if it moves numbers, one to one or one to many, as its transpose does.
-      shifts: True if it moves numbers along axes that stay what they are.
-      broadcasts: True if it broadcasts operands, whose gradients are sums over what
-        these went to.
+      dims: the factors of operands and results, or a function that returns them for an
+        equation; None if `_partition.table` names a rule.
+      example: a call for the tests, of `h`, which has rows; `w`, a matrix without rows;
+        and `ids`, an integer for each row.
+      sums: the operands in all of which together the primitive is linear.
+      each: the operands in each of which it is linear while the others are fixed.
+      shape: the parameter that is the shape of the result, or of the slice.
+      kind: "" for a pure function of arrays; one of `PROGRAM_KINDS` if the primitive
+        runs programs; "open" for others that can be read; or the kind of code into
+        which JAX cannot see, in a word for people.
+      is_open: True if some rows of the result need the same rows of operands alone.
+      is_dear: True if computing the result costs more than reading it.
+      is_exact: True if the primitive rounds nothing but a cast.
+      is_passed: True if gradients pass through between a cast and their sum.
+      moves: True if numbers move, one to one or one to many, as in the transpose.
+      shifts: True if numbers move along axes that keep their meaning.
+      broadcasts: True if operands are broadcast, and so their gradients are sums.
     """
 
     dims: str | Callable[[core.JaxprEqn], str | Dims] | None = None
@@ -57,27 +54,27 @@ class Entry(NamedTuple):
     broadcasts: bool = False
 
     def linear_in(self, number: int) -> Sequence[int]:
-        """The operands, of so many, in which together it is linear."""
+        """The operands, of `number`, in which together the primitive is linear."""
         return range(number)[self.sums] if isinstance(self.sums, slice) else self.sums
 
 
 def entry_of(e: core.JaxprEqn) -> Entry:
-    """The row of an equation's primitive."""
+    """The row of the primitive of an equation."""
     return TABLE.get(e.primitive.name, UNKNOWN)
 
 
 def is_linear(e: core.JaxprEqn) -> bool:
-    """True if it is linear in all operands: gradients need no operand and no result."""
+    """True if an equation is linear in all operands: no gradient needs a residual."""
     return len(entry_of(e).linear_in(len(e.invars))) == len(e.invars)
 
 
 def needs_other(e: core.JaxprEqn) -> bool:
-    """True for a product or a quotient: a gradient needs the other operand."""
+    """True for a product or a quotient, whose gradients need the other operand."""
     return 0 in entry_of(e).each
 
 
 def factors_of(row: Entry, e: core.JaxprEqn) -> list[Factor]:
-    """The ways to split an equation."""
+    """The factors of an equation."""
     dims = row.dims(e) if callable(row.dims) else row.dims
     if dims is None:
         return []
@@ -98,7 +95,7 @@ def _rank(e: core.JaxprEqn, i: int = 0) -> int:
 
 
 def _along(key: str) -> Callable[[core.JaxprEqn], Dims]:
-    """Those of what works along an axis, or several, which are needed whole."""
+    """Dimensions of a primitive that needs some axes whole, which `key` names."""
 
     def dims(e: core.JaxprEqn) -> Dims:
         axes = [d % _rank(e) for d in jax.tree.leaves(e.params.get(key, -1))]
@@ -109,10 +106,10 @@ def _along(key: str) -> Callable[[core.JaxprEqn], Dims]:
 
 
 def _gone(key: str) -> Callable[[core.JaxprEqn], Dims]:
-    """Some dimensions are summed, or have one number."""
+    """Dimensions of a primitive that takes some dimensions away, which `key` names."""
 
     def dims(e: core.JaxprEqn) -> Dims:
-        gone = [d % _rank(e) for d in e.params[key]]
+        gone = [d % _rank(e) for d in e.params[key]]  # summed, or of size 1
         return [range(_rank(e))], [[d for d in range(_rank(e)) if d not in gone]]
 
     return dims
@@ -138,8 +135,8 @@ def _padded(e: core.JaxprEqn) -> Dims:
 def _broadcast(e: core.JaxprEqn) -> Dims:
     shape, where = e.params["shape"], e.params["broadcast_dimensions"]
     pairs = zip(_shape(e.invars[0]), where, strict=True)
-    own = [d if n == shape[d] else None for n, d in pairs]
-    return [own, *([] for _ in e.invars[1:])], [range(len(shape))]
+    names = [d if n == shape[d] else None for n, d in pairs]
+    return [names, *([] for _ in e.invars[1:])], [range(len(shape))]
 
 
 def _stacked(e: core.JaxprEqn) -> Dims:
@@ -153,22 +150,22 @@ def _unstacked(e: core.JaxprEqn) -> Dims:
 
 
 def is_threefry(aval: Any) -> bool:
-    """Whether keys are those of `threefry2x32`, which draws for each key by itself.
+    """True for keys of `threefry2x32`, which draws for each key by itself.
 
-    Under `jax.vmap` the others draw for all rows from the key of the first.
+    Under `jax.vmap` other generators draw for all rows from the first key.
     """
     return str(aval).startswith("key<fry>")
 
 
 def _of_keys(e: core.JaxprEqn) -> Dims:
     ins = [range(_rank(e, i)) for i in range(len(e.invars))]
-    own = range(max(map(len, ins)) if is_threefry(e.invars[0].aval) else 0)
-    new = [None] * (len(_shape(e.outvars[0])) - len(own))
-    return ins, [[*own, *new]]
+    of_keys = range(max(map(len, ins)) if is_threefry(e.invars[0].aval) else 0)
+    drawn = [None] * (len(_shape(e.outvars[0])) - len(of_keys))
+    return ins, [[*of_keys, *drawn]]
 
 
 def _of_windows(e: core.JaxprEqn) -> Dims:
-    """Windows of one number leave a dimension as it is."""
+    """Windows of size 1 keep a dimension."""
     p, rank = e.params, _rank(e)
     ones, none = (1,) * rank, ((0, 0),) * rank
     sizes = zip(
@@ -185,20 +182,20 @@ def _of_windows(e: core.JaxprEqn) -> Dims:
 
 
 def _of_slice(e: core.JaxprEqn) -> Dims:
-    """Dimensions of which a slice has all."""
+    """A slice keeps the dimensions that it does not cut."""
     is_update = e.primitive.name == "dynamic_update_slice"
     cut = _shape(e.invars[1] if is_update else e.outvars[0])
     pairs = zip(_shape(e.invars[0]), cut, strict=True)
-    names = [d if n == due else None for d, (n, due) in enumerate(pairs)]
+    names = [d if n == size else None for d, (n, size) in enumerate(pairs)]
     ins = [names] * (1 + is_update)
     return [*ins, *([] for _ in e.invars[len(ins) :])], [names]
 
 
 def _indexed(e: core.JaxprEqn) -> Dims:
-    """Those of a gather, and of a scatter, which is the reverse.
+    """Dimensions of a gather, and of a scatter, which is the reverse.
 
-    What is gathered of rows of indices, or in each part of a batch, or of all that an
-    index does not choose.
+    Factors are the dimensions of the indices, batch dimensions, and dimensions of the
+    operand that no index chooses.
     """
     numbers: Any = e.params["dimension_numbers"]
     if gathers := e.primitive.name == "gather":
@@ -247,7 +244,7 @@ def _product(e: core.JaxprEqn) -> Dims:
 
 
 def _solved(e: core.JaxprEqn) -> Dims:
-    """For each row a system, or a right side."""
+    """Each row is a system, or a right side."""
     batch, sides = list(range(_rank(e) - 2)), [None, "side"]
     names = [*batch, *(sides if e.params["left_side"] else sides[::-1])]
     return [[*batch, None, None], names], [names]
@@ -263,7 +260,7 @@ PRODUCT, CONVOLUTION = "dot_general", "conv_general_dilated"
 SUM, SUM_OF_TWO, SCATTER = "reduce_sum", "add_any", "scatter-add"
 CONSTRAINT = "sharding_constraint"
 ADD_TO, WRITE, READ_OUT, NEW_REF = "addupdate", "swap", "freeze", "new_ref"
-# Of our own: `rowwise`, a window, parts that are gathered, and a call inside a loss.
+# Primitives of ours: `rowwise`, a window, gathered parts, and a call inside a loss.
 ROWWISE, WINDOW, GATHER_PARTS = "rowwise", "ga_optax_window", "ga_optax_gather"
 GRADIENTS = "ga_optax_value_and_grad"
 
@@ -284,21 +281,21 @@ _PUTS: Columns = EXACT | {"sums": (0, 1)}
 
 
 def _in(*sums: int) -> Columns:
-    """Linear in some operands together."""
+    """Columns of a primitive that is linear in some operands together."""
     return {"sums": sums}
 
 
 def _each(*each: int) -> Columns:
-    """Linear in each of some operands."""
+    """Columns of a primitive that is linear in each of some operands."""
     return {"each": each}
 
 
-def _entry(names: str, dims: Any = None, example: str = "", *facts: Columns) -> None:
-    """The row of some primitives. In their example, `{}` is the name of each."""
+def _entry(names: str, dims: Any = None, example: str = "", *columns: Columns) -> None:
+    """Adds rows of primitives. In the example, `{}` is the name of each."""
     for name in names.split():
         row = Entry(dims, example.replace("{}", name), is_open=dims == "...")
-        for fact in facts:
-            row = row._replace(**fact)
+        for values in columns:
+            row = row._replace(**values)
         TABLE[name] = row
 
 
@@ -350,7 +347,7 @@ _entry(CONSTRAINT, "...", "placed(h)", LINEAR)
 _entry("pvary", "...", "", LINEAR, PASSED)  # these two on several devices
 _entry("reshard", "...")
 
-# Where numbers are.
+# Moves of numbers.
 _entry("transpose", _turned, "h.T", OPEN, MOVES)
 _entry("squeeze", _gone("dimensions"), "lax.{}(h[None, :, None], (0, 2))", OPEN, MOVES)
 _entry("broadcast_in_dim", _broadcast, "h[:, None]", OPEN, MOVES, BROADCASTS, _SHAPE)
@@ -404,7 +401,7 @@ _entry(
     "select_and_scatter_add", _of_windows, "jax.vjp(largest, h)[1](largest(h))", DEAR
 )
 
-# Products, and what works on the last axes alone.
+# Products, and functions of the last axes alone.
 _entry("dot_general", _product, "h @ w", DEAR, _each(0, 1))
 _entry("conv_general_dilated", None, "", DEAR, _each(0, 1))
 _entry(
@@ -422,14 +419,14 @@ _entry("svd", "... _ _", "jnp.linalg.svd(matrices(h), compute_uv=False)", DEAR)
 _entry("tridiagonal_solve", "... _ _", "lax.linalg.{}(h, 5 + h, h, h[..., None])", DEAR)
 _entry("fft", _fourier, "jnp.fft.fft(h)", DEAR)
 
-# On several devices, of random numbers and others, without dimensions here.
+# Collectives, random numbers and others, without dimensions here.
 _entry("all_gather all_gather_invariant all_gather_reduced all_to_all axis_index")
 _entry("pbroadcast pmax pmin ppermute after_all empty2 eq_to random_clone reduce")
 _entry("ragged_all_to_all random_bits random_gamma rng_bit_generator", None, "", DEAR)
 _entry("threefry2x32 hessenberg tridiagonal reduce_window", None, "", DEAR)
 _entry(f"select_and_scatter {GATHER_PARTS}", None, "", DEAR)
 
-# What runs programs, is no function of arrays alone, or cannot be read.
+# Primitives that run programs, that are no functions of arrays, or cannot be read.
 _KINDS = {
     **{name: name for name in ("scan", "while", "cond")},
     "checkpoint": "remat2",

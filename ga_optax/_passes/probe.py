@@ -1,7 +1,7 @@
-"""Whether this version of JAX writes programs as the passes read them.
+"""A check that this version of JAX writes programs as the passes read them.
 
-A small program that has everything in it is traced once in a process. If a name is
-another one, or a parameter is gone, calls run the plain loop, and a warning says so.
+A small program with all primitives is traced once in a process. If a primitive has
+another name, or lacks a parameter, calls run the plain loop, and a warning says so.
 """
 
 import concurrent.futures
@@ -29,7 +29,7 @@ PARAMETERS = {
 
 @functools.cache
 def usable() -> bool:
-    """Whether programs can be changed; warns if not."""
+    """True if programs can be changed; warns if not."""
     missing = differences()
     if missing:
         warnings.warn(
@@ -43,10 +43,10 @@ def usable() -> bool:
 
 
 def differences() -> list[str]:
-    """What of the names and parameters in `PARAMETERS` this JAX does not have.
+    """The names and parameters in `PARAMETERS` that this JAX does not have.
 
-    It is traced in a thread of its own, which no context of the caller reaches: in
-    that of a mesh the program would have other types, or none.
+    The program is traced in another thread, which no context of the caller reaches: in
+    the context of a mesh the program would have other types, or fail.
     """
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         return thread.submit(_differences).result()
@@ -56,16 +56,18 @@ def _differences() -> list[str]:
     try:
         with jax.disable_jit(False), jax.numpy_dtype_promotion("standard"):
             equations = list(read.equations(_probe_program()))
-        found: dict[str, Any] = {e.primitive.name: e for e in equations}
+        by_name: dict[str, Any] = {e.primitive.name: e for e in equations}
         missing = []
         for name, parameters in PARAMETERS.items():
-            if name not in found:
+            if name not in by_name:
                 missing.append(f"the primitive {name}")
             else:
-                gone = set(parameters) - found[name].params.keys()
-                missing += [f"{name}'s parameter {x}" for x in parameters if x in gone]
+                there = by_name[name].params
+                missing += [
+                    f"{name}'s parameter {x}" for x in parameters if x not in there
+                ]
         if not missing:
-            scan = read.scan_of(found["scan"])
+            scan = read.scan_of(by_name["scan"])
             roles = scan.num_consts, scan.num_carry, len(scan.body.jaxpr.invars)
             if roles != (1, 1, 3):
                 missing = ["a scan's arguments in the order (consts, carry, slices)"]

@@ -1,10 +1,10 @@
-"""What a program does with the mutable arrays that it makes (`jax.new_ref`).
+"""References: mutable arrays that a program makes (`jax.new_ref`).
 
     r = new_ref x;  r[0] <- y;  z = r[...]    ->    z = jit(the same)(x, y)
 
-Equations over one reference must stay in their order, and run as often as each other,
-which no variable between them says. Who orders equations anew, or runs some of them
-again, sees them as one equation: a jitted function that nobody opens.
+Equations over one reference must stay in order, and all run equally often, but no
+variable between them says so. So code that reorders or repeats equations gets them as
+one equation: a jitted function that nobody opens.
 """
 
 from typing import Any
@@ -16,30 +16,30 @@ from ga_optax._passes import interpret, read, rewrite
 
 
 def grouped(jaxpr: core.Jaxpr) -> core.Jaxpr:
-    """The program, with one equation for all that works on references it has made."""
+    """The program with one equation for all that touch references it makes."""
     made = any(read.is_reference(x) for e in jaxpr.eqns for x in e.outvars)
     return _with_group(jaxpr) if made else jaxpr
 
 
 def is_group(equation: core.JaxprEqn) -> bool:
-    """Whether it is a jitted function that works on references itself."""
+    """True for a jitted function whose own equations touch references."""
     programs = read.inner_programs(equation) if read.kind(equation) == "call" else ()
     return any(_touches(e) for program in programs for e in program.eqns)
 
 
 def are_inside(equation: core.JaxprEqn) -> bool:
-    """Whether an equation works on references, or one inside it."""
+    """True if an equation, or one inside it, touches references."""
     return any(map(_touches, read.within(equation)))
 
 
 def effects(jaxpr: core.Jaxpr) -> frozenset[Any]:
-    """What others can see of a program: not that it makes references for itself."""
-    own = "InternalMutableArrayEffect"
-    return frozenset(x for x in jaxpr.effects if type(x).__name__ != own)
+    """The effects of a program, without those on references it makes itself."""
+    internal = "InternalMutableArrayEffect"
+    return frozenset(x for x in jaxpr.effects if type(x).__name__ != internal)
 
 
 def check_own(jaxpr: core.Jaxpr, option: str) -> None:
-    """Raises if a program reads or writes a reference that it has not made."""
+    """Raises if a program reads or writes a reference from outside."""
     if any(map(read.is_reference, (*jaxpr.constvars, *jaxpr.invars))):
         raise TypeError(
             f"With {option} micro-batches run more than once, so fun must not read or "
@@ -54,35 +54,35 @@ def _touches(equation: core.JaxprEqn) -> bool:
 
 
 def _with_group(jaxpr: core.Jaxpr) -> core.Jaxpr:
-    """All equations that touch references, and those in between, as one."""
-    first = [e for e in jaxpr.eqns if _touches(e)]
-    after = read.following(jaxpr, (x for e in first for x in e.outvars))
-    before, _ = read.needed(jaxpr, (x for e in first for x in e.invars))
-    between = [e for e in before if not after.isdisjoint(e.outvars)]
-    due = set(map(id, (*first, *between)))
+    """The program with one equation for all that touch references, or stand between."""
+    touching = [e for e in jaxpr.eqns if _touches(e)]
+    dependent = read.following(jaxpr, (x for e in touching for x in e.outvars))
+    needed, _ = read.needed(jaxpr, (x for e in touching for x in e.invars))
+    between = [e for e in needed if not dependent.isdisjoint(e.outvars)]
+    grouped = set(map(id, (*touching, *between)))
     group: list[core.JaxprEqn] = []
     rest: list[core.JaxprEqn] = []
     later: list[core.JaxprEqn] = []
     for e in jaxpr.eqns:
-        follows = not after.isdisjoint(read.variables(e.invars))
-        (group if id(e) in due else later if follows else rest).append(e)
-    one, same = _as_one(jaxpr, group, [*rest, *later])
+        follows = not dependent.isdisjoint(read.variables(e.invars))
+        (group if id(e) in grouped else later if follows else rest).append(e)
+    calls, same = _as_call(jaxpr, group, [*rest, *later])
     return jaxpr.replace(
-        eqns=[*rest, *one, *rewrite.renamed(later, same)],
+        eqns=[*rest, *calls, *rewrite.renamed(later, same)],
         outvars=rewrite.rename(jaxpr.outvars, same),
     )
 
 
-def _as_one(
+def _as_call(
     jaxpr: core.Jaxpr, group: list[core.JaxprEqn], others: list[core.JaxprEqn]
 ) -> tuple[list[core.JaxprEqn], dict[Any, Any]]:
-    """A jitted function of the group, and results that are other variables."""
+    """A jitted function of a group, and results that are operands, by variable."""
     ends = {*read.variables(jaxpr.outvars)}
     ends.update(x for e in others for x in read.variables(e.invars))
-    made = dict.fromkeys(x for e in group for x in e.outvars)
-    reads = dict.fromkeys(x for e in group for x in read.variables(e.invars))
-    inputs = [x for x in reads if x not in made]
-    results = [x for x in made if x in ends]
+    outvars = dict.fromkeys(x for e in group for x in e.outvars)
+    invars = dict.fromkeys(x for e in group for x in read.variables(e.invars))
+    inputs = [x for x in invars if x not in outvars]
+    results = [x for x in outvars if x in ends]
 
     def run(*values: Any) -> list[Any]:
         return interpret.bind(jaxpr, group, inputs, results, values)

@@ -35,7 +35,7 @@ def called(program: Program, facts: Facts) -> Program:
             left_alone(equation, key)
             return [equation]
         if key not in calls:
-            calls[key] = _call(jaxpr, equation)
+            calls[key] = _as_call(jaxpr, equation)
         operands, call = read.variables(equation.invars), calls[key]
         how = {"primitive": call.primitive, "params": call.params}
         return [equation.replace(invars=operands, **how)]
@@ -59,7 +59,7 @@ def _key(equation: core.JaxprEqn) -> Any:
     return read.key_of(equation, lambda x: x.aval)
 
 
-def _call(jaxpr: core.Jaxpr, equation: core.JaxprEqn) -> core.JaxprEqn:
+def _as_call(jaxpr: core.Jaxpr, equation: core.JaxprEqn) -> core.JaxprEqn:
     """A call, which JAX inlines, of a jitted function that is the equation."""
     operands, results = read.variables(equation.invars), equation.outvars
     # Inlined, the equation has the name and the line of each call.

@@ -1,15 +1,15 @@
 """`rowwise`: a promise of the user's that rows of a function do not need each other.
 
 Where a program will be partitioned, a call is one equation, of a primitive of ours: the
-partition calls the function with the rows of a micro-batch. Elsewhere it is the
+partition calls the function with the rows of a micro-batch. Elsewhere a call is the
 function itself.
 
     y = fun(x, w)           rows of y from the same rows of x, and from all of w
-    dy = ∂fun(x, w)·dx      the same: an equation of its own, with the rows of y
-    dx, dw = ∂fun(x, w)ᵀ·dy     so is its transpose; dw is a sum over rows
+    dy = ∂fun(x, w)·dx      an equation too, which splits along the rows of y
+    dx, dw = ∂fun(x, w)ᵀ·dy     the transpose is another; dw is a sum over rows
 
-So derivatives are those of the function, by its own rules. `jax.vmap` adds a way to
-split a call, for along its axis no example needs another.
+So the derivatives follow the function's own rules. `jax.vmap` adds a factor, because
+along its axis no example needs another.
 """
 
 import functools
@@ -25,8 +25,8 @@ from ga_optax._passes import closures, interpret, primitives, read, transformabl
 from ga_optax._passes.notation import Axes, Factor, Split
 
 NAME = primitives.ROWWISE
-# Under these axes a program is traced that will be partitioned: there promises are
-# kept. (JAX remembers what it has traced by the axes that there are.)
+# A program that will be partitioned is traced under this axis, by which a call knows.
+# (JAX caches traced functions by the axes around.)
 READ = [("rows are read", 1)]
 
 
@@ -105,9 +105,9 @@ def rowwise(
 
 
 def _axes(name: str, axes: Any, tree: Any, rows: Any = None) -> tuple[Axes, Any]:
-    """The axis of the rows of each leaf, None if it has none; and how many rows.
+    """The axis of the rows of each leaf, None for a whole leaf; and the number of rows.
 
-    All leaves with rows must have as many, `rows` if that is given.
+    All leaves with rows must have the same number, which is `rows` if given.
     """
     axes = tuple(axes) if isinstance(axes, list) else axes
     try:
@@ -157,11 +157,11 @@ def _is_read() -> bool:
 
 
 class _Function:
-    """A function of a flat list, and its programs, by the types of its operands.
+    """A function of a flat list, and its programs, by the types of the operands.
 
     Attributes:
-      out: the types of its results, in their tree.
-      captured: the traced values that it closes over. They are its last operands.
+      out: the types of the results, in their tree.
+      captured: the traced values that the function closes over: its last operands.
     """
 
     def __init__(self, fun: Callable[..., Any], xs: Sequence[Any]) -> None:
@@ -192,10 +192,10 @@ class _Function:
             ):
                 self._programs[types] = jax.make_jaxpr(traced)(*operands)
         closed, known = self._programs[types], captured(operands)
-        # What stands in no closure, such as an attribute of an object, is a constant.
+        # A value in no closure, such as an attribute of an object, is a constant.
         unknown = [x for x in closed.consts if id(x) not in known]
         if any(isinstance(x, jax.core.Tracer) for x in unknown):
-            raise ValueError("it closes over something else than at all rows")
+            raise ValueError("it closes over other values than when it gets all rows")
         consts = [known.get(id(x), x) for x in closed.consts]
         args = operands[: len(closed.in_avals)]
         return jax.core.eval_jaxpr(closed.jaxpr, consts, *args)
@@ -205,7 +205,7 @@ class _Function:
 
 
 def bound(promise: Split, *xs: Any) -> list[Any]:
-    """The results of an equation with a promise."""
+    """The results of a function of which a user promises something: one equation."""
     program: Any = jax.make_jaxpr(promise.fun)(*xs)
     return _primitive().bind(*xs, promise=promise, program=program)
 
@@ -225,18 +225,18 @@ def _batched(axis: Any, xs: Any, dims: Any, *, promise: Split, program: Any) -> 
     ins = tuple(None if d is None else 0 for d in dims)
     outs = (0,) * len(program.out_avals)
     fun = jax.vmap(promise.fun, ins, axis_name=axis.name)
-    ways = [
-        Factor(_behind(way.ins, ins), _behind(way.outs, outs))
-        for way in promise.factors
+    factors = [
+        Factor(_behind(factor.ins, ins), _behind(factor.outs, outs))
+        for factor in promise.factors
     ]
     if not program.effects:  # such as a sum over the axis
-        ways.append(Factor(ins, outs))
+        factors.append(Factor(ins, outs))
     xs = transformable.in_front(xs, dims)
-    return bound(promise._replace(fun=fun, factors=tuple(ways)), *xs)
+    return bound(promise._replace(fun=fun, factors=tuple(factors)), *xs)
 
 
 def _behind(axes: Axes, new: Axes) -> Axes:
-    """Axes of arrays, of which some have one more axis at the front."""
+    """The axes of arrays once some have one more axis, the first."""
     pairs = zip(axes, new, strict=True)
     return tuple(d if d is None or first is None else d + 1 for d, first in pairs)
 
@@ -262,7 +262,7 @@ def _transposed(xs: Any, linear: Any, cts: Any, *, promise: Split, program: Any)
         types = [jax.typeof(operands[i]) for i in linear]
         return list(jax.linear_transpose(wanted, *types)(list(operands[n:])))
 
-    # Zeros have the shapes that what is linear has where it is called.
+    # Zeros in place of the linear operands, with their shapes in this call.
     zeros = [jnp.zeros_like(program.in_avals[i]) for i in linear]
     new = promise.of_some(back, [*range(n), *(n + i for i in cts)], linear)
     return bound(new, *interpret.put(xs, linear, zeros), *cts.values())

@@ -1,13 +1,13 @@
-"""Arrays without a gradient that a mesh shards: they are gathered where they are used.
+"""Sharded arrays without a gradient, which are gathered where they are used.
 
     whole  =  all_gather(part)        in each micro-batch, and of one layer in a scan
 
-A region over the data axes has such an array as each device's part of it. A slice or a
-cast of the array is that of the part, so a scan over layers gathers one layer at a
-time. What reads the array keeps the part for its backward pass, and gathers again.
+In a region over the data axes each device has a part of such an array. A slice or a
+cast of the array is one of the part, so a scan over layers gathers one layer at a time.
+An equation that reads the array keeps the part as a residual, and gathers again.
 
-Under `jax.jit` the types of automatic axes do not say how an argument lies. So both
-programs are traced then, and JAX lowers the one that suits the argument: `either`.
+Under `jax.jit` the types of automatic axes do not tell the sharding of an argument. So
+both programs are traced then, and JAX lowers one by the sharding: `either`.
 """
 
 import functools
@@ -46,12 +46,12 @@ class Shard(NamedTuple):
         return x
 
     def of(self, part: Any, dim: int | None = None) -> "Shard":
-        """Another array that is split over the same devices."""
+        """Another array that is split over the same axes."""
         return self._replace(part=part, dim=self.dim if dim is None else dim)
 
 
 jax.tree_util.register_pytree_node(
-    Shard, lambda x: ((x.part,), x[1:]), lambda its, xs: Shard(*xs, *its)
+    Shard, lambda x: ((x.part,), x[1:]), lambda fields, xs: Shard(*xs, *fields)
 )
 
 
@@ -59,36 +59,36 @@ jax.tree_util.register_pytree_node(
 
 
 def gathered_at_use(program: Program, facts: Facts) -> Program:
-    """The program, of whose constants some are gathered where they are used."""
+    """The program, some constants of which are gathered where they are used."""
     jaxpr, consts = program.jaxpr, list(program.consts)
-    found = [facts.shards.get(id(x)) for x in consts]
-    if not any(found) or any(map(read.is_reference, jaxpr.constvars)):
+    shards = [facts.shards.get(id(x)) for x in consts]
+    if not any(shards) or any(map(read.is_reference, jaxpr.constvars)):
         return program
-    pairs = zip(found, jaxpr.constvars, strict=True)
+    pairs = zip(shards, jaxpr.constvars, strict=True)
     types = [jax.typeof(x.part) if x else v.aval for x, v in pairs]
     number = len(types)
 
     def run(*xs: Any) -> list[Any]:
-        given = [s.of(x) if s else x for s, x in zip(found, xs, strict=False)]
-        program = read.Program(jaxpr, given)
+        values = [s.of(x) if s else x for s, x in zip(shards, xs, strict=False)]
+        program = read.Program(jaxpr, values)
         return _whole(_Reader().run(program, xs[number:]))
 
     trace = jax.make_jaxpr(run, axis_env=facts.window)
     new: Any = trace(*types, *(x.aval for x in jaxpr.invars))
-    parts = [x.part if x else y for x, y in zip(found, consts, strict=True)]
+    parts = [x.part if x else y for x, y in zip(shards, consts, strict=True)]
     return Program(rewrite.with_constants(new.jaxpr, number), [*new.consts, *parts])
 
 
 class _Reader(NamedTuple):
-    """Runs programs, of whose values some are a `Shard`.
+    """Runs programs, some values of which are a `Shard`.
 
     Attributes:
-      loops: whether it is in a loop, which gathers for one iteration at a time.
-      again: whether all is computed again on the way back.
+      in_loop: True in a loop, which gathers for one iteration at a time.
+      in_checkpoint: True if the backward pass computes everything again.
     """
 
-    loops: bool = False
-    again: bool = False
+    in_loop: bool = False
+    in_checkpoint: bool = False
 
     def run(self, program: Program, args: Sequence[Any]) -> list[Any]:
         """The results of a program."""
@@ -107,11 +107,11 @@ class _Reader(NamedTuple):
         if kind == "call":
             return self.run(bodies[0], values)
         if kind == "checkpoint":
-            inside = self._replace(again=True)
+            inside = self._replace(in_checkpoint=True)
             body = lambda *xs: _whole(inside.run(bodies[0], xs))  # noqa: E731
             return interpret.checkpointed(e, body)(*values)
         if kind == "scan":
-            how, inside = read.scan_of(e), self._replace(loops=True)
+            how, inside = read.scan_of(e), self._replace(in_loop=True)
             consts, carry, slices = how.split(values)
             xs = [*consts, *_whole(carry), *map(_sliced, slices)]
             return interpret.scan(how, lambda xs: _whole(inside.run(how.body, xs)), xs)
@@ -124,8 +124,8 @@ class _Reader(NamedTuple):
             log.left_alone(e, f"{name} gets an array that is gathered before")
         if e.effects or any(map(read.is_reference, e.invars)):
             return use(*values)
-        values = values if self.loops else _in_turn(values)
-        return (use if self.again else jax.checkpoint(use))(*values)
+        values = values if self.in_loop else _in_turn(values)
+        return (use if self.in_checkpoint else jax.checkpoint(use))(*values)
 
 
 def _whole(xs: Sequence[Any]) -> list[Any]:
@@ -133,16 +133,16 @@ def _whole(xs: Sequence[Any]) -> list[Any]:
 
 
 def _sliced(x: Any) -> Any:
-    """What a scan runs over, whose slices have one dimension less."""
+    """An operand over which a scan runs, whose slices have one dimension less."""
     if not isinstance(x, Shard):
         return x
     return x.of(x.part, x.dim - 1) if x.dim else x.whole()
 
 
 def _in_turn(values: Sequence[Any]) -> list[Any]:
-    """Operands, of which a part is not gathered before the others are computed.
+    """Operands, whose parts wait until the others are computed.
 
-    Else layers in a row may be gathered all at once.
+    Otherwise XLA may gather several layers at once.
     """
 
     def after(x: Any) -> Any:
@@ -161,15 +161,15 @@ def _in_turn(values: Sequence[Any]) -> list[Any]:
 
 
 def _moved(e: core.JaxprEqn, values: list[Any]) -> list[Any] | None:
-    """The results of an equation that are those of each part; None if they are not."""
+    """The parts of an equation's results, computed from the part; or None."""
     [x, *rest], p, name = values, e.params, e.primitive.name
     if not isinstance(x, Shard) or any(isinstance(y, Shard) for y in rest):
         return None
     d, new = x.dim, {}
     before: Any = e.invars[0].aval
     after: Any = e.outvars[0].aval
-    if name in _LIES and not meshes.explicit_names(before.sharding.mesh):
-        return [x]  # the compiler knows how the parts lie
+    if name in _PLACES and not meshes.explicit_names(before.sharding.mesh):
+        return [x]  # the compiler knows the sharding
     if name in ("slice", "dynamic_slice"):
         key = "limit_indices" if name == "slice" else "slice_sizes"
         if p[key][d] != before.shape[d] or after.shape[d] != before.shape[d]:
@@ -189,12 +189,12 @@ def _moved(e: core.JaxprEqn, values: list[Any]) -> list[Any] | None:
     return [x.of(part, d) for part in out]
 
 
-_LIES = (primitives.CONSTRAINT, "reshard")
+_PLACES = (primitives.CONSTRAINT, "reshard")
 
 
 @functools.cache
 def _gather() -> core.Primitive:
-    """The operation of `Shard.whole`, which has no effect on others."""
+    """The primitive of `Shard.whole`, which has no effects."""
 
     def run(x: Any, *, dim: int, axes: Axes) -> list[jax.Array]:
         return [jax.lax.all_gather(x, axes, axis=dim, tiled=True)]
@@ -226,11 +226,11 @@ def either(
     watched: Sequence[Any],
     axes: Axes,
 ) -> Any:
-    """`plain(args)`, or `other(args)`, which gives the same, as some arguments lie.
+    """`plain(args)` or `other(args)`, which are equal, by the sharding of arguments.
 
-    It is `other` if `axes` of the mesh split most of the bytes of what is `watched`. In
-    `jax.jit` that is known when JAX lowers the program: of its own arguments, and of
-    what `with_sharding_constraint` returned.
+    The program is `other` if `axes` of the mesh split most of the elements of the
+    `watched` arguments. In `jax.jit` JAX knows this when it lowers the program: for
+    arguments of the program, and for results of `with_sharding_constraint`.
     """
     flat = jax.tree.leaves(args)
     closed, shapes = jax.make_jaxpr(plain, return_shape=True)(args)
@@ -286,7 +286,7 @@ def _either() -> core.Primitive:
 
     how = transformable.How(as_plain, batched, derived, run, types)
     new = transformable.primitive("ga_optax_either", how)
-    mlir.register_lowering(new, lowered, cacheable=False)  # or it sees no argument
+    mlir.register_lowering(new, lowered, cacheable=False)  # else it sees no argument
     return new
 
 
@@ -301,11 +301,11 @@ def _is_split(x: Any, axes: Axes) -> bool:
 
 
 def _sharding(x: Any) -> str:
-    """What a program says of where a value lies; nothing of what it computes."""
+    """The sharding of a value as a program writes it; "" for a computed value."""
     owner, key = x.owner, "sdy.sharding"
     if isinstance(owner, mlir_ir.Block):
         attributes: Any = owner.owner.attributes["arg_attrs"]
-        its = attributes[mlir_ir.BlockArgument(x).arg_number]
-        return str(its[key]) if key in its else ""
+        of_argument = attributes[mlir_ir.BlockArgument(x).arg_number]
+        return str(of_argument[key]) if key in of_argument else ""
     is_constraint = owner.name == "sdy.sharding_constraint"
     return str(owner.attributes["sharding"]) if is_constraint else ""

@@ -1,9 +1,9 @@
 """A program with references, which is transformed as a plain one that does the same.
 
 References can be neither batched nor differentiated. No custom rule of JAX serves all
-of batching, forward and reverse mode, and holds references; so this is a primitive. It
-is run as the program with references, and batched, differentiated and checked
-(`checkify`) as the plain one.
+of batching, forward and reverse mode, and allows references; so this is a primitive. It
+runs as the program with references, and JAX batches, differentiates and checks
+(`checkify`) the plain program.
 """
 
 import functools
@@ -24,10 +24,9 @@ Run = Callable[[Any], Any]
 
 
 def with_rules_of(plain: Run, run: Run) -> Run:
-    """`run`, which is transformed as if it were `plain`; both of one argument, a tree.
+    """`run`, which JAX transforms as if it were `plain`; both take one tree.
 
-    The result is `plain` itself, with a warning, if this version of JAX lacks what that
-    takes.
+    The result is `plain`, with a warning, if this version of JAX lacks the interfaces.
     """
 
     def bound(tree: Any) -> Any:
@@ -49,7 +48,7 @@ def with_rules_of(plain: Run, run: Run) -> Run:
 
 @functools.cache
 def _primitive() -> core.Primitive | None:
-    """The primitive, made when it is first used; None if JAX has no such rules."""
+    """The primitive, registered at the first use; None if this JAX cannot do so."""
     try:
         return _registered()
     except Exception as error:  # Any: what JAX will change is not known.
@@ -83,25 +82,26 @@ def _registered() -> core.Primitive:
 
 
 def _ran(*args: Any, program: Any, **_: Any) -> Any:
-    """The results of a primitive that has its program as a parameter."""
+    """The results of a primitive whose parameter `program` is its program."""
     return core.jaxpr_as_fun(program)(*args)
 
 
 def _types(*_: Any, program: Any, **__: Any) -> tuple[Any, Any]:
-    """The types of the results of such a primitive, and its effects."""
+    """The types of the results of such a primitive, and the effects."""
     return program.out_avals, program.effects
 
 
 class How(NamedTuple):
-    """What JAX does with a primitive, whose results are a list.
+    """The rules of a primitive, whose results are a list.
 
     Attributes:
-      plain: of its parameters, the function that it is, and its number of operands.
-      batched: its results, all batched along the first axis, of the axis, operands and
-        their axes.
-      derived: its results, and tangents by the numbers of the results that have one; of
-        operands, the numbers of those that move, and their tangents.
-      run: the results of operands; by default those of the parameter `program`.
+      plain: takes the parameters; returns the plain function and the number of its
+        operands.
+      batched: takes an axis, operands and their axes; returns the results, all batched
+        along the first axis.
+      derived: takes operands, the numbers of those with tangents, and these tangents;
+        returns the results, and tangents by the number of the result.
+      run: takes operands, returns results; by default those of the parameter `program`.
       types: the types of the results, and the effects; by default those of `program`.
     """
 
@@ -113,6 +113,7 @@ class How(NamedTuple):
 
 
 def primitive(name: str, how: How) -> core.Primitive:
+    """A new primitive with rules."""
     new = core.Primitive(name)
 
     def batched(axis: Any, xs: Any, dims: Any, **params: Any) -> tuple[Any, Any]:
@@ -124,12 +125,12 @@ def primitive(name: str, how: How) -> core.Primitive:
 
     def derived(xs: Any, dots: Any, **params: Any) -> tuple[Any, Any]:
         moved = [i for i, t in enumerate(dots) if not isinstance(t, ad.Zero)]
-        out, found = how.derived(xs, moved, [dots[i] for i in moved], **params)
+        out, tangents = how.derived(xs, moved, [dots[i] for i in moved], **params)
         zeros = (ad.Zero(jax.typeof(x).to_tangent_aval()) for x in out)
-        return out, [found.get(i, zero) for i, zero in enumerate(zeros)]
+        return out, [tangents.get(i, zero) for i, zero in enumerate(zeros)]
 
     new.multiple_results = True
-    # What newer JAX has to lower in a program, that it lowers where `run` runs it.
+    # Newer JAX lowers "high" primitives; those inside are lowered where `run` runs.
     new.is_high = lambda *_, **__: False
     new.def_impl(how.run)
     new.def_effectful_abstract_eval(how.types)
@@ -143,7 +144,7 @@ def primitive(name: str, how: How) -> core.Primitive:
 
 
 def in_front(xs: Sequence[Any], dims: Sequence[int | None]) -> list[Any]:
-    """Operands whose batched axes are the first."""
+    """Operands with their batched axis in front."""
     pairs = zip(xs, dims, strict=True)
     return [x if d is None else jnp.moveaxis(x, d, 0) for x, d in pairs]
 
@@ -151,7 +152,7 @@ def in_front(xs: Sequence[Any], dims: Sequence[int | None]) -> list[Any]:
 def differentiated(
     fun: Callable[..., Any], xs: Sequence[Any], moved: Sequence[int], dots: Any
 ) -> tuple[Any, dict[int, Any]]:
-    """The results of a function, and their tangents by number, as `How.derived`."""
+    """The results of a function, and tangents by number, as in `How.derived`."""
     some = [xs[i] for i in moved]
     out, tangents = jax.jvp(interpret.of_some(fun, xs, moved), some, list(dots))
     return out, dict(enumerate(tangents))
@@ -160,7 +161,7 @@ def differentiated(
 def pushed(
     fun: Callable[..., Any], moving: Sequence[int], smooth: Sequence[int]
 ) -> Callable[..., list[Any]]:
-    """The tangents of some results, of operands and the tangents of some of them."""
+    """A function of operands and tangents of some; returns tangents of some results."""
 
     def flat(*both: Any) -> list[Any]:
         n = len(both) - len(moving)
@@ -171,27 +172,24 @@ def pushed(
 
 
 def transposed(primitive: core.Primitive, rule: Callable[..., Sequence[Any]]) -> None:
-    """Gives a primitive its transpose.
+    """Gives a primitive a transpose.
 
-    Of the operands, of which some are linear, and the cotangents by the numbers of the
-    results that have one, `rule` returns the cotangents of what is linear.
+    `rule` takes the operands, the numbers of the linear ones, and the cotangents by the
+    number of the result; it returns the cotangents of the linear operands.
     """
 
     def every(cts: Any, *xs: Any, **params: Any) -> list[Any]:
         linear = [i for i, x in enumerate(xs) if ad.is_undefined_primal(x)]
         given = {i: ct for i, ct in enumerate(cts) if not isinstance(ct, ad.Zero)}
-        found = dict(zip(linear, rule(xs, linear, given, **params), strict=True))
-        return [found.get(i) for i in range(len(xs))]
+        back = dict(zip(linear, rule(xs, linear, given, **params), strict=True))
+        return [back.get(i) for i in range(len(xs))]
 
     ad.primitive_transposes[primitive] = every
 
 
 def checked(primitive: core.Primitive, plain: Callable[..., Any]) -> None:
-    """Has `checkify` check a primitive as the jitted function that does the same.
-
-    Of the parameters of an equation `plain` returns that, and its number of operands.
-    """
-    # The table of the module that checks, which no public module names.
+    """Has `checkify` check a primitive as the jitted plain function, see `How.plain`."""
+    # The table of checks, which no public module names.
     checks = sys.modules[checkify.checkify.__module__].error_checks
 
     def rule(*args: Any, **params: Any) -> Any:
@@ -215,10 +213,10 @@ def checked(primitive: core.Primitive, plain: Callable[..., Any]) -> None:
 
 
 def without_unused(primitive: core.Primitive, only: Callable[..., Any]) -> None:
-    """Has JAX leave out what nobody reads of a primitive.
+    """Has JAX leave out results of a primitive that nobody reads.
 
-    Of the parameters of an equation, and some results by number, `only` returns those
-    of the equation with these results alone.
+    `only` takes the parameters of an equation, and the numbers of the results to keep;
+    it returns the parameters of the equation with these results alone.
     """
 
     def rule(used: list[bool], *more: Any) -> tuple[list[bool], Any]:
@@ -228,7 +226,7 @@ def without_unused(primitive: core.Primitive, only: Callable[..., Any]) -> None:
             return every, equation
         if not any(used) and not equation.effects:
             return [False] * len(every), None
-        kept = [i for i, its in enumerate(used) if its]
+        kept = [i for i, is_used in enumerate(used) if is_used]
         outs, params = [equation.outvars[i] for i in kept], equation.params
         return every, equation.replace(outvars=outs, params=only(**params, kept=kept))
 
