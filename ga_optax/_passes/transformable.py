@@ -187,8 +187,8 @@ def transposed(primitive: core.Primitive, rule: Callable[..., Sequence[Any]]) ->
     ad.primitive_transposes[primitive] = every
 
 
-    """Has `checkify` check a primitive as its plain function, see `How.plain`."""
-    # The table of checks, which no public module names.
+def checked(primitive: core.Primitive, plain: Callable[..., Any]) -> None:
+    """Has `checkify` check a primitive as a jitted function, see `How.plain`."""
     # The table of checks, which no public module names.
     checks = sys.modules[checkify.checkify.__module__].error_checks
 
