@@ -16,6 +16,7 @@ its operands and is computed whole, which is always right and only takes memory.
     notes        what is recorded of equations that are computed whole
     writer       the program of a micro-batch while it is written; changes of layout
     factors      what follows from a row of the table of primitives, in `_passes`
+    columns      functions of pairs of rows, split along columns where rows would meet
     table        which rule each primitive has beside or without a row
     linear, shapes, moves, reductions, products, indexing, randoms, nested, loops,
     custom       the rules, by kind
