@@ -90,6 +90,20 @@ def test_the_memory_is_the_tables_share_of_that_of_the_undivided_batch(name):
     assert 0 < ours <= older * loss.share * undivided
 
 
+def test_pairs_of_rows_are_kept_for_neither_direction():
+    loss, args = LOSSES["clip"].value, whole_losses.arguments(1024, np.float32, 64)
+    assert said(loss, 8, args, residual_bytes=0) == (2, 1)
+    of_all, *ours = (
+        temporaries(jax.jit(step), *args)
+        for step in (
+            jax.value_and_grad(loss),
+            ga.value_and_grad(loss, 8),
+            ga.value_and_grad(loss, 8, residual_bytes=0),
+        )
+    )
+    assert 0 < max(ours) <= of_all / 4
+
+
 def test_what_is_kept_is_in_the_room_there_is():
     args = whole_losses.arguments(512, np.float32)
     forward, kept = [], []

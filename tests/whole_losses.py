@@ -295,9 +295,8 @@ _TWICE = (2, 1)
 _TABLE = (
     *map(Loss, (mean, total, classes, masked, tokens)),
     *map(Loss, (dropout, checkpointed, advantages)),
-    *(Loss(f, _TWICE) for f in (dice, simclr, hard_triplet, segments, hardest)),
+    *(Loss(f, _TWICE) for f in (dice, clip, simclr, hard_triplet, segments, hardest)),
     *(Loss(f, _TWICE) for f in (sinkhorn, survival, gradient_penalty, layers)),
-    Loss(clip, _TWICE, 0.56),  # logits are kept, as many as a micro-batch's step takes
     Loss(batch_norm, share=0.55),  # the rows of each layer are kept
     # What rows have of each other is most of what there is.
     Loss(experts, _TWICE, 0.65),

@@ -15,7 +15,8 @@ rule gathers the operands and is computed whole, which is right and only takes m
     axis         the axis of the micro-batches, and collectives over it
     notes        records of equations that are computed whole
     writer       the program of a micro-batch while it is written; changes of layout
-    factors      rules that follow from rows of the table of primitives, in `_passes`
+    factors      rules that follow from entries of the table of primitives, in `_passes`
+    columns      functions of pairs of rows, split along columns where rows would meet
     table        the rules of primitives beside or without a row
     linear, shapes, moves, reductions, products, indexing, randoms, nested, loops,
     custom       the rules, by kind

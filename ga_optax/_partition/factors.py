@@ -71,7 +71,7 @@ def forward(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     if (found := chosen(vs, lambda _: kept)) is None:
         return None
     rows, way = found
-    out = _along(w, e, vs, rows, way)
+    out = along(w, e, vs, rows, way)
     return list(zip(out, operand_layouts(rows, way.outs), strict=True))
 
 
@@ -103,10 +103,10 @@ def wanted(w: Writer, e: core.JaxprEqn, vs: list[Value], rows: Rows) -> Any:
     if len(e.outvars) > 1:
         return None
     way = next((x for x in of_equation(e) if x.outs == (rows.dim,)), None)
-    return None if way is None else _along(w, e, vs, rows, way)[0]
+    return None if way is None else along(w, e, vs, rows, way)[0]
 
 
-def _along(
+def along(
     w: Writer, e: core.JaxprEqn, vs: list[Value], rows: Rows, way: Factor
 ) -> list[Any]:
     """The results of a micro-batch's part along a factor."""

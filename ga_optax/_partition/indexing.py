@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from ga_optax._partition import factors
+from ga_optax._partition import columns, factors
 from ga_optax._partition.made import number_of
 from ga_optax._partition.values import (
     PARTIAL,
@@ -29,15 +29,28 @@ _SAME = ("convert_element_type", "squeeze", "copy")
 def gather(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     """A gather: each row picks numbers of the same row, or of other rows."""
     operand, indices = vs
-    numbers = e.params["dimension_numbers"]
-    if operand.dim in numbers.collapsed_slice_dims:
-        own = rows_in_order(w, operand, indices, numbers.start_index_map)
-        if own is not None and not numbers.operand_batching_dims:
-            [d, *_] = _batch(e)
-            return [(w.run(e, [operand.x, own]), operand.rows.at(d))]
+    if operand.dim in e.params["dimension_numbers"].collapsed_slice_dims:
+        if found := _own(w, e, operand, indices):
+            return found
+        turned = columns.of_pairs(w, operand, (operand.dim,))
+        if turned and (found := _own(w, e, turned, indices)):
+            w.level = max(turned.level, indices.level)
+            return found
         if (picked := _picked(w, e, operand, indices)) is not None:
             return [(picked, PARTIAL)]
     return factors.forward(w, e, vs)
+
+
+def _own(w: Writer, e: core.JaxprEqn, operand: Value, indices: Value) -> Results:
+    """The numbers of each row, if it picks numbers of its own."""
+    numbers = e.params["dimension_numbers"]
+    if operand.dim in numbers.collapsed_slice_dims:
+        own = rows_in_order(w, operand, indices, numbers.start_index_map)
+        if own is None or numbers.operand_batching_dims:
+            return None
+        [d, *_] = _batch(e)
+        return [(w.run(e, [operand.x, own]), operand.rows.at(d))]
+    return factors.forward(w, e, [operand, indices])
 
 
 def reorders(w: Writer, e: core.JaxprEqn, operand: Value, indices: Value) -> bool:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
-from ga_optax._partition import factors
+from ga_optax._partition import columns, factors
 from ga_optax._partition.values import (
     PARTIAL,
     WHOLE,
@@ -53,6 +53,9 @@ def _is_of_rows(v: Value) -> bool:
 def reduce_(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     [v] = vs
     name = e.primitive.name
+    if turned := columns.of_pairs(w, v, tuple(e.params["axes"])):
+        w.level = turned.level
+        return factors.forward(w, e, [turned])
     if name == "reduce_sum":
         return factors.summed(w, e, vs)
     if name in ("reduce_max", "reduce_min"):
