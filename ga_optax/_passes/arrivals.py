@@ -11,7 +11,7 @@ from ga_optax._passes import places, primitives, read
 FEW = 8
 
 
-def arrival(jaxpr: core.Jaxpr, variable: Any, way: str = "whole") -> str | None:
+def arrival(jaxpr: core.Jaxpr, variable: Any, piece: str = "whole") -> str | None:
     """The form in which a parameter's gradient comes out of the backward pass.
 
     "slices": a scan runs over the parameter, uses each slice once, and the gradient of
@@ -35,32 +35,32 @@ def arrival(jaxpr: core.Jaxpr, variable: Any, way: str = "whole") -> str | None:
     equation, i = use
     name, row = equation.primitive.name, primitives.entry_of(equation)
     if read.kind(equation) in read.THROUGH:
-        return _inside(equation, i, way)
+        return _inside(equation, i, piece)
     if name == primitives.PRODUCT:
-        return way if _more(_num_terms(equation, i), 1) else None
+        return piece if _more(_num_terms(equation, i), 1) else None
     out: Any = next(iter(equation.outvars), None)  # printing has no results
     terms = out.aval.size // variable.aval.size if row.broadcasts else 1
     if _more(terms, 1):
-        return way if way != "slices" or _more(terms, FEW - 1) else "whole"
-    if name == "gather" and i == 0 and way == "whole":
+        return piece if piece != "slices" or _more(terms, FEW - 1) else "whole"
+    if name == "gather" and i == 0 and piece == "whole":
         return "scatter"
     if (row.moves and name != "squeeze") or name == primitives.CAST:
         # The gradient comes back through these as it is.
-        form = arrival(jaxpr, out, way)
-        return "whole" if form == "slices" and way == "whole" else form
+        form = arrival(jaxpr, out, piece)
+        return "whole" if form == "slices" and piece == "whole" else form
     return None
 
 
-def _inside(equation: core.JaxprEqn, i: int, way: str) -> str | None:
+def _inside(equation: core.JaxprEqn, i: int, piece: str) -> str | None:
     """The form of the gradient of an argument of a program inside an equation."""
     [inner] = read.inner_programs(equation)
     if read.kind(equation) == "scan":
         if not read.is_sliced(equation, i):
             return None  # used in every iteration
         if read.scan_of(equation).unroll < read.times(equation):
-            way = "slices"
-    form = arrival(inner, inner.invars[i], way)
-    is_whole = read.kind(equation) == "checkpoint" and way != "slices"
+            piece = "slices"
+    form = arrival(inner, inner.invars[i], piece)
+    is_whole = read.kind(equation) == "checkpoint" and piece != "slices"
     return "whole" if form == "slices" and is_whole else form
 
 

@@ -62,9 +62,9 @@ def _differences() -> list[str]:
             if name not in by_name:
                 missing.append(f"the primitive {name}")
             else:
-                there = by_name[name].params
+                params = by_name[name].params
                 missing += [
-                    f"{name}'s parameter {x}" for x in parameters if x not in there
+                    f"{name}'s parameter {x}" for x in parameters if x not in params
                 ]
         if not missing:
             scan = read.scan_of(by_name["scan"])

@@ -188,7 +188,7 @@ def transposed(primitive: core.Primitive, rule: Callable[..., Sequence[Any]]) ->
 
 
 def checked(primitive: core.Primitive, plain: Callable[..., Any]) -> None:
-    """Has `checkify` check a primitive as a jitted function, see `How.plain`."""
+    """Has `checkify` check a primitive as its jitted `How.plain`."""
     # The table of checks, which no public module names.
     checks = sys.modules[checkify.checkify.__module__].error_checks
 
