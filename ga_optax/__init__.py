@@ -22,10 +22,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from ga_optax import accumulator, blocks, config, data
+from ga_optax._across.decisions import drop_window_if_not_finite
 from ga_optax._across.multi_steps import (
     MultiSteps,
     apply_gradients,
-    drop_window_if_not_finite,
     flush,
 )
 from ga_optax._across.optax_state import from_optax

@@ -156,7 +156,7 @@ FAULTS = """
 * a frozen argument that is gathered whole
 + def _is_split(...): return False
 * layers in a row that are gathered at once
-- values = values if self.in_loop else _in_turn(values)
+- values = values if self.in_loop else _after_other_operands(values)
 + values = list(values)
 * a gathered layer that is kept for the way back
 - return (use if self.in_checkpoint else jax.checkpoint(use))(*values)

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ga_optax as ga
-from ga_optax._compiled import plan
+from ga_optax._compiled import plan, sizes
 from ga_optax._loop import in_place
 
 CANDIDATES = (1, 2, 4, 8, 16, 32, 64)
@@ -157,7 +157,7 @@ def test_where_every_candidate_fails_the_first_failure_is_the_cause():
     ],
 )
 def test_a_limit_is_bytes_or_a_string_with_a_unit(given, size):
-    assert plan.parse_bytes(given) == size
+    assert sizes.parse_bytes(given) == size
 
 
 def test_the_limit_is_that_of_the_smallest_device(monkeypatch):

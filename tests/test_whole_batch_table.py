@@ -289,8 +289,9 @@ def test_indices_of_rows_stay_with_them_under_vmap():
 
 
 def test_moves_after_one_another_are_followed_once_each(monkeypatch):
-    calls, plain = [], moves._moved
-    monkeypatch.setattr(moves, "_moved", lambda *args: calls.append(1) or plain(*args))
+    calls, plain = [], moves._source_of_result
+    traced = lambda *args: calls.append(1) or plain(*args)  # noqa: E731
+    monkeypatch.setattr(moves, "_source_of_result", traced)
 
     def ring(h, w):
         far = h

@@ -7,6 +7,7 @@ optimizer when the window closes.
     config       the arguments of a `MultiSteps`
     state        the state, and functions that read it
     optax_state  converts a state of Optax
+    decisions    functions of the user's that skip micro-steps or drop windows
     choices      predicates that are Python bools or traced
 
 Imports `_devices` and the root.

@@ -32,6 +32,7 @@ from ga_optax._across.config import (
     differentiated,
     windows_of_windows,
 )
+from ga_optax._across.decisions import check_decisions
 from ga_optax._across.request import Request
 from ga_optax._across.state import (
     ORDER,
@@ -42,60 +43,12 @@ from ga_optax._across.state import (
     state_type,
     warn_of_counts,
 )
-from ga_optax._checks import check_callable, check_dtype, check_gradients
+from ga_optax._checks import check_dtype, check_gradients
 from ga_optax._devices import meshes
 from ga_optax._text import listed
-from ga_optax.accumulator import parts
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-def drop_window_if_not_finite(
-    updates: optax.Updates, gradient_step: ArrayLike, params: optax.Params | None
-) -> tuple[jax.Array, Any]:
-    """A `should_drop_window_fn` that drops a window with an inf or a NaN.
-
-    The window closes without a step: parameters, the inner optimizer's state and its
-    schedules stay as they were, and `stats` counts a skipped window. The check reads
-    the accumulator when the window closes, and costs the other micro-steps nothing.
-    To leave out only the bad micro-batch, pass `optax.skip_not_finite` as
-    `should_skip_update_fn`, which reads every gradient.
-
-    >>> import jax.numpy as jnp, optax, ga_optax as ga
-    >>> tx = ga.MultiSteps(
-    ...     optax.sgd(1.0), 2, should_drop_window_fn=ga.drop_window_if_not_finite)
-    >>> params, state = jnp.ones(1), tx.init(jnp.ones(1))
-    >>> for g in (jnp.array([jnp.inf]), jnp.ones(1)):
-    ...     params, state = ga.apply_gradients(tx, g, state, params)
-    >>> params, int(ga.stats(state).skipped_windows)
-    (Array([1.], dtype=float32), 1)
-
-    Args:
-      updates: the gradients for the inner optimizer.
-      gradient_step: steps so far.
-      params: the parameters, if known.
-
-    Returns:
-      `(should_skip, {"should_skip": should_skip})`, where `should_skip` is True if any
-      element is not finite. The dictionary becomes the `drop_state`.
-    """
-    del gradient_step, params
-    # A NaN, or infinities of both signs, make the sum NaN, and an infinity is an
-    # extremum. These reductions read the buffer alone; to count elements that are not
-    # finite, XLA would first write out the comparison. Extrema are not enough: on CPUs
-    # the extremum over devices loses the NaN of one device. (A sum that overflows both
-    # ways is NaN, too.)
-    finite = [
-        jnp.isfinite(jnp.max(part))
-        & jnp.isfinite(jnp.min(part))
-        & ~jnp.isnan(jnp.sum(part))
-        for leaf in jax.tree.leaves(updates)
-        if leaf.size
-        for part in parts(leaf)
-    ]
-    should_skip = ~jnp.all(jnp.array(finite, bool))
-    return should_skip, {"should_skip": should_skip}
 
 
 def _explains_keywords(new: Callable[P, R]) -> Callable[P, R]:
@@ -204,7 +157,7 @@ class MultiSteps(optax.GradientTransformationExtraArgs):
     ) -> "MultiSteps":
         """Builds the pair of pure functions; see the class for the arguments."""
         axes = meshes.check_data_axis(data_axis)
-        _check_decisions(should_skip_update_fn, should_drop_window_fn)
+        check_decisions(should_skip_update_fn, should_drop_window_fn)
         if not isinstance(track_norm, bool):
             raise TypeError(
                 f"track_norm must be a Python bool, but it is {track_norm!r}. It "
@@ -453,24 +406,6 @@ def _check_opt(opt: Any, k: Any) -> None:
         raise windows_of_windows(cause, k, opt._config.every_k_schedule)
     if isinstance(opt, optax.MultiSteps):
         raise windows_of_windows("it is an optax.MultiSteps", k)
-
-
-def _check_decisions(skip: Any, drop: Any) -> None:
-    """Raises unless `skip` decides on micro-steps, and `drop` on windows."""
-    if skip is drop_window_if_not_finite:
-        raise ValueError(
-            "should_skip_update_fn must decide on one micro-step, but it is "
-            "drop_window_if_not_finite, which decides on a window. Pass "
-            "should_drop_window_fn=ga_optax.drop_window_if_not_finite."
-        )
-    signature = "(updates, step, params) -> (skip, skip_state)"
-    for name, fn, example in (
-        ("should_skip_update_fn", skip, "optax.skip_not_finite"),
-        ("should_drop_window_fn", drop, "ga_optax.drop_window_if_not_finite"),
-    ):
-        if fn is not None:
-            todo = f"Pass {example}, for example, or None."
-            check_callable(name, fn, signature, todo)
 
 
 def _check_spelling(extra_args: dict[str, Any]) -> None:

@@ -11,6 +11,9 @@
 the aux of a loss. `batch_dependencies` stops at `schedule`, and reports the plan.
 `accumulate` traces one micro-batch by itself, see `micro_batch`.
 
+Under `jax.jit` and its like the stations from `rewrite` on are one equation
+of JAX, see `equation`, so that its derivatives are those of `fun`.
+
 On a mesh with a data axis the stations from `trace` on run once more in a region of the
 mesh. The region is made after `partition`, which knows the results that have rows.
 """
@@ -124,7 +127,7 @@ def value_and_grad(
         return (over or over_micro_batches)(partition(traced))
     except (DoesNotFitError, NoDerivativeError, Warning):
         raise
-    except Exception as error:  # Any: what JAX will change is not known.
+    except Exception as error:  # Any: a future JAX may fail in ways unknown today.
         return _in_one(traced.call, error)
 
 
@@ -197,7 +200,9 @@ def rewrite(micro_batch: MicroBatch) -> Rewritten:
     program = LossProgram(
         jaxpr=rewriting.without_values(jaxpr),
         results=[x.aval for x in jaxpr.outvars],
-        folds=["stack" if isinstance(x, Rows) else _ENGINES[x] for x in part.layouts],
+        folds=[
+            "stack" if isinstance(x, Rows) else _FOLD_OF_LAYOUT[x] for x in part.layouts
+        ],
         weighted=False,
         varying=tuple(sorted(call.devices.bound)),
         multiplies=False,
@@ -245,7 +250,7 @@ def run(scheduled: Scheduled) -> Outcome:
 
 
 # The folds of results without rows, by layout.
-_ENGINES = {"whole": "last", "partial": "sum"}
+_FOLD_OF_LAYOUT = {"whole": "last", "partial": "sum"}
 
 
 def _indices(call: Call) -> jax.Array:

@@ -57,8 +57,8 @@ def value_and_grad(
 
     **Cost.** If rows do not need one another, as in a mean, one loop: one forward and
     one backward pass, the activations of one micro-batch, one gradient tree. Otherwise
-    what they need of each other beside that, and at most two or three forward passes;
-    `batch_dependencies` shows the lines. What nothing is known of is computed whole.
+    also the values that rows exchange, and two, at most three, forward passes;
+    `batch_dependencies` shows the lines. Code that cannot be read is computed whole.
     Compile time does not grow with the number of micro-batches. Pages: "Any loss",
     "Memory", and "Devices" for `data_axis`.
 

@@ -15,19 +15,16 @@ import dataclasses
 import functools
 import inspect
 import itertools
-import math
-import numbers
-import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 import jax
-import numpy as np
 
 from ga_optax import _checks, _text
 from ga_optax._compiled import machines
+from ga_optax._compiled.sizes import bytes_in_words, parse_bytes
 from ga_optax._passes import log
 
 
@@ -102,8 +99,8 @@ class Plan:
     def __str__(self) -> str:
         verdict = (
             f"num_microbatches={self.num_microbatches} of {self.microbatch_size} "
-            f"examples needs {format_bytes(self.bytes)} of "
-            f"{format_bytes(self.memory_limit)}."
+            f"examples needs {bytes_in_words(self.bytes)} of "
+            f"{bytes_in_words(self.memory_limit)}."
         )
         return _page(self.candidates, self.untried, self.batch_size, verdict)
 
@@ -259,7 +256,7 @@ class _Search:
         if needs:
             need, k = min(needs)
             cause = (
-                f"no candidate does: the smallest need is {format_bytes(need)} "
+                f"no candidate does: the smallest need is {bytes_in_words(need)} "
                 f"({need} bytes), with num_microbatches={k}"
             )
         elif all(map(_is_too_large, self.compiled.values())):
@@ -272,7 +269,7 @@ class _Search:
                 f"To see the error, call make_step({k}).lower(*args)."
             ) from self._errors[0]
         raise NothingFitsError(
-            f"The step must fit into {format_bytes(self._limit)}, but {cause}. Allow "
+            f"The step must fit into {bytes_in_words(self._limit)}, but {cause}. Allow "
             "more micro-batches, donate the arguments that the step replaces, use "
             f"jax.checkpoint, or shard over more devices.\n{page}"
         ) from (None if needs else self._errors[0])
@@ -329,7 +326,7 @@ class _Search:
             candidate = Candidate(k, temporaries(analysis), **sizes, notes=tuple(lines))
             fits = (candidate.bytes or 0) <= self._limit
             candidate = dataclasses.replace(candidate, fits=fits)
-            size = format_bytes(candidate.bytes or 0)
+            size = bytes_in_words(candidate.bytes or 0)
             outcome = f"{size}, {'fits' if fits else 'does not fit'}"
         seconds = time.perf_counter() - start
         say(f" {outcome} ({seconds:.1f} s)")
@@ -361,7 +358,7 @@ def _page(
     table: list[tuple[str, ...]] = [(*head, "")]
     for c in candidates:
         sizes = (c.temp, c.argument, c.output, c.alias, c.bytes)
-        cells = ("-" if c.error else format_bytes(size or 0) for size in sizes)
+        cells = ("-" if c.error else bytes_in_words(size or 0) for size in sizes)
         failed = c.error and not _is_too_large(c)
         fits = "failed" if failed else "fits" if c.fits else "too large"
         k = c.num_microbatches
@@ -389,41 +386,7 @@ def _page(
     )
 
 
-# -- Bytes and candidates --------------------------------------------------------------
-
-_PREFIXES = "KMGTP"
-_SIZE = re.compile(r"\s*(\d+\.?\d*|\.\d+)\s*(?:(?:([kmgtp])(i?))?b)?\s*", re.IGNORECASE)
-
-
-def format_bytes(size: int) -> str:
-    """The size in the largest binary unit that is not larger than the size."""
-    power = max(0, min((abs(size).bit_length() - 1) // 10, len(_PREFIXES)))
-    if power == 0:
-        return f"{size} B"
-    return f"{size / 1024**power:.2f} {_PREFIXES[power - 1]}iB"
-
-
-def parse_bytes(size: int | float | str) -> int:
-    """Whole bytes, from a number or a string such as "16GiB"; or raises."""
-    todo = 'Pass bytes, or a string such as "16GiB" (2^30 bytes) or "16GB" (10^9).'
-    if isinstance(size, (bool, np.bool_)) or not isinstance(size, (numbers.Real, str)):
-        raise TypeError(
-            f"memory_limit must be a number of bytes or a string, but it is {size!r} "
-            f"of type {type(size).__name__}. {todo}"
-        )
-    value: Any = size
-    if isinstance(size, str):
-        match = _SIZE.fullmatch(size)
-        number, prefix, binary = match.groups() if match else ("nan", None, None)
-        power = 1 + _PREFIXES.index(prefix.upper()) if prefix else 0
-        value = float(number) * (1024 if binary else 1000) ** power
-    if not 1 <= value < math.inf:
-        raise ValueError(
-            "memory_limit must be a number, with one of the units B, KB, KiB, ..., PB, "
-            "PiB or none, and it must be finite and at least one byte, but it is "
-            f"{size!r}. {todo}"
-        )
-    return int(value)
+# -- The device and candidates ---------------------------------------------------------
 
 
 def _device_limit() -> int:

@@ -198,6 +198,11 @@ def over_mesh(
     return resharded
 
 
+def one_like(x: jax.Array) -> jax.Array:
+    """The cotangent 1 of a scalar, which varies over devices as the scalar does."""
+    return vary(jnp.ones_like(x), tuple(meshes.varying(x)))
+
+
 def zeros(aval: Any) -> jax.Array:
     """Zeros of a type, sharded along the type's explicit axes.
 

@@ -34,8 +34,8 @@ class State(NamedTuple):
     Attributes:
       acc: the accumulator.
       carry: the carried arguments of `fun`.
-      results: the carry of the fold of each result; after the loop, or the stack that
-        the loop collected. The loss is the first.
+      results: the carry of the fold of each result; after the loop that carry, or the
+        stack that the loop collected. The loss is the first.
       weights: the weight and the number of the micro-batches of this call, by which the
         fold "mean" divides; empty without such a fold.
     """

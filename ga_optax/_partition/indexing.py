@@ -95,7 +95,8 @@ def _picked(w: Writer, e: core.JaxprEqn, operand: Value, indices: Value) -> Any:
         row = jnp.clip(row, 0, operand.shape[d] - 1)
     here, mine = w.place_of(operand, row)
     at = at.at[..., column].set(here)
-    at = jnp.where(mine[..., None], at, 0)  # so it comes several times, in any order
+    # Indices of other micro-batches become 0: neither unique nor sorted any more.
+    at = jnp.where(mine[..., None], at, 0)
     broken = {"unique_indices": False, "indices_are_sorted": False}
     picked = w.run(e, [operand.x, at], **broken)
     mine = jax.lax.broadcast_in_dim(mine, aval.shape, _batch(e))

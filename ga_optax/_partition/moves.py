@@ -39,7 +39,10 @@ def move(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
         return found
     d, types = origin[0], types_of(e)
     splits = [next(reversed(_splits(w, x.shape[d], *origin)), None) for x in types]
-    picked = [_picked(w, _moved(e, vs, d, i), d, rows) for i, rows in enumerate(splits)]
+    picked = [
+        _picked(w, _source_of_result(e, vs, d, i), d, rows)
+        for i, rows in enumerate(splits)
+    ]
     if all(picked):
         return picked
     whole = [x for x, _ in w.all_whole(e, vs)]
@@ -51,22 +54,29 @@ def move(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
 
 # -- Out of all rows of one value ------------------------------------------------------
 
-# It, and which of its rows they are: for padding, as many as it has.
+# A value, and for each row of the result the number of that row in the value, whose
+# number of rows stands for padding.
 Source = tuple[Value, np.ndarray]
 
 
 def _source(v: Value, d: int) -> Source | None:
-    """The one value whose rows these are, along a dimension; None if there are more."""
+    """The source of the rows of a value along a dimension; None if it has several."""
     if v.made is None or not entry_of(v.made[0]).shifts:
         return v, np.arange(v.shape[d])
     if d not in v.sources:  # A roll reads what it moves twice.
         e, vs, i = v.made
-        v.sources[d] = _moved(e, vs, d, i)
+        v.sources[d] = _source_of_result(e, vs, d, i)
     return v.sources[d]
 
 
-def _moved(e: core.JaxprEqn, vs: list[Value], d: int, i: int) -> Source | None:
-    """The same of the i-th result of an equation that moves rows alone."""
+def _source_of_result(
+    e: core.JaxprEqn, vs: list[Value], d: int, i: int
+) -> Source | None:
+    """The source of the i-th result of an equation.
+
+    None if the equation moves numbers along another axis too, or pads with anything
+    but 0.
+    """
     name, moving, by = e.primitive.name, [v for v in vs if v.shape and v.shape[d]], 0
     if name == "pad":
         moving, by = vs[:1], number_of(vs[1])
@@ -140,7 +150,7 @@ def _splits(w: Writer, n: int, d: int, length: int) -> list[Rows]:
     """The layouts of `n` rows: neighbours together, or segments of such a length."""
     some = [Rows(d), *([Rows(d, n // length)] if n % length == 0 else [])]
     shape = (1,) * d + (n,)
-    # A single row is nobody's, even of one micro-batch.
+    # One row is never split, not even by one micro-batch.
     return [rows for rows in some if n > 1 and can_split(shape, rows, w.axis.size)]
 
 

@@ -237,7 +237,7 @@ class Divided:
 
             some = [xs[i] for i in of.wrt]
             out, pull, rest = jax.vjp(of_some, *some, has_aux=True)
-            grads = pull(cts if seeds else list(map(_one, out)))
+            grads = pull(cts if seeds else list(map(collectives.one_like, out)))
             if not seeds:
                 grads = [g.astype(sum_dtype(g)) for g in grads]
             return [*rest, *grads]
@@ -318,11 +318,6 @@ def _depending(jaxpr: core.Jaxpr, operands: Iterable[int]) -> list[int]:
     """The results of a program that depend on some of its operands."""
     dependent = read.following(jaxpr, [jaxpr.invars[i] for i in operands])
     return [i for i, x in enumerate(jaxpr.outvars) if read.is_among(x, dependent)]
-
-
-def _one(x: jax.Array) -> jax.Array:
-    """The cotangent 1 of a scalar."""
-    return collectives.vary(jnp.ones_like(x), tuple(meshes.varying(x)))
 
 
 # -- The primitives --------------------------------------------------------------------

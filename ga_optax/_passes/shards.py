@@ -83,7 +83,8 @@ class _Reader(NamedTuple):
     """Runs programs, some values of which are a `Shard`.
 
     Attributes:
-      in_loop: True in a loop, which gathers for one iteration at a time.
+      in_loop: True in a loop, which gathers for one iteration at a time, so that no
+        order has to be kept.
       in_checkpoint: True if the backward pass computes everything again.
     """
 
@@ -124,7 +125,7 @@ class _Reader(NamedTuple):
             log.left_alone(e, f"{name} gets an array that is gathered before")
         if e.effects or any(map(read.is_reference, e.invars)):
             return use(*values)
-        values = values if self.in_loop else _in_turn(values)
+        values = values if self.in_loop else _after_other_operands(values)
         return (use if self.in_checkpoint else jax.checkpoint(use))(*values)
 
 
@@ -139,7 +140,7 @@ def _sliced(x: Any) -> Any:
     return x.of(x.part, x.dim - 1) if x.dim else x.whole()
 
 
-def _in_turn(values: Sequence[Any]) -> list[Any]:
+def _after_other_operands(values: Sequence[Any]) -> list[Any]:
     """Operands, whose parts wait until the others are computed.
 
     Otherwise XLA may gather several layers at once.
@@ -294,7 +295,7 @@ def _is_split(x: Any, axes: Axes) -> bool:
     """True if axes of a mesh are known to split a value of a program in MLIR."""
     try:
         sharding = _sharding(x)
-    except Exception:  # Any: what JAX will change is not known.
+    except Exception:  # Any: a future JAX may fail in ways unknown today.
         return False
     dims = sharding.split(">, [")[-1].split("], [")[-1].split("replicated")[0]
     return any(re.search(rf'"{name}"(?!=)', dims) for name in axes)

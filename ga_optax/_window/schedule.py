@@ -116,7 +116,7 @@ def traits_of(
     behind = read.following(jaxpr, params)
     before = [x.level for v, x in traits_if(1).items() if v not in behind]
     traits = traits_if(max(before, default=1))
-    # Evaluation through which the loss is not differentiated are not smooth.
+    # Values through which the loss is not differentiated are not smooth.
     reached = set(variables(jaxpr.outvars[:1] if loss is None else loss))
     for e in reversed(jaxpr.eqns):
         if any(x in reached and traits[x].smooth for x in e.outvars):
