@@ -25,7 +25,7 @@ def called(program: Program, facts: Facts) -> Program:
     jaxpr = program.jaxpr
     keys = {id(e): _key(e) for e in jaxpr.eqns}
     number = collections.Counter(keys.values())
-    calls: dict[Any, core.JaxprEqn] = {}
+    calls: dict[Any, core.JaxprEqn | None] = {}
 
     def change(equation: core.JaxprEqn) -> list[core.JaxprEqn]:
         key = keys[id(equation)]
@@ -36,9 +36,11 @@ def called(program: Program, facts: Facts) -> Program:
             return [equation]
         if key not in calls:
             calls[key] = _as_call(jaxpr, equation)
-        operands, call = read.variables(equation.invars), calls[key]
+        if (call := calls[key]) is None:
+            left_alone(equation, "a function would give results of other types")
+            return [equation]
         how = {"primitive": call.primitive, "params": call.params}
-        return [equation.replace(invars=operands, **how)]
+        return [equation.replace(invars=read.variables(equation.invars), **how)]
 
     return program._replace(jaxpr=rewrite.changed(jaxpr, change))
 
@@ -59,8 +61,12 @@ def _key(equation: core.JaxprEqn) -> Any:
     return read.key_of(equation, lambda x: x.aval)
 
 
-def _as_call(jaxpr: core.Jaxpr, equation: core.JaxprEqn) -> core.JaxprEqn:
-    """A call, which JAX inlines, of a jitted function that is the equation."""
+def _as_call(jaxpr: core.Jaxpr, equation: core.JaxprEqn) -> core.JaxprEqn | None:
+    """A call, which JAX inlines, of a jitted function that is the equation.
+
+    None if the results of the function have other types, as those of a sharding
+    constraint in a region may.
+    """
     operands, results = read.variables(equation.invars), equation.outvars
     # Inlined, the equation has the name and the line of each call.
     bare = equation.replace(source_info=source_info_util.new_source_info())
@@ -71,7 +77,7 @@ def _as_call(jaxpr: core.Jaxpr, equation: core.JaxprEqn) -> core.JaxprEqn:
     program = interpret.program_of(jax.jit(run), *(x.aval for x in operands))
     [call] = program.jaxpr.eqns
     if [x.aval for x in call.outvars] != [x.aval for x in results]:
-        raise TypeError(f"{equation.primitive.name} has other types in a function")
+        return None
     inline = call.params["inline"]
     early = getattr(type(inline), "JAX_EARLY", True)  # an enumeration since jax 0.11
     return call.replace(params=call.params | {"inline": early})
