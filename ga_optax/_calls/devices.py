@@ -146,7 +146,7 @@ class Devices(NamedTuple):
 
     @property
     def maps(self) -> bool:
-        """True if each device runs its part in a `shard_map` that is made devices."""
+        """True if each device runs its part in a `shard_map` that the call makes."""
         return self.mesh is not None and not self.by_compiler
 
     @property

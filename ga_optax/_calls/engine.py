@@ -3,7 +3,7 @@
     Call         the arguments by role, and the devices        `Call.of` checks them
     Traced       the program of `fun` at all rows              `trace`
     MicroBatch   the program of one of k micro-batches         `partition`
-    Rewritten    the program after the passes, and the arrays   `rewrite`
+    Rewritten    the program after the passes, the arrays      `rewrite`
     Scheduled    the levels that compute the values            `schedule`
     Outcome      results, gradients                            `run`
 
@@ -11,8 +11,8 @@
 the aux of a loss. `batch_dependencies` stops at `schedule`, and reports the plan.
 `accumulate` traces one micro-batch by itself, see `micro_batch`.
 
-Under `jax.jit` and its like the stations from `rewrite` on are one equation
-of JAX, see `equation`, so that its derivatives are those of `fun`.
+Under `jax.jit` and other transformations the stations from `rewrite` on are one
+equation of JAX, see `equation`, so that the derivatives are those of `fun`.
 
 On a mesh with a data axis the stations from `trace` on run once more in a region of the
 mesh. The region is made after `partition`, which knows the results that have rows.
