@@ -180,7 +180,7 @@ def _looped(
     totals = [so_far(values, j, buffers, cotangents) for j in shared]
     acc = Accumulator(totals, weight, count)
     operands = Operands(closed.consts, params, jax.tree.leaves(batch), [], [], acc)
-    adds = _additions(values, program, operands, shared)
+    adds = _chosen_additions(values, program, operands, shared)
     pairs = zip(residuals, batch[0], strict=True)
     adds += [additions.stacked(x, j not in cotangents) for j, x in pairs]
     late = buffers if way.cotangents is None else mine | cotangents
@@ -242,7 +242,7 @@ def _paired(cotangent: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.sum(product.real).astype(float)
 
 
-def _additions(
+def _chosen_additions(
     values: Evaluation, program: LossProgram, operands: Operands, shared: list[int]
 ) -> list[additions.Addition]:
     """One addition for the gradient of each shared buffer."""

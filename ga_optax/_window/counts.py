@@ -8,7 +8,7 @@ from ga_optax._passes.read import variables
 from ga_optax._window.schedule import Schedule
 
 
-class Loops(NamedTuple):
+class LoopSets(NamedTuple):
     """The loops that compute values which no buffer of a schedule holds.
 
     Attributes:
@@ -28,7 +28,7 @@ class Loops(NamedTuple):
         return self.runs[id(equation)]
 
 
-def counted(schedule: Schedule) -> Loops:
+def counted(schedule: Schedule) -> LoopSets:
     """The loops of a schedule."""
     roots: dict[Any, int] = {}
     for level in range(1, schedule.end + 1):
@@ -42,4 +42,4 @@ def counted(schedule: Schedule) -> Loops:
         runs[id(e)] = loops
         for x in variables(e.invars):
             readers[x] = readers.get(x, 0) | loops
-    return Loops(schedule, roots, readers, runs)
+    return LoopSets(schedule, roots, readers, runs)

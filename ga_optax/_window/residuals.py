@@ -21,7 +21,7 @@ from jax.extend import core
 from ga_optax._passes import read
 from ga_optax._passes.read import is_mark, variables
 from ga_optax._window import cost, counts, cut
-from ga_optax._window.counts import Loops
+from ga_optax._window.counts import LoopSets
 from ga_optax._window.schedule import Schedule
 
 _LONGEST = 32  # cheap equations in a row that run again behind a residual
@@ -47,7 +47,7 @@ def store(schedule: Schedule, levels: Iterable[int]) -> None:
             schedule.buffer(x, "residual", level)
 
 
-def _borders(loops: Loops, levels: Iterable[int]) -> Iterator[tuple[int, list[Any]]]:
+def _borders(loops: LoopSets, levels: Iterable[int]) -> Iterator[tuple[int, list[Any]]]:
     """The values of rows up to each level that an equation after the level reads."""
     schedule, by_level = loops.schedule, {}
     for e in filter(schedule.is_of_rows, schedule.jaxpr.eqns):
@@ -61,7 +61,7 @@ def _borders(loops: Loops, levels: Iterable[int]) -> Iterator[tuple[int, list[An
         yield level, border
 
 
-def _last_reader(loops: Loops, variable: Any) -> int:
+def _last_reader(loops: LoopSets, variable: Any) -> int:
     """The last level that reads a variable; -1 if there is none."""
     schedule = loops.schedule
     readers = (e for e, _ in read.uses(schedule.jaxpr, variable))
@@ -69,7 +69,7 @@ def _last_reader(loops: Loops, variable: Any) -> int:
     return max([loops.roots.get(variable, 0).bit_length() - 1, *levels])
 
 
-def _chosen(loops: Loops, level: int, border: Sequence[Any]) -> list[Any]:
+def _chosen(loops: LoopSets, level: int, border: Sequence[Any]) -> list[Any]:
     """The new residuals after a level; none if only cheap equations would run again."""
     equations, earlier = _behind(loops, border, level)
     sources = _costly(loops, equations, level)
@@ -85,7 +85,7 @@ def _chosen(loops: Loops, level: int, border: Sequence[Any]) -> list[Any]:
 
 
 def _behind(
-    loops: Loops, border: Sequence[Any], level: int
+    loops: LoopSets, border: Sequence[Any], level: int
 ) -> tuple[list[core.JaxprEqn], list[Any]]:
     """The equations that later loops run for a border, and residuals that they read."""
     schedule = loops.schedule
@@ -102,7 +102,9 @@ def _behind(
     return equations, [x for x in stored if buffers[views[x].buffer].kind == "residual"]
 
 
-def _costly(loops: Loops, equations: Sequence[core.JaxprEqn], level: int) -> list[Any]:
+def _costly(
+    loops: LoopSets, equations: Sequence[core.JaxprEqn], level: int
+) -> list[Any]:
     """The results that loops up to a level compute, and that later ones must not.
 
     They are results of equations that are not cheap, or that end `_LONGEST` equations

@@ -1,4 +1,16 @@
-"""Runs a window: forward level by level, the loss, and back."""
+"""Runs a window, a chain of levels: forward, the loss, and back.
+
+    buffers     = parameters, rows              filled from the start
+    buffers    += level n of buffers            one loop over the micro-batches each
+    cotangents  = the loop of the loss          with the gradients of all that it reads
+    cotangents += level n of its cotangents     one loop each, last level first
+
+Buffers and cotangents are dictionaries by the number of the buffer, which levels take
+and return. A layer of batch normalization, `standard(x @ w)`, has two levels: one adds
+up a mean, one a variance, which needs the mean. On the way back the level of the
+variance takes the cotangent of the variance to `w` and to the mean, and the level of
+the mean takes that to `w`.
+"""
 
 from typing import Any
 

@@ -21,7 +21,7 @@ from jax.extend import core
 from ga_optax._passes import read, rewrite
 from ga_optax._passes.read import following
 from ga_optax._window import cost, counts, cut
-from ga_optax._window.counts import Loops
+from ga_optax._window.counts import LoopSets
 from ga_optax._window.meetings import is_collective
 from ga_optax._window.schedule import Schedule
 
@@ -115,7 +115,7 @@ def _is_shared(schedule: Schedule, equation: core.JaxprEqn) -> bool:
 
 
 def _is_much(
-    loops: Loops, group: list[core.JaxprEqn], of_rows: Mapping[int, float]
+    loops: LoopSets, group: list[core.JaxprEqn], of_rows: Mapping[int, float]
 ) -> bool:
     """True if a group takes more than a little of the work of its loops."""
     group_loops = functools.reduce(operator.or_, map(loops.of, group))
@@ -125,7 +125,7 @@ def _is_much(
 
 
 def _smallest(
-    loops: Loops, group: list[core.JaxprEqn], sources: list[Any]
+    loops: LoopSets, group: list[core.JaxprEqn], sources: list[Any]
 ) -> list[Any]:
     """The smallest set of shared values from which loops can compute the others."""
     inside = {id(e) for e in group}
