@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from helpers import in_calls, integers, mean_of, ruled, squares
 from jax.custom_derivatives import linear_call
-from test_microbatch import MODELS, OPTIMIZE, WIDTH, _layer, _normal, _wide, make_batch
+from test_microbatch import MODELS, OPTIMIZE, WIDTH, _layer, _normal, make_batch
 
 import ga_optax as ga
 from ga_optax._passes import known
@@ -49,22 +49,6 @@ def token_batch(counts, size=512):
     for row, count in zip(mask, counts, strict=True):
         row[:count] = 1
     return {"x": _normal(3, mask.size, WIDTH), "mask": mask.reshape(-1)}
-
-
-@pytest.mark.slow
-@pytest.mark.grid(1)
-@pytest.mark.parametrize("optimize", OPTIMIZE)
-def test_token_counts_as_weights_give_the_undivided_gradient(optimize):
-    _, params = MODELS["rematerialised"]
-    batch = token_batch([1, 512, 37, 200])
-    with jax.enable_x64(True):
-        params, batch = jax.tree.map(_wide, (params, batch))
-        expected = jax.jit(jax.value_and_grad(masked))(params, batch)
-        weighted = mean_of(masked, 4, weight_fn=tokens, optimize=optimize)
-        assert helpers.off(jax.jit(weighted)(params, batch), expected) < 1e-12
-        means = jax.jit(mean_of(masked, 4, optimize=optimize))(params, batch)
-        # One token weighs as much as 512 of them in the mean of means.
-        assert helpers.off(means[1], expected[1]) > 0.05
 
 
 @pytest.mark.slow
@@ -349,23 +333,6 @@ def test_rows_of_different_examples_are_not_added_up(mode):
     assert_same_bits(parts["scores"], (x @ w).reshape(4, 4))
 
 
-def test_fun_is_traced_again_only_if_a_leaf_may_have_rows():
-    traces = []
-
-    def fun(w, x):
-        traces.append(x.shape)
-        return jnp.mean(x @ w), x.mean(0)
-
-    def traced(aux):
-        traces.clear()
-        step = mean_of(fun, 4, has_aux=True, aux=aux)
-        jax.eval_shape(step, integers(4), integers(16, 4))
-        return traces
-
-    assert traced("last") == traced("stack") == [(4, 4)]
-    assert traced("mean") == [(4, 4), (8, 4)]
-
-
 @pytest.mark.quick
 @pytest.mark.parametrize(
     ("dtype", "due"),
@@ -467,17 +434,3 @@ def test_a_padded_call_goes_on_with_an_accumulator():
     assert int(acc.count) == float(acc.weight) == 3
     other = jax.jit(ga.accumulate(squares, 3))(ga.accumulator.init(w), w, x[:6])[1]
     assert_same_bits(acc, other)
-
-
-def test_a_value_can_be_differentiated_twice():
-    """Before 0.12 JAX forgets rules in loops, as that of a term that is rounded."""
-    w, x = _normal(0, WIDTH, 2), _normal(1, 8, WIDTH)
-
-    def whole(w):
-        return jnp.sin(squares(w, x))
-
-    def parts(w):
-        return jnp.sin(ga.accumulate(squares, 4)(ga.accumulator.init(w), w, x)[0])
-
-    got, due = (jax.jit(jax.jacrev(jax.jacrev(f)))(w) for f in (parts, whole))
-    assert helpers.off(got, due) < 1e-5

@@ -14,7 +14,6 @@ from helpers import (
     mesh_of,
     normal,
     off,
-    plain_scan,
     put,
     squares,
     temporaries,
@@ -118,23 +117,6 @@ def test_any_axis_may_lie_on_devices_and_no_row_moves(kind, sync):
     assert kinds == {"all-reduce"}
     due = jax.value_and_grad(fun)(W, given(X.T, table))
     assert off(got, due) <= 4 * ROWS * EPS
-
-
-@pytest.mark.exhaustive
-def test_a_second_call_outside_of_jit_warns_once():
-    step = ga.value_and_grad(lambda w, x: jnp.mean(x @ w), K)
-    jitted = jax.jit(step)
-    for _ in range(2):
-        jitted(W, X)  # a warning would be an error
-        jax.jit(jax.vmap(step, in_axes=(None, 0)))(W, X[None])
-    step(W, X)
-    with pytest.warns(UserWarning, match="outside of jax.jit again"):
-        step(W, X)
-    step(W, X)
-    with jax.disable_jit():
-        again = ga.value_and_grad(lambda w, x: jnp.mean(x @ w), 2)
-        again(W, X)
-        again(W, X)
 
 
 # -- Forms -----------------------------------------------------------------------------
@@ -271,16 +253,6 @@ def test_with_allow_int_what_has_no_gradient_has_that_of_jax(k, argnums):
             assert off(a, b) <= 64 * EPS
 
 
-def test_with_allow_int_a_long_parameter_is_no_batch():
-    def fun(params, x):
-        return jnp.mean((x * params["w"][params["n"][0]]) ** 2)
-
-    params = {"w": normal(9), "n": jnp.arange(64)}
-    got = ga.value_and_grad(fun, K, allow_int=True)(params, Y)  # a warning is an error
-    due = jax.value_and_grad(fun, allow_int=True)(params, Y)
-    assert off((got[0], got[1]["w"]), (due[0], due[1]["w"])) <= 64 * EPS
-
-
 def test_with_allow_int_specs_may_name_integers():
     def fun(params, x):
         return jnp.mean((x @ (params["w"] * params["n"].astype(x.dtype))) ** 2)
@@ -398,11 +370,6 @@ def test_with_a_data_axis_it_counts_rows_of_one_device(fun):
         run(microbatch_size=3)
 
 
-def test_batch_dependencies_takes_it():
-    found = ga.batch_dependencies(root, microbatch_size=8, residual_bytes=0)(W, X)
-    assert str(found) == str(ga.batch_dependencies(root, 2, residual_bytes=0)(W, X))
-
-
 # -- One micro-batch -------------------------------------------------------------------
 
 
@@ -434,20 +401,6 @@ def test_one_micro_batch_has_the_bits_and_temporaries_of_value_and_grad(dtype):
     assert more != temporaries(plain, *types)
     args = jax.tree.map(lambda x: (normal(*x.shape) / 9).astype(dtype), types)
     assert bits(ours(*args)) == bits(plain(*args))
-
-
-@pytest.mark.slow
-@pytest.mark.grid(1, 2)
-@pytest.mark.parametrize("optimize", [True, False])
-def test_in_their_own_dtype_bfloat16_gradients_take_no_more_than_a_plain_scan(optimize):
-    types = shapes(jnp.bfloat16)
-
-    def ours(dtype):
-        how = {"accumulator_dtype": dtype, "optimize": optimize}
-        return temporaries(jax.jit(ga.value_and_grad(deep, K, **how)), *types)
-
-    assert ours(None) <= 1.01 * temporaries(jax.jit(plain_scan(deep, K)), *types)
-    assert ours(jnp.float32) > ours(None)  # the twin
 
 
 # -- Export ----------------------------------------------------------------------------

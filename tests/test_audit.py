@@ -347,16 +347,3 @@ def test_an_argument_that_every_device_gathers_is_named():
     assert "gathers all of" not in page(
         jax.jit(lambda w, x, base: step(w, x, constrain(base)))
     )
-
-
-NO_HLO = ["", "hello", "module @jit_f { func.func }"]
-
-
-@pytest.mark.parametrize("wrong", [None, 3, jax.jit(lambda x: x).lower(1.0), *NO_HLO])
-def test_what_is_not_compiled_says_how_to_and_text_that_is_no_hlo_what_to_pass(wrong):
-    text = isinstance(wrong, str)
-    due = (
-        "optimised HLO module with an ENTRY" if text else r"lower\(\*args\)\.compile\("
-    )
-    with pytest.raises(ValueError if text else TypeError, match=due):
-        ga.audit(wrong)

@@ -1,6 +1,5 @@
 """By block: partitions cover, adds equal `accumulator.add`, and touch one block."""
 
-import functools
 import time
 from typing import NamedTuple
 
@@ -509,14 +508,6 @@ def test_what_raises_donates_nothing_and_equal_numbers_are_one_weight():
 
 
 # -- Flat vectors inside jit, and the report -------------------------------------------
-
-
-@BOTH
-def test_flatten_works_inside_jit_and_returns_its_spec(make, by):
-    p = blocks.partition(make(), by)
-    flatten = functools.partial(blocks.flatten, p, name="layers/2")
-    (vector, spec), (want, same) = jax.jit(flatten)(make()), flatten(make())
-    assert (bits(vector), spec, hash(spec)) == (bits(want), same, hash(same))
 
 
 def reference_model(hidden=1024, kv=256, inner=4096, layers=24, vocabulary=32768):

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import leaves_of, mean_of, mesh_of, needed, normal, put
+from helpers import leaves_of, mean_of, mesh_of, normal, put
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -99,13 +99,6 @@ def window(mesh, k, specs=None, rows=ROWS, axes="data", **options):
     return audit, got
 
 
-def gradient_reductions(audit):
-    """What could hold gradients: larger than the scalars."""
-    return [
-        c for c in audit.collectives if c.kind in REDUCTIONS and c.num_bytes > SCALARS
-    ]
-
-
 # -- Parameters on every device --------------------------------------------------------
 
 
@@ -148,16 +141,6 @@ def test_if_rows_meet_no_loop_communicates():
     assert not audit.in_loop
     assert len(audit.collectives) <= 3  # there, back, and gradients
     assert_close(got, jax.value_and_grad(contrastive)(*args))
-
-
-@pytest.mark.grid(1, 2)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("sync", ["last", "each"])
-def test_the_mesh_may_be_that_of_the_batch(kind, sync):
-    fun = ga.value_and_grad(mean_loss, 2, data_axis=ga.DataAxis("data", sync=sync))
-    placed = put((make_params(), make_batch()), mesh_of(8, kind=kind), ROWS_APART)
-    for run in (fun, jax.jit(fun)):
-        assert_close(run(*placed), whole_batch())
 
 
 @pytest.mark.grid(2)
@@ -271,47 +254,7 @@ def test_sync_each_reduces_in_every_micro_step(kind):
     assert {c.kind for c in audit.in_loop} <= {"all-gather", *REDUCTIONS}
 
 
-@pytest.mark.exhaustive
-def test_memory_with_sync_each_falls_with_the_number_of_devices():
-    """The docstring's table: (P + G) / n, where "last" holds P + G on every device."""
-    width, layers, k = 256, 8, 4
-
-    def loss(params, x):
-        h, _ = jax.lax.scan(jax.checkpoint(_layer), x, params)
-        return jnp.mean(jnp.square(h))
-
-    def need(devices, sync):
-        mesh = mesh_of(devices)
-        spec = P(None, "data")
-        params = put(normal(layers, width, width, seed=0) / 16, mesh, spec)
-        x = put(normal(4 * k * devices, width, seed=1), mesh, P("data"))
-        axis = ga.DataAxis("data", mesh=mesh, param_specs=spec, sync=sync)
-        fun = jax.jit(ga.value_and_grad(loss, k, data_axis=axis))
-        return needed(fun.lower(params, x).compile())
-
-    size = 4 * layers * width * width
-    for devices in (2, 8):
-        assert need(devices, "last") > 2 * size
-        # Parameters, accumulator and result are shards; a few layers are whole.
-        assert need(devices, "each") < 4 * size / devices + 6 * size / layers
-
-
 # -- Each micro-batch by itself --------------------------------------------------------
-
-
-@pytest.mark.grid(1)
-@pytest.mark.parametrize("optimize", [True, False])
-def test_a_device_of_weight_zero_adds_nothing_not_even_nan(optimize):
-    params, batch, rows = make_params(), make_batch(), ROWS // 8
-    poisoned = {
-        name: x.at[:rows].set(jnp.nan if name == "x" else 0)
-        for name, x in batch.items()
-    }
-    axis = ga.DataAxis("data", mesh=mesh_of(8))
-    options = {"weight_fn": count, "optimize": optimize, "data_axis": axis}
-    rest = jax.tree.map(lambda x: x[rows:], batch)
-    want = jax.value_and_grad(token_loss)(params, rest)
-    assert_close(jax.jit(mean_of(token_loss, 4, **options))(params, poisoned), want)
 
 
 def test_aux_keys_and_the_carry_are_put_together_over_all_devices():
@@ -409,26 +352,6 @@ def test_accumulate_at_top_level_merges_once_a_call(sharded, sync):
         assert shape == (LAYERS, WIDTH // 8, WIDTH)
 
 
-@pytest.mark.slow
-def test_it_can_be_differentiated_and_batched():
-    params, batch = make_params(), make_batch()
-    axis = ga.DataAxis("data", mesh=mesh_of(8))
-    plain = jax.value_and_grad(mean_loss)
-    fun = ga.value_and_grad(mean_loss, 2, data_axis=axis)
-
-    def norm(one):
-        def of(params):
-            value, grads = one(params, batch)
-            return value + sum(jnp.sum(g * g) for g in jax.tree.leaves(grads))
-
-        return jax.jit(jax.grad(of))(params)
-
-    assert_close(norm(fun), norm(plain))
-    pair = jax.tree.map(lambda p: jnp.stack([p, 2 * p]), params)
-    got, want = (jax.jit(jax.vmap(f, (0, None)))(pair, batch) for f in (fun, plain))
-    assert_close(got, want)
-
-
 def test_fun_may_use_the_axis_for_a_collective_of_its_own():
     """Such as batch statistics over all devices, with the gradient through them."""
 
@@ -443,18 +366,6 @@ def test_fun_may_use_the_axis_for_a_collective_of_its_own():
 
 
 # -- Errors ----------------------------------------------------------------------------
-
-
-@pytest.mark.filterwarnings("ignore:.with mesh:DeprecationWarning")
-def test_a_with_block_names_the_mesh_too():
-    mesh = mesh_of(8)
-    fun = jax.jit(ga.value_and_grad(mean_loss, 2, data_axis="data"))
-    params, batch = make_params(), make_batch()
-    with mesh:
-        program = fun.lower(params, batch).compile()
-    assert len(gradient_reductions(ga.audit(program))) == 1
-    with pytest.raises(ValueError, match="there is no mesh"):  # after the block
-        ga.value_and_grad(mean_loss, 2, data_axis="data")(params, batch)
 
 
 def inside(fun, in_specs=ROWS_APART, out_specs=WHOLE, axes=("data",), **options):

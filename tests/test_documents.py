@@ -1,8 +1,4 @@
-"""The README and the pages of docs/: they run, and say what was measured.
-
-The blocks of Python of a page are one program, and run in their order. What they print
-stands in the block of text that follows, and nowhere else.
-"""
+"""The README and the pages of docs/: they run, and say what was measured."""
 
 import contextlib
 import io

@@ -162,10 +162,7 @@ def test_experts_run_at_most_three_times_and_once_back(layer, how, monkeypatch):
 
 
 def needs(layer, how):
-    """The temporaries of the undivided batch and of a window, and of the buffers.
-
-    These hold what goes to the experts of a layer, and as much that comes back.
-    """
+    """The temporaries of the undivided batch and of a window, and of the buffers."""
     args, loss = arguments(1024), loss_of(layer, how)
     places = len(args[1]) * (10 if layer is two_of_them else 5) // 4
     whole = temporaries(jax.jit(jax.value_and_grad(loss)), *args)

@@ -4,12 +4,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 import test_devices as on
-from helpers import mean_of, mesh_of, nbytes, normal, put, temporaries, without_pass
-from jax.sharding import NamedSharding
+from helpers import mean_of, mesh_of, nbytes, normal, put, without_pass
 from jax.sharding import PartitionSpec as P
 
 import ga_optax as ga
-from ga_optax._loop import in_place
 
 K, DEVICES = 4, 8
 SPECS = on.SHARDED | {"bias": P("data")}
@@ -56,30 +54,6 @@ def test_a_weight_of_0_keeps_a_nan_on_its_device(optimize):
     on.assert_close(gradient(**each), want)
     # The twin: it has a weight.
     assert jnp.isnan(gradient(lambda batch: jnp.ones([]), **each)[1]["in"]).all()
-
-
-@pytest.mark.exhaustive
-@pytest.mark.skipif(not in_place.HAS_REFS, reason="gradients are whole for a moment")
-def test_a_model_that_scans_never_holds_a_whole_gradient():
-    """The sum, and the gradient of one layer; all of it if layers are split."""
-    layers, width = 8, 128
-
-    def loss(params, x):
-        h, _ = jax.lax.scan(jax.checkpoint(on._layer), x, params)
-        return jnp.mean(jnp.square(h))
-
-    params = jax.ShapeDtypeStruct((layers, width, width), jnp.float32)
-    x = jax.ShapeDtypeStruct((4 * K * DEVICES, width), jnp.float32)
-    x = x.update(sharding=NamedSharding(MESH, P("data")))
-
-    def taken(spec, sync="each"):
-        axis = ga.DataAxis("data", mesh=MESH, grad_specs=spec, sync=sync)
-        step = jax.jit(ga.value_and_grad(loss, K, data_axis=axis))
-        return temporaries(step, params, x) / nbytes(params)
-
-    assert taken(P(None, "data")) < 1 / DEVICES + 2 / layers
-    assert taken(P("data")) > 1
-    assert taken(P(None, "data"), "last") > 1
 
 
 def test_inside_a_shard_map_it_is_the_same():

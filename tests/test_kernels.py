@@ -59,12 +59,7 @@ def array(view="rows", index=lambda i, *_: i, block=(1, 4), column=lambda *_: 0)
 
 
 def kernel(does="", ins=None, out=None, grid=(8,), axis=0, maps=None, **more):
-    """A kernel of `[8, 4]`; from each row to itself if no arrays are given.
-
-    Its programs may do more than to read and to write: ask for their place on an axis
-    of the grid, write to their last operand, and keep scratch. `jax.vmap` maps some
-    operands.
-    """
+    """A kernel of `[8, 4]`; from each row to itself if no arrays are given."""
     ins, (to, spec) = ins or [array()], out or array()
     more |= {"in_specs": [spec for _, spec in ins], "out_specs": spec, "grid": grid}
     more["cost_estimate"] = pl.CostEstimate(64, 64, 64)  # which is split, too

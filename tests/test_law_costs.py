@@ -1,13 +1,6 @@
-"""What any loss costs: passes, counted in the program, and bytes that XLA takes.
+"""What any loss costs: passes, counted in the program, and bytes that XLA takes."""
 
-A loss whose rows do not meet takes the loop of micro-batches by themselves. Others run
-forward two or three times, if there is room for what must be kept. A norm over rows is
-two levels, its mean and its variance.
-"""
-
-import collections
 import functools
-import itertools
 import math
 import re
 
@@ -42,10 +35,7 @@ def said(fun, k, args, **options):
 
 
 def of_inputs(fun, *args):
-    """How many products of rows with `p["in"]` there are, and to its gradient.
-
-    In the text of a program each stands once for a loop, which runs over all rows.
-    """
+    """How many products of rows with `p["in"]` there are, and to its gradient."""
     found = np.zeros(2, int)
     text = jax.jit(fun).lower(*args).as_text()
     for types in re.findall(r"stablehlo\.dot_general.*: \((.*)\n", text):
@@ -88,20 +78,6 @@ def test_the_memory_is_the_tables_share_of_that_of_the_undivided_batch(name):
     # There XLA has less for the undivided batch of one of them.
     older = 1.1 if jax.__version_info__ < (0, 11) else 1
     assert 0 < ours <= older * loss.share * undivided
-
-
-def test_pairs_of_rows_are_kept_for_neither_direction():
-    loss, args = LOSSES["clip"].value, whole_losses.arguments(1024, np.float32, 64)
-    assert said(loss, 8, args, residual_bytes=0) == (2, 1)
-    of_all, *ours = (
-        temporaries(jax.jit(step), *args)
-        for step in (
-            jax.value_and_grad(loss),
-            ga.value_and_grad(loss, 8),
-            ga.value_and_grad(loss, 8, residual_bytes=0),
-        )
-    )
-    assert 0 < max(ours) <= of_all / 4
 
 
 def test_what_is_kept_is_in_the_room_there_is():
@@ -416,28 +392,3 @@ def test_layers_that_are_alike_are_functions_that_are_called(monkeypatch):
     # The twin: each level is traced by itself.
     monkeypatch.setattr(read, "form", lambda jaxpr: object())
     assert lines() > 2 * once
-
-
-@pytest.mark.slow
-def test_planning_grows_as_the_program_does(monkeypatch):
-    visited = collections.Counter()
-
-    def count(name, number):
-        original = getattr(read, name)
-
-        def counted(*args, **kwargs):
-            out = original(*args, **kwargs)
-            visited[name] += number(out)
-            return out
-
-        monkeypatch.setattr(read, name, counted)
-
-    count("needed", lambda out: len(out[0]))  # the equations found, in all queries
-    count("uses", lambda out: 1)
-    seen = []
-    for layers in (10, 20, 40):
-        visited.clear()
-        jax.eval_shape(ga.value_and_grad(residual, OVER), *of_layers(layers, rows=64))
-        seen.append(dict(visited))
-    for few, many in itertools.pairwise(seen):
-        assert all(many[name] < 2.3 * few[name] for name in ("needed", "uses")), seen

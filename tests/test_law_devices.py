@@ -1,10 +1,4 @@
-"""The law with every option of `DataAxis`, wherever the batch lies.
-
-Where rows do not meet, or in numbers alone such as counts, every option is there, as in
-a loop of micro-batches each by itself. Where they meet, the error names the line.
-"""
-
-import dataclasses
+"""The law with every option of `DataAxis`, wherever the batch lies."""
 
 import jax
 import jax.numpy as jnp
@@ -145,20 +139,6 @@ def test_where_they_meet_the_error_names_the_line(name):
         at_top_level(norm, name, AxisType.Auto)
     assert 'data_axis must have sync="last"' in str(error.value)
     assert "batch_dependencies" in str(error.value)
-
-
-@pytest.mark.parametrize("sync", ["last", "each"])
-def test_specs_that_do_not_fit_are_refused_and_nothing_is_computed(sync):
-    params, batch = arguments()
-    axis = ga.DataAxis("data", mesh=mesh_of(), sync=sync)
-    step = ga.value_and_grad(mean, K, data_axis=axis)
-    assert distance(step(params, batch), mean) < 1e-5  # The twin: without specs.
-    said_of = {"data": "PartitionSpec", P(None, None, None, "data"): "fit"}
-    for specs, said in said_of.items():
-        wrong = dataclasses.replace(axis, param_specs=specs)
-        step = ga.value_and_grad(mean, K, data_axis=wrong)
-        with pytest.raises((TypeError, ValueError), match=said):
-            step(params, batch)
 
 
 @pytest.mark.grid(0, 3)

@@ -1,8 +1,4 @@
-"""What prints, checks or calls back does so once, with what the whole batch gives it.
-
-an act     a check, a print, a callback, in order or not; one that nobody knows
-a place    the loss, a loop, a branch, a checkpoint, a rule of the user's
-"""
+"""What prints, checks or calls back does so once, with what the whole batch gives."""
 
 import functools
 

@@ -1,10 +1,4 @@
-"""Losses whose numbers were wrong once, or of a kind that easily goes wrong.
-
-Value and gradients are those of the undivided batch, by `value_and_grad` and by
-`microbatch` of the gradient. All in float64: of at most some thousand terms,
-conditioned no worse than 1e3. `mutations.py` has the faults; what is wrong is off by
-more than 1e-6.
-"""
+"""Losses whose numbers were wrong once, or of a kind that easily goes wrong."""
 
 import jax
 import jax.numpy as jnp

@@ -1,8 +1,4 @@
-"""All of `optax.losses` over micro-batches, as they give it for the whole batch.
-
-Losses are found by inspection, and arguments by their names. So one that is new in
-optax is tested as the others are, or fails here if its arguments are not known.
-"""
+"""All of `optax.losses` over micro-batches, as they give it for the whole batch."""
 
 import inspect
 

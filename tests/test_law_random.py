@@ -1,8 +1,4 @@
-"""Random programs of every form are those of the whole batch; see `whole_random`.
-
-`python tests/whole_random.py 2000`, which `make fuzz` runs too, checks as many of them.
-So does `python tests/whole_moves.py 2000`, of what moves rows and anything else.
-"""
+"""Random programs of every form are those of the whole batch; see `whole_random`."""
 
 from types import SimpleNamespace
 

@@ -1,17 +1,11 @@
-"""Functions with rules of their own in which rows meet, there or on the way back.
-
-Value and gradients are those of the undivided batch, in float64; nothing is computed
-whole, so memory is that of micro-batches and of what their levels keep.
-"""
+"""Functions with rules of their own in which rows meet, there or on the way back."""
 
 import functools
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax.linen import fp8_ops
 from helpers import apart, array, mesh_of, put, temporaries
 from jax import lax
 from jax.sharding import PartitionSpec as P
@@ -289,47 +283,3 @@ def _(primals, tangents):
     mean, local, log_psi = energy(*primals)
     moves = jax.jvp(log_psi, primals[:1], tangents[:1])[1]
     return mean, 2 * jnp.mean((local - mean) * moves)
-
-
-def test_a_variational_energy_takes_the_memory_of_its_micro_batches():
-    args = large()
-    assert taken(variational, *args) <= 0.3 * undivided(variational, *args)
-    [meets] = ga.batch_dependencies(variational, OVER)(*args).meetings
-    assert meets.type.shape == ()  # the mean of all
-
-
-class Network(nn.Module):
-    """Layers whose products are of float8."""
-
-    product: type
-
-    @nn.compact
-    def __call__(self, x):
-        for _ in range(2):
-            dense = nn.Dense(WIDTH, use_bias=False, dot_general_cls=self.product)
-            x = jnp.tanh(dense(x))
-        return x
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["Fp8DotGeneralOp", "Fp8DirectDotGeneralOp"])
-def test_layers_of_float8_take_no_more_for_the_largest_number_of_all_rows(
-    name, monkeypatch
-):
-    network = Network(getattr(fp8_ops, name))
-    x = array(MANY, WIDTH)
-    params = jax.jit(network.init)(jax.random.key(0), x[:2])
-
-    def loss(params, x):
-        return jnp.mean(network.apply(params, x) ** 2)
-
-    ours = jax.jit(ga.value_and_grad(loss, OVER))(params, x)[1]
-    due = jax.jit(jax.grad(loss))(params, x)
-    state = fp8_ops.OVERWRITE_WITH_GRADIENT
-    pairs = zip(*map(jax.tree.leaves, (ours[state], due[state])), strict=True)
-    assert all(np.allclose(a, b, rtol=1e-6, atol=0) for a, b in pairs)
-    assert ga.batch_dependencies(loss, OVER)(params, x).whole == []
-    found, of_all = taken(loss, params, x), undivided(loss, params, x)
-    monkeypatch.setattr(fp8_ops, "compute_amax_history", lambda x, history: history)
-    assert found <= 1.1 * taken(loss, params, x)
-    assert found <= 0.4 * of_all

@@ -1,6 +1,5 @@
 """What `batch_dependencies` and warnings say: where rows meet, and what to do."""
 
-import contextlib
 import os
 import re
 import warnings
@@ -102,19 +101,6 @@ def test_beside_the_line_stands_the_module_inside():
     assert [row.rpartition(", in ")[2] for row in rows] == scopes
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-def test_the_name_of_a_scope_is_printed_as_often_as_it_is_entered(depth):
-    def fun(w, x):
-        with contextlib.ExitStack() as scopes:
-            for _ in range(depth):
-                scopes.enter_context(jax.named_scope("head"))
-            h = x @ w
-            return jnp.var(h, 0).sum() ** 2 + jnp.std(h, 0).sum() ** 2
-
-    scopes = {x.rpartition(", in ")[2] for x in lines_of(fun, W, X)}
-    assert scopes == {"/".join(["head"] * depth)}
-
-
 # -- The table -------------------------------------------------------------------------
 
 
@@ -179,15 +165,6 @@ def test_arguments_are_those_of_the_step_or_their_types():
     assert str(found(fun, types[0], of_x, key, False, data_axis="data")) == str(it)
 
 
-def test_what_is_in_a_checkpoint_has_the_lines_that_are_in_it():
-    def loss(w, x):
-        return jnp.sqrt(jnp.mean(jnp.sort(jnp.tanh(x @ w), 0) ** 2))
-
-    lines = lines_of(jax.checkpoint(loss), W, X)
-    assert lines
-    assert all(line_in(loss, 1) in line for line in lines)
-
-
 # -- What to do ------------------------------------------------------------------------
 
 
@@ -217,14 +194,6 @@ def test_what_is_computed_whole_says_what_to_do_and_that_helps(whole, better):
 
     assert "jax.vmap" in text(whole)
     assert "jax.vmap" not in text(better)
-
-
-def test_what_is_computed_for_all_rows_and_read_for_some_is_listed():
-    def shuffled(w, x):
-        order = jax.random.permutation(jax.random.key(0), len(x)).astype(x.dtype)
-        return jnp.mean((x @ w) * order[:, None])
-
-    assert {x.name for x in found(shuffled, W, X).whole} == {"sort"}
 
 
 # -- Warnings --------------------------------------------------------------------------

@@ -239,33 +239,6 @@ def test_the_function_is_traced_once_for_any_number_of_micro_batches():
 # -- Composition -----------------------------------------------------------------------
 
 
-@pytest.mark.grid(1)
-@pytest.mark.parametrize("weighted", [False, True])
-def test_what_is_exactly_0_has_the_derivative_of_the_undivided_batch(weighted):
-    """A loss of 0 with gradients of 0, and weights whose sum is 1."""
-    x = normal(12, 3)
-
-    def fun(w, batch):
-        errors = (batch["x"] @ w) ** 2 + batch["x"] @ w
-        return jnp.sum(errors * batch["weight"]) / jnp.sum(batch["weight"])
-
-    def slope(step, w):
-        def total(w, weight):
-            value, grads = step(w, {"x": x, "weight": weight})
-            return value + jnp.sum(grads**2)
-
-        weight = jnp.array([1, 1, 2, 4, 1, 1, 1, 1, 1, 1, 1, 1]) / 16
-        return jax.jit(jax.grad(total, argnums=(0, 1)))(w, weight)
-
-    step = ga.value_and_grad(fun, 3)
-    if weighted:
-        step = mean_of(fun, 3, weight_fn=lambda batch: jnp.sum(batch["weight"]))
-    for w in (jnp.zeros(3), jnp.ones(3)):
-        got, expected = slope(step, w), slope(jax.value_and_grad(fun), w)
-        np.testing.assert_allclose(got[0], expected[0], rtol=1e-4, atol=1e-5)
-        np.testing.assert_allclose(got[1], expected[1], rtol=1e-4, atol=1e-4)
-
-
 def test_it_closes_over_tracers():
     def outer(scale, x):
         def fun(w, x):
@@ -276,28 +249,6 @@ def test_it_closes_over_tracers():
     x = integers(8, WIDTH)
     slope = jax.jit(jax.grad(outer))(jnp.float32(2.0), x)
     assert float(slope) == x.mean(0).sum() != 0
-
-
-@pytest.mark.grid(1)
-@pytest.mark.parametrize("optimize", OPTIMIZE)
-def test_donated_inputs_and_a_scan_over_steps_change_nothing(optimize):
-    fun, params = MODELS["rematerialised"]
-    batch = make_batch()
-    step = ga.value_and_grad(fun, 4, optimize=optimize)
-
-    def descend(params, batch):
-        return jax.tree.map(lambda p, g: p - 0.1 * g, params, step(params, batch)[1])
-
-    expected = jax.tree.map(jnp.asarray, params)
-    for _ in range(3):
-        expected = jax.jit(descend, donate_argnums=0)(expected, batch)
-
-    def scan(params):
-        return jax.lax.scan(lambda p, _: (descend(p, batch), None), params, length=3)[0]
-
-    assert_trees_bitwise_equal(
-        jax.jit(scan)(jax.tree.map(jnp.asarray, params)), expected
-    )
 
 
 def test_it_has_the_name_and_documentation_of_the_function():

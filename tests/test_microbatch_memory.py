@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from helpers import mean_of, mesh_of, nbytes, temporaries
+from helpers import mean_of, nbytes, temporaries
 from optax import microbatching
 
 import ga_optax as ga
@@ -113,17 +113,3 @@ def test_a_donated_accumulator_is_updated_where_it_lies():
     call = ga.accumulate(loss, 2)
     taken = megabytes(call, acc, PARAMS, batch(2 * BATCH // K), donate=0)
     assert taken < 0.5 * TREE
-
-
-@pytest.mark.exhaustive
-def test_on_many_devices_a_window_takes_one_tree_more_for_the_reduction():
-    """The all-reduce of XLA:CPU is not in place: its result is a second tree."""
-    bound = with_adam(ga.value_and_grad(loss, K), BATCH) + 1.05 * TREE
-    axis = ga.DataAxis("data", mesh=mesh_of(8))
-
-    def on_devices(k, rows):
-        return with_adam(ga.value_and_grad(loss, k, data_axis=axis), rows)
-
-    assert on_devices(K, 8 * BATCH) <= bound
-    assert on_devices(2 * K, 16 * BATCH) <= bound
-    assert on_devices(1, 16 * BATCH) > bound  # the twin: activations of all rows

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import DROPS, SKIPS, array, leaves_of, mesh_of, put, times_rate
+from helpers import DROPS, SKIPS, array, leaves_of, mesh_of, put
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -247,19 +247,6 @@ def test_extra_arguments_are_averaged_over_devices_and_the_data_may_end_a_window
     np.testing.assert_allclose(
         jnp.sum(sums) / tokens(whole), loss(PARAMS, whole), rtol=1e-5
     )
-
-
-def test_a_window_of_one_micro_step_averages_extra_arguments_that_are_the_same():
-    tx = across(1, times_rate(), mean_argnames="rate")
-
-    def step(params, state, batch):
-        _, grads = local_grads(params, batch)
-        return ga.apply_gradients(tx, grads, state, params, rate=jnp.float32(2))
-
-    new, _ = jax.jit(mapped(step, tx, P("data")))(PARAMS, init(tx), part(0))
-    rows = jax.tree.map(lambda x: x.reshape(8, ROWS // 8, -1), part(0))
-    mean = jax.grad(lambda p: jnp.mean(jax.vmap(loss, (None, 0))(p, rows)))(PARAMS)
-    assert_close(new, jax.tree.map(lambda p, g: p - 2 * g, PARAMS, mean))
 
 
 # -- Under jit alone, sharded ----------------------------------------------------------

@@ -38,28 +38,6 @@ def counts(state):
 # -- Against the oracle ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("weights", [None, [3, 17, 0, 256], [0.25, 0.5, 1.75, 8.125]])
-def test_in_float64_a_run_agrees_with_the_oracle_to_twelve_digits(weights):
-    rng, k, w = np.random.default_rng(0), 4, weights or [1] * 4
-    schedule = lambda t: 0.1 / (1 + t)  # noqa: E731
-    start, grads = rng.normal(size=5), rng.normal(size=(3 * k, 5))
-
-    def reference(last):
-        """The run; of the last window so many micro-batches have a part in it."""
-        adam = oracle.Adam(start, schedule)
-        for i, n in enumerate((k, k, last)):
-            adam.step(oracle.weighted_mean(grads[k * i :][:n], w[:n]))
-        return adam.p
-
-    with jax.enable_x64(True):
-        tx, of_all = ga.MultiSteps(optax.adam(schedule), k), weights and [*w] * 3
-        seen = train(tx, jnp.asarray(grads), jnp.asarray(start), of_all)
-        params, state = seen[-1]
-        assert (params.dtype, counts(state)[0]) == (jnp.float64, 3)
-        np.testing.assert_allclose(params, reference(k), rtol=1e-12)
-    assert np.abs(reference(k - 1) - np.asarray(params)).max() > 1e-6  # the twin
-
-
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("weights", [None, [3.0, 17.0, 0.0, 256.0]])
 def test_what_the_optimizer_sees_is_within_the_derived_bound(dtype, weights):

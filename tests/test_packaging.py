@@ -1,11 +1,9 @@
 """What is published works by itself: built, installed elsewhere, its source gone."""
 
 import importlib.metadata
-import os
 import pathlib
 import re
 import shutil
-import subprocess
 import sys
 import tarfile
 import zipfile
@@ -211,28 +209,3 @@ def test_documents_name_make_targets_that_exist():
         named = set(re.findall(r"(?:^ {4}|`)make ([a-z-]+)", text, re.M))
         assert named
         assert named <= TARGETS
-
-
-@pytest.mark.skipif(not shutil.which("make"), reason="there is no make")
-def test_make_takes_the_newest_python_that_starts_and_says_which_does_not(tmp_path):
-    for name, text in (
-        ("python3.14", "echo 'no such command' >&2; exit 127"),
-        ("python3.13", f'exec "{sys.executable}" "$@"'),
-    ):
-        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n", encoding="utf-8")
-        (tmp_path / name).chmod(0o755)
-    # Not what the `make` that runs this test was told: MAKEFLAGS overrides a variable.
-    told = ("PYTHON", "MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "MAKELEVEL")
-    env = {name: value for name, value in os.environ.items() if name not in told}
-    env["PATH"] = f"{tmp_path}:{env['PATH']}"
-
-    def made(**more):
-        command = ["make", "-n", ".venv-nowhere/ready", "VENV=.venv-nowhere"]
-        return subprocess.check_output(
-            command, cwd=ROOT, env=env | more, stderr=subprocess.STDOUT, text=True
-        )
-
-    said = made()
-    assert "python3.13 -m venv" in said
-    assert said.count("Left out python3.14, which does not start: no such command") == 1
-    assert "Left out" not in made(PYTHON="python3.13")  # the twin: it is named

@@ -2,7 +2,6 @@
 
 import functools
 import logging
-import pathlib
 import sys
 from typing import Any, NamedTuple
 
@@ -438,19 +437,6 @@ def test_the_log_names_the_line_that_keeps_a_parameter_out(caplog):
     assert "used more than once" in note
     assert "test_passes.py" in note
     assert note in caplog.text
-
-
-def test_the_log_names_lines_of_the_user_alone():
-    """Also where the loop over micro-batches writes equations of its own."""
-
-    def loss(w, x):
-        layer = jax.checkpoint(lambda h, w: (h - jnp.mean(h @ w, 0)[None], None))
-        return jnp.mean(jax.lax.scan(layer, x, w)[0] ** 2)
-
-    log = " ".join(notes_of(loss, *arguments()))
-    assert "test_passes.py" in log
-    assert "ga_optax" not in log.replace(str(pathlib.Path(__file__).parents[1]), "")
-    assert "unknown" not in log
 
 
 # -- What a call keeps -----------------------------------------------------------------

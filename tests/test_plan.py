@@ -227,12 +227,6 @@ def test_the_page_names_the_leaves_that_are_added_in_place_and_why_others_are_no
     assert head == f"Gradients not added in place ({why}): leaf ['head']."
 
 
-def test_without_a_choice_it_says_so_or_nothing():
-    assert notes_of(1) == []  # it is the undivided program
-    [note] = notes_of(2, optimize=False)
-    assert note == f"Gradients not added in place (optimize=False): {LEAVES}."
-
-
 # -- Machines that are not here --------------------------------------------------------
 
 # Their compilers are not among the packages of these tests, so the devices of this

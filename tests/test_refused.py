@@ -1,8 +1,4 @@
-"""What does not fit is refused, with what was required, what came and what to do.
-
-A row is a call, the type of its error, and parts of the message in their order.
-`untraced` shows that it is before anything is traced.
-"""
+"""What does not fit is refused, with what was required, what came and what to do."""
 
 import copy
 import functools
@@ -42,10 +38,7 @@ V, T = ValueError, TypeError
 
 
 def of(*args, fun=untraced, k=2, **options):
-    """A case: what the function is made with, what it is called with, what is said.
-
-    That is what was required, what came (or `@`, for `came`), and what to do.
-    """
+    """A case: what the function is made with, what it is called with, what is said."""
     named = ("batch", "rngs", "y", "z") & options.keys()
     kwargs = {name: options.pop(name) for name in named}
     case = fun, k, options, args, kwargs

@@ -225,17 +225,6 @@ def test_in_a_microbatch_in_a_loss_the_rows_are_those_of_the_inner_one():
         assert min(seen) == rows
 
 
-@FAST
-def test_sizes_may_be_left_open():
-    fun = of("with_closure")
-    args = arguments()
-    n = jax.export.symbolic_shape("4*n")[0]
-    x = jax.ShapeDtypeStruct((n, *args[1].shape[1:]), jnp.float32)
-    exported = jax.export.export(jax.jit(ga.value_and_grad(fun, 4)))(args[0], x)
-    want = jax.value_and_grad(of("with_closure", as_it_is))(*args)
-    assert off(exported.call(*args), want) < BOUND
-
-
 def test_it_is_traced_in_the_context_in_which_it_was_called():
     def loss(w, x):
         with jax.default_matmul_precision("highest"):
@@ -281,26 +270,6 @@ def test_outside_it_is_the_function_and_costs_nothing(name):
     assert bits(got(*args)) == bits(want(*args))
     both = (f.lower(*args).compile().cost_analysis()["flops"] for f in (want, got))
     assert len(set(both)) == 1
-
-
-def test_what_it_prints_is_what_the_function_prints():
-    said = []
-
-    def fun(x):
-        jax.debug.callback(lambda x: said.append(x.shape), x)
-        return x
-
-    def ran(step, x):
-        said.clear()
-        jax.block_until_ready(jax.jit(step)(x))
-        jax.effects_barrier()
-        return said
-
-    x = jnp.ones((4, 2))
-    for f in (fun, ga.rowwise(fun)):
-        assert ran(jax.grad(lambda x, f=f: f(x).sum()), x) == [(4, 2)]
-    step = ga.value_and_grad(lambda w, x: ga.rowwise(fun)(x * w).sum(), 2)
-    assert ran(functools.partial(step, 1.0), x) == [(2, 2)] * 2
 
 
 # -- Promises that do not hold ---------------------------------------------------------

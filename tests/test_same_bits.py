@@ -1,9 +1,4 @@
-"""Any grouping of the same micro-batches into calls gives the same bits.
-
-A model is drawn from pieces whose last operation is a bare product, a sum, a scatter or
-a matrix product, in a loop or outside, with penalties on the parameters alone. Then
-what comes in another way: scans of any form, and what has no role.
-"""
+"""Any grouping of the same micro-batches into calls gives the same bits."""
 
 import helpers
 import jax

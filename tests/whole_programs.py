@@ -1,8 +1,4 @@
-"""Steps of random programs: `step(h, w, b)` of `h` [n, d], of which rows may meet.
-
-`w` is a matrix [d, d]; `b["ids"]` and `b["mask"]` have one row for each of `h`.
-`whole_random` draws programs of them, as graphs of values of several shapes.
-"""
+"""Steps of random programs: `step(h, w, b)` of `h` [n, d], of which rows may meet."""
 
 import functools
 
