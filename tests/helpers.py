@@ -7,6 +7,7 @@ import functools
 import importlib.util
 import math
 import os
+import re
 import subprocess
 import sys
 from unittest import mock
@@ -213,6 +214,26 @@ def leaves_of(*trees):
 def ruled(back, fun=lambda x: x):
     """A function, the identity if none is given, with a rule for its cotangent."""
     return with_rule(fun, lambda _, ct: (back(ct),), saves=lambda x: None)
+
+
+KINDS = {"V": ValueError, "T": TypeError, "A": AttributeError, "E": AssertionError}
+
+
+def refusals(table):
+    """The rows `code -> V parts | of the message` of a table, an error each."""
+    rows = re.sub(r"\n +", " ", table).splitlines()
+    pairs = (row.split(" -> ", 1) for row in rows if " -> " in row)
+    return [(code, KINDS[said[0]], said[2:]) for code, said in pairs]
+
+
+def says(call, error, parts):
+    """A call raises such an error, whose message has these parts in their order."""
+    with pytest.raises(error) as raised:
+        call()
+    message, at = " ".join(str(raised.value).split()), 0
+    for part in parts.split(" | "):
+        assert part in message[at:], message
+        at = message.index(part, at)
 
 
 def times_rate():
