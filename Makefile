@@ -23,7 +23,6 @@ fuzz: export HYPOTHESIS_PROFILE = fuzz
 fuzz: MARKED := -m fuzz
 fuzz: pytest
 	$(BIN)/python tests/whole_random.py 2000
-	$(BIN)/python tests/whole_moves.py 2000
 
 pytest: $(VENV)/ready
 	@$(BIN)/python tests/versions.py
